@@ -1,0 +1,42 @@
+package v1alpha1
+
+// SecretKeyReference names one key of a Secret in the same namespace.
+type SecretKeyReference struct {
+	// Name of the Secret. It must be in the same namespace as the object that refers to it.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=253
+	// +required
+	Name string `json:"name"`
+
+	// Key within the Secret's data.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=253
+	// +kubebuilder:validation:Pattern=`^[-._a-zA-Z0-9]+$`
+	// +required
+	Key string `json:"key"`
+}
+
+// SecretReference names a Secret in the same namespace.
+type SecretReference struct {
+	// Name of the Secret. It must be in the same namespace as the object that refers to it.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=253
+	// +required
+	Name string `json:"name"`
+}
+
+// ValueFromSecret takes a value from a Secret.
+type ValueFromSecret struct {
+	// The Secret and key to read. When either is missing, Accepted is False
+	// (SecretNotFound, SecretKeyMissing) and messages are kept, not sent.
+	// +required
+	SecretKeyRef SecretKeyReference `json:"secretKeyRef"`
+}
+
+// DispatcherCount says how many dispatcher pods run this generation of the object.
+type DispatcherCount struct {
+	// Dispatcher pods that are ready.
+	Ready int32 `json:"ready"`
+	// Ready dispatcher pods that have confirmed this generation.
+	Programmed int32 `json:"programmed"`
+}

@@ -1,0 +1,122 @@
+package v1alpha1
+
+// Condition types. Every kind carries Accepted, Programmed and Ready; traffic
+// has a condition of its own (Delivering, Receiving), because a receiver's
+// outage is not a mistake in the spec and must not fail a rollout.
+const (
+	// ConditionAccepted says whether the spec is valid and every reference in it resolves.
+	ConditionAccepted = "Accepted"
+	// ConditionProgrammed says whether every ready dispatcher pod has confirmed
+	// that it runs what this generation of the object asks for.
+	ConditionProgrammed = "Programmed"
+	// ConditionReady is Accepted and Programmed. Wait on this one.
+	ConditionReady = "Ready"
+	// ConditionDelivering tells from real traffic whether a WebhookDestination's
+	// endpoints take what is sent to them. Unknown until the first delivery.
+	ConditionDelivering = "Delivering"
+	// ConditionReceiving tells from real traffic whether calls arrive for a
+	// Source. Unknown until the first call.
+	ConditionReceiving = "Receiving"
+)
+
+// Reasons of Accepted.
+const (
+	// ReasonAccepted: the spec is valid and every reference resolves.
+	ReasonAccepted = "Accepted"
+	// ReasonDisabled: spec.enabled is false. Accepted stays True with this
+	// reason; a disabled Source refuses calls, a disabled WebhookDestination
+	// keeps them up to its retry window.
+	ReasonDisabled = "Disabled"
+	// ReasonSecretNotFound: a referenced Secret does not exist in the namespace.
+	ReasonSecretNotFound = "SecretNotFound"
+	// ReasonSecretKeyMissing: a referenced Secret has no such key, or it is empty.
+	ReasonSecretKeyMissing = "SecretKeyMissing"
+	// ReasonInvalidSecret: a referenced Secret's value cannot be used, for
+	// example a certificate that does not parse or a header value with a line break.
+	ReasonInvalidSecret = "InvalidSecret"
+	// ReasonInvalidURL: an endpoint's URL, given or read from a Secret, is not a usable http or https URL.
+	ReasonInvalidURL = "InvalidURL"
+	// ReasonInvalidFilter: spec.filter does not compile, or may cost too much to evaluate.
+	ReasonInvalidFilter = "InvalidFilter"
+	// ReasonNoSource: spec.sources names a Source that does not exist, or its selector matches none.
+	ReasonNoSource = "NoSource"
+	// ReasonEgressDenied: an endpoint's URL names an address that the cluster's admin does not allow.
+	ReasonEgressDenied = "EgressDenied"
+	// ReasonWriteKeyConflict: another Source already uses the same write key. The older Source keeps it.
+	ReasonWriteKeyConflict = "WriteKeyConflict"
+	// ReasonConfigTooLarge: the namespace's live config would not fit into one
+	// Secret. The last config that did fit stays in effect.
+	ReasonConfigTooLarge = "ConfigTooLarge"
+)
+
+// Reasons of Programmed.
+const (
+	// ReasonProgrammed: every ready dispatcher pod runs this generation.
+	ReasonProgrammed = "Programmed"
+	// ReasonPending: some ready dispatcher pods have not confirmed this generation yet.
+	ReasonPending = "Pending"
+	// ReasonNoDispatcher: no dispatcher pod is ready.
+	ReasonNoDispatcher = "NoDispatcher"
+	// ReasonConfigRefused: a dispatcher pod refused the config and keeps the one before.
+	ReasonConfigRefused = "ConfigRefused"
+	// ReasonNotAccepted: the object is not accepted, so there is nothing to program.
+	ReasonNotAccepted = "NotAccepted"
+)
+
+// Reasons of Ready. When Ready is False its reason is that of the condition that keeps it False.
+const (
+	// ReasonReady: Accepted and Programmed are both True.
+	ReasonReady = "Ready"
+)
+
+// Reasons of Delivering. The ones after CircuitOpen classify a failed attempt
+// and are also the reasons of status.endpoints[].lastFailure and of dead letters.
+const (
+	// ReasonDelivering: the latest deliveries succeeded.
+	ReasonDelivering = "Delivering"
+	// ReasonNoTrafficYet: nothing has been sent to (or received for) this object yet.
+	ReasonNoTrafficYet = "NoTrafficYet"
+	// ReasonHeld: messages are kept and not sent, because the object is not accepted or is disabled.
+	ReasonHeld = "Held"
+	// ReasonEndpointFailing: deliveries to an endpoint fail, for more than one reason.
+	ReasonEndpointFailing = "EndpointFailing"
+	// ReasonCircuitOpen: an endpoint failed so often that only probes are sent to it.
+	ReasonCircuitOpen = "CircuitOpen"
+	// ReasonTimedOut: the endpoint did not answer within the timeout.
+	ReasonTimedOut = "TimedOut"
+	// ReasonConnectionRefused: nothing listens at the endpoint's address.
+	ReasonConnectionRefused = "ConnectionRefused"
+	// ReasonConnectionFailed: the connection broke, or could not be made for another reason.
+	ReasonConnectionFailed = "ConnectionFailed"
+	// ReasonDNSFailed: the endpoint's host name does not resolve.
+	ReasonDNSFailed = "DNSFailed"
+	// ReasonCertificateRejected: the endpoint's TLS certificate cannot be verified
+	// (self-signed, expired, unknown authority, wrong name). Nothing was sent.
+	ReasonCertificateRejected = "CertificateRejected"
+	// ReasonTLSFailed: the TLS handshake failed for another reason.
+	ReasonTLSFailed = "TLSFailed"
+	// ReasonAddressDenied: the endpoint's name resolves to an address that the egress guard denies.
+	ReasonAddressDenied = "AddressDenied"
+	// ReasonServerError: the endpoint answered with a 5xx status.
+	ReasonServerError = "ServerError"
+	// ReasonThrottled: the endpoint answered 429 or 408.
+	ReasonThrottled = "Throttled"
+	// ReasonRejected: the endpoint answered with a 4xx status that is not retried.
+	ReasonRejected = "Rejected"
+	// ReasonRedirected: the endpoint answered with a redirect; redirects are not followed.
+	ReasonRedirected = "Redirected"
+	// ReasonInvalidResponse: the endpoint's answer is not valid HTTP.
+	ReasonInvalidResponse = "InvalidResponse"
+	// ReasonExpired: the message was not delivered within the retry window.
+	ReasonExpired = "Expired"
+)
+
+// Reasons of Receiving.
+const (
+	// ReasonReceiving: calls have been accepted for this Source.
+	ReasonReceiving = "Receiving"
+	// ReasonRejectingCalls: calls arrive for this Source, and the latest ones were all refused.
+	ReasonRejectingCalls = "RejectingCalls"
+	// ReasonStoragePressure: the dispatcher refuses calls because its storage, or this Source's quota, is full.
+	ReasonStoragePressure = "StoragePressure"
+)

@@ -1,0 +1,34 @@
+// Package v1alpha1 holds the kinds of posthorn.dev/v1alpha1: Source (who may
+// send calls) and WebhookDestination (which URLs receive them).
+//
+// Field comments are the user manual: `kubectl explain` prints them.
+// References never carry a namespace, so an object can only ever use Secrets
+// and Sources of its own namespace.
+//
+// +kubebuilder:object:generate=true
+// +groupName=posthorn.dev
+package v1alpha1
+
+import (
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+)
+
+// GroupVersion is the API group and version of every kind in this package.
+var GroupVersion = schema.GroupVersion{Group: "posthorn.dev", Version: "v1alpha1"}
+
+// AddToScheme registers the kinds of this package with a scheme.
+func AddToScheme(scheme *runtime.Scheme) error {
+	schemeBuilder := runtime.NewSchemeBuilder(addKnownTypes)
+	return schemeBuilder.AddToScheme(scheme)
+}
+
+func addKnownTypes(scheme *runtime.Scheme) error {
+	scheme.AddKnownTypes(GroupVersion,
+		&Source{}, &SourceList{},
+		&WebhookDestination{}, &WebhookDestinationList{},
+	)
+	metav1.AddToGroupVersion(scheme, GroupVersion)
+	return nil
+}

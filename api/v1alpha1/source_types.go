@@ -1,0 +1,128 @@
+package v1alpha1
+
+import (
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// SourceSpec says who may send calls, and how many.
+type SourceSpec struct {
+	// Whether calls are taken. While false, calls with this Source's write key
+	// are answered 403; what was accepted before is still delivered. Default true.
+	// +kubebuilder:default=true
+	// +optional
+	Enabled *bool `json:"enabled,omitempty"`
+
+	// The Secret key that holds the write key: what a client sends as its HTTP
+	// Basic user name, or as "writeKey" in the body. 1 to 256 bytes; white space
+	// around it is ignored. Only its SHA-256 reaches the dispatcher. Changing the
+	// Secret takes effect within a second. Two Sources must not share a write
+	// key: the younger one gets Accepted=False (WriteKeyConflict).
+	// +required
+	WriteKeySecretRef SecretKeyReference `json:"writeKeySecretRef"`
+
+	// Browser origins that may send calls (CORS), as scheme://host[:port], or
+	// "*" for every origin. Without an entry no browser page may read the answer
+	// of a call; servers and apps are not affected. At most 64.
+	// +kubebuilder:validation:MaxItems=64
+	// +kubebuilder:validation:items:MaxLength=255
+	// +kubebuilder:validation:items:Pattern=`^(\*|https?://[A-Za-z0-9.\-\[\]:]+)$`
+	// +listType=set
+	// +optional
+	AllowedOrigins []string `json:"allowedOrigins,omitempty"`
+
+	// How many calls a second are taken from this Source, by each dispatcher pod.
+	// Calls above it are answered 429 with Retry-After. Without it there is no limit.
+	// +optional
+	RateLimit *CallRateLimit `json:"rateLimit,omitempty"`
+}
+
+// CallRateLimit bounds the calls that one dispatcher pod takes from a Source.
+// +kubebuilder:validation:XValidation:rule="!has(self.burst) || self.burst >= self.callsPerSecond",message="burst must be at least callsPerSecond; raise burst or leave it out"
+type CallRateLimit struct {
+	// Calls a second; a batch of 20 counts as 20. 1 to 1,000,000.
+	// +kubebuilder:validation:Minimum=1
+	// +kubebuilder:validation:Maximum=1000000
+	// +required
+	CallsPerSecond int32 `json:"callsPerSecond"`
+
+	// Calls that may come at once after a pause. At least callsPerSecond; the default is twice callsPerSecond.
+	// +kubebuilder:validation:Minimum=1
+	// +kubebuilder:validation:Maximum=2000000
+	// +optional
+	Burst *int32 `json:"burst,omitempty"`
+}
+
+// SourceStatus is what is known of a Source, from the spec and from real traffic.
+type SourceStatus struct {
+	// Accepted, Programmed, Ready and Receiving.
+	// +listType=map
+	// +listMapKey=type
+	// +kubebuilder:validation:MaxItems=16
+	// +optional
+	Conditions []metav1.Condition `json:"conditions,omitempty"`
+
+	// The generation that this status describes.
+	// +optional
+	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
+
+	// Names of the accepted WebhookDestinations that take this Source's calls, sorted; the first 100.
+	// +listType=atomic
+	// +kubebuilder:validation:MaxItems=100
+	// +optional
+	Destinations []string `json:"destinations,omitempty"`
+
+	// Dispatcher pods that are ready, and that run this generation.
+	// +optional
+	Dispatchers *DispatcherCount `json:"dispatchers,omitempty"`
+
+	// When the last call was accepted. Written at most every 30 s.
+	// +optional
+	LastReceivedTime *metav1.Time `json:"lastReceivedTime,omitempty"`
+
+	// Calls since the dispatchers' stores were made, over all pods. Written at most every 30 s.
+	// +optional
+	Calls *CallCounts `json:"calls,omitempty"`
+}
+
+// CallCounts counts a Source's calls.
+type CallCounts struct {
+	// Calls that were stored and acknowledged.
+	Accepted int64 `json:"accepted"`
+	// Calls that were refused (invalid, too large, over the rate limit, storage full) since the pods started.
+	Rejected int64 `json:"rejected"`
+	// Calls that repeated an earlier messageId; acknowledged, not stored again.
+	Duplicates int64 `json:"duplicates"`
+}
+
+// Source says who may send calls to Posthorn: a write key, the browser origins
+// that may use it, and a rate limit. WebhookDestinations of the same namespace
+// choose the Sources whose calls they receive.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:subresource:status
+// +kubebuilder:resource:shortName=psrc,categories=posthorn
+// +kubebuilder:printcolumn:name="Ready",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].status`
+// +kubebuilder:printcolumn:name="Receiving",type=string,JSONPath=`.status.conditions[?(@.type=="Receiving")].status`
+// +kubebuilder:printcolumn:name="Accepted",type=integer,JSONPath=`.status.calls.accepted`
+// +kubebuilder:printcolumn:name="Last Received",type=date,JSONPath=`.status.lastReceivedTime`
+// +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+// +kubebuilder:printcolumn:name="Rejected",type=integer,JSONPath=`.status.calls.rejected`,priority=1
+// +kubebuilder:printcolumn:name="Duplicates",type=integer,JSONPath=`.status.calls.duplicates`,priority=1
+// +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].reason`,priority=1
+type Source struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	// +required
+	Spec SourceSpec `json:"spec"`
+	// +optional
+	Status SourceStatus `json:"status,omitempty"`
+}
+
+// SourceList is a list of Sources.
+// +kubebuilder:object:root=true
+type SourceList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []Source `json:"items"`
+}

@@ -1,0 +1,452 @@
+package v1alpha1
+
+import (
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// WebhookDestinationSpec says which Sources' calls go to which URLs, and how.
+type WebhookDestinationSpec struct {
+	// Whether messages are sent. While false they are kept, up to the retry
+	// window, and delivered when it is true again. Default true.
+	// +kubebuilder:default=true
+	// +optional
+	Enabled *bool `json:"enabled,omitempty"`
+
+	// The Sources, of this namespace, whose calls are delivered here.
+	// +required
+	Sources SourceSelection `json:"sources"`
+
+	// The webhooks: 1 to 5 URLs, each with headers of its own.
+	// +kubebuilder:validation:MinItems=1
+	// +kubebuilder:validation:MaxItems=5
+	// +listType=map
+	// +listMapKey=name
+	// +required
+	Endpoints []Endpoint `json:"endpoints"`
+
+	// Signs every request body. Without it requests carry no signature.
+	// +optional
+	Signing *Signing `json:"signing,omitempty"`
+
+	// When a message counts as delivered. AnyEndpoint: it is sent to every URL
+	// and is done when one of them took it; only when all failed is it retried.
+	// EveryEndpoint: every URL must take it, each is tracked and retried by
+	// itself. Default AnyEndpoint.
+	// +kubebuilder:validation:Enum=AnyEndpoint;EveryEndpoint
+	// +kubebuilder:default=AnyEndpoint
+	// +optional
+	Success SuccessPolicy `json:"success,omitempty"`
+
+	// Timeout, retries and limits of delivery.
+	// +kubebuilder:default={}
+	// +optional
+	Delivery Delivery `json:"delivery,omitempty"`
+
+	// Which messages are delivered. Without it: all. Applied when a call is
+	// accepted; a changed filter applies to calls that come after the change.
+	// +optional
+	Filter *Filter `json:"filter,omitempty"`
+
+	// What is kept of messages that could not be delivered.
+	// +kubebuilder:default={}
+	// +optional
+	DeadLetters DeadLetters `json:"deadLetters,omitempty"`
+}
+
+// SourceSelection chooses Sources by name or by label.
+// +kubebuilder:validation:XValidation:rule="has(self.names) != has(self.selector)",message="set either names or selector, not both and not neither"
+type SourceSelection struct {
+	// Names of Sources in this namespace. A name without a Source: Accepted is False (NoSource).
+	// +kubebuilder:validation:MinItems=1
+	// +kubebuilder:validation:MaxItems=64
+	// +kubebuilder:validation:items:MinLength=1
+	// +kubebuilder:validation:items:MaxLength=253
+	// +listType=set
+	// +optional
+	Names []string `json:"names,omitempty"`
+
+	// Labels of Sources in this namespace. An empty selector ({}) chooses all of them.
+	// +optional
+	Selector *metav1.LabelSelector `json:"selector,omitempty"`
+}
+
+// SuccessPolicy says when a message counts as delivered.
+type SuccessPolicy string
+
+// The success policies.
+const (
+	// AnyEndpoint: one URL took the message.
+	AnyEndpoint SuccessPolicy = "AnyEndpoint"
+	// EveryEndpoint: every URL took the message.
+	EveryEndpoint SuccessPolicy = "EveryEndpoint"
+)
+
+// Endpoint is one webhook URL.
+// +kubebuilder:validation:XValidation:rule="has(self.url) != has(self.urlFrom)",message="set either url or urlFrom, not both and not neither"
+// +kubebuilder:validation:XValidation:rule="!has(self.tls) || !has(self.url) || self.url.startsWith('https://')",message="tls needs an https:// URL"
+type Endpoint struct {
+	// Name of the endpoint within this destination; it shows in status, metrics and dead letters.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=63
+	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]*[a-z0-9])?$`
+	// +required
+	Name string `json:"name"`
+
+	// The full URL, including http:// or https://. User names, passwords and
+	// fragments are refused: put credentials into a header from a Secret. At
+	// most 2,048 characters.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=2048
+	// +kubebuilder:validation:XValidation:rule="isURL(self) && url(self).getScheme() in ['http', 'https'] && url(self).getHostname() != ''",message="must be a full URL that starts with http:// or https:// and names a host"
+	// +kubebuilder:validation:XValidation:rule="!self.contains('#')",message="must not have a fragment (#...); remove it"
+	// +kubebuilder:validation:XValidation:rule="!self.matches('^[a-zA-Z]+://[^/?]*@')",message="must not contain a user name or password; send them in a header with valueFrom"
+	// +optional
+	URL string `json:"url,omitempty"`
+
+	// Takes the URL from a Secret, where the URL itself is a credential.
+	// +optional
+	URLFrom *ValueFromSecret `json:"urlFrom,omitempty"`
+
+	// Static headers, sent with every request to this URL. At most 32.
+	// +kubebuilder:validation:MaxItems=32
+	// +listType=map
+	// +listMapKey=name
+	// +kubebuilder:validation:XValidation:rule="self.all(h, self.exists_one(g, g.name.lowerAscii() == h.name.lowerAscii()))",message="header names must be unique; case does not count"
+	// +optional
+	Headers []Header `json:"headers,omitempty"`
+
+	// TLS settings of an https URL. Without it the system's certificate authorities are trusted.
+	// +optional
+	TLS *EndpointTLS `json:"tls,omitempty"`
+}
+
+// Header is a static request header.
+// +kubebuilder:validation:XValidation:rule="has(self.value) != has(self.valueFrom)",message="set either value or valueFrom, not both and not neither"
+type Header struct {
+	// Name of the header. Headers that Posthorn or HTTP itself sets are refused:
+	// Content-Type, User-Agent, X-Signature, Host, Connection and the like.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=128
+	// +kubebuilder:validation:Pattern="^[!#$%&'*+\\-.^_`|~0-9A-Za-z]+$"
+	// +kubebuilder:validation:XValidation:rule="!(self.lowerAscii() in ['host', 'connection', 'content-length', 'content-type', 'content-encoding', 'transfer-encoding', 'te', 'trailer', 'upgrade', 'keep-alive', 'proxy-connection', 'expect', 'user-agent', 'x-signature', 'x-signature-previous', 'idempotency-key', 'webhook-id', 'webhook-timestamp', 'webhook-signature', 'traceparent', 'tracestate'])",message="this header is set by Posthorn or by HTTP itself; choose another name"
+	// +required
+	Name string `json:"name"`
+
+	// Value of the header: printable ASCII, at most 4,096 characters.
+	// +kubebuilder:validation:MaxLength=4096
+	// +kubebuilder:validation:Pattern=`^[\x20-\x7e\t]*$`
+	// +optional
+	Value *string `json:"value,omitempty"`
+
+	// Takes the value from a Secret.
+	// +optional
+	ValueFrom *ValueFromSecret `json:"valueFrom,omitempty"`
+}
+
+// EndpointTLS sets whom an endpoint is trusted by, and who we are to it.
+// Verification itself cannot be switched off.
+type EndpointTLS struct {
+	// A Secret key with PEM certificates of the authorities to trust for this
+	// endpoint, instead of the system's. A self-signed server certificate is
+	// refused even when it is listed here: list the authority that issued it.
+	// +optional
+	CASecretRef *SecretKeyReference `json:"caSecretRef,omitempty"`
+
+	// A Secret of type kubernetes.io/tls (keys tls.crt and tls.key) with the client certificate to present.
+	// +optional
+	ClientCertSecretRef *SecretReference `json:"clientCertSecretRef,omitempty"`
+}
+
+// Signing says how request bodies are signed.
+type Signing struct {
+	// The Secret key that holds the shared secret, used as it is, byte for byte.
+	// (StandardWebhooks: a "whsec_" prefix means that the rest is base64.) While
+	// it is missing nothing is sent, messages are kept, and Accepted is False.
+	// +required
+	SecretRef SecretKeyReference `json:"secretRef"`
+
+	// HMACSHA1: header X-Signature, lowercase hex HMAC-SHA1 of the body.
+	// StandardWebhooks: headers webhook-id, webhook-timestamp and
+	// webhook-signature (v1, HMAC-SHA256). Default HMACSHA1.
+	// +kubebuilder:validation:Enum=HMACSHA1;StandardWebhooks
+	// +kubebuilder:default=HMACSHA1
+	// +optional
+	Scheme SigningScheme `json:"scheme,omitempty"`
+
+	// The secret before a rotation. While set, every request carries a signature
+	// under it as well: in X-Signature-Previous, or as a second entry of
+	// webhook-signature. Remove it when all receivers know the new secret.
+	// +optional
+	PreviousSecretRef *SecretKeyReference `json:"previousSecretRef,omitempty"`
+}
+
+// SigningScheme names a way of signing.
+type SigningScheme string
+
+// The signing schemes.
+const (
+	HMACSHA1         SigningScheme = "HMACSHA1"
+	StandardWebhooks SigningScheme = "StandardWebhooks"
+)
+
+// Delivery sets timeout, retries and limits.
+// +kubebuilder:validation:XValidation:rule="!has(self.minBackoff) || !has(self.maxBackoff) || duration(self.minBackoff) <= duration(self.maxBackoff)",message="minBackoff must not be larger than maxBackoff"
+type Delivery struct {
+	// Time within which an endpoint must answer. 100ms to 5s, default 5s.
+	// +kubebuilder:validation:Type=string
+	// +kubebuilder:validation:MaxLength=32
+	// +kubebuilder:validation:Pattern=`^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$`
+	// +kubebuilder:validation:XValidation:rule="duration(self) >= duration('100ms') && duration(self) <= duration('5s')",message="timeout must be between 100ms and 5s"
+	// +kubebuilder:default="5s"
+	// +optional
+	Timeout *metav1.Duration `json:"timeout,omitempty"`
+
+	// How long after its acceptance a message is retried before it becomes a
+	// dead letter. 1s to 4h, default 4h.
+	// +kubebuilder:validation:Type=string
+	// +kubebuilder:validation:MaxLength=32
+	// +kubebuilder:validation:Pattern=`^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$`
+	// +kubebuilder:validation:XValidation:rule="duration(self) >= duration('1s') && duration(self) <= duration('4h')",message="retryWindow must be between 1s and 4h"
+	// +kubebuilder:default="4h"
+	// +optional
+	RetryWindow *metav1.Duration `json:"retryWindow,omitempty"`
+
+	// Upper bound of the random wait before the second attempt; it doubles with
+	// every attempt. 10ms to 1h, default 1s.
+	// +kubebuilder:validation:Type=string
+	// +kubebuilder:validation:MaxLength=32
+	// +kubebuilder:validation:Pattern=`^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$`
+	// +kubebuilder:validation:XValidation:rule="duration(self) >= duration('10ms') && duration(self) <= duration('1h')",message="minBackoff must be between 10ms and 1h"
+	// +kubebuilder:default="1s"
+	// +optional
+	MinBackoff *metav1.Duration `json:"minBackoff,omitempty"`
+
+	// Largest wait between two attempts. 10ms to 1h, default 5m.
+	// +kubebuilder:validation:Type=string
+	// +kubebuilder:validation:MaxLength=32
+	// +kubebuilder:validation:Pattern=`^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$`
+	// +kubebuilder:validation:XValidation:rule="duration(self) >= duration('10ms') && duration(self) <= duration('1h')",message="maxBackoff must be between 10ms and 1h"
+	// +kubebuilder:default="5m"
+	// +optional
+	MaxBackoff *metav1.Duration `json:"maxBackoff,omitempty"`
+
+	// Requests in flight at once, per Source and endpoint and dispatcher pod. 1 to 1,024, default 64.
+	// +kubebuilder:validation:Minimum=1
+	// +kubebuilder:validation:Maximum=1024
+	// +kubebuilder:default=64
+	// +optional
+	MaxInFlight int32 `json:"maxInFlight,omitempty"`
+
+	// How many requests a second each endpoint gets, from each dispatcher pod.
+	// Messages above it wait. Without it there is no limit.
+	// +optional
+	RateLimit *RequestRateLimit `json:"rateLimit,omitempty"`
+}
+
+// RequestRateLimit bounds the requests that one dispatcher pod sends to an endpoint.
+type RequestRateLimit struct {
+	// Requests a second. 1 to 100,000.
+	// +kubebuilder:validation:Minimum=1
+	// +kubebuilder:validation:Maximum=100000
+	// +required
+	RequestsPerSecond int32 `json:"requestsPerSecond"`
+}
+
+// Filter chooses messages. A message must pass every part that is set.
+// +kubebuilder:validation:XValidation:rule="has(self.types) || has(self.events) || has(self.expression)",message="set at least one of types, events and expression, or leave filter out"
+type Filter struct {
+	// Types of call to deliver.
+	// +kubebuilder:validation:MinItems=1
+	// +kubebuilder:validation:MaxItems=7
+	// +listType=set
+	// +optional
+	Types []CallType `json:"types,omitempty"`
+
+	// Names of events to deliver, for track calls; other types are not affected.
+	// "*" stands for any characters: "Order *". Case counts. At most 100.
+	// +kubebuilder:validation:MinItems=1
+	// +kubebuilder:validation:MaxItems=100
+	// +kubebuilder:validation:items:MinLength=1
+	// +kubebuilder:validation:items:MaxLength=255
+	// +listType=set
+	// +optional
+	Events []string `json:"events,omitempty"`
+
+	// A CEL expression over "call" (the message as it would be delivered) that
+	// must be true, for example: call.properties.total > 100. A call for which it
+	// fails, because a field is missing or has another type, is not delivered;
+	// test with has(call.properties.total). At most 1,024 characters.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=1024
+	// +optional
+	Expression string `json:"expression,omitempty"`
+}
+
+// CallType is a type of call, or "delete" for a deletion request.
+// +kubebuilder:validation:Enum=identify;track;page;screen;group;alias;delete
+type CallType string
+
+// DeadLetters bounds what is kept of messages that could not be delivered.
+type DeadLetters struct {
+	// How long dead letters are kept. 0s to 8760h, default 168h (a week).
+	// +kubebuilder:validation:Type=string
+	// +kubebuilder:validation:MaxLength=32
+	// +kubebuilder:validation:Pattern=`^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$`
+	// +kubebuilder:validation:XValidation:rule="duration(self) <= duration('8760h')",message="retention must be at most 8760h (a year)"
+	// +kubebuilder:default="168h"
+	// +optional
+	Retention *metav1.Duration `json:"retention,omitempty"`
+
+	// How many bytes of dead letters each dispatcher pod keeps for this
+	// destination; above it the oldest go first. Default 1Gi.
+	// +kubebuilder:default="1Gi"
+	// +optional
+	MaxBytes *resource.Quantity `json:"maxBytes,omitempty"`
+}
+
+// WebhookDestinationStatus is what is known of a destination, from the spec and from real traffic.
+type WebhookDestinationStatus struct {
+	// Accepted, Programmed, Ready and Delivering.
+	// +listType=map
+	// +listMapKey=type
+	// +kubebuilder:validation:MaxItems=16
+	// +optional
+	Conditions []metav1.Condition `json:"conditions,omitempty"`
+
+	// The generation that this status describes.
+	// +optional
+	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
+
+	// Hash of the compiled destination, Secrets included, that is in effect or
+	// on its way to the dispatchers. It changes when the spec, a referenced Secret or the set of Sources does.
+	// +kubebuilder:validation:MaxLength=64
+	// +optional
+	Revision string `json:"revision,omitempty"`
+
+	// When revision last changed.
+	// +optional
+	RevisionTime *metav1.Time `json:"revisionTime,omitempty"`
+
+	// Dispatcher pods that are ready, and that run this revision.
+	// +optional
+	Dispatchers *DispatcherCount `json:"dispatchers,omitempty"`
+
+	// One entry per endpoint, from real traffic over all dispatcher pods.
+	// +listType=map
+	// +listMapKey=name
+	// +kubebuilder:validation:MaxItems=5
+	// +optional
+	Endpoints []EndpointStatus `json:"endpoints,omitempty"`
+
+	// Where the messages are. Written at most every 30 s.
+	// +optional
+	Delivery *DeliveryStatus `json:"delivery,omitempty"`
+
+	// When a delivery last succeeded. Written at most every 30 s.
+	// +optional
+	LastSuccessTime *metav1.Time `json:"lastSuccessTime,omitempty"`
+}
+
+// EndpointState is the health of an endpoint.
+// +kubebuilder:validation:Enum=Healthy;Degraded;CircuitOpen;Idle
+type EndpointState string
+
+// The endpoint states.
+const (
+	// EndpointHealthy: the latest deliveries succeeded.
+	EndpointHealthy EndpointState = "Healthy"
+	// EndpointDegraded: deliveries fail, or it recovers after an outage.
+	EndpointDegraded EndpointState = "Degraded"
+	// EndpointCircuitOpen: it failed so often that only probes are sent.
+	EndpointCircuitOpen EndpointState = "CircuitOpen"
+	// EndpointIdle: nothing has been sent yet.
+	EndpointIdle EndpointState = "Idle"
+)
+
+// EndpointStatus is the health of one endpoint.
+type EndpointStatus struct {
+	// Name of the endpoint in spec.endpoints.
+	// +kubebuilder:validation:MaxLength=63
+	Name string `json:"name"`
+	// Healthy, Degraded, CircuitOpen or Idle; the worst over all dispatcher pods.
+	State EndpointState `json:"state"`
+	// When it last took a message.
+	// +optional
+	LastSuccessTime *metav1.Time `json:"lastSuccessTime,omitempty"`
+	// What went wrong last.
+	// +optional
+	LastFailure *DeliveryFailure `json:"lastFailure,omitempty"`
+}
+
+// DeliveryFailure is a failed attempt, without secrets.
+type DeliveryFailure struct {
+	// When it happened.
+	Time metav1.Time `json:"time"`
+	// A reason of the condition Delivering, for example TimedOut.
+	// +kubebuilder:validation:MaxLength=64
+	Reason string `json:"reason"`
+	// The HTTP status that the endpoint answered with; absent when there was no answer.
+	// +optional
+	StatusCode int32 `json:"statusCode,omitempty"`
+	// What happened, in words.
+	// +kubebuilder:validation:MaxLength=512
+	// +optional
+	Message string `json:"message,omitempty"`
+}
+
+// DeliveryStatus counts messages, over all Sources and dispatcher pods.
+// Accepted = delivered + filtered + deadLettered + discarded + pending.
+type DeliveryStatus struct {
+	// Messages that were delivered.
+	Delivered int64 `json:"delivered"`
+	// Messages that the filter or the call's integrations kept out.
+	Filtered int64 `json:"filtered"`
+	// Messages that became dead letters.
+	DeadLettered int64 `json:"deadLettered"`
+	// Messages that wait: not tried yet, in flight, or waiting for a retry.
+	Pending int64 `json:"pending"`
+	// Of those, the ones that failed at least once and wait for their next attempt.
+	Retrying int64 `json:"retrying"`
+	// When the oldest waiting message was accepted.
+	// +optional
+	OldestPendingTime *metav1.Time `json:"oldestPendingTime,omitempty"`
+	// When the next retry or probe is due.
+	// +optional
+	NextAttemptTime *metav1.Time `json:"nextAttemptTime,omitempty"`
+}
+
+// WebhookDestination forwards the calls of its Sources as signed HTTP POSTs to
+// up to five URLs. Messages are stored before a call is answered, retried for
+// up to four hours, and kept as dead letters after that.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:subresource:status
+// +kubebuilder:resource:shortName=whd,categories=posthorn
+// +kubebuilder:printcolumn:name="Ready",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].status`
+// +kubebuilder:printcolumn:name="Delivering",type=string,JSONPath=`.status.conditions[?(@.type=="Delivering")].status`
+// +kubebuilder:printcolumn:name="Pending",type=integer,JSONPath=`.status.delivery.pending`
+// +kubebuilder:printcolumn:name="Retrying",type=integer,JSONPath=`.status.delivery.retrying`
+// +kubebuilder:printcolumn:name="Last Success",type=date,JSONPath=`.status.lastSuccessTime`
+// +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+// +kubebuilder:printcolumn:name="Delivered",type=integer,JSONPath=`.status.delivery.delivered`,priority=1
+// +kubebuilder:printcolumn:name="Dead",type=integer,JSONPath=`.status.delivery.deadLettered`,priority=1
+// +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Delivering")].reason`,priority=1
+// +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.conditions[?(@.type=="Delivering")].message`,priority=1
+type WebhookDestination struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	// +required
+	Spec WebhookDestinationSpec `json:"spec"`
+	// +optional
+	Status WebhookDestinationStatus `json:"status,omitempty"`
+}
+
+// WebhookDestinationList is a list of WebhookDestinations.
+// +kubebuilder:object:root=true
+type WebhookDestinationList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []WebhookDestination `json:"items"`
+}

@@ -1,0 +1,199 @@
+package liveconfig
+
+import (
+	"bytes"
+	"compress/gzip"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/url"
+	"slices"
+	"time"
+)
+
+const (
+	// DataKey is the key of the live-config Secret that holds the encoded Config.
+	DataKey = "config.json.gz"
+	// LabelTenant marks a live-config Secret and names its tenant.
+	LabelTenant = "posthorn.dev/live-config-tenant"
+	// AnnotationRevision carries the revision of the Config in the Secret.
+	AnnotationRevision = "posthorn.dev/revision"
+	// MaxEncodedBytes is the largest encoded Config: what fits into a Kubernetes
+	// Secret (1 MiB) with room for its metadata.
+	MaxEncodedBytes = 1000 << 10
+
+	maxDecodedBytes = 64 << 20
+)
+
+// Encode returns the canonical, compressed form of a config with its secrets
+// revealed, and its revision: the hex SHA-256 of the canonical JSON. Equal
+// configs give equal bytes.
+func Encode(c Config) (data []byte, revision string, err error) {
+	plain, err := json.Marshal(revealed(c))
+	if err != nil {
+		return nil, "", fmt.Errorf("encode live config: %w", err)
+	}
+	sum := sha256.Sum256(plain)
+	var buf bytes.Buffer
+	// The writer's zero header has no time and no name, so the bytes depend on the content alone.
+	zip, _ := gzip.NewWriterLevel(&buf, gzip.BestCompression)
+	if _, err := zip.Write(plain); err != nil {
+		return nil, "", fmt.Errorf("compress live config: %w", err)
+	}
+	if err := zip.Close(); err != nil {
+		return nil, "", fmt.Errorf("compress live config: %w", err)
+	}
+	return buf.Bytes(), hex.EncodeToString(sum[:]), nil
+}
+
+// Decode reads what Encode wrote. It is strict: an unknown field, an unknown
+// version, trailing data or an invalid value is an error, so that a config is
+// taken as a whole or not at all.
+func Decode(data []byte) (c Config, revision string, err error) {
+	zip, err := gzip.NewReader(bytes.NewReader(data))
+	if err != nil {
+		return Config{}, "", fmt.Errorf("live config is not gzip: %w", err)
+	}
+	plain, err := io.ReadAll(io.LimitReader(zip, maxDecodedBytes+1))
+	if err != nil {
+		return Config{}, "", fmt.Errorf("live config is damaged: %w", err)
+	}
+	if len(plain) > maxDecodedBytes {
+		return Config{}, "", fmt.Errorf("live config is larger than %d bytes", maxDecodedBytes)
+	}
+	sum := sha256.Sum256(plain)
+	revision = hex.EncodeToString(sum[:])
+
+	// The version first: a config of a newer format should be named as such,
+	// not by the first field that this program does not know.
+	var head struct {
+		Version int `json:"version"`
+	}
+	if err := json.Unmarshal(plain, &head); err != nil {
+		return Config{}, revision, fmt.Errorf("live config is not JSON: %w", redactJSONError(err))
+	}
+	if head.Version != FormatVersion {
+		return Config{}, revision, fmt.Errorf("live config has format version %d; this dispatcher knows version %d: run the operator and the dispatcher from the same image", head.Version, FormatVersion)
+	}
+	dec := json.NewDecoder(bytes.NewReader(plain))
+	dec.DisallowUnknownFields()
+	if err := dec.Decode(&c); err != nil {
+		return Config{}, revision, fmt.Errorf("live config does not fit its format: %w", redactJSONError(err))
+	}
+	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
+		return Config{}, revision, errors.New("live config has data behind its end")
+	}
+	if err := c.Validate(); err != nil {
+		return Config{}, revision, err
+	}
+	return c, revision, nil
+}
+
+// redactJSONError keeps the offending value, which may be a secret, out of the text.
+func redactJSONError(err error) error {
+	if typeErr, ok := errors.AsType[*json.UnmarshalTypeError](err); ok {
+		return fmt.Errorf("field %s must not hold a value of another type than %s", typeErr.Field, typeErr.Type)
+	}
+	return err
+}
+
+// Validate checks what the format's types do not: names, limits, and that an
+// active destination has all that a delivery needs. Its errors name the object
+// and field and hold no secrets.
+func (c Config) Validate() error {
+	if c.Tenant == "" {
+		return errors.New("live config: tenant is empty")
+	}
+	var errs []error
+	fail := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
+	sources := map[string]bool{}
+	keys := map[string]string{}
+	for _, s := range c.Sources {
+		if s.Name == "" || sources[s.Name] {
+			fail("source %q: name is empty or not unique", s.Name)
+		}
+		sources[s.Name] = true
+		if s.WriteKeySHA256 == "" {
+			continue
+		}
+		if b, err := hex.DecodeString(s.WriteKeySHA256); err != nil || len(b) != sha256.Size {
+			fail("source %q: writeKeySHA256 must be %d hex digits", s.Name, 2*sha256.Size)
+		}
+		if other, ok := keys[s.WriteKeySHA256]; ok {
+			fail("source %q: same write key as source %q", s.Name, other)
+		}
+		keys[s.WriteKeySHA256] = s.Name
+	}
+	names := map[string]bool{}
+	for _, d := range c.Destinations {
+		if d.Name == "" || names[d.Name] {
+			fail("destination %q: name is empty or not unique", d.Name)
+		}
+		names[d.Name] = true
+		if err := d.validate(sources); err != nil {
+			fail("destination %q: %w", d.Name, err)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (d Destination) validate(sources map[string]bool) error {
+	switch d.State {
+	case Active, Disabled, Held:
+	default:
+		return fmt.Errorf("state %q is unknown", d.State)
+	}
+	if d.Success != AnyEndpoint && d.Success != EveryEndpoint {
+		return fmt.Errorf("success %q is unknown", d.Success)
+	}
+	for _, s := range d.Sources {
+		if !sources[s] {
+			return fmt.Errorf("source %q does not exist", s)
+		}
+	}
+	p := d.Delivery
+	if p.RetryWindowMS < 1 || p.RetryWindow() > 4*time.Hour {
+		return errors.New("delivery.retryWindowMS must be between 1 ms and 4 h")
+	}
+	endpoints := map[string]bool{}
+	for _, e := range d.Endpoints {
+		if e.Name == "" || endpoints[e.Name] {
+			return fmt.Errorf("endpoint %q: name is empty or not unique", e.Name)
+		}
+		endpoints[e.Name] = true
+	}
+	if d.State != Active {
+		return nil
+	}
+	if n := len(d.Endpoints); n < 1 || n > 5 {
+		return fmt.Errorf("%d endpoints; 1 to 5 are allowed", n)
+	}
+	if p.TimeoutMS < 1 || p.Timeout() > 5*time.Second {
+		return errors.New("delivery.timeoutMS must be between 1 ms and 5 s")
+	}
+	if p.MinBackoffMS < 1 || p.MaxBackoffMS < p.MinBackoffMS {
+		return errors.New("delivery backoff must be positive, minBackoffMS not above maxBackoffMS")
+	}
+	if p.MaxInFlight < 1 || p.MaxInFlight > 1024 {
+		return errors.New("delivery.maxInFlight must be between 1 and 1024")
+	}
+	for _, e := range d.Endpoints {
+		u, err := url.Parse(e.URL.Reveal())
+		if err != nil || !slices.Contains([]string{"http", "https"}, u.Scheme) || u.Hostname() == "" {
+			return fmt.Errorf("endpoint %q: url is not a full http or https URL", e.Name)
+		}
+	}
+	if s := d.Signing; s != nil {
+		if s.Scheme != HMACSHA1 && s.Scheme != StandardWebhooks {
+			return fmt.Errorf("signing.scheme %q is unknown", s.Scheme)
+		}
+		// An empty key would sign, but prove nothing.
+		if s.Secret.IsZero() {
+			return errors.New("signing.secret is empty")
+		}
+	}
+	return nil
+}

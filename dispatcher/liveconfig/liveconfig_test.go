@@ -1,0 +1,158 @@
+package liveconfig
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"reflect"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+const canary = "s3cr3t-canary"
+
+// full returns a config in which every field is set, every secret to the canary.
+func full() Config {
+	s := NewSecret("https://hooks.example/" + canary)
+	return Config{
+		Version: FormatVersion, Tenant: "shop",
+		Sources: []Source{{Name: "web", Generation: 2, Revision: "r1", Enabled: true, WriteKeySHA256: strings.Repeat("ab", 32), AllowedOrigins: []string{"*"}, CallsPerSecond: 5, Burst: 10}},
+		Destinations: []Destination{{
+			Name: "crm", Generation: 3, Revision: "r2", State: Active, HeldReason: "x", Sources: []string{"web"},
+			Endpoints: []Endpoint{{
+				Name: "primary", URL: s, Headers: []Header{{Name: "Authorization", Value: NewSecret(canary)}},
+				TLS: &TLS{CA: "ca", ClientCert: "cert", ClientKey: NewSecret(canary)},
+			}},
+			Signing:  &Signing{Scheme: HMACSHA1, Secret: NewSecret(canary), Previous: NewSecret(canary)},
+			Success:  AnyEndpoint,
+			Delivery: Delivery{TimeoutMS: 5000, RetryWindowMS: 1000, MinBackoffMS: 1, MaxBackoffMS: 2, MaxInFlight: 3, RequestsPerSecond: 4},
+			Filter:   &Filter{Types: []string{"track"}, Events: []string{"*"}, Expression: "true"}, DeadLetters: DeadLetters{RetentionMS: 1, MaxBytes: 2},
+		}},
+	}
+}
+
+func TestEncodeDecodeKeepsEverything(t *testing.T) {
+	want := full()
+	if path := zeroField(reflect.ValueOf(want), "Config"); path != "" {
+		t.Fatalf("the fixture must set every field; %s is zero", path)
+	}
+	data, revision, err := Encode(want)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, gotRevision, err := Decode(data)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("decode(encode(c)) differs (-want +got):\n%s", diff)
+	}
+	if revision != gotRevision {
+		t.Errorf("revision %s became %s", revision, gotRevision)
+	}
+	again, _, _ := Encode(full())
+	if !bytes.Equal(data, again) {
+		t.Error("equal configs gave different bytes")
+	}
+}
+
+func zeroField(v reflect.Value, path string) string {
+	switch v.Kind() {
+	case reflect.Struct:
+		if v.Type() == reflect.TypeFor[Secret]() {
+			break
+		}
+		for i := range v.NumField() {
+			if p := zeroField(v.Field(i), path+"."+v.Type().Field(i).Name); p != "" {
+				return p
+			}
+		}
+		return ""
+	case reflect.Pointer:
+		if !v.IsNil() {
+			return zeroField(v.Elem(), path)
+		}
+	case reflect.Slice:
+		if v.Len() > 0 {
+			return zeroField(v.Index(0), path+"[0]")
+		}
+	}
+	if v.IsZero() {
+		return path
+	}
+	return ""
+}
+
+func TestSecretsDoNotPrint(t *testing.T) {
+	c := full()
+	var log bytes.Buffer
+	slog.New(slog.NewJSONHandler(&log, nil)).Info("x", "config", c, "secret", c.Destinations[0].Signing.Secret)
+	slog.New(slog.NewTextHandler(&log, nil)).Info("x", "config", c, "secret", c.Destinations[0].Signing.Secret)
+	for _, verb := range []string{"%v", "%+v", "%#v", "%s", "%q", "%x", "%d"} {
+		fmt.Fprintf(&log, verb+"\n", c)
+		fmt.Fprintf(&log, verb+"\n", c.Destinations[0].Signing.Secret)
+		fmt.Fprintf(&log, verb+"\n", &c.Destinations[0].Signing.Secret)
+	}
+	plain, err := json.Marshal(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	log.Write(plain)
+	if strings.Contains(log.String(), canary) || strings.Contains(log.String(), fmt.Sprintf("%x", canary)) {
+		t.Errorf("a secret was printed:\n%s", log.String())
+	}
+	if !strings.Contains(log.String(), redacted) {
+		t.Error("nothing shows that something was redacted")
+	}
+	if c.Destinations[0].Signing.Secret.Reveal() != canary {
+		t.Error("Reveal does not give the text")
+	}
+}
+
+func TestDecodeIsStrict(t *testing.T) {
+	for name, tc := range map[string]struct {
+		change func(*Config)
+		want   string
+	}{
+		"tenant":         {func(c *Config) { c.Tenant = "" }, "tenant is empty"},
+		"version":        {func(c *Config) { c.Version = 99 }, "format version 99"},
+		"source twice":   {func(c *Config) { c.Sources = append(c.Sources, c.Sources[0]) }, `source "web"`},
+		"key":            {func(c *Config) { c.Sources[0].WriteKeySHA256 = "zz" }, "writeKeySHA256"},
+		"state":          {func(c *Config) { c.Destinations[0].State = "?" }, "state"},
+		"success":        {func(c *Config) { c.Destinations[0].Success = "?" }, "success"},
+		"source missing": {func(c *Config) { c.Destinations[0].Sources = []string{"ios"} }, `source "ios" does not exist`},
+		"no endpoint":    {func(c *Config) { c.Destinations[0].Endpoints = nil }, "0 endpoints"},
+		"url":            {func(c *Config) { c.Destinations[0].Endpoints[0].URL = NewSecret("ftp://" + canary) }, `endpoint "primary": url`},
+		"empty secret":   {func(c *Config) { c.Destinations[0].Signing.Secret = Secret{} }, "signing.secret is empty"},
+		"scheme":         {func(c *Config) { c.Destinations[0].Signing.Scheme = "MD5" }, "signing.scheme"},
+		"timeout":        {func(c *Config) { c.Destinations[0].Delivery.TimeoutMS = 5001 }, "timeoutMS"},
+		"window":         {func(c *Config) { c.Destinations[0].Delivery.RetryWindowMS = 4*3600*1000 + 1 }, "retryWindowMS"},
+		"in flight":      {func(c *Config) { c.Destinations[0].Delivery.MaxInFlight = 0 }, "maxInFlight"},
+		"backoff":        {func(c *Config) { c.Destinations[0].Delivery.MinBackoffMS = 3 }, "backoff"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := full()
+			tc.change(&c)
+			data, _, err := Encode(c)
+			if err != nil {
+				t.Fatal(err)
+			}
+			_, _, err = Decode(data)
+			if err == nil || !strings.Contains(err.Error(), tc.want) {
+				t.Fatalf("error %v does not contain %q", err, tc.want)
+			}
+			if strings.Contains(err.Error(), canary) {
+				t.Errorf("the error shows a secret: %v", err)
+			}
+		})
+	}
+	data, _, _ := Encode(full())
+	for name, bad := range map[string][]byte{"empty": nil, "not gzip": []byte("{}"), "cut off": data[:len(data)/2]} {
+		if _, _, err := Decode(bad); err == nil {
+			t.Errorf("%s: no error", name)
+		}
+	}
+}

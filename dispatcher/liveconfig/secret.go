@@ -1,0 +1,110 @@
+package liveconfig
+
+import (
+	"encoding/json"
+	"fmt"
+	"log/slog"
+)
+
+const redacted = "[redacted]"
+
+// Secret is a text that does not print itself: every format verb, logger and
+// JSON encoder shows "[redacted]". Only Reveal, and Encode for the Secret
+// object that carries the live config, give the text.
+type Secret struct {
+	// value is a pointer because fmt, at a verb that does not fit, prints the
+	// fields of nested structs without asking their Format method.
+	value *string
+	// reveal is set by Encode on its own copy.
+	reveal bool
+}
+
+// NewSecret wraps a text.
+func NewSecret(value string) Secret {
+	if value == "" {
+		return Secret{}
+	}
+	return Secret{value: &value}
+}
+
+// Reveal returns the text. Call it only where the text is used.
+func (s Secret) Reveal() string {
+	if s.value == nil {
+		return ""
+	}
+	return *s.value
+}
+
+// IsZero reports whether the text is empty.
+func (s Secret) IsZero() bool { return s.value == nil }
+
+// Equal compares the texts.
+func (s Secret) Equal(t Secret) bool { return s.Reveal() == t.Reveal() }
+
+// Format implements fmt.Formatter for every verb.
+func (s Secret) Format(f fmt.State, _ rune) {
+	if s.value != nil {
+		_, _ = f.Write([]byte(redacted))
+	}
+}
+
+// LogValue implements slog.LogValuer.
+func (s Secret) LogValue() slog.Value {
+	if s.value == nil {
+		return slog.StringValue("")
+	}
+	return slog.StringValue(redacted)
+}
+
+// MarshalJSON implements json.Marshaler; it redacts.
+func (s Secret) MarshalJSON() ([]byte, error) {
+	switch {
+	case s.reveal:
+		return json.Marshal(s.Reveal())
+	case s.value == nil:
+		return []byte(`""`), nil
+	}
+	return []byte(`"` + redacted + `"`), nil
+}
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (s *Secret) UnmarshalJSON(b []byte) error {
+	var value string
+	if err := json.Unmarshal(b, &value); err != nil {
+		return err
+	}
+	*s = NewSecret(value)
+	return nil
+}
+
+// revealed returns a copy of c whose secrets marshal as they are.
+func revealed(c Config) Config {
+	show := func(s Secret) Secret { s.reveal = true; return s }
+	destinations := make([]Destination, len(c.Destinations))
+	for i, d := range c.Destinations {
+		endpoints := make([]Endpoint, len(d.Endpoints))
+		for j, e := range d.Endpoints {
+			e.URL = show(e.URL)
+			headers := make([]Header, len(e.Headers))
+			for k, h := range e.Headers {
+				headers[k] = Header{Name: h.Name, Value: show(h.Value)}
+			}
+			e.Headers = headers
+			if e.TLS != nil {
+				tls := *e.TLS
+				tls.ClientKey = show(tls.ClientKey)
+				e.TLS = &tls
+			}
+			endpoints[j] = e
+		}
+		d.Endpoints = endpoints
+		if d.Signing != nil {
+			signing := *d.Signing
+			signing.Secret, signing.Previous = show(signing.Secret), show(signing.Previous)
+			d.Signing = &signing
+		}
+		destinations[i] = d
+	}
+	c.Destinations = destinations
+	return c
+}

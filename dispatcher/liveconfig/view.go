@@ -1,0 +1,67 @@
+package liveconfig
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"maps"
+	"slices"
+)
+
+// View is all tenants' configs at one moment, indexed for ingest and delivery.
+// It is never changed after it was made.
+type View struct {
+	tenants map[string]Revisioned
+	byKey   map[[sha256.Size]byte]SourceRef
+}
+
+// Revisioned is a decoded Config with the revision of its bytes.
+type Revisioned struct {
+	Config
+	Revision string
+}
+
+// SourceRef is a Source with its tenant.
+type SourceRef struct {
+	Tenant string
+	Source Source
+}
+
+// Key is the Source's name in the queue: "namespace/name".
+func (r SourceRef) Key() string { return r.Tenant + "/" + r.Source.Name }
+
+// NewView indexes configs. A write key that two tenants share belongs to the
+// tenant whose name sorts first; the controllers refuse the other one.
+func NewView(configs []Revisioned) *View {
+	v := &View{tenants: make(map[string]Revisioned, len(configs)), byKey: map[[sha256.Size]byte]SourceRef{}}
+	for _, c := range configs {
+		v.tenants[c.Tenant] = c
+	}
+	for _, tenant := range v.Tenants() {
+		for _, s := range v.tenants[tenant].Sources {
+			var sum [sha256.Size]byte
+			if n, err := hex.Decode(sum[:], []byte(s.WriteKeySHA256)); err != nil || n != sha256.Size {
+				continue
+			}
+			if _, taken := v.byKey[sum]; !taken {
+				v.byKey[sum] = SourceRef{Tenant: tenant, Source: s}
+			}
+		}
+	}
+	return v
+}
+
+// Tenants lists the tenants, sorted.
+func (v *View) Tenants() []string { return slices.Sorted(maps.Keys(v.tenants)) }
+
+// Tenant returns one tenant's config.
+func (v *View) Tenant(name string) (Revisioned, bool) {
+	c, ok := v.tenants[name]
+	return c, ok
+}
+
+// SourceByWriteKey finds the Source that a write key belongs to. The key is
+// looked up by its SHA-256, so the time it takes tells nothing about other keys.
+func (v *View) SourceByWriteKey(key string) (SourceRef, bool) {
+	ref, ok := v.byKey[sha256.Sum256([]byte(key))]
+	return ref, ok
+}

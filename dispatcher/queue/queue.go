@@ -1,0 +1,182 @@
+// Package queue is the durable queue between ingest and delivery: an
+// append-only log per Source, a cursor per lane, and a retry index.
+//
+// A lane is what one destination still has to deliver of one Source's calls.
+// A message is stored once, however many lanes read it; a lane keeps only its
+// in-flight window in memory, so a backlog of any size costs disk, not memory.
+//
+// Store is the contract that every engine keeps; storetest is its conformance
+// suite. Breakers, workers, retry policy and dead-letter policy sit above it.
+package queue
+
+import (
+	"context"
+	"errors"
+	"time"
+)
+
+// LaneID names a lane. Source and Destination are "namespace/name" and always
+// of the same namespace. Endpoint is empty unless the destination delivers to
+// every endpoint separately.
+type LaneID struct {
+	Source      string
+	Destination string
+	Endpoint    string
+}
+
+// Message is an accepted call, ready to be stored.
+type Message struct {
+	// Source is "namespace/name"; it chooses the log.
+	Source string
+	// ID is the messageId, at most 100 bytes; duplicates are found by it.
+	ID string
+	// Type and Event are kept for filters of dead letters; Event is empty unless Type is "track".
+	Type  string
+	Event string
+	// AcceptedAt starts the retry window; millisecond precision.
+	AcceptedAt time.Time
+	// Skip names the destinations ("namespace/name") that filtered this message out, usually none.
+	Skip []string
+	// Only, when not empty, names the one destination that this message is for
+	// (a redelivery); other lanes pass over it without counting it.
+	Only string
+	// Body is the canonical JSON: the exact bytes to send.
+	Body []byte
+}
+
+// Delivery is a message leased to a lane. It stays leased until exactly one of
+// Ack, Release, Retry and Bury is called for it.
+type Delivery struct {
+	Lane LaneID
+	// Seq is the message's position in its Source's log, counted from 1.
+	Seq uint64
+	// ID, Type and Event as appended. Body must not be changed.
+	ID, Type, Event string
+	Body            []byte
+	AcceptedAt      time.Time
+	// Attempt counts the attempts that failed before this lease; 0 on the first try.
+	Attempt int
+}
+
+// Failure says why a message failed, for retries and dead letters. It must be free of secrets.
+type Failure struct {
+	Time       time.Time
+	Reason     string
+	StatusCode int
+	Message    string
+	// Response holds the first bytes of the answer's body, at most 1 KiB.
+	Response []byte
+}
+
+// DeadLetter is a copy of a message that could not be delivered.
+type DeadLetter struct {
+	// Key identifies the dead letter within its destination; it sorts by time.
+	Key  string
+	Lane LaneID
+	Seq  uint64
+
+	ID, Type, Event string
+	Body            []byte
+	AcceptedAt      time.Time
+	// Attempts that were made in all.
+	Attempts int
+	Failure  Failure
+}
+
+// LaneStats is a lane's ledger. Accepted = Delivered + Filtered + DeadLettered
+// + Discarded + Pending, exactly, also after a crash.
+type LaneStats struct {
+	Accepted, Delivered, Filtered, DeadLettered, Discarded, Pending int64
+	// Retrying is the part of Pending that waits in the retry index.
+	Retrying int64
+	// InFlight is the part of Pending that is leased.
+	InFlight int64
+	// OldestPending is the acceptance time of the oldest pending message; zero when none.
+	OldestPending time.Time
+	// NextRetry is when the next retry is due; zero when none waits.
+	NextRetry time.Time
+}
+
+// SourceStats is a Source's log.
+type SourceStats struct {
+	// Accepted counts the messages ever appended. Duplicates counts those dropped since the store was opened.
+	Accepted, Duplicates int64
+	// LogBytes is an estimate of the disk that the log takes.
+	LogBytes int64
+}
+
+// Errors of a Store.
+var (
+	// ErrFull: storage, or the Source's quota, is full. Try again later.
+	ErrFull = errors.New("storage is full")
+	// ErrClosed: the store has been closed.
+	ErrClosed = errors.New("queue is closed")
+	// ErrNoLane: the lane has not been opened, or was dropped.
+	ErrNoLane = errors.New("no such lane")
+)
+
+// Store is a durable queue. All methods may be called concurrently.
+type Store interface {
+	// Append stores messages and returns after they are durable. duplicates[i]
+	// is true when a message with the same Source and ID was appended within the
+	// duplicate window; it is dropped. When err is not nil nothing was accepted.
+	// duplicates may be nil when there are none.
+	Append(ctx context.Context, msgs []Message) (duplicates []bool, err error)
+
+	// OpenLane makes a lane known and returns once it is durable. A new lane
+	// starts behind the last appended message; a known one goes on where it was.
+	OpenLane(lane LaneID) error
+	// DropLane forgets a lane. What it still had pending counts as discarded.
+	// Its dead letters stay until their retention ends.
+	DropLane(ctx context.Context, lane LaneID) error
+	// Lanes lists the lanes that the store knows, open ones and those of an earlier run.
+	Lanes() []LaneID
+
+	// Lease hands out up to max messages of a lane and never blocks. First tries
+	// come before due retries, but when both wait, retries get at least one in eight.
+	// It appends to buf and returns it. Messages whose Skip or Only exclude the
+	// lane are settled on the way.
+	Lease(lane LaneID, max int, buf []Delivery) ([]Delivery, error)
+	// LeaseOldest leases the oldest message of the lane that waits, be it a due or a
+	// not yet due retry or a first try: the probe of a circuit breaker. ok is false when nothing waits.
+	LeaseOldest(lane LaneID) (d Delivery, ok bool, err error)
+	// SetNotify sets the function that is called, without locks held and at most
+	// once per change, when a lane that could not fill its last Lease may have
+	// something to lease again: a message was appended or a retry became due.
+	// It must not block. Call it once, before the first OpenLane.
+	SetNotify(func(LaneID))
+
+	// Ack settles a message as delivered. It may be forgotten in a crash; the message is then delivered again.
+	Ack(d Delivery)
+	// Release gives a message back to the head of its lane; no attempt is counted.
+	Release(d Delivery)
+	// Retry puts a message aside until at; Attempt becomes d.Attempt+1.
+	Retry(d Delivery, at time.Time, f Failure)
+	// Bury turns a message into a dead letter.
+	Bury(d Delivery, f Failure) error
+	// BuryExpired turns every waiting, not leased message of the lane that was
+	// accepted before cut into a dead letter, in bounded memory, and returns how many.
+	BuryExpired(ctx context.Context, lane LaneID, cut time.Time, f Failure) (int, error)
+
+	// DeadLetters calls fn for each dead letter of a destination
+	// ("namespace/name"), oldest first, from the key after `after` on ("" for
+	// all), until fn returns false. The DeadLetter is valid only during the call.
+	DeadLetters(ctx context.Context, destination, after string, fn func(DeadLetter) bool) error
+	// DeleteDeadLetters removes dead letters by key.
+	DeleteDeadLetters(ctx context.Context, destination string, keys ...string) error
+	// TrimDeadLetters removes the oldest dead letters of a destination until none is older
+	// than before and their bytes are at most maxBytes. It returns how many went.
+	TrimDeadLetters(ctx context.Context, destination string, before time.Time, maxBytes int64) (int, error)
+	// DeadLetterStats returns how many dead letters a destination has stored, and their bytes.
+	DeadLetterStats(destination string) (count, bytes int64)
+
+	// LaneStats returns a lane's ledger; zero for a lane that is not known.
+	LaneStats(lane LaneID) LaneStats
+	// SourceStats returns a Source's log; zero for one that never had a message.
+	SourceStats(source string) SourceStats
+	// DiskBytes is an estimate of the disk that the store takes.
+	DiskBytes() int64
+
+	// Close persists every cursor and closes the store. Leased messages go back to their lanes.
+	Close() error
+}
