@@ -17,7 +17,12 @@ import (
 const (
 	// DataKey is the key of the live-config Secret that holds the encoded Config.
 	DataKey = "config.json.gz"
-	// LabelTenant marks a live-config Secret and names its tenant.
+	// LabelLive is on every Secret that a dispatcher watches: live configs and the marker.
+	LabelLive = "posthorn.dev/live-config"
+	// MarkerName is the Secret (labelled LabelLive, without data) that the operator makes once it
+	// has compiled every tenant. Until it exists a dispatcher's config is not full.
+	MarkerName = "posthorn-live-complete"
+	// LabelTenant is on a live-config Secret and names its tenant.
 	LabelTenant = "posthorn.dev/live-config-tenant"
 	// AnnotationRevision carries the revision of the Config in the Secret.
 	AnnotationRevision = "posthorn.dev/revision"

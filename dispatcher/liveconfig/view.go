@@ -10,8 +10,9 @@ import (
 // View is all tenants' configs at one moment, indexed for ingest and delivery.
 // It is never changed after it was made.
 type View struct {
-	tenants map[string]Revisioned
-	byKey   map[[sha256.Size]byte]SourceRef
+	tenants  map[string]Revisioned
+	byKey    map[[sha256.Size]byte]SourceRef
+	unusable map[string]bool
 }
 
 // Revisioned is a decoded Config with the revision of its bytes.
@@ -31,8 +32,14 @@ func (r SourceRef) Key() string { return r.Tenant + "/" + r.Source.Name }
 
 // NewView indexes configs. A write key that two tenants share belongs to the
 // tenant whose name sorts first; the controllers refuse the other one.
-func NewView(configs []Revisioned) *View {
-	v := &View{tenants: make(map[string]Revisioned, len(configs)), byKey: map[[sha256.Size]byte]SourceRef{}}
+//
+// unusable names tenants that have a config which could not be taken, and none
+// from before: they exist, so nothing of theirs may be given up.
+func NewView(configs []Revisioned, unusable ...string) *View {
+	v := &View{tenants: make(map[string]Revisioned, len(configs)), byKey: map[[sha256.Size]byte]SourceRef{}, unusable: map[string]bool{}}
+	for _, tenant := range unusable {
+		v.unusable[tenant] = true
+	}
 	for _, c := range configs {
 		v.tenants[c.Tenant] = c
 	}
@@ -58,6 +65,13 @@ func (v *View) Tenant(name string) (Revisioned, bool) {
 	c, ok := v.tenants[name]
 	return c, ok
 }
+
+// Unusable reports whether a tenant exists whose config could not be taken.
+func (v *View) Unusable(tenant string) bool { return v.unusable[tenant] }
+
+// Complete reports whether every tenant's config could be taken. While it is
+// false an unknown write key may belong to a tenant that is not in the view.
+func (v *View) Complete() bool { return len(v.unusable) == 0 }
 
 // SourceByWriteKey finds the Source that a write key belongs to. The key is
 // looked up by its SHA-256, so the time it takes tells nothing about other keys.
