@@ -66,7 +66,12 @@ type SourceSelection struct {
 	// +optional
 	Names []string `json:"names,omitempty"`
 
-	// Labels of Sources in this namespace. An empty selector ({}) chooses all of them.
+	// Labels of Sources in this namespace. An empty selector ({}) chooses all of
+	// them. At most 16 labels and 16 expressions.
+	// +kubebuilder:validation:XValidation:rule="!has(self.matchLabels) || self.matchLabels.size() <= 16",message="matchLabels must have at most 16 entries"
+	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.size() <= 16",message="matchExpressions must have at most 16 entries"
+	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.all(e, e.operator in ['In', 'NotIn', 'Exists', 'DoesNotExist'])",message="operator must be In, NotIn, Exists or DoesNotExist"
+	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.all(e, (e.operator in ['In', 'NotIn']) == (has(e.values) && e.values.size() > 0))",message="In and NotIn need values; Exists and DoesNotExist must have none"
 	// +optional
 	Selector *metav1.LabelSelector `json:"selector,omitempty"`
 }
@@ -84,7 +89,7 @@ const (
 
 // Endpoint is one webhook URL.
 // +kubebuilder:validation:XValidation:rule="has(self.url) != has(self.urlFrom)",message="set either url or urlFrom, not both and not neither"
-// +kubebuilder:validation:XValidation:rule="!has(self.tls) || !has(self.url) || self.url.startsWith('https://')",message="tls needs an https:// URL"
+// +kubebuilder:validation:XValidation:rule="!has(self.tls) || !has(self.url) || self.url.lowerAscii().startsWith('https://')",message="tls needs an https:// URL"
 type Endpoint struct {
 	// Name of the endpoint within this destination; it shows in status, metrics and dead letters.
 	// +kubebuilder:validation:MinLength=1
@@ -99,6 +104,7 @@ type Endpoint struct {
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=2048
 	// +kubebuilder:validation:XValidation:rule="isURL(self) && url(self).getScheme() in ['http', 'https'] && url(self).getHostname() != ''",message="must be a full URL that starts with http:// or https:// and names a host"
+	// +kubebuilder:validation:XValidation:rule="!isURL(self) || url(self).getPort() == '' || (int(url(self).getPort()) >= 1 && int(url(self).getPort()) <= 65535)",message="the port must be between 1 and 65535"
 	// +kubebuilder:validation:XValidation:rule="!self.contains('#')",message="must not have a fragment (#...); remove it"
 	// +kubebuilder:validation:XValidation:rule="!self.matches('^[a-zA-Z]+://[^/?]*@')",message="must not contain a user name or password; send them in a header with valueFrom"
 	// +optional
@@ -299,7 +305,8 @@ type DeadLetters struct {
 	Retention *metav1.Duration `json:"retention,omitempty"`
 
 	// How many bytes of dead letters each dispatcher pod keeps for this
-	// destination; above it the oldest go first. Default 1Gi.
+	// destination; above it the oldest go first. 0 to 1Ti, default 1Gi.
+	// +kubebuilder:validation:XValidation:rule="quantity(string(self)).compareTo(quantity('0')) >= 0 && quantity(string(self)).compareTo(quantity('1Ti')) <= 0",message="maxBytes must be between 0 and 1Ti"
 	// +kubebuilder:default="1Gi"
 	// +optional
 	MaxBytes *resource.Quantity `json:"maxBytes,omitempty"`

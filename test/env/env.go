@@ -1,0 +1,117 @@
+// Package env starts a real kube-apiserver and etcd with Posthorn's kinds, for tests.
+package env
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"time"
+
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/envtest"
+)
+
+// Env is a running API server.
+type Env struct {
+	// Config reaches it with the rights of an admin.
+	Config *rest.Config
+
+	env        *envtest.Environment
+	assets     string
+	kubeconfig string
+}
+
+// Start starts an API server with the kinds of config/crd. Start one per test
+// binary (TestMain, BeforeSuite) and Stop it at the end: it takes seconds.
+func Start() (*Env, error) {
+	root, err := Root()
+	if err != nil {
+		return nil, err
+	}
+	assets, err := findAssets()
+	if err != nil {
+		return nil, err
+	}
+	e := &Env{assets: assets, env: &envtest.Environment{
+		BinaryAssetsDirectory: assets,
+		CRDDirectoryPaths:     []string{filepath.Join(root, "config", "crd")},
+		ErrorIfCRDPathMissing: true,
+		// Generous: tests of many packages share the machine.
+		ControlPlaneStartTimeout: 2 * time.Minute,
+		ControlPlaneStopTimeout:  time.Minute,
+	}}
+	if e.Config, err = e.env.Start(); err != nil {
+		return nil, errors.Join(fmt.Errorf("start the API server: %w", err), e.env.Stop())
+	}
+	// The tests' own requests must not wait for one another.
+	e.Config.QPS, e.Config.Burst = -1, -1
+	file, err := os.CreateTemp("", "posthorn-kubeconfig-")
+	if err != nil {
+		return nil, errors.Join(err, e.Stop())
+	}
+	e.kubeconfig = file.Name()
+	_, err = file.Write(e.env.KubeConfig)
+	if err := errors.Join(err, file.Close()); err != nil {
+		return nil, errors.Join(err, e.Stop())
+	}
+	return e, nil
+}
+
+// Stop ends the API server. It is fine on a nil Env.
+func (e *Env) Stop() error {
+	if e == nil {
+		return nil
+	}
+	if e.kubeconfig != "" {
+		_ = os.Remove(e.kubeconfig)
+	}
+	return e.env.Stop()
+}
+
+// Kubeconfig is the path of a kubeconfig file with an admin's rights.
+func (e *Env) Kubeconfig() string { return e.kubeconfig }
+
+// Kubectl runs kubectl against the API server and returns what it prints; the
+// error carries its error output.
+func (e *Env) Kubectl(stdin string, args ...string) (string, error) {
+	var stdout, stderr bytes.Buffer
+	cmd := exec.Command(filepath.Join(e.assets, "kubectl"), append([]string{"--kubeconfig", e.kubeconfig}, args...)...)
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewBufferString(stdin), &stdout, &stderr
+	if err := cmd.Run(); err != nil {
+		return stdout.String(), fmt.Errorf("kubectl %v: %w: %s", args, err, stderr.String())
+	}
+	return stdout.String(), nil
+}
+
+// Root is the folder of the repository.
+func Root() (string, error) {
+	dir, err := os.Getwd()
+	if err != nil {
+		return "", err
+	}
+	for ; ; dir = filepath.Dir(dir) {
+		if _, err := os.Stat(filepath.Join(dir, "PROJECT")); err == nil {
+			return dir, nil
+		}
+		if dir == filepath.Dir(dir) {
+			return "", errors.New("no folder above the working directory has a PROJECT file")
+		}
+	}
+}
+
+// findAssets takes KUBEBUILDER_ASSETS, or what hack/cluster/build made, so that
+// a plain `go test` works once `make test` ran.
+func findAssets() (string, error) {
+	if dir := os.Getenv("KUBEBUILDER_ASSETS"); dir != "" {
+		return dir, nil
+	}
+	home, _ := os.UserHomeDir()
+	found, _ := filepath.Glob(filepath.Join(home, ".cache", "local-cluster", "*", "bin", "kube-apiserver"))
+	if len(found) == 0 {
+		return "", errors.New("no kube-apiserver for this test: run it through `make test`, which finds, downloads or builds one, or set KUBEBUILDER_ASSETS to the output of hack/envtest-assets")
+	}
+	return filepath.Dir(found[len(found)-1]), nil
+}
