@@ -1,0 +1,126 @@
+package egress
+
+import (
+	"sync"
+	"time"
+)
+
+// pool holds an endpoint's open unused connections, the longest unused first.
+type pool struct {
+	client *Client
+
+	mu     sync.Mutex
+	conns  []*conn
+	timer  *time.Timer // runs while the client knows the pool
+	closed bool
+}
+
+// get returns the connection that was used last, with the deadline set, or nil.
+func (p *pool) get(now, deadline time.Time) *conn {
+	for {
+		p.mu.Lock()
+		n := len(p.conns)
+		if n == 0 {
+			p.mu.Unlock()
+			return nil
+		}
+		cn := p.conns[n-1]
+		p.conns[n-1] = nil
+		p.conns = p.conns[:n-1]
+		p.mu.Unlock()
+		p.client.idle.Add(-1)
+		if now.Sub(cn.idleSince) < cn.maxIdle && cn.alive(deadline) {
+			return cn
+		}
+		cn.close()
+	}
+}
+
+// put takes a connection for later use, or closes it.
+func (p *pool) put(cn *conn) {
+	if p.client.idle.Add(1) > p.client.maxIdle {
+		p.client.idle.Add(-1)
+		cn.close()
+		return
+	}
+	cn.idleSince = time.Now()
+	p.mu.Lock()
+	ok := !p.closed && (p.timer != nil || p.start())
+	if ok {
+		p.conns = append(p.conns, cn)
+	}
+	p.mu.Unlock()
+	if !ok {
+		p.client.idle.Add(-1)
+		cn.close()
+	}
+}
+
+// start makes the pool known to the client, which closes it in the end, and
+// sets the timer that closes what stays unused. False after the client's end.
+func (p *pool) start() bool {
+	p.client.mu.Lock()
+	defer p.client.mu.Unlock()
+	if p.client.closed {
+		return false
+	}
+	p.client.pools[p] = struct{}{}
+	p.timer = time.AfterFunc(p.client.idleTimeout, p.sweep)
+	return true
+}
+
+// sweep closes connections that were unused for too long. A pool that was
+// empty at a sweep is unknown to the client until its next put.
+func (p *pool) sweep() {
+	now := time.Now()
+	p.mu.Lock()
+	if p.closed || p.timer == nil {
+		p.mu.Unlock()
+		return
+	}
+	var old []*conn
+	kept := p.conns[:0]
+	for _, cn := range p.conns {
+		if now.Sub(cn.idleSince) < cn.maxIdle {
+			kept = append(kept, cn)
+		} else {
+			old = append(old, cn)
+		}
+	}
+	clear(p.conns[len(kept):])
+	p.conns = kept
+	if len(kept) == 0 {
+		p.forget()
+	} else {
+		p.timer.Reset(max(time.Second, kept[0].maxIdle-now.Sub(kept[0].idleSince)))
+	}
+	p.mu.Unlock()
+	p.discard(old)
+}
+
+func (p *pool) close() {
+	p.mu.Lock()
+	conns := p.conns
+	p.conns, p.closed = nil, true
+	if p.timer != nil {
+		p.forget()
+	}
+	p.mu.Unlock()
+	p.discard(conns)
+}
+
+// forget undoes start. Callers hold p.mu.
+func (p *pool) forget() {
+	p.timer.Stop()
+	p.timer = nil
+	p.client.mu.Lock()
+	delete(p.client.pools, p)
+	p.client.mu.Unlock()
+}
+
+func (p *pool) discard(conns []*conn) {
+	p.client.idle.Add(-int64(len(conns)))
+	for _, cn := range conns {
+		cn.close()
+	}
+}
