@@ -23,6 +23,9 @@ const (
 const (
 	// ReasonAccepted: the spec is valid and every reference resolves.
 	ReasonAccepted = "Accepted"
+	// ReasonInvalidSpec: the spec breaks a rule that the API server enforces,
+	// because the object was stored under older CRDs than this version's.
+	ReasonInvalidSpec = "InvalidSpec"
 	// ReasonDisabled: spec.enabled is false. Accepted stays True with this
 	// reason; a disabled Source refuses calls, a disabled WebhookDestination
 	// keeps them up to its retry window.

@@ -59,6 +59,23 @@ func TestEncodeDecodeKeepsEverything(t *testing.T) {
 	}
 }
 
+func TestBinarySecretsSurvive(t *testing.T) {
+	want := full()
+	secret := string([]byte{0xff, 0x00, 0xfe, '"', 0x80})
+	want.Destinations[0].Signing.Secret = NewSecret(secret)
+	data, _, err := Encode(want)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, _, err := Decode(data)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got.Destinations[0].Signing.Secret.Reveal() != secret {
+		t.Error("a secret that is not UTF-8 changed on its way")
+	}
+}
+
 func zeroField(v reflect.Value, path string) string {
 	switch v.Kind() {
 	case reflect.Struct:

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"unicode/utf8"
 )
 
 const redacted = "[redacted]"
@@ -59,6 +60,9 @@ func (s Secret) LogValue() slog.Value {
 // MarshalJSON implements json.Marshaler; it redacts.
 func (s Secret) MarshalJSON() ([]byte, error) {
 	switch {
+	case s.reveal && !utf8.ValidString(s.Reveal()):
+		// A JSON text cannot carry these bytes, and a signature under others would be wrong.
+		return json.Marshal(binary{Base64: []byte(s.Reveal())})
 	case s.reveal:
 		return json.Marshal(s.Reveal())
 	case s.value == nil:
@@ -67,8 +71,21 @@ func (s Secret) MarshalJSON() ([]byte, error) {
 	return []byte(`"` + redacted + `"`), nil
 }
 
+// binary is the JSON form of a Secret that is not UTF-8.
+type binary struct {
+	Base64 []byte `json:"base64"`
+}
+
 // UnmarshalJSON implements json.Unmarshaler.
 func (s *Secret) UnmarshalJSON(b []byte) error {
+	if len(b) > 0 && b[0] == '{' {
+		var value binary
+		if err := json.Unmarshal(b, &value); err != nil {
+			return err
+		}
+		*s = NewSecret(string(value.Base64))
+		return nil
+	}
 	var value string
 	if err := json.Unmarshal(b, &value); err != nil {
 		return err

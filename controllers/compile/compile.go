@@ -1,0 +1,207 @@
+// Package compile turns one namespace's objects into the live config that the
+// dispatchers run and a verdict for each object.
+//
+// Compile is pure, total and deterministic: it does no I/O, takes any input,
+// does not change it, and its result does not depend on the order of objects.
+// A bad object gets a verdict of its own and changes nothing of the others.
+package compile
+
+import (
+	"cmp"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+// Secret is a Kubernetes Secret that an object refers to.
+type Secret struct {
+	// Version changes whenever Data does. It stands for the content in
+	// revisions, so that a revision tells nothing of a secret.
+	Version string
+	Data    map[string][]byte
+}
+
+// Snapshot is all that the config of one namespace is made of.
+type Snapshot struct {
+	Namespace string
+	// Sources and Destinations of the namespace, in any order. They may come
+	// without the API server's defaults.
+	Sources      []v1alpha1.Source
+	Destinations []v1alpha1.WebhookDestination
+	// Secrets by name; those that SecretRefs names and that exist.
+	Secrets map[string]Secret
+	// CheckHost says why a URL's host may not be delivered to; nil allows all.
+	CheckHost func(host string) error
+	// ForeignWriteKeys are the write keys, as hex SHA-256, that an older Source
+	// of another namespace uses; the value is its "namespace/name".
+	ForeignWriteKeys map[string]string
+}
+
+// Verdict is what the compiler says of one object.
+type Verdict struct {
+	// Accepted, Reason and Message are the condition Accepted. Message holds no secrets.
+	Accepted bool   `json:"accepted"`
+	Reason   string `json:"reason"`
+	Message  string `json:"message"`
+	// State is what the config makes of the object. A Source is Active, Disabled
+	// (403), or Held when it is not accepted (no write key names it).
+	State liveconfig.State `json:"state"`
+	// Revision of the object in the config.
+	Revision string `json:"revision"`
+	// Destinations are, for a Source, the names of those that take its calls, sorted.
+	Destinations []string `json:"destinations,omitempty"`
+}
+
+// Verdicts holds one Verdict per object, by name.
+type Verdicts struct {
+	Sources      map[string]Verdict `json:"sources"`
+	Destinations map[string]Verdict `json:"destinations"`
+}
+
+// Compile makes a namespace's live config. Every object is in the config: a
+// destination that cannot work is held, so that its messages are kept; a Source
+// that cannot work has no write key.
+//
+// A destination of which only some Sources exist is not accepted (NoSource),
+// but it stays active for those that do: holding it would delay their calls and help nobody.
+func Compile(s Snapshot) (liveconfig.Config, Verdicts) {
+	sources := inOrder(s.Sources, func(o *v1alpha1.Source) *metav1.ObjectMeta { return &o.ObjectMeta })
+	destinations := inOrder(s.Destinations, func(o *v1alpha1.WebhookDestination) *metav1.ObjectMeta { return &o.ObjectMeta })
+
+	config := liveconfig.Config{Version: liveconfig.FormatVersion, Tenant: s.Namespace}
+	verdicts := Verdicts{Sources: make(map[string]Verdict, len(sources)), Destinations: make(map[string]Verdict, len(destinations))}
+	takers := map[string][]string{}
+	for _, d := range destinations {
+		compiled, verdict := s.destination(d, sources)
+		config.Destinations = append(config.Destinations, compiled)
+		verdicts.Destinations[d.Name] = verdict
+		if verdict.Accepted || verdict.State == liveconfig.Active {
+			for _, source := range compiled.Sources {
+				takers[source] = append(takers[source], d.Name)
+			}
+		}
+	}
+	owners := s.writeKeyOwners(sources)
+	for _, source := range sources {
+		compiled, verdict := s.source(source, owners)
+		verdict.Destinations = takers[source.Name]
+		config.Sources = append(config.Sources, compiled)
+		verdicts.Sources[source.Name] = verdict
+	}
+	return config, verdicts
+}
+
+// TooLarge returns the verdicts for a config that does not fit into a Secret
+// and was not written, so that the last one stays in effect: what is in that one
+// as it is now keeps its verdict, everything else is not accepted
+// (ConfigTooLarge). It does not change v.
+func (v Verdicts) TooLarge(encodedBytes int, last liveconfig.Config) Verdicts {
+	inEffect := map[string]string{}
+	for _, s := range last.Sources {
+		inEffect["source/"+s.Name] = s.Revision
+	}
+	for _, d := range last.Destinations {
+		inEffect["destination/"+d.Name] = d.Revision
+	}
+	message := fmt.Sprintf("the live config of this namespace would have %d bytes compressed; at most %d fit into one Secret: the last config that did fit stays in effect; remove destinations or large certificates, or use another namespace",
+		encodedBytes, liveconfig.MaxEncodedBytes)
+	refuse := func(kind string, verdicts map[string]Verdict) map[string]Verdict {
+		out := make(map[string]Verdict, len(verdicts))
+		for name, verdict := range verdicts {
+			if inEffect[kind+"/"+name] != verdict.Revision {
+				if verdict.Accepted {
+					verdict.Reason, verdict.Message = v1alpha1.ReasonConfigTooLarge, message
+				} else {
+					verdict.Message = truncate(verdict.Message + "; " + message)
+				}
+				verdict.Accepted = false
+			}
+			out[name] = verdict
+		}
+		return out
+	}
+	return Verdicts{Sources: refuse("source", v.Sources), Destinations: refuse("destination", v.Destinations)}
+}
+
+// Fits reports whether an encoded config fits into a Secret. When it does not,
+// use Verdicts.TooLarge and keep the last config.
+func Fits(encoded []byte) bool { return len(encoded) <= liveconfig.MaxEncodedBytes }
+
+// SecretRefs returns the names of the Secrets that objects refer to, sorted and
+// unique. It knows *Source and *WebhookDestination; others refer to none.
+func SecretRefs(objects ...runtime.Object) []string {
+	var names []string
+	for _, object := range objects {
+		switch o := object.(type) {
+		case *v1alpha1.Source:
+			names = append(names, o.Spec.WriteKeySecretRef.Name)
+		case *v1alpha1.WebhookDestination:
+			for i := range o.Spec.Endpoints {
+				e := &o.Spec.Endpoints[i]
+				if e.URLFrom != nil {
+					names = append(names, e.URLFrom.SecretKeyRef.Name)
+				}
+				for _, h := range e.Headers {
+					if h.ValueFrom != nil {
+						names = append(names, h.ValueFrom.SecretKeyRef.Name)
+					}
+				}
+				if e.TLS != nil && e.TLS.CASecretRef != nil {
+					names = append(names, e.TLS.CASecretRef.Name)
+				}
+				if e.TLS != nil && e.TLS.ClientCertSecretRef != nil {
+					names = append(names, e.TLS.ClientCertSecretRef.Name)
+				}
+			}
+			if signing := o.Spec.Signing; signing != nil {
+				names = append(names, signing.SecretRef.Name)
+				if signing.PreviousSecretRef != nil {
+					names = append(names, signing.PreviousSecretRef.Name)
+				}
+			}
+		}
+	}
+	names = slices.DeleteFunc(names, func(name string) bool { return name == "" })
+	slices.Sort(names)
+	return slices.Compact(names)
+}
+
+// inOrder returns pointers to the objects, sorted by name; the oldest of equal names alone.
+func inOrder[T any](objects []T, metadata func(*T) *metav1.ObjectMeta) []*T {
+	sorted := make([]*T, 0, len(objects))
+	for i := range objects {
+		if metadata(&objects[i]).Name != "" {
+			sorted = append(sorted, &objects[i])
+		}
+	}
+	slices.SortFunc(sorted, func(a, b *T) int {
+		x, y := metadata(a), metadata(b)
+		return cmp.Or(strings.Compare(x.Name, y.Name), x.CreationTimestamp.Compare(y.CreationTimestamp.Time), strings.Compare(string(x.UID), string(y.UID)))
+	})
+	return slices.CompactFunc(sorted, func(a, b *T) bool { return metadata(a).Name == metadata(b).Name })
+}
+
+// revision hashes a compiled object. Its secrets print as "[redacted]" here;
+// used names the versions of what stands in their place, and literals are those
+// values of secret type that the spec itself shows.
+func revision(compiled any, used map[string]string, literals []string) string {
+	plain, err := json.Marshal(struct {
+		Compiled any
+		Used     map[string]string
+		Literals []string
+	}{compiled, used, literals})
+	if err != nil {
+		panic(fmt.Sprintf("compile: a config does not marshal: %v", err)) // it is made of strings, numbers and lists
+	}
+	sum := sha256.Sum256(plain)
+	return hex.EncodeToString(sum[:])
+}

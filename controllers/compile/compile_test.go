@@ -1,0 +1,441 @@
+package compile
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"flag"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/yaml"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+var update = flag.Bool("update", false, "write the golden files anew")
+
+// Secrets of the golden files hold this word; no output may.
+const canary = "canary"
+
+// options is a document of a case's input that sets what is not an object.
+type options struct {
+	// DenyHosts are what CheckHost refuses.
+	DenyHosts []string `json:"denyHosts"`
+	// ForeignWriteKeys by the key itself.
+	ForeignWriteKeys map[string]string `json:"foreignWriteKeys"`
+}
+
+func load(t *testing.T, path string) Snapshot {
+	t.Helper()
+	text, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := Snapshot{Namespace: "shop", Secrets: map[string]Secret{}}
+	for doc := range strings.SplitSeq(string(text), "\n---\n") {
+		var kind metav1.TypeMeta
+		parse(t, doc, &kind, false)
+		switch kind.Kind {
+		case "Source":
+			s.Sources = append(s.Sources, parse(t, doc, &v1alpha1.Source{}, true))
+		case "WebhookDestination":
+			s.Destinations = append(s.Destinations, parse(t, doc, &v1alpha1.WebhookDestination{}, true))
+		case "Secret":
+			secret := parse(t, doc, &corev1.Secret{}, true)
+			data := map[string][]byte{}
+			for key, value := range secret.StringData {
+				if file, ok := strings.CutPrefix(value, "@"); ok {
+					pem, err := os.ReadFile(filepath.Join("testdata", file))
+					if err != nil {
+						t.Fatal(err)
+					}
+					value = string(pem)
+				}
+				data[key] = []byte(value)
+			}
+			s.Secrets[secret.Name] = Secret{Version: secret.ResourceVersion, Data: data}
+		case "Options":
+			o := parse(t, doc, &struct {
+				Kind string `json:"kind"`
+				options
+			}{}, true)
+			s.CheckHost = func(host string) error {
+				if slices.Contains(o.DenyHosts, host) {
+					return fmt.Errorf("%s is not a public address", host)
+				}
+				return nil
+			}
+			s.ForeignWriteKeys = map[string]string{}
+			for key, owner := range o.ForeignWriteKeys {
+				sum := sha256.Sum256([]byte(key))
+				s.ForeignWriteKeys[hex.EncodeToString(sum[:])] = owner
+			}
+		default:
+			t.Fatalf("%s: kind %q", path, kind.Kind)
+		}
+	}
+	return s
+}
+
+func parse[T any](t *testing.T, doc string, into *T, strict bool) T {
+	t.Helper()
+	unmarshal := yaml.UnmarshalStrict
+	if !strict {
+		unmarshal = func(b []byte, v any, _ ...yaml.JSONOpt) error { return yaml.Unmarshal(b, v) }
+	}
+	if err := unmarshal([]byte(doc), into); err != nil {
+		t.Fatalf("%v in:\n%s", err, doc)
+	}
+	return *into
+}
+
+func cases(t *testing.T) map[string]Snapshot {
+	t.Helper()
+	paths, err := filepath.Glob("testdata/*.in.yaml")
+	if err != nil || len(paths) < 20 {
+		t.Fatalf("%d cases (%v)", len(paths), err)
+	}
+	snapshots := map[string]Snapshot{}
+	for _, path := range paths {
+		snapshots[strings.TrimSuffix(filepath.Base(path), ".in.yaml")] = load(t, path)
+	}
+	return snapshots
+}
+
+// A golden file holds the config, redacted as it prints itself, and the verdicts.
+func TestGolden(t *testing.T) {
+	for name, snapshot := range cases(t) {
+		t.Run(name, func(t *testing.T) {
+			config, verdicts := Compile(snapshot)
+			got, err := yaml.Marshal(struct {
+				Config   liveconfig.Config `json:"config"`
+				Verdicts Verdicts          `json:"verdicts"`
+			}{config, verdicts})
+			if err != nil {
+				t.Fatal(err)
+			}
+			golden := filepath.Join("testdata", name+".out.yaml")
+			if *update {
+				if err := os.WriteFile(golden, got, 0o644); err != nil {
+					t.Fatal(err)
+				}
+			}
+			want, err := os.ReadFile(golden)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(string(want), string(got)); diff != "" {
+				t.Errorf("%s differs (-want +got); run with -update and look at the difference:\n%s", golden, diff)
+			}
+			if strings.Contains(string(got), canary) {
+				t.Error("the output shows a secret")
+			}
+
+			// The dispatcher's own decoder takes every config as it is.
+			data, _, err := liveconfig.Encode(config)
+			if err != nil {
+				t.Fatal(err)
+			}
+			decoded, _, err := liveconfig.Decode(data)
+			if err != nil {
+				t.Fatalf("the dispatcher refuses the config: %v", err)
+			}
+			if diff := cmp.Diff(config, decoded); diff != "" {
+				t.Errorf("decoded config differs:\n%s", diff)
+			}
+			if len(config.Sources) != len(snapshot.Sources) || len(config.Destinations) != len(snapshot.Destinations) {
+				t.Error("an object is missing in the config")
+			}
+		})
+	}
+}
+
+func TestSecretsAreResolved(t *testing.T) {
+	config, _ := Compile(load(t, "testdata/full.in.yaml"))
+	d := config.Destinations[0]
+	sum := sha256.Sum256([]byte("canary-write-key"))
+	for what, pair := range map[string][2]string{
+		"write key":   {config.Sources[0].WriteKeySHA256, hex.EncodeToString(sum[:])},
+		"header":      {d.Endpoints[0].Headers[1].Value.Reveal(), "Bearer canary-token"},
+		"literal url": {d.Endpoints[0].URL.Reveal(), "https://hooks.example/in?x=1"},
+		"secret url":  {d.Endpoints[1].URL.Reveal(), "https://hooks.example/canary-path"},
+		"signing":     {d.Signing.Secret.Reveal(), "canary-shared"},
+		"previous":    {d.Signing.Previous.Reveal(), "Bearer canary-token"},
+	} {
+		if pair[0] != pair[1] {
+			t.Errorf("%s: got %q, want %q", what, pair[0], pair[1])
+		}
+	}
+	if !strings.HasPrefix(d.Endpoints[0].TLS.ClientKey.Reveal(), "-----BEGIN PRIVATE KEY") {
+		t.Error("client key is missing")
+	}
+}
+
+func TestSharedSecretIsTakenByteForByte(t *testing.T) {
+	for _, secret := range []string{" spaces and a line break \n", "\xff\x00\xfe", "ü"} {
+		s := load(t, "testdata/full.in.yaml")
+		s.Destinations[0].Spec.Signing.Scheme = v1alpha1.HMACSHA1
+		s.Secrets["crm"].Data["sharedSecret"] = []byte(secret)
+		config, _ := Compile(s)
+		data, _, err := liveconfig.Encode(config)
+		if err != nil {
+			t.Fatal(err)
+		}
+		decoded, _, err := liveconfig.Decode(data)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := decoded.Destinations[0].Signing.Secret.Reveal(); got != secret {
+			t.Errorf("got %q, want %q", got, secret)
+		}
+	}
+}
+
+func TestOrderDoesNotMatterAndInputIsNotChanged(t *testing.T) {
+	for name, snapshot := range cases(t) {
+		wantConfig, wantVerdicts := Compile(snapshot)
+		before := clone(snapshot)
+		for range 20 {
+			shuffled := clone(snapshot)
+			rand.Shuffle(len(shuffled.Sources), func(i, j int) {
+				shuffled.Sources[i], shuffled.Sources[j] = shuffled.Sources[j], shuffled.Sources[i]
+			})
+			rand.Shuffle(len(shuffled.Destinations), func(i, j int) {
+				shuffled.Destinations[i], shuffled.Destinations[j] = shuffled.Destinations[j], shuffled.Destinations[i]
+			})
+			config, verdicts := Compile(shuffled)
+			if diff := cmp.Diff(wantConfig, config) + cmp.Diff(wantVerdicts, verdicts); diff != "" {
+				t.Fatalf("%s: another order gave another result:\n%s", name, diff)
+			}
+		}
+		if diff := cmp.Diff(before.Sources, snapshot.Sources) + cmp.Diff(before.Destinations, snapshot.Destinations) + cmp.Diff(before.Secrets, snapshot.Secrets); diff != "" {
+			t.Errorf("%s: Compile changed its input:\n%s", name, diff)
+		}
+	}
+}
+
+// Every destination of every case, put beside the healthy case, changes nothing
+// of the healthy one, and the whole still decodes.
+func TestOneBadObjectHarmsNoOther(t *testing.T) {
+	healthy := load(t, "testdata/simple.in.yaml")
+	want, wantVerdicts := Compile(healthy)
+	tried := 0
+	for name, other := range cases(t) {
+		for i, bad := range other.Destinations {
+			tried++
+			s := clone(healthy)
+			bad.Name = fmt.Sprintf("bad-%d", i)
+			s.Destinations = append(s.Destinations, bad)
+			for key, secret := range other.Secrets {
+				if _, ok := s.Secrets[key]; !ok {
+					s.Secrets[key] = secret
+				}
+			}
+			config, verdicts := Compile(s)
+			if diff := cmp.Diff(want.Destinations[0], config.Destinations[slices.IndexFunc(config.Destinations, func(d liveconfig.Destination) bool { return d.Name == "crm" })]); diff != "" {
+				t.Errorf("%s: the healthy destination's config changed:\n%s", name, diff)
+			}
+			if diff := cmp.Diff(wantVerdicts.Destinations["crm"], verdicts.Destinations["crm"]); diff != "" {
+				t.Errorf("%s: the healthy destination's verdict changed:\n%s", name, diff)
+			}
+			if diff := cmp.Diff(want.Sources, config.Sources); diff != "" {
+				t.Errorf("%s: the Source changed:\n%s", name, diff)
+			}
+			if data, _, err := liveconfig.Encode(config); err != nil {
+				t.Error(err)
+			} else if _, _, err := liveconfig.Decode(data); err != nil {
+				t.Errorf("%s: the dispatcher refuses the whole config: %v", name, err)
+			}
+		}
+	}
+	if tried < 20 {
+		t.Fatalf("only %d destinations were tried", tried)
+	}
+}
+
+func TestRevision(t *testing.T) {
+	revisions := func(change func(*Snapshot)) (source, destination string) {
+		s := load(t, "testdata/full.in.yaml")
+		change(&s)
+		config, verdicts := Compile(s)
+		if config.Destinations[0].Revision != verdicts.Destinations["crm"].Revision || config.Sources[0].Revision != verdicts.Sources["web"].Revision {
+			t.Error("verdict and config have different revisions")
+		}
+		return config.Sources[0].Revision, config.Destinations[0].Revision
+	}
+	wantSource, wantDestination := revisions(func(*Snapshot) {})
+	for _, tc := range []struct {
+		name                string
+		change              func(*Snapshot)
+		source, destination bool // whether the revision must change
+	}{
+		{"generation alone", func(s *Snapshot) { s.Sources[0].Generation++; s.Destinations[0].Generation++ }, false, false},
+		{"a default spelled out", func(s *Snapshot) { yes := true; s.Sources[0].Spec.Enabled = &yes }, false, false},
+		{"content without version", func(s *Snapshot) { s.Secrets["crm"].Data["sharedSecret"] = []byte("other") }, false, false},
+		{"version of a used Secret", func(s *Snapshot) { s.Secrets["crm"] = Secret{Version: "x", Data: s.Secrets["crm"].Data} }, false, true},
+		{"version of the write key's Secret", func(s *Snapshot) { s.Secrets["web-key"] = Secret{Version: "x", Data: s.Secrets["web-key"].Data} }, true, false},
+		{"an unused Secret", func(s *Snapshot) { s.Secrets["unused"] = Secret{Version: "1"} }, false, false},
+		{"a literal URL", func(s *Snapshot) { s.Destinations[0].Spec.Endpoints[0].URL += "x" }, false, true},
+		{"a literal header", func(s *Snapshot) { v := "test"; s.Destinations[0].Spec.Endpoints[0].Headers[0].Value = &v }, false, true},
+		{"a timeout", func(s *Snapshot) { s.Destinations[0].Spec.Delivery.Timeout = nil }, false, true},
+		{"disabled", func(s *Snapshot) { no := false; s.Destinations[0].Spec.Enabled = &no }, false, true},
+		{"a Source more", func(s *Snapshot) {
+			more := s.Sources[0].DeepCopy()
+			more.Name = "zzz"
+			s.Sources = append(s.Sources, *more)
+		}, false, true},
+		{"origins", func(s *Snapshot) { s.Sources[0].Spec.AllowedOrigins = []string{"*"} }, true, false},
+	} {
+		source, destination := revisions(tc.change)
+		if (source != wantSource) != tc.source || (destination != wantDestination) != tc.destination {
+			t.Errorf("%s: source's revision changed %v, destination's %v", tc.name, source != wantSource, destination != wantDestination)
+		}
+	}
+}
+
+func TestSecretRefs(t *testing.T) {
+	s := load(t, "testdata/full.in.yaml")
+	got := SecretRefs(&s.Sources[0], &s.Destinations[0])
+	if diff := cmp.Diff(slices.Sorted(maps.Keys(s.Secrets)), got); diff != "" {
+		t.Error(diff)
+	}
+	// What SecretRefs names is enough: nothing else is ever looked up.
+	for name, s := range cases(t) {
+		var refs []string
+		for i := range s.Sources {
+			refs = append(refs, SecretRefs(&s.Sources[i])...)
+		}
+		for i := range s.Destinations {
+			refs = append(refs, SecretRefs(&s.Destinations[i])...)
+		}
+		want, _ := Compile(s)
+		s.Secrets = maps.Clone(s.Secrets)
+		maps.DeleteFunc(s.Secrets, func(name string, _ Secret) bool { return !slices.Contains(refs, name) })
+		if got, _ := Compile(s); cmp.Diff(want, got) != "" {
+			t.Errorf("%s: SecretRefs does not name every Secret", name)
+		}
+	}
+}
+
+func TestWriteKeySHA256(t *testing.T) {
+	s := load(t, "testdata/simple.in.yaml")
+	config, _ := Compile(s)
+	if hash, ok := WriteKeySHA256(&s.Sources[0], s.Secrets); !ok || hash != config.Sources[0].WriteKeySHA256 {
+		t.Errorf("got %q %v", hash, ok)
+	}
+	if _, ok := WriteKeySHA256(&s.Sources[0], nil); ok {
+		t.Error("a missing Secret gave a hash")
+	}
+}
+
+func TestTooLarge(t *testing.T) {
+	if !Fits(make([]byte, liveconfig.MaxEncodedBytes)) || Fits(make([]byte, liveconfig.MaxEncodedBytes+1)) {
+		t.Error("Fits does not hold the limit")
+	}
+	last, _ := Compile(load(t, "testdata/one-bad-of-many.in.yaml"))
+	s := load(t, "testdata/one-bad-of-many.in.yaml")
+	for i := range s.Destinations {
+		if s.Destinations[i].Name != "any" {
+			s.Destinations[i].Spec.Endpoints[0].URL += "/changed"
+		}
+	}
+	_, verdicts := Compile(s)
+	got := verdicts.TooLarge(2<<20, last)
+	for name, want := range map[string]string{"any": v1alpha1.ReasonAccepted, "every": v1alpha1.ReasonConfigTooLarge, "bad": v1alpha1.ReasonInvalidURL} {
+		v := got.Destinations[name]
+		if v.Reason != want || v.Accepted != (want == v1alpha1.ReasonAccepted) {
+			t.Errorf("%s: %+v, want reason %s", name, v, want)
+		}
+		if strings.Contains(v.Message, "2097152 bytes") != (name != "any") {
+			t.Errorf("%s: message %q", name, v.Message)
+		}
+	}
+	if !got.Sources["web"].Accepted {
+		t.Errorf("an unchanged Source was refused: %+v", got.Sources["web"])
+	}
+	if !verdicts.Destinations["every"].Accepted {
+		t.Error("TooLarge changed its receiver")
+	}
+}
+
+func TestMessagesAreBounded(t *testing.T) {
+	var p problems
+	for range 1000 {
+		p.add(v1alpha1.ReasonNoSource, "spec", "ääääääääääääääääää")
+	}
+	if _, message := p.verdict(); len(message) > maxMessageBytes || !strings.HasSuffix(message, "…") || strings.ContainsRune(message, '\uFFFD') {
+		t.Errorf("%d bytes: …%q", len(message), message[len(message)-20:])
+	}
+}
+
+func FuzzCompileIsTotal(f *testing.F) {
+	f.Add([]byte("https://hooks.example/in"), "name", "X-A", int64(5), "call.x == 1")
+	f.Add([]byte("\xff\n"), "", "\x00", int64(-5), "(")
+	f.Fuzz(func(t *testing.T, secret []byte, name, header string, number int64, expression string) {
+		ref := v1alpha1.SecretKeyReference{Name: "s", Key: "k"}
+		from := &v1alpha1.ValueFromSecret{SecretKeyRef: ref}
+		s := Snapshot{
+			Namespace: "shop", CheckHost: func(string) error { return errors.New("denied") },
+			Secrets: map[string]Secret{"s": {Version: "1", Data: map[string][]byte{"k": secret, corev1.TLSCertKey: secret, corev1.TLSPrivateKeyKey: secret}}},
+			Sources: []v1alpha1.Source{{ObjectMeta: metav1.ObjectMeta{Name: "a"}, Spec: v1alpha1.SourceSpec{WriteKeySecretRef: ref, AllowedOrigins: []string{name}}}},
+			Destinations: []v1alpha1.WebhookDestination{{ObjectMeta: metav1.ObjectMeta{Name: "d"}, Spec: v1alpha1.WebhookDestinationSpec{
+				Sources: v1alpha1.SourceSelection{Names: []string{name, "a"}},
+				Endpoints: []v1alpha1.Endpoint{
+					{Name: name, URL: string(secret)},
+					{Name: "x", URLFrom: from, Headers: []v1alpha1.Header{{Name: header, ValueFrom: from}, {Name: "X-B", Value: &header}},
+						TLS: &v1alpha1.EndpointTLS{CASecretRef: &ref, ClientCertSecretRef: &v1alpha1.SecretReference{Name: "s"}}},
+				},
+				Signing:  &v1alpha1.Signing{SecretRef: ref, Scheme: v1alpha1.SigningScheme(name)},
+				Delivery: v1alpha1.Delivery{MaxInFlight: int32(number), Timeout: &metav1.Duration{Duration: 1}, RateLimit: &v1alpha1.RequestRateLimit{RequestsPerSecond: int32(number)}},
+				Filter:   &v1alpha1.Filter{Expression: expression, Events: []string{header}},
+			}}},
+		}
+		config, verdicts := Compile(s)
+		data, _, err := liveconfig.Encode(config)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, _, err := liveconfig.Decode(data); err != nil {
+			t.Fatal(err)
+		}
+		if len(verdicts.Sources) != 1 || len(verdicts.Destinations) != 1 {
+			t.Fatal("an object has no verdict")
+		}
+		if text := verdicts.Destinations["d"].Message + verdicts.Sources["a"].Message; len(secret) > 8 && !bytes.Contains([]byte(name+header+expression), secret) && strings.Contains(text, string(secret)) {
+			t.Fatalf("a message shows the secret: %s", text)
+		}
+	})
+}
+
+func clone(s Snapshot) Snapshot {
+	out := s
+	out.Sources = nil
+	for i := range s.Sources {
+		out.Sources = append(out.Sources, *s.Sources[i].DeepCopy())
+	}
+	out.Destinations = nil
+	for i := range s.Destinations {
+		out.Destinations = append(out.Destinations, *s.Destinations[i].DeepCopy())
+	}
+	out.Secrets = map[string]Secret{}
+	for name, secret := range s.Secrets {
+		data := map[string][]byte{}
+		for key, value := range secret.Data {
+			data[key] = bytes.Clone(value)
+		}
+		out.Secrets[name] = Secret{Version: secret.Version, Data: data}
+	}
+	return out
+}

@@ -1,0 +1,384 @@
+package compile
+
+import (
+	"encoding/base64"
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+const maxEndpoints = 5
+
+// destination compiles one WebhookDestination. Sources are sorted by name.
+func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha1.Source) (liveconfig.Destination, Verdict) {
+	b := builder{resolver: newResolver(s.Secrets), checkHost: s.CheckHost}
+	c := liveconfig.Destination{
+		Name:        o.Name,
+		Sources:     b.sources(o.Spec.Sources, sources),
+		Endpoints:   b.endpoints(o.Spec.Endpoints),
+		Signing:     b.signing(o.Spec.Signing),
+		Success:     b.success(o.Spec.Success),
+		Delivery:    b.delivery(o.Spec.Delivery),
+		Filter:      b.filter(o.Spec.Filter),
+		DeadLetters: b.deadLetters(o.Spec.DeadLetters),
+	}
+	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "the spec is valid and every reference resolves"}
+	c.State = liveconfig.Active
+	if len(b.problems) > 0 {
+		v.Accepted = false
+		v.Reason, v.Message = b.verdict()
+		if v.Reason != v1alpha1.ReasonNoSource || len(c.Sources) == 0 {
+			c.State, c.HeldReason = liveconfig.Held, v.Reason
+		}
+	}
+	if o.Spec.Enabled != nil && !*o.Spec.Enabled {
+		c.State, c.HeldReason = liveconfig.Disabled, ""
+		if v.Accepted {
+			v.Reason, v.Message = v1alpha1.ReasonDisabled, "spec.enabled is false: messages are kept up to the retry window, not sent"
+		}
+	}
+	v.State = c.State
+	c.Revision = revision(c, b.used, b.literals)
+	c.Generation = o.Generation
+	v.Revision = c.Revision
+	return c, v
+}
+
+// builder compiles the parts of a destination's spec.
+type builder struct {
+	*resolver
+	checkHost func(string) error
+	// literals are URLs and header values that stand in the spec itself.
+	literals []string
+}
+
+// sources returns the names of those Sources that exist and are chosen, sorted.
+func (b *builder) sources(selection v1alpha1.SourceSelection, sources []*v1alpha1.Source) []string {
+	var names []string
+	switch {
+	case (selection.Selector != nil) == (len(selection.Names) > 0):
+		b.add(v1alpha1.ReasonInvalidSpec, "spec.sources", "set either names or selector, not both and not neither")
+	case selection.Selector != nil:
+		selector, err := metav1.LabelSelectorAsSelector(selection.Selector)
+		if err != nil {
+			b.add(v1alpha1.ReasonInvalidSpec, "spec.sources.selector", "%v; use In, NotIn, Exists or DoesNotExist, and valid label keys and values", err)
+			return nil
+		}
+		for _, source := range sources {
+			if selector.Matches(labels.Set(source.Labels)) {
+				names = append(names, source.Name)
+			}
+		}
+		if len(names) == 0 {
+			b.add(v1alpha1.ReasonNoSource, "spec.sources.selector", "no Source in this namespace matches; create one or change its labels or the selector")
+		}
+	default:
+		var missing []string
+		for _, name := range selection.Names {
+			if slices.ContainsFunc(sources, func(s *v1alpha1.Source) bool { return s.Name == name }) {
+				names = append(names, name)
+			} else {
+				missing = append(missing, fmt.Sprintf("%q", name))
+			}
+		}
+		slices.Sort(names)
+		names = slices.Compact(names)
+		if len(missing) > 0 {
+			slices.Sort(missing)
+			text := "no Source in this namespace is named " + strings.Join(slices.Compact(missing), ", ") + "; create it or change the reference"
+			if len(names) > 0 {
+				text += " (calls of the other Sources are delivered)"
+			}
+			b.add(v1alpha1.ReasonNoSource, "spec.sources.names", "%s", text)
+		}
+	}
+	return names
+}
+
+func (b *builder) endpoints(endpoints []v1alpha1.Endpoint) []liveconfig.Endpoint {
+	if n := len(endpoints); n < 1 || n > maxEndpoints {
+		b.add(v1alpha1.ReasonInvalidSpec, "spec.endpoints", "%d endpoints; set 1 to %d", n, maxEndpoints)
+	}
+	var compiled []liveconfig.Endpoint
+	for i := range endpoints {
+		e := &endpoints[i]
+		if e.Name == "" || slices.ContainsFunc(compiled, func(c liveconfig.Endpoint) bool { return c.Name == e.Name }) {
+			b.add(v1alpha1.ReasonInvalidSpec, fmt.Sprintf("spec.endpoints[%d].name", i), "%q is empty or not unique; give each endpoint its own name", e.Name)
+			continue
+		}
+		compiled = append(compiled, b.endpoint(fmt.Sprintf("spec.endpoints[%s]", e.Name), e))
+	}
+	return compiled
+}
+
+func (b *builder) endpoint(field string, e *v1alpha1.Endpoint) liveconfig.Endpoint {
+	c := liveconfig.Endpoint{Name: e.Name}
+	https := false
+	c.URL, https = b.url(field, e)
+	c.Headers = b.headers(field+".headers", e.Headers)
+	if e.TLS != nil {
+		if !c.URL.IsZero() && !https {
+			b.add(v1alpha1.ReasonInvalidURL, field+".tls", "tls needs an https:// URL; change the URL or remove tls")
+		}
+		c.TLS = b.tls(field+".tls", e.TLS)
+	}
+	return c
+}
+
+// url returns the URL of an endpoint; empty when it cannot be used.
+func (b *builder) url(field string, e *v1alpha1.Endpoint) (out liveconfig.Secret, https bool) {
+	if (e.URL == "") == (e.URLFrom == nil) {
+		b.add(v1alpha1.ReasonInvalidSpec, field, "set either url or urlFrom, not both and not neither")
+		return out, false
+	}
+	text, fromSecret := e.URL, e.URLFrom != nil
+	if fromSecret {
+		field += ".urlFrom.secretKeyRef"
+		value, ok := b.value(field, e.URLFrom.SecretKeyRef)
+		if !ok {
+			return out, false
+		}
+		text = strings.TrimSpace(string(value))
+	} else {
+		field += ".url"
+		b.literals = append(b.literals, field, text)
+	}
+	u, broken := checkURL(text)
+	if broken != "" {
+		if fromSecret {
+			broken = fmt.Sprintf("the URL in key %q of Secret %q %s", e.URLFrom.SecretKeyRef.Key, e.URLFrom.SecretKeyRef.Name, broken)
+		}
+		b.add(v1alpha1.ReasonInvalidURL, field, "%s", broken)
+		return out, false
+	}
+	if b.checkHost != nil {
+		if err := b.checkHost(u.Hostname()); err != nil {
+			why := err.Error()
+			if fromSecret {
+				why = "the URL's host is an address or name that may not be delivered to" // its name is part of the secret
+			}
+			b.add(v1alpha1.ReasonEgressDenied, field, "%s; use another URL, or let the cluster's admin allow it with --egress-allow", why)
+		}
+	}
+	return liveconfig.NewSecret(text), u.Scheme == "https"
+}
+
+func (b *builder) headers(field string, headers []v1alpha1.Header) []liveconfig.Header {
+	if n := len(headers); n > maxHeaders {
+		b.add(v1alpha1.ReasonInvalidSpec, field, "%d headers; at most %d are allowed", n, maxHeaders)
+	}
+	var compiled []liveconfig.Header
+	for i := range headers {
+		h := &headers[i]
+		field := fmt.Sprintf("%s[%s]", field, h.Name)
+		if broken := checkHeaderName(h.Name); broken != "" {
+			b.add(v1alpha1.ReasonInvalidSpec, field+".name", "%s", broken)
+			continue
+		}
+		if slices.ContainsFunc(compiled, func(c liveconfig.Header) bool { return strings.EqualFold(c.Name, h.Name) }) {
+			b.add(v1alpha1.ReasonInvalidSpec, field+".name", "header names must be unique; case does not count; remove one")
+			continue
+		}
+		if (h.Value == nil) == (h.ValueFrom == nil) {
+			b.add(v1alpha1.ReasonInvalidSpec, field, "set either value or valueFrom, not both and not neither")
+			continue
+		}
+		var value string
+		if h.Value != nil {
+			value = *h.Value
+			b.literals = append(b.literals, field, value)
+			if broken := checkHeaderValue(value); broken != "" {
+				b.add(v1alpha1.ReasonInvalidSpec, field+".value", "%s", broken)
+			}
+		} else {
+			ref := h.ValueFrom.SecretKeyRef
+			secret, ok := b.value(field+".valueFrom.secretKeyRef", ref)
+			if !ok {
+				continue
+			}
+			value = string(secret)
+			if broken := checkHeaderValue(value); broken != "" {
+				b.add(v1alpha1.ReasonInvalidSecret, field+".valueFrom.secretKeyRef", "the value in key %q of Secret %q %s", ref.Key, ref.Name, broken)
+				continue
+			}
+		}
+		compiled = append(compiled, liveconfig.Header{Name: h.Name, Value: liveconfig.NewSecret(value)})
+	}
+	return compiled
+}
+
+func (b *builder) tls(field string, t *v1alpha1.EndpointTLS) *liveconfig.TLS {
+	c := &liveconfig.TLS{}
+	if ref := t.CASecretRef; ref != nil {
+		field := field + ".caSecretRef"
+		if value, ok := b.value(field, *ref); ok {
+			var broken string
+			if c.CA, broken = authorities(value); broken != "" {
+				b.add(v1alpha1.ReasonInvalidSecret, field, "key %q of Secret %q %s", ref.Key, ref.Name, broken)
+			}
+		}
+	}
+	if ref := t.ClientCertSecretRef; ref != nil {
+		field := field + ".clientCertSecretRef"
+		if secret, ok := b.secret(field, ref.Name); ok {
+			cert, certOK := b.key(field, ref.Name, secret, corev1.TLSCertKey)
+			key, keyOK := b.key(field, ref.Name, secret, corev1.TLSPrivateKeyKey)
+			if certOK && keyOK {
+				certPEM, keyPEM, broken := clientCertificate(cert, key)
+				if broken != "" {
+					b.add(v1alpha1.ReasonInvalidSecret, field, "Secret %q: %s", ref.Name, broken)
+				}
+				c.ClientCert, c.ClientKey = certPEM, liveconfig.NewSecret(keyPEM)
+			}
+		}
+	}
+	if *c == (liveconfig.TLS{}) {
+		return nil
+	}
+	return c
+}
+
+// signing is nil only when the owner asked for no signature: what does not
+// resolve stays without a secret, which no dispatcher sends under.
+func (b *builder) signing(signing *v1alpha1.Signing) *liveconfig.Signing {
+	if signing == nil {
+		return nil
+	}
+	c := &liveconfig.Signing{Scheme: liveconfig.HMACSHA1}
+	switch signing.Scheme {
+	case "", v1alpha1.HMACSHA1:
+	case v1alpha1.StandardWebhooks:
+		c.Scheme = liveconfig.StandardWebhooks
+	default:
+		b.add(v1alpha1.ReasonInvalidSpec, "spec.signing.scheme", "%q is unknown; use %s or %s", signing.Scheme, v1alpha1.HMACSHA1, v1alpha1.StandardWebhooks)
+	}
+	c.Secret = b.sharedSecret("spec.signing.secretRef", c.Scheme, signing.SecretRef)
+	if signing.PreviousSecretRef != nil {
+		c.Previous = b.sharedSecret("spec.signing.previousSecretRef", c.Scheme, *signing.PreviousSecretRef)
+	}
+	return c
+}
+
+// sharedSecret is taken as it is, byte for byte: white space is part of it.
+func (b *builder) sharedSecret(field, scheme string, ref v1alpha1.SecretKeyReference) liveconfig.Secret {
+	value, ok := b.value(field, ref)
+	if !ok {
+		return liveconfig.Secret{}
+	}
+	if encoded, prefixed := strings.CutPrefix(string(value), "whsec_"); prefixed && scheme == liveconfig.StandardWebhooks {
+		if raw, err := base64.StdEncoding.DecodeString(encoded); err != nil || len(raw) == 0 {
+			b.add(v1alpha1.ReasonInvalidSecret, field, "what follows whsec_ in key %q of Secret %q is not base64; copy the whole secret, padding included and without a line break", ref.Key, ref.Name)
+			return liveconfig.Secret{}
+		}
+	}
+	return liveconfig.NewSecret(string(value))
+}
+
+func (b *builder) success(policy v1alpha1.SuccessPolicy) string {
+	switch policy {
+	case "", v1alpha1.AnyEndpoint:
+	case v1alpha1.EveryEndpoint:
+		return liveconfig.EveryEndpoint
+	default:
+		b.add(v1alpha1.ReasonInvalidSpec, "spec.success", "%q is unknown; use %s or %s", policy, v1alpha1.AnyEndpoint, v1alpha1.EveryEndpoint)
+	}
+	return liveconfig.AnyEndpoint
+}
+
+func (b *builder) delivery(d v1alpha1.Delivery) liveconfig.Delivery {
+	c := liveconfig.Delivery{
+		TimeoutMS:     b.milliseconds("spec.delivery.timeout", d.Timeout, 5*time.Second, 100*time.Millisecond, 5*time.Second),
+		RetryWindowMS: b.milliseconds("spec.delivery.retryWindow", d.RetryWindow, 4*time.Hour, time.Second, 4*time.Hour),
+		MinBackoffMS:  b.milliseconds("spec.delivery.minBackoff", d.MinBackoff, time.Second, 10*time.Millisecond, time.Hour),
+		MaxBackoffMS:  b.milliseconds("spec.delivery.maxBackoff", d.MaxBackoff, 5*time.Minute, 10*time.Millisecond, time.Hour),
+		MaxInFlight:   64,
+	}
+	if c.MinBackoffMS > c.MaxBackoffMS {
+		b.add(v1alpha1.ReasonInvalidSpec, "spec.delivery", "minBackoff must not be larger than maxBackoff; lower it or raise maxBackoff")
+		c.MaxBackoffMS = c.MinBackoffMS
+	}
+	if d.MaxInFlight != 0 {
+		c.MaxInFlight = int(min(max(d.MaxInFlight, 1), 1024))
+		if c.MaxInFlight != int(d.MaxInFlight) {
+			b.add(v1alpha1.ReasonInvalidSpec, "spec.delivery.maxInFlight", "must be between 1 and 1024")
+		}
+	}
+	if d.RateLimit != nil {
+		c.RequestsPerSecond = int(d.RateLimit.RequestsPerSecond)
+		if c.RequestsPerSecond < 1 {
+			b.add(v1alpha1.ReasonInvalidSpec, "spec.delivery.rateLimit.requestsPerSecond", "must be at least 1; leave rateLimit out for no limit")
+			c.RequestsPerSecond = 1
+		}
+	}
+	return c
+}
+
+// milliseconds returns a duration, its default, or the nearest that is allowed.
+func (b *builder) milliseconds(field string, d *metav1.Duration, unset, low, high time.Duration) int64 {
+	if d == nil {
+		return unset.Milliseconds()
+	}
+	if d.Duration < low || d.Duration > high {
+		b.add(v1alpha1.ReasonInvalidSpec, field, "must be between %v and %v", low, high)
+	}
+	return min(max(d.Duration, low), high).Milliseconds()
+}
+
+func (b *builder) filter(f *v1alpha1.Filter) *liveconfig.Filter {
+	if f == nil {
+		return nil
+	}
+	c := &liveconfig.Filter{Events: slices.Clone(f.Events), Expression: f.Expression}
+	for _, t := range f.Types {
+		switch t {
+		case "identify", "track", "page", "screen", "group", "alias", "delete":
+			c.Types = append(c.Types, string(t))
+		default:
+			b.add(v1alpha1.ReasonInvalidFilter, "spec.filter.types", "%q is unknown; use identify, track, page, screen, group, alias or delete", t)
+		}
+	}
+	if len(f.Types) == 0 && len(f.Events) == 0 && f.Expression == "" {
+		b.add(v1alpha1.ReasonInvalidFilter, "spec.filter", "set at least one of types, events and expression, or leave filter out")
+	}
+	if f.Expression != "" {
+		if err := checkExpression(f.Expression); err != nil {
+			b.add(v1alpha1.ReasonInvalidFilter, "spec.filter.expression", "%v", err)
+			// What a dispatcher could not compile would make it refuse the whole config.
+			c.Expression = ""
+		}
+	}
+	return c
+}
+
+func (b *builder) deadLetters(d v1alpha1.DeadLetters) liveconfig.DeadLetters {
+	const week, year = 168 * time.Hour, 8760 * time.Hour
+	c := liveconfig.DeadLetters{
+		RetentionMS: b.milliseconds("spec.deadLetters.retention", d.Retention, week, 0, year),
+		MaxBytes:    1 << 30,
+	}
+	if d.MaxBytes != nil {
+		c.MaxBytes = wholeBytes(*d.MaxBytes)
+		if c.MaxBytes < 0 {
+			b.add(v1alpha1.ReasonInvalidSpec, "spec.deadLetters.maxBytes", "must not be negative; 0 keeps none")
+			c.MaxBytes = 0
+		}
+	}
+	return c
+}
+
+func wholeBytes(q resource.Quantity) int64 {
+	if q.CmpInt64(math.MaxInt64) >= 0 {
+		return math.MaxInt64
+	}
+	return q.Value()
+}
