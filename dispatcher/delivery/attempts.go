@@ -1,0 +1,126 @@
+package delivery
+
+import (
+	"context"
+	"sync/atomic"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/egress"
+)
+
+// Attempt is one request to an endpoint and what it came to. It holds no
+// secrets and nothing of the message but its id.
+type Attempt struct {
+	// Time is when the attempt ended, Duration how long it took.
+	Time     time.Time
+	Duration time.Duration
+	// Timing splits the duration.
+	Timing egress.Timing
+	// Source and Destination are "namespace/name".
+	Source, Destination, Endpoint string
+	// Seq and MessageID name the message.
+	Seq       uint64
+	MessageID string
+	// Number is 1 for a message's first attempt.
+	Number int
+	// StatusCode is 0 when there was no answer. Reason is empty for a success; Message explains it.
+	StatusCode int
+	Reason     egress.Reason
+	Message    string
+	// RemoteAddr is the address that was dialled.
+	RemoteAddr string
+	// Probe is true for a circuit breaker's probe.
+	Probe bool
+}
+
+// attempts is a ring of the last attempts; the engine's lock guards it. It
+// grows to its size and then costs no memory: message ids are copied into
+// place, because a string of the queue would keep the whole batch alive that
+// it was read with.
+type attempts struct {
+	ring []record
+	next int
+}
+
+type record struct {
+	Attempt
+	id    [100]byte
+	idLen int
+}
+
+func (a *attempts) add(size int, t *Attempt) {
+	if len(a.ring) < size {
+		a.ring = append(a.ring, record{})
+		a.next = len(a.ring) - 1
+	}
+	r := &a.ring[a.next]
+	a.next = (a.next + 1) % size
+	r.Attempt = *t
+	r.idLen = copy(r.id[:], t.MessageID)
+	r.MessageID = ""
+}
+
+// list returns the attempts, oldest first.
+func (a *attempts) list() []Attempt {
+	out := make([]Attempt, 0, len(a.ring))
+	for i := range a.ring {
+		r := &a.ring[(a.next+i)%len(a.ring)]
+		t := r.Attempt
+		t.MessageID = string(r.id[:r.idLen])
+		out = append(out, t)
+	}
+	return out
+}
+
+// Attempts lists the last attempts at an endpoint, oldest first; nil for an
+// endpoint that is not known. destination is "namespace/name".
+func (e *Engine) Attempts(destination, endpoint string) []Attempt {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if d := e.destinations[destination]; d != nil && d.endpoints[endpoint] != nil {
+		return d.endpoints[endpoint].attempts.list()
+	}
+	return nil
+}
+
+// tailBuffer is how many attempts a subscriber may lag behind.
+const tailBuffer = 256
+
+type tail struct {
+	destination, endpoint string
+	out                   chan Attempt
+	dropped               atomic.Int64
+}
+
+// Tail streams attempts as they end, until ctx is done; then the channel is
+// closed. An empty destination ("namespace/name") or endpoint matches all. A
+// reader that is too slow misses attempts; dropped returns how many.
+func (e *Engine) Tail(ctx context.Context, destination, endpoint string) (stream <-chan Attempt, dropped func() int64) {
+	t := &tail{destination: destination, endpoint: endpoint, out: make(chan Attempt, tailBuffer)}
+	e.mu.Lock()
+	e.tails[t] = struct{}{}
+	e.mu.Unlock()
+	context.AfterFunc(ctx, func() {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		delete(e.tails, t)
+		close(t.out)
+	})
+	return t.out, t.dropped.Load
+}
+
+// publish gives an attempt to whoever listens. The engine's lock is held.
+func (e *Engine) publish(a *Attempt) {
+	for t := range e.tails {
+		if t.destination != "" && t.destination != a.Destination || t.endpoint != "" && t.endpoint != a.Endpoint {
+			continue
+		}
+		c := *a
+		c.MessageID = string(append([]byte(nil), a.MessageID...))
+		select {
+		case t.out <- c:
+		default:
+			t.dropped.Add(1)
+		}
+	}
+}

@@ -1,0 +1,202 @@
+package delivery
+
+import (
+	"math/bits"
+	"time"
+)
+
+const (
+	// The circuit opens on openAfter failures in a row, or when openShare of the
+	// last `remembered` attempts failed.
+	openAfter  = 10
+	remembered = 20
+	openShare  = remembered / 2
+	// recoveringFor is how many successes in a row a closed circuit needs until
+	// it counts as recovered; reopenAfter failures in a row open it again before.
+	recoveringFor = 10
+	reopenAfter   = 3
+
+	minProbeInterval = time.Second
+	maxProbeInterval = time.Minute
+	// maxProbePostponed bounds how far a receiver can push the next probe with Retry-After.
+	maxProbePostponed = time.Hour
+)
+
+// circuit is an endpoint's breaker and its window: how many requests may be in
+// flight to it. It is pure; the engine's lock guards it.
+//
+// The window starts at 1, also after a restart, doubles per round trip up to
+// slowStartUntil, and then grows by one per round trip (AIMD, as TCP does), so
+// that an endpoint that comes back meets a ramp and not a wall.
+type circuit struct {
+	limit          int
+	window         float64
+	slowStartUntil float64
+	// cutAt is when the window was last cut. Failures of requests that were
+	// under way by then are the same congestion and do not cut it again.
+	cutAt time.Time
+
+	consecutive int
+	// recent has a bit for each of the last attempts, 1 = failed; samples says how many are real.
+	recent  uint32
+	samples int
+
+	open bool
+	// probing is true while the one probe is under way.
+	probing  bool
+	probeAt  time.Time
+	interval time.Duration
+	// recovering counts the successes that are still missing after the circuit closed.
+	recovering int
+}
+
+func newCircuit(limit int) circuit {
+	return circuit{limit: limit, window: 1, slowStartUntil: float64(limit)}
+}
+
+// setLimit changes the largest window.
+func (c *circuit) setLimit(limit int) {
+	c.limit = limit
+	c.window = min(c.window, float64(limit))
+	c.slowStartUntil = float64(limit)
+}
+
+// room returns how many more requests a closed circuit has room for.
+func (c *circuit) room(inFlight int) int {
+	if c.open {
+		return 0
+	}
+	return int(c.window) - inFlight
+}
+
+// mayProbe reports whether an open circuit's probe is due.
+func (c *circuit) mayProbe(now time.Time) bool {
+	return c.open && !c.probing && !now.Before(c.probeAt)
+}
+
+// succeeded records an attempt that the endpoint answered sensibly. inFlight
+// counts the requests in flight, this one included. closed is true when the
+// circuit closed by it.
+func (c *circuit) succeeded(inFlight int, probe bool) (closed bool) {
+	if c.open {
+		if !probe {
+			return false // A straggler from before; only the probe decides.
+		}
+		*c = circuit{
+			limit: c.limit, window: 1, slowStartUntil: max(2, float64(c.limit)/4), cutAt: c.cutAt,
+			interval: c.interval, recovering: recoveringFor,
+		}
+		return true
+	}
+	c.consecutive = 0
+	c.remember(0)
+	if c.recovering > 0 {
+		if c.recovering--; c.recovering == 0 {
+			c.interval = 0
+		}
+	}
+	// A window that is not used proves nothing about a larger one.
+	if 2*inFlight >= int(c.window) {
+		if c.window < c.slowStartUntil {
+			c.window++
+		} else {
+			c.window += 1 / c.window
+		}
+		c.window = min(c.window, float64(c.limit))
+	}
+	return false
+}
+
+// failed records an attempt whose failure speaks of the endpoint. opened is
+// true when the circuit opened by it. rnd in [0, 1) spreads the probes.
+func (c *circuit) failed(now, started time.Time, probe bool, retryAfter time.Duration, rnd float64) (opened bool) {
+	c.consecutive++
+	if c.open {
+		if probe {
+			c.scheduleProbe(now, retryAfter, rnd)
+		} else if at := now.Add(min(retryAfter, maxProbePostponed)); at.After(c.probeAt) && retryAfter > 0 {
+			c.probeAt = at
+		}
+		return false
+	}
+	c.remember(1)
+	if !started.Before(c.cutAt) {
+		c.window = max(1, c.window/2)
+		c.slowStartUntil = c.window
+		c.cutAt = now
+	}
+	limit := openAfter
+	if c.recovering > 0 {
+		limit = reopenAfter
+		c.recovering = recoveringFor
+	}
+	if c.consecutive < limit && (c.samples < remembered || c.failures() < openShare) {
+		return false
+	}
+	c.open = true
+	c.scheduleProbe(now, retryAfter, rnd)
+	return true
+}
+
+// abandoned records a probe that came to nothing, neither good nor bad.
+func (c *circuit) abandoned(probe bool) {
+	if probe {
+		c.probing = false
+	}
+}
+
+// probeNow makes the next probe due, as after a change of the config.
+func (c *circuit) probeNow(now time.Time) {
+	c.interval, c.probeAt = 0, now
+}
+
+// scheduleProbe doubles the interval and spreads it by a fifth to either side.
+func (c *circuit) scheduleProbe(now time.Time, retryAfter time.Duration, rnd float64) {
+	c.probing = false
+	c.interval = min(max(2*c.interval, minProbeInterval), maxProbeInterval)
+	wait := time.Duration(float64(c.interval) * (0.8 + 0.4*rnd))
+	c.probeAt = now.Add(max(wait, min(retryAfter, maxProbePostponed)))
+}
+
+func (c *circuit) remember(failed uint32) {
+	c.recent = (c.recent<<1 | failed) & (1<<remembered - 1)
+	c.samples = min(c.samples+1, remembered)
+}
+
+func (c *circuit) failures() int { return bits.OnesCount32(c.recent) }
+
+// bucket is a token bucket; the zero bucket has no limit.
+type bucket struct {
+	perSecond float64
+	tokens    float64
+	at        time.Time
+}
+
+// setRate changes the rate; 0 is no limit. A tenth of a second's tokens may be saved up.
+func (b *bucket) setRate(perSecond int) {
+	if b.perSecond != float64(perSecond) {
+		*b = bucket{perSecond: float64(perSecond), tokens: 1}
+	}
+}
+
+// wait returns how long until a token is there; 0 when one is.
+func (b *bucket) wait(now time.Time) time.Duration {
+	if b.perSecond == 0 {
+		return 0
+	}
+	if !b.at.IsZero() {
+		b.tokens = min(max(1, b.perSecond/10), b.tokens+b.perSecond*now.Sub(b.at).Seconds())
+	}
+	b.at = now
+	// A hair of tolerance, or rounding would make a timer fire just too early for ever.
+	if b.tokens >= 1-1e-6 {
+		return 0
+	}
+	return time.Duration((1-b.tokens)/b.perSecond*float64(time.Second)) + 1
+}
+
+func (b *bucket) take() {
+	if b.perSecond != 0 {
+		b.tokens--
+	}
+}

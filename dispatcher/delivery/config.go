@@ -1,0 +1,389 @@
+package delivery
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"reflect"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
+	"github.com/posthorn/posthorn/dispatcher/delivery/sign"
+	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// openAtOnce is how many lanes are opened in parallel, so that the store can commit them together.
+const openAtOnce = 32
+
+// plan is a destination of a new config, on its way into effect.
+type plan struct {
+	namespace string
+	config    liveconfig.Destination
+	lanes     []queue.LaneID
+	set       *settings
+}
+
+func (p *plan) key() string { return p.namespace + "/" + p.config.Name }
+
+// Apply makes the lanes follow a full config: every destination that the view
+// lacks counts as deleted by its owner. New lanes are durable when Apply
+// returns, so the view may then be used for taking calls. Requests in flight
+// end under the settings they began with.
+//
+// An error means that the store failed. Then nothing has changed.
+func (e *Engine) Apply(v *liveconfig.View) error {
+	e.applying.Lock()
+	defer e.applying.Unlock()
+	if !e.recovered {
+		e.recover()
+	}
+	var plans []*plan
+	configs := map[string]liveconfig.Destination{}
+	revisions := map[string]string{}
+	for _, tenant := range v.Tenants() {
+		c, _ := v.Tenant(tenant)
+		revisions[tenant] = c.Revision
+		old, known := e.revisions[tenant]
+		for _, d := range c.Destinations {
+			configs[tenant+"/"+d.Name] = d
+			if !known || old != c.Revision {
+				plans = append(plans, &plan{namespace: tenant, config: d, lanes: e.lanesOf(tenant, d)})
+			}
+		}
+	}
+	// First the store, which may fail, then the rest, which cannot.
+	if err := e.openLanes(plans, configs); err != nil {
+		return err
+	}
+	for _, p := range plans {
+		p.set = e.compile(p)
+	}
+	var forget []target
+	e.mu.Lock()
+	now := time.Now()
+	for _, p := range plans {
+		forget = append(forget, e.put(p, now)...)
+	}
+	for key, d := range e.destinations {
+		if _, kept := configs[key]; !kept && d.set != nil && !v.Unusable(d.namespace) {
+			forget = append(forget, d.set.targets...)
+			d.set = nil
+		}
+	}
+	back := e.sortLanes(v, configs, now)
+	e.index()
+	e.kick()
+	e.mu.Unlock()
+	e.release(back)
+	for _, t := range forget {
+		if t.to != nil {
+			e.Client.Forget(t.to)
+		}
+	}
+	e.endDrains()
+
+	for tenant, revision := range e.revisions {
+		if v.Unusable(tenant) && revisions[tenant] == "" {
+			revisions[tenant] = revision
+		}
+	}
+	e.revisions = revisions
+	e.wakeMaintenance()
+	return nil
+}
+
+// recover takes up the lanes of an earlier run. Until the config names them
+// they are parked.
+func (e *Engine) recover() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, id := range e.Store.Lanes() {
+		e.lane(id)
+	}
+	e.recovered = true
+}
+
+// lanesOf lists the lanes that a destination needs: one per Source, or, when
+// every endpoint counts, one per Source and endpoint. A destination whose
+// endpoints are not known (it is held) keeps its messages in the lanes that it
+// has, or in one per Source.
+func (e *Engine) lanesOf(tenant string, d liveconfig.Destination) []queue.LaneID {
+	endpoints := []string{""}
+	if separate(d) {
+		endpoints = endpoints[:0]
+		for _, ep := range d.Endpoints {
+			endpoints = append(endpoints, ep.Name)
+		}
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	var ids []queue.LaneID
+	for _, s := range d.Sources {
+		source, key := tenant+"/"+s, tenant+"/"+d.Name
+		if known := e.destinations[key]; len(d.Endpoints) == 0 && known != nil &&
+			slices.ContainsFunc(known.lanes, func(l *lane) bool { return l.id.Source == source }) {
+			continue
+		}
+		for _, ep := range endpoints {
+			ids = append(ids, queue.LaneID{Source: source, Destination: key, Endpoint: ep})
+		}
+	}
+	return ids
+}
+
+// separate reports whether each endpoint of a destination has lanes of its own.
+func separate(d liveconfig.Destination) bool {
+	return d.Success == liveconfig.EveryEndpoint && len(d.Endpoints) > 0
+}
+
+// openLanes opens what is not open yet: the lanes of the plans, and those of
+// an earlier run that still have a place in the config.
+func (e *Engine) openLanes(plans []*plan, configs map[string]liveconfig.Destination) error {
+	wanted := map[queue.LaneID]bool{}
+	e.mu.Lock()
+	for _, p := range plans {
+		for _, id := range p.lanes {
+			if l := e.lanes[id]; l == nil || !l.opened {
+				wanted[id] = true
+			}
+		}
+	}
+	for id, l := range e.lanes {
+		if d, ok := configs[id.Destination]; ok && !l.opened && hasPlace(d, id) {
+			wanted[id] = true
+		}
+	}
+	e.mu.Unlock()
+	var group errgroup.Group
+	group.SetLimit(openAtOnce)
+	for id := range wanted {
+		group.Go(func() error {
+			if err := e.Store.OpenLane(id); err != nil {
+				return fmt.Errorf("open the lane from source %s to destination %s: %w", id.Source, id.Destination, err)
+			}
+			e.mu.Lock()
+			e.lane(id).opened = true
+			e.mu.Unlock()
+			return nil
+		})
+	}
+	return group.Wait()
+}
+
+// compile makes a plan's settings. A destination that cannot be sent to for a
+// reason that the config's own checks did not see is parked and logged; it
+// harms nobody else.
+func (e *Engine) compile(p *plan) *settings {
+	c := p.config
+	s := &settings{
+		generation: c.Generation, revision: c.Revision, configs: c.Endpoints,
+		active: c.State == liveconfig.Active, every: c.Success == liveconfig.EveryEndpoint,
+		policy:      retry.Policy{Window: c.Delivery.RetryWindow(), MinBackoff: c.Delivery.MinBackoff(), MaxBackoff: c.Delivery.MaxBackoff(), Timeout: c.Delivery.Timeout()},
+		maxInFlight: max(1, c.Delivery.MaxInFlight), perSecond: c.Delivery.RequestsPerSecond,
+		deadLetters: c.DeadLetters,
+	}
+	e.mu.Lock()
+	var old *settings
+	if d := e.destinations[p.key()]; d != nil {
+		old = d.set
+	}
+	e.mu.Unlock()
+	var errs []error
+	if c.Signing != nil && s.active {
+		var err error
+		s.signer, err = sign.New(*c.Signing)
+		errs = append(errs, err)
+	}
+	for _, config := range c.Endpoints {
+		t := target{to: old.prepared(config)}
+		if t.to == nil && s.active {
+			var err error
+			if t.to, err = e.Client.Prepare(config); err != nil {
+				errs = append(errs, fmt.Errorf("endpoint %q: %w", config.Name, err))
+			}
+		}
+		s.targets = append(s.targets, t)
+	}
+	if err := errors.Join(errs...); err != nil {
+		e.log.Error("destination cannot be sent to; its messages are kept", "namespace", p.namespace, "destination", c.Name, "error", err)
+		s.active = false
+	}
+	return s
+}
+
+// prepared returns the prepared request of an endpoint whose config is unchanged, or nil.
+// It keeps the connections that are open.
+func (s *settings) prepared(config liveconfig.Endpoint) *egress.Endpoint {
+	if s == nil {
+		return nil
+	}
+	for i, old := range s.configs {
+		if reflect.DeepEqual(old, config) {
+			return s.targets[i].to
+		}
+	}
+	return nil
+}
+
+// put makes a plan's settings those of its destination. It returns the
+// prepared requests that nobody needs any more. The lock is held.
+func (e *Engine) put(p *plan, now time.Time) (forget []target) {
+	d := e.destination(p.key())
+	old := d.set
+	d.set = p.set
+	d.trim = &p.set.deadLetters
+	endpoints := map[string]*endpoint{}
+	for i := range p.set.targets {
+		name := p.set.configs[i].Name
+		ep := d.endpoints[name]
+		if ep == nil {
+			ep = &endpoint{destination: d, name: name, circuit: newCircuit(p.set.maxInFlight)}
+			ep.health.state = liveconfig.EndpointIdle
+			ep.health.since = now
+		}
+		endpoints[name] = ep
+		p.set.targets[i].endpoint = ep
+		ep.bucket.setRate(p.set.perSecond)
+		if old == nil || old.revision != p.set.revision {
+			ep.circuit.setLimit(p.set.maxInFlight)
+			ep.circuit.probeNow(now) // The owner may just have mended it.
+		}
+	}
+	d.endpoints = endpoints
+	if old == nil {
+		return nil
+	}
+	return slices.DeleteFunc(slices.Clone(old.targets), func(t target) bool {
+		return slices.ContainsFunc(p.set.targets, func(u target) bool { return u.to == t.to })
+	})
+}
+
+// destination returns a destination, made when new. The lock is held.
+func (e *Engine) destination(key string) *destination {
+	d := e.destinations[key]
+	if d == nil {
+		namespace, name := split(key)
+		d = &destination{key: key, namespace: namespace, name: name, endpoints: map[string]*endpoint{}}
+		e.destinations[key] = d
+	}
+	return d
+}
+
+// lane returns a lane, made when new. The lock is held.
+func (e *Engine) lane(id queue.LaneID) *lane {
+	l := e.lanes[id]
+	if l == nil {
+		l = &lane{id: id, destination: e.destination(id.Destination)}
+		l.destination.lanes = append(l.destination.lanes, l)
+		e.lanes[id] = l
+	}
+	return l
+}
+
+// sortLanes decides for each lane what it is under the present settings: one
+// that the config names, one of the destination's former success policy that
+// drains, or an orphan. It returns messages to release. The lock is held.
+func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Destination, now time.Time) (back []queue.Delivery) {
+	for _, d := range e.destinations {
+		for _, ep := range d.endpoints {
+			ep.lanes, ep.turn = nil, 0
+		}
+	}
+	for id, l := range e.lanes {
+		d, before := l.destination, l.set
+		config, ok := configs[id.Destination]
+		switch {
+		case v.Unusable(d.namespace):
+			l.dropAt = time.Time{} // Its config may well name the lane; nobody can tell.
+		case !ok || !hasPlace(config, id):
+			l.park(d.set)
+			if l.dropAt.IsZero() {
+				l.dropAt = now.Add(e.OrphanGrace)
+				e.log.Info("the config does not name this lane any more; it is dropped after the grace period",
+					"source", id.Source, "destination", id.Destination, "endpoint", id.Endpoint, "dropAt", l.dropAt)
+			}
+		default:
+			l.dropAt = time.Time{}
+			if separate(config) == (id.Endpoint != "") {
+				l.draining, l.end, l.reachedEnd = false, 0, false
+			} else if d.set.active && !l.draining {
+				// Where it ends is found without the lock, in endDrains; until then nothing is behind it.
+				l.draining, l.end, l.reachedEnd = true, ^uint64(0), false
+			}
+			l.follow(d.set)
+		}
+		for _, t := range l.targets {
+			t.endpoint.lanes = append(t.endpoint.lanes, l)
+		}
+		if l.parked() || !l.anyClosed() {
+			back = append(back, e.takeBuffer(l)...)
+		}
+		if l.set != before {
+			l.broken, l.more = false, true
+			e.enqueue(l)
+		}
+	}
+	return back
+}
+
+// hasPlace reports whether a lane has any place in its destination's config:
+// its Source is connected, and its endpoint, if it has one, exists.
+func hasPlace(d liveconfig.Destination, id queue.LaneID) bool {
+	_, source := split(id.Source)
+	return slices.Contains(d.Sources, source) && (id.Endpoint == "" || d.State != liveconfig.Active ||
+		slices.ContainsFunc(d.Endpoints, func(ep liveconfig.Endpoint) bool { return ep.Name == id.Endpoint }))
+}
+
+// park takes a lane's endpoints away.
+func (l *lane) park(set *settings) { l.set, l.targets = set, nil }
+
+// follow gives a lane its destination's settings.
+func (l *lane) follow(set *settings) {
+	l.park(set)
+	if !set.active {
+		return
+	}
+	for _, t := range set.targets {
+		if l.id.Endpoint == "" || l.id.Endpoint == t.name {
+			l.targets = append(l.targets, t)
+		}
+	}
+}
+
+// endDrains finds where lanes that begin to drain end: behind all that was
+// accepted before the lanes that take over were open. What both see in between
+// is delivered twice rather than not at all.
+func (e *Engine) endDrains() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, l := range e.lanes {
+		if l.draining && l.end == ^uint64(0) {
+			e.mu.Unlock()
+			head := uint64(e.Store.SourceStats(l.id.Source).Accepted)
+			e.mu.Lock()
+			l.end = head
+		}
+	}
+}
+
+// index lists the destinations of each tenant by name, for reports. The lock is held.
+func (e *Engine) index() {
+	e.tenants = map[string][]*destination{}
+	for _, key := range slices.Sorted(maps.Keys(e.destinations)) {
+		if d := e.destinations[key]; d.set != nil {
+			e.tenants[d.namespace] = append(e.tenants[d.namespace], d)
+		}
+	}
+}
+
+// split splits "namespace/name".
+func split(key string) (namespace, name string) {
+	namespace, name, _ = strings.Cut(key, "/")
+	return namespace, name
+}

@@ -1,0 +1,289 @@
+package delivery
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"slices"
+	"strconv"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// request is what a fake endpoint got.
+type request struct {
+	url     string
+	headers http.Header
+	body    string
+	at      time.Time
+}
+
+func (r request) id() string { return r.headers.Get(headerIdempotencyKey) }
+
+// answer is how a fake endpoint answers: with a status, or with a reason, after a delay.
+type answer struct {
+	status     int
+	reason     egress.Reason
+	after      time.Duration
+	retryAfter time.Duration
+}
+
+// fakeClient is a Poster whose endpoints are functions.
+type fakeClient struct {
+	mu        sync.Mutex
+	urls      map[*egress.Endpoint]string
+	forgotten []string
+	answer    func(r request) answer
+	got       []request
+	// inFlight and most requests at once, by URL and in all ("").
+	inFlight, most map[string]int
+}
+
+func newFakeClient(f func(request) answer) *fakeClient {
+	return &fakeClient{urls: map[*egress.Endpoint]string{}, answer: f, inFlight: map[string]int{}, most: map[string]int{}}
+}
+
+func (c *fakeClient) Prepare(e liveconfig.Endpoint) (*egress.Endpoint, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if e.URL.Reveal() == "http://unpreparable.test" {
+		return nil, fmt.Errorf("url: cannot be prepared")
+	}
+	p := &egress.Endpoint{}
+	c.urls[p] = e.URL.Reveal()
+	return p, nil
+}
+
+func (c *fakeClient) Forget(e *egress.Endpoint) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.forgotten = append(c.forgotten, c.urls[e])
+}
+
+func (c *fakeClient) Post(ctx context.Context, e *egress.Endpoint, headers []egress.Header, body []byte) egress.Result {
+	h := http.Header{}
+	for _, header := range headers {
+		h.Set(header.Name, header.Value)
+	}
+	c.mu.Lock()
+	r := request{c.urls[e], h, string(body), time.Now()}
+	c.got = append(c.got, r)
+	for _, key := range []string{r.url, ""} {
+		c.inFlight[key]++
+		c.most[key] = max(c.most[key], c.inFlight[key])
+	}
+	f := c.answer
+	c.mu.Unlock()
+	a := f(r)
+	result := egress.Result{StatusCode: a.status, Reason: a.reason, RetryAfter: a.retryAfter, RemoteAddr: "192.0.2.1:443", Sent: true}
+	timer := time.NewTimer(a.after)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		switch {
+		case a.status >= 500:
+			result.Reason = egress.ServerError
+		case a.status == 429 || a.status == 408:
+			result.Reason = egress.Throttled
+		case a.status >= 400:
+			result.Reason = egress.Rejected
+		case a.status >= 300:
+			result.Reason = egress.Redirected
+		}
+	case <-ctx.Done():
+		result.StatusCode, result.Reason = 0, egress.TimedOut
+	}
+	if result.Reason != "" {
+		result.Message = "failed: " + string(result.Reason)
+	}
+	c.mu.Lock()
+	c.inFlight[r.url]--
+	c.inFlight[""]--
+	c.mu.Unlock()
+	return result
+}
+
+func (c *fakeClient) set(f func(request) answer) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.answer = f
+}
+
+// requests returns the requests to a URL, or all for "".
+func (c *fakeClient) requests(url string) []request {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.DeleteFunc(slices.Clone(c.got), func(r request) bool { return url != "" && r.url != url })
+}
+
+func (c *fakeClient) forget() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.got = nil
+	clear(c.most)
+}
+
+func always(a answer) func(request) answer { return func(request) answer { return a } }
+
+// byURL answers by URL; 200 at once for the rest.
+func byURL(m map[string]answer) func(request) answer {
+	return func(r request) answer {
+		if a, ok := m[r.url]; ok {
+			return a
+		}
+		return answer{status: 200}
+	}
+}
+
+// world is an engine with a fake store and a fake client. Use it inside a synctest bubble.
+type world struct {
+	*testing.T
+	store  *memStore
+	client *fakeClient
+	engine *Engine
+	stop   func() // returns when Run has
+	next   int
+	rev    int
+}
+
+func newWorld(t *testing.T, f func(request) answer, tune ...func(*Options)) *world {
+	w := &world{T: t, store: newMemStore(), client: newFakeClient(f)}
+	w.restart(tune...)
+	return w
+}
+
+// restart makes a new engine on the same store.
+func (w *world) restart(tune ...func(*Options)) {
+	o := Options{Store: w.store, Client: w.client, Logger: slog.New(slog.DiscardHandler)}
+	for _, f := range tune {
+		f(&o)
+	}
+	w.engine = New(o)
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		if err := w.engine.Run(ctx); err != nil {
+			w.Errorf("Run: %v", err)
+		}
+	}()
+	w.stop = sync.OnceFunc(func() {
+		cancel()
+		<-done
+	})
+}
+
+// dest makes an active destination of the Source "web" with one endpoint per URL, named e0, e1 …
+func dest(name string, urls ...string) liveconfig.Destination {
+	d := liveconfig.Destination{
+		Name: name, State: liveconfig.Active, Sources: []string{"web"}, Success: liveconfig.AnyEndpoint,
+		Delivery:    liveconfig.Delivery{TimeoutMS: 5000, RetryWindowMS: 4 * 3600 * 1000, MinBackoffMS: 1000, MaxBackoffMS: 300000, MaxInFlight: 64},
+		DeadLetters: liveconfig.DeadLetters{RetentionMS: 7 * 24 * 3600 * 1000, MaxBytes: 1 << 30},
+	}
+	for i, url := range urls {
+		d.Endpoints = append(d.Endpoints, liveconfig.Endpoint{Name: "e" + strconv.Itoa(i), URL: liveconfig.NewSecret(url)})
+	}
+	return d
+}
+
+// apply puts destinations of the namespace "ns" into effect.
+func (w *world) apply(destinations ...liveconfig.Destination) {
+	w.Helper()
+	if err := w.engine.Apply(w.view(destinations...)); err != nil {
+		w.Fatalf("Apply: %v", err)
+	}
+}
+
+func (w *world) view(destinations ...liveconfig.Destination) *liveconfig.View {
+	w.rev++
+	c := liveconfig.Config{Version: 1, Tenant: "ns"}
+	sources := map[string]bool{}
+	for i := range destinations {
+		destinations[i].Revision = strconv.Itoa(w.rev)
+		for _, s := range destinations[i].Sources {
+			sources[s] = true
+		}
+	}
+	for s := range sources {
+		c.Sources = append(c.Sources, liveconfig.Source{Name: s, Enabled: true})
+	}
+	c.Destinations = destinations
+	return liveconfig.NewView([]liveconfig.Revisioned{{Config: c, Revision: strconv.Itoa(w.rev)}})
+}
+
+// send appends n messages of a Source; their bodies are m1, m2 …
+func (w *world) send(source string, n int) {
+	w.Helper()
+	var msgs []queue.Message
+	for range n {
+		w.next++
+		id := "m" + strconv.Itoa(w.next)
+		msgs = append(msgs, queue.Message{Source: "ns/" + source, ID: id, Type: "track", AcceptedAt: time.Now(), Body: []byte(id)})
+	}
+	if _, err := w.store.Append(context.Background(), msgs); err != nil {
+		w.Fatal(err)
+	}
+}
+
+// sleep lets time pass and all work that is due be done.
+func (w *world) sleep(d time.Duration) {
+	time.Sleep(d)
+	synctest.Wait()
+}
+
+// report returns the report of a destination.
+func (w *world) report(name string) liveconfig.DestinationReport {
+	w.Helper()
+	for _, r := range w.engine.Report("ns") {
+		if r.Name == name {
+			return r
+		}
+	}
+	w.Fatalf("no report of %s", name)
+	return liveconfig.DestinationReport{}
+}
+
+// end stops the engine and checks that nothing was settled wrongly or is still leased.
+func (w *world) end() {
+	w.Helper()
+	w.stop()
+	synctest.Wait()
+	for _, p := range w.store.problems() {
+		w.Error(p)
+	}
+	if w.engine.inFlight != 0 || w.engine.leased != 0 || w.engine.workers != 0 {
+		w.Errorf("at the end: %d in flight, %d leased, %d workers", w.engine.inFlight, w.engine.leased, w.engine.workers)
+	}
+}
+
+func bubble(t *testing.T, f func(t *testing.T)) {
+	t.Helper()
+	synctest.Test(t, f)
+}
+
+func TestDelivers(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200, after: time.Millisecond}))
+		w.apply(dest("crm", "http://a.test"))
+		w.send("web", 1000)
+		w.sleep(time.Second)
+		if n := len(w.client.requests("")); n != 1000 {
+			t.Errorf("%d requests, want 1000", n)
+		}
+		r := w.report("crm")
+		if r.Delivered != 1000 || r.Pending != 0 || r.Endpoints[0].State != liveconfig.EndpointHealthy {
+			t.Errorf("report %+v", r)
+		}
+		if most := w.client.most[""]; most != 64 {
+			t.Errorf("%d requests at once, want the window of 64", most)
+		}
+		w.end()
+	})
+}

@@ -1,0 +1,201 @@
+package delivery
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+const (
+	// maintenance runs at least this often, and at most every minMaintenance.
+	maintenanceInterval = time.Minute
+	minMaintenance      = time.Second
+)
+
+// maintain does what no request triggers: it buries what has become too old,
+// drops lanes and dead letters, and lets idle workers go.
+func (e *Engine) maintain(ctx context.Context) {
+	for {
+		wait := e.maintainOnce(ctx)
+		pause := time.NewTimer(minMaintenance)
+		select {
+		case <-ctx.Done():
+		case <-pause.C:
+		}
+		rest := time.NewTimer(max(0, wait-minMaintenance))
+		select {
+		case <-ctx.Done():
+		case <-rest.C:
+		case <-e.tidy:
+		}
+		pause.Stop()
+		rest.Stop()
+		if ctx.Err() != nil {
+			return
+		}
+	}
+}
+
+// wakeMaintenance makes the maintenance run soon.
+func (e *Engine) wakeMaintenance() {
+	select {
+	case e.tidy <- struct{}{}:
+	default:
+	}
+}
+
+// maintainOnce returns how long nothing will be due.
+func (e *Engine) maintainOnce(ctx context.Context) time.Duration {
+	e.tidyWorkers()
+	wait := e.buryExpired(ctx)
+	wait = min(wait, e.dropLanes(ctx))
+	e.trimDeadLetters(ctx)
+	return wait
+}
+
+// tidyWorkers ends the workers that were not needed since the last time.
+func (e *Engine) tidyWorkers() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	n := min(e.spare, len(e.idle))
+	for _, w := range e.idle[:n] {
+		w.wake <- false
+	}
+	e.idle = append(e.idle[:0], e.idle[n:]...)
+	e.spare = len(e.idle)
+}
+
+// buryExpired enforces the retry window on what waits, also in lanes that are
+// parked. What is in flight is judged when it ends.
+func (e *Engine) buryExpired(ctx context.Context) time.Duration {
+	type candidate struct {
+		lane   *lane
+		window time.Duration
+	}
+	var candidates []candidate
+	e.mu.Lock()
+	for _, l := range e.lanes {
+		if l.set != nil && l.dropAt.IsZero() {
+			candidates = append(candidates, candidate{l, l.set.policy.Window})
+		}
+	}
+	e.mu.Unlock()
+	next := maintenanceInterval
+	for _, c := range candidates {
+		now := time.Now()
+		// A message that comes right after this look is due a window later.
+		due := c.window
+		if oldest := e.Store.LaneStats(c.lane.id).OldestPending; !oldest.IsZero() {
+			due = oldest.Add(c.window).Sub(now)
+		}
+		if due <= 0 {
+			e.mu.Lock()
+			f := c.lane.expiry(now)
+			e.mu.Unlock()
+			n, err := e.Store.BuryExpired(ctx, c.lane.id, now.Add(-c.window).Add(time.Millisecond), f)
+			if err != nil && !errors.Is(err, context.Canceled) && !errors.Is(err, queue.ErrClosed) && !errors.Is(err, queue.ErrNoLane) {
+				e.log.Error("burying expired messages failed; trying again", "source", c.lane.id.Source, "destination", c.lane.id.Destination, "error", err)
+			}
+			if n > 0 {
+				e.mu.Lock()
+				c.lane.destination.metrics.buried(f.Reason, int64(n))
+				e.mu.Unlock()
+				e.log.Warn("messages were not delivered within their retry window and are dead letters now", "source", c.lane.id.Source, "destination", c.lane.id.Destination, "count", n)
+			}
+			due = minMaintenance
+		}
+		next = min(next, due)
+	}
+	return next
+}
+
+// dropLanes drops orphans whose grace is over and lanes that have drained.
+func (e *Engine) dropLanes(ctx context.Context) time.Duration {
+	e.applying.Lock()
+	defer e.applying.Unlock()
+	now := time.Now()
+	next := maintenanceInterval
+	var drop, draining []*lane
+	e.mu.Lock()
+	for _, l := range e.lanes {
+		switch {
+		case !l.dropAt.IsZero() && now.Before(l.dropAt):
+			next = min(next, l.dropAt.Sub(now))
+		case !l.dropAt.IsZero() && l.leased == 0:
+			drop = append(drop, l)
+		case l.draining && l.leased == 0:
+			draining = append(draining, l)
+		}
+	}
+	e.mu.Unlock()
+	for _, l := range draining {
+		// Behind its end it may have any number of messages pending: they are the other lanes'.
+		if s := e.Store.LaneStats(l.id); s.Retrying == 0 && s.InFlight == 0 && (s.Pending == 0 || e.seenEnd(l)) {
+			drop = append(drop, l)
+		}
+	}
+	for _, l := range drop {
+		if err := e.Store.DropLane(ctx, l.id); err != nil && !errors.Is(err, queue.ErrNoLane) {
+			e.log.Error("dropping a lane failed; trying again", "source", l.id.Source, "destination", l.id.Destination, "error", err)
+			continue
+		}
+		e.log.Info("lane dropped", "source", l.id.Source, "destination", l.id.Destination, "endpoint", l.id.Endpoint)
+		e.forgetLane(l)
+	}
+	return next
+}
+
+func (e *Engine) seenEnd(l *lane) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return l.reachedEnd
+}
+
+// forgetLane removes a lane that was dropped.
+func (e *Engine) forgetLane(l *lane) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	delete(e.lanes, l.id)
+	for _, t := range l.targets {
+		t.endpoint.lanes = slices.DeleteFunc(slices.Clone(t.endpoint.lanes), func(other *lane) bool { return other == l })
+		t.endpoint.turn = 0
+	}
+	l.targets = nil
+	d := l.destination
+	d.lanes = slices.DeleteFunc(slices.Clone(d.lanes), func(other *lane) bool { return other == l })
+}
+
+// trimDeadLetters keeps every destination's dead letters within their age and
+// size. A destination that is gone is forgotten when nothing of it is left.
+func (e *Engine) trimDeadLetters(ctx context.Context) {
+	limits := map[string]liveconfig.DeadLetters{}
+	e.mu.Lock()
+	for key, d := range e.destinations {
+		if d.trim != nil {
+			limits[key] = *d.trim
+		}
+	}
+	e.mu.Unlock()
+	for key, limit := range limits {
+		if count, _ := e.Store.DeadLetterStats(key); count > 0 {
+			before := time.Now().Add(-time.Duration(limit.RetentionMS) * time.Millisecond)
+			if _, err := e.Store.TrimDeadLetters(ctx, key, before, limit.MaxBytes); err != nil && ctx.Err() == nil {
+				e.log.Error("removing old dead letters failed; trying again", "destination", key, "error", err)
+			}
+			delete(limits, key)
+		}
+	}
+	e.applying.Lock()
+	defer e.applying.Unlock()
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for key, d := range e.destinations {
+		if _, empty := limits[key]; d.set == nil && len(d.lanes) == 0 && (empty || d.trim == nil) {
+			delete(e.destinations, key)
+		}
+	}
+}

@@ -1,0 +1,84 @@
+package delivery
+
+import (
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// Report tells of every destination of a tenant's config: the ledger of its
+// lanes, including those of an earlier success policy, and the health of its
+// endpoints. It is cheap enough to be asked for every second.
+func (e *Engine) Report(tenant string) []liveconfig.DestinationReport {
+	type account struct {
+		id         queue.LaneID
+		superseded int64
+	}
+	e.mu.Lock()
+	destinations := e.tenants[tenant]
+	reports := make([]liveconfig.DestinationReport, 0, len(destinations))
+	accounts := make([][]account, 0, len(destinations))
+	for _, d := range destinations {
+		r := liveconfig.DestinationReport{
+			Name: d.name, Generation: d.set.generation, Revision: d.set.revision,
+			Endpoints: make([]liveconfig.EndpointReport, 0, len(d.set.targets)),
+		}
+		for _, t := range d.set.targets {
+			r.Endpoints = append(r.Endpoints, liveconfig.EndpointReport{
+				Name: t.name, State: t.health.state, Since: t.health.since,
+				LastSuccess: t.health.lastSuccess, ConsecutiveFailures: t.health.consecutive, LastFailure: t.health.lastFailure,
+			})
+			if t.circuit.open && d.set.active {
+				r.NextAttempt = earlier(r.NextAttempt, t.circuit.probeAt)
+			}
+		}
+		lanes := make([]account, 0, len(d.lanes))
+		for _, l := range d.lanes {
+			lanes = append(lanes, account{l.id, l.superseded})
+		}
+		reports, accounts = append(reports, r), append(accounts, lanes)
+	}
+	e.mu.Unlock()
+	for i := range reports {
+		r := &reports[i]
+		var nextRetry time.Time
+		for _, l := range accounts[i] {
+			s := e.Store.LaneStats(l.id)
+			r.Accepted += s.Accepted - l.superseded
+			r.Delivered += s.Delivered - l.superseded
+			r.Filtered += s.Filtered
+			r.DeadLettered += s.DeadLettered
+			r.Discarded += s.Discarded
+			r.Pending += s.Pending
+			r.Retrying += s.Retrying
+			r.OldestPending = earlier(r.OldestPending, s.OldestPending)
+			nextRetry = earlier(nextRetry, s.NextRetry)
+		}
+		switch {
+		case r.Pending == 0:
+			r.NextAttempt = time.Time{}
+		case !allOpen(r.Endpoints):
+			r.NextAttempt = nextRetry
+		}
+	}
+	return reports
+}
+
+// allOpen reports whether nothing but probes goes out.
+func allOpen(endpoints []liveconfig.EndpointReport) bool {
+	for _, ep := range endpoints {
+		if ep.State != liveconfig.EndpointCircuitOpen {
+			return false
+		}
+	}
+	return len(endpoints) > 0
+}
+
+// earlier returns the earlier of two times; zero is no time.
+func earlier(a, b time.Time) time.Time {
+	if a.IsZero() || !b.IsZero() && b.Before(a) {
+		return b
+	}
+	return a
+}

@@ -1,0 +1,419 @@
+package delivery
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"net/url"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
+	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// headerIdempotencyKey carries the messageId, which is the same on every attempt.
+const headerIdempotencyKey = "Idempotency-Key"
+
+// post is one request: a message on its way to one endpoint.
+type post struct {
+	lane    *lane
+	set     *settings
+	target  target
+	message queue.Delivery
+	// probe is true for an open circuit's probe.
+	probe bool
+	// leftOut is true when the message was not sent to every URL of its destination.
+	leftOut bool
+	// group is what the requests of one message to several URLs share; nil when there is one.
+	group *group
+}
+
+// group is a message that was sent to several URLs at once. The engine's lock guards it.
+type group struct {
+	// left counts the requests that have not ended.
+	left int
+	// settled is true once a URL took the message.
+	settled bool
+	// worst is the failure that decides when no URL takes it.
+	worst ended
+}
+
+// ended is a request that came to its end.
+type ended struct {
+	egress.Result
+	at       time.Time
+	duration time.Duration
+	// cut is true when the engine itself broke the request off, to stop.
+	cut bool
+}
+
+func (r *ended) outcome() retry.Outcome {
+	return retry.Outcome{StatusCode: r.StatusCode, Reason: r.Reason, RetryAfter: r.RetryAfter}
+}
+
+// outweighs reports whether r rather than s decides what becomes of a message
+// that both failed: trying again may help, and whoever asked to wait longest is heard.
+func (r *ended) outweighs(s *ended) bool {
+	a, b := r.outcome(), s.outcome()
+	if (a.Permanent() == "") != (b.Permanent() == "") {
+		return a.Permanent() == ""
+	}
+	return a.RetryAfter > b.RetryAfter
+}
+
+// start sends a message: to the lane's only endpoint, or to every one that has
+// room for it. p becomes the first request, others are left for other workers.
+// The lock is held.
+func (e *Engine) start(l *lane, d queue.Delivery, p *post, now time.Time) {
+	if len(l.targets) == 1 {
+		*p = post{lane: l, set: l.set, target: l.targets[0], message: d}
+		e.account(p, now)
+		return
+	}
+	var to []target
+	for _, t := range l.targets {
+		if t.circuit.mayProbe(now) {
+			t.circuit.probing = true
+			to = append(to, t)
+		} else if t.takes(now) {
+			to = append(to, t)
+		}
+	}
+	e.startAll(l, d, to, p, now)
+}
+
+// startAll sends a message to the given endpoints. The probes among them have been claimed.
+func (e *Engine) startAll(l *lane, d queue.Delivery, to []target, p *post, now time.Time) {
+	leftOut := len(to) < len(l.targets)
+	var g *group
+	if len(to) > 1 {
+		g = &group{left: len(to)}
+	}
+	for i, t := range to {
+		q := post{lane: l, set: l.set, target: t, message: d, probe: t.circuit.open, leftOut: leftOut, group: g}
+		e.account(&q, now)
+		if i == 0 {
+			*p = q
+		} else {
+			e.extra = append(e.extra, q)
+		}
+	}
+}
+
+// account counts a request and offers what room is left to the next lane.
+func (e *Engine) account(p *post, now time.Time) {
+	p.lane.inFlight++
+	p.target.inFlight++
+	e.inFlight++
+	p.target.bucket.take()
+	e.offer(p.target.endpoint, now)
+}
+
+// startProbe leases the lane's oldest message and sends it to every endpoint
+// whose probe is due. It returns false when the lane has none. The lock is
+// held, but released while the store is asked.
+func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
+	set := l.set
+	var to []target
+	for _, t := range l.targets {
+		if t.circuit.mayProbe(now) {
+			t.circuit.probing = true // Claimed: there is never a second one.
+			to = append(to, t)
+		}
+	}
+	for {
+		l.notified = false
+		e.mu.Unlock()
+		d, ok, err := e.Store.LeaseOldest(l.id)
+		if !ok && err == nil {
+			// Only a Lease that comes back short makes the store tell of the next message.
+			var got []queue.Delivery
+			if got, err = e.Store.Lease(l.id, 1, nil); len(got) > 0 {
+				d, ok = got[0], true
+			}
+		}
+		e.mu.Lock()
+		if err != nil {
+			e.breakLane(l, err)
+		}
+		if ok {
+			l.leased++
+			e.leased++
+			stale := l.set != set || l.parked() || e.stopped
+			if !stale && e.unsendable(l, &d, now) {
+				continue
+			}
+			if !stale {
+				e.startAll(l, d, to, p, now)
+				return true
+			}
+			l.leased--
+			e.leased--
+			e.mu.Unlock()
+			e.Store.Release(d)
+			e.mu.Lock()
+		}
+		for _, t := range to {
+			t.circuit.probing = false
+		}
+		l.more = ok || l.notified
+		e.enqueue(l)
+		e.pass(l, now)
+		return false
+	}
+}
+
+// unsendable settles a leased message that must not be sent: one that another
+// lane has taken over, or one that is older than its window. The lock is held,
+// but released while the store is told.
+func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
+	superseded := l.draining && d.Seq > l.end
+	expired := now.Sub(d.AcceptedAt) >= l.set.policy.Window
+	if !superseded && !expired {
+		return false
+	}
+	l.leased--
+	e.leased--
+	if superseded {
+		l.superseded++
+		l.reachedEnd = l.reachedEnd || d.Attempt == 0
+		e.mu.Unlock()
+		e.Store.Ack(*d)
+		e.mu.Lock()
+		return true
+	}
+	f := l.expiry(now)
+	l.destination.metrics.buried(string(f.Reason), 1)
+	e.mu.Unlock()
+	e.bury(*d, f, now)
+	e.mu.Lock()
+	return true
+}
+
+// expiry is the failure of messages that were not delivered in time. It tells
+// of the last failure of the lane's endpoints.
+func (l *lane) expiry(now time.Time) queue.Failure {
+	var last *liveconfig.Failure
+	for _, t := range l.targets {
+		if f := t.health.lastFailure; f != nil && (last == nil || f.Time.After(last.Time)) {
+			last = f
+		}
+	}
+	f := queue.Failure{Time: now}
+	if last != nil {
+		f.Reason, f.StatusCode, f.Message = last.Reason, last.StatusCode, last.Message
+	}
+	return expired(f, l.set.policy.Window)
+}
+
+// expired turns the last failure of a message into that of its expiry.
+func expired(last queue.Failure, window time.Duration) queue.Failure {
+	text := fmt.Sprintf("not delivered within %v after it was accepted", window)
+	if last.Reason != "" {
+		text += "; last failure: " + last.Reason
+	}
+	if last.Message != "" {
+		text += ": " + last.Message
+	}
+	last.Reason, last.Message = string(retry.Expired), text
+	return last
+}
+
+// sender is what a worker keeps from request to request.
+type sender struct{ headers []egress.Header }
+
+// send sends the worker's request and settles its message. The lock is not held.
+func (e *Engine) send(w *worker) {
+	p := &w.post
+	started := time.Now()
+	id := headerSafe(p.message.ID)
+	w.headers = append(w.headers[:0], egress.Header{Name: headerIdempotencyKey, Value: id})
+	w.headers = p.set.signer.Headers(w.headers, id, started, p.message.Body)
+	ctx, cancel := context.WithDeadline(e.hard, started.Add(p.set.policy.Timeout))
+	r := ended{Result: e.Client.Post(ctx, p.target.to, w.headers, p.message.Body)}
+	cancel()
+	r.at = time.Now()
+	r.duration = r.at.Sub(started)
+	r.cut = r.outcome().Failed() && e.hard.Err() != nil
+
+	s := e.settle(p, &r)
+	e.mu.Lock()
+	back := e.finish(p, &r, s, started)
+	*p = post{}
+	if len(back) > 0 {
+		e.mu.Unlock()
+		e.release(back)
+		return
+	}
+	e.mu.Unlock()
+}
+
+// settlement is what became of a message.
+type settlement int
+
+const (
+	unsettled settlement = iota // Other requests of the message decide.
+	delivered
+	retried
+	released
+	rejected
+	redirected
+	timedOut // Its window ended.
+)
+
+// settle tells the store what became of the message.
+func (e *Engine) settle(p *post, r *ended) settlement {
+	if p.group != nil {
+		var decided bool
+		if r, decided = e.joinGroup(p.group, r); !decided {
+			return unsettled
+		}
+	}
+	o := r.outcome()
+	if r.cut {
+		e.Store.Release(p.message)
+		return released
+	}
+	if p.leftOut && o.Permanent() != "" {
+		o = retry.Outcome{Reason: r.Reason} // A URL that was left out may still take it.
+	}
+	decision := retry.Decide(o, p.set.policy, p.message.Attempt, p.message.AcceptedAt, r.at, rand.Float64)
+	if decision.Action == retry.Ack {
+		e.Store.Ack(p.message)
+		return delivered
+	}
+	f := queue.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message, Response: r.Response}
+	if decision.Action == retry.Retry {
+		e.Store.Retry(p.message, decision.At, f)
+		return retried
+	}
+	s := rejected
+	switch decision.Reason {
+	case retry.Expired:
+		s, f = timedOut, expired(f, p.set.policy.Window)
+	case egress.Redirected:
+		s = redirected
+	}
+	e.bury(p.message, f, r.at)
+	return s
+}
+
+// joinGroup adds a request's end to its group. decided is true when it settles the message, by the result given back.
+func (e *Engine) joinGroup(g *group, r *ended) (decisive *ended, decided bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	g.left--
+	if g.settled {
+		return nil, false
+	}
+	if !r.outcome().Failed() {
+		g.settled = true
+		return r, true
+	}
+	if g.worst.at.IsZero() || r.outweighs(&g.worst) {
+		cut := g.worst.cut
+		g.worst = *r
+		g.worst.cut = r.cut || cut
+	}
+	g.worst.cut = g.worst.cut || r.cut
+	return &g.worst, g.left == 0
+}
+
+// bury makes a dead letter. A message that cannot be buried is kept and tried again later.
+func (e *Engine) bury(d queue.Delivery, f queue.Failure, now time.Time) {
+	if err := e.Store.Bury(d, f); err != nil {
+		e.log.Error("writing a dead letter failed; the message is kept", "destination", d.Lane.Destination, "error", err)
+		e.Store.Retry(d, now.Add(time.Minute), f)
+	}
+}
+
+// finish accounts for a request's end. It returns messages to release: those
+// that were leased and cannot go out because the circuit opened. The lock is held.
+func (e *Engine) finish(p *post, r *ended, s settlement, started time.Time) (back []queue.Delivery) {
+	l, ep := p.lane, p.target.endpoint
+	o := r.outcome()
+	failed := o.Failed()
+	now := r.at
+	if r.cut {
+		ep.circuit.abandoned(p.probe)
+	} else if failed && o.Permanent() == "" {
+		if ep.circuit.failed(now, started, p.probe, r.RetryAfter, rand.Float64()) {
+			for _, other := range ep.lanes {
+				other.more = true // For the probe, whatever there is counts, also retries that are not due.
+				if !other.anyClosed() {
+					back = append(back, e.takeBuffer(other)...)
+				}
+			}
+		}
+	} else if ep.circuit.succeeded(ep.inFlight, p.probe) {
+		for _, other := range ep.lanes {
+			other.more = true
+		}
+	}
+	e.inFlight--
+	l.inFlight--
+	ep.inFlight--
+	if s != unsettled {
+		e.leased--
+		l.leased--
+		l.destination.metrics.settled(s, now.Sub(p.message.AcceptedAt))
+	}
+	if p.probe {
+		// A probe takes what is oldest, so what the store last said of the lane may be outdated.
+		l.more = true
+	}
+	if !r.cut {
+		e.record(p, r)
+	}
+	e.offer(ep, now)
+	e.unblock()
+	if l.draining && l.leased == 0 {
+		e.wakeMaintenance()
+	}
+	return back
+}
+
+// record keeps the attempt, and the endpoint's health by it.
+func (e *Engine) record(p *post, r *ended) {
+	ep := p.target.endpoint
+	var failure *liveconfig.Failure
+	if r.outcome().Failed() {
+		failure = &liveconfig.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message}
+	}
+	ep.health.record(r.at, r.duration, failure)
+	ep.metrics.attempt(r)
+	a := Attempt{
+		Time: r.at, Duration: r.duration, Timing: r.Timing,
+		Source: p.message.Lane.Source, Destination: ep.destination.key, Endpoint: ep.name,
+		Seq: p.message.Seq, MessageID: p.message.ID, Number: p.message.Attempt + 1,
+		StatusCode: r.StatusCode, Reason: r.Reason, Message: r.Message, RemoteAddr: r.RemoteAddr, Probe: p.probe,
+	}
+	ep.attempts.add(e.Options.Attempts, &a)
+	if len(e.tails) > 0 {
+		e.publish(&a)
+	}
+	if ep.health.settle(r.at, &ep.circuit) {
+		e.signalChange()
+		level := slog.LevelInfo
+		if failure != nil {
+			level = slog.LevelWarn
+		}
+		e.log.Log(context.Background(), level, "endpoint state changed",
+			"namespace", ep.destination.namespace, "destination", ep.destination.name, "endpoint", ep.name, "state", string(ep.health.state),
+			"reason", string(r.Reason), "statusCode", r.StatusCode, "message", r.Message)
+	}
+}
+
+// headerSafe returns a message id as it can stand in a header: unchanged when
+// it is visible ASCII, as nearly all are, and percent-encoded otherwise.
+func headerSafe(id string) string {
+	for i := range len(id) {
+		if id[i] <= ' ' || id[i] > '~' {
+			return url.QueryEscape(id)
+		}
+	}
+	return id
+}

@@ -1,0 +1,426 @@
+package delivery
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// memStore is a queue.Store in memory: simple, strict, and with a memory for
+// what went wrong (a message that is settled twice, or settled and not leased).
+type memStore struct {
+	mu     sync.Mutex
+	notify func(queue.LaneID)
+	logs   map[string][]queue.Message
+	lanes  map[queue.LaneID]*memLane
+	dead   map[string][]queue.DeadLetter
+	wrongs []string
+	leases int // calls of Lease and LeaseOldest
+	fail   error
+}
+
+type memLane struct {
+	next    uint64 // position of the next first try
+	back    []uint64
+	leased  map[uint64]int // position to attempt
+	retries map[uint64]memRetry
+	stats   queue.LaneStats
+	starved bool
+	timer   *time.Timer
+	start   uint64
+}
+
+type memRetry struct {
+	at      time.Time
+	attempt int
+	f       queue.Failure
+}
+
+func newMemStore() *memStore {
+	return &memStore{logs: map[string][]queue.Message{}, lanes: map[queue.LaneID]*memLane{}, dead: map[string][]queue.DeadLetter{}}
+}
+
+func (s *memStore) wrong(format string, args ...any) {
+	s.wrongs = append(s.wrongs, fmt.Sprintf(format, args...))
+}
+
+func (s *memStore) SetNotify(f func(queue.LaneID)) { s.notify = f }
+
+func (s *memStore) Append(_ context.Context, msgs []queue.Message) ([]bool, error) {
+	s.mu.Lock()
+	wake := map[queue.LaneID]bool{}
+	for _, m := range msgs {
+		s.logs[m.Source] = append(s.logs[m.Source], m)
+		for id, l := range s.lanes {
+			if id.Source != m.Source {
+				continue
+			}
+			if slices.Contains(m.Skip, id.Destination) {
+				l.stats.Filtered++
+			}
+			if l.starved {
+				l.starved = false
+				wake[id] = true
+			}
+		}
+	}
+	s.mu.Unlock()
+	for id := range wake {
+		s.notify(id)
+	}
+	return nil, nil
+}
+
+func (s *memStore) OpenLane(id queue.LaneID) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.fail != nil {
+		return s.fail
+	}
+	if s.lanes[id] == nil {
+		head := uint64(len(s.logs[id.Source]))
+		s.lanes[id] = &memLane{next: head + 1, start: head, leased: map[uint64]int{}, retries: map[uint64]memRetry{}}
+	}
+	return nil
+}
+
+func (s *memStore) DropLane(_ context.Context, id queue.LaneID) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.lanes[id] == nil {
+		return queue.ErrNoLane
+	}
+	delete(s.lanes, id)
+	return nil
+}
+
+func (s *memStore) Lanes() (ids []queue.LaneID) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id := range s.lanes {
+		ids = append(ids, id)
+	}
+	return ids
+}
+
+func (s *memStore) message(id queue.LaneID, seq uint64) queue.Message { return s.logs[id.Source][seq-1] }
+
+func (s *memStore) delivery(id queue.LaneID, l *memLane, seq uint64, attempt int) queue.Delivery {
+	m := s.message(id, seq)
+	if _, twice := l.leased[seq]; twice {
+		s.wrong("%v %d leased twice", id, seq)
+	}
+	l.leased[seq] = attempt
+	return queue.Delivery{Lane: id, Seq: seq, ID: m.ID, Type: m.Type, Event: m.Event, Body: m.Body, AcceptedAt: m.AcceptedAt, Attempt: attempt}
+}
+
+// first returns the position of the next first try, or 0.
+func (s *memStore) first(id queue.LaneID, l *memLane) uint64 {
+	if len(l.back) > 0 {
+		return l.back[0]
+	}
+	for ; l.next <= uint64(len(s.logs[id.Source])); l.next++ {
+		if m := s.message(id, l.next); !slices.Contains(m.Skip, id.Destination) {
+			return l.next
+		}
+	}
+	return 0
+}
+
+func (s *memStore) leaseFirst(id queue.LaneID, l *memLane) (d queue.Delivery, ok bool) {
+	seq := s.first(id, l)
+	if seq == 0 {
+		return d, false
+	}
+	if len(l.back) > 0 {
+		l.back = l.back[1:]
+	} else {
+		l.next++
+	}
+	return s.delivery(id, l, seq, 0), true
+}
+
+func (s *memStore) leaseRetry(id queue.LaneID, l *memLane, due time.Time) (d queue.Delivery, ok bool) {
+	var best uint64
+	for seq, r := range l.retries {
+		if !due.IsZero() && r.at.After(due) {
+			continue
+		}
+		if best == 0 || due.IsZero() && seq < best || !due.IsZero() && r.at.Before(l.retries[best].at) {
+			best = seq
+		}
+	}
+	if best == 0 {
+		return d, false
+	}
+	r := l.retries[best]
+	delete(l.retries, best)
+	return s.delivery(id, l, best, r.attempt), true
+}
+
+func (s *memStore) Lease(id queue.LaneID, n int, buf []queue.Delivery) ([]queue.Delivery, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.leases++
+	l := s.lanes[id]
+	if l == nil {
+		return buf, queue.ErrNoLane
+	}
+	if s.fail != nil {
+		return buf, s.fail
+	}
+	for i := range n {
+		var d queue.Delivery
+		var ok bool
+		if i%8 == 7 {
+			d, ok = s.leaseRetry(id, l, time.Now())
+		}
+		if !ok {
+			d, ok = s.leaseFirst(id, l)
+		}
+		if !ok {
+			d, ok = s.leaseRetry(id, l, time.Now())
+		}
+		if !ok {
+			l.starved = true
+			s.armTimer(id, l)
+			break
+		}
+		buf = append(buf, d)
+	}
+	return buf, nil
+}
+
+// armTimer notifies when the earliest retry is due, if the lane is starved.
+func (s *memStore) armTimer(id queue.LaneID, l *memLane) {
+	if l.timer != nil {
+		l.timer.Stop()
+	}
+	var at time.Time
+	for _, r := range l.retries {
+		if at.IsZero() || r.at.Before(at) {
+			at = r.at
+		}
+	}
+	if at.IsZero() || !l.starved {
+		return
+	}
+	l.timer = time.AfterFunc(time.Until(at), func() {
+		s.mu.Lock()
+		wake := l.starved
+		l.starved = false
+		s.mu.Unlock()
+		if wake {
+			s.notify(id)
+		}
+	})
+}
+
+func (s *memStore) LeaseOldest(id queue.LaneID) (d queue.Delivery, ok bool, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.leases++
+	l := s.lanes[id]
+	if l == nil {
+		return d, false, queue.ErrNoLane
+	}
+	oldest := s.first(id, l)
+	for seq := range l.retries {
+		if oldest == 0 || seq < oldest {
+			oldest = seq
+		}
+	}
+	if _, retry := l.retries[oldest]; retry {
+		d, ok = s.leaseRetry(id, l, time.Time{})
+	} else {
+		d, ok = s.leaseFirst(id, l)
+	}
+	return d, ok, nil
+}
+
+// settle ends a lease. It returns nil for a lane that was dropped.
+func (s *memStore) settle(d queue.Delivery, how string) *memLane {
+	l := s.lanes[d.Lane]
+	if l == nil {
+		return nil
+	}
+	if attempt, ok := l.leased[d.Seq]; !ok || attempt != d.Attempt {
+		s.wrong("%s of %v %d, which is not leased", how, d.Lane, d.Seq)
+		return nil
+	}
+	delete(l.leased, d.Seq)
+	return l
+}
+
+func (s *memStore) Ack(d queue.Delivery) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if l := s.settle(d, "ack"); l != nil {
+		l.stats.Delivered++
+	}
+}
+
+func (s *memStore) Release(d queue.Delivery) {
+	s.mu.Lock()
+	l := s.settle(d, "release")
+	wake := false
+	if l != nil {
+		if d.Attempt == 0 {
+			l.back = append(l.back, d.Seq)
+			slices.Sort(l.back)
+		} else {
+			l.retries[d.Seq] = memRetry{at: time.Now(), attempt: d.Attempt}
+		}
+		wake, l.starved = l.starved, false
+	}
+	s.mu.Unlock()
+	if wake {
+		s.notify(d.Lane)
+	}
+}
+
+func (s *memStore) Retry(d queue.Delivery, at time.Time, f queue.Failure) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if l := s.settle(d, "retry"); l != nil {
+		l.retries[d.Seq] = memRetry{at: at, attempt: d.Attempt + 1, f: f}
+		s.armTimer(d.Lane, l)
+	}
+}
+
+func (s *memStore) Bury(d queue.Delivery, f queue.Failure) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if l := s.settle(d, "bury"); l != nil {
+		s.bury(d.Lane, l, d.Seq, d.Attempt+1, f)
+	}
+	return nil
+}
+
+func (s *memStore) bury(id queue.LaneID, l *memLane, seq uint64, attempts int, f queue.Failure) {
+	l.stats.DeadLettered++
+	m := s.message(id, seq)
+	s.dead[id.Destination] = append(s.dead[id.Destination], queue.DeadLetter{
+		Key: fmt.Sprint(len(s.dead[id.Destination])), Lane: id, Seq: seq, ID: m.ID, Type: m.Type, AcceptedAt: m.AcceptedAt, Attempts: attempts, Failure: f,
+	})
+}
+
+func (s *memStore) BuryExpired(_ context.Context, id queue.LaneID, cut time.Time, f queue.Failure) (n int, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	l := s.lanes[id]
+	if l == nil {
+		return 0, queue.ErrNoLane
+	}
+	for seq := s.first(id, l); seq != 0 && s.message(id, seq).AcceptedAt.Before(cut); seq = s.first(id, l) {
+		if len(l.back) > 0 {
+			l.back = l.back[1:]
+		} else {
+			l.next++
+		}
+		s.bury(id, l, seq, 0, f)
+		n++
+	}
+	for seq, r := range l.retries {
+		if s.message(id, seq).AcceptedAt.Before(cut) {
+			delete(l.retries, seq)
+			s.bury(id, l, seq, r.attempt, f)
+			n++
+		}
+	}
+	return n, nil
+}
+
+func (s *memStore) DeadLetters(_ context.Context, destination, _ string, fn func(queue.DeadLetter) bool) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, d := range s.dead[destination] {
+		if !fn(d) {
+			break
+		}
+	}
+	return nil
+}
+
+func (s *memStore) DeleteDeadLetters(context.Context, string, ...string) error { panic("not used") }
+
+func (s *memStore) TrimDeadLetters(_ context.Context, destination string, before time.Time, maxBytes int64) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	was := len(s.dead[destination])
+	s.dead[destination] = slices.DeleteFunc(s.dead[destination], func(d queue.DeadLetter) bool { return d.Failure.Time.Before(before) })
+	if n := int64(len(s.dead[destination])); n > maxBytes {
+		s.dead[destination] = s.dead[destination][n-maxBytes:] // A dead letter is a byte here.
+	}
+	return was - len(s.dead[destination]), nil
+}
+
+func (s *memStore) DeadLetterStats(destination string) (count, bytes int64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	n := int64(len(s.dead[destination]))
+	return n, n
+}
+
+func (s *memStore) LaneStats(id queue.LaneID) queue.LaneStats {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	l := s.lanes[id]
+	if l == nil {
+		return queue.LaneStats{}
+	}
+	st := l.stats
+	st.Accepted = int64(uint64(len(s.logs[id.Source])) - l.start)
+	st.Pending = st.Accepted - st.Delivered - st.Filtered - st.DeadLettered - st.Discarded
+	st.Retrying, st.InFlight = int64(len(l.retries)), int64(len(l.leased))
+	var oldest uint64
+	see := func(seq uint64) {
+		if seq != 0 && (oldest == 0 || seq < oldest) {
+			oldest = seq
+		}
+	}
+	see(s.first(id, l))
+	for seq, r := range l.retries {
+		see(seq)
+		if st.NextRetry.IsZero() || r.at.Before(st.NextRetry) {
+			st.NextRetry = r.at
+		}
+	}
+	for seq := range l.leased {
+		see(seq)
+	}
+	if oldest != 0 {
+		st.OldestPending = s.message(id, oldest).AcceptedAt
+	}
+	return st
+}
+
+func (s *memStore) SourceStats(source string) queue.SourceStats {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return queue.SourceStats{Accepted: int64(len(s.logs[source]))}
+}
+
+func (s *memStore) DiskBytes() int64 { return 0 }
+func (s *memStore) Close() error     { return nil }
+
+// problems lists what was settled wrongly and what is still leased.
+func (s *memStore) problems() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := slices.Clone(s.wrongs)
+	for id, l := range s.lanes {
+		for seq := range l.leased {
+			out = append(out, fmt.Sprintf("%v %d is still leased", id, seq))
+		}
+	}
+	slices.SortFunc(out, cmp.Compare[string])
+	return out
+}
+
+var _ queue.Store = (*memStore)(nil)
