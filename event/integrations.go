@@ -1,0 +1,45 @@
+package event
+
+import "bytes"
+
+// Integrations is what a call says about the destinations that it may go to:
+// its integrations object. The zero value says nothing.
+type Integrations struct {
+	object []byte // canonical JSON, part of the call's body
+}
+
+// Allows reports whether the call may go to a destination. The names are those
+// by which a call can name it, the most specific one last; they are case
+// sensitive. The entry for the most specific name that has one decides, then
+// the entry "All"; without either the call may go. An entry is false, true or
+// an object of options, which means true; other values are no entry.
+func (i Integrations) Allows(names ...string) bool {
+	if len(i.object) == 0 {
+		return true
+	}
+	allowed, rank := true, -1 // rank: 0 for "All", 1 for the first name, ...
+	var buf [64]byte
+	for k, v := range membersOf(i.object) {
+		enabled := true
+		switch i.object[v.from] {
+		case 't', '{':
+		case 'f':
+			enabled = false
+		default:
+			continue
+		}
+		key := i.object[k.from+1 : k.to-1]
+		if bytes.IndexByte(key, '\\') >= 0 {
+			key = appendDecoded(buf[:0], i.object[k.from:k.to])
+		}
+		if rank < 0 && string(key) == "All" {
+			allowed, rank = enabled, 0
+		}
+		for n := len(names); n > 0 && n > rank; n-- {
+			if string(key) == names[n-1] {
+				allowed, rank = enabled, n
+			}
+		}
+	}
+	return allowed
+}

@@ -1,0 +1,628 @@
+package event
+
+import (
+	"bytes"
+	"fmt"
+	"time"
+)
+
+// field is a member of a call that Parse reads or writes.
+type field uint8
+
+// The fields. From fieldType on, those that are missing and have a value are
+// added to the end of a message, in this order.
+const (
+	fieldOther field = iota // kept as it was sent
+	fieldWriteKey
+	fieldUserID
+	fieldAnonymousID
+	fieldPreviousID
+	fieldGroupID
+	fieldEvent
+	fieldTraits
+	fieldProperties
+	fieldType
+	fieldMessageID
+	fieldContext
+	fieldIntegrations
+	fieldOriginalTimestamp
+	fieldSentAt
+	fieldReceivedAt
+	fieldTimestamp
+	fieldSpelledPreviousID
+	fieldSpelledUserID
+	fieldVersion
+	fieldCount
+)
+
+// fieldNames are the keys of the fields as canonical JSON.
+var fieldNames = [fieldCount]string{
+	fieldWriteKey:          `"writeKey"`,
+	fieldUserID:            `"userId"`,
+	fieldAnonymousID:       `"anonymousId"`,
+	fieldPreviousID:        `"previousId"`,
+	fieldGroupID:           `"groupId"`,
+	fieldEvent:             `"event"`,
+	fieldTraits:            `"traits"`,
+	fieldProperties:        `"properties"`,
+	fieldType:              `"type"`,
+	fieldMessageID:         `"messageId"`,
+	fieldContext:           `"context"`,
+	fieldIntegrations:      `"integrations"`,
+	fieldOriginalTimestamp: `"originalTimestamp"`,
+	fieldSentAt:            `"sentAt"`,
+	fieldReceivedAt:        `"receivedAt"`,
+	fieldTimestamp:         `"timestamp"`,
+	fieldSpelledPreviousID: `"Previous ID"`,
+	fieldSpelledUserID:     `"User ID"`,
+	fieldVersion:           `"version"`,
+}
+
+// fieldOf returns the field with a key, given as canonical JSON.
+func fieldOf(key []byte) field {
+	switch string(key) {
+	case `"writeKey"`:
+		return fieldWriteKey
+	case `"userId"`:
+		return fieldUserID
+	case `"anonymousId"`:
+		return fieldAnonymousID
+	case `"previousId"`:
+		return fieldPreviousID
+	case `"groupId"`:
+		return fieldGroupID
+	case `"event"`:
+		return fieldEvent
+	case `"traits"`:
+		return fieldTraits
+	case `"properties"`:
+		return fieldProperties
+	case `"type"`:
+		return fieldType
+	case `"messageId"`:
+		return fieldMessageID
+	case `"context"`:
+		return fieldContext
+	case `"integrations"`:
+		return fieldIntegrations
+	case `"originalTimestamp"`:
+		return fieldOriginalTimestamp
+	case `"sentAt"`:
+		return fieldSentAt
+	case `"receivedAt"`:
+		return fieldReceivedAt
+	case `"timestamp"`:
+		return fieldTimestamp
+	case `"Previous ID"`:
+		return fieldSpelledPreviousID
+	case `"User ID"`:
+		return fieldSpelledUserID
+	case `"version"`:
+		return fieldVersion
+	}
+	return fieldOther
+}
+
+// values are the canonical JSON values of a call's fields; nil is no value.
+type values [fieldCount][]byte
+
+// rawCall is a call that was read, but not looked at.
+type rawCall struct {
+	from, to int // its members are kept[from:to]
+	size     int // bytes of its text
+	err      *Error
+}
+
+// placed is where the parts of an accepted call are, before they are final.
+type placed struct {
+	body, integrations                    span // in bodies
+	messageID, event, userID, anonymousID span // in texts
+}
+
+// Parse reads a body: one call when the request has a type, otherwise a batch.
+//
+// The error, always an *Error, is about the body as a whole, or about its
+// single call; the batch that comes with it has at most a WriteKey. Calls of a
+// batch that are not accepted do not affect the others: they are in Rejected.
+//
+// The message of a call is what was sent, in its order, with these changes:
+//
+//   - writeKey is removed, version is 1, type is the path's.
+//   - userId, anonymousId, previousId, groupId, event and messageId that are
+//     numbers become strings. null and "" count as missing, and stay.
+//   - messageId is assigned if it is missing.
+//   - context and integrations of a batch are merged into those of the call,
+//     member by member, not deeper; the call's own members win. An empty array,
+//     which is what some languages make of an empty object, becomes {} in
+//     context, integrations, traits and properties.
+//   - context.ip is the client's address if there is one and the call has no ip.
+//   - receivedAt is the time of receipt. sentAt is the call's own or the batch's,
+//     as it was sent. originalTimestamp is the timestamp as it was sent, readable
+//     or not. timestamp is receivedAt - (sentAt - originalTimestamp), in ISO 8601
+//     with milliseconds in UTC. If no timestamp was sent, an originalTimestamp
+//     takes its place; without a readable one, timestamp is receivedAt. Without a
+//     readable sentAt, or with one more than a day before the call's own time
+//     (then the two are not of one clock), timestamp is the call's own time.
+//   - alias also carries "Previous ID" and "User ID".
+func (r Request) Parse(body []byte) (Batch, error) {
+	if r.Type != "" {
+		if !r.Type.callable() {
+			return Batch{}, &Error{CodeUnknownType, "the path names no type of call; use identify, track, page, screen, group, alias or batch"}
+		}
+		if len(body) > MaxBodyBytes {
+			return Batch{}, callTooLarge
+		}
+	} else if len(body) > MaxBodyBytes {
+		return Batch{}, &Error{CodeBodyTooLarge, fmt.Sprintf("the body is larger than the %d bytes allowed; split the batch", MaxBodyBytes)}
+	}
+	if r.ReceivedAt.IsZero() {
+		r.ReceivedAt = time.Now()
+	}
+	if r.NewID == nil {
+		r.NewID = randomUUID
+	}
+	s := newScanner(body)
+	defer s.release()
+	p := parser{Request: r, s: s, received: r.ReceivedAt.UnixMilli()}
+	p.receivedAt = append(appendMillis(append(p.receivedAtBuf[:0], '"'), p.received), '"')
+	if r.Type != "" {
+		return p.single()
+	}
+	return p.batch()
+}
+
+var callTooLarge = &Error{CodeCallTooLarge, fmt.Sprintf("the call is larger than the %d bytes allowed, counting the context and integrations of its batch; send less data in one call", MaxCallBytes)}
+
+// parser makes calls from what a scanner has read.
+type parser struct {
+	Request
+	s             *scanner
+	received      int64
+	receivedAt    []byte
+	receivedAtBuf [32]byte
+	common        values // a batch's own context, integrations and sentAt
+	commonSent    instant
+	result        Batch
+}
+
+func (p *parser) single() (Batch, error) {
+	s := p.s
+	if err := s.document((*scanner).call); err != nil {
+		return Batch{}, err
+	}
+	s.flush()
+	if err := p.accept(0, s.calls[0]); err != nil {
+		return Batch{WriteKey: p.result.WriteKey}, err
+	}
+	p.finish()
+	return p.result, nil
+}
+
+func (p *parser) batch() (Batch, error) {
+	s := p.s
+	isArray := false
+	err := s.document(func(s *scanner) bool {
+		if s.next() != '{' {
+			if s.value() {
+				s.err = &Error{CodeNotAnObject, `the body must be a JSON object with the calls in its array "batch"`}
+			}
+			return false
+		}
+		_, ok := s.members(true)
+		return ok
+	})
+	if err != nil {
+		return Batch{}, err
+	}
+	s.flush()
+	for _, m := range s.open {
+		f := fieldOf(s.text(m.key))
+		p.common[f] = s.text(m.value)
+		if string(s.text(m.key)) == `"batch"` {
+			isArray = s.text(m.value)[0] == '['
+		}
+	}
+	p.result.WriteKey = decoded(p.common[fieldWriteKey])
+	fail := func(err *Error) (Batch, error) { return Batch{WriteKey: p.result.WriteKey}, err }
+	for _, f := range [...]field{fieldContext, fieldIntegrations} {
+		object, err := p.common.object(f)
+		if err != nil {
+			return fail(err)
+		}
+		if len(object) <= len("{}") {
+			object = nil // adds nothing
+		}
+		p.common[f] = object
+	}
+	p.commonSent = readTime(p.common[fieldSentAt])
+	if !isArray || len(s.calls) == 0 {
+		return fail(&Error{CodeEmptyBatch, `the body has no calls; send them as objects in its array "batch"`})
+	}
+	p.result.Calls = make([]Call, 0, len(s.calls))
+	p.result.Indexes = make([]int, 0, len(s.calls))
+	for i, c := range s.calls {
+		if err := p.accept(i, c); err != nil {
+			p.result.Rejected = append(p.result.Rejected, Rejection{i, err})
+		}
+	}
+	if s.excess > 0 {
+		err := &Error{CodeTooManyCalls, fmt.Sprintf("a batch has at most %d calls, those after them are rejected; split the batch", MaxBatchCalls)}
+		for i := range s.excess {
+			p.result.Rejected = append(p.result.Rejected, Rejection{len(s.calls) + i, err})
+		}
+	}
+	p.finish()
+	return p.result, nil
+}
+
+// batch reads the value of "batch". Of several the last one counts.
+func (s *scanner) batch() bool {
+	s.calls, s.kept, s.excess = s.calls[:0], s.kept[:0], 0
+	if s.next() != '[' {
+		return s.value()
+	}
+	s.pos++
+	s.space()
+	if s.next() == ']' {
+		s.pos++
+		return true
+	}
+	for {
+		if !s.call() {
+			return false
+		}
+		if more, ok := s.separator(']', "',' or ']'"); !ok || !more {
+			return ok
+		}
+	}
+}
+
+// call reads a value that should be a call. It fails only for what makes the
+// whole body unreadable.
+func (s *scanner) call() bool {
+	s.flush()
+	start, begin, base, depth := s.pos, len(s.out), len(s.open), s.depth
+	s.depth = 0
+	c := rawCall{from: len(s.kept)}
+	var ok bool
+	if s.next() == '{' {
+		_, ok = s.members(false)
+	} else if ok = s.value(); ok {
+		c.err = &Error{CodeNotAnObject, "a call must be a JSON object"}
+	}
+	if !ok {
+		if s.err.Code != CodeTooDeep {
+			return false
+		}
+		c.err, s.err = s.err, nil
+		s.pos = start
+		if !s.skip() {
+			return false
+		}
+	}
+	s.depth = depth
+	if c.size = s.pos - start; c.size > MaxCallBytes && c.err == nil {
+		c.err = callTooLarge
+	}
+	if excess := len(s.calls) == MaxBatchCalls; excess || c.err != nil {
+		s.out, s.copied = s.out[:begin], s.pos
+		s.open = s.open[:base]
+		if excess {
+			s.excess++
+			return true
+		}
+	}
+	s.kept = append(s.kept, s.open[base:]...)
+	s.open = s.open[:base]
+	c.to = len(s.kept)
+	s.calls = append(s.calls, c)
+	return true
+}
+
+// skip finds the end of a value that is rejected anyway, however deep it nests.
+func (s *scanner) skip() bool {
+	depth := 0
+	for ; s.pos < len(s.in); s.pos++ {
+		switch s.in[s.pos] {
+		case '"':
+			for s.pos++; s.pos < len(s.in) && s.in[s.pos] != '"'; s.pos++ {
+				if s.in[s.pos] == '\\' {
+					s.pos++
+				}
+			}
+		case '{', '[':
+			depth++
+		case '}', ']':
+			if depth--; depth == 0 {
+				s.pos++
+				return true
+			}
+		}
+	}
+	s.pos = len(s.in)
+	return s.fail("the end of an array or object")
+}
+
+// accept validates a call and writes its message.
+func (p *parser) accept(index int, c rawCall) *Error {
+	if c.err != nil {
+		return c.err
+	}
+	if c.size+len(p.common[fieldContext])+len(p.common[fieldIntegrations]) > MaxCallBytes {
+		return callTooLarge
+	}
+	s := p.s
+	members := s.kept[c.from:c.to]
+	var v values
+	var sent uint32 // the set of fields that the call has
+	for i := range members {
+		m := &members[i]
+		if m.field = fieldOf(s.out[m.key.from:m.key.to]); m.field != fieldOther {
+			v[m.field] = s.out[m.value.from:m.value.to]
+			sent |= 1 << m.field
+		}
+	}
+	if p.Type != "" {
+		p.result.WriteKey = decoded(v[fieldWriteKey])
+	}
+	t, err := v.callType(p.Type)
+	if err != nil {
+		return err
+	}
+	if err := v.validate(t); err != nil {
+		return err
+	}
+
+	end := len(s.out) // what is merged goes behind it, for the time being
+	defer func() { s.out = s.out[:end] }()
+	var place placed
+	var buf [160]byte
+	scratch := buf[:0]
+	quote := func(text string) []byte {
+		from := len(scratch)
+		scratch = appendString(scratch, text)
+		return scratch[from:]
+	}
+	v[fieldType] = quote(string(t))
+	v[fieldVersion] = []byte("1")
+	v[fieldWriteKey] = nil
+	if missing(v[fieldMessageID]) {
+		v[fieldMessageID] = quote(p.NewID())
+	}
+	place.messageID = s.decode(v[fieldMessageID])
+	if n := place.messageID; n.to-n.from > MaxMessageIDBytes {
+		s.texts = s.texts[:n.from]
+		return &Error{CodeMessageIDTooLong, fmt.Sprintf(`"messageId" is longer than the %d bytes allowed; use a UUID`, MaxMessageIDBytes)}
+	}
+	place.event, place.userID, place.anonymousID = s.decode(v[fieldEvent]), s.decode(v[fieldUserID]), s.decode(v[fieldAnonymousID])
+	if t == Alias {
+		v[fieldSpelledPreviousID], v[fieldSpelledUserID] = v[fieldPreviousID], v[fieldUserID]
+	}
+
+	v[fieldIntegrations] = s.merge(p.common[fieldIntegrations], v[fieldIntegrations])
+	v[fieldContext] = s.addIP(s.merge(p.common[fieldContext], v[fieldContext]), p.ClientIP)
+
+	v[fieldReceivedAt] = p.receivedAt
+	sentAt := readTime(v[fieldSentAt])
+	if !sentAt.ok && p.commonSent.ok {
+		v[fieldSentAt], sentAt = p.common[fieldSentAt], p.commonSent
+	}
+	if !missing(v[fieldTimestamp]) {
+		v[fieldOriginalTimestamp] = v[fieldTimestamp]
+	}
+	timestamp := corrected(p.received, sentAt, readTime(v[fieldOriginalTimestamp]))
+	from := len(scratch)
+	scratch = append(appendMillis(append(scratch, '"'), timestamp), '"')
+	v[fieldTimestamp] = scratch[from:]
+
+	place.body.from = len(s.bodies)
+	b := append(s.bodies, '{')
+	write := func(key []byte, f field, value []byte) {
+		b = append(append(append(b, key...), ':'), value...)
+		if f == fieldIntegrations {
+			place.integrations = span{len(b) - len(value), len(b)}
+		}
+		b = append(b, ',')
+	}
+	for i := range members {
+		m := &members[i]
+		value := v[m.field]
+		if m.field == fieldOther {
+			value = s.out[m.value.from:m.value.to]
+		}
+		if value != nil {
+			write(s.out[m.key.from:m.key.to], m.field, value)
+		}
+	}
+	for f := fieldType; f < fieldCount; f++ {
+		if v[f] != nil && sent&(1<<f) == 0 {
+			b = append(b, fieldNames[f]...)
+			write(nil, f, v[f])
+		}
+	}
+	b[len(b)-1] = '}'
+	s.bodies = b
+	place.body.to = len(b)
+	if len(b) > MaxMergedBytes {
+		s.bodies, s.texts = b[:place.body.from], s.texts[:place.messageID.from]
+		return &Error{CodeCallTooLarge, fmt.Sprintf("the batch's context, merged into each call, makes messages of more than the %d bytes allowed; send a smaller batch or context", MaxMergedBytes)}
+	}
+	s.places = append(s.places, place)
+	p.result.Calls = append(p.result.Calls, Call{Type: t, Timestamp: time.UnixMilli(timestamp).UTC()})
+	p.result.Indexes = append(p.result.Indexes, index)
+	return nil
+}
+
+// finish gives the calls their bytes: one allocation for all messages, one for
+// all strings.
+func (p *parser) finish() {
+	bodies, texts := bytes.Clone(p.s.bodies), string(p.s.texts)
+	for i, place := range p.s.places {
+		c := &p.result.Calls[i]
+		c.Body = bodies[place.body.from:place.body.to:place.body.to]
+		if n := place.integrations; n.to-n.from > len("{}") && bodies[n.from] == '{' {
+			c.Integrations.object = bodies[n.from:n.to:n.to]
+		}
+		c.MessageID = texts[place.messageID.from:place.messageID.to]
+		c.Event = texts[place.event.from:place.event.to]
+		c.UserID = texts[place.userID.from:place.userID.to]
+		c.AnonymousID = texts[place.anonymousID.from:place.anonymousID.to]
+	}
+}
+
+// callType returns the path's type, in a batch the call's own.
+func (v *values) callType(path Type) (Type, *Error) {
+	if path != "" {
+		return path, nil
+	}
+	text := v[fieldType]
+	if missing(text) {
+		return "", &Error{CodeNoType, `"type" is missing; each call in a batch needs one of identify, track, page, screen, group and alias`}
+	}
+	for _, t := range [...]Type{Track, Page, Identify, Screen, Group, Alias} {
+		if text[0] == '"' && string(text[1:len(text)-1]) == string(t) {
+			return t, nil
+		}
+	}
+	return "", &Error{CodeUnknownType, `"type" must be one of identify, track, page, screen, group and alias, in lower case`}
+}
+
+// validate holds a call against the rules for its type, and makes strings and
+// objects of what may be sent in another form.
+func (v *values) validate(t Type) *Error {
+	for _, f := range [...]field{fieldMessageID, fieldUserID, fieldAnonymousID, fieldPreviousID, fieldGroupID, fieldEvent} {
+		text := v[f]
+		if missing(text) {
+			continue
+		}
+		switch text[0] {
+		case '"':
+		case '{', '[', 't', 'f':
+			return &Error{CodeInvalidField, fieldNames[f] + " must be a string (a number is taken as one)"}
+		default:
+			quoted := make([]byte, 0, len(text)+2)
+			v[f] = append(append(append(quoted, '"'), text...), '"')
+		}
+	}
+	for _, f := range [...]field{fieldContext, fieldIntegrations, fieldTraits, fieldProperties} {
+		object, err := v.object(f)
+		if err != nil {
+			return err
+		}
+		if object != nil {
+			v[f] = object
+		}
+	}
+	require := func(f field, code, what string) *Error {
+		if missing(v[f]) {
+			return &Error{code, string(t) + ": " + fieldNames[f] + " is missing; " + what}
+		}
+		return nil
+	}
+	switch t {
+	case Alias:
+		if err := require(fieldPreviousID, CodeNoPreviousID, "give the id that the user had before"); err != nil {
+			return err
+		}
+		return require(fieldUserID, CodeNoUserID, "give the user's new id")
+	case Track:
+		if err := require(fieldEvent, CodeNoEvent, "give the name of what happened"); err != nil {
+			return err
+		}
+	case Group:
+		if err := require(fieldGroupID, CodeNoGroupID, "give the id of the group"); err != nil {
+			return err
+		}
+	}
+	if missing(v[fieldUserID]) && missing(v[fieldAnonymousID]) {
+		return &Error{CodeNoUserAnonID, string(t) + `: "userId" and "anonymousId" are missing; give at least one of them`}
+	}
+	return nil
+}
+
+// object returns a field that must be an object, nil if there is none.
+func (v *values) object(f field) ([]byte, *Error) {
+	text := v[f]
+	switch {
+	case len(text) == 0 || text[0] == 'n':
+		return nil, nil
+	case text[0] == '{':
+		return text, nil
+	case string(text) == "[]":
+		return []byte("{}"), nil
+	}
+	return nil, &Error{CodeInvalidField, fieldNames[f] + " must be an object"}
+}
+
+// missing reports whether there is no value, or none that says anything.
+func missing(value []byte) bool {
+	return len(value) == 0 || value[0] == 'n' || string(value) == `""`
+}
+
+// decoded returns the characters of a canonical JSON string; "" for anything else.
+func decoded(value []byte) string {
+	if len(value) == 0 || value[0] != '"' {
+		return ""
+	}
+	return string(appendDecoded(nil, value))
+}
+
+// decode appends the characters of a canonical JSON string to s.texts.
+func (s *scanner) decode(value []byte) span {
+	from := len(s.texts)
+	if !missing(value) {
+		s.texts = appendDecoded(s.texts, value)
+	}
+	return span{from, len(s.texts)}
+}
+
+// merge returns the members of both objects; those of own win. Either may be
+// nil, own null as well. The result may lie behind the output that was read.
+func (s *scanner) merge(common, own []byte) []byte {
+	if common == nil {
+		return own
+	}
+	if len(own) == 0 || own[0] != '{' {
+		return common
+	}
+	start, base := len(s.out), len(s.open)
+	for _, object := range [...][]byte{common, own} {
+		at := len(s.out)
+		s.out = append(s.out, object...)
+		for key, value := range membersOf(object) {
+			m := member{key: span{at + key.from, at + key.to}, value: span{at + value.from, at + value.to}, index: notIndex}
+			if c := object[key.from+1]; '0' <= c && c <= '9' {
+				m.index = arrayIndex(object[key.from+1 : key.to-1])
+			}
+			s.open = append(s.open, m)
+		}
+	}
+	s.order(base, true)
+	s.rewrite(start, s.open[base:])
+	s.open = s.open[:base]
+	return s.out[start:]
+}
+
+// addIP returns a context, which may be nil or null, with a member ip.
+func (s *scanner) addIP(context []byte, ip string) []byte {
+	if ip == "" {
+		return context
+	}
+	if missing(context) {
+		context = []byte("{}")
+	}
+	for key := range membersOf(context) {
+		if string(context[key.from:key.to]) == `"ip"` {
+			return context
+		}
+	}
+	start := len(s.out)
+	s.out = append(s.out, context[:len(context)-1]...)
+	if len(context) > len("{}") {
+		s.out = append(s.out, ',')
+	}
+	s.out = append(s.out, `"ip":`...)
+	s.out = appendString(s.out, ip)
+	s.out = append(s.out, '}')
+	return s.out[start:]
+}
