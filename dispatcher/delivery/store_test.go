@@ -108,7 +108,9 @@ func (s *memStore) Lanes() (ids []queue.LaneID) {
 	return ids
 }
 
-func (s *memStore) message(id queue.LaneID, seq uint64) queue.Message { return s.logs[id.Source][seq-1] }
+func (s *memStore) message(id queue.LaneID, seq uint64) queue.Message {
+	return s.logs[id.Source][seq-1]
+}
 
 func (s *memStore) delivery(id queue.LaneID, l *memLane, seq uint64, attempt int) queue.Delivery {
 	m := s.message(id, seq)
