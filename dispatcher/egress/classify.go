@@ -58,26 +58,6 @@ func (r *Result) fail(ctx context.Context, e *Endpoint, at stage, err error) {
 	say := func(reason Reason, format string, args ...any) {
 		r.Reason, r.Message = reason, fmt.Sprintf(format, args...)
 	}
-	address := r.RemoteAddr
-	if op, ok := errors.AsType[*net.OpError](err); ok && at == stageConnect && op.Addr != nil {
-		address = op.Addr.String()
-	}
-	if address == "" {
-		address = e.address
-	}
-
-	if handshake, ok := errors.AsType[*handshakeError](err); ok {
-		r.RemoteAddr = handshake.remote
-		if reason, message := handshakeFailure(e, handshake.err); reason != "" {
-			say(reason, "%s", message)
-			return
-		}
-		address = handshake.remote
-		if isDisconnect(err) && !isTimeout(err) && ctx.Err() == nil {
-			say(TLSFailed, "%s closed the connection during the TLS handshake", address)
-			return
-		}
-	}
 	if denied, ok := errors.AsType[*deniedError](err); ok {
 		say(AddressDenied, "%s", denied)
 		return
@@ -97,13 +77,28 @@ func (r *Result) fail(ctx context.Context, e *Endpoint, at stage, err error) {
 		}
 		return
 	}
+	handshake, handshaking := errors.AsType[*handshakeError](err)
+	if handshaking {
+		r.RemoteAddr = handshake.remote
+	} else if op, ok := errors.AsType[*net.OpError](err); ok && at == stageConnect && op.Addr != nil {
+		r.RemoteAddr = op.Addr.String()
+	}
+	address := r.RemoteAddr
+	if address == "" {
+		address = e.address
+	}
+	if handshaking {
+		if reason, message := handshakeFailure(e, handshake.err); reason != "" {
+			say(reason, "%s", message)
+			return
+		}
+	}
 	var invalid protocolError
 	var record tls.RecordHeaderError
-	var alert tls.AlertError
 	switch {
 	case isTimeout(err) || ctx.Err() != nil:
 		what := "no connection with " + address
-		if at == stageConnect && r.RemoteAddr != "" {
+		if handshaking {
 			what = "no end of the TLS handshake with " + address
 		} else if at == stageAnswer {
 			what = "no answer of " + e.host + " (" + address + ")"
@@ -111,13 +106,15 @@ func (r *Result) fail(ctx context.Context, e *Endpoint, at stage, err error) {
 			what = "no complete answer of " + e.host + " (" + address + ")"
 		}
 		say(TimedOut, "%s within the timeout", what)
+	case handshaking:
+		say(TLSFailed, "%s (%s) closed the connection during the TLS handshake", e.host, address)
 	case errors.Is(err, syscall.ECONNREFUSED):
 		say(ConnectionRefused, "%s (%s) refused the connection: nothing listens there", e.host, address)
 	case errors.As(err, &invalid):
 		say(InvalidResponse, "the answer of %s is not valid HTTP: %s", e.host, invalid)
-	case errors.As(err, &alert):
+	case alertOf(err) != 0:
 		// With TLS 1.3 an endpoint refuses our certificate only after the handshake.
-		say(TLSFailed, "%s", alertMessage(e, alert))
+		say(TLSFailed, "%s", alertMessage(e, alertOf(err)))
 	case errors.As(err, &record):
 		say(TLSFailed, "%s (%s) sent something that is not TLS", e.host, address)
 	case isDisconnect(err) && at == stageBody:
@@ -178,7 +175,7 @@ func handshakeFailure(e *Endpoint, err error) (Reason, string) {
 		leaf := bad.UnverifiedCertificates[0]
 		return rejected(leaf, whyUnverified(e, leaf, bad.Err))
 	}
-	if alert, ok := errors.AsType[tls.AlertError](err); ok {
+	if alert := alertOf(err); alert != 0 {
 		return TLSFailed, alertMessage(e, alert)
 	}
 	if _, ok := errors.AsType[tls.RecordHeaderError](err); ok {
@@ -222,14 +219,32 @@ func describe(leaf *x509.Certificate) string {
 		clip(leaf.Subject.String()), clip(leaf.Issuer.String()), leaf.NotAfter.UTC().Format(time.RFC3339), sha256.Sum256(leaf.Raw))
 }
 
+// alertOf returns the alert with which the endpoint ended TLS, or 0. The
+// library hides its type, but not its text.
+func alertOf(err error) tls.AlertError {
+	if op, ok := errors.AsType[*net.OpError](err); ok && op.Op == "remote error" && op.Err != nil {
+		for alert := tls.AlertError(1); alert != 0; alert++ {
+			if alert.Error() == op.Err.Error() {
+				return alert
+			}
+		}
+	}
+	return 0
+}
+
 func alertMessage(e *Endpoint, alert tls.AlertError) string {
 	hint := ""
+	unconfigured := e.tls != nil && e.tls.GetClientCertificate == nil
 	switch alert {
+	case 40: // handshake_failure
+		if unconfigured {
+			hint = "; it may want a client certificate, and none is configured"
+		}
 	case 70: // protocol_version
 		hint = "; it has to support TLS 1.2 or 1.3"
 	case 42, 43, 44, 45, 46, 48, 49, 116: // about our certificate
 		hint = "; it refuses the client certificate"
-		if e.tls != nil && e.tls.GetClientCertificate == nil {
+		if unconfigured {
 			hint = "; it asks for a client certificate, and none is configured"
 		}
 	case 120: // no_application_protocol

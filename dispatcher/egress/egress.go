@@ -82,7 +82,7 @@ type Result struct {
 	Response []byte
 	// Sent is false when it is certain that no byte of the request left.
 	Sent bool
-	// RemoteAddr is the address of the connection; "" when there was none.
+	// RemoteAddr is the address that was dialled; "" when none was.
 	RemoteAddr string
 	// Timing of the attempt.
 	Timing Timing

@@ -35,7 +35,7 @@ type Endpoint struct {
 }
 
 // String returns the endpoint's name, scheme and host.
-func (e *Endpoint) String() string {
+func (e Endpoint) String() string {
 	scheme := "http"
 	if e.tls != nil {
 		scheme = "https"
@@ -44,10 +44,10 @@ func (e *Endpoint) String() string {
 }
 
 // Format implements fmt.Formatter for every verb.
-func (e *Endpoint) Format(f fmt.State, _ rune) { _, _ = io.WriteString(f, e.String()) }
+func (e Endpoint) Format(f fmt.State, _ rune) { _, _ = io.WriteString(f, e.String()) }
 
 // LogValue implements slog.LogValuer.
-func (e *Endpoint) LogValue() slog.Value { return slog.StringValue(e.String()) }
+func (e Endpoint) LogValue() slog.Value { return slog.StringValue(e.String()) }
 
 // reserved are the headers that the client or HTTP itself sets.
 var reserved = []string{

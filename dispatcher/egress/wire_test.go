@@ -1,0 +1,756 @@
+package egress
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/net/dns/dnsmessage"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+// patience is for what must happen, however slow the machine is.
+const patience = 30 * time.Second
+
+// noLeaks fails the test when goroutines or sockets outlive it.
+func noLeaks(t *testing.T) {
+	t.Helper()
+	files := func() int {
+		entries, err := os.ReadDir("/proc/self/fd")
+		if err != nil {
+			return 0
+		}
+		n := 0
+		for _, e := range entries {
+			if to, err := os.Readlink("/proc/self/fd/" + e.Name()); err == nil && strings.HasPrefix(to, "socket:") {
+				n++
+			}
+		}
+		return n
+	}
+	goroutines, sockets := runtime.NumGoroutine(), files()
+	t.Cleanup(func() {
+		deadline := time.Now().Add(patience)
+		for runtime.NumGoroutine() > goroutines || files() > sockets {
+			if time.Now().After(deadline) {
+				stacks := make([]byte, 1<<20)
+				t.Errorf("%d goroutines, %d sockets before; %d and %d after\n%s", goroutines, sockets, runtime.NumGoroutine(), files(), stacks[:runtime.Stack(stacks, true)])
+				return
+			}
+			time.Sleep(5 * time.Millisecond)
+		}
+	})
+}
+
+// listen runs serve for each connection, with its number from 0, and closes it after.
+func listen(t testing.TB, serve func(n int, c net.Conn)) *wire {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	u := &wire{address: l.Addr().String()}
+	var all sync.WaitGroup
+	all.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			n := int(u.connections.Add(1)) - 1
+			all.Go(func() {
+				defer c.Close()
+				serve(n, c)
+			})
+		}
+	})
+	t.Cleanup(func() { _ = l.Close(); all.Wait() })
+	return u
+}
+
+type wire struct {
+	address     string
+	connections atomic.Int32
+}
+
+// readRequest reads one request of a connection; nil at its end.
+func readRequest(r *bufio.Reader) []byte {
+	request, err := http.ReadRequest(r)
+	if err != nil {
+		return nil
+	}
+	body, err := io.ReadAll(request.Body)
+	if err != nil {
+		return nil
+	}
+	return body
+}
+
+// answers reads a request, answers with the text, and waits for the client's end.
+func answers(text string) func(int, net.Conn) {
+	return func(_ int, c net.Conn) {
+		r := bufio.NewReader(c)
+		for readRequest(r) != nil {
+			if _, err := io.WriteString(c, text); err != nil {
+				return
+			}
+		}
+	}
+}
+
+// answersAndCloses reads a request, answers with the text, and closes.
+func answersAndCloses(text string) func(int, net.Conn) {
+	return func(_ int, c net.Conn) {
+		if readRequest(bufio.NewReader(c)) != nil {
+			_, _ = io.WriteString(c, text)
+		}
+	}
+}
+
+func resets(c net.Conn) {
+	_ = c.(*net.TCPConn).SetLinger(0)
+	_ = c.Close()
+}
+
+// secretEndpoint has the canary in each place where an endpoint holds secrets.
+func secretEndpoint(t testing.TB, c *Client, base string, tls *liveconfig.TLS) *Endpoint {
+	t.Helper()
+	e, err := c.Prepare(liveconfig.Endpoint{
+		Name: "primary", URL: liveconfig.NewSecret(base + "/" + canary + "/x?token=" + canary + "&" + canary),
+		Headers: []liveconfig.Header{{Name: "Authorization", Value: liveconfig.NewSecret("Bearer " + canary)}}, TLS: tls,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return e
+}
+
+// post posts with the canary in body and headers too, and holds every result
+// to what is promised about results.
+func post(t testing.TB, ctx context.Context, c *Client, e *Endpoint) Result {
+	t.Helper()
+	return postBody(t, ctx, c, e, []byte(`{"traits":"`+canary+`"}`))
+}
+
+func postBody(t testing.TB, ctx context.Context, c *Client, e *Endpoint, body []byte) Result {
+	t.Helper()
+	r := c.Post(ctx, e, []Header{{"X-Signature", canary}, {"Idempotency-Key", "m1"}}, body)
+	for _, text := range []string{r.Message, string(r.Reason), r.RemoteAddr, fmt.Sprintf("%v %+v %#v %s %q", e, e, e, e, e), fmt.Sprint(*e)} {
+		if strings.Contains(text, canary) || strings.Contains(text, "token=") {
+			t.Errorf("a secret got out: %s", text)
+		}
+	}
+	switch {
+	case (r.Reason == "") != (r.StatusCode/100 == 2) || (r.Reason == "") != (r.Message == ""):
+		t.Errorf("contradictory result %+v", r)
+	case r.StatusCode != 0 && (!r.Sent || r.RemoteAddr == ""):
+		t.Errorf("an answer to nothing: %+v", r)
+	case len(r.Response) > 1024 || r.RetryAfter < 0 || r.RetryAfter > 24*time.Hour || len(r.Message) > 1500:
+		t.Errorf("unbounded result %+v", r)
+	case r.Timing.Total <= 0 || r.Timing.FirstByte > r.Timing.Total:
+		t.Errorf("impossible timing %+v", r.Timing)
+	}
+	return r
+}
+
+const ok = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+func TestWireFaults(t *testing.T) {
+	const short = 300 * time.Millisecond // for what never ends: the timeout is the expected outcome
+	hang := func(c net.Conn) { _, _ = io.Copy(io.Discard, c) }
+	big := strings.Repeat("x", 1<<20)
+	tests := []struct {
+		name    string
+		serve   func(n int, c net.Conn)
+		body    int // size; 0: a small one
+		timeout time.Duration
+		reason  Reason
+		status  int
+		message string // must be in the message
+		conns   int    // connections made by two posts; 0: any
+	}{
+		{name: "plain answer", serve: answers(ok), status: 200, conns: 1},
+		{name: "no content", serve: answers("HTTP/1.1 204 No Content\r\n\r\n"), status: 204, conns: 1},
+		{name: "no reason phrase", serve: answers("HTTP/1.1 200\r\nContent-Length: 0\r\n\r\n"), status: 200, conns: 1},
+		{name: "bare line feeds", serve: answers("HTTP/1.1 200 OK\nContent-Length: 2\n\nok"), status: 200, conns: 1},
+		{name: "chunked", serve: answers("HTTP/1.1 201 Created\r\nTransfer-Encoding: Chunked\r\n\r\n3;x=y\r\nabc\r\nA\r\n0123456789\r\n0\r\nX-T: 1\r\n\r\n"), status: 201, conns: 1},
+		{name: "HTTP/1.0", serve: answersAndCloses("HTTP/1.0 200 OK\r\n\r\nhello"), status: 200, conns: 2},
+		{name: "HTTP/1.0 with length", serve: answers("HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok"), status: 200, conns: 2},
+		{name: "until close", serve: answersAndCloses("HTTP/1.1 200 OK\r\n\r\nhello"), status: 200, conns: 2},
+		{name: "Connection: close", serve: answers("HTTP/1.1 200 OK\r\nConnection: x, Close\r\nContent-Length: 2\r\n\r\nok"), status: 200, conns: 2},
+		{name: "64 KiB of body", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: 65536\r\n\r\n" + big[:65536]), status: 200, conns: 1},
+		{name: "more than 64 KiB of body", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: 65537\r\n\r\n" + big[:65537]), status: 200, conns: 2},
+		{name: "more than 64 KiB in chunks", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n100000\r\n" + big + "\r\n0\r\n\r\n"), status: 200, conns: 2},
+		{name: "1 GB of body", serve: func(_ int, c net.Conn) {
+			readRequest(bufio.NewReader(c))
+			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n")
+			for range 1000 {
+				if _, err := io.WriteString(c, big); err != nil {
+					return
+				}
+			}
+		}, status: 200, conns: 2},
+		{name: "1 GB of an error's body, no length", serve: func(_ int, c net.Conn) {
+			readRequest(bufio.NewReader(c))
+			_, _ = io.WriteString(c, "HTTP/1.1 500 Oops\r\n\r\n")
+			for range 1000 {
+				if _, err := io.WriteString(c, big); err != nil {
+					return
+				}
+			}
+		}, reason: ServerError, status: 500, message: "answered 500 Internal Server Error", conns: 2},
+		{name: "a long header", serve: answers("HTTP/1.1 200 OK\r\nX-Long: " + big[:30000] + "\r\nContent-Length: 2\r\n\r\nok"), status: 200, conns: 1},
+		{name: "a folded header", serve: answers("HTTP/1.1 200 OK\r\nX-Fold: a\r\n b\r\nContent-Length: 2\r\n\r\nok"), status: 200, conns: 2},
+		{name: "100-continue", serve: answers("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + ok), status: 200, conns: 1},
+		{name: "twice the same length", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\nok"), status: 200, conns: 1},
+		{name: "length and chunks", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"), status: 200, conns: 2},
+		{name: "more than its length", serve: answers(ok + ok), status: 200, conns: 2},
+		{name: "closes behind the answer", serve: answersAndCloses(ok), status: 200},
+
+		{name: "redirect", serve: answers("HTTP/1.1 302 Found\r\nLocation: http://169.254.169.254/" + canary + "\r\nContent-Length: 0\r\n\r\n"), reason: Redirected, status: 302, message: "redirects are not followed", conns: 1},
+		{name: "not modified", serve: answers("HTTP/1.1 304 Not Modified\r\nContent-Length: 10\r\n\r\n"), reason: Redirected, status: 304, conns: 1},
+		{name: "bad request", serve: answers("HTTP/1.1 400 Bad\r\nContent-Length: 0\r\n\r\n"), reason: Rejected, status: 400, message: "answered 400 Bad Request", conns: 1},
+		{name: "gone", serve: answers("HTTP/1.1 410 " + canary + "\r\nContent-Length: 0\r\n\r\n"), reason: Rejected, status: 410, message: "answered 410 Gone", conns: 1},
+		{name: "request timeout", serve: answersAndCloses("HTTP/1.1 408 T\r\nConnection: close\r\n\r\n"), reason: Throttled, status: 408},
+		{name: "too many requests", serve: answers("HTTP/1.1 429 T\r\nRetry-After: 7\r\nContent-Length: 0\r\n\r\n"), reason: Throttled, status: 429, conns: 1},
+		{name: "server error", serve: answers("HTTP/1.1 503 X\r\nContent-Length: 0\r\n\r\n"), reason: ServerError, status: 503, conns: 1},
+		{name: "an error that breaks off", serve: answersAndCloses("HTTP/1.1 400 Bad\r\nContent-Length: 100\r\n\r\nabc"), reason: Rejected, status: 400},
+
+		{name: "closes after accept", serve: func(_ int, _ net.Conn) {}, reason: ConnectionFailed, message: "closed the connection without an answer"},
+		{name: "resets after accept", serve: func(_ int, c net.Conn) { resets(c) }, reason: ConnectionFailed, message: "closed the connection"},
+		{name: "closes after the request", serve: func(_ int, c net.Conn) { readRequest(bufio.NewReader(c)) }, reason: ConnectionFailed, message: "without an answer", conns: 2},
+		{name: "resets after the request", serve: func(_ int, c net.Conn) { readRequest(bufio.NewReader(c)); resets(c) }, reason: ConnectionFailed, conns: 2},
+		{name: "closes in the status line", serve: answersAndCloses("HTTP/1.1 20"), reason: ConnectionFailed, message: "in the middle of its answer", conns: 2},
+		{name: "closes in the headers", serve: answersAndCloses("HTTP/1.1 200 OK\r\nContent-"), reason: ConnectionFailed, message: "in the middle of its answer", conns: 2},
+		{name: "closes in the body", serve: answersAndCloses("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc"), reason: ConnectionFailed, message: "in the middle of its answer", conns: 2},
+		{name: "closes in a chunk", serve: answersAndCloses("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n10\r\nabc"), reason: ConnectionFailed, message: "in the middle of its answer", conns: 2},
+		{name: "closes before the last chunk", serve: answersAndCloses("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"), reason: ConnectionFailed, message: "in the middle of its answer", conns: 2},
+		{name: "closes in an interim answer", serve: answersAndCloses("HTTP/1.1 100 Continue\r\n\r\n"), reason: ConnectionFailed, message: "in the middle of its answer", conns: 2},
+
+		{name: "never answers", serve: func(_ int, c net.Conn) { hang(c) }, timeout: short, reason: TimedOut, message: "no answer of 127.0.0.1", conns: 2},
+		{name: "trickles the head", serve: func(_ int, c net.Conn) {
+			readRequest(bufio.NewReader(c))
+			for _, b := range []byte("HTTP/1.1 200 OK\r\n" + big) {
+				if _, err := c.Write([]byte{b}); err != nil {
+					return
+				}
+				time.Sleep(50 * time.Millisecond)
+			}
+		}, timeout: short, reason: TimedOut, message: "no complete answer", conns: 2},
+		{name: "trickles the body", serve: func(_ int, c net.Conn) {
+			readRequest(bufio.NewReader(c))
+			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+			for {
+				if _, err := c.Write([]byte("x")); err != nil {
+					return
+				}
+				time.Sleep(50 * time.Millisecond)
+			}
+		}, timeout: short, reason: TimedOut, message: "no complete answer", conns: 2},
+		{name: "an error that never ends", serve: func(_ int, c net.Conn) {
+			readRequest(bufio.NewReader(c))
+			_, _ = io.WriteString(c, "HTTP/1.1 500 X\r\nContent-Length: 1000\r\n\r\nabc")
+			hang(c)
+		}, timeout: short, reason: ServerError, status: 500, conns: 2},
+		{name: "sends interim answers for ever", serve: func(_ int, c net.Conn) {
+			readRequest(bufio.NewReader(c))
+			for {
+				if _, err := io.WriteString(c, "HTTP/1.1 102 Processing\r\n\r\n"); err != nil {
+					return
+				}
+			}
+		}, reason: InvalidResponse, message: "interim", conns: 2},
+		{name: "sends headers for ever", serve: func(_ int, c net.Conn) {
+			readRequest(bufio.NewReader(c))
+			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\n")
+			for {
+				if _, err := io.WriteString(c, "X-A: b\r\n"); err != nil {
+					return
+				}
+			}
+		}, reason: InvalidResponse, message: "larger than 64 KiB", conns: 2},
+		{name: "sends one header for ever", serve: func(_ int, c net.Conn) {
+			readRequest(bufio.NewReader(c))
+			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\nX-A: ")
+			for {
+				if _, err := io.WriteString(c, big); err != nil {
+					return
+				}
+			}
+		}, reason: InvalidResponse, message: "larger than 64 KiB", conns: 2},
+		{name: "sends trailers for ever", serve: func(_ int, c net.Conn) {
+			readRequest(bufio.NewReader(c))
+			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n")
+			for {
+				if _, err := io.WriteString(c, "X-A: b\r\n"); err != nil {
+					return
+				}
+			}
+		}, reason: InvalidResponse, message: "larger than 64 KiB", conns: 2},
+		{name: "sends tiny chunks for ever", serve: func(_ int, c net.Conn) {
+			readRequest(bufio.NewReader(c))
+			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+			for {
+				if _, err := io.WriteString(c, "1\r\nx\r\n"); err != nil {
+					return
+				}
+			}
+		}, reason: InvalidResponse, message: "larger than 64 KiB", conns: 2},
+
+		{name: "answers before it has read the body, then closes", body: 8 << 20, serve: func(_ int, c net.Conn) {
+			_, _ = io.WriteString(c, "HTTP/1.1 413 Too Large\r\nContent-Length: 3\r\n\r\nbig")
+			// Its own buffers are full of what it did not read: the close is a reset.
+			_, _ = c.Read(make([]byte, 100))
+		}, reason: Rejected, status: 413, conns: 2},
+		{name: "answers before it has read the body, then hangs", body: 8 << 20, serve: func(_ int, c net.Conn) {
+			_, _ = io.WriteString(c, "HTTP/1.1 413 Too Large\r\nContent-Length: 3\r\n\r\nbig")
+			_ = c.(*net.TCPConn).CloseWrite()
+			time.Sleep(100 * time.Millisecond)
+		}, reason: Rejected, status: 413, conns: 2},
+		{name: "answers before it was asked", serve: func(_ int, c net.Conn) {
+			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+			hang(c)
+		}, status: 200, conns: 2},
+		{name: "reads a large body", body: 8 << 20, serve: answers(ok), status: 200, conns: 1},
+		{name: "never reads a large body", body: 8 << 20, timeout: short, serve: func(_ int, c net.Conn) {
+			time.Sleep(3 * short)
+		}, reason: TimedOut, conns: 2},
+
+		{name: "not HTTP", serve: answers("220 mail.example ESMTP " + canary + "\r\n"), reason: InvalidResponse, message: "does not begin with an HTTP/1.x status line", conns: 2},
+		{name: "echoes the request line", serve: answers("POST /" + canary + " HTTP/1.1\r\n\r\n"), reason: InvalidResponse, conns: 2},
+		{name: "HTTP/2 preface", serve: answers("\x00\x00\x12\x04\x00\x00\x00\x00\x00\r\n"), reason: InvalidResponse, conns: 2},
+		{name: "HTTP/2.0", serve: answers("HTTP/2.0 200 OK\r\n\r\n"), reason: InvalidResponse, conns: 2},
+		{name: "HTTP/0.9", serve: answersAndCloses("<html>" + canary + "</html>\n"), reason: InvalidResponse, conns: 2},
+		{name: "TLS at the http port", serve: answers("\x15\x03\x01\x00\x02\x02\x16\n"), reason: InvalidResponse, message: "use an https URL", conns: 2},
+		{name: "status of letters", serve: answers("HTTP/1.1 abc OK\r\n\r\n"), reason: InvalidResponse, conns: 2},
+		{name: "status of two digits", serve: answers("HTTP/1.1 20 OK\r\n\r\n"), reason: InvalidResponse, conns: 2},
+		{name: "status of four digits", serve: answers("HTTP/1.1 2000 OK\r\n\r\n"), reason: InvalidResponse, conns: 2},
+		{name: "status with a sign", serve: answers("HTTP/1.1 +20 OK\r\n\r\n"), reason: InvalidResponse, conns: 2},
+		{name: "status 099", serve: answers("HTTP/1.1 099 OK\r\n\r\n"), reason: InvalidResponse, conns: 2},
+		{name: "status 600", serve: answers("HTTP/1.1 600 OK\r\n\r\n"), reason: InvalidResponse, conns: 2},
+		{name: "an endless status line", serve: answers("HTTP/1.1 200 " + big[:10000] + "\r\n\r\n"), reason: InvalidResponse, message: "status line is too long", conns: 2},
+		{name: "space before the first header", serve: answers("HTTP/1.1 200 OK\r\n X-A: b\r\n\r\n"), reason: InvalidResponse, conns: 2},
+		{name: "header without a colon", serve: answers("HTTP/1.1 200 OK\r\n" + canary + "\r\n\r\n"), reason: InvalidResponse, conns: 2},
+		{name: "header without a name", serve: answers("HTTP/1.1 200 OK\r\n: x\r\n\r\n"), reason: InvalidResponse, conns: 2},
+		{name: "space before the colon", serve: answers("HTTP/1.1 200 OK\r\nContent-Length : 0\r\n\r\n"), reason: InvalidResponse, conns: 2},
+		{name: "NUL in a header's name", serve: answers("HTTP/1.1 200 OK\r\nX\x00: 0\r\n\r\n"), reason: InvalidResponse, conns: 2},
+		{name: "two lengths", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok"), reason: InvalidResponse, message: "Content-Length", conns: 2},
+		{name: "negative length", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: -2\r\n\r\nok"), reason: InvalidResponse, message: "Content-Length", conns: 2},
+		{name: "length with a plus", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: +2\r\n\r\nok"), reason: InvalidResponse, message: "Content-Length", conns: 2},
+		{name: "absurd length", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999\r\n\r\nok"), reason: InvalidResponse, message: "Content-Length", conns: 2},
+		{name: "a length longer than the buffer", serve: answers("HTTP/1.1 200 OK\r\nContent-Length: " + strings.Repeat("0", 9000) + "2\r\n\r\nok"), reason: InvalidResponse, message: "too long", conns: 2},
+		{name: "unknown encoding", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n"), reason: InvalidResponse, message: "Transfer-Encoding", conns: 2},
+		{name: "chunked twice", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"), reason: InvalidResponse, conns: 2},
+		{name: "chunk size of letters", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"), reason: InvalidResponse, message: "chunk", conns: 2},
+		{name: "negative chunk size", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n"), reason: InvalidResponse, message: "chunk", conns: 2},
+		{name: "absurd chunk size", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n"), reason: InvalidResponse, message: "chunk", conns: 2},
+		{name: "endless chunk extension", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;" + big[:9000] + "\r\n"), reason: InvalidResponse, message: "chunk", conns: 2},
+		{name: "chunk longer than its size", serve: answers("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nabc\r\n0\r\n\r\n"), reason: InvalidResponse, message: "chunk", conns: 2},
+		{name: "switches protocols", serve: answers("HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n"), reason: InvalidResponse, conns: 2},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			noLeaks(t)
+			server := listen(t, test.serve)
+			c := newClient(t, "127.0.0.1")
+			e := secretEndpoint(t, c, "http://"+server.address, nil)
+			timeout := test.timeout
+			if timeout == 0 {
+				timeout = patience
+			}
+			body := []byte(canary)
+			if test.body > 0 {
+				body = bytes.Repeat([]byte("x"), test.body)
+			}
+			for range 2 {
+				r := postBody(t, withTimeout(t, timeout), c, e, body)
+				if r.Reason != test.reason || r.StatusCode != test.status || !strings.Contains(r.Message, test.message) {
+					t.Fatalf("got %d %q %q, want %d %q and %q in the message", r.StatusCode, r.Reason, r.Message, test.status, test.reason, test.message)
+				}
+				if r.RemoteAddr != server.address {
+					t.Errorf("RemoteAddr = %q, want %q", r.RemoteAddr, server.address)
+				}
+			}
+			if n := int(server.connections.Load()); test.conns != 0 && n != test.conns {
+				t.Errorf("%d connections for two posts, want %d", n, test.conns)
+			}
+		})
+	}
+}
+
+func TestNothingListens(t *testing.T) {
+	noLeaks(t)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	address := l.Addr().String()
+	_ = l.Close()
+	c := newClient(t, "127.0.0.1")
+	r := post(t, withTimeout(t, patience), c, secretEndpoint(t, c, "http://"+address, nil))
+	if r.Reason != ConnectionRefused || r.Sent || !strings.Contains(r.Message, address) {
+		t.Errorf("unexpected result %+v", r)
+	}
+}
+
+// A listener whose queue is full drops what knocks: the nearest to a black hole.
+func TestBlackHole(t *testing.T) {
+	c := newClient(t, "127.0.0.1")
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	c.resolver = resolver(func(string) []string { select {} })
+	e := secretEndpoint(t, c, "http://hooks.example", nil)
+	start := time.Now()
+	r := post(t, withTimeout(t, 200*time.Millisecond), c, e)
+	if r.Reason != DNSFailed || r.Sent || !strings.Contains(r.Message, "in time") || time.Since(start) > patience {
+		t.Errorf("unexpected result %+v", r)
+	}
+}
+
+func TestContextEnds(t *testing.T) {
+	noLeaks(t)
+	got := make(chan struct{})
+	server := listen(t, func(_ int, c net.Conn) {
+		if readRequest(bufio.NewReader(c)) != nil {
+			close(got)
+			_, _ = io.Copy(io.Discard, c)
+		}
+	})
+	c := newClient(t, "127.0.0.1")
+	e := secretEndpoint(t, c, "http://"+server.address, nil)
+	ctx, cancel := context.WithCancel(withTimeout(t, patience))
+	go func() { <-got; cancel() }()
+	r := post(t, ctx, c, e)
+	if r.Reason != ConnectionFailed || !strings.Contains(r.Message, "canceled") || !r.Sent {
+		t.Errorf("unexpected result %+v", r)
+	}
+	r = post(t, ctx, c, e)
+	if r.Reason != ConnectionFailed || !strings.Contains(r.Message, "canceled") || r.Sent {
+		t.Errorf("unexpected result %+v", r)
+	}
+	if n := server.connections.Load(); n != 1 {
+		t.Errorf("%d connections; a canceled context still dialled", n)
+	}
+}
+
+// The deadline bounds an attempt also when ctx has none, and an answer behind
+// it is not taken for that of the next request.
+func TestAnswerAfterTheDeadline(t *testing.T) {
+	noLeaks(t)
+	late := make(chan struct{})
+	server := listen(t, func(n int, c net.Conn) {
+		r := bufio.NewReader(c)
+		for readRequest(r) != nil {
+			if n == 0 {
+				<-late
+				_, _ = io.WriteString(c, "HTTP/1.1 500 late\r\nContent-Length: 0\r\n\r\n")
+				continue
+			}
+			_, _ = io.WriteString(c, ok)
+		}
+	})
+	c := newClient(t, "127.0.0.1")
+	e := secretEndpoint(t, c, "http://"+server.address, nil)
+	if r := post(t, withTimeout(t, 100*time.Millisecond), c, e); r.Reason != TimedOut || !r.Sent {
+		t.Fatalf("unexpected result %+v", r)
+	}
+	close(late)
+	if r := post(t, withTimeout(t, patience), c, e); r.StatusCode != 200 {
+		t.Errorf("unexpected result %+v", r)
+	}
+}
+
+// A kept connection that the endpoint has closed, or closes when it sees the
+// request, is not the endpoint's failure.
+func TestStaleConnection(t *testing.T) {
+	tests := []struct {
+		name  string
+		first func(c net.Conn, r *bufio.Reader, answered chan<- struct{}) // on the first connection, after its first answer
+	}{
+		{"closed while unused", func(c net.Conn, _ *bufio.Reader, answered chan<- struct{}) { _ = c.Close(); close(answered) }},
+		{"reset while unused", func(c net.Conn, _ *bufio.Reader, answered chan<- struct{}) { resets(c); close(answered) }},
+		{"408 while unused", func(c net.Conn, _ *bufio.Reader, answered chan<- struct{}) {
+			_, _ = io.WriteString(c, "HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+			close(answered)
+			_, _ = io.Copy(io.Discard, c)
+		}},
+		{"a second answer while unused", func(c net.Conn, _ *bufio.Reader, answered chan<- struct{}) {
+			_, _ = io.WriteString(c, "HTTP/1.1 500 X\r\nContent-Length: 0\r\n\r\n")
+			close(answered)
+			_, _ = io.Copy(io.Discard, c)
+		}},
+		{"closed at the next request", func(_ net.Conn, r *bufio.Reader, answered chan<- struct{}) {
+			close(answered)
+			readRequest(r)
+		}},
+		{"reset at the next request", func(c net.Conn, r *bufio.Reader, answered chan<- struct{}) {
+			close(answered)
+			readRequest(r)
+			resets(c)
+		}},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			noLeaks(t)
+			answered := make(chan struct{})
+			server := listen(t, func(n int, c net.Conn) {
+				r := bufio.NewReader(c)
+				for readRequest(r) != nil {
+					_, _ = io.WriteString(c, ok)
+					if n == 0 {
+						test.first(c, r, answered)
+						return
+					}
+				}
+			})
+			c := newClient(t, "127.0.0.1")
+			e := secretEndpoint(t, c, "http://"+server.address, nil)
+			if r := post(t, withTimeout(t, patience), c, e); r.StatusCode != 200 {
+				t.Fatalf("unexpected result %+v", r)
+			}
+			<-answered
+			if r := post(t, withTimeout(t, patience), c, e); r.StatusCode != 200 {
+				t.Errorf("unexpected result %+v", r)
+			}
+			if n := server.connections.Load(); n != 2 {
+				t.Errorf("%d connections, want 2", n)
+			}
+		})
+	}
+}
+
+// Only once: an endpoint that closes without an answer each time has failed.
+func TestStaleConnectionIsRetriedOnce(t *testing.T) {
+	noLeaks(t)
+	var requests atomic.Int32
+	server := listen(t, func(n int, c net.Conn) {
+		r := bufio.NewReader(c)
+		for readRequest(r) != nil {
+			if requests.Add(1) > 1 {
+				return
+			}
+			_, _ = io.WriteString(c, ok)
+		}
+	})
+	c := newClient(t, "127.0.0.1")
+	e := secretEndpoint(t, c, "http://"+server.address, nil)
+	post(t, withTimeout(t, patience), c, e)
+	if r := post(t, withTimeout(t, patience), c, e); r.Reason != ConnectionFailed || !r.Sent {
+		t.Errorf("unexpected result %+v", r)
+	}
+	if n := requests.Load(); n != 3 {
+		t.Errorf("%d requests, want 3: one answered, one stale, one again", n)
+	}
+}
+
+func TestRetryAfter(t *testing.T) {
+	now := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
+	tests := []struct {
+		value string
+		want  time.Duration
+	}{
+		{"", 0}, {"0", 0}, {"7", 7 * time.Second}, {"007", 7 * time.Second}, {"86400", 24 * time.Hour}, {"86401", 24 * time.Hour},
+		{"99999999999999999999999", 24 * time.Hour}, {"9223372036854775807", 24 * time.Hour}, {"-5", 0}, {"+5", 0}, {"1.5", 0}, {"soon", 0}, {"5s", 0},
+		{"Sun, 01 Mar 2026 12:00:30 GMT", 30 * time.Second}, {"Sunday, 01-Mar-26 12:00:30 GMT", 30 * time.Second}, {"Sun Mar  1 12:00:30 2026", 30 * time.Second},
+		{"Sun, 01 Mar 2026 11:00:30 GMT", 0}, {"Fri, 01 Mar 2999 12:00:30 GMT", 24 * time.Hour}, {"Sun, 99 Mar 2026 12:00:30 GMT", 0},
+	}
+	for _, test := range tests {
+		if got := parseRetryAfter(test.value, now); got != test.want {
+			t.Errorf("%q: %v, want %v", test.value, got, test.want)
+		}
+	}
+	for _, status := range []string{"429 X", "503 X", "500 X"} {
+		server := listen(t, answers("HTTP/1.1 "+status+"\r\nretry-after: 7\r\nRetry-After: 9\r\nContent-Length: 0\r\n\r\n"))
+		c := newClient(t, "127.0.0.1")
+		if r := post(t, withTimeout(t, patience), c, secretEndpoint(t, c, "http://"+server.address, nil)); r.RetryAfter != 7*time.Second {
+			t.Errorf("status %s: RetryAfter = %v", status, r.RetryAfter)
+		}
+	}
+}
+
+func TestResponseIsRedacted(t *testing.T) {
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.WriteHeader(http.StatusForbidden)
+		switch r.Header.Get("Idempotency-Key") {
+		case "echo":
+			_, _ = fmt.Fprintf(w, "no such hook %s (%s) for %q", r.RequestURI, strings.ReplaceAll(r.RequestURI, "/", `\/`), r.Header)
+		case "cut": // the secret begins before the end of what is kept, and goes on behind it
+			_, _ = io.WriteString(w, strings.Repeat("-", 1020)+canary+strings.Repeat("-", 3041)+canary)
+		case "break":
+			w.Header().Set("Content-Length", "1000")
+			_, _ = io.WriteString(w, "tail "+canary[:15])
+			w.(http.Flusher).Flush()
+			panic(http.ErrAbortHandler)
+		}
+	}))
+	server.Config.ErrorLog = nil
+	defer server.Close()
+	c := newClient(t, "127.0.0.1")
+	e := secretEndpoint(t, c, server.URL, nil)
+	for key, want := range map[string]string{"echo": "no such hook [redacted]", "cut": strings.Repeat("-", 1020), "break": "tail "} {
+		r := c.Post(withTimeout(t, patience), e, []Header{{"Idempotency-Key", key}}, nil)
+		if r.Reason != Rejected || !strings.HasPrefix(string(r.Response), want) || strings.Contains(string(r.Response), canary[:10]) || len(r.Response) > 1024 {
+			t.Errorf("%s: unexpected result %+v: %s", key, r, r.Response)
+		}
+	}
+}
+
+// resolver answers each lookup of an address with what lookup says; nothing: no such host.
+func resolver(lookup func(name string) []string) *net.Resolver {
+	return &net.Resolver{PreferGo: true, Dial: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		client, server := net.Pipe()
+		context.AfterFunc(ctx, func() { _ = server.Close() })
+		go func() {
+			defer server.Close()
+			size := make([]byte, 2)
+			if _, err := io.ReadFull(server, size); err != nil {
+				return
+			}
+			packet := make([]byte, int(size[0])<<8|int(size[1]))
+			if _, err := io.ReadFull(server, packet); err != nil {
+				return
+			}
+			var message dnsmessage.Message
+			if err := message.Unpack(packet); err != nil {
+				return
+			}
+			question := message.Questions[0]
+			message.Response, message.Additionals = true, nil
+			found := false
+			for _, address := range lookup(strings.TrimSuffix(question.Name.String(), ".")) {
+				found = true
+				ip := net.ParseIP(address)
+				header := dnsmessage.ResourceHeader{Name: question.Name, Type: question.Type, Class: question.Class}
+				if v4 := ip.To4(); v4 != nil && !strings.Contains(address, ":") {
+					if question.Type == dnsmessage.TypeA {
+						message.Answers = append(message.Answers, dnsmessage.Resource{Header: header, Body: &dnsmessage.AResource{A: [4]byte(v4)}})
+					}
+				} else if question.Type == dnsmessage.TypeAAAA {
+					message.Answers = append(message.Answers, dnsmessage.Resource{Header: header, Body: &dnsmessage.AAAAResource{AAAA: [16]byte(ip.To16())}})
+				}
+			}
+			if !found {
+				message.RCode = dnsmessage.RCodeNameError
+			}
+			packet, err := message.Pack()
+			if err != nil {
+				return
+			}
+			_, _ = server.Write(append([]byte{byte(len(packet) >> 8), byte(len(packet))}, packet...))
+		}()
+		return client, nil
+	}}
+}
+
+func TestEgressGuardEndToEnd(t *testing.T) {
+	noLeaks(t)
+	var hits atomic.Int32
+	server := listen(t, func(n int, c net.Conn) { hits.Add(1); answersAndCloses(ok)(n, c) })
+	_, port, _ := net.SplitHostPort(server.address)
+	t.Setenv("HTTP_PROXY", "http://"+server.address)
+	t.Setenv("http_proxy", "http://"+server.address)
+	t.Setenv("ALL_PROXY", "http://"+server.address)
+	tests := []struct {
+		name   string
+		allow  []string
+		host   string
+		dns    []string // answers
+		reason Reason
+		sent   bool
+	}{
+		{"public, through no proxy", nil, "denied.example", []string{"127.0.0.1"}, AddressDenied, false},
+		{"literal", nil, "127.0.0.1", nil, AddressDenied, false},
+		{"literal mapped", nil, "[::ffff:127.0.0.1]", nil, AddressDenied, false},
+		{"literal unspecified", nil, "0.0.0.0", nil, AddressDenied, false},
+		{"literal IPv6 unspecified", nil, "[::]", nil, AddressDenied, false},
+		{"localhost", nil, "localhost", []string{"127.0.0.1", "::1"}, AddressDenied, false},
+		{"resolves to loopback", nil, "hooks.example", []string{"127.0.0.1"}, AddressDenied, false},
+		{"resolves to mapped loopback", nil, "hooks.example", []string{"::ffff:127.0.0.1"}, AddressDenied, false},
+		{"resolves to unspecified", nil, "hooks.example", []string{"0.0.0.0"}, AddressDenied, false},
+		{"resolves to metadata", []string{"*.example", "0.0.0.0/0"}, "hooks.example", []string{"169.254.169.254"}, AddressDenied, false},
+		{"resolves to NAT64 metadata", []string{"*.example"}, "hooks.example", []string{"64:ff9b::a9fe:a9fe"}, AddressDenied, false},
+		{"resolves to many, all denied", []string{"10.0.0.0/8"}, "hooks.example", []string{"127.0.0.1", "127.0.0.2", "::1", "fe80::1"}, AddressDenied, false},
+		{"allowed by CIDR", []string{"127.0.0.0/8"}, "hooks.example", []string{"127.0.0.1"}, "", true},
+		{"allowed by host", []string{"hooks.example"}, "hooks.example", []string{"127.0.0.1"}, "", true},
+		{"allowed by suffix", []string{"*.example"}, "Hooks.Example.", []string{"127.0.0.1"}, "", true},
+		{"one of several is allowed", []string{"127.0.0.1"}, "hooks.example", []string{"127.0.0.2", "127.0.0.1"}, "", true},
+		{"one of two families is allowed", []string{"127.0.0.1"}, "hooks.example", []string{"::1", "127.0.0.1"}, "", true},
+		{"no such host", []string{"127.0.0.1"}, "hooks.example", nil, DNSFailed, false},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			hits.Store(0)
+			c := newClient(t, test.allow...)
+			c.resolver = resolver(func(name string) []string {
+				if !strings.EqualFold(name, strings.TrimSuffix(test.host, ".")) {
+					return nil
+				}
+				return test.dns
+			})
+			r := post(t, withTimeout(t, patience), c, secretEndpoint(t, c, "http://"+test.host+":"+port, nil))
+			if r.Reason != test.reason || r.Sent != test.sent {
+				t.Errorf("unexpected result %+v", r)
+			}
+			if test.reason == AddressDenied && !strings.Contains(r.Message, "egress policy denies it") {
+				t.Errorf("unhelpful message: %s", r.Message)
+			}
+			if got := hits.Load() > 0; got != test.sent {
+				t.Errorf("the server was reached: %v", got)
+			}
+		})
+	}
+}
+
+// A name that answers with an allowed address once and with another one the
+// next time is checked each time.
+func TestDNSRebinding(t *testing.T) {
+	noLeaks(t)
+	server := listen(t, answersAndCloses("HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"))
+	_, port, _ := net.SplitHostPort(server.address)
+	var lookups atomic.Int32
+	c := newClient(t, "127.0.0.1")
+	c.resolver = resolver(func(string) []string {
+		return []string{[]string{"127.0.0.1", "127.0.0.2", "169.254.169.254", "127.0.0.1"}[int(lookups.Load())%4]}
+	})
+	e := secretEndpoint(t, c, "http://rebind.example:"+port, nil)
+	for i, want := range []Reason{"", AddressDenied, AddressDenied, ""} {
+		lookups.Store(int32(i))
+		if r := post(t, withTimeout(t, patience), c, e); r.Reason != want {
+			t.Errorf("lookup %d: %+v, want %q", i, r, want)
+		}
+	}
+	if n := server.connections.Load(); n != 2 {
+		t.Errorf("%d connections, want 2", n)
+	}
+}
+
+func TestRedirectIsNotFollowed(t *testing.T) {
+	noLeaks(t)
+	target := listen(t, answersAndCloses(ok))
+	for _, status := range []string{"301", "302", "303", "307", "308"} {
+		server := listen(t, answersAndCloses("HTTP/1.1 "+status+" X\r\nLocation: http://"+target.address+"/"+canary+"\r\nRefresh: 0; url=http://"+target.address+"\r\nContent-Length: 0\r\n\r\n"))
+		c := newClient(t, "127.0.0.1")
+		if r := post(t, withTimeout(t, patience), c, secretEndpoint(t, c, "http://"+server.address, nil)); r.Reason != Redirected {
+			t.Errorf("status %s: %+v", status, r)
+		}
+	}
+	if n := target.connections.Load(); n != 0 {
+		t.Errorf("%d redirects were followed", n)
+	}
+}
