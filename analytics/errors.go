@@ -1,0 +1,181 @@
+package analytics
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strconv"
+	"time"
+)
+
+// FieldError is a call that lacks a field, or has one that no server takes.
+// Nothing was queued. The text is that of the vendor's library.
+type FieldError struct {
+	// Field is the field's name on the wire: "event", "userId", ...
+	Field string
+	text  string
+}
+
+func (e *FieldError) Error() string { return e.text }
+
+// What is wrong with a call. Each is a [*FieldError], returned as it is, so
+// that == and [errors.Is] both work.
+var (
+	// ErrNoEvent is a Track without Event.
+	ErrNoEvent error = &FieldError{"event", "You must pass 'event'."}
+	// ErrNoUserOrAnonymousID is a call with neither UserId nor AnonymousId.
+	ErrNoUserOrAnonymousID error = &FieldError{"userId", "You must pass either an 'anonymousId' or 'userId'."}
+	// ErrNoGroupID is a Group without GroupId.
+	ErrNoGroupID error = &FieldError{"groupId", "You must pass a 'groupId'."}
+	// ErrNoUserID is an Alias without UserId.
+	ErrNoUserID error = &FieldError{"userId", "You must pass a 'userId'."}
+	// ErrNoPreviousID is an Alias without PreviousId.
+	ErrNoPreviousID error = &FieldError{"previousId", "You must pass a 'previousId'."}
+	// ErrMessageIDTooLong is a MessageId of more than 100 bytes.
+	ErrMessageIDTooLong error = &FieldError{"messageId", "The 'messageId' must not be longer than 100 bytes."}
+)
+
+// What else a call can fail with. Nothing was queued.
+var (
+	// ErrNilCall is a nil pointer in place of a call.
+	ErrNilCall = errors.New("analytics: the call is nil")
+	// ErrTooLarge is a call of more than 32 KB; see [SizeError].
+	ErrTooLarge = errors.New("analytics: the call is too large")
+	// ErrQueueFull says that as many calls wait for delivery as may: the server
+	// does not answer, or is slower than calls are made. The call is dropped.
+	ErrQueueFull = errors.New("analytics: the queue is full")
+	// ErrClosed is a call on a client that was closed. As a cause in a
+	// [DeliveryError] it says that Close gave up on a call.
+	ErrClosed = errors.New("analytics: the client is closed")
+)
+
+// SizeError is a call over the limit of one call. [errors.Is] finds
+// [ErrTooLarge] in it.
+type SizeError struct {
+	// Type is the kind of call: "track", ...
+	Type string
+	// Size and Limit are in bytes of JSON. Size is that of the call with the
+	// client's [DefaultContext], which the server merges into each call.
+	Size, Limit int
+}
+
+func (e *SizeError) Error() string {
+	return fmt.Sprintf("analytics: the %s call is too large: %d bytes of JSON, at most %d are allowed; send less in its properties, traits or context", e.Type, e.Size, e.Limit)
+}
+
+// Is reports whether target is [ErrTooLarge].
+func (e *SizeError) Is(target error) bool { return target == ErrTooLarge }
+
+// EncodeError is a call with a value that JSON cannot hold: a channel, a
+// function, NaN, a map that contains itself, ...
+type EncodeError struct {
+	// Field is the call's field that holds the value: "properties", ...
+	Field string
+	Err   error
+}
+
+func (e *EncodeError) Error() string {
+	return "analytics: " + e.Field + " cannot be sent as JSON: " + e.Err.Error()
+}
+
+func (e *EncodeError) Unwrap() error { return e.Err }
+
+// ConfigError is a client that cannot work as it was set up. Every call
+// returns it.
+type ConfigError struct {
+	// Field is the setting: "Endpoint", "writeKey", ...
+	Field string
+	text  string
+}
+
+func (e *ConfigError) Error() string { return "analytics: " + e.Field + " " + e.text }
+
+// ResponseError is an answer that refuses a whole request.
+type ResponseError struct {
+	// StatusCode is the HTTP status.
+	StatusCode int
+	// Code and Message are the server's words, empty when it had none.
+	Code, Message string
+
+	retryAfter time.Duration
+}
+
+func (e *ResponseError) Error() string {
+	text := "analytics: the server answered " + strconv.Itoa(e.StatusCode)
+	if e.Code != "" {
+		text += " " + e.Code
+	}
+	if e.Message != "" {
+		text += ": " + e.Message
+	}
+	if e.StatusCode >= 300 && e.StatusCode < 400 {
+		text += ": redirects are not followed; set Endpoint to the address they lead to"
+	}
+	return text
+}
+
+// RejectedError is the server's refusal of one call of a batch. The others of
+// the batch were accepted.
+type RejectedError struct {
+	// Code and Message are the server's words.
+	Code, Message string
+}
+
+func (e *RejectedError) Error() string {
+	return "analytics: the server rejected the call: " + e.Code + ": " + e.Message
+}
+
+// Failure is a call that was not delivered.
+type Failure struct {
+	// Type is the kind of call: "track", ...
+	Type string
+	// MessageID is the call's id.
+	MessageID string
+	// Message is the call, in JSON, as it was to be sent.
+	Message json.RawMessage
+	// Err is why: a [*ResponseError], a [*RejectedError], an error of the
+	// network, or [ErrClosed] with the end of the context given to
+	// [Client.CloseContext]. Where a request was under way, the call may have
+	// arrived nevertheless: send it again with the same MessageId.
+	Err error
+}
+
+// DeliveryError tells what [Client.Flush] or [Client.Close] could not deliver.
+type DeliveryError struct {
+	// Failed are the calls that were given up. The client holds them no longer.
+	Failed []Failure
+	// Pending counts calls that are still queued and still tried: the context
+	// given to Flush ended before. Always 0 after Close.
+	Pending int
+	// Err is the end of the context, nil when the time sufficed.
+	Err error
+}
+
+func (e *DeliveryError) Error() string {
+	text := "analytics: "
+	if len(e.Failed) > 0 {
+		text += fmt.Sprintf("%d calls were not delivered (the first: %v)", len(e.Failed), e.Failed[0].Err)
+	}
+	if e.Pending > 0 {
+		if len(e.Failed) > 0 {
+			text += ", "
+		}
+		text += fmt.Sprintf("%d calls are still queued", e.Pending)
+	}
+	if e.Err != nil {
+		text += ": " + e.Err.Error()
+	}
+	return text
+}
+
+// Unwrap gives the end of the context and the cause of the first failure.
+func (e *DeliveryError) Unwrap() []error {
+	var errs []error
+	if e.Err != nil {
+		errs = append(errs, e.Err)
+	}
+	if len(e.Failed) > 0 {
+		errs = append(errs, e.Failed[0].Err)
+	}
+	return errs
+}

@@ -1,0 +1,440 @@
+package analytics
+
+import (
+	"context"
+	"encoding/json"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/posthorn/posthorn/event"
+)
+
+// queue holds what is not yet delivered: one open batch that calls join, closed
+// ones that are ready to be sent, those under way, and those that wait for
+// their next attempt. No goroutine runs while nothing is under way.
+type queue struct {
+	client *Client
+	size   int // calls that start a flush
+	most   int // calls of a batch
+
+	held   atomic.Int64 // calls in the queue; changed under mu
+	closed atomic.Bool  // changed under mu
+
+	mu         sync.Mutex
+	bytes      int
+	open       *batch // that calls join; nil when none waits
+	due        bool   // the open batch is to be sent as soon as it can be
+	flushTimer *time.Timer
+	ready      []*batch            // first in, first out
+	unresolved map[*batch]struct{} // all batches
+	inFlight   int
+	gaveUp     bool
+	room       chan struct{} // closed when room is made, for those who wait; nil when nobody does
+	ended      chan struct{} // closed with the queue
+}
+
+// batch is some calls that travel together.
+type batch struct {
+	body     []byte // the request's body up to the end of the last call
+	items    []item
+	attempts int
+	first    time.Time   // of the first attempt
+	timer    *time.Timer // of the next attempt; nil unless the batch waits for it
+	told     bool        // the server named the time of the next attempt
+	waiters  []*waiter
+}
+
+const (
+	batchHead = `{"batch":[`
+	// batchTail bounds what is added to a body besides the context:
+	// ],"context":,"messageId":"…","sentAt":"…"}
+	batchTail = 128
+)
+
+var batches = sync.Pool{New: func() any { return new(batch) }}
+
+func (q *queue) init(c *Client) {
+	q.client = c
+	q.most = event.MaxBatchCalls
+	// No more calls than the queue holds can wait for a flush to start.
+	q.size = min(c.Size, c.maxCalls, q.most)
+	if c.Size == 1 {
+		q.most = 1
+	}
+	q.unresolved = make(map[*batch]struct{})
+	q.ended = make(chan struct{})
+	q.flushTimer = time.AfterFunc(time.Hour, q.flushOpen)
+	q.flushTimer.Stop()
+}
+
+// refuses tells in advance, and without the lock, that add would fail.
+func (q *queue) refuses() error {
+	if q.closed.Load() {
+		return ErrClosed
+	}
+	if !q.client.blocking && q.held.Load() >= int64(q.client.maxCalls) {
+		return ErrQueueFull
+	}
+	return nil
+}
+
+// add copies a serialised call into the open batch.
+func (q *queue) add(ctx context.Context, call []byte, it item) error {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for q.full(len(call)) && !q.closed.Load() {
+		q.due = q.open != nil // what fills the queue must be on its way
+		q.dispatch()
+		if !q.client.blocking {
+			return ErrQueueFull
+		}
+		if err := q.awaitRoom(ctx); err != nil {
+			return err
+		}
+	}
+	if q.closed.Load() {
+		return ErrClosed
+	}
+	if b := q.open; b != nil && (len(b.items) >= q.most || len(b.body)+1+len(call)+len(q.client.context)+batchTail > event.MaxBodyBytes) {
+		q.ready = append(q.ready, q.takeOpen())
+	}
+	if q.open == nil {
+		q.open = batches.Get().(*batch)
+		q.open.body = append(q.open.body, batchHead...)
+		q.unresolved[q.open] = struct{}{}
+		if q.size > 1 {
+			q.flushTimer.Reset(q.client.Interval)
+		}
+	}
+	b := q.open
+	if len(b.items) > 0 {
+		b.body = append(b.body, ',')
+	}
+	it.start, it.end = uint32(len(b.body)), uint32(len(b.body)+len(call))
+	b.body = append(b.body, call...)
+	b.items = append(b.items, it)
+	q.held.Add(1)
+	q.bytes += len(call)
+	if len(b.items) >= q.size {
+		q.due = true
+	}
+	q.dispatch()
+	return nil
+}
+
+func (q *queue) full(bytes int) bool {
+	return q.held.Load() >= int64(q.client.maxCalls) || q.bytes+bytes > q.client.maxBytes
+}
+
+// awaitRoom gives up the lock until some calls have left the queue.
+func (q *queue) awaitRoom(ctx context.Context) error {
+	if q.room == nil {
+		q.room = make(chan struct{})
+	}
+	room := q.room
+	q.mu.Unlock()
+	defer q.mu.Lock()
+	select {
+	case <-room:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-q.ended:
+		return ErrClosed
+	}
+}
+
+// takeOpen closes the open batch. Locked.
+func (q *queue) takeOpen() *batch {
+	b := q.open
+	q.open, q.due = nil, false
+	return b
+}
+
+// flushOpen is the open batch's time to go.
+func (q *queue) flushOpen() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.open != nil {
+		q.due = true
+		q.dispatch()
+	}
+}
+
+// dispatch starts as many requests as may be under way. Locked.
+func (q *queue) dispatch() {
+	for b := q.next(); b != nil; b = q.next() {
+		go q.work(b)
+	}
+}
+
+// next takes the batch to be sent next; nil when there is none, or too many are
+// under way. Locked.
+func (q *queue) next() *batch {
+	if q.inFlight >= q.client.maxInFlight || q.gaveUp {
+		return nil
+	}
+	var b *batch
+	switch {
+	case len(q.ready) > 0:
+		b, q.ready[0] = q.ready[0], nil
+		q.ready = q.ready[1:]
+	case q.due && q.open != nil:
+		b = q.takeOpen()
+	default:
+		return nil
+	}
+	q.inFlight++
+	b.body = slices.Grow(b.body, len(q.client.context)+batchTail) // send appends in place
+	return b
+}
+
+// work sends a batch, and then others for as long as there are some.
+func (q *queue) work(b *batch) {
+	for b != nil {
+		if b.attempts == 0 {
+			b.first = time.Now()
+		}
+		out := q.client.send(b)
+		b.attempts++
+		q.client.health.attempted(q.client.log, out)
+		if wait, again := q.client.retryIn(b, out); again {
+			if next, ok := q.postpone(b, wait, out.after > 0); ok {
+				b = next
+				continue
+			}
+		}
+		b = q.resolve(b, out)
+	}
+}
+
+// postpone has a batch sent again later, and returns the next to send now. It
+// fails when there is no later.
+func (q *queue) postpone(b *batch, wait time.Duration, told bool) (*batch, bool) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.gaveUp {
+		return nil, false
+	}
+	q.inFlight--
+	b.told = told
+	var timer *time.Timer
+	timer = time.AfterFunc(wait, func() {
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		if b.timer == timer { // else a flush was faster
+			q.retry(b)
+			q.dispatch()
+		}
+	})
+	b.timer = timer
+	return q.next(), true
+}
+
+// retry puts a batch that waits at the end of those that are ready. Locked.
+func (q *queue) retry(b *batch) {
+	b.timer.Stop()
+	b.timer = nil
+	q.ready = append(q.ready, b)
+}
+
+// resolve is the end of a batch. It returns the next to send.
+func (q *queue) resolve(b *batch, out outcome) *batch {
+	q.report(b, out)
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.inFlight--
+	q.release(b, out)
+	return q.next()
+}
+
+// report tells the log and the caller's function what became of a batch.
+func (q *queue) report(b *batch, out outcome) {
+	c := q.client
+	failed := 0
+	for i := range b.items {
+		err := out.of(i)
+		if err != nil {
+			failed++
+		}
+		if c.onResult != nil {
+			c.onResult(Result{
+				Type: b.items[i].kind.String(), MessageID: b.messageID(i), Message: b.message(i),
+				Attempts: b.attempts, Err: err,
+			})
+		}
+	}
+	if failed == 0 {
+		c.log.Log(c.life, c.chatter, "batch delivered", "calls", len(b.items), "attempts", b.attempts)
+		return
+	}
+	c.log.Log(c.life, c.chatter, "calls not delivered", "calls", failed, "of", len(b.items), "attempts", b.attempts, "error", out.first())
+	c.health.lost(c.log, failed, out.first())
+}
+
+// release takes a batch out of the queue. Locked.
+func (q *queue) release(b *batch, out outcome) {
+	if _, held := q.unresolved[b]; !held {
+		return // Close has abandoned it
+	}
+	delete(q.unresolved, b)
+	q.held.Add(-int64(len(b.items)))
+	for _, it := range b.items {
+		q.bytes -= int(it.end - it.start)
+	}
+	if q.room != nil {
+		close(q.room)
+		q.room = nil
+	}
+	b.tell(out)
+	*b = batch{body: b.body[:0], items: b.items[:0], waiters: b.waiters[:0]}
+	batches.Put(b)
+}
+
+// flush starts the delivery of all that is queued, and returns what waits for
+// it; with end, it also closes the queue.
+func (q *queue) flush(end bool) *waiter {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if end && !q.closed.Load() {
+		q.closed.Store(true)
+		close(q.ended)
+		q.flushTimer.Stop()
+	}
+	w := &waiter{left: len(q.unresolved), done: make(chan struct{})}
+	if w.left == 0 {
+		close(w.done)
+	}
+	for b := range q.unresolved {
+		b.waiters = append(b.waiters, w)
+		if b.timer != nil && !b.told {
+			q.retry(b)
+		}
+	}
+	q.due = q.open != nil
+	q.dispatch()
+	return w
+}
+
+// leave is for a waiter whose time is up: it says what is still queued.
+func (q *queue) leave(w *waiter, cause error) error {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for b := range q.unresolved {
+		if i := slices.Index(b.waiters, w); i >= 0 {
+			b.waiters = slices.Delete(b.waiters, i, i+1)
+			w.pending += len(b.items)
+		}
+	}
+	return w.result(cause)
+}
+
+// giveUp breaks off the requests under way, whose batches then end by
+// themselves, and ends all other batches.
+func (q *queue) giveUp(cause error) {
+	q.mu.Lock()
+	q.gaveUp = true
+	q.client.endLife()
+	given := q.ready
+	q.ready = nil
+	if q.open != nil {
+		given = append(given, q.takeOpen())
+	}
+	for b := range q.unresolved {
+		if b.timer != nil {
+			b.timer.Stop()
+			b.timer = nil
+			given = append(given, b)
+		}
+	}
+	q.mu.Unlock()
+	out := outcome{err: closedError{cause}}
+	for _, b := range given {
+		q.report(b, out)
+		q.mu.Lock()
+		q.release(b, out)
+		q.mu.Unlock()
+	}
+}
+
+// abandon leaves the batches under way to themselves.
+func (q *queue) abandon(w *waiter, cause error) error {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	out := outcome{err: closedError{cause}}
+	for b := range q.unresolved {
+		if slices.Contains(b.waiters, w) {
+			w.failed = append(w.failed, b.failures(out)...)
+			delete(q.unresolved, b)
+		}
+	}
+	return w.result(cause)
+}
+
+// message is the JSON of a call.
+func (b *batch) message(i int) []byte {
+	it := b.items[i]
+	return b.body[it.start:it.end:it.end]
+}
+
+func (b *batch) messageID(i int) string {
+	it, message := b.items[i], b.message(i)
+	if it.idLen > 0 {
+		return string(message[it.id:][:it.idLen])
+	}
+	var m struct{ MessageID string }
+	if err := json.Unmarshal(message, &m); err != nil {
+		return ""
+	}
+	return m.MessageID
+}
+
+func (b *batch) failures(out outcome) []Failure {
+	var failed []Failure
+	for i := range b.items {
+		if err := out.of(i); err != nil {
+			failed = append(failed, Failure{
+				Type: b.items[i].kind.String(), MessageID: b.messageID(i), Message: slices.Clone(b.message(i)), Err: err,
+			})
+		}
+	}
+	return failed
+}
+
+// tell ends the wait of those who wait for this batch. Locked.
+func (b *batch) tell(out outcome) {
+	if len(b.waiters) == 0 {
+		return
+	}
+	failed := b.failures(out)
+	for _, w := range b.waiters {
+		w.failed = append(w.failed, failed...)
+		if w.left--; w.left == 0 {
+			close(w.done)
+		}
+	}
+}
+
+// waiter waits for some batches to be resolved. Its fields are guarded by the
+// queue's lock until done is closed.
+type waiter struct {
+	left    int
+	failed  []Failure
+	pending int
+	done    chan struct{}
+}
+
+func (w *waiter) result(cause error) error {
+	if len(w.failed) == 0 && w.pending == 0 {
+		return nil
+	}
+	return &DeliveryError{Failed: w.failed, Pending: w.pending, Err: cause}
+}
+
+// closedError is the cause of failures that came of Close's time being up.
+type closedError struct{ cause error }
+
+func (e closedError) Error() string   { return ErrClosed.Error() + ": " + e.cause.Error() }
+func (e closedError) Unwrap() []error { return []error{ErrClosed, e.cause} }
