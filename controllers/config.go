@@ -1,0 +1,467 @@
+package controllers
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/types"
+	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
+	"k8s.io/client-go/util/workqueue"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+const (
+	// fieldOwner owns what the operator applies.
+	fieldOwner = client.FieldOwner("posthorn-operator")
+	// indexSecret indexes objects by the names of the Secrets that they refer to.
+	indexSecret = "posthorn.dev/secret"
+	// settleTime is how long a changed namespace waits for more changes, so
+	// that one apply of many objects is compiled a few times and not once each.
+	settleTime       = 50 * time.Millisecond
+	liveSecretPrefix = "posthorn-live-"
+	// workers is how many namespaces are compiled, and how many have their status written, at once.
+	workers = 4
+)
+
+// markerRequest is the key that stands for no tenant but for the marker Secret.
+var markerRequest = reconcile.Request{}
+
+// configReconciler keeps one live-config Secret per namespace that has objects.
+//
+// The rights to create, patch and delete Secrets are limited to the release's
+// namespace. Listing and watching them is for metadata only (RBAC has no word
+// for that); contents are read one by one, of Secrets that are referred to.
+//
+// +kubebuilder:rbac:groups=posthorn.dev,resources=sources;webhookdestinations,verbs=get;list;watch
+// +kubebuilder:rbac:groups="",resources=secrets,verbs=get;list;watch
+// +kubebuilder:rbac:groups="",resources=secrets,namespace=posthorn-system,verbs=create;patch;delete
+// +kubebuilder:rbac:groups=coordination.k8s.io,resources=leases,namespace=posthorn-system,verbs=get;create;update
+type configReconciler struct {
+	client.Client               // reads from the cache, Secrets by metadata only
+	direct        client.Reader // reads from the API server
+	release       string
+	checkHost     func(host string) error
+	secrets       *secretReader
+	keys          *writeKeys
+	known         *verdictBook
+	own, statuses *trigger
+
+	mu sync.Mutex
+	// primed is true once the write keys of every namespace are known, and
+	// pending are the namespaces that have not been compiled since the start.
+	primed  bool
+	pending map[string]bool
+	written map[string]liveSecret
+}
+
+// liveSecret is what is known to be in a live-config Secret.
+type liveSecret struct{ revision, resourceVersion string }
+
+func setupConfig(mgr manager.Manager, o Options, known *verdictBook, statuses *trigger) error {
+	ctx, indexer := context.Background(), mgr.GetFieldIndexer()
+	for _, object := range []client.Object{&v1alpha1.Source{}, &v1alpha1.WebhookDestination{}} {
+		if err := indexer.IndexField(ctx, object, indexSecret, func(o client.Object) []string { return compile.SecretRefs(o) }); err != nil {
+			return err
+		}
+	}
+	r := &configReconciler{
+		Client: mgr.GetClient(), direct: mgr.GetAPIReader(), release: o.Namespace, checkHost: o.CheckHost,
+		secrets: newSecretReader(mgr.GetClient(), mgr.GetAPIReader()),
+		keys:    newWriteKeys(), known: known, own: &trigger{}, statuses: statuses,
+		written: map[string]liveSecret{},
+	}
+	r.own.fire(markerRequest.Name)
+	changed := builder.WithPredicates(predicate.Or(predicate.GenerationChangedPredicate{}, predicate.LabelChangedPredicate{}))
+	return builder.ControllerManagedBy(mgr).
+		Named("config").
+		Watches(&v1alpha1.Source{}, enqueue(tenantOf), changed).
+		Watches(&v1alpha1.WebhookDestination{}, enqueue(tenantOf), changed).
+		WatchesMetadata(&corev1.Secret{}, enqueue(r.tenantsOfSecret), builder.WithPredicates(predicate.ResourceVersionChangedPredicate{})).
+		WatchesRawSource(r.own).
+		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
+		Complete(r)
+}
+
+// enqueue is a handler that enqueues what find finds, after the settle time.
+func enqueue(find func(context.Context, client.Object) []reconcile.Request) handler.EventHandler {
+	type queue = workqueue.TypedRateLimitingInterface[reconcile.Request]
+	add := func(ctx context.Context, o client.Object, q queue) {
+		for _, request := range find(ctx, o) {
+			q.AddAfter(request, settleTime)
+		}
+	}
+	return handler.Funcs{
+		CreateFunc: func(ctx context.Context, e event.CreateEvent, q queue) { add(ctx, e.Object, q) },
+		UpdateFunc: func(ctx context.Context, e event.UpdateEvent, q queue) { add(ctx, e.ObjectNew, q) },
+		DeleteFunc: func(ctx context.Context, e event.DeleteEvent, q queue) { add(ctx, e.Object, q) },
+	}
+}
+
+func tenantOf(_ context.Context, o client.Object) []reconcile.Request {
+	return []reconcile.Request{tenantRequest(o.GetNamespace())}
+}
+
+// tenantsOfSecret maps a Secret to the namespace it matters to: its own, when
+// something there refers to it; the tenant's, when it is a live config.
+func (r *configReconciler) tenantsOfSecret(ctx context.Context, secret client.Object) (requests []reconcile.Request) {
+	if secret.GetNamespace() == r.release {
+		if secret.GetName() == liveconfig.MarkerName {
+			return []reconcile.Request{markerRequest}
+		}
+		if tenant, ok := tenantOfLiveSecret(secret.GetName()); ok {
+			if r.wrote(tenant, secret.GetResourceVersion()) {
+				return nil
+			}
+			return []reconcile.Request{tenantRequest(tenant)}
+		}
+	}
+	for _, list := range []client.ObjectList{&v1alpha1.SourceList{}, &v1alpha1.WebhookDestinationList{}} {
+		err := r.List(ctx, list, client.InNamespace(secret.GetNamespace()), client.MatchingFields{indexSecret: secret.GetName()}, client.UnsafeDisableDeepCopy)
+		if err != nil {
+			// Better one compilation too many than a change that is not seen.
+			log.FromContext(ctx).Error(err, "Looking up what refers to a Secret failed", "namespace", secret.GetNamespace())
+			return tenantOf(ctx, secret)
+		}
+		switch l := list.(type) {
+		case *v1alpha1.SourceList:
+			if len(l.Items) > 0 {
+				return tenantOf(ctx, secret)
+			}
+		case *v1alpha1.WebhookDestinationList:
+			if len(l.Items) > 0 {
+				return tenantOf(ctx, secret)
+			}
+		}
+	}
+	return nil
+}
+
+// wrote tells whether a version of a live-config Secret is the one that we wrote last.
+func (r *configReconciler) wrote(tenant, resourceVersion string) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.written[tenant].resourceVersion == resourceVersion
+}
+
+// Reconcile compiles one tenant, or makes the marker.
+func (r *configReconciler) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
+	if err := r.prime(ctx); err != nil {
+		return reconcile.Result{}, err
+	}
+	if request != markerRequest {
+		result, err := r.compile(ctx, request.Name)
+		if err != nil {
+			result = "error"
+		}
+		compiles.WithLabelValues(result).Inc()
+		if err != nil {
+			return reconcile.Result{}, err
+		}
+	}
+	return reconcile.Result{}, r.mark(ctx, request.Name)
+}
+
+// compile brings one tenant's live-config Secret and verdicts up to date.
+func (r *configReconciler) compile(ctx context.Context, tenant string) (result string, err error) {
+	snapshot, err := r.gather(ctx, tenant)
+	if err != nil {
+		return "", err
+	}
+	if len(snapshot.Sources)+len(snapshot.Destinations) == 0 {
+		return r.remove(ctx, tenant)
+	}
+	for _, other := range r.keys.set(tenant, holders(snapshot)) {
+		r.own.fire(other)
+	}
+	snapshot.ForeignWriteKeys = r.keys.older(tenant)
+	config, verdicts := compile.Compile(snapshot)
+	data, revision, err := liveconfig.Encode(config)
+	if err != nil {
+		return "", err
+	}
+	if compile.Fits(data) {
+		result, err = r.write(ctx, tenant, data, revision)
+	} else {
+		result = "too_large"
+		verdicts, err = r.tooLarge(ctx, tenant, verdicts, len(data))
+	}
+	if err != nil {
+		return "", err
+	}
+	compiled := judged{Verdicts: verdicts, sources: map[string]int64{}, destinations: map[string]int64{}}
+	for i := range snapshot.Sources {
+		compiled.sources[snapshot.Sources[i].Name] = snapshot.Sources[i].Generation
+	}
+	for i := range snapshot.Destinations {
+		compiled.destinations[snapshot.Destinations[i].Name] = snapshot.Destinations[i].Generation
+	}
+	r.known.set(tenant, compiled)
+	r.statuses.fire(tenant)
+	return result, nil
+}
+
+// gather reads one namespace.
+func (r *configReconciler) gather(ctx context.Context, tenant string) (compile.Snapshot, error) {
+	var sources v1alpha1.SourceList
+	var destinations v1alpha1.WebhookDestinationList
+	if err := errors.Join(
+		r.List(ctx, &sources, client.InNamespace(tenant)),
+		r.List(ctx, &destinations, client.InNamespace(tenant)),
+	); err != nil {
+		return compile.Snapshot{}, fmt.Errorf("list the objects of namespace %s: %w", tenant, err)
+	}
+	s := compile.Snapshot{Namespace: tenant, Sources: sources.Items, Destinations: destinations.Items, CheckHost: r.checkHost}
+	var err error
+	s.Secrets, err = r.secrets.read(ctx, tenant, secretNames(s))
+	return s, err
+}
+
+// remove deletes the live config of a namespace without objects.
+func (r *configReconciler) remove(ctx context.Context, tenant string) (string, error) {
+	key := types.NamespacedName{Namespace: r.release, Name: liveSecretName(tenant)}
+	m := secretMetadata()
+	r.mu.Lock()
+	_, written := r.written[tenant]
+	r.mu.Unlock()
+	if err := r.Get(ctx, key, m); apierrors.IsNotFound(err) && !written {
+		r.forget(tenant)
+		return "unchanged", nil
+	}
+	// Giving up a tenant gives up its messages: an empty cache is not proof enough.
+	for _, list := range []client.ObjectList{&v1alpha1.SourceList{}, &v1alpha1.WebhookDestinationList{}} {
+		if err := r.direct.List(ctx, list, client.InNamespace(tenant), client.Limit(1)); err != nil {
+			return "", fmt.Errorf("confirm that namespace %s has no objects: %w", tenant, err)
+		}
+		if meta.LenList(list) > 0 {
+			return "", fmt.Errorf("the cache of namespace %s is behind the API server", tenant)
+		}
+	}
+	secret := &corev1.Secret{}
+	secret.Namespace, secret.Name = key.Namespace, key.Name
+	if err := r.Delete(ctx, secret); client.IgnoreNotFound(err) != nil {
+		return "", fmt.Errorf("delete the live config of namespace %s: %w", tenant, err)
+	}
+	log.FromContext(ctx).Info("Live config deleted: the namespace has no objects", "namespace", tenant)
+	r.forget(tenant)
+	return "removed", nil
+}
+
+// forget drops what is remembered of a namespace without objects.
+func (r *configReconciler) forget(tenant string) {
+	r.secrets.forget(tenant)
+	r.known.forget(tenant)
+	for _, other := range r.keys.set(tenant, nil) {
+		r.own.fire(other)
+	}
+	r.mu.Lock()
+	delete(r.written, tenant)
+	r.mu.Unlock()
+	r.statuses.fire(tenant) // which forgets it then, too
+}
+
+// write applies a tenant's live-config Secret when it is not what it should be.
+func (r *configReconciler) write(ctx context.Context, tenant string, data []byte, revision string) (string, error) {
+	key := types.NamespacedName{Namespace: r.release, Name: liveSecretName(tenant)}
+	m := secretMetadata()
+	if err := r.Get(ctx, key, m); client.IgnoreNotFound(err) != nil {
+		return "", fmt.Errorf("look up Secret %s: %w", key, err)
+	}
+	r.mu.Lock()
+	last := r.written[tenant]
+	r.mu.Unlock()
+	if last == (liveSecret{revision, m.ResourceVersion}) {
+		return "unchanged", nil
+	}
+	// Not ours, not as we left it, or the cache is behind: only its content can tell.
+	var current corev1.Secret
+	err := r.direct.Get(ctx, key, &current)
+	if client.IgnoreNotFound(err) != nil {
+		return "", fmt.Errorf("read Secret %s: %w", key, err)
+	}
+	result := "unchanged"
+	if !isLive(&current, tenant, data, revision) {
+		result = "written"
+		wanted := corev1ac.Secret(key.Name, key.Namespace).
+			WithLabels(map[string]string{
+				liveconfig.LabelLive: "true", liveconfig.LabelTenant: tenant,
+				"app.kubernetes.io/name": "posthorn", "app.kubernetes.io/managed-by": "posthorn-operator",
+			}).
+			WithAnnotations(map[string]string{liveconfig.AnnotationRevision: revision}).
+			WithData(map[string][]byte{liveconfig.DataKey: data})
+		if err := r.Apply(ctx, wanted, fieldOwner, client.ForceOwnership); err != nil {
+			return "", fmt.Errorf("apply the live config of namespace %s: %w", tenant, err)
+		}
+		current.ResourceVersion = *wanted.ResourceVersion
+		log.FromContext(ctx).Info("Live config written", "namespace", tenant, "revision", revision, "bytes", len(data))
+	}
+	r.mu.Lock()
+	r.written[tenant] = liveSecret{revision, current.ResourceVersion}
+	r.mu.Unlock()
+	return result, nil
+}
+
+// isLive tells whether a Secret is a tenant's live config as the dispatchers expect it.
+func isLive(s *corev1.Secret, tenant string, data []byte, revision string) bool {
+	_, labelled := s.Labels[liveconfig.LabelLive]
+	return labelled && s.Labels[liveconfig.LabelTenant] == tenant && s.Annotations[liveconfig.AnnotationRevision] == revision &&
+		bytes.Equal(s.Data[liveconfig.DataKey], data)
+}
+
+// tooLarge keeps the last config that did fit, and says so in the verdicts of
+// the objects that are not in it as they are now.
+func (r *configReconciler) tooLarge(ctx context.Context, tenant string, verdicts compile.Verdicts, size int) (compile.Verdicts, error) {
+	key := types.NamespacedName{Namespace: r.release, Name: liveSecretName(tenant)}
+	var current corev1.Secret
+	var last liveconfig.Config
+	switch err := r.direct.Get(ctx, key, &current); {
+	case err == nil:
+		// One that does not decode is in effect nowhere.
+		last, _, _ = liveconfig.Decode(current.Data[liveconfig.DataKey])
+	case !apierrors.IsNotFound(err):
+		return verdicts, fmt.Errorf("read Secret %s: %w", key, err)
+	}
+	log.FromContext(ctx).Info("Live config is too large for a Secret; the last one stays", "namespace", tenant, "bytes", size)
+	return verdicts.TooLarge(size, last), nil
+}
+
+// prime reads the write keys of all namespaces before the first one is compiled:
+// with only some of them known, a younger Source could get an older one's key.
+func (r *configReconciler) prime(ctx context.Context) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.primed {
+		return nil
+	}
+	var sources v1alpha1.SourceList
+	var destinations v1alpha1.WebhookDestinationList
+	if err := errors.Join(r.List(ctx, &sources), r.List(ctx, &destinations)); err != nil {
+		return fmt.Errorf("list all objects: %w", err)
+	}
+	byTenant := map[string]*compile.Snapshot{}
+	tenant := func(name string) *compile.Snapshot {
+		if byTenant[name] == nil {
+			byTenant[name] = &compile.Snapshot{Namespace: name}
+		}
+		return byTenant[name]
+	}
+	for _, s := range sources.Items {
+		tenant(s.Namespace).Sources = append(tenant(s.Namespace).Sources, s)
+	}
+	for _, d := range destinations.Items {
+		tenant(d.Namespace).Destinations = append(tenant(d.Namespace).Destinations, d)
+	}
+	pending := make(map[string]bool, len(byTenant))
+	group, groupCtx := errgroup.WithContext(ctx)
+	group.SetLimit(maxReadsAtOnce)
+	for name, s := range byTenant {
+		pending[name] = true
+		group.Go(func() error {
+			var err error
+			if s.Secrets, err = r.secrets.read(groupCtx, name, secretNames(*s)); err != nil {
+				return err
+			}
+			r.keys.set(name, holders(*s))
+			return nil
+		})
+	}
+	if err := group.Wait(); err != nil {
+		return err
+	}
+	r.pending, r.primed = pending, true
+	return nil
+}
+
+// mark notes that a tenant is compiled. When all are it makes the marker Secret,
+// without which a dispatcher that starts does not take the configs for all there are.
+func (r *configReconciler) mark(ctx context.Context, tenant string) error {
+	r.mu.Lock()
+	delete(r.pending, tenant)
+	waiting := len(r.pending)
+	r.mu.Unlock()
+	if waiting > 0 {
+		return nil
+	}
+	key := types.NamespacedName{Namespace: r.release, Name: liveconfig.MarkerName}
+	m := secretMetadata()
+	if err := r.Get(ctx, key, m); err == nil {
+		if _, ok := m.Labels[liveconfig.LabelLive]; ok {
+			return nil
+		}
+	} else if !apierrors.IsNotFound(err) {
+		return fmt.Errorf("look up Secret %s: %w", key, err)
+	}
+	marker := corev1ac.Secret(key.Name, key.Namespace).WithLabels(map[string]string{
+		liveconfig.LabelLive: "true", "app.kubernetes.io/name": "posthorn", "app.kubernetes.io/managed-by": "posthorn-operator",
+	})
+	if err := r.Apply(ctx, marker, fieldOwner, client.ForceOwnership); err != nil {
+		return fmt.Errorf("apply Secret %s: %w", key, err)
+	}
+	log.FromContext(ctx).Info("Every namespace is compiled; dispatchers may start")
+	return nil
+}
+
+// liveSecretName names a tenant's live-config Secret. The hash keeps a
+// namespace's name from being taken for one of ours, such as the marker's.
+func liveSecretName(tenant string) string {
+	sum := sha256.Sum256([]byte(tenant))
+	return liveSecretPrefix + hex.EncodeToString(sum[:4]) + "-" + tenant
+}
+
+func tenantOfLiveSecret(name string) (string, bool) {
+	rest, ok := strings.CutPrefix(name, liveSecretPrefix)
+	_, tenant, _ := strings.Cut(rest, "-")
+	return tenant, ok && name == liveSecretName(tenant)
+}
+
+func secretNames(s compile.Snapshot) []string {
+	var names []string
+	for i := range s.Sources {
+		names = append(names, compile.SecretRefs(&s.Sources[i])...)
+	}
+	for i := range s.Destinations {
+		names = append(names, compile.SecretRefs(&s.Destinations[i])...)
+	}
+	slices.Sort(names)
+	return slices.Compact(names)
+}
+
+// holders returns a namespace's write keys, each with the oldest Source that uses it.
+func holders(s compile.Snapshot) map[string]keyHolder {
+	found := map[string]keyHolder{}
+	for i := range s.Sources {
+		source := &s.Sources[i]
+		hash, ok := compile.WriteKeySHA256(source, s.Secrets)
+		if !ok {
+			continue
+		}
+		holder := keyHolder{tenant: s.Namespace, name: source.Name, created: source.CreationTimestamp.Time}
+		if other, taken := found[hash]; !taken || holder.compare(other) < 0 {
+			found[hash] = holder
+		}
+	}
+	return found
+}

@@ -1,0 +1,142 @@
+// Package controllers is the control plane: it compiles the custom resources of
+// each namespace into a live config for the dispatchers, and writes what the
+// dispatchers report of it to the resources' status.
+//
+//	config: one namespace's objects and Secrets -> compile -> one live-config Secret
+//	prober: GET /report of every ready dispatcher pod, every second
+//	status: verdicts and reports -> health -> status, written only when it differs
+//
+// The reconcilers do the reading and writing; what is decided is decided by the
+// pure packages compile and health.
+package controllers
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/config"
+	"sigs.k8s.io/controller-runtime/pkg/healthz"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+)
+
+// Options configure the control plane.
+type Options struct {
+	// Namespace of the release: the dispatcher pods and the live-config Secrets are in it. Required.
+	Namespace string
+	// DispatcherSelector is a label selector for the dispatcher pods. Required, unless Pods is set.
+	DispatcherSelector string
+	// DispatcherAdminPort is the port of the pods' GET /report. Required, unless Pods is set.
+	DispatcherAdminPort int
+	// Pods finds the dispatchers; nil finds them as DispatcherSelector says.
+	Pods Pods
+	// CheckHost says why a URL's host may not be delivered to; nil allows every host.
+	CheckHost func(host string) error
+	// LeaderElection lets one of several replicas work at a time, by a Lease in Namespace.
+	LeaderElection bool
+	// MetricsBindAddress and HealthProbeBindAddress are host:port; "0" switches them off.
+	MetricsBindAddress, HealthProbeBindAddress string
+	// PollInterval is the time between two reports of a pod. Default 1 s.
+	PollInterval time.Duration
+	// Now is the clock. Default time.Now.
+	Now func() time.Time
+}
+
+// NewManager makes the control plane; Start of what it returns runs it. The
+// kubebuilder markers on the reconcilers say which rights it needs.
+func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
+	if o.Namespace == "" {
+		return nil, errors.New("controllers: Options.Namespace is empty; name the release's namespace")
+	}
+	selector, err := labels.Parse(o.DispatcherSelector)
+	if err != nil {
+		return nil, fmt.Errorf("dispatcher selector %q: %w", o.DispatcherSelector, err)
+	}
+	if o.Pods == nil && (selector.Empty() || o.DispatcherAdminPort < 1 || o.DispatcherAdminPort > 65535) {
+		return nil, errors.New("controllers: set Options.DispatcherSelector to the dispatchers' labels and Options.DispatcherAdminPort to their admin port")
+	}
+	o.PollInterval = cmp.Or(o.PollInterval, time.Second)
+	if o.Now == nil {
+		o.Now = time.Now
+	}
+	scheme := runtime.NewScheme()
+	if err := errors.Join(corev1.AddToScheme(scheme), v1alpha1.AddToScheme(scheme)); err != nil {
+		return nil, err
+	}
+	cfg = rest.CopyConfig(cfg)
+	if cfg.QPS == 0 {
+		cfg.QPS = -1 // the API server shares itself out fairly; a limit here would only delay a large namespace
+	}
+	yes := true
+	mgr, err := manager.New(cfg, manager.Options{
+		Scheme: scheme,
+		Cache: cache.Options{
+			DefaultTransform: cache.TransformStripManagedFields(),
+			ByObject: map[client.Object]cache.ByObject{
+				&corev1.Secret{}: {Transform: stripSecret(o.Namespace)},
+				&corev1.Pod{}:    {Namespaces: map[string]cache.Config{o.Namespace: {LabelSelector: selector}}},
+			},
+		},
+		LeaderElection:                o.LeaderElection,
+		LeaderElectionID:              "posthorn-operator",
+		LeaderElectionNamespace:       o.Namespace,
+		LeaderElectionReleaseOnCancel: true,
+		Metrics:                       metricsserver.Options{BindAddress: o.MetricsBindAddress},
+		HealthProbeBindAddress:        o.HealthProbeBindAddress,
+		// Warmup: a replica that waits to lead has its caches filled already.
+		// Names are unique by construction, and several managers may live in one process.
+		Controller: config.Controller{EnableWarmup: &yes, SkipNameValidation: &yes},
+	})
+	if err != nil {
+		return nil, fmt.Errorf("make the controller manager: %w", err)
+	}
+	return mgr, setup(mgr, o)
+}
+
+func setup(mgr manager.Manager, o Options) error {
+	if o.Pods == nil {
+		o.Pods = clusterPods{reader: mgr.GetCache(), namespace: o.Namespace, port: o.DispatcherAdminPort}
+	}
+	known := newVerdictBook()
+	statuses := &trigger{}
+	reports := newProber(o.Pods, o.PollInterval, func(tenants []string) {
+		if tenants == nil {
+			tenants = known.tenants()
+		}
+		for _, tenant := range tenants {
+			statuses.fire(tenant)
+		}
+	})
+	if err := setupConfig(mgr, o, known, statuses); err != nil {
+		return fmt.Errorf("set up the config controller: %w", err)
+	}
+	if err := setupStatus(mgr, o, known, reports, statuses); err != nil {
+		return fmt.Errorf("set up the status controller: %w", err)
+	}
+	if err := mgr.Add(reports); err != nil {
+		return fmt.Errorf("set up the prober: %w", err)
+	}
+	return errors.Join(
+		mgr.AddHealthzCheck("ping", healthz.Ping),
+		mgr.AddReadyzCheck("caches", func(r *http.Request) error {
+			ctx, cancel := context.WithTimeout(r.Context(), time.Second)
+			defer cancel()
+			if !mgr.GetCache().WaitForCacheSync(ctx) {
+				return errors.New("the caches are not filled yet")
+			}
+			return nil
+		}),
+	)
+}

@@ -1,0 +1,54 @@
+package controllers
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"slices"
+	"strconv"
+
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+// Pod is a dispatcher that is ready to take calls.
+type Pod struct {
+	// Name is unique among the pods.
+	Name string
+	// URL is the root of its admin server, for example http://10.0.0.7:8081.
+	URL string
+}
+
+// Pods finds the dispatchers.
+type Pods interface {
+	// Ready lists the dispatcher pods that are ready. It is called about once a second.
+	Ready(ctx context.Context) ([]Pod, error)
+}
+
+// clusterPods are the pods of the release's namespace that the cache selects.
+//
+// +kubebuilder:rbac:groups="",resources=pods,namespace=posthorn-system,verbs=get;list;watch
+type clusterPods struct {
+	reader    client.Reader
+	namespace string
+	port      int
+}
+
+// Ready implements Pods.
+func (c clusterPods) Ready(ctx context.Context) ([]Pod, error) {
+	var list corev1.PodList
+	if err := c.reader.List(ctx, &list, client.InNamespace(c.namespace)); err != nil {
+		return nil, fmt.Errorf("list dispatcher pods: %w", err)
+	}
+	var pods []Pod
+	for i := range list.Items {
+		p := &list.Items[i]
+		ready := slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
+			return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
+		})
+		if ready && p.DeletionTimestamp.IsZero() && p.Status.PodIP != "" {
+			pods = append(pods, Pod{Name: p.Name, URL: "http://" + net.JoinHostPort(p.Status.PodIP, strconv.Itoa(c.port))})
+		}
+	}
+	return pods, nil
+}

@@ -1,0 +1,111 @@
+package controllers
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"sync"
+
+	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	toolscache "k8s.io/client-go/tools/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/posthorn/posthorn/controllers/compile"
+)
+
+// maxReadsAtOnce bounds how many Secrets of a namespace are read at the same time.
+const maxReadsAtOnce = 16
+
+// secretMetadata is a Secret without its data: the only form in which Secrets are watched.
+func secretMetadata() *metav1.PartialObjectMetadata {
+	m := &metav1.PartialObjectMetadata{}
+	m.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("Secret"))
+	return m
+}
+
+// stripSecret leaves of a watched Secret's metadata what the controllers use.
+// Annotations above all go: kubectl keeps the whole Secret in one of them.
+func stripSecret(release string) toolscache.TransformFunc {
+	return func(object any) (any, error) {
+		m, ok := object.(*metav1.PartialObjectMetadata)
+		if !ok {
+			return nil, fmt.Errorf("a %T was about to be cached; Secrets are cached by metadata only", object)
+		}
+		kept := metav1.ObjectMeta{Namespace: m.Namespace, Name: m.Name, UID: m.UID, ResourceVersion: m.ResourceVersion, Generation: m.Generation}
+		if m.Namespace == release && strings.HasPrefix(m.Name, liveSecretPrefix) {
+			kept.Labels = m.Labels
+		}
+		m.ObjectMeta = kept
+		return m, nil
+	}
+}
+
+// secretReader reads the Secrets that objects refer to, and only those. What it
+// read it keeps as long as the Secret's version stays and something refers to it.
+type secretReader struct {
+	// metadata is the cache, direct the API server.
+	metadata, direct client.Reader
+
+	mu   sync.Mutex
+	kept map[string]map[string]compile.Secret // tenant -> name
+}
+
+func newSecretReader(metadata, direct client.Reader) *secretReader {
+	return &secretReader{metadata: metadata, direct: direct, kept: map[string]map[string]compile.Secret{}}
+}
+
+// read returns those of a tenant's Secrets that exist. One call per tenant at a time.
+func (r *secretReader) read(ctx context.Context, tenant string, names []string) (map[string]compile.Secret, error) {
+	r.mu.Lock()
+	kept := r.kept[tenant]
+	r.mu.Unlock()
+
+	var mu sync.Mutex
+	found := make(map[string]compile.Secret, len(names))
+	group, groupCtx := errgroup.WithContext(ctx)
+	group.SetLimit(maxReadsAtOnce)
+	for _, name := range names {
+		group.Go(func() error {
+			key := types.NamespacedName{Namespace: tenant, Name: name}
+			m := secretMetadata()
+			err := r.metadata.Get(groupCtx, key, m)
+			if err != nil && !apierrors.IsNotFound(err) {
+				return fmt.Errorf("look up Secret %s: %w", key, err)
+			}
+			secret, ok := kept[name]
+			if err != nil || !ok || secret.Version != m.ResourceVersion {
+				// The cache may lag behind the object that refers to the Secret,
+				// so only the API server can say that there is none.
+				var full corev1.Secret
+				switch err := r.direct.Get(groupCtx, key, &full); {
+				case apierrors.IsNotFound(err):
+					return nil
+				case err != nil:
+					return fmt.Errorf("read Secret %s: %w", key, err)
+				}
+				secret = compile.Secret{Version: full.ResourceVersion, Data: full.Data}
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			found[name] = secret
+			return nil
+		})
+	}
+	if err := group.Wait(); err != nil {
+		return nil, err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.kept[tenant] = found
+	return found, nil
+}
+
+func (r *secretReader) forget(tenant string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.kept, tenant)
+}

@@ -1,0 +1,176 @@
+package controllers
+
+import (
+	"cmp"
+	"context"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/workqueue"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/posthorn/posthorn/controllers/compile"
+)
+
+// tenantRequest is the key of one namespace. Keys have no namespace of their
+// own, because all of a namespace is compiled as one.
+func tenantRequest(tenant string) reconcile.Request {
+	return reconcile.Request{NamespacedName: types.NamespacedName{Name: tenant}}
+}
+
+// trigger is a source of requests that this process makes itself. What is fired
+// before its controller runs is kept.
+type trigger struct {
+	mu      sync.Mutex
+	queue   workqueue.TypedRateLimitingInterface[reconcile.Request]
+	waiting []reconcile.Request
+}
+
+// Start implements source.Source.
+func (t *trigger) Start(_ context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.queue = queue
+	for _, r := range t.waiting {
+		queue.Add(r)
+	}
+	t.waiting = nil
+	return nil
+}
+
+func (t *trigger) fire(tenant string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.queue == nil {
+		t.waiting = append(t.waiting, tenantRequest(tenant))
+		return
+	}
+	t.queue.Add(tenantRequest(tenant))
+}
+
+// verdictBook hands the newest verdicts of each tenant from the config
+// controller to the status controller.
+type verdictBook struct {
+	mu       sync.Mutex
+	byTenant map[string]judged
+}
+
+// judged is what was compiled, and from which generations.
+type judged struct {
+	compile.Verdicts
+	// sources and destinations are generations by name. A verdict says nothing
+	// of another generation than the one it was made of.
+	sources, destinations map[string]int64
+}
+
+func newVerdictBook() *verdictBook { return &verdictBook{byTenant: map[string]judged{}} }
+
+func (b *verdictBook) set(tenant string, j judged) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.byTenant[tenant] = j
+}
+
+func (b *verdictBook) forget(tenant string) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	delete(b.byTenant, tenant)
+}
+
+func (b *verdictBook) get(tenant string) (judged, bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	j, ok := b.byTenant[tenant]
+	return j, ok
+}
+
+func (b *verdictBook) tenants() []string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return slices.Collect(maps.Keys(b.byTenant))
+}
+
+// keyHolder is a Source that uses a write key.
+type keyHolder struct {
+	tenant, name string
+	created      time.Time
+}
+
+func (a keyHolder) compare(b keyHolder) int {
+	return cmp.Or(a.created.Compare(b.created), strings.Compare(a.tenant, b.tenant), strings.Compare(a.name, b.name))
+}
+
+// writeKeys knows, over all namespaces, which Source is the oldest that uses a
+// write key. Keys are known by their hash only.
+type writeKeys struct {
+	mu     sync.Mutex
+	byHash map[string]map[string]keyHolder // hash -> tenant -> its oldest holder
+	byName map[string]map[string]keyHolder // tenant -> hash -> the same
+}
+
+func newWriteKeys() *writeKeys {
+	return &writeKeys{byHash: map[string]map[string]keyHolder{}, byName: map[string]map[string]keyHolder{}}
+}
+
+// set replaces the keys of a tenant. It returns the other tenants whose
+// verdicts may change by that.
+func (k *writeKeys) set(tenant string, holders map[string]keyHolder) (affected []string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	touched := map[string]bool{}
+	touch := func(hash string) {
+		for other := range k.byHash[hash] {
+			if other != tenant {
+				touched[other] = true
+			}
+		}
+	}
+	for hash := range k.byName[tenant] {
+		if _, still := holders[hash]; !still {
+			touch(hash)
+			delete(k.byHash[hash], tenant)
+			if len(k.byHash[hash]) == 0 {
+				delete(k.byHash, hash)
+			}
+		}
+	}
+	for hash, holder := range holders {
+		if k.byName[tenant][hash] == holder {
+			continue
+		}
+		touch(hash)
+		if k.byHash[hash] == nil {
+			k.byHash[hash] = map[string]keyHolder{}
+		}
+		k.byHash[hash][tenant] = holder
+	}
+	k.byName[tenant] = holders
+	if len(holders) == 0 {
+		delete(k.byName, tenant)
+	}
+	return slices.Sorted(maps.Keys(touched))
+}
+
+// older returns those of a tenant's keys that belong to an older Source of
+// another tenant, with that Source's "namespace/name".
+func (k *writeKeys) older(tenant string) map[string]string {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	found := map[string]string{}
+	for hash, own := range k.byName[tenant] {
+		oldest := own
+		for _, other := range k.byHash[hash] {
+			if other.compare(oldest) < 0 {
+				oldest = other
+			}
+		}
+		if oldest.tenant != tenant {
+			found[hash] = oldest.tenant + "/" + oldest.name
+		}
+	}
+	return found
+}

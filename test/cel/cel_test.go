@@ -1,0 +1,387 @@
+// Package cel holds the kinds' validation rules against a real API server.
+//
+// testdata/valid must be accepted. In testdata/invalid every document has a
+// comment "# want: TEXT" with text of the refusal. The tests also read the CRDs
+// and fail when a rule, pattern, enum or required field has no case, so that a
+// new rule cannot come without one; numeric and length bounds are tried out of
+// the CRDs themselves.
+package cel
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/yaml"
+
+	"github.com/posthorn/posthorn/test/env"
+)
+
+var cluster client.Client
+
+func TestMain(m *testing.M) {
+	os.Exit(func() int {
+		server, err := env.Start()
+		if err == nil {
+			defer func() { _ = server.Stop() }()
+			cluster, err = client.New(server.Config, client.Options{})
+		}
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return 1
+		}
+		return m.Run()
+	}())
+}
+
+// document is one object of a test file.
+type document struct {
+	name   string
+	object *unstructured.Unstructured
+	want   string
+}
+
+// documents reads the test files of a folder; config/samples must be valid too.
+func documents(t *testing.T, dirs ...string) (docs []document) {
+	t.Helper()
+	for _, dir := range dirs {
+		files, err := filepath.Glob(filepath.Join(dir, "*.yaml"))
+		if err != nil || len(files) == 0 {
+			t.Fatalf("no test files in %s (%v)", dir, err)
+		}
+		for _, file := range files {
+			text, err := os.ReadFile(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for i, part := range regexp.MustCompile(`(?m)^---$`).Split(string(text), -1) {
+				d := document{name: fmt.Sprintf("%s#%d", filepath.Base(file), i+1), object: &unstructured.Unstructured{}}
+				if err := yaml.Unmarshal([]byte(part), &d.object.Object); err != nil {
+					t.Fatalf("%s: %v", d.name, err)
+				}
+				if m := regexp.MustCompile(`(?m)^# want: (.+)$`).FindStringSubmatch(part); m != nil {
+					d.want = m[1]
+				}
+				d.object.SetNamespace("default")
+				docs = append(docs, d)
+			}
+		}
+	}
+	return docs
+}
+
+// create asks the API server what it would say, as kubectl does: unknown fields are errors.
+func create(object *unstructured.Unstructured) (*unstructured.Unstructured, error) {
+	made := object.DeepCopy()
+	err := cluster.Create(context.Background(), made, client.DryRunAll, client.FieldValidation("Strict"))
+	return made, err
+}
+
+func TestValid(t *testing.T) {
+	for _, d := range documents(t, "testdata/valid", "../../config/samples") {
+		t.Run(d.name, func(t *testing.T) {
+			if d.object.GetKind() == "Kustomization" {
+				t.Skip("not an object")
+			}
+			if _, err := create(d.object); err != nil {
+				t.Errorf("refused: %v", err)
+			}
+		})
+	}
+}
+
+func TestInvalid(t *testing.T) {
+	for _, d := range documents(t, "testdata/invalid") {
+		t.Run(d.name, func(t *testing.T) {
+			_, err := create(d.object)
+			switch {
+			case d.want == "":
+				t.Error(`the document has no comment "# want: TEXT"`)
+			case err == nil:
+				t.Errorf("accepted; want an error with %q", d.want)
+			case !strings.Contains(err.Error(), d.want):
+				t.Errorf("refused with\n%v\nwant an error with\n%s", err, d.want)
+			}
+		})
+	}
+}
+
+// TestEveryRuleHasACase fails for every constraint in the CRDs that no invalid
+// document breaks.
+func TestEveryRuleHasACase(t *testing.T) {
+	messages, broken := "", map[string]bool{}
+	for _, d := range documents(t, "testdata/invalid") {
+		_, err := create(d.object)
+		if err == nil {
+			continue // TestInvalid says so
+		}
+		messages += err.Error() + "\n"
+		for key := range violations(d.object.GetKind(), err) {
+			broken[key] = true
+		}
+	}
+	for kind, root := range specs(t) {
+		walk(root, kind+" spec", func(path string, s apiextensionsv1.JSONSchemaProps) {
+			for _, rule := range s.XValidations {
+				if rule.Message == "" {
+					t.Errorf("%s: the rule %q has no message", path, rule.Rule)
+				} else if !strings.Contains(messages, rule.Message) {
+					t.Errorf("%s: no invalid document breaks the rule %q", path, rule.Message)
+				}
+			}
+			if s.Pattern != "" && !s.XIntOrString && !broken[path+" pattern"] {
+				t.Errorf("%s: no invalid document breaks the pattern", path)
+			}
+			if len(s.Enum) > 0 && !broken[path+" enum"] {
+				t.Errorf("%s: no invalid document has a value out of the enum", path)
+			}
+			for _, required := range s.Required {
+				if !broken[path+"."+required+" required"] && !strings.Contains(path, "matchExpressions") {
+					t.Errorf("%s.%s: no invalid document lacks it", path, required)
+				}
+			}
+			if s.XListType != nil && (*s.XListType == "set" || *s.XListType == "map") && !broken[path+" duplicate"] {
+				t.Errorf("%s: no invalid document repeats an entry", path)
+			}
+		})
+	}
+}
+
+// TestEverythingIsBounded fails for a string, list or number of the spec without bounds.
+func TestEverythingIsBounded(t *testing.T) {
+	for kind, root := range specs(t) {
+		walk(root, kind+" spec", func(path string, s apiextensionsv1.JSONSchemaProps) {
+			switch {
+			case strings.Contains(path, ".selector."): // rules on the selector as a whole bound it
+			case s.XIntOrString:
+				if len(s.XValidations) == 0 {
+					t.Errorf("%s: a quantity without a rule that bounds it", path)
+				}
+			case s.Type == "string" && s.MaxLength == nil && len(s.Enum) == 0:
+				t.Errorf("%s: a string without maxLength", path)
+			case s.Type == "array" && s.MaxItems == nil:
+				t.Errorf("%s: a list without maxItems", path)
+			case s.Type == "integer" && (s.Minimum == nil || s.Maximum == nil):
+				t.Errorf("%s: a number without minimum and maximum", path)
+			}
+		})
+	}
+}
+
+// TestBounds breaks each bound of the CRDs by one, and meets it exactly.
+func TestBounds(t *testing.T) {
+	full := map[string]*unstructured.Unstructured{}
+	for _, d := range documents(t, "testdata/valid") {
+		if strings.HasPrefix(d.name, "full-") {
+			full[d.object.GetKind()] = d.object
+		}
+	}
+	for kind, root := range specs(t) {
+		if full[kind] == nil {
+			t.Fatalf("no valid document full-*.yaml of kind %s", kind)
+		}
+		walk(root, kind+" spec", func(path string, s apiextensionsv1.JSONSchemaProps) {
+			try := func(violation string, breaks, meets any) {
+				t.Run(path+" "+violation, func(t *testing.T) {
+					for value, want := range map[*any]bool{&breaks: true, &meets: false} {
+						object := full[kind].DeepCopy()
+						if !set(object.Object, strings.TrimPrefix(path, kind+" "), *value) {
+							t.Fatalf("full-*.yaml has no %s to try bounds on", path)
+						}
+						_, err := create(object)
+						if got := violations(kind, err)[path+" "+violation]; got != want {
+							t.Errorf("violation of %s is %v, want %v: %.300v", violation, got, want, err)
+						}
+					}
+				})
+			}
+			if s.MaxLength != nil {
+				try("maxLength", strings.Repeat("a", int(*s.MaxLength)+1), strings.Repeat("a", int(*s.MaxLength)))
+			}
+			if s.MinLength != nil {
+				try("minLength", strings.Repeat("a", int(*s.MinLength)-1), strings.Repeat("a", int(*s.MinLength)))
+			}
+			if s.Maximum != nil {
+				try("maximum", int64(*s.Maximum)+1, int64(*s.Maximum))
+			}
+			if s.Minimum != nil {
+				try("minimum", int64(*s.Minimum)-1, int64(*s.Minimum))
+			}
+			if s.MaxItems != nil {
+				try("maxItems", items(s, int(*s.MaxItems)+1), items(s, int(*s.MaxItems)))
+			}
+			if s.MinItems != nil {
+				try("minItems", items(s, int(*s.MinItems)-1), items(s, int(*s.MinItems)))
+			}
+		})
+	}
+}
+
+func TestDefaults(t *testing.T) {
+	want := map[string]string{
+		"Source": `
+enabled: true
+writeKeySecretRef: {name: web-key, key: writeKey}`,
+		"WebhookDestination": `
+enabled: true
+success: AnyEndpoint
+sources: {names: [web]}
+endpoints: [{name: primary, url: "https://hooks.example/in"}]
+signing: {secretRef: {name: crm, key: sharedSecret}, scheme: HMACSHA1}
+delivery: {timeout: 5s, retryWindow: 4h, minBackoff: 1s, maxBackoff: 5m, maxInFlight: 64}
+deadLetters: {retention: 168h, maxBytes: 1Gi}`,
+	}
+	checked := 0
+	for _, d := range documents(t, "testdata/valid") {
+		if !strings.HasPrefix(d.name, "minimal-") {
+			continue
+		}
+		checked++
+		made, err := create(d.object)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var spec map[string]any
+		if err := yaml.Unmarshal([]byte(want[d.object.GetKind()]), &spec); err != nil {
+			t.Fatal(err)
+		}
+		text := func(v any) string { b, _ := yaml.Marshal(v); return string(b) }
+		if diff := cmp.Diff(text(spec), text(made.Object["spec"])); diff != "" {
+			t.Errorf("%s: defaults (-want +got):\n%s", d.name, diff)
+		}
+	}
+	if checked != len(want) {
+		t.Errorf("%d of %d minimal documents found", checked, len(want))
+	}
+}
+
+// violations names what an error says is wrong, as "Kind path constraint".
+func violations(kind string, err error) map[string]bool {
+	found := map[string]bool{}
+	var status *apierrors.StatusError
+	if !errors.As(err, &status) || status.ErrStatus.Details == nil {
+		return found
+	}
+	constraints := []struct{ text, name string }{
+		{"Too long", "maxLength"}, {"Too many", "maxItems"}, {"must have at most", "maxItems"},
+		{"should be at least", "minLength"}, {"should have at least", "minItems"},
+		{"should be greater than or equal", "minimum"}, {"should be less than or equal", "maximum"},
+		{"should match", "pattern"},
+	}
+	for _, cause := range status.ErrStatus.Details.Causes {
+		path := kind + " " + regexp.MustCompile(`\[[^\]]*\]`).ReplaceAllString(cause.Field, "")
+		switch cause.Type {
+		case metav1.CauseTypeFieldValueRequired:
+			found[path+" required"] = true
+		case metav1.CauseTypeFieldValueNotSupported:
+			found[path+" enum"] = true
+		case metav1.CauseTypeFieldValueDuplicate:
+			found[path+" duplicate"] = true
+		}
+		for _, c := range constraints {
+			if strings.Contains(cause.Message, c.text) || strings.Contains(string(cause.Type), strings.ReplaceAll(c.text, " ", "")) {
+				found[path+" "+c.name] = true
+			}
+		}
+	}
+	return found
+}
+
+// specs returns the schema of each kind's spec.
+func specs(t *testing.T) map[string]apiextensionsv1.JSONSchemaProps {
+	t.Helper()
+	found := map[string]apiextensionsv1.JSONSchemaProps{}
+	files, err := filepath.Glob("../../config/crd/posthorn.dev_*.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var crd apiextensionsv1.CustomResourceDefinition
+		if err := yaml.Unmarshal(text, &crd); err != nil {
+			t.Fatal(err)
+		}
+		found[crd.Spec.Names.Kind] = crd.Spec.Versions[0].Schema.OpenAPIV3Schema.Properties["spec"]
+	}
+	if len(found) < 2 {
+		t.Fatalf("found %d CRDs", len(found))
+	}
+	return found
+}
+
+// walk visits a schema and all below it. The path of a list's items is the list's own.
+func walk(s apiextensionsv1.JSONSchemaProps, path string, visit func(string, apiextensionsv1.JSONSchemaProps)) {
+	visit(path, s)
+	names := make([]string, 0, len(s.Properties))
+	for name := range s.Properties {
+		names = append(names, name)
+	}
+	slices.Sort(names)
+	for _, name := range names {
+		walk(s.Properties[name], path+"."+name, visit)
+	}
+	if s.Items != nil && s.Items.Schema != nil {
+		walk(*s.Items.Schema, path, visit)
+	}
+}
+
+// set puts a value at a path; in lists it goes to the first entry, unless the
+// value is a list itself. It returns false where the path leads nowhere.
+func set(object map[string]any, path string, value any) bool {
+	name, rest, more := strings.Cut(path, ".")
+	current, ok := object[name]
+	if !ok {
+		return false
+	}
+	list, isList := current.([]any)
+	_, toList := value.([]any)
+	switch {
+	case !more && isList && !toList:
+		list[0] = value
+	case !more:
+		object[name] = value
+	case isList:
+		return slices.ContainsFunc(list, func(entry any) bool {
+			m, ok := entry.(map[string]any)
+			return ok && set(m, rest, value)
+		})
+	default:
+		m, ok := current.(map[string]any)
+		return ok && set(m, rest, value)
+	}
+	return true
+}
+
+// items makes a list of n entries that differ.
+func items(s apiextensionsv1.JSONSchemaProps, n int) []any {
+	list := []any{}
+	for i := range n {
+		if s.Items.Schema.Type == "object" {
+			entry := map[string]any{"name": fmt.Sprintf("n%d", i)}
+			for field, value := range map[string]string{"url": "https://hooks.example/", "value": "v"} {
+				if _, ok := s.Items.Schema.Properties[field]; ok {
+					entry[field] = value
+				}
+			}
+			list = append(list, entry)
+		} else {
+			list = append(list, fmt.Sprintf("v%d", i))
+		}
+	}
+	return list
+}
