@@ -22,7 +22,7 @@ import (
 // out, "ok" and the number of checks, or the first fault.
 const judge = `
 'use strict'
-const own = ['writeKey', 'type', 'messageId', 'version', 'context', 'receivedAt', 'sentAt', 'originalTimestamp', 'timestamp', 'Previous ID', 'User ID']
+const own = ['writeKey', 'type', 'messageId', 'version', 'receivedAt', 'sentAt', 'originalTimestamp', 'timestamp', 'Previous ID', 'User ID']
 const without = (o) => { for (const k of own) delete o[k]; return JSON.stringify(o) }
 let checks = 0
 function check(line) {
@@ -39,7 +39,10 @@ function check(line) {
     const want = JSON.stringify(parsed)
     if (again !== want) return 'differs from ' + want
   } else {
-    const want = without(parsed), got = without(JSON.parse(output))
+    const message = JSON.parse(output)
+    if (message.context.ip === '192.0.2.1' && parsed.context?.ip === undefined) delete message.context.ip
+    if (parsed.context == null) delete message.context
+    const want = without(parsed), got = without(message)
     if (got !== want) return 'members differ, ' + got + ' from ' + want
   }
   checks++

@@ -135,7 +135,8 @@ type placed struct {
 //     member by member, not deeper; the call's own members win. An empty array,
 //     which is what some languages make of an empty object, becomes {} in
 //     context, integrations, traits and properties.
-//   - context.ip is the client's address if there is one and the call has no ip.
+//   - Every message has a context; context.ip is the client's address if that is
+//     known and the call has no ip.
 //   - receivedAt is the time of receipt. sentAt is the call's own or the batch's,
 //     as it was sent. originalTimestamp is the timestamp as it was sent, readable
 //     or not. timestamp is receivedAt - (sentAt - originalTimestamp), in ISO 8601
@@ -400,7 +401,13 @@ func (p *parser) accept(index int, c rawCall) *Error {
 	}
 
 	v[fieldIntegrations] = s.merge(p.common[fieldIntegrations], v[fieldIntegrations])
-	v[fieldContext] = s.addIP(s.merge(p.common[fieldContext], v[fieldContext]), p.ClientIP)
+	v[fieldContext] = s.merge(p.common[fieldContext], v[fieldContext])
+	if missing(v[fieldContext]) {
+		v[fieldContext] = []byte("{}")
+	}
+	if p.ClientIP != "" {
+		v[fieldContext] = s.addIP(v[fieldContext], p.ClientIP)
+	}
 
 	v[fieldReceivedAt] = p.receivedAt
 	sentAt := readTime(v[fieldSentAt])
@@ -603,14 +610,8 @@ func (s *scanner) merge(common, own []byte) []byte {
 	return s.out[start:]
 }
 
-// addIP returns a context, which may be nil or null, with a member ip.
+// addIP returns a context with a member ip.
 func (s *scanner) addIP(context []byte, ip string) []byte {
-	if ip == "" {
-		return context
-	}
-	if missing(context) {
-		context = []byte("{}")
-	}
 	for key := range membersOf(context) {
 		if string(context[key.from:key.to]) == `"ip"` {
 			return context

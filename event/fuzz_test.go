@@ -1,0 +1,198 @@
+package event
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"io"
+	"math"
+	"math/big"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"unicode/utf8"
+)
+
+// FuzzCanonical compares with an implementation that shares nothing with the
+// package's own: encoding/json reads, math/big decides about numbers.
+func FuzzCanonical(f *testing.F) {
+	for _, seed := range []string{`{"b":1,"10":[1.50,-0,1e21,1E-7,0.10000000000000001,12345678901234567890,1e400],"a":{"x":null,"x":true},"__proto__":"","":"\u2028\/\u001F\ud83d\ude00"}`,
+		`[[],{},"",0,{"0":{"1":1,"0":0},"a":0,"0":1}]`, "\ufeff 1", `"\ud800"`, "\"\xff\"", "[1,]", "", "1e", `{"a":1,"a`} {
+		f.Add([]byte(seed))
+	}
+	f.Fuzz(func(t *testing.T, in []byte) {
+		got, err := Canonical(in)
+		text := bytes.TrimPrefix(in, []byte("\ufeff"))
+		if code(err) == CodeTooDeep {
+			return
+		}
+		if valid := json.Valid(text); valid != (err == nil) {
+			t.Fatalf("%v, but valid is %t", err, valid)
+		}
+		if err != nil {
+			return
+		}
+		if again, err := Canonical(got); err != nil || !bytes.Equal(again, got) {
+			t.Fatalf("%s becomes %s, %v", got, again, err)
+		}
+		if !utf8.Valid(got) {
+			t.Fatalf("%q is not UTF-8", got)
+		}
+		if !utf8.Valid(text) || loneSurrogate(text) {
+			return // encoding/json reads those in another way
+		}
+		d := json.NewDecoder(bytes.NewReader(text))
+		d.UseNumber()
+		if want := oracle(t, d); want != string(got) {
+			t.Fatalf("%q becomes\n%s, want\n%s", in, got, want)
+		}
+	})
+}
+
+// FuzzParse looks for crashes, and for bodies that are not canonical.
+func FuzzParse(f *testing.F) {
+	f.Add([]byte(`{"batch":[{"type":"track","userId":1,"event":"e","context":{"1":[]},"timestamp":"2009-11-10T23:00:00+0000"},{}],"context":{"a":1,"0":2},"sentAt":"2009-11-10","writeKey":"k"}`), true, "192.0.2.1")
+	f.Add([]byte(`{"userId":"u","event":"e","integrations":{"All":false,"x":{}},"timestamp":1257894000,"sentAt":"","messageId":null}`), false, "")
+	f.Fuzz(func(t *testing.T, in []byte, batch bool, ip string) {
+		r := Request{Type: Track, ReceivedAt: received, ClientIP: ip}
+		if batch {
+			r.Type = ""
+		}
+		b, err := r.Parse(in)
+		if err != nil && code(err) == "" {
+			t.Fatal(err)
+		}
+		for _, c := range b.Calls {
+			if canonical, err := Canonical(c.Body); err != nil || !bytes.Equal(canonical, c.Body) {
+				t.Fatalf("%s is not canonical: %s, %v", c.Body, canonical, err)
+			}
+			var m struct {
+				Type, MessageID, Timestamp string
+				Version                    int
+				Context                    map[string]any
+			}
+			if err := json.Unmarshal(c.Body, &m); err != nil || m.Version != 1 || m.Type != string(c.Type) || m.MessageID == "" || m.Context == nil {
+				t.Fatalf("%+v, %v in %s", m, err, c.Body)
+			}
+			c.Integrations.Allows("Webhooks", "x")
+		}
+		if n := len(b.Calls) + len(b.Rejected); err == nil && n == 0 || len(b.Calls) != len(b.Indexes) {
+			t.Fatalf("%d calls, %d indexes, %d rejected", len(b.Calls), len(b.Indexes), len(b.Rejected))
+		}
+	})
+}
+
+var surrogates = regexp.MustCompile(`(?i)\\u(d[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}|d[89a-f][0-9a-f]{2})`)
+
+func loneSurrogate(text []byte) bool {
+	// An escaped backslash must not be taken for the beginning of an escape.
+	text = bytes.ReplaceAll(text, []byte(`\\`), []byte("_"))
+	return slices.ContainsFunc(surrogates.FindAll(text, -1), func(m []byte) bool { return len(m) == 6 })
+}
+
+// oracle reads one value and returns it as JavaScript prints it.
+func oracle(t *testing.T, d *json.Decoder) string {
+	token, err := d.Token()
+	if err != nil && err != io.EOF {
+		t.Fatal(err)
+	}
+	switch v := token.(type) {
+	case json.Delim:
+		if v == '[' {
+			var elements []string
+			for d.More() {
+				elements = append(elements, oracle(t, d))
+			}
+			_, _ = d.Token()
+			return "[" + strings.Join(elements, ",") + "]"
+		}
+		values, indexes, names := map[string]string{}, []int{}, []string{}
+		for d.More() {
+			key, err := d.Token()
+			if err != nil {
+				t.Fatal(err)
+			}
+			name := key.(string)
+			if _, ok := values[name]; !ok {
+				if n, err := strconv.Atoi(name); err == nil && n >= 0 && n < math.MaxUint32 && strconv.Itoa(n) == name {
+					indexes = append(indexes, n)
+				} else {
+					names = append(names, name)
+				}
+			}
+			values[name] = oracle(t, d)
+		}
+		_, _ = d.Token()
+		slices.Sort(indexes)
+		var members []string
+		for _, n := range indexes {
+			members = append(members, fmt.Sprintf(`"%d":%s`, n, values[strconv.Itoa(n)]))
+		}
+		for _, name := range names {
+			members = append(members, oracleString(name)+":"+values[name])
+		}
+		return "{" + strings.Join(members, ",") + "}"
+	case string:
+		return oracleString(v)
+	case json.Number:
+		return oracleNumber(t, string(v))
+	case bool:
+		return strconv.FormatBool(v)
+	}
+	return "null"
+}
+
+func oracleString(s string) string {
+	var b strings.Builder
+	e := json.NewEncoder(&b)
+	e.SetEscapeHTML(false)
+	_ = e.Encode(s)
+	// encoding/json escapes these two although it need not.
+	text := strings.TrimSuffix(b.String(), "\n")
+	return regexp.MustCompile(`\\(\\|u2028|u2029)`).ReplaceAllStringFunc(text, func(m string) string {
+		return map[string]string{`\\`: `\\`, `\u2028`: "\u2028", `\u2029`: "\u2029"}[m]
+	})
+}
+
+// oracleNumber holds a number against the rules that appendNumber states.
+func oracleNumber(t *testing.T, text string) string {
+	if strings.Trim(strings.FieldsFunc(text, func(r rune) bool { return r|0x20 == 'e' })[0], "-0.") == "" {
+		return "0"
+	}
+	mantissa, exponent, hasExponent := strings.Cut(strings.ToLower(text), "e")
+	e, err := strconv.Atoi(cmp.Or(exponent, "0"))
+	if err != nil || len(text) > 700 || e > 800 || e < -800 {
+		t.Skip() // math/big would need too long
+	}
+	f, err := strconv.ParseFloat(text, 64)
+	if err != nil || f == 0 {
+		return text
+	}
+	short, err := json.Marshal(f) // the form of JavaScript, says its documentation
+	if err != nil {
+		t.Fatal(err)
+	}
+	value, ok1 := new(big.Rat).SetString(text)
+	shortValue, ok2 := new(big.Rat).SetString(string(short))
+	if !ok1 || !ok2 {
+		t.Fatalf("%s or %s is no number", text, short)
+	}
+	if value.Cmp(shortValue) == 0 {
+		return string(short)
+	}
+	if !hasExponent && !strings.Contains(mantissa, ".") {
+		return text
+	}
+	digits := strings.TrimRight(strings.TrimLeft(strings.Replace(strings.TrimPrefix(mantissa, "-"), ".", "", 1), "0"), "0")
+	written, ok := new(big.Rat).SetString(strconv.FormatFloat(f, 'e', len(digits)-1, 64))
+	if !ok {
+		t.Fatal(text)
+	}
+	if value.Cmp(written) == 0 {
+		return string(short)
+	}
+	return text
+}

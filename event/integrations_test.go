@@ -1,0 +1,50 @@
+package event
+
+import "testing"
+
+func TestIntegrationsAllows(t *testing.T) {
+	tests := []struct {
+		object string
+		want   bool // for a destination named "Webhooks", then "crm"
+	}{
+		{``, true}, {`null`, true}, {`{}`, true}, {`{"Other":false}`, true},
+		{`{"All":false}`, false}, {`{"All":true}`, true},
+		{`{"All":false,"Webhooks":true}`, true}, {`{"Webhooks":true,"All":false}`, true},
+		{`{"All":false,"Webhooks":{}}`, true}, {`{"All":false,"Webhooks":{"a":[1,{"b":"}"}]},"x":1}`, true},
+		{`{"Webhooks":false}`, false}, {`{"All":true,"Webhooks":false}`, false},
+		{`{"webhooks":false}`, true}, {`{"all":false}`, true}, // case sensitive
+		{`{"All":false,"webhooks":true}`, false},
+		{`{"crm":false}`, false}, {`{"All":false,"crm":true}`, true},
+		{`{"Webhooks":true,"crm":false}`, false}, {`{"crm":false,"Webhooks":true}`, false}, // the most specific one decides
+		{`{"Webhooks":false,"crm":{}}`, true}, {`{"crm":true,"Webhooks":false,"All":false}`, true},
+		{`{"Webhooks":null}`, true}, {`{"Webhooks":"false"}`, true}, {`{"All":0}`, true}, // no entries
+		{`{"All":false,"Webhooks":1,"crm":null}`, false}, {`{"Webhooks":false,"crm":[]}`, false},
+		{`{"W\u0065bhooks":false}`, false}, {`{"\"crm\"":false}`, true}, {`{"a\nb":false}`, true},
+		{`{"crm":true,"crm":false}`, false},
+	}
+	for _, tt := range tests {
+		in := `{"userId":"u"}`
+		if tt.object != "" {
+			in = `{"userId":"u","integrations":` + tt.object + `}`
+		}
+		b, err := request(Page).Parse([]byte(in))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := b.Calls[0].Integrations.Allows("Webhooks", "crm"); got != tt.want {
+			t.Errorf("%s: %t, want %t", tt.object, got, tt.want)
+		}
+	}
+
+	b, err := request(Page).Parse([]byte(`{"userId":"u","integrations":{"a\nb \"c\"":false,"All":true}}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	i := b.Calls[0].Integrations
+	if i.Allows("a\nb \"c\"") || !i.Allows("a") || !i.Allows() {
+		t.Error("a name with escapes is not found, or too much is")
+	}
+	if !(Integrations{}).Allows("x") {
+		t.Error("nothing said forbids")
+	}
+}
