@@ -46,8 +46,9 @@ type circuit struct {
 	probing  bool
 	probeAt  time.Time
 	interval time.Duration
-	// recovering counts the successes that are still missing after the circuit closed.
+	// recovering counts the successes that are still missing after the circuit closed at closedAt.
 	recovering int
+	closedAt   time.Time
 }
 
 func newCircuit(limit int) circuit {
@@ -77,14 +78,14 @@ func (c *circuit) mayProbe(now time.Time) bool {
 // succeeded records an attempt that the endpoint answered sensibly. inFlight
 // counts the requests in flight, this one included. closed is true when the
 // circuit closed by it.
-func (c *circuit) succeeded(inFlight int, probe bool) (closed bool) {
+func (c *circuit) succeeded(now time.Time, inFlight int, probe bool) (closed bool) {
 	if c.open {
 		if !probe {
 			return false // A straggler from before; only the probe decides.
 		}
 		*c = circuit{
 			limit: c.limit, window: 1, slowStartUntil: max(2, float64(c.limit)/4), cutAt: c.cutAt,
-			interval: c.interval, recovering: recoveringFor,
+			interval: c.interval, recovering: recoveringFor, closedAt: now,
 		}
 		return true
 	}

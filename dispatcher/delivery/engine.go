@@ -75,7 +75,8 @@ type Engine struct {
 	tenants      map[string][]*destination // sorted by name
 	lanes        map[queue.LaneID]*lane
 
-	ready, blocked fifo
+	// ready lanes have work and an endpoint with room for it; blocked ones wait for their share of MaxInFlight.
+	ready, blocked, blockedUnproven fifo
 	// extra holds requests of messages that go to several URLs, for which a worker is still wanted.
 	extra []post
 	// inFlight counts requests, leased the messages that lanes have leased and not settled.
@@ -178,6 +179,8 @@ type lane struct {
 	// next links the lane into the queue that it stands in, if queued.
 	next   *lane
 	queued bool
+	// waited is true from when the lane was blocked until its next request.
+	waited bool
 	// buffer[head:] is leased and not started. Another lease may be under way.
 	buffer  []queue.Delivery
 	scratch []queue.Delivery

@@ -49,6 +49,14 @@ func (h *health) settle(now time.Time, c *circuit) bool {
 	return true
 }
 
+const (
+	// lately is how recent a failure or a success must be to count against or
+	// for an endpoint although the last attempt went the other way.
+	lately = time.Second
+	// recoveryShown is how long an endpoint counts as recovering at most.
+	recoveryShown = 10 * time.Second
+)
+
 // next has some inertia, so that an endpoint that fails one request in a
 // hundred does not change its state all the time; but one with little traffic
 // shows its first failure and its recovery at once.
@@ -59,9 +67,10 @@ func (h *health) next(now time.Time, c *circuit) liveconfig.EndpointState {
 		return liveconfig.EndpointCircuitOpen
 	case h.lastSuccess.IsZero() && h.lastFailure == nil:
 		return liveconfig.EndpointIdle
-	case c.recovering > 0, h.consecutive >= 3, h.consecutive > 0 && now.Sub(h.lastSuccess) > time.Second:
+	case h.consecutive >= 3, h.consecutive > 0 && now.Sub(h.lastSuccess) > lately,
+		c.recovering > 0 && now.Sub(c.closedAt) < recoveryShown:
 		return liveconfig.EndpointDegraded
-	case h.streak >= 5 || failures <= 1:
+	case failures <= 1, h.streak >= 5, h.consecutive == 0 && now.Sub(h.lastFailure.Time) > lately:
 		return liveconfig.EndpointHealthy
 	case failures >= 4:
 		return liveconfig.EndpointDegraded

@@ -15,16 +15,19 @@ func (e *Engine) Report(tenant string) []liveconfig.DestinationReport {
 		id         queue.LaneID
 		superseded int64
 	}
+	now := time.Now()
 	e.mu.Lock()
 	destinations := e.tenants[tenant]
 	reports := make([]liveconfig.DestinationReport, 0, len(destinations))
 	accounts := make([][]account, 0, len(destinations))
+	active := make([]bool, 0, len(destinations))
 	for _, d := range destinations {
 		r := liveconfig.DestinationReport{
 			Name: d.name, Generation: d.set.generation, Revision: d.set.revision,
 			Endpoints: make([]liveconfig.EndpointReport, 0, len(d.set.targets)),
 		}
 		for _, t := range d.set.targets {
+			t.health.settle(now, &t.circuit) // Some states end with time alone.
 			r.Endpoints = append(r.Endpoints, liveconfig.EndpointReport{
 				Name: t.name, State: t.health.state, Since: t.health.since,
 				LastSuccess: t.health.lastSuccess, ConsecutiveFailures: t.health.consecutive, LastFailure: t.health.lastFailure,
@@ -37,7 +40,7 @@ func (e *Engine) Report(tenant string) []liveconfig.DestinationReport {
 		for _, l := range d.lanes {
 			lanes = append(lanes, account{l.id, l.superseded})
 		}
-		reports, accounts = append(reports, r), append(accounts, lanes)
+		reports, accounts, active = append(reports, r), append(accounts, lanes), append(active, d.set.active)
 	}
 	e.mu.Unlock()
 	for i := range reports {
@@ -58,7 +61,7 @@ func (e *Engine) Report(tenant string) []liveconfig.DestinationReport {
 		switch {
 		case r.Pending == 0:
 			r.NextAttempt = time.Time{}
-		case !allOpen(r.Endpoints):
+		case active[i] && !allOpen(r.Endpoints):
 			r.NextAttempt = nextRetry
 		}
 	}

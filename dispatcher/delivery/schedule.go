@@ -162,8 +162,9 @@ func (e *Engine) next(p *post) bool {
 		switch {
 		case l.parked() || !l.hasWork() || !closed && !probe:
 			e.pass(l, now)
-		case l.inFlight >= e.share(l):
-			e.blocked.push(l)
+		case e.mustWait(l):
+			e.block(l)
+			e.unblock()
 		case !closed:
 			if e.startProbe(l, p, now) {
 				return true
@@ -187,14 +188,69 @@ func (e *Engine) next(p *post) bool {
 // what there is, many lanes get equal shares, and something is always left for
 // the next one. Lanes whose endpoints fail, are slow, or have not yet shown
 // that they work share one half; dead ones cannot take what the others live on.
-func (e *Engine) share(l *lane) int {
+func (e *Engine) share(proven bool) int {
 	free := e.MaxInFlight - e.inFlight
-	for _, t := range l.targets {
-		if t.health.proven() {
-			return free
-		}
+	if proven {
+		return free
 	}
 	return free - e.MaxInFlight/2
+}
+
+func (l *lane) proven() bool {
+	for _, t := range l.targets {
+		if t.health.proven() {
+			return true
+		}
+	}
+	return false
+}
+
+// blockedLike returns the queue in which a lane waits for its share.
+func (e *Engine) blockedLike(l *lane) *fifo {
+	if l.proven() {
+		return &e.blocked
+	}
+	return &e.blockedUnproven
+}
+
+// mustWait reports whether a lane has all of its share, or comes behind a lane
+// that waits already and has no more in flight than this one.
+func (e *Engine) mustWait(l *lane) bool {
+	if l.inFlight >= e.share(l.proven()) {
+		return true
+	}
+	first := e.blockedLike(l).head
+	return first != nil && !l.waited && first.inFlight <= l.inFlight
+}
+
+// block makes a lane wait for its share. One that had its turn and found the
+// share taken again keeps its place.
+func (e *Engine) block(l *lane) {
+	if l.waited {
+		e.blockedLike(l).pushFront(l)
+	} else {
+		e.blockedLike(l).push(l)
+	}
+	l.waited = true
+}
+
+// unblock gives the turn to a lane that waits for its share and has it now. It
+// is called whenever a request ends, and when a lane did not use its turn.
+func (e *Engine) unblock() {
+	for _, q := range []*fifo{&e.blocked, &e.blockedUnproven} {
+		share := e.share(q == &e.blocked)
+		for looks := 8; looks > 0 && q.head != nil && share > 0; looks-- {
+			l := q.pop()
+			if l.parked() || !l.hasWork() {
+				continue
+			}
+			if l.inFlight < share {
+				e.ready.push(l)
+				break
+			}
+			q.push(l)
+		}
+	}
 }
 
 // quantum is how many messages a lane leases at once: no more than its
@@ -282,15 +338,7 @@ func (e *Engine) pass(l *lane, now time.Time) {
 	for _, t := range l.targets {
 		e.offer(t.endpoint, now)
 	}
-}
-
-// unblock gives lanes that wait for their share another look.
-func (e *Engine) unblock() {
-	for range 2 {
-		if l := e.blocked.pop(); l != nil {
-			e.ready.push(l)
-		}
-	}
+	e.unblock()
 }
 
 // take removes the first message of the lane's buffer.

@@ -105,6 +105,7 @@ func (e *Engine) startAll(l *lane, d queue.Delivery, to []target, p *post, now t
 
 // account counts a request and offers what room is left to the next lane.
 func (e *Engine) account(p *post, now time.Time) {
+	p.lane.waited = false
 	p.lane.inFlight++
 	p.target.inFlight++
 	e.inFlight++
@@ -348,7 +349,7 @@ func (e *Engine) finish(p *post, r *ended, s settlement, started time.Time) (bac
 				}
 			}
 		}
-	} else if ep.circuit.succeeded(ep.inFlight, p.probe) {
+	} else if ep.circuit.succeeded(now, ep.inFlight, p.probe) {
 		for _, other := range ep.lanes {
 			other.more = true
 		}

@@ -1,0 +1,666 @@
+package delivery
+
+import (
+	"crypto/hmac"
+	"crypto/sha1"
+	"encoding/hex"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+const (
+	urlA = "http://a.test"
+	urlB = "http://b.test"
+	urlC = "http://c.test"
+)
+
+func hexHMAC(key, body string) string {
+	mac := hmac.New(sha1.New, []byte(key))
+	mac.Write([]byte(body))
+	return hex.EncodeToString(mac.Sum(nil))
+}
+
+func TestSigned(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200}))
+		d := dest("crm", urlA)
+		d.Signing = &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("new"), Previous: liveconfig.NewSecret("old")}
+		w.apply(d)
+		w.send("web", 100)
+		w.sleep(time.Second)
+		got := w.client.requests("")
+		if len(got) != 100 {
+			t.Fatalf("%d requests", len(got))
+		}
+		for _, r := range got {
+			if r.headers.Get("X-Signature") != hexHMAC("new", r.body) || r.headers.Get("X-Signature-Previous") != hexHMAC("old", r.body) || r.id() != r.body {
+				t.Fatalf("%+v", r)
+			}
+		}
+		w.end()
+	})
+}
+
+// Signing that is configured and cannot work holds the messages, and nobody else's.
+func TestNeverUnsigned(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200}))
+		unsigned, broken := dest("unsigned", urlA), dest("unpreparable", "http://unpreparable.test")
+		unsigned.Signing = &liveconfig.Signing{Scheme: liveconfig.HMACSHA1}
+		w.apply(dest("ok", urlB), broken, unsigned)
+		w.send("web", 10)
+		w.sleep(time.Hour)
+		if a, b := len(w.client.requests(urlA)), len(w.client.requests(urlB)); a != 0 || b != 10 || len(w.client.requests("")) != 10 {
+			t.Errorf("%d unsigned requests, %d to the other one", a, b)
+		}
+		if r := w.report("unsigned"); r.Pending != 10 {
+			t.Errorf("%+v", r)
+		}
+		unsigned.Signing = &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("k")}
+		w.apply(dest("ok", urlB), dest("unpreparable", urlC), unsigned)
+		w.sleep(time.Second)
+		if a, c := len(w.client.requests(urlA)), len(w.client.requests(urlC)); a != 10 || c != 10 {
+			t.Errorf("after the mend: %d and %d requests", a, c)
+		}
+		w.end()
+	})
+}
+
+func TestHeaderSafe(t *testing.T) {
+	for in, want := range map[string]string{
+		"":                                     "",
+		"022bb90c-bbac-11e4-8dfc-aa07a5b093db": "022bb90c-bbac-11e4-8dfc-aa07a5b093db",
+		"a b":                                  "a+b",
+		"x\r\nX-Evil: 1":                       "x%0D%0AX-Evil%3A+1",
+		"ünïcode":                              "%C3%BCn%C3%AFcode",
+		"\x7f":                                 "%7F",
+	} {
+		if got := headerSafe(in); got != want {
+			t.Errorf("%q: %q, want %q", in, got, want)
+		}
+	}
+}
+
+func TestRefusedIsBuriedAtOnce(t *testing.T) {
+	for status, reason := range map[int]egress.Reason{400: egress.Rejected, 401: egress.Rejected, 404: egress.Rejected, 410: egress.Rejected, 301: egress.Redirected, 307: egress.Redirected} {
+		bubble(t, func(t *testing.T) {
+			w := newWorld(t, always(answer{status: status}))
+			w.apply(dest("crm", urlA))
+			w.send("web", 30)
+			w.sleep(time.Second)
+			if n := len(w.client.requests("")); n != 30 {
+				t.Errorf("%d: %d requests, want one each: a refusal does not open the circuit", status, n)
+			}
+			dead := w.store.dead["ns/crm"]
+			if len(dead) != 30 || dead[0].Failure.Reason != string(reason) || dead[0].Failure.StatusCode != status || dead[0].Attempts != 1 {
+				t.Errorf("%d: %d dead letters, %+v", status, len(dead), dead)
+			}
+			r := w.report("crm")
+			if r.DeadLettered != 30 || r.Endpoints[0].State != liveconfig.EndpointDegraded || r.Endpoints[0].LastFailure.Reason != string(reason) || r.Endpoints[0].ConsecutiveFailures != 30 {
+				t.Errorf("%d: %+v", status, r)
+			}
+			w.end()
+		})
+	}
+}
+
+func TestRetriesUntilDelivered(t *testing.T) {
+	for _, failure := range []answer{{status: 500}, {status: 503}, {status: 429}, {status: 408}, {reason: egress.ConnectionRefused}, {reason: egress.DNSFailed}, {reason: egress.CertificateRejected}, {reason: egress.AddressDenied}, {status: 200, after: time.Hour}} {
+		bubble(t, func(t *testing.T) {
+			n := 0
+			w := newWorld(t, func(request) answer {
+				if n++; n <= 5 {
+					return failure
+				}
+				return answer{status: 200}
+			})
+			w.apply(dest("crm", urlA))
+			w.send("web", 1)
+			w.sleep(min(failure.after, 5*time.Second) + time.Millisecond)
+			if r := w.report("crm"); r.Pending != 1 || r.Endpoints[0].State != liveconfig.EndpointDegraded || r.Endpoints[0].LastFailure == nil {
+				t.Errorf("%+v: while it fails: %+v", failure, r)
+			}
+			w.sleep(5 * time.Minute)
+			if r := w.report("crm"); r.Delivered != 1 || r.Endpoints[0].State != liveconfig.EndpointHealthy {
+				t.Errorf("%+v: in the end: %+v", failure, r)
+			}
+			attempts := w.engine.Attempts("ns/crm", "e0")
+			if len(attempts) != 6 || attempts[0].Number != 1 || attempts[5].Number != 6 || attempts[5].Reason != "" || attempts[0].MessageID != "m1" {
+				t.Errorf("%+v: attempts %+v", failure, attempts)
+			}
+			for i, a := range attempts[1:] {
+				bound := time.Second<<i + 5*time.Second
+				if gap := a.Time.Add(-a.Duration).Sub(attempts[i].Time); gap > bound {
+					t.Errorf("%+v: attempt %d came %v after the one before", failure, i+2, gap)
+				}
+			}
+			w.end()
+		})
+	}
+}
+
+func TestRetryAfterIsHonoured(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 503, retryAfter: 90 * time.Second}))
+		w.apply(dest("crm", urlA))
+		w.send("web", 1)
+		w.sleep(89 * time.Second)
+		if n := len(w.client.requests("")); n != 1 {
+			t.Errorf("%d requests before Retry-After was over", n)
+		}
+		if r := w.report("crm"); time.Until(r.NextAttempt) <= 0 || time.Until(r.NextAttempt) > 3*time.Second {
+			t.Errorf("next attempt in %v", time.Until(r.NextAttempt))
+		}
+		w.sleep(3 * time.Second)
+		if n := len(w.client.requests("")); n != 2 {
+			t.Errorf("%d requests, want the second one after Retry-After", n)
+		}
+		w.end()
+	})
+}
+
+// A message that always fails is tried until its window ends, and then it is a dead letter that tells why.
+func TestWindowEnds(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 502}))
+		w.apply(dest("crm", urlA))
+		w.send("web", 1)
+		begin := time.Now()
+		w.sleep(4*time.Hour - 10*time.Second)
+		if len(w.store.dead["ns/crm"]) != 0 {
+			t.Error("given up too early")
+		}
+		w.sleep(2 * time.Minute)
+		dead := w.store.dead["ns/crm"]
+		if len(dead) != 1 || dead[0].Failure.Reason != "Expired" || dead[0].Failure.StatusCode != 502 || !strings.Contains(dead[0].Failure.Message, "4h0m0s") || !strings.Contains(dead[0].Failure.Message, "ServerError") {
+			t.Fatalf("%+v", dead)
+		}
+		requests := w.client.requests("")
+		if last := requests[len(requests)-1].at.Sub(begin); last > 4*time.Hour {
+			t.Errorf("last request %v after acceptance", last)
+		}
+		n := len(requests)
+		w.sleep(time.Hour)
+		if more := len(w.client.requests("")) - n; more != 0 {
+			t.Errorf("%d requests after the end", more)
+		}
+		w.end()
+	})
+}
+
+// The window also ends for what waits behind an open circuit, a disabled destination, or one that is held.
+func TestWindowEndsWhileParked(t *testing.T) {
+	for _, state := range []liveconfig.State{liveconfig.Active, liveconfig.Disabled, liveconfig.Held} {
+		bubble(t, func(t *testing.T) {
+			w := newWorld(t, always(answer{reason: egress.ConnectionRefused}))
+			d := dest("crm", urlA)
+			d.State = state
+			w.apply(d)
+			w.send("web", 1000)
+			w.sleep(4*time.Hour - time.Minute)
+			w.send("web", 7)
+			if n := len(w.store.dead["ns/crm"]); n > 0 {
+				t.Errorf("%s: %d buried before their time", state, n)
+			}
+			w.sleep(2 * time.Minute)
+			dead := w.store.dead["ns/crm"]
+			if len(dead) != 1000 || dead[0].Failure.Reason != "Expired" {
+				t.Errorf("%s: %d dead letters, want the 1000 old ones", state, len(dead))
+			}
+			if r := w.report("crm"); r.Pending != 7 || r.DeadLettered != 1000 {
+				t.Errorf("%s: %+v", state, r)
+			}
+			w.end()
+		})
+	}
+}
+
+func TestDisabledKeepsAndResumes(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200, after: 10 * time.Millisecond}))
+		d := dest("crm", urlA)
+		w.apply(d)
+		w.send("web", 5000)
+		w.sleep(100 * time.Millisecond)
+		d.State = liveconfig.Disabled
+		w.apply(d)
+		w.sleep(time.Second)
+		before := len(w.client.requests(""))
+		w.send("web", 100)
+		w.sleep(time.Hour)
+		if after := len(w.client.requests("")); after != before || before == 0 || before == 5000 {
+			t.Errorf("%d requests before, %d after a disabled hour", before, after)
+		}
+		if r := w.report("crm"); r.Pending != int64(5100-before) || !r.NextAttempt.IsZero() {
+			t.Errorf("%+v, %d sent", r, before)
+		}
+		d.State = liveconfig.Active
+		w.apply(d)
+		w.sleep(10 * time.Second)
+		if r := w.report("crm"); r.Delivered != 5100 || len(w.client.requests("")) != 5100 {
+			t.Errorf("%+v", r)
+		}
+		w.end()
+	})
+}
+
+func TestAnyEndpoint(t *testing.T) {
+	t.Run("one URL is enough", func(t *testing.T) {
+		bubble(t, func(t *testing.T) {
+			w := newWorld(t, byURL(map[string]answer{urlB: {status: 500}}))
+			w.apply(dest("crm", urlA, urlB))
+			w.send("web", 100)
+			w.sleep(time.Minute)
+			r := w.report("crm")
+			if r.Delivered != 100 || len(w.client.requests(urlA)) != 100 {
+				t.Errorf("%+v", r)
+			}
+			if n := len(w.client.requests(urlB)); n < 10 || n > 20 {
+				t.Errorf("%d requests to the URL that fails", n)
+			}
+			if r.Endpoints[1].State != liveconfig.EndpointCircuitOpen {
+				t.Errorf("%+v", r.Endpoints)
+			}
+			w.end()
+		})
+	})
+	t.Run("every URL gets each message", func(t *testing.T) {
+		bubble(t, func(t *testing.T) {
+			w := newWorld(t, always(answer{status: 200}))
+			w.apply(dest("crm", urlA, urlB, urlC))
+			w.sleep(0)
+			for range 50 { // One at a time: none is left out for want of room.
+				w.send("web", 1)
+				w.sleep(time.Second)
+			}
+			for _, url := range []string{urlA, urlB, urlC} {
+				if n := len(w.client.requests(url)); n != 50 {
+					t.Errorf("%s: %d", url, n)
+				}
+			}
+			if r := w.report("crm"); r.Delivered != 50 {
+				t.Errorf("%+v", r)
+			}
+			w.end()
+		})
+	})
+	t.Run("a slow URL holds nothing back", func(t *testing.T) {
+		bubble(t, func(t *testing.T) {
+			w := newWorld(t, byURL(map[string]answer{urlB: {status: 200, after: 4 * time.Second}}))
+			w.apply(dest("crm", urlA, urlB))
+			w.send("web", 10000)
+			w.sleep(time.Second)
+			if r := w.report("crm"); r.Delivered != 10000 {
+				t.Errorf("%+v", r)
+			}
+			w.sleep(10 * time.Second)
+			if slow := w.client.most[urlB]; slow > 64 {
+				t.Errorf("%d requests at once to the slow URL", slow)
+			}
+			if r := w.report("crm"); r.Endpoints[1].LastSuccess.IsZero() {
+				t.Error("the slow URL's requests did not go on to their end")
+			}
+			w.end()
+		})
+	})
+	t.Run("all fail: retried to all", func(t *testing.T) {
+		bubble(t, func(t *testing.T) {
+			w := newWorld(t, always(answer{status: 500}))
+			w.apply(dest("crm", urlA, urlB))
+			w.send("web", 1)
+			w.sleep(2 * time.Second)
+			a, b := len(w.client.requests(urlA)), len(w.client.requests(urlB))
+			if a != b || a < 2 {
+				t.Errorf("%d and %d requests", a, b)
+			}
+			w.client.set(byURL(map[string]answer{urlA: {status: 500}}))
+			w.sleep(10 * time.Minute)
+			if r := w.report("crm"); r.Delivered != 1 {
+				t.Errorf("%+v", r)
+			}
+			w.end()
+		})
+	})
+	t.Run("refused by one, failed by the other: retried", func(t *testing.T) {
+		bubble(t, func(t *testing.T) {
+			w := newWorld(t, byURL(map[string]answer{urlA: {status: 400}, urlB: {status: 500, after: time.Millisecond}}))
+			w.apply(dest("crm", urlA, urlB))
+			w.send("web", 1)
+			w.sleep(time.Second)
+			if r := w.report("crm"); r.Pending != 1 {
+				t.Errorf("%+v", r)
+			}
+			w.client.set(always(answer{status: 400}))
+			w.sleep(10 * time.Minute)
+			if dead := w.store.dead["ns/crm"]; len(dead) != 1 || dead[0].Failure.Reason != "Rejected" {
+				t.Errorf("%+v", dead)
+			}
+			w.end()
+		})
+	})
+	t.Run("refused by the only URL that is tried: kept for the other", func(t *testing.T) {
+		bubble(t, func(t *testing.T) {
+			w := newWorld(t, always(answer{status: 500}))
+			w.apply(dest("crm", urlA, urlB))
+			w.send("web", 30) // Opens both circuits.
+			w.sleep(10 * time.Minute)
+			w.client.set(byURL(map[string]answer{urlA: {status: 400}, urlB: {reason: egress.ConnectionRefused}}))
+			w.sleep(10 * time.Minute)
+			if dead := w.store.dead["ns/crm"]; len(dead) != 0 {
+				t.Errorf("%d given up while a URL was left out", len(dead))
+			}
+			w.client.set(byURL(map[string]answer{urlA: {status: 400}}))
+			w.sleep(30 * time.Minute)
+			if r := w.report("crm"); r.Delivered != 30 {
+				t.Errorf("%+v", r)
+			}
+			w.end()
+		})
+	})
+}
+
+func TestEveryEndpoint(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, byURL(map[string]answer{urlB: {reason: egress.ConnectionRefused}}))
+		d := dest("crm", urlA, urlB)
+		d.Success = liveconfig.EveryEndpoint
+		w.apply(d)
+		w.send("web", 100)
+		w.sleep(time.Minute)
+		if r := w.report("crm"); r.Accepted != 200 || r.Delivered != 100 || r.Pending != 100 || len(w.client.requests(urlA)) != 100 {
+			t.Errorf("%+v", r)
+		}
+		w.client.set(always(answer{status: 200}))
+		w.sleep(10 * time.Minute)
+		if r := w.report("crm"); r.Delivered != 200 || len(w.client.requests(urlA)) != 100 {
+			t.Errorf("%+v", r)
+		}
+		ids := map[string]int{}
+		for _, r := range w.client.requests(urlB) {
+			ids[r.id()]++
+		}
+		if len(ids) != 100 {
+			t.Errorf("%d messages reached the second URL", len(ids))
+		}
+		w.end()
+	})
+}
+
+// Changing the success policy changes the lanes; nothing is lost, and what came after the change is sent by the new lanes alone.
+func TestSuccessPolicyChanges(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{reason: egress.ConnectionRefused}))
+		d := dest("crm", urlA, urlB)
+		w.apply(d)
+		w.send("web", 100)
+		w.sleep(time.Minute)
+		d.Success = liveconfig.EveryEndpoint
+		w.apply(d)
+		w.send("web", 100)
+		w.sleep(time.Minute)
+		w.client.forget()
+		w.client.set(always(answer{status: 200}))
+		w.sleep(10 * time.Minute)
+		count := map[string]int{}
+		for _, r := range w.client.requests("") {
+			count[r.id()]++
+		}
+		for i := 1; i <= 200; i++ {
+			n := count[fmt.Sprint("m", i)]
+			if i <= 100 && n == 0 || i > 100 && n != 2 {
+				t.Errorf("m%d was sent %d times", i, n)
+			}
+		}
+		if len(w.store.lanes) != 2 {
+			t.Errorf("%d lanes are left: %v", len(w.store.lanes), w.store.lanes)
+		}
+		if r := w.report("crm"); r.Pending != 0 {
+			t.Errorf("%+v", r)
+		}
+		// And back, and forth, under load.
+		for i := range 6 {
+			d.Success = []string{liveconfig.AnyEndpoint, liveconfig.EveryEndpoint}[i%2]
+			w.send("web", 50)
+			w.apply(d)
+			w.send("web", 50)
+			w.sleep(time.Duration(i) * time.Millisecond)
+		}
+		w.sleep(10 * time.Minute)
+		for _, r := range w.client.requests("") {
+			count[r.id()]++
+		}
+		for i := 1; i <= w.next; i++ {
+			if count[fmt.Sprint("m", i)] == 0 {
+				t.Errorf("m%d was never sent", i)
+			}
+		}
+		w.end()
+	})
+}
+
+// A destination that is gone keeps its messages for the grace period, and has them when it comes back.
+func TestOrphans(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, byURL(map[string]answer{urlA: {reason: egress.ConnectionRefused}}))
+		a, b := dest("a", urlA), dest("b", urlB)
+		w.apply(a, b)
+		w.send("web", 10)
+		w.sleep(time.Minute)
+		w.apply(b)
+		w.client.forget()
+		w.sleep(9 * time.Minute)
+		if len(w.client.requests(urlA)) != 0 {
+			t.Error("sent to a destination that is gone")
+		}
+		if !slices.Contains(w.client.forgotten, urlA) || slices.Contains(w.client.forgotten, urlB) {
+			t.Errorf("forgotten: %v", w.client.forgotten)
+		}
+		w.client.set(always(answer{status: 200}))
+		w.apply(a, b)
+		w.sleep(2 * time.Minute)
+		if r := w.report("a"); r.Delivered != 10 {
+			t.Errorf("after it came back: %+v", r)
+		}
+		w.apply(b)
+		w.sleep(9 * time.Minute)
+		if len(w.store.lanes) != 2 {
+			t.Error("dropped before the grace was over")
+		}
+		w.sleep(2 * time.Minute)
+		if len(w.store.lanes) != 1 {
+			t.Errorf("lanes left: %v", w.store.Lanes())
+		}
+		if w.engine.destinations["ns/a"] != nil {
+			t.Error("the destination is still in memory")
+		}
+		w.end()
+	})
+}
+
+// The lanes of an earlier run: what the config names goes on, what it does not name is dropped after the grace, counted anew.
+func TestRestart(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{reason: egress.ConnectionRefused}))
+		w.apply(dest("a", urlA), dest("b", urlB))
+		w.send("web", 100)
+		w.sleep(time.Minute)
+		w.end()
+		w.client.forget()
+		w.client.set(always(answer{status: 200, after: time.Second}))
+		w.restart()
+		w.sleep(time.Hour)
+		if n := len(w.client.requests("")); n != 0 || len(w.store.lanes) != 2 {
+			t.Errorf("before the config: %d requests, %d lanes", n, len(w.store.lanes))
+		}
+		w.apply(dest("b", urlB))
+		w.sleep(900 * time.Millisecond)
+		if n := len(w.client.requests("")); n != 1 {
+			t.Errorf("%d requests at once after a restart, want 1", n)
+		}
+		w.sleep(9 * time.Minute)
+		if r := w.report("b"); r.Delivered != 100 || len(w.store.lanes) != 2 {
+			t.Errorf("%+v", r)
+		}
+		w.sleep(2 * time.Minute)
+		if len(w.store.lanes) != 1 {
+			t.Errorf("lanes left: %v", w.store.Lanes())
+		}
+		w.end()
+	})
+}
+
+// A tenant whose config cannot be taken keeps all it has.
+func TestUnusableTenant(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{reason: egress.ConnectionRefused}))
+		w.apply(dest("a", urlA))
+		w.send("web", 10)
+		w.sleep(time.Minute)
+		w.end()
+		w.restart()
+		if err := w.engine.Apply(liveconfig.NewView(nil, "ns")); err != nil {
+			t.Fatal(err)
+		}
+		w.sleep(24 * time.Hour)
+		if len(w.store.lanes) != 1 || len(w.store.dead["ns/a"]) != 0 {
+			t.Error("something was given up")
+		}
+		w.end()
+	})
+}
+
+// What the store cannot open is an error, and changes nothing.
+func TestApplyFails(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200}))
+		w.apply(dest("a", urlA))
+		w.store.fail = queue.ErrFull
+		if err := w.engine.Apply(w.view(dest("b", urlB))); err == nil {
+			t.Error("no error")
+		}
+		w.store.fail = nil
+		w.send("web", 1)
+		w.sleep(time.Minute)
+		if r := w.report("a"); r.Delivered != 1 {
+			t.Errorf("%+v", r)
+		}
+		w.apply(dest("b", urlB))
+		w.end()
+	})
+}
+
+// A store that fails for a while delays a lane and loses nothing.
+func TestStoreFails(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200}))
+		w.apply(dest("a", urlA))
+		w.sleep(time.Second)
+		w.store.fail = fmt.Errorf("disk on fire")
+		w.send("web", 10)
+		w.sleep(time.Minute)
+		if w.store.leases > 100 {
+			t.Errorf("%d calls of a failing store in a minute", w.store.leases)
+		}
+		w.store.fail = nil
+		w.sleep(2 * time.Second)
+		if r := w.report("a"); r.Delivered != 10 {
+			t.Errorf("%+v", r)
+		}
+		w.end()
+	})
+}
+
+func TestRateLimit(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200}))
+		d := dest("crm", urlA)
+		d.Delivery.RequestsPerSecond = 50
+		w.apply(d, dest("free", urlB))
+		w.send("web", 1000)
+		w.sleep(10 * time.Second)
+		if n := len(w.client.requests(urlA)); n < 480 || n > 510 {
+			t.Errorf("%d requests in 10 s at 50 a second", n)
+		}
+		if n := len(w.client.requests(urlB)); n != 1000 {
+			t.Errorf("%d requests of the other destination", n)
+		}
+		if w.engine.workers > 64 {
+			t.Errorf("%d workers", w.engine.workers)
+		}
+		w.end()
+	})
+}
+
+// Changing a destination under load: no message is lost or settled twice, and what is in flight ends as it began.
+func TestSwapUnderLoad(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200, after: 3 * time.Millisecond}))
+		d := dest("crm", urlA)
+		w.apply(d)
+		w.send("web", 20000)
+		for i := range 100 {
+			w.sleep(5 * time.Millisecond)
+			d = dest("crm", []string{urlA, urlB, urlC}[i%3])
+			d.Delivery.MaxInFlight = 1 + i%64
+			if i%7 == 0 {
+				d.Endpoints = append(d.Endpoints, liveconfig.Endpoint{Name: "second", URL: liveconfig.NewSecret(urlB)})
+			}
+			if i%10 == 0 {
+				d.State = liveconfig.Disabled
+			}
+			d.Signing = &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(fmt.Sprint("k", i))}
+			w.apply(d)
+			_ = w.report("crm")
+		}
+		w.sleep(10 * time.Minute)
+		if r := w.report("crm"); r.Delivered != 20000 || r.Pending != 0 {
+			t.Errorf("%+v", r)
+		}
+		w.end()
+	})
+}
+
+func TestShutdown(t *testing.T) {
+	t.Run("drains", func(t *testing.T) {
+		bubble(t, func(t *testing.T) {
+			w := newWorld(t, always(answer{status: 200, after: 2 * time.Second}))
+			w.apply(dest("crm", urlA))
+			w.send("web", 1000)
+			w.sleep(3 * time.Second)
+			begin := time.Now()
+			w.stop()
+			if took := time.Since(begin); took > 2*time.Second {
+				t.Errorf("stopped after %v", took)
+			}
+			if r := w.report("crm"); r.Delivered != int64(len(w.client.requests(""))) || r.Delivered == 0 {
+				t.Errorf("%+v", r)
+			}
+			w.end()
+		})
+	})
+	t.Run("gives up and gives back", func(t *testing.T) {
+		bubble(t, func(t *testing.T) {
+			w := newWorld(t, always(answer{status: 200, after: 4 * time.Second}), func(o *Options) { o.DrainTimeout = time.Second })
+			w.apply(dest("crm", urlA))
+			w.send("web", 1000)
+			w.sleep(5 * time.Second)
+			begin := time.Now()
+			w.stop()
+			if took := time.Since(begin); took > time.Second {
+				t.Errorf("stopped after %v", took)
+			}
+			r := w.report("crm")
+			if r.Pending != 1000-r.Delivered || r.Retrying != 0 || r.Endpoints[0].ConsecutiveFailures != 0 {
+				t.Errorf("a request that was broken off is no failure: %+v", r)
+			}
+			w.end()
+		})
+	})
+}

@@ -1,0 +1,411 @@
+package delivery
+
+import (
+	"fmt"
+	"runtime"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+func TestCircuitOpens(t *testing.T) {
+	now := time.Unix(0, 0)
+	for _, test := range []struct {
+		name     string
+		outcomes string // . = success, x = failure
+		want     bool
+	}{
+		{"nothing", "", false},
+		{"nine in a row", "xxxxxxxxx", false},
+		{"ten in a row", "xxxxxxxxxx", true},
+		{"a success in between", "xxxxxxxxx.xxxxxxxxx", false},
+		{"half of the last 20", "..........xx.xx.xx.x.x.x.", false},
+		{"half of 20", ".x.x.x.x.x.x.x.x.x.x", true},
+		{"half of fewer than 20", ".x.x.x.x.x", false},
+		{"a tenth", ".........x.........x.........x.........x", false},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			c := newCircuit(64)
+			opened := false
+			for _, o := range test.outcomes {
+				if o == '.' {
+					c.succeeded(now, 1, false)
+				} else if c.failed(now, now, false, 0, 0.5) {
+					opened = true
+				}
+			}
+			if opened != test.want || c.open != test.want {
+				t.Errorf("opened %v, want %v", opened, test.want)
+			}
+		})
+	}
+}
+
+func TestCircuitProbes(t *testing.T) {
+	now := time.Unix(0, 0)
+	c := newCircuit(64)
+	for range openAfter {
+		c.failed(now, now, false, 0, 0.5)
+	}
+	var waits []time.Duration
+	for range 9 {
+		if c.mayProbe(now) || !c.mayProbe(c.probeAt) {
+			t.Fatal("the probe must wait for its time")
+		}
+		waits = append(waits, c.probeAt.Sub(now))
+		now = c.probeAt
+		c.probing = true
+		if c.mayProbe(now.Add(time.Hour)) {
+			t.Fatal("a second probe beside the first")
+		}
+		c.failed(now, now, true, 0, 0.5)
+	}
+	want := []time.Duration{1, 2, 4, 8, 16, 32, 60, 60, 60}
+	for i := range want {
+		want[i] *= time.Second
+	}
+	if !slices.Equal(waits, want) {
+		t.Errorf("waits %v, want %v", waits, want)
+	}
+	// Stragglers change nothing, except that Retry-After is heard.
+	c.succeeded(now, 1, false)
+	c.failed(now, now, false, 0, 0.5)
+	if !c.open || c.probeAt.Sub(now) != time.Minute {
+		t.Errorf("after stragglers: open %v, probe in %v", c.open, c.probeAt.Sub(now))
+	}
+	c.failed(now, now, false, 10*time.Minute, 0.5)
+	if c.probeAt.Sub(now) != 10*time.Minute {
+		t.Errorf("Retry-After of 10 min: probe in %v", c.probeAt.Sub(now))
+	}
+	c.failed(now, now, true, 100*time.Hour, 0.5)
+	if c.probeAt.Sub(now) != time.Hour {
+		t.Errorf("Retry-After of 100 h: probe in %v", c.probeAt.Sub(now))
+	}
+	// A success closes it with the smallest window, and a few failures open it again.
+	if !c.succeeded(now, 1, true) || c.open || c.room(0) != 1 {
+		t.Errorf("after the probe: %+v", c)
+	}
+	for range reopenAfter {
+		c.failed(now, now, false, 0, 0.5)
+	}
+	if !c.open || c.probeAt.Sub(now) != time.Minute {
+		t.Errorf("failed while recovering: open %v, probe in %v", c.open, c.probeAt.Sub(now))
+	}
+	// Once it has recovered, intervals begin anew.
+	c.succeeded(now, 1, true)
+	for range recoveringFor {
+		c.succeeded(now, 1, false)
+	}
+	for range openAfter {
+		c.failed(now, now, false, 0, 0.5)
+	}
+	if c.probeAt.Sub(now) != time.Second {
+		t.Errorf("after recovery: probe in %v", c.probeAt.Sub(now))
+	}
+	// Jitter spreads by a fifth.
+	for rnd, want := range map[float64]time.Duration{0: 800 * time.Millisecond, 0.999999999: 1200 * time.Millisecond} {
+		c := newCircuit(64)
+		for range openAfter {
+			c.failed(now, now, false, 0, rnd)
+		}
+		if got := c.probeAt.Sub(now).Round(time.Millisecond); got != want {
+			t.Errorf("jitter %v: %v, want %v", rnd, got, want)
+		}
+	}
+}
+
+func TestCircuitWindow(t *testing.T) {
+	now := time.Unix(0, 0)
+	c := newCircuit(64)
+	var rounds []int
+	for range 8 { // Each round, a full window succeeds.
+		n := c.room(0)
+		rounds = append(rounds, n)
+		for range n {
+			c.succeeded(now, n, false)
+		}
+	}
+	if rounds[0] != 1 || rounds[1] != 2 || rounds[2] < 3 || rounds[7] != 64 || !slices.IsSorted(rounds) {
+		t.Errorf("windows %v", rounds)
+	}
+	// One failure halves it, and the failures of the same moment do not do so again.
+	started := now
+	now = now.Add(time.Second)
+	for range 5 {
+		c.failed(now, started, false, 0, 0)
+	}
+	if c.room(0) != 32 {
+		t.Errorf("window %d after a failure, want 32", c.room(0))
+	}
+	for range 32 {
+		c.succeeded(now, 32, false)
+	}
+	if c.room(0) != 32 && c.room(0) != 33 {
+		t.Errorf("window %d a round later, want one more", c.room(0))
+	}
+	// What is not used does not grow.
+	for range 1000 {
+		c.succeeded(now, 1, false)
+	}
+	if c.room(0) > 33 {
+		t.Errorf("an unused window grew to %d", c.room(0))
+	}
+	c.setLimit(5)
+	if c.room(0) != 5 {
+		t.Errorf("window %d above its limit", c.room(0))
+	}
+}
+
+// While an endpoint is down it gets one probe at a time at growing intervals,
+// and after an hour's outage with 100,000 messages waiting it meets a ramp.
+func TestOutage(t *testing.T) {
+	for name, down := range map[string]answer{
+		"refused": {reason: egress.ConnectionRefused}, "black hole": {reason: egress.TimedOut, after: time.Hour},
+		"500": {status: 500, after: 10 * time.Millisecond}, "slow": {status: 200, after: 10 * time.Second},
+	} {
+		t.Run(name, func(t *testing.T) {
+			bubble(t, func(t *testing.T) {
+				w := newWorld(t, always(answer{status: 200, after: 10 * time.Millisecond}))
+				w.apply(dest("crm", urlA))
+				w.send("web", 1000)
+				w.sleep(10 * time.Second)
+				w.client.set(always(down))
+				w.send("web", 100000)
+				w.sleep(time.Minute)
+				if r := w.report("crm"); r.Endpoints[0].State != liveconfig.EndpointCircuitOpen || r.NextAttempt.IsZero() {
+					t.Errorf("a minute into the outage: %+v", r)
+				}
+				w.client.forget()
+				leases := w.store.leases
+				w.sleep(time.Hour)
+				probes := w.client.requests("")
+				if n := len(probes); n < 45 || n > 80 {
+					t.Errorf("%d probes in an hour", n)
+				}
+				if most := w.client.most[""]; most != 1 {
+					t.Errorf("%d probes at once", most)
+				}
+				for i := range probes[1:] {
+					if gap := probes[i+1].at.Sub(probes[i].at); gap > 80*time.Second {
+						t.Errorf("%v between two probes", gap)
+					}
+				}
+				if n := w.store.leases - leases; n > 200 {
+					t.Errorf("%d leases during the outage: something is busy", n)
+				}
+				w.client.forget()
+				w.client.set(always(answer{status: 200, after: 10 * time.Millisecond}))
+				w.sleep(80 * time.Second)
+				got := w.client.requests("")
+				if len(got) < 100000 {
+					t.Fatalf("%d requests after recovery; %+v", len(got), w.report("crm"))
+				}
+				begin := got[0].at
+				count := func(from, to time.Duration) (n int) {
+					for _, r := range got {
+						if at := r.at.Sub(begin); at >= from && at < to {
+							n++
+						}
+					}
+					return n
+				}
+				for i, limit := range []int{1, 1, 2, 4, 8, 16, 32} {
+					step := 10 * time.Millisecond
+					if n := count(time.Duration(i)*step, time.Duration(i+1)*step); n > limit {
+						t.Errorf("%d requests in round trip %d, want at most %d", n, i, limit)
+					}
+				}
+				if r := w.report("crm"); r.Delivered != 101000 || r.Endpoints[0].State != liveconfig.EndpointHealthy {
+					t.Errorf("%+v", r)
+				}
+				w.end()
+			})
+		})
+	}
+}
+
+// A message that comes while the circuit is open and the lane is empty is the next probe.
+func TestProbeOfEmptyLane(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 500}))
+		d := dest("crm", urlA)
+		d.Delivery.RetryWindowMS = 60_000
+		w.apply(d)
+		w.send("web", 20)
+		w.sleep(10 * time.Minute)
+		if r := w.report("crm"); r.Pending != 0 || r.Endpoints[0].State != liveconfig.EndpointCircuitOpen {
+			t.Errorf("%+v", r)
+		}
+		w.client.forget()
+		w.sleep(time.Hour)
+		if n := len(w.client.requests("")); n != 0 {
+			t.Errorf("%d requests without a message", n)
+		}
+		w.client.set(always(answer{status: 200}))
+		w.send("web", 5)
+		w.sleep(time.Second)
+		if r := w.report("crm"); r.Delivered != 5 {
+			t.Errorf("%+v", r)
+		}
+		w.end()
+	})
+}
+
+// A change of the destination makes the next probe due at once: the owner has just mended something.
+func TestChangeProbesAtOnce(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{reason: egress.CertificateRejected}))
+		w.apply(dest("crm", urlA))
+		w.send("web", 50)
+		w.sleep(time.Hour)
+		w.client.set(always(answer{status: 200}))
+		w.apply(dest("crm", urlA))
+		w.sleep(time.Second)
+		if len(w.client.requests("")) == 0 || w.report("crm").Delivered == 0 {
+			t.Errorf("%+v", w.report("crm"))
+		}
+		w.sleep(10 * time.Minute)
+		if r := w.report("crm"); r.Delivered != 50 {
+			t.Errorf("%+v", r)
+		}
+		w.end()
+	})
+}
+
+// Twenty destinations, one of them bad in any way: the others do not notice.
+func TestIsolation(t *testing.T) {
+	for name, bad := range map[string]answer{
+		"healthy": {status: 200, after: 5 * time.Millisecond}, "refused": {reason: egress.ConnectionRefused},
+		"black hole": {reason: egress.TimedOut, after: time.Hour}, "5 s slow": {status: 200, after: 4900 * time.Millisecond}, "500": {status: 500},
+	} {
+		t.Run(name, func(t *testing.T) {
+			bubble(t, func(t *testing.T) {
+				w := newWorld(t, func(r request) answer {
+					if r.url == "http://0.test" {
+						return bad
+					}
+					return answer{status: 200, after: 5 * time.Millisecond}
+				}, func(o *Options) { o.MaxInFlight = 128 })
+				var all []liveconfig.Destination
+				for i := range 20 {
+					d := dest(fmt.Sprintf("d%02d", i), fmt.Sprintf("http://%d.test", i))
+					all = append(all, d)
+				}
+				w.apply(all...)
+				w.send("web", 2000)
+				w.sleep(10 * time.Second)
+				var slowest time.Duration
+				begin := w.client.got[0].at
+				for i := 1; i < 20; i++ {
+					got := w.client.requests(fmt.Sprintf("http://%d.test", i))
+					if len(got) != 2000 {
+						t.Errorf("d%02d got %d", i, len(got))
+						continue
+					}
+					slowest = max(slowest, got[1999].at.Sub(begin))
+				}
+				// 19 lanes share about 122 of 128 slots: 2000 messages take 2000/6 round trips of 5 ms.
+				if slowest > 2*time.Second {
+					t.Errorf("the healthy ones took %v", slowest)
+				}
+				t.Logf("the healthy ones took %v", slowest)
+				w.end()
+			})
+		})
+	}
+}
+
+// A thousand lanes, most of them dead and more than there are slots: once every
+// lane had its first turn, the live ones get through at once. Goroutines are bounded.
+func TestThousandLanes(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		before := runtime.NumGoroutine()
+		const slots = 512
+		w := newWorld(t, func(r request) answer {
+			if r.url == urlA {
+				return answer{status: 200, after: 5 * time.Millisecond}
+			}
+			return answer{reason: egress.TimedOut, after: time.Hour}
+		}, func(o *Options) { o.MaxInFlight = slots })
+		var all []liveconfig.Destination
+		for i := range 1000 {
+			url := "http://dead.test"
+			if i%10 == 0 {
+				url = urlA
+			}
+			all = append(all, dest(fmt.Sprintf("d%04d", i), url))
+		}
+		w.apply(all...)
+		w.send("web", 10)
+		w.sleep(20 * time.Second) // 900 dead lanes on 256 slots, 5 s each.
+		if n := len(w.client.requests(urlA)); n != 1000 {
+			t.Errorf("%d of 1000 messages reached the live endpoints in the end", n)
+		}
+		for range 60 {
+			w.sleep(time.Second)
+			if n := runtime.NumGoroutine() - before; n > slots+4+20 {
+				t.Fatalf("%d goroutines", n)
+			}
+			w.client.forget()
+			w.send("web", 1)
+			w.sleep(50 * time.Millisecond)
+			if n := len(w.client.requests(urlA)); n != 100 {
+				t.Fatalf("%d of 100 messages reached the live endpoints", n)
+			}
+		}
+		w.sleep(time.Hour)
+		if most := w.client.most["http://dead.test"]; most > slots/2 {
+			t.Errorf("%d requests at once to dead endpoints", most)
+		}
+		// Parked lanes cost no goroutine: what is left are probes in flight and a few idle workers.
+		if n := runtime.NumGoroutine() - before; n > 150 {
+			t.Errorf("%d goroutines while 900 lanes are parked", n)
+		}
+		w.end()
+	})
+}
+
+// A flood from one Source to a shared destination leaves the other Source its share.
+func TestFloodFromOneSource(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200, after: 10 * time.Millisecond}))
+		d := dest("crm", urlA)
+		d.Sources = []string{"ios", "web"}
+		d.Delivery.MaxInFlight = 10
+		w.apply(d)
+		w.send("web", 100000)
+		w.sleep(time.Second)
+		w.send("ios", 100)
+		begin := time.Now()
+		for w.engine.Store.LaneStats(w.engine.destinations["ns/crm"].lanes[0].id).Pending > 0 && w.engine.Store.LaneStats(w.engine.destinations["ns/crm"].lanes[1].id).Pending > 0 {
+			w.sleep(10 * time.Millisecond)
+		}
+		// 5 of 10 slots: 100 messages take 20 round trips.
+		if took := time.Since(begin); took > 400*time.Millisecond {
+			t.Errorf("the quiet Source's messages took %v", took)
+		}
+		w.end()
+	})
+}
+
+// An idle engine does nothing.
+func TestIdle(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200, after: time.Millisecond}))
+		w.apply(dest("crm", urlA))
+		w.send("web", 5000)
+		w.sleep(5 * time.Minute)
+		if n := len(w.engine.idle); n > 1 {
+			t.Errorf("%d idle workers minutes after the work", n)
+		}
+		leases := w.store.leases
+		w.sleep(time.Hour)
+		if w.store.leases != leases {
+			t.Errorf("%d leases of an empty lane", w.store.leases-leases)
+		}
+		w.end()
+	})
+}
