@@ -3,13 +3,11 @@ package compile
 import (
 	"encoding/base64"
 	"fmt"
-	"math"
 	"slices"
 	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 
@@ -323,15 +321,16 @@ func (b *builder) delivery(d v1alpha1.Delivery) liveconfig.Delivery {
 	return c
 }
 
-// milliseconds returns a duration, its default, or the nearest that is allowed.
+// milliseconds returns a duration, or its default. What is not allowed counts as
+// unset: a window or retention cut to its lower bound would throw messages away.
 func (b *builder) milliseconds(field string, d *metav1.Duration, unset, low, high time.Duration) int64 {
-	if d == nil {
-		return unset.Milliseconds()
+	if d != nil && low <= d.Duration && d.Duration <= high {
+		return d.Milliseconds()
 	}
-	if d.Duration < low || d.Duration > high {
+	if d != nil {
 		b.add(v1alpha1.ReasonInvalidSpec, field, "must be between %v and %v", low, high)
 	}
-	return min(max(d.Duration, low), high).Milliseconds()
+	return unset.Milliseconds()
 }
 
 func (b *builder) filter(f *v1alpha1.Filter) *liveconfig.Filter {
@@ -367,18 +366,11 @@ func (b *builder) deadLetters(d v1alpha1.DeadLetters) liveconfig.DeadLetters {
 		MaxBytes:    1 << 30,
 	}
 	if d.MaxBytes != nil {
-		c.MaxBytes = wholeBytes(*d.MaxBytes)
-		if c.MaxBytes < 0 {
-			b.add(v1alpha1.ReasonInvalidSpec, "spec.deadLetters.maxBytes", "must not be negative; 0 keeps none")
-			c.MaxBytes = 0
+		if d.MaxBytes.Sign() < 0 || d.MaxBytes.CmpInt64(1<<40) > 0 {
+			b.add(v1alpha1.ReasonInvalidSpec, "spec.deadLetters.maxBytes", "must be between 0 and 1Ti")
+		} else {
+			c.MaxBytes = d.MaxBytes.Value()
 		}
 	}
 	return c
-}
-
-func wholeBytes(q resource.Quantity) int64 {
-	if q.CmpInt64(math.MaxInt64) >= 0 {
-		return math.MaxInt64
-	}
-	return q.Value()
 }

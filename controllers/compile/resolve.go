@@ -74,9 +74,9 @@ func checkURL(text string) (u *url.URL, broken string) {
 	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" {
 		return nil, "must be a full URL that starts with http:// or https:// and names a host"
 	}
-	if port := u.Port(); port != "" || strings.HasSuffix(u.Host, ":") {
+	if port := u.Port(); port != "" {
 		if n, err := strconv.Atoi(port); err != nil || n < 1 || n > 65535 {
-			return nil, "must have a port from 1 to 65535, or none"
+			return nil, "must have a port between 1 and 65535"
 		}
 	}
 	if strings.Contains(text, "#") {

@@ -1,0 +1,263 @@
+package health
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+// The API's bounds of a failure's texts.
+const (
+	maxFailureReasonBytes  = 64
+	maxFailureMessageBytes = 512
+	// maxQuotedBytes bounds what a condition quotes of a failure.
+	maxQuotedBytes = 256
+)
+
+// Destination returns the status that follows from the compiler's verdict v and
+// the reports of the ready dispatcher pods. tenant is the namespace.
+//
+// A destination that is held is programmed like any other, as held; Ready is
+// then False with the reason of Accepted. Under AnyEndpoint Delivering is True
+// as long as one endpoint takes messages; its message names those that do not.
+//
+// While numbersDue is false the old status comes back unless there is a
+// transition: see the package comment. Call it again, with numbersDue, at most
+// every 30 s.
+func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, tenant string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.WebhookDestinationStatus {
+	f := gather(v, old.Generation, old.Status.Conditions, tenant, pods, now, func(t *liveconfig.TenantReport) (string, int64) {
+		if d := destinationReport(t, old.Name); d != nil {
+			return d.Revision, d.Generation
+		}
+		return "", -1
+	})
+	s := v1alpha1.WebhookDestinationStatus{
+		ObservedGeneration: old.Generation,
+		Revision:           v.Revision,
+		RevisionTime:       old.Status.RevisionTime.DeepCopy(),
+		Dispatchers:        f.dispatchers(),
+	}
+	if s.Revision != old.Status.Revision || s.RevisionTime == nil {
+		s.RevisionTime = f.now.DeepCopy()
+	}
+
+	var total liveconfig.DestinationReport
+	var lastSuccess time.Time
+	reported, unanswered := 0, 0
+	endpoints := make([]endpoint, len(old.Spec.Endpoints))
+	for i := range endpoints {
+		endpoints[i] = endpoint{name: old.Spec.Endpoints[i].Name, state: liveconfig.EndpointIdle}
+	}
+	for _, pod := range inOrder(pods) {
+		if pod.Report == nil {
+			unanswered++
+			continue
+		}
+		d := destinationReport(pod.tenantReport(tenant), old.Name)
+		if d == nil {
+			continue
+		}
+		reported++
+		total.Delivered += d.Delivered
+		total.Filtered += d.Filtered
+		total.DeadLettered += d.DeadLettered
+		total.Pending += d.Pending
+		total.Retrying += d.Retrying
+		total.OldestPending = earlier(total.OldestPending, d.OldestPending)
+		total.NextAttempt = earlier(total.NextAttempt, d.NextAttempt)
+		for i := range endpoints {
+			for _, e := range d.Endpoints {
+				if e.Name == endpoints[i].name {
+					endpoints[i].add(e)
+					lastSuccess = later(lastSuccess, e.LastSuccess)
+				}
+			}
+		}
+	}
+
+	s.LastSuccessTime = latest(old.Status.LastSuccessTime, lastSuccess)
+	for _, e := range endpoints {
+		var before v1alpha1.EndpointStatus
+		if i := slices.IndexFunc(old.Status.Endpoints, func(o v1alpha1.EndpointStatus) bool { return o.Name == e.name }); i >= 0 {
+			before = old.Status.Endpoints[i]
+		}
+		s.Endpoints = append(s.Endpoints, e.status(before))
+	}
+	// A sum over some of the pods would make the counts jump.
+	if reported > 0 && unanswered == 0 {
+		s.Delivery = &v1alpha1.DeliveryStatus{
+			Delivered: total.Delivered, Filtered: total.Filtered, DeadLettered: total.DeadLettered,
+			Pending: total.Pending, Retrying: total.Retrying,
+			OldestPendingTime: optional(total.OldestPending), NextAttemptTime: optional(total.NextAttempt),
+		}
+	} else {
+		s.Delivery = old.Status.Delivery.DeepCopy()
+	}
+	s.Conditions = f.conditions(true, f.delivering(old.Spec.Success, endpoints))
+	if !numbersDue {
+		return paceDestination(old.Status, s, now)
+	}
+	return s
+}
+
+func destinationReport(t *liveconfig.TenantReport, name string) *liveconfig.DestinationReport {
+	if t == nil {
+		return nil
+	}
+	i := slices.IndexFunc(t.Destinations, func(d liveconfig.DestinationReport) bool { return d.Name == name })
+	if i < 0 {
+		return nil
+	}
+	return &t.Destinations[i]
+}
+
+// delivering is the condition that tells from traffic how deliveries go.
+func (f facts) delivering(success v1alpha1.SuccessPolicy, endpoints []endpoint) metav1.Condition {
+	c := metav1.Condition{Type: v1alpha1.ConditionDelivering}
+	set := func(status metav1.ConditionStatus, reason, message string) metav1.Condition {
+		c.Status, c.Reason, c.Message = status, reason, message
+		return c
+	}
+	if state := f.state(); state != liveconfig.Active {
+		return set(metav1.ConditionFalse, v1alpha1.ReasonHeld, "messages are kept up to the retry window, not sent: "+f.verdict.Message)
+	}
+	var failing []endpoint
+	working := 0
+	for _, e := range endpoints {
+		switch {
+		case e.failing > 0:
+			failing = append(failing, e)
+		case e.state != liveconfig.EndpointIdle:
+			working++
+		}
+	}
+	descriptions := make([]string, len(failing))
+	for i, e := range failing {
+		descriptions[i] = e.describe(f.ready)
+	}
+	described := strings.Join(descriptions, "; ")
+	switch {
+	case working == 0 && len(failing) == 0:
+		if before := f.before(c.Type); before != nil && before.ObservedGeneration == f.generation {
+			return set(before.Status, before.Reason, before.Message)
+		}
+		return set(metav1.ConditionUnknown, v1alpha1.ReasonNoTrafficYet, "nothing has been sent yet")
+	case len(failing) == 0:
+		return set(metav1.ConditionTrue, v1alpha1.ReasonDelivering, "the latest deliveries succeeded")
+	case working > 0 && success != v1alpha1.EveryEndpoint:
+		return set(metav1.ConditionTrue, v1alpha1.ReasonDelivering, "delivered to another endpoint, but "+described)
+	}
+	return set(metav1.ConditionFalse, dominating(failing), described)
+}
+
+// dominating returns the one reason of all failing endpoints, or EndpointFailing.
+func dominating(failing []endpoint) string {
+	reason := failing[0].reason()
+	for _, e := range failing[1:] {
+		if e.reason() != reason {
+			return v1alpha1.ReasonEndpointFailing
+		}
+	}
+	return reason
+}
+
+// endpoint is one endpoint's traffic over all pods.
+type endpoint struct {
+	name string
+	// state is the worst over all pods; since is when it began, at the first of them.
+	state liveconfig.EndpointState
+	since time.Time
+	// failing counts the pods where the latest deliveries fail; open those among
+	// them with an open circuit; failingSince is when the first of them began to.
+	failing, open int
+	failingSince  time.Time
+	lastSuccess   time.Time
+	lastFailure   *liveconfig.Failure
+}
+
+// add takes in what one pod reports.
+func (e *endpoint) add(r liveconfig.EndpointReport) {
+	if severity(r.State) > severity(e.state) {
+		e.state = r.State
+	}
+	e.lastSuccess = later(e.lastSuccess, r.LastSuccess)
+	if r.LastFailure != nil && (e.lastFailure == nil || r.LastFailure.Time.After(e.lastFailure.Time)) {
+		e.lastFailure = r.LastFailure
+	}
+	// An endpoint that recovers is degraded for a while, but it delivers.
+	open := r.State == liveconfig.EndpointCircuitOpen
+	if open || r.State == liveconfig.EndpointDegraded && r.ConsecutiveFailures > 0 {
+		e.failing++
+		e.failingSince = earlier(e.failingSince, r.Since)
+	}
+	if open {
+		e.open++
+	}
+}
+
+func severity(s liveconfig.EndpointState) int {
+	return slices.Index([]liveconfig.EndpointState{liveconfig.EndpointIdle, liveconfig.EndpointHealthy, liveconfig.EndpointDegraded, liveconfig.EndpointCircuitOpen}, s)
+}
+
+// reason of a failing endpoint.
+func (e endpoint) reason() string {
+	switch {
+	case e.open > 0:
+		return v1alpha1.ReasonCircuitOpen
+	case e.lastFailure == nil || e.lastFailure.Reason == "":
+		return v1alpha1.ReasonEndpointFailing
+	}
+	return truncate(e.lastFailure.Reason, maxFailureReasonBytes)
+}
+
+// describe says which endpoint fails, how, and since when, in words that stay
+// the same while it goes on.
+func (e endpoint) describe(pods int) string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "endpoint %s fails", e.name)
+	if e.open > 0 {
+		fmt.Fprintf(&b, ", its circuit is open")
+	}
+	if !e.failingSince.IsZero() {
+		fmt.Fprintf(&b, " since %s", timestamp(e.failingSince).Format(time.RFC3339))
+	}
+	if pods > 1 {
+		fmt.Fprintf(&b, " (seen by %d of %d pods)", e.failing, pods)
+	}
+	if f := e.lastFailure; f != nil {
+		fmt.Fprintf(&b, ": %s", cmp.Or(f.Reason, v1alpha1.ReasonEndpointFailing))
+		if f.StatusCode != 0 {
+			fmt.Fprintf(&b, ", status %d", f.StatusCode)
+		}
+		if f.Message != "" {
+			fmt.Fprintf(&b, ": %s", truncate(f.Message, maxQuotedBytes))
+		}
+	}
+	return b.String()
+}
+
+func (e endpoint) status(before v1alpha1.EndpointStatus) v1alpha1.EndpointStatus {
+	s := v1alpha1.EndpointStatus{
+		Name: e.name, State: v1alpha1.EndpointState(e.state),
+		LastSuccessTime: latest(before.LastSuccessTime, e.lastSuccess),
+		LastFailure:     before.LastFailure.DeepCopy(),
+	}
+	if severity(e.state) < 0 {
+		s.State = v1alpha1.EndpointIdle
+	}
+	if f := e.lastFailure; f != nil && (s.LastFailure == nil || !timestamp(f.Time).Time.Before(s.LastFailure.Time.Time)) {
+		s.LastFailure = &v1alpha1.DeliveryFailure{
+			Time: timestamp(f.Time), Reason: truncate(f.Reason, maxFailureReasonBytes),
+			StatusCode: int32(f.StatusCode), Message: truncate(f.Message, maxFailureMessageBytes),
+		}
+	}
+	return s
+}

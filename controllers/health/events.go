@@ -1,0 +1,80 @@
+package health
+
+import (
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+)
+
+// Event is what a transition is worth telling. Types are those of core/v1;
+// Action is what was done or tried, as events.k8s.io asks for it.
+type Event struct{ Type, Reason, Action, Message string }
+
+// The types of an Event.
+const (
+	EventNormal  = "Normal"
+	EventWarning = "Warning"
+)
+
+// maxNoteBytes bounds an Event's message; the API allows 1,024.
+const maxNoteBytes = 1000
+
+// actions are what the conditions speak of.
+var actions = map[string]string{
+	v1alpha1.ConditionAccepted:   "Compile",
+	v1alpha1.ConditionProgrammed: "Program",
+	v1alpha1.ConditionDelivering: "Deliver",
+	v1alpha1.ConditionReceiving:  "Receive",
+}
+
+// DestinationTransitions returns the Events of a change from old to new: what
+// went wrong, with each new reason, and what recovered. The usual course of a
+// change (Pending, nothing sent yet) and what follows from another condition
+// (Ready, Held) has none.
+func DestinationTransitions(old, new v1alpha1.WebhookDestinationStatus) []Event {
+	return transitions(old.Conditions, new.Conditions)
+}
+
+// SourceTransitions is like DestinationTransitions.
+func SourceTransitions(old, new v1alpha1.SourceStatus) []Event {
+	return transitions(old.Conditions, new.Conditions)
+}
+
+func transitions(old, new []metav1.Condition) []Event {
+	var events []Event
+	for _, c := range new {
+		var was metav1.Condition
+		if before := meta.FindStatusCondition(old, c.Type); before != nil {
+			was = *before
+		}
+		if event, ok := transition(was, c); ok {
+			events = append(events, event)
+		}
+	}
+	return events
+}
+
+func transition(was, is metav1.Condition) (Event, bool) {
+	if was.Status == is.Status && was.Reason == is.Reason {
+		return Event{}, false
+	}
+	quiet := func(c metav1.Condition) bool {
+		return c.Reason == v1alpha1.ReasonPending || c.Type != v1alpha1.ConditionAccepted && aboutSpec(c.Reason)
+	}
+	event := Event{EventNormal, is.Reason, actions[is.Type], truncate(is.Message, maxNoteBytes)}
+	switch {
+	case is.Type == v1alpha1.ConditionReady || is.Status == metav1.ConditionUnknown || quiet(is):
+		return Event{}, false
+	case is.Status == metav1.ConditionFalse:
+		event.Type = EventWarning
+		return event, true
+	// True: a recovery, or the first traffic.
+	case is.Type == v1alpha1.ConditionDelivering || is.Type == v1alpha1.ConditionReceiving:
+		return event, !quiet(was)
+	case is.Type == v1alpha1.ConditionProgrammed:
+		return event, was.Status == metav1.ConditionFalse && !quiet(was)
+	default: // Accepted
+		return event, was.Status != "" || is.Reason == v1alpha1.ReasonDisabled
+	}
+}

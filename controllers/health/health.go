@@ -1,0 +1,223 @@
+// Package health computes the status of Sources and WebhookDestinations from
+// the compiler's verdicts and the dispatcher pods' reports. It is pure: equal
+// facts give an equal status, so that nothing is written when nothing happened.
+//
+// A status has transitions and numbers. Transitions show at once: a condition
+// (of the one that tells of traffic: its status), the revision, the generation,
+// the count of pods, a circuit that opens or closes, a Source's destinations.
+// Numbers (counts, times, failures in words) move along with a transition, or
+// when the caller says that they are due.
+package health
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+// Pod is a dispatcher pod that is ready.
+type Pod struct {
+	Name string
+	// Report is the pod's newest report; nil when it has not answered.
+	Report *liveconfig.Report
+}
+
+const (
+	// maxMessageBytes bounds the message of a condition.
+	maxMessageBytes = 2048
+	// maxListed bounds how many names a message lists.
+	maxListed = 5
+)
+
+// tenantReport returns a pod's part of one tenant, or nil.
+func (p Pod) tenantReport(tenant string) *liveconfig.TenantReport {
+	if p.Report == nil {
+		return nil
+	}
+	i := slices.IndexFunc(p.Report.Tenants, func(t liveconfig.TenantReport) bool { return t.Tenant == tenant })
+	if i < 0 {
+		return nil
+	}
+	return &p.Report.Tenants[i]
+}
+
+// facts are what conditions of either kind are made of.
+type facts struct {
+	verdict    compile.Verdict
+	generation int64
+	old        []metav1.Condition
+	now        metav1.Time
+
+	ready, confirmed int
+	// waiting are the names of the pods that have not confirmed; refused is the
+	// first refusal among them.
+	waiting []string
+	refused string
+}
+
+// gather counts the pods that confirm the object; running returns what a pod
+// runs of it.
+func gather(verdict compile.Verdict, generation int64, old []metav1.Condition, tenant string, pods []Pod, now time.Time, running func(*liveconfig.TenantReport) (revision string, generation int64)) facts {
+	f := facts{verdict: verdict, generation: generation, old: old, now: timestamp(now), ready: len(pods)}
+	for _, pod := range inOrder(pods) {
+		t := pod.tenantReport(tenant)
+		if t != nil {
+			if revision, confirmed := running(t); revision == verdict.Revision && confirmed >= generation {
+				f.confirmed++
+				continue
+			}
+		}
+		f.waiting = append(f.waiting, pod.Name)
+		if t != nil && t.Refused != nil && f.refused == "" {
+			f.refused = fmt.Sprintf("dispatcher pod %s refused the config and keeps the one before: %s", pod.Name, t.Refused.Error)
+		}
+	}
+	return f
+}
+
+func (f facts) dispatchers() *v1alpha1.DispatcherCount {
+	return &v1alpha1.DispatcherCount{Ready: int32(f.ready), Programmed: int32(f.confirmed)}
+}
+
+// state is what the config makes of the object.
+func (f facts) state() liveconfig.State {
+	switch {
+	case f.verdict.State != "":
+		return f.verdict.State
+	case !f.verdict.Accepted:
+		return liveconfig.Held
+	case f.verdict.Reason == v1alpha1.ReasonDisabled:
+		return liveconfig.Disabled
+	}
+	return liveconfig.Active
+}
+
+// conditions returns Accepted, Programmed, Ready and the condition of traffic.
+// programmable is false for an object of which nothing can be in effect.
+func (f facts) conditions(programmable bool, traffic metav1.Condition) []metav1.Condition {
+	accepted := metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: status(f.verdict.Accepted), Reason: f.verdict.Reason, Message: f.verdict.Message}
+	programmed := f.programmed(programmable)
+	ready := metav1.Condition{Type: v1alpha1.ConditionReady, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonReady, Message: "accepted, and every ready dispatcher pod runs it"}
+	for _, c := range []metav1.Condition{programmed, accepted} { // accepted, the cause, has the last word
+		if c.Status != metav1.ConditionTrue {
+			ready.Status, ready.Reason, ready.Message = metav1.ConditionFalse, c.Reason, c.Message
+		}
+	}
+	var out []metav1.Condition
+	for _, c := range []metav1.Condition{accepted, programmed, ready, traffic} {
+		c.ObservedGeneration, c.LastTransitionTime, c.Message = f.generation, f.now, truncate(c.Message, maxMessageBytes)
+		if before := meta.FindStatusCondition(f.old, c.Type); before != nil && before.Status == c.Status && !before.LastTransitionTime.IsZero() {
+			c.LastTransitionTime = before.LastTransitionTime
+		}
+		out = append(out, c)
+	}
+	return out
+}
+
+func (f facts) programmed(programmable bool) metav1.Condition {
+	c := metav1.Condition{Type: v1alpha1.ConditionProgrammed, Status: metav1.ConditionFalse}
+	switch {
+	case !programmable, f.verdict.Reason == v1alpha1.ReasonConfigTooLarge && f.confirmed < f.ready:
+		c.Reason, c.Message = v1alpha1.ReasonNotAccepted, "not accepted, so there is nothing to program; see the condition Accepted"
+	case f.ready == 0:
+		c.Reason, c.Message = v1alpha1.ReasonNoDispatcher, "no dispatcher pod is ready; see the pods of the release's namespace"
+	case f.confirmed == f.ready:
+		c.Status, c.Reason, c.Message = metav1.ConditionTrue, v1alpha1.ReasonProgrammed, "every ready dispatcher pod runs this revision"
+	case f.refused != "":
+		c.Reason, c.Message = v1alpha1.ReasonConfigRefused, f.refused
+	default:
+		c.Reason, c.Message = v1alpha1.ReasonPending, fmt.Sprintf("%d of %d ready dispatcher pods run this revision; waiting for %s", f.confirmed, f.ready, list(f.waiting))
+	}
+	return c
+}
+
+// before returns the condition of an earlier status, for a time without facts:
+// a pod that restarted has seen no traffic, but there was some. It is nil when
+// the condition spoke of the spec and not of traffic.
+func (f facts) before(conditionType string) *metav1.Condition {
+	c := meta.FindStatusCondition(f.old, conditionType)
+	if c == nil || aboutSpec(c.Reason) {
+		return nil
+	}
+	return c
+}
+
+func inOrder(pods []Pod) []Pod {
+	return slices.SortedFunc(slices.Values(pods), func(a, b Pod) int { return cmp.Compare(a.Name, b.Name) })
+}
+
+func status(is bool) metav1.ConditionStatus {
+	if is {
+		return metav1.ConditionTrue
+	}
+	return metav1.ConditionFalse
+}
+
+// list joins names, the first few of them.
+func list(names []string) string {
+	if more := len(names) - maxListed; more > 0 {
+		return fmt.Sprintf("%s and %d more", strings.Join(names[:maxListed], ", "), more)
+	}
+	return strings.Join(names, ", ")
+}
+
+// timestamp has the precision that survives the API.
+func timestamp(t time.Time) metav1.Time { return metav1.NewTime(t.UTC().Truncate(time.Second)) }
+
+// latest returns the later of a time of the old status and one of a report; nil when there is none.
+func latest(old *metav1.Time, t time.Time) *metav1.Time {
+	if t.IsZero() {
+		return old.DeepCopy()
+	}
+	if next := timestamp(t); old == nil || old.Before(&next) {
+		return &next
+	}
+	return old.DeepCopy()
+}
+
+// optional returns nil for the zero time.
+func optional(t time.Time) *metav1.Time {
+	if t.IsZero() {
+		return nil
+	}
+	out := timestamp(t)
+	return &out
+}
+
+// earlier returns the earlier of two times that may be zero.
+func earlier(a, b time.Time) time.Time {
+	if a.IsZero() || !b.IsZero() && b.Before(a) {
+		return b
+	}
+	return a
+}
+
+func later(a, b time.Time) time.Time {
+	if b.After(a) {
+		return b
+	}
+	return a
+}
+
+// truncate cuts at a rune's boundary.
+func truncate(s string, maxBytes int) string {
+	s = strings.ToValidUTF8(s, "\uFFFD")
+	if len(s) <= maxBytes {
+		return s
+	}
+	cut := maxBytes - len("…")
+	for !utf8.RuneStart(s[cut]) {
+		cut--
+	}
+	return s[:cut] + "…"
+}

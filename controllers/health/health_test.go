@@ -1,0 +1,549 @@
+package health
+
+import (
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+var t0 = time.Date(2026, 3, 1, 12, 0, 0, 123456789, time.UTC)
+
+func at(d time.Duration) time.Time { return t0.Add(d) }
+
+const tenant = "shop"
+
+// accepted is the verdict of an object that works.
+func accepted() compile.Verdict {
+	return compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "fine", State: liveconfig.Active, Revision: "r1"}
+}
+
+func refused(reason string) compile.Verdict {
+	return compile.Verdict{Reason: reason, Message: "spec.x: broken; mend it", State: liveconfig.Held, Revision: "r1"}
+}
+
+func disabled() compile.Verdict {
+	return compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonDisabled, Message: "off", State: liveconfig.Disabled, Revision: "r1"}
+}
+
+func destination(success v1alpha1.SuccessPolicy, endpoints ...string) v1alpha1.WebhookDestination {
+	d := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "crm", Generation: 4}}
+	d.Spec.Success = success
+	for _, name := range endpoints {
+		d.Spec.Endpoints = append(d.Spec.Endpoints, v1alpha1.Endpoint{Name: name})
+	}
+	return d
+}
+
+// runs is a pod that runs the destination, with these endpoints.
+func runs(name string, endpoints ...liveconfig.EndpointReport) Pod {
+	return Pod{Name: name, Report: &liveconfig.Report{Pod: name, Ready: true, Tenants: []liveconfig.TenantReport{
+		{Tenant: "other"},
+		{Tenant: tenant, Destinations: []liveconfig.DestinationReport{
+			{Name: "aaa"},
+			{Name: "crm", Generation: 4, Revision: "r1", Delivered: 5, Pending: 2, Retrying: 1, Endpoints: endpoints},
+		}},
+	}}}
+}
+
+func (p Pod) destination() *liveconfig.DestinationReport {
+	return &p.Report.Tenants[1].Destinations[1]
+}
+
+func idle(name string) liveconfig.EndpointReport {
+	return liveconfig.EndpointReport{Name: name, State: liveconfig.EndpointIdle}
+}
+
+func healthy(name string) liveconfig.EndpointReport {
+	return liveconfig.EndpointReport{Name: name, State: liveconfig.EndpointHealthy, Since: at(-time.Hour), LastSuccess: at(-time.Second)}
+}
+
+func failing(name, reason string, code int) liveconfig.EndpointReport {
+	return liveconfig.EndpointReport{
+		Name: name, State: liveconfig.EndpointDegraded, Since: at(-time.Minute), ConsecutiveFailures: 3, LastSuccess: at(-2 * time.Minute),
+		LastFailure: &liveconfig.Failure{Time: at(-time.Second), Reason: reason, StatusCode: code, Message: "the words"},
+	}
+}
+
+func open(name, reason string) liveconfig.EndpointReport {
+	e := failing(name, reason, 0)
+	e.State, e.ConsecutiveFailures = liveconfig.EndpointCircuitOpen, 10
+	return e
+}
+
+func recovering(name string) liveconfig.EndpointReport {
+	e := failing(name, "TimedOut", 0)
+	e.ConsecutiveFailures, e.LastSuccess = 0, at(0)
+	return e
+}
+
+// destinationStatus computes a status, checks what must always hold, and that
+// the same facts give the same status again.
+func destinationStatus(t *testing.T, d v1alpha1.WebhookDestination, v compile.Verdict, pods []Pod, now time.Time) v1alpha1.WebhookDestination {
+	t.Helper()
+	before := *d.DeepCopy()
+	d.Status = Destination(d, v, tenant, pods, now, true)
+	if err := CheckDestination(d); err != nil {
+		t.Errorf("invariants: %v", err)
+	}
+	if diff := cmp.Diff(before.Spec, d.Spec); diff != "" {
+		t.Errorf("the input was changed: %s", diff)
+	}
+	for _, due := range []bool{true, false} {
+		slices.Reverse(pods)
+		again := Destination(overAPI(t, d), v, tenant, pods, now.Add(time.Hour), due)
+		if !equality.Semantic.DeepEqual(d.Status, again) {
+			t.Errorf("equal facts gave another status (numbersDue %v):\n%s", due, cmp.Diff(d.Status, again))
+		}
+	}
+	return d
+}
+
+// overAPI returns what an object is after the API server stored it.
+func overAPI[T any](t *testing.T, in T) (out T) {
+	t.Helper()
+	b, err := json.Marshal(in)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := json.Unmarshal(b, &out); err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
+func TestDestinationConditions(t *testing.T) {
+	any1, any2 := destination(v1alpha1.AnyEndpoint, "a"), destination(v1alpha1.AnyEndpoint, "a", "b")
+	every2 := destination(v1alpha1.EveryEndpoint, "a", "b")
+	tooLarge := compile.Verdict{Reason: v1alpha1.ReasonConfigTooLarge, Message: "too large", State: liveconfig.Active, Revision: "r2"}
+	behind := runs("p2", healthy("a"))
+	behind.destination().Revision = "r0"
+	older := runs("p2", healthy("a"))
+	older.destination().Generation = 3
+	newer := runs("p1", healthy("a"))
+	newer.destination().Generation = 5
+	refusing := runs("p2", healthy("a"))
+	refusing.destination().Revision = "r0"
+	refusing.Report.Tenants[1].Refused = &liveconfig.RefusedConfig{Revision: "x", Error: "destination \"b\": no"}
+	refusingOther := runs("p2", healthy("a"))
+	refusingOther.Report.Tenants[1].Refused = &liveconfig.RefusedConfig{Revision: "x", Error: "destination \"b\": no"}
+	silent := Pod{Name: "p3"}
+	withoutTenant := Pod{Name: "p4", Report: &liveconfig.Report{}}
+
+	for _, tc := range []struct {
+		name    string
+		d       v1alpha1.WebhookDestination
+		v       compile.Verdict
+		pods    []Pod
+		want    string // "status/reason" of the four conditions
+		message string // part of the message of the last condition that is not True, or of Delivering
+	}{
+		{"all is well", any1, accepted(), []Pod{runs("p1", healthy("a"))}, "True/Accepted True/Programmed True/Ready True/Delivering", "latest deliveries succeeded"},
+		{"a pod ahead", any1, accepted(), []Pod{newer}, "True/Accepted True/Programmed True/Ready True/Delivering", ""},
+		{"no pods", any1, accepted(), nil, "True/Accepted False/NoDispatcher False/NoDispatcher Unknown/NoTrafficYet", "nothing has been sent"},
+		{"one of two behind", any1, accepted(), []Pod{runs("p1", healthy("a")), behind}, "True/Accepted False/Pending False/Pending True/Delivering", ""},
+		{"an older generation", any1, accepted(), []Pod{runs("p1", healthy("a")), older}, "True/Accepted False/Pending False/Pending True/Delivering", ""},
+		{"a silent pod", any1, accepted(), []Pod{runs("p1", healthy("a")), silent, withoutTenant}, "True/Accepted False/Pending False/Pending True/Delivering", ""},
+		{"refused", any1, accepted(), []Pod{runs("p1", healthy("a")), refusing}, "True/Accepted False/ConfigRefused False/ConfigRefused True/Delivering", ""},
+		{"refused for another object's sake", any1, accepted(), []Pod{refusingOther}, "True/Accepted True/Programmed True/Ready True/Delivering", ""},
+		{"held", any1, refused(v1alpha1.ReasonSecretNotFound), []Pod{runs("p1", idle("a"))}, "False/SecretNotFound True/Programmed False/SecretNotFound False/Held", "kept up to the retry window, not sent: spec.x: broken; mend it"},
+		{"held, pending", any1, refused(v1alpha1.ReasonSecretNotFound), []Pod{behind}, "False/SecretNotFound False/Pending False/SecretNotFound False/Held", ""},
+		{"held in spite of failures", any1, refused(v1alpha1.ReasonInvalidURL), []Pod{runs("p1", open("a", "TimedOut"))}, "False/InvalidURL True/Programmed False/InvalidURL False/Held", ""},
+		{"disabled", any1, disabled(), []Pod{runs("p1", healthy("a"))}, "True/Disabled True/Programmed True/Ready False/Held", "not sent: off"},
+		{"not accepted but active", any1, compile.Verdict{Reason: v1alpha1.ReasonNoSource, Message: "one is missing", State: liveconfig.Active, Revision: "r1"}, []Pod{runs("p1", healthy("a"))},
+			"False/NoSource True/Programmed False/NoSource True/Delivering", ""},
+		{"config too large", any1, tooLarge, []Pod{runs("p1", healthy("a"))}, "False/ConfigTooLarge False/NotAccepted False/ConfigTooLarge True/Delivering", ""},
+		{"no state in the verdict", any1, compile.Verdict{Reason: v1alpha1.ReasonInvalidURL, Message: "m", Revision: "r1"}, []Pod{runs("p1", healthy("a"))}, "False/InvalidURL True/Programmed False/InvalidURL False/Held", ""},
+
+		{"idle", any1, accepted(), []Pod{runs("p1", idle("a"))}, "True/Accepted True/Programmed True/Ready Unknown/NoTrafficYet", ""},
+		{"degraded", any1, accepted(), []Pod{runs("p1", failing("a", "ServerError", 503))}, "True/Accepted True/Programmed True/Ready False/ServerError", "endpoint a fails since 2026-03-01T11:59:00Z: ServerError, status 503: the words"},
+		{"timeout", any1, accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0))}, "True/Accepted True/Programmed True/Ready False/TimedOut", "TimedOut: the words"},
+		{"certificate", any1, accepted(), []Pod{runs("p1", failing("a", "CertificateRejected", 0))}, "True/Accepted True/Programmed True/Ready False/CertificateRejected", ""},
+		{"no reason given", any1, accepted(), []Pod{runs("p1", failing("a", "", 0))}, "True/Accepted True/Programmed True/Ready False/EndpointFailing", ""},
+		{"circuit open", any1, accepted(), []Pod{runs("p1", open("a", "ConnectionRefused"))}, "True/Accepted True/Programmed True/Ready False/CircuitOpen", "endpoint a fails, its circuit is open since 2026-03-01T11:59:00Z: ConnectionRefused: the words"},
+		{"open at one pod of two", any1, accepted(), []Pod{runs("p1", healthy("a")), runs("p2", open("a", "TimedOut"))}, "True/Accepted True/Programmed True/Ready False/CircuitOpen", "seen by 1 of 2 pods"},
+		{"recovering", any1, accepted(), []Pod{runs("p1", recovering("a"))}, "True/Accepted True/Programmed True/Ready True/Delivering", ""},
+		{"any: one of two fails", any2, accepted(), []Pod{runs("p1", healthy("a"), open("b", "TimedOut"))}, "True/Accepted True/Programmed True/Ready True/Delivering", "delivered to another endpoint, but endpoint b fails, its circuit is open"},
+		{"any: one fails, one idle", any2, accepted(), []Pod{runs("p1", idle("a"), failing("b", "TimedOut", 0))}, "True/Accepted True/Programmed True/Ready False/TimedOut", "endpoint b"},
+		{"any: both fail alike", any2, accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0), failing("b", "TimedOut", 0))}, "True/Accepted True/Programmed True/Ready False/TimedOut", "endpoint a fails since 2026-03-01T11:59:00Z: TimedOut: the words; endpoint b fails"},
+		{"any: both fail, each in its way", any2, accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0), failing("b", "DNSFailed", 0))}, "True/Accepted True/Programmed True/Ready False/EndpointFailing", ""},
+		{"every: one of two fails", every2, accepted(), []Pod{runs("p1", healthy("a"), failing("b", "Rejected", 404))}, "True/Accepted True/Programmed True/Ready False/Rejected", "endpoint b fails since 2026-03-01T11:59:00Z: Rejected, status 404"},
+		{"every: one idle", every2, accepted(), []Pod{runs("p1", healthy("a"), idle("b"))}, "True/Accepted True/Programmed True/Ready True/Delivering", ""},
+		{"an endpoint that the spec has no more", any1, accepted(), []Pod{runs("p1", healthy("a"), open("gone", "TimedOut"))}, "True/Accepted True/Programmed True/Ready True/Delivering", ""},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			d := destinationStatus(t, tc.d, tc.v, tc.pods, t0)
+			if got := summary(d.Status.Conditions); got != tc.want {
+				t.Errorf("got  %s\nwant %s", got, tc.want)
+			}
+			if message := meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionDelivering).Message; !strings.Contains(message, tc.message) {
+				t.Errorf("message %q does not contain %q", message, tc.message)
+			}
+		})
+	}
+}
+
+func summary(conditions []metav1.Condition) string {
+	var out []string
+	for _, c := range conditions {
+		out = append(out, string(c.Status)+"/"+c.Reason)
+	}
+	return strings.Join(out, " ")
+}
+
+func TestProgrammedMessages(t *testing.T) {
+	message := func(pods ...Pod) string {
+		d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), pods, t0)
+		return meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionProgrammed).Message
+	}
+	if got := message(runs("p1"), Pod{Name: "p2"}); got != "1 of 2 ready dispatcher pods run this revision; waiting for p2" {
+		t.Error(got)
+	}
+	refusing := Pod{Name: "p2", Report: &liveconfig.Report{Tenants: []liveconfig.TenantReport{{Tenant: tenant, Refused: &liveconfig.RefusedConfig{Error: "because"}}}}}
+	if got := message(runs("p1"), refusing); got != "dispatcher pod p2 refused the config and keeps the one before: because" {
+		t.Error(got)
+	}
+	var many []Pod
+	for i := range 1000 {
+		many = append(many, Pod{Name: fmt.Sprintf("p%03d", i)})
+	}
+	if got := message(many...); got != "0 of 1000 ready dispatcher pods run this revision; waiting for p000, p001, p002, p003, p004 and 995 more" {
+		t.Error(got)
+	}
+}
+
+func TestDestinationNumbersAddUp(t *testing.T) {
+	p1, p2 := runs("p1", healthy("a")), runs("p2", failing("a", "TimedOut", 0))
+	*p1.destination() = liveconfig.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Delivered: 1, Filtered: 2, DeadLettered: 3, Pending: 4, Retrying: 1, OldestPending: at(-time.Hour), NextAttempt: at(time.Minute), Endpoints: p1.destination().Endpoints}
+	*p2.destination() = liveconfig.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Delivered: 10, Filtered: 20, DeadLettered: 30, Pending: 40, Retrying: 10, OldestPending: at(-2 * time.Hour), Endpoints: p2.destination().Endpoints}
+	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{p1, p2}, t0)
+	sec := func(d time.Duration) *metav1.Time { x := timestamp(at(d)); return &x }
+	want := &v1alpha1.DeliveryStatus{Delivered: 11, Filtered: 22, DeadLettered: 33, Pending: 44, Retrying: 11, OldestPendingTime: sec(-2 * time.Hour), NextAttemptTime: sec(time.Minute)}
+	if diff := cmp.Diff(want, d.Status.Delivery); diff != "" {
+		t.Error(diff)
+	}
+	wantEndpoints := []v1alpha1.EndpointStatus{{
+		Name: "a", State: v1alpha1.EndpointDegraded, LastSuccessTime: sec(-time.Second),
+		LastFailure: &v1alpha1.DeliveryFailure{Time: *sec(-time.Second), Reason: "TimedOut", Message: "the words"},
+	}}
+	if diff := cmp.Diff(wantEndpoints, d.Status.Endpoints); diff != "" {
+		t.Error(diff)
+	}
+	if diff := cmp.Diff(&v1alpha1.DispatcherCount{Ready: 2, Programmed: 2}, d.Status.Dispatchers); diff != "" {
+		t.Error(diff)
+	}
+	if !d.Status.LastSuccessTime.Equal(sec(-time.Second)) {
+		t.Errorf("lastSuccessTime %v", d.Status.LastSuccessTime)
+	}
+
+	t.Run("a pod that does not answer leaves the sums", func(t *testing.T) {
+		d := destinationStatus(t, d, accepted(), []Pod{p1, {Name: "p2"}}, at(time.Minute))
+		if diff := cmp.Diff(want, d.Status.Delivery); diff != "" {
+			t.Error(diff)
+		}
+	})
+	t.Run("a restart leaves history and condition", func(t *testing.T) {
+		fresh := runs("p1", idle("a"))
+		fresh.destination().Delivered = 11
+		d := destinationStatus(t, d, accepted(), []Pod{fresh}, at(time.Minute))
+		if got := summary(d.Status.Conditions); !strings.HasSuffix(got, "False/TimedOut") {
+			t.Error(got)
+		}
+		wantEndpoints[0].State = v1alpha1.EndpointIdle
+		if diff := cmp.Diff(wantEndpoints, d.Status.Endpoints); diff != "" {
+			t.Error(diff)
+		}
+		if !d.Status.LastSuccessTime.Equal(sec(-time.Second)) {
+			t.Errorf("lastSuccessTime %v", d.Status.LastSuccessTime)
+		}
+	})
+	t.Run("another generation makes a condition without traffic unknown", func(t *testing.T) {
+		d := *d.DeepCopy()
+		d.Generation = 5
+		fresh := runs("p1", idle("a"))
+		fresh.destination().Generation = 5
+		d = destinationStatus(t, d, accepted(), []Pod{fresh}, at(time.Minute))
+		if got := summary(d.Status.Conditions); !strings.HasSuffix(got, "Unknown/NoTrafficYet") {
+			t.Error(got)
+		}
+	})
+}
+
+func TestTransitionTimes(t *testing.T) {
+	d := destination(v1alpha1.AnyEndpoint, "a")
+	step := func(now time.Time, v compile.Verdict, e liveconfig.EndpointReport, want map[string]time.Duration) {
+		t.Helper()
+		d = destinationStatus(t, d, v, []Pod{runs("p1", e)}, now)
+		for conditionType, after := range want {
+			if got := meta.FindStatusCondition(d.Status.Conditions, conditionType).LastTransitionTime; !got.Time.Equal(timestamp(at(after)).Time) {
+				t.Errorf("at %v: %s changed at %v, want %v", now.Sub(t0), conditionType, got.Sub(t0.Truncate(time.Second)), after)
+			}
+		}
+	}
+	step(at(0), accepted(), idle("a"), map[string]time.Duration{"Ready": 0, "Delivering": 0})
+	step(at(time.Minute), accepted(), healthy("a"), map[string]time.Duration{"Ready": 0, "Delivering": time.Minute})
+	step(at(2*time.Minute), accepted(), failing("a", "TimedOut", 0), map[string]time.Duration{"Ready": 0, "Delivering": 2 * time.Minute})
+	step(at(3*time.Minute), accepted(), open("a", "TimedOut"), map[string]time.Duration{"Ready": 0, "Delivering": 2 * time.Minute})
+	step(at(4*time.Minute), refused(v1alpha1.ReasonInvalidURL), open("a", "TimedOut"), map[string]time.Duration{"Ready": 4 * time.Minute, "Accepted": 4 * time.Minute, "Programmed": 0, "Delivering": 2 * time.Minute})
+	if got := d.Status.RevisionTime; !got.Time.Equal(timestamp(t0).Time) {
+		t.Errorf("revisionTime %v", got)
+	}
+	v := accepted()
+	v.Revision = "r2"
+	step(at(5*time.Minute), v, healthy("a"), map[string]time.Duration{"Ready": 4 * time.Minute, "Programmed": 5 * time.Minute})
+	if got := d.Status.RevisionTime; !got.Time.Equal(timestamp(at(5 * time.Minute)).Time) {
+		t.Errorf("revisionTime %v", got)
+	}
+}
+
+func TestNumbersWaitTransitionsDoNot(t *testing.T) {
+	base := runs("p1", healthy("a"))
+	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{base}, t0)
+	for _, tc := range []struct {
+		name      string
+		v         compile.Verdict
+		change    func(*liveconfig.DestinationReport)
+		immediate bool
+	}{
+		{"counts", accepted(), func(r *liveconfig.DestinationReport) { r.Delivered++; r.Pending++; r.OldestPending = t0 }, false},
+		{"last success", accepted(), func(r *liveconfig.DestinationReport) { r.Endpoints[0].LastSuccess = at(time.Minute) }, false},
+		{"a failure that is over", accepted(), func(r *liveconfig.DestinationReport) {
+			r.Endpoints[0].LastFailure = failing("a", "TimedOut", 0).LastFailure
+		}, false},
+		{"degraded, but delivering", accepted(), func(r *liveconfig.DestinationReport) { r.Endpoints[0] = recovering("a") }, false},
+		{"failing", accepted(), func(r *liveconfig.DestinationReport) { r.Endpoints[0] = failing("a", "TimedOut", 0) }, true},
+		{"revision", compile.Verdict{Accepted: true, Reason: "Accepted", Message: "fine", State: liveconfig.Active, Revision: "r9"}, func(*liveconfig.DestinationReport) {}, true},
+		{"pod behind", accepted(), func(r *liveconfig.DestinationReport) { r.Revision = "r0" }, true},
+		{"disabled", disabled(), func(*liveconfig.DestinationReport) {}, true},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			pod := runs("p1", healthy("a"))
+			tc.change(pod.destination())
+			due := Destination(d, tc.v, tenant, []Pod{pod}, at(time.Second), true)
+			if equality.Semantic.DeepEqual(d.Status, due) {
+				t.Error("no change, although the numbers are due")
+			}
+			soon := Destination(d, tc.v, tenant, []Pod{pod}, at(time.Second), false)
+			if moved := !equality.Semantic.DeepEqual(d.Status, soon); moved != tc.immediate {
+				t.Errorf("moved at once: %v\n%s", moved, cmp.Diff(d.Status, soon))
+			}
+			if tc.immediate && !equality.Semantic.DeepEqual(soon, due) {
+				t.Errorf("a transition does not bring the numbers along:\n%s", cmp.Diff(due, soon))
+			}
+		})
+	}
+}
+
+// While it fails, other reasons wait; a circuit that opens, and the recovery do not.
+func TestPaceOfFailures(t *testing.T) {
+	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0))}, t0)
+	soon := func(e liveconfig.EndpointReport, after time.Duration) string {
+		d := d.DeepCopy()
+		d.Status = Destination(*d, accepted(), tenant, []Pod{runs("p1", e)}, at(after), false)
+		if err := CheckDestination(*d); err != nil {
+			t.Error(err)
+		}
+		return summary(d.Status.Conditions[3:])
+	}
+	if got := soon(failing("a", "ServerError", 500), time.Second); got != "False/TimedOut" {
+		t.Error(got)
+	}
+	if got := soon(open("a", "ServerError"), time.Second); got != "False/CircuitOpen" {
+		t.Error(got)
+	}
+	if got := soon(healthy("a"), time.Second); got != "False/TimedOut" {
+		t.Errorf("a recovery after a second shows at once: %s", got)
+	}
+	if got := soon(healthy("a"), 10*time.Second); got != "True/Delivering" {
+		t.Error(got)
+	}
+	if got := summary(Destination(d, accepted(), tenant, []Pod{runs("p1", healthy("a"))}, at(time.Second), true).Conditions[3:]); got != "True/Delivering" {
+		t.Errorf("when numbers are due: %s", got)
+	}
+}
+
+func TestLongTextsAreCut(t *testing.T) {
+	long := strings.Repeat("ä", 40000)
+	e := failing("a", long, 500)
+	e.LastFailure.Message = long
+	v := refused(v1alpha1.ReasonInvalidURL)
+	v.Message = long
+	destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), v, []Pod{runs("p1", e)}, t0)
+	pod := runs("p1")
+	pod.destination().Revision = "r0"
+	pod.Report.Tenants[1].Refused = &liveconfig.RefusedConfig{Error: long + "\xff"}
+	destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{pod}, t0)
+}
+
+func source() v1alpha1.Source {
+	return v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "web", Generation: 2}}
+}
+
+func takes(name string, r liveconfig.SourceReport) Pod {
+	r.Name, r.Generation, r.Revision = "web", 2, "r1"
+	return Pod{Name: name, Report: &liveconfig.Report{Tenants: []liveconfig.TenantReport{{Tenant: tenant, Sources: []liveconfig.SourceReport{{Name: "aaa"}, r}}}}}
+}
+
+func sourceStatus(t *testing.T, s v1alpha1.Source, v compile.Verdict, pods []Pod, now time.Time) v1alpha1.Source {
+	t.Helper()
+	s.Status = Source(s, v, tenant, pods, now, true)
+	if err := CheckSource(s); err != nil {
+		t.Errorf("invariants: %v", err)
+	}
+	for _, due := range []bool{true, false} {
+		slices.Reverse(pods)
+		again := Source(overAPI(t, s), v, tenant, pods, now.Add(time.Hour), due)
+		if !equality.Semantic.DeepEqual(s.Status, again) {
+			t.Errorf("equal facts gave another status (numbersDue %v):\n%s", due, cmp.Diff(s.Status, again))
+		}
+	}
+	return s
+}
+
+func TestSourceConditions(t *testing.T) {
+	full := takes("p2", liveconfig.SourceReport{Accepted: 5})
+	full.Report.Storage.Pressure = true
+	for _, tc := range []struct {
+		name    string
+		v       compile.Verdict
+		pods    []Pod
+		want    string
+		message string
+	}{
+		{"receiving", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5, LastAccepted: at(-time.Second)})}, "True/Accepted True/Programmed True/Ready True/Receiving", ""},
+		{"receiving, after a restart", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5})}, "True/Accepted True/Programmed True/Ready True/Receiving", ""},
+		{"no call yet", accepted(), []Pod{takes("p1", liveconfig.SourceReport{})}, "True/Accepted True/Programmed True/Ready Unknown/NoTrafficYet", ""},
+		{"no pods", accepted(), nil, "True/Accepted False/NoDispatcher False/NoDispatcher Unknown/NoTrafficYet", ""},
+		{"only refusals", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Rejected: 3, LastRejected: at(-time.Second), LastRejection: "not JSON"})}, "True/Accepted True/Programmed True/Ready False/RejectingCalls", "the latest calls were all refused: not JSON"},
+		{"refusals for a while", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(-time.Hour), LastRejected: at(0)})}, "True/Accepted True/Programmed True/Ready False/RejectingCalls", ""},
+		{"some refusals among the good ones", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(-time.Second), LastRejected: at(0)})}, "True/Accepted True/Programmed True/Ready True/Receiving", ""},
+		{"refusals at one pod, good ones at another", accepted(), []Pod{takes("p1", liveconfig.SourceReport{LastRejected: at(0)}), takes("p2", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(-time.Second)})}, "True/Accepted True/Programmed True/Ready True/Receiving", ""},
+		{"quota full", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5, StoragePressure: true}), takes("p2", liveconfig.SourceReport{Accepted: 5})}, "True/Accepted True/Programmed True/Ready False/StoragePressure", "1 of 2 dispatcher pods"},
+		{"disk full", accepted(), []Pod{takes("p1", liveconfig.SourceReport{}), full}, "True/Accepted True/Programmed True/Ready False/StoragePressure", ""},
+		{"disabled", disabled(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5})}, "True/Disabled True/Programmed True/Ready False/Disabled", "403"},
+		{"not accepted", refused(v1alpha1.ReasonWriteKeyConflict), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5})}, "False/WriteKeyConflict False/NotAccepted False/WriteKeyConflict False/NotAccepted", "spec.x: broken"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			s := sourceStatus(t, source(), tc.v, tc.pods, t0)
+			if got := summary(s.Status.Conditions); got != tc.want {
+				t.Errorf("got  %s\nwant %s", got, tc.want)
+			}
+			if message := s.Status.Conditions[3].Message; !strings.Contains(message, tc.message) {
+				t.Errorf("message %q does not contain %q", message, tc.message)
+			}
+		})
+	}
+}
+
+func TestSourceNumbers(t *testing.T) {
+	v := accepted()
+	for i := range 150 {
+		v.Destinations = append(v.Destinations, fmt.Sprintf("d%03d", i))
+	}
+	p1 := takes("p1", liveconfig.SourceReport{Accepted: 1, Rejected: 2, Duplicates: 3, LastAccepted: at(-time.Minute)})
+	p2 := takes("p2", liveconfig.SourceReport{Accepted: 10, Rejected: 20, Duplicates: 30, LastAccepted: at(-time.Second)})
+	s := sourceStatus(t, source(), v, []Pod{p1, p2}, t0)
+	want := &v1alpha1.CallCounts{Accepted: 11, Rejected: 22, Duplicates: 33}
+	if diff := cmp.Diff(want, s.Status.Calls); diff != "" {
+		t.Error(diff)
+	}
+	if len(s.Status.Destinations) != 100 || !s.Status.LastReceivedTime.Time.Equal(timestamp(at(-time.Second)).Time) {
+		t.Errorf("%d destinations, last received %v", len(s.Status.Destinations), s.Status.LastReceivedTime)
+	}
+	s = sourceStatus(t, s, v, []Pod{p1, {Name: "p2"}}, at(time.Minute))
+	if diff := cmp.Diff(want, s.Status.Calls); diff != "" {
+		t.Errorf("a pod that does not answer: %s", diff)
+	}
+	s = sourceStatus(t, s, v, nil, at(time.Minute))
+	if got := summary(s.Status.Conditions[3:]); got != "True/Receiving" {
+		t.Errorf("without pods: %s", got)
+	}
+
+	more := takes("p2", liveconfig.SourceReport{Accepted: 11, LastAccepted: at(0)})
+	s = sourceStatus(t, s, v, []Pod{p1, p2}, at(time.Minute))
+	if next := Source(s, v, tenant, []Pod{p1, more}, at(time.Minute), false); !equality.Semantic.DeepEqual(next, s.Status) {
+		t.Errorf("numbers moved before they were due: %s", cmp.Diff(s.Status, next))
+	}
+	if next := Source(s, disabled(), tenant, []Pod{p1, more}, at(time.Minute), false); next.Calls.Accepted != 12 {
+		t.Errorf("a transition does not bring the numbers along: %+v", next.Calls)
+	}
+}
+
+func TestTransitions(t *testing.T) {
+	d := destination(v1alpha1.AnyEndpoint, "a")
+	noPods := []Pod{}
+	for i, step := range []struct {
+		v    compile.Verdict
+		pods []Pod
+		want string
+	}{
+		{refused(v1alpha1.ReasonSecretNotFound), []Pod{{Name: "p1"}}, "Warning SecretNotFound"},
+		{refused(v1alpha1.ReasonSecretNotFound), []Pod{runs("p1", idle("a"))}, ""},
+		{refused(v1alpha1.ReasonSecretKeyMissing), []Pod{runs("p1", idle("a"))}, "Warning SecretKeyMissing"},
+		{accepted(), []Pod{runs("p1", idle("a"))}, "Normal Accepted"},
+		{accepted(), []Pod{runs("p1", healthy("a"))}, "Normal Delivering"},
+		{accepted(), []Pod{runs("p1", healthy("a"))}, ""},
+		{accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0))}, "Warning TimedOut"},
+		{accepted(), []Pod{runs("p1", open("a", "TimedOut"))}, "Warning CircuitOpen"},
+		{accepted(), []Pod{runs("p1", healthy("a"))}, "Normal Delivering"},
+		{disabled(), []Pod{runs("p1", healthy("a"))}, "Normal Disabled"},
+		{accepted(), []Pod{runs("p1", healthy("a"))}, "Normal Accepted"},
+		{accepted(), noPods, "Warning NoDispatcher"},
+		{accepted(), []Pod{runs("p1", healthy("a"))}, "Normal Programmed"},
+		{accepted(), []Pod{runs("p1", healthy("a")), {Name: "p2"}}, ""},
+		{accepted(), []Pod{runs("p1", healthy("a")), runs("p2", healthy("a"))}, ""},
+	} {
+		before := d.Status
+		d = destinationStatus(t, d, step.v, step.pods, at(time.Duration(i)*time.Minute))
+		var got []string
+		for _, e := range DestinationTransitions(before, d.Status) {
+			if e.Message == "" || e.Action == "" || len(e.Message) > 1024 {
+				t.Errorf("step %d: %+v", i, e)
+			}
+			got = append(got, e.Type+" "+e.Reason)
+		}
+		if strings.Join(got, ", ") != step.want {
+			t.Errorf("step %d: got %v, want %q", i, got, step.want)
+		}
+	}
+	var none v1alpha1.SourceStatus
+	s := sourceStatus(t, source(), accepted(), []Pod{takes("p1", liveconfig.SourceReport{StoragePressure: true})}, t0)
+	if got := SourceTransitions(none, s.Status); len(got) != 1 || got[0].Reason != v1alpha1.ReasonStoragePressure || got[0].Type != EventWarning {
+		t.Errorf("got %+v", got)
+	}
+}
+
+// The checker finds what it is there to find.
+func TestInvariantsAreChecked(t *testing.T) {
+	good := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", healthy("a"))}, t0)
+	for name, spoil := range map[string]func(*v1alpha1.WebhookDestination){
+		"no condition":      func(d *v1alpha1.WebhookDestination) { d.Status.Conditions = nil },
+		"ready":             func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[0].Status = metav1.ConditionFalse },
+		"generation":        func(d *v1alpha1.WebhookDestination) { d.Status.ObservedGeneration = 5 },
+		"its generation":    func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[1].ObservedGeneration = 5 },
+		"reason":            func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[3].Reason = "" },
+		"message":           func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[3].Message = strings.Repeat("x", 40000) },
+		"time":              func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[2].LastTransitionTime = metav1.Time{} },
+		"endpoints":         func(d *v1alpha1.WebhookDestination) { d.Status.Endpoints[0].Name = "b" },
+		"dispatchers":       func(d *v1alpha1.WebhookDestination) { d.Status.Dispatchers.Ready = 0 },
+		"programmed":        func(d *v1alpha1.WebhookDestination) { d.Status.Dispatchers.Programmed = 0 },
+		"revision's moment": func(d *v1alpha1.WebhookDestination) { d.Status.RevisionTime = nil },
+	} {
+		d := good.DeepCopy()
+		spoil(d)
+		if CheckDestination(*d) == nil {
+			t.Errorf("%s: not found", name)
+		}
+	}
+}

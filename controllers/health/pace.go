@@ -1,0 +1,81 @@
+package health
+
+import (
+	"slices"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+)
+
+// recoveryDelay is how long the condition of traffic stays False at least while
+// numbers are not due, so that an endpoint that fails every other request does
+// not cause a write and an Event a second.
+const recoveryDelay = 5 * time.Second
+
+// paceDestination returns fresh if it differs from old by more than numbers, and old otherwise.
+func paceDestination(old, fresh v1alpha1.WebhookDestinationStatus, now time.Time) v1alpha1.WebhookDestinationStatus {
+	fresh.Conditions = delayRecovery(old.Conditions, fresh.Conditions, v1alpha1.ConditionDelivering, now)
+	transitions := func(s v1alpha1.WebhookDestinationStatus) v1alpha1.WebhookDestinationStatus {
+		s.Conditions = withoutNumbers(s.Conditions)
+		s.Delivery, s.LastSuccessTime = nil, nil
+		s.Endpoints = slices.Clone(s.Endpoints)
+		for i, e := range s.Endpoints {
+			s.Endpoints[i] = v1alpha1.EndpointStatus{Name: e.Name}
+			if e.State == v1alpha1.EndpointCircuitOpen {
+				s.Endpoints[i].State = e.State
+			}
+		}
+		return s
+	}
+	if equality.Semantic.DeepEqual(transitions(old), transitions(fresh)) {
+		return *old.DeepCopy()
+	}
+	return fresh
+}
+
+// paceSource is like paceDestination.
+func paceSource(old, fresh v1alpha1.SourceStatus, now time.Time) v1alpha1.SourceStatus {
+	fresh.Conditions = delayRecovery(old.Conditions, fresh.Conditions, v1alpha1.ConditionReceiving, now)
+	transitions := func(s v1alpha1.SourceStatus) v1alpha1.SourceStatus {
+		s.Conditions = withoutNumbers(s.Conditions)
+		s.Calls, s.LastReceivedTime = nil, nil
+		return s
+	}
+	if equality.Semantic.DeepEqual(transitions(old), transitions(fresh)) {
+		return *old.DeepCopy()
+	}
+	return fresh
+}
+
+// delayRecovery returns the fresh conditions, of which a condition of traffic
+// that turned False only just now stays as it was.
+func delayRecovery(old, fresh []metav1.Condition, conditionType string, now time.Time) []metav1.Condition {
+	before, after := meta.FindStatusCondition(old, conditionType), meta.FindStatusCondition(fresh, conditionType)
+	if before == nil || after == nil || before.Status != metav1.ConditionFalse || after.Status != metav1.ConditionTrue ||
+		aboutSpec(before.Reason) || now.Sub(before.LastTransitionTime.Time) >= recoveryDelay {
+		return fresh
+	}
+	fresh = slices.Clone(fresh)
+	*meta.FindStatusCondition(fresh, conditionType) = *before
+	return fresh
+}
+
+// withoutNumbers leaves of the condition of traffic its status alone, unless it speaks of the spec.
+func withoutNumbers(conditions []metav1.Condition) []metav1.Condition {
+	out := slices.Clone(conditions)
+	for _, conditionType := range []string{v1alpha1.ConditionDelivering, v1alpha1.ConditionReceiving} {
+		if c := meta.FindStatusCondition(out, conditionType); c != nil && !aboutSpec(c.Reason) {
+			c.Reason, c.Message = "", ""
+		}
+	}
+	return out
+}
+
+// aboutSpec reports whether a condition of traffic has a reason that speaks of the spec.
+func aboutSpec(reason string) bool {
+	return reason == v1alpha1.ReasonHeld || reason == v1alpha1.ReasonDisabled || reason == v1alpha1.ReasonNotAccepted
+}

@@ -1,0 +1,131 @@
+package health
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+const (
+	// maxDestinations is the API's bound of status.destinations.
+	maxDestinations = 100
+	// rejectingFor is how long nothing must have been accepted before the last
+	// refusal, so that some bad calls among good ones do not turn Receiving over.
+	rejectingFor = 30 * time.Second
+)
+
+// Source returns the status that follows from the compiler's verdict v and the
+// reports of the ready dispatcher pods. tenant is the namespace.
+//
+// A Source that is not accepted has no write key, so there is nothing to
+// program (NotAccepted). One that is disabled is programmed: its calls are answered 403.
+//
+// numbersDue is as for Destination.
+func Source(old v1alpha1.Source, v compile.Verdict, tenant string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.SourceStatus {
+	f := gather(v, old.Generation, old.Status.Conditions, tenant, pods, now, func(t *liveconfig.TenantReport) (string, int64) {
+		if s := sourceReport(t, old.Name); s != nil {
+			return s.Revision, s.Generation
+		}
+		return "", -1
+	})
+	s := v1alpha1.SourceStatus{
+		ObservedGeneration: old.Generation,
+		Destinations:       slices.Clone(v.Destinations[:min(len(v.Destinations), maxDestinations)]),
+		Dispatchers:        f.dispatchers(),
+	}
+	var t traffic
+	unanswered := 0
+	for _, pod := range inOrder(pods) {
+		if pod.Report == nil {
+			unanswered++
+			continue
+		}
+		if r := sourceReport(pod.tenantReport(tenant), old.Name); r != nil {
+			t.add(*r, pod.Report.Storage.Pressure)
+		}
+	}
+	s.LastReceivedTime = latest(old.Status.LastReceivedTime, t.lastAccepted)
+	// A sum over some of the pods would make the counts jump.
+	if t.pods > 0 && unanswered == 0 {
+		s.Calls = &t.calls
+	} else {
+		s.Calls = old.Status.Calls.DeepCopy()
+	}
+	s.Conditions = f.conditions(f.state() != liveconfig.Held, f.receiving(t))
+	if !numbersDue {
+		return paceSource(old.Status, s, now)
+	}
+	return s
+}
+
+func sourceReport(t *liveconfig.TenantReport, name string) *liveconfig.SourceReport {
+	if t == nil {
+		return nil
+	}
+	i := slices.IndexFunc(t.Sources, func(s liveconfig.SourceReport) bool { return s.Name == name })
+	if i < 0 {
+		return nil
+	}
+	return &t.Sources[i]
+}
+
+// traffic is a Source's traffic over all pods.
+type traffic struct {
+	pods                       int
+	calls                      v1alpha1.CallCounts
+	lastAccepted, lastRejected time.Time
+	lastRejection              string
+	pressure                   int
+}
+
+func (t *traffic) add(r liveconfig.SourceReport, diskFull bool) {
+	t.pods++
+	t.calls.Accepted += r.Accepted
+	t.calls.Rejected += r.Rejected
+	t.calls.Duplicates += r.Duplicates
+	t.lastAccepted = later(t.lastAccepted, r.LastAccepted)
+	if r.LastRejected.After(t.lastRejected) {
+		t.lastRejected, t.lastRejection = r.LastRejected, r.LastRejection
+	}
+	if r.StoragePressure || diskFull {
+		t.pressure++
+	}
+}
+
+// receiving is the condition that tells from traffic how calls come in.
+func (f facts) receiving(t traffic) metav1.Condition {
+	c := metav1.Condition{Type: v1alpha1.ConditionReceiving}
+	set := func(status metav1.ConditionStatus, reason, message string) metav1.Condition {
+		c.Status, c.Reason, c.Message = status, reason, message
+		return c
+	}
+	switch {
+	case f.state() == liveconfig.Disabled:
+		return set(metav1.ConditionFalse, v1alpha1.ReasonDisabled, "spec.enabled is false: calls are answered 403")
+	case f.state() == liveconfig.Held:
+		return set(metav1.ConditionFalse, v1alpha1.ReasonNotAccepted, "no write key leads here, so no call can come: "+f.verdict.Message)
+	case t.pressure > 0:
+		return set(metav1.ConditionFalse, v1alpha1.ReasonStoragePressure,
+			fmt.Sprintf("%d of %d dispatcher pods refuse calls (503) because their storage, or this Source's quota, is full; see what is pending in its destinations", t.pressure, f.ready))
+	case !t.lastRejected.IsZero() && t.lastRejected.Sub(t.lastAccepted) > rejectingFor:
+		message := "the latest calls were all refused"
+		if t.lastRejection != "" {
+			message += ": " + truncate(t.lastRejection, maxQuotedBytes)
+		}
+		return set(metav1.ConditionFalse, v1alpha1.ReasonRejectingCalls, message)
+	case t.calls.Accepted > 0:
+		return set(metav1.ConditionTrue, v1alpha1.ReasonReceiving, "calls are accepted")
+	}
+	if t.pods == 0 {
+		if before := f.before(c.Type); before != nil {
+			return set(before.Status, before.Reason, before.Message)
+		}
+	}
+	return set(metav1.ConditionUnknown, v1alpha1.ReasonNoTrafficYet, "no call has come yet")
+}
