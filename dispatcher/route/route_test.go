@@ -1,0 +1,148 @@
+package route
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/event"
+)
+
+func parse(t testing.TB, typ event.Type, body string) *event.Call {
+	t.Helper()
+	batch, err := event.Request{Type: typ, ReceivedAt: time.Unix(1, 0)}.Parse([]byte(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &batch.Calls[0]
+}
+
+func TestSkip(t *testing.T) {
+	c := liveconfig.Config{Tenant: "shop", Destinations: []liveconfig.Destination{
+		{Name: "all", Sources: []string{"web", "ios"}},
+		{Name: "tracks", Sources: []string{"web"}, Filter: &liveconfig.Filter{Types: []string{"track", "page"}}},
+		{Name: "orders", Sources: []string{"web"}, Filter: &liveconfig.Filter{Events: []string{"Order *", "Refund"}}},
+		{Name: "big", Sources: []string{"web"}, Filter: &liveconfig.Filter{Expression: "call.properties.total > 100"}},
+		{Name: "other", Sources: []string{"android"}, Filter: &liveconfig.Filter{Types: []string{"group"}}},
+	}}
+	r, err := New(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, tc := range map[string]struct {
+		source string
+		typ    event.Type
+		body   string
+		want   []string
+	}{
+		"passes everything":  {"web", event.Track, `{"userId":"u","event":"Order Done","properties":{"total":101}}`, nil},
+		"another source":     {"ios", event.Group, `{"userId":"u","groupId":"g"}`, nil},
+		"event and amount":   {"web", event.Track, `{"userId":"u","event":"Signed Up","properties":{"total":1}}`, []string{"shop/orders", "shop/big"}},
+		"events: track only": {"web", event.Page, `{"userId":"u","properties":{"total":101}}`, nil},
+		"type, field absent": {"web", event.Identify, `{"userId":"u"}`, []string{"shop/tracks", "shop/big"}},
+		"all off":            {"ios", event.Identify, `{"userId":"u","integrations":{"All":false}}`, []string{"shop/all"}},
+		"all off, named":     {"ios", event.Identify, `{"userId":"u","integrations":{"All":false,"Webhooks":true}}`, nil},
+		"case counts":        {"ios", event.Identify, `{"userId":"u","integrations":{"All":false,"webhooks":true}}`, []string{"shop/all"}},
+		"own name wins":      {"ios", event.Identify, `{"userId":"u","integrations":{"Webhooks":true,"all":false}}`, []string{"shop/all"}},
+		"object is on":       {"ios", event.Identify, `{"userId":"u","integrations":{"All":false,"Webhooks":{"x":1}}}`, nil},
+		"unknown source":     {"nobody", event.Identify, `{"userId":"u"}`, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if diff := cmp.Diff(tc.want, r.Skip(tc.source, parse(t, tc.typ, tc.body))); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+	if r.Destinations("web") != 4 || r.Destinations("nobody") != 0 {
+		t.Errorf("%d and %d destinations", r.Destinations("web"), r.Destinations("nobody"))
+	}
+}
+
+func TestABadExpressionHarmsNobodyElse(t *testing.T) {
+	c := liveconfig.Config{Tenant: "shop", Destinations: []liveconfig.Destination{
+		{Name: "held", State: liveconfig.Held, Sources: []string{"web"}, Filter: &liveconfig.Filter{Expression: "call.("}},
+		{Name: "ok", State: liveconfig.Active, Sources: []string{"web"}},
+	}}
+	r, err := New(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if skip := r.Skip("web", parse(t, event.Identify, `{"userId":"u"}`)); skip != nil {
+		t.Errorf("the held destination must keep its messages; skipped: %v", skip)
+	}
+	c.Destinations[0].State = liveconfig.Active
+	if _, err := New(c); err == nil || !strings.Contains(err.Error(), `"held"`) {
+		t.Errorf("error %v does not name the destination", err)
+	}
+}
+
+func TestGlob(t *testing.T) {
+	for _, tc := range []struct {
+		pattern, name string
+		want          bool
+	}{
+		{"Order", "Order", true}, {"Order", "Orders", false}, {"*", "", true}, {"*", "x", true},
+		{"Order *", "Order Done", true}, {"Order *", "order Done", false}, {"* Done", "Order Done", true},
+		{"O*r*e", "Order Done", true}, {"a*a", "a", false}, {"a*a", "aa", true}, {"a*b*c", "abxbc", true},
+		{"**", "x", true}, {"a**c", "abc", true}, {"*ab", "aab", true}, {"", "", true}, {"", "x", false},
+		{"a*bc", "abcbc", true}, {"a*b*b", "ab", false},
+	} {
+		if got := glob(tc.pattern, tc.name); got != tc.want {
+			t.Errorf("glob(%q, %q) = %v", tc.pattern, tc.name, got)
+		}
+	}
+	// A pattern that would make a backtracking matcher run for years.
+	if glob(strings.Repeat("a*", 120)+"b", strings.Repeat("a", 100_000)) {
+		t.Error("matched")
+	}
+}
+
+func TestNothingSkippedAllocatesNothing(t *testing.T) {
+	r, err := New(liveconfig.Config{Tenant: "shop", Destinations: []liveconfig.Destination{
+		{Name: "a", Sources: []string{"web"}},
+		{Name: "b", Sources: []string{"web"}, Filter: &liveconfig.Filter{Types: []string{"page", "track"}, Events: []string{"Refund", "O*r D*"}}},
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	call := parse(t, event.Track, `{"userId":"u","event":"Order Done","integrations":{"All":true,"b":{"x":1}}}`)
+	if n := testing.AllocsPerRun(100, func() {
+		if r.Skip("web", call) != nil {
+			t.Error("skipped")
+		}
+	}); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+}
+
+func TestEveryExpressionIsAsked(t *testing.T) {
+	r, err := New(liveconfig.Config{Tenant: "shop", Destinations: []liveconfig.Destination{
+		{Name: "a", Sources: []string{"web"}, Filter: &liveconfig.Filter{Expression: "call.properties.total > 100"}},
+		{Name: "b", Sources: []string{"web"}, Filter: &liveconfig.Filter{Expression: "call.properties.total > 10"}},
+		{Name: "c", Sources: []string{"web"}, Filter: &liveconfig.Filter{Expression: "call.properties.nothing > 10"}},
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []string{"shop/a", "shop/c"}
+	if diff := cmp.Diff(want, r.Skip("web", parse(t, event.Track, `{"userId":"u","event":"E","properties":{"total":50.5}}`))); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func BenchmarkSkipNothing(b *testing.B) {
+	r, err := New(liveconfig.Config{Tenant: "shop", Destinations: []liveconfig.Destination{{Name: "a", Sources: []string{"web"}}, {Name: "b", Sources: []string{"web"}, Filter: &liveconfig.Filter{Types: []string{"track"}, Events: []string{"Order *"}}}}})
+	if err != nil {
+		b.Fatal(err)
+	}
+	call := parse(b, event.Track, `{"userId":"u","event":"Order Done","integrations":{"All":true}}`)
+	b.ReportAllocs()
+	for b.Loop() {
+		if r.Skip("web", call) != nil {
+			b.Fatal("skipped")
+		}
+	}
+}
