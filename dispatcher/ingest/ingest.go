@@ -1,0 +1,466 @@
+// Package ingest takes calls over HTTP, in Segment's wire format. It finds the
+// Source by the write key, bounds what is read, and answers 200 only after
+// every call of the request is durable.
+//
+// What makes a client of this format try again (429, 503) is used for what
+// passes by itself, what makes it stop (4xx) for what does not.
+package ingest
+
+import (
+	"context"
+	_ "embed"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"net/http"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/event"
+)
+
+// Options configure a Handler. View, Skip and Append are required.
+type Options struct {
+	// View returns what is in effect, or nil before the first full config: then calls are answered 503.
+	View func() *liveconfig.View
+	// Skip returns the destinations that do not get a call.
+	Skip func(ref liveconfig.SourceRef, call *event.Call) []string
+	// Append makes messages durable; see queue.Store.
+	Append func(ctx context.Context, msgs []queue.Message) ([]bool, error)
+	// MaxBuffered bounds the bytes of all bodies that are being read, default
+	// 256 MiB; one Source gets at most half of it. Above it: 503.
+	MaxBuffered int64
+	// TrustedProxies are the networks (CIDRs) of proxies whose X-Forwarded-For is believed.
+	TrustedProxies []string
+	// Now is the clock; default time.Now.
+	Now        func() time.Time
+	Logger     *slog.Logger
+	Registerer prometheus.Registerer
+}
+
+// Codes of answers besides those of package event.
+const (
+	codeNotReady        = "not_ready"
+	codeNoWriteKey      = "no_write_key"
+	codeUnknownKey      = "unknown_write_key"
+	codeSourceDisabled  = "source_disabled"
+	codeOriginDenied    = "origin_not_allowed"
+	codeRateLimited     = "rate_limited"
+	codeStorageFull     = "storage_full"
+	codeBusy            = "busy"
+	codeNotFound        = "not_found"
+	codeMethod          = "method_not_allowed"
+	codeEncoding        = "unsupported_encoding"
+	codeMediaType       = "unsupported_media_type"
+	codeUnreadable      = "unreadable_body"
+	codeInternal        = "internal"
+	retryAfterNotReady  = 1
+	retryAfterBusy      = 1
+	retryAfterFull      = 10
+	maxRetryAfter       = 60
+	defaultMaxBuffered  = 256 << 20
+	corsMaxAge          = "7200"
+	allowedHeaders      = "Authorization, Content-Type, Content-Encoding"
+	allowedMethods      = "POST, OPTIONS"
+	headerRetryAfter    = "Retry-After"
+	headerContentType   = "Content-Type"
+	contentTypeJSON     = "application/json"
+	headerAllowedOrigin = "Access-Control-Allow-Origin"
+)
+
+// paths maps a path to the type of call that it takes; empty for batches.
+var paths = map[string]event.Type{
+	"/v1/identify": event.Identify, "/v1/track": event.Track, "/v1/page": event.Page,
+	"/v1/screen": event.Screen, "/v1/group": event.Group, "/v1/alias": event.Alias,
+	"/v1/batch": "", "/v1/import": "",
+}
+
+//go:embed openapi.yaml
+var openAPI []byte
+
+// Handler serves the tracking API. Make it with New.
+type Handler struct {
+	Options
+	proxies  []netip.Prefix
+	buffered atomic.Int64
+	metrics  metrics
+
+	sources sync.Map // key -> *source
+	// pruned is the view for which sources that are gone were last forgotten.
+	pruned atomic.Pointer[liveconfig.View]
+}
+
+// New makes a Handler. A network in TrustedProxies that does not parse is
+// logged and left out: the peer's own address is then used.
+func New(o Options) *Handler {
+	if o.MaxBuffered <= 0 {
+		o.MaxBuffered = defaultMaxBuffered
+	}
+	if o.Now == nil {
+		o.Now = time.Now
+	}
+	if o.Logger == nil {
+		o.Logger = slog.Default()
+	}
+	h := &Handler{Options: o, metrics: newMetrics(o.Registerer)}
+	for _, p := range o.TrustedProxies {
+		prefix, err := netip.ParsePrefix(p)
+		if err != nil {
+			o.Logger.Error("trusted proxy is not a network like 10.0.0.0/8; it is not trusted", "proxy", p, "error", err)
+			continue
+		}
+		h.proxies = append(h.proxies, prefix.Masked())
+	}
+	return h
+}
+
+// NewServer makes an HTTP server for a handler, with every time and size
+// bounded: HTTP/1.1, and HTTP/2 with TLS or in clear text (behind a proxy).
+func NewServer(h http.Handler) *http.Server {
+	var protocols http.Protocols
+	protocols.SetHTTP1(true)
+	protocols.SetHTTP2(true)
+	protocols.SetUnencryptedHTTP2(true)
+	return &http.Server{
+		Handler: h, Protocols: &protocols,
+		ReadHeaderTimeout: 10 * time.Second,
+		// A body of 500 KB arrives within this at 140 kbit/s.
+		ReadTimeout: 30 * time.Second, WriteTimeout: 60 * time.Second, IdleTimeout: 3 * time.Minute,
+		MaxHeaderBytes: 16 << 10,
+		HTTP2:          &http.HTTP2Config{MaxConcurrentStreams: 250},
+		ErrorLog:       slog.NewLogLogger(slog.Default().Handler(), slog.LevelDebug),
+	}
+}
+
+// refusal is an answer other than 200.
+type refusal struct {
+	status     int
+	code       string
+	message    string
+	retryAfter int // seconds; 0 for none
+}
+
+func refuse(status int, code, message string) *refusal {
+	return &refusal{status: status, code: code, message: message}
+}
+
+// again marks a refusal as passing.
+func (r *refusal) again(seconds int) *refusal { r.retryAfter = seconds; return r }
+
+// request is one HTTP request on its way through.
+type request struct {
+	*http.Request
+	view   *liveconfig.View
+	ref    liveconfig.SourceRef
+	source *source
+	// reserved is the Source whose share of the buffers holds the body; nil
+	// when the Source was not known yet when it was read.
+	reserved *source
+	origin   string
+}
+
+// ServeHTTP answers one request.
+func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	begin := h.Now()
+	header := w.Header()
+	header.Set("X-Content-Type-Options", "nosniff")
+	if r.URL.Path == "/openapi.yaml" && (r.Method == http.MethodGet || r.Method == http.MethodHead) {
+		header.Set(headerContentType, "application/yaml")
+		_, _ = w.Write(openAPI)
+		return
+	}
+	typ, known := paths[strings.TrimSuffix(r.URL.Path, "/")]
+	if !known {
+		h.answer(w, refuse(http.StatusNotFound, codeNotFound, "there is nothing at this path; calls go to /v1/identify, /v1/track, /v1/page, /v1/screen, /v1/group, /v1/alias, /v1/batch or /v1/import"))
+		return
+	}
+	q := request{Request: r, view: h.View(), origin: r.Header.Get("Origin")}
+	if q.origin != "" {
+		header.Add("Vary", "Origin")
+	}
+	switch r.Method {
+	case http.MethodOptions:
+		h.preflight(w, &q)
+		return
+	case http.MethodPost:
+	default:
+		header.Set("Allow", allowedMethods)
+		h.answer(w, refuse(http.StatusMethodNotAllowed, codeMethod, "calls are sent with POST"))
+		return
+	}
+	rejected, bad := h.take(w, &q, typ, begin)
+	if bad != nil {
+		h.count(&q, bad, begin)
+		if errors.Is(context.Cause(r.Context()), context.Canceled) && bad.code == codeUnreadable {
+			return // The client is gone.
+		}
+		h.answer(w, bad)
+	} else {
+		header.Set(headerContentType, contentTypeJSON)
+		_, _ = w.Write(success(rejected))
+	}
+	h.metrics.duration.WithLabelValues(statusClass(bad)).Observe(h.Now().Sub(begin).Seconds())
+}
+
+func statusClass(r *refusal) string {
+	if r == nil {
+		return "2xx"
+	}
+	return strconv.Itoa(r.status/100) + "xx"
+}
+
+// take does all that is asked for a POST: who sends, read, parse, limit, store.
+func (h *Handler) take(w http.ResponseWriter, q *request, typ event.Type, now time.Time) ([]event.Rejection, *refusal) {
+	if q.view == nil {
+		return nil, refuse(http.StatusServiceUnavailable, codeNotReady, "waiting for the first config; send again").again(retryAfterNotReady)
+	}
+	// A key in the header is looked up before the body is read: who is not known costs nothing.
+	if key, ok := basicUser(q.Header.Get("Authorization")); ok && key != "" {
+		if bad := h.authenticate(w, q, key); bad != nil {
+			return nil, bad
+		}
+	}
+	if t, _, _ := strings.Cut(q.Header.Get(headerContentType), ";"); t != "" && !takesMediaType(strings.ToLower(strings.TrimSpace(t))) {
+		return nil, refuse(http.StatusUnsupportedMediaType, codeMediaType, "Content-Type must be application/json (text/plain is taken as JSON too)")
+	}
+	buf, bad := h.read(w, q)
+	if bad != nil {
+		return nil, bad
+	}
+	defer h.done(q, buf)
+
+	parser := event.Request{Type: typ, ReceivedAt: now}
+	if q.origin != "" {
+		parser.ClientIP = h.clientIP(q.Request)
+	}
+	batch, err := parser.Parse(buf.Bytes())
+	if q.source == nil {
+		if bad := h.authenticate(w, q, batch.WriteKey); bad != nil {
+			if fault, ok := errors.AsType[*event.Error](err); ok && batch.WriteKey == "" {
+				return nil, ofEvent(fault) // The key may be in what could not be read.
+			}
+			return nil, bad
+		}
+	}
+	if fault, ok := errors.AsType[*event.Error](err); ok {
+		return nil, ofEvent(fault)
+	}
+	if wait := q.source.limit(q.ref.Source, now, len(batch.Calls)); wait > 0 {
+		seconds := int(math.Ceil(min(wait.Seconds(), maxRetryAfter)))
+		return nil, refuse(http.StatusTooManyRequests, codeRateLimited, fmt.Sprintf("over the Source's limit of %d calls a second; send again after a pause", q.ref.Source.CallsPerSecond)).again(max(1, seconds))
+	}
+	if bad := h.store(q, batch.Calls, now); bad != nil {
+		return nil, bad
+	}
+	if len(batch.Rejected) > 0 {
+		h.countRejected(q, batch.Rejected, now)
+	}
+	return batch.Rejected, nil
+}
+
+// ofEvent makes a refusal of a fault in a request.
+func ofEvent(fault *event.Error) *refusal {
+	status := http.StatusBadRequest
+	if fault.Code == event.CodeBodyTooLarge || fault.Code == event.CodeCallTooLarge {
+		status = http.StatusRequestEntityTooLarge
+	}
+	return refuse(status, fault.Code, fault.Message)
+}
+
+// takesMediaType: besides JSON, what sendBeacon and plain forms of fetch send without a preflight.
+func takesMediaType(t string) bool {
+	return t == contentTypeJSON || t == "text/plain" || t == "application/x-www-form-urlencoded" || strings.HasSuffix(t, "+json")
+}
+
+// basicUser returns the user name of HTTP Basic authentication. A missing colon
+// and missing padding are tolerated, as old clients send both.
+func basicUser(authorization string) (user string, ok bool) {
+	scheme, encoded, _ := strings.Cut(authorization, " ")
+	if !strings.EqualFold(scheme, "Basic") {
+		return "", false
+	}
+	decoded, err := base64.RawStdEncoding.DecodeString(strings.TrimRight(strings.TrimSpace(encoded), "="))
+	if err != nil {
+		return "", false
+	}
+	user, _, _ = strings.Cut(string(decoded), ":")
+	return strings.TrimSpace(user), true
+}
+
+// authenticate finds the Source of a write key and checks that it takes calls from where they come.
+func (h *Handler) authenticate(w http.ResponseWriter, q *request, key string) *refusal {
+	if key == "" {
+		return refuse(http.StatusUnauthorized, codeNoWriteKey, `no write key; send it as HTTP Basic user name or as "writeKey" in the body`)
+	}
+	ref, ok := q.view.SourceByWriteKey(key)
+	if !ok {
+		if !q.view.Complete() {
+			return refuse(http.StatusServiceUnavailable, codeNotReady, "some Sources are not loaded; send again").again(retryAfterBusy)
+		}
+		return refuse(http.StatusUnauthorized, codeUnknownKey, "no Source has this write key; compare it with the Source's Secret")
+	}
+	q.ref, q.source = ref, h.sourceOf(ref.Key(), q.view)
+	if q.origin != "" {
+		if !allowsOrigin(ref.Source, q.origin) {
+			return refuse(http.StatusForbidden, codeOriginDenied, "the Source does not take calls from this page's origin; add it to spec.allowedOrigins")
+		}
+		w.Header().Set(headerAllowedOrigin, q.origin)
+		w.Header().Set("Access-Control-Expose-Headers", headerRetryAfter)
+	}
+	if !ref.Source.Enabled {
+		return refuse(http.StatusForbidden, codeSourceDisabled, "the Source is switched off; set spec.enabled to true")
+	}
+	return nil
+}
+
+func allowsOrigin(s liveconfig.Source, origin string) bool {
+	return slices.ContainsFunc(s.AllowedOrigins, func(o string) bool { return o == "*" || strings.EqualFold(o, origin) })
+}
+
+// preflight answers a browser's question before a call. The question carries no
+// write key, so it is allowed when some Source allows the origin; the call
+// itself is then decided by its own Source.
+func (h *Handler) preflight(w http.ResponseWriter, q *request) {
+	header := w.Header()
+	header.Add("Vary", "Access-Control-Request-Method")
+	header.Add("Vary", "Access-Control-Request-Headers")
+	header.Set("Allow", allowedMethods)
+	if q.view != nil && q.origin != "" && anyAllows(q.view, q.origin) {
+		header.Set(headerAllowedOrigin, q.origin)
+		header.Set("Access-Control-Allow-Methods", allowedMethods)
+		header.Set("Access-Control-Allow-Headers", allowedHeaders)
+		header.Set("Access-Control-Max-Age", corsMaxAge)
+	}
+	w.WriteHeader(http.StatusNoContent)
+}
+
+func anyAllows(v *liveconfig.View, origin string) bool {
+	for _, tenant := range v.Tenants() {
+		c, _ := v.Tenant(tenant)
+		if slices.ContainsFunc(c.Sources, func(s liveconfig.Source) bool { return allowsOrigin(s, origin) }) {
+			return true
+		}
+	}
+	return false
+}
+
+// clientIP is the browser's address: the last one in X-Forwarded-For that no
+// trusted proxy added, or the peer's.
+func (h *Handler) clientIP(r *http.Request) string {
+	peer, err := netip.ParseAddrPort(r.RemoteAddr)
+	if err != nil {
+		return ""
+	}
+	ip := peer.Addr().Unmap()
+	hops := strings.Split(strings.Join(r.Header.Values("X-Forwarded-For"), ","), ",")
+	for i := len(hops) - 1; i >= 0 && h.trusts(ip); i-- {
+		hop, err := netip.ParseAddr(strings.TrimSpace(hops[i]))
+		if err != nil {
+			break
+		}
+		ip = hop.Unmap()
+	}
+	return ip.String()
+}
+
+func (h *Handler) trusts(ip netip.Addr) bool {
+	return slices.ContainsFunc(h.proxies, func(p netip.Prefix) bool { return p.Contains(ip) })
+}
+
+// store makes calls durable, each with the destinations that do not get it.
+func (h *Handler) store(q *request, calls []event.Call, now time.Time) *refusal {
+	if len(calls) == 0 {
+		return nil
+	}
+	key := q.ref.Key()
+	messages := make([]queue.Message, len(calls))
+	for i := range calls {
+		c := &calls[i]
+		messages[i] = queue.Message{
+			Source: key, ID: c.MessageID, Type: string(c.Type), AcceptedAt: now,
+			Skip: h.Skip(q.ref, c), Body: c.Body,
+		}
+		if c.Type == event.Track {
+			messages[i].Event = c.Event
+		}
+	}
+	begin := h.Now()
+	duplicates, err := h.Append(q.Context(), messages)
+	if err != nil {
+		return h.notStored(q, err)
+	}
+	h.metrics.durable.Observe(h.Now().Sub(begin).Seconds())
+	q.source.accepted(now, len(calls), duplicates)
+	return nil
+}
+
+func (h *Handler) notStored(q *request, err error) *refusal {
+	switch {
+	case errors.Is(err, queue.ErrFull):
+		q.source.pressure.Store(true)
+		return refuse(http.StatusServiceUnavailable, codeStorageFull, "storage is full; nothing of this request was taken, send it again later").again(retryAfterFull)
+	case errors.Is(err, queue.ErrClosed):
+		return refuse(http.StatusServiceUnavailable, codeNotReady, "shutting down; send again").again(retryAfterNotReady)
+	case q.Context().Err() != nil:
+		return refuse(http.StatusServiceUnavailable, codeUnreadable, "the client did not wait for the answer")
+	}
+	h.Logger.Error("calls could not be stored", "source", q.ref.Key(), "error", err)
+	return refuse(http.StatusServiceUnavailable, codeInternal, "the call could not be stored; send it again").again(retryAfterBusy)
+}
+
+// answer writes a refusal.
+func (h *Handler) answer(w http.ResponseWriter, r *refusal) {
+	header := w.Header()
+	header.Set(headerContentType, contentTypeJSON)
+	if r.retryAfter > 0 {
+		header.Set(headerRetryAfter, strconv.Itoa(r.retryAfter))
+	}
+	if r.status == http.StatusRequestEntityTooLarge {
+		header.Set("Connection", "close") // Rather than read what is left of it.
+	}
+	body, _ := json.Marshal(struct {
+		Success bool        `json:"success"`
+		Error   answerError `json:"error"`
+	}{Error: answerError{Code: r.code, Message: r.message}})
+	w.WriteHeader(r.status)
+	_, _ = w.Write(append(body, '\n'))
+}
+
+type answerError struct {
+	Code    string `json:"code"`
+	Message string `json:"message"`
+}
+
+var successBody = []byte(`{"success":true}` + "\n")
+
+// success is the body of a 200, with the calls of a batch that were not taken.
+func success(rejected []event.Rejection) []byte {
+	if len(rejected) == 0 {
+		return successBody
+	}
+	type rejection struct {
+		Index int `json:"index"`
+		answerError
+	}
+	list := make([]rejection, len(rejected))
+	for i, r := range rejected {
+		list[i] = rejection{r.Index, answerError{r.Err.Code, r.Err.Message}}
+	}
+	body, _ := json.Marshal(struct {
+		Success  bool        `json:"success"`
+		Rejected []rejection `json:"rejected"`
+	}{true, list})
+	return append(body, '\n')
+}

@@ -1,0 +1,499 @@
+package ingest
+
+import (
+	"bytes"
+	"compress/gzip"
+	"context"
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/event"
+)
+
+// fixture is a handler with three Sources and a store that remembers.
+type fixture struct {
+	*Handler
+	mu       sync.Mutex
+	stored   []queue.Message
+	err      error
+	block    chan struct{}
+	now      time.Time
+	view     *liveconfig.View
+	registry *prometheus.Registry
+}
+
+func source_(name, key string, change func(*liveconfig.Source)) liveconfig.Source {
+	sum := sha256.Sum256([]byte(key))
+	s := liveconfig.Source{Name: name, Enabled: true, WriteKeySHA256: hex.EncodeToString(sum[:])}
+	if change != nil {
+		change(&s)
+	}
+	return s
+}
+
+func newFixture(t testing.TB) *fixture {
+	f := &fixture{now: time.UnixMilli(1_700_000_000_000), registry: prometheus.NewRegistry()}
+	f.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Tenant: "shop", Sources: []liveconfig.Source{
+		source_("web", "web-key", func(s *liveconfig.Source) { s.AllowedOrigins = []string{"https://shop.example"} }),
+		source_("off", "off-key", func(s *liveconfig.Source) { s.Enabled = false }),
+		source_("slow", "slow-key", func(s *liveconfig.Source) { s.CallsPerSecond, s.Burst = 10, 20 }),
+	}}}})
+	f.Handler = New(Options{
+		View: func() *liveconfig.View { return f.view },
+		Skip: func(_ liveconfig.SourceRef, c *event.Call) []string {
+			if c.Type == event.Page {
+				return []string{"shop/crm"}
+			}
+			return nil
+		},
+		Append: func(_ context.Context, msgs []queue.Message) ([]bool, error) {
+			if f.block != nil {
+				<-f.block
+			}
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			if f.err != nil {
+				return nil, f.err
+			}
+			for _, m := range msgs {
+				m.Body = bytes.Clone(m.Body)
+				f.stored = append(f.stored, m)
+			}
+			return nil, nil
+		},
+		Now: func() time.Time { return f.now }, Registerer: f.registry,
+	})
+	return f
+}
+
+func (f *fixture) do(r *http.Request) *httptest.ResponseRecorder {
+	w := httptest.NewRecorder()
+	f.ServeHTTP(w, r)
+	return w
+}
+
+func post(path, key, body string, headers ...string) *http.Request {
+	r := httptest.NewRequest(http.MethodPost, path, strings.NewReader(body))
+	if key != "" {
+		r.SetBasicAuth(key, "")
+	}
+	r.Header.Set("Content-Type", "application/json")
+	for i := 0; i+1 < len(headers); i += 2 {
+		if headers[i+1] == "" {
+			r.Header.Del(headers[i])
+			continue
+		}
+		r.Header.Set(headers[i], headers[i+1])
+	}
+	return r
+}
+
+func zip(s string) string {
+	var b bytes.Buffer
+	z := gzip.NewWriter(&b)
+	_, _ = z.Write([]byte(s))
+	_ = z.Close()
+	return b.String()
+}
+
+const track = `{"userId":"u","event":"E"}`
+
+func TestAnswers(t *testing.T) {
+	big := `{"userId":"u","event":"E","properties":{"x":"` + strings.Repeat("x", 40<<10) + `"}}`
+	huge := `{"batch":[` + strings.Repeat(track+",", 30_000) + track + `]}`
+	basic := func(raw string) string { return "Basic " + base64.StdEncoding.EncodeToString([]byte(raw)) }
+	for name, tc := range map[string]struct {
+		request *http.Request
+		status  int
+		want    string // in the body
+		stored  int
+	}{
+		"single":                {post("/v1/track", "web-key", track), 200, `{"success":true}`, 1},
+		"each path: page":       {post("/v1/page", "web-key", `{"anonymousId":"a"}`), 200, "true", 1},
+		"import is batch":       {post("/v1/import", "web-key", `{"batch":[{"type":"track","userId":"u","event":"E"}]}`), 200, "true", 1},
+		"trailing slash":        {post("/v1/track/", "web-key", track), 200, "true", 1},
+		"batch with a bad call": {post("/v1/batch", "web-key", `{"batch":[{"type":"track","userId":"u"},{"type":"track","userId":"u","event":"E"}]}`), 200, `"rejected":[{"index":0,"code":"no_event"`, 1},
+		"batch, all bad":        {post("/v1/batch", "web-key", `{"batch":[{"type":"track","userId":"u"}]}`), 200, `"rejected":[{"index":0`, 0},
+		"key without colon":     {post("/v1/track", "", track, "Authorization", basic("web-key")), 200, "true", 1},
+		"key without padding":   {post("/v1/track", "", track, "Authorization", strings.TrimRight(basic("web-key:"), "=")), 200, "true", 1},
+		"key in the body":       {post("/v1/track", "", `{"writeKey":"web-key","userId":"u","event":"E"}`), 200, "true", 1},
+		"key in a batch":        {post("/v1/batch", "", `{"writeKey":"web-key","batch":[{"type":"track","userId":"u","event":"E"}]}`), 200, "true", 1},
+		"bearer and body key":   {post("/v1/track", "", `{"writeKey":"web-key","userId":"u","event":"E"}`, "Authorization", "Bearer token"), 200, "true", 1},
+		"text/plain (beacon)":   {post("/v1/track", "web-key", track, "Content-Type", "text/plain;charset=UTF-8"), 200, "true", 1},
+		"no content type":       {post("/v1/track", "web-key", track, "Content-Type", ""), 200, "true", 1},
+		"gzip":                  {post("/v1/track", "web-key", zip(track), "Content-Encoding", "gzip"), 200, "true", 1},
+		"no key":                {post("/v1/track", "", track), 401, `"no_write_key"`, 0},
+		"unknown key":           {post("/v1/track", "nobody", track), 401, `"unknown_write_key"`, 0},
+		"unknown key in body":   {post("/v1/track", "", `{"writeKey":"nobody","userId":"u","event":"E"}`), 401, `"unknown_write_key"`, 0},
+		"disabled":              {post("/v1/track", "off-key", track), 403, `"source_disabled"`, 0},
+		"not JSON":              {post("/v1/track", "web-key", `{"userId":`), 400, `"invalid_json"`, 0},
+		"not an object":         {post("/v1/track", "web-key", `[]`), 400, `"not_an_object"`, 0},
+		"no id":                 {post("/v1/track", "web-key", `{"event":"E"}`), 400, `userId`, 0},
+		"empty batch":           {post("/v1/batch", "web-key", `{"batch":[]}`), 400, `"empty_batch"`, 0},
+		"call too large":        {post("/v1/track", "web-key", big), 413, `"call_too_large"`, 0},
+		"body too large":        {post("/v1/batch", "web-key", huge), 413, `"body_too_large"`, 0},
+		"bomb":                  {post("/v1/batch", "web-key", zip(strings.Repeat(" ", 50<<20)), "Content-Encoding", "gzip"), 413, `"body_too_large"`, 0},
+		"not gzip":              {post("/v1/track", "web-key", track, "Content-Encoding", "gzip"), 400, `"unreadable_body"`, 0},
+		"gzip cut off":          {post("/v1/track", "web-key", zip(track)[:20], "Content-Encoding", "gzip"), 400, `"unreadable_body"`, 0},
+		"other encoding":        {post("/v1/track", "web-key", track, "Content-Encoding", "br"), 415, `"unsupported_encoding"`, 0},
+		"other type":            {post("/v1/track", "web-key", track, "Content-Type", "image/png"), 415, `"unsupported_media_type"`, 0},
+		"unknown path":          {post("/v1/frob", "web-key", track), 404, `"not_found"`, 0},
+		"without version":       {post("/track", "web-key", track), 404, `"not_found"`, 0},
+		"GET":                   {httptest.NewRequest(http.MethodGet, "/v1/track", nil), 405, `"method_not_allowed"`, 0},
+		"origin not allowed":    {post("/v1/track", "web-key", track, "Origin", "https://evil.example"), 403, `"origin_not_allowed"`, 0},
+		"origin allowed":        {post("/v1/track", "web-key", track, "Origin", "https://shop.example"), 200, "true", 1},
+		"no browser at all":     {post("/v1/track", "slow-key", track, "Origin", "https://shop.example"), 403, `"origin_not_allowed"`, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t)
+			w := f.do(tc.request)
+			if w.Code != tc.status || !strings.Contains(w.Body.String(), tc.want) || len(f.stored) != tc.stored {
+				t.Errorf("%d %s, %d stored; want %d %s, %d stored", w.Code, w.Body, len(f.stored), tc.status, tc.want, tc.stored)
+			}
+			var answer struct{ Success *bool }
+			if err := json.Unmarshal(w.Body.Bytes(), &answer); err != nil || answer.Success == nil || *answer.Success != (w.Code == 200) {
+				t.Errorf("not an answer: %s %v", w.Body, err)
+			}
+			if w.Code == 405 && w.Header().Get("Allow") == "" {
+				t.Error("405 without Allow")
+			}
+			if n := f.buffered.Load(); n != 0 {
+				t.Errorf("%d bytes stay reserved", n)
+			}
+		})
+	}
+}
+
+func TestWhatPassesByItselfSaysWhenToComeBack(t *testing.T) {
+	retry := func(t *testing.T, w *httptest.ResponseRecorder, status int, code string) {
+		t.Helper()
+		if w.Code != status || !strings.Contains(w.Body.String(), code) || w.Header().Get("Retry-After") == "" {
+			t.Errorf("%d %s, Retry-After %q; want %d %s", w.Code, w.Body, w.Header().Get("Retry-After"), status, code)
+		}
+	}
+	t.Run("no config yet", func(t *testing.T) {
+		f := newFixture(t)
+		f.view = nil
+		retry(t, f.do(post("/v1/track", "web-key", track)), 503, codeNotReady)
+	})
+	t.Run("a tenant's config is not loaded", func(t *testing.T) {
+		f := newFixture(t)
+		f.view = liveconfig.NewView(nil, "shop")
+		retry(t, f.do(post("/v1/track", "web-key", track)), 503, codeNotReady)
+	})
+	t.Run("storage full, and then not", func(t *testing.T) {
+		f := newFixture(t)
+		f.err = fmt.Errorf("append: %w", queue.ErrFull)
+		retry(t, f.do(post("/v1/track", "web-key", track)), 503, codeStorageFull)
+		if c := f.Counters("shop/web"); !c.StoragePressure || c.Rejected != 1 || !strings.Contains(c.LastRejection, codeStorageFull) {
+			t.Errorf("%+v", c)
+		}
+		f.err = nil
+		if w := f.do(post("/v1/track", "web-key", track)); w.Code != 200 {
+			t.Error(w.Code)
+		}
+		if c := f.Counters("shop/web"); c.StoragePressure || c.LastAccepted.IsZero() {
+			t.Errorf("%+v", c)
+		}
+	})
+	t.Run("closing", func(t *testing.T) {
+		f := newFixture(t)
+		f.err = queue.ErrClosed
+		retry(t, f.do(post("/v1/track", "web-key", track)), 503, codeNotReady)
+	})
+	t.Run("unknown fault", func(t *testing.T) {
+		f := newFixture(t)
+		f.err = errors.New("disk on fire at /secret/path")
+		w := f.do(post("/v1/track", "web-key", track))
+		retry(t, w, 503, codeInternal)
+		if strings.Contains(w.Body.String(), "fire") {
+			t.Error("the answer shows internals")
+		}
+	})
+	t.Run("rate limit", func(t *testing.T) {
+		f := newFixture(t)
+		batch := `{"batch":[` + strings.TrimSuffix(strings.Repeat(`{"type":"track","userId":"u","event":"E"},`, 20), ",") + `]}`
+		if w := f.do(post("/v1/batch", "slow-key", batch)); w.Code != 200 {
+			t.Fatalf("the burst was refused: %d %s", w.Code, w.Body)
+		}
+		w := f.do(post("/v1/batch", "slow-key", batch))
+		retry(t, w, 429, codeRateLimited)
+		if w.Header().Get("Retry-After") != "2" {
+			t.Errorf("20 calls at 10/s take 2 s, not %s", w.Header().Get("Retry-After"))
+		}
+		if w := f.do(post("/v1/track", "web-key", track)); w.Code != 200 {
+			t.Error("another Source was limited too")
+		}
+		f.now = f.now.Add(2 * time.Second)
+		if w := f.do(post("/v1/batch", "slow-key", batch)); w.Code != 200 {
+			t.Errorf("after the pause: %d", w.Code)
+		}
+		larger := `{"batch":[` + strings.TrimSuffix(strings.Repeat(`{"type":"track","userId":"u","event":"E"},`, 50), ",") + `]}`
+		f.now = f.now.Add(time.Minute)
+		if w := f.do(post("/v1/batch", "slow-key", larger)); w.Code != 200 {
+			t.Errorf("a batch larger than the burst can never pass: %d", w.Code)
+		}
+	})
+}
+
+func TestMessagesAreWhatTheQueueNeeds(t *testing.T) {
+	f := newFixture(t)
+	f.do(post("/v1/batch", "web-key", `{"batch":[{"type":"track","userId":"u","event":"E","messageId":"m1"},{"type":"page","userId":"u","event":"no","messageId":"m2"}]}`))
+	if len(f.stored) != 2 {
+		t.Fatalf("%d stored", len(f.stored))
+	}
+	a, b := f.stored[0], f.stored[1]
+	if a.Source != "shop/web" || a.ID != "m1" || a.Type != "track" || a.Event != "E" || !a.AcceptedAt.Equal(f.now) || a.Skip != nil || !strings.Contains(string(a.Body), `"version":1`) {
+		t.Errorf("%+v %s", a, a.Body)
+	}
+	if b.Event != "" || len(b.Skip) != 1 {
+		t.Errorf("%+v", b)
+	}
+	if strings.Contains(string(a.Body)+string(b.Body), "web-key") {
+		t.Error("the write key is in a message")
+	}
+}
+
+// What Parse returned must not live in the body's buffer: it is used again.
+func TestMessagesDoNotShareTheRequestBuffer(t *testing.T) {
+	f := newFixture(t)
+	var kept []queue.Message
+	f.Append = func(_ context.Context, msgs []queue.Message) ([]bool, error) {
+		kept = append(kept, msgs...)
+		return nil, nil
+	}
+	for i := range 50 {
+		f.do(post("/v1/track", "web-key", fmt.Sprintf(`{"userId":"u%02d","event":"E%02d","messageId":"m%02d"}`, i, i, i)))
+	}
+	for i, m := range kept {
+		if want := fmt.Sprintf("%02d", i); m.ID != "m"+want || m.Event != "E"+want || !strings.Contains(string(m.Body), `"u`+want+`"`) {
+			t.Fatalf("message %d was overwritten: %+v %s", i, m, m.Body)
+		}
+	}
+}
+
+func TestCORS(t *testing.T) {
+	f := newFixture(t)
+	preflight := func(origin string) http.Header {
+		r := httptest.NewRequest(http.MethodOptions, "/v1/track", nil)
+		r.Header.Set("Origin", origin)
+		r.Header.Set("Access-Control-Request-Method", "POST")
+		r.Header.Set("Access-Control-Request-Headers", "authorization,content-type")
+		w := f.do(r)
+		if w.Code != http.StatusNoContent {
+			t.Errorf("preflight: %d", w.Code)
+		}
+		return w.Header()
+	}
+	if h := preflight("https://shop.example"); h.Get(headerAllowedOrigin) != "https://shop.example" || !strings.Contains(h.Get("Access-Control-Allow-Headers"), "Authorization") || !strings.Contains(fmt.Sprint(h.Values("Vary")), "Origin") {
+		t.Errorf("allowed origin: %v", h)
+	}
+	if h := preflight("https://evil.example"); h.Get(headerAllowedOrigin) != "" {
+		t.Errorf("other origin: %v", h)
+	}
+	w := f.do(post("/v1/track", "", `{"writeKey":"web-key","userId":"u","event":"E"}`, "Origin", "https://shop.example", "Content-Type", "text/plain"))
+	if w.Code != 200 || w.Header().Get(headerAllowedOrigin) != "https://shop.example" || w.Header().Get("Vary") != "Origin" {
+		t.Errorf("%d %v", w.Code, w.Header())
+	}
+	if w := f.do(post("/v1/track", "web-key", track)); w.Header().Get(headerAllowedOrigin) != "" {
+		t.Error("CORS headers for a server")
+	}
+}
+
+func TestClientIPOnlyOfBrowsersAndOnlyFromTrustedProxies(t *testing.T) {
+	f := newFixture(t)
+	f.proxies = New(Options{TrustedProxies: []string{"10.0.0.0/8", "nonsense"}}).proxies
+	ip := func(peer, forwarded, origin string) string {
+		f.stored = nil
+		r := post("/v1/track", "web-key", track, "X-Forwarded-For", forwarded, "Origin", origin)
+		r.RemoteAddr = peer
+		f.do(r)
+		var m struct{ Context struct{ IP string } }
+		if err := json.Unmarshal(f.stored[0].Body, &m); err != nil {
+			t.Fatal(err)
+		}
+		return m.Context.IP
+	}
+	const browser = "https://shop.example"
+	for _, tc := range []struct{ peer, forwarded, origin, want string }{
+		{"203.0.113.9:1", "", browser, "203.0.113.9"},
+		{"203.0.113.9:1", "", "", ""},
+		{"203.0.113.9:1", "198.51.100.7", browser, "203.0.113.9"},
+		{"10.1.2.3:1", "198.51.100.7", browser, "198.51.100.7"},
+		{"10.1.2.3:1", "6.6.6.6, 198.51.100.7, 10.9.9.9", browser, "198.51.100.7"},
+		{"[::ffff:203.0.113.9]:1", "", browser, "203.0.113.9"},
+	} {
+		if got := ip(tc.peer, tc.forwarded, tc.origin); got != tc.want {
+			t.Errorf("peer %s, forwarded %q, origin %q: %q, want %q", tc.peer, tc.forwarded, tc.origin, got, tc.want)
+		}
+	}
+}
+
+func TestCountersAndMetrics(t *testing.T) {
+	f := newFixture(t)
+	f.do(post("/v1/batch", "web-key", `{"batch":[{"type":"track","userId":"u"},{"type":"track","userId":"u","event":"E"},{"type":"frob","userId":"u"}]}`))
+	f.do(post("/v1/track", "nobody", track))
+	if c := f.Counters("shop/web"); c.Rejected != 2 || c.LastRejected.IsZero() || c.LastRejection == "" {
+		t.Errorf("%+v", c)
+	}
+	families, err := f.registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := fmt.Sprint(families)
+	for _, want := range []string{"posthorn_ingest_calls_total", "no_event", "unknown_type", "unknown_write_key"} {
+		if !strings.Contains(text, want) {
+			t.Errorf("no %s in the metrics", want)
+		}
+	}
+	if strings.Contains(text, "nobody") || strings.Contains(text, "web-key") {
+		t.Error("a write key is in the metrics")
+	}
+	// A Source that is gone takes its series with it.
+	f.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Tenant: "shop", Sources: []liveconfig.Source{source_("new", "new-key", nil)}}}})
+	f.do(post("/v1/track", "new-key", track))
+	families, _ = f.registry.Gather()
+	if strings.Contains(fmt.Sprint(families), `"web"`) || f.Counters("shop/web").Rejected != 0 {
+		t.Error("what was kept of a deleted Source stays")
+	}
+}
+
+// A flood cannot take more memory than the budget; one Source gets half of it.
+func TestBodiesAreBoundedInMemory(t *testing.T) {
+	f := newFixture(t)
+	f.MaxBuffered = 8 * event.MaxBodyBytes
+	f.block = make(chan struct{})
+	statuses := make(chan int, 100)
+	var group sync.WaitGroup
+	for range 20 {
+		group.Go(func() { statuses <- f.do(post("/v1/track", "web-key", track)).Code })
+	}
+	for range 16 { // All but the four that may wait.
+		if s := <-statuses; s != http.StatusServiceUnavailable {
+			t.Errorf("%d", s)
+		}
+	}
+	other := make(chan int)
+	go func() { other <- f.do(post("/v1/track", "slow-key", track)).Code }()
+	close(f.block)
+	if s := <-other; s != 200 {
+		t.Errorf("another Source was answered %d during the flood", s)
+	}
+	group.Wait()
+	if n := f.buffered.Load(); n != 0 {
+		t.Errorf("%d bytes stay reserved", n)
+	}
+}
+
+// serve runs the handler behind the real server.
+func serve(t *testing.T, f *fixture) (addr string, server *http.Server) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	server = NewServer(f)
+	go func() { _ = server.Serve(l) }()
+	t.Cleanup(func() { _ = server.Close() })
+	return l.Addr().String(), server
+}
+
+func TestProtocols(t *testing.T) {
+	f := newFixture(t)
+	addr, _ := serve(t, f)
+	do := func(name string, transport *http.Transport, change func(*http.Request)) {
+		t.Helper()
+		t.Cleanup(transport.CloseIdleConnections)
+		for range 2 { // the second one on the same connection
+			r, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+addr+"/v1/track", strings.NewReader(track))
+			r.SetBasicAuth("web-key", "")
+			if change != nil {
+				change(r)
+			}
+			resp, err := (&http.Client{Transport: transport}).Do(r)
+			if err != nil {
+				t.Fatalf("%s: %v", name, err)
+			}
+			body, _ := io.ReadAll(resp.Body)
+			resp.Body.Close()
+			if resp.StatusCode != 200 {
+				t.Errorf("%s: %d %s", name, resp.StatusCode, body)
+			}
+		}
+	}
+	do("HTTP/1.1", &http.Transport{}, nil)
+	do("chunked", &http.Transport{}, func(r *http.Request) { r.ContentLength = -1 })
+	do("expect", &http.Transport{ExpectContinueTimeout: 30 * time.Second}, func(r *http.Request) { r.Header.Set("Expect", "100-continue") })
+	var h2c http.Protocols
+	h2c.SetUnencryptedHTTP2(true)
+	do("HTTP/2 in clear text", &http.Transport{Protocols: &h2c}, func(r *http.Request) {})
+	if len(f.stored) != 8 {
+		t.Errorf("%d stored", len(f.stored))
+	}
+}
+
+// A call that is being stored when the server is asked to stop is answered after it is durable.
+func TestGracefulStop(t *testing.T) {
+	f := newFixture(t)
+	f.block = make(chan struct{})
+	addr, server := serve(t, f)
+	status := make(chan int, 1)
+	go func() {
+		r, _ := http.NewRequest(http.MethodPost, "http://"+addr+"/v1/track", strings.NewReader(track)) //nolint:noctx // a test
+		r.SetBasicAuth("web-key", "")
+		resp, err := http.DefaultClient.Do(r)
+		if err != nil {
+			status <- 0
+			return
+		}
+		resp.Body.Close()
+		status <- resp.StatusCode
+	}()
+	for f.buffered.Load() == 0 {
+		time.Sleep(time.Millisecond)
+	}
+	stopped := make(chan error, 1)
+	go func() { stopped <- server.Shutdown(context.Background()) }()
+	select {
+	case s := <-status:
+		t.Fatalf("answered %d before it was durable", s)
+	case <-time.After(50 * time.Millisecond):
+	}
+	close(f.block)
+	if s := <-status; s != 200 {
+		t.Errorf("answered %d", s)
+	}
+	if err := <-stopped; err != nil {
+		t.Error(err)
+	}
+}
+
+func BenchmarkBatchOf20(b *testing.B) {
+	f := newFixture(b)
+	f.Append = func(context.Context, []queue.Message) ([]bool, error) { return nil, nil }
+	call := `{"type":"track","event":"Order Completed","userId":"u","messageId":"m","timestamp":"2020-01-01T00:00:00.000Z","properties":{"total":27.5,"currency":"USD","products":[{"sku":"a","price":19},{"sku":"b","price":3}]},"context":{"library":{"name":"x","version":"1"}}}`
+	body := `{"batch":[` + strings.TrimSuffix(strings.Repeat(call+",", 20), ",") + `]}`
+	b.ReportAllocs()
+	b.SetBytes(int64(len(body)))
+	for b.Loop() {
+		if w := f.do(post("/v1/batch", "web-key", body)); w.Code != 200 {
+			b.Fatal(w.Body)
+		}
+	}
+}

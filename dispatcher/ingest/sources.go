@@ -1,0 +1,215 @@
+package ingest
+
+import (
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/time/rate"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/event"
+)
+
+// SourceCounters is what a Handler knows of a Source since it was made.
+type SourceCounters struct {
+	Rejected, Duplicates       int64
+	LastAccepted, LastRejected time.Time
+	// LastRejection says why, for people; it holds nothing of what was sent.
+	LastRejection string
+	// StoragePressure is true while calls are refused for want of storage.
+	StoragePressure bool
+}
+
+// Counters returns a Source's counters; its key is "namespace/name".
+func (h *Handler) Counters(key string) (c SourceCounters) {
+	v, ok := h.sources.Load(key)
+	if !ok {
+		return c
+	}
+	s := v.(*source)
+	c = SourceCounters{
+		Rejected: s.rejectedCalls.Load(), Duplicates: s.duplicateCalls.Load(), StoragePressure: s.pressure.Load(),
+		LastAccepted: unixNano(s.lastAccepted.Load()), LastRejected: unixNano(s.lastRejected.Load()),
+	}
+	if text := s.lastRejection.Load(); text != nil {
+		c.LastRejection = *text
+	}
+	return c
+}
+
+func unixNano(n int64) time.Time {
+	if n == 0 {
+		return time.Time{}
+	}
+	return time.Unix(0, n)
+}
+
+// source is what is kept per Source.
+type source struct {
+	namespace, name               string
+	buffered                      atomic.Int64
+	rejectedCalls, duplicateCalls atomic.Int64
+	lastAccepted, lastRejected    atomic.Int64
+	lastRejection                 atomic.Pointer[string]
+	pressure                      atomic.Bool
+	// nextLog is when the next refusal may be logged, and unlogged counts those in between.
+	nextLog, unlogged atomic.Int64
+
+	acceptedCount, duplicateCount prometheus.Counter
+
+	mu      sync.Mutex
+	limiter *rate.Limiter
+	// perSecond and burst are what limiter was made with.
+	perSecond, burst int
+}
+
+// sourceOf returns what is kept of a Source. When the config has changed, what
+// is kept of Sources that are gone is forgotten.
+func (h *Handler) sourceOf(key string, view *liveconfig.View) *source {
+	if h.pruned.Swap(view) != view {
+		h.prune(view)
+	}
+	if s, ok := h.sources.Load(key); ok {
+		return s.(*source)
+	}
+	namespace, name, _ := strings.Cut(key, "/")
+	s := &source{namespace: namespace, name: name}
+	s.acceptedCount = h.metrics.calls.WithLabelValues(namespace, name, "accepted")
+	s.duplicateCount = h.metrics.calls.WithLabelValues(namespace, name, "duplicate")
+	actual, _ := h.sources.LoadOrStore(key, s)
+	return actual.(*source)
+}
+
+func (h *Handler) prune(view *liveconfig.View) {
+	exists := map[string]bool{}
+	for _, tenant := range view.Tenants() {
+		c, _ := view.Tenant(tenant)
+		for _, s := range c.Sources {
+			exists[tenant+"/"+s.Name] = true
+		}
+	}
+	h.sources.Range(func(key, v any) bool {
+		if !exists[key.(string)] {
+			s := v.(*source)
+			h.sources.Delete(key)
+			h.metrics.forget(s.namespace, s.name)
+		}
+		return true
+	})
+}
+
+// limit takes n calls from the Source's rate and returns 0, or takes none and
+// returns how long to wait. A batch that is larger than the burst counts as the burst.
+func (s *source) limit(c liveconfig.Source, now time.Time, n int) time.Duration {
+	if c.CallsPerSecond == 0 || n == 0 {
+		return 0
+	}
+	burst := c.Burst
+	if burst == 0 {
+		burst = 2 * c.CallsPerSecond
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.limiter == nil || s.perSecond != c.CallsPerSecond || s.burst != burst {
+		s.limiter, s.perSecond, s.burst = rate.NewLimiter(rate.Limit(c.CallsPerSecond), burst), c.CallsPerSecond, burst
+	}
+	r := s.limiter.ReserveN(now, min(n, burst))
+	wait := r.DelayFrom(now)
+	if wait > 0 {
+		r.CancelAt(now)
+	}
+	return wait
+}
+
+// accepted counts stored calls.
+func (s *source) accepted(now time.Time, n int, duplicates []bool) {
+	repeated := 0
+	for _, d := range duplicates {
+		if d {
+			repeated++
+		}
+	}
+	s.pressure.Store(false)
+	s.duplicateCalls.Add(int64(repeated))
+	s.duplicateCount.Add(float64(repeated))
+	s.acceptedCount.Add(float64(n - repeated))
+	s.lastAccepted.Store(now.UnixNano())
+}
+
+const logEvery = 10 * time.Second
+
+// reject counts refused calls, and logs one refusal in a while.
+func (h *Handler) reject(s *source, now time.Time, n int, code, message string) {
+	text := code + ": " + message
+	s.rejectedCalls.Add(int64(n))
+	s.lastRejection.Store(&text)
+	s.lastRejected.Store(now.UnixNano())
+	h.metrics.rejected.WithLabelValues(s.namespace, s.name, code).Add(float64(n))
+	next := s.nextLog.Load()
+	if now.UnixNano() < next || !s.nextLog.CompareAndSwap(next, now.Add(logEvery).UnixNano()) {
+		s.unlogged.Add(int64(n))
+		return
+	}
+	h.Logger.Warn("calls refused", "namespace", s.namespace, "source", s.name, "code", code, "message", message, "calls", n, "unlogged", s.unlogged.Swap(0))
+}
+
+// count counts a request that was refused as a whole, as one call.
+func (h *Handler) count(q *request, r *refusal, now time.Time) {
+	if q.source == nil {
+		h.metrics.rejected.WithLabelValues("", "", r.code).Inc()
+		return
+	}
+	h.reject(q.source, now, 1, r.code, r.message)
+}
+
+// countRejected counts the calls of a batch that were not taken.
+func (h *Handler) countRejected(q *request, rejected []event.Rejection, now time.Time) {
+	byCode := map[string]int{}
+	for _, r := range rejected {
+		byCode[r.Err.Code]++
+	}
+	last := rejected[len(rejected)-1].Err
+	for code, n := range byCode {
+		if code != last.Code {
+			h.reject(q.source, now, n, code, "see the answer to the batch")
+		}
+	}
+	h.reject(q.source, now, byCode[last.Code], last.Code, last.Message)
+}
+
+type metrics struct {
+	calls, rejected *prometheus.CounterVec
+	duration        *prometheus.HistogramVec
+	durable         prometheus.Histogram
+}
+
+func newMetrics(r prometheus.Registerer) metrics {
+	m := metrics{
+		calls: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "posthorn_ingest_calls_total", Help: "Calls that were answered with success, by result: accepted or duplicate.",
+		}, []string{"namespace", "source", "result"}),
+		rejected: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "posthorn_ingest_rejected_total", Help: "Calls that were refused, by code. A request that was refused as a whole counts as one. Without a Source when its key was not known.",
+		}, []string{"namespace", "source", "code"}),
+		duration: prometheus.NewHistogramVec(prometheus.HistogramOpts{
+			Name: "posthorn_ingest_request_duration_seconds", Help: "Time to answer a request, by class of status.", Buckets: prometheus.ExponentialBuckets(0.0005, 2, 14),
+		}, []string{"status"}),
+		durable: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: "posthorn_ingest_durable_seconds", Help: "Time to make the calls of a request durable.", Buckets: prometheus.ExponentialBuckets(0.0001, 2, 15),
+		}),
+	}
+	if r != nil {
+		r.MustRegister(m.calls, m.rejected, m.duration, m.durable)
+	}
+	return m
+}
+
+// forget deletes the series of a Source that is gone.
+func (m *metrics) forget(namespace, name string) {
+	labels := prometheus.Labels{"namespace": namespace, "source": name}
+	m.calls.DeletePartialMatch(labels)
+	m.rejected.DeletePartialMatch(labels)
+}
