@@ -33,8 +33,9 @@ const (
 	// MaxBatchCalls is the number of calls in a batch; those beyond it are
 	// rejected.
 	MaxBatchCalls = 2500
-	// MaxMergedBytes is the size of all messages made from one batch. It bounds
-	// what a small body can grow to when the batch has a large context.
+	// MaxMergedBytes is the size of all messages made from one batch at which the
+	// rest of its calls is rejected. It bounds what a small body can grow to when
+	// the batch has a large context.
 	MaxMergedBytes = 8 << 20
 	// MaxMessageIDBytes is the length of a messageId in UTF-8.
 	MaxMessageIDBytes = 100

@@ -165,7 +165,7 @@ func (r Request) Parse(body []byte) (Batch, error) {
 	s := newScanner(body)
 	defer s.release()
 	p := parser{Request: r, s: s, received: r.ReceivedAt.UnixMilli()}
-	p.receivedAt = append(appendMillis(append(p.receivedAtBuf[:0], '"'), p.received), '"')
+	s.receivedAt = appendQuotedTime(s.receivedAt[:0], p.received)
 	if r.Type != "" {
 		return p.single()
 	}
@@ -174,16 +174,16 @@ func (r Request) Parse(body []byte) (Batch, error) {
 
 var callTooLarge = &Error{CodeCallTooLarge, fmt.Sprintf("the call is larger than the %d bytes allowed, counting the context and integrations of its batch; send less data in one call", MaxCallBytes)}
 
+var batchTooLarge = &Error{CodeCallTooLarge, fmt.Sprintf("the batch's context and integrations, merged into each call, make messages of more than the %d bytes allowed; send a smaller batch or context", MaxMergedBytes)}
+
 // parser makes calls from what a scanner has read.
 type parser struct {
 	Request
-	s             *scanner
-	received      int64
-	receivedAt    []byte
-	receivedAtBuf [32]byte
-	common        values // a batch's own context, integrations and sentAt
-	commonSent    instant
-	result        Batch
+	s          *scanner
+	received   int64
+	common     values // a batch's own context, integrations and sentAt
+	commonSent instant
+	result     Batch
 }
 
 func (p *parser) single() (Batch, error) {
@@ -353,6 +353,9 @@ func (p *parser) accept(index int, c rawCall) *Error {
 		return callTooLarge
 	}
 	s := p.s
+	if len(s.bodies) >= MaxMergedBytes {
+		return batchTooLarge
+	}
 	members := s.kept[c.from:c.to]
 	var v values
 	var sent uint32 // the set of fields that the call has
@@ -374,25 +377,19 @@ func (p *parser) accept(index int, c rawCall) *Error {
 		return err
 	}
 
-	end := len(s.out) // what is merged goes behind it, for the time being
-	defer func() { s.out = s.out[:end] }()
+	// New values are made behind the output that was read, and forgotten with
+	// the next call.
+	end := len(s.out)
 	var place placed
-	var buf [160]byte
-	scratch := buf[:0]
-	quote := func(text string) []byte {
-		from := len(scratch)
-		scratch = appendString(scratch, text)
-		return scratch[from:]
-	}
-	v[fieldType] = quote(string(t))
-	v[fieldVersion] = []byte("1")
+	v[fieldType] = s.made(appendString(s.out, string(t)))
+	v[fieldVersion] = one
 	v[fieldWriteKey] = nil
 	if missing(v[fieldMessageID]) {
-		v[fieldMessageID] = quote(p.NewID())
+		v[fieldMessageID] = s.made(appendString(s.out, p.NewID()))
 	}
 	place.messageID = s.decode(v[fieldMessageID])
 	if n := place.messageID; n.to-n.from > MaxMessageIDBytes {
-		s.texts = s.texts[:n.from]
+		s.out, s.texts = s.out[:end], s.texts[:n.from]
 		return &Error{CodeMessageIDTooLong, fmt.Sprintf(`"messageId" is longer than the %d bytes allowed; use a UUID`, MaxMessageIDBytes)}
 	}
 	place.event, place.userID, place.anonymousID = s.decode(v[fieldEvent]), s.decode(v[fieldUserID]), s.decode(v[fieldAnonymousID])
@@ -403,13 +400,13 @@ func (p *parser) accept(index int, c rawCall) *Error {
 	v[fieldIntegrations] = s.merge(p.common[fieldIntegrations], v[fieldIntegrations])
 	v[fieldContext] = s.merge(p.common[fieldContext], v[fieldContext])
 	if missing(v[fieldContext]) {
-		v[fieldContext] = []byte("{}")
+		v[fieldContext] = emptyObject
 	}
 	if p.ClientIP != "" {
 		v[fieldContext] = s.addIP(v[fieldContext], p.ClientIP)
 	}
 
-	v[fieldReceivedAt] = p.receivedAt
+	v[fieldReceivedAt] = s.receivedAt
 	sentAt := readTime(v[fieldSentAt])
 	if !sentAt.ok && p.commonSent.ok {
 		v[fieldSentAt], sentAt = p.common[fieldSentAt], p.commonSent
@@ -418,9 +415,7 @@ func (p *parser) accept(index int, c rawCall) *Error {
 		v[fieldOriginalTimestamp] = v[fieldTimestamp]
 	}
 	timestamp := corrected(p.received, sentAt, readTime(v[fieldOriginalTimestamp]))
-	from := len(scratch)
-	scratch = append(appendMillis(append(scratch, '"'), timestamp), '"')
-	v[fieldTimestamp] = scratch[from:]
+	v[fieldTimestamp] = s.made(appendQuotedTime(s.out, timestamp))
 
 	place.body.from = len(s.bodies)
 	b := append(s.bodies, '{')
@@ -448,12 +443,8 @@ func (p *parser) accept(index int, c rawCall) *Error {
 		}
 	}
 	b[len(b)-1] = '}'
-	s.bodies = b
+	s.bodies, s.out = b, s.out[:end]
 	place.body.to = len(b)
-	if len(b) > MaxMergedBytes {
-		s.bodies, s.texts = b[:place.body.from], s.texts[:place.messageID.from]
-		return &Error{CodeCallTooLarge, fmt.Sprintf("the batch's context, merged into each call, makes messages of more than the %d bytes allowed; send a smaller batch or context", MaxMergedBytes)}
-	}
 	s.places = append(s.places, place)
 	p.result.Calls = append(p.result.Calls, Call{Type: t, Timestamp: time.UnixMilli(timestamp).UTC()})
 	p.result.Indexes = append(p.result.Indexes, index)
@@ -556,7 +547,7 @@ func (v *values) object(f field) ([]byte, *Error) {
 	case text[0] == '{':
 		return text, nil
 	case string(text) == "[]":
-		return []byte("{}"), nil
+		return emptyObject, nil
 	}
 	return nil, &Error{CodeInvalidField, fieldNames[f] + " must be an object"}
 }
@@ -592,7 +583,7 @@ func (s *scanner) merge(common, own []byte) []byte {
 	if len(own) == 0 || own[0] != '{' {
 		return common
 	}
-	start, base := len(s.out), len(s.open)
+	start, base, indexes := len(s.out), len(s.open), false
 	for _, object := range [...][]byte{common, own} {
 		at := len(s.out)
 		s.out = append(s.out, object...)
@@ -600,11 +591,12 @@ func (s *scanner) merge(common, own []byte) []byte {
 			m := member{key: span{at + key.from, at + key.to}, value: span{at + value.from, at + value.to}, index: notIndex}
 			if c := object[key.from+1]; '0' <= c && c <= '9' {
 				m.index = arrayIndex(object[key.from+1 : key.to-1])
+				indexes = indexes || m.index != notIndex
 			}
 			s.open = append(s.open, m)
 		}
 	}
-	s.order(base, true)
+	s.order(base, indexes)
 	s.rewrite(start, s.open[base:])
 	s.open = s.open[:base]
 	return s.out[start:]
@@ -617,13 +609,19 @@ func (s *scanner) addIP(context []byte, ip string) []byte {
 			return context
 		}
 	}
-	start := len(s.out)
-	s.out = append(s.out, context[:len(context)-1]...)
+	b := append(s.out, context[:len(context)-1]...)
 	if len(context) > len("{}") {
-		s.out = append(s.out, ',')
+		b = append(b, ',')
 	}
-	s.out = append(s.out, `"ip":`...)
-	s.out = appendString(s.out, ip)
-	s.out = append(s.out, '}')
-	return s.out[start:]
+	b = appendString(append(b, `"ip":`...), ip)
+	return s.made(append(b, '}'))
 }
+
+// made takes s.out with something appended and returns that.
+func (s *scanner) made(extended []byte) []byte {
+	from := len(s.out)
+	s.out = extended
+	return extended[from:]
+}
+
+var one, emptyObject = []byte("1"), []byte("{}")

@@ -67,6 +67,7 @@ type scanner struct {
 	number, digits, ordered []byte
 	table                   []uint32
 	bodies, texts           []byte
+	receivedAt              []byte
 	places                  []placed
 }
 

@@ -196,5 +196,23 @@ func (p *timeParser) zone() int {
 // appendMillis appends a time as 2006-01-02T15:04:05.000Z. Years outside of 0
 // to 9999 are not expected.
 func appendMillis(dst []byte, ms int64) []byte {
-	return time.UnixMilli(ms).UTC().AppendFormat(dst, "2006-01-02T15:04:05.000Z")
+	t := time.UnixMilli(ms).UTC()
+	year, month, day := t.Date()
+	hour, minute, second := t.Clock()
+	dst = append(digits2(digits2(dst, year/100), year%100), '-')
+	dst = append(digits2(dst, int(month)), '-')
+	dst = append(digits2(dst, day), 'T')
+	dst = append(digits2(dst, hour), ':')
+	dst = append(digits2(dst, minute), ':')
+	dst = append(digits2(dst, second), '.')
+	milli := t.Nanosecond() / 1e6
+	return append(digits2(dst, milli/10), byte('0'+milli%10), 'Z')
+}
+
+func digits2(dst []byte, v int) []byte {
+	return append(dst, byte('0'+v/10%10), byte('0'+v%10))
+}
+
+func appendQuotedTime(dst []byte, ms int64) []byte {
+	return append(appendMillis(append(dst, '"'), ms), '"')
 }
