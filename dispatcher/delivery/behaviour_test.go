@@ -98,7 +98,7 @@ func TestRefusedIsBuriedAtOnce(t *testing.T) {
 			if n := len(w.client.requests("")); n != 30 {
 				t.Errorf("%d: %d requests, want one each: a refusal does not open the circuit", status, n)
 			}
-			dead := w.store.dead["ns/crm"]
+			dead := w.dead("crm")
 			if len(dead) != 30 || dead[0].Failure.Reason != string(reason) || dead[0].Failure.StatusCode != status || dead[0].Attempts != 1 {
 				t.Errorf("%d: %d dead letters, %+v", status, len(dead), dead)
 			}
@@ -174,11 +174,11 @@ func TestWindowEnds(t *testing.T) {
 		w.send("web", 1)
 		begin := time.Now()
 		w.sleep(4*time.Hour - 10*time.Second)
-		if len(w.store.dead["ns/crm"]) != 0 {
+		if len(w.dead("crm")) != 0 {
 			t.Error("given up too early")
 		}
 		w.sleep(2 * time.Minute)
-		dead := w.store.dead["ns/crm"]
+		dead := w.dead("crm")
 		if len(dead) != 1 || dead[0].Failure.Reason != "Expired" || dead[0].Failure.StatusCode != 502 || !strings.Contains(dead[0].Failure.Message, "4h0m0s") || !strings.Contains(dead[0].Failure.Message, "ServerError") {
 			t.Fatalf("%+v", dead)
 		}
@@ -206,11 +206,11 @@ func TestWindowEndsWhileParked(t *testing.T) {
 			w.send("web", 1000)
 			w.sleep(4*time.Hour - time.Minute)
 			w.send("web", 7)
-			if n := len(w.store.dead["ns/crm"]); n > 0 {
+			if n := len(w.dead("crm")); n > 0 {
 				t.Errorf("%s: %d buried before their time", state, n)
 			}
 			w.sleep(2 * time.Minute)
-			dead := w.store.dead["ns/crm"]
+			dead := w.dead("crm")
 			if len(dead) != 1000 || dead[0].Failure.Reason != "Expired" {
 				t.Errorf("%s: %d dead letters, want the 1000 old ones", state, len(dead))
 			}
@@ -301,7 +301,7 @@ func TestAnyEndpoint(t *testing.T) {
 				t.Errorf("%+v", r)
 			}
 			w.sleep(10 * time.Second)
-			if slow := w.client.most[urlB]; slow > 64 {
+			if slow := w.most(urlB); slow > 64 {
 				t.Errorf("%d requests at once to the slow URL", slow)
 			}
 			if r := w.report("crm"); r.Endpoints[1].LastSuccess.IsZero() {
@@ -339,7 +339,7 @@ func TestAnyEndpoint(t *testing.T) {
 			}
 			w.client.set(always(answer{status: 400}))
 			w.sleep(10 * time.Minute)
-			if dead := w.store.dead["ns/crm"]; len(dead) != 1 || dead[0].Failure.Reason != "Rejected" {
+			if dead := w.dead("crm"); len(dead) != 1 || dead[0].Failure.Reason != "Rejected" {
 				t.Errorf("%+v", dead)
 			}
 			w.end()
@@ -353,7 +353,7 @@ func TestAnyEndpoint(t *testing.T) {
 			w.sleep(10 * time.Minute)
 			w.client.set(byURL(map[string]answer{urlA: {status: 400}, urlB: {reason: egress.ConnectionRefused}}))
 			w.sleep(10 * time.Minute)
-			if dead := w.store.dead["ns/crm"]; len(dead) != 0 {
+			if dead := w.dead("crm"); len(dead) != 0 {
 				t.Errorf("%d given up while a URL was left out", len(dead))
 			}
 			w.client.set(byURL(map[string]answer{urlA: {status: 400}}))
@@ -418,8 +418,8 @@ func TestSuccessPolicyChanges(t *testing.T) {
 				t.Errorf("m%d was sent %d times", i, n)
 			}
 		}
-		if len(w.store.lanes) != 2 {
-			t.Errorf("%d lanes are left: %v", len(w.store.lanes), w.store.lanes)
+		if len(w.store.Lanes()) != 2 {
+			t.Errorf("%d lanes are left: %v", len(w.store.Lanes()), w.store.Lanes())
 		}
 		if r := w.report("crm"); r.Pending != 0 {
 			t.Errorf("%+v", r)
@@ -459,8 +459,8 @@ func TestOrphans(t *testing.T) {
 		if len(w.client.requests(urlA)) != 0 {
 			t.Error("sent to a destination that is gone")
 		}
-		if !slices.Contains(w.client.forgotten, urlA) || slices.Contains(w.client.forgotten, urlB) {
-			t.Errorf("forgotten: %v", w.client.forgotten)
+		if forgotten := w.forgotten(); !slices.Contains(forgotten, urlA) || slices.Contains(forgotten, urlB) {
+			t.Errorf("forgotten: %v", forgotten)
 		}
 		w.client.set(always(answer{status: 200}))
 		w.apply(a, b)
@@ -470,14 +470,14 @@ func TestOrphans(t *testing.T) {
 		}
 		w.apply(b)
 		w.sleep(9 * time.Minute)
-		if len(w.store.lanes) != 2 {
+		if len(w.store.Lanes()) != 2 {
 			t.Error("dropped before the grace was over")
 		}
 		w.sleep(2 * time.Minute)
-		if len(w.store.lanes) != 1 {
+		if len(w.store.Lanes()) != 1 {
 			t.Errorf("lanes left: %v", w.store.Lanes())
 		}
-		if w.engine.destinations["ns/a"] != nil {
+		if look(w, func(e *Engine) bool { return e.destinations["ns/a"] != nil }) {
 			t.Error("the destination is still in memory")
 		}
 		w.end()
@@ -496,8 +496,8 @@ func TestRestart(t *testing.T) {
 		w.client.set(always(answer{status: 200, after: time.Second}))
 		w.restart()
 		w.sleep(time.Hour)
-		if n := len(w.client.requests("")); n != 0 || len(w.store.lanes) != 2 {
-			t.Errorf("before the config: %d requests, %d lanes", n, len(w.store.lanes))
+		if n := len(w.client.requests("")); n != 0 || len(w.store.Lanes()) != 2 {
+			t.Errorf("before the config: %d requests, %d lanes", n, len(w.store.Lanes()))
 		}
 		w.apply(dest("b", urlB))
 		w.sleep(900 * time.Millisecond)
@@ -505,11 +505,11 @@ func TestRestart(t *testing.T) {
 			t.Errorf("%d requests at once after a restart, want 1", n)
 		}
 		w.sleep(9 * time.Minute)
-		if r := w.report("b"); r.Delivered != 100 || len(w.store.lanes) != 2 {
+		if r := w.report("b"); r.Delivered != 100 || len(w.store.Lanes()) != 2 {
 			t.Errorf("%+v", r)
 		}
 		w.sleep(2 * time.Minute)
-		if len(w.store.lanes) != 1 {
+		if len(w.store.Lanes()) != 1 {
 			t.Errorf("lanes left: %v", w.store.Lanes())
 		}
 		w.end()
@@ -529,7 +529,7 @@ func TestUnusableTenant(t *testing.T) {
 			t.Fatal(err)
 		}
 		w.sleep(24 * time.Hour)
-		if len(w.store.lanes) != 1 || len(w.store.dead["ns/a"]) != 0 {
+		if len(w.store.Lanes()) != 1 || len(w.dead("a")) != 0 {
 			t.Error("something was given up")
 		}
 		w.end()
@@ -541,11 +541,11 @@ func TestApplyFails(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200}))
 		w.apply(dest("a", urlA))
-		w.store.fail = queue.ErrFull
+		w.fail(queue.ErrFull)
 		if err := w.engine.Apply(w.view(dest("b", urlB))); err == nil {
 			t.Error("no error")
 		}
-		w.store.fail = nil
+		w.fail(nil)
 		w.send("web", 1)
 		w.sleep(time.Minute)
 		if r := w.report("a"); r.Delivered != 1 {
@@ -562,13 +562,13 @@ func TestStoreFails(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200}))
 		w.apply(dest("a", urlA))
 		w.sleep(time.Second)
-		w.store.fail = fmt.Errorf("disk on fire")
+		w.fail(fmt.Errorf("disk on fire"))
 		w.send("web", 10)
 		w.sleep(time.Minute)
-		if w.store.leases > 100 {
-			t.Errorf("%d calls of a failing store in a minute", w.store.leases)
+		if w.leases() > 100 {
+			t.Errorf("%d calls of a failing store in a minute", w.leases())
 		}
-		w.store.fail = nil
+		w.fail(nil)
 		w.sleep(2 * time.Second)
 		if r := w.report("a"); r.Delivered != 10 {
 			t.Errorf("%+v", r)
@@ -591,8 +591,8 @@ func TestRateLimit(t *testing.T) {
 		if n := len(w.client.requests(urlB)); n != 1000 {
 			t.Errorf("%d requests of the other destination", n)
 		}
-		if w.engine.workers > 64 {
-			t.Errorf("%d workers", w.engine.workers)
+		if n := look(w, func(e *Engine) int { return e.workers }); n > 64 {
+			t.Errorf("%d workers", n)
 		}
 		w.end()
 	})

@@ -9,6 +9,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
 func TestCircuitOpens(t *testing.T) {
@@ -179,13 +180,13 @@ func TestOutage(t *testing.T) {
 					t.Errorf("a minute into the outage: %+v", r)
 				}
 				w.client.forget()
-				leases := w.store.leases
+				leases := w.leases()
 				w.sleep(time.Hour)
 				probes := w.client.requests("")
 				if n := len(probes); n < 45 || n > 80 {
 					t.Errorf("%d probes in an hour", n)
 				}
-				if most := w.client.most[""]; most != 1 {
+				if most := w.most(""); most != 1 {
 					t.Errorf("%d probes at once", most)
 				}
 				for i := range probes[1:] {
@@ -193,7 +194,7 @@ func TestOutage(t *testing.T) {
 						t.Errorf("%v between two probes", gap)
 					}
 				}
-				if n := w.store.leases - leases; n > 200 {
+				if n := w.leases() - leases; n > 200 {
 					t.Errorf("%d leases during the outage: something is busy", n)
 				}
 				w.client.forget()
@@ -298,7 +299,7 @@ func TestIsolation(t *testing.T) {
 				w.send("web", 2000)
 				w.sleep(10 * time.Second)
 				var slowest time.Duration
-				begin := w.client.got[0].at
+				begin := w.client.requests("")[0].at
 				for i := 1; i < 20; i++ {
 					got := w.client.requests(fmt.Sprintf("http://%d.test", i))
 					if len(got) != 2000 {
@@ -357,7 +358,7 @@ func TestThousandLanes(t *testing.T) {
 			}
 		}
 		w.sleep(time.Hour)
-		if most := w.client.most["http://dead.test"]; most > slots/2 {
+		if most := w.most("http://dead.test"); most > slots/2 {
 			t.Errorf("%d requests at once to dead endpoints", most)
 		}
 		// Parked lanes cost no goroutine: what is left are probes in flight and a few idle workers.
@@ -380,7 +381,7 @@ func TestFloodFromOneSource(t *testing.T) {
 		w.sleep(time.Second)
 		w.send("ios", 100)
 		begin := time.Now()
-		for w.engine.Store.LaneStats(w.engine.destinations["ns/crm"].lanes[0].id).Pending > 0 && w.engine.Store.LaneStats(w.engine.destinations["ns/crm"].lanes[1].id).Pending > 0 {
+		for w.store.LaneStats(queue.LaneID{Source: "ns/ios", Destination: "ns/crm"}).Pending > 0 {
 			w.sleep(10 * time.Millisecond)
 		}
 		// 5 of 10 slots: 100 messages take 20 round trips.
@@ -398,13 +399,13 @@ func TestIdle(t *testing.T) {
 		w.apply(dest("crm", urlA))
 		w.send("web", 5000)
 		w.sleep(5 * time.Minute)
-		if n := len(w.engine.idle); n > 1 {
+		if n := look(w, func(e *Engine) int { return len(e.idle) }); n > 1 {
 			t.Errorf("%d idle workers minutes after the work", n)
 		}
-		leases := w.store.leases
+		leases := w.leases()
 		w.sleep(time.Hour)
-		if w.store.leases != leases {
-			t.Errorf("%d leases of an empty lane", w.store.leases-leases)
+		if w.leases() != leases {
+			t.Errorf("%d leases of an empty lane", w.leases()-leases)
 		}
 		w.end()
 	})

@@ -79,9 +79,8 @@ func (c *fakeClient) Post(ctx context.Context, e *egress.Endpoint, headers []egr
 		c.inFlight[key]++
 		c.most[key] = max(c.most[key], c.inFlight[key])
 	}
-	f := c.answer
+	a := c.answer(r)
 	c.mu.Unlock()
-	a := f(r)
 	result := egress.Result{StatusCode: a.status, Reason: a.reason, RetryAfter: a.retryAfter, RemoteAddr: "192.0.2.1:443", Sent: true}
 	timer := time.NewTimer(a.after)
 	defer timer.Stop()
@@ -250,6 +249,50 @@ func (w *world) report(name string) liveconfig.DestinationReport {
 	return liveconfig.DestinationReport{}
 }
 
+// dead returns the dead letters of a destination.
+func (w *world) dead(name string) (out []queue.DeadLetter) {
+	_ = w.store.DeadLetters(context.Background(), "ns/"+name, "", func(d queue.DeadLetter) bool {
+		out = append(out, d)
+		return true
+	})
+	return out
+}
+
+// leases returns how often the store was asked for messages.
+func (w *world) leases() int {
+	w.store.mu.Lock()
+	defer w.store.mu.Unlock()
+	return w.store.leases
+}
+
+// fail makes the store fail; nil mends it.
+func (w *world) fail(err error) {
+	w.store.mu.Lock()
+	defer w.store.mu.Unlock()
+	w.store.fail = err
+}
+
+// most returns the most requests that were in flight at once to a URL, or in all ("").
+func (w *world) most(url string) int {
+	w.client.mu.Lock()
+	defer w.client.mu.Unlock()
+	return w.client.most[url]
+}
+
+// forgotten returns the URLs whose connections the client was told to close.
+func (w *world) forgotten() []string {
+	w.client.mu.Lock()
+	defer w.client.mu.Unlock()
+	return slices.Clone(w.client.forgotten)
+}
+
+// look reads the engine's own state.
+func look[T any](w *world, f func(e *Engine) T) T {
+	w.engine.mu.Lock()
+	defer w.engine.mu.Unlock()
+	return f(w.engine)
+}
+
 // end stops the engine and checks that nothing was settled wrongly or is still leased.
 func (w *world) end() {
 	w.Helper()
@@ -281,7 +324,7 @@ func TestDelivers(t *testing.T) {
 		if r.Delivered != 1000 || r.Pending != 0 || r.Endpoints[0].State != liveconfig.EndpointHealthy {
 			t.Errorf("report %+v", r)
 		}
-		if most := w.client.most[""]; most != 64 {
+		if most := w.most(""); most != 64 {
 			t.Errorf("%d requests at once, want the window of 64", most)
 		}
 		w.end()

@@ -1,0 +1,286 @@
+package delivery
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+func TestEndpointStates(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200, after: time.Millisecond}))
+		w.apply(dest("crm", urlA))
+		state := func(want liveconfig.EndpointState) {
+			t.Helper()
+			if ep := w.report("crm").Endpoints[0]; ep.State != want {
+				t.Errorf("%s, want %s: %+v", ep.State, want, ep)
+			}
+		}
+		state(liveconfig.EndpointIdle)
+		changed := w.engine.Changed()
+		w.send("web", 1)
+		w.sleep(time.Minute)
+		state(liveconfig.EndpointHealthy)
+		select {
+		case <-changed:
+		default:
+			t.Error("the change was not signalled")
+		}
+		w.client.set(always(answer{status: 500}))
+		changed = w.engine.Changed()
+		w.send("web", 1)
+		w.sleep(time.Millisecond)
+		state(liveconfig.EndpointDegraded)
+		select {
+		case <-changed:
+		default:
+			t.Error("the change was not signalled")
+		}
+		ep := w.report("crm").Endpoints[0]
+		if ep.LastFailure == nil || ep.LastFailure.Reason != "ServerError" || ep.LastFailure.StatusCode != 500 || ep.LastFailure.Message == "" || ep.Since.Before(ep.LastSuccess) {
+			t.Errorf("%+v", ep)
+		}
+		w.send("web", 20)
+		w.sleep(30 * time.Second)
+		state(liveconfig.EndpointCircuitOpen)
+		since := w.report("crm").Endpoints[0].Since
+		w.sleep(10 * time.Minute)
+		if w.report("crm").Endpoints[0].Since != since {
+			t.Error("Since moved while the state stayed")
+		}
+		w.client.set(always(answer{status: 200}))
+		w.sleep(10 * time.Minute)
+		state(liveconfig.EndpointHealthy)
+		if r := w.report("crm"); r.Delivered != 22 || r.Endpoints[0].LastFailure == nil || !r.Endpoints[0].LastSuccess.After(r.Endpoints[0].LastFailure.Time) || !r.NextAttempt.IsZero() {
+			t.Errorf("%+v", r)
+		}
+		w.end()
+	})
+}
+
+// A few failures in much traffic do not make the state flap.
+func TestStateIsCalm(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		n := 0
+		w := newWorld(t, func(request) answer {
+			if n++; n%50 == 0 {
+				return answer{status: 500}
+			}
+			return answer{status: 200, after: time.Millisecond}
+		})
+		w.apply(dest("crm", urlA))
+		w.send("web", 100)
+		w.sleep(100 * time.Millisecond)
+		since := w.report("crm").Endpoints[0].Since
+		for range 100 {
+			w.send("web", 100)
+			w.sleep(100 * time.Millisecond)
+		}
+		if ep := w.report("crm").Endpoints[0]; ep.State != liveconfig.EndpointHealthy || ep.Since != since {
+			t.Errorf("%+v, want Healthy since %v", ep, since)
+		}
+		w.end()
+	})
+}
+
+func TestReport(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, byURL(map[string]answer{urlB: {status: 500}}))
+		a, b := dest("a", urlA), dest("b", urlB)
+		b.Sources = []string{"ios", "web"}
+		a.Generation, b.Generation = 3, 4
+		w.apply(a, b)
+		w.send("web", 5)
+		w.send("ios", 3)
+		begin := time.Now()
+		if _, err := w.store.Append(context.Background(), []queue.Message{{Source: "ns/web", ID: "f", AcceptedAt: begin, Skip: []string{"ns/a"}}}); err != nil {
+			t.Fatal(err)
+		}
+		w.sleep(10 * time.Second)
+		reports := w.engine.Report("ns")
+		if len(reports) != 2 || reports[0].Name != "a" || reports[1].Name != "b" || reports[0].Generation != 3 || reports[1].Revision != "1" {
+			t.Fatalf("%+v", reports)
+		}
+		if r := reports[0]; r.Accepted != 6 || r.Delivered != 5 || r.Filtered != 1 || r.Pending != 0 || !r.OldestPending.IsZero() {
+			t.Errorf("%+v", r)
+		}
+		if r := reports[1]; r.Accepted != 9 || r.Pending != 9 || r.Retrying == 0 || r.OldestPending != begin || !r.NextAttempt.After(time.Now()) {
+			t.Errorf("%+v", r)
+		}
+		for _, r := range reports {
+			if r.Accepted != r.Delivered+r.Filtered+r.DeadLettered+r.Discarded+r.Pending {
+				t.Errorf("the ledger does not balance: %+v", r)
+			}
+		}
+		if r := w.engine.Report("other"); len(r) != 0 {
+			t.Errorf("another tenant: %+v", r)
+		}
+		w.end()
+	})
+}
+
+func TestAttemptsAreBounded(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200}), func(o *Options) { o.Attempts = 7 })
+		w.apply(dest("crm", urlA))
+		for want := range 20 {
+			got := w.engine.Attempts("ns/crm", "e0")
+			if len(got) != min(want, 7) {
+				t.Fatalf("%d attempts after %d", len(got), want)
+			}
+			for i, a := range got {
+				if a.MessageID != fmt.Sprint("m", want-len(got)+i+1) || a.StatusCode != 200 || a.RemoteAddr == "" || a.Source != "ns/web" || a.Destination != "ns/crm" || a.Endpoint != "e0" {
+					t.Fatalf("after %d: %+v", want, got)
+				}
+			}
+			w.send("web", 1)
+			w.sleep(time.Second)
+		}
+		if w.engine.Attempts("ns/crm", "nope") != nil || w.engine.Attempts("nope", "e0") != nil {
+			t.Error("attempts of what does not exist")
+		}
+		w.end()
+	})
+}
+
+func TestTail(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, byURL(map[string]answer{urlB: {status: 404}}))
+		w.apply(dest("a", urlA), dest("b", urlB))
+		ctx, cancel := context.WithCancel(context.Background())
+		all, lost := w.engine.Tail(ctx, "", "")
+		b, _ := w.engine.Tail(ctx, "ns/b", "e0")
+		none, _ := w.engine.Tail(ctx, "ns/b", "e1")
+		w.send("web", 10)
+		w.sleep(time.Second)
+		if len(all) != 20 || len(b) != 10 || len(none) != 0 {
+			t.Errorf("%d, %d and %d attempts", len(all), len(b), len(none))
+		}
+		if a := <-b; a.Destination != "ns/b" || a.StatusCode != 404 || a.Reason != egress.Rejected || a.MessageID != "m1" {
+			t.Errorf("%+v", a)
+		}
+		// Nobody reads: what does not fit is dropped and counted, and deliveries go on.
+		w.send("web", 1000)
+		w.sleep(time.Second)
+		if r := w.report("a"); r.Delivered != 1010 {
+			t.Errorf("%+v", r)
+		}
+		if len(all) != tailBuffer || lost() != 2020-tailBuffer {
+			t.Errorf("%d kept, %d lost", len(all), lost())
+		}
+		cancel()
+		w.sleep(time.Second)
+		for range all {
+		}
+		if look(w, func(e *Engine) int { return len(e.tails) }) != 0 {
+			t.Error("the subscription is still there")
+		}
+		w.end()
+	})
+}
+
+func TestDeadLettersAreTrimmed(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 400}))
+		d := dest("crm", urlA)
+		d.DeadLetters = liveconfig.DeadLetters{RetentionMS: 3600_000, MaxBytes: 50}
+		w.apply(d)
+		w.send("web", 80)
+		w.sleep(2 * time.Minute)
+		if n, _ := w.store.DeadLetterStats("ns/crm"); n != 50 {
+			t.Errorf("%d dead letters, want as many as fit", n)
+		}
+		w.apply() // The destination goes; its dead letters stay until their time.
+		w.sleep(50 * time.Minute)
+		if n, _ := w.store.DeadLetterStats("ns/crm"); n != 50 {
+			t.Errorf("%d dead letters before the retention ends", n)
+		}
+		w.sleep(12 * time.Minute)
+		if n, _ := w.store.DeadLetterStats("ns/crm"); n != 0 {
+			t.Errorf("%d dead letters after their retention", n)
+		}
+		w.sleep(2 * time.Minute)
+		if look(w, func(e *Engine) int { return len(e.destinations) }) != 0 {
+			t.Error("the destination is still in memory")
+		}
+		w.end()
+	})
+}
+
+func TestMetrics(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		registry := prometheus.NewPedanticRegistry()
+		w := newWorld(t, byURL(map[string]answer{urlB: {status: 404}, urlC: {reason: egress.ConnectionRefused}}), func(o *Options) { o.Registerer = registry })
+		a, b, c := dest("a", urlA), dest("b", urlB), dest("c", urlC)
+		w.apply(a, b, c)
+		w.send("web", 5)
+		w.sleep(time.Minute)
+		got := gather(t, registry)
+		for series, want := range map[string]float64{
+			"posthorn_messages_delivered_total a":              5,
+			"posthorn_messages_delivered_total b":              0,
+			"posthorn_messages_dead_lettered_total b Rejected": 5,
+			"posthorn_delivery_attempts_total a e0 2xx":        5,
+			"posthorn_delivery_attempts_total b e0 Rejected":   5,
+			"posthorn_delivery_attempt_duration_seconds a e0":  5,
+			"posthorn_message_delivery_latency_seconds a":      5,
+			"posthorn_message_delivery_latency_seconds b":      0,
+			"posthorn_endpoint_circuit_open a e0":              0,
+			"posthorn_endpoint_circuit_open c e0":              1,
+			"posthorn_delivery_in_flight":                      0,
+			"posthorn_delivery_in_flight_limit":                1024,
+			"posthorn_lane_messages a  web accepted":           5,
+			"posthorn_lane_messages a  web delivered":          5,
+			"posthorn_lane_messages b  web dead_lettered":      5,
+			"posthorn_lane_messages c  web pending":            5,
+		} {
+			if n, ok := got[series]; !ok || n != want {
+				t.Errorf("%s = %v, %v; want %v", series, n, ok, want)
+			}
+		}
+		w.apply(a)
+		for series := range gather(t, registry) {
+			if labels := strings.Fields(series); slices.Contains(labels, "b") || slices.Contains(labels, "c") {
+				t.Errorf("series of a destination that is gone: %s", series)
+			}
+			for _, canary := range []string{"http://", "m1"} {
+				if strings.Contains(series, canary) {
+					t.Errorf("%s holds %q", series, canary)
+				}
+			}
+		}
+		w.end()
+	})
+}
+
+// gather returns all series: name and label values (without the namespace) to
+// value, or to the number of observations.
+func gather(t *testing.T, g prometheus.Gatherer) map[string]float64 {
+	t.Helper()
+	families, err := g.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out := map[string]float64{}
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			series := f.GetName()
+			for _, l := range m.GetLabel() {
+				if l.GetName() != "namespace" {
+					series += " " + l.GetValue()
+				}
+			}
+			out[series] = m.GetCounter().GetValue() + m.GetGauge().GetValue() + float64(m.GetHistogram().GetSampleCount())
+		}
+	}
+	return out
+}

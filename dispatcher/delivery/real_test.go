@@ -1,0 +1,155 @@
+package delivery
+
+import (
+	"context"
+	"crypto/tls"
+	"fmt"
+	"io"
+	"log"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// run starts an engine with the real client on a store; the cleanup stops it.
+func run(t testing.TB, store queue.Store) *Engine {
+	policy, err := egress.ParsePolicy([]string{"127.0.0.1"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	client := egress.New(egress.Options{Policy: policy})
+	e := New(Options{Store: store, Client: client, Logger: slog.New(slog.DiscardHandler)})
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		_ = e.Run(ctx)
+	}()
+	t.Cleanup(func() {
+		cancel()
+		<-done
+		client.Close()
+	})
+	return e
+}
+
+// eventually waits for what takes an unknown, but short time.
+func eventually(t testing.TB, what string, f func() bool) {
+	t.Helper()
+	for begin := time.Now(); !f(); time.Sleep(5 * time.Millisecond) {
+		if time.Since(begin) > 30*time.Second {
+			t.Fatalf("%s: not within 30 s", what)
+		}
+	}
+}
+
+// Real requests: signed messages arrive as they are, a self-signed receiver
+// gets nothing and the report says why.
+func TestRealClient(t *testing.T) {
+	var mu sync.Mutex
+	arrived := map[string]bool{}
+	receiver := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, err := io.ReadAll(r.Body)
+		if err != nil || r.Header.Get("X-Signature") != hexHMAC("s3cr3t", string(body)) || r.Header.Get("User-Agent") != "Posthorn/1.0" || r.Header.Get("Content-Type") != "application/json" {
+			t.Errorf("%v %v %s", err, r.Header, body)
+			w.WriteHeader(http.StatusBadRequest)
+			return
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		arrived[r.Header.Get("Idempotency-Key")] = true
+	}))
+	defer receiver.Close()
+	selfSigned := httptest.NewUnstartedServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { t.Error("a self-signed receiver got a request") }))
+	selfSigned.Config.ErrorLog = log.New(io.Discard, "", 0)
+	selfSigned.TLS = &tls.Config{MinVersion: tls.VersionTLS12}
+	selfSigned.StartTLS()
+	defer selfSigned.Close()
+
+	store := newMemStore()
+	e := run(t, store)
+	w := &world{T: t, store: store, engine: e}
+	good, bad := dest("good", receiver.URL+"/hook?token=s3cr3t"), dest("bad", selfSigned.URL)
+	good.Signing = &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("s3cr3t")}
+	w.apply(good, bad)
+	w.send("web", 500)
+	eventually(t, "all delivered", func() bool { return w.report("good").Delivered == 500 })
+	mu.Lock()
+	if len(arrived) != 500 {
+		t.Errorf("%d messages arrived", len(arrived))
+	}
+	mu.Unlock()
+	eventually(t, "the certificate is rejected", func() bool {
+		f := w.report("bad").Endpoints[0].LastFailure
+		return f != nil && f.Reason == string(egress.CertificateRejected)
+	})
+	if text := fmt.Sprintf("%+v %+v", e.Report("ns"), e.Attempts("ns/good", "e0")); strings.Contains(text, "s3cr3t") {
+		t.Error("a secret shows")
+	}
+}
+
+// BenchmarkEngine sends 1 KiB messages through the engine and the real client
+// to a receiver in this process, from a store in memory; "direct" is the bare
+// loop of posts by as many goroutines.
+func BenchmarkEngine(b *testing.B) {
+	var arrived atomic.Int64
+	receiver := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { arrived.Add(1) }))
+	defer receiver.Close()
+	body := []byte(`{"x":"` + strings.Repeat("y", 1000) + `"}`)
+	b.Run("direct", func(b *testing.B) {
+		policy, _ := egress.ParsePolicy([]string{"127.0.0.1"})
+		client := egress.New(egress.Options{Policy: policy})
+		defer client.Close()
+		ep, err := client.Prepare(dest("d", receiver.URL).Endpoints[0])
+		if err != nil {
+			b.Fatal(err)
+		}
+		b.ReportAllocs()
+		b.SetParallelism(32)
+		b.RunParallel(func(pb *testing.PB) {
+			for pb.Next() {
+				ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+				client.Post(ctx, ep, nil, body)
+				cancel()
+			}
+		})
+	})
+	for _, destinations := range []int{1, 100} {
+		b.Run("engine/"+strconv.Itoa(destinations), func(b *testing.B) {
+			store := newMemStore()
+			e := run(b, store)
+			w := &world{store: store, engine: e}
+			var all []liveconfig.Destination
+			for i := range destinations {
+				d := dest(fmt.Sprintf("d%04d", i), receiver.URL)
+				d.Signing = &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("s3cr3t")}
+				all = append(all, d)
+			}
+			if err := e.Apply(w.view(all...)); err != nil {
+				b.Fatal(err)
+			}
+			arrived.Store(0)
+			n := max(1, b.N/destinations)
+			msgs := make([]queue.Message, n)
+			for i := range msgs {
+				msgs[i] = queue.Message{Source: "ns/web", ID: strconv.Itoa(i), AcceptedAt: time.Now(), Body: body}
+			}
+			b.ReportAllocs()
+			b.ResetTimer()
+			_, _ = store.Append(context.Background(), msgs)
+			for arrived.Load() < int64(n*destinations) {
+				time.Sleep(time.Millisecond)
+			}
+		})
+	}
+}
