@@ -55,11 +55,6 @@ var markerRequest = reconcile.Request{}
 // The rights to create, patch and delete Secrets are limited to the release's
 // namespace. Listing and watching them is for metadata only (RBAC has no word
 // for that); contents are read one by one, of Secrets that are referred to.
-//
-// +kubebuilder:rbac:groups=posthorn.dev,resources=sources;webhookdestinations,verbs=get;list;watch
-// +kubebuilder:rbac:groups="",resources=secrets,verbs=get;list;watch
-// +kubebuilder:rbac:groups="",resources=secrets,namespace=posthorn-system,verbs=create;patch;delete
-// +kubebuilder:rbac:groups=coordination.k8s.io,resources=leases,namespace=posthorn-system,verbs=get;create;update
 type configReconciler struct {
 	client.Client               // reads from the cache, Secrets by metadata only
 	direct        client.Reader // reads from the API server
@@ -166,6 +161,11 @@ func (r *configReconciler) wrote(tenant, resourceVersion string) bool {
 	defer r.mu.Unlock()
 	return r.written[tenant].resourceVersion == resourceVersion
 }
+
+// +kubebuilder:rbac:groups=posthorn.dev,resources=sources;webhookdestinations,verbs=get;list;watch
+// +kubebuilder:rbac:groups="",resources=secrets,verbs=get;list;watch
+// +kubebuilder:rbac:groups="",resources=secrets,namespace=posthorn-system,verbs=create;patch;delete
+// +kubebuilder:rbac:groups=coordination.k8s.io,resources=leases,namespace=posthorn-system,verbs=get;create;update
 
 // Reconcile compiles one tenant, or makes the marker.
 func (r *configReconciler) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {

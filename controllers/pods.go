@@ -26,13 +26,13 @@ type Pods interface {
 }
 
 // clusterPods are the pods of the release's namespace that the cache selects.
-//
-// +kubebuilder:rbac:groups="",resources=pods,namespace=posthorn-system,verbs=get;list;watch
 type clusterPods struct {
 	reader    client.Reader
 	namespace string
 	port      int
 }
+
+// +kubebuilder:rbac:groups="",resources=pods,namespace=posthorn-system,verbs=get;list;watch
 
 // Ready implements Pods.
 func (c clusterPods) Ready(ctx context.Context) ([]Pod, error) {

@@ -38,9 +38,6 @@ const (
 
 // statusReconciler writes the status of a namespace's objects, of those whose
 // status is another than the one they have.
-//
-// +kubebuilder:rbac:groups=posthorn.dev,resources=sources/status;webhookdestinations/status,verbs=update
-// +kubebuilder:rbac:groups=events.k8s.io,resources=events,verbs=create;patch
 type statusReconciler struct {
 	client.Client
 	known   *verdictBook
@@ -75,6 +72,9 @@ func setupStatus(mgr manager.Manager, o Options, known *verdictBook, reports *pr
 		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
 		Complete(r)
 }
+
+// +kubebuilder:rbac:groups=posthorn.dev,resources=sources/status;webhookdestinations/status,verbs=update
+// +kubebuilder:rbac:groups=events.k8s.io,resources=events,verbs=create;patch
 
 // Reconcile brings the status of one tenant's objects up to date.
 func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {

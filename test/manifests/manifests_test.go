@@ -1,0 +1,127 @@
+// Package manifests holds config/ against a real API server: all of it renders,
+// is valid, and its pods are allowed in a namespace that enforces the
+// restricted Pod Security Standard.
+package manifests
+
+import (
+	"context"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes/scheme"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/yaml"
+
+	"github.com/posthorn/posthorn/test/env"
+)
+
+func TestConfigDefault(t *testing.T) {
+	server, err := env.Start()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = server.Stop() })
+	ctx := context.Background()
+	cluster, err := client.New(server.Config, client.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	root, err := env.Root()
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := server.Kubectl("", "kustomize", filepath.Join(root, "config", "default"))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	kinds := map[string]int{}
+	var pods []*corev1.Pod
+	for _, part := range regexp.MustCompile(`(?m)^---$`).Split(text, -1) {
+		object := &unstructured.Unstructured{}
+		if err := yaml.Unmarshal([]byte(part), &object.Object); err != nil {
+			t.Fatal(err)
+		}
+		kinds[object.GetKind()]++
+		options := []client.ApplyOption{client.FieldOwner("test"), client.ForceOwnership, client.DryRunAll}
+		if object.GetKind() == "Namespace" {
+			options = options[:2] // the others are tried inside it
+		}
+		if err := cluster.Apply(ctx, client.ApplyConfigurationFromUnstructured(object), options...); err != nil {
+			t.Errorf("%s %s: %v", object.GetKind(), object.GetName(), err)
+		}
+		if pod := podOf(t, object); pod != nil {
+			pods = append(pods, pod)
+		}
+	}
+	for kind, want := range map[string]int{"Namespace": 1, "CustomResourceDefinition": 2, "Deployment": 1, "StatefulSet": 1, "ServiceAccount": 2, "NetworkPolicy": 1} {
+		if kinds[kind] != want {
+			t.Errorf("%d of kind %s, want %d", kinds[kind], kind, want)
+		}
+	}
+
+	if len(pods) != 2 {
+		t.Fatalf("%d workloads, want 2", len(pods))
+	}
+	for _, pod := range pods {
+		t.Run(pod.Spec.Containers[0].Name, func(t *testing.T) {
+			if err := cluster.Create(ctx, pod, client.DryRunAll); err != nil {
+				t.Errorf("the pod is refused: %v", err)
+			}
+			c := pod.Spec.Containers[0]
+			if c.SecurityContext.ReadOnlyRootFilesystem == nil || !*c.SecurityContext.ReadOnlyRootFilesystem {
+				t.Error("the root file system is writable")
+			}
+			if c.ReadinessProbe == nil || c.LivenessProbe == nil {
+				t.Error("a probe is missing")
+			}
+			if c.Resources.Requests.Memory().IsZero() || c.Resources.Limits.Memory().IsZero() {
+				t.Error("memory is not bounded")
+			}
+			// What the standard is for: a pod that may become root is refused.
+			yes := true
+			bad := pod.DeepCopy()
+			bad.Spec.Containers[0].SecurityContext.AllowPrivilegeEscalation = &yes
+			if err := cluster.Create(ctx, bad, client.DryRunAll); err == nil || !strings.Contains(err.Error(), "restricted") {
+				t.Errorf("the namespace does not enforce the restricted standard: %v", err)
+			}
+		})
+	}
+}
+
+// podOf returns a pod as a workload would make it, or nil.
+func podOf(t *testing.T, object *unstructured.Unstructured) *corev1.Pod {
+	t.Helper()
+	typed, err := scheme.Scheme.New(object.GroupVersionKind())
+	if err != nil {
+		return nil // not a built-in kind
+	}
+	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(object.Object, typed); err != nil {
+		t.Fatal(err)
+	}
+	var template corev1.PodTemplateSpec
+	switch w := typed.(type) {
+	case *appsv1.Deployment:
+		template = w.Spec.Template
+	case *appsv1.StatefulSet:
+		template = w.Spec.Template
+		for _, claim := range w.Spec.VolumeClaimTemplates {
+			template.Spec.Volumes = append(template.Spec.Volumes, corev1.Volume{Name: claim.Name, VolumeSource: corev1.VolumeSource{
+				PersistentVolumeClaim: &corev1.PersistentVolumeClaimVolumeSource{ClaimName: claim.Name},
+			}})
+		}
+	default:
+		return nil
+	}
+	return &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: object.GetNamespace(), Name: object.GetName() + "-0", Labels: template.Labels},
+		Spec:       template.Spec,
+	}
+}
