@@ -8,14 +8,67 @@ import (
 	"net/http/httptrace"
 	"net/netip"
 	"os"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
 )
 
-// dial makes a connection to the endpoint, with the TLS handshake done and the
-// deadline set.
-func (c *Client) dial(ctx context.Context, e *Endpoint, deadline time.Time, t *Timing) (*conn, error) {
+// conn is one connection to an endpoint.
+type conn struct {
+	net.Conn           // TCP or TLS
+	tls      *tls.Conn // nil for plain HTTP
+	remote   string
+	alive    func() bool // open and silent; the read deadline must lie ahead
+
+	// Of the exchange in progress.
+	ctx      context.Context // Read needs it, and has no parameter for it
+	deadline time.Time
+
+	used      bool          // answered a request before
+	maxIdle   time.Duration // how long it may stay unused
+	idleSince time.Time
+	closeOnce sync.Once
+}
+
+// cancelCheck is how long a read waits before it looks whether the context was
+// canceled. Most answers are there before, and cost no watch of the context.
+const cancelCheck = 250 * time.Millisecond
+
+// begin gives the connection to an exchange.
+func (cn *conn) begin(ctx context.Context, now, deadline time.Time) {
+	cn.ctx, cn.deadline = ctx, deadline
+	_ = cn.SetWriteDeadline(deadline)
+	cn.setReadDeadline(now)
+}
+
+func (cn *conn) setReadDeadline(now time.Time) {
+	if at := now.Add(cancelCheck); at.Before(cn.deadline) {
+		_ = cn.SetReadDeadline(at)
+	} else {
+		_ = cn.SetReadDeadline(cn.deadline)
+	}
+}
+
+// Read reads until the exchange's deadline or the end of its context.
+func (cn *conn) Read(b []byte) (int, error) {
+	for {
+		n, err := cn.Conn.Read(b)
+		if n > 0 || err == nil || !errors.Is(err, os.ErrDeadlineExceeded) || cn.ctx.Err() != nil {
+			return n, err
+		}
+		now := time.Now()
+		if !now.Before(cn.deadline) {
+			return n, err
+		}
+		cn.setReadDeadline(now)
+	}
+}
+
+func (cn *conn) close() { cn.closeOnce.Do(func() { _ = cn.Conn.Close() }) }
+
+// dial makes a connection to the endpoint, with the TLS handshake done, and begins on it.
+func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t *Timing) (*conn, error) {
 	// Resolves, tries one address after the other (two families in parallel),
 	// and asks for each of them right before it is dialled. What was checked is
 	// what is dialled: a name that resolves differently the next time gains nothing.
@@ -29,6 +82,8 @@ func (c *Client) dial(ctx context.Context, e *Endpoint, deadline time.Time, t *T
 			return c.policy.check(e.host, addr.Addr())
 		},
 	}
+	ctx, cancel := context.WithDeadline(outer, deadline)
+	defer cancel()
 	start := time.Now()
 	var dns atomic.Int64
 	raw, err := dialer.DialContext(httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{
@@ -51,17 +106,21 @@ func (c *Client) dial(ctx context.Context, e *Endpoint, deadline time.Time, t *T
 			return nil, &handshakeError{err: err, remote: cn.remote}
 		}
 	}
-	cn.interrupt = func() { _ = raw.SetDeadline(past) }
 	probe, err := newProbe(raw)
 	if err != nil {
 		cn.close()
 		return nil, err
 	}
-	cn.alive = func(deadline time.Time) bool {
-		_ = raw.SetDeadline(deadline)
-		return probe() && (cn.tls == nil || nothingBuffered(cn.tls, deadline))
+	cn.alive = func() bool {
+		if !probe() || cn.tls != nil && !nothingBuffered(cn.tls) {
+			return false
+		}
+		if cn.tls != nil {
+			cn.setReadDeadline(time.Now())
+		}
+		return true
 	}
-	_ = raw.SetDeadline(deadline)
+	cn.begin(outer, time.Now(), deadline)
 	c.log.DebugContext(ctx, "connected", "endpoint", e, "address", cn.remote, "dns", t.DNS, "connect", t.Connect, "tls", t.TLS)
 	return cn, nil
 }
@@ -101,10 +160,12 @@ func newProbe(raw net.Conn) (func() bool, error) {
 }
 
 // nothingBuffered is the same for what the TLS layer has read already.
-func nothingBuffered(c *tls.Conn, deadline time.Time) bool {
+func nothingBuffered(c *tls.Conn) bool {
 	_ = c.SetReadDeadline(past)
 	var b [1]byte
 	n, err := c.Read(b[:])
-	_ = c.SetReadDeadline(deadline)
 	return n == 0 && errors.Is(err, os.ErrDeadlineExceeded)
 }
+
+// past is a deadline that is over.
+var past = time.Unix(1, 0)

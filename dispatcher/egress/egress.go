@@ -15,7 +15,6 @@ package egress
 import (
 	"bufio"
 	"context"
-	"crypto/tls"
 	"log/slog"
 	"net"
 	"sync"
@@ -196,17 +195,15 @@ var scratches = sync.Pool{New: func() any {
 // which the endpoint had closed without a byte of answer is sent again, once,
 // on a new connection.
 //
-// When ctx is canceled before its deadline, that says nothing about the
-// endpoint: look at ctx.Err() before the Result counts against it.
+// A cancellation of ctx is noticed within a quarter of a second while the
+// answer is awaited. It says nothing about the endpoint: look at ctx.Err()
+// before the Result counts against it.
 func (c *Client) Post(ctx context.Context, e *Endpoint, headers []Header, body []byte) (r Result) {
 	start := time.Now()
 	defer func() { r.Timing.Total = time.Since(start) }()
 	deadline, ok := ctx.Deadline()
 	if !ok {
-		var cancel context.CancelFunc
 		deadline = start.Add(defaultTimeout)
-		ctx, cancel = context.WithDeadline(ctx, deadline)
-		defer cancel()
 	}
 
 	s := scratches.Get().(*scratch)
@@ -218,7 +215,7 @@ func (c *Client) Post(ctx context.Context, e *Endpoint, headers []Header, body [
 		}
 	}()
 
-	cn := e.idle.get(start, deadline)
+	cn := e.idle.get(ctx, start, deadline)
 	if cn != nil {
 		if retry := c.exchange(ctx, e, cn, s, &r); !retry {
 			return r
@@ -238,19 +235,17 @@ func (c *Client) Post(ctx context.Context, e *Endpoint, headers []Header, body [
 // that answers before it has read all.
 const largeRequest = 32 << 10
 
-// exchange sends the request on the connection, whose deadline is set, and
+// exchange sends the request on the connection, which begin has prepared, and
 // reads the answer. It closes the connection or puts it back. retry is true when the connection was
 // used before and the endpoint closed it without answering.
 func (c *Client) exchange(ctx context.Context, e *Endpoint, cn *conn, s *scratch, r *Result) (retry bool) {
 	keep := false
-	stop := context.AfterFunc(ctx, cn.interrupt)
 	defer func() {
-		// After an interrupt the deadline may still be changed under the next user's hands.
-		if !stop() || !keep {
+		if keep {
+			e.idle.put(cn)
+		} else {
 			cn.close()
-			return
 		}
-		e.idle.put(cn)
 	}()
 	r.RemoteAddr = cn.remote
 	start := time.Now()
@@ -306,20 +301,22 @@ func (c *Client) exchange(ctx context.Context, e *Endpoint, cn *conn, s *scratch
 	return false
 }
 
-// conn is one connection to an endpoint.
-type conn struct {
-	net.Conn            // TCP or TLS
-	tls       *tls.Conn // nil for plain HTTP
-	remote    string
-	alive     func(deadline time.Time) bool
-	interrupt func()        // makes reads and writes in progress fail
-	used      bool          // answered a request before
-	maxIdle   time.Duration // how long it may stay unused
-	idleSince time.Time
-	closeOnce sync.Once
+// WithDeadline is context.WithDeadline for Post alone, without the cost: there
+// is no timer, and nothing to cancel. The context's Done is that of its parent;
+// Post ends at the deadline all the same.
+func WithDeadline(parent context.Context, deadline time.Time) context.Context {
+	return deadlineContext{parent, deadline}
 }
 
-func (cn *conn) close() { cn.closeOnce.Do(func() { _ = cn.Conn.Close() }) }
+type deadlineContext struct {
+	context.Context
+	deadline time.Time
+}
 
-// past is a deadline that is over.
-var past = time.Unix(1, 0)
+// Deadline implements context.Context.
+func (c deadlineContext) Deadline() (time.Time, bool) {
+	if at, ok := c.Context.Deadline(); ok && at.Before(c.deadline) {
+		return at, true
+	}
+	return c.deadline, true
+}

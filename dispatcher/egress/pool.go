@@ -1,6 +1,7 @@
 package egress
 
 import (
+	"context"
 	"sync"
 	"time"
 )
@@ -15,8 +16,8 @@ type pool struct {
 	closed bool
 }
 
-// get returns the connection that was used last, with the deadline set, or nil.
-func (p *pool) get(now, deadline time.Time) *conn {
+// get begins on the connection that was used last, or returns nil.
+func (p *pool) get(ctx context.Context, now, deadline time.Time) *conn {
 	for {
 		p.mu.Lock()
 		n := len(p.conns)
@@ -29,8 +30,11 @@ func (p *pool) get(now, deadline time.Time) *conn {
 		p.conns = p.conns[:n-1]
 		p.mu.Unlock()
 		p.client.idle.Add(-1)
-		if now.Sub(cn.idleSince) < cn.maxIdle && cn.alive(deadline) {
-			return cn
+		if now.Sub(cn.idleSince) < cn.maxIdle {
+			cn.begin(ctx, now, deadline)
+			if cn.alive() {
+				return cn
+			}
 		}
 		cn.close()
 	}
@@ -43,7 +47,7 @@ func (p *pool) put(cn *conn) {
 		cn.close()
 		return
 	}
-	cn.idleSince = time.Now()
+	cn.idleSince, cn.ctx = time.Now(), nil
 	p.mu.Lock()
 	ok := !p.closed && (p.timer != nil || p.start())
 	if ok {

@@ -237,7 +237,7 @@ func keepAliveTimeout(value []byte) time.Duration {
 
 func readChunks(r *bufio.Reader, body *sink, budget *int) error {
 	for {
-		line, err := readLine(r, budget)
+		line, err := readChunkLine(r, budget)
 		if errors.Is(err, bufio.ErrBufferFull) {
 			return protocolError("a chunk's size line is too long")
 		}
@@ -268,15 +268,18 @@ func readChunks(r *bufio.Reader, body *sink, budget *int) error {
 		}
 		// After the last chunk: trailers, up to an empty line.
 		for {
-			line, err := readLine(r, budget)
-			if err != nil && !errors.Is(err, bufio.ErrBufferFull) {
+			line, err := readChunkLine(r, budget)
+			switch {
+			case errors.Is(err, bufio.ErrBufferFull) || err == nil && len(line) > 0 && n > 0:
+				return protocolError("a chunk is longer than its size, or a trailer is too long")
+			case err != nil:
 				return err
-			}
-			if n > 0 && (len(line) > 0 || err != nil) {
-				return protocolError("a chunk is longer than its size")
 			}
 			if len(line) == 0 {
 				break
+			}
+			if err := (&answer{length: -1}).header(line, false); err != nil {
+				return err
 			}
 		}
 		if n == 0 {
@@ -286,15 +289,35 @@ func readChunks(r *bufio.Reader, body *sink, budget *int) error {
 }
 
 // readLine returns the next line without its end, valid until the next read.
-// With bufio.ErrBufferFull it is only a beginning of the line.
+// With bufio.ErrBufferFull it is only a beginning of the line. A head's lines
+// may end with a bare line feed.
 func readLine(r *bufio.Reader, budget *int) ([]byte, error) {
+	line, err := readLineFeed(r, budget)
+	return bytes.TrimSuffix(line, []byte("\r")), err
+}
+
+// readChunkLine is the same where a bare line feed does not end a line:
+// programs that disagree on that see different answers.
+func readChunkLine(r *bufio.Reader, budget *int) ([]byte, error) {
+	line, err := readLineFeed(r, budget)
+	if err != nil {
+		return line, err
+	}
+	line, ok := bytes.CutSuffix(line, []byte("\r"))
+	if !ok || bytes.IndexByte(line, '\r') >= 0 {
+		return nil, protocolError("a line of a chunked body does not end with CR LF")
+	}
+	return line, nil
+}
+
+func readLineFeed(r *bufio.Reader, budget *int) ([]byte, error) {
 	line, err := r.ReadSlice('\n')
 	if *budget -= len(line); *budget < 0 {
 		return nil, protocolError("its headers are larger than 64 KiB")
 	}
 	switch {
 	case err == nil:
-		return bytes.TrimSuffix(line[:len(line)-1], []byte("\r")), nil
+		return line[:len(line)-1], nil
 	case errors.Is(err, io.EOF):
 		return nil, io.ErrUnexpectedEOF
 	}

@@ -1,0 +1,164 @@
+package egress
+
+import (
+	"bufio"
+	"io"
+	"net"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+)
+
+// counting answers requests and tells how many connections are open.
+func counting(t *testing.T, answer string) (*wire, *atomic.Int32) {
+	var open atomic.Int32
+	return listen(t, func(n int, c net.Conn) {
+		open.Add(1)
+		answers(answer)(n, c)
+		open.Add(-1)
+	}), &open
+}
+
+func eventually(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(patience); !ok(); time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatal("never happened: " + what)
+		}
+	}
+}
+
+func TestIdleConnectionsAreClosed(t *testing.T) {
+	noLeaks(t)
+	server, open := counting(t, ok)
+	c := New(Options{Policy: newClient(t, "127.0.0.1").policy, IdleTimeout: 50 * time.Millisecond})
+	defer c.Close()
+	e := prepareURL(t, c, "http://"+server.address)
+	for range 3 {
+		var all sync.WaitGroup
+		for range 8 {
+			all.Go(func() { post(t, withTimeout(t, patience), c, e) })
+		}
+		all.Wait()
+		eventually(t, "idle connections closed", func() bool { return open.Load() == 0 && c.idle.Load() == 0 })
+		eventually(t, "pool unknown", func() bool { c.mu.Lock(); defer c.mu.Unlock(); return len(c.pools) == 0 })
+	}
+}
+
+func TestForgetAndClose(t *testing.T) {
+	noLeaks(t)
+	server, open := counting(t, ok)
+	c := newClient(t, "127.0.0.1")
+	e1, e2, e3 := prepareURL(t, c, "http://"+server.address), prepareURL(t, c, "http://"+server.address), prepareURL(t, c, "http://"+server.address)
+	for _, e := range []*Endpoint{e1, e2, e3} {
+		post(t, withTimeout(t, patience), c, e)
+	}
+	if n := open.Load(); n != 3 {
+		t.Fatalf("%d connections are open, want 3: each endpoint has its own", n)
+	}
+	c.Forget(e1)
+	c.Forget(e1)
+	eventually(t, "connection of the forgotten endpoint closed", func() bool { return open.Load() == 2 })
+	if r := post(t, withTimeout(t, patience), c, e1); r.StatusCode != 200 {
+		t.Errorf("unexpected result %+v", r)
+	}
+	eventually(t, "its later connection closed after use", func() bool { return open.Load() == 2 })
+	c.Close()
+	c.Close()
+	eventually(t, "all closed", func() bool { return open.Load() == 0 && c.idle.Load() == 0 })
+	for _, e := range []*Endpoint{e2, prepareURL(t, c, "http://"+server.address)} {
+		if r := post(t, withTimeout(t, patience), c, e); r.StatusCode != 200 {
+			t.Errorf("unexpected result %+v", r)
+		}
+	}
+	eventually(t, "all closed", func() bool { return open.Load() == 0 && c.idle.Load() == 0 })
+}
+
+func TestMaxIdle(t *testing.T) {
+	noLeaks(t)
+	var busy sync.WaitGroup
+	busy.Add(8)
+	var open atomic.Int32
+	server := listen(t, func(_ int, c net.Conn) {
+		open.Add(1)
+		defer open.Add(-1)
+		r := bufio.NewReader(c)
+		for readRequest(r) != nil {
+			busy.Done()
+			busy.Wait() // all at once
+			_, _ = io.WriteString(c, ok)
+		}
+	})
+	c := New(Options{Policy: newClient(t, "127.0.0.1").policy, MaxIdle: 3})
+	defer c.Close()
+	e := prepareURL(t, c, "http://"+server.address)
+	var all sync.WaitGroup
+	for range 8 {
+		all.Go(func() {
+			if r := post(t, withTimeout(t, patience), c, e); r.StatusCode != 200 {
+				t.Errorf("unexpected result %+v", r)
+			}
+		})
+	}
+	all.Wait()
+	eventually(t, "three are left", func() bool { return open.Load() == 3 && c.idle.Load() == 3 })
+}
+
+// The endpoint's own timeout, less a second, bounds the use of a connection.
+func TestKeepAliveTimeout(t *testing.T) {
+	noLeaks(t)
+	for value, want := range map[string]time.Duration{
+		"timeout=5, max=100": 4 * time.Second, "max=3,TIMEOUT=2": time.Second, "timeout=1": time.Millisecond, "timeout=0": time.Millisecond,
+		"timeout=": 0, "timeout": 0, "timeout=x": 0, "timeout=99999999": 0, "max=5": 0, "": 0,
+	} {
+		if got := keepAliveTimeout([]byte(value)); got != want {
+			t.Errorf("%q: %v, want %v", value, got, want)
+		}
+	}
+	server, _ := counting(t, "HTTP/1.1 200 OK\r\nKeep-Alive: timeout=1\r\nContent-Length: 2\r\n\r\nok")
+	c := newClient(t, "127.0.0.1")
+	e := prepareURL(t, c, "http://"+server.address)
+	for range 2 {
+		post(t, withTimeout(t, patience), c, e)
+		time.Sleep(5 * time.Millisecond)
+	}
+	if n := server.connections.Load(); n != 2 {
+		t.Errorf("%d connections, want 2", n)
+	}
+}
+
+// Many posters, connections that die at every moment: each post has its own answer.
+func TestConcurrentPosts(t *testing.T) {
+	noLeaks(t)
+	var n atomic.Int32
+	server := listen(t, func(_ int, c net.Conn) {
+		r := bufio.NewReader(c)
+		for {
+			body := readRequest(r)
+			if body == nil {
+				return
+			}
+			_, _ = io.WriteString(c, "HTTP/1.1 400 X\r\nContent-Length: "+itoa(len(body))+"\r\n\r\n"+string(body))
+			if n.Add(1)%7 == 0 {
+				return
+			}
+		}
+	})
+	c := newClient(t, "127.0.0.1")
+	e := prepareURL(t, c, "http://"+server.address)
+	var all sync.WaitGroup
+	for w := range 16 {
+		all.Go(func() {
+			for i := range 50 {
+				body := "worker " + itoa(w) + " post " + itoa(i)
+				r := c.Post(withTimeout(t, patience), e, nil, []byte(body))
+				// An endpoint that closes twice in a row, without an answer, has failed.
+				if string(r.Response) != body && r.Reason != ConnectionFailed {
+					t.Errorf("got %+v %q, want %q", r, r.Response, body)
+				}
+			}
+		})
+	}
+	all.Wait()
+}
