@@ -1,0 +1,122 @@
+package analyticstest_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/analytics"
+	"github.com/posthorn/posthorn/analytics/analyticstest"
+)
+
+func post(t *testing.T, url, key, body string) (int, map[string]any) {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, url, strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if key != "" {
+		req.SetBasicAuth(key, "")
+	}
+	res, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer res.Body.Close()
+	var answer map[string]any
+	if err := json.NewDecoder(res.Body).Decode(&answer); err != nil {
+		t.Fatal(err)
+	}
+	return res.StatusCode, answer
+}
+
+// The sink refuses what Posthorn refuses, in its words.
+func TestServerAnswers(t *testing.T) {
+	s := analyticstest.NewServer()
+	defer s.Close()
+	for name, test := range map[string]struct {
+		path, key, body string
+		status          int
+		code            string
+	}{
+		"accepted":    {"/v1/batch", "k", `{"batch":[{"type":"track","messageId":"a"}]}`, 200, ""},
+		"no key":      {"/v1/batch", "", `{"batch":[]}`, 401, "no_write_key"},
+		"no JSON":     {"/v1/batch", "k", `{`, 400, "invalid_json"},
+		"unknown":     {"/v2/batch", "k", `{}`, 404, "not_found"},
+		"wrong field": {"/v1/batch", "k", `{"batch":[{"type":7,"messageId":"b"}]}`, 200, "invalid_field"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			status, answer := post(t, s.URL+test.path, test.key, test.body)
+			text := fmt.Sprint(answer)
+			if status != test.status || !strings.Contains(text, test.code) {
+				t.Errorf("%d %s", status, text)
+			}
+		})
+	}
+	if calls := s.Calls(); len(calls) != 1 || calls[0].WriteKey != "k" || calls[0].MessageID != "a" {
+		t.Errorf("calls %+v", calls)
+	}
+}
+
+func TestDuplicatesAreTakenOnce(t *testing.T) {
+	s := analyticstest.New()
+	s.Respond(analyticstest.Answer{Drop: true})
+	c := s.Client()
+	if err := c.Track(&analytics.Track{UserId: "u", Event: "e"}); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if len(s.Requests()) != 2 || len(s.Calls()) != 1 || s.Duplicates() != 1 {
+		t.Errorf("%d requests, %d calls, %d duplicates", len(s.Requests()), len(s.Calls()), s.Duplicates())
+	}
+}
+
+func TestWait(t *testing.T) {
+	s := analyticstest.New()
+	c := s.Client(analytics.FlushAt(1))
+	defer c.Close()
+	go c.Track(&analytics.Track{UserId: "u", Event: "e"})
+	if calls, err := s.Wait(t.Context(), 1); err != nil || len(calls) != 1 {
+		t.Errorf("%v, %v", calls, err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+	defer cancel()
+	if calls, err := s.Wait(ctx, 2); !errors.Is(err, context.DeadlineExceeded) || len(calls) != 1 {
+		t.Errorf("%v, %v", calls, err)
+	}
+}
+
+// signUp is code under test.
+func signUp(client *analytics.Client, user string) error {
+	return client.Track(&analytics.Track{UserId: user, Event: "Signed Up"})
+}
+
+func Example() {
+	sink := analyticstest.New()
+	client := sink.Client()
+	if err := signUp(client, "u1"); err != nil {
+		fmt.Println(err)
+	}
+	client.Close()
+	for _, call := range sink.Calls() {
+		fmt.Println(call.Type, call.UserID, call.Event)
+	}
+	// Output: track u1 Signed Up
+}
+
+// How does the code behave while the server is down?
+func ExampleSink_Respond() {
+	sink := analyticstest.New()
+	sink.Respond(analyticstest.Answer{Status: 503}, analyticstest.Answer{Drop: true})
+	client := sink.Client()
+	signUp(client, "u1")
+	fmt.Println(client.Close(), len(sink.Calls()), "call,", len(sink.Requests()), "requests")
+	// Output: <nil> 1 call, 3 requests
+}

@@ -1,0 +1,76 @@
+package analytics_test
+
+import (
+	"encoding/json"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/posthorn/posthorn/analytics/analyticstest"
+)
+
+// A program written for the vendor's v2 library needs another import path and
+// nothing else.
+func TestProgramForV2(t *testing.T) {
+	const program = "testdata/v2/main.go"
+	source, err := os.ReadFile(program)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const theirs, ours = `"github.com/segmentio/analytics-go"`, `"github.com/posthorn/posthorn/analytics"`
+	if n := strings.Count(string(source), theirs); n != 1 {
+		t.Fatalf("the program imports the vendor's library %d times", n)
+	}
+	dir := t.TempDir()
+	changed := filepath.Join(dir, "main.go")
+	if err := os.WriteFile(changed, []byte(strings.Replace(string(source), theirs, ours, 1)), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	original, err := filepath.Abs(program)
+	if err != nil {
+		t.Fatal(err)
+	}
+	overlay, err := json.Marshal(map[string]any{"Replace": map[string]string{original: changed}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	overlayFile := filepath.Join(dir, "overlay.json")
+	if err := os.WriteFile(overlayFile, overlay, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	binary := filepath.Join(dir, "program")
+	if out, err := exec.Command("go", "build", "-overlay", overlayFile, "-o", binary, "./testdata/v2").CombinedOutput(); err != nil {
+		t.Fatalf("the program does not compile: %v\n%s", err, out)
+	}
+
+	server := analyticstest.NewServer()
+	defer server.Close()
+	run := exec.Command(binary)
+	run.Env = append(os.Environ(), "ENDPOINT="+server.URL)
+	if out, err := run.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	calls := server.Calls()
+	var types []string
+	for _, c := range calls {
+		types = append(types, c.Type)
+		if c.WriteKey != "h97jamjwbh" {
+			t.Errorf("write key %q", c.WriteKey)
+		}
+	}
+	if want := []string{"identify", "track", "page", "group", "alias"}; !slices.Equal(types, want) {
+		t.Fatalf("arrived: %v, want %v", types, want)
+	}
+	if c := calls[1]; c.Timestamp != "2009-11-10T23:00:00Z" || c.Integrations["All"] != false || c.Properties["plan"] != "Enterprise" {
+		t.Errorf("track arrived as %s", c.JSON)
+	}
+	if c := calls[2]; c.MessageID != "page-1" || c.Properties["path"] != "/go" || c.Traits != nil {
+		t.Errorf("page arrived as %s", c.JSON)
+	}
+	if requests := server.Requests(); len(requests) != 1 || requests[0].Context["app"] == nil {
+		t.Errorf("requests: %v", requests)
+	}
+}
