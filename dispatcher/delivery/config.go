@@ -83,7 +83,7 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	e.release(back)
 	for _, t := range forget {
 		if t.to != nil {
-			e.Client.Forget(t.to)
+			e.o.Client.Forget(t.to)
 		}
 	}
 	e.endDrains()
@@ -103,7 +103,7 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 func (e *Engine) recover() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	for _, id := range e.Store.Lanes() {
+	for _, id := range e.o.Store.Lanes() {
 		e.lane(id)
 	}
 	e.recovered = true
@@ -164,7 +164,7 @@ func (e *Engine) openLanes(plans []*plan, configs map[string]liveconfig.Destinat
 	group.SetLimit(openAtOnce)
 	for id := range wanted {
 		group.Go(func() error {
-			if err := e.Store.OpenLane(id); err != nil {
+			if err := e.o.Store.OpenLane(id); err != nil {
 				return fmt.Errorf("open the lane from source %s to destination %s: %w", id.Source, id.Destination, err)
 			}
 			e.mu.Lock()
@@ -204,7 +204,7 @@ func (e *Engine) compile(p *plan) *settings {
 		t := target{to: old.prepared(config)}
 		if t.to == nil && s.active {
 			var err error
-			if t.to, err = e.Client.Prepare(config); err != nil {
+			if t.to, err = e.o.Client.Prepare(config); err != nil {
 				errs = append(errs, fmt.Errorf("endpoint %q: %w", config.Name, err))
 			}
 		}
@@ -304,7 +304,7 @@ func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Des
 		case !ok || !hasPlace(config, id):
 			l.park(d.set)
 			if l.dropAt.IsZero() {
-				l.dropAt = now.Add(e.OrphanGrace)
+				l.dropAt = now.Add(e.o.OrphanGrace)
 				e.log.Info("the config does not name this lane any more; it is dropped after the grace period",
 					"source", id.Source, "destination", id.Destination, "endpoint", id.Endpoint, "dropAt", l.dropAt)
 			}
@@ -365,7 +365,7 @@ func (e *Engine) endDrains() {
 	for _, l := range e.lanes {
 		if l.draining && l.end == ^uint64(0) {
 			e.mu.Unlock()
-			head := uint64(e.Store.SourceStats(l.id.Source).Accepted)
+			head := uint64(e.o.Store.SourceStats(l.id.Source).Accepted)
 			e.mu.Lock()
 			l.end = head
 		}

@@ -57,7 +57,7 @@ type Options struct {
 // Engine delivers. Make it with New, give it configs with Apply, and run it
 // once with Run. All methods may be called concurrently.
 type Engine struct {
-	Options
+	o   Options
 	log *slog.Logger
 
 	// applying serialises what opens and drops lanes. It is taken before mu.
@@ -211,7 +211,7 @@ func New(o Options) *Engine {
 		o.Attempts = 100
 	}
 	e := &Engine{
-		Options: o, log: o.Logger,
+		o: o, log: o.Logger,
 		revisions:    map[string]string{},
 		destinations: map[string]*destination{}, tenants: map[string][]*destination{}, lanes: map[queue.LaneID]*lane{},
 		tails: map[*tail]struct{}{}, changed: make(chan struct{}), tidy: make(chan struct{}, 1),
@@ -273,12 +273,12 @@ func (e *Engine) stop() {
 		e.exits.Wait()
 		close(drained)
 	}()
-	patience := time.NewTimer(e.DrainTimeout)
+	patience := time.NewTimer(e.o.DrainTimeout)
 	defer patience.Stop()
 	select {
 	case <-drained:
 	case <-patience.C:
-		e.log.Warn("requests were still in flight at the end of the drain timeout; they are given up and will be sent again", "drainTimeout", e.DrainTimeout)
+		e.log.Warn("requests were still in flight at the end of the drain timeout; they are given up and will be sent again", "drainTimeout", e.o.DrainTimeout)
 		e.cancel()
 		<-drained
 	}

@@ -89,14 +89,14 @@ func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 		now := time.Now()
 		// A message that comes right after this look is due a window later.
 		due := c.window
-		if oldest := e.Store.LaneStats(c.lane.id).OldestPending; !oldest.IsZero() {
+		if oldest := e.o.Store.LaneStats(c.lane.id).OldestPending; !oldest.IsZero() {
 			due = oldest.Add(c.window).Sub(now)
 		}
 		if due <= 0 {
 			e.mu.Lock()
 			f := c.lane.expiry(now)
 			e.mu.Unlock()
-			n, err := e.Store.BuryExpired(ctx, c.lane.id, now.Add(-c.window).Add(time.Millisecond), f)
+			n, err := e.o.Store.BuryExpired(ctx, c.lane.id, now.Add(-c.window).Add(time.Millisecond), f)
 			if err != nil && !errors.Is(err, context.Canceled) && !errors.Is(err, queue.ErrClosed) && !errors.Is(err, queue.ErrNoLane) {
 				e.log.Error("burying expired messages failed; trying again", "source", c.lane.id.Source, "destination", c.lane.id.Destination, "error", err)
 			}
@@ -134,12 +134,12 @@ func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 	e.mu.Unlock()
 	for _, l := range draining {
 		// Behind its end it may have any number of messages pending: they are the other lanes'.
-		if s := e.Store.LaneStats(l.id); s.Retrying == 0 && s.InFlight == 0 && (s.Pending == 0 || e.seenEnd(l)) {
+		if s := e.o.Store.LaneStats(l.id); s.Retrying == 0 && s.InFlight == 0 && (s.Pending == 0 || e.seenEnd(l)) {
 			drop = append(drop, l)
 		}
 	}
 	for _, l := range drop {
-		if err := e.Store.DropLane(ctx, l.id); err != nil && !errors.Is(err, queue.ErrNoLane) {
+		if err := e.o.Store.DropLane(ctx, l.id); err != nil && !errors.Is(err, queue.ErrNoLane) {
 			e.log.Error("dropping a lane failed; trying again", "source", l.id.Source, "destination", l.id.Destination, "error", err)
 			continue
 		}
@@ -181,9 +181,9 @@ func (e *Engine) trimDeadLetters(ctx context.Context) {
 	}
 	e.mu.Unlock()
 	for key, limit := range limits {
-		if count, _ := e.Store.DeadLetterStats(key); count > 0 {
+		if count, _ := e.o.Store.DeadLetterStats(key); count > 0 {
 			before := time.Now().Add(-time.Duration(limit.RetentionMS) * time.Millisecond)
-			if _, err := e.Store.TrimDeadLetters(ctx, key, before, limit.MaxBytes); err != nil && ctx.Err() == nil {
+			if _, err := e.o.Store.TrimDeadLetters(ctx, key, before, limit.MaxBytes); err != nil && ctx.Err() == nil {
 				e.log.Error("removing old dead letters failed; trying again", "destination", key, "error", err)
 			}
 			delete(limits, key)

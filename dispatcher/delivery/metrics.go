@@ -148,7 +148,7 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	}
 	e.mu.Unlock()
 	add(descInFlight, prometheus.GaugeValue, float64(inFlight))
-	add(descLimit, prometheus.GaugeValue, float64(e.MaxInFlight))
+	add(descLimit, prometheus.GaugeValue, float64(e.o.MaxInFlight))
 	add(descWorkers, prometheus.GaugeValue, float64(workers-idle), "busy")
 	add(descWorkers, prometheus.GaugeValue, float64(idle), "idle")
 	for _, d := range destinations {
@@ -173,7 +173,7 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 			add(descBusy, prometheus.GaugeValue, float64(ep.inFlight), d.namespace, d.name, ep.name)
 		}
 		for _, id := range lanes {
-			s := e.Store.LaneStats(id)
+			s := e.o.Store.LaneStats(id)
 			_, source := split(id.Source)
 			for state, n := range map[string]int64{
 				"accepted": s.Accepted, "delivered": s.Delivered, "filtered": s.Filtered, "dead_lettered": s.DeadLettered,

@@ -47,7 +47,7 @@ func (e *Engine) Report(tenant string) []liveconfig.DestinationReport {
 		r := &reports[i]
 		var nextRetry time.Time
 		for _, l := range accounts[i] {
-			s := e.Store.LaneStats(l.id)
+			s := e.o.Store.LaneStats(l.id)
 			r.Accepted += s.Accepted - l.superseded
 			r.Delivered += s.Delivered - l.superseded
 			r.Filtered += s.Filtered

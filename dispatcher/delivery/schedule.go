@@ -100,7 +100,7 @@ func (e *Engine) kick() {
 		return
 	}
 	// A message to several URLs may put the requests in flight a few above MaxInFlight.
-	if e.workers < e.MaxInFlight+4 {
+	if e.workers < e.o.MaxInFlight+4 {
 		e.workers++
 		e.waking++
 		e.exits.Add(1)
@@ -189,11 +189,11 @@ func (e *Engine) next(p *post) bool {
 // the next one. Lanes whose endpoints fail, are slow, or have not yet shown
 // that they work share one half; dead ones cannot take what the others live on.
 func (e *Engine) share(proven bool) int {
-	free := e.MaxInFlight - e.inFlight
+	free := e.o.MaxInFlight - e.inFlight
 	if proven {
 		return free
 	}
-	return free - e.MaxInFlight/2
+	return free - e.o.MaxInFlight/2
 }
 
 func (l *lane) proven() bool {
@@ -261,7 +261,7 @@ func (e *Engine) quantum(l *lane) int {
 	for _, t := range l.targets {
 		window = max(window, int(t.circuit.window))
 	}
-	return max(1, min(window, maxLease, (4*e.MaxInFlight-e.leased)/(e.ready.len+1)))
+	return max(1, min(window, maxLease, (4*e.o.MaxInFlight-e.leased)/(e.ready.len+1)))
 }
 
 // sendable reports whether some endpoint with a closed circuit has room for a
@@ -365,7 +365,7 @@ func (e *Engine) takeBuffer(l *lane) []queue.Delivery {
 // release gives messages back, the last first, without the lock.
 func (e *Engine) release(back []queue.Delivery) {
 	for i := len(back) - 1; i >= 0; i-- {
-		e.Store.Release(back[i])
+		e.o.Store.Release(back[i])
 	}
 }
 
@@ -377,7 +377,7 @@ func (e *Engine) lease(l *lane) {
 		e.kick() // What is buffered can go on meanwhile.
 	}
 	e.mu.Unlock()
-	got, err := e.Store.Lease(l.id, n, l.scratch[:0])
+	got, err := e.o.Store.Lease(l.id, n, l.scratch[:0])
 	e.mu.Lock()
 	l.leasing = false
 	l.scratch = got

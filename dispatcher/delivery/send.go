@@ -128,11 +128,11 @@ func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 	for {
 		l.notified = false
 		e.mu.Unlock()
-		d, ok, err := e.Store.LeaseOldest(l.id)
+		d, ok, err := e.o.Store.LeaseOldest(l.id)
 		if !ok && err == nil {
 			// Only a Lease that comes back short makes the store tell of the next message.
 			var got []queue.Delivery
-			if got, err = e.Store.Lease(l.id, 1, nil); len(got) > 0 {
+			if got, err = e.o.Store.Lease(l.id, 1, nil); len(got) > 0 {
 				d, ok = got[0], true
 			}
 		}
@@ -154,7 +154,7 @@ func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 			l.leased--
 			e.leased--
 			e.mu.Unlock()
-			e.Store.Release(d)
+			e.o.Store.Release(d)
 			e.mu.Lock()
 		}
 		for _, t := range to {
@@ -182,7 +182,7 @@ func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
 		l.superseded++
 		l.reachedEnd = l.reachedEnd || d.Attempt == 0
 		e.mu.Unlock()
-		e.Store.Ack(*d)
+		e.o.Store.Ack(*d)
 		e.mu.Lock()
 		return true
 	}
@@ -234,7 +234,7 @@ func (e *Engine) send(w *worker) {
 	w.headers = append(w.headers[:0], egress.Header{Name: headerIdempotencyKey, Value: id})
 	w.headers = p.set.signer.Headers(w.headers, id, started, p.message.Body)
 	ctx, cancel := context.WithDeadline(e.hard, started.Add(p.set.policy.Timeout))
-	r := ended{Result: e.Client.Post(ctx, p.target.to, w.headers, p.message.Body)}
+	r := ended{Result: e.o.Client.Post(ctx, p.target.to, w.headers, p.message.Body)}
 	cancel()
 	r.at = time.Now()
 	r.duration = r.at.Sub(started)
@@ -275,7 +275,7 @@ func (e *Engine) settle(p *post, r *ended) settlement {
 	}
 	o := r.outcome()
 	if r.cut {
-		e.Store.Release(p.message)
+		e.o.Store.Release(p.message)
 		return released
 	}
 	if p.leftOut && o.Permanent() != "" {
@@ -283,12 +283,12 @@ func (e *Engine) settle(p *post, r *ended) settlement {
 	}
 	decision := retry.Decide(o, p.set.policy, p.message.Attempt, p.message.AcceptedAt, r.at, rand.Float64)
 	if decision.Action == retry.Ack {
-		e.Store.Ack(p.message)
+		e.o.Store.Ack(p.message)
 		return delivered
 	}
 	f := queue.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message, Response: r.Response}
 	if decision.Action == retry.Retry {
-		e.Store.Retry(p.message, decision.At, f)
+		e.o.Store.Retry(p.message, decision.At, f)
 		return retried
 	}
 	s := rejected
@@ -325,9 +325,9 @@ func (e *Engine) joinGroup(g *group, r *ended) (decisive *ended, decided bool) {
 
 // bury makes a dead letter. A message that cannot be buried is kept and tried again later.
 func (e *Engine) bury(d queue.Delivery, f queue.Failure, now time.Time) {
-	if err := e.Store.Bury(d, f); err != nil {
+	if err := e.o.Store.Bury(d, f); err != nil {
 		e.log.Error("writing a dead letter failed; the message is kept", "destination", d.Lane.Destination, "error", err)
-		e.Store.Retry(d, now.Add(time.Minute), f)
+		e.o.Store.Retry(d, now.Add(time.Minute), f)
 	}
 }
 
@@ -392,7 +392,7 @@ func (e *Engine) record(p *post, r *ended) {
 		Seq: p.message.Seq, MessageID: p.message.ID, Number: p.message.Attempt + 1,
 		StatusCode: r.StatusCode, Reason: r.Reason, Message: r.Message, RemoteAddr: r.RemoteAddr, Probe: p.probe,
 	}
-	ep.attempts.add(e.Options.Attempts, &a)
+	ep.attempts.add(e.o.Attempts, &a)
 	if len(e.tails) > 0 {
 		e.publish(&a)
 	}
