@@ -290,7 +290,7 @@ func (c *Client) prepareRequests() error {
 		if len(c.context) > event.MaxCallBytes/2 {
 			return &ConfigError{"DefaultContext", "is larger than 16 KB, half of what a call may have; make it smaller"}
 		}
-		c.maxCall -= len(`,"context":`) + len(c.context)
+		c.maxCall -= len(c.context) // the server merges it into each call, and counts it
 	}
 	if c.Client.CheckRedirect == nil {
 		// A POST that follows a 301 or 302 becomes a GET without a body, and

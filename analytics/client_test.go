@@ -23,6 +23,7 @@ import (
 
 	"github.com/posthorn/posthorn/analytics"
 	"github.com/posthorn/posthorn/analytics/analyticstest"
+	"github.com/posthorn/posthorn/event"
 )
 
 type object = map[string]interface{}
@@ -237,6 +238,33 @@ func TestCallSizeLimit(t *testing.T) {
 	}
 	if s := size(fits); s != 0 {
 		t.Errorf("a call of exactly 32 KB was refused with size %d", s)
+	}
+	// The server counts as the client does.
+	if err := client.Flush(t.Context()); err != nil {
+		t.Error(err)
+	}
+	body := sink.Requests()[0].Body
+	body = bytes.Replace(body, []byte("xx"), []byte("xxx"), 1)
+	if b, err := (event.Request{}).Parse(body); err != nil || len(b.Rejected) != 1 || b.Rejected[0].Err.Code != event.CodeCallTooLarge {
+		t.Errorf("the server takes a larger call: %v, %v", err, b.Rejected)
+	}
+}
+
+func TestServerTakesTheDeepestCall(t *testing.T) {
+	sink := analyticstest.New()
+	client := sink.Client()
+	m := object{}
+	for range event.MaxDepth - 2 {
+		m = object{"m": m}
+	}
+	if err := client.Identify(&analytics.Identify{UserId: "u", Traits: m}); err != nil {
+		t.Fatal(err)
+	}
+	if e := new(analytics.EncodeError); !errors.As(client.Identify(&analytics.Identify{UserId: "u", Traits: object{"m": m}}), &e) {
+		t.Error("a deeper call was queued")
+	}
+	if err := client.Close(); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -115,7 +115,7 @@ func ExampleOnResult() {
 	client.Close()
 	// Output:
 	// m0 <nil>
-	// m1 analytics: the server rejected the call: call_too_large: call 1 was refused
+	// m1 analytics: the server rejected the call: call_too_large: the test wants it so
 }
 
 func ExampleClient_CloseContext() {

@@ -7,7 +7,7 @@
 //	client.Close()
 //	for _, call := range sink.Calls() { ... }
 //
-// A [Sink] answers as Posthorn does, without a network, so that tests may use
+// A [Sink] takes and refuses calls as Posthorn does, without a network, so that tests may use
 // testing/synctest; [NewServer] puts one behind a real port. It can be told to
 // be slow, to fail, or to break the connection ([Sink.Respond]).
 package analyticstest
@@ -16,15 +16,16 @@ import (
 	"compress/gzip"
 	"context"
 	"encoding/json"
+	"errors"
 	"io"
 	"net/http"
 	"net/http/httptest"
 	"slices"
-	"strconv"
 	"sync"
 	"time"
 
 	"github.com/posthorn/posthorn/analytics"
+	"github.com/posthorn/posthorn/event"
 )
 
 // Call is a call that the sink has accepted.
@@ -191,8 +192,13 @@ func (s *Sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		MessageID string            `json:"messageId"`
 		SentAt    string            `json:"sentAt"`
 	}
+	parsed, err := event.Request{}.Parse(body)
+	if fault := new(event.Error); errors.As(err, &fault) {
+		fail(w, http.StatusBadRequest, fault.Code, fault.Message)
+		return
+	}
 	if err := json.Unmarshal(body, &batch); err != nil {
-		fail(w, http.StatusBadRequest, "invalid_json", err.Error())
+		fail(w, http.StatusBadRequest, event.CodeInvalidField, err.Error())
 		return
 	}
 	request.Batch, request.Context, request.MessageID, request.SentAt = batch.Batch, batch.Context, batch.MessageID, batch.SentAt
@@ -218,7 +224,7 @@ func (s *Sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		fail(w, http.StatusUnauthorized, "no_write_key", "the request has no write key")
 		return
 	}
-	rejected := s.record(request, answer)
+	rejected := s.record(request, parsed.Rejected, answer)
 	if answer.Drop {
 		panic(http.ErrAbortHandler)
 	}
@@ -276,7 +282,7 @@ type rejection struct {
 	Message string `json:"message"`
 }
 
-func (s *Sink) record(request Request, answer Answer) []rejection {
+func (s *Sink) record(request Request, invalid []event.Rejection, answer Answer) []rejection {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.requests = append(s.requests, request)
@@ -286,18 +292,18 @@ func (s *Sink) record(request Request, answer Answer) []rejection {
 		return nil
 	}
 	var rejected []rejection
+	refuse := func(i int, code, message string) { rejected = append(rejected, rejection{i, code, message}) }
 	for i, text := range request.Batch {
 		call := Call{WriteKey: request.WriteKey, JSON: text}
-		code := answer.Reject[i]
-		if err := json.Unmarshal(text, &call); err != nil && code == "" {
-			code = "invalid_field"
-		}
-		switch {
-		case code != "":
-			rejected = append(rejected, rejection{i, code, "call " + strconv.Itoa(i) + " was refused"})
-		case call.MessageID != "" && s.seen[call.MessageID]:
+		if code := answer.Reject[i]; code != "" {
+			refuse(i, code, "the test wants it so")
+		} else if at := slices.IndexFunc(invalid, func(r event.Rejection) bool { return r.Index == i }); at >= 0 {
+			refuse(i, invalid[at].Err.Code, invalid[at].Err.Message)
+		} else if err := json.Unmarshal(text, &call); err != nil {
+			refuse(i, event.CodeInvalidField, err.Error())
+		} else if call.MessageID != "" && s.seen[call.MessageID] {
 			s.duplicates++
-		default:
+		} else {
 			s.seen[call.MessageID] = true
 			s.calls = append(s.calls, call)
 		}

@@ -44,11 +44,13 @@ func TestServerAnswers(t *testing.T) {
 		status          int
 		code            string
 	}{
-		"accepted":    {"/v1/batch", "k", `{"batch":[{"type":"track","messageId":"a"}]}`, 200, ""},
-		"no key":      {"/v1/batch", "", `{"batch":[]}`, 401, "no_write_key"},
+		"accepted":    {"/v1/batch", "k", `{"batch":[{"type":"track","event":"e","userId":"u","messageId":"a"}]}`, 200, ""},
+		"no key":      {"/v1/batch", "", `{"batch":[{}]}`, 401, "no_write_key"},
+		"no calls":    {"/v1/batch", "k", `{"batch":[]}`, 400, "empty_batch"},
+		"no event":    {"/v1/batch", "k", `{"batch":[{"type":"track","userId":"u"}]}`, 200, "no_event"},
 		"no JSON":     {"/v1/batch", "k", `{`, 400, "invalid_json"},
 		"unknown":     {"/v2/batch", "k", `{}`, 404, "not_found"},
-		"wrong field": {"/v1/batch", "k", `{"batch":[{"type":7,"messageId":"b"}]}`, 200, "invalid_field"},
+		"wrong field": {"/v1/batch", "k", `{"batch":[{"type":"page","userId":"u","messageId":7}]}`, 200, "invalid_field"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			status, answer := post(t, s.URL+test.path, test.key, test.body)
