@@ -152,7 +152,7 @@ func DeleteMessage(userID string, at time.Time) []byte {
 
 func randomUUID() string {
 	var id [16]byte
-	rand.Read(id[:]) //nolint:errcheck // never fails: it ends the program where the system has no randomness
+	_, _ = rand.Read(id[:]) // never fails: it ends the program where the system has no randomness
 	id[6] = id[6]&0x0f | 0x40
 	id[8] = id[8]&0x3f | 0x80
 	var text [36]byte

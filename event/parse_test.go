@@ -476,6 +476,12 @@ func TestBadBodies(t *testing.T) {
 			t.Errorf("%s: %v with %d calls, want %s and %s", tt.name, err, len(b.Calls), tt.code, tt.text)
 		}
 	}
+	for n, want := range map[int]string{MaxDepth - 1: "", MaxDepth: CodeTooDeep} {
+		in := `{"batch":[{"type":"page","userId":"u"}],"x":` + strings.Repeat("[", n) + strings.Repeat("]", n) + "}"
+		if _, err := request("").Parse([]byte(in)); code(err) != want {
+			t.Errorf("%d levels behind a call: %v, want %q", n, err, want)
+		}
+	}
 	// The write key is known even so, for the source's counters.
 	for r, in := range map[*Request]string{{Type: Track}: `{"userId":"u","writeKey":"k"}`, {}: `{"batch":[],"writeKey":"k"}`} {
 		if b, err := r.Parse([]byte(in)); err == nil || b.WriteKey != "k" {

@@ -302,7 +302,7 @@ func (s *scanner) members(batch bool) (reordered, ok bool) {
 	}
 	base := len(s.open)
 	var seen uint64 // a filter for duplicates: one bit for each (hash of a) key
-	duplicates, disorder, after := false, false, uint32(0)
+	duplicates, disorder, last := false, false, uint32(0)
 	for {
 		if s.next() != '"' {
 			return false, s.fail("a key in double quotes")
@@ -317,14 +317,11 @@ func (s *scanner) members(batch bool) (reordered, ok bool) {
 		if c := key[1]; c <= '9' && c >= '0' {
 			m.index = arrayIndex(key[1 : len(key)-1])
 		}
-		// In order are ascending indexes first (after is one more than the last
-		// one), then everything that is none.
+		// In order are ascending indexes first, then everything that is none.
 		if m.index != notIndex {
-			disorder = disorder || m.index < after
-			after = m.index + 1
-		} else {
-			after = notIndex
+			disorder = disorder || m.index < last
 		}
+		last = m.index
 		if n := len(s.open) - base; n < fewMembers {
 			bit := uint64(1) << ((uint(len(key))*7 ^ uint(key[1])*3 ^ uint(key[len(key)-2])*11 ^ uint(key[len(key)/2])*17) & 63)
 			if seen&bit != 0 && !duplicates {
