@@ -13,6 +13,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig/expression"
 )
 
 const maxEndpoints = 5
@@ -350,7 +351,7 @@ func (b *builder) filter(f *v1alpha1.Filter) *liveconfig.Filter {
 		b.add(v1alpha1.ReasonInvalidFilter, "spec.filter", "set at least one of types, events and expression, or leave filter out")
 	}
 	if f.Expression != "" {
-		if err := checkExpression(f.Expression); err != nil {
+		if _, err := expression.Compile(f.Expression); err != nil {
 			b.add(v1alpha1.ReasonInvalidFilter, "spec.filter.expression", "%v", err)
 			// What a dispatcher could not compile would make it refuse the whole config.
 			c.Expression = ""
