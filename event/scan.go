@@ -318,9 +318,7 @@ func (s *scanner) members(batch bool) (reordered, ok bool) {
 			m.index = arrayIndex(key[1 : len(key)-1])
 		}
 		// In order are ascending indexes first, then everything that is none.
-		if m.index != notIndex {
-			disorder = disorder || m.index < last
-		}
+		disorder = disorder || m.index < last
 		last = m.index
 		if n := len(s.open) - base; n < fewMembers {
 			bit := uint64(1) << ((uint(len(key))*7 ^ uint(key[1])*3 ^ uint(key[len(key)-2])*11 ^ uint(key[len(key)/2])*17) & 63)
