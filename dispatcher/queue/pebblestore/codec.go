@@ -1,0 +1,308 @@
+package pebblestore
+
+import (
+	"encoding/binary"
+	"errors"
+	"slices"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// errMalformed: a value has a valid checksum, but is not of this format.
+var errMalformed = errors.New("malformed value")
+
+// Known types take one byte in a record and no memory when it is read.
+var types = [...]string{1: "identify", 2: "track", 3: "page", 4: "screen", 5: "group", 6: "alias", 7: "delete"}
+
+func typeCode(t string) byte {
+	for i := 1; i < len(types); i++ {
+		if types[i] == t {
+			return byte(i)
+		}
+	}
+	return 0
+}
+
+// decoder reads a value piece by piece. After the first malformed piece it
+// gives zero values, and bad is set.
+type decoder struct {
+	b   []byte
+	bad bool
+}
+
+func (d *decoder) uvarint() uint64 {
+	v, n := binary.Uvarint(d.b)
+	if n <= 0 {
+		d.b, d.bad = nil, true
+		return 0
+	}
+	d.b = d.b[n:]
+	return v
+}
+
+func (d *decoder) bytes() []byte {
+	n := d.uvarint()
+	if n > uint64(len(d.b)) {
+		d.b, d.bad = nil, true
+		return nil
+	}
+	v := d.b[:n:n]
+	d.b = d.b[n:]
+	return v
+}
+
+func (d *decoder) string() string { return string(d.bytes()) }
+
+func (d *decoder) fixed64() uint64 {
+	if len(d.b) < 8 {
+		d.b, d.bad = nil, true
+		return 0
+	}
+	v := binary.BigEndian.Uint64(d.b)
+	d.b = d.b[8:]
+	return v
+}
+
+func (d *decoder) byte() byte {
+	if len(d.b) == 0 {
+		d.bad = true
+		return 0
+	}
+	v := d.b[0]
+	d.b = d.b[1:]
+	return v
+}
+
+func (d *decoder) err() error {
+	if d.bad {
+		return errMalformed
+	}
+	return nil
+}
+
+func appendString[T string | []byte](dst []byte, s T) []byte {
+	return append(binary.AppendUvarint(dst, uint64(len(s))), s...)
+}
+
+// A message in a log:
+//
+//	acceptedAt(8) bytesBefore(8) type(1) id [type] event skip... only body
+//
+// bytesBefore counts the bytes of all messages before it in the log, so that
+// the size of any part of a log is known from two records.
+const recordHead = 17
+
+func recordSize(m *queue.Message) int {
+	n := recordHead + uvarintLen(len(m.ID)) + len(m.ID) + uvarintLen(len(m.Event)) + len(m.Event) +
+		uvarintLen(len(m.Skip)) + uvarintLen(len(m.Only)) + len(m.Only) + len(m.Body)
+	if typeCode(m.Type) == 0 {
+		n += uvarintLen(len(m.Type)) + len(m.Type)
+	}
+	for _, s := range m.Skip {
+		n += uvarintLen(len(s)) + len(s)
+	}
+	return n
+}
+
+func uvarintLen(n int) int {
+	l := 1
+	for ; n >= 0x80; n >>= 7 {
+		l++
+	}
+	return l
+}
+
+func appendRecord(dst []byte, m *queue.Message, bytesBefore uint64) []byte {
+	dst = binary.BigEndian.AppendUint64(dst, uint64(m.AcceptedAt.UnixMilli()))
+	dst = binary.BigEndian.AppendUint64(dst, bytesBefore)
+	code := typeCode(m.Type)
+	dst = append(dst, code)
+	dst = appendString(dst, m.ID)
+	if code == 0 {
+		dst = appendString(dst, m.Type)
+	}
+	dst = appendString(dst, m.Event)
+	dst = binary.AppendUvarint(dst, uint64(len(m.Skip)))
+	for _, s := range m.Skip {
+		dst = appendString(dst, s)
+	}
+	dst = appendString(dst, m.Only)
+	return append(dst, m.Body...)
+}
+
+// record is a decoded message; its slices point into the value.
+type record struct {
+	acceptedAt  int64
+	bytesBefore uint64
+	code        byte
+	id, typ     []byte
+	event       []byte
+	skips       uint64
+	skip        []byte // The encoded names.
+	only        []byte
+	body        []byte
+}
+
+func (r *record) decode(v []byte) error {
+	d := decoder{b: v}
+	r.acceptedAt = int64(d.fixed64())
+	r.bytesBefore = d.fixed64()
+	r.code = d.byte()
+	r.id = d.bytes()
+	r.typ = nil
+	if r.code == 0 {
+		r.typ = d.bytes()
+	} else if int(r.code) >= len(types) {
+		d.bad = true
+	}
+	r.event = d.bytes()
+	r.skips = d.uvarint()
+	r.skip = d.b
+	for range r.skips {
+		d.bytes()
+		if d.bad {
+			break
+		}
+	}
+	r.only = d.bytes()
+	r.body = d.b
+	return d.err()
+}
+
+// verdict tells what a message is to a destination's lane.
+type verdict int
+
+const (
+	wanted   verdict = iota
+	filtered         // Counted, and not delivered.
+	passed           // For another destination alone: not counted.
+)
+
+func (r *record) verdict(destination string) verdict {
+	if len(r.only) != 0 && string(r.only) != destination {
+		return passed
+	}
+	d := decoder{b: r.skip}
+	for range r.skips {
+		if string(d.bytes()) == destination {
+			return filtered
+		}
+	}
+	return wanted
+}
+
+// laneState is all that is durable of a lane but its retries: one value, so
+// that ledger and position agree whatever a crash takes.
+type laneState struct {
+	start     uint64 // Messages up to here are not the lane's.
+	next      uint64 // The first message that was not read yet.
+	delivered uint64
+	filtered  uint64
+	buried    uint64
+	passed    uint64 // Messages for another destination alone.
+	retries   uint64 // Entries of the retry index.
+}
+
+// encode adds the state and the positions before next that were neither
+// settled nor put aside for a retry. It sorts them.
+func (s *laneState) encode(dst []byte, open []uint64) []byte {
+	for _, n := range [...]uint64{s.start, s.next, s.delivered, s.filtered, s.buried, s.passed, s.retries, uint64(len(open))} {
+		dst = binary.AppendUvarint(dst, n)
+	}
+	slices.Sort(open)
+	last := s.start
+	for _, seq := range open {
+		dst = binary.AppendUvarint(dst, seq-last)
+		last = seq
+	}
+	return dst
+}
+
+func (s *laneState) decode(v []byte) (open []uint64, err error) {
+	d := decoder{b: v}
+	for _, n := range [...]*uint64{&s.start, &s.next, &s.delivered, &s.filtered, &s.buried, &s.passed, &s.retries} {
+		*n = d.uvarint()
+	}
+	n := d.uvarint()
+	last := s.start
+	for i := uint64(0); i < n && !d.bad; i++ {
+		last += d.uvarint()
+		open = append(open, last)
+	}
+	return open, d.err()
+}
+
+// settled counts the messages that are done with.
+func (s *laneState) settled() uint64 { return s.delivered + s.filtered + s.buried }
+
+func appendFailure(dst []byte, f *queue.Failure) []byte {
+	dst = binary.AppendUvarint(dst, uint64(max(millis(f.Time), 0)))
+	dst = appendString(dst, f.Reason)
+	dst = binary.AppendUvarint(dst, uint64(max(f.StatusCode, 0)))
+	dst = appendString(dst, f.Message)
+	return appendString(dst, f.Response[:min(len(f.Response), maxResponse)])
+}
+
+func (d *decoder) failure() queue.Failure {
+	var f queue.Failure
+	if ms := d.uvarint(); ms != 0 {
+		f.Time = fromMillis(int64(ms))
+	}
+	f.Reason = d.string()
+	f.StatusCode = int(d.uvarint())
+	f.Message = d.string()
+	if b := d.bytes(); len(b) > 0 {
+		f.Response = append([]byte(nil), b...)
+	}
+	return f
+}
+
+const maxResponse = 1 << 10
+
+func appendRetry(dst []byte, due int64, attempt int, f *queue.Failure) []byte {
+	dst = binary.AppendUvarint(dst, uint64(due))
+	dst = binary.AppendUvarint(dst, uint64(attempt))
+	return appendFailure(dst, f)
+}
+
+func (d *decoder) retry() (due int64, attempt int) {
+	return int64(d.uvarint()), int(d.uvarint())
+}
+
+func appendLaneID(dst []byte, id queue.LaneID) []byte {
+	return appendString(appendString(appendString(dst, id.Source), id.Destination), id.Endpoint)
+}
+
+func (d *decoder) laneID() queue.LaneID {
+	return queue.LaneID{Source: d.string(), Destination: d.string(), Endpoint: d.string()}
+}
+
+func appendDeadLetter(dst []byte, l *queue.DeadLetter) []byte {
+	dst = appendLaneID(dst, l.Lane)
+	dst = binary.AppendUvarint(dst, l.Seq)
+	dst = binary.AppendUvarint(dst, uint64(max(millis(l.AcceptedAt), 0)))
+	dst = binary.AppendUvarint(dst, uint64(l.Attempts))
+	dst = appendFailure(dst, &l.Failure)
+	dst = appendString(dst, l.ID)
+	dst = appendString(dst, l.Type)
+	dst = appendString(dst, l.Event)
+	return append(dst, l.Body...)
+}
+
+func decodeDeadLetter(key, v []byte) (queue.DeadLetter, error) {
+	d := decoder{b: v}
+	l := queue.DeadLetter{Key: deadLetterID(key), Lane: d.laneID(), Seq: d.uvarint(), AcceptedAt: fromMillis(int64(d.uvarint())), Attempts: int(d.uvarint()), Failure: d.failure()}
+	l.ID, l.Type, l.Event, l.Body = d.string(), d.string(), d.string(), d.b
+	return l, d.err()
+}
+
+// millis is 0 for the zero time.
+func millis(t time.Time) int64 {
+	if t.IsZero() {
+		return 0
+	}
+	return t.UnixMilli()
+}
+
+func fromMillis(ms int64) time.Time { return time.UnixMilli(ms).UTC() }

@@ -1,0 +1,483 @@
+package pebblestore
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"runtime"
+	"sync"
+	"time"
+
+	"github.com/cockroachdb/pebble/v2"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// destination counts the dead letters of one destination. Its lock is held
+// until a change is applied, so that what is on disk is the newest count. It is
+// taken after a lane's lock.
+type destination struct {
+	name         string
+	mu           sync.Mutex
+	count, bytes int64
+}
+
+func (s *Store) destination(name string) *destination {
+	s.mu.RLock()
+	d := s.destinations[name]
+	s.mu.RUnlock()
+	if d != nil {
+		return d
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if d = s.destinations[name]; d == nil {
+		d = &destination{name: name}
+		s.destinations[name] = d
+	}
+	return d
+}
+
+func (d *destination) put(b *pebble.Batch) {
+	if d.count == 0 {
+		_ = b.Delete(deadStatsKey(d.name), nil)
+		return
+	}
+	_ = b.Set(deadStatsKey(d.name), binary.AppendUvarint(binary.AppendUvarint(nil, uint64(d.count)), uint64(max(d.bytes, 0))), nil)
+}
+
+// bury adds a dead letter to a batch. The caller holds the destination's lock
+// and adds its counts to the same batch.
+func (s *Store) bury(b *pebble.Batch, l *lane, letter *queue.DeadLetter) {
+	at := millis(letter.Failure.Time)
+	if at <= 0 {
+		at = s.o.Now().UnixMilli()
+	}
+	k := deadLetterKey(l.id.Destination, at, l.number, letter.Seq)
+	v := appendDeadLetter(make([]byte, 0, len(letter.Body)+512), letter)
+	_ = b.Set(k, v, nil)
+	l.dest.count++
+	l.dest.bytes += int64(len(k) + len(v))
+	l.buried++
+}
+
+// Bury implements queue.Store. The dead letter and the lane's state are one write.
+func (s *Store) Bury(d queue.Delivery, f queue.Failure) error {
+	return s.leased(&d, func(l *lane, t taking) error {
+		l.dest.mu.Lock()
+		defer l.dest.mu.Unlock()
+		b := s.db.NewBatchWithSize(len(d.Body) + 1024)
+		s.bury(b, l, &queue.DeadLetter{
+			Lane: d.Lane, Seq: d.Seq, ID: d.ID, Type: d.Type, Event: d.Event, Body: d.Body,
+			AcceptedAt: d.AcceptedAt, Attempts: d.Attempt + 1, Failure: f,
+		})
+		if t.due != 0 {
+			l.forgetRetry(b, d.Seq, t.due)
+		}
+		l.dest.put(b)
+		l.put(b)
+		return s.apply(b)
+	})
+}
+
+// Bounds of one batch of BuryExpired.
+const (
+	buryMessages = 256
+	buryBytes    = 1 << 20
+)
+
+// BuryExpired implements queue.Store.
+func (s *Store) BuryExpired(ctx context.Context, id queue.LaneID, cut time.Time, f queue.Failure) (int, error) {
+	total := 0
+	for {
+		n, more, err := s.buryChunk(id, cut.UnixMilli(), &f)
+		total += n
+		if err != nil || !more {
+			return total, err
+		}
+		if err := ctx.Err(); err != nil {
+			return total, err
+		}
+		runtime.Gosched() // Other lanes have their turn.
+	}
+}
+
+// buryChunk buries some expired messages; more is true when it stopped at its bounds.
+func (s *Store) buryChunk(id queue.LaneID, cut int64, f *queue.Failure) (n int, more bool, err error) {
+	if err := s.enter(); err != nil {
+		return 0, false, err
+	}
+	defer s.leave()
+	if s.disk.exhausted.Load() {
+		return 0, false, fmt.Errorf("bury expired messages: %w", queue.ErrFull)
+	}
+	l := s.lane(id)
+	if l == nil {
+		return 0, false, queue.ErrNoLane
+	}
+	l.leasing.Lock()
+	defer l.leasing.Unlock()
+	r := newReader(s, l)
+	defer r.close()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.dropped {
+		return 0, false, queue.ErrNoLane
+	}
+	l.dest.mu.Lock()
+	defer l.dest.mu.Unlock()
+	g := grave{s: s, l: l, r: r, b: s.db.NewBatch(), cut: cut, f: f}
+	err = errors.Join(g.released(), g.retries(), g.unread())
+	if !g.changed {
+		_ = g.b.Close()
+		return 0, false, err
+	}
+	l.dest.put(g.b)
+	l.put(g.b)
+	err = errors.Join(err, s.apply(g.b))
+	if g.dueChanged {
+		_, scanErr := s.scanDue(l, 0, 0, nil)
+		err = errors.Join(err, scanErr)
+	}
+	return g.n, g.full(), err
+}
+
+// grave is one batch of expired messages.
+type grave struct {
+	s          *Store
+	l          *lane
+	r          *reader
+	b          *pebble.Batch
+	cut        int64
+	f          *queue.Failure
+	n, scanned int
+	changed    bool
+	dueChanged bool
+}
+
+func (g *grave) full() bool {
+	return g.n >= buryMessages || g.scanned >= maxScan || g.b.Len() >= buryBytes
+}
+
+func (g *grave) bury(seq uint64, rec *record, attempts int, last *queue.Failure) {
+	letter := queue.DeadLetter{
+		Lane: g.l.id, Seq: seq, ID: string(rec.id), Type: types[rec.code], Event: string(rec.event), Body: rec.body,
+		AcceptedAt: fromMillis(rec.acceptedAt), Attempts: attempts, Failure: *g.f,
+	}
+	if rec.code == 0 {
+		letter.Type = string(rec.typ)
+	}
+	// What the receiver answered to this very message tells more.
+	if last != nil && letter.Failure.StatusCode == 0 && len(letter.Failure.Response) == 0 {
+		letter.Failure.StatusCode, letter.Failure.Response = last.StatusCode, last.Response
+	}
+	g.s.bury(g.b, g.l, &letter)
+	g.n++
+	g.changed = true
+}
+
+// released buries what was given back.
+func (g *grave) released() error {
+	l := g.l
+	keep := l.released[:0:0]
+	var failed error
+	for _, seq := range l.released {
+		if failed != nil || g.full() {
+			keep = append(keep, seq)
+			continue
+		}
+		rec, err := g.r.read(seq)
+		if err != nil || rec.acceptedAt >= g.cut {
+			failed = err
+			keep = append(keep, seq)
+			continue
+		}
+		t := l.open[seq]
+		delete(l.open, seq)
+		if t.due != 0 {
+			l.openRetries--
+			l.forgetRetry(g.b, seq, t.due)
+		}
+		g.bury(seq, &rec, t.attempt, nil)
+	}
+	l.released = keep
+	return failed
+}
+
+// retries buries entries of the retry index, oldest first.
+func (g *grave) retries() error {
+	l := g.l
+	if int(l.retries) == l.openRetries {
+		return nil
+	}
+	if _, _, err := g.s.firstRetry(l); err != nil {
+		return err
+	}
+	it, err := g.s.db.NewIter(&pebble.IterOptions{LowerBound: key(prefixRetry, l.number, l.lowSeq), UpperBound: after(prefixRetry, l.number)})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = it.Close() }()
+	for ok := it.First(); ok && !g.full(); ok = it.Next() {
+		seq := number(it.Key(), 1)
+		if _, isOpen := l.open[seq]; isOpen {
+			continue
+		}
+		rec, err := g.r.read(seq)
+		if err != nil {
+			return err
+		}
+		if rec.acceptedAt >= g.cut {
+			return nil
+		}
+		v, err := it.ValueAndErr()
+		if err != nil {
+			return err
+		}
+		d := decoder{b: v}
+		due, attempts := d.retry()
+		last := d.failure()
+		if d.bad {
+			return g.s.corruptf("a retry of lane %v: %w", l.id, errMalformed)
+		}
+		l.forgetRetry(g.b, seq, due)
+		g.dueChanged = true
+		g.bury(seq, &rec, attempts, &last)
+	}
+	return it.Error()
+}
+
+// unread buries messages that the lane has not read, up to the first that is younger.
+func (g *grave) unread() error {
+	l := g.l
+	for !g.full() && l.next <= l.log.durable.Load() {
+		rec, err := g.r.read(l.next)
+		if err != nil {
+			return err
+		}
+		v := rec.verdict(l.id.Destination)
+		if v == wanted && rec.acceptedAt >= g.cut {
+			return nil
+		}
+		switch v {
+		case wanted:
+			g.bury(l.next, &rec, 0, nil)
+		case filtered:
+			l.filtered++
+			g.scanned++
+		case passed:
+			l.passed++
+			g.scanned++
+		}
+		l.next++
+		g.changed = true
+	}
+	return nil
+}
+
+// Bounds of one look at the dead letters.
+const (
+	letterMessages = 200
+	letterBytes    = 1 << 20
+)
+
+// DeadLetters implements queue.Store. It holds nothing open while fn runs.
+func (s *Store) DeadLetters(ctx context.Context, destination, from string, fn func(queue.DeadLetter) bool) error {
+	prefix := deadLetterPrefix(destination)
+	start := prefix
+	if from != "" {
+		k, ok := parseDeadLetterID(destination, from)
+		if !ok {
+			return fmt.Errorf("dead letters: %q is no key of a dead letter", from)
+		}
+		start = append(k, 0)
+	}
+	for {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		letters, next, err := s.someLetters(start, endOf(prefix))
+		if err != nil {
+			return err
+		}
+		for i := range letters {
+			if !fn(letters[i]) {
+				return nil
+			}
+		}
+		if next == nil {
+			return nil
+		}
+		start = next
+	}
+}
+
+// someLetters copies dead letters from start on; next is where to go on, nil at the end.
+func (s *Store) someLetters(start, end []byte) (letters []queue.DeadLetter, next []byte, err error) {
+	if err := s.enter(); err != nil {
+		return nil, nil, err
+	}
+	defer s.leave()
+	it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: start, UpperBound: end})
+	if err != nil {
+		return nil, nil, err
+	}
+	defer func() { _ = it.Close() }()
+	bytes := 0
+	for ok := it.First(); ok; ok = it.Next() {
+		v, err := it.ValueAndErr()
+		if err != nil {
+			return nil, nil, s.explain(err)
+		}
+		l, err := decodeDeadLetter(it.Key(), append([]byte(nil), v...))
+		if err != nil {
+			return nil, nil, s.corruptf("dead letter %s: %w", deadLetterID(it.Key()), err)
+		}
+		letters = append(letters, l)
+		if bytes += len(v); bytes >= letterBytes || len(letters) >= letterMessages {
+			return letters, append(append([]byte(nil), it.Key()...), 0), nil
+		}
+	}
+	return letters, nil, s.explain(it.Error())
+}
+
+// DeleteDeadLetters implements queue.Store. Unknown keys are passed over. What
+// was deleted stays so after a crash.
+func (s *Store) DeleteDeadLetters(ctx context.Context, destination string, keys ...string) error {
+	if err := s.enter(); err != nil {
+		return err
+	}
+	defer s.leave()
+	d := s.destination(destination)
+	for len(keys) > 0 {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		n := min(len(keys), 1000)
+		if err := s.deleteSome(d, keys[:n]); err != nil {
+			return err
+		}
+		keys = keys[n:]
+	}
+	return nil
+}
+
+func (s *Store) deleteSome(d *destination, ids []string) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	b := s.db.NewBatch()
+	defer func() { _ = b.Close() }()
+	count, bytes := d.count, d.bytes
+	seen := make(map[string]bool, len(ids))
+	for _, id := range ids {
+		k, ok := parseDeadLetterID(d.name, id)
+		if !ok || seen[string(k)] {
+			continue
+		}
+		seen[string(k)] = true
+		v, closer, err := s.db.Get(k)
+		if errors.Is(err, pebble.ErrNotFound) {
+			continue
+		}
+		if err != nil {
+			return s.explain(err)
+		}
+		count--
+		bytes -= int64(len(k) + len(v))
+		_ = closer.Close()
+		_ = b.Delete(k, nil)
+	}
+	return s.applyCounts(d, b, count, bytes)
+}
+
+// applyCounts applies a batch that removes dead letters.
+func (s *Store) applyCounts(d *destination, b *pebble.Batch, count, bytes int64) error {
+	if b.Count() == 0 {
+		return nil
+	}
+	before, beforeBytes := d.count, d.bytes
+	d.count, d.bytes = count, bytes
+	d.put(b)
+	s.flusher.syncing()
+	if err := s.db.Apply(b, pebble.Sync); err != nil {
+		d.count, d.bytes = before, beforeBytes
+		return err
+	}
+	return nil
+}
+
+const trimLetters = 1000
+
+// TrimDeadLetters implements queue.Store.
+func (s *Store) TrimDeadLetters(ctx context.Context, destination string, before time.Time, maxBytes int64) (int, error) {
+	d := s.destination(destination)
+	total := 0
+	for {
+		if err := ctx.Err(); err != nil {
+			return total, err
+		}
+		n, err := s.trimSome(d, before.UnixMilli(), maxBytes)
+		total += n
+		if err != nil || n < trimLetters {
+			return total, err
+		}
+	}
+}
+
+func (s *Store) trimSome(d *destination, before, maxBytes int64) (int, error) {
+	if err := s.enter(); err != nil {
+		return 0, err
+	}
+	defer s.leave()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.count == 0 {
+		return 0, nil
+	}
+	prefix := deadLetterPrefix(d.name)
+	it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: prefix, UpperBound: endOf(prefix)})
+	if err != nil {
+		return 0, err
+	}
+	defer func() { _ = it.Close() }()
+	count, bytes, n := d.count, d.bytes, 0
+	ok := it.First()
+	for ; ok && n < trimLetters && (deadLetterMillis(it.Key()) < before || bytes > maxBytes); ok = it.Next() {
+		v, err := it.ValueAndErr()
+		if err != nil {
+			return 0, s.explain(err)
+		}
+		bytes -= int64(len(it.Key()) + len(v))
+		count--
+		n++
+	}
+	if err := it.Error(); err != nil {
+		return 0, s.explain(err)
+	}
+	if n == 0 {
+		return 0, nil
+	}
+	end := endOf(prefix)
+	if ok {
+		end = append([]byte(nil), it.Key()...)
+	}
+	b := s.db.NewBatch()
+	defer func() { _ = b.Close() }()
+	_ = b.DeleteRange(prefix, end, nil)
+	s.disk.freed(d.bytes - bytes)
+	return n, s.applyCounts(d, b, count, bytes)
+}
+
+// DeadLetterStats implements queue.Store.
+func (s *Store) DeadLetterStats(destination string) (count, bytes int64) {
+	s.mu.RLock()
+	d := s.destinations[destination]
+	s.mu.RUnlock()
+	if d == nil {
+		return 0, 0
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.count, d.bytes
+}

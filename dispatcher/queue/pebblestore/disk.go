@@ -1,0 +1,319 @@
+package pebblestore
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/cockroachdb/pebble/v2"
+	"github.com/cockroachdb/pebble/v2/vfs"
+)
+
+// disk watches the room on the file system. Append is refused above the
+// high-water mark, long before a write could fail; lanes go on, and what they
+// settle gives room again.
+type disk struct {
+	s *Store
+	// full: Append is refused. exhausted: expired messages are not copied to the
+	// dead letters either.
+	full, exhausted atomic.Bool
+	used            atomic.Int64 // By the store.
+	unseen          atomic.Int64 // Bytes written since the last look.
+	trimmed         atomic.Int64 // Bytes freed by ranges, and not given back to the file system yet.
+}
+
+// Bytes after which the next look at the disk is due, and after which freed ranges are compacted.
+const (
+	lookBytes  = 4 << 20
+	flushBytes = 64 << 20
+)
+
+func (d *disk) init(s *Store) { d.s = s }
+
+// memTableBytes chooses the write buffer by the size of the file system: its
+// log, its recycled logs and the buffers being flushed take a few times as much.
+func (d *disk) memTableBytes() int64 {
+	const least, most = 4 << 20, 64 << 20
+	usage, err := d.s.o.FS.GetDiskUsage(existing(d.s.o.FS, d.s.dir))
+	if err != nil {
+		return most
+	}
+	return min(max(int64(usage.TotalBytes/128), least), most)
+}
+
+// existing is the nearest directory that is there.
+func existing(fs vfs.FS, dir string) string {
+	for {
+		if _, err := fs.Stat(dir); err == nil {
+			return dir
+		}
+		parent := fs.PathDir(dir)
+		if parent == dir {
+			return dir
+		}
+		dir = parent
+	}
+}
+
+// wrote has a look taken early when much was written since the last one.
+func (d *disk) wrote(bytes int) {
+	if d.unseen.Add(int64(bytes)) >= lookBytes {
+		d.look()
+	}
+}
+
+func (d *disk) freed(bytes int64) { d.trimmed.Add(bytes) }
+
+// look compares the file system with the marks. File systems that cannot tell have no marks.
+func (d *disk) look() {
+	d.unseen.Store(0)
+	usage, err := d.s.o.FS.GetDiskUsage(d.s.dir)
+	if err != nil {
+		return
+	}
+	o := &d.s.o
+	// Of what this process may use, like df: blocks reserved for root are not counted.
+	share := float64(usage.UsedBytes) / float64(max(usage.UsedBytes+usage.AvailBytes, 1))
+	free := int64(usage.AvailBytes)
+	d.exhausted.Store(free < o.MinFreeBytes/2)
+	// It takes a little more room to come back than it took to stop.
+	mark, least := o.HighWater, o.MinFreeBytes
+	if d.full.Load() {
+		mark, least = mark-0.01, least+least/10
+	}
+	full := share > mark || free < least
+	if d.full.Swap(full) == full {
+		return
+	}
+	if full {
+		d.s.log.Error("the disk is above the high-water mark: new calls are refused until there is room", "dir", d.s.dir, "used", share, "highWater", o.HighWater, "freeBytes", free, "minFreeBytes", o.MinFreeBytes)
+	} else {
+		d.s.log.Info("the disk has room again: calls are taken", "dir", d.s.dir, "used", share, "freeBytes", free)
+	}
+}
+
+// roomToFlush tells whether Close may write what the log already holds a second time.
+func (d *disk) roomToFlush() bool { return !d.exhausted.Load() }
+
+// diskFull is called when a write met a full disk.
+func (s *Store) diskFull() {
+	s.disk.exhausted.Store(true)
+	if !s.disk.full.Swap(true) {
+		s.log.Error("the disk is full: new calls are refused, and writes wait until there is room", "dir", s.dir)
+	}
+}
+
+// Full tells whether Append is refused because the disk is above its high-water mark.
+func (s *Store) Full() bool { return s.disk.full.Load() }
+
+// DiskBytes implements queue.Store. It is at most a second old.
+func (s *Store) DiskBytes() int64 { return s.disk.used.Load() }
+
+// runMaintenance looks at the disk and frees what no lane needs.
+func (s *Store) runMaintenance() {
+	tick := time.NewTicker(s.o.MaintainInterval)
+	defer tick.Stop()
+	for {
+		s.maintain(false)
+		select {
+		case <-tick.C:
+		case <-s.stop:
+			return
+		}
+	}
+}
+
+func (s *Store) maintain(all bool) {
+	s.disk.look()
+	if err := s.trim(all || s.disk.full.Load()); err != nil {
+		s.log.Error("freeing delivered messages failed; trying again", "error", s.explain(err))
+	}
+	if n := s.disk.trimmed.Load(); n >= flushBytes || n > 0 && (all || s.disk.full.Load()) {
+		// Files are dropped once the range that covers them is flushed.
+		if _, err := s.db.AsyncFlush(); err != nil {
+			s.log.Error("flushing freed ranges failed; trying again", "error", err)
+			return
+		}
+		s.disk.trimmed.Add(-n)
+	}
+	s.disk.used.Store(int64(s.db.Metrics().DiskSpaceUsage()))
+}
+
+// What a log must have to be freed before trimAge.
+const (
+	trimMessages = 4096
+	trimBytes    = 4 << 20
+	trimAge      = 30 * time.Second
+)
+
+// trim frees the messages that no lane needs. A log's head has a key of its own
+// and survives a log that is freed to its end.
+func (s *Store) trim(all bool) error {
+	s.mu.RLock()
+	logs := make([]*sourceLog, 0, len(s.logs))
+	for _, l := range s.logs {
+		logs = append(logs, l)
+	}
+	s.mu.RUnlock()
+	for _, l := range logs {
+		if err := s.trimLog(l, all); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (s *Store) trimLog(l *sourceLog, all bool) error {
+	durableBytes := l.durableBytes.Load()
+	// Before the lanes: a lane that comes now starts behind it.
+	durable := l.durable.Load()
+	need, trimmed := durable+1, l.trimmed.Load()
+	if need == trimmed+1 {
+		return nil
+	}
+	var err error
+	l.eachLane(func(lane *lane) {
+		if err != nil {
+			return
+		}
+		lane.mu.Lock()
+		defer lane.mu.Unlock()
+		first, e := s.first(lane)
+		need, err = min(need, first), e
+	})
+	if err != nil || need <= trimmed+1 {
+		return err
+	}
+	if count := need - 1 - trimmed; !all && count < trimMessages && durableBytes-l.trimmedBytes.Load() < trimBytes && s.o.Now().Sub(l.trimTime) < trimAge {
+		return nil
+	}
+	var r record
+	v, closer, err := s.db.Get(key(prefixMessage, l.number, need))
+	switch {
+	case err == nil:
+		err = r.decode(v)
+		_ = closer.Close()
+		if err != nil {
+			return s.corruptf("message %d of %s: %w", need, l.source, err)
+		}
+	case errors.Is(err, pebble.ErrNotFound) && need > durable:
+		// Nothing is left. What came meanwhile is counted the next time.
+		r.bytesBefore = durableBytes
+	default:
+		return fmt.Errorf("message %d of %s: %w", need, l.source, err)
+	}
+	b := s.db.NewBatch()
+	_ = b.DeleteRange(key(prefixMessage, l.number, trimmed+1), key(prefixMessage, l.number, need), nil)
+	if err := s.apply(b); err != nil {
+		return err
+	}
+	s.disk.freed(int64(r.bytesBefore - l.trimmedBytes.Load()))
+	l.trimmed.Store(need - 1)
+	l.trimmedBytes.Store(r.bytesBefore)
+	l.trimTime = s.o.Now()
+	return nil
+}
+
+// patientFS waits for room where a write meets a full disk. The engine would
+// stop the process instead, although nothing is wrong but the lack of room.
+type patientFS struct {
+	vfs.FS
+	full func()
+	stop chan struct{}
+}
+
+// patience is the time between two tries, and how long a closing store tries.
+const (
+	fullInterval = 100 * time.Millisecond
+	fullGrace    = 50 // Tries.
+)
+
+func (fs *patientFS) try(write func() error) error {
+	err := write()
+	for grace := fullGrace; isFull(err) && grace > 0; err = write() {
+		fs.full()
+		select {
+		case <-fs.stop:
+			grace--
+		default:
+		}
+		time.Sleep(fullInterval)
+	}
+	return err
+}
+
+func isFull(err error) bool {
+	return err != nil && (errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT))
+}
+
+func (fs *patientFS) file(open func() (vfs.File, error)) (f vfs.File, err error) {
+	err = fs.try(func() error {
+		f, err = open()
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	return &patientFile{File: f, fs: fs}, nil
+}
+
+func (fs *patientFS) Create(name string, c vfs.DiskWriteCategory) (vfs.File, error) {
+	return fs.file(func() (vfs.File, error) { return fs.FS.Create(name, c) })
+}
+
+func (fs *patientFS) OpenReadWrite(name string, c vfs.DiskWriteCategory, opts ...vfs.OpenOption) (vfs.File, error) {
+	return fs.file(func() (vfs.File, error) { return fs.FS.OpenReadWrite(name, c, opts...) })
+}
+
+func (fs *patientFS) ReuseForWrite(oldname, newname string, c vfs.DiskWriteCategory) (vfs.File, error) {
+	return fs.file(func() (vfs.File, error) { return fs.FS.ReuseForWrite(oldname, newname, c) })
+}
+
+func (fs *patientFS) Link(oldname, newname string) error {
+	return fs.try(func() error { return fs.FS.Link(oldname, newname) })
+}
+
+func (fs *patientFS) Rename(oldname, newname string) error {
+	return fs.try(func() error { return fs.FS.Rename(oldname, newname) })
+}
+
+func (fs *patientFS) MkdirAll(dir string, perm os.FileMode) error {
+	return fs.try(func() error { return fs.FS.MkdirAll(dir, perm) })
+}
+
+// Unwrap implements vfs.FS.
+func (fs *patientFS) Unwrap() vfs.FS { return fs.FS }
+
+type patientFile struct {
+	vfs.File
+	fs *patientFS
+}
+
+func (f *patientFile) Write(p []byte) (n int, err error) {
+	err = f.fs.try(func() error {
+		m, err := f.File.Write(p[n:])
+		n += m
+		return err
+	})
+	return n, err
+}
+
+func (f *patientFile) WriteAt(p []byte, off int64) (n int, err error) {
+	err = f.fs.try(func() error {
+		m, err := f.File.WriteAt(p[n:], off+int64(n))
+		n += m
+		return err
+	})
+	return n, err
+}
+
+// Preallocate only spares work later, so lack of room is no failure of it.
+func (f *patientFile) Preallocate(off, n int64) error {
+	if err := f.File.Preallocate(off, n); !isFull(err) {
+		return err
+	}
+	return nil
+}

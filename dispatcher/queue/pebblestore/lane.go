@@ -1,0 +1,617 @@
+package pebblestore
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/cockroachdb/pebble/v2"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// lane is one lane: its durable state, and in memory the messages in flight.
+type lane struct {
+	id     queue.LaneID
+	number uint64
+	log    *sourceLog
+	dest   *destination
+
+	// leasing is held by the one who reads messages for the lane and moves next
+	// on. It is taken before mu.
+	leasing sync.Mutex
+
+	mu sync.Mutex
+	laneState
+	opened, dropped bool
+	// dirty: the lane is in the flusher's list.
+	dirty bool
+	// open holds what was taken from the log or the retry index and is not settled.
+	open map[uint64]taking
+	// released are the positions of open that wait, ascending.
+	released []uint64
+	// openRetries counts those of open that have an entry in the retry index.
+	openRetries int
+	// nextDue is when the first entry of the retry index that is not open is due.
+	nextDue int64
+	// lowDue: no entry of the index by due time sorts before it. It spares scans
+	// the walk over what was deleted. lowSeq is the same by position, and the first
+	// entry itself unless lowStale.
+	lowDue   retryKey
+	lowSeq   uint64
+	lowStale bool
+	// firsts counts first tries since the last retry, while retries are due.
+	firsts int
+	// The acceptance time of the oldest pending message, and which one that is.
+	oldest, oldestAt uint64
+
+	// hungry: the last Lease came back short, so news are told.
+	hungry atomic.Bool
+
+	// Of the waker, guarded by its lock.
+	wakeAt    int64
+	heapIndex int
+}
+
+type retryKey struct {
+	due int64
+	seq uint64
+}
+
+func (k retryKey) less(o retryKey) bool { return k.due < o.due || k.due == o.due && k.seq < o.seq }
+
+// taking is a message that was taken from the log (due is 0) or the retry index.
+type taking struct {
+	due     int64
+	attempt int
+	leased  bool
+}
+
+func newLane(id queue.LaneID, number uint64, log *sourceLog, dest *destination) *lane {
+	return &lane{id: id, number: number, log: log, dest: dest, open: map[uint64]taking{}, nextDue: never, heapIndex: -1}
+}
+
+// loadLane reads a lane's state after a start.
+func (s *Store) loadLane(l *lane) error {
+	v, err := s.get(key(prefixLane, l.number))
+	if err != nil {
+		return s.corruptf("the state of lane %v: %w", l.id, err)
+	}
+	open, err := l.decode(v)
+	if err != nil {
+		return s.corruptf("the state of lane %v: %w", l.id, err)
+	}
+	if head := l.log.durable.Load(); l.next > head+1 {
+		return s.corruptf("the log of %s ends at message %d, but lane %v has read up to %d: a file was cut off", l.log.source, head, l.id, l.next-1)
+	}
+	if first := l.log.trimmed.Load() + 1; l.next < first || len(open) > 0 && open[0] < first {
+		return s.corruptf("the log of %s begins at message %d, but lane %v needs an earlier one", l.log.source, first, l.id)
+	}
+	for _, seq := range open {
+		l.open[seq] = taking{}
+	}
+	l.released = open
+	if l.retries > 0 {
+		if _, err := s.scanDue(l, 0, 0, nil); err != nil {
+			return err
+		}
+		l.lowStale = true
+	}
+	return nil
+}
+
+// put adds the lane's state to a batch. The caller holds mu until the batch is applied.
+func (l *lane) put(b *pebble.Batch) {
+	var buf [64]uint64
+	open := buf[:0]
+	for seq, t := range l.open {
+		if t.due == 0 {
+			open = append(open, seq)
+		}
+	}
+	_ = b.Set(key(prefixLane, l.number), l.encode(make([]byte, 0, 64+2*len(open)), open), nil)
+}
+
+// changed has the state written soon. The caller holds mu.
+func (s *Store) changed(l *lane) {
+	if !l.dirty {
+		l.dirty = true
+		s.flusher.add(l)
+	}
+}
+
+// OpenLane implements queue.Store.
+func (s *Store) OpenLane(id queue.LaneID) error {
+	for _, name := range []string{id.Source, id.Destination, id.Endpoint} {
+		if len(name) > maxNameBytes {
+			return fmt.Errorf("open a lane: a name has %d bytes; it may have %d", len(name), maxNameBytes)
+		}
+	}
+	if id.Source == "" || id.Destination == "" {
+		return errors.New("open a lane: it needs a source and a destination")
+	}
+	if err := s.enter(); err != nil {
+		return err
+	}
+	defer s.leave()
+	log, err := s.logFor(id.Source)
+	if err != nil {
+		return err
+	}
+	s.registry.Lock()
+	defer s.registry.Unlock()
+	if l := s.lane(id); l != nil {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		if !l.opened {
+			l.opened = true
+			l.hungry.Store(true)
+			s.scheduleRetries(l)
+		}
+		return nil
+	}
+	b := s.db.NewBatch()
+	l := newLane(id, s.nextNumber(b), log, s.destination(id.Destination))
+	l.opened = true
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	// Known to the log before its start is chosen: nothing behind the start is freed.
+	log.addLane(l)
+	l.start = log.durable.Load()
+	l.next = l.start + 1
+	_ = b.Set(binary.BigEndian.AppendUint64(append([]byte(nil), keyLanes...), l.number), appendLaneID(nil, id), nil)
+	l.put(b)
+	s.flusher.syncing()
+	err = s.db.Apply(b, pebble.Sync)
+	_ = b.Close()
+	if err != nil {
+		l.dropped = true
+		log.removeLane(l)
+		return fmt.Errorf("open a lane: %w", err)
+	}
+	l.hungry.Store(true)
+	s.mu.Lock()
+	s.lanes[id] = l
+	s.mu.Unlock()
+	return nil
+}
+
+// DropLane implements queue.Store.
+func (s *Store) DropLane(_ context.Context, id queue.LaneID) error {
+	if err := s.enter(); err != nil {
+		return err
+	}
+	defer s.leave()
+	s.registry.Lock()
+	defer s.registry.Unlock()
+	l := s.lane(id)
+	if l == nil {
+		return queue.ErrNoLane
+	}
+	l.leasing.Lock()
+	defer l.leasing.Unlock()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	b := s.db.NewBatch()
+	_ = b.Delete(binary.BigEndian.AppendUint64(append([]byte(nil), keyLanes...), l.number), nil)
+	_ = b.Delete(key(prefixLane, l.number), nil)
+	if l.retries > 0 {
+		_ = b.DeleteRange(key(prefixRetry, l.number), after(prefixRetry, l.number), nil)
+		_ = b.DeleteRange(key(prefixDue, l.number), after(prefixDue, l.number), nil)
+	}
+	s.flusher.syncing()
+	err := s.db.Apply(b, pebble.Sync)
+	_ = b.Close()
+	if err != nil {
+		return fmt.Errorf("drop a lane: %w", err)
+	}
+	l.dropped, l.opened = true, false
+	s.metrics.discard(l.pending())
+	s.waker.forget(l)
+	l.log.removeLane(l)
+	s.mu.Lock()
+	delete(s.lanes, id)
+	s.mu.Unlock()
+	return nil
+}
+
+// accepted counts the lane's messages. The caller holds mu.
+func (l *lane) accepted() uint64 { return l.log.durable.Load() - l.start - l.passed }
+
+func (l *lane) pending() uint64 { return l.accepted() - l.settled() }
+
+// Lease implements queue.Store.
+func (s *Store) Lease(id queue.LaneID, n int, buf []queue.Delivery) ([]queue.Delivery, error) {
+	if err := s.enter(); err != nil {
+		return buf, err
+	}
+	defer s.leave()
+	l := s.lane(id)
+	if l == nil {
+		return buf, queue.ErrNoLane
+	}
+	l.leasing.Lock()
+	defer l.leasing.Unlock()
+	if n <= 0 {
+		return buf, nil
+	}
+	r := newReader(s, l)
+	defer r.close()
+	for {
+		again, err := s.lease(l, r, n)
+		if again && err == nil {
+			continue
+		}
+		got := r.deliveries(buf)
+		if len(got) > len(buf) {
+			err = nil // What was read first; the next Lease meets the error again.
+		}
+		return got, err
+	}
+}
+
+// maxScan bounds the messages that one Lease passes over because they are for others.
+const maxScan = 4096
+
+// lease takes up to want messages, less those that the reader has already. again
+// is true when messages came in after it had looked.
+func (s *Store) lease(l *lane, r *reader, want int) (again bool, err error) {
+	now := s.o.Now().UnixMilli()
+	l.mu.Lock()
+	if !l.opened {
+		l.mu.Unlock()
+		return false, queue.ErrNoLane
+	}
+	// The share of due retries that first tries may not take.
+	share := 0
+	if l.nextDue <= now {
+		share = min((l.firsts+want-len(r.got))/8, want-len(r.got))
+	}
+	firsts := r.takeReleased(want - share - len(r.got))
+	l.mu.Unlock()
+
+	if err := r.readTaken(); err != nil {
+		return false, err
+	}
+	n, err := r.readFirsts(want - share)
+	if err != nil {
+		return false, err
+	}
+	firsts += n
+
+	retries := 0
+	if room := want - len(r.got); room > 0 {
+		l.mu.Lock()
+		if l.nextDue <= now {
+			retries, err = r.takeDue(now, room)
+		}
+		l.mu.Unlock()
+		if err := errors.Join(err, r.readTaken()); err != nil {
+			return false, err
+		}
+		// When there were fewer retries than their share.
+		n, err := r.readFirsts(want)
+		if err != nil {
+			return false, err
+		}
+		firsts += n
+	}
+
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.nextDue > now {
+		l.firsts = 0
+	} else {
+		l.firsts = min(max(0, l.firsts+firsts-7*retries), 8)
+	}
+	if len(r.got) >= want {
+		return false, nil
+	}
+	l.hungry.Store(true)
+	switch {
+	case r.scanned >= maxScan:
+		// Others have their turn; this lane goes on as if news had come.
+		s.waker.schedule(l, now)
+	case l.log.durable.Load() >= l.next:
+		// An append came between the look and the word that its news are wanted.
+		return l.hungry.CompareAndSwap(true, false), nil
+	default:
+		s.scheduleRetries(l)
+	}
+	return false, nil
+}
+
+// scheduleRetries has a hungry lane notified when its next retry is due. The caller holds mu.
+func (s *Store) scheduleRetries(l *lane) {
+	if l.nextDue != never && l.hungry.Load() {
+		s.waker.schedule(l, l.nextDue)
+	}
+}
+
+// LeaseOldest implements queue.Store.
+func (s *Store) LeaseOldest(id queue.LaneID) (d queue.Delivery, ok bool, err error) {
+	if err := s.enter(); err != nil {
+		return d, false, err
+	}
+	defer s.leave()
+	l := s.lane(id)
+	if l == nil {
+		return d, false, queue.ErrNoLane
+	}
+	l.leasing.Lock()
+	defer l.leasing.Unlock()
+	r := newReader(s, l)
+	defer r.close()
+	l.mu.Lock()
+	if !l.opened {
+		l.mu.Unlock()
+		return d, false, queue.ErrNoLane
+	}
+	err = r.takeOldest()
+	l.mu.Unlock()
+	if err == nil {
+		err = r.readTaken()
+	}
+	for err == nil && len(r.got) == 0 && r.more() {
+		r.scanned = 0
+		_, err = r.readFirsts(1)
+	}
+	if got := r.deliveries(nil); len(got) > 0 {
+		return got[0], true, nil
+	}
+	return d, false, err
+}
+
+// settle ends a lease; ok is false when there was none. The caller holds mu.
+func (l *lane) settle(seq uint64) (t taking, ok bool) {
+	t, ok = l.open[seq]
+	if !ok || !t.leased {
+		return t, false
+	}
+	delete(l.open, seq)
+	if t.due != 0 {
+		l.openRetries--
+	}
+	return t, true
+}
+
+// forgetRetry deletes a message's entry in the retry index. The caller holds mu.
+func (l *lane) forgetRetry(b *pebble.Batch, seq uint64, due int64) {
+	_ = b.Delete(key(prefixDue, l.number, uint64(due), seq), nil)
+	_ = b.Delete(key(prefixRetry, l.number, seq), nil)
+	l.retries--
+	if seq == l.lowSeq {
+		l.lowStale = true
+	}
+}
+
+// leased calls fn for a leased message with its lane locked; it does nothing
+// for one that is not leased.
+func (s *Store) leased(d *queue.Delivery, fn func(*lane, taking) error) error {
+	if err := s.enter(); err != nil {
+		return err
+	}
+	defer s.leave()
+	l := s.lane(d.Lane)
+	if l == nil {
+		return queue.ErrNoLane
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if t, ok := l.settle(d.Seq); ok && !l.dropped {
+		return fn(l, t)
+	}
+	return nil
+}
+
+// Ack implements queue.Store.
+func (s *Store) Ack(d queue.Delivery) {
+	s.complain(d.Lane, s.leased(&d, func(l *lane, t taking) error {
+		l.delivered++
+		if t.due == 0 {
+			s.changed(l)
+			return nil
+		}
+		b := s.db.NewBatch()
+		l.forgetRetry(b, d.Seq, t.due)
+		l.put(b)
+		return s.apply(b)
+	}))
+}
+
+// complain logs an error that a caller is not told of: the change is in memory
+// alone then, and the message is delivered again after a restart.
+func (s *Store) complain(lane queue.LaneID, err error) {
+	if err != nil && !errors.Is(err, queue.ErrClosed) && !errors.Is(err, queue.ErrNoLane) {
+		s.log.Error("writing the state of a lane failed", "source", lane.Source, "destination", lane.Destination, "error", err)
+	}
+}
+
+// Release implements queue.Store.
+func (s *Store) Release(d queue.Delivery) {
+	s.complain(d.Lane, s.leased(&d, func(l *lane, t taking) error {
+		t.leased = false
+		l.release(d.Seq, t)
+		return nil
+	}))
+}
+
+// release lets a message wait at the head of its lane.
+func (l *lane) release(seq uint64, t taking) {
+	if t.due != 0 {
+		l.openRetries++
+	}
+	t.leased = false
+	l.open[seq] = t
+	i, _ := slices.BinarySearch(l.released, seq)
+	l.released = slices.Insert(l.released, i, seq)
+}
+
+// Retry implements queue.Store.
+func (s *Store) Retry(d queue.Delivery, at time.Time, f queue.Failure) {
+	s.complain(d.Lane, s.leased(&d, func(l *lane, t taking) error {
+		due := max(at.UnixMilli(), 1)
+		b := s.db.NewBatch()
+		if t.due != 0 {
+			l.forgetRetry(b, d.Seq, t.due)
+		}
+		l.retries++
+		attempt := d.Attempt + 1
+		_ = b.Set(key(prefixDue, l.number, uint64(due), d.Seq), binary.AppendUvarint(nil, uint64(attempt)), nil)
+		_ = b.Set(key(prefixRetry, l.number, d.Seq), appendRetry(nil, due, attempt, &f), nil)
+		l.put(b)
+		if k := (retryKey{due, d.Seq}); k.less(l.lowDue) {
+			l.lowDue = k
+		}
+		if d.Seq <= l.lowSeq || l.retries == 1 {
+			l.lowSeq, l.lowStale = d.Seq, false
+		}
+		err := s.apply(b)
+		if due < l.nextDue {
+			l.nextDue = due
+			s.scheduleRetries(l)
+		}
+		return err
+	}))
+}
+
+// scanDue calls take for entries of the retry index that are due and not open,
+// in the order of their due time, and returns how many it took. It sets
+// nextDue and lowDue. The caller holds mu.
+func (s *Store) scanDue(l *lane, now int64, max int, take func(seq uint64, t taking)) (n int, err error) {
+	defer func(before int64) {
+		if err != nil {
+			l.nextDue = before
+		}
+	}(l.nextDue)
+	l.nextDue = never
+	if l.retries == 0 {
+		return 0, nil
+	}
+	it, err := s.db.NewIter(&pebble.IterOptions{
+		LowerBound: key(prefixDue, l.number, uint64(l.lowDue.due), l.lowDue.seq),
+		UpperBound: after(prefixDue, l.number),
+	})
+	if err != nil {
+		return 0, err
+	}
+	defer func() { _ = it.Close() }()
+	ok := it.First()
+	if ok {
+		l.lowDue = retryKey{int64(number(it.Key(), 1)), number(it.Key(), 2)}
+	}
+	for ; ok; ok = it.Next() {
+		due, seq := int64(number(it.Key(), 1)), number(it.Key(), 2)
+		if _, isOpen := l.open[seq]; isOpen {
+			continue
+		}
+		if due > now || n == max {
+			l.nextDue = due
+			return n, nil
+		}
+		v, err := it.ValueAndErr()
+		if err != nil {
+			return n, err
+		}
+		d := decoder{b: v}
+		t := taking{due: due, attempt: int(d.uvarint()), leased: true}
+		if d.bad {
+			return n, s.corruptf("a retry of lane %v: %w", l.id, errMalformed)
+		}
+		take(seq, t)
+		n++
+	}
+	return n, it.Error()
+}
+
+// firstRetry is the lowest position in the retry index, ok is false when there
+// is none. The caller holds mu.
+func (s *Store) firstRetry(l *lane) (seq uint64, ok bool, err error) {
+	if l.retries == 0 {
+		return 0, false, nil
+	}
+	if l.lowStale {
+		it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: key(prefixRetry, l.number, l.lowSeq), UpperBound: after(prefixRetry, l.number)})
+		if err != nil {
+			return 0, false, err
+		}
+		defer func() { _ = it.Close() }()
+		if !it.First() {
+			return 0, false, errors.Join(it.Error(), s.corruptf("lane %v has %d retries, but its index is empty", l.id, l.retries))
+		}
+		l.lowSeq, l.lowStale = number(it.Key(), 1), false
+	}
+	return l.lowSeq, true, nil
+}
+
+// first is the lowest position that the lane needs. The caller holds mu.
+func (s *Store) first(l *lane) (uint64, error) {
+	seq := l.next
+	for o := range l.open {
+		seq = min(seq, o)
+	}
+	retry, ok, err := s.firstRetry(l)
+	if ok {
+		seq = min(seq, retry)
+	}
+	return seq, err
+}
+
+// LaneStats implements queue.Store.
+func (s *Store) LaneStats(id queue.LaneID) queue.LaneStats {
+	if err := s.enter(); err != nil {
+		return queue.LaneStats{}
+	}
+	defer s.leave()
+	l := s.lane(id)
+	if l == nil {
+		return queue.LaneStats{}
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	st := queue.LaneStats{
+		Accepted:     int64(l.accepted()),
+		Delivered:    int64(l.delivered),
+		Filtered:     int64(l.filtered),
+		DeadLettered: int64(l.buried),
+		Pending:      int64(l.pending()),
+		Retrying:     int64(l.retries) - int64(l.openRetries),
+		InFlight:     int64(len(l.open) - len(l.released)),
+	}
+	if l.nextDue != never {
+		st.NextRetry = fromMillis(l.nextDue)
+	}
+	if st.Pending > 0 {
+		at, err := s.oldestPending(l)
+		if err != nil {
+			s.log.Error("reading the oldest message of a lane failed", "source", id.Source, "destination", id.Destination, "error", s.explain(err))
+		}
+		st.OldestPending = at
+	}
+	return st
+}
+
+func (s *Store) oldestPending(l *lane) (time.Time, error) {
+	seq, err := s.first(l)
+	if err != nil {
+		return time.Time{}, err
+	}
+	if seq != l.oldest {
+		var r record
+		v, closer, err := s.db.Get(key(prefixMessage, l.log.number, seq))
+		if err != nil {
+			return time.Time{}, fmt.Errorf("message %d of %s: %w", seq, l.log.source, err)
+		}
+		defer func() { _ = closer.Close() }()
+		if err := r.decode(v); err != nil {
+			return time.Time{}, err
+		}
+		l.oldest, l.oldestAt = seq, uint64(r.acceptedAt)
+	}
+	return fromMillis(int64(l.oldestAt)), nil
+}

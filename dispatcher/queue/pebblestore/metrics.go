@@ -1,0 +1,80 @@
+package pebblestore
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+type metrics struct {
+	registerer prometheus.Registerer
+	all        []prometheus.Collector
+
+	commitSeconds  prometheus.Histogram
+	commitMessages prometheus.Histogram
+	discarded      prometheus.Counter
+}
+
+func newMetrics(s *Store) (*metrics, error) {
+	m := &metrics{
+		registerer: s.o.Registerer,
+		commitSeconds: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: "posthorn_queue_commit_seconds", Help: "Time to make a group of messages durable, the sync of the disk included.",
+			Buckets: prometheus.ExponentialBuckets(0.0001, 2, 16),
+		}),
+		commitMessages: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: "posthorn_queue_commit_messages", Help: "Messages that one sync of the disk made durable.",
+			Buckets: prometheus.ExponentialBuckets(1, 2, 12),
+		}),
+		discarded: prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "posthorn_queue_discarded_messages_total", Help: "Messages that were pending in lanes when these were dropped with their source or destination.",
+		}),
+	}
+	gauge := func(name, help string, fn func() float64) prometheus.Collector {
+		return prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, fn)
+	}
+	m.all = []prometheus.Collector{
+		m.commitSeconds, m.commitMessages, m.discarded,
+		gauge("posthorn_queue_disk_bytes", "Disk that the queue takes.", func() float64 { return float64(s.DiskBytes()) }),
+		gauge("posthorn_queue_full", "1 while new calls are refused because the disk is above its high-water mark.", func() float64 {
+			if s.Full() {
+				return 1
+			}
+			return 0
+		}),
+		gauge("posthorn_queue_lanes", "Lanes that the queue knows.", func() float64 {
+			s.mu.RLock()
+			defer s.mu.RUnlock()
+			return float64(len(s.lanes))
+		}),
+	}
+	if m.registerer == nil {
+		return m, nil
+	}
+	for i, c := range m.all {
+		if err := m.registerer.Register(c); err != nil {
+			m.all = m.all[:i]
+			m.unregister()
+			return nil, fmt.Errorf("register the queue's metrics: %w", err)
+		}
+	}
+	return m, nil
+}
+
+// unregister lets another store use the same registry.
+func (m *metrics) unregister() {
+	if m.registerer == nil {
+		return
+	}
+	for _, c := range m.all {
+		m.registerer.Unregister(c)
+	}
+}
+
+func (m *metrics) committed(messages int, took time.Duration) {
+	m.commitSeconds.Observe(took.Seconds())
+	m.commitMessages.Observe(float64(messages))
+}
+
+func (m *metrics) discard(n uint64) { m.discarded.Add(float64(n)) }

@@ -1,0 +1,106 @@
+package pebblestore
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"time"
+
+	"github.com/cockroachdb/pebble/v2/vfs"
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+// Bounds and defaults of Options.
+const (
+	DefaultDuplicateWindow = 10 * time.Minute
+	MaxDuplicateWindow     = 24 * time.Hour
+	DefaultHighWater       = 0.85
+)
+
+// Options tune a Store. The zero value works: no duplicate detection, no quota
+// per Source, and a high-water mark of 85 % of the file system.
+type Options struct {
+	// Logger takes what operators should know; slog.Default when nil.
+	Logger *slog.Logger
+	// Registerer takes the metrics posthorn_queue_*; nil for none.
+	Registerer prometheus.Registerer
+
+	// DuplicateWindow is how long a messageId is remembered, up to 24 h. 0 turns
+	// the detection of duplicates off.
+	DuplicateWindow time.Duration
+	// DuplicateMemory bounds the memory of the filters that spare a disk read per
+	// message, 16 MiB when 0: enough for 8 million messages in the window. What is
+	// beyond it is looked up on disk, so detection stays exact.
+	DuplicateMemory int64
+
+	// MaxBytesPerSource bounds the bytes, before compression, that one Source's log
+	// may hold until they are delivered; 0 for no bound.
+	MaxBytesPerSource int64
+	// HighWater is the share of the file system, between 0 and 1, above which
+	// Append answers queue.ErrFull, whoever filled it; 0.85 when 0.
+	HighWater float64
+	// MinFreeBytes are the bytes of the file system that Append never touches,
+	// four memtables when 0.
+	MinFreeBytes int64
+
+	// MemTableBytes is the size of a write buffer. 0 chooses by the size of the
+	// file system, up to 64 MiB. The write-ahead log takes a few times as much disk.
+	MemTableBytes int64
+	// CacheBytes is the size of the block cache; 32 MiB when 0.
+	CacheBytes int64
+
+	// FlushInterval is how long an acknowledgement may stay in memory; 50 ms when 0.
+	FlushInterval time.Duration
+	// SyncInterval is how long it may stay unsynced while nothing is appended; 250 ms when 0.
+	SyncInterval time.Duration
+	// MaintainInterval is the time between two looks at the disk and at what can be freed; 1 s when 0.
+	MaintainInterval time.Duration
+
+	// FS is the file system; that of the machine when nil. For tests.
+	FS vfs.FS
+	// Now is the clock; time.Now when nil. For tests.
+	Now func() time.Time
+	// Fatal is called, once, when the storage engine cannot go on because a write to
+	// its log failed. It must not return; it exits the process when nil. What was
+	// acknowledged is safe: it is read again at the next start.
+	Fatal func(error)
+}
+
+func (o *Options) setDefaults() error {
+	if o.DuplicateWindow < 0 || o.DuplicateWindow > MaxDuplicateWindow {
+		return fmt.Errorf("duplicate window is %v; it must be between 0 (off) and %v", o.DuplicateWindow, MaxDuplicateWindow)
+	}
+	if o.HighWater < 0 || o.HighWater > 1 {
+		return fmt.Errorf("high-water mark is %v; it must be a share between 0 and 1", o.HighWater)
+	}
+	if o.MaxBytesPerSource < 0 || o.MinFreeBytes < 0 || o.MemTableBytes < 0 || o.CacheBytes < 0 || o.DuplicateMemory < 0 {
+		return errors.New("a size in the options of the queue is negative")
+	}
+	set(&o.DuplicateMemory, 16<<20)
+	set(&o.HighWater, DefaultHighWater)
+	set(&o.CacheBytes, 32<<20)
+	set(&o.FlushInterval, 50*time.Millisecond)
+	set(&o.SyncInterval, 250*time.Millisecond)
+	set(&o.MaintainInterval, time.Second)
+	if o.Logger == nil {
+		o.Logger = slog.Default()
+	}
+	if o.FS == nil {
+		o.FS = vfs.Default
+	}
+	if o.Now == nil {
+		o.Now = time.Now
+	}
+	if o.Fatal == nil {
+		o.Fatal = func(error) { os.Exit(1) }
+	}
+	return nil
+}
+
+func set[T comparable](field *T, value T) {
+	var zero T
+	if *field == zero {
+		*field = value
+	}
+}

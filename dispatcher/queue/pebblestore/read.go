@@ -1,0 +1,301 @@
+package pebblestore
+
+import (
+	"slices"
+	"sync"
+	"unsafe"
+
+	"github.com/cockroachdb/pebble/v2"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// reader takes messages for a lane. It reads a run of the log with one
+// iterator, and gives all of what it took one piece of memory. The caller
+// holds the lane's leasing lock.
+type reader struct {
+	s *Store
+	l *lane
+	*readBuffer
+	it      *pebble.Iterator
+	at      uint64 // The iterator's position, 0 for none.
+	end     uint64 // The last position that it sees.
+	scanned int
+}
+
+// readBuffer is reused from read to read.
+type readBuffer struct {
+	got   []piece
+	taken []uint64 // Marked as leased, and not read yet.
+	bytes []byte
+	key   []byte
+	upper []byte
+}
+
+// piece is a message that was read; its parts lie one after the other in bytes.
+type piece struct {
+	seq                  uint64
+	acceptedAt           int64
+	code                 byte
+	start                int
+	id, typ, event, body int // Lengths.
+	attempt              int
+}
+
+var readBuffers = sync.Pool{New: func() any { return new(readBuffer) }}
+
+// maxKeptBytes bounds what a buffer keeps in memory.
+const maxKeptBytes = 1 << 20
+
+func newReader(s *Store, l *lane) *reader {
+	return &reader{s: s, l: l, readBuffer: readBuffers.Get().(*readBuffer)}
+}
+
+func (r *reader) close() {
+	if r.it != nil {
+		_ = r.it.Close()
+	}
+	b := r.readBuffer
+	b.got, b.taken, b.bytes = b.got[:0], b.taken[:0], b.bytes[:0]
+	if cap(b.bytes) <= maxKeptBytes {
+		readBuffers.Put(b)
+	}
+}
+
+// open makes the iterator, for all that is durable now, or renews it.
+func (r *reader) open() error {
+	l := r.l.log
+	end := l.durable.Load()
+	if r.it != nil && r.end == end {
+		return nil
+	}
+	if r.it != nil {
+		_ = r.it.Close()
+		r.it = nil
+	}
+	r.at, r.end = 0, end
+	r.key = appendKey(r.key[:0], prefixMessage, l.number, 0)
+	r.upper = appendKey(r.upper[:0], prefixMessage, l.number, r.end+1)
+	var err error
+	r.it, err = r.s.db.NewIter(&pebble.IterOptions{LowerBound: r.key, UpperBound: r.upper})
+	return err
+}
+
+// read returns a message, valid until the next read.
+func (r *reader) read(seq uint64) (rec record, err error) {
+	if r.it == nil || seq > r.end {
+		if err := r.open(); err != nil {
+			return rec, err
+		}
+	}
+	var ok bool
+	if r.at != 0 && seq == r.at+1 {
+		ok = r.it.Next()
+	} else {
+		r.key = appendKey(r.key[:0], prefixMessage, r.l.log.number, seq)
+		ok = r.it.SeekGE(r.key)
+	}
+	r.at = 0
+	if !ok || number(r.it.Key(), 1) != seq {
+		if err := r.it.Error(); err != nil {
+			return rec, r.s.explain(err)
+		}
+		return rec, r.s.corruptf("message %d of %s is missing", seq, r.l.log.source)
+	}
+	r.at = seq
+	v, err := r.it.ValueAndErr()
+	if err == nil {
+		err = rec.decode(v)
+	}
+	if err != nil {
+		return rec, r.s.explain(err)
+	}
+	return rec, nil
+}
+
+func (r *reader) keep(seq uint64, rec *record, attempt int) {
+	p := piece{seq: seq, acceptedAt: rec.acceptedAt, code: rec.code, start: len(r.bytes), attempt: attempt,
+		id: len(rec.id), typ: len(rec.typ), event: len(rec.event), body: len(rec.body)}
+	r.bytes = append(r.bytes, rec.id...)
+	r.bytes = append(r.bytes, rec.typ...)
+	r.bytes = append(r.bytes, rec.event...)
+	r.bytes = append(r.bytes, rec.body...)
+	r.got = append(r.got, p)
+}
+
+// deliveries gives what was read. The messages share one piece of memory, of
+// which nothing is ever changed.
+func (r *reader) deliveries(buf []queue.Delivery) []queue.Delivery {
+	if len(r.got) == 0 {
+		return buf
+	}
+	all := append(make([]byte, 0, len(r.bytes)), r.bytes...)
+	buf = slices.Grow(buf, len(r.got))
+	for i := range r.got {
+		p := &r.got[i]
+		b := all[p.start:]
+		str := func(n int) string {
+			if n == 0 {
+				return ""
+			}
+			s := unsafe.String(&b[0], n)
+			b = b[n:]
+			return s
+		}
+		d := queue.Delivery{Lane: r.l.id, Seq: p.seq, ID: str(p.id), AcceptedAt: fromMillis(p.acceptedAt), Attempt: p.attempt}
+		if d.Type = types[p.code]; p.code == 0 {
+			d.Type = str(p.typ)
+		}
+		d.Event = str(p.event)
+		d.Body = b[:p.body:p.body]
+		buf = append(buf, d)
+	}
+	return buf
+}
+
+// takeReleased takes messages that were given back. The caller holds mu.
+func (r *reader) takeReleased(max int) int {
+	n := min(max, len(r.l.released))
+	if n <= 0 {
+		return 0
+	}
+	for _, seq := range r.l.released[:n] {
+		t := r.l.open[seq]
+		t.leased = true
+		r.l.open[seq] = t
+		r.taken = append(r.taken, seq)
+	}
+	r.l.released = slices.Delete(r.l.released, 0, n)
+	return n
+}
+
+// takeDue takes retries that are due. The caller holds mu.
+func (r *reader) takeDue(now int64, max int) (int, error) {
+	return r.s.scanDue(r.l, now, max, r.takeRetry)
+}
+
+func (r *reader) takeRetry(seq uint64, t taking) {
+	r.l.open[seq] = t
+	r.l.openRetries++
+	r.taken = append(r.taken, seq)
+}
+
+// takeOldest takes the oldest message of those that were read before. The caller holds mu.
+func (r *reader) takeOldest() error {
+	l := r.l
+	oldest := uint64(0)
+	if len(l.released) > 0 {
+		oldest = l.released[0]
+	}
+	if int(l.retries) > l.openRetries {
+		if _, _, err := r.s.firstRetry(l); err != nil {
+			return err
+		}
+		it, err := r.s.db.NewIter(&pebble.IterOptions{LowerBound: key(prefixRetry, l.number, l.lowSeq), UpperBound: after(prefixRetry, l.number)})
+		if err != nil {
+			return err
+		}
+		defer func() { _ = it.Close() }()
+		for ok := it.First(); ok; ok = it.Next() {
+			seq := number(it.Key(), 1)
+			if oldest != 0 && seq > oldest {
+				break
+			}
+			if _, isOpen := l.open[seq]; isOpen {
+				continue
+			}
+			v, err := it.ValueAndErr()
+			if err != nil {
+				return err
+			}
+			d := decoder{b: v}
+			due, attempt := d.retry()
+			if d.bad {
+				return r.s.corruptf("a retry of lane %v: %w", l.id, errMalformed)
+			}
+			r.takeRetry(seq, taking{due: due, attempt: attempt, leased: true})
+			if due <= l.nextDue {
+				_, err = r.s.scanDue(l, 0, 0, nil) // Finds the next one.
+			}
+			return err
+		}
+		if err := it.Error(); err != nil {
+			return err
+		}
+	}
+	if oldest != 0 {
+		r.takeReleased(1)
+	}
+	return nil
+}
+
+// readTaken reads what was taken. What cannot be read is given back.
+func (r *reader) readTaken() error {
+	for i, seq := range r.taken {
+		rec, err := r.read(seq)
+		if err != nil {
+			r.l.mu.Lock()
+			for _, seq := range r.taken[i:] {
+				if t, ok := r.l.settle(seq); ok {
+					r.l.release(seq, t)
+				}
+			}
+			r.l.mu.Unlock()
+			r.taken = r.taken[:0]
+			return err
+		}
+		r.l.mu.Lock()
+		attempt := r.l.open[seq].attempt
+		r.l.mu.Unlock()
+		r.keep(seq, &rec, attempt)
+	}
+	r.taken = r.taken[:0]
+	return nil
+}
+
+// more tells whether the log has messages that were not read yet.
+func (r *reader) more() bool {
+	r.l.mu.Lock()
+	defer r.l.mu.Unlock()
+	return r.l.next <= r.l.log.durable.Load()
+}
+
+// readFirsts takes messages from the log until the reader has max. It returns how many it took.
+func (r *reader) readFirsts(max int) (int, error) {
+	l := r.l
+	l.mu.Lock()
+	next := l.next
+	l.mu.Unlock()
+	var before, passedOver, filteredOut = len(r.got), uint64(0), uint64(0)
+	var err error
+	for len(r.got) < max && r.scanned < maxScan && next <= l.log.durable.Load() {
+		var rec record
+		if rec, err = r.read(next); err != nil {
+			break
+		}
+		switch rec.verdict(l.id.Destination) {
+		case wanted:
+			r.keep(next, &rec, 0)
+		case filtered:
+			filteredOut++
+			r.scanned++
+		case passed:
+			passedOver++
+			r.scanned++
+		}
+		next++
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if next == l.next {
+		return 0, err
+	}
+	l.next = next
+	l.filtered += filteredOut
+	l.passed += passedOver
+	for _, p := range r.got[before:] {
+		l.open[p.seq] = taking{leased: true}
+	}
+	r.s.changed(l)
+	return len(r.got) - before, err
+}

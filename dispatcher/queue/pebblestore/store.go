@@ -1,0 +1,505 @@
+// Package pebblestore is the embedded engine of queue.Store: a log per Source,
+// a cursor per lane and a retry index in one Pebble database.
+//
+// One committer writes all messages that wait into one batch and syncs it once;
+// readers see a message only after that. What lanes do to their messages is
+// written without a sync of its own, each time together with the whole state of
+// the lane, so that a crash can take the last moments of a lane but never tear
+// its position and its ledger apart.
+package pebblestore
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/cockroachdb/pebble/v2"
+	"github.com/cockroachdb/pebble/v2/bloom"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// format is the version of the key space and the values. A store with a
+// greater one is refused.
+const format = 1
+
+var _ queue.Store = (*Store)(nil)
+
+// Store is a queue.Store on the local disk. One process at a time has it open.
+type Store struct {
+	o   Options
+	log *slog.Logger
+	dir string
+	fs  *patientFS
+	db  *pebble.DB
+
+	// gate is held for reading while the database is used, and for writing once, to close.
+	gate   sync.RWMutex
+	closed bool
+
+	// mu guards the maps. registry serialises opening and dropping of lanes, and
+	// the numbers they take.
+	mu           sync.RWMutex
+	logs         map[string]*sourceLog
+	lanes        map[queue.LaneID]*lane
+	destinations map[string]*destination
+	registry     sync.Mutex
+	lastNumber   uint64
+
+	notify     func(queue.LaneID)
+	requests   chan *request
+	duplicates *duplicates
+	disk       disk
+	flusher    flusher
+	waker      waker
+	metrics    *metrics
+	corrupt    atomic.Pointer[string] // The path of the last file found corrupt.
+
+	stop chan struct{}
+	done sync.WaitGroup
+}
+
+// sourceLog is one Source's messages: positions trimmed+1 to head.
+type sourceLog struct {
+	number uint64
+	source string
+	// head and bytes belong to the committer: the last position given out, and the
+	// bytes ever appended.
+	head, bytes uint64
+	// asked is scratch of the committer: the bytes that one request wants.
+	asked uint64
+	// durable is the last position that is on disk; readers never pass it.
+	durable, durableBytes atomic.Uint64
+	trimmed, trimmedBytes atomic.Uint64
+	duplicates            atomic.Int64
+	// lanes is replaced, never changed.
+	lanes    atomic.Pointer[[]*lane]
+	trimTime time.Time
+}
+
+func (l *sourceLog) eachLane(fn func(*lane)) {
+	if lanes := l.lanes.Load(); lanes != nil {
+		for _, lane := range *lanes {
+			fn(lane)
+		}
+	}
+}
+
+func (l *sourceLog) addLane(n *lane) {
+	var lanes []*lane
+	l.eachLane(func(o *lane) { lanes = append(lanes, o) })
+	lanes = append(lanes, n)
+	l.lanes.Store(&lanes)
+}
+
+func (l *sourceLog) removeLane(n *lane) {
+	var lanes []*lane
+	l.eachLane(func(o *lane) {
+		if o != n {
+			lanes = append(lanes, o)
+		}
+	})
+	l.lanes.Store(&lanes)
+}
+
+// Open opens the store in dir, which is made when missing. It fails when
+// another process has it open, when a newer release wrote it, and when a file
+// is missing or corrupt: then the error names the file, and nothing is changed.
+func Open(dir string, o Options) (*Store, error) {
+	if err := o.setDefaults(); err != nil {
+		return nil, fmt.Errorf("open the queue: %w", err)
+	}
+	s := &Store{
+		o: o, log: o.Logger, dir: dir,
+		logs: map[string]*sourceLog{}, lanes: map[queue.LaneID]*lane{}, destinations: map[string]*destination{},
+		requests: make(chan *request, 1024), stop: make(chan struct{}),
+		notify: func(queue.LaneID) {},
+	}
+	s.fs = &patientFS{FS: o.FS, full: s.diskFull, stop: s.stop}
+	s.disk.init(s)
+	s.flusher.init()
+	s.waker.init()
+	if err := s.openDB(); err != nil {
+		return nil, fmt.Errorf("open the queue in %s: %w", dir, s.explain(err))
+	}
+	err := s.load()
+	if err == nil {
+		s.metrics, err = newMetrics(s)
+	}
+	if err != nil {
+		_ = s.db.Close()
+		return nil, fmt.Errorf("open the queue in %s: %w", dir, s.explain(err))
+	}
+	for _, run := range []func(){s.runCommitter, s.runFlusher, s.runWaker, s.runMaintenance, s.duplicates.rebuild} {
+		s.done.Add(1)
+		go func() {
+			defer s.done.Done()
+			run()
+		}()
+	}
+	return s, nil
+}
+
+func (s *Store) openDB() error {
+	memTable := s.o.MemTableBytes
+	if memTable == 0 {
+		memTable = s.disk.memTableBytes()
+	}
+	set(&s.o.MinFreeBytes, 4*memTable)
+	cache := pebble.NewCache(s.o.CacheBytes)
+	defer cache.Unref()
+	opts := &pebble.Options{
+		FS:                          s.fs,
+		Cache:                       cache,
+		Logger:                      engineLogger{s},
+		EventListener:               s.events(),
+		FormatMajorVersion:          pebble.FormatNewest,
+		MemTableSize:                uint64(memTable),
+		MemTableStopWritesThreshold: 4,
+		L0CompactionThreshold:       2,
+		L0StopWritesThreshold:       100,
+		MaxOpenFiles:                1000,
+		CompactionConcurrencyRange:  func() (int, int) { return 1, 2 },
+	}
+	opts.Levels[0].FilterPolicy = bloom.FilterPolicy(10)
+	var err error
+	s.db, err = pebble.Open(s.dir, opts)
+	return err
+}
+
+// explain turns an error of the engine into one that names what is wrong.
+func (s *Store) explain(err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, syscall.EAGAIN) || errors.Is(err, syscall.EACCES):
+		return fmt.Errorf("another process has it open, or it may not be written: %w", err)
+	case pebble.IsCorruptionError(err):
+		if path := s.corrupt.Load(); path != nil {
+			return &CorruptError{Path: *path, Err: err}
+		}
+		return &CorruptError{Path: s.dir, Err: err}
+	}
+	return err
+}
+
+// CorruptError: a file of the store is missing, damaged or shorter than it
+// was. Nothing was changed or skipped.
+type CorruptError struct {
+	// Path is the file where it is known, otherwise the store's directory.
+	Path string
+	Err  error
+}
+
+func (e *CorruptError) Error() string {
+	return fmt.Sprintf("corrupt: %s: %v; restore it from a copy, or move the directory away to start empty", e.Path, e.Err)
+}
+
+func (e *CorruptError) Unwrap() error { return e.Err }
+
+func (s *Store) corruptf(text string, args ...any) error {
+	return &CorruptError{Path: s.dir, Err: fmt.Errorf(text, args...)}
+}
+
+// load reads all that is kept in memory: the logs' ends, the lanes' states and
+// the destinations' counts. Its cost does not depend on what waits.
+func (s *Store) load() error {
+	if err := s.loadFormat(); err != nil {
+		return err
+	}
+	byNumber := map[uint64]*sourceLog{}
+	err := s.scan(keySources, func(k, v []byte) error {
+		if len(v) != 8 {
+			return s.corruptf("the number of log %q is malformed", k[2:])
+		}
+		l := &sourceLog{number: binary.BigEndian.Uint64(v), source: string(k[2:]), trimTime: s.o.Now()}
+		s.logs[l.source] = l
+		byNumber[l.number] = l
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	for _, l := range s.logs {
+		if err := s.loadLog(l); err != nil {
+			return err
+		}
+	}
+	err = s.scan(keyLanes, func(k, v []byte) error {
+		d := decoder{b: v}
+		id := d.laneID()
+		if d.bad || len(k) != 10 {
+			return s.corruptf("the name of a lane is malformed")
+		}
+		log := s.logs[id.Source]
+		if log == nil {
+			return s.corruptf("lane %v has no log", id)
+		}
+		l := newLane(id, binary.BigEndian.Uint64(k[2:]), log, s.destination(id.Destination))
+		if err := s.loadLane(l); err != nil {
+			return err
+		}
+		s.lanes[id] = l
+		log.addLane(l)
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	err = s.scan([]byte{prefixDeadStats}, func(k, v []byte) error {
+		d := decoder{b: v}
+		x := s.destination(string(k[1:]))
+		x.count, x.bytes = int64(d.uvarint()), int64(d.uvarint())
+		return d.err()
+	})
+	if err != nil {
+		return err
+	}
+	s.duplicates = newDuplicates(s)
+	return s.duplicates.load()
+}
+
+func (s *Store) loadFormat() error {
+	v, err := s.get(keyFormat)
+	if errors.Is(err, pebble.ErrNotFound) {
+		b := s.db.NewBatch()
+		_ = b.Set(keyFormat, binary.AppendUvarint(nil, format), nil)
+		return s.db.Apply(b, pebble.Sync)
+	}
+	if err != nil {
+		return err
+	}
+	d := decoder{b: v}
+	if f := d.uvarint(); d.bad || f == 0 {
+		return s.corruptf("its format version is malformed")
+	} else if f > format {
+		return fmt.Errorf("a newer release wrote it: its format is version %d, this release knows up to %d; use the newer release", f, format)
+	}
+	v, err = s.get(keyLastNumber)
+	if err == nil {
+		d = decoder{b: v}
+		s.lastNumber = d.uvarint()
+		return d.err()
+	}
+	if errors.Is(err, pebble.ErrNotFound) {
+		return nil
+	}
+	return err
+}
+
+func (s *Store) loadLog(l *sourceLog) error {
+	v, err := s.get(key(prefixHead, l.number))
+	if err != nil && !errors.Is(err, pebble.ErrNotFound) {
+		return err
+	}
+	if err == nil {
+		d := decoder{b: v}
+		l.head, l.bytes = d.fixed64(), d.fixed64()
+		if d.bad {
+			return s.corruptf("the head of the log of %s is malformed", l.source)
+		}
+	}
+	it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: key(prefixMessage, l.number), UpperBound: after(prefixMessage, l.number)})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = it.Close() }()
+	trimmed, trimmedBytes := l.head, l.bytes
+	if it.Last() {
+		if last := number(it.Key(), 1); last != l.head {
+			return s.corruptf("the log of %s ends at message %d, but %d were appended", l.source, last, l.head)
+		}
+		it.First()
+		var r record
+		if v, err := it.ValueAndErr(); err != nil {
+			return err
+		} else if err := r.decode(v); err != nil {
+			return s.corruptf("message %d of %s: %w", number(it.Key(), 1), l.source, err)
+		}
+		trimmed, trimmedBytes = number(it.Key(), 1)-1, r.bytesBefore
+	}
+	l.durable.Store(l.head)
+	l.durableBytes.Store(l.bytes)
+	l.trimmed.Store(trimmed)
+	l.trimmedBytes.Store(trimmedBytes)
+	return it.Error()
+}
+
+// get returns a copy of a value.
+func (s *Store) get(k []byte) ([]byte, error) {
+	v, closer, err := s.db.Get(k)
+	if err != nil {
+		return nil, err
+	}
+	v = append([]byte(nil), v...)
+	return v, closer.Close()
+}
+
+// scan calls fn for every key that begins with prefix.
+func (s *Store) scan(prefix []byte, fn func(k, v []byte) error) error {
+	it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: prefix, UpperBound: endOf(prefix)})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = it.Close() }()
+	for ok := it.First(); ok; ok = it.Next() {
+		v, err := it.ValueAndErr()
+		if err == nil {
+			err = fn(it.Key(), v)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return it.Error()
+}
+
+// enter keeps the database open until leave.
+func (s *Store) enter() error {
+	s.gate.RLock()
+	if s.closed {
+		s.gate.RUnlock()
+		return queue.ErrClosed
+	}
+	return nil
+}
+
+func (s *Store) leave() { s.gate.RUnlock() }
+
+func (s *Store) lane(id queue.LaneID) *lane {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	return s.lanes[id]
+}
+
+func (s *Store) sourceLog(source string) *sourceLog {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	return s.logs[source]
+}
+
+// logFor returns a Source's log and makes it when missing. The mapping is
+// written before anything that depends on it, so no crash takes it alone.
+func (s *Store) logFor(source string) (*sourceLog, error) {
+	if l := s.sourceLog(source); l != nil {
+		return l, nil
+	}
+	s.registry.Lock()
+	defer s.registry.Unlock()
+	if l := s.sourceLog(source); l != nil {
+		return l, nil
+	}
+	l := &sourceLog{source: source, trimTime: s.o.Now()}
+	b := s.db.NewBatch()
+	l.number = s.nextNumber(b)
+	_ = b.Set(append(append([]byte(nil), keySources...), source...), binary.BigEndian.AppendUint64(nil, l.number), nil)
+	if err := s.apply(b); err != nil {
+		return nil, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.logs[source] = l
+	return l, nil
+}
+
+// nextNumber gives a number that was never used. The caller holds registry.
+func (s *Store) nextNumber(b *pebble.Batch) uint64 {
+	s.lastNumber++
+	_ = b.Set(keyLastNumber, binary.AppendUvarint(nil, s.lastNumber), nil)
+	return s.lastNumber
+}
+
+// apply writes a batch without a sync; the flusher sees to that soon.
+func (s *Store) apply(b *pebble.Batch) error {
+	err := s.db.Apply(b, pebble.NoSync)
+	_ = b.Close()
+	s.flusher.wrote()
+	return err
+}
+
+// SetNotify implements queue.Store.
+func (s *Store) SetNotify(fn func(queue.LaneID)) { s.notify = fn }
+
+// Lanes implements queue.Store.
+func (s *Store) Lanes() []queue.LaneID {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	ids := make([]queue.LaneID, 0, len(s.lanes))
+	for id := range s.lanes {
+		ids = append(ids, id)
+	}
+	return ids
+}
+
+// SourceStats implements queue.Store.
+func (s *Store) SourceStats(source string) queue.SourceStats {
+	l := s.sourceLog(source)
+	if l == nil {
+		return queue.SourceStats{}
+	}
+	// Trimmed first: it is never ahead of what was durable before.
+	trimmed := l.trimmedBytes.Load()
+	return queue.SourceStats{
+		Accepted:   int64(l.durable.Load()),
+		Duplicates: l.duplicates.Load(),
+		LogBytes:   int64(l.durableBytes.Load() - trimmed),
+	}
+}
+
+// Close implements queue.Store. All of the log is flushed, so that the next
+// start has nothing to replay.
+func (s *Store) Close() error {
+	s.gate.Lock()
+	if s.closed {
+		s.gate.Unlock()
+		return nil
+	}
+	s.closed = true
+	s.gate.Unlock()
+	close(s.stop)
+	s.done.Wait()
+	s.metrics.unregister()
+	err := s.flushLanes(pebble.Sync)
+	if s.disk.roomToFlush() {
+		err = errors.Join(err, s.db.Flush())
+	}
+	return errors.Join(err, s.db.Close())
+}
+
+func (s *Store) events() *pebble.EventListener {
+	return &pebble.EventListener{
+		BackgroundError: func(err error) {
+			s.log.Error("the queue's storage engine failed in the background; it tries again", "error", err)
+		},
+		DataCorruption: func(info pebble.DataCorruptionInfo) {
+			path := info.Path
+			s.corrupt.Store(&path)
+			s.log.Error("a file of the queue is corrupt", "path", path, "error", info.Details)
+		},
+		WriteStallBegin: func(info pebble.WriteStallBeginInfo) {
+			s.log.Warn("the queue's disk cannot keep up; writes wait", "reason", info.Reason)
+		},
+	}
+}
+
+// engineLogger gives the engine's words to the operator's log.
+type engineLogger struct{ s *Store }
+
+func (l engineLogger) Infof(string, ...any) {}
+
+func (l engineLogger) Errorf(format string, args ...any) {
+	l.s.log.Error("queue storage engine", "error", fmt.Sprintf(format, args...))
+}
+
+// Fatalf is how the engine says that its log could not be written: what follows would not be durable.
+func (l engineLogger) Fatalf(format string, args ...any) {
+	err := fmt.Errorf(format, args...)
+	l.s.log.Error("the queue cannot write its log and stops the process; nothing acknowledged is lost", "error", err)
+	l.s.o.Fatal(err)
+	select {} // The engine does not expect it to return.
+}
