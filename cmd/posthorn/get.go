@@ -1,0 +1,164 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/cli-runtime/pkg/printers"
+	"sigs.k8s.io/yaml"
+
+	"github.com/posthorn/posthorn/controllers/standalone"
+)
+
+// resources maps what a user may call a kind to its resource.
+var resources = map[string]string{
+	"source": "sources", "sources": "sources", "psrc": "sources",
+	"destination": "webhookdestinations", "destinations": "webhookdestinations", "whd": "webhookdestinations",
+	"webhookdestination": "webhookdestinations", "webhookdestinations": "webhookdestinations",
+}
+
+func newGet() *cobra.Command {
+	var admin, output, namespace string
+	cmd := &cobra.Command{
+		Use:   "get sources|destinations [NAME]",
+		Short: "Show Sources or WebhookDestinations with their status (of posthorn run)",
+		Long: `Prints what kubectl get would print, for a Posthorn that runs without a cluster.
+With -o yaml or -o json the whole objects, status included.`,
+		Example: `  posthorn get destinations
+  posthorn get destinations -o wide
+  posthorn get destination crm -o yaml`,
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) == 0 {
+				return usagef("what to get is missing: sources or destinations")
+			}
+			if resources[strings.ToLower(args[0])] == "" {
+				return usagef("%q is not one of sources, destinations", args[0])
+			}
+			if len(args) > 2 {
+				return usagef("unexpected argument %q", args[2])
+			}
+			return nil
+		},
+		RunE: func(cmd *cobra.Command, args []string) error {
+			path := standalone.Prefix
+			if namespace != "" {
+				path += "/namespaces/" + url.PathEscape(namespace)
+			}
+			path += "/" + resources[strings.ToLower(args[0])]
+			if len(args) == 2 {
+				path += "/" + url.PathEscape(args[1])
+			}
+			out := cmd.OutOrStdout()
+			switch output {
+			case "", "wide":
+				body, err := ask(cmd, admin, path+"?includeObject=Metadata", "application/json;as=Table;v=v1;g=meta.k8s.io")
+				if err != nil {
+					return err
+				}
+				var table metav1.Table
+				if err := json.Unmarshal(body, &table); err != nil {
+					return fmt.Errorf("the answer is not a table: %w", err)
+				}
+				if len(table.Rows) == 0 {
+					fmt.Fprintln(cmd.ErrOrStderr(), "No resources found.")
+					return nil
+				}
+				return printers.NewTablePrinter(printers.PrintOptions{Wide: output == "wide", WithNamespace: severalNamespaces(&table)}).PrintObj(&table, out)
+			case "json", "yaml":
+				body, err := ask(cmd, admin, path, "application/json")
+				if err != nil {
+					return err
+				}
+				if output == "yaml" {
+					if body, err = yaml.JSONToYAML(body); err != nil {
+						return err
+					}
+				}
+				_, err = out.Write(body)
+				return err
+			}
+			return usagef("-o %q: use wide, yaml or json", output)
+		},
+	}
+	f := cmd.Flags()
+	adminFlag(cmd, &admin)
+	f.StringVarP(&output, "output", "o", "", "wide, yaml or json")
+	f.StringVarP(&namespace, "namespace", "n", "", "only this namespace")
+	return cmd
+}
+
+// severalNamespaces reports whether a table's rows are of more than one namespace.
+func severalNamespaces(t *metav1.Table) bool {
+	first := ""
+	for i := range t.Rows {
+		var m metav1.PartialObjectMetadata
+		if json.Unmarshal(t.Rows[i].Object.Raw, &m) != nil {
+			continue
+		}
+		t.Rows[i].Object.Object = &m
+		if first == "" {
+			first = m.Namespace
+		}
+		if m.Namespace != first {
+			for ; i < len(t.Rows); i++ {
+				var m metav1.PartialObjectMetadata
+				if json.Unmarshal(t.Rows[i].Object.Raw, &m) == nil {
+					t.Rows[i].Object.Object = &m
+				}
+			}
+			return true
+		}
+	}
+	return false
+}
+
+func adminFlag(cmd *cobra.Command, admin *string) {
+	cmd.Flags().StringVar(admin, "admin", "127.0.0.1:8081", "the admin address of a running Posthorn")
+}
+
+// adminURL makes a URL of an admin address.
+func adminURL(admin, path string) string {
+	if !strings.Contains(admin, "://") {
+		admin = "http://" + admin
+	}
+	return strings.TrimSuffix(admin, "/") + path
+}
+
+// ask gets a path of the admin listener.
+func ask(cmd *cobra.Command, admin, path, accept string) ([]byte, error) {
+	req, err := http.NewRequestWithContext(cmd.Context(), http.MethodGet, adminURL(admin, path), nil)
+	if err != nil {
+		return nil, usagef("--admin %q: %v", admin, err)
+	}
+	req.Header.Set("Accept", accept)
+	client := http.Client{Timeout: 30 * time.Second}
+	resp, err := client.Do(req)
+	if err != nil {
+		return nil, fmt.Errorf("%w\nIs Posthorn running there? Start it with 'posthorn run', or set --admin", err)
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(io.LimitReader(resp.Body, 64<<20))
+	if err != nil {
+		return nil, err
+	}
+	if resp.StatusCode != http.StatusOK {
+		return nil, answerError(resp.Status, body)
+	}
+	return body, nil
+}
+
+// answerError makes an error of an answer: the message of a Kubernetes Status, or the text.
+func answerError(status string, body []byte) error {
+	var s metav1.Status
+	if json.Unmarshal(body, &s) == nil && s.Message != "" {
+		return fmt.Errorf("%s", s.Message)
+	}
+	return fmt.Errorf("%s: %s", status, strings.TrimSpace(string(body)))
+}

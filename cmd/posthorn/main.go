@@ -1,0 +1,155 @@
+// Command posthorn is every role of Posthorn in one binary: the operator and
+// the dispatcher of a cluster, both in one process without a cluster (run), and
+// the tools around them.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/signal"
+	"runtime/debug"
+	"syscall"
+
+	"github.com/spf13/cobra"
+)
+
+// version is set by the linker.
+var version = "dev"
+
+// Exit codes, for scripts.
+const (
+	exitOK      = 0
+	exitFailure = 1 // what was asked for did not work, or is not so
+	exitUsage   = 2 // the command line is wrong
+)
+
+// usageError marks a mistake on the command line.
+type usageError struct{ error }
+
+func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
+
+// errSilent fails the command without another word: all was said.
+var errSilent = errors.New("failed")
+
+func main() { os.Exit(Main(os.Args[1:], os.Stdin, os.Stdout, os.Stderr)) }
+
+// Main runs one command line and returns its exit code.
+func Main(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	// A second signal ends the process at once.
+	context.AfterFunc(ctx, stop)
+
+	root := newRoot()
+	root.SetArgs(args)
+	root.SetIn(stdin)
+	root.SetOut(stdout)
+	root.SetErr(stderr)
+	cmd, err := root.ExecuteContextC(ctx)
+	var usage usageError
+	switch {
+	case err == nil:
+		return exitOK
+	case errors.Is(err, errSilent):
+		return exitFailure
+	case errors.As(err, &usage):
+		fmt.Fprintf(stderr, "posthorn: %v\nSee '%s --help'.\n", err, cmd.CommandPath())
+		return exitUsage
+	}
+	fmt.Fprintf(stderr, "posthorn: %v\n", err)
+	return exitFailure
+}
+
+func newRoot() *cobra.Command {
+	root := &cobra.Command{
+		Use:   "posthorn",
+		Short: "Signed webhooks, declared in Kubernetes",
+		Long: `Posthorn takes user-data calls (identify, track, page, screen, group, alias),
+stores each durably before it answers, and forwards it as a signed HTTP POST to
+the webhooks that their owners declared.
+
+Without a cluster:   posthorn run --manifests DIR
+In a cluster:        posthorn operator, posthorn dispatcher
+
+Exit codes: 0 it worked; 1 it did not, or the answer is no; 2 the command line is wrong.`,
+		Version:       buildVersion(),
+		SilenceErrors: true,
+		SilenceUsage:  true,
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return usagef("unknown command %q", args[0])
+			}
+			return nil
+		},
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
+	root.CompletionOptions.HiddenDefaultCmd = true
+	root.AddGroup(
+		&cobra.Group{ID: "server", Title: "Servers:"},
+		&cobra.Group{ID: "look", Title: "Looking:"},
+		&cobra.Group{ID: "try", Title: "Trying out:"},
+	)
+	for group, commands := range map[string][]*cobra.Command{
+		"server": {newRun(), newOperator(), newDispatcher()},
+		"look":   {newGet(), newCompile()},
+		"try":    {newSend(), newSink(), newVerify()},
+	} {
+		for _, c := range commands {
+			c.GroupID = group
+			root.AddCommand(c)
+		}
+	}
+	return root
+}
+
+func buildVersion() string {
+	if info, ok := debug.ReadBuildInfo(); ok && version == "dev" {
+		for _, s := range info.Settings {
+			if s.Key == "vcs.revision" {
+				return "dev-" + s.Value[:min(12, len(s.Value))]
+			}
+		}
+	}
+	return version
+}
+
+// exactArgs is cobra.ExactArgs with a usage exit code and the names of what is missing.
+func exactArgs(names ...string) cobra.PositionalArgs {
+	return func(_ *cobra.Command, args []string) error {
+		if len(args) < len(names) {
+			return usagef("%s is missing", names[len(args)])
+		}
+		if len(args) > len(names) {
+			return usagef("unexpected argument %q", args[len(names)])
+		}
+		return nil
+	}
+}
+
+// logFlags are the flags of every server.
+type logFlags struct{ level, format string }
+
+func (l *logFlags) register(cmd *cobra.Command) {
+	cmd.Flags().StringVar(&l.level, "log-level", "info", "debug, info, warn or error")
+	cmd.Flags().StringVar(&l.format, "log-format", "text", "text or json")
+}
+
+func (l *logFlags) logger(w io.Writer) (*slog.Logger, error) {
+	var level slog.Level
+	if err := level.UnmarshalText([]byte(l.level)); err != nil {
+		return nil, usagef("--log-level %q: use debug, info, warn or error", l.level)
+	}
+	o := &slog.HandlerOptions{Level: level}
+	switch l.format {
+	case "text":
+		return slog.New(slog.NewTextHandler(w, o)), nil
+	case "json":
+		return slog.New(slog.NewJSONHandler(w, o)), nil
+	}
+	return nil, usagef("--log-format %q: use text or json", l.format)
+}

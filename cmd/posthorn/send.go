@@ -1,0 +1,111 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/spf13/cobra"
+	"golang.org/x/term"
+)
+
+func isTerminal(f *os.File) bool { return term.IsTerminal(int(f.Fd())) }
+
+func newSend() *cobra.Command {
+	var endpoint, writeKey, raw string
+	var fields = map[string]*string{}
+	var props []string
+	cmd := &cobra.Command{
+		Use:   "send TYPE",
+		Short: "Send one call",
+		Long: `Sends one call to a running Posthorn and prints its answer. TYPE is identify,
+track, page, screen, group, alias, or batch (with --json).
+
+Traits (identify, group) and properties (track, page, screen) are given with
+-p NAME=VALUE: a value that is JSON is sent as such, anything else as a string.`,
+		Example: `  posthorn send track --write-key demo --user u1 --event "Order Completed" -p total=99.5
+  posthorn send identify --write-key demo --user u1 -p email=a@example.com -p plan=pro
+  posthorn send alias --write-key demo --user u1 --previous anon-7
+  posthorn send track --write-key demo --json '{"userId":"u1","event":"Signed Up"}'`,
+		Args: exactArgs("TYPE"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			typ := args[0]
+			bag := map[string]string{"identify": "traits", "group": "traits", "track": "properties", "page": "properties", "screen": "properties", "alias": "", "batch": ""}
+			key, ok := bag[typ]
+			if !ok {
+				return usagef("type %q is not one of identify, track, page, screen, group, alias, batch", typ)
+			}
+			if writeKey == "" {
+				return usagef("the write key is missing; set --write-key or POSTHORN_WRITE_KEY")
+			}
+			body := []byte(raw)
+			if raw == "" {
+				call := map[string]any{"messageId": uuid.NewString(), "timestamp": time.Now().UTC().Format("2006-01-02T15:04:05.000Z")}
+				for name, value := range fields {
+					if *value != "" {
+						call[name] = *value
+					}
+				}
+				bagged := map[string]any{}
+				for _, p := range props {
+					name, value, ok := strings.Cut(p, "=")
+					if !ok || key == "" {
+						return usagef("-p %q: use NAME=VALUE, for identify, group, track, page and screen", p)
+					}
+					var decoded any
+					if json.Unmarshal([]byte(value), &decoded) != nil {
+						decoded = value
+					}
+					bagged[name] = decoded
+				}
+				if len(bagged) > 0 {
+					call[key] = bagged
+				}
+				var err error
+				if body, err = json.Marshal(call); err != nil {
+					return err
+				}
+			}
+			url := strings.TrimSuffix(endpoint, "/") + "/v1/" + typ
+			req, err := http.NewRequestWithContext(cmd.Context(), http.MethodPost, url, bytes.NewReader(body))
+			if err != nil {
+				return usagef("--endpoint %q: %v", endpoint, err)
+			}
+			req.SetBasicAuth(writeKey, "")
+			req.Header.Set("Content-Type", "application/json")
+			client := http.Client{Timeout: 30 * time.Second}
+			resp, err := client.Do(req)
+			if err != nil {
+				return fmt.Errorf("%w\nIs Posthorn running there? Start it with 'posthorn run', or set --endpoint", err)
+			}
+			defer resp.Body.Close()
+			answer, err := io.ReadAll(io.LimitReader(resp.Body, 1<<20))
+			if err != nil {
+				return err
+			}
+			fmt.Fprintf(cmd.OutOrStdout(), "%s %s\n", resp.Status, bytes.TrimSpace(answer))
+			if resp.StatusCode != http.StatusOK || bytes.Contains(answer, []byte(`"rejected"`)) {
+				return errSilent
+			}
+			return nil
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&endpoint, "endpoint", "http://127.0.0.1:8080", "where Posthorn takes calls")
+	f.StringVar(&writeKey, "write-key", os.Getenv("POSTHORN_WRITE_KEY"), "the Source's write key (default: the environment's POSTHORN_WRITE_KEY)")
+	f.StringVar(&raw, "json", "", "the call as JSON, sent as it is")
+	f.StringArrayVarP(&props, "prop", "p", nil, "NAME=VALUE, a trait or property; may be repeated")
+	for flag, field := range map[string][2]string{
+		"user": {"userId", "the user's id"}, "anonymous": {"anonymousId", "the anonymous id"}, "event": {"event", "the event's name (track)"},
+		"name": {"name", "the page's or screen's name"}, "group": {"groupId", "the group's id (group)"}, "previous": {"previousId", "the previous id (alias)"},
+	} {
+		fields[field[0]] = f.String(flag, "", field[1])
+	}
+	return cmd
+}

@@ -1,0 +1,257 @@
+package main
+
+import (
+	"fmt"
+	"log/slog"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/go-logr/logr"
+	"github.com/spf13/cobra"
+	"golang.org/x/sync/errgroup"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/klog/v2"
+	ctrl "sigs.k8s.io/controller-runtime"
+
+	"github.com/posthorn/posthorn/controllers"
+	"github.com/posthorn/posthorn/controllers/standalone"
+	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/configsource"
+	"github.com/posthorn/posthorn/dispatcher/egress"
+)
+
+// dataFlags are the flags of every process that delivers.
+type dataFlags struct {
+	options dispatcher.Options
+	egress  []string
+}
+
+func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
+	f := cmd.Flags()
+	f.StringVar(&d.options.DataDir, "data", data, "folder of the store; everything that was accepted lives here")
+	f.StringVar(&d.options.Listen, "listen", listen, "address to take calls on")
+	f.StringVar(&d.options.AdminListen, "admin-listen", admin, "address of reports, metrics and the admin API; it has no authentication, keep it private")
+	f.StringSliceVar(&d.egress, "egress-allow", nil, "addresses to deliver to besides public ones: CIDRs, addresses or host names (*.example too)")
+	f.StringSliceVar(&d.options.TrustedProxies, "trusted-proxies", nil, "CIDRs of proxies whose X-Forwarded-For is believed")
+	f.DurationVar(&d.options.DrainTimeout, "drain-timeout", 10*time.Second, "how long calls and deliveries in progress may take to finish at shutdown")
+	f.DurationVar(&d.options.OrphanGrace, "orphan-grace", 10*time.Minute, "how long the messages of a deleted destination are kept")
+	f.DurationVar(&d.options.Queue.DuplicateWindow, "duplicate-window", 10*time.Minute, "how long a messageId is remembered, up to 24h; a call that repeats it is dropped")
+	f.Int64Var(&d.options.Queue.MaxBytesPerSource, "source-quota", 0, "bytes of undelivered calls that one Source may keep on disk; 0 is no limit but the disk's")
+}
+
+func (d *dataFlags) policy() (egress.Policy, error) {
+	p, err := egress.ParsePolicy(d.egress)
+	if err != nil {
+		return p, usagef("--egress-allow: %v", err)
+	}
+	d.options.Egress = p
+	return p, nil
+}
+
+func newRun() *cobra.Command {
+	var logs logFlags
+	var data dataFlags
+	var manifests string
+	cmd := &cobra.Command{
+		Use:   "run --manifests DIR",
+		Short: "Run Posthorn from a folder of manifests, without a cluster",
+		Long: `Runs operator and dispatcher in one process from a folder of manifests: Source,
+WebhookDestination and Secret, in YAML or JSON, several documents a file. They
+are checked and compiled as in a cluster, and taken up again when a file changes.
+
+Deliveries to loopback and private addresses are denied unless --egress-allow
+names them. Status is read with 'posthorn get'.`,
+		Example: `  posthorn run --manifests ./webhooks
+  posthorn run --manifests ./webhooks --data /var/lib/posthorn --listen :8080 --egress-allow 10.0.0.0/8`,
+		Args: exactArgs(),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			log, err := logs.logger(cmd.ErrOrStderr())
+			if err != nil {
+				return err
+			}
+			if manifests == "" {
+				return usagef("the folder of manifests is missing; set --manifests DIR")
+			}
+			if info, err := os.Stat(manifests); err != nil || !info.IsDir() {
+				return usagef("--manifests %q is not a folder", manifests)
+			}
+			policy, err := data.policy()
+			if err != nil {
+				return err
+			}
+			data.options.Logger, data.options.Pod = log, "standalone"
+			// Two links of a ring: the resources show the dispatcher's reports,
+			// and the dispatcher's admin listener shows the resources.
+			resources := &lateHandler{}
+			data.options.Extra = resources
+			d, err := dispatcher.New(data.options)
+			if err != nil {
+				return err
+			}
+			control := standalone.New(standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), CheckHost: policy.CheckHost, Logger: log, Sink: d, Report: d.Report})
+			resources.set(control.Handler())
+			log.Info("posthorn takes calls", "listen", d.Addr().String(), "admin", d.AdminAddr().String(), "manifests", manifests, "data", data.options.DataDir)
+			group, ctx := errgroup.WithContext(cmd.Context())
+			group.Go(func() error { return d.Run(ctx) })
+			group.Go(func() error { return control.Run(ctx) })
+			return group.Wait()
+		},
+	}
+	cmd.Flags().StringVar(&manifests, "manifests", "", "folder of Source, WebhookDestination and Secret manifests")
+	data.register(cmd, defaultDataDir(), "127.0.0.1:8080", "127.0.0.1:8081")
+	logs.register(cmd)
+	return cmd
+}
+
+// defaultDataDir is where a user's data belongs when nothing else was said.
+func defaultDataDir() string {
+	if dir := os.Getenv("XDG_DATA_HOME"); dir != "" {
+		return filepath.Join(dir, "posthorn")
+	}
+	if home, err := os.UserHomeDir(); err == nil {
+		return filepath.Join(home, ".local", "share", "posthorn")
+	}
+	return "posthorn-data"
+}
+
+func newDispatcher() *cobra.Command {
+	var logs logFlags
+	var data dataFlags
+	var namespace, kubeconfig string
+	cmd := &cobra.Command{
+		Use:   "dispatcher",
+		Short: "Take, store and deliver calls (a pod of the data plane)",
+		Long: `Takes calls, stores and delivers them, as the live-config Secrets of its namespace
+say. It reads nothing else of the cluster and goes on without the operator.`,
+		Args: exactArgs(),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			log, err := logs.logger(cmd.ErrOrStderr())
+			if err != nil {
+				return err
+			}
+			bridgeLogs(log.Handler())
+			if namespace == "" {
+				return usagef("the release's namespace is missing; set --namespace or POD_NAMESPACE")
+			}
+			if _, err := data.policy(); err != nil {
+				return err
+			}
+			client, err := kubeClient(kubeconfig)
+			if err != nil {
+				return err
+			}
+			data.options.Logger = log
+			if data.options.Pod == "" {
+				data.options.Pod, _ = os.Hostname()
+			}
+			d, err := dispatcher.New(data.options)
+			if err != nil {
+				return err
+			}
+			group, ctx := errgroup.WithContext(cmd.Context())
+			group.Go(func() error { return d.Run(ctx) })
+			group.Go(func() error { return configsource.Watch(ctx, client, namespace, d, log) })
+			return group.Wait()
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&namespace, "namespace", os.Getenv("POD_NAMESPACE"), "namespace of the live-config Secrets (default: the environment's POD_NAMESPACE)")
+	f.StringVar(&kubeconfig, "kubeconfig", "", "kubeconfig file; default: the pod's service account, or KUBECONFIG")
+	f.StringVar(&data.options.Pod, "pod-name", os.Getenv("POD_NAME"), "name of this pod in reports (default: the environment's POD_NAME)")
+	f.DurationVar(&data.options.ShutdownDelay, "shutdown-delay", 0, "how long to take calls after the order to stop, so that the Service takes the pod out first")
+	data.register(cmd, "/var/lib/posthorn", ":8080", ":8081")
+	logs.register(cmd)
+	return cmd
+}
+
+func newOperator() *cobra.Command {
+	var logs logFlags
+	var o controllers.Options
+	var kubeconfig string
+	var allow []string
+	cmd := &cobra.Command{
+		Use:   "operator",
+		Short: "Compile custom resources into live config and write their status (the control plane)",
+		Args:  exactArgs(),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			log, err := logs.logger(cmd.ErrOrStderr())
+			if err != nil {
+				return err
+			}
+			bridgeLogs(log.Handler())
+			if o.Namespace == "" {
+				return usagef("the release's namespace is missing; set --namespace or POD_NAMESPACE")
+			}
+			policy, err := egress.ParsePolicy(allow)
+			if err != nil {
+				return usagef("--egress-allow: %v", err)
+			}
+			o.CheckHost = policy.CheckHost
+			config, err := restConfig(kubeconfig)
+			if err != nil {
+				return err
+			}
+			manager, err := controllers.NewManager(config, o)
+			if err != nil {
+				return err
+			}
+			return manager.Start(cmd.Context())
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&o.Namespace, "namespace", os.Getenv("POD_NAMESPACE"), "namespace of the release: its dispatchers and live-config Secrets (default: the environment's POD_NAMESPACE)")
+	f.StringVar(&kubeconfig, "kubeconfig", "", "kubeconfig file; default: the pod's service account, or KUBECONFIG")
+	f.StringVar(&o.DispatcherSelector, "dispatcher-selector", "app.kubernetes.io/name=posthorn,app.kubernetes.io/component=dispatcher", "label selector of the dispatcher pods")
+	f.IntVar(&o.DispatcherAdminPort, "dispatcher-admin-port", 8081, "port of the dispatchers' reports")
+	f.StringSliceVar(&allow, "egress-allow", nil, "what the dispatchers may deliver to besides public addresses; must be as theirs")
+	f.BoolVar(&o.LeaderElection, "leader-elect", false, "let one of several replicas work at a time")
+	f.StringVar(&o.MetricsBindAddress, "metrics-bind-address", ":8080", "address of the metrics; 0 switches them off")
+	f.StringVar(&o.HealthProbeBindAddress, "health-probe-bind-address", ":8081", "address of /healthz and /readyz")
+	logs.register(cmd)
+	return cmd
+}
+
+// bridgeLogs sends what Kubernetes' libraries log to our handler.
+func bridgeLogs(handler slog.Handler) {
+	logger := logr.FromSlogHandler(handler)
+	klog.SetLogger(logger)
+	ctrl.SetLogger(logger)
+}
+
+// lateHandler answers 503 until it is set.
+type lateHandler struct{ handler atomic.Pointer[http.Handler] }
+
+func (l *lateHandler) set(h http.Handler) { l.handler.Store(&h) }
+
+func (l *lateHandler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	if h := l.handler.Load(); h != nil {
+		(*h).ServeHTTP(w, r)
+		return
+	}
+	http.Error(w, "starting", http.StatusServiceUnavailable)
+}
+
+func restConfig(kubeconfig string) (*rest.Config, error) {
+	rules := clientcmd.NewDefaultClientConfigLoadingRules()
+	rules.ExplicitPath = kubeconfig
+	config, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, nil).ClientConfig()
+	if err != nil {
+		return nil, fmt.Errorf("no way to a cluster: %w; run in a pod, or set --kubeconfig or KUBECONFIG", err)
+	}
+	config.UserAgent = "posthorn/" + strings.ReplaceAll(buildVersion(), " ", "-")
+	return config, nil
+}
+
+func kubeClient(kubeconfig string) (kubernetes.Interface, error) {
+	config, err := restConfig(kubeconfig)
+	if err != nil {
+		return nil, err
+	}
+	return kubernetes.NewForConfig(config)
+}

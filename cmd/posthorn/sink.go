@@ -1,0 +1,215 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/spf13/cobra"
+)
+
+func newSink() *cobra.Command {
+	var s sink
+	var listen, secretFile string
+	cmd := &cobra.Command{
+		Use:   "sink",
+		Short: "Receive webhooks, verify their signatures and print them",
+		Long: `A reference receiver. It answers every POST, checks X-Signature when it knows the
+secret, and prints a line per message: what came, for whom, and whether the
+signature is authentic. A signature that is missing or wrong is answered 401.
+
+With --status, --delay and --fail-first it plays a receiver in trouble.`,
+		Example: `  posthorn sink --listen 127.0.0.1:9000 --secret "$SECRET"
+  posthorn sink --status 503              a receiver that is down
+  posthorn sink --fail-first 20           one that recovers`,
+		Args: exactArgs(),
+		RunE: func(cmd *cobra.Command, _ []string) (err error) {
+			if s.secret, err = secretFrom(s.secret, secretFile); err != nil {
+				return err
+			}
+			if s.status < 100 || s.status > 599 {
+				return usagef("--status %d: use an HTTP status between 100 and 599", s.status)
+			}
+			switch s.output {
+			case "text", "json", "none":
+			default:
+				return usagef("-o %q: use text, json or none", s.output)
+			}
+			listener, err := net.Listen("tcp", listen)
+			if err != nil {
+				return err
+			}
+			s.out = cmd.OutOrStdout()
+			if s.output == "text" {
+				fmt.Fprintf(cmd.ErrOrStderr(), "receiving on http://%s (%s); stop with Ctrl-C\n", listener.Addr(), s.mode())
+			}
+			s.serve(cmd.Context(), listener)
+			if s.output == "text" {
+				fmt.Fprintf(cmd.ErrOrStderr(), "%d received, %d authentic, %d refused\n", s.received, s.authentic, s.refused)
+			}
+			if s.bad > 0 {
+				return errSilent
+			}
+			return nil
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&listen, "listen", "127.0.0.1:9000", "address to receive on")
+	f.StringVar(&s.secret, "secret", "", "the shared secret; without it signatures are shown, not checked")
+	f.StringVar(&secretFile, "secret-file", "", "a file that holds the shared secret, byte for byte")
+	f.IntVar(&s.status, "status", http.StatusOK, "status to answer with")
+	f.DurationVar(&s.delay, "delay", 0, "time to wait before the answer")
+	f.IntVar(&s.failFirst, "fail-first", 0, "answer this many requests with 503 before all goes well")
+	f.StringVarP(&s.output, "output", "o", "text", "text, json (one object a line, body included) or none")
+	return cmd
+}
+
+// sink is a receiver of webhooks.
+type sink struct {
+	secret    string
+	status    int
+	delay     time.Duration
+	failFirst int
+	output    string
+	out       io.Writer
+	// onMessage, when set, sees every message that was taken.
+	onMessage func(message)
+
+	mu sync.Mutex
+	// bad counts signatures that were missing or wrong; the rest of the refused were asked for.
+	received, authentic, refused, bad int
+}
+
+// message is what the sink prints of a request.
+type message struct {
+	Time      time.Time       `json:"time"`
+	Path      string          `json:"path"`
+	Type      string          `json:"type"`
+	Event     string          `json:"event,omitempty"`
+	UserID    string          `json:"userId,omitempty"`
+	Signature string          `json:"signature"`
+	Status    int             `json:"status"`
+	Body      json.RawMessage `json:"body"`
+}
+
+func (s *sink) mode() string {
+	if s.secret == "" {
+		return "signatures are not checked: no --secret"
+	}
+	return "checking X-Signature"
+}
+
+func (s *sink) serve(ctx context.Context, l net.Listener) {
+	server := &http.Server{Handler: s, ReadHeaderTimeout: 5 * time.Second}
+	stop := context.AfterFunc(ctx, func() {
+		grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+		defer cancel()
+		_ = server.Shutdown(grace)
+	})
+	defer stop()
+	_ = server.Serve(l)
+}
+
+// ServeHTTP takes one webhook.
+func (s *sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	if r.Method != http.MethodPost {
+		w.Header().Set("Allow", http.MethodPost)
+		http.Error(w, "this sink takes POST", http.StatusMethodNotAllowed)
+		return
+	}
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, 1<<20))
+	if err != nil {
+		http.Error(w, "cannot read the body", http.StatusBadRequest)
+		return
+	}
+	if s.delay > 0 {
+		select {
+		case <-time.After(s.delay):
+		case <-r.Context().Done():
+		}
+	}
+	m := message{Time: time.Now().UTC(), Path: r.URL.Path, Status: s.status, Body: body}
+	var call struct {
+		Type, Event string
+		UserID      string `json:"userId"`
+		AnonymousID string `json:"anonymousId"`
+	}
+	valid := json.Unmarshal(body, &call) == nil
+	m.Type, m.Event, m.UserID = call.Type, call.Event, call.UserID
+	if m.UserID == "" {
+		m.UserID = call.AnonymousID
+	}
+	signature := r.Header.Get("X-Signature")
+	switch problem := checkSignature(s.secret, signature, body); {
+	case s.secret == "" && signature == "":
+		m.Signature = "none"
+	case s.secret == "":
+		m.Signature = "not checked"
+	case problem != "":
+		m.Signature = "BAD: " + problem
+	default:
+		m.Signature = "ok"
+	}
+
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.received++
+	switch {
+	case strings.HasPrefix(m.Signature, "BAD"):
+		m.Status = http.StatusUnauthorized
+		s.bad++
+	case s.failFirst > 0:
+		s.failFirst--
+		m.Status = http.StatusServiceUnavailable
+	}
+	if m.Signature == "ok" {
+		s.authentic++
+	}
+	if m.Status >= 300 {
+		s.refused++
+	} else if s.onMessage != nil {
+		s.onMessage(m)
+	}
+	if !valid {
+		m.Body, _ = json.Marshal(string(body))
+	}
+	s.print(m)
+	w.WriteHeader(m.Status)
+}
+
+func (s *sink) print(m message) {
+	switch s.output {
+	case "json":
+		line, _ := json.Marshal(m)
+		fmt.Fprintf(s.out, "%s\n", line)
+	case "text":
+		what := m.Type
+		if m.Event != "" {
+			what += fmt.Sprintf(" %q", m.Event)
+		}
+		fmt.Fprintf(s.out, "%s  %-32s user=%-16s signature %s  -> %s\n",
+			m.Time.Local().Format("15:04:05.000"), what, m.UserID, paint(s.out, m.Signature), paint(s.out, fmt.Sprint(m.Status)))
+	}
+}
+
+// paint colours an outcome, on a terminal only.
+func paint(w io.Writer, text string) string {
+	f, ok := w.(*os.File)
+	if !ok || !isTerminal(f) || os.Getenv("NO_COLOR") != "" {
+		return text
+	}
+	switch {
+	case text == "ok", text == "True", strings.HasPrefix(text, "2"):
+		return "\x1b[32m" + text + "\x1b[0m"
+	case strings.HasPrefix(text, "BAD"), text == "False", strings.HasPrefix(text, "4"), strings.HasPrefix(text, "5"):
+		return "\x1b[31m" + text + "\x1b[0m"
+	}
+	return text
+}

@@ -1,0 +1,80 @@
+// Package admin serves what people and machines ask of a running dispatcher:
+// health, metrics, the report for the controllers, and dead letters and attempts.
+package admin
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"net/http"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/posthorn/posthorn/dispatcher/delivery"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// Options are what the admin server speaks for.
+type Options struct {
+	Report   func() liveconfig.Report
+	Gatherer prometheus.Gatherer
+	Engine   *delivery.Engine
+	Store    queue.Store
+	// Ready returns why the dispatcher is not ready, or nil.
+	Ready func() error
+	// Extra serves every other path; may be nil.
+	Extra http.Handler
+}
+
+// NewServer makes the admin server. It has no authentication of its own: bind
+// it to an address that only the operator and the monitoring can reach.
+func NewServer(o Options) *http.Server {
+	mux := http.NewServeMux()
+	MountHealth(mux, o.Ready)
+	mux.Handle("GET /metrics", promhttp.HandlerFor(o.Gatherer, promhttp.HandlerOpts{}))
+	mux.HandleFunc("GET /report", func(w http.ResponseWriter, r *http.Request) { writeReport(w, r, o.Report()) })
+	mountDeadLetters(mux, o.Store, o.Engine)
+	if o.Extra != nil {
+		mux.Handle("/", o.Extra)
+	}
+	return &http.Server{Handler: mux, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10}
+}
+
+// writeReport answers 304 when the poller has this very report already, which
+// is what an idle pod answers most of the time.
+func writeReport(w http.ResponseWriter, r *http.Request, report liveconfig.Report) {
+	// Free space of a shared disk moves all the time; it must not make an idle pod look busy.
+	const grain = 64 << 20
+	report.Storage.FreeBytes -= report.Storage.FreeBytes % grain
+	report.Storage.UsedBytes -= report.Storage.UsedBytes % (1 << 20)
+	body, err := json.Marshal(report)
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+		return
+	}
+	sum := sha256.Sum256(body)
+	etag := `"` + hex.EncodeToString(sum[:16]) + `"`
+	w.Header().Set("ETag", etag)
+	if r.Header.Get("If-None-Match") == etag {
+		w.WriteHeader(http.StatusNotModified)
+		return
+	}
+	w.Header().Set("Content-Type", "application/json")
+	_, _ = w.Write(body)
+}
+
+// MountHealth adds GET /healthz (the process works) and GET /readyz (calls are
+// taken); not ready is 503 with the reason.
+func MountHealth(mux *http.ServeMux, ready func() error) {
+	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })
+	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
+		if err := ready(); err != nil {
+			http.Error(w, err.Error(), http.StatusServiceUnavailable)
+			return
+		}
+		_, _ = w.Write([]byte("ok\n"))
+	})
+}

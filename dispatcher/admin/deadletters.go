@@ -1,0 +1,195 @@
+package admin
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/delivery"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/redelivery"
+)
+
+// DeadLetter is a dead letter as the admin API shows it.
+type DeadLetter struct {
+	Key         string    `json:"key"`
+	Source      string    `json:"source"`
+	Destination string    `json:"destination"`
+	Endpoint    string    `json:"endpoint,omitempty"`
+	MessageID   string    `json:"messageId"`
+	Type        string    `json:"type"`
+	Event       string    `json:"event,omitempty"`
+	AcceptedAt  time.Time `json:"acceptedAt"`
+	FailedAt    time.Time `json:"failedAt"`
+	Attempts    int       `json:"attempts"`
+	Reason      string    `json:"reason"`
+	StatusCode  int       `json:"statusCode,omitempty"`
+	Message     string    `json:"message,omitempty"`
+	// Response holds the first bytes of the last answer.
+	Response string `json:"response,omitempty"`
+	// Body is the message; only when one dead letter is asked for.
+	Body json.RawMessage `json:"body,omitempty"`
+}
+
+func show(d queue.DeadLetter, body bool) DeadLetter {
+	out := DeadLetter{
+		Key: d.Key, Source: strings.Clone(d.Lane.Source), Destination: d.Lane.Destination, Endpoint: d.Lane.Endpoint,
+		MessageID: d.ID, Type: d.Type, Event: d.Event, AcceptedAt: d.AcceptedAt, FailedAt: d.Failure.Time, Attempts: d.Attempts,
+		Reason: d.Failure.Reason, StatusCode: d.Failure.StatusCode, Message: d.Failure.Message, Response: strings.ToValidUTF8(string(d.Failure.Response), "\uFFFD"),
+	}
+	if body {
+		out.Body = append(json.RawMessage(nil), d.Body...)
+	}
+	return out
+}
+
+// Action asks for something to be done with dead letters.
+type Action struct {
+	// Destination is "namespace/name".
+	Destination string              `json:"destination"`
+	Selector    redelivery.Selector `json:"selector"`
+	DryRun      bool                `json:"dryRun,omitempty"`
+	// Rate is in dead letters a second, for redelivery.
+	Rate float64 `json:"rate,omitempty"`
+}
+
+// ActionProgress is a line of the answer to an Action; the last one has Done or Error.
+type ActionProgress struct {
+	redelivery.Progress
+	Done  bool   `json:"done,omitempty"`
+	Error string `json:"error,omitempty"`
+}
+
+const (
+	maxListed   = 10_000
+	maxAction   = 1 << 20
+	ndjson      = "application/x-ndjson"
+	contentType = "Content-Type"
+)
+
+// mountDeadLetters adds what people do with dead letters and attempts:
+//
+//	GET  /deadletters?destination=ns/name[&limit=N][&after=KEY]   a line of JSON each, oldest first
+//	GET  /deadletters/{key}?destination=ns/name                   one, with its body
+//	POST /deadletters/redeliver, /deadletters/purge               an Action; lines of ActionProgress
+//	GET  /attempts?destination=ns/name[&endpoint=E]               the last attempts
+//	GET  /tail[?destination=ns/name][&endpoint=E]                 attempts as they end
+func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.Engine) {
+	mux.HandleFunc("GET /deadletters", func(w http.ResponseWriter, r *http.Request) {
+		destination, limit := r.URL.Query().Get("destination"), maxListed
+		if text := r.URL.Query().Get("limit"); text != "" {
+			n, err := strconv.Atoi(text)
+			if err != nil || n < 1 || n > maxListed {
+				http.Error(w, fmt.Sprintf("limit must be a number from 1 to %d", maxListed), http.StatusBadRequest)
+				return
+			}
+			limit = n
+		}
+		if !named(w, destination) {
+			return
+		}
+		w.Header().Set(contentType, ndjson)
+		out := json.NewEncoder(w)
+		err := store.DeadLetters(r.Context(), destination, r.URL.Query().Get("after"), func(d queue.DeadLetter) bool {
+			limit--
+			return out.Encode(show(d, false)) == nil && limit > 0
+		})
+		if err != nil {
+			_ = out.Encode(map[string]string{"error": err.Error()})
+		}
+	})
+	mux.HandleFunc("GET /deadletters/{key}", func(w http.ResponseWriter, r *http.Request) {
+		destination, key := r.URL.Query().Get("destination"), r.PathValue("key")
+		if !named(w, destination) {
+			return
+		}
+		var found *DeadLetter
+		err := store.DeadLetters(r.Context(), destination, "", func(d queue.DeadLetter) bool {
+			if d.Key == key {
+				letter := show(d, true)
+				found = &letter
+			}
+			return found == nil
+		})
+		switch {
+		case err != nil:
+			http.Error(w, err.Error(), http.StatusInternalServerError)
+		case found == nil:
+			http.Error(w, fmt.Sprintf("destination %s has no dead letter %s", destination, key), http.StatusNotFound)
+		default:
+			w.Header().Set(contentType, "application/json")
+			_ = json.NewEncoder(w).Encode(found)
+		}
+	})
+	act := func(run func(context.Context, queue.Store, string, redelivery.Selector, redelivery.Options) (redelivery.Progress, error)) http.HandlerFunc {
+		return func(w http.ResponseWriter, r *http.Request) {
+			var a Action
+			dec := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxAction))
+			dec.DisallowUnknownFields()
+			if err := dec.Decode(&a); err != nil {
+				http.Error(w, "the body is not an action: "+err.Error(), http.StatusBadRequest)
+				return
+			}
+			if !named(w, a.Destination) {
+				return
+			}
+			w.Header().Set(contentType, ndjson)
+			out, control := json.NewEncoder(w), http.NewResponseController(w)
+			// A large redelivery takes longer than the server's timeouts.
+			_ = control.SetReadDeadline(time.Time{})
+			p, err := run(r.Context(), store, a.Destination, a.Selector, redelivery.Options{
+				Rate: a.Rate, DryRun: a.DryRun,
+				OnProgress: func(p redelivery.Progress) {
+					_ = out.Encode(ActionProgress{Progress: p})
+					_ = control.Flush()
+				},
+			})
+			last := ActionProgress{Progress: p, Done: err == nil}
+			if err != nil && !errors.Is(err, context.Canceled) {
+				last.Error = err.Error()
+			}
+			_ = out.Encode(last)
+		}
+	}
+	mux.HandleFunc("POST /deadletters/redeliver", act(redelivery.Run))
+	mux.HandleFunc("POST /deadletters/purge", act(redelivery.Purge))
+	mux.HandleFunc("GET /attempts", func(w http.ResponseWriter, r *http.Request) {
+		destination, endpoint := r.URL.Query().Get("destination"), r.URL.Query().Get("endpoint")
+		if !named(w, destination) {
+			return
+		}
+		w.Header().Set(contentType, ndjson)
+		out := json.NewEncoder(w)
+		for _, a := range engine.Attempts(destination, endpoint) {
+			_ = out.Encode(a)
+		}
+	})
+	mux.HandleFunc("GET /tail", func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set(contentType, ndjson)
+		out, control := json.NewEncoder(w), http.NewResponseController(w)
+		_ = control.SetReadDeadline(time.Time{})
+		_ = control.Flush()
+		stream, _ := engine.Tail(r.Context(), r.URL.Query().Get("destination"), r.URL.Query().Get("endpoint"))
+		for a := range stream {
+			if out.Encode(a) != nil {
+				return
+			}
+			_ = control.Flush()
+		}
+	})
+}
+
+// named answers 400 when a destination is not named as namespace/name.
+func named(w http.ResponseWriter, destination string) bool {
+	namespace, name, ok := strings.Cut(destination, "/")
+	if ok && namespace != "" && name != "" {
+		return true
+	}
+	http.Error(w, "destination must be given as namespace/name", http.StatusBadRequest)
+	return false
+}

@@ -1,0 +1,274 @@
+// Package dispatcher is the data plane as a library: it takes calls, stores
+// them durably before it answers, and delivers them as signed POSTs.
+//
+//	ingest -> queue -> delivery -> egress
+//
+// New opens the store, Run serves until its context is done. The config comes
+// from outside through Set, Delete and Synced (configsource in a cluster,
+// standalone without one).
+package dispatcher
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"path/filepath"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
+
+	"github.com/posthorn/posthorn/dispatcher/admin"
+	"github.com/posthorn/posthorn/dispatcher/delivery"
+	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/ingest"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/event"
+)
+
+// Options configure a Dispatcher. The zero value of every optional field is a working default.
+type Options struct {
+	// DataDir holds the store. Required; it is made when missing, with mode 0700.
+	DataDir string
+	// Listen is where calls are taken, AdminListen where /report, /metrics and
+	// the admin API answer. host:port; port 0 takes a free one (see Addr).
+	// Default ":8080" and "127.0.0.1:8081".
+	Listen, AdminListen string
+	// Pod names this dispatcher in reports.
+	Pod string
+	// Egress says which addresses may be delivered to besides public ones.
+	Egress egress.Policy
+	// DrainTimeout bounds how long requests in flight may take to finish at
+	// shutdown, for ingest and delivery each. Default 10 s.
+	DrainTimeout time.Duration
+	// ShutdownDelay is how long a pod that is asked to stop still takes calls
+	// while it says it is not ready, so that a Service takes it out first. Default 0.
+	ShutdownDelay time.Duration
+	// OrphanGrace is how long the messages of a deleted destination are kept. Default 10 min.
+	OrphanGrace time.Duration
+	// TrustedProxies may say in X-Forwarded-For whom they forward for.
+	TrustedProxies []string
+	// Queue tunes the store.
+	Queue pebblestore.Options
+	// Extra is mounted on the admin listener below its own paths.
+	Extra http.Handler
+	// Logger; default slog.Default().
+	Logger *slog.Logger
+}
+
+// Dispatcher is a running data plane.
+type Dispatcher struct {
+	options Options
+	log     *slog.Logger
+	store   *pebblestore.Store
+	client  *egress.Client
+	engine  *delivery.Engine
+	ingest  *ingest.Handler
+	configs *configs
+	metrics *prometheus.Registry
+
+	listener, adminListener net.Listener
+	stopping                chan struct{}
+}
+
+// New opens the store and the listeners. Close what it returns by running it,
+// or with Close.
+func New(o Options) (*Dispatcher, error) {
+	if o.DataDir == "" {
+		return nil, errors.New("dispatcher: no data directory; set --data")
+	}
+	if o.Logger == nil {
+		o.Logger = slog.Default()
+	}
+	if o.Listen == "" {
+		o.Listen = ":8080"
+	}
+	if o.AdminListen == "" {
+		o.AdminListen = "127.0.0.1:8081"
+	}
+	if o.DrainTimeout <= 0 {
+		o.DrainTimeout = 10 * time.Second
+	}
+	d := &Dispatcher{options: o, log: o.Logger, metrics: prometheus.NewRegistry(), stopping: make(chan struct{})}
+	d.metrics.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+
+	// The listeners before the store: a second dispatcher on the same address
+	// should fail before it waits for the first one's lock.
+	var err error
+	if d.listener, err = net.Listen("tcp", o.Listen); err != nil {
+		return nil, fmt.Errorf("listen for calls: %w", err)
+	}
+	if d.adminListener, err = net.Listen("tcp", o.AdminListen); err != nil {
+		_ = d.listener.Close()
+		return nil, fmt.Errorf("listen for admin requests: %w", err)
+	}
+	q := o.Queue
+	q.Logger, q.Registerer = o.Logger, d.metrics
+	if d.store, err = pebblestore.Open(filepath.Join(o.DataDir, "queue"), q); err != nil {
+		_ = d.listener.Close()
+		_ = d.adminListener.Close()
+		return nil, err
+	}
+	d.client = egress.New(egress.Options{Policy: o.Egress, Logger: o.Logger})
+	d.engine = delivery.New(delivery.Options{
+		Store: d.store, Client: d.client, Logger: o.Logger, Registerer: d.metrics,
+		OrphanGrace: o.OrphanGrace, DrainTimeout: o.DrainTimeout,
+	})
+	d.configs = newConfigs(o.Logger, d.engine.Apply)
+	d.ingest = ingest.New(ingest.Options{
+		View: d.configs.view,
+		Skip: func(ref liveconfig.SourceRef, call *event.Call) []string {
+			if r := d.configs.router(ref.Tenant); r != nil {
+				return r.Skip(ref.Source.Name, call)
+			}
+			return nil
+		},
+		Append: d.store.Append, Logger: o.Logger, Registerer: d.metrics, TrustedProxies: o.TrustedProxies,
+	})
+	return d, nil
+}
+
+// Addr returns the address that calls are taken on.
+func (d *Dispatcher) Addr() net.Addr { return d.listener.Addr() }
+
+// AdminAddr returns the address of the admin listener.
+func (d *Dispatcher) AdminAddr() net.Addr { return d.adminListener.Addr() }
+
+// Engine gives access to attempts and lanes.
+func (d *Dispatcher) Engine() *delivery.Engine { return d.engine }
+
+// Store gives access to the queue and its dead letters.
+func (d *Dispatcher) Store() *pebblestore.Store { return d.store }
+
+// Set gives a tenant's newest live config, encoded.
+func (d *Dispatcher) Set(tenant string, data []byte) { d.configs.Set(tenant, data) }
+
+// Delete says that a tenant has no live config any more.
+func (d *Dispatcher) Delete(tenant string) { d.configs.Delete(tenant) }
+
+// Synced says that every tenant's config has been given; from now on calls are taken.
+func (d *Dispatcher) Synced() { d.configs.Synced() }
+
+// Run serves until ctx is done, then stops in order: no new calls, calls in
+// progress answered, deliveries in flight finished, positions persisted.
+func (d *Dispatcher) Run(ctx context.Context) error {
+	main := ingest.NewServer(d.mux())
+	adminServer := admin.NewServer(admin.Options{
+		Report: d.Report, Gatherer: d.metrics, Engine: d.engine, Store: d.store, Ready: d.ready, Extra: d.options.Extra,
+	})
+	engineCtx, stopEngine := context.WithCancel(context.WithoutCancel(ctx))
+	defer stopEngine()
+	group, groupCtx := errgroup.WithContext(ctx)
+	serve := func(s *http.Server, l net.Listener) func() error {
+		return func() error {
+			if err := s.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+				return fmt.Errorf("serve %s: %w", l.Addr(), err)
+			}
+			return nil
+		}
+	}
+	group.Go(serve(main, d.listener))
+	group.Go(serve(adminServer, d.adminListener))
+	group.Go(func() error { return d.engine.Run(engineCtx) })
+	group.Go(func() error {
+		<-groupCtx.Done()
+		close(d.stopping)
+		if ctx.Err() != nil {
+			time.Sleep(d.options.ShutdownDelay)
+		}
+		d.log.Info("stopping: no new calls, draining")
+		drain, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.options.DrainTimeout)
+		defer cancel()
+		if err := main.Shutdown(drain); err != nil {
+			// What was not answered was not acknowledged; its sender will send it again.
+			d.log.Warn("calls were still in progress at the end of the drain timeout", "error", err)
+			_ = main.Close()
+		}
+		stopEngine()
+		return adminServer.Close()
+	})
+	err := group.Wait()
+	if closeErr := d.Close(); err == nil {
+		err = closeErr
+	}
+	return err
+}
+
+// Close releases the store and the listeners of a Dispatcher that does not run.
+func (d *Dispatcher) Close() error {
+	_ = d.listener.Close()
+	_ = d.adminListener.Close()
+	d.client.Close()
+	return d.store.Close()
+}
+
+func (d *Dispatcher) mux() http.Handler {
+	mux := http.NewServeMux()
+	mux.Handle("/", d.ingest)
+	admin.MountHealth(mux, d.ready)
+	return mux
+}
+
+// ready returns why calls should not be sent here, or nil.
+func (d *Dispatcher) ready() error {
+	select {
+	case <-d.stopping:
+		return errors.New("stopping")
+	default:
+	}
+	if d.configs.view() == nil {
+		return errors.New("waiting for the first full config")
+	}
+	return nil
+}
+
+// Report says what this dispatcher runs and how its traffic goes.
+func (d *Dispatcher) Report() liveconfig.Report {
+	r := liveconfig.Report{Pod: d.options.Pod, Storage: d.storage()}
+	view := d.configs.view()
+	if view == nil {
+		return r
+	}
+	r.Ready = d.ready() == nil
+	refused := d.configs.refusals()
+	for _, name := range view.Tenants() {
+		config, _ := view.Tenant(name)
+		t := liveconfig.TenantReport{Tenant: name, Revision: config.Revision, Destinations: d.engine.Report(name)}
+		if refusal, ok := refused[name]; ok {
+			t.Refused = &refusal
+			delete(refused, name)
+		}
+		for _, s := range config.Sources {
+			key := name + "/" + s.Name
+			stats, counters := d.store.SourceStats(key), d.ingest.Counters(key)
+			t.Sources = append(t.Sources, liveconfig.SourceReport{
+				Name: s.Name, Generation: s.Generation, Revision: s.Revision,
+				Accepted: stats.Accepted, Duplicates: stats.Duplicates, Rejected: counters.Rejected,
+				LastAccepted: counters.LastAccepted, LastRejected: counters.LastRejected, LastRejection: counters.LastRejection,
+				StoragePressure: counters.StoragePressure,
+			})
+		}
+		r.Tenants = append(r.Tenants, t)
+	}
+	for name, refusal := range refused {
+		r.Tenants = append(r.Tenants, liveconfig.TenantReport{Tenant: name, Refused: &refusal})
+	}
+	sortTenants(r.Tenants)
+	return r
+}
+
+func (d *Dispatcher) storage() liveconfig.StorageReport {
+	s := liveconfig.StorageReport{UsedBytes: d.store.DiskBytes()}
+	var fs unix.Statfs_t
+	if err := unix.Statfs(d.options.DataDir, &fs); err == nil {
+		s.FreeBytes, s.TotalBytes = int64(fs.Bavail)*fs.Bsize, int64(fs.Blocks)*fs.Bsize
+	}
+	s.Pressure = d.store.Full()
+	return s
+}

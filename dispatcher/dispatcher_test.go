@@ -1,0 +1,276 @@
+package dispatcher
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+)
+
+const testKey = "write-key"
+
+func testConfig(url string) liveconfig.Config {
+	sum := sha256.Sum256([]byte(testKey))
+	return liveconfig.Config{
+		Version: liveconfig.FormatVersion, Tenant: "shop",
+		Sources: []liveconfig.Source{{Name: "web", Generation: 1, Revision: "s1", Enabled: true, WriteKeySHA256: hex.EncodeToString(sum[:])}},
+		Destinations: []liveconfig.Destination{{
+			Name: "crm", Generation: 7, Revision: "d1", State: liveconfig.Active, Sources: []string{"web"},
+			Endpoints:   []liveconfig.Endpoint{{Name: "primary", URL: liveconfig.NewSecret(url)}},
+			Signing:     &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("shared")},
+			Success:     liveconfig.AnyEndpoint,
+			Delivery:    liveconfig.Delivery{TimeoutMS: 5000, RetryWindowMS: 3_600_000, MinBackoffMS: 10, MaxBackoffMS: 100, MaxInFlight: 8},
+			DeadLetters: liveconfig.DeadLetters{RetentionMS: 3_600_000, MaxBytes: 1 << 20},
+		}},
+	}
+}
+
+func encoded(t *testing.T, c liveconfig.Config) []byte {
+	t.Helper()
+	data, _, err := liveconfig.Encode(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return data
+}
+
+// running starts a dispatcher on a folder and stops it with the test, or when stop is called.
+func started(t *testing.T, dir string) (d *Dispatcher, stop func()) {
+	t.Helper()
+	policy, err := egress.ParsePolicy([]string{"127.0.0.0/8"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	d, err = New(Options{DataDir: dir, Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: "p0", Egress: policy, Queue: pebblestore.Options{DuplicateWindow: 10 * time.Minute}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- d.Run(ctx) }()
+	var stopped atomic.Bool
+	stop = func() {
+		if stopped.Swap(true) {
+			return
+		}
+		cancel()
+		if err := <-ended; err != nil {
+			t.Errorf("Run: %v", err)
+		}
+	}
+	t.Cleanup(stop)
+	return d, stop
+}
+
+func send(t *testing.T, d *Dispatcher, id string) (int, string) {
+	t.Helper()
+	req, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+d.Addr().String()+"/v1/track",
+		strings.NewReader(fmt.Sprintf(`{"userId":"u","event":"E","messageId":%q}`, id)))
+	req.SetBasicAuth(testKey, "")
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	body, _ := io.ReadAll(resp.Body)
+	return resp.StatusCode, string(body)
+}
+
+func get(t *testing.T, url string, header ...string) *http.Response {
+	t.Helper()
+	req, _ := http.NewRequestWithContext(t.Context(), http.MethodGet, url, nil)
+	for i := 0; i+1 < len(header); i += 2 {
+		req.Header.Set(header[i], header[i+1])
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { resp.Body.Close() })
+	return resp
+}
+
+func eventually(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(60 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatal("waited for: " + what)
+		}
+	}
+}
+
+func destinationReport(d *Dispatcher) (r liveconfig.DestinationReport) {
+	for _, t := range d.Report().Tenants {
+		for _, r = range t.Destinations {
+			if t.Tenant == "shop" && r.Name == "crm" {
+				return r
+			}
+		}
+	}
+	return liveconfig.DestinationReport{}
+}
+
+func TestTakesNoCallsBeforeTheFirstFullConfig(t *testing.T) {
+	var got atomic.Int64
+	sink := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { got.Add(1) }))
+	t.Cleanup(sink.Close)
+	d, _ := started(t, t.TempDir())
+	ready := "http://" + d.Addr().String() + "/readyz"
+	if s := get(t, ready).StatusCode; s != http.StatusServiceUnavailable {
+		t.Errorf("readyz %d before the config", s)
+	}
+	if s, body := send(t, d, "early"); s != http.StatusServiceUnavailable {
+		t.Errorf("a call was answered %d %s before the config", s, body)
+	}
+	d.Set("shop", encoded(t, testConfig(sink.URL)))
+	if s, _ := send(t, d, "early"); s != http.StatusServiceUnavailable {
+		t.Errorf("a call was answered %d before the config was full", s)
+	}
+	d.Synced()
+	if s := get(t, ready).StatusCode; s != http.StatusOK {
+		t.Errorf("readyz %d after the config", s)
+	}
+	if s, body := send(t, d, "m1"); s != http.StatusOK {
+		t.Fatalf("%d %s", s, body)
+	}
+	eventually(t, "delivery", func() bool { return got.Load() == 1 })
+}
+
+func TestBadConfigIsRefusedReportedAndHarmsNothing(t *testing.T) {
+	var got atomic.Int64
+	sink := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { got.Add(1) }))
+	t.Cleanup(sink.Close)
+	d, _ := started(t, t.TempDir())
+	d.Set("shop", encoded(t, testConfig(sink.URL)))
+	d.Set("broken", []byte("not a config")) // a tenant that never had a good one
+	d.Synced()
+
+	bad := testConfig(sink.URL)
+	bad.Destinations[0].Success = "Sometimes"
+	d.Set("shop", encoded(t, bad))
+	if s, body := send(t, d, "m1"); s != http.StatusOK {
+		t.Fatalf("%d %s", s, body)
+	}
+	eventually(t, "delivery under the last good config", func() bool { return got.Load() == 1 })
+
+	refused := map[string]string{}
+	for _, tenant := range d.Report().Tenants {
+		if tenant.Refused != nil {
+			refused[tenant.Tenant] = tenant.Refused.Error
+		}
+	}
+	if !strings.Contains(refused["shop"], "Sometimes") || refused["broken"] == "" {
+		t.Errorf("refused: %v", refused)
+	}
+	// While a tenant's Sources are not known, an unknown key may be theirs: not final.
+	req, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+d.Addr().String()+"/v1/track", strings.NewReader(`{}`))
+	req.SetBasicAuth("unknown", "")
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusServiceUnavailable {
+		t.Errorf("an unknown key was answered %d while a tenant's config is refused", resp.StatusCode)
+	}
+	d.Delete("broken")
+	d.Set("shop", encoded(t, testConfig(sink.URL)))
+	for _, tenant := range d.Report().Tenants {
+		if tenant.Refused != nil {
+			t.Errorf("%s is still refused: %v", tenant.Tenant, tenant.Refused)
+		}
+	}
+}
+
+func TestReportIsTrueAndCheapWhenIdle(t *testing.T) {
+	sink := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
+	t.Cleanup(sink.Close)
+	d, _ := started(t, t.TempDir())
+	d.Set("shop", encoded(t, testConfig(sink.URL)))
+	d.Synced()
+	for i := range 10 {
+		send(t, d, fmt.Sprint("m", i))
+	}
+	send(t, d, "m0") // a duplicate
+	eventually(t, "10 deliveries in the report", func() bool { return destinationReport(d).Delivered == 10 })
+
+	url := "http://" + d.AdminAddr().String() + "/report"
+	resp := get(t, url)
+	var report liveconfig.Report
+	if err := json.NewDecoder(resp.Body).Decode(&report); err != nil {
+		t.Fatal(err)
+	}
+	crm, web := report.Tenants[0].Destinations[0], report.Tenants[0].Sources[0]
+	if report.Pod != "p0" || !report.Ready || crm.Generation != 7 || crm.Revision != "d1" || crm.Accepted != 10 || crm.Pending != 0 {
+		t.Errorf("report: %+v", report)
+	}
+	if crm.Endpoints[0].State != liveconfig.EndpointHealthy || crm.Endpoints[0].LastSuccess.IsZero() {
+		t.Errorf("endpoint: %+v", crm.Endpoints[0])
+	}
+	if web.Accepted != 10 || web.Duplicates != 1 || web.LastAccepted.IsZero() || web.Revision != "s1" {
+		t.Errorf("source: %+v", web)
+	}
+	// Nothing happens any more: the same report, and 304.
+	eventually(t, "304 for an idle pod", func() bool {
+		etag := get(t, url).Header.Get("ETag")
+		return etag != "" && get(t, url, "If-None-Match", etag).StatusCode == http.StatusNotModified
+	})
+	metrics, _ := io.ReadAll(get(t, "http://"+d.AdminAddr().String()+"/metrics").Body)
+	if !strings.Contains(string(metrics), "posthorn_") || strings.Contains(string(metrics), sink.URL) {
+		t.Errorf("metrics:\n%s", metrics)
+	}
+}
+
+func TestStopsInOrderAndGoesOnWhereItWas(t *testing.T) {
+	dir := t.TempDir()
+	var down atomic.Bool
+	down.Store(true)
+	var got atomic.Int64
+	sink := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		if down.Load() {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			return
+		}
+		got.Add(1)
+	}))
+	t.Cleanup(sink.Close)
+	d, stop := started(t, dir)
+	d.Set("shop", encoded(t, testConfig(sink.URL)))
+	d.Synced()
+	for i := range 50 {
+		if s, body := send(t, d, fmt.Sprint("m", i)); s != http.StatusOK {
+			t.Fatalf("%d %s", s, body)
+		}
+	}
+	stop()
+
+	down.Store(false)
+	d, _ = started(t, dir)
+	d.Set("shop", encoded(t, testConfig(sink.URL)))
+	d.Synced()
+	eventually(t, "all 50 after the restart", func() bool { return destinationReport(d).Delivered == 50 })
+	if r := destinationReport(d); r.Accepted != 50 || r.Pending != 0 || got.Load() != 50 {
+		t.Errorf("ledger %+v; %d arrived", r, got.Load())
+	}
+}
+
+func TestSecondDispatcherOnTheSameFolderSaysWhy(t *testing.T) {
+	dir := t.TempDir()
+	started(t, dir)
+	_, err := New(Options{DataDir: dir, Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"})
+	if err == nil || !strings.Contains(err.Error(), "lock") && !strings.Contains(err.Error(), "in use") {
+		t.Errorf("error %v does not say that the folder is in use", err)
+	}
+}

@@ -1,0 +1,154 @@
+// Package redelivery sends dead letters once more: one, those that a selector
+// chooses, or all of a destination, at a bounded rate.
+package redelivery
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"golang.org/x/time/rate"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+const (
+	// DefaultRate is how many dead letters a second are redelivered unless it is said otherwise.
+	DefaultRate = 100
+	// pageSize is how many are held in memory at once.
+	pageSize = 100
+)
+
+// Selector chooses dead letters. Its zero value chooses all; every part that is set must match.
+type Selector struct {
+	// Keys of dead letters.
+	Keys []string `json:"keys,omitempty"`
+	// Reasons, types of call, and names of events.
+	Reasons []string `json:"reasons,omitempty"`
+	Types   []string `json:"types,omitempty"`
+	Events  []string `json:"events,omitempty"`
+	// Since and Until bound the time of the last failure; Until is exclusive.
+	Since time.Time `json:"since,omitzero"`
+	Until time.Time `json:"until,omitzero"`
+}
+
+// Matches reports whether a dead letter is chosen.
+func (s Selector) Matches(d queue.DeadLetter) bool {
+	in := func(list []string, v string) bool { return len(list) == 0 || slices.Contains(list, v) }
+	return in(s.Keys, d.Key) && in(s.Reasons, d.Failure.Reason) && in(s.Types, d.Type) && in(s.Events, d.Event) &&
+		(s.Since.IsZero() || !d.Failure.Time.Before(s.Since)) && (s.Until.IsZero() || d.Failure.Time.Before(s.Until))
+}
+
+// Progress counts what was done.
+type Progress struct {
+	// Matched counts chosen dead letters, Redelivered those that are pending again.
+	Matched     int `json:"matched"`
+	Redelivered int `json:"redelivered"`
+	// Bytes of the bodies that matched.
+	Bytes int64 `json:"bytes"`
+}
+
+// Options configure Run and Purge.
+type Options struct {
+	// Rate is in dead letters a second; 0 is DefaultRate.
+	Rate float64
+	// DryRun only counts.
+	DryRun bool
+	// OnProgress, when set, is called after each page.
+	OnProgress func(Progress)
+	// Now is the clock; default time.Now.
+	Now func() time.Time
+}
+
+// Run puts the chosen dead letters of a destination ("namespace/name") back
+// into its lanes, as new messages with the same id and body, and removes them.
+// Dead letters that come while it runs are left alone, so it ends. After a
+// crash some may be delivered twice, none is lost. The error comes with the
+// progress up to it.
+func Run(ctx context.Context, store queue.Store, destination string, s Selector, o Options) (Progress, error) {
+	perSecond := o.Rate
+	if perSecond <= 0 {
+		perSecond = DefaultRate
+	}
+	limiter := rate.NewLimiter(rate.Limit(perSecond), pageSize)
+	return each(ctx, store, destination, s, o, func(page []queue.DeadLetter) error {
+		if err := limiter.WaitN(ctx, len(page)); err != nil {
+			return err
+		}
+		messages := make([]queue.Message, len(page))
+		keys := make([]string, len(page))
+		for i, d := range page {
+			only := d.Lane.Destination
+			if d.Lane.Endpoint != "" {
+				only += "/" + d.Lane.Endpoint
+			}
+			messages[i] = queue.Message{Source: d.Lane.Source, ID: d.ID, Type: d.Type, Event: d.Event, AcceptedAt: now(o), Only: only, Body: d.Body}
+			keys[i] = d.Key
+		}
+		if _, err := store.Append(ctx, messages); err != nil {
+			return fmt.Errorf("redeliver: %w", err)
+		}
+		return store.DeleteDeadLetters(ctx, destination, keys...)
+	})
+}
+
+// Purge removes the chosen dead letters for good.
+func Purge(ctx context.Context, store queue.Store, destination string, s Selector, o Options) (Progress, error) {
+	return each(ctx, store, destination, s, o, func(page []queue.DeadLetter) error {
+		keys := make([]string, len(page))
+		for i, d := range page {
+			keys[i] = d.Key
+		}
+		return store.DeleteDeadLetters(ctx, destination, keys...)
+	})
+}
+
+// each calls act for the chosen dead letters, a page at a time.
+func each(ctx context.Context, store queue.Store, destination string, s Selector, o Options, act func([]queue.DeadLetter) error) (p Progress, err error) {
+	started := now(o)
+	for after, more := "", true; more; {
+		var page []queue.DeadLetter
+		more = false
+		err := store.DeadLetters(ctx, destination, after, func(d queue.DeadLetter) bool {
+			after = d.Key
+			if d.Failure.Time.After(started) {
+				return true
+			}
+			if s.Matches(d) {
+				d.Body = bytes.Clone(d.Body)
+				page = append(page, d)
+			}
+			more = len(page) == pageSize
+			return !more
+		})
+		if err != nil {
+			return p, err
+		}
+		if len(page) == 0 {
+			continue
+		}
+		if !o.DryRun {
+			if err := act(page); err != nil {
+				return p, err
+			}
+			p.Redelivered += len(page)
+		}
+		p.Matched += len(page)
+		for _, d := range page {
+			p.Bytes += int64(len(d.Body))
+		}
+		if o.OnProgress != nil {
+			o.OnProgress(p)
+		}
+	}
+	return p, nil
+}
+
+func now(o Options) time.Time {
+	if o.Now != nil {
+		return o.Now()
+	}
+	return time.Now()
+}

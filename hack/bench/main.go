@@ -1,0 +1,279 @@
+// Command bench measures a real dispatcher against a bare Go loop of signed
+// keep-alive POSTs to the same sink, on the same machine, in the same run:
+// `make bench`. Sink, loop and dispatcher are processes of their own; ratios
+// carry over to other machines, absolute figures do not.
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"os"
+	"os/signal"
+	"sort"
+	"strings"
+	"time"
+)
+
+var (
+	seconds = flag.Float64("seconds", 6, "how long each measurement runs")
+	only    = flag.String("only", "", "run only the rows whose name contains this")
+	parked  = flag.Int("parked", 1_000_000, "messages to park for the memory and restart rows")
+	profile = flag.String("cpuprofile", "", "write the dispatcher's CPU profile of the batches row to this file")
+	asJSON  = flag.Bool("json", false, "print one JSON object a row instead of the table")
+)
+
+func main() {
+	if role := os.Getenv("POSTHORN_BENCH_ROLE"); role != "" {
+		if err := roles[role](os.Args[1:]); err != nil {
+			fmt.Fprintln(os.Stderr, role+":", err)
+			os.Exit(1)
+		}
+		return
+	}
+	flag.Parse()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	defer stop()
+	if err := run(ctx); err != nil {
+		fmt.Fprintln(os.Stderr, "bench:", err)
+		os.Exit(1)
+	}
+}
+
+// row is one line of the result.
+type row struct {
+	Name   string  `json:"name"`
+	Value  string  `json:"value"`
+	Goal   string  `json:"goal"`
+	Met    bool    `json:"met"`
+	Number float64 `json:"number"`
+}
+
+func run(ctx context.Context) error {
+	b, err := newBench(ctx)
+	if err != nil {
+		return err
+	}
+	defer b.close()
+	if !*asJSON {
+		fmt.Printf("%-52s %28s   %-18s\n", "figure", "measured", "goal")
+	}
+	for _, m := range measurements {
+		if !strings.Contains(m.name, *only) {
+			continue
+		}
+		rows, err := m.measure(ctx, b)
+		if err != nil {
+			return fmt.Errorf("%s: %w", m.name, err)
+		}
+		for _, r := range rows {
+			if *asJSON {
+				line, _ := json.Marshal(r)
+				fmt.Println(string(line))
+				continue
+			}
+			mark := "met"
+			if !r.Met {
+				mark = "NOT MET"
+			}
+			if r.Goal == "" {
+				mark = ""
+			}
+			fmt.Printf("%-52s %28s   %-18s %s\n", r.Name, r.Value, r.Goal, mark)
+		}
+	}
+	return nil
+}
+
+var measurements = []struct {
+	name    string
+	measure func(context.Context, *bench) ([]row, error)
+}{
+	{"direct", measureDirect},
+	{"batches", measureBatches},
+	{"singles", measureSingles},
+	{"latency", measureLatency},
+	{"isolation", measureIsolation},
+	{"many", measureMany},
+	{"parked", measureParked},
+	{"idle", measureIdle},
+}
+
+func (b *bench) window() time.Duration { return time.Duration(*seconds * float64(time.Second)) }
+
+func atLeast(name string, value, goal float64, text string) row {
+	return row{Name: name, Value: text, Goal: fmt.Sprintf(">= %.2f", goal), Met: value >= goal, Number: value}
+}
+
+func below(name string, value, goal float64, text, goalText string) row {
+	return row{Name: name, Value: text, Goal: goalText, Met: value < goal, Number: value}
+}
+
+// measureDirect runs the loop that everything is compared with.
+func measureDirect(_ context.Context, b *bench) ([]row, error) {
+	d, err := b.directLoop()
+	if err != nil {
+		return nil, err
+	}
+	return []row{{Name: "direct: bare loop of signed POSTs", Value: fmt.Sprintf("%.0f/s, %.1f us CPU", d.rate, d.cpu), Met: true, Number: d.rate}}, nil
+}
+
+func measureBatches(ctx context.Context, b *bench) ([]row, error) {
+	before, err := b.directLoop()
+	if err != nil {
+		return nil, err
+	}
+	got, err := b.throughput(ctx, load{batch: 20, clients: 8}, destinations(1, b.sink.Addr))
+	if err != nil {
+		return nil, err
+	}
+	after, err := b.directLoop()
+	if err != nil {
+		return nil, err
+	}
+	direct := before.mean(after)
+	return []row{
+		atLeast("delivered/s, batches of 20, of direct", got.rate/direct.rate, 0.70, fmt.Sprintf("%.2f (%.0f/s)", got.rate/direct.rate, got.rate)),
+		below("CPU per delivered message, of direct's client", got.cpu/direct.cpu, 1.5, fmt.Sprintf("%.2f (%.1f us)", got.cpu/direct.cpu, got.cpu), "<= 1.5"),
+	}, nil
+}
+
+func measureSingles(ctx context.Context, b *bench) ([]row, error) {
+	direct, err := b.directLoop()
+	if err != nil {
+		return nil, err
+	}
+	got, err := b.throughput(ctx, load{batch: 1, clients: 64}, destinations(1, b.sink.Addr))
+	if err != nil {
+		return nil, err
+	}
+	return []row{atLeast("delivered/s, single calls, of direct", got.rate/direct.rate, 0.40, fmt.Sprintf("%.2f (%.0f/s)", got.rate/direct.rate, got.rate))}, nil
+}
+
+// measureLatency sends at a quarter of the peak.
+func measureLatency(ctx context.Context, b *bench) ([]row, error) {
+	peak, err := b.throughput(ctx, load{batch: 20, clients: 8}, destinations(1, b.sink.Addr))
+	if err != nil {
+		return nil, err
+	}
+	got, err := b.throughput(ctx, load{batch: 20, clients: 8, perSecond: peak.rate / 4}, destinations(1, b.sink.Addr))
+	if err != nil {
+		return nil, err
+	}
+	return []row{
+		below("sent to delivered at a quarter of peak, p50", got.p50.Seconds(), 0.005, got.p50.Round(10*time.Microsecond).String(), "< 5ms"),
+		below("sent to delivered at a quarter of peak, p99", got.p99.Seconds(), 0.025, got.p99.Round(10*time.Microsecond).String(), "< 25ms"),
+	}, nil
+}
+
+// measureIsolation compares 19 healthy destinations beside a healthy 20th with
+// the same 19 beside a dead one. The load is fixed below saturation and counted at the 19.
+func measureIsolation(ctx context.Context, b *bench) ([]row, error) {
+	l := load{batch: 1, clients: 16}
+	var healthy []sample
+	for range 2 {
+		got, err := b.throughput(ctx, l, destinations(20, b.sink.Addr))
+		if err != nil {
+			return nil, err
+		}
+		healthy = append(healthy, got)
+	}
+	base := healthy[0].mean(healthy[1])
+	var rows []row
+	for _, dead := range []struct{ name, addr string }{{"refused", "127.0.0.1:1"}, {"black hole", b.sink.BlackHole}, {"500s", b.sink.Failing}} {
+		d := destinations(20, b.sink.Addr)
+		d[19].addr = dead.addr
+		got, err := b.throughput(ctx, l, d)
+		if err != nil {
+			return nil, err
+		}
+		// 19 of 20 take part in the base as well.
+		ratio := got.rate / (base.rate * 19 / 20)
+		rows = append(rows, atLeast("19 healthy beside one dead ("+dead.name+"), of all healthy", ratio, 0.95, fmt.Sprintf("%.2f", ratio)))
+	}
+	return rows, nil
+}
+
+// measureMany spreads the same load over 1,000 Sources with a destination each.
+func measureMany(ctx context.Context, b *bench) ([]row, error) {
+	one, err := b.throughput(ctx, load{batch: 20, clients: 8}, destinations(1, b.sink.Addr))
+	if err != nil {
+		return nil, err
+	}
+	d := destinations(1000, b.sink.Addr)
+	for i := range d {
+		d[i].source = i
+	}
+	many, err := b.throughput(ctx, load{batch: 20, clients: 8}, d)
+	if err != nil {
+		return nil, err
+	}
+	ratio := many.rate / one.rate
+	return []row{atLeast("delivered/s with 1,000 destinations, of 1", ratio, 0.8, fmt.Sprintf("%.2f (%.0f/s, %d MB)", ratio, many.rate, many.rss>>20))}, nil
+}
+
+// measureParked fills a backlog for a destination that is switched off, and restarts on it.
+func measureParked(ctx context.Context, b *bench) ([]row, error) {
+	d := destinations(1, b.sink.Addr)
+	d[0].disabled = true
+	p, err := b.start(ctx, d, b.dir("parked"))
+	if err != nil {
+		return nil, err
+	}
+	empty := destinations(0, "")
+	if _, err := b.fill(ctx, p, *parked); err != nil {
+		return nil, err
+	}
+	rss := p.rss()
+	p.stop()
+	begin := time.Now()
+	p, err = b.start(ctx, d, b.dir("parked"))
+	if err != nil {
+		return nil, err
+	}
+	restart := time.Since(begin)
+	p.stop()
+	base, err := b.start(ctx, empty, b.dir("parked-none"))
+	if err != nil {
+		return nil, err
+	}
+	if _, err := b.fill(ctx, base, *parked); err != nil {
+		return nil, err
+	}
+	baseRSS := base.rss()
+	base.stop()
+	ratio := float64(rss) / float64(baseRSS)
+	name := fmt.Sprintf("%d messages parked", *parked)
+	return []row{
+		below("resident memory with "+name, float64(rss), 200<<20, fmt.Sprintf("%d MB", rss>>20), "< 200 MB"),
+		below("resident memory with "+name+", of none parked", ratio, 1.2, fmt.Sprintf("%.2f (%d MB)", ratio, baseRSS>>20), "<= 1.2"),
+		below("restart with "+name, restart.Seconds(), 2, restart.Round(time.Millisecond).String(), "< 2s"),
+	}, nil
+}
+
+func measureIdle(ctx context.Context, b *bench) ([]row, error) {
+	p, err := b.start(ctx, destinations(20, b.sink.Addr), b.dir("idle"))
+	if err != nil {
+		return nil, err
+	}
+	defer p.stop()
+	time.Sleep(2 * time.Second)
+	before, begin := p.cpu(), time.Now()
+	time.Sleep(b.window())
+	share := 100 * (p.cpu() - before).Seconds() / time.Since(begin).Seconds()
+	rss := p.rss()
+	return []row{
+		below("idle CPU, of one core", share, 0.5, fmt.Sprintf("%.2f %%", share), "< 0.5 %"),
+		below("idle memory", float64(rss), 60<<20, fmt.Sprintf("%d MB", rss>>20), "< 60 MB"),
+	}, nil
+}
+
+func quantile(sorted []time.Duration, q float64) time.Duration {
+	if len(sorted) == 0 {
+		return 0
+	}
+	return sorted[min(len(sorted)-1, int(q*float64(len(sorted))))]
+}
+
+func sortDurations(d []time.Duration) { sort.Slice(d, func(i, j int) bool { return d[i] < d[j] }) }

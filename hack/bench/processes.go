@@ -1,0 +1,594 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"crypto/hmac"
+	"crypto/sha1" //nolint:gosec // the specified signature
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"runtime/pprof"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+)
+
+const (
+	secret     = "bench-shared-secret"
+	connection = 64
+)
+
+// roles are the processes of a benchmark; each prints one line of JSON when it is up.
+var roles = map[string]func([]string) error{"sink": sinkRole, "direct": directRole, "dispatcher": dispatcherRole}
+
+type bench struct {
+	root string
+	sink *sinkProcess
+}
+
+func newBench(ctx context.Context) (*bench, error) {
+	root, err := os.MkdirTemp("", "posthorn-bench-")
+	if err != nil {
+		return nil, err
+	}
+	b := &bench{root: root}
+	p, err := spawn(ctx, "sink")
+	if err != nil {
+		return nil, err
+	}
+	b.sink = &sinkProcess{process: p}
+	if err := json.Unmarshal(p.hello, &b.sink.sinkAddrs); err != nil {
+		return nil, err
+	}
+	return b, nil
+}
+
+func (b *bench) close() {
+	b.sink.stop()
+	_ = os.RemoveAll(b.root)
+}
+
+func (b *bench) dir(name string) string { return filepath.Join(b.root, name) }
+
+// process is a child of the benchmark.
+type process struct {
+	cmd   *exec.Cmd
+	hello []byte
+	stdin io.Closer
+	rest  *bufio.Reader
+}
+
+// spawn starts this binary in a role and waits for its first line.
+func spawn(ctx context.Context, role string, args ...string) (*process, error) {
+	self, err := os.Executable()
+	if err != nil {
+		return nil, err
+	}
+	cmd := exec.CommandContext(ctx, self, args...)
+	cmd.Env = append(os.Environ(), "POSTHORN_BENCH_ROLE="+role)
+	cmd.Stderr = os.Stderr
+	stdin, err := cmd.StdinPipe()
+	if err != nil {
+		return nil, err
+	}
+	stdout, err := cmd.StdoutPipe()
+	if err != nil {
+		return nil, err
+	}
+	if err := cmd.Start(); err != nil {
+		return nil, err
+	}
+	rest := bufio.NewReader(stdout)
+	hello, err := rest.ReadBytes('\n')
+	if err != nil {
+		return nil, fmt.Errorf("%s did not start: %w", role, err)
+	}
+	return &process{cmd: cmd, hello: hello, stdin: stdin, rest: rest}, nil
+}
+
+func (p *process) stop() {
+	_ = p.cmd.Process.Signal(syscall.SIGTERM)
+	_ = p.cmd.Wait()
+}
+
+// cpu is the processor time that the process has used.
+func (p *process) cpu() time.Duration {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.cmd.Process.Pid))
+	if err != nil {
+		return 0
+	}
+	fields := strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))
+	user, _ := strconv.Atoi(fields[11])
+	system, _ := strconv.Atoi(fields[12])
+	return time.Duration(user+system) * (time.Second / 100)
+}
+
+// rss is the process's resident memory in bytes.
+func (p *process) rss() int64 {
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.cmd.Process.Pid))
+	if err != nil {
+		return 0
+	}
+	_, rest, _ := strings.Cut(string(status), "VmRSS:")
+	kb, _ := strconv.ParseInt(strings.Fields(rest)[0], 10, 64)
+	return kb << 10
+}
+
+// The sink: a do-nothing HTTP/1.1 receiver that counts and samples latencies.
+
+type sinkAddrs struct{ Addr, BlackHole, Failing, Control string }
+
+type sinkProcess struct {
+	*process
+	sinkAddrs
+}
+
+type sinkStats struct {
+	Count   int64
+	Samples []time.Duration
+}
+
+// take returns what the sink has counted since the last take.
+func (s *sinkProcess) take() (stats sinkStats, err error) {
+	resp, err := http.Get("http://" + s.Control) //nolint:noctx // a local control request
+	if err != nil {
+		return stats, err
+	}
+	defer resp.Body.Close()
+	return stats, json.NewDecoder(resp.Body).Decode(&stats)
+}
+
+func sinkRole([]string) error {
+	var count atomic.Int64
+	var mu sync.Mutex
+	var samples []time.Duration
+	listen := func(handle func(net.Conn)) string {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			panic(err)
+		}
+		go func() {
+			for {
+				c, err := l.Accept()
+				if err != nil {
+					return
+				}
+				go handle(c)
+			}
+		}()
+		return l.Addr().String()
+	}
+	answer := func(response string, good bool) func(net.Conn) {
+		return func(c net.Conn) {
+			defer c.Close()
+			r := bufio.NewReaderSize(c, 16<<10)
+			body := make([]byte, 0, 64<<10)
+			for {
+				length := 0
+				for {
+					line, err := r.ReadSlice('\n')
+					if err != nil {
+						return
+					}
+					if len(line) <= 2 {
+						break
+					}
+					if len(line) > 15 && strings.EqualFold(string(line[:15]), "content-length:") {
+						length, _ = strconv.Atoi(strings.TrimSpace(string(line[15:])))
+					}
+				}
+				body = body[:length]
+				if _, err := io.ReadFull(r, body); err != nil {
+					return
+				}
+				if good {
+					// One message in 16 is a latency sample.
+					if n := count.Add(1); n%16 == 0 {
+						if d := age(body); d > 0 {
+							mu.Lock()
+							samples = append(samples, d)
+							mu.Unlock()
+						}
+					}
+				}
+				if _, err := io.WriteString(c, response); err != nil {
+					return
+				}
+			}
+		}
+	}
+	addrs := sinkAddrs{
+		Addr:      listen(answer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", true)),
+		Failing:   listen(answer("HTTP/1.1 500 Internal Server Error\r\nContent-Length: 2\r\n\r\nno", false)),
+		BlackHole: listen(func(c net.Conn) { _, _ = io.Copy(io.Discard, c); c.Close() }),
+	}
+	control, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return err
+	}
+	addrs.Control = control.Addr().String()
+	hello, _ := json.Marshal(addrs)
+	fmt.Println(string(hello))
+	return http.Serve(control, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { //nolint:gosec // a local control listener
+		mu.Lock()
+		defer mu.Unlock()
+		_ = json.NewEncoder(w).Encode(sinkStats{Count: count.Swap(0), Samples: samples})
+		samples = nil
+	}))
+}
+
+const stamp = `"sent":`
+
+// age is how long ago a message's body says it was sent.
+func age(body []byte) time.Duration {
+	_, rest, ok := strings.Cut(string(body), stamp)
+	if !ok {
+		return 0
+	}
+	end := strings.IndexFunc(rest, func(r rune) bool { return r < '0' || r > '9' })
+	sent, err := strconv.ParseInt(rest[:max(end, 0)], 10, 64)
+	if err != nil {
+		return 0
+	}
+	return time.Duration(time.Now().UnixMicro()-sent) * time.Microsecond
+}
+
+// body is a call of about 1 KB.
+func body(id int64) string {
+	return fmt.Sprintf(`{"type":"track","event":"Order Completed","userId":"user-%d","messageId":"bench-%d-%d","timestamp":"%s",`+
+		`"properties":{%s%d,"orderId":"50314b8e9bcf000000000000","total":27.5,"revenue":25,"currency":"USD","coupon":"hasbros","discount":2.5,`+
+		`"products":[{"productId":"507f1f77bcf86cd799439011","sku":"45790-32","name":"Monopoly: 3rd Edition","price":19,"quantity":1,"category":"Games"},`+
+		`{"productId":"505bd76785ebb509fc183733","sku":"46493-32","name":"Uno Card Game","price":3,"quantity":2,"category":"Games"}]},`+
+		`"context":{"library":{"name":"analytics-go","version":"2.1.0"},"userAgent":"Mozilla/5.0 (Macintosh; Intel Mac OS X 10_15_7) AppleWebKit/605.1.15",`+
+		`"locale":"en-US","page":{"path":"/checkout","title":"Checkout","url":"https://shop.example/checkout"}}}`,
+		id%1000, os.Getpid(), id, time.Now().UTC().Format("2006-01-02T15:04:05.000Z"), stamp, time.Now().UnixMicro())
+}
+
+// direct is the loop that everything is compared with.
+type sample struct {
+	rate, cpu float64 // per second; microseconds per message
+	p50, p99  time.Duration
+	rss       int64
+}
+
+func (s sample) mean(t sample) sample {
+	return sample{rate: (s.rate + t.rate) / 2, cpu: (s.cpu + t.cpu) / 2}
+}
+
+func (b *bench) directLoop() (sample, error) {
+	p, err := spawn(context.Background(), "direct", b.sink.Addr, b.window().String())
+	if err != nil {
+		return sample{}, err
+	}
+	_ = p.cmd.Wait()
+	var out struct{ Rate, CPU float64 }
+	err = json.Unmarshal(p.hello, &out)
+	_, _ = b.sink.take()
+	return sample{rate: out.Rate, cpu: out.CPU}, err
+}
+
+func directRole(args []string) error {
+	window, err := time.ParseDuration(args[1])
+	if err != nil {
+		return err
+	}
+	client := &http.Client{
+		Timeout:   5 * time.Second,
+		Transport: &http.Transport{MaxIdleConnsPerHost: connection, DisableCompression: true},
+	}
+	var sent atomic.Int64
+	var group sync.WaitGroup
+	message := body(1)
+	begin := time.Now()
+	for range connection {
+		group.Go(func() {
+			for time.Since(begin) < window {
+				mac := hmac.New(sha1.New, []byte(secret))
+				mac.Write([]byte(message))
+				req, _ := http.NewRequest(http.MethodPost, "http://"+args[0]+"/in", strings.NewReader(message)) //nolint:noctx // the bare loop
+				req.Header.Set("Content-Type", "application/json")
+				req.Header.Set("User-Agent", "Posthorn/1.0")
+				req.Header.Set("X-Signature", hex.EncodeToString(mac.Sum(nil)))
+				resp, err := client.Do(req)
+				if err != nil {
+					panic(err)
+				}
+				_, _ = io.Copy(io.Discard, resp.Body)
+				resp.Body.Close()
+				sent.Add(1)
+			}
+		})
+	}
+	group.Wait()
+	took := time.Since(begin)
+	var usage syscall.Rusage
+	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &usage); err != nil {
+		return err
+	}
+	cpu := time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
+	fmt.Printf(`{"Rate":%f,"CPU":%f}`+"\n", float64(sent.Load())/took.Seconds(), float64(cpu.Microseconds())/float64(sent.Load()))
+	return nil
+}
+
+// destination is a lane to measure; source numbers the Source it reads.
+type destination struct {
+	addr     string
+	source   int
+	disabled bool
+}
+
+func destinations(n int, addr string) []destination {
+	d := make([]destination, n)
+	for i := range d {
+		d[i].addr = addr
+	}
+	return d
+}
+
+func writeKey(source int) string { return "key-" + strconv.Itoa(source) }
+
+func config(list []destination) liveconfig.Config {
+	c := liveconfig.Config{Version: liveconfig.FormatVersion, Tenant: "bench"}
+	sources := 1
+	for _, d := range list {
+		sources = max(sources, d.source+1)
+	}
+	for i := range sources {
+		sum := sha256.Sum256([]byte(writeKey(i)))
+		c.Sources = append(c.Sources, liveconfig.Source{Name: fmt.Sprintf("s%04d", i), Revision: "1", Enabled: true, WriteKeySHA256: hex.EncodeToString(sum[:])})
+	}
+	for i, d := range list {
+		state := liveconfig.Active
+		if d.disabled {
+			state = liveconfig.Disabled
+		}
+		c.Destinations = append(c.Destinations, liveconfig.Destination{
+			Name: fmt.Sprintf("d%04d", i), Revision: "1", State: state, Sources: []string{fmt.Sprintf("s%04d", d.source)},
+			Endpoints:   []liveconfig.Endpoint{{Name: "primary", URL: liveconfig.NewSecret("http://" + d.addr + "/in")}},
+			Signing:     &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret)},
+			Success:     liveconfig.AnyEndpoint,
+			Delivery:    liveconfig.Delivery{TimeoutMS: 5000, RetryWindowMS: (4 * time.Hour).Milliseconds(), MinBackoffMS: 1000, MaxBackoffMS: 300_000, MaxInFlight: 64},
+			DeadLetters: liveconfig.DeadLetters{RetentionMS: time.Hour.Milliseconds(), MaxBytes: 1 << 30},
+		})
+	}
+	return c
+}
+
+type dispatcherProcess struct {
+	*process
+	Addr    string
+	sources int
+}
+
+// start runs a dispatcher on a folder and returns once it is ready.
+func (b *bench) start(ctx context.Context, list []destination, dir string) (*dispatcherProcess, error) {
+	c := config(list)
+	data, _, err := liveconfig.Encode(c)
+	if err != nil {
+		return nil, err
+	}
+	file := dir + ".config"
+	if err := os.WriteFile(file, data, 0o600); err != nil {
+		return nil, err
+	}
+	p, err := spawn(ctx, "dispatcher", dir, file, *profile)
+	if err != nil {
+		return nil, err
+	}
+	d := &dispatcherProcess{process: p, sources: len(c.Sources)}
+	return d, json.Unmarshal(p.hello, d)
+}
+
+func dispatcherRole(args []string) error {
+	data, err := os.ReadFile(args[1])
+	if err != nil {
+		return err
+	}
+	policy, err := egress.ParsePolicy([]string{netip.PrefixFrom(netip.MustParseAddr("127.0.0.0"), 8).String()})
+	if err != nil {
+		return err
+	}
+	d, err := dispatcher.New(dispatcher.Options{
+		DataDir: args[0], Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: "bench", Egress: policy,
+		Queue:  pebblestore.Options{DuplicateWindow: 10 * time.Minute},
+		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelError})),
+	})
+	if err != nil {
+		return err
+	}
+	d.Set("bench", data)
+	d.Synced()
+	if args[2] != "" {
+		f, err := os.Create(args[2])
+		if err != nil {
+			return err
+		}
+		if err := pprof.StartCPUProfile(f); err != nil {
+			return err
+		}
+		defer pprof.StopCPUProfile()
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
+	defer stop()
+	fmt.Printf(`{"Addr":%q}`+"\n", d.Addr().String())
+	return d.Run(ctx)
+}
+
+// load is what the benchmark sends.
+type load struct {
+	batch, clients int
+	perSecond      float64 // 0: as fast as it is taken
+}
+
+// throughput runs a dispatcher under a load. Senders stop while too much waits,
+// so that what is measured is the whole pipeline and not its front.
+func (b *bench) throughput(ctx context.Context, l load, list []destination) (sample, error) {
+	dir := b.dir(fmt.Sprint("run-", time.Now().UnixNano()))
+	defer os.RemoveAll(dir)
+	p, err := b.start(ctx, list, dir)
+	if err != nil {
+		return sample{}, err
+	}
+	defer p.stop()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var group sync.WaitGroup
+	var sent, delivered atomic.Int64
+	good := 0
+	for _, d := range list {
+		if d.addr == b.sink.Addr {
+			good++
+		}
+	}
+	perSource := max(1, good/p.sources)
+	var id atomic.Int64
+	gap := time.Duration(0)
+	if l.perSecond > 0 {
+		gap = time.Duration(float64(l.batch*l.clients) / l.perSecond * float64(time.Second))
+	}
+	for n := range l.clients {
+		group.Go(func() {
+			s := newSender(p)
+			for i := n; ctx.Err() == nil; i += l.clients {
+				if gap > 0 {
+					select {
+					case <-time.After(gap):
+					case <-ctx.Done():
+						return
+					}
+				}
+				for sent.Load()*int64(perSource)-delivered.Load() > 8000*int64(perSource) && ctx.Err() == nil {
+					time.Sleep(time.Millisecond)
+				}
+				if err := s.send(ctx, i%p.sources, l.batch, &id); err != nil && ctx.Err() == nil {
+					fmt.Fprintln(os.Stderr, "send:", err)
+					return
+				}
+				sent.Add(int64(l.batch))
+			}
+		})
+	}
+	drain := func(window time.Duration) (sinkStats, time.Duration, error) {
+		var all sinkStats
+		begin := time.Now()
+		for time.Since(begin) < window {
+			time.Sleep(20 * time.Millisecond)
+			s, err := b.sink.take()
+			if err != nil {
+				return all, 0, err
+			}
+			delivered.Add(s.Count)
+			all.Count += s.Count
+			all.Samples = append(all.Samples, s.Samples...)
+		}
+		return all, time.Since(begin), nil
+	}
+	// Warm up, then measure.
+	if _, _, err := drain(b.window() / 4); err != nil {
+		return sample{}, err
+	}
+	cpu := p.cpu()
+	stats, took, err := drain(b.window())
+	used := p.cpu() - cpu
+	rss := p.rss()
+	cancel()
+	group.Wait()
+	if err != nil {
+		return sample{}, err
+	}
+	if stats.Count == 0 {
+		return sample{}, fmt.Errorf("nothing was delivered")
+	}
+	sortDurations(stats.Samples)
+	return sample{
+		rate: float64(stats.Count) / took.Seconds(), cpu: float64(used.Microseconds()) / float64(stats.Count),
+		p50: quantile(stats.Samples, 0.5), p99: quantile(stats.Samples, 0.99), rss: rss,
+	}, nil
+}
+
+// fill sends n messages and returns how long that took.
+func (b *bench) fill(ctx context.Context, p *dispatcherProcess, n int) (time.Duration, error) {
+	begin := time.Now()
+	var id atomic.Int64
+	var group sync.WaitGroup
+	var failed atomic.Pointer[error]
+	for range 8 {
+		group.Go(func() {
+			s := newSender(p)
+			for id.Load() < int64(n) {
+				if err := s.send(ctx, 0, 100, &id); err != nil {
+					failed.Store(&err)
+					return
+				}
+			}
+		})
+	}
+	group.Wait()
+	if err := failed.Load(); err != nil {
+		return 0, *err
+	}
+	return time.Since(begin), nil
+}
+
+// sender posts batches on one connection.
+type sender struct {
+	addr   string
+	client *http.Client
+}
+
+func newSender(p *dispatcherProcess) *sender {
+	return &sender{addr: p.Addr, client: &http.Client{Timeout: 30 * time.Second, Transport: &http.Transport{MaxIdleConnsPerHost: 1}}}
+}
+
+func (s *sender) send(ctx context.Context, source, batch int, id *atomic.Int64) error {
+	path, payload := "/v1/track", ""
+	if batch == 1 {
+		payload = body(id.Add(1))
+	} else {
+		path = "/v1/batch"
+		var all strings.Builder
+		all.WriteString(`{"batch":[`)
+		for i := range batch {
+			if i > 0 {
+				all.WriteByte(',')
+			}
+			all.WriteString(body(id.Add(1)))
+		}
+		all.WriteString(`]}`)
+		payload = all.String()
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+s.addr+path, strings.NewReader(payload))
+	if err != nil {
+		return err
+	}
+	req.SetBasicAuth(writeKey(source), "")
+	resp, err := s.client.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	answer, err := io.ReadAll(resp.Body)
+	if err == nil && resp.StatusCode != http.StatusOK {
+		err = fmt.Errorf("%s: %s", resp.Status, answer)
+	}
+	return err
+}

@@ -1,0 +1,258 @@
+// Command demo shows Posthorn's main job on one machine: `make run`. It builds
+// the binary, starts a receiver and Posthorn on the manifests beside this file,
+// sends calls through the Go client, lets one endpoint fail and recover, and
+// leaves nothing behind.
+package main
+
+import (
+	"context"
+	"embed"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/posthorn/posthorn/analytics"
+)
+
+//go:embed manifests/*.yaml
+var manifests embed.FS
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	if err := run(ctx); err != nil && !errors.Is(err, context.Canceled) {
+		fmt.Fprintln(os.Stderr, "demo:", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context) error {
+	dir, err := os.MkdirTemp("", "posthorn-demo-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(dir)
+	ctx, cancel := context.WithCancel(ctx)
+	d := &demo{dir: dir, bin: filepath.Join(dir, "posthorn")}
+	defer d.running.Wait()
+	defer cancel()
+
+	step("Building posthorn")
+	build := exec.CommandContext(ctx, "go", "build", "-o", d.bin, "./cmd/posthorn")
+	build.Stdout, build.Stderr = os.Stdout, os.Stderr
+	if err := build.Run(); err != nil {
+		return fmt.Errorf("build: %w", err)
+	}
+
+	calls, admin, crm, warehouse := freeAddr(), freeAddr(), freeAddr(), freeAddr()
+	folder := filepath.Join(dir, "manifests")
+	if err := d.writeManifests(folder, strings.NewReplacer("127.0.0.1:9000", crm, "127.0.0.1:9001", warehouse)); err != nil {
+		return err
+	}
+
+	step("Starting a receiver for crm, and Posthorn on hack/demo/manifests (a Source, two WebhookDestinations, two Secrets)")
+	var authentic atomic.Int64
+	if err := d.start(ctx, "crm      |", &authentic, "sink", "--listen", crm, "--secret", "demo-shared-secret"); err != nil {
+		return err
+	}
+	if err := d.start(ctx, "posthorn |", nil, "run", "--manifests", folder, "--data", filepath.Join(dir, "data"),
+		"--listen", calls, "--admin-listen", admin, "--egress-allow", "127.0.0.0/8", "--log-level", "warn"); err != nil {
+		return err
+	}
+	if err := waitReady(ctx, "http://"+calls+"/readyz"); err != nil {
+		return err
+	}
+
+	step("Sending one call of every type through the Go client")
+	client := analytics.New("demo-write-key", analytics.WithEndpoint("http://"+calls))
+	for _, call := range []func() error{
+		func() error {
+			return client.Identify(&analytics.Identify{UserId: "u1", Traits: map[string]any{"email": "ada@example.com", "plan": "pro"}})
+		},
+		func() error {
+			return client.Track(&analytics.Track{UserId: "u1", Event: "Order Completed", Properties: map[string]any{"total": 99.5}})
+		},
+		func() error {
+			return client.Page(&analytics.Page{UserId: "u1", Name: "Pricing", Traits: map[string]any{"url": "https://shop.example/pricing"}})
+		},
+		func() error { return client.Screen(&analytics.Screen{UserId: "u1", Name: "Cart"}) },
+		func() error {
+			return client.Group(&analytics.Group{UserId: "u1", GroupId: "acme", Traits: map[string]any{"employees": 42}})
+		},
+		func() error { return client.Alias(&analytics.Alias{UserId: "u1", PreviousId: "anonymous-7"}) },
+	} {
+		if err := call(); err != nil {
+			return fmt.Errorf("send: %w", err)
+		}
+	}
+	if err := client.Close(); err != nil {
+		return fmt.Errorf("send: %w", err)
+	}
+	if err := until(ctx, "6 signed messages at crm", func() bool { return authentic.Load() >= 6 }); err != nil {
+		return err
+	}
+	say("All 6 arrived, and every X-Signature is the HMAC-SHA1 of its body.")
+
+	step("Nobody listens at the other destination, warehouse: its order is kept, and its status says why")
+	if err := until(ctx, "the failure in status", func() bool {
+		return strings.Contains(d.get(ctx, admin, "destinations", "-o", "yaml"), "ConnectionRefused")
+	}); err != nil {
+		return err
+	}
+	fmt.Println(d.get(ctx, admin, "destinations", "-o", "wide"))
+
+	step("Its receiver comes up")
+	var recovered atomic.Int64
+	if err := d.start(ctx, "warehouse|", &recovered, "sink", "--listen", warehouse, "--secret", "demo-shared-secret"); err != nil {
+		return err
+	}
+	if err := until(ctx, "the kept order at warehouse", func() bool { return recovered.Load() >= 1 }); err != nil {
+		return err
+	}
+	if err := until(ctx, "the recovery in status", func() bool {
+		return !strings.Contains(d.get(ctx, admin, "destinations"), "False")
+	}); err != nil {
+		return err
+	}
+	say("The order that waited was delivered. Status:")
+	fmt.Println(d.get(ctx, admin, "sources"))
+	fmt.Println(d.get(ctx, admin, "destinations"))
+
+	step("Done; everything is stopped and removed. Try it yourself:")
+	fmt.Print(`  make build
+  bin/posthorn sink --secret demo-shared-secret &
+  bin/posthorn run --manifests hack/demo/manifests --egress-allow 127.0.0.0/8 &
+  bin/posthorn send track --write-key demo-write-key --user u1 --event "Order Completed" -p total=99.5
+  bin/posthorn get destinations -o wide
+  bin/posthorn --help
+
+In a cluster: see README.md. What each field does: docs/webhookdestination.md.
+`)
+	return nil
+}
+
+type demo struct {
+	dir, bin string
+	running  sync.WaitGroup
+}
+
+// start runs the binary in the background until ctx is done; its lines are
+// printed behind a name, and authentic counts those that say a signature is ok.
+func (d *demo) start(ctx context.Context, name string, authentic *atomic.Int64, args ...string) error {
+	cmd := exec.CommandContext(ctx, d.bin, args...)
+	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
+	cmd.WaitDelay = 5 * time.Second
+	out := &lines{name: name, authentic: authentic}
+	cmd.Stdout, cmd.Stderr = out, out
+	if err := cmd.Start(); err != nil {
+		return err
+	}
+	d.running.Go(func() { _ = cmd.Wait() })
+	return nil
+}
+
+func (d *demo) get(ctx context.Context, admin string, args ...string) string {
+	out, err := exec.CommandContext(ctx, d.bin, append([]string{"get", "--admin", admin}, args...)...).CombinedOutput()
+	if err != nil {
+		return fmt.Sprintf("posthorn get: %v: %s", err, out)
+	}
+	return string(out)
+}
+
+func (d *demo) writeManifests(folder string, addresses *strings.Replacer) error {
+	if err := os.Mkdir(folder, 0o700); err != nil {
+		return err
+	}
+	files, err := manifests.ReadDir("manifests")
+	if err != nil {
+		return err
+	}
+	for _, f := range files {
+		text, err := manifests.ReadFile("manifests/" + f.Name())
+		if err != nil {
+			return err
+		}
+		if err := os.WriteFile(filepath.Join(folder, f.Name()), []byte(addresses.Replace(string(text))), 0o600); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// lines prints what a process writes, line by line.
+type lines struct {
+	name      string
+	authentic *atomic.Int64
+	rest      string
+}
+
+func (l *lines) Write(p []byte) (int, error) {
+	l.rest += string(p)
+	for {
+		line, rest, ok := strings.Cut(l.rest, "\n")
+		if !ok {
+			return len(p), nil
+		}
+		l.rest = rest
+		fmt.Printf("  %s %s\n", l.name, line)
+		if l.authentic != nil && strings.Contains(line, "signature ok") && strings.Contains(line, "200") {
+			l.authentic.Add(1)
+		}
+	}
+}
+
+var steps int
+
+func step(text string) {
+	steps++
+	fmt.Printf("\n%d. %s\n", steps, text)
+}
+
+func say(text string) { fmt.Println("  " + text) }
+
+func freeAddr() string {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		panic(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
+}
+
+func waitReady(ctx context.Context, url string) error {
+	return until(ctx, "posthorn to be ready", func() bool {
+		resp, err := http.Get(url) //nolint:noctx // a local poll that until bounds
+		if err != nil {
+			return false
+		}
+		defer resp.Body.Close()
+		_, _ = io.Copy(io.Discard, resp.Body)
+		return resp.StatusCode == http.StatusOK
+	})
+}
+
+func until(ctx context.Context, what string, ok func() bool) error {
+	deadline := time.Now().Add(60 * time.Second)
+	for !ok() {
+		if time.Now().After(deadline) {
+			return fmt.Errorf("waited a minute for %s", what)
+		}
+		select {
+		case <-time.After(50 * time.Millisecond):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	return nil
+}

@@ -1,0 +1,410 @@
+// Package system runs the real binary as a user would: manifests in a folder,
+// calls over HTTP, receivers that verify, kill -9, and a look at the status.
+package system
+
+import (
+	"bytes"
+	"context"
+	"crypto/hmac"
+	"crypto/sha1" //nolint:gosec // the specified signature
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+)
+
+var binary string
+
+func TestMain(m *testing.M) {
+	dir, err := os.MkdirTemp("", "posthorn-system-")
+	if err != nil {
+		panic(err)
+	}
+	binary = filepath.Join(dir, "posthorn")
+	if out, err := exec.Command("go", "build", "-o", binary, "../../cmd/posthorn").CombinedOutput(); err != nil {
+		fmt.Fprintf(os.Stderr, "build posthorn: %v\n%s", err, out)
+		os.Exit(1)
+	}
+	code := m.Run()
+	_ = os.RemoveAll(dir)
+	os.Exit(code)
+}
+
+const (
+	key    = "system-write-key"
+	secret = "system-shared-secret"
+)
+
+// patience is how long a test waits for what must happen in the end.
+const patience = 60 * time.Second
+
+// posthorn is a running `posthorn run`.
+type posthorn struct {
+	t               *testing.T
+	addr, admin     string
+	manifests, data string
+	flags           []string
+	cmd             *exec.Cmd
+	log             *bytes.Buffer
+	logMu           sync.Mutex
+	exited          chan struct{}
+}
+
+func freeAddr(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
+}
+
+// start runs Posthorn on some manifests (file name -> text).
+func start(t *testing.T, manifests map[string]string, flags ...string) *posthorn {
+	t.Helper()
+	p := &posthorn{t: t, addr: freeAddr(t), admin: freeAddr(t), manifests: t.TempDir(), data: t.TempDir(), flags: flags, log: &bytes.Buffer{}}
+	for name, text := range manifests {
+		p.write(name, text)
+	}
+	p.run()
+	t.Cleanup(func() {
+		p.kill(syscall.SIGTERM)
+		if t.Failed() {
+			p.logMu.Lock()
+			defer p.logMu.Unlock()
+			t.Logf("posthorn said:\n%s", tail(p.log.String(), 8000))
+		}
+	})
+	return p
+}
+
+func tail(s string, n int) string { return s[max(0, len(s)-n):] }
+
+type lockedWriter struct{ p *posthorn }
+
+func (w lockedWriter) Write(b []byte) (int, error) {
+	w.p.logMu.Lock()
+	defer w.p.logMu.Unlock()
+	return w.p.log.Write(b)
+}
+
+func (p *posthorn) run() {
+	p.t.Helper()
+	args := append([]string{"run", "--manifests", p.manifests, "--data", p.data, "--listen", p.addr, "--admin-listen", p.admin, "--egress-allow", "127.0.0.0/8"}, p.flags...)
+	p.cmd = exec.Command(binary, args...)
+	p.cmd.Stdout, p.cmd.Stderr = lockedWriter{p}, lockedWriter{p}
+	if err := p.cmd.Start(); err != nil {
+		p.t.Fatal(err)
+	}
+	p.exited = make(chan struct{})
+	go func(cmd *exec.Cmd, exited chan struct{}) { _ = cmd.Wait(); close(exited) }(p.cmd, p.exited)
+	p.eventually("posthorn is ready", func() error {
+		select {
+		case <-p.exited:
+			p.t.Fatal("posthorn ended")
+		default:
+		}
+		resp, err := http.Get("http://" + p.addr + "/readyz") //nolint:noctx // a local poll
+		if err != nil {
+			return err
+		}
+		defer resp.Body.Close()
+		if body, _ := io.ReadAll(resp.Body); resp.StatusCode != http.StatusOK {
+			return fmt.Errorf("%s: %s", resp.Status, body)
+		}
+		return nil
+	})
+}
+
+// kill ends the process and waits for its end.
+func (p *posthorn) kill(signal syscall.Signal) {
+	_ = p.cmd.Process.Signal(signal)
+	select {
+	case <-p.exited:
+	case <-time.After(patience):
+		_ = p.cmd.Process.Kill()
+		p.t.Error("posthorn did not stop")
+	}
+}
+
+func (p *posthorn) write(name, text string) {
+	p.t.Helper()
+	// As editors and kubelets do: a new file that takes the old one's place.
+	tmp := filepath.Join(p.manifests, "."+name+".tmp")
+	if err := os.WriteFile(tmp, []byte(text), 0o600); err != nil {
+		p.t.Fatal(err)
+	}
+	if err := os.Rename(tmp, filepath.Join(p.manifests, name)); err != nil {
+		p.t.Fatal(err)
+	}
+}
+
+func (p *posthorn) remove(name string) {
+	p.t.Helper()
+	if err := os.Remove(filepath.Join(p.manifests, name)); err != nil {
+		p.t.Fatal(err)
+	}
+}
+
+// eventually polls until check returns nil.
+func (p *posthorn) eventually(what string, check func() error) {
+	p.t.Helper()
+	deadline := time.Now().Add(patience)
+	for {
+		err := check()
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			p.t.Fatalf("waited for: %s: %v", what, err)
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+}
+
+// post sends a body and returns the status and the answer.
+func (p *posthorn) post(path, writeKey, body string) (int, string, error) {
+	req, err := http.NewRequest(http.MethodPost, "http://"+p.addr+path, strings.NewReader(body)) //nolint:noctx // a test
+	if err != nil {
+		return 0, "", err
+	}
+	req.SetBasicAuth(writeKey, "")
+	req.Header.Set("Content-Type", "application/json")
+	client := http.Client{Timeout: 20 * time.Second}
+	resp, err := client.Do(req)
+	if err != nil {
+		return 0, "", err
+	}
+	defer resp.Body.Close()
+	answer, err := io.ReadAll(resp.Body)
+	return resp.StatusCode, string(answer), err
+}
+
+func (p *posthorn) mustPost(path, body string) {
+	p.t.Helper()
+	status, answer, err := p.post(path, key, body)
+	if err != nil || status != http.StatusOK {
+		p.t.Fatalf("POST %s: %d %s %v", path, status, answer, err)
+	}
+}
+
+// cli runs another command of the binary.
+func cli(t *testing.T, stdin string, args ...string) (stdout, stderr string, code int) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, binary, args...)
+	var out, errs bytes.Buffer
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = strings.NewReader(stdin), &out, &errs
+	err := cmd.Run()
+	if _, ok := err.(*exec.ExitError); err != nil && !ok { //nolint:errorlint // Run returns it as it is
+		t.Fatal(err)
+	}
+	return out.String(), errs.String(), cmd.ProcessState.ExitCode()
+}
+
+// destination reads a destination's status as a user would.
+func (p *posthorn) destination(name string) v1alpha1.WebhookDestination {
+	p.t.Helper()
+	out, errs, code := cli(p.t, "", "get", "destinations", name, "-o", "json", "--admin", p.admin)
+	if code != 0 {
+		p.t.Fatalf("get destinations: exit %d: %s", code, errs)
+	}
+	var d v1alpha1.WebhookDestination
+	if err := json.Unmarshal([]byte(out), &d); err != nil {
+		p.t.Fatalf("%v in %s", err, out)
+	}
+	return d
+}
+
+// condition waits until a destination's condition has a status and reason ("" for any).
+func (p *posthorn) condition(name, typ, status, reason string) (message string) {
+	p.t.Helper()
+	p.eventually(fmt.Sprintf("%s %s=%s %s", name, typ, status, reason), func() error {
+		for _, c := range p.destination(name).Status.Conditions {
+			if c.Type == typ {
+				if string(c.Status) == status && (reason == "" || c.Reason == reason) {
+					message = c.Message
+					return nil
+				}
+				return fmt.Errorf("it is %s %s: %s", c.Status, c.Reason, c.Message)
+			}
+		}
+		return fmt.Errorf("no such condition")
+	})
+	return message
+}
+
+// ledger waits until the dispatcher's report balances and nothing waits, and returns the counts.
+func (p *posthorn) ledger(name string) (delivered, filtered, dead, discarded int64) {
+	p.t.Helper()
+	p.eventually("the ledger of "+name+" is settled", func() error {
+		resp, err := http.Get("http://" + p.admin + "/report") //nolint:noctx // a local poll
+		if err != nil {
+			return err
+		}
+		defer resp.Body.Close()
+		var report struct {
+			Tenants []struct {
+				Destinations []struct {
+					Name                                                            string
+					Accepted, Delivered, Filtered, DeadLettered, Discarded, Pending int64
+				}
+			}
+		}
+		if err := json.NewDecoder(resp.Body).Decode(&report); err != nil {
+			return err
+		}
+		for _, t := range report.Tenants {
+			for _, d := range t.Destinations {
+				if d.Name != name {
+					continue
+				}
+				if sum := d.Delivered + d.Filtered + d.DeadLettered + d.Discarded + d.Pending; sum != d.Accepted {
+					p.t.Fatalf("the ledger does not balance: %+v", d)
+				}
+				if d.Pending > 0 {
+					return fmt.Errorf("%d pending", d.Pending)
+				}
+				delivered, filtered, dead, discarded = d.Delivered, d.Filtered, d.DeadLettered, d.Discarded
+				return nil
+			}
+		}
+		return fmt.Errorf("not in the report")
+	})
+	return
+}
+
+// receiver is a webhook that verifies and records.
+type receiver struct {
+	*httptest.Server
+	mu       sync.Mutex
+	requests []request
+	unsigned int
+	secret   string
+	// respond, when set, decides the status.
+	respond func(n int) int
+}
+
+type request struct {
+	header http.Header
+	path   string
+	body   string
+}
+
+func (r request) id() string {
+	var m struct {
+		MessageID string `json:"messageId"`
+	}
+	_ = json.Unmarshal([]byte(r.body), &m)
+	return m.MessageID
+}
+
+func digest(secret, body string) string {
+	mac := hmac.New(sha1.New, []byte(secret))
+	mac.Write([]byte(body))
+	return hex.EncodeToString(mac.Sum(nil))
+}
+
+func newReceiver(t *testing.T) *receiver {
+	r := &receiver{secret: secret}
+	r.Server = httptest.NewServer(http.HandlerFunc(r.serve))
+	t.Cleanup(r.Close)
+	return r
+}
+
+func (r *receiver) serve(w http.ResponseWriter, req *http.Request) {
+	body, err := io.ReadAll(req.Body)
+	if err != nil {
+		return
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.respond != nil {
+		if status := r.respond(len(r.requests)); status != http.StatusOK {
+			w.WriteHeader(status)
+			return
+		}
+	}
+	if got := req.Header.Get("X-Signature"); got != digest(r.secret, string(body)) {
+		r.unsigned++
+	}
+	r.requests = append(r.requests, request{header: req.Header.Clone(), path: req.URL.Path, body: string(body)})
+}
+
+func (r *receiver) set(respond func(n int) int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.respond = respond
+}
+
+func (r *receiver) got() []request {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return append([]request(nil), r.requests...)
+}
+
+// count returns how often each messageId arrived.
+func (r *receiver) count() map[string]int {
+	n := map[string]int{}
+	for _, q := range r.got() {
+		n[q.id()]++
+	}
+	return n
+}
+
+func (p *posthorn) arrive(r *receiver, n int) []request {
+	p.t.Helper()
+	p.eventually(fmt.Sprintf("%d messages arrive", n), func() error {
+		if got := len(r.got()); got < n {
+			return fmt.Errorf("%d arrived", got)
+		}
+		return nil
+	})
+	return r.got()
+}
+
+// source and destination are the manifests of most tests.
+func source() string {
+	return `
+apiVersion: v1
+kind: Secret
+metadata: {name: keys}
+stringData: {writeKey: ` + key + `, sharedSecret: ` + secret + `}
+---
+apiVersion: posthorn.dev/v1alpha1
+kind: Source
+metadata: {name: web}
+spec:
+  writeKeySecretRef: {name: keys, key: writeKey}
+`
+}
+
+func destination(name, url, more string) string {
+	return `
+apiVersion: posthorn.dev/v1alpha1
+kind: WebhookDestination
+metadata: {name: ` + name + `}
+spec:
+  sources: {names: [web]}
+  endpoints:
+  - name: primary
+    url: ` + url + `
+  signing:
+    secretRef: {name: keys, key: sharedSecret}
+` + more
+}

@@ -1,0 +1,447 @@
+package system
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// The main job: every type of call arrives as specified, and a receiver in
+// JavaScript that stringifies what it parsed finds every signature authentic.
+func TestEveryTypeArrivesSignedAndVerifiesInJavaScript(t *testing.T) {
+	r := newReceiver(t)
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL+"/in?x=1", `
+  delivery: {timeout: 5s}
+`)})
+	calls := map[string]string{
+		"identify": `{"userId":"u1","traits":{"email":"a@example.com","name":"A <b> & \u2028 ü","plan":"pro","logins":5.0}}`,
+		"track":    `{"userId":"u1","event":"Order Completed","properties":{"total":1e21,"10":"ten","2":"two","a":"\ud800"}}`,
+		"page":     `{"userId":"u1","properties":{"path":"/","referrer":"","title":"Home","url":"https://shop.example/"}}`,
+		"screen":   `{"anonymousId":"a1","name":"Cart","context":{"device":{"model":"X","type":"ios"}}}`,
+		"group":    `{"userId":"u1","groupId":"acme","traits":{"Plan Name":"gold"}}`,
+		"alias":    `{"userId":"u1","previousId":"a1"}`,
+	}
+	for typ, call := range calls {
+		p.mustPost("/v1/"+typ, call)
+	}
+	got := p.arrive(r, len(calls))
+	for _, q := range got {
+		if q.path != "/in" || q.header.Get("User-Agent") != "Posthorn/1.0" || q.header.Get("Content-Type") != "application/json" {
+			t.Errorf("path %s, headers %v", q.path, q.header)
+		}
+		var m map[string]any
+		if err := json.Unmarshal([]byte(q.body), &m); err != nil {
+			t.Fatal(err)
+		}
+		if m["version"] != 1.0 || m["type"] == nil || m["context"] == nil && m["type"] == "screen" {
+			t.Errorf("message lacks specified fields: %s", q.body)
+		}
+		if _, err := time.Parse("2006-01-02T15:04:05.000Z", fmt.Sprint(m["timestamp"])); err != nil {
+			t.Errorf("timestamp: %v", err)
+		}
+		if m["type"] == "alias" && (m["Previous ID"] != "a1" || m["User ID"] != "u1" || m["previousId"] != "a1" || m["userId"] != "u1") {
+			t.Errorf("alias: %s", q.body)
+		}
+		delete(calls, fmt.Sprint(m["type"]))
+	}
+	if len(calls) > 0 {
+		t.Errorf("these types did not arrive: %v", calls)
+	}
+	verifyInNode(t, got)
+	if _, _, dead, _ := p.ledger("crm"); dead != 0 {
+		t.Errorf("%d dead letters", dead)
+	}
+	p.condition("crm", "Ready", "True", "")
+	p.condition("crm", "Delivering", "True", "")
+}
+
+func verifyInNode(t *testing.T, requests []request) {
+	t.Helper()
+	node, err := exec.LookPath("node")
+	if err != nil {
+		t.Skip("node is not on PATH; the signature check in JavaScript needs it")
+	}
+	var input []map[string]string
+	for _, q := range requests {
+		input = append(input, map[string]string{"body": q.body, "signature": q.header.Get("X-Signature")})
+	}
+	in, _ := json.Marshal(input)
+	cmd := exec.Command(node, "-e", `
+const crypto = require('crypto')
+for (const {body, signature} of JSON.parse(require('fs').readFileSync(0, 'utf8'))) {
+  const again = JSON.stringify(JSON.parse(body))
+  const digest = crypto.createHmac('sha1', process.argv[1]).update(again, 'utf8').digest('hex')
+  if (again !== body || digest !== signature) { console.log('not authentic:', body, again); process.exit(1) }
+}`, secret)
+	cmd.Stdin = strings.NewReader(string(in))
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Errorf("in JavaScript: %v\n%s", err, out)
+	}
+}
+
+// kill -9 in a loop under load: every call that was answered 200 arrives, and
+// what arrives twice is bounded by what was in flight.
+func TestKillNineLosesNothing(t *testing.T) {
+	rounds := 5
+	if n, err := strconv.Atoi(os.Getenv("POSTHORN_KILL_ROUNDS")); err == nil {
+		rounds = n
+	}
+	r := newReceiver(t)
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "")})
+	var mu sync.Mutex
+	acknowledged := map[string]bool{}
+	stop := make(chan struct{})
+	var senders sync.WaitGroup
+	for sender := range 8 {
+		senders.Go(func() {
+			for i := 0; ; i++ {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				var ids, calls []string
+				for j := range 5 {
+					id := fmt.Sprintf("m-%d-%d-%d", sender, i, j)
+					ids = append(ids, id)
+					calls = append(calls, fmt.Sprintf(`{"type":"track","event":"E","userId":"u","messageId":%q}`, id))
+				}
+				status, _, err := p.post("/v1/batch", key, `{"batch":[`+strings.Join(calls, ",")+`]}`)
+				if err != nil || status != http.StatusOK {
+					time.Sleep(5 * time.Millisecond)
+					continue
+				}
+				mu.Lock()
+				for _, id := range ids {
+					acknowledged[id] = true
+				}
+				mu.Unlock()
+			}
+		})
+	}
+	total := func() int { mu.Lock(); defer mu.Unlock(); return len(acknowledged) }
+	for range rounds {
+		before := total()
+		p.eventually("calls are acknowledged", func() error {
+			if total() < before+200 {
+				return fmt.Errorf("%d of 200", total()-before)
+			}
+			return nil
+		})
+		p.kill(syscall.SIGKILL)
+		p.run()
+	}
+	close(stop)
+	senders.Wait()
+	p.ledger("crm")
+	count := r.count()
+	lost, twice := 0, 0
+	for id := range acknowledged {
+		if count[id] == 0 {
+			lost++
+		}
+	}
+	for _, n := range count {
+		twice += n - 1
+	}
+	t.Logf("%d rounds: %d acknowledged, %d lost, %d delivered again", rounds, len(acknowledged), lost, twice)
+	if lost > 0 {
+		t.Errorf("%d of %d acknowledged calls were lost", lost, len(acknowledged))
+	}
+	// In flight (64) plus what was acknowledged within one flush interval, per kill.
+	if limit := rounds * 2000; twice > limit {
+		t.Errorf("%d deliveries were repeated; at most %d are explained by what was in flight", twice, limit)
+	}
+}
+
+func TestMissingSecretHoldsAndNeverSendsUnsigned(t *testing.T) {
+	r, other := newReceiver(t), newReceiver(t)
+	p := start(t, map[string]string{
+		"source.yaml": source(),
+		"crm.yaml":    strings.Replace(destination("crm", r.URL, ""), "{name: keys, key: sharedSecret}", "{name: later, key: sharedSecret}", 1),
+		"ok.yaml":     destination("ok", other.URL, ""),
+	})
+	if m := p.condition("crm", "Accepted", "False", "SecretNotFound"); !strings.Contains(m, "later") || !strings.Contains(m, "signing") {
+		t.Errorf("the message does not name the Secret and the field: %s", m)
+	}
+	p.condition("crm", "Ready", "False", "SecretNotFound")
+	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"kept"}`)
+	p.arrive(other, 1) // one bad destination does not harm another
+	if n := len(r.got()); n > 0 {
+		t.Fatalf("%d messages were sent without the secret", n)
+	}
+	p.write("later.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: later}\nstringData: {sharedSecret: "+secret+"}\n")
+	p.arrive(r, 1)
+	p.condition("crm", "Ready", "True", "")
+	if r.unsigned > 0 {
+		t.Errorf("%d messages had no valid signature", r.unsigned)
+	}
+}
+
+func TestChangesTakeEffectWithoutRestart(t *testing.T) {
+	first, second := newReceiver(t), newReceiver(t)
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", first.URL, "")})
+	p.mustPost("/v1/track", `{"userId":"u","event":"E"}`)
+	p.arrive(first, 1)
+
+	// Another URL and a header.
+	p.write("crm.yaml", strings.Replace(destination("crm", second.URL, ""), "  signing:", "    headers: [{name: X-Env, value: prod}]\n  signing:", 1))
+	p.eventually("messages go to the new URL", func() error {
+		p.mustPost("/v1/track", `{"userId":"u","event":"E"}`)
+		if len(second.got()) == 0 {
+			return fmt.Errorf("none yet")
+		}
+		return nil
+	})
+	if h := second.got()[0].header.Get("X-Env"); h != "prod" {
+		t.Errorf("X-Env is %q", h)
+	}
+
+	// The secret, edited in place.
+	second.mu.Lock()
+	second.secret = "rotated"
+	second.mu.Unlock()
+	p.write("source.yaml", strings.Replace(source(), secret, "rotated", 1))
+	p.eventually("messages carry the new signature", func() error {
+		p.mustPost("/v1/track", `{"userId":"u","event":"E"}`)
+		for _, q := range second.got() {
+			if q.header.Get("X-Signature") == digest("rotated", q.body) {
+				return nil
+			}
+		}
+		return fmt.Errorf("none yet")
+	})
+
+	// A manifest that is broken changes nothing.
+	p.write("crm.yaml", "kind: [")
+	n := len(second.got())
+	p.eventually("deliveries go on with the last good manifest", func() error {
+		p.mustPost("/v1/track", `{"userId":"u","event":"E"}`)
+		if len(second.got()) < n+3 {
+			return fmt.Errorf("%d", len(second.got())-n)
+		}
+		return nil
+	})
+}
+
+func TestDisabledKeepsMessagesAndDeliversThemLater(t *testing.T) {
+	r := newReceiver(t)
+	off := strings.Replace(destination("crm", r.URL, ""), "spec:", "spec:\n  enabled: false", 1)
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": off})
+	for i := range 20 {
+		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
+	}
+	p.condition("crm", "Accepted", "True", "Disabled")
+	p.kill(syscall.SIGTERM)
+	p.run()
+	if n := len(r.got()); n > 0 {
+		t.Fatalf("%d messages were sent although the destination is disabled", n)
+	}
+	p.write("crm.yaml", destination("crm", r.URL, ""))
+	p.arrive(r, 20)
+	if delivered, _, _, _ := p.ledger("crm"); delivered != 20 {
+		t.Errorf("%d delivered", delivered)
+	}
+}
+
+// Status tells of real traffic: failing, with the reason and the endpoint; then recovered.
+func TestStatusTellsOfFailureAndRecovery(t *testing.T) {
+	r := newReceiver(t)
+	r.set(func(int) int { return http.StatusServiceUnavailable })
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL+"/secret-path", "  delivery: {minBackoff: 10ms, maxBackoff: 50ms}\n")})
+	p.condition("crm", "Delivering", "Unknown", "NoTrafficYet")
+	for i := range 15 {
+		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
+	}
+	m := p.condition("crm", "Delivering", "False", "")
+	if !strings.Contains(m, "primary") || !strings.Contains(m, "503") {
+		t.Errorf("the message does not name the endpoint and the status: %s", m)
+	}
+	p.condition("crm", "Ready", "True", "") // a receiver's outage is no mistake in the spec
+	if out, _, _ := cli(t, "", "get", "destinations", "-o", "yaml", "--admin", p.admin); strings.Contains(out[strings.Index(out, "status:"):], "secret-path") {
+		t.Errorf("the status shows the URL's path:\n%s", out)
+	}
+	out, _, _ := cli(t, "", "get", "destinations", "--admin", p.admin)
+	if !strings.Contains(out, "NAME") || !strings.Contains(out, "DELIVERING") || !strings.Contains(out, "False") {
+		t.Errorf("table:\n%s", out)
+	}
+	r.set(nil)
+	p.arrive(r, 15)
+	p.condition("crm", "Delivering", "True", "")
+	p.ledger("crm")
+	for id, n := range r.count() {
+		if n != 1 {
+			t.Errorf("%s was taken %d times", id, n)
+		}
+	}
+}
+
+func TestOneDeadDestinationDoesNotHarmAnother(t *testing.T) {
+	healthy := newReceiver(t)
+	hang := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, q *http.Request) { <-q.Context().Done() }))
+	t.Cleanup(hang.CloseClientConnections)
+	p := start(t, map[string]string{
+		"source.yaml": source(), "healthy.yaml": destination("healthy", healthy.URL, ""),
+		"dead.yaml": destination("dead", "http://"+freeAddr(t), ""), "hang.yaml": destination("hang", hang.URL, "  delivery: {timeout: 500ms}\n"),
+	})
+	for i := range 500 {
+		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
+	}
+	p.arrive(healthy, 500)
+	p.condition("healthy", "Delivering", "True", "")
+	p.condition("dead", "Delivering", "False", "")
+	p.condition("hang", "Delivering", "False", "")
+}
+
+func TestSelfSignedCertificateGetsNothing(t *testing.T) {
+	r := &receiver{secret: secret}
+	server := httptest.NewTLSServer(http.HandlerFunc(r.serve))
+	t.Cleanup(server.Close)
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", server.URL, "")})
+	p.mustPost("/v1/track", `{"userId":"u","event":"E"}`)
+	if m := p.condition("crm", "Delivering", "False", "CertificateRejected"); !strings.Contains(m, "certificate") {
+		t.Error(m)
+	}
+	if n := len(r.got()); n > 0 {
+		t.Errorf("%d requests left", n)
+	}
+}
+
+func TestRejectedMessageBecomesADeadLetter(t *testing.T) {
+	r := newReceiver(t)
+	r.set(func(int) int { return http.StatusUnprocessableEntity })
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "")})
+	p.mustPost("/v1/track", `{"userId":"u","event":"E"}`)
+	if delivered, _, dead, _ := p.ledger("crm"); delivered != 0 || dead != 1 {
+		t.Errorf("%d delivered, %d dead letters", delivered, dead)
+	}
+}
+
+func TestFilterAndIntegrationsKeepMessagesOut(t *testing.T) {
+	r := newReceiver(t)
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, `
+  filter: {types: [track], events: ["Order *"], expression: "call.properties.total > 100"}
+`)})
+	for _, call := range []string{
+		`{"type":"track","userId":"u","event":"Order Completed","messageId":"in","properties":{"total":150.5}}`,
+		`{"type":"track","userId":"u","event":"Order Completed","properties":{"total":50}}`,
+		`{"type":"track","userId":"u","event":"Order Completed"}`,
+		`{"type":"track","userId":"u","event":"Signed Up","properties":{"total":150}}`,
+		`{"type":"identify","userId":"u"}`,
+		`{"type":"track","userId":"u","event":"Order Completed","properties":{"total":150},"integrations":{"All":false}}`,
+		`{"type":"track","userId":"u","event":"Order Completed","messageId":"named","properties":{"total":150},"integrations":{"All":false,"Webhooks":true}}`,
+	} {
+		p.mustPost("/v1/batch", `{"batch":[`+call+`]}`)
+	}
+	if delivered, filtered, _, _ := p.ledger("crm"); delivered != 2 || filtered != 5 {
+		t.Errorf("%d delivered, %d filtered", delivered, filtered)
+	}
+	if c := r.count(); c["in"] != 1 || c["named"] != 1 {
+		t.Errorf("arrived: %v", c)
+	}
+}
+
+func TestAnyAndEveryEndpoint(t *testing.T) {
+	for _, policy := range []string{"AnyEndpoint", "EveryEndpoint"} {
+		t.Run(policy, func(t *testing.T) {
+			good, bad := newReceiver(t), newReceiver(t)
+			bad.set(func(int) int { return http.StatusInternalServerError })
+			p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": strings.Replace(
+				destination("crm", good.URL, "  success: "+policy+"\n  delivery: {minBackoff: 10ms, maxBackoff: 50ms}\n"),
+				"  signing:", "  - name: second\n    url: "+bad.URL+"\n  signing:", 1)})
+			for i := range 10 {
+				p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
+			}
+			p.arrive(good, 10)
+			if policy == "AnyEndpoint" {
+				if delivered, _, _, _ := p.ledger("crm"); delivered != 10 {
+					t.Errorf("%d delivered", delivered)
+				}
+				bad.set(nil)
+				time.Sleep(500 * time.Millisecond)
+				if n := len(bad.got()); n > 0 {
+					t.Errorf("%d messages that one URL took were sent to the other again", n)
+				}
+			} else {
+				bad.set(nil)
+				p.arrive(bad, 10)
+				p.ledger("crm")
+			}
+			for id, n := range good.count() {
+				if n != 1 {
+					t.Errorf("%s reached the good URL %d times", id, n)
+				}
+			}
+		})
+	}
+}
+
+func TestAnswersOfIngest(t *testing.T) {
+	r := newReceiver(t)
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "")})
+	for name, tc := range map[string]struct {
+		path, key, body string
+		status          int
+		contains        string
+	}{
+		"unknown key":      {"/v1/track", "nobody", `{"userId":"u","event":"E"}`, 401, `"success":false`},
+		"key in the body":  {"/v1/track", "", `{"writeKey":"` + key + `","userId":"u","event":"E"}`, 200, `"success":true`},
+		"not JSON":         {"/v1/track", key, `{`, 400, `invalid_json`},
+		"no id":            {"/v1/track", key, `{"event":"E"}`, 400, `userId`},
+		"too large":        {"/v1/track", key, `{"userId":"u","event":"E","properties":{"x":"` + strings.Repeat("x", 33<<10) + `"}}`, 413, `32`},
+		"unknown path":     {"/v1/nothing", key, `{}`, 404, `"success":false`},
+		"bad one in batch": {"/v1/batch", key, `{"batch":[{"type":"track","userId":"u"},{"type":"track","userId":"u","event":"E"}]}`, 200, `"rejected":[{"index":0`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			status, answer, err := p.post(tc.path, tc.key, tc.body)
+			if err != nil || status != tc.status || !strings.Contains(strings.ReplaceAll(answer, `": `, `":`), tc.contains) {
+				t.Errorf("%d %s %v; want %d and %s", status, answer, err, tc.status, tc.contains)
+			}
+		})
+	}
+}
+
+func TestCommandLine(t *testing.T) {
+	for name, tc := range map[string]struct {
+		args   []string
+		stdin  string
+		code   int
+		stdout string
+		stderr string
+	}{
+		"no command":        {nil, "", 0, "Signed webhooks", ""},
+		"unknown command":   {[]string{"frobnicate"}, "", 2, "", "unknown command"},
+		"unknown flag":      {[]string{"sink", "--nope"}, "", 2, "", "--nope"},
+		"run, no manifests": {[]string{"run"}, "", 2, "", "--manifests"},
+		"run, bad egress":   {[]string{"run", "--manifests", t.TempDir(), "--egress-allow", "10.0.0.0/99"}, "", 2, "", "--egress-allow"},
+		"verify, authentic": {[]string{"verify", "--secret", "k", "--signature", digest("k", "body")}, "body", 0, "authentic", ""},
+		"verify, changed":   {[]string{"verify", "--secret", "k", "--signature", digest("k", "body")}, "body\n", 1, "NOT AUTHENTIC", ""},
+		"verify, no secret": {[]string{"verify", "--signature", "00"}, "", 2, "", "--secret"},
+		"send, no type":     {[]string{"send"}, "", 2, "", "TYPE"},
+		"send, nobody":      {[]string{"send", "track", "--write-key", "k", "--user", "u", "--event", "E", "--endpoint", "http://127.0.0.1:1"}, "", 1, "", "Is Posthorn running"},
+		"get, nobody":       {[]string{"get", "sources", "--admin", "127.0.0.1:1"}, "", 1, "", "127.0.0.1:1"},
+		"get, bad kind":     {[]string{"get", "frobs"}, "", 2, "", "frobs"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			stdout, stderr, code := cli(t, tc.stdin, tc.args...)
+			if code != tc.code || !strings.Contains(stdout, tc.stdout) || !strings.Contains(stderr, tc.stderr) {
+				t.Errorf("exit %d\nstdout: %s\nstderr: %s", code, stdout, stderr)
+			}
+		})
+	}
+	for _, command := range []string{"run", "operator", "dispatcher", "get", "compile", "send", "sink", "verify"} {
+		stdout, _, code := cli(t, "", command, "--help")
+		if code != 0 || !strings.Contains(stdout, "Usage:") || !strings.Contains(stdout, "posthorn "+command) {
+			t.Errorf("%s --help: exit %d\n%s", command, code, stdout)
+		}
+	}
+}
