@@ -15,7 +15,7 @@ import (
 func benchmarkClient() *analytics.Client {
 	discard := roundTripper(func(r *http.Request) (*http.Response, error) {
 		io.Copy(io.Discard, r.Body) //nolint:errcheck // memory
-		return &http.Response{StatusCode: 200, Header: http.Header{}, Body: io.NopCloser(strings.NewReader(`{"success":true}`)), Request: r}, nil
+		return &http.Response{StatusCode: http.StatusOK, Header: http.Header{}, Body: io.NopCloser(strings.NewReader(`{"success":true}`)), Request: r}, nil
 	})
 	return analytics.New("key", analytics.WithEndpoint("http://a.test"), analytics.WithHTTPClient(&http.Client{Transport: discard}), analytics.Blocking())
 }
@@ -55,12 +55,12 @@ func BenchmarkTrackParallel(b *testing.B) {
 // BenchmarkTrackQueueFull is what a call costs in an outage.
 func BenchmarkTrackQueueFull(b *testing.B) {
 	unavailable := roundTripper(func(r *http.Request) (*http.Response, error) {
-		return &http.Response{StatusCode: 503, Header: http.Header{"Retry-After": {"60"}}, Body: http.NoBody, Request: r}, nil
+		return &http.Response{StatusCode: http.StatusServiceUnavailable, Header: http.Header{"Retry-After": {"60"}}, Body: http.NoBody, Request: r}, nil
 	})
 	client := analytics.New("key", analytics.WithEndpoint("http://a.test"), analytics.WithHTTPClient(&http.Client{Transport: unavailable}), analytics.QueueLimit(1))
 	client.Logger = nil
 	call := benchmarkCall()
-	client.Track(call)
+	must(b, client.Track(call))
 	b.ReportAllocs()
 	for b.Loop() {
 		if client.Track(call) == nil {

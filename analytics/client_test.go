@@ -32,6 +32,13 @@ func track(i int) *analytics.Track {
 	return &analytics.Track{UserId: "u", Event: fmt.Sprint(i)}
 }
 
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Error(err)
+	}
+}
+
 func events(calls []analyticstest.Call) []string {
 	var names []string
 	for _, c := range calls {
@@ -328,16 +335,16 @@ func TestFlushTriggers(t *testing.T) {
 			}
 		}
 		for i := range 19 {
-			client.Track(track(i))
+			must(t, client.Track(track(i)))
 		}
 		arrived(0, "19 calls")
-		client.Track(track(19))
+		must(t, client.Track(track(19)))
 		arrived(20, "20 calls")
 		time.Sleep(3 * time.Second)
-		client.Track(track(20))
+		must(t, client.Track(track(20)))
 		time.Sleep(5*time.Second - 1)
 		arrived(20, "just before 5 s")
-		time.Sleep(1)
+		time.Sleep(time.Nanosecond)
 		arrived(21, "after 5 s")
 		if n := len(sink.Requests()); n != 2 {
 			t.Errorf("%d requests", n)
@@ -362,14 +369,14 @@ func TestSettings(t *testing.T) {
 				} else {
 					client = sink.Client(analytics.FlushAt(3), analytics.FlushAfter(time.Second))
 				}
-				client.Track(track(0))
+				must(t, client.Track(track(0)))
 				time.Sleep(time.Second)
 				synctest.Wait()
 				if n := len(sink.Calls()); n != 1 {
 					t.Errorf("%d calls after 1 s", n)
 				}
 				for i := range 3 {
-					client.Track(track(i))
+					must(t, client.Track(track(i)))
 				}
 				synctest.Wait()
 				if n := len(sink.Calls()); n != 4 {
@@ -388,7 +395,7 @@ func TestSizeOne(t *testing.T) {
 		sink.RespondAlways(analyticstest.Answer{Delay: time.Second})
 		client := sink.Client(analytics.FlushAt(1), analytics.MaxInFlight(2))
 		for i := range 7 {
-			client.Track(track(i))
+			must(t, client.Track(track(i)))
 		}
 		if err := client.Close(); err != nil {
 			t.Fatal(err)
@@ -411,13 +418,17 @@ func TestBusyServerGetsLargerBatches(t *testing.T) {
 		sink.RespondAlways(analyticstest.Answer{Delay: time.Second})
 		client := sink.Client(analytics.FlushAt(10), analytics.MaxInFlight(1))
 		for i := range 1000 {
-			client.Track(track(i))
+			must(t, client.Track(track(i)))
 		}
-		if err := client.Close(); err != nil {
+		if err := client.CloseContext(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		if r := sink.Requests(); len(r) != 2 || len(r[0].Batch) != 10 || len(r[1].Batch) != 990 {
-			t.Errorf("%d requests", len(r))
+		var sizes []int
+		for _, r := range sink.Requests() {
+			sizes = append(sizes, len(r.Batch))
+		}
+		if want := []int{10, 100, 100, 100, 100, 100, 100, 100, 100, 100, 90}; !slices.Equal(sizes, want) {
+			t.Errorf("requests of %v calls, want %v", sizes, want)
 		}
 	})
 }
@@ -502,7 +513,7 @@ func TestJitterIsFull(t *testing.T) {
 			sink := analyticstest.New()
 			sink.Respond(analyticstest.Answer{Status: 500})
 			client := sink.Client(analytics.FlushAt(1))
-			client.Track(track(1))
+			must(t, client.Track(track(1)))
 			time.Sleep(time.Second)
 			synctest.Wait()
 			r := sink.Requests()
@@ -535,7 +546,7 @@ func TestGivingUp(t *testing.T) {
 				sink.RespondAlways(analyticstest.Answer{Status: 503})
 				var result analytics.Result
 				client := sink.Client(analytics.FlushAt(1), test.option, analytics.OnResult(func(r analytics.Result) { result = r }))
-				client.Track(track(1))
+				must(t, client.Track(track(1)))
 				time.Sleep(time.Hour)
 				synctest.Wait()
 				requests := sink.Requests()
@@ -559,7 +570,7 @@ func TestRetriedBatchBlocksNoOther(t *testing.T) {
 		client := sink.Client(analytics.FlushAt(1), analytics.MaxInFlight(1))
 		start := time.Now()
 		for i := range 10 {
-			client.Track(track(i))
+			must(t, client.Track(track(i)))
 		}
 		synctest.Wait()
 		if n := len(sink.Calls()); n != 9 || time.Since(start) != 0 {
@@ -586,7 +597,7 @@ func TestRequestsInFlightAreBounded(t *testing.T) {
 		})
 		client := sink.Client(analytics.FlushAt(1), analytics.MaxInFlight(3), analytics.WithHTTPClient(&http.Client{Transport: counting}))
 		for i := range 12 {
-			client.Track(track(i))
+			must(t, client.Track(track(i)))
 		}
 		start := time.Now()
 		if err := client.Close(); err != nil {
@@ -651,7 +662,7 @@ func TestBlocking(t *testing.T) {
 		client := sink.Client(analytics.QueueLimit(2), analytics.Blocking(), analytics.MaxInFlight(1))
 		start := time.Now()
 		for i := range 2 {
-			client.Track(track(i))
+			must(t, client.Track(track(i)))
 		}
 		if time.Since(start) != 0 {
 			t.Errorf("calls with room took %v", time.Since(start))
@@ -659,7 +670,7 @@ func TestBlocking(t *testing.T) {
 		if err := client.Track(track(2)); err != nil || time.Since(start) != time.Second {
 			t.Errorf("the call without room: %v after %v", err, time.Since(start))
 		}
-		client.Track(track(3))
+		must(t, client.Track(track(3)))
 		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 		defer cancel()
 		if err := client.Enqueue(ctx, track(4)); !errors.Is(err, context.DeadlineExceeded) {
@@ -691,14 +702,14 @@ func TestOnResult(t *testing.T) {
 		results[r.MessageID] = r
 	}))
 	for i := range 3 {
-		client.Track(&analytics.Track{UserId: "u", Event: "e", Message: analytics.Message{MessageId: fmt.Sprintf("\"%d\"", i)}})
+		must(t, client.Track(&analytics.Track{UserId: "u", Event: "e", Message: analytics.Message{MessageId: fmt.Sprintf("\"%d\"", i)}}))
 	}
 	err := client.Flush(t.Context())
 	lost := new(analytics.DeliveryError)
 	if !errors.As(err, &lost) || len(lost.Failed) != 1 || lost.Failed[0].MessageID != `"1"` || lost.Pending != 0 || lost.Err != nil {
 		t.Fatalf("Flush: %v", err)
 	}
-	client.Identify(&analytics.Identify{UserId: "u", Message: analytics.Message{MessageId: "last"}})
+	must(t, client.Identify(&analytics.Identify{UserId: "u", Message: analytics.Message{MessageId: "last"}}))
 	err = client.Close()
 	if !errors.As(err, &lost) || len(lost.Failed) != 1 || lost.Failed[0].MessageID != "last" {
 		t.Fatalf("Close: %v", err)
@@ -709,7 +720,7 @@ func TestOnResult(t *testing.T) {
 	if e := new(analytics.RejectedError); !errors.As(results[`"1"`].Err, &e) || e.Code != "no_event" {
 		t.Errorf("the rejected call: %v", results[`"1"`].Err)
 	}
-	if e := new(analytics.ResponseError); !errors.As(results["last"].Err, &e) || e.StatusCode != 401 || e.Code != "test" {
+	if e := new(analytics.ResponseError); !errors.As(results["last"].Err, &e) || e.StatusCode != http.StatusUnauthorized || e.Code != "test" {
 		t.Errorf("the refused request: %v", results["last"].Err)
 	}
 	for id, r := range results {
@@ -728,7 +739,7 @@ func TestFlush(t *testing.T) {
 			t.Fatalf("of nothing: %v", err)
 		}
 		sink.Respond(analyticstest.Answer{Status: 503, RetryAfter: "60"})
-		client.Track(track(0))
+		must(t, client.Track(track(0)))
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		err := client.Flush(ctx)
@@ -736,7 +747,7 @@ func TestFlush(t *testing.T) {
 		if !errors.As(err, &e) || e.Pending != 1 || len(e.Failed) != 0 || !errors.Is(err, context.DeadlineExceeded) {
 			t.Fatalf("out of time: %v", err)
 		}
-		client.Track(track(1))
+		must(t, client.Track(track(1)))
 		if err := client.Flush(t.Context()); err != nil {
 			t.Fatal(err)
 		}
@@ -756,7 +767,7 @@ func TestFlushHurries(t *testing.T) {
 		sink := analyticstest.New()
 		sink.Respond(analyticstest.Answer{Status: 500})
 		client := sink.Client(analytics.FlushAt(1))
-		client.Track(track(0))
+		must(t, client.Track(track(0)))
 		synctest.Wait()
 		start := time.Now()
 		if err := client.Close(); err != nil || time.Since(start) != 0 {
@@ -775,7 +786,7 @@ func TestCloseDelivers(t *testing.T) {
 		sink.Respond(analyticstest.Answer{Status: 500}, analyticstest.Answer{Drop: true}, analyticstest.Answer{Status: 429, RetryAfter: "3"})
 		client := sink.Client()
 		for i := range 50 {
-			client.Track(track(i))
+			must(t, client.Track(track(i)))
 		}
 		if err := client.Close(); err != nil {
 			t.Fatal(err)
@@ -813,7 +824,7 @@ func TestCloseOutOfTime(t *testing.T) {
 		client := sink.Client(analytics.FlushAt(2), analytics.MaxInFlight(1), analytics.RequestTimeout(time.Minute),
 			analytics.OnResult(func(analytics.Result) { results.Add(1) }))
 		for i := range 9 {
-			client.Track(track(i))
+			must(t, client.Track(track(i)))
 			synctest.Wait()
 		}
 		start := time.Now()
@@ -853,7 +864,7 @@ func TestCloseWithDeafTransport(t *testing.T) {
 			return nil, io.ErrUnexpectedEOF
 		})
 		client := analytics.New("k", analytics.WithEndpoint("http://a.test"), analytics.WithHTTPClient(&http.Client{Transport: deaf}), analytics.FlushAt(1))
-		client.Track(track(1))
+		must(t, client.Track(track(1)))
 		start := time.Now()
 		err := client.Close()
 		e := new(analytics.DeliveryError)
@@ -971,7 +982,7 @@ func TestGzip(t *testing.T) {
 			for i := range 3 {
 				m := track(i)
 				m.Properties = object{"p": strings.Repeat("x", test.padding)}
-				client.Track(m)
+				must(t, client.Track(m))
 			}
 			if err := client.Close(); err != nil {
 				t.Fatal(err)
@@ -990,7 +1001,7 @@ func TestNoGoroutineIsLeft(t *testing.T) {
 	server.RespondAlways(analyticstest.Answer{Delay: time.Hour})
 	client := server.Client(analytics.FlushAt(1))
 	for i := range 20 {
-		client.Track(track(i))
+		must(t, client.Track(track(i)))
 	}
 	if _, err := server.Wait(t.Context(), 1); err != nil {
 		t.Fatal(err)
@@ -1026,7 +1037,7 @@ func TestLogs(t *testing.T) {
 		sink.Respond(analyticstest.Answer{}, analyticstest.Answer{Status: 401})
 		client := setup(sink.Client(analytics.FlushAt(1), analytics.MaxInFlight(1)), &out)
 		for range 2 {
-			client.Track(&analytics.Track{UserId: "u", Event: "e", Properties: object{"private": "pr1vate"}})
+			must(t, client.Track(&analytics.Track{UserId: "u", Event: "e", Properties: object{"private": "pr1vate"}}))
 		}
 		if err := client.Close(); err == nil {
 			t.Fatal("401 was no failure")
@@ -1079,11 +1090,11 @@ func TestOutageLog(t *testing.T) {
 		client := sink.Client(analytics.FlushAt(1), analytics.MaxInFlight(1), analytics.RetryFor(time.Minute),
 			analytics.WithLogger(slog.New(slog.NewTextHandler(&out, nil))))
 		for i := range 1000 {
-			client.Track(track(i))
+			must(t, client.Track(track(i)))
 		}
 		time.Sleep(2 * time.Minute)
 		sink.RespondAlways(analyticstest.Answer{})
-		client.Track(track(1000))
+		must(t, client.Track(track(1000)))
 		client.Close()
 		text := out.String()
 		if n := strings.Count(text, "\n"); n > 12 || strings.Count(text, "takes no calls") != 1 || strings.Count(text, "takes calls again") != 1 {
@@ -1108,7 +1119,7 @@ func TestErrorsTellNoSecret(t *testing.T) {
 	var out bytes.Buffer
 	client := analytics.New("s3cretkey", analytics.WithEndpoint("http://user:s3cretpw@127.0.0.1:1/s3cretpath"), analytics.RetryFor(0),
 		analytics.WithLogger(slog.New(slog.NewTextHandler(&out, &slog.HandlerOptions{Level: slog.LevelDebug}))))
-	client.Track(track(1))
+	must(t, client.Track(track(1)))
 	err := client.Close()
 	if err == nil {
 		t.Fatal("something listens on port 1")

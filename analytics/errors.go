@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"strconv"
-	"time"
 )
 
 // FieldError is a call that lacks a field, or has one that no server takes.
@@ -96,8 +95,6 @@ type ResponseError struct {
 	StatusCode int
 	// Code and Message are the server's words, empty when it had none.
 	Code, Message string
-
-	retryAfter time.Duration
 }
 
 func (e *ResponseError) Error() string {

@@ -56,11 +56,16 @@ func ExampleNew() {
 func ExampleClient_Alias() {
 	sink := analyticstest.New()
 	client := sink.Client()
-	client.Track(&analytics.Track{AnonymousId: "visitor-7", Event: "Article Read"})
-	client.Alias(&analytics.Alias{PreviousId: "visitor-7", UserId: "u1"})
-	client.Identify(&analytics.Identify{UserId: "u1", Traits: map[string]interface{}{"plan": "free"}})
-	client.Track(&analytics.Track{UserId: "u1", Event: "Article Shared"})
-	client.Close()
+	err := errors.Join(
+		client.Track(&analytics.Track{AnonymousId: "visitor-7", Event: "Article Read"}),
+		client.Alias(&analytics.Alias{PreviousId: "visitor-7", UserId: "u1"}),
+		client.Identify(&analytics.Identify{UserId: "u1", Traits: map[string]interface{}{"plan": "free"}}),
+		client.Track(&analytics.Track{UserId: "u1", Event: "Article Shared"}),
+		client.Close(),
+	)
+	if err != nil {
+		log.Print(err)
+	}
 	for _, call := range sink.Calls() {
 		fmt.Printf("%s of %s\n", call.Type, cmp.Or(call.UserID, call.AnonymousID))
 	}
@@ -76,13 +81,15 @@ func ExampleClient_Alias() {
 func ExampleClient_Track() {
 	sink := analyticstest.New()
 	client := sink.Client()
-	client.Track(&analytics.Track{
+	err := client.Track(&analytics.Track{
 		UserId:       "u1",
 		Event:        "Order Completed",
 		Integrations: map[string]interface{}{"All": false, "crm": true},
 		Message:      analytics.Message{Timestamp: "2020-02-29T12:00:00Z"},
 	})
-	client.Close()
+	if err := errors.Join(err, client.Close()); err != nil {
+		log.Print(err)
+	}
 	call := sink.Calls()[0]
 	fmt.Println(call.Timestamp, call.Integrations)
 	// Output: 2020-02-29T12:00:00Z map[All:false crm:true]
@@ -110,7 +117,9 @@ func ExampleOnResult() {
 		fmt.Println(r.MessageID, r.Err)
 	}))
 	for _, id := range []string{"m0", "m1"} {
-		client.Track(&analytics.Track{UserId: "u1", Event: "e", Message: analytics.Message{MessageId: id}})
+		if err := client.Track(&analytics.Track{UserId: "u1", Event: "e", Message: analytics.Message{MessageId: id}}); err != nil {
+			log.Print(err)
+		}
 	}
 	client.Close()
 	// Output:
@@ -123,11 +132,14 @@ func ExampleClient_CloseContext() {
 	sink.RespondAlways(analyticstest.Answer{Status: 503, RetryAfter: "60"})
 	client := sink.Client()
 	client.Logger = nil
-	client.Track(&analytics.Track{UserId: "u1", Event: "Order Completed", Message: analytics.Message{MessageId: "m1"}})
+	err := client.Track(&analytics.Track{UserId: "u1", Event: "Order Completed", Message: analytics.Message{MessageId: "m1"}})
+	if err != nil {
+		log.Print(err)
+	}
 
 	ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
 	defer cancel()
-	err := client.CloseContext(ctx)
+	err = client.CloseContext(ctx)
 	var lost *analytics.DeliveryError
 	if errors.As(err, &lost) {
 		for _, f := range lost.Failed {

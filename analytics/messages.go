@@ -7,7 +7,7 @@ type Message struct {
 	Type string `json:"type,omitempty"`
 	// MessageId identifies the call: a server takes one id once. At most 100
 	// bytes. Default: a UUID (version 7).
-	MessageId string `json:"messageId,omitempty"` //nolint:revive,staticcheck // the name of the vendor's library
+	MessageId string `json:"messageId,omitempty"`
 	// Timestamp is when it happened, in ISO 8601. Set it to import historical
 	// data. Default: the time of the call, to the millisecond.
 	Timestamp string `json:"timestamp,omitempty"`
@@ -33,8 +33,8 @@ type Identify struct {
 	Integrations map[string]interface{} `json:"integrations,omitempty"`
 	// Traits are the user's properties.
 	Traits      map[string]interface{} `json:"traits,omitempty"`
-	AnonymousId string                 `json:"anonymousId,omitempty"` //nolint:revive,staticcheck // the name of the vendor's library
-	UserId      string                 `json:"userId,omitempty"`      //nolint:revive,staticcheck // the name of the vendor's library
+	AnonymousId string                 `json:"anonymousId,omitempty"`
+	UserId      string                 `json:"userId,omitempty"`
 	Message
 }
 
@@ -45,8 +45,8 @@ type Track struct {
 	Integrations map[string]interface{} `json:"integrations,omitempty"`
 	// Properties of the action.
 	Properties  map[string]interface{} `json:"properties,omitempty"`
-	AnonymousId string                 `json:"anonymousId,omitempty"` //nolint:revive,staticcheck // the name of the vendor's library
-	UserId      string                 `json:"userId,omitempty"`      //nolint:revive,staticcheck // the name of the vendor's library
+	AnonymousId string                 `json:"anonymousId,omitempty"`
+	UserId      string                 `json:"userId,omitempty"`
 	// Event is the action's name.
 	Event string `json:"event"`
 	Message
@@ -60,8 +60,8 @@ type Page struct {
 	// Traits of the page: url, title, referrer, path and any other. They are
 	// sent as "properties".
 	Traits      map[string]interface{} `json:"properties,omitempty"`
-	AnonymousId string                 `json:"anonymousId,omitempty"` //nolint:revive,staticcheck // the name of the vendor's library
-	UserId      string                 `json:"userId,omitempty"`      //nolint:revive,staticcheck // the name of the vendor's library
+	AnonymousId string                 `json:"anonymousId,omitempty"`
+	UserId      string                 `json:"userId,omitempty"`
 	Category    string                 `json:"category,omitempty"`
 	Name        string                 `json:"name,omitempty"`
 	Message
@@ -74,8 +74,8 @@ type Screen struct {
 	Integrations map[string]interface{} `json:"integrations,omitempty"`
 	// Properties of the screen.
 	Properties  map[string]interface{} `json:"properties,omitempty"`
-	AnonymousId string                 `json:"anonymousId,omitempty"` //nolint:revive,staticcheck // the name of the vendor's library
-	UserId      string                 `json:"userId,omitempty"`      //nolint:revive,staticcheck // the name of the vendor's library
+	AnonymousId string                 `json:"anonymousId,omitempty"`
+	UserId      string                 `json:"userId,omitempty"`
 	Category    string                 `json:"category,omitempty"`
 	Name        string                 `json:"name,omitempty"`
 	Message
@@ -88,16 +88,16 @@ type Group struct {
 	Integrations map[string]interface{} `json:"integrations,omitempty"`
 	// Traits are the group's properties.
 	Traits      map[string]interface{} `json:"traits,omitempty"`
-	AnonymousId string                 `json:"anonymousId,omitempty"` //nolint:revive,staticcheck // the name of the vendor's library
-	UserId      string                 `json:"userId,omitempty"`      //nolint:revive,staticcheck // the name of the vendor's library
-	GroupId     string                 `json:"groupId"`               //nolint:revive,staticcheck // the name of the vendor's library
+	AnonymousId string                 `json:"anonymousId,omitempty"`
+	UserId      string                 `json:"userId,omitempty"`
+	GroupId     string                 `json:"groupId"`
 	Message
 }
 
 // Alias says that two ids are one user. It needs PreviousId and UserId.
 type Alias struct {
-	PreviousId string `json:"previousId"` //nolint:revive,staticcheck // the name of the vendor's library
-	UserId     string `json:"userId"`     //nolint:revive,staticcheck // the name of the vendor's library
+	PreviousId string `json:"previousId"`
+	UserId     string `json:"userId"`
 	Message
 	// Context and Integrations: see [Identify].
 	Context      map[string]interface{} `json:"context,omitempty"`

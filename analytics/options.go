@@ -15,7 +15,8 @@ type Option func(*Client)
 //
 // It is when a flush starts, not the size of a batch: while all requests that
 // may be under way are (see [MaxInFlight]), the calls that come in meanwhile
-// travel together, up to the server's limits of 2500 calls and 500 KB.
+// travel together, up to ten times as many, and to the server's limits of 2500
+// calls and 500 KB.
 func FlushAt(calls int) Option { return func(c *Client) { c.Size = calls } }
 
 // FlushAfter sets how long a call waits for others to travel with: 5 seconds

@@ -47,6 +47,11 @@ type batch struct {
 }
 
 const (
+	// growth bounds how much larger than the size that starts a flush a batch
+	// becomes while the server is busy. Ten times is enough to divide what a
+	// request costs; a batch that is much larger than others waits longest for
+	// a server that limits the rate of calls.
+	growth    = 10
 	batchHead = `{"batch":[`
 	// batchTail bounds what is added to a body besides the context:
 	// ],"context":,"messageId":"…","sentAt":"…"}
@@ -57,9 +62,9 @@ var batches = sync.Pool{New: func() any { return new(batch) }}
 
 func (q *queue) init(c *Client) {
 	q.client = c
-	q.most = event.MaxBatchCalls
 	// No more calls than the queue holds can wait for a flush to start.
-	q.size = min(c.Size, c.maxCalls, q.most)
+	q.size = min(c.Size, c.maxCalls, event.MaxBatchCalls)
+	q.most = min(q.size*growth, event.MaxBatchCalls)
 	if c.Size == 1 {
 		q.most = 1
 	}

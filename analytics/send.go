@@ -238,7 +238,7 @@ type packer struct {
 
 var packers = sync.Pool{New: func() any {
 	p := new(packer)
-	p.zip, _ = gzip.NewWriterLevel(&p.out, gzip.BestSpeed) //nolint:errcheck // the level is valid
+	p.zip, _ = gzip.NewWriterLevel(&p.out, gzip.BestSpeed) // the level is valid
 	return p
 }}
 
@@ -248,6 +248,6 @@ func pack(text []byte) *packer {
 	p.zip.Reset(&p.out)
 	// Writing to a buffer does not fail.
 	p.zip.Write(text) //nolint:errcheck // see above
-	p.zip.Close()     //nolint:errcheck // see above
+	p.zip.Close()
 	return p
 }

@@ -246,7 +246,7 @@ func (s *Sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 func (s *Sink) RoundTrip(r *http.Request) (res *http.Response, err error) {
 	defer func() {
 		if r.Body != nil {
-			r.Body.Close() //nolint:errcheck // it was read
+			r.Body.Close()
 		}
 		if fault := recover(); fault != nil {
 			if fault != http.ErrAbortHandler { //nolint:errorlint // it is panicked with as it is

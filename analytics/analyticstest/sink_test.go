@@ -84,7 +84,11 @@ func TestWait(t *testing.T) {
 	s := analyticstest.New()
 	c := s.Client(analytics.FlushAt(1))
 	defer c.Close()
-	go c.Track(&analytics.Track{UserId: "u", Event: "e"})
+	go func() {
+		if err := c.Track(&analytics.Track{UserId: "u", Event: "e"}); err != nil {
+			t.Error(err)
+		}
+	}()
 	if calls, err := s.Wait(t.Context(), 1); err != nil || len(calls) != 1 {
 		t.Errorf("%v, %v", calls, err)
 	}
@@ -118,7 +122,9 @@ func ExampleSink_Respond() {
 	sink := analyticstest.New()
 	sink.Respond(analyticstest.Answer{Status: 503}, analyticstest.Answer{Drop: true})
 	client := sink.Client()
-	signUp(client, "u1")
+	fmt.Println(signUp(client, "u1"))
 	fmt.Println(client.Close(), len(sink.Calls()), "call,", len(sink.Requests()), "requests")
-	// Output: <nil> 1 call, 3 requests
+	// Output:
+	// <nil>
+	// <nil> 1 call, 3 requests
 }
