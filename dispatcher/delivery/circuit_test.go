@@ -89,6 +89,9 @@ func TestCircuitProbes(t *testing.T) {
 	if !c.succeeded(now, 1, true) || c.open || c.room(0) != 1 {
 		t.Errorf("after the probe: %+v", c)
 	}
+	if c.slowStartUntil != 16 {
+		t.Errorf("slow start goes on to %v of 64 after an outage", c.slowStartUntil)
+	}
 	for range reopenAfter {
 		c.failed(now, now, false, 0, 0.5)
 	}

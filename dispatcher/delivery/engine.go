@@ -23,8 +23,9 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// Poster sends requests; *egress.Client is one. Post must return soon after
-// its context is done and must not keep headers or body.
+// Poster sends requests; *egress.Client is one. Post must return at its
+// context's Deadline (the context need not become done by then) and soon after
+// the context is done, and must not keep headers or body.
 type Poster interface {
 	Prepare(e liveconfig.Endpoint) (*egress.Endpoint, error)
 	Post(ctx context.Context, e *egress.Endpoint, headers []egress.Header, body []byte) egress.Result

@@ -82,11 +82,18 @@ func (c *fakeClient) Post(ctx context.Context, e *egress.Endpoint, headers []egr
 	a := c.answer(r)
 	c.mu.Unlock()
 	result := egress.Result{StatusCode: a.status, Reason: a.reason, RetryAfter: a.retryAfter, RemoteAddr: "192.0.2.1:443", Sent: true}
+	deadline, ok := ctx.Deadline()
+	late := ok && a.after >= time.Until(deadline)
+	if late {
+		a.after = time.Until(deadline)
+	}
 	timer := time.NewTimer(a.after)
 	defer timer.Stop()
 	select {
 	case <-timer.C:
 		switch {
+		case late:
+			result.StatusCode, result.Reason = 0, egress.TimedOut
 		case a.status >= 500:
 			result.Reason = egress.ServerError
 		case a.status == 429 || a.status == 408:

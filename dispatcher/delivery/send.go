@@ -127,6 +127,7 @@ func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 	}
 	for {
 		l.notified = false
+		e.inFlight += len(to) // Claimed as well, or others would pass meanwhile.
 		e.mu.Unlock()
 		d, ok, err := e.o.Store.LeaseOldest(l.id)
 		if !ok && err == nil {
@@ -137,6 +138,7 @@ func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 			}
 		}
 		e.mu.Lock()
+		e.inFlight -= len(to)
 		if err != nil {
 			e.breakLane(l, err)
 		}
@@ -226,6 +228,17 @@ func expired(last queue.Failure, window time.Duration) queue.Failure {
 // sender is what a worker keeps from request to request.
 type sender struct{ headers []egress.Header }
 
+// deadline is a context that has a deadline without a timer of its own: the
+// client sets it on its connection, and a timer per request would cost more
+// than all else here. Only the engine's stop makes it done.
+type deadline struct {
+	context.Context
+	at time.Time
+}
+
+// Deadline implements context.Context.
+func (d deadline) Deadline() (time.Time, bool) { return d.at, true }
+
 // send sends the worker's request and settles its message. The lock is not held.
 func (e *Engine) send(w *worker) {
 	p := &w.post
@@ -233,9 +246,8 @@ func (e *Engine) send(w *worker) {
 	id := headerSafe(p.message.ID)
 	w.headers = append(w.headers[:0], egress.Header{Name: headerIdempotencyKey, Value: id})
 	w.headers = p.set.signer.Headers(w.headers, id, started, p.message.Body)
-	ctx, cancel := context.WithDeadline(e.hard, started.Add(p.set.policy.Timeout))
+	ctx := deadline{e.hard, started.Add(p.set.policy.Timeout)}
 	r := ended{Result: e.o.Client.Post(ctx, p.target.to, w.headers, p.message.Body)}
-	cancel()
 	r.at = time.Now()
 	r.duration = r.at.Sub(started)
 	r.cut = r.outcome().Failed() && e.hard.Err() != nil
