@@ -418,7 +418,7 @@ func TestCommandLine(t *testing.T) {
 		stdout string
 		stderr string
 	}{
-		"no command":        {nil, "", 0, "Signed webhooks", ""},
+		"no command":        {nil, "", 0, "signed HTTP POST", ""},
 		"unknown command":   {[]string{"frobnicate"}, "", 2, "", "unknown command"},
 		"unknown flag":      {[]string{"sink", "--nope"}, "", 2, "", "--nope"},
 		"run, no manifests": {[]string{"run"}, "", 2, "", "--manifests"},
