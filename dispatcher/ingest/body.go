@@ -1,10 +1,10 @@
 package ingest
 
 import (
-	"bytes"
 	"compress/gzip"
 	"errors"
 	"io"
+	"net"
 	"net/http"
 	"strings"
 	"sync"
@@ -12,97 +12,109 @@ import (
 	"github.com/posthorn/posthorn/event"
 )
 
-// bodies are kept for reuse, so that a busy server does not allocate per request.
-var bodies = sync.Pool{New: func() any { return new(bytes.Buffer) }}
+// sizes of the buffers for bodies. A buffer grows from one to the next only
+// when it is full, whatever length the request has announced: who sends
+// nothing holds little.
+var sizes = [...]int{8 << 10, 64 << 10, 512 << 10}
 
-// inflaters likewise; one holds some 40 KB.
+// buffers are kept for reuse, by size.
+var buffers [len(sizes)]sync.Pool
+
+// inflaters likewise; inflaterBytes is what one holds.
 var inflaters = sync.Pool{New: func() any { return new(gzip.Reader) }}
 
-// maxKept is the largest buffer that is kept.
-const maxKept = 1 << 20
+const inflaterBytes = 48 << 10
 
-var bodyTooLarge = ofEvent(&event.Error{Code: event.CodeBodyTooLarge, Message: "the body is larger than the 512000 bytes allowed, after inflation; split the batch"})
+// buffer is memory for a body of up to sizes[class] bytes.
+type buffer struct {
+	bytes []byte
+	class int
+}
 
-// read reads a body within the limits of its size and of all bodies together.
-// After it returned a buffer, done must be called.
-func (h *Handler) read(w http.ResponseWriter, q *request) (*bytes.Buffer, *refusal) {
-	encoding := strings.ToLower(strings.TrimSpace(q.Header.Get("Content-Encoding")))
-	if encoding != "" && encoding != "identity" && encoding != "gzip" {
+func newBuffer(class int) *buffer {
+	if b, ok := buffers[class].Get().(*buffer); ok {
+		b.bytes = b.bytes[:0]
+		return b
+	}
+	return &buffer{make([]byte, 0, sizes[class]), class}
+}
+
+func (b *buffer) release() { buffers[b.class].Put(b) }
+
+var (
+	bodyTooLarge = ofEvent(&event.Error{Code: event.CodeBodyTooLarge, Message: "the body is larger than the 512000 bytes allowed, after inflation; split the batch"})
+	busy         = refuse(http.StatusServiceUnavailable, codeBusy, "too many requests are in progress; send again").again(retryAfterBusy)
+)
+
+// read reads a body within the limits of its size and of the memory of all
+// requests. The buffer is the caller's to release.
+func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *refusal) {
+	var zipped bool
+	switch strings.ToLower(strings.TrimSpace(q.Header.Get("Content-Encoding"))) {
+	case "", "identity":
+	case "gzip", "x-gzip":
+		zipped = true
+	default:
+		w.Header().Set("Accept-Encoding", "gzip")
 		return nil, refuse(http.StatusUnsupportedMediaType, codeEncoding, "Content-Encoding must be gzip or absent")
 	}
 	if q.ContentLength > event.MaxBodyBytes {
 		return nil, bodyTooLarge
 	}
-	if bad := h.reserve(q); bad != nil {
-		return nil, bad
+	class := 0
+	if q.ContentLength >= int64(sizes[0]) || zipped {
+		class = 1
 	}
-	buf := bodies.Get().(*bytes.Buffer)
-	buf.Reset()
-	bad := inflate(buf, http.MaxBytesReader(w, q.Body, event.MaxBodyBytes), encoding == "gzip")
-	if bad != nil {
-		h.done(q, buf)
-		return nil, bad
+	need := int64(sizes[class])
+	if zipped {
+		need += inflaterBytes
 	}
-	return buf, nil
-}
-
-// inflate copies a body into buf, at most MaxBodyBytes of what it holds.
-func inflate(buf *bytes.Buffer, body io.Reader, zipped bool) *refusal {
+	if !q.room.grow(need, h.MaxBuffered) {
+		return nil, busy
+	}
+	var body io.Reader = http.MaxBytesReader(w, q.Body, event.MaxBodyBytes)
 	if zipped {
 		z := inflaters.Get().(*gzip.Reader)
 		defer inflaters.Put(z)
 		if err := z.Reset(body); err != nil {
-			return unreadable(err, "the body is not gzip, as Content-Encoding says")
+			return nil, unreadable(err, "the body is not gzip, as Content-Encoding says")
 		}
 		body = z
 	}
-	n, err := buf.ReadFrom(io.LimitReader(body, event.MaxBodyBytes+1))
-	if n > event.MaxBodyBytes {
-		return bodyTooLarge
+	b := newBuffer(class)
+	for {
+		if len(b.bytes) == cap(b.bytes) {
+			larger := b.class + 1
+			if !q.room.grow(int64(sizes[larger]-sizes[b.class]), h.MaxBuffered) {
+				b.release()
+				return nil, busy
+			}
+			grown := newBuffer(larger)
+			grown.bytes = append(grown.bytes, b.bytes...)
+			b.release()
+			b = grown
+		}
+		n, err := body.Read(b.bytes[len(b.bytes):cap(b.bytes)])
+		b.bytes = b.bytes[:len(b.bytes)+n]
+		switch {
+		case len(b.bytes) > event.MaxBodyBytes:
+			b.release()
+			return nil, bodyTooLarge
+		case errors.Is(err, io.EOF):
+			return b, nil
+		case err != nil:
+			b.release()
+			return nil, unreadable(err, "the body could not be read to its end")
+		}
 	}
-	if err != nil {
-		return unreadable(err, "the body could not be read to its end")
-	}
-	return nil
 }
 
 func unreadable(err error, message string) *refusal {
 	if _, ok := errors.AsType[*http.MaxBytesError](err); ok {
 		return bodyTooLarge
 	}
+	if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
+		return refuse(http.StatusRequestTimeout, codeTooSlow, "the body did not arrive in time; send again")
+	}
 	return refuse(http.StatusBadRequest, codeUnreadable, message)
-}
-
-// reserve takes room for one body from the budget of all bodies. A Source may
-// take half of it, so that a flood from one leaves room for the others.
-func (h *Handler) reserve(q *request) *refusal {
-	over := h.buffered.Add(event.MaxBodyBytes) > h.MaxBuffered
-	if q.source != nil {
-		over = q.source.buffered.Add(event.MaxBodyBytes) > h.MaxBuffered/2 || over
-	}
-	if over {
-		h.free(q)
-		return refuse(http.StatusServiceUnavailable, codeBusy, "too many requests are being read at once; send again").again(retryAfterBusy)
-	}
-	q.reserved = q.source
-	return nil
-}
-
-// free gives the room of one body back.
-func (h *Handler) free(q *request) {
-	h.buffered.Add(-event.MaxBodyBytes)
-	if q.source != nil {
-		q.source.buffered.Add(-event.MaxBodyBytes)
-	}
-}
-
-// done ends the use of a body.
-func (h *Handler) done(q *request, buf *bytes.Buffer) {
-	h.buffered.Add(-event.MaxBodyBytes)
-	if q.reserved != nil {
-		q.reserved.buffered.Add(-event.MaxBodyBytes)
-	}
-	if buf.Cap() <= maxKept {
-		bodies.Put(buf)
-	}
 }

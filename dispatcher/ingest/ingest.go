@@ -17,6 +17,9 @@ import (
 	"math"
 	"net/http"
 	"net/netip"
+	"net/url"
+	"runtime"
+	"runtime/debug"
 	"slices"
 	"strconv"
 	"strings"
@@ -39,8 +42,9 @@ type Options struct {
 	Skip func(ref liveconfig.SourceRef, call *event.Call) []string
 	// Append makes messages durable; see queue.Store.
 	Append func(ctx context.Context, msgs []queue.Message) ([]bool, error)
-	// MaxBuffered bounds the bytes of all bodies that are being read, default
-	// 256 MiB; one Source gets at most half of it. Above it: 503.
+	// MaxBuffered bounds the memory of all requests in progress, for their bodies
+	// and then their messages. Default 256 MiB. One Source gets at most half of
+	// it, less when others need theirs; beyond: 503.
 	MaxBuffered int64
 	// TrustedProxies are the networks (CIDRs) of proxies whose X-Forwarded-For is believed.
 	TrustedProxies []string
@@ -53,12 +57,14 @@ type Options struct {
 // Codes of answers besides those of package event.
 const (
 	codeNotReady        = "not_ready"
+	codeTooSlow         = "body_too_slow"
 	codeNoWriteKey      = "no_write_key"
 	codeUnknownKey      = "unknown_write_key"
 	codeSourceDisabled  = "source_disabled"
 	codeOriginDenied    = "origin_not_allowed"
 	codeRateLimited     = "rate_limited"
 	codeStorageFull     = "storage_full"
+	codeStorageFailed   = "storage_failed"
 	codeBusy            = "busy"
 	codeNotFound        = "not_found"
 	codeMethod          = "method_not_allowed"
@@ -69,12 +75,14 @@ const (
 	retryAfterNotReady  = 1
 	retryAfterBusy      = 1
 	retryAfterFull      = 10
-	maxRetryAfter       = 60
+	maxRetryAfter       = 300
 	defaultMaxBuffered  = 256 << 20
 	corsMaxAge          = "7200"
-	allowedHeaders      = "Authorization, Content-Type, Content-Encoding"
+	allowedHeaders      = "Authorization, Content-Encoding, Content-Type"
 	allowedMethods      = "POST, OPTIONS"
+	exposedHeaders      = headerRetryAfter + ", " + headerReset
 	headerRetryAfter    = "Retry-After"
+	headerReset         = "X-Ratelimit-Reset" // what browser libraries read; seconds too
 	headerContentType   = "Content-Type"
 	contentTypeJSON     = "application/json"
 	headerAllowedOrigin = "Access-Control-Allow-Origin"
@@ -87,19 +95,34 @@ var paths = map[string]event.Type{
 	"/v1/batch": "", "/v1/import": "",
 }
 
+// short are the paths that the browser and mobile libraries use.
+var short = map[string]event.Type{
+	"/v1/i": event.Identify, "/v1/t": event.Track, "/v1/p": event.Page,
+	"/v1/s": event.Screen, "/v1/g": event.Group, "/v1/a": event.Alias, "/v1/b": "",
+}
+
+// storeTimeout bounds the wait for storage. The calls may be stored
+// nevertheless; sent again with their messageId they are duplicates.
+const storeTimeout = 30 * time.Second
+
+// maxTurn is how long a request may filter its calls before others get a turn.
+const maxTurn = 5 * time.Millisecond
+
 //go:embed openapi.yaml
 var openAPI []byte
 
 // Handler serves the tracking API. Make it with New.
 type Handler struct {
 	Options
-	proxies  []netip.Prefix
-	buffered atomic.Int64
-	metrics  metrics
+	proxies []netip.Prefix
+	metrics metrics
+	memory  budget
+	turns   turns
 
 	sources sync.Map // key -> *source
-	// pruned is the view for which sources that are gone were last forgotten.
-	pruned atomic.Pointer[liveconfig.View]
+	nobody  *source  // who has no known write key, or none yet
+	origins atomic.Pointer[origins]
+	faults  sampler // of our own, to log
 }
 
 // New makes a Handler. A network in TrustedProxies that does not parse is
@@ -114,7 +137,8 @@ func New(o Options) *Handler {
 	if o.Logger == nil {
 		o.Logger = slog.Default()
 	}
-	h := &Handler{Options: o, metrics: newMetrics(o.Registerer)}
+	h := &Handler{Options: o, metrics: newMetrics(o.Registerer), nobody: new(source)}
+	h.turns.free = 2 * runtime.GOMAXPROCS(0) // one computes, one is about to
 	for _, p := range o.TrustedProxies {
 		prefix, err := netip.ParsePrefix(p)
 		if err != nil {
@@ -137,10 +161,10 @@ func NewServer(h http.Handler) *http.Server {
 		Handler: h, Protocols: &protocols,
 		ReadHeaderTimeout: 10 * time.Second,
 		// A body of 500 KB arrives within this at 140 kbit/s.
-		ReadTimeout: 30 * time.Second, WriteTimeout: 60 * time.Second, IdleTimeout: 3 * time.Minute,
-		MaxHeaderBytes: 16 << 10,
+		ReadTimeout: 30 * time.Second, WriteTimeout: 90 * time.Second, IdleTimeout: 3 * time.Minute,
+		MaxHeaderBytes: 32 << 10,
 		HTTP2:          &http.HTTP2Config{MaxConcurrentStreams: 250},
-		ErrorLog:       slog.NewLogLogger(slog.Default().Handler(), slog.LevelDebug),
+		ErrorLog:       slog.NewLogLogger(slog.Default().Handler(), slog.LevelWarn),
 	}
 }
 
@@ -150,6 +174,7 @@ type refusal struct {
 	code       string
 	message    string
 	retryAfter int // seconds; 0 for none
+	calls      int // how many calls were refused by it, if that is known
 }
 
 func refuse(status int, code, message string) *refusal {
@@ -162,13 +187,12 @@ func (r *refusal) again(seconds int) *refusal { r.retryAfter = seconds; return r
 // request is one HTTP request on its way through.
 type request struct {
 	*http.Request
-	view   *liveconfig.View
-	ref    liveconfig.SourceRef
+	view *liveconfig.View
+	ref  liveconfig.SourceRef
+	// source is nobody until the write key is known.
 	source *source
-	// reserved is the Source whose share of the buffers holds the body; nil
-	// when the Source was not known yet when it was read.
-	reserved *source
-	origin   string
+	origin string
+	room   hold
 }
 
 // ServeHTTP answers one request.
@@ -181,14 +205,23 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		_, _ = w.Write(openAPI)
 		return
 	}
-	typ, known := paths[strings.TrimSuffix(r.URL.Path, "/")]
+	path := strings.TrimSuffix(r.URL.Path, "/")
+	typ, known := paths[path]
+	if !known {
+		typ, known = short[path]
+	}
 	if !known {
 		h.answer(w, refuse(http.StatusNotFound, codeNotFound, "there is nothing at this path; calls go to /v1/identify, /v1/track, /v1/page, /v1/screen, /v1/group, /v1/alias, /v1/batch or /v1/import"))
 		return
 	}
-	q := request{Request: r, view: h.View(), origin: r.Header.Get("Origin")}
+	q := request{Request: r, view: h.View(), source: h.nobody, origin: r.Header.Get("Origin")}
+	q.room = hold{budget: &h.memory, share: &h.nobody.share}
 	if q.origin != "" {
 		header.Add("Vary", "Origin")
+		// Until the Source is known, a page may read the answer if some Source allows it.
+		if q.view != nil && h.follow(q.view).allow(q.origin) {
+			exposeTo(header, q.origin)
+		}
 	}
 	switch r.Method {
 	case http.MethodOptions:
@@ -200,18 +233,33 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		h.answer(w, refuse(http.StatusMethodNotAllowed, codeMethod, "calls are sent with POST"))
 		return
 	}
-	rejected, bad := h.take(w, &q, typ, begin)
+	rejected, bad := h.safely(w, &q, typ, begin)
 	if bad != nil {
-		h.count(&q, bad, begin)
-		if errors.Is(context.Cause(r.Context()), context.Canceled) && bad.code == codeUnreadable {
-			return // The client is gone.
+		if bad.status == http.StatusUnauthorized && q.origin == "" {
+			// Not to pages: their browser would ask its user for a password.
+			header.Set("Www-Authenticate", `Basic realm="posthorn"`)
 		}
+		h.reject(q.source, begin, max(1, bad.calls), bad.code, bad.message)
 		h.answer(w, bad)
 	} else {
 		header.Set(headerContentType, contentTypeJSON)
 		_, _ = w.Write(success(rejected))
 	}
 	h.metrics.duration.WithLabelValues(statusClass(bad)).Observe(h.Now().Sub(begin).Seconds())
+}
+
+// safely keeps a fault of ours in one request.
+func (h *Handler) safely(w http.ResponseWriter, q *request, typ event.Type, now time.Time) (rejected []event.Rejection, bad *refusal) {
+	defer q.room.free()
+	defer func() {
+		if fault := recover(); fault != nil {
+			if missed, ok := h.faults.due(now); ok { // Its text may hold what was sent.
+				h.Logger.Error("a request ended in a panic", "namespace", q.source.namespace, "source", q.source.name, "type", fmt.Sprintf("%T", fault), "stack", string(debug.Stack()), "unlogged", missed)
+			}
+			bad = refuse(http.StatusInternalServerError, codeInternal, "the request met a fault of the server")
+		}
+	}()
+	return h.take(w, q, typ, now)
 }
 
 func statusClass(r *refusal) string {
@@ -235,39 +283,94 @@ func (h *Handler) take(w http.ResponseWriter, q *request, typ event.Type, now ti
 	if t, _, _ := strings.Cut(q.Header.Get(headerContentType), ";"); t != "" && !takesMediaType(strings.ToLower(strings.TrimSpace(t))) {
 		return nil, refuse(http.StatusUnsupportedMediaType, codeMediaType, "Content-Type must be application/json (text/plain is taken as JSON too)")
 	}
-	buf, bad := h.read(w, q)
+	if q.source != h.nobody { // Far over its rate, whatever the body holds: then it is not read.
+		if bad := h.limit(q, 0); bad != nil {
+			return nil, bad
+		}
+	}
+	body, bad := h.read(w, q)
 	if bad != nil {
 		return nil, bad
 	}
-	defer h.done(q, buf)
+	messages, rejected, bad := h.prepare(w, q, typ, now, body)
+	if bad != nil {
+		return nil, bad
+	}
+	if bad := h.store(q, messages, now); bad != nil {
+		return nil, bad
+	}
+	if len(rejected) > 0 {
+		h.countRejected(q, rejected, now)
+	}
+	return rejected, nil
+}
+
+// prepare makes messages of a body. All that computes is here, done in turns.
+func (h *Handler) prepare(w http.ResponseWriter, q *request, typ event.Type, now time.Time, body *buffer) ([]queue.Message, []event.Rejection, *refusal) {
+	h.turns.enter(&q.source.line)
+	defer h.turns.leave()
 
 	parser := event.Request{Type: typ, ReceivedAt: now}
 	if q.origin != "" {
 		parser.ClientIP = h.clientIP(q.Request)
 	}
-	batch, err := parser.Parse(buf.Bytes())
-	if q.source == nil {
+	batch, err := parser.Parse(body.bytes)
+	body.release()
+	fault, _ := errors.AsType[*event.Error](err)
+	if q.source == h.nobody {
 		if bad := h.authenticate(w, q, batch.WriteKey); bad != nil {
-			if fault, ok := errors.AsType[*event.Error](err); ok && batch.WriteKey == "" {
-				return nil, ofEvent(fault) // The key may be in what could not be read.
+			if fault != nil && batch.WriteKey == "" {
+				return nil, nil, ofEvent(fault) // The key may be in what could not be read.
 			}
-			return nil, bad
+			return nil, nil, bad
 		}
 	}
-	if fault, ok := errors.AsType[*event.Error](err); ok {
-		return nil, ofEvent(fault)
+	if fault != nil {
+		return nil, nil, ofEvent(fault)
 	}
-	if wait := q.source.limit(q.ref.Source, now, len(batch.Calls)); wait > 0 {
-		seconds := int(math.Ceil(min(wait.Seconds(), maxRetryAfter)))
-		return nil, refuse(http.StatusTooManyRequests, codeRateLimited, fmt.Sprintf("over the Source's limit of %d calls a second; send again after a pause", q.ref.Source.CallsPerSecond)).again(max(1, seconds))
+	total := 0
+	for i := range batch.Calls {
+		total += len(batch.Calls[i].Body)
 	}
-	if bad := h.store(q, batch.Calls, now); bad != nil {
-		return nil, bad
+	// A small batch with a large context makes messages far larger than itself.
+	if !q.room.move(&q.source.share, int64(total), h.MaxBuffered) {
+		return nil, nil, busy
 	}
-	if len(batch.Rejected) > 0 {
-		h.countRejected(q, batch.Rejected, now)
+	if bad := h.limit(q, len(batch.Calls)); bad != nil {
+		return nil, nil, bad
 	}
-	return batch.Rejected, nil
+	key := q.ref.Key()
+	messages := make([]queue.Message, len(batch.Calls))
+	begin := time.Now()
+	for i := range batch.Calls {
+		c := &batch.Calls[i]
+		messages[i] = queue.Message{
+			Source: key, ID: c.MessageID, Type: string(c.Type), AcceptedAt: now,
+			Skip: h.Skip(q.ref, c), Body: c.Body,
+		}
+		if c.Type == event.Track {
+			messages[i].Event = c.Event
+		}
+		if i%16 == 15 && time.Since(begin) > maxTurn {
+			h.turns.leave()
+			h.turns.enter(&q.source.line)
+			begin = time.Now()
+		}
+	}
+	return messages, batch.Rejected, nil
+}
+
+// limit holds a request of n calls to its Source's rate. For n = 0 it takes
+// nothing and refuses only when not even one call could be taken in a second.
+func (h *Handler) limit(q *request, n int) *refusal {
+	wait := q.source.limit(q.ref.Source, h.Now, n)
+	if wait <= 0 || n == 0 && wait <= time.Second {
+		return nil
+	}
+	seconds := int(math.Ceil(min(wait.Seconds(), maxRetryAfter)))
+	bad := refuse(http.StatusTooManyRequests, codeRateLimited, fmt.Sprintf("over the Source's limit of %d calls a second; send again after a pause", q.ref.Source.CallsPerSecond)).again(max(1, seconds))
+	bad.calls = n
+	return bad
 }
 
 // ofEvent makes a refusal of a fault in a request.
@@ -311,13 +414,17 @@ func (h *Handler) authenticate(w http.ResponseWriter, q *request, key string) *r
 		}
 		return refuse(http.StatusUnauthorized, codeUnknownKey, "no Source has this write key; compare it with the Source's Secret")
 	}
-	q.ref, q.source = ref, h.sourceOf(ref.Key(), q.view)
+	h.follow(q.view)
+	q.ref, q.source = ref, h.sourceOf(ref.Key())
+	if q.room.bytes == 0 { // Otherwise it moves when the body has become messages.
+		q.room.share = &q.source.share
+	}
 	if q.origin != "" {
-		if !allowsOrigin(ref.Source, q.origin) {
+		if !allowsOrigin(ref.Source, q.origin) && !sameOrigin(q.Request, q.origin) {
+			w.Header().Del(headerAllowedOrigin)
 			return refuse(http.StatusForbidden, codeOriginDenied, "the Source does not take calls from this page's origin; add it to spec.allowedOrigins")
 		}
-		w.Header().Set(headerAllowedOrigin, q.origin)
-		w.Header().Set("Access-Control-Expose-Headers", headerRetryAfter)
+		exposeTo(w.Header(), q.origin)
 	}
 	if !ref.Source.Enabled {
 		return refuse(http.StatusForbidden, codeSourceDisabled, "the Source is switched off; set spec.enabled to true")
@@ -329,6 +436,21 @@ func allowsOrigin(s liveconfig.Source, origin string) bool {
 	return slices.ContainsFunc(s.AllowedOrigins, func(o string) bool { return o == "*" || strings.EqualFold(o, origin) })
 }
 
+// sameOrigin reports whether a page calls the host that it came from (a proxy
+// in front of both); browsers ask no leave for that.
+func sameOrigin(r *http.Request, origin string) bool {
+	u, err := url.Parse(origin)
+	return err == nil && u.Host != "" && strings.EqualFold(u.Host, r.Host)
+}
+
+// exposeTo lets a page of an origin read the answer. Nothing here depends on
+// cookies, but sendBeacon sends them always and its answer must then allow it.
+func exposeTo(header http.Header, origin string) {
+	header.Set(headerAllowedOrigin, origin)
+	header.Set("Access-Control-Allow-Credentials", "true")
+	header.Set("Access-Control-Expose-Headers", exposedHeaders)
+}
+
 // preflight answers a browser's question before a call. The question carries no
 // write key, so it is allowed when some Source allows the origin; the call
 // itself is then decided by its own Source.
@@ -337,23 +459,17 @@ func (h *Handler) preflight(w http.ResponseWriter, q *request) {
 	header.Add("Vary", "Access-Control-Request-Method")
 	header.Add("Vary", "Access-Control-Request-Headers")
 	header.Set("Allow", allowedMethods)
-	if q.view != nil && q.origin != "" && anyAllows(q.view, q.origin) {
-		header.Set(headerAllowedOrigin, q.origin)
+	if header.Get(headerAllowedOrigin) != "" {
+		headers := allowedHeaders
+		// Libraries add headers of their own; none of them means anything here.
+		if asked := q.Header.Get("Access-Control-Request-Headers"); asked != "" && len(asked) <= 1024 {
+			headers = asked
+		}
 		header.Set("Access-Control-Allow-Methods", allowedMethods)
-		header.Set("Access-Control-Allow-Headers", allowedHeaders)
+		header.Set("Access-Control-Allow-Headers", headers)
 		header.Set("Access-Control-Max-Age", corsMaxAge)
 	}
 	w.WriteHeader(http.StatusNoContent)
-}
-
-func anyAllows(v *liveconfig.View, origin string) bool {
-	for _, tenant := range v.Tenants() {
-		c, _ := v.Tenant(tenant)
-		if slices.ContainsFunc(c.Sources, func(s liveconfig.Source) bool { return allowsOrigin(s, origin) }) {
-			return true
-		}
-	}
-	return false
 }
 
 // clientIP is the browser's address: the last one in X-Forwarded-For that no
@@ -379,45 +495,38 @@ func (h *Handler) trusts(ip netip.Addr) bool {
 	return slices.ContainsFunc(h.proxies, func(p netip.Prefix) bool { return p.Contains(ip) })
 }
 
-// store makes calls durable, each with the destinations that do not get it.
-func (h *Handler) store(q *request, calls []event.Call, now time.Time) *refusal {
-	if len(calls) == 0 {
+// store makes messages durable. A client that goes away meanwhile changes
+// nothing: what it has sent is as good as stored, and its retry a duplicate.
+func (h *Handler) store(q *request, messages []queue.Message, now time.Time) *refusal {
+	if len(messages) == 0 {
 		return nil
 	}
-	key := q.ref.Key()
-	messages := make([]queue.Message, len(calls))
-	for i := range calls {
-		c := &calls[i]
-		messages[i] = queue.Message{
-			Source: key, ID: c.MessageID, Type: string(c.Type), AcceptedAt: now,
-			Skip: h.Skip(q.ref, c), Body: c.Body,
-		}
-		if c.Type == event.Track {
-			messages[i].Event = c.Event
-		}
-	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(q.Context()), storeTimeout)
+	defer cancel()
 	begin := h.Now()
-	duplicates, err := h.Append(q.Context(), messages)
+	duplicates, err := h.Append(ctx, messages)
 	if err != nil {
-		return h.notStored(q, err)
+		bad := h.notStored(q, err, now)
+		bad.calls = len(messages)
+		return bad
 	}
 	h.metrics.durable.Observe(h.Now().Sub(begin).Seconds())
-	q.source.accepted(now, len(calls), duplicates)
+	q.source.accepted(now, len(messages), duplicates)
 	return nil
 }
 
-func (h *Handler) notStored(q *request, err error) *refusal {
+func (h *Handler) notStored(q *request, err error, now time.Time) *refusal {
 	switch {
 	case errors.Is(err, queue.ErrFull):
-		q.source.pressure.Store(true)
+		q.source.lastFull.Store(now.UnixNano())
 		return refuse(http.StatusServiceUnavailable, codeStorageFull, "storage is full; nothing of this request was taken, send it again later").again(retryAfterFull)
 	case errors.Is(err, queue.ErrClosed):
 		return refuse(http.StatusServiceUnavailable, codeNotReady, "shutting down; send again").again(retryAfterNotReady)
-	case q.Context().Err() != nil:
-		return refuse(http.StatusServiceUnavailable, codeUnreadable, "the client did not wait for the answer")
 	}
-	h.Logger.Error("calls could not be stored", "source", q.ref.Key(), "error", err)
-	return refuse(http.StatusServiceUnavailable, codeInternal, "the call could not be stored; send it again").again(retryAfterBusy)
+	if missed, ok := h.faults.due(now); ok {
+		h.Logger.Error("calls could not be stored", "namespace", q.source.namespace, "source", q.source.name, "error", err, "unlogged", missed)
+	}
+	return refuse(http.StatusServiceUnavailable, codeStorageFailed, "the call could not be stored; send it again").again(retryAfterFull)
 }
 
 // answer writes a refusal.
@@ -427,7 +536,10 @@ func (h *Handler) answer(w http.ResponseWriter, r *refusal) {
 	if r.retryAfter > 0 {
 		header.Set(headerRetryAfter, strconv.Itoa(r.retryAfter))
 	}
-	if r.status == http.StatusRequestEntityTooLarge {
+	switch r.status {
+	case http.StatusTooManyRequests:
+		header.Set(headerReset, strconv.Itoa(r.retryAfter))
+	case http.StatusRequestEntityTooLarge, http.StatusRequestTimeout:
 		header.Set("Connection", "close") // Rather than read what is left of it.
 	}
 	body, _ := json.Marshal(struct {
@@ -454,9 +566,10 @@ func success(rejected []event.Rejection) []byte {
 		Index int `json:"index"`
 		answerError
 	}
-	list := make([]rejection, len(rejected))
-	for i, r := range rejected {
-		list[i] = rejection{r.Index, answerError{r.Err.Code, r.Err.Message}}
+	// A body of commas must not make an answer of many times its size.
+	list := make([]rejection, min(len(rejected), event.MaxBatchCalls))
+	for i := range list {
+		list[i] = rejection{rejected[i].Index, answerError{rejected[i].Err.Code, rejected[i].Err.Message}}
 	}
 	body, _ := json.Marshal(struct {
 		Success  bool        `json:"success"`

@@ -11,11 +11,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -77,7 +79,7 @@ func newFixture(t testing.TB) *fixture {
 			}
 			return nil, nil
 		},
-		Now: func() time.Time { return f.now }, Registerer: f.registry,
+		Now: func() time.Time { return f.now }, Registerer: f.registry, Logger: slog.New(slog.DiscardHandler),
 	})
 	return f
 }
@@ -124,41 +126,43 @@ func TestAnswers(t *testing.T) {
 		want    string // in the body
 		stored  int
 	}{
-		"single":                {post("/v1/track", "web-key", track), 200, `{"success":true}`, 1},
-		"each path: page":       {post("/v1/page", "web-key", `{"anonymousId":"a"}`), 200, "true", 1},
-		"import is batch":       {post("/v1/import", "web-key", `{"batch":[{"type":"track","userId":"u","event":"E"}]}`), 200, "true", 1},
-		"trailing slash":        {post("/v1/track/", "web-key", track), 200, "true", 1},
-		"batch with a bad call": {post("/v1/batch", "web-key", `{"batch":[{"type":"track","userId":"u"},{"type":"track","userId":"u","event":"E"}]}`), 200, `"rejected":[{"index":0,"code":"no_event"`, 1},
-		"batch, all bad":        {post("/v1/batch", "web-key", `{"batch":[{"type":"track","userId":"u"}]}`), 200, `"rejected":[{"index":0`, 0},
-		"key without colon":     {post("/v1/track", "", track, "Authorization", basic("web-key")), 200, "true", 1},
-		"key without padding":   {post("/v1/track", "", track, "Authorization", strings.TrimRight(basic("web-key:"), "=")), 200, "true", 1},
-		"key in the body":       {post("/v1/track", "", `{"writeKey":"web-key","userId":"u","event":"E"}`), 200, "true", 1},
-		"key in a batch":        {post("/v1/batch", "", `{"writeKey":"web-key","batch":[{"type":"track","userId":"u","event":"E"}]}`), 200, "true", 1},
-		"bearer and body key":   {post("/v1/track", "", `{"writeKey":"web-key","userId":"u","event":"E"}`, "Authorization", "Bearer token"), 200, "true", 1},
-		"text/plain (beacon)":   {post("/v1/track", "web-key", track, "Content-Type", "text/plain;charset=UTF-8"), 200, "true", 1},
-		"no content type":       {post("/v1/track", "web-key", track, "Content-Type", ""), 200, "true", 1},
-		"gzip":                  {post("/v1/track", "web-key", zip(track), "Content-Encoding", "gzip"), 200, "true", 1},
-		"no key":                {post("/v1/track", "", track), 401, `"no_write_key"`, 0},
-		"unknown key":           {post("/v1/track", "nobody", track), 401, `"unknown_write_key"`, 0},
-		"unknown key in body":   {post("/v1/track", "", `{"writeKey":"nobody","userId":"u","event":"E"}`), 401, `"unknown_write_key"`, 0},
-		"disabled":              {post("/v1/track", "off-key", track), 403, `"source_disabled"`, 0},
-		"not JSON":              {post("/v1/track", "web-key", `{"userId":`), 400, `"invalid_json"`, 0},
-		"not an object":         {post("/v1/track", "web-key", `[]`), 400, `"not_an_object"`, 0},
-		"no id":                 {post("/v1/track", "web-key", `{"event":"E"}`), 400, `userId`, 0},
-		"empty batch":           {post("/v1/batch", "web-key", `{"batch":[]}`), 400, `"empty_batch"`, 0},
-		"call too large":        {post("/v1/track", "web-key", big), 413, `"call_too_large"`, 0},
-		"body too large":        {post("/v1/batch", "web-key", huge), 413, `"body_too_large"`, 0},
-		"bomb":                  {post("/v1/batch", "web-key", zip(strings.Repeat(" ", 50<<20)), "Content-Encoding", "gzip"), 413, `"body_too_large"`, 0},
-		"not gzip":              {post("/v1/track", "web-key", track, "Content-Encoding", "gzip"), 400, `"unreadable_body"`, 0},
-		"gzip cut off":          {post("/v1/track", "web-key", zip(track)[:20], "Content-Encoding", "gzip"), 400, `"unreadable_body"`, 0},
-		"other encoding":        {post("/v1/track", "web-key", track, "Content-Encoding", "br"), 415, `"unsupported_encoding"`, 0},
-		"other type":            {post("/v1/track", "web-key", track, "Content-Type", "image/png"), 415, `"unsupported_media_type"`, 0},
-		"unknown path":          {post("/v1/frob", "web-key", track), 404, `"not_found"`, 0},
-		"without version":       {post("/track", "web-key", track), 404, `"not_found"`, 0},
-		"GET":                   {httptest.NewRequest(http.MethodGet, "/v1/track", nil), 405, `"method_not_allowed"`, 0},
-		"origin not allowed":    {post("/v1/track", "web-key", track, "Origin", "https://evil.example"), 403, `"origin_not_allowed"`, 0},
-		"origin allowed":        {post("/v1/track", "web-key", track, "Origin", "https://shop.example"), 200, "true", 1},
-		"no browser at all":     {post("/v1/track", "slow-key", track, "Origin", "https://shop.example"), 403, `"origin_not_allowed"`, 0},
+		"single":                 {post("/v1/track", "web-key", track), 200, `{"success":true}`, 1},
+		"each path: page":        {post("/v1/page", "web-key", `{"anonymousId":"a"}`), 200, "true", 1},
+		"import is batch":        {post("/v1/import", "web-key", `{"batch":[{"type":"track","userId":"u","event":"E"}]}`), 200, "true", 1},
+		"trailing slash":         {post("/v1/track/", "web-key", track), 200, "true", 1},
+		"batch with a bad call":  {post("/v1/batch", "web-key", `{"batch":[{"type":"track","userId":"u"},{"type":"track","userId":"u","event":"E"}]}`), 200, `"rejected":[{"index":0,"code":"no_event"`, 1},
+		"batch, all bad":         {post("/v1/batch", "web-key", `{"batch":[{"type":"track","userId":"u"}]}`), 200, `"rejected":[{"index":0`, 0},
+		"key without colon":      {post("/v1/track", "", track, "Authorization", basic("web-key")), 200, "true", 1},
+		"key without padding":    {post("/v1/track", "", track, "Authorization", strings.TrimRight(basic("web-key:"), "=")), 200, "true", 1},
+		"key in the body":        {post("/v1/track", "", `{"writeKey":"web-key","userId":"u","event":"E"}`), 200, "true", 1},
+		"key in a batch":         {post("/v1/batch", "", `{"writeKey":"web-key","batch":[{"type":"track","userId":"u","event":"E"}]}`), 200, "true", 1},
+		"bearer and body key":    {post("/v1/track", "", `{"writeKey":"web-key","userId":"u","event":"E"}`, "Authorization", "Bearer token"), 200, "true", 1},
+		"text/plain (beacon)":    {post("/v1/track", "web-key", track, "Content-Type", "text/plain;charset=UTF-8"), 200, "true", 1},
+		"no content type":        {post("/v1/track", "web-key", track, "Content-Type", ""), 200, "true", 1},
+		"gzip":                   {post("/v1/track", "web-key", zip(track), "Content-Encoding", "gzip"), 200, "true", 1},
+		"no key":                 {post("/v1/track", "", track), 401, `"no_write_key"`, 0},
+		"unknown key":            {post("/v1/track", "nobody", track), 401, `"unknown_write_key"`, 0},
+		"unknown key in body":    {post("/v1/track", "", `{"writeKey":"nobody","userId":"u","event":"E"}`), 401, `"unknown_write_key"`, 0},
+		"disabled":               {post("/v1/track", "off-key", track), 403, `"source_disabled"`, 0},
+		"not JSON":               {post("/v1/track", "web-key", `{"userId":`), 400, `"invalid_json"`, 0},
+		"not an object":          {post("/v1/track", "web-key", `[]`), 400, `"not_an_object"`, 0},
+		"no id":                  {post("/v1/track", "web-key", `{"event":"E"}`), 400, `userId`, 0},
+		"empty batch":            {post("/v1/batch", "web-key", `{"batch":[]}`), 400, `"empty_batch"`, 0},
+		"call too large":         {post("/v1/track", "web-key", big), 413, `"call_too_large"`, 0},
+		"body too large":         {post("/v1/batch", "web-key", huge), 413, `"body_too_large"`, 0},
+		"bomb":                   {post("/v1/batch", "web-key", zip(strings.Repeat(" ", 50<<20)), "Content-Encoding", "gzip"), 413, `"body_too_large"`, 0},
+		"not gzip":               {post("/v1/track", "web-key", track, "Content-Encoding", "gzip"), 400, `"unreadable_body"`, 0},
+		"gzip cut off":           {post("/v1/track", "web-key", zip(track)[:20], "Content-Encoding", "gzip"), 400, `"unreadable_body"`, 0},
+		"other encoding":         {post("/v1/track", "web-key", track, "Content-Encoding", "br"), 415, `"unsupported_encoding"`, 0},
+		"other type":             {post("/v1/track", "web-key", track, "Content-Type", "image/png"), 415, `"unsupported_media_type"`, 0},
+		"browser library":        {post("/v1/t", "", `{"writeKey":"web-key","userId":"u","event":"E"}`, "Content-Type", "text/plain"), 200, "true", 1},
+		"browser library, /v1/b": {post("/v1/b", "", `{"writeKey":"web-key","batch":[{"type":"page","userId":"u","writeKey":"web-key"}]}`, "Content-Type", "text/plain"), 200, "true", 1},
+		"unknown path":           {post("/v1/frob", "web-key", track), 404, `"not_found"`, 0},
+		"without version":        {post("/track", "web-key", track), 404, `"not_found"`, 0},
+		"GET":                    {httptest.NewRequest(http.MethodGet, "/v1/track", nil), 405, `"method_not_allowed"`, 0},
+		"origin not allowed":     {post("/v1/track", "web-key", track, "Origin", "https://evil.example"), 403, `"origin_not_allowed"`, 0},
+		"origin allowed":         {post("/v1/track", "web-key", track, "Origin", "https://shop.example"), 200, "true", 1},
+		"no browser at all":      {post("/v1/track", "slow-key", track, "Origin", "https://shop.example"), 403, `"origin_not_allowed"`, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := newFixture(t)
@@ -173,8 +177,8 @@ func TestAnswers(t *testing.T) {
 			if w.Code == 405 && w.Header().Get("Allow") == "" {
 				t.Error("405 without Allow")
 			}
-			if n := f.buffered.Load(); n != 0 {
-				t.Errorf("%d bytes stay reserved", n)
+			if n := f.memory.held(); n != 0 {
+				t.Errorf("%d bytes stay held", n)
 			}
 		})
 	}
@@ -221,7 +225,7 @@ func TestWhatPassesByItselfSaysWhenToComeBack(t *testing.T) {
 		f := newFixture(t)
 		f.err = errors.New("disk on fire at /secret/path")
 		w := f.do(post("/v1/track", "web-key", track))
-		retry(t, w, 503, codeInternal)
+		retry(t, w, 503, codeStorageFailed)
 		if strings.Contains(w.Body.String(), "fire") {
 			t.Error("the answer shows internals")
 		}
@@ -248,6 +252,16 @@ func TestWhatPassesByItselfSaysWhenToComeBack(t *testing.T) {
 		f.now = f.now.Add(time.Minute)
 		if w := f.do(post("/v1/batch", "slow-key", larger)); w.Code != 200 {
 			t.Errorf("a batch larger than the burst can never pass: %d", w.Code)
+		}
+		if w := f.do(post("/v1/track", "slow-key", "not even JSON")); w.Code != http.StatusTooManyRequests || w.Header().Get("X-RateLimit-Reset") != "4" {
+			t.Errorf("far over the rate the body is not looked at: %d %v", w.Code, w.Header())
+		}
+		f.now = f.now.Add(3 * time.Second)
+		if w := f.do(post("/v1/track", "slow-key", track)); w.Code != http.StatusTooManyRequests {
+			t.Errorf("the batch's 50 calls take 5 s at 10/s with a burst of 20: %d after 3 s", w.Code)
+		}
+		if c := f.Counters("shop/slow"); c.Rejected != 20+1+1 {
+			t.Errorf("%d calls counted as rejected", c.Rejected)
 		}
 	})
 }
@@ -301,7 +315,7 @@ func TestCORS(t *testing.T) {
 		}
 		return w.Header()
 	}
-	if h := preflight("https://shop.example"); h.Get(headerAllowedOrigin) != "https://shop.example" || !strings.Contains(h.Get("Access-Control-Allow-Headers"), "Authorization") || !strings.Contains(fmt.Sprint(h.Values("Vary")), "Origin") {
+	if h := preflight("https://shop.example"); h.Get(headerAllowedOrigin) != "https://shop.example" || !strings.Contains(h.Get("Access-Control-Allow-Headers"), "authorization") || !strings.Contains(fmt.Sprint(h.Values("Vary")), "Origin") {
 		t.Errorf("allowed origin: %v", h)
 	}
 	if h := preflight("https://evil.example"); h.Get(headerAllowedOrigin) != "" {
@@ -374,41 +388,203 @@ func TestCountersAndMetrics(t *testing.T) {
 	}
 }
 
-// A flood cannot take more memory than the budget; one Source gets half of it.
-func TestBodiesAreBoundedInMemory(t *testing.T) {
-	f := newFixture(t)
-	f.MaxBuffered = 8 * event.MaxBodyBytes
-	f.block = make(chan struct{})
-	statuses := make(chan int, 100)
+// flood sends requests that wait in Append and returns how many were let in
+// and how many were refused as too many.
+func (f *fixture) flood(key, body string, n int) (waiting func() int, refused *atomic.Int64) {
+	refused = new(atomic.Int64)
 	var group sync.WaitGroup
-	for range 20 {
-		group.Go(func() { statuses <- f.do(post("/v1/track", "web-key", track)).Code })
+	var taken atomic.Int64
+	for range n {
+		group.Go(func() {
+			if f.do(post("/v1/batch", key, body)).Code == http.StatusOK {
+				taken.Add(1)
+			} else {
+				refused.Add(1)
+			}
+		})
 	}
-	for range 16 { // All but the four that may wait.
-		if s := <-statuses; s != http.StatusServiceUnavailable {
-			t.Errorf("%d", s)
+	return func() int { group.Wait(); return int(taken.Load()) }, refused
+}
+
+// A flood cannot take more memory than the budget, and never all of it: another
+// Source still finds room, also while bodies are larger once they are messages.
+func TestMemoryIsBoundedAndShared(t *testing.T) {
+	wide := `{"context":{"x":"` + strings.Repeat("x", 20<<10) + `"},"batch":[` + strings.TrimSuffix(strings.Repeat(`{"type":"track","userId":"u","event":"E"},`, 20), ",") + `]}`
+	for name, body := range map[string]string{
+		"messages larger than the body": wide,
+		"body":                          `{"batch":[{"type":"track","userId":"u","event":"E","properties":{"x":"` + strings.Repeat("x", 20<<10) + `"}}]}`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t)
+			f.MaxBuffered = 8 << 20
+			f.block = make(chan struct{})
+			const n = 1000
+			waiting, refused := f.flood("web-key", body, n)
+			other := make(chan int, 1)
+			deadline := time.Now().Add(60 * time.Second)
+			// All that will be refused is refused when the rest waits for storage.
+			for held := int64(0); refused.Load() == 0 || held != f.memory.held(); {
+				held = f.memory.held()
+				if held > f.MaxBuffered/2 {
+					t.Fatalf("one Source holds %d of %d bytes", held, f.MaxBuffered)
+				}
+				if time.Now().After(deadline) {
+					t.Fatal("nothing was refused")
+				}
+				time.Sleep(10 * time.Millisecond)
+			}
+			go func() { other <- f.do(post("/v1/batch", "slow-key", wide)).Code }()
+			select {
+			case s := <-other: // it must wait for storage, too
+				t.Errorf("another Source was answered %d during the flood", s)
+			case <-time.After(100 * time.Millisecond):
+			}
+			close(f.block)
+			if s := <-other; s != http.StatusOK {
+				t.Errorf("another Source was answered %d after the flood", s)
+			}
+			if taken := waiting(); taken == 0 || taken+int(refused.Load()) != n {
+				t.Errorf("%d taken, %d refused", taken, refused.Load())
+			}
+			if held := f.memory.held(); held != 0 {
+				t.Errorf("%d bytes stay held", held)
+			}
+		})
+	}
+}
+
+func TestWhoSendsNothingHoldsLittle(t *testing.T) {
+	f := newFixture(t)
+	r, w := io.Pipe()
+	request := post("/v1/batch", "web-key", "")
+	request.Body, request.ContentLength = r, event.MaxBodyBytes
+	done := make(chan int)
+	go func() { done <- f.do(request).Code }()
+	if _, err := w.Write([]byte(`{"batch":[`)); err != nil { // it is being read
+		t.Fatal(err)
+	}
+	if held := f.memory.held(); held > 64<<10 {
+		t.Errorf("%d bytes held for 10 that were sent", held)
+	}
+	_ = w.CloseWithError(io.ErrUnexpectedEOF)
+	if s := <-done; s != http.StatusBadRequest {
+		t.Error(s)
+	}
+}
+
+func TestSlowBodiesEnd(t *testing.T) {
+	f := newFixture(t)
+	addr, _ := serve(t, f, func(s *http.Server) { s.ReadTimeout = 100 * time.Millisecond })
+	c, err := net.Dial("tcp", addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if _, err := fmt.Fprintf(c, "POST /v1/track HTTP/1.1\r\nHost: x\r\nAuthorization: Basic %s\r\nContent-Length: 1000\r\n\r\n{", base64.StdEncoding.EncodeToString([]byte("web-key:"))); err != nil {
+		t.Fatal(err)
+	}
+	_ = c.SetReadDeadline(time.Now().Add(60 * time.Second))
+	answer, _ := io.ReadAll(c)
+	if !strings.HasPrefix(string(answer), "HTTP/1.1 408 ") || !strings.Contains(string(answer), codeTooSlow) || !strings.Contains(string(answer), "Connection: close") {
+		t.Errorf("%s", answer)
+	}
+}
+
+// Sources that wait for the CPU take turns, however many requests one of them has.
+func TestTurnsGoRound(t *testing.T) {
+	var ts turns
+	var flood, single line
+	order := make(chan string, 10)
+	waits := func(l *line, n int) {
+		for {
+			ts.mu.Lock()
+			ok := len(l.waiting) == n
+			ts.mu.Unlock()
+			if ok {
+				return
+			}
+			time.Sleep(time.Millisecond)
 		}
 	}
-	other := make(chan int)
-	go func() { other <- f.do(post("/v1/track", "slow-key", track)).Code }()
-	close(f.block)
-	if s := <-other; s != 200 {
-		t.Errorf("another Source was answered %d during the flood", s)
+	for i := range 5 {
+		go func() { ts.enter(&flood); order <- "flood"; ts.leave() }()
+		waits(&flood, i+1)
 	}
-	group.Wait()
-	if n := f.buffered.Load(); n != 0 {
-		t.Errorf("%d bytes stay reserved", n)
+	go func() { ts.enter(&single); order <- "single"; ts.leave() }()
+	waits(&single, 1)
+	ts.leave() // the first turn is free
+	var got []string
+	for range 6 {
+		got = append(got, <-order)
+	}
+	if got[1] != "single" {
+		t.Errorf("%v", got)
+	}
+	ts.enter(&single) // and it is free again
+}
+
+func TestAPanicEndsOneRequest(t *testing.T) {
+	f := newFixture(t)
+	skip := f.Skip
+	f.Skip = func(liveconfig.SourceRef, *event.Call) []string { panic("secret") }
+	for range 100 { // more than there are turns
+		w := f.do(post("/v1/track", "web-key", track))
+		if w.Code != http.StatusInternalServerError || !strings.Contains(w.Body.String(), codeInternal) || strings.Contains(w.Body.String(), "secret") {
+			t.Fatalf("%d %s", w.Code, w.Body)
+		}
+	}
+	f.Skip = skip
+	if w := f.do(post("/v1/track", "web-key", track)); w.Code != 200 || f.memory.held() != 0 {
+		t.Errorf("%d %s, %d held", w.Code, w.Body, f.memory.held())
+	}
+}
+
+func TestAClientThatLeavesDoesNotStopTheStore(t *testing.T) {
+	f := newFixture(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	f.Append = func(ctx context.Context, _ []queue.Message) ([]bool, error) {
+		if _, bounded := ctx.Deadline(); !bounded {
+			t.Error("the wait for storage has no bound")
+		}
+		return nil, ctx.Err()
+	}
+	if w := f.do(post("/v1/track", "web-key", track).WithContext(ctx)); w.Code != 200 {
+		t.Errorf("%d %s", w.Code, w.Body)
+	}
+}
+
+func TestAnAnswerIsNotMuchLargerThanItsRequest(t *testing.T) {
+	w := newFixture(t).do(post("/v1/batch", "web-key", `{"batch":[`+strings.Repeat("0,", 200_000)+`0]}`))
+	if w.Code != 200 || w.Body.Len() > 1<<20 {
+		t.Errorf("%d, %d bytes", w.Code, w.Body.Len())
+	}
+}
+
+func TestPressureEnds(t *testing.T) {
+	f := newFixture(t)
+	f.err = queue.ErrFull
+	f.do(post("/v1/track", "web-key", track))
+	if !f.Counters("shop/web").StoragePressure {
+		t.Error("no pressure")
+	}
+	f.now = f.now.Add(pressureMemory)
+	if f.Counters("shop/web").StoragePressure {
+		t.Error("pressure, long after the last call")
 	}
 }
 
 // serve runs the handler behind the real server.
-func serve(t *testing.T, f *fixture) (addr string, server *http.Server) {
+func serve(t *testing.T, f *fixture, changes ...func(*http.Server)) (addr string, server *http.Server) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
 	server = NewServer(f)
+	for _, change := range changes {
+		change(server)
+	}
 	go func() { _ = server.Serve(l) }()
 	t.Cleanup(func() { _ = server.Close() })
 	return l.Addr().String(), server
@@ -465,7 +641,7 @@ func TestGracefulStop(t *testing.T) {
 		resp.Body.Close()
 		status <- resp.StatusCode
 	}()
-	for f.buffered.Load() == 0 {
+	for f.memory.held() == 0 {
 		time.Sleep(time.Millisecond)
 	}
 	stopped := make(chan error, 1)

@@ -3,16 +3,20 @@ package ingest
 import (
 	"encoding/json"
 	"errors"
+	"io"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 	"testing"
+	"testing/iotest"
 
 	"sigs.k8s.io/yaml"
 
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/event"
 )
@@ -99,7 +103,19 @@ func TestOpenAPIIsTrue(t *testing.T) {
 		"not_ready":    func(f *fixture) *http.Request { f.view = nil; return post("/v1/track", "web-key", track) },
 		"busy":         func(f *fixture) *http.Request { f.MaxBuffered = 1; return post("/v1/track", "web-key", track) },
 		"storage_full": func(f *fixture) *http.Request { f.err = queue.ErrFull; return post("/v1/track", "web-key", track) },
-		"internal":     func(f *fixture) *http.Request { f.err = errTest; return post("/v1/track", "web-key", track) },
+		"storage_failed": func(f *fixture) *http.Request {
+			f.err = errTest
+			return post("/v1/track", "web-key", track)
+		},
+		"internal": func(f *fixture) *http.Request {
+			f.Skip = func(liveconfig.SourceRef, *event.Call) []string { panic("test") }
+			return post("/v1/track", "web-key", track)
+		},
+		"body_too_slow": func(*fixture) *http.Request {
+			r := post("/v1/track", "web-key", "")
+			r.Body, r.ContentLength = io.NopCloser(iotest.ErrReader(os.ErrDeadlineExceeded)), -1
+			return r
+		},
 	}
 	var named []string
 	for component, r := range d.Components.Responses {

@@ -19,7 +19,8 @@ type SourceCounters struct {
 	LastAccepted, LastRejected time.Time
 	// LastRejection says why, for people; it holds nothing of what was sent.
 	LastRejection string
-	// StoragePressure is true while calls are refused for want of storage.
+	// StoragePressure is true while calls are refused for want of storage: from
+	// the first refusal until a call is stored, or none came for a while.
 	StoragePressure bool
 }
 
@@ -31,14 +32,20 @@ func (h *Handler) Counters(key string) (c SourceCounters) {
 	}
 	s := v.(*source)
 	c = SourceCounters{
-		Rejected: s.rejectedCalls.Load(), Duplicates: s.duplicateCalls.Load(), StoragePressure: s.pressure.Load(),
+		Rejected: s.rejectedCalls.Load(), Duplicates: s.duplicateCalls.Load(),
 		LastAccepted: unixNano(s.lastAccepted.Load()), LastRejected: unixNano(s.lastRejected.Load()),
 	}
 	if text := s.lastRejection.Load(); text != nil {
 		c.LastRejection = *text
 	}
+	full := s.lastFull.Load()
+	c.StoragePressure = full != 0 && h.Now().Sub(time.Unix(0, full)) < pressureMemory
 	return c
 }
+
+// pressureMemory is how long a refusal for want of storage is held to be the
+// state of things when no call comes that would tell.
+const pressureMemory = 5 * time.Minute
 
 func unixNano(n int64) time.Time {
 	if n == 0 {
@@ -47,16 +54,18 @@ func unixNano(n int64) time.Time {
 	return time.Unix(0, n)
 }
 
-// source is what is kept per Source.
+// source is what is kept per Source, and of all requests without a known one.
 type source struct {
-	namespace, name               string
-	buffered                      atomic.Int64
+	namespace, name string
+	// share and line are its part of memory and CPU.
+	share                         share
+	line                          line
 	rejectedCalls, duplicateCalls atomic.Int64
 	lastAccepted, lastRejected    atomic.Int64
 	lastRejection                 atomic.Pointer[string]
-	pressure                      atomic.Bool
-	// nextLog is when the next refusal may be logged, and unlogged counts those in between.
-	nextLog, unlogged atomic.Int64
+	// lastFull is when storage was full for it; 0 after a call was stored.
+	lastFull atomic.Int64
+	log      sampler
 
 	acceptedCount, duplicateCount prometheus.Counter
 
@@ -66,12 +75,8 @@ type source struct {
 	perSecond, burst int
 }
 
-// sourceOf returns what is kept of a Source. When the config has changed, what
-// is kept of Sources that are gone is forgotten.
-func (h *Handler) sourceOf(key string, view *liveconfig.View) *source {
-	if h.pruned.Swap(view) != view {
-		h.prune(view)
-	}
+// sourceOf returns what is kept of a Source.
+func (h *Handler) sourceOf(key string) *source {
 	if s, ok := h.sources.Load(key); ok {
 		return s.(*source)
 	}
@@ -83,12 +88,27 @@ func (h *Handler) sourceOf(key string, view *liveconfig.View) *source {
 	return actual.(*source)
 }
 
-func (h *Handler) prune(view *liveconfig.View) {
+// origins are those that some Source of a view allows.
+type origins struct {
+	view *liveconfig.View
+	set  map[string]bool
+}
+
+// follow returns the origins of a view. When the config has changed, they are
+// gathered anew, and what is kept of Sources that are gone is forgotten.
+func (h *Handler) follow(view *liveconfig.View) *origins {
+	if o := h.origins.Load(); o != nil && o.view == view {
+		return o
+	}
 	exists := map[string]bool{}
+	o := &origins{view: view, set: map[string]bool{}}
 	for _, tenant := range view.Tenants() {
 		c, _ := view.Tenant(tenant)
 		for _, s := range c.Sources {
 			exists[tenant+"/"+s.Name] = true
+			for _, origin := range s.AllowedOrigins {
+				o.set[strings.ToLower(origin)] = true
+			}
 		}
 	}
 	h.sources.Range(func(key, v any) bool {
@@ -99,12 +119,18 @@ func (h *Handler) prune(view *liveconfig.View) {
 		}
 		return true
 	})
+	h.origins.Store(o)
+	return o
 }
 
+func (o *origins) allow(origin string) bool { return o.set["*"] || o.set[strings.ToLower(origin)] }
+
 // limit takes n calls from the Source's rate and returns 0, or takes none and
-// returns how long to wait. A batch that is larger than the burst counts as the burst.
-func (s *source) limit(c liveconfig.Source, now time.Time, n int) time.Duration {
-	if c.CallsPerSecond == 0 || n == 0 {
+// returns how long to wait. For n = 0 it tells whether one call could be taken.
+// A batch larger than the burst is taken when the whole burst is there; what it
+// takes beyond is a debt that later calls wait for, so that the rate holds.
+func (s *source) limit(c liveconfig.Source, clock func() time.Time, n int) time.Duration {
+	if c.CallsPerSecond == 0 {
 		return 0
 	}
 	burst := c.Burst
@@ -116,12 +142,17 @@ func (s *source) limit(c liveconfig.Source, now time.Time, n int) time.Duration 
 	if s.limiter == nil || s.perSecond != c.CallsPerSecond || s.burst != burst {
 		s.limiter, s.perSecond, s.burst = rate.NewLimiter(rate.Limit(c.CallsPerSecond), burst), c.CallsPerSecond, burst
 	}
-	r := s.limiter.ReserveN(now, min(n, burst))
-	wait := r.DelayFrom(now)
-	if wait > 0 {
-		r.CancelAt(now)
+	now := clock()
+	missing := float64(min(max(n, 1), burst)) - s.limiter.TokensAt(now)
+	if missing > 0 {
+		return time.Duration(missing / float64(c.CallsPerSecond) * float64(time.Second))
 	}
-	return wait
+	for n > 0 {
+		part := min(n, burst)
+		s.limiter.ReserveN(now, part)
+		n -= part
+	}
+	return 0
 }
 
 // accepted counts stored calls.
@@ -132,7 +163,7 @@ func (s *source) accepted(now time.Time, n int, duplicates []bool) {
 			repeated++
 		}
 	}
-	s.pressure.Store(false)
+	s.lastFull.Store(0)
 	s.duplicateCalls.Add(int64(repeated))
 	s.duplicateCount.Add(float64(repeated))
 	s.acceptedCount.Add(float64(n - repeated))
@@ -141,6 +172,19 @@ func (s *source) accepted(now time.Time, n int, duplicates []bool) {
 
 const logEvery = 10 * time.Second
 
+// sampler lets one line in a while into the log.
+type sampler struct{ next, missed atomic.Int64 }
+
+// due reports whether to log, and how many lines were left out before.
+func (s *sampler) due(now time.Time) (missed int64, ok bool) {
+	next := s.next.Load()
+	if now.UnixNano() < next || !s.next.CompareAndSwap(next, now.Add(logEvery).UnixNano()) {
+		s.missed.Add(1)
+		return 0, false
+	}
+	return s.missed.Swap(0), true
+}
+
 // reject counts refused calls, and logs one refusal in a while.
 func (h *Handler) reject(s *source, now time.Time, n int, code, message string) {
 	text := code + ": " + message
@@ -148,21 +192,9 @@ func (h *Handler) reject(s *source, now time.Time, n int, code, message string) 
 	s.lastRejection.Store(&text)
 	s.lastRejected.Store(now.UnixNano())
 	h.metrics.rejected.WithLabelValues(s.namespace, s.name, code).Add(float64(n))
-	next := s.nextLog.Load()
-	if now.UnixNano() < next || !s.nextLog.CompareAndSwap(next, now.Add(logEvery).UnixNano()) {
-		s.unlogged.Add(int64(n))
-		return
+	if missed, ok := s.log.due(now); ok {
+		h.Logger.Warn("calls refused", "namespace", s.namespace, "source", s.name, "code", code, "message", message, "calls", n, "unlogged", missed)
 	}
-	h.Logger.Warn("calls refused", "namespace", s.namespace, "source", s.name, "code", code, "message", message, "calls", n, "unlogged", s.unlogged.Swap(0))
-}
-
-// count counts a request that was refused as a whole, as one call.
-func (h *Handler) count(q *request, r *refusal, now time.Time) {
-	if q.source == nil {
-		h.metrics.rejected.WithLabelValues("", "", r.code).Inc()
-		return
-	}
-	h.reject(q.source, now, 1, r.code, r.message)
 }
 
 // countRejected counts the calls of a batch that were not taken.
