@@ -1,0 +1,187 @@
+package standalone
+
+import (
+	"encoding/json"
+	"errors"
+	"net/http"
+	"slices"
+	"strings"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+)
+
+// Prefix is the path below which Handler serves our kinds.
+const Prefix = "/apis/posthorn.dev/v1alpha1"
+
+// Handler serves the objects to read, on the paths and in the forms of a
+// Kubernetes API server, so that a client of it, kubectl included, can show
+// them: lists, single objects, and tables with the columns of the CRDs.
+// Secrets are not served. GET /problems lists what is wrong with the manifests.
+func (c *Control) Handler() http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET "+Prefix+"/{resource}", c.serve)
+	mux.HandleFunc("GET "+Prefix+"/{resource}/{name}", c.serve)
+	mux.HandleFunc("GET "+Prefix+"/namespaces/{namespace}/{resource}", c.serve)
+	mux.HandleFunc("GET "+Prefix+"/namespaces/{namespace}/{resource}/{name}", c.serve)
+	mux.HandleFunc("GET "+Prefix, func(w http.ResponseWriter, _ *http.Request) { discover(w) })
+	mux.HandleFunc("GET /api", func(w http.ResponseWriter, _ *http.Request) {
+		write(w, http.StatusOK, metav1.APIVersions{TypeMeta: metav1.TypeMeta{Kind: "APIVersions"}, Versions: []string{}})
+	})
+	mux.HandleFunc("GET /apis", func(w http.ResponseWriter, _ *http.Request) {
+		version := metav1.GroupVersionForDiscovery{GroupVersion: v1alpha1.GroupVersion.String(), Version: v1alpha1.GroupVersion.Version}
+		write(w, http.StatusOK, metav1.APIGroupList{
+			TypeMeta: metav1.TypeMeta{Kind: "APIGroupList", APIVersion: "v1"},
+			Groups:   []metav1.APIGroup{{Name: v1alpha1.GroupVersion.Group, Versions: []metav1.GroupVersionForDiscovery{version}, PreferredVersion: version}},
+		})
+	})
+	mux.HandleFunc("GET /problems", func(w http.ResponseWriter, _ *http.Request) {
+		problems, ignored := c.Problems()
+		write(w, http.StatusOK, map[string][]Problem{"problems": append([]Problem{}, problems...), "ignored": append([]Problem{}, ignored...)})
+	})
+	return mux
+}
+
+func discover(w http.ResponseWriter) {
+	kinds, err := definitions()
+	if err != nil {
+		fail(w, apierrors.NewInternalError(err))
+		return
+	}
+	list := metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}, GroupVersion: v1alpha1.GroupVersion.String()}
+	for _, kind := range []string{kindSource, kindDestination} {
+		n := kinds[kind].names
+		list.APIResources = append(list.APIResources, metav1.APIResource{
+			Name: n.Plural, SingularName: n.Singular, Namespaced: true, Kind: n.Kind,
+			Verbs: metav1.Verbs{"get", "list"}, ShortNames: n.ShortNames, Categories: n.Categories,
+		})
+	}
+	write(w, http.StatusOK, list)
+}
+
+// serve answers a list or an object.
+func (c *Control) serve(w http.ResponseWriter, r *http.Request) {
+	kinds, err := definitions()
+	if err != nil {
+		fail(w, apierrors.NewInternalError(err))
+		return
+	}
+	namespace, resource, name := r.PathValue("namespace"), r.PathValue("resource"), r.PathValue("name")
+	if name != "" && namespace == "" {
+		namespace = defaultNamespace
+	}
+	query := r.URL.Query()
+	if watch := query.Get("watch"); watch != "" && watch != "0" && watch != "false" {
+		fail(w, apierrors.NewMethodNotSupported(schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: resource}, "watch"))
+		return
+	}
+	selector, err := labels.Parse(query.Get("labelSelector"))
+	if err != nil {
+		fail(w, apierrors.NewBadRequest("labelSelector: "+err.Error()))
+		return
+	}
+	chosen := func(m metav1.ObjectMeta) bool {
+		return (name == "" || m.Name == name) && selector.Matches(labels.Set(m.Labels))
+	}
+
+	var list, one runtime.Object
+	var definition *definition
+	switch resource {
+	case kinds[kindSource].names.Plural:
+		l := c.Sources(namespace)
+		l.Items = slices.DeleteFunc(l.Items, func(o v1alpha1.Source) bool { return !chosen(o.ObjectMeta) })
+		for i := range l.Items {
+			l.Items[i].SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kindSource))
+			one = &l.Items[i]
+		}
+		definition, list = kinds[kindSource], &l
+	case kinds[kindDestination].names.Plural:
+		l := c.WebhookDestinations(namespace)
+		l.Items = slices.DeleteFunc(l.Items, func(o v1alpha1.WebhookDestination) bool { return !chosen(o.ObjectMeta) })
+		for i := range l.Items {
+			l.Items[i].SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kindDestination))
+			one = &l.Items[i]
+		}
+		definition, list = kinds[kindDestination], &l
+	default:
+		fail(w, apierrors.NewNotFound(schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: resource}, name))
+		return
+	}
+	if name != "" {
+		if one == nil {
+			fail(w, apierrors.NewNotFound(schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: resource}, name))
+			return
+		}
+		list = one
+	}
+	if !wantsTable(r.Header.Get("Accept")) {
+		write(w, http.StatusOK, list)
+		return
+	}
+	table, err := definition.print(r, list, query.Get("includeObject"))
+	if err != nil {
+		fail(w, apierrors.NewInternalError(err))
+		return
+	}
+	write(w, http.StatusOK, table)
+}
+
+// wantsTable reports whether a client asks for a table before anything else, as kubectl get does.
+func wantsTable(accept string) bool {
+	first, _, _ := strings.Cut(accept, ",")
+	return strings.Contains(first, "as=Table")
+}
+
+// print makes the table that kubectl get shows.
+func (d *definition) print(r *http.Request, list runtime.Object, include string) (*metav1.Table, error) {
+	table, err := d.table.ConvertToTable(r.Context(), list, nil)
+	if err != nil {
+		return nil, err
+	}
+	table.SetGroupVersionKind(metav1.SchemeGroupVersion.WithKind("Table"))
+	for i := range table.Rows {
+		object := table.Rows[i].Object.Object
+		switch metav1.IncludeObjectPolicy(include) {
+		case metav1.IncludeObject:
+		case metav1.IncludeNone:
+			object = nil
+		default:
+			m, err := meta.Accessor(object)
+			if err != nil {
+				return nil, err
+			}
+			partial := meta.AsPartialObjectMetadata(m)
+			partial.SetGroupVersionKind(metav1.SchemeGroupVersion.WithKind("PartialObjectMetadata"))
+			object = partial
+		}
+		table.Rows[i].Object = runtime.RawExtension{Object: object}
+	}
+	return table, nil
+}
+
+func write(w http.ResponseWriter, code int, object any) {
+	body, err := json.Marshal(object)
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+		return
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(code)
+	_, _ = w.Write(append(body, '\n'))
+}
+
+func fail(w http.ResponseWriter, err error) {
+	var status apierrors.APIStatus
+	if !errors.As(err, &status) {
+		status = apierrors.NewInternalError(err)
+	}
+	s := status.Status()
+	s.SetGroupVersionKind(schema.GroupVersionKind{Version: "v1", Kind: "Status"})
+	write(w, int(s.Code), s)
+}

@@ -1,0 +1,324 @@
+package standalone
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	apivalidation "k8s.io/apimachinery/pkg/api/validation"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	utiljson "k8s.io/apimachinery/pkg/util/json"
+	utilvalidation "k8s.io/apimachinery/pkg/util/validation"
+	"k8s.io/apimachinery/pkg/util/validation/field"
+	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
+	"sigs.k8s.io/yaml"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+)
+
+const (
+	kindSource      = "Source"
+	kindDestination = "WebhookDestination"
+	kindSecret      = "Secret"
+
+	defaultNamespace = "default"
+)
+
+// Problem is what is wrong with a manifest. It holds no values of it.
+type Problem struct {
+	File string `json:"file"`
+	// Document counts from 1; 0 is the file as a whole.
+	Document int `json:"document,omitempty"`
+	// Object is "Kind namespace/name", as far as known.
+	Object string `json:"object,omitempty"`
+	// Message names the field, the rule and the fix.
+	Message string `json:"message"`
+}
+
+func (p Problem) String() string {
+	var b strings.Builder
+	b.WriteString(p.File)
+	if p.Document > 0 {
+		fmt.Fprintf(&b, ", document %d", p.Document)
+	}
+	if p.Object != "" {
+		b.WriteString(", " + p.Object)
+	}
+	return b.String() + ": " + p.Message
+}
+
+// id names an object.
+type id struct{ kind, namespace, name string }
+
+func (i id) String() string { return i.kind + " " + i.namespace + "/" + i.name }
+
+// object is a valid manifest. content is the JSON of what counts for its
+// generation or version: the spec, or the Secret's data.
+type object struct {
+	id
+	source      *v1alpha1.Source
+	destination *v1alpha1.WebhookDestination
+	secret      map[string][]byte
+	content     []byte
+	// manifest is the whole object, defaults included, as JSON; see state.
+	manifest []byte
+}
+
+// metadata of a Source or WebhookDestination.
+func (o *object) metadata() *metav1.ObjectMeta {
+	if o.source != nil {
+		return &o.source.ObjectMeta
+	}
+	return &o.destination.ObjectMeta
+}
+
+// parsed is what a file holds.
+type parsed struct {
+	objects []*object
+	// broken are objects that the file has, but not in a valid form.
+	broken []id
+	// unreadable is true when a document could not be read at all, so that it
+	// is unknown which objects the file has.
+	unreadable bool
+	problems   []Problem
+	// ignored are the objects of other kinds.
+	ignored []Problem
+}
+
+// parse reads a file's documents. One that is bad changes nothing of the others.
+func parse(file string, text []byte) parsed {
+	p := parsed{}
+	split := splitYAML
+	if filepath.Ext(file) == ".json" {
+		split = splitJSON
+	}
+	documents, err := split(text)
+	for i, document := range documents {
+		p.document(file, i+1, document)
+	}
+	if err != nil {
+		p.unreadable = true
+		p.problems = append(p.problems, Problem{File: file, Document: len(documents) + 1, Message: err.Error()})
+	}
+	return p
+}
+
+func splitYAML(text []byte) (documents [][]byte, err error) {
+	reader := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(text)))
+	for {
+		document, err := reader.Read()
+		if errors.Is(err, io.EOF) {
+			return documents, nil
+		}
+		if err != nil {
+			return documents, fmt.Errorf("not YAML: %w", err)
+		}
+		documents = append(documents, document)
+	}
+}
+
+func splitJSON(text []byte) (documents [][]byte, err error) {
+	decoder := json.NewDecoder(bytes.NewReader(text))
+	for {
+		var document json.RawMessage
+		if err := decoder.Decode(&document); errors.Is(err, io.EOF) {
+			return documents, nil
+		} else if err != nil {
+			return documents, fmt.Errorf("not JSON: %w", err)
+		}
+		documents = append(documents, document)
+	}
+}
+
+func (p *parsed) document(file string, number int, text []byte) {
+	problem := func(object string, err error) {
+		p.problems = append(p.problems, Problem{File: file, Document: number, Object: object, Message: err.Error()})
+	}
+	plain, err := yaml.YAMLToJSONStrict(text)
+	if err != nil {
+		p.unreadable = true
+		problem("", fmt.Errorf("not YAML: %s", strings.TrimPrefix(err.Error(), "yaml: ")))
+		return
+	}
+	if string(plain) == "null" {
+		return // comments only
+	}
+	var content map[string]any
+	if err := utiljson.Unmarshal(plain, &content); err != nil {
+		p.unreadable = true
+		problem("", errors.New("a manifest must be an object with apiVersion, kind and metadata"))
+		return
+	}
+	p.content(file, number, content, problem)
+}
+
+func (p *parsed) content(file string, number int, content map[string]any, problem func(string, error)) {
+	apiVersion, _ := content["apiVersion"].(string)
+	kind, _ := content["kind"].(string)
+	if apiVersion == "v1" && kind == "List" {
+		items, _ := content["items"].([]any)
+		for _, item := range items {
+			if content, ok := item.(map[string]any); ok {
+				p.content(file, number, content, problem)
+			}
+		}
+		return
+	}
+	want, known := map[string]string{kindSource: v1alpha1.GroupVersion.String(), kindDestination: v1alpha1.GroupVersion.String(), kindSecret: "v1"}[kind]
+	ours := strings.HasPrefix(apiVersion, v1alpha1.GroupVersion.Group+"/")
+	switch {
+	case kind == "" || apiVersion == "":
+		p.unreadable = true
+		problem("", errors.New("apiVersion and kind must be set"))
+		return
+	case !known && ours:
+		problem(kind, fmt.Errorf("kind: %q is unknown in %s; use Source or WebhookDestination", kind, apiVersion))
+		return
+	case !known || kind != kindSecret && !ours:
+		p.ignored = append(p.ignored, Problem{File: file, Document: number, Object: apiVersion + " " + kind, Message: "this kind is not Posthorn's; ignored"})
+		return
+	}
+	object := &object{id: id{kind: kind}}
+	var metadata metav1.ObjectMeta
+	errs := readMetadata(content, &metadata)
+	object.namespace, object.name = metadata.Namespace, metadata.Name
+	if apiVersion != want {
+		errs = append(errs, fmt.Errorf("apiVersion: %q is unknown for this kind; use %s", apiVersion, want))
+	}
+	if len(errs) == 0 {
+		if kind == kindSecret {
+			errs = object.readSecret(content, &metadata)
+		} else {
+			errs = object.readResource(content, &metadata)
+		}
+	}
+	if len(errs) == 0 {
+		var err error
+		if object.manifest, err = json.Marshal(content); err == nil {
+			p.objects = append(p.objects, object)
+			return
+		}
+		errs = append(errs, err)
+	}
+	if object.name == "" {
+		p.unreadable = true
+	} else {
+		p.broken = append(p.broken, object.id)
+	}
+	for _, err := range errs {
+		problem(object.String(), err)
+	}
+}
+
+// readMetadata decodes metadata strictly and sets the default namespace.
+func readMetadata(content map[string]any, metadata *metav1.ObjectMeta) []error {
+	raw, ok := content["metadata"].(map[string]any)
+	if !ok {
+		return []error{errors.New("metadata: must be set, with a name")}
+	}
+	if raw["namespace"] == nil || raw["namespace"] == "" {
+		raw["namespace"] = defaultNamespace
+	}
+	// The server's part of metadata, as `kubectl get -o yaml` prints it, is not the user's.
+	for _, field := range []string{"creationTimestamp", "deletionTimestamp", "generation", "managedFields", "resourceVersion", "selfLink", "uid"} {
+		delete(raw, field)
+	}
+	if err := runtime.DefaultUnstructuredConverter.FromUnstructuredWithValidation(raw, metadata, true); err != nil {
+		metadata.Name, _ = raw["name"].(string)
+		metadata.Namespace, _ = raw["namespace"].(string)
+		return []error{fmt.Errorf("metadata: %w", err)}
+	}
+	if metadata.Name == "" {
+		return []error{errors.New("metadata.name: must be set")}
+	}
+	return nil
+}
+
+// readResource reads one of our kinds.
+func (o *object) readResource(content map[string]any, metadata *metav1.ObjectMeta) []error {
+	kinds, err := definitions()
+	if err != nil {
+		return []error{err}
+	}
+	if errs := kinds[o.kind].admit(content, metadata); len(errs) > 0 {
+		return errs
+	}
+	switch o.kind {
+	case kindSource:
+		o.source = &v1alpha1.Source{}
+		err = runtime.DefaultUnstructuredConverter.FromUnstructured(content, o.source)
+	case kindDestination:
+		o.destination = &v1alpha1.WebhookDestination{}
+		err = runtime.DefaultUnstructuredConverter.FromUnstructured(content, o.destination)
+	}
+	if err != nil {
+		return []error{err}
+	}
+	if o.content, err = json.Marshal(content["spec"]); err != nil {
+		return []error{err}
+	}
+	return nil
+}
+
+// readSecret reads a Secret by hand: no error may show a value.
+func (o *object) readSecret(content map[string]any, metadata *metav1.ObjectMeta) (errs []error) {
+	for _, err := range apivalidation.ValidateObjectMeta(metadata, true, apivalidation.NameIsDNSSubdomain, field.NewPath("metadata")) {
+		errs = append(errs, withoutValue(err))
+	}
+	for name := range content {
+		if !slices.Contains([]string{"apiVersion", "kind", "metadata", "data", "stringData", "type", "immutable"}, name) {
+			errs = append(errs, fmt.Errorf("unknown field %q; remove it or correct its name", name))
+		}
+	}
+	o.secret = map[string][]byte{}
+	size := 0
+	read := func(name string, decode func(string) ([]byte, error)) {
+		values, ok := content[name].(map[string]any)
+		if !ok && content[name] != nil {
+			errs = append(errs, fmt.Errorf("%s: must be a map of texts", name))
+		}
+		for key, value := range values {
+			text, ok := value.(string)
+			if !ok && value != nil {
+				errs = append(errs, fmt.Errorf("%s[%s]: must be a text; put it in quotes", name, key))
+				continue
+			}
+			decoded, err := decode(text)
+			if err != nil {
+				errs = append(errs, fmt.Errorf("%s[%s]: must be base64; use stringData for plain text", name, key))
+			}
+			for _, message := range utilvalidation.IsConfigMapKey(key) {
+				errs = append(errs, fmt.Errorf("%s[%s]: %s", name, key, message))
+			}
+			size += len(decoded)
+			o.secret[key] = decoded
+		}
+	}
+	read("data", base64.StdEncoding.DecodeString)
+	read("stringData", func(text string) ([]byte, error) { return []byte(text), nil })
+	if size > corev1.MaxSecretSize {
+		errs = append(errs, fmt.Errorf("data: must have at most %d bytes together", corev1.MaxSecretSize))
+	}
+	if content["type"] == string(corev1.SecretTypeTLS) {
+		for _, key := range []string{corev1.TLSCertKey, corev1.TLSPrivateKeyKey} {
+			if _, ok := o.secret[key]; !ok {
+				errs = append(errs, fmt.Errorf("data[%s]: must be set in a Secret of type %s", key, corev1.SecretTypeTLS))
+			}
+		}
+	}
+	slices.SortFunc(errs, func(a, b error) int { return strings.Compare(a.Error(), b.Error()) })
+	var err error
+	if o.content, err = json.Marshal(o.secret); err != nil {
+		errs = append(errs, err)
+	}
+	return errs
+}

@@ -1,0 +1,157 @@
+package standalone
+
+import (
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+)
+
+// The cases that test/cel holds against a real API server, without one: what it
+// accepts is accepted here, what it refuses is refused with the same words.
+func TestSameAnswersAsAnAPIServer(t *testing.T) {
+	count := 0
+	for _, pattern := range []string{"valid/*.yaml", "invalid/*.yaml"} {
+		files, err := filepath.Glob("../../test/cel/testdata/" + pattern)
+		if err != nil || len(files) == 0 {
+			t.Fatalf("no files %s (%v)", pattern, err)
+		}
+		for _, file := range files {
+			text, err := os.ReadFile(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for i, document := range regexp.MustCompile(`(?m)^---$`).Split(string(text), -1) {
+				count++
+				p := parse(file, []byte(document))
+				var problems []string
+				for _, problem := range p.problems {
+					problems = append(problems, problem.Message)
+				}
+				got := strings.Join(problems, "\n")
+				m := regexp.MustCompile(`(?m)^# want: (.+)$`).FindStringSubmatch(document)
+				switch {
+				case m == nil && len(p.problems) > 0:
+					t.Errorf("%s, document %d: refused: %s", file, i+1, got)
+				case m == nil && len(p.objects) != 1:
+					t.Errorf("%s, document %d: %d objects", file, i+1, len(p.objects))
+				case m != nil && !strings.Contains(got, strings.Replace(m[1], " in body ", ": ", 1)):
+					t.Errorf("%s, document %d: got %q, want %q", file, i+1, got, m[1])
+				case m != nil && (len(p.objects) != 0 || len(p.broken) != 1):
+					t.Errorf("%s, document %d: the object was taken", file, i+1)
+				}
+			}
+		}
+	}
+	if count < 50 {
+		t.Fatalf("only %d cases", count)
+	}
+}
+
+func TestDefaultsAreSet(t *testing.T) {
+	p := parse("a.yaml", []byte(`
+apiVersion: posthorn.dev/v1alpha1
+kind: WebhookDestination
+metadata: {name: crm}
+spec:
+  sources: {names: [web]}
+  endpoints: [{name: primary, url: "https://hooks.example/in"}]
+  signing: {secretRef: {name: crm, key: k}}
+status: {observedGeneration: 99}
+`))
+	if len(p.problems) > 0 || len(p.objects) != 1 {
+		t.Fatalf("%v", p.problems)
+	}
+	d := p.objects[0].destination
+	if d.Namespace != "default" || d.Spec.Delivery.Timeout.Duration != 5*time.Second || d.Spec.Delivery.MaxInFlight != 64 || d.Spec.Delivery.RetryWindow.Duration != 4*time.Hour ||
+		d.Spec.Success != v1alpha1.AnyEndpoint || d.Spec.Signing.Scheme != v1alpha1.HMACSHA1 || !*d.Spec.Enabled || d.Spec.DeadLetters.MaxBytes.Value() != 1<<30 {
+		b, _ := json.Marshal(d)
+		t.Errorf("defaults are missing: %s", b)
+	}
+	if d.Status.ObservedGeneration != 0 {
+		t.Error("a manifest set the status")
+	}
+}
+
+func TestBadManifests(t *testing.T) {
+	const canary = "canary"
+	for _, tc := range []struct {
+		name, file, text string
+		want             string // problems, one a line, without the file
+		objects          int
+		unreadable       bool
+	}{
+		{"not YAML", "a.yaml", "a: b: canary", "document 1: not YAML: ", 0, true},
+		{"half a document", "a.yaml", secret + "---\nkind: [", "document 2: not YAML: ", 1, true},
+		{"a key twice", "a.yaml", strings.Replace(secret, "stringData:", "stringData: {b: canary}\nstringData:", 1), "already set in map", 0, true},
+		{"not JSON", "a.json", `{"apiVersion": `, "document 1: not JSON", 0, true},
+		{"JSON documents", "a.json", `{"apiVersion":"v1","kind":"Secret","metadata":{"name":"a"}} {"apiVersion":"v1","kind":"Secret","metadata":{"name":"b"}}`, "", 2, false},
+		{"a text", "a.yaml", "canary", "document 1: a manifest must be an object", 0, true},
+		{"comments alone", "a.yaml", "# nothing\n---\n# nothing\n", "", 0, false},
+		{"no kind", "a.yaml", "apiVersion: v1\nmetadata: {name: a}", "document 1: apiVersion and kind must be set", 0, true},
+		{"no name", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {}", "metadata.name: must be set", 0, true},
+		{"no metadata", "a.yaml", "apiVersion: v1\nkind: Secret", "metadata: must be set, with a name", 0, true},
+		{"bad name", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: Web_Key}", "Secret default/Web_Key: metadata.name: a lowercase RFC 1123 subdomain", 0, false},
+		{"bad metadata", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a, lables: {}}", `unknown field "lables"`, 0, false},
+		{"old version", "a.yaml", "apiVersion: posthorn.dev/v1\nkind: Source\nmetadata: {name: a}", `apiVersion: "posthorn.dev/v1" is unknown for this kind; use posthorn.dev/v1alpha1`, 0, false},
+		{"our group, another kind", "a.yaml", "apiVersion: posthorn.dev/v1alpha1\nkind: Destination\nmetadata: {name: a}", `kind: "Destination" is unknown in posthorn.dev/v1alpha1; use Source or WebhookDestination`, 0, false},
+		{"another group", "a.yaml", "apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: a}", "", 0, false},
+		{"a list", "a.yaml", "apiVersion: v1\nkind: List\nitems: [{apiVersion: v1, kind: Secret, metadata: {name: a}}]", "", 1, false},
+		{"secret: not base64", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\ndata: {k: canary!}", "Secret default/a: data[k]: must be base64; use stringData for plain text", 0, false},
+		{"secret: a number", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\nstringData: {k: 12345}", "stringData[k]: must be a text; put it in quotes", 0, false},
+		{"secret: a list", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\nstringData: [canary]", "stringData: must be a map of texts", 0, false},
+		{"secret: bad key", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\nstringData: {\"a b\": canary}", "stringData[a b]: a valid config key", 0, false},
+		{"secret: unknown field", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\nstringdata: {a: canary}", `unknown field "stringdata"`, 0, false},
+		{"secret: too large", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\nstringData: {a: " + strings.Repeat("canary", 1<<18) + "}", "data: must have at most 1048576 bytes", 0, false},
+		{"secret: TLS without key", "a.yaml", "apiVersion: v1\nkind: Secret\ntype: kubernetes.io/tls\nmetadata: {name: a}\nstringData: {tls.crt: canary}", "data[tls.key]: must be set", 0, false},
+		{"a URL with a password", "a.yaml", strings.Replace(webDestination, "https://", "https://user:canary@", 1), "must not contain a user name or password", 0, false},
+		{"a header twice", "a.yaml", strings.Replace(webDestination, "name: primary,", "name: primary, headers: [{name: A, value: canary}, {name: A, value: canary}],", 1), "spec.endpoints[0].headers[1]: Duplicate value", 0, false},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			p := parse(tc.file, []byte(tc.text))
+			var all []string
+			for _, problem := range p.problems {
+				all = append(all, problem.String())
+			}
+			got := strings.Join(all, "\n")
+			if (tc.want == "") != (got == "") || !strings.Contains(got, tc.want) {
+				t.Errorf("got  %q\nwant %q", got, tc.want)
+			}
+			if strings.Contains(got, canary) {
+				t.Errorf("a problem shows a value: %s", got)
+			}
+			if len(p.objects) != tc.objects || p.unreadable != tc.unreadable {
+				t.Errorf("%d objects, unreadable %v", len(p.objects), p.unreadable)
+			}
+		})
+	}
+	if p := parse("a.yaml", []byte("apiVersion: apps/v1\nkind: Deployment")); len(p.ignored) != 1 || p.ignored[0].Object != "apps/v1 Deployment" {
+		t.Errorf("ignored: %v", p.ignored)
+	}
+}
+
+func TestSecretData(t *testing.T) {
+	p := parse("a.yaml", []byte("apiVersion: v1\nkind: Secret\nmetadata: {name: a}\ndata: {a: AQI=, b: AQI=}\nstringData: {b: text}"))
+	if diff := cmp.Diff(map[string][]byte{"a": {1, 2}, "b": []byte("text")}, p.objects[0].secret); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func FuzzParse(f *testing.F) {
+	f.Add(webSource + "---\n" + webDestination + "---\n" + secret)
+	f.Fuzz(func(t *testing.T, text string) {
+		p := parse("a.yaml", []byte(text))
+		for _, o := range p.objects {
+			if o.name == "" || o.namespace == "" || o.content == nil {
+				t.Errorf("%+v", o)
+			}
+		}
+	})
+}

@@ -1,0 +1,153 @@
+package standalone
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"strings"
+	"sync"
+
+	"k8s.io/apiextensions-apiserver/pkg/apis/apiextensions"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	structuralschema "k8s.io/apiextensions-apiserver/pkg/apiserver/schema"
+	"k8s.io/apiextensions-apiserver/pkg/apiserver/schema/cel"
+	"k8s.io/apiextensions-apiserver/pkg/apiserver/schema/defaulting"
+	"k8s.io/apiextensions-apiserver/pkg/apiserver/schema/listtype"
+	"k8s.io/apiextensions-apiserver/pkg/apiserver/schema/objectmeta"
+	"k8s.io/apiextensions-apiserver/pkg/apiserver/schema/pruning"
+	"k8s.io/apiextensions-apiserver/pkg/apiserver/validation"
+	"k8s.io/apiextensions-apiserver/pkg/registry/customresource/tableconvertor"
+	apivalidation "k8s.io/apimachinery/pkg/api/validation"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/validation/field"
+	celconfig "k8s.io/apiserver/pkg/apis/cel"
+	"k8s.io/apiserver/pkg/registry/rest"
+	"sigs.k8s.io/yaml"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/config/crd"
+)
+
+// definition is one of our kinds as an API server knows it.
+type definition struct {
+	names      apiextensionsv1.CustomResourceDefinitionNames
+	structural *structuralschema.Structural
+	schema     validation.SchemaValidator
+	cel        *cel.Validator
+	table      rest.TableConvertor
+}
+
+// definitions reads the CRDs that the binary carries, by kind. It is made once:
+// compiling the CEL rules takes a moment.
+var definitions = sync.OnceValues(func() (map[string]*definition, error) {
+	files, err := fs.Glob(crd.Files, "*.yaml")
+	if err != nil {
+		return nil, err
+	}
+	kinds := map[string]*definition{}
+	for _, file := range files {
+		text, err := crd.Files.ReadFile(file)
+		if err != nil {
+			return nil, err
+		}
+		var resource apiextensionsv1.CustomResourceDefinition
+		if err := yaml.Unmarshal(text, &resource); err != nil {
+			return nil, fmt.Errorf("%s: %w", file, err)
+		}
+		if resource.Kind != "CustomResourceDefinition" {
+			continue // kustomization.yaml
+		}
+		d, err := newDefinition(resource)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", file, err)
+		}
+		kinds[resource.Spec.Names.Kind] = d
+	}
+	for _, kind := range []string{kindSource, kindDestination} {
+		if kinds[kind] == nil {
+			return nil, fmt.Errorf("no CustomResourceDefinition of kind %s", kind)
+		}
+	}
+	return kinds, nil
+})
+
+func newDefinition(resource apiextensionsv1.CustomResourceDefinition) (*definition, error) {
+	for _, version := range resource.Spec.Versions {
+		if version.Name != v1alpha1.GroupVersion.Version || version.Schema == nil {
+			continue
+		}
+		var internal apiextensions.CustomResourceValidation
+		if err := apiextensionsv1.Convert_v1_CustomResourceValidation_To_apiextensions_CustomResourceValidation(version.Schema, &internal, nil); err != nil {
+			return nil, err
+		}
+		d := &definition{names: resource.Spec.Names}
+		var err error
+		if d.structural, err = structuralschema.NewStructural(internal.OpenAPIV3Schema); err != nil {
+			return nil, err
+		}
+		if d.schema, _, err = validation.NewSchemaValidator(internal.OpenAPIV3Schema); err != nil {
+			return nil, err
+		}
+		d.cel = cel.NewValidator(d.structural, true, celconfig.PerCallLimit)
+		if d.table, err = tableconvertor.New(version.AdditionalPrinterColumns); err != nil {
+			return nil, err
+		}
+		return d, nil
+	}
+	return nil, errors.New("it has no version " + v1alpha1.GroupVersion.Version)
+}
+
+// admit does to an object what an API server does that creates it, with strict
+// field validation: it sets defaults, drops status, and returns what is wrong.
+func (d *definition) admit(object map[string]any, metadata *metav1.ObjectMeta) []error {
+	unknown := pruning.PruneWithOptions(object, d.structural, true, structuralschema.UnknownFieldPathOptions{TrackUnknownFieldPaths: true})
+	delete(object, "status")
+	defaulting.PruneNonNullableNullsWithoutDefaults(object, d.structural)
+	defaulting.Default(object, d.structural)
+
+	ctx := context.Background()
+	errs := apivalidation.ValidateObjectMeta(metadata, true, apivalidation.NameIsDNSSubdomain, field.NewPath("metadata"))
+	errs = append(errs, validation.ValidateCustomResource(nil, object, d.schema)...)
+	errs = append(errs, objectmeta.Validate(ctx, nil, object, d.structural, false)...)
+	errs = append(errs, listtype.ValidateListSetsAndMaps(nil, d.structural, object)...)
+	// As in the API server: rules are not run on what has not even the right shape.
+	if !blocks(errs) && d.cel != nil {
+		more, _ := d.cel.Validate(ctx, nil, d.structural, object, nil, celconfig.RuntimeCELCostBudget)
+		errs = append(errs, more...)
+	}
+	var out []error
+	for _, path := range unknown {
+		out = append(out, fmt.Errorf("unknown field %q; remove it or correct its name", path))
+	}
+	for _, err := range errs {
+		out = append(out, withoutValue(err))
+	}
+	return out
+}
+
+func blocks(errs field.ErrorList) bool {
+	for _, err := range errs {
+		switch err.Type {
+		case field.ErrorTypeNotSupported, field.ErrorTypeRequired, field.ErrorTypeTooLong, field.ErrorTypeTooMany, field.ErrorTypeTypeInvalid:
+			return true
+		}
+	}
+	return false
+}
+
+// withoutValue is the error as the API server words it, but without the value
+// that caused it, which may be a credential: a URL, a header.
+func withoutValue(err *field.Error) error {
+	detail := strings.TrimPrefix(err.Detail, err.Field+" in body ")
+	switch err.Type {
+	case field.ErrorTypeNotSupported, field.ErrorTypeTooMany, field.ErrorTypeTooLong, field.ErrorTypeRequired:
+		return err
+	case field.ErrorTypeInvalid, field.ErrorTypeTypeInvalid:
+		return fmt.Errorf("%s: %s", err.Field, detail)
+	}
+	if detail == "" {
+		return fmt.Errorf("%s: %s", err.Field, err.Type)
+	}
+	return fmt.Errorf("%s: %s: %s", err.Field, err.Type, detail)
+}

@@ -1,0 +1,405 @@
+// Package standalone is the control plane without a cluster: a folder of
+// manifests takes the place of the API server. Objects are validated and
+// defaulted by the CRDs' own schemas and rules, compiled by controllers/compile,
+// and their status is computed by controllers/health; all as in a cluster.
+package standalone
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"log/slog"
+	"maps"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/fsnotify/fsnotify"
+	"k8s.io/apimachinery/pkg/api/equality"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/controllers/health"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+const (
+	// settle is how long the folder must be at rest before it is read: editors
+	// and git write files in several steps.
+	settle = 100 * time.Millisecond
+	// maxUnsettled is after which time it is read nevertheless.
+	maxUnsettled = 2 * time.Second
+	// pollInterval finds changes that the file system does not tell of.
+	pollInterval   = 2 * time.Second
+	statusInterval = time.Second
+)
+
+// Sink takes live configs, encoded; the dispatcher is one.
+type Sink interface {
+	// Set gives a tenant's newest config.
+	Set(tenant string, data []byte)
+	// Delete says that a tenant has no config any more.
+	Delete(tenant string)
+	// Synced says that every tenant's config has been given.
+	Synced()
+}
+
+// Options configure a Control.
+type Options struct {
+	// Dir is the folder of manifests.
+	Dir string
+	// StateFile keeps the last valid objects over a restart, so that a manifest
+	// that is broken then does not look deleted. Empty: they are kept in memory only.
+	StateFile string
+	// CheckHost says why a URL's host may not be delivered to; nil allows all.
+	CheckHost func(host string) error
+	Sink      Sink
+	// Report is what the dispatcher reports; it is asked every second.
+	Report func() liveconfig.Report
+	// Logger; default slog.Default().
+	Logger *slog.Logger
+}
+
+// Control is the control plane of a folder.
+type Control struct {
+	options Options
+	log     *slog.Logger
+
+	// mu guards what Run changes and others read.
+	mu    sync.RWMutex
+	store *store
+
+	// Used by Run alone.
+	verdicts map[string]compile.Verdicts
+	sent     map[string]liveconfig.Revisioned
+	told     map[string]bool
+}
+
+// New makes a Control. Run it.
+func New(o Options) *Control {
+	return &Control{
+		options: o, log: cmp.Or(o.Logger, slog.Default()), store: newStore(),
+		verdicts: map[string]compile.Verdicts{}, sent: map[string]liveconfig.Revisioned{}, told: map[string]bool{},
+	}
+}
+
+// Run loads the folder, gives its configs to the sink, and follows changes and
+// reports until ctx is done. It fails when the folder cannot be read at the
+// start; later that is logged and the last good objects stay.
+func (c *Control) Run(ctx context.Context) error {
+	if _, err := definitions(); err != nil {
+		return err
+	}
+	if c.options.StateFile != "" {
+		if err := c.store.restore(c.options.StateFile); err != nil {
+			return err
+		}
+	}
+	marks, err := manifests(c.options.Dir)
+	if err != nil {
+		return err
+	}
+	loaded := c.load(marks)
+	c.options.Sink.Synced()
+	c.observe()
+
+	events, stop := c.watch()
+	defer stop()
+	poll, status := time.NewTicker(pollInterval), time.NewTicker(statusInterval)
+	defer poll.Stop()
+	defer status.Stop()
+	// timer fires when the folder may have settled; seen is how it looked when it was set.
+	timer := time.NewTimer(0)
+	<-timer.C
+	var seen []mark
+	var restless time.Time
+	unreadable := false
+	look := func() {
+		marks, err := manifests(c.options.Dir)
+		if (err != nil) != unreadable {
+			unreadable = err != nil
+			if unreadable {
+				c.log.Error("the folder of manifests cannot be read; the last good objects stay", "dir", c.options.Dir, "error", err)
+			}
+		}
+		switch {
+		case err != nil:
+		case slices.Equal(marks, loaded):
+			restless = time.Time{}
+		case restless.IsZero():
+			restless, seen = time.Now(), marks
+			timer.Reset(settle)
+		case slices.Equal(marks, seen) || time.Since(restless) > maxUnsettled:
+			restless, loaded = time.Time{}, c.load(marks)
+			c.observe()
+		default:
+			seen = marks
+			timer.Reset(settle)
+		}
+	}
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-events:
+			if restless.IsZero() {
+				look()
+			}
+		case <-poll.C:
+			if restless.IsZero() {
+				look()
+			}
+		case <-timer.C:
+			look()
+		case <-status.C:
+			c.observe()
+		}
+	}
+}
+
+// watch tells of changes in the folder as far as the system can; polling finds the rest.
+func (c *Control) watch() (<-chan fsnotify.Event, func()) {
+	watcher, err := fsnotify.NewWatcher()
+	if err == nil {
+		if err = watcher.Add(c.options.Dir); err != nil {
+			_ = watcher.Close()
+		}
+	}
+	if err != nil {
+		c.log.Warn("changes of manifests are found by polling alone", "dir", c.options.Dir, "interval", pollInterval, "error", err)
+		return nil, func() {}
+	}
+	done := make(chan struct{})
+	go func() {
+		// An overflow loses events; polling finds what they told of.
+		for {
+			select {
+			case _, ok := <-watcher.Errors:
+				if !ok {
+					return
+				}
+			case <-done:
+				return
+			}
+		}
+	}()
+	return watcher.Events, func() {
+		close(done)
+		_ = watcher.Close()
+	}
+}
+
+// load takes over the manifests, compiles, and gives the sink what changed. It
+// returns the marks that need not be loaded again.
+func (c *Control) load(marks []mark) []mark {
+	c.mu.Lock()
+	c.store.load(marks, time.Now())
+	problems, ignored := c.store.problems, c.store.ignored
+	snapshots := c.store.snapshots(c.options.CheckHost)
+	c.mu.Unlock()
+	c.tell(problems, ignored)
+	if c.options.StateFile != "" {
+		if err := c.store.save(c.options.StateFile); err != nil {
+			c.log.Error("the manifests' state could not be saved; a restart may not find what is broken then", "error", err)
+		}
+	}
+	for _, tenant := range slices.Sorted(maps.Keys(snapshots)) {
+		config, verdicts := compile.Compile(*snapshots[tenant])
+		data, revision, err := liveconfig.Encode(config)
+		switch {
+		case err != nil:
+			c.log.Error("live config could not be encoded; the last one stays in effect", "namespace", tenant, "error", err)
+			continue
+		case !compile.Fits(data):
+			verdicts = verdicts.TooLarge(len(data), c.sent[tenant].Config)
+		case c.sent[tenant].Revision != revision:
+			c.sent[tenant] = liveconfig.Revisioned{Config: config, Revision: revision}
+			c.options.Sink.Set(tenant, data)
+		}
+		c.verdicts[tenant] = verdicts
+	}
+	for tenant := range c.verdicts {
+		if snapshots[tenant] == nil {
+			delete(c.verdicts, tenant)
+			delete(c.sent, tenant)
+			c.options.Sink.Delete(tenant)
+		}
+	}
+	if c.store.unread {
+		return nil
+	}
+	return marks
+}
+
+// tell logs what was not logged before.
+func (c *Control) tell(problems, ignored []Problem) {
+	told := map[string]bool{}
+	once := func(log func(string, ...any), message string, list []Problem) {
+		for _, p := range list {
+			told[p.String()] = true
+			if !c.told[p.String()] {
+				log(message, "file", filepath.Base(p.File), "document", p.Document, "object", p.Object, "problem", p.Message)
+			}
+		}
+	}
+	once(c.log.Warn, "manifest ignored", ignored)
+	once(c.log.Error, "manifest refused; the last good form of it stays", problems)
+	c.told = told
+}
+
+// observe brings the status of every object up to date with the dispatcher's report.
+func (c *Control) observe() {
+	report := c.options.Report()
+	pods := []health.Pod{{Name: report.Pod, Report: &report}}
+	now := time.Now()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, o := range c.store.sorted() {
+		var events []health.Event
+		switch {
+		case o.source != nil:
+			verdict, ok := c.verdicts[o.namespace].Sources[o.name]
+			if !ok {
+				continue
+			}
+			status := health.Source(*o.source, verdict, o.namespace, pods, now, true)
+			if equality.Semantic.DeepEqual(status, o.source.Status) {
+				continue
+			}
+			events = health.SourceTransitions(o.source.Status, status)
+			next := *o.source
+			next.Status, next.ResourceVersion = status, c.store.version()
+			o.source = &next
+		case o.destination != nil:
+			verdict, ok := c.verdicts[o.namespace].Destinations[o.name]
+			if !ok {
+				continue
+			}
+			status := health.Destination(*o.destination, verdict, o.namespace, pods, now, true)
+			if equality.Semantic.DeepEqual(status, o.destination.Status) {
+				continue
+			}
+			events = health.DestinationTransitions(o.destination.Status, status)
+			next := *o.destination
+			next.Status, next.ResourceVersion = status, c.store.version()
+			o.destination = &next
+		}
+		for _, e := range events {
+			log := c.log.Info
+			if e.Type == health.EventWarning {
+				log = c.log.Warn
+			}
+			log("status changed", "kind", o.kind, "namespace", o.namespace, "name", o.name, "reason", e.Reason, "message", e.Message)
+		}
+	}
+}
+
+// Sources returns the Sources of a namespace ("" is all), status included,
+// sorted by namespace and name. They are copies.
+func (c *Control) Sources(namespace string) v1alpha1.SourceList {
+	c.mu.RLock()
+	defer c.mu.RUnlock()
+	var list v1alpha1.SourceList
+	list.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kindSource + "List"))
+	list.ResourceVersion = strconv.FormatInt(c.store.writes, 10)
+	list.Items = []v1alpha1.Source{}
+	for _, o := range c.store.sorted() {
+		if o.source != nil && (namespace == "" || namespace == o.namespace) {
+			list.Items = append(list.Items, *o.source.DeepCopy())
+		}
+	}
+	return list
+}
+
+// WebhookDestinations is like Sources.
+func (c *Control) WebhookDestinations(namespace string) v1alpha1.WebhookDestinationList {
+	c.mu.RLock()
+	defer c.mu.RUnlock()
+	var list v1alpha1.WebhookDestinationList
+	list.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kindDestination + "List"))
+	list.ResourceVersion = strconv.FormatInt(c.store.writes, 10)
+	list.Items = []v1alpha1.WebhookDestination{}
+	for _, o := range c.store.sorted() {
+		if o.destination != nil && (namespace == "" || namespace == o.namespace) {
+			list.Items = append(list.Items, *o.destination.DeepCopy())
+		}
+	}
+	return list
+}
+
+// Problems returns what is wrong with the manifests right now, and which
+// objects of other kinds were ignored.
+func (c *Control) Problems() (problems, ignored []Problem) {
+	c.mu.RLock()
+	defer c.mu.RUnlock()
+	return slices.Clone(c.store.problems), slices.Clone(c.store.ignored)
+}
+
+// Compiled is what a folder of manifests compiles to.
+type Compiled struct {
+	Namespaces []CompiledNamespace `json:"namespaces"`
+	Problems   []Problem           `json:"problems,omitempty"`
+	Ignored    []Problem           `json:"ignored,omitempty"`
+}
+
+// CompiledNamespace is one namespace's part.
+type CompiledNamespace struct {
+	Namespace string `json:"namespace"`
+	// Revision and EncodedBytes are those of the live config.
+	Revision     string            `json:"revision"`
+	EncodedBytes int               `json:"encodedBytes"`
+	Config       liveconfig.Config `json:"config"`
+	// Verdicts are the condition Accepted of each object.
+	Verdicts compile.Verdicts `json:"verdicts"`
+}
+
+// OK reports whether every manifest is valid and every object accepted.
+func (c Compiled) OK() bool {
+	if len(c.Problems) > 0 {
+		return false
+	}
+	for _, n := range c.Namespaces {
+		for _, verdicts := range []map[string]compile.Verdict{n.Verdicts.Sources, n.Verdicts.Destinations} {
+			for _, v := range verdicts {
+				if !v.Accepted {
+					return false
+				}
+			}
+		}
+	}
+	return true
+}
+
+// Compile compiles a folder of manifests, or one file, without running
+// anything. Its result prints and marshals without secrets; the error is for a
+// folder that cannot be read or has no manifest.
+func Compile(path string, checkHost func(host string) error) (Compiled, error) {
+	if _, err := definitions(); err != nil {
+		return Compiled{}, err
+	}
+	marks, err := manifests(path)
+	if err != nil {
+		return Compiled{}, err
+	}
+	if len(marks) == 0 {
+		return Compiled{}, fmt.Errorf("%s has no manifest (*.yaml, *.yml, *.json)", path)
+	}
+	s := newStore()
+	s.load(marks, time.Now())
+	out := Compiled{Namespaces: []CompiledNamespace{}, Problems: s.problems, Ignored: s.ignored}
+	snapshots := s.snapshots(checkHost)
+	for _, namespace := range slices.Sorted(maps.Keys(snapshots)) {
+		config, verdicts := compile.Compile(*snapshots[namespace])
+		data, revision, err := liveconfig.Encode(config)
+		if err != nil {
+			return Compiled{}, fmt.Errorf("namespace %s: %w", namespace, err)
+		}
+		if !compile.Fits(data) {
+			verdicts = verdicts.TooLarge(len(data), liveconfig.Config{})
+		}
+		out.Namespaces = append(out.Namespaces, CompiledNamespace{Namespace: namespace, Revision: revision, EncodedBytes: len(data), Config: config, Verdicts: verdicts})
+	}
+	return out, nil
+}

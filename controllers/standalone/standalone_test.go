@@ -1,0 +1,495 @@
+package standalone
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/health"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+const (
+	secret         = "apiVersion: v1\nkind: Secret\nmetadata: {name: web-key}\nstringData: {writeKey: canary-key}\n"
+	webSource      = "apiVersion: posthorn.dev/v1alpha1\nkind: Source\nmetadata: {name: web, labels: {app: shop}}\nspec: {writeKeySecretRef: {name: web-key, key: writeKey}}\n"
+	webDestination = "apiVersion: posthorn.dev/v1alpha1\nkind: WebhookDestination\nmetadata: {name: crm}\nspec: {sources: {names: [web]}, endpoints: [{name: primary, url: \"https://hooks.example/in\"}]}\n"
+)
+
+// runner is a dispatcher that takes every config, and what it was told.
+type runner struct {
+	mu      sync.Mutex
+	configs map[string]liveconfig.Revisioned
+	sets    int
+	deleted []string
+	synced  bool
+}
+
+func (r *runner) Set(tenant string, data []byte) {
+	c, revision, err := liveconfig.Decode(data)
+	if err != nil {
+		panic(err)
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.configs == nil {
+		r.configs = map[string]liveconfig.Revisioned{}
+	}
+	r.configs[tenant] = liveconfig.Revisioned{Config: c, Revision: revision}
+	r.sets++
+}
+
+func (r *runner) Delete(tenant string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.configs, tenant)
+	r.deleted = append(r.deleted, tenant)
+}
+
+func (r *runner) Synced() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.synced = true
+}
+
+// destinations returns the names of what the runner runs, as "namespace/name state".
+func (r *runner) destinations() []string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var out []string
+	for tenant, c := range r.configs {
+		for _, d := range c.Destinations {
+			out = append(out, tenant+"/"+d.Name+" "+string(d.State))
+		}
+	}
+	slices.Sort(out)
+	return out
+}
+
+func (r *runner) report() liveconfig.Report {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	report := liveconfig.Report{Pod: "here", Ready: true}
+	for tenant, c := range r.configs {
+		t := liveconfig.TenantReport{Tenant: tenant, Revision: c.Revision}
+		for _, s := range c.Sources {
+			t.Sources = append(t.Sources, liveconfig.SourceReport{Name: s.Name, Generation: s.Generation, Revision: s.Revision, Accepted: 7, LastAccepted: time.Now()})
+		}
+		for _, d := range c.Destinations {
+			t.Destinations = append(t.Destinations, liveconfig.DestinationReport{Name: d.Name, Generation: d.Generation, Revision: d.Revision, Delivered: 5, Pending: 2})
+		}
+		report.Tenants = append(report.Tenants, t)
+	}
+	return report
+}
+
+// folder is a folder of manifests with a Control that runs on it.
+type folder struct {
+	*testing.T
+	dir     string
+	runner  *runner
+	control *Control
+	log     *bytes.Buffer
+	stop    func()
+}
+
+func start(t *testing.T, dir, stateFile string) *folder {
+	t.Helper()
+	f := &folder{T: t, dir: dir, runner: &runner{}, log: &bytes.Buffer{}}
+	f.control = New(Options{Dir: dir, StateFile: stateFile, Sink: f.runner, Report: f.runner.report, Logger: slog.New(slog.NewTextHandler(f.log, nil))})
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- f.control.Run(ctx) }()
+	f.stop = sync.OnceFunc(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Errorf("Run: %v", err)
+		}
+		if strings.Contains(f.log.String(), "canary") {
+			t.Errorf("the log shows a secret:\n%s", f.log)
+		}
+	})
+	t.Cleanup(f.stop)
+	f.until("Synced", func() bool {
+		f.runner.mu.Lock()
+		defer f.runner.mu.Unlock()
+		return f.runner.synced
+	})
+	return f
+}
+
+func (f *folder) until(what string, ok func() bool) {
+	f.Helper()
+	for deadline := time.Now().Add(30 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			problems, _ := f.control.Problems()
+			f.Fatalf("%s did not come; destinations %v, problems %v", what, f.runner.destinations(), problems)
+		}
+	}
+}
+
+func put(t *testing.T, dir, name, text string) {
+	t.Helper()
+	// As editors do it: a new file takes the place of the old one.
+	temporary := filepath.Join(dir, "."+name+".tmp")
+	if err := os.WriteFile(temporary, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(temporary, filepath.Join(dir, name)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (f *folder) runs(want ...string) {
+	f.Helper()
+	f.until(fmt.Sprintf("%v", want), func() bool { return slices.Equal(f.runner.destinations(), want) })
+}
+
+func (f *folder) problem(text string) {
+	f.Helper()
+	f.until("problem "+text, func() bool {
+		problems, _ := f.control.Problems()
+		return slices.ContainsFunc(problems, func(p Problem) bool { return strings.Contains(p.String(), text) }) == (text != "") &&
+			(text != "" || len(problems) == 0)
+	})
+}
+
+func TestRunFollowsTheFolder(t *testing.T) {
+	dir := t.TempDir()
+	put(t, dir, "web.yaml", secret+"---\n"+webSource)
+	put(t, dir, "crm.yaml", webDestination)
+	put(t, dir, "README.md", "not a manifest")
+	f := start(t, dir, "")
+	f.runs("default/crm Active")
+
+	condition := func(conditionType string) metav1.Condition {
+		list := f.control.WebhookDestinations("default")
+		if len(list.Items) != 1 {
+			return metav1.Condition{}
+		}
+		c := meta.FindStatusCondition(list.Items[0].Status.Conditions, conditionType)
+		if c == nil {
+			return metav1.Condition{}
+		}
+		return *c
+	}
+	f.until("Ready", func() bool { return condition("Ready").Status == metav1.ConditionTrue })
+	d := f.control.WebhookDestinations("").Items[0]
+	if err := health.CheckDestination(d); err != nil {
+		t.Error(err)
+	}
+	if d.Generation != 1 || d.CreationTimestamp.IsZero() || d.UID == "" || d.Status.Delivery.Delivered != 5 {
+		t.Errorf("%+v", d)
+	}
+	sources := f.control.Sources("")
+	if len(sources.Items) != 1 || !slices.Equal(sources.Items[0].Status.Destinations, []string{"crm"}) {
+		t.Errorf("%+v", sources.Items)
+	}
+	if err := health.CheckSource(sources.Items[0]); err != nil {
+		t.Error(err)
+	}
+
+	// A change of the spec counts up the generation; one of a comment does nothing.
+	put(t, dir, "crm.yaml", "# a comment\n"+strings.Replace(webDestination, "spec: {", "spec: {enabled: false, ", 1))
+	f.runs("default/crm Disabled")
+	f.until("generation 2", func() bool { return f.control.WebhookDestinations("").Items[0].Status.ObservedGeneration == 2 })
+	if again := f.control.WebhookDestinations("").Items[0]; again.UID != d.UID || !again.CreationTimestamp.Equal(&d.CreationTimestamp) {
+		t.Error("a change made a new object")
+	}
+
+	// A Secret that goes holds its Source; one with another value is another revision.
+	f.runner.mu.Lock()
+	before := f.runner.configs["default"].Sources[0]
+	f.runner.mu.Unlock()
+	put(t, dir, "web.yaml", strings.Replace(secret, "canary-key", "canary-other", 1)+"---\n"+webSource)
+	f.until("another write key", func() bool {
+		f.runner.mu.Lock()
+		defer f.runner.mu.Unlock()
+		now := f.runner.configs["default"].Sources[0]
+		return now.WriteKeySHA256 != before.WriteKeySHA256 && now.Revision != before.Revision && now.Generation == 1
+	})
+	put(t, dir, "web.yaml", webSource)
+	f.until("SecretNotFound", func() bool {
+		return meta.FindStatusCondition(f.control.Sources("").Items[0].Status.Conditions, "Ready").Reason == v1alpha1.ReasonSecretNotFound
+	})
+
+	// Other namespaces come and go.
+	put(t, dir, "other.json", `{"apiVersion":"posthorn.dev/v1alpha1","kind":"WebhookDestination","metadata":{"name":"x","namespace":"other"},"spec":{"sources":{"selector":{}},"endpoints":[{"name":"a","url":"https://a.example"}]}}`)
+	f.runs("default/crm Disabled", "other/x Held")
+	if err := os.Remove(filepath.Join(dir, "other.json")); err != nil {
+		t.Fatal(err)
+	}
+	f.runs("default/crm Disabled")
+	f.runner.mu.Lock()
+	if !slices.Equal(f.runner.deleted, []string{"other"}) {
+		t.Errorf("deleted %v", f.runner.deleted)
+	}
+	f.runner.mu.Unlock()
+}
+
+func TestBrokenManifestsKeepTheLastGoodForm(t *testing.T) {
+	dir, state := t.TempDir(), filepath.Join(t.TempDir(), "data", "manifests.json")
+	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+webDestination+"---\n"+strings.ReplaceAll(webDestination, "crm", "erp"))
+	put(t, dir, "b.yaml", strings.ReplaceAll(webDestination, "crm", "dwh"))
+	f := start(t, dir, state)
+	f.runs("default/crm Active", "default/dwh Active", "default/erp Active")
+
+	// One that is invalid keeps its last form; its neighbours follow their manifest.
+	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+strings.Replace(webDestination, "https://", "ftp://", 1))
+	f.runs("default/crm Active", "default/dwh Active")
+	f.problem("WebhookDestination default/crm: spec.endpoints[0].url: must be a full URL")
+
+	// A file that cannot be read at all keeps everything.
+	put(t, dir, "a.yaml", "apiVersion: [")
+	f.problem("a.yaml, document 1: not YAML")
+	put(t, dir, "b.yaml", strings.ReplaceAll(webDestination, "crm", "lake"))
+	f.runs("default/crm Active", "default/lake Active")
+
+	// Also over a restart.
+	f.stop()
+	if info, err := os.Stat(state); err != nil || info.Mode().Perm() != 0o600 {
+		t.Fatalf("state file: %v %v", info, err)
+	}
+	created := f.control.WebhookDestinations("").Items[0].CreationTimestamp
+	f = start(t, dir, state)
+	f.runs("default/crm Active", "default/lake Active")
+	f.problem("a.yaml, document 1: not YAML")
+	if d := f.control.WebhookDestinations("").Items[0]; !d.CreationTimestamp.Equal(&created) {
+		t.Errorf("created %v, before %v", d.CreationTimestamp, created)
+	}
+
+	// An object in two files counts once.
+	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+webDestination)
+	put(t, dir, "c.yaml", strings.Replace(webDestination, "https://", "http://", 1))
+	f.problem("c.yaml, WebhookDestination default/crm: the object is in " + filepath.Join(dir, "a.yaml") + " already")
+	if err := os.Remove(filepath.Join(dir, "c.yaml")); err != nil {
+		t.Fatal(err)
+	}
+	f.problem("")
+
+	// A folder that is gone keeps everything.
+	if err := os.Rename(dir, dir+"-away"); err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(20 * time.Millisecond)
+	f.runs("default/crm Active", "default/lake Active")
+	if err := os.Rename(dir+"-away", dir); err != nil {
+		t.Fatal(err)
+	}
+	put(t, dir, "b.yaml", "# nothing\n")
+	f.runs("default/crm Active")
+}
+
+// A mounted ConfigMap or Secret is a folder of links that are swapped all at once.
+func TestMountedConfigMap(t *testing.T) {
+	dir := t.TempDir()
+	version := func(name, text string) {
+		if err := os.Mkdir(filepath.Join(dir, name), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, name, "all.yaml"), []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Symlink(name, filepath.Join(dir, "..data_tmp")); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Rename(filepath.Join(dir, "..data_tmp"), filepath.Join(dir, "..data")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	version("..1", secret+"---\n"+webSource+"---\n"+webDestination)
+	if err := os.Symlink("..data/all.yaml", filepath.Join(dir, "all.yaml")); err != nil {
+		t.Fatal(err)
+	}
+	f := start(t, dir, "")
+	f.runs("default/crm Active")
+	version("..2", secret+"---\n"+webSource+"---\n"+strings.Replace(webDestination, "name: crm", "name: erp", 1))
+	f.runs("default/erp Active")
+}
+
+func TestWriteKeysOfTwoNamespaces(t *testing.T) {
+	dir := t.TempDir()
+	put(t, dir, "a.yaml", secret+"---\n"+webSource)
+	f := start(t, dir, "")
+	other := strings.NewReplacer("metadata: {name: web", "metadata: {namespace: aaa, name: web")
+	put(t, dir, "b.yaml", other.Replace(secret)+"---\n"+other.Replace(webSource))
+	reason := func(namespace string) string {
+		list := f.control.Sources(namespace)
+		if len(list.Items) != 1 || len(list.Items[0].Status.Conditions) == 0 {
+			return ""
+		}
+		return list.Items[0].Status.Conditions[0].Reason
+	}
+	f.until("both", func() bool { return reason("aaa") != "" && reason("default") != "" })
+	// Within one second they are of equal age, and the name decides.
+	got := []string{reason("aaa"), reason("default")}
+	if slices.Sort(got); !slices.Equal(got, []string{v1alpha1.ReasonAccepted, v1alpha1.ReasonWriteKeyConflict}) {
+		t.Errorf("got %v", got)
+	}
+}
+
+func TestRunFailsWithoutAFolder(t *testing.T) {
+	err := New(Options{Dir: filepath.Join(t.TempDir(), "nowhere"), Sink: &runner{}, Report: (&runner{}).report}).Run(context.Background())
+	if err == nil || !strings.Contains(err.Error(), "no such file") {
+		t.Error(err)
+	}
+	state := filepath.Join(t.TempDir(), "state")
+	if err := os.WriteFile(state, []byte("{"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	err = New(Options{Dir: t.TempDir(), StateFile: state, Sink: &runner{}, Report: (&runner{}).report}).Run(context.Background())
+	if err == nil || !strings.Contains(err.Error(), state) {
+		t.Error(err)
+	}
+}
+
+func TestCompile(t *testing.T) {
+	dir := t.TempDir()
+	if _, err := Compile(dir, nil); err == nil {
+		t.Error("an empty folder compiles")
+	}
+	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+webDestination)
+	c, err := Compile(dir, nil)
+	if err != nil || !c.OK() || len(c.Namespaces) != 1 || c.Namespaces[0].Config.Destinations[0].State != liveconfig.Active {
+		t.Fatalf("%+v %v", c, err)
+	}
+	if text, err := json.Marshal(c); err != nil || strings.Contains(string(text), "canary") || strings.Contains(string(text), "hooks.example") {
+		t.Errorf("%s %v", text, err)
+	}
+	one, err := Compile(filepath.Join(dir, "a.yaml"), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(c.Namespaces[0].Verdicts.Destinations, one.Namespaces[0].Verdicts.Destinations); diff != "" {
+		t.Error(diff)
+	}
+	denied, err := Compile(dir, func(string) error { return fmt.Errorf("denied") })
+	if err != nil || denied.OK() || denied.Namespaces[0].Verdicts.Destinations["crm"].Reason != v1alpha1.ReasonEgressDenied {
+		t.Errorf("%+v %v", denied, err)
+	}
+	put(t, dir, "b.yaml", "kind: [")
+	if c, err := Compile(dir, nil); err != nil || c.OK() || len(c.Problems) != 1 {
+		t.Errorf("%+v %v", c, err)
+	}
+}
+
+func TestHandler(t *testing.T) {
+	dir := t.TempDir()
+	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+webDestination+"---\n"+strings.Replace(webDestination, "name: crm", "name: crm, namespace: other", 1))
+	f := start(t, dir, "")
+	f.until("status", func() bool {
+		for _, d := range f.control.WebhookDestinations("").Items {
+			if d.Status.Delivery == nil {
+				return false
+			}
+		}
+		return len(f.control.Sources("").Items[0].Status.Conditions) > 0
+	})
+	server := httptest.NewServer(f.control.Handler())
+	defer server.Close()
+	get := func(path, accept string, into any) int {
+		t.Helper()
+		request, _ := http.NewRequest(http.MethodGet, server.URL+path, nil)
+		request.Header.Set("Accept", accept)
+		response, err := http.DefaultClient.Do(request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer response.Body.Close()
+		body, err := io.ReadAll(response.Body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if strings.Contains(string(body), "canary") {
+			t.Errorf("%s shows a secret: %s", path, body)
+		}
+		if err := json.Unmarshal(body, into); err != nil {
+			t.Fatalf("%s: %v in %s", path, err, body)
+		}
+		return response.StatusCode
+	}
+	const table = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json"
+
+	var list v1alpha1.WebhookDestinationList
+	if get(Prefix+"/webhookdestinations", "application/json", &list); len(list.Items) != 2 || list.Kind != "WebhookDestinationList" || list.Items[0].Kind != "WebhookDestination" {
+		t.Errorf("%+v", list)
+	}
+	var one v1alpha1.WebhookDestination
+	if get(Prefix+"/namespaces/other/webhookdestinations/crm", "application/json", &one); one.Namespace != "other" || one.Kind != "WebhookDestination" {
+		t.Errorf("%+v", one)
+	}
+	var sources v1alpha1.SourceList
+	if get(Prefix+"/namespaces/default/sources?labelSelector=app%3Dshop", "", &sources); len(sources.Items) != 1 {
+		t.Errorf("%+v", sources)
+	}
+	if get(Prefix+"/namespaces/default/sources?labelSelector=app%3Dother", "", &sources); len(sources.Items) != 0 {
+		t.Errorf("%+v", sources)
+	}
+
+	var rows metav1.Table
+	get(Prefix+"/namespaces/default/webhookdestinations", table, &rows)
+	var columns []string
+	for _, c := range rows.ColumnDefinitions {
+		if c.Priority == 0 {
+			columns = append(columns, c.Name)
+		}
+	}
+	if diff := cmp.Diff([]string{"Name", "Ready", "Delivering", "Pending", "Retrying", "Last Success", "Age"}, columns); diff != "" {
+		t.Error(diff)
+	}
+	if len(rows.Rows) != 1 || rows.Kind != "Table" {
+		t.Fatalf("%+v", rows)
+	}
+	if diff := cmp.Diff([]any{"crm", "True", "Unknown", float64(2), float64(0), nil}, rows.Rows[0].Cells[:6]); diff != "" {
+		t.Error(diff)
+	}
+	if raw := string(rows.Rows[0].Object.Raw); !strings.Contains(raw, `"PartialObjectMetadata"`) || strings.Contains(raw, `"spec"`) {
+		t.Errorf("row's object: %s", raw)
+	}
+	if get(Prefix+"/namespaces/default/webhookdestinations/crm?includeObject=Object", table, &rows); !strings.Contains(string(rows.Rows[0].Object.Raw), `"spec"`) {
+		t.Errorf("row's object: %s", rows.Rows[0].Object.Raw)
+	}
+
+	var status metav1.Status
+	for path, want := range map[string]int{
+		Prefix + "/namespaces/default/sources/nobody":     http.StatusNotFound,
+		Prefix + "/secrets":                               http.StatusNotFound,
+		Prefix + "/sources?watch=true":                    http.StatusMethodNotAllowed,
+		Prefix + "/sources?labelSelector=%21%21%28":       http.StatusBadRequest,
+		Prefix + "/namespaces/default/secrets/web-key":    http.StatusNotFound,
+		Prefix + "/namespaces/nowhere/sources/web?watch=": http.StatusNotFound,
+	} {
+		if got := get(path, table, &status); got != want || status.Kind != "Status" || status.Message == "" {
+			t.Errorf("%s: %d %+v, want %d", path, got, status, want)
+		}
+	}
+
+	var resources metav1.APIResourceList
+	if get(Prefix, "", &resources); len(resources.APIResources) != 2 || !slices.Equal(resources.APIResources[1].ShortNames, []string{"whd"}) {
+		t.Errorf("%+v", resources)
+	}
+	var groups metav1.APIGroupList
+	if get("/apis", "", &groups); len(groups.Groups) != 1 || groups.Groups[0].Name != "posthorn.dev" {
+		t.Errorf("%+v", groups)
+	}
+	problems := map[string][]Problem{}
+	if get("/problems", "", &problems); problems["problems"] == nil || len(problems["problems"]) != 0 {
+		t.Errorf("%+v", problems)
+	}
+}
