@@ -36,7 +36,7 @@ var (
 	calls    = flag.Int("calls", 100_000, "calls of one run")
 	callers  = flag.Int("callers", 4, "goroutines that make calls")
 	runs     = flag.Int("runs", 5, "runs of each client, alternating")
-	batch    = flag.Int("batch", 20, "calls that start a flush, for both clients")
+	batch    = flag.Int("batch", 20, "calls that start a flush, for both clients; 0: the default of each")
 	perCall  = flag.Int("bytes", 300, "about how many bytes of JSON a call has")
 )
 
