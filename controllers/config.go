@@ -97,6 +97,7 @@ func setupConfig(mgr manager.Manager, o Options, known *verdictBook, statuses *t
 		Watches(&v1alpha1.WebhookDestination{}, enqueue(tenantOf), changed).
 		WatchesMetadata(&corev1.Secret{}, enqueue(r.tenantsOfSecret), builder.WithPredicates(predicate.ResourceVersionChangedPredicate{})).
 		WatchesRawSource(r.own).
+		WithLogConstructor(logConstructor(mgr, "config")).
 		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
 		Complete(r)
 }
@@ -265,7 +266,7 @@ func (r *configReconciler) remove(ctx context.Context, tenant string) (string, e
 	if err := r.Delete(ctx, secret); client.IgnoreNotFound(err) != nil {
 		return "", fmt.Errorf("delete the live config of namespace %s: %w", tenant, err)
 	}
-	log.FromContext(ctx).Info("Live config deleted: the namespace has no objects", "namespace", tenant)
+	log.FromContext(ctx).Info("Live config deleted: the namespace has no objects")
 	r.forget(tenant)
 	return "removed", nil
 }
@@ -316,7 +317,7 @@ func (r *configReconciler) write(ctx context.Context, tenant string, data []byte
 			return "", fmt.Errorf("apply the live config of namespace %s: %w", tenant, err)
 		}
 		current.ResourceVersion = *wanted.ResourceVersion
-		log.FromContext(ctx).Info("Live config written", "namespace", tenant, "revision", revision, "bytes", len(data))
+		log.FromContext(ctx).Info("Live config written", "revision", revision, "bytes", len(data))
 	}
 	r.mu.Lock()
 	r.written[tenant] = liveSecret{revision, current.ResourceVersion}
@@ -344,7 +345,7 @@ func (r *configReconciler) tooLarge(ctx context.Context, tenant string, verdicts
 	case !apierrors.IsNotFound(err):
 		return verdicts, fmt.Errorf("read Secret %s: %w", key, err)
 	}
-	log.FromContext(ctx).Info("Live config is too large for a Secret; the last one stays", "namespace", tenant, "bytes", size)
+	log.FromContext(ctx).Info("Live config is too large for a Secret; the last one stays", "bytes", size)
 	return verdicts.TooLarge(size, last), nil
 }
 

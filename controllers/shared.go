@@ -9,8 +9,10 @@ import (
 	"sync"
 	"time"
 
+	"github.com/go-logr/logr"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/util/workqueue"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/posthorn/posthorn/controllers/compile"
@@ -20,6 +22,18 @@ import (
 // own, because all of a namespace is compiled as one.
 func tenantRequest(tenant string) reconcile.Request {
 	return reconcile.Request{NamespacedName: types.NamespacedName{Name: tenant}}
+}
+
+// logConstructor names the tenant as every other log line does, in place of
+// controller-runtime's empty namespace and the tenant as name.
+func logConstructor(mgr manager.Manager, controller string) func(*reconcile.Request) logr.Logger {
+	base := mgr.GetLogger().WithValues("controller", controller)
+	return func(request *reconcile.Request) logr.Logger {
+		if request == nil || request.Name == "" {
+			return base
+		}
+		return base.WithValues("namespace", request.Name)
+	}
 }
 
 // trigger is a source of requests that this process makes itself. What is fired
@@ -107,13 +121,13 @@ func (a keyHolder) compare(b keyHolder) int {
 // writeKeys knows, over all namespaces, which Source is the oldest that uses a
 // write key. Keys are known by their hash only.
 type writeKeys struct {
-	mu     sync.Mutex
-	byHash map[string]map[string]keyHolder // hash -> tenant -> its oldest holder
-	byName map[string]map[string]keyHolder // tenant -> hash -> the same
+	mu       sync.Mutex
+	byHash   map[string]map[string]keyHolder // hash -> tenant -> its oldest holder
+	byTenant map[string]map[string]keyHolder // tenant -> hash -> the same
 }
 
 func newWriteKeys() *writeKeys {
-	return &writeKeys{byHash: map[string]map[string]keyHolder{}, byName: map[string]map[string]keyHolder{}}
+	return &writeKeys{byHash: map[string]map[string]keyHolder{}, byTenant: map[string]map[string]keyHolder{}}
 }
 
 // set replaces the keys of a tenant. It returns the other tenants whose
@@ -129,7 +143,7 @@ func (k *writeKeys) set(tenant string, holders map[string]keyHolder) (affected [
 			}
 		}
 	}
-	for hash := range k.byName[tenant] {
+	for hash := range k.byTenant[tenant] {
 		if _, still := holders[hash]; !still {
 			touch(hash)
 			delete(k.byHash[hash], tenant)
@@ -139,7 +153,7 @@ func (k *writeKeys) set(tenant string, holders map[string]keyHolder) (affected [
 		}
 	}
 	for hash, holder := range holders {
-		if k.byName[tenant][hash] == holder {
+		if k.byTenant[tenant][hash] == holder {
 			continue
 		}
 		touch(hash)
@@ -148,9 +162,9 @@ func (k *writeKeys) set(tenant string, holders map[string]keyHolder) (affected [
 		}
 		k.byHash[hash][tenant] = holder
 	}
-	k.byName[tenant] = holders
+	k.byTenant[tenant] = holders
 	if len(holders) == 0 {
-		delete(k.byName, tenant)
+		delete(k.byTenant, tenant)
 	}
 	return slices.Sorted(maps.Keys(touched))
 }
@@ -161,7 +175,7 @@ func (k *writeKeys) older(tenant string) map[string]string {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	found := map[string]string{}
-	for hash, own := range k.byName[tenant] {
+	for hash, own := range k.byTenant[tenant] {
 		oldest := own
 		for _, other := range k.byHash[hash] {
 			if other.compare(oldest) < 0 {

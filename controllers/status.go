@@ -69,6 +69,7 @@ func setupStatus(mgr manager.Manager, o Options, known *verdictBook, reports *pr
 	return builder.ControllerManagedBy(mgr).
 		Named("status").
 		WatchesRawSource(own).
+		WithLogConstructor(logConstructor(mgr, "status")).
 		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
 		Complete(r)
 }

@@ -1,0 +1,267 @@
+package controllers
+
+import (
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/hex"
+	"fmt"
+	"strings"
+
+	. "github.com/onsi/ginkgo/v2"
+	. "github.com/onsi/gomega"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+const (
+	isTrue    = metav1.ConditionTrue
+	isFalse   = metav1.ConditionFalse
+	isUnknown = metav1.ConditionUnknown
+)
+
+var _ = Describe("live config", func() {
+	It("is one Secret that says what a namespace asks for", func() {
+		w := newWorld()
+		tenant := w.namespace()
+		w.apply(tenant, webSource+crmSecret+crmDestination)
+		Eventually(func(g Gomega) {
+			config, secret := w.live(g, tenant)
+			g.Expect(config.Sources).To(HaveLen(1))
+			g.Expect(config.Destinations).To(HaveLen(1))
+			sum := sha256.Sum256([]byte("hush-web"))
+			g.Expect(config.Sources[0].WriteKeySHA256).To(Equal(hex.EncodeToString(sum[:])))
+			d := config.Destinations[0]
+			g.Expect(d.State).To(Equal(liveconfig.Active))
+			g.Expect(d.Signing.Secret.Reveal()).To(Equal("hush-crm"))
+			g.Expect(d.Endpoints[0].URL.Reveal()).To(Equal("https://hooks.example/in"))
+			g.Expect(d.Sources).To(Equal([]string{"web"}))
+			g.Expect(secret.Data).To(HaveLen(1))
+		}).Should(Succeed())
+		for _, c := range []string{"Accepted", "Programmed", "Ready"} {
+			w.says(tenant, "whd/crm", c, isTrue, c)
+			w.says(tenant, "source/web", c, isTrue, c)
+		}
+		w.says(tenant, "whd/crm", "Delivering", isUnknown, "NoTrafficYet")
+		w.says(tenant, "source/web", "Receiving", isUnknown, "NoTrafficYet")
+		Expect(w.source(Default, tenant, "web").Status.Destinations).To(Equal([]string{"crm"}))
+		// Good news about a new object is no Event.
+		Expect(w.events(tenant, "crm")).To(BeEmpty())
+
+		table, err := server.Kubectl("", "get", "posthorn", "--namespace", tenant)
+		Expect(err).NotTo(HaveOccurred())
+		Expect(strings.Fields(table)[:7]).To(Equal([]string{"NAME", "READY", "RECEIVING", "ACCEPTED", "LAST", "RECEIVED", "AGE"}))
+		Expect(table).To(MatchRegexp(`webhookdestination.posthorn.dev/crm +True +Unknown`))
+	})
+
+	It("comes with a marker once every namespace is in it, also when there is none", func() {
+		w := newWorld()
+		marker := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: release, Name: liveconfig.MarkerName}}
+		exists := func() error { return cluster.Get(w.ctx, client.ObjectKeyFromObject(marker), marker) }
+		Eventually(exists).Should(Succeed())
+		Expect(marker.Labels).To(HaveKey(liveconfig.LabelLive))
+		Expect(marker.Labels).NotTo(HaveKey(liveconfig.LabelTenant))
+
+		By("deleting the marker by hand")
+		old := marker.UID
+		Expect(cluster.Delete(w.ctx, marker)).To(Succeed())
+		Eventually(func(g Gomega) { g.Expect(exists()).To(Succeed()); g.Expect(marker.UID).NotTo(Equal(old)) }).Should(Succeed())
+	})
+
+	It("holds a destination whose Secret is missing, and releases it when the Secret comes", func() {
+		w := newWorld()
+		tenant := w.namespace()
+		w.apply(tenant, webSource+crmDestination)
+		w.says(tenant, "whd/crm", "Accepted", isFalse, "SecretNotFound")
+		w.says(tenant, "whd/crm", "Ready", isFalse, "SecretNotFound")
+		w.says(tenant, "source/web", "Ready", isTrue, "Ready")
+		config, _ := w.live(Default, tenant)
+		Expect(config.Destinations[0].State).To(Equal(liveconfig.Held))
+		Eventually(func() []string { return w.events(tenant, "crm") }).Should(ConsistOf("Warning SecretNotFound"))
+
+		w.apply(tenant, crmSecret)
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		config, _ = w.live(Default, tenant)
+		Expect(config.Destinations[0].State).To(Equal(liveconfig.Active))
+		Eventually(func() []string { return w.events(tenant, "crm") }).Should(ConsistOf("Warning SecretNotFound", "Normal Accepted"))
+
+		By("deleting the Secret")
+		w.delete(tenant, "secret", "crm")
+		w.says(tenant, "whd/crm", "Ready", isFalse, "SecretNotFound")
+	})
+
+	It("follows a Secret's content", func() {
+		w := newWorld()
+		tenant := w.namespace()
+		w.apply(tenant, webSource+crmSecret+crmDestination)
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		before := w.destination(Default, tenant, "crm").Status.Revision
+		w.apply(tenant, strings.ReplaceAll(crmSecret, "hush-crm", "hush-new"))
+		Eventually(func(g Gomega) {
+			config, _ := w.live(g, tenant)
+			g.Expect(config.Destinations[0].Signing.Secret.Reveal()).To(Equal("hush-new"))
+			d := w.destination(g, tenant, "crm")
+			g.Expect(d.Status.Revision).NotTo(Equal(before))
+			g.Expect(d.Status.Dispatchers.Programmed).To(BeEquivalentTo(1))
+		}).Should(Succeed())
+	})
+
+	It("follows labels of Sources", func() {
+		w := newWorld()
+		tenant := w.namespace()
+		w.apply(tenant, webSource+crmSecret+named("crm", "names: [web]", "selector: {matchLabels: {team: crm}}"))
+		w.says(tenant, "whd/crm", "Accepted", isFalse, "NoSource")
+		_, err := server.Kubectl("", "label", "psrc", "web", "team=crm", "--overwrite", "--namespace", tenant)
+		Expect(err).NotTo(HaveOccurred())
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+	})
+
+	It("loses what is deleted, and goes when the last object goes", func() {
+		w := newWorld()
+		tenant := w.namespace()
+		w.apply(tenant, webSource+crmSecret+crmDestination)
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		w.delete(tenant, "whd", "crm")
+		Eventually(func(g Gomega) {
+			config, _ := w.live(g, tenant)
+			g.Expect(config.Destinations).To(BeEmpty())
+			g.Expect(config.Sources).To(HaveLen(1))
+			g.Expect(w.source(g, tenant, "web").Status.Destinations).To(BeEmpty())
+		}).Should(Succeed())
+		w.delete(tenant, "psrc", "web")
+		Eventually(func() bool { _, live := w.versions()["secret/"+release+"/"+liveSecretName(tenant)]; return live }).Should(BeFalse())
+	})
+
+	It("goes at the start when the objects went while no operator ran", func() {
+		w := newWorld()
+		tenant, other := w.namespace(), w.namespace()
+		w.apply(tenant, webSource)
+		w.apply(other, strings.ReplaceAll(webSource, "hush-web", "hush-other"))
+		w.says(tenant, "source/web", "Ready", isTrue, "Ready")
+		w.says(other, "source/web", "Ready", isTrue, "Ready")
+		w.stop()
+		w.delete(tenant, "psrc", "web")
+		w.start()
+		Eventually(func() bool { _, live := w.versions()["secret/"+release+"/"+liveSecretName(tenant)]; return live }).Should(BeFalse())
+		_, kept := w.live(Default, other)
+		Expect(kept.Labels).To(HaveKeyWithValue(liveconfig.LabelTenant, other))
+	})
+
+	It("keeps namespaces, and objects of a namespace, apart", func() {
+		w := newWorld()
+		a, b := w.namespace(), w.namespace()
+		w.apply(a, webSource+crmSecret+crmDestination)
+		w.apply(b, strings.ReplaceAll(webSource, "hush-web", "hush-b")+crmSecret+crmDestination)
+		w.says(a, "whd/crm", "Ready", isTrue, "Ready")
+		w.says(b, "whd/crm", "Ready", isTrue, "Ready")
+		w.polled(3)
+		before := w.versions()
+		_, secretB := w.live(Default, b)
+
+		w.apply(a, named("bad", "https://hooks.example/in", "http://169.254.169.254/latest")+named("worse", "names: [web]", "names: [nobody]"))
+		w.says(a, "whd/bad", "Accepted", isFalse, "EgressDenied")
+		w.says(a, "whd/worse", "Accepted", isFalse, "NoSource")
+		w.polled(3)
+		after := w.versions()
+		Expect(after["whd/"+a+"/crm"]).To(Equal(before["whd/"+a+"/crm"]))
+		Expect(after["whd/"+b+"/crm"]).To(Equal(before["whd/"+b+"/crm"]))
+		_, again := w.live(Default, b)
+		Expect(again.ResourceVersion).To(Equal(secretB.ResourceVersion))
+	})
+
+	It("comes back when it is deleted, changed or unlabelled by hand", func() {
+		w := newWorld()
+		tenant := w.namespace()
+		w.apply(tenant, webSource+crmSecret+crmDestination)
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		config, secret := w.live(Default, tenant)
+		for _, harm := range []func() error{
+			func() error { return cluster.Delete(w.ctx, secret) },
+			func() error {
+				changed := secret.DeepCopy()
+				changed.Data[liveconfig.DataKey] = []byte("x")
+				return cluster.Update(w.ctx, changed)
+			},
+			func() error {
+				changed := secret.DeepCopy()
+				changed.Labels = nil
+				return cluster.Update(w.ctx, changed)
+			},
+		} {
+			Expect(harm()).To(Succeed())
+			Eventually(func(g Gomega) {
+				var again liveconfig.Config
+				again, secret = w.live(g, tenant)
+				g.Expect(again).To(Equal(config))
+			}).Should(Succeed())
+		}
+	})
+
+	It("gives a write key to the oldest Source of all namespaces", func() {
+		w := newWorld()
+		first, second := w.namespace(), w.namespace()
+		w.apply(first, webSource)
+		w.says(first, "source/web", "Ready", isTrue, "Ready")
+		Eventually(func(g Gomega) { // creation times have a precision of one second
+			g.Expect(metav1.Now().Unix()).To(BeNumerically(">", w.source(g, first, "web").CreationTimestamp.Unix()))
+		}).Should(Succeed())
+		w.apply(second, webSource)
+		w.says(second, "source/web", "Accepted", isFalse, "WriteKeyConflict")
+		w.says(first, "source/web", "Ready", isTrue, "Ready")
+		config, _ := w.live(Default, second)
+		Expect(config.Sources[0].WriteKeySHA256).To(BeEmpty())
+
+		By("restarting the operator")
+		w.polled(3)
+		before := w.versions()
+		w.stop()
+		w.start()
+		w.polled(5)
+		Expect(w.versions()).To(Equal(before))
+
+		By("deleting the older one")
+		w.delete(first, "psrc", "web")
+		w.says(second, "source/web", "Ready", isTrue, "Ready")
+	})
+
+	It("that does not fit into a Secret leaves the last one in effect", func() {
+		w := newWorld()
+		tenant := w.namespace()
+		w.apply(tenant, webSource+crmSecret+crmDestination)
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+
+		large := func(name string) *v1alpha1.WebhookDestination {
+			d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: name}}
+			d.Spec.Sources.Names = []string{"web"}
+			for i := range 5 {
+				e := v1alpha1.Endpoint{Name: fmt.Sprintf("e%d", i), URL: "https://hooks.example/in"}
+				for j := range 32 {
+					noise := make([]byte, 3000)
+					_, _ = rand.Read(noise)
+					value := base64.StdEncoding.EncodeToString(noise)
+					e.Headers = append(e.Headers, v1alpha1.Header{Name: fmt.Sprintf("X-%d", j), Value: &value})
+				}
+				d.Spec.Endpoints = append(d.Spec.Endpoints, e)
+			}
+			return d
+		}
+		for _, name := range []string{"large", "larger"} {
+			Expect(cluster.Create(w.ctx, large(name))).To(Succeed())
+			w.says(tenant, "whd/"+name, "Ready", isTrue, "Ready")
+		}
+		_, fits := w.live(Default, tenant)
+		Expect(cluster.Create(w.ctx, large("too-large"))).To(Succeed())
+		w.says(tenant, "whd/too-large", "Accepted", isFalse, "ConfigTooLarge")
+		w.says(tenant, "whd/large", "Ready", isTrue, "Ready")
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		_, still := w.live(Default, tenant)
+		Expect(still.ResourceVersion).To(Equal(fits.ResourceVersion))
+
+		w.delete(tenant, "whd", "large")
+		w.says(tenant, "whd/too-large", "Ready", isTrue, "Ready")
+	})
+})

@@ -1,0 +1,121 @@
+package controllers
+
+import (
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+func TestWriteKeys(t *testing.T) {
+	day := func(d int) time.Time { return time.Date(2026, 1, d, 0, 0, 0, 0, time.UTC) }
+	holder := func(tenant string, d int) keyHolder { return keyHolder{tenant: tenant, name: "web", created: day(d)} }
+	k := newWriteKeys()
+	steps := []struct {
+		name     string
+		tenant   string
+		holders  map[string]keyHolder
+		affected []string
+		older    map[string]map[string]string // tenant -> hash -> older Source
+	}{
+		{"the first", "b", map[string]keyHolder{"x": holder("b", 2)}, nil, map[string]map[string]string{"b": {}}},
+		{"another key", "c", map[string]keyHolder{"y": holder("c", 1)}, nil, map[string]map[string]string{"b": {}, "c": {}}},
+		{"an older one", "a", map[string]keyHolder{"x": holder("a", 1)}, []string{"b"}, map[string]map[string]string{"a": {}, "b": {"x": "a/web"}}},
+		{"the same again", "a", map[string]keyHolder{"x": holder("a", 1)}, nil, map[string]map[string]string{"a": {}, "b": {"x": "a/web"}}},
+		{"equally old", "c", map[string]keyHolder{"x": holder("c", 1)}, []string{"a", "b"}, map[string]map[string]string{"a": {}, "b": {"x": "a/web"}, "c": {"x": "a/web"}}},
+		{"the oldest takes another key", "a", map[string]keyHolder{"z": holder("a", 1)}, []string{"b", "c"}, map[string]map[string]string{"a": {}, "b": {"x": "c/web"}, "c": {}}},
+		{"one goes", "c", nil, []string{"b"}, map[string]map[string]string{"a": {}, "b": {}, "c": {}}},
+	}
+	for _, step := range steps {
+		if diff := cmp.Diff(step.affected, k.set(step.tenant, step.holders)); diff != "" {
+			t.Errorf("%s: affected (-want +got):\n%s", step.name, diff)
+		}
+		for tenant, want := range step.older {
+			if diff := cmp.Diff(want, k.older(tenant)); diff != "" {
+				t.Errorf("%s: older than %s (-want +got):\n%s", step.name, tenant, diff)
+			}
+		}
+	}
+	k.set("a", nil)
+	k.set("b", nil)
+	if len(k.byHash)+len(k.byTenant) != 0 {
+		t.Errorf("left behind: %v %v", k.byHash, k.byTenant)
+	}
+}
+
+func TestSecretsAreCachedWithoutContents(t *testing.T) {
+	strip := stripSecret("posthorn-system")
+	secret := func(namespace, name string) *metav1.PartialObjectMetadata {
+		return &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{
+			Namespace: namespace, Name: name, ResourceVersion: "7", Labels: map[string]string{liveconfig.LabelTenant: "a"},
+			Annotations:   map[string]string{corev1.LastAppliedConfigAnnotation: "hush"},
+			ManagedFields: []metav1.ManagedFieldsEntry{{Manager: "kubectl"}},
+		}}
+	}
+	for name, want := range map[string]map[string]string{"other": nil, liveSecretName("a"): {liveconfig.LabelTenant: "a"}} {
+		got, err := strip(secret("posthorn-system", name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		wanted := &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: "posthorn-system", Name: name, ResourceVersion: "7", Labels: want}}
+		if diff := cmp.Diff(wanted, got); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", name, diff)
+		}
+	}
+	if got, err := strip(&corev1.Secret{}); err == nil {
+		t.Errorf("a Secret with contents would be cached as %v", got)
+	}
+}
+
+func TestLiveSecretName(t *testing.T) {
+	for _, tenant := range []string{"a", "complete", "a-b", "posthorn-live-complete"} {
+		name := liveSecretName(tenant)
+		if got, ok := tenantOfLiveSecret(name); !ok || got != tenant {
+			t.Errorf("tenantOfLiveSecret(%q) = %q, %v; want %q", name, got, ok, tenant)
+		}
+		if name == liveconfig.MarkerName {
+			t.Errorf("namespace %q has the marker's name", tenant)
+		}
+	}
+	for _, name := range []string{liveconfig.MarkerName, "posthorn-live-00000000-a", "crm", "posthorn-live-"} {
+		if tenant, ok := tenantOfLiveSecret(name); ok {
+			t.Errorf("tenantOfLiveSecret(%q) = %q", name, tenant)
+		}
+	}
+}
+
+func TestDifferences(t *testing.T) {
+	report := func(change func(*liveconfig.Report)) *liveconfig.Report {
+		r := &liveconfig.Report{Ready: true, Tenants: []liveconfig.TenantReport{{Tenant: "a", Revision: "1"}, {Tenant: "b", Revision: "1"}}}
+		if change != nil {
+			change(r)
+		}
+		return r
+	}
+	tests := []struct {
+		name          string
+		before, after *liveconfig.Report
+		tenants       []string
+		all           bool
+	}{
+		{"the first", nil, report(nil), nil, true},
+		{"equal", report(nil), report(nil), nil, false},
+		{"one changed", report(nil), report(func(r *liveconfig.Report) { r.Tenants[1].Revision = "2" }), []string{"b"}, false},
+		{"one gone", report(nil), report(func(r *liveconfig.Report) { r.Tenants = r.Tenants[:1] }), []string{"b"}, false},
+		{"one more", report(func(r *liveconfig.Report) { r.Tenants = r.Tenants[1:] }), report(nil), []string{"a"}, false},
+		{"disk full", report(nil), report(func(r *liveconfig.Report) { r.Storage.Pressure = true }), nil, true},
+		{"disk used", report(nil), report(func(r *liveconfig.Report) { r.Storage.UsedBytes = 1 }), nil, false},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			tenants, all := differences(test.before, test.after)
+			if diff := cmp.Diff(test.tenants, tenants); diff != "" || all != test.all {
+				t.Errorf("all %v, want %v; tenants (-want +got):\n%s", all, test.all, diff)
+			}
+		})
+	}
+}

@@ -1,0 +1,210 @@
+package controllers
+
+import (
+	"fmt"
+	"net"
+	"net/http/httptest"
+	"net/url"
+	"strconv"
+	"time"
+
+	. "github.com/onsi/ginkgo/v2"
+	. "github.com/onsi/gomega"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+var _ = Describe("status", func() {
+	// began is a time that survives the API.
+	began := time.Now().Add(-time.Minute).Truncate(time.Second)
+
+	healthy := func(delivered int64) func(*liveconfig.DestinationReport) {
+		return func(r *liveconfig.DestinationReport) {
+			r.Accepted, r.Delivered = delivered, delivered
+			r.Endpoints[0].State, r.Endpoints[0].Since, r.Endpoints[0].LastSuccess = liveconfig.EndpointHealthy, began, began
+		}
+	}
+	failing := func(r *liveconfig.DestinationReport) {
+		r.Accepted, r.Delivered, r.Pending, r.Retrying = 12, 10, 2, 2
+		r.Endpoints[0] = liveconfig.EndpointReport{
+			Name: r.Endpoints[0].Name, State: liveconfig.EndpointDegraded, Since: began, ConsecutiveFailures: 3,
+			LastFailure: &liveconfig.Failure{Time: began, Reason: "ServerError", StatusCode: 500, Message: "the endpoint answered 500"},
+		}
+	}
+
+	It("tells from real traffic how deliveries go, with Events when that turns", func() {
+		w := newWorld()
+		tenant := w.namespace()
+		w.apply(tenant, webSource+crmSecret+crmDestination)
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+
+		w.dispatcher.set(func(d *fakeDispatcher) {
+			d.traffic[tenant+"/crm"] = healthy(10)
+			d.calls[tenant+"/web"] = func(r *liveconfig.SourceReport) { r.Accepted, r.LastAccepted = 10, began }
+		})
+		w.says(tenant, "whd/crm", "Delivering", isTrue, "Delivering")
+		w.says(tenant, "source/web", "Receiving", isTrue, "Receiving")
+		d := w.destination(Default, tenant, "crm")
+		Expect(d.Status.Delivery.Delivered).To(BeEquivalentTo(10))
+		Expect(d.Status.LastSuccessTime.Time).To(BeTemporally("==", began))
+		Expect(d.Status.Endpoints[0].State).To(Equal(v1alpha1.EndpointHealthy))
+		Expect(w.source(Default, tenant, "web").Status.Calls.Accepted).To(BeEquivalentTo(10))
+
+		w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[tenant+"/crm"] = failing })
+		w.says(tenant, "whd/crm", "Delivering", isFalse, "ServerError")
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready") // a receiver's outage is no mistake in the spec
+		d = w.destination(Default, tenant, "crm")
+		Expect(d.Status.Endpoints[0].LastFailure.StatusCode).To(BeEquivalentTo(500))
+		Expect(d.Status.Delivery.Retrying).To(BeEquivalentTo(2))
+		Eventually(func() []string { return w.events(tenant, "crm") }).Should(ContainElement("Warning ServerError"))
+
+		w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[tenant+"/crm"] = healthy(12) })
+		w.says(tenant, "whd/crm", "Delivering", isTrue, "Delivering")
+		Eventually(func() []string { return w.events(tenant, "crm") }).Should(ContainElement("Normal Delivering"))
+		table, err := server.Kubectl("", "get", "whd", "crm", "--namespace", tenant)
+		Expect(err).NotTo(HaveOccurred())
+		Expect(table).To(MatchRegexp(`crm +True +True +0 +0`))
+	})
+
+	It("is programmed only when every ready pod has confirmed", func() {
+		w := newWorld()
+		second := newDispatcher("dispatcher-1")
+		DeferCleanup(second.server.Close)
+		tenant := w.namespace()
+		w.pods.set(w.dispatcher.pod(), second.pod())
+		w.apply(tenant, webSource+crmSecret+crmDestination)
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		Expect(*w.destination(Default, tenant, "crm").Status.Dispatchers).To(Equal(v1alpha1.DispatcherCount{Ready: 2, Programmed: 2}))
+
+		By("one pod that refuses a config")
+		second.set(func(d *fakeDispatcher) { d.refuse = true })
+		w.apply(tenant, named("crm", "https://hooks.example/in", "https://hooks.example/out"))
+		w.says(tenant, "whd/crm", "Programmed", isFalse, "ConfigRefused")
+		Expect(*w.destination(Default, tenant, "crm").Status.Dispatchers).To(Equal(v1alpha1.DispatcherCount{Ready: 2, Programmed: 1}))
+		second.set(func(d *fakeDispatcher) { d.refuse = false })
+		w.says(tenant, "whd/crm", "Programmed", isTrue, "Programmed")
+
+		By("one pod that does not answer, for longer than a moment")
+		second.set(func(d *fakeDispatcher) { d.down = true })
+		w.says(tenant, "whd/crm", "Programmed", isFalse, "Pending")
+		w.pods.set(w.dispatcher.pod())
+		w.says(tenant, "whd/crm", "Programmed", isTrue, "Programmed")
+
+		By("no pod at all")
+		w.pods.set()
+		w.says(tenant, "whd/crm", "Ready", isFalse, "NoDispatcher")
+		w.says(tenant, "source/web", "Ready", isFalse, "NoDispatcher")
+	})
+
+	It("does not blink when a pod misses one report", func() {
+		w := newWorld()
+		tenant := w.namespace()
+		w.apply(tenant, webSource+crmSecret+crmDestination)
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		w.polled(3)
+		before := w.versions()
+		w.dispatcher.set(func(d *fakeDispatcher) { d.down = true })
+		w.polled(2)
+		w.dispatcher.set(func(d *fakeDispatcher) { d.down = false })
+		w.polled(3)
+		Expect(w.versions()).To(Equal(before))
+	})
+
+	It("is not written while nothing happens, nor by an operator that starts", func() {
+		w := newWorld()
+		tenant := w.namespace()
+		w.apply(tenant, webSource+crmSecret+crmDestination+named("gone", "names: [web]", "names: [nobody]"))
+		w.dispatcher.set(func(d *fakeDispatcher) {
+			d.traffic[tenant+"/crm"] = failing
+			d.calls[tenant+"/web"] = func(r *liveconfig.SourceReport) { r.Accepted, r.LastAccepted = 10, began }
+		})
+		w.says(tenant, "whd/crm", "Delivering", isFalse, "ServerError")
+		w.says(tenant, "whd/gone", "Accepted", isFalse, "NoSource")
+		w.says(tenant, "source/web", "Receiving", isTrue, "Receiving")
+		w.polled(5)
+		before := w.versions()
+		w.polled(20)
+		Expect(w.versions()).To(Equal(before))
+
+		w.stop()
+		w.start()
+		w.polled(20)
+		Expect(w.versions()).To(Equal(before))
+	})
+
+	It("moves numbers seldom and transitions at once", func() {
+		w := newWorld()
+		tenant := w.namespace()
+		w.apply(tenant, webSource+crmSecret+crmDestination)
+		w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[tenant+"/crm"] = healthy(1) })
+		w.says(tenant, "whd/crm", "Delivering", isTrue, "Delivering")
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		w.polled(3)
+		before := w.destination(Default, tenant, "crm")
+		written := time.Now()
+		for i := range int64(15) {
+			w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[tenant+"/crm"] = healthy(i + 2) })
+			w.polled(1)
+		}
+		if d := w.destination(Default, tenant, "crm"); time.Since(written) < numbersInterval/2 {
+			Expect(d.ResourceVersion).To(Equal(before.ResourceVersion))
+		}
+		// In the end they are written without another report.
+		Eventually(func(g Gomega) {
+			g.Expect(w.destination(g, tenant, "crm").Status.Delivery.Delivered).To(BeEquivalentTo(16))
+		}, 3*numbersInterval).Should(Succeed())
+	})
+
+	It("comes from the ready pods of the release's namespace", func() {
+		var port int
+		w := newWorld(func(o *Options) {
+			o.Pods, o.DispatcherSelector = nil, "app.kubernetes.io/component=dispatcher"
+			listener, err := net.Listen("tcp", "127.0.0.1:0")
+			Expect(err).NotTo(HaveOccurred())
+			port = listener.Addr().(*net.TCPAddr).Port
+			_ = listener.Close()
+			o.DispatcherAdminPort = port
+		})
+		server := httptest.NewUnstartedServer(w.dispatcher)
+		_ = server.Listener.Close()
+		var err error
+		server.Listener, err = net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port)))
+		Expect(err).NotTo(HaveOccurred())
+		server.Start()
+		DeferCleanup(server.Close)
+		u, err := url.Parse(server.URL)
+		Expect(err).NotTo(HaveOccurred())
+
+		tenant := w.namespace()
+		w.apply(tenant, webSource)
+		w.says(tenant, "source/web", "Ready", isFalse, "NoDispatcher")
+
+		makePod := func(i int, component string, ready corev1.ConditionStatus) {
+			no, id := false, int64(65532)
+			yes := true
+			pod := &corev1.Pod{
+				ObjectMeta: metav1.ObjectMeta{Namespace: release, Name: fmt.Sprintf("%s-%d", component, i), Labels: map[string]string{"app.kubernetes.io/component": component}},
+				Spec: corev1.PodSpec{
+					SecurityContext: &corev1.PodSecurityContext{RunAsNonRoot: &yes, RunAsUser: &id, SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}},
+					Containers: []corev1.Container{{Name: "c", Image: "posthorn", SecurityContext: &corev1.SecurityContext{
+						AllowPrivilegeEscalation: &no, Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}},
+					}}},
+				},
+			}
+			Expect(cluster.Create(w.ctx, pod)).To(Succeed())
+			pod.Status.PodIP, pod.Status.PodIPs = u.Hostname(), []corev1.PodIP{{IP: u.Hostname()}}
+			pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodReady, Status: ready}}
+			Expect(cluster.Status().Update(w.ctx, pod)).To(Succeed())
+		}
+		makePod(0, "dispatcher", corev1.ConditionFalse)
+		makePod(0, "operator", corev1.ConditionTrue)
+		w.polled(0)
+		w.says(tenant, "source/web", "Ready", isFalse, "NoDispatcher")
+		makePod(1, "dispatcher", corev1.ConditionTrue)
+		w.says(tenant, "source/web", "Ready", isTrue, "Ready")
+		Expect(*w.source(Default, tenant, "web").Status.Dispatchers).To(Equal(v1alpha1.DispatcherCount{Ready: 1, Programmed: 1}))
+	})
+})

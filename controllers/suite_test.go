@@ -1,0 +1,453 @@
+package controllers
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr"
+	. "github.com/onsi/ginkgo/v2"
+	. "github.com/onsi/gomega"
+	corev1 "k8s.io/api/core/v1"
+	eventsv1 "k8s.io/api/events/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	clientscheme "k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/rest"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/health"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/test/env"
+)
+
+// The release is deployed by config/default, so the operator runs with exactly
+// the rights that it has in a cluster.
+const (
+	release  = "posthorn-system"
+	operator = "system:serviceaccount:posthorn-system:posthorn-operator"
+)
+
+var (
+	server  *env.Env
+	cluster client.Client // with an admin's rights
+	logs    = &lockedBuffer{}
+)
+
+func TestControllers(t *testing.T) {
+	RegisterFailHandler(Fail)
+	// Generous, because the machine may be busy; nothing waits longer than it takes.
+	SetDefaultEventuallyTimeout(60 * time.Second)
+	SetDefaultEventuallyPollingInterval(50 * time.Millisecond)
+	RunSpecs(t, "controllers")
+}
+
+var _ = BeforeSuite(func() {
+	ctrl.SetLogger(logr.FromSlogHandler(slog.NewTextHandler(logs, nil)))
+	var err error
+	server, err = env.Start()
+	Expect(err).NotTo(HaveOccurred())
+	scheme := runtime.NewScheme()
+	Expect(clientscheme.AddToScheme(scheme)).To(Succeed())
+	Expect(v1alpha1.AddToScheme(scheme)).To(Succeed())
+	cluster, err = client.New(server.Config, client.Options{Scheme: scheme})
+	Expect(err).NotTo(HaveOccurred())
+	root, err := env.Root()
+	Expect(err).NotTo(HaveOccurred())
+	rbac, err := server.Kubectl("", "kustomize", filepath.Join(root, "config", "rbac"))
+	Expect(err).NotTo(HaveOccurred())
+	namespace, err := os.ReadFile(filepath.Join(root, "config", "default", "namespace.yaml"))
+	Expect(err).NotTo(HaveOccurred())
+	_, err = server.Kubectl(string(namespace)+"\n---\n"+rbac, "apply", "--server-side", "-f", "-")
+	Expect(err).NotTo(HaveOccurred())
+})
+
+var _ = AfterSuite(func() {
+	Expect(server.Stop()).To(Succeed())
+	// Every secret of these tests has this word in it.
+	Expect(logs.String()).NotTo(ContainSubstring("hush"))
+	Expect(logs.String()).NotTo(MatchRegexp(`is forbidden|panic`))
+})
+
+// world is an operator that runs, with a dispatcher in this process.
+type world struct {
+	ctx        context.Context
+	dispatcher *fakeDispatcher
+	pods       *podList
+	options    Options
+	stop       func()
+}
+
+// newWorld starts an operator, and ends it and removes all there was when the spec is over.
+func newWorld(change ...func(*Options)) *world {
+	GinkgoHelper()
+	w := &world{ctx: context.Background(), dispatcher: newDispatcher("dispatcher-0")}
+	w.pods = pods(w.dispatcher.pod())
+	w.options = Options{
+		Namespace: release, Pods: w.pods, MetricsBindAddress: "0", HealthProbeBindAddress: "0",
+		PollInterval: 100 * time.Millisecond,
+		CheckHost: func(host string) error {
+			if host == "169.254.169.254" {
+				return fmt.Errorf("%s is denied", host)
+			}
+			return nil
+		},
+	}
+	for _, c := range change {
+		c(&w.options)
+	}
+	DeferCleanup(func() {
+		for _, o := range []client.Object{&v1alpha1.Source{}, &v1alpha1.WebhookDestination{}} {
+			var namespaces corev1.NamespaceList
+			Expect(cluster.List(w.ctx, &namespaces)).To(Succeed())
+			for _, ns := range namespaces.Items {
+				Expect(cluster.DeleteAllOf(w.ctx, o, client.InNamespace(ns.Name))).To(Succeed())
+			}
+		}
+		w.stop()
+		Expect(cluster.DeleteAllOf(w.ctx, &corev1.Secret{}, client.InNamespace(release))).To(Succeed())
+		Expect(cluster.DeleteAllOf(w.ctx, &corev1.Pod{}, client.InNamespace(release), client.GracePeriodSeconds(0))).To(Succeed())
+		w.dispatcher.server.Close()
+	})
+	w.start()
+	return w
+}
+
+func (w *world) start() {
+	GinkgoHelper()
+	config := rest.CopyConfig(server.Config)
+	config.Impersonate = rest.ImpersonationConfig{UserName: operator, Groups: []string{"system:serviceaccounts", "system:serviceaccounts:" + release, "system:authenticated"}}
+	mgr, err := NewManager(config, w.options)
+	Expect(err).NotTo(HaveOccurred())
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- mgr.Start(ctx) }()
+	w.stop = func() {
+		GinkgoHelper()
+		cancel()
+		Eventually(done).Should(Receive(BeNil()))
+		w.stop = func() {}
+	}
+}
+
+// apply applies YAML to a namespace as a user would.
+func (w *world) apply(namespace, text string) {
+	GinkgoHelper()
+	_, err := server.Kubectl(text, "apply", "--namespace", namespace, "-f", "-")
+	Expect(err).NotTo(HaveOccurred())
+}
+
+func (w *world) delete(namespace, what, name string) {
+	GinkgoHelper()
+	_, err := server.Kubectl("", "delete", what, name, "--namespace", namespace)
+	Expect(err).NotTo(HaveOccurred())
+}
+
+// namespace makes a tenant.
+func (w *world) namespace() string {
+	GinkgoHelper()
+	ns := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{GenerateName: "tenant-"}}
+	Expect(cluster.Create(w.ctx, ns)).To(Succeed())
+	return ns.Name
+}
+
+// live returns a tenant's live-config Secret, decoded as a dispatcher does it.
+func (w *world) live(g Gomega, tenant string) (liveconfig.Config, *corev1.Secret) {
+	var secret corev1.Secret
+	g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: release, Name: liveSecretName(tenant)}, &secret)).To(Succeed())
+	config, revision, err := liveconfig.Decode(secret.Data[liveconfig.DataKey])
+	g.Expect(err).NotTo(HaveOccurred())
+	g.Expect(secret.Annotations[liveconfig.AnnotationRevision]).To(Equal(revision))
+	g.Expect(secret.Labels).To(HaveKeyWithValue(liveconfig.LabelTenant, tenant))
+	g.Expect(secret.Labels).To(HaveKey(liveconfig.LabelLive))
+	return config, &secret
+}
+
+func (w *world) destination(g Gomega, namespace, name string) v1alpha1.WebhookDestination {
+	var d v1alpha1.WebhookDestination
+	g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: name}, &d)).To(Succeed())
+	if len(d.Status.Conditions) > 0 {
+		g.Expect(health.CheckDestination(d)).To(Succeed())
+	}
+	return d
+}
+
+func (w *world) source(g Gomega, namespace, name string) v1alpha1.Source {
+	var s v1alpha1.Source
+	g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: name}, &s)).To(Succeed())
+	if len(s.Status.Conditions) > 0 {
+		g.Expect(health.CheckSource(s)).To(Succeed())
+	}
+	return s
+}
+
+// says waits until a condition of "source/NAME" or "whd/NAME" has a status and reason.
+func (w *world) says(namespace, what, condition string, status metav1.ConditionStatus, reason string) {
+	GinkgoHelper()
+	Eventually(func(g Gomega) {
+		kind, name, _ := strings.Cut(what, "/")
+		var conditions []metav1.Condition
+		var generation int64
+		if kind == "source" {
+			s := w.source(g, namespace, name)
+			conditions, generation = s.Status.Conditions, s.Generation
+		} else {
+			d := w.destination(g, namespace, name)
+			conditions, generation = d.Status.Conditions, d.Generation
+		}
+		i := slices.IndexFunc(conditions, func(c metav1.Condition) bool { return c.Type == condition })
+		g.Expect(i).To(BeNumerically(">=", 0), "no condition %s", condition)
+		c := conditions[i]
+		g.Expect([]string{string(c.Status), c.Reason}).To(Equal([]string{string(status), reason}), c.Message)
+		g.Expect(c.ObservedGeneration).To(Equal(generation))
+		g.Expect(c.Message).NotTo(ContainSubstring("hush"))
+	}).Should(Succeed())
+}
+
+// events returns the Events about an object as "Type Reason".
+func (w *world) events(namespace, name string) []string {
+	GinkgoHelper()
+	var list eventsv1.EventList
+	Expect(cluster.List(w.ctx, &list, client.InNamespace(namespace))).To(Succeed())
+	var texts []string
+	for _, e := range list.Items {
+		Expect(e.Note).NotTo(ContainSubstring("hush"))
+		if e.Regarding.Name == name {
+			texts = append(texts, e.Type+" "+e.Reason)
+		}
+	}
+	return texts
+}
+
+// versions returns the resourceVersion of everything that the operator writes.
+func (w *world) versions() map[string]string {
+	GinkgoHelper()
+	found := map[string]string{}
+	for _, list := range []client.ObjectList{&v1alpha1.SourceList{}, &v1alpha1.WebhookDestinationList{}, &corev1.SecretList{}} {
+		Expect(cluster.List(w.ctx, list)).To(Succeed())
+		switch l := list.(type) {
+		case *v1alpha1.SourceList:
+			for _, o := range l.Items {
+				found["source/"+o.Namespace+"/"+o.Name] = o.ResourceVersion
+			}
+		case *v1alpha1.WebhookDestinationList:
+			for _, o := range l.Items {
+				found["whd/"+o.Namespace+"/"+o.Name] = o.ResourceVersion
+			}
+		case *corev1.SecretList:
+			for _, o := range l.Items {
+				found["secret/"+o.Namespace+"/"+o.Name] = o.ResourceVersion
+			}
+		}
+	}
+	return found
+}
+
+// polled waits until the dispatcher has been asked n more times.
+func (w *world) polled(n int) {
+	GinkgoHelper()
+	start := w.dispatcher.count()
+	Eventually(w.dispatcher.count).Should(BeNumerically(">=", start+n))
+}
+
+// podList is a list of dispatchers that tests change while the operator runs.
+type podList struct {
+	mu   sync.Mutex
+	pods []Pod
+}
+
+func pods(p ...Pod) *podList { return &podList{pods: p} }
+
+func (l *podList) set(p ...Pod) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.pods = p
+}
+
+// Ready implements Pods.
+func (l *podList) Ready(context.Context) ([]Pod, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return slices.Clone(l.pods), nil
+}
+
+// fakeDispatcher takes the live-config Secrets that it finds, as a dispatcher
+// does, and reports what it is told to.
+type fakeDispatcher struct {
+	name   string
+	server *httptest.Server
+
+	mu sync.Mutex
+	// asked counts GET /report.
+	asked int
+	// down answers 500, refuse refuses all configs from now on.
+	down, refuse bool
+	running      map[string]liveconfig.Config
+	revisions    map[string]string
+	// traffic changes a destination's report, by "namespace/name"; calls a Source's.
+	traffic map[string]func(*liveconfig.DestinationReport)
+	calls   map[string]func(*liveconfig.SourceReport)
+}
+
+func newDispatcher(name string) *fakeDispatcher {
+	d := &fakeDispatcher{
+		name: name, running: map[string]liveconfig.Config{}, revisions: map[string]string{},
+		traffic: map[string]func(*liveconfig.DestinationReport){}, calls: map[string]func(*liveconfig.SourceReport){},
+	}
+	d.server = httptest.NewServer(d)
+	return d
+}
+
+func (d *fakeDispatcher) pod() Pod { return Pod{Name: d.name, URL: d.server.URL} }
+
+func (d *fakeDispatcher) set(f func(d *fakeDispatcher)) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	f(d)
+}
+
+func (d *fakeDispatcher) count() int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.asked
+}
+
+func (d *fakeDispatcher) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.asked++
+	if d.down || r.URL.Path != "/report" {
+		http.Error(w, "down", http.StatusInternalServerError)
+		return
+	}
+	body, err := json.Marshal(d.report(r.Context()))
+	if err != nil {
+		panic(err)
+	}
+	etag := fmt.Sprintf(`"%x"`, sha256.Sum256(body))
+	w.Header().Set("ETag", etag)
+	if r.Header.Get("If-None-Match") == etag {
+		w.WriteHeader(http.StatusNotModified)
+		return
+	}
+	_, _ = w.Write(body)
+}
+
+func (d *fakeDispatcher) report(ctx context.Context) liveconfig.Report {
+	report := liveconfig.Report{Pod: d.name, Ready: true}
+	var secrets corev1.SecretList
+	if err := cluster.List(ctx, &secrets, client.InNamespace(release), client.HasLabels{liveconfig.LabelTenant}); err != nil {
+		return report
+	}
+	refused := map[string]*liveconfig.RefusedConfig{}
+	if d.refuse {
+		for _, s := range secrets.Items {
+			if revision := s.Annotations[liveconfig.AnnotationRevision]; d.revisions[s.Labels[liveconfig.LabelTenant]] != revision {
+				refused[s.Labels[liveconfig.LabelTenant]] = &liveconfig.RefusedConfig{Revision: revision, Error: "not today"}
+			}
+		}
+	} else {
+		d.running, d.revisions = map[string]liveconfig.Config{}, map[string]string{}
+		for _, s := range secrets.Items {
+			config, revision, err := liveconfig.Decode(s.Data[liveconfig.DataKey])
+			if err == nil {
+				d.running[config.Tenant], d.revisions[config.Tenant] = config, revision
+			}
+		}
+	}
+	for _, tenant := range slices.Sorted(maps.Keys(d.running)) {
+		config := d.running[tenant]
+		t := liveconfig.TenantReport{Tenant: tenant, Revision: d.revisions[tenant], Refused: refused[tenant]}
+		for _, s := range config.Sources {
+			r := liveconfig.SourceReport{Name: s.Name, Generation: s.Generation, Revision: s.Revision}
+			if f := d.calls[tenant+"/"+s.Name]; f != nil {
+				f(&r)
+			}
+			t.Sources = append(t.Sources, r)
+		}
+		for _, dest := range config.Destinations {
+			r := liveconfig.DestinationReport{Name: dest.Name, Generation: dest.Generation, Revision: dest.Revision}
+			for _, e := range dest.Endpoints {
+				r.Endpoints = append(r.Endpoints, liveconfig.EndpointReport{Name: e.Name, State: liveconfig.EndpointIdle})
+			}
+			if f := d.traffic[tenant+"/"+dest.Name]; f != nil {
+				f(&r)
+			}
+			t.Destinations = append(t.Destinations, r)
+		}
+		report.Tenants = append(report.Tenants, t)
+	}
+	return report
+}
+
+type lockedBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (b *lockedBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	_, _ = GinkgoWriter.Write(p)
+	return b.b.Write(p)
+}
+
+func (b *lockedBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.String()
+}
+
+// Objects of a tenant, as users write them.
+const (
+	webSource = `
+apiVersion: v1
+kind: Secret
+metadata: {name: web-key}
+stringData: {writeKey: hush-web}
+---
+apiVersion: posthorn.dev/v1alpha1
+kind: Source
+metadata: {name: web, labels: {team: shop}}
+spec:
+  writeKeySecretRef: {name: web-key, key: writeKey}
+---
+`
+	crmSecret = `
+apiVersion: v1
+kind: Secret
+metadata: {name: crm}
+stringData: {sharedSecret: hush-crm}
+---
+`
+	crmDestination = `
+apiVersion: posthorn.dev/v1alpha1
+kind: WebhookDestination
+metadata: {name: crm}
+spec:
+  sources: {names: [web]}
+  endpoints: [{name: primary, url: "https://hooks.example/in"}]
+  signing: {secretRef: {name: crm, key: sharedSecret}}
+---
+`
+)
+
+// named renames the destination of crmDestination, and what else is to be replaced.
+func named(name string, replace ...string) string {
+	return strings.NewReplacer(append([]string{"metadata: {name: crm}", "metadata: {name: " + name + "}"}, replace...)...).Replace(crmDestination)
+}
