@@ -17,7 +17,7 @@ func TestChaos(t *testing.T) {
 	for seed := range uint64(20) {
 		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 			bubble(t, func(t *testing.T) {
-				rnd := rand.New(rand.NewPCG(seed, 1))
+				rnd, luck := rand.New(rand.NewPCG(seed, 1)), rand.New(rand.NewPCG(seed, 2)) // luck is the endpoints', under the client's lock.
 				weather := []answer{
 					{status: 200}, {status: 200, after: 5 * time.Millisecond}, {status: 204, after: 800 * time.Millisecond}, {status: 200, after: 6 * time.Second},
 					{status: 500}, {status: 503, retryAfter: 20 * time.Second}, {status: 429, after: 50 * time.Millisecond}, {reason: egress.ConnectionRefused},
@@ -28,8 +28,8 @@ func TestChaos(t *testing.T) {
 				taken := map[string]bool{} // URL and message
 				answers := func(r request) answer {
 					a, ok := mood[r.url]
-					if !ok || rnd.IntN(40) == 0 {
-						a = weather[rnd.IntN(len(weather))]
+					if !ok || luck.IntN(40) == 0 {
+						a = weather[luck.IntN(len(weather))]
 						mood[r.url] = a
 					}
 					if !stormy {
@@ -76,6 +76,7 @@ func TestChaos(t *testing.T) {
 				w.client.mu.Unlock()
 				w.apply(destinations()...)
 				w.sleep(20 * time.Minute)
+				w.end()
 				for name, urls := range map[string][]string{"a-one": {"http://1.test"}, "b-two": {"http://2a.test", "http://2b.test"}, "c-every": {"http://3a.test", "http://3b.test"}, "d-both": {"http://4.test"}} {
 					r := w.report(name)
 					if r.Pending != 0 || r.Accepted != r.Delivered+r.DeadLettered || r.Delivered == 0 {
@@ -102,7 +103,6 @@ func TestChaos(t *testing.T) {
 						}
 					}
 				}
-				w.end()
 			})
 		})
 	}

@@ -1,0 +1,120 @@
+package delivery
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"strconv"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+)
+
+// On the real store, with a restart in the middle: what one destination
+// refuses, another misses for a while and a third takes is all accounted for.
+func TestOnPebble(t *testing.T) {
+	dir := t.TempDir()
+	var mended atomic.Bool
+	client := newFakeClient(func(r request) answer {
+		switch {
+		case r.url == urlB && !mended.Load():
+			return answer{reason: egress.ConnectionRefused}
+		case r.url == urlC:
+			return answer{status: 404}
+		}
+		return answer{status: 200}
+	})
+	destinations := func(success string) *liveconfig.View {
+		a, b, c, d := dest("a", urlA), dest("b", urlB), dest("c", urlC), dest("d", urlA, urlB)
+		b.Delivery.MaxBackoffMS, d.Delivery.MaxBackoffMS = 2000, 2000
+		d.Success = success
+		return (&world{rev: len(success)}).view(a, b, c, d)
+	}
+	const n = 3000
+	begin := func() (*pebblestore.Store, *Engine, func()) {
+		store, err := pebblestore.Open(dir, pebblestore.Options{Logger: slog.New(slog.DiscardHandler)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		e := New(Options{Store: store, Client: client, Logger: slog.New(slog.DiscardHandler)})
+		ctx, cancel := context.WithCancel(context.Background())
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			_ = e.Run(ctx)
+		}()
+		return store, e, func() {
+			cancel()
+			<-done
+			if err := store.Close(); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	send := func(store queue.Store, from, to int) {
+		var msgs []queue.Message
+		for i := from; i < to; i++ {
+			msgs = append(msgs, queue.Message{Source: "ns/web", ID: "m" + strconv.Itoa(i), Type: "track", AcceptedAt: time.Now(), Body: []byte("{}")})
+		}
+		if _, err := store.Append(context.Background(), msgs); err != nil {
+			t.Fatal(err)
+		}
+	}
+	reports := func(e *Engine) map[string]liveconfig.DestinationReport {
+		out := map[string]liveconfig.DestinationReport{}
+		for _, r := range e.Report("ns") {
+			out[r.Name] = r
+			if r.Accepted != r.Delivered+r.Filtered+r.DeadLettered+r.Discarded+r.Pending {
+				t.Errorf("the ledger does not balance: %+v", r)
+			}
+		}
+		return out
+	}
+
+	store, e, end := begin()
+	if err := e.Apply(destinations(liveconfig.AnyEndpoint)); err != nil {
+		t.Fatal(err)
+	}
+	send(store, 0, n)
+	eventually(t, "a, c and d are done and b's circuit is open", func() bool {
+		r := reports(e)
+		return r["a"].Delivered == n && r["c"].DeadLettered == n && r["d"].Delivered == n && r["b"].Pending == n && r["b"].Endpoints[0].State == liveconfig.EndpointCircuitOpen
+	})
+	end()
+
+	store, e, end = begin()
+	if err := e.Apply(destinations(liveconfig.EveryEndpoint)); err != nil {
+		t.Fatal(err)
+	}
+	send(store, n, 2*n)
+	eventually(t, "a is done again", func() bool { return reports(e)["a"].Delivered == 2*n })
+	mended.Store(true)
+	eventually(t, "all is done", func() bool {
+		r := reports(e)
+		return r["b"].Delivered == 2*n && r["c"].DeadLettered == 2*n && r["d"].Pending == 0
+	})
+	eventually(t, "d's old lane is gone", func() bool { return len(store.Lanes()) == 5 })
+	if count, _ := store.DeadLetterStats("ns/c"); count != 2*n {
+		t.Errorf("%d dead letters, want %d", count, 2*n)
+	}
+	end()
+
+	got := map[string]map[string]int{}
+	for _, r := range client.requests("") {
+		if got[r.url] == nil {
+			got[r.url] = map[string]int{}
+		}
+		got[r.url][r.id()]++
+	}
+	for i := range 2 * n {
+		id := fmt.Sprint("m", i)
+		if a, b, c := got[urlA][id], got[urlB][id], got[urlC][id]; a < 2 || b < 1 || c != 1 {
+			t.Errorf("%s was sent %d, %d and %d times", id, a, b, c)
+		}
+	}
+}
