@@ -195,7 +195,12 @@ func (c *Control) watch() (<-chan fsnotify.Event, func()) {
 // returns the marks that need not be loaded again.
 func (c *Control) load(marks []mark) []mark {
 	c.mu.Lock()
-	c.store.load(marks, time.Now())
+	if len(marks) == 0 && len(c.store.objects) > 0 {
+		// A volume that is not mounted looks like this, and what waits for deleted objects is given up.
+		c.log.Error("the folder of manifests is empty, which is taken for a mistake: the last good objects stay; to remove them all, leave a file with nothing but a comment", "dir", c.options.Dir)
+	} else {
+		c.store.load(marks, time.Now())
+	}
 	problems, ignored := c.store.problems, c.store.ignored
 	snapshots := c.store.snapshots(c.options.CheckHost)
 	c.mu.Unlock()

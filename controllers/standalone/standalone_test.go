@@ -296,6 +296,22 @@ func TestBrokenManifestsKeepTheLastGoodForm(t *testing.T) {
 	f.runs("default/crm Active")
 }
 
+// An empty folder is a volume that is not mounted, not an order to delete everything.
+func TestEmptyFolderKeepsTheObjects(t *testing.T) {
+	dir, state := t.TempDir(), filepath.Join(t.TempDir(), "manifests.json")
+	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+webDestination)
+	f := start(t, dir, state)
+	f.runs("default/crm Active")
+	f.stop()
+	if err := os.Remove(filepath.Join(dir, "a.yaml")); err != nil {
+		t.Fatal(err)
+	}
+	f = start(t, dir, state)
+	f.runs("default/crm Active")
+	put(t, dir, "a.yaml", "# nothing on purpose\n")
+	f.runs()
+}
+
 // A mounted ConfigMap or Secret is a folder of links that are swapped all at once.
 func TestMountedConfigMap(t *testing.T) {
 	dir := t.TempDir()
