@@ -46,7 +46,7 @@ type Options struct {
 	// and then their messages. Default 256 MiB. One Source gets at most half of
 	// it, less when others need theirs; beyond: 503.
 	MaxBuffered int64
-	// TrustedProxies are the networks (CIDRs) of proxies whose X-Forwarded-For is believed.
+	// TrustedProxies are the networks (CIDRs) and addresses of proxies whose X-Forwarded-For is believed.
 	TrustedProxies []string
 	// Now is the clock; default time.Now.
 	Now        func() time.Time
@@ -125,7 +125,7 @@ type Handler struct {
 	faults  sampler // of our own, to log
 }
 
-// New makes a Handler. A network in TrustedProxies that does not parse is
+// New makes a Handler. An entry of TrustedProxies that does not parse is
 // logged and left out: the peer's own address is then used.
 func New(o Options) *Handler {
 	if o.MaxBuffered <= 0 {
@@ -141,8 +141,11 @@ func New(o Options) *Handler {
 	h.turns.free = 2 * runtime.GOMAXPROCS(0) // one computes, one is about to
 	for _, p := range o.TrustedProxies {
 		prefix, err := netip.ParsePrefix(p)
+		if addr, bad := netip.ParseAddr(p); bad == nil {
+			prefix, err = addr.Prefix(addr.BitLen())
+		}
 		if err != nil {
-			o.Logger.Error("trusted proxy is not a network like 10.0.0.0/8; it is not trusted", "proxy", p, "error", err)
+			o.Logger.Error("trusted proxy is neither a network like 10.0.0.0/8 nor an address; it is not trusted", "proxy", p, "error", err)
 			continue
 		}
 		h.proxies = append(h.proxies, prefix.Masked())
@@ -339,13 +342,12 @@ func (h *Handler) prepare(w http.ResponseWriter, q *request, typ event.Type, now
 	if bad := h.limit(q, len(batch.Calls)); bad != nil {
 		return nil, nil, bad
 	}
-	key := q.ref.Key()
 	messages := make([]queue.Message, len(batch.Calls))
 	begin := time.Now()
 	for i := range batch.Calls {
 		c := &batch.Calls[i]
 		messages[i] = queue.Message{
-			Source: key, ID: c.MessageID, Type: string(c.Type), AcceptedAt: now,
+			Source: q.source.key, ID: c.MessageID, Type: string(c.Type), AcceptedAt: now,
 			Skip: h.Skip(q.ref, c), Body: c.Body,
 		}
 		if c.Type == event.Track {
@@ -415,7 +417,7 @@ func (h *Handler) authenticate(w http.ResponseWriter, q *request, key string) *r
 		return refuse(http.StatusUnauthorized, codeUnknownKey, "no Source has this write key; compare it with the Source's Secret")
 	}
 	h.follow(q.view)
-	q.ref, q.source = ref, h.sourceOf(ref.Key())
+	q.ref, q.source = ref, h.sourceOf(ref)
 	if q.room.bytes == 0 { // Otherwise it moves when the body has become messages.
 		q.room.share = &q.source.share
 	}
@@ -479,14 +481,19 @@ func (h *Handler) clientIP(r *http.Request) string {
 	if err != nil {
 		return ""
 	}
-	ip := peer.Addr().Unmap()
+	ip := peer.Addr().Unmap().WithZone("")
 	hops := strings.Split(strings.Join(r.Header.Values("X-Forwarded-For"), ","), ",")
 	for i := len(hops) - 1; i >= 0 && h.trusts(ip); i-- {
-		hop, err := netip.ParseAddr(strings.TrimSpace(hops[i]))
+		text := strings.TrimSpace(hops[i])
+		hop, err := netip.ParseAddr(text)
 		if err != nil {
-			break
+			withPort, err := netip.ParseAddrPort(text)
+			if err != nil {
+				break
+			}
+			hop = withPort.Addr()
 		}
-		ip = hop.Unmap()
+		ip = hop.Unmap().WithZone("")
 	}
 	return ip.String()
 }

@@ -328,11 +328,40 @@ func TestCORS(t *testing.T) {
 	if w := f.do(post("/v1/track", "web-key", track)); w.Header().Get(headerAllowedOrigin) != "" {
 		t.Error("CORS headers for a server")
 	}
+
+	// A page may read why its call failed, if any Source allows it; a Source that does not keeps its answer.
+	for name, tc := range map[string]struct {
+		key, body, host string
+		status          int
+		readable        bool
+	}{
+		"unknown key":          {"nobody", track, "", 401, true},
+		"not JSON":             {"", `{`, "", 400, true},
+		"taken":                {"web-key", track, "", 200, true},
+		"another Source's":     {"slow-key", track, "", 403, false},
+		"key in the body":      {"", `{"writeKey":"slow-key","userId":"u","event":"E"}`, "", 403, false},
+		"behind a common host": {"slow-key", track, "shop.example", 200, true},
+	} {
+		r := post("/v1/track", tc.key, tc.body, "Origin", "https://shop.example")
+		if tc.host != "" {
+			r.Host = tc.host
+		}
+		w := f.do(r)
+		if readable := w.Header().Get(headerAllowedOrigin) != ""; w.Code != tc.status || readable != tc.readable {
+			t.Errorf("%s: %d, readable %v", name, w.Code, readable)
+		}
+		if challenge := w.Header().Get("Www-Authenticate"); challenge != "" {
+			t.Errorf("%s: a browser would ask its user for a password: %s", name, challenge)
+		}
+	}
+	if w := f.do(post("/v1/track", "nobody", track)); w.Header().Get("Www-Authenticate") == "" {
+		t.Error("401 without a challenge")
+	}
 }
 
 func TestClientIPOnlyOfBrowsersAndOnlyFromTrustedProxies(t *testing.T) {
 	f := newFixture(t)
-	f.proxies = New(Options{TrustedProxies: []string{"10.0.0.0/8", "nonsense"}}).proxies
+	f.proxies = New(Options{TrustedProxies: []string{"10.0.0.0/8", "nonsense", "192.0.2.1"}, Logger: f.Logger}).proxies
 	ip := func(peer, forwarded, origin string) string {
 		f.stored = nil
 		r := post("/v1/track", "web-key", track, "X-Forwarded-For", forwarded, "Origin", origin)
@@ -352,6 +381,10 @@ func TestClientIPOnlyOfBrowsersAndOnlyFromTrustedProxies(t *testing.T) {
 		{"10.1.2.3:1", "198.51.100.7", browser, "198.51.100.7"},
 		{"10.1.2.3:1", "6.6.6.6, 198.51.100.7, 10.9.9.9", browser, "198.51.100.7"},
 		{"[::ffff:203.0.113.9]:1", "", browser, "203.0.113.9"},
+		{"192.0.2.1:1", "198.51.100.7:4711", browser, "198.51.100.7"},
+		{"192.0.2.2:1", "198.51.100.7", browser, "192.0.2.2"},
+		{"10.1.2.3:1", "6.6.6.6, nonsense", browser, "10.1.2.3"},
+		{"[2001:db8::7]:1", "", browser, "2001:db8::7"},
 	} {
 		if got := ip(tc.peer, tc.forwarded, tc.origin); got != tc.want {
 			t.Errorf("peer %s, forwarded %q, origin %q: %q, want %q", tc.peer, tc.forwarded, tc.origin, got, tc.want)

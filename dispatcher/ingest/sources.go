@@ -56,7 +56,7 @@ func unixNano(n int64) time.Time {
 
 // source is what is kept per Source, and of all requests without a known one.
 type source struct {
-	namespace, name string
+	key, namespace, name string
 	// share and line are its part of memory and CPU.
 	share                         share
 	line                          line
@@ -76,12 +76,13 @@ type source struct {
 }
 
 // sourceOf returns what is kept of a Source.
-func (h *Handler) sourceOf(key string) *source {
+func (h *Handler) sourceOf(ref liveconfig.SourceRef) *source {
+	key := ref.Key()
 	if s, ok := h.sources.Load(key); ok {
 		return s.(*source)
 	}
-	namespace, name, _ := strings.Cut(key, "/")
-	s := &source{namespace: namespace, name: name}
+	namespace, name := ref.Tenant, ref.Source.Name
+	s := &source{key: key, namespace: namespace, name: name}
 	s.acceptedCount = h.metrics.calls.WithLabelValues(namespace, name, "accepted")
 	s.duplicateCount = h.metrics.calls.WithLabelValues(namespace, name, "duplicate")
 	actual, _ := h.sources.LoadOrStore(key, s)
