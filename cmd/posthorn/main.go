@@ -96,7 +96,7 @@ Exit codes: 0 it worked; 1 it did not, or the answer is no; 2 the command line i
 	)
 	for group, commands := range map[string][]*cobra.Command{
 		"server": {newRun(), newOperator(), newDispatcher()},
-		"look":   {newGet(), newCompile()},
+		"look":   {newGet(), newCompile(), newAttempts(), newTail(), newDeadLetters()},
 		"try":    {newSend(), newSink(), newVerify()},
 	} {
 		for _, c := range commands {

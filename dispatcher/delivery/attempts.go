@@ -2,6 +2,7 @@ package delivery
 
 import (
 	"context"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -72,15 +73,23 @@ func (a *attempts) list() []Attempt {
 	return out
 }
 
-// Attempts lists the last attempts at an endpoint, oldest first; nil for an
-// endpoint that is not known. destination is "namespace/name".
-func (e *Engine) Attempts(destination, endpoint string) []Attempt {
+// Attempts lists the last attempts at an endpoint, oldest first, or at all
+// endpoints of the destination when endpoint is empty; nil for one that is not
+// known. destination is "namespace/name".
+func (e *Engine) Attempts(destination, endpoint string) (list []Attempt) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if d := e.destinations[destination]; d != nil && d.endpoints[endpoint] != nil {
-		return d.endpoints[endpoint].attempts.list()
+	d := e.destinations[destination]
+	if d == nil {
+		return nil
 	}
-	return nil
+	for name, ep := range d.endpoints {
+		if endpoint == "" || endpoint == name {
+			list = append(list, ep.attempts.list()...)
+		}
+	}
+	slices.SortStableFunc(list, func(a, b Attempt) int { return a.Time.Compare(b.Time) })
+	return list
 }
 
 // tailBuffer is how many attempts a subscriber may lag behind.
