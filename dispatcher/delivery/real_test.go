@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -19,6 +20,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
 // run starts an engine with the real client on a store; the cleanup stops it.
@@ -99,8 +101,8 @@ func TestRealClient(t *testing.T) {
 }
 
 // BenchmarkEngine sends 1 KiB messages through the engine and the real client
-// to a receiver in this process, from a store in memory; "direct" is the bare
-// loop of posts by as many goroutines.
+// to a receiver in this process, from the real store; "direct" is the bare loop
+// of posts by as many goroutines.
 func BenchmarkEngine(b *testing.B) {
 	var arrived atomic.Int64
 	receiver := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { arrived.Add(1) }))
@@ -126,9 +128,13 @@ func BenchmarkEngine(b *testing.B) {
 	})
 	for _, destinations := range []int{1, 100} {
 		b.Run("engine/"+strconv.Itoa(destinations), func(b *testing.B) {
-			store := newMemStore()
+			store, err := pebblestore.Open(b.TempDir(), pebblestore.Options{Logger: slog.New(slog.DiscardHandler)})
+			if err != nil {
+				b.Fatal(err)
+			}
+			b.Cleanup(func() { _ = store.Close() })
 			e := run(b, store)
-			w := &world{store: store, engine: e}
+			w := &world{engine: e}
 			var all []liveconfig.Destination
 			for i := range destinations {
 				d := dest(fmt.Sprintf("d%04d", i), receiver.URL)
@@ -146,7 +152,11 @@ func BenchmarkEngine(b *testing.B) {
 			}
 			b.ReportAllocs()
 			b.ResetTimer()
-			_, _ = store.Append(context.Background(), msgs)
+			for batch := range slices.Chunk(msgs, 500) {
+				if _, err := store.Append(context.Background(), batch); err != nil {
+					b.Fatal(err)
+				}
+			}
 			for arrived.Load() < int64(n*destinations) {
 				time.Sleep(time.Millisecond)
 			}
