@@ -137,7 +137,8 @@ func New(o Options) *Handler {
 	if o.Logger == nil {
 		o.Logger = slog.Default()
 	}
-	h := &Handler{Options: o, metrics: newMetrics(o.Registerer), nobody: new(source)}
+	h := &Handler{Options: o, nobody: new(source)}
+	h.metrics = newMetrics(o.Registerer, h.memory.held)
 	h.turns.free = 2 * runtime.GOMAXPROCS(0) // one computes, one is about to
 	for _, p := range o.TrustedProxies {
 		prefix, err := netip.ParsePrefix(p)

@@ -50,6 +50,7 @@ func source_(name, key string, change func(*liveconfig.Source)) liveconfig.Sourc
 }
 
 func newFixture(t testing.TB) *fixture {
+	t.Helper()
 	f := &fixture{now: time.UnixMilli(1_700_000_000_000), registry: prometheus.NewRegistry()}
 	f.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Tenant: "shop", Sources: []liveconfig.Source{
 		source_("web", "web-key", func(s *liveconfig.Source) { s.AllowedOrigins = []string{"https://shop.example"} }),
@@ -641,7 +642,7 @@ func TestProtocols(t *testing.T) {
 			}
 			body, _ := io.ReadAll(resp.Body)
 			resp.Body.Close()
-			if resp.StatusCode != 200 {
+			if resp.StatusCode != http.StatusOK {
 				t.Errorf("%s: %d %s", name, resp.StatusCode, body)
 			}
 		}
@@ -651,7 +652,7 @@ func TestProtocols(t *testing.T) {
 	do("expect", &http.Transport{ExpectContinueTimeout: 30 * time.Second}, func(r *http.Request) { r.Header.Set("Expect", "100-continue") })
 	var h2c http.Protocols
 	h2c.SetUnencryptedHTTP2(true)
-	do("HTTP/2 in clear text", &http.Transport{Protocols: &h2c}, func(r *http.Request) {})
+	do("HTTP/2 in clear text", &http.Transport{Protocols: &h2c}, nil)
 	if len(f.stored) != 8 {
 		t.Errorf("%d stored", len(f.stored))
 	}

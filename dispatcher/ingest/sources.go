@@ -219,7 +219,7 @@ type metrics struct {
 	durable         prometheus.Histogram
 }
 
-func newMetrics(r prometheus.Registerer) metrics {
+func newMetrics(r prometheus.Registerer, held func() int64) metrics {
 	m := metrics{
 		calls: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "posthorn_ingest_calls_total", Help: "Calls that were answered with success, by result: accepted or duplicate.",
@@ -235,7 +235,9 @@ func newMetrics(r prometheus.Registerer) metrics {
 		}),
 	}
 	if r != nil {
-		r.MustRegister(m.calls, m.rejected, m.duration, m.durable)
+		r.MustRegister(m.calls, m.rejected, m.duration, m.durable, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "posthorn_ingest_memory_bytes", Help: "Memory that the requests in progress hold for bodies and messages.",
+		}, func() float64 { return float64(held()) }))
 	}
 	return m
 }
