@@ -37,8 +37,10 @@ type Message struct {
 	AcceptedAt time.Time
 	// Skip names the destinations ("namespace/name") that filtered this message out, usually none.
 	Skip []string
-	// Only, when not empty, names the one destination that this message is for
-	// (a redelivery); other lanes pass over it without counting it.
+	// Only, when not empty, names the one destination ("namespace/name") or
+	// endpoint ("namespace/name/endpoint") that this message is for (a
+	// redelivery); other lanes pass over it without counting it, and its ID is not
+	// looked for among duplicates.
 	Only string
 	// Body is the canonical JSON: the exact bytes to send.
 	Body []byte

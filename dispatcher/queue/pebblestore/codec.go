@@ -1,6 +1,7 @@
 package pebblestore
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"slices"
@@ -179,17 +180,24 @@ const (
 	passed           // For another destination alone: not counted.
 )
 
-func (r *record) verdict(destination string) verdict {
-	if len(r.only) != 0 && string(r.only) != destination {
+func (r *record) verdict(lane queue.LaneID) verdict {
+	if len(r.only) != 0 && !isFor(r.only, lane) {
 		return passed
 	}
 	d := decoder{b: r.skip}
 	for range r.skips {
-		if string(d.bytes()) == destination {
+		if string(d.bytes()) == lane.Destination {
 			return filtered
 		}
 	}
 	return wanted
+}
+
+// isFor reports whether a message that is for one destination
+// ("namespace/name") or one endpoint of it ("namespace/name/endpoint") is for a lane.
+func isFor(only []byte, lane queue.LaneID) bool {
+	endpoint, ok := bytes.CutPrefix(only, []byte(lane.Destination))
+	return ok && (len(endpoint) == 0 || string(endpoint) == "/"+lane.Endpoint)
 }
 
 // laneState is all that is durable of a lane but its retries: one value, so

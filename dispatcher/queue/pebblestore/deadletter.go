@@ -136,6 +136,9 @@ func (s *Store) buryChunk(id queue.LaneID, cut int64, f *queue.Failure) (n int, 
 	l.dest.put(g.b)
 	l.put(g.b)
 	err = errors.Join(err, s.apply(g.b))
+	for _, seq := range g.closed {
+		delete(l.open, seq)
+	}
 	if g.dueChanged {
 		_, scanErr := s.scanDue(l, 0, 0, nil)
 		err = errors.Join(err, scanErr)
@@ -154,6 +157,7 @@ type grave struct {
 	n, scanned int
 	changed    bool
 	dueChanged bool
+	closed     []uint64
 }
 
 func (g *grave) full() bool {
@@ -194,10 +198,13 @@ func (g *grave) released() error {
 			continue
 		}
 		t := l.open[seq]
-		delete(l.open, seq)
-		if t.due != 0 {
+		if t.due == 0 {
+			delete(l.open, seq)
+		} else {
 			l.openRetries--
 			l.forgetRetry(g.b, seq, t.due)
+			// Its entry is in the index until the batch is applied, and must not be met there again.
+			g.closed = append(g.closed, seq)
 		}
 		g.bury(seq, &rec, t.attempt, nil)
 	}
@@ -256,7 +263,7 @@ func (g *grave) unread() error {
 		if err != nil {
 			return err
 		}
-		v := rec.verdict(l.id.Destination)
+		v := rec.verdict(l.id)
 		if v == wanted && rec.acceptedAt >= g.cut {
 			return nil
 		}

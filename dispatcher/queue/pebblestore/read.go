@@ -273,7 +273,7 @@ func (r *reader) readFirsts(max int) (int, error) {
 		if rec, err = r.read(next); err != nil {
 			break
 		}
-		switch rec.verdict(l.id.Destination) {
+		switch rec.verdict(l.id) {
 		case wanted:
 			r.keep(next, &rec, 0)
 		case filtered:

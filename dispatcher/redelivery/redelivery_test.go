@@ -1,0 +1,150 @@
+package redelivery_test
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/dispatcher/redelivery"
+)
+
+const (
+	src  = "shop/web"
+	dest = "shop/crm"
+)
+
+var (
+	lane  = queue.LaneID{Source: src, Destination: dest}
+	other = queue.LaneID{Source: src, Destination: "shop/other"}
+)
+
+// open makes a store with n dead letters of a destination; every third one is of the reason Expired.
+func open(t *testing.T, n int, lanes ...queue.LaneID) *pebblestore.Store {
+	t.Helper()
+	s, err := pebblestore.Open(t.TempDir(), pebblestore.Options{DuplicateWindow: time.Minute})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	for _, l := range append(lanes, other) {
+		if err := s.OpenLane(l); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i := range n {
+		m := queue.Message{Source: src, ID: fmt.Sprint("m", i), Type: "track", Event: "E", AcceptedAt: time.Now(), Body: fmt.Appendf(nil, `{"n":%d}`, i)}
+		if _, err := s.Append(t.Context(), []queue.Message{m}); err != nil {
+			t.Fatal(err)
+		}
+		for _, l := range lanes {
+			for _, d := range lease(t, s, l) {
+				reason := "Rejected"
+				if i%3 == 0 {
+					reason = "Expired"
+				}
+				if err := s.Bury(d, queue.Failure{Time: time.Now(), Reason: reason, StatusCode: 422}); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		for _, d := range lease(t, s, other) {
+			s.Ack(d)
+		}
+	}
+	return s
+}
+
+func lease(t *testing.T, s queue.Store, l queue.LaneID) []queue.Delivery {
+	t.Helper()
+	got, err := s.Lease(l, 1000, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return got
+}
+
+func count(t *testing.T, s queue.Store) (n int) {
+	t.Helper()
+	if err := s.DeadLetters(context.Background(), dest, "", func(queue.DeadLetter) bool { n++; return true }); err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
+
+func TestRunPutsTheChosenBackIntoTheirLaneAlone(t *testing.T) {
+	s := open(t, 250, lane)
+	dry, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{Reasons: []string{"Expired"}}, redelivery.Options{DryRun: true})
+	if err != nil || dry.Matched != 84 || dry.Redelivered != 0 || count(t, s) != 250 {
+		t.Fatalf("dry run: %+v %v, %d left", dry, err, count(t, s))
+	}
+	calls := 0
+	p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{Reasons: []string{"Expired"}}, redelivery.Options{Rate: 1e6, OnProgress: func(redelivery.Progress) { calls++ }})
+	if err != nil || p.Matched != 84 || p.Redelivered != 84 || p.Bytes == 0 || calls == 0 {
+		t.Fatalf("%+v %v, %d calls", p, err, calls)
+	}
+	if n := count(t, s); n != 166 {
+		t.Errorf("%d dead letters left", n)
+	}
+	got := lease(t, s, lane)
+	if len(got) != 84 || got[0].ID != "m0" || string(got[0].Body) != `{"n":0}` || got[0].Attempt != 0 {
+		t.Errorf("%d pending again, the first one %+v", len(got), got[0])
+	}
+	for _, d := range got {
+		s.Ack(d)
+	}
+	if n := len(lease(t, s, other)); n != 0 {
+		t.Errorf("%d reached another destination", n)
+	}
+	if st := s.LaneStats(other); st.Accepted != 250 || st.Accepted != st.Delivered {
+		t.Errorf("the other lane's ledger moved: %+v", st)
+	}
+	if st := s.LaneStats(lane); st.Accepted != st.Delivered+st.Filtered+st.DeadLettered+st.Discarded+st.Pending {
+		t.Errorf("the ledger does not balance: %+v", st)
+	}
+}
+
+func TestEndpointsOfTheirOwnAreRedeliveredByThemselves(t *testing.T) {
+	a, b := queue.LaneID{Source: src, Destination: dest, Endpoint: "a"}, queue.LaneID{Source: src, Destination: dest, Endpoint: "b"}
+	s := open(t, 3, a)
+	if err := s.OpenLane(b); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{Rate: 1e6}); err != nil {
+		t.Fatal(err)
+	}
+	if na, nb := len(lease(t, s, a)), len(lease(t, s, b)); na != 3 || nb != 0 {
+		t.Errorf("endpoint a got %d, endpoint b %d", na, nb)
+	}
+}
+
+func TestPurge(t *testing.T) {
+	s := open(t, 10, lane)
+	var first string
+	_ = s.DeadLetters(t.Context(), dest, "", func(d queue.DeadLetter) bool { first = d.Key; return false })
+	if p, err := redelivery.Purge(t.Context(), s, dest, redelivery.Selector{Keys: []string{first}}, redelivery.Options{}); err != nil || p.Matched != 1 || count(t, s) != 9 {
+		t.Errorf("%+v %v, %d left", p, err, count(t, s))
+	}
+	if p, err := redelivery.Purge(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{}); err != nil || p.Matched != 9 || count(t, s) != 0 {
+		t.Errorf("%+v %v, %d left", p, err, count(t, s))
+	}
+	if n := len(lease(t, s, lane)); n != 0 {
+		t.Errorf("%d came back", n)
+	}
+}
+
+// A rate that is not reached yet can be given up; what was not redelivered stays.
+func TestRunStopsWithItsContext(t *testing.T) {
+	s := open(t, 250, lane)
+	ctx, cancel := context.WithCancel(t.Context())
+	p, err := redelivery.Run(ctx, s, dest, redelivery.Selector{}, redelivery.Options{Rate: 0.001, OnProgress: func(redelivery.Progress) { cancel() }})
+	if err == nil || p.Redelivered != 100 || count(t, s) != 150 {
+		t.Errorf("%+v %v, %d left", p, err, count(t, s))
+	}
+}
