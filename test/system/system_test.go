@@ -438,10 +438,69 @@ func TestCommandLine(t *testing.T) {
 			}
 		})
 	}
-	for _, command := range []string{"run", "operator", "dispatcher", "get", "compile", "send", "sink", "verify"} {
+	for _, command := range []string{"run", "operator", "dispatcher", "get", "compile", "attempts", "tail", "deadletters", "send", "sink", "verify"} {
 		stdout, _, code := cli(t, "", command, "--help")
 		if code != 0 || !strings.Contains(stdout, "Usage:") || !strings.Contains(stdout, "posthorn "+command) {
 			t.Errorf("%s --help: exit %d\n%s", command, code, stdout)
 		}
+	}
+}
+
+// Dead letters can be listed, looked at, redelivered and purged.
+func TestDeadLettersFromTheCommandLine(t *testing.T) {
+	r := newReceiver(t)
+	r.set(func(int) int { return http.StatusUnprocessableEntity })
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL+"/secret-path", "")})
+	for i := range 5 {
+		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E%d","messageId":"m%d"}`, i%2, i))
+	}
+	p.ledger("crm")
+	admin := []string{"--admin", p.admin}
+	run := func(code int, args ...string) string {
+		t.Helper()
+		stdout, stderr, got := cli(t, "", append(args, admin...)...)
+		if got != code {
+			t.Fatalf("%v: exit %d: %s%s", args, got, stdout, stderr)
+		}
+		return stdout + stderr
+	}
+	list := run(0, "deadletters", "list", "crm")
+	if strings.Count(list, "Rejected") != 5 || !strings.Contains(list, "422") || !strings.Contains(list, "m4") {
+		t.Errorf("list:\n%s", list)
+	}
+	letter := strings.Fields(strings.Split(list, "\n")[1])[0]
+	shown := run(0, "deadletters", "show", "crm", letter)
+	if !strings.Contains(shown, `"userId": "u"`) || !strings.Contains(shown, `"attempts": 1`) || strings.Contains(shown, "secret-path") {
+		t.Errorf("show:\n%s", shown)
+	}
+	if out := run(2, "deadletters", "redeliver", "crm"); !strings.Contains(out, "--all") {
+		t.Errorf("without a choice: %s", out)
+	}
+	if out := run(0, "deadletters", "redeliver", "crm", "--event", "E0", "--dry-run"); !strings.Contains(out, "3 would be redelivered") {
+		t.Errorf("dry run: %s", out)
+	}
+	r.set(nil)
+	if out := run(0, "deadletters", "redeliver", "crm", "--event", "E0"); !strings.Contains(out, "3 redelivered") {
+		t.Errorf("redeliver: %s", out)
+	}
+	p.arrive(r, 3)
+	if r.unsigned > 0 {
+		t.Error("a redelivered message was not signed")
+	}
+	if out := run(0, "deadletters", "purge", "crm", "--all"); !strings.Contains(out, "2 removed") {
+		t.Errorf("purge: %s", out)
+	}
+	if out := run(0, "deadletters", "list", "crm"); !strings.Contains(out, "None found") {
+		t.Errorf("after purge: %s", out)
+	}
+	if delivered, _, dead, _ := p.ledger("crm"); delivered != 3 || dead != 5 {
+		t.Errorf("%d delivered, %d dead letters", delivered, dead)
+	}
+	attempts := run(0, "attempts", "crm")
+	if strings.Count(attempts, "Rejected 422") != 5 || strings.Count(attempts, " 200 ") != 3 || strings.Contains(attempts, "secret-path") {
+		t.Errorf("attempts:\n%s", attempts)
+	}
+	if out := run(1, "deadletters", "show", "crm", "nonsense"); !strings.Contains(out, "no dead letter nonsense") {
+		t.Errorf("unknown key: %s", out)
 	}
 }
