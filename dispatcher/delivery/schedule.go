@@ -265,16 +265,22 @@ func (e *Engine) quantum(l *lane) int {
 }
 
 // sendable reports whether some endpoint with a closed circuit has room for a
-// request, or, when all circuits are open, whether some probe is due.
+// request, or, when all circuits are open, whether some probe is due. While an
+// endpoint is proven, room at others does not count: a message should not go
+// to a URL that fails only because the one that works is busy for a moment.
 func (l *lane) sendable(now time.Time) (closed, probe bool) {
-	open := true
+	open, proven := true, false
 	for _, t := range l.targets {
 		switch {
 		case t.circuit.mayProbe(now):
 			probe = true
 		case !t.circuit.open:
 			open = false
-			closed = closed || t.takes(now)
+			if p := t.health.proven(); p && !proven {
+				closed, proven = t.takes(now), true
+			} else if p == proven {
+				closed = closed || t.takes(now)
+			}
 		}
 	}
 	return closed, probe && open
