@@ -1,0 +1,104 @@
+{{- define "posthorn.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "posthorn.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- else if contains (include "posthorn.name" .) .Release.Name }}
+{{- .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name (include "posthorn.name" .) | trunc 40 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{/* What selects the pods of a component; never changes within a release. */}}
+{{- define "posthorn.selector" -}}
+app.kubernetes.io/name: posthorn
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{- define "posthorn.labels" -}}
+{{ include "posthorn.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* metadata of an object: dict "root" . "component" c "name" n */}}
+{{- define "posthorn.metadata" -}}
+name: {{ .name }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "posthorn.labels" . | nindent 2 }}
+{{- $annotations := mergeOverwrite (dict) .root.Values.commonAnnotations (default (dict) .annotations) }}
+{{- with $annotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "posthorn.image" -}}
+{{- $i := .Values.image -}}
+{{- if $i.digest }}{{ $i.repository }}@{{ $i.digest }}{{ else }}{{ $i.repository }}:{{ default .Chart.AppVersion $i.tag }}{{ end }}
+{{- end }}
+
+{{- define "posthorn.serviceAccount" -}}
+{{- $own := printf "%s-%s" (include "posthorn.fullname" .root) .component -}}
+{{- default $own (index .root.Values .component).serviceAccount.name }}
+{{- end }}
+
+{{- define "posthorn.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+fsGroup: 65532
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "posthorn.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* What the pods of both components have in common. */}}
+{{- define "posthorn.podCommon" -}}
+{{- $c := index .root.Values .component -}}
+serviceAccountName: {{ include "posthorn.serviceAccount" . }}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  {{- include "posthorn.podSecurity" . | nindent 2 }}
+{{- with $c.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $c.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $c.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $c.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "posthorn.env" -}}
+- {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
+- {name: POD_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
+- {name: GOMEMLIMIT, valueFrom: {resourceFieldRef: {resource: limits.memory}}}
+{{- with (index .root.Values .component).extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}

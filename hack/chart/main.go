@@ -1,0 +1,103 @@
+// Command chart copies what is generated in config/ into the Helm chart: the
+// CRDs, and the rules of operator, dispatcher and users, one object a file.
+// Run it from the root of the repository.
+package main
+
+import (
+	"bytes"
+	"fmt"
+	"log"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+
+	rbacv1 "k8s.io/api/rbac/v1"
+	"sigs.k8s.io/yaml"
+)
+
+const target = "charts/posthorn/files"
+
+// roles says which files of config/ hold the rules of whom.
+var roles = map[string]string{
+	"operator":   "config/rbac/role.yaml",
+	"dispatcher": "config/dispatcher/rbac.yaml",
+	"users":      "config/rbac/user_roles.yaml",
+}
+
+func main() {
+	log.SetFlags(0)
+	log.SetPrefix("chart: ")
+	if err := copyAll(); err != nil {
+		log.Fatal(err)
+	}
+}
+
+func copyAll() error {
+	files := map[string][]byte{}
+	crds, err := filepath.Glob("config/crd/*.yaml")
+	if err != nil || len(crds) == 0 {
+		return fmt.Errorf("no CRDs in config/crd (%w); run it from the root of the repository", err)
+	}
+	for _, crd := range crds {
+		data, err := os.ReadFile(crd)
+		if err != nil {
+			return err
+		}
+		files["crds/"+filepath.Base(crd)] = headed(crd, data)
+	}
+	for whose, from := range roles {
+		data, err := os.ReadFile(from)
+		if err != nil {
+			return err
+		}
+		for _, text := range documents(data) {
+			// Role and ClusterRole have the same shape; the rest is not copied.
+			var role rbacv1.ClusterRole
+			if err := yaml.Unmarshal(text, &role); err != nil {
+				return fmt.Errorf("%s: %w", from, err)
+			}
+			if !strings.HasSuffix(role.Kind, "Role") {
+				continue
+			}
+			name := strings.ToLower(role.Kind)
+			if whose == "users" {
+				name = strings.TrimPrefix(role.Name, "posthorn-")
+			}
+			file := fmt.Sprintf("rbac/%s-%s.yaml", whose, name)
+			if files[file] != nil {
+				return fmt.Errorf("%s: two objects would become %s", from, file)
+			}
+			files[file] = headed(from, text)
+		}
+	}
+	for _, dir := range []string{"crds", "rbac"} {
+		if err := os.RemoveAll(filepath.Join(target, dir)); err != nil {
+			return err
+		}
+		if err := os.MkdirAll(filepath.Join(target, dir), 0o755); err != nil {
+			return err
+		}
+	}
+	for name, data := range files {
+		if err := os.WriteFile(filepath.Join(target, name), data, 0o644); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// documents are the YAML documents of a file.
+func documents(data []byte) [][]byte {
+	var docs [][]byte
+	for _, doc := range regexp.MustCompile(`(?m)^---$`).Split(string(data), -1) {
+		if strings.TrimSpace(doc) != "" {
+			docs = append(docs, []byte(doc))
+		}
+	}
+	return docs
+}
+
+func headed(from string, data []byte) []byte {
+	return []byte("# Copied from " + from + " by hack/chart; do not edit.\n" + string(bytes.TrimSpace(bytes.TrimPrefix(data, []byte("---\n")))) + "\n")
+}

@@ -1,0 +1,343 @@
+package helm
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/yaml"
+
+	"github.com/posthorn/posthorn/test/env"
+)
+
+var update = flag.Bool("update", false, "write the golden files anew")
+
+var helm, root string
+
+func TestMain(m *testing.M) {
+	flag.Parse()
+	var err error
+	if root, err = env.Root(); err == nil {
+		helm, err = Binary()
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	os.Exit(m.Run())
+}
+
+// render renders the chart as release "posthorn" in namespace "posthorn-system".
+func render(args ...string) (string, error) {
+	var stdout, stderr bytes.Buffer
+	// A Helm that was built from its module takes the cluster for an ancient one.
+	cmd := exec.Command(helm, append([]string{"template", "posthorn", filepath.Join(root, Chart), "--namespace", "posthorn-system", "--kube-version", "1.36.0"}, args...)...)
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	if err := cmd.Run(); err != nil {
+		return "", errors.New(stderr.String())
+	}
+	return stdout.String(), nil
+}
+
+func mustRender(t *testing.T, args ...string) string {
+	t.Helper()
+	text, err := render(args...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return text
+}
+
+func objects(t *testing.T, text string) []*unstructured.Unstructured {
+	t.Helper()
+	var list []*unstructured.Unstructured
+	for _, part := range regexp.MustCompile(`(?m)^---$`).Split(text, -1) {
+		object := &unstructured.Unstructured{}
+		if err := yaml.UnmarshalStrict([]byte(part), &object.Object); err != nil {
+			t.Fatalf("%v in\n%s", err, part)
+		}
+		if object.Object != nil {
+			list = append(list, object)
+		}
+	}
+	return list
+}
+
+// randomKey is what differs from render to render: the write key of `helm test`.
+var randomKey = regexp.MustCompile(`writeKey: "[A-Za-z0-9]{32}"`)
+
+func TestGolden(t *testing.T) {
+	cases, err := filepath.Glob("testdata/*.values.yaml")
+	if err != nil || len(cases) < 4 {
+		t.Fatalf("only %d cases (%v)", len(cases), err)
+	}
+	for _, values := range cases {
+		name := strings.TrimSuffix(filepath.Base(values), ".values.yaml")
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			// The CRDs are compared byte by byte in TestCRDs.
+			got := randomKey.ReplaceAllString(mustRender(t, "--values", values, "--set", "crds.enabled=false"), `writeKey: "random"`)
+			golden := filepath.Join("testdata", name+".golden.yaml")
+			if *update {
+				if err := os.WriteFile(golden, []byte(got), 0o644); err != nil {
+					t.Fatal(err)
+				}
+			}
+			want, err := os.ReadFile(golden)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(string(want), got); diff != "" {
+				t.Errorf("%s differs (-want +got); if that is meant, run: go test ./test/helm -update\n%s", golden, diff)
+			}
+			objects(t, got)
+		})
+	}
+}
+
+// What Helm installs must be what was generated, and stay when the release goes.
+func TestCRDs(t *testing.T) {
+	found := 0
+	for _, got := range objects(t, mustRender(t)) {
+		if got.GetKind() != "CustomResourceDefinition" {
+			continue
+		}
+		found++
+		group, plural, _ := strings.Cut(got.GetName(), ".")
+		data, err := os.ReadFile(filepath.Join(root, "config", "crd", plural+"_"+group+".yaml"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := &unstructured.Unstructured{}
+		if err := yaml.Unmarshal(data, &want.Object); err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff(want.Object["spec"], got.Object["spec"]); diff != "" {
+			t.Errorf("%s is not that of config/crd; run go run ./hack/chart\n%s", got.GetName(), diff)
+		}
+		if policy := got.GetAnnotations()["helm.sh/resource-policy"]; policy != "keep" {
+			t.Errorf("%s has resource policy %q; an uninstall would delete all users' resources", got.GetName(), policy)
+		}
+	}
+	if found != 2 {
+		t.Errorf("%d CRDs, want 2", found)
+	}
+	for _, object := range objects(t, mustRender(t, "--set", "crds.enabled=false")) {
+		if object.GetKind() == "CustomResourceDefinition" {
+			t.Errorf("%s in spite of crds.enabled=false", object.GetName())
+		}
+	}
+}
+
+func TestRefusedValues(t *testing.T) {
+	for name, c := range map[string]struct{ set, want string }{
+		"unknown at the top":    {"dispacher.replicas=2", "additional properties 'dispacher' not allowed"},
+		"unknown below":         {"dispatcher.replica=2", "at '/dispatcher': additional properties 'replica' not allowed"},
+		"number as text":        {"dispatcher.replicas=two", "at '/dispatcher/replicas': got string, want integer"},
+		"negative":              {"dispatcher.replicas=-1", "at '/dispatcher/replicas': minimum: got -1, want 0"},
+		"duration without unit": {"dispatcher.drainTimeout=10", "at '/dispatcher/drainTimeout'"},
+		"not a duration":        {"dispatcher.duplicateWindow=10 minutes", "at '/dispatcher/duplicateWindow'"},
+		"not a size":            {"dispatcher.persistence.size=20GB", "at '/dispatcher/persistence/size'"},
+		"short digest":          {"image.digest=sha256:abc", "at '/image/digest'"},
+		"pull policy":           {"image.pullPolicy=Sometimes", "at '/image/pullPolicy': value must be one of 'Always', 'IfNotPresent', 'Never'"},
+		"log level":             {"operator.logLevel=verbose", "at '/operator/logLevel': value must be one of 'debug', 'info', 'warn', 'error'"},
+		"URL as egress":         {"egressAllow={https://hooks.example}", "at '/egressAllow/0'"},
+		"proxy without mask":    {"dispatcher.trustedProxies={10.0.0.1}", "at '/dispatcher/trustedProxies/0'"},
+		"shared volume":         {"dispatcher.persistence.accessModes={ReadWriteMany}", "at '/dispatcher/persistence/accessModes/0'"},
+		"label not text":        {"commonLabels.a=true", "at '/commonLabels/a': got boolean, want string"},
+		"ingress without host":  {"ingress.enabled=true", "at '/ingress/hosts': minItems: got 0, want 1"},
+		"host with scheme":      {"ingress.hosts={https://calls.example}", "at '/ingress/hosts/0'"},
+		"route without parent":  {"httpRoute.enabled=true", "at '/httpRoute/parentRefs': minItems: got 0, want 1"},
+		"port":                  {"service.port=70000", "at '/service/port': maximum: got 70,000, want 65,535"},
+		"argument, not a flag":  {"dispatcher.extraArgs={orphan-grace=1h}", "at '/dispatcher/extraArgs/0'"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			_, err := render("--set", c.set)
+			if err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("--set %s: %v, want %s", c.set, err, c.want)
+			}
+		})
+	}
+}
+
+// What belongs together must still find each other under other names.
+func TestSelectors(t *testing.T) {
+	for _, name := range []string{"posthorn", "other"} {
+		t.Run(name, func(t *testing.T) {
+			var pods []corev1.PodTemplateSpec
+			var dispatcher appsv1.StatefulSet
+			var operator appsv1.Deployment
+			services := map[string]corev1.Service{}
+			for _, o := range objects(t, mustRender(t, "--set", "fullnameOverride="+name, "--set", "dispatcher.podLabels.a=b")) {
+				var into any
+				service := &corev1.Service{}
+				switch o.GetKind() {
+				case "StatefulSet":
+					into = &dispatcher
+				case "Deployment":
+					into = &operator
+				case "Service":
+					into = service
+				default:
+					continue
+				}
+				if err := runtime.DefaultUnstructuredConverter.FromUnstructured(o.Object, into); err != nil {
+					t.Fatal(err)
+				}
+				if o.GetKind() == "Service" {
+					services[o.GetName()] = *service
+				}
+			}
+			pods = append(pods, dispatcher.Spec.Template, operator.Spec.Template)
+			matches := func(what string, selector map[string]string, want string) {
+				t.Helper()
+				for _, p := range pods {
+					if got, want := labels.SelectorFromSet(selector).Matches(labels.Set(p.Labels)), p.Labels["app.kubernetes.io/component"] == want; got != want {
+						t.Errorf("%s selects the pods of %s: %v", what, p.Labels["app.kubernetes.io/component"], got)
+					}
+				}
+			}
+			matches("the StatefulSet", dispatcher.Spec.Selector.MatchLabels, "dispatcher")
+			matches("the Deployment", operator.Spec.Selector.MatchLabels, "operator")
+			if len(services) != 2 {
+				t.Errorf("%d Services, want 2", len(services))
+			}
+			for _, s := range services {
+				matches("Service "+s.Name, s.Spec.Selector, "dispatcher")
+			}
+			if _, ok := services[dispatcher.Spec.ServiceName]; !ok {
+				t.Errorf("no Service %q for the StatefulSet", dispatcher.Spec.ServiceName)
+			}
+			for _, arg := range operator.Spec.Template.Spec.Containers[0].Args {
+				if text, ok := strings.CutPrefix(arg, "--dispatcher-selector="); ok {
+					selector, err := labels.ConvertSelectorToLabelsMap(text)
+					if err != nil {
+						t.Fatal(err)
+					}
+					matches(arg, selector, "dispatcher")
+					return
+				}
+			}
+			t.Error("the operator has no --dispatcher-selector")
+		})
+	}
+}
+
+// A real API server must know every field, in a namespace that enforces the
+// restricted Pod Security Standard.
+func TestAPIServerAccepts(t *testing.T) {
+	server, err := env.Start()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = server.Stop() })
+	cluster, err := client.New(server.Config, client.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	namespace := &unstructured.Unstructured{Object: map[string]any{
+		"apiVersion": "v1", "kind": "Namespace",
+		"metadata": map[string]any{"name": "posthorn-system", "labels": map[string]any{"pod-security.kubernetes.io/enforce": "restricted"}},
+	}}
+	if err := cluster.Create(context.Background(), namespace); err != nil {
+		t.Fatal(err)
+	}
+	strict := client.WithFieldValidation(cluster, "Strict")
+	for _, values := range []string{"default", "full", "minimal"} {
+		seen := 0
+		for _, o := range objects(t, mustRender(t, "--values", "testdata/"+values+".values.yaml")) {
+			switch group := o.GroupVersionKind().Group; group {
+			case "monitoring.coreos.com", "gateway.networking.k8s.io":
+				continue // kinds that the API server does not have
+			}
+			seen++
+			create := []client.CreateOption{client.DryRunAll}
+			if o.GetKind() == "CustomResourceDefinition" {
+				continue // installed already
+			}
+			if err := strict.Create(context.Background(), o.DeepCopy(), create...); err != nil {
+				t.Errorf("%s: %s %s: %v", values, o.GetKind(), o.GetName(), err)
+			}
+			template, found, _ := unstructured.NestedMap(o.Object, "spec", "template")
+			if !found {
+				continue
+			}
+			pod := &unstructured.Unstructured{Object: template}
+			pod.SetAPIVersion("v1")
+			pod.SetKind("Pod")
+			pod.SetName("pod")
+			pod.SetNamespace("posthorn-system")
+			// Its account is not there in a dry run, and its volume claim is made by the StatefulSet.
+			unstructured.RemoveNestedField(pod.Object, "spec", "serviceAccountName")
+			volumes, _, _ := unstructured.NestedSlice(pod.Object, "spec", "volumes")
+			claims, _, _ := unstructured.NestedSlice(o.Object, "spec", "volumeClaimTemplates")
+			for range claims {
+				volumes = append(volumes, map[string]any{"name": "data", "persistentVolumeClaim": map[string]any{"claimName": "data"}})
+			}
+			_ = unstructured.SetNestedSlice(pod.Object, volumes, "spec", "volumes")
+			// No controller makes ServiceAccounts here; one that is not asked for is not missed.
+			_ = unstructured.SetNestedField(pod.Object, false, "spec", "automountServiceAccountToken")
+			if err := strict.Create(context.Background(), pod, client.DryRunAll); err != nil {
+				t.Errorf("%s: pod of %s: %v", values, o.GetName(), err)
+			}
+		}
+		if seen < 10 {
+			t.Errorf("%s: only %d objects", values, seen)
+		}
+	}
+}
+
+// Alerts and dashboard must ask for metrics that exist.
+func TestMetricNames(t *testing.T) {
+	var source strings.Builder
+	for _, dir := range []string{"dispatcher", "controllers"} {
+		err := filepath.WalkDir(filepath.Join(root, dir), func(path string, d fs.DirEntry, err error) error {
+			if err != nil || d.IsDir() || !strings.HasSuffix(path, ".go") || strings.HasSuffix(path, "_test.go") {
+				return err
+			}
+			data, err := os.ReadFile(path)
+			source.Write(data)
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, file := range []string{"alerts.yaml", "dashboard.json"} {
+		data, err := os.ReadFile(filepath.Join(root, Chart, "files", file))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if strings.HasSuffix(file, ".json") && !json.Valid(data) {
+			t.Errorf("%s is not JSON", file)
+		}
+		names := regexp.MustCompile(`posthorn_[a-z_]+`).FindAllString(string(data), -1)
+		if len(names) < 8 {
+			t.Errorf("%s names %d metrics", file, len(names))
+		}
+		for _, name := range names {
+			base := regexp.MustCompile(`_(bucket|sum|count)$`).ReplaceAllString(name, "")
+			if !strings.Contains(source.String(), `"`+base+`"`) {
+				t.Errorf("%s asks for %s, which no code has", file, name)
+			}
+		}
+	}
+}
