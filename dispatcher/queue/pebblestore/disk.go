@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strings"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -158,21 +159,48 @@ func (s *Store) trim(all bool) error {
 		logs = append(logs, l)
 	}
 	s.mu.RUnlock()
+	var cuts []cut
 	for _, l := range logs {
-		if err := s.trimLog(l, all); err != nil {
+		c, err := s.cut(l, all)
+		if err != nil {
+			return err
+		}
+		if c.log != nil {
+			cuts = append(cuts, c)
+		}
+	}
+	if len(cuts) == 0 {
+		return nil
+	}
+	// What lanes have settled must never be on disk after what that allows to free:
+	// a crash in between would leave them without messages that they still need.
+	if err := s.flushLanes(pebble.NoSync); err != nil {
+		return err
+	}
+	for _, c := range cuts {
+		if err := s.free(c); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func (s *Store) trimLog(l *sourceLog, all bool) error {
-	durableBytes := l.durableBytes.Load()
+// cut is where a log may be cut off: need is the first position to keep.
+type cut struct {
+	log          *sourceLog
+	need         uint64
+	durable      uint64
+	bytesAtLeast uint64
+}
+
+// cut looks for what no lane of a log needs; log is nil when that is too little to be worth it.
+func (s *Store) cut(l *sourceLog, all bool) (cut, error) {
 	// Before the lanes: a lane that comes now starts behind it.
-	durable := l.durable.Load()
-	need, trimmed := durable+1, l.trimmed.Load()
+	bytes := l.durableBytes.Load()
+	durable, trimmed := l.durable.Load(), l.trimmed.Load()
+	need := durable + 1
 	if need == trimmed+1 {
-		return nil
+		return cut{}, nil
 	}
 	var err error
 	l.eachLane(func(lane *lane) {
@@ -185,33 +213,39 @@ func (s *Store) trimLog(l *sourceLog, all bool) error {
 		need, err = min(need, first), e
 	})
 	if err != nil || need <= trimmed+1 {
-		return err
+		return cut{}, err
 	}
-	if count := need - 1 - trimmed; !all && count < trimMessages && durableBytes-l.trimmedBytes.Load() < trimBytes && s.o.Now().Sub(l.trimTime) < trimAge {
-		return nil
+	if count := need - 1 - trimmed; !all && count < trimMessages && bytes-l.trimmedBytes.Load() < trimBytes && s.o.Now().Sub(l.trimTime) < trimAge {
+		return cut{}, nil
 	}
+	return cut{l, need, durable, bytes}, nil
+}
+
+// free deletes a log's messages up to a cut.
+func (s *Store) free(c cut) error {
+	l, trimmed := c.log, c.log.trimmed.Load()
 	var r record
-	v, closer, err := s.db.Get(key(prefixMessage, l.number, need))
+	v, closer, err := s.db.Get(key(prefixMessage, l.number, c.need))
 	switch {
 	case err == nil:
 		err = r.decode(v)
 		_ = closer.Close()
 		if err != nil {
-			return s.corruptf("message %d of %s: %w", need, l.source, err)
+			return s.corruptf("message %d of %s: %w", c.need, l.source, err)
 		}
-	case errors.Is(err, pebble.ErrNotFound) && need > durable:
+	case errors.Is(err, pebble.ErrNotFound) && c.need > c.durable:
 		// Nothing is left. What came meanwhile is counted the next time.
-		r.bytesBefore = durableBytes
+		r.bytesBefore = c.bytesAtLeast
 	default:
-		return fmt.Errorf("message %d of %s: %w", need, l.source, err)
+		return fmt.Errorf("message %d of %s: %w", c.need, l.source, err)
 	}
 	b := s.db.NewBatch()
-	_ = b.DeleteRange(key(prefixMessage, l.number, trimmed+1), key(prefixMessage, l.number, need), nil)
+	_ = b.DeleteRange(key(prefixMessage, l.number, trimmed+1), key(prefixMessage, l.number, c.need), nil)
 	if err := s.apply(b); err != nil {
 		return err
 	}
 	s.disk.freed(int64(r.bytesBefore - l.trimmedBytes.Load()))
-	l.trimmed.Store(need - 1)
+	l.trimmed.Store(c.need - 1)
 	l.trimmedBytes.Store(r.bytesBefore)
 	l.trimTime = s.o.Now()
 	return nil
@@ -260,7 +294,12 @@ func (fs *patientFS) file(open func() (vfs.File, error)) (f vfs.File, err error)
 	return &patientFile{File: f, fs: fs}, nil
 }
 
+// Create orders the engine's markers, which name the files that count, behind
+// the files: not every file system keeps the order of names by itself.
 func (fs *patientFS) Create(name string, c vfs.DiskWriteCategory) (vfs.File, error) {
+	if err := fs.syncDir(name); err != nil {
+		return nil, err
+	}
 	return fs.file(func() (vfs.File, error) { return fs.FS.Create(name, c) })
 }
 
@@ -282,6 +321,26 @@ func (fs *patientFS) Rename(oldname, newname string) error {
 
 func (fs *patientFS) MkdirAll(dir string, perm os.FileMode) error {
 	return fs.try(func() error { return fs.FS.MkdirAll(dir, perm) })
+}
+
+// Remove removes an old marker only when the new one is on disk.
+func (fs *patientFS) Remove(name string) error {
+	if err := fs.syncDir(name); err != nil {
+		return err
+	}
+	return fs.FS.Remove(name)
+}
+
+// syncDir syncs the directory of a marker; names of other files are left to the engine.
+func (fs *patientFS) syncDir(name string) error {
+	if !strings.HasPrefix(fs.PathBase(name), "marker.") {
+		return nil
+	}
+	dir, err := fs.OpenDir(fs.PathDir(name))
+	if err != nil {
+		return err
+	}
+	return errors.Join(dir.Sync(), dir.Close())
 }
 
 // Unwrap implements vfs.FS.

@@ -1,0 +1,183 @@
+package pebblestore
+
+import (
+	"log/slog"
+	"math/rand/v2"
+	"os"
+	"strconv"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/cockroachdb/pebble/v2/vfs"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/storetest"
+)
+
+func open(t testing.TB, dir string, o Options) *Store {
+	t.Helper()
+	if o.Logger == nil {
+		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	s, err := Open(dir, o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+func trimNow(s queue.Store) { s.(*Store).maintain(true) }
+
+func TestConformance(t *testing.T) {
+	storetest.Run(t, func(t *testing.T) storetest.Engine {
+		dir, clock := t.TempDir(), &storetest.Clock{}
+		return storetest.Engine{
+			Open: func(t testing.TB) queue.Store {
+				return open(t, dir, Options{DuplicateWindow: 10 * time.Minute, Now: clock.Now})
+			},
+			Clock: clock, DuplicateWindow: 10 * time.Minute, Trim: trimNow,
+		}
+	})
+}
+
+func env(name string, otherwise int) int {
+	if n, err := strconv.Atoi(os.Getenv(name)); err == nil {
+		return n
+	}
+	return otherwise
+}
+
+// TestCrashes cuts the power at random moments of random operations.
+// POSTHORN_CRASH_SEEDS sets how many seeds are run, POSTHORN_CRASH_SEED a first one.
+func TestCrashes(t *testing.T) {
+	first := env("POSTHORN_CRASH_SEED", 1)
+	for seed := first; seed < first+env("POSTHORN_CRASH_SEEDS", 20); seed++ {
+		t.Run(strconv.Itoa(seed), func(t *testing.T) {
+			storetest.Model(t, uint64(seed), 400, func(t *testing.T) storetest.Engine {
+				clock := &storetest.Clock{}
+				power := newPower()
+				return storetest.Engine{
+					Open: func(t testing.TB) queue.Store {
+						return open(t, "data/queue", Options{
+							FS: power.fs(), DuplicateWindow: 10 * time.Minute, Now: clock.Now, MemTableBytes: 256 << 10, CacheBytes: 1 << 20,
+							FlushInterval: time.Millisecond, SyncInterval: 5 * time.Millisecond,
+							Fatal: func(err error) { t.Errorf("fatal: %v", err) },
+						})
+					},
+					Clock: clock, DuplicateWindow: 10 * time.Minute, Trim: trimNow, Crash: power,
+				}
+			})
+		})
+	}
+}
+
+// power is a file system in memory that loses power: what was not synced is lost, or a part of it.
+type power struct {
+	mu       sync.Mutex
+	mem      *vfs.MemFS
+	left     int
+	rng      *rand.Rand
+	survived *vfs.MemFS
+}
+
+func newPower() *power { return &power{mem: vfs.NewCrashableMem()} }
+
+func (p *power) fs() vfs.FS {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return &powerFS{FS: p.mem, p: p}
+}
+
+func (p *power) Arm(rng *rand.Rand, n int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.left, p.survived = 1+rng.IntN(n), nil
+	p.rng = rand.New(rand.NewPCG(rng.Uint64(), 0))
+}
+
+func (p *power) Crashed() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.survived != nil
+}
+
+func (p *power) Recover(t testing.TB, s queue.Store) {
+	if err := s.Close(); err != nil {
+		t.Errorf("close: %v", err)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.mem = p.survived
+}
+
+// operation is called before every change of the file system.
+func (p *power) operation() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.left == 0 {
+		return
+	}
+	if p.left--; p.left == 0 {
+		p.survived = p.mem.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: []int{0, 0, 30, 60, 90, 100}[p.rng.IntN(6)], RNG: p.rng})
+	}
+}
+
+type powerFS struct {
+	vfs.FS
+	p *power
+}
+
+func (fs *powerFS) file(f vfs.File, err error) (vfs.File, error) {
+	if err != nil {
+		return nil, err
+	}
+	return &powerFile{File: f, p: fs.p}, nil
+}
+
+func (fs *powerFS) Create(name string, c vfs.DiskWriteCategory) (vfs.File, error) {
+	fs.p.operation()
+	return fs.file(fs.FS.Create(name, c))
+}
+
+func (fs *powerFS) ReuseForWrite(o, n string, c vfs.DiskWriteCategory) (vfs.File, error) {
+	fs.p.operation()
+	return fs.file(fs.FS.ReuseForWrite(o, n, c))
+}
+
+func (fs *powerFS) OpenDir(name string) (vfs.File, error) { return fs.file(fs.FS.OpenDir(name)) }
+
+func (fs *powerFS) Rename(o, n string) error {
+	fs.p.operation()
+	return fs.FS.Rename(o, n)
+}
+
+func (fs *powerFS) Remove(name string) error {
+	fs.p.operation()
+	return fs.FS.Remove(name)
+}
+
+type powerFile struct {
+	vfs.File
+	p *power
+}
+
+func (f *powerFile) Write(b []byte) (int, error) {
+	f.p.operation()
+	return f.File.Write(b)
+}
+
+func (f *powerFile) Sync() error {
+	f.p.operation()
+	return f.File.Sync()
+}
+
+func (f *powerFile) SyncData() error {
+	f.p.operation()
+	return f.File.SyncData()
+}
+
+func (f *powerFile) SyncTo(n int64) (bool, error) {
+	f.p.operation()
+	return f.File.SyncTo(n)
+}

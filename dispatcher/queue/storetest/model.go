@@ -1,0 +1,760 @@
+package storetest
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// Crasher is an Engine's file system that can lose power.
+type Crasher interface {
+	// Arm has the power go before one of the next n operations of the file system,
+	// chosen at random; some of what was not synced then survives, at random too.
+	Arm(rng *rand.Rand, n int)
+	// Crashed tells whether it went. The store goes on nevertheless, on a file
+	// system that is lost.
+	Crashed() bool
+	// Recover closes the store; the next Open finds what survived.
+	Recover(t testing.TB, s queue.Store)
+}
+
+// Model runs random operations against a store and against a model in memory
+// that does the same in the simplest way. Where the engine has a Crasher the
+// power fails again and again, and afterwards
+//
+//   - no message that Append acknowledged may be missing,
+//   - each lane must be in a state that it was in before: its events up to some
+//     moment, no gaps, and its ledger must agree with that state exactly,
+//   - every dead letter must be there if and only if the lane counts it.
+func Model(t *testing.T, seed uint64, operations int, start func(t *testing.T) Engine) {
+	m := &model{T: t, Engine: start(t), rng: rand.New(rand.NewPCG(seed, 0)), logs: map[string][]message{}, lanes: map[queue.LaneID]*modelLane{}, letters: map[letterID]int64{}}
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("seed %d, after operation %d; the last ones:\n%s", seed, m.operation, m.tail())
+		}
+	})
+	m.store = m.Open(t)
+	defer func() { _ = m.store.Close() }()
+	m.arm()
+	for m.operation = range operations {
+		m.step()
+		if m.Crash != nil && m.Crash.Crashed() {
+			m.recoverCrash()
+		}
+		m.doubt = doubt{}
+	}
+	if m.reopenCleanly(); m.Crash != nil && m.Crash.Crashed() {
+		m.recoverCrash()
+	}
+	m.drainAll()
+}
+
+type model struct {
+	*testing.T
+	Engine
+	rng       *rand.Rand
+	store     queue.Store
+	operation int
+	history   []string
+
+	logs    map[string][]message
+	lanes   map[queue.LaneID]*modelLane
+	letters map[letterID]int64 // When they were buried, in milliseconds.
+	ids     int
+	doubt   doubt
+}
+
+// message is an accepted message; position i+1 of its log.
+type message struct {
+	queue.Message
+	millis int64
+}
+
+type letterID struct {
+	lane queue.LaneID
+	seq  uint64
+}
+
+// doubt is what the operation during which the power went may have done or not.
+type doubt struct {
+	appended []queue.Message
+	opened   *queue.LaneID
+	dropped  *modelLane
+	deleted  map[letterID]int64
+}
+
+type status int
+
+const (
+	unread status = iota
+	released
+	leasedNow
+	retrying
+	delivered
+	buried
+	filtered
+	passed
+)
+
+type fate struct {
+	status  status
+	attempt int
+	due     int64 // Of a retry, also while it is leased.
+}
+
+// modelLane is a lane. fates holds what is not unread.
+type modelLane struct {
+	id    queue.LaneID
+	start uint64
+	fates map[uint64]fate
+	// base is what the lane was when the store was opened, events what became of its messages since.
+	base   map[uint64]fate
+	events []event
+}
+
+type event struct {
+	seq  uint64
+	fate fate
+}
+
+func (m *model) note(format string, args ...any) {
+	m.history = append(m.history, fmt.Sprintf("%d: ", m.operation)+fmt.Sprintf(format, args...))
+}
+
+func (m *model) tail() string {
+	var s string
+	for _, line := range m.history[max(0, len(m.history)-60):] {
+		s += line + "\n"
+	}
+	return s
+}
+
+func (m *model) check(err error) {
+	m.Helper()
+	if err != nil {
+		m.Fatal(err)
+	}
+}
+
+func (m *model) arm() {
+	if m.Crash != nil {
+		m.Crash.Arm(m.rng, 200)
+	}
+}
+
+func (m *model) oneOf(n int) bool { return m.rng.IntN(n) == 0 }
+
+func (m *model) step() {
+	switch n := m.rng.IntN(100); {
+	case n < 20:
+		m.append()
+	case n < 45:
+		m.lease()
+	case n < 75:
+		m.settle()
+	case n < 80:
+		m.leaseOldest()
+	case n < 83:
+		m.buryExpired()
+	case n < 88:
+		m.advance()
+	case n < 91:
+		m.openOrDrop()
+	case n < 93:
+		m.deleteLetters()
+	case n < 95:
+		if m.Trim != nil {
+			m.note("trim")
+			m.Trim(m.store)
+		}
+	case n < 99:
+		m.compare()
+	default:
+		m.reopenCleanly()
+	}
+}
+
+func (m *model) someSource() string { return []string{"shop/web", "shop/ios"}[m.rng.IntN(2)] }
+
+func (m *model) someLane() *modelLane {
+	ids := m.sortedLanes()
+	if len(ids) == 0 {
+		return nil
+	}
+	return m.lanes[ids[m.rng.IntN(len(ids))]]
+}
+
+func (m *model) sortedLanes() []queue.LaneID {
+	return slices.SortedFunc(maps.Keys(m.lanes), func(a, b queue.LaneID) int {
+		return slices.Compare([]string{a.Source, a.Destination, a.Endpoint}, []string{b.Source, b.Destination, b.Endpoint})
+	})
+}
+
+func (m *model) append() {
+	var msgs []queue.Message
+	want := []bool{}
+	for range 1 + m.rng.IntN(6) {
+		m.ids++
+		msg := queue.Message{Source: m.someSource(), ID: fmt.Sprint("m", m.ids), Type: "track", Event: "e", AcceptedAt: m.Clock.Now(), Body: fmt.Appendf(nil, "{%d:%0*d}", m.ids, m.rng.IntN(200), 7)}
+		switch m.rng.IntN(6) {
+		case 0:
+			msg.Skip = []string{crm}
+		case 1:
+			msg.Only = mail
+		}
+		dup := false
+		if msg.Only == "" && m.oneOf(8) {
+			// An id of the last moments of the log, or of this request.
+			if log := m.logs[msg.Source]; len(log) > 0 {
+				old := log[len(log)-1]
+				if old.Only == "" && time.Since(m.ahead(old)) < m.DuplicateWindow/2 {
+					msg.ID, dup = old.ID, true
+				}
+			}
+		}
+		msgs, want = append(msgs, msg), append(want, dup)
+	}
+	m.note("append %d", len(msgs))
+	dups, err := m.store.Append(context.Background(), msgs)
+	m.check(err)
+	for i, msg := range msgs {
+		if got := dups != nil && dups[i]; got != want[i] {
+			m.Fatalf("message %s of %s: duplicate is %t, want %t", msg.ID, msg.Source, got, want[i])
+		}
+		if !want[i] {
+			m.accept(msg)
+			m.doubt.appended = append(m.doubt.appended, msg)
+		}
+	}
+}
+
+// ahead is a message's time on the clock of this moment.
+func (m *model) ahead(msg message) time.Time {
+	return msg.AcceptedAt.Add(-time.Duration(m.Clock.ahead.Load()))
+}
+
+func (m *model) accept(msg queue.Message) {
+	m.logs[msg.Source] = append(m.logs[msg.Source], message{msg, msg.AcceptedAt.UnixMilli()})
+}
+
+// verdict is what becomes of a message that is not for the lane, otherwise unread.
+func (l *modelLane) verdict(msg message) status {
+	if msg.Only != "" && msg.Only != l.id.Destination {
+		return passed
+	}
+	if slices.Contains(msg.Skip, l.id.Destination) {
+		return filtered
+	}
+	return unread
+}
+
+// fate gives what became of a position, by its verdict when it was not read yet.
+func (m *model) fate(l *modelLane, seq uint64) fate {
+	if f, ok := l.fates[seq]; ok {
+		return f
+	}
+	return fate{status: l.verdict(m.logs[l.id.Source][seq-1])}
+}
+
+// each calls fn for all positions of the lane, ascending.
+func (m *model) each(l *modelLane, fn func(seq uint64, f fate)) {
+	for seq := l.start + 1; seq <= uint64(len(m.logs[l.id.Source])); seq++ {
+		fn(seq, m.fate(l, seq))
+	}
+}
+
+func (l *modelLane) become(seq uint64, f fate) {
+	l.fates[seq] = f
+	l.events = append(l.events, event{seq, f})
+}
+
+// available tells whether Lease may give a message now.
+func (f fate) available(now int64) bool {
+	return f.status == unread || f.status == released || f.status == retrying && f.due <= now
+}
+
+func (m *model) taken(l *modelLane, d queue.Delivery) {
+	m.Helper()
+	log := m.logs[l.id.Source]
+	if d.Seq <= l.start || d.Seq > uint64(len(log)) {
+		m.Fatalf("lane %v got position %d of a log of %d; it starts behind %d", l.id, d.Seq, len(log), l.start)
+	}
+	want, f := log[d.Seq-1], m.fate(l, d.Seq)
+	if d.ID != want.ID || string(d.Body) != string(want.Body) || d.AcceptedAt.UnixMilli() != want.millis || d.Lane != l.id {
+		m.Fatalf("lane %v got position %d as %s %q; want %s %q", l.id, d.Seq, d.ID, d.Body, want.ID, want.Body)
+	}
+	if d.Attempt != f.attempt {
+		m.Fatalf("lane %v got position %d with attempt %d; want %d", l.id, d.Seq, d.Attempt, f.attempt)
+	}
+	l.fates[d.Seq] = fate{leasedNow, f.attempt, f.due}
+}
+
+func (m *model) lease() {
+	l := m.someLane()
+	if l == nil {
+		return
+	}
+	n := 1 + m.rng.IntN(12)
+	before := m.Clock.Now().UnixMilli()
+	got, err := m.store.Lease(l.id, n, nil)
+	m.check(err)
+	after := m.Clock.Now().UnixMilli()
+	m.note("lease %d of %v: %v", n, l.id, seqs(got))
+	if len(got) > n {
+		m.Fatalf("leased %d, asked for %d", len(got), n)
+	}
+	for _, d := range got {
+		if f := m.fate(l, d.Seq); !f.available(after) {
+			m.Fatalf("lane %v got position %d, which is %+v at %d", l.id, d.Seq, f, after)
+		}
+		m.taken(l, d)
+	}
+	if len(got) < n {
+		m.each(l, func(seq uint64, f fate) {
+			if f.available(before) {
+				m.Fatalf("lane %v got %d of %d, but position %d waits: %+v", l.id, len(got), n, seq, f)
+			}
+		})
+	}
+}
+
+func (m *model) leaseOldest() {
+	l := m.someLane()
+	if l == nil {
+		return
+	}
+	d, ok, err := m.store.LeaseOldest(l.id)
+	m.check(err)
+	m.note("oldest of %v: %d", l.id, d.Seq)
+	var want uint64
+	m.each(l, func(seq uint64, f fate) {
+		if want == 0 && f.available(never) {
+			want = seq
+		}
+	})
+	if d.Seq != want || ok != (want != 0) {
+		m.Fatalf("the oldest of lane %v is %d (%t), want %d", l.id, d.Seq, ok, want)
+	}
+	if ok {
+		m.taken(l, d)
+	}
+}
+
+const never = 1 << 62
+
+func (m *model) settle() {
+	l := m.someLane()
+	if l == nil {
+		return
+	}
+	var open []uint64
+	m.each(l, func(seq uint64, f fate) {
+		if f.status == leasedNow {
+			open = append(open, seq)
+		}
+	})
+	m.rng.Shuffle(len(open), func(i, j int) { open[i], open[j] = open[j], open[i] })
+	for _, seq := range open[:min(len(open), 1+m.rng.IntN(8))] {
+		m.settleOne(l, seq)
+	}
+}
+
+func (m *model) delivery(l *modelLane, seq uint64) queue.Delivery {
+	msg, f := m.logs[l.id.Source][seq-1], l.fates[seq]
+	return queue.Delivery{Lane: l.id, Seq: seq, ID: msg.ID, Type: msg.Type, Event: msg.Event, Body: msg.Body, AcceptedAt: msg.AcceptedAt, Attempt: f.attempt}
+}
+
+func (m *model) settleOne(l *modelLane, seq uint64) {
+	d, f := m.delivery(l, seq), l.fates[seq]
+	now := m.Clock.Now()
+	failure := queue.Failure{Time: now, Reason: "TimedOut", Message: "late"}
+	switch n := m.rng.IntN(10); {
+	case n < 5:
+		m.note("ack %d of %v", seq, l.id)
+		m.store.Ack(d)
+		l.become(seq, fate{status: delivered})
+	case n < 7:
+		at := now.Add(time.Duration(m.rng.IntN(120)-5) * time.Second)
+		m.note("retry %d of %v at %d", seq, l.id, at.UnixMilli())
+		m.store.Retry(d, at, failure)
+		l.become(seq, fate{retrying, f.attempt + 1, at.UnixMilli()})
+	case n < 9:
+		m.note("release %d of %v", seq, l.id)
+		m.store.Release(d)
+		l.fates[seq] = fate{released, f.attempt, f.due}
+	default:
+		m.note("bury %d of %v", seq, l.id)
+		m.check(m.store.Bury(d, failure))
+		l.become(seq, fate{status: buried})
+		m.letters[letterID{l.id, seq}] = now.UnixMilli()
+	}
+}
+
+func (m *model) buryExpired() {
+	l := m.someLane()
+	if l == nil {
+		return
+	}
+	cut := m.Clock.Now().Add(-time.Duration(m.rng.IntN(300)) * time.Second)
+	now := m.Clock.Now()
+	n, err := m.store.BuryExpired(context.Background(), l.id, cut, queue.Failure{Time: now, Reason: "Expired"})
+	m.check(err)
+	m.note("bury expired of %v: %d", l.id, n)
+	want := 0
+	m.each(l, func(seq uint64, f fate) {
+		if f.available(never) && m.logs[l.id.Source][seq-1].millis < cut.UnixMilli() {
+			want++
+			l.become(seq, fate{status: buried})
+			m.letters[letterID{l.id, seq}] = now.UnixMilli()
+		}
+	})
+	if n != want {
+		m.Fatalf("buried %d expired messages of lane %v, want %d", n, l.id, want)
+	}
+}
+
+func (m *model) advance() {
+	d := time.Duration(m.rng.IntN(60)) * time.Second
+	m.note("advance %v", d)
+	m.Clock.Advance(d)
+}
+
+func (m *model) openOrDrop() {
+	id := queue.LaneID{Source: m.someSource(), Destination: []string{crm, mail}[m.rng.IntN(2)]}
+	l := m.lanes[id]
+	if l != nil && m.oneOf(4) {
+		m.note("drop %v", id)
+		m.check(m.store.DropLane(context.Background(), id))
+		m.doubt.dropped = l
+		delete(m.lanes, id)
+		return
+	}
+	m.note("open %v", id)
+	m.check(m.store.OpenLane(id))
+	if l == nil {
+		m.doubt.opened = &id
+		m.lanes[id] = &modelLane{id: id, start: uint64(len(m.logs[id.Source])), fates: map[uint64]fate{}, base: map[uint64]fate{}}
+	}
+}
+
+func (m *model) storedLetters(destination string) map[letterID]string {
+	keys := map[letterID]string{}
+	m.check(m.store.DeadLetters(context.Background(), destination, "", func(d queue.DeadLetter) bool {
+		id := letterID{d.Lane, d.Seq}
+		if keys[id] != "" {
+			m.Fatalf("two dead letters of %v", id)
+		}
+		if want := m.logs[d.Lane.Source][d.Seq-1]; want.ID != d.ID || string(want.Body) != string(d.Body) {
+			m.Fatalf("dead letter %v is %s %q, want %s %q", id, d.ID, d.Body, want.ID, want.Body)
+		}
+		keys[id] = d.Key
+		return true
+	}))
+	return keys
+}
+
+func (m *model) deleteLetters() {
+	destination := []string{crm, mail}[m.rng.IntN(2)]
+	m.doubt.deleted = map[letterID]int64{}
+	forget := func(id letterID) {
+		m.doubt.deleted[id] = m.letters[id]
+		delete(m.letters, id)
+	}
+	if m.oneOf(2) {
+		before := m.Clock.Now().Add(-time.Duration(m.rng.IntN(600)) * time.Second)
+		n, err := m.store.TrimDeadLetters(context.Background(), destination, before, 1<<40)
+		m.check(err)
+		m.note("trim dead letters of %s: %d", destination, n)
+		for id, at := range m.letters {
+			if id.lane.Destination == destination && at < before.UnixMilli() {
+				forget(id)
+			}
+		}
+		if n != len(m.doubt.deleted) {
+			m.Fatalf("trimmed %d dead letters of %s, want %d", n, destination, len(m.doubt.deleted))
+		}
+		return
+	}
+	var keys []string
+	for id, k := range m.storedLetters(destination) {
+		if _, known := m.letters[id]; known && m.oneOf(2) {
+			keys = append(keys, k)
+			forget(id)
+		}
+	}
+	m.note("delete %d dead letters of %s", len(keys), destination)
+	m.check(m.store.DeleteDeadLetters(context.Background(), destination, keys...))
+}
+
+// compare compares all that can be seen.
+func (m *model) compare() {
+	m.note("compare")
+	for source, log := range m.logs {
+		if got := m.store.SourceStats(source).Accepted; got != int64(len(log)) {
+			m.Fatalf("source %s has %d messages, want %d", source, got, len(log))
+		}
+	}
+	for _, l := range m.lanes {
+		m.compareLane(l)
+	}
+	for _, destination := range []string{crm, mail} {
+		stored := m.storedLetters(destination)
+		want := 0
+		for id := range m.letters {
+			if id.lane.Destination == destination {
+				want++
+				if stored[id] == "" {
+					m.Fatalf("dead letter %v is missing", id)
+				}
+			}
+		}
+		count, _ := m.store.DeadLetterStats(destination)
+		if len(stored) != want || count != int64(want) {
+			m.Fatalf("%s has %d dead letters and counts %d, want %d", destination, len(stored), count, want)
+		}
+	}
+}
+
+func (m *model) compareLane(l *modelLane) {
+	s := m.store.LaneStats(l.id)
+	var n [passed + 1]int64
+	var oldestWaits, total int64
+	retries := int64(0)
+	m.each(l, func(seq uint64, f fate) {
+		n[f.status]++
+		total++
+		if f.status == retrying {
+			retries++
+		}
+		if oldestWaits == 0 && (f.available(never) || f.status == leasedNow) {
+			oldestWaits = m.logs[l.id.Source][seq-1].millis
+		}
+	})
+	if s.Accepted != s.Delivered+s.Filtered+s.DeadLettered+s.Discarded+s.Pending {
+		m.Fatalf("lane %v: the ledger does not add up: %+v", l.id, s)
+	}
+	// A lane counts what it filters and passes over when it reads it.
+	ahead := total - s.Accepted
+	if s.Delivered != n[delivered] || s.DeadLettered != n[buried] || s.InFlight != n[leasedNow] || s.Retrying != retries ||
+		s.Filtered > n[filtered] || ahead < 0 || ahead > n[passed] ||
+		s.Pending < n[unread]+n[released]+n[retrying]+n[leasedNow] {
+		m.Fatalf("lane %v: ledger %+v, want delivered %d, buried %d, in flight %d, retrying %d, filtered up to %d, %d messages in all with up to %d passed over", l.id, s, n[delivered], n[buried], n[leasedNow], retries, n[filtered], total, n[passed])
+	}
+	// What was filtered, but not read yet, may be the oldest.
+	if oldestWaits != 0 && (s.OldestPending.IsZero() || s.OldestPending.UnixMilli() > oldestWaits) {
+		m.Fatalf("lane %v: the oldest pending message is of %v, want %v", l.id, s.OldestPending, time.UnixMilli(oldestWaits).UTC())
+	}
+}
+
+func (m *model) reopenCleanly() {
+	m.note("close and open")
+	m.check(m.store.Close())
+	if m.Crash != nil && m.Crash.Crashed() {
+		return // Too late; recoverCrash opens it.
+	}
+	m.store = m.Open(m)
+	for id, l := range m.lanes {
+		m.check(m.store.OpenLane(id))
+		for seq, f := range l.fates {
+			switch {
+			case f.due != 0 && (f.status == leasedNow || f.status == released):
+				l.fates[seq] = fate{retrying, f.attempt, f.due}
+			case f.status == leasedNow:
+				l.fates[seq] = fate{status: released}
+			}
+		}
+		l.base, l.events = maps.Clone(l.fates), nil
+	}
+	m.compare()
+}
+
+// recoverCrash opens what survived and holds it against the model.
+func (m *model) recoverCrash() {
+	m.note("crash")
+	m.Crash.Recover(m, m.store)
+	m.store = m.Open(m)
+
+	// Append is all or nothing, for all logs of the request.
+	if lost := m.doubt.appended; len(lost) > 0 {
+		last := lost[len(lost)-1].Source
+		if got := m.store.SourceStats(last).Accepted; got < int64(len(m.logs[last])) {
+			for _, msg := range lost {
+				log := m.logs[msg.Source]
+				m.logs[msg.Source] = log[:len(log)-1]
+			}
+			m.note("the last append is lost")
+		}
+	}
+	for source, log := range m.logs {
+		if got := m.store.SourceStats(source).Accepted; got != int64(len(log)) {
+			m.Fatalf("after a crash source %s has %d messages, want %d", source, got, len(log))
+		}
+	}
+
+	known := m.store.Lanes()
+	if d := m.doubt.opened; d != nil && !slices.Contains(known, *d) {
+		delete(m.lanes, *d)
+	}
+	if d := m.doubt.dropped; d != nil && slices.Contains(known, d.id) {
+		m.lanes[d.id] = d
+	}
+	if len(known) != len(m.lanes) {
+		m.Fatalf("after a crash the lanes are %v, want %v", known, m.sortedLanes())
+	}
+	stored := map[letterID]string{}
+	for _, destination := range []string{crm, mail} {
+		maps.Copy(stored, m.storedLetters(destination))
+	}
+	for id, at := range m.doubt.deleted {
+		if stored[id] != "" {
+			m.letters[id] = at
+		}
+	}
+	for _, id := range m.sortedLanes() {
+		m.recoverLane(m.lanes[id], stored)
+	}
+	for id := range stored {
+		if _, ok := m.letters[id]; !ok {
+			m.Fatalf("after a crash there is a dead letter of %v", id)
+		}
+	}
+	// Letters of lanes that are gone cannot be lost with their lane's last moments alone.
+	for id := range m.letters {
+		if stored[id] == "" && (m.lanes[id.lane] == nil || id.seq <= m.lanes[id.lane].start) {
+			if m.doubt.dropped != nil && m.doubt.dropped.id == id.lane {
+				delete(m.letters, id)
+				continue
+			}
+			m.Fatalf("after a crash dead letter %v is missing", id)
+		}
+	}
+	for _, l := range m.lanes {
+		l.base, l.events = maps.Clone(l.fates), nil
+	}
+	m.compare()
+	m.arm()
+}
+
+// recoverLane finds the moment of the lane's past that survived.
+func (m *model) recoverLane(l *modelLane, stored map[letterID]string) {
+	m.check(m.store.OpenLane(l.id))
+	s := m.store.LaneStats(l.id)
+	waiting := map[uint64]int{}
+	take := func(d queue.Delivery) {
+		if _, twice := waiting[d.Seq]; twice {
+			m.Fatalf("after a crash lane %v gives position %d twice", l.id, d.Seq)
+		}
+		waiting[d.Seq] = d.Attempt
+	}
+	var got []queue.Delivery
+	for {
+		d, ok, err := m.store.LeaseOldest(l.id)
+		m.check(err)
+		if !ok {
+			break
+		}
+		take(d)
+		got = append(got, d)
+	}
+	fates := maps.Clone(l.base)
+	n := 0
+	for ; !m.matches(l, fates, waiting, s, stored); n++ {
+		if n == len(l.events) {
+			m.Fatalf("after a crash lane %v is in no state that it was in before:\n ledger %+v\n waiting %v\n base %v\n events %+v", l.id, s, waiting, l.base, l.events)
+		}
+		fates[l.events[n].seq] = l.events[n].fate
+	}
+	m.note("lane %v has %d of its last %d events", l.id, n, len(l.events))
+	for id := range m.letters {
+		if id.lane == l.id && id.seq > l.start && fates[id.seq].status != buried {
+			delete(m.letters, id)
+		}
+	}
+	for seq, f := range fates {
+		if seq > uint64(len(m.logs[l.id.Source])) {
+			delete(fates, seq)
+		} else if f.status == leasedNow {
+			fates[seq] = fate{status: released}
+		}
+	}
+	l.fates = fates
+	for _, d := range got {
+		f := m.fate(l, d.Seq)
+		l.fates[d.Seq] = fate{leasedNow, d.Attempt, f.due}
+	}
+	for _, d := range got {
+		m.store.Release(d)
+		f := l.fates[d.Seq]
+		l.fates[d.Seq] = fate{released, f.attempt, f.due}
+	}
+}
+
+// matches tells whether a state of the past is what the store shows now.
+func (m *model) matches(l *modelLane, fates map[uint64]fate, waiting map[uint64]int, s queue.LaneStats, stored map[letterID]string) bool {
+	var deliveredCount, buriedCount, waits, retries int64
+	same := true
+	for i, msg := range m.logs[l.id.Source] {
+		seq := uint64(i + 1)
+		if seq <= l.start {
+			continue
+		}
+		f, ok := fates[seq]
+		if !ok {
+			f = fate{status: l.verdict(msg)}
+		}
+		attempt, isWaiting := waiting[seq]
+		switch f.status {
+		case delivered:
+			deliveredCount++
+			same = same && !isWaiting
+		case buried:
+			buriedCount++
+			_, kept := m.letters[letterID{l.id, seq}]
+			same = same && !isWaiting && kept == (stored[letterID{l.id, seq}] != "")
+		case filtered, passed:
+			same = same && !isWaiting
+		default:
+			waits++
+			if f.due != 0 {
+				retries++
+			}
+			same = same && isWaiting && attempt == f.attempt && stored[letterID{l.id, seq}] == ""
+		}
+	}
+	return same && s.Delivered == deliveredCount && s.DeadLettered == buriedCount && int64(len(waiting)) == waits && s.Retrying == retries &&
+		s.Accepted == s.Delivered+s.Filtered+s.DeadLettered+s.Discarded+s.Pending
+}
+
+// drainAll delivers all that waits and ends with an exact ledger.
+func (m *model) drainAll() {
+	m.note("drain")
+	m.Clock.Advance(time.Hour)
+	for _, l := range m.lanes {
+		for {
+			got, err := m.store.Lease(l.id, 7, nil)
+			m.check(err)
+			for _, d := range got {
+				m.taken(l, d)
+				m.store.Ack(d)
+				l.become(d.Seq, fate{status: delivered})
+			}
+			if len(got) == 0 {
+				break
+			}
+		}
+		var n [passed + 1]int64
+		total := int64(0)
+		m.each(l, func(_ uint64, f fate) { n[f.status]++; total++ })
+		want := queue.LaneStats{Accepted: total - n[passed], Delivered: n[delivered], Filtered: n[filtered], DeadLettered: n[buried]}
+		if got := m.store.LaneStats(l.id); got != want {
+			m.Fatalf("lane %v ends with ledger %+v, want %+v", l.id, got, want)
+		}
+	}
+	m.compare()
+}

@@ -1,0 +1,1080 @@
+// Package storetest is the conformance suite of queue.Store: what every engine
+// must pass.
+package storetest
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// Engine is a store under test.
+type Engine struct {
+	// Open opens the store; after a Close it opens the same one again.
+	Open func(t testing.TB) queue.Store
+	// Clock is the store's clock.
+	Clock *Clock
+	// DuplicateWindow is how long the store remembers messageIds, at least a minute.
+	DuplicateWindow time.Duration
+	// Trim, when not nil, frees at once what no lane needs.
+	Trim func(queue.Store)
+	// Crash, when not nil, lets Model cut the power.
+	Crash Crasher
+}
+
+// Clock is the machine's clock, moved ahead by Advance. It stands in for waiting.
+type Clock struct{ ahead atomic.Int64 }
+
+// Now is the time by the clock.
+func (c *Clock) Now() time.Time { return time.Now().Add(time.Duration(c.ahead.Load())) }
+
+// Advance moves the clock ahead.
+func (c *Clock) Advance(d time.Duration) { c.ahead.Add(int64(d)) }
+
+const (
+	source = "shop/web"
+	crm    = "shop/crm"
+	mail   = "shop/mail"
+)
+
+var lane = queue.LaneID{Source: source, Destination: crm}
+
+// deadline bounds every wait: it only runs out when a test fails.
+const deadline = 30 * time.Second
+
+// Run runs the suite; start makes an empty store for each test.
+func Run(t *testing.T, start func(t *testing.T) Engine) {
+	for _, test := range []struct {
+		name string
+		run  func(*suite)
+	}{
+		{"AppendLeaseAck", (*suite).appendLeaseAck},
+		{"FieldsSurvive", (*suite).fieldsSurvive},
+		{"NewLaneStartsBehind", (*suite).newLaneStartsBehind},
+		{"LaneBeforeAnyMessage", (*suite).laneBeforeAnyMessage},
+		{"LanesAreIndependent", (*suite).lanesAreIndependent},
+		{"EndpointsAreLanes", (*suite).endpointsAreLanes},
+		{"Reopen", (*suite).reopen},
+		{"SkipAndOnly", (*suite).skipAndOnly},
+		{"ManySkipped", (*suite).manySkipped},
+		{"Duplicates", (*suite).duplicates},
+		{"DuplicatesAfterReopen", (*suite).duplicatesAfterReopen},
+		{"Redelivery", (*suite).redelivery},
+		{"AppendIsAllOrNothing", (*suite).appendIsAllOrNothing},
+		{"Release", (*suite).release},
+		{"Retry", (*suite).retry},
+		{"RetriesGetAnEighth", (*suite).retriesGetAnEighth},
+		{"LeaseOldest", (*suite).leaseOldest},
+		{"Bury", (*suite).bury},
+		{"DeadLetterPaging", (*suite).deadLetterPaging},
+		{"TrimDeadLetters", (*suite).trimDeadLetters},
+		{"BuryExpired", (*suite).buryExpired},
+		{"BuryExpiredMany", (*suite).buryExpiredMany},
+		{"DropLane", (*suite).dropLane},
+		{"StaleSettlements", (*suite).staleSettlements},
+		{"NotifyOnAppend", (*suite).notifyOnAppend},
+		{"NotifyOnRetry", (*suite).notifyOnRetry},
+		{"SequenceSurvivesTrim", (*suite).sequenceSurvivesTrim},
+		{"Closed", (*suite).closed},
+		{"Concurrent", (*suite).concurrent},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			x := &suite{T: t, Engine: start(t)}
+			x.store = x.Open(t)
+			t.Cleanup(func() {
+				if err := x.store.Close(); err != nil {
+					t.Errorf("close: %v", err)
+				}
+			})
+			test.run(x)
+		})
+	}
+	t.Run("Model", func(t *testing.T) { Model(t, 1, 600, start) })
+}
+
+type suite struct {
+	*testing.T
+	Engine
+	store queue.Store
+	ids   int
+}
+
+func (x *suite) must(err error) {
+	x.Helper()
+	if err != nil {
+		x.Fatal(err)
+	}
+}
+
+func (x *suite) equal(what string, got, want any) {
+	x.Helper()
+	if diff := cmp.Diff(want, got, cmpopts.EquateEmpty()); diff != "" {
+		x.Fatalf("%s (-want +got):\n%s", what, diff)
+	}
+}
+
+func (x *suite) reopenStore() {
+	x.Helper()
+	x.must(x.store.Close())
+	x.store = x.Open(x)
+}
+
+func (x *suite) open(lanes ...queue.LaneID) {
+	x.Helper()
+	for _, l := range lanes {
+		x.must(x.store.OpenLane(l))
+	}
+}
+
+// message makes a message with a new id.
+func (x *suite) message(change ...func(*queue.Message)) queue.Message {
+	x.ids++
+	id := fmt.Sprintf("m%d", x.ids)
+	m := queue.Message{Source: source, ID: id, Type: "track", Event: "Order Completed", AcceptedAt: x.Clock.Now(), Body: []byte(`{"messageId":"` + id + `"}`)}
+	for _, c := range change {
+		c(&m)
+	}
+	return m
+}
+
+func (x *suite) append(msgs ...queue.Message) []bool {
+	x.Helper()
+	dups, err := x.store.Append(context.Background(), msgs)
+	x.must(err)
+	if dups == nil {
+		dups = make([]bool, len(msgs))
+	}
+	return dups
+}
+
+// add appends n messages.
+func (x *suite) add(n int) {
+	x.Helper()
+	for range n {
+		x.append(x.message())
+	}
+}
+
+func (x *suite) lease(l queue.LaneID, n int) []queue.Delivery {
+	x.Helper()
+	got, err := x.store.Lease(l, n, nil)
+	x.must(err)
+	return got
+}
+
+func (x *suite) oldest(l queue.LaneID) (queue.Delivery, bool) {
+	x.Helper()
+	d, ok, err := x.store.LeaseOldest(l)
+	x.must(err)
+	return d, ok
+}
+
+func seqs(ds []queue.Delivery) []uint64 {
+	var s []uint64
+	for _, d := range ds {
+		s = append(s, d.Seq)
+	}
+	return s
+}
+
+// counts are the numbers of a ledger.
+type counts struct {
+	Accepted, Delivered, Filtered, DeadLettered, Discarded, Pending, Retrying, InFlight int64
+}
+
+func (x *suite) ledger(l queue.LaneID, want counts) {
+	x.Helper()
+	s := x.store.LaneStats(l)
+	x.equal("ledger", counts{s.Accepted, s.Delivered, s.Filtered, s.DeadLettered, s.Discarded, s.Pending, s.Retrying, s.InFlight}, want)
+}
+
+func (x *suite) letters(destination, after string) []queue.DeadLetter {
+	x.Helper()
+	var all []queue.DeadLetter
+	x.must(x.store.DeadLetters(context.Background(), destination, after, func(l queue.DeadLetter) bool {
+		l.Body = bytes.Clone(l.Body)
+		all = append(all, l)
+		return true
+	}))
+	return all
+}
+
+func (x *suite) failure(reason string) queue.Failure {
+	return queue.Failure{Time: x.Clock.Now().Truncate(time.Millisecond).UTC(), Reason: reason, StatusCode: 503, Message: "it said no", Response: []byte("no")}
+}
+
+func (x *suite) appendLeaseAck() {
+	x.open(lane)
+	x.add(10)
+	x.ledger(lane, counts{Accepted: 10, Pending: 10})
+	got := x.lease(lane, 4)
+	x.equal("positions", seqs(got), []uint64{1, 2, 3, 4})
+	for i, d := range got {
+		x.equal("id", d.ID, fmt.Sprintf("m%d", i+1))
+		x.equal("body", string(d.Body), `{"messageId":"`+d.ID+`"}`)
+		x.equal("lane", d.Lane, lane)
+		x.equal("attempt", d.Attempt, 0)
+	}
+	x.ledger(lane, counts{Accepted: 10, Pending: 10, InFlight: 4})
+	for _, d := range slices.Backward(got) {
+		x.store.Ack(d)
+	}
+	x.ledger(lane, counts{Accepted: 10, Delivered: 4, Pending: 6})
+	prefix := []queue.Delivery{got[0]}
+	rest, err := x.store.Lease(lane, 100, prefix)
+	x.must(err)
+	x.equal("positions", seqs(rest), []uint64{1, 5, 6, 7, 8, 9, 10})
+	for _, d := range rest[1:] {
+		x.store.Ack(d)
+	}
+	x.ledger(lane, counts{Accepted: 10, Delivered: 10})
+	x.equal("leased", len(x.lease(lane, 10)), 0)
+	if s := x.store.LaneStats(lane); !s.OldestPending.IsZero() {
+		x.Errorf("oldest pending is %v with none pending", s.OldestPending)
+	}
+	x.equal("accepted", x.store.SourceStats(source).Accepted, int64(10))
+}
+
+func (x *suite) fieldsSurvive() {
+	x.open(lane)
+	at := time.UnixMilli(1_700_000_000_123).UTC()
+	var want []queue.Delivery
+	for i, m := range []queue.Message{
+		{Source: source, ID: "", Type: "", Event: "", AcceptedAt: at, Body: nil},
+		{Source: source, ID: strings.Repeat("i", 100), Type: "track", Event: strings.Repeat("é", 500), AcceptedAt: at, Body: bytes.Repeat([]byte{0, 1, 255}, 30_000), Skip: []string{mail, "x"}},
+		{Source: source, ID: "b", Type: "a new type", Event: "e", AcceptedAt: at, Body: []byte("{}"), Only: crm},
+		{Source: source, ID: "c", Type: "delete", AcceptedAt: at, Body: []byte("{}")},
+	} {
+		x.append(m)
+		want = append(want, queue.Delivery{Lane: lane, Seq: uint64(i + 1), ID: m.ID, Type: m.Type, Event: m.Event, Body: m.Body, AcceptedAt: at})
+	}
+	x.equal("deliveries", x.lease(lane, 10), want)
+	x.reopenStore()
+	x.open(lane)
+	x.equal("deliveries after a restart", x.lease(lane, 10), want)
+	x.equal("oldest", x.store.LaneStats(lane).OldestPending, at)
+}
+
+func (x *suite) newLaneStartsBehind() {
+	x.add(3)
+	x.open(lane)
+	x.ledger(lane, counts{})
+	x.add(2)
+	x.ledger(lane, counts{Accepted: 2, Pending: 2})
+	x.equal("positions", seqs(x.lease(lane, 10)), []uint64{4, 5})
+}
+
+func (x *suite) laneBeforeAnyMessage() {
+	x.equal("stats of a source without messages", x.store.SourceStats(source), queue.SourceStats{})
+	x.equal("stats of an unknown lane", x.store.LaneStats(lane), queue.LaneStats{})
+	if _, err := x.store.Lease(lane, 1, nil); !errors.Is(err, queue.ErrNoLane) {
+		x.Errorf("lease of an unknown lane: %v", err)
+	}
+	if _, _, err := x.store.LeaseOldest(lane); !errors.Is(err, queue.ErrNoLane) {
+		x.Errorf("lease of an unknown lane: %v", err)
+	}
+	x.open(lane, lane)
+	x.equal("lanes", x.store.Lanes(), []queue.LaneID{lane})
+	x.equal("leased", len(x.lease(lane, 5)), 0)
+	x.reopenStore()
+	x.open(lane)
+	x.add(1)
+	x.equal("positions", seqs(x.lease(lane, 5)), []uint64{1})
+}
+
+func (x *suite) lanesAreIndependent() {
+	second := queue.LaneID{Source: source, Destination: mail}
+	other := queue.LaneID{Source: "shop/ios", Destination: crm}
+	x.open(lane, second, other)
+	x.append(x.message(), x.message(func(m *queue.Message) { m.Source = "shop/ios" }), x.message())
+	got := x.lease(lane, 10)
+	x.equal("positions", seqs(got), []uint64{1, 2})
+	for _, d := range got {
+		x.store.Ack(d)
+	}
+	x.equal("positions", seqs(x.lease(second, 1)), []uint64{1})
+	x.equal("positions", seqs(x.lease(other, 10)), []uint64{1})
+	x.ledger(lane, counts{Accepted: 2, Delivered: 2})
+	x.ledger(second, counts{Accepted: 2, Pending: 2, InFlight: 1})
+	x.ledger(other, counts{Accepted: 1, Pending: 1, InFlight: 1})
+	x.equal("accepted", x.store.SourceStats(source).Accepted, int64(2))
+	x.equal("accepted", x.store.SourceStats("shop/ios").Accepted, int64(1))
+}
+
+func (x *suite) endpointsAreLanes() {
+	a, b := lane, lane
+	a.Endpoint, b.Endpoint = "primary", "backup"
+	x.open(a, b)
+	x.append(x.message(func(m *queue.Message) { m.Only = crm }), x.message(func(m *queue.Message) { m.Skip = []string{crm} }))
+	for _, l := range []queue.LaneID{a, b} {
+		got := x.lease(l, 10)
+		x.equal("positions", seqs(got), []uint64{1})
+		x.must(x.store.Bury(got[0], x.failure("Rejected")))
+		x.ledger(l, counts{Accepted: 2, Filtered: 1, DeadLettered: 1})
+	}
+	x.equal("dead letters", len(x.letters(crm, "")), 2)
+}
+
+func (x *suite) reopen() {
+	second := queue.LaneID{Source: source, Destination: mail, Endpoint: "primary"}
+	x.open(lane, second)
+	x.add(6)
+	got := x.lease(lane, 5)
+	x.store.Ack(got[0])
+	x.store.Ack(got[3])
+	x.store.Retry(got[1], x.Clock.Now().Add(time.Hour), x.failure("TimedOut"))
+	x.must(x.store.Bury(got[2], x.failure("Rejected")))
+	x.reopenStore()
+
+	ids := x.store.Lanes()
+	slices.SortFunc(ids, func(a, b queue.LaneID) int { return strings.Compare(a.Destination, b.Destination) })
+	x.equal("lanes of the earlier run", ids, []queue.LaneID{lane, second})
+	x.ledger(lane, counts{Accepted: 6, Delivered: 2, DeadLettered: 1, Pending: 3, Retrying: 1})
+	if _, err := x.store.Lease(lane, 1, nil); !errors.Is(err, queue.ErrNoLane) {
+		x.Errorf("lease of a lane that was not opened yet: %v", err)
+	}
+	x.open(lane)
+	x.equal("what was in flight comes first", seqs(x.lease(lane, 10)), []uint64{5, 6})
+	x.Clock.Advance(time.Hour)
+	d := x.lease(lane, 10)
+	x.equal("retry", seqs(d), []uint64{2})
+	x.equal("attempt", d[0].Attempt, 1)
+	x.equal("dead letters", len(x.letters(crm, "")), 1)
+	x.ledger(second, counts{Accepted: 6, Pending: 6})
+}
+
+func (x *suite) skipAndOnly() {
+	second := queue.LaneID{Source: source, Destination: mail}
+	x.open(lane, second)
+	x.append(
+		x.message(func(m *queue.Message) { m.Skip = []string{"shop/other", crm} }),
+		x.message(func(m *queue.Message) { m.Only = mail }),
+		x.message(func(m *queue.Message) { m.Only = crm }),
+		x.message(func(m *queue.Message) { m.Skip = []string{mail} }),
+	)
+	x.equal("positions", seqs(x.lease(lane, 10)), []uint64{3, 4})
+	x.equal("positions", seqs(x.lease(second, 10)), []uint64{1, 2})
+	x.ledger(lane, counts{Accepted: 3, Filtered: 1, Pending: 2, InFlight: 2})
+	x.ledger(second, counts{Accepted: 3, Filtered: 1, Pending: 2, InFlight: 2})
+	x.reopenStore()
+	x.ledger(lane, counts{Accepted: 3, Filtered: 1, Pending: 2})
+}
+
+func (x *suite) manySkipped() {
+	const n = 10_000
+	wake := x.watch()
+	x.open(lane)
+	for range n / 1000 {
+		var msgs []queue.Message
+		for range 1000 {
+			msgs = append(msgs, x.message(func(m *queue.Message) { m.Skip = []string{crm} }))
+		}
+		x.append(msgs...)
+	}
+	x.add(1)
+	// A lease may end early, but then it is told when to go on.
+	var got []queue.Delivery
+	for len(got) == 0 {
+		if got = x.lease(lane, 1); len(got) == 0 {
+			wake.wait(x, lane)
+		}
+	}
+	x.equal("positions", seqs(got), []uint64{n + 1})
+	x.ledger(lane, counts{Accepted: n + 1, Filtered: n, Pending: 1, InFlight: 1})
+	x.store.Release(got[0])
+	d, ok := x.oldest(lane)
+	x.equal("oldest", []any{d.Seq, ok}, []any{uint64(n + 1), true})
+}
+
+func (x *suite) duplicates() {
+	x.open(lane)
+	same := func(m *queue.Message) { m.ID = "same" }
+	x.equal("in one request", x.append(x.message(same), x.message(), x.message(same)), []bool{false, false, true})
+	x.equal("in the next", x.append(x.message(same), x.message()), []bool{true, false})
+	x.equal("all of it", x.append(x.message(same)), []bool{true})
+	x.equal("of another source", x.append(x.message(same, func(m *queue.Message) { m.Source = "shop/ios" })), []bool{false})
+	x.equal("counted", x.store.SourceStats(source), queue.SourceStats{Accepted: 3, Duplicates: 3, LogBytes: x.store.SourceStats(source).LogBytes})
+	x.equal("positions", seqs(x.lease(lane, 10)), []uint64{1, 2, 3})
+
+	x.Clock.Advance(x.DuplicateWindow - 30*time.Second)
+	x.equal("late in the window", x.append(x.message(same)), []bool{true})
+	x.Clock.Advance(time.Minute)
+	x.equal("after the window", x.append(x.message(same)), []bool{false})
+	x.equal("and again", x.append(x.message(same)), []bool{true})
+
+	var wait sync.WaitGroup
+	var accepted atomic.Int64
+	for range 16 {
+		m := x.message(func(m *queue.Message) { m.ID = "at once" })
+		wait.Go(func() {
+			dups, err := x.store.Append(context.Background(), []queue.Message{m})
+			if err != nil {
+				x.Error(err)
+			} else if len(dups) == 0 || !dups[0] {
+				accepted.Add(1)
+			}
+		})
+	}
+	wait.Wait()
+	x.equal("accepted of 16 at once", accepted.Load(), int64(1))
+}
+
+func (x *suite) duplicatesAfterReopen() {
+	for i := range 500 {
+		x.append(x.message(func(m *queue.Message) { m.ID = fmt.Sprint("id", i) }))
+	}
+	x.Clock.Advance(x.DuplicateWindow / 2)
+	x.add(1)
+	x.reopenStore()
+	for i := range 500 {
+		if dups := x.append(x.message(func(m *queue.Message) { m.ID = fmt.Sprint("id", i) })); !dups[0] {
+			x.Fatalf("id%d was forgotten over a restart", i)
+		}
+		if dups := x.append(x.message(func(m *queue.Message) { m.ID = fmt.Sprint("new", i) })); dups[0] {
+			x.Fatalf("new%d was dropped", i)
+		}
+	}
+	x.Clock.Advance(x.DuplicateWindow/2 + time.Minute)
+	x.equal("after the window", x.append(x.message(func(m *queue.Message) { m.ID = "id7" }), x.message(func(m *queue.Message) { m.ID = "new7" })), []bool{false, true})
+}
+
+func (x *suite) redelivery() {
+	x.open(lane)
+	m := x.message()
+	again := m
+	again.Only = crm
+	x.equal("a redelivery is no duplicate", x.append(m, again, again), []bool{false, false, false})
+	x.equal("but the call is", x.append(m), []bool{true})
+	x.equal("positions", seqs(x.lease(lane, 10)), []uint64{1, 2, 3})
+}
+
+func (x *suite) appendIsAllOrNothing() {
+	x.open(lane)
+	if _, err := x.store.Append(context.Background(), []queue.Message{x.message(), {ID: "no source", AcceptedAt: x.Clock.Now()}}); err == nil {
+		x.Error("a message without a source was accepted")
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	// It may be durable before it is found to be cancelled; an error is the only promise.
+	m := x.message()
+	accepted := int64(0)
+	if _, err := x.store.Append(ctx, []queue.Message{m}); err == nil {
+		accepted = 1
+	}
+	if _, err := x.store.Append(context.Background(), nil); err != nil {
+		x.Errorf("nothing at all: %v", err)
+	}
+	x.add(1)
+	x.equal("accepted", x.store.SourceStats(source).Accepted, accepted+1)
+	x.equal("leased", len(x.lease(lane, 10)), int(accepted+1))
+}
+
+func (x *suite) release() {
+	x.open(lane)
+	x.add(5)
+	got := x.lease(lane, 3)
+	x.store.Release(got[2])
+	x.store.Release(got[0])
+	x.ledger(lane, counts{Accepted: 5, Pending: 5, InFlight: 1})
+	again := x.lease(lane, 3)
+	x.equal("positions", seqs(again), []uint64{1, 3, 4})
+	x.equal("attempt", again[0].Attempt, 0)
+	x.store.Release(got[1])
+	x.store.Release(got[1]) // Twice is once.
+	x.equal("positions", seqs(x.lease(lane, 1)), []uint64{2})
+
+	x.store.Retry(again[0], x.Clock.Now(), x.failure("TimedOut"))
+	d := x.lease(lane, 9)
+	x.equal("positions", seqs(d), []uint64{5, 1})
+	x.store.Release(d[1])
+	d = x.lease(lane, 9)
+	x.equal("positions", seqs(d), []uint64{1})
+	x.equal("no attempt was counted", d[0].Attempt, 1)
+	x.store.Ack(d[0])
+	x.ledger(lane, counts{Accepted: 5, Delivered: 1, Pending: 4, InFlight: 4})
+}
+
+func (x *suite) retry() {
+	x.open(lane)
+	x.add(4)
+	got := x.lease(lane, 3)
+	now := x.Clock.Now()
+	x.store.Retry(got[0], now.Add(2*time.Minute), x.failure("TimedOut"))
+	x.store.Retry(got[1], now.Add(time.Minute), x.failure("TimedOut"))
+	x.store.Retry(got[2], now.Add(time.Hour), x.failure("TimedOut"))
+	x.ledger(lane, counts{Accepted: 4, Pending: 4, Retrying: 3})
+	s := x.store.LaneStats(lane)
+	x.equal("next retry", s.NextRetry.UnixMilli(), now.Add(time.Minute).UnixMilli())
+	x.equal("oldest pending", s.OldestPending, got[0].AcceptedAt)
+	x.equal("not yet due", seqs(x.lease(lane, 10)), []uint64{4})
+
+	x.Clock.Advance(time.Minute)
+	d := x.lease(lane, 10)
+	x.equal("due", seqs(d), []uint64{2})
+	x.equal("attempt", d[0].Attempt, 1)
+	x.ledger(lane, counts{Accepted: 4, Pending: 4, Retrying: 2, InFlight: 2})
+	x.store.Retry(d[0], x.Clock.Now().Add(10*time.Minute), x.failure("TimedOut"))
+
+	x.Clock.Advance(time.Hour)
+	d = x.lease(lane, 10)
+	x.equal("by due time", seqs(d), []uint64{1, 2, 3})
+	x.equal("attempts", []int{d[0].Attempt, d[1].Attempt, d[2].Attempt}, []int{1, 2, 1})
+	x.equal("next retry", x.store.LaneStats(lane).NextRetry, time.Time{})
+	x.store.Ack(d[1])
+	x.must(x.store.Bury(d[2], x.failure("Expired")))
+	x.store.Release(d[0])
+	x.ledger(lane, counts{Accepted: 4, Delivered: 1, DeadLettered: 1, Pending: 2, InFlight: 1})
+	x.reopenStore()
+	x.ledger(lane, counts{Accepted: 4, Delivered: 1, DeadLettered: 1, Pending: 2, Retrying: 1})
+	x.open(lane)
+	d = x.lease(lane, 10)
+	x.equal("after a restart", seqs(d), []uint64{4, 1})
+	x.equal("attempts", []int{d[0].Attempt, d[1].Attempt}, []int{0, 1})
+}
+
+func (x *suite) retriesGetAnEighth() {
+	x.open(lane)
+	x.add(200)
+	for _, d := range x.lease(lane, 40) {
+		x.store.Retry(d, x.Clock.Now(), x.failure("TimedOut"))
+	}
+	x.Clock.Advance(time.Second)
+	for _, size := range []int{1, 3, 8, 12} {
+		retries, total := 0, 0
+		for total < 24 {
+			got := x.lease(lane, size)
+			x.equal("full", len(got), size)
+			for i, d := range got {
+				if d.Attempt > 0 {
+					retries++
+				} else if i > 0 && got[i-1].Attempt > 0 {
+					x.Errorf("a first try behind a retry")
+				}
+				x.store.Ack(d)
+			}
+			total += size
+		}
+		if retries < total/8 || retries > total/8+1 {
+			x.Errorf("leases of %d: %d retries of %d; want an eighth", size, retries, total)
+		}
+	}
+}
+
+func (x *suite) leaseOldest() {
+	x.open(lane)
+	if _, ok := x.oldest(lane); ok {
+		x.Fatal("leased from an empty lane")
+	}
+	x.append(x.message(func(m *queue.Message) { m.Skip = []string{crm} }))
+	x.add(4) // 2 to 5
+	got := x.lease(lane, 3)
+	x.store.Retry(got[0], x.Clock.Now().Add(time.Hour), x.failure("TimedOut"))
+	x.store.Release(got[1])
+
+	d, ok := x.oldest(lane)
+	x.equal("a retry that is not due", []any{d.Seq, d.Attempt, ok}, []any{uint64(2), 1, true})
+	x.equal("next retry", x.store.LaneStats(lane).NextRetry, time.Time{})
+	x.store.Retry(d, x.Clock.Now().Add(2*time.Hour), x.failure("TimedOut"))
+	d, _ = x.oldest(lane)
+	x.equal("again", []any{d.Seq, d.Attempt}, []any{uint64(2), 2})
+	d3, _ := x.oldest(lane)
+	x.equal("given back", d3.Seq, uint64(3))
+	d5, _ := x.oldest(lane)
+	x.equal("a first try", d5.Seq, uint64(5))
+	if _, ok := x.oldest(lane); ok {
+		x.Fatal("leased twice")
+	}
+	x.store.Release(d)
+	d, _ = x.oldest(lane)
+	x.equal("given back", []any{d.Seq, d.Attempt}, []any{uint64(2), 2})
+	x.store.Ack(d)
+	x.ledger(lane, counts{Accepted: 5, Filtered: 1, Delivered: 1, Pending: 3, InFlight: 3})
+}
+
+func (x *suite) bury() {
+	x.open(lane)
+	x.append(x.message(), x.message(func(m *queue.Message) { m.Type, m.Event = "group", "" }))
+	got := x.lease(lane, 2)
+	x.store.Retry(got[1], x.Clock.Now(), x.failure("TimedOut"))
+	x.Clock.Advance(time.Second)
+	got[1] = x.lease(lane, 1)[0]
+	f0 := x.failure("Rejected")
+	x.must(x.store.Bury(got[0], f0))
+	x.Clock.Advance(time.Second)
+	f1 := x.failure("TimedOut")
+	f1.Response = nil
+	x.must(x.store.Bury(got[1], f1))
+	x.must(x.store.Bury(got[1], f1)) // Twice is once.
+	want := []queue.DeadLetter{
+		{Lane: lane, Seq: 1, ID: "m1", Type: "track", Event: "Order Completed", Body: got[0].Body, AcceptedAt: got[0].AcceptedAt, Attempts: 1, Failure: f0},
+		{Lane: lane, Seq: 2, ID: "m2", Type: "group", Body: got[1].Body, AcceptedAt: got[1].AcceptedAt, Attempts: 2, Failure: f1},
+	}
+	for range 2 {
+		letters := x.letters(crm, "")
+		for i := range letters {
+			if letters[i].Key == "" {
+				x.Error("a dead letter has no key")
+			}
+			want[i].Key = letters[i].Key
+		}
+		x.equal("dead letters", letters, want)
+		x.ledger(lane, counts{Accepted: 2, DeadLettered: 2})
+		count, size := x.store.DeadLetterStats(crm)
+		if count != 2 || size <= int64(len(want[0].Body)) {
+			x.Errorf("stats are %d, %d bytes", count, size)
+		}
+		x.reopenStore()
+	}
+	x.must(x.store.DeleteDeadLetters(context.Background(), crm, want[0].Key, want[0].Key, "no such key"))
+	x.equal("dead letters", x.letters(crm, ""), want[1:])
+	x.must(x.store.DeleteDeadLetters(context.Background(), crm, want[0].Key, want[1].Key))
+	x.equal("dead letters", x.letters(crm, ""), want[:0])
+	count, size := x.store.DeadLetterStats(crm)
+	x.equal("stats", []int64{count, size}, []int64{0, 0})
+	x.ledger(lane, counts{Accepted: 2, DeadLettered: 2})
+}
+
+func (x *suite) deadLetterPaging() {
+	x.open(lane)
+	const n = 450
+	for range n / 50 {
+		x.add(50)
+		for _, d := range x.lease(lane, 50) {
+			x.must(x.store.Bury(d, x.failure("Rejected")))
+		}
+		x.Clock.Advance(time.Second)
+	}
+	all := x.letters(crm, "")
+	x.equal("dead letters", len(all), n)
+	if !slices.IsSortedFunc(all, func(a, b queue.DeadLetter) int { return strings.Compare(a.Key, b.Key) }) {
+		x.Error("keys do not ascend")
+	}
+	x.equal("from a key on", x.letters(crm, all[99].Key), all[100:])
+	var some int
+	x.must(x.store.DeadLetters(context.Background(), crm, "", func(l queue.DeadLetter) bool {
+		if some++; some%7 == 0 { // Deleting while listing.
+			x.must(x.store.DeleteDeadLetters(context.Background(), crm, l.Key))
+		}
+		return some < 300
+	}))
+	x.equal("seen", some, 300)
+	count, _ := x.store.DeadLetterStats(crm)
+	x.equal("left", count, int64(n-42))
+	x.equal("of another destination", len(x.letters("shop/cr", "")), 0)
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	if err := x.store.DeadLetters(ctx, crm, "", func(queue.DeadLetter) bool { return true }); !errors.Is(err, context.Canceled) {
+		x.Errorf("cancelled listing: %v", err)
+	}
+}
+
+func (x *suite) trimDeadLetters() {
+	x.open(lane)
+	for range 10 {
+		x.add(1)
+		x.must(x.store.Bury(x.lease(lane, 1)[0], x.failure("Rejected")))
+		x.Clock.Advance(time.Hour)
+	}
+	_, size := x.store.DeadLetterStats(crm)
+	trim := func(before time.Time, maxBytes int64) int {
+		n, err := x.store.TrimDeadLetters(context.Background(), crm, before, maxBytes)
+		x.must(err)
+		return n
+	}
+	x.equal("nothing to do", trim(x.Clock.Now().Add(-11*time.Hour), size), 0)
+	x.equal("by age", trim(x.Clock.Now().Add(-7*time.Hour-time.Minute), size), 3)
+	half := size/2 + size/20
+	x.equal("by size", trim(x.Clock.Now().Add(-11*time.Hour), half), 2)
+	letters := x.letters(crm, "")
+	x.equal("left", len(letters), 5)
+	x.equal("oldest left", letters[0].Seq, uint64(6))
+	x.reopenStore()
+	count, left := x.store.DeadLetterStats(crm)
+	if count != 5 || left <= 0 || left > half {
+		x.Errorf("stats are %d, %d bytes; want 5 and up to %d bytes", count, left, half)
+	}
+	x.equal("all", trim(x.Clock.Now(), 0), 5)
+	count, left = x.store.DeadLetterStats(crm)
+	x.equal("stats", []int64{count, left}, []int64{0, 0})
+}
+
+func (x *suite) buryExpired() {
+	x.open(lane)
+	x.add(3) // 1 in flight, 2 retried, 3 released
+	got := x.lease(lane, 3)
+	x.store.Retry(got[1], x.Clock.Now().Add(24*time.Hour), x.failure("TimedOut"))
+	x.store.Release(got[2])
+	x.append(x.message(func(m *queue.Message) { m.Skip = []string{crm} })) // 4 is filtered
+	x.add(1)                                                               // 5 is unread
+	x.Clock.Advance(time.Hour)
+	cut := x.Clock.Now().Add(-time.Minute)
+	x.add(2) // 6 and 7 are younger
+	f := queue.Failure{Time: cut.Truncate(time.Millisecond).UTC(), Reason: "Expired", Message: "too old"}
+	n, err := x.store.BuryExpired(context.Background(), lane, cut, f)
+	x.must(err)
+	x.equal("buried", n, 3)
+	x.ledger(lane, counts{Accepted: 7, Filtered: 1, DeadLettered: 3, Pending: 3, InFlight: 1})
+	x.equal("next retry", x.store.LaneStats(lane).NextRetry, time.Time{})
+	attempts := map[uint64]int{}
+	for _, l := range x.letters(crm, "") {
+		attempts[l.Seq] = l.Attempts
+		x.equal("reason", l.Failure.Reason, "Expired")
+		x.equal("body", string(l.Body), `{"messageId":"`+l.ID+`"}`)
+	}
+	x.equal("attempts", attempts, map[uint64]int{2: 1, 3: 0, 5: 0})
+	n, err = x.store.BuryExpired(context.Background(), lane, cut, f)
+	x.must(err)
+	x.equal("buried again", n, 0)
+	x.store.Ack(got[0])
+	x.equal("left", seqs(x.lease(lane, 10)), []uint64{6, 7})
+	if _, err := x.store.BuryExpired(context.Background(), queue.LaneID{Source: source, Destination: "shop/none"}, cut, f); !errors.Is(err, queue.ErrNoLane) {
+		x.Errorf("unknown lane: %v", err)
+	}
+}
+
+func (x *suite) buryExpiredMany() {
+	x.open(lane)
+	const n = 3000
+	for range n / 500 {
+		var msgs []queue.Message
+		for range 500 {
+			msgs = append(msgs, x.message())
+		}
+		x.append(msgs...)
+	}
+	for i, d := range x.lease(lane, 1000) {
+		if i%2 == 0 {
+			x.store.Retry(d, x.Clock.Now().Add(time.Hour), x.failure("TimedOut"))
+		} else {
+			x.store.Release(d)
+		}
+	}
+	x.Clock.Advance(time.Minute)
+	buried, err := x.store.BuryExpired(context.Background(), lane, x.Clock.Now(), x.failure("Expired"))
+	x.must(err)
+	x.equal("buried", buried, n)
+	x.ledger(lane, counts{Accepted: n, DeadLettered: n})
+	seen := map[uint64]bool{}
+	for _, l := range x.letters(crm, "") {
+		seen[l.Seq] = true
+	}
+	x.equal("dead letters", len(seen), n)
+	x.equal("left", len(x.lease(lane, 10)), 0)
+	x.reopenStore()
+	x.ledger(lane, counts{Accepted: n, DeadLettered: n})
+}
+
+func (x *suite) dropLane() {
+	second := queue.LaneID{Source: source, Destination: mail}
+	x.open(lane, second)
+	x.add(4)
+	got := x.lease(lane, 3)
+	x.must(x.store.Bury(got[0], x.failure("Rejected")))
+	x.store.Retry(got[1], x.Clock.Now(), x.failure("TimedOut"))
+	x.must(x.store.DropLane(context.Background(), lane))
+	if err := x.store.DropLane(context.Background(), lane); !errors.Is(err, queue.ErrNoLane) {
+		x.Errorf("dropped twice: %v", err)
+	}
+	x.equal("lanes", x.store.Lanes(), []queue.LaneID{second})
+	x.ledger(lane, counts{})
+	if _, err := x.store.Lease(lane, 1, nil); !errors.Is(err, queue.ErrNoLane) {
+		x.Errorf("lease of a dropped lane: %v", err)
+	}
+	x.store.Ack(got[2])
+	x.equal("dead letters", len(x.letters(crm, "")), 1)
+	x.open(lane)
+	x.ledger(lane, counts{})
+	x.add(1)
+	x.equal("after it was opened again", seqs(x.lease(lane, 10)), []uint64{5})
+	x.equal("the other lane", seqs(x.lease(second, 10)), []uint64{1, 2, 3, 4, 5})
+
+	// A lane of an earlier run can be dropped without being opened.
+	x.reopenStore()
+	x.must(x.store.DropLane(context.Background(), second))
+	x.reopenStore()
+	x.equal("lanes", x.store.Lanes(), []queue.LaneID{lane})
+}
+
+func (x *suite) staleSettlements() {
+	x.open(lane)
+	x.add(2)
+	got := x.lease(lane, 2)
+	x.store.Ack(got[0])
+	x.store.Ack(got[0])
+	x.store.Retry(got[0], x.Clock.Now(), x.failure("TimedOut"))
+	x.must(x.store.Bury(got[0], x.failure("Rejected")))
+	x.store.Release(got[0])
+	x.ledger(lane, counts{Accepted: 2, Delivered: 1, Pending: 1, InFlight: 1})
+	x.store.Release(got[1])
+	x.store.Ack(got[1]) // It is not leased.
+	x.ledger(lane, counts{Accepted: 2, Delivered: 1, Pending: 1})
+	x.equal("left", seqs(x.lease(lane, 10)), []uint64{2})
+	x.equal("dead letters", len(x.letters(crm, "")), 0)
+}
+
+// watcher counts the notifications of lanes.
+type watcher struct {
+	mu    sync.Mutex
+	seen  map[queue.LaneID]int
+	news  chan struct{}
+	taken map[queue.LaneID]int
+}
+
+func (x *suite) watch() *watcher {
+	w := &watcher{seen: map[queue.LaneID]int{}, taken: map[queue.LaneID]int{}, news: make(chan struct{}, 1)}
+	x.store.SetNotify(func(l queue.LaneID) {
+		w.mu.Lock()
+		w.seen[l]++
+		w.mu.Unlock()
+		select {
+		case w.news <- struct{}{}:
+		default:
+		}
+	})
+	return w
+}
+
+func (w *watcher) count(l queue.LaneID) int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.seen[l]
+}
+
+// wait waits for a notification that was not waited for yet.
+func (w *watcher) wait(x *suite, l queue.LaneID) {
+	x.Helper()
+	timeout := time.After(deadline)
+	for {
+		if w.count(l) > w.taken[l] {
+			w.taken[l]++
+			return
+		}
+		select {
+		case <-w.news:
+		case <-timeout:
+			x.Fatalf("lane %v was not notified", l)
+		}
+	}
+}
+
+func (x *suite) notifyOnAppend() {
+	second := queue.LaneID{Source: source, Destination: mail}
+	w := x.watch()
+	x.open(lane, second)
+	x.lease(lane, 1)
+	x.lease(second, 1)
+	x.add(1)
+	w.wait(x, lane)
+	w.wait(x, second)
+	x.add(3)
+	x.equal("told once until the next lease", w.count(lane), 1)
+	x.equal("leased", len(x.lease(lane, 4)), 4)
+	x.add(1)
+	x.equal("not told after a full lease", w.count(lane), 1)
+	x.equal("leased", len(x.lease(lane, 4)), 1)
+	x.add(1)
+	w.wait(x, lane)
+	x.append(x.message(func(m *queue.Message) { m.Source = "shop/ios" }))
+	x.equal("not told of other logs", w.count(second), 1)
+}
+
+func (x *suite) notifyOnRetry() {
+	w := x.watch()
+	x.open(lane)
+	x.add(2)
+	w.wait(x, lane)
+	got := x.lease(lane, 10)
+	x.store.Retry(got[0], x.Clock.Now().Add(time.Hour), x.failure("TimedOut"))
+	x.store.Retry(got[1], x.Clock.Now().Add(30*time.Millisecond), x.failure("TimedOut"))
+	w.wait(x, lane)
+	x.equal("due", seqs(x.lease(lane, 10)), []uint64{2})
+	x.equal("told", w.count(lane), 2)
+
+	// Retries of an earlier run are told of too.
+	x.store.Retry(got[1], x.Clock.Now(), x.failure("TimedOut"))
+	x.reopenStore()
+	w = x.watch()
+	x.open(lane)
+	if got := x.lease(lane, 10); len(got) == 0 {
+		w.wait(x, lane)
+		x.equal("due", len(x.lease(lane, 10)), 1)
+	}
+}
+
+func (x *suite) sequenceSurvivesTrim() {
+	x.open(lane)
+	for round := range 3 {
+		x.add(20)
+		got := x.lease(lane, 100)
+		x.equal("first of the round", got[0].Seq, uint64(20*round+1))
+		for _, d := range got {
+			x.store.Ack(d)
+		}
+		if x.Trim != nil {
+			x.Trim(x.store)
+			x.equal("bytes of a trimmed log", x.store.SourceStats(source).LogBytes, int64(0))
+		}
+		x.reopenStore()
+		x.open(lane)
+		n := int64(20 * (round + 1))
+		x.ledger(lane, counts{Accepted: n, Delivered: n})
+		x.equal("accepted", x.store.SourceStats(source).Accepted, n)
+	}
+	x.must(x.store.DropLane(context.Background(), lane))
+	x.add(5)
+	if x.Trim != nil {
+		x.Trim(x.store) // Nobody reads the log.
+		x.equal("bytes of a log without lanes", x.store.SourceStats(source).LogBytes, int64(0))
+	}
+	x.reopenStore()
+	x.open(lane)
+	x.add(1)
+	x.equal("positions", seqs(x.lease(lane, 10)), []uint64{66})
+}
+
+func (x *suite) closed() {
+	x.open(lane)
+	x.add(2)
+	got := x.lease(lane, 1)
+	x.must(x.store.Close())
+	x.must(x.store.Close())
+	ctx := context.Background()
+	_, appendErr := x.store.Append(ctx, []queue.Message{x.message()})
+	_, leaseErr := x.store.Lease(lane, 1, nil)
+	_, _, oldestErr := x.store.LeaseOldest(lane)
+	_, expireErr := x.store.BuryExpired(ctx, lane, x.Clock.Now(), queue.Failure{})
+	_, trimErr := x.store.TrimDeadLetters(ctx, crm, x.Clock.Now(), 0)
+	for name, err := range map[string]error{
+		"Append": appendErr, "Lease": leaseErr, "LeaseOldest": oldestErr, "BuryExpired": expireErr, "TrimDeadLetters": trimErr,
+		"OpenLane":          x.store.OpenLane(lane),
+		"DropLane":          x.store.DropLane(ctx, lane),
+		"Bury":              x.store.Bury(got[0], queue.Failure{}),
+		"DeadLetters":       x.store.DeadLetters(ctx, crm, "", func(queue.DeadLetter) bool { return true }),
+		"DeleteDeadLetters": x.store.DeleteDeadLetters(ctx, crm, "x"),
+	} {
+		if !errors.Is(err, queue.ErrClosed) {
+			x.Errorf("%s after Close: %v", name, err)
+		}
+	}
+	x.store.Ack(got[0])
+	x.store.Release(got[0])
+	x.store.Retry(got[0], x.Clock.Now(), queue.Failure{})
+	x.store.LaneStats(lane)
+	x.store = x.Open(x)
+	x.open(lane)
+	x.equal("nothing is settled after Close", seqs(x.lease(lane, 10)), []uint64{1, 2})
+}
+
+// concurrent has many producers, and workers that do all that can be done to a
+// message: each must be delivered or buried exactly once, by both lanes.
+func (x *suite) concurrent() {
+	const producers, each = 8, 150
+	lanes := []queue.LaneID{lane, {Source: source, Destination: mail}}
+	w := x.watch()
+	x.open(lanes...)
+	var producing sync.WaitGroup
+	for p := range producers {
+		producing.Go(func() {
+			for i := 0; i < each; i += 3 {
+				var msgs []queue.Message
+				for j := range 3 {
+					id := fmt.Sprintf("%d-%d", p, i+j)
+					msgs = append(msgs, queue.Message{Source: source, ID: id, Type: "track", AcceptedAt: x.Clock.Now(), Body: []byte(id)})
+				}
+				if _, err := x.store.Append(context.Background(), msgs); err != nil {
+					x.Error(err)
+				}
+			}
+		})
+	}
+	var working sync.WaitGroup
+	for _, l := range lanes {
+		var mu sync.Mutex
+		done := map[string]int{}
+		for worker := range 3 {
+			working.Go(func() {
+				limit := time.Now().Add(deadline)
+				for n := worker; ; n++ {
+					mu.Lock()
+					finished := len(done) == producers*each
+					mu.Unlock()
+					if finished || time.Now().After(limit) {
+						return
+					}
+					got, err := x.store.Lease(l, 1+n%20, nil)
+					if err != nil {
+						x.Error(err)
+						return
+					}
+					if len(got) == 0 {
+						if n%5 == 0 {
+							if d, ok, _ := x.store.LeaseOldest(l); ok {
+								got = append(got, d)
+							}
+						}
+						if len(got) == 0 {
+							select {
+							case <-w.news:
+							case <-time.After(5 * time.Millisecond):
+							}
+						}
+					}
+					for i, d := range got {
+						if string(d.Body) != d.ID {
+							x.Errorf("message %q has the body of %q", d.ID, d.Body)
+						}
+						switch (i + n) % 11 {
+						case 0:
+							x.store.Release(d)
+						case 1:
+							x.store.Retry(d, x.Clock.Now().Add(time.Duration(n%3)*time.Millisecond), x.failure("TimedOut"))
+						case 2:
+							if err := x.store.Bury(d, x.failure("Rejected")); err != nil {
+								x.Error(err)
+							}
+							mu.Lock()
+							done[d.ID]++
+							mu.Unlock()
+						default:
+							x.store.Ack(d)
+							mu.Lock()
+							done[d.ID]++
+							mu.Unlock()
+						}
+					}
+				}
+			})
+		}
+		x.Cleanup(func() {
+			if len(done) != producers*each {
+				x.Errorf("lane %v: %d of %d messages were settled", l, len(done), producers*each)
+			}
+			for id, n := range done {
+				if n != 1 {
+					x.Errorf("lane %v: message %s was settled %d times", l, id, n)
+				}
+			}
+		})
+	}
+	producing.Wait()
+	working.Wait()
+	for _, l := range lanes {
+		s := x.store.LaneStats(l)
+		count, _ := x.store.DeadLetterStats(l.Destination)
+		if s.Accepted != producers*each || s.Delivered+s.DeadLettered != s.Accepted || s.Pending != 0 || s.DeadLettered != count {
+			x.Errorf("lane %v: ledger %+v with %d dead letters", l, s, count)
+		}
+	}
+}
