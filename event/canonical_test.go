@@ -3,6 +3,7 @@ package event
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"strings"
 	"testing"
@@ -130,7 +131,7 @@ func TestCanonicalErrors(t *testing.T) {
 	}
 	for _, tt := range tests {
 		got, err := Canonical([]byte(tt.in))
-		e, ok := err.(*Error)
+		e, ok := errors.AsType[*Error](err)
 		if !ok || e.Code != CodeInvalidJSON || !strings.Contains(e.Message, fmt.Sprintf("at byte %d ", tt.offset)) {
 			t.Errorf("Canonical(%q) = %s, %v, want %s at byte %d", tt.in, got, err, CodeInvalidJSON, tt.offset)
 		}
@@ -245,7 +246,7 @@ func code(err error) string {
 	if err == nil {
 		return ""
 	}
-	if e, ok := err.(*Error); ok {
+	if e, ok := errors.AsType[*Error](err); ok {
 		return e.Code
 	}
 	return fmt.Sprintf("%T: %v", err, err)

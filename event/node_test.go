@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"encoding/base64"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"math"
@@ -136,11 +137,11 @@ func (g *generator) send(w io.Writer, i int, accepted *int) bool {
 			r.ClientIP = "192.0.2.1"
 		}
 		batch, err := r.Parse(g.b)
-		switch {
-		case err == nil:
-			output = batch.Calls[0].Body
-		case err.(*Error).Code == CodeCallTooLarge:
+		if fault, ok := errors.AsType[*Error](err); ok && fault.Code == CodeCallTooLarge {
 			return true
+		}
+		if err == nil {
+			output = batch.Calls[0].Body
 		}
 		*accepted++ // the generated call is valid: a refusal is a fault
 	}

@@ -172,9 +172,8 @@ func dominating(failing []endpoint) string {
 // endpoint is one endpoint's traffic over all pods.
 type endpoint struct {
 	name string
-	// state is the worst over all pods; since is when it began, at the first of them.
+	// state is the worst over all pods.
 	state liveconfig.EndpointState
-	since time.Time
 	// failing counts the pods where the latest deliveries fail; open those among
 	// them with an open circuit; failingSince is when the first of them began to.
 	failing, open int

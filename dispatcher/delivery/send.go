@@ -189,7 +189,7 @@ func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
 		return true
 	}
 	f := l.expiry(now)
-	l.destination.metrics.buried(string(f.Reason), 1)
+	l.destination.metrics.buried(f.Reason, 1)
 	e.mu.Unlock()
 	e.bury(*d, f, now)
 	e.mu.Lock()

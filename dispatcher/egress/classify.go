@@ -173,7 +173,7 @@ func handshakeFailure(e *Endpoint, err error) (Reason, string) {
 	}
 	if bad, ok := errors.AsType[*tls.CertificateVerificationError](err); ok && len(bad.UnverifiedCertificates) > 0 {
 		leaf := bad.UnverifiedCertificates[0]
-		return rejected(leaf, whyUnverified(e, leaf, bad.Err))
+		return rejected(leaf, whyUnverified(leaf, bad.Err))
 	}
 	if alert := alertOf(err); alert != 0 {
 		return TLSFailed, alertMessage(e, alert)
@@ -190,7 +190,7 @@ func handshakeFailure(e *Endpoint, err error) (Reason, string) {
 
 const whySelfSigned = "it is self-signed, which is never accepted; use one that an authority signed (a private authority's certificate can be given)"
 
-func whyUnverified(e *Endpoint, leaf *x509.Certificate, err error) string {
+func whyUnverified(leaf *x509.Certificate, err error) string {
 	if invalid, ok := errors.AsType[x509.CertificateInvalidError](err); ok && invalid.Reason == x509.Expired {
 		if now := time.Now(); now.Before(invalid.Cert.NotBefore) {
 			return "it is not valid before " + invalid.Cert.NotBefore.UTC().Format(time.RFC3339)

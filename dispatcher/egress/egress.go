@@ -270,7 +270,7 @@ func (c *Client) exchange(ctx context.Context, e *Endpoint, cn *conn, s *scratch
 			default: // answered before it has read all
 				keep = false
 				cn.close()
-				<-writing
+				<-writing //nolint:errcheck // the connection is closed anyway
 			}
 		}()
 	}

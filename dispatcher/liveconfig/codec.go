@@ -142,6 +142,27 @@ func (c Config) Validate() error {
 			fail("destination %q: %w", d.Name, err)
 		}
 	}
+	audiences, traits := map[string]bool{}, map[[2]string]bool{}
+	for _, a := range c.Audiences {
+		if a.Name == "" || audiences[a.Name] {
+			fail("audience %q: name is empty or not unique", a.Name)
+		}
+		audiences[a.Name] = true
+		if a.Kind != KindAudience && a.Kind != KindComputedTrait {
+			fail("audience %q: kind %q is unknown", a.Name, a.Kind)
+		}
+		if a.Key == "" {
+			continue
+		}
+		if !sources[a.Source] {
+			fail("audience %q: source %q does not exist", a.Name, a.Source)
+		}
+		if id := [2]string{a.Source, a.Key}; traits[id] {
+			fail("audience %q: key %q is not unique among the audiences of source %q", a.Name, a.Key, a.Source)
+		} else {
+			traits[id] = true
+		}
+	}
 	return errors.Join(errs...)
 }
 

@@ -27,6 +27,8 @@ type Config struct {
 	Sources []Source `json:"sources,omitempty"`
 	// Destinations, sorted by name.
 	Destinations []Destination `json:"destinations,omitempty"`
+	// Audiences, sorted by name.
+	Audiences []Audience `json:"audiences,omitempty"`
 }
 
 // Source is who may send calls.
@@ -49,15 +51,38 @@ type Source struct {
 	Burst          int `json:"burst,omitempty"`
 }
 
+// Kinds of an Audience, as in the API.
+const (
+	KindAudience      = "Audience"
+	KindComputedTrait = "ComputedTrait"
+)
+
+// Audience is a set of users whose changes are told by identify calls.
+type Audience struct {
+	Name string `json:"name"`
+	// Generation and Revision are as a Source's.
+	Generation int64  `json:"generation"`
+	Revision   string `json:"revision"`
+	// Source is the name of the Source, of the same tenant, whose write key
+	// syncs the members and whose destinations get the calls.
+	Source string `json:"source"`
+	// Key names the trait, and the audience in the path of a sync; unique among
+	// the Source's audiences. Empty when the audience is not accepted: then it
+	// cannot be synced, and what is kept of it stays.
+	Key string `json:"key,omitempty"`
+	// Kind is KindAudience (the trait is true or false) or KindComputedTrait (the trait is a value).
+	Kind string `json:"kind"`
+}
+
 // State says what the dispatcher does with a destination's messages.
 type State string
 
 const (
-	// Active: messages are sent.
+	// Active says that messages are sent.
 	Active State = "Active"
-	// Disabled: the owner switched the destination off. Messages are kept up to the retry window.
+	// Disabled says that the owner switched the destination off. Messages are kept up to the retry window.
 	Disabled State = "Disabled"
-	// Held: the destination cannot work (HeldReason). Messages are kept up to the retry window.
+	// Held says that the destination cannot work (HeldReason). Messages are kept up to the retry window.
 	Held State = "Held"
 )
 

@@ -26,6 +26,30 @@ type TenantReport struct {
 	// Sources and Destinations, sorted by name.
 	Sources      []SourceReport      `json:"sources,omitempty"`
 	Destinations []DestinationReport `json:"destinations,omitempty"`
+	// Audiences, sorted by name.
+	Audiences []AudienceReport `json:"audiences,omitempty"`
+}
+
+// AudienceReport is an audience as the pod runs it.
+type AudienceReport struct {
+	Name       string `json:"name"`
+	Generation int64  `json:"generation"`
+	Revision   string `json:"revision"`
+	// Owner is true on the pod that keeps the members; the rest is zero elsewhere.
+	Owner bool `json:"owner,omitempty"`
+	// Members as of the last sync.
+	Members int64 `json:"members,omitempty"`
+	// LastSync is when the last sync was taken; zero before the first. Added,
+	// Removed and Changed are what it found.
+	LastSync time.Time `json:"lastSync,omitzero"`
+	Added    int64     `json:"added,omitempty"`
+	Removed  int64     `json:"removed,omitempty"`
+	Changed  int64     `json:"changed,omitempty"`
+	// Unsent is how many identify calls of the last sync are not in the queue yet.
+	Unsent int64 `json:"unsent,omitempty"`
+	// LastRefused is when a sync was refused last since the pod started, and Refusal why.
+	LastRefused time.Time `json:"lastRefused,omitzero"`
+	Refusal     string    `json:"refusal,omitempty"`
 }
 
 // RefusedConfig is a config that the pod did not take.

@@ -218,24 +218,24 @@ func cli(t *testing.T, stdin string, args ...string) (stdout, stderr string, cod
 }
 
 // destination reads a destination's status as a user would.
-func (p *posthorn) destination(name string) v1alpha1.WebhookDestination {
+func (p *posthorn) destination(name string) (d v1alpha1.WebhookDestination, err error) {
 	p.t.Helper()
 	out, errs, code := cli(p.t, "", "get", "destinations", name, "-o", "json", "--admin", p.admin)
 	if code != 0 {
-		p.t.Fatalf("get destinations: exit %d: %s", code, errs)
+		return d, fmt.Errorf("get destinations: exit %d: %s", code, errs)
 	}
-	var d v1alpha1.WebhookDestination
-	if err := json.Unmarshal([]byte(out), &d); err != nil {
-		p.t.Fatalf("%v in %s", err, out)
-	}
-	return d
+	return d, json.Unmarshal([]byte(out), &d)
 }
 
 // condition waits until a destination's condition has a status and reason ("" for any).
 func (p *posthorn) condition(name, typ, status, reason string) (message string) {
 	p.t.Helper()
 	p.eventually(fmt.Sprintf("%s %s=%s %s", name, typ, status, reason), func() error {
-		for _, c := range p.destination(name).Status.Conditions {
+		d, err := p.destination(name)
+		if err != nil {
+			return err
+		}
+		for _, c := range d.Status.Conditions {
 			if c.Type == typ {
 				if string(c.Status) == status && (reason == "" || c.Reason == reason) {
 					message = c.Message

@@ -504,3 +504,49 @@ func TestDeadLettersFromTheCommandLine(t *testing.T) {
 		t.Errorf("unknown key: %s", out)
 	}
 }
+
+// What was deleted by its owner is kept for the grace period and then given up.
+func TestDeletedDestinationComesBackWithinItsGraceOrIsGivenUp(t *testing.T) {
+	r := newReceiver(t)
+	r.set(func(int) int { return http.StatusServiceUnavailable })
+	quick := "  delivery: {minBackoff: 10ms, maxBackoff: 50ms}\n"
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, quick), "keep.yaml": "# so that the folder is not empty\n"})
+	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"kept"}`)
+	p.condition("crm", "Delivering", "False", "")
+	p.remove("crm.yaml")
+	p.eventually("the destination is gone", func() error {
+		if _, _, code := cli(t, "", "get", "destination", "crm", "--admin", p.admin); code == 0 {
+			return fmt.Errorf("it is still there")
+		}
+		return nil
+	})
+	r.set(nil)
+	p.write("crm.yaml", destination("crm", r.URL, quick))
+	p.arrive(r, 1)
+
+	// Without a grace it is given up, and does not come back.
+	p.kill(syscall.SIGTERM)
+	p.flags = []string{"--orphan-grace", "1ms"}
+	p.run()
+	r.set(func(int) int { return http.StatusServiceUnavailable })
+	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"given-up"}`)
+	p.condition("crm", "Delivering", "False", "")
+	p.remove("crm.yaml")
+	p.eventually("its lane is gone", func() error {
+		p.logMu.Lock()
+		defer p.logMu.Unlock()
+		if !strings.Contains(p.log.String(), "lane dropped") {
+			return fmt.Errorf("no word of it in the log")
+		}
+		return nil
+	})
+	r.set(nil)
+	p.write("crm.yaml", destination("crm", r.URL, quick))
+	p.condition("crm", "Programmed", "True", "")
+	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"after"}`)
+	p.arrive(r, 2)
+	p.ledger("crm")
+	if c := r.count(); c["kept"] != 1 || c["given-up"] != 0 || c["after"] != 1 {
+		t.Errorf("arrived: %v", c)
+	}
+}
