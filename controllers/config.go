@@ -21,7 +21,6 @@ import (
 	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/log"
@@ -43,8 +42,6 @@ const (
 	// that one apply of many objects is compiled a few times and not once each.
 	settleTime       = 50 * time.Millisecond
 	liveSecretPrefix = "posthorn-live-"
-	// workers is how many namespaces are compiled, and how many have their status written, at once.
-	workers = 4
 )
 
 // markerRequest is the key that stands for no tenant but for the marker Secret.
@@ -98,7 +95,7 @@ func setupConfig(mgr manager.Manager, o Options, known *verdictBook, statuses *t
 		WatchesMetadata(&corev1.Secret{}, enqueue(r.tenantsOfSecret), builder.WithPredicates(predicate.ResourceVersionChangedPredicate{})).
 		WatchesRawSource(r.own).
 		WithLogConstructor(logConstructor(mgr, "config")).
-		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
+		WithOptions(controllerOptions()).
 		Complete(r)
 }
 
@@ -167,6 +164,7 @@ func (r *configReconciler) wrote(tenant, resourceVersion string) bool {
 // +kubebuilder:rbac:groups="",resources=secrets,verbs=get;list;watch
 // +kubebuilder:rbac:groups="",resources=secrets,namespace=posthorn-system,verbs=create;patch;delete
 // +kubebuilder:rbac:groups=coordination.k8s.io,resources=leases,namespace=posthorn-system,verbs=get;create;update
+// +kubebuilder:rbac:groups="",resources=events,namespace=posthorn-system,verbs=create;patch
 
 // Reconcile compiles one tenant, or makes the marker.
 func (r *configReconciler) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
@@ -213,12 +211,12 @@ func (r *configReconciler) compile(ctx context.Context, tenant string) (result s
 	if err != nil {
 		return "", err
 	}
-	compiled := judged{Verdicts: verdicts, sources: map[string]int64{}, destinations: map[string]int64{}}
+	compiled := judged{Verdicts: verdicts, sources: map[string]version{}, destinations: map[string]version{}}
 	for i := range snapshot.Sources {
-		compiled.sources[snapshot.Sources[i].Name] = snapshot.Sources[i].Generation
+		compiled.sources[snapshot.Sources[i].Name] = versionOf(&snapshot.Sources[i])
 	}
 	for i := range snapshot.Destinations {
-		compiled.destinations[snapshot.Destinations[i].Name] = snapshot.Destinations[i].Generation
+		compiled.destinations[snapshot.Destinations[i].Name] = versionOf(&snapshot.Destinations[i])
 	}
 	r.known.set(tenant, compiled)
 	r.statuses.fire(tenant)
@@ -376,20 +374,23 @@ func (r *configReconciler) prime(ctx context.Context) error {
 		tenant(d.Namespace).Destinations = append(tenant(d.Namespace).Destinations, d)
 	}
 	pending := make(map[string]bool, len(byTenant))
-	group, groupCtx := errgroup.WithContext(ctx)
+	var group errgroup.Group
 	group.SetLimit(maxReadsAtOnce)
 	for name, s := range byTenant {
 		pending[name] = true
 		group.Go(func() error {
 			var err error
-			if s.Secrets, err = r.secrets.read(groupCtx, name, secretNames(*s)); err != nil {
-				return err
+			if s.Secrets, err = r.secrets.read(ctx, name, secretNames(*s)); err != nil {
+				// Its own compilation tries again; the others do not wait for it.
+				log.FromContext(ctx).Error(err, "Reading the write keys of a namespace failed", "namespace", name)
+				return nil
 			}
 			r.keys.set(name, holders(*s))
 			return nil
 		})
 	}
-	if err := group.Wait(); err != nil {
+	_ = group.Wait()
+	if err := ctx.Err(); err != nil {
 		return err
 	}
 	r.pending, r.primed = pending, true

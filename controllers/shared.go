@@ -12,6 +12,8 @@ import (
 	"github.com/go-logr/logr"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/util/workqueue"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
@@ -22,6 +24,23 @@ import (
 // own, because all of a namespace is compiled as one.
 func tenantRequest(tenant string) reconcile.Request {
 	return reconcile.Request{NamespacedName: types.NamespacedName{Name: tenant}}
+}
+
+const (
+	// workers is how many namespaces each controller works on at once.
+	workers = 4
+	// maxBackoff is how long a namespace that failed waits at most for its next try.
+	maxBackoff = 30 * time.Second
+	// reconcileTimeout bounds one try, so that a request that hangs does not take a worker for good.
+	reconcileTimeout = time.Minute
+)
+
+func controllerOptions() controller.Options {
+	return controller.Options{
+		MaxConcurrentReconciles: workers,
+		RateLimiter:             workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](50*time.Millisecond, maxBackoff),
+		ReconciliationTimeout:   reconcileTimeout,
+	}
 }
 
 // logConstructor names the tenant as every other log line does, in place of
@@ -76,10 +95,17 @@ type verdictBook struct {
 // judged is what was compiled, and from which generations.
 type judged struct {
 	compile.Verdicts
-	// sources and destinations are generations by name. A verdict says nothing
-	// of another generation than the one it was made of.
-	sources, destinations map[string]int64
+	// sources and destinations are, by name, what the verdicts were made of.
+	sources, destinations map[string]version
 }
+
+// version is one spec of one object. A verdict says nothing of another.
+type version struct {
+	uid        types.UID
+	generation int64
+}
+
+func versionOf(o client.Object) version { return version{o.GetUID(), o.GetGeneration()} }
 
 func newVerdictBook() *verdictBook { return &verdictBook{byTenant: map[string]judged{}} }
 

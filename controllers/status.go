@@ -15,7 +15,6 @@ import (
 	"k8s.io/client-go/tools/events"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
@@ -70,7 +69,7 @@ func setupStatus(mgr manager.Manager, o Options, known *verdictBook, reports *pr
 		Named("status").
 		WatchesRawSource(own).
 		WithLogConstructor(logConstructor(mgr, "status")).
-		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
+		WithOptions(controllerOptions()).
 		Complete(r)
 }
 
@@ -107,7 +106,7 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 	for i := range sources.Items {
 		o := &sources.Items[i]
 		verdict, ok := judged.Sources[o.Name]
-		if m := memoOf(memos, o); ok && judged.sources[o.Name] == o.Generation {
+		if m := memoOf(memos, o); ok && judged.sources[o.Name] == versionOf(o) {
 			group.Go(func() error {
 				return update(ctx, r, m, o, &again, now, subject[*v1alpha1.Source, v1alpha1.SourceStatus]{
 					kind:   "Source",
@@ -123,7 +122,7 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 	for i := range destinations.Items {
 		o := &destinations.Items[i]
 		verdict, ok := judged.Destinations[o.Name]
-		if m := memoOf(memos, o); ok && judged.destinations[o.Name] == o.Generation {
+		if m := memoOf(memos, o); ok && judged.destinations[o.Name] == versionOf(o) {
 			group.Go(func() error {
 				return update(ctx, r, m, o, &again, now, subject[*v1alpha1.WebhookDestination, v1alpha1.WebhookDestinationStatus]{
 					kind:   "WebhookDestination",

@@ -27,6 +27,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	clientscheme "k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
+	"k8s.io/klog/v2"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -58,7 +59,9 @@ func TestControllers(t *testing.T) {
 }
 
 var _ = BeforeSuite(func() {
-	ctrl.SetLogger(logr.FromSlogHandler(slog.NewTextHandler(logs, nil)))
+	logger := logr.FromSlogHandler(slog.NewTextHandler(logs, nil))
+	ctrl.SetLogger(logger)
+	klog.SetLogger(logger)
 	var err error
 	server, err = env.Start()
 	Expect(err).NotTo(HaveOccurred())
@@ -100,7 +103,7 @@ func newWorld(change ...func(*Options)) *world {
 	w.pods = pods(w.dispatcher.pod())
 	w.options = Options{
 		Namespace: release, Pods: w.pods, MetricsBindAddress: "0", HealthProbeBindAddress: "0",
-		PollInterval: 100 * time.Millisecond,
+		PollInterval: 100 * time.Millisecond, LeaderElection: true,
 		CheckHost: func(host string) error {
 			if host == "169.254.169.254" {
 				return fmt.Errorf("%s is denied", host)
