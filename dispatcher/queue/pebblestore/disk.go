@@ -73,19 +73,24 @@ func (d *disk) look() {
 	d.unseen.Store(0)
 	usage, err := d.s.o.FS.GetDiskUsage(d.s.dir)
 	if err != nil {
+		// It has no marks; a full disk is over when no write waits for room.
+		if d.s.fs.waiting.Load() == 0 {
+			d.full.Store(false)
+			d.exhausted.Store(false)
+		}
 		return
 	}
 	o := &d.s.o
 	// Of what this process may use, like df: blocks reserved for root are not counted.
 	share := float64(usage.UsedBytes) / float64(max(usage.UsedBytes+usage.AvailBytes, 1))
 	free := int64(usage.AvailBytes)
-	d.exhausted.Store(free < o.MinFreeBytes/2)
+	d.exhausted.Store(free < o.MinFreeBytes/2 || d.s.fs.waiting.Load() > 0)
 	// It takes a little more room to come back than it took to stop.
 	mark, least := o.HighWater, o.MinFreeBytes
 	if d.full.Load() {
 		mark, least = mark-0.01, least+least/10
 	}
-	full := share > mark || free < least
+	full := share > mark || free < least || d.s.fs.waiting.Load() > 0
 	if d.full.Swap(full) == full {
 		return
 	}
@@ -257,6 +262,8 @@ type patientFS struct {
 	vfs.FS
 	full func()
 	stop chan struct{}
+	// waiting counts the writes that wait for room.
+	waiting atomic.Int64
 }
 
 // patience is the time between two tries, and how long a closing store tries.
@@ -267,6 +274,11 @@ const (
 
 func (fs *patientFS) try(write func() error) error {
 	err := write()
+	if !isFull(err) {
+		return err
+	}
+	fs.waiting.Add(1)
+	defer fs.waiting.Add(-1)
 	for grace := fullGrace; isFull(err) && grace > 0; err = write() {
 		fs.full()
 		select {

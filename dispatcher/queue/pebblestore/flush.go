@@ -12,6 +12,9 @@ import (
 // flusher writes the states of lanes that changed in memory alone: those whose
 // messages were acknowledged or passed over.
 type flusher struct {
+	// writing is held while lanes are written: who comes next finds them on disk.
+	writing sync.Mutex
+
 	mu    sync.Mutex
 	dirty []*lane
 	// unsynced: something was written that no sync has covered since.
@@ -78,6 +81,8 @@ const lanesPerFlush = 64
 
 // flushLanes writes all changed lanes. With pebble.Sync all that was written before is durable too.
 func (s *Store) flushLanes(write *pebble.WriteOptions) error {
+	s.flusher.writing.Lock()
+	defer s.flusher.writing.Unlock()
 	s.flusher.mu.Lock()
 	dirty := s.flusher.dirty
 	s.flusher.dirty = nil

@@ -12,7 +12,10 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
+	"os"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -124,10 +127,14 @@ func Open(dir string, o Options) (*Store, error) {
 	s.disk.init(s)
 	s.flusher.init()
 	s.waker.init()
-	if err := s.openDB(); err != nil {
+	err := s.inspect()
+	if err == nil {
+		err = s.openDB()
+	}
+	if err != nil {
 		return nil, fmt.Errorf("open the queue in %s: %w", dir, s.explain(err))
 	}
-	err := s.load()
+	err = s.load()
 	if err == nil {
 		s.metrics, err = newMetrics(s)
 	}
@@ -174,12 +181,15 @@ func (s *Store) openDB() error {
 
 // explain turns an error of the engine into one that names what is wrong.
 func (s *Store) explain(err error) error {
+	var corrupt *CorruptError
 	switch {
-	case err == nil:
-		return nil
-	case errors.Is(err, syscall.EAGAIN) || errors.Is(err, syscall.EACCES):
-		return fmt.Errorf("another process has it open, or it may not be written: %w", err)
-	case pebble.IsCorruptionError(err):
+	case err == nil || errors.As(err, &corrupt):
+		return err
+	case errors.Is(err, syscall.EAGAIN) || strings.Contains(err.Error(), "lock held by current process"):
+		return fmt.Errorf("a dispatcher has it open already: %w", err)
+	case errors.Is(err, os.ErrPermission):
+		return fmt.Errorf("it must be writable: %w", err)
+	case pebble.IsCorruptionError(err) || errors.Is(err, fs.ErrNotExist):
 		if path := s.corrupt.Load(); path != nil {
 			return &CorruptError{Path: *path, Err: err}
 		}
@@ -197,7 +207,8 @@ type CorruptError struct {
 }
 
 func (e *CorruptError) Error() string {
-	return fmt.Sprintf("corrupt: %s: %v; restore it from a copy, or move the directory away to start empty", e.Path, e.Err)
+	what, _, _ := strings.Cut(e.Err.Error(), "\n") // The engine adds stacks.
+	return fmt.Sprintf("corrupt: %s: %s; restore it from a copy, or move the directory away to start empty", e.Path, what)
 }
 
 func (e *CorruptError) Unwrap() error { return e.Err }
@@ -468,7 +479,10 @@ func (s *Store) Close() error {
 	if s.disk.roomToFlush() {
 		err = errors.Join(err, s.db.Flush())
 	}
-	return errors.Join(err, s.db.Close())
+	if err = errors.Join(err, s.db.Close()); err != nil {
+		return err
+	}
+	return s.signClean()
 }
 
 func (s *Store) events() *pebble.EventListener {

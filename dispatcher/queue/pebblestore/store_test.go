@@ -18,7 +18,7 @@ import (
 func open(t testing.TB, dir string, o Options) *Store {
 	t.Helper()
 	if o.Logger == nil {
-		o.Logger = slog.New(slog.DiscardHandler)
+		o.Logger = discard
 	}
 	s, err := Open(dir, o)
 	if err != nil {
@@ -180,4 +180,16 @@ func (f *powerFile) SyncData() error {
 func (f *powerFile) SyncTo(n int64) (bool, error) {
 	f.p.operation()
 	return f.File.SyncTo(n)
+}
+
+var discard = slog.New(slog.DiscardHandler)
+
+// rndReader gives bytes that cannot be compressed.
+type rndReader struct{}
+
+func (rndReader) Read(b []byte) (int, error) {
+	for i := range b {
+		b[i] = byte(rand.Uint32())
+	}
+	return len(b), nil
 }

@@ -1,0 +1,677 @@
+package pebblestore
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/cockroachdb/pebble/v2"
+	"github.com/cockroachdb/pebble/v2/vfs"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+var (
+	web   = "shop/web"
+	lane1 = queue.LaneID{Source: web, Destination: "shop/crm"}
+)
+
+func message(id string) queue.Message {
+	return queue.Message{Source: web, ID: id, Type: "track", Event: "e", AcceptedAt: time.Now(), Body: []byte(`{"messageId":"` + id + `"}`)}
+}
+
+func appendAll(t testing.TB, s *Store, n int, change ...func(*queue.Message)) {
+	t.Helper()
+	var msgs []queue.Message
+	for i := range n {
+		m := message(fmt.Sprint("m", i))
+		for _, c := range change {
+			c(&m)
+		}
+		msgs = append(msgs, m)
+	}
+	if _, err := s.Append(context.Background(), msgs); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func eventually(t testing.TB, what string, ok func() bool) {
+	t.Helper()
+	for limit := time.Now().Add(30 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(limit) {
+			t.Fatalf("it never came true: %s", what)
+		}
+	}
+}
+
+// TestKill kills a process under load, again and again; POSTHORN_KILL_ROUNDS
+// sets how often. Every call that was acknowledged must be there afterwards, and
+// no message that was acknowledged well before the kill may be delivered again.
+func TestKill(t *testing.T) {
+	if dir := os.Getenv("POSTHORN_KILL_DIR"); dir != "" {
+		killed(dir)
+		return
+	}
+	dir := t.TempDir()
+	var accepted, delivered, again int
+	known := map[string]bool{}   // Acknowledged by Append.
+	settled := map[string]bool{} // Acknowledged by a worker.
+	durable := map[string]bool{} // The same, long enough before the kill.
+	for round := range env("POSTHORN_KILL_ROUNDS", 5) {
+		cmd := exec.Command(os.Args[0], "-test.run=^TestKill$")
+		cmd.Env = append(os.Environ(), "POSTHORN_KILL_DIR="+dir, fmt.Sprint("POSTHORN_KILL_ROUND=", round))
+		out, err := cmd.StdoutPipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		cmd.Stderr = os.Stderr
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		var flushed []string // Settled since the last mark.
+		lines := bufio.NewScanner(out)
+		n, limit := 0, 2000+round*700
+		for lines.Scan() {
+			verb, id, _ := strings.Cut(lines.Text(), " ")
+			switch verb {
+			case "accepted":
+				known[id] = true
+				accepted++
+			case "delivered":
+				if !known[id] {
+					// Its Append had not been answered yet, or the answer was not printed.
+					known[id] = true
+				}
+				if durable[id] {
+					t.Errorf("%s was delivered and durable, and came again", id)
+				}
+				if settled[id] {
+					again++
+				}
+				settled[id] = true
+				delivered++
+				flushed = append(flushed, id)
+			case "mark": // All that was printed before is durable.
+				for _, id := range flushed {
+					durable[id] = true
+				}
+				flushed = flushed[:0]
+			}
+			if n++; n == limit {
+				if err := cmd.Process.Kill(); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		_ = cmd.Wait()
+		if n < limit {
+			t.Fatalf("round %d ended by itself after %d lines", round, n)
+		}
+	}
+
+	s := open(t, dir, Options{})
+	defer func() { _ = s.Close() }()
+	if err := s.OpenLane(lane1); err != nil {
+		t.Fatal(err)
+	}
+	left := map[string]bool{}
+	for {
+		got, err := s.Lease(lane1, 500, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(got) == 0 {
+			break
+		}
+		for _, d := range got {
+			left[d.ID] = true
+			s.Ack(d)
+		}
+	}
+	for id := range known {
+		if !settled[id] && !left[id] {
+			t.Errorf("%s was accepted and is lost", id)
+		}
+	}
+	for id := range left {
+		if durable[id] {
+			t.Errorf("%s was delivered and durable, and came again", id)
+		}
+	}
+	st := s.LaneStats(lane1)
+	if st.Pending != 0 || st.Accepted != st.Delivered {
+		t.Errorf("the ledger ends as %+v", st)
+	}
+	t.Logf("%d accepted, %d delivered, %d of them again, %d left at the end", accepted, delivered, again, len(left))
+}
+
+// killed is the process that is killed. Its producers and its worker print what they know to be done.
+func killed(dir string) {
+	s, err := Open(dir, Options{})
+	if err == nil {
+		err = s.OpenLane(lane1)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	var mu sync.Mutex
+	say := func(verb, id string) {
+		mu.Lock()
+		defer mu.Unlock()
+		fmt.Printf("%s %s\n", verb, id)
+	}
+	round := os.Getenv("POSTHORN_KILL_ROUND")
+	for p := range 8 {
+		go func() {
+			for i := 0; ; i++ {
+				var msgs []queue.Message
+				for j := range 3 {
+					msgs = append(msgs, message(fmt.Sprintf("r%s-p%d-%d-%d", round, p, i, j)))
+				}
+				if _, err := s.Append(context.Background(), msgs); err != nil {
+					fmt.Fprintln(os.Stderr, err)
+					os.Exit(1)
+				}
+				for _, m := range msgs {
+					say("accepted", m.ID)
+				}
+			}
+		}()
+	}
+	for n := 0; ; n++ {
+		got, err := s.Lease(lane1, 20, nil)
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		for _, d := range got {
+			say("delivered", d.ID)
+			s.Ack(d)
+		}
+		if n%50 == 0 {
+			if err := s.flushLanes(pebble.Sync); err != nil {
+				fmt.Fprintln(os.Stderr, err)
+				os.Exit(1)
+			}
+			say("mark", "")
+		}
+	}
+}
+
+// TestAcksBecomeDurable: an acknowledgement does not stay in memory, also when nothing else happens.
+func TestAcksBecomeDurable(t *testing.T) {
+	mem := vfs.NewCrashableMem()
+	s := open(t, "data", Options{FS: mem})
+	if err := s.OpenLane(lane1); err != nil {
+		t.Fatal(err)
+	}
+	appendAll(t, s, 100)
+	got, err := s.Lease(lane1, 100, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, d := range got[:90] {
+		s.Ack(d)
+	}
+	eventually(t, "a power cut forgets no acknowledgement", func() bool {
+		after := open(t, "data", Options{FS: mem.CrashClone(vfs.CrashCloneCfg{})})
+		defer func() { _ = after.Close() }()
+		return after.LaneStats(lane1).Delivered == 90
+	})
+	eventually(t, "the flusher sleeps", func() bool {
+		return !s.flusher.unsynced.Load() && len(s.flusher.wake) == 0
+	})
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// files are the store's files of some kind.
+func files(t *testing.T, dir, pattern string) []string {
+	t.Helper()
+	names, err := filepath.Glob(filepath.Join(dir, pattern))
+	if err != nil || len(names) == 0 {
+		t.Fatalf("no %s in %s (%v)", pattern, dir, err)
+	}
+	return names
+}
+
+func edit(t *testing.T, path string, change func([]byte) []byte) {
+	t.Helper()
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(path, change(b), 0o600); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func cutOff(b []byte) []byte { return b[:len(b)*2/3] }
+
+func flip(b []byte) []byte {
+	for i := len(b) / 3; i < len(b)/3+16; i++ {
+		b[i] ^= 0x5a
+	}
+	return b
+}
+
+// TestDamage: a damaged file is found and named, at the start or when it is
+// read, and nothing is passed over.
+func TestDamage(t *testing.T) {
+	const messages = 3000
+	for _, test := range []struct {
+		name, file string
+		unclean    bool
+		change     func([]byte) []byte // nil removes the file.
+		readable   bool                // Open succeeds: the damage is met when it is read.
+	}{
+		{name: "table cut off", file: "*.sst", change: cutOff},
+		{name: "table missing", file: "*.sst"},
+		{name: "table flipped", file: "*.sst", change: flip, readable: true},
+		{name: "manifest missing", file: "MANIFEST-*"},
+		{name: "manifest flipped", file: "MANIFEST-*", change: flip},
+		{name: "manifest cut off", file: "MANIFEST-*", change: cutOff},
+		{name: "manifest flipped after a crash", file: "MANIFEST-*", change: flip, unclean: true},
+		{name: "marker missing", file: "marker.manifest.*"},
+		{name: "log flipped", file: "*.log", change: flip, unclean: true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			dir := t.TempDir()
+			s := open(t, dir, Options{})
+			if err := s.OpenLane(lane1); err != nil {
+				t.Fatal(err)
+			}
+			for i := range 30 {
+				appendAll(t, s, messages/30, func(m *queue.Message) { m.ID = fmt.Sprint(i, m.ID) })
+			}
+			if test.unclean { // What a killed process leaves.
+				copied := t.TempDir()
+				if err := os.CopyFS(copied, os.DirFS(dir)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+					t.Fatal(err)
+				}
+				defer func(s *Store) { _ = s.Close() }(s)
+				dir = copied
+			} else if err := s.Close(); err != nil {
+				t.Fatal(err)
+			}
+			var largest string
+			var size int64
+			for _, f := range files(t, dir, test.file) {
+				if info, err := os.Stat(f); err == nil && info.Size() >= size {
+					largest, size = f, info.Size()
+				}
+			}
+			if test.change != nil {
+				edit(t, largest, test.change)
+			} else if err := os.Remove(largest); err != nil {
+				t.Fatal(err)
+			}
+
+			s, err := Open(dir, Options{Logger: discard})
+			if test.readable && err == nil {
+				defer func() { _ = s.Close() }()
+				if err = s.OpenLane(lane1); err != nil {
+					t.Fatal(err)
+				}
+				var seq uint64
+				for err == nil {
+					var got []queue.Delivery
+					got, err = s.Lease(lane1, 100, nil)
+					for _, d := range got {
+						if seq++; d.Seq != seq {
+							t.Fatalf("message %d came after %d", d.Seq, seq-1)
+						}
+					}
+					if err == nil && len(got) == 0 {
+						break
+					}
+				}
+				if _, again := s.Lease(lane1, 1, nil); again == nil {
+					t.Error("the damage was met once only")
+				}
+			} else if err == nil {
+				t.Errorf("the store opened with %d messages", s.SourceStats(web).Accepted)
+				_ = s.Close()
+			}
+			if err == nil {
+				t.Fatal("the damage was not found")
+			}
+			var corrupt *CorruptError
+			named := errors.As(err, &corrupt) || strings.Contains(err.Error(), filepath.Base(largest))
+			if !named || !strings.Contains(err.Error(), dir) && !strings.Contains(err.Error(), filepath.Base(largest)) {
+				t.Errorf("the error names no file: %v", err)
+			}
+			t.Log(err)
+		})
+	}
+}
+
+// TestTruncatedLog: a write-ahead log that was cut off cannot be told from a
+// write that was cut off by a crash, but a lane that had read further can.
+func TestTruncatedLog(t *testing.T) {
+	dir := t.TempDir()
+	s := open(t, dir, Options{})
+	defer func() { _ = s.Close() }()
+	if err := s.OpenLane(lane1); err != nil {
+		t.Fatal(err)
+	}
+	appendAll(t, s, 10)
+	for range 5 {
+		got, err := s.Lease(lane1, 2, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, d := range got {
+			s.Ack(d)
+		}
+	}
+	if err := s.flushLanes(pebble.Sync); err != nil {
+		t.Fatal(err)
+	}
+	copied := t.TempDir()
+	if err := os.CopyFS(copied, os.DirFS(dir)); err != nil {
+		t.Fatal(err)
+	}
+	edit(t, files(t, copied, "*.log")[0], cutOff)
+	after, err := Open(copied, Options{Logger: discard})
+	if err != nil {
+		return // Found.
+	}
+	defer func() { _ = after.Close() }()
+	st := after.LaneStats(lane1)
+	if st.Accepted != after.SourceStats(web).Accepted || st.Delivered+st.Pending != st.Accepted {
+		t.Errorf("the ledger is %+v of a log with %d messages", st, after.SourceStats(web).Accepted)
+	}
+}
+
+func TestLockAndFormat(t *testing.T) {
+	dir := t.TempDir()
+	s := open(t, dir, Options{})
+	if _, err := Open(dir, Options{Logger: discard}); err == nil || !strings.Contains(err.Error(), "open already") {
+		t.Errorf("opened twice: %v", err)
+	}
+	if err := s.db.Set(keyFormat, []byte{format + 1}, pebble.Sync); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Open(dir, Options{Logger: discard}); err == nil || !strings.Contains(err.Error(), "newer release") {
+		t.Errorf("a newer format: %v", err)
+	}
+	for _, o := range []Options{{DuplicateWindow: 25 * time.Hour}, {DuplicateWindow: -1}, {HighWater: 1.1}, {MaxBytesPerSource: -1}} {
+		if _, err := Open(t.TempDir(), o); err == nil {
+			t.Errorf("options %+v were accepted", o)
+		}
+	}
+}
+
+func TestQuota(t *testing.T) {
+	s := open(t, t.TempDir(), Options{MaxBytesPerSource: 10_000})
+	defer func() { _ = s.Close() }()
+	if err := s.OpenLane(lane1); err != nil {
+		t.Fatal(err)
+	}
+	large := func(m *queue.Message) { m.Body = make([]byte, 900) }
+	appendAll(t, s, 10, large)
+	ctx := context.Background()
+	m := message("x")
+	large(&m)
+	if _, err := s.Append(ctx, []queue.Message{m}); !errors.Is(err, queue.ErrFull) {
+		t.Fatalf("over the quota: %v", err)
+	}
+	other := m
+	other.Source = "shop/ios"
+	if _, err := s.Append(ctx, []queue.Message{other}); err != nil {
+		t.Fatalf("another source: %v", err)
+	}
+	if _, err := s.Append(ctx, []queue.Message{other, m}); !errors.Is(err, queue.ErrFull) {
+		t.Fatalf("partly over the quota: %v", err)
+	}
+	if n := s.SourceStats("shop/ios").Accepted; n != 1 {
+		t.Errorf("a refused request left %d messages", n-1)
+	}
+	got, err := s.Lease(lane1, 3, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, d := range got {
+		s.Ack(d)
+	}
+	s.maintain(true)
+	if _, err := s.Append(ctx, []queue.Message{m}); err != nil {
+		t.Errorf("after some were delivered: %v", err)
+	}
+}
+
+func TestHighWater(t *testing.T) {
+	mem := vfs.NewMem()
+	usage := func(percent uint64) {
+		mem.TestingSetDiskUsage(vfs.DiskUsage{TotalBytes: 100 << 30, UsedBytes: percent << 30, AvailBytes: (100 - percent) << 30})
+	}
+	usage(50)
+	s := open(t, "data", Options{FS: mem, MaintainInterval: 5 * time.Millisecond})
+	defer func() { _ = s.Close() }()
+	if err := s.OpenLane(lane1); err != nil {
+		t.Fatal(err)
+	}
+	appendAll(t, s, 10)
+	usage(86)
+	eventually(t, "full", s.Full)
+	if _, err := s.Append(context.Background(), []queue.Message{message("x")}); !errors.Is(err, queue.ErrFull) {
+		t.Fatalf("above the mark: %v", err)
+	}
+	got, err := s.Lease(lane1, 10, nil)
+	if err != nil || len(got) != 10 {
+		t.Fatalf("leased %d: %v", len(got), err)
+	}
+	for _, d := range got {
+		s.Ack(d)
+	}
+	eventually(t, "delivered messages are freed at once", func() bool { return s.SourceStats(web).LogBytes == 0 })
+	usage(84)
+	eventually(t, "room again", func() bool { return !s.Full() })
+	appendAll(t, s, 1)
+}
+
+// fullFS has no room while full is set.
+type fullFS struct {
+	vfs.FS
+	full atomic.Bool
+	met  atomic.Int64
+}
+
+func (f *fullFS) check() error {
+	if f.full.Load() {
+		f.met.Add(1)
+		return &fs.PathError{Op: "write", Path: "data", Err: syscall.ENOSPC}
+	}
+	return nil
+}
+
+func (f *fullFS) wrap(file vfs.File, err error) (vfs.File, error) {
+	if err != nil {
+		return nil, err
+	}
+	return &fullFile{File: file, fs: f}, nil
+}
+
+func (f *fullFS) Create(name string, c vfs.DiskWriteCategory) (vfs.File, error) {
+	if err := f.check(); err != nil {
+		return nil, err
+	}
+	return f.wrap(f.FS.Create(name, c))
+}
+
+type fullFile struct {
+	vfs.File
+	fs *fullFS
+}
+
+// Write writes half of what does not fit, as a file system may.
+func (f *fullFile) Write(b []byte) (int, error) {
+	if err := f.fs.check(); err != nil {
+		n, _ := f.File.Write(b[:len(b)/2])
+		return n, err
+	}
+	return f.File.Write(b)
+}
+
+// TestDiskFull: writes that meet a full disk wait, and go on when there is room. Nothing is lost.
+func TestDiskFull(t *testing.T) {
+	mem := vfs.NewCrashableMem()
+	disk := &fullFS{FS: mem}
+	s := open(t, "data", Options{FS: disk, MemTableBytes: 256 << 10, MaintainInterval: 5 * time.Millisecond, Fatal: func(err error) { t.Errorf("fatal: %v", err) }})
+	if err := s.OpenLane(lane1); err != nil {
+		t.Fatal(err)
+	}
+	var accepted atomic.Int64
+	var refused atomic.Int64
+	ctx, stop := context.WithCancel(context.Background())
+	var producers sync.WaitGroup
+	for p := range 4 {
+		producers.Go(func() {
+			for i := 0; ctx.Err() == nil; i++ {
+				m := message(fmt.Sprintf("%d-%d", p, i))
+				m.Body = make([]byte, 2000)
+				switch _, err := s.Append(context.Background(), []queue.Message{m}); {
+				case err == nil:
+					accepted.Add(1)
+				case errors.Is(err, queue.ErrFull):
+					refused.Add(1)
+					time.Sleep(time.Millisecond)
+				default:
+					t.Error(err)
+				}
+			}
+		})
+	}
+	for range 3 {
+		before := accepted.Load()
+		eventually(t, "messages are accepted", func() bool { return accepted.Load() > before+200 })
+		met := disk.met.Load()
+		disk.full.Store(true)
+		eventually(t, "a write meets the full disk", func() bool { return disk.met.Load() > met })
+		turned := refused.Load()
+		eventually(t, "new calls are refused", func() bool { return refused.Load() > turned })
+		disk.full.Store(false)
+		eventually(t, "room again", func() bool { return !s.Full() })
+	}
+	stop()
+	producers.Wait()
+	if got := s.SourceStats(web).Accepted; got != accepted.Load() {
+		t.Errorf("%d messages are stored, %d were accepted", got, accepted.Load())
+	}
+	survived := mem.CrashClone(vfs.CrashCloneCfg{})
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+	after := open(t, "data", Options{FS: survived})
+	defer func() { _ = after.Close() }()
+	if got := after.SourceStats(web).Accepted; got != accepted.Load() {
+		t.Errorf("after a power cut %d messages are stored, %d were accepted", got, accepted.Load())
+	}
+}
+
+// TestSmallDisk fills a real file system. It needs one: POSTHORN_SMALL_DISK
+// names an empty directory on a file system of some 200 MB (a tmpfs will do).
+func TestSmallDisk(t *testing.T) {
+	root := os.Getenv("POSTHORN_SMALL_DISK")
+	if root == "" {
+		t.Skip("POSTHORN_SMALL_DISK is not set")
+	}
+	dir, err := os.MkdirTemp(root, "queue")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = os.RemoveAll(dir) }()
+	s := open(t, dir, Options{MaintainInterval: 50 * time.Millisecond})
+	if err := s.OpenLane(lane1); err != nil {
+		t.Fatal(err)
+	}
+	body := make([]byte, 16<<10)
+	_, _ = io.ReadFull(rndReader{}, body)
+	accepted := 0
+	fill := func() {
+		for i := 0; ; i++ {
+			m := message(fmt.Sprint(i))
+			m.Body = body
+			_, err := s.Append(context.Background(), []queue.Message{m})
+			if errors.Is(err, queue.ErrFull) {
+				return
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			accepted++
+		}
+	}
+	fill()
+	first := accepted
+	t.Logf("refused after %d messages, %d MB", accepted, accepted*16>>10)
+
+	// Somebody else takes all that is left.
+	other, err := os.Create(filepath.Join(root, "other"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = os.Remove(other.Name()) }()
+	for err == nil {
+		_, err = other.Write(body)
+	}
+	if !errors.Is(err, syscall.ENOSPC) {
+		t.Fatal(err)
+	}
+	settled := make(chan int)
+	go func() {
+		n := 0
+		for {
+			got, err := s.Lease(lane1, 50, nil)
+			if err != nil {
+				t.Error(err)
+			}
+			if len(got) == 0 {
+				settled <- n
+				return
+			}
+			for _, d := range got {
+				s.Ack(d)
+				n++
+			}
+		}
+	}()
+	time.Sleep(300 * time.Millisecond) // Lets it run into the full disk; nothing depends on it.
+	if err := errors.Join(other.Truncate(0), other.Close()); err != nil {
+		t.Fatal(err)
+	}
+	if n := <-settled; n != accepted {
+		t.Errorf("%d messages were delivered, %d accepted", n, accepted)
+	}
+	eventually(t, "room again, with no hand", func() bool { return !s.Full() })
+	fill()
+	if accepted < first+first/2 {
+		t.Errorf("the second time %d messages fit, the first time %d", accepted-first, first)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s = open(t, dir, Options{})
+	defer func() { _ = s.Close() }()
+	if st := s.LaneStats(lane1); st.Accepted != int64(accepted) || st.Delivered+st.Pending != st.Accepted {
+		t.Errorf("the ledger is %+v, %d were accepted", st, accepted)
+	}
+}
