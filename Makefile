@@ -51,10 +51,11 @@ verify: generate lint ## Generate everything, lint, and fail on any difference.
 	@echo "verify: clean"
 
 .PHONY: generate
-generate: ## Generate deep copies, CRDs and RBAC from the Go sources.
+generate: ## Generate deep copies, CRDs, RBAC and the chart's copies of them from the Go sources.
 	@$(call tool,controller-gen,sigs.k8s.io/controller-tools/cmd/controller-gen)
 	$(BIN)/controller-gen object crd paths=./api/... output:crd:dir=config/crd
 	$(BIN)/controller-gen rbac:roleName=posthorn-operator paths=./controllers/... output:rbac:dir=config/rbac
+	go run ./hack/chart
 
 .PHONY: lint
 lint: ## Check style, imports and common mistakes.

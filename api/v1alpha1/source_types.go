@@ -21,8 +21,8 @@ type SourceSpec struct {
 	WriteKeySecretRef SecretKeyReference `json:"writeKeySecretRef"`
 
 	// Browser origins that may send calls (CORS), as scheme://host[:port], or
-	// "*" for every origin. Without an entry no browser page may read the answer
-	// of a call; servers and apps are not affected. At most 64.
+	// "*" for every origin. A call from a page of another origin is refused with
+	// 403; servers and apps, which send no origin, are not affected. At most 64.
 	// +kubebuilder:validation:MaxItems=64
 	// +kubebuilder:validation:items:MaxLength=255
 	// +kubebuilder:validation:items:Pattern=`^(\*|https?://[A-Za-z0-9.\-\[\]:]+)$`

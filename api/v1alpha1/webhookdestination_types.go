@@ -281,8 +281,9 @@ type Filter struct {
 
 	// A CEL expression over "call" (the message as it would be delivered) that
 	// must be true, for example: call.properties.total > 100. A call for which it
-	// fails, because a field is missing or has another type, is not delivered;
-	// test with has(call.properties.total). At most 1,024 characters.
+	// fails, because a field is missing or has another type, is not delivered. A
+	// field that may be missing: call.?properties.?total.orValue(0) > 100. At most
+	// 1,024 characters.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=1024
 	// +optional

@@ -37,7 +37,7 @@ func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 	f.StringVar(&d.options.DataDir, "data", data, "folder of the store; everything that was accepted lives here")
 	f.StringVar(&d.options.Listen, "listen", listen, "address to take calls on")
 	f.StringVar(&d.options.AdminListen, "admin-listen", admin, "address of reports, metrics and the admin API; it has no authentication, keep it private")
-	f.StringSliceVar(&d.egress, "egress-allow", nil, "addresses to deliver to besides public ones: CIDRs, addresses or host names (*.example too)")
+	f.StringSliceVar(&d.egress, "egress-allow", nil, "addresses to deliver to besides public ones: CIDRs, addresses or host names (*.example too); !CIDR denies. Metadata addresses must be named exactly")
 	f.StringSliceVar(&d.options.TrustedProxies, "trusted-proxies", nil, "CIDRs of proxies whose X-Forwarded-For is believed")
 	f.DurationVar(&d.options.DrainTimeout, "drain-timeout", 10*time.Second, "how long calls and deliveries in progress may take to finish at shutdown")
 	f.DurationVar(&d.options.OrphanGrace, "orphan-grace", 10*time.Minute, "how long the messages of a deleted destination are kept")
