@@ -13,11 +13,19 @@ type Integrations struct {
 // sensitive. The entry for the most specific name that has one decides, then
 // the entry "All"; without either the call may go. An entry is false, true or
 // an object of options, which means true; other values are no entry.
+//
+// "all" stands in for "All" where that is missing: the vendor's Go client,
+// version 3, writes it so.
 func (i Integrations) Allows(names ...string) bool {
 	if len(i.object) == 0 {
 		return true
 	}
-	allowed, rank := true, -1 // rank: 0 for "All", 1 for the first name, ...
+	const (
+		none    = -2 // no entry so far
+		lowered = -1 // "all"
+		all     = 0  // 1 is the first name, 2 the second, ...
+	)
+	allowed, rank := true, none
 	var buf [64]byte
 	for k, v := range membersOf(i.object) {
 		enabled := true
@@ -32,8 +40,11 @@ func (i Integrations) Allows(names ...string) bool {
 		if bytes.IndexByte(key, '\\') >= 0 {
 			key = appendDecoded(buf[:0], i.object[k.from:k.to])
 		}
-		if rank < 0 && string(key) == "All" {
-			allowed, rank = enabled, 0
+		if rank <= all && string(key) == "All" {
+			allowed, rank = enabled, all
+		}
+		if rank <= lowered && string(key) == "all" {
+			allowed, rank = enabled, lowered
 		}
 		for n := len(names); n > 0 && n > rank; n-- {
 			if string(key) == names[n-1] {

@@ -12,7 +12,9 @@ func TestIntegrationsAllows(t *testing.T) {
 		{`{"All":false,"Webhooks":true}`, true}, {`{"Webhooks":true,"All":false}`, true},
 		{`{"All":false,"Webhooks":{}}`, true}, {`{"All":false,"Webhooks":{"a":[1,{"b":"}"}]},"x":1}`, true},
 		{`{"Webhooks":false}`, false}, {`{"All":true,"Webhooks":false}`, false},
-		{`{"webhooks":false}`, true}, {`{"all":false}`, true}, // case sensitive
+		{`{"webhooks":false}`, true}, {`{"ALL":false}`, true}, {`{"Crm":false}`, true}, // case sensitive
+		{`{"all":false}`, false}, {`{"all":false,"Webhooks":true}`, true}, {`{"crm":true,"all":false}`, true}, // a client writes it so
+		{`{"All":true,"all":false}`, true}, {`{"all":false,"All":true}`, true}, {`{"all":true,"All":null}`, true},
 		{`{"All":false,"webhooks":true}`, false},
 		{`{"crm":false}`, false}, {`{"All":false,"crm":true}`, true},
 		{`{"Webhooks":true,"crm":false}`, false}, {`{"crm":false,"Webhooks":true}`, false}, // the most specific one decides
