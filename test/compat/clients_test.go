@@ -1,0 +1,82 @@
+package compat
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"testing"
+	"time"
+)
+
+// client is a program that makes calls and prints what became of them.
+type client struct {
+	name string
+	// need prepares the program, or skips the test.
+	need     func(t *testing.T)
+	showcase func(url string) []string
+	// many makes n calls in requests of batch, with messageIds <prefix>-<i>; nil if it cannot.
+	many func(url, prefix string, n, batch int) []string
+}
+
+var clients = []client{
+	{
+		name: "go", // gopkg.in/segmentio/analytics-go.v3
+		need: func(t *testing.T) {
+			needNode(t) // for the receiver
+			if err := built.goClient(); err != nil {
+				t.Fatal(err)
+			}
+		},
+		showcase: func(url string) []string {
+			return []string{filepath.Join(built.dir, "goclient"), "-endpoint", url, "-write-key", key, "showcase"}
+		},
+		many: func(url, prefix string, n, batch int) []string {
+			return []string{filepath.Join(built.dir, "goclient"), "-endpoint", url, "-write-key", key, "-prefix", prefix, "-calls", strconv.Itoa(n), "-batch", strconv.Itoa(batch), "many"}
+		},
+	},
+	{
+		name:     "node", // @segment/analytics-node
+		need:     needNode,
+		showcase: func(url string) []string { return []string{"node", "node/client.js", url, key, "showcase"} },
+		many: func(url, prefix string, n, batch int) []string {
+			return []string{"node", "node/client.js", url, key, "many", prefix, strconv.Itoa(n), strconv.Itoa(batch)}
+		},
+	},
+	{
+		name:     "page", // what browsers do: preflight, fetch and sendBeacon
+		need:     needNode,
+		showcase: func(url string) []string { return []string{"node", "node/browser.js", url, key, origin} },
+	},
+}
+
+// calls runs a client to its end and returns the messageIds of its calls. Each
+// must have succeeded in the client's own eyes.
+func calls(t *testing.T, program []string) (ids []string) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, program[0], program[1:]...)
+	var stdout, stderr bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	cmd.WaitDelay = time.Second
+	if err := cmd.Run(); err != nil {
+		t.Fatalf("the client: %v\n%s%s", err, stderr.Bytes(), stdout.Bytes())
+	}
+	for lines := json.NewDecoder(&stdout); lines.More(); {
+		var r struct{ ID, Error string }
+		if err := lines.Decode(&r); err != nil {
+			t.Fatal(err)
+		}
+		if r.Error != "" {
+			t.Errorf("the client gave up on %s: %s", r.ID, r.Error)
+		}
+		ids = append(ids, r.ID)
+	}
+	if len(ids) == 0 {
+		t.Fatalf("the client made no calls\n%s", stderr.Bytes())
+	}
+	return ids
+}

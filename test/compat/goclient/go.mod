@@ -1,0 +1,12 @@
+// The vendor's client is used by a module of its own, so that Posthorn does not
+// depend on it.
+module github.com/posthorn/posthorn/test/compat/goclient
+
+go 1.26.0
+
+require gopkg.in/segmentio/analytics-go.v3 v3.1.0
+
+require (
+	github.com/segmentio/backo-go v1.1.0 // indirect
+	github.com/xtgo/uuid v0.0.0-20140804021211-a0b114877d4c // indirect
+)

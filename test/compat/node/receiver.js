@@ -1,0 +1,27 @@
+'use strict'
+// A webhook that does what receivers in JavaScript do: parse the body, stringify
+// it again and check X-Signature against that. GET tells what has arrived.
+//
+//   SECRET=… node receiver.js      prints its URL; ends when stdin ends
+
+const crypto = require('crypto')
+const http = require('http')
+
+const arrived = []
+
+const server = http.createServer((request, response) => {
+  if (request.method === 'GET') return response.end(JSON.stringify(arrived))
+  const chunks = []
+  request.on('data', (chunk) => chunks.push(chunk))
+  request.on('end', () => {
+    const body = Buffer.concat(chunks).toString('utf8')
+    const again = JSON.stringify(JSON.parse(body))
+    const signature = crypto.createHmac('sha1', process.env.SECRET).update(again, 'utf8').digest('hex')
+    const authentic = request.headers['x-signature'] === signature
+    arrived.push({ id: JSON.parse(body).messageId, key: request.headers['idempotency-key'], body, authentic, fixed: again === body })
+    response.statusCode = authentic ? 200 : 401
+    response.end()
+  })
+})
+server.listen(0, '127.0.0.1', () => console.log(`http://127.0.0.1:${server.address().port}/in`))
+process.stdin.on('end', () => process.exit(0)).resume()

@@ -1,0 +1,200 @@
+package compat
+
+import (
+	"bytes"
+	"crypto/hmac"
+	"crypto/sha1" //nolint:gosec // the specified signature
+	"encoding/hex"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+var update = flag.Bool("update", false, "record anew what the clients send and what is made of it")
+
+// recording is what a client sent of its showcase and what is delivered for it.
+// Generated ids and present times are replaced by constants.
+type recording struct {
+	Requests   []recorded `json:"requests"`
+	Deliveries []string   `json:"deliveries"`
+}
+
+func recordingOf(name string) string { return filepath.Join("testdata", name+".json") }
+
+func read(t *testing.T, path string) (r recording) {
+	t.Helper()
+	text, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := json.Unmarshal(text, &r); err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+// compare holds what a client has sent, and what arrived, against the recording.
+func compare(t *testing.T, name string, seen []exchange, arrived []arrival) {
+	t.Helper()
+	var got recording
+	scrub := newScrubber()
+	for _, e := range seen {
+		r := e.recorded
+		delete(r.Headers, "Content-Length")
+		r.Body = scrub(r.Body)
+		got.Requests = append(got.Requests, r)
+	}
+	for _, a := range arrived {
+		checkTimes(t, a.Body)
+		got.Deliveries = append(got.Deliveries, scrub(computed.ReplaceAllString(a.Body, someTimestamp)))
+	}
+	slices.Sort(got.Deliveries)
+	if *update {
+		var text bytes.Buffer
+		encoder := json.NewEncoder(&text)
+		encoder.SetEscapeHTML(false)
+		encoder.SetIndent("", "  ")
+		if err := encoder.Encode(got); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(recordingOf(name), text.Bytes(), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want := read(t, recordingOf(name))
+	for _, r := range append(slices.Clone(got.Requests), want.Requests...) {
+		for _, header := range volatile {
+			delete(r.Headers, header)
+		}
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("what the client sends, or what is made of it, has changed (-recorded +now); if it is right, go test ./test/compat -update:\n%s", diff)
+	}
+}
+
+// volatile headers depend on the version of Node or Go.
+var volatile = []string{"Accept", "Accept-Encoding", "Accept-Language", "Connection", "Sec-Fetch-Mode"}
+
+var (
+	uuids   = regexp.MustCompile(`[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}`)
+	stamps  = regexp.MustCompile(`"node-next-\d+-`)
+	present = regexp.MustCompile(`"20(?:2[6-9]|[3-9]\d)-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?`)
+	// computed is the timestamp that the server computes: for a call of the past it
+	// moves with the time that the request took. checkTimes holds it to its rule.
+	computed = regexp.MustCompile(`"timestamp":"[^"]*"`)
+	runtimes = regexp.MustCompile(`"nodeVersion":"[^"]*"`)
+)
+
+const someTimestamp = `"timestamp":"2026-01-02T03:04:05.678Z"`
+
+// newScrubber returns a function that replaces what differs from run to run.
+// The same id becomes the same constant in all texts that it is given.
+func newScrubber() func(string) string {
+	known := map[string]string{}
+	return func(text string) string {
+		text = uuids.ReplaceAllStringFunc(text, func(id string) string {
+			if known[id] == "" {
+				known[id] = fmt.Sprintf("00000000-0000-4000-8000-%012d", len(known))
+			}
+			return known[id]
+		})
+		text = runtimes.ReplaceAllString(text, `"nodeVersion":"v20.0.0"`)
+		text = stamps.ReplaceAllString(text, `"node-next-1000000000000-`)
+		return present.ReplaceAllStringFunc(text, func(stamp string) string {
+			switch fraction := len(stamp) - len(`"2026-01-02T03:04:05`); {
+			case fraction == 0:
+				return `"2026-01-02T03:04:05`
+			case fraction == len(".678"):
+				return `"2026-01-02T03:04:05.678`
+			default: // nanoseconds, of which Go leaves out trailing zeros
+				return `"2026-01-02T03:04:05.678901234`
+			}
+		})
+	}
+}
+
+// checkTimes holds a message to the rule for clocks that are wrong:
+// timestamp = receivedAt - (sentAt - originalTimestamp).
+func checkTimes(t *testing.T, body string) {
+	t.Helper()
+	var m struct{ Timestamp, ReceivedAt, SentAt, OriginalTimestamp time.Time }
+	if err := json.Unmarshal([]byte(body), &m); err != nil {
+		t.Errorf("times: %v in %s", err, body)
+		return
+	}
+	want := m.ReceivedAt.Add(-m.SentAt.Sub(m.OriginalTimestamp))
+	if off := m.Timestamp.Sub(want).Abs(); off > time.Millisecond {
+		t.Errorf("timestamp is off by %v: %s", off, body)
+	}
+}
+
+// What the clients once sent is taken as it was then, without them.
+func TestReplay(t *testing.T) {
+	files, err := filepath.Glob(recordingOf("*"))
+	if err != nil || len(files) != len(clients) {
+		t.Fatalf("recordings of %d clients, not %d: %v", len(files), len(clients), err)
+	}
+	for _, file := range files {
+		t.Run(strings.TrimSuffix(filepath.Base(file), ".json"), func(t *testing.T) {
+			want := read(t, file)
+			var mu sync.Mutex
+			var bodies []string
+			receiver := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				body, err := io.ReadAll(r.Body)
+				mac := hmac.New(sha1.New, []byte(secret))
+				mac.Write(body)
+				if err != nil || r.Header.Get("X-Signature") != hex.EncodeToString(mac.Sum(nil)) {
+					w.WriteHeader(http.StatusUnauthorized)
+					return
+				}
+				mu.Lock()
+				defer mu.Unlock()
+				bodies = append(bodies, string(body))
+			}))
+			t.Cleanup(receiver.Close)
+			p := start(t, receiver.URL, true, "")
+			for _, r := range want.Requests {
+				resp, err := send(p.addr, r)
+				if err != nil {
+					t.Fatal(err)
+				}
+				answer, _ := io.ReadAll(resp.Body)
+				_ = resp.Body.Close()
+				if resp.StatusCode/100 != 2 || strings.Contains(string(answer), "rejected") {
+					t.Errorf("%s %s: %s %s", r.Method, r.Path, resp.Status, answer)
+				}
+			}
+			if l := p.settled(len(want.Deliveries)); l.Delivered != int64(len(want.Deliveries)) || l.Pending+l.DeadLettered+l.Discarded != 0 {
+				t.Errorf("the ledger says %+v", l)
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			scrub := newScrubber()
+			for _, r := range want.Requests {
+				scrub(r.Body) // ids in the order in which they were sent
+			}
+			var got []string
+			for _, body := range bodies {
+				checkTimes(t, body)
+				got = append(got, scrub(computed.ReplaceAllString(body, someTimestamp)))
+			}
+			slices.Sort(got)
+			if diff := cmp.Diff(want.Deliveries, got); diff != "" {
+				t.Errorf("what is delivered has changed (-recorded +now):\n%s", diff)
+			}
+		})
+	}
+}
