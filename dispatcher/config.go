@@ -103,8 +103,11 @@ func (c *configs) swap(tenant string) {
 		c.log.Error("live config could not be put into effect", "namespace", tenant, "error", err)
 		return
 	}
-	c.current.Store(next)
-	c.log.Info("live config in effect", "namespace", tenant, "revision", c.good[tenant].Revision, "tenants", len(c.good))
+	if c.current.Swap(next) == nil {
+		c.log.Info("first full config in effect; calls are taken", "tenants", len(c.good))
+		return
+	}
+	c.log.Info("live config in effect", "namespace", tenant, "revision", c.good[tenant].Revision)
 }
 
 // view returns what runs; nil before the first full config.
