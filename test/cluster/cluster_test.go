@@ -1,0 +1,300 @@
+// Package cluster runs operator and dispatcher together against a real API
+// server, each with the rights that config/ gives it: from kubectl apply to a
+// signed delivery to what kubectl get shows. (Real pods have test/e2e.)
+package cluster
+
+import (
+	"context"
+	"crypto/hmac"
+	"crypto/sha1"
+	"encoding/hex"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/klog/v2"
+	ctrl "sigs.k8s.io/controller-runtime"
+
+	"github.com/posthorn/posthorn/controllers"
+	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/configsource"
+	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/test/env"
+)
+
+const release = "posthorn-system"
+
+// receiver checks signatures and can be told to fail.
+type receiver struct {
+	*httptest.Server
+	mu       sync.Mutex
+	secret   string
+	status   int
+	got      map[string]int // by messageId
+	unsigned int
+}
+
+func newReceiver(t *testing.T, secret string) *receiver {
+	r := &receiver{secret: secret, status: http.StatusOK, got: map[string]int{}}
+	r.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
+		body, _ := io.ReadAll(q.Body)
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		mac := hmac.New(sha1.New, []byte(r.secret))
+		mac.Write(body)
+		if q.Header.Get("X-Signature") != hex.EncodeToString(mac.Sum(nil)) {
+			r.unsigned++
+		} else if r.status == http.StatusOK {
+			r.got[q.Header.Get("Idempotency-Key")]++
+		}
+		w.WriteHeader(r.status)
+	}))
+	t.Cleanup(r.Close)
+	return r
+}
+
+func (r *receiver) set(f func()) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	f()
+}
+
+func (r *receiver) count() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return len(r.got)
+}
+
+// onePod is the dispatcher of this process.
+type onePod struct{ url string }
+
+func (p onePod) Ready(context.Context) ([]controllers.Pod, error) {
+	return []controllers.Pod{{Name: "posthorn-dispatcher-0", URL: p.url}}, nil
+}
+
+func TestFromApplyToStatus(t *testing.T) {
+	server, err := env.Start()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = server.Stop() })
+	kubectl := func(stdin string, args ...string) string {
+		t.Helper()
+		out, err := server.Kubectl(stdin, args...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+	logs := &logBuffer{}
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Log(logs.String())
+		}
+	})
+	log := slog.New(slog.NewTextHandler(logs, nil))
+	ctrl.SetLogger(logr.FromSlogHandler(log.Handler()))
+	klog.SetLogger(logr.FromSlogHandler(log.Handler()))
+
+	root, err := env.Root()
+	if err != nil {
+		t.Fatal(err)
+	}
+	namespace, err := os.ReadFile(filepath.Join(root, "config", "default", "namespace.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	kubectl(string(namespace), "apply", "-f", "-")
+	for _, dir := range []string{"rbac", "dispatcher"} {
+		kubectl(kubectl("", "kustomize", filepath.Join(root, "config", dir)), "apply", "--server-side", "-f", "-")
+	}
+	as := func(account string) *rest.Config {
+		config := rest.CopyConfig(server.Config)
+		config.Impersonate = rest.ImpersonationConfig{UserName: "system:serviceaccount:" + release + ":" + account, Groups: []string{"system:authenticated"}}
+		return config
+	}
+
+	// The dispatcher comes first, and waits for the operator.
+	policy, err := egress.ParsePolicy([]string{"127.0.0.0/8"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	d, err := dispatcher.New(dispatcher.Options{
+		DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: "posthorn-dispatcher-0", Egress: policy, Logger: log,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	var running sync.WaitGroup
+	t.Cleanup(func() { cancel(); running.Wait() })
+	run := func(what string, f func() error) {
+		running.Go(func() {
+			if err := f(); err != nil {
+				t.Errorf("%s: %v", what, err)
+			}
+		})
+	}
+	client, err := kubernetes.NewForConfig(as("posthorn-dispatcher"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	run("dispatcher", func() error { return d.Run(ctx) })
+	run("configsource", func() error { return configsource.Watch(ctx, client, release, d, log) })
+
+	send := func(id string) int {
+		request, err := http.NewRequest(http.MethodPost, "http://"+d.Addr().String()+"/v1/track",
+			strings.NewReader(fmt.Sprintf(`{"messageId": %q, "userId": "u1", "event": "Order Completed", "properties": {"total": 30}}`, id)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		request.SetBasicAuth("hush-web-key", "")
+		response, err := http.DefaultClient.Do(request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = response.Body.Close()
+		return response.StatusCode
+	}
+	if status := send("early"); status != http.StatusServiceUnavailable {
+		t.Errorf("a call before the first config is answered %d, want 503", status)
+	}
+
+	hook := newReceiver(t, "hush-crm-secret")
+	kubectl(fmt.Sprintf(`
+apiVersion: v1
+kind: Secret
+metadata: {name: keys}
+stringData: {writeKey: hush-web-key, sharedSecret: hush-crm-secret}
+---
+apiVersion: posthorn.dev/v1alpha1
+kind: Source
+metadata: {name: web}
+spec:
+  writeKeySecretRef: {name: keys, key: writeKey}
+---
+apiVersion: posthorn.dev/v1alpha1
+kind: WebhookDestination
+metadata: {name: crm}
+spec:
+  sources: {names: [web]}
+  endpoints: [{name: primary, url: %q}]
+  signing: {secretRef: {name: keys, key: sharedSecret}}
+  delivery: {minBackoff: 100ms, maxBackoff: 200ms}
+`, hook.URL), "apply", "-f", "-")
+
+	startOperator := func() (stop func()) {
+		manager, err := controllers.NewManager(as("posthorn-operator"), controllers.Options{
+			Namespace: release, Pods: onePod{"http://" + d.AdminAddr().String()}, CheckHost: policy.CheckHost,
+			MetricsBindAddress: "0", HealthProbeBindAddress: "0", PollInterval: 200 * time.Millisecond,
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		operatorCtx, stopOperator := context.WithCancel(ctx)
+		done := make(chan struct{})
+		run("operator", func() error { defer close(done); return manager.Start(operatorCtx) })
+		return func() { stopOperator(); <-done }
+	}
+	stopOperator := startOperator()
+	wait := func(condition, status string) {
+		t.Helper()
+		kubectl("", "wait", "whd/crm", "--for=condition="+condition+"="+status, "--timeout=90s")
+	}
+	wait("Ready", "True")
+	kubectl("", "wait", "psrc/web", "--for=condition=Ready", "--timeout=90s")
+
+	for i := range 10 {
+		if status := send(fmt.Sprintf("first-%d", i)); status != http.StatusOK {
+			t.Fatalf("a call is answered %d", status)
+		}
+	}
+	eventually(t, "10 deliveries", func() bool { return hook.count() == 10 })
+	wait("Delivering", "True")
+
+	// The receiver breaks. That is no mistake in the spec.
+	hook.set(func() { hook.status = http.StatusInternalServerError })
+	for i := range 10 {
+		send(fmt.Sprintf("second-%d", i))
+	}
+	wait("Delivering", "False")
+	wait("Ready", "True")
+
+	// Without the operator deliveries go on.
+	stopOperator()
+	hook.set(func() { hook.status = http.StatusOK })
+	eventually(t, "20 deliveries", func() bool { return hook.count() == 20 })
+	stopOperator = startOperator()
+	wait("Delivering", "True")
+
+	// A new secret is in effect everywhere, without a restart.
+	hook.set(func() { hook.secret = "hush-rotated" })
+	kubectl("", "patch", "secret", "keys", "--patch", `{"stringData": {"sharedSecret": "hush-rotated"}}`)
+	eventually(t, "a delivery under the new secret", func() bool {
+		before := hook.count()
+		send(fmt.Sprintf("probe-%d", time.Now().UnixNano()))
+		time.Sleep(50 * time.Millisecond) // only paces the probes
+		return hook.count() > before
+	})
+	wait("Ready", "True")
+
+	// In the end the numbers add up.
+	eventually(t, "the ledger to balance in status", func() bool {
+		out := kubectl("", "get", "whd", "crm", "-o", "jsonpath={.status.delivery.pending} {.status.delivery.deadLettered}")
+		accepted := kubectl("", "get", "psrc", "web", "-o", "jsonpath={.status.calls.accepted}")
+		delivered := kubectl("", "get", "whd", "crm", "-o", "jsonpath={.status.delivery.delivered}")
+		return out == "0 0" && accepted == delivered && accepted != "" && accepted != "0"
+	})
+	if table := kubectl("", "get", "whd"); !strings.Contains(strings.Join(strings.Fields(table), " "), "crm True True 0 0") {
+		t.Errorf("kubectl get whd:\n%s", table)
+	}
+
+	// Deleting everything takes the live config with it.
+	kubectl("", "delete", "whd,psrc", "--all")
+	eventually(t, "401 for a key that is gone", func() bool { return send("late") == http.StatusUnauthorized })
+	stopOperator()
+	for _, word := range []string{"hush", "is forbidden", "panic"} {
+		if strings.Contains(logs.String(), word) {
+			t.Errorf("the logs say %q", word)
+		}
+	}
+}
+
+func eventually(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(90 * time.Second); !ok(); {
+		if time.Now().After(deadline) {
+			t.Fatalf("waited in vain for %s", what)
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+}
+
+// logBuffer takes logs from many goroutines.
+type logBuffer struct {
+	mu sync.Mutex
+	b  strings.Builder
+}
+
+func (b *logBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.Write(p)
+}
+
+func (b *logBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.String()
+}
