@@ -1,0 +1,50 @@
+//go:build e2e
+
+package e2e
+
+import (
+	"bytes"
+	"fmt"
+	"os/exec"
+	"strings"
+
+	. "github.com/onsi/ginkgo/v2"
+	. "github.com/onsi/gomega"
+)
+
+// command runs a program; its error carries what it wrote to standard error.
+func command(stdin, name string, args ...string) (string, error) {
+	var stdout, stderr bytes.Buffer
+	cmd := exec.Command(name, args...)
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = strings.NewReader(stdin), &stdout, &stderr
+	if err := cmd.Run(); err != nil {
+		return stdout.String(), fmt.Errorf("%s %s: %w: %s", name, strings.Join(args, " "), err, stderr.String())
+	}
+	return stdout.String(), nil
+}
+
+func kubectl(args ...string) string {
+	GinkgoHelper()
+	out, err := command("", "kubectl", args...)
+	Expect(err).NotTo(HaveOccurred())
+	return out
+}
+
+func helm(args ...string) string {
+	GinkgoHelper()
+	By("helm " + strings.Join(args, " "))
+	out, err := command("", "helm", args...)
+	Expect(err).NotTo(HaveOccurred())
+	return out
+}
+
+// apply applies a manifest in a namespace, or in none.
+func apply(namespace, manifest string) {
+	GinkgoHelper()
+	args := []string{"apply", "-f", "-"}
+	if namespace != "" {
+		args = append(args, "-n", namespace)
+	}
+	_, err := command(manifest, "kubectl", args...)
+	Expect(err).NotTo(HaveOccurred(), manifest)
+}

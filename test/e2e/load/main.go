@@ -1,0 +1,99 @@
+// Command load sends track calls at a steady rate, each until it is
+// acknowledged, and fails when one never was. What it sent is known by its
+// messageIds: PREFIX-0 to PREFIX-(calls-1).
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"net/http"
+	"os"
+	"strings"
+	"sync"
+	"time"
+)
+
+func main() {
+	url := flag.String("url", "", "where Posthorn takes calls")
+	prefix := flag.String("prefix", "call", "start of the messageIds")
+	calls := flag.Int("calls", 1, "how many calls to send")
+	rate := flag.Int("rate", 100, "calls per second")
+	patience := flag.Duration("patience", 3*time.Minute, "how long to try a call again")
+	flag.Parse()
+
+	s := sender{url: strings.TrimSuffix(*url, "/") + "/v1/track", key: os.Getenv("POSTHORN_WRITE_KEY"), patience: *patience, client: &http.Client{Timeout: 10 * time.Second}}
+	ids := make(chan string)
+	var group sync.WaitGroup
+	for range 16 {
+		group.Go(func() {
+			for id := range ids {
+				s.send(id)
+			}
+		})
+	}
+	tick := time.NewTicker(time.Second / time.Duration(*rate))
+	for i := range *calls {
+		ids <- fmt.Sprintf("%s-%d", *prefix, i)
+		<-tick.C
+	}
+	close(ids)
+	group.Wait()
+	fmt.Printf("%d acknowledged, %d not, %d tried again\n", s.acknowledged, s.failed, s.again)
+	if s.failed > 0 {
+		os.Exit(1)
+	}
+}
+
+type sender struct {
+	url, key string
+	patience time.Duration
+	client   *http.Client
+
+	mu                          sync.Mutex
+	acknowledged, failed, again int
+}
+
+func (s *sender) send(id string) {
+	ctx, cancel := context.WithTimeout(context.Background(), s.patience)
+	defer cancel()
+	body := fmt.Sprintf(`{"messageId":%q,"userId":"load","event":"Load"}`, id)
+	for tries := 0; ; tries++ {
+		err := s.post(ctx, body)
+		s.mu.Lock()
+		if tries > 0 {
+			s.again++
+		}
+		if err == nil {
+			s.acknowledged++
+			s.mu.Unlock()
+			return
+		}
+		if ctx.Err() != nil {
+			s.failed++
+			s.mu.Unlock()
+			fmt.Printf("%s was never acknowledged: %v\n", id, err)
+			return
+		}
+		s.mu.Unlock()
+		time.Sleep(200 * time.Millisecond)
+	}
+}
+
+func (s *sender) post(ctx context.Context, body string) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, s.url, strings.NewReader(body))
+	if err != nil {
+		return err
+	}
+	req.SetBasicAuth(s.key, "")
+	req.Header.Set("Content-Type", "application/json")
+	resp, err := s.client.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("status %s", resp.Status)
+	}
+	return nil
+}
