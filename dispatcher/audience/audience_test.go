@@ -1,0 +1,319 @@
+package audience
+
+import (
+	"bytes"
+	"cmp"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	gocmp "github.com/google/go-cmp/cmp"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+// of makes a sorted stream of "id", "id=value" and "-id".
+func of(texts ...string) stream {
+	records := make([]record, len(texts))
+	for i, text := range texts {
+		r := record{op: opMember}
+		if rest, ok := strings.CutPrefix(text, "-"); ok {
+			r.op, text = opRemove, rest
+		}
+		id, value, _ := strings.Cut(text, "=")
+		r.id, r.value = []byte(id), []byte(value)
+		records[i] = r
+	}
+	slices.SortFunc(records, func(a, b record) int { return bytes.Compare(a.id, b.id) })
+	return func() (record, error) {
+		if len(records) == 0 {
+			return record{}, io.EOF
+		}
+		r := records[0]
+		records = records[1:]
+		return r, nil
+	}
+}
+
+func text(r record) string {
+	s := string(r.op) + ":" + string(r.id)
+	if len(r.value) > 0 {
+		s += "=" + string(r.value)
+	}
+	return s
+}
+
+func collect(list *[]string) func(record) error {
+	return func(r record) error { *list = append(*list, text(r)); return nil }
+}
+
+func TestDiff(t *testing.T) {
+	for _, c := range []struct {
+		name             string
+		before, now      stream
+		full             bool
+		members, changes []string
+		counts           Counts
+	}{
+		{"first", of(), of("a", "b"), true, []string{"m:a", "m:b"}, []string{"j:a", "j:b"}, Counts{Members: 2, Added: 2}},
+		{"same", of("a", "b"), of("a", "b"), true, []string{"m:a", "m:b"}, nil, Counts{Before: 2, Members: 2}},
+		{"all kinds", of("a=1", "b=2", "c=3"), of("b=2", "c=4", "d=5"), true, []string{"m:b=2", "m:c=4", "m:d=5"}, []string{"l:a=1", "c:c=4", "j:d=5"}, Counts{Before: 3, Members: 3, Added: 1, Removed: 1, Changed: 1}},
+		{"none left", of("a", "b"), of(), true, nil, []string{"l:a", "l:b"}, Counts{Before: 2, Removed: 2}},
+		{"increment", of("a", "b"), of("-a", "-x", "c", "b"), false, []string{"m:b", "m:c"}, []string{"l:a", "j:c"}, Counts{Before: 2, Members: 2, Added: 1, Removed: 1}},
+		{"empty increment", of("a"), of(), false, []string{"m:a"}, nil, Counts{Before: 1, Members: 1}},
+		{"prefixes", of("a", "aa"), of("aa", "aaa"), true, []string{"m:aa", "m:aaa"}, []string{"l:a", "j:aaa"}, Counts{Before: 2, Members: 2, Added: 1, Removed: 1}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var members, changes []string
+			counts, err := diff(c.before, c.now, c.full, collect(&members), collect(&changes))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if d := gocmp.Diff(c.members, members); d != "" {
+				t.Errorf("members:\n%s", d)
+			}
+			if d := gocmp.Diff(c.changes, changes); d != "" {
+				t.Errorf("changes:\n%s", d)
+			}
+			if counts != c.counts {
+				t.Errorf("counts %+v, want %+v", counts, c.counts)
+			}
+		})
+	}
+}
+
+// A stream that breaks off must not look like one that ended: its users would be told to have left.
+func TestDiffFailsWithItsStreams(t *testing.T) {
+	broken := errors.New("broken")
+	breaks := func(s stream, after int) stream {
+		return func() (record, error) {
+			if after--; after < 0 {
+				return record{}, broken
+			}
+			return s()
+		}
+	}
+	for after := range 3 {
+		for _, both := range [][2]stream{{breaks(of("a", "b", "c"), after), of("a", "b", "c")}, {of("a", "b", "c"), breaks(of("a", "b", "c"), after)}} {
+			var members, changes []string
+			if _, err := diff(both[0], both[1], true, collect(&members), collect(&changes)); !errors.Is(err, broken) {
+				t.Errorf("after %d records: error %v", after, err)
+			}
+		}
+	}
+}
+
+// Sorting and diffing random input gives what maps give.
+func TestAgainstModel(t *testing.T) {
+	for seed := range uint64(60) {
+		rnd := rand.New(rand.NewPCG(seed, 1))
+		before, now := map[string]string{}, map[string]string{}
+		sorted := func(m map[string]string, repeat bool) stream {
+			s := newSorter(t.TempDir(), 1<<30)
+			s.maxArena, s.maxSpans, s.maxRuns = 64+rnd.IntN(200), 1+rnd.IntN(9), 2+rnd.IntN(3)
+			n := rnd.IntN(120)
+			for range n {
+				id := fmt.Sprintf("u%d", rnd.IntN(40))
+				if _, twice := m[id]; twice && !repeat {
+					continue
+				}
+				m[id] = fmt.Sprint(rnd.IntN(3)) // the last one counts
+				if err := s.add(record{op: opMember, id: []byte(id), value: []byte(m[id])}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			records, done, err := s.sorted()
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(done)
+			return records
+		}
+		var wantMembers, wantChanges, members, changes []string
+		b, n := sorted(before, true), sorted(now, true)
+		for _, id := range slices.Sorted(maps.Keys(now)) {
+			wantMembers = append(wantMembers, "m:"+id+"="+now[id])
+		}
+		all := maps.Clone(before)
+		maps.Copy(all, now)
+		for _, id := range slices.Sorted(maps.Keys(all)) {
+			was, wasIn := before[id]
+			is, isIn := now[id]
+			switch {
+			case !isIn:
+				wantChanges = append(wantChanges, "l:"+id+"="+was)
+			case !wasIn:
+				wantChanges = append(wantChanges, "j:"+id+"="+is)
+			case was != is:
+				wantChanges = append(wantChanges, "c:"+id+"="+is)
+			}
+		}
+		if _, err := diff(b, n, true, collect(&members), collect(&changes)); err != nil {
+			t.Fatalf("seed %d: %v", seed, err)
+		}
+		if d := cmp.Or(gocmp.Diff(wantMembers, members), gocmp.Diff(wantChanges, changes)); d != "" {
+			t.Fatalf("seed %d: %s", seed, d)
+		}
+	}
+}
+
+// Whatever bit of a file is wrong, and wherever it is cut: reading it to its
+// end fails, and fails without a crash.
+func TestDamagedFilesAreNotRead(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "f")
+	w, err := create(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, id := range []string{"a", "bb", "ccc"} {
+		if err := w.add(record{op: opMember, id: []byte(id), value: []byte("1.5")}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := w.finish(true); err != nil {
+		t.Fatal(err)
+	}
+	read := func() (n int, err error) {
+		r, err := open(path)
+		if err != nil {
+			return 0, err
+		}
+		defer r.close()
+		for ; ; n++ {
+			if _, err := r.next(); err != nil {
+				return n, err
+			}
+		}
+	}
+	if n, err := read(); n != 3 || !errors.Is(err, io.EOF) {
+		t.Fatalf("%d records, %v", n, err)
+	}
+	good, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	try := func(what string, content []byte) {
+		t.Helper()
+		if err := os.WriteFile(path, content, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := read(); !errors.Is(err, errDamaged) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	for i := range good {
+		try(fmt.Sprintf("cut at %d", i), good[:i])
+		for bit := range 8 {
+			bad := bytes.Clone(good)
+			bad[i] ^= 1 << bit
+			try(fmt.Sprintf("bit %d of byte %d", bit, i), bad)
+		}
+	}
+}
+
+func TestSorterIsBounded(t *testing.T) {
+	s := newSorter(t.TempDir(), 1000)
+	s.maxArena = 100
+	var err error
+	for i := 0; err == nil && i < 10_000; i++ {
+		err = s.add(record{op: opMember, id: fmt.Appendf(nil, "user-%d", i)})
+	}
+	if !errors.Is(err, errTooMuch) {
+		t.Errorf("error %v", err)
+	}
+}
+
+func TestLines(t *testing.T) {
+	const audience, trait = liveconfig.KindAudience, liveconfig.KindComputedTrait
+	long := strings.Repeat("x", MaxUserIDBytes+1)
+	for _, c := range []struct {
+		name, kind string
+		full       bool
+		in         string
+		want       []string
+		code       string
+		line       int64
+	}{
+		{"members", audience, true, "{\"userId\":\"a\"}\n\n {\"userId\":\"b\"} \r\n{\"userId\":\"ü\"}", []string{"m:a", "m:b", "m:ü"}, "", 0},
+		{"values", trait, true, `{"userId":"a","value":1.50}` + "\n" + `{"value":"x","userId":"b"}` + "\n" + `{"userId":"c","value":[1, true]}`, []string{"m:a=1.5", `m:b="x"`, "m:c=[1,true]"}, "", 0},
+		{"increment", audience, false, `{"userId":"a","member":false}` + "\n" + `{"userId":"b","member":true}` + "\n" + `{"userId":"c"}`, []string{"r:a", "m:b", "m:c"}, "", 0},
+		{"empty", audience, true, "\n\n", nil, "", 0},
+		{"not json", audience, true, "{\"userId\":\"a\"}\nhello\n", []string{"m:a"}, "invalid_json", 2},
+		{"cut off", audience, true, "{\"userId\":\"a\"}\n{\"userId\":\"b", []string{"m:a"}, "invalid_json", 2},
+		{"two on a line", audience, true, `{"userId":"a"}{"userId":"b"}`, nil, "invalid_json", 1},
+		{"array", audience, true, `["a"]`, nil, "not_an_object", 1},
+		{"a string", audience, true, `"a"`, nil, "not_an_object", 1},
+		{"null", audience, true, `null`, nil, "no_user_id", 1},
+		{"no id", audience, true, `{}`, nil, "no_user_id", 1},
+		{"empty id", audience, true, `{"userId":""}`, nil, "no_user_id", 1},
+		{"null id", audience, true, `{"userId":null}`, nil, "invalid_field", 1},
+		{"number id", audience, true, `{"userId":7}`, nil, "invalid_field", 1},
+		{"long id", audience, true, `{"userId":"` + long + `"}`, nil, "invalid_field", 1},
+		{"half a character", audience, true, `{"userId":"\ud800"}`, nil, "invalid_field", 1},
+		{"not utf-8", audience, true, "{\"userId\":\"\xff\"}", nil, "invalid_json", 1},
+		{"unknown field", audience, true, `{"userId":"a","email":"secret@example.com"}`, nil, "unknown_field", 1},
+		{"value of an audience", audience, true, `{"userId":"a","value":true}`, nil, "invalid_field", 1},
+		{"trait without value", trait, true, `{"userId":"a"}`, nil, "no_value", 1},
+		{"object value", trait, true, `{"userId":"a","value":{}}`, nil, "invalid_field", 1},
+		{"null value", trait, true, `{"userId":"a","value":null}`, nil, "invalid_field", 1},
+		{"deep value", trait, true, `{"userId":"a","value":` + strings.Repeat("[", 1000) + strings.Repeat("]", 1000) + `}`, nil, "invalid_field", 1},
+		{"member in a snapshot", audience, true, `{"userId":"a","member":false}`, nil, "unknown_field", 1},
+		{"member of a wrong type", audience, false, `{"userId":"a","member":"no"}`, nil, "invalid_field", 1},
+		{"removal with a value", trait, false, `{"userId":"a","member":false,"value":1}`, nil, "invalid_field", 1},
+		{"long line", audience, true, `{"userId":"` + strings.Repeat("x", 1<<20), nil, "line_too_long", 1},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			in := newLines(strings.NewReader(c.in), c.kind, c.full)
+			var got []string
+			var err error
+			for {
+				var r record
+				if r, err = in.next(); err != nil {
+					break
+				}
+				got = append(got, text(r))
+			}
+			if d := gocmp.Diff(c.want, got); d != "" {
+				t.Error(d)
+			}
+			refusal, _ := errors.AsType[*Refusal](err)
+			switch {
+			case c.code == "" && !errors.Is(err, io.EOF):
+				t.Errorf("error %v", err)
+			case c.code != "" && (refusal == nil || refusal.Code != c.code || refusal.Line != c.line):
+				t.Errorf("error %v, want %s in line %d", err, c.code, c.line)
+			case refusal != nil && strings.Contains(refusal.Message, "example.com"):
+				t.Errorf("the answer repeats what was sent: %s", refusal.Message)
+			}
+		})
+	}
+}
+
+// endless is a line that never ends.
+type endless struct{ read int }
+
+func (e *endless) Read(p []byte) (int, error) {
+	for i := range p {
+		p[i] = 'x'
+	}
+	e.read += len(p)
+	return len(p), nil
+}
+
+func TestLineOfAnyLengthIsBounded(t *testing.T) {
+	in := &endless{}
+	_, err := newLines(in, liveconfig.KindAudience, true).next()
+	if refusal, _ := errors.AsType[*Refusal](err); refusal == nil || refusal.Code != "line_too_long" {
+		t.Errorf("error %v", err)
+	}
+	if in.read > 4*MaxLineBytes {
+		t.Errorf("%d bytes were read of a line that may have %d", in.read, MaxLineBytes)
+	}
+}

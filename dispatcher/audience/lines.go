@@ -1,0 +1,157 @@
+package audience
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/event"
+)
+
+const (
+	// MaxLineBytes is the length of one line of members.
+	MaxLineBytes = 16 << 10
+	// MaxUserIDBytes is the length of a userId in UTF-8. With MaxLineBytes it
+	// keeps every identify call well below the size of a call.
+	MaxUserIDBytes = 1024
+)
+
+// Refusal is an answer that changed nothing.
+type Refusal struct {
+	// Status is the HTTP status.
+	Status int `json:"-"`
+	// Code is for programs, Message for people.
+	Code    string `json:"code"`
+	Message string `json:"message"`
+	// Line of the input, from 1; 0 when the fault is not in a line.
+	Line int64 `json:"line,omitempty"`
+	// RetryAfter in seconds; 0 when trying again does not help by itself.
+	RetryAfter int `json:"-"`
+}
+
+func (r *Refusal) Error() string {
+	if r.Line > 0 {
+		return fmt.Sprintf("%s: line %d: %s", r.Code, r.Line, r.Message)
+	}
+	return r.Code + ": " + r.Message
+}
+
+func refuse(status int, code, format string, args ...any) *Refusal {
+	return &Refusal{Status: status, Code: code, Message: fmt.Sprintf(format, args...)}
+}
+
+// lines reads members, one JSON object a line. Blank lines are passed over.
+type lines struct {
+	in   *bufio.Reader
+	kind string
+	// full: a snapshot, in which a line may not say "member".
+	full bool
+	line int64
+}
+
+func newLines(in io.Reader, kind string, full bool) *lines {
+	return &lines{in: bufio.NewReaderSize(in, MaxLineBytes+2), kind: kind, full: full}
+}
+
+// next implements stream, but in the input's order. A fault of the input is a
+// *Refusal, and never repeats what was sent.
+func (l *lines) next() (record, error) {
+	for {
+		line, err := l.in.ReadSlice('\n')
+		l.line++
+		content := bytes.TrimSpace(line)
+		switch {
+		case errors.Is(err, bufio.ErrBufferFull) || len(line) > MaxLineBytes+1:
+			return record{}, l.bad("line_too_long", "a line may have %d bytes", MaxLineBytes)
+		case err != nil && !errors.Is(err, io.EOF):
+			return record{}, err
+		case len(content) == 0 && err != nil:
+			return record{}, io.EOF
+		case len(content) == 0:
+			continue
+		}
+		return l.parse(content)
+	}
+}
+
+func (l *lines) bad(code, format string, args ...any) *Refusal {
+	r := refuse(http.StatusBadRequest, code, format, args...)
+	r.Line = l.line
+	return r
+}
+
+func (l *lines) parse(line []byte) (record, error) {
+	if !utf8.Valid(line) {
+		return record{}, l.bad("invalid_json", "the line is not UTF-8")
+	}
+	var in struct {
+		UserID json.RawMessage `json:"userId"`
+		Value  json.RawMessage `json:"value"`
+		Member *bool           `json:"member"`
+	}
+	dec := json.NewDecoder(bytes.NewReader(line))
+	dec.DisallowUnknownFields()
+	if err := dec.Decode(&in); err != nil {
+		wrongType, isType := errors.AsType[*json.UnmarshalTypeError](err)
+		switch {
+		case isType && wrongType.Field == "member":
+			return record{}, l.bad("invalid_field", `"member" must be true or false`)
+		case isType:
+			return record{}, l.bad("not_an_object", `a line must be an object like {"userId":"u1"}`)
+		case strings.HasPrefix(err.Error(), "json: unknown field"):
+			return record{}, l.bad("unknown_field", `a line may hold "userId", "value" (of a computed trait) and "member" (of a POST)`)
+		}
+		return record{}, l.bad("invalid_json", "the line is not JSON")
+	}
+	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
+		return record{}, l.bad("invalid_json", "more than one JSON value; put each member on a line of its own")
+	}
+	r := record{op: opMember}
+	var id string
+	switch {
+	case in.UserID == nil:
+		return record{}, l.bad("no_user_id", `"userId" is missing`)
+	case json.Unmarshal(in.UserID, &id) != nil || in.UserID[0] != '"':
+		return record{}, l.bad("invalid_field", `"userId" must be a string`)
+	case id == "":
+		return record{}, l.bad("no_user_id", `"userId" is empty`)
+	case len(id) > MaxUserIDBytes:
+		return record{}, l.bad("invalid_field", `"userId" may have %d bytes`, MaxUserIDBytes)
+	case strings.ContainsRune(id, utf8.RuneError):
+		// What a lone surrogate decodes to: two users would become one.
+		return record{}, l.bad("invalid_field", `"userId" holds a character that is none (U+FFFD or half of a surrogate pair)`)
+	}
+	r.id = []byte(id)
+	switch {
+	case in.Member != nil && l.full:
+		return record{}, l.bad("unknown_field", `a snapshot lists members only, without "member"; leave out who is none, or POST an increment`)
+	case in.Member != nil && !*in.Member:
+		r.op = opRemove
+		if in.Value != nil {
+			return record{}, l.bad("invalid_field", `"value" has no meaning with "member": false; leave it out`)
+		}
+		return r, nil
+	case l.kind == liveconfig.KindAudience:
+		if in.Value != nil {
+			return record{}, l.bad("invalid_field", `"value" is for computed traits; this is an audience`)
+		}
+		return r, nil
+	case in.Value == nil:
+		return record{}, l.bad("no_value", `"value" is missing; a computed trait needs one for each user`)
+	case in.Value[0] == '{' || in.Value[0] == 'n':
+		return record{}, l.bad("invalid_field", `"value" must be a string, a number, true, false or a list`)
+	}
+	value, err := event.Canonical(in.Value)
+	if err != nil {
+		return record{}, l.bad("invalid_field", `"value" cannot be used: it nests too deep or holds a number that is none`)
+	}
+	r.value = value
+	return r, nil
+}

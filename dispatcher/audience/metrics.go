@@ -1,0 +1,49 @@
+package audience
+
+import "github.com/prometheus/client_golang/prometheus"
+
+type metrics struct {
+	syncs    *prometheus.CounterVec
+	changes  *prometheus.CounterVec
+	members  *prometheus.GaugeVec
+	duration prometheus.Histogram
+}
+
+func newMetrics(r prometheus.Registerer) metrics {
+	m := metrics{
+		syncs: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "posthorn_audience_syncs_total", Help: "Syncs of audiences by result: done or refused.",
+		}, []string{"namespace", "audience", "result"}),
+		changes: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "posthorn_audience_changes_total", Help: "Users for whom an identify call was made, by change: added, removed or changed.",
+		}, []string{"namespace", "audience", "change"}),
+		members: prometheus.NewGaugeVec(prometheus.GaugeOpts{
+			Name: "posthorn_audience_members", Help: "Members as of the last sync since the start of the pod.",
+		}, []string{"namespace", "audience"}),
+		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: "posthorn_audience_receive_seconds", Help: "Time to receive, sort and compare a sync.", Buckets: prometheus.ExponentialBuckets(0.01, 4, 10),
+		}),
+	}
+	if r != nil {
+		r.MustRegister(m.syncs, m.changes, m.members, m.duration)
+	}
+	return m
+}
+
+func (m *metrics) finished(n name, s state) {
+	m.syncs.WithLabelValues(n.tenant, n.name, "done").Inc()
+	m.members.WithLabelValues(n.tenant, n.name).Set(float64(s.Members))
+	m.changes.WithLabelValues(n.tenant, n.name, "added").Add(float64(s.Added))
+	m.changes.WithLabelValues(n.tenant, n.name, "removed").Add(float64(s.Removed))
+	m.changes.WithLabelValues(n.tenant, n.name, "changed").Add(float64(s.Changed))
+}
+
+func (m *metrics) refused(n name) { m.syncs.WithLabelValues(n.tenant, n.name, "refused").Inc() }
+
+// forget deletes the series of an audience that is gone.
+func (m *metrics) forget(n name) {
+	labels := prometheus.Labels{"namespace": n.tenant, "audience": n.name}
+	m.syncs.DeletePartialMatch(labels)
+	m.changes.DeletePartialMatch(labels)
+	m.members.DeletePartialMatch(labels)
+}

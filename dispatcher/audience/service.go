@@ -1,0 +1,749 @@
+// Package audience keeps who is in an audience, and tells the changes.
+//
+// A sync brings the members as lines of JSON, all of them or an increment. They
+// are sorted on disk, merged with the members of the last sync, and the
+// difference becomes identify calls, which go the way of every call. Memory is
+// constant, whatever the number of members.
+//
+// A sync is decided at one moment, when a file gets its name. Before it, nothing
+// has happened; after it, a restart carries the sync through to the same end.
+// The ids of its calls follow from the sync and the user, so that what is
+// appended again is found to be a duplicate.
+package audience
+
+import (
+	"cmp"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/event"
+)
+
+const (
+	// DefaultMaxBytes is what one sync's members may take on disk.
+	DefaultMaxBytes = 16 << 30
+	// DefaultAllowRemoval is the share of members, in percent, that a snapshot may remove.
+	DefaultAllowRemoval = 50
+
+	maxSyncs          = 8
+	maxSyncsPerSource = 2
+	// batchSize is how many identify calls are appended at once.
+	batchSize = 256
+	tick      = time.Second
+	retryMin  = 200 * time.Millisecond
+	retryMax  = 10 * time.Second
+	// checkEvery is after how many lines the disk is looked at.
+	checkEvery = 4096
+)
+
+// Options configure a Service. Dir, View, Skip and Append are required.
+type Options struct {
+	// Dir holds the members; it is made when missing.
+	Dir string
+	// View, Skip and Append are as for ingest.
+	View   func() *liveconfig.View
+	Skip   func(ref liveconfig.SourceRef, call *event.Call) []string
+	Append func(ctx context.Context, msgs []queue.Message) ([]bool, error)
+	// Full reports that the disk is too full to take a sync; nil is never.
+	Full func() bool
+	// Owner is the root URL of the pod that keeps the members; empty when it is
+	// this one. A pod that is not the owner hands syncs on.
+	Owner string
+	// MaxBytes bounds what one sync may write. Default DefaultMaxBytes.
+	MaxBytes int64
+	// OrphanGrace is how long the members of a deleted audience are kept. Default 10 min.
+	OrphanGrace time.Duration
+	Now         func() time.Time
+	Logger      *slog.Logger
+	Registerer  prometheus.Registerer
+}
+
+// Service keeps the audiences of all tenants. Make it with New, and Run it.
+type Service struct {
+	Options
+	metrics metrics
+	proxy   http.Handler
+
+	stopping chan struct{}
+	stop     sync.Once
+	kick     chan struct{}
+
+	mu        sync.Mutex
+	audiences map[name]*audience
+	syncs     map[string]int // by Source; "" is all
+}
+
+// name is an audience's.
+type name struct{ tenant, name string }
+
+// audience is what is kept of one. The mutex of the Service guards it.
+type audience struct {
+	name
+	dir string
+	// done is the last sync that is done, pending one that is decided.
+	done, pending *state
+	// sent is how many changes of pending are in the queue.
+	sent atomic.Int64
+	// broken says why the audience cannot be used.
+	broken error
+	// busy is what goes on, since when; empty when nothing.
+	busy  string
+	since time.Time
+	// sending is true while a goroutine carries pending through; over is closed at its end.
+	sending bool
+	over    chan struct{}
+	// gone is since when the config does not know the audience, and abandoned is
+	// set when its time is up.
+	gone      time.Time
+	abandoned atomic.Bool
+
+	refused     time.Time
+	lastRefusal string
+}
+
+// New opens what is on disk. A sync that was decided before goes on when the
+// Service runs.
+func New(o Options) (*Service, error) {
+	o.MaxBytes = cmp.Or(o.MaxBytes, DefaultMaxBytes)
+	o.OrphanGrace = cmp.Or(o.OrphanGrace, 10*time.Minute)
+	o.Logger = cmp.Or(o.Logger, slog.Default())
+	if o.Now == nil {
+		o.Now = time.Now
+	}
+	s := &Service{
+		Options: o, metrics: newMetrics(o.Registerer),
+		stopping: make(chan struct{}), kick: make(chan struct{}, 1),
+		audiences: map[name]*audience{}, syncs: map[string]int{},
+	}
+	if o.Owner != "" {
+		var err error
+		if s.proxy, err = newProxy(o.Owner, o.Logger); err != nil {
+			return nil, err
+		}
+		return s, nil
+	}
+	if err := os.MkdirAll(o.Dir, 0o700); err != nil {
+		return nil, fmt.Errorf("audiences: %w", err)
+	}
+	entries, err := os.ReadDir(o.Dir)
+	if err != nil {
+		return nil, fmt.Errorf("audiences: %w", err)
+	}
+	for _, e := range entries {
+		if e.IsDir() {
+			if err := s.recover(filepath.Join(o.Dir, e.Name())); err != nil {
+				return nil, fmt.Errorf("audiences: %w", err)
+			}
+		}
+	}
+	return s, nil
+}
+
+// recover opens one audience's folder.
+func (s *Service) recover(dir string) error {
+	done, doneErr := readState(filepath.Join(dir, stateFile))
+	pending, pendingErr := readState(filepath.Join(dir, pendingFile))
+	if pending != nil {
+		_, work := os.Stat(filepath.Join(dir, syncPrefix+pending.Sync))
+		_, members := os.Stat(filepath.Join(dir, storePrefix+pending.Sync))
+		if errors.Is(work, os.ErrNotExist) && errors.Is(members, os.ErrNotExist) {
+			// It was taken back when its name could not be made durable.
+			s.Logger.Warn("a sync without data is forgotten", "namespace", pending.Tenant, "audience", pending.Name, "sync", pending.Sync)
+			if err := os.Remove(filepath.Join(dir, pendingFile)); err != nil {
+				return err
+			}
+			pending = nil
+		}
+	}
+	a := &audience{dir: dir, done: done, pending: pending, broken: errors.Join(doneErr, pendingErr)}
+	switch {
+	case pending != nil:
+		a.name = name{pending.Tenant, pending.Name}
+	case done != nil:
+		a.name = name{done.Tenant, done.Name}
+	case a.broken != nil:
+		// Whose it is cannot be told; a sync of that audience finds its folder again.
+		s.Logger.Error("the state of an audience cannot be read; syncs of it are refused", "dir", dir, "error", a.broken)
+		return nil
+	default:
+		return os.RemoveAll(dir)
+	}
+	if a.broken != nil {
+		s.Logger.Error("the state of an audience cannot be read; syncs of it are refused", "namespace", a.tenant, "audience", a.name.name, "error", a.broken)
+	} else {
+		var keep, next string
+		if done != nil {
+			keep = done.Sync
+		}
+		if pending != nil {
+			next = pending.Sync
+		}
+		if err := sweep(dir, keep, next); err != nil {
+			return err
+		}
+	}
+	s.audiences[a.name] = a
+	return nil
+}
+
+// Run carries decided syncs through and removes what was deleted, until ctx is
+// done. Appends in progress end before it returns.
+func (s *Service) Run(ctx context.Context) error {
+	defer s.Stop()
+	var sending sync.WaitGroup
+	defer sending.Wait()
+	timer := time.NewTicker(tick)
+	defer timer.Stop()
+	for {
+		for _, a := range s.due() {
+			sending.Go(func() { s.carry(ctx, a) })
+		}
+		s.forget()
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-timer.C:
+		case <-s.kick:
+		}
+	}
+}
+
+// Stop ends syncs that are being received, and lets requests that wait for a
+// decided one be answered. It may be called more than once.
+func (s *Service) Stop() { s.stop.Do(func() { close(s.stopping) }) }
+
+// due returns the audiences with a decided sync that nobody carries through.
+func (s *Service) due() (list []*audience) {
+	if s.View() == nil {
+		return nil
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, a := range s.audiences {
+		if a.pending != nil && !a.sending && a.broken == nil {
+			a.sending, a.busy, a.since = true, "sending", s.Now()
+			if a.over == nil {
+				a.over = make(chan struct{})
+			}
+			list = append(list, a)
+		}
+	}
+	return list
+}
+
+// carry brings the calls of a decided sync into the queue and concludes it.
+func (s *Service) carry(ctx context.Context, a *audience) {
+	log := s.Logger.With("namespace", a.tenant, "audience", a.name.name, "sync", a.pending.Sync)
+	err := s.send(ctx, a, *a.pending, log)
+	if err == nil {
+		err = conclude(a.dir, *a.pending)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	a.sending = false
+	switch {
+	case err == nil:
+		log.Info("audience synced", "members", a.pending.Members, "added", a.pending.Added, "removed", a.pending.Removed, "changed", a.pending.Changed)
+		s.metrics.finished(a.name, *a.pending)
+		a.done, a.pending, a.busy = a.pending, nil, ""
+		close(a.over)
+		a.over = nil
+	case ctx.Err() != nil || errors.Is(err, queue.ErrClosed):
+		log.Info("stopping: the sync goes on after the restart", "sent", a.sent.Load(), "of", a.pending.Changes())
+	case errors.Is(err, errGone):
+		log.Info("the audience was deleted; its sync ends")
+		if err := os.Remove(filepath.Join(a.dir, pendingFile)); err != nil {
+			log.Error("a sync that ended could not be forgotten", "error", err)
+		}
+		a.pending, a.busy = nil, ""
+		close(a.over)
+		a.over = nil
+	case errors.Is(err, errDamaged) || errors.Is(err, os.ErrNotExist):
+		a.broken = err
+		log.Error("a sync cannot be carried through; syncs of this audience are refused", "error", err)
+	default:
+		log.Error("a sync cannot be carried through now; it is tried again", "error", err)
+	}
+}
+
+var errGone = errors.New("the audience is gone")
+
+// send appends the identify calls of a sync, in small batches, each durable
+// before the next. What does not let them in now (a full disk, no Source) is waited for.
+func (s *Service) send(ctx context.Context, a *audience, p state, log *slog.Logger) error {
+	work := filepath.Join(a.dir, syncPrefix+p.Sync)
+	if _, err := os.Stat(filepath.Join(a.dir, storePrefix+p.Sync)); err == nil {
+		return nil // all was sent, and the members have their place already
+	}
+	changes, err := open(filepath.Join(work, changesFile))
+	if err != nil {
+		return err
+	}
+	defer changes.close()
+	at, sent, err := openProgress(work)
+	if err != nil {
+		return err
+	}
+	defer at.close()
+	a.sent.Store(sent)
+	for range sent {
+		if _, err := changes.next(); err != nil {
+			return err
+		}
+	}
+	calls := make([]event.Call, 0, batchSize)
+	for ended := false; !ended; {
+		calls = calls[:0]
+		read := int64(0)
+		for len(calls) < batchSize {
+			r, err := changes.next()
+			if errors.Is(err, io.EOF) {
+				ended = true
+				break
+			}
+			if err != nil {
+				return err
+			}
+			read++
+			call, err := identify(p, r)
+			if err != nil {
+				// The limits of a line keep this from happening; one user must not stop all.
+				log.Error("a member makes no valid call and is passed over", "error", err)
+				continue
+			}
+			calls = append(calls, call)
+		}
+		if err := s.deliver(ctx, a, p, calls, log); err != nil {
+			return err
+		}
+		sent += read
+		a.sent.Store(sent)
+		if err := at.set(sent); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// deliver appends a batch of calls and tries until it can.
+func (s *Service) deliver(ctx context.Context, a *audience, p state, calls []event.Call, log *slog.Logger) error {
+	if len(calls) == 0 {
+		return nil
+	}
+	wait, told := retryMin, false
+	for {
+		problem := s.tryDeliver(ctx, p, calls)
+		if problem == nil || errors.Is(problem, queue.ErrClosed) {
+			return problem
+		}
+		if a.abandoned.Load() {
+			return errGone
+		}
+		if !told && ctx.Err() == nil {
+			told = true
+			log.Warn("a sync waits to go on", "error", problem)
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(wait):
+		}
+		wait = min(2*wait, retryMax)
+	}
+}
+
+func (s *Service) tryDeliver(ctx context.Context, p state, calls []event.Call) error {
+	view := s.View()
+	config, ok := view.Tenant(p.Tenant)
+	i := slices.IndexFunc(config.Sources, func(c liveconfig.Source) bool { return c.Name == p.Source })
+	if !ok || i < 0 {
+		return fmt.Errorf("source %s/%s does not exist", p.Tenant, p.Source)
+	}
+	ref := liveconfig.SourceRef{Tenant: p.Tenant, Source: config.Sources[i]}
+	messages := make([]queue.Message, len(calls))
+	now := s.Now()
+	for i := range calls {
+		c := &calls[i]
+		messages[i] = queue.Message{Source: ref.Key(), ID: c.MessageID, Type: string(c.Type), AcceptedAt: now, Skip: s.Skip(ref, c), Body: c.Body}
+	}
+	_, err := s.Append(ctx, messages)
+	return err
+}
+
+// identify makes the call that tells a change.
+func identify(p state, r record) (event.Call, error) {
+	value := "true"
+	switch {
+	case r.op == opLeft && p.Kind == liveconfig.KindComputedTrait:
+		value = "null" // the user has no such trait any more
+	case r.op == opLeft:
+		value = "false"
+	case p.Kind == liveconfig.KindComputedTrait:
+		value = string(r.value)
+	}
+	class := "audience"
+	if p.Kind == liveconfig.KindComputedTrait {
+		class = "trait"
+	}
+	sum := sha256.Sum256([]byte(p.Tenant + "/" + p.Name + "\x00" + p.Sync + "\x00" + string(r.id)))
+	at := p.Time.UTC().Format("2006-01-02T15:04:05.000Z")
+	var b strings.Builder
+	b.WriteString(`{"userId":`)
+	b.Write(quote(string(r.id)))
+	b.WriteString(`,"traits":{`)
+	b.Write(quote(p.Key))
+	b.WriteString(`:` + value + `},"context":{"personas":{"computation_class":"` + class + `","computation_key":`)
+	b.Write(quote(p.Key))
+	b.WriteString(`}},"messageId":"audience-` + hex.EncodeToString(sum[:16]) + `","timestamp":"` + at + `"}`)
+	batch, err := event.Request{Type: event.Identify, ReceivedAt: p.Time}.Parse([]byte(b.String()))
+	if err != nil {
+		return event.Call{}, err
+	}
+	return batch.Calls[0], nil
+}
+
+// forget removes the members of audiences that were deleted a while ago.
+func (s *Service) forget() {
+	view := s.View()
+	if view == nil {
+		return
+	}
+	now := s.Now()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id, a := range s.audiences {
+		config, _ := view.Tenant(id.tenant)
+		known := slices.ContainsFunc(config.Audiences, func(c liveconfig.Audience) bool { return c.Name == id.name })
+		switch {
+		case known || view.Unusable(id.tenant):
+			a.gone = time.Time{}
+			a.abandoned.Store(false)
+		case a.gone.IsZero():
+			a.gone = now
+		case now.Sub(a.gone) < s.OrphanGrace || a.busy == "receiving":
+		case a.sending:
+			a.abandoned.Store(true) // it is removed when that has ended
+		default:
+			delete(s.audiences, id)
+			s.metrics.forget(id)
+			if err := os.RemoveAll(a.dir); err != nil {
+				s.Logger.Error("the members of a deleted audience could not be removed", "namespace", id.tenant, "audience", id.name, "error", err)
+			} else {
+				s.Logger.Info("the members of a deleted audience are removed", "namespace", id.tenant, "audience", id.name)
+			}
+		}
+	}
+}
+
+// Request is one sync.
+type Request struct {
+	// Tenant, and the audience as it is configured.
+	Tenant   string
+	Audience liveconfig.Audience
+	// Full: the body lists all members. Otherwise it is an increment.
+	Full bool
+	// AllowRemoval is the share of members, in percent, that a snapshot may remove.
+	AllowRemoval float64
+	// AllowEmpty lets a snapshot without members remove all.
+	AllowEmpty bool
+	// DryRun counts and changes nothing.
+	DryRun bool
+}
+
+// Result is what came of a sync.
+type Result struct {
+	Sync string `json:"sync"`
+	Counts
+	// Sent is true when every identify call is in the queue. Otherwise the sync
+	// is decided and will be carried through.
+	Sent   bool `json:"sent"`
+	DryRun bool `json:"dryRun,omitempty"`
+}
+
+// Sync takes a sync. Its error is a *Refusal when the sender can mend it or
+// should know; then, and after any other error, nothing was changed.
+// It returns when the identify calls are in the queue, or earlier when ctx is done
+// or the Service stops.
+func (s *Service) Sync(ctx context.Context, q Request, body io.Reader) (Result, error) {
+	begin := s.Now()
+	a, err := s.begin(q)
+	if err != nil {
+		return Result{}, err
+	}
+	result, over, err := s.receive(a, q, body)
+	s.mu.Lock()
+	if err != nil || q.DryRun {
+		a.busy = ""
+	}
+	if err != nil {
+		a.refused, a.lastRefusal = s.Now(), err.Error()
+		if a.done == nil && a.broken == nil { // nothing of it exists
+			_ = os.RemoveAll(a.dir)
+		}
+	}
+	s.leave(q)
+	s.mu.Unlock()
+	if err != nil {
+		s.metrics.refused(a.name)
+		s.Logger.Warn("a sync was refused", "namespace", q.Tenant, "audience", q.Audience.Name, "error", err)
+		return Result{}, err
+	}
+	if q.DryRun {
+		return result, nil
+	}
+	s.metrics.duration.Observe(s.Now().Sub(begin).Seconds())
+	select {
+	case s.kick <- struct{}{}:
+	default:
+	}
+	select {
+	case <-over:
+		result.Sent = true
+	case <-ctx.Done():
+	case <-s.stopping:
+	}
+	return result, nil
+}
+
+// begin makes the audience busy, or says why it cannot.
+func (s *Service) begin(q Request) (*audience, error) {
+	if s.Full != nil && s.Full() {
+		return nil, errFull
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	select {
+	case <-s.stopping:
+		return nil, errStopping
+	default:
+	}
+	id := name{q.Tenant, q.Audience.Name}
+	a := s.audiences[id]
+	if a == nil {
+		sum := sha256.Sum256([]byte(id.tenant + "/" + id.name))
+		a = &audience{name: id, dir: filepath.Join(s.Dir, hex.EncodeToString(sum[:16]))}
+		if _, err := readState(filepath.Join(a.dir, stateFile)); err != nil {
+			a.broken = err
+		} else if _, err := readState(filepath.Join(a.dir, pendingFile)); err != nil {
+			a.broken = err
+		}
+		s.audiences[id] = a
+	}
+	source := q.Tenant + "/" + q.Audience.Source
+	switch {
+	case a.broken != nil:
+		s.Logger.Error("a sync is refused: what is kept of the audience is damaged", "namespace", id.tenant, "audience", id.name, "error", a.broken)
+		return nil, errBroken
+	case a.busy != "" || a.pending != nil:
+		r := refuse(http.StatusConflict, "sync_in_progress", "a sync of this audience is in progress (%s since %s); wait for its end and send again", cmp.Or(a.busy, "waiting"), a.since.UTC().Format(time.RFC3339))
+		r.RetryAfter = 5
+		return nil, r
+	case s.syncs[source] >= maxSyncsPerSource || s.syncs[""] >= maxSyncs:
+		r := refuse(http.StatusServiceUnavailable, "busy", "too many syncs are in progress; send again")
+		r.RetryAfter = 5
+		return nil, r
+	}
+	s.syncs[source]++
+	s.syncs[""]++
+	a.busy, a.since = "receiving", s.Now()
+	return a, nil
+}
+
+// leave ends what begin began. The mutex is held.
+func (s *Service) leave(q Request) {
+	source := q.Tenant + "/" + q.Audience.Source
+	s.syncs[""]--
+	if s.syncs[source]--; s.syncs[source] == 0 {
+		delete(s.syncs, source)
+	}
+}
+
+var (
+	errFull     = &Refusal{Status: http.StatusServiceUnavailable, Code: "storage_full", Message: "storage is full; nothing was changed, send again later", RetryAfter: 60}
+	errStopping = &Refusal{Status: http.StatusServiceUnavailable, Code: "not_ready", Message: "shutting down; nothing was changed, send again", RetryAfter: 1}
+	errBroken   = &Refusal{Status: http.StatusInternalServerError, Code: "state_damaged", Message: "what is kept of this audience is damaged, so that the difference cannot be told; see the dispatcher's log. To start afresh, delete the Audience, wait for the grace period, and create it again"}
+)
+
+// receive reads, sorts, compares, and decides. over is closed when what was decided is done.
+func (s *Service) receive(a *audience, q Request, body io.Reader) (result Result, over chan struct{}, err error) {
+	next := state{
+		Version: stateVersion, Tenant: q.Tenant, Name: q.Audience.Name,
+		Source: q.Audience.Source, Key: q.Audience.Key, Kind: q.Audience.Kind,
+		Sync: uuid.NewString(), Time: s.Now().UTC().Truncate(time.Millisecond),
+	}
+	work := filepath.Join(a.dir, syncPrefix+next.Sync)
+	if err := os.MkdirAll(work, 0o700); err != nil {
+		return result, nil, err
+	}
+	decided := false
+	defer func() {
+		if !decided {
+			_ = os.RemoveAll(work)
+		}
+	}()
+	sorter := newSorter(work, s.MaxBytes)
+	if err := s.read(newLines(body, next.Kind, q.Full), sorter); err != nil {
+		return result, nil, err
+	}
+	if next.Counts, err = s.compare(a, q, next, sorter, work); err != nil {
+		return result, nil, err
+	}
+	result = Result{Sync: next.Sync, Counts: next.Counts, DryRun: q.DryRun}
+	if err := guard(q, next.Counts); err != nil || q.DryRun {
+		return result, nil, err
+	}
+	// The names in the folders must be durable before the file that decides.
+	if err := errors.Join(syncDir(work), syncDir(a.dir), syncDir(s.Dir)); err != nil {
+		return result, nil, err
+	}
+	decided = true // or unknown: what pending.json does not name is swept at the next start
+	if err := writeState(a.dir, pendingFile, next); err != nil {
+		// It may have its name although that is not known to be durable. Take it back.
+		if gone := os.Remove(filepath.Join(a.dir, pendingFile)); gone == nil || errors.Is(gone, os.ErrNotExist) {
+			decided = false
+		}
+		return result, nil, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	over = make(chan struct{})
+	a.pending, a.over, a.busy, a.since = &next, over, "sending", s.Now()
+	a.sent.Store(0)
+	return result, over, nil
+}
+
+// read brings all lines into the sorter.
+func (s *Service) read(in *lines, sorter *sorter) error {
+	for n := 0; ; n++ {
+		if n%checkEvery == 0 {
+			select {
+			case <-s.stopping:
+				return errStopping
+			default:
+			}
+			if s.Full != nil && s.Full() {
+				return errFull
+			}
+		}
+		r, err := in.next()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err == nil {
+			err = sorter.add(r)
+		}
+		switch {
+		case errors.Is(err, errTooMuch):
+			return refuse(http.StatusRequestEntityTooLarge, "too_many_members", "the members take more than %d bytes on disk; split the audience", s.MaxBytes)
+		case err != nil:
+			return err
+		}
+	}
+}
+
+// compare writes the new members and the changes.
+func (s *Service) compare(a *audience, q Request, next state, sorter *sorter, work string) (Counts, error) {
+	before := stream(empty)
+	if a.done.of(next.Source, next.Key, next.Kind) {
+		last, err := open(filepath.Join(a.dir, storePrefix+a.done.Sync))
+		if err != nil {
+			return Counts{}, s.damaged(a, err)
+		}
+		defer last.close()
+		before = func() (record, error) {
+			r, err := last.next()
+			if err != nil && !errors.Is(err, io.EOF) {
+				err = s.damaged(a, err)
+			}
+			return r, err
+		}
+	}
+	now, release, err := sorter.sorted()
+	if err != nil {
+		return Counts{}, err
+	}
+	defer release()
+	members, err := create(filepath.Join(work, membersFile))
+	if err != nil {
+		return Counts{}, err
+	}
+	changes, err := create(filepath.Join(work, changesFile))
+	if err != nil {
+		members.abandon()
+		return Counts{}, err
+	}
+	counts, err := diff(before, now, q.Full, members.add, changes.add)
+	if err != nil {
+		members.abandon()
+		changes.abandon()
+		return counts, err
+	}
+	if err := errors.Join(members.finish(true), changes.finish(true)); err != nil {
+		return counts, err
+	}
+	for _, run := range sorter.runs {
+		_ = os.Remove(run)
+	}
+	return counts, nil
+}
+
+func (s *Service) damaged(a *audience, err error) error {
+	s.Logger.Error("the members of an audience cannot be read", "namespace", a.tenant, "audience", a.name.name, "error", err)
+	return errBroken
+}
+
+// guard refuses what looks like a mistake at the sender: a snapshot that lists
+// nobody, or far fewer than before.
+func guard(q Request, c Counts) error {
+	switch {
+	case !q.Full:
+		return nil
+	case c.Members == 0 && !q.AllowEmpty:
+		return refuse(http.StatusUnprocessableEntity, "empty_snapshot", "the snapshot lists no members, which would remove all %d; if that is meant, set allowEmpty=true", c.Before)
+	case c.Members == 0:
+		return nil
+	case float64(c.Removed)*100 > q.AllowRemoval*float64(c.Before):
+		return refuse(http.StatusUnprocessableEntity, "too_many_removals", "the snapshot would remove %d of %d members; a sync may remove %g percent. If that is meant, set allowRemoval to a higher percentage, up to 100", c.Removed, c.Before, q.AllowRemoval)
+	}
+	return nil
+}
+
+// Report says how a tenant's audiences are.
+func (s *Service) Report(config liveconfig.Config) []liveconfig.AudienceReport {
+	list := make([]liveconfig.AudienceReport, 0, len(config.Audiences))
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, c := range config.Audiences {
+		r := liveconfig.AudienceReport{Name: c.Name, Generation: c.Generation, Revision: c.Revision, Owner: s.Owner == ""}
+		if a := s.audiences[name{config.Tenant, c.Name}]; a != nil {
+			r.LastRefused, r.Refusal = a.refused, a.lastRefusal
+			last := a.done
+			if a.pending != nil {
+				last, r.Unsent = a.pending, a.pending.Changes()-a.sent.Load()
+			}
+			if c.Key == "" && last != nil || last.of(c.Source, c.Key, c.Kind) {
+				r.Members, r.LastSync, r.Added, r.Removed, r.Changed = last.Members, last.Time, last.Added, last.Removed, last.Changed
+			}
+		}
+		list = append(list, r)
+	}
+	return list
+}
