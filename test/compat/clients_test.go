@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"strconv"
@@ -17,8 +18,8 @@ type client struct {
 	// need prepares the program, or skips the test.
 	need     func(t *testing.T)
 	showcase func(url string) []string
-	// many makes n calls in requests of batch, with messageIds <prefix>-<i>; nil if it cannot.
-	many func(url, prefix string, n, batch int) []string
+	// many makes n calls in requests of about batch, of all types; nil if it cannot.
+	many func(url string, n, batch int) []string
 }
 
 var clients = []client{
@@ -33,22 +34,30 @@ var clients = []client{
 		showcase: func(url string) []string {
 			return []string{filepath.Join(built.dir, "goclient"), "-endpoint", url, "-write-key", key, "showcase"}
 		},
-		many: func(url, prefix string, n, batch int) []string {
-			return []string{filepath.Join(built.dir, "goclient"), "-endpoint", url, "-write-key", key, "-prefix", prefix, "-calls", strconv.Itoa(n), "-batch", strconv.Itoa(batch), "many"}
+		many: func(url string, n, batch int) []string {
+			return []string{filepath.Join(built.dir, "goclient"), "-endpoint", url, "-write-key", key, "-calls", strconv.Itoa(n), "-batch", strconv.Itoa(batch), "many"}
 		},
 	},
 	{
 		name:     "node", // @segment/analytics-node
 		need:     needNode,
 		showcase: func(url string) []string { return []string{"node", "node/client.js", url, key, "showcase"} },
-		many: func(url, prefix string, n, batch int) []string {
-			return []string{"node", "node/client.js", url, key, "many", prefix, strconv.Itoa(n), strconv.Itoa(batch)}
+		many: func(url string, n, batch int) []string {
+			return []string{"node", "node/client.js", url, key, "many", strconv.Itoa(n), strconv.Itoa(batch)}
+		},
+	},
+	{
+		name:     "browser", // @segment/analytics-next
+		need:     needNode,
+		showcase: func(url string) []string { return []string{"node", "node/browser.mjs", url, key, origin, "showcase"} },
+		many: func(url string, n, batch int) []string {
+			return []string{"node", "node/browser.mjs", url, key, origin, "many", strconv.Itoa(n), strconv.Itoa(batch)}
 		},
 	},
 	{
 		name:     "page", // what browsers do: preflight, fetch and sendBeacon
 		need:     needNode,
-		showcase: func(url string) []string { return []string{"node", "node/browser.js", url, key, origin} },
+		showcase: func(url string) []string { return []string{"node", "node/page.js", url, key, origin} },
 	},
 }
 
@@ -59,6 +68,7 @@ func calls(t *testing.T, program []string) (ids []string) {
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, program[0], program[1:]...)
+	cmd.Env = append(os.Environ(), "TZ=UTC") // clients tell the server their time zone
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	cmd.WaitDelay = time.Second

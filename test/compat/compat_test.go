@@ -9,7 +9,7 @@ import (
 
 const total, batch = 60, 20
 
-// ids are the messageIds of client.many.
+// ids are prefix-0, prefix-1, ….
 func ids(prefix string, n int) (list []string) {
 	for i := range n {
 		list = append(list, fmt.Sprintf("%s-%d", prefix, i))
@@ -67,10 +67,11 @@ func TestRateLimit(t *testing.T) {
 				}
 				return pass
 			})
-			if got := calls(t, c.many(w.URL, c.name, total, batch)); len(got) != total {
-				t.Errorf("the client reported %d calls of %d", len(got), total)
+			sent := calls(t, c.many(w.URL, total, batch))
+			if len(sent) != total {
+				t.Errorf("the client reported %d calls of %d", len(sent), total)
 			}
-			p.exactlyOnce(url, append(ids(c.name, total), ids("filler", fillers)...))
+			p.exactlyOnce(url, append(sent, ids("filler", fillers)...))
 			refused := 0
 			for _, e := range w.seen() {
 				if e.status == http.StatusTooManyRequests {
@@ -125,14 +126,15 @@ func TestRestart(t *testing.T) {
 				plan = plan[1:]
 				return next
 			})
-			if got := calls(t, c.many(w.URL, c.name, total, batch)); len(got) != total {
-				t.Errorf("the client reported %d calls of %d", len(got), total)
+			sent := calls(t, c.many(w.URL, total, batch))
+			if len(sent) != total {
+				t.Errorf("the client reported %d calls of %d", len(sent), total)
 			}
 			if again := p.metric(`posthorn_ingest_calls_total{namespace="default",result="duplicate"`); again < batch {
 				t.Errorf("%v calls were sent again and recognised after the restart; want %d", again, batch)
 			}
 			p.deliver(url, true)
-			p.exactlyOnce(url, ids(c.name, total))
+			p.exactlyOnce(url, sent)
 			lost := 0
 			for _, e := range w.seen() {
 				if e.status == 0 {

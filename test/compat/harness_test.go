@@ -27,7 +27,7 @@ import (
 const (
 	key    = "compat-write-key"
 	secret = "compat-shared-secret"
-	origin = "https://shop.example"
+	origin = "http://shop.example"
 	// patience is how long a test waits for what must happen in the end.
 	patience = 90 * time.Second
 )

@@ -90,7 +90,7 @@ var volatile = []string{"Accept", "Accept-Encoding", "Accept-Language", "Connect
 
 var (
 	uuids   = regexp.MustCompile(`[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}`)
-	stamps  = regexp.MustCompile(`"node-next-\d+-`)
+	stamps  = regexp.MustCompile(`"(node|ajs)-next-\d+-`)
 	present = regexp.MustCompile(`"20(?:2[6-9]|[3-9]\d)-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?`)
 	// computed is the timestamp that the server computes: for a call of the past it
 	// moves with the time that the request took. checkTimes holds it to its rule.
@@ -112,7 +112,7 @@ func newScrubber() func(string) string {
 			return known[id]
 		})
 		text = runtimes.ReplaceAllString(text, `"nodeVersion":"v20.0.0"`)
-		text = stamps.ReplaceAllString(text, `"node-next-1000000000000-`)
+		text = stamps.ReplaceAllString(text, `"$1-next-1000000000000-`)
 		return present.ReplaceAllStringFunc(text, func(stamp string) string {
 			switch fraction := len(stamp) - len(`"2026-01-02T03:04:05`); {
 			case fraction == 0:

@@ -2,7 +2,7 @@
 // prints what became of each: one line of JSON {"id", "error"} per call.
 //
 //	goclient -endpoint http://127.0.0.1:8080 -write-key key showcase
-//	goclient -endpoint … -write-key key -prefix a -calls 60 -batch 20 many
+//	goclient -endpoint … -write-key key -calls 60 -batch 20 many
 package main
 
 import (
@@ -20,7 +20,6 @@ import (
 var (
 	endpoint = flag.String("endpoint", "", "the server")
 	writeKey = flag.String("write-key", "", "the write key")
-	prefix   = flag.String("prefix", "go", "of the messageIds of many")
 	calls    = flag.Int("calls", 60, "how many calls many makes, a multiple of -batch")
 	batch    = flag.Int("batch", 20, "calls of one request of many")
 )
@@ -129,10 +128,10 @@ func showcase() []analytics.Message {
 	}
 }
 
-// many has calls of all types in turn, with messageIds <prefix>-0, <prefix>-1, ….
+// many has calls of all types in turn, with messageIds go-0, go-1, ….
 func many() (messages []analytics.Message) {
 	for i := range *calls {
-		id := fmt.Sprintf("%s-%d", *prefix, i)
+		id := fmt.Sprintf("go-%d", i)
 		messages = append(messages, []analytics.Message{
 			analytics.Identify{MessageId: id, UserId: "u1", Traits: analytics.NewTraits().Set("n", i)},
 			analytics.Track{MessageId: id, UserId: "u1", Event: "E", Properties: analytics.NewProperties().Set("n", i)},

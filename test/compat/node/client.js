@@ -3,11 +3,11 @@
 // line of JSON {id, error} per call.
 //
 //   node client.js <endpoint> <writeKey> showcase
-//   node client.js <endpoint> <writeKey> many <prefix> <calls> <batch>
+//   node client.js <endpoint> <writeKey> many <calls> <batch>
 
 const { Analytics } = require('@segment/analytics-node')
 
-const [host, writeKey, what, prefix, calls, batch] = process.argv.slice(2)
+const [host, writeKey, what, calls, batch] = process.argv.slice(2)
 
 // A call of every type, and each field that the client takes.
 function showcase () {
@@ -38,7 +38,7 @@ function showcase () {
   ]
 }
 
-// Calls of all types in turn, with messageIds <prefix>-0, <prefix>-1, ….
+// Calls of all types in turn, with messageIds node-0, node-1, ….
 function many () {
   const kinds = [
     (n) => ['identify', { userId: 'u1', traits: { n } }],
@@ -50,7 +50,7 @@ function many () {
   ]
   return Array.from({ length: Number(calls) }, (_, n) => {
     const [kind, call] = kinds[n % kinds.length](n)
-    return [kind, { ...call, messageId: `${prefix}-${n}` }]
+    return [kind, { ...call, messageId: `node-${n}` }]
   })
 }
 

@@ -3,7 +3,7 @@
 // standard says, checks the answers as a browser checks them, and sends calls
 // with fetch and as sendBeacon does. Prints one line of JSON {id} per call.
 //
-//   node browser.js <endpoint> <writeKey> <origin>
+//   node page.js <endpoint> <writeKey> <origin>
 
 const [host, writeKey, origin] = process.argv.slice(2)
 
@@ -16,8 +16,10 @@ const safeTypes = ['text/plain', 'application/x-www-form-urlencoded', 'multipart
 
 const list = (header) => (header ?? '').toLowerCase().split(',').map((s) => s.trim())
 
-// leave: may the page read this answer? With credentials a wildcard does not do.
+// leave: may the page read this answer, and how long to wait? With credentials a wildcard does not do.
 function leave (response, credentials) {
+  const exposed = list(response.headers.get('access-control-expose-headers'))
+  if (!exposed.includes('retry-after')) throw new Error('the page may not read Retry-After')
   const allowed = response.headers.get('access-control-allow-origin')
   if (credentials) return allowed === origin && response.headers.get('access-control-allow-credentials') === 'true'
   return allowed === origin || allowed === '*'
