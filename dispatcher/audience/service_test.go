@@ -1,0 +1,720 @@
+package audience
+
+import (
+	"bytes"
+	"compress/gzip"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	gocmp "github.com/google/go-cmp/cmp"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/event"
+)
+
+// log is the queue: what was appended, without duplicates.
+type log struct {
+	mu       sync.Mutex
+	messages []queue.Message
+	ids      map[string]bool
+	// before, when set, may refuse an append.
+	before func(n int) error
+	calls  int
+}
+
+func (l *log) append(_ context.Context, messages []queue.Message) ([]bool, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.calls++
+	if l.before != nil {
+		if err := l.before(l.calls); err != nil {
+			return nil, err
+		}
+	}
+	for _, m := range messages {
+		if !l.ids[m.ID] {
+			l.ids[m.ID] = true
+			l.messages = append(l.messages, m)
+		}
+	}
+	return nil, nil
+}
+
+func (l *log) refuse(before func(n int) error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.before = before
+}
+
+// take returns what was told since, as "user key=value", sorted.
+func (l *log) take(t *testing.T) []string {
+	t.Helper()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	var out []string
+	for _, m := range l.messages {
+		var call struct {
+			Type, UserID string
+			Version      int
+			Traits       map[string]any
+		}
+		if err := json.Unmarshal(m.Body, &call); err != nil {
+			t.Fatal(err)
+		}
+		if call.Type != "identify" || call.Version != 1 || m.Type != "identify" || m.Source != "shop/web" || m.AcceptedAt.IsZero() || len(call.Traits) != 1 {
+			t.Errorf("message %+v %s", m, m.Body)
+		}
+		for k, v := range call.Traits {
+			out = append(out, fmt.Sprintf("%s %s=%v", call.UserID, k, v))
+		}
+	}
+	l.messages = nil
+	slices.Sort(out)
+	return out
+}
+
+func keyHash(key string) string {
+	sum := sha256.Sum256([]byte(key))
+	return hex.EncodeToString(sum[:])
+}
+
+func config() liveconfig.Config {
+	return liveconfig.Config{
+		Version: 1, Tenant: "shop",
+		Sources: []liveconfig.Source{
+			{Name: "ios", Enabled: true, WriteKeySHA256: keyHash("ios-key")},
+			{Name: "off", WriteKeySHA256: keyHash("off-key")},
+			{Name: "web", Enabled: true, WriteKeySHA256: keyHash("web-key")},
+		},
+		Audiences: []liveconfig.Audience{
+			{Name: "shoppers", Generation: 3, Revision: "r", Source: "web", Key: "shoppers", Kind: liveconfig.KindAudience},
+			{Name: "spent", Source: "web", Key: "spent", Kind: liveconfig.KindComputedTrait},
+		},
+	}
+}
+
+type rig struct {
+	*Service
+	t      *testing.T
+	log    *log
+	view   atomic.Pointer[liveconfig.View]
+	server *httptest.Server
+	end    func()
+}
+
+// newRig runs a Service on a folder.
+func newRig(t *testing.T, dir string, l *log, change func(*Options)) *rig {
+	t.Helper()
+	r := &rig{t: t, log: l}
+	r.set(config())
+	o := Options{
+		Dir: dir, View: r.view.Load, Append: l.append, Logger: slog.New(slog.DiscardHandler),
+		Skip: func(liveconfig.SourceRef, *event.Call) []string { return nil },
+	}
+	if change != nil {
+		change(&o)
+	}
+	var err error
+	if r.Service, err = New(o); err != nil {
+		t.Fatal(err)
+	}
+	mux := http.NewServeMux()
+	r.Mount(mux)
+	r.server = httptest.NewServer(mux)
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() { defer close(done); _ = r.Run(ctx) }()
+	r.end = sync.OnceFunc(func() { cancel(); <-done; r.server.Close() })
+	t.Cleanup(r.end)
+	return r
+}
+
+func (r *rig) set(c liveconfig.Config) {
+	r.view.Store(liveconfig.NewView([]liveconfig.Revisioned{{Config: c}}))
+}
+
+func newLog() *log { return &log{ids: map[string]bool{}} }
+
+type answer struct {
+	status  int
+	Success bool
+	Result
+	Error Refusal
+}
+
+func (r *rig) do(method, path, key string, body io.Reader, header ...string) answer {
+	r.t.Helper()
+	req, err := http.NewRequest(method, r.server.URL+path, body) //nolint:noctx // a test
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	if key != "" {
+		req.SetBasicAuth(key, "")
+	}
+	if len(header) == 2 {
+		req.Header.Set(header[0], header[1])
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	a := answer{status: resp.StatusCode}
+	if err := json.NewDecoder(resp.Body).Decode(&a); err != nil {
+		r.t.Fatal(err)
+	}
+	return a
+}
+
+func ids(ids ...string) io.Reader {
+	var b strings.Builder
+	for _, id := range ids {
+		id, value, ok := strings.Cut(id, "=")
+		if ok {
+			value = `,"value":` + value
+		}
+		fmt.Fprintf(&b, "{\"userId\":%q%s}\n", id, value)
+	}
+	return strings.NewReader(b.String())
+}
+
+const shoppers, spent = "/v1/audiences/shoppers/members", "/v1/audiences/spent/members"
+
+func (r *rig) sync(path string, members ...string) answer {
+	r.t.Helper()
+	a := r.do(http.MethodPut, path, "web-key", ids(members...))
+	if a.status != http.StatusOK || !a.Success || !a.Sent {
+		r.t.Fatalf("sync: %+v", a)
+	}
+	return a
+}
+
+func (r *rig) told(want ...string) {
+	r.t.Helper()
+	slices.Sort(want)
+	if d := gocmp.Diff(want, r.log.take(r.t)); d != "" {
+		r.t.Errorf("told (-want +got):\n%s", d)
+	}
+}
+
+func TestSyncTellsChangesOnly(t *testing.T) {
+	dir := t.TempDir()
+	r := newRig(t, dir, newLog(), nil)
+	a := r.sync(shoppers, "c", "a", "b", "a")
+	if a.Counts != (Counts{Members: 3, Added: 3}) {
+		t.Errorf("counts %+v", a.Counts)
+	}
+	r.told("a shoppers=true", "b shoppers=true", "c shoppers=true")
+	r.sync(shoppers, "b", "c", "a")
+	r.told()
+	r.sync(shoppers, "d", "b", "c")
+	r.told("a shoppers=false", "d shoppers=true")
+	r.sync(spent, "a=1", "b=2.50", `c="x"`)
+	r.told("a spent=1", "b spent=2.5", "c spent=x")
+	r.sync(spent, "a=1.0", "b=3", "b=4", `c="x"`) // 1.0 is 1; of b the last counts
+	r.told("b spent=4")
+	r.sync(spent, "a=1", "b=4")
+	r.told("c spent=<nil>")
+
+	// All of it survives a restart.
+	r.end()
+	r = newRig(t, dir, newLog(), nil)
+	r.sync(shoppers, "b", "c")
+	r.told("d shoppers=false")
+	report := r.Report(config())
+	if len(report) != 2 || report[0].Members != 2 || report[0].Removed != 1 || report[0].LastSync.IsZero() || !report[0].Owner || report[0].Generation != 3 || report[1].Members != 2 {
+		t.Errorf("report %+v", report)
+	}
+}
+
+func TestIncrement(t *testing.T) {
+	r := newRig(t, t.TempDir(), newLog(), nil)
+	r.sync(shoppers, "a", "b", "c", "d")
+	r.log.take(t)
+	a := r.do(http.MethodPost, shoppers, "web-key", strings.NewReader(`{"userId":"a","member":false}
+{"userId":"b","member":false}
+{"userId":"c","member":false}
+{"userId":"x"}
+{"userId":"d"}
+{"userId":"nobody","member":false}`))
+	if a.status != http.StatusOK || a.Counts != (Counts{Before: 4, Members: 2, Added: 1, Removed: 3}) {
+		t.Errorf("answer %+v", a)
+	}
+	r.told("a shoppers=false", "b shoppers=false", "c shoppers=false", "x shoppers=true")
+	r.sync(shoppers, "d", "x")
+	r.told()
+}
+
+func TestGzip(t *testing.T) {
+	r := newRig(t, t.TempDir(), newLog(), nil)
+	var b bytes.Buffer
+	z := gzip.NewWriter(&b)
+	_, _ = io.Copy(z, ids("a", "b"))
+	_ = z.Close()
+	whole := b.Bytes()
+	for cut := range len(whole) {
+		a := r.do(http.MethodPut, shoppers, "web-key", bytes.NewReader(whole[:cut]), "Content-Encoding", "gzip")
+		if a.status != http.StatusBadRequest {
+			t.Errorf("cut at %d: %+v", cut, a)
+		}
+	}
+	r.told()
+	if a := r.do(http.MethodPut, shoppers, "web-key", bytes.NewReader(whole), "Content-Encoding", "gzip"); a.status != http.StatusOK {
+		t.Errorf("%+v", a)
+	}
+	r.told("a shoppers=true", "b shoppers=true")
+}
+
+func TestRefusalsChangeNothing(t *testing.T) {
+	dir := t.TempDir()
+	r := newRig(t, dir, newLog(), func(o *Options) { o.MaxBytes = 1 << 20 })
+	r.sync(shoppers, "a", "b", "c", "d")
+	r.log.take(t)
+	for _, c := range []struct {
+		name, method, path, key string
+		body                    io.Reader
+		status                  int
+		code                    string
+	}{
+		{"no key", "PUT", shoppers, "", ids("a"), 401, "no_write_key"},
+		{"wrong key", "PUT", shoppers, "nobody", ids("a"), 401, "unknown_write_key"},
+		{"switched off", "PUT", shoppers, "off-key", ids("a"), 403, "source_disabled"},
+		{"another Source's", "PUT", shoppers, "ios-key", ids("a"), 404, "unknown_audience"},
+		{"unknown audience", "PUT", "/v1/audiences/x/members", "web-key", ids("a"), 404, "unknown_audience"},
+		{"unknown path", "PUT", "/v1/audiences/x", "web-key", ids("a"), 404, "not_found"},
+		{"method", "PATCH", shoppers, "web-key", ids("a"), 405, "method_not_allowed"},
+		{"unknown parameter", "PUT", shoppers + "?allowremoval=1", "web-key", ids("a"), 400, "unknown_parameter"},
+		{"parameter", "PUT", shoppers + "?allowRemoval=NaN", "web-key", ids("a"), 400, "invalid_parameter"},
+		{"encoding", "PUT", shoppers, "web-key", ids("a"), 415, "unsupported_encoding"},
+		{"bad line", "PUT", shoppers, "web-key", strings.NewReader("{\"userId\":\"a\"}\n{}\n"), 400, "no_user_id"},
+		{"value of the wrong type", "PUT", spent, "web-key", ids("a={}"), 400, "invalid_field"},
+		{"empty", "PUT", shoppers, "web-key", strings.NewReader(""), 422, "empty_snapshot"},
+		{"empty although all may go", "PUT", shoppers + "?allowRemoval=100", "web-key", strings.NewReader("\n"), 422, "empty_snapshot"},
+		{"too many go", "PUT", shoppers, "web-key", ids("a"), 422, "too_many_removals"},
+		{"one more than allowed", "PUT", shoppers + "?allowRemoval=24", "web-key", ids("a", "b", "c"), 422, "too_many_removals"},
+		{"breaks off", "PUT", shoppers, "web-key", io.MultiReader(ids("a", "b"), endlessMembers()), 413, "too_many_members"},
+		{"dry run", "PUT", shoppers + "?dryRun=true", "web-key", ids("a", "b", "x"), 200, ""},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var header []string
+			if c.name == "encoding" {
+				header = []string{"Content-Encoding", "br"}
+			}
+			a := r.do(c.method, c.path, c.key, c.body, header...)
+			if a.status != c.status || a.Error.Code != c.code {
+				t.Errorf("%d %+v", a.status, a.Error)
+			}
+			if c.name == "bad line" && a.Error.Line != 2 {
+				t.Errorf("line %d", a.Error.Line)
+			}
+		})
+	}
+	r.told()
+	if found, _ := filepath.Glob(filepath.Join(dir, "*", "sync-*")); len(found) > 0 {
+		t.Errorf("left over: %v", found)
+	}
+	r.sync(shoppers, "a", "b", "c", "d")
+	r.told()
+	// What is meant goes.
+	if a := r.do("PUT", shoppers+"?allowRemoval=75", "web-key", ids("a")); a.status != 200 {
+		t.Errorf("%+v", a)
+	}
+	if a := r.do("PUT", shoppers+"?allowEmpty=true", "web-key", ids()); a.status != 200 {
+		t.Errorf("%+v", a)
+	}
+	r.told("b shoppers=false", "c shoppers=false", "d shoppers=false", "a shoppers=false")
+}
+
+func endlessMembers() io.Reader {
+	n := 0
+	var left []byte
+	return readerFunc(func(p []byte) (int, error) {
+		if len(left) == 0 {
+			n++
+			left = fmt.Appendf(nil, "{\"userId\":\"user-%d\"}\n", n)
+		}
+		copied := copy(p, left)
+		left = left[copied:]
+		return copied, nil
+	})
+}
+
+type readerFunc func([]byte) (int, error)
+
+func (f readerFunc) Read(p []byte) (int, error) { return f(p) }
+
+// A client that goes away in the middle has changed nothing.
+func TestBrokenOffBody(t *testing.T) {
+	r := newRig(t, t.TempDir(), newLog(), nil)
+	r.sync(shoppers, "a", "b")
+	r.log.take(t)
+	body, feed := io.Pipe()
+	req, _ := http.NewRequest(http.MethodPut, r.server.URL+shoppers+"?allowRemoval=100", body) //nolint:noctx // a test
+	req.SetBasicAuth("web-key", "")
+	go func() {
+		_, _ = feed.Write([]byte("{\"userId\":\"a\"}\n"))
+		r.eventually(func() bool { return r.busy() == "receiving" })
+		_ = feed.CloseWithError(errors.New("the sender died"))
+	}()
+	if resp, err := http.DefaultClient.Do(req); err == nil {
+		_ = resp.Body.Close()
+		t.Errorf("status %s", resp.Status)
+	}
+	r.eventually(func() bool { return r.busy() == "" })
+	if report := r.Report(config())[0]; report.LastRefused.IsZero() || report.Members != 2 {
+		t.Errorf("report %+v", report)
+	}
+	r.sync(shoppers, "a", "b")
+	r.told()
+}
+
+// busy is what goes on with the shoppers.
+func (r *rig) busy() string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if a := r.audiences[name{"shop", "shoppers"}]; a != nil {
+		return a.busy
+	}
+	return ""
+}
+
+func (r *rig) eventually(ok func() bool) {
+	r.t.Helper()
+	for deadline := time.Now().Add(30 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			r.t.Fatal("waited in vain")
+		}
+	}
+}
+
+func TestTwoAtOnce(t *testing.T) {
+	r := newRig(t, t.TempDir(), newLog(), nil)
+	body, feed := io.Pipe()
+	first := make(chan answer, 1)
+	go func() { first <- r.do(http.MethodPut, shoppers, "web-key", body) }()
+	if _, err := feed.Write([]byte("{\"userId\":\"a\"}\n")); err != nil {
+		t.Fatal(err)
+	}
+	r.eventually(func() bool { return r.busy() != "" })
+	if a := r.do(http.MethodPut, shoppers, "web-key", ids("b")); a.status != http.StatusConflict || a.Error.Code != "sync_in_progress" {
+		t.Errorf("second: %+v", a)
+	}
+	r.sync(spent, "a=1") // another audience does not wait
+	_ = feed.Close()
+	if a := <-first; a.status != http.StatusOK {
+		t.Errorf("first: %+v", a)
+	}
+	r.told("a shoppers=true", "a spent=1")
+}
+
+// While the queue is full a sync waits, and is told that it is not all sent;
+// then it goes on by itself.
+func TestFullQueueIsWaitedFor(t *testing.T) {
+	l := newLog()
+	l.refuse(func(int) error { return queue.ErrFull })
+	r := newRig(t, t.TempDir(), l, nil)
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	result, err := r.Sync(ctx, Request{Tenant: "shop", Audience: config().Audiences[0], Full: true}, ids("a", "b"))
+	if err != nil || result.Sent {
+		t.Fatalf("%+v %v", result, err)
+	}
+	if report := r.Report(config())[0]; report.Unsent != 2 || report.Members != 2 {
+		t.Errorf("report %+v", report)
+	}
+	l.refuse(nil)
+	r.eventually(func() bool { return r.Report(config())[0].Unsent == 0 })
+	r.told("a shoppers=true", "b shoppers=true")
+}
+
+// Wherever the process is killed, the end is the same: every change is told,
+// and told once as far as the duplicate window reaches.
+func TestKilledAnywhere(t *testing.T) {
+	before := make([]string, 1000)
+	for i := range before {
+		before[i] = fmt.Sprintf("u%04d", i)
+	}
+	after := before[300:]
+	for kill := 1; kill <= 4; kill++ { // before the n-th append of the second sync
+		for _, loseProgress := range []bool{false, true} {
+			dir, l := t.TempDir(), newLog()
+			r := newRig(t, dir, l, nil)
+			r.sync(shoppers, before...)
+			l.take(t)
+			appended := l.calls
+			l.refuse(func(n int) error {
+				if n-appended >= kill {
+					return queue.ErrClosed
+				}
+				return nil
+			})
+			ctx, cancel := context.WithCancel(t.Context())
+			time.AfterFunc(100*time.Millisecond, cancel)
+			result, err := r.Sync(ctx, Request{Tenant: "shop", Audience: config().Audiences[0], Full: true, AllowRemoval: 50}, ids(after...))
+			if err != nil || kill <= 2 && result.Sent {
+				t.Fatalf("%+v %v", result, err)
+			}
+			// The folder as it is now, as kill -9 leaves it.
+			killed := t.TempDir()
+			if err := os.CopyFS(killed, os.DirFS(dir)); err != nil {
+				t.Fatal(err)
+			}
+			r.end()
+			if loseProgress { // as a power loss may
+				for _, f := range glob(t, killed, progressFile) {
+					if err := os.Truncate(f, 0); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+			l.refuse(nil)
+			r = newRig(t, killed, l, nil)
+			r.eventually(func() bool {
+				report := r.Report(config())[0]
+				return report.Unsent == 0 && report.Members == 700 && len(glob(t, killed, pendingFile)) == 0
+			})
+			var want []string
+			for _, id := range before[:300] {
+				want = append(want, id+" shoppers=false")
+			}
+			r.told(want...)
+			r.sync(shoppers, after...)
+			r.told()
+			r.end()
+		}
+	}
+}
+
+func glob(t *testing.T, dir, name string) (found []string) {
+	t.Helper()
+	_ = filepath.WalkDir(dir, func(path string, d os.DirEntry, err error) error {
+		if err == nil && d.Name() == name {
+			found = append(found, path)
+		}
+		return nil
+	})
+	return found
+}
+
+// Every state of the files that a crash between two steps of a conclusion
+// leaves leads to the same end.
+func TestInterruptedConclusion(t *testing.T) {
+	dir := t.TempDir()
+	r := newRig(t, dir, newLog(), nil)
+	r.sync(shoppers, "a", "b")
+	r.end()
+	s := r.audiences[name{"shop", "shoppers"}].done
+	folder := filepath.Dir(glob(t, dir, stateFile)[0])
+	// As after the rename of the members and before anything else.
+	if err := os.Remove(filepath.Join(folder, stateFile)); err != nil {
+		t.Fatal(err)
+	}
+	if err := writeState(folder, pendingFile, *s); err != nil {
+		t.Fatal(err)
+	}
+	for _, step := range []string{"before state.json", "before pending.json goes"} {
+		l := newLog()
+		r = newRig(t, dir, l, nil)
+		r.eventually(func() bool { return len(glob(t, dir, pendingFile)) == 0 })
+		r.sync(shoppers, "a", "b", "c")
+		r.told("c shoppers=true")
+		r.sync(shoppers, "a", "b")
+		r.end()
+		s = r.audiences[name{"shop", "shoppers"}].done
+		if err := writeState(folder, pendingFile, *s); err != nil {
+			t.Fatalf("%s: %v", step, err)
+		}
+	}
+	// A decision that was taken back, but whose name came back with the power.
+	s.Sync = "never"
+	if err := writeState(folder, pendingFile, *s); err != nil {
+		t.Fatal(err)
+	}
+	r = newRig(t, dir, newLog(), nil)
+	r.sync(shoppers, "a", "b")
+	r.told()
+}
+
+func TestDamagedMembersAreNotCompared(t *testing.T) {
+	dir := t.TempDir()
+	r := newRig(t, dir, newLog(), nil)
+	r.sync(shoppers, "a", "b", "c")
+	r.log.take(t)
+	files, _ := filepath.Glob(filepath.Join(dir, "*", "members-*"))
+	content, err := os.ReadFile(files[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	content[len(content)/2] ^= 1
+	if err := os.WriteFile(files[0], content, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if a := r.do(http.MethodPut, shoppers, "web-key", ids("a", "b", "c", "d")); a.status != http.StatusInternalServerError || a.Error.Code != "state_damaged" {
+		t.Errorf("%+v", a)
+	}
+	r.told()
+}
+
+// Members under another key, kind or Source are not those of the audience.
+func TestChangedKeyStartsAfresh(t *testing.T) {
+	r := newRig(t, t.TempDir(), newLog(), nil)
+	r.sync(shoppers, "a")
+	r.told("a shoppers=true")
+	c := config()
+	c.Audiences[0].Key = "buyers"
+	r.set(c)
+	if report := r.Report(c)[0]; report.Members != 0 {
+		t.Errorf("report %+v", report)
+	}
+	r.sync("/v1/audiences/buyers/members", "a")
+	r.told("a buyers=true")
+}
+
+func TestDeletedAudienceIsForgotten(t *testing.T) {
+	dir := t.TempDir()
+	r := newRig(t, dir, newLog(), func(o *Options) { o.OrphanGrace = time.Millisecond })
+	r.sync(shoppers, "a")
+	r.sync(spent, "a=1")
+	r.log.take(t)
+	c := config()
+	c.Audiences = c.Audiences[1:]
+	r.set(c)
+	r.eventually(func() bool { return len(glob(t, dir, stateFile)) == 1 })
+	r.set(config())
+	r.sync(shoppers, "a")
+	r.told("a shoppers=true")
+}
+
+func TestNotReady(t *testing.T) {
+	r := newRig(t, t.TempDir(), newLog(), nil)
+	r.view.Store(nil)
+	if a := r.do(http.MethodPut, shoppers, "web-key", ids("a")); a.status != http.StatusServiceUnavailable {
+		t.Errorf("%+v", a)
+	}
+	r.view.Store(liveconfig.NewView(nil, "shop"))
+	if a := r.do(http.MethodPut, shoppers, "web-key", ids("a")); a.status != http.StatusServiceUnavailable {
+		t.Errorf("%+v", a)
+	}
+	r.set(config())
+	r.Stop()
+	if a := r.do(http.MethodPut, shoppers, "web-key", ids("a")); a.status != http.StatusServiceUnavailable {
+		t.Errorf("%+v", a)
+	}
+}
+
+// A pod that is not the owner hands a sync on, and does not hand it round.
+func TestHandedOnToTheOwner(t *testing.T) {
+	owner := newRig(t, t.TempDir(), newLog(), nil)
+	other := newRig(t, t.TempDir(), newLog(), func(o *Options) { o.Owner = owner.server.URL })
+	members := make([]string, 5000)
+	for i := range members {
+		members[i] = fmt.Sprintf("u%d", i)
+	}
+	if a := other.sync(shoppers, members...); a.Added != 5000 {
+		t.Errorf("%+v", a)
+	}
+	if got := owner.log.take(t); len(got) != 5000 {
+		t.Errorf("the owner told %d", len(got))
+	}
+	other.told()
+	if a := other.do(http.MethodPut, shoppers, "web-key", ids("a")); a.status != http.StatusUnprocessableEntity {
+		t.Errorf("a refusal of the owner: %+v", a)
+	}
+	if a := other.do(http.MethodPut, shoppers, "nobody", ids("a")); a.status != http.StatusUnauthorized {
+		t.Errorf("%+v", a)
+	}
+	third := newRig(t, t.TempDir(), newLog(), func(o *Options) { o.Owner = other.server.URL })
+	if a := third.do(http.MethodPut, shoppers, "web-key", ids("a")); a.status != http.StatusMisdirectedRequest {
+		t.Errorf("handed on twice: %+v", a)
+	}
+	owner.end()
+	if a := other.do(http.MethodPut, shoppers, "web-key", ids("a")); a.status != http.StatusServiceUnavailable || a.Error.Code != "owner_unreachable" {
+		t.Errorf("without the owner: %+v", a)
+	}
+}
+
+var benchMembers = flag.Int("members", 0, "members of BenchmarkSync; 0 skips it")
+
+// BenchmarkSync prints the time per million members and the largest heap, of a
+// first sync and of one with 1 % changes:
+//
+//	go test ./dispatcher/audience -run '^$' -bench Sync -benchtime 1x -members 5000000
+func BenchmarkSync(b *testing.B) {
+	if *benchMembers == 0 {
+		b.Skip("set -members")
+	}
+	s, err := New(Options{
+		Dir: b.TempDir(), Logger: slog.New(slog.DiscardHandler),
+		View:   func() *liveconfig.View { return liveconfig.NewView([]liveconfig.Revisioned{{Config: config()}}) },
+		Skip:   func(liveconfig.SourceRef, *event.Call) []string { return nil },
+		Append: func(context.Context, []queue.Message) ([]bool, error) { return nil, nil },
+	})
+	if err != nil {
+		b.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(b.Context())
+	done := make(chan struct{})
+	go func() { defer close(done); _ = s.Run(ctx) }()
+	defer func() { cancel(); <-done }()
+	var heap atomic.Uint64
+	go func() {
+		for ctx.Err() == nil {
+			var m runtime.MemStats
+			runtime.ReadMemStats(&m)
+			heap.Store(max(heap.Load(), m.HeapInuse))
+			time.Sleep(20 * time.Millisecond)
+		}
+	}()
+	sync := func(from int) Result {
+		n := 0
+		var left []byte
+		body := readerFunc(func(p []byte) (int, error) {
+			if len(left) == 0 {
+				if n == *benchMembers {
+					return 0, io.EOF
+				}
+				left = fmt.Appendf(nil, "{\"userId\":\"user-%d\"}\n", from+n*7919%*benchMembers)
+				n++
+			}
+			copied := copy(p, left)
+			left = left[copied:]
+			return copied, nil
+		})
+		result, err := s.Sync(ctx, Request{Tenant: "shop", Audience: config().Audiences[0], Full: true, AllowRemoval: 50}, body)
+		if err != nil {
+			b.Fatal(err)
+		}
+		return result
+	}
+	for b.Loop() {
+		begin := time.Now()
+		first := sync(0)
+		firstTime := time.Since(begin)
+		begin = time.Now()
+		second := sync(*benchMembers / 200)
+		millions := float64(*benchMembers) / 1e6
+		b.ReportMetric(firstTime.Seconds()/millions, "s/million-first")
+		b.ReportMetric(time.Since(begin).Seconds()/millions, "s/million-again")
+		b.ReportMetric(float64(heap.Load())/(1<<20), "MiB-heap")
+		b.Logf("first: %+v; again: %+v", first.Counts, second.Counts)
+	}
+}
