@@ -38,6 +38,10 @@ test: ## Run all tests, race detector on, against a real kube-apiserver and etcd
 	@export KUBEBUILDER_ASSETS=$(ASSETS); \
 	$(BIN)/gotestsum --format pkgname-and-test-fails --hide-summary=skipped -- -race -timeout 20m $(if $(RUN),-run '$(RUN)') $(PKG)
 
+.PHONY: e2e
+e2e: ## Run the suite on a real cluster of its own (root, Debian); CLUSTER=kind for kind.
+	CLUSTER=$(or $(CLUSTER),local) hack/e2e $(if $(RUN),-ginkgo.focus='$(RUN)')
+
 .PHONY: bench
 bench: ## Print speed as ratios against a bare loop of signed POSTs, in one run.
 	go run ./hack/bench
@@ -55,6 +59,7 @@ generate: ## Generate deep copies, CRDs, RBAC and the chart's copies of them fro
 	@$(call tool,controller-gen,sigs.k8s.io/controller-tools/cmd/controller-gen)
 	$(BIN)/controller-gen object crd paths=./api/... output:crd:dir=config/crd
 	$(BIN)/controller-gen rbac:roleName=posthorn-operator paths=./controllers/... output:rbac:dir=config/rbac
+	go run ./hack/chart
 	go run ./hack/chart
 
 .PHONY: lint
