@@ -1,0 +1,269 @@
+// Package reliability proves what docs/reliability.md promises, on the whole
+// data plane: calls in over HTTP, the real store, real sockets out.
+package reliability
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+)
+
+// patience is how long a test waits for what must happen in the end. It never
+// decides between right and wrong, only when to give up.
+const patience = 60 * time.Second
+
+// tenant is the namespace of everything here.
+const tenant = "shop"
+
+// number is a count that the environment may raise for a long run.
+func number(name string, normal int) int {
+	if n, err := strconv.Atoi(os.Getenv(name)); err == nil && n > 0 {
+		return n
+	}
+	return normal
+}
+
+func eventually(t testing.TB, what string, check func() error) {
+	t.Helper()
+	deadline := time.Now().Add(patience)
+	for {
+		err := check()
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("waited for: %s: %v", what, err)
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+}
+
+func source(name string) liveconfig.Source {
+	sum := sha256.Sum256([]byte("key-" + name))
+	return liveconfig.Source{Name: name, Generation: 1, Revision: "1", Enabled: true, WriteKeySHA256: hex.EncodeToString(sum[:])}
+}
+
+// destination gets the calls of a Source at a URL, patiently.
+func destination(name, source, url string) liveconfig.Destination {
+	return liveconfig.Destination{
+		Name: name, Generation: 1, Revision: "1", State: liveconfig.Active, Sources: []string{source},
+		Endpoints:   []liveconfig.Endpoint{{Name: "primary", URL: liveconfig.NewSecret(url)}},
+		Signing:     &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("shared")},
+		Success:     liveconfig.AnyEndpoint,
+		Delivery:    liveconfig.Delivery{TimeoutMS: 5000, RetryWindowMS: 3_600_000, MinBackoffMS: 10, MaxBackoffMS: 200, MaxInFlight: 16},
+		DeadLetters: liveconfig.DeadLetters{RetentionMS: 3_600_000, MaxBytes: 64 << 20},
+	}
+}
+
+func config(sources []liveconfig.Source, destinations ...liveconfig.Destination) liveconfig.Config {
+	return liveconfig.Config{Version: liveconfig.FormatVersion, Tenant: tenant, Sources: sources, Destinations: destinations}
+}
+
+// options are those of a dispatcher on loopback.
+func options(t testing.TB, dir string, q pebblestore.Options) dispatcher.Options {
+	t.Helper()
+	policy, err := egress.ParsePolicy([]string{"127.0.0.0/8"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if q.DuplicateWindow == 0 {
+		q.DuplicateWindow = 10 * time.Minute
+	}
+	return dispatcher.Options{
+		DataDir: dir, Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: "p0", Egress: policy,
+		DrainTimeout: 2 * time.Second, Queue: q, Logger: slog.New(slog.NewTextHandler(io.Discard, nil)),
+	}
+}
+
+// running is a dispatcher that runs.
+type running struct {
+	*dispatcher.Dispatcher
+	cancel context.CancelFunc
+	ended  chan error
+	once   sync.Once
+	err    error
+}
+
+func run(d *dispatcher.Dispatcher) *running {
+	ctx, cancel := context.WithCancel(context.Background())
+	r := &running{Dispatcher: d, cancel: cancel, ended: make(chan error, 1)}
+	go func() { r.ended <- d.Run(ctx) }()
+	return r
+}
+
+// start runs a dispatcher under a config and stops it with the test.
+func start(t testing.TB, o dispatcher.Options, c liveconfig.Config) *running {
+	t.Helper()
+	d, err := dispatcher.New(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := run(d)
+	t.Cleanup(func() { _ = r.stop() })
+	r.set(t, c)
+	return r
+}
+
+// set puts a config into effect.
+func (r *running) set(t testing.TB, c liveconfig.Config) {
+	t.Helper()
+	data, _, err := liveconfig.Encode(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Set(tenant, data)
+	r.Synced()
+	for _, tr := range r.Report().Tenants {
+		if tr.Refused != nil {
+			t.Fatal(tr.Refused.Error)
+		}
+	}
+}
+
+func (r *running) stop() error {
+	r.once.Do(func() {
+		r.cancel()
+		r.err = <-r.ended
+	})
+	return r.err
+}
+
+// destination is a destination's part of the report.
+func (r *running) destination(t testing.TB, name string) liveconfig.DestinationReport {
+	t.Helper()
+	for _, tr := range r.Report().Tenants {
+		for _, d := range tr.Destinations {
+			if d.Name == name {
+				return d
+			}
+		}
+	}
+	t.Fatalf("no destination %s in the report", name)
+	return liveconfig.DestinationReport{}
+}
+
+// balance tells whether a destination's ledger adds up.
+func balance(d liveconfig.DestinationReport) error {
+	if sum := d.Delivered + d.Filtered + d.DeadLettered + d.Discarded + d.Pending; sum != d.Accepted {
+		return fmt.Errorf("%s: %d accepted, but delivered %d + filtered %d + dead %d + discarded %d + pending %d = %d",
+			d.Name, d.Accepted, d.Delivered, d.Filtered, d.DeadLettered, d.Discarded, d.Pending, sum)
+	}
+	return nil
+}
+
+// call is the JSON of a call; extra fields begin with a comma.
+func call(id, extra string) string {
+	return fmt.Sprintf(`{"type":"track","event":"Order","userId":"u","messageId":%q%s}`, id, extra)
+}
+
+// answer is what a call or a batch was answered.
+type answer struct {
+	status     int
+	retryAfter string
+	body       string
+}
+
+// client sends calls to a dispatcher as a library does: one request at a time on a kept connection.
+type client struct {
+	http http.Client
+}
+
+func newClient() *client {
+	return &client{http.Client{Timeout: patience, Transport: &http.Transport{MaxIdleConnsPerHost: 1}}}
+}
+
+func (c *client) close() { c.http.CloseIdleConnections() }
+
+// batch posts calls in one request.
+func (c *client) batch(ctx context.Context, addr net.Addr, source string, calls ...string) (answer, error) {
+	body := `{"batch":[` + strings.Join(calls, ",") + `]}`
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+addr.String()+"/v1/batch", strings.NewReader(body))
+	if err != nil {
+		return answer{}, err
+	}
+	req.SetBasicAuth("key-"+source, "")
+	resp, err := c.http.Do(req)
+	if err != nil {
+		return answer{}, err
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	return answer{resp.StatusCode, resp.Header.Get("Retry-After"), string(b)}, err
+}
+
+// messageID reads the messageId of a delivered body.
+func messageID(r *http.Request) (string, error) {
+	var m struct {
+		MessageID string `json:"messageId"`
+	}
+	err := json.NewDecoder(r.Body).Decode(&m)
+	return m.MessageID, err
+}
+
+// receiver is an HTTP server on loopback.
+type receiver struct {
+	url    string
+	server *http.Server
+}
+
+func receive(t testing.TB, handler http.HandlerFunc) *receiver {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := &receiver{url: "http://" + l.Addr().String(), server: &http.Server{Handler: handler, ReadHeaderTimeout: patience, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError)}}
+	go func() { _ = r.server.Serve(l) }()
+	t.Cleanup(func() { _ = r.server.Close() })
+	return r
+}
+
+// inbox counts what arrived, by messageId.
+type inbox struct {
+	mu   sync.Mutex
+	seen map[string]int
+	all  int
+}
+
+func (b *inbox) add(id string) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.seen == nil {
+		b.seen = map[string]int{}
+	}
+	b.seen[id]++
+	b.all++
+}
+
+func (b *inbox) distinct() int {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return len(b.seen)
+}
+
+// ServeHTTP takes everything.
+func (b *inbox) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	id, err := messageID(r)
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusBadRequest)
+		return
+	}
+	b.add(id)
+}
