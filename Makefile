@@ -60,7 +60,6 @@ generate: ## Generate deep copies, CRDs, RBAC and the chart's copies of them fro
 	$(BIN)/controller-gen object crd paths=./api/... output:crd:dir=config/crd
 	$(BIN)/controller-gen rbac:roleName=posthorn-operator paths=./controllers/... output:rbac:dir=config/rbac
 	go run ./hack/chart
-	go run ./hack/chart
 
 .PHONY: lint
 lint: ## Check style, imports and common mistakes.
