@@ -72,7 +72,7 @@ type Failure struct {
 
 // DeadLetter is a copy of a message that could not be delivered.
 type DeadLetter struct {
-	// Key identifies the dead letter within its destination; it sorts by time.
+	// Key identifies the dead letter within its destination; it sorts by Failure.Time.
 	Key  string
 	Lane LaneID
 	Seq  uint64
@@ -80,7 +80,7 @@ type DeadLetter struct {
 	ID, Type, Event string
 	Body            []byte
 	AcceptedAt      time.Time
-	// Attempts that were made in all.
+	// Attempts that were made in all: Delivery.Attempt and the one that was buried.
 	Attempts int
 	Failure  Failure
 }
@@ -122,7 +122,9 @@ type Store interface {
 	// Append stores messages and returns after they are durable. duplicates[i]
 	// is true when a message with the same Source and ID was appended within the
 	// duplicate window; it is dropped. When err is not nil nothing was accepted.
-	// duplicates may be nil when there are none.
+	// duplicates may be nil when there are none. ctx ends the wait until the
+	// messages are taken to be written; from then on Append waits for the disk.
+	// It returns ErrFull above the storage's high-water mark or the Source's quota.
 	Append(ctx context.Context, msgs []Message) (duplicates []bool, err error)
 
 	// OpenLane makes a lane known and returns once it is durable. A new lane
@@ -158,6 +160,8 @@ type Store interface {
 	Bury(d Delivery, f Failure) error
 	// BuryExpired turns every waiting, not leased message of the lane that was
 	// accepted before cut into a dead letter, in bounded memory, and returns how many.
+	// It goes through the log in order and stops at the first unread message that is
+	// younger, so one with an older time behind that stays for the next call.
 	BuryExpired(ctx context.Context, lane LaneID, cut time.Time, f Failure) (int, error)
 
 	// DeadLetters calls fn for each dead letter of a destination

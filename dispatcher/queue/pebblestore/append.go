@@ -122,13 +122,13 @@ func (s *Store) release(r *request) {
 func check(m *queue.Message) error {
 	switch {
 	case m.Source == "" || len(m.Source) > maxNameBytes:
-		return fmt.Errorf("Source has %d bytes; it must have 1 to %d", len(m.Source), maxNameBytes)
+		return fmt.Errorf("field Source has %d bytes; it must have 1 to %d", len(m.Source), maxNameBytes)
 	case len(m.ID) > maxIDBytes:
-		return fmt.Errorf("ID has %d bytes; it may have %d", len(m.ID), maxIDBytes)
+		return fmt.Errorf("field ID has %d bytes; it may have %d", len(m.ID), maxIDBytes)
 	case len(m.Body) > maxBodyBytes:
-		return fmt.Errorf("Body has %d bytes; it may have %d", len(m.Body), maxBodyBytes)
+		return fmt.Errorf("field Body has %d bytes; it may have %d", len(m.Body), maxBodyBytes)
 	case len(m.Skip) > maxSkips:
-		return fmt.Errorf("Skip has %d names; it may have %d", len(m.Skip), maxSkips)
+		return fmt.Errorf("field Skip has %d names; it may have %d", len(m.Skip), maxSkips)
 	}
 	return nil
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -17,7 +18,8 @@ import (
 // high-water mark, long before a write could fail; lanes go on, and what they
 // settle gives room again.
 type disk struct {
-	s *Store
+	s           *Store
+	maintaining sync.Mutex
 	// full: Append is refused. exhausted: expired messages are not copied to the
 	// dead letters either.
 	full, exhausted atomic.Bool
@@ -133,6 +135,8 @@ func (s *Store) runMaintenance() {
 }
 
 func (s *Store) maintain(all bool) {
+	s.disk.maintaining.Lock()
+	defer s.disk.maintaining.Unlock()
 	s.disk.look()
 	if err := s.trim(all || s.disk.full.Load()); err != nil {
 		s.log.Error("freeing delivered messages failed; trying again", "error", s.explain(err))

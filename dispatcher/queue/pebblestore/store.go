@@ -22,7 +22,6 @@ import (
 	"time"
 
 	"github.com/cockroachdb/pebble/v2"
-	"github.com/cockroachdb/pebble/v2/bloom"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
@@ -168,12 +167,11 @@ func (s *Store) openDB() error {
 		FormatMajorVersion:          pebble.FormatNewest,
 		MemTableSize:                uint64(memTable),
 		MemTableStopWritesThreshold: 4,
-		L0CompactionThreshold:       2,
+		L0CompactionThreshold:       8,
 		L0StopWritesThreshold:       100,
 		MaxOpenFiles:                1000,
 		CompactionConcurrencyRange:  func() (int, int) { return 1, 2 },
 	}
-	opts.Levels[0].FilterPolicy = bloom.FilterPolicy(10)
 	var err error
 	s.db, err = pebble.Open(s.dir, opts)
 	return err
