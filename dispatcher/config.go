@@ -7,6 +7,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/route"
@@ -29,6 +30,8 @@ type configs struct {
 	good    map[string]liveconfig.Revisioned
 	routers map[string]*route.Router
 	refused map[string]liveconfig.RefusedConfig
+	// applied is when each tenant's good config came.
+	applied map[string]time.Time
 	synced  bool
 
 	current atomic.Pointer[running]
@@ -38,6 +41,7 @@ func newConfigs(log *slog.Logger, apply func(*liveconfig.View) error) *configs {
 	return &configs{
 		log: log, apply: apply,
 		good: map[string]liveconfig.Revisioned{}, routers: map[string]*route.Router{}, refused: map[string]liveconfig.RefusedConfig{},
+		applied: map[string]time.Time{},
 	}
 }
 
@@ -60,6 +64,7 @@ func (c *configs) Set(tenant string, data []byte) {
 		}
 		c.good[tenant] = liveconfig.Revisioned{Config: config, Revision: revision}
 		c.routers[tenant] = router
+		c.applied[tenant] = time.Now()
 	}
 	c.swap(tenant)
 }
@@ -71,6 +76,7 @@ func (c *configs) Delete(tenant string) {
 	delete(c.good, tenant)
 	delete(c.routers, tenant)
 	delete(c.refused, tenant)
+	delete(c.applied, tenant)
 	c.swap(tenant)
 }
 
@@ -124,6 +130,13 @@ func (c *configs) router(tenant string) *route.Router {
 		return r.routers[tenant]
 	}
 	return nil
+}
+
+// appliedTimes returns when each tenant's config came into effect.
+func (c *configs) appliedTimes() map[string]time.Time {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return maps.Clone(c.applied)
 }
 
 // refusals returns the configs that were refused, by tenant.

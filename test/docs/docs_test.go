@@ -202,3 +202,45 @@ func free(t *testing.T) string {
 	defer l.Close()
 	return l.Addr().String()
 }
+
+var metric = regexp.MustCompile(`posthorn_[a-z]+_?[a-z_]*[a-z]`)
+
+// docs/metrics.md names every metric that the code makes, and no other.
+func TestMetricsAreDocumented(t *testing.T) {
+	inCode, inDocs := map[string]bool{}, map[string]bool{}
+	for _, dir := range []string{"dispatcher", "controllers"} {
+		err := filepath.WalkDir(filepath.Join(root, dir), func(path string, _ os.DirEntry, err error) error {
+			if err != nil || !strings.HasSuffix(path, ".go") || strings.HasSuffix(path, "_test.go") {
+				return err
+			}
+			text, err := os.ReadFile(path)
+			for _, m := range regexp.MustCompile(`"(posthorn_[a-z_]+[a-z])"`).FindAllStringSubmatch(string(text), -1) {
+				inCode[m[1]] = true
+			}
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	text, err := os.ReadFile(filepath.Join(root, "docs", "metrics.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range metric.FindAllString(string(text), -1) {
+		inDocs[m] = true
+	}
+	for m := range inCode {
+		if !inDocs[m] {
+			t.Errorf("docs/metrics.md does not name %s", m)
+		}
+	}
+	for m := range inDocs {
+		if !inCode[m] {
+			t.Errorf("docs/metrics.md names %s, which the code does not make", m)
+		}
+	}
+	if len(inCode) < 20 {
+		t.Errorf("only %d metrics were found in the code", len(inCode))
+	}
+}

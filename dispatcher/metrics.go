@@ -1,0 +1,57 @@
+package dispatcher
+
+import (
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+// reportCollector shows what a report says of configs and of the oldest
+// messages; it is asked at scrape time and costs nothing in between.
+type reportCollector struct{ d *Dispatcher }
+
+var (
+	descReady     = prometheus.NewDesc("posthorn_ready", "1 while calls are taken.", nil, nil)
+	descRefused   = prometheus.NewDesc("posthorn_config_refused", "1 while a namespace's newest live config is refused and the last good one runs.", []string{"namespace"}, nil)
+	descConfigAge = prometheus.NewDesc("posthorn_config_age_seconds", "Time since a namespace's live config came into effect.", []string{"namespace"}, nil)
+	descOldest    = prometheus.NewDesc("posthorn_destination_oldest_pending_seconds", "Age of a destination's oldest message that waits; 0 when none does.", []string{"namespace", "destination"}, nil)
+	descFree      = prometheus.NewDesc("posthorn_storage_free_bytes", "Room that is left on the disk of the data folder.", nil, nil)
+)
+
+// Describe implements prometheus.Collector.
+func (reportCollector) Describe(ch chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{descReady, descRefused, descConfigAge, descOldest, descFree} {
+		ch <- d
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (c reportCollector) Collect(ch chan<- prometheus.Metric) {
+	gauge := func(d *prometheus.Desc, v float64, labels ...string) {
+		ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
+	}
+	now, r := time.Now(), c.d.Report()
+	gauge(descReady, number(r.Ready))
+	gauge(descFree, float64(r.Storage.FreeBytes))
+	applied := c.d.configs.appliedTimes()
+	for _, t := range r.Tenants {
+		gauge(descRefused, number(t.Refused != nil), t.Tenant)
+		if at, ok := applied[t.Tenant]; ok {
+			gauge(descConfigAge, now.Sub(at).Seconds(), t.Tenant)
+		}
+		for _, d := range t.Destinations {
+			age := 0.0
+			if !d.OldestPending.IsZero() {
+				age = now.Sub(d.OldestPending).Seconds()
+			}
+			gauge(descOldest, age, t.Tenant, d.Name)
+		}
+	}
+}
+
+func number(b bool) float64 {
+	if b {
+		return 1
+	}
+	return 0
+}
