@@ -17,6 +17,8 @@ const (
 	// ConditionReceiving tells from real traffic whether calls arrive for a
 	// Source. Unknown until the first call.
 	ConditionReceiving = "Receiving"
+	// ConditionSynced tells how the last sync of an Audience went. Unknown until the first one.
+	ConditionSynced = "Synced"
 )
 
 // Reasons of Accepted.
@@ -47,6 +49,8 @@ const (
 	ReasonEgressDenied = "EgressDenied"
 	// ReasonWriteKeyConflict: another Source already uses the same write key. The older Source keeps it.
 	ReasonWriteKeyConflict = "WriteKeyConflict"
+	// ReasonKeyConflict: another Audience of the same Source already has the same key. The older Audience keeps it.
+	ReasonKeyConflict = "KeyConflict"
 	// ReasonConfigTooLarge: the namespace's live config would not fit into one
 	// Secret. The last config that did fit stays in effect.
 	ReasonConfigTooLarge = "ConfigTooLarge"
@@ -122,4 +126,16 @@ const (
 	ReasonRejectingCalls = "RejectingCalls"
 	// ReasonStoragePressure: the dispatcher refuses calls because its storage, or this Source's quota, is full.
 	ReasonStoragePressure = "StoragePressure"
+)
+
+// Reasons of Synced.
+const (
+	// ReasonSynced: the last sync was taken, and every change is on its way.
+	ReasonSynced = "Synced"
+	// ReasonSending: the last sync was taken; its identify calls are being put into the queue.
+	ReasonSending = "Sending"
+	// ReasonSyncRefused: the latest sync was refused and changed nothing.
+	ReasonSyncRefused = "SyncRefused"
+	// ReasonNoSyncYet: no sync has come yet.
+	ReasonNoSyncYet = "NoSyncYet"
 )

@@ -1,5 +1,6 @@
 // Package v1alpha1 holds the kinds of posthorn.dev/v1alpha1: Source (who may
-// send calls) and WebhookDestination (which URLs receive them).
+// send calls), WebhookDestination (which URLs receive them) and Audience (a set
+// of users whose changes are told).
 //
 // Field comments are the user manual: `kubectl explain` prints them.
 // References never carry a namespace, so an object can only ever use Secrets
@@ -28,6 +29,7 @@ func addKnownTypes(scheme *runtime.Scheme) error {
 	scheme.AddKnownTypes(GroupVersion,
 		&Source{}, &SourceList{},
 		&WebhookDestination{}, &WebhookDestinationList{},
+		&Audience{}, &AudienceList{},
 	)
 	metav1.AddToGroupVersion(scheme, GroupVersion)
 	return nil

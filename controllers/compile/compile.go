@@ -33,10 +33,11 @@ type Secret struct {
 // Snapshot is all that the config of one namespace is made of.
 type Snapshot struct {
 	Namespace string
-	// Sources and Destinations of the namespace, in any order. They may come
+	// Sources, Destinations and Audiences of the namespace, in any order. They may come
 	// without the API server's defaults.
 	Sources      []v1alpha1.Source
 	Destinations []v1alpha1.WebhookDestination
+	Audiences    []v1alpha1.Audience
 	// Secrets by name; those that SecretRefs names and that exist.
 	Secrets map[string]Secret
 	// CheckHost says why a URL's host may not be delivered to; nil allows all.
@@ -59,12 +60,15 @@ type Verdict struct {
 	Revision string `json:"revision"`
 	// Destinations are, for a Source, the names of those that take its calls, sorted.
 	Destinations []string `json:"destinations,omitempty"`
+	// Key is, for an Audience, the key in effect; empty when it is not accepted.
+	Key string `json:"key,omitempty"`
 }
 
 // Verdicts holds one Verdict per object, by name.
 type Verdicts struct {
 	Sources      map[string]Verdict `json:"sources"`
 	Destinations map[string]Verdict `json:"destinations"`
+	Audiences    map[string]Verdict `json:"audiences,omitempty"`
 }
 
 // Compile makes a namespace's live config. Every object is in the config: a
@@ -97,6 +101,16 @@ func Compile(s Snapshot) (liveconfig.Config, Verdicts) {
 		config.Sources = append(config.Sources, compiled)
 		verdicts.Sources[source.Name] = verdict
 	}
+	audiences := inOrder(s.Audiences, func(o *v1alpha1.Audience) *metav1.ObjectMeta { return &o.ObjectMeta })
+	if len(audiences) > 0 {
+		verdicts.Audiences = make(map[string]Verdict, len(audiences))
+	}
+	keys := keyOwners(audiences)
+	for _, audience := range audiences {
+		compiled, verdict := s.audience(audience, sources, keys)
+		config.Audiences = append(config.Audiences, compiled)
+		verdicts.Audiences[audience.Name] = verdict
+	}
 	return config, verdicts
 }
 
@@ -111,6 +125,9 @@ func (v Verdicts) TooLarge(encodedBytes int, last liveconfig.Config) Verdicts {
 	}
 	for _, d := range last.Destinations {
 		inEffect["destination/"+d.Name] = d.Revision
+	}
+	for _, a := range last.Audiences {
+		inEffect["audience/"+a.Name] = a.Revision
 	}
 	message := fmt.Sprintf("the live config of this namespace would have %d bytes compressed; at most %d fit into one Secret: the last config that did fit stays in effect; remove destinations or large certificates, or use another namespace",
 		encodedBytes, liveconfig.MaxEncodedBytes)
@@ -129,7 +146,11 @@ func (v Verdicts) TooLarge(encodedBytes int, last liveconfig.Config) Verdicts {
 		}
 		return out
 	}
-	return Verdicts{Sources: refuse("source", v.Sources), Destinations: refuse("destination", v.Destinations)}
+	refused := Verdicts{Sources: refuse("source", v.Sources), Destinations: refuse("destination", v.Destinations)}
+	if v.Audiences != nil {
+		refused.Audiences = refuse("audience", v.Audiences)
+	}
+	return refused
 }
 
 // Fits reports whether an encoded config fits into a Secret. When it does not,

@@ -22,6 +22,7 @@ var reasonOrder = []string{
 	v1alpha1.ReasonEgressDenied,
 	v1alpha1.ReasonInvalidFilter,
 	v1alpha1.ReasonWriteKeyConflict,
+	v1alpha1.ReasonKeyConflict,
 	// Last, because a destination works with the Sources that it has.
 	v1alpha1.ReasonNoSource,
 }

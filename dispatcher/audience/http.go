@@ -120,7 +120,7 @@ func (s *Service) request(r *http.Request) (q Request, bad *Refusal) {
 	if i < 0 {
 		return q, refuse(http.StatusNotFound, "unknown_audience", "the Source of this write key has no audience with this key; see the status of the Audience for its key")
 	}
-	q = Request{Tenant: ref.Tenant, Audience: config.Audiences[i], Full: r.Method == http.MethodPut, AllowRemoval: DefaultAllowRemoval}
+	q = Request{Tenant: ref.Tenant, Audience: config.Audiences[i], Full: r.Method == http.MethodPut, AllowRemoval: float64(config.Audiences[i].MaxRemovalPercent)}
 	query := r.URL.Query()
 	for name := range query {
 		if !slices.Contains([]string{"allowRemoval", "allowEmpty", "dryRun"}, name) {

@@ -40,8 +40,6 @@ import (
 const (
 	// DefaultMaxBytes is what one sync's members may take on disk.
 	DefaultMaxBytes = 16 << 30
-	// DefaultAllowRemoval is the share of members, in percent, that a snapshot may remove.
-	DefaultAllowRemoval = 50
 
 	maxSyncs          = 8
 	maxSyncsPerSource = 2

@@ -106,8 +106,8 @@ func config() liveconfig.Config {
 			{Name: "web", Enabled: true, WriteKeySHA256: keyHash("web-key")},
 		},
 		Audiences: []liveconfig.Audience{
-			{Name: "shoppers", Generation: 3, Revision: "r", Source: "web", Key: "shoppers", Kind: liveconfig.KindAudience},
-			{Name: "spent", Source: "web", Key: "spent", Kind: liveconfig.KindComputedTrait},
+			{Name: "shoppers", Generation: 3, Revision: "r", Source: "web", Key: "shoppers", Kind: liveconfig.KindAudience, MaxRemovalPercent: 50},
+			{Name: "spent", Source: "web", Key: "spent", Kind: liveconfig.KindComputedTrait, MaxRemovalPercent: 50},
 		},
 	}
 }

@@ -72,6 +72,8 @@ type Audience struct {
 	Key string `json:"key,omitempty"`
 	// Kind is KindAudience (the trait is true or false) or KindComputedTrait (the trait is a value).
 	Kind string `json:"kind"`
+	// MaxRemovalPercent is the share of members that a snapshot may remove.
+	MaxRemovalPercent int `json:"maxRemovalPercent"`
 }
 
 // State says what the dispatcher does with a destination's messages.

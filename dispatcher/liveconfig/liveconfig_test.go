@@ -31,7 +31,7 @@ func full() Config {
 			Delivery: Delivery{TimeoutMS: 5000, RetryWindowMS: 1000, MinBackoffMS: 1, MaxBackoffMS: 2, MaxInFlight: 3, RequestsPerSecond: 4},
 			Filter:   &Filter{Types: []string{"track"}, Events: []string{"*"}, Expression: "true"}, DeadLetters: DeadLetters{RetentionMS: 1, MaxBytes: 2},
 		}},
-		Audiences: []Audience{{Name: "shoppers", Generation: 1, Revision: "r3", Source: "web", Key: "shoppers", Kind: KindAudience}},
+		Audiences: []Audience{{Name: "shoppers", Generation: 1, Revision: "r3", Source: "web", Key: "shoppers", Kind: KindAudience, MaxRemovalPercent: 50}},
 	}
 }
 

@@ -1,0 +1,109 @@
+package compile
+
+import (
+	"cmp"
+	"slices"
+	"strings"
+	"unicode"
+
+	"golang.org/x/text/unicode/norm"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+// maxKeyBytes bounds a key that was made of a name; the API allows 200 in status.
+const maxKeyBytes = 200
+
+// audience compiles one Audience. owners tells whose a key is.
+func (s Snapshot) audience(o *v1alpha1.Audience, sources []*v1alpha1.Source, owners map[audienceKey]string) (liveconfig.Audience, Verdict) {
+	r := newResolver(nil)
+	c := liveconfig.Audience{Name: o.Name, Source: o.Spec.Source, Key: keyOf(o), Kind: string(cmp.Or(o.Spec.Kind, v1alpha1.AudienceKindAudience)), MaxRemovalPercent: 50}
+	if percent := o.Spec.MaxRemovalPercent; percent != nil {
+		c.MaxRemovalPercent = int(*percent)
+	}
+	if c.Kind != liveconfig.KindAudience && c.Kind != liveconfig.KindComputedTrait {
+		r.add(v1alpha1.ReasonInvalidSpec, "spec.kind", "must be Audience or ComputedTrait")
+		c.Kind = liveconfig.KindAudience // nothing can be synced as this
+	}
+	if c.MaxRemovalPercent < 0 || c.MaxRemovalPercent > 100 {
+		r.add(v1alpha1.ReasonInvalidSpec, "spec.maxRemovalPercent", "must be 0 to 100")
+		c.MaxRemovalPercent = 50
+	}
+	if !slices.ContainsFunc(sources, func(source *v1alpha1.Source) bool { return source.Name == c.Source }) {
+		r.add(v1alpha1.ReasonNoSource, "spec.source", "Source %q does not exist in this namespace; create it or change the name", c.Source)
+	}
+	switch owner := owners[audienceKey{c.Source, c.Key}]; {
+	case c.Key == "":
+		r.add(v1alpha1.ReasonInvalidSpec, "spec.key", "spec.name has no letter or digit to make a key of; set spec.key")
+	case len(c.Key) > maxKeyBytes:
+		r.add(v1alpha1.ReasonInvalidSpec, "spec.key", "the key made of spec.name has more than %d bytes; set a shorter spec.key", maxKeyBytes)
+	case owner != o.Name:
+		r.add(v1alpha1.ReasonKeyConflict, "spec.key", "Audience %q of the same Source has the key %q and keeps it, because it is older or, of equal age, first by name; set another spec.key", owner, c.Key)
+	}
+	v := Verdict{
+		Accepted: true, Reason: v1alpha1.ReasonAccepted, State: liveconfig.Active, Key: c.Key,
+		Message: "the spec is valid and the Source exists; members go to /v1/audiences/" + c.Key + "/members",
+	}
+	if len(r.problems) > 0 {
+		v.Accepted, v.State, v.Key, c.Key = false, liveconfig.Held, "", ""
+		v.Reason, v.Message = r.verdict()
+	}
+	c.Revision = revision(c, nil, nil)
+	c.Generation = o.Generation
+	v.Revision = c.Revision
+	return c, v
+}
+
+func keyOf(o *v1alpha1.Audience) string { return cmp.Or(o.Spec.Key, SnakeCase(o.Spec.Name)) }
+
+// audienceKey is unique in a namespace.
+type audienceKey struct{ source, key string }
+
+// keyOwners says which Audience each key belongs to: the oldest, of equally old
+// ones the first by name.
+func keyOwners(audiences []*v1alpha1.Audience) map[audienceKey]string {
+	byAge := slices.SortedFunc(slices.Values(audiences), func(a, b *v1alpha1.Audience) int {
+		return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), strings.Compare(a.Name, b.Name))
+	})
+	owners := map[audienceKey]string{}
+	for _, o := range byAge {
+		if key := (audienceKey{o.Spec.Source, keyOf(o)}); owners[key] == "" {
+			owners[key] = o.Name
+		}
+	}
+	return owners
+}
+
+// SnakeCase makes a trait's name of what people call it: "First Time Shoppers"
+// becomes first_time_shoppers. Accents go, apostrophes too; whatever else is
+// neither a letter nor a digit separates words, and so does a capital that
+// begins a word in camelCase. Digits stay with the letters before them.
+func SnakeCase(name string) string {
+	var runes []rune
+	for _, r := range norm.NFKD.String(name) {
+		if !unicode.Is(unicode.Mn, r) && r != '\'' && r != '’' {
+			runes = append(runes, r)
+		}
+	}
+	var b strings.Builder
+	separate := false
+	for i, r := range runes {
+		if !unicode.IsLetter(r) && !unicode.IsDigit(r) {
+			separate = true
+			continue
+		}
+		if i > 0 && unicode.IsUpper(r) {
+			before := runes[i-1]
+			beginsWord := i+1 < len(runes) && unicode.IsLower(runes[i+1])
+			// fooBar, 10Foo; and in HTTPServer the S, but not in "HTTP" any.
+			separate = separate || unicode.IsLower(before) || unicode.IsDigit(before) && beginsWord || unicode.IsUpper(before) && beginsWord
+		}
+		if separate && b.Len() > 0 {
+			b.WriteByte('_')
+		}
+		separate = false
+		b.WriteRune(unicode.ToLower(r))
+	}
+	return norm.NFC.String(b.String())
+}

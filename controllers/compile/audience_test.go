@@ -1,0 +1,91 @@
+package compile
+
+import (
+	"slices"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+func TestSnakeCase(t *testing.T) {
+	for in, want := range map[string]string{
+		"First Time Shoppers": "first_time_shoppers", "first_time_shoppers": "first_time_shoppers",
+		"firstTimeShoppers": "first_time_shoppers", "FirstTimeShoppers": "first_time_shoppers",
+		"HTTPServer Users": "http_server_users", "VIP": "vip", "VIPs": "vi_ps", "iOS": "i_os",
+		"Café Gäste": "cafe_gaste", "CAFÉ": "cafe", "Ångström": "angstrom", "ﬁne": "fine",
+		"Total Revenue (180 Days)": "total_revenue_180_days", "top10 buyers": "top10_buyers", "Top10Buyers": "top10_buyers",
+		"180Days": "180_days", "Top 10%": "top_10", "Q3'24": "q324", "Today's Buyers": "todays_buyers", "Today’s": "todays",
+		"  a -- b __ c.d/e  ": "a_b_c_d_e", "---": "", "": "", "🙂": "", "a🙂b": "a_b",
+		"顧客": "顧客", "Ещё Раз": "еще_раз", "straße": "straße", "x²": "x2",
+	} {
+		if got := SnakeCase(in); got != want {
+			t.Errorf("SnakeCase(%q) = %q, want %q", in, got, want)
+		}
+		if once := SnakeCase(in); SnakeCase(once) != once {
+			t.Errorf("SnakeCase(%q) = %q is not stable", in, once)
+		}
+	}
+}
+
+func audience(name string, age time.Duration, spec v1alpha1.AudienceSpec) v1alpha1.Audience {
+	return v1alpha1.Audience{ObjectMeta: metav1.ObjectMeta{Name: name, Generation: 2, CreationTimestamp: metav1.NewTime(time.Unix(1e9, 0).Add(-age))}, Spec: spec}
+}
+
+func TestAudiences(t *testing.T) {
+	source := func(name string) v1alpha1.Source { return v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Name: name}} }
+	percent := int32(5)
+	bad := int32(101)
+	s := Snapshot{
+		Namespace: "shop", Sources: []v1alpha1.Source{source("web"), source("ios")},
+		Audiences: []v1alpha1.Audience{
+			audience("young", 0, v1alpha1.AudienceSpec{Source: "web", Name: "Big Spenders"}),
+			audience("old", time.Hour, v1alpha1.AudienceSpec{Source: "web", Name: "Big spenders!", MaxRemovalPercent: &percent}),
+			audience("other-source", 0, v1alpha1.AudienceSpec{Source: "ios", Name: "Big Spenders", Kind: "ComputedTrait"}),
+			audience("own-key", 0, v1alpha1.AudienceSpec{Source: "web", Name: "Big Spenders", Key: "spenders"}),
+			audience("nowhere", 0, v1alpha1.AudienceSpec{Source: "tv", Name: "Viewers"}),
+			audience("nameless", 0, v1alpha1.AudienceSpec{Source: "web", Name: "!!"}),
+			audience("odd", 0, v1alpha1.AudienceSpec{Source: "web", Name: "odd", Kind: "Odd", MaxRemovalPercent: &bad}),
+		},
+	}
+	c, verdicts := Compile(s)
+	data, _, err := liveconfig.Encode(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := liveconfig.Decode(data); err != nil {
+		t.Fatalf("the dispatcher refuses it: %v", err)
+	}
+	if len(c.Audiences) != len(s.Audiences) || !slices.IsSortedFunc(c.Audiences, func(a, b liveconfig.Audience) int { return slices.Compare([]byte(a.Name), []byte(b.Name)) }) {
+		t.Fatalf("audiences %+v", c.Audiences)
+	}
+	for _, a := range c.Audiences {
+		v := verdicts.Audiences[a.Name]
+		want := map[string]struct{ reason, key string }{
+			"young": {v1alpha1.ReasonKeyConflict, ""}, "old": {v1alpha1.ReasonAccepted, "big_spenders"},
+			"other-source": {v1alpha1.ReasonAccepted, "big_spenders"}, "own-key": {v1alpha1.ReasonAccepted, "spenders"},
+			"nowhere": {v1alpha1.ReasonNoSource, ""}, "nameless": {v1alpha1.ReasonInvalidSpec, ""}, "odd": {v1alpha1.ReasonInvalidSpec, ""},
+		}[a.Name]
+		if v.Reason != want.reason || v.Key != want.key || a.Key != want.key || v.Accepted != (want.key != "") || v.Revision != a.Revision || a.Revision == "" || a.Generation != 2 {
+			t.Errorf("%s: %+v %+v", a.Name, a, v)
+		}
+	}
+	if c.Audiences[slices.IndexFunc(c.Audiences, func(a liveconfig.Audience) bool { return a.Name == "old" })].MaxRemovalPercent != 5 {
+		t.Error("maxRemovalPercent is lost")
+	}
+	large := verdicts.TooLarge(1, liveconfig.Config{})
+	if v := large.Audiences["old"]; v.Accepted || v.Reason != v1alpha1.ReasonConfigTooLarge {
+		t.Errorf("too large: %+v", v)
+	}
+	// The order in which objects come changes nothing.
+	slices.Reverse(s.Audiences)
+	again, _ := Compile(s)
+	if _, one, _ := liveconfig.Encode(c); true {
+		if _, two, _ := liveconfig.Encode(again); one != two {
+			t.Error("the order of the objects shows")
+		}
+	}
+}

@@ -1,0 +1,116 @@
+package health
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+// Audience returns the status that follows from the compiler's verdict v and the
+// reports of the ready dispatcher pods; one of them keeps the members.
+//
+// An Audience that is not accepted has no key, so there is nothing to program
+// (NotAccepted). numbersDue is as for Destination.
+func Audience(old v1alpha1.Audience, v compile.Verdict, tenant string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.AudienceStatus {
+	f := gather(v, old.Generation, old.Status.Conditions, tenant, pods, now, func(t *liveconfig.TenantReport) (string, int64) {
+		if r := audienceReport(t, old.Name); r != nil {
+			return r.Revision, r.Generation
+		}
+		return "", -1
+	})
+	s := v1alpha1.AudienceStatus{ObservedGeneration: old.Generation, Key: v.Key, Dispatchers: f.dispatchers()}
+	var owner *liveconfig.AudienceReport
+	for _, pod := range inOrder(pods) {
+		r := audienceReport(pod.tenantReport(tenant), old.Name)
+		if r != nil && r.Owner && (owner == nil || r.LastSync.After(owner.LastSync)) {
+			owner = r
+		}
+	}
+	if owner == nil { // it restarts: what it kept is still true
+		s.LastSyncTime, s.Members = old.Status.LastSyncTime.DeepCopy(), clone(old.Status.Members)
+		s.Added, s.Removed, s.Changed = clone(old.Status.Added), clone(old.Status.Removed), clone(old.Status.Changed)
+	} else if !owner.LastSync.IsZero() {
+		s.LastSyncTime = optional(owner.LastSync)
+		s.Members, s.Added, s.Removed, s.Changed = &owner.Members, &owner.Added, &owner.Removed, &owner.Changed
+	}
+	s.Conditions = f.conditions(f.state() != liveconfig.Held, f.synced(owner))
+	if numbersDue {
+		return s
+	}
+	transitions := func(s v1alpha1.AudienceStatus) v1alpha1.AudienceStatus {
+		s.Conditions = slices.Clone(s.Conditions)
+		for i := range s.Conditions {
+			if c := &s.Conditions[i]; c.Type == v1alpha1.ConditionSynced && !aboutSpec(c.Reason) {
+				c.Reason, c.Message = "", ""
+			}
+		}
+		s.LastSyncTime, s.Members, s.Added, s.Removed, s.Changed = nil, nil, nil, nil, nil
+		return s
+	}
+	if equality.Semantic.DeepEqual(transitions(old.Status), transitions(s)) {
+		return *old.Status.DeepCopy()
+	}
+	return s
+}
+
+func clone(n *int64) *int64 {
+	if n == nil {
+		return nil
+	}
+	copied := *n
+	return &copied
+}
+
+func audienceReport(t *liveconfig.TenantReport, name string) *liveconfig.AudienceReport {
+	if t == nil {
+		return nil
+	}
+	i := slices.IndexFunc(t.Audiences, func(a liveconfig.AudienceReport) bool { return a.Name == name })
+	if i < 0 {
+		return nil
+	}
+	return &t.Audiences[i]
+}
+
+// synced is the condition that tells how the last sync went. owner is nil when
+// the pod that keeps the members does not answer.
+func (f facts) synced(owner *liveconfig.AudienceReport) metav1.Condition {
+	c := metav1.Condition{Type: v1alpha1.ConditionSynced}
+	set := func(status metav1.ConditionStatus, reason, message string) metav1.Condition {
+		c.Status, c.Reason, c.Message = status, reason, message
+		return c
+	}
+	switch {
+	case f.state() == liveconfig.Held:
+		return set(metav1.ConditionFalse, v1alpha1.ReasonNotAccepted, "it cannot be synced: "+f.verdict.Message)
+	case owner == nil:
+		if before := f.before(c.Type); before != nil {
+			return set(before.Status, before.Reason, before.Message)
+		}
+	case owner.LastRefused.After(owner.LastSync):
+		return set(metav1.ConditionFalse, v1alpha1.ReasonSyncRefused, "the latest sync was refused and changed nothing: "+truncate(owner.Refusal, maxQuotedBytes))
+	case owner.LastSync.IsZero():
+	case owner.Unsent > 0:
+		return set(metav1.ConditionTrue, v1alpha1.ReasonSending, "the last sync was taken; its identify calls are being put into the queue")
+	default:
+		return set(metav1.ConditionTrue, v1alpha1.ReasonSynced, fmt.Sprintf("the last sync was taken: %d joined, %d left, %d have another value", owner.Added, owner.Removed, owner.Changed))
+	}
+	return set(metav1.ConditionUnknown, v1alpha1.ReasonNoSyncYet, "no sync has come yet; send members to /v1/audiences/"+f.verdict.Key+"/members")
+}
+
+// AudienceTransitions is like DestinationTransitions.
+func AudienceTransitions(old, new v1alpha1.AudienceStatus) []Event {
+	return transitions(old.Conditions, new.Conditions)
+}
+
+// CheckAudience returns what in an Audience's status must never be so. It is for tests.
+func CheckAudience(a v1alpha1.Audience) []error {
+	return checkConditions(a.Generation, a.Status.ObservedGeneration, a.Status.Conditions, a.Status.Dispatchers, v1alpha1.ConditionSynced)
+}

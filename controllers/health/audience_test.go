@@ -1,0 +1,85 @@
+package health
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+func TestAudience(t *testing.T) {
+	now := time.Unix(1_800_000_000, 0)
+	accepted := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", State: liveconfig.Active, Revision: "r", Key: "shoppers"}
+	held := compile.Verdict{Reason: v1alpha1.ReasonNoSource, Message: "no source", State: liveconfig.Held, Revision: "r"}
+	pods := func(owner liveconfig.AudienceReport) []Pod {
+		owner.Name, owner.Generation, owner.Revision, owner.Owner = "vip", 2, "r", true
+		other := liveconfig.AudienceReport{Name: "vip", Generation: 2, Revision: "r"}
+		report := func(a liveconfig.AudienceReport) *liveconfig.Report {
+			return &liveconfig.Report{Ready: true, Tenants: []liveconfig.TenantReport{{Tenant: "shop", Audiences: []liveconfig.AudienceReport{a}}}}
+		}
+		return []Pod{{Name: "a", Report: report(other)}, {Name: "b", Report: report(owner)}}
+	}
+	audience := v1alpha1.Audience{ObjectMeta: metav1.ObjectMeta{Name: "vip", Generation: 2}}
+	for _, c := range []struct {
+		name    string
+		verdict compile.Verdict
+		pods    []Pod
+		status  metav1.ConditionStatus
+		reason  string
+		ready   bool
+		members int64
+	}{
+		{"before the first", accepted, pods(liveconfig.AudienceReport{}), metav1.ConditionUnknown, v1alpha1.ReasonNoSyncYet, true, -1},
+		{"synced", accepted, pods(liveconfig.AudienceReport{Members: 7, Added: 2, LastSync: now}), metav1.ConditionTrue, v1alpha1.ReasonSynced, true, 7},
+		{"sending", accepted, pods(liveconfig.AudienceReport{Members: 7, Unsent: 2, LastSync: now}), metav1.ConditionTrue, v1alpha1.ReasonSending, true, 7},
+		{"refused", accepted, pods(liveconfig.AudienceReport{Members: 7, LastSync: now, LastRefused: now.Add(time.Second), Refusal: "invalid_json: line 7"}), metav1.ConditionFalse, v1alpha1.ReasonSyncRefused, true, 7},
+		{"refused before", accepted, pods(liveconfig.AudienceReport{Members: 7, LastSync: now, LastRefused: now.Add(-time.Second)}), metav1.ConditionTrue, v1alpha1.ReasonSynced, true, 7},
+		{"held", held, pods(liveconfig.AudienceReport{Members: 7, LastSync: now}), metav1.ConditionFalse, v1alpha1.ReasonNotAccepted, false, 7},
+		{"no pod", accepted, nil, metav1.ConditionUnknown, v1alpha1.ReasonNoSyncYet, false, -1},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			a := audience
+			a.Status = Audience(a, c.verdict, "shop", c.pods, now, true)
+			if errs := CheckAudience(a); len(errs) > 0 {
+				t.Error(errs)
+			}
+			synced := meta.FindStatusCondition(a.Status.Conditions, v1alpha1.ConditionSynced)
+			if synced.Status != c.status || synced.Reason != c.reason {
+				t.Errorf("%+v", synced)
+			}
+			if c.reason == v1alpha1.ReasonSyncRefused && !strings.Contains(synced.Message, "line 7") {
+				t.Errorf("message %q", synced.Message)
+			}
+			if ready := meta.IsStatusConditionTrue(a.Status.Conditions, v1alpha1.ConditionReady); ready != c.ready {
+				t.Errorf("ready %v", ready)
+			}
+			if members := a.Status.Members; c.members < 0 != (members == nil) || members != nil && *members != c.members {
+				t.Errorf("members %v", members)
+			}
+			if again := Audience(a, c.verdict, "shop", c.pods, now.Add(time.Hour), true); !equality.Semantic.DeepEqual(again, a.Status) {
+				t.Error("equal facts gave another status")
+			}
+		})
+	}
+	// The owner restarts: nothing is forgotten. Numbers wait until they are due.
+	a := audience
+	a.Status = Audience(a, accepted, "shop", pods(liveconfig.AudienceReport{Members: 7, LastSync: now}), now, true)
+	gone := Audience(a, accepted, "shop", nil, now, true)
+	if gone.Members == nil || *gone.Members != 7 || meta.FindStatusCondition(gone.Conditions, v1alpha1.ConditionSynced).Reason != v1alpha1.ReasonSynced {
+		t.Errorf("without pods: %+v", gone)
+	}
+	more := pods(liveconfig.AudienceReport{Members: 8, LastSync: now.Add(time.Second)})
+	if early := Audience(a, accepted, "shop", more, now, false); *early.Members != 7 {
+		t.Error("a number was written before it was due")
+	}
+	if due := Audience(a, accepted, "shop", more, now, true); *due.Members != 8 {
+		t.Error("a number that was due was not written")
+	}
+}
