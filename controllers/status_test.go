@@ -77,13 +77,13 @@ var _ = Describe("status", func() {
 		w.pods.set(w.dispatcher.pod(), second.pod())
 		w.apply(tenant, webSource+crmSecret+crmDestination)
 		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
-		Expect(*w.destination(Default, tenant, "crm").Status.Dispatchers).To(Equal(v1alpha1.DispatcherCount{Ready: 2, Programmed: 2}))
+		w.runs(tenant, "crm", v1alpha1.DispatcherCount{Ready: 2, Programmed: 2})
 
 		By("one pod that refuses a config")
 		second.set(func(d *fakeDispatcher) { d.refuse = true })
 		w.apply(tenant, named("crm", "https://hooks.example/in", "https://hooks.example/out"))
 		w.says(tenant, "whd/crm", "Programmed", isFalse, "ConfigRefused")
-		Expect(*w.destination(Default, tenant, "crm").Status.Dispatchers).To(Equal(v1alpha1.DispatcherCount{Ready: 2, Programmed: 1}))
+		w.runs(tenant, "crm", v1alpha1.DispatcherCount{Ready: 2, Programmed: 1})
 		second.set(func(d *fakeDispatcher) { d.refuse = false })
 		w.says(tenant, "whd/crm", "Programmed", isTrue, "Programmed")
 
@@ -104,8 +104,7 @@ var _ = Describe("status", func() {
 		tenant := w.namespace()
 		w.apply(tenant, webSource+crmSecret+crmDestination)
 		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
-		w.polled(3)
-		before := w.versions()
+		before := w.quiet()
 		w.dispatcher.set(func(d *fakeDispatcher) { d.down = true })
 		w.polled(2)
 		w.dispatcher.set(func(d *fakeDispatcher) { d.down = false })
@@ -124,8 +123,7 @@ var _ = Describe("status", func() {
 		w.says(tenant, "whd/crm", "Delivering", isFalse, "ServerError")
 		w.says(tenant, "whd/gone", "Accepted", isFalse, "NoSource")
 		w.says(tenant, "source/web", "Receiving", isTrue, "Receiving")
-		w.polled(5)
-		before := w.versions()
+		before := w.quiet()
 		w.polled(20)
 		Expect(w.versions()).To(Equal(before))
 
@@ -136,20 +134,20 @@ var _ = Describe("status", func() {
 	})
 
 	It("moves numbers seldom and transitions at once", func() {
+		started := time.Now()
 		w := newWorld()
 		tenant := w.namespace()
 		w.apply(tenant, webSource+crmSecret+crmDestination)
 		w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[tenant+"/crm"] = healthy(1) })
 		w.says(tenant, "whd/crm", "Delivering", isTrue, "Delivering")
 		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
-		w.polled(3)
+		w.quiet()
 		before := w.destination(Default, tenant, "crm")
-		written := time.Now()
 		for i := range int64(15) {
 			w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[tenant+"/crm"] = healthy(i + 2) })
 			w.polled(1)
 		}
-		if d := w.destination(Default, tenant, "crm"); time.Since(written) < numbersInterval/2 {
+		if d := w.destination(Default, tenant, "crm"); time.Since(started) < numbersInterval {
 			Expect(d.ResourceVersion).To(Equal(before.ResourceVersion))
 		}
 		// In the end they are written without another report.

@@ -261,6 +261,27 @@ func (w *world) versions() map[string]string {
 	return found
 }
 
+// quiet waits until the operator has nothing more to write, and returns versions.
+func (w *world) quiet() map[string]string {
+	GinkgoHelper()
+	versions := w.versions()
+	Eventually(func(g Gomega) {
+		before := versions
+		w.polled(5)
+		versions = w.versions()
+		g.Expect(versions).To(Equal(before))
+	}).Should(Succeed())
+	return versions
+}
+
+// runs waits until a destination's status counts its dispatchers so.
+func (w *world) runs(namespace, name string, want v1alpha1.DispatcherCount) {
+	GinkgoHelper()
+	Eventually(func(g Gomega) {
+		g.Expect(*w.destination(g, namespace, name).Status.Dispatchers).To(Equal(want))
+	}).Should(Succeed())
+}
+
 // polled waits until the dispatcher has been asked n more times.
 func (w *world) polled(n int) {
 	GinkgoHelper()
