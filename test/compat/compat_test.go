@@ -47,9 +47,8 @@ func TestRateLimit(t *testing.T) {
 			fillers, limited := 0, false
 			// Somebody else uses up the Source's rate right before each request,
 			// until one has met the limit.
-			var w *wire
-			w = newWire(t, p, func() fate {
-				for _, e := range w.seen() {
+			w := newWire(t, p, func(seen []exchange) fate {
+				for _, e := range seen {
 					limited = limited || e.status == http.StatusTooManyRequests
 				}
 				for !limited {
@@ -68,6 +67,7 @@ func TestRateLimit(t *testing.T) {
 				return pass
 			})
 			sent := calls(t, c.many(w.URL, total, batch))
+			w.settle()
 			if len(sent) != total {
 				t.Errorf("the client reported %d calls of %d", len(sent), total)
 			}
@@ -118,7 +118,7 @@ func TestRestart(t *testing.T) {
 			// not on disk yet would rightly be repeated.
 			p := start(t, url, false, "")
 			plan := []fate{cutRequest, loseAnswer}
-			w := newWire(t, p, func() fate {
+			w := newWire(t, p, func([]exchange) fate {
 				if len(plan) == 0 {
 					return pass
 				}
@@ -127,6 +127,7 @@ func TestRestart(t *testing.T) {
 				return next
 			})
 			sent := calls(t, c.many(w.URL, total, batch))
+			w.settle()
 			if len(sent) != total {
 				t.Errorf("the client reported %d calls of %d", len(sent), total)
 			}

@@ -21,9 +21,9 @@ import (
 type wire struct {
 	*httptest.Server
 	p *posthorn
-	// plan decides what happens to a POST; nil passes all. It is called by one
-	// request at a time.
-	plan func() fate
+	// plan decides what happens to a POST, from what was seen before; nil passes
+	// all. It is called by one request at a time.
+	plan func(seen []exchange) fate
 
 	mu        sync.Mutex
 	exchanges []exchange
@@ -56,14 +56,20 @@ type recorded struct {
 	Body    string            `json:"body,omitempty"`
 }
 
-func newWire(t *testing.T, p *posthorn, plan func() fate) *wire {
+func newWire(t *testing.T, p *posthorn, plan func(seen []exchange) fate) *wire {
 	w := &wire{p: p, plan: plan}
 	w.Server = httptest.NewServer(http.HandlerFunc(w.serve))
 	t.Cleanup(func() {
 		w.Close()
-		w.serial.Lock() // nobody starts Posthorn any more
+		w.settle()
 	})
 	return w
+}
+
+// settle waits until no plan is being carried out.
+func (w *wire) settle() {
+	w.serial.Lock()
+	defer w.serial.Unlock()
 }
 
 func (w *wire) serve(rw http.ResponseWriter, r *http.Request) {
@@ -78,7 +84,7 @@ func (w *wire) serve(rw http.ResponseWriter, r *http.Request) {
 		if r.Context().Err() != nil { // The client has given up on it: it is no longer under way.
 			panic(http.ErrAbortHandler)
 		}
-		action = w.plan()
+		action = w.plan(w.seen())
 	}
 	e := exchange{recorded: recorded{Method: r.Method, Path: r.URL.RequestURI(), Headers: map[string]string{}, Body: string(body)}}
 	for name, values := range r.Header {

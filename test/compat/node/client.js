@@ -59,8 +59,7 @@ async function main () {
   const analytics = new Analytics({
     host, writeKey,
     flushAt: what === 'showcase' ? list.length : Number(batch),
-    flushInterval: 60_000, // requests are full batches, however slow the machine is
-    maxRetries: 10 // by default 3, which is 3.5 s
+    flushInterval: 60_000 // requests are full batches, however slow the machine is
   })
   analytics.on('error', () => {}) // told by the callbacks too
   await Promise.all(list.map(([kind, call]) => new Promise((resolve) => {
