@@ -37,6 +37,7 @@ type bucket struct {
 	start    int64
 	filters  []*filter
 	complete bool // Every id of the bucket is in its filters.
+	lost     bool // Its filters had to go: it never gets new ones.
 }
 
 const maxGroupMap = 4096 // A map that grew beyond it is not kept.
@@ -47,6 +48,9 @@ func newDuplicates(s *Store) *duplicates {
 
 // load finds the buckets on disk.
 func (d *duplicates) load() error {
+	if d.s.o.DuplicateWindow <= 0 {
+		return d.s.db.DeleteRange([]byte{prefixDuplicate}, []byte{prefixDuplicate + 1}, pebble.NoSync)
+	}
 	it, err := d.s.db.NewIter(&pebble.IterOptions{LowerBound: []byte{prefixDuplicate}, UpperBound: []byte{prefixDuplicate + 1}})
 	if err != nil {
 		return err
@@ -147,11 +151,11 @@ func (d *duplicates) add(b *pebble.Batch, h *hash) {
 // remember puts an id into a bucket's filters. Beyond the bound on memory the
 // oldest bucket loses its filters.
 func (d *duplicates) remember(b *bucket, h *hash) {
+	if b.lost {
+		return
+	}
 	n := len(b.filters)
 	if n == 0 || b.filters[n-1].room == 0 {
-		if !b.complete && n == 0 && d.memory >= d.s.o.DuplicateMemory {
-			return
-		}
 		size := firstFilter
 		if n > 0 {
 			size = 2 * len(b.filters[n-1].blocks)
@@ -166,7 +170,7 @@ func (d *duplicates) remember(b *bucket, h *hash) {
 				break
 			}
 			d.memory -= old.size()
-			old.filters, old.complete = nil, false
+			old.filters, old.complete, old.lost = nil, false, true
 			if old == b {
 				return
 			}
@@ -188,7 +192,7 @@ func (d *duplicates) rebuild() {
 	d.mu.Lock()
 	old := slices.Clone(d.buckets)
 	d.mu.Unlock()
-	slices.Reverse(old) // The youngest is asked longest.
+	slices.Reverse(old) // The youngest is asked longest, and the oldest loses its filters first.
 	for _, b := range old {
 		if err := d.rebuildBucket(b); err != nil {
 			d.s.log.Error("reading the remembered messageIds failed; they are looked up on disk", "error", d.s.explain(err))
@@ -219,7 +223,7 @@ func (d *duplicates) rebuildBucket(b *bucket) error {
 			return nil // It is over meanwhile.
 		}
 		for i := 0; i < 256 && ok; i++ {
-			if b.full(d) {
+			if b.lost {
 				d.mu.Unlock()
 				return nil
 			}
@@ -237,21 +241,8 @@ func (d *duplicates) rebuildBucket(b *bucket) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	// Ids that were accepted meanwhile were put into the filters too.
-	b.complete = len(b.filters) > 0
+	b.complete = !b.lost
 	return nil
-}
-
-// full tells that there is no memory for the next filter of a bucket that is being rebuilt.
-func (b *bucket) full(d *duplicates) bool {
-	n := len(b.filters)
-	if n > 0 && b.filters[n-1].room > 0 {
-		return false
-	}
-	size := firstFilter
-	if n > 0 {
-		size = 2 * len(b.filters[n-1].blocks)
-	}
-	return d.memory+int64(size)*blockBytes > d.s.o.DuplicateMemory
 }
 
 func (b *bucket) mayHave(h *hash) bool {

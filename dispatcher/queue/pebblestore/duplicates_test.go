@@ -1,0 +1,112 @@
+package pebblestore
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/storetest"
+)
+
+func TestFilter(t *testing.T) {
+	f := newFilter(256)
+	h := func(i int) *hash {
+		sum := sha256.Sum256(binary.BigEndian.AppendUint64(nil, uint64(i)))
+		h := hash(sum[:16])
+		return &h
+	}
+	n := f.room
+	for i := range n {
+		f.add(h(i))
+	}
+	if f.room != 0 {
+		t.Errorf("room for %d more", f.room)
+	}
+	passed := 0
+	for i := range n {
+		if !f.mayHave(h(i)) {
+			t.Fatalf("id %d is missing", i)
+		}
+		if f.mayHave(h(n + i)) {
+			passed++
+		}
+	}
+	if share := float64(passed) / float64(n); share > 0.01 {
+		t.Errorf("%.2f %% of other ids pass a full filter; want less than 1 %%", 100*share)
+	}
+}
+
+// TestDuplicateMemory: what does not fit the memory is found on disk.
+func TestDuplicateMemory(t *testing.T) {
+	const each = 6000
+	clock := &storetest.Clock{}
+	o := Options{DuplicateWindow: 10 * time.Minute, DuplicateMemory: 40 << 10, Now: clock.Now}
+	dir := t.TempDir()
+	s := open(t, dir, o)
+	request := func(part int) []queue.Message {
+		msgs := make([]queue.Message, each)
+		for i := range msgs {
+			msgs[i] = message(fmt.Sprintf("%d-%d", part, i))
+		}
+		return msgs
+	}
+	check := func(what string, part int, want bool) {
+		t.Helper()
+		dups, err := s.Append(context.Background(), request(part))
+		if err != nil {
+			t.Fatal(err)
+		}
+		wrong := 0
+		for i := range each {
+			if got := dups != nil && dups[i]; got != want {
+				wrong++
+			}
+		}
+		if wrong > 0 {
+			t.Errorf("%s: %d of %d messages of part %d are taken for the other thing", what, wrong, each, part)
+		}
+		if m := s.duplicates; m.memory > o.DuplicateMemory {
+			t.Errorf("%s: the filters take %d bytes", what, m.memory)
+		}
+	}
+	for part := range 4 {
+		check("new", part, false)
+		clock.Advance(140 * time.Second)
+	}
+	for part := range 4 {
+		check("repeated", part, true)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s = open(t, dir, o)
+	check("new while filters are rebuilt", 4, false)
+	for part := range 5 {
+		check("repeated after a restart", part, true)
+	}
+	time.Sleep(20 * time.Millisecond) // More or less of the filters is rebuilt; the answers are the same.
+	for part := range 5 {
+		check("repeated again", part, true)
+	}
+	check("new", 5, false)
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+
+	// Turned off, it forgets.
+	o.DuplicateWindow = 0
+	s = open(t, dir, o)
+	check("off", 5, false)
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	o.DuplicateWindow = time.Minute
+	s = open(t, dir, o)
+	defer func() { _ = s.Close() }()
+	check("on again", 5, false)
+	check("on again", 5, true)
+}
