@@ -40,6 +40,10 @@ type Options struct {
 	DispatcherSelector string
 	// DispatcherAdminPort is the port of the pods' GET /report. Required, unless Pods is set.
 	DispatcherAdminPort int
+	// DispatcherTokenFile holds a token for the pods' admin listeners, of the
+	// audience liveconfig.AdminAudience; they are then spoken to over TLS. Empty:
+	// over plain HTTP, to dispatchers that run with --admin-auth=none.
+	DispatcherTokenFile string
 	// Pods finds the dispatchers; nil finds them as DispatcherSelector says.
 	Pods Pods
 	// CheckHost says why a URL's host may not be delivered to; nil allows every host.
@@ -106,12 +110,20 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 }
 
 func setup(mgr manager.Manager, o Options) error {
+	scheme, way := "http", plainTransport()
+	if o.DispatcherTokenFile != "" {
+		certificate := newAdminCertificate(mgr.GetClient(), mgr.GetAPIReader(), o.Namespace, o.Now)
+		if err := mgr.Add(certificate); err != nil {
+			return fmt.Errorf("set up the admin certificate: %w", err)
+		}
+		scheme, way = "https", certificate.transport(o.DispatcherTokenFile)
+	}
 	if o.Pods == nil {
-		o.Pods = clusterPods{reader: mgr.GetCache(), namespace: o.Namespace, port: o.DispatcherAdminPort}
+		o.Pods = clusterPods{reader: mgr.GetCache(), namespace: o.Namespace, scheme: scheme, port: o.DispatcherAdminPort}
 	}
 	known := newVerdictBook()
 	statuses := &trigger{}
-	reports := newProber(o.Pods, o.PollInterval, func(tenants []string) {
+	reports := newProber(o.Pods, o.PollInterval, way, func(tenants []string) {
 		if tenants == nil {
 			tenants = known.tenants()
 		}

@@ -15,7 +15,7 @@ import (
 type Pod struct {
 	// Name is unique among the pods.
 	Name string
-	// URL is the root of its admin server, for example http://10.0.0.7:8081.
+	// URL is the root of its admin server, for example https://10.0.0.7:8081.
 	URL string
 }
 
@@ -29,6 +29,7 @@ type Pods interface {
 type clusterPods struct {
 	reader    client.Reader
 	namespace string
+	scheme    string
 	port      int
 }
 
@@ -47,7 +48,7 @@ func (c clusterPods) Ready(ctx context.Context) ([]Pod, error) {
 			return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
 		})
 		if ready && p.DeletionTimestamp.IsZero() && p.Status.PodIP != "" {
-			pods = append(pods, Pod{Name: p.Name, URL: "http://" + net.JoinHostPort(p.Status.PodIP, strconv.Itoa(c.port))})
+			pods = append(pods, Pod{Name: p.Name, URL: c.scheme + "://" + net.JoinHostPort(p.Status.PodIP, strconv.Itoa(c.port))})
 		}
 	}
 	return pods, nil

@@ -57,20 +57,26 @@ type probe struct {
 	failing  bool
 }
 
-func newProber(pods Pods, interval time.Duration, changed func(tenants []string)) *prober {
+// newProber makes a prober that asks by way of transport.
+func newProber(pods Pods, interval time.Duration, transport http.RoundTripper, changed func(tenants []string)) *prober {
 	return &prober{
 		pods: pods, interval: interval, changed: changed,
 		slots: make(chan struct{}, maxReportsAtOnce), probes: map[Pod]*probe{},
 		client: &http.Client{
-			Timeout: reportTimeout,
-			Transport: &http.Transport{
-				DialContext:         (&net.Dialer{Timeout: reportTimeout}).DialContext,
-				MaxIdleConnsPerHost: 1,
-				IdleConnTimeout:     time.Minute,
-			},
+			Timeout:       reportTimeout,
+			Transport:     transport,
 			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 		},
 	}
+}
+
+// plainTransport is the way to dispatchers that let everybody in.
+func plainTransport() http.RoundTripper {
+	return &http.Transport{DialContext: dialer(), MaxIdleConnsPerHost: 2, IdleConnTimeout: time.Minute}
+}
+
+func dialer() func(context.Context, string, string) (net.Conn, error) {
+	return (&net.Dialer{Timeout: reportTimeout}).DialContext
 }
 
 // Start asks pods until ctx is done. It implements manager.Runnable.
@@ -139,6 +145,8 @@ func (p *prober) ask(ctx context.Context, pod Pod, probe *probe) {
 		}
 	}
 }
+
+// +kubebuilder:rbac:urls=/report,verbs=get
 
 // fetch returns a pod's report, or nil when it is the one that we have.
 func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (*liveconfig.Report, error) {

@@ -10,6 +10,7 @@ package dispatcher
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -58,6 +59,10 @@ type Options struct {
 	Queue pebblestore.Options
 	// Extra is mounted on the admin listener below its own paths.
 	Extra http.Handler
+	// AdminTLS, when set, makes the admin listener speak TLS, and AdminGuard lets
+	// only those callers through who may.
+	AdminTLS   *tls.Config
+	AdminGuard func(http.Handler) http.Handler
 	// Logger; default slog.Default().
 	Logger *slog.Logger
 }
@@ -121,6 +126,7 @@ func New(o Options) (*Dispatcher, error) {
 		OrphanGrace: o.OrphanGrace, DrainTimeout: o.DrainTimeout,
 	})
 	d.configs = newConfigs(o.Logger, d.engine.Apply)
+	d.metrics.MustRegister(reportCollector{d})
 	d.ingest = ingest.New(ingest.Options{
 		View: d.configs.view,
 		Skip: func(ref liveconfig.SourceRef, call *event.Call) []string {
@@ -160,7 +166,7 @@ func (d *Dispatcher) Synced() { d.configs.Synced() }
 func (d *Dispatcher) Run(ctx context.Context) error {
 	main := ingest.NewServer(d.mux())
 	adminServer := admin.NewServer(admin.Options{
-		Report: d.Report, Gatherer: d.metrics, Engine: d.engine, Store: d.store, Ready: d.ready, Extra: d.options.Extra,
+		Report: d.Report, Gatherer: d.metrics, Engine: d.engine, Store: d.store, Ready: d.ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
 	})
 	engineCtx, stopEngine := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopEngine()
@@ -174,7 +180,11 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		}
 	}
 	group.Go(serve(main, d.listener))
-	group.Go(serve(adminServer, d.adminListener))
+	adminListener := d.adminListener
+	if d.options.AdminTLS != nil {
+		adminListener = tls.NewListener(adminListener, d.options.AdminTLS)
+	}
+	group.Go(serve(adminServer, adminListener))
 	group.Go(func() error { return d.engine.Run(engineCtx) })
 	group.Go(func() error {
 		<-groupCtx.Done()

@@ -22,8 +22,10 @@ import (
 	"github.com/posthorn/posthorn/controllers"
 	"github.com/posthorn/posthorn/controllers/standalone"
 	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/admin/kubeauth"
 	"github.com/posthorn/posthorn/dispatcher/configsource"
 	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
 // dataFlags are the flags of every process that delivers.
@@ -36,7 +38,7 @@ func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 	f := cmd.Flags()
 	f.StringVar(&d.options.DataDir, "data", data, "folder of the store; everything that was accepted lives here")
 	f.StringVar(&d.options.Listen, "listen", listen, "address to take calls on")
-	f.StringVar(&d.options.AdminListen, "admin-listen", admin, "address of reports, metrics and the admin API; it has no authentication, keep it private")
+	f.StringVar(&d.options.AdminListen, "admin-listen", admin, "address of reports, metrics and the admin API")
 	f.StringSliceVar(&d.egress, "egress-allow", nil, "addresses to deliver to besides public ones: CIDRs, addresses or host names (*.example too); !CIDR denies. Metadata addresses must be named exactly")
 	f.StringSliceVar(&d.options.TrustedProxies, "trusted-proxies", nil, "CIDRs of proxies whose X-Forwarded-For is believed")
 	f.DurationVar(&d.options.DrainTimeout, "drain-timeout", 10*time.Second, "how long calls and deliveries in progress may take to finish at shutdown")
@@ -123,7 +125,7 @@ func defaultDataDir() string {
 func newDispatcher() *cobra.Command {
 	var logs logFlags
 	var data dataFlags
-	var namespace, kubeconfig string
+	var namespace, kubeconfig, adminAuth string
 	cmd := &cobra.Command{
 		Use:   "dispatcher",
 		Short: "Take, store and deliver calls (a pod of the data plane)",
@@ -147,6 +149,15 @@ say. It reads nothing else of the cluster and goes on without the operator.`,
 				return err
 			}
 			data.options.Logger = log
+			var certificate kubeauth.Certificate
+			switch adminAuth {
+			case "kubernetes":
+				data.options.AdminTLS, data.options.AdminGuard = certificate.Config(), kubeauth.New(client, log).Wrap
+			case "none":
+				log.Warn("the admin listener lets everybody in", "admin", data.options.AdminListen)
+			default:
+				return usagef("--admin-auth %q: use kubernetes or none", adminAuth)
+			}
 			if data.options.Pod == "" {
 				data.options.Pod, _ = os.Hostname()
 			}
@@ -157,6 +168,9 @@ say. It reads nothing else of the cluster and goes on without the operator.`,
 			group, ctx := errgroup.WithContext(cmd.Context())
 			group.Go(func() error { return d.Run(ctx) })
 			group.Go(func() error { return configsource.Watch(ctx, client, namespace, d, log) })
+			if data.options.AdminTLS != nil {
+				group.Go(func() error { return certificate.Watch(ctx, client, namespace, log) })
+			}
 			return group.Wait()
 		},
 	}
@@ -164,6 +178,7 @@ say. It reads nothing else of the cluster and goes on without the operator.`,
 	f.StringVar(&namespace, "namespace", os.Getenv("POD_NAMESPACE"), "namespace of the live-config Secrets (default: the environment's POD_NAMESPACE)")
 	f.StringVar(&kubeconfig, "kubeconfig", "", "kubeconfig file; default: the pod's service account, or KUBECONFIG")
 	f.StringVar(&data.options.Pod, "pod-name", os.Getenv("POD_NAME"), "name of this pod in reports (default: the environment's POD_NAME)")
+	f.StringVar(&adminAuth, "admin-auth", "kubernetes", "who may use the admin listener: those that the API server allows, over TLS (kubernetes), or everybody (none)")
 	f.DurationVar(&data.options.ShutdownDelay, "shutdown-delay", 0, "how long to take calls after the order to stop, so that the Service takes the pod out first")
 	data.register(cmd, "/var/lib/posthorn", ":8080", ":8081")
 	logs.register(cmd)
@@ -209,6 +224,7 @@ func newOperator() *cobra.Command {
 	f.StringVar(&kubeconfig, "kubeconfig", "", "kubeconfig file; default: the pod's service account, or KUBECONFIG")
 	f.StringVar(&o.DispatcherSelector, "dispatcher-selector", "app.kubernetes.io/name=posthorn,app.kubernetes.io/component=dispatcher", "label selector of the dispatcher pods")
 	f.IntVar(&o.DispatcherAdminPort, "dispatcher-admin-port", 8081, "port of the dispatchers' reports")
+	f.StringVar(&o.DispatcherTokenFile, "dispatcher-token-file", "/var/run/secrets/posthorn.dev/dispatcher/token", "file with a token of the audience "+liveconfig.AdminAudience+"; empty: the dispatchers run with --admin-auth=none")
 	f.StringSliceVar(&allow, "egress-allow", nil, "what the dispatchers may deliver to besides public addresses; must be as theirs")
 	f.BoolVar(&o.LeaderElection, "leader-elect", false, "let one of several replicas work at a time")
 	f.StringVar(&o.MetricsBindAddress, "metrics-bind-address", ":8080", "address of the metrics; 0 switches them off")

@@ -27,20 +27,29 @@ type Options struct {
 	Ready func() error
 	// Extra serves every other path; may be nil.
 	Extra http.Handler
+	// Guard lets only those callers through who may; it is asked about all but
+	// /healthz and /readyz. Without it everybody may: bind the server to an
+	// address that only the right ones can reach.
+	Guard func(http.Handler) http.Handler
 }
 
-// NewServer makes the admin server. It has no authentication of its own: bind
-// it to an address that only the operator and the monitoring can reach.
+// NewServer makes the admin server.
 func NewServer(o Options) *http.Server {
 	mux := http.NewServeMux()
-	MountHealth(mux, o.Ready)
 	mux.Handle("GET /metrics", promhttp.HandlerFor(o.Gatherer, promhttp.HandlerOpts{}))
 	mux.HandleFunc("GET /report", func(w http.ResponseWriter, r *http.Request) { writeReport(w, r, o.Report()) })
 	mountDeadLetters(mux, o.Store, o.Engine)
 	if o.Extra != nil {
 		mux.Handle("/", o.Extra)
 	}
-	return &http.Server{Handler: mux, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10}
+	guarded := http.Handler(mux)
+	if o.Guard != nil {
+		guarded = o.Guard(mux)
+	}
+	root := http.NewServeMux()
+	MountHealth(root, o.Ready)
+	root.Handle("/", guarded)
+	return &http.Server{Handler: root, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10}
 }
 
 // writeReport answers 304 when the poller has this very report already, which

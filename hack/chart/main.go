@@ -23,6 +23,7 @@ var roles = map[string]string{
 	"operator":   "config/rbac/role.yaml",
 	"dispatcher": "config/dispatcher/rbac.yaml",
 	"users":      "config/rbac/user_roles.yaml",
+	"access":     "config/rbac/access_roles.yaml",
 }
 
 func main() {
@@ -61,7 +62,7 @@ func copyAll() error {
 				continue
 			}
 			name := strings.ToLower(role.Kind)
-			if whose == "users" {
+			if whose == "users" || whose == "access" {
 				name = strings.TrimPrefix(role.Name, "posthorn-")
 			}
 			file := fmt.Sprintf("rbac/%s-%s.yaml", whose, name)

@@ -28,8 +28,10 @@ import (
 
 	"github.com/posthorn/posthorn/controllers"
 	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/admin/kubeauth"
 	"github.com/posthorn/posthorn/dispatcher/configsource"
 	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/env"
 )
 
@@ -130,8 +132,14 @@ func TestFromApplyToStatus(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	client, err := kubernetes.NewForConfig(as("posthorn-dispatcher"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var certificate kubeauth.Certificate
 	d, err := dispatcher.New(dispatcher.Options{
 		DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: "posthorn-dispatcher-0", Egress: policy, Logger: log,
+		AdminTLS: certificate.Config(), AdminGuard: kubeauth.New(client, log).Wrap,
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -146,11 +154,8 @@ func TestFromApplyToStatus(t *testing.T) {
 			}
 		})
 	}
-	client, err := kubernetes.NewForConfig(as("posthorn-dispatcher"))
-	if err != nil {
-		t.Fatal(err)
-	}
 	run("dispatcher", func() error { return d.Run(ctx) })
+	run("certificate", func() error { return certificate.Watch(ctx, client, release, log) })
 	run("configsource", func() error { return configsource.Watch(ctx, client, release, d, log) })
 
 	send := func(id string) int {
@@ -194,9 +199,15 @@ spec:
   delivery: {minBackoff: 100ms, maxBackoff: 200ms}
 `, hook.URL), "apply", "-f", "-")
 
+	// As the kubelet would give it to the operator's pod.
+	token := filepath.Join(t.TempDir(), "token")
+	made := kubectl("", "create", "token", "posthorn-operator", "--namespace", release, "--audience", liveconfig.AdminAudience)
+	if err := os.WriteFile(token, []byte(made), 0o600); err != nil {
+		t.Fatal(err)
+	}
 	startOperator := func() (stop func()) {
 		manager, err := controllers.NewManager(as("posthorn-operator"), controllers.Options{
-			Namespace: release, Pods: onePod{"http://" + d.AdminAddr().String()}, CheckHost: policy.CheckHost,
+			Namespace: release, Pods: onePod{"https://" + d.AdminAddr().String()}, DispatcherTokenFile: token, CheckHost: policy.CheckHost,
 			MetricsBindAddress: "0", HealthProbeBindAddress: "0", PollInterval: 200 * time.Millisecond,
 		})
 		if err != nil {

@@ -18,6 +18,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -285,8 +287,12 @@ func TestAPIServerAccepts(t *testing.T) {
 			pod.SetKind("Pod")
 			pod.SetName("pod")
 			pod.SetNamespace("posthorn-system")
-			// Its account is not there in a dry run, and its volume claim is made by the StatefulSet.
-			unstructured.RemoveNestedField(pod.Object, "spec", "serviceAccountName")
+			// In a dry run its account is not there; its volume claim is made by the StatefulSet.
+			name, _, _ := unstructured.NestedString(pod.Object, "spec", "serviceAccountName")
+			account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: "posthorn-system", Name: name}}
+			if err := strict.Create(context.Background(), account); err != nil && !apierrors.IsAlreadyExists(err) {
+				t.Fatal(err)
+			}
 			volumes, _, _ := unstructured.NestedSlice(pod.Object, "spec", "volumes")
 			claims, _, _ := unstructured.NestedSlice(o.Object, "spec", "volumeClaimTemplates")
 			for range claims {

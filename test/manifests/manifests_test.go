@@ -61,7 +61,7 @@ func TestConfigDefault(t *testing.T) {
 			pods = append(pods, pod)
 		}
 	}
-	for kind, want := range map[string]int{"Namespace": 1, "CustomResourceDefinition": 2, "Deployment": 1, "StatefulSet": 1, "ServiceAccount": 2, "NetworkPolicy": 1} {
+	for kind, want := range map[string]int{"Namespace": 1, "CustomResourceDefinition": 2, "Deployment": 1, "StatefulSet": 1, "ServiceAccount": 3, "NetworkPolicy": 1} {
 		if kinds[kind] != want {
 			t.Errorf("%d of kind %s, want %d", kinds[kind], kind, want)
 		}
