@@ -191,6 +191,7 @@ func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
 	f := l.expiry(now)
 	l.destination.metrics.buried(f.Reason, 1)
 	e.mu.Unlock()
+	d.Attempt-- // Bury counts the lease as an attempt, and this one was not made.
 	e.bury(*d, f, now)
 	e.mu.Lock()
 	return true

@@ -156,7 +156,7 @@ type Store interface {
 	Release(d Delivery)
 	// Retry puts a message aside until at; Attempt becomes d.Attempt+1.
 	Retry(d Delivery, at time.Time, f Failure)
-	// Bury turns a message into a dead letter.
+	// Bury turns a message into a dead letter with d.Attempt+1 attempts.
 	Bury(d Delivery, f Failure) error
 	// BuryExpired turns every waiting, not leased message of the lane that was
 	// accepted before cut into a dead letter, in bounded memory, and returns how many.
