@@ -196,7 +196,7 @@ func (s *Store) explain(err error) error {
 	return err
 }
 
-// CorruptError: a file of the store is missing, damaged or shorter than it
+// CorruptError says that a file of the store is missing, damaged or shorter than it
 // was. Nothing was changed or skipped.
 type CorruptError struct {
 	// Path is the file where it is known, otherwise the store's directory.
