@@ -139,3 +139,23 @@ const (
 	// ReasonNoSyncYet: no sync has come yet.
 	ReasonNoSyncYet = "NoSyncYet"
 )
+
+// Of a Redelivery.
+const (
+	// ConditionComplete says whether a Redelivery has ended. False while it runs,
+	// and with ReasonRedeliveryFailed when not all that matched could be redelivered.
+	ConditionComplete = "Complete"
+	// ReasonDestinationNotFound: the WebhookDestination does not exist in the
+	// namespace. The Redelivery waits for it.
+	ReasonDestinationNotFound = "DestinationNotFound"
+	// ReasonWaiting: other Redeliveries run, or no dispatcher pod is ready.
+	ReasonWaiting = "Waiting"
+	// ReasonRunning: dead letters are counted or redelivered.
+	ReasonRunning = "Running"
+	// ReasonRedelivered: all that matched were redelivered.
+	ReasonRedelivered = "Redelivered"
+	// ReasonCounted: a dry run has counted what would be redelivered.
+	ReasonCounted = "Counted"
+	// ReasonRedeliveryFailed: it ended, and some that matched were not redelivered.
+	ReasonRedeliveryFailed = "RedeliveryFailed"
+)

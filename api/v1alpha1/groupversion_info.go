@@ -31,6 +31,7 @@ func addKnownTypes(scheme *runtime.Scheme) error {
 		&WebhookDestination{}, &WebhookDestinationList{},
 		&Audience{}, &AudienceList{},
 	)
+	scheme.AddKnownTypes(GroupVersion, &Redelivery{}, &RedeliveryList{})
 	metav1.AddToGroupVersion(scheme, GroupVersion)
 	return nil
 }

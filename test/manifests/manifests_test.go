@@ -61,7 +61,11 @@ func TestConfigDefault(t *testing.T) {
 			pods = append(pods, pod)
 		}
 	}
-	for kind, want := range map[string]int{"Namespace": 1, "CustomResourceDefinition": 2, "Deployment": 1, "StatefulSet": 1, "ServiceAccount": 3, "NetworkPolicy": 1} {
+	crds, err := filepath.Glob(filepath.Join(root, "config", "crd", "*.yaml"))
+	if err != nil || len(crds) < 2 {
+		t.Fatalf("%d CRDs in config/crd: %v", len(crds), err)
+	}
+	for kind, want := range map[string]int{"Namespace": 1, "CustomResourceDefinition": len(crds), "Deployment": 1, "StatefulSet": 1, "ServiceAccount": 3, "NetworkPolicy": 1} {
 		if kinds[kind] != want {
 			t.Errorf("%d of kind %s, want %d", kinds[kind], kind, want)
 		}
