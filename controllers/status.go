@@ -73,7 +73,7 @@ func setupStatus(mgr manager.Manager, o Options, known *verdictBook, reports *pr
 		Complete(r)
 }
 
-// +kubebuilder:rbac:groups=posthorn.dev,resources=sources/status;webhookdestinations/status,verbs=update
+// +kubebuilder:rbac:groups=posthorn.dev,resources=sources/status;webhookdestinations/status;audiences/status,verbs=update
 // +kubebuilder:rbac:groups=events.k8s.io,resources=events,verbs=create;patch
 
 // Reconcile brings the status of one tenant's objects up to date.
@@ -92,9 +92,11 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 	}
 	var sources v1alpha1.SourceList
 	var destinations v1alpha1.WebhookDestinationList
+	var audiences v1alpha1.AudienceList
 	if err := errors.Join(
 		r.List(ctx, &sources, client.InNamespace(tenant)),
 		r.List(ctx, &destinations, client.InNamespace(tenant)),
+		r.List(ctx, &audiences, client.InNamespace(tenant)),
 	); err != nil {
 		return reconcile.Result{}, fmt.Errorf("list the objects of namespace %s: %w", tenant, err)
 	}
@@ -131,6 +133,22 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 						return health.Destination(*o, verdict, tenant, pods, now, numbersDue)
 					},
 					transitions: health.DestinationTransitions,
+				})
+			})
+		}
+	}
+	for i := range audiences.Items {
+		o := &audiences.Items[i]
+		verdict, ok := judged.Audiences[o.Name]
+		if m := memoOf(memos, o); ok && judged.audiences[o.Name] == versionOf(o) {
+			group.Go(func() error {
+				return update(ctx, r, m, o, &again, now, subject[*v1alpha1.Audience, v1alpha1.AudienceStatus]{
+					kind:   "Audience",
+					status: func(o *v1alpha1.Audience) *v1alpha1.AudienceStatus { return &o.Status },
+					compute: func(o *v1alpha1.Audience, numbersDue bool) v1alpha1.AudienceStatus {
+						return health.Audience(*o, verdict, tenant, pods, now, numbersDue)
+					},
+					transitions: health.AudienceTransitions,
 				})
 			})
 		}

@@ -28,6 +28,7 @@ import (
 const (
 	kindSource      = "Source"
 	kindDestination = "WebhookDestination"
+	kindAudience    = "Audience"
 	kindSecret      = "Secret"
 
 	defaultNamespace = "default"
@@ -67,18 +68,22 @@ type object struct {
 	id
 	source      *v1alpha1.Source
 	destination *v1alpha1.WebhookDestination
+	audience    *v1alpha1.Audience
 	secret      map[string][]byte
 	content     []byte
 	// manifest is the whole object, defaults included, as JSON; see state.
 	manifest []byte
 }
 
-// metadata of a Source or WebhookDestination.
+// metadata of one of our kinds.
 func (o *object) metadata() *metav1.ObjectMeta {
-	if o.source != nil {
+	switch {
+	case o.source != nil:
 		return &o.source.ObjectMeta
+	case o.destination != nil:
+		return &o.destination.ObjectMeta
 	}
-	return &o.destination.ObjectMeta
+	return &o.audience.ObjectMeta
 }
 
 // parsed is what a file holds.
@@ -173,7 +178,7 @@ func (p *parsed) content(file string, number int, content map[string]any, proble
 		}
 		return
 	}
-	want, known := map[string]string{kindSource: v1alpha1.GroupVersion.String(), kindDestination: v1alpha1.GroupVersion.String(), kindSecret: "v1"}[kind]
+	want, known := map[string]string{kindSource: v1alpha1.GroupVersion.String(), kindDestination: v1alpha1.GroupVersion.String(), kindAudience: v1alpha1.GroupVersion.String(), kindSecret: "v1"}[kind]
 	ours := strings.HasPrefix(apiVersion, v1alpha1.GroupVersion.Group+"/")
 	switch {
 	case kind == "" || apiVersion == "":
@@ -181,7 +186,7 @@ func (p *parsed) content(file string, number int, content map[string]any, proble
 		problem("", errors.New("apiVersion and kind must be set"))
 		return
 	case !known && ours:
-		problem(kind, fmt.Errorf("kind: %q is unknown in %s; use Source or WebhookDestination", kind, apiVersion))
+		problem(kind, fmt.Errorf("kind: %q is unknown in %s; use Source, WebhookDestination or Audience", kind, apiVersion))
 		return
 	case !known || kind != kindSecret && !ours:
 		p.ignored = append(p.ignored, Problem{File: file, Document: number, Object: apiVersion + " " + kind, Message: "this kind is not Posthorn's; ignored"})
@@ -259,6 +264,9 @@ func (o *object) readResource(content map[string]any, metadata *metav1.ObjectMet
 	case kindDestination:
 		o.destination = &v1alpha1.WebhookDestination{}
 		err = runtime.DefaultUnstructuredConverter.FromUnstructured(content, o.destination)
+	case kindAudience:
+		o.audience = &v1alpha1.Audience{}
+		err = runtime.DefaultUnstructuredConverter.FromUnstructured(content, o.audience)
 	}
 	if err != nil {
 		return []error{err}

@@ -290,6 +290,19 @@ func (c *Control) observe() {
 			next := *o.destination
 			next.Status, next.ResourceVersion = status, c.store.version()
 			o.destination = &next
+		case o.audience != nil:
+			verdict, ok := c.verdicts[o.namespace].Audiences[o.name]
+			if !ok {
+				continue
+			}
+			status := health.Audience(*o.audience, verdict, o.namespace, pods, now, true)
+			if equality.Semantic.DeepEqual(status, o.audience.Status) {
+				continue
+			}
+			events = health.AudienceTransitions(o.audience.Status, status)
+			next := *o.audience
+			next.Status, next.ResourceVersion = status, c.store.version()
+			o.audience = &next
 		}
 		for _, e := range events {
 			log := c.log.Info
@@ -334,6 +347,22 @@ func (c *Control) WebhookDestinations(namespace string) v1alpha1.WebhookDestinat
 	return list
 }
 
+// Audiences is like Sources.
+func (c *Control) Audiences(namespace string) v1alpha1.AudienceList {
+	c.mu.RLock()
+	defer c.mu.RUnlock()
+	var list v1alpha1.AudienceList
+	list.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kindAudience + "List"))
+	list.ResourceVersion = strconv.FormatInt(c.store.writes, 10)
+	list.Items = []v1alpha1.Audience{}
+	for _, o := range c.store.sorted() {
+		if o.audience != nil && (namespace == "" || namespace == o.namespace) {
+			list.Items = append(list.Items, *o.audience.DeepCopy())
+		}
+	}
+	return list
+}
+
 // Problems returns what is wrong with the manifests right now, and which
 // objects of other kinds were ignored.
 func (c *Control) Problems() (problems, ignored []Problem) {
@@ -366,7 +395,7 @@ func (c Compiled) OK() bool {
 		return false
 	}
 	for _, n := range c.Namespaces {
-		for _, verdicts := range []map[string]compile.Verdict{n.Verdicts.Sources, n.Verdicts.Destinations} {
+		for _, verdicts := range []map[string]compile.Verdict{n.Verdicts.Sources, n.Verdicts.Destinations, n.Verdicts.Audiences} {
 			for _, v := range verdicts {
 				if !v.Accepted {
 					return false

@@ -136,10 +136,13 @@ func (o *stored) furnish(old *stored, version string) {
 	if old == nil {
 		return
 	}
-	if o.source != nil {
+	switch {
+	case o.source != nil:
 		o.source.Status = old.source.Status
-	} else {
+	case o.destination != nil:
 		o.destination.Status = old.destination.Status
+	case o.audience != nil:
+		o.audience.Status = old.audience.Status
 	}
 }
 
@@ -167,6 +170,8 @@ func (s *store) snapshots(checkHost func(string) error) map[string]*compile.Snap
 			of(o.namespace).Sources = append(of(o.namespace).Sources, *o.source)
 		case kindDestination:
 			of(o.namespace).Destinations = append(of(o.namespace).Destinations, *o.destination)
+		case kindAudience:
+			of(o.namespace).Audiences = append(of(o.namespace).Audiences, *o.audience)
 		}
 	}
 	for _, o := range objects {
