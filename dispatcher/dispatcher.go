@@ -25,6 +25,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/posthorn/posthorn/dispatcher/admin"
+	"github.com/posthorn/posthorn/dispatcher/audience"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/ingest"
@@ -55,6 +56,9 @@ type Options struct {
 	OrphanGrace time.Duration
 	// TrustedProxies may say in X-Forwarded-For whom they forward for.
 	TrustedProxies []string
+	// AudienceOwner is the URL of the pod that keeps the members of audiences;
+	// empty when it is this one.
+	AudienceOwner string
 	// Queue tunes the store.
 	Queue pebblestore.Options
 	// Extra is mounted on the admin listener below its own paths.
@@ -75,6 +79,7 @@ type Dispatcher struct {
 	client  *egress.Client
 	engine  *delivery.Engine
 	ingest  *ingest.Handler
+	members *audience.Service
 	configs *configs
 	metrics *prometheus.Registry
 
@@ -127,16 +132,22 @@ func New(o Options) (*Dispatcher, error) {
 	})
 	d.configs = newConfigs(o.Logger, d.engine.Apply)
 	d.metrics.MustRegister(reportCollector{d})
+	skip := func(ref liveconfig.SourceRef, call *event.Call) []string {
+		if r := d.configs.router(ref.Tenant); r != nil {
+			return r.Skip(ref.Source.Name, call)
+		}
+		return nil
+	}
 	d.ingest = ingest.New(ingest.Options{
-		View: d.configs.view,
-		Skip: func(ref liveconfig.SourceRef, call *event.Call) []string {
-			if r := d.configs.router(ref.Tenant); r != nil {
-				return r.Skip(ref.Source.Name, call)
-			}
-			return nil
-		},
+		View: d.configs.view, Skip: skip,
 		Append: d.store.Append, Logger: o.Logger, Registerer: d.metrics, TrustedProxies: o.TrustedProxies,
 	})
+	if d.members, err = audience.New(audience.Options{
+		Dir: filepath.Join(o.DataDir, "audiences"), View: d.configs.view, Skip: skip, Append: d.store.Append, Full: d.store.Full,
+		Owner: o.AudienceOwner, OrphanGrace: o.OrphanGrace, Logger: o.Logger, Registerer: d.metrics,
+	}); err != nil {
+		return nil, errors.Join(err, d.Close())
+	}
 	return d, nil
 }
 
@@ -186,6 +197,8 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	}
 	group.Go(serve(adminServer, adminListener))
 	group.Go(func() error { return d.engine.Run(engineCtx) })
+	group.Go(func() error { return d.members.Run(engineCtx) })
+	main.RegisterOnShutdown(d.members.Stop)
 	group.Go(func() error {
 		<-groupCtx.Done()
 		close(d.stopping)
@@ -221,6 +234,7 @@ func (d *Dispatcher) Close() error {
 func (d *Dispatcher) mux() http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("/", d.ingest)
+	d.members.Mount(mux)
 	admin.MountHealth(mux, d.ready)
 	return mux
 }
@@ -249,7 +263,7 @@ func (d *Dispatcher) Report() liveconfig.Report {
 	refused := d.configs.refusals()
 	for _, name := range view.Tenants() {
 		config, _ := view.Tenant(name)
-		t := liveconfig.TenantReport{Tenant: name, Revision: config.Revision, Destinations: d.engine.Report(name)}
+		t := liveconfig.TenantReport{Tenant: name, Revision: config.Revision, Destinations: d.engine.Report(name), Audiences: d.members.Report(config.Config)}
 		if refusal, ok := refused[name]; ok {
 			t.Refused = &refusal
 			delete(refused, name)

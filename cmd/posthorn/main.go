@@ -97,7 +97,7 @@ Exit codes: 0 it worked; 1 it did not, or the answer is no; 2 the command line i
 	for group, commands := range map[string][]*cobra.Command{
 		"server": {newRun(), newOperator(), newDispatcher()},
 		"look":   {newGet(), newCompile(), newAttempts(), newTail(), newDeadLetters()},
-		"try":    {newSend(), newSink(), newVerify()},
+		"try":    {newSend(), newAudience(), newSink(), newVerify()},
 	} {
 		for _, c := range commands {
 			c.GroupID = group

@@ -125,7 +125,7 @@ func defaultDataDir() string {
 func newDispatcher() *cobra.Command {
 	var logs logFlags
 	var data dataFlags
-	var namespace, kubeconfig, adminAuth string
+	var namespace, kubeconfig, adminAuth, peers string
 	cmd := &cobra.Command{
 		Use:   "dispatcher",
 		Short: "Take, store and deliver calls (a pod of the data plane)",
@@ -161,6 +161,13 @@ say. It reads nothing else of the cluster and goes on without the operator.`,
 			if data.options.Pod == "" {
 				data.options.Pod, _ = os.Hostname()
 			}
+			if peers == "" {
+				hosts, _ := os.ReadFile("/etc/hosts")
+				peers = peerService(string(hosts), data.options.Pod, namespace)
+			}
+			if data.options.AudienceOwner == "" {
+				data.options.AudienceOwner = audienceOwner(data.options.Pod, namespace, peers, data.options.Listen)
+			}
 			d, err := dispatcher.New(data.options)
 			if err != nil {
 				return err
@@ -179,6 +186,8 @@ say. It reads nothing else of the cluster and goes on without the operator.`,
 	f.StringVar(&kubeconfig, "kubeconfig", "", "kubeconfig file; default: the pod's service account, or KUBECONFIG")
 	f.StringVar(&data.options.Pod, "pod-name", os.Getenv("POD_NAME"), "name of this pod in reports (default: the environment's POD_NAME)")
 	f.StringVar(&adminAuth, "admin-auth", "kubernetes", "who may use the admin listener: those that the API server allows, over TLS (kubernetes), or everybody (none)")
+	f.StringVar(&peers, "peer-service", "", "headless Service that gives the pods names (default: the one in /etc/hosts)")
+	f.StringVar(&data.options.AudienceOwner, "audience-owner", "", "URL of the pod that keeps the members of audiences (default: pod 0 of this StatefulSet)")
 	f.DurationVar(&data.options.ShutdownDelay, "shutdown-delay", 0, "how long to take calls after the order to stop, so that the Service takes the pod out first")
 	data.register(cmd, "/var/lib/posthorn", ":8080", ":8081")
 	logs.register(cmd)
