@@ -3,6 +3,13 @@
 package e2e
 
 import (
+	"crypto/hmac"
+	"crypto/sha1"
+	"encoding/hex"
+	"encoding/json"
+	"net/http"
+	"strings"
+
 	. "github.com/onsi/ginkgo/v2"
 	. "github.com/onsi/gomega"
 )
@@ -11,15 +18,226 @@ var _ = Describe("A webhook", func() {
 	It("receives what is sent, signed, and follows every change", func() {
 		shop := newTenant("shop")
 		shop.secret("crm", "secret", "s3cret", "token", "Bearer abc")
-		sink := shop.newSink("crm", "s3cret")
-		shop.destination("crm", sink.url(), "")
+		first := shop.newSink("first", "s3cret")
+		shop.destination("crm", first.url(), "")
 		shop.waitReady("psrc/web", "whd/crm")
 
 		By("sending a call through the Service")
 		Expect(shop.send("First")).To(ContainSubstring(`"success":true`))
-		sink.eventually("First")
+		first.eventually("First")
 		shop.eventually("whd/crm", "Delivering", "True/Delivering")
 		shop.eventually("psrc/web", "Receiving", "True/Receiving")
 		Expect(shop.field("psrc/web", "{.status.destinations}")).To(Equal(`["crm"]`))
+
+		By("editing the URL")
+		second := shop.newSink("second", "s3cret")
+		shop.destination("crm", second.url(), "")
+		shop.waitGeneration("whd/crm")
+		shop.send("Moved")
+		second.eventually("Moved")
+		Expect(first.events()).NotTo(ContainElement("Moved"))
+
+		By("rotating the Secret: a receiver that knows only the new one takes it")
+		third := shop.newSink("third", "n3w")
+		shop.destination("crm", third.url(), "")
+		shop.waitGeneration("whd/crm")
+		shop.secret("crm", "secret", "n3w", "token", "Bearer abc")
+		shop.send("Rotated")
+		third.eventually("Rotated")
+
+		By("adding headers, and rotating with the previous secret: both signatures travel")
+		shop.secret("crm", "secret", "newest", "previous", "n3w", "token", "Bearer abc")
+		shop.serve("wire", env("E2E_TOOL"), "-listen=:9000")
+		newest := shop.newSink("newest", "newest")
+		shop.apply(`
+apiVersion: posthorn.dev/v1alpha1
+kind: WebhookDestination
+metadata: {name: crm}
+spec:
+  sources: {names: [web]}
+  endpoints:
+  - name: primary
+    url: ` + newest.url() + `
+  - name: wire
+    url: http://wire.shop.svc.cluster.local
+    headers:
+    - {name: X-Env, value: e2e}
+    - {name: Authorization, valueFrom: {secretKeyRef: {name: crm, key: token}}}
+  success: EveryEndpoint
+  signing: {secretRef: {name: crm, key: secret}, previousSecretRef: {name: crm, key: previous}}
+  delivery: {minBackoff: 1s, maxBackoff: 3s}
+`)
+		shop.waitGeneration("whd/crm")
+		shop.send("Both")
+		newest.eventually("Both")
+		var wire struct {
+			Headers http.Header
+			Body    string
+		}
+		Eventually(func() string { return shop.kubectl("logs", "wire") }).Should(ContainSubstring("Both"))
+		Expect(json.Unmarshal([]byte(shop.kubectl("logs", "wire")), &wire)).To(Succeed())
+		sign := func(secret string) string {
+			mac := hmac.New(sha1.New, []byte(secret))
+			mac.Write([]byte(wire.Body))
+			return hex.EncodeToString(mac.Sum(nil))
+		}
+		for name, want := range map[string]string{
+			"X-Env": "e2e", "Authorization": "Bearer abc", "Content-Type": "application/json", "User-Agent": "Posthorn/1.0",
+			"X-Signature": sign("newest"), "X-Signature-Previous": sign("n3w"),
+		} {
+			Expect(wire.Headers.Get(name)).To(Equal(want), name)
+		}
+
+		By("disabling it: calls are kept, and delivered when it is enabled again")
+		shop.kubectl("patch", "whd/crm", "--type=merge", "-p", `{"spec":{"enabled":false}}`)
+		shop.eventually("whd/crm", "Accepted", "True/Disabled")
+		shop.waitGeneration("whd/crm")
+		shop.send("While disabled")
+		shop.eventually("whd/crm", "Delivering", "False/Held")
+		Eventually(func() string { return shop.field("whd/crm", "{.status.delivery.pending}") }).Should(Equal("1"))
+		Expect(newest.events()).NotTo(ContainElement("While disabled"))
+		shop.kubectl("patch", "whd/crm", "--type=merge", "-p", `{"spec":{"enabled":true}}`)
+		newest.eventually("While disabled")
+		shop.eventually("whd/crm", "Accepted", "True/Accepted")
+
+		By("taking the Secret away: nothing goes out unsigned, and status says why")
+		shop.kubectl("delete", "secret", "crm")
+		shop.eventually("whd/crm", "Accepted", "False/SecretNotFound")
+		shop.eventually("whd/crm", "Ready", "False/SecretNotFound")
+		shop.send("Without secret")
+		shop.secret("crm", "secret", "newest", "previous", "n3w", "token", "Bearer abc")
+		newest.eventually("Without secret")
+		for _, r := range newest.received() {
+			Expect(r.Signature).To(Equal("ok"), r.Event)
+		}
+		shop.waitReady("whd/crm")
+
+		By("stopping the receiver: status tells, and nothing is lost")
+		newest.stop()
+		shop.send("While down")
+		Eventually(func() string { return shop.condition("whd/crm", "Delivering") }).Should(HavePrefix("False/"))
+		Expect(shop.condition("whd/crm", "Ready")).To(Equal("True/Ready"), "a receiver's outage must not fail a rollout")
+		newest.start("newest")
+		newest.eventually("While down")
+		shop.eventually("whd/crm", "Delivering", "True/Delivering")
+
+		By("disabling the Source: calls are refused")
+		shop.kubectl("patch", "psrc/web", "--type=merge", "-p", `{"spec":{"enabled":false}}`)
+		shop.waitGeneration("psrc/web")
+		out, code := shop.run("send", env("E2E_REPOSITORY")+":"+env("E2E_TAG"), "send", "track", "--endpoint="+ingest, "--user=u1", "--event=No")
+		Expect(code).To(Equal("1"))
+		Expect(out).To(HavePrefix("403"))
+		shop.kubectl("patch", "psrc/web", "--type=merge", "-p", `{"spec":{"enabled":true}}`)
+		shop.waitGeneration("psrc/web")
+
+		By("deleting it: no more calls arrive")
+		shop.kubectl("delete", "whd/crm", "--timeout=1m")
+		Eventually(func() string { return shop.field("psrc/web", "{.status.destinations}") }).Should(BeEmpty())
+		shop.send("Gone")
+		Consistently(newest.events, "3s").ShouldNot(ContainElement("Gone"))
+	})
+
+	It("is listed for people and described with what happened", func() {
+		t := newTenant("columns")
+		t.secret("crm", "secret", "s")
+		s := t.newSink("crm", "s")
+		t.destination("crm", s.url(), "")
+		t.waitReady("psrc/web", "whd/crm")
+		t.send("One")
+		s.eventually("One")
+		t.eventually("whd/crm", "Delivering", "True/Delivering")
+		header, row, _ := strings.Cut(t.kubectl("get", "whd"), "\n")
+		for _, column := range []string{"NAME", "READY", "DELIVERING", "PENDING", "RETRYING", "LAST SUCCESS", "AGE"} {
+			Expect(header).To(ContainSubstring(column))
+		}
+		Expect(row).To(MatchRegexp(`^crm\s+True\s+True\s+0\s+0\s`))
+		Expect(t.kubectl("get", "posthorn")).To(And(ContainSubstring("source.posthorn.dev/web"), ContainSubstring("webhookdestination.posthorn.dev/crm")))
+		Expect(t.kubectl("describe", "whd/crm")).NotTo(ContainSubstring("key-of-"))
+		Expect(t.kubectl("explain", "whd.spec.delivery.retryWindow")).To(ContainSubstring("DESCRIPTION"))
+	})
+
+	It("is refused with the fix when it is wrong", func() {
+		t := newTenant("wrong")
+		_, err := command(`
+apiVersion: posthorn.dev/v1alpha1
+kind: WebhookDestination
+metadata: {name: crm}
+spec:
+  sources: {names: [web]}
+  endpoints:
+  - {name: primary, url: "ftp://hooks.example/in"}
+`, "kubectl", "apply", "-n", t.namespace, "-f", "-")
+		Expect(err).To(MatchError(ContainSubstring("spec.endpoints[0]")))
+
+		By("an address that the cluster's admin does not allow")
+		t.secret("crm", "secret", "s")
+		t.destination("crm", "http://169.254.169.254/latest", "")
+		t.eventually("whd/crm", "Accepted", "False/EgressDenied")
+
+		By("a name that leads to such an address")
+		t.destination("crm", "http://localhost/in", "")
+		t.eventually("whd/crm", "Accepted", "False/EgressDenied")
+	})
+
+	It("belongs to its namespace alone", func() {
+		a, b := newTenant("team-a"), newTenant("team-b")
+		a.secret("crm", "secret", "of-a")
+		sink := a.newSink("crm", "of-a")
+		a.destination("crm", sink.url(), "")
+		a.waitReady("psrc/web", "whd/crm")
+
+		By("a Secret of another namespace does not resolve")
+		b.destination("crm", sink.url(), "")
+		b.eventually("whd/crm", "Accepted", "False/SecretNotFound")
+
+		By("a Source of another namespace does not either")
+		b.secret("crm", "secret", "of-a")
+		b.waitReady("whd/crm")
+		a.apply(`
+apiVersion: posthorn.dev/v1alpha1
+kind: Source
+metadata: {name: ios}
+spec: {writeKeySecretRef: {name: ios-key, key: writeKey}}
+`)
+		b.kubectl("patch", "whd/crm", "--type=merge", "-p", `{"spec":{"sources":{"names":["ios"]}}}`)
+		b.eventually("whd/crm", "Accepted", "False/NoSource")
+
+		By("a call goes to the destinations of its own namespace")
+		b.send("Of B")
+		a.send("Of A")
+		sink.eventually("Of A")
+		Consistently(sink.events, "2s").ShouldNot(ContainElement("Of B"))
+
+		By("a write key that is taken stays with its owner")
+		b.secret("web-key", "writeKey", a.key)
+		b.eventually("psrc/web", "Accepted", "False/WriteKeyConflict")
+		a.send("Still A")
+		sink.eventually("Still A")
+	})
+
+	It("gives no account more than it needs", func() {
+		can := func(account, verb, resource, namespace string) string {
+			out, _ := command("", "kubectl", "auth", "can-i", verb, resource, "-n", namespace, "--as=system:serviceaccount:"+system+":"+release+"-"+account)
+			return strings.TrimSpace(out)
+		}
+		for _, c := range []struct{ account, verb, resource, namespace, want string }{
+			{"dispatcher", "list", "secrets", system, "yes"},
+			{"dispatcher", "list", "secrets", "default", "no"},
+			{"dispatcher", "get", "secrets", "kube-system", "no"},
+			{"dispatcher", "create", "secrets", system, "no"},
+			{"dispatcher", "get", "webhookdestinations.posthorn.dev", "default", "no"},
+			{"operator", "get", "secrets", "default", "yes"},
+			{"operator", "create", "secrets", system, "yes"},
+			{"operator", "create", "secrets", "default", "no"},
+			{"operator", "update", "webhookdestinations.posthorn.dev", "default", "no"},
+			{"operator", "delete", "sources.posthorn.dev", "default", "no"},
+			{"operator", "create", "pods", system, "no"},
+		} {
+			Expect(can(c.account, c.verb, c.resource, c.namespace)).To(Equal(c.want), "%s %s %s in %s", c.account, c.verb, c.resource, c.namespace)
+		}
+	})
+
+	It("passes helm test", func() {
+		Expect(helm("test", release, "-n", system, "--timeout", "2m")).To(MatchRegexp(`Phase:\s+Succeeded`))
 	})
 })

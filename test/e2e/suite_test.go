@@ -20,13 +20,15 @@ import (
 const (
 	release = "posthorn"
 	system  = "posthorn-system"
+	// defaultWait bounds what should take seconds.
+	defaultWait = 90 * time.Second
 	// Where calls go, as the chart's notes tell.
 	ingest = "http://posthorn-dispatcher." + system + ".svc.cluster.local"
 )
 
 func TestE2E(t *testing.T) {
 	RegisterFailHandler(Fail)
-	SetDefaultEventuallyTimeout(90 * time.Second)
+	SetDefaultEventuallyTimeout(defaultWait)
 	SetDefaultEventuallyPollingInterval(300 * time.Millisecond)
 	RunSpecs(t, "Posthorn on a cluster")
 }
@@ -42,19 +44,25 @@ var _ = ReportAfterEach(func(r SpecReport) {
 	}
 })
 
-// install installs the chart, or upgrades it, with these settings besides the suite's.
-func install(settings ...string) {
+// values are the suite's settings of the chart.
+func values() []string {
 	GinkgoHelper()
-	args := []string{
-		"upgrade", "--install", release, filepath.Join("..", "..", "charts", "posthorn"), "--namespace", system, "--wait", "--timeout", "3m",
+	return []string{
 		"--set", "image.repository=" + env("E2E_REPOSITORY"), "--set", "image.tag=" + env("E2E_TAG"),
 		// Where the suite's receivers are: pods and Services.
 		"--set", "egressAllow={10.244.0.0/16,10.96.0.0/16}",
-		"--set", "dispatcher.persistence.size=500Mi",
 		"--set", "operator.logLevel=debug",
 		// A Source in a test namespace comes and goes quickly.
 		"--set", "dispatcher.extraArgs={--orphan-grace=5s}",
 	}
+}
+
+const chart = "../../charts/posthorn"
+
+// install installs the chart, or upgrades it, with these settings besides the suite's.
+func install(settings ...string) {
+	GinkgoHelper()
+	args := append([]string{"upgrade", "--install", release, chart, "--namespace", system, "--wait", "--timeout", "3m"}, values()...)
 	for _, s := range settings {
 		args = append(args, "--set", s)
 	}
@@ -161,6 +169,15 @@ func (t tenant) waitReady(names ...string) {
 	t.kubectl(append([]string{"wait", "--for=condition=Ready", "--timeout=90s"}, names...)...)
 }
 
+// waitGeneration waits until the newest spec of an object is in effect everywhere.
+func (t tenant) waitGeneration(object string) {
+	GinkgoHelper()
+	Eventually(func() bool {
+		f := strings.Fields(t.field(object, `{.metadata.generation} {.status.conditions[?(@.type=="Programmed")].observedGeneration} {.status.conditions[?(@.type=="Programmed")].status}`))
+		return len(f) == 3 && f[0] == f[1] && f[2] == "True"
+	}).Should(BeTrue(), "the newest generation of "+object+" is not in effect")
+}
+
 // condition is "status/reason" of an object's condition.
 func (t tenant) condition(object, kind string) string {
 	GinkgoHelper()
@@ -198,29 +215,39 @@ func (t tenant) newSink(name, secret string, args ...string) sink {
 	GinkgoHelper()
 	s := sink{t, name}
 	s.start(secret, args...)
-	t.apply(fmt.Sprintf(`{apiVersion: v1, kind: Service, metadata: {name: %s}, spec: {selector: {sink: %s}, ports: [{port: 80, targetPort: 9000}]}}`, name, name))
 	return s
 }
 
 func (s sink) start(secret string, args ...string) {
 	GinkgoHelper()
-	more, err := json.Marshal(append([]string{"sink", "--listen=:9000", "--output=json", "--secret=" + secret}, args...))
+	s.serve(s.name, env("E2E_REPOSITORY")+":"+env("E2E_TAG"), append([]string{"sink", "--listen=:9000", "--output=json", "--secret=" + secret}, args...)...)
+}
+
+// serve starts a pod that listens on port 9000, with a Service in front, and waits until it does.
+func (t tenant) serve(name, image string, args ...string) {
+	GinkgoHelper()
+	more, err := json.Marshal(args)
 	Expect(err).NotTo(HaveOccurred())
-	s.apply(fmt.Sprintf(`
+	t.apply(fmt.Sprintf(`
+apiVersion: v1
+kind: Service
+metadata: {name: %[1]s}
+spec: {selector: {sink: %[1]s}, ports: [{port: 80, targetPort: 9000}]}
+---
 apiVersion: v1
 kind: Pod
-metadata: {name: %s, labels: {sink: %s}}
+metadata: {name: %[1]s, labels: {sink: %[1]s}}
 spec:
-%s
+%[2]s
   terminationGracePeriodSeconds: 1
   containers:
-  - name: sink
-    image: %s:%s
-    args: %s
+  - name: main
+    image: %[3]s
+    args: %[4]s
     ports: [{containerPort: 9000}]
     readinessProbe: {tcpSocket: {port: 9000}, periodSeconds: 1}
-%s`, s.name, s.name, hardened, env("E2E_REPOSITORY"), env("E2E_TAG"), more, hardenedContainer))
-	s.kubectl("wait", "--for=condition=Ready", "--timeout=90s", "pod/"+s.name)
+%[5]s`, name, hardened, image, more, hardenedContainer))
+	t.kubectl("wait", "--for=condition=Ready", "--timeout=90s", "pod/"+name)
 }
 
 func (s sink) stop() {
@@ -279,7 +306,7 @@ func (t tenant) send(event string) string {
 // load starts a pod that sends calls at a rate, each until it is acknowledged.
 func (t tenant) load(prefix string, calls, rate int) {
 	GinkgoHelper()
-	t.pod("load-"+prefix, env("E2E_LOAD"), "-url="+ingest, "-prefix="+prefix, fmt.Sprint("-calls=", calls), fmt.Sprint("-rate=", rate))
+	t.pod("load-"+prefix, env("E2E_TOOL"), "-url="+ingest, "-prefix="+prefix, fmt.Sprint("-calls=", calls), fmt.Sprint("-rate=", rate))
 }
 
 // loaded waits for the end of load, and that the sink has got every call, once or more.

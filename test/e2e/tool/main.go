@@ -1,12 +1,17 @@
-// Command load sends track calls at a steady rate, each until it is
+// Command tool is what the suite runs in pods besides posthorn itself.
+//
+// With -listen it receives requests and prints them, headers included.
+// Otherwise it sends track calls at a steady rate, each until it is
 // acknowledged, and fails when one never was. What it sent is known by its
 // messageIds: PREFIX-0 to PREFIX-(calls-1).
 package main
 
 import (
 	"context"
+	"encoding/json"
 	"flag"
 	"fmt"
+	"io"
 	"net/http"
 	"os"
 	"strings"
@@ -20,7 +25,11 @@ func main() {
 	calls := flag.Int("calls", 1, "how many calls to send")
 	rate := flag.Int("rate", 100, "calls per second")
 	patience := flag.Duration("patience", 3*time.Minute, "how long to try a call again")
+	listen := flag.String("listen", "", "address to receive on, instead of sending")
 	flag.Parse()
+	if *listen != "" {
+		receive(*listen)
+	}
 
 	s := sender{url: strings.TrimSuffix(*url, "/") + "/v1/track", key: os.Getenv("POSTHORN_WRITE_KEY"), patience: *patience, client: &http.Client{Timeout: 10 * time.Second}}
 	ids := make(chan string)
@@ -43,6 +52,22 @@ func main() {
 	if s.failed > 0 {
 		os.Exit(1)
 	}
+}
+
+// receive prints requests until the process is killed.
+func receive(address string) {
+	var mu sync.Mutex
+	err := http.ListenAndServe(address, http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		body, err := io.ReadAll(r.Body)
+		if err != nil {
+			return
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		_ = json.NewEncoder(os.Stdout).Encode(map[string]any{"headers": r.Header, "body": string(body)})
+	}))
+	fmt.Fprintln(os.Stderr, err)
+	os.Exit(1)
 }
 
 type sender struct {
