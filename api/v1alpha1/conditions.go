@@ -19,6 +19,8 @@ const (
 	ConditionReceiving = "Receiving"
 	// ConditionSynced tells how the last sync of an Audience went. Unknown until the first one.
 	ConditionSynced = "Synced"
+	// ConditionFinished says whether every notification of a DeletionRequest has its final state.
+	ConditionFinished = "Finished"
 )
 
 // Reasons of Accepted.
@@ -158,4 +160,16 @@ const (
 	ReasonCounted = "Counted"
 	// ReasonRedeliveryFailed: it ended, and some that matched were not redelivered.
 	ReasonRedeliveryFailed = "RedeliveryFailed"
+)
+
+// Reasons of Finished.
+const (
+	// ReasonDelivered: every notification was delivered, or filtered out.
+	ReasonDelivered = "Delivered"
+	// ReasonNotDelivered: some notifications were dead-lettered or discarded; all have their final state.
+	ReasonNotDelivered = "NotDelivered"
+	// ReasonNobodyToTell: no affected Source has an enabled WebhookDestination.
+	ReasonNobodyToTell = "NobodyToTell"
+	// ReasonNotifying: some notifications are pending.
+	ReasonNotifying = "Notifying"
 )

@@ -30,6 +30,7 @@ func addKnownTypes(scheme *runtime.Scheme) error {
 		&Source{}, &SourceList{},
 		&WebhookDestination{}, &WebhookDestinationList{},
 		&Audience{}, &AudienceList{},
+		&DeletionRequest{}, &DeletionRequestList{},
 	)
 	scheme.AddKnownTypes(GroupVersion, &Redelivery{}, &RedeliveryList{})
 	metav1.AddToGroupVersion(scheme, GroupVersion)

@@ -142,6 +142,23 @@ func (c Config) Validate() error {
 			fail("destination %q: %w", d.Name, err)
 		}
 	}
+	deletions, ids := map[string]bool{}, map[string]bool{}
+	for _, d := range c.Deletions {
+		if d.Name == "" || deletions[d.Name] {
+			fail("deletion %q: name is empty or not unique", d.Name)
+		}
+		deletions[d.Name] = true
+		if d.ID == "" {
+			continue
+		}
+		if b, err := hex.DecodeString(d.ID); err != nil || len(b) == 0 || len(d.ID) > 64 || ids[d.ID] {
+			fail("deletion %q: id must be up to 64 hex digits and unique", d.Name)
+		}
+		ids[d.ID] = true
+		if d.UserID == "" {
+			fail("deletion %q: userId is empty", d.Name)
+		}
+	}
 	audiences, traits := map[string]bool{}, map[[2]string]bool{}
 	for _, a := range c.Audiences {
 		if a.Name == "" || audiences[a.Name] {

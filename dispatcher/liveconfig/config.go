@@ -29,6 +29,8 @@ type Config struct {
 	Destinations []Destination `json:"destinations,omitempty"`
 	// Audiences, sorted by name.
 	Audiences []Audience `json:"audiences,omitempty"`
+	// Deletions, sorted by name.
+	Deletions []Deletion `json:"deletions,omitempty"`
 }
 
 // Source is who may send calls.
@@ -49,6 +51,22 @@ type Source struct {
 	// CallsPerSecond and Burst bound this pod's intake; 0 is no limit.
 	CallsPerSecond int `json:"callsPerSecond,omitempty"`
 	Burst          int `json:"burst,omitempty"`
+}
+
+// Deletion is a request to tell that a user's data is to be deleted.
+type Deletion struct {
+	Name string `json:"name"`
+	// Generation and Revision are as a Source's.
+	Generation int64  `json:"generation"`
+	Revision   string `json:"revision"`
+	// ID changes with the user and the Sources; what was sent is remembered by
+	// it. Empty when the request is not accepted: then nothing is sent.
+	ID     string `json:"id,omitempty"`
+	UserID string `json:"userId"`
+	// Sources are the names of those that are affected; empty is all of the tenant.
+	Sources []string `json:"sources,omitempty"`
+	// Suppress: calls of the user to these Sources are refused.
+	Suppress bool `json:"suppress,omitempty"`
 }
 
 // Kinds of an Audience, as in the API.

@@ -32,6 +32,7 @@ func full() Config {
 			Filter:   &Filter{Types: []string{"track"}, Events: []string{"*"}, Expression: "true"}, DeadLetters: DeadLetters{RetentionMS: 1, MaxBytes: 2},
 		}},
 		Audiences: []Audience{{Name: "shoppers", Generation: 1, Revision: "r3", Source: "web", Key: "shoppers", Kind: KindAudience, MaxRemovalPercent: 50}},
+		Deletions: []Deletion{{Name: "u1", Generation: 1, Revision: "r4", ID: "ab12", UserID: "u1", Sources: []string{"web"}, Suppress: true}},
 	}
 }
 
@@ -171,6 +172,31 @@ func TestDecodeIsStrict(t *testing.T) {
 	for name, bad := range map[string][]byte{"empty": nil, "not gzip": []byte("{}"), "cut off": data[:len(data)/2]} {
 		if _, _, err := Decode(bad); err == nil {
 			t.Errorf("%s: no error", name)
+		}
+	}
+}
+
+func TestSuppressed(t *testing.T) {
+	view := NewView([]Revisioned{
+		{Config: Config{Tenant: "a", Deletions: []Deletion{
+			{Name: "1", ID: "01", UserID: "everywhere", Suppress: true},
+			{Name: "2", ID: "02", UserID: "everywhere", Suppress: true, Sources: []string{"web"}},
+			{Name: "3", ID: "03", UserID: "some", Suppress: true, Sources: []string{"web"}},
+			{Name: "4", ID: "04", UserID: "some", Suppress: true, Sources: []string{"ios"}},
+			{Name: "5", ID: "05", UserID: "told"},
+			{Name: "6", UserID: "held", Suppress: true},
+		}}},
+	})
+	for _, c := range []struct {
+		tenant, source, user string
+		want                 bool
+	}{
+		{"a", "web", "everywhere", true}, {"a", "tv", "everywhere", true}, {"b", "web", "everywhere", false},
+		{"a", "web", "some", true}, {"a", "ios", "some", true}, {"a", "tv", "some", false},
+		{"a", "web", "told", false}, {"a", "web", "held", false}, {"a", "web", "", false},
+	} {
+		if got := view.Suppressed(SourceRef{Tenant: c.tenant, Source: Source{Name: c.source}}, c.user); got != c.want {
+			t.Errorf("%+v: %v", c, got)
 		}
 	}
 }

@@ -28,7 +28,40 @@ type TenantReport struct {
 	Destinations []DestinationReport `json:"destinations,omitempty"`
 	// Audiences, sorted by name.
 	Audiences []AudienceReport `json:"audiences,omitempty"`
+	// Deletions, sorted by name.
+	Deletions []DeletionReport `json:"deletions,omitempty"`
 }
+
+// DeletionReport is a deletion request as the pod runs it.
+type DeletionReport struct {
+	Name       string `json:"name"`
+	Generation int64  `json:"generation"`
+	Revision   string `json:"revision"`
+	// Owner is true on the pod that sends the notifications; the rest is zero elsewhere.
+	Owner bool `json:"owner,omitempty"`
+	// Started is when the notifications were decided; zero before.
+	Started       time.Time            `json:"started,omitzero"`
+	Notifications []NotificationReport `json:"notifications,omitempty"`
+}
+
+// NotificationReport is one destination that is told of a deletion request.
+type NotificationReport struct {
+	Source      string `json:"source"`
+	Destination string `json:"destination"`
+	// State is one of the constants below; Reason is why it was dead-lettered.
+	State  string    `json:"state"`
+	Reason string    `json:"reason,omitempty"`
+	Time   time.Time `json:"time"`
+}
+
+// States of a notification, as in the API.
+const (
+	NotificationPending      = "Pending"
+	NotificationDelivered    = "Delivered"
+	NotificationFiltered     = "Filtered"
+	NotificationDeadLettered = "DeadLettered"
+	NotificationDiscarded    = "Discarded"
+)
 
 // AudienceReport is an audience as the pod runs it.
 type AudienceReport struct {

@@ -13,7 +13,12 @@ type View struct {
 	tenants  map[string]Revisioned
 	byKey    map[[sha256.Size]byte]SourceRef
 	unusable map[string]bool
+	// suppressed are the users whose calls are refused, each with the Sources'
+	// names; none stands for every Source.
+	suppressed map[tenantUser][]string
 }
+
+type tenantUser struct{ tenant, user string }
 
 // Revisioned is a decoded Config with the revision of its bytes.
 type Revisioned struct {
@@ -36,12 +41,25 @@ func (r SourceRef) Key() string { return r.Tenant + "/" + r.Source.Name }
 // unusable names tenants that have a config which could not be taken, and none
 // from before: they exist, so nothing of theirs may be given up.
 func NewView(configs []Revisioned, unusable ...string) *View {
-	v := &View{tenants: make(map[string]Revisioned, len(configs)), byKey: map[[sha256.Size]byte]SourceRef{}, unusable: map[string]bool{}}
+	v := &View{tenants: make(map[string]Revisioned, len(configs)), byKey: map[[sha256.Size]byte]SourceRef{}, unusable: map[string]bool{}, suppressed: map[tenantUser][]string{}}
 	for _, tenant := range unusable {
 		v.unusable[tenant] = true
 	}
 	for _, c := range configs {
 		v.tenants[c.Tenant] = c
+	}
+	for _, c := range configs {
+		for _, d := range c.Deletions {
+			id := tenantUser{c.Tenant, d.UserID}
+			sources, seen := v.suppressed[id]
+			switch {
+			case !d.Suppress || d.ID == "":
+			case len(d.Sources) == 0 || seen && len(sources) == 0:
+				v.suppressed[id] = nil
+			default:
+				v.suppressed[id] = slices.Concat(sources, d.Sources)
+			}
+		}
 	}
 	for _, tenant := range v.Tenants() {
 		for _, s := range v.tenants[tenant].Sources {
@@ -72,6 +90,15 @@ func (v *View) Unusable(tenant string) bool { return v.unusable[tenant] }
 // Complete reports whether every tenant's config could be taken. While it is
 // false an unknown write key may belong to a tenant that is not in the view.
 func (v *View) Complete() bool { return len(v.unusable) == 0 }
+
+// Suppressed reports whether a user's calls to a Source are refused.
+func (v *View) Suppressed(ref SourceRef, userID string) bool {
+	if len(v.suppressed) == 0 || userID == "" {
+		return false
+	}
+	sources, ok := v.suppressed[tenantUser{ref.Tenant, userID}]
+	return ok && (len(sources) == 0 || slices.Contains(sources, ref.Source.Name))
+}
 
 // SourceByWriteKey finds the Source that a write key belongs to. The key is
 // looked up by its SHA-256, so the time it takes tells nothing about other keys.

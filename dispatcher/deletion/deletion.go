@@ -1,0 +1,376 @@
+// Package deletion tells webhooks that a user's data is to be deleted, once for
+// each request and Source, and follows each notification to its end.
+//
+// A request is planned once: which Sources and destinations are told is written
+// down durably before the first message is appended. Its message ids follow from
+// the request, so what a crash repeats is found to be a duplicate.
+package deletion
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/event"
+)
+
+const (
+	tick = time.Second
+	// disorder is how much later than a message one before it in the log may
+	// have been accepted: requests wait this long for storage at most.
+	disorder      = 30 * time.Second
+	recordVersion = 1
+)
+
+// Options configure a Service. Dir, View, Skip and Store are required.
+type Options struct {
+	// Dir holds what is known of requests; it is made when missing.
+	Dir  string
+	View func() *liveconfig.View
+	Skip func(ref liveconfig.SourceRef, call *event.Call) []string
+	// Store takes the messages and knows what became of them.
+	Store queue.Store
+	// Passive: another pod sends the notifications.
+	Passive bool
+	// OrphanGrace is how long a deleted request is remembered. Default 10 min.
+	OrphanGrace time.Duration
+	Now         func() time.Time
+	Logger      *slog.Logger
+}
+
+// Service sends and follows the notifications of all tenants.
+type Service struct {
+	Options
+	mu      sync.Mutex
+	records map[string]*record
+	gone    map[string]time.Time
+}
+
+// record is a planned request.
+type record struct {
+	Version int       `json:"version"`
+	ID      string    `json:"id"`
+	Tenant  string    `json:"tenant"`
+	Time    time.Time `json:"time"`
+	Sources []source  `json:"sources,omitempty"`
+}
+
+// source is one message.
+type source struct {
+	Name      string `json:"name"`
+	MessageID string `json:"messageId"`
+	// Accepted is when it was appended; zero before.
+	Accepted      time.Time      `json:"accepted,omitzero"`
+	Skip          []string       `json:"skip,omitempty"`
+	Notifications []notification `json:"notifications"`
+}
+
+// notification is one destination that is told.
+type notification struct {
+	Destination string    `json:"destination"`
+	State       string    `json:"state"`
+	Reason      string    `json:"reason,omitempty"`
+	Time        time.Time `json:"time"`
+}
+
+// New reads what is known of requests.
+func New(o Options) (*Service, error) {
+	o.OrphanGrace = cmp.Or(o.OrphanGrace, 10*time.Minute)
+	o.Logger = cmp.Or(o.Logger, slog.Default())
+	if o.Now == nil {
+		o.Now = time.Now
+	}
+	s := &Service{Options: o, records: map[string]*record{}, gone: map[string]time.Time{}}
+	if o.Passive {
+		return s, nil
+	}
+	if err := os.MkdirAll(o.Dir, 0o700); err != nil {
+		return nil, fmt.Errorf("deletion requests: %w", err)
+	}
+	files, err := filepath.Glob(filepath.Join(o.Dir, "*.json"))
+	if err != nil {
+		return nil, fmt.Errorf("deletion requests: %w", err)
+	}
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			return nil, fmt.Errorf("deletion requests: %w", err)
+		}
+		var r record
+		if err := json.Unmarshal(text, &r); err != nil || r.Version != recordVersion {
+			// Sending it once more is better than not at all, and than not starting.
+			o.Logger.Error("a deletion request's record cannot be read; its notifications are sent again", "file", file)
+			continue
+		}
+		s.records[r.ID] = &r
+	}
+	return s, nil
+}
+
+// Run sends and follows until ctx is done.
+func (s *Service) Run(ctx context.Context) error {
+	if s.Passive {
+		<-ctx.Done()
+		return nil
+	}
+	timer := time.NewTicker(tick)
+	defer timer.Stop()
+	for {
+		if view := s.View(); view != nil {
+			s.work(ctx, view)
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-timer.C:
+		}
+	}
+}
+
+// work brings every request on by what can be done now.
+func (s *Service) work(ctx context.Context, view *liveconfig.View) {
+	known := map[string]bool{}
+	for _, tenant := range view.Tenants() {
+		config, _ := view.Tenant(tenant)
+		for _, d := range config.Deletions {
+			if d.ID == "" {
+				continue
+			}
+			known[d.ID] = true
+			if err := s.advance(ctx, config.Config, d); err != nil && ctx.Err() == nil {
+				s.Logger.Error("a deletion request does not get on; it is tried again", "namespace", tenant, "request", d.Name, "error", err)
+			}
+		}
+	}
+	s.forget(view, known)
+}
+
+// advance plans, appends and looks. Only Run calls it, so a record is changed by one goroutine.
+func (s *Service) advance(ctx context.Context, config liveconfig.Config, d liveconfig.Deletion) error {
+	s.mu.Lock()
+	r := s.records[d.ID]
+	s.mu.Unlock()
+	if r == nil {
+		r = s.plan(config, d)
+		if err := s.keep(*r); err != nil {
+			return err
+		}
+	}
+	next := r.clone()
+	err := errors.Join(s.append(ctx, &next, d.UserID), s.look(ctx, &next))
+	if !next.equal(*r) {
+		err = errors.Join(err, s.keep(next))
+	}
+	return err
+}
+
+// plan decides who is told.
+func (s *Service) plan(config liveconfig.Config, d liveconfig.Deletion) *record {
+	now := s.Now().UTC().Truncate(time.Millisecond)
+	r := &record{Version: recordVersion, ID: d.ID, Tenant: config.Tenant, Time: now}
+	call := event.Call{Type: event.Delete, UserID: d.UserID, Timestamp: now, Body: event.DeleteMessage(d.UserID, now)}
+	for _, c := range config.Sources {
+		if len(d.Sources) > 0 && !slices.Contains(d.Sources, c.Name) {
+			continue
+		}
+		planned := source{Name: c.Name, MessageID: "delete-" + d.ID}
+		planned.Skip = s.Skip(liveconfig.SourceRef{Tenant: config.Tenant, Source: c}, &call)
+		for _, to := range config.Destinations {
+			if !slices.Contains(to.Sources, c.Name) {
+				continue
+			}
+			key := config.Tenant + "/" + to.Name
+			switch {
+			case to.State == liveconfig.Disabled:
+				if !slices.Contains(planned.Skip, key) {
+					planned.Skip = append(planned.Skip, key)
+				}
+			case slices.Contains(planned.Skip, key):
+				planned.Notifications = append(planned.Notifications, notification{Destination: to.Name, State: liveconfig.NotificationFiltered, Time: now})
+			default:
+				planned.Notifications = append(planned.Notifications, notification{Destination: to.Name, State: liveconfig.NotificationPending, Time: now})
+			}
+		}
+		if len(planned.Notifications) > 0 {
+			r.Sources = append(r.Sources, planned)
+		}
+	}
+	return r
+}
+
+// append brings the messages into the queue that are not in it.
+func (s *Service) append(ctx context.Context, r *record, userID string) error {
+	for i := range r.Sources {
+		to := &r.Sources[i]
+		if !to.Accepted.IsZero() || !to.pending() {
+			continue
+		}
+		now := s.Now().UTC().Truncate(time.Millisecond)
+		message := queue.Message{
+			Source: r.Tenant + "/" + to.Name, ID: to.MessageID, Type: string(event.Delete), AcceptedAt: now,
+			Skip: to.Skip, Body: event.DeleteMessage(userID, r.Time),
+		}
+		if _, err := s.Store.Append(ctx, []queue.Message{message}); err != nil {
+			return err
+		}
+		to.Accepted = now
+	}
+	return nil
+}
+
+// look finds out what became of pending notifications. A message is through when
+// its lane has nothing pending that is as old; then it is a dead letter, or was delivered.
+func (s *Service) look(ctx context.Context, r *record) error {
+	var lanes []queue.LaneID
+	for i := range r.Sources {
+		from := &r.Sources[i]
+		for j := range from.Notifications {
+			n := &from.Notifications[j]
+			if n.State != liveconfig.NotificationPending || from.Accepted.IsZero() {
+				continue
+			}
+			if lanes == nil {
+				lanes = s.Store.Lanes()
+			}
+			state, reason, err := s.outcome(ctx, lanes, r.Tenant+"/"+from.Name, r.Tenant+"/"+n.Destination, from)
+			if err != nil {
+				return err
+			}
+			if state != n.State {
+				n.State, n.Reason, n.Time = state, reason, s.Now().UTC().Truncate(time.Millisecond)
+			}
+		}
+	}
+	return nil
+}
+
+func (s *Service) outcome(ctx context.Context, lanes []queue.LaneID, source, destination string, from *source) (state, reason string, err error) {
+	found := false
+	for _, lane := range lanes {
+		if lane.Source != source || lane.Destination != destination {
+			continue
+		}
+		found = true
+		oldest := s.Store.LaneStats(lane).OldestPending
+		if !oldest.IsZero() && !oldest.After(from.Accepted.Add(disorder)) {
+			return liveconfig.NotificationPending, "", nil
+		}
+	}
+	state = liveconfig.NotificationDelivered
+	if !found {
+		state = liveconfig.NotificationDiscarded
+	}
+	err = s.Store.DeadLetters(ctx, destination, "", func(d queue.DeadLetter) bool {
+		if d.ID == from.MessageID && d.Lane.Source == source {
+			state, reason = liveconfig.NotificationDeadLettered, strings.Clone(d.Failure.Reason)
+		}
+		return state != liveconfig.NotificationDeadLettered
+	})
+	return state, reason, err
+}
+
+// keep makes a record durable and takes it over.
+func (s *Service) keep(r record) error {
+	text, err := json.Marshal(r)
+	if err != nil {
+		return err
+	}
+	path := filepath.Join(s.Dir, r.ID+".json")
+	f, err := os.OpenFile(path+".tmp", os.O_CREATE|os.O_TRUNC|os.O_WRONLY, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(text)
+	if err := errors.Join(err, f.Sync(), f.Close()); err != nil {
+		return err
+	}
+	if err := os.Rename(path+".tmp", path); err != nil {
+		return err
+	}
+	dir, err := os.Open(s.Dir)
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(dir.Sync(), dir.Close()); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.records[r.ID] = &r
+	return nil
+}
+
+// forget removes the records of requests that were deleted a while ago.
+func (s *Service) forget(view *liveconfig.View, known map[string]bool) {
+	now := s.Now()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id, r := range maps.Clone(s.records) {
+		since, away := s.gone[id]
+		switch {
+		case known[id] || view.Unusable(r.Tenant):
+			delete(s.gone, id)
+		case !away:
+			s.gone[id] = now
+		case now.Sub(since) >= s.OrphanGrace:
+			if err := os.Remove(filepath.Join(s.Dir, id+".json")); err != nil && !errors.Is(err, os.ErrNotExist) {
+				s.Logger.Error("the record of a deleted deletion request could not be removed", "error", err)
+				continue
+			}
+			delete(s.records, id)
+			delete(s.gone, id)
+		}
+	}
+}
+
+// Report says how far a tenant's requests are.
+func (s *Service) Report(config liveconfig.Config) []liveconfig.DeletionReport {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var list []liveconfig.DeletionReport
+	for _, d := range config.Deletions {
+		out := liveconfig.DeletionReport{Name: d.Name, Generation: d.Generation, Revision: d.Revision, Owner: !s.Passive}
+		if r := s.records[d.ID]; r != nil && d.ID != "" {
+			out.Started = r.Time
+			for _, from := range r.Sources {
+				for _, n := range from.Notifications {
+					out.Notifications = append(out.Notifications, liveconfig.NotificationReport{
+						Source: from.Name, Destination: n.Destination, State: n.State, Reason: n.Reason, Time: n.Time,
+					})
+				}
+			}
+		}
+		list = append(list, out)
+	}
+	return list
+}
+
+func (s source) pending() bool {
+	return slices.ContainsFunc(s.Notifications, func(n notification) bool { return n.State == liveconfig.NotificationPending })
+}
+
+func (r record) clone() record {
+	r.Sources = slices.Clone(r.Sources)
+	for i := range r.Sources {
+		r.Sources[i].Notifications = slices.Clone(r.Sources[i].Notifications)
+	}
+	return r
+}
+
+func (r record) equal(o record) bool {
+	return slices.EqualFunc(r.Sources, o.Sources, func(a, b source) bool {
+		return a.Accepted.Equal(b.Accepted) && slices.Equal(a.Notifications, b.Notifications)
+	})
+}
