@@ -3,6 +3,7 @@
 // dispatchers report of it to the resources' status.
 //
 //	config: one namespace's objects and Secrets -> compile -> one live-config Secret
+//	redelivery: has the dispatcher pods redeliver what a Redelivery chooses
 //	prober: GET /report of every ready dispatcher pod, every second
 //	status: verdicts and reports -> health -> status, written only when it differs
 //
@@ -136,6 +137,9 @@ func setup(mgr manager.Manager, o Options) error {
 	}
 	if err := setupStatus(mgr, o, known, reports, statuses); err != nil {
 		return fmt.Errorf("set up the status controller: %w", err)
+	}
+	if err := setupRedelivery(mgr, o, way); err != nil {
+		return fmt.Errorf("set up the redelivery controller: %w", err)
 	}
 	if err := mgr.Add(reports); err != nil {
 		return fmt.Errorf("set up the prober: %w", err)

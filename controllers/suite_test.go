@@ -115,7 +115,7 @@ func newWorld(change ...func(*Options)) *world {
 		c(&w.options)
 	}
 	DeferCleanup(func() {
-		for _, o := range []client.Object{&v1alpha1.Source{}, &v1alpha1.WebhookDestination{}} {
+		for _, o := range []client.Object{&v1alpha1.Redelivery{}, &v1alpha1.Source{}, &v1alpha1.WebhookDestination{}} {
 			var namespaces corev1.NamespaceList
 			Expect(cluster.List(w.ctx, &namespaces)).To(Succeed())
 			for _, ns := range namespaces.Items {

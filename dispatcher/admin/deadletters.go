@@ -142,6 +142,7 @@ func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.En
 			out, control := json.NewEncoder(w), http.NewResponseController(w)
 			// A large redelivery takes longer than the server's timeouts.
 			_ = control.SetReadDeadline(time.Time{})
+			_ = control.Flush()
 			p, err := run(r.Context(), store, a.Destination, a.Selector, redelivery.Options{
 				Rate: a.Rate, DryRun: a.DryRun,
 				OnProgress: func(p redelivery.Progress) {

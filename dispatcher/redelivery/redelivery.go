@@ -43,7 +43,8 @@ func (s Selector) Matches(d queue.DeadLetter) bool {
 
 // Progress counts what was done.
 type Progress struct {
-	// Matched counts chosen dead letters, Redelivered those that are pending again.
+	// Matched counts chosen dead letters, Redelivered those that are pending again
+	// (or removed, by Purge).
 	Matched     int `json:"matched"`
 	Redelivered int `json:"redelivered"`
 	// Bytes of the bodies that matched.
@@ -64,7 +65,9 @@ type Options struct {
 
 // Run puts the chosen dead letters of a destination ("namespace/name") back
 // into its lanes, as new messages with the same id and body, and removes them.
-// Dead letters that come while it runs are left alone, so it ends. After a
+// Dead letters that come while it runs are left alone, so it ends; so are those
+// of a lane that is no more, a Source or an endpoint that the destination does
+// not have: they count as matched, not as redelivered. After a
 // crash some may be delivered twice, none is lost. The error comes with the
 // progress up to it.
 func Run(ctx context.Context, store queue.Store, destination string, s Selector, o Options) (Progress, error) {
@@ -73,9 +76,15 @@ func Run(ctx context.Context, store queue.Store, destination string, s Selector,
 		perSecond = DefaultRate
 	}
 	limiter := rate.NewLimiter(rate.Limit(perSecond), pageSize)
-	return each(ctx, store, destination, s, o, func(page []queue.DeadLetter) error {
+	return each(ctx, store, destination, s, o, func(page []queue.DeadLetter) (int, error) {
+		// A message without a lane would reach nobody.
+		lanes := slices.DeleteFunc(store.Lanes(), func(l queue.LaneID) bool { return l.Destination != destination })
+		page = slices.DeleteFunc(page, func(d queue.DeadLetter) bool { return !slices.Contains(lanes, d.Lane) })
+		if len(page) == 0 {
+			return 0, nil
+		}
 		if err := limiter.WaitN(ctx, len(page)); err != nil {
-			return err
+			return 0, err
 		}
 		messages := make([]queue.Message, len(page))
 		keys := make([]string, len(page))
@@ -88,25 +97,26 @@ func Run(ctx context.Context, store queue.Store, destination string, s Selector,
 			keys[i] = d.Key
 		}
 		if _, err := store.Append(ctx, messages); err != nil {
-			return fmt.Errorf("redeliver: %w", err)
+			return 0, fmt.Errorf("redeliver: %w", err)
 		}
-		return store.DeleteDeadLetters(ctx, destination, keys...)
+		return len(page), store.DeleteDeadLetters(ctx, destination, keys...)
 	})
 }
 
 // Purge removes the chosen dead letters for good.
 func Purge(ctx context.Context, store queue.Store, destination string, s Selector, o Options) (Progress, error) {
-	return each(ctx, store, destination, s, o, func(page []queue.DeadLetter) error {
+	return each(ctx, store, destination, s, o, func(page []queue.DeadLetter) (int, error) {
 		keys := make([]string, len(page))
 		for i, d := range page {
 			keys[i] = d.Key
 		}
-		return store.DeleteDeadLetters(ctx, destination, keys...)
+		return len(page), store.DeleteDeadLetters(ctx, destination, keys...)
 	})
 }
 
-// each calls act for the chosen dead letters, a page at a time.
-func each(ctx context.Context, store queue.Store, destination string, s Selector, o Options, act func([]queue.DeadLetter) error) (p Progress, err error) {
+// each calls act for the chosen dead letters, a page at a time; act says for how
+// many it did something, and may change the page.
+func each(ctx context.Context, store queue.Store, destination string, s Selector, o Options, act func([]queue.DeadLetter) (int, error)) (p Progress, err error) {
 	started := now(o)
 	for after, more := "", true; more; {
 		var page []queue.DeadLetter
@@ -129,16 +139,19 @@ func each(ctx context.Context, store queue.Store, destination string, s Selector
 		if len(page) == 0 {
 			continue
 		}
+		matched, size := len(page), int64(0)
+		for _, d := range page {
+			size += int64(len(d.Body))
+		}
 		if !o.DryRun {
-			if err := act(page); err != nil {
+			n, err := act(page)
+			p.Redelivered += n
+			if err != nil {
 				return p, err
 			}
-			p.Redelivered += len(page)
 		}
-		p.Matched += len(page)
-		for _, d := range page {
-			p.Bytes += int64(len(d.Body))
-		}
+		p.Matched += matched
+		p.Bytes += size
 		if o.OnProgress != nil {
 			o.OnProgress(p)
 		}

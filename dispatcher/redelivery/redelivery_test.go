@@ -148,3 +148,18 @@ func TestRunStopsWithItsContext(t *testing.T) {
 		t.Errorf("%+v %v, %d left", p, err, count(t, s))
 	}
 }
+
+func TestLettersOfALaneThatIsNoMoreStay(t *testing.T) {
+	gone := queue.LaneID{Source: src, Destination: dest, Endpoint: "old"}
+	s := open(t, 4, queue.LaneID{Source: src, Destination: dest, Endpoint: "new"}, gone)
+	if err := s.DropLane(t.Context(), gone); err != nil {
+		t.Fatal(err)
+	}
+	p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{})
+	if err != nil || p.Matched != 8 || p.Redelivered != 4 {
+		t.Errorf("got %+v, %v; want 4 of 8 redelivered", p, err)
+	}
+	if n := count(t, s); n != 4 {
+		t.Errorf("%d dead letters are left, want the 4 of the endpoint that is gone", n)
+	}
+}

@@ -260,12 +260,44 @@ spec:
 	})
 	wait("Ready", "True")
 
-	// In the end the numbers add up.
+	// What the receiver refused for good is sent once more when it is asked for.
+	hook.set(func() { hook.status = http.StatusUnprocessableEntity })
+	before := hook.count()
+	for i := range 150 {
+		send(fmt.Sprintf("refused-%d", i))
+	}
+	eventually(t, "150 dead letters", func() bool {
+		return kubectl("", "get", "whd", "crm", "-o", "jsonpath={.status.delivery.deadLettered}") == "150"
+	})
+	hook.set(func() { hook.status = http.StatusOK })
+	redeliver := func(name, spec string) string {
+		t.Helper()
+		kubectl(fmt.Sprintf("apiVersion: posthorn.dev/v1alpha1\nkind: Redelivery\nmetadata: {name: %s}\nspec: {destination: crm, rate: 1000, %s}\n", name, spec), "apply", "-f", "-")
+		kubectl("", "wait", "redelivery/"+name, "--for=condition=Complete", "--timeout=90s")
+		return kubectl("", "get", "redelivery", name, "-o", "jsonpath={.status.phase} {.status.matched} {.status.redelivered} {.status.failed}")
+	}
+	if got := redeliver("other-reason", "selector: {reasons: [Expired]}"); got != "Succeeded   " {
+		t.Errorf("of another reason: %q", got)
+	}
+	if got := redeliver("dry", "dryRun: true, selector: {reasons: [Rejected], types: [track], events: [Order Completed]}"); got != "Succeeded 150  " {
+		t.Errorf("dry run: %q", got)
+	}
+	if got := hook.count() - before; got != 0 {
+		t.Errorf("a dry run delivered %d", got)
+	}
+	if got := redeliver("all", "selector: {reasons: [Rejected]}"); got != "Succeeded 150 150 " {
+		t.Errorf("redelivery: %q", got)
+	}
+	eventually(t, "150 deliveries more", func() bool { return hook.count() == before+150 })
+
+	// In the end the numbers add up: a redelivered message is a message more.
 	eventually(t, "the ledger to balance in status", func() bool {
-		out := kubectl("", "get", "whd", "crm", "-o", "jsonpath={.status.delivery.pending} {.status.delivery.deadLettered}")
-		accepted := kubectl("", "get", "psrc", "web", "-o", "jsonpath={.status.calls.accepted}")
-		delivered := kubectl("", "get", "whd", "crm", "-o", "jsonpath={.status.delivery.delivered}")
-		return out == "0 0" && accepted == delivered && accepted != "" && accepted != "0"
+		number := func(what, path string) (n int) {
+			_, _ = fmt.Sscan(kubectl("", "get", what, "-o", "jsonpath={.status."+path+"}"), &n)
+			return n
+		}
+		accepted, delivered := number("psrc/web", "calls.accepted"), number("whd/crm", "delivery.delivered")
+		return accepted > 300 && accepted == delivered+150 && number("whd/crm", "delivery.pending") == 0 && number("whd/crm", "delivery.deadLettered") == 150
 	})
 	if table := kubectl("", "get", "whd"); !strings.Contains(strings.Join(strings.Fields(table), " "), "crm True True 0 0") {
 		t.Errorf("kubectl get whd:\n%s", table)
