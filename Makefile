@@ -36,7 +36,7 @@ run: ## Show the main job on this machine: no cluster needed, nothing left behin
 test: ## Run all tests, race detector on, against a real kube-apiserver and etcd.
 	@$(call tool,gotestsum,gotest.tools/gotestsum)
 	@export KUBEBUILDER_ASSETS=$(ASSETS); \
-	$(BIN)/gotestsum --format pkgname-and-test-fails --hide-summary=skipped -- -race -timeout 20m $(if $(RUN),-run '$(RUN)') $(PKG)
+	hack/test $(if $(RUN),-run '$(RUN)') $(PKG)
 
 .PHONY: e2e
 e2e: ## Run the suite on a real cluster of its own (root, Debian); CLUSTER=kind for kind.
