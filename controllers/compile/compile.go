@@ -33,11 +33,12 @@ type Secret struct {
 // Snapshot is all that the config of one namespace is made of.
 type Snapshot struct {
 	Namespace string
-	// Sources, Destinations and Audiences of the namespace, in any order. They may come
+	// Sources, Destinations, Audiences and Deletions of the namespace, in any order. They may come
 	// without the API server's defaults.
 	Sources      []v1alpha1.Source
 	Destinations []v1alpha1.WebhookDestination
 	Audiences    []v1alpha1.Audience
+	Deletions    []v1alpha1.DeletionRequest
 	// Secrets by name; those that SecretRefs names and that exist.
 	Secrets map[string]Secret
 	// CheckHost says why a URL's host may not be delivered to; nil allows all.
@@ -69,6 +70,7 @@ type Verdicts struct {
 	Sources      map[string]Verdict `json:"sources"`
 	Destinations map[string]Verdict `json:"destinations"`
 	Audiences    map[string]Verdict `json:"audiences,omitempty"`
+	Deletions    map[string]Verdict `json:"deletions,omitempty"`
 }
 
 // Compile makes a namespace's live config. Every object is in the config: a
@@ -111,6 +113,15 @@ func Compile(s Snapshot) (liveconfig.Config, Verdicts) {
 		config.Audiences = append(config.Audiences, compiled)
 		verdicts.Audiences[audience.Name] = verdict
 	}
+	deletions := inOrder(s.Deletions, func(o *v1alpha1.DeletionRequest) *metav1.ObjectMeta { return &o.ObjectMeta })
+	if len(deletions) > 0 {
+		verdicts.Deletions = make(map[string]Verdict, len(deletions))
+	}
+	for _, deletion := range deletions {
+		compiled, verdict := s.deletion(deletion, sources)
+		config.Deletions = append(config.Deletions, compiled)
+		verdicts.Deletions[deletion.Name] = verdict
+	}
 	return config, verdicts
 }
 
@@ -128,6 +139,9 @@ func (v Verdicts) TooLarge(encodedBytes int, last liveconfig.Config) Verdicts {
 	}
 	for _, a := range last.Audiences {
 		inEffect["audience/"+a.Name] = a.Revision
+	}
+	for _, d := range last.Deletions {
+		inEffect["deletion/"+d.Name] = d.Revision
 	}
 	message := fmt.Sprintf("the live config of this namespace would have %d bytes compressed; at most %d fit into one Secret: the last config that did fit stays in effect; remove destinations or large certificates, or use another namespace",
 		encodedBytes, liveconfig.MaxEncodedBytes)
@@ -149,6 +163,9 @@ func (v Verdicts) TooLarge(encodedBytes int, last liveconfig.Config) Verdicts {
 	refused := Verdicts{Sources: refuse("source", v.Sources), Destinations: refuse("destination", v.Destinations)}
 	if v.Audiences != nil {
 		refused.Audiences = refuse("audience", v.Audiences)
+	}
+	if v.Deletions != nil {
+		refused.Deletions = refuse("deletion", v.Deletions)
 	}
 	return refused
 }
