@@ -260,20 +260,43 @@ func (s *Store) free(c cut) error {
 	return nil
 }
 
+// roomToCompact tells whether a compaction may write: what it takes would lack
+// where messages, positions and what frees them must be written.
+func (d *disk) roomToCompact() bool {
+	usage, err := d.s.o.FS.GetDiskUsage(d.s.dir)
+	return err != nil || int64(usage.AvailBytes) >= d.s.o.MinFreeBytes/2
+}
+
 // patientFS waits for room where a write meets a full disk. The engine would
 // stop the process instead, although nothing is wrong but the lack of room.
+//
+// Compactions do not wait: they hold what they have written so far, and two that
+// waited for each other's room would wait for ever. They fail, which gives their
+// room back, and the engine tries them again.
 type patientFS struct {
 	vfs.FS
 	full func()
+	room func() bool
 	stop chan struct{}
 	// waiting counts the writes that wait for room.
 	waiting atomic.Int64
+	// compact is when the next compaction may begin, in nanoseconds since 1970.
+	compact atomic.Int64
 }
 
 // patience is the time between two tries, and how long a closing store tries.
+// A compaction that lacked room is tried again after compactPause.
 const (
 	fullInterval = 100 * time.Millisecond
 	fullGrace    = 50 // Tries.
+	compactPause = time.Second
+)
+
+// compaction is the engine's category for the files that compactions write,
+// which look at the room every compactStep bytes.
+const (
+	compaction  vfs.DiskWriteCategory = "pebble-compaction"
+	compactStep                       = 256 << 10
 )
 
 func (fs *patientFS) try(write func() error) error {
@@ -310,11 +333,37 @@ func (fs *patientFS) file(open func() (vfs.File, error)) (f vfs.File, err error)
 	return &patientFile{File: f, fs: fs}, nil
 }
 
+// output makes a file of a compaction.
+func (fs *patientFS) output(name string) (vfs.File, error) {
+	if pause := time.Until(time.Unix(0, fs.compact.Load())); pause > 0 {
+		select {
+		case <-time.After(pause):
+		case <-fs.stop:
+		}
+	}
+	f, err := fs.FS.Create(name, compaction)
+	if err != nil {
+		return nil, fs.compacted(err)
+	}
+	return &compactionFile{File: f, fs: fs}, nil
+}
+
+// compacted notes that a compaction lacked room.
+func (fs *patientFS) compacted(err error) error {
+	if isFull(err) {
+		fs.compact.Store(time.Now().Add(compactPause).UnixNano())
+	}
+	return err
+}
+
 // Create orders the engine's markers, which name the files that count, behind
 // the files: not every file system keeps the order of names by itself.
 func (fs *patientFS) Create(name string, c vfs.DiskWriteCategory) (vfs.File, error) {
 	if err := fs.syncDir(name); err != nil {
 		return nil, err
+	}
+	if c == compaction {
+		return fs.output(name)
 	}
 	return fs.file(func() (vfs.File, error) { return fs.FS.Create(name, c) })
 }
@@ -387,6 +436,33 @@ func (f *patientFile) WriteAt(p []byte, off int64) (n int, err error) {
 
 // Preallocate only spares work later, so lack of room is no failure of it.
 func (f *patientFile) Preallocate(off, n int64) error {
+	if err := f.File.Preallocate(off, n); !isFull(err) {
+		return err
+	}
+	return nil
+}
+
+// compactionFile fails where others wait.
+type compactionFile struct {
+	vfs.File
+	fs *patientFS
+	// unseen bytes were written since the last look at the room.
+	unseen int
+}
+
+func (f *compactionFile) Write(p []byte) (int, error) {
+	if f.unseen += len(p); f.unseen >= compactStep {
+		f.unseen = 0
+		if !f.fs.room() {
+			return 0, f.fs.compacted(syscall.ENOSPC)
+		}
+	}
+	n, err := f.File.Write(p)
+	return n, f.fs.compacted(err)
+}
+
+// Preallocate only spares work later, so lack of room is no failure of it.
+func (f *compactionFile) Preallocate(off, n int64) error {
 	if err := f.File.Preallocate(off, n); !isFull(err) {
 		return err
 	}

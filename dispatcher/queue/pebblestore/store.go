@@ -122,7 +122,7 @@ func Open(dir string, o Options) (*Store, error) {
 		requests: make(chan *request, 1024), stop: make(chan struct{}),
 		notify: func(queue.LaneID) {},
 	}
-	s.fs = &patientFS{FS: o.FS, full: s.diskFull, stop: s.stop}
+	s.fs = &patientFS{FS: o.FS, full: s.diskFull, room: s.disk.roomToCompact, stop: s.stop}
 	s.disk.init(s)
 	s.flusher.init()
 	s.waker.init()
