@@ -51,7 +51,6 @@ func values() []string {
 		"--set", "image.repository=" + env("E2E_REPOSITORY"), "--set", "image.tag=" + env("E2E_TAG"),
 		// Where the suite's receivers are: pods and Services.
 		"--set", "egressAllow={10.244.0.0/16,10.96.0.0/16}",
-		"--set", "operator.logLevel=debug",
 		// A Source in a test namespace comes and goes quickly.
 		"--set", "dispatcher.extraArgs={--orphan-grace=5s}",
 	}
