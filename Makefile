@@ -43,8 +43,10 @@ e2e: ## Run the suite on a real cluster of its own (root, Debian); CLUSTER=kind 
 	CLUSTER=$(or $(CLUSTER),local) hack/e2e $(if $(RUN),-ginkgo.focus='$(RUN)')
 
 .PHONY: bench
-bench: ## Print speed as ratios against a bare loop of signed POSTs, in one run.
+bench: ## Print speed as ratios: delivery, reading calls, the client library, each in one run.
 	go run ./hack/bench
+	cd hack/bench/json && go run .
+	cd hack/bench/client && go run .
 
 ##@ Check
 
@@ -66,6 +68,7 @@ lint: ## Check style, imports and common mistakes.
 	@$(call tool,golangci-lint,github.com/golangci/golangci-lint/v2/cmd/golangci-lint)
 	go mod tidy -diff
 	$(BIN)/golangci-lint run
+	for module in hack/bench/client hack/bench/json test/compat/goclient; do (cd $$module && go mod tidy -diff && go vet ./...) || exit 1; done
 
 .PHONY: clean
 clean: ## Remove what was built here.
