@@ -145,8 +145,14 @@ func (r *running) stop() error {
 	return r.err
 }
 
-// destination is a destination's part of the report.
-func (r *running) destination(t testing.TB, name string) liveconfig.DestinationReport {
+// target is a dispatcher here or in a process of its own.
+type target interface {
+	Addr() net.Addr
+	Report() liveconfig.Report
+}
+
+// ledger is a destination's part of the report.
+func ledger(t testing.TB, r target, name string) liveconfig.DestinationReport {
 	t.Helper()
 	for _, tr := range r.Report().Tenants {
 		for _, d := range tr.Destinations {

@@ -87,6 +87,8 @@ type world struct {
 // life is a dispatcher's time from one start to its cut.
 type life struct {
 	disk *vfs.MemFS
+	// path tells its deliveries from those of the life before, which may still be on their way.
+	path string
 	// The cut comes when one of these reaches 0; below 0 it never does.
 	operations, answers, deliveries int
 	percent                         int
@@ -125,7 +127,7 @@ func (w *world) run() {
 	var pending [4][]string // What each sender got no answer to.
 	cuts := 3 + w.rnd.IntN(3)
 	for n := range cuts {
-		l := &life{disk: disk, operations: -1, answers: -1, deliveries: -1, percent: w.rnd.IntN(101), rnd: rand.New(rand.NewPCG(w.rnd.Uint64(), 0)), cut: make(chan struct{})}
+		l := &life{disk: disk, path: fmt.Sprint("/", n), operations: -1, answers: -1, deliveries: -1, percent: w.rnd.IntN(101), rnd: rand.New(rand.NewPCG(w.rnd.Uint64(), 0)), cut: make(chan struct{})}
 		switch w.rnd.IntN(3) {
 		case 0:
 			l.operations = 1 + w.rnd.IntN(1<<w.rnd.IntN(10)) // Often while it starts.
@@ -147,7 +149,7 @@ func (w *world) run() {
 		}
 	}
 	// The last life is let live to its end.
-	l := &life{disk: disk, operations: -1, answers: -1, deliveries: -1, cut: make(chan struct{})}
+	l := &life{disk: disk, path: fmt.Sprint("/", cuts), operations: -1, answers: -1, deliveries: -1, cut: make(chan struct{})}
 	w.mu.Lock()
 	w.life, w.calm = l, true
 	w.mu.Unlock()
@@ -174,7 +176,7 @@ func (w *world) live(l *life, n int, pending *[4][]string) {
 	}()
 	destinations := make([]liveconfig.Destination, receivers)
 	for i := range destinations {
-		destinations[i] = destination(names[i], "web", w.urls[i])
+		destinations[i] = destination(names[i], "web", w.urls[i]+l.path)
 		destinations[i].Delivery.MaxInFlight = maxInFlight
 	}
 	destinations[partial].Filter = &liveconfig.Filter{Events: []string{"Order"}}
@@ -221,7 +223,7 @@ func (w *world) live(l *life, n int, pending *[4][]string) {
 	senders.Wait()
 	eventually(t, "all that was accepted is settled", func() error {
 		for _, name := range names {
-			report := r.destination(t, name)
+			report := ledger(t, r, name)
 			if err := balance(report); err != nil {
 				t.Fatal(err)
 			}
@@ -283,7 +285,7 @@ func (w *world) deliver(i int, rw http.ResponseWriter, r *http.Request) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	switch {
-	case w.life == nil:
+	case w.life == nil || r.URL.Path != w.life.path:
 		panic(http.ErrAbortHandler) // The cut has ended the connection.
 	case err != nil || !w.sent[id]:
 		w.t.Errorf("%s got something that was never sent: %q %v", names[i], id, err)
@@ -356,7 +358,7 @@ func (w *world) conclude(r *running) {
 				t.Errorf("%s was answered 200 and never arrived at %s", id, name)
 			}
 		}
-		report := r.destination(t, name)
+		report := ledger(t, r, name)
 		if err := balance(report); err != nil {
 			t.Error(err)
 		}

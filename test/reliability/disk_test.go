@@ -1,0 +1,505 @@
+package reliability
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+)
+
+// smallDisk mounts a file system of 100 MB: a real ext4 where the machine has
+// loop devices, otherwise a tmpfs with a limit.
+func smallDisk(t *testing.T) string {
+	t.Helper()
+	image, dir := filepath.Join(t.TempDir(), "image"), t.TempDir()
+	mount := func(args ...string) error {
+		out, err := exec.CommandContext(t.Context(), args[0], args[1:]...).CombinedOutput()
+		if err != nil {
+			return fmt.Errorf("%s: %w: %s", args[0], err, strings.TrimSpace(string(out)))
+		}
+		return nil
+	}
+	err := os.WriteFile(image, nil, 0o600)
+	if err == nil {
+		err = os.Truncate(image, 100<<20)
+	}
+	if err == nil {
+		err = mount("mkfs.ext4", "-q", "-m", "0", image)
+	}
+	if err == nil {
+		err = mount("mount", "-o", "loop", image, dir)
+	}
+	if err != nil {
+		if tmpfs := mount("mount", "-t", "tmpfs", "-o", "size=100m", "posthorn-test", dir); tmpfs != nil {
+			t.Skipf("this test mounts a small file system, which takes root: %v; %v", err, tmpfs)
+		}
+		t.Logf("on tmpfs instead of ext4: %v", err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, 0); err != nil {
+			t.Errorf("unmount: %v", err)
+			_ = unix.Unmount(dir, unix.MNT_DETACH)
+		}
+	})
+	return dir
+}
+
+func freeBytes(t *testing.T, dir string) int64 {
+	t.Helper()
+	var fs unix.Statfs_t
+	if err := unix.Statfs(dir, &fs); err != nil {
+		t.Fatal(err)
+	}
+	return int64(fs.Bavail) * fs.Bsize
+}
+
+// fill writes a foreign file until the disk has no byte left.
+func fill(t *testing.T, dir string) (remove func()) {
+	t.Helper()
+	path := filepath.Join(dir, "foreign")
+	f, err := os.Create(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for block := make([]byte, 1<<20); ; {
+		if _, err := f.Write(block); errors.Is(err, syscall.ENOSPC) {
+			if len(block) == 1 {
+				break
+			}
+			block = block[:max(1, len(block)/16)]
+		} else if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := f.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return func() {
+		if err := os.Remove(path); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// diskOptions are those of a dispatcher whose end by a full disk fails the test.
+func diskOptions(t *testing.T, dir string) dispatcher.Options {
+	return options(t, filepath.Join(dir, "data"), pebblestore.Options{Fatal: func(err error) {
+		t.Errorf("the process would have ended: %v", err)
+		select {}
+	}})
+}
+
+// traffic sends batches of calls that do not compress, and knows which were answered 200.
+type traffic struct {
+	t  *testing.T
+	mu sync.Mutex
+	ok map[string]bool
+	n  int
+}
+
+// batch sends 20 calls of 8 KB.
+func (s *traffic) batch(c *client, r target) (answer, error) {
+	s.mu.Lock()
+	var ids, calls []string
+	for range 20 {
+		s.n++
+		ids = append(ids, fmt.Sprint("m", s.n))
+	}
+	s.mu.Unlock()
+	for _, id := range ids {
+		noise := make([]byte, 6<<10)
+		_, _ = rand.Read(noise)
+		calls = append(calls, call(id, `,"properties":{"noise":"`+base64.StdEncoding.EncodeToString(noise)+`"}`))
+	}
+	a, err := c.batch(s.t.Context(), r.Addr(), "web", calls...)
+	if err != nil {
+		return a, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch a.status {
+	case http.StatusOK:
+		if s.ok == nil {
+			s.ok = map[string]bool{}
+		}
+		for _, id := range ids {
+			s.ok[id] = true
+		}
+	case http.StatusServiceUnavailable:
+		if a.retryAfter == "" {
+			s.t.Errorf("503 without Retry-After: %s", a.body)
+		}
+	default:
+		s.t.Errorf("a batch was answered %d %s", a.status, a.body)
+	}
+	return a, nil
+}
+
+// flood sends until calls are refused.
+func (s *traffic) flood(c *client, r target) {
+	s.t.Helper()
+	for begin := time.Now(); ; {
+		a, err := s.batch(c, r)
+		if err != nil {
+			s.t.Fatal(err)
+		}
+		if a.status == http.StatusServiceUnavailable {
+			return
+		}
+		if time.Since(begin) > patience {
+			s.t.Fatal("the disk never got full")
+		}
+	}
+}
+
+func (s *traffic) accepted() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.ok)
+}
+
+// missing returns how many calls that were answered 200 have not arrived.
+func (s *traffic) missing(b *inbox) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	n := 0
+	for id := range s.ok {
+		if b.seen[id] == 0 {
+			n++
+		}
+	}
+	if n > 0 {
+		return fmt.Errorf("%d of %d calls have not arrived", n, len(s.ok))
+	}
+	return nil
+}
+
+func storagePressure(r target) (pod, source bool) {
+	report := r.Report()
+	for _, tr := range report.Tenants {
+		for _, s := range tr.Sources {
+			source = source || s.StoragePressure
+		}
+	}
+	return report.Storage.Pressure, source
+}
+
+func takesCalls(t *testing.T, s *traffic, c *client, r target) {
+	t.Helper()
+	eventually(t, "calls are taken again, without anybody's hand", func() error {
+		a, err := s.batch(c, r)
+		if err == nil && a.status != http.StatusOK {
+			err = fmt.Errorf("%d %s", a.status, a.body)
+		}
+		if err != nil {
+			time.Sleep(200 * time.Millisecond)
+		}
+		return err
+	})
+	eventually(t, "the report says that the pressure is over", func() error {
+		if pod, source := storagePressure(r); pod || source {
+			return fmt.Errorf("pressure on the pod: %t, on the Source: %t", pod, source)
+		}
+		return nil
+	})
+}
+
+// TestBacklogFillsTheDisk: a destination is down for long. Calls are refused
+// with 503 and Retry-After while the disk still has room, the report says why,
+// a healthy destination goes on, and all ends by itself when the dead one is back.
+func TestBacklogFillsTheDisk(t *testing.T) {
+	disk := smallDisk(t)
+	var up atomic.Bool
+	var slow, healthy inbox
+	dead := receive(t, func(w http.ResponseWriter, r *http.Request) {
+		if !up.Load() {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			return
+		}
+		slow.ServeHTTP(w, r)
+	})
+	r := start(t, diskOptions(t, disk), config([]liveconfig.Source{source("web")},
+		destination("dead", "web", dead.url), destination("healthy", "web", receive(t, healthy.ServeHTTP).url)))
+	s, c := &traffic{t: t}, newClient()
+	defer c.close()
+	for round := range 3 {
+		up.Store(false)
+		s.flood(c, r)
+		free := freeBytes(t, disk)
+		t.Logf("round %d: refused after %d calls accepted in all, with %d MB free", round, s.accepted(), free>>20)
+		if free < 4<<20 {
+			t.Errorf("calls were refused with only %d bytes free", free)
+		}
+		if pod, source := storagePressure(r); !pod || !source {
+			t.Errorf("pressure in the report: pod %t, Source %t", pod, source)
+		}
+		eventually(t, "the healthy destination has all", func() error { return s.missing(&healthy) })
+		up.Store(true)
+		takesCalls(t, s, c, r)
+	}
+	for name, box := range map[string]*inbox{"dead": &slow, "healthy": &healthy} {
+		eventually(t, "all that was accepted has arrived at "+name, func() error { return s.missing(box) })
+		eventually(t, "the ledger of "+name+" is settled", func() error {
+			report := ledger(t, r, name)
+			if err := balance(report); err != nil {
+				t.Fatal(err)
+			}
+			if int(report.Delivered) != s.accepted() {
+				return fmt.Errorf("%d delivered of %d", report.Delivered, s.accepted())
+			}
+			return nil
+		})
+	}
+	if err := r.stop(); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestForeignFilesFillTheDisk: something else takes the last byte while calls
+// come in. The process neither ends nor loses anything, and goes on by itself
+// when the room is back. When it is told to stop on the full disk it ends, and
+// the next one starts as soon as there is room.
+func TestForeignFilesFillTheDisk(t *testing.T) {
+	for _, restart := range []bool{false, true} {
+		t.Run(fmt.Sprintf("restart=%t", restart), func(t *testing.T) {
+			disk := smallDisk(t)
+			var box inbox
+			r := &child{t: t, dir: disk, url: receive(t, box.ServeHTTP).url}
+			if err := r.start(); err != nil {
+				t.Fatal(err)
+			}
+			defer func() { _ = r.stop() }()
+			s := &traffic{t: t}
+			load := func() (stop func()) {
+				var stopping atomic.Bool
+				var senders sync.WaitGroup
+				for range 3 {
+					senders.Go(func() {
+						c := newClient()
+						defer c.close()
+						for !stopping.Load() {
+							a, err := s.batch(c, r)
+							if err != nil || a.status != http.StatusOK {
+								time.Sleep(20 * time.Millisecond)
+							}
+						}
+					})
+				}
+				return func() { stopping.Store(true); senders.Wait() }
+			}
+			endLoad := load()
+			eventually(t, "some calls are in", func() error {
+				if n := s.accepted(); n < 200 {
+					return fmt.Errorf("%d", n)
+				}
+				return nil
+			})
+			room := fill(t, disk)
+			eventually(t, "the report tells of the full disk", func() error {
+				if pod, _ := storagePressure(r); !pod {
+					return fmt.Errorf("%d bytes free and no pressure", freeBytes(t, disk))
+				}
+				return nil
+			})
+			c := newClient()
+			defer c.close()
+			if a, err := s.batch(c, r); err != nil || a.status != http.StatusServiceUnavailable {
+				t.Errorf("on a full disk a batch was answered %d %s %v", a.status, a.body, err)
+			}
+			if restart {
+				err := r.stop()
+				endLoad()
+				t.Logf("stopped on a full disk: %v", err)
+				t.Logf("started on a full disk: %v", r.start())
+				room()
+				eventually(t, "it starts when there is room", func() error {
+					if r.lives() {
+						return nil
+					}
+					return r.start() // As whoever keeps it running does.
+				})
+			} else {
+				room()
+				endLoad()
+			}
+			takesCalls(t, s, c, r)
+			if !restart && r.starts != 1 {
+				t.Errorf("%d starts", r.starts)
+			}
+			eventually(t, "all that was accepted has arrived", func() error { return s.missing(&box) })
+			eventually(t, "the ledger is settled", func() error {
+				report := ledger(t, r, "crm")
+				if err := balance(report); err != nil {
+					t.Fatal(err)
+				}
+				if report.Pending > 0 {
+					return fmt.Errorf("%d pending", report.Pending)
+				}
+				return nil
+			})
+			if err := r.stop(); err != nil {
+				t.Error(err)
+			}
+			t.Logf("%d accepted, %d arrived", s.accepted(), box.distinct())
+		})
+	}
+}
+
+// child is a dispatcher in a process of its own, for what may end a process.
+type child struct {
+	t        *testing.T
+	dir, url string
+	starts   int
+	cmd      *exec.Cmd
+	exited   chan error
+
+	mu    sync.Mutex
+	addrs childAddrs
+}
+
+type childAddrs struct{ Calls, Admin string }
+
+const childDir, childURL = "POSTHORN_CHILD_DIR", "POSTHORN_CHILD_URL"
+
+// TestChild is not a test: it is the process that child starts.
+func TestChild(t *testing.T) {
+	dir := os.Getenv(childDir)
+	if dir == "" {
+		t.Skip("the other tests start it")
+	}
+	d, err := dispatcher.New(options(t, filepath.Join(dir, "data"), pebblestore.Options{}))
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	data, _, err := liveconfig.Encode(config([]liveconfig.Source{source("web")}, destination("crm", "web", os.Getenv(childURL))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.Set(tenant, data)
+	d.Synced()
+	ctx, stop := signal.NotifyContext(t.Context(), syscall.SIGTERM)
+	defer stop()
+	line, _ := json.Marshal(childAddrs{d.Addr().String(), d.AdminAddr().String()})
+	fmt.Println(string(line))
+	if err := d.Run(ctx); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	os.Exit(0)
+}
+
+// start returns when the process is up, when it has ended, or, as long as it
+// waits for room, after some seconds.
+func (c *child) start() error {
+	c.starts++
+	c.cmd = exec.CommandContext(context.Background(), os.Args[0], "-test.run=^TestChild$")
+	c.cmd.Env = append(os.Environ(), childDir+"="+c.dir, childURL+"="+c.url)
+	var said bytes.Buffer
+	c.cmd.Stderr = &said
+	out, err := c.cmd.StdoutPipe()
+	if err != nil {
+		return err
+	}
+	if err := c.cmd.Start(); err != nil {
+		return err
+	}
+	c.exited = make(chan error, 1)
+	up := make(chan struct{})
+	go func() {
+		line, err := bufio.NewReader(out).ReadBytes('\n')
+		if err == nil {
+			c.mu.Lock()
+			err = json.Unmarshal(line, &c.addrs)
+			c.mu.Unlock()
+			close(up)
+		}
+		if ended := c.cmd.Wait(); ended != nil {
+			err = fmt.Errorf("%w: %s", ended, said.String())
+		}
+		c.exited <- err
+	}()
+	select {
+	case <-up:
+		return nil
+	case err := <-c.exited:
+		c.exited <- err
+		return fmt.Errorf("the process ended: %w", err)
+	case <-time.After(5 * time.Second):
+		return nil
+	}
+}
+
+func (c *child) lives() bool {
+	select {
+	case err := <-c.exited:
+		c.exited <- err
+		return false
+	default:
+		return true
+	}
+}
+
+// stop asks the process to end, and returns how it did.
+func (c *child) stop() error {
+	_ = c.cmd.Process.Signal(syscall.SIGTERM)
+	select {
+	case err := <-c.exited:
+		c.exited <- err
+		return err
+	case <-time.After(patience):
+		_ = c.cmd.Process.Kill()
+		c.t.Error("the dispatcher does not stop")
+		return <-c.exited
+	}
+}
+
+// Addr implements target.
+func (c *child) Addr() net.Addr {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return childAddr(c.addrs.Calls)
+}
+
+// Report implements target.
+func (c *child) Report() (report liveconfig.Report) {
+	c.mu.Lock()
+	admin := c.addrs.Admin
+	c.mu.Unlock()
+	resp, err := http.Get("http://" + admin + "/report") //nolint:noctx // a local poll
+	if err != nil {
+		return report
+	}
+	defer resp.Body.Close()
+	_ = json.NewDecoder(resp.Body).Decode(&report)
+	return report
+}
+
+type childAddr string
+
+func (childAddr) Network() string  { return "tcp" }
+func (a childAddr) String() string { return string(a) }
