@@ -93,6 +93,7 @@ func setupConfig(mgr manager.Manager, o Options, known *verdictBook, statuses *t
 		Watches(&v1alpha1.Source{}, enqueue(tenantOf), changed).
 		Watches(&v1alpha1.WebhookDestination{}, enqueue(tenantOf), changed).
 		Watches(&v1alpha1.Audience{}, enqueue(tenantOf), changed).
+		Watches(&v1alpha1.DeletionRequest{}, enqueue(tenantOf), changed).
 		WatchesMetadata(&corev1.Secret{}, enqueue(r.tenantsOfSecret), builder.WithPredicates(predicate.ResourceVersionChangedPredicate{})).
 		WatchesRawSource(r.own).
 		WithLogConstructor(logConstructor(mgr, "config")).
@@ -161,7 +162,7 @@ func (r *configReconciler) wrote(tenant, resourceVersion string) bool {
 	return r.written[tenant].resourceVersion == resourceVersion
 }
 
-// +kubebuilder:rbac:groups=posthorn.dev,resources=sources;webhookdestinations;audiences,verbs=get;list;watch
+// +kubebuilder:rbac:groups=posthorn.dev,resources=sources;webhookdestinations;audiences;deletionrequests,verbs=get;list;watch
 // +kubebuilder:rbac:groups="",resources=secrets,verbs=get;list;watch
 // +kubebuilder:rbac:groups="",resources=secrets,namespace=posthorn-system,verbs=create;patch;delete
 // +kubebuilder:rbac:groups=coordination.k8s.io,resources=leases,namespace=posthorn-system,verbs=get;create;update
@@ -191,7 +192,7 @@ func (r *configReconciler) compile(ctx context.Context, tenant string) (result s
 	if err != nil {
 		return "", err
 	}
-	if len(snapshot.Sources)+len(snapshot.Destinations)+len(snapshot.Audiences) == 0 {
+	if len(snapshot.Sources)+len(snapshot.Destinations)+len(snapshot.Audiences)+len(snapshot.Deletions) == 0 {
 		return r.remove(ctx, tenant)
 	}
 	for _, other := range r.keys.set(tenant, holders(snapshot)) {
@@ -212,7 +213,7 @@ func (r *configReconciler) compile(ctx context.Context, tenant string) (result s
 	if err != nil {
 		return "", err
 	}
-	compiled := judged{Verdicts: verdicts, sources: map[string]version{}, destinations: map[string]version{}, audiences: map[string]version{}}
+	compiled := judged{Verdicts: verdicts, sources: map[string]version{}, destinations: map[string]version{}, audiences: map[string]version{}, deletions: map[string]version{}}
 	for i := range snapshot.Sources {
 		compiled.sources[snapshot.Sources[i].Name] = versionOf(&snapshot.Sources[i])
 	}
@@ -221,6 +222,9 @@ func (r *configReconciler) compile(ctx context.Context, tenant string) (result s
 	}
 	for i := range snapshot.Audiences {
 		compiled.audiences[snapshot.Audiences[i].Name] = versionOf(&snapshot.Audiences[i])
+	}
+	for i := range snapshot.Deletions {
+		compiled.deletions[snapshot.Deletions[i].Name] = versionOf(&snapshot.Deletions[i])
 	}
 	r.known.set(tenant, compiled)
 	r.statuses.fire(tenant)
@@ -232,14 +236,16 @@ func (r *configReconciler) gather(ctx context.Context, tenant string) (compile.S
 	var sources v1alpha1.SourceList
 	var destinations v1alpha1.WebhookDestinationList
 	var audiences v1alpha1.AudienceList
+	var deletions v1alpha1.DeletionRequestList
 	if err := errors.Join(
 		r.List(ctx, &sources, client.InNamespace(tenant)),
 		r.List(ctx, &destinations, client.InNamespace(tenant)),
 		r.List(ctx, &audiences, client.InNamespace(tenant)),
+		r.List(ctx, &deletions, client.InNamespace(tenant)),
 	); err != nil {
 		return compile.Snapshot{}, fmt.Errorf("list the objects of namespace %s: %w", tenant, err)
 	}
-	s := compile.Snapshot{Namespace: tenant, Sources: sources.Items, Destinations: destinations.Items, Audiences: audiences.Items, CheckHost: r.checkHost}
+	s := compile.Snapshot{Namespace: tenant, Sources: sources.Items, Destinations: destinations.Items, Audiences: audiences.Items, Deletions: deletions.Items, CheckHost: r.checkHost}
 	var err error
 	s.Secrets, err = r.secrets.read(ctx, tenant, secretNames(s))
 	return s, err
@@ -257,7 +263,7 @@ func (r *configReconciler) remove(ctx context.Context, tenant string) (string, e
 		return "unchanged", nil
 	}
 	// Giving up a tenant gives up its messages: an empty cache is not proof enough.
-	for _, list := range []client.ObjectList{&v1alpha1.SourceList{}, &v1alpha1.WebhookDestinationList{}, &v1alpha1.AudienceList{}} {
+	for _, list := range []client.ObjectList{&v1alpha1.SourceList{}, &v1alpha1.WebhookDestinationList{}, &v1alpha1.AudienceList{}, &v1alpha1.DeletionRequestList{}} {
 		if err := r.direct.List(ctx, list, client.InNamespace(tenant), client.Limit(1)); err != nil {
 			return "", fmt.Errorf("confirm that namespace %s has no objects: %w", tenant, err)
 		}
@@ -364,7 +370,8 @@ func (r *configReconciler) prime(ctx context.Context) error {
 	var sources v1alpha1.SourceList
 	var destinations v1alpha1.WebhookDestinationList
 	var audiences v1alpha1.AudienceList
-	if err := errors.Join(r.List(ctx, &sources), r.List(ctx, &destinations), r.List(ctx, &audiences)); err != nil {
+	var deletions v1alpha1.DeletionRequestList
+	if err := errors.Join(r.List(ctx, &sources), r.List(ctx, &destinations), r.List(ctx, &audiences), r.List(ctx, &deletions)); err != nil {
 		return fmt.Errorf("list all objects: %w", err)
 	}
 	byTenant := map[string]*compile.Snapshot{}
@@ -382,6 +389,9 @@ func (r *configReconciler) prime(ctx context.Context) error {
 	}
 	for _, a := range audiences.Items {
 		tenant(a.Namespace).Audiences = append(tenant(a.Namespace).Audiences, a)
+	}
+	for _, d := range deletions.Items {
+		tenant(d.Namespace).Deletions = append(tenant(d.Namespace).Deletions, d)
 	}
 	pending := make(map[string]bool, len(byTenant))
 	var group errgroup.Group

@@ -95,8 +95,8 @@ type verdictBook struct {
 // judged is what was compiled, and from which generations.
 type judged struct {
 	compile.Verdicts
-	// sources, destinations and audiences are, by name, what the verdicts were made of.
-	sources, destinations, audiences map[string]version
+	// By name, what the verdicts were made of.
+	sources, destinations, audiences, deletions map[string]version
 }
 
 // version is one spec of one object. A verdict says nothing of another.

@@ -73,7 +73,8 @@ func setupStatus(mgr manager.Manager, o Options, known *verdictBook, reports *pr
 		Complete(r)
 }
 
-// +kubebuilder:rbac:groups=posthorn.dev,resources=sources/status;webhookdestinations/status;audiences/status,verbs=update
+// +kubebuilder:rbac:groups=posthorn.dev,resources=sources/status;webhookdestinations/status;audiences/status;deletionrequests/status,verbs=update
+// +kubebuilder:rbac:groups=posthorn.dev,resources=deletionrequests,verbs=delete
 // +kubebuilder:rbac:groups=events.k8s.io,resources=events,verbs=create;patch
 
 // Reconcile brings the status of one tenant's objects up to date.
@@ -93,10 +94,12 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 	var sources v1alpha1.SourceList
 	var destinations v1alpha1.WebhookDestinationList
 	var audiences v1alpha1.AudienceList
+	var deletions v1alpha1.DeletionRequestList
 	if err := errors.Join(
 		r.List(ctx, &sources, client.InNamespace(tenant)),
 		r.List(ctx, &destinations, client.InNamespace(tenant)),
 		r.List(ctx, &audiences, client.InNamespace(tenant)),
+		r.List(ctx, &deletions, client.InNamespace(tenant)),
 	); err != nil {
 		return reconcile.Result{}, fmt.Errorf("list the objects of namespace %s: %w", tenant, err)
 	}
@@ -153,6 +156,25 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 			})
 		}
 	}
+	for i := range deletions.Items {
+		o := &deletions.Items[i]
+		verdict, ok := judged.Deletions[o.Name]
+		if m := memoOf(memos, o); ok && judged.deletions[o.Name] == versionOf(o) {
+			group.Go(func() error {
+				if gone, err := r.expire(ctx, o, now, &again); gone || err != nil {
+					return err
+				}
+				return update(ctx, r, m, o, &again, now, subject[*v1alpha1.DeletionRequest, v1alpha1.DeletionRequestStatus]{
+					kind:   "DeletionRequest",
+					status: func(o *v1alpha1.DeletionRequest) *v1alpha1.DeletionRequestStatus { return &o.Status },
+					compute: func(o *v1alpha1.DeletionRequest, numbersDue bool) v1alpha1.DeletionRequestStatus {
+						return health.DeletionRequest(*o, verdict, tenant, pods, now, numbersDue)
+					},
+					transitions: health.DeletionRequestTransitions,
+				})
+			})
+		}
+	}
 	err := group.Wait()
 	for uid, m := range memos {
 		if !m.seen {
@@ -161,6 +183,29 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 		m.seen = false
 	}
 	return reconcile.Result{RequeueAfter: again.d}, err
+}
+
+// expire deletes a request whose time after its end is over, or says when to look again.
+func (r *statusReconciler) expire(ctx context.Context, o *v1alpha1.DeletionRequest, now time.Time, again *shortest) (gone bool, err error) {
+	at, ok := health.DeletionRequestExpires(*o)
+	if !ok {
+		return false, nil
+	}
+	if wait := at.Sub(now); wait > 0 {
+		again.in(wait)
+		return false, nil
+	}
+	// Of this version only: it may have been changed to suppress meanwhile.
+	uid, version := o.GetUID(), o.GetResourceVersion()
+	err = r.Delete(ctx, o, client.Preconditions{UID: &uid, ResourceVersion: &version})
+	if apierrors.IsConflict(err) {
+		again.in(conflictWait)
+		return false, nil
+	}
+	if client.IgnoreNotFound(err) != nil {
+		return false, fmt.Errorf("delete DeletionRequest %s/%s, which has expired: %w", o.Namespace, o.Name, err)
+	}
+	return true, nil
 }
 
 // memosOf returns a tenant's memos. Only its own reconciliation uses them, and

@@ -26,6 +26,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/admin"
 	"github.com/posthorn/posthorn/dispatcher/audience"
+	"github.com/posthorn/posthorn/dispatcher/deletion"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/ingest"
@@ -56,8 +57,8 @@ type Options struct {
 	OrphanGrace time.Duration
 	// TrustedProxies may say in X-Forwarded-For whom they forward for.
 	TrustedProxies []string
-	// AudienceOwner is the URL of the pod that keeps the members of audiences;
-	// empty when it is this one.
+	// AudienceOwner is the URL of the pod that keeps the members of audiences and
+	// tells of deletion requests; empty when it is this one.
 	AudienceOwner string
 	// Queue tunes the store.
 	Queue pebblestore.Options
@@ -80,6 +81,7 @@ type Dispatcher struct {
 	engine  *delivery.Engine
 	ingest  *ingest.Handler
 	members *audience.Service
+	forget  *deletion.Service
 	configs *configs
 	metrics *prometheus.Registry
 
@@ -148,6 +150,12 @@ func New(o Options) (*Dispatcher, error) {
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
+	if d.forget, err = deletion.New(deletion.Options{
+		Dir: filepath.Join(o.DataDir, "deletions"), View: d.configs.view, Skip: skip, Store: d.store,
+		Passive: o.AudienceOwner != "", OrphanGrace: o.OrphanGrace, Logger: o.Logger,
+	}); err != nil {
+		return nil, errors.Join(err, d.Close())
+	}
 	return d, nil
 }
 
@@ -198,6 +206,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	group.Go(serve(adminServer, adminListener))
 	group.Go(func() error { return d.engine.Run(engineCtx) })
 	group.Go(func() error { return d.members.Run(engineCtx) })
+	group.Go(func() error { return d.forget.Run(engineCtx) })
 	main.RegisterOnShutdown(d.members.Stop)
 	group.Go(func() error {
 		<-groupCtx.Done()
@@ -263,7 +272,7 @@ func (d *Dispatcher) Report() liveconfig.Report {
 	refused := d.configs.refusals()
 	for _, name := range view.Tenants() {
 		config, _ := view.Tenant(name)
-		t := liveconfig.TenantReport{Tenant: name, Revision: config.Revision, Destinations: d.engine.Report(name), Audiences: d.members.Report(config.Config)}
+		t := liveconfig.TenantReport{Tenant: name, Revision: config.Revision, Destinations: d.engine.Report(name), Audiences: d.members.Report(config.Config), Deletions: d.forget.Report(config.Config)}
 		if refusal, ok := refused[name]; ok {
 			t.Refused = &refusal
 			delete(refused, name)

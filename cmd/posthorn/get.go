@@ -23,13 +23,14 @@ var resources = map[string]string{
 	"destination": "webhookdestinations", "destinations": "webhookdestinations", "whd": "webhookdestinations",
 	"webhookdestination": "webhookdestinations", "webhookdestinations": "webhookdestinations",
 	"audience": "audiences", "audiences": "audiences", "paud": "audiences",
+	"deletionrequest": "deletionrequests", "deletionrequests": "deletionrequests", "deletions": "deletionrequests", "pdel": "deletionrequests",
 }
 
 func newGet() *cobra.Command {
 	var admin, output, namespace string
 	cmd := &cobra.Command{
-		Use:   "get sources|destinations|audiences [NAME]",
-		Short: "Show Sources, WebhookDestinations or Audiences with their status (of posthorn run)",
+		Use:   "get sources|destinations|audiences|deletions [NAME]",
+		Short: "Show Sources, WebhookDestinations, Audiences or DeletionRequests with their status (of posthorn run)",
 		Long: `Prints what kubectl get would print, for a Posthorn that runs without a cluster.
 With -o yaml or -o json the whole objects, status included.`,
 		Example: `  posthorn get destinations
@@ -37,10 +38,10 @@ With -o yaml or -o json the whole objects, status included.`,
   posthorn get destination crm -o yaml`,
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) == 0 {
-				return usagef("what to get is missing: sources, destinations or audiences")
+				return usagef("what to get is missing: sources, destinations, audiences or deletions")
 			}
 			if resources[strings.ToLower(args[0])] == "" {
-				return usagef("%q is not one of sources, destinations, audiences", args[0])
+				return usagef("%q is not one of sources, destinations, audiences, deletions", args[0])
 			}
 			if len(args) > 2 {
 				return usagef("unexpected argument %q", args[2])

@@ -11,7 +11,9 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"runtime/debug"
+	"strings"
 	"syscall"
 
 	"github.com/spf13/cobra"
@@ -45,6 +47,10 @@ func Main(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 	context.AfterFunc(ctx, stop)
 
 	root := newRoot()
+	if strings.TrimSuffix(filepath.Base(os.Args[0]), ".exe") == "kubectl-posthorn" {
+		// kubectl finds its plugins by name: `kubectl posthorn` calls us so.
+		args = append([]string{"kubectl"}, args...)
+	}
 	root.SetArgs(args)
 	root.SetIn(stdin)
 	root.SetOut(stdout)
@@ -96,8 +102,8 @@ Exit codes: 0 it worked; 1 it did not, or the answer is no; 2 the command line i
 	)
 	for group, commands := range map[string][]*cobra.Command{
 		"server": {newRun(), newOperator(), newDispatcher()},
-		"look":   {newGet(), newCompile(), newAttempts(), newTail(), newDeadLetters()},
-		"try":    {newSend(), newAudience(), newSink(), newVerify()},
+		"look":   {newWhy(), newGet(), newCompile(), newAttempts(reachDirect), newTail(reachDirect), newDeadLetters(reachDirect), newKubectl()},
+		"try":    {newSend(), newAudience(), newDeleteUser(), newSink(), newVerify()},
 	} {
 		for _, c := range commands {
 			c.GroupID = group

@@ -55,7 +55,7 @@ func discover(w http.ResponseWriter) {
 		return
 	}
 	list := metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}, GroupVersion: v1alpha1.GroupVersion.String()}
-	for _, kind := range []string{kindSource, kindDestination, kindAudience} {
+	for _, kind := range []string{kindSource, kindDestination, kindAudience, kindDeletion} {
 		n := kinds[kind].names
 		list.APIResources = append(list.APIResources, metav1.APIResource{
 			Name: n.Plural, SingularName: n.Singular, Namespaced: true, Kind: n.Kind,
@@ -117,6 +117,14 @@ func (c *Control) serve(w http.ResponseWriter, r *http.Request) {
 			one = &l.Items[i]
 		}
 		definition, list = kinds[kindAudience], &l
+	case kinds[kindDeletion].names.Plural:
+		l := c.DeletionRequests(namespace)
+		l.Items = slices.DeleteFunc(l.Items, func(o v1alpha1.DeletionRequest) bool { return !chosen(o.ObjectMeta) })
+		for i := range l.Items {
+			l.Items[i].SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kindDeletion))
+			one = &l.Items[i]
+		}
+		definition, list = kinds[kindDeletion], &l
 	default:
 		fail(w, apierrors.NewNotFound(schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: resource}, name))
 		return

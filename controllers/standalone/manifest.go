@@ -29,6 +29,7 @@ const (
 	kindSource      = "Source"
 	kindDestination = "WebhookDestination"
 	kindAudience    = "Audience"
+	kindDeletion    = "DeletionRequest"
 	kindSecret      = "Secret"
 
 	defaultNamespace = "default"
@@ -69,6 +70,7 @@ type object struct {
 	source      *v1alpha1.Source
 	destination *v1alpha1.WebhookDestination
 	audience    *v1alpha1.Audience
+	deletion    *v1alpha1.DeletionRequest
 	secret      map[string][]byte
 	content     []byte
 	// manifest is the whole object, defaults included, as JSON; see state.
@@ -82,8 +84,10 @@ func (o *object) metadata() *metav1.ObjectMeta {
 		return &o.source.ObjectMeta
 	case o.destination != nil:
 		return &o.destination.ObjectMeta
+	case o.audience != nil:
+		return &o.audience.ObjectMeta
 	}
-	return &o.audience.ObjectMeta
+	return &o.deletion.ObjectMeta
 }
 
 // parsed is what a file holds.
@@ -178,7 +182,7 @@ func (p *parsed) content(file string, number int, content map[string]any, proble
 		}
 		return
 	}
-	want, known := map[string]string{kindSource: v1alpha1.GroupVersion.String(), kindDestination: v1alpha1.GroupVersion.String(), kindAudience: v1alpha1.GroupVersion.String(), kindSecret: "v1"}[kind]
+	want, known := map[string]string{kindSource: v1alpha1.GroupVersion.String(), kindDestination: v1alpha1.GroupVersion.String(), kindAudience: v1alpha1.GroupVersion.String(), kindDeletion: v1alpha1.GroupVersion.String(), kindSecret: "v1"}[kind]
 	ours := strings.HasPrefix(apiVersion, v1alpha1.GroupVersion.Group+"/")
 	switch {
 	case kind == "" || apiVersion == "":
@@ -186,7 +190,7 @@ func (p *parsed) content(file string, number int, content map[string]any, proble
 		problem("", errors.New("apiVersion and kind must be set"))
 		return
 	case !known && ours:
-		problem(kind, fmt.Errorf("kind: %q is unknown in %s; use Source, WebhookDestination or Audience", kind, apiVersion))
+		problem(kind, fmt.Errorf("kind: %q is unknown in %s; use Source, WebhookDestination, Audience or DeletionRequest", kind, apiVersion))
 		return
 	case !known || kind != kindSecret && !ours:
 		p.ignored = append(p.ignored, Problem{File: file, Document: number, Object: apiVersion + " " + kind, Message: "this kind is not Posthorn's; ignored"})
@@ -267,6 +271,9 @@ func (o *object) readResource(content map[string]any, metadata *metav1.ObjectMet
 	case kindAudience:
 		o.audience = &v1alpha1.Audience{}
 		err = runtime.DefaultUnstructuredConverter.FromUnstructured(content, o.audience)
+	case kindDeletion:
+		o.deletion = &v1alpha1.DeletionRequest{}
+		err = runtime.DefaultUnstructuredConverter.FromUnstructured(content, o.deletion)
 	}
 	if err != nil {
 		return []error{err}

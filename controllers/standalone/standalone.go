@@ -303,6 +303,19 @@ func (c *Control) observe() {
 			next := *o.audience
 			next.Status, next.ResourceVersion = status, c.store.version()
 			o.audience = &next
+		case o.deletion != nil:
+			verdict, ok := c.verdicts[o.namespace].Deletions[o.name]
+			if !ok {
+				continue
+			}
+			status := health.DeletionRequest(*o.deletion, verdict, o.namespace, pods, now, true)
+			if equality.Semantic.DeepEqual(status, o.deletion.Status) {
+				continue
+			}
+			events = health.DeletionRequestTransitions(o.deletion.Status, status)
+			next := *o.deletion
+			next.Status, next.ResourceVersion = status, c.store.version()
+			o.deletion = &next
 		}
 		for _, e := range events {
 			log := c.log.Info
@@ -363,6 +376,22 @@ func (c *Control) Audiences(namespace string) v1alpha1.AudienceList {
 	return list
 }
 
+// DeletionRequests is like Sources.
+func (c *Control) DeletionRequests(namespace string) v1alpha1.DeletionRequestList {
+	c.mu.RLock()
+	defer c.mu.RUnlock()
+	var list v1alpha1.DeletionRequestList
+	list.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kindDeletion + "List"))
+	list.ResourceVersion = strconv.FormatInt(c.store.writes, 10)
+	list.Items = []v1alpha1.DeletionRequest{}
+	for _, o := range c.store.sorted() {
+		if o.deletion != nil && (namespace == "" || namespace == o.namespace) {
+			list.Items = append(list.Items, *o.deletion.DeepCopy())
+		}
+	}
+	return list
+}
+
 // Problems returns what is wrong with the manifests right now, and which
 // objects of other kinds were ignored.
 func (c *Control) Problems() (problems, ignored []Problem) {
@@ -395,7 +424,7 @@ func (c Compiled) OK() bool {
 		return false
 	}
 	for _, n := range c.Namespaces {
-		for _, verdicts := range []map[string]compile.Verdict{n.Verdicts.Sources, n.Verdicts.Destinations, n.Verdicts.Audiences} {
+		for _, verdicts := range []map[string]compile.Verdict{n.Verdicts.Sources, n.Verdicts.Destinations, n.Verdicts.Audiences, n.Verdicts.Deletions} {
 			for _, v := range verdicts {
 				if !v.Accepted {
 					return false

@@ -497,7 +497,7 @@ func TestHandler(t *testing.T) {
 	}
 
 	var resources metav1.APIResourceList
-	if get(Prefix, "", &resources); len(resources.APIResources) != 3 || !slices.Equal(resources.APIResources[1].ShortNames, []string{"whd"}) {
+	if get(Prefix, "", &resources); len(resources.APIResources) != 4 || !slices.Equal(resources.APIResources[1].ShortNames, []string{"whd"}) {
 		t.Errorf("%+v", resources)
 	}
 	var groups metav1.APIGroupList

@@ -143,6 +143,8 @@ func (o *stored) furnish(old *stored, version string) {
 		o.destination.Status = old.destination.Status
 	case o.audience != nil:
 		o.audience.Status = old.audience.Status
+	case o.deletion != nil:
+		o.deletion.Status = old.deletion.Status
 	}
 }
 
@@ -172,6 +174,8 @@ func (s *store) snapshots(checkHost func(string) error) map[string]*compile.Snap
 			of(o.namespace).Destinations = append(of(o.namespace).Destinations, *o.destination)
 		case kindAudience:
 			of(o.namespace).Audiences = append(of(o.namespace).Audiences, *o.audience)
+		case kindDeletion:
+			of(o.namespace).Deletions = append(of(o.namespace).Deletions, *o.deletion)
 		}
 	}
 	for _, o := range objects {

@@ -376,11 +376,14 @@ func (s *Service) tryDeliver(ctx context.Context, p state, calls []event.Call) e
 		return fmt.Errorf("source %s/%s does not exist", p.Tenant, p.Source)
 	}
 	ref := liveconfig.SourceRef{Tenant: p.Tenant, Source: config.Sources[i]}
-	messages := make([]queue.Message, len(calls))
+	messages := make([]queue.Message, 0, len(calls))
 	now := s.Now()
 	for i := range calls {
 		c := &calls[i]
-		messages[i] = queue.Message{Source: ref.Key(), ID: c.MessageID, Type: string(c.Type), AcceptedAt: now, Skip: s.Skip(ref, c), Body: c.Body}
+		if view.Suppressed(ref, c.UserID) {
+			continue
+		}
+		messages = append(messages, queue.Message{Source: ref.Key(), ID: c.MessageID, Type: string(c.Type), AcceptedAt: now, Skip: s.Skip(ref, c), Body: c.Body})
 	}
 	_, err := s.Append(ctx, messages)
 	return err

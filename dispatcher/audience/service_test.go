@@ -574,6 +574,18 @@ func TestDamagedMembersAreNotCompared(t *testing.T) {
 	r.told()
 }
 
+// Of a user whom a deletion request suppresses nothing is told.
+func TestSuppressedMember(t *testing.T) {
+	r := newRig(t, t.TempDir(), newLog(), nil)
+	c := config()
+	c.Deletions = []liveconfig.Deletion{{Name: "d", ID: "ab", UserID: "b", Suppress: true}}
+	r.set(c)
+	r.sync(shoppers, "a", "b", "c")
+	r.told("a shoppers=true", "c shoppers=true")
+	r.sync(spent, "b=1")
+	r.told()
+}
+
 // Members under another key, kind or Source are not those of the audience.
 func TestChangedKeyStartsAfresh(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)

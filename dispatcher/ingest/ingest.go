@@ -62,6 +62,7 @@ const (
 	codeUnknownKey      = "unknown_write_key"
 	codeSourceDisabled  = "source_disabled"
 	codeOriginDenied    = "origin_not_allowed"
+	codeSuppressed      = "user_suppressed"
 	codeRateLimited     = "rate_limited"
 	codeStorageFull     = "storage_full"
 	codeStorageFailed   = "storage_failed"
@@ -332,6 +333,9 @@ func (h *Handler) prepare(w http.ResponseWriter, q *request, typ event.Type, now
 	if fault != nil {
 		return nil, nil, ofEvent(fault)
 	}
+	if bad := suppress(q, typ, &batch); bad != nil {
+		return nil, nil, bad
+	}
 	total := 0
 	for i := range batch.Calls {
 		total += len(batch.Calls[i].Body)
@@ -361,6 +365,30 @@ func (h *Handler) prepare(w http.ResponseWriter, q *request, typ event.Type, now
 		}
 	}
 	return messages, batch.Rejected, nil
+}
+
+// suppress takes out the calls of users of whom a deletion request says so.
+func suppress(q *request, typ event.Type, batch *event.Batch) *refusal {
+	const message = "a deletion request suppresses this user; calls are taken again when it is removed"
+	if !slices.ContainsFunc(batch.Calls, func(c event.Call) bool { return q.view.Suppressed(q.ref, c.UserID) }) {
+		return nil
+	}
+	if typ != "" {
+		bad := refuse(http.StatusForbidden, codeSuppressed, message)
+		bad.calls = 1
+		return bad
+	}
+	calls, indexes := batch.Calls[:0], batch.Indexes[:0]
+	for i, c := range batch.Calls {
+		if q.view.Suppressed(q.ref, c.UserID) {
+			batch.Rejected = append(batch.Rejected, event.Rejection{Index: batch.Indexes[i], Err: &event.Error{Code: codeSuppressed, Message: message}})
+			continue
+		}
+		calls, indexes = append(calls, c), append(indexes, batch.Indexes[i])
+	}
+	batch.Calls, batch.Indexes = calls, indexes
+	slices.SortFunc(batch.Rejected, func(a, b event.Rejection) int { return a.Index - b.Index })
+	return nil
 }
 
 // limit holds a request of n calls to its Source's rate. For n = 0 it takes

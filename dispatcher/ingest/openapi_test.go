@@ -88,6 +88,10 @@ func TestOpenAPIIsTrue(t *testing.T) {
 		"origin_not_allowed": func(*fixture) *http.Request {
 			return post("/v1/track", "web-key", track, "Origin", "https://x.example")
 		},
+		"user_suppressed": func(f *fixture) *http.Request {
+			f.suppress("u")
+			return post("/v1/track", "web-key", `{"userId":"u","event":"E"}`)
+		},
 		"call_too_large": func(*fixture) *http.Request {
 			return post("/v1/track", "web-key", `{"userId":"u","event":"E","x":"`+strings.Repeat("x", 33<<10)+`"}`)
 		},

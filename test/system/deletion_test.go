@@ -1,0 +1,96 @@
+package system
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"fmt"
+	"net/http"
+	"regexp"
+	"strings"
+	"syscall"
+	"testing"
+)
+
+// A deletion request as its owner sees it: one delete message for each Source,
+// with exactly the specified fields, followed to its end; and the user suppressed.
+func TestDeletionRequest(t *testing.T) {
+	crm, failing := newReceiver(t), newReceiver(t)
+	failing.set(func(int) int { return http.StatusBadRequest })
+	p := start(t, map[string]string{
+		"source.yaml": source() + `---
+apiVersion: posthorn.dev/v1alpha1
+kind: Source
+metadata: {name: tv}
+spec:
+  writeKeySecretRef: {name: keys, key: sharedSecret}
+`, "crm.yaml": destination("crm", crm.URL, ""), "failing.yaml": destination("failing", failing.URL, ""),
+		"off.yaml": destination("off", crm.URL, "\n  enabled: false\n"), "picky.yaml": destination("picky", crm.URL, "\n  filter: {types: [track]}\n"),
+	})
+	for _, name := range []string{"crm", "failing"} {
+		p.condition(name, "Ready", "True", "")
+	}
+	out, errs, code := cli(t, "", "delete-user", "ü1", "--manifests", p.manifests, "--admin", p.admin, "--suppress", "--wait")
+	if code != 1 { // one of them was not delivered
+		t.Errorf("exit %d: %s %s", code, out, errs)
+	}
+	for _, want := range []string{"web to crm: Delivered", "web to failing: DeadLettered Rejected", "web to picky: Filtered", "1 of 3 notifications could not be delivered"} {
+		if !strings.Contains(out, want) {
+			t.Errorf("%q is not in\n%s", want, out)
+		}
+	}
+	got := p.arrive(crm, 1)
+	if len(got) != 1 || !regexp.MustCompile(`^\{"type":"delete","userId":"ü1","timestamp":"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"\}$`).MatchString(got[0].body) {
+		t.Errorf("messages %+v", got)
+	}
+	verifyInNode(t, got)
+
+	// The user is suppressed at each Source, others are not; also after a crash, which tells nobody again.
+	p.kill(syscall.SIGKILL)
+	<-p.exited
+	p.run()
+	for _, writeKey := range []string{key, secret} {
+		if status, answer, err := p.post("/v1/page", writeKey, `{"userId":"ü1"}`); err != nil || status != http.StatusForbidden || !strings.Contains(answer, "user_suppressed") {
+			t.Errorf("a suppressed call: %d %s %v", status, answer, err)
+		}
+	}
+	p.mustPost("/v1/track", `{"userId":"u2","event":"E"}`)
+	p.arrive(crm, 3) // crm and picky
+	if out, errs, code := cli(t, "", "delete-user", "ü1", "--manifests", p.manifests); code != 1 || !strings.Contains(errs, "requested before") {
+		t.Errorf("twice: exit %d: %s %s", code, out, errs)
+	}
+	out, errs, code = cli(t, "", "get", "deletions", "-o", "wide", "--admin", p.admin)
+	if code != 0 || !strings.Contains(out, "NotDelivered") {
+		t.Errorf("get deletions: exit %d: %s %s", code, out, errs)
+	}
+	if _, _, dead, _ := p.ledger("failing"); dead != 2 {
+		t.Errorf("%d dead letters, want the delete message and the track call", dead)
+	}
+	for _, q := range crm.got()[1:] {
+		if strings.Contains(q.body, "delete") {
+			t.Errorf("told again: %s", q.body)
+		}
+	}
+
+	// Asked for one Source without destinations, nobody is told; without the request calls are taken again.
+	out, errs, code = cli(t, "", "delete-user", "u3", "--manifests", p.manifests, "--admin", p.admin, "--source", "tv", "--wait")
+	if code != 0 || !strings.Contains(out, "no affected Source") {
+		t.Errorf("exit %d: %s %s", code, out, errs)
+	}
+	for _, line := range strings.Split(out, "\n") {
+		if path, ok := strings.CutPrefix(line, "requested: "); ok && !strings.HasPrefix(path, p.manifests) {
+			t.Errorf("written to %s", path)
+		}
+	}
+	p.remove("deletionrequest-default-delete-" + hash12("ü1") + ".yaml")
+	p.eventually("the user is no longer suppressed", func() error {
+		if status, answer, err := p.post("/v1/page", key, `{"userId":"ü1"}`); err != nil || status != http.StatusOK {
+			return fmt.Errorf("%d %s %v", status, answer, err)
+		}
+		return nil
+	})
+}
+
+func hash12(s string) string {
+	sum := sha256.Sum256([]byte(s))
+	return hex.EncodeToString(sum[:6])
+}
