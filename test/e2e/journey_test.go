@@ -88,6 +88,10 @@ spec:
 			Expect(wire.Headers.Get(name)).To(Equal(want), name)
 		}
 
+		By("ending the rotation")
+		shop.destination("crm", newest.url(), "")
+		shop.waitGeneration("whd/crm")
+
 		By("disabling it: calls are kept, and delivered when it is enabled again")
 		shop.kubectl("patch", "whd/crm", "--type=merge", "-p", `{"spec":{"enabled":false}}`)
 		shop.eventually("whd/crm", "Accepted", "True/Disabled")
