@@ -93,6 +93,7 @@ var measurements = []struct {
 	{"direct", measureDirect},
 	{"batches", measureBatches},
 	{"singles", measureSingles},
+	{"queue", measureQueue},
 	{"latency", measureLatency},
 	{"isolation", measureIsolation},
 	{"many", measureMany},
@@ -151,6 +152,20 @@ func measureSingles(ctx context.Context, b *bench) ([]row, error) {
 	return []row{atLeast("delivered/s, single calls, of direct", got.rate/direct.rate, 0.40, fmt.Sprintf("%.2f (%.0f/s)", got.rate/direct.rate, got.rate))}, nil
 }
 
+// measureQueue runs the queue alone: append of 20 durably, lease, ack.
+func measureQueue(_ context.Context, b *bench) ([]row, error) {
+	direct, err := b.directLoop()
+	if err != nil {
+		return nil, err
+	}
+	got, err := b.loop("queue", b.dir("queue"), b.window().String())
+	if err != nil {
+		return nil, err
+	}
+	ratio := got.cpu / direct.cpu
+	return []row{below("queue's CPU per message, of direct's client", ratio, 0.35, fmt.Sprintf("%.2f (%.1f us, %.0f/s)", ratio, got.cpu, got.rate), "<= 0.35")}, nil
+}
+
 // measureLatency sends at a quarter of the peak.
 func measureLatency(ctx context.Context, b *bench) ([]row, error) {
 	peak, err := b.throughput(ctx, load{batch: 20, clients: 8}, destinations(1, b.sink.Addr))
@@ -181,7 +196,7 @@ func measureIsolation(ctx context.Context, b *bench) ([]row, error) {
 	}
 	base := healthy[0].mean(healthy[1])
 	var rows []row
-	for _, dead := range []struct{ name, addr string }{{"refused", "127.0.0.1:1"}, {"black hole", b.sink.BlackHole}, {"500s", b.sink.Failing}} {
+	for _, dead := range []struct{ name, addr string }{{"refused", "127.0.0.1:1"}, {"black hole", b.sink.BlackHole}, {"5 s slow", b.sink.Slow}, {"500s", b.sink.Failing}} {
 		d := destinations(20, b.sink.Addr)
 		d[19].addr = dead.addr
 		got, err := b.throughput(ctx, l, d)

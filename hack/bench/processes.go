@@ -26,9 +26,12 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sync/errgroup"
+
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
@@ -38,7 +41,7 @@ const (
 )
 
 // roles are the processes of a benchmark; each prints one line of JSON when it is up.
-var roles = map[string]func([]string) error{"sink": sinkRole, "direct": directRole, "dispatcher": dispatcherRole}
+var roles = map[string]func([]string) error{"sink": sinkRole, "direct": directRole, "queue": queueRole, "dispatcher": dispatcherRole}
 
 type bench struct {
 	root string
@@ -135,7 +138,7 @@ func (p *process) rss() int64 {
 
 // The sink: a do-nothing HTTP/1.1 receiver that counts and samples latencies.
 
-type sinkAddrs struct{ Addr, BlackHole, Failing, Control string }
+type sinkAddrs struct{ Addr, BlackHole, Failing, Slow, Control string }
 
 type sinkProcess struct {
 	*process
@@ -217,8 +220,12 @@ func sinkRole([]string) error {
 		}
 	}
 	addrs := sinkAddrs{
-		Addr:      listen(answer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", true)),
-		Failing:   listen(answer("HTTP/1.1 500 Internal Server Error\r\nContent-Length: 2\r\n\r\nno", false)),
+		Addr:    listen(answer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", true)),
+		Failing: listen(answer("HTTP/1.1 500 Internal Server Error\r\nContent-Length: 2\r\n\r\nno", false)),
+		Slow: listen(func(c net.Conn) {
+			time.Sleep(4900 * time.Millisecond)
+			answer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok", false)(c)
+		}),
 		BlackHole: listen(func(c net.Conn) { _, _ = io.Copy(io.Discard, c); c.Close() }),
 	}
 	control, err := net.Listen("tcp", "127.0.0.1:0")
@@ -275,15 +282,100 @@ func (s sample) mean(t sample) sample {
 }
 
 func (b *bench) directLoop() (sample, error) {
-	p, err := spawn(context.Background(), "direct", b.sink.Addr, b.window().String())
+	s, err := b.loop("direct", b.sink.Addr, b.window().String())
+	_, _ = b.sink.take()
+	return s, err
+}
+
+// loop runs a process that measures itself.
+func (b *bench) loop(role string, args ...string) (sample, error) {
+	p, err := spawn(context.Background(), role, args...)
 	if err != nil {
 		return sample{}, err
 	}
 	_ = p.cmd.Wait()
 	var out struct{ Rate, CPU float64 }
 	err = json.Unmarshal(p.hello, &out)
-	_, _ = b.sink.take()
 	return sample{rate: out.Rate, cpu: out.CPU}, err
+}
+
+// measured prints what a loop did since begin.
+func measured(messages int64, begin time.Time) error {
+	took := time.Since(begin)
+	var usage syscall.Rusage
+	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &usage); err != nil {
+		return err
+	}
+	cpu := time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
+	fmt.Printf(`{"Rate":%f,"CPU":%f}`+"\n", float64(messages)/took.Seconds(), float64(cpu.Microseconds())/float64(messages))
+	return nil
+}
+
+// queueRole appends batches from as many goroutines as the batches row has
+// senders, and settles all of it on one lane.
+func queueRole(args []string) error {
+	window, err := time.ParseDuration(args[1])
+	if err != nil {
+		return err
+	}
+	s, err := pebblestore.Open(args[0], pebblestore.Options{DuplicateWindow: 10 * time.Minute})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = s.Close() }()
+	lane := queue.LaneID{Source: "bench/s0000", Destination: "bench/d0000"}
+	more := make(chan struct{}, 1)
+	s.SetNotify(func(queue.LaneID) {
+		select {
+		case more <- struct{}{}:
+		default:
+		}
+	})
+	if err := s.OpenLane(lane); err != nil {
+		return err
+	}
+	var appended, settled atomic.Int64
+	var group errgroup.Group
+	begin := time.Now()
+	payload := []byte(body(1))
+	for range 8 {
+		group.Go(func() error {
+			for time.Since(begin) < window {
+				batch := make([]queue.Message, 20)
+				for i := range batch {
+					batch[i] = queue.Message{Source: lane.Source, ID: "bench-" + strconv.FormatInt(appended.Add(1), 10), Type: "track", Event: "Order Completed", AcceptedAt: time.Now(), Body: payload}
+				}
+				if _, err := s.Append(context.Background(), batch); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	done := make(chan error, 1)
+	go func() { done <- group.Wait() }()
+	var leased []queue.Delivery
+	for ended := false; !ended || settled.Load() < appended.Load(); {
+		if leased, err = s.Lease(lane, 64, leased[:0]); err != nil {
+			return err
+		}
+		for _, d := range leased {
+			s.Ack(d)
+		}
+		settled.Add(int64(len(leased)))
+		if len(leased) > 0 {
+			continue
+		}
+		select {
+		case <-more:
+		case err := <-done:
+			if err != nil {
+				return err
+			}
+			ended, done = true, nil
+		}
+	}
+	return measured(settled.Load(), begin)
 }
 
 func directRole(args []string) error {
@@ -319,14 +411,7 @@ func directRole(args []string) error {
 		})
 	}
 	group.Wait()
-	took := time.Since(begin)
-	var usage syscall.Rusage
-	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &usage); err != nil {
-		return err
-	}
-	cpu := time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
-	fmt.Printf(`{"Rate":%f,"CPU":%f}`+"\n", float64(sent.Load())/took.Seconds(), float64(cpu.Microseconds())/float64(sent.Load()))
-	return nil
+	return measured(sent.Load(), begin)
 }
 
 // destination is a lane to measure; source numbers the Source it reads.
