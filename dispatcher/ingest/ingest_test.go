@@ -31,6 +31,7 @@ import (
 // fixture is a handler with three Sources and a store that remembers.
 type fixture struct {
 	*Handler
+	t        testing.TB
 	mu       sync.Mutex
 	stored   []queue.Message
 	err      error
@@ -51,7 +52,7 @@ func source_(name, key string, change func(*liveconfig.Source)) liveconfig.Sourc
 
 func newFixture(t testing.TB) *fixture {
 	t.Helper()
-	f := &fixture{now: time.UnixMilli(1_700_000_000_000), registry: prometheus.NewRegistry()}
+	f := &fixture{t: t, now: time.UnixMilli(1_700_000_000_000), registry: prometheus.NewRegistry()}
 	f.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Tenant: "shop", Sources: []liveconfig.Source{
 		source_("web", "web-key", func(s *liveconfig.Source) { s.AllowedOrigins = []string{"https://shop.example"} }),
 		source_("off", "off-key", func(s *liveconfig.Source) { s.Enabled = false }),
@@ -85,9 +86,23 @@ func newFixture(t testing.TB) *fixture {
 	return f
 }
 
+// do has a request answered, and holds both against the document that is served.
 func (f *fixture) do(r *http.Request) *httptest.ResponseRecorder {
 	w := httptest.NewRecorder()
+	if _, ok := f.t.(*testing.T); !ok {
+		f.ServeHTTP(w, r)
+		return w
+	}
+	f.t.Helper()
+	var sent bytes.Buffer
+	r.Body = struct {
+		io.Reader
+		io.Closer
+	}{io.TeeReader(r.Body, &sent), r.Body}
 	f.ServeHTTP(w, r)
+	if err := conforms(r, sent.Bytes(), w); err != nil {
+		f.t.Errorf("openapi.yaml does not allow %s %s: %v", r.Method, r.URL.Path, err)
+	}
 	return w
 }
 
