@@ -3,10 +3,10 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
 	"net/url"
 	"os"
@@ -15,13 +15,14 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/posthorn/posthorn/dispatcher/admin"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
 )
 
-func newDeadLetters() *cobra.Command {
+func newDeadLetters(way reaching) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "deadletters",
 		Short: "List, show, redeliver or purge what could not be delivered",
@@ -30,27 +31,20 @@ or refused for good. They are kept, with the reason, by spec.deadLetters.`,
 		Args: exactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(newDeadLettersList(), newDeadLettersShow(),
-		newDeadLettersAction("redeliver", "Send dead letters once more", "redelivered"),
-		newDeadLettersAction("purge", "Remove dead letters for good", "removed"))
+	cmd.AddCommand(newDeadLettersList(way), newDeadLettersShow(way),
+		newDeadLettersAction(way, "redeliver", "Send dead letters once more", "redelivered"),
+		newDeadLettersAction(way, "purge", "Remove dead letters for good", "removed"))
 	return cmd
 }
 
-// destinationFlags name a destination of a running dispatcher.
-type destinationFlags struct{ admin, namespace string }
-
-func (d *destinationFlags) register(cmd *cobra.Command) {
-	adminFlag(cmd, &d.admin)
-	cmd.Flags().StringVarP(&d.namespace, "namespace", "n", "default", "the destination's namespace")
+// destination names a destination to the admin API.
+func destination(r reach, name string) (url.Values, error) {
+	ns, err := r.namespace()
+	return url.Values{"destination": {ns + "/" + name}}, err
 }
 
-// query names the destination to the admin API.
-func (d *destinationFlags) query(name string) url.Values {
-	return url.Values{"destination": {d.namespace + "/" + name}}
-}
-
-func newDeadLettersList() *cobra.Command {
-	var d destinationFlags
+func newDeadLettersList(way reaching) *cobra.Command {
+	var r reach
 	var output string
 	var limit int
 	cmd := &cobra.Command{
@@ -59,9 +53,12 @@ func newDeadLettersList() *cobra.Command {
 		Example: "  posthorn deadletters list crm",
 		Args:    exactArgs("DESTINATION"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			query := d.query(args[0])
+			query, err := destination(r, args[0])
+			if err != nil {
+				return err
+			}
 			query.Set("limit", fmt.Sprint(limit))
-			body, err := ask(cmd, d.admin, "/deadletters?"+query.Encode(), "application/x-ndjson")
+			body, err := each(cmd.Context(), r, "/deadletters", query)
 			if err != nil {
 				return err
 			}
@@ -70,21 +67,36 @@ func newDeadLettersList() *cobra.Command {
 			})
 		},
 	}
-	d.register(cmd)
+	r = way(cmd)
 	cmd.Flags().StringVarP(&output, "output", "o", "", "json: an object a line")
-	cmd.Flags().IntVar(&limit, "limit", 100, "how many at most, up to 10,000")
+	cmd.Flags().IntVar(&limit, "limit", 100, "how many at most of each dispatcher, up to 10,000")
 	return cmd
 }
 
-func newDeadLettersShow() *cobra.Command {
-	var d destinationFlags
+func newDeadLettersShow(way reaching) *cobra.Command {
+	var r reach
 	cmd := &cobra.Command{
 		Use:     "show DESTINATION KEY",
 		Short:   "Show one dead letter with its body and the last answer",
 		Example: "  posthorn deadletters show crm 018c2f…",
 		Args:    exactArgs("DESTINATION", "KEY"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			body, err := ask(cmd, d.admin, "/deadletters/"+url.PathEscape(args[1])+"?"+d.query(args[0]).Encode(), "application/json")
+			query, err := destination(r, args[0])
+			if err != nil {
+				return err
+			}
+			targets, closeAll, err := r.open(cmd.Context())
+			if err != nil {
+				return err
+			}
+			defer closeAll()
+			var body []byte
+			for _, t := range targets { // one of them has it
+				body, err = t.get(cmd.Context(), "/deadletters/"+url.PathEscape(args[1])+"?"+query.Encode(), "application/json")
+				if a := (*answer)(nil); !errors.As(err, &a) || a.code != http.StatusNotFound {
+					break
+				}
+			}
 			if err != nil {
 				return err
 			}
@@ -96,12 +108,12 @@ func newDeadLettersShow() *cobra.Command {
 			return nil
 		},
 	}
-	d.register(cmd)
+	r = way(cmd)
 	return cmd
 }
 
-func newDeadLettersAction(verb, short, done string) *cobra.Command {
-	var d destinationFlags
+func newDeadLettersAction(way reaching, verb, short, done string) *cobra.Command {
+	var r reach
 	var a admin.Action
 	var all bool
 	var since, until string
@@ -117,8 +129,12 @@ With --dry-run they are only counted.`,
 			}
 			return nil
 		},
-		RunE: func(cmd *cobra.Command, args []string) (err error) {
-			a.Destination, a.Selector.Keys = d.namespace+"/"+args[0], args[1:]
+		RunE: func(cmd *cobra.Command, args []string) error {
+			query, err := destination(r, args[0])
+			if err != nil {
+				return err
+			}
+			a.Destination, a.Selector.Keys = query.Get("destination"), args[1:]
 			if a.Selector.Since, err = moment("--since", since); err != nil {
 				return err
 			}
@@ -130,10 +146,10 @@ With --dry-run they are only counted.`,
 			if chosen == all {
 				return usagef("choose dead letters by key or with --reason, --type, --event, --since, --until; or take --all")
 			}
-			return act(cmd, d.admin, verb, done, a)
+			return act(cmd, r, verb, done, a)
 		},
 	}
-	d.register(cmd)
+	r = way(cmd)
 	f := cmd.Flags()
 	f.BoolVar(&all, "all", false, "all dead letters of the destination")
 	f.StringSliceVar(&a.Selector.Reasons, "reason", nil, "those with this reason, e.g. Expired")
@@ -148,59 +164,80 @@ With --dry-run they are only counted.`,
 	return cmd
 }
 
-// act has the dispatcher do something with dead letters and shows how far it is.
-func act(cmd *cobra.Command, address, verb, done string, a admin.Action) error {
+// act has every dispatcher do something with dead letters and shows how far it is.
+func act(cmd *cobra.Command, r reach, verb, done string, a admin.Action) error {
+	targets, closeAll, err := r.open(cmd.Context())
+	if err != nil {
+		return err
+	}
+	defer closeAll()
 	body, err := json.Marshal(a)
 	if err != nil {
 		return err
 	}
-	req, err := http.NewRequestWithContext(cmd.Context(), http.MethodPost, adminURL(address, "/deadletters/"+verb), bytes.NewReader(body))
-	if err != nil {
-		return usagef("--admin %q: %v", address, err)
-	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return fmt.Errorf("%w\nIs Posthorn running there? Set --admin", err)
-	}
-	defer resp.Body.Close()
-	if resp.StatusCode != http.StatusOK {
-		text, _ := io.ReadAll(io.LimitReader(resp.Body, 64<<10))
-		return answerError(resp.Status, text)
-	}
 	f, live := cmd.ErrOrStderr().(*os.File)
 	live = live && isTerminal(f)
+	var sum redelivery.Progress
+	plus := func(p redelivery.Progress) redelivery.Progress {
+		return redelivery.Progress{Matched: sum.Matched + p.Matched, Redelivered: sum.Redelivered + p.Redelivered, Bytes: sum.Bytes + p.Bytes}
+	}
+	for _, t := range targets {
+		var last admin.ActionProgress
+		last, err = actOn(cmd.Context(), t, verb, body, func(p admin.ActionProgress) {
+			if live {
+				now := plus(p.Progress)
+				fmt.Fprintf(f, "\r%d matched, %d %s", now.Matched, now.Redelivered, done)
+			}
+		})
+		sum = plus(last.Progress)
+		if err != nil {
+			err = named(t, err)
+			break
+		}
+	}
+	if live {
+		fmt.Fprint(f, "\r\x1b[K")
+	}
+	what := fmt.Sprintf("%d %s", sum.Redelivered, done)
+	if a.DryRun {
+		what = fmt.Sprintf("%d would be %s", sum.Matched, done)
+	}
+	fmt.Fprintf(cmd.OutOrStdout(), "%s (%d bytes)\n", what, sum.Bytes)
+	if left := sum.Matched - sum.Redelivered; err == nil && !a.DryRun && left > 0 {
+		fmt.Fprintf(cmd.ErrOrStderr(), "%d stay: they are of a Source or an endpoint that the destination does not have any more\n", left)
+	}
+	return err
+}
+
+// actOn has one dispatcher do it, and returns the last it said.
+func actOn(ctx context.Context, t target, verb string, body []byte, onProgress func(admin.ActionProgress)) (p admin.ActionProgress, err error) {
+	resp, err := t.do(ctx, http.MethodPost, "/deadletters/"+verb, "application/x-ndjson", bytes.NewReader(body))
+	if err != nil {
+		return p, err
+	}
+	defer resp.Body.Close()
 	lines := bufio.NewScanner(resp.Body)
 	for lines.Scan() {
-		var p admin.ActionProgress
+		p = admin.ActionProgress{}
 		if err := json.Unmarshal(lines.Bytes(), &p); err != nil {
-			return err
+			return p, err
 		}
-		if live {
-			fmt.Fprintf(f, "\r%d matched, %d %s", p.Matched, p.Redelivered, done)
+		onProgress(p)
+		if p.Error != "" {
+			return p, errors.New(p.Error)
 		}
-		if p.Error != "" || p.Done {
-			if live {
-				fmt.Fprint(f, "\r\x1b[K")
-			}
-			what := fmt.Sprintf("%d %s", p.Redelivered, done)
-			if a.DryRun {
-				what = fmt.Sprintf("%d would be %s", p.Matched, done)
-			}
-			fmt.Fprintf(cmd.OutOrStdout(), "%s (%d bytes)\n", what, p.Bytes)
-			if p.Error != "" {
-				return errors.New(p.Error)
-			}
-			return nil
+		if p.Done {
+			return p, nil
 		}
 	}
 	if err := lines.Err(); err != nil {
-		return err
+		return p, err
 	}
-	return errors.New("the dispatcher ended before it was done; what was not reached is still a dead letter")
+	return p, errors.New("the dispatcher ended before it was done; what was not reached is still a dead letter")
 }
 
-func newAttempts() *cobra.Command {
-	var d destinationFlags
+func newAttempts(way reaching) *cobra.Command {
+	var r reach
 	var endpoint, output string
 	cmd := &cobra.Command{
 		Use:     "attempts DESTINATION",
@@ -208,50 +245,59 @@ func newAttempts() *cobra.Command {
 		Example: "  posthorn attempts crm\n  posthorn attempts crm --endpoint primary -o json",
 		Args:    exactArgs("DESTINATION"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			query := d.query(args[0])
+			query, err := destination(r, args[0])
+			if err != nil {
+				return err
+			}
 			query.Set("endpoint", endpoint)
-			body, err := ask(cmd, d.admin, "/attempts?"+query.Encode(), "application/x-ndjson")
+			body, err := each(cmd.Context(), r, "/attempts", query)
 			if err != nil {
 				return err
 			}
 			return table(cmd, output, body, attemptHeader, attemptLine)
 		},
 	}
-	d.register(cmd)
+	r = way(cmd)
 	cmd.Flags().StringVar(&endpoint, "endpoint", "", "only this endpoint")
 	cmd.Flags().StringVarP(&output, "output", "o", "", "json: an object a line")
 	return cmd
 }
 
-func newTail() *cobra.Command {
-	var address, namespace, endpoint, output string
+func newTail(way reaching) *cobra.Command {
+	var r reach
+	var endpoint, output string
 	cmd := &cobra.Command{
 		Use:     "tail [DESTINATION]",
 		Short:   "Follow attempts as they end",
 		Example: "  posthorn tail\n  posthorn tail crm -o json",
 		Args:    cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			query := url.Values{"endpoint": {endpoint}}
+			query := url.Values{}
 			if len(args) == 1 {
-				query.Set("destination", namespace+"/"+args[0])
+				var err error
+				if query, err = destination(r, args[0]); err != nil {
+					return err
+				}
 			}
-			req, err := http.NewRequestWithContext(cmd.Context(), http.MethodGet, adminURL(address, "/tail?"+query.Encode()), nil)
+			query.Set("endpoint", endpoint)
+			targets, closeAll, err := r.open(cmd.Context())
 			if err != nil {
-				return usagef("--admin %q: %v", address, err)
+				return err
 			}
-			resp, err := http.DefaultClient.Do(req)
-			if err != nil {
-				return fmt.Errorf("%w\nIs Posthorn running there? Set --admin", err)
+			defer closeAll()
+			lines := make(chan []byte)
+			group, ctx := errgroup.WithContext(cmd.Context())
+			for _, t := range targets {
+				group.Go(func() error { return follow(ctx, t, query, lines) })
 			}
-			defer resp.Body.Close()
-			lines := bufio.NewScanner(resp.Body)
-			for lines.Scan() {
+			go func() { _ = group.Wait(); close(lines) }()
+			for line := range lines {
 				if output == "json" {
-					fmt.Fprintf(cmd.OutOrStdout(), "%s\n", lines.Bytes())
+					fmt.Fprintf(cmd.OutOrStdout(), "%s\n", line)
 					continue
 				}
 				var a delivery.Attempt
-				if err := json.Unmarshal(lines.Bytes(), &a); err != nil {
+				if err := json.Unmarshal(line, &a); err != nil {
 					return err
 				}
 				fmt.Fprintln(cmd.OutOrStdout(), strings.ReplaceAll(attemptLine(a), "\t", "  "))
@@ -259,15 +305,32 @@ func newTail() *cobra.Command {
 			if cmd.Context().Err() != nil {
 				return nil // Ctrl-C is how a tail ends.
 			}
-			return lines.Err()
+			return group.Wait()
 		},
 	}
-	adminFlag(cmd, &address)
+	r = way(cmd)
 	f := cmd.Flags()
-	f.StringVarP(&namespace, "namespace", "n", "default", "the destination's namespace")
 	f.StringVar(&endpoint, "endpoint", "", "only this endpoint")
 	f.StringVarP(&output, "output", "o", "", "json: an object a line")
 	return cmd
+}
+
+// follow passes on the attempts of one dispatcher as they end.
+func follow(ctx context.Context, t target, query url.Values, lines chan<- []byte) error {
+	resp, err := t.do(ctx, http.MethodGet, "/tail?"+query.Encode(), "application/x-ndjson", nil)
+	if err != nil {
+		return named(t, err)
+	}
+	defer resp.Body.Close()
+	in := bufio.NewScanner(resp.Body)
+	for in.Scan() {
+		select {
+		case lines <- bytes.Clone(in.Bytes()):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	return named(t, in.Err())
 }
 
 const attemptHeader = "TIME\tDESTINATION\tENDPOINT\tMESSAGE ID\tATTEMPT\tRESULT\tTOOK\tCONNECT\tTLS\tFIRST BYTE\tADDRESS\tMESSAGE"

@@ -1,0 +1,245 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/url"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/standalone"
+	"github.com/posthorn/posthorn/controllers/why"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/redelivery"
+)
+
+// newKubectl makes the commands of `kubectl posthorn`.
+func newKubectl() *cobra.Command {
+	cluster := &throughCluster{}
+	cmd := &cobra.Command{
+		Use:   "kubectl",
+		Short: "Look into a cluster's Posthorn, also as 'kubectl posthorn'",
+		Long: `Looks into the Posthorn of a cluster with your own rights. Install it as a plugin:
+  ln -s "$(command -v posthorn)" /usr/local/bin/kubectl-posthorn
+
+why and redeliver need rights in your own namespace only (ClusterRoles
+posthorn-view and posthorn-edit). attempts, tail and deadletters ask the
+dispatchers themselves: they need the Role posthorn-support-user in the
+namespace of Posthorn's release.`,
+		Args: exactArgs(),
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	cluster.register(cmd)
+	way := func(*cobra.Command) reach { return cluster }
+	cmd.AddCommand(newKubectlWhy(cluster), newAttempts(way), newTail(way), newDeadLetters(way), newKubectlRedeliver(cluster))
+	return cmd
+}
+
+// client makes a client of the API server that knows our kinds.
+func (c *throughCluster) client() (client.Client, error) {
+	config, err := c.rest()
+	if err != nil {
+		return nil, err
+	}
+	scheme := runtime.NewScheme()
+	if err := v1alpha1.AddToScheme(scheme); err != nil {
+		return nil, err
+	}
+	return client.New(config, client.Options{Scheme: scheme})
+}
+
+const whyLong = `Says in words why messages do not arrive at a destination: what is wrong with its
+spec, its Secrets, its Sources, its filter or its endpoints, and what waits.
+Exit code 1 when there is a problem.`
+
+func newWhy() *cobra.Command {
+	var d direct
+	var output string
+	cmd := &cobra.Command{
+		Use:     "why DESTINATION",
+		Short:   "Say why nothing arrives at a destination (of posthorn run)",
+		Long:    whyLong,
+		Example: "  posthorn why crm",
+		Args:    exactArgs("DESTINATION"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			facts := why.Facts{Namespace: d.ns, Name: args[0], Now: time.Now()}
+			var sources v1alpha1.SourceList
+			var destinations v1alpha1.WebhookDestinationList
+			var report liveconfig.Report
+			prefix := standalone.Prefix + "/namespaces/" + url.PathEscape(d.ns)
+			for path, into := range map[string]any{prefix + "/sources": &sources, prefix + "/webhookdestinations": &destinations, "/report": &report} {
+				body, err := ask(cmd, d.admin, path, "application/json")
+				if err != nil {
+					return err
+				}
+				if err := json.Unmarshal(body, into); err != nil {
+					return fmt.Errorf("%s: %w", path, err)
+				}
+			}
+			facts.Sources, facts.Destinations, facts.Reports = sources.Items, destinations.Items, []liveconfig.Report{report}
+			return tell(cmd.OutOrStdout(), output, facts)
+		},
+	}
+	adminFlag(cmd, &d.admin)
+	cmd.Flags().StringVarP(&d.ns, "namespace", "n", "default", "the destination's namespace")
+	cmd.Flags().StringVarP(&output, "output", "o", "", "json: an object a line")
+	return cmd
+}
+
+func newKubectlWhy(cluster *throughCluster) *cobra.Command {
+	var output string
+	cmd := &cobra.Command{
+		Use:     "why DESTINATION",
+		Short:   "Say why nothing arrives at a destination",
+		Long:    whyLong,
+		Example: "  kubectl posthorn why crm -n shop",
+		Args:    exactArgs("DESTINATION"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			c, err := cluster.client()
+			if err != nil {
+				return err
+			}
+			ns, err := cluster.namespace()
+			if err != nil {
+				return err
+			}
+			var sources v1alpha1.SourceList
+			var destinations v1alpha1.WebhookDestinationList
+			if err := errors.Join(c.List(cmd.Context(), &sources, client.InNamespace(ns)), c.List(cmd.Context(), &destinations, client.InNamespace(ns))); err != nil {
+				return err
+			}
+			return tell(cmd.OutOrStdout(), output, why.Facts{Namespace: ns, Name: args[0], Sources: sources.Items, Destinations: destinations.Items, Now: time.Now()})
+		},
+	}
+	cmd.Flags().StringVarP(&output, "output", "o", "", "json: an object a line")
+	return cmd
+}
+
+// tell prints the findings, the cause first.
+func tell(w io.Writer, output string, facts why.Facts) error {
+	findings := why.Explain(facts)
+	cause := why.Cause(findings)
+	switch output {
+	case "json":
+		out := json.NewEncoder(w)
+		for _, f := range findings {
+			if err := out.Encode(f); err != nil {
+				return err
+			}
+		}
+	case "":
+		if cause == nil {
+			fmt.Fprintf(w, "%s/%s: no problem found.\n\n", facts.Namespace, facts.Name)
+		} else {
+			fmt.Fprintf(w, "%s/%s: %s.\n", facts.Namespace, facts.Name, strings.TrimSuffix(cause.Text, "."))
+			if cause.Fix != "" {
+				fmt.Fprintf(w, "To do: %s.\n", cause.Fix)
+			}
+			fmt.Fprintln(w)
+		}
+		table := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)
+		for _, f := range findings {
+			fmt.Fprintf(table, "%s\t%s\t%s\n", f.Level, f.About, f.Text)
+			if f.Fix != "" && (cause == nil || f != *cause) {
+				fmt.Fprintf(table, "\t\t-> %s\n", f.Fix)
+			}
+		}
+		if err := table.Flush(); err != nil {
+			return err
+		}
+	default:
+		return usagef("-o %q: use json", output)
+	}
+	if cause != nil {
+		return errSilent
+	}
+	return nil
+}
+
+func newKubectlRedeliver(cluster *throughCluster) *cobra.Command {
+	var since, until string
+	var all, wait bool
+	var rate int32
+	var types []string
+	o := &v1alpha1.Redelivery{}
+	s := &v1alpha1.DeadLetterSelector{}
+	cmd := &cobra.Command{
+		Use:   "redeliver DESTINATION",
+		Short: "Send a destination's dead letters once more",
+		Long: `Creates a Redelivery, which the operator runs over all dispatcher pods, and waits
+for its end. Ctrl-C ends the waiting, not the Redelivery; delete that to stop it.`,
+		Example: "  kubectl posthorn redeliver crm --reason Rejected --since 2h --dry-run\n  kubectl posthorn redeliver crm --all",
+		Args:    exactArgs("DESTINATION"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			for text, into := range map[*string]**metav1.Time{&since: &s.Since, &until: &s.Until} {
+				t, err := moment(map[bool]string{true: "--since", false: "--until"}[text == &since], *text)
+				if err != nil {
+					return err
+				}
+				if !t.IsZero() {
+					m := metav1.NewTime(t)
+					*into = &m
+				}
+			}
+			for _, t := range types {
+				s.Types = append(s.Types, v1alpha1.CallType(t))
+			}
+			if chosen := len(s.Reasons)+len(s.Types)+len(s.Events) > 0 || s.Since != nil || s.Until != nil; chosen == all {
+				return usagef("choose dead letters with --reason, --type, --event, --since, --until; or take --all")
+			}
+			if !all {
+				o.Spec.Selector = s
+			}
+			c, err := cluster.client()
+			if err != nil {
+				return err
+			}
+			if o.Namespace, err = cluster.namespace(); err != nil {
+				return err
+			}
+			o.GenerateName, o.Spec.Destination, o.Spec.Rate = args[0]+"-", args[0], rate
+			if err := c.Create(cmd.Context(), o); err != nil {
+				return err
+			}
+			fmt.Fprintf(cmd.ErrOrStderr(), "redelivery.posthorn.dev/%s created\n", o.Name)
+			for wait && o.Status.FinishTime == nil {
+				select {
+				case <-cmd.Context().Done():
+					return nil
+				case <-time.After(500 * time.Millisecond):
+				}
+				if err := c.Get(cmd.Context(), client.ObjectKeyFromObject(o), o); err != nil {
+					return err
+				}
+			}
+			if complete := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionComplete); complete != nil {
+				fmt.Fprintln(cmd.OutOrStdout(), complete.Message)
+			}
+			if o.Status.Phase == v1alpha1.RedeliveryFailed {
+				return errSilent
+			}
+			return nil
+		},
+	}
+	f := cmd.Flags()
+	f.BoolVar(&all, "all", false, "all dead letters of the destination")
+	f.StringSliceVar(&s.Reasons, "reason", nil, "those with this reason, e.g. Expired")
+	f.StringSliceVar(&types, "type", nil, "those of this type of call")
+	f.StringSliceVar(&s.Events, "event", nil, "those of this event")
+	f.StringVar(&since, "since", "", "those that failed since then: a duration (2h) or a time (2026-01-02T03:04:05Z)")
+	f.StringVar(&until, "until", "", "those that failed before then")
+	f.BoolVar(&o.Spec.DryRun, "dry-run", false, "only count")
+	f.Int32Var(&rate, "rate", redelivery.DefaultRate, "how many a second, over all dispatchers")
+	f.BoolVar(&wait, "wait", true, "wait for the end")
+	return cmd
+}

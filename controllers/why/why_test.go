@@ -1,0 +1,180 @@
+package why
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+var now = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+
+func at(ago time.Duration) *metav1.Time { t := metav1.NewTime(now.Add(-ago)); return &t }
+
+func condition(kind, reason, message string) metav1.Condition {
+	status := metav1.ConditionFalse
+	if reason == kind {
+		status = metav1.ConditionTrue
+	}
+	return metav1.Condition{Type: kind, Status: status, Reason: reason, Message: message, ObservedGeneration: 1}
+}
+
+// healthy is a namespace in which all is well; a case changes one thing.
+func healthy() Facts {
+	return Facts{
+		Namespace: "shop", Name: "crm", Now: now,
+		Sources: []v1alpha1.Source{{
+			ObjectMeta: metav1.ObjectMeta{Name: "web", Generation: 1, Labels: map[string]string{"team": "shop"}},
+			Status: v1alpha1.SourceStatus{
+				Conditions:       []metav1.Condition{condition("Accepted", "Accepted", ""), condition("Receiving", "Receiving", "")},
+				LastReceivedTime: at(3 * time.Second), Calls: &v1alpha1.CallCounts{Accepted: 120},
+			},
+		}},
+		Destinations: []v1alpha1.WebhookDestination{{
+			ObjectMeta: metav1.ObjectMeta{Name: "crm", Generation: 1},
+			Spec:       v1alpha1.WebhookDestinationSpec{Sources: v1alpha1.SourceSelection{Names: []string{"web"}}},
+			Status: v1alpha1.WebhookDestinationStatus{
+				Conditions: []metav1.Condition{condition("Accepted", "Accepted", ""), condition("Programmed", "Programmed", "")},
+				Endpoints:  []v1alpha1.EndpointStatus{{Name: "primary", State: v1alpha1.EndpointHealthy, LastSuccessTime: at(3 * time.Second)}},
+				Delivery:   &v1alpha1.DeliveryStatus{Delivered: 120},
+			},
+		}},
+	}
+}
+
+func TestExplain(t *testing.T) {
+	d := func(change func(d *v1alpha1.WebhookDestination)) func(*Facts) {
+		return func(f *Facts) { change(&f.Destinations[0]) }
+	}
+	s := func(change func(s *v1alpha1.Source)) func(*Facts) { return func(f *Facts) { change(&f.Sources[0]) } }
+	refused := func(reason, message string) func(*Facts) {
+		return d(func(d *v1alpha1.WebhookDestination) {
+			d.Status.Conditions = []metav1.Condition{condition("Accepted", reason, message), condition("Programmed", "Programmed", "")}
+		})
+	}
+	no := false
+	failing := func(state v1alpha1.EndpointState, reason, message string) func(*Facts) {
+		return d(func(d *v1alpha1.WebhookDestination) {
+			d.Status.Endpoints[0].State = state
+			d.Status.Endpoints[0].LastFailure = &v1alpha1.DeliveryFailure{Time: *at(10 * time.Second), Reason: reason, Message: message}
+		})
+	}
+	report := func(change func(t *liveconfig.TenantReport, r *liveconfig.Report)) func(*Facts) {
+		return func(f *Facts) {
+			for _, pod := range []string{"a", "b"} {
+				r := liveconfig.Report{Pod: pod, Tenants: []liveconfig.TenantReport{{
+					Tenant: "shop", Sources: []liveconfig.SourceReport{{Name: "web", Accepted: 70, LastAccepted: now}},
+					Destinations: []liveconfig.DestinationReport{{Name: "crm", Delivered: 65, Pending: 5, Retrying: 5, OldestPending: now.Add(-time.Minute), NextAttempt: now.Add(20 * time.Second)}},
+				}, {Tenant: "other", Refused: &liveconfig.RefusedConfig{Error: "not ours"}}}}
+				if change != nil {
+					change(&r.Tenants[0], &r)
+				}
+				f.Reports = append(f.Reports, r)
+			}
+		}
+	}
+	for _, c := range []struct {
+		name   string
+		change func(*Facts)
+		// cause: station and words of the first problem ("" = none); also: words that another finding must have.
+		about, cause, fix, also string
+	}{
+		{"all is well", nil, "", "", "", `OK Source Source "web" has accepted 120 calls, the last one 3s ago`},
+		{"nothing waits", nil, "", "", "", "OK Backlog nothing waits; 120 messages delivered so far"},
+		{"no such destination", func(f *Facts) { f.Name = "cmr" }, "Destination", `no WebhookDestination "cmr" in namespace "shop"`, "crm", ""},
+		{"no destination at all", func(f *Facts) { f.Destinations = nil }, "Destination", "no WebhookDestination", "create it", ""},
+		{"switched off", d(func(d *v1alpha1.WebhookDestination) { d.Spec.Enabled = &no }), "Destination", "switched off; messages are kept", "spec.enabled", ""},
+		{"no Secret", refused("SecretNotFound", `Secret "crm" does not exist`), "Secret", `Secret "crm" does not exist (SecretNotFound); messages are kept, not sent`, "create the Secret", ""},
+		{"no key", refused("SecretKeyMissing", "no key"), "Secret", "SecretKeyMissing", "add the key", ""},
+		{"no Source", refused("NoSource", `no Source "ios"`), "Source", `no Source "ios"`, "spec.sources", ""},
+		{"a bad filter", refused("InvalidFilter", "syntax"), "Filter", "syntax", "spec.filter", ""},
+		{"an address denied", refused("EgressDenied", "10.0.0.1"), "Destination", "10.0.0.1", "--egress-allow", ""},
+		{"a reason that we do not know", refused("Novelty", "who knows"), "Destination", "who knows (Novelty)", "", ""},
+		{"the operator sleeps", d(func(d *v1alpha1.WebhookDestination) { d.Generation = 2 }), "Destination", "operator has not looked", "operator's pod", ""},
+		{"new and unseen", d(func(d *v1alpha1.WebhookDestination) { d.Status = v1alpha1.WebhookDestinationStatus{} }), "Destination", "operator has not looked", "", ""},
+		{"no dispatcher", d(func(d *v1alpha1.WebhookDestination) {
+			d.Status.Conditions[1] = condition("Programmed", "NoDispatcher", "no dispatcher pod is ready")
+		}), "Config", "no dispatcher pod is ready (NoDispatcher)", "who runs Posthorn", ""},
+		{"not everywhere yet", d(func(d *v1alpha1.WebhookDestination) {
+			d.Status.Conditions[1] = condition("Programmed", "Pending", "1 of 2")
+		}), "Config", "1 of 2 (Pending)", "wait", ""},
+		{"refused by a dispatcher", report(func(t *liveconfig.TenantReport, _ *liveconfig.Report) {
+			t.Refused = &liveconfig.RefusedConfig{Error: "unknown field"}
+		}), "Config", "dispatcher a refuses the config and keeps the one before: unknown field", "update", ""},
+		{"a full disk", report(func(_ *liveconfig.TenantReport, r *liveconfig.Report) { r.Storage.Pressure = true }), "Config", "disk is full", "", ""},
+		{"its Source is switched off", s(func(s *v1alpha1.Source) { s.Spec.Enabled = &no }), "Source", `Source "web" is switched off`, "spec.enabled", ""},
+		{"two Sources with one key", s(func(s *v1alpha1.Source) {
+			s.Status.Conditions[0] = condition("Accepted", "WriteKeyConflict", "ios has it")
+		}), "Source", "ios has it", "write key of its own", ""},
+		{"calls are refused", s(func(s *v1alpha1.Source) {
+			s.Status.Conditions[1] = condition("Receiving", "RejectingCalls", "the latest: no userId")
+		}), "Source", "no userId", "what sends the calls", ""},
+		{"nobody calls", s(func(s *v1alpha1.Source) { s.Status = v1alpha1.SourceStatus{} }), "Source", "no call has ever been accepted", "write key", ""},
+		{"nobody called lately", s(func(s *v1alpha1.Source) { s.Status.LastReceivedTime = nil }), "", "", "", "none since the dispatchers started"},
+		{"a selector that matches", d(func(d *v1alpha1.WebhookDestination) {
+			d.Spec.Sources = v1alpha1.SourceSelection{Selector: &metav1.LabelSelector{MatchLabels: map[string]string{"team": "shop"}}}
+		}), "", "", "", `Source "web"`},
+		{"a selector that matches none", d(func(d *v1alpha1.WebhookDestination) {
+			d.Spec.Sources = v1alpha1.SourceSelection{Selector: &metav1.LabelSelector{MatchLabels: map[string]string{"team": "x"}}}
+		}), "Source", "no Source of this namespace is chosen", "spec.sources", ""},
+		{"everything is filtered", d(func(d *v1alpha1.WebhookDestination) {
+			d.Spec.Filter = &v1alpha1.Filter{Expression: "false"}
+			d.Status.Delivery = &v1alpha1.DeliveryStatus{Filtered: 120}
+		}), "Filter", "all of 120 messages", "loosen spec.filter", ""},
+		{"excluded by the calls", d(func(d *v1alpha1.WebhookDestination) {
+			d.Status.Delivery = &v1alpha1.DeliveryStatus{Filtered: 1}
+		}), "Filter", "all of 1 message so far", "integrations", ""},
+		{"some are filtered", d(func(d *v1alpha1.WebhookDestination) { d.Status.Delivery.Filtered = 3 }), "", "", "", "NOTICE Filter 3 messages"},
+		{"circuit open", failing(v1alpha1.EndpointCircuitOpen, "ConnectionRefused", "nothing listens at 10.0.0.9:80"), "Endpoint", `"primary" failed so often that only probes are sent to it; it took a message last 3s ago; the last failure was 10s ago: nothing listens at 10.0.0.9:80 (ConnectionRefused)`, "receiver runs", ""},
+		{"certificate", failing(v1alpha1.EndpointDegraded, "CertificateRejected", "self-signed"), "Endpoint", "self-signed (CertificateRejected)", "caSecretRef", ""},
+		{"a failure without words", failing(v1alpha1.EndpointDegraded, "TimedOut", ""), "Endpoint", "TimedOut (TimedOut)", "timeout", ""},
+		{"recovered", failing(v1alpha1.EndpointHealthy, "TimedOut", ""), "", "", "", `OK Endpoint "primary" works`},
+		{"nothing sent yet", d(func(d *v1alpha1.WebhookDestination) {
+			d.Status.Endpoints[0] = v1alpha1.EndpointStatus{Name: "primary", State: v1alpha1.EndpointIdle}
+		}), "", "", "", `NOTICE Endpoint nothing has been sent to "primary"`},
+		{"a backlog", d(func(d *v1alpha1.WebhookDestination) {
+			d.Status.Delivery.Pending, d.Status.Delivery.OldestPendingTime = 1, at(100*time.Hour)
+		}), "", "", "", "NOTICE Backlog 1 message waits, the oldest was accepted 4 days ago; 120 messages delivered"},
+		{"dead letters", d(func(d *v1alpha1.WebhookDestination) { d.Status.Delivery.DeadLettered = 2 }), "", "", "", "NOTICE DeadLetters 2 messages became dead letters"},
+		{"reports are newer than status", report(nil), "", "", "", "NOTICE Backlog 10 messages wait, 10 of them failed before, the oldest was accepted 1m0s ago, the next attempt is in 20s; 130 messages delivered so far"},
+		{"reports of calls, too", report(nil), "", "", "", `Source "web" has accepted 140 calls, the last one just now`},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			facts := healthy()
+			if c.change != nil {
+				c.change(&facts)
+			}
+			findings := Explain(facts)
+			var text strings.Builder
+			for _, f := range findings {
+				text.WriteString(string(f.Level) + " " + f.About + " " + f.Text + "\n")
+			}
+			cause := Cause(findings)
+			switch {
+			case cause == nil && c.about != "":
+				t.Errorf("no problem found:\n%s", text.String())
+			case cause != nil && (c.about == "" || cause.About != c.about || !strings.Contains(cause.Text, c.cause) || !strings.Contains(cause.Fix, c.fix)):
+				t.Errorf("cause %+v, want %s: %s, to do: %s", *cause, c.about, c.cause, c.fix)
+			}
+			if !strings.Contains(text.String(), c.also) {
+				t.Errorf("no finding says %q:\n%s", c.also, text.String())
+			}
+		})
+	}
+}
+
+// TestHints holds that every reason of a failed attempt has an advice.
+func TestHints(t *testing.T) {
+	for _, reason := range []string{
+		v1alpha1.ReasonTimedOut, v1alpha1.ReasonConnectionRefused, v1alpha1.ReasonConnectionFailed, v1alpha1.ReasonDNSFailed, v1alpha1.ReasonCertificateRejected,
+		v1alpha1.ReasonTLSFailed, v1alpha1.ReasonAddressDenied, v1alpha1.ReasonServerError, v1alpha1.ReasonThrottled, v1alpha1.ReasonRejected, v1alpha1.ReasonRedirected, v1alpha1.ReasonInvalidResponse,
+	} {
+		if hints[reason] == "" {
+			t.Errorf("no advice for %s", reason)
+		}
+	}
+}
