@@ -52,6 +52,8 @@ var _ = Describe("The documentation", Serial, func() {
 			text = regexp.MustCompile(`(?m)^(helm (?:install|upgrade) .*)$`).ReplaceAllString(text, "$1"+settings)
 			// What runs in the background needs a moment, and ends with the block.
 			text = strings.ReplaceAll(text, " &\n", " &\nsleep 3\n")
+			// There is something to tell: hooks.example does not exist.
+			text = regexp.MustCompile(`(?m)^(kubectl posthorn why [^#\n]*).*$`).ReplaceAllString(text, "if $1; then exit 9; else [[ $$? == 1 ]]; fi")
 			text = "set -euo pipefail\ncd " + dir + "\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n" + text
 			out, err := command("", "bash", "-c", text)
 			Expect(err).NotTo(HaveOccurred(), text)
@@ -68,7 +70,7 @@ var _ = Describe("The documentation", Serial, func() {
 				printed += run(page, b.heading, b.text)
 			}
 		}
-		Expect(printed).To(And(ContainSubstring("Phase:          Succeeded"), ContainSubstring(`"success":true`), MatchRegexp(`crm\s+True`)))
+		Expect(printed).To(And(ContainSubstring("Phase:          Succeeded"), ContainSubstring(`"success":true`), MatchRegexp(`crm\s+True`), ContainSubstring("hooks.example")))
 		Expect(last).To(HaveLen(2))
 		for _, text := range last {
 			run("install.md", "Removing it", text)
