@@ -75,8 +75,7 @@ var _ = Describe("The documentation", Serial, func() {
 		for _, text := range last {
 			run("install.md", "Removing it", text)
 		}
-		_, err = command("", "kubectl", "-n", "shop", "get", "whd")
-		Expect(err).To(MatchError(ContainSubstring("the server doesn't have a resource type")))
+		Expect(kubectl("get", "crd", "-o", "name")).NotTo(ContainSubstring("posthorn.dev"))
 		Expect(kubectl("-n", system, "get", "pvc", "-o", "name")).To(BeEmpty())
 	})
 })
