@@ -115,7 +115,7 @@ func newWorld(change ...func(*Options)) *world {
 		c(&w.options)
 	}
 	DeferCleanup(func() {
-		for _, o := range []client.Object{&v1alpha1.Redelivery{}, &v1alpha1.Source{}, &v1alpha1.WebhookDestination{}} {
+		for _, o := range []client.Object{&v1alpha1.Redelivery{}, &v1alpha1.Audience{}, &v1alpha1.DeletionRequest{}, &v1alpha1.Source{}, &v1alpha1.WebhookDestination{}} {
 			var namespaces corev1.NamespaceList
 			Expect(cluster.List(w.ctx, &namespaces)).To(Succeed())
 			for _, ns := range namespaces.Items {
@@ -326,12 +326,16 @@ type fakeDispatcher struct {
 	// traffic changes a destination's report, by "namespace/name"; calls a Source's.
 	traffic map[string]func(*liveconfig.DestinationReport)
 	calls   map[string]func(*liveconfig.SourceReport)
+	// syncs changes an audience's report, and deletions a deletion request's.
+	syncs     map[string]func(*liveconfig.AudienceReport)
+	deletions map[string]func(*liveconfig.DeletionReport)
 }
 
 func newDispatcher(name string) *fakeDispatcher {
 	d := &fakeDispatcher{
 		name: name, running: map[string]liveconfig.Config{}, revisions: map[string]string{},
 		traffic: map[string]func(*liveconfig.DestinationReport){}, calls: map[string]func(*liveconfig.SourceReport){},
+		syncs: map[string]func(*liveconfig.AudienceReport){}, deletions: map[string]func(*liveconfig.DeletionReport){},
 	}
 	d.server = httptest.NewServer(d)
 	return d
@@ -413,6 +417,20 @@ func (d *fakeDispatcher) report(ctx context.Context) liveconfig.Report {
 				f(&r)
 			}
 			t.Destinations = append(t.Destinations, r)
+		}
+		for _, a := range config.Audiences {
+			r := liveconfig.AudienceReport{Name: a.Name, Generation: a.Generation, Revision: a.Revision, Owner: true}
+			if f := d.syncs[tenant+"/"+a.Name]; f != nil {
+				f(&r)
+			}
+			t.Audiences = append(t.Audiences, r)
+		}
+		for _, del := range config.Deletions {
+			r := liveconfig.DeletionReport{Name: del.Name, Generation: del.Generation, Revision: del.Revision, Owner: true}
+			if f := d.deletions[tenant+"/"+del.Name]; f != nil {
+				f(&r)
+			}
+			t.Deletions = append(t.Deletions, r)
 		}
 		report.Tenants = append(report.Tenants, t)
 	}

@@ -99,3 +99,34 @@ func TestDeletionRequestExpires(t *testing.T) {
 		}
 	}
 }
+
+// What went wrong and what ended is worth an Event; every Event names its
+// action, without which the API refuses it.
+func TestEventsOfAudiencesAndDeletions(t *testing.T) {
+	condition := func(conditionType string, status metav1.ConditionStatus, reason string) []metav1.Condition {
+		return []metav1.Condition{{Type: conditionType, Status: status, Reason: reason, Message: "m"}}
+	}
+	const synced, finished = v1alpha1.ConditionSynced, v1alpha1.ConditionFinished
+	for _, c := range []struct {
+		old, new []metav1.Condition
+		want     string
+	}{
+		{nil, condition(synced, "Unknown", v1alpha1.ReasonNoSyncYet), ""},
+		{condition(synced, "Unknown", v1alpha1.ReasonNoSyncYet), condition(synced, "True", v1alpha1.ReasonSynced), "Normal Synced Sync"},
+		{condition(synced, "True", v1alpha1.ReasonSynced), condition(synced, "False", v1alpha1.ReasonSyncRefused), "Warning SyncRefused Sync"},
+		{nil, condition(synced, "False", v1alpha1.ReasonNotAccepted), ""},
+		{condition(synced, "True", v1alpha1.ReasonSending), condition(synced, "True", v1alpha1.ReasonSynced), ""},
+		{condition(synced, "False", v1alpha1.ReasonSyncRefused), condition(synced, "True", v1alpha1.ReasonSynced), "Normal Synced Sync"},
+		{nil, condition(finished, "False", v1alpha1.ReasonNotifying), ""},
+		{condition(finished, "False", v1alpha1.ReasonNotifying), condition(finished, "True", v1alpha1.ReasonDelivered), "Normal Delivered Notify"},
+		{condition(finished, "False", v1alpha1.ReasonNotifying), condition(finished, "True", v1alpha1.ReasonNotDelivered), "Warning NotDelivered Notify"},
+	} {
+		got := ""
+		for _, e := range transitions(c.old, c.new) {
+			got += e.Type + " " + e.Reason + " " + e.Action
+		}
+		if got != c.want {
+			t.Errorf("%v -> %v: %q, want %q", c.old, c.new, got, c.want)
+		}
+	}
+}

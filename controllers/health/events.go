@@ -26,6 +26,8 @@ var actions = map[string]string{
 	v1alpha1.ConditionProgrammed: "Program",
 	v1alpha1.ConditionDelivering: "Deliver",
 	v1alpha1.ConditionReceiving:  "Receive",
+	v1alpha1.ConditionSynced:     "Sync",
+	v1alpha1.ConditionFinished:   "Notify",
 }
 
 // DestinationTransitions returns the Events of a change from old to new: what
@@ -60,7 +62,7 @@ func transition(was, is metav1.Condition) (Event, bool) {
 		return Event{}, false
 	}
 	quiet := func(c metav1.Condition) bool {
-		return c.Reason == v1alpha1.ReasonPending || c.Type != v1alpha1.ConditionAccepted && aboutSpec(c.Reason)
+		return c.Reason == v1alpha1.ReasonPending || c.Reason == v1alpha1.ReasonNotifying || c.Type != v1alpha1.ConditionAccepted && aboutSpec(c.Reason)
 	}
 	event := Event{EventNormal, is.Reason, actions[is.Type], truncate(is.Message, maxNoteBytes)}
 	switch {
@@ -68,6 +70,13 @@ func transition(was, is metav1.Condition) (Event, bool) {
 		return Event{}, false
 	case is.Status == metav1.ConditionFalse:
 		event.Type = EventWarning
+		return event, true
+	case is.Type == v1alpha1.ConditionSynced: // not every sync
+		return event, was.Status != is.Status && !quiet(was)
+	case is.Type == v1alpha1.ConditionFinished:
+		if is.Reason == v1alpha1.ReasonNotDelivered {
+			event.Type = EventWarning
+		}
 		return event, true
 	// True: a recovery, or the first traffic.
 	case is.Type == v1alpha1.ConditionDelivering || is.Type == v1alpha1.ConditionReceiving:

@@ -1,0 +1,143 @@
+package controllers
+
+import (
+	"time"
+
+	. "github.com/onsi/ginkgo/v2"
+	. "github.com/onsi/gomega"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+var _ = Describe("an Audience", func() {
+	const vip = `
+apiVersion: posthorn.dev/v1alpha1
+kind: Audience
+metadata: {name: vip}
+spec: {source: web, name: "Very Important (People)"}
+`
+	// shows waits until the condition of an Audience has a status and reason.
+	shows := func(w *world, tenant, name, condition string, status metav1.ConditionStatus, reason string) v1alpha1.Audience {
+		GinkgoHelper()
+		var a v1alpha1.Audience
+		Eventually(func(g Gomega) {
+			g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: tenant, Name: name}, &a)).To(Succeed())
+			c := meta.FindStatusCondition(a.Status.Conditions, condition)
+			g.Expect(c).NotTo(BeNil())
+			g.Expect([]string{string(c.Status), c.Reason}).To(Equal([]string{string(status), reason}), c.Message)
+			g.Expect(c.ObservedGeneration).To(Equal(a.Generation))
+		}).Should(Succeed())
+		return a
+	}
+
+	It("waits for its Source, gets its key, and shows its syncs", func() {
+		w := newWorld()
+		tenant := w.namespace()
+		w.apply(tenant, vip)
+		shows(w, tenant, "vip", "Ready", isFalse, "NoSource")
+		w.apply(tenant, webSource)
+		a := shows(w, tenant, "vip", "Ready", isTrue, "Ready")
+		Expect(a.Status.Key).To(Equal("very_important_people"))
+		shows(w, tenant, "vip", "Synced", metav1.ConditionUnknown, "NoSyncYet")
+
+		at := time.Now().Truncate(time.Second)
+		w.dispatcher.set(func(d *fakeDispatcher) {
+			d.syncs[tenant+"/vip"] = func(r *liveconfig.AudienceReport) { r.Members, r.Added, r.LastSync = 7, 7, at }
+		})
+		a = shows(w, tenant, "vip", "Synced", isTrue, "Synced")
+		Expect(*a.Status.Members).To(BeEquivalentTo(7))
+		Expect(a.Status.LastSyncTime.Time).To(BeTemporally("==", at))
+		table, err := server.Kubectl("", "get", "paud", "vip", "--namespace", tenant)
+		Expect(err).NotTo(HaveOccurred())
+		Expect(table).To(MatchRegexp(`vip +True +True +7 +7 +0`))
+
+		w.dispatcher.set(func(d *fakeDispatcher) {
+			d.syncs[tenant+"/vip"] = func(r *liveconfig.AudienceReport) {
+				r.Members, r.LastSync, r.LastRefused, r.Refusal = 7, at, at.Add(time.Second), "invalid_json: line 3: the line is not JSON"
+			}
+		})
+		a = shows(w, tenant, "vip", "Synced", isFalse, "SyncRefused")
+		Expect(meta.FindStatusCondition(a.Status.Conditions, "Synced").Message).To(ContainSubstring("line 3"))
+		shows(w, tenant, "vip", "Ready", isTrue, "Ready")
+		Eventually(func() []string { return w.events(tenant, "vip") }).Should(ContainElement("Warning SyncRefused"))
+	})
+
+	It("with another's key is not accepted, and gets it when the other goes", func() {
+		w := newWorld()
+		tenant := w.namespace()
+		w.apply(tenant, webSource+vip)
+		shows(w, tenant, "vip", "Ready", isTrue, "Ready")
+		w.apply(tenant, `
+apiVersion: posthorn.dev/v1alpha1
+kind: Audience
+metadata: {name: young}
+spec: {source: web, name: other, key: very_important_people}
+`)
+		shows(w, tenant, "young", "Accepted", isFalse, "KeyConflict")
+		w.delete(tenant, "audience", "vip")
+		shows(w, tenant, "young", "Ready", isTrue, "Ready")
+	})
+})
+
+var _ = Describe("a DeletionRequest", func() {
+	It("shows each notification, and is deleted when its time is over", func() {
+		w := newWorld()
+		tenant := w.namespace()
+		w.apply(tenant, webSource+crmSecret+crmDestination+`
+apiVersion: posthorn.dev/v1alpha1
+kind: DeletionRequest
+metadata: {name: forget}
+spec: {userId: u1, ttlSecondsAfterFinished: 1}
+---
+apiVersion: posthorn.dev/v1alpha1
+kind: DeletionRequest
+metadata: {name: suppress}
+spec: {userId: u1, suppress: true, ttlSecondsAfterFinished: 0}
+`)
+		get := func(g Gomega, name string) (o v1alpha1.DeletionRequest) {
+			g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: tenant, Name: name}, &o)).To(Succeed())
+			return o
+		}
+		reports := func(state string) {
+			w.dispatcher.set(func(d *fakeDispatcher) {
+				for _, name := range []string{"forget", "suppress"} {
+					d.deletions[tenant+"/"+name] = func(r *liveconfig.DeletionReport) {
+						r.Started = time.Now().Add(-time.Hour).Truncate(time.Second)
+						r.Notifications = []liveconfig.NotificationReport{{Source: "web", Destination: "crm", State: state, Time: r.Started}}
+					}
+				}
+			})
+		}
+		Eventually(func(g Gomega) {
+			config, _ := w.live(g, tenant)
+			g.Expect(config.Deletions).To(HaveLen(2))
+			g.Expect(config.Deletions[1].Suppress).To(BeTrue())
+		}).Should(Succeed())
+		reports(liveconfig.NotificationPending)
+		Eventually(func(g Gomega) {
+			o := get(g, "forget")
+			g.Expect(meta.IsStatusConditionTrue(o.Status.Conditions, "Ready")).To(BeTrue())
+			g.Expect(o.Status.Notifications).To(HaveLen(1))
+			g.Expect(o.Status.CompletionTime).To(BeNil())
+		}).Should(Succeed())
+		reports(liveconfig.NotificationDelivered)
+		Eventually(func(g Gomega) {
+			o := get(g, "suppress")
+			g.Expect(meta.IsStatusConditionTrue(o.Status.Conditions, "Finished")).To(BeTrue())
+			g.Expect(o.Status.Notifications[0].State).To(Equal(v1alpha1.NotificationDelivered))
+		}).Should(Succeed())
+		Eventually(func() bool {
+			return apierrors.IsNotFound(cluster.Get(w.ctx, client.ObjectKey{Namespace: tenant, Name: "forget"}, &v1alpha1.DeletionRequest{}))
+		}).Should(BeTrue())
+		Eventually(func(g Gomega) {
+			config, _ := w.live(g, tenant)
+			g.Expect(config.Deletions).To(HaveLen(1))
+		}).Should(Succeed())
+		Expect(get(Default, "suppress").Name).To(Equal("suppress"), "what suppresses stays")
+	})
+})
