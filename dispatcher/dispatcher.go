@@ -43,6 +43,10 @@ type Options struct {
 	// the admin API answer. host:port; port 0 takes a free one (see Addr).
 	// Default ":8080" and "127.0.0.1:8081".
 	Listen, AdminListen string
+	// TLSListen, when set, is where calls are taken over TLS as well, with the
+	// certificate of TLS. host:port, as Listen.
+	TLSListen string
+	TLS       *tls.Config
 	// Pod names this dispatcher in reports.
 	Pod string
 	// Egress says which addresses may be delivered to besides public ones.
@@ -86,6 +90,7 @@ type Dispatcher struct {
 	metrics *prometheus.Registry
 
 	listener, adminListener net.Listener
+	tlsListener             net.Listener // nil: no TLS
 	stopping                chan struct{}
 }
 
@@ -117,14 +122,23 @@ func New(o Options) (*Dispatcher, error) {
 		return nil, fmt.Errorf("listen for calls: %w", err)
 	}
 	if d.adminListener, err = net.Listen("tcp", o.AdminListen); err != nil {
-		_ = d.listener.Close()
+		d.closeListeners()
 		return nil, fmt.Errorf("listen for admin requests: %w", err)
+	}
+	if o.TLSListen != "" {
+		if o.TLS == nil {
+			d.closeListeners()
+			return nil, errors.New("dispatcher: no certificate for calls over TLS; set --tls-cert and --tls-key")
+		}
+		if d.tlsListener, err = net.Listen("tcp", o.TLSListen); err != nil {
+			d.closeListeners()
+			return nil, fmt.Errorf("listen for calls over TLS: %w", err)
+		}
 	}
 	q := o.Queue
 	q.Logger, q.Registerer = o.Logger, d.metrics
 	if d.store, err = pebblestore.Open(filepath.Join(o.DataDir, "queue"), q); err != nil {
-		_ = d.listener.Close()
-		_ = d.adminListener.Close()
+		d.closeListeners()
 		return nil, err
 	}
 	d.client = egress.New(egress.Options{Policy: o.Egress, Logger: o.Logger})
@@ -162,6 +176,14 @@ func New(o Options) (*Dispatcher, error) {
 // Addr returns the address that calls are taken on.
 func (d *Dispatcher) Addr() net.Addr { return d.listener.Addr() }
 
+// TLSAddr returns the address that calls are taken on over TLS, nil if there is none.
+func (d *Dispatcher) TLSAddr() net.Addr {
+	if d.tlsListener == nil {
+		return nil
+	}
+	return d.tlsListener.Addr()
+}
+
 // AdminAddr returns the address of the admin listener.
 func (d *Dispatcher) AdminAddr() net.Addr { return d.adminListener.Addr() }
 
@@ -190,20 +212,24 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	engineCtx, stopEngine := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopEngine()
 	group, groupCtx := errgroup.WithContext(ctx)
-	serve := func(s *http.Server, l net.Listener) func() error {
+	serve := func(serve func(net.Listener) error, l net.Listener) func() error {
 		return func() error {
-			if err := s.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+			if err := serve(l); !errors.Is(err, http.ErrServerClosed) {
 				return fmt.Errorf("serve %s: %w", l.Addr(), err)
 			}
 			return nil
 		}
 	}
-	group.Go(serve(main, d.listener))
+	main.TLSConfig = d.options.TLS
+	group.Go(serve(main.Serve, d.listener))
+	if d.tlsListener != nil {
+		group.Go(serve(func(l net.Listener) error { return main.ServeTLS(l, "", "") }, d.tlsListener))
+	}
 	adminListener := d.adminListener
 	if d.options.AdminTLS != nil {
 		adminListener = tls.NewListener(adminListener, d.options.AdminTLS)
 	}
-	group.Go(serve(adminServer, adminListener))
+	group.Go(serve(adminServer.Serve, adminListener))
 	group.Go(func() error { return d.engine.Run(engineCtx) })
 	group.Go(func() error { return d.members.Run(engineCtx) })
 	group.Go(func() error { return d.forget.Run(engineCtx) })
@@ -234,10 +260,17 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 
 // Close releases the store and the listeners of a Dispatcher that does not run.
 func (d *Dispatcher) Close() error {
-	_ = d.listener.Close()
-	_ = d.adminListener.Close()
+	d.closeListeners()
 	d.client.Close()
 	return d.store.Close()
+}
+
+func (d *Dispatcher) closeListeners() {
+	for _, l := range []net.Listener{d.listener, d.adminListener, d.tlsListener} {
+		if l != nil {
+			_ = l.Close()
+		}
+	}
 }
 
 func (d *Dispatcher) mux() http.Handler {

@@ -1,6 +1,8 @@
 package main
 
 import (
+	"context"
+	"crypto/tls"
 	"fmt"
 	"log/slog"
 	"net/http"
@@ -18,6 +20,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/klog/v2"
 	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/certwatcher"
 
 	"github.com/posthorn/posthorn/controllers"
 	"github.com/posthorn/posthorn/controllers/standalone"
@@ -30,14 +33,18 @@ import (
 
 // dataFlags are the flags of every process that delivers.
 type dataFlags struct {
-	options dispatcher.Options
-	egress  []string
+	options           dispatcher.Options
+	egress            []string
+	certFile, keyFile string
 }
 
 func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 	f := cmd.Flags()
 	f.StringVar(&d.options.DataDir, "data", data, "folder of the store; everything that was accepted lives here")
 	f.StringVar(&d.options.Listen, "listen", listen, "address to take calls on")
+	f.StringVar(&d.options.TLSListen, "tls-listen", "", "address to take calls on over TLS, besides --listen")
+	f.StringVar(&d.certFile, "tls-cert", "", "PEM file of the certificate (and its chain) for --tls-listen; read again when it changes")
+	f.StringVar(&d.keyFile, "tls-key", "", "PEM file of its key")
 	f.StringVar(&d.options.AdminListen, "admin-listen", admin, "address of reports, metrics and the admin API")
 	f.StringSliceVar(&d.egress, "egress-allow", nil, "addresses to deliver to besides public ones: CIDRs, addresses or host names (*.example too); !CIDR denies. Metadata addresses must be named exactly")
 	f.StringSliceVar(&d.options.TrustedProxies, "trusted-proxies", nil, "CIDRs of proxies whose X-Forwarded-For is believed")
@@ -54,6 +61,22 @@ func (d *dataFlags) policy() (egress.Policy, error) {
 	}
 	d.options.Egress = p
 	return p, nil
+}
+
+// tls reads the certificate for calls; run keeps it as its files are.
+func (d *dataFlags) tls() (run func(context.Context) error, err error) {
+	if d.options.TLSListen == "" && d.certFile == "" && d.keyFile == "" {
+		return func(context.Context) error { return nil }, nil
+	}
+	if d.options.TLSListen == "" || d.certFile == "" || d.keyFile == "" {
+		return nil, usagef("--tls-listen, --tls-cert and --tls-key belong together")
+	}
+	certificate, err := certwatcher.New(d.certFile, d.keyFile)
+	if err != nil {
+		return nil, fmt.Errorf("--tls-cert, --tls-key: %w", err)
+	}
+	d.options.TLS = &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: certificate.GetCertificate}
+	return certificate.Start, nil
 }
 
 func newRun() *cobra.Command {
@@ -87,6 +110,10 @@ names them. Status is read with 'posthorn get'.`,
 			if err != nil {
 				return err
 			}
+			watchCertificate, err := data.tls()
+			if err != nil {
+				return err
+			}
 			data.options.Logger, data.options.Pod = log, "standalone"
 			// Two links of a ring: the resources show the dispatcher's reports,
 			// and the dispatcher's admin listener shows the resources.
@@ -102,6 +129,7 @@ names them. Status is read with 'posthorn get'.`,
 			group, ctx := errgroup.WithContext(cmd.Context())
 			group.Go(func() error { return d.Run(ctx) })
 			group.Go(func() error { return control.Run(ctx) })
+			group.Go(func() error { return watchCertificate(ctx) })
 			return group.Wait()
 		},
 	}
@@ -144,6 +172,10 @@ say. It reads nothing else of the cluster and goes on without the operator.`,
 			if _, err := data.policy(); err != nil {
 				return err
 			}
+			watchCertificate, err := data.tls()
+			if err != nil {
+				return err
+			}
 			client, err := kubeClient(kubeconfig)
 			if err != nil {
 				return err
@@ -175,6 +207,7 @@ say. It reads nothing else of the cluster and goes on without the operator.`,
 			group, ctx := errgroup.WithContext(cmd.Context())
 			group.Go(func() error { return d.Run(ctx) })
 			group.Go(func() error { return configsource.Watch(ctx, client, namespace, d, log) })
+			group.Go(func() error { return watchCertificate(ctx) })
 			if data.options.AdminTLS != nil {
 				group.Go(func() error { return certificate.Watch(ctx, client, namespace, log) })
 			}

@@ -1,0 +1,60 @@
+package dispatcher
+
+import (
+	"context"
+	"crypto/tls"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+)
+
+// Calls are taken over TLS as well: HTTP/1.1 and HTTP/2, as the client can.
+func TestCallsOverTLS(t *testing.T) {
+	if _, err := New(Options{DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", TLSListen: "127.0.0.1:0"}); err == nil {
+		t.Fatal("there is TLS without a certificate")
+	}
+	authority := httptest.NewUnstartedServer(nil) // for its certificate
+	authority.StartTLS()
+	defer authority.Close()
+	d, err := New(Options{
+		DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0",
+		TLSListen: "127.0.0.1:0", TLS: &tls.Config{MinVersion: tls.VersionTLS12, Certificates: authority.TLS.Certificates},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- d.Run(ctx) }()
+	d.Set("shop", encoded(t, testConfig("http://127.0.0.1:1/")))
+	d.Synced()
+	roots := authority.Client().Transport.(*http.Transport).TLSClientConfig.RootCAs
+	for version, want := range map[bool]string{false: "HTTP/1.1", true: "HTTP/2.0"} {
+		var protocols http.Protocols
+		protocols.SetHTTP1(!version)
+		protocols.SetHTTP2(version)
+		transport := &http.Transport{Protocols: &protocols, TLSClientConfig: &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: roots, ServerName: "example.com"}}
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "https://"+d.TLSAddr().String()+"/v1/track", strings.NewReader(`{"userId":"u","event":"E"}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.SetBasicAuth(testKey, "")
+		resp, err := (&http.Client{Transport: transport}).Do(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = resp.Body.Close()
+		transport.CloseIdleConnections()
+		if resp.StatusCode != http.StatusOK || resp.Proto != want {
+			t.Errorf("%s: %s %d", want, resp.Proto, resp.StatusCode)
+		}
+	}
+	if code, body := send(t, d, "plain"); code != http.StatusOK {
+		t.Errorf("without TLS: %d %s", code, body)
+	}
+	cancel()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+}
