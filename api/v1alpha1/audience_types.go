@@ -9,9 +9,9 @@ import (
 type AudienceKind string
 
 const (
-	// AudienceKindAudience: the trait is true for a member and false for who is no longer one.
+	// AudienceKindAudience means that the trait is true for a member and false for who is no longer one.
 	AudienceKindAudience AudienceKind = "Audience"
-	// AudienceKindComputedTrait: the trait is the value that the sync gives for each user.
+	// AudienceKindComputedTrait means that the trait is the value that the sync gives for each user.
 	AudienceKindComputedTrait AudienceKind = "ComputedTrait"
 )
 

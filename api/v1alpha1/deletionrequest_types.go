@@ -43,15 +43,15 @@ type DeletionRequestSpec struct {
 type NotificationState string
 
 const (
-	// NotificationPending: not delivered yet, or being retried.
+	// NotificationPending means: not delivered yet, or being retried.
 	NotificationPending NotificationState = "Pending"
-	// NotificationDelivered: the destination has taken it.
+	// NotificationDelivered means: the destination has taken it.
 	NotificationDelivered NotificationState = "Delivered"
-	// NotificationFiltered: the destination's filter keeps it out.
+	// NotificationFiltered means: the destination's filter keeps it out.
 	NotificationFiltered NotificationState = "Filtered"
-	// NotificationDeadLettered: it could not be delivered; it is among the dead letters.
+	// NotificationDeadLettered means: it could not be delivered; it is among the dead letters.
 	NotificationDeadLettered NotificationState = "DeadLettered"
-	// NotificationDiscarded: the destination was deleted before it took it.
+	// NotificationDiscarded means: the destination was deleted before it took it.
 	NotificationDiscarded NotificationState = "Discarded"
 )
 

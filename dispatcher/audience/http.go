@@ -248,7 +248,7 @@ func newProxy(owner string, log *slog.Logger) (http.Handler, error) {
 			p.SetURL(target)
 			p.Out.Header.Set(hopHeader, "1")
 		},
-		ErrorHandler: func(w http.ResponseWriter, r *http.Request, err error) {
+		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, err error) {
 			if !errors.Is(err, context.Canceled) {
 				log.Warn("a sync could not be handed on to the pod that keeps the audiences", "owner", target.Host, "error", err)
 			}

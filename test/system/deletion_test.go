@@ -83,10 +83,11 @@ spec:
 	}
 	p.remove("deletionrequest-default-delete-" + hash12("ü1") + ".yaml")
 	p.eventually("the user is no longer suppressed", func() error {
-		if status, answer, err := p.post("/v1/page", key, `{"userId":"ü1"}`); err != nil || status != http.StatusOK {
-			return fmt.Errorf("%d %s %v", status, answer, err)
+		status, answer, err := p.post("/v1/page", key, `{"userId":"ü1"}`)
+		if err == nil && status != http.StatusOK {
+			err = fmt.Errorf("%d %s", status, answer)
 		}
-		return nil
+		return err
 	})
 }
 
