@@ -328,10 +328,9 @@ func (e *explainer) backlog() {
 	if !known {
 		return
 	}
-	switch {
-	case c.Pending == 0:
+	if c.Pending == 0 {
 		e.add(Fine, "Backlog", "", "nothing waits; %s delivered so far", count(c.Delivered, "message"))
-	default:
+	} else {
 		text := count(c.Pending, "message") + map[bool]string{true: " waits", false: " wait"}[c.Pending == 1]
 		if c.Retrying > 0 {
 			text += fmt.Sprintf(", %d of them failed before", c.Retrying)
