@@ -490,7 +490,7 @@ func TestKilledAnywhere(t *testing.T) {
 			r = newRig(t, killed, l, nil)
 			r.eventually(func() bool {
 				report := r.Report(config())[0]
-				return report.Unsent == 0 && report.Members == 700 && len(glob(t, killed, pendingFile)) == 0
+				return r.busy() == "" && report.Unsent == 0 && report.Members == 700
 			})
 			var want []string
 			for _, id := range before[:300] {
@@ -534,7 +534,7 @@ func TestInterruptedConclusion(t *testing.T) {
 	for _, step := range []string{"before state.json", "before pending.json goes"} {
 		l := newLog()
 		r = newRig(t, dir, l, nil)
-		r.eventually(func() bool { return len(glob(t, dir, pendingFile)) == 0 })
+		r.eventually(func() bool { return r.busy() == "" && len(glob(t, dir, pendingFile)) == 0 })
 		r.sync(shoppers, "a", "b", "c")
 		r.told("c shoppers=true")
 		r.sync(shoppers, "a", "b")
