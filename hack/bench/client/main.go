@@ -4,8 +4,9 @@
 //
 //	go run . [-endpoint http://127.0.0.1:8080 -write-key demo-write-key]
 //
-// Without -endpoint the server is one in this process that reads each request
-// and accepts it. The numbers of one run compare; those of different machines
+// Without -endpoint there are two servers: one in this process that reads each
+// request and accepts it, and a real Posthorn in a process of its own, which
+// stores the calls. The numbers of one run compare; those of different machines
 // do not.
 package main
 
@@ -31,11 +32,11 @@ import (
 )
 
 var (
-	endpoint = flag.String("endpoint", "", "the server to send to; empty: one in this process")
+	endpoint = flag.String("endpoint", "", "the server to send to; empty: one in this process, then a real Posthorn")
 	writeKey = flag.String("write-key", "bench", "the write key")
 	calls    = flag.Int("calls", 100_000, "calls of one run")
 	callers  = flag.Int("callers", 4, "goroutines that make calls")
-	runs     = flag.Int("runs", 5, "runs of each client, alternating")
+	runs     = flag.Int("runs", 3, "runs of each client, alternating")
 	batch    = flag.Int("batch", 20, "calls that start a flush, for both clients; 0: the default of each")
 	perCall  = flag.Int("bytes", 300, "about how many bytes of JSON a call has")
 )
@@ -62,12 +63,24 @@ func main() {
 }
 
 func run(out io.Writer) error {
-	url := *endpoint
-	if url == "" {
-		server := httptest.NewServer(http.HandlerFunc(accept))
-		defer server.Close()
-		url = server.URL
+	if *endpoint != "" {
+		return compare(out, *endpoint, *endpoint)
 	}
+	server := httptest.NewServer(http.HandlerFunc(accept))
+	defer server.Close()
+	if err := compare(out, "a server in this process", server.URL); err != nil {
+		return err
+	}
+	url, stop, err := startPosthorn()
+	if err != nil {
+		return err
+	}
+	defer stop()
+	return compare(out, "a real Posthorn", url)
+}
+
+// compare runs both clients against a server, taking turns.
+func compare(out io.Writer, server, url string) error {
 	makers := []func(string) (client, error){ours, theirs}
 	results := make([][]figures, len(makers))
 	names := make([]string, len(makers))
@@ -81,7 +94,7 @@ func run(out io.Writer) error {
 			results[i] = append(results[i], measure(c))
 		}
 	}
-	fmt.Fprintf(out, "%d calls of about %d bytes by %d callers, flush at %d, median of %d runs\n\n", *calls, *perCall, *callers, *batch, *runs)
+	fmt.Fprintf(out, "To %s: %d calls of about %d bytes by %d callers, flush at %d, median of %d runs\n\n", server, *calls, *perCall, *callers, *batch, *runs)
 	fmt.Fprintf(out, "%-24s %12s %12s %12s %14s %9s\n", "", "ns/call", "allocs/call", "B/call", "delivered/s", "lost")
 	medians := make([]figures, len(makers))
 	for i, r := range results {
@@ -95,6 +108,7 @@ func run(out io.Writer) error {
 	}
 	fmt.Fprintf(out, "%-24s %11.2fx %11.2fx %11.2fx %13.2fx\n", "ours / theirs", medians[0].callNS/medians[1].callNS,
 		medians[0].allocs/medians[1].allocs, medians[0].bytes/medians[1].bytes, medians[0].perSecond/medians[1].perSecond)
+	fmt.Fprintln(out)
 	return nil
 }
 
