@@ -30,6 +30,7 @@ const (
 	kindDestination = "WebhookDestination"
 	kindAudience    = "Audience"
 	kindDeletion    = "DeletionRequest"
+	kindRedelivery  = "Redelivery"
 	kindSecret      = "Secret"
 
 	defaultNamespace = "default"
@@ -182,7 +183,7 @@ func (p *parsed) content(file string, number int, content map[string]any, proble
 		}
 		return
 	}
-	want, known := map[string]string{kindSource: v1alpha1.GroupVersion.String(), kindDestination: v1alpha1.GroupVersion.String(), kindAudience: v1alpha1.GroupVersion.String(), kindDeletion: v1alpha1.GroupVersion.String(), kindSecret: "v1"}[kind]
+	want, known := map[string]string{kindSource: v1alpha1.GroupVersion.String(), kindDestination: v1alpha1.GroupVersion.String(), kindAudience: v1alpha1.GroupVersion.String(), kindDeletion: v1alpha1.GroupVersion.String(), kindRedelivery: v1alpha1.GroupVersion.String(), kindSecret: "v1"}[kind]
 	ours := strings.HasPrefix(apiVersion, v1alpha1.GroupVersion.Group+"/")
 	switch {
 	case kind == "" || apiVersion == "":
@@ -209,6 +210,11 @@ func (p *parsed) content(file string, number int, content map[string]any, proble
 		} else {
 			errs = object.readResource(content, &metadata)
 		}
+	}
+	if len(errs) == 0 && kind == kindRedelivery {
+		// It asks for something to be done once; here a command does that.
+		p.ignored = append(p.ignored, Problem{File: file, Document: number, Object: object.String(), Message: "a Redelivery is carried out in a cluster only; use 'posthorn deadletters redeliver'"})
+		return
 	}
 	if len(errs) == 0 {
 		var err error

@@ -262,7 +262,8 @@ func TestAnyEndpoint(t *testing.T) {
 			if r.Delivered != 5000 || len(w.client.requests(urlA)) != 5000 {
 				t.Errorf("%+v", r)
 			}
-			if n := len(w.client.requests(urlB)); n != 10 {
+			// Ten open its circuit; a few more may have been on their way.
+			if n := len(w.client.requests(urlB)); n < 10 || n > 12 {
 				t.Errorf("%d requests to the URL that fails", n)
 			}
 			if r.Endpoints[1].State != liveconfig.EndpointCircuitOpen {
