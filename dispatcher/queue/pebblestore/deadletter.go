@@ -135,6 +135,7 @@ func (s *Store) buryChunk(id queue.LaneID, cut int64, f *queue.Failure) (n int, 
 	}
 	l.dest.put(g.b)
 	l.put(g.b)
+	more = g.full() // Before the batch is applied: then it is somebody else's.
 	err = errors.Join(err, s.apply(g.b))
 	for _, seq := range g.closed {
 		delete(l.open, seq)
@@ -143,7 +144,7 @@ func (s *Store) buryChunk(id queue.LaneID, cut int64, f *queue.Failure) (n int, 
 		_, scanErr := s.scanDue(l, 0, 0, nil)
 		err = errors.Join(err, scanErr)
 	}
-	return g.n, g.full(), err
+	return g.n, more, err
 }
 
 // grave is one batch of expired messages.
