@@ -113,7 +113,11 @@ func (c *configs) swap(tenant string) {
 		c.log.Info("first full config in effect; calls are taken", "tenants", len(c.good))
 		return
 	}
-	c.log.Info("live config in effect", "namespace", tenant, "revision", c.good[tenant].Revision)
+	if good, ok := c.good[tenant]; ok {
+		c.log.Info("live config in effect", "namespace", tenant, "revision", good.Revision)
+	} else {
+		c.log.Info("live config removed", "namespace", tenant)
+	}
 }
 
 // view returns what runs; nil before the first full config.

@@ -230,9 +230,23 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		adminListener = tls.NewListener(adminListener, d.options.AdminTLS)
 	}
 	group.Go(serve(adminServer.Serve, adminListener))
-	group.Go(func() error { return d.engine.Run(engineCtx) })
-	group.Go(func() error { return d.members.Run(engineCtx) })
-	group.Go(func() error { return d.forget.Run(engineCtx) })
+	// What writes to the store. It is not waited for without end: on a full disk a
+	// write waits until there is room, or until the store is closed.
+	var writers errgroup.Group
+	writers.Go(func() error { return d.engine.Run(engineCtx) })
+	writers.Go(func() error { return d.members.Run(engineCtx) })
+	writers.Go(func() error { return d.forget.Run(engineCtx) })
+	written := make(chan error, 1)
+	go func() { written <- writers.Wait() }()
+	group.Go(func() error {
+		select {
+		case err := <-written:
+			written <- err
+			return err
+		case <-engineCtx.Done():
+			return nil
+		}
+	})
 	main.RegisterOnShutdown(d.members.Stop)
 	group.Go(func() error {
 		<-groupCtx.Done()
@@ -252,11 +266,20 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		return adminServer.Close()
 	})
 	err := group.Wait()
+	select {
+	case writeErr := <-written:
+		err = errors.Join(err, writeErr)
+	case <-time.After(d.options.DrainTimeout + closeGrace):
+		d.log.Warn("deliveries are not settled yet, probably because the disk is full; the store is closed, and they will be sent again")
+	}
 	if closeErr := d.Close(); err == nil {
 		err = closeErr
 	}
 	return err
 }
+
+// closeGrace is what deliveries get to be settled after they were drained.
+const closeGrace = 5 * time.Second
 
 // Close releases the store and the listeners of a Dispatcher that does not run.
 func (d *Dispatcher) Close() error {

@@ -277,7 +277,9 @@ type patientFS struct {
 	vfs.FS
 	full func()
 	room func() bool
-	stop chan struct{}
+	// stop is closed, once, when the store is being closed.
+	stop     chan struct{}
+	stopOnce sync.Once
 	// waiting counts the writes that wait for room.
 	waiting atomic.Int64
 	// compact is when the next compaction may begin, in nanoseconds since 1970.
@@ -298,6 +300,9 @@ const (
 	compaction  vfs.DiskWriteCategory = "pebble-compaction"
 	compactStep                       = 256 << 10
 )
+
+// giveUp ends the patience of writes that wait, and of those to come, after fullGrace tries.
+func (fs *patientFS) giveUp() { fs.stopOnce.Do(func() { close(fs.stop) }) }
 
 func (fs *patientFS) try(write func() error) error {
 	err := write()

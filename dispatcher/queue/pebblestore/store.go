@@ -122,7 +122,7 @@ func Open(dir string, o Options) (*Store, error) {
 		requests: make(chan *request, 1024), stop: make(chan struct{}),
 		notify: func(queue.LaneID) {},
 	}
-	s.fs = &patientFS{FS: o.FS, full: s.diskFull, room: s.disk.roomToCompact, stop: s.stop}
+	s.fs = &patientFS{FS: o.FS, full: s.diskFull, room: s.disk.roomToCompact, stop: make(chan struct{})}
 	s.disk.init(s)
 	s.flusher.init()
 	s.waker.init()
@@ -463,6 +463,8 @@ func (s *Store) SourceStats(source string) queue.SourceStats {
 // Close implements queue.Store. All of the log is flushed, so that the next
 // start has nothing to replay.
 func (s *Store) Close() error {
+	// Writes that wait for room on a full disk hold the gate; from now on they do not wait for ever.
+	s.fs.giveUp()
 	s.gate.Lock()
 	if s.closed {
 		s.gate.Unlock()
