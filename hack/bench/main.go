@@ -5,19 +5,23 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"flag"
 	"fmt"
 	"os"
 	"os/signal"
+	"runtime"
+	"slices"
 	"sort"
 	"strings"
 	"time"
 )
 
 var (
-	seconds = flag.Float64("seconds", 6, "how long each measurement runs")
+	seconds = flag.Float64("seconds", 4, "how long each measurement runs")
+	rounds  = flag.Int("rounds", 3, "how often each row is measured; the median is shown")
 	only    = flag.String("only", "", "run only the rows whose name contains this")
 	parked  = flag.Int("parked", 1_000_000, "messages to park for the memory and restart rows")
 	profile = flag.String("cpuprofile", "", "write the dispatcher's CPU profile of the batches row to this file")
@@ -57,13 +61,14 @@ func run(ctx context.Context) error {
 	}
 	defer b.close()
 	if !*asJSON {
+		fmt.Println(machine())
 		fmt.Printf("%-52s %28s   %-18s\n", "figure", "measured", "goal")
 	}
 	for _, m := range measurements {
 		if !strings.Contains(m.name, *only) {
 			continue
 		}
-		rows, err := m.measure(ctx, b)
+		rows, err := medians(*rounds, func() ([]row, error) { return m.measure(ctx, b) })
 		if err != nil {
 			return fmt.Errorf("%s: %w", m.name, err)
 		}
@@ -84,6 +89,41 @@ func run(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+// medians measures several times and keeps, of each row, the one in the middle.
+func medians(n int, measure func() ([]row, error)) ([]row, error) {
+	var all [][]row
+	for range max(1, n) {
+		rows, err := measure()
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, rows)
+	}
+	middle := make([]row, len(all[0]))
+	for i := range middle {
+		same := make([]row, len(all))
+		for j := range all {
+			same[j] = all[j][i]
+		}
+		slices.SortFunc(same, func(a, b row) int { return cmp.Compare(a.Number, b.Number) })
+		middle[i] = same[len(same)/2]
+	}
+	return middle, nil
+}
+
+// machine says what the figures were measured on.
+func machine() string {
+	model := "unknown processor"
+	if text, err := os.ReadFile("/proc/cpuinfo"); err == nil {
+		if _, rest, ok := strings.Cut(string(text), "model name"); ok {
+			line, _, _ := strings.Cut(rest, "\n")
+			model = strings.TrimSpace(strings.TrimLeft(line, "\t :"))
+		}
+	}
+	kernel, _ := os.ReadFile("/proc/sys/kernel/osrelease")
+	return fmt.Sprintf("%d x %s, %s %s, %s; medians of %d, %.0f s each", runtime.NumCPU(), model, runtime.GOOS, strings.TrimSpace(string(kernel)), runtime.Version(), *rounds, *seconds)
 }
 
 var measurements = []struct {

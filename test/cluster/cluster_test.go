@@ -4,17 +4,22 @@
 package cluster
 
 import (
+	"bufio"
+	"bytes"
 	"context"
 	"crypto/hmac"
 	"crypto/sha1"
 	"encoding/hex"
+	"encoding/json"
 	"fmt"
 	"io"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -303,6 +308,8 @@ spec:
 		t.Errorf("kubectl get whd:\n%s", table)
 	}
 
+	vendorToJavaScript(t, kubectl, d.Addr().String())
+
 	// Deleting everything takes the live config with it.
 	kubectl("", "delete", "whd,psrc", "--all")
 	eventually(t, "401 for a key that is gone", func() bool { return send("late") == http.StatusUnauthorized })
@@ -312,6 +319,136 @@ spec:
 			t.Errorf("the logs say %q", word)
 		}
 	}
+}
+
+// vendorToJavaScript is the main job on real traffic: the vendor's own client
+// sends every type of call, a receiver in JavaScript verifies each as the
+// specification tells receivers to, status shows it; then the receiver answers
+// 500 for a minute and comes back, and nothing is lost.
+func vendorToJavaScript(t *testing.T, kubectl func(stdin string, args ...string) string, addr string) {
+	node, err := exec.LookPath("node")
+	if err != nil {
+		t.Log("node is not on PATH; the vendor's client and the receiver in JavaScript are left out")
+		return
+	}
+	outage := time.Minute
+	if testing.Short() {
+		outage = 5 * time.Second
+	}
+	program := filepath.Join(t.TempDir(), "goclient")
+	if out, err := exec.Command("go", "build", "-C", "../compat/goclient", "-o", program, ".").CombinedOutput(); err != nil {
+		t.Fatalf("build the vendor's client: %v\n%s", err, out)
+	}
+	receiver := exec.Command(node, "../compat/node/receiver.js")
+	receiver.Env = append(os.Environ(), "SECRET=hush-js-secret")
+	in, err := receiver.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := receiver.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := receiver.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = in.Close(); _ = receiver.Wait() })
+	line, err := bufio.NewReader(out).ReadString('\n')
+	if err != nil {
+		t.Fatal(err)
+	}
+	url := strings.TrimSpace(line)
+	kubectl(fmt.Sprintf(`
+apiVersion: v1
+kind: Secret
+metadata: {name: js}
+stringData: {writeKey: hush-app-key, sharedSecret: hush-js-secret}
+---
+apiVersion: posthorn.dev/v1alpha1
+kind: Source
+metadata: {name: app}
+spec: {writeKeySecretRef: {name: js, key: writeKey}}
+---
+apiVersion: posthorn.dev/v1alpha1
+kind: WebhookDestination
+metadata: {name: js}
+spec:
+  sources: {names: [app]}
+  endpoints: [{name: primary, url: %q}]
+  signing: {secretRef: {name: js, key: sharedSecret}}
+`, url), "apply", "-f", "-")
+	kubectl("", "wait", "whd/js", "psrc/app", "--for=condition=Ready", "--timeout=90s")
+
+	var sent []string
+	send := func(args ...string) {
+		t.Helper()
+		out, err := exec.Command(program, append([]string{"-endpoint", "http://" + addr, "-write-key", "hush-app-key"}, args...)...).Output()
+		if err != nil {
+			t.Fatalf("the vendor's client: %v", err)
+		}
+		for text := range bytes.Lines(out) {
+			var result struct{ ID, Error string }
+			if err := json.Unmarshal(text, &result); err != nil || result.Error != "" {
+				t.Fatalf("the vendor's client: %s %v", text, err)
+			}
+			// One call excludes webhooks in its integrations.
+			if !strings.HasSuffix(result.ID, "elsewhere") {
+				sent = append(sent, result.ID)
+			}
+		}
+	}
+	arrived := func() bool {
+		response, err := http.Get(url) //nolint:noctx // a local poll
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer response.Body.Close()
+		var messages []struct {
+			ID               string
+			Authentic, Fixed bool
+		}
+		if err := json.NewDecoder(response.Body).Decode(&messages); err != nil {
+			t.Fatal(err)
+		}
+		have := map[string]bool{}
+		for _, m := range messages {
+			if !m.Authentic || !m.Fixed {
+				t.Fatalf("JavaScript does not find this authentic: %+v", m)
+			}
+			have[m.ID] = true
+		}
+		return !slices.ContainsFunc(sent, func(id string) bool { return !have[id] })
+	}
+	answer := func(status int) {
+		request, _ := http.NewRequest(http.MethodPut, fmt.Sprintf("%s/%d", strings.TrimSuffix(url, "/in"), status), nil) //nolint:noctx // a local request
+		response, err := http.DefaultClient.Do(request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = response.Body.Close()
+	}
+	shows := func(want string) {
+		t.Helper()
+		eventually(t, "kubectl get whd js: "+want, func() bool {
+			return strings.HasPrefix(strings.Join(strings.Fields(kubectl("", "get", "whd", "js", "--no-headers")), " "), "js "+want)
+		})
+	}
+
+	send("showcase")
+	eventually(t, "every type of call at the receiver in JavaScript", arrived)
+	shows("True True 0 0")
+
+	answer(http.StatusInternalServerError)
+	begin := time.Now()
+	send("-calls", "200", "-batch", "20", "many")
+	shows("True False")
+	time.Sleep(outage - time.Since(begin)) // The outage itself; nothing is decided by its length.
+	answer(http.StatusOK)
+	eventually(t, "all calls of the outage", arrived)
+	shows("True True 0 0")
+	eventually(t, "the right number in status", func() bool {
+		return kubectl("", "get", "whd", "js", "-o", "jsonpath={.status.delivery.delivered} {.status.delivery.deadLettered}") == fmt.Sprint(len(sent), " 0")
+	})
 }
 
 func eventually(t *testing.T, what string, ok func() bool) {

@@ -3,17 +3,28 @@
 // it again and check X-Signature against that. GET tells what has arrived.
 //
 //   SECRET=… node receiver.js      prints its URL; ends when stdin ends
+//
+// PUT /500 has it answer 500 and take nothing, PUT /200 ends that.
 
 const crypto = require('crypto')
 const http = require('http')
 
 const arrived = []
+let status = 200
 
 const server = http.createServer((request, response) => {
   if (request.method === 'GET') return response.end(JSON.stringify(arrived))
+  if (request.method === 'PUT') {
+    status = Number(request.url.slice(1))
+    return response.end()
+  }
   const chunks = []
   request.on('data', (chunk) => chunks.push(chunk))
   request.on('end', () => {
+    if (status !== 200) {
+      response.statusCode = status
+      return response.end()
+    }
     const body = Buffer.concat(chunks).toString('utf8')
     const again = JSON.stringify(JSON.parse(body))
     const signature = crypto.createHmac('sha1', process.env.SECRET).update(again, 'utf8').digest('hex')
