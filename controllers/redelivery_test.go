@@ -323,17 +323,23 @@ spec: {destination: crm, rate: 7}
 `)
 		Eventually(phase("later")).Should(Equal(v1alpha1.RedeliveryPending))
 
+		aborted := 0
+		box.set(func(b *letterBox) { aborted = b.aborted })
+		hungUp := func() {
+			GinkgoHelper()
+			Eventually(func() (n int) { box.set(func(b *letterBox) { n = b.aborted }); return n }).Should(BeNumerically(">", aborted))
+		}
 		w.stop()
+		hungUp() // Or the next token would be the old operator's.
 		w.start()
 		gate <- struct{}{}
 		Eventually(func(g Gomega) { g.Expect(get(g, "again").Status.Redelivered).To(BeEquivalentTo(3)) }).Should(Succeed())
 		Expect(get(Default, "again").Status.Matched).To(BeEquivalentTo(5))
 
 		By("deleting it")
-		aborted := 0
 		box.set(func(b *letterBox) { aborted = b.aborted })
 		w.delete(tenant, "redelivery", "again")
-		Eventually(func() (n int) { box.set(func(b *letterBox) { n = b.aborted }); return n }).Should(BeNumerically(">", aborted))
+		hungUp()
 		close(gate)
 		Eventually(phase("later")).Should(Equal(v1alpha1.RedeliverySucceeded))
 		Expect(get(Default, "later").Status.Redelivered).To(BeEquivalentTo(2))
