@@ -179,6 +179,19 @@ func (r *redeliveryReconciler) prepare(ctx context.Context, o *v1alpha1.Redelive
 		r.wait(o, metav1.ConditionFalse, v1alpha1.ReasonDestinationNotFound, fmt.Sprintf("there is no WebhookDestination %q in this namespace", o.Spec.Destination))
 		return nil, nil
 	}
+	if o.Status.StartTime == nil {
+		// One that an earlier operator began goes on before a new one starts.
+		var all v1alpha1.RedeliveryList
+		if err := r.List(ctx, &all, client.InNamespace(o.Namespace)); err != nil {
+			return nil, fmt.Errorf("list Redeliveries: %w", err)
+		}
+		for _, other := range all.Items {
+			if s := other.Status; other.Name != o.Name && other.Spec.Destination == o.Spec.Destination && s.StartTime != nil && s.FinishTime == nil && other.DeletionTimestamp.IsZero() {
+				r.wait(o, metav1.ConditionTrue, v1alpha1.ReasonWaiting, fmt.Sprintf("Redelivery %q of the same destination runs", other.Name))
+				return nil, nil
+			}
+		}
+	}
 	pods, err := r.pods.Ready(ctx)
 	if err != nil {
 		return nil, err
