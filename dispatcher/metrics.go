@@ -1,6 +1,7 @@
 package dispatcher
 
 import (
+	"strconv"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -14,13 +15,15 @@ var (
 	descReady     = prometheus.NewDesc("posthorn_ready", "1 while calls are taken.", nil, nil)
 	descRefused   = prometheus.NewDesc("posthorn_config_refused", "1 while a namespace's newest live config is refused and the last good one runs.", []string{"namespace"}, nil)
 	descConfigAge = prometheus.NewDesc("posthorn_config_age_seconds", "Time since a namespace's live config came into effect.", []string{"namespace"}, nil)
+	descRevision  = prometheus.NewDesc("posthorn_config_revision", "The first 48 bits of the revision of a namespace's live config, as a number: equal where the same config runs.", []string{"namespace"}, nil)
+	descLog       = prometheus.NewDesc("posthorn_queue_log_bytes", "Bytes of a Source's calls that some destination has still to get, about.", []string{"namespace", "source"}, nil)
 	descOldest    = prometheus.NewDesc("posthorn_destination_oldest_pending_seconds", "Age of a destination's oldest message that waits; 0 when none does.", []string{"namespace", "destination"}, nil)
 	descFree      = prometheus.NewDesc("posthorn_storage_free_bytes", "Room that is left on the disk of the data folder.", nil, nil)
 )
 
 // Describe implements prometheus.Collector.
 func (reportCollector) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{descReady, descRefused, descConfigAge, descOldest, descFree} {
+	for _, d := range []*prometheus.Desc{descReady, descRefused, descConfigAge, descRevision, descLog, descOldest, descFree} {
 		ch <- d
 	}
 }
@@ -38,6 +41,10 @@ func (c reportCollector) Collect(ch chan<- prometheus.Metric) {
 		gauge(descRefused, number(t.Refused != nil), t.Tenant)
 		if at, ok := applied[t.Tenant]; ok {
 			gauge(descConfigAge, now.Sub(at).Seconds(), t.Tenant)
+			gauge(descRevision, revisionNumber(t.Revision), t.Tenant)
+		}
+		for _, s := range t.Sources {
+			gauge(descLog, float64(c.d.store.SourceStats(t.Tenant+"/"+s.Name).LogBytes), t.Tenant, s.Name)
 		}
 		for _, d := range t.Destinations {
 			age := 0.0
@@ -47,6 +54,12 @@ func (c reportCollector) Collect(ch chan<- prometheus.Metric) {
 			gauge(descOldest, age, t.Tenant, d.Name)
 		}
 	}
+}
+
+// revisionNumber makes a number of a revision. A label would leave a series behind with every change.
+func revisionNumber(revision string) float64 {
+	n, _ := strconv.ParseUint(revision[:min(12, len(revision))], 16, 64)
+	return float64(n)
 }
 
 func number(b bool) float64 {

@@ -53,11 +53,25 @@ func (h *histogram) metric(desc *prometheus.Desc, bounds []float64, labels ...st
 	return prometheus.MustNewConstHistogram(desc, n, h.sum, cumulative, labels...)
 }
 
-// endpointMetrics count attempts by result: "2xx" or the reason of the failure.
+// endpointMetrics count attempts.
 type endpointMetrics struct {
 	succeeded uint64
-	failed    map[egress.Reason]uint64
+	failed    map[failureKind]uint64
 	duration  histogram
+}
+
+// failureKind is why an attempt failed, and the class of the answer's status.
+type failureKind struct {
+	reason egress.Reason
+	code   string
+}
+
+// codeClass is "2xx" for 200 to 299 and so on, "none" for no answer.
+func codeClass(status int) string {
+	if classes := [...]string{1: "1xx", "2xx", "3xx", "4xx", "5xx"}; status >= 100 && status < 600 {
+		return classes[status/100]
+	}
+	return "none"
 }
 
 func (m *endpointMetrics) attempt(r *ended) {
@@ -67,9 +81,9 @@ func (m *endpointMetrics) attempt(r *ended) {
 		return
 	}
 	if m.failed == nil {
-		m.failed = map[egress.Reason]uint64{}
+		m.failed = map[failureKind]uint64{}
 	}
-	m.failed[r.Reason]++
+	m.failed[failureKind{r.Reason, codeClass(r.StatusCode)}]++
 }
 
 // destinationMetrics count messages.
@@ -108,7 +122,7 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 }
 
 var (
-	descAttempts = desc("posthorn_delivery_attempts_total", "Requests to endpoints, by result: 2xx, or why they failed.", "namespace", "destination", "endpoint", "result")
+	descAttempts = desc("posthorn_delivery_attempts_total", "Requests to endpoints, by result (delivered, or why they failed) and class of the answer's code (none: no answer).", "namespace", "destination", "endpoint", "result", "code")
 	descDuration = desc("posthorn_delivery_attempt_duration_seconds", "How long requests to endpoints took.", "namespace", "destination", "endpoint")
 	descOpen     = desc("posthorn_endpoint_circuit_open", "1 while an endpoint's circuit is open and only probes are sent to it.", "namespace", "destination", "endpoint")
 	descWindow   = desc("posthorn_endpoint_window", "How many requests an endpoint may have in flight at present.", "namespace", "destination", "endpoint")
@@ -159,9 +173,9 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 		}
 		ch <- m.latency.metric(descLatency, latencyBuckets, d.namespace, d.name)
 		for _, ep := range endpoints {
-			add(descAttempts, prometheus.CounterValue, float64(ep.metrics.succeeded), d.namespace, d.name, ep.name, "2xx")
-			for reason, n := range ep.metrics.failed {
-				add(descAttempts, prometheus.CounterValue, float64(n), d.namespace, d.name, ep.name, string(reason))
+			add(descAttempts, prometheus.CounterValue, float64(ep.metrics.succeeded), d.namespace, d.name, ep.name, "Delivered", "2xx")
+			for kind, n := range ep.metrics.failed {
+				add(descAttempts, prometheus.CounterValue, float64(n), d.namespace, d.name, ep.name, string(kind.reason), kind.code)
 			}
 			ch <- ep.metrics.duration.metric(descDuration, attemptBuckets, d.namespace, d.name, ep.name)
 			open := 0.0

@@ -226,22 +226,22 @@ func TestMetrics(t *testing.T) {
 		w.sleep(time.Minute)
 		got := gather(t, registry)
 		for series, want := range map[string]float64{
-			"posthorn_messages_delivered_total a":              5,
-			"posthorn_messages_delivered_total b":              0,
-			"posthorn_messages_dead_lettered_total b Rejected": 5,
-			"posthorn_delivery_attempts_total a e0 2xx":        5,
-			"posthorn_delivery_attempts_total b e0 Rejected":   5,
-			"posthorn_delivery_attempt_duration_seconds a e0":  5,
-			"posthorn_message_delivery_latency_seconds a":      5,
-			"posthorn_message_delivery_latency_seconds b":      0,
-			"posthorn_endpoint_circuit_open a e0":              0,
-			"posthorn_endpoint_circuit_open c e0":              1,
-			"posthorn_delivery_in_flight":                      0,
-			"posthorn_delivery_in_flight_limit":                1024,
-			"posthorn_lane_messages a  web accepted":           5,
-			"posthorn_lane_messages a  web delivered":          5,
-			"posthorn_lane_messages b  web dead_lettered":      5,
-			"posthorn_lane_messages c  web pending":            5,
+			"posthorn_messages_delivered_total a":                 5,
+			"posthorn_messages_delivered_total b":                 0,
+			"posthorn_messages_dead_lettered_total b Rejected":    5,
+			"posthorn_delivery_attempts_total 2xx a e0 Delivered": 5,
+			"posthorn_delivery_attempts_total 4xx b e0 Rejected":  5,
+			"posthorn_delivery_attempt_duration_seconds a e0":     5,
+			"posthorn_message_delivery_latency_seconds a":         5,
+			"posthorn_message_delivery_latency_seconds b":         0,
+			"posthorn_endpoint_circuit_open a e0":                 0,
+			"posthorn_endpoint_circuit_open c e0":                 1,
+			"posthorn_delivery_in_flight":                         0,
+			"posthorn_delivery_in_flight_limit":                   1024,
+			"posthorn_lane_messages a  web accepted":              5,
+			"posthorn_lane_messages a  web delivered":             5,
+			"posthorn_lane_messages b  web dead_lettered":         5,
+			"posthorn_lane_messages c  web pending":               5,
 		} {
 			if n, ok := got[series]; !ok || n != want {
 				t.Errorf("%s = %v, %v; want %v", series, n, ok, want)

@@ -284,6 +284,8 @@ type patientFS struct {
 	waiting atomic.Int64
 	// compact is when the next compaction may begin, in nanoseconds since 1970.
 	compact atomic.Int64
+	// synced takes how long each sync of the engine's log took.
+	synced func(time.Duration)
 }
 
 // patience is the time between two tries, and how long a closing store tries.
@@ -299,6 +301,8 @@ const (
 const (
 	compaction  vfs.DiskWriteCategory = "pebble-compaction"
 	compactStep                       = 256 << 10
+	// writeAhead is the category of the engine's log, whose syncs make messages durable.
+	writeAhead vfs.DiskWriteCategory = "pebble-wal"
 )
 
 // giveUp ends the patience of writes that wait, and of those to come, after fullGrace tries.
@@ -327,7 +331,7 @@ func isFull(err error) bool {
 	return err != nil && (errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT))
 }
 
-func (fs *patientFS) file(open func() (vfs.File, error)) (f vfs.File, err error) {
+func (fs *patientFS) file(c vfs.DiskWriteCategory, open func() (vfs.File, error)) (f vfs.File, err error) {
 	err = fs.try(func() error {
 		f, err = open()
 		return err
@@ -335,7 +339,11 @@ func (fs *patientFS) file(open func() (vfs.File, error)) (f vfs.File, err error)
 	if err != nil {
 		return nil, err
 	}
-	return &patientFile{File: f, fs: fs}, nil
+	p := &patientFile{File: f, fs: fs}
+	if c == writeAhead {
+		return &logFile{p}, nil
+	}
+	return p, nil
 }
 
 // output makes a file of a compaction.
@@ -370,15 +378,15 @@ func (fs *patientFS) Create(name string, c vfs.DiskWriteCategory) (vfs.File, err
 	if c == compaction {
 		return fs.output(name)
 	}
-	return fs.file(func() (vfs.File, error) { return fs.FS.Create(name, c) })
+	return fs.file(c, func() (vfs.File, error) { return fs.FS.Create(name, c) })
 }
 
 func (fs *patientFS) OpenReadWrite(name string, c vfs.DiskWriteCategory, opts ...vfs.OpenOption) (vfs.File, error) {
-	return fs.file(func() (vfs.File, error) { return fs.FS.OpenReadWrite(name, c, opts...) })
+	return fs.file(c, func() (vfs.File, error) { return fs.FS.OpenReadWrite(name, c, opts...) })
 }
 
 func (fs *patientFS) ReuseForWrite(oldname, newname string, c vfs.DiskWriteCategory) (vfs.File, error) {
-	return fs.file(func() (vfs.File, error) { return fs.FS.ReuseForWrite(oldname, newname, c) })
+	return fs.file(c, func() (vfs.File, error) { return fs.FS.ReuseForWrite(oldname, newname, c) })
 }
 
 func (fs *patientFS) Link(oldname, newname string) error {
@@ -445,6 +453,16 @@ func (f *patientFile) Preallocate(off, n int64) error {
 		return err
 	}
 	return nil
+}
+
+// logFile tells how long its syncs take.
+type logFile struct{ *patientFile }
+
+func (f *logFile) SyncData() error {
+	started := time.Now()
+	err := f.patientFile.SyncData()
+	f.fs.synced(time.Since(started))
+	return err
 }
 
 // compactionFile fails where others wait.

@@ -13,12 +13,12 @@ type metrics struct {
 
 	commitSeconds  prometheus.Histogram
 	commitMessages prometheus.Histogram
+	syncSeconds    prometheus.Histogram
 	discarded      prometheus.Counter
 }
 
-func newMetrics(s *Store) (*metrics, error) {
+func newMetrics(s *Store) *metrics {
 	m := &metrics{
-		registerer: s.o.Registerer,
 		commitSeconds: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Name: "posthorn_queue_commit_seconds", Help: "Time to make a group of messages durable, the sync of the disk included.",
 			Buckets: prometheus.ExponentialBuckets(0.0001, 2, 16),
@@ -26,6 +26,10 @@ func newMetrics(s *Store) (*metrics, error) {
 		commitMessages: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Name: "posthorn_queue_commit_messages", Help: "Messages that one sync of the disk made durable.",
 			Buckets: prometheus.ExponentialBuckets(1, 2, 12),
+		}),
+		syncSeconds: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: "posthorn_queue_sync_seconds", Help: "Time of one sync (fsync) of the queue's log to the disk.",
+			Buckets: prometheus.ExponentialBuckets(0.0001, 2, 16),
 		}),
 		discarded: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "posthorn_queue_discarded_messages_total", Help: "Messages that were pending in lanes when these were dropped with their source or destination.",
@@ -35,7 +39,7 @@ func newMetrics(s *Store) (*metrics, error) {
 		return prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, fn)
 	}
 	m.all = []prometheus.Collector{
-		m.commitSeconds, m.commitMessages, m.discarded,
+		m.commitSeconds, m.commitMessages, m.syncSeconds, m.discarded,
 		gauge("posthorn_queue_disk_bytes", "Disk that the queue takes.", func() float64 { return float64(s.DiskBytes()) }),
 		gauge("posthorn_queue_full", "1 while new calls are refused because the disk is above its high-water mark.", func() float64 {
 			if s.Full() {
@@ -49,17 +53,23 @@ func newMetrics(s *Store) (*metrics, error) {
 			return float64(len(s.lanes))
 		}),
 	}
-	if m.registerer == nil {
-		return m, nil
+	return m
+}
+
+// register shows the metrics; nil shows them nowhere.
+func (m *metrics) register(r prometheus.Registerer) error {
+	m.registerer = r
+	if r == nil {
+		return nil
 	}
 	for i, c := range m.all {
-		if err := m.registerer.Register(c); err != nil {
+		if err := r.Register(c); err != nil {
 			m.all = m.all[:i]
 			m.unregister()
-			return nil, fmt.Errorf("register the queue's metrics: %w", err)
+			return fmt.Errorf("register the queue's metrics: %w", err)
 		}
 	}
-	return m, nil
+	return nil
 }
 
 // unregister lets another store use the same registry.
@@ -76,5 +86,7 @@ func (m *metrics) committed(messages int, took time.Duration) {
 	m.commitSeconds.Observe(took.Seconds())
 	m.commitMessages.Observe(float64(messages))
 }
+
+func (m *metrics) synced(took time.Duration) { m.syncSeconds.Observe(took.Seconds()) }
 
 func (m *metrics) discard(n uint64) { m.discarded.Add(float64(n)) }

@@ -122,7 +122,8 @@ func Open(dir string, o Options) (*Store, error) {
 		requests: make(chan *request, 1024), stop: make(chan struct{}),
 		notify: func(queue.LaneID) {},
 	}
-	s.fs = &patientFS{FS: o.FS, full: s.diskFull, room: s.disk.roomToCompact, stop: make(chan struct{})}
+	s.metrics = newMetrics(s)
+	s.fs = &patientFS{FS: o.FS, full: s.diskFull, room: s.disk.roomToCompact, stop: make(chan struct{}), synced: s.metrics.synced}
 	s.disk.init(s)
 	s.flusher.init()
 	s.waker.init()
@@ -135,7 +136,7 @@ func Open(dir string, o Options) (*Store, error) {
 	}
 	err = s.load()
 	if err == nil {
-		s.metrics, err = newMetrics(s)
+		err = s.metrics.register(o.Registerer)
 	}
 	if err != nil {
 		_ = s.db.Close()

@@ -1,0 +1,31 @@
+package controllers
+
+import (
+	"net"
+	"net/http"
+
+	. "github.com/onsi/ginkgo/v2"
+	. "github.com/onsi/gomega"
+
+	"github.com/posthorn/posthorn/test/metrics"
+)
+
+var _ = Describe("metrics", func() {
+	It("are those that docs/metrics.md lists, neither more nor less", func() {
+		free, err := net.Listen("tcp", "127.0.0.1:0")
+		Expect(err).NotTo(HaveOccurred())
+		address := free.Addr().String()
+		Expect(free.Close()).To(Succeed())
+		w := newWorld(func(o *Options) { o.MetricsBindAddress = address })
+		tenant := w.namespace()
+		w.apply(tenant, webSource+crmSecret+crmDestination)
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+
+		scrape, err := http.Get("http://" + address + "/metrics")
+		Expect(err).NotTo(HaveOccurred())
+		defer scrape.Body.Close()
+		differences, err := metrics.Differences("Operator", scrape.Body)
+		Expect(err).NotTo(HaveOccurred())
+		Expect(differences).To(BeEmpty())
+	})
+})

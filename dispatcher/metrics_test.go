@@ -1,0 +1,118 @@
+package dispatcher
+
+import (
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/test/metrics"
+)
+
+// What a dispatcher shows at /metrics after traffic of every kind is what
+// docs/metrics.md lists, neither more nor less.
+func TestMetricsAreDocumented(t *testing.T) {
+	endpoints := map[string]string{"down": "http://127.0.0.1:1/hook"}
+	for name, status := range map[string]int{"fine": http.StatusOK, "rejects": http.StatusBadRequest, "moved": http.StatusFound, "fails": http.StatusInternalServerError} {
+		sink := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(status) }))
+		t.Cleanup(sink.Close)
+		endpoints[name] = sink.URL + "/hook-path"
+	}
+	d, _ := started(t, t.TempDir())
+	config := testConfig("")
+	plain := config.Destinations[0]
+	config.Destinations = nil
+	for _, name := range []string{"down", "fails", "fine", "moved", "rejects"} {
+		destination := plain
+		destination.Name, destination.Endpoints = name, []liveconfig.Endpoint{{Name: "primary", URL: liveconfig.NewSecret(endpoints[name])}}
+		config.Destinations = append(config.Destinations, destination)
+	}
+	config.Audiences = []liveconfig.Audience{{Name: "shoppers", Generation: 1, Revision: "a1", Source: "web", Key: "shoppers", Kind: liveconfig.KindAudience, MaxRemovalPercent: 50}}
+	d.Set("shop", encoded(t, config))
+	d.Set("broken", []byte("not a config"))
+	d.Synced()
+
+	for _, id := range []string{"m1", "m1", "m2"} {
+		if status, body := send(t, d, id); status != http.StatusOK {
+			t.Fatalf("%d %s", status, body)
+		}
+	}
+	post := func(method, path, key, body string, want int) {
+		t.Helper()
+		req, _ := http.NewRequestWithContext(t.Context(), method, "http://"+d.Addr().String()+path, strings.NewReader(body))
+		req.SetBasicAuth(key, "")
+		resp, err := http.DefaultClient.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer resp.Body.Close()
+		if answer, _ := io.ReadAll(resp.Body); resp.StatusCode != want {
+			t.Fatalf("%s %s: %d %s", method, path, resp.StatusCode, answer)
+		}
+	}
+	post(http.MethodPost, "/v1/track", testKey, `{"userId":"user-1"}`, http.StatusBadRequest)
+	post(http.MethodPost, "/v1/track", testKey, `{`, http.StatusBadRequest)
+	post(http.MethodPost, "/v1/track", "unknown-key", `{}`, http.StatusServiceUnavailable) // "broken" may have it.
+	post(http.MethodPut, "/v1/audiences/shoppers/members", testKey, `{"userId":"user-1"}`, http.StatusOK)
+	post(http.MethodPut, "/v1/audiences/shoppers/members", testKey, `{"userId":`, http.StatusBadRequest)
+
+	scrape := func() string {
+		body, err := io.ReadAll(get(t, "http://"+d.AdminAddr().String()+"/metrics").Body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(body)
+	}
+	for _, series := range []string{
+		`posthorn_delivery_attempts_total{code="none",destination="down",endpoint="primary",namespace="shop",result="ConnectionRefused"}`,
+		`posthorn_delivery_attempts_total{code="5xx",destination="fails",endpoint="primary",namespace="shop",result="ServerError"}`,
+		`posthorn_delivery_attempts_total{code="2xx",destination="fine",endpoint="primary",namespace="shop",result="Delivered"} 3`,
+		`posthorn_delivery_attempts_total{code="4xx",destination="rejects",endpoint="primary",namespace="shop",result="Rejected"} 3`,
+		`posthorn_delivery_attempts_total{code="3xx",destination="moved",endpoint="primary",namespace="shop",result="Redirected"} 3`,
+		`posthorn_messages_dead_lettered_total{destination="rejects",namespace="shop",reason="Rejected"} 3`,
+		`posthorn_ingest_calls_total{namespace="shop",result="duplicate",source="web"} 1`,
+		`posthorn_audience_syncs_total{audience="shoppers",namespace="shop",result="done"} 1`,
+		`posthorn_config_refused{namespace="broken"} 1`,
+		`posthorn_lane_messages{destination="fails",endpoint="",namespace="shop",source="web",state="pending"} 3`,
+	} {
+		eventually(t, series, func() bool { return strings.Contains(scrape(), series) })
+	}
+
+	text := scrape()
+	differences, err := metrics.Differences("Dispatcher", strings.NewReader(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, d := range differences {
+		t.Error(d)
+	}
+	// What a label must never hold: a URL, the name of an event, a user.
+	for _, word := range []string{"hook-path", "127.0.0.1", `"E"`, "user-1", `"u"`, testKey, "unknown-key"} {
+		if strings.Contains(text, word) {
+			t.Errorf("the metrics tell %q", word)
+		}
+	}
+	// The WAL was synced for every accepted request, and its log is not empty while "fails" lacks its messages.
+	for _, never := range []string{"posthorn_queue_sync_seconds_count 0\n", `posthorn_queue_log_bytes{namespace="shop",source="web"} 0` + "\n", `posthorn_config_revision{namespace="shop"} 0` + "\n"} {
+		if strings.Contains(text, never) {
+			t.Errorf("unexpected: %s", never)
+		}
+	}
+
+	// With an object go its series.
+	config.Destinations, config.Audiences = config.Destinations[2:3], nil
+	d.Set("shop", encoded(t, config))
+	d.Delete("broken")
+	gone := []string{`destination="rejects"`, `namespace="broken"`}
+	eventually(t, "the series of what was deleted to be gone", func() bool {
+		text := scrape()
+		for _, label := range gone {
+			if strings.Contains(text, label) {
+				return false
+			}
+		}
+		return true
+	})
+}
