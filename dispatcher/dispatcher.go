@@ -16,6 +16,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/netip"
 	"path/filepath"
 	"time"
 
@@ -60,7 +61,7 @@ type Options struct {
 	// OrphanGrace is how long the messages of a deleted destination are kept. Default 10 min.
 	OrphanGrace time.Duration
 	// TrustedProxies may say in X-Forwarded-For whom they forward for.
-	TrustedProxies []string
+	TrustedProxies []netip.Prefix
 	// AudienceOwner is the URL of the pod that keeps the members of audiences and
 	// tells of deletion requests; empty when it is this one.
 	AudienceOwner string

@@ -52,19 +52,19 @@ func peerService(hosts, pod, namespace string) string {
 	return ""
 }
 
-func newAudience() *cobra.Command {
+func newAudience(way calling) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "audience",
 		Short: "Sync the members of an audience",
-		Args:  exactArgs(),
-		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		Args:  onlyCommands,
+		RunE:  showHelp,
 	}
-	cmd.AddCommand(newAudienceSync())
+	cmd.AddCommand(newAudienceSync(way))
 	return cmd
 }
 
-func newAudienceSync() *cobra.Command {
-	var endpoint, writeKey string
+func newAudienceSync(way calling) *cobra.Command {
+	var c caller
 	var increment, allowEmpty, dryRun bool
 	var allowRemoval float64
 	cmd := &cobra.Command{
@@ -85,9 +85,6 @@ A sync takes effect as a whole or not at all. KEY is the audience's key; see
   psql -Atc "select json_build_object('userId', id) from shoppers" | posthorn audience sync first_time_shoppers - --write-key demo`,
 		Args: exactArgs("KEY", "FILE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if writeKey == "" {
-				return usagef("the write key is missing; set --write-key or POSTHORN_WRITE_KEY")
-			}
 			body, size := cmd.InOrStdin(), int64(-1)
 			if args[1] != "-" {
 				file, err := os.Open(args[1])
@@ -113,14 +110,19 @@ A sync takes effect as a whole or not at all. KEY is the audience's key; see
 			if increment {
 				method = http.MethodPost
 			}
-			target := strings.TrimSuffix(endpoint, "/") + "/v1/audiences/" + url.PathEscape(args[0]) + "/members"
+			to, stop, err := c.ingest(cmd.Context())
+			if err != nil {
+				return err
+			}
+			defer stop()
+			path := "/v1/audiences/" + url.PathEscape(args[0]) + "/members"
 			if len(query) > 0 {
-				target += "?" + query.Encode()
+				path += "?" + query.Encode()
 			}
 			counted := &countingReader{Reader: body}
-			req, err := http.NewRequestWithContext(cmd.Context(), method, target, counted)
+			req, err := to.request(cmd.Context(), method, path, counted)
 			if err != nil {
-				return usagef("--endpoint %q: %v", endpoint, err)
+				return err
 			}
 			if size >= 0 {
 				req.ContentLength = size
@@ -128,17 +130,16 @@ A sync takes effect as a whole or not at all. KEY is the audience's key; see
 					req.Body = http.NoBody
 				}
 			}
-			req.SetBasicAuth(writeKey, "")
 			req.Header.Set("Content-Type", "application/x-ndjson")
 			// A refusal that needs no body comes before the body is sent.
 			req.Header.Set("Expect", "100-continue")
 			if strings.HasSuffix(args[1], ".gz") {
 				req.Header.Set("Content-Encoding", "gzip")
 			}
-			stop := showProgress(cmd.ErrOrStderr(), counted, size)
-			client := http.Client{Transport: &http.Transport{Proxy: http.ProxyFromEnvironment, ExpectContinueTimeout: 10 * time.Second, DisableCompression: true}}
+			hide := showProgress(cmd.ErrOrStderr(), counted, size)
+			client := http.Client{Transport: &http.Transport{Proxy: http.ProxyFromEnvironment, TLSClientConfig: to.tls, ExpectContinueTimeout: 10 * time.Second, DisableCompression: true}}
 			resp, err := client.Do(req)
-			stop()
+			hide()
 			if err != nil {
 				return fmt.Errorf("%w\nNothing is known of the sync; send it again, that is safe", err)
 			}
@@ -146,9 +147,8 @@ A sync takes effect as a whole or not at all. KEY is the audience's key; see
 			return tellSync(cmd.OutOrStdout(), resp)
 		},
 	}
+	c = way(cmd)
 	f := cmd.Flags()
-	f.StringVar(&endpoint, "endpoint", "http://127.0.0.1:8080", "where Posthorn takes calls")
-	f.StringVar(&writeKey, "write-key", os.Getenv("POSTHORN_WRITE_KEY"), "the write key of the audience's Source (default: the environment's POSTHORN_WRITE_KEY)")
 	f.BoolVar(&increment, "increment", false, "the lines add and remove members; who is not named stays")
 	f.Float64Var(&allowRemoval, "allow-removal", 0, "percentage of members that this sync may remove (default: the Audience's maxRemovalPercent)")
 	f.BoolVar(&allowEmpty, "allow-empty", false, "an empty file is meant: all members leave")

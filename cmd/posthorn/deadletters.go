@@ -28,8 +28,8 @@ func newDeadLetters(way reaching) *cobra.Command {
 		Short: "List, show, redeliver or purge what could not be delivered",
 		Long: `Dead letters are messages that a destination did not take within its retry window,
 or refused for good. They are kept, with the reason, by spec.deadLetters.`,
-		Args: exactArgs(),
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		Args: onlyCommands,
+		RunE: showHelp,
 	}
 	cmd.AddCommand(newDeadLettersList(way), newDeadLettersShow(way),
 		newDeadLettersAction(way, "redeliver", "Send dead letters once more", "redelivered"),

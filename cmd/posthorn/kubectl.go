@@ -6,11 +6,13 @@ import (
 	"fmt"
 	"io"
 	"net/url"
+	"regexp"
 	"strings"
 	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -24,25 +26,35 @@ import (
 )
 
 // newKubectl makes the commands of `kubectl posthorn`.
-func newKubectl() *cobra.Command {
+func newKubectl(use string) *cobra.Command {
 	cluster := &throughCluster{}
 	cmd := &cobra.Command{
-		Use:   "kubectl",
+		Use:   use,
 		Short: "Look into a cluster's Posthorn, also as 'kubectl posthorn'",
-		Long: `Looks into the Posthorn of a cluster with your own rights. Install it as a plugin:
+		Long: `Looks into the Posthorn of a cluster, and sends calls to it, with your own rights.
+Install it as a plugin:
   ln -s "$(command -v posthorn)" /usr/local/bin/kubectl-posthorn
 
 why and redeliver need rights in your own namespace only (ClusterRoles
-posthorn-view and posthorn-edit). attempts, tail and deadletters ask the
-dispatchers themselves: they need the Role posthorn-support-user in the
-namespace of Posthorn's release.`,
-		Args: exactArgs(),
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+posthorn-view and posthorn-edit). The others speak to the dispatcher pods: they
+need the Role posthorn-support-user in the namespace of Posthorn's release.`,
+		Args: onlyCommands,
+		RunE: showHelp,
 	}
 	cluster.register(cmd)
 	way := func(*cobra.Command) reach { return cluster }
-	cmd.AddCommand(newKubectlWhy(cluster), newAttempts(way), newTail(way), newDeadLetters(way), newKubectlRedeliver(cluster))
+	cmd.AddCommand(newKubectlWhy(cluster), newAttempts(way), newTail(way), newDeadLetters(way), newKubectlRedeliver(cluster), newSend(cluster.call), newAudience(cluster.call))
+	ofPlugin(cmd)
 	return cmd
+}
+
+// ofPlugin words the examples of all commands below as the plugin's.
+func ofPlugin(cmd *cobra.Command) {
+	for _, c := range cmd.Commands() {
+		c.Example = regexp.MustCompile(`(?m)(^ *|\| )posthorn `).ReplaceAllString(c.Example, "${1}kubectl posthorn ")
+		c.Example = strings.ReplaceAll(c.Example, " --write-key demo", "")
+		ofPlugin(c)
+	}
 }
 
 // client makes a client of the API server that knows our kinds.
@@ -52,7 +64,7 @@ func (c *throughCluster) client() (client.Client, error) {
 		return nil, err
 	}
 	scheme := runtime.NewScheme()
-	if err := v1alpha1.AddToScheme(scheme); err != nil {
+	if err := errors.Join(v1alpha1.AddToScheme(scheme), corev1.AddToScheme(scheme)); err != nil {
 		return nil, err
 	}
 	return client.New(config, client.Options{Scheme: scheme})

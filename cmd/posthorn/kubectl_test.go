@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -13,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
 	"github.com/spf13/cobra"
 
 	"github.com/posthorn/posthorn/dispatcher/admin"
@@ -114,6 +116,78 @@ func TestCommandsAskEveryPod(t *testing.T) {
 	}
 }
 
+// intakeAt is a caller of one address.
+type intakeAt intake
+
+func (i intakeAt) ingest(context.Context) (intake, func(), error) { return intake(i), func() {}, nil }
+
+// The same commands send directly and through a cluster.
+func TestSendingCommands(t *testing.T) {
+	var got []string
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		key, _, _ := r.BasicAuth()
+		body, _ := io.ReadAll(r.Body)
+		got = append(got, key, r.Method+" "+r.URL.Path, string(body))
+		_, _ = w.Write([]byte(`{"success":true}`))
+	}))
+	t.Cleanup(server.Close)
+	way := func(*cobra.Command) caller { return intakeAt{url: server.URL + "/", writeKey: "k"} }
+	if out, err := run(newSend(way), "track", "--json", `{"event":"e"}`); err != nil || out != "200 OK {\"success\":true}\n" {
+		t.Errorf("%v: %s", err, out)
+	}
+	members := filepath.Join(t.TempDir(), "members.ndjson")
+	if err := os.WriteFile(members, []byte("{}\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if out, err := run(newAudience(way), "sync", "vip", members, "--increment"); err != nil || !strings.Contains(out, "members 0") {
+		t.Errorf("%v: %s", err, out)
+	}
+	want := []string{"k", "POST /v1/track", `{"event":"e"}`, "k", "POST /v1/audiences/vip/members", "{}\n"}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Error(diff)
+	}
+}
+
+// Mistakes on the command line are refused before anything is opened, and tell the fix.
+func TestRefusedFlags(t *testing.T) {
+	t.Setenv("POD_NAMESPACE", "")
+	t.Setenv("POSTHORN_WRITE_KEY", "")
+	for _, c := range []struct{ line, want string }{
+		{"runn", `unknown command "runn"; did you mean run?`},
+		{"kubectl atempts", `unknown command "atempts"; did you mean attempts?`},
+		{"dispatcher", "set --namespace or POD_NAMESPACE"},
+		{"operator", "set --namespace or POD_NAMESPACE"},
+		{"dispatcher --namespace x --trusted-proxies 10.0.0.0/8,nonsense", `--trusted-proxies: "nonsense" is neither a network (10.0.0.0/8, fd00::/8) nor an address`},
+		{"run --manifests . --egress-allow https://hooks.example", "--egress-allow: egress entry"},
+		{"run --manifests . --drain-timeout 10", "missing unit"},
+		{"run --manifests . --drain-timeout -1s", "--drain-timeout -1s: use 0 to 1h0m0s"},
+		{"run --manifests . --duplicate-window 48h", "--duplicate-window 48h0m0s: use 0 to 24h0m0s"},
+		{"run --manifests . --source-quota -1", "or 0 for no limit"},
+		{"run --manifests . --listen 8080", `--listen "8080": use HOST:PORT or :PORT`},
+		{"run --manifests . --log-level loud", "use debug, info, warn or error"},
+		{"run", "set --manifests DIR"},
+		{"run --manifests nowhere", `--manifests "nowhere" is not a folder`},
+		{"dispatcher --namespace x --admin-auth basic --kubeconfig KUBECONFIG", "use kubernetes or none"},
+		{"operator --namespace x --dispatcher-selector a=b=c", `--dispatcher-selector "a=b=c"`},
+		{"operator --namespace x --dispatcher-admin-port 0", "use 1 to 65535"},
+		{"send track", "set --write-key or POSTHORN_WRITE_KEY"},
+		{"send trak", `"trak" is not one of identify, track`},
+	} {
+		t.Run(c.line, func(t *testing.T) {
+			kubeconfig := filepath.Join(t.TempDir(), "config")
+			text := "{apiVersion: v1, kind: Config, current-context: c, contexts: [{name: c, context: {cluster: c}}], clusters: [{name: c, cluster: {server: 'http://127.0.0.1:1'}}]}"
+			if err := os.WriteFile(kubeconfig, []byte(text), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			var out bytes.Buffer
+			code := Main(strings.Fields(strings.ReplaceAll(c.line, "KUBECONFIG", kubeconfig)), nil, &out, &out)
+			if code != exitUsage || !strings.Contains(out.String(), c.want) || !strings.Contains(out.String(), "--help'") {
+				t.Errorf("exit %d, want %q in:\n%s", code, c.want, out.String())
+			}
+		})
+	}
+}
+
 // TestKubectl runs the plugin against a real API server, without operator and dispatcher.
 func TestKubectl(t *testing.T) {
 	server, err := env.Start()
@@ -147,6 +221,8 @@ spec:
 	// ann may edit her namespace, and nothing else.
 	kubectl("", "create", "serviceaccount", "ann", "-n", "shop")
 	kubectl("", "create", "rolebinding", "ann", "--clusterrole=posthorn-edit", "--serviceaccount=shop:ann", "-n", "shop")
+	kubectl("", "create", "role", "secrets", "--verb=get", "--resource=secrets", "-n", "shop")
+	kubectl("", "create", "rolebinding", "ann-secrets", "--role=secrets", "--serviceaccount=shop:ann", "-n", "shop")
 	call := func(want int, args ...string) string {
 		t.Helper()
 		var out bytes.Buffer
@@ -187,6 +263,31 @@ spec:
 		"conditions": [{"type": "Complete", "status": "False", "reason": "RedeliveryFailed", "message": "2 of 9 dead letters redelivered", "lastTransitionTime": "2026-01-02T03:04:05Z"}]}}`)
 	has(<-ended, "2 of 9 dead letters redelivered")
 
+	// A call is sent as the namespace's Source, if there is one to choose, with its key.
+	has(call(exitFailure, "send", "track"), `there is no Source in namespace "shop"`)
+	kubectl(`
+apiVersion: v1
+kind: Secret
+metadata: {name: web, namespace: shop}
+stringData: {key: demo-write-key}
+---
+apiVersion: posthorn.dev/v1alpha1
+kind: Source
+metadata: {name: web, namespace: shop}
+spec: {writeKeySecretRef: {name: web, key: key}}
+`, "apply", "-f", "-")
+	has(call(exitFailure, "send", "track"), "posthorn-support-user")
+	kubectl(`{apiVersion: posthorn.dev/v1alpha1, kind: Source, metadata: {name: ios, namespace: shop}, spec: {writeKeySecretRef: {name: web, key: other}}}`, "apply", "-f", "-")
+	has(call(exitUsage, "send", "track"), "choose one of the Sources ios, web with --source")
+	has(call(exitFailure, "send", "track", "--source", "ios"), `Secret "web" has no key "other"`)
+	has(call(exitFailure, "send", "track", "--source", "mac"), `there is no Source "mac"`)
+	has(call(exitFailure, "audience", "sync", "vip", "-", "--source", "web"), "posthorn-support-user")
+	// Who may only view a namespace does not see its Secrets, and can give the key.
+	kubectl("", "create", "serviceaccount", "bob", "-n", "shop")
+	kubectl("", "create", "rolebinding", "bob", "--clusterrole=posthorn-view", "--serviceaccount=shop:bob", "-n", "shop")
+	has(call(exitFailure, "send", "track", "--source", "web", "--as", "system:serviceaccount:shop:bob"), "or give it with --write-key")
+	has(call(exitFailure, "send", "track", "--write-key", "k", "--as", "system:serviceaccount:shop:bob"), "posthorn-support-user")
+
 	has(call(exitFailure, "attempts", "crm"), "posthorn-support-user")
 	// With the Role, and no pods: the next thing that is missing.
 	kubectl("", "create", "rolebinding", "ann", "--role=posthorn-support-user", "--serviceaccount=shop:ann", "-n", "posthorn-system")
@@ -208,5 +309,6 @@ spec:
 	if code := Main([]string{"why", "--help"}, nil, &out, &out); code != exitOK {
 		t.Errorf("exit %d: %s", code, out.String())
 	}
+	has(out.String(), "kubectl posthorn why DESTINATION [flags]")
 	has(out.String(), "kubectl posthorn why crm -n shop")
 }

@@ -48,8 +48,7 @@ func Main(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 
 	root := newRoot()
 	if strings.TrimSuffix(filepath.Base(os.Args[0]), ".exe") == "kubectl-posthorn" {
-		// kubectl finds its plugins by name: `kubectl posthorn` calls us so.
-		args = append([]string{"kubectl"}, args...)
+		root = newPlugin()
 	}
 	root.SetArgs(args)
 	root.SetIn(stdin)
@@ -82,28 +81,21 @@ Without a cluster:   posthorn run --manifests DIR
 In a cluster:        posthorn operator, posthorn dispatcher
 
 Exit codes: 0 it worked; 1 it did not, or the answer is no; 2 the command line is wrong.`,
-		Version:       buildVersion(),
-		SilenceErrors: true,
-		SilenceUsage:  true,
-		Args: func(_ *cobra.Command, args []string) error {
-			if len(args) > 0 {
-				return usagef("unknown command %q", args[0])
-			}
-			return nil
-		},
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		Args: onlyCommands,
+		RunE: showHelp,
 	}
-	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
-	root.CompletionOptions.HiddenDefaultCmd = true
+	asRoot(root)
 	root.AddGroup(
 		&cobra.Group{ID: "server", Title: "Servers:"},
 		&cobra.Group{ID: "look", Title: "Looking:"},
+		&cobra.Group{ID: "send", Title: "Sending:"},
 		&cobra.Group{ID: "try", Title: "Trying out:"},
 	)
 	for group, commands := range map[string][]*cobra.Command{
 		"server": {newRun(), newOperator(), newDispatcher()},
-		"look":   {newWhy(), newGet(), newCompile(), newAttempts(reachDirect), newTail(reachDirect), newDeadLetters(reachDirect), newKubectl()},
-		"try":    {newSend(), newAudience(), newDeleteUser(), newSink(), newVerify()},
+		"look":   {newWhy(), newGet(), newAttempts(reachDirect), newTail(reachDirect), newDeadLetters(reachDirect), newKubectl("kubectl")},
+		"send":   {newSend(callDirect), newAudience(callDirect), newDeleteUser()},
+		"try":    {newCompile(), newSink(), newVerify()},
 	} {
 		for _, c := range commands {
 			c.GroupID = group
@@ -112,6 +104,39 @@ Exit codes: 0 it worked; 1 it did not, or the answer is no; 2 the command line i
 	}
 	return root
 }
+
+// newPlugin makes the root of `kubectl posthorn`: kubectl finds plugins by the
+// name of the program.
+func newPlugin() *cobra.Command {
+	root := newKubectl("kubectl-posthorn")
+	root.Annotations = map[string]string{cobra.CommandDisplayNameAnnotation: "kubectl posthorn"}
+	asRoot(root)
+	return root
+}
+
+// asRoot sets what all commands below inherit.
+func asRoot(root *cobra.Command) {
+	root.Version = buildVersion()
+	root.SilenceErrors, root.SilenceUsage = true, true
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
+	root.CompletionOptions.HiddenDefaultCmd = true
+}
+
+// onlyCommands are the arguments of a command that does nothing by itself.
+func onlyCommands(cmd *cobra.Command, args []string) error {
+	if len(args) == 0 {
+		return nil
+	}
+	if cmd.SuggestionsMinimumDistance == 0 {
+		cmd.SuggestionsMinimumDistance = 2
+	}
+	if near := cmd.SuggestionsFor(args[0]); len(near) > 0 {
+		return usagef("unknown command %q; did you mean %s?", args[0], strings.Join(near, " or "))
+	}
+	return usagef("unknown command %q", args[0])
+}
+
+func showHelp(cmd *cobra.Command, _ []string) error { return cmd.Help() }
 
 func buildVersion() string {
 	if info, ok := debug.ReadBuildInfo(); ok && version == "dev" {

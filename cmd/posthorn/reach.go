@@ -8,6 +8,7 @@ import (
 	"io"
 	"net/http"
 	"net/url"
+	"os"
 	"slices"
 	"strings"
 	"time"
@@ -23,7 +24,9 @@ import (
 	"k8s.io/client-go/tools/portforward"
 	"k8s.io/client-go/transport/spdy"
 	"k8s.io/streaming/pkg/httpstream"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -83,6 +86,55 @@ type reach interface {
 	namespace() (string, error)
 }
 
+// intake is where calls go, and as which Source.
+type intake struct {
+	url, writeKey string
+	tls           *tls.Config
+	hint          string // what to do when nothing answers
+}
+
+// request makes a request of the tracking API.
+func (i intake) request(ctx context.Context, method, path string, body io.Reader) (*http.Request, error) {
+	req, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(i.url, "/")+path, body)
+	if err != nil {
+		return nil, usagef("--endpoint %q: %v", i.url, err)
+	}
+	req.SetBasicAuth(i.writeKey, "")
+	return req, nil
+}
+
+// caller is a way to send calls; stop what it returns.
+type caller interface {
+	ingest(ctx context.Context) (to intake, stop func(), err error)
+}
+
+// A calling registers a command's flags for a caller and returns it.
+type calling func(cmd *cobra.Command) caller
+
+// directCaller sends to an address.
+type directCaller struct {
+	endpoint, writeKey string
+	insecure           bool
+}
+
+func callDirect(cmd *cobra.Command) caller {
+	d := &directCaller{}
+	f := cmd.Flags()
+	f.StringVar(&d.endpoint, "endpoint", "http://127.0.0.1:8080", "where Posthorn takes calls")
+	f.StringVar(&d.writeKey, "write-key", "", "the Source's write key (default: the environment's POSTHORN_WRITE_KEY)")
+	f.BoolVar(&d.insecure, "insecure", false, "do not verify the certificate of an https endpoint")
+	return d
+}
+
+func (d *directCaller) ingest(context.Context) (intake, func(), error) {
+	to := intake{url: d.endpoint, writeKey: cmp.Or(d.writeKey, os.Getenv("POSTHORN_WRITE_KEY")), hint: "\nIs Posthorn running there? Start it with 'posthorn run', or set --endpoint"}
+	if to.writeKey == "" {
+		return to, nil, usagef("the write key is missing; set --write-key or POSTHORN_WRITE_KEY")
+	}
+	to.tls = &tls.Config{MinVersion: tls.VersionTLS12, InsecureSkipVerify: d.insecure}
+	return to, func() {}, nil
+}
+
 // A reaching registers a command's flags for a reach and returns it.
 type reaching func(cmd *cobra.Command) reach
 
@@ -110,6 +162,7 @@ type throughCluster struct {
 	system, account string
 	selector        string
 	adminPort       int
+	callsPort       int
 	plain           bool
 }
 
@@ -124,8 +177,9 @@ func (c *throughCluster) register(cmd *cobra.Command) {
 	f.StringVar(&c.account, "support-account", "posthorn-support", "ServiceAccount of the release's namespace to speak to the dispatchers as")
 	f.StringVar(&c.selector, "dispatcher-selector", "app.kubernetes.io/name=posthorn,app.kubernetes.io/component=dispatcher", "label selector of the dispatcher pods")
 	f.IntVar(&c.adminPort, "dispatcher-admin-port", 8081, "port of the dispatchers' admin API")
+	f.IntVar(&c.callsPort, "dispatcher-calls-port", 8080, "port of the dispatchers for calls")
 	f.BoolVar(&c.plain, "dispatcher-plain", false, "the dispatchers run with --admin-auth=none")
-	for _, name := range []string{"cluster", "user", "server", "tls-server-name", "insecure-skip-tls-verify", "certificate-authority", "client-certificate", "client-key", "token", "username", "password", "as", "as-group", "as-uid", "as-user-extra", "request-timeout", "proxy-url", "disable-compression", "dispatcher-selector", "dispatcher-admin-port", "dispatcher-plain"} {
+	for _, name := range []string{"cluster", "user", "server", "tls-server-name", "insecure-skip-tls-verify", "certificate-authority", "client-certificate", "client-key", "token", "username", "password", "as", "as-group", "as-uid", "as-user-extra", "request-timeout", "proxy-url", "disable-compression", "dispatcher-selector", "dispatcher-admin-port", "dispatcher-calls-port", "dispatcher-plain"} {
 		_ = f.MarkHidden(name) // as kubectl knows them
 	}
 }
@@ -150,22 +204,31 @@ func (c *throughCluster) namespace() (string, error) {
 	return ns, err
 }
 
-func (c *throughCluster) open(ctx context.Context) ([]target, func(), error) {
+// pods finds the dispatcher pods that run.
+func (c *throughCluster) pods(ctx context.Context) (*rest.Config, kubernetes.Interface, []corev1.Pod, error) {
 	config, err := c.rest()
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, nil, err
 	}
 	client, err := kubernetes.NewForConfig(config)
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, nil, err
 	}
 	pods, err := client.CoreV1().Pods(c.system).List(ctx, metav1.ListOptions{LabelSelector: c.selector})
 	if err != nil {
-		return nil, nil, c.explain(err)
+		return nil, nil, nil, c.explain(err)
 	}
-	pods.Items = slices.DeleteFunc(pods.Items, func(p corev1.Pod) bool { return p.Status.Phase != corev1.PodRunning })
-	if len(pods.Items) == 0 {
-		return nil, nil, fmt.Errorf("no dispatcher pod runs in namespace %s; set --system-namespace", c.system)
+	running := slices.DeleteFunc(pods.Items, func(p corev1.Pod) bool { return p.Status.Phase != corev1.PodRunning })
+	if len(running) == 0 {
+		return nil, nil, nil, fmt.Errorf("no dispatcher pod runs in namespace %s; set --system-namespace", c.system)
+	}
+	return config, client, running, nil
+}
+
+func (c *throughCluster) open(ctx context.Context) ([]target, func(), error) {
+	config, client, pods, err := c.pods(ctx)
+	if err != nil {
+		return nil, nil, err
 	}
 	base, scheme := http.RoundTripper(&http.Transport{}), "http"
 	if !c.plain {
@@ -186,11 +249,11 @@ func (c *throughCluster) open(ctx context.Context) ([]target, func(), error) {
 	}
 	ctx, stop := context.WithCancel(ctx)
 	var targets []target
-	for _, pod := range pods.Items {
-		port, err := c.forward(ctx, config, client, pod.Name)
+	for _, pod := range pods {
+		port, err := c.forward(ctx, config, client, pod.Name, c.adminPort)
 		if err != nil {
 			stop()
-			return nil, nil, fmt.Errorf("forward a port of pod %s: %w", pod.Name, c.explain(err))
+			return nil, nil, err
 		}
 		targets = append(targets, target{name: pod.Name, client: &http.Client{Transport: base}, url: fmt.Sprintf("%s://127.0.0.1:%d", scheme, port)})
 	}
@@ -205,8 +268,13 @@ func (c *throughCluster) explain(err error) error {
 	return err
 }
 
-// forward forwards a free local port to a pod's admin port until ctx is done.
-func (c *throughCluster) forward(ctx context.Context, config *rest.Config, client kubernetes.Interface, pod string) (uint16, error) {
+// forward forwards a free local port to one of a pod until ctx is done.
+func (c *throughCluster) forward(ctx context.Context, config *rest.Config, client kubernetes.Interface, pod string, port int) (local uint16, err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("forward a port of pod %s: %w", pod, c.explain(err))
+		}
+	}()
 	address := client.CoreV1().RESTClient().Post().Resource("pods").Namespace(c.system).Name(pod).SubResource("portforward").URL()
 	transport, upgrader, err := spdy.RoundTripperFor(config)
 	if err != nil {
@@ -221,7 +289,7 @@ func (c *throughCluster) forward(ctx context.Context, config *rest.Config, clien
 		return httpstream.IsUpgradeFailure(err) || httpstream.IsHTTPSProxyError(err)
 	})
 	ready := make(chan struct{})
-	forwarder, err := portforward.NewOnAddressesWithContext(ctx, dialer, []string{"127.0.0.1"}, []string{fmt.Sprintf("0:%d", c.adminPort)}, ready, io.Discard, io.Discard)
+	forwarder, err := portforward.NewOnAddressesWithContext(ctx, dialer, []string{"127.0.0.1"}, []string{fmt.Sprintf("0:%d", port)}, ready, io.Discard, io.Discard)
 	if err != nil {
 		return 0, err
 	}
@@ -251,6 +319,99 @@ func (b bearer) RoundTrip(r *http.Request) (*http.Response, error) {
 	r = r.Clone(r.Context())
 	r.Header.Set("Authorization", "Bearer "+b.token)
 	return b.next.RoundTrip(r)
+}
+
+// clusterCaller sends to a ready dispatcher pod, as a Source of the user's namespace.
+type clusterCaller struct {
+	*throughCluster
+	source, writeKey string
+}
+
+func (c *throughCluster) call(cmd *cobra.Command) caller {
+	s := &clusterCaller{throughCluster: c}
+	f := cmd.Flags()
+	f.StringVar(&s.source, "source", "", "the Source to send as; its write key is read from its Secret (default: the namespace's only one)")
+	f.StringVar(&s.writeKey, "write-key", "", "send with this key instead (default: the environment's POSTHORN_WRITE_KEY)")
+	return s
+}
+
+func (c *clusterCaller) ingest(ctx context.Context) (to intake, stop func(), err error) {
+	to.writeKey = c.writeKey
+	if to.writeKey == "" && c.source == "" {
+		to.writeKey = os.Getenv("POSTHORN_WRITE_KEY")
+	}
+	if to.writeKey == "" {
+		if to.writeKey, err = c.readKey(ctx); err != nil {
+			return to, nil, err
+		}
+	}
+	config, client, pods, err := c.pods(ctx)
+	if err != nil {
+		return to, nil, err
+	}
+	ready := slices.IndexFunc(pods, func(p corev1.Pod) bool {
+		return slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
+			return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
+		})
+	})
+	if ready < 0 {
+		return to, nil, fmt.Errorf("none of the %d dispatcher pods in namespace %s is ready: kubectl -n %[2]s get pods", len(pods), c.system)
+	}
+	ctx, stop = context.WithCancel(ctx)
+	port, err := c.forward(ctx, config, client, pods[ready].Name, c.callsPort)
+	if err != nil {
+		stop()
+		return to, nil, err
+	}
+	to.url = fmt.Sprintf("http://127.0.0.1:%d", port)
+	return to, stop, nil
+}
+
+// readKey reads the write key of the Source with the user's own rights.
+func (c *clusterCaller) readKey(ctx context.Context) (string, error) {
+	cl, err := c.client()
+	if err != nil {
+		return "", err
+	}
+	ns, err := c.namespace()
+	if err != nil {
+		return "", err
+	}
+	source := &v1alpha1.Source{}
+	if c.source != "" {
+		if err := cl.Get(ctx, client.ObjectKey{Namespace: ns, Name: c.source}, source); apierrors.IsNotFound(err) {
+			return "", fmt.Errorf("there is no Source %q in namespace %q", c.source, ns)
+		} else if err != nil {
+			return "", err
+		}
+	} else {
+		var all v1alpha1.SourceList
+		if err := cl.List(ctx, &all, client.InNamespace(ns)); err != nil {
+			return "", err
+		}
+		var names []string
+		for _, s := range all.Items {
+			names = append(names, s.Name)
+		}
+		switch len(all.Items) {
+		case 0:
+			return "", fmt.Errorf("there is no Source in namespace %q", ns)
+		case 1:
+			source = &all.Items[0]
+		default:
+			return "", usagef("choose one of the Sources %s with --source", strings.Join(names, ", "))
+		}
+	}
+	ref := source.Spec.WriteKeySecretRef
+	secret := &corev1.Secret{}
+	if err := cl.Get(ctx, client.ObjectKey{Namespace: ns, Name: ref.Name}, secret); err != nil {
+		return "", fmt.Errorf("the write key of Source %q: %w; or give it with --write-key", source.Name, err)
+	}
+	key := strings.TrimSpace(string(secret.Data[ref.Key]))
+	if key == "" {
+		return "", fmt.Errorf("the write key of Source %q: Secret %q has no key %q", source.Name, ref.Name, ref.Key)
+	}
+	return key, nil
 }
 
 // each asks every dispatcher for a path and joins the answers, which are lines.

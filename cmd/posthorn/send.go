@@ -17,8 +17,9 @@ import (
 
 func isTerminal(f *os.File) bool { return term.IsTerminal(int(f.Fd())) }
 
-func newSend() *cobra.Command {
-	var endpoint, writeKey, raw string
+func newSend(way calling) *cobra.Command {
+	var c caller
+	var raw string
 	var fields = map[string]*string{}
 	var props []string
 	cmd := &cobra.Command{
@@ -40,9 +41,6 @@ Traits (identify, group) and properties (track, page, screen) are given with
 			key, ok := bag[typ]
 			if !ok {
 				return usagef("type %q is not one of identify, track, page, screen, group, alias, batch", typ)
-			}
-			if writeKey == "" {
-				return usagef("the write key is missing; set --write-key or POSTHORN_WRITE_KEY")
 			}
 			body := []byte(raw)
 			if raw == "" {
@@ -72,17 +70,20 @@ Traits (identify, group) and properties (track, page, screen) are given with
 					return err
 				}
 			}
-			url := strings.TrimSuffix(endpoint, "/") + "/v1/" + typ
-			req, err := http.NewRequestWithContext(cmd.Context(), http.MethodPost, url, bytes.NewReader(body))
+			to, stop, err := c.ingest(cmd.Context())
 			if err != nil {
-				return usagef("--endpoint %q: %v", endpoint, err)
+				return err
 			}
-			req.SetBasicAuth(writeKey, "")
+			defer stop()
+			req, err := to.request(cmd.Context(), http.MethodPost, "/v1/"+typ, bytes.NewReader(body))
+			if err != nil {
+				return err
+			}
 			req.Header.Set("Content-Type", "application/json")
-			client := http.Client{Timeout: 30 * time.Second}
+			client := http.Client{Timeout: 30 * time.Second, Transport: &http.Transport{Proxy: http.ProxyFromEnvironment, TLSClientConfig: to.tls}}
 			resp, err := client.Do(req)
 			if err != nil {
-				return fmt.Errorf("%w\nIs Posthorn running there? Start it with 'posthorn run', or set --endpoint", err)
+				return fmt.Errorf("%w%s", err, to.hint)
 			}
 			defer resp.Body.Close()
 			answer, err := io.ReadAll(io.LimitReader(resp.Body, 1<<20))
@@ -96,9 +97,8 @@ Traits (identify, group) and properties (track, page, screen) are given with
 			return nil
 		},
 	}
+	c = way(cmd)
 	f := cmd.Flags()
-	f.StringVar(&endpoint, "endpoint", "http://127.0.0.1:8080", "where Posthorn takes calls")
-	f.StringVar(&writeKey, "write-key", os.Getenv("POSTHORN_WRITE_KEY"), "the Source's write key (default: the environment's POSTHORN_WRITE_KEY)")
 	f.StringVar(&raw, "json", "", "the call as JSON, sent as it is")
 	f.StringArrayVarP(&props, "prop", "p", nil, "NAME=VALUE, a trait or property; may be repeated")
 	for flag, field := range map[string][2]string{

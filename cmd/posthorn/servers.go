@@ -3,11 +3,14 @@ package main
 import (
 	"context"
 	"crypto/tls"
+	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"net/http"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -15,6 +18,7 @@ import (
 	"github.com/go-logr/logr"
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
+	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
@@ -28,13 +32,15 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/admin/kubeauth"
 	"github.com/posthorn/posthorn/dispatcher/configsource"
 	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/ingest"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
 // dataFlags are the flags of every process that delivers.
 type dataFlags struct {
 	options           dispatcher.Options
-	egress            []string
+	egress, proxies   []string
 	certFile, keyFile string
 }
 
@@ -47,20 +53,56 @@ func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 	f.StringVar(&d.keyFile, "tls-key", "", "PEM file of its key")
 	f.StringVar(&d.options.AdminListen, "admin-listen", admin, "address of reports, metrics and the admin API")
 	f.StringSliceVar(&d.egress, "egress-allow", nil, "addresses to deliver to besides public ones: CIDRs, addresses or host names (*.example too); !CIDR denies. Metadata addresses must be named exactly")
-	f.StringSliceVar(&d.options.TrustedProxies, "trusted-proxies", nil, "CIDRs of proxies whose X-Forwarded-For is believed")
+	f.StringSliceVar(&d.proxies, "trusted-proxies", nil, "proxies whose X-Forwarded-For is believed: CIDRs or addresses")
 	f.DurationVar(&d.options.DrainTimeout, "drain-timeout", 10*time.Second, "how long calls and deliveries in progress may take to finish at shutdown")
 	f.DurationVar(&d.options.OrphanGrace, "orphan-grace", 10*time.Minute, "how long the messages of a deleted destination are kept")
 	f.DurationVar(&d.options.Queue.DuplicateWindow, "duplicate-window", 10*time.Minute, "how long a messageId is remembered, up to 24h; a call that repeats it is dropped")
 	f.Int64Var(&d.options.Queue.MaxBytesPerSource, "source-quota", 0, "bytes of undelivered calls that one Source may keep on disk; 0 is no limit but the disk's")
 }
 
-func (d *dataFlags) policy() (egress.Policy, error) {
-	p, err := egress.ParsePolicy(d.egress)
-	if err != nil {
-		return p, usagef("--egress-allow: %v", err)
+// parse checks the flags and makes the options of them.
+func (d *dataFlags) parse() (err error) {
+	if d.options.Egress, err = egress.ParsePolicy(d.egress); err != nil {
+		return usagef("--egress-allow: %v", err)
 	}
-	d.options.Egress = p
-	return p, nil
+	if d.options.TrustedProxies, err = ingest.ParseProxies(d.proxies); err != nil {
+		return usagef("--trusted-proxies: %v", err)
+	}
+	for _, l := range []struct{ flag, address string }{{"--listen", d.options.Listen}, {"--tls-listen", d.options.TLSListen}, {"--admin-listen", d.options.AdminListen}} {
+		if err := checkListen(l.address); err != nil {
+			return usagef("%s %q: %v", l.flag, l.address, err)
+		}
+	}
+	for _, t := range []struct {
+		flag  string
+		value time.Duration
+		most  time.Duration
+	}{
+		{"--drain-timeout", d.options.DrainTimeout, time.Hour},
+		{"--shutdown-delay", d.options.ShutdownDelay, time.Hour},
+		{"--orphan-grace", d.options.OrphanGrace, 30 * 24 * time.Hour},
+		{"--duplicate-window", d.options.Queue.DuplicateWindow, pebblestore.MaxDuplicateWindow},
+	} {
+		if t.value < 0 || t.value > t.most {
+			return usagef("%s %v: use 0 to %v", t.flag, t.value, t.most)
+		}
+	}
+	if d.options.Queue.MaxBytesPerSource < 0 {
+		return usagef("--source-quota %d: use a number of bytes, or 0 for no limit", d.options.Queue.MaxBytesPerSource)
+	}
+	return nil
+}
+
+// checkListen holds an address to [HOST]:PORT; empty is fine.
+func checkListen(address string) error {
+	if address == "" {
+		return nil
+	}
+	_, port, err := net.SplitHostPort(address)
+	if n, bad := strconv.Atoi(port); err != nil || bad != nil || n < 0 || n > 65535 {
+		return errors.New("use HOST:PORT or :PORT, for example :8080")
+	}
+	return nil
 }
 
 // tls reads the certificate for calls; run keeps it as its files are.
@@ -87,8 +129,9 @@ func newRun() *cobra.Command {
 		Use:   "run --manifests DIR",
 		Short: "Run Posthorn from a folder of manifests, without a cluster",
 		Long: `Runs operator and dispatcher in one process from a folder of manifests: Source,
-WebhookDestination and Secret, in YAML or JSON, several documents a file. They
-are checked and compiled as in a cluster, and taken up again when a file changes.
+WebhookDestination, Audience, DeletionRequest and Secret, in YAML or JSON, several
+documents a file. They are checked and compiled as in a cluster, and taken up again
+when a file changes.
 
 Deliveries to loopback and private addresses are denied unless --egress-allow
 names them. Status is read with 'posthorn get'.`,
@@ -106,8 +149,7 @@ names them. Status is read with 'posthorn get'.`,
 			if info, err := os.Stat(manifests); err != nil || !info.IsDir() {
 				return usagef("--manifests %q is not a folder", manifests)
 			}
-			policy, err := data.policy()
-			if err != nil {
+			if err := data.parse(); err != nil {
 				return err
 			}
 			watchCertificate, err := data.tls()
@@ -123,7 +165,7 @@ names them. Status is read with 'posthorn get'.`,
 			if err != nil {
 				return err
 			}
-			control := standalone.New(standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), CheckHost: policy.CheckHost, Logger: log, Sink: d, Report: d.Report})
+			control := standalone.New(standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), CheckHost: data.options.Egress.CheckHost, Logger: log, Sink: d, Report: d.Report})
 			resources.set(control.Handler())
 			log.Info("posthorn takes calls", "listen", d.Addr().String(), "admin", d.AdminAddr().String(), "manifests", manifests, "data", data.options.DataDir)
 			group, ctx := errgroup.WithContext(cmd.Context())
@@ -133,7 +175,7 @@ names them. Status is read with 'posthorn get'.`,
 			return group.Wait()
 		},
 	}
-	cmd.Flags().StringVar(&manifests, "manifests", "", "folder of Source, WebhookDestination and Secret manifests")
+	cmd.Flags().StringVar(&manifests, "manifests", "", "folder of the manifests; required")
 	data.register(cmd, defaultDataDir(), "127.0.0.1:8080", "127.0.0.1:8081")
 	logs.register(cmd)
 	return cmd
@@ -169,7 +211,7 @@ say. It reads nothing else of the cluster and goes on without the operator.`,
 			if namespace == "" {
 				return usagef("the release's namespace is missing; set --namespace or POD_NAMESPACE")
 			}
-			if _, err := data.policy(); err != nil {
+			if err := data.parse(); err != nil {
 				return err
 			}
 			watchCertificate, err := data.tls()
@@ -235,7 +277,10 @@ func newOperator() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "operator",
 		Short: "Compile custom resources into live config and write their status (the control plane)",
-		Args:  exactArgs(),
+		Long: `Watches Sources, WebhookDestinations and the Secrets that they name in all
+namespaces, compiles them into the live-config Secrets that the dispatchers run,
+and writes what the dispatchers report into status.`,
+		Args: exactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			log, err := logs.logger(cmd.ErrOrStderr())
 			if err != nil {
@@ -248,6 +293,12 @@ func newOperator() *cobra.Command {
 			policy, err := egress.ParsePolicy(allow)
 			if err != nil {
 				return usagef("--egress-allow: %v", err)
+			}
+			if _, err := labels.Parse(o.DispatcherSelector); err != nil {
+				return usagef("--dispatcher-selector %q: %v", o.DispatcherSelector, err)
+			}
+			if o.DispatcherAdminPort < 1 || o.DispatcherAdminPort > 65535 {
+				return usagef("--dispatcher-admin-port %d: use 1 to 65535", o.DispatcherAdminPort)
 			}
 			o.CheckHost = policy.CheckHost
 			config, err := restConfig(kubeconfig)

@@ -46,8 +46,8 @@ type Options struct {
 	// and then their messages. Default 256 MiB. One Source gets at most half of
 	// it, less when others need theirs; beyond: 503.
 	MaxBuffered int64
-	// TrustedProxies are the networks (CIDRs) and addresses of proxies whose X-Forwarded-For is believed.
-	TrustedProxies []string
+	// TrustedProxies are the networks of proxies whose X-Forwarded-For is believed; see ParseProxies.
+	TrustedProxies []netip.Prefix
 	// Now is the clock; default time.Now.
 	Now        func() time.Time
 	Logger     *slog.Logger
@@ -115,7 +115,6 @@ var openAPI []byte
 // Handler serves the tracking API. Make it with New.
 type Handler struct {
 	Options
-	proxies []netip.Prefix
 	metrics metrics
 	memory  budget
 	turns   turns
@@ -126,8 +125,24 @@ type Handler struct {
 	faults  sampler // of our own, to log
 }
 
-// New makes a Handler. An entry of TrustedProxies that does not parse is
-// logged and left out: the peer's own address is then used.
+// ParseProxies parses the networks (CIDRs) and addresses of proxies.
+func ParseProxies(entries []string) ([]netip.Prefix, error) {
+	var list []netip.Prefix
+	for _, entry := range entries {
+		text := strings.TrimSpace(entry)
+		prefix, err := netip.ParsePrefix(text)
+		if addr, bad := netip.ParseAddr(text); bad == nil {
+			prefix, err = addr.WithZone("").Prefix(addr.BitLen())
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%q is neither a network (10.0.0.0/8, fd00::/8) nor an address (10.1.2.3)", entry)
+		}
+		list = append(list, prefix.Masked())
+	}
+	return list, nil
+}
+
+// New makes a Handler.
 func New(o Options) *Handler {
 	if o.MaxBuffered <= 0 {
 		o.MaxBuffered = defaultMaxBuffered
@@ -141,17 +156,6 @@ func New(o Options) *Handler {
 	h := &Handler{Options: o, nobody: new(source)}
 	h.metrics = newMetrics(o.Registerer, h.memory.held)
 	h.turns.free = 2 * runtime.GOMAXPROCS(0) // one computes, one is about to
-	for _, p := range o.TrustedProxies {
-		prefix, err := netip.ParsePrefix(p)
-		if addr, bad := netip.ParseAddr(p); bad == nil {
-			prefix, err = addr.Prefix(addr.BitLen())
-		}
-		if err != nil {
-			o.Logger.Error("trusted proxy is neither a network like 10.0.0.0/8 nor an address; it is not trusted", "proxy", p, "error", err)
-			continue
-		}
-		h.proxies = append(h.proxies, prefix.Masked())
-	}
 	return h
 }
 
@@ -528,7 +532,7 @@ func (h *Handler) clientIP(r *http.Request) string {
 }
 
 func (h *Handler) trusts(ip netip.Addr) bool {
-	return slices.ContainsFunc(h.proxies, func(p netip.Prefix) bool { return p.Contains(ip) })
+	return slices.ContainsFunc(h.TrustedProxies, func(p netip.Prefix) bool { return p.Contains(ip) })
 }
 
 // store makes messages durable. A client that goes away meanwhile changes

@@ -377,7 +377,11 @@ func TestCORS(t *testing.T) {
 
 func TestClientIPOnlyOfBrowsersAndOnlyFromTrustedProxies(t *testing.T) {
 	f := newFixture(t)
-	f.proxies = New(Options{TrustedProxies: []string{"10.0.0.0/8", "nonsense", "192.0.2.1"}, Logger: f.Logger}).proxies
+	proxies, err := ParseProxies([]string{"10.0.0.0/8", " 192.0.2.1"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	f.TrustedProxies = proxies
 	ip := func(peer, forwarded, origin string) string {
 		f.stored = nil
 		r := post("/v1/track", "web-key", track, "X-Forwarded-For", forwarded, "Origin", origin)
