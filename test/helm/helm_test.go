@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -43,8 +44,20 @@ func TestMain(m *testing.M) {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
-	os.Exit(m.Run())
+	code := m.Run()
+	if err := started.Stop(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+	}
+	os.Exit(code)
 }
+
+// server is the API server of all tests that need one.
+var server = sync.OnceValues(func() (_ *env.Env, err error) {
+	started, err = env.Start()
+	return started, err
+})
+
+var started *env.Env
 
 // render renders the chart as release "posthorn" in namespace "posthorn-system".
 func render(args ...string) (string, error) {
@@ -148,27 +161,35 @@ func TestCRDs(t *testing.T) {
 	}
 }
 
+// A refusal names the path and what is right.
 func TestRefusedValues(t *testing.T) {
 	for name, c := range map[string]struct{ set, want string }{
-		"unknown at the top":    {"dispacher.replicas=2", "additional properties 'dispacher' not allowed"},
+		"unknown at the top":    {"dispacher.replicas=2", "at '': additional properties 'dispacher' not allowed"},
 		"unknown below":         {"dispatcher.replica=2", "at '/dispatcher': additional properties 'replica' not allowed"},
 		"number as text":        {"dispatcher.replicas=two", "at '/dispatcher/replicas': got string, want integer"},
 		"negative":              {"dispatcher.replicas=-1", "at '/dispatcher/replicas': minimum: got -1, want 0"},
-		"duration without unit": {"dispatcher.drainTimeout=10", "at '/dispatcher/drainTimeout'"},
-		"not a duration":        {"dispatcher.duplicateWindow=10 minutes", "at '/dispatcher/duplicateWindow'"},
-		"not a size":            {"dispatcher.persistence.size=20GB", "at '/dispatcher/persistence/size'"},
-		"short digest":          {"image.digest=sha256:abc", "at '/image/digest'"},
+		"duration without unit": {"dispatcher.drainTimeout=10", "at '/dispatcher/drainTimeout': got number, want string"},
+		"not a duration":        {"dispatcher.duplicateWindow=10 minutes", "at '/dispatcher/duplicateWindow': '10 minutes' does not match pattern '^(?<duration_such_as_10s_or_1h30m>"},
+		"not a size":            {"dispatcher.persistence.size=20GB", "at '/dispatcher/persistence/size': '20GB' does not match pattern '^(?<quantity_such_as_20Gi_or_500Mi>"},
+		"short digest":          {"image.digest=sha256:abc", "at '/image/digest': 'sha256:abc' does not match pattern '^(?<sha256_colon_and_64_hex_digits_or_empty>"},
+		"tag in the repository": {"image.repository=registry.internal/posthorn:v1", "at '/image/repository': 'registry.internal/posthorn:v1' does not match pattern '^(?<repository_without_tag_and_digest>"},
 		"pull policy":           {"image.pullPolicy=Sometimes", "at '/image/pullPolicy': value must be one of 'Always', 'IfNotPresent', 'Never'"},
+		"pull secret, a name":   {"image.pullSecrets={registry}", "at '/image/pullSecrets/0': got string, want object"},
 		"log level":             {"operator.logLevel=verbose", "at '/operator/logLevel': value must be one of 'debug', 'info', 'warn', 'error'"},
-		"URL as egress":         {"egressAllow={https://hooks.example}", "at '/egressAllow/0'"},
-		"proxy without mask":    {"dispatcher.trustedProxies={10.0.0.1}", "at '/dispatcher/trustedProxies/0'"},
-		"shared volume":         {"dispatcher.persistence.accessModes={ReadWriteMany}", "at '/dispatcher/persistence/accessModes/0'"},
+		"URL as egress":         {"egressAllow={https://hooks.example}", "at '/egressAllow/0': 'https://hooks.example' does not match pattern '^(?<network_or_address_or_host_name_without_scheme>"},
+		"proxy, a host name":    {"dispatcher.trustedProxies={proxy.internal}", "at '/dispatcher/trustedProxies/0': 'proxy.internal' does not match pattern '^(?<network_such_as_10_0_0_0_slash_8_or_address>"},
+		"shared volume":         {"dispatcher.persistence.accessModes={ReadWriteMany}", "at '/dispatcher/persistence/accessModes/0': value must be one of 'ReadWriteOnce', 'ReadWriteOncePod'"},
 		"label not text":        {"commonLabels.a=true", "at '/commonLabels/a': got boolean, want string"},
+		"label with a space":    {"commonLabels.my team=a", "does not match pattern '^(?<label_name_such_as_team_or_example_dot_com_slash_team>"},
 		"ingress without host":  {"ingress.enabled=true", "at '/ingress/hosts': minItems: got 0, want 1"},
-		"host with scheme":      {"ingress.hosts={https://calls.example}", "at '/ingress/hosts/0'"},
+		"host with scheme":      {"ingress.hosts={https://calls.example}", "at '/ingress/hosts/0': 'https://calls.example' does not match pattern '^(?<host_name_without_scheme_and_path>"},
 		"route without parent":  {"httpRoute.enabled=true", "at '/httpRoute/parentRefs': minItems: got 0, want 1"},
 		"port":                  {"service.port=70000", "at '/service/port': maximum: got 70,000, want 65,535"},
-		"argument, not a flag":  {"dispatcher.extraArgs={orphan-grace=1h}", "at '/dispatcher/extraArgs/0'"},
+		"argument, not a flag":  {"dispatcher.extraArgs={orphan-grace=1h}", "at '/dispatcher/extraArgs/0': 'orphan-grace=1h' does not match pattern '^(?<flag_with_two_dashes>"},
+		"TLS alone, no Secret":  {"tls.only=true", "at '/tls/secretName': minLength: got 0, want 1"},
+		"TLS switched on":       {"tls.enabled=true", "at '/tls': additional properties 'enabled' not allowed"},
+		"admin access":          {"adminAuth=basic", "at '/adminAuth': value must be one of 'kubernetes', 'none'"},
+		"reader, no namespace":  {"monitoring.readers[0].name=prometheus", "at '/monitoring/readers/0': missing property 'namespace'"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -177,6 +198,82 @@ func TestRefusedValues(t *testing.T) {
 				t.Errorf("--set %s: %v, want %s", c.set, err, c.want)
 			}
 		})
+	}
+}
+
+// The notes tell where calls go and the next commands, under the release's own names.
+func TestNotes(t *testing.T) {
+	server, err := server()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, c := range map[string]struct {
+		release, namespace string
+		args               []string
+		want, not          []string
+	}{
+		"default": {"posthorn", "posthorn-system", nil,
+			[]string{"http://posthorn-dispatcher.posthorn-system.svc:80/v1/", "helm test posthorn --namespace posthorn-system", "\n  kubectl posthorn why crm", "private addresses are denied"},
+			[]string{"https://posthorn", "WARNING"}},
+		"TLS alone, elsewhere": {"calls", "events", []string{"--values", "testdata/tls.values.yaml", "--set", "httpRoute.enabled=false"},
+			[]string{"https://calls-posthorn-dispatcher.events.svc:443/v1/", "Secret posthorn-calls", "https://calls.example.com/v1/", "kubectl posthorn --system-namespace events --support-account calls-posthorn-support why crm"},
+			[]string{"http://"}},
+		"warnings": {"posthorn", "posthorn-system", []string{"--set", "adminAuth=none,dispatcher.persistence.enabled=false,egressAllow={10.0.0.0/8}"},
+			[]string{"accepted calls are lost with their pod", "reads dead letters", "--dispatcher-plain"},
+			[]string{"private addresses are denied"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			cmd := exec.Command(helm, append([]string{"install", c.release, filepath.Join(root, Chart), "--namespace", c.namespace, "--kubeconfig", server.Kubeconfig(), "--dry-run=client", "--set", "crds.enabled=false"}, c.args...)...)
+			out, err := cmd.CombinedOutput()
+			if err != nil {
+				t.Fatalf("%v\n%s", err, out)
+			}
+			_, notes, _ := strings.Cut(string(out), "\nNOTES:\n")
+			for _, want := range c.want {
+				if !strings.Contains(notes, want) {
+					t.Errorf("no %q in:\n%s", want, notes)
+				}
+			}
+			for _, not := range c.not {
+				if strings.Contains(notes, not) {
+					t.Errorf("%q in:\n%s", not, notes)
+				}
+			}
+		})
+	}
+}
+
+// The binary must know every flag that the chart gives it, with that value.
+func TestFlagsAreKnown(t *testing.T) {
+	binary := filepath.Join(t.TempDir(), "posthorn")
+	if out, err := exec.Command("go", "build", "-o", binary, "github.com/posthorn/posthorn/cmd/posthorn").CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	cases, err := filepath.Glob("testdata/*.values.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, values := range cases {
+		seen := 0
+		for _, o := range objects(t, mustRender(t, "--values", values, "--set", "crds.enabled=false")) {
+			path := []string{"spec", "template", "spec", "containers"}
+			if o.GetKind() == "Pod" {
+				path = []string{"spec", "containers"}
+			}
+			containers, _, _ := unstructured.NestedSlice(o.Object, path...)
+			for _, c := range containers {
+				seen++
+				args, _, _ := unstructured.NestedStringSlice(c.(map[string]any), "args")
+				// What comes before --help is parsed.
+				if out, err := exec.Command(binary, append(args, "--help")...).CombinedOutput(); err != nil {
+					t.Errorf("%s, %s: posthorn %v: %s", values, o.GetName(), args, out)
+				}
+			}
+		}
+		if seen != 3 {
+			t.Errorf("%s: %d containers, want operator, dispatcher and test", values, seen)
+		}
 	}
 }
 
@@ -246,11 +343,10 @@ func TestSelectors(t *testing.T) {
 // A real API server must know every field, in a namespace that enforces the
 // restricted Pod Security Standard.
 func TestAPIServerAccepts(t *testing.T) {
-	server, err := env.Start()
+	server, err := server()
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = server.Stop() })
 	cluster, err := client.New(server.Config, client.Options{})
 	if err != nil {
 		t.Fatal(err)
@@ -263,7 +359,7 @@ func TestAPIServerAccepts(t *testing.T) {
 		t.Fatal(err)
 	}
 	strict := client.WithFieldValidation(cluster, "Strict")
-	for _, values := range []string{"default", "full", "minimal"} {
+	for _, values := range []string{"default", "full", "minimal", "tls", "platform"} {
 		seen := 0
 		for _, o := range objects(t, mustRender(t, "--values", "testdata/"+values+".values.yaml")) {
 			switch group := o.GroupVersionKind().Group; group {
@@ -275,7 +371,7 @@ func TestAPIServerAccepts(t *testing.T) {
 			if o.GetKind() == "CustomResourceDefinition" {
 				continue // installed already
 			}
-			if err := strict.Create(context.Background(), o.DeepCopy(), create...); err != nil {
+			if err := strict.Create(context.Background(), o.DeepCopy(), create...); err != nil && (o.GetKind() != "ServiceAccount" || !apierrors.IsAlreadyExists(err)) {
 				t.Errorf("%s: %s %s: %v", values, o.GetKind(), o.GetName(), err)
 			}
 			template, found, _ := unstructured.NestedMap(o.Object, "spec", "template")

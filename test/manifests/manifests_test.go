@@ -5,6 +5,7 @@ package manifests
 
 import (
 	"context"
+	"os"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -37,9 +38,26 @@ func TestConfigDefault(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	text, err := server.Kubectl("", "kustomize", filepath.Join(root, "config", "default"))
+	// With calls over TLS; a component without which the rest is the same.
+	dir := t.TempDir()
+	for _, name := range []string{"default", "tls", "crd", "rbac", "operator", "dispatcher"} {
+		if err := os.CopyFS(filepath.Join(dir, name), os.DirFS(filepath.Join(root, "config", name))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte("resources: [default]\ncomponents: [tls]\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	plain, err := server.Kubectl("", "kustomize", filepath.Join(dir, "default"))
 	if err != nil {
 		t.Fatal(err)
+	}
+	text, err := server.Kubectl("", "kustomize", dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if strings.Contains(plain, "calls-tls") || strings.Count(text, "calls-tls") != 4 {
+		t.Errorf("TLS is named %d and %d times, want 0 and 4", strings.Count(plain, "calls-tls"), strings.Count(text, "calls-tls"))
 	}
 
 	kinds := map[string]int{}
@@ -65,7 +83,7 @@ func TestConfigDefault(t *testing.T) {
 	if err != nil || len(crds) < 2 {
 		t.Fatalf("%d CRDs in config/crd: %v", len(crds), err)
 	}
-	for kind, want := range map[string]int{"Namespace": 1, "CustomResourceDefinition": len(crds), "Deployment": 1, "StatefulSet": 1, "ServiceAccount": 3, "NetworkPolicy": 1} {
+	for kind, want := range map[string]int{"Namespace": 1, "CustomResourceDefinition": len(crds), "Deployment": 1, "StatefulSet": 1, "ServiceAccount": 3, "NetworkPolicy": 2} {
 		if kinds[kind] != want {
 			t.Errorf("%d of kind %s, want %d", kinds[kind], kind, want)
 		}

@@ -29,12 +29,20 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end }}
 {{- end }}
 
-{{/* metadata of an object: dict "root" . "component" c "name" n */}}
+{{/* metadata of an object: dict "root" . "component" c "name" n, and "cluster" true
+for one outside the namespace, whose name carries the namespace */}}
 {{- define "posthorn.metadata" -}}
+{{- if .cluster -}}
+name: {{ .root.Release.Namespace }}-{{ .name }}
+{{- else -}}
 name: {{ .name }}
 namespace: {{ .root.Release.Namespace }}
+{{- end }}
 labels:
   {{- include "posthorn.labels" . | nindent 2 }}
+  {{- with .labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
 {{- $annotations := mergeOverwrite (dict) .root.Values.commonAnnotations (default (dict) .annotations) }}
 {{- with $annotations }}
 annotations:
@@ -52,15 +60,6 @@ annotations:
 {{- default $own (index .root.Values .component).serviceAccount.name }}
 {{- end }}
 
-{{- define "posthorn.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 65532
-runAsGroup: 65532
-fsGroup: 65532
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile: {type: RuntimeDefault}
-{{- end }}
-
 {{- define "posthorn.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
@@ -76,7 +75,20 @@ imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 securityContext:
-  {{- include "posthorn.podSecurity" . | nindent 2 }}
+  {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
+topologySpreadConstraints:
+{{- if $c.topologySpreadConstraints }}
+  {{- toYaml $c.topologySpreadConstraints | nindent 0 }}
+{{- else }}
+{{- range list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
+- maxSkew: 1
+  topologyKey: {{ . }}
+  whenUnsatisfiable: ScheduleAnyway
+  labelSelector:
+    matchLabels:
+      {{- include "posthorn.selector" $ | nindent 6 }}
+{{- end }}
+{{- end }}
 {{- with $c.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
