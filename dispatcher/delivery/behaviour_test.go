@@ -599,6 +599,31 @@ func TestRateLimit(t *testing.T) {
 	})
 }
 
+// While connections are scarce, an endpoint has as many requests at once as it
+// takes to serve a hundred a second: one that answers at once has one.
+func TestScarceConnections(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		const fast, slow = "http://fast.test", "http://slow.test"
+		w := newWorld(t, byURL(map[string]answer{fast: {status: 200, after: time.Millisecond}, slow: {status: 200, after: 200 * time.Millisecond}}))
+		w.client.egress = egress.New(egress.Options{MaxIdle: 2})
+		w.apply(dest("fast", fast), dest("slow", slow))
+		w.send("web", 2000)
+		w.sleep(time.Minute)
+		if most := w.most(fast); most != 1 {
+			t.Errorf("%d requests at once to the fast one, want 1", most)
+		}
+		if most := w.most(slow); most != servedPerSecond/5 {
+			t.Errorf("%d requests at once to the slow one, want %d", most, servedPerSecond/5)
+		}
+		for _, name := range []string{"fast", "slow"} {
+			if r := w.report(name); r.Delivered != 2000 {
+				t.Errorf("%s: %d delivered", name, r.Delivered)
+			}
+		}
+		w.end()
+	})
+}
+
 // Changing a destination under load: no message is lost or settled twice, and what is in flight ends as it began.
 func TestSwapUnderLoad(t *testing.T) {
 	bubble(t, func(t *testing.T) {

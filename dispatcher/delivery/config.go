@@ -249,6 +249,7 @@ func (e *Engine) put(p *plan, now time.Time) (forget []target) {
 		}
 		endpoints[name] = ep
 		p.set.targets[i].endpoint = ep
+		ep.to = p.set.targets[i].to
 		ep.bucket.setRate(p.set.perSecond)
 		if old == nil || old.revision != p.set.revision {
 			ep.circuit.setLimit(p.set.maxInFlight)

@@ -140,12 +140,14 @@ type target struct {
 type endpoint struct {
 	destination *destination
 	name        string
-	circuit     circuit
-	bucket      bucket
-	health      health
-	inFlight    int
-	attempts    attempts
-	metrics     endpointMetrics
+	// to is what the config now says of it; nil while it cannot be sent to.
+	to       *egress.Endpoint
+	circuit  circuit
+	bucket   bucket
+	health   health
+	inFlight int
+	attempts attempts
+	metrics  endpointMetrics
 	// lanes that send here, in turns: turn is whose it is.
 	lanes []*lane
 	turn  int

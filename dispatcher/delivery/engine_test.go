@@ -40,8 +40,10 @@ type fakeClient struct {
 	mu        sync.Mutex
 	urls      map[*egress.Endpoint]string
 	forgotten []string
-	answer    func(r request) answer
-	got       []request
+	// egress prepares endpoints that know how few connections are left; nil for such that do not.
+	egress *egress.Client
+	answer func(r request) answer
+	got    []request
 	// inFlight and most requests at once, by URL and in all ("").
 	inFlight, most map[string]int
 }
@@ -57,6 +59,12 @@ func (c *fakeClient) Prepare(e liveconfig.Endpoint) (*egress.Endpoint, error) {
 		return nil, fmt.Errorf("url: cannot be prepared")
 	}
 	p := &egress.Endpoint{}
+	if c.egress != nil {
+		var err error
+		if p, err = c.egress.Prepare(e); err != nil {
+			return nil, err
+		}
+	}
 	c.urls[p] = e.URL.Reveal()
 	return p, nil
 }

@@ -7,8 +7,12 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// maxLease is how many messages a lane leases at once.
-const maxLease = 64
+// maxLease is how many messages a lane leases at once, minLease how many it
+// may lease however few it has in flight: each lease costs a search in the log.
+const (
+	minLease = 16
+	maxLease = 64
+)
 
 // worker is a goroutine that sends requests, one after the other.
 type worker struct {
@@ -254,10 +258,10 @@ func (e *Engine) unblock() {
 }
 
 // quantum is how many messages a lane leases at once: no more than its
-// endpoints' windows, and less the more lanes there are, so that what is leased
-// stays bounded for all lanes together.
+// endpoints' windows or minLease, and less the more lanes there are, so that
+// what is leased stays bounded for all lanes together.
 func (e *Engine) quantum(l *lane) int {
-	window := 1
+	window := minLease
 	for _, t := range l.targets {
 		window = max(window, int(t.circuit.window))
 	}
@@ -288,7 +292,24 @@ func (l *lane) sendable(now time.Time) (closed, probe bool) {
 
 // takes reports whether the endpoint has room for an ordinary request.
 func (ep *endpoint) takes(now time.Time) bool {
-	return ep.circuit.room(ep.inFlight) > 0 && ep.bucket.wait(now) == 0
+	return ep.room() > 0 && ep.bucket.wait(now) == 0
+}
+
+// servedPerSecond is how many requests an endpoint can have served in any case,
+// however many others have connections too.
+const servedPerSecond = 100
+
+// room is how many more requests the endpoint may have in flight. While
+// connections are scarce it waits for one of its own rather than dial, as long
+// as those serve enough: a burst for an endpoint that answers at once is not
+// worth the dials.
+func (ep *endpoint) room() int {
+	room := ep.circuit.room(ep.inFlight)
+	if room > 0 && ep.to != nil {
+		enough := 1 + int(ep.health.latency*servedPerSecond/time.Second)
+		room = min(room, max(ep.to.Share(), enough)-ep.inFlight)
+	}
+	return room
 }
 
 // offer gives the room that an endpoint has to the next lane in turn that has
@@ -296,7 +317,7 @@ func (ep *endpoint) takes(now time.Time) bool {
 func (e *Engine) offer(ep *endpoint, now time.Time) {
 	var at time.Time
 	switch c := &ep.circuit; {
-	case c.probing || !c.open && c.room(ep.inFlight) <= 0:
+	case c.probing || !c.open && ep.room() <= 0:
 		return // The end of a request in flight will offer again.
 	case c.open:
 		at = c.probeAt

@@ -18,6 +18,7 @@ import (
 type conn struct {
 	net.Conn           // TCP or TLS
 	tls      *tls.Conn // nil for plain HTTP
+	pool     *pool
 	remote   string
 	alive    func() bool // open and silent; the read deadline must lie ahead
 
@@ -65,10 +66,21 @@ func (cn *conn) Read(b []byte) (int, error) {
 	}
 }
 
-func (cn *conn) close() { cn.closeOnce.Do(func() { _ = cn.Conn.Close() }) }
+func (cn *conn) close() {
+	cn.closeOnce.Do(func() {
+		_ = cn.Conn.Close()
+		cn.pool.count(-1)
+	})
+}
 
 // dial makes a connection to the endpoint, with the TLS handshake done, and begins on it.
-func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t *Timing) (*conn, error) {
+func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t *Timing) (_ *conn, err error) {
+	e.idle.count(1)
+	defer func() {
+		if err != nil {
+			e.idle.count(-1)
+		}
+	}()
 	// Resolves, tries one address after the other (two families in parallel),
 	// and asks for each of them right before it is dialled. What was checked is
 	// what is dialled: a name that resolves differently the next time gains nothing.
@@ -94,7 +106,7 @@ func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t 
 	if err != nil {
 		return nil, err
 	}
-	cn := &conn{Conn: raw, remote: raw.RemoteAddr().String()}
+	cn := &conn{Conn: raw, pool: e.idle, remote: raw.RemoteAddr().String()}
 	if e.tls != nil {
 		start = time.Now()
 		cn.tls = tls.Client(raw, e.tls)
@@ -108,7 +120,7 @@ func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t 
 	}
 	probe, err := newProbe(raw)
 	if err != nil {
-		cn.close()
+		_ = raw.Close()
 		return nil, err
 	}
 	cn.alive = func() bool {

@@ -107,7 +107,8 @@ type Options struct {
 	// which is less than the 60 s of common load balancers. What an endpoint
 	// says itself (Keep-Alive: timeout=5) wins when it is less.
 	IdleTimeout time.Duration
-	// MaxIdle bounds the open unused connections of all endpoints together; default 4,096.
+	// MaxIdle bounds the open unused connections of all endpoints together;
+	// default 4,096. Endpoint.Share tells how endpoints stay within it.
 	MaxIdle int
 	// Logger; default slog.Default().
 	Logger *slog.Logger
@@ -122,6 +123,7 @@ type Client struct {
 	log         *slog.Logger
 
 	idle atomic.Int64 // open unused connections
+	open atomic.Int64 // all connections
 
 	mu     sync.Mutex
 	pools  map[*pool]struct{} // those that may hold connections

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"math"
 	"net"
 	"net/netip"
 	"net/url"
@@ -48,6 +49,17 @@ func (e Endpoint) Format(f fmt.State, _ rune) { _, _ = io.WriteString(f, e.Strin
 
 // LogValue implements slog.LogValuer.
 func (e Endpoint) LogValue() slog.Value { return slog.StringValue(e.String()) }
+
+// Share is how many requests to the endpoint should be under way at once so
+// that none needs a connection that will not be kept: all that it likes while
+// few endpoints have connections, fewer the more have some, and at least 1. A
+// dial costs as much as several requests.
+func (e *Endpoint) Share() int {
+	if e.idle == nil {
+		return math.MaxInt
+	}
+	return int(e.idle.share())
+}
 
 // reserved are the headers that the client or HTTP itself sets.
 var reserved = []string{

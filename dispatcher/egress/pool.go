@@ -3,12 +3,15 @@ package egress
 import (
 	"context"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
 // pool holds an endpoint's open unused connections, the longest unused first.
 type pool struct {
 	client *Client
+	// open counts its connections, also those in use and those that are being made.
+	open atomic.Int64
 
 	mu     sync.Mutex
 	conns  []*conn
@@ -38,6 +41,18 @@ func (p *pool) get(ctx context.Context, now, deadline time.Time) *conn {
 		}
 		cn.close()
 	}
+}
+
+// count counts a connection that is about to be made, or one less.
+func (p *pool) count(n int64) {
+	p.open.Add(n)
+	p.client.open.Add(n)
+}
+
+// share is how many connections the pool should use: those that it has, and
+// more while it has fewer than are left of the half that is for everyone.
+func (p *pool) share() int64 {
+	return max(p.open.Load(), p.client.maxIdle/2-p.client.open.Load(), 1)
 }
 
 // put takes a connection for later use, or closes it.

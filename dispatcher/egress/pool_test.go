@@ -105,6 +105,47 @@ func TestMaxIdle(t *testing.T) {
 	eventually(t, "three are left", func() bool { return open.Load() == 3 && c.idle.Load() == 3 })
 }
 
+// Endpoints share half of the connections that may be kept: each may have more
+// while it has fewer than are left, keeps what it has, and has one in any case.
+func TestShare(t *testing.T) {
+	noLeaks(t)
+	server, open := counting(t, ok)
+	c := New(Options{Policy: newClient(t, "127.0.0.1").policy, MaxIdle: 6})
+	defer c.Close()
+	var endpoints []*Endpoint
+	want := func(shares ...int) {
+		t.Helper()
+		for i, e := range endpoints {
+			if got := e.Share(); got != shares[i] {
+				t.Errorf("with %d connections endpoint %d has a share of %d, want %d", open.Load(), i, got, shares[i])
+			}
+		}
+	}
+	for range 4 {
+		endpoints = append(endpoints, prepareURL(t, c, "http://"+server.address))
+	}
+	want(3, 3, 3, 3)
+	for _, e := range endpoints[:2] {
+		post(t, withTimeout(t, patience), c, e)
+		post(t, withTimeout(t, patience), c, e) // on the same connection
+	}
+	want(1, 1, 1, 1)
+	cn, err := c.dial(t.Context(), endpoints[0], time.Now().Add(patience), new(Timing))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want(2, 1, 1, 1)
+	cn.close()
+	cn.close()
+	want(1, 1, 1, 1)
+	for _, e := range endpoints {
+		c.Forget(e)
+	}
+	post(t, withTimeout(t, patience), c, prepareURL(t, c, "http://127.0.0.1:1"))
+	eventually(t, "all closed", func() bool { return c.open.Load() == 0 })
+	want(3, 3, 3, 3)
+}
+
 // The endpoint's own timeout, less a second, bounds the use of a connection.
 func TestKeepAliveTimeout(t *testing.T) {
 	noLeaks(t)

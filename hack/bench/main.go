@@ -143,6 +143,11 @@ var measurements = []struct {
 
 func (b *bench) window() time.Duration { return time.Duration(*seconds * float64(time.Second)) }
 
+// split says where the processor time of a message went.
+func split(s sample) row {
+	return row{Name: "  CPU a message: dispatcher, senders, sink", Value: fmt.Sprintf("%.1f, %.1f, %.1f us; %.1f dials/1000", s.cpu, s.senders, s.sink, s.connections), Met: true, Number: s.cpu}
+}
+
 func atLeast(name string, value, goal float64, text string) row {
 	return row{Name: name, Value: text, Goal: fmt.Sprintf(">= %.2f", goal), Met: value >= goal, Number: value}
 }
@@ -189,7 +194,7 @@ func measureSingles(ctx context.Context, b *bench) ([]row, error) {
 	if err != nil {
 		return nil, err
 	}
-	return []row{atLeast("delivered/s, single calls, of direct", got.rate/direct.rate, 0.40, fmt.Sprintf("%.2f (%.0f/s)", got.rate/direct.rate, got.rate))}, nil
+	return []row{atLeast("delivered/s, single calls, of direct", got.rate/direct.rate, 0.40, fmt.Sprintf("%.2f (%.0f/s)", got.rate/direct.rate, got.rate)), split(got)}, nil
 }
 
 // measureQueue runs the queue alone: append of 20 durably, lease, ack.
@@ -265,7 +270,7 @@ func measureMany(ctx context.Context, b *bench) ([]row, error) {
 		return nil, err
 	}
 	ratio := many.rate / one.rate
-	return []row{atLeast("delivered/s with 1,000 destinations, of 1", ratio, 0.8, fmt.Sprintf("%.2f (%.0f/s, %d MB)", ratio, many.rate, many.rss>>20))}, nil
+	return []row{atLeast("delivered/s with 1,000 destinations, of 1", ratio, 0.8, fmt.Sprintf("%.2f (%.0f/s, %d MB)", ratio, many.rate, many.rss>>20)), split(one), split(many)}, nil
 }
 
 // measureParked fills a backlog for a destination that is switched off, and restarts on it.

@@ -146,8 +146,9 @@ type sinkProcess struct {
 }
 
 type sinkStats struct {
-	Count   int64
-	Samples []time.Duration
+	Count       int64
+	Connections int64 // accepted
+	Samples     []time.Duration
 }
 
 // take returns what the sink has counted since the last take.
@@ -161,7 +162,7 @@ func (s *sinkProcess) take() (stats sinkStats, err error) {
 }
 
 func sinkRole([]string) error {
-	var count atomic.Int64
+	var count, connections atomic.Int64
 	var mu sync.Mutex
 	var samples []time.Duration
 	listen := func(handle func(net.Conn)) string {
@@ -175,6 +176,7 @@ func sinkRole([]string) error {
 				if err != nil {
 					return
 				}
+				connections.Add(1)
 				go handle(c)
 			}
 		}()
@@ -238,7 +240,7 @@ func sinkRole([]string) error {
 	return http.Serve(control, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { //nolint:gosec // a local control listener
 		mu.Lock()
 		defer mu.Unlock()
-		_ = json.NewEncoder(w).Encode(sinkStats{Count: count.Swap(0), Samples: samples})
+		_ = json.NewEncoder(w).Encode(sinkStats{Count: count.Swap(0), Connections: connections.Swap(0), Samples: samples})
 		samples = nil
 	}))
 }
@@ -272,9 +274,11 @@ func body(id int64) string {
 
 // direct is the loop that everything is compared with.
 type sample struct {
-	rate, cpu float64 // per second; microseconds per message
-	p50, p99  time.Duration
-	rss       int64
+	rate, cpu     float64 // per second; microseconds per message, of the process that is measured
+	senders, sink float64 // microseconds per message of the others
+	connections   float64 // that the sink accepted, per 1,000 messages
+	p50, p99      time.Duration
+	rss           int64
 }
 
 func (s sample) mean(t sample) sample {
@@ -302,13 +306,15 @@ func (b *bench) loop(role string, args ...string) (sample, error) {
 // measured prints what a loop did since begin.
 func measured(messages int64, begin time.Time) error {
 	took := time.Since(begin)
-	var usage syscall.Rusage
-	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &usage); err != nil {
-		return err
-	}
-	cpu := time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
-	fmt.Printf(`{"Rate":%f,"CPU":%f}`+"\n", float64(messages)/took.Seconds(), float64(cpu.Microseconds())/float64(messages))
+	fmt.Printf(`{"Rate":%f,"CPU":%f}`+"\n", float64(messages)/took.Seconds(), float64(ownCPU().Microseconds())/float64(messages))
 	return nil
+}
+
+// ownCPU is the processor time that this process has used.
+func ownCPU() time.Duration {
+	var usage syscall.Rusage
+	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &usage)
+	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
 }
 
 // queueRole appends batches from as many goroutines as the batches row has
@@ -583,6 +589,7 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 			}
 			delivered.Add(s.Count)
 			all.Count += s.Count
+			all.Connections += s.Connections
 			all.Samples = append(all.Samples, s.Samples...)
 		}
 		return all, time.Since(begin), nil
@@ -591,9 +598,9 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 	if _, _, err := drain(b.window() / 4); err != nil {
 		return sample{}, err
 	}
-	cpu := p.cpu()
+	cpu, own, sink := p.cpu(), ownCPU(), b.sink.cpu()
 	stats, took, err := drain(b.window())
-	used := p.cpu() - cpu
+	used, own, sink := p.cpu()-cpu, ownCPU()-own, b.sink.cpu()-sink
 	rss := p.rss()
 	cancel()
 	group.Wait()
@@ -604,9 +611,11 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 		return sample{}, fmt.Errorf("nothing was delivered")
 	}
 	sortDurations(stats.Samples)
+	each := func(d time.Duration) float64 { return float64(d.Microseconds()) / float64(stats.Count) }
 	return sample{
-		rate: float64(stats.Count) / took.Seconds(), cpu: float64(used.Microseconds()) / float64(stats.Count),
-		p50: quantile(stats.Samples, 0.5), p99: quantile(stats.Samples, 0.99), rss: rss,
+		rate: float64(stats.Count) / took.Seconds(), cpu: each(used), senders: each(own), sink: each(sink),
+		connections: 1000 * float64(stats.Connections) / float64(stats.Count),
+		p50:         quantile(stats.Samples, 0.5), p99: quantile(stats.Samples, 0.99), rss: rss,
 	}, nil
 }
 
