@@ -158,7 +158,7 @@ func below(name string, value, goal float64, text, goalText string) row {
 
 // measureDirect runs the loop that everything is compared with.
 func measureDirect(_ context.Context, b *bench) ([]row, error) {
-	d, err := b.directLoop()
+	d, err := b.directLoop(1)
 	if err != nil {
 		return nil, err
 	}
@@ -166,7 +166,7 @@ func measureDirect(_ context.Context, b *bench) ([]row, error) {
 }
 
 func measureBatches(ctx context.Context, b *bench) ([]row, error) {
-	before, err := b.directLoop()
+	before, err := b.directLoop(1)
 	if err != nil {
 		return nil, err
 	}
@@ -174,7 +174,7 @@ func measureBatches(ctx context.Context, b *bench) ([]row, error) {
 	if err != nil {
 		return nil, err
 	}
-	after, err := b.directLoop()
+	after, err := b.directLoop(1)
 	if err != nil {
 		return nil, err
 	}
@@ -186,7 +186,7 @@ func measureBatches(ctx context.Context, b *bench) ([]row, error) {
 }
 
 func measureSingles(ctx context.Context, b *bench) ([]row, error) {
-	direct, err := b.directLoop()
+	direct, err := b.directLoop(1)
 	if err != nil {
 		return nil, err
 	}
@@ -199,7 +199,7 @@ func measureSingles(ctx context.Context, b *bench) ([]row, error) {
 
 // measureQueue runs the queue alone: append of 20 durably, lease, ack.
 func measureQueue(_ context.Context, b *bench) ([]row, error) {
-	direct, err := b.directLoop()
+	direct, err := b.directLoop(1)
 	if err != nil {
 		return nil, err
 	}
@@ -269,8 +269,20 @@ func measureMany(ctx context.Context, b *bench) ([]row, error) {
 	if err != nil {
 		return nil, err
 	}
-	ratio := many.rate / one.rate
-	return []row{atLeast("delivered/s with 1,000 destinations, of 1", ratio, 0.8, fmt.Sprintf("%.2f (%.0f/s, %d MB)", ratio, many.rate, many.rss>>20)), split(one), split(many)}, nil
+	directOne, err := b.directLoop(1)
+	if err != nil {
+		return nil, err
+	}
+	directMany, err := b.directLoop(1000)
+	if err != nil {
+		return nil, err
+	}
+	ratio, directRatio := many.rate/one.rate, directMany.rate/directOne.rate
+	return []row{
+		atLeast("delivered/s with 1,000 destinations, of 1", ratio, 0.8, fmt.Sprintf("%.2f (%.0f/s, %d MB)", ratio, many.rate, many.rss>>20)),
+		split(one), split(many),
+		{Name: "  direct to 1,000 destinations, of direct to 1", Value: fmt.Sprintf("%.2f (%.0f/s, %.1f us CPU)", directRatio, directMany.rate, directMany.cpu), Met: true, Number: directRatio},
+	}, nil
 }
 
 // measureParked fills a backlog for a destination that is switched off, and restarts on it.

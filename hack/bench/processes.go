@@ -2,10 +2,12 @@ package main
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"crypto/hmac"
 	"crypto/sha1" //nolint:gosec // the specified signature
 	"crypto/sha256"
+	"encoding/base64"
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
@@ -19,6 +21,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime/pprof"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -185,8 +188,8 @@ func sinkRole([]string) error {
 	answer := func(response string, good bool) func(net.Conn) {
 		return func(c net.Conn) {
 			defer c.Close()
-			r := bufio.NewReaderSize(c, 16<<10)
-			body := make([]byte, 0, 64<<10)
+			r := bufio.NewReaderSize(c, 4<<10)
+			var body []byte
 			for {
 				length := 0
 				for {
@@ -201,7 +204,7 @@ func sinkRole([]string) error {
 						length, _ = strconv.Atoi(strings.TrimSpace(string(line[15:])))
 					}
 				}
-				body = body[:length]
+				body = slices.Grow(body[:0], length)[:length]
 				if _, err := io.ReadFull(r, body); err != nil {
 					return
 				}
@@ -249,12 +252,12 @@ const stamp = `"sent":`
 
 // age is how long ago a message's body says it was sent.
 func age(body []byte) time.Duration {
-	_, rest, ok := strings.Cut(string(body), stamp)
+	_, rest, ok := bytes.Cut(body, []byte(stamp))
 	if !ok {
 		return 0
 	}
-	end := strings.IndexFunc(rest, func(r rune) bool { return r < '0' || r > '9' })
-	sent, err := strconv.ParseInt(rest[:max(end, 0)], 10, 64)
+	end := bytes.IndexFunc(rest, func(r rune) bool { return r < '0' || r > '9' })
+	sent, err := strconv.ParseInt(string(rest[:max(end, 0)]), 10, 64)
 	if err != nil {
 		return 0
 	}
@@ -262,8 +265,8 @@ func age(body []byte) time.Duration {
 }
 
 // body is a call of about 1 KB.
-func body(id int64) string {
-	return fmt.Sprintf(`{"type":"track","event":"Order Completed","userId":"user-%d","messageId":"bench-%d-%d","timestamp":"%s",`+
+func appendBody(dst []byte, id int64) []byte {
+	return fmt.Appendf(dst, `{"type":"track","event":"Order Completed","userId":"user-%d","messageId":"bench-%d-%d","timestamp":"%s",`+
 		`"properties":{%s%d,"orderId":"50314b8e9bcf000000000000","total":27.5,"revenue":25,"currency":"USD","coupon":"hasbros","discount":2.5,`+
 		`"products":[{"productId":"507f1f77bcf86cd799439011","sku":"45790-32","name":"Monopoly: 3rd Edition","price":19,"quantity":1,"category":"Games"},`+
 		`{"productId":"505bd76785ebb509fc183733","sku":"46493-32","name":"Uno Card Game","price":3,"quantity":2,"category":"Games"}]},`+
@@ -272,7 +275,7 @@ func body(id int64) string {
 		id%1000, os.Getpid(), id, time.Now().UTC().Format("2006-01-02T15:04:05.000Z"), stamp, time.Now().UnixMicro())
 }
 
-// direct is the loop that everything is compared with.
+// sample is a measurement.
 type sample struct {
 	rate, cpu     float64 // per second; microseconds per message, of the process that is measured
 	senders, sink float64 // microseconds per message of the others
@@ -285,8 +288,9 @@ func (s sample) mean(t sample) sample {
 	return sample{rate: (s.rate + t.rate) / 2, cpu: (s.cpu + t.cpu) / 2}
 }
 
-func (b *bench) directLoop() (sample, error) {
-	s, err := b.loop("direct", b.sink.Addr, b.window().String())
+// directLoop runs the loop that everything is compared with.
+func (b *bench) directLoop(destinations int) (sample, error) {
+	s, err := b.loop("direct", b.sink.Addr, b.window().String(), strconv.Itoa(destinations))
 	_, _ = b.sink.take()
 	return s, err
 }
@@ -343,7 +347,7 @@ func queueRole(args []string) error {
 	var appended, settled atomic.Int64
 	var group errgroup.Group
 	begin := time.Now()
-	payload := []byte(body(1))
+	payload := appendBody(nil, 1)
 	for range 8 {
 		group.Go(func() error {
 			for time.Since(begin) < window {
@@ -384,29 +388,38 @@ func queueRole(args []string) error {
 	return measured(settled.Load(), begin)
 }
 
+// directRole posts from 64 goroutines to one destination, or to many in turn,
+// each with connections of its own.
 func directRole(args []string) error {
 	window, err := time.ParseDuration(args[1])
 	if err != nil {
 		return err
 	}
-	client := &http.Client{
-		Timeout:   5 * time.Second,
-		Transport: &http.Transport{MaxIdleConnsPerHost: connection, DisableCompression: true},
+	destinations, err := strconv.Atoi(args[2])
+	if err != nil {
+		return err
+	}
+	clients := make([]*http.Client, destinations)
+	for i := range clients {
+		clients[i] = &http.Client{
+			Timeout:   5 * time.Second,
+			Transport: &http.Transport{MaxIdleConnsPerHost: connection, DisableCompression: true},
+		}
 	}
 	var sent atomic.Int64
 	var group sync.WaitGroup
-	message := body(1)
+	message := string(appendBody(nil, 1))
 	begin := time.Now()
-	for range connection {
+	for n := range connection {
 		group.Go(func() {
-			for time.Since(begin) < window {
+			for i := n; time.Since(begin) < window; i += connection {
 				mac := hmac.New(sha1.New, []byte(secret))
 				mac.Write([]byte(message))
 				req, _ := http.NewRequest(http.MethodPost, "http://"+args[0]+"/in", strings.NewReader(message)) //nolint:noctx // the bare loop
 				req.Header.Set("Content-Type", "application/json")
 				req.Header.Set("User-Agent", "Posthorn/1.0")
 				req.Header.Set("X-Signature", hex.EncodeToString(mac.Sum(nil)))
-				resp, err := client.Do(req)
+				resp, err := clients[i%destinations].Do(req)
 				if err != nil {
 					panic(err)
 				}
@@ -559,6 +572,7 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 	for n := range l.clients {
 		group.Go(func() {
 			s := newSender(p)
+			defer s.close()
 			for i := n; ctx.Err() == nil; i += l.clients {
 				if gap > 0 {
 					select {
@@ -570,7 +584,7 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 				for sent.Load()*int64(perSource)-delivered.Load() > 8000*int64(perSource) && ctx.Err() == nil {
 					time.Sleep(time.Millisecond)
 				}
-				if err := s.send(ctx, i%p.sources, l.batch, &id); err != nil && ctx.Err() == nil {
+				if err := s.send(i%p.sources, l.batch, &id); err != nil && ctx.Err() == nil {
 					fmt.Fprintln(os.Stderr, "send:", err)
 					return
 				}
@@ -628,8 +642,9 @@ func (b *bench) fill(ctx context.Context, p *dispatcherProcess, n int) (time.Dur
 	for range 8 {
 		group.Go(func() {
 			s := newSender(p)
+			defer s.close()
 			for id.Load() < int64(n) {
-				if err := s.send(ctx, 0, 100, &id); err != nil {
+				if err := s.send(0, 100, &id); err != nil {
 					failed.Store(&err)
 					return
 				}
@@ -643,46 +658,82 @@ func (b *bench) fill(ctx context.Context, p *dispatcherProcess, n int) (time.Dur
 	return time.Since(begin), nil
 }
 
-// sender posts batches on one connection.
+// sender posts calls on one connection. It is leaner than net/http's client: it
+// shares the machine with what is measured, and is not measured itself.
 type sender struct {
-	addr   string
-	client *http.Client
+	addr    string
+	conn    net.Conn
+	answers *bufio.Reader
+	request []byte
+	calls   []byte
 }
 
-func newSender(p *dispatcherProcess) *sender {
-	return &sender{addr: p.Addr, client: &http.Client{Timeout: 30 * time.Second, Transport: &http.Transport{MaxIdleConnsPerHost: 1}}}
+func newSender(p *dispatcherProcess) *sender { return &sender{addr: p.Addr} }
+
+func (s *sender) close() {
+	if s.conn != nil {
+		_ = s.conn.Close()
+	}
 }
 
-func (s *sender) send(ctx context.Context, source, batch int, id *atomic.Int64) error {
-	path, payload := "/v1/track", ""
+func (s *sender) send(source, batch int, id *atomic.Int64) error {
+	if s.conn == nil {
+		conn, err := net.Dial("tcp", s.addr)
+		if err != nil {
+			return err
+		}
+		s.conn, s.answers = conn, bufio.NewReader(conn)
+	}
+	path := "/v1/track"
 	if batch == 1 {
-		payload = body(id.Add(1))
+		s.calls = appendBody(s.calls[:0], id.Add(1))
 	} else {
 		path = "/v1/batch"
-		var all strings.Builder
-		all.WriteString(`{"batch":[`)
+		s.calls = append(s.calls[:0], `{"batch":[`...)
 		for i := range batch {
 			if i > 0 {
-				all.WriteByte(',')
+				s.calls = append(s.calls, ',')
 			}
-			all.WriteString(body(id.Add(1)))
+			s.calls = appendBody(s.calls, id.Add(1))
 		}
-		all.WriteString(`]}`)
-		payload = all.String()
+		s.calls = append(s.calls, `]}`...)
 	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+s.addr+path, strings.NewReader(payload))
-	if err != nil {
+	s.request = fmt.Appendf(s.request[:0], "POST %s HTTP/1.1\r\nHost: %s\r\nUser-Agent: bench\r\nAuthorization: Basic %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n",
+		path, s.addr, base64.StdEncoding.EncodeToString([]byte(writeKey(source)+":")), len(s.calls))
+	s.request = append(s.request, s.calls...)
+	_ = s.conn.SetDeadline(time.Now().Add(30 * time.Second))
+	if _, err := s.conn.Write(s.request); err != nil {
 		return err
 	}
-	req.SetBasicAuth(writeKey(source), "")
-	resp, err := s.client.Do(req)
-	if err != nil {
-		return err
-	}
-	defer resp.Body.Close()
-	answer, err := io.ReadAll(resp.Body)
-	if err == nil && resp.StatusCode != http.StatusOK {
-		err = fmt.Errorf("%s: %s", resp.Status, answer)
+	status, answer, err := readAnswer(s.answers)
+	if err == nil && !strings.Contains(status, " 200 ") {
+		err = fmt.Errorf("%s: %s", status, answer)
 	}
 	return err
+}
+
+// readAnswer reads an answer whose length is given.
+func readAnswer(r *bufio.Reader) (status string, body []byte, err error) {
+	length := 0
+	for {
+		line, err := r.ReadSlice('\n')
+		if err != nil {
+			return "", nil, err
+		}
+		if status == "" {
+			status = string(line)
+			continue
+		}
+		if len(line) <= 2 {
+			break
+		}
+		if name, value, _ := bytes.Cut(line, []byte(":")); bytes.EqualFold(name, []byte("Content-Length")) {
+			if length, err = strconv.Atoi(string(bytes.TrimSpace(value))); err != nil {
+				return "", nil, err
+			}
+		}
+	}
+	body = make([]byte, length)
+	_, err = io.ReadFull(r, body)
+	return strings.TrimSpace(status), body, err
 }
