@@ -54,7 +54,7 @@ spec: {source: web, name: "Very Important (People)"}
 		Expect(a.Status.LastSyncTime.Time).To(BeTemporally("==", at))
 		table, err := server.Kubectl("", "get", "paud", "vip", "--namespace", tenant)
 		Expect(err).NotTo(HaveOccurred())
-		Expect(table).To(MatchRegexp(`vip +True +True +7 +7 +0`))
+		Expect(table).To(MatchRegexp(`NAME +READY +SYNCED +MEMBERS +ADDED +REMOVED +PENDING +LAST SYNC +AGE\nvip +True +True +7 +7 +0 +0 +\S+ +\S+\n`))
 
 		w.dispatcher.set(func(d *fakeDispatcher) {
 			d.syncs[tenant+"/vip"] = func(r *liveconfig.AudienceReport) {

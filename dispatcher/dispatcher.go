@@ -9,6 +9,7 @@
 package dispatcher
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -160,7 +161,7 @@ func New(o Options) (*Dispatcher, error) {
 		Append: d.store.Append, Logger: o.Logger, Registerer: d.metrics, TrustedProxies: o.TrustedProxies,
 	})
 	if d.members, err = audience.New(audience.Options{
-		Dir: filepath.Join(o.DataDir, "audiences"), View: d.configs.view, Skip: skip, Append: d.store.Append, Full: d.store.Full,
+		Dir: filepath.Join(o.DataDir, "audiences"), View: d.configs.view, Skip: skip, Queue: d.store, Full: d.store.Full, Room: d.roomForSync,
 		Owner: o.AudienceOwner, OrphanGrace: o.OrphanGrace, Logger: o.Logger, Registerer: d.metrics,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
@@ -351,6 +352,23 @@ func (d *Dispatcher) Report() liveconfig.Report {
 	}
 	sortTenants(r.Tenants)
 	return r
+}
+
+// roomForSync reports whether the calls of an audience's sync may go into the log
+// of a Source now: they may fill half of its quota, and half of the disk that the
+// store may have. The rest is for live calls.
+func (d *Dispatcher) roomForSync(source string) bool {
+	if quota := d.options.Queue.MaxBytesPerSource; quota > 0 && d.store.SourceStats(source).LogBytes > quota/2 {
+		return false
+	}
+	var fs unix.Statfs_t
+	if err := unix.Statfs(d.options.DataDir, &fs); err != nil {
+		return true // the store looks for itself
+	}
+	used, available := float64(fs.Blocks-fs.Bfree), float64(fs.Bavail)
+	mark := cmp.Or(d.options.Queue.HighWater, pebblestore.DefaultHighWater)
+	left := (mark*(used+available) - used) * float64(fs.Bsize)
+	return float64(d.store.DiskBytes()) <= left
 }
 
 func (d *Dispatcher) storage() liveconfig.StorageReport {

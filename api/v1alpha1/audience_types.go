@@ -101,6 +101,11 @@ type AudienceStatus struct {
 	// Users whose value changed in the last sync, of a computed trait.
 	// +optional
 	Changed *int64 `json:"changed,omitempty"`
+
+	// Identify calls of the last sync that are not in the queue yet. They follow
+	// at the pace of the destinations, so that live calls are not held up.
+	// +optional
+	Pending *int64 `json:"pending,omitempty"`
 }
 
 // Audience is a set of users that is kept elsewhere and synced to Posthorn over
@@ -115,6 +120,7 @@ type AudienceStatus struct {
 // +kubebuilder:printcolumn:name="Members",type=integer,JSONPath=`.status.members`
 // +kubebuilder:printcolumn:name="Added",type=integer,JSONPath=`.status.added`
 // +kubebuilder:printcolumn:name="Removed",type=integer,JSONPath=`.status.removed`
+// +kubebuilder:printcolumn:name="Pending",type=integer,JSONPath=`.status.pending`
 // +kubebuilder:printcolumn:name="Last Sync",type=date,JSONPath=`.status.lastSyncTime`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Key",type=string,JSONPath=`.status.key`,priority=1

@@ -2,6 +2,7 @@ package main
 
 import (
 	"cmp"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -65,7 +66,7 @@ func newAudience(way calling) *cobra.Command {
 
 func newAudienceSync(way calling) *cobra.Command {
 	var c caller
-	var increment, allowEmpty, dryRun bool
+	var increment, allowEmpty, resend, dryRun, wait bool
 	var allowRemoval float64
 	cmd := &cobra.Command{
 		Use:   "sync KEY FILE|-",
@@ -79,8 +80,9 @@ The file lists all members, in any order; who is missing has left. A file that
 ends in .gz is sent as it is. With --increment the lines only add members, or
 remove them with {"userId": "u1", "member": false}.
 
-A sync takes effect as a whole or not at all. KEY is the audience's key; see
-'posthorn get audiences -o wide'.`,
+A sync takes effect as a whole or not at all. Who it is to be told of is decided
+at once; the identify calls follow at the pace of the destinations, and --wait
+waits for them. KEY is the audience's key; see 'posthorn get audiences -o wide'.`,
 		Example: `  posthorn audience sync first_time_shoppers members.ndjson --write-key demo
   psql -Atc "select json_build_object('userId', id) from shoppers" | posthorn audience sync first_time_shoppers - --write-key demo`,
 		Args: exactArgs("KEY", "FILE"),
@@ -101,7 +103,7 @@ A sync takes effect as a whole or not at all. KEY is the audience's key; see
 			if cmd.Flags().Changed("allow-removal") {
 				query.Set("allowRemoval", strconv.FormatFloat(allowRemoval, 'g', -1, 64))
 			}
-			for name, set := range map[string]bool{"allowEmpty": allowEmpty, "dryRun": dryRun} {
+			for name, set := range map[string]bool{"allowEmpty": allowEmpty, "resend": resend, "dryRun": dryRun} {
 				if set {
 					query.Set(name, "true")
 				}
@@ -115,7 +117,8 @@ A sync takes effect as a whole or not at all. KEY is the audience's key; see
 				return err
 			}
 			defer stop()
-			path := "/v1/audiences/" + url.PathEscape(args[0]) + "/members"
+			members := "/v1/audiences/" + url.PathEscape(args[0]) + "/members"
+			path := members
 			if len(query) > 0 {
 				path += "?" + query.Encode()
 			}
@@ -136,7 +139,7 @@ A sync takes effect as a whole or not at all. KEY is the audience's key; see
 			if strings.HasSuffix(args[1], ".gz") {
 				req.Header.Set("Content-Encoding", "gzip")
 			}
-			hide := showProgress(cmd.ErrOrStderr(), counted, size)
+			hide := showProgress(cmd.ErrOrStderr(), func() string { return sentLine(counted.n.Load(), size, counted.end.Load()) })
 			client := http.Client{Transport: &http.Transport{Proxy: http.ProxyFromEnvironment, TLSClientConfig: to.tls, ExpectContinueTimeout: 10 * time.Second, DisableCompression: true}}
 			resp, err := client.Do(req)
 			hide()
@@ -144,7 +147,15 @@ A sync takes effect as a whole or not at all. KEY is the audience's key; see
 				return fmt.Errorf("%w\nNothing is known of the sync; send it again, that is safe", err)
 			}
 			defer resp.Body.Close()
-			return tellSync(cmd.OutOrStdout(), resp)
+			sync, sent, err := tellSync(cmd.OutOrStdout(), resp)
+			switch {
+			case err != nil || sent || dryRun:
+				return err
+			case wait:
+				return awaitSent(cmd, &client, to, members, sync)
+			}
+			fmt.Fprintln(cmd.OutOrStdout(), "The sync is taken; its identify calls follow at the pace of the destinations. See 'posthorn get audiences', or use --wait.")
+			return nil
 		},
 	}
 	c = way(cmd)
@@ -152,44 +163,108 @@ A sync takes effect as a whole or not at all. KEY is the audience's key; see
 	f.BoolVar(&increment, "increment", false, "the lines add and remove members; who is not named stays")
 	f.Float64Var(&allowRemoval, "allow-removal", 0, "percentage of members that this sync may remove (default: the Audience's maxRemovalPercent)")
 	f.BoolVar(&allowEmpty, "allow-empty", false, "an empty file is meant: all members leave")
+	f.BoolVar(&resend, "resend", false, "tell also the members for whom nothing changed, as after a destination was added")
+	f.BoolVar(&wait, "wait", false, "wait until every identify call is in the queue")
 	f.BoolVar(&dryRun, "dry-run", false, "only say what would change")
 	return cmd
 }
 
-// tellSync prints the answer to a sync.
-func tellSync(out io.Writer, resp *http.Response) error {
+// syncAnswer is what a sync, or a question how far it is, is answered with.
+type syncAnswer struct {
+	Success                                  bool
+	Sync                                     string
+	Members, Added, Removed, Changed, Resent int64
+	Sent, DryRun                             bool
+	Unsent                                   int64
+	Error                                    struct {
+		Code, Message string
+		Line          int64
+	}
+}
+
+func readSyncAnswer(resp *http.Response) (a syncAnswer, err error) {
 	text, err := io.ReadAll(io.LimitReader(resp.Body, 1<<20))
 	if err != nil {
-		return err
+		return a, err
 	}
-	var answer struct {
-		Success                          bool
-		Members, Added, Removed, Changed int64
-		Sent, DryRun                     bool
-		Error                            struct {
-			Code, Message string
-			Line          int64
-		}
+	if err := json.Unmarshal(text, &a); err != nil {
+		return a, answerError(resp.Status, text)
 	}
-	if err := json.Unmarshal(text, &answer); err != nil {
-		return answerError(resp.Status, text)
+	return a, nil
+}
+
+// tellSync prints the answer to a sync.
+func tellSync(out io.Writer, resp *http.Response) (sync string, sent bool, err error) {
+	a, err := readSyncAnswer(resp)
+	if err != nil {
+		return "", false, err
 	}
-	if !answer.Success {
+	if !a.Success {
 		where := ""
-		if answer.Error.Line > 0 {
-			where = fmt.Sprintf("line %d: ", answer.Error.Line)
+		if a.Error.Line > 0 {
+			where = fmt.Sprintf("line %d: ", a.Error.Line)
 		}
-		return fmt.Errorf("refused, nothing was changed (%s): %s%s", answer.Error.Code, where, answer.Error.Message)
+		return "", false, fmt.Errorf("refused, nothing was changed (%s): %s%s", a.Error.Code, where, a.Error.Message)
 	}
-	verb := ""
-	if answer.DryRun {
+	verb, again := "", ""
+	if a.DryRun {
 		verb = "would be: "
 	}
-	fmt.Fprintf(out, "%smembers %d, added %d, removed %d, changed %d\n", verb, answer.Members, answer.Added, answer.Removed, answer.Changed)
-	if !answer.Sent && !answer.DryRun {
-		fmt.Fprintln(out, "The sync is taken; its identify calls are still being put into the queue.")
+	if a.Resent > 0 {
+		again = fmt.Sprintf(", told again %d", a.Resent)
 	}
-	return nil
+	fmt.Fprintf(out, "%smembers %d, added %d, removed %d, changed %d%s\n", verb, a.Members, a.Added, a.Removed, a.Changed, again)
+	return a.Sync, a.Sent, nil
+}
+
+// awaitSent waits until every identify call of a sync is in the queue.
+func awaitSent(cmd *cobra.Command, client *http.Client, to intake, members, sync string) error {
+	var done atomic.Int64
+	var all int64 = -1
+	stop := func() {}
+	defer func() { stop() }()
+	for failures := 0; ; {
+		a, err := askProgress(cmd.Context(), client, to, members)
+		switch {
+		case err != nil && cmd.Context().Err() != nil:
+			return cmd.Context().Err()
+		case err != nil:
+			// It restarts, or is being updated; the sync goes on then.
+			if failures++; failures > 60 {
+				return fmt.Errorf("the sync is taken, but how far it is cannot be told: %w", err)
+			}
+		case a.Sync != sync || a.Unsent == 0:
+			return nil
+		case all < 0:
+			all = a.Added + a.Removed + a.Changed + a.Resent
+			stop = showProgress(cmd.ErrOrStderr(), func() string { return toldLine(done.Load(), all) })
+			fallthrough
+		default:
+			failures = 0
+			done.Store(all - a.Unsent)
+		}
+		select {
+		case <-cmd.Context().Done():
+			return cmd.Context().Err()
+		case <-time.After(time.Second):
+		}
+	}
+}
+
+func askProgress(ctx context.Context, client *http.Client, to intake, members string) (a syncAnswer, err error) {
+	req, err := to.request(ctx, http.MethodGet, members, nil)
+	if err != nil {
+		return a, err
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		return a, err
+	}
+	defer resp.Body.Close()
+	if a, err = readSyncAnswer(resp); err == nil && !a.Success {
+		err = fmt.Errorf("%s: %s", a.Error.Code, a.Error.Message)
+	}
+	return a, err
 }
 
 // countingReader counts what was read, from any goroutine.
@@ -208,9 +283,8 @@ func (c *countingReader) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// showProgress draws how much of size (-1: unknown) was sent, on a terminal
-// only, until stop is called.
-func showProgress(w io.Writer, c *countingReader, size int64) (stop func()) {
+// showProgress draws a line again and again, on a terminal only, until stop is called.
+func showProgress(w io.Writer, line func() string) (stop func()) {
 	file, ok := w.(*os.File)
 	if !ok || !term.IsTerminal(int(file.Fd())) {
 		return func() {}
@@ -226,23 +300,33 @@ func showProgress(w io.Writer, c *countingReader, size int64) (stop func()) {
 				fmt.Fprint(w, "\r\033[K")
 				return
 			case <-tick.C:
-				fmt.Fprint(w, "\r\033[K"+progressLine(c.n.Load(), size, c.end.Load()))
+				fmt.Fprint(w, "\r\033[K"+line())
 			}
 		}
 	}()
 	return func() { close(done); <-ended }
 }
 
-// progressLine is a bar when the size is known.
-func progressLine(sent, size int64, end bool) string {
-	const width = 30
+// sentLine says how much of size bytes (-1: unknown) was sent.
+func sentLine(sent, size int64, end bool) string {
 	line := fmt.Sprintf("sent %.1f MB", float64(sent)/1e6)
 	if size > 0 {
-		full := int(width * min(sent, size) / size)
-		line = fmt.Sprintf("[%s%s] %3d %%  %.1f of %.1f MB", strings.Repeat("#", full), strings.Repeat(".", width-full), 100*min(sent, size)/size, float64(sent)/1e6, float64(size)/1e6)
+		line = fmt.Sprintf("%s  %.1f of %.1f MB", bar(sent, size), float64(sent)/1e6, float64(size)/1e6)
 	}
 	if end {
 		line += ", comparing with the last sync"
 	}
 	return line
+}
+
+// toldLine says how many of all identify calls are in the queue.
+func toldLine(told, all int64) string {
+	return fmt.Sprintf("%s  %d of %d told", bar(told, all), told, all)
+}
+
+func bar(done, all int64) string {
+	const width = 30
+	done = min(done, all)
+	full := int(width * done / all)
+	return fmt.Sprintf("[%s%s] %3d %%", strings.Repeat("#", full), strings.Repeat(".", width-full), 100*done/all)
 }

@@ -25,7 +25,7 @@ func TestAudienceOwner(t *testing.T) {
 	}
 }
 
-func TestProgressLine(t *testing.T) {
+func TestProgressLines(t *testing.T) {
 	for _, c := range []struct {
 		sent, size int64
 		end        bool
@@ -36,8 +36,11 @@ func TestProgressLine(t *testing.T) {
 		{2e6, 2e6, true, "[##############################] 100 %  2.0 of 2.0 MB, comparing with the last sync"},
 		{1500000, -1, false, "sent 1.5 MB"},
 	} {
-		if got := progressLine(c.sent, c.size, c.end); got != c.want {
+		if got := sentLine(c.sent, c.size, c.end); got != c.want {
 			t.Errorf("%q, want %q", got, c.want)
 		}
+	}
+	if got, want := toldLine(150, 1000), "[####..........................]  15 %  150 of 1000 told"; got != want {
+		t.Errorf("%q, want %q", got, want)
 	}
 }

@@ -36,9 +36,11 @@ func Audience(old v1alpha1.Audience, v compile.Verdict, tenant string, pods []Po
 	if owner == nil { // it restarts: what it kept is still true
 		s.LastSyncTime, s.Members = old.Status.LastSyncTime.DeepCopy(), clone(old.Status.Members)
 		s.Added, s.Removed, s.Changed = clone(old.Status.Added), clone(old.Status.Removed), clone(old.Status.Changed)
+		s.Pending = clone(old.Status.Pending)
 	} else if !owner.LastSync.IsZero() {
 		s.LastSyncTime = optional(owner.LastSync)
 		s.Members, s.Added, s.Removed, s.Changed = &owner.Members, &owner.Added, &owner.Removed, &owner.Changed
+		s.Pending = &owner.Unsent
 	}
 	s.Conditions = f.conditions(f.state() != liveconfig.Held, f.synced(owner))
 	if numbersDue {
@@ -51,7 +53,7 @@ func Audience(old v1alpha1.Audience, v compile.Verdict, tenant string, pods []Po
 				c.Reason, c.Message = "", ""
 			}
 		}
-		s.LastSyncTime, s.Members, s.Added, s.Removed, s.Changed = nil, nil, nil, nil, nil
+		s.LastSyncTime, s.Members, s.Added, s.Removed, s.Changed, s.Pending = nil, nil, nil, nil, nil, nil
 		return s
 	}
 	if equality.Semantic.DeepEqual(transitions(old.Status), transitions(s)) {
@@ -98,7 +100,11 @@ func (f facts) synced(owner *liveconfig.AudienceReport) metav1.Condition {
 		return set(metav1.ConditionFalse, v1alpha1.ReasonSyncRefused, "the latest sync was refused and changed nothing: "+truncate(owner.Refusal, maxQuotedBytes))
 	case owner.LastSync.IsZero():
 	case owner.Unsent > 0:
-		return set(metav1.ConditionTrue, v1alpha1.ReasonSending, "the last sync was taken; its identify calls are being put into the queue")
+		message := fmt.Sprintf("the last sync was taken; %d of its identify calls are not in the queue yet", owner.Unsent)
+		if owner.Waits != "" {
+			message += ": " + truncate(owner.Waits, maxQuotedBytes)
+		}
+		return set(metav1.ConditionTrue, v1alpha1.ReasonSending, message)
 	default:
 		return set(metav1.ConditionTrue, v1alpha1.ReasonSynced, fmt.Sprintf("the last sync was taken: %d joined, %d left, %d have another value", owner.Added, owner.Removed, owner.Changed))
 	}

@@ -38,7 +38,7 @@ func TestAudience(t *testing.T) {
 	}{
 		{"before the first", accepted, pods(liveconfig.AudienceReport{}), metav1.ConditionUnknown, v1alpha1.ReasonNoSyncYet, true, -1},
 		{"synced", accepted, pods(liveconfig.AudienceReport{Members: 7, Added: 2, LastSync: now}), metav1.ConditionTrue, v1alpha1.ReasonSynced, true, 7},
-		{"sending", accepted, pods(liveconfig.AudienceReport{Members: 7, Unsent: 2, LastSync: now}), metav1.ConditionTrue, v1alpha1.ReasonSending, true, 7},
+		{"sending", accepted, pods(liveconfig.AudienceReport{Members: 7, Unsent: 2, Waits: "storage is filling up", LastSync: now}), metav1.ConditionTrue, v1alpha1.ReasonSending, true, 7},
 		{"refused", accepted, pods(liveconfig.AudienceReport{Members: 7, LastSync: now, LastRefused: now.Add(time.Second), Refusal: "invalid_json: line 7"}), metav1.ConditionFalse, v1alpha1.ReasonSyncRefused, true, 7},
 		{"refused before", accepted, pods(liveconfig.AudienceReport{Members: 7, LastSync: now, LastRefused: now.Add(-time.Second)}), metav1.ConditionTrue, v1alpha1.ReasonSynced, true, 7},
 		{"held", held, pods(liveconfig.AudienceReport{Members: 7, LastSync: now}), metav1.ConditionFalse, v1alpha1.ReasonNotAccepted, false, 7},
@@ -56,6 +56,9 @@ func TestAudience(t *testing.T) {
 			}
 			if c.reason == v1alpha1.ReasonSyncRefused && !strings.Contains(synced.Message, "line 7") {
 				t.Errorf("message %q", synced.Message)
+			}
+			if c.reason == v1alpha1.ReasonSending && (!strings.Contains(synced.Message, "2 of its identify calls are not in the queue yet: storage is filling up") || *a.Status.Pending != 2) {
+				t.Errorf("message %q, pending %v", synced.Message, a.Status.Pending)
 			}
 			if ready := meta.IsStatusConditionTrue(a.Status.Conditions, v1alpha1.ConditionReady); ready != c.ready {
 				t.Errorf("ready %v", ready)

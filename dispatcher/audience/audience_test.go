@@ -58,21 +58,23 @@ func TestDiff(t *testing.T) {
 	for _, c := range []struct {
 		name             string
 		before, now      stream
-		full             bool
+		full, resend     bool
 		members, changes []string
 		counts           Counts
 	}{
-		{"first", of(), of("a", "b"), true, []string{"m:a", "m:b"}, []string{"j:a", "j:b"}, Counts{Members: 2, Added: 2}},
-		{"same", of("a", "b"), of("a", "b"), true, []string{"m:a", "m:b"}, nil, Counts{Before: 2, Members: 2}},
-		{"all kinds", of("a=1", "b=2", "c=3"), of("b=2", "c=4", "d=5"), true, []string{"m:b=2", "m:c=4", "m:d=5"}, []string{"l:a=1", "c:c=4", "j:d=5"}, Counts{Before: 3, Members: 3, Added: 1, Removed: 1, Changed: 1}},
-		{"none left", of("a", "b"), of(), true, nil, []string{"l:a", "l:b"}, Counts{Before: 2, Removed: 2}},
-		{"increment", of("a", "b"), of("-a", "-x", "c", "b"), false, []string{"m:b", "m:c"}, []string{"l:a", "j:c"}, Counts{Before: 2, Members: 2, Added: 1, Removed: 1}},
-		{"empty increment", of("a"), of(), false, []string{"m:a"}, nil, Counts{Before: 1, Members: 1}},
-		{"prefixes", of("a", "aa"), of("aa", "aaa"), true, []string{"m:aa", "m:aaa"}, []string{"l:a", "j:aaa"}, Counts{Before: 2, Members: 2, Added: 1, Removed: 1}},
+		{"first", of(), of("a", "b"), true, false, []string{"m:a", "m:b"}, []string{"j:a", "j:b"}, Counts{Members: 2, Added: 2}},
+		{"same", of("a", "b"), of("a", "b"), true, false, []string{"m:a", "m:b"}, nil, Counts{Before: 2, Members: 2}},
+		{"all kinds", of("a=1", "b=2", "c=3"), of("b=2", "c=4", "d=5"), true, false, []string{"m:b=2", "m:c=4", "m:d=5"}, []string{"l:a=1", "c:c=4", "j:d=5"}, Counts{Before: 3, Members: 3, Added: 1, Removed: 1, Changed: 1}},
+		{"none left", of("a", "b"), of(), true, false, nil, []string{"l:a", "l:b"}, Counts{Before: 2, Removed: 2}},
+		{"increment", of("a", "b"), of("-a", "-x", "c", "b"), false, false, []string{"m:b", "m:c"}, []string{"l:a", "j:c"}, Counts{Before: 2, Members: 2, Added: 1, Removed: 1}},
+		{"empty increment", of("a"), of(), false, false, []string{"m:a"}, nil, Counts{Before: 1, Members: 1}},
+		{"prefixes", of("a", "aa"), of("aa", "aaa"), true, false, []string{"m:aa", "m:aaa"}, []string{"l:a", "j:aaa"}, Counts{Before: 2, Members: 2, Added: 1, Removed: 1}},
+		{"told again", of("a", "b", "c=1"), of("b", "c=2", "d"), true, true, []string{"m:b", "m:c=2", "m:d"}, []string{"l:a", "s:b", "c:c=2", "j:d"}, Counts{Before: 3, Members: 3, Added: 1, Removed: 1, Changed: 1, Resent: 1}},
+		{"some told again", of("a", "b"), of("b", "-x"), false, true, []string{"m:a", "m:b"}, []string{"s:b"}, Counts{Before: 2, Members: 2, Resent: 1}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var members, changes []string
-			counts, err := diff(c.before, c.now, c.full, collect(&members), collect(&changes))
+			counts, err := diff(c.before, c.now, c.full, c.resend, collect(&members), collect(&changes))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -103,7 +105,7 @@ func TestDiffFailsWithItsStreams(t *testing.T) {
 	for after := range 3 {
 		for _, both := range [][2]stream{{breaks(of("a", "b", "c"), after), of("a", "b", "c")}, {of("a", "b", "c"), breaks(of("a", "b", "c"), after)}} {
 			var members, changes []string
-			if _, err := diff(both[0], both[1], true, collect(&members), collect(&changes)); !errors.Is(err, broken) {
+			if _, err := diff(both[0], both[1], true, false, collect(&members), collect(&changes)); !errors.Is(err, broken) {
 				t.Errorf("after %d records: error %v", after, err)
 			}
 		}
@@ -155,7 +157,7 @@ func TestAgainstModel(t *testing.T) {
 				wantChanges = append(wantChanges, "c:"+id+"="+is)
 			}
 		}
-		if _, err := diff(b, n, true, collect(&members), collect(&changes)); err != nil {
+		if _, err := diff(b, n, true, false, collect(&members), collect(&changes)); err != nil {
 			t.Fatalf("seed %d: %v", seed, err)
 		}
 		if d := cmp.Or(gocmp.Diff(wantMembers, members), gocmp.Diff(wantChanges, changes)); d != "" {

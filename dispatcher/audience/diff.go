@@ -15,18 +15,21 @@ type Counts struct {
 	Added   int64 `json:"added"`
 	Removed int64 `json:"removed"`
 	Changed int64 `json:"changed"`
+	// Resent are as they were, and are told again because the sync asked for it.
+	Resent int64 `json:"resent,omitempty"`
 }
 
 // Changes is how many users an identify call is for.
-func (c Counts) Changes() int64 { return c.Added + c.Removed + c.Changed }
+func (c Counts) Changes() int64 { return c.Added + c.Removed + c.Changed + c.Resent }
 
 // diff merges the previous members with what a sync brought. Both streams are
 // sorted by id without repetitions. member gets the new members, sorted; change
 // gets who joined, left or changed.
 //
 // In a snapshot (full) who is missing has left; in an increment, who is named
-// with opRemove. diff is pure but for what it is given; its memory is constant.
-func diff(before, now stream, full bool, member, change func(record) error) (c Counts, err error) {
+// with opRemove. resend tells members whom the sync lists although they are as
+// they were. diff is pure but for what it is given; its memory is constant.
+func diff(before, now stream, full, resend bool, member, change func(record) error) (c Counts, err error) {
 	old, oldErr := before()
 	in, inErr := now()
 	emit := func(op op, r record) error {
@@ -73,6 +76,9 @@ func diff(before, now stream, full bool, member, change func(record) error) (c C
 		case !bytes.Equal(old.value, in.value):
 			c.Changed++
 			err = errors.Join(emit(opChanged, in), keep(in))
+		case resend:
+			c.Resent++
+			err = errors.Join(emit(opSame, in), keep(in))
 		default:
 			err = keep(in)
 		}

@@ -34,6 +34,7 @@ const (
 //
 //	PUT  /v1/audiences/{key}/members   a snapshot: all members
 //	POST /v1/audiences/{key}/members   an increment: who joins, leaves, or has another value
+//	GET  /v1/audiences/{key}/members   how far the last sync is
 //
 // The write key of the audience's Source, as HTTP Basic user name, says who
 // sends. The body is one JSON object a line, plain or gzip.
@@ -44,12 +45,12 @@ func (s *Service) Mount(mux *http.ServeMux) {
 	})
 }
 
-// ServeHTTP answers one sync.
+// ServeHTTP answers one sync, or a question about the last one.
 func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("X-Content-Type-Options", "nosniff")
-	if r.Method != http.MethodPut && r.Method != http.MethodPost {
-		w.Header().Set("Allow", "PUT, POST")
-		answerRefusal(w, refuse(http.StatusMethodNotAllowed, "method_not_allowed", "PUT sends all members, POST an increment"))
+	if r.Method != http.MethodPut && r.Method != http.MethodPost && r.Method != http.MethodGet {
+		w.Header().Set("Allow", "GET, PUT, POST")
+		answerRefusal(w, refuse(http.StatusMethodNotAllowed, "method_not_allowed", "PUT sends all members, POST an increment, GET tells how far the last sync is"))
 		return
 	}
 	q, bad := s.request(r)
@@ -70,6 +71,13 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			return
 		}
 		s.proxy.ServeHTTP(w, r)
+		return
+	}
+	if r.Method == http.MethodGet {
+		writeJSON(w, http.StatusOK, struct {
+			Success bool `json:"success"`
+			Progress
+		}{true, s.Progress(q.Tenant, q.Audience)})
 		return
 	}
 	body, bad := decoded(r)
@@ -123,8 +131,8 @@ func (s *Service) request(r *http.Request) (q Request, bad *Refusal) {
 	q = Request{Tenant: ref.Tenant, Audience: config.Audiences[i], Full: r.Method == http.MethodPut, AllowRemoval: float64(config.Audiences[i].MaxRemovalPercent)}
 	query := r.URL.Query()
 	for name := range query {
-		if !slices.Contains([]string{"allowRemoval", "allowEmpty", "dryRun"}, name) {
-			return q, refuse(http.StatusBadRequest, "unknown_parameter", "the parameters are allowRemoval, allowEmpty and dryRun")
+		if !slices.Contains([]string{"allowRemoval", "allowEmpty", "resend", "dryRun"}, name) {
+			return q, refuse(http.StatusBadRequest, "unknown_parameter", "the parameters are allowRemoval, allowEmpty, resend and dryRun")
 		}
 	}
 	var err error
@@ -133,7 +141,7 @@ func (s *Service) request(r *http.Request) (q Request, bad *Refusal) {
 			return q, refuse(http.StatusBadRequest, "invalid_parameter", "allowRemoval must be a percentage from 0 to 100")
 		}
 	}
-	for name, to := range map[string]*bool{"allowEmpty": &q.AllowEmpty, "dryRun": &q.DryRun} {
+	for name, to := range map[string]*bool{"allowEmpty": &q.AllowEmpty, "resend": &q.Resend, "dryRun": &q.DryRun} {
 		if v := query.Get(name); v != "" {
 			if *to, err = strconv.ParseBool(v); err != nil {
 				return q, refuse(http.StatusBadRequest, "invalid_parameter", "%s must be true or false", name)

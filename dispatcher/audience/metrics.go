@@ -15,7 +15,7 @@ func newMetrics(r prometheus.Registerer) metrics {
 			Name: "posthorn_audience_syncs_total", Help: "Syncs of audiences by result: done or refused.",
 		}, []string{"namespace", "audience", "result"}),
 		changes: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "posthorn_audience_changes_total", Help: "Users for whom an identify call was made, by change: added, removed or changed.",
+			Name: "posthorn_audience_changes_total", Help: "Users for whom an identify call was made, by change: added, removed, changed or resent.",
 		}, []string{"namespace", "audience", "change"}),
 		members: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "posthorn_audience_members", Help: "Members as of the last sync since the start of the pod.",
@@ -36,6 +36,7 @@ func (m *metrics) finished(n name, s state) {
 	m.changes.WithLabelValues(n.tenant, n.name, "added").Add(float64(s.Added))
 	m.changes.WithLabelValues(n.tenant, n.name, "removed").Add(float64(s.Removed))
 	m.changes.WithLabelValues(n.tenant, n.name, "changed").Add(float64(s.Changed))
+	m.changes.WithLabelValues(n.tenant, n.name, "resent").Add(float64(s.Resent))
 }
 
 func (m *metrics) refused(n name) { m.syncs.WithLabelValues(n.tenant, n.name, "refused").Inc() }

@@ -20,10 +20,11 @@ const (
 	opMember op = 'm'
 	// opRemove: in an increment, the user is to be no member.
 	opRemove op = 'r'
-	// opJoined, opLeft and opChanged: in a list of changes.
+	// opJoined, opLeft, opChanged and opSame (told again): in a list of changes.
 	opJoined  op = 'j'
 	opLeft    op = 'l'
 	opChanged op = 'c'
+	opSame    op = 's'
 )
 
 // record is one user in a stream that is sorted by id. The slices belong to the

@@ -48,20 +48,25 @@ const (
 	tick      = time.Second
 	retryMin  = 200 * time.Millisecond
 	retryMax  = 10 * time.Second
+	// answerAfter is how long a sync's sender waits for its calls to be in the queue.
+	answerAfter = 10 * time.Second
 	// checkEvery is after how many lines the disk is looked at.
 	checkEvery = 4096
 )
 
-// Options configure a Service. Dir, View, Skip and Append are required.
+// Options configure a Service. Dir, View, Skip and Queue are required.
 type Options struct {
 	// Dir holds the members; it is made when missing.
 	Dir string
-	// View, Skip and Append are as for ingest.
-	View   func() *liveconfig.View
-	Skip   func(ref liveconfig.SourceRef, call *event.Call) []string
-	Append func(ctx context.Context, msgs []queue.Message) ([]bool, error)
+	// View and Skip are as for ingest.
+	View  func() *liveconfig.View
+	Skip  func(ref liveconfig.SourceRef, call *event.Call) []string
+	Queue Queue
 	// Full reports that the disk is too full to take a sync; nil is never.
 	Full func() bool
+	// Room reports that a Source ("namespace/name") has room for a sync's calls
+	// besides live ones; without it they wait. nil is always.
+	Room func(source string) bool
 	// Owner is the root URL of the pod that keeps the members; empty when it is
 	// this one. A pod that is not the owner hands syncs on.
 	Owner string
@@ -98,8 +103,10 @@ type audience struct {
 	dir string
 	// done is the last sync that is done, pending one that is decided.
 	done, pending *state
-	// sent is how many changes of pending are in the queue.
-	sent atomic.Int64
+	// sent is how many changes of pending are in the queue, and waits what the
+	// rest waits for, if anything.
+	sent  atomic.Int64
+	waits atomic.Pointer[string]
 	// broken says why the audience cannot be used.
 	broken error
 	// busy is what goes on, since when; empty when nothing.
@@ -285,7 +292,8 @@ func (s *Service) carry(ctx context.Context, a *audience) {
 var errGone = errors.New("the audience is gone")
 
 // send appends the identify calls of a sync, in small batches, each durable
-// before the next. What does not let them in now (a full disk, no Source) is waited for.
+// before the next, at the pace of the lanes. What does not let them in now (a
+// full disk, no Source) is waited for.
 func (s *Service) send(ctx context.Context, a *audience, p state, log *slog.Logger) error {
 	work := filepath.Join(a.dir, syncPrefix+p.Sync)
 	if _, err := os.Stat(filepath.Join(a.dir, storePrefix+p.Sync)); err == nil {
@@ -308,10 +316,15 @@ func (s *Service) send(ctx context.Context, a *audience, p state, log *slog.Logg
 		}
 	}
 	calls := make([]event.Call, 0, batchSize)
+	lanes := newPace(p.Tenant + "/" + p.Source)
 	for ended := false; !ended; {
+		room, err := s.await(ctx, a, p, lanes, len(calls))
+		if err != nil {
+			return err
+		}
 		calls = calls[:0]
 		read := int64(0)
-		for len(calls) < batchSize {
+		for len(calls) < min(room, batchSize) {
 			r, err := changes.next()
 			if errors.Is(err, io.EOF) {
 				ended = true
@@ -341,6 +354,41 @@ func (s *Service) send(ctx context.Context, a *audience, p state, log *slog.Logg
 	return nil
 }
 
+// await waits until the lanes have room for more calls, and returns for how many.
+// appended is how many there were since the last time.
+func (s *Service) await(ctx context.Context, a *audience, p state, lanes *pace, appended int) (int, error) {
+	defer a.waits.Store(nil)
+	for pause := pauseMin; ; pause = min(2*pause, pauseMax) {
+		if a.abandoned.Load() {
+			return 0, errGone
+		}
+		now := s.Now()
+		if now.Sub(lanes.listed) >= tick {
+			config, _ := s.View().Tenant(p.Tenant)
+			lanes.list(config.Config, s.Queue.Lanes(), now)
+		}
+		lanes.look(s.Queue.LaneStats, appended, now)
+		appended = 0
+		room := lanes.room(now)
+		switch {
+		case s.Room != nil && !s.Room(lanes.source):
+			a.wait("storage is filling up; what is left is for live calls")
+			pause = pauseMax
+		case room > 0:
+			return room, nil
+		case pause == pauseMax:
+			a.wait("the destinations take their time")
+		}
+		select {
+		case <-ctx.Done():
+			return 0, ctx.Err()
+		case <-time.After(max(pause, lookShare*s.Now().Sub(now))):
+		}
+	}
+}
+
+func (a *audience) wait(reason string) { a.waits.Store(&reason) }
+
 // deliver appends a batch of calls and tries until it can.
 func (s *Service) deliver(ctx context.Context, a *audience, p state, calls []event.Call, log *slog.Logger) error {
 	if len(calls) == 0 {
@@ -358,6 +406,7 @@ func (s *Service) deliver(ctx context.Context, a *audience, p state, calls []eve
 		if !told && ctx.Err() == nil {
 			told = true
 			log.Warn("a sync waits to go on", "error", problem)
+			a.wait(problem.Error())
 		}
 		select {
 		case <-ctx.Done():
@@ -385,7 +434,7 @@ func (s *Service) tryDeliver(ctx context.Context, p state, calls []event.Call) e
 		}
 		messages = append(messages, queue.Message{Source: ref.Key(), ID: c.MessageID, Type: string(c.Type), AcceptedAt: now, Skip: s.Skip(ref, c), Body: c.Body})
 	}
-	_, err := s.Append(ctx, messages)
+	_, err := s.Queue.Append(ctx, messages)
 	return err
 }
 
@@ -465,6 +514,8 @@ type Request struct {
 	AllowRemoval float64
 	// AllowEmpty lets a snapshot without members remove all.
 	AllowEmpty bool
+	// Resend tells also the members for whom nothing changed.
+	Resend bool
 	// DryRun counts and changes nothing.
 	DryRun bool
 }
@@ -481,8 +532,8 @@ type Result struct {
 
 // Sync takes a sync. Its error is a *Refusal when the sender can mend it or
 // should know; then, and after any other error, nothing was changed.
-// It returns when the identify calls are in the queue, or earlier when ctx is done
-// or the Service stops.
+// It returns when the identify calls are in the queue, or earlier when that takes
+// longer than 10 s, ctx is done or the Service stops.
 func (s *Service) Sync(ctx context.Context, q Request, body io.Reader) (Result, error) {
 	begin := s.Now()
 	a, err := s.begin(q)
@@ -518,6 +569,7 @@ func (s *Service) Sync(ctx context.Context, q Request, body io.Reader) (Result, 
 	select {
 	case <-over:
 		result.Sent = true
+	case <-time.After(answerAfter):
 	case <-ctx.Done():
 	case <-s.stopping:
 	}
@@ -554,7 +606,11 @@ func (s *Service) begin(q Request) (*audience, error) {
 		s.Logger.Error("a sync is refused: what is kept of the audience is damaged", "namespace", id.tenant, "audience", id.name, "error", a.broken)
 		return nil, errBroken
 	case a.busy != "" || a.pending != nil:
-		r := refuse(http.StatusConflict, "sync_in_progress", "a sync of this audience is in progress (%s since %s); wait for its end and send again", cmp.Or(a.busy, "waiting"), a.since.UTC().Format(time.RFC3339))
+		doing := cmp.Or(a.busy, "waiting")
+		if a.pending != nil {
+			doing = fmt.Sprintf("%d of %d identify calls are in the queue,", a.sent.Load(), a.pending.Changes())
+		}
+		r := refuse(http.StatusConflict, "sync_in_progress", "a sync of this audience is in progress (%s since %s); wait for its end and send again", doing, a.since.UTC().Format(time.RFC3339))
 		r.RetryAfter = 5
 		return nil, r
 	case s.syncs[source] >= maxSyncsPerSource || s.syncs[""] >= maxSyncs:
@@ -691,7 +747,7 @@ func (s *Service) compare(a *audience, q Request, next state, sorter *sorter, wo
 		members.abandon()
 		return Counts{}, err
 	}
-	counts, err := diff(before, now, q.Full, members.add, changes.add)
+	counts, err := diff(before, now, q.Full, q.Resend, members.add, changes.add)
 	if err != nil {
 		members.abandon()
 		changes.abandon()
@@ -727,6 +783,41 @@ func guard(q Request, c Counts) error {
 	return nil
 }
 
+// Progress is how far an audience's last sync is.
+type Progress struct {
+	Sync string    `json:"sync,omitempty"`
+	Time time.Time `json:"time,omitzero"`
+	Counts
+	// Unsent is how many identify calls are not in the queue yet, and Waits what they wait for.
+	Unsent int64  `json:"unsent"`
+	Waits  string `json:"waits,omitempty"`
+}
+
+// Progress says how far an audience's last sync is; it is zero before the first.
+func (s *Service) Progress(tenant string, c liveconfig.Audience) Progress {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if a := s.audiences[name{tenant, c.Name}]; a != nil {
+		return a.progress(c)
+	}
+	return Progress{}
+}
+
+// progress needs the mutex. One that is not accepted now has no key, and keeps what it had.
+func (a *audience) progress(c liveconfig.Audience) (p Progress) {
+	last := a.done
+	if a.pending != nil {
+		last, p.Unsent = a.pending, a.pending.Changes()-a.sent.Load()
+		if reason := a.waits.Load(); reason != nil {
+			p.Waits = *reason
+		}
+	}
+	if c.Key == "" && last != nil || last.of(c.Source, c.Key, c.Kind) {
+		p.Sync, p.Time, p.Counts = last.Sync, last.Time, last.Counts
+	}
+	return p
+}
+
 // Report says how a tenant's audiences are.
 func (s *Service) Report(config liveconfig.Config) []liveconfig.AudienceReport {
 	list := make([]liveconfig.AudienceReport, 0, len(config.Audiences))
@@ -736,13 +827,9 @@ func (s *Service) Report(config liveconfig.Config) []liveconfig.AudienceReport {
 		r := liveconfig.AudienceReport{Name: c.Name, Generation: c.Generation, Revision: c.Revision, Owner: s.Owner == ""}
 		if a := s.audiences[name{config.Tenant, c.Name}]; a != nil {
 			r.LastRefused, r.Refusal = a.refused, a.lastRefusal
-			last := a.done
-			if a.pending != nil {
-				last, r.Unsent = a.pending, a.pending.Changes()-a.sent.Load()
-			}
-			if c.Key == "" && last != nil || last.of(c.Source, c.Key, c.Kind) {
-				r.Members, r.LastSync, r.Added, r.Removed, r.Changed = last.Members, last.Time, last.Added, last.Removed, last.Changed
-			}
+			p := a.progress(c)
+			r.Members, r.LastSync, r.Added, r.Removed, r.Changed = p.Members, p.Time, p.Added, p.Removed, p.Changed
+			r.Unsent, r.Waits = p.Unsent, p.Waits
 		}
 		list = append(list, r)
 	}

@@ -41,7 +41,11 @@ type log struct {
 	calls  int
 }
 
-func (l *log) append(_ context.Context, messages []queue.Message) ([]bool, error) {
+// Lanes and LaneStats: nobody reads, so nothing is waited for.
+func (l *log) Lanes() []queue.LaneID                  { return nil }
+func (l *log) LaneStats(queue.LaneID) queue.LaneStats { return queue.LaneStats{} }
+
+func (l *log) Append(_ context.Context, messages []queue.Message) ([]bool, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.calls++
@@ -127,7 +131,7 @@ func newRig(t *testing.T, dir string, l *log, change func(*Options)) *rig {
 	r := &rig{t: t, log: l}
 	r.set(config())
 	o := Options{
-		Dir: dir, View: r.view.Load, Append: l.append, Logger: slog.New(slog.DiscardHandler),
+		Dir: dir, View: r.view.Load, Queue: l, Logger: slog.New(slog.DiscardHandler),
 		Skip: func(liveconfig.SourceRef, *event.Call) []string { return nil },
 	}
 	if change != nil {
@@ -664,6 +668,11 @@ func TestHandedOnToTheOwner(t *testing.T) {
 	}
 }
 
+// nowhere is a queue that keeps nothing.
+type nowhere struct{ *log }
+
+func (nowhere) Append(context.Context, []queue.Message) ([]bool, error) { return nil, nil }
+
 var benchMembers = flag.Int("members", 0, "members of BenchmarkSync; 0 skips it")
 
 // BenchmarkSync prints the time per million members and the largest heap, of a
@@ -676,9 +685,9 @@ func BenchmarkSync(b *testing.B) {
 	}
 	s, err := New(Options{
 		Dir: b.TempDir(), Logger: slog.New(slog.DiscardHandler),
-		View:   func() *liveconfig.View { return liveconfig.NewView([]liveconfig.Revisioned{{Config: config()}}) },
-		Skip:   func(liveconfig.SourceRef, *event.Call) []string { return nil },
-		Append: func(context.Context, []queue.Message) ([]bool, error) { return nil, nil },
+		View:  func() *liveconfig.View { return liveconfig.NewView([]liveconfig.Revisioned{{Config: config()}}) },
+		Skip:  func(liveconfig.SourceRef, *event.Call) []string { return nil },
+		Queue: nowhere{},
 	})
 	if err != nil {
 		b.Fatal(err)

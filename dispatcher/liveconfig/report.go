@@ -79,7 +79,9 @@ type AudienceReport struct {
 	Removed  int64     `json:"removed,omitempty"`
 	Changed  int64     `json:"changed,omitempty"`
 	// Unsent is how many identify calls of the last sync are not in the queue yet.
-	Unsent int64 `json:"unsent,omitempty"`
+	// Waits says what they wait for, if anything.
+	Unsent int64  `json:"unsent,omitempty"`
+	Waits  string `json:"waits,omitempty"`
 	// LastRefused is when a sync was refused last since the pod started, and Refusal why.
 	LastRefused time.Time `json:"lastRefused,omitzero"`
 	Refusal     string    `json:"refusal,omitempty"`

@@ -1,0 +1,308 @@
+package audience
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"os"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+)
+
+// fakeLanes are lanes in virtual time: each reads so many messages a second.
+type fakeLanes struct {
+	accepted int64
+	read     map[queue.LaneID]float64
+	speed    map[queue.LaneID]float64
+}
+
+func (f *fakeLanes) stats(id queue.LaneID) queue.LaneStats {
+	return queue.LaneStats{Accepted: f.accepted, Pending: f.accepted - int64(f.read[id])}
+}
+
+func (f *fakeLanes) pass(d time.Duration) {
+	for id, speed := range f.speed {
+		f.read[id] = min(f.read[id]+speed*d.Seconds(), float64(f.accepted))
+	}
+}
+
+func lane(name string) queue.LaneID {
+	return queue.LaneID{Source: "shop/web", Destination: "shop/" + name}
+}
+
+// A sync against lanes of several speeds, with live calls among it: how many of
+// its calls get through, and how long a live call waits at most.
+func TestPace(t *testing.T) {
+	const second = time.Second
+	for _, c := range []struct {
+		name  string
+		speed map[string]float64
+		state map[string]liveconfig.State
+		live  float64 // calls a second
+		lasts time.Duration
+		// least and most calls of the sync that are appended in that time, and the
+		// most that may wait in lanes that move.
+		least, most int
+		wait        float64
+	}{
+		{name: "fast", speed: map[string]float64{"a": 10_000}, lasts: 10 * second, least: 60_000, most: 100_000, wait: 5000},
+		{name: "slow", speed: map[string]float64{"a": 10}, lasts: 100 * second, least: 900, most: 1100, wait: 40},
+		{name: "the slowest counts", speed: map[string]float64{"a": 10_000, "b": 100}, lasts: 100 * second, least: 9_000, most: 10_500, wait: 300},
+		{name: "live calls take their share", speed: map[string]float64{"a": 100}, live: 60, lasts: 100 * second, least: 3_000, most: 4_500, wait: 300},
+		{name: "more live calls than it can take", speed: map[string]float64{"a": 100}, live: 150, lasts: 20 * second, least: 32, most: 2000, wait: 300},
+		{name: "one stands still", speed: map[string]float64{"a": 1000, "b": 0}, lasts: 100 * second, least: 60_000, most: 85_000, wait: 3000},
+		{name: "one is off", speed: map[string]float64{"a": 1000, "b": 0}, state: map[string]liveconfig.State{"b": liveconfig.Disabled}, lasts: 10 * second, least: 9_000, most: 11_000, wait: 3000},
+		{name: "none moves", speed: map[string]float64{"a": 0}, lasts: 59 * time.Minute, least: 32, most: 32},
+		{name: "none moves for long", speed: map[string]float64{"a": 0}, lasts: 61 * time.Minute, least: 10_000, most: 1e9},
+		{name: "all are off", speed: map[string]float64{"a": 0}, state: map[string]liveconfig.State{"a": liveconfig.Held}, lasts: second, least: 10_000, most: 1e9},
+		{name: "no destination", lasts: second, least: 10_000, most: 1e9},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			config := liveconfig.Config{Tenant: "shop"}
+			lanes := &fakeLanes{read: map[queue.LaneID]float64{}, speed: map[queue.LaneID]float64{}}
+			ids := []queue.LaneID{{Source: "shop/ios", Destination: "shop/a"}, lane("orphan")}
+			for name, speed := range c.speed {
+				state := liveconfig.Active
+				if s, ok := c.state[name]; ok {
+					state = s
+				}
+				config.Destinations = append(config.Destinations, liveconfig.Destination{Name: name, State: state, Sources: []string{"ios", "web"}})
+				lanes.speed[lane(name)] = speed
+				ids = append(ids, lane(name))
+			}
+			p := newPace("shop/web")
+			begin := time.Unix(1_800_000_000, 0)
+			appended, sent, owed := 0, 0, 0.0
+			step := 5 * time.Millisecond
+			if c.lasts > time.Minute*10 {
+				step = time.Second
+			}
+			for now := begin; now.Sub(begin) < c.lasts; now = now.Add(step) {
+				if now.Sub(p.listed) >= time.Second {
+					p.list(config, ids, now)
+				}
+				p.look(lanes.stats, sent, now)
+				sent = min(p.room(now), batchSize)
+				for id, l := range p.lanes {
+					if lanes.speed[id] > 0 && float64(l.unread) > c.wait {
+						t.Fatalf("after %s %d calls wait in %s, which reads %g a second", now.Sub(begin), l.unread, id.Destination, lanes.speed[id])
+					}
+				}
+				appended += sent
+				owed += c.live * step.Seconds()
+				lanes.accepted += int64(sent) + int64(owed)
+				owed -= float64(int64(owed))
+				lanes.pass(step)
+			}
+			if appended < c.least || appended > c.most {
+				t.Errorf("%d calls were appended, want %d to %d", appended, c.least, c.most)
+			}
+		})
+	}
+}
+
+// storeRig is a Service on a real queue, with a receiver that takes so many
+// calls as the test lets it.
+type storeRig struct {
+	*rig
+	store *pebblestore.Store
+	lane  queue.LaneID
+}
+
+func withStore(t *testing.T, dir string, o pebblestore.Options, change func(*Options)) *storeRig {
+	t.Helper()
+	o.Logger, o.DuplicateWindow = slog.New(slog.DiscardHandler), 10*time.Minute
+	store, err := pebblestore.Open(dir+"/queue", o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &storeRig{store: store, lane: queue.LaneID{Source: "shop/web", Destination: "shop/crm"}}
+	if err := store.OpenLane(s.lane); err != nil {
+		t.Fatal(err)
+	}
+	s.rig = newRig(t, dir+"/audiences", newLog(), func(o *Options) {
+		o.Queue = store
+		if change != nil {
+			change(o)
+		}
+	})
+	c := config()
+	c.Destinations = []liveconfig.Destination{{Name: "crm", State: liveconfig.Active, Sources: []string{"web"}}}
+	s.set(c)
+	t.Cleanup(func() { s.end(); _ = store.Close() })
+	return s
+}
+
+// take delivers up to n messages and returns their types and users.
+func (s *storeRig) take(n int) (out []string) {
+	s.t.Helper()
+	got, err := s.store.Lease(s.lane, n, nil)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	for _, d := range got {
+		user, _, _ := strings.Cut(strings.SplitN(string(d.Body), `"userId":"`, 2)[1], `"`)
+		out = append(out, d.Type+" "+user)
+		s.store.Ack(d)
+	}
+	return out
+}
+
+func many(prefix string, n int) []string {
+	list := make([]string, n)
+	for i := range list {
+		list[i] = fmt.Sprintf("%s%06d", prefix, i)
+	}
+	return list
+}
+
+// A first sync of many members behind a receiver that takes few at a time: live
+// calls pass between its calls, its progress shows, and kill -9 in the middle
+// neither repeats nor loses one.
+func TestSlowReceiver(t *testing.T) {
+	const users = 2000
+	dir := t.TempDir()
+	s := withStore(t, dir, pebblestore.Options{}, nil)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel() // answer as soon as it is decided
+	result, err := s.Sync(ctx, Request{Tenant: "shop", Audience: config().Audiences[0], Full: true}, ids(many("u", users)...))
+	if err != nil || result.Sent || result.Added != users {
+		t.Fatalf("%+v %v", result, err)
+	}
+	live := func(n int) {
+		t.Helper()
+		m := queue.Message{Source: "shop/web", ID: fmt.Sprintf("live-%d", n), Type: "track", AcceptedAt: time.Now(), Body: fmt.Appendf(nil, `{"userId":"live-%d"}`, n)}
+		if _, err := s.store.Append(t.Context(), []queue.Message{m}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var got []string
+	receive := func(until int) {
+		t.Helper()
+		for n := 0; len(got) < until; n++ {
+			live(len(got))
+			before := len(got)
+			s.eventually(func() bool { got = append(got, s.take(20)...); return len(got) > before })
+			// What the live call had to wait for is a window of the sync, not all of it.
+			if waiting := s.store.LaneStats(s.lane).Pending; waiting > 2*maxWindow/3 {
+				t.Fatalf("%d calls wait in the lane", waiting)
+			}
+		}
+	}
+	s.eventually(func() bool { return s.store.LaneStats(s.lane).Pending > 0 })
+	receive(300)
+	p := s.Progress("shop", config().Audiences[0])
+	if p.Added != users || p.Unsent == 0 || p.Unsent == users {
+		t.Errorf("progress %+v", p)
+	}
+	if a := s.do(http.MethodGet, shoppers, "web-key", nil); a.status != http.StatusOK || a.Added != users {
+		t.Errorf("asked for its progress: %+v", a)
+	}
+	if a := s.do(http.MethodPut, shoppers, "web-key", ids("x")); a.status != http.StatusConflict || !strings.Contains(a.Error.Message, "of 2000 identify calls are in the queue") {
+		t.Errorf("another sync: %+v", a)
+	}
+
+	// The folder as kill -9 leaves it; the queue closes properly, its own crash tests are elsewhere.
+	killed := t.TempDir()
+	if err := os.CopyFS(killed+"/audiences", os.DirFS(dir+"/audiences")); err != nil {
+		t.Fatal(err)
+	}
+	s.end()
+	if err := s.store.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.CopyFS(killed+"/queue", os.DirFS(dir+"/queue")); err != nil {
+		t.Fatal(err)
+	}
+	s = withStore(t, killed, pebblestore.Options{}, nil)
+	receive(900)
+	s.eventually(func() bool { got = append(got, s.take(50)...); return s.busy() == "" })
+	for more := s.take(1000); len(more) > 0; more = s.take(1000) {
+		got = append(got, more...)
+	}
+	times := map[string]int{}
+	for _, m := range got {
+		times[m]++
+	}
+	for _, u := range many("u", users) {
+		if times["identify "+u] != 1 {
+			t.Fatalf("%s was told %d times", u, times["identify "+u])
+		}
+	}
+}
+
+// While the queue has no room for a sync, live calls are taken; then it goes on.
+func TestSyncLeavesRoomForLiveCalls(t *testing.T) {
+	var room atomic.Bool
+	s := withStore(t, t.TempDir(), pebblestore.Options{}, func(o *Options) {
+		o.Room = func(source string) bool {
+			if source != "shop/web" {
+				t.Errorf("asked for the room of %q", source)
+			}
+			return room.Load()
+		}
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := s.Sync(ctx, Request{Tenant: "shop", Audience: config().Audiences[0], Full: true}, ids("a", "b")); err != nil {
+		t.Fatal(err)
+	}
+	s.eventually(func() bool { p := s.Progress("shop", config().Audiences[0]); return p.Unsent == 2 && p.Waits != "" })
+	if r := s.Report(config())[0]; r.Unsent != 2 || r.Waits == "" {
+		t.Errorf("report %+v", r)
+	}
+	room.Store(true)
+	s.eventually(func() bool { return s.busy() == "" })
+	if got := s.take(10); !slices.Equal(got, []string{"identify a", "identify b"}) {
+		t.Errorf("told %q", got)
+	}
+	if p := s.Progress("shop", config().Audiences[0]); p.Waits != "" || p.Unsent != 0 {
+		t.Errorf("progress %+v", p)
+	}
+}
+
+// An audience that is deleted while its sync waits does not wait for ever.
+func TestDeletedWhileItWaits(t *testing.T) {
+	s := withStore(t, t.TempDir(), pebblestore.Options{}, func(o *Options) {
+		o.OrphanGrace = time.Millisecond
+		o.Room = func(string) bool { return false }
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := s.Sync(ctx, Request{Tenant: "shop", Audience: config().Audiences[0], Full: true}, ids("a")); err != nil {
+		t.Fatal(err)
+	}
+	c := config()
+	c.Audiences = c.Audiences[1:]
+	s.set(c)
+	s.eventually(func() bool { return s.Progress("shop", config().Audiences[0]) == Progress{} })
+	if got := s.take(10); got != nil {
+		t.Errorf("told %q", got)
+	}
+}
+
+// A destination that came later is told of all members with resend.
+func TestResend(t *testing.T) {
+	r := newRig(t, t.TempDir(), newLog(), nil)
+	r.sync(shoppers, "a", "b", "c")
+	r.sync(spent, "a=1", "b=2")
+	r.log.take(t)
+	if a := r.sync(shoppers+"?resend=true", "b", "c", "d"); a.Counts != (Counts{Before: 3, Members: 3, Added: 1, Removed: 1, Resent: 2}) {
+		t.Errorf("%+v", a.Counts)
+	}
+	r.told("a shoppers=false", "b shoppers=true", "c shoppers=true", "d shoppers=true")
+	if a := r.sync(spent+"?resend=true", "a=1", "b=3"); a.Counts != (Counts{Before: 2, Members: 2, Changed: 1, Resent: 1}) {
+		t.Errorf("%+v", a.Counts)
+	}
+	r.told("a spent=1", "b spent=3")
+	r.sync(shoppers, "b", "c", "d")
+	r.told()
+}
