@@ -446,6 +446,62 @@ func TestSuccessPolicyChanges(t *testing.T) {
 	})
 }
 
+// Each message counts once, whatever lanes a former success policy left: also
+// while the destination is disabled, after a restart, and when the policy comes back.
+func TestFormerLanesTakeNothingMore(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{reason: egress.ConnectionRefused}))
+		every := dest("crm", urlA, urlB)
+		every.Success = liveconfig.EveryEndpoint
+		w.apply(every)
+		w.send("web", 1)
+		w.sleep(time.Second)
+		any := dest("crm", urlA) // e0 is left and drains, e1 is gone.
+		w.apply(any)
+		w.send("web", 1)
+		w.sleep(time.Minute)
+		any.State = liveconfig.Disabled
+		w.apply(any)
+		w.send("web", 1)
+		w.sleep(time.Minute)
+		check := func(accepted, pending int64) {
+			t.Helper()
+			if r := w.report("crm"); r.Accepted != accepted || r.Pending != pending {
+				t.Errorf("%d accepted and %d pending, want %d and %d", r.Accepted, r.Pending, accepted, pending)
+			}
+		}
+		check(4, 4)
+		held := any
+		held.State, held.Endpoints = liveconfig.Held, nil
+		w.apply(held) // Nobody knows its endpoints.
+		w.end()
+		w.restart()
+		w.apply(held)
+		w.send("web", 1)
+		check(5, 5)
+		any.State = liveconfig.Active
+		w.apply(any)
+		w.send("web", 1)
+		check(6, 6)
+		w.client.forget()
+		w.client.set(always(answer{status: 200}))
+		w.sleep(5 * time.Minute)
+		check(6, 1) // What only e1 got is kept for the grace.
+		if got := len(w.client.requests("")); got != 5 {
+			t.Errorf("%d requests, want 5", got)
+		}
+		w.sleep(20 * time.Minute)
+		check(6, 0)
+		if r := w.report("crm"); r.Delivered != 5 || r.Discarded != 1 {
+			t.Errorf("%+v", r)
+		}
+		if lanes := w.store.Lanes(); len(lanes) != 1 {
+			t.Errorf("lanes left: %v", lanes)
+		}
+		w.end()
+	})
+}
+
 // A destination that is gone keeps its messages for the grace period, and has them when it comes back.
 func TestOrphans(t *testing.T) {
 	bubble(t, func(t *testing.T) {
@@ -478,7 +534,7 @@ func TestOrphans(t *testing.T) {
 		if len(w.store.Lanes()) != 1 {
 			t.Errorf("lanes left: %v", w.store.Lanes())
 		}
-		if look(w, func(e *Engine) bool { return e.destinations["ns/a"] != nil }) {
+		if look(w, func(e *Engine) bool { return e.destinations["ns/a"] != nil }) || w.store.DestinationStats("ns/a").Ledger != (queue.Ledger{}) {
 			t.Error("the destination is still in memory")
 		}
 		w.end()

@@ -77,6 +77,7 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 		}
 	}
 	back := e.sortLanes(v, configs, now)
+	e.limitDeadLetters(v)
 	e.index()
 	e.kick()
 	e.mu.Unlock()
@@ -86,7 +87,7 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 			e.o.Client.Forget(t.to)
 		}
 	}
-	e.endDrains()
+	e.endLanes()
 
 	for tenant, revision := range e.revisions {
 		if v.Unusable(tenant) && revisions[tenant] == "" {
@@ -98,15 +99,36 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	return nil
 }
 
-// recover takes up the lanes of an earlier run. Until the config names them
-// they are parked.
+// recover takes up the lanes and the destinations of an earlier run. Until the
+// config names them, lanes are parked.
 func (e *Engine) recover() {
+	lanes, destinations := e.o.Store.Lanes(), e.o.Store.Destinations()
+	ended := map[queue.LaneID]bool{}
+	for _, id := range lanes {
+		ended[id] = e.o.Store.LaneStats(id).Ended
+	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	for _, id := range e.o.Store.Lanes() {
-		e.lane(id)
+	for _, id := range lanes {
+		e.lane(id).ended = ended[id]
+	}
+	for _, key := range destinations {
+		e.destination(key)
 	}
 	e.recovered = true
+}
+
+// retainedAsDefault bounds the dead letters of destinations that were deleted
+// before a restart, whose own bounds nobody knows any more: the API's defaults.
+var retainedAsDefault = liveconfig.DeadLetters{RetentionMS: (7 * 24 * time.Hour).Milliseconds(), MaxBytes: 1 << 30}
+
+// limitDeadLetters bounds the dead letters of destinations that the config does not name. The lock is held.
+func (e *Engine) limitDeadLetters(v *liveconfig.View) {
+	for _, d := range e.destinations {
+		if d.trim == nil && !v.Unusable(d.namespace) {
+			d.trim = &retainedAsDefault
+		}
+	}
 }
 
 // lanesOf lists the lanes that a destination needs: one per Source, or, when
@@ -299,11 +321,17 @@ func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Des
 	for id, l := range e.lanes {
 		d, before := l.destination, l.set
 		config, ok := configs[id.Destination]
+		// A lane of the former success policy drains: others have taken over.
+		known := ok && len(config.Endpoints) > 0
+		former := known && separate(config) != (id.Endpoint != "")
 		switch {
 		case v.Unusable(d.namespace):
+			l.draining = l.ended
 			l.dropAt = time.Time{} // Its config may well name the lane; nobody can tell.
 		case !ok || !hasPlace(config, id):
+			// Unless others have taken over it keeps what its Source gets: it may come back.
 			l.park(d.set)
+			l.draining = l.ended || former
 			if l.dropAt.IsZero() {
 				l.dropAt = now.Add(e.o.OrphanGrace)
 				e.log.Info("the config does not name this lane any more; it is dropped after the grace period",
@@ -311,11 +339,8 @@ func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Des
 			}
 		default:
 			l.dropAt = time.Time{}
-			if separate(config) == (id.Endpoint != "") {
-				l.draining, l.end, l.reachedEnd = false, 0, false
-			} else if d.set.active && !l.draining {
-				// Where it ends is found without the lock, in endDrains; until then nothing is behind it.
-				l.draining, l.end, l.reachedEnd = true, ^uint64(0), false
+			if l.draining = l.ended; known {
+				l.draining = former
 			}
 			l.follow(d.set)
 		}
@@ -334,10 +359,11 @@ func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Des
 }
 
 // hasPlace reports whether a lane has any place in its destination's config:
-// its Source is connected, and its endpoint, if it has one, exists.
+// its Source is connected, and its endpoint, if it has one, exists or may
+// exist, as none is known.
 func hasPlace(d liveconfig.Destination, id queue.LaneID) bool {
 	_, source := split(id.Source)
-	return slices.Contains(d.Sources, source) && (id.Endpoint == "" || d.State != liveconfig.Active ||
+	return slices.Contains(d.Sources, source) && (id.Endpoint == "" || len(d.Endpoints) == 0 ||
 		slices.ContainsFunc(d.Endpoints, func(ep liveconfig.Endpoint) bool { return ep.Name == id.Endpoint }))
 }
 
@@ -357,19 +383,29 @@ func (l *lane) follow(set *settings) {
 	}
 }
 
-// endDrains finds where lanes that begin to drain end: behind all that was
-// accepted before the lanes that take over were open. What both see in between
-// is delivered twice rather than not at all.
-func (e *Engine) endDrains() {
+// endLanes makes the store end the lanes that drain, behind all that was
+// accepted before the lanes that take over were open, and continue those that
+// are in use again. What both see is delivered twice rather than not at all.
+func (e *Engine) endLanes() {
+	var change []*lane
 	e.mu.Lock()
-	defer e.mu.Unlock()
 	for _, l := range e.lanes {
-		if l.draining && l.end == ^uint64(0) {
-			e.mu.Unlock()
-			head := uint64(e.o.Store.SourceStats(l.id.Source).Accepted)
-			e.mu.Lock()
-			l.end = head
+		if l.draining != l.ended {
+			change = append(change, l)
 		}
+	}
+	e.mu.Unlock()
+	for _, l := range change {
+		// draining changes only under applying, which is held.
+		if err := e.o.Store.EndLane(l.id, l.draining); err != nil {
+			e.log.Error("ending a lane failed; trying again", "source", l.id.Source, "destination", l.id.Destination, "endpoint", l.id.Endpoint, "error", err)
+			continue
+		}
+		e.mu.Lock()
+		l.ended, l.more = l.draining, true
+		e.enqueue(l)
+		e.kick()
+		e.mu.Unlock()
 	}
 }
 

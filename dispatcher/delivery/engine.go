@@ -171,13 +171,9 @@ type lane struct {
 	// dropAt is set for a lane that the config does not name any more.
 	dropAt time.Time
 	// A lane of the other success policy than the destination's present one is
-	// draining: it delivers up to the position `end`; what follows belongs to
-	// the lanes that took over. reachedEnd is true once it has seen what follows.
-	draining   bool
-	end        uint64
-	reachedEnd bool
-	// superseded counts the messages behind end that were passed over.
-	superseded int64
+	// draining: it delivers what was accepted before the lanes that took over
+	// were open. ended is true once the store knows.
+	draining, ended bool
 
 	// next links the lane into the queue that it stands in, if queued.
 	next   *lane

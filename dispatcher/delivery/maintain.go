@@ -117,6 +117,7 @@ func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 	e.applying.Lock()
 	defer e.applying.Unlock()
+	e.endLanes()
 	now := time.Now()
 	next := maintenanceInterval
 	var drop, draining []*lane
@@ -133,8 +134,7 @@ func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 	}
 	e.mu.Unlock()
 	for _, l := range draining {
-		// Behind its end it may have any number of messages pending: they are the other lanes'.
-		if s := e.o.Store.LaneStats(l.id); s.Retrying == 0 && s.InFlight == 0 && (s.Pending == 0 || e.seenEnd(l)) {
+		if s := e.o.Store.LaneStats(l.id); s.Ended && s.Pending == 0 {
 			drop = append(drop, l)
 		}
 	}
@@ -147,12 +147,6 @@ func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 		e.forgetLane(l)
 	}
 	return next
-}
-
-func (e *Engine) seenEnd(l *lane) bool {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	return l.reachedEnd
 }
 
 // forgetLane removes a lane that was dropped.
@@ -181,21 +175,33 @@ func (e *Engine) trimDeadLetters(ctx context.Context) {
 	}
 	e.mu.Unlock()
 	for key, limit := range limits {
-		if count, _ := e.o.Store.DeadLetterStats(key); count > 0 {
+		if e.o.Store.DestinationStats(key).DeadLetters > 0 {
 			before := time.Now().Add(-time.Duration(limit.RetentionMS) * time.Millisecond)
 			if _, err := e.o.Store.TrimDeadLetters(ctx, key, before, limit.MaxBytes); err != nil && ctx.Err() == nil {
 				e.log.Error("removing old dead letters failed; trying again", "destination", key, "error", err)
 			}
-			delete(limits, key)
 		}
 	}
 	e.applying.Lock()
 	defer e.applying.Unlock()
+	var gone []string
 	e.mu.Lock()
-	defer e.mu.Unlock()
 	for key, d := range e.destinations {
-		if _, empty := limits[key]; d.set == nil && len(d.lanes) == 0 && (empty || d.trim == nil) {
-			delete(e.destinations, key)
+		if _, limited := limits[key]; limited && d.set == nil && len(d.lanes) == 0 {
+			gone = append(gone, key)
 		}
+	}
+	e.mu.Unlock()
+	for _, key := range gone {
+		if e.o.Store.DestinationStats(key).DeadLetters > 0 {
+			continue
+		}
+		if err := e.o.Store.ForgetDestination(key); err != nil {
+			e.log.Error("forgetting a deleted destination failed; trying again", "destination", key, "error", err)
+			continue
+		}
+		e.mu.Lock()
+		delete(e.destinations, key)
+		e.mu.Unlock()
 	}
 }

@@ -188,6 +188,47 @@ func TestTail(t *testing.T) {
 	})
 }
 
+// Dead letters of a destination that was deleted before a restart have the
+// retention that is the default, but not before a config says that it was deleted.
+func TestDeadLettersOfTheDeletedAreTrimmed(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 400}))
+		d := dest("crm", urlA)
+		d.DeadLetters.RetentionMS = 365 * 24 * 3600_000
+		w.apply(d)
+		w.send("web", 3)
+		w.sleep(2 * time.Minute)
+		w.end()
+		count := func(want int64) {
+			t.Helper()
+			w.sleep(2 * time.Minute)
+			if n := w.store.DestinationStats("ns/crm").DeadLetters; n != want {
+				t.Errorf("%d dead letters, want %d", n, want)
+			}
+		}
+		w.restart()
+		w.sleep(8 * 24 * time.Hour)
+		if err := w.engine.Apply(liveconfig.NewView(nil, "ns")); err != nil {
+			t.Fatal(err)
+		}
+		count(3)
+		w.apply(d)
+		count(3)
+		w.end()
+		w.restart()
+		w.apply()
+		count(0)
+		if look(w, func(e *Engine) int { return len(e.lanes) }) != 1 {
+			t.Error("its lane was dropped before the grace was over")
+		}
+		w.sleep(10 * time.Minute)
+		if look(w, func(e *Engine) int { return len(e.destinations) }) != 0 || len(w.store.Destinations()) != 0 {
+			t.Error("the destination is still known")
+		}
+		w.end()
+	})
+}
+
 func TestDeadLettersAreTrimmed(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 400}))
@@ -196,16 +237,16 @@ func TestDeadLettersAreTrimmed(t *testing.T) {
 		w.apply(d)
 		w.send("web", 80)
 		w.sleep(2 * time.Minute)
-		if n, _ := w.store.DeadLetterStats("ns/crm"); n != 50 {
+		if n := w.store.DestinationStats("ns/crm").DeadLetters; n != 50 {
 			t.Errorf("%d dead letters, want as many as fit", n)
 		}
 		w.apply() // The destination goes; its dead letters stay until their time.
 		w.sleep(50 * time.Minute)
-		if n, _ := w.store.DeadLetterStats("ns/crm"); n != 50 {
+		if n := w.store.DestinationStats("ns/crm").DeadLetters; n != 50 {
 			t.Errorf("%d dead letters before the retention ends", n)
 		}
 		w.sleep(12 * time.Minute)
-		if n, _ := w.store.DeadLetterStats("ns/crm"); n != 0 {
+		if n := w.store.DestinationStats("ns/crm").DeadLetters; n != 0 {
 			t.Errorf("%d dead letters after their retention", n)
 		}
 		w.sleep(2 * time.Minute)

@@ -99,7 +99,7 @@ func TestOnPebble(t *testing.T) {
 		return r["b"].Delivered == 2*n && r["c"].DeadLettered == 2*n && r["d"].Pending == 0
 	})
 	eventually(t, "d's old lane is gone", func() bool { return len(store.Lanes()) == 5 })
-	if count, _ := store.DeadLetterStats("ns/c"); count != 2*n {
+	if count := store.DestinationStats("ns/c").DeadLetters; count != 2*n {
 		t.Errorf("%d dead letters, want %d", count, 2*n)
 	}
 	end()

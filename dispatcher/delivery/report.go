@@ -7,19 +7,15 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// Report tells of every destination of a tenant's config: the ledger of its
-// lanes, including those of an earlier success policy, and the health of its
+// Report tells of every destination of a tenant's config: its ledger, lanes of
+// an earlier config and dropped ones included, and the health of its
 // endpoints. It is cheap enough to be asked for every second.
 func (e *Engine) Report(tenant string) []liveconfig.DestinationReport {
-	type account struct {
-		id         queue.LaneID
-		superseded int64
-	}
 	now := time.Now()
 	e.mu.Lock()
 	destinations := e.tenants[tenant]
 	reports := make([]liveconfig.DestinationReport, 0, len(destinations))
-	accounts := make([][]account, 0, len(destinations))
+	lanes := make([][]queue.LaneID, 0, len(destinations))
 	active := make([]bool, 0, len(destinations))
 	for _, d := range destinations {
 		r := liveconfig.DestinationReport{
@@ -36,28 +32,26 @@ func (e *Engine) Report(tenant string) []liveconfig.DestinationReport {
 				r.NextAttempt = earlier(r.NextAttempt, t.circuit.probeAt)
 			}
 		}
-		lanes := make([]account, 0, len(d.lanes))
+		ids := make([]queue.LaneID, 0, len(d.lanes))
 		for _, l := range d.lanes {
-			lanes = append(lanes, account{l.id, l.superseded})
+			ids = append(ids, l.id)
 		}
-		reports, accounts, active = append(reports, r), append(accounts, lanes), append(active, d.set.active)
+		reports, lanes, active = append(reports, r), append(lanes, ids), append(active, d.set.active)
 	}
 	e.mu.Unlock()
 	for i := range reports {
 		r := &reports[i]
 		var nextRetry time.Time
-		for _, l := range accounts[i] {
-			s := e.o.Store.LaneStats(l.id)
-			r.Accepted += s.Accepted - l.superseded
-			r.Delivered += s.Delivered - l.superseded
-			r.Filtered += s.Filtered
-			r.DeadLettered += s.DeadLettered
-			r.Discarded += s.Discarded
-			r.Pending += s.Pending
+		ledger := e.o.Store.DestinationStats(tenant + "/" + r.Name).Ledger
+		r.Accepted, r.Delivered, r.Filtered = ledger.Accepted, ledger.Delivered, ledger.Filtered
+		r.DeadLettered, r.Discarded, r.Pending = ledger.DeadLettered, ledger.Discarded, ledger.Pending
+		for _, id := range lanes[i] {
+			s := e.o.Store.LaneStats(id)
 			r.Retrying += s.Retrying
 			r.OldestPending = earlier(r.OldestPending, s.OldestPending)
 			nextRetry = earlier(nextRetry, s.NextRetry)
 		}
+		r.Retrying = min(r.Retrying, r.Pending) // They were not counted in the same instant.
 		switch {
 		case r.Pending == 0:
 			r.NextAttempt = time.Time{}

@@ -169,25 +169,14 @@ func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 	}
 }
 
-// unsendable settles a leased message that must not be sent: one that another
-// lane has taken over, or one that is older than its window. The lock is held,
-// but released while the store is told.
+// unsendable buries a leased message that must not be sent, because it is older
+// than its window. The lock is held, but released while the store is told.
 func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
-	superseded := l.draining && d.Seq > l.end
-	expired := now.Sub(d.AcceptedAt) >= l.set.policy.Window
-	if !superseded && !expired {
+	if now.Sub(d.AcceptedAt) < l.set.policy.Window {
 		return false
 	}
 	l.leased--
 	e.leased--
-	if superseded {
-		l.superseded++
-		l.reachedEnd = l.reachedEnd || d.Attempt == 0
-		e.mu.Unlock()
-		e.o.Store.Ack(*d)
-		e.mu.Lock()
-		return true
-	}
 	f := l.expiry(now)
 	l.destination.metrics.buried(f.Reason, 1)
 	e.mu.Unlock()

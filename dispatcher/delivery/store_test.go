@@ -19,9 +19,11 @@ type memStore struct {
 	logs   map[string][]queue.Message
 	lanes  map[queue.LaneID]*memLane
 	dead   map[string][]queue.DeadLetter
-	wrongs []string
-	leases int // calls of Lease and LeaseOldest
-	fail   error
+	// dropped are the ledgers of dropped lanes, by destination.
+	dropped map[string]queue.Ledger
+	wrongs  []string
+	leases  int // calls of Lease and LeaseOldest
+	fail    error
 }
 
 type memLane struct {
@@ -33,6 +35,7 @@ type memLane struct {
 	starved bool
 	timer   *time.Timer
 	start   uint64
+	end     uint64 // The last position, when stats.Ended.
 }
 
 type memRetry struct {
@@ -42,7 +45,7 @@ type memRetry struct {
 }
 
 func newMemStore() *memStore {
-	return &memStore{logs: map[string][]queue.Message{}, lanes: map[queue.LaneID]*memLane{}, dead: map[string][]queue.DeadLetter{}}
+	return &memStore{logs: map[string][]queue.Message{}, lanes: map[queue.LaneID]*memLane{}, dead: map[string][]queue.DeadLetter{}, dropped: map[string]queue.Ledger{}}
 }
 
 func (s *memStore) wrong(format string, args ...any) {
@@ -59,9 +62,6 @@ func (s *memStore) Append(_ context.Context, msgs []queue.Message) ([]bool, erro
 		for id, l := range s.lanes {
 			if id.Source != m.Source {
 				continue
-			}
-			if slices.Contains(m.Skip, id.Destination) {
-				l.stats.Filtered++
 			}
 			if l.starved {
 				l.starved = false
@@ -95,8 +95,35 @@ func (s *memStore) DropLane(_ context.Context, id queue.LaneID) error {
 	if s.lanes[id] == nil {
 		return queue.ErrNoLane
 	}
+	gone := s.laneStats(id).Ledger
+	gone.Discarded, gone.Pending = gone.Pending, 0
+	s.dropped[id.Destination] = s.dropped[id.Destination].Plus(gone)
 	delete(s.lanes, id)
 	return nil
+}
+
+func (s *memStore) EndLane(id queue.LaneID, end bool) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	l := s.lanes[id]
+	switch {
+	case l == nil:
+		return queue.ErrNoLane
+	case s.fail != nil:
+		return s.fail
+	case end && !l.stats.Ended:
+		l.end = uint64(len(s.logs[id.Source]))
+	}
+	l.stats.Ended = end
+	return nil
+}
+
+// limit is the last position that is the lane's.
+func (s *memStore) limit(id queue.LaneID, l *memLane) uint64 {
+	if l.stats.Ended {
+		return l.end
+	}
+	return uint64(len(s.logs[id.Source]))
 }
 
 func (s *memStore) Lanes() (ids []queue.LaneID) {
@@ -126,10 +153,11 @@ func (s *memStore) first(id queue.LaneID, l *memLane) uint64 {
 	if len(l.back) > 0 {
 		return l.back[0]
 	}
-	for ; l.next <= uint64(len(s.logs[id.Source])); l.next++ {
+	for ; l.next <= s.limit(id, l); l.next++ {
 		if m := s.message(id, l.next); !slices.Contains(m.Skip, id.Destination) {
 			return l.next
 		}
+		l.stats.Filtered++
 	}
 	return 0
 }
@@ -362,22 +390,54 @@ func (s *memStore) TrimDeadLetters(_ context.Context, destination string, before
 	return was - len(s.dead[destination]), nil
 }
 
-func (s *memStore) DeadLetterStats(destination string) (count, bytes int64) {
+func (s *memStore) DestinationStats(destination string) queue.DestinationStats {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	n := int64(len(s.dead[destination]))
-	return n, n
+	ledger := s.dropped[destination]
+	for id := range s.lanes {
+		if id.Destination == destination {
+			ledger = ledger.Plus(s.laneStats(id).Ledger)
+		}
+	}
+	return queue.DestinationStats{Ledger: ledger, DeadLetters: n, DeadLetterBytes: n}
+}
+
+func (s *memStore) Destinations() (names []string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for name, letters := range s.dead {
+		if len(letters) > 0 {
+			names = append(names, name)
+		}
+	}
+	for name := range s.dropped {
+		names = append(names, name)
+	}
+	return names
+}
+
+func (s *memStore) ForgetDestination(destination string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.dropped, destination)
+	return nil
 }
 
 func (s *memStore) LaneStats(id queue.LaneID) queue.LaneStats {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	return s.laneStats(id)
+}
+
+func (s *memStore) laneStats(id queue.LaneID) queue.LaneStats {
 	l := s.lanes[id]
 	if l == nil {
 		return queue.LaneStats{}
 	}
+	first := s.first(id, l) // Counts what is filtered.
 	st := l.stats
-	st.Accepted = int64(uint64(len(s.logs[id.Source])) - l.start)
+	st.Accepted = int64(s.limit(id, l) - l.start)
 	st.Pending = st.Accepted - st.Delivered - st.Filtered - st.DeadLettered - st.Discarded
 	st.Retrying, st.InFlight = int64(len(l.retries)), int64(len(l.leased))
 	var oldest uint64
@@ -386,7 +446,7 @@ func (s *memStore) LaneStats(id queue.LaneID) queue.LaneStats {
 			oldest = seq
 		}
 	}
-	see(s.first(id, l))
+	see(first)
 	for seq, r := range l.retries {
 		see(seq)
 		if st.NextRetry.IsZero() || r.at.Before(st.NextRetry) {

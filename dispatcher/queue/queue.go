@@ -12,6 +12,7 @@ package queue
 import (
 	"context"
 	"errors"
+	"fmt"
 	"time"
 )
 
@@ -85,10 +86,32 @@ type DeadLetter struct {
 	Failure  Failure
 }
 
-// LaneStats is a lane's ledger. Accepted = Delivered + Filtered + DeadLettered
-// + Discarded + Pending, exactly, also after a crash.
-type LaneStats struct {
+// Ledger says what became of messages. Accepted = Delivered + Filtered +
+// DeadLettered + Discarded + Pending, exactly, also after a crash.
+type Ledger struct {
 	Accepted, Delivered, Filtered, DeadLettered, Discarded, Pending int64
+}
+
+// Plus returns the sum of two ledgers.
+func (l Ledger) Plus(o Ledger) Ledger {
+	return Ledger{
+		l.Accepted + o.Accepted, l.Delivered + o.Delivered, l.Filtered + o.Filtered,
+		l.DeadLettered + o.DeadLettered, l.Discarded + o.Discarded, l.Pending + o.Pending,
+	}
+}
+
+// Balance returns an error when a ledger does not add up.
+func (l Ledger) Balance() error {
+	if sum := l.Delivered + l.Filtered + l.DeadLettered + l.Discarded + l.Pending; sum != l.Accepted || min(l.Delivered, l.Filtered, l.DeadLettered, l.Discarded, l.Pending) < 0 {
+		return fmt.Errorf("the ledger does not add up: %+v", l)
+	}
+	return nil
+}
+
+// LaneStats is a lane's ledger and what is due. Its Discarded is 0: only a lane
+// that is dropped discards, and that is counted by its Source and destination.
+type LaneStats struct {
+	Ledger
 	// Retrying is the part of Pending that waits in the retry index.
 	Retrying int64
 	// InFlight is the part of Pending that is leased.
@@ -97,6 +120,8 @@ type LaneStats struct {
 	OldestPending time.Time
 	// NextRetry is when the next retry is due; zero when none waits.
 	NextRetry time.Time
+	// Ended is true for a lane that gets no further messages; see EndLane.
+	Ended bool
 }
 
 // SourceStats is a Source's log.
@@ -105,6 +130,16 @@ type SourceStats struct {
 	Accepted, Duplicates int64
 	// LogBytes is an estimate of the disk that the log takes.
 	LogBytes int64
+	// Ledger counts each message once per lane that it is for, lanes that were dropped included.
+	Ledger Ledger
+}
+
+// DestinationStats is what is known of a destination.
+type DestinationStats struct {
+	// Ledger sums up the destination's lanes and those that were dropped.
+	Ledger Ledger
+	// DeadLetters is how many dead letters are stored, and DeadLetterBytes their size.
+	DeadLetters, DeadLetterBytes int64
 }
 
 // Errors of a Store.
@@ -130,9 +165,14 @@ type Store interface {
 	// OpenLane makes a lane known and returns once it is durable. A new lane
 	// starts behind the last appended message; a known one goes on where it was.
 	OpenLane(lane LaneID) error
-	// DropLane forgets a lane. What it still had pending counts as discarded.
-	// Its dead letters stay until their retention ends.
+	// DropLane forgets a lane. What it still had pending counts as discarded in
+	// the ledgers of its Source and its destination, which keep what the lane
+	// counted. Its dead letters stay until their retention ends.
 	DropLane(ctx context.Context, lane LaneID) error
+	// EndLane makes a lane end behind the last appended message, durably: what
+	// follows is not its own and not counted. A lane that has ended keeps its end.
+	// With end false it goes on, as if it had never ended.
+	EndLane(lane LaneID, end bool) error
 	// Lanes lists the lanes that the store knows, open ones and those of an earlier run.
 	Lanes() []LaneID
 
@@ -173,13 +213,16 @@ type Store interface {
 	// TrimDeadLetters removes the oldest dead letters of a destination until none is older
 	// than before and their bytes are at most maxBytes. It returns how many went.
 	TrimDeadLetters(ctx context.Context, destination string, before time.Time, maxBytes int64) (int, error)
-	// DeadLetterStats returns how many dead letters a destination has stored, and their bytes.
-	DeadLetterStats(destination string) (count, bytes int64)
-
 	// LaneStats returns a lane's ledger; zero for a lane that is not known.
 	LaneStats(lane LaneID) LaneStats
 	// SourceStats returns a Source's log; zero for one that never had a message.
 	SourceStats(source string) SourceStats
+	// DestinationStats returns a destination's ledger and dead letters; zero for one that is not known.
+	DestinationStats(destination string) DestinationStats
+	// Destinations lists those that have lanes, dead letters or the ledger of dropped lanes.
+	Destinations() []string
+	// ForgetDestination forgets the ledger of a destination's dropped lanes.
+	ForgetDestination(destination string) error
 	// DiskBytes is an estimate of the disk that the store takes.
 	DiskBytes() int64
 

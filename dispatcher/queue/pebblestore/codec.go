@@ -210,6 +210,7 @@ type laneState struct {
 	buried    uint64
 	passed    uint64 // Messages for another destination alone.
 	retries   uint64 // Entries of the retry index.
+	end       uint64 // The first message that is not the lane's any more; 0 for a lane without an end.
 }
 
 // encode adds the state and the positions before next that were neither
@@ -223,6 +224,9 @@ func (s *laneState) encode(dst []byte, open []uint64) []byte {
 	for _, seq := range open {
 		dst = binary.AppendUvarint(dst, seq-last)
 		last = seq
+	}
+	if s.end != 0 {
+		dst = binary.AppendUvarint(dst, s.end)
 	}
 	return dst
 }
@@ -238,11 +242,30 @@ func (s *laneState) decode(v []byte) (open []uint64, err error) {
 		last += d.uvarint()
 		open = append(open, last)
 	}
+	if s.end = 0; len(d.b) > 0 {
+		s.end = d.uvarint()
+	}
 	return open, d.err()
 }
 
 // settled counts the messages that are done with.
 func (s *laneState) settled() uint64 { return s.delivered + s.filtered + s.buried }
+
+// appendDropped encodes the ledger of dropped lanes: nothing of them is pending.
+func appendDropped(dst []byte, l queue.Ledger) []byte {
+	for _, n := range [...]int64{l.Delivered, l.Filtered, l.DeadLettered, l.Discarded} {
+		dst = binary.AppendUvarint(dst, uint64(n))
+	}
+	return dst
+}
+
+func (d *decoder) dropped() (l queue.Ledger) {
+	for _, n := range [...]*int64{&l.Delivered, &l.Filtered, &l.DeadLettered, &l.Discarded} {
+		*n = int64(d.uvarint())
+		l.Accepted += *n
+	}
+	return l
+}
 
 func appendFailure(dst []byte, f *queue.Failure) []byte {
 	dst = binary.AppendUvarint(dst, uint64(max(millis(f.Time), 0)))

@@ -14,13 +14,17 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// destination counts the dead letters of one destination. Its lock is held
-// until a change is applied, so that what is on disk is the newest count. It is
-// taken after a lane's lock.
+// destination counts the dead letters of one destination, and what its dropped
+// lanes counted. Its lock is held until a change is applied, so that what is on
+// disk is the newest count. It is taken after a lane's lock.
 type destination struct {
 	name         string
 	mu           sync.Mutex
 	count, bytes int64
+	// lanes is replaced or appended to; guarded by the store's mu.
+	lanes []*lane
+	// dropped is the ledger of lanes that were dropped. It changes under this lock and the store's.
+	dropped queue.Ledger
 }
 
 func (s *Store) destination(name string) *destination {
@@ -39,12 +43,15 @@ func (s *Store) destination(name string) *destination {
 	return d
 }
 
-func (d *destination) put(b *pebble.Batch) {
-	if d.count == 0 {
-		_ = b.Delete(deadStatsKey(d.name), nil)
+func (d *destination) put(b *pebble.Batch) { d.putWith(b, d.dropped) }
+
+func (d *destination) putWith(b *pebble.Batch, dropped queue.Ledger) {
+	if d.count == 0 && dropped == (queue.Ledger{}) {
+		_ = b.Delete(destinationKey(d.name), nil)
 		return
 	}
-	_ = b.Set(deadStatsKey(d.name), binary.AppendUvarint(binary.AppendUvarint(nil, uint64(d.count)), uint64(max(d.bytes, 0))), nil)
+	v := binary.AppendUvarint(binary.AppendUvarint(nil, uint64(d.count)), uint64(max(d.bytes, 0)))
+	_ = b.Set(destinationKey(d.name), appendDropped(v, dropped), nil)
 }
 
 // bury adds a dead letter to a batch. The caller holds the destination's lock
@@ -259,7 +266,7 @@ func (g *grave) retries() error {
 // unread buries messages that the lane has not read, up to the first that is younger.
 func (g *grave) unread() error {
 	l := g.l
-	for !g.full() && l.next <= l.log.durable.Load() {
+	for !g.full() && l.next <= l.limit() {
 		rec, err := g.r.read(l.next)
 		if err != nil {
 			return err
@@ -477,15 +484,68 @@ func (s *Store) trimSome(d *destination, before, maxBytes int64) (int, error) {
 	return n, s.applyCounts(d, b, count, bytes)
 }
 
-// DeadLetterStats implements queue.Store.
-func (s *Store) DeadLetterStats(destination string) (count, bytes int64) {
+// DestinationStats implements queue.Store.
+func (s *Store) DestinationStats(destination string) queue.DestinationStats {
 	s.mu.RLock()
 	d := s.destinations[destination]
-	s.mu.RUnlock()
 	if d == nil {
-		return 0, 0
+		s.mu.RUnlock()
+		return queue.DestinationStats{}
 	}
+	ledger, lanes := d.dropped, d.lanes
+	s.mu.RUnlock()
+	st := queue.DestinationStats{Ledger: sum(ledger, lanes)}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return d.count, d.bytes
+	st.DeadLetters, st.DeadLetterBytes = d.count, d.bytes
+	return st
+}
+
+// Destinations implements queue.Store.
+func (s *Store) Destinations() []string {
+	s.mu.RLock()
+	var names []string
+	var others []*destination
+	for name, d := range s.destinations {
+		if len(d.lanes) > 0 || d.dropped != (queue.Ledger{}) {
+			names = append(names, name)
+		} else {
+			others = append(others, d)
+		}
+	}
+	s.mu.RUnlock()
+	for _, d := range others {
+		d.mu.Lock()
+		if d.count > 0 {
+			names = append(names, d.name)
+		}
+		d.mu.Unlock()
+	}
+	return names
+}
+
+// ForgetDestination implements queue.Store.
+func (s *Store) ForgetDestination(destination string) error {
+	if err := s.enter(); err != nil {
+		return err
+	}
+	defer s.leave()
+	d := s.destination(destination)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.dropped == (queue.Ledger{}) {
+		return nil
+	}
+	b := s.db.NewBatch()
+	d.putWith(b, queue.Ledger{})
+	s.flusher.syncing()
+	err := s.db.Apply(b, pebble.Sync)
+	_ = b.Close()
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	d.dropped = queue.Ledger{}
+	return nil
 }

@@ -10,6 +10,7 @@ import (
 //
 //	d start(8) hash(16)                   an accepted messageId -> milliseconds since start(4)
 //	e log(8) seq(8)                       a message
+//	g log(8)                              the ledger of a Source's dropped lanes
 //	h log(8)                              the log's head: seq(8), bytes(8)
 //	l lane(8)                             a lane's state
 //	mf                                    the version of this format
@@ -19,17 +20,18 @@ import (
 //	q lane(8) seq(8)                      a retry -> due, attempt, failure
 //	r lane(8) due(8) seq(8)               the same retries by due time -> attempt
 //	x len(2) destination time(8) lane(8) seq(8)   a dead letter
-//	y destination                         how many dead letters it has, and their bytes
+//	y destination                         how many dead letters it has, their bytes, and the ledger of its dropped lanes
 const (
 	prefixDuplicate  = 'd'
 	prefixMessage    = 'e'
+	prefixDropped    = 'g'
 	prefixHead       = 'h'
 	prefixLane       = 'l'
 	prefixMeta       = 'm'
 	prefixRetry      = 'q'
 	prefixDue        = 'r'
 	prefixDeadLetter = 'x'
-	prefixDeadStats  = 'y'
+	prefixDest       = 'y'
 )
 
 var (
@@ -93,8 +95,8 @@ func deadLetterMillis(key []byte) int64 {
 	return int64(binary.BigEndian.Uint64(key[len(key)-24:]))
 }
 
-func deadStatsKey(destination string) []byte {
-	return append([]byte{prefixDeadStats}, destination...)
+func destinationKey(destination string) []byte {
+	return append([]byte{prefixDest}, destination...)
 }
 
 // endOf is the first key behind all keys that begin with prefix.

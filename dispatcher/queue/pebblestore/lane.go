@@ -86,10 +86,10 @@ func (s *Store) loadLane(l *lane) error {
 	if err != nil {
 		return s.corruptf("the state of lane %v: %w", l.id, err)
 	}
-	if head := l.log.durable.Load(); l.next > head+1 {
+	if head := l.log.durable.Load(); l.next > head+1 || l.end > head+1 {
 		return s.corruptf("the log of %s ends at message %d, but lane %v has read up to %d: a file was cut off", l.log.source, head, l.id, l.next-1)
 	}
-	if first := l.log.trimmed.Load() + 1; l.next < first || len(open) > 0 && open[0] < first {
+	if first := l.log.trimmed.Load() + 1; l.next < first && !l.readAll() || len(open) > 0 && open[0] < first {
 		return s.corruptf("the log of %s begins at message %d, but lane %v needs an earlier one", l.log.source, first, l.id)
 	}
 	for _, seq := range open {
@@ -176,8 +176,53 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 	}
 	l.hungry.Store(true)
 	s.mu.Lock()
-	s.lanes[id] = l
+	s.addLane(l)
 	s.mu.Unlock()
+	return nil
+}
+
+// EndLane implements queue.Store.
+func (s *Store) EndLane(id queue.LaneID, end bool) error {
+	if err := s.enter(); err != nil {
+		return err
+	}
+	defer s.leave()
+	l := s.lane(id)
+	if l == nil {
+		return queue.ErrNoLane
+	}
+	if !end {
+		// What the lane needs again must not be freed just now.
+		s.disk.maintaining.Lock()
+		defer s.disk.maintaining.Unlock()
+	}
+	l.leasing.Lock()
+	defer l.leasing.Unlock()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.dropped {
+		return queue.ErrNoLane
+	}
+	if end == (l.end != 0) {
+		return nil
+	}
+	was := l.laneState
+	if l.end = 0; end {
+		l.end = l.log.durable.Load() + 1
+	} else if first := l.log.trimmed.Load() + 1; l.next < first {
+		// All others were done with it.
+		l.passed += first - l.next
+		l.next = first
+	}
+	b := s.db.NewBatch()
+	l.put(b)
+	s.flusher.syncing()
+	err := s.db.Apply(b, pebble.Sync)
+	_ = b.Close()
+	if err != nil {
+		l.laneState = was
+		return fmt.Errorf("end a lane: %w", err)
+	}
 	return nil
 }
 
@@ -197,7 +242,14 @@ func (s *Store) DropLane(_ context.Context, id queue.LaneID) error {
 	defer l.leasing.Unlock()
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.dest.mu.Lock()
+	defer l.dest.mu.Unlock()
+	gone := l.ledger()
+	gone.Discarded, gone.Pending = gone.Pending, 0
+	ofSource, ofDestination := l.log.dropped.Plus(gone), l.dest.dropped.Plus(gone)
 	b := s.db.NewBatch()
+	_ = b.Set(key(prefixDropped, l.log.number), appendDropped(nil, ofSource), nil)
+	l.dest.putWith(b, ofDestination)
 	_ = b.Delete(binary.BigEndian.AppendUint64(append([]byte(nil), keyLanes...), l.number), nil)
 	_ = b.Delete(key(prefixLane, l.number), nil)
 	if l.retries > 0 {
@@ -211,19 +263,37 @@ func (s *Store) DropLane(_ context.Context, id queue.LaneID) error {
 		return fmt.Errorf("drop a lane: %w", err)
 	}
 	l.dropped, l.opened = true, false
-	s.metrics.discard(l.pending())
+	s.metrics.discard(gone.Discarded)
 	s.waker.forget(l)
-	l.log.removeLane(l)
 	s.mu.Lock()
+	defer s.mu.Unlock()
+	l.log.removeLane(l)
+	l.log.dropped, l.dest.dropped = ofSource, ofDestination
+	l.dest.lanes = slices.DeleteFunc(slices.Clone(l.dest.lanes), func(o *lane) bool { return o == l })
 	delete(s.lanes, id)
-	s.mu.Unlock()
 	return nil
 }
 
-// accepted counts the lane's messages. The caller holds mu.
-func (l *lane) accepted() uint64 { return l.log.durable.Load() - l.start - l.passed }
+// readAll reports whether the lane has read all that it will ever read. The caller holds mu.
+func (l *lane) readAll() bool { return l.end != 0 && l.next >= l.end }
 
-func (l *lane) pending() uint64 { return l.accepted() - l.settled() }
+// limit is the last message that the lane may read. The caller holds leasing or mu.
+func (l *lane) limit() uint64 {
+	durable := l.log.durable.Load()
+	if l.end != 0 {
+		return min(durable, l.end-1)
+	}
+	return durable
+}
+
+// ledger counts the lane's messages. The caller holds mu.
+func (l *lane) ledger() queue.Ledger {
+	accepted := l.limit() - l.start - l.passed
+	return queue.Ledger{
+		Accepted: int64(accepted), Delivered: int64(l.delivered), Filtered: int64(l.filtered),
+		DeadLettered: int64(l.buried), Pending: int64(accepted - l.settled()),
+	}
+}
 
 // Lease implements queue.Store.
 func (s *Store) Lease(id queue.LaneID, n int, buf []queue.Delivery) ([]queue.Delivery, error) {
@@ -317,7 +387,7 @@ func (s *Store) lease(l *lane, r *reader, want int) (again bool, err error) {
 	case r.scanned >= maxScan:
 		// Others have their turn; this lane goes on as if news had come.
 		s.waker.schedule(l, now)
-	case l.log.durable.Load() >= l.next:
+	case l.limit() >= l.next:
 		// An append came between the look and the word that its news are wanted.
 		return l.hungry.CompareAndSwap(true, false), nil
 	default:
@@ -552,6 +622,9 @@ func (s *Store) firstRetry(l *lane) (seq uint64, ok bool, err error) {
 // first is the lowest position that the lane needs. The caller holds mu.
 func (s *Store) first(l *lane) (uint64, error) {
 	seq := l.next
+	if l.readAll() {
+		seq = never
+	}
 	for o := range l.open {
 		seq = min(seq, o)
 	}
@@ -575,13 +648,10 @@ func (s *Store) LaneStats(id queue.LaneID) queue.LaneStats {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	st := queue.LaneStats{
-		Accepted:     int64(l.accepted()),
-		Delivered:    int64(l.delivered),
-		Filtered:     int64(l.filtered),
-		DeadLettered: int64(l.buried),
-		Pending:      int64(l.pending()),
-		Retrying:     int64(l.retries) - int64(l.openRetries),
-		InFlight:     int64(len(l.open) - len(l.released)),
+		Ledger:   l.ledger(),
+		Retrying: int64(l.retries) - int64(l.openRetries),
+		InFlight: int64(len(l.open) - len(l.released)),
+		Ended:    l.end != 0,
 	}
 	if l.nextDue != never {
 		st.NextRetry = fromMillis(l.nextDue)

@@ -89,4 +89,4 @@ func (m *metrics) committed(messages int, took time.Duration) {
 
 func (m *metrics) synced(took time.Duration) { m.syncSeconds.Observe(took.Seconds()) }
 
-func (m *metrics) discard(n uint64) { m.discarded.Add(float64(n)) }
+func (m *metrics) discard(n int64) { m.discarded.Add(float64(n)) }

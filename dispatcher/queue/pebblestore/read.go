@@ -257,7 +257,7 @@ func (r *reader) readTaken() error {
 func (r *reader) more() bool {
 	r.l.mu.Lock()
 	defer r.l.mu.Unlock()
-	return r.l.next <= r.l.log.durable.Load()
+	return r.l.next <= r.l.limit()
 }
 
 // readFirsts takes messages from the log until the reader has max. It returns how many it took.
@@ -268,7 +268,7 @@ func (r *reader) readFirsts(max int) (int, error) {
 	l.mu.Unlock()
 	var before, passedOver, filteredOut = len(r.got), uint64(0), uint64(0)
 	var err error
-	for len(r.got) < max && r.scanned < maxScan && next <= l.log.durable.Load() {
+	for len(r.got) < max && r.scanned < maxScan && next <= l.limit() {
 		var rec record
 		if rec, err = r.read(next); err != nil {
 			break

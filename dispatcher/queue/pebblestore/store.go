@@ -82,6 +82,8 @@ type sourceLog struct {
 	// lanes is replaced, never changed.
 	lanes    atomic.Pointer[[]*lane]
 	trimTime time.Time
+	// dropped is the ledger of lanes that were dropped, guarded by the store's mu.
+	dropped queue.Ledger
 }
 
 func (l *sourceLog) eachLane(fn func(*lane)) {
@@ -254,17 +256,20 @@ func (s *Store) load() error {
 		if err := s.loadLane(l); err != nil {
 			return err
 		}
-		s.lanes[id] = l
+		s.addLane(l)
 		log.addLane(l)
 		return nil
 	})
 	if err != nil {
 		return err
 	}
-	err = s.scan([]byte{prefixDeadStats}, func(k, v []byte) error {
+	err = s.scan([]byte{prefixDest}, func(k, v []byte) error {
 		d := decoder{b: v}
 		x := s.destination(string(k[1:]))
 		x.count, x.bytes = int64(d.uvarint()), int64(d.uvarint())
+		if len(d.b) > 0 {
+			x.dropped = d.dropped()
+		}
 		return d.err()
 	})
 	if err != nil {
@@ -312,6 +317,16 @@ func (s *Store) loadLog(l *sourceLog) error {
 		l.head, l.bytes = d.fixed64(), d.fixed64()
 		if d.bad {
 			return s.corruptf("the head of the log of %s is malformed", l.source)
+		}
+	}
+	v, err = s.get(key(prefixDropped, l.number))
+	if err != nil && !errors.Is(err, pebble.ErrNotFound) {
+		return err
+	}
+	if err == nil {
+		d := decoder{b: v}
+		if l.dropped = d.dropped(); d.bad {
+			return s.corruptf("the ledger of the log of %s is malformed", l.source)
 		}
 	}
 	it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: key(prefixMessage, l.number), UpperBound: after(prefixMessage, l.number)})
@@ -387,6 +402,12 @@ func (s *Store) lane(id queue.LaneID) *lane {
 	return s.lanes[id]
 }
 
+// addLane makes a lane known. The caller holds mu, or is alone.
+func (s *Store) addLane(l *lane) {
+	s.lanes[l.id] = l
+	l.dest.lanes = append(l.dest.lanes, l)
+}
+
 func (s *Store) sourceLog(source string) *sourceLog {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
@@ -448,9 +469,16 @@ func (s *Store) Lanes() []queue.LaneID {
 
 // SourceStats implements queue.Store.
 func (s *Store) SourceStats(source string) queue.SourceStats {
-	l := s.sourceLog(source)
+	s.mu.RLock()
+	l := s.logs[source]
 	if l == nil {
+		s.mu.RUnlock()
 		return queue.SourceStats{}
+	}
+	ledger, lanes := l.dropped, l.lanes.Load()
+	s.mu.RUnlock()
+	if lanes != nil {
+		ledger = sum(ledger, *lanes)
 	}
 	// Trimmed first: it is never ahead of what was durable before.
 	trimmed := l.trimmedBytes.Load()
@@ -458,7 +486,18 @@ func (s *Store) SourceStats(source string) queue.SourceStats {
 		Accepted:   int64(l.durable.Load()),
 		Duplicates: l.duplicates.Load(),
 		LogBytes:   int64(l.durableBytes.Load() - trimmed),
+		Ledger:     ledger,
 	}
+}
+
+// sum adds the ledgers of lanes. One that is dropped meanwhile still has its own.
+func sum(ledger queue.Ledger, lanes []*lane) queue.Ledger {
+	for _, l := range lanes {
+		l.mu.Lock()
+		ledger = ledger.Plus(l.ledger())
+		l.mu.Unlock()
+	}
+	return ledger
 }
 
 // Close implements queue.Store. All of the log is flushed, so that the next

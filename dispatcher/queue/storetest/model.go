@@ -33,7 +33,7 @@ type Crasher interface {
 //     moment, no gaps, and its ledger must agree with that state exactly,
 //   - every dead letter must be there if and only if the lane counts it.
 func Model(t *testing.T, seed uint64, operations int, start func(t *testing.T) Engine) {
-	m := &model{T: t, Engine: start(t), rng: rand.New(rand.NewPCG(seed, 0)), logs: map[string][]message{}, lanes: map[queue.LaneID]*modelLane{}, letters: map[letterID]int64{}}
+	m := &model{T: t, Engine: start(t), rng: rand.New(rand.NewPCG(seed, 0)), logs: map[string][]message{}, lanes: map[queue.LaneID]*modelLane{}, letters: map[letterID]int64{}, dropped: map[string]queue.Ledger{}}
 	t.Cleanup(func() {
 		if t.Failed() {
 			t.Logf("seed %d, after operation %d; the last ones:\n%s", seed, m.operation, m.tail())
@@ -66,6 +66,8 @@ type model struct {
 	logs    map[string][]message
 	lanes   map[queue.LaneID]*modelLane
 	letters map[letterID]int64 // When they were buried, in milliseconds.
+	// dropped are the ledgers of dropped lanes, by Source and by destination.
+	dropped map[string]queue.Ledger
 	ids     int
 	doubt   doubt
 }
@@ -86,6 +88,10 @@ type doubt struct {
 	appended []queue.Message
 	opened   *queue.LaneID
 	dropped  *modelLane
+	gone     queue.Ledger // Of the lane that was dropped.
+	ended    *modelLane
+	was      uint64 // Its end before.
+	forgot   map[string]queue.Ledger
 	deleted  map[letterID]int64
 }
 
@@ -112,6 +118,7 @@ type fate struct {
 type modelLane struct {
 	id    queue.LaneID
 	start uint64
+	end   uint64 // The last position, 0 for none; a lane that ended with an empty log has none.
 	fates map[uint64]fate
 	// base is what the lane was when the store was opened, events what became of its messages since.
 	base   map[uint64]fate
@@ -164,8 +171,10 @@ func (m *model) step() {
 		m.buryExpired()
 	case n < 88:
 		m.advance()
-	case n < 91:
+	case n < 90:
 		m.openOrDrop()
+	case n < 91:
+		m.endOrGoOn()
 	case n < 93:
 		m.deleteLetters()
 	case n < 95:
@@ -264,9 +273,18 @@ func (m *model) fate(l *modelLane, seq uint64) fate {
 
 // each calls fn for all positions of the lane, ascending.
 func (m *model) each(l *modelLane, fn func(seq uint64, f fate)) {
-	for seq := l.start + 1; seq <= uint64(len(m.logs[l.id.Source])); seq++ {
+	for seq := l.start + 1; seq <= m.limit(l); seq++ {
 		fn(seq, m.fate(l, seq))
 	}
+}
+
+// limit is the last position that is the lane's.
+func (m *model) limit(l *modelLane) uint64 {
+	limit := uint64(len(m.logs[l.id.Source]))
+	if l.end != 0 {
+		limit = min(limit, l.end)
+	}
+	return limit
 }
 
 func (l *modelLane) become(seq uint64, f fate) {
@@ -282,8 +300,8 @@ func (f fate) available(now int64) bool {
 func (m *model) taken(l *modelLane, d queue.Delivery) {
 	m.Helper()
 	log := m.logs[l.id.Source]
-	if d.Seq <= l.start || d.Seq > uint64(len(log)) {
-		m.Fatalf("lane %v got position %d of a log of %d; it starts behind %d", l.id, d.Seq, len(log), l.start)
+	if d.Seq <= l.start || d.Seq > m.limit(l) {
+		m.Fatalf("lane %v got position %d of a log of %d; it starts behind %d and ends at %d", l.id, d.Seq, len(log), l.start, l.end)
 	}
 	want, f := log[d.Seq-1], m.fate(l, d.Seq)
 	if d.ID != want.ID || string(d.Body) != string(want.Body) || d.AcceptedAt.UnixMilli() != want.millis || d.Lane != l.id {
@@ -430,9 +448,19 @@ func (m *model) openOrDrop() {
 	l := m.lanes[id]
 	if l != nil && m.oneOf(4) {
 		m.note("drop %v", id)
+		gone := m.store.LaneStats(id).Ledger
+		gone.Discarded, gone.Pending = gone.Pending, 0
 		m.check(m.store.DropLane(context.Background(), id))
-		m.doubt.dropped = l
+		m.doubt.dropped, m.doubt.gone = l, gone
+		m.drop(id, gone)
 		delete(m.lanes, id)
+		return
+	}
+	if m.oneOf(8) {
+		m.note("forget the dropped lanes of %s", id.Destination)
+		m.check(m.store.ForgetDestination(id.Destination))
+		m.doubt.forgot = map[string]queue.Ledger{id.Destination: m.dropped[id.Destination]}
+		delete(m.dropped, id.Destination)
 		return
 	}
 	m.note("open %v", id)
@@ -440,6 +468,31 @@ func (m *model) openOrDrop() {
 	if l == nil {
 		m.doubt.opened = &id
 		m.lanes[id] = &modelLane{id: id, start: uint64(len(m.logs[id.Source])), fates: map[uint64]fate{}, base: map[uint64]fate{}}
+	}
+}
+
+// drop books the ledger of a lane that was dropped.
+func (m *model) drop(id queue.LaneID, gone queue.Ledger) {
+	m.dropped[id.Source] = m.dropped[id.Source].Plus(gone)
+	m.dropped[id.Destination] = m.dropped[id.Destination].Plus(gone)
+}
+
+// endOrGoOn ends a lane, or lets one go on that has ended. One that goes on may
+// have lost to a trim what came after its end, so it goes on only where none can have come.
+func (m *model) endOrGoOn() {
+	l := m.someLane()
+	if l == nil || len(m.logs[l.id.Source]) == 0 {
+		return
+	}
+	head := uint64(len(m.logs[l.id.Source]))
+	if l.end != 0 && l.end != head {
+		return
+	}
+	m.note("end %v: %t", l.id, l.end == 0)
+	m.check(m.store.EndLane(l.id, l.end == 0))
+	m.doubt.ended, m.doubt.was = l, l.end
+	if l.end = 0; m.doubt.was == 0 {
+		l.end = head
 	}
 }
 
@@ -503,6 +556,7 @@ func (m *model) compare() {
 	for _, l := range m.lanes {
 		m.compareLane(l)
 	}
+	m.compareTotals()
 	for _, destination := range []string{crm, mail} {
 		stored := m.storedLetters(destination)
 		want := 0
@@ -514,10 +568,26 @@ func (m *model) compare() {
 				}
 			}
 		}
-		count, _ := m.store.DeadLetterStats(destination)
+		count := m.store.DestinationStats(destination).DeadLetters
 		if len(stored) != want || count != int64(want) {
 			m.Fatalf("%s has %d dead letters and counts %d, want %d", destination, len(stored), count, want)
 		}
+	}
+}
+
+// compareTotals compares the ledgers of Sources and destinations with those of their lanes.
+func (m *model) compareTotals() {
+	want := maps.Clone(m.dropped)
+	for id := range m.lanes {
+		ledger := m.store.LaneStats(id).Ledger
+		want[id.Source], want[id.Destination] = want[id.Source].Plus(ledger), want[id.Destination].Plus(ledger)
+	}
+	for _, name := range []string{"shop/web", "shop/ios", crm, mail} {
+		got := m.store.DestinationStats(name).Ledger.Plus(m.store.SourceStats(name).Ledger) // It is one or the other.
+		if got != want[name] {
+			m.Fatalf("the ledger of %s is %+v, want %+v", name, got, want[name])
+		}
+		m.check(got.Balance())
 	}
 }
 
@@ -536,8 +606,8 @@ func (m *model) compareLane(l *modelLane) {
 			oldestWaits = m.logs[l.id.Source][seq-1].millis
 		}
 	})
-	if s.Accepted != s.Delivered+s.Filtered+s.DeadLettered+s.Discarded+s.Pending {
-		m.Fatalf("lane %v: the ledger does not add up: %+v", l.id, s)
+	if err := s.Balance(); err != nil || s.Ended != (l.end != 0) {
+		m.Fatalf("lane %v: %v; ended %t, want end %d", l.id, err, s.Ended, l.end)
 	}
 	// A lane counts what it filters and passes over when it reads it.
 	ahead := total - s.Accepted
@@ -603,6 +673,17 @@ func (m *model) recoverCrash() {
 	}
 	if d := m.doubt.dropped; d != nil && slices.Contains(known, d.id) {
 		m.lanes[d.id] = d
+		for _, name := range []string{d.id.Source, d.id.Destination} {
+			m.dropped[name] = minus(m.dropped[name], m.doubt.gone)
+		}
+	}
+	if l := m.doubt.ended; l != nil && m.store.LaneStats(l.id).Ended != (l.end != 0) {
+		l.end = m.doubt.was
+	}
+	for name, ledger := range m.doubt.forgot {
+		if got := m.store.DestinationStats(name).Ledger; got != m.lanesOf(name) {
+			m.dropped[name] = ledger
+		}
 	}
 	if len(known) != len(m.lanes) {
 		m.Fatalf("after a crash the lanes are %v, want %v", known, m.sortedLanes())
@@ -639,6 +720,20 @@ func (m *model) recoverCrash() {
 	}
 	m.compare()
 	m.arm()
+}
+
+func minus(a, b queue.Ledger) queue.Ledger {
+	return a.Plus(queue.Ledger{Accepted: -b.Accepted, Delivered: -b.Delivered, Filtered: -b.Filtered, DeadLettered: -b.DeadLettered, Discarded: -b.Discarded, Pending: -b.Pending})
+}
+
+// lanesOf sums up what the store shows of a destination's lanes.
+func (m *model) lanesOf(destination string) (sum queue.Ledger) {
+	for _, id := range m.store.Lanes() {
+		if id.Destination == destination {
+			sum = sum.Plus(m.store.LaneStats(id).Ledger)
+		}
+	}
+	return sum
 }
 
 // recoverLane finds the moment of the lane's past that survived.
@@ -701,7 +796,7 @@ func (m *model) matches(l *modelLane, fates map[uint64]fate, waiting map[uint64]
 	same := true
 	for i, msg := range m.logs[l.id.Source] {
 		seq := uint64(i + 1)
-		if seq <= l.start {
+		if seq <= l.start || seq > m.limit(l) {
 			continue
 		}
 		f, ok := fates[seq]
@@ -727,8 +822,7 @@ func (m *model) matches(l *modelLane, fates map[uint64]fate, waiting map[uint64]
 			same = same && isWaiting && attempt == f.attempt && stored[letterID{l.id, seq}] == ""
 		}
 	}
-	return same && s.Delivered == deliveredCount && s.DeadLettered == buriedCount && int64(len(waiting)) == waits && s.Retrying == retries &&
-		s.Accepted == s.Delivered+s.Filtered+s.DeadLettered+s.Discarded+s.Pending
+	return same && s.Delivered == deliveredCount && s.DeadLettered == buriedCount && int64(len(waiting)) == waits && s.Retrying == retries && s.Balance() == nil
 }
 
 // drainAll delivers all that waits and ends with an exact ledger.
@@ -751,7 +845,7 @@ func (m *model) drainAll() {
 		var n [passed + 1]int64
 		total := int64(0)
 		m.each(l, func(_ uint64, f fate) { n[f.status]++; total++ })
-		want := queue.LaneStats{Accepted: total - n[passed], Delivered: n[delivered], Filtered: n[filtered], DeadLettered: n[buried]}
+		want := queue.LaneStats{Ended: l.end != 0, Ledger: queue.Ledger{Accepted: total - n[passed], Delivered: n[delivered], Filtered: n[filtered], DeadLettered: n[buried]}}
 		if got := m.store.LaneStats(l.id); got != want {
 			m.Fatalf("lane %v ends with ledger %+v, want %+v", l.id, got, want)
 		}

@@ -83,6 +83,8 @@ func Run(t *testing.T, start func(t *testing.T) Engine) {
 		{"BuryExpired", (*suite).buryExpired},
 		{"BuryExpiredMany", (*suite).buryExpiredMany},
 		{"DropLane", (*suite).dropLane},
+		{"EndLane", (*suite).endLane},
+		{"Destinations", (*suite).destinations},
 		{"StaleSettlements", (*suite).staleSettlements},
 		{"NotifyOnAppend", (*suite).notifyOnAppend},
 		{"NotifyOnRetry", (*suite).notifyOnRetry},
@@ -198,6 +200,12 @@ func (x *suite) ledger(l queue.LaneID, want counts) {
 	x.Helper()
 	s := x.store.LaneStats(l)
 	x.equal("ledger", counts{s.Accepted, s.Delivered, s.Filtered, s.DeadLettered, s.Discarded, s.Pending, s.Retrying, s.InFlight}, want)
+}
+
+// stored tells how many dead letters a destination has, and their bytes.
+func (x *suite) stored(destination string) (count, bytes int64) {
+	s := x.store.DestinationStats(destination)
+	return s.DeadLetters, s.DeadLetterBytes
 }
 
 func (x *suite) letters(destination, after string) []queue.DeadLetter {
@@ -405,7 +413,8 @@ func (x *suite) duplicates() {
 	x.equal("in the next", x.append(x.message(same), x.message()), []bool{true, false})
 	x.equal("all of it", x.append(x.message(same)), []bool{true})
 	x.equal("of another source", x.append(x.message(same, func(m *queue.Message) { m.Source = "shop/ios" })), []bool{false})
-	x.equal("counted", x.store.SourceStats(source), queue.SourceStats{Accepted: 3, Duplicates: 3, LogBytes: x.store.SourceStats(source).LogBytes})
+	got := x.store.SourceStats(source)
+	x.equal("counted", []int64{got.Accepted, got.Duplicates}, []int64{3, 3})
 	x.equal("positions", seqs(x.lease(lane, 10)), []uint64{1, 2, 3})
 
 	x.Clock.Advance(x.DuplicateWindow - 30*time.Second)
@@ -631,7 +640,7 @@ func (x *suite) bury() {
 		}
 		x.equal("dead letters", letters, want)
 		x.ledger(lane, counts{Accepted: 2, DeadLettered: 2})
-		count, size := x.store.DeadLetterStats(crm)
+		count, size := x.stored(crm)
 		if count != 2 || size <= int64(len(want[0].Body)) {
 			x.Errorf("stats are %d, %d bytes", count, size)
 		}
@@ -641,7 +650,7 @@ func (x *suite) bury() {
 	x.equal("dead letters", x.letters(crm, ""), want[1:])
 	x.must(x.store.DeleteDeadLetters(context.Background(), crm, want[0].Key, want[1].Key))
 	x.equal("dead letters", x.letters(crm, ""), want[:0])
-	count, size := x.store.DeadLetterStats(crm)
+	count, size := x.stored(crm)
 	x.equal("stats", []int64{count, size}, []int64{0, 0})
 	x.ledger(lane, counts{Accepted: 2, DeadLettered: 2})
 }
@@ -670,7 +679,7 @@ func (x *suite) deadLetterPaging() {
 		return some < 300
 	}))
 	x.equal("seen", some, 300)
-	count, _ := x.store.DeadLetterStats(crm)
+	count, _ := x.stored(crm)
 	x.equal("left", count, int64(n-42))
 	x.equal("of another destination", len(x.letters("shop/cr", "")), 0)
 	ctx, cancel := context.WithCancel(context.Background())
@@ -687,7 +696,7 @@ func (x *suite) trimDeadLetters() {
 		x.must(x.store.Bury(x.lease(lane, 1)[0], x.failure("Rejected")))
 		x.Clock.Advance(time.Hour)
 	}
-	_, size := x.store.DeadLetterStats(crm)
+	_, size := x.stored(crm)
 	trim := func(before time.Time, maxBytes int64) int {
 		n, err := x.store.TrimDeadLetters(context.Background(), crm, before, maxBytes)
 		x.must(err)
@@ -701,12 +710,12 @@ func (x *suite) trimDeadLetters() {
 	x.equal("left", len(letters), 5)
 	x.equal("oldest left", letters[0].Seq, uint64(6))
 	x.reopenStore()
-	count, left := x.store.DeadLetterStats(crm)
+	count, left := x.stored(crm)
 	if count != 5 || left <= 0 || left > half {
 		x.Errorf("stats are %d, %d bytes; want 5 and up to %d bytes", count, left, half)
 	}
 	x.equal("all", trim(x.Clock.Now(), 0), 5)
-	count, left = x.store.DeadLetterStats(crm)
+	count, left = x.stored(crm)
 	x.equal("stats", []int64{count, left}, []int64{0, 0})
 }
 
@@ -794,9 +803,17 @@ func (x *suite) dropLane() {
 	}
 	x.store.Ack(got[2])
 	x.equal("dead letters", len(x.letters(crm, "")), 1)
-	x.open(lane)
+	gone := queue.Ledger{Accepted: 4, DeadLettered: 1, Discarded: 3}
+	waits := queue.Ledger{Accepted: 4, Pending: 4}
+	for range 2 {
+		x.equal("ledger of the destination", x.store.DestinationStats(crm).Ledger, gone)
+		x.equal("ledger of the source", x.store.SourceStats(source).Ledger, gone.Plus(waits))
+		x.reopenStore()
+	}
+	x.open(lane, second)
 	x.ledger(lane, counts{})
 	x.add(1)
+	x.equal("ledger of the destination", x.store.DestinationStats(crm).Ledger, gone.Plus(queue.Ledger{Accepted: 1, Pending: 1}))
 	x.equal("after it was opened again", seqs(x.lease(lane, 10)), []uint64{5})
 	x.equal("the other lane", seqs(x.lease(second, 10)), []uint64{1, 2, 3, 4, 5})
 
@@ -805,6 +822,96 @@ func (x *suite) dropLane() {
 	x.must(x.store.DropLane(context.Background(), second))
 	x.reopenStore()
 	x.equal("lanes", x.store.Lanes(), []queue.LaneID{lane})
+}
+
+func (x *suite) endLane() {
+	other := queue.LaneID{Source: source, Destination: mail}
+	if err := x.store.EndLane(lane, true); !errors.Is(err, queue.ErrNoLane) {
+		x.Errorf("end of an unknown lane: %v", err)
+	}
+	x.open(lane, other)
+	x.add(4)
+	got := x.lease(lane, 3)
+	x.store.Ack(got[0])
+	x.store.Retry(got[1], x.Clock.Now(), x.failure("TimedOut"))
+	x.must(x.store.EndLane(lane, true))
+	x.add(3)
+	x.must(x.store.EndLane(lane, true)) // It keeps its end.
+	for range 2 {
+		s := x.store.LaneStats(lane)
+		x.equal("ledger", s.Ledger, queue.Ledger{Accepted: 4, Delivered: 1, Pending: 3})
+		x.equal("ended", s.Ended, true)
+		x.reopenStore()
+		x.open(lane, other)
+	}
+	x.Clock.Advance(time.Second)
+	got = x.lease(lane, 10)
+	slices.SortFunc(got, func(a, b queue.Delivery) int { return int(a.Seq) - int(b.Seq) })
+	x.equal("positions", seqs(got), []uint64{2, 3, 4})
+	for _, d := range got {
+		x.store.Ack(d)
+	}
+	x.equal("leased behind the end", len(x.lease(lane, 10)), 0)
+	if _, ok := x.oldest(lane); ok {
+		x.Error("there is an oldest message behind the end")
+	}
+	n, err := x.store.BuryExpired(context.Background(), lane, x.Clock.Now().Add(time.Hour), x.failure("Expired"))
+	x.must(err)
+	x.equal("buried behind the end", n, 0)
+	x.equal("ledger", x.store.LaneStats(lane), queue.LaneStats{Ended: true, Ledger: queue.Ledger{Accepted: 4, Delivered: 4}})
+	x.equal("the other lane", seqs(x.lease(other, 10)), []uint64{1, 2, 3, 4, 5, 6, 7})
+
+	// It does not keep what follows from being freed.
+	x.reopenStore()
+	x.open(lane, other)
+	for _, d := range x.lease(other, 6) {
+		x.store.Ack(d)
+	}
+	if x.Trim != nil {
+		x.Trim(x.store)
+		x.reopenStore()
+		x.open(lane, other)
+	}
+	x.must(x.store.EndLane(lane, false))
+	x.add(1)
+	got = x.lease(lane, 10)
+	if first := got[0].Seq; x.Trim == nil && first != 5 || x.Trim != nil && first != 7 || len(got) != int(9-first) {
+		x.Errorf("it goes on with %v", seqs(got))
+	}
+	for _, d := range got {
+		x.store.Ack(d)
+	}
+	x.equal("ledger", x.store.LaneStats(lane), queue.LaneStats{Ledger: queue.Ledger{Accepted: 4 + int64(len(got)), Delivered: 4 + int64(len(got))}})
+}
+
+func (x *suite) destinations() {
+	list := func() []string {
+		names := x.store.Destinations()
+		slices.Sort(names)
+		return names
+	}
+	second := queue.LaneID{Source: source, Destination: mail}
+	x.equal("at first", list(), []string(nil))
+	x.open(lane, second)
+	x.add(2)
+	x.must(x.store.Bury(x.lease(lane, 1)[0], x.failure("Rejected")))
+	x.must(x.store.DropLane(context.Background(), lane))
+	x.must(x.store.DropLane(context.Background(), second))
+	for range 2 {
+		x.equal("with dead letters, and with the ledger of a dropped lane", list(), []string{crm, mail})
+		x.reopenStore()
+	}
+	for _, name := range []string{crm, mail, "shop/unknown"} {
+		x.must(x.store.ForgetDestination(name))
+		x.equal("ledger", x.store.DestinationStats(name).Ledger, queue.Ledger{})
+	}
+	x.equal("with dead letters", list(), []string{crm})
+	x.equal("ledger of the source", x.store.SourceStats(source).Ledger, queue.Ledger{Accepted: 4, DeadLettered: 1, Discarded: 3})
+	n, err := x.store.TrimDeadLetters(context.Background(), crm, x.Clock.Now().Add(time.Hour), 0)
+	x.must(err)
+	x.equal("trimmed", n, 1)
+	x.reopenStore()
+	x.equal("in the end", list(), []string(nil))
 }
 
 func (x *suite) staleSettlements() {
@@ -1072,7 +1179,7 @@ func (x *suite) concurrent() {
 	working.Wait()
 	for _, l := range lanes {
 		s := x.store.LaneStats(l)
-		count, _ := x.store.DeadLetterStats(l.Destination)
+		count, _ := x.stored(l.Destination)
 		if s.Accepted != producers*each || s.Delivered+s.DeadLettered != s.Accepted || s.Pending != 0 || s.DeadLettered != count {
 			x.Errorf("lane %v: ledger %+v with %d dead letters", l, s, count)
 		}
