@@ -342,7 +342,7 @@ func (d *Dispatcher) Report() liveconfig.Report {
 				Name: s.Name, Generation: s.Generation, Revision: s.Revision,
 				Accepted: stats.Accepted, Duplicates: stats.Duplicates, Rejected: counters.Rejected,
 				LastAccepted: counters.LastAccepted, LastRejected: counters.LastRejected, LastRejection: counters.LastRejection,
-				StoragePressure: counters.StoragePressure,
+				StoragePressure: counters.StoragePressure, Messages: liveconfig.Ledger(stats.Ledger),
 			})
 		}
 		r.Tenants = append(r.Tenants, t)

@@ -5,6 +5,8 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
 // reportCollector shows what a report says of configs and of the oldest
@@ -18,12 +20,14 @@ var (
 	descRevision  = prometheus.NewDesc("posthorn_config_revision", "The first 48 bits of the revision of a namespace's live config, as a number: equal where the same config runs.", []string{"namespace"}, nil)
 	descLog       = prometheus.NewDesc("posthorn_queue_log_bytes", "Bytes of a Source's calls that some destination has still to get, about.", []string{"namespace", "source"}, nil)
 	descOldest    = prometheus.NewDesc("posthorn_destination_oldest_pending_seconds", "Age of a destination's oldest message that waits; 0 when none does.", []string{"namespace", "destination"}, nil)
+	descSource    = prometheus.NewDesc("posthorn_source_messages", "A Source's ledger, each call counted once per destination that it is for: accepted = delivered + filtered + dead_lettered + discarded + pending.", []string{"namespace", "source", "state"}, nil)
+	descLedger    = prometheus.NewDesc("posthorn_destination_messages", "A destination's ledger: accepted = delivered + filtered + dead_lettered + discarded + pending.", []string{"namespace", "destination", "state"}, nil)
 	descFree      = prometheus.NewDesc("posthorn_storage_free_bytes", "Room that is left on the disk of the data folder.", nil, nil)
 )
 
 // Describe implements prometheus.Collector.
 func (reportCollector) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{descReady, descRefused, descConfigAge, descRevision, descLog, descOldest, descFree} {
+	for _, d := range []*prometheus.Desc{descReady, descRefused, descConfigAge, descRevision, descLog, descOldest, descSource, descLedger, descFree} {
 		ch <- d
 	}
 }
@@ -32,6 +36,14 @@ func (reportCollector) Describe(ch chan<- *prometheus.Desc) {
 func (c reportCollector) Collect(ch chan<- prometheus.Metric) {
 	gauge := func(d *prometheus.Desc, v float64, labels ...string) {
 		ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
+	}
+	ledger := func(d *prometheus.Desc, l liveconfig.Ledger, namespace, name string) {
+		for state, n := range map[string]int64{
+			"accepted": l.Accepted, "delivered": l.Delivered, "filtered": l.Filtered,
+			"dead_lettered": l.DeadLettered, "discarded": l.Discarded, "pending": l.Pending,
+		} {
+			gauge(d, float64(n), namespace, name, state)
+		}
 	}
 	now, r := time.Now(), c.d.Report()
 	gauge(descReady, number(r.Ready))
@@ -45,8 +57,10 @@ func (c reportCollector) Collect(ch chan<- prometheus.Metric) {
 		}
 		for _, s := range t.Sources {
 			gauge(descLog, float64(c.d.store.SourceStats(t.Tenant+"/"+s.Name).LogBytes), t.Tenant, s.Name)
+			ledger(descSource, s.Messages, t.Tenant, s.Name)
 		}
 		for _, d := range t.Destinations {
+			ledger(descLedger, d.Ledger, t.Tenant, d.Name)
 			age := 0.0
 			if !d.OldestPending.IsZero() {
 				age = now.Sub(d.OldestPending).Seconds()

@@ -82,6 +82,27 @@ type SourceStatus struct {
 	// Calls since the dispatchers' stores were made, over all pods. Written at most every 30 s.
 	// +optional
 	Calls *CallCounts `json:"calls,omitempty"`
+
+	// What became of the accepted calls, over all pods. Written at most every 30 s.
+	// +optional
+	Messages *MessageCounts `json:"messages,omitempty"`
+}
+
+// MessageCounts is a Source's ledger: accepted = delivered + filtered +
+// deadLettered + discarded + pending. A call counts once for each destination that it is for.
+type MessageCounts struct {
+	// Messages that were stored for destinations.
+	Accepted int64 `json:"accepted"`
+	// Messages that were delivered.
+	Delivered int64 `json:"delivered"`
+	// Messages that a filter or the call's integrations kept out.
+	Filtered int64 `json:"filtered"`
+	// Messages that became dead letters.
+	DeadLettered int64 `json:"deadLettered"`
+	// Messages that were given up because their destination was deleted or no longer takes this Source's calls.
+	Discarded int64 `json:"discarded"`
+	// Messages that wait: not tried yet, in flight, or waiting for a retry.
+	Pending int64 `json:"pending"`
 }
 
 // CallCounts counts a Source's calls.

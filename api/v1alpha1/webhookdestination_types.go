@@ -412,6 +412,9 @@ type DeliveryStatus struct {
 	Filtered int64 `json:"filtered"`
 	// Messages that became dead letters.
 	DeadLettered int64 `json:"deadLettered"`
+	// Messages that were given up because what they were for (a Source, an endpoint) was taken away.
+	// +optional
+	Discarded int64 `json:"discarded"`
 	// Messages that wait: not tried yet, in flight, or waiting for a retry.
 	Pending int64 `json:"pending"`
 	// Of those, the ones that failed at least once and wait for their next attempt.

@@ -69,6 +69,7 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, tenant stri
 		total.Delivered += d.Delivered
 		total.Filtered += d.Filtered
 		total.DeadLettered += d.DeadLettered
+		total.Discarded += d.Discarded
 		total.Pending += d.Pending
 		total.Retrying += d.Retrying
 		total.OldestPending = earlier(total.OldestPending, d.OldestPending)
@@ -95,7 +96,7 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, tenant stri
 	if reported > 0 && unanswered == 0 {
 		s.Delivery = &v1alpha1.DeliveryStatus{
 			Delivered: total.Delivered, Filtered: total.Filtered, DeadLettered: total.DeadLettered,
-			Pending: total.Pending, Retrying: total.Retrying,
+			Discarded: total.Discarded, Pending: total.Pending, Retrying: total.Retrying,
 			OldestPendingTime: optional(total.OldestPending), NextAttemptTime: optional(total.NextAttempt),
 		}
 	} else {

@@ -52,7 +52,7 @@ func runs(name string, endpoints ...liveconfig.EndpointReport) Pod {
 		{Tenant: "other"},
 		{Tenant: tenant, Destinations: []liveconfig.DestinationReport{
 			{Name: "aaa"},
-			{Name: "crm", Generation: 4, Revision: "r1", Delivered: 5, Pending: 2, Retrying: 1, Endpoints: endpoints},
+			{Name: "crm", Generation: 4, Revision: "r1", Ledger: liveconfig.Ledger{Delivered: 5, Pending: 2}, Retrying: 1, Endpoints: endpoints},
 		}},
 	}}}
 }
@@ -225,11 +225,11 @@ func TestProgrammedMessages(t *testing.T) {
 
 func TestDestinationNumbersAddUp(t *testing.T) {
 	p1, p2 := runs("p1", healthy("a")), runs("p2", failing("a", "TimedOut", 0))
-	*p1.destination() = liveconfig.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Delivered: 1, Filtered: 2, DeadLettered: 3, Pending: 4, Retrying: 1, OldestPending: at(-time.Hour), NextAttempt: at(time.Minute), Endpoints: p1.destination().Endpoints}
-	*p2.destination() = liveconfig.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Delivered: 10, Filtered: 20, DeadLettered: 30, Pending: 40, Retrying: 10, OldestPending: at(-2 * time.Hour), Endpoints: p2.destination().Endpoints}
+	*p1.destination() = liveconfig.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Ledger: liveconfig.Ledger{Delivered: 1, Filtered: 2, DeadLettered: 3, Discarded: 5, Pending: 4}, Retrying: 1, OldestPending: at(-time.Hour), NextAttempt: at(time.Minute), Endpoints: p1.destination().Endpoints}
+	*p2.destination() = liveconfig.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Ledger: liveconfig.Ledger{Delivered: 10, Filtered: 20, DeadLettered: 30, Discarded: 50, Pending: 40}, Retrying: 10, OldestPending: at(-2 * time.Hour), Endpoints: p2.destination().Endpoints}
 	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{p1, p2}, t0)
 	sec := func(d time.Duration) *metav1.Time { x := timestamp(at(d)); return &x }
-	want := &v1alpha1.DeliveryStatus{Delivered: 11, Filtered: 22, DeadLettered: 33, Pending: 44, Retrying: 11, OldestPendingTime: sec(-2 * time.Hour), NextAttemptTime: sec(time.Minute)}
+	want := &v1alpha1.DeliveryStatus{Delivered: 11, Filtered: 22, DeadLettered: 33, Discarded: 55, Pending: 44, Retrying: 11, OldestPendingTime: sec(-2 * time.Hour), NextAttemptTime: sec(time.Minute)}
 	if diff := cmp.Diff(want, d.Status.Delivery); diff != "" {
 		t.Error(diff)
 	}
@@ -451,18 +451,22 @@ func TestSourceNumbers(t *testing.T) {
 	for i := range 150 {
 		v.Destinations = append(v.Destinations, fmt.Sprintf("d%03d", i))
 	}
-	p1 := takes("p1", liveconfig.SourceReport{Accepted: 1, Rejected: 2, Duplicates: 3, LastAccepted: at(-time.Minute)})
-	p2 := takes("p2", liveconfig.SourceReport{Accepted: 10, Rejected: 20, Duplicates: 30, LastAccepted: at(-time.Second)})
+	p1 := takes("p1", liveconfig.SourceReport{Accepted: 1, Rejected: 2, Duplicates: 3, LastAccepted: at(-time.Minute), Messages: liveconfig.Ledger{Accepted: 15, Delivered: 1, Filtered: 2, DeadLettered: 3, Discarded: 4, Pending: 5}})
+	p2 := takes("p2", liveconfig.SourceReport{Accepted: 10, Rejected: 20, Duplicates: 30, LastAccepted: at(-time.Second), Messages: liveconfig.Ledger{Accepted: 150, Delivered: 10, Filtered: 20, DeadLettered: 30, Discarded: 40, Pending: 50}})
 	s := sourceStatus(t, source(), v, []Pod{p1, p2}, t0)
 	want := &v1alpha1.CallCounts{Accepted: 11, Rejected: 22, Duplicates: 33}
 	if diff := cmp.Diff(want, s.Status.Calls); diff != "" {
+		t.Error(diff)
+	}
+	messages := &v1alpha1.MessageCounts{Accepted: 165, Delivered: 11, Filtered: 22, DeadLettered: 33, Discarded: 44, Pending: 55}
+	if diff := cmp.Diff(messages, s.Status.Messages); diff != "" {
 		t.Error(diff)
 	}
 	if len(s.Status.Destinations) != 100 || !s.Status.LastReceivedTime.Time.Equal(timestamp(at(-time.Second)).Time) {
 		t.Errorf("%d destinations, last received %v", len(s.Status.Destinations), s.Status.LastReceivedTime)
 	}
 	s = sourceStatus(t, s, v, []Pod{p1, {Name: "p2"}}, at(time.Minute))
-	if diff := cmp.Diff(want, s.Status.Calls); diff != "" {
+	if diff := cmp.Diff(want, s.Status.Calls) + cmp.Diff(messages, s.Status.Messages); diff != "" {
 		t.Errorf("a pod that does not answer: %s", diff)
 	}
 	s = sourceStatus(t, s, v, nil, at(time.Minute))

@@ -42,7 +42,7 @@ func paceSource(old, fresh v1alpha1.SourceStatus, now time.Time) v1alpha1.Source
 	fresh.Conditions = delayRecovery(old.Conditions, fresh.Conditions, v1alpha1.ConditionReceiving, now)
 	transitions := func(s v1alpha1.SourceStatus) v1alpha1.SourceStatus {
 		s.Conditions = withoutNumbers(s.Conditions)
-		s.Calls, s.LastReceivedTime = nil, nil
+		s.Calls, s.Messages, s.LastReceivedTime = nil, nil, nil
 		return s
 	}
 	if equality.Semantic.DeepEqual(transitions(old), transitions(fresh)) {

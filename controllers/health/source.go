@@ -53,9 +53,9 @@ func Source(old v1alpha1.Source, v compile.Verdict, tenant string, pods []Pod, n
 	s.LastReceivedTime = latest(old.Status.LastReceivedTime, t.lastAccepted)
 	// A sum over some of the pods would make the counts jump.
 	if t.pods > 0 && unanswered == 0 {
-		s.Calls = &t.calls
+		s.Calls, s.Messages = &t.calls, &t.messages
 	} else {
-		s.Calls = old.Status.Calls.DeepCopy()
+		s.Calls, s.Messages = old.Status.Calls.DeepCopy(), old.Status.Messages.DeepCopy()
 	}
 	s.Conditions = f.conditions(f.state() != liveconfig.Held, f.receiving(t))
 	if !numbersDue {
@@ -79,6 +79,7 @@ func sourceReport(t *liveconfig.TenantReport, name string) *liveconfig.SourceRep
 type traffic struct {
 	pods                       int
 	calls                      v1alpha1.CallCounts
+	messages                   v1alpha1.MessageCounts
 	lastAccepted, lastRejected time.Time
 	lastRejection              string
 	pressure                   int
@@ -89,6 +90,12 @@ func (t *traffic) add(r liveconfig.SourceReport, diskFull bool) {
 	t.calls.Accepted += r.Accepted
 	t.calls.Rejected += r.Rejected
 	t.calls.Duplicates += r.Duplicates
+	t.messages.Accepted += r.Messages.Accepted
+	t.messages.Delivered += r.Messages.Delivered
+	t.messages.Filtered += r.Messages.Filtered
+	t.messages.DeadLettered += r.Messages.DeadLettered
+	t.messages.Discarded += r.Messages.Discarded
+	t.messages.Pending += r.Messages.Pending
 	t.lastAccepted = later(t.lastAccepted, r.LastAccepted)
 	if r.LastRejected.After(t.lastRejected) {
 		t.lastRejected, t.lastRejection = r.LastRejected, r.LastRejection

@@ -92,7 +92,7 @@ func (r *runner) report() liveconfig.Report {
 			t.Sources = append(t.Sources, liveconfig.SourceReport{Name: s.Name, Generation: s.Generation, Revision: s.Revision, Accepted: 7, LastAccepted: time.Now()})
 		}
 		for _, d := range c.Destinations {
-			t.Destinations = append(t.Destinations, liveconfig.DestinationReport{Name: d.Name, Generation: d.Generation, Revision: d.Revision, Delivered: 5, Pending: 2})
+			t.Destinations = append(t.Destinations, liveconfig.DestinationReport{Name: d.Name, Generation: d.Generation, Revision: d.Revision, Ledger: liveconfig.Ledger{Delivered: 5, Pending: 2}})
 		}
 		report.Tenants = append(report.Tenants, t)
 	}

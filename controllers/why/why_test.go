@@ -68,7 +68,7 @@ func TestExplain(t *testing.T) {
 			for _, pod := range []string{"a", "b"} {
 				r := liveconfig.Report{Pod: pod, Tenants: []liveconfig.TenantReport{{
 					Tenant: "shop", Sources: []liveconfig.SourceReport{{Name: "web", Accepted: 70, LastAccepted: now}},
-					Destinations: []liveconfig.DestinationReport{{Name: "crm", Delivered: 65, Pending: 5, Retrying: 5, OldestPending: now.Add(-time.Minute), NextAttempt: now.Add(20 * time.Second)}},
+					Destinations: []liveconfig.DestinationReport{{Name: "crm", Ledger: liveconfig.Ledger{Delivered: 65, Pending: 5}, Retrying: 5, OldestPending: now.Add(-time.Minute), NextAttempt: now.Add(20 * time.Second)}},
 				}, {Tenant: "other", Refused: &liveconfig.RefusedConfig{Error: "not ours"}}}}
 				if change != nil {
 					change(&r.Tenants[0], &r)

@@ -131,7 +131,7 @@ var (
 	descDelivered = desc("posthorn_messages_delivered_total", "Messages that were delivered since the start.", "namespace", "destination")
 	descDead      = desc("posthorn_messages_dead_lettered_total", "Messages that became dead letters since the start, by reason.", "namespace", "destination", "reason")
 	descLatency   = desc("posthorn_message_delivery_latency_seconds", "Time from a message's acceptance to its delivery.", "namespace", "destination")
-	descLedger    = desc("posthorn_lane_messages", "A lane's ledger: accepted = delivered + filtered + dead_lettered + discarded + pending. retrying is a part of pending.", "namespace", "source", "destination", "endpoint", "state")
+	descLedger    = desc("posthorn_lane_messages", "A lane's ledger: accepted = delivered + filtered + dead_lettered + pending. retrying is a part of pending.", "namespace", "source", "destination", "endpoint", "state")
 
 	descInFlight = desc("posthorn_delivery_in_flight", "Requests in flight to all endpoints.")
 	descLimit    = desc("posthorn_delivery_in_flight_limit", "How many requests may be in flight to all endpoints.")
@@ -191,7 +191,7 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 			_, source := split(id.Source)
 			for state, n := range map[string]int64{
 				"accepted": s.Accepted, "delivered": s.Delivered, "filtered": s.Filtered, "dead_lettered": s.DeadLettered,
-				"discarded": s.Discarded, "pending": s.Pending, "retrying": s.Retrying,
+				"pending": s.Pending, "retrying": s.Retrying,
 			} {
 				add(descLedger, prometheus.GaugeValue, float64(n), d.namespace, source, d.name, id.Endpoint, state)
 			}

@@ -42,9 +42,7 @@ func (e *Engine) Report(tenant string) []liveconfig.DestinationReport {
 	for i := range reports {
 		r := &reports[i]
 		var nextRetry time.Time
-		ledger := e.o.Store.DestinationStats(tenant + "/" + r.Name).Ledger
-		r.Accepted, r.Delivered, r.Filtered = ledger.Accepted, ledger.Delivered, ledger.Filtered
-		r.DeadLettered, r.Discarded, r.Pending = ledger.DeadLettered, ledger.Discarded, ledger.Pending
+		r.Ledger = liveconfig.Ledger(e.o.Store.DestinationStats(tenant + "/" + r.Name).Ledger)
 		for _, id := range lanes[i] {
 			s := e.o.Store.LaneStats(id)
 			r.Retrying += s.Retrying

@@ -108,23 +108,32 @@ type SourceReport struct {
 	LastRejected time.Time `json:"lastRejected,omitzero"`
 	// LastRejection says why, in words.
 	LastRejection string `json:"lastRejection,omitempty"`
+	// Messages is the durable ledger of the calls: each counts once for each
+	// destination (or endpoint, under EveryEndpoint) that it is for, those that are deleted by now included.
+	Messages Ledger `json:"messages"`
 	// StoragePressure is true while calls are refused because storage or the Source's quota is full.
 	StoragePressure bool `json:"storagePressure,omitempty"`
 }
 
-// DestinationReport is a destination as the pod runs it. The counts are
-// durable and balance: accepted = delivered + filtered + deadLettered + discarded + pending.
+// Ledger says what became of messages. It is durable and balances:
+// accepted = delivered + filtered + deadLettered + discarded + pending.
+type Ledger struct {
+	Accepted     int64 `json:"accepted"`
+	Delivered    int64 `json:"delivered"`
+	Filtered     int64 `json:"filtered"`
+	DeadLettered int64 `json:"deadLettered"`
+	// Discarded messages were pending when their owner deleted what they were for.
+	Discarded int64 `json:"discarded"`
+	Pending   int64 `json:"pending"`
+}
+
+// DestinationReport is a destination as the pod runs it.
 type DestinationReport struct {
 	Name       string `json:"name"`
 	Generation int64  `json:"generation"`
 	Revision   string `json:"revision"`
 
-	Accepted     int64 `json:"accepted"`
-	Delivered    int64 `json:"delivered"`
-	Filtered     int64 `json:"filtered"`
-	DeadLettered int64 `json:"deadLettered"`
-	Discarded    int64 `json:"discarded"`
-	Pending      int64 `json:"pending"`
+	Ledger
 	// Retrying is the part of Pending that failed at least once.
 	Retrying int64 `json:"retrying"`
 	// OldestPending is when the oldest pending message was accepted; zero when none waits.

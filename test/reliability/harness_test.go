@@ -22,6 +22,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
@@ -116,7 +117,10 @@ func start(t testing.TB, o dispatcher.Options, c liveconfig.Config) *running {
 		t.Fatal(err)
 	}
 	r := run(d)
-	t.Cleanup(func() { _ = r.stop() })
+	t.Cleanup(func() {
+		balanced(t, r)
+		_ = r.stop()
+	})
 	r.set(t, c)
 	return r
 }
@@ -165,11 +169,27 @@ func ledger(t testing.TB, r target, name string) liveconfig.DestinationReport {
 	return liveconfig.DestinationReport{}
 }
 
+// balanced checks the ledgers of all Sources and destinations: the end of every test.
+func balanced(t testing.TB, r target) {
+	t.Helper()
+	for _, tr := range r.Report().Tenants {
+		for _, s := range tr.Sources {
+			if err := queue.Ledger(s.Messages).Balance(); err != nil {
+				t.Errorf("source %s: %v", s.Name, err)
+			}
+		}
+		for _, d := range tr.Destinations {
+			if err := balance(d); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+}
+
 // balance tells whether a destination's ledger adds up.
 func balance(d liveconfig.DestinationReport) error {
-	if sum := d.Delivered + d.Filtered + d.DeadLettered + d.Discarded + d.Pending; sum != d.Accepted {
-		return fmt.Errorf("%s: %d accepted, but delivered %d + filtered %d + dead %d + discarded %d + pending %d = %d",
-			d.Name, d.Accepted, d.Delivered, d.Filtered, d.DeadLettered, d.Discarded, d.Pending, sum)
+	if err := queue.Ledger(d.Ledger).Balance(); err != nil {
+		return fmt.Errorf("%s: %w", d.Name, err)
 	}
 	return nil
 }

@@ -306,7 +306,11 @@ func (w *world) deliver(i int, rw http.ResponseWriter, r *http.Request) {
 func (w *world) remembers(d *dispatcher.Dispatcher, n int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	accepted := d.Store().SourceStats(tenant + "/web").Accepted
+	source := d.Store().SourceStats(tenant + "/web")
+	if err := source.Ledger.Balance(); err != nil {
+		w.t.Errorf("start %d: %v", n, err)
+	}
+	accepted := source.Accepted
 	if int(accepted) < len(w.acked) || int(accepted) > len(w.sent) {
 		w.t.Errorf("start %d: %d calls accepted; %d were answered 200 of %d sent", n, accepted, len(w.acked), len(w.sent))
 	}
@@ -315,7 +319,7 @@ func (w *world) remembers(d *dispatcher.Dispatcher, n int) {
 		if s.Accepted == 0 && s.Pending == 0 && accepted == 0 {
 			continue // The lane may not have been opened before the cut.
 		}
-		if s.Accepted != accepted || s.Accepted != s.Delivered+s.Filtered+s.DeadLettered+s.Discarded+s.Pending || s.InFlight != 0 || s.Pending < 0 {
+		if s.Accepted != accepted || s.Balance() != nil || s.InFlight != 0 {
 			w.t.Errorf("start %d: the ledger of %s is %+v of %d accepted", n, name, s, accepted)
 		}
 		if int(s.Delivered) > len(w.got[i]) {
@@ -345,6 +349,7 @@ func (w *world) conclude(r *running) {
 	if accepted := r.Store().SourceStats(tenant + "/web").Accepted; int(accepted) != len(w.acked) || len(w.acked) != len(w.sent) {
 		t.Errorf("%d accepted in the end; %d distinct calls were sent and %d answered 200", accepted, len(w.sent), len(w.acked))
 	}
+	balanced(t, r)
 	again := 0
 	for i, name := range names {
 		for id := range w.acked {

@@ -17,6 +17,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -24,6 +26,8 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
 var binary string
@@ -61,6 +65,8 @@ type posthorn struct {
 	log             *bytes.Buffer
 	logMu           sync.Mutex
 	exited          chan struct{}
+	// deletes: the test takes Sources or destinations away.
+	deletes bool
 }
 
 func freeAddr(t *testing.T) string {
@@ -82,6 +88,9 @@ func start(t *testing.T, manifests map[string]string, flags ...string) *posthorn
 	}
 	p.run()
 	t.Cleanup(func() {
+		if !t.Failed() {
+			p.checkLedgers()
+		}
 		p.kill(syscall.SIGTERM)
 		if t.Failed() {
 			p.logMu.Lock()
@@ -155,6 +164,7 @@ func (p *posthorn) write(name, text string) {
 
 func (p *posthorn) remove(name string) {
 	p.t.Helper()
+	p.deletes = true
 	if err := os.Remove(filepath.Join(p.manifests, name)); err != nil {
 		p.t.Fatal(err)
 	}
@@ -249,33 +259,51 @@ func (p *posthorn) condition(name, typ, status, reason string) (message string) 
 	return message
 }
 
-// ledger waits until the dispatcher's report balances and nothing waits, and returns the counts.
+// report reads what the dispatcher says of itself, and checks every ledger in it.
+func (p *posthorn) report() (r liveconfig.Report, err error) {
+	p.t.Helper()
+	resp, err := http.Get("http://" + p.admin + "/report") //nolint:noctx // a local poll
+	if err != nil {
+		return r, err
+	}
+	defer resp.Body.Close()
+	if err := json.NewDecoder(resp.Body).Decode(&r); err != nil {
+		return r, err
+	}
+	for _, t := range r.Tenants {
+		var sources, destinations queue.Ledger
+		for _, s := range t.Sources {
+			sources = sources.Plus(queue.Ledger(s.Messages))
+			if err := queue.Ledger(s.Messages).Balance(); err != nil {
+				p.t.Errorf("source %s: %v", s.Name, err)
+			}
+		}
+		for _, d := range t.Destinations {
+			destinations = destinations.Plus(queue.Ledger(d.Ledger))
+			if err := queue.Ledger(d.Ledger).Balance(); err != nil {
+				p.t.Errorf("destination %s: %v", d.Name, err)
+			}
+		}
+		// What was deleted is known to the other side alone.
+		if t.Tenant != "" && !p.deletes && sources.Pending == 0 && destinations.Pending == 0 && sources != destinations {
+			p.t.Errorf("the sources' ledgers sum up to %+v, the destinations' to %+v", sources, destinations)
+		}
+	}
+	return r, nil
+}
+
+// ledger waits until nothing waits for a destination, and returns the counts.
 func (p *posthorn) ledger(name string) (delivered, filtered, dead, discarded int64) {
 	p.t.Helper()
 	p.eventually("the ledger of "+name+" is settled", func() error {
-		resp, err := http.Get("http://" + p.admin + "/report") //nolint:noctx // a local poll
+		report, err := p.report()
 		if err != nil {
-			return err
-		}
-		defer resp.Body.Close()
-		var report struct {
-			Tenants []struct {
-				Destinations []struct {
-					Name                                                            string
-					Accepted, Delivered, Filtered, DeadLettered, Discarded, Pending int64
-				}
-			}
-		}
-		if err := json.NewDecoder(resp.Body).Decode(&report); err != nil {
 			return err
 		}
 		for _, t := range report.Tenants {
 			for _, d := range t.Destinations {
 				if d.Name != name {
 					continue
-				}
-				if sum := d.Delivered + d.Filtered + d.DeadLettered + d.Discarded + d.Pending; sum != d.Accepted {
-					p.t.Fatalf("the ledger does not balance: %+v", d)
 				}
 				if d.Pending > 0 {
 					return fmt.Errorf("%d pending", d.Pending)
@@ -288,6 +316,84 @@ func (p *posthorn) ledger(name string) (delivered, filtered, dead, discarded int
 	})
 	return
 }
+
+// checkLedgers is the end of every test: the books of every Source and every
+// destination balance, in the report and in the metrics, before and after a kill
+// -9, and no accepted message is missing in them afterwards.
+func (p *posthorn) checkLedgers() {
+	select {
+	case <-p.exited:
+		return // The test ended it, or it never began.
+	default:
+	}
+	before, err := p.report()
+	if err != nil {
+		p.t.Errorf("the last report: %v", err)
+		return
+	}
+	p.checkMetrics()
+	p.kill(syscall.SIGKILL)
+	p.run()
+	after, err := p.report()
+	if err != nil {
+		p.t.Errorf("the report after a kill: %v", err)
+		return
+	}
+	p.checkMetrics()
+	accepted := func(r liveconfig.Report) map[string]int64 {
+		n := map[string]int64{}
+		for _, t := range r.Tenants {
+			for _, s := range t.Sources {
+				n[t.Tenant+"/"+s.Name] = s.Messages.Accepted
+			}
+		}
+		return n
+	}
+	is := accepted(after)
+	for source, was := range accepted(before) {
+		if now, known := is[source]; known && now < was {
+			p.t.Errorf("source %s had accepted %d messages, and %d after a kill", source, was, now)
+		}
+	}
+}
+
+// checkMetrics reads the ledgers from the metrics, whose sum must be accepted.
+func (p *posthorn) checkMetrics() {
+	resp, err := http.Get("http://" + p.admin + "/metrics") //nolint:noctx // a local poll
+	if err != nil {
+		p.t.Error(err)
+		return
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	if err != nil {
+		p.t.Error(err)
+		return
+	}
+	// Of each series without its state: accepted, less all others.
+	open, seen := map[string]float64{}, 0
+	for _, m := range ledgerSeries.FindAllStringSubmatch(string(text), -1) {
+		n, err := strconv.ParseFloat(m[3], 64)
+		if err != nil {
+			p.t.Error(err)
+		}
+		if m[2] != "accepted" {
+			n = -n
+		}
+		open[m[1]] += n
+		seen++
+	}
+	for series, n := range open {
+		if n != 0 {
+			p.t.Errorf("%s}: accepted less all other states is %v", series, n)
+		}
+	}
+	if seen == 0 || seen != 6*len(open) {
+		p.t.Errorf("%d series of %d ledgers", seen, len(open))
+	}
+}
+
+var ledgerSeries = regexp.MustCompile(`(?m)^(posthorn_(?:source|destination)_messages\{.*),state="(\w+)"\} (\S+)$`)
 
 // receiver is a webhook that verifies and records.
 type receiver struct {

@@ -13,6 +13,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
 // The main job: every type of call arrives as specified, and a receiver in
@@ -549,4 +551,47 @@ func TestDeletedDestinationComesBackWithinItsGraceOrIsGivenUp(t *testing.T) {
 	if c := r.count(); c["kept"] != 1 || c["given-up"] != 0 || c["after"] != 1 {
 		t.Errorf("arrived: %v", c)
 	}
+	// What was given up stays on the books: of its Source, as the destination is another one now.
+	books := func(source queue.Ledger, destination queue.Ledger) {
+		t.Helper()
+		p.eventually("the books tell of what was given up", func() error {
+			report, err := p.report()
+			if err != nil {
+				return err
+			}
+			if got := queue.Ledger(report.Tenants[0].Sources[0].Messages); got != source {
+				return fmt.Errorf("the Source's ledger is %+v, want %+v", got, source)
+			}
+			if got := queue.Ledger(report.Tenants[0].Destinations[0].Ledger); got != destination {
+				return fmt.Errorf("the destination's ledger is %+v, want %+v", got, destination)
+			}
+			return nil
+		})
+	}
+	books(queue.Ledger{Accepted: 3, Delivered: 2, Discarded: 1}, queue.Ledger{Accepted: 1, Delivered: 1})
+
+	// And of both, when the destination exists and gives up an endpoint.
+	every := strings.Replace(destination("crm", r.URL, quick+"  success: EveryEndpoint\n"), "  signing:", "  - {name: second, url: http://"+freeAddr(t)+"}\n  signing:", 1)
+	p.write("crm.yaml", every)
+	p.condition("crm", "Programmed", "True", "")
+	p.eventually("both endpoints are in the report", func() error {
+		report, err := p.report()
+		if err != nil || len(report.Tenants[0].Destinations[0].Endpoints) != 2 {
+			return fmt.Errorf("not yet: %w", err)
+		}
+		return nil
+	})
+	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"half"}`)
+	p.arrive(r, 3)
+	p.write("crm.yaml", destination("crm", r.URL, quick+"  success: EveryEndpoint\n"))
+	books(queue.Ledger{Accepted: 5, Delivered: 3, Discarded: 2}, queue.Ledger{Accepted: 3, Delivered: 2, Discarded: 1})
+	p.kill(syscall.SIGKILL)
+	p.run()
+	books(queue.Ledger{Accepted: 5, Delivered: 3, Discarded: 2}, queue.Ledger{Accepted: 3, Delivered: 2, Discarded: 1})
+	p.eventually("status tells of it", func() error {
+		if d, err := p.destination("crm"); err != nil || d.Status.Delivery == nil || d.Status.Delivery.Discarded != 1 {
+			return fmt.Errorf("%+v %w", d.Status.Delivery, err)
+		}
+		return nil
+	})
 }
