@@ -25,7 +25,7 @@ type fakeLanes struct {
 }
 
 func (f *fakeLanes) stats(id queue.LaneID) queue.LaneStats {
-	return queue.LaneStats{Accepted: f.accepted, Pending: f.accepted - int64(f.read[id])}
+	return queue.LaneStats{Ledger: queue.Ledger{Accepted: f.accepted, Pending: f.accepted - int64(f.read[id])}}
 }
 
 func (f *fakeLanes) pass(d time.Duration) {
