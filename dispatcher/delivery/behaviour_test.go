@@ -573,6 +573,92 @@ func TestRestart(t *testing.T) {
 	})
 }
 
+// A circuit that was open is open after a restart, from the first report on: the
+// dead endpoint gets one probe, at its time, and no burst.
+func TestCircuitSurvivesRestart(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{reason: egress.TimedOut, after: time.Second}))
+		a := dest("a", urlA)
+		apply := func() { // The same config each time, as after a restart.
+			t.Helper()
+			w.rev = 0
+			w.apply(a)
+		}
+		apply()
+		w.send("web", 100)
+		w.sleep(10 * time.Minute)
+		before := w.report("a")
+		open := func() liveconfig.EndpointReport {
+			t.Helper()
+			ep := w.report("a").Endpoints[0]
+			if ep.State != liveconfig.EndpointCircuitOpen {
+				t.Errorf("%+v", ep)
+			}
+			return ep
+		}
+		w.end()
+		w.client.forget()
+		w.restart()
+		apply()
+		if ep, was := open(), before.Endpoints[0]; !ep.Since.Equal(was.Since) || !ep.LastFailure.Time.Equal(was.LastFailure.Time) || ep.LastFailure.Reason != "TimedOut" || ep.ConsecutiveFailures != was.ConsecutiveFailures {
+			t.Errorf("%+v, was %+v", ep, was)
+		}
+		if r := w.report("a"); !r.NextAttempt.Equal(before.NextAttempt) {
+			t.Errorf("next attempt %v, was %v", r.NextAttempt, before.NextAttempt)
+		}
+		w.sleep(time.Until(before.NextAttempt) - time.Millisecond)
+		if n := len(w.client.requests("")); n != 0 {
+			t.Errorf("%d requests before the probe was due", n)
+		}
+		w.sleep(10 * time.Minute)
+		if n := len(w.client.requests("")); n < 7 || n > 14 || w.most("") != 1 {
+			t.Errorf("%d requests in 10 minutes, %d at once; want one probe a minute", n, w.most(""))
+		}
+		// Another config is worth a probe at once.
+		w.end()
+		w.client.forget()
+		w.restart()
+		w.rev = 7
+		w.apply(a)
+		w.sleep(time.Millisecond)
+		if n := len(w.client.requests("")); n != 1 {
+			t.Errorf("%d requests with another config, want a probe", n)
+		}
+		// Recovered is recovered.
+		w.client.set(always(answer{status: 200}))
+		w.sleep(10 * time.Minute)
+		if r := w.report("a"); r.Delivered != 100 {
+			t.Errorf("%+v", r)
+		}
+		w.end()
+		w.restart()
+		apply()
+		if ep := w.report("a").Endpoints[0]; ep.State != liveconfig.EndpointIdle || len(w.store.memory) != 0 {
+			t.Errorf("after it recovered: %+v, remembered: %d", ep, len(w.store.memory))
+		}
+		// Nor is anything remembered of what is gone from the config.
+		w.client.set(always(answer{status: 500}))
+		w.send("web", 100)
+		w.sleep(time.Minute)
+		open()
+		if len(w.store.memory) != 1 {
+			t.Errorf("%d remembered", len(w.store.memory))
+		}
+		w.end()
+		w.restart()
+		if err := w.engine.Apply(liveconfig.NewView(nil, "ns")); err != nil {
+			t.Fatal(err)
+		}
+		apply()
+		open()
+		w.apply()
+		if len(w.store.memory) != 0 {
+			t.Errorf("%d remembered of a destination that is gone", len(w.store.memory))
+		}
+		w.end()
+	})
+}
+
 // A tenant whose config cannot be taken keeps all it has.
 func TestUnusableTenant(t *testing.T) {
 	bubble(t, func(t *testing.T) {

@@ -88,6 +88,7 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 		}
 	}
 	e.endLanes()
+	e.forgetOutages(v)
 
 	for tenant, revision := range e.revisions {
 		if v.Unusable(tenant) && revisions[tenant] == "" {
@@ -102,6 +103,7 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 // recover takes up the lanes and the destinations of an earlier run. Until the
 // config names them, lanes are parked.
 func (e *Engine) recover() {
+	outages := e.recoverOutages()
 	lanes, destinations := e.o.Store.Lanes(), e.o.Store.Destinations()
 	ended := map[queue.LaneID]bool{}
 	for _, id := range lanes {
@@ -115,6 +117,7 @@ func (e *Engine) recover() {
 	for _, key := range destinations {
 		e.destination(key)
 	}
+	e.outages = outages
 	e.recovered = true
 }
 
@@ -268,15 +271,17 @@ func (e *Engine) put(p *plan, now time.Time) (forget []target) {
 			ep = &endpoint{destination: d, name: name, circuit: newCircuit(p.set.maxInFlight)}
 			ep.health.state = liveconfig.EndpointIdle
 			ep.health.since = now
+			if o, ok := e.outages[ep.outageName()]; ok {
+				ep.resume(o, p.set.revision, now)
+			}
+		} else if old == nil || old.revision != p.set.revision {
+			ep.circuit.setLimit(p.set.maxInFlight)
+			ep.circuit.probeNow(now) // The owner may just have mended it.
 		}
 		endpoints[name] = ep
 		p.set.targets[i].endpoint = ep
 		ep.to = p.set.targets[i].to
 		ep.bucket.setRate(p.set.perSecond)
-		if old == nil || old.revision != p.set.revision {
-			ep.circuit.setLimit(p.set.maxInFlight)
-			ep.circuit.probeNow(now) // The owner may just have mended it.
-		}
 	}
 	d.endpoints = endpoints
 	if old == nil {

@@ -67,6 +67,8 @@ type Engine struct {
 	// once the lanes of an earlier run have been listed. Guarded by applying.
 	revisions map[string]string
 	recovered bool
+	// remembering serialises what the store is told of open circuits. It is taken before mu.
+	remembering sync.Mutex
 
 	// mu guards all that follows, and every lane, destination and endpoint.
 	// It is held for moments only, and never while the store is called: the
@@ -75,6 +77,8 @@ type Engine struct {
 	destinations map[string]*destination
 	tenants      map[string][]*destination // sorted by name
 	lanes        map[queue.LaneID]*lane
+	// outages is what the store remembers of circuits, by name.
+	outages map[string]outage
 
 	// ready lanes have work and an endpoint with room for it; blocked ones wait for their share of MaxInFlight.
 	ready, blocked, blockedUnproven fifo

@@ -244,14 +244,15 @@ func (e *Engine) send(w *worker) {
 
 	s := e.settle(p, &r)
 	e.mu.Lock()
+	ep, before := p.target.endpoint, p.target.circuit.probeAt
 	back := e.finish(p, &r, s, started)
+	changed := before != ep.circuit.probeAt
 	*p = post{}
-	if len(back) > 0 {
-		e.mu.Unlock()
-		e.release(back)
-		return
-	}
 	e.mu.Unlock()
+	e.release(back)
+	if changed {
+		e.rememberCircuit(ep)
+	}
 }
 
 // settlement is what became of a message.

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -21,6 +22,7 @@ type memStore struct {
 	dead   map[string][]queue.DeadLetter
 	// dropped are the ledgers of dropped lanes, by destination.
 	dropped map[string]queue.Ledger
+	memory  map[string][]byte
 	wrongs  []string
 	leases  int // calls of Lease and LeaseOldest
 	fail    error
@@ -45,7 +47,7 @@ type memRetry struct {
 }
 
 func newMemStore() *memStore {
-	return &memStore{logs: map[string][]queue.Message{}, lanes: map[queue.LaneID]*memLane{}, dead: map[string][]queue.DeadLetter{}, dropped: map[string]queue.Ledger{}}
+	return &memStore{logs: map[string][]queue.Message{}, lanes: map[queue.LaneID]*memLane{}, dead: map[string][]queue.DeadLetter{}, dropped: map[string]queue.Ledger{}, memory: map[string][]byte{}}
 }
 
 func (s *memStore) wrong(format string, args ...any) {
@@ -422,6 +424,21 @@ func (s *memStore) ForgetDestination(destination string) error {
 	defer s.mu.Unlock()
 	delete(s.dropped, destination)
 	return nil
+}
+
+func (s *memStore) Remember(name string, value []byte) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.memory[name] = value; value == nil {
+		delete(s.memory, name)
+	}
+	return nil
+}
+
+func (s *memStore) Remembered() (map[string][]byte, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return maps.Clone(s.memory), nil
 }
 
 func (s *memStore) LaneStats(id queue.LaneID) queue.LaneStats {

@@ -213,6 +213,12 @@ type Store interface {
 	// TrimDeadLetters removes the oldest dead letters of a destination until none is older
 	// than before and their bytes are at most maxBytes. It returns how many went.
 	TrimDeadLetters(ctx context.Context, destination string, before time.Time, maxBytes int64) (int, error)
+	// Remember keeps a few bytes under a name; nil forgets them. It survives the
+	// end of the process at once, and a loss of power a moment later.
+	Remember(name string, value []byte) error
+	// Remembered returns all that is kept.
+	Remembered() (map[string][]byte, error)
+
 	// LaneStats returns a lane's ledger; zero for a lane that is not known.
 	LaneStats(lane LaneID) LaneStats
 	// SourceStats returns a Source's log; zero for one that never had a message.

@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
@@ -285,6 +286,66 @@ func TestStatusTellsOfFailureAndRecovery(t *testing.T) {
 			t.Errorf("%s was taken %d times", id, n)
 		}
 	}
+}
+
+// After a kill -9 with an open circuit the first report says so, and the dead
+// endpoint gets one request at a time: its probes.
+func TestOpenCircuitSurvivesAKill(t *testing.T) {
+	r := newReceiver(t)
+	r.set(func(int) int { return http.StatusServiceUnavailable })
+	var mu sync.Mutex
+	requests, inside, most := 0, 0, 0
+	r.Config.Handler = http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
+		mu.Lock()
+		requests, inside = requests+1, inside+1
+		most = max(most, inside)
+		mu.Unlock()
+		time.Sleep(20 * time.Millisecond)
+		r.serve(w, q)
+		mu.Lock()
+		inside--
+		mu.Unlock()
+	})
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "  delivery: {minBackoff: 10ms, maxBackoff: 50ms}\n")})
+	var calls []string
+	for i := range 200 {
+		calls = append(calls, fmt.Sprintf(`{"type":"track","userId":"u","event":"E","messageId":"m%d"}`, i))
+	}
+	p.mustPost("/v1/batch", `{"batch":[`+strings.Join(calls, ",")+`]}`)
+	p.condition("crm", "Delivering", "False", "CircuitOpen")
+	for range 3 {
+		p.kill(syscall.SIGKILL)
+		mu.Lock()
+		requests, most = 0, 0
+		mu.Unlock()
+		began := time.Now()
+		p.run()
+		report, err := p.report()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if state := report.Tenants[0].Destinations[0].Endpoints[0].State; state != liveconfig.EndpointCircuitOpen {
+			t.Errorf("the first report says %s", state)
+		}
+		p.condition("crm", "Delivering", "False", "CircuitOpen")
+		p.eventually("a probe", func() error {
+			mu.Lock()
+			defer mu.Unlock()
+			if requests == 0 {
+				return fmt.Errorf("none yet")
+			}
+			return nil
+		})
+		mu.Lock()
+		// Probes are at least 0.8 s apart, each twice as late as the one before.
+		if limit := 1 + int(time.Since(began)/(800*time.Millisecond)); most > 1 || requests > limit {
+			t.Errorf("%d requests within %v, %d at once", requests, time.Since(began), most)
+		}
+		mu.Unlock()
+	}
+	r.set(nil)
+	p.arrive(r, 200)
+	p.condition("crm", "Delivering", "True", "")
 }
 
 func TestOneDeadDestinationDoesNotHarmAnother(t *testing.T) {

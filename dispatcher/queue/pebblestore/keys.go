@@ -8,6 +8,7 @@ import (
 
 // The key space. Numbers are big endian, so that keys sort by them.
 //
+//	c name                                what the layer above remembers
 //	d start(8) hash(16)                   an accepted messageId -> milliseconds since start(4)
 //	e log(8) seq(8)                       a message
 //	g log(8)                              the ledger of a Source's dropped lanes
@@ -22,6 +23,7 @@ import (
 //	x len(2) destination time(8) lane(8) seq(8)   a dead letter
 //	y destination                         how many dead letters it has, their bytes, and the ledger of its dropped lanes
 const (
+	prefixMemory     = 'c'
 	prefixDuplicate  = 'd'
 	prefixMessage    = 'e'
 	prefixDropped    = 'g'

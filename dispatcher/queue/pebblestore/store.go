@@ -453,6 +453,38 @@ func (s *Store) apply(b *pebble.Batch) error {
 	return err
 }
 
+// Remember implements queue.Store.
+func (s *Store) Remember(name string, value []byte) error {
+	if name == "" || len(name) > 3*maxNameBytes {
+		return fmt.Errorf("remember: the name has %d bytes; it must have 1 to %d", len(name), 3*maxNameBytes)
+	}
+	if err := s.enter(); err != nil {
+		return err
+	}
+	defer s.leave()
+	b := s.db.NewBatch()
+	if k := append([]byte{prefixMemory}, name...); value == nil {
+		_ = b.Delete(k, nil)
+	} else {
+		_ = b.Set(k, value, nil)
+	}
+	return s.apply(b)
+}
+
+// Remembered implements queue.Store.
+func (s *Store) Remembered() (map[string][]byte, error) {
+	if err := s.enter(); err != nil {
+		return nil, err
+	}
+	defer s.leave()
+	all := map[string][]byte{}
+	err := s.scan([]byte{prefixMemory}, func(k, v []byte) error {
+		all[string(k[1:])] = append([]byte{}, v...)
+		return nil
+	})
+	return all, s.explain(err)
+}
+
 // SetNotify implements queue.Store.
 func (s *Store) SetNotify(fn func(queue.LaneID)) { s.notify = fn }
 

@@ -85,6 +85,7 @@ func Run(t *testing.T, start func(t *testing.T) Engine) {
 		{"DropLane", (*suite).dropLane},
 		{"EndLane", (*suite).endLane},
 		{"Destinations", (*suite).destinations},
+		{"Remember", (*suite).remember},
 		{"StaleSettlements", (*suite).staleSettlements},
 		{"NotifyOnAppend", (*suite).notifyOnAppend},
 		{"NotifyOnRetry", (*suite).notifyOnRetry},
@@ -912,6 +913,24 @@ func (x *suite) destinations() {
 	x.equal("trimmed", n, 1)
 	x.reopenStore()
 	x.equal("in the end", list(), []string(nil))
+}
+
+func (x *suite) remember() {
+	x.must(x.store.Remember("a", []byte("1")))
+	x.must(x.store.Remember("b", []byte("2")))
+	x.must(x.store.Remember("c", []byte{}))
+	x.must(x.store.Remember("a", []byte("3")))
+	x.must(x.store.Remember("b", nil))
+	x.must(x.store.Remember("never", nil))
+	if x.store.Remember("", nil) == nil || x.store.Remember(strings.Repeat("x", 1<<20), nil) == nil {
+		x.Error("a bad name was taken")
+	}
+	for range 2 {
+		got, err := x.store.Remembered()
+		x.must(err)
+		x.equal("remembered", got, map[string][]byte{"a": []byte("3"), "c": {}})
+		x.reopenStore()
+	}
 }
 
 func (x *suite) staleSettlements() {

@@ -1,0 +1,118 @@
+package delivery
+
+import (
+	"encoding/json"
+	"errors"
+	"maps"
+	"strings"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// outage is what the store remembers of an open circuit, so that a restart does
+// not begin with a burst of requests to an endpoint that is known to be down.
+type outage struct {
+	// Revision of the destination's config: another one is worth a probe at once.
+	Revision            string              `json:"revision"`
+	Since               time.Time           `json:"since"`
+	ProbeAt             time.Time           `json:"probeAt"`
+	IntervalMS          int64               `json:"intervalMs"`
+	LastSuccess         time.Time           `json:"lastSuccess,omitzero"`
+	LastFailure         *liveconfig.Failure `json:"lastFailure,omitempty"`
+	ConsecutiveFailures int                 `json:"consecutiveFailures"`
+}
+
+// outagePrefix is what the names begin with under which the store remembers outages.
+const outagePrefix = "circuit/"
+
+func (ep *endpoint) outageName() string { return outagePrefix + ep.destination.key + "/" + ep.name }
+
+// rememberCircuit has the store remember the endpoint's circuit while it is open.
+// The lock is not held.
+func (e *Engine) rememberCircuit(ep *endpoint) {
+	e.remembering.Lock()
+	defer e.remembering.Unlock()
+	e.mu.Lock()
+	name, known := ep.outageName(), ep.destination.set != nil && ep.destination.endpoints[ep.name] == ep
+	var value []byte
+	if c := &ep.circuit; c.open && known {
+		o := outage{
+			Revision: ep.destination.set.revision, Since: ep.health.since, ProbeAt: c.probeAt, IntervalMS: c.interval.Milliseconds(),
+			LastSuccess: ep.health.lastSuccess, LastFailure: ep.health.lastFailure, ConsecutiveFailures: ep.health.consecutive,
+		}
+		value, _ = json.Marshal(o) // It has no fields that could fail.
+		e.outages[name] = o
+	} else {
+		delete(e.outages, name)
+	}
+	e.mu.Unlock()
+	e.rememberOutage(name, value)
+}
+
+func (e *Engine) rememberOutage(name string, value []byte) {
+	if err := e.o.Store.Remember(name, value); err != nil && !errors.Is(err, queue.ErrClosed) {
+		e.log.Warn("an endpoint's circuit could not be remembered; after a restart it is found out again", "circuit", name, "error", err)
+	}
+}
+
+// recoverOutages reads the circuits that were open in the earlier run.
+func (e *Engine) recoverOutages() map[string]outage {
+	outages := map[string]outage{}
+	all, err := e.o.Store.Remembered()
+	if err != nil {
+		e.log.Warn("the circuits of the earlier run could not be read; they are found out again", "error", err)
+	}
+	for name, value := range all {
+		var o outage
+		if strings.HasPrefix(name, outagePrefix) && json.Unmarshal(value, &o) == nil {
+			outages[name] = o
+		}
+	}
+	return outages
+}
+
+// forgetOutages forgets the circuits of endpoints that are gone from the config.
+func (e *Engine) forgetOutages(v *liveconfig.View) {
+	e.remembering.Lock()
+	defer e.remembering.Unlock()
+	e.mu.Lock()
+	gone := maps.Clone(e.outages)
+	for _, d := range e.destinations {
+		for _, ep := range d.endpoints {
+			if d.set != nil || v.Unusable(d.namespace) {
+				delete(gone, ep.outageName())
+			}
+		}
+	}
+	for name := range gone {
+		if namespace, _ := split(name[len(outagePrefix):]); v.Unusable(namespace) {
+			delete(gone, name)
+			continue
+		}
+		delete(e.outages, name)
+	}
+	e.mu.Unlock()
+	for name := range gone {
+		e.rememberOutage(name, nil)
+	}
+}
+
+// resume opens a new endpoint's circuit again, if it was open at the end of the
+// earlier run. The lock is held.
+func (ep *endpoint) resume(o outage, revision string, now time.Time) {
+	ep.circuit.open = true
+	ep.circuit.interval = time.Duration(o.IntervalMS) * time.Millisecond
+	// A clock that was set back must not postpone the probe for ever.
+	ep.circuit.probeAt = o.ProbeAt
+	if latest := now.Add(maxProbePostponed); latest.Before(o.ProbeAt) {
+		ep.circuit.probeAt = latest
+	}
+	if o.Revision != revision {
+		ep.circuit.probeNow(now)
+	}
+	ep.health.state, ep.health.since = liveconfig.EndpointCircuitOpen, o.Since
+	ep.health.lastSuccess, ep.health.lastFailure, ep.health.consecutive = o.LastSuccess, o.LastFailure, o.ConsecutiveFailures
+	ep.health.recent = 1<<remembered - 1
+}
