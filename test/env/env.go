@@ -24,9 +24,10 @@ type Env struct {
 	kubeconfig string
 }
 
-// Start starts an API server with the kinds of config/crd. Start one per test
-// binary (TestMain, BeforeSuite) and Stop it at the end: it takes seconds.
-func Start() (*Env, error) {
+// Start starts an API server with the kinds of config/crd, changed by configure
+// before. Start one per test binary (TestMain, BeforeSuite) and Stop it at the
+// end: it takes seconds.
+func Start(configure ...func(*envtest.Environment)) (*Env, error) {
 	root, err := Root()
 	if err != nil {
 		return nil, err
@@ -43,6 +44,9 @@ func Start() (*Env, error) {
 		ControlPlaneStartTimeout: 2 * time.Minute,
 		ControlPlaneStopTimeout:  time.Minute,
 	}}
+	for _, f := range configure {
+		f(e.env)
+	}
 	if e.Config, err = e.env.Start(); err != nil {
 		return nil, errors.Join(fmt.Errorf("start the API server: %w", err), e.env.Stop())
 	}

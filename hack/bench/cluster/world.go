@@ -1,0 +1,532 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/envtest"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/test/env"
+)
+
+const (
+	release = "posthorn-system"
+	// patience bounds every wait; what takes longer is an error, not a figure.
+	patience = 5 * time.Minute
+)
+
+// world is an API server with operator and dispatchers.
+type world struct {
+	dir    string
+	server *env.Env
+	client client.Client // with an admin's rights
+	binary string
+	audit  string
+	hook   *hook
+
+	processes map[string]*exec.Cmd
+	logs      []io.Closer
+	listen    []string // where each dispatcher takes calls
+	sent      atomic.Int64
+}
+
+func newWorld(ctx context.Context) (_ *world, err error) {
+	w := &world{processes: map[string]*exec.Cmd{}, hook: newHook()}
+	if w.dir, err = os.MkdirTemp("", "posthorn-bench-"); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			w.close()
+		}
+	}()
+	root, err := env.Root()
+	if err != nil {
+		return nil, err
+	}
+	w.binary = filepath.Join(w.dir, "posthorn")
+	build := exec.CommandContext(ctx, "go", "build", "-o", w.binary, "./cmd/posthorn")
+	build.Dir, build.Stderr = root, os.Stderr
+	if err := build.Run(); err != nil {
+		return nil, fmt.Errorf("build posthorn: %w", err)
+	}
+	policy := filepath.Join(w.dir, "audit-policy.yaml")
+	w.audit = filepath.Join(w.dir, "audit.log")
+	if err := os.WriteFile(policy, []byte(auditPolicy), 0o600); err != nil {
+		return nil, err
+	}
+	w.server, err = env.Start(func(e *envtest.Environment) {
+		e.ControlPlane.GetAPIServer().Configure().Set("audit-policy-file", policy).Set("audit-log-path", w.audit)
+		e.ControlPlane.Etcd = &envtest.Etcd{}
+		e.ControlPlane.Etcd.Configure().Set("unsafe-no-fsync", "false")
+	})
+	if err != nil {
+		return nil, err
+	}
+	scheme := runtime.NewScheme()
+	if err := errors.Join(corev1.AddToScheme(scheme), v1alpha1.AddToScheme(scheme)); err != nil {
+		return nil, err
+	}
+	if w.client, err = client.New(w.server.Config, client.Options{Scheme: scheme}); err != nil {
+		return nil, err
+	}
+	namespace, err := os.ReadFile(filepath.Join(root, "config", "default", "namespace.yaml"))
+	if err != nil {
+		return nil, err
+	}
+	if _, err := w.server.Kubectl(string(namespace), "apply", "-f", "-"); err != nil {
+		return nil, err
+	}
+	for _, dir := range []string{"rbac", "dispatcher"} {
+		manifests, err := w.server.Kubectl("", "kustomize", filepath.Join(root, "config", dir))
+		if err != nil {
+			return nil, err
+		}
+		if _, err := w.server.Kubectl(manifests, "apply", "--server-side", "-f", "-"); err != nil {
+			return nil, err
+		}
+	}
+	return w, nil
+}
+
+func (w *world) close() {
+	for _, p := range w.processes {
+		_ = p.Process.Signal(syscall.SIGTERM)
+	}
+	for _, p := range w.processes {
+		_ = p.Wait()
+	}
+	for _, l := range w.logs {
+		_ = l.Close()
+	}
+	if err := w.server.Stop(); err != nil {
+		fmt.Fprintln(os.Stderr, "bench: stop the API server:", err)
+	}
+	w.hook.close()
+	_ = os.RemoveAll(w.dir)
+}
+
+func (w *world) tenant(i int) string { return fmt.Sprintf("tenant-%02d", i%*namespaces) }
+
+func destinationName(i int) string { return fmt.Sprintf("hook-%02d", i) }
+
+// apply makes the tenants' objects.
+func (w *world) apply(ctx context.Context) error {
+	var group errgroup.Group
+	group.SetLimit(8)
+	for n := range *namespaces {
+		tenant := w.tenant(n)
+		group.Go(func() error {
+			key := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "web-key"}, StringData: map[string]string{"writeKey": "key-of-" + tenant}}
+			source := &v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "web"}}
+			source.Spec.WriteKeySecretRef = v1alpha1.SecretKeyReference{Name: "web-key", Key: "writeKey"}
+			objects := []client.Object{&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: tenant}}, key, source}
+			for i := range *perTenant {
+				name := destinationName(i)
+				secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: name}, StringData: map[string]string{"sharedSecret": firstSecret}}
+				d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: name}}
+				d.Spec.Sources.Names = []string{"web"}
+				d.Spec.Endpoints = []v1alpha1.Endpoint{w.endpoint(tenant, name, "first")}
+				d.Spec.Signing = &v1alpha1.Signing{SecretRef: v1alpha1.SecretKeyReference{Name: name, Key: "sharedSecret"}}
+				d.Spec.Filter = &v1alpha1.Filter{Events: []string{name}}
+				objects = append(objects, secret, d)
+			}
+			for _, o := range objects {
+				if err := w.client.Create(ctx, o); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	return group.Wait()
+}
+
+func (w *world) endpoint(tenant, name, version string) v1alpha1.Endpoint {
+	return v1alpha1.Endpoint{Name: "primary", URL: w.hook.URL + "/" + tenant + "/" + name, Headers: []v1alpha1.Header{{Name: versionHeader, Value: &version}}}
+}
+
+// startProcesses starts the dispatchers, each on an address of its own, and the operator.
+func (w *world) startProcesses(ctx context.Context) error {
+	calls, err := freePort()
+	if err != nil {
+		return err
+	}
+	admin, err := freePort()
+	if err != nil {
+		return err
+	}
+	token := filepath.Join(w.dir, "token")
+	made, err := w.server.Kubectl("", "create", "token", "posthorn-operator", "--namespace", release, "--audience", liveconfig.AdminAudience, "--duration", "12h")
+	if err != nil {
+		return err
+	}
+	if err := os.WriteFile(token, []byte(made), 0o600); err != nil {
+		return err
+	}
+	asDispatcher, err := w.kubeconfig("posthorn-dispatcher")
+	if err != nil {
+		return err
+	}
+	asOperator, err := w.kubeconfig("posthorn-operator")
+	if err != nil {
+		return err
+	}
+	for i := range *dispatchers {
+		name, ip := fmt.Sprintf("posthorn-dispatcher-%d", i), fmt.Sprintf("127.0.0.%d", i+2)
+		w.listen = append(w.listen, net.JoinHostPort(ip, calls))
+		if err := w.start(name, "dispatcher", "--kubeconfig", asDispatcher, "--namespace", release, "--pod-name", name,
+			"--listen", net.JoinHostPort(ip, calls), "--admin-listen", net.JoinHostPort(ip, admin),
+			"--data", filepath.Join(w.dir, name), "--egress-allow", "127.0.0.0/8"); err != nil {
+			return err
+		}
+		if err := w.makePod(ctx, name, ip); err != nil {
+			return err
+		}
+	}
+	return w.start("operator", "operator", "--kubeconfig", asOperator, "--namespace", release, "--leader-elect",
+		"--dispatcher-admin-port", admin, "--dispatcher-token-file", token, "--egress-allow", "127.0.0.0/8",
+		"--metrics-bind-address", "0", "--health-probe-bind-address", "0")
+}
+
+func (w *world) start(name string, args ...string) error {
+	cmd := exec.Command(w.binary, args...)
+	if *keepLogs != "" {
+		if err := os.MkdirAll(*keepLogs, 0o700); err != nil {
+			return err
+		}
+		file, err := os.Create(filepath.Join(*keepLogs, name+".log"))
+		if err != nil {
+			return err
+		}
+		w.logs = append(w.logs, file)
+		cmd.Stdout, cmd.Stderr = file, file
+	}
+	if err := cmd.Start(); err != nil {
+		return err
+	}
+	w.processes[name] = cmd
+	return nil
+}
+
+// makePod tells the operator of a dispatcher, as the kubelet would.
+func (w *world) makePod(ctx context.Context, name, ip string) error {
+	no, yes, id := false, true, int64(65532)
+	pod := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: release, Name: name, Labels: map[string]string{"app.kubernetes.io/name": "posthorn", "app.kubernetes.io/component": "dispatcher"}},
+		Spec: corev1.PodSpec{
+			SecurityContext: &corev1.PodSecurityContext{RunAsNonRoot: &yes, RunAsUser: &id, SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}},
+			Containers: []corev1.Container{{Name: "dispatcher", Image: "posthorn", SecurityContext: &corev1.SecurityContext{
+				AllowPrivilegeEscalation: &no, Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}},
+			}}},
+		},
+	}
+	if err := w.client.Create(ctx, pod); err != nil {
+		return err
+	}
+	pod.Status.PodIP, pod.Status.PodIPs = ip, []corev1.PodIP{{IP: ip}}
+	pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue}}
+	return w.client.Status().Update(ctx, pod)
+}
+
+// kubeconfig writes one with the rights of a service account of the release.
+func (w *world) kubeconfig(account string) (string, error) {
+	token, err := w.server.Kubectl("", "create", "token", account, "--namespace", release, "--duration", "12h")
+	if err != nil {
+		return "", err
+	}
+	config := clientcmdapi.NewConfig()
+	config.Clusters["c"] = &clientcmdapi.Cluster{Server: w.server.Config.Host, CertificateAuthorityData: w.server.Config.CAData}
+	config.AuthInfos["u"] = &clientcmdapi.AuthInfo{Token: strings.TrimSpace(token)}
+	config.Contexts["x"] = &clientcmdapi.Context{Cluster: "c", AuthInfo: "u"}
+	config.CurrentContext = "x"
+	file := filepath.Join(w.dir, account+".kubeconfig")
+	return file, clientcmd.WriteToFile(*config, file)
+}
+
+func freePort() (string, error) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return "", err
+	}
+	defer l.Close()
+	return strconv.Itoa(l.Addr().(*net.TCPAddr).Port), nil
+}
+
+// waitReady waits until every object is Ready with every dispatcher programmed.
+func (w *world) waitReady(ctx context.Context) error {
+	ready := func(generation int64, conditions []metav1.Condition, count *v1alpha1.DispatcherCount) bool {
+		c := meta.FindStatusCondition(conditions, v1alpha1.ConditionReady)
+		return c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == generation && count != nil && int(count.Programmed) == *dispatchers
+	}
+	return w.until(ctx, 250*time.Millisecond, "every object to be Ready", func() (bool, error) {
+		var list v1alpha1.WebhookDestinationList
+		var sources v1alpha1.SourceList
+		if err := errors.Join(w.client.List(ctx, &list), w.client.List(ctx, &sources)); err != nil {
+			return false, err
+		}
+		all := len(list.Items) == *namespaces**perTenant && len(sources.Items) == *namespaces
+		for _, d := range list.Items {
+			all = all && ready(d.Generation, d.Status.Conditions, d.Status.Dispatchers)
+		}
+		for _, s := range sources.Items {
+			all = all && ready(s.Generation, s.Status.Conditions, s.Status.Dispatchers)
+		}
+		return all, nil
+	})
+}
+
+func (w *world) until(ctx context.Context, every time.Duration, what string, ok func() (bool, error)) error {
+	for deadline := time.Now().Add(patience); ; {
+		done, err := ok()
+		if done || err != nil {
+			return err
+		}
+		if time.Now().After(deadline) {
+			return fmt.Errorf("waited in vain for %s", what)
+		}
+		if err := sleep(ctx, every); err != nil {
+			return err
+		}
+	}
+}
+
+// patch replaces a destination's version, as a user who applies it.
+func (w *world) patch(ctx context.Context, tenant, name, version string) (*v1alpha1.WebhookDestination, error) {
+	body, err := json.Marshal(map[string]any{"spec": map[string]any{"endpoints": []v1alpha1.Endpoint{w.endpoint(tenant, name, version)}}})
+	if err != nil {
+		return nil, err
+	}
+	d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: name}}
+	return d, w.client.Patch(ctx, d, client.RawPatch("application/merge-patch+json", body))
+}
+
+// edit changes a destination and returns how long it took to be Ready again.
+func (w *world) edit(ctx context.Context, tenant string, i int, version string) (time.Duration, error) {
+	begin := time.Now()
+	d, err := w.patch(ctx, tenant, destinationName(i%*perTenant), version)
+	if err != nil {
+		return 0, err
+	}
+	generation := d.Generation
+	err = w.until(ctx, 5*time.Millisecond, "a changed destination to be Ready", func() (bool, error) {
+		if err := w.client.Get(ctx, client.ObjectKeyFromObject(d), d); err != nil {
+			return false, err
+		}
+		c := meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionReady)
+		return c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == generation, nil
+	})
+	return time.Since(begin), err
+}
+
+// change makes the i-th change, of a header or a secret, and returns how long it
+// took until each dispatcher had made a delivery that shows it.
+func (w *world) change(ctx context.Context, i int) (time.Duration, error) {
+	// Strides that have no common factor with the counts visit all of them.
+	tenant, name := w.tenant(i*7), destinationName((i*3)%*perTenant)
+	version := fmt.Sprintf("change-%d", i)
+	seen := w.hook.expect("/"+tenant+"/"+name, version, i%2 == 1)
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	group, ctx := errgroup.WithContext(ctx)
+	begin := time.Now()
+	group.Go(func() (err error) {
+		if i%2 == 0 {
+			_, err = w.patch(ctx, tenant, name, version)
+			return err
+		}
+		secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: name}}
+		body, _ := json.Marshal(map[string]any{"stringData": map[string]string{"sharedSecret": version}})
+		return w.client.Patch(ctx, secret, client.RawPatch("application/merge-patch+json", body))
+	})
+	latest := make([]time.Time, len(w.listen))
+	for pod, address := range w.listen {
+		group.Go(func() error {
+			pace := time.NewTicker(5 * time.Millisecond)
+			defer pace.Stop()
+			for {
+				select {
+				case latest[pod] = <-seen[pod]:
+					return nil
+				case <-ctx.Done():
+					return fmt.Errorf("change %d did not take effect on dispatcher %d: %w", i, pod, ctx.Err())
+				case <-pace.C:
+					if err := w.send(ctx, address, pod, tenant, name); err != nil {
+						return err
+					}
+				}
+			}
+		})
+	}
+	if err := group.Wait(); err != nil {
+		return 0, err
+	}
+	return slices.MaxFunc(latest, time.Time.Compare).Sub(begin), nil
+}
+
+// send sends one call that only one destination takes.
+func (w *world) send(ctx context.Context, address string, pod int, tenant, name string) error {
+	body := fmt.Sprintf(`{"messageId":"%d-%d","userId":"u","event":%q}`, pod, w.sent.Add(1), name)
+	request, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+address+"/v1/track", strings.NewReader(body))
+	if err != nil {
+		return err
+	}
+	request.SetBasicAuth("key-of-"+tenant, "")
+	response, err := http.DefaultClient.Do(request)
+	if err != nil {
+		return err
+	}
+	answer, _ := io.ReadAll(response.Body)
+	if err := response.Body.Close(); err != nil {
+		return err
+	}
+	if response.StatusCode != http.StatusOK {
+		return fmt.Errorf("%s: %s", response.Status, answer)
+	}
+	return nil
+}
+
+// auditPolicy notes the writes of Posthorn's own accounts, and nothing else.
+const auditPolicy = `
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+- level: Metadata
+  users: ["system:serviceaccount:posthorn-system:posthorn-operator", "system:serviceaccount:posthorn-system:posthorn-dispatcher"]
+  verbs: [create, update, patch, delete, deletecollection]
+- level: None
+`
+
+// tally counts writes: secrets, status, leases, reviews, or the resource's name.
+type tally map[string]int
+
+// objects are the writes that change what is stored, but for the Lease.
+func (t tally) objects() (n int) {
+	for what, count := range t {
+		if what != "leases" && what != "reviews" {
+			n += count
+		}
+	}
+	return n
+}
+
+func (t tally) String() string {
+	var parts []string
+	for _, what := range slices.Sorted(maps.Keys(t)) {
+		if what != "leases" && what != "reviews" {
+			parts = append(parts, fmt.Sprintf("%d %s", t[what], what))
+		}
+	}
+	if len(parts) == 0 {
+		return "none"
+	}
+	return strings.Join(parts, ", ")
+}
+
+// written counts the writes since a time.
+func (w *world) written(since time.Time) (tally, error) {
+	t := tally{}
+	err := w.eachWrite(func(at time.Time, what string) {
+		if !at.Before(since) {
+			t[what]++
+		}
+	})
+	return t, err
+}
+
+func (w *world) eachWrite(f func(at time.Time, what string)) error {
+	data, err := os.ReadFile(w.audit)
+	if err != nil {
+		return err
+	}
+	for lines := bufio.NewReader(bytes.NewReader(data)); ; {
+		line, err := lines.ReadBytes('\n')
+		if err != nil { // The last line may be half written.
+			return nil
+		}
+		var e struct {
+			Received  time.Time `json:"requestReceivedTimestamp"`
+			ObjectRef struct{ Resource, Subresource string }
+		}
+		if err := json.Unmarshal(line, &e); err != nil {
+			return fmt.Errorf("read the audit log: %w", err)
+		}
+		what := e.ObjectRef.Resource
+		switch {
+		case e.ObjectRef.Subresource == "status":
+			what = "status"
+		case what == "tokenreviews" || what == "subjectaccessreviews":
+			what = "reviews"
+		}
+		f(e.Received, what)
+	}
+}
+
+// quiet waits until nothing has been written for a while.
+func (w *world) quiet(ctx context.Context) error {
+	begin := time.Now()
+	return w.until(ctx, time.Second, "the writes to end", func() (bool, error) {
+		last := begin
+		err := w.eachWrite(func(at time.Time, what string) {
+			if what != "leases" && what != "reviews" && at.After(last) {
+				last = at
+			}
+		})
+		return time.Since(last) > settled, err
+	})
+}
+
+// memory prints what each process holds.
+func (w *world) memory(when string) {
+	for _, name := range slices.Sorted(maps.Keys(w.processes)) {
+		status, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", w.processes[name].Process.Pid))
+		kilobytes := 0
+		for line := range strings.Lines(string(status)) {
+			_, _ = fmt.Sscanf(line, "VmRSS: %d kB", &kilobytes)
+		}
+		row(fmt.Sprintf("memory (RSS) of %s %s", name, when), fmt.Sprintf("%d MB", kilobytes>>10), "", true)
+	}
+}
+
+// cpu is the processor time that each process has used.
+func (w *world) cpu() map[string]time.Duration {
+	used := map[string]time.Duration{}
+	for name, p := range w.processes {
+		stat, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.Process.Pid))
+		_, rest, _ := strings.Cut(string(stat), ") ")
+		if fields := strings.Fields(rest); len(fields) > 12 {
+			user, _ := strconv.Atoi(fields[11])
+			system, _ := strconv.Atoi(fields[12])
+			used[name] = time.Duration(user+system) * 10 * time.Millisecond // a tick is 10 ms on Linux
+		}
+	}
+	return used
+}
