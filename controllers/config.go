@@ -5,7 +5,6 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -16,6 +15,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 	"k8s.io/client-go/util/workqueue"
@@ -213,19 +213,11 @@ func (r *configReconciler) compile(ctx context.Context, tenant string) (result s
 	if err != nil {
 		return "", err
 	}
-	compiled := judged{Verdicts: verdicts, sources: map[string]version{}, destinations: map[string]version{}, audiences: map[string]version{}, deletions: map[string]version{}}
-	for i := range snapshot.Sources {
-		compiled.sources[snapshot.Sources[i].Name] = versionOf(&snapshot.Sources[i])
-	}
-	for i := range snapshot.Destinations {
-		compiled.destinations[snapshot.Destinations[i].Name] = versionOf(&snapshot.Destinations[i])
-	}
-	for i := range snapshot.Audiences {
-		compiled.audiences[snapshot.Audiences[i].Name] = versionOf(&snapshot.Audiences[i])
-	}
-	for i := range snapshot.Deletions {
-		compiled.deletions[snapshot.Deletions[i].Name] = versionOf(&snapshot.Deletions[i])
-	}
+	compiled := judged{}
+	judge(compiled, snapshot.Sources, verdicts.Sources)
+	judge(compiled, snapshot.Destinations, verdicts.Destinations)
+	judge(compiled, snapshot.Audiences, verdicts.Audiences)
+	judge(compiled, snapshot.Deletions, verdicts.Deletions)
 	r.known.set(tenant, compiled)
 	r.statuses.fire(tenant)
 	return result, nil
@@ -233,20 +225,11 @@ func (r *configReconciler) compile(ctx context.Context, tenant string) (result s
 
 // gather reads one namespace.
 func (r *configReconciler) gather(ctx context.Context, tenant string) (compile.Snapshot, error) {
-	var sources v1alpha1.SourceList
-	var destinations v1alpha1.WebhookDestinationList
-	var audiences v1alpha1.AudienceList
-	var deletions v1alpha1.DeletionRequestList
-	if err := errors.Join(
-		r.List(ctx, &sources, client.InNamespace(tenant)),
-		r.List(ctx, &destinations, client.InNamespace(tenant)),
-		r.List(ctx, &audiences, client.InNamespace(tenant)),
-		r.List(ctx, &deletions, client.InNamespace(tenant)),
-	); err != nil {
-		return compile.Snapshot{}, fmt.Errorf("list the objects of namespace %s: %w", tenant, err)
+	s, err := listTenant(ctx, r, tenant)
+	if err != nil {
+		return s, err
 	}
-	s := compile.Snapshot{Namespace: tenant, Sources: sources.Items, Destinations: destinations.Items, Audiences: audiences.Items, Deletions: deletions.Items, CheckHost: r.checkHost}
-	var err error
+	s.CheckHost = r.checkHost
 	s.Secrets, err = r.secrets.read(ctx, tenant, secretNames(s))
 	return s, err
 }
@@ -263,7 +246,8 @@ func (r *configReconciler) remove(ctx context.Context, tenant string) (string, e
 		return "unchanged", nil
 	}
 	// Giving up a tenant gives up its messages: an empty cache is not proof enough.
-	for _, list := range []client.ObjectList{&v1alpha1.SourceList{}, &v1alpha1.WebhookDestinationList{}, &v1alpha1.AudienceList{}, &v1alpha1.DeletionRequestList{}} {
+	sources, destinations, audiences, deletions := tenantLists()
+	for _, list := range []client.ObjectList{sources, destinations, audiences, deletions} {
 		if err := r.direct.List(ctx, list, client.InNamespace(tenant), client.Limit(1)); err != nil {
 			return "", fmt.Errorf("confirm that namespace %s has no objects: %w", tenant, err)
 		}
@@ -367,45 +351,28 @@ func (r *configReconciler) prime(ctx context.Context) error {
 	if r.primed {
 		return nil
 	}
-	var sources v1alpha1.SourceList
-	var destinations v1alpha1.WebhookDestinationList
-	var audiences v1alpha1.AudienceList
-	var deletions v1alpha1.DeletionRequestList
-	if err := errors.Join(r.List(ctx, &sources), r.List(ctx, &destinations), r.List(ctx, &audiences), r.List(ctx, &deletions)); err != nil {
-		return fmt.Errorf("list all objects: %w", err)
-	}
-	byTenant := map[string]*compile.Snapshot{}
-	tenant := func(name string) *compile.Snapshot {
-		if byTenant[name] == nil {
-			byTenant[name] = &compile.Snapshot{Namespace: name}
+	pending := map[string]bool{}
+	sources, destinations, audiences, deletions := tenantLists()
+	for _, list := range []client.ObjectList{sources, destinations, audiences, deletions} {
+		if err := r.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
+			return fmt.Errorf("list all objects: %w", err)
 		}
-		return byTenant[name]
+		_ = meta.EachListItem(list, func(o runtime.Object) error {
+			pending[o.(client.Object).GetNamespace()] = true
+			return nil
+		})
 	}
-	for _, s := range sources.Items {
-		tenant(s.Namespace).Sources = append(tenant(s.Namespace).Sources, s)
-	}
-	for _, d := range destinations.Items {
-		tenant(d.Namespace).Destinations = append(tenant(d.Namespace).Destinations, d)
-	}
-	for _, a := range audiences.Items {
-		tenant(a.Namespace).Audiences = append(tenant(a.Namespace).Audiences, a)
-	}
-	for _, d := range deletions.Items {
-		tenant(d.Namespace).Deletions = append(tenant(d.Namespace).Deletions, d)
-	}
-	pending := make(map[string]bool, len(byTenant))
 	var group errgroup.Group
 	group.SetLimit(maxReadsAtOnce)
-	for name, s := range byTenant {
-		pending[name] = true
+	for name := range pending {
 		group.Go(func() error {
-			var err error
-			if s.Secrets, err = r.secrets.read(ctx, name, secretNames(*s)); err != nil {
+			s, err := r.gather(ctx, name)
+			if err != nil {
 				// Its own compilation tries again; the others do not wait for it.
 				log.FromContext(ctx).Error(err, "Reading the write keys of a namespace failed", "namespace", name)
 				return nil
 			}
-			r.keys.set(name, holders(*s))
+			r.keys.set(name, holders(s))
 			return nil
 		})
 	}

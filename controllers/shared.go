@@ -3,6 +3,7 @@ package controllers
 import (
 	"cmp"
 	"context"
+	"fmt"
 	"maps"
 	"slices"
 	"strings"
@@ -17,6 +18,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
+	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
 )
 
@@ -92,20 +94,44 @@ type verdictBook struct {
 	byTenant map[string]judged
 }
 
-// judged is what was compiled, and from which generations.
-type judged struct {
-	compile.Verdicts
-	// By name, what the verdicts were made of.
-	sources, destinations, audiences, deletions map[string]version
-}
+// judged holds the verdicts of a namespace by the object's UID, each with the
+// generation that it was made of: it says nothing of another.
+type judged map[types.UID]judgement
 
-// version is one spec of one object. A verdict says nothing of another.
-type version struct {
-	uid        types.UID
+type judgement struct {
 	generation int64
+	compile.Verdict
 }
 
-func versionOf(o client.Object) version { return version{o.GetUID(), o.GetGeneration()} }
+// judge notes the verdicts of one kind's objects, which are by name.
+func judge[T any, O object[T]](j judged, objects []T, verdicts map[string]compile.Verdict) {
+	for i := range objects {
+		o := O(&objects[i])
+		j[o.GetUID()] = judgement{o.GetGeneration(), verdicts[o.GetName()]}
+	}
+}
+
+// object is a pointer to one of our kinds.
+type object[T any] interface {
+	*T
+	client.Object
+}
+
+// tenantLists are empty lists of the kinds that a namespace's config is made of.
+func tenantLists() (*v1alpha1.SourceList, *v1alpha1.WebhookDestinationList, *v1alpha1.AudienceList, *v1alpha1.DeletionRequestList) {
+	return &v1alpha1.SourceList{}, &v1alpha1.WebhookDestinationList{}, &v1alpha1.AudienceList{}, &v1alpha1.DeletionRequestList{}
+}
+
+// listTenant lists the objects that a namespace's config is made of.
+func listTenant(ctx context.Context, r client.Reader, tenant string) (compile.Snapshot, error) {
+	sources, destinations, audiences, deletions := tenantLists()
+	for _, list := range []client.ObjectList{sources, destinations, audiences, deletions} {
+		if err := r.List(ctx, list, client.InNamespace(tenant)); err != nil {
+			return compile.Snapshot{}, fmt.Errorf("list the objects of namespace %s: %w", tenant, err)
+		}
+	}
+	return compile.Snapshot{Namespace: tenant, Sources: sources.Items, Destinations: destinations.Items, Audiences: audiences.Items, Deletions: deletions.Items}, nil
+}
 
 func newVerdictBook() *verdictBook { return &verdictBook{byTenant: map[string]judged{}} }
 

@@ -2,7 +2,6 @@ package controllers
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"sync"
@@ -11,6 +10,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/events"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
@@ -19,6 +19,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
 )
 
@@ -91,121 +92,44 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 	if !settled {
 		return reconcile.Result{}, nil // the prober calls again when it knows
 	}
-	var sources v1alpha1.SourceList
-	var destinations v1alpha1.WebhookDestinationList
-	var audiences v1alpha1.AudienceList
-	var deletions v1alpha1.DeletionRequestList
-	if err := errors.Join(
-		r.List(ctx, &sources, client.InNamespace(tenant)),
-		r.List(ctx, &destinations, client.InNamespace(tenant)),
-		r.List(ctx, &audiences, client.InNamespace(tenant)),
-		r.List(ctx, &deletions, client.InNamespace(tenant)),
-	); err != nil {
-		return reconcile.Result{}, fmt.Errorf("list the objects of namespace %s: %w", tenant, err)
+	objects, err := listTenant(ctx, r, tenant)
+	if err != nil {
+		return reconcile.Result{}, err
 	}
-	now := r.now()
-	memos := r.memosOf(tenant)
-	var group errgroup.Group
-	group.SetLimit(maxWritesAtOnce)
-	var again shortest
-	for i := range sources.Items {
-		o := &sources.Items[i]
-		verdict, ok := judged.Sources[o.Name]
-		if m := memoOf(memos, o); ok && judged.sources[o.Name] == versionOf(o) {
-			group.Go(func() error {
-				return update(ctx, r, m, o, &again, now, subject[*v1alpha1.Source, v1alpha1.SourceStatus]{
-					kind:   "Source",
-					status: func(o *v1alpha1.Source) *v1alpha1.SourceStatus { return &o.Status },
-					compute: func(o *v1alpha1.Source, numbersDue bool) v1alpha1.SourceStatus {
-						return health.Source(*o, verdict, tenant, pods, now, numbersDue)
-					},
-					transitions: health.SourceTransitions,
-				})
-			})
-		}
-	}
-	for i := range destinations.Items {
-		o := &destinations.Items[i]
-		verdict, ok := judged.Destinations[o.Name]
-		if m := memoOf(memos, o); ok && judged.destinations[o.Name] == versionOf(o) {
-			group.Go(func() error {
-				return update(ctx, r, m, o, &again, now, subject[*v1alpha1.WebhookDestination, v1alpha1.WebhookDestinationStatus]{
-					kind:   "WebhookDestination",
-					status: func(o *v1alpha1.WebhookDestination) *v1alpha1.WebhookDestinationStatus { return &o.Status },
-					compute: func(o *v1alpha1.WebhookDestination, numbersDue bool) v1alpha1.WebhookDestinationStatus {
-						return health.Destination(*o, verdict, tenant, pods, now, numbersDue)
-					},
-					transitions: health.DestinationTransitions,
-				})
-			})
-		}
-	}
-	for i := range audiences.Items {
-		o := &audiences.Items[i]
-		verdict, ok := judged.Audiences[o.Name]
-		if m := memoOf(memos, o); ok && judged.audiences[o.Name] == versionOf(o) {
-			group.Go(func() error {
-				return update(ctx, r, m, o, &again, now, subject[*v1alpha1.Audience, v1alpha1.AudienceStatus]{
-					kind:   "Audience",
-					status: func(o *v1alpha1.Audience) *v1alpha1.AudienceStatus { return &o.Status },
-					compute: func(o *v1alpha1.Audience, numbersDue bool) v1alpha1.AudienceStatus {
-						return health.Audience(*o, verdict, tenant, pods, now, numbersDue)
-					},
-					transitions: health.AudienceTransitions,
-				})
-			})
-		}
-	}
-	for i := range deletions.Items {
-		o := &deletions.Items[i]
-		verdict, ok := judged.Deletions[o.Name]
-		if m := memoOf(memos, o); ok && judged.deletions[o.Name] == versionOf(o) {
-			group.Go(func() error {
-				if gone, err := r.expire(ctx, o, now, &again); gone || err != nil {
-					return err
-				}
-				return update(ctx, r, m, o, &again, now, subject[*v1alpha1.DeletionRequest, v1alpha1.DeletionRequestStatus]{
-					kind:   "DeletionRequest",
-					status: func(o *v1alpha1.DeletionRequest) *v1alpha1.DeletionRequestStatus { return &o.Status },
-					compute: func(o *v1alpha1.DeletionRequest, numbersDue bool) v1alpha1.DeletionRequestStatus {
-						return health.DeletionRequest(*o, verdict, tenant, pods, now, numbersDue)
-					},
-					transitions: health.DeletionRequestTransitions,
-				})
-			})
-		}
-	}
-	err := group.Wait()
-	for uid, m := range memos {
+	l := look{statusReconciler: r, tenant: tenant, judged: judged, pods: pods, now: r.now(), memos: r.memosOf(tenant)}
+	l.group.SetLimit(maxWritesAtOnce)
+	lookAt(ctx, &l, objects.Sources, kind[v1alpha1.Source, v1alpha1.SourceStatus]{
+		name: "Source", compute: health.Source,
+		status: func(o *v1alpha1.Source) (*v1alpha1.SourceStatus, *[]metav1.Condition) {
+			return &o.Status, &o.Status.Conditions
+		},
+	})
+	lookAt(ctx, &l, objects.Destinations, kind[v1alpha1.WebhookDestination, v1alpha1.WebhookDestinationStatus]{
+		name: "WebhookDestination", compute: health.Destination,
+		status: func(o *v1alpha1.WebhookDestination) (*v1alpha1.WebhookDestinationStatus, *[]metav1.Condition) {
+			return &o.Status, &o.Status.Conditions
+		},
+	})
+	lookAt(ctx, &l, objects.Audiences, kind[v1alpha1.Audience, v1alpha1.AudienceStatus]{
+		name: "Audience", compute: health.Audience,
+		status: func(o *v1alpha1.Audience) (*v1alpha1.AudienceStatus, *[]metav1.Condition) {
+			return &o.Status, &o.Status.Conditions
+		},
+	})
+	lookAt(ctx, &l, objects.Deletions, kind[v1alpha1.DeletionRequest, v1alpha1.DeletionRequestStatus]{
+		name: "DeletionRequest", compute: health.DeletionRequest, expires: health.DeletionRequestExpires,
+		status: func(o *v1alpha1.DeletionRequest) (*v1alpha1.DeletionRequestStatus, *[]metav1.Condition) {
+			return &o.Status, &o.Status.Conditions
+		},
+	})
+	err = l.group.Wait()
+	for uid, m := range l.memos {
 		if !m.seen {
-			delete(memos, uid)
+			delete(l.memos, uid)
 		}
 		m.seen = false
 	}
-	return reconcile.Result{RequeueAfter: again.d}, err
-}
-
-// expire deletes a request whose time after its end is over, or says when to look again.
-func (r *statusReconciler) expire(ctx context.Context, o *v1alpha1.DeletionRequest, now time.Time, again *shortest) (gone bool, err error) {
-	at, ok := health.DeletionRequestExpires(*o)
-	if !ok {
-		return false, nil
-	}
-	if wait := at.Sub(now); wait > 0 {
-		again.in(wait)
-		return false, nil
-	}
-	// Of this version only: it may have been changed to suppress meanwhile.
-	uid, version := o.GetUID(), o.GetResourceVersion()
-	err = r.Delete(ctx, o, client.Preconditions{UID: &uid, ResourceVersion: &version})
-	if apierrors.IsConflict(err) {
-		again.in(conflictWait)
-		return false, nil
-	}
-	if client.IgnoreNotFound(err) != nil {
-		return false, fmt.Errorf("delete DeletionRequest %s/%s, which has expired: %w", o.Namespace, o.Name, err)
-	}
-	return true, nil
+	return reconcile.Result{RequeueAfter: l.again.d}, err
 }
 
 // memosOf returns a tenant's memos. Only its own reconciliation uses them, and
@@ -229,51 +153,111 @@ func memoOf(memos map[types.UID]*memo, o client.Object) *memo {
 	return m
 }
 
-// subject is how to treat one kind of object.
-type subject[O client.Object, S any] struct {
-	kind        string
-	status      func(O) *S
-	compute     func(o O, numbersDue bool) S
-	transitions func(before, after S) []health.Event
+// kind is how to treat one kind of object.
+type kind[T, S any] struct {
+	name string
+	// status returns an object's status, and the conditions in it.
+	status func(*T) (*S, *[]metav1.Condition)
+	// compute is of package health.
+	compute func(old T, v compile.Verdict, tenant string, pods []health.Pod, now time.Time, numbersDue bool) S
+	// expires, when set, says when an object is to be deleted.
+	expires func(T) (time.Time, bool)
+}
+
+// look is one look at a namespace's objects.
+type look struct {
+	*statusReconciler
+	tenant string
+	judged judged
+	pods   []health.Pod
+	now    time.Time
+	memos  map[types.UID]*memo
+	group  errgroup.Group
+	again  shortest
+}
+
+// lookAt looks at the objects of one kind, but for those of which there is no
+// verdict as they are now: the config controller calls again.
+func lookAt[T, S any, O object[T]](ctx context.Context, l *look, objects []T, k kind[T, S]) {
+	for i := range objects {
+		o := O(&objects[i])
+		j, ok := l.judged[o.GetUID()]
+		if m := memoOf(l.memos, o); ok && j.generation == o.GetGeneration() {
+			l.group.Go(func() error {
+				if gone, err := expire(ctx, l, o, k); gone || err != nil {
+					return err
+				}
+				return update(ctx, l, m, o, j.Verdict, k)
+			})
+		}
+	}
+}
+
+// expire deletes an object whose time after its end is over, or says when to look again.
+func expire[T, S any, O object[T]](ctx context.Context, l *look, o O, k kind[T, S]) (gone bool, err error) {
+	if k.expires == nil {
+		return false, nil
+	}
+	at, ok := k.expires(*o)
+	if !ok {
+		return false, nil
+	}
+	if wait := at.Sub(l.now); wait > 0 {
+		l.again.in(wait)
+		return false, nil
+	}
+	// Of this version only: it may have been changed to stay meanwhile.
+	uid, version := o.GetUID(), o.GetResourceVersion()
+	err = l.Delete(ctx, o, client.Preconditions{UID: &uid, ResourceVersion: &version})
+	if apierrors.IsConflict(err) {
+		l.again.in(conflictWait)
+		return false, nil
+	}
+	if client.IgnoreNotFound(err) != nil {
+		return false, fmt.Errorf("delete %s %s/%s, which has expired: %w", k.name, o.GetNamespace(), o.GetName(), err)
+	}
+	return true, nil
 }
 
 // update writes one object's status if it differs, and says when to look again.
-func update[O client.Object, S any](ctx context.Context, r *statusReconciler, m *memo, o O, again *shortest, now time.Time, s subject[O, S]) error {
+func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, verdict compile.Verdict, k kind[T, S]) error {
 	if after, ok := m.after.(O); ok && slices.Contains(m.stale, o.GetResourceVersion()) {
 		o = after.DeepCopyObject().(O)
 	} else {
 		m.stale, m.after = nil, nil
 	}
-	before := *s.status(o)
-	wait := numbersInterval - now.Sub(m.numbers)
+	status, conditions := k.status(o)
+	before, conditionsBefore := *status, *conditions
+	wait := numbersInterval - l.now.Sub(m.numbers)
 	due := wait <= 0
-	next := s.compute(o, due)
+	next := k.compute(*o, verdict, l.tenant, l.pods, l.now, due)
 	if equality.Semantic.DeepEqual(before, next) {
-		if !due && !equality.Semantic.DeepEqual(next, s.compute(o, true)) {
-			again.in(min(wait, lookInterval))
+		if !due && !equality.Semantic.DeepEqual(next, k.compute(*o, verdict, l.tenant, l.pods, l.now, true)) {
+			l.again.in(min(wait, lookInterval))
 		}
 		return nil
 	}
 	version := o.GetResourceVersion()
-	*s.status(o) = next
-	switch err := r.Status().Update(ctx, o); {
+	*status = next
+	events := health.Transitions(conditionsBefore, *conditions)
+	switch err := l.Status().Update(ctx, o); {
 	case apierrors.IsConflict(err):
-		again.in(conflictWait)
+		l.again.in(conflictWait)
 		return nil
 	case apierrors.IsNotFound(err):
 		return nil
 	case err != nil:
-		return fmt.Errorf("write the status of %s %s/%s: %w", s.kind, o.GetNamespace(), o.GetName(), err)
+		return fmt.Errorf("write the status of %s %s/%s: %w", k.name, o.GetNamespace(), o.GetName(), err)
 	}
-	statusWrites.WithLabelValues(s.kind).Inc()
+	statusWrites.WithLabelValues(k.name).Inc()
 	m.stale, m.after = append(m.stale, version), o
 	if due {
-		m.numbers = now
+		m.numbers = l.now
 	} else {
-		again.in(min(wait, lookInterval))
+		l.again.in(min(wait, lookInterval))
 	}
-	for _, e := range s.transitions(before, next) {
-		r.events.Eventf(o, nil, e.Type, e.Reason, e.Action, "%s", e.Message)
+	for _, e := range events {
+		l.events.Eventf(o, nil, e.Type, e.Reason, e.Action, "%s", e.Message)
 	}
 	return nil
 }

@@ -111,11 +111,6 @@ func (f facts) synced(owner *liveconfig.AudienceReport) metav1.Condition {
 	return set(metav1.ConditionUnknown, v1alpha1.ReasonNoSyncYet, "no sync has come yet; send members to /v1/audiences/"+f.verdict.Key+"/members")
 }
 
-// AudienceTransitions is like DestinationTransitions.
-func AudienceTransitions(old, new v1alpha1.AudienceStatus) []Event {
-	return transitions(old.Conditions, new.Conditions)
-}
-
 // CheckAudience returns what in an Audience's status must never be so. It is for tests.
 func CheckAudience(a v1alpha1.Audience) []error {
 	return checkConditions(a.Generation, a.Status.ObservedGeneration, a.Status.Conditions, a.Status.Dispatchers, v1alpha1.ConditionSynced)

@@ -107,11 +107,6 @@ func deletionReport(t *liveconfig.TenantReport, name string) *liveconfig.Deletio
 	return &t.Deletions[i]
 }
 
-// DeletionRequestTransitions is like DestinationTransitions.
-func DeletionRequestTransitions(old, new v1alpha1.DeletionRequestStatus) []Event {
-	return transitions(old.Conditions, new.Conditions)
-}
-
 // DeletionRequestExpires returns when a request is to be deleted; false for one that stays.
 func DeletionRequestExpires(d v1alpha1.DeletionRequest) (time.Time, bool) {
 	ttl, done := d.Spec.TTLSecondsAfterFinished, d.Status.CompletionTime

@@ -122,7 +122,7 @@ func TestEventsOfAudiencesAndDeletions(t *testing.T) {
 		{condition(finished, "False", v1alpha1.ReasonNotifying), condition(finished, "True", v1alpha1.ReasonNotDelivered), "Warning NotDelivered Notify"},
 	} {
 		got := ""
-		for _, e := range transitions(c.old, c.new) {
+		for _, e := range Transitions(c.old, c.new) {
 			got += e.Type + " " + e.Reason + " " + e.Action
 		}
 		if got != c.want {

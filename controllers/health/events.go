@@ -30,20 +30,11 @@ var actions = map[string]string{
 	v1alpha1.ConditionFinished:   "Notify",
 }
 
-// DestinationTransitions returns the Events of a change from old to new: what
+// Transitions returns the Events of a change of conditions from old to new: what
 // went wrong, with each new reason, and what recovered. The usual course of a
 // change (Pending, nothing sent yet) and what follows from another condition
 // (Ready, Held) has none.
-func DestinationTransitions(old, new v1alpha1.WebhookDestinationStatus) []Event {
-	return transitions(old.Conditions, new.Conditions)
-}
-
-// SourceTransitions is like DestinationTransitions.
-func SourceTransitions(old, new v1alpha1.SourceStatus) []Event {
-	return transitions(old.Conditions, new.Conditions)
-}
-
-func transitions(old, new []metav1.Condition) []Event {
+func Transitions(old, new []metav1.Condition) []Event {
 	var events []Event
 	for _, c := range new {
 		var was metav1.Condition

@@ -511,7 +511,7 @@ func TestTransitions(t *testing.T) {
 		before := d.Status
 		d = destinationStatus(t, d, step.v, step.pods, at(time.Duration(i)*time.Minute))
 		var got []string
-		for _, e := range DestinationTransitions(before, d.Status) {
+		for _, e := range Transitions(before.Conditions, d.Status.Conditions) {
 			if e.Message == "" || e.Action == "" || len(e.Message) > 1024 {
 				t.Errorf("step %d: %+v", i, e)
 			}
@@ -523,7 +523,7 @@ func TestTransitions(t *testing.T) {
 	}
 	var none v1alpha1.SourceStatus
 	s := sourceStatus(t, source(), accepted(), []Pod{takes("p1", liveconfig.SourceReport{StoragePressure: true})}, t0)
-	if got := SourceTransitions(none, s.Status); len(got) != 1 || got[0].Reason != v1alpha1.ReasonStoragePressure || got[0].Type != EventWarning {
+	if got := Transitions(none.Conditions, s.Status.Conditions); len(got) != 1 || got[0].Reason != v1alpha1.ReasonStoragePressure || got[0].Type != EventWarning {
 		t.Errorf("got %+v", got)
 	}
 }

@@ -273,7 +273,7 @@ func (c *Control) observe() {
 			if equality.Semantic.DeepEqual(status, o.source.Status) {
 				continue
 			}
-			events = health.SourceTransitions(o.source.Status, status)
+			events = health.Transitions(o.source.Status.Conditions, status.Conditions)
 			next := *o.source
 			next.Status, next.ResourceVersion = status, c.store.version()
 			o.source = &next
@@ -286,7 +286,7 @@ func (c *Control) observe() {
 			if equality.Semantic.DeepEqual(status, o.destination.Status) {
 				continue
 			}
-			events = health.DestinationTransitions(o.destination.Status, status)
+			events = health.Transitions(o.destination.Status.Conditions, status.Conditions)
 			next := *o.destination
 			next.Status, next.ResourceVersion = status, c.store.version()
 			o.destination = &next
@@ -299,7 +299,7 @@ func (c *Control) observe() {
 			if equality.Semantic.DeepEqual(status, o.audience.Status) {
 				continue
 			}
-			events = health.AudienceTransitions(o.audience.Status, status)
+			events = health.Transitions(o.audience.Status.Conditions, status.Conditions)
 			next := *o.audience
 			next.Status, next.ResourceVersion = status, c.store.version()
 			o.audience = &next
@@ -312,7 +312,7 @@ func (c *Control) observe() {
 			if equality.Semantic.DeepEqual(status, o.deletion.Status) {
 				continue
 			}
-			events = health.DeletionRequestTransitions(o.deletion.Status, status)
+			events = health.Transitions(o.deletion.Status.Conditions, status.Conditions)
 			next := *o.deletion
 			next.Status, next.ResourceVersion = status, c.store.version()
 			o.deletion = &next
