@@ -45,9 +45,10 @@ type prober struct {
 	listed bool
 }
 
-// probe is one pod. Its fields belong to the prober's mutex, but etag.
+// probe is one pod. Its fields belong to the prober's mutex, but soon and etag.
 type probe struct {
 	stop  context.CancelFunc
+	soon  chan struct{}
 	etag  string
 	asked bool
 	// report is nil while the pod does not answer.
@@ -117,7 +118,7 @@ func (p *prober) follow(ctx context.Context, pods []Pod, running *sync.WaitGroup
 			continue
 		}
 		probeCtx, stop := context.WithCancel(ctx)
-		probe := &probe{stop: stop}
+		probe := &probe{stop: stop, soon: make(chan struct{}, 1)}
 		p.probes[pod] = probe
 		running.Go(func() { p.ask(probeCtx, pod, probe) })
 	}
@@ -128,20 +129,41 @@ func (p *prober) follow(ctx context.Context, pods []Pod, running *sync.WaitGroup
 	}
 }
 
+// hurry has every pod asked before its turn, because news are expected; not more
+// often than five times in an interval.
+func (p *prober) hurry() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, probe := range p.probes {
+		select {
+		case probe.soon <- struct{}{}:
+		default:
+		}
+	}
+}
+
 // ask asks one pod again and again.
 func (p *prober) ask(ctx context.Context, pod Pod, probe *probe) {
-	tick := time.NewTicker(p.interval)
+	tick, pause := time.NewTicker(p.interval), time.NewTicker(p.interval/5)
 	defer tick.Stop()
+	defer pause.Stop()
 	for {
 		report, err := p.fetch(ctx, pod, probe)
 		if ctx.Err() != nil {
 			return
 		}
 		p.take(ctx, pod, probe, report, err)
+		pause.Reset(p.interval / 5)
+		select {
+		case <-ctx.Done():
+			return
+		case <-pause.C:
+		}
 		select {
 		case <-ctx.Done():
 			return
 		case <-tick.C:
+		case <-probe.soon:
 		}
 	}
 }

@@ -30,6 +30,11 @@ const (
 	// lookInterval is when to look again at an object that has news which health
 	// holds back for a while.
 	lookInterval = 2 * time.Second
+	// confirmGrace is how long the pods may take to confirm a change before status
+	// says that it is pending; they are asked more often meanwhile, every
+	// confirmInterval at most. So a change costs one write, not one per pod.
+	confirmGrace    = 2 * time.Second
+	confirmInterval = 200 * time.Millisecond
 	// conflictWait is how long the cache may take to catch up after a conflict.
 	conflictWait = 200 * time.Millisecond
 	// maxWritesAtOnce bounds the status writes of one namespace.
@@ -57,7 +62,9 @@ type memo struct {
 	after client.Object
 	// numbers is when the numbers were written last.
 	numbers time.Time
-	seen    bool
+	// unconfirmed is since when not every pod has confirmed the object.
+	unconfirmed time.Time
+	seen        bool
 }
 
 func setupStatus(mgr manager.Manager, o Options, known *verdictBook, reports *prober, own *trigger) error {
@@ -231,14 +238,25 @@ func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, v
 	wait := numbersInterval - l.now.Sub(m.numbers)
 	due := wait <= 0
 	next := k.compute(*o, verdict, l.tenant, l.pods, l.now, due)
+	version := o.GetResourceVersion()
+	*status = next
+	pending := health.Pending(*conditions)
+	if !pending {
+		m.unconfirmed = time.Time{}
+	} else if m.unconfirmed.IsZero() {
+		m.unconfirmed = l.now
+	}
 	if equality.Semantic.DeepEqual(before, next) {
 		if !due && !equality.Semantic.DeepEqual(next, k.compute(*o, verdict, l.tenant, l.pods, l.now, true)) {
 			l.again.in(min(wait, lookInterval))
 		}
 		return nil
 	}
-	version := o.GetResourceVersion()
-	*status = next
+	if left := confirmGrace - l.now.Sub(m.unconfirmed); pending && left > 0 {
+		l.reports.hurry()
+		l.again.in(min(left, confirmInterval))
+		return nil
+	}
 	events := health.Transitions(conditionsBefore, *conditions)
 	switch err := l.Status().Update(ctx, o); {
 	case apierrors.IsConflict(err):

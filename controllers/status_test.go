@@ -6,6 +6,7 @@ import (
 	"net/http/httptest"
 	"net/url"
 	"strconv"
+	"strings"
 	"time"
 
 	. "github.com/onsi/ginkgo/v2"
@@ -131,6 +132,41 @@ var _ = Describe("status", func() {
 		w.start()
 		w.polled(20)
 		Expect(w.versions()).To(Equal(before))
+	})
+
+	It("is written once a change, when every pod has confirmed it", func() {
+		w := newWorld()
+		second := newDispatcher("dispatcher-1")
+		DeferCleanup(second.server.Close)
+		w.pods.set(w.dispatcher.pod(), second.pod())
+		tenant := w.namespace()
+		w.apply(tenant, webSource+crmSecret+crmDestination)
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		w.quiet()
+		written := func() [2]float64 {
+			return [2]float64{counted("posthorn_operator_compiles_total", "written"), counted("posthorn_operator_status_writes_total", "WebhookDestination")}
+		}
+		before := written()
+		const changes = 5
+		for i := range changes {
+			w.apply(tenant, named("crm", "https://hooks.example/in", fmt.Sprintf("https://hooks.example/%d", i)))
+			w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		}
+		By("a new signing secret")
+		revision := w.destination(Default, tenant, "crm").Status.Revision
+		w.apply(tenant, strings.ReplaceAll(crmSecret, "hush-crm", "hush-rotated"))
+		Eventually(func() string { return w.destination(Default, tenant, "crm").Status.Revision }).ShouldNot(Equal(revision))
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		w.quiet()
+		Expect(written()).To(Equal([2]float64{before[0] + changes + 1, before[1] + changes + 1}))
+
+		By("a pod that does not confirm")
+		second.set(func(d *fakeDispatcher) { d.stuck = true })
+		w.apply(tenant, crmDestination)
+		w.says(tenant, "whd/crm", "Programmed", isFalse, "Pending")
+		w.runs(tenant, "crm", v1alpha1.DispatcherCount{Ready: 2, Programmed: 1})
+		second.set(func(d *fakeDispatcher) { d.stuck = false })
+		w.says(tenant, "whd/crm", "Programmed", isTrue, "Programmed")
 	})
 
 	It("moves numbers seldom and transitions at once", func() {

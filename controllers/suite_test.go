@@ -30,6 +30,7 @@ import (
 	"k8s.io/klog/v2"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/metrics"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/health"
@@ -261,6 +262,21 @@ func (w *world) versions() map[string]string {
 	return found
 }
 
+// counted is the value of one of the operator's counters with this label.
+func counted(name, label string) float64 {
+	GinkgoHelper()
+	families, err := metrics.Registry.Gather()
+	Expect(err).NotTo(HaveOccurred())
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			if f.GetName() == name && len(m.GetLabel()) == 1 && m.GetLabel()[0].GetValue() == label {
+				return m.GetCounter().GetValue()
+			}
+		}
+	}
+	return 0
+}
+
 // quiet waits until the operator has nothing more to write, and returns versions.
 func (w *world) quiet() map[string]string {
 	GinkgoHelper()
@@ -319,10 +335,10 @@ type fakeDispatcher struct {
 	mu sync.Mutex
 	// asked counts GET /report.
 	asked int
-	// down answers 500, refuse refuses all configs from now on.
-	down, refuse bool
-	running      map[string]liveconfig.Config
-	revisions    map[string]string
+	// down answers 500, refuse refuses all configs from now on, and stuck takes none.
+	down, refuse, stuck bool
+	running             map[string]liveconfig.Config
+	revisions           map[string]string
 	// traffic changes a destination's report, by "namespace/name"; calls a Source's.
 	traffic map[string]func(*liveconfig.DestinationReport)
 	calls   map[string]func(*liveconfig.SourceReport)
@@ -389,7 +405,7 @@ func (d *fakeDispatcher) report(ctx context.Context) liveconfig.Report {
 				refused[s.Labels[liveconfig.LabelTenant]] = &liveconfig.RefusedConfig{Revision: revision, Error: "not today"}
 			}
 		}
-	} else {
+	} else if !d.stuck {
 		d.running, d.revisions = map[string]liveconfig.Config{}, map[string]string{}
 		for _, s := range secrets.Items {
 			config, revision, err := liveconfig.Decode(s.Data[liveconfig.DataKey])

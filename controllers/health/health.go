@@ -141,6 +141,13 @@ func (f facts) programmed(programmable bool) metav1.Condition {
 	return c
 }
 
+// Pending reports whether conditions say of an object only that some pod has not
+// confirmed it yet, as they do for a moment after every change.
+func Pending(conditions []metav1.Condition) bool {
+	c := meta.FindStatusCondition(conditions, v1alpha1.ConditionProgrammed)
+	return c != nil && c.Reason == v1alpha1.ReasonPending
+}
+
 // before returns the condition of an earlier status, for a time without facts:
 // a pod that restarted has seen no traffic, but there was some. It is nil when
 // the condition spoke of the spec and not of traffic.
