@@ -84,13 +84,13 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, tenant stri
 		}
 	}
 
-	s.LastSuccessTime = latest(old.Status.LastSuccessTime, lastSuccess)
+	s.LastSuccessTime = latest(old.Status.LastSuccessTime, lastSuccess, now)
 	for _, e := range endpoints {
 		var before v1alpha1.EndpointStatus
 		if i := slices.IndexFunc(old.Status.Endpoints, func(o v1alpha1.EndpointStatus) bool { return o.Name == e.name }); i >= 0 {
 			before = old.Status.Endpoints[i]
 		}
-		s.Endpoints = append(s.Endpoints, e.status(before))
+		s.Endpoints = append(s.Endpoints, e.status(before, now))
 	}
 	// A sum over some of the pods would make the counts jump.
 	if reported > 0 && unanswered == 0 {
@@ -244,16 +244,16 @@ func (e endpoint) describe(pods int) string {
 	return b.String()
 }
 
-func (e endpoint) status(before v1alpha1.EndpointStatus) v1alpha1.EndpointStatus {
+func (e endpoint) status(before v1alpha1.EndpointStatus, now time.Time) v1alpha1.EndpointStatus {
 	s := v1alpha1.EndpointStatus{
 		Name: e.name, State: v1alpha1.EndpointState(e.state),
-		LastSuccessTime: latest(before.LastSuccessTime, e.lastSuccess),
+		LastSuccessTime: latest(before.LastSuccessTime, e.lastSuccess, now),
 		LastFailure:     before.LastFailure.DeepCopy(),
 	}
 	if severity(e.state) < 0 {
 		s.State = v1alpha1.EndpointIdle
 	}
-	if f := e.lastFailure; f != nil && (s.LastFailure == nil || !timestamp(f.Time).Time.Before(s.LastFailure.Time.Time)) {
+	if f := e.lastFailure; f != nil && (s.LastFailure == nil || ahead(&s.LastFailure.Time, now) || !timestamp(f.Time).Time.Before(s.LastFailure.Time.Time)) {
 		s.LastFailure = &v1alpha1.DeliveryFailure{
 			Time: timestamp(f.Time), Reason: truncate(f.Reason, maxFailureReasonBytes),
 			StatusCode: int32(f.StatusCode), Message: truncate(f.Message, maxFailureMessageBytes),

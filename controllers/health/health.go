@@ -181,8 +181,18 @@ func list(names []string) string {
 // timestamp has the precision that survives the API.
 func timestamp(t time.Time) metav1.Time { return metav1.NewTime(t.UTC().Truncate(time.Second)) }
 
+// maxSkew is how far a pod's clock may be ahead of ours.
+const maxSkew = time.Minute
+
+// ahead reports whether a time was told by a clock that was wrong: kept, it would
+// hide everything that happens until then.
+func ahead(t *metav1.Time, now time.Time) bool { return t != nil && t.After(now.Add(maxSkew)) }
+
 // latest returns the later of a time of the old status and one of a report; nil when there is none.
-func latest(old *metav1.Time, t time.Time) *metav1.Time {
+func latest(old *metav1.Time, t, now time.Time) *metav1.Time {
+	if ahead(old, now) {
+		old = nil
+	}
 	if t.IsZero() {
 		return old.DeepCopy()
 	}

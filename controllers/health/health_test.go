@@ -484,6 +484,48 @@ func TestSourceNumbers(t *testing.T) {
 	}
 }
 
+// The first bad call after a restart of the pods does not make a Source look as
+// if nothing else came.
+func TestRefusalAfterRestart(t *testing.T) {
+	s := sourceStatus(t, source(), accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5, LastAccepted: at(0)})}, at(0))
+	restarted := func(rejected time.Duration) []Pod {
+		return []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5, Rejected: 1, LastRejected: at(rejected)})}
+	}
+	s = sourceStatus(t, s, accepted(), restarted(20*time.Second), at(20*time.Second))
+	if got := summary(s.Status.Conditions); !strings.HasSuffix(got, "True/Receiving") {
+		t.Errorf("20 s after the last good call: %s", got)
+	}
+	s = sourceStatus(t, s, accepted(), restarted(time.Minute), at(time.Minute))
+	if got := summary(s.Status.Conditions); !strings.HasSuffix(got, "False/RejectingCalls") {
+		t.Errorf("a minute after the last good call: %s", got)
+	}
+}
+
+// A clock that was ahead for a while does not hide what happens afterwards.
+func TestClockThatWasAhead(t *testing.T) {
+	report := func(when time.Duration) []Pod {
+		e := failing("a", "TimedOut", 0)
+		e.LastSuccess, e.LastFailure.Time = at(when), at(when)
+		return []Pod{runs("p1", e)}
+	}
+	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), report(24*time.Hour), at(24*time.Hour))
+	d = destinationStatus(t, d, accepted(), report(time.Minute), at(time.Minute))
+	e := d.Status.Endpoints[0]
+	for what, got := range map[string]time.Time{"lastSuccessTime": d.Status.LastSuccessTime.Time, "the endpoint's": e.LastSuccessTime.Time, "its failure's": e.LastFailure.Time.Time} {
+		if !got.Equal(timestamp(at(time.Minute)).Time) {
+			t.Errorf("%s is %v, want %v", what, got, at(time.Minute))
+		}
+	}
+	took := func(when time.Duration) []Pod {
+		return []Pod{takes("p1", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(when)})}
+	}
+	s := sourceStatus(t, source(), accepted(), took(24*time.Hour), at(24*time.Hour))
+	s = sourceStatus(t, s, accepted(), took(time.Minute), at(time.Minute))
+	if got := s.Status.LastReceivedTime.Time; !got.Equal(timestamp(at(time.Minute)).Time) {
+		t.Errorf("lastReceivedTime is %v, want %v", got, at(time.Minute))
+	}
+}
+
 func TestTransitions(t *testing.T) {
 	d := destination(v1alpha1.AnyEndpoint, "a")
 	noPods := []Pod{}

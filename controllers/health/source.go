@@ -50,7 +50,10 @@ func Source(old v1alpha1.Source, v compile.Verdict, tenant string, pods []Pod, n
 			t.add(*r, pod.Report.Storage.Pressure)
 		}
 	}
-	s.LastReceivedTime = latest(old.Status.LastReceivedTime, t.lastAccepted)
+	s.LastReceivedTime = latest(old.Status.LastReceivedTime, t.lastAccepted, now)
+	if s.LastReceivedTime != nil { // a pod that restarted does not know
+		t.lastAccepted = later(t.lastAccepted, s.LastReceivedTime.Time)
+	}
 	// A sum over some of the pods would make the counts jump.
 	if t.pods > 0 && unanswered == 0 {
 		s.Calls, s.Messages = &t.calls, &t.messages
