@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -36,8 +37,6 @@ import (
 const (
 	// fieldOwner owns what the operator applies.
 	fieldOwner = client.FieldOwner("posthorn-operator")
-	// indexSecret indexes objects by the names of the Secrets that they refer to.
-	indexSecret = "posthorn.dev/secret"
 	// settleTime is how long a changed namespace waits for more changes, so
 	// that one apply of many objects is compiled a few times and not once each.
 	settleTime       = 50 * time.Millisecond
@@ -74,12 +73,6 @@ type configReconciler struct {
 type liveSecret struct{ revision, resourceVersion string }
 
 func setupConfig(mgr manager.Manager, o Options, known *verdictBook, statuses *trigger) error {
-	ctx, indexer := context.Background(), mgr.GetFieldIndexer()
-	for _, object := range []client.Object{&v1alpha1.Source{}, &v1alpha1.WebhookDestination{}} {
-		if err := indexer.IndexField(ctx, object, indexSecret, func(o client.Object) []string { return compile.SecretRefs(o) }); err != nil {
-			return err
-		}
-	}
 	r := &configReconciler{
 		Client: mgr.GetClient(), direct: mgr.GetAPIReader(), release: o.Namespace, checkHost: o.CheckHost,
 		secrets: newSecretReader(mgr.GetClient(), mgr.GetAPIReader()),
@@ -87,14 +80,14 @@ func setupConfig(mgr manager.Manager, o Options, known *verdictBook, statuses *t
 		written: map[string]liveSecret{},
 	}
 	r.own.fire(markerRequest.Name)
-	changed := builder.WithPredicates(predicate.Or(predicate.GenerationChangedPredicate{}, predicate.LabelChangedPredicate{}))
+	changed := builder.WithPredicates(specChanged)
 	return builder.ControllerManagedBy(mgr).
 		Named("config").
 		Watches(&v1alpha1.Source{}, enqueue(tenantOf), changed).
 		Watches(&v1alpha1.WebhookDestination{}, enqueue(tenantOf), changed).
 		Watches(&v1alpha1.Audience{}, enqueue(tenantOf), changed).
 		Watches(&v1alpha1.DeletionRequest{}, enqueue(tenantOf), changed).
-		WatchesMetadata(&corev1.Secret{}, enqueue(r.tenantsOfSecret), builder.WithPredicates(predicate.ResourceVersionChangedPredicate{})).
+		WatchesMetadata(&corev1.Secret{}, enqueue(r.tenantsOfSecret), builder.WithPredicates(r.notOwnWrite())).
 		WatchesRawSource(r.own).
 		WithLogConstructor(logConstructor(mgr, "config")).
 		WithOptions(controllerOptions()).
@@ -122,37 +115,41 @@ func tenantOf(_ context.Context, o client.Object) []reconcile.Request {
 
 // tenantsOfSecret maps a Secret to the namespace it matters to: its own, when
 // something there refers to it; the tenant's, when it is a live config.
-func (r *configReconciler) tenantsOfSecret(ctx context.Context, secret client.Object) (requests []reconcile.Request) {
+func (r *configReconciler) tenantsOfSecret(_ context.Context, secret client.Object) []reconcile.Request {
 	if secret.GetNamespace() == r.release {
 		if secret.GetName() == liveconfig.MarkerName {
 			return []reconcile.Request{markerRequest}
 		}
 		if tenant, ok := tenantOfLiveSecret(secret.GetName()); ok {
-			if r.wrote(tenant, secret.GetResourceVersion()) {
-				return nil
-			}
 			return []reconcile.Request{tenantRequest(tenant)}
 		}
 	}
-	for _, list := range []client.ObjectList{&v1alpha1.SourceList{}, &v1alpha1.WebhookDestinationList{}} {
-		err := r.List(ctx, list, client.InNamespace(secret.GetNamespace()), client.MatchingFields{indexSecret: secret.GetName()}, client.UnsafeDisableDeepCopy)
-		if err != nil {
-			// Better one compilation too many than a change that is not seen.
-			log.FromContext(ctx).Error(err, "Looking up what refers to a Secret failed", "namespace", secret.GetNamespace())
-			return tenantOf(ctx, secret)
-		}
-		switch l := list.(type) {
-		case *v1alpha1.SourceList:
-			if len(l.Items) > 0 {
-				return tenantOf(ctx, secret)
-			}
-		case *v1alpha1.WebhookDestinationList:
-			if len(l.Items) > 0 {
-				return tenantOf(ctx, secret)
-			}
-		}
+	if r.secrets.matters(secret.GetNamespace(), secret.GetName()) {
+		return []reconcile.Request{tenantRequest(secret.GetNamespace())}
 	}
 	return nil
+}
+
+// specChanged lets through what may change a config or a verdict: a new spec, new
+// labels, and another object of the same name, whose generation may be the same.
+var specChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
+	return e.ObjectOld.GetUID() != e.ObjectNew.GetUID() || e.ObjectOld.GetGeneration() != e.ObjectNew.GetGeneration() ||
+		!maps.Equal(e.ObjectOld.GetLabels(), e.ObjectNew.GetLabels())
+}}
+
+// notOwnWrite lets every change of a Secret through but our own writes of a live
+// config. A deletion always counts: its version may be that of our last write.
+func (r *configReconciler) notOwnWrite() predicate.Predicate {
+	foreign := func(o client.Object) bool {
+		tenant, ok := tenantOfLiveSecret(o.GetName())
+		return o.GetNamespace() != r.release || !ok || !r.wrote(tenant, o.GetResourceVersion())
+	}
+	return predicate.Funcs{
+		CreateFunc: func(e event.CreateEvent) bool { return foreign(e.Object) },
+		UpdateFunc: func(e event.UpdateEvent) bool {
+			return e.ObjectOld.GetResourceVersion() != e.ObjectNew.GetResourceVersion() && foreign(e.ObjectNew)
+		},
+	}
 }
 
 // wrote tells whether a version of a live-config Secret is the one that we wrote last.

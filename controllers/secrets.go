@@ -3,6 +3,7 @@ package controllers
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 
@@ -16,6 +17,10 @@ import (
 
 	"github.com/posthorn/posthorn/controllers/compile"
 )
+
+// maxKeptBytes is how large a Secret may be to be kept in memory. A larger one is
+// read again each time, so that nobody fills the operator's memory with a few.
+const maxKeptBytes = 64 << 10
 
 // maxReadsAtOnce bounds how many Secrets of a namespace are read at the same time.
 const maxReadsAtOnce = 16
@@ -45,22 +50,37 @@ func stripSecret(release string) toolscache.TransformFunc {
 }
 
 // secretReader reads the Secrets that objects refer to, and only those. What it
-// read it keeps as long as the Secret's version stays and something refers to it.
+// read it keeps as long as the Secret's version stays and something refers to it,
+// unless it is large.
 type secretReader struct {
 	// metadata is the cache, direct the API server.
 	metadata, direct client.Reader
 
-	mu   sync.Mutex
-	kept map[string]map[string]compile.Secret // tenant -> name
+	mu sync.Mutex
+	// named are the names that a tenant's objects refer to, sorted.
+	named map[string][]string
+	kept  map[string]map[string]compile.Secret // tenant -> name
 }
 
 func newSecretReader(metadata, direct client.Reader) *secretReader {
-	return &secretReader{metadata: metadata, direct: direct, kept: map[string]map[string]compile.Secret{}}
+	return &secretReader{metadata: metadata, direct: direct, named: map[string][]string{}, kept: map[string]map[string]compile.Secret{}}
 }
 
-// read returns those of a tenant's Secrets that exist. One call per tenant at a time.
+// matters reports whether a tenant's objects refer to a Secret, as far as they
+// have been read. What refers to it later reads it anew.
+func (r *secretReader) matters(tenant, name string) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	_, found := slices.BinarySearch(r.named[tenant], name)
+	return found
+}
+
+// read returns those of a tenant's Secrets, names sorted, that exist. One call
+// per tenant at a time.
 func (r *secretReader) read(ctx context.Context, tenant string, names []string) (map[string]compile.Secret, error) {
 	r.mu.Lock()
+	// Before anything is read, so that no change after that is missed.
+	r.named[tenant] = names
 	kept := r.kept[tenant]
 	r.mu.Unlock()
 
@@ -98,14 +118,25 @@ func (r *secretReader) read(ctx context.Context, tenant string, names []string) 
 	if err := group.Wait(); err != nil {
 		return nil, err
 	}
+	keep := make(map[string]compile.Secret, len(found))
+	for name, secret := range found {
+		size := 0
+		for _, value := range secret.Data {
+			size += len(value)
+		}
+		if size <= maxKeptBytes {
+			keep[name] = secret
+		}
+	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.kept[tenant] = found
+	r.kept[tenant] = keep
 	return found, nil
 }
 
 func (r *secretReader) forget(tenant string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	delete(r.named, tenant)
 	delete(r.kept, tenant)
 }

@@ -7,7 +7,10 @@ import (
 	"github.com/google/go-cmp/cmp"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/event"
 
+	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -68,6 +71,46 @@ func TestSecretsAreCachedWithoutContents(t *testing.T) {
 	}
 	if got, err := strip(&corev1.Secret{}); err == nil {
 		t.Errorf("a Secret with contents would be cached as %v", got)
+	}
+}
+
+// What a watch delivers after an interruption is one update, also when the object
+// was deleted and made again, or a deletion whose version is the last one seen.
+func TestWhatCountsAsAChange(t *testing.T) {
+	source := func(uid string, generation int64, labels map[string]string) *v1alpha1.Source {
+		return &v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: "a", Name: "web", UID: types.UID(uid), Generation: generation, Labels: labels}}
+	}
+	before := source("1", 1, map[string]string{"team": "shop"})
+	for name, test := range map[string]struct {
+		after *v1alpha1.Source
+		want  bool
+	}{
+		"status":     {source("1", 1, map[string]string{"team": "shop"}), false},
+		"spec":       {source("1", 2, map[string]string{"team": "shop"}), true},
+		"labels":     {source("1", 1, nil), true},
+		"made again": {source("2", 1, map[string]string{"team": "shop"}), true},
+	} {
+		if got := specChanged.Update(event.UpdateEvent{ObjectOld: before, ObjectNew: test.after}); got != test.want {
+			t.Errorf("%s: %v, want %v", name, got, test.want)
+		}
+	}
+
+	r := &configReconciler{release: "posthorn-system", written: map[string]liveSecret{"a": {revision: "r", resourceVersion: "7"}}}
+	secret := func(namespace, version string) *metav1.PartialObjectMetadata {
+		return &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: liveSecretName("a"), ResourceVersion: version}}
+	}
+	own := r.notOwnWrite()
+	for name, test := range map[string]struct{ got, want bool }{
+		"as we wrote it": {own.Update(event.UpdateEvent{ObjectOld: secret("posthorn-system", "6"), ObjectNew: secret("posthorn-system", "7")}), false},
+		"by another":     {own.Update(event.UpdateEvent{ObjectOld: secret("posthorn-system", "7"), ObjectNew: secret("posthorn-system", "8")}), true},
+		"relisted":       {own.Update(event.UpdateEvent{ObjectOld: secret("other", "8"), ObjectNew: secret("other", "8")}), false},
+		"a tenant's":     {own.Create(event.CreateEvent{Object: secret("other", "7")}), true},
+		"made by us":     {own.Create(event.CreateEvent{Object: secret("posthorn-system", "7")}), false},
+		"gone unseen":    {own.Delete(event.DeleteEvent{Object: secret("posthorn-system", "7")}), true},
+	} {
+		if test.got != test.want {
+			t.Errorf("%s: %v, want %v", name, test.got, test.want)
+		}
 	}
 }
 
