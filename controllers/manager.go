@@ -20,6 +20,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/rest"
@@ -57,9 +58,39 @@ type Options struct {
 	PollInterval time.Duration
 	// Now is the clock. Default time.Now.
 	Now func() time.Time
+	// leaseDuration is how long a Lease holds that is not renewed. Default 30 s:
+	// while nobody leads deliveries go on, and who stops gives the Lease back.
+	leaseDuration time.Duration
 }
 
-// NewManager makes the control plane; Start of what it returns runs it. The
+// Run runs the control plane until ctx is done. What is missing at first (the
+// kinds, a right, the API server) is waited for; who loses the Lease, because the
+// API server was away, waits for it again.
+func Run(ctx context.Context, cfg *rest.Config, o Options) error {
+	for {
+		mgr, err := NewManager(cfg, o)
+		if err != nil {
+			return err
+		}
+		err = mgr.Start(ctx)
+		select {
+		case <-mgr.Elected():
+		default:
+			return err
+		}
+		if ctx.Err() != nil {
+			return err
+		}
+		mgr.GetLogger().Error(err, "The operator stopped working; it starts over")
+		select {
+		case <-time.After(time.Second):
+		case <-ctx.Done():
+			return nil
+		}
+	}
+}
+
+// NewManager makes the control plane for Run. The
 // kubebuilder markers on the reconcilers say which rights it needs.
 func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 	if o.Namespace == "" {
@@ -73,6 +104,8 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 		return nil, errors.New("controllers: set Options.DispatcherSelector to the dispatchers' labels and Options.DispatcherAdminPort to their admin port")
 	}
 	o.PollInterval = cmp.Or(o.PollInterval, time.Second)
+	o.leaseDuration = cmp.Or(o.leaseDuration, 30*time.Second)
+	renewDeadline, retryPeriod := o.leaseDuration*2/3, o.leaseDuration/6
 	if o.Now == nil {
 		o.Now = time.Now
 	}
@@ -98,11 +131,15 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 		LeaderElectionID:              "posthorn-operator",
 		LeaderElectionNamespace:       o.Namespace,
 		LeaderElectionReleaseOnCancel: true,
+		LeaseDuration:                 &o.leaseDuration,
+		RenewDeadline:                 &renewDeadline,
+		RetryPeriod:                   &retryPeriod,
 		Metrics:                       metricsserver.Options{BindAddress: o.MetricsBindAddress},
 		HealthProbeBindAddress:        o.HealthProbeBindAddress,
 		// Warmup: a replica that waits to lead has its caches filled already.
 		// Names are unique by construction, and several managers may live in one process.
-		Controller: config.Controller{EnableWarmup: &yes, SkipNameValidation: &yes},
+		// Kinds and rights that are missing are waited for.
+		Controller: config.Controller{EnableWarmup: &yes, SkipNameValidation: &yes, CacheSyncTimeout: 365 * 24 * time.Hour},
 	})
 	if err != nil {
 		return nil, fmt.Errorf("make the controller manager: %w", err)
@@ -149,8 +186,16 @@ func setup(mgr manager.Manager, o Options) error {
 		mgr.AddReadyzCheck("caches", func(r *http.Request) error {
 			ctx, cancel := context.WithTimeout(r.Context(), time.Second)
 			defer cancel()
+			sources, destinations, audiences, deletions := tenantLists()
+			for _, list := range []client.ObjectList{sources, destinations, audiences, deletions, &v1alpha1.RedeliveryList{}} {
+				if err := mgr.GetCache().List(ctx, list, client.Limit(1), client.UnsafeDisableDeepCopy); meta.IsNoMatchError(err) {
+					return fmt.Errorf("%w: install the CustomResourceDefinitions", err)
+				} else if err != nil {
+					return fmt.Errorf("the caches are not filled yet: %w", err)
+				}
+			}
 			if !mgr.GetCache().WaitForCacheSync(ctx) {
-				return errors.New("the caches are not filled yet")
+				return errors.New("the caches are not filled yet; may the operator list and watch Secrets?")
 			}
 			return nil
 		}),

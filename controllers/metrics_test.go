@@ -16,7 +16,7 @@ var _ = Describe("metrics", func() {
 		Expect(err).NotTo(HaveOccurred())
 		address := free.Addr().String()
 		Expect(free.Close()).To(Succeed())
-		w := newWorld(func(o *Options) { o.MetricsBindAddress = address })
+		w := newWorld(func(w *world) { w.options.MetricsBindAddress = address })
 		tenant := w.namespace()
 		w.apply(tenant, webSource+crmSecret+crmDestination)
 		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")

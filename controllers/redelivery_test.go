@@ -248,7 +248,7 @@ var _ = Describe("A Redelivery", func() {
 	BeforeEach(func() {
 		box = newLetterBox("dispatcher-0", 5)
 		DeferCleanup(box.server.Close)
-		w = newWorld(func(o *Options) { o.Pods.(*podList).set(box.pod()) })
+		w = newWorld(func(w *world) { w.options.Pods.(*podList).set(box.pod()) })
 		tenant = w.namespace()
 	})
 	const again = `

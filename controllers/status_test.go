@@ -194,7 +194,8 @@ var _ = Describe("status", func() {
 
 	It("comes from the ready pods of the release's namespace", func() {
 		var port int
-		w := newWorld(func(o *Options) {
+		w := newWorld(func(w *world) {
+			o := &w.options
 			o.Pods, o.DispatcherSelector = nil, "app.kubernetes.io/component=dispatcher"
 			listener, err := net.Listen("tcp", "127.0.0.1:0")
 			Expect(err).NotTo(HaveOccurred())

@@ -94,11 +94,13 @@ type world struct {
 	dispatcher *fakeDispatcher
 	pods       *podList
 	options    Options
-	stop       func()
+	// reach, when set, changes how the operator reaches the API server.
+	reach func(*rest.Config)
+	stop  func()
 }
 
 // newWorld starts an operator, and ends it and removes all there was when the spec is over.
-func newWorld(change ...func(*Options)) *world {
+func newWorld(change ...func(*world)) *world {
 	GinkgoHelper()
 	w := &world{ctx: context.Background(), dispatcher: newDispatcher("dispatcher-0")}
 	w.pods = pods(w.dispatcher.pod())
@@ -113,7 +115,7 @@ func newWorld(change ...func(*Options)) *world {
 		},
 	}
 	for _, c := range change {
-		c(&w.options)
+		c(w)
 	}
 	DeferCleanup(func() {
 		for _, o := range []client.Object{&v1alpha1.Redelivery{}, &v1alpha1.Audience{}, &v1alpha1.DeletionRequest{}, &v1alpha1.Source{}, &v1alpha1.WebhookDestination{}} {
@@ -136,11 +138,12 @@ func (w *world) start() {
 	GinkgoHelper()
 	config := rest.CopyConfig(server.Config)
 	config.Impersonate = rest.ImpersonationConfig{UserName: operator, Groups: []string{"system:serviceaccounts", "system:serviceaccounts:" + release, "system:authenticated"}}
-	mgr, err := NewManager(config, w.options)
-	Expect(err).NotTo(HaveOccurred())
+	if w.reach != nil {
+		w.reach(config)
+	}
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
-	go func() { done <- mgr.Start(ctx) }()
+	go func() { done <- Run(ctx, config, w.options) }()
 	w.stop = func() {
 		GinkgoHelper()
 		cancel()
@@ -463,6 +466,14 @@ func (b *lockedBuffer) Write(p []byte) (int, error) {
 	defer b.mu.Unlock()
 	_, _ = GinkgoWriter.Write(p)
 	return b.b.Write(p)
+}
+
+// take returns what was logged, and forgets it.
+func (b *lockedBuffer) take() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	defer b.b.Reset()
+	return b.b.String()
 }
 
 func (b *lockedBuffer) String() string {

@@ -166,7 +166,8 @@ type EndpointTLS struct {
 
 // Signing says how request bodies are signed.
 type Signing struct {
-	// The Secret key that holds the shared secret, used as it is, byte for byte.
+	// The Secret key that holds the shared secret, used as it is, byte for byte,
+	// at most 4096 of them.
 	// (StandardWebhooks: a "whsec_" prefix means that the rest is base64.) While
 	// it is missing nothing is sent, messages are kept, and Accepted is False.
 	// +required

@@ -305,11 +305,7 @@ and writes what the dispatchers report into status.`,
 			if err != nil {
 				return err
 			}
-			manager, err := controllers.NewManager(config, o)
-			if err != nil {
-				return err
-			}
-			return manager.Start(cmd.Context())
+			return controllers.Run(cmd.Context(), config, o)
 		},
 	}
 	f := cmd.Flags()

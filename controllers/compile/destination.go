@@ -268,10 +268,16 @@ func (b *builder) signing(signing *v1alpha1.Signing) *liveconfig.Signing {
 	return c
 }
 
+const maxSharedSecretBytes = 4096
+
 // sharedSecret is taken as it is, byte for byte: white space is part of it.
 func (b *builder) sharedSecret(field, scheme string, ref v1alpha1.SecretKeyReference) liveconfig.Secret {
 	value, ok := b.value(field, ref)
 	if !ok {
+		return liveconfig.Secret{}
+	}
+	if len(value) > maxSharedSecretBytes {
+		b.add(v1alpha1.ReasonInvalidSecret, field, "key %q of Secret %q has more than %d bytes; use a shorter secret", ref.Key, ref.Name, maxSharedSecretBytes)
 		return liveconfig.Secret{}
 	}
 	if encoded, prefixed := strings.CutPrefix(string(value), "whsec_"); prefixed && scheme == liveconfig.StandardWebhooks {

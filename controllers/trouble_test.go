@@ -1,0 +1,276 @@
+package controllers
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"maps"
+	"net"
+	"net/http"
+	"net/url"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	. "github.com/onsi/ginkgo/v2"
+	. "github.com/onsi/gomega"
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/posthorn/posthorn/test/env"
+)
+
+var _ = Describe("trouble", func() {
+	// trouble logs what is expected, and must not show in the logs of others.
+	AfterEach(func() { Expect(logs.take()).NotTo(ContainSubstring("hush")) })
+
+	It("is waited out when the kinds and the right to Secrets are missing at the start", func() {
+		root, err := env.Root()
+		Expect(err).NotTo(HaveOccurred())
+		kinds := filepath.Join(root, "config", "crd")
+		_, err = server.Kubectl("", "delete", "-k", kinds)
+		Expect(err).NotTo(HaveOccurred())
+		installed := false
+		install := func() {
+			if !installed {
+				_, err := server.Kubectl("", "apply", "--server-side", "-k", kinds)
+				Expect(err).NotTo(HaveOccurred())
+				_, err = server.Kubectl("", "wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
+				Expect(err).NotTo(HaveOccurred())
+				installed = true
+			}
+		}
+		restore := cut("secrets")
+		listener, err := net.Listen("tcp", "127.0.0.1:0")
+		Expect(err).NotTo(HaveOccurred())
+		probes := listener.Addr().String()
+		Expect(listener.Close()).To(Succeed())
+		w := newWorld(func(w *world) { w.options.HealthProbeBindAddress = probes })
+		DeferCleanup(install) // before the world's own clean-up
+		probe := func(path string) string {
+			response, err := http.Get("http://" + probes + path)
+			if err != nil {
+				return err.Error()
+			}
+			defer response.Body.Close()
+			_, _ = io.Copy(io.Discard, response.Body)
+			return response.Status
+		}
+		Eventually(func() string { return probe("/healthz") }).Should(Equal("200 OK"))
+		Eventually(logs.String).Should(ContainSubstring("if kind is a CRD, it should be installed"))
+		Eventually(logs.String).Should(MatchRegexp(`secrets.* is forbidden`))
+		Expect(probe("/readyz")).To(Equal("500 Internal Server Error"))
+
+		install()
+		tenant := w.namespace()
+		w.apply(tenant, webSource+crmSecret+crmDestination)
+		Expect(probe("/readyz")).To(Equal("500 Internal Server Error"))
+		restore()
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		Eventually(func() string { return probe("/readyz") }).Should(Equal("200 OK"))
+	})
+
+	It("is waited out when the right to read Secrets, or to write status, is taken away for a while", func() {
+		w := newWorld()
+		tenant := w.namespace()
+		w.apply(tenant, webSource+crmSecret+crmDestination)
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		_, before := w.live(Default, tenant)
+
+		restore := cut("secrets")
+		w.apply(tenant, strings.ReplaceAll(crmSecret, "hush-crm", "hush-new"))
+		Eventually(logs.String).Should(MatchRegexp(`read Secret \S+/crm: secrets .* is forbidden`))
+		_, after := w.live(Default, tenant)
+		Expect(after.ResourceVersion).To(Equal(before.ResourceVersion)) // what cannot be read is not taken for gone
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		restore()
+		Eventually(func(g Gomega) {
+			config, _ := w.live(g, tenant)
+			g.Expect(config.Destinations[0].Signing.Secret.Reveal()).To(Equal("hush-new"))
+		}).Should(Succeed())
+
+		restore = cut("webhookdestinations/status")
+		w.apply(tenant, named("crm", "names: [web]", "names: [nobody]"))
+		Eventually(logs.String).Should(MatchRegexp(`write the status of WebhookDestination \S+/crm: .* is forbidden`))
+		restore()
+		w.says(tenant, "whd/crm", "Accepted", isFalse, "NoSource")
+	})
+
+	It("is waited out when the API server is away for longer than the Lease lasts", func() {
+		away := newProxy()
+		w := newWorld(func(w *world) { w.reach, w.options.leaseDuration = away.reach, 3*time.Second })
+		tenant := w.namespace()
+		w.apply(tenant, webSource+crmSecret+crmDestination)
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+
+		away.set(true)
+		Eventually(logs.String).Should(ContainSubstring("The operator stopped working; it starts over"))
+		w.apply(tenant, named("crm", "names: [web]", "names: [nobody]"))
+		w.apply(tenant, strings.ReplaceAll(webSource, "{name: web", "{name: ios")) // a conflict of write keys
+		w.delete(tenant, "psrc", "web")
+		away.set(false)
+		w.says(tenant, "whd/crm", "Accepted", isFalse, "NoSource")
+		w.says(tenant, "source/ios", "Ready", isTrue, "Ready")
+	})
+
+	It("does not come of large Secrets: only what is referred to is read, and watches are of metadata", func() {
+		seen := &secretRequests{read: map[string]int{}}
+		w := newWorld(func(w *world) { w.reach = seen.reach })
+		tenant := w.namespace()
+		noise := make([]byte, 1000<<10) // what the API server takes at most, with its metadata
+		makeSecret := func(name string) {
+			GinkgoHelper()
+			secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: name}, Data: map[string][]byte{"noise": noise, "sharedSecret": []byte("hush-large")}}
+			Expect(cluster.Create(w.ctx, secret)).To(Succeed())
+		}
+		for i := range 5 {
+			makeSecret(fmt.Sprintf("unused-%d", i))
+		}
+		makeSecret("large")
+		w.apply(tenant, webSource+named("crm", "secretRef: {name: crm,", "secretRef: {name: large,"))
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		config, _ := w.live(Default, tenant)
+		Expect(config.Destinations[0].Signing.Secret.Reveal()).To(Equal("hush-large"))
+
+		By("a signing secret of 1,000 KiB")
+		w.apply(tenant, named("crm", "secretRef: {name: crm, key: sharedSecret}", "secretRef: {name: large, key: noise}"))
+		w.says(tenant, "whd/crm", "Accepted", isFalse, "InvalidSecret")
+		w.says(tenant, "source/web", "Ready", isTrue, "Ready")
+
+		seen.mu.Lock()
+		defer seen.mu.Unlock()
+		Expect(seen.full).To(BeEmpty(), "lists and watches of whole Secrets")
+		Expect(slices.Sorted(maps.Keys(seen.read))).To(ConsistOf(tenant+"/large", tenant+"/web-key", release+"/"+liveSecretName(tenant)))
+	})
+})
+
+// cut takes a resource out of the operator's ClusterRole; restore puts it back.
+func cut(resource string) (restore func()) {
+	GinkgoHelper()
+	var role rbacv1.ClusterRole
+	key := client.ObjectKey{Name: "posthorn-operator"}
+	ctx := context.Background()
+	Expect(cluster.Get(ctx, key, &role)).To(Succeed())
+	rules := role.DeepCopy().Rules
+	for i := range role.Rules {
+		role.Rules[i].Resources = slices.DeleteFunc(role.Rules[i].Resources, func(r string) bool { return r == resource })
+	}
+	role.Rules = slices.DeleteFunc(role.Rules, func(r rbacv1.PolicyRule) bool { return len(r.Resources)+len(r.NonResourceURLs) == 0 })
+	Expect(cluster.Update(ctx, &role)).To(Succeed())
+	restore = func() {
+		GinkgoHelper()
+		Expect(cluster.Get(ctx, key, &role)).To(Succeed())
+		role.Rules = rules
+		Expect(cluster.Update(ctx, &role)).To(Succeed())
+	}
+	DeferCleanup(restore)
+	return restore
+}
+
+// proxy stands between the operator and the API server, and can be away.
+type proxy struct {
+	listener net.Listener
+	mu       sync.Mutex
+	away     bool
+	open     map[net.Conn]bool
+}
+
+func newProxy() *proxy {
+	GinkgoHelper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	Expect(err).NotTo(HaveOccurred())
+	p := &proxy{listener: listener, open: map[net.Conn]bool{}}
+	target, err := url.Parse(server.Config.Host)
+	Expect(err).NotTo(HaveOccurred())
+	address := target.Host
+	if address == "" {
+		address = server.Config.Host
+	}
+	go func() {
+		for {
+			from, err := listener.Accept()
+			if err != nil {
+				return
+			}
+			to, err := net.Dial("tcp", address)
+			if err != nil || !p.add(from, to) {
+				_ = from.Close()
+				continue
+			}
+			for _, pair := range [][2]net.Conn{{from, to}, {to, from}} {
+				go func() {
+					_, _ = io.Copy(pair[1], pair[0])
+					p.end(from, to)
+				}()
+			}
+		}
+	}()
+	DeferCleanup(func() { _ = listener.Close(); p.set(true) })
+	return p
+}
+
+func (p *proxy) add(conns ...net.Conn) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, c := range conns {
+		if p.away {
+			_ = c.Close()
+		} else {
+			p.open[c] = true
+		}
+	}
+	return !p.away
+}
+
+func (p *proxy) end(conns ...net.Conn) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, c := range conns {
+		_ = c.Close()
+		delete(p.open, c)
+	}
+}
+
+func (p *proxy) set(away bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.away = away
+	if away {
+		for c := range p.open {
+			_ = c.Close()
+		}
+	}
+}
+
+func (p *proxy) reach(c *rest.Config) { c.Host = "https://" + p.listener.Addr().String() }
+
+// secretRequests notes how Secrets are read.
+type secretRequests struct {
+	mu   sync.Mutex
+	read map[string]int // namespace/name
+	full []string
+}
+
+func (s *secretRequests) reach(c *rest.Config) {
+	c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+		return roundTripper(func(r *http.Request) (*http.Response, error) {
+			parts := strings.Split(strings.TrimPrefix(r.URL.Path, "/api/v1/"), "/")
+			if at := slices.Index(parts, "secrets"); at >= 0 && r.Method == http.MethodGet {
+				s.mu.Lock()
+				switch {
+				case len(parts) > at+1:
+					s.read[parts[at-1]+"/"+parts[at+1]]++
+				case !strings.Contains(r.Header.Get("Accept"), "PartialObjectMetadata"):
+					s.full = append(s.full, r.URL.String())
+				}
+				s.mu.Unlock()
+			}
+			return next.RoundTrip(r)
+		})
+	})
+}
