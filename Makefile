@@ -26,6 +26,16 @@ help: ## List the targets.
 build: ## Build bin/posthorn.
 	CGO_ENABLED=0 go build -trimpath -ldflags '$(LDFLAGS)' -o $(BIN)/posthorn ./cmd/posthorn
 
+# The image, also without docker: ARCH is amd64, arm64, ppc64le or riscv64.
+IMAGE ?= ghcr.io/posthorn/posthorn
+ARCH ?= $(shell go env GOARCH)
+
+.PHONY: image
+image: ## Build the image from scratch, without a registry: bin/posthorn-linux-ARCH.tar.
+	CGO_ENABLED=0 GOOS=linux GOARCH=$(ARCH) go build -trimpath -ldflags '$(LDFLAGS)' -o $(BIN)/linux-$(ARCH)/posthorn ./cmd/posthorn
+	hack/cluster/make-image $(IMAGE):$(VERSION) $(BIN)/linux-$(ARCH)/posthorn $(BIN)/posthorn-linux-$(ARCH).tar
+	@echo "bin/posthorn-linux-$(ARCH).tar holds $(IMAGE):$(VERSION); docker load, podman load, ctr images import or kind load image-archive take it"
+
 .PHONY: run
 run: ## Show the main job on this machine: no cluster needed, nothing left behind.
 	@go run ./hack/demo
