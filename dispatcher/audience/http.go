@@ -64,6 +64,8 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	control := http.NewResponseController(w)
 	// The server's limits are for calls; a sync may take long as long as it moves.
 	_ = control.SetWriteDeadline(time.Time{})
+	// In a copy: the server looks at the Body of its own, to see whether it was read.
+	r = r.WithContext(r.Context())
 	r.Body = &patientBody{ReadCloser: r.Body, control: control}
 	if s.proxy != nil {
 		if r.Header.Get(hopHeader) != "" {

@@ -204,6 +204,14 @@ func (s *Service) recover(dir string) error {
 		if err := sweep(dir, keep, next); err != nil {
 			return err
 		}
+		if pending != nil { // until it is carried on it shows how far it was
+			if at, sent, err := openProgress(filepath.Join(dir, syncPrefix+next)); err == nil {
+				a.sent.Store(sent)
+				at.close()
+			} else {
+				a.sent.Store(pending.Changes()) // only its conclusion is missing
+			}
+		}
 	}
 	s.audiences[a.name] = a
 	return nil

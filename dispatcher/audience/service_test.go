@@ -1,10 +1,12 @@
 package audience
 
 import (
+	"bufio"
 	"bytes"
 	"compress/gzip"
 	"context"
 	"crypto/sha256"
+	"encoding/base64"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
@@ -12,6 +14,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -428,6 +431,35 @@ func TestTwoAtOnce(t *testing.T) {
 		t.Errorf("first: %+v", a)
 	}
 	r.told("a shoppers=true", "a spent=1")
+}
+
+// Who asks before it sends the body is refused before it sends the body.
+func TestRefusedBeforeTheBody(t *testing.T) {
+	r := newRig(t, t.TempDir(), newLog(), nil)
+	body, feed := io.Pipe()
+	first := make(chan answer, 1)
+	go func() { first <- r.do(http.MethodPut, shoppers, "web-key", body) }()
+	r.eventually(func() bool { return r.busy() != "" })
+	for _, key := range []string{"nobody", "web-key"} {
+		conn, err := net.Dial("tcp", r.server.Listener.Addr().String()) //nolint:noctx // a test
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		_ = conn.SetDeadline(time.Now().Add(30 * time.Second))
+		login := base64.StdEncoding.EncodeToString([]byte(key + ":"))
+		fmt.Fprintf(conn, "PUT %s HTTP/1.1\r\nHost: x\r\nAuthorization: Basic %s\r\nContent-Length: 1000000000\r\nExpect: 100-continue\r\n\r\n", shoppers, login)
+		resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
+		if err != nil {
+			t.Fatalf("%s: %v", key, err)
+		}
+		if want := map[string]int{"nobody": http.StatusUnauthorized, "web-key": http.StatusConflict}[key]; resp.StatusCode != want {
+			t.Errorf("%s: %s", key, resp.Status)
+		}
+		_ = resp.Body.Close()
+	}
+	_ = feed.Close()
+	<-first
 }
 
 // While the queue is full a sync waits, and is told that it is not all sent;
