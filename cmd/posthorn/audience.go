@@ -94,7 +94,9 @@ waits for them. KEY is the audience's key; see 'posthorn get audiences -o wide'.
 					return usagef("%v", err)
 				}
 				defer file.Close()
-				if info, err := file.Stat(); err == nil && info.Mode().IsRegular() {
+				if info, err := file.Stat(); err == nil && info.IsDir() {
+					return usagef("%s is a folder", args[1])
+				} else if err == nil && info.Mode().IsRegular() {
 					size = info.Size()
 				}
 				body = file
@@ -204,7 +206,8 @@ func tellSync(out io.Writer, resp *http.Response) (sync string, sent bool, err e
 		if a.Error.Line > 0 {
 			where = fmt.Sprintf("line %d: ", a.Error.Line)
 		}
-		return "", false, fmt.Errorf("refused, nothing was changed (%s): %s%s", a.Error.Code, where, a.Error.Message)
+		flag := map[string]string{"empty_snapshot": " (--allow-empty)", "too_many_removals": " (--allow-removal)"}[a.Error.Code]
+		return "", false, fmt.Errorf("refused, nothing was changed (%s): %s%s%s", a.Error.Code, where, a.Error.Message, flag)
 	}
 	verb, again := "", ""
 	if a.DryRun {

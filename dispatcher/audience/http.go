@@ -159,13 +159,45 @@ func decoded(r *http.Request) (io.Reader, *Refusal) {
 	case "", "identity":
 		return r.Body, nil
 	case "gzip", "x-gzip":
-		z, err := gzip.NewReader(r.Body)
+		in := &counted{Reader: r.Body}
+		z, err := gzip.NewReader(in)
 		if err != nil {
 			return nil, refuse(http.StatusBadRequest, "unreadable_body", "the body is not gzip, as Content-Encoding says")
 		}
-		return z, nil
+		return &inflated{counted: counted{Reader: z}, in: in}, nil
 	}
 	return nil, refuse(http.StatusUnsupportedMediaType, "unsupported_encoding", "Content-Encoding must be gzip or absent")
+}
+
+const (
+	// maxRatio is how many times its compressed size a body may have once
+	// ratioFrom bytes of it were seen. Lists of members shrink to a fifth or a twentieth.
+	maxRatio  = 200
+	ratioFrom = 16 << 20
+)
+
+// inflated is a gzip body that is no bomb.
+type inflated struct {
+	counted
+	in *counted
+}
+
+func (r *inflated) Read(p []byte) (int, error) {
+	if r.n > ratioFrom && r.n > maxRatio*r.in.n {
+		return 0, refuse(http.StatusRequestEntityTooLarge, "too_compressed", "the body inflates to more than %d times its size, which no list of members does", maxRatio)
+	}
+	return r.counted.Read(p)
+}
+
+type counted struct {
+	io.Reader
+	n int64
+}
+
+func (r *counted) Read(p []byte) (int, error) {
+	n, err := r.Reader.Read(p)
+	r.n += int64(n)
+	return n, err
 }
 
 // ofError makes an answer of an error.

@@ -781,6 +781,8 @@ func guard(q Request, c Counts) error {
 	switch {
 	case !q.Full:
 		return nil
+	case c.Members == 0 && c.Before == 0 && !q.AllowEmpty:
+		return refuse(http.StatusUnprocessableEntity, "empty_snapshot", "the snapshot lists no members; if that is meant, set allowEmpty=true")
 	case c.Members == 0 && !q.AllowEmpty:
 		return refuse(http.StatusUnprocessableEntity, "empty_snapshot", "the snapshot lists no members, which would remove all %d; if that is meant, set allowEmpty=true", c.Before)
 	case c.Members == 0:

@@ -3,6 +3,7 @@ package audience
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"compress/gzip"
 	"context"
 	"crypto/sha256"
@@ -163,6 +164,7 @@ func newLog() *log { return &log{ids: map[string]bool{}} }
 
 type answer struct {
 	status  int
+	body    string // as it was sent
 	Success bool
 	Result
 	Error Refusal
@@ -185,8 +187,12 @@ func (r *rig) do(method, path, key string, body io.Reader, header ...string) ans
 		r.t.Fatal(err)
 	}
 	defer resp.Body.Close()
-	a := answer{status: resp.StatusCode}
-	if err := json.NewDecoder(resp.Body).Decode(&a); err != nil {
+	text, err := io.ReadAll(resp.Body)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	a := answer{status: resp.StatusCode, body: string(text)}
+	if err := json.Unmarshal(text, &a); err != nil {
 		r.t.Fatal(err)
 	}
 	return a
@@ -291,55 +297,83 @@ func TestGzip(t *testing.T) {
 	r.told("a shoppers=true", "b shoppers=true")
 }
 
+// What is refused is answered word for word like this, and changes nothing.
 func TestRefusalsChangeNothing(t *testing.T) {
 	dir := t.TempDir()
 	r := newRig(t, dir, newLog(), func(o *Options) { o.MaxBytes = 1 << 20 })
 	r.sync(shoppers, "a", "b", "c", "d")
+	r.sync(spent, "a=1")
 	r.log.take(t)
+	lines := func(l ...string) io.Reader { return strings.NewReader(strings.Join(l, "\n")) }
 	for _, c := range []struct {
 		name, method, path, key string
 		body                    io.Reader
 		status                  int
-		code                    string
+		want                    string // of {"success":false,"error":{…}}
+		encoding                string
 	}{
-		{"no key", "PUT", shoppers, "", ids("a"), 401, "no_write_key"},
-		{"wrong key", "PUT", shoppers, "nobody", ids("a"), 401, "unknown_write_key"},
-		{"switched off", "PUT", shoppers, "off-key", ids("a"), 403, "source_disabled"},
-		{"another Source's", "PUT", shoppers, "ios-key", ids("a"), 404, "unknown_audience"},
-		{"unknown audience", "PUT", "/v1/audiences/x/members", "web-key", ids("a"), 404, "unknown_audience"},
-		{"unknown path", "PUT", "/v1/audiences/x", "web-key", ids("a"), 404, "not_found"},
-		{"method", "PATCH", shoppers, "web-key", ids("a"), 405, "method_not_allowed"},
-		{"unknown parameter", "PUT", shoppers + "?allowremoval=1", "web-key", ids("a"), 400, "unknown_parameter"},
-		{"parameter", "PUT", shoppers + "?allowRemoval=NaN", "web-key", ids("a"), 400, "invalid_parameter"},
-		{"encoding", "PUT", shoppers, "web-key", ids("a"), 415, "unsupported_encoding"},
-		{"bad line", "PUT", shoppers, "web-key", strings.NewReader("{\"userId\":\"a\"}\n{}\n"), 400, "no_user_id"},
-		{"value of the wrong type", "PUT", spent, "web-key", ids("a={}"), 400, "invalid_field"},
-		{"empty", "PUT", shoppers, "web-key", strings.NewReader(""), 422, "empty_snapshot"},
-		{"empty although all may go", "PUT", shoppers + "?allowRemoval=100", "web-key", strings.NewReader("\n"), 422, "empty_snapshot"},
-		{"too many go", "PUT", shoppers, "web-key", ids("a"), 422, "too_many_removals"},
-		{"one more than allowed", "PUT", shoppers + "?allowRemoval=24", "web-key", ids("a", "b", "c"), 422, "too_many_removals"},
-		{"breaks off", "PUT", shoppers, "web-key", io.MultiReader(ids("a", "b"), endlessMembers()), 413, "too_many_members"},
-		{"dry run", "PUT", shoppers + "?dryRun=true", "web-key", ids("a", "b", "x"), 200, ""},
+		{name: "no key", path: shoppers, body: ids("a"), status: 401, want: `"code":"no_write_key","message":"no write key; send it as HTTP Basic user name (curl -u KEY:)"`},
+		{name: "wrong key", path: shoppers, key: "nobody", body: ids("a"), status: 401, want: `"code":"unknown_write_key","message":"no Source has this write key; compare it with the Source's Secret"`},
+		{name: "switched off", path: shoppers, key: "off-key", body: ids("a"), status: 403, want: `"code":"source_disabled","message":"the Source is switched off; set spec.enabled to true"`},
+		{name: "another Source's", path: shoppers, key: "ios-key", body: ids("a"), status: 404, want: `"code":"unknown_audience","message":"the Source of this write key has no audience with this key; see the status of the Audience for its key"`},
+		{name: "unknown audience", path: "/v1/audiences/x/members", body: ids("a"), status: 404, want: `"code":"unknown_audience","message":"the Source of this write key has no audience with this key; see the status of the Audience for its key"`},
+		{name: "unknown path", path: "/v1/audiences/x", body: ids("a"), status: 404, want: `"code":"not_found","message":"there is nothing at this path; members go to /v1/audiences/KEY/members"`},
+		{name: "method", method: "PATCH", path: shoppers, body: ids("a"), status: 405, want: `"code":"method_not_allowed","message":"PUT sends all members, POST an increment, GET tells how far the last sync is"`},
+		{name: "unknown parameter", path: shoppers + "?allowremoval=1", body: ids("a"), status: 400, want: `"code":"unknown_parameter","message":"the parameters are allowRemoval, allowEmpty, resend and dryRun"`},
+		{name: "not a percentage", path: shoppers + "?allowRemoval=NaN", body: ids("a"), status: 400, want: `"code":"invalid_parameter","message":"allowRemoval must be a percentage from 0 to 100"`},
+		{name: "not a truth", path: shoppers + "?allowEmpty=maybe", body: ids("a"), status: 400, want: `"code":"invalid_parameter","message":"allowEmpty must be true or false"`},
+		{name: "encoding", path: shoppers, body: ids("a"), status: 415, want: `"code":"unsupported_encoding","message":"Content-Encoding must be gzip or absent"`, encoding: "br"},
+		{name: "not gzip", path: shoppers, body: ids("a"), status: 400, want: `"code":"unreadable_body","message":"the body is not gzip, as Content-Encoding says"`, encoding: "gzip"},
+		{name: "no JSON", path: shoppers, body: lines(`{"userId":"a"}`, `u2`), status: 400, want: `"code":"invalid_json","message":"the line is not JSON","line":2`},
+		{name: "cut off", path: shoppers, body: lines(`{"userId":"a"}`, `{"userId":"b`), status: 400, want: `"code":"invalid_json","message":"the line is not JSON","line":2`},
+		{name: "two on a line", path: shoppers, body: lines(`{"userId":"a"}{"userId":"b"}`), status: 400, want: `"code":"invalid_json","message":"more than one JSON value; put each member on a line of its own","line":1`},
+		{name: "not UTF-8", path: shoppers, body: lines("{\"userId\":\"\xff\"}"), status: 400, want: `"code":"invalid_json","message":"the line is not UTF-8","line":1`},
+		{name: "no object", path: shoppers, body: lines(``, `["a"]`), status: 400, want: `"code":"not_an_object","message":"a line must be an object like {\"userId\":\"u1\"}","line":2`},
+		{name: "no id", path: shoppers, body: lines(`{"userId":"a"}`, `{}`), status: 400, want: `"code":"no_user_id","message":"\"userId\" is missing","line":2`},
+		{name: "empty id", path: shoppers, body: lines(`{"userId":""}`), status: 400, want: `"code":"no_user_id","message":"\"userId\" is empty","line":1`},
+		{name: "id of another type", path: shoppers, body: lines(`{"userId":7}`), status: 400, want: `"code":"invalid_field","message":"\"userId\" must be a string","line":1`},
+		{name: "long id", path: shoppers, body: ids(strings.Repeat("x", 1025)), status: 400, want: `"code":"invalid_field","message":"\"userId\" may have 1024 bytes","line":1`},
+		{name: "unknown field", path: shoppers, body: lines(`{"userId":"a","mail":"secret"}`), status: 400, want: `"code":"unknown_field","message":"a line may hold \"userId\", \"value\" (of a computed trait) and \"member\" (of a POST)","line":1`},
+		{name: "value of an audience", path: shoppers, body: ids("a=1"), status: 400, want: `"code":"invalid_field","message":"\"value\" is for computed traits; this is an audience","line":1`},
+		{name: "no value", path: spent, body: ids("a"), status: 400, want: `"code":"no_value","message":"\"value\" is missing; a computed trait needs one for each user","line":1`},
+		{name: "value of another type", path: spent, body: ids("a=1", "b={}"), status: 400, want: `"code":"invalid_field","message":"\"value\" must be a string, a number, true, false or a list","line":2`},
+		{name: "null value", path: spent, body: ids("a=null"), status: 400, want: `"code":"invalid_field","message":"\"value\" must be a string, a number, true, false or a list","line":1`},
+		{name: "member in a snapshot", path: shoppers, body: lines(`{"userId":"a","member":false}`), status: 400, want: `"code":"unknown_field","message":"a snapshot lists members only, without \"member\"; leave out who is none, or POST an increment","line":1`},
+		{name: "member of another type", method: "POST", path: shoppers, body: lines(`{"userId":"a","member":"no"}`), status: 400, want: `"code":"invalid_field","message":"\"member\" must be true or false","line":1`},
+		{name: "removal with a value", method: "POST", path: spent, body: lines(`{"userId":"a","member":false,"value":1}`), status: 400, want: `"code":"invalid_field","message":"\"value\" has no meaning with \"member\": false; leave it out","line":1`},
+		{name: "a line of 1 GB", path: shoppers, body: io.LimitReader(repeated("x"), 1<<30), status: 400, want: `"code":"line_too_long","message":"a line may have 16384 bytes","line":1`},
+		{name: "too many members", path: shoppers, body: io.MultiReader(ids("a", "b"), endlessMembers()), status: 413, want: `"code":"too_many_members","message":"the members take more than 1048576 bytes on disk; split the audience"`},
+		{name: "gzip bomb", path: shoppers, body: zipped(io.LimitReader(repeated("\n"), 64<<20)), status: 413, want: `"code":"too_compressed","message":"the body inflates to more than 200 times its size, which no list of members does"`, encoding: "gzip"},
+		{name: "gzip bomb of a line", path: shoppers, body: zipped(io.LimitReader(repeated(" "), 64<<20)), status: 400, want: `"code":"line_too_long","message":"a line may have 16384 bytes","line":1`, encoding: "gzip"},
+		{name: "empty", path: shoppers, body: lines(""), status: 422, want: `"code":"empty_snapshot","message":"the snapshot lists no members, which would remove all 4; if that is meant, set allowEmpty=true"`},
+		{name: "empty although all may go", path: shoppers + "?allowRemoval=100", body: lines("", ""), status: 422, want: `"code":"empty_snapshot","message":"the snapshot lists no members, which would remove all 4; if that is meant, set allowEmpty=true"`},
+		{name: "too many go", path: shoppers, body: ids("a"), status: 422, want: `"code":"too_many_removals","message":"the snapshot would remove 3 of 4 members; a sync may remove 50 percent. If that is meant, set allowRemoval to a higher percentage, up to 100"`},
+		{name: "one more than allowed", path: shoppers + "?allowRemoval=24", body: ids("a", "b", "c"), status: 422, want: `"code":"too_many_removals","message":"the snapshot would remove 1 of 4 members; a sync may remove 24 percent. If that is meant, set allowRemoval to a higher percentage, up to 100"`},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var header []string
-			if c.name == "encoding" {
-				header = []string{"Content-Encoding", "br"}
+			if c.encoding != "" {
+				header = []string{"Content-Encoding", c.encoding}
 			}
-			a := r.do(c.method, c.path, c.key, c.body, header...)
-			if a.status != c.status || a.Error.Code != c.code {
-				t.Errorf("%d %+v", a.status, a.Error)
+			key := cmp.Or(c.key, "web-key")
+			if c.name == "no key" {
+				key = ""
 			}
-			if c.name == "bad line" && a.Error.Line != 2 {
-				t.Errorf("line %d", a.Error.Line)
+			a := r.do(cmp.Or(c.method, "PUT"), c.path, key, c.body, header...)
+			if want := `{"success":false,"error":{` + c.want + "}}\n"; a.status != c.status || a.body != want {
+				t.Errorf("%d %swant %d %s", a.status, a.body, c.status, want)
 			}
 		})
+	}
+	if a := r.do("PUT", shoppers+"?dryRun=true", "web-key", ids("a", "b", "x")); a.status != http.StatusOK || a.Sent || !a.DryRun || a.Counts != (Counts{Before: 4, Members: 3, Added: 1, Removed: 2}) {
+		t.Errorf("dry run: %+v", a)
 	}
 	r.told()
 	if found, _ := filepath.Glob(filepath.Join(dir, "*", "sync-*")); len(found) > 0 {
 		t.Errorf("left over: %v", found)
 	}
 	r.sync(shoppers, "a", "b", "c", "d")
+	r.sync(spent, "a=1")
 	r.told()
 	// What is meant goes.
 	if a := r.do("PUT", shoppers+"?allowRemoval=75", "web-key", ids("a")); a.status != 200 {
@@ -349,6 +383,27 @@ func TestRefusalsChangeNothing(t *testing.T) {
 		t.Errorf("%+v", a)
 	}
 	r.told("b shoppers=false", "c shoppers=false", "d shoppers=false", "a shoppers=false")
+}
+
+// repeated is a letter over and over, without an end.
+func repeated(letter string) io.Reader {
+	return readerFunc(func(p []byte) (int, error) {
+		for i := range p {
+			p[i] = letter[0]
+		}
+		return len(p), nil
+	})
+}
+
+func zipped(in io.Reader) io.Reader {
+	out, to := io.Pipe()
+	go func() {
+		z := gzip.NewWriter(to)
+		_, _ = io.Copy(z, in)
+		_ = z.Close()
+		_ = to.Close()
+	}()
+	return out
 }
 
 func endlessMembers() io.Reader {
