@@ -22,8 +22,8 @@ import (
 )
 
 const (
-	// idleTimeout is how long a sync may send nothing.
-	idleTimeout = time.Minute
+	// DefaultIdleTimeout is how long a sync may send nothing.
+	DefaultIdleTimeout = time.Minute
 	// answerTimeout is how long an answer may take to be read.
 	answerTimeout = 30 * time.Second
 	// hopHeader marks what another pod handed on.
@@ -66,7 +66,7 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	_ = control.SetWriteDeadline(time.Time{})
 	// In a copy: the server looks at the Body of its own, to see whether it was read.
 	r = r.WithContext(r.Context())
-	r.Body = &patientBody{ReadCloser: r.Body, control: control}
+	r.Body = &patientBody{ReadCloser: r.Body, control: control, idle: s.IdleTimeout}
 	if s.proxy != nil {
 		if r.Header.Get(hopHeader) != "" {
 			answerRefusal(w, refuse(http.StatusMisdirectedRequest, "not_the_owner", "this pod was handed a sync that it does not own; the dispatchers disagree on the owner"))
@@ -206,7 +206,7 @@ func (s *Service) ofError(err error) *Refusal {
 		return r
 	}
 	if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
-		return refuse(http.StatusRequestTimeout, "body_too_slow", "nothing came for %s; nothing was changed, send again", idleTimeout)
+		return refuse(http.StatusRequestTimeout, "body_too_slow", "nothing came for %s; nothing was changed, send again", s.IdleTimeout)
 	}
 	if broken, ok := errors.AsType[*bodyError](err); ok {
 		return refuse(http.StatusBadRequest, "unreadable_body", "the body could not be read to its end (%v); nothing was changed", broken.Unwrap())
@@ -225,6 +225,7 @@ func (s *Service) ofError(err error) *Refusal {
 type patientBody struct {
 	io.ReadCloser
 	control *http.ResponseController
+	idle    time.Duration
 	set     time.Time
 }
 
@@ -234,9 +235,9 @@ type bodyError struct{ error }
 func (e *bodyError) Unwrap() error { return e.error }
 
 func (b *patientBody) Read(p []byte) (int, error) {
-	if now := time.Now(); now.Sub(b.set) > time.Second {
+	if now := time.Now(); now.Sub(b.set) > b.idle/60 {
 		b.set = now
-		_ = b.control.SetReadDeadline(now.Add(idleTimeout))
+		_ = b.control.SetReadDeadline(now.Add(b.idle))
 	}
 	n, err := b.ReadCloser.Read(p)
 	switch {

@@ -69,6 +69,7 @@ func create(path string) (*writer, error) {
 	if err != nil {
 		return nil, err
 	}
+	step()
 	w := &writer{file: f, sum: crc32.New(castagnoli)}
 	w.buf = bufio.NewWriterSize(io.MultiWriter(f, w.sum), bufferBytes)
 	if _, err := w.buf.WriteString(fileMagic); err != nil {
@@ -101,6 +102,7 @@ func (w *writer) finish(sync bool) error {
 	if _, err := w.file.Write(binary.LittleEndian.AppendUint32(nil, w.sum.Sum32())); err != nil {
 		return errors.Join(err, w.file.Close())
 	}
+	step()
 	if sync {
 		if err := w.file.Sync(); err != nil {
 			return errors.Join(err, w.file.Close())

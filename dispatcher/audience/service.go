@@ -74,6 +74,8 @@ type Options struct {
 	MaxBytes int64
 	// OrphanGrace is how long the members of a deleted audience are kept. Default 10 min.
 	OrphanGrace time.Duration
+	// IdleTimeout is how long a sync may send nothing. Default DefaultIdleTimeout.
+	IdleTimeout time.Duration
 	Now         func() time.Time
 	Logger      *slog.Logger
 	Registerer  prometheus.Registerer
@@ -129,6 +131,7 @@ type audience struct {
 func New(o Options) (*Service, error) {
 	o.MaxBytes = cmp.Or(o.MaxBytes, DefaultMaxBytes)
 	o.OrphanGrace = cmp.Or(o.OrphanGrace, 10*time.Minute)
+	o.IdleTimeout = cmp.Or(o.IdleTimeout, DefaultIdleTimeout)
 	o.Logger = cmp.Or(o.Logger, slog.Default())
 	if o.Now == nil {
 		o.Now = time.Now
@@ -679,6 +682,7 @@ func (s *Service) receive(a *audience, q Request, body io.Reader) (result Result
 	if err := errors.Join(syncDir(work), syncDir(a.dir), syncDir(s.Dir)); err != nil {
 		return result, nil, err
 	}
+	step()
 	decided = true // or unknown: what pending.json does not name is swept at the next start
 	if err := writeState(a.dir, pendingFile, next); err != nil {
 		// It may have its name although that is not known to be durable. Take it back.

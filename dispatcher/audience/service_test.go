@@ -15,6 +15,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -449,6 +450,26 @@ func TestBrokenOffBody(t *testing.T) {
 	r.told()
 }
 
+// A client that sends no more has changed nothing.
+func TestSilentBody(t *testing.T) {
+	r := newRig(t, t.TempDir(), newLog(), func(o *Options) { o.IdleTimeout = 200 * time.Millisecond })
+	r.sync(shoppers, "a", "b")
+	r.log.take(t)
+	body, feed := io.Pipe()
+	defer feed.Close()
+	go func() {
+		for range 10 { // as long as something comes it may take its time
+			_, _ = feed.Write([]byte("{\"userId\":\"a\"}\n"))
+			time.Sleep(50 * time.Millisecond)
+		}
+	}()
+	if a := r.do(http.MethodPut, shoppers+"?allowRemoval=100", "web-key", body); a.status != http.StatusRequestTimeout || a.Error.Code != "body_too_slow" {
+		t.Errorf("%+v", a)
+	}
+	r.sync(shoppers, "a", "b")
+	r.told()
+}
+
 // busy is what goes on with the shoppers.
 func (r *rig) busy() string {
 	r.mu.Lock()
@@ -590,6 +611,76 @@ func TestKilledAnywhere(t *testing.T) {
 			r.told(want...)
 			r.sync(shoppers, after...)
 			r.told()
+			r.end()
+		}
+	}
+}
+
+// Wherever between two changes of its files the process is killed, it comes to
+// the same end, and nobody is ever told what is not so.
+func TestKilledAtEveryStep(t *testing.T) {
+	defer func() { step = func() {} }()
+	syncs := []func(*rig) answer{
+		func(r *rig) answer { return r.do("PUT", shoppers, "web-key", ids(many("u", 600)...)) },
+		func(r *rig) answer { return r.do("PUT", shoppers, "web-key", ids(many("u", 400)...)) },
+		func(r *rig) answer {
+			return r.do("POST", shoppers, "web-key", strings.NewReader(`{"userId":"u000000","member":false}`+"\n"+`{"userId":"x"}`))
+		},
+	}
+	// What each tells, and the members after it.
+	var joined, left []string
+	for i, u := range many("u", 600) {
+		joined = append(joined, u+" shoppers=true")
+		if i >= 400 {
+			left = append(left, u+" shoppers=false")
+		}
+	}
+	tells := [][]string{joined, left, {"u000000 shoppers=false", "x shoppers=true"}}
+	members := []int64{600, 400, 400}
+
+	for n := range syncs {
+		dir, l := t.TempDir(), newLog()
+		r := newRig(t, dir, l, nil)
+		for _, before := range syncs[:n] {
+			before(r)
+		}
+		l.take(t)
+		type crash struct {
+			dir string
+			log *log
+		}
+		var crashes []crash
+		copies := t.TempDir()
+		step = func() {
+			c := crash{dir: filepath.Join(copies, fmt.Sprint(len(crashes))), log: newLog()}
+			if err := os.CopyFS(c.dir, os.DirFS(dir)); err != nil {
+				t.Error(err)
+			}
+			l.mu.Lock()
+			c.log.messages, c.log.ids = slices.Clone(l.messages), maps.Clone(l.ids)
+			l.mu.Unlock()
+			crashes = append(crashes, c)
+		}
+		if a := syncs[n](r); a.status != http.StatusOK {
+			t.Fatalf("%+v", a)
+		}
+		r.eventually(func() bool { return r.busy() == "" })
+		r.end()
+		step = func() {}
+		r.told(tells[n]...)
+		if len(crashes) < 15 {
+			t.Errorf("only %d places to crash at", len(crashes))
+		}
+		for i, c := range crashes {
+			r := newRig(t, c.dir, c.log, nil)
+			// Either it was decided and is carried through, or it never was.
+			done := r.Progress("shop", config().Audiences[0])
+			var a answer
+			r.eventually(func() bool { a = syncs[n](r); return a.status != http.StatusConflict })
+			if a.status != http.StatusOK || a.Members != members[n] || a.Changes() != 0 && a.Changes() != int64(len(tells[n])) {
+				t.Errorf("sync %d, crash %d: %+v after %+v", n, i, a, done)
+			}
+			r.told(tells[n]...)
 			r.end()
 		}
 	}

@@ -35,6 +35,10 @@ const (
 	stateVersion = 1
 )
 
+// step is called between any two changes of the files, and does nothing: tests
+// crash there.
+var step = func() {}
+
 // state is a sync that is done or decided.
 type state struct {
 	Version int    `json:"version"`
@@ -88,9 +92,11 @@ func writeState(dir, name string, s state) error {
 	if err := errors.Join(err, f.Sync(), f.Close()); err != nil {
 		return err
 	}
+	step()
 	if err := os.Rename(tmp, filepath.Join(dir, name)); err != nil {
 		return err
 	}
+	step()
 	return syncDir(dir)
 }
 
@@ -110,6 +116,7 @@ func conclude(dir string, s state) error {
 	if err := os.Rename(filepath.Join(work, membersFile), members); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
+	step()
 	if _, err := os.Stat(members); err != nil {
 		return err
 	}
@@ -122,6 +129,7 @@ func conclude(dir string, s state) error {
 	if err := os.Remove(filepath.Join(dir, pendingFile)); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
+	step()
 	if err := syncDir(dir); err != nil {
 		return err
 	}
@@ -143,6 +151,7 @@ func sweep(dir, keep, pending string) error {
 		case isWork && work != pending,
 			isMembers && members != keep && members != pending,
 			strings.HasSuffix(name, ".tmp"):
+			step()
 			if err := os.RemoveAll(filepath.Join(dir, name)); err != nil {
 				return err
 			}
@@ -168,6 +177,7 @@ func openProgress(work string) (progress, int64, error) {
 }
 
 func (p progress) set(n int64) error {
+	step()
 	_, err := p.file.WriteAt(binary.LittleEndian.AppendUint64(nil, uint64(n)), 0)
 	return err
 }
