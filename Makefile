@@ -53,8 +53,9 @@ e2e: ## Run the suite on a real cluster of its own (root, Debian); CLUSTER=kind 
 	CLUSTER=$(or $(CLUSTER),local) hack/e2e $(if $(RUN),-ginkgo.focus='$(RUN)')
 
 .PHONY: bench
-bench: ## Print speed as ratios: delivery, reading calls, the client library, each in one run.
+bench: ## Print speed: delivery, syncs of audiences, reading calls, the client library.
 	go run ./hack/bench
+	go run ./hack/bench/audience
 	cd hack/bench/json && go run .
 	cd hack/bench/client && go run .
 

@@ -236,7 +236,7 @@ func awaitSent(cmd *cobra.Command, client *http.Client, to intake, members, sync
 			if failures++; failures > 60 {
 				return fmt.Errorf("the sync is taken, but how far it is cannot be told: %w", err)
 			}
-		case a.Sync != sync || a.Unsent == 0:
+		case a.Sync != sync || a.Sent:
 			return nil
 		case all < 0:
 			all = a.Added + a.Removed + a.Changed + a.Resent

@@ -255,7 +255,10 @@ func TestSyncLeavesRoomForLiveCalls(t *testing.T) {
 	if _, err := s.Sync(ctx, Request{Tenant: "shop", Audience: config().Audiences[0], Full: true}, ids("a", "b")); err != nil {
 		t.Fatal(err)
 	}
-	s.eventually(func() bool { p := s.Progress("shop", config().Audiences[0]); return p.Unsent == 2 && p.Waits != "" })
+	s.eventually(func() bool {
+		p := s.Progress("shop", config().Audiences[0])
+		return p.Unsent == 2 && p.Waits != "" && !p.Sent
+	})
 	if r := s.Report(config())[0]; r.Unsent != 2 || r.Waits == "" {
 		t.Errorf("report %+v", r)
 	}
@@ -264,7 +267,7 @@ func TestSyncLeavesRoomForLiveCalls(t *testing.T) {
 	if got := s.take(10); !slices.Equal(got, []string{"identify a", "identify b"}) {
 		t.Errorf("told %q", got)
 	}
-	if p := s.Progress("shop", config().Audiences[0]); p.Waits != "" || p.Unsent != 0 {
+	if p := s.Progress("shop", config().Audiences[0]); p.Waits != "" || p.Unsent != 0 || !p.Sent {
 		t.Errorf("progress %+v", p)
 	}
 }

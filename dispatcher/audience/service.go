@@ -802,7 +802,9 @@ type Progress struct {
 	Sync string    `json:"sync,omitempty"`
 	Time time.Time `json:"time,omitzero"`
 	Counts
-	// Unsent is how many identify calls are not in the queue yet, and Waits what they wait for.
+	// Sent is true when every identify call is in the queue, and another sync may come.
+	// Unsent is how many are not, and Waits what they wait for.
+	Sent   bool   `json:"sent"`
 	Unsent int64  `json:"unsent"`
 	Waits  string `json:"waits,omitempty"`
 }
@@ -820,6 +822,7 @@ func (s *Service) Progress(tenant string, c liveconfig.Audience) Progress {
 // progress needs the mutex. One that is not accepted now has no key, and keeps what it had.
 func (a *audience) progress(c liveconfig.Audience) (p Progress) {
 	last := a.done
+	p.Sent = a.done != nil && a.pending == nil
 	if a.pending != nil {
 		last, p.Unsent = a.pending, a.pending.Changes()-a.sent.Load()
 		if reason := a.waits.Load(); reason != nil {

@@ -11,7 +11,6 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"log/slog"
@@ -21,7 +20,6 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -843,77 +841,5 @@ func TestHandedOnToTheOwner(t *testing.T) {
 	owner.end()
 	if a := other.do(http.MethodPut, shoppers, "web-key", ids("a")); a.status != http.StatusServiceUnavailable || a.Error.Code != "owner_unreachable" {
 		t.Errorf("without the owner: %+v", a)
-	}
-}
-
-// nowhere is a queue that keeps nothing.
-type nowhere struct{ *log }
-
-func (nowhere) Append(context.Context, []queue.Message) ([]bool, error) { return nil, nil }
-
-var benchMembers = flag.Int("members", 0, "members of BenchmarkSync; 0 skips it")
-
-// BenchmarkSync prints the time per million members and the largest heap, of a
-// first sync and of one with 1 % changes:
-//
-//	go test ./dispatcher/audience -run '^$' -bench Sync -benchtime 1x -members 5000000
-func BenchmarkSync(b *testing.B) {
-	if *benchMembers == 0 {
-		b.Skip("set -members")
-	}
-	s, err := New(Options{
-		Dir: b.TempDir(), Logger: slog.New(slog.DiscardHandler),
-		View:  func() *liveconfig.View { return liveconfig.NewView([]liveconfig.Revisioned{{Config: config()}}) },
-		Skip:  func(liveconfig.SourceRef, *event.Call) []string { return nil },
-		Queue: nowhere{},
-	})
-	if err != nil {
-		b.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(b.Context())
-	done := make(chan struct{})
-	go func() { defer close(done); _ = s.Run(ctx) }()
-	defer func() { cancel(); <-done }()
-	var heap atomic.Uint64
-	go func() {
-		for ctx.Err() == nil {
-			var m runtime.MemStats
-			runtime.ReadMemStats(&m)
-			heap.Store(max(heap.Load(), m.HeapInuse))
-			time.Sleep(20 * time.Millisecond)
-		}
-	}()
-	sync := func(from int) Result {
-		n := 0
-		var left []byte
-		body := readerFunc(func(p []byte) (int, error) {
-			if len(left) == 0 {
-				if n == *benchMembers {
-					return 0, io.EOF
-				}
-				left = fmt.Appendf(nil, "{\"userId\":\"user-%d\"}\n", from+n*7919%*benchMembers)
-				n++
-			}
-			copied := copy(p, left)
-			left = left[copied:]
-			return copied, nil
-		})
-		result, err := s.Sync(ctx, Request{Tenant: "shop", Audience: config().Audiences[0], Full: true, AllowRemoval: 50}, body)
-		if err != nil {
-			b.Fatal(err)
-		}
-		return result
-	}
-	for b.Loop() {
-		begin := time.Now()
-		first := sync(0)
-		firstTime := time.Since(begin)
-		begin = time.Now()
-		second := sync(*benchMembers / 200)
-		millions := float64(*benchMembers) / 1e6
-		b.ReportMetric(firstTime.Seconds()/millions, "s/million-first")
-		b.ReportMetric(time.Since(begin).Seconds()/millions, "s/million-again")
-		b.ReportMetric(float64(heap.Load())/(1<<20), "MiB-heap")
-		b.Logf("first: %+v; again: %+v", first.Counts, second.Counts)
 	}
 }

@@ -1,0 +1,285 @@
+// Command audience measures syncs of an audience against a real `posthorn run`:
+// its own process, a real queue that syncs to disk, calls delivered over HTTP and
+// signed. It prints the time per million members of a first sync and of one in
+// which 1 % changed, and the memory of the process. Part of `make bench`.
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"time"
+)
+
+var (
+	members = flag.Int("members", 1_000_000, "members of the audience")
+	deliver = flag.Bool("deliver", true, "deliver the identify calls; false: the destination's filter keeps them out, after they went through the queue")
+)
+
+const writeKey = "bench-write-key"
+
+func main() {
+	flag.Parse()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	defer stop()
+	if err := run(ctx); err != nil {
+		fmt.Fprintln(os.Stderr, "bench:", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context) error {
+	dir, err := os.MkdirTemp("", "posthorn-bench-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(dir)
+	sink, received, err := startSink()
+	if err != nil {
+		return err
+	}
+	p, err := start(ctx, dir, sink)
+	if err != nil {
+		return err
+	}
+	defer p.stop()
+
+	fmt.Printf("%d x %s/%s, %s; %d members\n", runtime.NumCPU(), runtime.GOOS, runtime.GOARCH, runtime.Version(), *members)
+	fmt.Printf("%-24s %12s %14s %12s %14s\n", "per million members", "decided", "in the queue", "delivered", "calls")
+	millions := float64(*members) / 1e6
+	idle := p.memory("VmRSS:")
+	for _, sync := range []struct {
+		name       string
+		from, want int // members are from to from+members; calls that must come
+	}{{"first sync", 0, *members}, {"1 % changed", *members / 200, *members / 200 * 2}} {
+		received.Store(0)
+		begin := time.Now()
+		decided, err := p.sync(ctx, sync.from)
+		if err != nil {
+			return err
+		}
+		queued, err := p.until(ctx, begin, func() (bool, error) {
+			a, err := p.do(ctx, http.MethodGet, "", nil)
+			return a.Sent, err
+		})
+		if err != nil {
+			return err
+		}
+		delivered := "-"
+		if *deliver {
+			took, err := p.until(ctx, begin, func() (bool, error) { return received.Load() >= int64(sync.want), nil })
+			if err != nil {
+				return err
+			}
+			delivered = fmt.Sprintf("%.2f s", took.Seconds()/millions)
+		}
+		fmt.Printf("%-24s %10.2f s %12.2f s %12s %14d\n", sync.name, decided.Seconds()/millions, queued.Seconds()/millions, delivered, sync.want)
+	}
+	fmt.Printf("memory of the process: %.0f MB before, %.0f MB at most\n", idle/1e6, p.memory("VmHWM:")/1e6)
+	return nil
+}
+
+// startSink takes calls and counts them.
+func startSink() (addr string, received *atomic.Int64, err error) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return "", nil, err
+	}
+	received = &atomic.Int64{}
+	server := &http.Server{ReadHeaderTimeout: time.Minute, Handler: http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		_, _ = io.Copy(io.Discard, r.Body)
+		received.Add(1)
+	})}
+	go func() { _ = server.Serve(l) }()
+	return l.Addr().String(), received, nil
+}
+
+// posthorn is a `posthorn run`.
+type posthorn struct {
+	cmd    *exec.Cmd
+	url    string
+	exited chan struct{}
+}
+
+func start(ctx context.Context, dir, sink string) (*posthorn, error) {
+	binary := filepath.Join(dir, "posthorn")
+	if out, err := exec.CommandContext(ctx, "go", "build", "-o", binary, "github.com/posthorn/posthorn/cmd/posthorn").CombinedOutput(); err != nil {
+		return nil, fmt.Errorf("build posthorn: %w: %s", err, out)
+	}
+	types := "identify"
+	if !*deliver {
+		types = "track"
+	}
+	manifests := filepath.Join(dir, "manifests")
+	if err := os.Mkdir(manifests, 0o700); err != nil {
+		return nil, err
+	}
+	if err := os.WriteFile(filepath.Join(manifests, "all.yaml"), fmt.Appendf(nil, `
+apiVersion: v1
+kind: Secret
+metadata: {name: keys}
+stringData: {writeKey: %s, sharedSecret: bench-shared-secret}
+---
+apiVersion: posthorn.dev/v1alpha1
+kind: Source
+metadata: {name: web}
+spec:
+  writeKeySecretRef: {name: keys, key: writeKey}
+---
+apiVersion: posthorn.dev/v1alpha1
+kind: WebhookDestination
+metadata: {name: sink}
+spec:
+  sources: {names: [web]}
+  endpoints:
+  - name: primary
+    url: http://%s/
+  signing:
+    secretRef: {name: keys, key: sharedSecret}
+  delivery: {maxInFlight: 256}
+  filter: {types: [%s]}
+---
+apiVersion: posthorn.dev/v1alpha1
+kind: Audience
+metadata: {name: bench}
+spec: {source: web, name: bench}
+`, writeKey, sink, types), 0o600); err != nil {
+		return nil, err
+	}
+	listen, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return nil, err
+	}
+	addr := listen.Addr().String()
+	_ = listen.Close()
+	p := &posthorn{url: "http://" + addr, exited: make(chan struct{})}
+	p.cmd = exec.Command(binary, "run", "--manifests", manifests, "--data", filepath.Join(dir, "data"), "--listen", addr, "--admin-listen", "127.0.0.1:0", "--egress-allow", "127.0.0.0/8", "--log-level", "error")
+	p.cmd.Stderr = os.Stderr
+	if err := p.cmd.Start(); err != nil {
+		return nil, err
+	}
+	go func() { _ = p.cmd.Wait(); close(p.exited) }()
+	_, err = p.until(ctx, time.Now(), func() (bool, error) {
+		_, err := p.do(ctx, http.MethodGet, "", nil)
+		return err == nil, nil
+	})
+	if err != nil {
+		p.stop()
+		return nil, err
+	}
+	time.Sleep(2 * time.Second) // what a start takes is over
+	return p, nil
+}
+
+func (p *posthorn) stop() {
+	_ = p.cmd.Process.Signal(syscall.SIGTERM)
+	<-p.exited
+}
+
+// until polls and returns how long after begin something was so.
+func (p *posthorn) until(ctx context.Context, begin time.Time, done func() (bool, error)) (time.Duration, error) {
+	for {
+		ok, err := done()
+		if ok || err != nil {
+			return time.Since(begin), err
+		}
+		select {
+		case <-ctx.Done():
+			return 0, ctx.Err()
+		case <-p.exited:
+			return 0, errors.New("posthorn ended")
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+}
+
+func (p *posthorn) do(ctx context.Context, method, query string, body io.Reader) (answer struct {
+	Sent bool
+	Time time.Time
+}, err error) {
+	req, err := http.NewRequestWithContext(ctx, method, p.url+"/v1/audiences/bench/members"+query, body)
+	if err != nil {
+		return answer, err
+	}
+	req.SetBasicAuth(writeKey, "")
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return answer, err
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	if err == nil && resp.StatusCode >= http.StatusBadRequest {
+		err = fmt.Errorf("%s: %s", resp.Status, text)
+	}
+	if err == nil {
+		err = json.Unmarshal(text, &answer)
+	}
+	return answer, err
+}
+
+// sync sends the members and returns how long it took until the sync was decided.
+// Its answer comes when all calls are in the queue, so that is asked for.
+func (p *posthorn) sync(ctx context.Context, from int) (time.Duration, error) {
+	before, err := p.do(ctx, http.MethodGet, "", nil)
+	if err != nil {
+		return 0, err
+	}
+	failed := make(chan error, 1)
+	begin := time.Now()
+	go func() {
+		_, err := p.do(ctx, http.MethodPut, "", &lines{from: from})
+		failed <- err
+	}()
+	return p.until(ctx, begin, func() (bool, error) {
+		select {
+		case err := <-failed:
+			return true, err
+		default:
+		}
+		now, err := p.do(ctx, http.MethodGet, "", nil)
+		return now.Time.After(before.Time), err
+	})
+}
+
+// memory is what the kernel says of the process, in bytes.
+func (p *posthorn) memory(what string) float64 {
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.cmd.Process.Pid))
+	if err != nil {
+		return 0
+	}
+	_, rest, _ := strings.Cut(string(text), what)
+	kilobytes, _ := strconv.ParseFloat(strings.Fields(rest)[0], 64)
+	return kilobytes * 1024
+}
+
+// lines are members in an order that is not sorted.
+type lines struct {
+	from, n int
+	left    bytes.Buffer
+}
+
+func (l *lines) Read(p []byte) (int, error) {
+	for l.left.Len() < len(p) && l.n < *members {
+		fmt.Fprintf(&l.left, "{\"userId\":\"user-%d\"}\n", l.from+l.n*7919%*members)
+		l.n++
+	}
+	if l.left.Len() == 0 {
+		return 0, io.EOF
+	}
+	return l.left.Read(p)
+}
