@@ -68,6 +68,8 @@ type Options struct {
 	AudienceOwner string
 	// Queue tunes the store.
 	Queue pebblestore.Options
+	// Repair makes a damaged store sound at the start, as far as it can be read, instead of refusing to start.
+	Repair bool
 	// Extra is mounted on the admin listener below its own paths.
 	Extra http.Handler
 	// AdminTLS, when set, makes the admin listener speak TLS, and AdminGuard lets
@@ -139,7 +141,7 @@ func New(o Options) (*Dispatcher, error) {
 	}
 	q := o.Queue
 	q.Logger, q.Registerer = o.Logger, d.metrics
-	if d.store, err = pebblestore.Open(filepath.Join(o.DataDir, "queue"), q); err != nil {
+	if d.store, err = openStore(filepath.Join(o.DataDir, "queue"), q, o.Repair); err != nil {
 		d.closeListeners()
 		return nil, err
 	}
@@ -173,6 +175,28 @@ func New(o Options) (*Dispatcher, error) {
 		return nil, errors.Join(err, d.Close())
 	}
 	return d, nil
+}
+
+// openStore opens the store; a damaged one is repaired first if that is wanted.
+func openStore(dir string, o pebblestore.Options, repair bool) (*pebblestore.Store, error) {
+	s, err := pebblestore.Open(dir, o)
+	var corrupt *pebblestore.CorruptError
+	if !repair || !errors.As(err, &corrupt) {
+		return s, err
+	}
+	o.Logger.Error("the store is damaged and is repaired", "error", err)
+	r, err := pebblestore.Repair(dir, true)
+	for _, d := range r.Damaged {
+		o.Logger.Error("a file of the store is damaged", "path", d.Path, "error", d.What)
+	}
+	for _, lost := range r.Lost {
+		o.Logger.Error("lost with a damaged file", "what", lost)
+	}
+	if err != nil {
+		return nil, err
+	}
+	o.Logger.Warn("the store is repaired; as it was it is kept aside", "path", r.Aside, "messages", r.Messages, "deadLetters", r.DeadLetters)
+	return pebblestore.Open(dir, o)
 }
 
 // Addr returns the address that calls are taken on.

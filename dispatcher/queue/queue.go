@@ -71,6 +71,10 @@ type Failure struct {
 	Response []byte
 }
 
+// ReasonDamaged is the reason of a dead letter whose message cannot be read any
+// more, because the file that it is in is damaged. It has a Lane, a Seq and a Failure, and nothing else.
+const ReasonDamaged = "Damaged"
+
 // DeadLetter is a copy of a message that could not be delivered.
 type DeadLetter struct {
 	// Key identifies the dead letter within its destination; it sorts by Failure.Time.
@@ -179,7 +183,8 @@ type Store interface {
 	// Lease hands out up to max messages of a lane and never blocks. First tries
 	// come before due retries, but when both wait, retries get at least one in eight.
 	// It appends to buf and returns it. Messages whose Skip or Only exclude the
-	// lane are settled on the way.
+	// lane are settled on the way. So are messages that are damaged: they become
+	// dead letters with ReasonDamaged, as long as they are few; an error names the damage otherwise.
 	Lease(lane LaneID, max int, buf []Delivery) ([]Delivery, error)
 	// LeaseOldest leases the oldest message of the lane that waits, be it a due or a
 	// not yet due retry or a first try: the probe of a circuit breaker. ok is false when nothing waits.

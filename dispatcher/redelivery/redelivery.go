@@ -67,9 +67,9 @@ type Options struct {
 // into its lanes, as new messages with the same id and body, and removes them.
 // Dead letters that come while it runs are left alone, so it ends; so are those
 // of a lane that is no more, a Source or an endpoint that the destination does
-// not have: they count as matched, not as redelivered. After a
-// crash some may be delivered twice, none is lost. The error comes with the
-// progress up to it.
+// not have, and those of which nothing is left to send (queue.ReasonDamaged):
+// they count as matched, not as redelivered. After a crash some may be delivered
+// twice, none is lost. The error comes with the progress up to it.
 func Run(ctx context.Context, store queue.Store, destination string, s Selector, o Options) (Progress, error) {
 	perSecond := o.Rate
 	if perSecond <= 0 {
@@ -77,30 +77,40 @@ func Run(ctx context.Context, store queue.Store, destination string, s Selector,
 	}
 	limiter := rate.NewLimiter(rate.Limit(perSecond), pageSize)
 	return each(ctx, store, destination, s, o, func(page []queue.DeadLetter) (int, error) {
-		// A message without a lane would reach nobody.
-		lanes := slices.DeleteFunc(store.Lanes(), func(l queue.LaneID) bool { return l.Destination != destination })
-		page = slices.DeleteFunc(page, func(d queue.DeadLetter) bool { return !slices.Contains(lanes, d.Lane) })
-		if len(page) == 0 {
+		page = slices.DeleteFunc(page, func(d queue.DeadLetter) bool { return d.Failure.Reason == queue.ReasonDamaged })
+		if page = withLanes(store, destination, page); len(page) == 0 {
 			return 0, nil
 		}
 		if err := limiter.WaitN(ctx, len(page)); err != nil {
 			return 0, err
 		}
 		messages := make([]queue.Message, len(page))
-		keys := make([]string, len(page))
 		for i, d := range page {
 			only := d.Lane.Destination
 			if d.Lane.Endpoint != "" {
 				only += "/" + d.Lane.Endpoint
 			}
 			messages[i] = queue.Message{Source: d.Lane.Source, ID: d.ID, Type: d.Type, Event: d.Event, AcceptedAt: now(o), Only: only, Body: d.Body}
-			keys[i] = d.Key
 		}
 		if _, err := store.Append(ctx, messages); err != nil {
 			return 0, fmt.Errorf("redeliver: %w", err)
 		}
+		// What was appended behind the end of a lane is nobody's, so its letter stays.
+		page = withLanes(store, destination, page)
+		keys := make([]string, len(page))
+		for i, d := range page {
+			keys[i] = d.Key
+		}
 		return len(page), store.DeleteDeadLetters(ctx, destination, keys...)
 	})
+}
+
+// withLanes leaves out the dead letters of lanes that take nothing more: such a message would reach nobody.
+func withLanes(store queue.Store, destination string, page []queue.DeadLetter) []queue.DeadLetter {
+	lanes := slices.DeleteFunc(store.Lanes(), func(l queue.LaneID) bool {
+		return l.Destination != destination || store.LaneStats(l).Ended
+	})
+	return slices.DeleteFunc(page, func(d queue.DeadLetter) bool { return !slices.Contains(lanes, d.Lane) })
 }
 
 // Purge removes the chosen dead letters for good.

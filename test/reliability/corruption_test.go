@@ -11,13 +11,16 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
 // TestDamagedFiles damages one file of a stopped dispatcher's store at a random
 // place: some bytes flipped, or the end cut off. Either the dispatcher refuses to
-// start and names the file, or it delivers every message all the same; it never
-// passes over one in silence. POSTHORN_DAMAGE_SEEDS sets how many seeds run.
+// start and names the file, and starts after a repair; or it starts. Then every
+// message arrives, or is a dead letter that says that it was damaged, or the
+// repair said what is lost; none is passed over in silence, and none holds up the
+// others. POSTHORN_DAMAGE_SEEDS sets how many seeds run.
 func TestDamagedFiles(t *testing.T) {
 	const messages = 1500
 	original := t.TempDir()
@@ -38,7 +41,7 @@ func TestDamagedFiles(t *testing.T) {
 	if err := r.stop(); err != nil {
 		t.Fatal(err)
 	}
-	refused, unharmed, stopped := 0, 0, 0
+	var refused, unharmed, arrived, setAside, lost int
 	for seed := range number("POSTHORN_DAMAGE_SEEDS", 25) {
 		rnd := rand.New(rand.NewPCG(uint64(seed), 0))
 		dir := t.TempDir()
@@ -49,47 +52,61 @@ func TestDamagedFiles(t *testing.T) {
 		if damaged == "" {
 			continue
 		}
-		var box inbox
-		o := options(t, dir, pebblestore.Options{Fatal: func(error) { select {} }})
 		var said logs
+		var repaired pebblestore.Repaired
+		o := options(t, dir, pebblestore.Options{Fatal: func(error) { select {} }})
 		o.Logger = said.logger()
 		d, err := dispatcher.New(o)
 		if err != nil {
 			refused++
-			if !strings.Contains(err.Error(), filepath.Join(dir, "queue")) {
-				t.Errorf("seed %d, %s: the error names no file: %v", seed, damaged, err)
+			if !strings.Contains(err.Error(), filepath.Join(dir, "queue")) || !strings.Contains(err.Error(), "posthorn repair") {
+				t.Errorf("seed %d, %s: the error names no file, or no way out: %v", seed, damaged, err)
 			}
-			if seed < 5 {
-				t.Logf("%s: %v", damaged, err)
+			if repaired, err = pebblestore.Repair(filepath.Join(dir, "queue"), true); err != nil || repaired.Aside == "" {
+				t.Fatalf("seed %d, %s: %+v %v", seed, damaged, repaired, err)
 			}
-			continue
+			if d, err = dispatcher.New(o); err != nil {
+				t.Fatalf("seed %d, %s: after a repair: %v", seed, damaged, err)
+			}
 		}
+		var box inbox
 		r := run(d)
 		r.set(t, config([]liveconfig.Source{source("web")}, destination("crm", "web", receive(t, box.ServeHTTP).url)))
-		eventually(t, fmt.Sprintf("seed %d, %s: all is delivered, or the log names the damage", seed, damaged), func() error {
+		dead := 0
+		eventually(t, fmt.Sprintf("seed %d, %s: all is settled", seed, damaged), func() error {
 			report := ledger(t, r, "crm")
 			if err := balance(report); err != nil {
 				t.Fatal(err)
 			}
-			switch text := said.String(); {
-			case report.Accepted != messages:
-				t.Fatalf("seed %d, %s: started with %d of %d messages", seed, damaged, report.Accepted, messages)
-			case box.distinct() == messages && report.Pending == 0:
-				unharmed++
-			case strings.Contains(text, "corrupt"):
-				stopped++
-				if report.Pending == 0 {
-					t.Errorf("seed %d, %s: passed over messages: %+v", seed, damaged, report)
-				}
-			default:
-				return fmt.Errorf("%d of %d arrived", box.distinct(), messages)
+			if dead = int(report.DeadLettered); report.Pending > 0 {
+				return fmt.Errorf("%d pending, %d arrived", report.Pending, box.distinct())
 			}
 			return nil
 		})
+		gone := messages - box.distinct() - dead
+		switch {
+		case gone != 0 && len(repaired.Lost) == 0:
+			t.Errorf("seed %d, %s: of %d messages %d arrived and %d are dead letters, and nothing was said of the others: %v", seed, damaged, messages, box.distinct(), dead, repaired.Damaged)
+		case dead > 0 && len(repaired.Lost) == 0 && !strings.Contains(said.String(), "damaged"):
+			t.Errorf("seed %d, %s: no word of %d damaged messages in the log", seed, damaged, dead)
+		case box.distinct() == messages:
+			unharmed++
+		}
+		err = r.Store().DeadLetters(t.Context(), tenant+"/crm", "", func(l queue.DeadLetter) bool {
+			if l.Failure.Reason != queue.ReasonDamaged || l.Failure.Message == "" {
+				t.Errorf("seed %d, %s: a dead letter because of %+v", seed, damaged, l.Failure)
+			}
+			return true
+		})
+		if err != nil {
+			t.Errorf("seed %d, %s: %v", seed, damaged, err)
+		}
+		arrived, setAside, lost = arrived+box.distinct(), setAside+dead, lost+gone
+		balanced(t, r)
 		_ = r.stop()
 	}
-	t.Logf("refused to start: %d; met the damage when it was read, and stayed there: %d; harmed nothing: %d", refused, stopped, unharmed)
-	if refused+stopped == 0 {
+	t.Logf("%d stores were refused and repaired; %d lost nothing at all; %d messages arrived, %d became dead letters, %d were reported as lost by a repair", refused, unharmed, arrived, setAside, lost)
+	if refused == 0 || setAside == 0 {
 		t.Error("no damage was found at all")
 	}
 }

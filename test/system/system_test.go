@@ -7,6 +7,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"sync"
@@ -346,6 +347,63 @@ func TestOpenCircuitSurvivesAKill(t *testing.T) {
 	r.set(nil)
 	p.arrive(r, 200)
 	p.condition("crm", "Delivering", "True", "")
+}
+
+// A damaged store is refused with the way out, which the command and the flag are.
+func TestDamagedStoreIsRepaired(t *testing.T) {
+	r := newReceiver(t)
+	off := strings.Replace(destination("crm", r.URL, ""), "spec:", "spec:\n  enabled: false", 1)
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": off})
+	send := func(from int) {
+		t.Helper()
+		for i := range 20 {
+			p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, from+i))
+		}
+	}
+	// The list of the store's tables, flipped in its middle.
+	damage := func() {
+		t.Helper()
+		p.kill(syscall.SIGTERM)
+		manifests, err := filepath.Glob(filepath.Join(p.data, "queue", "MANIFEST-*"))
+		if err != nil || len(manifests) == 0 {
+			t.Fatal(manifests, err)
+		}
+		newest := manifests[len(manifests)-1]
+		b, err := os.ReadFile(newest)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b[len(b)/2] ^= 0xff
+		if err := os.WriteFile(newest, b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	send(0)
+	damage()
+	if _, errs, code := cli(t, "", "run", "--manifests", p.manifests, "--data", p.data, "--listen", p.addr, "--admin-listen", p.admin); code != 1 || !strings.Contains(errs, "MANIFEST") || !strings.Contains(errs, "posthorn repair") {
+		t.Fatalf("a damaged store: exit %d: %s", code, errs)
+	}
+	out, _, code := cli(t, "", "repair", "--data", p.data)
+	if code != 1 || !strings.Contains(out, "damaged: "+filepath.Join(p.data, "queue", "MANIFEST")) || !strings.Contains(out, "Nothing was changed") {
+		t.Errorf("dry run: exit %d: %s", code, out)
+	}
+	out, _, code = cli(t, "", "repair", "--data", p.data, "--apply")
+	if code != 0 || !strings.Contains(out, "queue.damaged-") || !strings.Contains(out, "20 messages") || strings.Contains(out, "lost:") {
+		t.Errorf("repair: exit %d: %s", code, out)
+	}
+	if out, _, code := cli(t, "", "repair", "--data", p.data); code != 0 || !strings.Contains(out, "No file is damaged") {
+		t.Errorf("again: exit %d: %s", code, out)
+	}
+	p.run()
+	send(20)
+	damage()
+	p.flags = append(p.flags, "--repair")
+	p.run()
+	p.write("crm.yaml", destination("crm", r.URL, ""))
+	p.arrive(r, 40)
+	if delivered, _, dead, discarded := p.ledger("crm"); delivered != 40 || dead+discarded != 0 {
+		t.Errorf("%d delivered, %d dead, %d discarded", delivered, dead, discarded)
+	}
 }
 
 func TestOneDeadDestinationDoesNotHarmAnother(t *testing.T) {

@@ -143,6 +143,17 @@ type record struct {
 	skip        []byte // The encoded names.
 	only        []byte
 	body        []byte
+	// lost: the message was damaged. Body says how; there is nothing else but acceptedAt, roughly.
+	lost bool
+}
+
+// codeLost stands for the type in the place of a message that a repair did not find.
+const codeLost = 0xff
+
+func appendLost(dst []byte, acceptedAt int64, bytesBefore uint64, why string) []byte {
+	dst = binary.BigEndian.AppendUint64(dst, uint64(acceptedAt))
+	dst = binary.BigEndian.AppendUint64(dst, bytesBefore)
+	return append(append(dst, codeLost), why...)
 }
 
 func (r *record) decode(v []byte) error {
@@ -150,6 +161,10 @@ func (r *record) decode(v []byte) error {
 	r.acceptedAt = int64(d.fixed64())
 	r.bytesBefore = d.fixed64()
 	r.code = d.byte()
+	if r.lost = r.code == codeLost; r.lost {
+		r.code, r.body = 0, d.b
+		return d.err()
+	}
 	r.id = d.bytes()
 	r.typ = nil
 	if r.code == 0 {
@@ -178,9 +193,13 @@ const (
 	wanted   verdict = iota
 	filtered         // Counted, and not delivered.
 	passed           // For another destination alone: not counted.
+	damaged          // Nobody can tell what it was.
 )
 
 func (r *record) verdict(lane queue.LaneID) verdict {
+	if r.lost {
+		return damaged
+	}
 	if len(r.only) != 0 && !isFor(r.only, lane) {
 		return passed
 	}

@@ -180,6 +180,9 @@ func (g *grave) bury(seq uint64, rec *record, attempts int, last *queue.Failure)
 	if rec.code == 0 {
 		letter.Type = string(rec.typ)
 	}
+	if rec.lost {
+		letter.Body, letter.AcceptedAt, letter.Failure = nil, g.s.o.Now(), g.s.damage(g.l, seq, string(rec.body))
+	}
 	// What the receiver answered to this very message tells more.
 	if last != nil && letter.Failure.StatusCode == 0 && len(letter.Failure.Response) == 0 {
 		letter.Failure.StatusCode, letter.Failure.Response = last.StatusCode, last.Response
@@ -276,7 +279,7 @@ func (g *grave) unread() error {
 			return nil
 		}
 		switch v {
-		case wanted:
+		case wanted, damaged:
 			g.bury(l.next, &rec, 0, nil)
 		case filtered:
 			l.filtered++

@@ -50,6 +50,9 @@ type lane struct {
 	// The acceptance time of the oldest pending message, and which one that is.
 	oldest, oldestAt uint64
 
+	// lastDamaged is the last message that could not be read, the damagedRun-th in a row.
+	lastDamaged, damagedRun uint64
+
 	// hungry: the last Lease came back short, so news are told.
 	hungry atomic.Bool
 

@@ -15,6 +15,7 @@ type metrics struct {
 	commitMessages prometheus.Histogram
 	syncSeconds    prometheus.Histogram
 	discarded      prometheus.Counter
+	damaged        prometheus.Counter
 }
 
 func newMetrics(s *Store) *metrics {
@@ -35,11 +36,20 @@ func newMetrics(s *Store) *metrics {
 			Name: "posthorn_queue_discarded_messages_total", Help: "Messages that were pending in lanes when these were dropped with their source or destination.",
 		}),
 	}
+	m.damaged = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "posthorn_queue_damaged_messages_total", Help: "Messages that became dead letters because the file that they are in is damaged.",
+	})
 	gauge := func(name, help string, fn func() float64) prometheus.Collector {
 		return prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, fn)
 	}
 	m.all = []prometheus.Collector{
-		m.commitSeconds, m.commitMessages, m.syncSeconds, m.discarded,
+		m.commitSeconds, m.commitMessages, m.syncSeconds, m.discarded, m.damaged,
+		gauge("posthorn_queue_corrupt", "1 once a file of the queue was found damaged, until it is repaired.", func() float64 {
+			if s.corrupt.Load() != nil {
+				return 1
+			}
+			return 0
+		}),
 		gauge("posthorn_queue_disk_bytes", "Disk that the queue takes.", func() float64 { return float64(s.DiskBytes()) }),
 		gauge("posthorn_queue_full", "1 while new calls are refused because the disk is above its high-water mark.", func() float64 {
 			if s.Full() {

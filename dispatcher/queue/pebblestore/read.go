@@ -1,6 +1,8 @@
 package pebblestore
 
 import (
+	"errors"
+	"fmt"
 	"slices"
 	"sync"
 	"unsafe"
@@ -81,8 +83,66 @@ func (r *reader) open() error {
 	return err
 }
 
-// read returns a message, valid until the next read.
+// maxDamagedRun bounds how many messages in a row are given up as damaged: as
+// many as the block of a table may hold. Where more cannot be read, a repair
+// finds more than the engine does.
+const maxDamagedRun = 256
+
+// read returns a message, valid until the next read. One that fails its checksum is lost.
 func (r *reader) read(seq uint64) (rec record, err error) {
+	if rec, err = r.readOnce(seq); err == nil || !pebble.IsCorruptionError(err) {
+		return rec, err
+	}
+	// Once more from the disk, where the damage may not be.
+	if r.it != nil {
+		_ = r.it.Close()
+		r.it = nil
+	}
+	if rec, err = r.readOnce(seq); err == nil || !pebble.IsCorruptionError(err) {
+		return rec, err
+	}
+	l := r.l
+	if seq != l.lastDamaged+1 {
+		l.damagedRun = 0
+	}
+	if seq != l.lastDamaged {
+		l.lastDamaged = seq
+		l.damagedRun++
+	}
+	if l.damagedRun > maxDamagedRun {
+		return rec, err
+	}
+	return record{lost: true, body: []byte(err.Error())}, nil
+}
+
+// setAside makes dead letters of messages that cannot be read. The caller holds mu.
+func (r *reader) setAside(seqs []uint64, why []string) error {
+	if len(seqs) == 0 {
+		return nil
+	}
+	s, l := r.s, r.l
+	l.dest.mu.Lock()
+	defer l.dest.mu.Unlock()
+	b := s.db.NewBatch()
+	for i, seq := range seqs {
+		if t, ok := l.settle(seq); ok && t.due != 0 {
+			l.forgetRetry(b, seq, t.due)
+		}
+		s.bury(b, l, &queue.DeadLetter{Lane: l.id, Seq: seq, AcceptedAt: s.o.Now(), Failure: s.damage(l, seq, why[i])})
+	}
+	l.dest.put(b)
+	l.put(b)
+	return s.apply(b)
+}
+
+// damage is the failure of a message that cannot be read; it is logged and counted, too.
+func (s *Store) damage(l *lane, seq uint64, why string) queue.Failure {
+	s.metrics.damaged.Inc()
+	s.log.Error("a message is damaged and cannot be delivered; it becomes a dead letter", "source", l.id.Source, "destination", l.id.Destination, "position", seq, "error", why)
+	return queue.Failure{Time: s.o.Now(), Reason: queue.ReasonDamaged, Message: fmt.Sprintf("message %d of %s cannot be read: %s", seq, l.id.Source, why)}
+}
+
+func (r *reader) readOnce(seq uint64) (rec record, err error) {
 	if r.it == nil || seq > r.end {
 		if err := r.open(); err != nil {
 			return rec, err
@@ -233,6 +293,14 @@ func (r *reader) takeOldest() error {
 func (r *reader) readTaken() error {
 	for i, seq := range r.taken {
 		rec, err := r.read(seq)
+		if err == nil && rec.lost {
+			r.l.mu.Lock()
+			err = r.setAside([]uint64{seq}, []string{string(rec.body)})
+			r.l.mu.Unlock()
+			if err == nil {
+				continue
+			}
+		}
 		if err != nil {
 			r.l.mu.Lock()
 			for _, seq := range r.taken[i:] {
@@ -267,6 +335,8 @@ func (r *reader) readFirsts(max int) (int, error) {
 	next := l.next
 	l.mu.Unlock()
 	var before, passedOver, filteredOut = len(r.got), uint64(0), uint64(0)
+	var lost []uint64
+	var why []string
 	var err error
 	for len(r.got) < max && r.scanned < maxScan && next <= l.limit() {
 		var rec record
@@ -281,6 +351,9 @@ func (r *reader) readFirsts(max int) (int, error) {
 			r.scanned++
 		case passed:
 			passedOver++
+			r.scanned++
+		case damaged:
+			lost, why = append(lost, next), append(why, string(rec.body))
 			r.scanned++
 		}
 		next++
@@ -297,5 +370,5 @@ func (r *reader) readFirsts(max int) (int, error) {
 		l.open[p.seq] = taking{leased: true}
 	}
 	r.s.changed(l)
-	return len(r.got) - before, err
+	return len(r.got) - before, errors.Join(err, r.setAside(lost, why))
 }

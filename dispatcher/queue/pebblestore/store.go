@@ -190,7 +190,7 @@ func (s *Store) explain(err error) error {
 		return fmt.Errorf("a dispatcher has it open already: %w", err)
 	case errors.Is(err, os.ErrPermission):
 		return fmt.Errorf("it must be writable: %w", err)
-	case pebble.IsCorruptionError(err) || errors.Is(err, fs.ErrNotExist):
+	case pebble.IsCorruptionError(err) || errors.Is(err, fs.ErrNotExist) || strings.Contains(err.Error(), "object size mismatch"):
 		if path := s.corrupt.Load(); path != nil {
 			return &CorruptError{Path: *path, Err: err}
 		}
@@ -200,7 +200,7 @@ func (s *Store) explain(err error) error {
 }
 
 // CorruptError says that a file of the store is missing, damaged or shorter than it
-// was. Nothing was changed or skipped.
+// was. Nothing was changed or skipped. Repair makes a sound store of the rest.
 type CorruptError struct {
 	// Path is the file where it is known, otherwise the store's directory.
 	Path string
@@ -209,7 +209,7 @@ type CorruptError struct {
 
 func (e *CorruptError) Error() string {
 	what, _, _ := strings.Cut(e.Err.Error(), "\n") // The engine adds stacks.
-	return fmt.Sprintf("corrupt: %s: %s; restore it from a copy, or move the directory away to start empty", e.Path, what)
+	return fmt.Sprintf("corrupt: %s: %s; restore it from a copy, or let posthorn repair keep what can be read", e.Path, what)
 }
 
 func (e *CorruptError) Unwrap() error { return e.Err }

@@ -1,0 +1,651 @@
+package pebblestore
+
+import (
+	"cmp"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"os"
+	"slices"
+	"time"
+
+	"github.com/cockroachdb/pebble/v2"
+	"github.com/cockroachdb/pebble/v2/vfs"
+	"golang.org/x/sys/unix"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// Repaired tells what a repair found.
+type Repaired struct {
+	// Damaged are the files that cannot be read, or parts of them.
+	Damaged []DamagedFile
+	// Lost says, in words, which messages and what else is lost by that.
+	Lost []string
+	// Messages, DeadLetters and Lanes are what was found.
+	Messages, DeadLetters, Lanes int
+	// Aside is where the store as it was is kept now; empty when nothing was changed.
+	Aside string
+}
+
+// Repair reads the closed store in dir, whatever is damaged in it, and makes a
+// sound one of what can be read. With apply that takes the place of the old one,
+// which is kept beside it; without, nothing is changed. A store without damage is
+// left alone.
+//
+// Messages that cannot be read become dead letters (queue.ReasonDamaged) of the
+// lanes that still needed them. A lane whose position is lost begins with the
+// oldest message that there is. So messages may be delivered again; what is lost
+// is named. It needs as much room on the disk as the store takes.
+func Repair(dir string, apply bool) (r Repaired, err error) {
+	if _, err := os.Stat(dir); err != nil {
+		return r, fmt.Errorf("repair: %w", err)
+	}
+	lock, err := pebble.LockDirectory(dir, vfs.Default)
+	if err != nil {
+		return r, fmt.Errorf("repair the queue in %s: a dispatcher has it open; stop it first: %w", dir, err)
+	}
+	defer func() { _ = lock.Close() }()
+	fresh := dir + ".repaired"
+	if err := os.RemoveAll(fresh); err != nil {
+		return r, fmt.Errorf("repair: %w", err)
+	}
+	defer func() { _ = os.RemoveAll(fresh) }()
+	s, err := newSalvager(dir, lock)
+	if err != nil {
+		return r, fmt.Errorf("repair: %w", err)
+	}
+	if err := rebuild(s, fresh, &r); err != nil {
+		return r, fmt.Errorf("repair the queue in %s: %w", dir, err)
+	}
+	r.Damaged = s.damages()
+	if !apply || len(r.Damaged)+len(r.Lost) == 0 {
+		return r, nil
+	}
+	// The sound one takes the damaged one's place in one step: there is no moment
+	// at which a start would find nothing and begin anew.
+	if err := unix.Renameat2(unix.AT_FDCWD, fresh, unix.AT_FDCWD, dir, unix.RENAME_EXCHANGE); err != nil {
+		return r, fmt.Errorf("repair: put %s in the place of %s: %w", fresh, dir, err)
+	}
+	aside := dir + ".damaged-" + time.Now().UTC().Format("20060102T150405.000Z")
+	if err := os.Rename(fresh, aside); err != nil {
+		return r, fmt.Errorf("repair: the queue is repaired; the old one is in %s, which could not be renamed: %w", fresh, err)
+	}
+	r.Aside = aside
+	return r, syncParent(dir)
+}
+
+func syncParent(dir string) error {
+	parent, err := vfs.Default.OpenDir(vfs.Default.PathDir(dir))
+	if err != nil {
+		return err
+	}
+	return errors.Join(parent.Sync(), parent.Close())
+}
+
+// rebuild makes a store of what the salvager finds.
+func rebuild(s *salvager, dir string, r *Repaired) error {
+	v := &survey{latest: map[string]uint64{}, deleted: map[string]uint64{}, ranges: map[string][]deletedRange{}}
+	if err := s.each(v.see); err != nil {
+		return err
+	}
+	db, err := pebble.Open(dir, &pebble.Options{FormatMajorVersion: pebble.FormatNewest, Logger: silent{}, DisableWAL: true, MemTableSize: 16 << 20})
+	if err != nil {
+		return err
+	}
+	for _, name := range s.unreadable {
+		r.Lost = append(r.Lost, "whatever only "+name+" held")
+	}
+	w := &rebuilder{db: db, b: db.NewBatch(), r: r, sources: map[uint64]string{}, heads: map[uint64]head{}, lanes: map[uint64]*lane{}, dropped: map[string]queue.Ledger{}, names: map[string]uint64{}}
+	err = s.each(func(e entry) error {
+		if !v.counts(e) {
+			return nil
+		}
+		return w.set(e.key, e.value)
+	})
+	if err == nil {
+		err = w.mend()
+	}
+	if err = errors.Join(err, w.flush(), db.Flush(), db.Close()); err != nil {
+		return err
+	}
+	return verify(dir, r)
+}
+
+// verify opens what was made, as a dispatcher would.
+func verify(dir string, r *Repaired) error {
+	s, err := Open(dir, Options{DuplicateWindow: MaxDuplicateWindow, Logger: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		return fmt.Errorf("what was read does not make a sound store: %w", err)
+	}
+	for _, id := range s.Lanes() {
+		if e := s.LaneStats(id).Balance(); e != nil {
+			err = errors.Join(err, fmt.Errorf("lane %v: %w", id, e))
+		}
+	}
+	for _, name := range s.Destinations() {
+		r.DeadLetters += int(s.DestinationStats(name).DeadLetters)
+	}
+	r.Lanes = len(s.Lanes())
+	return errors.Join(err, s.Close())
+}
+
+// rebuilder writes a store and makes its parts agree.
+type rebuilder struct {
+	db *pebble.DB
+	b  *pebble.Batch
+	r  *Repaired
+
+	sources map[uint64]string // By the number of the log.
+	names   map[string]uint64 // The inverse.
+	heads   map[uint64]head
+	lanes   map[uint64]*lane
+	dropped map[string]queue.Ledger // Of Sources, and of destinations.
+	highest uint64                  // Number of a log or a lane.
+}
+
+type head struct{ seq, bytes uint64 }
+
+func (w *rebuilder) lose(format string, args ...any) {
+	w.r.Lost = append(w.r.Lost, fmt.Sprintf(format, args...))
+}
+
+func (w *rebuilder) set(k, v []byte) error {
+	if err := w.b.Set(k, v, nil); err != nil {
+		return err
+	}
+	if w.b.Len() < 1<<20 {
+		return nil
+	}
+	return w.flush()
+}
+
+func (w *rebuilder) flush() error {
+	err := w.db.Apply(w.b, pebble.NoSync)
+	_ = w.b.Close()
+	w.b = w.db.NewBatch()
+	return err
+}
+
+// scan calls fn for every key that begins with prefix, as of now.
+func (w *rebuilder) scan(prefix []byte, fn func(k, v []byte) error) error {
+	if err := w.flush(); err != nil {
+		return err
+	}
+	it, err := w.db.NewIter(&pebble.IterOptions{LowerBound: prefix, UpperBound: endOf(prefix)})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = it.Close() }()
+	for ok := it.First(); ok; ok = it.Next() {
+		v, err := it.ValueAndErr()
+		if err == nil {
+			err = fn(it.Key(), v)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return it.Error()
+}
+
+// mend makes the parts of the store agree with each other.
+func (w *rebuilder) mend() error {
+	for _, step := range []func() error{w.readSources, w.readLanes, w.mendLogs, w.mendLanes, w.mendDestinations, w.mendMeta} {
+		if err := step(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (w *rebuilder) saw(number uint64) { w.highest = max(w.highest, number) }
+
+func (w *rebuilder) readSources() error {
+	err := w.scan(keySources, func(k, v []byte) error {
+		if len(v) == 8 {
+			n := binary.BigEndian.Uint64(v)
+			w.sources[n], w.names[string(k[2:])] = string(k[2:]), n
+			w.saw(n)
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	return w.scan([]byte{prefixHead}, func(k, v []byte) error {
+		if d := (decoder{b: v}); len(k) == 9 {
+			w.heads[number(k, 0)] = head{d.fixed64(), d.fixed64()}
+			w.saw(number(k, 0))
+		}
+		return nil
+	})
+}
+
+// readLanes reads the lanes' names, states and retries.
+func (w *rebuilder) readLanes() error {
+	orphans := map[string][]*lane{} // By the name of a Source that has no number.
+	err := w.scan(keyLanes, func(k, v []byte) error {
+		d := decoder{b: v}
+		id := d.laneID()
+		if d.bad || len(k) != 10 {
+			return nil
+		}
+		l := newLane(id, binary.BigEndian.Uint64(k[2:]), nil, nil)
+		w.saw(l.number)
+		w.lanes[l.number] = l
+		if n, ok := w.names[id.Source]; ok {
+			l.log = &sourceLog{number: n, source: id.Source}
+		} else {
+			orphans[id.Source] = append(orphans[id.Source], l)
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	if err := w.adopt(orphans); err != nil {
+		return err
+	}
+	err = w.scan([]byte{prefixLane}, func(k, v []byte) error {
+		l := w.lanes[number(k, 0)]
+		if w.saw(number(k, 0)); l == nil {
+			w.lose("the name of a lane: it was at message %d of some Source, and a lane that takes its place begins behind the last message", stateOf(v).next)
+			return nil
+		}
+		open, err := l.decode(v)
+		if l.opened = err == nil; l.opened { // Here it means: its state is known.
+			for _, seq := range open {
+				l.open[seq] = taking{}
+			}
+		}
+		return nil
+	})
+	return err
+}
+
+func stateOf(v []byte) (s laneState) {
+	_, _ = s.decode(v)
+	return s
+}
+
+// adopt gives a log without a name to the only Source that has lanes and no log.
+func (w *rebuilder) adopt(orphans map[string][]*lane) error {
+	nameless := map[uint64]bool{}
+	for n := range w.heads {
+		if w.sources[n] == "" {
+			nameless[n] = true
+		}
+	}
+	if len(orphans) == 1 && len(nameless) == 1 {
+		for source, lanes := range orphans {
+			for n := range nameless {
+				w.sources[n], w.names[source] = source, n
+				for _, l := range lanes {
+					l.log = &sourceLog{number: n, source: source}
+				}
+				return w.set(append(append([]byte(nil), keySources...), source...), binary.BigEndian.AppendUint64(nil, n))
+			}
+		}
+	}
+	for n := range nameless {
+		w.lose("the name of a log with %d messages: none of them can be delivered", w.heads[n].seq)
+		for _, prefix := range []byte{prefixMessage, prefixHead, prefixDropped} {
+			if err := w.b.DeleteRange(key(prefix, n), after(prefix, n), nil); err != nil {
+				return err
+			}
+		}
+	}
+	for source, lanes := range orphans {
+		w.lose("the log of %s: what its %d lanes had pending", source, len(lanes))
+		for _, l := range lanes {
+			if err := w.forgetLane(l); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func (w *rebuilder) forgetLane(l *lane) error {
+	delete(w.lanes, l.number)
+	err := w.b.Delete(binary.BigEndian.AppendUint64(append([]byte(nil), keyLanes...), l.number), nil)
+	for _, prefix := range []byte{prefixLane, prefixRetry, prefixDue} {
+		err = errors.Join(err, w.b.DeleteRange(key(prefix, l.number), after(prefix, l.number), nil))
+	}
+	return err
+}
+
+// salvagedRetry is an entry of the retry index.
+type salvagedRetry struct {
+	due     int64
+	attempt int
+	failure queue.Failure
+	present bool // Its message is.
+}
+
+// retriesOf puts a lane's retries together from both of their indexes.
+func (w *rebuilder) retriesOf(l *lane) (map[uint64]*salvagedRetry, error) {
+	found := map[uint64]*salvagedRetry{}
+	err := w.scan(key(prefixRetry, l.number), func(k, v []byte) error {
+		d := decoder{b: v}
+		due, attempt := d.retry()
+		if f := d.failure(); !d.bad && len(k) == 17 {
+			found[number(k, 1)] = &salvagedRetry{due: due, attempt: attempt, failure: f}
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	inFull := maps.Clone(found)
+	return found, w.scan(key(prefixDue, l.number), func(k, v []byte) error {
+		d := decoder{b: v}
+		attempt := int(d.uvarint())
+		if d.bad || len(k) != 25 {
+			return nil
+		}
+		due, seq := int64(number(k, 1)), number(k, 2)
+		if old := found[seq]; inFull[seq] == nil && (old == nil || due > old.due) {
+			found[seq] = &salvagedRetry{due: due, attempt: attempt}
+		}
+		return nil
+	})
+}
+
+// mendLogs settles where each log begins and ends, and puts a mark in the place
+// of each message that is missing in between.
+func (w *rebuilder) mendLogs() error {
+	for _, n := range slices.Sorted(maps.Keys(w.sources)) {
+		if err := w.mendLog(n); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (w *rebuilder) mendLog(n uint64) error {
+	source, h := w.sources[n], w.heads[n]
+	var first, last, lastEnd uint64
+	err := w.scan(key(prefixMessage, n), func(k, v []byte) error {
+		if len(k) != messageKeyLen {
+			return nil
+		}
+		if last = number(k, 1); first == 0 {
+			first = last
+		}
+		if len(v) >= 16 {
+			lastEnd = binary.BigEndian.Uint64(v[8:]) + uint64(len(v)+messageKeyLen)
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	_, known := w.heads[n]
+	h.seq, h.bytes = max(h.seq, last), max(h.bytes, lastEnd)
+	var lanes []*lane
+	for _, l := range w.lanes {
+		if l.log.number == n {
+			lanes = append(lanes, l)
+			h.seq = max(h.seq, l.next-min(l.next, 1), l.end-min(l.end, 1))
+		}
+	}
+	if !known && h.seq > 0 {
+		w.lose("the end of the log of %s: messages behind %d, if there were any", source, h.seq)
+	}
+	need := h.seq + 1
+	for _, l := range lanes {
+		from, err := w.mendLane(l, first, h.seq)
+		if err != nil {
+			return err
+		}
+		need = min(need, from)
+	}
+	if err := w.b.DeleteRange(key(prefixMessage, n), key(prefixMessage, n, need), nil); err != nil {
+		return err
+	}
+	// From need on there must be every one.
+	next, bytes, at := need, uint64(0), time.Now().UnixMilli()
+	lost := func(to, bytes uint64) error {
+		if next > to {
+			return nil
+		}
+		w.lose("messages %d to %d of %s (%d)", next, to, source, to-next+1)
+		for ; next <= to; next++ {
+			if err := w.set(key(prefixMessage, n, next), appendLost(nil, at, bytes, "the file that it was in is damaged")); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	err = w.scan(key(prefixMessage, n), func(k, v []byte) error {
+		var rec record
+		seq := number(k, 1)
+		if rec.decode(v) != nil {
+			return nil // Its place is taken by a mark.
+		}
+		if err := lost(seq-1, rec.bytesBefore); err != nil {
+			return err
+		}
+		bytes, at = rec.bytesBefore+uint64(len(v)+messageKeyLen), rec.acceptedAt
+		next = seq + 1
+		if !rec.lost {
+			w.r.Messages++
+		}
+		return nil
+	})
+	if err == nil {
+		err = lost(h.seq, cmp.Or(bytes, h.bytes))
+	}
+	if err != nil {
+		return err
+	}
+	value := binary.BigEndian.AppendUint64(nil, h.seq)
+	return w.set(key(prefixHead, n), binary.BigEndian.AppendUint64(value, max(h.bytes, bytes)))
+}
+
+// mendLane makes a lane's state agree with its retries, and returns the first message that it needs.
+func (w *rebuilder) mendLane(l *lane, first, head uint64) (need uint64, err error) {
+	retries, err := w.retriesOf(l)
+	if err != nil {
+		return 0, err
+	}
+	if !l.opened {
+		first = cmp.Or(first, head+1)
+		w.lose("the position of lane %s: it begins with message %d of %s again, and counts anew", laneName(l.id), first, l.id.Source)
+		l.laneState, l.open = laneState{start: first - 1, next: first}, map[uint64]taking{}
+		clear(retries)
+	}
+	for seq, r := range retries {
+		if _, open := l.open[seq]; open || seq >= l.next || seq <= l.start {
+			delete(retries, seq) // It waits as a first try, or is from another time.
+			continue
+		}
+		if r.present, err = w.has(key(prefixMessage, l.log.number, seq)); err != nil {
+			return 0, err
+		}
+	}
+	if uint64(len(retries)) > l.retries {
+		// Some were settled already. Those whose message is gone are among them.
+		maps.DeleteFunc(retries, func(_ uint64, r *salvagedRetry) bool { return !r.present })
+	}
+	// What was read and is neither settled, nor open, nor waits for a retry, was
+	// lost from the retry index; the other way round it is delivered again.
+	l.retries = uint64(len(retries))
+	settled := int64(l.settled())
+	missing := int64(l.next-1-l.start-l.passed) - settled - int64(len(l.open)) - int64(l.retries)
+	switch {
+	case missing > 0:
+		w.lose("%d messages of %s that waited to be sent to %s again", missing, l.id.Source, laneName(l.id))
+		l.passed += uint64(missing)
+		gone := queue.Ledger{Accepted: missing, Discarded: missing}
+		w.dropped[l.id.Source], w.dropped[l.id.Destination] = w.dropped[l.id.Source].Plus(gone), w.dropped[l.id.Destination].Plus(gone)
+	case missing < 0:
+		again := -missing
+		for _, count := range []*uint64{&l.delivered, &l.buried, &l.filtered, &l.passed} {
+			part := min(int64(*count), again)
+			*count -= uint64(part)
+			again -= part
+		}
+	}
+	if err := w.writeLane(l, retries); err != nil {
+		return 0, err
+	}
+	if need = l.next; l.readAll() {
+		need = head + 1
+	}
+	for seq := range l.open {
+		need = min(need, seq)
+	}
+	for seq := range retries {
+		need = min(need, seq)
+	}
+	return need, nil
+}
+
+func (w *rebuilder) writeLane(l *lane, retries map[uint64]*salvagedRetry) error {
+	for _, prefix := range []byte{prefixRetry, prefixDue} {
+		if err := w.b.DeleteRange(key(prefix, l.number), after(prefix, l.number), nil); err != nil {
+			return err
+		}
+	}
+	for seq, r := range retries {
+		err := errors.Join(
+			w.set(key(prefixRetry, l.number, seq), appendRetry(nil, r.due, r.attempt, &r.failure)),
+			w.set(key(prefixDue, l.number, uint64(r.due), seq), binary.AppendUvarint(nil, uint64(r.attempt))),
+		)
+		if err != nil {
+			return err
+		}
+	}
+	return w.set(key(prefixLane, l.number), l.encode(nil, slices.Collect(maps.Keys(l.open))))
+}
+
+func (w *rebuilder) has(k []byte) (bool, error) {
+	_, closer, err := w.db.Get(k)
+	if errors.Is(err, pebble.ErrNotFound) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	return true, closer.Close()
+}
+
+// mendLanes removes what belongs to no lane, and books what was lost.
+func (w *rebuilder) mendLanes() error {
+	for _, prefix := range []byte{prefixLane, prefixRetry, prefixDue} {
+		var stray []uint64
+		err := w.scan([]byte{prefix}, func(k, _ []byte) error {
+			if n := number(k, 0); w.lanes[n] == nil && !slices.Contains(stray, n) {
+				stray = append(stray, n)
+			}
+			return nil
+		})
+		for _, n := range stray {
+			err = errors.Join(err, w.b.DeleteRange(key(prefix, n), after(prefix, n), nil))
+		}
+		if err != nil {
+			return err
+		}
+	}
+	for _, n := range slices.Sorted(maps.Keys(w.sources)) {
+		k := key(prefixDropped, n)
+		ledger := w.dropped[w.sources[n]]
+		if err := w.scan(k, func(_, v []byte) error {
+			if d := (decoder{b: v}); !d.bad {
+				ledger = ledger.Plus(d.dropped())
+			}
+			return nil
+		}); err != nil {
+			return err
+		}
+		if ledger != (queue.Ledger{}) {
+			if err := w.set(k, appendDropped(nil, ledger)); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// mendDestinations counts the dead letters.
+func (w *rebuilder) mendDestinations() error {
+	all, had := map[string]*destination{}, map[string]int64{}
+	get := func(name string) *destination {
+		if all[name] == nil {
+			all[name] = &destination{name: name}
+		}
+		return all[name]
+	}
+	for _, l := range w.lanes {
+		get(l.id.Destination).dropped = w.dropped[l.id.Destination]
+	}
+	err := w.scan([]byte{prefixDest}, func(k, v []byte) error {
+		d, x := (decoder{b: v}), get(string(k[1:]))
+		had[x.name] = int64(d.uvarint())
+		d.uvarint()
+		if len(d.b) > 0 {
+			x.dropped = x.dropped.Plus(d.dropped())
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	if err := w.b.DeleteRange([]byte{prefixDest}, []byte{prefixDest + 1}, nil); err != nil {
+		return err
+	}
+	err = w.scan([]byte{prefixDeadLetter}, func(k, v []byte) error {
+		if len(k) < 3+24 {
+			return nil
+		}
+		if _, err := decodeDeadLetter(k, v); err != nil {
+			return w.b.Delete(k, nil)
+		}
+		d := get(string(k[3 : len(k)-24]))
+		d.count++
+		d.bytes += int64(len(k) + len(v))
+		w.saw(binary.BigEndian.Uint64(k[len(k)-16:]))
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	for _, name := range slices.Sorted(maps.Keys(all)) {
+		d := all[name]
+		if lost := had[name] - d.count; lost > 0 {
+			w.lose("%d dead letters of %s", lost, name)
+		}
+		d.put(w.b)
+	}
+	return nil
+}
+
+func (w *rebuilder) mendMeta() error {
+	return errors.Join(
+		w.set(keyFormat, binary.AppendUvarint(nil, format)),
+		w.set(keyLastNumber, binary.AppendUvarint(nil, max(w.highest, w.last()))),
+	)
+}
+
+// last is the last number that was given out, as far as it is known.
+func (w *rebuilder) last() uint64 {
+	v, closer, err := w.db.Get(keyLastNumber)
+	if err != nil {
+		return 0
+	}
+	defer func() { _ = closer.Close() }()
+	d := decoder{b: v}
+	return d.uvarint()
+}
+
+func laneName(id queue.LaneID) string {
+	if id.Endpoint == "" {
+		return id.Source + " -> " + id.Destination
+	}
+	return id.Source + " -> " + id.Destination + "/" + id.Endpoint
+}

@@ -1,0 +1,309 @@
+package pebblestore
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/cockroachdb/pebble/v2"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+var lane2 = queue.LaneID{Source: web, Destination: "shop/mail", Endpoint: "primary"}
+
+// broken is a store whose messages are in every state, closed or killed.
+type broken struct {
+	dir string
+	// fate is what became of each message of a lane; what is missing waits.
+	fate map[queue.LaneID]map[uint64]string
+	head uint64
+}
+
+func makeBroken(t *testing.T, rnd *rand.Rand) broken {
+	t.Helper()
+	x := broken{dir: filepath.Join(t.TempDir(), "queue"), fate: map[queue.LaneID]map[uint64]string{lane1: {}, lane2: {}}}
+	s := open(t, x.dir, Options{DuplicateWindow: time.Hour, MemTableBytes: 256 << 10})
+	for id := range x.fate {
+		if err := s.OpenLane(id); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for range 4 + rnd.IntN(8) {
+		appendAll(t, s, 200, func(m *queue.Message) {
+			x.head++
+			m.ID, m.Body = fmt.Sprint("m", x.head), fmt.Appendf(nil, `{"n":%d,"x":"%0*x"}`, x.head, rnd.IntN(400), rnd.Uint64())
+		})
+		for id, fate := range x.fate {
+			got, err := s.Lease(id, rnd.IntN(300), nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, d := range got {
+				f := queue.Failure{Time: time.Now(), Reason: "TimedOut", Message: "late"}
+				switch rnd.IntN(8) {
+				case 0:
+					s.Retry(d, time.Now().Add(time.Hour), f)
+				case 1:
+					if err := s.Bury(d, f); err != nil {
+						t.Fatal(err)
+					}
+					fate[d.Seq] = "dead"
+				case 2:
+					s.Release(d)
+				default:
+					s.Ack(d)
+					fate[d.Seq] = "delivered"
+				}
+			}
+		}
+		if rnd.IntN(3) == 0 {
+			s.maintain(true)
+		}
+		if rnd.IntN(3) == 0 {
+			if err := s.db.Flush(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if rnd.IntN(6) == 0 {
+			if err := s.db.Compact(context.Background(), []byte{0}, []byte{255}, false); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	if rnd.IntN(2) == 0 {
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+		return x
+	}
+	// What a killed process leaves. The store may be at work on its files.
+	if err := s.flushLanes(pebble.Sync); err != nil {
+		t.Fatal(err)
+	}
+	copied := filepath.Join(t.TempDir(), "queue")
+	for {
+		_ = os.RemoveAll(copied)
+		if os.CopyFS(copied, os.DirFS(x.dir)) == nil {
+			break
+		}
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	x.dir = copied
+	return x
+}
+
+// harm flips bytes of a random file, cuts it off or removes it, and says so.
+func harm(t *testing.T, rnd *rand.Rand, dir string) string {
+	t.Helper()
+	names := slices.DeleteFunc(files(t, dir, "*"), func(name string) bool {
+		info, err := os.Stat(name)
+		base := filepath.Base(name)
+		return err != nil || info.Size() == 0 || strings.HasPrefix(base, "OPTIONS") || base == "LOCK"
+	})
+	name := names[rnd.IntN(len(names))]
+	how := "removed"
+	switch n := rnd.IntN(10); {
+	case n == 0:
+		if err := os.Remove(name); err != nil {
+			t.Fatal(err)
+		}
+	case n < 4:
+		how = "cut off"
+		edit(t, name, func(b []byte) []byte { return b[:rnd.IntN(len(b))] })
+	default:
+		how = "flipped"
+		edit(t, name, func(b []byte) []byte {
+			at := rnd.IntN(len(b))
+			for i := at; i < min(at+1+rnd.IntN(64), len(b)); i++ {
+				b[i] ^= 0x5a
+			}
+			return b
+		})
+	}
+	return filepath.Base(name) + " " + how
+}
+
+// TestRepair harms stores at random places. Whatever the place: the repaired
+// store opens, its books balance, and every message that waited comes, or is a
+// dead letter, or the repair says that something was lost. POSTHORN_DAMAGE_SEEDS
+// sets how many seeds run, POSTHORN_DAMAGE_SEED which is the first.
+func TestRepair(t *testing.T) {
+	number := func(name string, normal int) int {
+		if n, err := strconv.Atoi(os.Getenv(name)); err == nil {
+			return n
+		}
+		return normal
+	}
+	first := number("POSTHORN_DAMAGE_SEED", 1)
+	all := struct{ found, lossless, messages, lost, again int }{}
+	for seed := first; seed < first+number("POSTHORN_DAMAGE_SEEDS", 20); seed++ {
+		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
+			rnd := rand.New(rand.NewPCG(uint64(seed), 0))
+			x := makeBroken(t, rnd)
+			harmed := harm(t, rnd, x.dir)
+			for range rnd.IntN(3) - 1 {
+				harmed += ", " + harm(t, rnd, x.dir)
+			}
+			before := fingerprints(t, x.dir)
+			dry, err := Repair(x.dir, false)
+			if err != nil {
+				t.Fatalf("%s: %v", harmed, err)
+			}
+			if after := fingerprints(t, x.dir); !maps.Equal(before, after) {
+				t.Errorf("%s: a dry run changed the store", harmed)
+			}
+			r, err := Repair(x.dir, true)
+			if err != nil {
+				t.Fatalf("%s: %v", harmed, err)
+			}
+			if len(r.Lost) != len(dry.Lost) || len(r.Damaged) != len(dry.Damaged) || dry.Aside != "" || (r.Aside == "") != (len(r.Damaged)+len(r.Lost) == 0) {
+				t.Errorf("%s: the dry run found %v %v, the repair %v %v, aside %q", harmed, dry.Damaged, dry.Lost, r.Damaged, r.Lost, r.Aside)
+			}
+			if r.Aside != "" {
+				if aside := fingerprints(t, r.Aside); !maps.Equal(before, aside) {
+					t.Errorf("%s: what was set aside is not what was there", harmed)
+				}
+			}
+			lost, again := x.compare(t, harmed, r)
+			t.Logf("%s: %v\nlost: %s\n%d of %d lost, %d again", harmed, r.Damaged, strings.Join(r.Lost, "; "), lost, x.head, again)
+			if len(r.Damaged) > 0 {
+				all.found++
+			}
+			if lost == 0 {
+				all.lossless++
+			}
+			all.messages += int(x.head)
+			all.lost += lost
+			all.again += again
+			if again, err := Repair(x.dir, true); err != nil || len(again.Damaged)+len(again.Lost) > 0 || again.Aside != "" {
+				t.Errorf("%s: a repaired store is not sound: %+v %v", harmed, again, err)
+			}
+		})
+	}
+	t.Logf("damage found in %d stores; %d lost no message; of %d messages for two lanes %d were lost and %d came again", all.found, all.lossless, all.messages, all.lost, all.again)
+}
+
+// fingerprints are the files' sizes and times.
+func fingerprints(t *testing.T, dir string) map[string]string {
+	t.Helper()
+	all := map[string]string{}
+	for _, name := range files(t, dir, "*") {
+		if b, err := os.ReadFile(name); err == nil {
+			all[filepath.Base(name)] = fingerprint("", b)
+		}
+	}
+	return all
+}
+
+// compare reads all that the repaired store has, and counts the messages that
+// waited and are lost, and those that had been settled and come again.
+func (x broken) compare(t *testing.T, harmed string, r Repaired) (lost, again int) {
+	t.Helper()
+	s, err := Open(x.dir, Options{Logger: discard, DuplicateWindow: time.Hour, Now: func() time.Time { return time.Now().Add(2 * time.Hour) }})
+	if err != nil {
+		t.Fatalf("%s: the repaired store does not open: %v", harmed, err)
+	}
+	defer func() { _ = s.Close() }()
+	for id, fate := range x.fate {
+		missing := 0
+		if err := s.OpenLane(id); err != nil {
+			t.Fatal(err)
+		}
+		became := map[uint64]string{}
+		for {
+			got, err := s.Lease(id, 64, nil)
+			if err != nil {
+				t.Fatalf("%s: %v", harmed, err)
+			}
+			for _, d := range got {
+				if became[d.Seq] != "" || !strings.HasPrefix(string(d.Body), fmt.Sprintf(`{"n":%d,`, d.Seq)) || d.ID != fmt.Sprint("m", d.Seq) {
+					t.Errorf("%s: message %d is %s %s", harmed, d.Seq, d.ID, d.Body)
+				}
+				became[d.Seq] = "comes"
+				s.Ack(d)
+			}
+			if len(got) == 0 {
+				break
+			}
+		}
+		err = s.DeadLetters(t.Context(), id.Destination, "", func(d queue.DeadLetter) bool {
+			if d.Lane == id {
+				became[d.Seq] = "dead"
+				if d.Failure.Reason == queue.ReasonDamaged {
+					became[d.Seq] = "lost"
+				}
+			}
+			return true
+		})
+		if err != nil {
+			t.Fatalf("%s: %v", harmed, err)
+		}
+		st := s.LaneStats(id)
+		if err := st.Balance(); err != nil || st.Pending != 0 {
+			t.Errorf("%s: ledger %+v: %v", harmed, st, err)
+		}
+		for seq := uint64(1); seq <= x.head; seq++ {
+			switch was, is := fate[seq], became[seq]; {
+			case was == "" && is == "comes", was == "delivered" && is == "", was == "dead" && is == "dead":
+			case was == "" && is == "lost":
+				lost++
+			case was == "" && is == "" && int64(seq) > s.SourceStats(web).Accepted && strings.Contains(harmed, ".log"):
+				lost++ // The end of a log that is cut off may be what a crash cut off.
+			case was == "", was == "dead" && is == "":
+				missing++ // It must have been said.
+				if was == "" {
+					lost++
+				}
+			case is == "comes", is == "lost":
+				again++
+			default:
+				t.Errorf("%s: message %d was %s and is %s", harmed, seq, was, is)
+			}
+		}
+		if missing > 0 && len(r.Damaged)+len(r.Lost) == 0 {
+			t.Errorf("%s: %d messages for %v are gone without a word: %+v", harmed, missing, id, r)
+		}
+		// The end of a log may be what a crash took: acknowledgements, too.
+		if again > 0 && len(r.Damaged)+len(r.Lost) == 0 && !strings.Contains(harmed, ".log") {
+			t.Errorf("%s: %d messages come again without a word", harmed, again)
+		}
+	}
+	for _, name := range []string{lane1.Destination, lane2.Destination} {
+		if err := s.DestinationStats(name).Ledger.Balance(); err != nil {
+			t.Errorf("%s: %s: %v", harmed, name, err)
+		}
+	}
+	if err := s.SourceStats(web).Ledger.Balance(); err != nil {
+		t.Errorf("%s: %v", harmed, err)
+	}
+	return lost, again
+}
+
+func TestRepairRefuses(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "queue")
+	if _, err := Repair(dir, false); err == nil {
+		t.Error("a missing store was repaired")
+	}
+	s := open(t, dir, Options{})
+	if _, err := Repair(dir, true); err == nil || !strings.Contains(err.Error(), "stop it first") {
+		t.Errorf("a store in use: %v", err)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	r, err := Repair(dir, true)
+	if err != nil || len(r.Damaged)+len(r.Lost) > 0 || r.Aside != "" {
+		t.Errorf("a sound store: %+v %v", r, err)
+	}
+}

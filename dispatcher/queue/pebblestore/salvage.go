@@ -1,0 +1,474 @@
+package pebblestore
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/cockroachdb/pebble/v2"
+	"github.com/cockroachdb/pebble/v2/batchrepr"
+	records "github.com/cockroachdb/pebble/v2/record"
+	"github.com/cockroachdb/pebble/v2/sstable"
+	blocks "github.com/cockroachdb/pebble/v2/sstable/block"
+	"github.com/cockroachdb/pebble/v2/sstable/block/blockkind"
+	"github.com/cockroachdb/pebble/v2/sstable/colblk"
+	"github.com/cockroachdb/pebble/v2/vfs"
+	"github.com/cockroachdb/pebble/v2/vfs/atomicfs"
+	"github.com/cockroachdb/pebble/v2/wal"
+)
+
+// entry is what a file of the engine holds: a key's value, or the deletion of a
+// key or of all keys from it up to value. Of several for a key the highest seq counts.
+type entry struct {
+	key, value []byte
+	seq        uint64
+	kind       pebble.InternalKeyKind
+}
+
+// DamagedFile is a file, or a part of one, that cannot be read.
+type DamagedFile struct {
+	Path string
+	// What is wrong, and where in the file.
+	What string
+}
+
+// salvager reads the files of a store without the engine: whatever is sound in
+// them, whatever is not.
+type salvager struct {
+	fs            vfs.FS
+	dir           string
+	tables, logs  []string
+	damaged       []DamagedFile
+	unreadable    []string // Tables of which nothing can be read.
+	manifestSound bool
+	// unopened is why the engine does not open the store, nil when it does or was not asked.
+	unopened error
+}
+
+func newSalvager(dir string, lock *pebble.Lock) (*salvager, error) {
+	s := &salvager{fs: vfs.Default, dir: dir}
+	names, err := s.fs.List(dir)
+	if err != nil {
+		return nil, err
+	}
+	oldest := s.readManifest()
+	live := s.liveTables(lock)
+	for _, name := range names {
+		number, err := strconv.ParseUint(strings.TrimSuffix(name, filepath.Ext(name)), 10, 64)
+		switch {
+		case err != nil:
+		case filepath.Ext(name) == ".sst" && (live == nil || live[number]):
+			s.tables = append(s.tables, name)
+			delete(live, number)
+		case filepath.Ext(name) == ".log" && number >= oldest:
+			s.logs = append(s.logs, name)
+		}
+	}
+	for number := range live {
+		s.unread(fmt.Sprintf("%06d.sst", number), "the file is missing")
+	}
+	slices.Sort(s.tables)
+	slices.Sort(s.logs)
+	return s, nil
+}
+
+func (s *salvager) path(name string) string { return s.fs.PathJoin(s.dir, name) }
+
+func (s *salvager) damage(name, format string, args ...any) {
+	d := DamagedFile{s.path(name), fmt.Sprintf(format, args...)}
+	if !slices.Contains(s.damaged, d) {
+		s.damaged = append(s.damaged, d)
+	}
+}
+
+// unread notes a table of which nothing can be read.
+func (s *salvager) unread(name, format string, args ...any) {
+	s.damage(name, format, args...)
+	if !slices.Contains(s.unreadable, name) {
+		s.unreadable = append(s.unreadable, name)
+	}
+}
+
+// readManifest looks for damage in the list of tables, and returns the number of
+// the oldest log that is still needed, as far as it can be known.
+func (s *salvager) readManifest() (oldest uint64) {
+	name, err := atomicfs.ReadMarker(s.fs, s.dir, "manifest")
+	if err != nil || name == "" {
+		s.damage("marker.manifest.*", "the file is missing or damaged")
+		return 0
+	}
+	data, err := readAll(s.fs, s.path(name))
+	if err != nil {
+		s.damage(name, "%v", err)
+		return 0
+	}
+	s.manifestSound = true
+	if was, err := readAll(s.fs, s.path(cleanName)); err == nil && string(was) != fingerprint(name, data) {
+		s.damage(name, "it changed since the store was closed")
+		s.manifestSound = false
+	}
+	if at := damage(data); at >= 0 {
+		s.damage(name, "an entry after byte %d is damaged", at)
+		s.manifestSound = false
+	}
+	rr := records.NewReader(bytes.NewReader(data), 0)
+	for { // Up to the end of what is sound.
+		rec, err := rr.Next()
+		if err != nil {
+			return oldest
+		}
+		edit, err := io.ReadAll(rec)
+		if err != nil {
+			return oldest
+		}
+		// Of an edit only what comes first matters here: the numbers.
+		const comparator, log, nextFile, lastSequence, previousLog = 1, 2, 3, 4, 9
+		for d := (decoder{b: edit}); !d.bad; {
+			switch d.uvarint() {
+			case comparator:
+				d.bytes()
+				continue
+			case log:
+				oldest = max(oldest, d.uvarint())
+				continue
+			case nextFile, lastSequence, previousLog:
+				d.uvarint()
+				continue
+			}
+			break
+		}
+	}
+}
+
+// liveTables lists the tables that count, nil when that cannot be known: then all do.
+func (s *salvager) liveTables(lock *pebble.Lock) map[uint64]bool {
+	if !s.manifestSound {
+		return nil
+	}
+	db, err := pebble.Open(s.dir, &pebble.Options{FS: s.fs, ReadOnly: true, Lock: lock, FormatMajorVersion: pebble.FormatNewest, Logger: silent{}})
+	if err != nil {
+		s.unopened = err
+		return nil
+	}
+	defer func() { _ = db.Close() }()
+	levels, err := db.SSTables()
+	if err != nil {
+		return nil
+	}
+	live := map[uint64]bool{}
+	for _, level := range levels {
+		for _, table := range level {
+			live[uint64(table.BackingSSTNum)] = true
+		}
+	}
+	return live
+}
+
+// damages lists what was found. Where the engine found more, its word counts.
+func (s *salvager) damages() []DamagedFile {
+	if len(s.damaged) == 0 && s.unopened != nil {
+		return []DamagedFile{{s.dir, firstLine(s.unopened)}}
+	}
+	return s.damaged
+}
+
+// each calls fn for every sound entry of the store. The entry is valid only during the call.
+func (s *salvager) each(fn func(entry) error) error {
+	for _, name := range s.tables {
+		if err := s.table(name, fn); err != nil {
+			return err
+		}
+	}
+	for _, name := range s.logs {
+		if err := s.log(name, fn); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// table reads a table block by block; a damaged one is passed over and named.
+// Its error is fn's.
+func (s *salvager) table(name string, fn func(entry) error) error {
+	f, err := s.fs.Open(s.path(name))
+	if err != nil {
+		s.unread(name, "%v", err)
+		return nil
+	}
+	readable, err := sstable.NewSimpleReadable(f)
+	if err != nil {
+		s.unread(name, "%v", err)
+		return f.Close()
+	}
+	ctx := context.Background()
+	r, err := sstable.NewReader(ctx, readable, sstable.ReaderOptions{})
+	if err != nil {
+		s.unread(name, "the whole file: %s", firstLine(err))
+		return nil
+	}
+	defer func() { _ = r.Close() }()
+	ranges, err := r.NewRawRangeDelIter(ctx, sstable.NoFragmentTransforms, sstable.NoReadEnv)
+	if err == nil && ranges != nil {
+		defer ranges.Close()
+		span, err := ranges.First()
+		for ; span != nil && err == nil; span, err = ranges.Next() {
+			for _, k := range span.Keys {
+				if err := fn(entry{key: span.Start, value: span.End, seq: uint64(k.SeqNum()), kind: k.Kind()}); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	if err != nil {
+		s.damage(name, "its deleted ranges: %s", firstLine(err))
+	}
+	parts, err := index(ctx, r)
+	if err != nil {
+		s.unread(name, "its index: %s", firstLine(err))
+		return nil
+	}
+	var from []byte
+	for _, b := range parts {
+		if err := s.block(name, r, from, b, fn); err != nil {
+			return err
+		}
+		from = append(slices.Clone(b.last), 0)
+	}
+	return nil
+}
+
+// tableBlock is a block of a table and the key that its own do not exceed.
+type tableBlock struct {
+	blocks.Handle
+	last []byte
+}
+
+// index lists the blocks of a table.
+func index(ctx context.Context, r *sstable.Reader) (all []tableBlock, err error) {
+	layout, err := r.Layout()
+	if err != nil {
+		return nil, err
+	}
+	for _, at := range layout.Index {
+		h, err := r.BlockReader().Read(ctx, blocks.NoReadEnv, nil, at, blockkind.Index, colblk.InitIndexBlockMetadata)
+		if err != nil {
+			return nil, err
+		}
+		var it colblk.IndexIter
+		if err := it.Init(pebble.DefaultComparer, h.BlockData(), blocks.NoTransforms); err != nil {
+			h.Release()
+			return nil, err
+		}
+		for ok := it.First(); ok; ok = it.Next() {
+			data, err := it.BlockHandleWithProperties()
+			if err != nil {
+				h.Release()
+				return nil, err
+			}
+			all = append(all, tableBlock{data.Handle, slices.Clone(it.Separator())})
+		}
+		h.Release()
+	}
+	return all, nil
+}
+
+// block reads the entries of one block, whose keys begin at from.
+func (s *salvager) block(name string, r *sstable.Reader, from []byte, b tableBlock, fn func(entry) error) error {
+	broken := func(err error) {
+		text := firstLine(err)
+		if strings.Contains(text, ": block ") && !strings.Contains(text, fmt.Sprintf(": block %d/", b.Offset)) {
+			return // It looked ahead to a block whose turn comes.
+		}
+		s.damage(name, "bytes %d to %d: %s", b.Offset, b.Offset+b.Length, text)
+	}
+	it, err := r.NewIter(sstable.NoTransforms, from, append(slices.Clone(b.last), 0), sstable.AssertNoBlobHandles)
+	if err != nil {
+		broken(err)
+		return nil
+	}
+	defer func() { _ = it.Close() }()
+	for kv := it.First(); kv != nil; kv = it.Next() {
+		v, _, err := kv.Value(nil)
+		if err != nil {
+			broken(err)
+			continue
+		}
+		if err := fn(entry{key: kv.K.UserKey, value: v, seq: uint64(kv.SeqNum()), kind: kv.Kind()}); err != nil {
+			return err
+		}
+	}
+	if err := it.Error(); err != nil {
+		broken(err)
+	}
+	return nil
+}
+
+const logBlock = 32 << 10
+
+// log reads a write-ahead log. After a damaged part it goes on with the next
+// block; what is damaged at the end is the torn end that a crash leaves.
+func (s *salvager) log(name string, fn func(entry) error) error {
+	data, err := readAll(s.fs, s.path(name))
+	if err != nil {
+		s.damage(name, "%v", err)
+		return nil
+	}
+	number, _, _ := wal.ParseLogFilename(name)
+	gap := -1 // Where the damage begins that the next sound batch ends.
+	for base := 0; base < len(data); {
+		rr := recordReader(records.NewReader, bytes.NewReader(data[base:]), uint64(number))
+		for {
+			at := base + int(rr.Offset())
+			var batch []byte
+			rec, err := rr.Next()
+			if err == nil {
+				batch, err = io.ReadAll(rec)
+			}
+			if errors.Is(err, io.EOF) {
+				return nil
+			}
+			if err != nil {
+				if gap < 0 {
+					gap = at
+				}
+				base = (max(at, base)/logBlock + 1) * logBlock
+				break
+			}
+			if gap >= 0 {
+				s.damage(name, "bytes %d to %d", gap, at)
+				gap = -1
+			}
+			if err := s.batch(name, at, batch, fn); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// recordReader makes a reader of a log; the type of its number cannot be named here.
+func recordReader[N ~uint64](make func(io.Reader, N) *records.Reader, r io.Reader, number uint64) *records.Reader {
+	return make(r, N(number))
+}
+
+func (s *salvager) batch(name string, at int, batch []byte, fn func(entry) error) error {
+	h, ok := batchrepr.ReadHeader(batch)
+	if !ok {
+		s.damage(name, "the batch at byte %d", at)
+		return nil
+	}
+	seq := uint64(h.SeqNum)
+	for r := batchrepr.Read(batch); ; {
+		kind, key, value, ok, err := r.Next()
+		if err != nil {
+			s.damage(name, "the batch at byte %d: %s", at, firstLine(err))
+		}
+		if !ok {
+			return nil
+		}
+		if kind == pebble.InternalKeyKindLogData {
+			continue
+		}
+		if err := fn(entry{key: key, value: value, seq: seq, kind: kind}); err != nil {
+			return err
+		}
+		seq++
+	}
+}
+
+func readAll(fs vfs.FS, path string) ([]byte, error) {
+	f, err := fs.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = f.Close() }()
+	return io.ReadAll(f)
+}
+
+func firstLine(err error) string {
+	text, _, _ := strings.Cut(err.Error(), "\n") // The engine adds stacks.
+	return text
+}
+
+type silent struct{}
+
+func (silent) Infof(string, ...any)  {}
+func (silent) Errorf(string, ...any) {}
+
+// Fatalf is never called by a store that is only read.
+func (silent) Fatalf(format string, args ...any) { panic(fmt.Sprintf(format, args...)) }
+
+// survey knows of each key what the newest entry for it is.
+type survey struct {
+	// latest is for keys that are written more than once, deleted for those that were deleted.
+	latest, deleted map[string]uint64
+	ranges          map[string][]deletedRange
+}
+
+type deletedRange struct {
+	start, end []byte
+	seq        uint64
+}
+
+// rangeGroup is what the keys of a deleted range have in common, so that only
+// few ranges are compared with each key.
+func rangeGroup(key []byte) string {
+	if len(key) > 9 && (key[0] == prefixMessage || key[0] == prefixRetry || key[0] == prefixDue) {
+		return string(key[:9])
+	}
+	return ""
+}
+
+// onceOnly tells whether a key never gets another value.
+func onceOnly(key []byte) bool {
+	return key[0] == prefixMessage || key[0] == prefixDuplicate || key[0] == prefixDeadLetter
+}
+
+func (v *survey) see(e entry) error {
+	switch {
+	case len(e.key) == 0:
+	case e.kind == pebble.InternalKeyKindRangeDelete:
+		group := ""
+		if g := rangeGroup(e.key); g != "" && bytes.HasPrefix(e.value, []byte(g)) {
+			group = g
+		}
+		v.ranges[group] = append(v.ranges[group], deletedRange{slices.Clone(e.key), slices.Clone(e.value), e.seq})
+	case e.kind == pebble.InternalKeyKindSet || e.kind == pebble.InternalKeyKindSetWithDelete:
+		if !onceOnly(e.key) {
+			v.latest[string(e.key)] = max(v.latest[string(e.key)], e.seq)
+		}
+	default:
+		v.deleted[string(e.key)] = max(v.deleted[string(e.key)], e.seq)
+	}
+	return nil
+}
+
+// counts tells whether an entry is the value of its key.
+func (v *survey) counts(e entry) bool {
+	if len(e.key) == 0 || e.kind != pebble.InternalKeyKindSet && e.kind != pebble.InternalKeyKindSetWithDelete {
+		return false
+	}
+	if at, ok := v.deleted[string(e.key)]; ok && at > e.seq {
+		return false
+	}
+	if at, ok := v.latest[string(e.key)]; ok && at != e.seq {
+		return false
+	}
+	for _, group := range []string{rangeGroup(e.key), ""} {
+		for _, r := range v.ranges[group] {
+			if r.seq > e.seq && bytes.Compare(e.key, r.start) >= 0 && bytes.Compare(e.key, r.end) < 0 {
+				return false
+			}
+		}
+		if group == "" {
+			break
+		}
+	}
+	return true
+}
