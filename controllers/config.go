@@ -197,24 +197,24 @@ func (r *configReconciler) compile(ctx context.Context, tenant string) (result s
 	}
 	snapshot.ForeignWriteKeys = r.keys.older(tenant)
 	config, verdicts := compile.Compile(snapshot)
-	data, revision, err := liveconfig.Encode(config)
+	encoded, err := compile.Encode(config, verdicts, func() (liveconfig.Config, bool, error) { return r.last(ctx, tenant) })
 	if err != nil {
 		return "", err
 	}
-	if compile.Fits(data) {
-		result, err = r.write(ctx, tenant, data, revision)
-	} else {
+	if encoded.Data != nil {
+		if result, err = r.write(ctx, tenant, encoded.Data, encoded.Revision); err != nil {
+			return "", err
+		}
+	}
+	if encoded.TooLarge {
 		result = "too_large"
-		verdicts, err = r.tooLarge(ctx, tenant, verdicts, len(data))
-	}
-	if err != nil {
-		return "", err
+		log.FromContext(ctx).Info("The live config is too large for a Secret; the status of objects that are not in effect says ConfigTooLarge")
 	}
 	compiled := judged{}
-	judge(compiled, snapshot.Sources, verdicts.Sources)
-	judge(compiled, snapshot.Destinations, verdicts.Destinations)
-	judge(compiled, snapshot.Audiences, verdicts.Audiences)
-	judge(compiled, snapshot.Deletions, verdicts.Deletions)
+	judge(compiled, snapshot.Sources, encoded.Verdicts.Sources)
+	judge(compiled, snapshot.Destinations, encoded.Verdicts.Destinations)
+	judge(compiled, snapshot.Audiences, encoded.Verdicts.Audiences)
+	judge(compiled, snapshot.Deletions, encoded.Verdicts.Deletions)
 	r.known.set(tenant, compiled)
 	r.statuses.fire(tenant)
 	return result, nil
@@ -323,21 +323,18 @@ func isLive(s *corev1.Secret, tenant string, data []byte, revision string) bool 
 		bytes.Equal(s.Data[liveconfig.DataKey], data)
 }
 
-// tooLarge keeps the last config that did fit, and says so in the verdicts of
-// the objects that are not in it as they are now.
-func (r *configReconciler) tooLarge(ctx context.Context, tenant string, verdicts compile.Verdicts, size int) (compile.Verdicts, error) {
+// last returns the live config that a tenant has; false when it has none. One
+// that does not decode is in effect nowhere.
+func (r *configReconciler) last(ctx context.Context, tenant string) (liveconfig.Config, bool, error) {
 	key := types.NamespacedName{Namespace: r.release, Name: liveSecretName(tenant)}
 	var current corev1.Secret
-	var last liveconfig.Config
-	switch err := r.direct.Get(ctx, key, &current); {
-	case err == nil:
-		// One that does not decode is in effect nowhere.
-		last, _, _ = liveconfig.Decode(current.Data[liveconfig.DataKey])
-	case !apierrors.IsNotFound(err):
-		return verdicts, fmt.Errorf("read Secret %s: %w", key, err)
+	if err := r.direct.Get(ctx, key, &current); apierrors.IsNotFound(err) {
+		return liveconfig.Config{}, false, nil
+	} else if err != nil {
+		return liveconfig.Config{}, false, fmt.Errorf("read Secret %s: %w", key, err)
 	}
-	log.FromContext(ctx).Info("Live config is too large for a Secret; the last one stays", "bytes", size)
-	return verdicts.TooLarge(size, last), nil
+	config, _, _ := liveconfig.Decode(current.Data[liveconfig.DataKey])
+	return config, true, nil
 }
 
 // prime reads the write keys of all namespaces before the first one is compiled:

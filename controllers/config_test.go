@@ -6,11 +6,13 @@ import (
 	"encoding/base64"
 	"encoding/hex"
 	"fmt"
+	"slices"
 	"strings"
 
 	. "github.com/onsi/ginkgo/v2"
 	. "github.com/onsi/gomega"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -226,7 +228,7 @@ var _ = Describe("live config", func() {
 		w.says(second, "source/web", "Ready", isTrue, "Ready")
 	})
 
-	It("that does not fit into a Secret leaves the last one in effect", func() {
+	It("that does not fit into a Secret holds what does not, and follows every other change", func() {
 		w := newWorld()
 		tenant := w.namespace()
 		w.apply(tenant, webSource+crmSecret+crmDestination)
@@ -251,15 +253,47 @@ var _ = Describe("live config", func() {
 			Expect(cluster.Create(w.ctx, large(name))).To(Succeed())
 			w.says(tenant, "whd/"+name, "Ready", isTrue, "Ready")
 		}
-		_, fits := w.live(Default, tenant)
 		Expect(cluster.Create(w.ctx, large("too-large"))).To(Succeed())
 		w.says(tenant, "whd/too-large", "Accepted", isFalse, "ConfigTooLarge")
 		w.says(tenant, "whd/large", "Ready", isTrue, "Ready")
 		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
-		_, still := w.live(Default, tenant)
-		Expect(still.ResourceVersion).To(Equal(fits.ResourceVersion))
+		w.says(tenant, "whd/too-large", "Programmed", isTrue, "Programmed") // as held
+		config, _ := w.live(Default, tenant)
+		Expect(config.Destinations).To(HaveLen(4))
+		i := slices.IndexFunc(config.Destinations, func(d liveconfig.Destination) bool { return d.Name == "too-large" })
+		Expect(config.Destinations[i].State).To(Equal(liveconfig.Held))
+
+		By("changes of the others meanwhile")
+		w.apply(tenant, strings.ReplaceAll(crmSecret, "hush-crm", "hush-new"))
+		Eventually(func(g Gomega) {
+			config, _ := w.live(g, tenant)
+			g.Expect(config.Destinations[0].Signing.Secret.Reveal()).To(Equal("hush-new"))
+		}).Should(Succeed())
+
+		By("an operator that starts, which knows only the Secret")
+		before := w.quiet()
+		w.stop()
+		w.start()
+		w.polled(5)
+		Expect(w.quiet()).To(Equal(before))
 
 		w.delete(tenant, "whd", "large")
 		w.says(tenant, "whd/too-large", "Ready", isTrue, "Ready")
+
+		By("a namespace that never had another config")
+		first := w.namespace()
+		tenant = first // large makes its objects there
+		for _, name := range []string{"large", "larger", "too-large"} {
+			Expect(cluster.Create(w.ctx, large(name))).To(Succeed())
+		}
+		w.apply(first, strings.ReplaceAll(webSource, "hush-web", "hush-first"))
+		w.says(first, "source/web", "Ready", isTrue, "Ready")
+		Eventually(func(g Gomega) {
+			var reasons []string
+			for _, name := range []string{"large", "larger", "too-large"} {
+				reasons = append(reasons, meta.FindStatusCondition(w.destination(g, first, name).Status.Conditions, "Ready").Reason)
+			}
+			g.Expect(reasons).To(ConsistOf("Ready", "Ready", "ConfigTooLarge"))
+		}).Should(Succeed())
 	})
 })

@@ -54,7 +54,7 @@ const (
 	// ReasonKeyConflict: another Audience of the same Source already has the same key. The older Audience keeps it.
 	ReasonKeyConflict = "KeyConflict"
 	// ReasonConfigTooLarge: the namespace's live config would not fit into one
-	// Secret. The last config that did fit stays in effect.
+	// Secret with this object. A destination is held, its messages are kept.
 	ReasonConfigTooLarge = "ConfigTooLarge"
 )
 

@@ -125,55 +125,6 @@ func Compile(s Snapshot) (liveconfig.Config, Verdicts) {
 	return config, verdicts
 }
 
-// TooLarge returns the verdicts for a config that does not fit into a Secret
-// and was not written, so that the last one stays in effect: what is in that one
-// as it is now keeps its verdict, everything else is not accepted
-// (ConfigTooLarge). It does not change v.
-func (v Verdicts) TooLarge(encodedBytes int, last liveconfig.Config) Verdicts {
-	inEffect := map[string]string{}
-	for _, s := range last.Sources {
-		inEffect["source/"+s.Name] = s.Revision
-	}
-	for _, d := range last.Destinations {
-		inEffect["destination/"+d.Name] = d.Revision
-	}
-	for _, a := range last.Audiences {
-		inEffect["audience/"+a.Name] = a.Revision
-	}
-	for _, d := range last.Deletions {
-		inEffect["deletion/"+d.Name] = d.Revision
-	}
-	message := fmt.Sprintf("the live config of this namespace would have %d bytes compressed; at most %d fit into one Secret: the last config that did fit stays in effect; remove destinations or large certificates, or use another namespace",
-		encodedBytes, liveconfig.MaxEncodedBytes)
-	refuse := func(kind string, verdicts map[string]Verdict) map[string]Verdict {
-		out := make(map[string]Verdict, len(verdicts))
-		for name, verdict := range verdicts {
-			if inEffect[kind+"/"+name] != verdict.Revision {
-				if verdict.Accepted {
-					verdict.Reason, verdict.Message = v1alpha1.ReasonConfigTooLarge, message
-				} else {
-					verdict.Message = truncate(verdict.Message + "; " + message)
-				}
-				verdict.Accepted = false
-			}
-			out[name] = verdict
-		}
-		return out
-	}
-	refused := Verdicts{Sources: refuse("source", v.Sources), Destinations: refuse("destination", v.Destinations)}
-	if v.Audiences != nil {
-		refused.Audiences = refuse("audience", v.Audiences)
-	}
-	if v.Deletions != nil {
-		refused.Deletions = refuse("deletion", v.Deletions)
-	}
-	return refused
-}
-
-// Fits reports whether an encoded config fits into a Secret. When it does not,
-// use Verdicts.TooLarge and keep the last config.
-func Fits(encoded []byte) bool { return len(encoded) <= liveconfig.MaxEncodedBytes }
-
 // SecretRefs returns the names of the Secrets that objects refer to, sorted and
 // unique. It knows *Source and *WebhookDestination; others refer to none.
 func SecretRefs(objects ...runtime.Object) []string {

@@ -212,18 +212,17 @@ func (c *Control) load(marks []mark) []mark {
 	}
 	for _, tenant := range slices.Sorted(maps.Keys(snapshots)) {
 		config, verdicts := compile.Compile(*snapshots[tenant])
-		data, revision, err := liveconfig.Encode(config)
+		sent, exists := c.sent[tenant]
+		encoded, err := compile.Encode(config, verdicts, func() (liveconfig.Config, bool, error) { return sent.Config, exists, nil })
 		switch {
 		case err != nil:
 			c.log.Error("live config could not be encoded; the last one stays in effect", "namespace", tenant, "error", err)
 			continue
-		case !compile.Fits(data):
-			verdicts = verdicts.TooLarge(len(data), c.sent[tenant].Config)
-		case c.sent[tenant].Revision != revision:
-			c.sent[tenant] = liveconfig.Revisioned{Config: config, Revision: revision}
-			c.options.Sink.Set(tenant, data)
+		case encoded.Data != nil && sent.Revision != encoded.Revision:
+			c.sent[tenant] = liveconfig.Revisioned{Config: encoded.Config, Revision: encoded.Revision}
+			c.options.Sink.Set(tenant, encoded.Data)
 		}
-		c.verdicts[tenant] = verdicts
+		c.verdicts[tenant] = encoded.Verdicts
 	}
 	for tenant := range c.verdicts {
 		if snapshots[tenant] == nil {
@@ -455,14 +454,11 @@ func Compile(path string, checkHost func(host string) error) (Compiled, error) {
 	snapshots := s.snapshots(checkHost)
 	for _, namespace := range slices.Sorted(maps.Keys(snapshots)) {
 		config, verdicts := compile.Compile(*snapshots[namespace])
-		data, revision, err := liveconfig.Encode(config)
+		encoded, err := compile.Encode(config, verdicts, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
 		if err != nil {
 			return Compiled{}, fmt.Errorf("namespace %s: %w", namespace, err)
 		}
-		if !compile.Fits(data) {
-			verdicts = verdicts.TooLarge(len(data), liveconfig.Config{})
-		}
-		out.Namespaces = append(out.Namespaces, CompiledNamespace{Namespace: namespace, Revision: revision, EncodedBytes: len(data), Config: config, Verdicts: verdicts})
+		out.Namespaces = append(out.Namespaces, CompiledNamespace{Namespace: namespace, Revision: encoded.Revision, EncodedBytes: len(encoded.Data), Config: encoded.Config, Verdicts: encoded.Verdicts})
 	}
 	return out, nil
 }

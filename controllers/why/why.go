@@ -102,7 +102,7 @@ var fixes = map[string]struct{ about, fix string }{
 	v1alpha1.ReasonInvalidFilter:    {"Filter", "correct spec.filter.expression"},
 	v1alpha1.ReasonNoSource:         {"Source", "create the Source, or correct spec.sources"},
 	v1alpha1.ReasonEgressDenied:     {"Destination", "ask the cluster's admin to allow the address (--egress-allow), or use another"},
-	v1alpha1.ReasonConfigTooLarge:   {"Config", "split the namespace's objects over several namespaces"},
+	v1alpha1.ReasonConfigTooLarge:   {"Config", "remove headers or large certificates, or destinations, or use another namespace"},
 	v1alpha1.ReasonInvalidSpec:      {"Destination", "correct the spec; it was stored under older rules"},
 }
 

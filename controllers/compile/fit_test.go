@@ -1,0 +1,209 @@
+package compile
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+// heavy is a destination with so many headers of 4 KiB, which take 3 KiB each when compressed.
+func heavy(name string, headers int, seed uint64) v1alpha1.WebhookDestination {
+	random := rand.New(rand.NewPCG(seed, seed))
+	d := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: name, Generation: 1}}
+	d.Spec.Sources.Names = []string{"web"}
+	d.Spec.Endpoints = []v1alpha1.Endpoint{{Name: "e", URL: "https://hooks.example/in"}}
+	const letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+	for i := range headers {
+		value := make([]byte, maxHeaderValueBytes)
+		for j := range value {
+			value[j] = letters[random.IntN(len(letters))]
+		}
+		text := string(value)
+		e := &d.Spec.Endpoints[len(d.Spec.Endpoints)-1]
+		if len(e.Headers) == maxHeaders {
+			d.Spec.Endpoints = append(d.Spec.Endpoints, v1alpha1.Endpoint{Name: fmt.Sprint("e", i), URL: "https://hooks.example/in"})
+			e = &d.Spec.Endpoints[len(d.Spec.Endpoints)-1]
+		}
+		e.Headers = append(e.Headers, v1alpha1.Header{Name: fmt.Sprint("X-", i), Value: &text})
+	}
+	return d
+}
+
+func namespaceOf(destinations ...v1alpha1.WebhookDestination) Snapshot {
+	web := v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Name: "web", Generation: 1}}
+	web.Spec.WriteKeySecretRef = v1alpha1.SecretKeyReference{Name: "web", Key: "k"}
+	return Snapshot{
+		Namespace: "shop", Sources: []v1alpha1.Source{web}, Destinations: destinations,
+		Secrets: map[string]Secret{"web": {Version: "1", Data: map[string][]byte{"k": []byte("key")}}},
+	}
+}
+
+// encode compiles and encodes, and checks what holds of every result.
+func encode(t *testing.T, s Snapshot, last *liveconfig.Config) Encoded {
+	t.Helper()
+	config, verdicts := Compile(s)
+	before, _, _ := liveconfig.Encode(config)
+	e, err := Encode(config, verdicts, func() (liveconfig.Config, bool, error) {
+		if last == nil {
+			return liveconfig.Config{}, false, nil
+		}
+		return *last, true, nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if after, _, _ := liveconfig.Encode(config); !slices.Equal(before, after) {
+		t.Error("Encode changed the config that it was given")
+	}
+	if len(e.Data) == 0 {
+		return e
+	}
+	if !fits(e.Data) {
+		t.Errorf("%d bytes do not fit", len(e.Data))
+	}
+	decoded, revision, err := liveconfig.Decode(e.Data)
+	if err != nil || revision != e.Revision {
+		t.Errorf("the dispatcher refuses it: %v", err)
+	}
+	if diff := cmp.Diff(e.Config, decoded); diff != "" {
+		t.Errorf("Config is not what is encoded (-want +got):\n%s", diff)
+	}
+	for _, d := range decoded.Destinations {
+		if v := e.Verdicts.Destinations[d.Name]; v.Revision != d.Revision || v.State != d.State {
+			t.Errorf("%s: the verdict %+v is not of the config's %s %s", d.Name, v, d.State, d.Revision)
+		}
+	}
+	return e
+}
+
+func states(e Encoded) map[string]string {
+	out := map[string]string{}
+	for name, v := range e.Verdicts.Destinations {
+		out[name] = string(v.State) + " " + v.Reason
+	}
+	return out
+}
+
+func TestTooLargeFromTheFirstVersion(t *testing.T) {
+	const active, held = "Active Accepted", "Held ConfigTooLarge"
+	s := namespaceOf(heavy("a", 100, 1), heavy("b", 110, 2), heavy("c", 125, 3), heavy("small", 1, 4))
+	e := encode(t, s, nil)
+	if !e.TooLarge {
+		t.Fatal("the fixture fits")
+	}
+	if diff := cmp.Diff(map[string]string{"a": active, "b": active, "c": held, "small": active}, states(e)); diff != "" {
+		t.Fatalf("the largest is held (-want +got):\n%s", diff)
+	}
+	web := e.Verdicts.Sources["web"]
+	if !web.Accepted || e.Config.Sources[0].WriteKeySHA256 == "" {
+		t.Errorf("callers would not be known: %+v", web)
+	}
+	if diff := cmp.Diff([]string{"a", "b", "small"}, web.Destinations); diff != "" {
+		t.Errorf("takers (-want +got):\n%s", diff)
+	}
+	if v := e.Verdicts.Destinations["c"]; v.Accepted || !strings.Contains(v.Message, "is held") || !strings.Contains(v.Message, "remove") {
+		t.Errorf("%+v", v)
+	}
+	again := encode(t, s, nil)
+	if again.Revision != e.Revision {
+		t.Error("it is not the same twice")
+	}
+}
+
+func TestTooLargeKeepsWhatIsInEffect(t *testing.T) {
+	const active, held = "Active Accepted", "Held ConfigTooLarge"
+	large, larger := heavy("large", 100, 1), heavy("larger", 110, 2)
+	first := encode(t, namespaceOf(large, larger), nil)
+	if first.TooLarge {
+		t.Fatal("the fixture does not fit")
+	}
+	small := heavy("small", 1, 5)
+	s := namespaceOf(large, larger, heavy("new", 125, 3), small)
+	e := encode(t, s, &first.Config)
+	want := map[string]string{"large": active, "larger": active, "new": held, "small": active}
+	if diff := cmp.Diff(want, states(e)); diff != "" {
+		t.Fatalf("(-want +got):\n%s", diff)
+	}
+	if e = encode(t, s, &e.Config); !cmp.Equal(want, states(e)) {
+		t.Errorf("the second time it is another: %v", states(e))
+	}
+
+	// A deletion, and a destination that is switched off, are in effect nevertheless.
+	off := false
+	large.Spec.Enabled = &off
+	e = encode(t, namespaceOf(large, heavy("new", 125, 3), heavy("newer", 100, 6), small), &e.Config)
+	if got := states(e); strings.HasPrefix(got["large"], "Active") || got["larger"] != "" || got["small"] != active {
+		t.Errorf("%v", got)
+	}
+}
+
+func TestTooManyDeletionRequests(t *testing.T) {
+	requests := func(prefix string, n int) (out []v1alpha1.DeletionRequest) {
+		random := rand.New(rand.NewPCG(1, 1))
+		for i := range n {
+			d := v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("%s-%05d", prefix, i), Generation: 1}}
+			d.Spec.UserID = fmt.Sprintf("%016x%016x%016x%016x", random.Uint64(), random.Uint64(), random.Uint64(), random.Uint64())
+			out = append(out, d)
+		}
+		return out
+	}
+	s := namespaceOf(heavy("small", 1, 1))
+	s.Deletions = requests("old", 3000)
+	first := encode(t, s, nil)
+	if first.TooLarge {
+		t.Fatal("the fixture does not fit")
+	}
+	s.Deletions = append(s.Deletions, requests("new", 10_500)...)
+	e := encode(t, s, &first.Config)
+	if !e.TooLarge || e.Verdicts.Destinations["small"].State != liveconfig.Active {
+		t.Errorf("too large %v, small %+v", e.TooLarge, e.Verdicts.Destinations["small"])
+	}
+	in, left := map[string]bool{}, 0
+	for _, d := range e.Config.Deletions {
+		in[d.Name] = true
+	}
+	for name, v := range e.Verdicts.Deletions {
+		switch {
+		case strings.HasPrefix(name, "old") && !in[name]:
+			t.Fatalf("%s is taken for deleted by its owner", name)
+		case in[name] != v.Accepted, !in[name] && (v.Reason != v1alpha1.ReasonConfigTooLarge || v.State != liveconfig.Held):
+			t.Fatalf("%s: in the config %v, verdict %+v", name, in[name], v)
+		case !in[name]:
+			left++
+		}
+	}
+	if left == 0 || len(in) == 3000 {
+		t.Errorf("%d are in the config, %d wait", len(in), left)
+	}
+
+	// What nothing helps: the last stays, and callers of a namespace that never had one are to come again.
+	s.Deletions = nil
+	for i := range 16_000 {
+		source := s.Sources[0]
+		source.Name = fmt.Sprintf("source-%05d", i)
+		source.CreationTimestamp = metav1.NewTime(time.Unix(int64(i), 0))
+		source.Spec.WriteKeySecretRef.Key = source.Name
+		s.Secrets["web"].Data[source.Name] = []byte(source.Name)
+		s.Sources = append(s.Sources, source)
+	}
+	e = encode(t, s, nil)
+	if e.Data == nil || len(e.Data) > 0 || e.Verdicts.Sources["web"].Reason != v1alpha1.ReasonConfigTooLarge {
+		t.Errorf("without a last config: %d bytes, %+v", len(e.Data), e.Verdicts.Sources["web"])
+	}
+	if _, _, err := liveconfig.Decode(e.Data); err == nil {
+		t.Error("a dispatcher takes it for a config")
+	}
+	e = encode(t, s, &first.Config)
+	if e.Data != nil || !e.Verdicts.Sources["web"].Accepted || e.Verdicts.Sources["source-00001"].Accepted {
+		t.Errorf("with a last config: %d bytes, %+v", len(e.Data), e.Verdicts.Sources["web"])
+	}
+}
