@@ -29,6 +29,7 @@ var (
 	changes     = flag.Int("changes", 200, "changes that are followed to their effect: headers and secrets by turns")
 	writes      = flag.Int("writes", 50, "changes whose API writes are counted, without traffic")
 	idle        = flag.Duration("idle", 3*time.Minute, "how long to count writes while nothing happens")
+	ballast     = flag.Int("ballast", 100, "Secrets of 1,000 KiB that nothing refers to, added after the idle time")
 	keepLogs    = flag.String("logs", "", "folder to keep the processes' logs in; default: dropped")
 )
 
@@ -92,6 +93,11 @@ func run(ctx context.Context) (err error) {
 	for name, used := range w.cpu() {
 		row("  CPU of "+name, fmt.Sprintf("%.2f %% of a core", 100*(used-cpu[name]).Seconds()/took.Seconds()), "", true)
 	}
+
+	if err := w.addBallast(ctx); err != nil {
+		return err
+	}
+	w.memory(fmt.Sprintf("with %d MB more of Secrets", *ballast))
 
 	// Without traffic, so that what is written is of the change alone.
 	begin = time.Now()

@@ -346,6 +346,17 @@ func (w *world) edit(ctx context.Context, tenant string, i int, version string) 
 	return time.Since(begin), err
 }
 
+// addBallast makes Secrets that nothing refers to, and gives the operator time to see them.
+func (w *world) addBallast(ctx context.Context) error {
+	for i := range *ballast {
+		secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: w.tenant(i), Name: fmt.Sprintf("ballast-%d", i)}, Data: map[string][]byte{"noise": make([]byte, 1000<<10)}}
+		if err := w.client.Create(ctx, secret); err != nil {
+			return err
+		}
+	}
+	return sleep(ctx, 5*time.Second)
+}
+
 // change makes the i-th change, of a header or a secret, and returns how long it
 // took until each dispatcher had made a delivery that shows it.
 func (w *world) change(ctx context.Context, i int) (time.Duration, error) {
