@@ -89,8 +89,7 @@ func setupConfig(mgr manager.Manager, o Options, known *verdictBook, statuses *t
 		Watches(&v1alpha1.DeletionRequest{}, enqueue(tenantOf), changed).
 		WatchesMetadata(&corev1.Secret{}, enqueue(r.tenantsOfSecret), builder.WithPredicates(r.notOwnWrite())).
 		WatchesRawSource(r.own).
-		WithLogConstructor(logConstructor(mgr, "config")).
-		WithOptions(controllerOptions()).
+		WithOptions(controllerOptions(mgr, "config")).
 		Complete(r)
 }
 

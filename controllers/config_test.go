@@ -51,6 +51,7 @@ var _ = Describe("live config", func() {
 		w.says(tenant, "whd/crm", "Delivering", isUnknown, "NoTrafficYet")
 		w.says(tenant, "source/web", "Receiving", isUnknown, "NoTrafficYet")
 		Eventually(func() []string { return w.source(Default, tenant, "web").Status.Destinations }).Should(Equal([]string{"crm"}))
+		Expect(logs.String()).To(MatchRegexp(`"Live config written" .*namespace=` + tenant + ` `))
 		// Good news about a new object is no Event.
 		Expect(w.events(tenant, "crm")).To(BeEmpty())
 

@@ -83,7 +83,7 @@ func setupRedelivery(mgr manager.Manager, o Options, way http.RoundTripper) erro
 	return builder.ControllerManagedBy(mgr).
 		Named("redelivery").
 		For(&v1alpha1.Redelivery{}).
-		WithOptions(controllerOptions()).
+		WithOptions(controllerOptions(mgr, "redelivery")).
 		Complete(r)
 }
 

@@ -37,11 +37,12 @@ const (
 	reconcileTimeout = time.Minute
 )
 
-func controllerOptions() controller.Options {
+func controllerOptions(mgr manager.Manager, name string) controller.Options {
 	return controller.Options{
 		MaxConcurrentReconciles: workers,
 		RateLimiter:             workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](50*time.Millisecond, maxBackoff),
 		ReconciliationTimeout:   reconcileTimeout,
+		LogConstructor:          logConstructor(mgr, name),
 	}
 }
 
@@ -50,8 +51,11 @@ func controllerOptions() controller.Options {
 func logConstructor(mgr manager.Manager, controller string) func(*reconcile.Request) logr.Logger {
 	base := mgr.GetLogger().WithValues("controller", controller)
 	return func(request *reconcile.Request) logr.Logger {
-		if request == nil || request.Name == "" {
+		switch {
+		case request == nil || request.Name == "":
 			return base
+		case request.Namespace != "": // one object of it
+			return base.WithValues("namespace", request.Namespace, "name", request.Name)
 		}
 		return base.WithValues("namespace", request.Name)
 	}

@@ -76,8 +76,7 @@ func setupStatus(mgr manager.Manager, o Options, known *verdictBook, reports *pr
 	return builder.ControllerManagedBy(mgr).
 		Named("status").
 		WatchesRawSource(own).
-		WithLogConstructor(logConstructor(mgr, "status")).
-		WithOptions(controllerOptions()).
+		WithOptions(controllerOptions(mgr, "status")).
 		Complete(r)
 }
 
