@@ -53,9 +53,10 @@ e2e: ## Run the suite on a real cluster of its own (root, Debian); CLUSTER=kind 
 	CLUSTER=$(or $(CLUSTER),local) hack/e2e $(if $(RUN),-ginkgo.focus='$(RUN)')
 
 .PHONY: bench
-bench: ## Print speed: delivery, syncs of audiences, reading calls, the client library.
+bench: ## Print speed: delivery, syncs of audiences, a cluster, reading calls, the client library.
 	go run ./hack/bench
 	go run ./hack/bench/audience
+	KUBEBUILDER_ASSETS=$(ASSETS) go run ./hack/bench/cluster
 	cd hack/bench/json && go run .
 	cd hack/bench/client && go run .
 
