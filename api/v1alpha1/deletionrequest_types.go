@@ -31,7 +31,8 @@ type DeletionRequestSpec struct {
 	Suppress bool `json:"suppress,omitempty"`
 
 	// After how many seconds a finished request is deleted. Without it, and while
-	// suppress is true, it stays. Without a cluster, manifests are yours to delete.
+	// suppress is true, it stays. Without a cluster its manifest is removed, if the
+	// file holds nothing else.
 	// +kubebuilder:validation:Minimum=0
 	// +kubebuilder:validation:Maximum=31536000
 	// +optional

@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
 	"sigs.k8s.io/yaml"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
@@ -24,7 +25,7 @@ func newDeleteUser() *cobra.Command {
 	var manifests, namespace, name, admin string
 	var sources []string
 	var suppress, wait bool
-	var timeout time.Duration
+	var timeout, ttl time.Duration
 	cmd := &cobra.Command{
 		Use:   "delete-user USERID --manifests DIR",
 		Short: "Tell the webhooks that a user's data is to be deleted (of posthorn run)",
@@ -34,7 +35,7 @@ message. In a cluster, apply a DeletionRequest instead.
 
 With --wait it prints the outcome of each notification when all are final, and
 exits 1 when one was not delivered. To ask again for the same user later, remove
-the file, or set another --name.`,
+the file, or set another --name; with --ttl it is removed by itself.`,
 		Example: `  posthorn delete-user u1 --manifests ./webhooks --wait
   posthorn delete-user u1 --manifests ./webhooks --source web --suppress`,
 		Args: exactArgs("USERID"),
@@ -45,6 +46,16 @@ the file, or set another --name.`,
 			if args[0] == "" {
 				return usagef("USERID is empty")
 			}
+			if cmd.Flags().Changed("ttl") && (ttl%time.Second != 0 || ttl < 10*time.Second || ttl > 365*24*time.Hour) {
+				return usagef("--ttl must be whole seconds, from 10s to a year")
+			}
+			if suppress && ttl > 0 {
+				return usagef("--ttl has no effect with --suppress: who is suppressed stays so until the file is removed")
+			}
+			spec := v1alpha1.DeletionRequestSpec{UserID: args[0], Sources: sources, Suppress: suppress}
+			if ttl > 0 {
+				spec.TTLSecondsAfterFinished = ptr.To(int32(ttl / time.Second))
+			}
 			if name == "" {
 				sum := sha256.Sum256([]byte(args[0]))
 				name = "delete-" + hex.EncodeToString(sum[:6])
@@ -52,7 +63,7 @@ the file, or set another --name.`,
 			text, err := yaml.Marshal(map[string]any{
 				"apiVersion": v1alpha1.GroupVersion.String(), "kind": "DeletionRequest",
 				"metadata": map[string]string{"name": name, "namespace": namespace},
-				"spec":     v1alpha1.DeletionRequestSpec{UserID: args[0], Sources: sources, Suppress: suppress},
+				"spec":     spec,
 			})
 			if err != nil {
 				return err
@@ -76,6 +87,7 @@ the file, or set another --name.`,
 	f.StringVar(&name, "name", "", "name of the request (default: made of the user's id)")
 	f.StringSliceVar(&sources, "source", nil, "an affected Source; may be repeated (default: all of the namespace)")
 	f.BoolVar(&suppress, "suppress", false, "refuse later calls of this user, as long as the request exists")
+	f.DurationVar(&ttl, "ttl", 0, "remove the request so long after it is finished (default: it stays)")
 	f.BoolVar(&wait, "wait", false, "wait until every notification has its final state")
 	f.DurationVar(&timeout, "timeout", 5*time.Minute, "how long to wait")
 	adminFlag(cmd, &admin)

@@ -75,13 +75,15 @@ type Control struct {
 	verdicts map[string]compile.Verdicts
 	sent     map[string]liveconfig.Revisioned
 	told     map[string]bool
+	// kept are expired requests of which it was said that they stay.
+	kept map[id]bool
 }
 
 // New makes a Control. Run it.
 func New(o Options) *Control {
 	return &Control{
 		options: o, log: cmp.Or(o.Logger, slog.Default()), store: newStore(),
-		verdicts: map[string]compile.Verdicts{}, sent: map[string]liveconfig.Revisioned{}, told: map[string]bool{},
+		verdicts: map[string]compile.Verdicts{}, sent: map[string]liveconfig.Revisioned{}, told: map[string]bool{}, kept: map[id]bool{},
 	}
 }
 
@@ -324,6 +326,7 @@ func (c *Control) observe() {
 			log("status changed", "kind", o.kind, "namespace", o.namespace, "name", o.name, "reason", e.Reason, "message", e.Message)
 		}
 	}
+	c.expire(now)
 }
 
 // Sources returns the Sources of a namespace ("" is all), status included,

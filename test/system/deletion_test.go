@@ -3,8 +3,11 @@ package system
 import (
 	"crypto/sha256"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"net/http"
+	"os"
+	"path/filepath"
 	"regexp"
 	"strings"
 	"syscall"
@@ -81,6 +84,39 @@ spec:
 			t.Errorf("written to %s", path)
 		}
 	}
+
+	// With a time to live the request goes by itself; a file that holds more stays.
+	out, errs, code = cli(t, "", "delete-user", "u4", "--manifests", p.manifests, "--admin", p.admin, "--ttl", "10s")
+	if code != 0 {
+		t.Errorf("exit %d: %s %s", code, out, errs)
+	}
+	p.write("two.yaml", deletionRequest("one", "u5")+"---"+deletionRequest("other", "u6"))
+	expired := filepath.Join(p.manifests, "deletionrequest-default-delete-"+hash12("u4")+".yaml")
+	p.eventually("the expired request is removed", func() error {
+		if _, err := os.Stat(expired); err == nil {
+			return errors.New("it is there")
+		}
+		if _, _, code := cli(t, "", "get", "deletions", "delete-"+hash12("u4"), "--admin", p.admin); code == 0 {
+			return errors.New("it is known")
+		}
+		return nil
+	})
+	p.eventually("it is said that the other file stays", func() error {
+		p.logMu.Lock()
+		defer p.logMu.Unlock()
+		if !strings.Contains(p.log.String(), "two.yaml holds other objects as well") {
+			return errors.New("not yet")
+		}
+		return nil
+	})
+	if _, err := os.Stat(filepath.Join(p.manifests, "two.yaml")); err != nil {
+		t.Error(err)
+	}
+	for _, bad := range [][]string{{"--ttl", "1s"}, {"--ttl", "1h", "--suppress"}} {
+		if _, errs, code := cli(t, "", append([]string{"delete-user", "u9", "--manifests", p.manifests}, bad...)...); code != 2 {
+			t.Errorf("%v: exit %d: %s", bad, code, errs)
+		}
+	}
 	p.remove("deletionrequest-default-delete-" + hash12("ü1") + ".yaml")
 	p.eventually("the user is no longer suppressed", func() error {
 		status, answer, err := p.post("/v1/page", key, `{"userId":"ü1"}`)
@@ -89,6 +125,15 @@ spec:
 		}
 		return err
 	})
+}
+
+func deletionRequest(name, user string) string {
+	return `
+apiVersion: posthorn.dev/v1alpha1
+kind: DeletionRequest
+metadata: {name: ` + name + `}
+spec: {userId: ` + user + `, ttlSecondsAfterFinished: 1}
+`
 }
 
 func hash12(s string) string {

@@ -1,0 +1,53 @@
+package standalone
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/posthorn/posthorn/controllers/health"
+)
+
+// expire removes the manifests of deletion requests whose time is over, as the
+// operator removes the objects. A file that holds more than the request is its
+// owner's to change. The mutex is held.
+func (c *Control) expire(now time.Time) {
+	for _, o := range c.store.objects {
+		if o.deletion == nil {
+			continue
+		}
+		if at, ok := health.DeletionRequestExpires(*o.deletion); !ok || now.Before(at) {
+			continue
+		}
+		err := removeManifest(o.file, c.store.files[o.file])
+		switch {
+		case err == nil:
+			c.log.Info("deletion request removed, its time is over", "namespace", o.namespace, "name", o.name, "file", o.file)
+		case !c.kept[o.id]:
+			c.kept[o.id] = true
+			c.log.Warn("a deletion request whose time is over stays", "namespace", o.namespace, "name", o.name, "error", err)
+		}
+	}
+}
+
+// removeManifest removes a file that holds one object and is as it was read.
+func removeManifest(path string, f *file) error {
+	info, err := os.Lstat(path)
+	switch {
+	case err != nil:
+		return err
+	case !info.Mode().IsRegular():
+		return fmt.Errorf("%s is a link; remove what it leads to", path)
+	case f == nil || len(f.objects) != 1 || len(f.broken)+len(f.problems)+len(f.ignored) > 0:
+		return fmt.Errorf("%s holds other objects as well; remove the request from it", path)
+	}
+	text, err := readFile(path)
+	if err != nil {
+		return err
+	}
+	if !bytes.Equal(text, f.text) {
+		return fmt.Errorf("%s was changed meanwhile", path)
+	}
+	return os.Remove(path)
+}
