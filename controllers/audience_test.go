@@ -131,6 +131,9 @@ spec: {userId: u1, suppress: true, ttlSecondsAfterFinished: 0}
 			g.Expect(meta.IsStatusConditionTrue(o.Status.Conditions, "Finished")).To(BeTrue())
 			g.Expect(o.Status.Notifications[0].State).To(Equal(v1alpha1.NotificationDelivered))
 		}).Should(Succeed())
+		table, err := server.Kubectl("", "get", "pdel", "suppress", "--namespace", tenant)
+		Expect(err).NotTo(HaveOccurred())
+		Expect(table).To(MatchRegexp(`NAME +READY +FINISHED +REASON +TOTAL +DELIVERED +PENDING +AGE\nsuppress +True +True +Delivered +1 +1 +0 +\S+\n`))
 		Eventually(func() bool {
 			return apierrors.IsNotFound(cluster.Get(w.ctx, client.ObjectKey{Namespace: tenant, Name: "forget"}, &v1alpha1.DeletionRequest{}))
 		}).Should(BeTrue())

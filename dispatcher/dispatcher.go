@@ -146,8 +146,9 @@ func New(o Options) (*Dispatcher, error) {
 		return nil, err
 	}
 	d.client = egress.New(egress.Options{Policy: o.Egress, Logger: o.Logger})
+	settled := deletion.NewSettled(d.store)
 	d.engine = delivery.New(delivery.Options{
-		Store: d.store, Client: d.client, Logger: o.Logger, Registerer: d.metrics,
+		Store: settled, Client: d.client, Logger: o.Logger, Registerer: d.metrics,
 		OrphanGrace: o.OrphanGrace, DrainTimeout: o.DrainTimeout,
 	})
 	d.configs = newConfigs(o.Logger, d.engine.Apply)
@@ -169,7 +170,7 @@ func New(o Options) (*Dispatcher, error) {
 		return nil, errors.Join(err, d.Close())
 	}
 	if d.forget, err = deletion.New(deletion.Options{
-		Dir: filepath.Join(o.DataDir, "deletions"), View: d.configs.view, Skip: skip, Store: d.store,
+		Dir: filepath.Join(o.DataDir, "deletions"), View: d.configs.view, Skip: skip, Store: settled,
 		Passive: o.AudienceOwner != "", OrphanGrace: o.OrphanGrace, Logger: o.Logger,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())

@@ -40,8 +40,8 @@ type Options struct {
 	Dir  string
 	View func() *liveconfig.View
 	Skip func(ref liveconfig.SourceRef, call *event.Call) []string
-	// Store takes the messages and knows what became of them.
-	Store queue.Store
+	// Store takes the messages and knows what became of them; deliveries go through it.
+	Store *Settled
 	// Passive: another pod sends the notifications.
 	Passive bool
 	// OrphanGrace is how long a deleted request is remembered. Default 10 min.
@@ -141,7 +141,7 @@ func (s *Service) Run(ctx context.Context) error {
 
 // work brings every request on by what can be done now.
 func (s *Service) work(ctx context.Context, view *liveconfig.View) {
-	known := map[string]bool{}
+	known, wanted := map[string]bool{}, map[string]bool{}
 	for _, tenant := range view.Tenants() {
 		config, _ := view.Tenant(tenant)
 		for _, d := range config.Deletions {
@@ -154,6 +154,14 @@ func (s *Service) work(ctx context.Context, view *liveconfig.View) {
 			}
 		}
 	}
+	for _, r := range s.records {
+		for _, from := range r.Sources {
+			if from.pending() {
+				wanted[from.MessageID] = true
+			}
+		}
+	}
+	s.Store.keep(wanted)
 	s.forget(view, known)
 }
 
@@ -231,7 +239,8 @@ func (s *Service) append(ctx context.Context, r *record, userID string) error {
 }
 
 // look finds out what became of pending notifications. A message is through when
-// its lane has nothing pending that is as old; then it is a dead letter, or was delivered.
+// it was seen to be settled, or its lane has nothing pending that is as old; then
+// it is a dead letter, or was delivered.
 func (s *Service) look(ctx context.Context, r *record) error {
 	var lanes []queue.LaneID
 	for i := range r.Sources {
@@ -263,6 +272,9 @@ func (s *Service) outcome(ctx context.Context, lanes []queue.LaneID, source, des
 			continue
 		}
 		found = true
+		if s.Store.is(lane, from.MessageID) {
+			continue
+		}
 		oldest := s.Store.LaneStats(lane).OldestPending
 		if !oldest.IsZero() && !oldest.After(from.Accepted.Add(disorder)) {
 			return liveconfig.NotificationPending, "", nil

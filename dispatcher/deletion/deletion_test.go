@@ -23,8 +23,10 @@ type rig struct {
 	t     *testing.T
 	dir   string
 	store *pebblestore.Store
-	now   time.Time
-	view  *liveconfig.View
+	// through is the store as the engine has it.
+	through *Settled
+	now     time.Time
+	view    *liveconfig.View
 	// refuse, when set, is what Append answers.
 	refuse error
 }
@@ -44,6 +46,12 @@ type appender struct {
 
 func (a appender) Append(ctx context.Context, m []queue.Message) ([]bool, error) {
 	return a.rig.Append(ctx, m)
+}
+
+// settled is what deliveries go through; a restart knows nothing of those before.
+func (r *rig) settled() *Settled {
+	r.through = NewSettled(appender{r.store, r})
+	return r.through
 }
 
 func config() liveconfig.Config {
@@ -88,7 +96,7 @@ func (r *rig) start() {
 	r.t.Helper()
 	var err error
 	r.Service, err = New(Options{
-		Dir: r.dir, Store: appender{r.store, r}, View: func() *liveconfig.View { return r.view },
+		Dir: r.dir, Store: r.settled(), View: func() *liveconfig.View { return r.view },
 		Skip: func(ref liveconfig.SourceRef, call *event.Call) []string {
 			if call.Type != event.Delete || call.UserID == "" || len(call.Body) == 0 {
 				r.t.Errorf("call %+v", call)
@@ -185,6 +193,34 @@ func TestNotificationsAreFollowedToTheirEnd(t *testing.T) {
 	r.want(final...)
 	if n := r.store.SourceStats("shop/ios").Accepted + r.store.SourceStats("shop/web").Accepted; n != 2 {
 		t.Errorf("%d messages, want one for each Source", n)
+	}
+}
+
+// What was settled shows at once, whatever older messages of the lane wait for.
+func TestOutcomeBehindOlderMessages(t *testing.T) {
+	r := newRig(t)
+	old := queue.Message{Source: "shop/web", ID: "old", Type: "track", AcceptedAt: r.now, Body: []byte("{}")}
+	if _, err := r.store.Append(t.Context(), []queue.Message{old}); err != nil {
+		t.Fatal(err)
+	}
+	r.step()
+	crm, held := r.lease("web", "crm"), r.lease("web", "held")
+	if len(crm) != 2 || len(held) != 2 {
+		t.Fatalf("%d and %d messages", len(crm), len(held))
+	}
+	r.through.Retry(crm[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
+	r.through.Ack(crm[1])
+	r.through.Retry(held[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
+	if err := r.through.Bury(held[1], queue.Failure{Time: r.now, Reason: "Rejected"}); err != nil {
+		t.Fatal(err)
+	}
+	r.step()
+	r.want("ios crm Pending", "web crm Delivered", "web held DeadLetteredRejected", "web picky Filtered")
+	r.through.Ack(r.lease("ios", "crm")[0])
+	r.step()
+	r.want("ios crm Delivered", "web crm Delivered", "web held DeadLetteredRejected", "web picky Filtered")
+	if n := len(r.through.done); n != 0 {
+		t.Errorf("%d outcomes that nobody wants are remembered", n)
 	}
 }
 
