@@ -26,13 +26,17 @@ type configs struct {
 	// apply makes lanes follow a view before ingest uses it.
 	apply func(*liveconfig.View) error
 
+	// mu is held while a config is put into effect, which may wait for a disk that is full.
 	mu      sync.Mutex
 	good    map[string]liveconfig.Revisioned
 	routers map[string]*route.Router
+	synced  bool
+
+	// telling guards what reports tell; it is held for moments only, and taken after mu.
+	telling sync.Mutex
 	refused map[string]liveconfig.RefusedConfig
 	// applied is when each tenant's good config came.
 	applied map[string]time.Time
-	synced  bool
 
 	current atomic.Pointer[running]
 }
@@ -56,15 +60,15 @@ func (c *configs) Set(tenant string, data []byte) {
 	defer c.mu.Unlock()
 	if err != nil {
 		c.log.Error("live config refused; the last good one stays in effect", "namespace", tenant, "revision", revision, "error", err)
-		c.refused[tenant] = liveconfig.RefusedConfig{Revision: revision, Error: err.Error()}
+		c.tell(func() { c.refused[tenant] = liveconfig.RefusedConfig{Revision: revision, Error: err.Error()} })
 	} else {
-		delete(c.refused, tenant)
+		c.tell(func() { delete(c.refused, tenant) })
 		if c.good[tenant].Revision == revision {
 			return
 		}
 		c.good[tenant] = liveconfig.Revisioned{Config: config, Revision: revision}
 		c.routers[tenant] = router
-		c.applied[tenant] = time.Now()
+		c.tell(func() { c.applied[tenant] = time.Now() })
 	}
 	c.swap(tenant)
 }
@@ -75,9 +79,18 @@ func (c *configs) Delete(tenant string) {
 	defer c.mu.Unlock()
 	delete(c.good, tenant)
 	delete(c.routers, tenant)
-	delete(c.refused, tenant)
-	delete(c.applied, tenant)
+	c.tell(func() {
+		delete(c.refused, tenant)
+		delete(c.applied, tenant)
+	})
 	c.swap(tenant)
+}
+
+// tell changes what reports tell.
+func (c *configs) tell(change func()) {
+	c.telling.Lock()
+	defer c.telling.Unlock()
+	change()
 }
 
 // Synced ends the start: all tenants have been set.
@@ -95,7 +108,7 @@ func (c *configs) swap(tenant string) {
 		return
 	}
 	var unusable []string
-	for t := range c.refused {
+	for t := range c.refusals() {
 		if _, ok := c.good[t]; !ok {
 			unusable = append(unusable, t)
 		}
@@ -138,15 +151,15 @@ func (c *configs) router(tenant string) *route.Router {
 
 // appliedTimes returns when each tenant's config came into effect.
 func (c *configs) appliedTimes() map[string]time.Time {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.telling.Lock()
+	defer c.telling.Unlock()
 	return maps.Clone(c.applied)
 }
 
 // refusals returns the configs that were refused, by tenant.
 func (c *configs) refusals() map[string]liveconfig.RefusedConfig {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.telling.Lock()
+	defer c.telling.Unlock()
 	return maps.Clone(c.refused)
 }
 

@@ -11,8 +11,11 @@ import (
 	"net/http/httptest"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
+
+	"github.com/cockroachdb/pebble/v2/vfs"
 
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -47,13 +50,17 @@ func encoded(t *testing.T, c liveconfig.Config) []byte {
 }
 
 // running starts a dispatcher on a folder and stops it with the test, or when stop is called.
-func started(t *testing.T, dir string) (d *Dispatcher, stop func()) {
+func started(t *testing.T, dir string, tune ...func(*Options)) (d *Dispatcher, stop func()) {
 	t.Helper()
 	policy, err := egress.ParsePolicy([]string{"127.0.0.0/8"})
 	if err != nil {
 		t.Fatal(err)
 	}
-	d, err = New(Options{DataDir: dir, Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: "p0", Egress: policy, Queue: pebblestore.Options{DuplicateWindow: 10 * time.Minute}})
+	o := Options{DataDir: dir, Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: "p0", Egress: policy, Queue: pebblestore.Options{DuplicateWindow: 10 * time.Minute}}
+	for _, f := range tune {
+		f(&o)
+	}
+	d, err = New(o)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -272,5 +279,111 @@ func TestSecondDispatcherOnTheSameFolderSaysWhy(t *testing.T) {
 	_, err := New(Options{DataDir: dir, Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"})
 	if err == nil || !strings.Contains(err.Error(), "lock") && !strings.Contains(err.Error(), "in use") {
 		t.Errorf("error %v does not say that the folder is in use", err)
+	}
+}
+
+// fullFS is a file system that is full when told so.
+type fullFS struct {
+	vfs.FS
+	full atomic.Bool
+}
+
+type fullFile struct {
+	vfs.File
+	fs *fullFS
+}
+
+func (f *fullFS) Create(name string, c vfs.DiskWriteCategory) (vfs.File, error) {
+	file, err := f.FS.Create(name, c)
+	return &fullFile{file, f}, err
+}
+
+func (f *fullFS) ReuseForWrite(old, name string, c vfs.DiskWriteCategory) (vfs.File, error) {
+	file, err := f.FS.ReuseForWrite(old, name, c)
+	return &fullFile{file, f}, err
+}
+
+func (f *fullFile) Write(p []byte) (int, error) {
+	if f.fs.full.Load() {
+		return 0, syscall.ENOSPC
+	}
+	return f.File.Write(p)
+}
+
+// A config that opens a lane waits for room on a full disk; reports and metrics, which tell of it, do not.
+func TestReportsOnAFullDisk(t *testing.T) {
+	sink := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusServiceUnavailable) }))
+	t.Cleanup(sink.Close)
+	fs := &fullFS{FS: vfs.Default}
+	d, stop := started(t, t.TempDir(), func(o *Options) { o.Queue.FS = fs })
+	config := testConfig(sink.URL)
+	d.Set("shop", encoded(t, config))
+	d.Synced()
+	for i := range 5 {
+		if code, body := send(t, d, fmt.Sprint("m", i)); code != http.StatusOK {
+			t.Fatal(code, body)
+		}
+	}
+	eventually(t, "retries", func() bool { return destinationReport(d).Retrying > 0 })
+	fs.full.Store(true)
+	second := config.Destinations[0]
+	second.Name, second.Revision = "second", "r2"
+	config.Destinations = append(config.Destinations, second)
+	applied := make(chan struct{})
+	go func() {
+		defer close(applied)
+		d.Set("shop", encoded(t, config))
+	}()
+	eventually(t, "the full disk shows", func() bool { return d.Store().Full() && d.Report().Pod == "p0" })
+	resp := get(t, "http://"+d.AdminAddr().String()+"/metrics")
+	if _, err := io.Copy(io.Discard, resp.Body); err != nil || resp.StatusCode != http.StatusOK {
+		t.Errorf("metrics: %d, %v", resp.StatusCode, err)
+	}
+	select {
+	case <-applied:
+		t.Error("a lane was opened on a full disk")
+	default:
+	}
+	fs.full.Store(false)
+	<-applied
+	stop()
+}
+
+// What a web page could make a browser on this machine ask is refused.
+func TestAdminIsNotForPages(t *testing.T) {
+	d, _ := started(t, t.TempDir())
+	d.Set("shop", encoded(t, testConfig("http://127.0.0.1:1/")))
+	d.Synced()
+	ask := func(method, path, host string, header ...string) int {
+		t.Helper()
+		req, _ := http.NewRequestWithContext(t.Context(), method, "http://"+d.AdminAddr().String()+path, strings.NewReader(`{"destination":"shop/crm"}`))
+		for i := 0; i < len(header); i += 2 {
+			req.Header.Set(header[i], header[i+1])
+		}
+		if host != "" {
+			req.Host = host
+		}
+		resp, err := http.DefaultClient.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = resp.Body.Close()
+		return resp.StatusCode
+	}
+	for _, test := range []struct {
+		name string
+		got  int
+		want int
+	}{
+		{"a tool", ask("POST", "/deadletters/purge", ""), 200},
+		{"a tool that names localhost", ask("POST", "/deadletters/purge", "localhost:8081"), 200},
+		{"a page of another site", ask("POST", "/deadletters/purge", "", "Origin", "https://evil.example", "Sec-Fetch-Site", "cross-site", "Content-Type", "text/plain"), 403},
+		{"a page in an old browser", ask("POST", "/deadletters/purge", "", "Origin", "https://evil.example"), 403},
+		{"a page whose name resolves to this machine", ask("GET", "/report", "evil.example:8081", "Sec-Fetch-Site", "same-origin"), 403},
+		{"the same over IPv6", ask("GET", "/report", "[::1]:8081"), 200},
+	} {
+		if test.got != test.want {
+			t.Errorf("%s: %d, want %d", test.name, test.got, test.want)
+		}
 	}
 }

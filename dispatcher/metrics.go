@@ -1,7 +1,8 @@
 package dispatcher
 
 import (
-	"strconv"
+	"fmt"
+	"hash/fnv"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -17,7 +18,7 @@ var (
 	descReady     = prometheus.NewDesc("posthorn_ready", "1 while calls are taken.", nil, nil)
 	descRefused   = prometheus.NewDesc("posthorn_config_refused", "1 while a namespace's newest live config is refused and the last good one runs.", []string{"namespace"}, nil)
 	descConfigAge = prometheus.NewDesc("posthorn_config_age_seconds", "Time since a namespace's live config came into effect.", []string{"namespace"}, nil)
-	descRevision  = prometheus.NewDesc("posthorn_config_revision", "The first 48 bits of the revision of a namespace's live config, as a number: equal where the same config runs.", []string{"namespace"}, nil)
+	descRevision  = prometheus.NewDesc("posthorn_config_revision", "48 bits of a hash over the revisions of a namespace's objects, as a number: equal where the same config runs.", []string{"namespace"}, nil)
 	descLog       = prometheus.NewDesc("posthorn_queue_log_bytes", "Bytes of a Source's calls that some destination has still to get, about.", []string{"namespace", "source"}, nil)
 	descOldest    = prometheus.NewDesc("posthorn_destination_oldest_pending_seconds", "Age of a destination's oldest message that waits; 0 when none does.", []string{"namespace", "destination"}, nil)
 	descSource    = prometheus.NewDesc("posthorn_source_messages", "A Source's ledger, each call counted once per destination that it is for: accepted = delivered + filtered + dead_lettered + discarded + pending.", []string{"namespace", "source", "state"}, nil)
@@ -53,7 +54,7 @@ func (c reportCollector) Collect(ch chan<- prometheus.Metric) {
 		gauge(descRefused, number(t.Refused != nil), t.Tenant)
 		if at, ok := applied[t.Tenant]; ok {
 			gauge(descConfigAge, now.Sub(at).Seconds(), t.Tenant)
-			gauge(descRevision, revisionNumber(t.Revision), t.Tenant)
+			gauge(descRevision, revisionNumber(t), t.Tenant)
 		}
 		for _, s := range t.Sources {
 			gauge(descLog, float64(c.d.store.SourceStats(t.Tenant+"/"+s.Name).LogBytes), t.Tenant, s.Name)
@@ -70,10 +71,25 @@ func (c reportCollector) Collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-// revisionNumber makes a number of a revision. A label would leave a series behind with every change.
-func revisionNumber(revision string) float64 {
-	n, _ := strconv.ParseUint(revision[:min(12, len(revision))], 16, 64)
-	return float64(n)
+// revisionNumber makes a number of 48 bits of the revisions of all objects of a
+// namespace: a label would leave a series behind with every change, and the
+// config's own revision would let readers test guesses of its secrets (ADR 0003).
+func revisionNumber(t liveconfig.TenantReport) float64 {
+	h := fnv.New64a()
+	add := func(kind, name, revision string) { _, _ = fmt.Fprintf(h, "%s/%s %s\n", kind, name, revision) }
+	for _, s := range t.Sources {
+		add("source", s.Name, s.Revision)
+	}
+	for _, d := range t.Destinations {
+		add("destination", d.Name, d.Revision)
+	}
+	for _, a := range t.Audiences {
+		add("audience", a.Name, a.Revision)
+	}
+	for _, d := range t.Deletions {
+		add("deletion", d.Name, d.Revision)
+	}
+	return float64(h.Sum64() >> 16)
 }
 
 func number(b bool) float64 {

@@ -6,7 +6,10 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
+	"fmt"
+	"net"
 	"net/http"
+	"strings"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -48,8 +51,29 @@ func NewServer(o Options) *http.Server {
 	}
 	root := http.NewServeMux()
 	MountHealth(root, o.Ready)
-	root.Handle("/", guarded)
+	root.Handle("/", notFromPages(guarded))
 	return &http.Server{Handler: root, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10}
+}
+
+// notFromPages keeps web pages out, which a browser on the same machine would
+// let act (cross-site requests) or read (a name that resolves to a loopback address).
+func notFromPages(next http.Handler) http.Handler {
+	sameSite := http.NewCrossOriginProtection().Handler(next)
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if local, ok := r.Context().Value(http.LocalAddrContextKey).(*net.TCPAddr); ok && local.IP.IsLoopback() && !namesAddress(r.Host) {
+			http.Error(w, fmt.Sprintf("the Host header is %q; ask for localhost or for an address", r.Host), http.StatusForbidden)
+			return
+		}
+		sameSite.ServeHTTP(w, r)
+	})
+}
+
+// namesAddress reports whether a Host header holds an IP address or localhost.
+func namesAddress(host string) bool {
+	if h, _, err := net.SplitHostPort(host); err == nil {
+		host = h
+	}
+	return host == "localhost" || net.ParseIP(strings.Trim(host, "[]")) != nil
 }
 
 // writeReport answers 304 when the poller has this very report already, which

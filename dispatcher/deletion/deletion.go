@@ -275,8 +275,8 @@ func (s *Service) outcome(ctx context.Context, lanes []queue.LaneID, source, des
 		if s.Store.is(lane, from.MessageID) {
 			continue
 		}
-		oldest := s.Store.LaneStats(lane).OldestPending
-		if !oldest.IsZero() && !oldest.After(from.Accepted.Add(disorder)) {
+		stats := s.Store.LaneStats(lane)
+		if oldest := stats.OldestPending; stats.Stale || !oldest.IsZero() && !oldest.After(from.Accepted.Add(disorder)) {
 			return liveconfig.NotificationPending, "", nil
 		}
 	}

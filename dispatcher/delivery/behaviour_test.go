@@ -832,3 +832,50 @@ func TestShutdown(t *testing.T) {
 		})
 	})
 }
+
+// Lanes that wait for their share and are parked meanwhile do not keep the ones behind them waiting.
+func TestParkedLanesGiveWay(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200, after: 4 * time.Second}), func(o *Options) { o.MaxInFlight = 4 })
+		var all []liveconfig.Destination
+		for i := range 100 {
+			all = append(all, dest(fmt.Sprintf("d%03d", i), fmt.Sprintf("http://x%d.test", i)))
+		}
+		w.apply(all...)
+		w.send("web", 1)
+		w.sleep(time.Second)
+		last := look(w, func(e *Engine) string { return e.blockedUnproven.tail.destination.name })
+		for i := range all {
+			if all[i].Name != last {
+				all[i].State = liveconfig.Disabled
+			}
+		}
+		w.apply(all...)
+		w.sleep(time.Minute)
+		if r := w.report(last); r.Delivered != 1 {
+			t.Errorf("%s, the one that is enabled: %+v", last, r)
+		}
+		w.end()
+	})
+}
+
+// Where no dead letters are kept they still stay for a moment, for those who follow a message.
+func TestDeadLettersStayForAMoment(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 404}))
+		d := dest("crm", "http://a.test")
+		d.DeadLetters = liveconfig.DeadLetters{}
+		w.apply(d)
+		w.sleep(10 * time.Minute)
+		w.send("web", 3)
+		w.sleep(50 * time.Second)
+		if n := len(w.dead("crm")); n != 3 {
+			t.Errorf("%d dead letters in the first minute, want 3", n)
+		}
+		w.sleep(2 * time.Minute)
+		if n := len(w.dead("crm")); n != 0 {
+			t.Errorf("%d dead letters are kept, want none", n)
+		}
+		w.end()
+	})
+}

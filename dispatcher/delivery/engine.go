@@ -100,6 +100,8 @@ type Engine struct {
 	// hard ends requests in flight; soft ends all else.
 	hard, soft         context.Context
 	cancel, cancelSoft context.CancelFunc
+	// begun is when the engine was made.
+	begun time.Time
 	// tidy wakes the maintenance before its time.
 	tidy chan struct{}
 }
@@ -217,7 +219,7 @@ func New(o Options) *Engine {
 		o: o, log: o.Logger,
 		revisions:    map[string]string{},
 		destinations: map[string]*destination{}, tenants: map[string][]*destination{}, lanes: map[queue.LaneID]*lane{},
-		tails: map[*tail]struct{}{}, changed: make(chan struct{}), tidy: make(chan struct{}, 1),
+		tails: map[*tail]struct{}{}, changed: make(chan struct{}), tidy: make(chan struct{}, 1), begun: time.Now(),
 	}
 	e.hard, e.cancel = context.WithCancel(context.Background())
 	e.soft, e.cancelSoft = context.WithCancel(e.hard)

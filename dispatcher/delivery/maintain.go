@@ -14,6 +14,9 @@ const (
 	// maintenance runs at least this often, and at most every minMaintenance.
 	maintenanceInterval = time.Minute
 	minMaintenance      = time.Second
+	// deadLetterGrace is how long every dead letter stays, and all of them after a
+	// start, even where none are kept: who follows a message looks for it there.
+	deadLetterGrace = time.Minute
 )
 
 // maintain does what no request triggers: it buries what has become too old,
@@ -134,7 +137,7 @@ func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 	}
 	e.mu.Unlock()
 	for _, l := range draining {
-		if s := e.o.Store.LaneStats(l.id); s.Ended && s.Pending == 0 {
+		if s := e.o.Store.LaneStats(l.id); s.Ended && s.Pending == 0 && !s.Stale {
 			drop = append(drop, l)
 		}
 	}
@@ -166,6 +169,10 @@ func (e *Engine) forgetLane(l *lane) {
 // trimDeadLetters keeps every destination's dead letters within their age and
 // size. A destination that is gone is forgotten when nothing of it is left.
 func (e *Engine) trimDeadLetters(ctx context.Context) {
+	now := time.Now()
+	if now.Sub(e.begun) < deadLetterGrace {
+		return
+	}
 	limits := map[string]liveconfig.DeadLetters{}
 	e.mu.Lock()
 	for key, d := range e.destinations {
@@ -176,8 +183,8 @@ func (e *Engine) trimDeadLetters(ctx context.Context) {
 	e.mu.Unlock()
 	for key, limit := range limits {
 		if e.o.Store.DestinationStats(key).DeadLetters > 0 {
-			before := time.Now().Add(-time.Duration(limit.RetentionMS) * time.Millisecond)
-			if _, err := e.o.Store.TrimDeadLetters(ctx, key, before, limit.MaxBytes); err != nil && ctx.Err() == nil {
+			before := now.Add(-max(time.Duration(limit.RetentionMS)*time.Millisecond, deadLetterGrace))
+			if _, err := e.o.Store.TrimDeadLetters(ctx, key, before, now.Add(-deadLetterGrace), limit.MaxBytes); err != nil && ctx.Err() == nil {
 				e.log.Error("removing old dead letters failed; trying again", "destination", key, "error", err)
 			}
 		}

@@ -243,11 +243,12 @@ func (e *Engine) block(l *lane) {
 func (e *Engine) unblock() {
 	for _, q := range []*fifo{&e.blocked, &e.blockedUnproven} {
 		share := e.share(q == &e.blocked)
-		for looks := 8; looks > 0 && q.head != nil && share > 0; looks-- {
+		for looks := 8; looks > 0 && q.head != nil && share > 0; {
 			l := q.pop()
 			if l.parked() || !l.hasWork() {
-				continue
+				continue // It costs no look: nobody might come by again for those behind it.
 			}
+			looks--
 			if l.inFlight < share {
 				e.ready.push(l)
 				break

@@ -381,13 +381,13 @@ func (s *memStore) DeadLetters(_ context.Context, destination, _ string, fn func
 
 func (s *memStore) DeleteDeadLetters(context.Context, string, ...string) error { panic("not used") }
 
-func (s *memStore) TrimDeadLetters(_ context.Context, destination string, before time.Time, maxBytes int64) (int, error) {
+func (s *memStore) TrimDeadLetters(_ context.Context, destination string, before, young time.Time, maxBytes int64) (int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	was := len(s.dead[destination])
 	s.dead[destination] = slices.DeleteFunc(s.dead[destination], func(d queue.DeadLetter) bool { return d.Failure.Time.Before(before) })
-	if n := int64(len(s.dead[destination])); n > maxBytes {
-		s.dead[destination] = s.dead[destination][n-maxBytes:] // A dead letter is a byte here.
+	for dead := s.dead[destination]; int64(len(dead)) > maxBytes && dead[0].Failure.Time.Before(young); dead = dead[1:] {
+		s.dead[destination] = dead[1:] // A dead letter is a byte here.
 	}
 	return was - len(s.dead[destination]), nil
 }

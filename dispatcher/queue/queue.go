@@ -126,6 +126,8 @@ type LaneStats struct {
 	NextRetry time.Time
 	// Ended is true for a lane that gets no further messages; see EndLane.
 	Ended bool
+	// Stale is true when a write that waits on a full disk holds the lane: all is as it was before.
+	Stale bool
 }
 
 // SourceStats is a Source's log.
@@ -216,8 +218,9 @@ type Store interface {
 	// DeleteDeadLetters removes dead letters by key.
 	DeleteDeadLetters(ctx context.Context, destination string, keys ...string) error
 	// TrimDeadLetters removes the oldest dead letters of a destination until none is older
-	// than before and their bytes are at most maxBytes. It returns how many went.
-	TrimDeadLetters(ctx context.Context, destination string, before time.Time, maxBytes int64) (int, error)
+	// than before, and until their bytes are at most maxBytes or none is older than
+	// young (not before before). It returns how many went.
+	TrimDeadLetters(ctx context.Context, destination string, before, young time.Time, maxBytes int64) (int, error)
 	// Remember keeps a few bytes under a name; nil forgets them. It survives the
 	// end of the process at once, and a loss of power a moment later.
 	Remember(name string, value []byte) error

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/cockroachdb/pebble/v2"
@@ -18,9 +19,10 @@ import (
 // lanes counted. Its lock is held until a change is applied, so that what is on
 // disk is the newest count. It is taken after a lane's lock.
 type destination struct {
-	name         string
-	mu           sync.Mutex
-	count, bytes int64
+	name string
+	mu   sync.Mutex
+	// count and bytes change under mu, and can be read without it.
+	count, bytes atomic.Int64
 	// lanes is replaced or appended to; guarded by the store's mu.
 	lanes []*lane
 	// dropped is the ledger of lanes that were dropped. It changes under this lock and the store's.
@@ -46,11 +48,11 @@ func (s *Store) destination(name string) *destination {
 func (d *destination) put(b *pebble.Batch) { d.putWith(b, d.dropped) }
 
 func (d *destination) putWith(b *pebble.Batch, dropped queue.Ledger) {
-	if d.count == 0 && dropped == (queue.Ledger{}) {
+	if d.count.Load() == 0 && dropped == (queue.Ledger{}) {
 		_ = b.Delete(destinationKey(d.name), nil)
 		return
 	}
-	v := binary.AppendUvarint(binary.AppendUvarint(nil, uint64(d.count)), uint64(max(d.bytes, 0)))
+	v := binary.AppendUvarint(binary.AppendUvarint(nil, uint64(d.count.Load())), uint64(max(d.bytes.Load(), 0)))
 	_ = b.Set(destinationKey(d.name), appendDropped(v, dropped), nil)
 }
 
@@ -64,8 +66,8 @@ func (s *Store) bury(b *pebble.Batch, l *lane, letter *queue.DeadLetter) {
 	k := deadLetterKey(l.id.Destination, at, l.number, letter.Seq)
 	v := appendDeadLetter(make([]byte, 0, len(letter.Body)+512), letter)
 	_ = b.Set(k, v, nil)
-	l.dest.count++
-	l.dest.bytes += int64(len(k) + len(v))
+	l.dest.count.Add(1)
+	l.dest.bytes.Add(int64(len(k) + len(v)))
 	l.buried++
 }
 
@@ -146,6 +148,7 @@ func (s *Store) buryChunk(id queue.LaneID, cut int64, f *queue.Failure) (n int, 
 	err = errors.Join(err, s.apply(g.b))
 	for _, seq := range g.closed {
 		delete(l.open, seq)
+		l.lowStale = true // The index was looked at while the entry still stood there.
 	}
 	if g.dueChanged {
 		_, scanErr := s.scanDue(l, 0, 0, nil)
@@ -386,7 +389,7 @@ func (s *Store) deleteSome(d *destination, ids []string) error {
 	defer d.mu.Unlock()
 	b := s.db.NewBatch()
 	defer func() { _ = b.Close() }()
-	count, bytes := d.count, d.bytes
+	count, bytes := d.count.Load(), d.bytes.Load()
 	seen := make(map[string]bool, len(ids))
 	for _, id := range ids {
 		k, ok := parseDeadLetterID(d.name, id)
@@ -414,12 +417,12 @@ func (s *Store) applyCounts(d *destination, b *pebble.Batch, count, bytes int64)
 	if b.Count() == 0 {
 		return nil
 	}
-	before, beforeBytes := d.count, d.bytes
-	d.count, d.bytes = count, bytes
+	before, beforeBytes := d.count.Swap(count), d.bytes.Swap(bytes)
 	d.put(b)
 	s.flusher.syncing()
 	if err := s.db.Apply(b, pebble.Sync); err != nil {
-		d.count, d.bytes = before, beforeBytes
+		d.count.Store(before)
+		d.bytes.Store(beforeBytes)
 		return err
 	}
 	return nil
@@ -428,14 +431,14 @@ func (s *Store) applyCounts(d *destination, b *pebble.Batch, count, bytes int64)
 const trimLetters = 1000
 
 // TrimDeadLetters implements queue.Store.
-func (s *Store) TrimDeadLetters(ctx context.Context, destination string, before time.Time, maxBytes int64) (int, error) {
+func (s *Store) TrimDeadLetters(ctx context.Context, destination string, before, young time.Time, maxBytes int64) (int, error) {
 	d := s.destination(destination)
 	total := 0
 	for {
 		if err := ctx.Err(); err != nil {
 			return total, err
 		}
-		n, err := s.trimSome(d, before.UnixMilli(), maxBytes)
+		n, err := s.trimSome(d, before.UnixMilli(), young.UnixMilli(), maxBytes)
 		total += n
 		if err != nil || n < trimLetters {
 			return total, err
@@ -443,14 +446,14 @@ func (s *Store) TrimDeadLetters(ctx context.Context, destination string, before 
 	}
 }
 
-func (s *Store) trimSome(d *destination, before, maxBytes int64) (int, error) {
+func (s *Store) trimSome(d *destination, before, young, maxBytes int64) (int, error) {
 	if err := s.enter(); err != nil {
 		return 0, err
 	}
 	defer s.leave()
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.count == 0 {
+	if d.count.Load() == 0 {
 		return 0, nil
 	}
 	prefix := deadLetterPrefix(d.name)
@@ -459,9 +462,12 @@ func (s *Store) trimSome(d *destination, before, maxBytes int64) (int, error) {
 		return 0, err
 	}
 	defer func() { _ = it.Close() }()
-	count, bytes, n := d.count, d.bytes, 0
+	count, bytes, n := d.count.Load(), d.bytes.Load(), 0
 	ok := it.First()
-	for ; ok && n < trimLetters && (deadLetterMillis(it.Key()) < before || bytes > maxBytes); ok = it.Next() {
+	for ; ok && n < trimLetters; ok = it.Next() {
+		if at := deadLetterMillis(it.Key()); at >= before && (at >= young || bytes <= maxBytes) {
+			break
+		}
 		v, err := it.ValueAndErr()
 		if err != nil {
 			return 0, s.explain(err)
@@ -483,7 +489,7 @@ func (s *Store) trimSome(d *destination, before, maxBytes int64) (int, error) {
 	b := s.db.NewBatch()
 	defer func() { _ = b.Close() }()
 	_ = b.DeleteRange(prefix, end, nil)
-	s.disk.freed(d.bytes - bytes)
+	s.disk.freed(d.bytes.Load() - bytes)
 	return n, s.applyCounts(d, b, count, bytes)
 }
 
@@ -497,32 +503,20 @@ func (s *Store) DestinationStats(destination string) queue.DestinationStats {
 	}
 	ledger, lanes := d.dropped, d.lanes
 	s.mu.RUnlock()
-	st := queue.DestinationStats{Ledger: sum(ledger, lanes)}
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	st.DeadLetters, st.DeadLetterBytes = d.count, d.bytes
+	st := queue.DestinationStats{Ledger: s.sum(ledger, lanes)}
+	st.DeadLetters, st.DeadLetterBytes = d.count.Load(), d.bytes.Load()
 	return st
 }
 
 // Destinations implements queue.Store.
 func (s *Store) Destinations() []string {
 	s.mu.RLock()
+	defer s.mu.RUnlock()
 	var names []string
-	var others []*destination
 	for name, d := range s.destinations {
-		if len(d.lanes) > 0 || d.dropped != (queue.Ledger{}) {
+		if len(d.lanes) > 0 || d.dropped != (queue.Ledger{}) || d.count.Load() > 0 {
 			names = append(names, name)
-		} else {
-			others = append(others, d)
 		}
-	}
-	s.mu.RUnlock()
-	for _, d := range others {
-		d.mu.Lock()
-		if d.count > 0 {
-			names = append(names, d.name)
-		}
-		d.mu.Unlock()
 	}
 	return names
 }

@@ -52,6 +52,8 @@ type lane struct {
 
 	// lastDamaged is the last message that could not be read, the damagedRun-th in a row.
 	lastDamaged, damagedRun uint64
+	// seen is what LaneStats tells while mu cannot be had.
+	seen seenStats
 
 	// hungry: the last Lease came back short, so news are told.
 	hungry atomic.Bool
@@ -648,7 +650,9 @@ func (s *Store) LaneStats(id queue.LaneID) queue.LaneStats {
 	if l == nil {
 		return queue.LaneStats{}
 	}
-	l.mu.Lock()
+	if !s.lockUnlessFull(&l.mu) {
+		return l.seen.load()
+	}
 	defer l.mu.Unlock()
 	st := queue.LaneStats{
 		Ledger:   l.ledger(),
@@ -666,6 +670,39 @@ func (s *Store) LaneStats(id queue.LaneID) queue.LaneStats {
 		}
 		st.OldestPending = at
 	}
+	l.seen.store(st)
+	return st
+}
+
+// lockUnlessFull takes a lock that is held while changes are written. It gives
+// up while a full disk may hold up the one who has it.
+func (s *Store) lockUnlessFull(mu *sync.Mutex) bool {
+	for !mu.TryLock() {
+		if s.disk.exhausted.Load() {
+			return false
+		}
+		time.Sleep(100 * time.Microsecond)
+	}
+	return true
+}
+
+// seenStats are the stats that were told last.
+type seenStats struct {
+	mu    sync.Mutex
+	stats queue.LaneStats
+}
+
+func (s *seenStats) store(st queue.LaneStats) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.stats = st
+}
+
+func (s *seenStats) load() queue.LaneStats {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	st := s.stats
+	st.Stale = true
 	return st
 }
 

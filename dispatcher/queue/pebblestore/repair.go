@@ -607,8 +607,8 @@ func (w *rebuilder) mendDestinations() error {
 			return w.b.Delete(k, nil)
 		}
 		d := get(string(k[3 : len(k)-24]))
-		d.count++
-		d.bytes += int64(len(k) + len(v))
+		d.count.Add(1)
+		d.bytes.Add(int64(len(k) + len(v)))
 		w.saw(binary.BigEndian.Uint64(k[len(k)-16:]))
 		return nil
 	})
@@ -617,7 +617,7 @@ func (w *rebuilder) mendDestinations() error {
 	}
 	for _, name := range slices.Sorted(maps.Keys(all)) {
 		d := all[name]
-		if lost := had[name] - d.count; lost > 0 {
+		if lost := had[name] - d.count.Load(); lost > 0 {
 			w.lose("%d dead letters of %s", lost, name)
 		}
 		d.put(w.b)

@@ -266,7 +266,8 @@ func (s *Store) load() error {
 	err = s.scan([]byte{prefixDest}, func(k, v []byte) error {
 		d := decoder{b: v}
 		x := s.destination(string(k[1:]))
-		x.count, x.bytes = int64(d.uvarint()), int64(d.uvarint())
+		x.count.Store(int64(d.uvarint()))
+		x.bytes.Store(int64(d.uvarint()))
 		if len(d.b) > 0 {
 			x.dropped = d.dropped()
 		}
@@ -510,7 +511,7 @@ func (s *Store) SourceStats(source string) queue.SourceStats {
 	ledger, lanes := l.dropped, l.lanes.Load()
 	s.mu.RUnlock()
 	if lanes != nil {
-		ledger = sum(ledger, *lanes)
+		ledger = s.sum(ledger, *lanes)
 	}
 	// Trimmed first: it is never ahead of what was durable before.
 	trimmed := l.trimmedBytes.Load()
@@ -523,9 +524,12 @@ func (s *Store) SourceStats(source string) queue.SourceStats {
 }
 
 // sum adds the ledgers of lanes. One that is dropped meanwhile still has its own.
-func sum(ledger queue.Ledger, lanes []*lane) queue.Ledger {
+func (s *Store) sum(ledger queue.Ledger, lanes []*lane) queue.Ledger {
 	for _, l := range lanes {
-		l.mu.Lock()
+		if !s.lockUnlessFull(&l.mu) {
+			ledger = ledger.Plus(l.seen.load().Ledger)
+			continue
+		}
 		ledger = ledger.Plus(l.ledger())
 		l.mu.Unlock()
 	}

@@ -521,7 +521,7 @@ func (m *model) deleteLetters() {
 	}
 	if m.oneOf(2) {
 		before := m.Clock.Now().Add(-time.Duration(m.rng.IntN(600)) * time.Second)
-		n, err := m.store.TrimDeadLetters(context.Background(), destination, before, 1<<40)
+		n, err := m.store.TrimDeadLetters(context.Background(), destination, before, m.Clock.Now(), 1<<40)
 		m.check(err)
 		m.note("trim dead letters of %s: %d", destination, n)
 		for id, at := range m.letters {

@@ -82,6 +82,7 @@ func Run(t *testing.T, start func(t *testing.T) Engine) {
 		{"TrimDeadLetters", (*suite).trimDeadLetters},
 		{"BuryExpired", (*suite).buryExpired},
 		{"BuryExpiredMany", (*suite).buryExpiredMany},
+		{"BuryExpiredReleasedRetry", (*suite).buryExpiredReleasedRetry},
 		{"DropLane", (*suite).dropLane},
 		{"EndLane", (*suite).endLane},
 		{"Destinations", (*suite).destinations},
@@ -698,14 +699,18 @@ func (x *suite) trimDeadLetters() {
 		x.Clock.Advance(time.Hour)
 	}
 	_, size := x.stored(crm)
+	young := x.Clock.Now()
 	trim := func(before time.Time, maxBytes int64) int {
-		n, err := x.store.TrimDeadLetters(context.Background(), crm, before, maxBytes)
+		n, err := x.store.TrimDeadLetters(context.Background(), crm, before, young, maxBytes)
 		x.must(err)
 		return n
 	}
 	x.equal("nothing to do", trim(x.Clock.Now().Add(-11*time.Hour), size), 0)
 	x.equal("by age", trim(x.Clock.Now().Add(-7*time.Hour-time.Minute), size), 3)
 	half := size/2 + size/20
+	young = x.Clock.Now().Add(-8 * time.Hour)
+	x.equal("by size, but none that is young", trim(x.Clock.Now().Add(-11*time.Hour), 0), 0)
+	young = x.Clock.Now()
 	x.equal("by size", trim(x.Clock.Now().Add(-11*time.Hour), half), 2)
 	letters := x.letters(crm, "")
 	x.equal("left", len(letters), 5)
@@ -784,6 +789,26 @@ func (x *suite) buryExpiredMany() {
 	x.equal("left", len(x.lease(lane, 10)), 0)
 	x.reopenStore()
 	x.ledger(lane, counts{Accepted: n, DeadLettered: n})
+}
+
+// What was retried, leased again and given back is buried, and what waits
+// behind it is the oldest then.
+func (x *suite) buryExpiredReleasedRetry() {
+	x.open(lane)
+	x.add(1)
+	x.Clock.Advance(time.Hour)
+	second := x.Clock.Now()
+	x.add(1)
+	got := x.lease(lane, 2)
+	x.store.Retry(got[0], x.Clock.Now(), x.failure("TimedOut"))
+	x.store.Retry(got[1], x.Clock.Now().Add(24*time.Hour), x.failure("TimedOut"))
+	x.store.Release(x.lease(lane, 2)[0])
+	n, err := x.store.BuryExpired(context.Background(), lane, second, x.failure("Expired"))
+	x.must(err)
+	x.equal("buried", n, 1)
+	x.equal("oldest", x.store.LaneStats(lane).OldestPending.UnixMilli(), second.UnixMilli())
+	d, ok := x.oldest(lane)
+	x.equal("oldest leased", []any{d.Seq, ok}, []any{uint64(2), true})
 }
 
 func (x *suite) dropLane() {
@@ -908,7 +933,7 @@ func (x *suite) destinations() {
 	}
 	x.equal("with dead letters", list(), []string{crm})
 	x.equal("ledger of the source", x.store.SourceStats(source).Ledger, queue.Ledger{Accepted: 4, DeadLettered: 1, Discarded: 3})
-	n, err := x.store.TrimDeadLetters(context.Background(), crm, x.Clock.Now().Add(time.Hour), 0)
+	n, err := x.store.TrimDeadLetters(context.Background(), crm, x.Clock.Now().Add(time.Hour), x.Clock.Now(), 0)
 	x.must(err)
 	x.equal("trimmed", n, 1)
 	x.reopenStore()
@@ -1081,7 +1106,7 @@ func (x *suite) closed() {
 	_, leaseErr := x.store.Lease(lane, 1, nil)
 	_, _, oldestErr := x.store.LeaseOldest(lane)
 	_, expireErr := x.store.BuryExpired(ctx, lane, x.Clock.Now(), queue.Failure{})
-	_, trimErr := x.store.TrimDeadLetters(ctx, crm, x.Clock.Now(), 0)
+	_, trimErr := x.store.TrimDeadLetters(ctx, crm, x.Clock.Now(), x.Clock.Now(), 0)
 	for name, err := range map[string]error{
 		"Append": appendErr, "Lease": leaseErr, "LeaseOldest": oldestErr, "BuryExpired": expireErr, "TrimDeadLetters": trimErr,
 		"OpenLane":          x.store.OpenLane(lane),
