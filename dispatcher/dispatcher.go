@@ -23,6 +23,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
+	"go.opentelemetry.io/otel/trace"
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
@@ -76,6 +77,8 @@ type Options struct {
 	// only those callers through who may.
 	AdminTLS   *tls.Config
 	AdminGuard func(http.Handler) http.Handler
+	// Tracer continues the callers' traces over the queue to the receivers; nil traces nothing.
+	Tracer trace.Tracer
 	// Logger; default slog.Default().
 	Logger *slog.Logger
 }
@@ -148,7 +151,7 @@ func New(o Options) (*Dispatcher, error) {
 	d.client = egress.New(egress.Options{Policy: o.Egress, Logger: o.Logger})
 	settled := deletion.NewSettled(d.store)
 	d.engine = delivery.New(delivery.Options{
-		Store: settled, Client: d.client, Logger: o.Logger, Registerer: d.metrics,
+		Store: settled, Client: d.client, Logger: o.Logger, Registerer: d.metrics, Tracer: o.Tracer,
 		OrphanGrace: o.OrphanGrace, DrainTimeout: o.DrainTimeout,
 	})
 	d.configs = newConfigs(o.Logger, d.engine.Apply)
@@ -161,7 +164,7 @@ func New(o Options) (*Dispatcher, error) {
 	}
 	d.ingest = ingest.New(ingest.Options{
 		View: d.configs.view, Skip: skip,
-		Append: d.store.Append, Logger: o.Logger, Registerer: d.metrics, TrustedProxies: o.TrustedProxies,
+		Append: d.store.Append, Logger: o.Logger, Registerer: d.metrics, TrustedProxies: o.TrustedProxies, Tracer: o.Tracer,
 	})
 	if d.members, err = audience.New(audience.Options{
 		Dir: filepath.Join(o.DataDir, "audiences"), View: d.configs.view, Skip: skip, Queue: d.store, Full: d.store.Full, Room: d.roomForSync,

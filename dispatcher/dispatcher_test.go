@@ -40,7 +40,7 @@ func testConfig(url string) liveconfig.Config {
 	}
 }
 
-func encoded(t *testing.T, c liveconfig.Config) []byte {
+func encoded(t testing.TB, c liveconfig.Config) []byte {
 	t.Helper()
 	data, _, err := liveconfig.Encode(c)
 	if err != nil {

@@ -162,6 +162,12 @@ names them. Status is read with 'posthorn get'.`,
 			// and the dispatcher's admin listener shows the resources.
 			resources := &lateHandler{}
 			data.options.Extra = resources
+			tracer, stopTracer, err := newTracer(cmd.Context(), data.options.Pod, log)
+			if err != nil {
+				return err
+			}
+			defer stopTracer()
+			data.options.Tracer = tracer
 			d, err := dispatcher.New(data.options)
 			if err != nil {
 				return err
@@ -243,6 +249,12 @@ say. It reads nothing else of the cluster and goes on without the operator.`,
 			if data.options.AudienceOwner == "" {
 				data.options.AudienceOwner = audienceOwner(data.options.Pod, namespace, peers, data.options.Listen)
 			}
+			tracer, stopTracer, err := newTracer(cmd.Context(), data.options.Pod, log)
+			if err != nil {
+				return err
+			}
+			defer stopTracer()
+			data.options.Tracer = tracer
 			d, err := dispatcher.New(data.options)
 			if err != nil {
 				return err

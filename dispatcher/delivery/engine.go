@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"go.opentelemetry.io/otel/trace"
 
 	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
 	"github.com/posthorn/posthorn/dispatcher/delivery/sign"
@@ -43,6 +44,8 @@ type Options struct {
 	Logger *slog.Logger
 	// Registerer takes the metrics; nil keeps them unregistered.
 	Registerer prometheus.Registerer
+	// Tracer makes a span of each attempt; nil makes none, and sends no traceparent.
+	Tracer trace.Tracer
 	// MaxInFlight bounds the requests in flight of all lanes together. Default 1024.
 	MaxInFlight int
 	// OrphanGrace is how long the messages of a destination that is gone from

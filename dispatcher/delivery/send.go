@@ -8,6 +8,8 @@ import (
 	"net/url"
 	"time"
 
+	"go.opentelemetry.io/otel/trace"
+
 	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -236,6 +238,10 @@ func (e *Engine) send(w *worker) {
 	id := headerSafe(p.message.ID)
 	w.headers = append(w.headers[:0], egress.Header{Name: headerIdempotencyKey, Value: id})
 	w.headers = p.set.signer.Headers(w.headers, id, started, p.message.Body)
+	var span trace.Span
+	if e.o.Tracer != nil {
+		span = e.trace(w, started)
+	}
 	ctx := deadline{e.hard, started.Add(p.set.policy.Timeout)}
 	r := ended{Result: e.o.Client.Post(ctx, p.target.to, w.headers, p.message.Body)}
 	r.at = time.Now()
@@ -243,6 +249,9 @@ func (e *Engine) send(w *worker) {
 	r.cut = r.outcome().Failed() && e.hard.Err() != nil
 
 	s := e.settle(p, &r)
+	if span != nil {
+		endTrace(span, p, &r, s)
+	}
 	e.mu.Lock()
 	ep, before := p.target.endpoint, p.target.circuit.probeAt
 	back := e.finish(p, &r, s, started)
@@ -267,6 +276,10 @@ const (
 	redirected
 	timedOut // Its window ended.
 )
+
+func (s settlement) String() string {
+	return [...]string{"undecided", "delivered", "retried", "released", "rejected", "redirected", "expired"}[s]
+}
 
 // settle tells the store what became of the message.
 func (e *Engine) settle(p *post, r *ended) settlement {

@@ -147,7 +147,7 @@ func (s *memStore) delivery(id queue.LaneID, l *memLane, seq uint64, attempt int
 		s.wrong("%v %d leased twice", id, seq)
 	}
 	l.leased[seq] = attempt
-	return queue.Delivery{Lane: id, Seq: seq, ID: m.ID, Type: m.Type, Event: m.Event, Body: m.Body, AcceptedAt: m.AcceptedAt, Attempt: attempt}
+	return queue.Delivery{Lane: id, Seq: seq, ID: m.ID, Type: m.Type, Event: m.Event, TraceParent: m.TraceParent, Body: m.Body, AcceptedAt: m.AcceptedAt, Attempt: attempt}
 }
 
 // first returns the position of the next first try, or 0.

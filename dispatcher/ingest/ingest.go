@@ -28,6 +28,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"go.opentelemetry.io/otel/trace"
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -52,6 +53,8 @@ type Options struct {
 	Now        func() time.Time
 	Logger     *slog.Logger
 	Registerer prometheus.Registerer
+	// Tracer makes a span of each request; nil makes none.
+	Tracer trace.Tracer
 }
 
 // Codes of answers besides those of package event.
@@ -202,6 +205,11 @@ type request struct {
 	source *source
 	origin string
 	room   hold
+	// calls were made messages of.
+	calls int
+	// span and what names it to deliveries are zero while there is no tracing.
+	span        trace.Span
+	traceParent string
 }
 
 // ServeHTTP answers one request.
@@ -242,6 +250,9 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		h.answer(w, refuse(http.StatusMethodNotAllowed, codeMethod, "calls are sent with POST"))
 		return
 	}
+	if h.Tracer != nil {
+		h.trace(&q, path, begin)
+	}
 	rejected, bad := h.safely(w, &q, typ, begin)
 	if bad != nil {
 		if bad.status == http.StatusUnauthorized && q.origin == "" {
@@ -255,6 +266,9 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		_, _ = w.Write(success(rejected))
 	}
 	h.metrics.duration.WithLabelValues(statusClass(bad)).Observe(h.Now().Sub(begin).Seconds())
+	if q.span != nil {
+		q.endTrace(bad)
+	}
 }
 
 // safely keeps a fault of ours in one request.
@@ -351,13 +365,14 @@ func (h *Handler) prepare(w http.ResponseWriter, q *request, typ event.Type, now
 	if bad := h.limit(q, len(batch.Calls)); bad != nil {
 		return nil, nil, bad
 	}
+	q.calls = len(batch.Calls)
 	messages := make([]queue.Message, len(batch.Calls))
 	begin := time.Now()
 	for i := range batch.Calls {
 		c := &batch.Calls[i]
 		messages[i] = queue.Message{
 			Source: q.source.key, ID: c.MessageID, Type: string(c.Type), AcceptedAt: now,
-			Skip: h.Skip(q.ref, c), Body: c.Body,
+			Skip: h.Skip(q.ref, c), TraceParent: q.traceParent, Body: c.Body,
 		}
 		if c.Type == event.Track {
 			messages[i].Event = c.Event

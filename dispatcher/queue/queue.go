@@ -43,6 +43,9 @@ type Message struct {
 	// redelivery); other lanes pass over it without counting it, and its ID is not
 	// looked for among duplicates.
 	Only string
+	// TraceParent names the span that took the message, as W3C's header
+	// traceparent does; empty while there is no tracing.
+	TraceParent string
 	// Body is the canonical JSON: the exact bytes to send.
 	Body []byte
 }
@@ -53,10 +56,10 @@ type Delivery struct {
 	Lane LaneID
 	// Seq is the message's position in its Source's log, counted from 1.
 	Seq uint64
-	// ID, Type and Event as appended. Body must not be changed.
-	ID, Type, Event string
-	Body            []byte
-	AcceptedAt      time.Time
+	// ID, Type, Event and TraceParent as appended. Body must not be changed.
+	ID, Type, Event, TraceParent string
+	Body                         []byte
+	AcceptedAt                   time.Time
 	// Attempt counts the attempts that failed before this lease; 0 on the first try.
 	Attempt int
 }

@@ -178,6 +178,8 @@ func TestRefusedValues(t *testing.T) {
 		"log level":             {"operator.logLevel=verbose", "at '/operator/logLevel': value must be one of 'debug', 'info', 'warn', 'error'"},
 		"URL as egress":         {"egressAllow={https://hooks.example}", "at '/egressAllow/0': 'https://hooks.example' does not match pattern '^(?<network_or_address_or_host_name_without_scheme>"},
 		"proxy, a host name":    {"dispatcher.trustedProxies={proxy.internal}", "at '/dispatcher/trustedProxies/0': 'proxy.internal' does not match pattern '^(?<network_such_as_10_0_0_0_slash_8_or_address>"},
+		"collector, no scheme":  {"tracing.endpoint=collector:4318", "at '/tracing/endpoint': 'collector:4318' does not match pattern '^(?<URL_such_as_http_collector_4318>"},
+		"share of traces":       {"tracing.sampleRatio=10", "at '/tracing/sampleRatio': maximum: got 10, want 1"},
 		"shared volume":         {"dispatcher.persistence.accessModes={ReadWriteMany}", "at '/dispatcher/persistence/accessModes/0': value must be one of 'ReadWriteOnce', 'ReadWriteOncePod'"},
 		"label not text":        {"commonLabels.a=true", "at '/commonLabels/a': got boolean, want string"},
 		"label with a space":    {"commonLabels.my team=a", "does not match pattern '^(?<label_name_such_as_team_or_example_dot_com_slash_team>"},

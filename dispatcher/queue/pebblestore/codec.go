@@ -88,17 +88,25 @@ func appendString[T string | []byte](dst []byte, s T) []byte {
 
 // A message in a log:
 //
-//	acceptedAt(8) bytesBefore(8) type(1) id [type] event skip... only body
+//	acceptedAt(8) bytesBefore(8) type(1) [traceparent] id [type] event skip... only body
 //
+// The highest bit of the type says that there is a traceparent; releases before
+// tracing cannot read such a message, which is why others are without it.
 // bytesBefore counts the bytes of all messages before it in the log, so that
 // the size of any part of a log is known from two records.
-const recordHead = 17
+const (
+	recordHead = 17
+	traced     = 0x80
+)
 
 func recordSize(m *queue.Message) int {
 	n := recordHead + uvarintLen(len(m.ID)) + len(m.ID) + uvarintLen(len(m.Event)) + len(m.Event) +
 		uvarintLen(len(m.Skip)) + uvarintLen(len(m.Only)) + len(m.Only) + len(m.Body)
 	if typeCode(m.Type) == 0 {
 		n += uvarintLen(len(m.Type)) + len(m.Type)
+	}
+	if m.TraceParent != "" {
+		n += uvarintLen(len(m.TraceParent)) + len(m.TraceParent)
 	}
 	for _, s := range m.Skip {
 		n += uvarintLen(len(s)) + len(s)
@@ -118,7 +126,11 @@ func appendRecord(dst []byte, m *queue.Message, bytesBefore uint64) []byte {
 	dst = binary.BigEndian.AppendUint64(dst, uint64(m.AcceptedAt.UnixMilli()))
 	dst = binary.BigEndian.AppendUint64(dst, bytesBefore)
 	code := typeCode(m.Type)
-	dst = append(dst, code)
+	if m.TraceParent == "" {
+		dst = append(dst, code)
+	} else {
+		dst = appendString(append(dst, code|traced), m.TraceParent)
+	}
 	dst = appendString(dst, m.ID)
 	if code == 0 {
 		dst = appendString(dst, m.Type)
@@ -137,6 +149,7 @@ type record struct {
 	acceptedAt  int64
 	bytesBefore uint64
 	code        byte
+	trace       []byte
 	id, typ     []byte
 	event       []byte
 	skips       uint64
@@ -160,10 +173,14 @@ func (r *record) decode(v []byte) error {
 	d := decoder{b: v}
 	r.acceptedAt = int64(d.fixed64())
 	r.bytesBefore = d.fixed64()
-	r.code = d.byte()
+	r.code, r.trace = d.byte(), nil
 	if r.lost = r.code == codeLost; r.lost {
 		r.code, r.body = 0, d.b
 		return d.err()
+	}
+	if r.code&traced != 0 {
+		r.code &^= traced
+		r.trace = d.bytes()
 	}
 	r.id = d.bytes()
 	r.typ = nil

@@ -36,12 +36,12 @@ type readBuffer struct {
 
 // piece is a message that was read; its parts lie one after the other in bytes.
 type piece struct {
-	seq                  uint64
-	acceptedAt           int64
-	code                 byte
-	start                int
-	id, typ, event, body int // Lengths.
-	attempt              int
+	seq                         uint64
+	acceptedAt                  int64
+	code                        byte
+	start                       int
+	id, typ, event, trace, body int // Lengths.
+	attempt                     int
 }
 
 var readBuffers = sync.Pool{New: func() any { return new(readBuffer) }}
@@ -175,10 +175,11 @@ func (r *reader) readOnce(seq uint64) (rec record, err error) {
 
 func (r *reader) keep(seq uint64, rec *record, attempt int) {
 	p := piece{seq: seq, acceptedAt: rec.acceptedAt, code: rec.code, start: len(r.bytes), attempt: attempt,
-		id: len(rec.id), typ: len(rec.typ), event: len(rec.event), body: len(rec.body)}
+		id: len(rec.id), typ: len(rec.typ), event: len(rec.event), trace: len(rec.trace), body: len(rec.body)}
 	r.bytes = append(r.bytes, rec.id...)
 	r.bytes = append(r.bytes, rec.typ...)
 	r.bytes = append(r.bytes, rec.event...)
+	r.bytes = append(r.bytes, rec.trace...)
 	r.bytes = append(r.bytes, rec.body...)
 	r.got = append(r.got, p)
 }
@@ -206,7 +207,7 @@ func (r *reader) deliveries(buf []queue.Delivery) []queue.Delivery {
 		if d.Type = types[p.code]; p.code == 0 {
 			d.Type = str(p.typ)
 		}
-		d.Event = str(p.event)
+		d.Event, d.TraceParent = str(p.event), str(p.trace)
 		d.Body = b[:p.body:p.body]
 		buf = append(buf, d)
 	}

@@ -266,9 +266,11 @@ func (x *suite) fieldsSurvive() {
 		{Source: source, ID: strings.Repeat("i", 100), Type: "track", Event: strings.Repeat("é", 500), AcceptedAt: at, Body: bytes.Repeat([]byte{0, 1, 255}, 30_000), Skip: []string{mail, "x"}},
 		{Source: source, ID: "b", Type: "a new type", Event: "e", AcceptedAt: at, Body: []byte("{}"), Only: crm},
 		{Source: source, ID: "c", Type: "delete", AcceptedAt: at, Body: []byte("{}")},
+		{Source: source, ID: "d", Type: "track", Event: "e", TraceParent: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", AcceptedAt: at, Body: []byte("{}")},
+		{Source: source, ID: "e", Type: "a new type", TraceParent: "t", AcceptedAt: at},
 	} {
 		x.append(m)
-		want = append(want, queue.Delivery{Lane: lane, Seq: uint64(i + 1), ID: m.ID, Type: m.Type, Event: m.Event, Body: m.Body, AcceptedAt: at})
+		want = append(want, queue.Delivery{Lane: lane, Seq: uint64(i + 1), ID: m.ID, Type: m.Type, Event: m.Event, TraceParent: m.TraceParent, Body: m.Body, AcceptedAt: at})
 	}
 	x.equal("deliveries", x.lease(lane, 10), want)
 	x.reopenStore()

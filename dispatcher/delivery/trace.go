@@ -1,0 +1,49 @@
+package delivery
+
+import (
+	"time"
+
+	"go.opentelemetry.io/otel/attribute"
+	"go.opentelemetry.io/otel/codes"
+	"go.opentelemetry.io/otel/trace"
+
+	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/tracing"
+)
+
+// trace begins an attempt's span, as a child of that which took the message,
+// and names it to the receiver. A message without one begins a trace.
+func (e *Engine) trace(w *worker, started time.Time) trace.Span {
+	p := &w.post
+	_, span := e.o.Tracer.Start(tracing.From(e.hard, p.message.TraceParent), "POST "+p.target.destination.key,
+		trace.WithSpanKind(trace.SpanKindClient), trace.WithTimestamp(started))
+	if parent := tracing.Parent(span); parent != "" {
+		w.headers = append(w.headers, egress.Header{Name: tracing.Header, Value: parent})
+	}
+	return span
+}
+
+// endTrace ends it. The URL is a credential, and stays out.
+func endTrace(span trace.Span, p *post, r *ended, s settlement) {
+	if !span.IsRecording() {
+		return
+	}
+	d := p.target.destination
+	_, source := split(p.message.Lane.Source)
+	span.SetAttributes(
+		attribute.String("http.request.method", "POST"), attribute.Int("http.request.resend_count", p.message.Attempt),
+		attribute.String("posthorn.namespace", d.namespace), attribute.String("posthorn.source", source),
+		attribute.String("posthorn.destination", d.name), attribute.String("posthorn.endpoint", p.target.name),
+		attribute.String("posthorn.message_id", p.message.ID), attribute.String("posthorn.outcome", s.String()))
+	if r.StatusCode != 0 {
+		span.SetAttributes(attribute.Int("http.response.status_code", r.StatusCode))
+	}
+	if r.RemoteAddr != "" {
+		span.SetAttributes(attribute.String("network.peer.address", r.RemoteAddr))
+	}
+	if r.outcome().Failed() {
+		span.SetAttributes(attribute.String("error.type", string(r.Reason)))
+		span.SetStatus(codes.Error, r.Message)
+	}
+	span.End(trace.WithTimestamp(r.at))
+}

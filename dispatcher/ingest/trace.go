@@ -1,0 +1,36 @@
+package ingest
+
+import (
+	"time"
+
+	"go.opentelemetry.io/otel/attribute"
+	otelcodes "go.opentelemetry.io/otel/codes"
+	"go.opentelemetry.io/otel/trace"
+
+	"github.com/posthorn/posthorn/dispatcher/tracing"
+)
+
+// trace begins a request's span, as a child of the caller's. The messages of
+// the request name it to their deliveries.
+func (h *Handler) trace(q *request, path string, begin time.Time) {
+	_, q.span = h.Tracer.Start(tracing.FromRequest(q.Context(), q.Header), q.Method+" "+path,
+		trace.WithSpanKind(trace.SpanKindServer), trace.WithTimestamp(begin),
+		trace.WithAttributes(attribute.String("http.request.method", q.Method), attribute.String("http.route", path)))
+	q.traceParent = tracing.Parent(q.span)
+}
+
+// endTrace ends it. It tells nothing of what was sent.
+func (q *request) endTrace(bad *refusal) {
+	status := 200
+	if bad != nil {
+		status = bad.status
+		q.span.SetAttributes(attribute.String("error.type", bad.code))
+		if status >= 500 { // What is wrong with a call is no error of the server's.
+			q.span.SetStatus(otelcodes.Error, bad.message)
+		}
+	}
+	q.span.SetAttributes(
+		attribute.Int("http.response.status_code", status), attribute.Int("posthorn.calls", q.calls),
+		attribute.String("posthorn.namespace", q.source.namespace), attribute.String("posthorn.source", q.source.name))
+	q.span.End()
+}
