@@ -50,7 +50,7 @@ test: ## Run all tests, race detector on, against a real kube-apiserver and etcd
 
 .PHONY: e2e
 e2e: ## Run the suite on a real cluster of its own (root, Debian); CLUSTER=kind for kind.
-	CLUSTER=$(or $(CLUSTER),local) hack/e2e $(if $(RUN),-ginkgo.focus='$(RUN)')
+	CLUSTER=$(or $(CLUSTER),local) hack/e2e $(if $(RUN),--focus='$(RUN)')
 
 .PHONY: bench
 bench: ## Print speed: delivery, syncs of audiences, a cluster, reading calls, the client library.

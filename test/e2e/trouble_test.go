@@ -3,136 +3,83 @@
 package e2e
 
 import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
 	. "github.com/onsi/ginkgo/v2"
 	. "github.com/onsi/gomega"
 )
 
-// ready waits until a workload of the release has all its pods ready.
-func ready(workload string) {
-	GinkgoHelper()
-	kubectl("-n", system, "rollout", "status", workload, "--timeout=3m")
-}
-
-const (
-	dispatcher = "statefulset/posthorn-dispatcher"
-	operator   = "deployment/posthorn-operator"
-)
-
-// running is a tenant with one destination that is Ready and its sink.
-func running(name string) (tenant, sink) {
-	GinkgoHelper()
-	t := newTenant(name)
-	t.secret("crm", "secret", "s3cret")
-	s := t.newSink("crm", "s3cret")
-	t.destination("crm", s.url(), "")
-	t.waitReady("psrc/web", "whd/crm")
-	return t, s
-}
-
 var _ = Describe("Nothing is lost", Serial, func() {
-	It("when the dispatcher is killed under load", func() {
+	It("when the dispatcher is killed under load, and its volume comes back", func() {
 		t, s := running("killed")
-		t.load("kill", 1500, 100)
+		volume := func() string {
+			return kubectl("-n", system, "get", "pvc/data-posthorn-dispatcher-0", "-o", "jsonpath={.spec.volumeName}")
+		}
+		before := volume()
+		load := t.load(100)
 		for range 2 {
-			Eventually(func() int { return len(s.received()) }).Should(BeNumerically(">", 50))
-			before := kubectl("-n", system, "get", "pod/posthorn-dispatcher-0", "-o", "jsonpath={.metadata.uid}")
-			// One second of grace ends in SIGKILL in the midst of the shutdown.
-			kubectl("-n", system, "delete", "pod/posthorn-dispatcher-0", "--grace-period=1", "--timeout=2m")
-			Eventually(func() string {
-				out, _ := command("", "kubectl", "-n", system, "get", "pod/posthorn-dispatcher-0", "-o", "jsonpath={.metadata.uid}")
-				return out
-			}).ShouldNot(Or(BeEmpty(), Equal(before)))
+			had := len(s.received())
+			Eventually(func() int { return len(s.received()) }).Should(BeNumerically(">", had+100))
+			killDispatcher()
 			ready(dispatcher)
 		}
-		t.loaded("kill", 1500, s)
+
+		load.arrived(s)
+
+		By("killing it once more, while messages wait")
+		s.stop()
+		var batch []string
+		for i := range 50 {
+			batch = append(batch, fmt.Sprintf(`{"type":"track","userId":"u1","event":"Waiting","messageId":"waiting-%d"}`, i))
+		}
+		out, err := t.posthorn("", "send", "batch", "--endpoint="+ingest, `--json={"batch":[`+strings.Join(batch, ",")+`]}`)
+		Expect(err).NotTo(HaveOccurred(), out)
+		killDispatcher()
+		s.start("s3cret")
+		Eventually(func() int {
+			ids := s.ids()["Waiting"]
+			slices.Sort(ids)
+			return len(slices.Compact(ids))
+		}).Should(Equal(len(batch)))
+		Expect(volume()).To(Equal(before))
 		t.waitReady("whd/crm")
 	})
 
-	It("when the dispatcher is killed while messages wait", func() {
-		t, s := running("waiting")
-		s.stop()
-		t.load("wait", 200, 100)
-		Expect(t.finished("load-wait", defaultWait)).To(Equal("0"))
-		kubectl("-n", system, "delete", "pod/posthorn-dispatcher-0", "--grace-period=1", "--timeout=2m")
-		s.start("s3cret")
-		t.loaded("wait", 200, s)
-	})
-
-	It("when the operator is away, and dispatchers restart without it", func() {
+	It("when the operator is killed and stays away, and dispatchers restart without it", func() {
 		t, s := running("headless")
-		kubectl("-n", system, "scale", operator, "--replicas=0")
 		DeferCleanup(func() {
 			kubectl("-n", system, "scale", operator, "--replicas=1")
 			ready(operator)
 		})
-		kubectl("-n", system, "wait", "--for=delete", "pod", "-l", "app.kubernetes.io/component=operator", "--timeout=2m")
+		kubectl("-n", system, "scale", operator, "--replicas=0")
+		kubectl("-n", system, "delete", "pod", "-l", "app.kubernetes.io/component=operator", "--grace-period=1", "--timeout=2m")
+		Expect(pods("operator")).To(BeEmpty())
 		t.send("Without operator")
 		s.eventually("Without operator")
 
 		By("restarting the dispatcher")
-		kubectl("-n", system, "delete", "pod/posthorn-dispatcher-0", "--timeout=2m")
+		killDispatcher()
 		ready(dispatcher)
 		t.send("After restart")
 		s.eventually("After restart")
 
 		By("changing the destination meanwhile: it takes effect when the operator is back")
 		other := t.newSink("other", "s3cret")
-		t.destination("crm", other.url(), "")
-		kubectl("-n", system, "scale", operator, "--replicas=1")
-		ready(operator)
-		t.waitGeneration("whd/crm")
+		t.inEffect("whd/crm", func() {
+			t.destination("crm", other.url(), "")
+			kubectl("-n", system, "scale", operator, "--replicas=1")
+		})
 		t.send("Operator is back")
 		other.eventually("Operator is back")
-	})
-
-	It("when the dispatchers are scaled to 3 and back", func() {
-		t, s := running("scaled")
-		t.load("scale", 2000, 50)
-		kubectl("-n", system, "scale", dispatcher, "--replicas=3")
-		ready(dispatcher)
-		Eventually(func() string {
-			return t.field("whd/crm", "{.status.dispatchers.ready}/{.status.dispatchers.programmed}")
-		}).Should(Equal("3/3"))
-		t.waitReady("whd/crm", "psrc/web")
-
-		By("scaling back while calls flow")
-		kubectl("-n", system, "scale", dispatcher, "--replicas=1")
-		Eventually(func() string {
-			return kubectl("-n", system, "get", "pods", "-l", "app.kubernetes.io/component=dispatcher", "-o", "name")
-		}).Should(Equal("pod/posthorn-dispatcher-0\n"))
-		t.loaded("scale", 2000, s)
-		Eventually(func() string {
-			return t.field("whd/crm", "{.status.dispatchers.ready}/{.status.dispatchers.programmed}")
-		}).Should(Equal("1/1"))
-	})
-
-	It("when the release is upgraded and rolled back while calls flow", func() {
-		t, s := running("upgraded")
-		t.load("upgrade", 2000, 40)
-		install("image.tag=" + env("E2E_NEXT_TAG"))
-		Expect(image()).To(HaveSuffix(":" + env("E2E_NEXT_TAG")))
-		t.send("On the next version")
-		s.eventually("On the next version")
-		helm("rollback", release, "-n", system, "--wait", "--timeout", "3m")
-		Expect(image()).To(HaveSuffix(":" + env("E2E_TAG")))
-		t.loaded("upgrade", 2000, s)
-		t.waitReady("whd/crm", "psrc/web")
-	})
-
-	It("when the release is uninstalled and installed again", func() {
-		t, s := running("reinstalled")
-		s.stop()
-		t.send("Before the uninstall")
-		Eventually(func() string { return t.field("whd/crm", "{.status.delivery.pending}") }).Should(Equal("1"))
-		helm("uninstall", release, "-n", system, "--wait", "--timeout", "3m")
-		Expect(t.kubectl("get", "psrc,whd", "-o", "name")).To(ContainSubstring("webhookdestination.posthorn.dev/crm"), "resources must survive")
-		Expect(kubectl("-n", system, "get", "pvc", "-o", "name")).To(ContainSubstring("data-posthorn-dispatcher-0"), "volumes must survive")
-		install()
-		s.start("s3cret")
-		s.eventually("Before the uninstall")
-		t.waitReady("psrc/web", "whd/crm")
-		t.send("After it")
-		s.eventually("After it")
 	})
 })
 
@@ -155,12 +102,130 @@ var _ = Describe("A namespace", Serial, func() {
 		t.waitReady("psrc/web", "whd/crm")
 		t.send("Second life")
 		s.eventually("Second life")
-		Expect(s.events()).NotTo(ContainElement("First life"))
+		Expect(s.ids()).NotTo(HaveKey("First life"))
 	})
 })
 
-// image is what the dispatcher runs.
-func image() string {
+// identity is what keeps a deleted object from being created again.
+var identity = regexp.MustCompile(`(?m)^  (resourceVersion|uid|creationTimestamp): .*\n`)
+
+// without deletes an object, and returns what creates it again.
+func without(args ...string) (restore func()) {
 	GinkgoHelper()
-	return kubectl("-n", system, "get", "pod/posthorn-dispatcher-0", "-o", "jsonpath={.spec.containers[0].image}")
+	manifest := identity.ReplaceAllString(kubectl(append([]string{"get", "-o", "yaml"}, args...)...), "")
+	kubectl(append([]string{"delete"}, args...)...)
+	restored := false
+	restore = func() {
+		if !restored {
+			restored = true
+			apply("", manifest)
+		}
+	}
+	DeferCleanup(restore)
+	return restore
+}
+
+var _ = Describe("Posthorn recovers without a restart", Serial, func() {
+	It("when its rights were cut down by hand", func() {
+		t, s := running("rights")
+		before := pods("operator") + pods("dispatcher")
+		logs := func(workload string) func() string {
+			start := time.Now().UTC().Format(time.RFC3339)
+			return func() string { return kubectl("-n", system, "logs", workload, "--since-time="+start) }
+		}
+		other := t.newSink("other", "s3cret")
+
+		By("the operator's: deliveries go on with the last config")
+		t.inEffect("whd/crm", func() {
+			said := logs(operator)
+			restore := without("clusterrolebinding", system+"-posthorn-operator")
+			t.destination("crm", other.url(), "")
+			t.send("Without rights")
+			s.eventually("Without rights")
+			Eventually(said).Should(ContainSubstring("forbidden"), "the log must say what is missing")
+			restore()
+		})
+		t.send("With rights")
+		other.eventually("With rights")
+
+		By("the dispatcher's: it delivers, and lets nobody look whom it cannot ask about")
+		said := logs(dispatcher)
+		restore := without("clusterrolebinding", system+"-posthorn-dispatcher")
+		look := func() error {
+			_, err := command("", "kubectl", "posthorn", "attempts", "crm", "-n", t.namespace)
+			return err
+		}
+		Expect(look()).NotTo(Succeed())
+		Eventually(said).Should(ContainSubstring("tokenreviews.authentication.k8s.io is forbidden"), "the log must say what is missing")
+		t.send("Dispatcher without rights")
+		other.eventually("Dispatcher without rights")
+		restore()
+		Eventually(look).Should(Succeed())
+		Expect(pods("operator")+pods("dispatcher")).To(Equal(before), "something was restarted")
+	})
+
+	It("when the API server goes away and comes back", func() {
+		stop, start := apiServer()
+		t, s := running("away")
+		before := pods("dispatcher")
+		load := t.load(50)
+		Eventually(func() int { return len(s.received()) }).Should(BeNumerically(">", 50))
+		stop()
+		time.Sleep(15 * time.Second) // longer than the operator's lease is renewed for
+		start()
+		t.send("Back") // first of all, before anything is mended
+		s.eventually("Back")
+		load.arrived(s)
+
+		By("changing the destination")
+		other := t.newSink("other", "s3cret")
+		t.inEffect("whd/crm", func() { t.destination("crm", other.url(), "") })
+		t.send("Changed")
+		other.eventually("Changed")
+		Expect(pods("dispatcher")).To(Equal(before), "the dispatcher was restarted")
+	})
+})
+
+// apiServer returns what kills the local cluster's API server and starts it again.
+func apiServer() (stop, start func()) {
+	GinkgoHelper()
+	dir := os.Getenv("CLUSTER_DIR")
+	if dir == "" {
+		Skip("only the local cluster's API server can be stopped")
+	}
+	pid := func() int {
+		text, err := os.ReadFile(filepath.Join(dir, "pids", "apiserver"))
+		Expect(err).NotTo(HaveOccurred())
+		pid, err := strconv.Atoi(strings.TrimSpace(string(text)))
+		Expect(err).NotTo(HaveOccurred())
+		return pid
+	}
+	stopped := false
+	stop = func() {
+		GinkgoHelper()
+		// The process that hack/cluster/up started for this cluster, and no other.
+		name, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid()), "comm"))
+		Expect(err).NotTo(HaveOccurred())
+		Expect(strings.TrimSpace(string(name))).To(Equal("kube-apiserver"))
+		By("killing the API server")
+		Expect(syscall.Kill(pid(), syscall.SIGKILL)).To(Succeed())
+		stopped = true
+	}
+	start = func() {
+		GinkgoHelper()
+		if !stopped {
+			return
+		}
+		stopped = false
+		By("starting the API server")
+		cmd := exec.Command(filepath.Join(dir, "run", "apiserver"))
+		cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true} // it outlives the suite
+		Expect(cmd.Start()).To(Succeed())
+		Eventually(func() error {
+			_, err := command("", "kubectl", "get", "--raw", "/readyz")
+			return err
+		}).Should(Succeed())
+	}
+	DeferCleanup(func() { start() })
+	return stop, start
 }

@@ -1,9 +1,11 @@
 // Command tool is what the suite runs in pods besides posthorn itself.
 //
-// With -listen it receives requests and prints them, headers included.
-// Otherwise it sends track calls at a steady rate, each until it is
+// With -listen it receives requests and prints them, headers and exact body.
+// With -stop it tells the sender in the same pod to stop. Otherwise it sends
+// track calls at a steady rate until it is told to stop, each until it is
 // acknowledged, and fails when one never was. What it sent is known by its
-// messageIds: PREFIX-0 to PREFIX-(calls-1).
+// messageIds: PREFIX-0 to PREFIX-(N-1), where N is the number that it prints
+// first at its end.
 package main
 
 import (
@@ -14,23 +16,32 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"os/signal"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 )
 
 func main() {
 	url := flag.String("url", "", "where Posthorn takes calls")
 	prefix := flag.String("prefix", "call", "start of the messageIds")
-	calls := flag.Int("calls", 1, "how many calls to send")
 	rate := flag.Int("rate", 100, "calls per second")
 	patience := flag.Duration("patience", 3*time.Minute, "how long to try a call again")
 	listen := flag.String("listen", "", "address to receive on, instead of sending")
+	stop := flag.Bool("stop", false, "stop the sender of this pod")
 	flag.Parse()
-	if *listen != "" {
-		receive(*listen)
+	switch {
+	case *listen != "":
+		fail(receive(*listen))
+	case *stop:
+		if err := syscall.Kill(1, syscall.SIGINT); err != nil {
+			fail(err)
+		}
+		return
 	}
 
+	stopped, _ := signal.NotifyContext(context.Background(), syscall.SIGINT)
 	s := sender{url: strings.TrimSuffix(*url, "/") + "/v1/track", key: os.Getenv("POSTHORN_WRITE_KEY"), patience: *patience, client: &http.Client{Timeout: 10 * time.Second}}
 	ids := make(chan string)
 	var group sync.WaitGroup
@@ -42,7 +53,7 @@ func main() {
 		})
 	}
 	tick := time.NewTicker(time.Second / time.Duration(*rate))
-	for i := range *calls {
+	for i := 0; stopped.Err() == nil; i++ {
 		ids <- fmt.Sprintf("%s-%d", *prefix, i)
 		<-tick.C
 	}
@@ -54,10 +65,15 @@ func main() {
 	}
 }
 
+func fail(err error) {
+	fmt.Fprintln(os.Stderr, err)
+	os.Exit(1)
+}
+
 // receive prints requests until the process is killed.
-func receive(address string) {
+func receive(address string) error {
 	var mu sync.Mutex
-	err := http.ListenAndServe(address, http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+	return http.ListenAndServe(address, http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
 		body, err := io.ReadAll(r.Body)
 		if err != nil {
 			return
@@ -66,8 +82,6 @@ func receive(address string) {
 		defer mu.Unlock()
 		_ = json.NewEncoder(os.Stdout).Encode(map[string]any{"headers": r.Header, "body": string(body)})
 	}))
-	fmt.Fprintln(os.Stderr, err)
-	os.Exit(1)
 }
 
 type sender struct {

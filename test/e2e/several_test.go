@@ -1,0 +1,206 @@
+//go:build e2e
+
+package e2e
+
+import (
+	"fmt"
+	"strings"
+	"time"
+
+	. "github.com/onsi/ginkgo/v2"
+	. "github.com/onsi/gomega"
+)
+
+// member of the difference that a sync tells: a user and the trait's new value.
+type member struct {
+	user  string
+	value any
+}
+
+var _ = Describe("Several dispatchers", Serial, Ordered, func() {
+	var t tenant
+	var s sink
+	var calls load
+
+	podURL := func(n int) string {
+		return fmt.Sprintf("http://posthorn-dispatcher-%d.posthorn-dispatcher-pods.%s.svc.cluster.local:8080", n, system)
+	}
+
+	BeforeAll(func() {
+		t, s = running("scaled")
+		calls = t.load(20)
+		By("scaling to 3 while calls flow")
+		kubectl("-n", system, "scale", dispatcher, "--replicas=3")
+		DeferCleanup(func() { kubectl("-n", system, "scale", dispatcher, "--replicas=1") })
+		ready(dispatcher)
+	})
+
+	It("all take calls", func() {
+		Eventually(func() string {
+			return t.field("whd/crm", "{.status.dispatchers.ready}/{.status.dispatchers.programmed}")
+		}).Should(Equal("3/3"))
+		t.waitReady("whd/crm", "psrc/web")
+		for n := range 3 {
+			event := fmt.Sprintf("At %d", n)
+			out, err := t.posthorn("", "send", "track", "--endpoint="+podURL(n), "--user=u1", "--event="+event)
+			Expect(err).NotTo(HaveOccurred(), out)
+			s.eventually(event)
+		}
+	})
+
+	It("refuse a suppressed user's calls, each of them", func() {
+		t.apply(`{apiVersion: posthorn.dev/v1alpha1, kind: DeletionRequest, metadata: {name: gone}, spec: {userId: gone, suppress: true}}`)
+		t.kubectl("wait", "--for=condition=Finished", "--timeout=90s", "pdel/gone")
+		t.waitReady("pdel/gone") // every pod has it
+		for n := range 3 {
+			out, err := t.posthorn("", "send", "track", "--endpoint="+podURL(n), "--user=gone", "--event=No")
+			Expect(err).To(HaveOccurred())
+			Expect(out).To(And(HavePrefix("403"), ContainSubstring("user_suppressed")))
+		}
+	})
+
+	It("keep one state of an audience, which the restart of its owner does not lose", func() {
+		a := newTenant("audiences")
+		a.secret("crm", "secret", "s3cret")
+		js := a.newRecorder("js")
+		a.destination("crm", js.url(), "")
+		a.apply(`
+apiVersion: posthorn.dev/v1alpha1
+kind: Audience
+metadata: {name: shoppers}
+spec: {source: web, name: First Time Shoppers}
+---
+apiVersion: posthorn.dev/v1alpha1
+kind: Audience
+metadata: {name: spend}
+spec: {source: web, name: spend, kind: ComputedTrait}
+`)
+		a.waitReady("psrc/web", "whd/crm", "paud/shoppers", "paud/spend")
+		Expect(a.field("paud/shoppers", "{.status.key}")).To(Equal("first_time_shoppers"))
+
+		sync := func(endpoint, key string, lines []string, flags ...string) (string, error) {
+			return a.posthorn(strings.Join(lines, "\n"), append([]string{"audience", "sync", key, "-", "--endpoint=" + endpoint}, flags...)...)
+		}
+		users := func(from, to int) (lines []string) {
+			for i := from; i < to; i++ {
+				lines = append(lines, fmt.Sprintf(`{"userId":"u%d"}`, i))
+			}
+			return lines
+		}
+		// told are the changes of a trait that the receiver was told of, each with how often.
+		told := func(key string) map[member]int {
+			GinkgoHelper()
+			changes := map[member]int{}
+			for _, v := range js.verified("s3cret") {
+				Expect(v.Message["type"]).To(Equal("identify"))
+				traits := v.Message["traits"].(map[string]any)
+				if value, ok := traits[key]; ok {
+					Expect(traits).To(HaveLen(1))
+					changes[member{v.Message["userId"].(string), value}]++
+				}
+			}
+			return changes
+		}
+		// eventuallyTold waits until exactly these changes were told, at least once each.
+		eventuallyTold := func(key string, want map[member]bool) {
+			GinkgoHelper()
+			Eventually(func() error {
+				got := told(key)
+				for m := range got {
+					if !want[m] {
+						return StopTrying(fmt.Sprintf("%s was told %v", m.user, m.value))
+					}
+				}
+				if len(got) != len(want) {
+					return fmt.Errorf("%d changes were told, want %d", len(got), len(want))
+				}
+				return nil
+			}, defaultWait, time.Second).Should(Succeed())
+		}
+
+		By("the first sync, through a pod that is not the owner: everybody is told")
+		want := map[member]bool{}
+		out, err := sync(podURL(1), "first_time_shoppers", users(0, 100))
+		Expect(err).NotTo(HaveOccurred())
+		Expect(out).To(ContainSubstring("members 100, added 100, removed 0"))
+		for i := range 100 {
+			want[member{fmt.Sprintf("u%d", i), true}] = true
+		}
+		eventuallyTold("first_time_shoppers", want)
+
+		By("the second, through the Service: who joined and who left, nobody else")
+		out, err = sync(ingest, "first_time_shoppers", users(10, 105))
+		Expect(err).NotTo(HaveOccurred())
+		Expect(out).To(ContainSubstring("members 95, added 5, removed 10"))
+		for i := range 5 {
+			want[member{fmt.Sprintf("u%d", 100+i), true}] = true
+		}
+		for i := range 10 {
+			want[member{fmt.Sprintf("u%d", i), false}] = true
+		}
+		eventuallyTold("first_time_shoppers", want)
+
+		By("a snapshot that would remove most, a bad line, an unknown audience, a wrong key: nothing changes")
+		for _, c := range []struct {
+			key, says string
+			lines     []string
+			flags     []string
+		}{
+			{"first_time_shoppers", "too_many_removals", users(10, 20), nil},
+			{"first_time_shoppers", "empty_snapshot", nil, nil},
+			{"first_time_shoppers", "(invalid_json): line 96", append(users(10, 105), "{"), nil},
+			{"nobody", "unknown_audience", users(0, 1), nil},
+			{"first_time_shoppers", "unknown_write_key", users(0, 1), []string{"--write-key=wrong"}},
+		} {
+			_, err := sync(ingest, c.key, c.lines, c.flags...)
+			Expect(err).To(MatchError(ContainSubstring(c.says)))
+		}
+		a.eventually("paud/shoppers", "Synced", "False/SyncRefused")
+		out, err = sync(podURL(2), "first_time_shoppers", users(10, 105), "--dry-run")
+		Expect(err).NotTo(HaveOccurred())
+		Expect(out).To(ContainSubstring("members 95, added 0, removed 0"))
+
+		By("killing the owner right after it took a sync of 2,000")
+		out, err = sync(podURL(2), "first_time_shoppers", users(10, 2000))
+		Expect(err).NotTo(HaveOccurred())
+		Expect(out).To(ContainSubstring("members 1990, added 1895, removed 0"))
+		killDispatcher()
+		for i := range 1895 {
+			want[member{fmt.Sprintf("u%d", 105+i), true}] = true
+		}
+
+		By("syncing while it is away, until it is back: a computed trait")
+		Eventually(func() error {
+			out, err := sync(podURL(1), "spend", []string{`{"userId":"u1","value":12.5}`, `{"userId":"u2","value":"lots"}`})
+			if err == nil {
+				Expect(out).To(ContainSubstring("members 2, added 2"))
+				return nil
+			}
+			Expect(err).To(MatchError(MatchRegexp("owner_unreachable|not_ready|unknown_audience|unknown_write_key")), "the answer must say that it is to be tried again")
+			return err
+		}).Should(Succeed())
+		ready(dispatcher)
+		eventuallyTold("spend", map[member]bool{{"u1", 12.5}: true, {"u2", "lots"}: true})
+		eventuallyTold("first_time_shoppers", want)
+
+		By("the state has survived: one who leaves is told, nobody else")
+		out, err = sync(ingest, "first_time_shoppers", users(11, 2000))
+		Expect(err).NotTo(HaveOccurred())
+		Expect(out).To(ContainSubstring("members 1989, added 0, removed 1"))
+		want[member{"u10", false}] = true
+		eventuallyTold("first_time_shoppers", want)
+		a.eventually("paud/shoppers", "Synced", "True/Synced")
+		Eventually(func() string { return a.kubectl("get", "paud") }).Should(MatchRegexp(`(?m)^shoppers\s+True\s+True\s+1989\s+0\s+1\s`))
+	})
+
+	It("are drained when they are scaled back while calls flow", func() {
+		kubectl("-n", system, "scale", dispatcher, "--replicas=1")
+		Eventually(func() string {
+			return kubectl("-n", system, "get", "pods", "-l", "app.kubernetes.io/component=dispatcher", "-o", "name")
+		}).Should(Equal("pod/posthorn-dispatcher-0\n"))
+		calls.arrived(s)
+		Eventually(func() string {
+			return t.field("whd/crm", "{.status.dispatchers.ready}/{.status.dispatchers.programmed}")
+		}).Should(Equal("1/1"))
+	})
+})

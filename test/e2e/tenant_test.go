@@ -1,0 +1,374 @@
+//go:build e2e
+
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"time"
+
+	. "github.com/onsi/ginkgo/v2"
+	. "github.com/onsi/gomega"
+)
+
+// tenant is a namespace of a user's, with a Source "web", its write key, and a
+// pod "caller" that sends calls.
+type tenant struct{ namespace, key string }
+
+// newTenant makes a namespace, and removes it after the spec.
+func newTenant(name string) tenant {
+	GinkgoHelper()
+	t := tenant{namespace: name, key: "key-of-" + name}
+	t.create()
+	DeferCleanup(func() {
+		if !CurrentSpecReport().Failed() { // what it looked like then is kept for who reads the logs
+			kubectl("delete", "namespace", name, "--ignore-not-found", "--wait=false")
+		}
+	})
+	return t
+}
+
+func (t tenant) create() {
+	GinkgoHelper()
+	apply("", `{apiVersion: v1, kind: Namespace, metadata: {name: `+t.namespace+`, labels: {pod-security.kubernetes.io/enforce: restricted}}}`)
+	t.secret("web-key", "writeKey", t.key)
+	t.source("web")
+	t.kubectl("wait", "--for=create", "--timeout=30s", "serviceaccount/default") // no pod before that
+	t.pod("caller", posthornImage(), "sink", "--listen=:9000", "--output=none")
+}
+
+// running is a tenant with one destination that is Ready and its sink.
+func running(name string) (tenant, sink) {
+	GinkgoHelper()
+	t := newTenant(name)
+	t.secret("crm", "secret", "s3cret")
+	s := t.newSink("crm", "s3cret")
+	t.destination("crm", s.url(), "")
+	t.waitReady("psrc/web", "whd/crm")
+	return t, s
+}
+
+func (t tenant) kubectl(args ...string) string {
+	GinkgoHelper()
+	return kubectl(append([]string{"-n", t.namespace}, args...)...)
+}
+
+func (t tenant) apply(manifest string) {
+	GinkgoHelper()
+	apply(t.namespace, manifest)
+}
+
+// secret creates or changes a Secret with pairs of key and value.
+func (t tenant) secret(name string, pairs ...string) {
+	GinkgoHelper()
+	data := map[string]string{}
+	for i := 0; i < len(pairs); i += 2 {
+		data[pairs[i]] = pairs[i+1]
+	}
+	text, err := json.Marshal(map[string]any{"apiVersion": "v1", "kind": "Secret", "metadata": map[string]string{"name": name}, "stringData": data})
+	Expect(err).NotTo(HaveOccurred())
+	t.apply(string(text))
+}
+
+// source declares a Source whose write key is in Secret NAME-key.
+func (t tenant) source(name string) {
+	GinkgoHelper()
+	t.apply(fmt.Sprintf(`
+apiVersion: posthorn.dev/v1alpha1
+kind: Source
+metadata: {name: %[1]s}
+spec: {writeKeySecretRef: {name: %[1]s-key, key: writeKey}}
+`, name))
+}
+
+// destination declares WebhookDestination name, signed with Secret name's key
+// "secret", to a receiver; more is the rest of its spec.
+func (t tenant) destination(name, url, more string) {
+	GinkgoHelper()
+	t.apply(fmt.Sprintf(`
+apiVersion: posthorn.dev/v1alpha1
+kind: WebhookDestination
+metadata: {name: %s}
+spec:
+  sources: {names: [web]}
+  endpoints:
+  - {name: primary, url: %q}
+  signing: {secretRef: {name: %s, key: secret}}
+  delivery: {minBackoff: 1s, maxBackoff: 3s}
+%s`, name, url, name, more))
+}
+
+// waitReady waits as GitOps does, and for the pod that sends.
+func (t tenant) waitReady(names ...string) {
+	GinkgoHelper()
+	t.kubectl(append([]string{"wait", "--for=condition=Ready", "--timeout=90s", "pod/caller"}, names...)...)
+}
+
+// waitGeneration waits until the newest spec of an object is in effect everywhere.
+func (t tenant) waitGeneration(object string) {
+	GinkgoHelper()
+	Eventually(func() bool { return t.programmed(object) }).Should(BeTrue(), "the newest generation of "+object+" is not in effect")
+}
+
+func (t tenant) programmed(object string) bool {
+	GinkgoHelper()
+	f := strings.Fields(t.field(object, `{.metadata.generation} {.status.conditions[?(@.type=="Programmed")].observedGeneration} {.status.conditions[?(@.type=="Programmed")].status}`))
+	return len(f) == 3 && f[0] == f[1] && f[2] == "True"
+}
+
+// inEffect makes a change, of the spec or of a Secret, and waits until status
+// says that every dispatcher runs a new revision, and since when.
+func (t tenant) inEffect(object string, change func()) {
+	GinkgoHelper()
+	before := t.field(object, "{.status.revision}")
+	change()
+	start := time.Now()
+	Eventually(func() bool {
+		return t.programmed(object) && t.field(object, "{.status.revision}") != before
+	}, defaultWait, 100*time.Millisecond).Should(BeTrue(), "the change of "+object+" is not in effect")
+	By(fmt.Sprintf("every dispatcher has the change of %s, after about %v", object, time.Since(start).Round(100*time.Millisecond)))
+	since, err := time.Parse(time.RFC3339, t.field(object, "{.status.revisionTime}"))
+	Expect(err).NotTo(HaveOccurred())
+	Expect(since).To(BeTemporally("~", start, defaultWait), "status.revisionTime")
+}
+
+// condition is "status/reason" of an object's condition.
+func (t tenant) condition(object, kind string) string {
+	GinkgoHelper()
+	return t.kubectl("get", object, "-o", fmt.Sprintf(`jsonpath={.status.conditions[?(@.type==%q)].status}/{.status.conditions[?(@.type==%q)].reason}`, kind, kind))
+}
+
+func (t tenant) eventually(object, kind, want string) {
+	GinkgoHelper()
+	Eventually(func() string { return t.condition(object, kind) }).Should(Equal(want), "%s of %s", kind, object)
+}
+
+func (t tenant) field(object, path string) string {
+	GinkgoHelper()
+	return t.kubectl("get", object, "-o", "jsonpath="+path)
+}
+
+// posthorn runs a command of posthorn's in the tenant's pod, with its write key
+// and stdin, and returns what it printed; an error when it failed.
+func (t tenant) posthorn(stdin string, args ...string) (string, error) {
+	return command(stdin, "kubectl", append([]string{"-n", t.namespace, "exec", "-i", "caller", "--", "posthorn"}, args...)...)
+}
+
+// send sends one track call from a pod through the Service, and returns the answer.
+func (t tenant) send(event string) string {
+	GinkgoHelper()
+	out, err := t.call("u1", event)
+	Expect(err).NotTo(HaveOccurred(), out)
+	return out
+}
+
+// call sends one track call of a user; it fails when the call is refused. It
+// tries again while nobody listens: a pod that is ready is behind the Service a
+// moment later, when the node's rules have followed.
+func (t tenant) call(user, event string) (out string, err error) {
+	for range 20 {
+		out, err = t.posthorn("", "send", "track", "--endpoint="+ingest, "--user="+user, "--event="+event)
+		if err == nil || !strings.Contains(err.Error(), "connection refused") {
+			break
+		}
+		time.Sleep(500 * time.Millisecond)
+	}
+	return out, err
+}
+
+func posthornImage() string { return os.Getenv("E2E_REPOSITORY") + ":" + os.Getenv("E2E_TAG") }
+
+// pod starts a pod with the tenant's write key.
+func (t tenant) pod(name, image string, args ...string) {
+	GinkgoHelper()
+	more, err := json.Marshal(args)
+	Expect(err).NotTo(HaveOccurred())
+	t.apply(fmt.Sprintf(`
+apiVersion: v1
+kind: Pod
+metadata: {name: %[1]s, labels: {pod: %[1]s}}
+spec:
+  automountServiceAccountToken: false
+  securityContext: {runAsNonRoot: true, runAsUser: 65532, seccompProfile: {type: RuntimeDefault}}
+  terminationGracePeriodSeconds: 1
+  restartPolicy: Never
+  containers:
+  - name: main
+    image: %[2]s
+    args: %[3]s
+    env: [{name: POSTHORN_WRITE_KEY, valueFrom: {secretKeyRef: {name: web-key, key: writeKey}}}]
+    securityContext: {allowPrivilegeEscalation: false, readOnlyRootFilesystem: true, capabilities: {drop: [ALL]}}
+`, name, image, more))
+}
+
+// serve starts a pod that listens on port 9000, with a Service in front, and waits until it does.
+func (t tenant) serve(name, image string, args ...string) {
+	GinkgoHelper()
+	t.apply(fmt.Sprintf(`
+apiVersion: v1
+kind: Service
+metadata: {name: %[1]s}
+spec: {selector: {pod: %[1]s}, ports: [{port: 80, targetPort: 9000}]}
+`, name))
+	t.pod(name, image, args...)
+	t.kubectl("wait", "--for=condition=Ready", "--timeout=90s", "pod/"+name)
+}
+
+// sink is a receiver in a pod of its own, reached through a Service.
+type sink struct {
+	tenant
+	name string
+}
+
+// newSink starts `posthorn sink`, which answers 401 to what is not signed with
+// secret, and waits until it receives.
+func (t tenant) newSink(name, secret string, args ...string) sink {
+	GinkgoHelper()
+	s := sink{t, name}
+	s.start(secret, args...)
+	return s
+}
+
+func (s sink) start(secret string, args ...string) {
+	GinkgoHelper()
+	s.serve(s.name, posthornImage(), append([]string{"sink", "--listen=:9000", "--output=json", "--secret=" + secret}, args...)...)
+}
+
+func (s sink) stop() {
+	GinkgoHelper()
+	s.kubectl("delete", "pod", s.name, "--timeout=1m")
+}
+
+func (s sink) url() string { return "http://" + s.name + "." + s.namespace + ".svc.cluster.local/in" }
+
+// received is a message that a sink printed.
+type received struct {
+	Path, Event, Signature string
+	Status                 int
+	Body                   struct {
+		MessageID string `json:"messageId"`
+	}
+}
+
+// received are all messages that the sink got so far, authentic or not.
+func (s sink) received() []received {
+	GinkgoHelper()
+	var list []received
+	for line := range strings.Lines(s.kubectl("logs", s.name)) {
+		var r received
+		Expect(json.Unmarshal([]byte(line), &r)).To(Succeed(), line)
+		list = append(list, r)
+	}
+	return list
+}
+
+// ids are the messageIds of what the sink took as authentic, by the name of their event.
+func (s sink) ids() map[string][]string {
+	GinkgoHelper()
+	ids := map[string][]string{}
+	for _, r := range s.received() {
+		if r.Signature == "ok" && r.Status == 200 {
+			ids[r.Event] = append(ids[r.Event], r.Body.MessageID)
+		}
+	}
+	return ids
+}
+
+func (s sink) eventually(event string) {
+	GinkgoHelper()
+	Eventually(s.ids).Should(HaveKey(event), "events at "+s.name)
+}
+
+// recorder is a receiver that takes everything and keeps it as it came.
+type recorder struct {
+	tenant
+	name string
+}
+
+func (t tenant) newRecorder(name string) recorder {
+	GinkgoHelper()
+	t.serve(name, env("E2E_TOOL"), "-listen=:9000")
+	return recorder{t, name}
+}
+
+func (r recorder) url() string { return sink(r).url() }
+
+// verified is a message as a receiver in JavaScript finds it.
+type verified struct {
+	// The signature is that of the body, parsed and stringified again; and that is the body as it came.
+	Authentic, Fixed bool
+	Message          map[string]any
+}
+
+// verified has Node verify what came so far. Everything must be authentic.
+func (r recorder) verified(secret string) []verified {
+	GinkgoHelper()
+	node := exec.Command("node", file("test/e2e/verify.js"))
+	node.Env = append(os.Environ(), "SECRET="+secret)
+	node.Stdin = strings.NewReader(r.kubectl("logs", r.name))
+	out, err := node.Output()
+	Expect(err).NotTo(HaveOccurred())
+	var list []verified
+	Expect(json.Unmarshal(out, &list)).To(Succeed())
+	for _, v := range list {
+		Expect(v.Authentic && v.Fixed).To(BeTrue(), "JavaScript does not find this authentic: %v", v)
+	}
+	return list
+}
+
+// load is a pod that sends calls at a rate, each until it is acknowledged.
+type load struct{ tenant }
+
+func (t tenant) load(rate int) load {
+	GinkgoHelper()
+	t.pod("load", env("E2E_TOOL"), "-url="+ingest, "-prefix="+t.namespace, fmt.Sprint("-rate=", rate))
+	return load{t}
+}
+
+// end stops it and returns how many calls it sent, all of which were acknowledged.
+func (l load) end() (calls int) {
+	GinkgoHelper()
+	l.kubectl("exec", "load", "--", "tool", "-stop")
+	code := ""
+	Eventually(func() string {
+		code = l.field("pod/load", "{.status.containerStatuses[0].state.terminated.exitCode}")
+		return code
+	}, 4*time.Minute).ShouldNot(BeEmpty(), "the load does not end")
+	out := l.kubectl("logs", "load")
+	By(strings.TrimSpace(out))
+	Expect(code).To(Equal("0"), "calls were never acknowledged")
+	_, err := fmt.Sscanf(out, "%d acknowledged", &calls)
+	Expect(err).NotTo(HaveOccurred(), out)
+	return calls
+}
+
+// arrived ends the load and waits until the sink has got every call, once or more.
+func (l load) arrived(s sink) {
+	GinkgoHelper()
+	calls := l.end()
+	var missing []string
+	Eventually(func() int {
+		got := map[string]int{}
+		for _, r := range s.received() {
+			if r.Signature == "ok" && r.Status == 200 {
+				got[r.Body.MessageID]++
+			}
+		}
+		missing = nil
+		duplicates := 0
+		for i := range calls {
+			id := fmt.Sprintf("%s-%d", l.namespace, i)
+			if got[id] == 0 {
+				missing = append(missing, id)
+			}
+			duplicates += max(0, got[id]-1)
+		}
+		if len(missing) == 0 {
+			By(fmt.Sprintf("all %d calls arrived, %d of them twice", calls, duplicates))
+		}
+		return len(missing)
+	}, 3*time.Minute, time.Second).Should(BeZero(), func() string { return fmt.Sprintf("acknowledged, but not delivered: %.10v", missing) })
+}
