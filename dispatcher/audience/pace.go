@@ -19,6 +19,10 @@ const (
 	// the others, and patience until it goes on although none moves.
 	stallAfter = 20 * time.Second
 	patience   = time.Hour
+	// While one lane has room, others are not waited for below so many calls a
+	// second, or what brings the sync through in so long.
+	floorRate = 100
+	floorTime = 4 * time.Hour
 	// lookShare is how many times longer than a look at the lanes the pause after it is.
 	pauseMin, pauseMax, lookShare = 2 * time.Millisecond, 200 * time.Millisecond, 20
 )
@@ -32,14 +36,18 @@ type Queue interface {
 
 // pace keeps a sync from crowding out the live calls of its Source, which wait in
 // the same lanes: at most about a second's worth of a lane's deliveries waits
-// there at a time. The slowest lane sets the pace; one that stands still, or is
-// switched off, is not waited for while another moves.
+// there at a time. The slowest lane sets the pace, so that none is crowded; but one
+// that crawls, stands still or is switched off does not hold up the others.
 //
 // It is kept while a sync is carried through, and by one goroutine.
 type pace struct {
 	source string
 	lanes  map[queue.LaneID]*lanePace
 	listed time.Time
+	// appended calls since begin, of which at least floor a second are due.
+	begin    time.Time
+	appended int
+	floor    float64
 }
 
 // lanePace is how one lane gets on with what a sync appends.
@@ -62,8 +70,9 @@ type mark struct {
 	calls    int
 }
 
-func newPace(source string) *pace {
-	return &pace{source: source, lanes: map[queue.LaneID]*lanePace{}}
+// newPace is for a sync with so many calls still to come.
+func newPace(source string, calls int64, now time.Time) *pace {
+	return &pace{source: source, lanes: map[queue.LaneID]*lanePace{}, begin: now, floor: max(floorRate, float64(calls)/floorTime.Seconds())}
 }
 
 // list takes over which lanes count: those of active destinations.
@@ -91,6 +100,7 @@ func (p *pace) list(config liveconfig.Config, lanes []queue.LaneID, now time.Tim
 // look takes over how far each lane is. calls is how many the sync has appended
 // since the last look.
 func (p *pace) look(stats func(queue.LaneID) queue.LaneStats, calls int, now time.Time) {
+	p.appended += calls
 	for id, l := range p.lanes {
 		st := stats(id)
 		first := st.Pending - st.Retrying - st.InFlight // wait for their first try
@@ -119,19 +129,25 @@ func (p *pace) look(stats func(queue.LaneID) queue.LaneStats, calls int, now tim
 
 // room returns how many calls may be appended now.
 func (p *pace) room(now time.Time) int {
-	room, flows := maxWindow, len(p.lanes) == 0
-	var moved time.Time
+	room, flows, crawls := maxWindow, len(p.lanes) == 0, false
+	var moved time.Time // of those that stand still
 	for _, l := range p.lanes {
 		switch free := l.window - l.unread; {
 		case 2*free >= l.window:
 			room, flows = min(room, free), true
 		case now.Sub(l.moved) < stallAfter:
-			return 0
+			crawls = true
 		case l.moved.After(moved):
 			moved = l.moved
 		}
 	}
-	if !flows && now.Sub(moved) < patience {
+	due := int(p.floor*now.Sub(p.begin).Seconds()) - p.appended
+	switch {
+	case flows && crawls:
+		return max(0, min(room, due))
+	case flows:
+		return room
+	case crawls || now.Sub(moved) < patience:
 		return 0
 	}
 	return room

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net/http"
 	"os"
 	"slices"
@@ -47,6 +48,7 @@ func TestPace(t *testing.T) {
 		speed map[string]float64
 		state map[string]liveconfig.State
 		live  float64 // calls a second
+		calls int64   // of the sync in all
 		lasts time.Duration
 		// least and most calls of the sync that are appended in that time, and the
 		// most that may wait in lanes that move.
@@ -58,6 +60,9 @@ func TestPace(t *testing.T) {
 		{name: "the slowest counts", speed: map[string]float64{"a": 10_000, "b": 100}, lasts: 100 * second, least: 9_000, most: 10_500, wait: 300},
 		{name: "live calls take their share", speed: map[string]float64{"a": 100}, live: 60, lasts: 100 * second, least: 3_000, most: 4_500, wait: 300},
 		{name: "more live calls than it can take", speed: map[string]float64{"a": 100}, live: 150, lasts: 20 * second, least: 32, most: 2000, wait: 300},
+		{name: "one crawls", speed: map[string]float64{"a": 1000, "b": 1}, lasts: 100 * second, least: 9_500, most: 10_500, wait: 3000},
+		{name: "one crawls, and the sync is large", speed: map[string]float64{"a": 10_000, "b": 100}, calls: 14_400_000, lasts: 100 * second, least: 95_000, most: 101_000, wait: 5000},
+		{name: "all crawl", speed: map[string]float64{"a": 20, "b": 2}, lasts: 100 * second, least: 1_900, most: 2_200, wait: 60},
 		{name: "one stands still", speed: map[string]float64{"a": 1000, "b": 0}, lasts: 100 * second, least: 60_000, most: 85_000, wait: 3000},
 		{name: "one is off", speed: map[string]float64{"a": 1000, "b": 0}, state: map[string]liveconfig.State{"b": liveconfig.Disabled}, lasts: 10 * second, least: 9_000, most: 11_000, wait: 3000},
 		{name: "none moves", speed: map[string]float64{"a": 0}, lasts: 59 * time.Minute, least: 32, most: 32},
@@ -78,8 +83,8 @@ func TestPace(t *testing.T) {
 				lanes.speed[lane(name)] = speed
 				ids = append(ids, lane(name))
 			}
-			p := newPace("shop/web")
 			begin := time.Unix(1_800_000_000, 0)
+			p := newPace("shop/web", c.calls, begin)
 			appended, sent, owed := 0, 0, 0.0
 			step := 5 * time.Millisecond
 			if c.lasts > time.Minute*10 {
@@ -92,7 +97,7 @@ func TestPace(t *testing.T) {
 				p.look(lanes.stats, sent, now)
 				sent = min(p.room(now), batchSize)
 				for id, l := range p.lanes {
-					if lanes.speed[id] > 0 && float64(l.unread) > c.wait {
+					if fastest := slices.Max(slices.Collect(maps.Values(c.speed))); fastest > 0 && lanes.speed[id] >= min(p.floor, fastest) && float64(l.unread) > c.wait {
 						t.Fatalf("after %s %d calls wait in %s, which reads %g a second", now.Sub(begin), l.unread, id.Destination, lanes.speed[id])
 					}
 				}

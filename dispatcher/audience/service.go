@@ -327,7 +327,7 @@ func (s *Service) send(ctx context.Context, a *audience, p state, log *slog.Logg
 		}
 	}
 	calls := make([]event.Call, 0, batchSize)
-	lanes := newPace(p.Tenant + "/" + p.Source)
+	lanes := newPace(p.Tenant+"/"+p.Source, p.Changes()-sent, s.Now())
 	for ended := false; !ended; {
 		room, err := s.await(ctx, a, p, lanes, len(calls))
 		if err != nil {
