@@ -167,7 +167,7 @@ func New(o Options) (*Dispatcher, error) {
 		Append: d.store.Append, Logger: o.Logger, Registerer: d.metrics, TrustedProxies: o.TrustedProxies, Tracer: o.Tracer,
 	})
 	if d.members, err = audience.New(audience.Options{
-		Dir: filepath.Join(o.DataDir, "audiences"), View: d.configs.view, Skip: skip, Queue: d.store, Full: d.store.Full, Room: d.roomForSync,
+		Dir: filepath.Join(o.DataDir, "audiences"), View: d.configs.view, Skip: skip, Queue: d.store, Full: func() bool { return !d.diskForSync() }, Room: d.roomForSync,
 		Owner: o.AudienceOwner, OrphanGrace: o.OrphanGrace, Logger: o.Logger, Registerer: d.metrics,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
@@ -382,21 +382,27 @@ func (d *Dispatcher) Report() liveconfig.Report {
 	return r
 }
 
-// roomForSync reports whether the calls of an audience's sync may go into the log
-// of a Source now: they may fill half of its quota, and half of the disk that the
-// store may have. The rest is for live calls.
-func (d *Dispatcher) roomForSync(source string) bool {
-	if quota := d.options.Queue.MaxBytesPerSource; quota > 0 && d.store.SourceStats(source).LogBytes > quota/2 {
-		return false
-	}
+// syncReserve is the disk below the high-water mark that syncs of audiences leave
+// to live calls; of a small disk 5 %.
+const syncReserve = 1 << 30
+
+// diskForSync reports whether a sync may write to the disk now.
+func (d *Dispatcher) diskForSync() bool {
 	var fs unix.Statfs_t
 	if err := unix.Statfs(d.options.DataDir, &fs); err != nil {
-		return true // the store looks for itself
+		return !d.store.Full() // the store looks for itself
 	}
-	used, available := float64(fs.Blocks-fs.Bfree), float64(fs.Bavail)
+	used, total := float64(fs.Blocks-fs.Bfree), float64(fs.Blocks-fs.Bfree+fs.Bavail)
 	mark := cmp.Or(d.options.Queue.HighWater, pebblestore.DefaultHighWater)
-	left := (mark*(used+available) - used) * float64(fs.Bsize)
-	return float64(d.store.DiskBytes()) <= left
+	left := (mark*total - used) * float64(fs.Bsize)
+	return left > min(syncReserve, 0.05*total*float64(fs.Bsize)) && !d.store.Full()
+}
+
+// roomForSync reports whether the calls of an audience's sync may go into the log
+// of a Source now: they fill half of its quota at most.
+func (d *Dispatcher) roomForSync(source string) bool {
+	quota := d.options.Queue.MaxBytesPerSource
+	return d.diskForSync() && (quota == 0 || d.store.SourceStats(source).LogBytes <= quota/2)
 }
 
 func (d *Dispatcher) storage() liveconfig.StorageReport {

@@ -6,6 +6,7 @@ type metrics struct {
 	syncs    *prometheus.CounterVec
 	changes  *prometheus.CounterVec
 	members  *prometheus.GaugeVec
+	unsent   *prometheus.GaugeVec
 	duration prometheus.Histogram
 }
 
@@ -20,14 +21,21 @@ func newMetrics(r prometheus.Registerer) metrics {
 		members: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "posthorn_audience_members", Help: "Members as of the last sync since the start of the pod.",
 		}, []string{"namespace", "audience"}),
+		unsent: prometheus.NewGaugeVec(prometheus.GaugeOpts{
+			Name: "posthorn_audience_unsent", Help: "Identify calls of the last sync that are not in the queue yet.",
+		}, []string{"namespace", "audience"}),
 		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Name: "posthorn_audience_receive_seconds", Help: "Time to receive, sort and compare a sync.", Buckets: prometheus.ExponentialBuckets(0.01, 4, 10),
 		}),
 	}
 	if r != nil {
-		r.MustRegister(m.syncs, m.changes, m.members, m.duration)
+		r.MustRegister(m.syncs, m.changes, m.members, m.unsent, m.duration)
 	}
 	return m
+}
+
+func (m *metrics) sending(n name, unsent int64) {
+	m.unsent.WithLabelValues(n.tenant, n.name).Set(float64(unsent))
 }
 
 func (m *metrics) finished(n name, s state) {
@@ -47,4 +55,5 @@ func (m *metrics) forget(n name) {
 	m.syncs.DeletePartialMatch(labels)
 	m.changes.DeletePartialMatch(labels)
 	m.members.DeletePartialMatch(labels)
+	m.unsent.DeletePartialMatch(labels)
 }

@@ -358,6 +358,7 @@ func (s *Service) send(ctx context.Context, a *audience, p state, log *slog.Logg
 		}
 		sent += read
 		a.sent.Store(sent)
+		s.metrics.sending(a.name, p.Changes()-sent)
 		if err := at.set(sent); err != nil {
 			return err
 		}
