@@ -144,7 +144,7 @@ func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.En
 			_ = control.SetReadDeadline(time.Time{})
 			_ = control.Flush()
 			p, err := run(r.Context(), store, a.Destination, a.Selector, redelivery.Options{
-				Rate: a.Rate, DryRun: a.DryRun,
+				Rate: a.Rate, DryRun: a.DryRun, Takes: engine.Takes,
 				OnProgress: func(p redelivery.Progress) {
 					_ = out.Encode(ActionProgress{Progress: p})
 					_ = control.Flush()

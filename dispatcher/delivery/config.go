@@ -65,6 +65,7 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 		p.set = e.compile(p)
 	}
 	var forget []target
+	var deleted []*destination
 	e.mu.Lock()
 	now := time.Now()
 	for _, p := range plans {
@@ -74,6 +75,7 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 		if _, kept := configs[key]; !kept && d.set != nil && !v.Unusable(d.namespace) {
 			forget = append(forget, d.set.targets...)
 			d.set = nil
+			deleted = append(deleted, d)
 		}
 	}
 	back := e.sortLanes(v, configs, now)
@@ -86,6 +88,9 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 		if t.to != nil {
 			e.o.Client.Forget(t.to)
 		}
+	}
+	for _, d := range deleted {
+		e.rememberBounds(d.key, d.trim)
 	}
 	e.endLanes()
 	e.forgetOutages(v)
@@ -103,7 +108,7 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 // recover takes up the lanes and the destinations of an earlier run. Until the
 // config names them, lanes are parked.
 func (e *Engine) recover() {
-	outages := e.recoverOutages()
+	outages, bounds := e.recoverMemory()
 	lanes, destinations := e.o.Store.Lanes(), e.o.Store.Destinations()
 	ended := map[queue.LaneID]bool{}
 	for _, id := range lanes {
@@ -115,14 +120,18 @@ func (e *Engine) recover() {
 		e.lane(id).ended = ended[id]
 	}
 	for _, key := range destinations {
-		e.destination(key)
+		if b, ok := bounds[key]; ok {
+			e.destination(key).trim = &b
+		} else {
+			e.destination(key)
+		}
 	}
 	e.outages = outages
 	e.recovered = true
 }
 
 // retainedAsDefault bounds the dead letters of destinations that were deleted
-// before a restart, whose own bounds nobody knows any more: the API's defaults.
+// while nothing ran, whose own bounds nobody knows any more: the API's defaults.
 var retainedAsDefault = liveconfig.DeadLetters{RetentionMS: (7 * 24 * time.Hour).Milliseconds(), MaxBytes: 1 << 30}
 
 // limitDeadLetters bounds the dead letters of destinations that the config does not name. The lock is held.

@@ -207,6 +207,7 @@ func (e *Engine) trimDeadLetters(ctx context.Context) {
 			e.log.Error("forgetting a deleted destination failed; trying again", "destination", key, "error", err)
 			continue
 		}
+		e.rememberBounds(key, nil)
 		e.mu.Lock()
 		delete(e.destinations, key)
 		e.mu.Unlock()

@@ -188,8 +188,9 @@ func TestTail(t *testing.T) {
 	})
 }
 
-// Dead letters of a destination that was deleted before a restart have the
-// retention that is the default, but not before a config says that it was deleted.
+// Dead letters of a destination that was deleted while nothing ran have the
+// retention that is the default, but not before a config says that it was
+// deleted. Those of one that was deleted before keep theirs.
 func TestDeadLettersOfTheDeletedAreTrimmed(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 400}))
@@ -214,7 +215,16 @@ func TestDeadLettersOfTheDeletedAreTrimmed(t *testing.T) {
 		count(3)
 		w.apply(d)
 		count(3)
+		w.apply()
 		w.end()
+		w.restart()
+		w.apply()
+		count(3)
+		w.apply(d)
+		w.end()
+		for name := range w.store.memory {
+			delete(w.store.memory, name)
+		}
 		w.restart()
 		w.apply()
 		count(0)
@@ -222,7 +232,7 @@ func TestDeadLettersOfTheDeletedAreTrimmed(t *testing.T) {
 			t.Error("its lane was dropped before the grace was over")
 		}
 		w.sleep(10 * time.Minute)
-		if look(w, func(e *Engine) int { return len(e.destinations) }) != 0 || len(w.store.Destinations()) != 0 {
+		if look(w, func(e *Engine) int { return len(e.destinations) }) != 0 || len(w.store.Destinations()) != 0 || len(w.store.memory) != 0 {
 			t.Error("the destination is still known")
 		}
 		w.end()

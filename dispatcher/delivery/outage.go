@@ -57,20 +57,39 @@ func (e *Engine) rememberOutage(name string, value []byte) {
 	}
 }
 
-// recoverOutages reads the circuits that were open in the earlier run.
-func (e *Engine) recoverOutages() map[string]outage {
-	outages := map[string]outage{}
+// recoverMemory reads what the store remembers of the earlier run: the circuits
+// that were open, and the bounds of the dead letters of deleted destinations.
+func (e *Engine) recoverMemory() (map[string]outage, map[string]liveconfig.DeadLetters) {
+	outages, bounds := map[string]outage{}, map[string]liveconfig.DeadLetters{}
 	all, err := e.o.Store.Remembered()
 	if err != nil {
-		e.log.Warn("the circuits of the earlier run could not be read; they are found out again", "error", err)
+		e.log.Warn("what was remembered of the earlier run could not be read: circuits that were open are found out again, dead letters of deleted destinations have the default retention", "error", err)
 	}
 	for name, value := range all {
 		var o outage
+		var b liveconfig.DeadLetters
 		if strings.HasPrefix(name, outagePrefix) && json.Unmarshal(value, &o) == nil {
 			outages[name] = o
+		} else if key, ok := strings.CutPrefix(name, boundsPrefix); ok && json.Unmarshal(value, &b) == nil {
+			bounds[key] = b
 		}
 	}
-	return outages
+	return outages, bounds
+}
+
+// boundsPrefix is what the names begin with under which the store remembers the
+// bounds of the dead letters of destinations that are gone from the config.
+const boundsPrefix = "deadletters/"
+
+// rememberBounds keeps the bounds of a deleted destination's dead letters, or forgets them (nil).
+func (e *Engine) rememberBounds(key string, bounds *liveconfig.DeadLetters) {
+	var value []byte
+	if bounds != nil {
+		value, _ = json.Marshal(bounds) // It has no fields that could fail.
+	}
+	if err := e.o.Store.Remember(boundsPrefix+key, value); err != nil {
+		e.log.Warn("the retention of a deleted destination's dead letters could not be remembered; after a restart it is the default", "destination", key, "error", err)
+	}
 }
 
 // forgetOutages forgets the circuits of endpoints that are gone from the config.

@@ -60,6 +60,15 @@ func (e *Engine) Report(tenant string) []liveconfig.DestinationReport {
 	return reports
 }
 
+// Takes reports whether a lane is one of the present config's, so that what is
+// appended for it alone is delivered some time.
+func (e *Engine) Takes(id queue.LaneID) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	l := e.lanes[id]
+	return l != nil && l.destination.set != nil && l.dropAt.IsZero() && !l.draining
+}
+
 // allOpen reports whether nothing but probes goes out.
 func allOpen(endpoints []liveconfig.EndpointReport) bool {
 	for _, ep := range endpoints {

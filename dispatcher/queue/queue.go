@@ -119,7 +119,7 @@ func (l Ledger) Balance() error {
 // that is dropped discards, and that is counted by its Source and destination.
 type LaneStats struct {
 	Ledger
-	// Retrying is the part of Pending that waits in the retry index.
+	// Retrying is the part of Pending that failed before and is not leased.
 	Retrying int64
 	// InFlight is the part of Pending that is leased.
 	InFlight int64

@@ -59,6 +59,8 @@ type Options struct {
 	DryRun bool
 	// OnProgress, when set, is called after each page.
 	OnProgress func(Progress)
+	// Takes reports whether a lane still takes messages, as far as the config goes; nil for all that the store knows.
+	Takes func(queue.LaneID) bool
 	// Now is the clock; default time.Now.
 	Now func() time.Time
 }
@@ -78,7 +80,7 @@ func Run(ctx context.Context, store queue.Store, destination string, s Selector,
 	limiter := rate.NewLimiter(rate.Limit(perSecond), pageSize)
 	return each(ctx, store, destination, s, o, func(page []queue.DeadLetter) (int, error) {
 		page = slices.DeleteFunc(page, func(d queue.DeadLetter) bool { return d.Failure.Reason == queue.ReasonDamaged })
-		if page = withLanes(store, destination, page); len(page) == 0 {
+		if page = withLanes(store, destination, o, page); len(page) == 0 {
 			return 0, nil
 		}
 		if err := limiter.WaitN(ctx, len(page)); err != nil {
@@ -96,7 +98,7 @@ func Run(ctx context.Context, store queue.Store, destination string, s Selector,
 			return 0, fmt.Errorf("redeliver: %w", err)
 		}
 		// What was appended behind the end of a lane is nobody's, so its letter stays.
-		page = withLanes(store, destination, page)
+		page = withLanes(store, destination, o, page)
 		keys := make([]string, len(page))
 		for i, d := range page {
 			keys[i] = d.Key
@@ -106,9 +108,9 @@ func Run(ctx context.Context, store queue.Store, destination string, s Selector,
 }
 
 // withLanes leaves out the dead letters of lanes that take nothing more: such a message would reach nobody.
-func withLanes(store queue.Store, destination string, page []queue.DeadLetter) []queue.DeadLetter {
+func withLanes(store queue.Store, destination string, o Options, page []queue.DeadLetter) []queue.DeadLetter {
 	lanes := slices.DeleteFunc(store.Lanes(), func(l queue.LaneID) bool {
-		return l.Destination != destination || store.LaneStats(l).Ended
+		return l.Destination != destination || store.LaneStats(l).Ended || o.Takes != nil && !o.Takes(l)
 	})
 	return slices.DeleteFunc(page, func(d queue.DeadLetter) bool { return !slices.Contains(lanes, d.Lane) })
 }

@@ -149,6 +149,38 @@ func TestRunStopsWithItsContext(t *testing.T) {
 	}
 }
 
+// A lane that takes nothing more would swallow them.
+func TestLettersOfALaneOnItsWayOutStay(t *testing.T) {
+	s := open(t, 3, lane)
+	orphan := redelivery.Options{Takes: func(l queue.LaneID) bool { return l != lane }}
+	if p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, orphan); err != nil || p.Matched != 3 || p.Redelivered != 0 || count(t, s) != 3 {
+		t.Errorf("of an orphan: %+v %v, %d left", p, err, count(t, s))
+	}
+	if err := s.EndLane(lane, true); err != nil {
+		t.Fatal(err)
+	}
+	if p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{}); err != nil || p.Redelivered != 0 || count(t, s) != 3 {
+		t.Errorf("of a lane that has ended: %+v %v, %d left", p, err, count(t, s))
+	}
+}
+
+// Of a damaged message nothing is left to send.
+func TestDamagedLettersStay(t *testing.T) {
+	s := open(t, 2, lane)
+	appendOne := queue.Message{Source: src, ID: "damaged", AcceptedAt: time.Now(), Body: []byte("{}")}
+	if _, err := s.Append(t.Context(), []queue.Message{appendOne}); err != nil {
+		t.Fatal(err)
+	}
+	for _, d := range lease(t, s, lane) {
+		if err := s.Bury(d, queue.Failure{Time: time.Now(), Reason: queue.ReasonDamaged}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{}); err != nil || p.Matched != 3 || p.Redelivered != 2 || count(t, s) != 1 {
+		t.Errorf("%+v %v, %d left", p, err, count(t, s))
+	}
+}
+
 func TestLettersOfALaneThatIsNoMoreStay(t *testing.T) {
 	gone := queue.LaneID{Source: src, Destination: dest, Endpoint: "old"}
 	s := open(t, 4, queue.LaneID{Source: src, Destination: dest, Endpoint: "new"}, gone)

@@ -274,7 +274,9 @@ func (s *Store) DropLane(_ context.Context, id queue.LaneID) error {
 	defer s.mu.Unlock()
 	l.log.removeLane(l)
 	l.log.dropped, l.dest.dropped = ofSource, ofDestination
-	l.dest.lanes = slices.DeleteFunc(slices.Clone(l.dest.lanes), func(o *lane) bool { return o == l })
+	for _, lanes := range []*[]*lane{&l.log.counted, &l.dest.lanes} {
+		*lanes = slices.DeleteFunc(slices.Clone(*lanes), func(o *lane) bool { return o == l })
+	}
 	delete(s.lanes, id)
 	return nil
 }
@@ -659,6 +661,11 @@ func (s *Store) LaneStats(id queue.LaneID) queue.LaneStats {
 		Retrying: int64(l.retries) - int64(l.openRetries),
 		InFlight: int64(len(l.open) - len(l.released)),
 		Ended:    l.end != 0,
+	}
+	for _, seq := range l.released { // Given back, and waiting again.
+		if l.open[seq].due != 0 {
+			st.Retrying++
+		}
 	}
 	if l.nextDue != never {
 		st.NextRetry = fromMillis(l.nextDue)

@@ -82,7 +82,9 @@ type sourceLog struct {
 	// lanes is replaced, never changed.
 	lanes    atomic.Pointer[[]*lane]
 	trimTime time.Time
-	// dropped is the ledger of lanes that were dropped, guarded by the store's mu.
+	// counted are the lanes that are in the ledger: those that are durable. dropped is
+	// the ledger of lanes that were dropped. The store's mu guards both.
+	counted []*lane
 	dropped queue.Ledger
 }
 
@@ -406,6 +408,7 @@ func (s *Store) lane(id queue.LaneID) *lane {
 // addLane makes a lane known. The caller holds mu, or is alone.
 func (s *Store) addLane(l *lane) {
 	s.lanes[l.id] = l
+	l.log.counted = append(l.log.counted, l)
 	l.dest.lanes = append(l.dest.lanes, l)
 }
 
@@ -508,11 +511,9 @@ func (s *Store) SourceStats(source string) queue.SourceStats {
 		s.mu.RUnlock()
 		return queue.SourceStats{}
 	}
-	ledger, lanes := l.dropped, l.lanes.Load()
+	ledger, lanes := l.dropped, l.counted
 	s.mu.RUnlock()
-	if lanes != nil {
-		ledger = s.sum(ledger, *lanes)
-	}
+	ledger = s.sum(ledger, lanes)
 	// Trimmed first: it is never ahead of what was durable before.
 	trimmed := l.trimmedBytes.Load()
 	return queue.SourceStats{

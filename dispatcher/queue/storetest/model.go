@@ -599,7 +599,7 @@ func (m *model) compareLane(l *modelLane) {
 	m.each(l, func(seq uint64, f fate) {
 		n[f.status]++
 		total++
-		if f.status == retrying {
+		if f.status == retrying || f.status == released && f.due != 0 {
 			retries++
 		}
 		if oldestWaits == 0 && (f.available(never) || f.status == leasedNow) {

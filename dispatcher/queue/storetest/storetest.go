@@ -548,7 +548,7 @@ func (x *suite) retry() {
 	x.store.Ack(d[1])
 	x.must(x.store.Bury(d[2], x.failure("Expired")))
 	x.store.Release(d[0])
-	x.ledger(lane, counts{Accepted: 4, Delivered: 1, DeadLettered: 1, Pending: 2, InFlight: 1})
+	x.ledger(lane, counts{Accepted: 4, Delivered: 1, DeadLettered: 1, Pending: 2, Retrying: 1, InFlight: 1})
 	x.reopenStore()
 	x.ledger(lane, counts{Accepted: 4, Delivered: 1, DeadLettered: 1, Pending: 2, Retrying: 1})
 	x.open(lane)
