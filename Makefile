@@ -53,10 +53,11 @@ e2e: ## Run the suite on a real cluster of its own (root, Debian); CLUSTER=kind 
 	CLUSTER=$(or $(CLUSTER),local) hack/e2e $(if $(RUN),--focus='$(RUN)')
 
 .PHONY: bench
-bench: ## Print speed: delivery, syncs of audiences, a cluster, reading calls, the client library.
+bench: ## Print speed: delivery, syncs of audiences, a cluster, HTTP clients, reading calls, the client library.
 	go run ./hack/bench
 	go run ./hack/bench/audience
 	KUBEBUILDER_ASSETS=$(ASSETS) go run ./hack/bench/cluster
+	cd hack/bench/http && go run .
 	cd hack/bench/json && go run .
 	cd hack/bench/client && go run .
 
@@ -80,7 +81,7 @@ lint: ## Check style, imports and common mistakes.
 	@$(call tool,golangci-lint,github.com/golangci/golangci-lint/v2/cmd/golangci-lint)
 	go mod tidy -diff
 	$(BIN)/golangci-lint run
-	for module in hack/bench/client hack/bench/json test/compat/goclient; do (cd $$module && go mod tidy -diff && go vet ./...) || exit 1; done
+	for module in hack/bench/client hack/bench/http hack/bench/json test/compat/goclient; do (cd $$module && go mod tidy -diff && go vet ./...) || exit 1; done
 
 .PHONY: clean
 clean: ## Remove what was built here.

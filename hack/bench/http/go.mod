@@ -1,0 +1,20 @@
+// The comparison of HTTP clients is a module of its own, so that Posthorn
+// depends on none of them.
+module github.com/posthorn/posthorn/hack/bench/http
+
+go 1.26.0
+
+require (
+	github.com/posthorn/posthorn v0.0.0
+	github.com/valyala/fasthttp v1.68.0
+)
+
+require (
+	github.com/andybalholm/brotli v1.2.0 // indirect
+	github.com/klauspost/compress v1.19.0 // indirect
+	github.com/valyala/bytebufferpool v1.0.0 // indirect
+	golang.org/x/net v0.57.0 // indirect
+	golang.org/x/text v0.40.0 // indirect
+)
+
+replace github.com/posthorn/posthorn => ../../..
