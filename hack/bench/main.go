@@ -143,6 +143,16 @@ var measurements = []struct {
 
 func (b *bench) window() time.Duration { return time.Duration(*seconds * float64(time.Second)) }
 
+// cost says what the dispatcher used for a message.
+func cost(s sample) row {
+	return row{Name: "  a message: allocations, reads, writes, waits", Value: fmt.Sprintf("%.1f (%.0f B), %.1f, %.1f, %.2f", s.cost.allocations, s.cost.bytes, s.cost.reads, s.cost.writes, s.cost.waits), Met: true, Number: s.cost.allocations}
+}
+
+// commits says what one sync of the disk made durable.
+func commits(s sample) row {
+	return row{Name: "  a commit", Value: s.commits, Met: true, Number: s.rate}
+}
+
 // split says where the processor time of a message went.
 func split(s sample) row {
 	return row{Name: "  CPU a message: dispatcher, senders, sink", Value: fmt.Sprintf("%.1f, %.1f, %.1f us; %.1f dials/1000", s.cpu, s.senders, s.sink, s.connections), Met: true, Number: s.cpu}
@@ -182,6 +192,7 @@ func measureBatches(ctx context.Context, b *bench) ([]row, error) {
 	return []row{
 		atLeast("delivered/s, batches of 20, of direct", got.rate/direct.rate, 0.70, fmt.Sprintf("%.2f (%.0f/s)", got.rate/direct.rate, got.rate)),
 		below("CPU per delivered message, of direct's client", got.cpu/direct.cpu, 1.5, fmt.Sprintf("%.2f (%.1f us)", got.cpu/direct.cpu, got.cpu), "<= 1.5"),
+		split(got), cost(got), commits(got),
 	}, nil
 }
 
@@ -194,7 +205,7 @@ func measureSingles(ctx context.Context, b *bench) ([]row, error) {
 	if err != nil {
 		return nil, err
 	}
-	return []row{atLeast("delivered/s, single calls, of direct", got.rate/direct.rate, 0.40, fmt.Sprintf("%.2f (%.0f/s)", got.rate/direct.rate, got.rate)), split(got)}, nil
+	return []row{atLeast("delivered/s, single calls, of direct", got.rate/direct.rate, 0.40, fmt.Sprintf("%.2f (%.0f/s)", got.rate/direct.rate, got.rate)), split(got), cost(got), commits(got)}, nil
 }
 
 // measureQueue runs the queue alone: append of 20 durably, lease, ack.
@@ -280,7 +291,7 @@ func measureMany(ctx context.Context, b *bench) ([]row, error) {
 	ratio, directRatio := many.rate/one.rate, directMany.rate/directOne.rate
 	return []row{
 		atLeast("delivered/s with 1,000 destinations, of 1", ratio, 0.8, fmt.Sprintf("%.2f (%.0f/s, %d MB)", ratio, many.rate, many.rss>>20)),
-		split(one), split(many),
+		split(one), split(many), cost(many),
 		{Name: "  direct to 1,000 destinations, of direct to 1", Value: fmt.Sprintf("%.2f (%.0f/s, %.1f us CPU)", directRatio, directMany.rate, directMany.cpu), Met: true, Number: directRatio},
 	}, nil
 }

@@ -275,11 +275,61 @@ func appendBody(dst []byte, id int64) []byte {
 		id%1000, os.Getpid(), id, time.Now().UTC().Format("2006-01-02T15:04:05.000Z"), stamp, time.Now().UnixMicro())
 }
 
+// counters are what a process has used since it began.
+type counters struct {
+	allocations, bytes                                        float64 // of memory
+	reads, writes, waits                                      float64 // system calls; times that a thread waited
+	commits, commitMessages, commitSeconds, syncs, syncSecond float64
+}
+
+// counters reads those that the kernel keeps, and those of the dispatcher's metrics.
+func (p *dispatcherProcess) counters() (c counters, err error) {
+	proc := fmt.Sprintf("/proc/%d/", p.cmd.Process.Pid)
+	number := func(text, name string) float64 {
+		_, rest, _ := strings.Cut(text, "\n"+name)
+		value, _, _ := strings.Cut(strings.TrimLeft(rest, ": \t"), "\n")
+		n, _ := strconv.ParseFloat(value, 64)
+		return n
+	}
+	text, err := os.ReadFile(proc + "io")
+	if err != nil {
+		return c, err
+	}
+	c.reads, c.writes = number(string(text), "syscr"), number(string(text), "syscw")
+	threads, err := filepath.Glob(proc + "task/*/status")
+	if err != nil {
+		return c, err
+	}
+	for _, thread := range threads {
+		if text, err := os.ReadFile(thread); err == nil {
+			c.waits += number(string(text), "voluntary_ctxt_switches")
+		}
+	}
+	resp, err := http.Get("http://" + p.Admin + "/metrics") //nolint:noctx // a local control request
+	if err != nil {
+		return c, err
+	}
+	defer resp.Body.Close()
+	if text, err = io.ReadAll(resp.Body); err != nil {
+		return c, err
+	}
+	for name, value := range map[string]*float64{
+		"go_memstats_mallocs_total": &c.allocations, "go_memstats_alloc_bytes_total": &c.bytes,
+		"posthorn_queue_commit_seconds_count": &c.commits, "posthorn_queue_commit_seconds_sum": &c.commitSeconds, "posthorn_queue_commit_messages_sum": &c.commitMessages,
+		"posthorn_queue_sync_seconds_count": &c.syncs, "posthorn_queue_sync_seconds_sum": &c.syncSecond,
+	} {
+		*value = number(string(text), name)
+	}
+	return c, nil
+}
+
 // sample is a measurement.
 type sample struct {
-	rate, cpu     float64 // per second; microseconds per message, of the process that is measured
-	senders, sink float64 // microseconds per message of the others
-	connections   float64 // that the sink accepted, per 1,000 messages
+	rate, cpu     float64  // per second; microseconds per message, of the process that is measured
+	senders, sink float64  // microseconds per message of the others
+	connections   float64  // that the sink accepted, per 1,000 messages
+	cost          counters // of the measured process, per message
+	commits       string   // what was made durable at once, and how long that took
 	p50, p99      time.Duration
 	rss           int64
 }
@@ -479,8 +529,8 @@ func config(list []destination) liveconfig.Config {
 
 type dispatcherProcess struct {
 	*process
-	Addr    string
-	sources int
+	Addr, Admin string
+	sources     int
 }
 
 // start runs a dispatcher on a folder and returns once it is ready.
@@ -533,7 +583,7 @@ func dispatcherRole(args []string) error {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
-	fmt.Printf(`{"Addr":%q}`+"\n", d.Addr().String())
+	fmt.Printf(`{"Addr":%q,"Admin":%q}`+"\n", d.Addr().String(), d.AdminAddr().String())
 	return d.Run(ctx)
 }
 
@@ -612,9 +662,17 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 	if _, _, err := drain(b.window() / 4); err != nil {
 		return sample{}, err
 	}
+	before, err := p.counters()
+	if err != nil {
+		return sample{}, err
+	}
 	cpu, own, sink := p.cpu(), ownCPU(), b.sink.cpu()
 	stats, took, err := drain(b.window())
 	used, own, sink := p.cpu()-cpu, ownCPU()-own, b.sink.cpu()-sink
+	if err != nil {
+		return sample{}, err
+	}
+	after, err := p.counters()
 	rss := p.rss()
 	cancel()
 	group.Wait()
@@ -626,8 +684,15 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 	}
 	sortDurations(stats.Samples)
 	each := func(d time.Duration) float64 { return float64(d.Microseconds()) / float64(stats.Count) }
+	n := float64(stats.Count)
 	return sample{
-		rate: float64(stats.Count) / took.Seconds(), cpu: each(used), senders: each(own), sink: each(sink),
+		cost: counters{
+			allocations: (after.allocations - before.allocations) / n, bytes: (after.bytes - before.bytes) / n,
+			reads: (after.reads - before.reads) / n, writes: (after.writes - before.writes) / n, waits: (after.waits - before.waits) / n,
+		},
+		commits: fmt.Sprintf("%.0f calls, %.2f ms; sync %.2f ms", (after.commitMessages-before.commitMessages)/(after.commits-before.commits),
+			1000*(after.commitSeconds-before.commitSeconds)/(after.commits-before.commits), 1000*(after.syncSecond-before.syncSecond)/(after.syncs-before.syncs)),
+		rate: n / took.Seconds(), cpu: each(used), senders: each(own), sink: each(sink),
 		connections: 1000 * float64(stats.Connections) / float64(stats.Count),
 		p50:         quantile(stats.Samples, 0.5), p99: quantile(stats.Samples, 0.99), rss: rss,
 	}, nil
