@@ -134,14 +134,27 @@ func check(m *queue.Message) error {
 }
 
 // runCommitter is the one writer of the logs: it takes all requests that wait,
-// gives their messages positions, and syncs them with one flush of the disk.
+// gives their messages positions, and syncs them with one flush of the disk. It
+// writes the next group while the one before is being synced.
 func (s *Store) runCommitter() {
-	c := committer{s: s}
+	c := committer{s: s, written: make(chan *commit, 2), synced: make(chan struct{}, 1)}
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		for g := range c.written {
+			c.finish(g)
+		}
+	}()
+	defer func() {
+		close(c.written)
+		<-ended
+	}()
 	for {
 		select {
 		case r := <-s.requests:
+			c.begin()
 			c.gather(r)
-			c.commit()
+			c.write()
 		case <-s.stop:
 			return // Those that still wait cancel by themselves.
 		}
@@ -149,84 +162,165 @@ func (s *Store) runCommitter() {
 }
 
 type committer struct {
-	s       *Store
-	group   []*request
-	touched []*sourceLog
-	last    *sourceLog // The log of the message before: most often the same.
-	count   int
-	bytes   int
-	key     []byte
+	s      *Store
+	group  *commit
+	number uint64     // The group's.
+	last   *sourceLog // The log of the message before: most often the same.
+	key    []byte
+
+	// written are the groups that are being synced, in their order; syncing counts
+	// them, and synced tells of one less.
+	written chan *commit
+	syncing atomic.Int32
+	synced  chan struct{}
+}
+
+// commit is a group of requests that is made durable at once.
+type commit struct {
+	started  time.Time
+	requests []*request
+	touched  []touched
+	count    int
+	bytes    int
+	batch    *pebble.Batch
+	applied  bool // The batch is in the log, and may not be synced yet.
+}
+
+// touched is what a group does to a log.
+type touched struct {
+	log           *sourceLog
+	before, after position
+}
+
+// position is a log's end: its last message, and the bytes up to there.
+type position struct{ head, bytes uint64 }
+
+var commits = sync.Pool{New: func() any { return new(commit) }}
+
+// aheadMessages is how many messages are worth a write of their own while the
+// group before is being synced; fewer wait for its end, and for others.
+const aheadMessages = 16
+
+func (c *committer) begin() {
+	c.group = commits.Get().(*commit)
+	c.group.count, c.group.bytes, c.group.applied = 0, 0, false
+	c.number++
 }
 
 // gather takes requests until none waits or the group is large.
 func (c *committer) gather(r *request) {
-	c.group, c.count, c.bytes = c.group[:0], 0, 0
 	for {
-		if r.state.CompareAndSwap(waiting, taken) {
-			c.group = append(c.group, r)
-			c.count += len(r.messages)
-			c.bytes += r.bytes
-		}
-		if c.count >= maxGroupMessages || c.bytes >= maxGroupBytes {
+		c.take(r)
+		if c.group.count >= maxGroupMessages || c.group.bytes >= maxGroupBytes {
 			return
 		}
 		select {
 		case r = <-c.s.requests:
+			continue
 		default:
+		}
+		if r = c.wait(); r == nil {
 			return
 		}
 	}
 }
 
-// commit writes the group, syncs it, shows it to readers and answers.
-func (c *committer) commit() {
-	s := c.s
-	started := time.Now()
-	now := s.o.Now().UnixMilli()
-	b := s.db.NewBatchWithSize(c.bytes + 128*c.count + 64)
-	s.duplicates.begin(b, now)
-	for _, r := range c.group {
-		r.err = c.add(b, r)
+func (c *committer) take(r *request) {
+	if r.state.CompareAndSwap(waiting, taken) {
+		c.group.requests = append(c.group.requests, r)
+		c.group.count += len(r.messages)
+		c.group.bytes += r.bytes
 	}
-	var err error
-	if b.Count() > 0 {
-		for _, l := range c.touched {
-			c.key = appendKey(c.key[:0], prefixHead, l.number)
-			op := b.SetDeferred(len(c.key), 16)
+}
+
+// wait waits for another request while that costs nothing; nil when it would.
+func (c *committer) wait() *request {
+	for c.group.count < aheadMessages && c.syncing.Load() > 0 {
+		select {
+		case r := <-c.s.requests:
+			return r
+		case <-c.synced:
+		case <-c.s.stop:
+			return nil
+		}
+	}
+	return nil
+}
+
+// write writes the group to the log of the disk, and leaves it to be synced.
+func (c *committer) write() {
+	s, g := c.s, c.group
+	g.started = time.Now()
+	now := s.o.Now().UnixMilli()
+	g.batch = s.db.NewBatchWithSize(g.bytes + 128*g.count + 64)
+	s.duplicates.begin(g.batch, now)
+	for _, r := range g.requests {
+		r.err = c.add(g.batch, r)
+	}
+	c.last = nil
+	if g.batch.Count() > 0 {
+		for i := range g.touched {
+			t := &g.touched[i]
+			t.after = position{t.log.head, t.log.bytes}
+			c.key = appendKey(c.key[:0], prefixHead, t.log.number)
+			op := g.batch.SetDeferred(len(c.key), 16)
 			copy(op.Key, c.key)
-			binary.BigEndian.PutUint64(op.Value, l.head)
-			binary.BigEndian.PutUint64(op.Value[8:], l.bytes)
+			binary.BigEndian.PutUint64(op.Value, t.after.head)
+			binary.BigEndian.PutUint64(op.Value[8:], t.after.bytes)
 			_ = op.Finish()
 		}
 		s.flusher.syncing()
-		err = s.db.Apply(b, pebble.Sync)
-		s.disk.wrote(c.bytes)
-	}
-	_ = b.Close()
-	for _, l := range c.touched {
+		err := s.db.ApplyNoSyncWait(g.batch, pebble.Sync)
+		g.applied = err == nil
 		if err != nil {
-			l.head, l.bytes = l.durable.Load(), l.durableBytes.Load()
-			continue
+			for _, t := range g.touched {
+				t.log.head, t.log.bytes = t.before.head, t.before.bytes
+			}
+			g.touched = g.touched[:0]
+			for _, r := range g.requests {
+				r.err = fmt.Errorf("append to the queue: %w", err)
+			}
 		}
-		l.durableBytes.Store(l.bytes)
-		l.durable.Store(l.head)
+		s.disk.wrote(g.bytes)
 	}
-	for i, r := range c.group {
-		if err != nil && r.err == nil {
-			r.err = fmt.Errorf("append to the queue: %w", err)
+	c.syncing.Add(1)
+	c.written <- g
+}
+
+// finish waits until a group is on the disk, shows it to readers and answers.
+// A group that only repeats messages of the one before is answered after that.
+func (c *committer) finish(g *commit) {
+	s := c.s
+	if g.applied {
+		if err := g.batch.SyncWait(); err != nil {
+			engineLogger{s}.Fatalf("sync the log: %w", err)
 		}
+	}
+	_ = g.batch.Close()
+	c.syncing.Add(-1)
+	select {
+	case c.synced <- struct{}{}:
+	default:
+	}
+	for _, t := range g.touched {
+		t.log.durableBytes.Store(t.after.bytes)
+		t.log.durable.Store(t.after.head)
+	}
+	for _, r := range g.requests {
 		r.answer <- struct{}{}
-		c.group[i] = nil
 	}
-	s.metrics.committed(c.count, time.Since(started))
-	for _, l := range c.touched {
-		l.eachLane(func(l *lane) {
+	s.metrics.committed(g.count, time.Since(g.started))
+	for _, t := range g.touched {
+		t.log.eachLane(func(l *lane) {
 			if l.hungry.Load() && l.hungry.CompareAndSwap(true, false) {
 				s.notify(l.id)
 			}
 		})
 	}
-	c.touched, c.last = c.touched[:0], nil
+	clear(g.requests)
+	clear(g.touched)
+	g.requests, g.touched, g.batch = g.requests[:0], g.touched[:0], nil
+	commits.Put(g)
 }
 
 // add puts a request's messages into the batch, all or none.
@@ -265,8 +359,9 @@ func (c *committer) add(b *pebble.Batch, r *request) error {
 			}
 			s.duplicates.add(b, &r.hashes[i])
 		}
-		if l.head == l.durable.Load() {
-			c.touched = append(c.touched, l)
+		if l.touched != c.number {
+			l.touched = c.number
+			c.group.touched = append(c.group.touched, touched{log: l, before: position{l.head, l.bytes}})
 		}
 		l.head++
 		size := recordSize(m)

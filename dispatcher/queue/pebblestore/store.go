@@ -73,8 +73,10 @@ type sourceLog struct {
 	// head and bytes belong to the committer: the last position given out, and the
 	// bytes ever appended.
 	head, bytes uint64
-	// asked is scratch of the committer: the bytes that one request wants.
-	asked uint64
+	// asked and touched are scratch of the committer: the bytes that one request
+	// wants, and the number of the last group with messages of the log.
+	asked   uint64
+	touched uint64
 	// durable is the last position that is on disk; readers never pass it.
 	durable, durableBytes atomic.Uint64
 	trimmed, trimmedBytes atomic.Uint64
