@@ -331,7 +331,13 @@ func (d *Dispatcher) mux() http.Handler {
 	mux.Handle("/", d.ingest)
 	d.members.Mount(mux)
 	admin.MountHealth(mux, d.ready)
-	return mux
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if ingest.Takes(r.URL.Path) { // Most requests need not be looked up.
+			d.ingest.ServeHTTP(w, r)
+			return
+		}
+		mux.ServeHTTP(w, r)
+	})
 }
 
 // ready returns why calls should not be sent here, or nil.

@@ -72,7 +72,10 @@ func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *refusal) {
 	if !q.room.grow(need, h.MaxBuffered) {
 		return nil, busy
 	}
-	var body io.Reader = http.MaxBytesReader(w, q.Body, event.MaxBodyBytes)
+	var body io.Reader = q.Body
+	if q.ContentLength < 0 {
+		body = http.MaxBytesReader(w, q.Body, event.MaxBodyBytes)
+	}
 	if zipped {
 		z := inflaters.Get().(*gzip.Reader)
 		defer inflaters.Put(z)

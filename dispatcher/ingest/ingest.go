@@ -105,8 +105,14 @@ var short = map[string]event.Type{
 	"/v1/s": event.Screen, "/v1/g": event.Group, "/v1/a": event.Alias, "/v1/b": "",
 }
 
-// storeTimeout bounds the wait for storage. The calls may be stored
-// nevertheless; sent again with their messageId they are duplicates.
+// Takes reports whether calls are sent to a path.
+func Takes(path string) bool {
+	_, known := paths[path]
+	return known
+}
+
+// storeTimeout bounds the wait for storage, to within a second. The calls may be
+// stored nevertheless; sent again with their messageId they are duplicates.
 const storeTimeout = 30 * time.Second
 
 // maxTurn is how long a request may filter its calls before others get a turn.
@@ -121,6 +127,8 @@ type Handler struct {
 	metrics metrics
 	memory  budget
 	turns   turns
+	// patience is how long requests wait for storage.
+	patience patience
 
 	sources sync.Map // key -> *source
 	nobody  *source  // who has no known write key, or none yet
@@ -216,7 +224,7 @@ type request struct {
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	begin := h.Now()
 	header := w.Header()
-	header.Set("X-Content-Type-Options", "nosniff")
+	header["X-Content-Type-Options"] = nosniffHeader
 	if r.URL.Path == "/openapi.yaml" && (r.Method == http.MethodGet || r.Method == http.MethodHead) {
 		header.Set(headerContentType, "application/yaml")
 		_, _ = w.Write(openAPI)
@@ -262,14 +270,24 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		h.reject(q.source, begin, max(1, bad.calls), bad.code, bad.message)
 		h.answer(w, bad)
 	} else {
-		header.Set(headerContentType, contentTypeJSON)
+		header[headerContentType] = jsonHeader
 		_, _ = w.Write(success(rejected))
 	}
-	h.metrics.duration.WithLabelValues(statusClass(bad)).Observe(h.Now().Sub(begin).Seconds())
+	duration := h.metrics.succeeded
+	if bad != nil {
+		duration = h.metrics.duration.WithLabelValues(strconv.Itoa(bad.status/100) + "xx")
+	}
+	duration.Observe(h.Now().Sub(begin).Seconds())
 	if q.span != nil {
 		q.endTrace(bad)
 	}
 }
+
+// Headers of every answer. Nobody appends to them.
+var (
+	jsonHeader    = []string{contentTypeJSON}
+	nosniffHeader = []string{"nosniff"}
+)
 
 // safely keeps a fault of ours in one request.
 func (h *Handler) safely(w http.ResponseWriter, q *request, typ event.Type, now time.Time) (rejected []event.Rejection, bad *refusal) {
@@ -283,13 +301,6 @@ func (h *Handler) safely(w http.ResponseWriter, q *request, typ event.Type, now 
 		}
 	}()
 	return h.take(w, q, typ, now)
-}
-
-func statusClass(r *refusal) string {
-	if r == nil {
-		return "2xx"
-	}
-	return strconv.Itoa(r.status/100) + "xx"
 }
 
 // take does all that is asked for a POST: who sends, read, parse, limit, store.
@@ -556,10 +567,8 @@ func (h *Handler) store(q *request, messages []queue.Message, now time.Time) *re
 	if len(messages) == 0 {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(q.Context()), storeTimeout)
-	defer cancel()
 	begin := h.Now()
-	duplicates, err := h.Append(ctx, messages)
+	duplicates, err := h.Append(h.patience.context(), messages)
 	if err != nil {
 		bad := h.notStored(q, err, now)
 		bad.calls = len(messages)

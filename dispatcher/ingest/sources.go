@@ -216,6 +216,7 @@ func (h *Handler) countRejected(q *request, rejected []event.Rejection, now time
 type metrics struct {
 	calls, rejected *prometheus.CounterVec
 	duration        *prometheus.HistogramVec
+	succeeded       prometheus.Observer // of duration
 	durable         prometheus.Histogram
 }
 
@@ -234,6 +235,7 @@ func newMetrics(r prometheus.Registerer, held func() int64) metrics {
 			Name: "posthorn_ingest_durable_seconds", Help: "Time to make the calls of a request durable.", Buckets: prometheus.ExponentialBuckets(0.0001, 2, 15),
 		}),
 	}
+	m.succeeded = m.duration.WithLabelValues("2xx")
 	if r != nil {
 		r.MustRegister(m.calls, m.rejected, m.duration, m.durable, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "posthorn_ingest_memory_bytes", Help: "Memory that the requests in progress hold for bodies and messages.",

@@ -24,7 +24,7 @@ var (
 	rounds  = flag.Int("rounds", 3, "how often each row is measured; the median is shown")
 	only    = flag.String("only", "", "run only the rows whose name contains this")
 	parked  = flag.Int("parked", 1_000_000, "messages to park for the memory and restart rows")
-	profile = flag.String("cpuprofile", "", "write the dispatcher's CPU profile of the batches row to this file")
+	profile = flag.String("profile", "", "write the dispatcher's profiles to this folder: cpu, allocs and mutex, of the last measurement")
 	asJSON  = flag.Bool("json", false, "print one JSON object a row instead of the table")
 )
 

@@ -20,6 +20,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"runtime/pprof"
 	"slices"
 	"strconv"
@@ -572,19 +573,41 @@ func dispatcherRole(args []string) error {
 	d.Set("bench", data)
 	d.Synced()
 	if args[2] != "" {
-		f, err := os.Create(args[2])
+		stop, err := startProfiles(args[2])
 		if err != nil {
 			return err
 		}
-		if err := pprof.StartCPUProfile(f); err != nil {
-			return err
-		}
-		defer pprof.StopCPUProfile()
+		defer stop()
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
 	fmt.Printf(`{"Addr":%q,"Admin":%q}`+"\n", d.Addr().String(), d.AdminAddr().String())
 	return d.Run(ctx)
+}
+
+// startProfiles profiles this process until stop writes what was found.
+func startProfiles(dir string) (stop func(), err error) {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return nil, err
+	}
+	f, err := os.Create(filepath.Join(dir, "cpu"))
+	if err != nil {
+		return nil, err
+	}
+	runtime.SetMutexProfileFraction(10)
+	if err := pprof.StartCPUProfile(f); err != nil {
+		return nil, err
+	}
+	return func() {
+		pprof.StopCPUProfile()
+		_ = f.Close()
+		for _, name := range []string{"allocs", "mutex"} {
+			if f, err := os.Create(filepath.Join(dir, name)); err == nil {
+				_ = pprof.Lookup(name).WriteTo(f, 0)
+				_ = f.Close()
+			}
+		}
+	}, nil
 }
 
 // load is what the benchmark sends.
