@@ -25,6 +25,8 @@ type conn struct {
 	// Of the exchange in progress.
 	ctx      context.Context // Read needs it, and has no parameter for it
 	deadline time.Time
+	// The deadlines that are set.
+	readBy, writeBy time.Time
 
 	used      bool          // answered a request before
 	maxIdle   time.Duration // how long it may stay unused
@@ -36,19 +38,31 @@ type conn struct {
 // canceled. Most answers are there before, and cost no watch of the context.
 const cancelCheck = 250 * time.Millisecond
 
-// begin gives the connection to an exchange.
+// begin gives the connection to an exchange. Deadlines that are set from before
+// stay while they lie ahead and not too late: one that passes too early is set
+// again, and most never pass. To set both costs a twentieth of an exchange.
 func (cn *conn) begin(ctx context.Context, now, deadline time.Time) {
 	cn.ctx, cn.deadline = ctx, deadline
-	_ = cn.SetWriteDeadline(deadline)
-	cn.setReadDeadline(now)
+	if cn.readBy.Sub(now) < cancelCheck/2 || cn.readBy.After(deadline) {
+		cn.setReadDeadline(now)
+	}
+	// TLS cannot go on after a write that was late.
+	if cn.writeBy.Before(now) || cn.writeBy.After(deadline) || cn.tls != nil {
+		cn.setWriteDeadline()
+	}
 }
 
 func (cn *conn) setReadDeadline(now time.Time) {
+	cn.readBy = cn.deadline
 	if at := now.Add(cancelCheck); at.Before(cn.deadline) {
-		_ = cn.SetReadDeadline(at)
-	} else {
-		_ = cn.SetReadDeadline(cn.deadline)
+		cn.readBy = at
 	}
+	_ = cn.SetReadDeadline(cn.readBy)
+}
+
+func (cn *conn) setWriteDeadline() {
+	cn.writeBy = cn.deadline
+	_ = cn.SetWriteDeadline(cn.writeBy)
 }
 
 // Read reads until the exchange's deadline or the end of its context.
@@ -63,6 +77,19 @@ func (cn *conn) Read(b []byte) (int, error) {
 			return n, err
 		}
 		cn.setReadDeadline(now)
+	}
+}
+
+// Write writes until the exchange's deadline.
+func (cn *conn) Write(b []byte) (n int, err error) {
+	for {
+		var m int
+		m, err = cn.Conn.Write(b[n:])
+		n += m
+		if err == nil || !errors.Is(err, os.ErrDeadlineExceeded) || cn.tls != nil || !time.Now().Before(cn.deadline) {
+			return n, err
+		}
+		cn.setWriteDeadline()
 	}
 }
 

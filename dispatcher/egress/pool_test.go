@@ -203,3 +203,27 @@ func TestConcurrentPosts(t *testing.T) {
 	}
 	all.Wait()
 }
+
+// A connection keeps the deadlines of an earlier exchange; a later one that takes longer does not end at them.
+func TestEarlierDeadlines(t *testing.T) {
+	noLeaks(t)
+	const first = time.Second
+	server := listen(t, func(_ int, c net.Conn) {
+		r := bufio.NewReader(c)
+		if readRequest(r) == nil {
+			return
+		}
+		_, _ = io.WriteString(c, ok)
+		time.Sleep(first + first/4) // The next request fills all buffers meanwhile.
+		if readRequest(r) != nil {
+			_, _ = io.WriteString(c, ok)
+		}
+	})
+	c := newClient(t, "127.0.0.1")
+	e := prepareURL(t, c, "http://"+server.address)
+	post(t, withTimeout(t, first), c, e)
+	r := c.Post(withTimeout(t, patience), e, nil, make([]byte, 16<<20))
+	if r.StatusCode != 200 || server.connections.Load() != 1 {
+		t.Errorf("unexpected result %+v on connection %d", r, server.connections.Load())
+	}
+}
