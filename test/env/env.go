@@ -90,6 +90,12 @@ func (e *Env) Kubectl(stdin string, args ...string) (string, error) {
 	return stdout.String(), nil
 }
 
+// Binary is the path of one of the programs that come with the API server: kubectl.
+func Binary(name string) (string, error) {
+	assets, err := findAssets()
+	return filepath.Join(assets, name), err
+}
+
 // Root is the folder of the repository.
 func Root() (string, error) {
 	dir, err := os.Getwd()

@@ -27,6 +27,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
+	"github.com/posthorn/posthorn/test/docs"
 	"github.com/posthorn/posthorn/test/env"
 )
 
@@ -124,6 +125,33 @@ func TestGolden(t *testing.T) {
 			}
 			objects(t, got)
 		})
+	}
+}
+
+// The values that the pages show must be ones that the chart takes.
+func TestValuesInDocs(t *testing.T) {
+	seen := 0
+	for _, page := range []string{"docs/install.md", "docs/operations.md", "docs/metrics.md"} {
+		blocks, err := docs.Blocks(root, page)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, b := range blocks {
+			if b.Language != "yaml" || strings.Contains(b.Text, "\nkind: ") {
+				continue
+			}
+			seen++
+			file := filepath.Join(t.TempDir(), "values.yaml")
+			if err := os.WriteFile(file, []byte(b.Text), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := render("--values", file); err != nil {
+				t.Errorf("%s:%d: %v", page, b.Line, err)
+			}
+		}
+	}
+	if seen < 5 {
+		t.Errorf("only %d blocks of values were found", seen)
 	}
 }
 

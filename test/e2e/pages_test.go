@@ -1,0 +1,90 @@
+//go:build e2e
+
+package e2e
+
+import (
+	"cmp"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+
+	. "github.com/onsi/ginkgo/v2"
+	. "github.com/onsi/gomega"
+
+	"github.com/posthorn/posthorn/test/docs"
+)
+
+var _ = Describe("The pages that are not of the installation", Serial, func() {
+	// The namespace of install.md, with what each page shows.
+	const namespace = "shop"
+
+	It("have command blocks that work", func() {
+		root, err := filepath.Abs(cmp.Or(os.Getenv("E2E_ROOT"), "../.."))
+		Expect(err).NotTo(HaveOccurred())
+		// What the blocks write goes to a folder of its own.
+		dir := GinkgoT().TempDir()
+		for _, name := range []string{"charts", "config"} {
+			Expect(os.Symlink(filepath.Join(root, name), filepath.Join(dir, name))).To(Succeed())
+		}
+		kubeconfig := filepath.Join(dir, "kubeconfig")
+		config := kubectl("config", "view", "--raw")
+		Expect(os.WriteFile(kubeconfig, []byte(config), 0o600)).To(Succeed())
+		kubectl("--kubeconfig", kubeconfig, "config", "set-context", "--current", "--namespace", namespace)
+		kubectl("create", "namespace", namespace)
+		DeferCleanup(func() {
+			kubectl("delete", "namespace", namespace, "--timeout=2m")
+			kubectl("delete", "-n", "default", "--ignore-not-found", "-f", filepath.Join(root, "config", "samples", "simple.yaml"))
+			install() // as the suite has it
+		})
+		settings := " --set image.repository=" + env("E2E_REPOSITORY") + " --set image.tag=" + env("E2E_TAG")
+		run := func(commands string) (string, error) {
+			// It is installed, for the suite's other specs.
+			commands = regexp.MustCompile(`(?m)^helm (?:install|upgrade) (.*)$`).ReplaceAllString(commands, "helm upgrade --install $1"+settings)
+			// Its exit code says whether there is a problem.
+			commands = regexp.MustCompile(`(?m)^(kubectl posthorn why [^#\n]*).*$`).ReplaceAllString(commands, "$1 || [[ $$? == 1 ]]")
+			return command("", "bash", "-c", "set -euo pipefail\ncd "+dir+"\nexport KUBECONFIG="+kubeconfig+"\n"+commands)
+		}
+		pages, err := docs.Pages(root)
+		Expect(err).NotTo(HaveOccurred())
+		manifests := func(page string) {
+			GinkgoHelper()
+			blocks, err := docs.Blocks(root, page)
+			Expect(err).NotTo(HaveOccurred())
+			for _, b := range blocks {
+				if b.Language == "yaml" && strings.Contains(b.Text, "\nkind: ") && strings.Contains(b.Text, "posthorn.dev/v1alpha1") {
+					_, err := command(b.Text, "kubectl", "apply", "-n", namespace, "-f", "-")
+					Expect(err).NotTo(HaveOccurred(), "%s:%d", page, b.Line)
+				}
+			}
+		}
+		manifests("docs/source.md")
+		manifests("docs/webhookdestination.md")
+		kubectl("wait", "-n", namespace, "--for=condition=Ready", "psrc/web", "--timeout=60s")
+		ran := map[string]bool{}
+		for _, page := range pages {
+			if name := filepath.Base(page); name == "install.md" || name == "operations.md" {
+				continue // run from the beginning to the end of an installation
+			}
+			blocks, err := docs.Blocks(root, page)
+			Expect(err).NotTo(HaveOccurred())
+			for _, b := range blocks {
+				where, err := b.Where()
+				Expect(err).NotTo(HaveOccurred())
+				if where != "cluster" {
+					continue
+				}
+				if !ran[page] {
+					ran[page] = true
+					manifests(page)
+				}
+				By(fmt.Sprintf("%s:%d", page, b.Line))
+				out, err := run(b.Commands())
+				Expect(err).NotTo(HaveOccurred(), b.Commands())
+				Expect(b.Missing(out)).To(BeEmpty(), "lines that %s:%d shows and the commands do not print:\n%s", page, b.Line, out)
+			}
+		}
+		Expect(ran).To(And(HaveKey("README.md"), HaveKey("docs/kubectl.md"), HaveKey("docs/troubleshooting.md"), HaveKey("docs/webhookdestination.md"), HaveKey("docs/redelivery.md")))
+	})
+})
