@@ -152,7 +152,7 @@ func New(o Options) (*Dispatcher, error) {
 	settled := deletion.NewSettled(d.store)
 	d.engine = delivery.New(delivery.Options{
 		Store: settled, Client: d.client, Logger: o.Logger, Registerer: d.metrics, Tracer: o.Tracer,
-		OrphanGrace: o.OrphanGrace, DrainTimeout: o.DrainTimeout,
+		OrphanGrace: o.OrphanGrace, DrainTimeout: o.DrainTimeout, DeadLetterBytes: func() int64 { return d.storage().TotalBytes / deadLetterShare },
 	})
 	d.configs = newConfigs(o.Logger, d.engine.Apply)
 	d.metrics.MustRegister(reportCollector{d})
@@ -410,6 +410,10 @@ func (d *Dispatcher) roomForSync(source string) bool {
 	quota := d.options.Queue.MaxBytesPerSource
 	return d.diskForSync() && (quota == 0 || d.store.SourceStats(source).LogBytes <= quota/2)
 }
+
+// deadLetterShare is the part of the disk that dead letters may take, so that
+// they can never be what fills it.
+const deadLetterShare = 4
 
 func (d *Dispatcher) storage() liveconfig.StorageReport {
 	s := liveconfig.StorageReport{UsedBytes: d.store.DiskBytes()}

@@ -5,6 +5,7 @@ import (
 	"crypto/sha1"
 	"encoding/hex"
 	"fmt"
+	"math"
 	"slices"
 	"strings"
 	"testing"
@@ -492,7 +493,7 @@ func TestFormerLanesTakeNothingMore(t *testing.T) {
 		}
 		w.sleep(20 * time.Minute)
 		check(6, 0)
-		if r := w.report("crm"); r.Delivered != 5 || r.Discarded != 1 {
+		if r := w.report("crm"); r.Delivered != 5 || r.DeadLettered != 1 {
 			t.Errorf("%+v", r)
 		}
 		if lanes := w.store.Lanes(); len(lanes) != 1 {
@@ -877,6 +878,69 @@ func TestDeadLettersStayForAMoment(t *testing.T) {
 		w.sleep(2 * time.Minute)
 		if n := len(w.dead("crm")); n != 0 {
 			t.Errorf("%d dead letters are kept, want none", n)
+		}
+		w.end()
+	})
+}
+
+// What waits for an endpoint that got another name becomes dead letters; what
+// waits for a Source that was disconnected is discarded.
+func TestRemovedEndpoint(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 503}))
+		d := dest("crm", "http://a.test")
+		d.Success, d.Sources = liveconfig.EveryEndpoint, []string{"ios", "web"}
+		w.apply(d)
+		w.send("web", 10)
+		w.send("ios", 5)
+		w.sleep(time.Minute)
+		d.Endpoints = []liveconfig.Endpoint{{Name: "renamed", URL: d.Endpoints[0].URL}}
+		d.Sources = []string{"web"}
+		w.apply(d)
+		w.sleep(15 * time.Minute)
+		dead := w.dead("crm")
+		if len(dead) != 10 || dead[0].Failure.Reason != EndpointRemoved || dead[0].Lane.Source != "ns/web" {
+			t.Fatalf("%d dead letters, want the 10 of web: %+v", len(dead), dead)
+		}
+		if r := w.report("crm"); r.Ledger != (liveconfig.Ledger{Accepted: 15, DeadLettered: 10, Discarded: 5}) {
+			t.Errorf("%+v", r.Ledger)
+		}
+		w.end()
+	})
+}
+
+func TestFairShare(t *testing.T) {
+	for _, test := range []struct {
+		sizes []int64
+		total int64
+		want  int64
+	}{
+		{nil, 10, math.MaxInt64},
+		{[]int64{1, 2, 3}, 6, math.MaxInt64},
+		{[]int64{1, 2, 4}, 6, 3},
+		{[]int64{1, 10, 10}, 9, 4},
+		{[]int64{5, 5}, 0, 0},
+		{[]int64{5}, -1, 0},
+	} {
+		if got := fairShare(test.sizes, test.total); got != test.want {
+			t.Errorf("fairShare(%v, %d) = %d, want %d", test.sizes, test.total, got, test.want)
+		}
+	}
+}
+
+// The destination with the most dead letters gives way when all together take too much.
+func TestDeadLettersOfAllAreBounded(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 404}), func(o *Options) { o.DeadLetterBytes = func() int64 { return 30 } })
+		big, small := dest("big", "http://a.test"), dest("small", "http://b.test")
+		small.Sources = []string{"ios"}
+		w.apply(big, small)
+		w.send("web", 50)
+		w.send("ios", 10)
+		w.sleep(5 * time.Minute)
+		// A dead letter is a byte in this store.
+		if b, s := len(w.dead("big")), len(w.dead("small")); b != 20 || s != 10 {
+			t.Errorf("%d and %d are kept, want 20 and 10", b, s)
 		}
 		w.end()
 	})

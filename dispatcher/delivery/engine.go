@@ -51,6 +51,9 @@ type Options struct {
 	// OrphanGrace is how long the messages of a destination that is gone from
 	// the config are kept, in case it comes back. Default 10 min.
 	OrphanGrace time.Duration
+	// DeadLetterBytes bounds the dead letters of all destinations together; the
+	// oldest of the largest go first. nil: only each destination's own limit holds.
+	DeadLetterBytes func() int64
 	// DrainTimeout bounds how long Run waits for requests in flight when it
 	// stops. Default 10 s.
 	DrainTimeout time.Duration

@@ -3,6 +3,8 @@ package delivery
 import (
 	"context"
 	"errors"
+	"maps"
+	"math"
 	"slices"
 	"time"
 
@@ -142,6 +144,10 @@ func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 		}
 	}
 	for _, l := range drop {
+		if err := e.buryRemoved(ctx, l, now); err != nil {
+			e.log.Error("burying the messages of an endpoint that was removed failed; trying again", "source", l.id.Source, "destination", l.id.Destination, "endpoint", l.id.Endpoint, "error", err)
+			continue
+		}
 		if err := e.o.Store.DropLane(ctx, l.id); err != nil && !errors.Is(err, queue.ErrNoLane) {
 			e.log.Error("dropping a lane failed; trying again", "source", l.id.Source, "destination", l.id.Destination, "error", err)
 			continue
@@ -150,6 +156,38 @@ func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 		e.forgetLane(l)
 	}
 	return next
+}
+
+// EndpointRemoved is the reason of dead letters whose endpoint was removed, or
+// got another name, while the destination still takes what their Source sends.
+const EndpointRemoved = "EndpointRemoved"
+
+// buryRemoved turns what waits in the lane of a removed endpoint into dead
+// letters. A Source that was disconnected, or a destination that was deleted,
+// leaves nobody who would look for them: that is discarded with the lane.
+func (e *Engine) buryRemoved(ctx context.Context, l *lane, now time.Time) error {
+	e.mu.Lock()
+	d := l.destination
+	removed := l.id.Endpoint != "" && !l.dropAt.IsZero() && d.set != nil && slices.ContainsFunc(d.lanes, func(o *lane) bool {
+		return o.id.Source == l.id.Source && o.dropAt.IsZero()
+	})
+	e.mu.Unlock()
+	if !removed {
+		return nil
+	}
+	n, err := e.o.Store.BuryExpired(ctx, l.id, now.AddDate(1, 0, 0), queue.Failure{
+		Time: now, Reason: EndpointRemoved, Message: "the endpoint was removed from the destination while the message waited",
+	})
+	if n > 0 {
+		e.mu.Lock()
+		d.metrics.buried(EndpointRemoved, int64(n))
+		e.mu.Unlock()
+		e.log.Warn("messages of an endpoint that was removed are dead letters now", "source", l.id.Source, "destination", l.id.Destination, "endpoint", l.id.Endpoint, "count", n)
+	}
+	if errors.Is(err, queue.ErrNoLane) {
+		return nil
+	}
+	return err
 }
 
 // forgetLane removes a lane that was dropped.
@@ -164,6 +202,19 @@ func (e *Engine) forgetLane(l *lane) {
 	l.targets = nil
 	d := l.destination
 	d.lanes = slices.DeleteFunc(slices.Clone(d.lanes), func(other *lane) bool { return other == l })
+}
+
+// fairShare is the most that each may take so that all of the sizes (ascending)
+// fit into total: those that are smaller keep all.
+func fairShare(sizes []int64, total int64) int64 {
+	for i, size := range sizes {
+		level := max(total, 0) / int64(len(sizes)-i)
+		if size > level {
+			return level
+		}
+		total -= size
+	}
+	return math.MaxInt64
 }
 
 // trimDeadLetters keeps every destination's dead letters within their age and
@@ -181,12 +232,24 @@ func (e *Engine) trimDeadLetters(ctx context.Context) {
 		}
 	}
 	e.mu.Unlock()
-	for key, limit := range limits {
-		if e.o.Store.DestinationStats(key).DeadLetters > 0 {
-			before := now.Add(-max(time.Duration(limit.RetentionMS)*time.Millisecond, deadLetterGrace))
-			if _, err := e.o.Store.TrimDeadLetters(ctx, key, before, now.Add(-deadLetterGrace), limit.MaxBytes); err != nil && ctx.Err() == nil {
-				e.log.Error("removing old dead letters failed; trying again", "destination", key, "error", err)
-			}
+	sizes := map[string]int64{}
+	for key := range limits {
+		if s := e.o.Store.DestinationStats(key); s.DeadLetters > 0 {
+			sizes[key] = s.DeadLetterBytes
+		}
+	}
+	share := int64(math.MaxInt64)
+	if e.o.DeadLetterBytes != nil {
+		share = fairShare(slices.Sorted(maps.Values(sizes)), e.o.DeadLetterBytes())
+	}
+	for key, size := range sizes {
+		limit := limits[key]
+		if size > share && share < limit.MaxBytes {
+			e.log.Warn("dead letters take all the room that they may; the oldest of this destination go", "destination", key, "bytes", size, "allowed", share)
+		}
+		before := now.Add(-max(time.Duration(limit.RetentionMS)*time.Millisecond, deadLetterGrace))
+		if _, err := e.o.Store.TrimDeadLetters(ctx, key, before, now.Add(-deadLetterGrace), min(limit.MaxBytes, share)); err != nil && ctx.Err() == nil {
+			e.log.Error("removing old dead letters failed; trying again", "destination", key, "error", err)
 		}
 	}
 	e.applying.Lock()

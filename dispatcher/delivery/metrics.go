@@ -128,10 +128,12 @@ var (
 	descWindow   = desc("posthorn_endpoint_window", "How many requests an endpoint may have in flight at present.", "namespace", "destination", "endpoint")
 	descBusy     = desc("posthorn_endpoint_in_flight", "Requests in flight to an endpoint.", "namespace", "destination", "endpoint")
 
-	descDelivered = desc("posthorn_messages_delivered_total", "Messages that were delivered since the start.", "namespace", "destination")
-	descDead      = desc("posthorn_messages_dead_lettered_total", "Messages that became dead letters since the start, by reason.", "namespace", "destination", "reason")
-	descLatency   = desc("posthorn_message_delivery_latency_seconds", "Time from a message's acceptance to its delivery.", "namespace", "destination")
-	descLedger    = desc("posthorn_lane_messages", "A lane's ledger: accepted = delivered + filtered + dead_lettered + pending. retrying is a part of pending.", "namespace", "source", "destination", "endpoint", "state")
+	descDelivered  = desc("posthorn_messages_delivered_total", "Messages that were delivered since the start.", "namespace", "destination")
+	descDead       = desc("posthorn_messages_dead_lettered_total", "Messages that became dead letters since the start, by reason.", "namespace", "destination", "reason")
+	descLatency    = desc("posthorn_message_delivery_latency_seconds", "Time from a message's acceptance to its delivery.", "namespace", "destination")
+	descLetters    = desc("posthorn_dead_letters", "Dead letters that are stored.", "namespace", "destination")
+	descLetterSize = desc("posthorn_dead_letter_bytes", "The disk that they take.", "namespace", "destination")
+	descLedger     = desc("posthorn_lane_messages", "A lane's ledger: accepted = delivered + filtered + dead_lettered + pending. retrying is a part of pending.", "namespace", "source", "destination", "endpoint", "state")
 
 	descInFlight = desc("posthorn_delivery_in_flight", "Requests in flight to all endpoints.")
 	descLimit    = desc("posthorn_delivery_in_flight_limit", "How many requests may be in flight to all endpoints.")
@@ -141,7 +143,7 @@ var (
 // Describe implements prometheus.Collector.
 func (collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
-		descAttempts, descDuration, descOpen, descWindow, descBusy, descDelivered, descDead, descLatency, descLedger, descInFlight, descLimit, descWorkers,
+		descAttempts, descDuration, descOpen, descWindow, descBusy, descDelivered, descDead, descLetters, descLetterSize, descLatency, descLedger, descInFlight, descLimit, descWorkers,
 	} {
 		ch <- d
 	}
@@ -171,6 +173,9 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 		for reason, n := range m.dead {
 			add(descDead, prometheus.CounterValue, float64(n), d.namespace, d.name, reason)
 		}
+		stored := e.o.Store.DestinationStats(d.key)
+		add(descLetters, prometheus.GaugeValue, float64(stored.DeadLetters), d.namespace, d.name)
+		add(descLetterSize, prometheus.GaugeValue, float64(stored.DeadLetterBytes), d.namespace, d.name)
 		ch <- m.latency.metric(descLatency, latencyBuckets, d.namespace, d.name)
 		for _, ep := range endpoints {
 			add(descAttempts, prometheus.CounterValue, float64(ep.metrics.succeeded), d.namespace, d.name, ep.name, "Delivered", "2xx")
