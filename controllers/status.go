@@ -234,7 +234,7 @@ func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, v
 	}
 	status, conditions := k.status(o)
 	before, conditionsBefore := *status, *conditions
-	wait := numbersInterval - l.now.Sub(m.numbers)
+	wait := left(numbersInterval, m.numbers, l.now)
 	due := wait <= 0
 	next := k.compute(*o, verdict, l.tenant, l.pods, l.now, due)
 	version := o.GetResourceVersion()
@@ -251,9 +251,9 @@ func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, v
 		}
 		return nil
 	}
-	if left := confirmGrace - l.now.Sub(m.unconfirmed); pending && left > 0 {
+	if grace := left(confirmGrace, m.unconfirmed, l.now); pending && grace > 0 {
 		l.reports.hurry()
-		l.again.in(min(left, confirmInterval))
+		l.again.in(min(grace, confirmInterval))
 		return nil
 	}
 	events := health.Transitions(conditionsBefore, *conditions)
@@ -277,6 +277,15 @@ func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, v
 		l.events.Eventf(o, nil, e.Type, e.Reason, e.Action, "%s", e.Message)
 	}
 	return nil
+}
+
+// left is what is left of a time that began at start: nothing also when the clock
+// was set back before the start, which must not make it longer.
+func left(d time.Duration, start, now time.Time) time.Duration {
+	if now.Before(start) {
+		return 0
+	}
+	return d - now.Sub(start)
 }
 
 // shortest is the shortest of several waits; zero is none.
