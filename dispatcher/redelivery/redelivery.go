@@ -68,9 +68,10 @@ type Options struct {
 // Run puts the chosen dead letters of a destination ("namespace/name") back
 // into its lanes, as new messages with the same id and body, and removes them.
 // Dead letters that come while it runs are left alone, so it ends; so are those
-// of a lane that is no more, a Source or an endpoint that the destination does
-// not have, and those of which nothing is left to send (queue.ReasonDamaged):
-// they count as matched, not as redelivered. After a crash some may be delivered
+// of a Source or an endpoint that the destination does not have any more, and
+// those of which nothing is left to send (queue.ReasonDamaged): they count as
+// matched, not as redelivered. Where the destination's success policy changed
+// since, they go to the lanes that took over. After a crash some may be delivered
 // twice, none is lost. The error comes with the progress up to it.
 func Run(ctx context.Context, store queue.Store, destination string, s Selector, o Options) (Progress, error) {
 	perSecond := o.Rate
@@ -79,8 +80,11 @@ func Run(ctx context.Context, store queue.Store, destination string, s Selector,
 	}
 	limiter := rate.NewLimiter(rate.Limit(perSecond), pageSize)
 	return each(ctx, store, destination, s, o, func(page []queue.DeadLetter) (int, error) {
-		page = slices.DeleteFunc(page, func(d queue.DeadLetter) bool { return d.Failure.Reason == queue.ReasonDamaged })
-		if page = withLanes(store, destination, o, page); len(page) == 0 {
+		lanes := o.lanes(store, destination)
+		page = slices.DeleteFunc(page, func(d queue.DeadLetter) bool {
+			return d.Failure.Reason == queue.ReasonDamaged || receiver(d.Lane, lanes) == ""
+		})
+		if len(page) == 0 {
 			return 0, nil
 		}
 		if err := limiter.WaitN(ctx, len(page)); err != nil {
@@ -88,31 +92,43 @@ func Run(ctx context.Context, store queue.Store, destination string, s Selector,
 		}
 		messages := make([]queue.Message, len(page))
 		for i, d := range page {
-			only := d.Lane.Destination
-			if d.Lane.Endpoint != "" {
-				only += "/" + d.Lane.Endpoint
-			}
-			messages[i] = queue.Message{Source: d.Lane.Source, ID: d.ID, Type: d.Type, Event: d.Event, AcceptedAt: now(o), Only: only, Body: d.Body}
+			messages[i] = queue.Message{Source: d.Lane.Source, ID: d.ID, Type: d.Type, Event: d.Event, AcceptedAt: now(o), Only: receiver(d.Lane, lanes), Body: d.Body}
 		}
 		if _, err := store.Append(ctx, messages); err != nil {
 			return 0, fmt.Errorf("redeliver: %w", err)
 		}
 		// What was appended behind the end of a lane is nobody's, so its letter stays.
-		page = withLanes(store, destination, o, page)
-		keys := make([]string, len(page))
+		lanes = o.lanes(store, destination)
+		var keys []string
 		for i, d := range page {
-			keys[i] = d.Key
+			if receiver(d.Lane, lanes) == messages[i].Only {
+				keys = append(keys, d.Key)
+			}
 		}
-		return len(page), store.DeleteDeadLetters(ctx, destination, keys...)
+		return len(keys), store.DeleteDeadLetters(ctx, destination, keys...)
 	})
 }
 
-// withLanes leaves out the dead letters of lanes that take nothing more: such a message would reach nobody.
-func withLanes(store queue.Store, destination string, o Options, page []queue.DeadLetter) []queue.DeadLetter {
-	lanes := slices.DeleteFunc(store.Lanes(), func(l queue.LaneID) bool {
+// lanes lists the lanes of a destination that go on.
+func (o Options) lanes(store queue.Store, destination string) []queue.LaneID {
+	return slices.DeleteFunc(store.Lanes(), func(l queue.LaneID) bool {
 		return l.Destination != destination || store.LaneStats(l).Ended || o.Takes != nil && !o.Takes(l)
 	})
-	return slices.DeleteFunc(page, func(d queue.DeadLetter) bool { return !slices.Contains(lanes, d.Lane) })
+}
+
+// receiver names whom a dead letter of a lane is for, among the lanes of its
+// destination: its endpoint, or the destination. It is empty when nobody would get it.
+func receiver(from queue.LaneID, lanes []queue.LaneID) string {
+	for _, to := range lanes {
+		switch {
+		case to.Source != from.Source:
+		case to.Endpoint == from.Endpoint && to.Endpoint != "":
+			return to.Destination + "/" + to.Endpoint
+		case to.Endpoint == "" || from.Endpoint == "":
+			return to.Destination
+		}
+	}
+	return ""
 }
 
 // Purge removes the chosen dead letters for good.

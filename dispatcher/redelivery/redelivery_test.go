@@ -195,3 +195,39 @@ func TestLettersOfALaneThatIsNoMoreStay(t *testing.T) {
 		t.Errorf("%d dead letters are left, want the 4 of the endpoint that is gone", n)
 	}
 }
+
+// After a change of the success policy they go to the lanes that took over.
+func TestLettersOfAFormerPolicyGoTheNewWay(t *testing.T) {
+	a, b := queue.LaneID{Source: src, Destination: dest, Endpoint: "a"}, queue.LaneID{Source: src, Destination: dest, Endpoint: "b"}
+	for _, test := range []struct {
+		name   string
+		before []queue.LaneID
+		after  []queue.LaneID
+		want   int
+	}{
+		{"to every endpoint", []queue.LaneID{lane}, []queue.LaneID{a, b}, 3},
+		{"to any endpoint", []queue.LaneID{a}, []queue.LaneID{lane}, 3},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			s := open(t, 3, test.before...)
+			for _, l := range test.after {
+				if err := s.OpenLane(l); err != nil {
+					t.Fatal(err)
+				}
+			}
+			for _, l := range test.before {
+				if err := s.EndLane(l, true); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{}); err != nil || p.Redelivered != test.want || count(t, s) != 0 {
+				t.Errorf("%+v, %v; %d left", p, err, count(t, s))
+			}
+			for _, l := range test.after {
+				if n := len(lease(t, s, l)); n != test.want {
+					t.Errorf("%v got %d, want %d", l, n, test.want)
+				}
+			}
+		})
+	}
+}
