@@ -33,11 +33,18 @@ func TestSigned(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200}))
 		d := dest("crm", urlA)
 		d.Signing = &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("new"), Previous: liveconfig.NewSecret("old")}
-		w.apply(d)
+		w.apply(d, dest("plain", urlB))
 		w.send("web", 100)
 		w.sleep(time.Second)
-		got := w.client.requests("")
-		if len(got) != 100 {
+		for _, r := range w.client.requests(urlB) {
+			for name := range r.headers {
+				if strings.Contains(strings.ToLower(name), "signature") {
+					t.Fatalf("without a secret there is %s", name)
+				}
+			}
+		}
+		got := w.client.requests(urlA)
+		if len(got) != 100 || len(w.client.requests(urlB)) != 100 {
 			t.Fatalf("%d requests", len(got))
 		}
 		for _, r := range got {
