@@ -10,6 +10,8 @@ import (
 	"maps"
 	"net/http"
 	"net/http/httptest"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -38,7 +40,10 @@ import (
 
 // The release is deployed by config/default, so the operator runs with exactly
 // the rights that it has in a cluster.
-const release = env.Release
+const (
+	release  = "posthorn-system"
+	operator = "system:serviceaccount:posthorn-system:posthorn-operator"
+)
 
 var (
 	server  *env.Env
@@ -66,7 +71,14 @@ var _ = BeforeSuite(func() {
 	Expect(v1alpha1.AddToScheme(scheme)).To(Succeed())
 	cluster, err = client.New(server.Config, client.Options{Scheme: scheme})
 	Expect(err).NotTo(HaveOccurred())
-	Expect(server.Install()).To(Succeed())
+	root, err := env.Root()
+	Expect(err).NotTo(HaveOccurred())
+	rbac, err := server.Kubectl("", "kustomize", filepath.Join(root, "config", "rbac"))
+	Expect(err).NotTo(HaveOccurred())
+	namespace, err := os.ReadFile(filepath.Join(root, "config", "default", "namespace.yaml"))
+	Expect(err).NotTo(HaveOccurred())
+	_, err = server.Kubectl(string(namespace)+"\n---\n"+rbac, "apply", "--server-side", "-f", "-")
+	Expect(err).NotTo(HaveOccurred())
 })
 
 var _ = AfterSuite(func() {
@@ -124,7 +136,8 @@ func newWorld(change ...func(*world)) *world {
 
 func (w *world) start() {
 	GinkgoHelper()
-	config := server.As("posthorn-operator")
+	config := rest.CopyConfig(server.Config)
+	config.Impersonate = rest.ImpersonationConfig{UserName: operator, Groups: []string{"system:serviceaccounts", "system:serviceaccounts:" + release, "system:authenticated"}}
 	if w.reach != nil {
 		w.reach(config)
 	}

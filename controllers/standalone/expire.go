@@ -6,7 +6,6 @@ import (
 	"os"
 	"time"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/health"
 )
 
@@ -15,11 +14,10 @@ import (
 // owner's to change. The mutex is held.
 func (c *Control) expire(now time.Time) {
 	for _, o := range c.store.objects {
-		request, ok := o.resource.(*v1alpha1.DeletionRequest)
-		if !ok {
+		if o.deletion == nil {
 			continue
 		}
-		if at, ok := health.DeletionRequestExpires(*request); !ok || now.Before(at) {
+		if at, ok := health.DeletionRequestExpires(*o.deletion); !ok || now.Before(at) {
 			continue
 		}
 		err := removeManifest(o.file, c.store.files[o.file])

@@ -19,7 +19,7 @@ import (
 
 var _ = Describe("A webhook", func() {
 	It("receives what is sent, signed, and follows every change", func() {
-		shop := newTenant("shop")
+		shop := newTenant("store")
 		shop.secret("crm", "secret", "s3cret", "token", "Bearer abc")
 		first := shop.newSink("first", "s3cret")
 		shop.destination("crm", first.url(), "")

@@ -3,7 +3,6 @@
 package e2e
 
 import (
-	"cmp"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -21,8 +20,7 @@ var _ = Describe("The pages that are not of the installation", Serial, func() {
 	const namespace = "shop"
 
 	It("have command blocks that work", func() {
-		root, err := filepath.Abs(cmp.Or(os.Getenv("E2E_ROOT"), "../.."))
-		Expect(err).NotTo(HaveOccurred())
+		root := env("E2E_ROOT")
 		// What the blocks write goes to a folder of its own.
 		dir := GinkgoT().TempDir()
 		for _, name := range []string{"charts", "config"} {
@@ -34,7 +32,7 @@ var _ = Describe("The pages that are not of the installation", Serial, func() {
 		kubectl("--kubeconfig", kubeconfig, "config", "set-context", "--current", "--namespace", namespace)
 		kubectl("create", "namespace", namespace)
 		DeferCleanup(func() {
-			kubectl("delete", "namespace", namespace, "--timeout=2m")
+			kubectl("delete", "namespace", namespace, "--timeout=2m") // others use it, too
 			kubectl("delete", "-n", "default", "--ignore-not-found", "-f", filepath.Join(root, "config", "samples", "simple.yaml"))
 			install() // as the suite has it
 		})

@@ -3,6 +3,7 @@
 package e2e
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -10,6 +11,8 @@ import (
 
 	. "github.com/onsi/ginkgo/v2"
 	. "github.com/onsi/gomega"
+
+	"github.com/posthorn/posthorn/test/docs"
 )
 
 // Each of these begins by removing what the one before left; in this order that
@@ -77,40 +80,46 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		removeCRDs()
 		removeVolumes()
 		DeferCleanup(func() {
-			kubectl("delete", "namespace", "shop", "--ignore-not-found", "--wait=false")
+			kubectl("delete", "namespace", "shop", "--ignore-not-found", "--timeout=2m")
 		})
 		image := env("E2E_REPOSITORY") + ":" + env("E2E_TAG")
 		// What the blocks write goes to a folder of its own.
 		dir := GinkgoT().TempDir()
 		Expect(os.Symlink(file("charts"), filepath.Join(dir, "charts"))).To(Succeed())
 		settings := " --set image.repository=" + env("E2E_REPOSITORY") + " --set image.tag=" + env("E2E_TAG")
-		run := func(page, heading, text string) string {
+		run := func(b docs.Block) string {
 			GinkgoHelper()
-			By(page + ", " + heading)
-			text = strings.ReplaceAll(text, "ghcr.io/posthorn/posthorn:0.1.0", image)
+			By(fmt.Sprintf("%s:%d, %s", b.Page, b.Line, b.Heading))
+			text := strings.ReplaceAll(b.Commands(), "ghcr.io/posthorn/posthorn:0.1.0", image)
 			text = regexp.MustCompile(`(?m)^(helm (?:install|upgrade) .*)$`).ReplaceAllString(text, "$1"+settings)
-			// There is something to tell: hooks.example does not exist.
-			text = regexp.MustCompile(`(?m)^(kubectl posthorn why [^#\n]*).*$`).ReplaceAllString(text, "if $1; then exit 9; else [[ $$? == 1 ]]; fi")
+			// Its exit code says whether there is a problem.
+			text = regexp.MustCompile(`(?m)^(kubectl posthorn why [^#\n]*).*$`).ReplaceAllString(text, "$1 || [[ $$? == 1 ]]")
 			text = "set -euo pipefail\ncd " + dir + "\n" + text
 			out, err := command("", "bash", "-c", text)
 			Expect(err).NotTo(HaveOccurred(), text)
 			return out
 		}
-		var last []string
+		var last []docs.Block
 		printed := ""
-		for _, page := range []string{"install.md", "operations.md"} {
-			for _, b := range shellBlocks(page) {
-				if b.heading == "Removing it" {
-					last = append(last, b.text)
-					continue
+		for _, page := range []string{"docs/install.md", "docs/operations.md"} {
+			blocks, err := docs.Blocks(env("E2E_ROOT"), page)
+			Expect(err).NotTo(HaveOccurred())
+			for _, b := range blocks {
+				where, err := b.Where()
+				Expect(err).NotTo(HaveOccurred())
+				switch {
+				case where != "cluster":
+				case b.Heading == "Removing it":
+					last = append(last, b)
+				default:
+					printed += run(b)
 				}
-				printed += run(page, b.heading, b.text)
 			}
 		}
-		Expect(printed).To(And(ContainSubstring("Phase:          Succeeded"), ContainSubstring(`"success":true`), MatchRegexp(`crm\s+True`), ContainSubstring("hooks.example")))
+		Expect(printed).To(And(ContainSubstring("Phase:          Succeeded"), ContainSubstring(`"success":true`), MatchRegexp(`crm\s+True`)))
 		Expect(last).To(HaveLen(2))
-		for _, text := range last {
-			run("install.md", "Removing it", text)
+		for _, b := range last {
+			run(b)
 		}
 		Expect(kubectl("get", "crd", "-o", "name")).NotTo(ContainSubstring("posthorn.dev"))
 		Expect(kubectl("-n", system, "get", "pvc", "-o", "name")).To(BeEmpty())
@@ -129,20 +138,4 @@ func removeCRDs() {
 func removeVolumes() {
 	GinkgoHelper()
 	kubectl("-n", system, "delete", "pvc", "-l", "app.kubernetes.io/name=posthorn", "--timeout=2m")
-}
-
-// shellBlocks are the command blocks of a page, by the heading that they stand under.
-func shellBlocks(page string) (blocks []struct{ heading, text string }) {
-	GinkgoHelper()
-	data, err := os.ReadFile(file("docs/" + page))
-	Expect(err).NotTo(HaveOccurred())
-	heading := ""
-	for _, part := range regexp.MustCompile("(?m)^## .*$|(?ms)^```sh\n.*?^```$").FindAllString(string(data), -1) {
-		if rest, ok := strings.CutPrefix(part, "## "); ok {
-			heading = rest
-			continue
-		}
-		blocks = append(blocks, struct{ heading, text string }{heading, strings.TrimSuffix(strings.TrimPrefix(part, "```sh\n"), "```")})
-	}
-	return blocks
 }

@@ -53,6 +53,7 @@ const afresh = "afresh"
 
 var _ = BeforeEach(func() {
 	if !installed && !slices.Contains(CurrentSpecReport().Labels(), afresh) {
+		uninstall() // what a spec before left, of whatever version and settings
 		install()
 	}
 })

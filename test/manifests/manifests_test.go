@@ -24,7 +24,11 @@ import (
 )
 
 func TestConfigDefault(t *testing.T) {
-	server, _ := env.For(t)
+	server, err := env.Start()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = server.Stop() })
 	ctx := context.Background()
 	cluster, err := client.New(server.Config, client.Options{})
 	if err != nil {
