@@ -558,13 +558,18 @@ func (s *Service) Sync(ctx context.Context, q Request, body io.Reader) (Result, 
 		a.busy = ""
 	}
 	if err != nil {
-		a.refused, a.lastRefusal = s.Now(), err.Error()
+		if !q.DryRun {
+			a.refused, a.lastRefusal = s.Now(), err.Error()
+		}
 		if a.done == nil && a.broken == nil { // nothing of it exists
 			_ = os.RemoveAll(a.dir)
 		}
 	}
 	s.leave(q)
 	s.mu.Unlock()
+	if err != nil && q.DryRun {
+		return Result{}, err
+	}
 	if err != nil {
 		s.metrics.refused(a.name)
 		s.Logger.Warn("a sync was refused", "namespace", q.Tenant, "audience", q.Audience.Name, "error", err)

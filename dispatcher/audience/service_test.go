@@ -115,6 +115,7 @@ func config() liveconfig.Config {
 		Audiences: []liveconfig.Audience{
 			{Name: "shoppers", Generation: 3, Revision: "r", Source: "web", Key: "shoppers", Kind: liveconfig.KindAudience, MaxRemovalPercent: 50},
 			{Name: "spent", Source: "web", Key: "spent", Kind: liveconfig.KindComputedTrait, MaxRemovalPercent: 50},
+			{Name: "young", Source: "web", Key: "young", Kind: liveconfig.KindAudience, MaxRemovalPercent: 50},
 		},
 	}
 }
@@ -253,7 +254,7 @@ func TestSyncTellsChangesOnly(t *testing.T) {
 	r.sync(shoppers, "b", "c")
 	r.told("d shoppers=false")
 	report := r.Report(config())
-	if len(report) != 2 || report[0].Members != 2 || report[0].Removed != 1 || report[0].LastSync.IsZero() || !report[0].Owner || report[0].Generation != 3 || report[1].Members != 2 {
+	if len(report) != 3 || report[0].Members != 2 || report[0].Removed != 1 || report[0].LastSync.IsZero() || !report[0].Owner || report[0].Generation != 3 || report[1].Members != 2 {
 		t.Errorf("report %+v", report)
 	}
 }
@@ -346,6 +347,7 @@ func TestRefusalsChangeNothing(t *testing.T) {
 		{name: "gzip bomb of a line", path: shoppers, body: zipped(io.LimitReader(repeated(" "), 64<<20)), status: 400, want: `"code":"line_too_long","message":"a line may have 16384 bytes","line":1`, encoding: "gzip"},
 		{name: "empty", path: shoppers, body: lines(""), status: 422, want: `"code":"empty_snapshot","message":"the snapshot lists no members, which would remove all 4; if that is meant, set allowEmpty=true"`},
 		{name: "empty although all may go", path: shoppers + "?allowRemoval=100", body: lines("", ""), status: 422, want: `"code":"empty_snapshot","message":"the snapshot lists no members, which would remove all 4; if that is meant, set allowEmpty=true"`},
+		{name: "empty and the first", path: "/v1/audiences/young/members", body: lines(""), status: 422, want: `"code":"empty_snapshot","message":"the snapshot lists no members; if that is meant, set allowEmpty=true"`},
 		{name: "too many go", path: shoppers, body: ids("a"), status: 422, want: `"code":"too_many_removals","message":"the snapshot would remove 3 of 4 members; a sync may remove 50 percent. If that is meant, set allowRemoval to a higher percentage, up to 100"`},
 		{name: "one more than allowed", path: shoppers + "?allowRemoval=24", body: ids("a", "b", "c"), status: 422, want: `"code":"too_many_removals","message":"the snapshot would remove 1 of 4 members; a sync may remove 24 percent. If that is meant, set allowRemoval to a higher percentage, up to 100"`},
 	} {
@@ -363,6 +365,13 @@ func TestRefusalsChangeNothing(t *testing.T) {
 				t.Errorf("%d %swant %d %s", a.status, a.body, c.status, want)
 			}
 		})
+	}
+	refused := r.Report(config())[0].LastRefused
+	if a := r.do("PUT", shoppers+"?dryRun=true", "web-key", ids("a")); a.status != http.StatusUnprocessableEntity {
+		t.Errorf("refused dry run: %+v", a)
+	}
+	if again := r.Report(config())[0].LastRefused; refused.IsZero() || !again.Equal(refused) {
+		t.Errorf("a dry run counts as a refused sync: %s, %s", refused, again)
 	}
 	if a := r.do("PUT", shoppers+"?dryRun=true", "web-key", ids("a", "b", "x")); a.status != http.StatusOK || a.Sent || !a.DryRun || a.Counts != (Counts{Before: 4, Members: 3, Added: 1, Removed: 2}) {
 		t.Errorf("dry run: %+v", a)
