@@ -413,7 +413,7 @@ type DeliveryStatus struct {
 	Filtered int64 `json:"filtered"`
 	// Messages that became dead letters.
 	DeadLettered int64 `json:"deadLettered"`
-	// Messages that were given up because what they were for (a Source, an endpoint) was taken away.
+	// Messages that were given up because their Source was taken away from the destination.
 	// +optional
 	Discarded int64 `json:"discarded"`
 	// Messages that wait: not tried yet, in flight, or waiting for a retry.
