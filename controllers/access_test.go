@@ -13,7 +13,6 @@ import (
 	. "github.com/onsi/ginkgo/v2"
 	. "github.com/onsi/gomega"
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -22,9 +21,7 @@ import (
 var _ = Describe("The way to the dispatchers", func() {
 	It("is TLS with the certificate in the Secret, and no other", func() {
 		ctx := context.Background()
-		config := rest.CopyConfig(server.Config)
-		config.Impersonate = rest.ImpersonationConfig{UserName: operator, Groups: []string{"system:authenticated"}}
-		own, err := client.New(config, client.Options{})
+		own, err := client.New(server.As("posthorn-operator"), client.Options{})
 		Expect(err).NotTo(HaveOccurred())
 		key := client.ObjectKey{Namespace: release, Name: liveconfig.AdminCertificateSecret}
 		DeferCleanup(func() {

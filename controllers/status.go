@@ -10,7 +10,6 @@ import (
 	"golang.org/x/sync/errgroup"
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/events"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
@@ -18,7 +17,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
 )
@@ -104,30 +102,10 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 	}
 	l := look{statusReconciler: r, tenant: tenant, judged: judged, pods: pods, now: r.now(), memos: r.memosOf(tenant)}
 	l.group.SetLimit(maxWritesAtOnce)
-	lookAt(ctx, &l, objects.Sources, kind[v1alpha1.Source, v1alpha1.SourceStatus]{
-		name: "Source", compute: health.Source,
-		status: func(o *v1alpha1.Source) (*v1alpha1.SourceStatus, *[]metav1.Condition) {
-			return &o.Status, &o.Status.Conditions
-		},
-	})
-	lookAt(ctx, &l, objects.Destinations, kind[v1alpha1.WebhookDestination, v1alpha1.WebhookDestinationStatus]{
-		name: "WebhookDestination", compute: health.Destination,
-		status: func(o *v1alpha1.WebhookDestination) (*v1alpha1.WebhookDestinationStatus, *[]metav1.Condition) {
-			return &o.Status, &o.Status.Conditions
-		},
-	})
-	lookAt(ctx, &l, objects.Audiences, kind[v1alpha1.Audience, v1alpha1.AudienceStatus]{
-		name: "Audience", compute: health.Audience,
-		status: func(o *v1alpha1.Audience) (*v1alpha1.AudienceStatus, *[]metav1.Condition) {
-			return &o.Status, &o.Status.Conditions
-		},
-	})
-	lookAt(ctx, &l, objects.Deletions, kind[v1alpha1.DeletionRequest, v1alpha1.DeletionRequestStatus]{
-		name: "DeletionRequest", compute: health.DeletionRequest, expires: health.DeletionRequestExpires,
-		status: func(o *v1alpha1.DeletionRequest) (*v1alpha1.DeletionRequestStatus, *[]metav1.Condition) {
-			return &o.Status, &o.Status.Conditions
-		},
-	})
+	lookAt(ctx, &l, objects.Sources, health.Sources)
+	lookAt(ctx, &l, objects.Destinations, health.Destinations)
+	lookAt(ctx, &l, objects.Audiences, health.Audiences)
+	lookAt(ctx, &l, objects.Deletions, health.DeletionRequests)
 	err = l.group.Wait()
 	for uid, m := range l.memos {
 		if !m.seen {
@@ -159,17 +137,6 @@ func memoOf(memos map[types.UID]*memo, o client.Object) *memo {
 	return m
 }
 
-// kind is how to treat one kind of object.
-type kind[T, S any] struct {
-	name string
-	// status returns an object's status, and the conditions in it.
-	status func(*T) (*S, *[]metav1.Condition)
-	// compute is of package health.
-	compute func(old T, v compile.Verdict, tenant string, pods []health.Pod, now time.Time, numbersDue bool) S
-	// expires, when set, says when an object is to be deleted.
-	expires func(T) (time.Time, bool)
-}
-
 // look is one look at a namespace's objects.
 type look struct {
 	*statusReconciler
@@ -184,7 +151,7 @@ type look struct {
 
 // lookAt looks at the objects of one kind, but for those of which there is no
 // verdict as they are now: the config controller calls again.
-func lookAt[T, S any, O object[T]](ctx context.Context, l *look, objects []T, k kind[T, S]) {
+func lookAt[T, S any, O object[T]](ctx context.Context, l *look, objects []T, k health.Kind[T, S]) {
 	for i := range objects {
 		o := O(&objects[i])
 		j, ok := l.judged[o.GetUID()]
@@ -200,11 +167,11 @@ func lookAt[T, S any, O object[T]](ctx context.Context, l *look, objects []T, k 
 }
 
 // expire deletes an object whose time after its end is over, or says when to look again.
-func expire[T, S any, O object[T]](ctx context.Context, l *look, o O, k kind[T, S]) (gone bool, err error) {
-	if k.expires == nil {
+func expire[T, S any, O object[T]](ctx context.Context, l *look, o O, k health.Kind[T, S]) (gone bool, err error) {
+	if k.Expires == nil {
 		return false, nil
 	}
-	at, ok := k.expires(*o)
+	at, ok := k.Expires(*o)
 	if !ok {
 		return false, nil
 	}
@@ -220,23 +187,23 @@ func expire[T, S any, O object[T]](ctx context.Context, l *look, o O, k kind[T, 
 		return false, nil
 	}
 	if client.IgnoreNotFound(err) != nil {
-		return false, fmt.Errorf("delete %s %s/%s, which has expired: %w", k.name, o.GetNamespace(), o.GetName(), err)
+		return false, fmt.Errorf("delete %s %s/%s, which has expired: %w", k.Name, o.GetNamespace(), o.GetName(), err)
 	}
 	return true, nil
 }
 
 // update writes one object's status if it differs, and says when to look again.
-func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, verdict compile.Verdict, k kind[T, S]) error {
+func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, verdict compile.Verdict, k health.Kind[T, S]) error {
 	if after, ok := m.after.(O); ok && slices.Contains(m.stale, o.GetResourceVersion()) {
 		o = after.DeepCopyObject().(O)
 	} else {
 		m.stale, m.after = nil, nil
 	}
-	status, conditions := k.status(o)
+	status, conditions := k.Status(o)
 	before, conditionsBefore := *status, *conditions
-	wait := numbersInterval - l.now.Sub(m.numbers)
+	wait := left(numbersInterval, m.numbers, l.now)
 	due := wait <= 0
-	next := k.compute(*o, verdict, l.tenant, l.pods, l.now, due)
+	next := k.Compute(*o, verdict, l.tenant, l.pods, l.now, due)
 	version := o.GetResourceVersion()
 	*status = next
 	pending := health.Pending(*conditions)
@@ -246,14 +213,14 @@ func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, v
 		m.unconfirmed = l.now
 	}
 	if equality.Semantic.DeepEqual(before, next) {
-		if !due && !equality.Semantic.DeepEqual(next, k.compute(*o, verdict, l.tenant, l.pods, l.now, true)) {
+		if !due && !equality.Semantic.DeepEqual(next, k.Compute(*o, verdict, l.tenant, l.pods, l.now, true)) {
 			l.again.in(min(wait, lookInterval))
 		}
 		return nil
 	}
-	if left := confirmGrace - l.now.Sub(m.unconfirmed); pending && left > 0 {
+	if grace := left(confirmGrace, m.unconfirmed, l.now); pending && grace > 0 {
 		l.reports.hurry()
-		l.again.in(min(left, confirmInterval))
+		l.again.in(min(grace, confirmInterval))
 		return nil
 	}
 	events := health.Transitions(conditionsBefore, *conditions)
@@ -264,9 +231,9 @@ func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, v
 	case apierrors.IsNotFound(err):
 		return nil
 	case err != nil:
-		return fmt.Errorf("write the status of %s %s/%s: %w", k.name, o.GetNamespace(), o.GetName(), err)
+		return fmt.Errorf("write the status of %s %s/%s: %w", k.Name, o.GetNamespace(), o.GetName(), err)
 	}
-	statusWrites.WithLabelValues(k.name).Inc()
+	statusWrites.WithLabelValues(k.Name).Inc()
 	m.stale, m.after = append(m.stale, version), o
 	if due {
 		m.numbers = l.now
@@ -277,6 +244,15 @@ func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, v
 		l.events.Eventf(o, nil, e.Type, e.Reason, e.Action, "%s", e.Message)
 	}
 	return nil
+}
+
+// left is what is left of a time that began at start: nothing also when the clock
+// was set back before the start, which must not make it longer.
+func left(d time.Duration, start, now time.Time) time.Duration {
+	if now.Before(start) {
+		return 0
+	}
+	return d - now.Sub(start)
 }
 
 // shortest is the shortest of several waits; zero is none.

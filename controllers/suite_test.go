@@ -10,8 +10,6 @@ import (
 	"maps"
 	"net/http"
 	"net/http/httptest"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -40,10 +38,7 @@ import (
 
 // The release is deployed by config/default, so the operator runs with exactly
 // the rights that it has in a cluster.
-const (
-	release  = "posthorn-system"
-	operator = "system:serviceaccount:posthorn-system:posthorn-operator"
-)
+const release = env.Release
 
 var (
 	server  *env.Env
@@ -71,14 +66,7 @@ var _ = BeforeSuite(func() {
 	Expect(v1alpha1.AddToScheme(scheme)).To(Succeed())
 	cluster, err = client.New(server.Config, client.Options{Scheme: scheme})
 	Expect(err).NotTo(HaveOccurred())
-	root, err := env.Root()
-	Expect(err).NotTo(HaveOccurred())
-	rbac, err := server.Kubectl("", "kustomize", filepath.Join(root, "config", "rbac"))
-	Expect(err).NotTo(HaveOccurred())
-	namespace, err := os.ReadFile(filepath.Join(root, "config", "default", "namespace.yaml"))
-	Expect(err).NotTo(HaveOccurred())
-	_, err = server.Kubectl(string(namespace)+"\n---\n"+rbac, "apply", "--server-side", "-f", "-")
-	Expect(err).NotTo(HaveOccurred())
+	Expect(server.Install()).To(Succeed())
 })
 
 var _ = AfterSuite(func() {
@@ -136,8 +124,7 @@ func newWorld(change ...func(*world)) *world {
 
 func (w *world) start() {
 	GinkgoHelper()
-	config := rest.CopyConfig(server.Config)
-	config.Impersonate = rest.ImpersonationConfig{UserName: operator, Groups: []string{"system:serviceaccounts", "system:serviceaccounts:" + release, "system:authenticated"}}
+	config := server.As("posthorn-operator")
 	if w.reach != nil {
 		w.reach(config)
 	}

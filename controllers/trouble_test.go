@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	. "github.com/onsi/ginkgo/v2"
@@ -22,6 +23,7 @@ import (
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/env"
 )
 
@@ -116,6 +118,45 @@ var _ = Describe("trouble", func() {
 		away.set(false)
 		w.says(tenant, "whd/crm", "Accepted", isFalse, "NoSource")
 		w.says(tenant, "source/ios", "Ready", isTrue, "Ready")
+	})
+
+	It("does not come of a clock that jumps", func() {
+		var ahead atomic.Int64
+		w := newWorld(func(w *world) {
+			w.options.Now = func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }
+		})
+		tenant := w.namespace()
+		w.apply(tenant, webSource+crmSecret+crmDestination)
+		report := func(state liveconfig.EndpointState, failures int) {
+			now := time.Now().Add(time.Duration(ahead.Load())) // the node's clock is the pod's
+			w.dispatcher.set(func(d *fakeDispatcher) {
+				d.traffic[tenant+"/crm"] = func(r *liveconfig.DestinationReport) {
+					r.Delivered++
+					e := &r.Endpoints[0]
+					e.State, e.Since, e.ConsecutiveFailures = state, now, failures
+					if failures > 0 {
+						e.LastFailure = &liveconfig.Failure{Time: now, Reason: "TimedOut", Message: "the endpoint did not answer"}
+					} else {
+						e.LastSuccess = now
+					}
+				}
+			})
+		}
+		for _, jump := range []time.Duration{24 * time.Hour, 0, -24 * time.Hour, 0} {
+			By(fmt.Sprintf("by %v", jump))
+			ahead.Store(int64(jump))
+			report(liveconfig.EndpointHealthy, 0)
+			w.says(tenant, "whd/crm", "Delivering", isTrue, "Delivering")
+			report(liveconfig.EndpointDegraded, 3)
+			w.says(tenant, "whd/crm", "Delivering", isFalse, "TimedOut")
+			w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+			Eventually(func(g Gomega) {
+				d := w.destination(g, tenant, "crm")
+				for _, at := range []metav1.Time{*d.Status.LastSuccessTime, d.Status.Endpoints[0].LastFailure.Time} {
+					g.Expect(at.Time).To(BeTemporally("~", time.Now().Add(jump), time.Minute))
+				}
+			}).Should(Succeed())
+		}
 	})
 
 	It("does not come of large Secrets: only what is referred to is read, and watches are of metadata", func() {

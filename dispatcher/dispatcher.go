@@ -77,6 +77,8 @@ type Options struct {
 	// only those callers through who may.
 	AdminTLS   *tls.Config
 	AdminGuard func(http.Handler) http.Handler
+	// Debug adds /debug to the admin listener: lanes, live config, profiles.
+	Debug bool
 	// Tracer continues the callers' traces over the queue to the receivers; nil traces nothing.
 	Tracer trace.Tracer
 	// Logger; default slog.Default().
@@ -236,9 +238,13 @@ func (d *Dispatcher) Synced() { d.configs.Synced() }
 // progress answered, deliveries in flight finished, positions persisted.
 func (d *Dispatcher) Run(ctx context.Context) error {
 	main := ingest.NewServer(d.mux())
-	adminServer := admin.NewServer(admin.Options{
+	adminOptions := admin.Options{
 		Report: d.Report, Gatherer: d.metrics, Engine: d.engine, Store: d.store, Ready: d.ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
-	})
+	}
+	if d.options.Debug {
+		adminOptions.View = d.configs.view
+	}
+	adminServer := admin.NewServer(adminOptions)
 	engineCtx, stopEngine := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopEngine()
 	group, groupCtx := errgroup.WithContext(ctx)

@@ -1,6 +1,16 @@
 package main
 
-import "testing"
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
 
 func TestAudienceOwner(t *testing.T) {
 	const hosts = "127.0.0.1 localhost\n10.0.0.7\tposthorn-dispatcher-2.posthorn-dispatcher-pods.webhooks.svc.cluster.local\tposthorn-dispatcher-2\n"
@@ -42,5 +52,56 @@ func TestProgressLines(t *testing.T) {
 	}
 	if got, want := toldLine(150, 1000), "[####..........................]  15 %  150 of 1000 told"; got != want {
 		t.Errorf("%q, want %q", got, want)
+	}
+}
+
+// The bar is drawn on a terminal, taken away at its end, and never written to a file.
+func TestProgressOnATerminal(t *testing.T) {
+	master, err := os.OpenFile("/dev/ptmx", os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer master.Close()
+	number, err := unix.IoctlGetInt(int(master.Fd()), unix.TIOCGPTN)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.IoctlSetPointerInt(int(master.Fd()), unix.TIOCSPTLCK, 0); err != nil {
+		t.Fatal(err)
+	}
+	terminal, err := os.OpenFile(fmt.Sprintf("/dev/pts/%d", number), os.O_RDWR|unix.O_NOCTTY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	file, err := os.Create(filepath.Join(t.TempDir(), "log"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	var drawn atomic.Int64
+	line := func() string { return toldLine(drawn.Add(1), 10) }
+	stopFile := showProgress(file, func() string { t.Error("it is drawn into a file"); return "" })
+	stop := showProgress(terminal, line)
+	for drawn.Load() < 3 {
+		time.Sleep(10 * time.Millisecond)
+	}
+	stop()
+	stopFile()
+	var text string
+	const erased = "\r\033[K"
+	for chunk := make([]byte, 4096); strings.Count(text, erased) < int(drawn.Load())+1; {
+		n, err := master.Read(chunk)
+		if err != nil {
+			t.Fatal(err)
+		}
+		text += string(chunk[:n])
+	}
+	_ = terminal.Close()
+	frames := strings.Split(text, erased)
+	if frames[0] != "" || frames[1] != "[###...........................]  10 %  1 of 10 told" || !strings.Contains(frames[2], "20 %") || frames[len(frames)-1] != "" {
+		t.Errorf("drawn %q", frames)
+	}
+	if info, err := file.Stat(); err != nil || info.Size() != 0 {
+		t.Errorf("%d bytes in the file (%v)", info.Size(), err)
 	}
 }

@@ -43,7 +43,7 @@ need the Role posthorn-support-user in the namespace of Posthorn's release.`,
 	}
 	cluster.register(cmd)
 	way := func(*cobra.Command) reach { return cluster }
-	cmd.AddCommand(newKubectlWhy(cluster), newAttempts(way), newTail(way), newDeadLetters(way), newKubectlRedeliver(cluster), newSend(cluster.call), newAudience(cluster.call))
+	cmd.AddCommand(newKubectlWhy(cluster), newAttempts(way), newTail(way), newDeadLetters(way), newDebug(way), newKubectlRedeliver(cluster), newSend(cluster.call), newAudience(cluster.call))
 	ofPlugin(cmd)
 	return cmd
 }

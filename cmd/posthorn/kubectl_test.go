@@ -190,25 +190,10 @@ func TestRefusedFlags(t *testing.T) {
 
 // TestKubectl runs the plugin against a real API server, without operator and dispatcher.
 func TestKubectl(t *testing.T) {
-	server, err := env.Start()
-	if err != nil {
+	server, kubectl := env.For(t)
+	if err := server.Install(); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = server.Stop() })
-	kubectl := func(stdin string, args ...string) string {
-		t.Helper()
-		out, err := server.Kubectl(stdin, args...)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return out
-	}
-	root, err := env.Root()
-	if err != nil {
-		t.Fatal(err)
-	}
-	kubectl("", "create", "namespace", "posthorn-system")
-	kubectl(kubectl("", "kustomize", filepath.Join(root, "config", "rbac")), "apply", "--server-side", "-f", "-")
 	kubectl("", "create", "namespace", "shop")
 	kubectl(`
 apiVersion: posthorn.dev/v1alpha1

@@ -93,7 +93,7 @@ Exit codes: 0 it worked; 1 it did not, or the answer is no; 2 the command line i
 	)
 	for group, commands := range map[string][]*cobra.Command{
 		"server": {newRun(), newOperator(), newDispatcher(), newRepair()},
-		"look":   {newWhy(), newGet(), newAttempts(reachDirect), newTail(reachDirect), newDeadLetters(reachDirect), newKubectl("kubectl")},
+		"look":   {newWhy(), newGet(), newAttempts(reachDirect), newTail(reachDirect), newDeadLetters(reachDirect), newDebug(reachDirect), newKubectl("kubectl")},
 		"send":   {newSend(callDirect), newAudience(callDirect), newDeleteUser()},
 		"try":    {newCompile(), newSink(), newVerify()},
 	} {

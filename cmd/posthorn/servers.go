@@ -58,6 +58,7 @@ func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 	f.DurationVar(&d.options.OrphanGrace, "orphan-grace", 10*time.Minute, "how long the messages of a deleted destination are kept")
 	f.DurationVar(&d.options.Queue.DuplicateWindow, "duplicate-window", 10*time.Minute, "how long a messageId is remembered, up to 24h; a call that repeats it is dropped")
 	f.BoolVar(&d.options.Repair, "repair", false, "when a file of the store is damaged, keep what can be read and start, as posthorn repair --apply does, instead of refusing to")
+	f.BoolVar(&d.options.Debug, "debug", false, "add /debug to the admin listener: lanes, live config without secrets, profiles")
 	f.Int64Var(&d.options.Queue.MaxBytesPerSource, "source-quota", 0, "bytes of undelivered calls that one Source may keep on disk; 0 is no limit but the disk's")
 }
 

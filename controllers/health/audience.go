@@ -19,20 +19,14 @@ import (
 // An Audience that is not accepted has no key, so there is nothing to program
 // (NotAccepted). numbersDue is as for Destination.
 func Audience(old v1alpha1.Audience, v compile.Verdict, tenant string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.AudienceStatus {
-	f := gather(v, old.Generation, old.Status.Conditions, tenant, pods, now, func(t *liveconfig.TenantReport) (string, int64) {
-		if r := audienceReport(t, old.Name); r != nil {
-			return r.Revision, r.Generation
-		}
-		return "", -1
-	})
+	f := gather(v, old.ObjectMeta, old.Status.Conditions, tenant, pods, now, audiencePart)
 	s := v1alpha1.AudienceStatus{ObservedGeneration: old.Generation, Key: v.Key, Dispatchers: f.dispatchers()}
 	var owner *liveconfig.AudienceReport
-	for _, pod := range inOrder(pods) {
-		r := audienceReport(pod.tenantReport(tenant), old.Name)
-		if r != nil && r.Owner && (owner == nil || r.LastSync.After(owner.LastSync)) {
+	audiencePart.each(pods, tenant, old.Name, func(_ Pod, r *liveconfig.AudienceReport) {
+		if r.Owner && (owner == nil || r.LastSync.After(owner.LastSync)) {
 			owner = r
 		}
-	}
+	})
 	if owner == nil { // it restarts: what it kept is still true
 		s.LastSyncTime, s.Members = old.Status.LastSyncTime.DeepCopy(), clone(old.Status.Members)
 		s.Added, s.Removed, s.Changed = clone(old.Status.Added), clone(old.Status.Removed), clone(old.Status.Changed)
@@ -70,15 +64,9 @@ func clone(n *int64) *int64 {
 	return &copied
 }
 
-func audienceReport(t *liveconfig.TenantReport, name string) *liveconfig.AudienceReport {
-	if t == nil {
-		return nil
-	}
-	i := slices.IndexFunc(t.Audiences, func(a liveconfig.AudienceReport) bool { return a.Name == name })
-	if i < 0 {
-		return nil
-	}
-	return &t.Audiences[i]
+var audiencePart = part[liveconfig.AudienceReport]{
+	list:    func(t *liveconfig.TenantReport) []liveconfig.AudienceReport { return t.Audiences },
+	running: func(r *liveconfig.AudienceReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
 }
 
 // synced is the condition that tells how the last sync went. owner is nil when

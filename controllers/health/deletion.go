@@ -2,7 +2,6 @@ package health
 
 import (
 	"fmt"
-	"slices"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -20,20 +19,15 @@ const maxNotifications = 200
 //
 // numbersDue changes nothing: each notification has its final state once.
 func DeletionRequest(old v1alpha1.DeletionRequest, v compile.Verdict, tenant string, pods []Pod, now time.Time, _ bool) v1alpha1.DeletionRequestStatus {
-	f := gather(v, old.Generation, old.Status.Conditions, tenant, pods, now, func(t *liveconfig.TenantReport) (string, int64) {
-		if r := deletionReport(t, old.Name); r != nil {
-			return r.Revision, r.Generation
-		}
-		return "", -1
-	})
+	f := gather(v, old.ObjectMeta, old.Status.Conditions, tenant, pods, now, deletionPart)
 	s := v1alpha1.DeletionRequestStatus{ObservedGeneration: old.Generation, Dispatchers: f.dispatchers()}
 	var owner *liveconfig.DeletionReport
-	for _, pod := range inOrder(pods) {
+	deletionPart.each(pods, tenant, old.Name, func(_ Pod, r *liveconfig.DeletionReport) {
 		// What a pod says of an earlier revision is not about this one.
-		if r := deletionReport(pod.tenantReport(tenant), old.Name); r != nil && r.Owner && r.Revision == v.Revision && !r.Started.IsZero() {
+		if r.Owner && r.Revision == v.Revision && !r.Started.IsZero() {
 			owner = r
 		}
-	}
+	})
 	var finished metav1.Condition
 	switch {
 	case f.state() == liveconfig.Held:
@@ -96,15 +90,9 @@ func count(s *v1alpha1.DeletionRequestStatus, owner *liveconfig.DeletionReport) 
 	return done
 }
 
-func deletionReport(t *liveconfig.TenantReport, name string) *liveconfig.DeletionReport {
-	if t == nil {
-		return nil
-	}
-	i := slices.IndexFunc(t.Deletions, func(d liveconfig.DeletionReport) bool { return d.Name == name })
-	if i < 0 {
-		return nil
-	}
-	return &t.Deletions[i]
+var deletionPart = part[liveconfig.DeletionReport]{
+	list:    func(t *liveconfig.TenantReport) []liveconfig.DeletionReport { return t.Deletions },
+	running: func(r *liveconfig.DeletionReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
 }
 
 // DeletionRequestExpires returns when a request is to be deleted; false for one that stays.

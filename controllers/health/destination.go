@@ -33,12 +33,7 @@ const (
 // transition: see the package comment. Call it again, with numbersDue, at most
 // every 30 s.
 func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, tenant string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.WebhookDestinationStatus {
-	f := gather(v, old.Generation, old.Status.Conditions, tenant, pods, now, func(t *liveconfig.TenantReport) (string, int64) {
-		if d := destinationReport(t, old.Name); d != nil {
-			return d.Revision, d.Generation
-		}
-		return "", -1
-	})
+	f := gather(v, old.ObjectMeta, old.Status.Conditions, tenant, pods, now, destinationPart)
 	s := v1alpha1.WebhookDestinationStatus{
 		ObservedGeneration: old.Generation,
 		Revision:           v.Revision,
@@ -51,21 +46,11 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, tenant stri
 
 	var total liveconfig.DestinationReport
 	var lastSuccess time.Time
-	reported, unanswered := 0, 0
 	endpoints := make([]endpoint, len(old.Spec.Endpoints))
 	for i := range endpoints {
 		endpoints[i] = endpoint{name: old.Spec.Endpoints[i].Name, state: liveconfig.EndpointIdle}
 	}
-	for _, pod := range inOrder(pods) {
-		if pod.Report == nil {
-			unanswered++
-			continue
-		}
-		d := destinationReport(pod.tenantReport(tenant), old.Name)
-		if d == nil {
-			continue
-		}
-		reported++
+	complete := destinationPart.each(pods, tenant, old.Name, func(_ Pod, d *liveconfig.DestinationReport) {
 		total.Delivered += d.Delivered
 		total.Filtered += d.Filtered
 		total.DeadLettered += d.DeadLettered
@@ -82,7 +67,7 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, tenant stri
 				}
 			}
 		}
-	}
+	})
 
 	s.LastSuccessTime = latest(old.Status.LastSuccessTime, lastSuccess, now)
 	for _, e := range endpoints {
@@ -92,8 +77,7 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, tenant stri
 		}
 		s.Endpoints = append(s.Endpoints, e.status(before, now))
 	}
-	// A sum over some of the pods would make the counts jump.
-	if reported > 0 && unanswered == 0 {
+	if complete {
 		s.Delivery = &v1alpha1.DeliveryStatus{
 			Delivered: total.Delivered, Filtered: total.Filtered, DeadLettered: total.DeadLettered,
 			Discarded: total.Discarded, Pending: total.Pending, Retrying: total.Retrying,
@@ -109,15 +93,9 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, tenant stri
 	return s
 }
 
-func destinationReport(t *liveconfig.TenantReport, name string) *liveconfig.DestinationReport {
-	if t == nil {
-		return nil
-	}
-	i := slices.IndexFunc(t.Destinations, func(d liveconfig.DestinationReport) bool { return d.Name == name })
-	if i < 0 {
-		return nil
-	}
-	return &t.Destinations[i]
+var destinationPart = part[liveconfig.DestinationReport]{
+	list:    func(t *liveconfig.TenantReport) []liveconfig.DestinationReport { return t.Destinations },
+	running: func(r *liveconfig.DestinationReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
 }
 
 // delivering is the condition that tells from traffic how deliveries go.

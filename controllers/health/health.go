@@ -51,6 +51,41 @@ func (p Pod) tenantReport(tenant string) *liveconfig.TenantReport {
 	return &p.Report.Tenants[i]
 }
 
+// part is what pods report of one kind of object.
+type part[R any] struct {
+	list func(*liveconfig.TenantReport) []R
+	// running says which object this is of, and what the pod runs of it.
+	running func(*R) (name, revision string, generation int64)
+}
+
+// of returns what a pod reports of one object, or nil.
+func (p part[R]) of(pod Pod, tenant, name string) *R {
+	t := pod.tenantReport(tenant)
+	if t == nil {
+		return nil
+	}
+	for list, i := p.list(t), 0; i < len(list); i++ {
+		if n, _, _ := p.running(&list[i]); n == name {
+			return &list[i]
+		}
+	}
+	return nil
+}
+
+// each calls f with what each pod reports of one object. It returns false when a
+// pod did not answer or none knows the object: sums over some would jump.
+func (p part[R]) each(pods []Pod, tenant, name string, f func(Pod, *R)) (complete bool) {
+	reported, answered := 0, true
+	for _, pod := range inOrder(pods) {
+		answered = answered && pod.Report != nil
+		if r := p.of(pod, tenant, name); r != nil {
+			reported++
+			f(pod, r)
+		}
+	}
+	return answered && reported > 0
+}
+
 // facts are what conditions of either kind are made of.
 type facts struct {
 	verdict    compile.Verdict
@@ -65,20 +100,18 @@ type facts struct {
 	refused string
 }
 
-// gather counts the pods that confirm the object; running returns what a pod
-// runs of it.
-func gather(verdict compile.Verdict, generation int64, old []metav1.Condition, tenant string, pods []Pod, now time.Time, running func(*liveconfig.TenantReport) (revision string, generation int64)) facts {
-	f := facts{verdict: verdict, generation: generation, old: old, now: timestamp(now), ready: len(pods)}
+// gather counts the pods that confirm an object.
+func gather[R any](verdict compile.Verdict, object metav1.ObjectMeta, old []metav1.Condition, tenant string, pods []Pod, now time.Time, p part[R]) facts {
+	f := facts{verdict: verdict, generation: object.Generation, old: old, now: timestamp(now), ready: len(pods)}
 	for _, pod := range inOrder(pods) {
-		t := pod.tenantReport(tenant)
-		if t != nil {
-			if revision, confirmed := running(t); revision == verdict.Revision && confirmed >= generation {
+		if r := p.of(pod, tenant, object.Name); r != nil {
+			if _, revision, generation := p.running(r); revision == verdict.Revision && generation >= object.Generation {
 				f.confirmed++
 				continue
 			}
 		}
 		f.waiting = append(f.waiting, pod.Name)
-		if t != nil && t.Refused != nil && f.refused == "" {
+		if t := pod.tenantReport(tenant); t != nil && t.Refused != nil && f.refused == "" {
 			f.refused = fmt.Sprintf("dispatcher pod %s refused the config and keeps the one before: %s", pod.Name, t.Refused.Error)
 		}
 	}

@@ -368,6 +368,9 @@ func TestPaceOfFailures(t *testing.T) {
 	if got := soon(healthy("a"), 10*time.Second); got != "True/Delivering" {
 		t.Error(got)
 	}
+	if got := soon(healthy("a"), -time.Hour); got != "True/Delivering" {
+		t.Errorf("with a clock that was set back: %s", got)
+	}
 	if got := summary(Destination(d, accepted(), tenant, []Pod{runs("p1", healthy("a"))}, at(time.Second), true).Conditions[3:]); got != "True/Delivering" {
 		t.Errorf("when numbers are due: %s", got)
 	}

@@ -55,8 +55,11 @@ func paceSource(old, fresh v1alpha1.SourceStatus, now time.Time) v1alpha1.Source
 // that turned False only just now stays as it was.
 func delayRecovery(old, fresh []metav1.Condition, conditionType string, now time.Time) []metav1.Condition {
 	before, after := meta.FindStatusCondition(old, conditionType), meta.FindStatusCondition(fresh, conditionType)
-	if before == nil || after == nil || before.Status != metav1.ConditionFalse || after.Status != metav1.ConditionTrue ||
-		aboutSpec(before.Reason) || now.Sub(before.LastTransitionTime.Time) >= recoveryDelay {
+	if before == nil || after == nil || before.Status != metav1.ConditionFalse || after.Status != metav1.ConditionTrue || aboutSpec(before.Reason) {
+		return fresh
+	}
+	// A clock that was set back must not keep it False until it catches up.
+	if age := now.Sub(before.LastTransitionTime.Time); age >= recoveryDelay || age < -recoveryDelay {
 		return fresh
 	}
 	fresh = slices.Clone(fresh)

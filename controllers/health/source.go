@@ -28,34 +28,21 @@ const (
 //
 // numbersDue is as for Destination.
 func Source(old v1alpha1.Source, v compile.Verdict, tenant string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.SourceStatus {
-	f := gather(v, old.Generation, old.Status.Conditions, tenant, pods, now, func(t *liveconfig.TenantReport) (string, int64) {
-		if s := sourceReport(t, old.Name); s != nil {
-			return s.Revision, s.Generation
-		}
-		return "", -1
-	})
+	f := gather(v, old.ObjectMeta, old.Status.Conditions, tenant, pods, now, sourcePart)
 	s := v1alpha1.SourceStatus{
 		ObservedGeneration: old.Generation,
 		Destinations:       slices.Clone(v.Destinations[:min(len(v.Destinations), maxDestinations)]),
 		Dispatchers:        f.dispatchers(),
 	}
 	var t traffic
-	unanswered := 0
-	for _, pod := range inOrder(pods) {
-		if pod.Report == nil {
-			unanswered++
-			continue
-		}
-		if r := sourceReport(pod.tenantReport(tenant), old.Name); r != nil {
-			t.add(*r, pod.Report.Storage.Pressure)
-		}
-	}
+	complete := sourcePart.each(pods, tenant, old.Name, func(pod Pod, r *liveconfig.SourceReport) {
+		t.add(*r, pod.Report.Storage.Pressure)
+	})
 	s.LastReceivedTime = latest(old.Status.LastReceivedTime, t.lastAccepted, now)
 	if s.LastReceivedTime != nil { // a pod that restarted does not know
 		t.lastAccepted = later(t.lastAccepted, s.LastReceivedTime.Time)
 	}
-	// A sum over some of the pods would make the counts jump.
-	if t.pods > 0 && unanswered == 0 {
+	if complete {
 		s.Calls, s.Messages = &t.calls, &t.messages
 	} else {
 		s.Calls, s.Messages = old.Status.Calls.DeepCopy(), old.Status.Messages.DeepCopy()
@@ -67,15 +54,9 @@ func Source(old v1alpha1.Source, v compile.Verdict, tenant string, pods []Pod, n
 	return s
 }
 
-func sourceReport(t *liveconfig.TenantReport, name string) *liveconfig.SourceReport {
-	if t == nil {
-		return nil
-	}
-	i := slices.IndexFunc(t.Sources, func(s liveconfig.SourceReport) bool { return s.Name == name })
-	if i < 0 {
-		return nil
-	}
-	return &t.Sources[i]
+var sourcePart = part[liveconfig.SourceReport]{
+	list:    func(t *liveconfig.TenantReport) []liveconfig.SourceReport { return t.Sources },
+	running: func(r *liveconfig.SourceReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
 }
 
 // traffic is a Source's traffic over all pods.

@@ -6,6 +6,7 @@ import (
 	"os"
 	"time"
 
+	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/health"
 )
 
@@ -14,10 +15,11 @@ import (
 // owner's to change. The mutex is held.
 func (c *Control) expire(now time.Time) {
 	for _, o := range c.store.objects {
-		if o.deletion == nil {
+		request, ok := o.resource.(*v1alpha1.DeletionRequest)
+		if !ok {
 			continue
 		}
-		if at, ok := health.DeletionRequestExpires(*o.deletion); !ok || now.Before(at) {
+		if at, ok := health.DeletionRequestExpires(*request); !ok || now.Before(at) {
 			continue
 		}
 		err := removeManifest(o.file, c.store.files[o.file])

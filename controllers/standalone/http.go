@@ -13,6 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 )
@@ -48,6 +49,9 @@ func (c *Control) Handler() http.Handler {
 	return mux
 }
 
+// servedKinds are those of which there are objects here.
+var servedKinds = []string{kindSource, kindDestination, kindAudience, kindDeletion}
+
 func discover(w http.ResponseWriter) {
 	kinds, err := definitions()
 	if err != nil {
@@ -55,7 +59,7 @@ func discover(w http.ResponseWriter) {
 		return
 	}
 	list := metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}, GroupVersion: v1alpha1.GroupVersion.String()}
-	for _, kind := range []string{kindSource, kindDestination, kindAudience, kindDeletion} {
+	for _, kind := range servedKinds {
 		n := kinds[kind].names
 		list.APIResources = append(list.APIResources, metav1.APIResource{
 			Name: n.Plural, SingularName: n.Singular, Namespaced: true, Kind: n.Kind,
@@ -86,55 +90,23 @@ func (c *Control) serve(w http.ResponseWriter, r *http.Request) {
 		fail(w, apierrors.NewBadRequest("labelSelector: "+err.Error()))
 		return
 	}
-	chosen := func(m metav1.ObjectMeta) bool {
-		return (name == "" || m.Name == name) && selector.Matches(labels.Set(m.Labels))
-	}
-
-	var list, one runtime.Object
-	var definition *definition
-	switch resource {
-	case kinds[kindSource].names.Plural:
-		l := c.Sources(namespace)
-		l.Items = slices.DeleteFunc(l.Items, func(o v1alpha1.Source) bool { return !chosen(o.ObjectMeta) })
-		for i := range l.Items {
-			l.Items[i].SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kindSource))
-			one = &l.Items[i]
-		}
-		definition, list = kinds[kindSource], &l
-	case kinds[kindDestination].names.Plural:
-		l := c.WebhookDestinations(namespace)
-		l.Items = slices.DeleteFunc(l.Items, func(o v1alpha1.WebhookDestination) bool { return !chosen(o.ObjectMeta) })
-		for i := range l.Items {
-			l.Items[i].SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kindDestination))
-			one = &l.Items[i]
-		}
-		definition, list = kinds[kindDestination], &l
-	case kinds[kindAudience].names.Plural:
-		l := c.Audiences(namespace)
-		l.Items = slices.DeleteFunc(l.Items, func(o v1alpha1.Audience) bool { return !chosen(o.ObjectMeta) })
-		for i := range l.Items {
-			l.Items[i].SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kindAudience))
-			one = &l.Items[i]
-		}
-		definition, list = kinds[kindAudience], &l
-	case kinds[kindDeletion].names.Plural:
-		l := c.DeletionRequests(namespace)
-		l.Items = slices.DeleteFunc(l.Items, func(o v1alpha1.DeletionRequest) bool { return !chosen(o.ObjectMeta) })
-		for i := range l.Items {
-			l.Items[i].SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kindDeletion))
-			one = &l.Items[i]
-		}
-		definition, list = kinds[kindDeletion], &l
-	default:
-		fail(w, apierrors.NewNotFound(schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: resource}, name))
+	i := slices.IndexFunc(servedKinds, func(kind string) bool { return kinds[kind].names.Plural == resource })
+	notFound := apierrors.NewNotFound(schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: resource}, name)
+	if i < 0 {
+		fail(w, notFound)
 		return
 	}
+	definition := kinds[servedKinds[i]]
+	var list runtime.Object = c.list(servedKinds[i], namespace, func(o client.Object) bool {
+		return (name == "" || o.GetName() == name) && selector.Matches(labels.Set(o.GetLabels()))
+	})
 	if name != "" {
-		if one == nil {
-			fail(w, apierrors.NewNotFound(schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: resource}, name))
+		items, err := meta.ExtractList(list)
+		if err != nil || len(items) == 0 {
+			fail(w, notFound)
 			return
 		}
-		list = one
+		list = items[0]
 	}
 	if !wantsTable(r.Header.Get("Accept")) {
 		write(w, http.StatusOK, list)

@@ -20,6 +20,7 @@ import (
 	utilvalidation "k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/apimachinery/pkg/util/validation/field"
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
@@ -68,28 +69,30 @@ func (i id) String() string { return i.kind + " " + i.namespace + "/" + i.name }
 // generation or version: the spec, or the Secret's data.
 type object struct {
 	id
-	source      *v1alpha1.Source
-	destination *v1alpha1.WebhookDestination
-	audience    *v1alpha1.Audience
-	deletion    *v1alpha1.DeletionRequest
-	secret      map[string][]byte
-	content     []byte
+	// resource is nil for a Secret.
+	resource client.Object
+	secret   map[string][]byte
+	content  []byte
 	// manifest is the whole object, defaults included, as JSON; see state.
 	manifest []byte
 }
 
-// metadata of one of our kinds.
-func (o *object) metadata() *metav1.ObjectMeta {
-	switch {
-	case o.source != nil:
-		return &o.source.ObjectMeta
-	case o.destination != nil:
-		return &o.destination.ObjectMeta
-	case o.audience != nil:
-		return &o.audience.ObjectMeta
+// newOf makes an empty object, or list, of one of our kinds.
+func newOf(kind string) runtime.Object {
+	o, err := kindScheme.New(v1alpha1.GroupVersion.WithKind(kind))
+	if err != nil {
+		panic(fmt.Sprintf("standalone: %v", err))
 	}
-	return &o.deletion.ObjectMeta
+	return o
 }
+
+var kindScheme = func() *runtime.Scheme {
+	s := runtime.NewScheme()
+	if err := v1alpha1.AddToScheme(s); err != nil {
+		panic(fmt.Sprintf("standalone: %v", err))
+	}
+	return s
+}()
 
 // parsed is what a file holds.
 type parsed struct {
@@ -267,21 +270,8 @@ func (o *object) readResource(content map[string]any, metadata *metav1.ObjectMet
 	if errs := kinds[o.kind].admit(content, metadata); len(errs) > 0 {
 		return errs
 	}
-	switch o.kind {
-	case kindSource:
-		o.source = &v1alpha1.Source{}
-		err = runtime.DefaultUnstructuredConverter.FromUnstructured(content, o.source)
-	case kindDestination:
-		o.destination = &v1alpha1.WebhookDestination{}
-		err = runtime.DefaultUnstructuredConverter.FromUnstructured(content, o.destination)
-	case kindAudience:
-		o.audience = &v1alpha1.Audience{}
-		err = runtime.DefaultUnstructuredConverter.FromUnstructured(content, o.audience)
-	case kindDeletion:
-		o.deletion = &v1alpha1.DeletionRequest{}
-		err = runtime.DefaultUnstructuredConverter.FromUnstructured(content, o.deletion)
-	}
-	if err != nil {
+	o.resource = newOf(o.kind).(client.Object)
+	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(content, o.resource); err != nil {
 		return []error{err}
 	}
 	if o.content, err = json.Marshal(content["spec"]); err != nil {

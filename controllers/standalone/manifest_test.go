@@ -69,7 +69,7 @@ status: {observedGeneration: 99}
 	if len(p.problems) > 0 || len(p.objects) != 1 {
 		t.Fatalf("%v", p.problems)
 	}
-	d := p.objects[0].destination
+	d := p.objects[0].resource.(*v1alpha1.WebhookDestination)
 	if d.Namespace != "default" || d.Spec.Delivery.Timeout.Duration != 5*time.Second || d.Spec.Delivery.MaxInFlight != 64 || d.Spec.Delivery.RetryWindow.Duration != 4*time.Hour ||
 		d.Spec.Success != v1alpha1.AnyEndpoint || d.Spec.Signing.Scheme != v1alpha1.HMACSHA1 || !*d.Spec.Enabled || d.Spec.DeadLetters.MaxBytes.Value() != 1<<30 {
 		b, _ := json.Marshal(d)

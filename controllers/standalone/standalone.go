@@ -18,6 +18,9 @@ import (
 
 	"github.com/fsnotify/fsnotify"
 	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
@@ -264,59 +267,15 @@ func (c *Control) observe() {
 	defer c.mu.Unlock()
 	for _, o := range c.store.sorted() {
 		var events []health.Event
-		switch {
-		case o.source != nil:
-			verdict, ok := c.verdicts[o.namespace].Sources[o.name]
-			if !ok {
-				continue
-			}
-			status := health.Source(*o.source, verdict, o.namespace, pods, now, true)
-			if equality.Semantic.DeepEqual(status, o.source.Status) {
-				continue
-			}
-			events = health.Transitions(o.source.Status.Conditions, status.Conditions)
-			next := *o.source
-			next.Status, next.ResourceVersion = status, c.store.version()
-			o.source = &next
-		case o.destination != nil:
-			verdict, ok := c.verdicts[o.namespace].Destinations[o.name]
-			if !ok {
-				continue
-			}
-			status := health.Destination(*o.destination, verdict, o.namespace, pods, now, true)
-			if equality.Semantic.DeepEqual(status, o.destination.Status) {
-				continue
-			}
-			events = health.Transitions(o.destination.Status.Conditions, status.Conditions)
-			next := *o.destination
-			next.Status, next.ResourceVersion = status, c.store.version()
-			o.destination = &next
-		case o.audience != nil:
-			verdict, ok := c.verdicts[o.namespace].Audiences[o.name]
-			if !ok {
-				continue
-			}
-			status := health.Audience(*o.audience, verdict, o.namespace, pods, now, true)
-			if equality.Semantic.DeepEqual(status, o.audience.Status) {
-				continue
-			}
-			events = health.Transitions(o.audience.Status.Conditions, status.Conditions)
-			next := *o.audience
-			next.Status, next.ResourceVersion = status, c.store.version()
-			o.audience = &next
-		case o.deletion != nil:
-			verdict, ok := c.verdicts[o.namespace].Deletions[o.name]
-			if !ok {
-				continue
-			}
-			status := health.DeletionRequest(*o.deletion, verdict, o.namespace, pods, now, true)
-			if equality.Semantic.DeepEqual(status, o.deletion.Status) {
-				continue
-			}
-			events = health.Transitions(o.deletion.Status.Conditions, status.Conditions)
-			next := *o.deletion
-			next.Status, next.ResourceVersion = status, c.store.version()
-			o.deletion = &next
+		switch r := o.resource.(type) {
+		case *v1alpha1.Source:
+			events = update(c, o, r, c.verdicts[o.namespace].Sources, health.Sources, pods, now)
+		case *v1alpha1.WebhookDestination:
+			events = update(c, o, r, c.verdicts[o.namespace].Destinations, health.Destinations, pods, now)
+		case *v1alpha1.Audience:
+			events = update(c, o, r, c.verdicts[o.namespace].Audiences, health.Audiences, pods, now)
+		case *v1alpha1.DeletionRequest:
+			events = update(c, o, r, c.verdicts[o.namespace].Deletions, health.DeletionRequests, pods, now)
 		}
 		for _, e := range events {
 			log := c.log.Info
@@ -329,69 +288,62 @@ func (c *Control) observe() {
 	c.expire(now)
 }
 
+// update brings one object's status up to date, on a copy of it, and returns what
+// that is worth telling.
+func update[T, S any, O interface {
+	*T
+	client.Object
+}](c *Control, o *stored, r O, verdicts map[string]compile.Verdict, k health.Kind[T, S], pods []health.Pod, now time.Time) []health.Event {
+	verdict, ok := verdicts[o.name]
+	if !ok {
+		return nil
+	}
+	next := *r
+	status, conditions := k.Status(&next)
+	before := *conditions
+	fresh := k.Compute(*r, verdict, o.namespace, pods, now, true)
+	if equality.Semantic.DeepEqual(fresh, *status) {
+		return nil
+	}
+	*status = fresh
+	O(&next).SetResourceVersion(c.store.version())
+	o.resource = O(&next)
+	return health.Transitions(before, *conditions)
+}
+
+// list returns copies of the objects of a kind that are chosen, status included,
+// in a namespace ("" is all), sorted by namespace and name.
+func (c *Control) list(kind, namespace string, chosen func(client.Object) bool) client.ObjectList {
+	c.mu.RLock()
+	defer c.mu.RUnlock()
+	items := []runtime.Object{}
+	for _, o := range c.store.sorted() {
+		if o.resource != nil && o.kind == kind && (namespace == "" || namespace == o.namespace) && chosen(o.resource) {
+			item := o.resource.DeepCopyObject()
+			item.GetObjectKind().SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind))
+			items = append(items, item)
+		}
+	}
+	list := newOf(kind + "List").(client.ObjectList)
+	list.GetObjectKind().SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind + "List"))
+	list.SetResourceVersion(strconv.FormatInt(c.store.writes, 10))
+	if err := meta.SetList(list, items); err != nil {
+		panic(fmt.Sprintf("standalone: %v", err)) // the items are of the list's kind
+	}
+	return list
+}
+
+func everyObject(client.Object) bool { return true }
+
 // Sources returns the Sources of a namespace ("" is all), status included,
 // sorted by namespace and name. They are copies.
 func (c *Control) Sources(namespace string) v1alpha1.SourceList {
-	c.mu.RLock()
-	defer c.mu.RUnlock()
-	var list v1alpha1.SourceList
-	list.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kindSource + "List"))
-	list.ResourceVersion = strconv.FormatInt(c.store.writes, 10)
-	list.Items = []v1alpha1.Source{}
-	for _, o := range c.store.sorted() {
-		if o.source != nil && (namespace == "" || namespace == o.namespace) {
-			list.Items = append(list.Items, *o.source.DeepCopy())
-		}
-	}
-	return list
+	return *c.list(kindSource, namespace, everyObject).(*v1alpha1.SourceList)
 }
 
 // WebhookDestinations is like Sources.
 func (c *Control) WebhookDestinations(namespace string) v1alpha1.WebhookDestinationList {
-	c.mu.RLock()
-	defer c.mu.RUnlock()
-	var list v1alpha1.WebhookDestinationList
-	list.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kindDestination + "List"))
-	list.ResourceVersion = strconv.FormatInt(c.store.writes, 10)
-	list.Items = []v1alpha1.WebhookDestination{}
-	for _, o := range c.store.sorted() {
-		if o.destination != nil && (namespace == "" || namespace == o.namespace) {
-			list.Items = append(list.Items, *o.destination.DeepCopy())
-		}
-	}
-	return list
-}
-
-// Audiences is like Sources.
-func (c *Control) Audiences(namespace string) v1alpha1.AudienceList {
-	c.mu.RLock()
-	defer c.mu.RUnlock()
-	var list v1alpha1.AudienceList
-	list.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kindAudience + "List"))
-	list.ResourceVersion = strconv.FormatInt(c.store.writes, 10)
-	list.Items = []v1alpha1.Audience{}
-	for _, o := range c.store.sorted() {
-		if o.audience != nil && (namespace == "" || namespace == o.namespace) {
-			list.Items = append(list.Items, *o.audience.DeepCopy())
-		}
-	}
-	return list
-}
-
-// DeletionRequests is like Sources.
-func (c *Control) DeletionRequests(namespace string) v1alpha1.DeletionRequestList {
-	c.mu.RLock()
-	defer c.mu.RUnlock()
-	var list v1alpha1.DeletionRequestList
-	list.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kindDeletion + "List"))
-	list.ResourceVersion = strconv.FormatInt(c.store.writes, 10)
-	list.Items = []v1alpha1.DeletionRequest{}
-	for _, o := range c.store.sorted() {
-		if o.deletion != nil && (namespace == "" || namespace == o.namespace) {
-			list.Items = append(list.Items, *o.deletion.DeepCopy())
-		}
-	}
-	return list
+	return *c.list(kindDestination, namespace, everyObject).(*v1alpha1.WebhookDestinationList)
 }
 
 // Problems returns what is wrong with the manifests right now, and which

@@ -130,21 +130,22 @@ func (o *stored) furnish(old *stored, version string) {
 	if o.kind == kindSecret {
 		return
 	}
-	m := o.metadata()
-	m.Generation, m.CreationTimestamp, m.ResourceVersion = o.generation, o.created, version
-	m.UID = types.UID(uuid.NewSHA1(uuid.NameSpaceURL, []byte(o.id.String()+o.created.String())).String())
+	o.resource.SetGeneration(o.generation)
+	o.resource.SetCreationTimestamp(o.created)
+	o.resource.SetResourceVersion(version)
+	o.resource.SetUID(types.UID(uuid.NewSHA1(uuid.NameSpaceURL, []byte(o.id.String()+o.created.String())).String()))
 	if old == nil {
 		return
 	}
-	switch {
-	case o.source != nil:
-		o.source.Status = old.source.Status
-	case o.destination != nil:
-		o.destination.Status = old.destination.Status
-	case o.audience != nil:
-		o.audience.Status = old.audience.Status
-	case o.deletion != nil:
-		o.deletion.Status = old.deletion.Status
+	switch r := o.resource.(type) {
+	case *v1alpha1.Source:
+		r.Status = old.resource.(*v1alpha1.Source).Status
+	case *v1alpha1.WebhookDestination:
+		r.Status = old.resource.(*v1alpha1.WebhookDestination).Status
+	case *v1alpha1.Audience:
+		r.Status = old.resource.(*v1alpha1.Audience).Status
+	case *v1alpha1.DeletionRequest:
+		r.Status = old.resource.(*v1alpha1.DeletionRequest).Status
 	}
 }
 
@@ -167,15 +168,15 @@ func (s *store) snapshots(checkHost func(string) error) map[string]*compile.Snap
 	}
 	objects := s.sorted()
 	for _, o := range objects {
-		switch o.kind {
-		case kindSource:
-			of(o.namespace).Sources = append(of(o.namespace).Sources, *o.source)
-		case kindDestination:
-			of(o.namespace).Destinations = append(of(o.namespace).Destinations, *o.destination)
-		case kindAudience:
-			of(o.namespace).Audiences = append(of(o.namespace).Audiences, *o.audience)
-		case kindDeletion:
-			of(o.namespace).Deletions = append(of(o.namespace).Deletions, *o.deletion)
+		switch r := o.resource.(type) {
+		case *v1alpha1.Source:
+			of(o.namespace).Sources = append(of(o.namespace).Sources, *r)
+		case *v1alpha1.WebhookDestination:
+			of(o.namespace).Destinations = append(of(o.namespace).Destinations, *r)
+		case *v1alpha1.Audience:
+			of(o.namespace).Audiences = append(of(o.namespace).Audiences, *r)
+		case *v1alpha1.DeletionRequest:
+			of(o.namespace).Deletions = append(of(o.namespace).Deletions, *r)
 		}
 	}
 	for _, o := range objects {

@@ -28,6 +28,8 @@ type Options struct {
 	Store    queue.Store
 	// Ready returns why the dispatcher is not ready, or nil.
 	Ready func() error
+	// View, when not nil, adds /debug; it returns what is in effect, or nil before the first config.
+	View func() *liveconfig.View
 	// Extra serves every other path; may be nil.
 	Extra http.Handler
 	// Guard lets only those callers through who may; it is asked about all but
@@ -42,6 +44,13 @@ func NewServer(o Options) *http.Server {
 	mux.Handle("GET /metrics", promhttp.HandlerFor(o.Gatherer, promhttp.HandlerOpts{}))
 	mux.HandleFunc("GET /report", func(w http.ResponseWriter, r *http.Request) { writeReport(w, r, o.Report()) })
 	mountDeadLetters(mux, o.Store, o.Engine)
+	if o.View != nil {
+		mountDebug(mux, o.Engine, o.View)
+	} else {
+		mux.HandleFunc("/debug/", func(w http.ResponseWriter, _ *http.Request) {
+			http.Error(w, "switched off; start Posthorn with --debug", http.StatusNotFound)
+		})
+	}
 	if o.Extra != nil {
 		mux.Handle("/", o.Extra)
 	}

@@ -54,10 +54,12 @@ type lines struct {
 	// full: a snapshot, in which a line may not say "member".
 	full bool
 	line int64
+	// fields is scratch of parse.
+	fields map[string]json.RawMessage
 }
 
 func newLines(in io.Reader, kind string, full bool) *lines {
-	return &lines{in: bufio.NewReaderSize(in, MaxLineBytes+2), kind: kind, full: full}
+	return &lines{in: bufio.NewReaderSize(in, MaxLineBytes+2), kind: kind, full: full, fields: map[string]json.RawMessage{}}
 }
 
 // next implements stream, but in the input's order. A fault of the input is a
@@ -67,6 +69,9 @@ func (l *lines) next() (record, error) {
 		line, err := l.in.ReadSlice('\n')
 		l.line++
 		content := bytes.TrimSpace(line)
+		if l.line == 1 {
+			content = bytes.TrimPrefix(content, []byte("\ufeff")) // as some exports begin
+		}
 		switch {
 		case errors.Is(err, bufio.ErrBufferFull) || len(line) > MaxLineBytes+1:
 			return record{}, l.bad("line_too_long", "a line may have %d bytes", MaxLineBytes)
@@ -91,34 +96,31 @@ func (l *lines) parse(line []byte) (record, error) {
 	if !utf8.Valid(line) {
 		return record{}, l.bad("invalid_json", "the line is not UTF-8")
 	}
-	var in struct {
-		UserID json.RawMessage `json:"userId"`
-		Value  json.RawMessage `json:"value"`
-		Member *bool           `json:"member"`
-	}
+	// A map, because names of fields are exact: "userid" must not pass for "userId".
+	clear(l.fields)
+	in := l.fields
 	dec := json.NewDecoder(bytes.NewReader(line))
-	dec.DisallowUnknownFields()
 	if err := dec.Decode(&in); err != nil {
-		wrongType, isType := errors.AsType[*json.UnmarshalTypeError](err)
-		switch {
-		case isType && wrongType.Field == "member":
-			return record{}, l.bad("invalid_field", `"member" must be true or false`)
-		case isType:
+		if _, isType := errors.AsType[*json.UnmarshalTypeError](err); isType {
 			return record{}, l.bad("not_an_object", `a line must be an object like {"userId":"u1"}`)
-		case strings.HasPrefix(err.Error(), "json: unknown field"):
-			return record{}, l.bad("unknown_field", `a line may hold "userId", "value" (of a computed trait) and "member" (of a POST)`)
 		}
 		return record{}, l.bad("invalid_json", "the line is not JSON")
 	}
 	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
 		return record{}, l.bad("invalid_json", "more than one JSON value; put each member on a line of its own")
 	}
+	for name := range in {
+		if name != "userId" && name != "value" && name != "member" {
+			return record{}, l.bad("unknown_field", `a line may hold "userId", "value" (of a computed trait) and "member" (of a POST)`)
+		}
+	}
+	userID, value, member := in["userId"], in["value"], string(in["member"])
 	r := record{op: opMember}
 	var id string
 	switch {
-	case in.UserID == nil:
+	case userID == nil:
 		return record{}, l.bad("no_user_id", `"userId" is missing`)
-	case json.Unmarshal(in.UserID, &id) != nil || in.UserID[0] != '"':
+	case json.Unmarshal(userID, &id) != nil || userID[0] != '"':
 		return record{}, l.bad("invalid_field", `"userId" must be a string`)
 	case id == "":
 		return record{}, l.bad("no_user_id", `"userId" is empty`)
@@ -130,28 +132,30 @@ func (l *lines) parse(line []byte) (record, error) {
 	}
 	r.id = []byte(id)
 	switch {
-	case in.Member != nil && l.full:
+	case member != "" && l.full:
 		return record{}, l.bad("unknown_field", `a snapshot lists members only, without "member"; leave out who is none, or POST an increment`)
-	case in.Member != nil && !*in.Member:
+	case member != "" && member != "true" && member != "false":
+		return record{}, l.bad("invalid_field", `"member" must be true or false`)
+	case member == "false":
 		r.op = opRemove
-		if in.Value != nil {
+		if value != nil {
 			return record{}, l.bad("invalid_field", `"value" has no meaning with "member": false; leave it out`)
 		}
 		return r, nil
 	case l.kind == liveconfig.KindAudience:
-		if in.Value != nil {
+		if value != nil {
 			return record{}, l.bad("invalid_field", `"value" is for computed traits; this is an audience`)
 		}
 		return r, nil
-	case in.Value == nil:
+	case value == nil:
 		return record{}, l.bad("no_value", `"value" is missing; a computed trait needs one for each user`)
-	case in.Value[0] == '{' || in.Value[0] == 'n':
+	case value[0] == '{' || value[0] == 'n':
 		return record{}, l.bad("invalid_field", `"value" must be a string, a number, true, false or a list`)
 	}
-	value, err := event.Canonical(in.Value)
+	canonical, err := event.Canonical(value)
 	if err != nil {
 		return record{}, l.bad("invalid_field", `"value" cannot be used: it nests too deep or holds a number that is none`)
 	}
-	r.value = value
+	r.value = canonical
 	return r, nil
 }

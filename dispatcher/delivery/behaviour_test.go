@@ -56,6 +56,27 @@ func TestSigned(t *testing.T) {
 	})
 }
 
+// Without a shared secret there is no signature, not an empty or a made-up one.
+func TestNoSignatureWithoutSecret(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200}))
+		w.apply(dest("crm", urlA))
+		w.send("web", 3)
+		w.sleep(time.Second)
+		for _, r := range w.client.requests("") {
+			for name := range r.headers {
+				if name != headerIdempotencyKey {
+					t.Errorf("a request without a shared secret has the header %s", name)
+				}
+			}
+		}
+		if n := len(w.client.requests("")); n != 3 {
+			t.Errorf("%d requests", n)
+		}
+		w.end()
+	})
+}
+
 // Signing that is configured and cannot work holds the messages, and nobody else's.
 func TestNeverUnsigned(t *testing.T) {
 	bubble(t, func(t *testing.T) {

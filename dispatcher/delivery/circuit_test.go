@@ -417,3 +417,26 @@ func TestIdle(t *testing.T) {
 		w.end()
 	})
 }
+
+// A retry that waits costs nothing until it is due: nobody looks whether it is.
+func TestWaitingRetriesAreFree(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 503, retryAfter: time.Hour}))
+		w.apply(dest("crm", urlA))
+		w.send("web", 5)
+		w.sleep(time.Minute)
+		if r := w.report("crm"); r.Retrying != 5 {
+			t.Fatalf("%+v", r)
+		}
+		leases, requests := w.leases(), len(w.client.requests(""))
+		w.sleep(58 * time.Minute)
+		if w.leases() != leases || len(w.client.requests("")) != requests {
+			t.Errorf("%d leases and %d requests before the retries were due", w.leases()-leases, len(w.client.requests(""))-requests)
+		}
+		w.sleep(2 * time.Minute)
+		if n := len(w.client.requests("")) - requests; n != 5 {
+			t.Errorf("%d requests when they were due, want 5", n)
+		}
+		w.end()
+	})
+}

@@ -447,6 +447,15 @@ func (s *memStore) LaneStats(id queue.LaneID) queue.LaneStats {
 	return s.laneStats(id)
 }
 
+func (s *memStore) Position(id queue.LaneID) (read, end uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if l := s.lanes[id]; l != nil {
+		return l.next - 1, uint64(len(s.logs[id.Source]))
+	}
+	return 0, 0
+}
+
 func (s *memStore) laneStats(id queue.LaneID) queue.LaneStats {
 	l := s.lanes[id]
 	if l == nil {

@@ -31,6 +31,7 @@ type conn struct {
 	used      bool          // answered a request before
 	maxIdle   time.Duration // how long it may stay unused
 	idleSince time.Time
+	born      time.Time
 	closeOnce sync.Once
 }
 
@@ -133,7 +134,7 @@ func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t 
 	if err != nil {
 		return nil, err
 	}
-	cn := &conn{Conn: raw, pool: e.idle, remote: raw.RemoteAddr().String()}
+	cn := &conn{Conn: raw, pool: e.idle, born: time.Now(), remote: raw.RemoteAddr().String()}
 	if e.tls != nil {
 		start = time.Now()
 		cn.tls = tls.Client(raw, e.tls)

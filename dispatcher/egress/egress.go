@@ -107,6 +107,10 @@ type Options struct {
 	// which is less than the 60 s of common load balancers. What an endpoint
 	// says itself (Keep-Alive: timeout=5) wins when it is less.
 	IdleTimeout time.Duration
+	// MaxAge is how long a connection is used for further requests; default 5 min.
+	// Then the name is looked up anew, so that traffic follows an endpoint that
+	// moves, also when its old address still answers.
+	MaxAge time.Duration
 	// MaxIdle bounds the open unused connections of all endpoints together;
 	// default 4,096. Endpoint.Share tells how endpoints stay within it.
 	MaxIdle int
@@ -119,6 +123,7 @@ type Client struct {
 	policy      Policy
 	resolver    *net.Resolver
 	idleTimeout time.Duration
+	maxAge      time.Duration
 	maxIdle     int64
 	log         *slog.Logger
 
@@ -132,12 +137,15 @@ type Client struct {
 
 // New makes a Client. Close it in the end.
 func New(o Options) *Client {
-	c := &Client{policy: o.Policy, resolver: o.Resolver, idleTimeout: o.IdleTimeout, maxIdle: int64(o.MaxIdle), log: o.Logger, pools: map[*pool]struct{}{}}
+	c := &Client{policy: o.Policy, resolver: o.Resolver, idleTimeout: o.IdleTimeout, maxAge: o.MaxAge, maxIdle: int64(o.MaxIdle), log: o.Logger, pools: map[*pool]struct{}{}}
 	if c.resolver == nil {
 		c.resolver = net.DefaultResolver
 	}
 	if c.idleTimeout <= 0 {
 		c.idleTimeout = 55 * time.Second
+	}
+	if c.maxAge <= 0 {
+		c.maxAge = 5 * time.Minute
 	}
 	if c.maxIdle <= 0 {
 		c.maxIdle = 4096

@@ -57,12 +57,17 @@ func (p *pool) share() int64 {
 
 // put takes a connection for later use, or closes it.
 func (p *pool) put(cn *conn) {
+	now := time.Now()
+	if now.Sub(cn.born) >= p.client.maxAge {
+		cn.close()
+		return
+	}
 	if p.client.idle.Add(1) > p.client.maxIdle {
 		p.client.idle.Add(-1)
 		cn.close()
 		return
 	}
-	cn.idleSince, cn.ctx = time.Now(), nil
+	cn.idleSince, cn.ctx = now, nil
 	p.mu.Lock()
 	ok := !p.closed && (p.timer != nil || p.start())
 	if ok {

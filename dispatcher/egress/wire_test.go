@@ -334,6 +334,7 @@ func TestWireFaults(t *testing.T) {
 		{name: "not HTTP", serve: answers("220 mail.example ESMTP " + canary + "\r\n"), reason: InvalidResponse, message: "does not begin with an HTTP/1.x status line", conns: 2},
 		{name: "echoes the request line", serve: answers("POST /" + canary + " HTTP/1.1\r\n\r\n"), reason: InvalidResponse, conns: 2},
 		{name: "HTTP/2 preface", serve: answers("\x00\x00\x12\x04\x00\x00\x00\x00\x00\r\n"), reason: InvalidResponse, conns: 2},
+		{name: "HTTP/2 GOAWAY, then closes", serve: answersAndCloses("\x00\x00\x08\x07\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01"), reason: ConnectionFailed, message: "closed the connection", conns: 2},
 		{name: "HTTP/2.0", serve: answers("HTTP/2.0 200 OK\r\n\r\n"), reason: InvalidResponse, conns: 2},
 		{name: "HTTP/0.9", serve: answersAndCloses("<html>" + canary + "</html>\n"), reason: InvalidResponse, conns: 2},
 		{name: "TLS at the http port", serve: answers("\x15\x03\x01\x00\x02\x02\x16\n"), reason: InvalidResponse, message: "use an https URL", conns: 2},
@@ -656,12 +657,104 @@ func TestRetryAfter(t *testing.T) {
 			t.Errorf("%q: %v, want %v", test.value, got, test.want)
 		}
 	}
-	for _, status := range []string{"429 X", "503 X", "500 X"} {
-		server := listen(t, answers("HTTP/1.1 "+status+"\r\nretry-after: 7\r\nRetry-After: 9\r\nContent-Length: 0\r\n\r\n"))
-		c := newClient(t, "127.0.0.1")
-		if r := post(t, withTimeout(t, patience), c, secretEndpoint(t, c, "http://"+server.address, nil)); r.RetryAfter != 7*time.Second {
-			t.Errorf("status %s: RetryAfter = %v", status, r.RetryAfter)
+	// On every status that is tried again, in both forms. The first of two counts.
+	for _, status := range []string{"408 X", "429 X", "500 X", "501 X", "502 X", "503 X", "504 X", "599 X"} {
+		soon := time.Now().Add(time.Hour).UTC()
+		for form, test := range map[string]struct {
+			value    string
+			from, to time.Duration
+		}{
+			"seconds": {"7", 7 * time.Second, 7 * time.Second},
+			"date":    {soon.Format(http.TimeFormat), time.Hour - patience, time.Hour},
+		} {
+			server := listen(t, answers("HTTP/1.1 "+status+"\r\nretry-after: "+test.value+"\r\nRetry-After: 9\r\nContent-Length: 0\r\n\r\n"))
+			c := newClient(t, "127.0.0.1")
+			if r := post(t, withTimeout(t, patience), c, secretEndpoint(t, c, "http://"+server.address, nil)); r.RetryAfter < test.from || r.RetryAfter > test.to {
+				t.Errorf("status %s, %s: RetryAfter = %v", status, form, r.RetryAfter)
+			}
 		}
+	}
+}
+
+// A server that speaks HTTP/2 alone takes nothing, and gets a reason.
+func TestHTTP2Only(t *testing.T) {
+	noLeaks(t)
+	var protocols http.Protocols
+	protocols.SetUnencryptedHTTP2(true)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var hits atomic.Int32
+	server := &http.Server{Handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) { hits.Add(1) }), Protocols: &protocols, ReadHeaderTimeout: patience}
+	go func() { _ = server.Serve(l) }()
+	defer server.Close()
+	c := newClient(t, "127.0.0.1")
+	for range 2 {
+		r := post(t, withTimeout(t, patience), c, secretEndpoint(t, c, "http://"+l.Addr().String(), nil))
+		if r.Reason == "" || r.Reason == TimedOut || r.Reason == ConnectionRefused {
+			t.Errorf("unexpected result %+v", r)
+		}
+		t.Log(r.StatusCode, r.Reason, r.Message)
+	}
+	if hits.Load() > 0 {
+		t.Error("the request was taken")
+	}
+}
+
+// An endpoint that moves to another address gets its traffic there: at once when
+// the old address is gone, and when a connection's time is over otherwise.
+func TestAddressChanges(t *testing.T) {
+	for _, test := range []struct {
+		name   string
+		stays  bool // The old address still answers.
+		maxAge time.Duration
+	}{
+		{"the old one is gone", false, time.Hour},
+		{"the old one stays", true, 100 * time.Millisecond},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			noLeaks(t)
+			var moved atomic.Bool
+			old := listen(t, func(_ int, c net.Conn) {
+				r := bufio.NewReader(c)
+				for readRequest(r) != nil && (test.stays || !moved.Load()) {
+					_, _ = io.WriteString(c, ok)
+				}
+			})
+			_, port, _ := net.SplitHostPort(old.address)
+			l, err := net.Listen("tcp", "127.0.0.2:"+port)
+			if err != nil {
+				t.Skip("the port is taken at 127.0.0.2")
+			}
+			next := &http.Server{Handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}), ReadHeaderTimeout: patience}
+			go func() { _ = next.Serve(l) }()
+			defer next.Close()
+			c := New(Options{Policy: newClient(t, "127.0.0.0/8").policy, MaxAge: test.maxAge})
+			defer c.Close()
+			c.resolver = resolver(func(string) []string {
+				if moved.Load() {
+					return []string{"127.0.0.2"}
+				}
+				return []string{"127.0.0.1"}
+			})
+			e := secretEndpoint(t, c, "http://hooks.example:"+port, nil)
+			for range 3 {
+				if r := post(t, withTimeout(t, patience), c, e); r.StatusCode != 200 || r.RemoteAddr != "127.0.0.1:"+port {
+					t.Fatalf("before it moves: %+v", r)
+				}
+			}
+			moved.Store(true)
+			var r Result
+			for deadline := time.Now().Add(patience); time.Now().Before(deadline); {
+				if r = post(t, withTimeout(t, patience), c, e); r.RemoteAddr == "127.0.0.2:"+port || r.StatusCode != 200 || !test.stays {
+					break
+				}
+			}
+			if r.StatusCode != 200 || r.RemoteAddr != "127.0.0.2:"+port {
+				t.Errorf("after it moved: %+v", r)
+			}
+		})
 	}
 }
 

@@ -232,6 +232,9 @@ type Store interface {
 
 	// LaneStats returns a lane's ledger; zero for a lane that is not known.
 	LaneStats(lane LaneID) LaneStats
+	// Position returns the last message that a lane has read of its Source's log,
+	// and the log's last one; zero for a lane that is not known.
+	Position(lane LaneID) (read, end uint64)
 	// SourceStats returns a Source's log; zero for one that never had a message.
 	SourceStats(source string) SourceStats
 	// DestinationStats returns a destination's ledger and dead letters; zero for one that is not known.

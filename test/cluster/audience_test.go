@@ -116,19 +116,7 @@ func (p *pods) do(number int, method, path, body string) (status int, answer str
 // them from any; what is known of a user is known on all; without the owner calls
 // go on, and its crash in the middle of a sync loses nothing.
 func TestAudiencesWithSeveralPods(t *testing.T) {
-	server, err := env.Start()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = server.Stop() })
-	kubectl := func(stdin string, args ...string) string {
-		t.Helper()
-		out, err := server.Kubectl(stdin, args...)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return out
-	}
+	server, kubectl := env.For(t)
 	logs := &logBuffer{}
 	t.Cleanup(func() {
 		if t.Failed() {

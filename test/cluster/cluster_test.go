@@ -27,7 +27,6 @@ import (
 
 	"github.com/go-logr/logr"
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
 	ctrl "sigs.k8s.io/controller-runtime"
 
@@ -40,7 +39,7 @@ import (
 	"github.com/posthorn/posthorn/test/env"
 )
 
-const release = "posthorn-system"
+const release = env.Release
 
 // receiver checks signatures and can be told to fail.
 type receiver struct {
@@ -91,19 +90,7 @@ func (p onePod) Ready(context.Context) ([]controllers.Pod, error) {
 }
 
 func TestFromApplyToStatus(t *testing.T) {
-	server, err := env.Start()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = server.Stop() })
-	kubectl := func(stdin string, args ...string) string {
-		t.Helper()
-		out, err := server.Kubectl(stdin, args...)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return out
-	}
+	server, kubectl := env.For(t)
 	logs := &logBuffer{}
 	t.Cleanup(func() {
 		if t.Failed() {
@@ -114,22 +101,8 @@ func TestFromApplyToStatus(t *testing.T) {
 	ctrl.SetLogger(logr.FromSlogHandler(log.Handler()))
 	klog.SetLogger(logr.FromSlogHandler(log.Handler()))
 
-	root, err := env.Root()
-	if err != nil {
+	if err := server.Install(); err != nil {
 		t.Fatal(err)
-	}
-	namespace, err := os.ReadFile(filepath.Join(root, "config", "default", "namespace.yaml"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	kubectl(string(namespace), "apply", "-f", "-")
-	for _, dir := range []string{"rbac", "dispatcher"} {
-		kubectl(kubectl("", "kustomize", filepath.Join(root, "config", dir)), "apply", "--server-side", "-f", "-")
-	}
-	as := func(account string) *rest.Config {
-		config := rest.CopyConfig(server.Config)
-		config.Impersonate = rest.ImpersonationConfig{UserName: "system:serviceaccount:" + release + ":" + account, Groups: []string{"system:authenticated"}}
-		return config
 	}
 
 	// The dispatcher comes first, and waits for the operator.
@@ -137,7 +110,7 @@ func TestFromApplyToStatus(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	client, err := kubernetes.NewForConfig(as("posthorn-dispatcher"))
+	client, err := kubernetes.NewForConfig(server.As("posthorn-dispatcher"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -211,7 +184,7 @@ spec:
 		t.Fatal(err)
 	}
 	startOperator := func() (stop func()) {
-		manager, err := controllers.NewManager(as("posthorn-operator"), controllers.Options{
+		manager, err := controllers.NewManager(server.As("posthorn-operator"), controllers.Options{
 			Namespace: release, Pods: onePod{"https://" + d.AdminAddr().String()}, DispatcherTokenFile: token, CheckHost: policy.CheckHost,
 			MetricsBindAddress: "0", HealthProbeBindAddress: "0", PollInterval: 200 * time.Millisecond,
 		})

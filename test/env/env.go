@@ -8,6 +8,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
+	"testing"
 	"time"
 
 	"k8s.io/client-go/rest"
@@ -62,6 +64,61 @@ func Start(configure ...func(*envtest.Environment)) (*Env, error) {
 		return nil, errors.Join(err, e.Stop())
 	}
 	return e, nil
+}
+
+// For starts an API server for one test, which ends it. kubectl is Kubectl; its
+// failure is the test's.
+func For(t testing.TB) (e *Env, kubectl func(stdin string, args ...string) string) {
+	t.Helper()
+	e, err := Start()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = e.Stop() })
+	return e, func(stdin string, args ...string) string {
+		t.Helper()
+		out, err := e.Kubectl(stdin, args...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+}
+
+// Release is the namespace of Install.
+const Release = "posthorn-system"
+
+// Install makes the release's namespace, accounts and rights, and the dispatchers'
+// objects, as config/ has them.
+func (e *Env) Install() error {
+	root, err := Root()
+	if err != nil {
+		return err
+	}
+	namespace, err := os.ReadFile(filepath.Join(root, "config", "default", "namespace.yaml"))
+	if err != nil {
+		return err
+	}
+	manifests := []string{string(namespace)}
+	for _, dir := range []string{"rbac", "dispatcher"} {
+		text, err := e.Kubectl("", "kustomize", filepath.Join(root, "config", dir))
+		if err != nil {
+			return err
+		}
+		manifests = append(manifests, text)
+	}
+	_, err = e.Kubectl(strings.Join(manifests, "\n---\n"), "apply", "--server-side", "-f", "-")
+	return err
+}
+
+// As reaches the API server with the rights of a service account of the release.
+func (e *Env) As(account string) *rest.Config {
+	config := rest.CopyConfig(e.Config)
+	config.Impersonate = rest.ImpersonationConfig{
+		UserName: "system:serviceaccount:" + Release + ":" + account,
+		Groups:   []string{"system:serviceaccounts", "system:serviceaccounts:" + Release, "system:authenticated"},
+	}
+	return config
 }
 
 // Stop ends the API server. It is fine on a nil Env.

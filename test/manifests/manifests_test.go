@@ -24,11 +24,7 @@ import (
 )
 
 func TestConfigDefault(t *testing.T) {
-	server, err := env.Start()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = server.Stop() })
+	server, _ := env.For(t)
 	ctx := context.Background()
 	cluster, err := client.New(server.Config, client.Options{})
 	if err != nil {

@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
@@ -620,6 +621,23 @@ func TestDeadLettersFromTheCommandLine(t *testing.T) {
 	attempts := run(0, "attempts", "crm")
 	if strings.Count(attempts, "Rejected 422") != 5 || strings.Count(attempts, " 200 ") != 3 || strings.Contains(attempts, "secret-path") {
 		t.Errorf("attempts:\n%s", attempts)
+	}
+	// Each attempt says whom it reached, and where its time went.
+	address, dialled := strings.TrimPrefix(r.URL, "http://"), 0
+	for line := range strings.Lines(run(0, "attempts", "crm", "-o", "json")) {
+		var a delivery.Attempt
+		if err := json.Unmarshal([]byte(line), &a); err != nil {
+			t.Fatalf("%v: %s", err, line)
+		}
+		if a.RemoteAddr != address || a.Timing.FirstByte <= 0 || a.Timing.Total < a.Timing.DNS+a.Timing.Connect+a.Timing.TLS+a.Timing.FirstByte {
+			t.Errorf("attempt at %s: %+v", a.RemoteAddr, a.Timing)
+		}
+		if a.Timing.Connect > 0 {
+			dialled++
+		}
+	}
+	if dialled == 0 {
+		t.Error("no attempt made a connection")
 	}
 	if out := run(1, "deadletters", "show", "crm", "nonsense"); !strings.Contains(out, "no dead letter nonsense") {
 		t.Errorf("unknown key: %s", out)

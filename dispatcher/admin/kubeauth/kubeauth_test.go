@@ -9,8 +9,6 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
-	"os"
-	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -23,7 +21,6 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/fake"
-	"k8s.io/client-go/rest"
 	clienttesting "k8s.io/client-go/testing"
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -39,41 +36,16 @@ var secretPage = http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 // TestOnARealAPIServer asks a real API server, with the rights that config/
 // gives a dispatcher, about tokens that it really issued.
 func TestOnARealAPIServer(t *testing.T) {
-	server, err := env.Start()
-	if err != nil {
+	server, kubectl := env.For(t)
+	if err := server.Install(); err != nil {
 		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = server.Stop() })
-	root, err := env.Root()
-	if err != nil {
-		t.Fatal(err)
-	}
-	text, err := os.ReadFile(filepath.Join(root, "config", "default", "namespace.yaml"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	apply := func(text string) {
-		t.Helper()
-		if _, err := server.Kubectl(text, "apply", "--server-side", "-f", "-"); err != nil {
-			t.Fatal(err)
-		}
-	}
-	apply(string(text))
-	for _, dir := range []string{"rbac", "dispatcher"} {
-		rendered, err := server.Kubectl("", "kustomize", filepath.Join(root, "config", dir))
-		if err != nil {
-			t.Fatal(err)
-		}
-		apply(rendered)
 	}
 	ctx := context.Background()
 	boss, err := kubernetes.NewForConfig(server.Config)
 	if err != nil {
 		t.Fatal(err)
 	}
-	config := rest.CopyConfig(server.Config)
-	config.Impersonate = rest.ImpersonationConfig{UserName: "system:serviceaccount:" + namespace + ":posthorn-dispatcher", Groups: []string{"system:authenticated"}}
-	own, err := kubernetes.NewForConfig(config)
+	own, err := kubernetes.NewForConfig(server.As("posthorn-dispatcher"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -159,7 +131,7 @@ func TestOnARealAPIServer(t *testing.T) {
 		}
 		put := func(cert, key string) {
 			t.Helper()
-			apply(fmt.Sprintf("apiVersion: v1\nkind: Secret\nmetadata: {name: %s, namespace: %s}\nstringData: {tls.crt: %q, tls.key: %q}\n", liveconfig.AdminCertificateSecret, namespace, cert, key))
+			kubectl(fmt.Sprintf("apiVersion: v1\nkind: Secret\nmetadata: {name: %s, namespace: %s}\nstringData: {tls.crt: %q, tls.key: %q}\n", liveconfig.AdminCertificateSecret, namespace, cert, key), "apply", "--server-side", "-f", "-")
 		}
 		cert1, key1 := selfSigned(t)
 		put(cert1, key1)

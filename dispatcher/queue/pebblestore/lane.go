@@ -642,6 +642,16 @@ func (s *Store) first(l *lane) (uint64, error) {
 	return seq, err
 }
 
+// Position implements queue.Store.
+func (s *Store) Position(id queue.LaneID) (read, end uint64) {
+	l := s.lane(id)
+	if l == nil || !s.lockUnlessFull(&l.mu) {
+		return 0, 0
+	}
+	defer l.mu.Unlock()
+	return l.next - 1, l.log.durable.Load()
+}
+
 // LaneStats implements queue.Store.
 func (s *Store) LaneStats(id queue.LaneID) queue.LaneStats {
 	if err := s.enter(); err != nil {

@@ -285,7 +285,19 @@ func (x *suite) newLaneStartsBehind() {
 	x.ledger(lane, counts{})
 	x.add(2)
 	x.ledger(lane, counts{Accepted: 2, Pending: 2})
-	x.equal("positions", seqs(x.lease(lane, 10)), []uint64{4, 5})
+	x.position(lane, 3, 5)
+	x.equal("positions", seqs(x.lease(lane, 1)), []uint64{4})
+	x.position(lane, 4, 5)
+	x.equal("positions", seqs(x.lease(lane, 10)), []uint64{5})
+	x.position(lane, 5, 5)
+	x.position(queue.LaneID{Source: source, Destination: mail}, 0, 0)
+}
+
+func (x *suite) position(id queue.LaneID, read, end uint64) {
+	x.Helper()
+	if r, e := x.store.Position(id); r != read || e != end {
+		x.Errorf("lane %v has read %d of %d, want %d of %d", id, r, e, read, end)
+	}
 }
 
 func (x *suite) laneBeforeAnyMessage() {

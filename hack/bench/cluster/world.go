@@ -37,7 +37,7 @@ import (
 )
 
 const (
-	release = "posthorn-system"
+	release = env.Release
 	// patience bounds every wait; what takes longer is an error, not a figure.
 	patience = 5 * time.Minute
 )
@@ -97,23 +97,7 @@ func newWorld(ctx context.Context) (_ *world, err error) {
 	if w.client, err = client.New(w.server.Config, client.Options{Scheme: scheme}); err != nil {
 		return nil, err
 	}
-	namespace, err := os.ReadFile(filepath.Join(root, "config", "default", "namespace.yaml"))
-	if err != nil {
-		return nil, err
-	}
-	if _, err := w.server.Kubectl(string(namespace), "apply", "-f", "-"); err != nil {
-		return nil, err
-	}
-	for _, dir := range []string{"rbac", "dispatcher"} {
-		manifests, err := w.server.Kubectl("", "kustomize", filepath.Join(root, "config", dir))
-		if err != nil {
-			return nil, err
-		}
-		if _, err := w.server.Kubectl(manifests, "apply", "--server-side", "-f", "-"); err != nil {
-			return nil, err
-		}
-	}
-	return w, nil
+	return w, w.server.Install()
 }
 
 func (w *world) close() {

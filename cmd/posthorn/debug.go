@@ -1,0 +1,59 @@
+package main
+
+import (
+	"io"
+	"strings"
+
+	"github.com/spf13/cobra"
+)
+
+// newDebug shows what a dispatcher that runs with --debug has below /debug.
+func newDebug(way reaching) *cobra.Command {
+	var r reach
+	var pod string
+	cmd := &cobra.Command{
+		Use:   "debug lanes|config|pprof/NAME",
+		Short: "Look into a dispatcher that runs with --debug",
+		Long: `Looks into a dispatcher that runs with --debug: its lanes (position, in flight,
+breaker, next attempt), its live config without secrets, or a profile of the Go
+runtime, to be read with 'go tool pprof'. Lanes and config are lines of JSON.`,
+		Example: `  posthorn debug lanes
+  posthorn debug config
+  posthorn debug pprof/heap > heap.pb.gz
+  posthorn debug 'pprof/profile?seconds=10' > cpu.pb.gz`,
+		Args: exactArgs("what to look at: lanes, config or pprof/NAME"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			targets, closeAll, err := r.open(cmd.Context())
+			if err != nil {
+				return err
+			}
+			defer closeAll()
+			if strings.HasPrefix(args[0], "pprof") && pod == "" && len(targets) > 1 {
+				return usagef("there are %d pods, and a profile is of one; set --pod", len(targets))
+			}
+			found := false
+			for _, t := range targets {
+				if pod != "" && t.name != pod {
+					continue
+				}
+				found = true
+				resp, err := t.do(cmd.Context(), "GET", "/debug/"+strings.TrimPrefix(args[0], "/"), "*/*", nil)
+				if err != nil {
+					return err
+				}
+				_, err = io.Copy(cmd.OutOrStdout(), resp.Body)
+				resp.Body.Close()
+				if err != nil {
+					return err
+				}
+			}
+			if !found {
+				return usagef("--pod %q: no dispatcher that is ready has this name", pod)
+			}
+			return nil
+		},
+	}
+	r = way(cmd)
+	cmd.Flags().StringVar(&pod, "pod", "", "only this pod")
+	return cmd
+}

@@ -1,0 +1,67 @@
+package admin
+
+import (
+	"encoding/json"
+	"net/http"
+	"net/http/pprof"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/delivery"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+// mountDebug adds what developers and operators look into when all else does not tell:
+//
+//	GET /debug/config   a line of JSON for each namespace: the live config in effect, redacted
+//	GET /debug/lanes    a line of JSON for each lane
+//	GET /debug/pprof/   the Go runtime's profiles
+func mountDebug(mux *http.ServeMux, engine *delivery.Engine, view func() *liveconfig.View) {
+	mux.HandleFunc("GET /debug/config", func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set(contentType, ndjson)
+		out := json.NewEncoder(w)
+		current := view()
+		if current == nil {
+			return
+		}
+		for _, tenant := range current.Tenants() {
+			config, _ := current.Tenant(tenant)
+			_ = out.Encode(struct {
+				Revision string `json:"revision"`
+				liveconfig.Config
+			}{config.Revision, redacted(config.Config)})
+		}
+	})
+	mux.HandleFunc("GET /debug/lanes", func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set(contentType, ndjson)
+		out := json.NewEncoder(w)
+		for _, l := range engine.Lanes() {
+			_ = out.Encode(l)
+		}
+	})
+	profile := http.NewServeMux()
+	profile.HandleFunc("/debug/pprof/", pprof.Index)
+	profile.HandleFunc("/debug/pprof/profile", pprof.Profile)
+	profile.HandleFunc("/debug/pprof/trace", pprof.Trace)
+	mux.HandleFunc("GET /debug/pprof/", func(w http.ResponseWriter, r *http.Request) {
+		// The server's limit for reading a request would end a profile of 30 s.
+		_ = http.NewResponseController(w).SetReadDeadline(time.Time{})
+		profile.ServeHTTP(w, r)
+	})
+}
+
+// redacted returns a copy that people may see. Secrets redact themselves; of the
+// hash of a write key enough is left to compare it, and users are left out.
+func redacted(c liveconfig.Config) liveconfig.Config {
+	c.Sources, c.Deletions = slices.Clone(c.Sources), slices.Clone(c.Deletions)
+	for i := range c.Sources {
+		if key := &c.Sources[i].WriteKeySHA256; len(*key) > 8 {
+			*key = strings.Clone((*key)[:8]) + "..."
+		}
+	}
+	for i := range c.Deletions {
+		c.Deletions[i].UserID = "[redacted]"
+	}
+	return c
+}
