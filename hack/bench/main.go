@@ -136,6 +136,7 @@ var measurements = []struct {
 	{"queue", measureQueue},
 	{"latency", measureLatency},
 	{"isolation", measureIsolation},
+	{"calm", measureCalm},
 	{"many", measureMany},
 	{"parked", measureParked},
 	{"idle", measureIdle},
@@ -252,7 +253,7 @@ func measureIsolation(ctx context.Context, b *bench) ([]row, error) {
 	}
 	base := healthy[0].mean(healthy[1])
 	var rows []row
-	for _, dead := range []struct{ name, addr string }{{"refused", "127.0.0.1:1"}, {"black hole", b.sink.BlackHole}, {"5 s slow", b.sink.Slow}, {"500s", b.sink.Failing}} {
+	for _, dead := range b.sink.dead() {
 		d := destinations(20, b.sink.Addr)
 		d[19].addr = dead.addr
 		got, err := b.throughput(ctx, l, d)
@@ -265,6 +266,43 @@ func measureIsolation(ctx context.Context, b *bench) ([]row, error) {
 	}
 	return rows, nil
 }
+
+// measureCalm compares how long messages to 19 healthy destinations take beside
+// a healthy 20th and beside a dead one, at a quarter of the peak. Each
+// measurement with a dead one stands between two without.
+func measureCalm(ctx context.Context, b *bench) ([]row, error) {
+	healthy := destinations(20, b.sink.Addr)
+	peak, err := b.throughput(ctx, load{batch: 1, clients: 16}, healthy)
+	if err != nil {
+		return nil, err
+	}
+	l := load{batch: 1, clients: 16, perSecond: peak.rate / 20 / 4}
+	before, err := b.throughput(ctx, l, healthy)
+	if err != nil {
+		return nil, err
+	}
+	var rows []row
+	for _, dead := range b.sink.dead() {
+		d := destinations(20, b.sink.Addr)
+		d[19].addr = dead.addr
+		got, err := b.throughput(ctx, l, d)
+		if err != nil {
+			return nil, err
+		}
+		after, err := b.throughput(ctx, l, healthy)
+		if err != nil {
+			return nil, err
+		}
+		base := before.mean(after)
+		before = after
+		ratio := got.p99.Seconds() / base.p99.Seconds()
+		text := fmt.Sprintf("%.2f (p99 %v of %v, p50 %v of %v)", ratio, short(got.p99), short(base.p99), short(got.p50), short(base.p50))
+		rows = append(rows, below("p99 of 19 healthy beside one dead ("+dead.name+"), of all healthy", ratio, 1.1, text, "< 1.10"))
+	}
+	return rows, nil
+}
+
+func short(d time.Duration) string { return fmt.Sprintf("%.2f ms", d.Seconds()*1000) }
 
 // measureMany spreads the same load over 1,000 Sources with a destination each.
 func measureMany(ctx context.Context, b *bench) ([]row, error) {

@@ -155,6 +155,11 @@ type sinkStats struct {
 	Samples     []time.Duration
 }
 
+// dead are the addresses of receivers that are of no use.
+func (s *sinkProcess) dead() []struct{ name, addr string } {
+	return []struct{ name, addr string }{{"refused", "127.0.0.1:1"}, {"black hole", s.BlackHole}, {"5 s slow", s.Slow}, {"500s", s.Failing}}
+}
+
 // take returns what the sink has counted since the last take.
 func (s *sinkProcess) take() (stats sinkStats, err error) {
 	resp, err := http.Get("http://" + s.Control) //nolint:noctx // a local control request
@@ -210,8 +215,8 @@ func sinkRole([]string) error {
 					return
 				}
 				if good {
-					// One message in 16 is a latency sample.
-					if n := count.Add(1); n%16 == 0 {
+					// One message in 4 is a latency sample.
+					if n := count.Add(1); n%4 == 0 {
 						if d := age(body); d > 0 {
 							mu.Lock()
 							samples = append(samples, d)
@@ -336,7 +341,7 @@ type sample struct {
 }
 
 func (s sample) mean(t sample) sample {
-	return sample{rate: (s.rate + t.rate) / 2, cpu: (s.cpu + t.cpu) / 2}
+	return sample{rate: (s.rate + t.rate) / 2, cpu: (s.cpu + t.cpu) / 2, p50: (s.p50 + t.p50) / 2, p99: (s.p99 + t.p99) / 2}
 }
 
 // directLoop runs the loop that everything is compared with.
@@ -646,6 +651,7 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 		group.Go(func() {
 			s := newSender(p)
 			defer s.close()
+			time.Sleep(gap * time.Duration(n) / time.Duration(l.clients)) // One after the other, not all at once.
 			for i := n; ctx.Err() == nil; i += l.clients {
 				if gap > 0 {
 					select {
