@@ -175,12 +175,17 @@ func (l *logFlags) logger(w io.Writer) (*slog.Logger, error) {
 	if err := level.UnmarshalText([]byte(l.level)); err != nil {
 		return nil, usagef("--log-level %q: use debug, info, warn or error", l.level)
 	}
-	o := &slog.HandlerOptions{Level: level}
+	o := &slog.HandlerOptions{Level: level, ReplaceAttr: func(groups []string, a slog.Attr) slog.Attr {
+		if a.Key == "err" && len(groups) == 0 { // As logr calls it.
+			a.Key = "error"
+		}
+		return a
+	}}
 	switch l.format {
 	case "text":
-		return slog.New(slog.NewTextHandler(w, o)), nil
+		return slog.New(newSampler(slog.NewTextHandler(w, o))), nil
 	case "json":
-		return slog.New(slog.NewJSONHandler(w, o)), nil
+		return slog.New(newSampler(slog.NewJSONHandler(w, o))), nil
 	}
 	return nil, usagef("--log-format %q: use text or json", l.format)
 }

@@ -348,8 +348,7 @@ func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Des
 			l.draining = l.ended || former
 			if l.dropAt.IsZero() {
 				l.dropAt = now.Add(e.o.OrphanGrace)
-				e.log.Info("the config does not name this lane any more; it is dropped after the grace period",
-					"source", id.Source, "destination", id.Destination, "endpoint", id.Endpoint, "dropAt", l.dropAt)
+				e.log.With(id.LogArgs()...).Info("the config does not name this lane any more; it is dropped after the grace period", "dropAt", l.dropAt)
 			}
 		default:
 			l.dropAt = time.Time{}
@@ -412,7 +411,7 @@ func (e *Engine) endLanes() {
 	for _, l := range change {
 		// draining changes only under applying, which is held.
 		if err := e.o.Store.EndLane(l.id, l.draining); err != nil {
-			e.log.Error("ending a lane failed; trying again", "source", l.id.Source, "destination", l.id.Destination, "endpoint", l.id.Endpoint, "error", err)
+			e.log.With(l.id.LogArgs()...).Error("ending a lane failed; trying again", "error", err)
 			continue
 		}
 		e.mu.Lock()

@@ -103,13 +103,13 @@ func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 			e.mu.Unlock()
 			n, err := e.o.Store.BuryExpired(ctx, c.lane.id, now.Add(-c.window).Add(time.Millisecond), f)
 			if err != nil && !errors.Is(err, context.Canceled) && !errors.Is(err, queue.ErrClosed) && !errors.Is(err, queue.ErrNoLane) {
-				e.log.Error("burying expired messages failed; trying again", "source", c.lane.id.Source, "destination", c.lane.id.Destination, "error", err)
+				e.log.With(c.lane.id.LogArgs()...).Error("burying expired messages failed; trying again", "error", err)
 			}
 			if n > 0 {
 				e.mu.Lock()
 				c.lane.destination.metrics.buried(f.Reason, int64(n))
 				e.mu.Unlock()
-				e.log.Warn("messages were not delivered within their retry window and are dead letters now", "source", c.lane.id.Source, "destination", c.lane.id.Destination, "count", n)
+				e.log.With(c.lane.id.LogArgs()...).Warn("messages were not delivered within their retry window and are dead letters now", "count", n)
 			}
 			due = minMaintenance
 		}
@@ -145,14 +145,14 @@ func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 	}
 	for _, l := range drop {
 		if err := e.buryRemoved(ctx, l, now); err != nil {
-			e.log.Error("burying the messages of an endpoint that was removed failed; trying again", "source", l.id.Source, "destination", l.id.Destination, "endpoint", l.id.Endpoint, "error", err)
+			e.log.With(l.id.LogArgs()...).Error("burying the messages of an endpoint that was removed failed; trying again", "error", err)
 			continue
 		}
 		if err := e.o.Store.DropLane(ctx, l.id); err != nil && !errors.Is(err, queue.ErrNoLane) {
-			e.log.Error("dropping a lane failed; trying again", "source", l.id.Source, "destination", l.id.Destination, "error", err)
+			e.log.With(l.id.LogArgs()...).Error("dropping a lane failed; trying again", "error", err)
 			continue
 		}
-		e.log.Info("lane dropped", "source", l.id.Source, "destination", l.id.Destination, "endpoint", l.id.Endpoint)
+		e.log.With(l.id.LogArgs()...).Info("lane dropped")
 		e.forgetLane(l)
 	}
 	return next
@@ -182,7 +182,7 @@ func (e *Engine) buryRemoved(ctx context.Context, l *lane, now time.Time) error 
 		e.mu.Lock()
 		d.metrics.buried(EndpointRemoved, int64(n))
 		e.mu.Unlock()
-		e.log.Warn("messages of an endpoint that was removed are dead letters now", "source", l.id.Source, "destination", l.id.Destination, "endpoint", l.id.Endpoint, "count", n)
+		e.log.With(l.id.LogArgs()...).Warn("messages of an endpoint that was removed are dead letters now", "count", n)
 	}
 	if errors.Is(err, queue.ErrNoLane) {
 		return nil
@@ -245,11 +245,11 @@ func (e *Engine) trimDeadLetters(ctx context.Context) {
 	for key, size := range sizes {
 		limit := limits[key]
 		if size > share && share < limit.MaxBytes {
-			e.log.Warn("dead letters take all the room that they may; the oldest of this destination go", "destination", key, "bytes", size, "allowed", share)
+			e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Warn("dead letters take all the room that they may; the oldest of this destination go", "bytes", size, "allowed", share)
 		}
 		before := now.Add(-max(time.Duration(limit.RetentionMS)*time.Millisecond, deadLetterGrace))
 		if _, err := e.o.Store.TrimDeadLetters(ctx, key, before, now.Add(-deadLetterGrace), min(limit.MaxBytes, share)); err != nil && ctx.Err() == nil {
-			e.log.Error("removing old dead letters failed; trying again", "destination", key, "error", err)
+			e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Error("removing old dead letters failed; trying again", "error", err)
 		}
 	}
 	e.applying.Lock()
@@ -267,7 +267,7 @@ func (e *Engine) trimDeadLetters(ctx context.Context) {
 			continue
 		}
 		if err := e.o.Store.ForgetDestination(key); err != nil {
-			e.log.Error("forgetting a deleted destination failed; trying again", "destination", key, "error", err)
+			e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Error("forgetting a deleted destination failed; trying again", "error", err)
 			continue
 		}
 		e.rememberBounds(key, nil)

@@ -88,7 +88,7 @@ func (e *Engine) rememberBounds(key string, bounds *liveconfig.DeadLetters) {
 		value, _ = json.Marshal(bounds) // It has no fields that could fail.
 	}
 	if err := e.o.Store.Remember(boundsPrefix+key, value); err != nil {
-		e.log.Warn("the retention of a deleted destination's dead letters could not be remembered; after a restart it is the default", "destination", key, "error", err)
+		e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Warn("the retention of a deleted destination's dead letters could not be remembered; after a restart it is the default", "error", err)
 	}
 }
 

@@ -454,7 +454,7 @@ func (e *Engine) breakLane(l *lane, err error) {
 	if errors.Is(err, queue.ErrClosed) || errors.Is(err, queue.ErrNoLane) {
 		return // Gone for good.
 	}
-	e.log.Error("reading from the queue failed; trying again in a second", "source", l.id.Source, "destination", l.id.Destination, "error", err)
+	e.log.With(l.id.LogArgs()...).Error("reading from the queue failed; trying again in a second", "error", err)
 	time.AfterFunc(time.Second, func() {
 		e.mu.Lock()
 		defer e.mu.Unlock()

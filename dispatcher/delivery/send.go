@@ -342,7 +342,7 @@ func (e *Engine) joinGroup(g *group, r *ended) (decisive *ended, decided bool) {
 // bury makes a dead letter. A message that cannot be buried is kept and tried again later.
 func (e *Engine) bury(d queue.Delivery, f queue.Failure, now time.Time) {
 	if err := e.o.Store.Bury(d, f); err != nil {
-		e.log.Error("writing a dead letter failed; the message is kept", "destination", d.Lane.Destination, "error", err)
+		e.log.With(d.Lane.LogArgs()...).Error("writing a dead letter failed; the message is kept", "error", err)
 		e.o.Store.Retry(d, now.Add(time.Minute), f)
 	}
 }

@@ -295,7 +295,7 @@ func (h *Handler) safely(w http.ResponseWriter, q *request, typ event.Type, now 
 	defer func() {
 		if fault := recover(); fault != nil {
 			if missed, ok := h.faults.due(now); ok { // Its text may hold what was sent.
-				h.Logger.Error("a request ended in a panic", "namespace", q.source.namespace, "source", q.source.name, "type", fmt.Sprintf("%T", fault), "stack", string(debug.Stack()), "unlogged", missed)
+				h.Logger.Error("a request ended in a panic", "namespace", q.source.namespace, "source", q.source.name, "type", fmt.Sprintf("%T", fault), "stack", string(debug.Stack()), "suppressed", missed)
 			}
 			bad = refuse(http.StatusInternalServerError, codeInternal, "the request met a fault of the server")
 		}
@@ -588,7 +588,7 @@ func (h *Handler) notStored(q *request, err error, now time.Time) *refusal {
 		return refuse(http.StatusServiceUnavailable, codeNotReady, "shutting down; send again").again(retryAfterNotReady)
 	}
 	if missed, ok := h.faults.due(now); ok {
-		h.Logger.Error("calls could not be stored", "namespace", q.source.namespace, "source", q.source.name, "error", err, "unlogged", missed)
+		h.Logger.Error("calls could not be stored", "namespace", q.source.namespace, "source", q.source.name, "error", err, "suppressed", missed)
 	}
 	return refuse(http.StatusServiceUnavailable, codeStorageFailed, "the call could not be stored; send it again").again(retryAfterFull)
 }

@@ -194,7 +194,7 @@ func (h *Handler) reject(s *source, now time.Time, n int, code, message string) 
 	s.lastRejected.Store(now.UnixNano())
 	h.metrics.rejected.WithLabelValues(s.namespace, s.name, code).Add(float64(n))
 	if missed, ok := s.log.due(now); ok {
-		h.Logger.Warn("calls refused", "namespace", s.namespace, "source", s.name, "code", code, "message", message, "calls", n, "unlogged", missed)
+		h.Logger.Warn("calls refused", "namespace", s.namespace, "source", s.name, "code", code, "message", message, "calls", n, "suppressed", missed)
 	}
 }
 

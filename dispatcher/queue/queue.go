@@ -13,6 +13,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 )
 
@@ -23,6 +24,24 @@ type LaneID struct {
 	Source      string
 	Destination string
 	Endpoint    string
+}
+
+// LogArgs names the lane, or what is set of it, as every line of the log does.
+func (l LaneID) LogArgs() (args []any) {
+	namespace, source, ok := strings.Cut(l.Source, "/")
+	destination := l.Destination
+	if n, name, isFull := strings.Cut(l.Destination, "/"); isFull {
+		namespace, destination, ok = n, name, true
+	}
+	if ok {
+		args = append(args, "namespace", namespace)
+	}
+	for _, a := range [...][2]string{{"source", source}, {"destination", destination}, {"endpoint", l.Endpoint}} {
+		if a[1] != "" {
+			args = append(args, a[0], a[1])
+		}
+	}
+	return args
 }
 
 // Message is an accepted call, ready to be stored.

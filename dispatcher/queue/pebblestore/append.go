@@ -347,7 +347,7 @@ func (c *committer) add(b *pebble.Batch, r *request) error {
 			dup, err := s.duplicates.seen(&r.hashes[i])
 			if err != nil {
 				// Better twice than not at all.
-				s.log.Error("looking for a duplicate failed; the message is taken", "source", m.Source, "error", err)
+				s.log.With(queue.LaneID{Source: m.Source}.LogArgs()...).Error("looking for a duplicate failed; the message is taken", "error", err)
 			}
 			if dup {
 				if r.dups == nil {

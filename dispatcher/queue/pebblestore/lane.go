@@ -505,7 +505,7 @@ func (s *Store) Ack(d queue.Delivery) {
 // alone then, and the message is delivered again after a restart.
 func (s *Store) complain(lane queue.LaneID, err error) {
 	if err != nil && !errors.Is(err, queue.ErrClosed) && !errors.Is(err, queue.ErrNoLane) {
-		s.log.Error("writing the state of a lane failed", "source", lane.Source, "destination", lane.Destination, "error", err)
+		s.log.With(lane.LogArgs()...).Error("writing the state of a lane failed", "error", err)
 	}
 }
 
@@ -683,7 +683,7 @@ func (s *Store) LaneStats(id queue.LaneID) queue.LaneStats {
 	if st.Pending > 0 {
 		at, err := s.oldestPending(l)
 		if err != nil {
-			s.log.Error("reading the oldest message of a lane failed", "source", id.Source, "destination", id.Destination, "error", s.explain(err))
+			s.log.With(id.LogArgs()...).Error("reading the oldest message of a lane failed", "error", s.explain(err))
 		}
 		st.OldestPending = at
 	}

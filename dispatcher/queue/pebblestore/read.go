@@ -138,7 +138,7 @@ func (r *reader) setAside(seqs []uint64, why []string) error {
 // damage is the failure of a message that cannot be read; it is logged and counted, too.
 func (s *Store) damage(l *lane, seq uint64, why string) queue.Failure {
 	s.metrics.damaged.Inc()
-	s.log.Error("a message is damaged and cannot be delivered; it becomes a dead letter", "source", l.id.Source, "destination", l.id.Destination, "position", seq, "error", why)
+	s.log.With(l.id.LogArgs()...).Error("a message is damaged and cannot be delivered; it becomes a dead letter", "position", seq, "error", why)
 	return queue.Failure{Time: s.o.Now(), Reason: queue.ReasonDamaged, Message: fmt.Sprintf("message %d of %s cannot be read: %s", seq, l.id.Source, why)}
 }
 

@@ -1,0 +1,98 @@
+package main
+
+import (
+	"context"
+	"log/slog"
+	"sync"
+	"time"
+)
+
+// A message is written logBurst times in logPeriod at most; how many lines were
+// left out is written when the period is over. Messages are constant texts, so
+// a storm of one kind hides nothing of another.
+const (
+	logBurst  = 100
+	logPeriod = 10 * time.Second
+	// maxSampled bounds how many messages are counted at once.
+	maxSampled = 1000
+)
+
+// sampler bounds what storms write into the log.
+type sampler struct {
+	slog.Handler
+	*sampled
+}
+
+type sampled struct {
+	// root takes the words on what was left out.
+	root slog.Handler
+	mu   sync.Mutex
+	// lines are counted by message.
+	lines map[string]*lines
+}
+
+type lines struct {
+	until        time.Time
+	written, out int
+}
+
+func newSampler(h slog.Handler) slog.Handler {
+	return &sampler{h, &sampled{root: h, lines: map[string]*lines{}}}
+}
+
+// Handle implements slog.Handler.
+func (s *sampler) Handle(ctx context.Context, r slog.Record) error {
+	if !s.admit(r.Message) {
+		return nil
+	}
+	return s.Handler.Handle(ctx, r)
+}
+
+// WithAttrs implements slog.Handler.
+func (s *sampler) WithAttrs(attrs []slog.Attr) slog.Handler {
+	return &sampler{s.Handler.WithAttrs(attrs), s.sampled}
+}
+
+// WithGroup implements slog.Handler.
+func (s *sampler) WithGroup(name string) slog.Handler {
+	return &sampler{s.Handler.WithGroup(name), s.sampled}
+}
+
+func (s *sampled) admit(message string) bool {
+	now := time.Now()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	l := s.lines[message]
+	if l == nil || !now.Before(l.until) {
+		if len(s.lines) >= maxSampled {
+			for m, old := range s.lines {
+				if old.out == 0 {
+					delete(s.lines, m)
+				}
+			}
+		}
+		if l == nil || l.out == 0 { // Otherwise its timer is about to tell.
+			l = &lines{until: now.Add(logPeriod)}
+			s.lines[message] = l
+		}
+	}
+	if l.written < logBurst {
+		l.written++
+		return true
+	}
+	if l.out++; l.out == 1 {
+		time.AfterFunc(l.until.Sub(now), func() { s.tell(message) })
+	}
+	return false
+}
+
+// tell says how many lines of a message were left out.
+func (s *sampled) tell(message string) {
+	s.mu.Lock()
+	out := s.lines[message].out
+	delete(s.lines, message)
+	s.mu.Unlock()
+	r := slog.NewRecord(time.Now(), slog.LevelWarn, "lines were left out of the log", 0)
+	r.AddAttrs(slog.String("of", message), slog.Int("suppressed", out), slog.Duration("period", logPeriod))
+	_ = s.root.Handle(context.Background(), r)
+}

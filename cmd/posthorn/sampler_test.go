@@ -1,0 +1,72 @@
+package main
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/go-logr/logr"
+)
+
+// 10,000 failures write 100 lines and one that counts the rest, whatever their
+// attributes, and hide no other message; afterwards all is as before.
+func TestStormsAreSampled(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var out bytes.Buffer
+		log, err := (&logFlags{level: "info", format: "json"}).logger(&out)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i := range 10_000 {
+			log.With("destination", fmt.Sprint("d", i%7)).Error("a delivery failed", "error", errors.New("refused"))
+			log.Debug("below the level")
+		}
+		log.Info("something else")
+		count := func(want map[string]int) {
+			t.Helper()
+			for text, n := range want {
+				if got := strings.Count(out.String(), text); got != n {
+					t.Errorf("%d lines have %s, want %d", got, text, n)
+				}
+			}
+		}
+		count(map[string]int{"a delivery failed": 100, "something else": 1, "below": 0, "left out": 0})
+		time.Sleep(logPeriod + time.Second)
+		synctest.Wait()
+		count(map[string]int{`"msg":"lines were left out of the log","of":"a delivery failed","suppressed":9900`: 1, "left out": 1})
+
+		out.Reset()
+		for range 50 {
+			log.Error("a delivery failed")
+		}
+		time.Sleep(2 * logPeriod)
+		synctest.Wait()
+		count(map[string]int{"a delivery failed": 50, "left out": 0})
+
+		// Many different messages do not stay in memory.
+		for i := range 5 * maxSampled {
+			_ = log.Handler().Handle(t.Context(), slog.NewRecord(time.Now(), slog.LevelInfo, fmt.Sprint("message ", i), 0))
+		}
+		if n := len(log.Handler().(*sampler).lines); n > maxSampled {
+			t.Errorf("%d messages are counted", n)
+		}
+	})
+}
+
+// What Kubernetes' libraries log has the same keys as ours.
+func TestBridgedErrorsHaveOurKey(t *testing.T) {
+	var out bytes.Buffer
+	log, err := (&logFlags{level: "info", format: "json"}).logger(&out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	logr.FromSlogHandler(log.Handler()).Error(errors.New("boom"), "it failed", "namespace", "shop")
+	if !strings.Contains(out.String(), `"namespace":"shop","error":"boom"`) && !strings.Contains(out.String(), `"error":"boom","namespace":"shop"`) {
+		t.Error(out.String())
+	}
+}
