@@ -70,6 +70,13 @@ type mark struct {
 	calls    int
 }
 
+// batch is what was appended at once: how many calls, and how many of them were
+// filtered out for a destination ("namespace/name").
+type batch struct {
+	calls   int
+	skipped map[string]int
+}
+
 // newPace is for a sync with so many calls still to come.
 func newPace(source string, calls int64, now time.Time) *pace {
 	return &pace{source: source, lanes: map[queue.LaneID]*lanePace{}, begin: now, floor: max(floorRate, float64(calls)/floorTime.Seconds())}
@@ -97,10 +104,10 @@ func (p *pace) list(config liveconfig.Config, lanes []queue.LaneID, now time.Tim
 	p.listed = now
 }
 
-// look takes over how far each lane is. calls is how many the sync has appended
-// since the last look.
-func (p *pace) look(stats func(queue.LaneID) queue.LaneStats, calls int, now time.Time) {
-	p.appended += calls
+// look takes over how far each lane is, and what the sync has appended since the
+// last look.
+func (p *pace) look(stats func(queue.LaneID) queue.LaneStats, b batch, now time.Time) {
+	p.appended += b.calls
 	for id, l := range p.lanes {
 		st := stats(id)
 		first := st.Pending - st.Retrying - st.InFlight // wait for their first try
@@ -111,7 +118,7 @@ func (p *pace) look(stats func(queue.LaneID) queue.LaneStats, calls int, now tim
 		if read != l.read || l.unread == 0 {
 			l.read, l.moved = read, now
 		}
-		if calls > 0 {
+		if calls := b.calls - b.skipped[id.Destination]; calls > 0 {
 			l.waiting, l.unread = append(l.waiting, mark{st.Accepted, calls}), l.unread+calls
 		}
 		// Messages that are for other lanes alone lower both counts, so a lane

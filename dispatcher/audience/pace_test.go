@@ -16,6 +16,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/event"
 )
 
 // fakeLanes are lanes in virtual time: each reads so many messages a second.
@@ -49,6 +50,7 @@ func TestPace(t *testing.T) {
 		state map[string]liveconfig.State
 		live  float64 // calls a second
 		calls int64   // of the sync in all
+		skips string  // the destination that filters them out
 		lasts time.Duration
 		// least and most calls of the sync that are appended in that time, and the
 		// most that may wait in lanes that move.
@@ -63,6 +65,7 @@ func TestPace(t *testing.T) {
 		{name: "one crawls", speed: map[string]float64{"a": 1000, "b": 1}, lasts: 100 * second, least: 9_500, most: 10_500, wait: 3000},
 		{name: "one crawls, and the sync is large", speed: map[string]float64{"a": 10_000, "b": 100}, calls: 14_400_000, lasts: 100 * second, least: 95_000, most: 101_000, wait: 5000},
 		{name: "all crawl", speed: map[string]float64{"a": 20, "b": 2}, lasts: 100 * second, least: 1_900, most: 2_200, wait: 60},
+		{name: "one crawls, and is not concerned", speed: map[string]float64{"a": 1000, "b": 1}, skips: "b", lasts: 10 * second, least: 9_000, most: 11_000, wait: 3000},
 		{name: "one stands still", speed: map[string]float64{"a": 1000, "b": 0}, lasts: 100 * second, least: 60_000, most: 85_000, wait: 3000},
 		{name: "one is off", speed: map[string]float64{"a": 1000, "b": 0}, state: map[string]liveconfig.State{"b": liveconfig.Disabled}, lasts: 10 * second, least: 9_000, most: 11_000, wait: 3000},
 		{name: "none moves", speed: map[string]float64{"a": 0}, lasts: 59 * time.Minute, least: 32, most: 32},
@@ -94,7 +97,7 @@ func TestPace(t *testing.T) {
 				if now.Sub(p.listed) >= time.Second {
 					p.list(config, ids, now)
 				}
-				p.look(lanes.stats, sent, now)
+				p.look(lanes.stats, batch{sent, map[string]int{"shop/" + c.skips: sent}}, now)
 				sent = min(p.room(now), batchSize)
 				for id, l := range p.lanes {
 					if fastest := slices.Max(slices.Collect(maps.Values(c.speed))); fastest > 0 && lanes.speed[id] >= min(p.floor, fastest) && float64(l.unread) > c.wait {
@@ -135,6 +138,12 @@ func withStore(t *testing.T, dir string, o pebblestore.Options, change func(*Opt
 	}
 	s.rig = newRig(t, dir+"/audiences", newLog(), func(o *Options) {
 		o.Queue = store
+		o.Skip = func(ref liveconfig.SourceRef, _ *event.Call) []string {
+			if ref.Source.Name != "web" {
+				t.Errorf("asked for %+v", ref)
+			}
+			return []string{"shop/track-only"}
+		}
 		if change != nil {
 			change(o)
 		}
@@ -275,6 +284,18 @@ func TestSyncLeavesRoomForLiveCalls(t *testing.T) {
 	if p := s.Progress("shop", config().Audiences[0]); p.Waits != "" || p.Unsent != 0 || !p.Sent {
 		t.Errorf("progress %+v", p)
 	}
+}
+
+// A destination that filters identify calls out is not waited for, dead or not.
+func TestUnconcernedDestination(t *testing.T) {
+	s := withStore(t, t.TempDir(), pebblestore.Options{}, nil)
+	c := config()
+	c.Destinations = []liveconfig.Destination{{Name: "track-only", State: liveconfig.Active, Sources: []string{"web"}}}
+	s.set(c)
+	if err := s.store.OpenLane(lane("track-only")); err != nil {
+		t.Fatal(err)
+	}
+	s.sync(shoppers, many("u", 2000)...)
 }
 
 // An audience that is deleted while its sync waits does not wait for ever.

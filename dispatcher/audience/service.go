@@ -328,8 +328,9 @@ func (s *Service) send(ctx context.Context, a *audience, p state, log *slog.Logg
 	}
 	calls := make([]event.Call, 0, batchSize)
 	lanes := newPace(p.Tenant+"/"+p.Source, p.Changes()-sent, s.Now())
+	var last batch
 	for ended := false; !ended; {
-		room, err := s.await(ctx, a, p, lanes, len(calls))
+		room, err := s.await(ctx, a, p, lanes, last)
 		if err != nil {
 			return err
 		}
@@ -353,7 +354,7 @@ func (s *Service) send(ctx context.Context, a *audience, p state, log *slog.Logg
 			}
 			calls = append(calls, call)
 		}
-		if err := s.deliver(ctx, a, p, calls, log); err != nil {
+		if last, err = s.deliver(ctx, a, p, calls, log); err != nil {
 			return err
 		}
 		sent += read
@@ -367,8 +368,8 @@ func (s *Service) send(ctx context.Context, a *audience, p state, log *slog.Logg
 }
 
 // await waits until the lanes have room for more calls, and returns for how many.
-// appended is how many there were since the last time.
-func (s *Service) await(ctx context.Context, a *audience, p state, lanes *pace, appended int) (int, error) {
+// last is what was appended since the last time.
+func (s *Service) await(ctx context.Context, a *audience, p state, lanes *pace, last batch) (int, error) {
 	defer a.waits.Store(nil)
 	for pause := pauseMin; ; pause = min(2*pause, pauseMax) {
 		if a.abandoned.Load() {
@@ -379,8 +380,8 @@ func (s *Service) await(ctx context.Context, a *audience, p state, lanes *pace, 
 			config, _ := s.View().Tenant(p.Tenant)
 			lanes.list(config.Config, s.Queue.Lanes(), now)
 		}
-		lanes.look(s.Queue.LaneStats, appended, now)
-		appended = 0
+		lanes.look(s.Queue.LaneStats, last, now)
+		last = batch{}
 		room := lanes.room(now)
 		switch {
 		case s.Room != nil && !s.Room(lanes.source):
@@ -402,18 +403,18 @@ func (s *Service) await(ctx context.Context, a *audience, p state, lanes *pace, 
 func (a *audience) wait(reason string) { a.waits.Store(&reason) }
 
 // deliver appends a batch of calls and tries until it can.
-func (s *Service) deliver(ctx context.Context, a *audience, p state, calls []event.Call, log *slog.Logger) error {
+func (s *Service) deliver(ctx context.Context, a *audience, p state, calls []event.Call, log *slog.Logger) (batch, error) {
 	if len(calls) == 0 {
-		return nil
+		return batch{}, nil
 	}
 	wait, told := retryMin, false
 	for {
-		problem := s.tryDeliver(ctx, p, calls)
+		appended, problem := s.tryDeliver(ctx, p, calls)
 		if problem == nil || errors.Is(problem, queue.ErrClosed) {
-			return problem
+			return appended, problem
 		}
 		if a.abandoned.Load() {
-			return errGone
+			return batch{}, errGone
 		}
 		if !told && ctx.Err() == nil {
 			told = true
@@ -422,32 +423,37 @@ func (s *Service) deliver(ctx context.Context, a *audience, p state, calls []eve
 		}
 		select {
 		case <-ctx.Done():
-			return ctx.Err()
+			return batch{}, ctx.Err()
 		case <-time.After(wait):
 		}
 		wait = min(2*wait, retryMax)
 	}
 }
 
-func (s *Service) tryDeliver(ctx context.Context, p state, calls []event.Call) error {
+func (s *Service) tryDeliver(ctx context.Context, p state, calls []event.Call) (batch, error) {
 	view := s.View()
 	config, ok := view.Tenant(p.Tenant)
 	i := slices.IndexFunc(config.Sources, func(c liveconfig.Source) bool { return c.Name == p.Source })
 	if !ok || i < 0 {
-		return fmt.Errorf("source %s/%s does not exist", p.Tenant, p.Source)
+		return batch{}, fmt.Errorf("source %s/%s does not exist", p.Tenant, p.Source)
 	}
 	ref := liveconfig.SourceRef{Tenant: p.Tenant, Source: config.Sources[i]}
 	messages := make([]queue.Message, 0, len(calls))
+	skipped := map[string]int{}
 	now := s.Now()
 	for i := range calls {
 		c := &calls[i]
 		if view.Suppressed(ref, c.UserID) {
 			continue
 		}
-		messages = append(messages, queue.Message{Source: ref.Key(), ID: c.MessageID, Type: string(c.Type), AcceptedAt: now, Skip: s.Skip(ref, c), Body: c.Body})
+		skip := s.Skip(ref, c)
+		for _, destination := range skip {
+			skipped[destination]++
+		}
+		messages = append(messages, queue.Message{Source: ref.Key(), ID: c.MessageID, Type: string(c.Type), AcceptedAt: now, Skip: skip, Body: c.Body})
 	}
 	_, err := s.Queue.Append(ctx, messages)
-	return err
+	return batch{len(messages), skipped}, err
 }
 
 // identify makes the call that tells a change.
