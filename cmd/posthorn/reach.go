@@ -263,7 +263,7 @@ func (c *throughCluster) open(ctx context.Context) ([]target, func(), error) {
 // explain adds to a refusal what grants the right.
 func (c *throughCluster) explain(err error) error {
 	if apierrors.IsForbidden(err) {
-		return fmt.Errorf("%w\nThis needs the Role posthorn-support-user in namespace %s; 'why' and 'redeliver' do without", err, c.system)
+		return fmt.Errorf("%w\nThis needs the Role %s-user in namespace %s; 'why' and 'redeliver' do without", err, c.account, c.system)
 	}
 	return err
 }
