@@ -2,6 +2,7 @@ package delivery
 
 import (
 	"fmt"
+	"math/rand/v2"
 	"runtime"
 	"slices"
 	"testing"
@@ -322,6 +323,74 @@ func TestIsolation(t *testing.T) {
 				t.Logf("the healthy ones took %v", slowest)
 				w.end()
 			})
+		})
+	}
+}
+
+// At a steady rate below what the receivers take, one of twenty that dies while it
+// has many requests in flight does not move the p99 of the others by a tenth.
+func TestIsolationOfLatency(t *testing.T) {
+	const total, messages, bad = 20, 4000, "http://0.test"
+	p99 := func(t *testing.T, dead answer) (slow time.Duration) {
+		bubble(t, func(t *testing.T) {
+			rnd := rand.New(rand.NewPCG(1, 2))
+			took := map[string]time.Duration{}
+			died := false // Guarded by the client, as is took.
+			w := newWorld(t, func(r request) answer {
+				if r.url == bad && died {
+					return dead
+				}
+				a := answer{status: 200, after: time.Duration(2000+rnd.IntN(5000)) * time.Microsecond}
+				took[r.id()+r.url] = a.after
+				return a
+			}, func(o *Options) { o.MaxInFlight = 128 }) // The dead one holds 64, the others need about 45.
+			var all []liveconfig.Destination
+			for i := range total {
+				all = append(all, dest(fmt.Sprintf("d%02d", i), fmt.Sprintf("http://%d.test", i)))
+			}
+			all[0].Sources = append(all[0].Sources, "extra")
+			w.apply(all...)
+			w.send("web", 100)
+			w.send("extra", 2000) // All are proven, and the one has its largest window.
+			w.sleep(5 * time.Second)
+			w.client.mu.Lock()
+			died = true
+			w.client.mu.Unlock()
+			w.client.forget()
+			sent := map[string]time.Time{}
+			w.send("extra", 200)
+			for range messages { // 8 s of 500 a second
+				w.send("web", 1)
+				sent[fmt.Sprintf("m%d", w.next)] = time.Now()
+				time.Sleep(2 * time.Millisecond)
+			}
+			w.sleep(time.Second)
+			var latencies []time.Duration
+			for _, r := range w.client.requests("") {
+				if r.url != bad {
+					latencies = append(latencies, r.at.Sub(sent[r.id()])+took[r.id()+r.url])
+				}
+			}
+			if len(latencies) != messages*(total-1) {
+				t.Errorf("the healthy ones got %d messages", len(latencies))
+			}
+			slices.Sort(latencies)
+			slow = latencies[len(latencies)*99/100]
+			w.stop()
+		})
+		return slow
+	}
+	healthy := p99(t, answer{status: 200, after: 5 * time.Millisecond})
+	for name, dead := range map[string]answer{
+		"refused": {reason: egress.ConnectionRefused}, "black hole": {reason: egress.TimedOut, after: time.Hour},
+		"5 s slow": {status: 200, after: 4900 * time.Millisecond}, "500": {status: 500},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got := p99(t, dead)
+			t.Logf("p99 of the healthy ones %v, of %v with all healthy", got, healthy)
+			if got >= healthy+healthy/10 {
+				t.Error("moved by more than a tenth")
+			}
 		})
 	}
 }
