@@ -185,12 +185,15 @@ func New(o Options) (*Dispatcher, error) {
 
 // openStore opens the store; a damaged one is repaired first if that is wanted.
 func openStore(dir string, o pebblestore.Options, repair bool) (*pebblestore.Store, error) {
-	s, err := pebblestore.Open(dir, o)
-	var corrupt *pebblestore.CorruptError
-	if !repair || !errors.As(err, &corrupt) {
-		return s, err
+	if !repair || !pebblestore.Damaged(dir) {
+		s, err := pebblestore.Open(dir, o)
+		var corrupt *pebblestore.CorruptError
+		if !repair || !errors.As(err, &corrupt) {
+			return s, err
+		}
+		o.Logger.Error("the store is damaged", "error", err)
 	}
-	o.Logger.Error("the store is damaged and is repaired", "error", err)
+	o.Logger.Warn("repairing the store", "path", dir)
 	r, err := pebblestore.Repair(dir, true)
 	for _, d := range r.Damaged {
 		o.Logger.Error("a file of the store is damaged", "path", d.Path, "error", d.What)

@@ -323,7 +323,6 @@ func TestDamage(t *testing.T) {
 
 			s, err := Open(dir, Options{Logger: discard})
 			if test.readable && err == nil {
-				defer func() { _ = s.Close() }()
 				if err = s.OpenLane(lane1); err != nil {
 					t.Fatal(err)
 				}
@@ -353,6 +352,20 @@ func TestDamage(t *testing.T) {
 				want := queue.LaneStats{Ledger: queue.Ledger{Accepted: messages, Delivered: int64(len(seen)), DeadLettered: int64(letters)}}
 				if got := s.LaneStats(lane1); got != want || letters == 0 || letters+len(seen) != messages || err != nil {
 					t.Errorf("ledger %+v, want %+v: %v", got, want, err)
+				}
+				// The damage is known until it is repaired, also after a restart.
+				if err := s.Close(); err != nil {
+					t.Fatal(err)
+				}
+				s = open(t, dir, Options{})
+				if path := s.corrupt.Load(); path == nil || *path != largest || !Damaged(dir) {
+					t.Errorf("after a restart the damaged file is %v, want %s", path, largest)
+				}
+				if err := s.Close(); err != nil {
+					t.Fatal(err)
+				}
+				if r, err := Repair(dir, true); err != nil || r.Aside == "" || Damaged(dir) {
+					t.Errorf("repair: %+v %v", r, err)
 				}
 				return
 			} else if err == nil {

@@ -8,6 +8,8 @@ import (
 	"hash/crc32"
 	"io"
 	"io/fs"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 
@@ -25,6 +27,40 @@ import (
 
 // cleanName is the file that a clean shutdown leaves: name, size and checksum of the manifest.
 const cleanName = "clean-shutdown"
+
+// damagedName is the file that names a damaged one which was met while the store
+// was in use. It stays until a repair.
+const damagedName = "damaged"
+
+// noteDamage remembers the last damaged file that was met, also over a restart.
+func (s *Store) noteDamage(path string) {
+	if was := s.corrupt.Swap(&path); was != nil && *was == path {
+		return
+	}
+	f, err := s.o.FS.Create(s.path(damagedName), vfs.WriteCategoryUnspecified)
+	if err == nil {
+		_, err = f.Write([]byte(path))
+		err = errors.Join(err, f.Sync(), f.Close())
+	}
+	if err != nil {
+		s.log.Warn("the damage could not be noted; after a restart it is met again", "path", path, "error", err)
+	}
+}
+
+// recallDamage tells of damage that was met before the start.
+func (s *Store) recallDamage() {
+	if path, err := s.readFile(damagedName); err == nil {
+		damaged := string(path)
+		s.corrupt.Store(&damaged)
+		s.log.Error("a file of the queue is corrupt since an earlier run; repair the queue", "path", damaged)
+	}
+}
+
+// Damaged tells whether a file of the closed store in dir was found damaged while it was in use.
+func Damaged(dir string) bool {
+	_, err := os.Stat(filepath.Join(dir, damagedName))
+	return err == nil
+}
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 

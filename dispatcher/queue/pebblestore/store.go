@@ -142,6 +142,7 @@ func Open(dir string, o Options) (*Store, error) {
 	}
 	err = s.load()
 	if err == nil {
+		s.recallDamage()
 		err = s.metrics.register(o.Registerer)
 	}
 	if err != nil {
@@ -570,9 +571,8 @@ func (s *Store) events() *pebble.EventListener {
 			s.log.Error("the queue's storage engine failed in the background; it tries again", "error", err)
 		},
 		DataCorruption: func(info pebble.DataCorruptionInfo) {
-			path := info.Path
-			s.corrupt.Store(&path)
-			s.log.Error("a file of the queue is corrupt", "path", path, "error", info.Details)
+			s.log.Error("a file of the queue is corrupt", "path", info.Path, "error", info.Details)
+			s.noteDamage(info.Path)
 		},
 		WriteStallBegin: func(info pebble.WriteStallBeginInfo) {
 			s.log.Warn("the queue's disk cannot keep up; writes wait", "reason", info.Reason)
