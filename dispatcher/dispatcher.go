@@ -15,6 +15,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"net"
 	"net/http"
 	"net/netip"
@@ -154,7 +155,7 @@ func New(o Options) (*Dispatcher, error) {
 	settled := deletion.NewSettled(d.store)
 	d.engine = delivery.New(delivery.Options{
 		Store: settled, Client: d.client, Logger: o.Logger, Registerer: d.metrics, Tracer: o.Tracer,
-		OrphanGrace: o.OrphanGrace, DrainTimeout: o.DrainTimeout, DeadLetterBytes: func() int64 { return d.storage().TotalBytes / deadLetterShare },
+		OrphanGrace: o.OrphanGrace, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.roomForDeadLetters,
 	})
 	d.configs = newConfigs(o.Logger, d.engine.Apply)
 	d.metrics.MustRegister(reportCollector{d})
@@ -420,9 +421,13 @@ func (d *Dispatcher) roomForSync(source string) bool {
 	return d.diskForSync() && (quota == 0 || d.store.SourceStats(source).LogBytes <= quota/2)
 }
 
-// deadLetterShare is the part of the disk that dead letters may take, so that
-// they can never be what fills it.
-const deadLetterShare = 4
+// roomForDeadLetters is a quarter of the disk, so that they can never be what fills it.
+func (d *Dispatcher) roomForDeadLetters() int64 {
+	if total := d.storage().TotalBytes; total > 0 {
+		return total / 4
+	}
+	return math.MaxInt64 // Nobody knows how large the disk is.
+}
 
 func (d *Dispatcher) storage() liveconfig.StorageReport {
 	s := liveconfig.StorageReport{UsedBytes: d.store.DiskBytes()}

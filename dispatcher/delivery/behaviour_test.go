@@ -925,12 +925,14 @@ func TestRemovedEndpoint(t *testing.T) {
 		d.Endpoints = []liveconfig.Endpoint{{Name: "renamed", URL: d.Endpoints[0].URL}}
 		d.Sources = []string{"web"}
 		w.apply(d)
+		w.client.set(always(answer{status: 200}))
+		w.send("web", 20) // For the endpoint's new name alone.
 		w.sleep(15 * time.Minute)
 		dead := w.dead("crm")
 		if len(dead) != 10 || dead[0].Failure.Reason != EndpointRemoved || dead[0].Lane.Source != "ns/web" {
 			t.Fatalf("%d dead letters, want the 10 of web: %+v", len(dead), dead)
 		}
-		if r := w.report("crm"); r.Ledger != (liveconfig.Ledger{Accepted: 15, DeadLettered: 10, Discarded: 5}) {
+		if r := w.report("crm"); r.Ledger != (liveconfig.Ledger{Accepted: 35, Delivered: 20, DeadLettered: 10, Discarded: 5}) {
 			t.Errorf("%+v", r.Ledger)
 		}
 		w.end()
@@ -969,6 +971,30 @@ func TestDeadLettersOfAllAreBounded(t *testing.T) {
 		// A dead letter is a byte in this store.
 		if b, s := len(w.dead("big")), len(w.dead("small")); b != 20 || s != 10 {
 			t.Errorf("%d and %d are kept, want 20 and 10", b, s)
+		}
+		w.end()
+	})
+}
+
+// A message that the receiver always fails on does not keep the circuit open for the others.
+func TestPoisonMessage(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, func(r request) answer {
+			if r.body == "m1" {
+				return answer{status: 503}
+			}
+			return answer{status: 200}
+		})
+		w.apply(dest("crm", "http://a.test"))
+		w.send("web", 1)
+		w.sleep(40 * time.Minute)
+		if state := w.report("crm").Endpoints[0].State; state != liveconfig.EndpointCircuitOpen {
+			t.Fatalf("the circuit is %s, so this test shows nothing", state)
+		}
+		w.send("web", 100)
+		w.sleep(10 * time.Minute)
+		if r := w.report("crm"); r.Delivered != 100 || r.Pending != 1 {
+			t.Errorf("%+v", r.Ledger)
 		}
 		w.end()
 	})

@@ -207,7 +207,7 @@ func TestOutage(t *testing.T) {
 				}
 				w.client.forget()
 				w.client.set(always(answer{status: 200, after: 10 * time.Millisecond}))
-				w.sleep(80 * time.Second)
+				w.sleep(7 * time.Minute) // What failed as a probe waits for its retry.
 				got := w.client.requests("")
 				if len(got) < waiting {
 					t.Fatalf("%d requests after recovery; %+v", len(got), w.report("crm"))

@@ -345,7 +345,7 @@ func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Des
 		case !ok || !hasPlace(config, id):
 			// Unless others have taken over it keeps what its Source gets: it may come back.
 			l.park(d.set)
-			l.draining = l.ended || former
+			l.draining = l.ended || former || known && removedEndpoint(config, id)
 			if l.dropAt.IsZero() {
 				l.dropAt = now.Add(e.o.OrphanGrace)
 				e.log.With(id.LogArgs()...).Info("the config does not name this lane any more; it is dropped after the grace period", "dropAt", l.dropAt)
@@ -378,6 +378,13 @@ func hasPlace(d liveconfig.Destination, id queue.LaneID) bool {
 	_, source := split(id.Source)
 	return slices.Contains(d.Sources, source) && (id.Endpoint == "" || len(d.Endpoints) == 0 ||
 		slices.ContainsFunc(d.Endpoints, func(ep liveconfig.Endpoint) bool { return ep.Name == id.Endpoint }))
+}
+
+// removedEndpoint reports whether all that a lane lacks is its endpoint: what
+// its Source sends from now on is for the destination's other endpoints.
+func removedEndpoint(d liveconfig.Destination, id queue.LaneID) bool {
+	_, source := split(id.Source)
+	return id.Endpoint != "" && slices.Contains(d.Sources, source)
 }
 
 // park takes a lane's endpoints away.

@@ -192,6 +192,8 @@ type lane struct {
 	queued bool
 	// waited is true from when the lane was blocked until its next request.
 	waited bool
+	// probes counts the probes that the lane was asked for.
+	probes int
 	// buffer[head:] is leased and not started. Another lease may be under way.
 	buffer  []queue.Delivery
 	scratch []queue.Delivery

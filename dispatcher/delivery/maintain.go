@@ -144,7 +144,10 @@ func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 		}
 	}
 	for _, l := range drop {
-		if err := e.buryRemoved(ctx, l, now); err != nil {
+		if err := e.buryRemoved(ctx, l, now); errors.Is(err, context.DeadlineExceeded) {
+			next = minMaintenance
+			continue
+		} else if err != nil {
 			e.log.With(l.id.LogArgs()...).Error("burying the messages of an endpoint that was removed failed; trying again", "error", err)
 			continue
 		}
@@ -175,6 +178,9 @@ func (e *Engine) buryRemoved(ctx context.Context, l *lane, now time.Time) error 
 	if !removed {
 		return nil
 	}
+	// Configs wait meanwhile; the next pass goes on.
+	ctx, cancel := context.WithTimeout(ctx, 200*time.Millisecond)
+	defer cancel()
 	n, err := e.o.Store.BuryExpired(ctx, l.id, now.AddDate(1, 0, 0), queue.Failure{
 		Time: now, Reason: EndpointRemoved, Message: "the endpoint was removed from the destination while the message waited",
 	})

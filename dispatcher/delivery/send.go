@@ -115,9 +115,11 @@ func (e *Engine) account(p *post, now time.Time) {
 	e.offer(p.target.endpoint, now)
 }
 
-// startProbe leases the lane's oldest message and sends it to every endpoint
-// whose probe is due. It returns false when the lane has none. The lock is
-// held, but released while the store is asked.
+// startProbe leases a message and sends it to every endpoint whose probe is due.
+// It returns false when the lane has none. It takes the oldest and, every other
+// time, what the lane would send next: one message that the receiver always fails
+// on must not keep the circuit open for all. The lock is held, but released while
+// the store is asked.
 func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 	set := l.set
 	var to []target
@@ -127,18 +129,13 @@ func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 			to = append(to, t)
 		}
 	}
+	l.probes++
+	next := l.probes%2 == 0
 	for {
 		l.notified = false
 		e.inFlight += len(to) // Claimed as well, or others would pass meanwhile.
 		e.mu.Unlock()
-		d, ok, err := e.o.Store.LeaseOldest(l.id)
-		if !ok && err == nil {
-			// Only a Lease that comes back short makes the store tell of the next message.
-			var got []queue.Delivery
-			if got, err = e.o.Store.Lease(l.id, 1, nil); len(got) > 0 {
-				d, ok = got[0], true
-			}
-		}
+		d, ok, err := e.leaseProbe(l.id, next)
 		e.mu.Lock()
 		e.inFlight -= len(to)
 		if err != nil {
@@ -169,6 +166,26 @@ func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 		e.pass(l, now)
 		return false
 	}
+}
+
+// leaseProbe leases the lane's next message, or the oldest that waits.
+func (e *Engine) leaseProbe(id queue.LaneID, next bool) (d queue.Delivery, ok bool, err error) {
+	first := func() {
+		var got []queue.Delivery
+		if got, err = e.o.Store.Lease(id, 1, nil); len(got) > 0 {
+			d, ok = got[0], true
+		}
+	}
+	if next {
+		first()
+	}
+	if !ok && err == nil {
+		d, ok, err = e.o.Store.LeaseOldest(id)
+	}
+	if !ok && err == nil {
+		first() // Only a Lease that comes back short makes the store tell of the next message.
+	}
+	return d, ok, err
 }
 
 // unsendable buries a leased message that must not be sent, because it is older

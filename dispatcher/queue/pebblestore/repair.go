@@ -65,13 +65,14 @@ func Repair(dir string, apply bool) (r Repaired, err error) {
 		return r, nil
 	}
 	// The sound one takes the damaged one's place in one step: there is no moment
-	// at which a start would find nothing and begin anew.
-	if err := unix.Renameat2(unix.AT_FDCWD, fresh, unix.AT_FDCWD, dir, unix.RENAME_EXCHANGE); err != nil {
-		return r, fmt.Errorf("repair: put %s in the place of %s: %w", fresh, dir, err)
-	}
+	// at which a start would find nothing and begin anew. It has the name under which
+	// the damaged one stays by then, so that nothing ever removes that.
 	aside := dir + ".damaged-" + time.Now().UTC().Format("20060102T150405.000Z")
 	if err := os.Rename(fresh, aside); err != nil {
-		return r, fmt.Errorf("repair: the queue is repaired; the old one is in %s, which could not be renamed: %w", fresh, err)
+		return r, fmt.Errorf("repair: %w", err)
+	}
+	if err := unix.Renameat2(unix.AT_FDCWD, aside, unix.AT_FDCWD, dir, unix.RENAME_EXCHANGE); err != nil {
+		return r, errors.Join(fmt.Errorf("repair: put %s in the place of %s: %w", aside, dir, err), os.RemoveAll(aside))
 	}
 	r.Aside = aside
 	return r, syncParent(dir)
