@@ -266,17 +266,18 @@ func (s *Service) look(ctx context.Context, r *record) error {
 }
 
 func (s *Service) outcome(ctx context.Context, lanes []queue.LaneID, source, destination string, from *source) (state, reason string, err error) {
-	found := false
+	found, known := false, false
 	for _, lane := range lanes {
 		if lane.Source != source || lane.Destination != destination {
 			continue
 		}
 		found = true
 		if s.Store.is(lane, from.MessageID) {
+			known = true
 			continue
 		}
 		stats := s.Store.LaneStats(lane)
-		if oldest := stats.OldestPending; stats.Stale || !oldest.IsZero() && !oldest.After(from.Accepted.Add(disorder)) {
+		if oldest := stats.OldestPending; stats.Stale || stats.Pending > 0 && !oldest.After(from.Accepted.Add(disorder)) {
 			return liveconfig.NotificationPending, "", nil
 		}
 	}
@@ -285,7 +286,9 @@ func (s *Service) outcome(ctx context.Context, lanes []queue.LaneID, source, des
 		state = liveconfig.NotificationDiscarded
 	}
 	err = s.Store.DeadLetters(ctx, destination, "", func(d queue.DeadLetter) bool {
-		if d.ID == from.MessageID && d.Lane.Source == source {
+		// Of a damaged message nobody can tell which one it was; better a false alarm.
+		lost := !known && d.Failure.Reason == queue.ReasonDamaged && d.Failure.Time.After(from.Accepted)
+		if d.Lane.Source == source && (d.ID == from.MessageID || lost) {
 			state, reason = liveconfig.NotificationDeadLettered, strings.Clone(d.Failure.Reason)
 		}
 		return state != liveconfig.NotificationDeadLettered

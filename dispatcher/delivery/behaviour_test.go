@@ -932,7 +932,7 @@ func TestRemovedEndpoint(t *testing.T) {
 		if len(dead) != 10 || dead[0].Failure.Reason != EndpointRemoved || dead[0].Lane.Source != "ns/web" {
 			t.Fatalf("%d dead letters, want the 10 of web: %+v", len(dead), dead)
 		}
-		if r := w.report("crm"); r.Ledger != (liveconfig.Ledger{Accepted: 35, Delivered: 20, DeadLettered: 10, Discarded: 5}) {
+		if r := w.report("crm"); r.Ledger != (liveconfig.Ledger{Accepted: 55, Delivered: 20, DeadLettered: 10, Discarded: 25}) {
 			t.Errorf("%+v", r.Ledger)
 		}
 		w.end()
@@ -995,6 +995,43 @@ func TestPoisonMessage(t *testing.T) {
 		w.sleep(10 * time.Minute)
 		if r := w.report("crm"); r.Delivered != 100 || r.Pending != 1 {
 			t.Errorf("%+v", r.Ledger)
+		}
+		w.end()
+	})
+}
+
+// A success policy that is changed and changed back delivers each message once.
+func TestPolicyThereAndBack(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, func(r request) answer {
+			if r.body == "m1" {
+				return answer{status: 503} // It keeps the first lane from being dropped.
+			}
+			return answer{status: 200}
+		})
+		d := dest("crm", "http://a.test")
+		w.apply(d)
+		w.send("web", 1)
+		w.sleep(20 * time.Second)
+		d.Success = liveconfig.EveryEndpoint
+		w.apply(d)
+		w.send("web", 100)
+		w.sleep(20 * time.Second)
+		d.Success = liveconfig.AnyEndpoint
+		w.apply(d)
+		w.send("web", 10)
+		w.sleep(5 * time.Minute)
+		sent := map[string]int{}
+		for _, r := range w.client.requests("") {
+			sent[r.body]++
+		}
+		for id, n := range sent {
+			if id != "m1" && n != 1 {
+				t.Errorf("%s was sent %d times", id, n)
+			}
+		}
+		if r := w.report("crm"); r.Ledger != (liveconfig.Ledger{Accepted: 111, Delivered: 110, Pending: 1}) || len(sent) != 111 {
+			t.Errorf("%d messages sent; %+v", len(sent), r.Ledger)
 		}
 		w.end()
 	})

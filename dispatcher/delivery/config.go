@@ -1,6 +1,7 @@
 package delivery
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -345,7 +346,7 @@ func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Des
 		case !ok || !hasPlace(config, id):
 			// Unless others have taken over it keeps what its Source gets: it may come back.
 			l.park(d.set)
-			l.draining = l.ended || former || known && removedEndpoint(config, id)
+			l.draining = l.ended || former
 			if l.dropAt.IsZero() {
 				l.dropAt = now.Add(e.o.OrphanGrace)
 				e.log.With(id.LogArgs()...).Info("the config does not name this lane any more; it is dropped after the grace period", "dropAt", l.dropAt)
@@ -380,13 +381,6 @@ func hasPlace(d liveconfig.Destination, id queue.LaneID) bool {
 		slices.ContainsFunc(d.Endpoints, func(ep liveconfig.Endpoint) bool { return ep.Name == id.Endpoint }))
 }
 
-// removedEndpoint reports whether all that a lane lacks is its endpoint: what
-// its Source sends from now on is for the destination's other endpoints.
-func removedEndpoint(d liveconfig.Destination, id queue.LaneID) bool {
-	_, source := split(id.Source)
-	return id.Endpoint != "" && slices.Contains(d.Sources, source)
-}
-
 // park takes a lane's endpoints away.
 func (l *lane) park(set *settings) { l.set, l.targets = set, nil }
 
@@ -415,10 +409,15 @@ func (e *Engine) endLanes() {
 		}
 	}
 	e.mu.Unlock()
+	// First those that go on, or what comes in between would be nobody's.
+	slices.SortStableFunc(change, func(a, b *lane) int { return cmp.Compare(order(a.draining), order(b.draining)) })
 	for _, l := range change {
 		// draining changes only under applying, which is held.
 		if err := e.o.Store.EndLane(l.id, l.draining); err != nil {
 			e.log.With(l.id.LogArgs()...).Error("ending a lane failed; trying again", "error", err)
+			if !l.draining {
+				return
+			}
 			continue
 		}
 		e.mu.Lock()
@@ -427,6 +426,13 @@ func (e *Engine) endLanes() {
 		e.kick()
 		e.mu.Unlock()
 	}
+}
+
+func order(later bool) int {
+	if later {
+		return 1
+	}
+	return 0
 }
 
 // index lists the destinations of each tenant by name, for reports. The lock is held.

@@ -165,8 +165,8 @@ func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 // got another name, while the destination still takes what their Source sends.
 const EndpointRemoved = "EndpointRemoved"
 
-// buryRemoved turns what waits in the lane of a removed endpoint into dead
-// letters. A Source that was disconnected, or a destination that was deleted,
+// buryRemoved turns what waited in the lane of a removed endpoint at its removal
+// into dead letters. What came since was for the other endpoints. A Source that was disconnected, or a destination that was deleted,
 // leaves nobody who would look for them: that is discarded with the lane.
 func (e *Engine) buryRemoved(ctx context.Context, l *lane, now time.Time) error {
 	e.mu.Lock()
@@ -174,6 +174,7 @@ func (e *Engine) buryRemoved(ctx context.Context, l *lane, now time.Time) error 
 	removed := l.id.Endpoint != "" && !l.dropAt.IsZero() && d.set != nil && slices.ContainsFunc(d.lanes, func(o *lane) bool {
 		return o.id.Source == l.id.Source && o.dropAt.IsZero()
 	})
+	removedAt := l.dropAt.Add(-e.o.OrphanGrace)
 	e.mu.Unlock()
 	if !removed {
 		return nil
@@ -181,7 +182,7 @@ func (e *Engine) buryRemoved(ctx context.Context, l *lane, now time.Time) error 
 	// Configs wait meanwhile; the next pass goes on.
 	ctx, cancel := context.WithTimeout(ctx, 200*time.Millisecond)
 	defer cancel()
-	n, err := e.o.Store.BuryExpired(ctx, l.id, now.AddDate(1, 0, 0), queue.Failure{
+	n, err := e.o.Store.BuryExpired(ctx, l.id, removedAt, queue.Failure{
 		Time: now, Reason: EndpointRemoved, Message: "the endpoint was removed from the destination while the message waited",
 	})
 	if n > 0 {

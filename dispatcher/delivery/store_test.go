@@ -115,6 +115,9 @@ func (s *memStore) EndLane(id queue.LaneID, end bool) error {
 		return s.fail
 	case end && !l.stats.Ended:
 		l.end = uint64(len(s.logs[id.Source]))
+	case !end && l.stats.Ended && l.next > l.end:
+		skipped := uint64(len(s.logs[id.Source])) + 1 - l.next
+		l.start, l.next = l.start+skipped, l.next+skipped
 	}
 	l.stats.Ended = end
 	return nil

@@ -129,6 +129,7 @@ type Client struct {
 
 	idle atomic.Int64 // open unused connections
 	open atomic.Int64 // all connections
+	used atomic.Int64 // pools that have any
 
 	mu     sync.Mutex
 	pools  map[*pool]struct{} // those that may hold connections

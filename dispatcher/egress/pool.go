@@ -45,14 +45,21 @@ func (p *pool) get(ctx context.Context, now, deadline time.Time) *conn {
 
 // count counts a connection that is about to be made, or one less.
 func (p *pool) count(n int64) {
-	p.open.Add(n)
+	switch open := p.open.Add(n); {
+	case n > 0 && open == n:
+		p.client.used.Add(1)
+	case n < 0 && open == 0:
+		p.client.used.Add(-1)
+	}
 	p.client.open.Add(n)
 }
 
 // share is how many connections the pool should use: those that it has, and
-// more while it has fewer than are left of the half that is for everyone.
+// more while it has fewer than are left of the half that is for everyone, or
+// than its equal part of it.
 func (p *pool) share() int64 {
-	return max(p.open.Load(), p.client.maxIdle/2-p.client.open.Load(), 1)
+	half := p.client.maxIdle / 2
+	return max(p.open.Load(), half-p.client.open.Load(), half/max(1, p.client.used.Load()), 1)
 }
 
 // put takes a connection for later use, or closes it.

@@ -135,6 +135,15 @@ func TestShare(t *testing.T) {
 		t.Fatal(err)
 	}
 	want(2, 1, 1, 1)
+	// With all in use by others, an equal part is everyone's.
+	e := endpoints[3]
+	c.open.Add(100)
+	c.used.Add(-1)
+	if got := e.Share(); got != 3 {
+		t.Errorf("the share is %d, want 3: all of the half that is for everyone", got)
+	}
+	c.used.Add(1)
+	c.open.Add(-100)
 	cn.close()
 	cn.close()
 	want(1, 1, 1, 1)

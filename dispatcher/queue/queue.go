@@ -199,7 +199,9 @@ type Store interface {
 	DropLane(ctx context.Context, lane LaneID) error
 	// EndLane makes a lane end behind the last appended message, durably: what
 	// follows is not its own and not counted. A lane that has ended keeps its end.
-	// With end false it goes on, as if it had never ended.
+	// With end false it goes on: behind the last appended message when it has read
+	// all up to its end, for what came in between was for others; else as if it had
+	// never ended.
 	EndLane(lane LaneID, end bool) error
 	// Lanes lists the lanes that the store knows, open ones and those of an earlier run.
 	Lanes() []LaneID

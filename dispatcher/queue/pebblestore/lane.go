@@ -196,11 +196,6 @@ func (s *Store) EndLane(id queue.LaneID, end bool) error {
 	if l == nil {
 		return queue.ErrNoLane
 	}
-	if !end {
-		// What the lane needs again must not be freed just now.
-		s.disk.maintaining.Lock()
-		defer s.disk.maintaining.Unlock()
-	}
 	l.leasing.Lock()
 	defer l.leasing.Unlock()
 	l.mu.Lock()
@@ -212,12 +207,15 @@ func (s *Store) EndLane(id queue.LaneID, end bool) error {
 		return nil
 	}
 	was := l.laneState
-	if l.end = 0; end {
-		l.end = l.log.durable.Load() + 1
-	} else if first := l.log.trimmed.Load() + 1; l.next < first {
-		// All others were done with it.
-		l.passed += first - l.next
-		l.next = first
+	behind := l.log.durable.Load() + 1
+	switch {
+	case end:
+		l.end = behind
+	case l.readAll():
+		l.passed += behind - l.next
+		l.next, l.end = behind, 0
+	default:
+		l.end = 0
 	}
 	b := s.db.NewBatch()
 	l.put(b)
