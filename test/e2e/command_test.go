@@ -18,7 +18,7 @@ func command(stdin, name string, args ...string) (string, error) {
 	cmd := exec.Command(name, args...)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = strings.NewReader(stdin), &stdout, &stderr
 	if err := cmd.Run(); err != nil {
-		return stdout.String(), fmt.Errorf("%s %s: %v: %s", name, strings.Join(args, " "), err, stderr.String())
+		return stdout.String(), fmt.Errorf("%s %s: %s: %s", name, strings.Join(args, " "), err.Error(), stderr.String())
 	}
 	return stdout.String(), nil
 }
