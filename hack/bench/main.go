@@ -215,7 +215,9 @@ func measureQueue(_ context.Context, b *bench) ([]row, error) {
 	if err != nil {
 		return nil, err
 	}
-	got, err := b.loop("queue", b.dir("queue"), b.window().String())
+	dir := b.dir("queue")
+	defer os.RemoveAll(dir) // Another round begins with none of its messageIds.
+	got, err := b.loop("queue", dir, b.window().String())
 	if err != nil {
 		return nil, err
 	}
@@ -338,6 +340,8 @@ func measureMany(ctx context.Context, b *bench) ([]row, error) {
 func measureParked(ctx context.Context, b *bench) ([]row, error) {
 	d := destinations(1, b.sink.Addr)
 	d[0].disabled = true
+	defer os.RemoveAll(b.dir("parked"))
+	defer os.RemoveAll(b.dir("parked-none"))
 	p, err := b.start(ctx, d, b.dir("parked"))
 	if err != nil {
 		return nil, err
