@@ -47,6 +47,8 @@ test: ## Run all tests, race detector on, against a real kube-apiserver and etcd
 	@$(call tool,gotestsum,gotest.tools/gotestsum)
 	@export KUBEBUILDER_ASSETS=$(ASSETS); \
 	hack/test $(if $(RUN),-run '$(RUN)') $(PKG)
+	@# Alerts and dashboard, by Prometheus' own engine, in a module of its own.
+	@if [[ '$(PKG)$(RUN)' == ./... ]]; then cd test/monitoring && go test -count=1 ./...; fi
 
 .PHONY: e2e
 e2e: ## Run the suite on a real cluster of its own (root, Debian); CLUSTER=kind for kind.
@@ -81,7 +83,7 @@ lint: ## Check style, imports and common mistakes.
 	@$(call tool,golangci-lint,github.com/golangci/golangci-lint/v2/cmd/golangci-lint)
 	go mod tidy -diff
 	$(BIN)/golangci-lint run
-	for module in hack/bench/client hack/bench/http hack/bench/json test/compat/goclient; do (cd $$module && go mod tidy -diff && go vet ./...) || exit 1; done
+	for module in hack/bench/client hack/bench/http hack/bench/json test/compat/goclient test/monitoring; do (cd $$module && go mod tidy -diff && go vet ./...) || exit 1; done
 
 .PHONY: clean
 clean: ## Remove what was built here.

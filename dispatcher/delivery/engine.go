@@ -160,6 +160,11 @@ type endpoint struct {
 	inFlight int
 	attempts attempts
 	metrics  endpointMetrics
+	// logged is when its state was told last, loggedOpen whether that was an open
+	// circuit, unlogged how often it changed since.
+	logged     time.Time
+	loggedOpen bool
+	unlogged   int
 	// lanes that send here, in turns: turn is whose it is.
 	lanes []*lane
 	turn  int

@@ -221,6 +221,9 @@ func (e *Engine) snapshot(d *destination) (destinationMetrics, []endpointSnapsho
 	if d.set != nil {
 		for _, t := range d.set.targets {
 			s := endpointSnapshot{t.name, t.metrics, t.circuit.open, int(t.circuit.window), t.inFlight}
+			if s.open {
+				s.window = 1 // The probe.
+			}
 			s.metrics.failed, s.metrics.duration = maps.Clone(t.metrics.failed), t.metrics.duration.clone()
 			endpoints = append(endpoints, s)
 		}

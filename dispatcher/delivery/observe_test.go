@@ -1,8 +1,10 @@
 package delivery
 
 import (
+	"bytes"
 	"context"
 	"fmt"
+	"log/slog"
 	"slices"
 	"strings"
 	"testing"
@@ -87,6 +89,43 @@ func TestStateIsCalm(t *testing.T) {
 		}
 		if ep := w.report("crm").Endpoints[0]; ep.State != liveconfig.EndpointHealthy || ep.Since != since {
 			t.Errorf("%+v, want Healthy since %v", ep, since)
+		}
+		w.end()
+	})
+}
+
+// An endpoint that fails now and then is told of seldom; that its circuit opens
+// and closes, always.
+func TestStateChangesAreLoggedSparingly(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		var log bytes.Buffer
+		broken, n := false, 0
+		w := newWorld(t, func(request) answer {
+			if n++; broken || n%4 == 0 {
+				return answer{status: 500}
+			}
+			return answer{status: 200, after: time.Millisecond}
+		}, func(o *Options) { o.Logger = slog.New(slog.NewTextHandler(&log, nil)) })
+		w.apply(dest("crm", urlA))
+		for range 200 {
+			w.send("web", 20)
+			w.sleep(100 * time.Millisecond)
+		}
+		w.sleep(10 * time.Second)
+		if lines := strings.Count(log.String(), "endpoint state changed"); lines < 2 || lines > 12 {
+			t.Errorf("%d lines in half a minute: %s", lines, log.String())
+		}
+		broken = true
+		w.send("web", 50)
+		w.sleep(time.Minute)
+		if !strings.Contains(log.String(), "state=CircuitOpen") {
+			t.Error("the log does not tell that the circuit opened")
+		}
+		broken, n = false, 1
+		log.Reset()
+		w.sleep(5 * time.Minute)
+		if first, _, _ := strings.Cut(log.String(), "\n"); strings.Contains(first, "state=CircuitOpen") || !strings.Contains(first, "endpoint state changed") {
+			t.Errorf("the log does not tell that the circuit closed: %s", first)
 		}
 		w.end()
 	})

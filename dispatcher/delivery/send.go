@@ -431,15 +431,30 @@ func (e *Engine) record(p *post, r *ended) {
 	}
 	if ep.health.settle(r.at, &ep.circuit) {
 		e.signalChange()
-		level := slog.LevelInfo
-		if failure != nil {
-			level = slog.LevelWarn
-		}
-		e.log.Log(context.Background(), level, "endpoint state changed",
-			"namespace", ep.destination.namespace, "destination", ep.destination.name, "endpoint", ep.name, "state", string(ep.health.state),
-			"reason", string(r.Reason), "statusCode", r.StatusCode, "message", r.Message)
+		e.logState(ep, r)
 	}
 }
+
+// logState tells of an endpoint's new state, unless it told of one a moment
+// ago: an endpoint that fails now and then changes it all the time. That a
+// circuit opens or closes is always told.
+func (e *Engine) logState(ep *endpoint, r *ended) {
+	opened := ep.health.state == liveconfig.EndpointCircuitOpen
+	if r.at.Sub(ep.logged) < stateLogEvery && !opened && !ep.loggedOpen {
+		ep.unlogged++
+		return
+	}
+	level := slog.LevelInfo
+	if r.outcome().Failed() {
+		level = slog.LevelWarn
+	}
+	e.log.Log(context.Background(), level, "endpoint state changed",
+		"namespace", ep.destination.namespace, "destination", ep.destination.name, "endpoint", ep.name, "state", string(ep.health.state),
+		"reason", string(r.Reason), "statusCode", r.StatusCode, "message", r.Message, "suppressed", ep.unlogged)
+	ep.logged, ep.loggedOpen, ep.unlogged = r.at, opened, 0
+}
+
+const stateLogEvery = 10 * time.Second
 
 // headerSafe returns a message id as it can stand in a header: unchanged when
 // it is visible ASCII, as nearly all are, and percent-encoded otherwise.

@@ -3,11 +3,9 @@ package helm
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
-	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -433,43 +431,6 @@ func TestAPIServerAccepts(t *testing.T) {
 		}
 		if seen < 10 {
 			t.Errorf("%s: only %d objects", values, seen)
-		}
-	}
-}
-
-// Alerts and dashboard must ask for metrics that exist.
-func TestMetricNames(t *testing.T) {
-	var source strings.Builder
-	for _, dir := range []string{"dispatcher", "controllers"} {
-		err := filepath.WalkDir(filepath.Join(root, dir), func(path string, d fs.DirEntry, err error) error {
-			if err != nil || d.IsDir() || !strings.HasSuffix(path, ".go") || strings.HasSuffix(path, "_test.go") {
-				return err
-			}
-			data, err := os.ReadFile(path)
-			source.Write(data)
-			return err
-		})
-		if err != nil {
-			t.Fatal(err)
-		}
-	}
-	for _, file := range []string{"alerts.yaml", "dashboard.json"} {
-		data, err := os.ReadFile(filepath.Join(root, Chart, "files", file))
-		if err != nil {
-			t.Fatal(err)
-		}
-		if strings.HasSuffix(file, ".json") && !json.Valid(data) {
-			t.Errorf("%s is not JSON", file)
-		}
-		names := regexp.MustCompile(`posthorn_[a-z_]+`).FindAllString(string(data), -1)
-		if len(names) < 8 {
-			t.Errorf("%s names %d metrics", file, len(names))
-		}
-		for _, name := range names {
-			base := regexp.MustCompile(`_(bucket|sum|count)$`).ReplaceAllString(name, "")
-			if !strings.Contains(source.String(), `"`+base+`"`) {
-				t.Errorf("%s asks for %s, which no code has", file, name)
-			}
 		}
 	}
 }

@@ -1,0 +1,281 @@
+// Package monitoring checks the chart's alerts and dashboard with Prometheus'
+// own parser and engine. It is a module of its own because these are large.
+package monitoring
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/common/model"
+	"github.com/prometheus/prometheus/promql"
+	"github.com/prometheus/prometheus/promql/parser"
+	"github.com/prometheus/prometheus/promql/promqltest"
+	"go.yaml.in/yaml/v3"
+)
+
+const files = "../../charts/posthorn/files/"
+
+type rule struct {
+	Alert       string            `yaml:"alert"`
+	Expr        string            `yaml:"expr"`
+	For         model.Duration    `yaml:"for"`
+	Labels      map[string]string `yaml:"labels"`
+	Annotations map[string]string `yaml:"annotations"`
+}
+
+func alerts(t *testing.T) (rules []rule) {
+	t.Helper()
+	data, err := os.ReadFile(files + "alerts.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var file struct {
+		Groups []struct {
+			Rules []rule `yaml:"rules"`
+		} `yaml:"groups"`
+	}
+	if err := yaml.Unmarshal(data, &file); err != nil {
+		t.Fatal(err)
+	}
+	for _, g := range file.Groups {
+		rules = append(rules, g.Rules...)
+	}
+	if len(rules) < 10 {
+		t.Fatalf("only %d alerts were found", len(rules))
+	}
+	return rules
+}
+
+type panel struct {
+	Title, Type string
+	Targets     []struct{ Expr, LegendFormat string }
+	FieldConfig struct{ Defaults struct{ Unit string } }
+	GridPos     struct{ X, Y, W, H int }
+}
+
+func panels(t *testing.T) []panel {
+	t.Helper()
+	data, err := os.ReadFile(files + "dashboard.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var dashboard struct{ Panels []panel }
+	if err := json.Unmarshal(data, &dashboard); err != nil {
+		t.Fatal(err)
+	}
+	if len(dashboard.Panels) < 20 {
+		t.Fatalf("only %d panels were found", len(dashboard.Panels))
+	}
+	return dashboard.Panels
+}
+
+// variables of Grafana, as they come when everything is chosen.
+var variables = strings.NewReplacer("$__rate_interval", "5m", "$namespace", ".*", "$destination", ".*")
+
+// documented are the labels of the metrics of docs/metrics.md, by name.
+func documented(t *testing.T) map[string][]string {
+	t.Helper()
+	page, err := os.ReadFile("../../docs/metrics.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	all := map[string][]string{"process_resident_memory_bytes": nil, "process_cpu_seconds_total": nil}
+	for line := range strings.Lines(string(page)) {
+		cells := strings.Split(line, "|")
+		if len(cells) != 5 {
+			continue
+		}
+		for _, name := range regexp.MustCompile("`(posthorn_[a-z_]+)`").FindAllStringSubmatch(cells[1], -1) {
+			all[name[1]] = strings.FieldsFunc(cells[2], func(r rune) bool { return r == ' ' || r == ',' })
+		}
+	}
+	return all
+}
+
+// Every expression parses, and asks for metrics and labels that docs/metrics.md has.
+func TestExpressions(t *testing.T) {
+	known := documented(t)
+	check := func(where, expr string) {
+		parsed, err := parser.NewParser(parser.Options{}).ParseExpr(variables.Replace(expr))
+		if err != nil {
+			t.Errorf("%s: %v", where, err)
+			return
+		}
+		// Prometheus adds pod when it scrapes, histograms le.
+		labels := map[string]bool{"pod": true, "le": true}
+		var used []string
+		parser.Inspect(parsed, func(node parser.Node, _ []parser.Node) error {
+			switch n := node.(type) {
+			case *parser.VectorSelector:
+				has, ok := known[n.Name]
+				if !ok {
+					has, ok = known[regexp.MustCompile(`_(bucket|sum|count)$`).ReplaceAllString(n.Name, "")]
+				}
+				if !ok {
+					t.Errorf("%s: docs/metrics.md has no %s", where, n.Name)
+				}
+				for _, l := range has {
+					labels[l] = true
+				}
+				for _, m := range n.LabelMatchers {
+					used = append(used, m.Name)
+				}
+			case *parser.AggregateExpr:
+				used = append(used, n.Grouping...)
+			}
+			return nil
+		})
+		for _, l := range used {
+			if l != model.MetricNameLabel && !labels[l] {
+				t.Errorf("%s: no metric in it has the label %s: %s", where, l, expr)
+			}
+		}
+	}
+	for _, r := range alerts(t) {
+		check(r.Alert, r.Expr)
+	}
+	for _, p := range panels(t) {
+		for _, target := range p.Targets {
+			check(p.Title, target.Expr)
+			for _, l := range regexp.MustCompile(`{{(\w+)}}`).FindAllStringSubmatch(target.LegendFormat, -1) {
+				if !strings.Contains(target.Expr, l[1]) {
+					t.Errorf("%s: the legend names %s, which the result lacks", p.Title, l[1])
+				}
+			}
+		}
+	}
+}
+
+// Panels lie beside one another, have units, and legends that stay readable
+// with a thousand destinations.
+func TestPanels(t *testing.T) {
+	taken := map[[2]int]string{}
+	for _, p := range panels(t) {
+		for x := p.GridPos.X; x < p.GridPos.X+p.GridPos.W; x++ {
+			for y := p.GridPos.Y; y < p.GridPos.Y+p.GridPos.H; y++ {
+				if other, ok := taken[[2]int{x, y}]; ok {
+					t.Fatalf("%q lies on %q", p.Title, other)
+				}
+				taken[[2]int{x, y}] = p.Title
+			}
+		}
+		if p.Type == "row" {
+			continue
+		}
+		if p.FieldConfig.Defaults.Unit == "" {
+			t.Errorf("%q has no unit", p.Title)
+		}
+		for _, target := range p.Targets {
+			if regexp.MustCompile(`by \([^)]*(source|destination|endpoint|namespace)`).MatchString(target.Expr) && !strings.Contains(target.Expr, "topk(") {
+				t.Errorf("%q has a line for every object: bound it by topk", p.Title)
+			}
+		}
+	}
+}
+
+// situation is a set of series, as promtool's tests write them, and whether an
+// alert fires at the end of an hour of them.
+type situation struct {
+	alert, series string
+	fires         bool
+}
+
+var situations = []situation{
+	{"PosthornDispatcherDown", `posthorn_operator_dispatchers{answering="true"} 0x60`, true},
+	{"PosthornDispatcherDown", `posthorn_ready{pod="d-0"} 1x60`, true}, // No operator.
+	{"PosthornDispatcherDown", `posthorn_operator_dispatchers{answering="true"} 1x60`, false},
+	{"PosthornDispatcherDown", `posthorn_operator_dispatchers{answering="true"} 1x57 0x3`, false}, // A restart.
+	{"PosthornDispatcherNotAnswering", `posthorn_operator_dispatchers{answering="false"} 1x60`, true},
+	{"PosthornDispatcherNotAnswering", `posthorn_operator_dispatchers{answering="false"} 0x60`, false},
+	{"PosthornPodNotReady", `posthorn_ready{pod="d-0"} 0x60`, true},
+	{"PosthornPodNotReady", `posthorn_ready{pod="d-0"} 0x57 1x3`, false},
+	{"PosthornConfigRefused", `posthorn_config_refused{namespace="shop"} 0x10 1x50`, true},
+	{"PosthornConfigRefused", `posthorn_config_refused{namespace="shop"} 0x60`, false},
+	{"PosthornStorageFull", `posthorn_queue_full{pod="d-0"} 0x50 1x10`, true},
+	{"PosthornStorageFull", `posthorn_queue_full{pod="d-0"} 0x60`, false},
+	{"PosthornStorageSlow", `posthorn_queue_commit_seconds_bucket{pod="d-0",le="0.5"} 0x60
+		posthorn_queue_commit_seconds_bucket{pod="d-0",le="1"} 0+60x60
+		posthorn_queue_commit_seconds_bucket{pod="d-0",le="+Inf"} 0+60x60`, true},
+	{"PosthornStorageSlow", `posthorn_queue_commit_seconds_bucket{pod="d-0",le="0.5"} 0+60x60
+		posthorn_queue_commit_seconds_bucket{pod="d-0",le="1"} 0+60x60
+		posthorn_queue_commit_seconds_bucket{pod="d-0",le="+Inf"} 0+60x60`, false},
+	{"PosthornNotDelivering", `posthorn_lane_messages{namespace="shop",destination="crm",source="web",state="pending"} 0+10x60
+		posthorn_messages_delivered_total{namespace="shop",destination="crm"} 5x60`, true},
+	{"PosthornNotDelivering", `posthorn_lane_messages{namespace="shop",destination="crm",source="web",state="pending"} 0+10x60
+		posthorn_messages_delivered_total{namespace="shop",destination="crm"} 0+1x60`, false}, // Slow, and yet it moves.
+	{"PosthornNotDelivering", `posthorn_lane_messages{namespace="shop",destination="crm",source="web",state="pending"} 0x60
+		posthorn_messages_delivered_total{namespace="shop",destination="crm"} 5x60`, false}, // Nothing to do.
+	{"PosthornMessagesOld", `posthorn_destination_oldest_pending_seconds{namespace="shop",destination="crm"} 7000+60x60`, true},
+	{"PosthornMessagesOld", `posthorn_destination_oldest_pending_seconds{namespace="shop",destination="crm"} 0+60x60`, false},
+	{"PosthornCircuitOpen", `posthorn_endpoint_circuit_open{namespace="shop",destination="crm",endpoint="a"} 0x30 1x30`, true},
+	{"PosthornCircuitOpen", `posthorn_endpoint_circuit_open{namespace="shop",destination="crm",endpoint="a"} 0x55 1x5`, false},
+	{"PosthornDeadLetters", `posthorn_messages_dead_lettered_total{namespace="shop",destination="crm",reason="Expired"} 0x55 1x5`, true},
+	{"PosthornDeadLetters", `posthorn_messages_dead_lettered_total{namespace="shop",destination="crm",reason="Expired"} 7x60`, false},
+	{"PosthornCallsRefused", `posthorn_ingest_rejected_total{namespace="shop",source="web",code="no_event"} 0+6x60
+		posthorn_ingest_calls_total{namespace="shop",source="web",result="accepted"} 0+10x60`, true},
+	{"PosthornCallsRefused", `posthorn_ingest_rejected_total{namespace="shop",source="web",code="no_event"} 0+4x60
+		posthorn_ingest_calls_total{namespace="shop",source="web",result="accepted"} 0+10x60`, false},
+	{"PosthornCallsRefused", `posthorn_ingest_rejected_total{namespace="",source="",code="unknown_write_key"} 0+100x60`, false}, // Nobody's.
+	{"PosthornConfigNotWritten", `posthorn_operator_compiles_total{result="too_large"} 0+1x60`, true},
+	{"PosthornConfigNotWritten", `posthorn_operator_compiles_total{result="written"} 0+10x60
+		posthorn_operator_compiles_total{result="error"} 1x60`, false},
+}
+
+func TestAlerts(t *testing.T) {
+	engine := promqltest.NewTestEngine(t, false, 0, promqltest.DefaultMaxSamplesPerQuery)
+	tested := map[string]map[bool]bool{}
+	for i, s := range situations {
+		t.Run(fmt.Sprint(i, " ", s.alert), func(t *testing.T) {
+			storage := promqltest.LoadedStorage(t, "load 1m\n\t"+s.series)
+			for _, r := range alerts(t) {
+				if r.Alert != s.alert {
+					continue
+				}
+				end := time.Unix(0, 0).Add(time.Hour)
+				query, err := engine.NewRangeQuery(context.Background(), storage, nil, r.Expr, end.Add(-time.Duration(r.For)), end, 30*time.Second)
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer query.Close()
+				matrix, err := query.Exec(context.Background()).Matrix()
+				if err != nil {
+					t.Fatal(err)
+				}
+				steps := int(time.Duration(r.For)/(30*time.Second)) + 1
+				if fires := slices.ContainsFunc(matrix, func(series promql.Series) bool { return len(series.Floats) == steps }); fires != s.fires {
+					t.Errorf("fires: %v, want %v: %v", fires, s.fires, matrix)
+				}
+				for _, series := range matrix {
+					for _, l := range regexp.MustCompile(`\$labels\.(\w+)`).FindAllStringSubmatch(r.Annotations["summary"]+r.Annotations["description"], -1) {
+						if series.Metric.Get(l[1]) == "" && s.fires {
+							t.Errorf("the text names %s, which the result lacks: %v", l[1], series.Metric)
+						}
+					}
+				}
+			}
+		})
+		if tested[s.alert] == nil {
+			tested[s.alert] = map[bool]bool{}
+		}
+		tested[s.alert][s.fires] = true
+	}
+	for _, r := range alerts(t) {
+		if !tested[r.Alert][true] || !tested[r.Alert][false] {
+			t.Errorf("%s has no case in which it fires, or none in which it does not", r.Alert)
+		}
+		if r.Labels["severity"] == "" || r.Annotations["summary"] == "" || r.Annotations["description"] == "" {
+			t.Errorf("%s lacks severity, summary or description", r.Alert)
+		}
+	}
+	if len(tested) != len(alerts(t)) {
+		t.Errorf("cases for %v", slices.Sorted(maps.Keys(tested)))
+	}
+}
