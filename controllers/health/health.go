@@ -160,7 +160,8 @@ func (f facts) conditions(programmable bool, traffic metav1.Condition) []metav1.
 func (f facts) programmed(programmable bool) metav1.Condition {
 	c := metav1.Condition{Type: v1alpha1.ConditionProgrammed, Status: metav1.ConditionFalse}
 	switch {
-	case !programmable, f.verdict.Reason == v1alpha1.ReasonConfigTooLarge && f.confirmed < f.ready:
+	// Too large and not even held, it is in no config.
+	case !programmable, f.verdict.Reason == v1alpha1.ReasonConfigTooLarge && f.state() != liveconfig.Held && f.confirmed < f.ready:
 		c.Reason, c.Message = v1alpha1.ReasonNotAccepted, "not accepted, so there is nothing to program; see the condition Accepted"
 	case f.ready == 0:
 		c.Reason, c.Message = v1alpha1.ReasonNoDispatcher, "no dispatcher pod is ready; see the pods of the release's namespace"

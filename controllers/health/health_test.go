@@ -126,6 +126,7 @@ func overAPI[T any](t *testing.T, in T) (out T) {
 func TestDestinationConditions(t *testing.T) {
 	any1, any2 := destination(v1alpha1.AnyEndpoint, "a"), destination(v1alpha1.AnyEndpoint, "a", "b")
 	every2 := destination(v1alpha1.EveryEndpoint, "a", "b")
+	heldForSize := compile.Verdict{Reason: v1alpha1.ReasonConfigTooLarge, Message: "too large", State: liveconfig.Held, Revision: "r2"}
 	tooLarge := compile.Verdict{Reason: v1alpha1.ReasonConfigTooLarge, Message: "too large", State: liveconfig.Active, Revision: "r2"}
 	behind := runs("p2", healthy("a"))
 	behind.destination().Revision = "r0"
@@ -164,6 +165,7 @@ func TestDestinationConditions(t *testing.T) {
 		{"not accepted but active", any1, compile.Verdict{Reason: v1alpha1.ReasonNoSource, Message: "one is missing", State: liveconfig.Active, Revision: "r1"}, []Pod{runs("p1", healthy("a"))},
 			"False/NoSource True/Programmed False/NoSource True/Delivering", ""},
 		{"config too large", any1, tooLarge, []Pod{runs("p1", healthy("a"))}, "False/ConfigTooLarge False/NotAccepted False/ConfigTooLarge True/Delivering", ""},
+		{"config too large, held but not confirmed yet", any1, heldForSize, []Pod{runs("p1", idle("a"))}, "False/ConfigTooLarge False/Pending False/ConfigTooLarge False/Held", ""},
 		{"no state in the verdict", any1, compile.Verdict{Reason: v1alpha1.ReasonInvalidURL, Message: "m", Revision: "r1"}, []Pod{runs("p1", healthy("a"))}, "False/InvalidURL True/Programmed False/InvalidURL False/Held", ""},
 
 		{"idle", any1, accepted(), []Pod{runs("p1", idle("a"))}, "True/Accepted True/Programmed True/Ready Unknown/NoTrafficYet", ""},
