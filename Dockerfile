@@ -15,5 +15,5 @@ COPY --from=build /posthorn /posthorn
 # Without a volume the store lives here.
 COPY --from=build --chown=65532:65532 /data /var/lib/posthorn
 USER 65532:65532
-EXPOSE 8080 8081
+EXPOSE 8080 8081 8443
 ENTRYPOINT ["/posthorn"]

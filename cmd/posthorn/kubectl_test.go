@@ -148,6 +148,26 @@ func TestSendingCommands(t *testing.T) {
 	}
 }
 
+// An error says what to do about it.
+func TestSendExplains(t *testing.T) {
+	server := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte(`{"success":true}`)) }))
+	t.Cleanup(server.Close)
+	for _, c := range []struct {
+		args []string
+		want string
+		code int
+	}{
+		{[]string{"--endpoint", "http://127.0.0.1:1"}, "Is Posthorn running there?", exitFailure},
+		{[]string{"--endpoint", server.URL}, "--insecure sends without verifying it", exitFailure},
+		{[]string{"--endpoint", server.URL, "--insecure"}, "200 OK", exitOK},
+	} {
+		var out bytes.Buffer
+		if code := Main(append([]string{"send", "track", "--write-key", "k"}, c.args...), nil, &out, &out); code != c.code || !strings.Contains(out.String(), c.want) {
+			t.Errorf("%v: exit %d: %s", c.args, code, out.String())
+		}
+	}
+}
+
 // Mistakes on the command line are refused before anything is opened, and tell the fix.
 func TestRefusedFlags(t *testing.T) {
 	t.Setenv("POD_NAMESPACE", "")

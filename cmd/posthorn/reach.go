@@ -4,8 +4,10 @@ import (
 	"cmp"
 	"context"
 	"crypto/tls"
+	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/url"
 	"os"
@@ -90,7 +92,6 @@ type reach interface {
 type intake struct {
 	url, writeKey string
 	tls           *tls.Config
-	hint          string // what to do when nothing answers
 }
 
 // request makes a request of the tracking API.
@@ -101,6 +102,19 @@ func (i intake) request(ctx context.Context, method, path string, body io.Reader
 	}
 	req.SetBasicAuth(i.writeKey, "")
 	return req, nil
+}
+
+// explain adds to an error of a request what to do.
+func (i intake) explain(err error) error {
+	var dial *net.OpError
+	var certificate *tls.CertificateVerificationError
+	switch {
+	case errors.As(err, &certificate):
+		return fmt.Errorf("%w\nWhere it is meant to be like that, --insecure sends without verifying it", err)
+	case errors.As(err, &dial) && dial.Op == "dial":
+		return fmt.Errorf("%w\nIs Posthorn running there? Start it with 'posthorn run', or set --endpoint", err)
+	}
+	return err
 }
 
 // caller is a way to send calls; stop what it returns.
@@ -127,7 +141,7 @@ func callDirect(cmd *cobra.Command) caller {
 }
 
 func (d *directCaller) ingest(context.Context) (intake, func(), error) {
-	to := intake{url: d.endpoint, writeKey: cmp.Or(d.writeKey, os.Getenv("POSTHORN_WRITE_KEY")), hint: "\nIs Posthorn running there? Start it with 'posthorn run', or set --endpoint"}
+	to := intake{url: d.endpoint, writeKey: cmp.Or(d.writeKey, os.Getenv("POSTHORN_WRITE_KEY"))}
 	if to.writeKey == "" {
 		return to, nil, usagef("the write key is missing; set --write-key or POSTHORN_WRITE_KEY")
 	}

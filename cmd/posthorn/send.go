@@ -83,7 +83,7 @@ Traits (identify, group) and properties (track, page, screen) are given with
 			client := http.Client{Timeout: 30 * time.Second, Transport: &http.Transport{Proxy: http.ProxyFromEnvironment, TLSClientConfig: to.tls}}
 			resp, err := client.Do(req)
 			if err != nil {
-				return fmt.Errorf("%w%s", err, to.hint)
+				return to.explain(err)
 			}
 			defer resp.Body.Close()
 			answer, err := io.ReadAll(io.LimitReader(resp.Body, 1<<20))
