@@ -402,7 +402,12 @@ func TestDebugIsGuarded(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
 	go func() { ended <- d.Run(ctx) }()
-	defer func() { cancel(); <-ended }()
+	defer func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	}()
 	for _, path := range []string{"config", "lanes", "pprof/", "pprof/heap", "pprof/profile"} {
 		if s := get(t, "http://"+d.AdminAddr().String()+"/debug/"+path).StatusCode; s != http.StatusForbidden {
 			t.Errorf("%s: %d", path, s)

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -13,11 +14,35 @@ import (
 	"github.com/go-logr/logr"
 )
 
+// lockedOutput is written by timers, too.
+type lockedOutput struct {
+	mu  sync.Mutex
+	out bytes.Buffer
+}
+
+func (o *lockedOutput) Write(b []byte) (int, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.out.Write(b)
+}
+
+func (o *lockedOutput) take() string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.out.String()
+}
+
+func (o *lockedOutput) reset() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.out.Reset()
+}
+
 // 10,000 failures write 100 lines and one that counts the rest, whatever their
 // attributes, and hide no other message; afterwards all is as before.
 func TestStormsAreSampled(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var out bytes.Buffer
+		var out lockedOutput
 		log, err := (&logFlags{level: "info", format: "json"}).logger(&out)
 		if err != nil {
 			t.Fatal(err)
@@ -30,7 +55,7 @@ func TestStormsAreSampled(t *testing.T) {
 		count := func(want map[string]int) {
 			t.Helper()
 			for text, n := range want {
-				if got := strings.Count(out.String(), text); got != n {
+				if got := strings.Count(out.take(), text); got != n {
 					t.Errorf("%d lines have %s, want %d", got, text, n)
 				}
 			}
@@ -40,7 +65,7 @@ func TestStormsAreSampled(t *testing.T) {
 		synctest.Wait()
 		count(map[string]int{`"msg":"lines were left out of the log","of":"a delivery failed","suppressed":9900`: 1, "left out": 1})
 
-		out.Reset()
+		out.reset()
 		for range 50 {
 			log.Error("a delivery failed")
 		}
