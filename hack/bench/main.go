@@ -347,7 +347,7 @@ func measureParked(ctx context.Context, b *bench) ([]row, error) {
 		return nil, err
 	}
 	empty := destinations(0, "")
-	if _, err := b.fill(ctx, p, *parked); err != nil {
+	if _, err := b.fill(p, *parked); err != nil {
 		return nil, err
 	}
 	rss := p.rss()
@@ -363,7 +363,7 @@ func measureParked(ctx context.Context, b *bench) ([]row, error) {
 	if err != nil {
 		return nil, err
 	}
-	if _, err := b.fill(ctx, base, *parked); err != nil {
+	if _, err := b.fill(base, *parked); err != nil {
 		return nil, err
 	}
 	baseRSS := base.rss()

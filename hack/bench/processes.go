@@ -728,7 +728,7 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 }
 
 // fill sends n messages and returns how long that took.
-func (b *bench) fill(ctx context.Context, p *dispatcherProcess, n int) (time.Duration, error) {
+func (b *bench) fill(p *dispatcherProcess, n int) (time.Duration, error) {
 	begin := time.Now()
 	var id atomic.Int64
 	var group sync.WaitGroup
