@@ -296,8 +296,8 @@ func (ep *endpoint) takes(now time.Time) bool {
 	return ep.room() > 0 && ep.bucket.wait(now) == 0
 }
 
-// servedPerSecond is how many requests an endpoint can have served in any case,
-// however many others have connections too.
+// servedPerSecond is how many requests an endpoint should have served however
+// many others have connections too.
 const servedPerSecond = 100
 
 // room is how many more requests the endpoint may have in flight. While
@@ -307,8 +307,8 @@ const servedPerSecond = 100
 func (ep *endpoint) room() int {
 	room := ep.circuit.room(ep.inFlight)
 	if room > 0 && ep.to != nil {
-		enough := 1 + int(ep.health.latency*servedPerSecond/time.Second)
-		room = min(room, max(ep.to.Share(), enough)-ep.inFlight)
+		needed := 1 + int(ep.health.latency*servedPerSecond/time.Second)
+		room = min(room, ep.to.Share(needed)-ep.inFlight)
 	}
 	return room
 }

@@ -52,13 +52,13 @@ func (e Endpoint) LogValue() slog.Value { return slog.StringValue(e.String()) }
 
 // Share is how many requests to the endpoint should be under way at once so
 // that none needs a connection that will not be kept: all that it likes while
-// few endpoints have connections, fewer the more have some, and at least 1. A
-// dial costs as much as several requests.
-func (e *Endpoint) Share() int {
+// few endpoints have connections, then the needed ones, and in the end those
+// that it has or its equal part. A dial costs as much as several requests.
+func (e *Endpoint) Share(needed int) int {
 	if e.idle == nil {
 		return math.MaxInt
 	}
-	return int(e.idle.share())
+	return e.idle.share(needed)
 }
 
 // reserved are the headers that the client or HTTP itself sets.

@@ -54,12 +54,16 @@ func (p *pool) count(n int64) {
 	p.client.open.Add(n)
 }
 
-// share is how many connections the pool should use: those that it has, and
-// more while it has fewer than are left of the half that is for everyone, or
-// than its equal part of it.
-func (p *pool) share() int64 {
-	half := p.client.maxIdle / 2
-	return max(p.open.Load(), half-p.client.open.Load(), half/max(1, p.client.used.Load()), 1)
+// share is how many connections the pool should use: those that it has, more
+// while it has fewer than are left of the half that is for everyone, or than its
+// equal part of it, and those that are needed while any are left.
+func (p *pool) share(needed int) int {
+	all, half := p.client.open.Load(), p.client.maxIdle/2
+	share := max(p.open.Load(), half-all, half/max(1, p.client.used.Load()), 1)
+	if all < p.client.maxIdle {
+		share = max(share, int64(needed))
+	}
+	return int(share)
 }
 
 // put takes a connection for later use, or closes it.

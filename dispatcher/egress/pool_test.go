@@ -106,53 +106,61 @@ func TestMaxIdle(t *testing.T) {
 }
 
 // Endpoints share half of the connections that may be kept: each may have more
-// while it has fewer than are left, keeps what it has, and has one in any case.
+// while it has fewer than are left. Of the other half each gets what it needs,
+// until there are none; what it has it keeps, and it has one in any case.
 func TestShare(t *testing.T) {
 	noLeaks(t)
 	server, open := counting(t, ok)
 	c := New(Options{Policy: newClient(t, "127.0.0.1").policy, MaxIdle: 6})
 	defer c.Close()
 	var endpoints []*Endpoint
-	want := func(shares ...int) {
+	want := func(needed int, shares ...int) {
 		t.Helper()
 		for i, e := range endpoints {
-			if got := e.Share(); got != shares[i] {
-				t.Errorf("with %d connections endpoint %d has a share of %d, want %d", open.Load(), i, got, shares[i])
+			if got := e.Share(needed); got != shares[i] {
+				t.Errorf("with %d connections endpoint %d, which needs %d, has a share of %d, want %d", open.Load(), i, needed, got, shares[i])
 			}
 		}
+	}
+	connect := func(e *Endpoint) *conn {
+		cn, err := c.dial(t.Context(), e, time.Now().Add(patience), new(Timing))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return cn
 	}
 	for range 4 {
 		endpoints = append(endpoints, prepareURL(t, c, "http://"+server.address))
 	}
-	want(3, 3, 3, 3)
+	want(1, 3, 3, 3, 3)
 	for _, e := range endpoints[:2] {
 		post(t, withTimeout(t, patience), c, e)
 		post(t, withTimeout(t, patience), c, e) // on the same connection
 	}
-	want(1, 1, 1, 1)
-	cn, err := c.dial(t.Context(), endpoints[0], time.Now().Add(patience), new(Timing))
-	if err != nil {
-		t.Fatal(err)
-	}
-	want(2, 1, 1, 1)
+	want(1, 1, 1, 1, 1)
+	want(5, 5, 5, 5, 5)
+	first := connect(endpoints[0])
+	want(1, 2, 1, 1, 1)
+	want(5, 5, 5, 5, 5)
+	others := []*conn{connect(endpoints[0]), connect(endpoints[1]), connect(endpoints[1])}
+	want(5, 3, 3, 1, 1)
 	// With all in use by others, an equal part is everyone's.
-	e := endpoints[3]
-	c.open.Add(100)
 	c.used.Add(-1)
-	if got := e.Share(); got != 3 {
-		t.Errorf("the share is %d, want 3: all of the half that is for everyone", got)
-	}
+	want(5, 3, 3, 3, 3)
 	c.used.Add(1)
-	c.open.Add(-100)
-	cn.close()
-	cn.close()
-	want(1, 1, 1, 1)
+	first.close()
+	first.close()
+	want(5, 5, 5, 5, 5)
+	for _, cn := range others {
+		cn.close()
+	}
+	want(1, 1, 1, 1, 1)
 	for _, e := range endpoints {
 		c.Forget(e)
 	}
 	post(t, withTimeout(t, patience), c, prepareURL(t, c, "http://127.0.0.1:1"))
 	eventually(t, "all closed", func() bool { return c.open.Load() == 0 })
-	want(3, 3, 3, 3)
+	want(1, 3, 3, 3, 3)
 }
 
 // The endpoint's own timeout, less a second, bounds the use of a connection.
