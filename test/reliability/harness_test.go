@@ -89,7 +89,7 @@ func options(t testing.TB, dir string, q pebblestore.Options) dispatcher.Options
 	}
 	return dispatcher.Options{
 		DataDir: dir, Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: "p0", Egress: policy,
-		DrainTimeout: 2 * time.Second, Queue: q, Logger: slog.New(slog.NewTextHandler(io.Discard, nil)),
+		DrainTimeout: 2 * time.Second, Queue: q, Logger: slog.New(slog.DiscardHandler),
 	}
 }
 
