@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -379,4 +380,27 @@ func gather(t *testing.T, g prometheus.Gatherer) map[string]float64 {
 		}
 	}
 	return out
+}
+
+// An attempt that fails is told of in the log, also when its endpoint is well all the same.
+func TestFailedAttemptIsLogged(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		var log bytes.Buffer
+		w := newWorld(t, func(r request) answer {
+			if r.body == "m50" {
+				return answer{reason: egress.TimedOut, after: 5 * time.Second}
+			}
+			return answer{status: 200}
+		}, func(o *Options) { o.Logger = slog.New(slog.NewTextHandler(&log, nil)) })
+		w.apply(dest("crm", urlA))
+		for range 100 {
+			w.send("web", 1)
+			w.sleep(100 * time.Millisecond)
+		}
+		w.stop()
+		line := regexp.MustCompile(`level=WARN msg="attempt failed" namespace=ns destination=crm endpoint=e0 reason=TimedOut .* messageId=m50 attempt=1`)
+		if !line.Match(log.Bytes()) || strings.Contains(log.String(), "messageId=m49") {
+			t.Errorf("the log is:\n%s", log.String())
+		}
+	})
 }

@@ -298,8 +298,13 @@ func (s settlement) String() string {
 	return [...]string{"undecided", "delivered", "retried", "released", "rejected", "redirected", "expired"}[s]
 }
 
-// settle tells the store what became of the message.
+// settle tells the store what became of the message, and the log of an attempt that failed.
 func (e *Engine) settle(p *post, r *ended) settlement {
+	if !r.cut && r.outcome().Failed() {
+		ep := p.target.endpoint
+		e.log.Warn("attempt failed", "namespace", ep.destination.namespace, "destination", ep.destination.name, "endpoint", ep.name,
+			"reason", string(r.Reason), "statusCode", r.StatusCode, "message", r.Message, "messageId", p.message.ID, "attempt", p.message.Attempt+1)
+	}
 	if p.group != nil {
 		var decided bool
 		if r, decided = e.joinGroup(p.group, r); !decided {
