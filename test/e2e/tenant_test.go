@@ -320,12 +320,17 @@ func (r recorder) verified(secret string) []verified {
 }
 
 // load is a pod that sends calls at a rate, each until it is acknowledged.
-type load struct{ tenant }
+type load struct {
+	tenant
+	prefix string // of its messageIds
+}
 
 func (t tenant) load(rate int) load {
 	GinkgoHelper()
-	t.pod("load", env("E2E_TOOL"), "-url="+ingest, "-prefix="+t.namespace, fmt.Sprint("-rate=", rate))
-	return load{t}
+	// A namespace that is made again must not repeat ids: duplicates are dropped.
+	l := load{t, fmt.Sprintf("%s-%d", t.namespace, time.Now().Unix())}
+	t.pod("load", env("E2E_TOOL"), "-url="+ingest, "-prefix="+l.prefix, fmt.Sprint("-rate=", rate))
+	return l
 }
 
 // end stops it and returns how many calls it sent, all of which were acknowledged.
@@ -360,7 +365,7 @@ func (l load) arrived(s sink) {
 		missing = nil
 		duplicates := 0
 		for i := range calls {
-			id := fmt.Sprintf("%s-%d", l.namespace, i)
+			id := fmt.Sprintf("%s-%d", l.prefix, i)
 			if got[id] == 0 {
 				missing = append(missing, id)
 			}

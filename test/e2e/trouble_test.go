@@ -186,6 +186,54 @@ var _ = Describe("Posthorn recovers without a restart", Serial, func() {
 	})
 })
 
+// A clock cannot be set for one pod, so this dispatcher is built with a time.Now
+// that is ahead by as much as it is told (clock/clock.go.txt).
+var _ = Describe("A clock that jumps", Serial, func() {
+	It("loses nothing, forwards and back", func() {
+		use := func(tag string) {
+			GinkgoHelper()
+			kubectl("-n", system, "set", "image", dispatcher, "dispatcher="+env("E2E_REPOSITORY")+":"+tag)
+			ready(dispatcher)
+		}
+		jump := func(ahead time.Duration) {
+			GinkgoHelper()
+			By(fmt.Sprint("the dispatcher's clock is ahead by ", ahead))
+			kubectl("-n", system, "exec", "posthorn-dispatcher-0", "--", "posthorn", "clock", fmt.Sprint(int(ahead.Seconds())))
+		}
+		DeferCleanup(use, env("E2E_TAG"))
+		use(env("E2E_CLOCK_TAG"))
+		t, s := running("clock")
+		down := t.newSink("down", "s3cret", "--status=503")
+		t.secret("waiting", "secret", "s3cret")
+		t.destination("waiting", down.url(), "  filter: {events: [Waiting]}")
+		t.waitReady("whd/waiting")
+		before := pods("dispatcher")
+		load := t.load(20)
+		DeferCleanup(jump, time.Duration(0))
+		works := func(event string) {
+			GinkgoHelper()
+			t.send(event)
+			s.eventually(event)
+			t.inEffect("whd/crm", func() { t.destination("crm", s.url()+"/"+event, "") })
+		}
+		works("Before")
+		t.send("Waiting")
+		Eventually(func() int { return len(down.received()) }).Should(BeNumerically(">", 1))
+		jump(3 * time.Hour) // less than the retry window
+		works("Ahead")
+		down.stop()
+		down.start("s3cret")
+		down.eventually("Waiting")
+		jump(0)
+		works("Back")
+		load.arrived(s)
+		for _, name := range []string{"crm", "waiting"} {
+			Expect(kubectl("posthorn", "deadletters", "list", name, "-n", t.namespace, "-o", "json")).To(BeEmpty())
+		}
+		Expect(pods("dispatcher")).To(Equal(before), "the dispatcher was restarted")
+	})
+})
+
 // apiServer returns what kills the local cluster's API server and starts it again.
 func apiServer() (stop, start func()) {
 	GinkgoHelper()
