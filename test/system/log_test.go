@@ -33,10 +33,11 @@ func TestLogOfAStorm(t *testing.T) {
 	}
 	p.logMu.Lock()
 	defer p.logMu.Unlock()
-	if lines := strings.Count(p.log.String(), "\n"); lines > 100 || lines < 3 {
+	// Of each message a hundred lines in ten seconds, however long this machine takes.
+	if lines := strings.Count(p.log.String(), "\n"); lines > messages/10 || lines < 3 {
 		t.Errorf("%d lines", lines)
 	}
-	for _, text := range []string{"endpoint state changed", "namespace=default destination=crm", "reason=Rejected", "calls refused", "namespace=default source=web"} {
+	for _, text := range []string{"endpoint state changed", "attempt failed", "namespace=default destination=crm", "reason=Rejected", "calls refused", "namespace=default source=web"} {
 		if !strings.Contains(p.log.String(), text) {
 			t.Errorf("no line has %q", text)
 		}

@@ -530,7 +530,7 @@ func (l *lane) release(seq uint64, t taking) {
 // Retry implements queue.Store.
 func (s *Store) Retry(d queue.Delivery, at time.Time, f queue.Failure) {
 	s.complain(d.Lane, s.leased(&d, func(l *lane, t taking) error {
-		due := max(at.UnixMilli(), 1)
+		due := max(s.o.due(at).UnixMilli(), 1)
 		b := s.db.NewBatch()
 		if t.due != 0 {
 			l.forgetRetry(b, d.Seq, t.due)

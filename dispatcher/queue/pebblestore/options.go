@@ -59,8 +59,9 @@ type Options struct {
 
 	// FS is the file system; that of the machine when nil. For tests.
 	FS vfs.FS
-	// Now is the clock; time.Now when nil. For tests.
+	// Now is the clock; when nil the machine's, which is not followed when it is set back. For tests.
 	Now func() time.Time
+	due func(at time.Time) time.Time
 	// Fatal is called, once, when the storage engine cannot go on because a write to
 	// its log failed. It must not return; it exits the process when nil. What was
 	// acknowledged is safe: it is read again at the next start.
@@ -89,8 +90,11 @@ func (o *Options) setDefaults() error {
 	if o.FS == nil {
 		o.FS = vfs.Default
 	}
+	// What a caller takes from the machine's clock is as long ahead here as there.
+	o.due = func(at time.Time) time.Time { return at }
 	if o.Now == nil {
-		o.Now = time.Now
+		now := steady(time.Now, sinceStart)
+		o.Now, o.due = now, func(at time.Time) time.Time { return now().Add(time.Until(at)) }
 	}
 	if o.Fatal == nil {
 		o.Fatal = func(error) { os.Exit(1) }
