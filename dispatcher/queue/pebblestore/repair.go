@@ -175,21 +175,7 @@ func (w *rebuilder) scan(prefix []byte, fn func(k, v []byte) error) error {
 	if err := w.flush(); err != nil {
 		return err
 	}
-	it, err := w.db.NewIter(&pebble.IterOptions{LowerBound: prefix, UpperBound: endOf(prefix)})
-	if err != nil {
-		return err
-	}
-	defer func() { _ = it.Close() }()
-	for ok := it.First(); ok; ok = it.Next() {
-		v, err := it.ValueAndErr()
-		if err == nil {
-			err = fn(it.Key(), v)
-		}
-		if err != nil {
-			return err
-		}
-	}
-	return it.Error()
+	return scan(w.db, prefix, fn)
 }
 
 // mend makes the parts of the store agree with each other.

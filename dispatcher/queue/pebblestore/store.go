@@ -373,7 +373,11 @@ func (s *Store) get(k []byte) ([]byte, error) {
 
 // scan calls fn for every key that begins with prefix.
 func (s *Store) scan(prefix []byte, fn func(k, v []byte) error) error {
-	it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: prefix, UpperBound: endOf(prefix)})
+	return scan(s.db, prefix, fn)
+}
+
+func scan(db *pebble.DB, prefix []byte, fn func(k, v []byte) error) error {
+	it, err := db.NewIter(&pebble.IterOptions{LowerBound: prefix, UpperBound: endOf(prefix)})
 	if err != nil {
 		return err
 	}
