@@ -1,7 +1,6 @@
 package delivery
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -401,17 +400,19 @@ func (l *lane) follow(set *settings) {
 // accepted before the lanes that take over were open, and continue those that
 // are in use again. What both see is delivered twice rather than not at all.
 func (e *Engine) endLanes() {
-	var change []*lane
+	var goOn, end []*lane
 	e.mu.Lock()
 	for _, l := range e.lanes {
-		if l.draining != l.ended {
-			change = append(change, l)
+		switch {
+		case l.draining && !l.ended:
+			end = append(end, l)
+		case !l.draining && l.ended:
+			goOn = append(goOn, l)
 		}
 	}
 	e.mu.Unlock()
 	// First those that go on, or what comes in between would be nobody's.
-	slices.SortStableFunc(change, func(a, b *lane) int { return cmp.Compare(order(a.draining), order(b.draining)) })
-	for _, l := range change {
+	for _, l := range append(goOn, end...) {
 		// draining changes only under applying, which is held.
 		if err := e.o.Store.EndLane(l.id, l.draining); err != nil {
 			e.log.With(l.id.LogArgs()...).Error("ending a lane failed; trying again", "error", err)
@@ -426,13 +427,6 @@ func (e *Engine) endLanes() {
 		e.kick()
 		e.mu.Unlock()
 	}
-}
-
-func order(later bool) int {
-	if later {
-		return 1
-	}
-	return 0
 }
 
 // index lists the destinations of each tenant by name, for reports. The lock is held.
