@@ -390,24 +390,12 @@ func TestAdminIsNotForPages(t *testing.T) {
 
 // Whoever may not use the admin listener may not look below /debug either.
 func TestDebugIsGuarded(t *testing.T) {
-	d, err := New(Options{
-		DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Debug: true,
-		AdminGuard: func(http.Handler) http.Handler {
+	d, _ := started(t, t.TempDir(), func(o *Options) {
+		o.Debug = true
+		o.AdminGuard = func(http.Handler) http.Handler {
 			return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusForbidden) })
-		},
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan error, 1)
-	go func() { ended <- d.Run(ctx) }()
-	defer func() {
-		cancel()
-		if err := <-ended; err != nil {
-			t.Error(err)
 		}
-	}()
+	})
 	for _, path := range []string{"config", "lanes", "pprof/", "pprof/heap", "pprof/profile"} {
 		if s := get(t, "http://"+d.AdminAddr().String()+"/debug/"+path).StatusCode; s != http.StatusForbidden {
 			t.Errorf("%s: %d", path, s)
