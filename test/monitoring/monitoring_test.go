@@ -201,6 +201,8 @@ var situations = []situation{
 	{"PosthornConfigRefused", `posthorn_config_refused{namespace="shop"} 0x60`, false},
 	{"PosthornStorageFull", `posthorn_queue_full{pod="d-0"} 0x50 1x10`, true},
 	{"PosthornStorageFull", `posthorn_queue_full{pod="d-0"} 0x60`, false},
+	{"PosthornStorageDamaged", `posthorn_queue_corrupt{pod="d-0"} 0x50 1x10`, true},
+	{"PosthornStorageDamaged", `posthorn_queue_corrupt{pod="d-0"} 0x60`, false},
 	{"PosthornStorageSlow", `posthorn_queue_commit_seconds_bucket{pod="d-0",le="0.5"} 0x60
 		posthorn_queue_commit_seconds_bucket{pod="d-0",le="1"} 0+60x60
 		posthorn_queue_commit_seconds_bucket{pod="d-0",le="+Inf"} 0+60x60`, true},
