@@ -90,9 +90,10 @@ type Engine struct {
 	ready, blocked, blockedUnproven fifo
 	// extra holds requests of messages that go to several URLs, for which a worker is still wanted.
 	extra []post
-	// inFlight counts requests, leased the messages that lanes have leased and not settled.
-	inFlight, leased int
-	running, stopped bool
+	// inFlight counts requests, unproven those of lanes that were not proven then,
+	// leased the messages that lanes have leased and not settled.
+	inFlight, unproven, leased int
+	running, stopped           bool
 	// workers counts goroutines, idle holds those that wait, and spare is the
 	// smallest number of those since the last tidying. waking counts workers
 	// that were woken and have not looked for work yet.

@@ -78,30 +78,34 @@ func (e *Engine) tidyWorkers() {
 // parked. What is in flight is judged when it ends.
 func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 	type candidate struct {
-		lane   *lane
-		window time.Duration
+		lane *lane
+		set  *settings
 	}
 	var candidates []candidate
 	e.mu.Lock()
 	for _, l := range e.lanes {
 		if l.set != nil && l.dropAt.IsZero() {
-			candidates = append(candidates, candidate{l, l.set.policy.Window})
+			candidates = append(candidates, candidate{l, l.set})
 		}
 	}
 	e.mu.Unlock()
 	next := maintenanceInterval
 	for _, c := range candidates {
-		now := time.Now()
+		now, window := time.Now(), c.set.policy.Window
 		// A message that comes right after this look is due a window later.
-		due := c.window
+		due := window
 		if oldest := e.o.Store.LaneStats(c.lane.id).OldestPending; !oldest.IsZero() {
-			due = oldest.Add(c.window).Sub(now)
+			due = oldest.Add(window).Sub(now)
 		}
 		if due <= 0 {
 			e.mu.Lock()
+			if c.lane.set != c.set {
+				e.mu.Unlock()
+				continue // The config changed, which wakes the maintenance again.
+			}
 			f := c.lane.expiry(now)
 			e.mu.Unlock()
-			n, err := e.o.Store.BuryExpired(ctx, c.lane.id, now.Add(-c.window).Add(time.Millisecond), f)
+			n, err := e.o.Store.BuryExpired(ctx, c.lane.id, now.Add(-window).Add(time.Millisecond), f)
 			if err != nil && !errors.Is(err, context.Canceled) && !errors.Is(err, queue.ErrClosed) && !errors.Is(err, queue.ErrNoLane) {
 				e.log.With(c.lane.id.LogArgs()...).Error("burying expired messages failed; trying again", "error", err)
 			}

@@ -191,13 +191,13 @@ func (e *Engine) next(p *post) bool {
 // stand: no more than are still free for all. So a few lanes may use most of
 // what there is, many lanes get equal shares, and something is always left for
 // the next one. Lanes whose endpoints fail, are slow, or have not yet shown
-// that they work share one half; dead ones cannot take what the others live on.
+// that they work have one half at most; dead ones cannot take what the others live on.
 func (e *Engine) share(proven bool) int {
 	free := e.o.MaxInFlight - e.inFlight
 	if proven {
 		return free
 	}
-	return free - e.o.MaxInFlight/2
+	return min(free, e.o.MaxInFlight/2-e.unproven)
 }
 
 func (l *lane) proven() bool {

@@ -25,8 +25,8 @@ type post struct {
 	set     *settings
 	target  target
 	message queue.Delivery
-	// probe is true for an open circuit's probe.
-	probe bool
+	// probe is true for an open circuit's probe; unproven is true when the lane was not proven.
+	probe, unproven bool
 	// leftOut is true when the message was not sent to every URL of its destination.
 	leftOut bool
 	// group is what the requests of one message to several URLs share; nil when there is one.
@@ -110,9 +110,18 @@ func (e *Engine) account(p *post, now time.Time) {
 	p.lane.waited = false
 	p.lane.inFlight++
 	p.target.inFlight++
-	e.inFlight++
+	p.unproven = !p.lane.proven()
+	e.claim(1, p.unproven)
 	p.target.bucket.take()
 	e.offer(p.target.endpoint, now)
+}
+
+// claim counts n requests that begin, or that ended.
+func (e *Engine) claim(n int, unproven bool) {
+	e.inFlight += n
+	if unproven {
+		e.unproven += n
+	}
 }
 
 // startProbe leases a message and sends it to every endpoint whose probe is due.
@@ -133,11 +142,12 @@ func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 	next := l.probes%2 == 0
 	for {
 		l.notified = false
-		e.inFlight += len(to) // Claimed as well, or others would pass meanwhile.
+		unproven := !l.proven()
+		e.claim(len(to), unproven) // Or others would pass meanwhile.
 		e.mu.Unlock()
 		d, ok, err := e.leaseProbe(l.id, next)
 		e.mu.Lock()
-		e.inFlight -= len(to)
+		e.claim(-len(to), unproven)
 		if err != nil {
 			e.breakLane(l, err)
 		}
@@ -392,7 +402,7 @@ func (e *Engine) finish(p *post, r *ended, s settlement, started time.Time) (bac
 			other.more = true
 		}
 	}
-	e.inFlight--
+	e.claim(-1, p.unproven)
 	l.inFlight--
 	ep.inFlight--
 	if s != unsettled {

@@ -1,0 +1,81 @@
+package delivery
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// slowStats is a store whose stats of one lane can be held up.
+type slowStats struct {
+	*memStore
+	of   string // The destination.
+	look func()
+}
+
+func (s *slowStats) LaneStats(id queue.LaneID) queue.LaneStats {
+	if id.Destination == s.of {
+		s.look()
+	}
+	return s.memStore.LaneStats(id)
+}
+
+// A destination that is deleted while the maintenance looks at its lanes, whose
+// messages are too old, harms nothing.
+func TestDeletedWhileItsMessagesExpire(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 503}))
+		s := &slowStats{memStore: w.store, of: "ns/crm"}
+		deleted := false
+		s.look = func() {
+			if oldest := w.store.LaneStats(queue.LaneID{Source: "ns/web", Destination: "ns/crm"}).OldestPending; !deleted && !oldest.IsZero() && time.Since(oldest) >= time.Hour {
+				deleted = true
+				w.apply()
+			}
+		}
+		w.stop()
+		w.restart(func(o *Options) { o.Store = s })
+		d := dest("crm", "http://a.test")
+		d.Delivery.RetryWindowMS = time.Hour.Milliseconds()
+		d.State = liveconfig.Disabled
+		w.apply(d)
+		w.send("web", 3)
+		w.sleep(2 * time.Hour)
+		if !deleted {
+			t.Fatal("nobody looked, so this test shows nothing")
+		}
+		if n := len(w.dead("crm")); n != 0 {
+			t.Errorf("%d dead letters of a destination that was deleted", n)
+		}
+		w.end()
+	})
+}
+
+// A destination that was never sent to gets its turn among others that could use all there is.
+func TestNewcomerAmongBusyOnes(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200, after: 600 * time.Millisecond}), func(o *Options) { o.MaxInFlight = 128 })
+		var all []liveconfig.Destination
+		for i := range 20 {
+			all = append(all, dest(fmt.Sprintf("d%02d", i), fmt.Sprintf("http://%d.test", i)))
+		}
+		w.apply(all...)
+		w.send("web", 20000)
+		w.sleep(time.Minute)
+		late := dest("late", "http://late.test")
+		late.Sources = []string{"ios"}
+		w.apply(append(all, late)...)
+		w.send("ios", 100)
+		w.sleep(time.Minute)
+		if r := w.report("d00"); r.Pending == 0 {
+			t.Fatal("the others have nothing to do, so this test shows nothing")
+		}
+		if r := w.report("late"); r.Delivered != 100 {
+			t.Errorf("%d of 100 were delivered within a minute", r.Delivered)
+		}
+		w.end()
+	})
+}
