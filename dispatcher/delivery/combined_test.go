@@ -79,3 +79,32 @@ func TestNewcomerAmongBusyOnes(t *testing.T) {
 		w.end()
 	})
 }
+
+// When the circuit of the URL that worked opens, the other one takes over at once,
+// however long the first one asked to be left alone.
+func TestOtherURLTakesOver(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		first := answer{status: 200, after: 900 * time.Millisecond} // Guarded by the client.
+		w := newWorld(t, func(r request) answer {
+			if r.url == urlB {
+				return answer{status: 200, after: 2 * time.Second} // Too slow to be relied on.
+			}
+			return first
+		})
+		d := dest("crm", urlA, urlB)
+		d.Delivery.RequestsPerSecond = 20
+		w.apply(d)
+		w.send("web", 4000)
+		w.sleep(time.Minute)
+		w.client.mu.Lock()
+		first = answer{status: 429, after: 4 * time.Second, retryAfter: time.Hour}
+		w.client.mu.Unlock()
+		w.sleep(time.Minute)
+		w.client.forget()
+		w.sleep(10 * time.Second)
+		if n := len(w.client.requests(urlB)); n < 190 || w.report("crm").Pending == 0 {
+			t.Errorf("in ten seconds %d requests went to the URL that works, of 20 a second: %+v", n, w.report("crm"))
+		}
+		w.end()
+	})
+}

@@ -418,6 +418,11 @@ func (e *Engine) finish(p *post, r *ended, s settlement, started time.Time) (bac
 		e.record(p, r)
 	}
 	e.offer(ep, now)
+	for _, t := range l.targets {
+		if t.endpoint != ep {
+			e.offer(t.endpoint, now) // It may be this one's turn, now that the other fails.
+		}
+	}
 	e.unblock()
 	if l.draining && l.leased == 0 {
 		e.wakeMaintenance()
