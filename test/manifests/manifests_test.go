@@ -88,6 +88,7 @@ func TestConfigDefault(t *testing.T) {
 	if len(pods) != 2 {
 		t.Fatalf("%d workloads, want 2", len(pods))
 	}
+	image := chartImage(t, filepath.Join(root, "charts", "posthorn"))
 	for _, pod := range pods {
 		t.Run(pod.Spec.Containers[0].Name, func(t *testing.T) {
 			if err := cluster.Create(ctx, pod, client.DryRunAll); err != nil {
@@ -96,6 +97,9 @@ func TestConfigDefault(t *testing.T) {
 			c := pod.Spec.Containers[0]
 			if c.SecurityContext.ReadOnlyRootFilesystem == nil || !*c.SecurityContext.ReadOnlyRootFilesystem {
 				t.Error("the root file system is writable")
+			}
+			if c.Image != image {
+				t.Errorf("the image is %s, that of the chart %s", c.Image, image)
 			}
 			if c.ReadinessProbe == nil || c.LivenessProbe == nil {
 				t.Error("a probe is missing")
@@ -112,6 +116,23 @@ func TestConfigDefault(t *testing.T) {
 			}
 		})
 	}
+}
+
+// chartImage is what a chart runs by default.
+func chartImage(t *testing.T, dir string) string {
+	t.Helper()
+	var about struct{ AppVersion string }
+	var values struct{ Image struct{ Repository string } }
+	for name, into := range map[string]any{"Chart.yaml": &about, "values.yaml": &values} {
+		data, err := os.ReadFile(filepath.Join(dir, name))
+		if err == nil {
+			err = yaml.Unmarshal(data, into)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	return values.Image.Repository + ":" + about.AppVersion
 }
 
 // podOf returns a pod as a workload would make it, or nil.
