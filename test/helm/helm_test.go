@@ -59,10 +59,12 @@ var server = sync.OnceValues(func() (_ *env.Env, err error) {
 var started *env.Env
 
 // render renders the chart as release "posthorn" in namespace "posthorn-system".
-func render(args ...string) (string, error) {
+func render(args ...string) (string, error) { return renderAs("posthorn", args...) }
+
+func renderAs(release string, args ...string) (string, error) {
 	var stdout, stderr bytes.Buffer
 	// A Helm that was built from its module takes the cluster for an ancient one.
-	cmd := exec.Command(helm, append([]string{"template", "posthorn", filepath.Join(root, Chart), "--namespace", "posthorn-system", "--kube-version", "1.36.0"}, args...)...)
+	cmd := exec.Command(helm, append([]string{"template", release, filepath.Join(root, Chart), "--namespace", "posthorn-system", "--kube-version", "1.36.0"}, args...)...)
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	if err := cmd.Run(); err != nil {
 		return "", errors.New(stderr.String())
@@ -217,6 +219,21 @@ func TestRefusedValues(t *testing.T) {
 		"TLS alone, no Secret":  {"tls.only=true", "at '/tls/secretName': minLength: got 0, want 1"},
 		"TLS switched on":       {"tls.enabled=true", "at '/tls': additional properties 'enabled' not allowed"},
 		"admin access":          {"adminAuth=basic", "at '/adminAuth': value must be one of 'kubernetes', 'none'"},
+		"label of the chart":    {"commonLabels.app\\.kubernetes\\.io/name=a", "at '/commonLabels/app.kubernetes.io~1name': 'a' does not match pattern '^(?<none_the_chart_sets_this_label_itself>"},
+		"label with a sentence": {"dispatcher.podLabels.a=b c", "at '/dispatcher/podLabels/a': 'b c' does not match pattern '^(?<label_value_of_letters_digits_dash_dot_underscore>"},
+		"name with a dot":       {"fullnameOverride=a.b", "at '/fullnameOverride': 'a.b' does not match pattern '^(?<lower_case_name_without_dots_or_empty>"},
+		"no pod may go":         {"dispatcher.podDisruptionBudget.maxUnavailable=0", "at '/dispatcher/podDisruptionBudget/maxUnavailable': minimum: got 0, want 1"},
+		"no percent may go":     {"dispatcher.podDisruptionBudget.maxUnavailable=0%", "'0%' does not match pattern '^(?<percentage_such_as_25_percent>"},
+		"memory in GB":          {"dispatcher.resources.limits.memory=1GB", "at '/dispatcher/resources/limits/memory': '1GB' does not match pattern '^(?<quantity_such_as_500m_or_1Gi>"},
+		"negative memory":       {"operator.resources.requests.memory=-5", "at '/operator/resources/requests/memory': minimum: got -5, want 0"},
+		"number in env":         {"dispatcher.extraEnv[0].name=A,dispatcher.extraEnv[0].value=5", "at '/dispatcher/extraEnv/0/value': got number, want string"},
+		"env as a map":          {"operator.extraEnv.A=b", "at '/operator/extraEnv': got object, want array"},
+		"network of 33 bits":    {"egressAllow={10.0.0.0/33}", "at '/egressAllow/0': '10.0.0.0/33' does not match pattern '^(?<network_or_address_or_host_name_without_scheme>"},
+		"class with a space":    {"dispatcher.persistence.storageClassName=Fast SSD", "at '/dispatcher/persistence/storageClassName': 'Fast SSD' does not match pattern '^(?<lower_case_name_or_empty>"},
+		"route with a scheme":   {"httpRoute.hostnames={https://calls.example}", "at '/httpRoute/hostnames/0': 'https://calls.example' does not match pattern '^(?<host_name_without_scheme_and_path>"},
+		"switch as text":        {"dispatcher.persistence.enabled=off", "at '/dispatcher/persistence/enabled': got string, want boolean"},
+		"switch for an object":  {"tls=true", "at '/tls': got boolean, want object"},
+		"values of old chart":   {"tls=null", "the value tls is missing: it is null, or the release's values are those of an older chart; use helm upgrade --reset-then-reuse-values"},
 		"reader, no namespace":  {"monitoring.readers[0].name=prometheus", "at '/monitoring/readers/0': missing property 'namespace'"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -246,8 +263,8 @@ func TestNotes(t *testing.T) {
 		"TLS alone, elsewhere": {"calls", "events", []string{"--values", "testdata/tls.values.yaml", "--set", "httpRoute.enabled=false"},
 			[]string{"https://calls-posthorn-dispatcher.events.svc:443/v1/", "Secret posthorn-calls", "https://calls.example.com/v1/", "kubectl posthorn --system-namespace events --support-account calls-posthorn-support why crm"},
 			[]string{"http://"}},
-		"warnings": {"posthorn", "posthorn-system", []string{"--set", "adminAuth=none,dispatcher.persistence.enabled=false,egressAllow={10.0.0.0/8}"},
-			[]string{"accepted calls are lost with their pod", "reads dead letters", "--dispatcher-plain"},
+		"warnings": {"posthorn", "posthorn-system", []string{"--set", "adminAuth=none,dispatcher.persistence.enabled=false,egressAllow={10.0.0.0/8},monitoring.readers[0].name=a,monitoring.readers[0].namespace=b"},
+			[]string{"accepted calls are lost with their pod", "reads dead letters", "--dispatcher-plain", "let no Prometheus in"},
 			[]string{"private addresses are denied"}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -387,9 +404,27 @@ func TestAPIServerAccepts(t *testing.T) {
 		t.Fatal(err)
 	}
 	strict := client.WithFieldValidation(cluster, "Strict")
-	for _, values := range []string{"default", "full", "minimal", "tls", "platform"} {
+	files, err := filepath.Glob("testdata/*.values.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	long := strings.Repeat("longname-", 6)[:53] // as long as Helm allows
+	cases := [][]string{
+		{"true"}, // a release's name may look like something else
+		{long},
+		{"posthorn", "--set", "fullnameOverride=" + long[:40]},
+		{"posthorn", "--set", "commonLabels.a=b,dispatcher.podLabels.a=c"},
+	}
+	for _, file := range files {
+		cases = append(cases, []string{"posthorn", "--values", file})
+	}
+	for _, values := range cases {
 		seen := 0
-		for _, o := range objects(t, mustRender(t, "--values", "testdata/"+values+".values.yaml")) {
+		text, err := renderAs(values[0], values[1:]...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, o := range objects(t, text) {
 			switch group := o.GroupVersionKind().Group; group {
 			case "monitoring.coreos.com", "gateway.networking.k8s.io":
 				continue // kinds that the API server does not have
@@ -400,7 +435,7 @@ func TestAPIServerAccepts(t *testing.T) {
 				continue // installed already
 			}
 			if err := strict.Create(context.Background(), o.DeepCopy(), create...); err != nil && (o.GetKind() != "ServiceAccount" || !apierrors.IsAlreadyExists(err)) {
-				t.Errorf("%s: %s %s: %v", values, o.GetKind(), o.GetName(), err)
+				t.Errorf("%v: %s %s: %v", values, o.GetKind(), o.GetName(), err)
 			}
 			template, found, _ := unstructured.NestedMap(o.Object, "spec", "template")
 			if !found {
@@ -426,11 +461,11 @@ func TestAPIServerAccepts(t *testing.T) {
 			// No controller makes ServiceAccounts here; one that is not asked for is not missed.
 			_ = unstructured.SetNestedField(pod.Object, false, "spec", "automountServiceAccountToken")
 			if err := strict.Create(context.Background(), pod, client.DryRunAll); err != nil {
-				t.Errorf("%s: pod of %s: %v", values, o.GetName(), err)
+				t.Errorf("%v: pod of %s: %v", values, o.GetName(), err)
 			}
 		}
 		if seen < 10 {
-			t.Errorf("%s: only %d objects", values, seen)
+			t.Errorf("%v: only %d objects", values, seen)
 		}
 	}
 }

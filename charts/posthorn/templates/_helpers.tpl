@@ -3,6 +3,11 @@
 {{- end }}
 
 {{- define "posthorn.fullname" -}}
+{{- range list "image" "podSecurityContext" "crds" "rbac" "adminAuth" "operator" "dispatcher" "service" "tls" "ingress" "httpRoute" "networkPolicy" "tracing" "monitoring" }}
+{{- if not (hasKey $.Values .) }}
+{{- fail (printf "the value %s is missing: it is null, or the release's values are those of an older chart; use helm upgrade --reset-then-reuse-values instead of --reuse-values" .) }}
+{{- end }}
+{{- end }}
 {{- if .Values.fullnameOverride }}
 {{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
 {{- else if contains (include "posthorn.name" .) .Release.Name }}
@@ -15,18 +20,17 @@
 {{/* What selects the pods of a component; never changes within a release. */}}
 {{- define "posthorn.selector" -}}
 app.kubernetes.io/name: posthorn
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
+{{/* The labels of an object: the chart's, .labels, and those of all objects. */}}
 {{- define "posthorn.labels" -}}
-{{ include "posthorn.selector" . }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- $own := include "posthorn.selector" . | fromYaml }}
+{{- $_ := set $own "app.kubernetes.io/version" .root.Chart.AppVersion }}
+{{- $_ := set $own "app.kubernetes.io/managed-by" .root.Release.Service }}
+{{- $_ := set $own "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_") }}
+{{- toYaml (merge $own (default (dict) .labels) (default (dict) .root.Values.commonLabels)) }}
 {{- end }}
 
 {{/* metadata of an object: dict "root" . "component" c "name" n, and "cluster" true
@@ -40,9 +44,6 @@ namespace: {{ .root.Release.Namespace }}
 {{- end }}
 labels:
   {{- include "posthorn.labels" . | nindent 2 }}
-  {{- with .labels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
 {{- $annotations := mergeOverwrite (dict) .root.Values.commonAnnotations (default (dict) .annotations) }}
 {{- with $annotations }}
 annotations:
