@@ -270,7 +270,7 @@ func newTail(way reaching) *cobra.Command {
 		Use:     "tail [DESTINATION]",
 		Short:   "Follow attempts as they end",
 		Example: "  posthorn tail\n  posthorn tail crm -o json",
-		Args:    cobra.MaximumNArgs(1),
+		Args:    atMostArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			query := url.Values{}
 			if len(args) == 1 {

@@ -162,6 +162,16 @@ func exactArgs(names ...string) cobra.PositionalArgs {
 	}
 }
 
+// atMostArgs is cobra.MaximumNArgs with a usage exit code.
+func atMostArgs(n int) cobra.PositionalArgs {
+	return func(_ *cobra.Command, args []string) error {
+		if len(args) > n {
+			return usagef("unexpected argument %q", args[n])
+		}
+		return nil
+	}
+}
+
 // logFlags are the flags of every server.
 type logFlags struct{ level, format string }
 
