@@ -37,6 +37,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/test/process"
 )
 
 const (
@@ -62,7 +63,7 @@ func newBench(ctx context.Context) (*bench, error) {
 	if err != nil {
 		return nil, err
 	}
-	b.sink = &sinkProcess{process: p}
+	b.sink = &sinkProcess{child: p}
 	if err := json.Unmarshal(p.hello, &b.sink.sinkAddrs); err != nil {
 		return nil, err
 	}
@@ -76,8 +77,8 @@ func (b *bench) close() {
 
 func (b *bench) dir(name string) string { return filepath.Join(b.root, name) }
 
-// process is a child of the benchmark.
-type process struct {
+// child is this binary in a role, in a process of its own.
+type child struct {
 	cmd   *exec.Cmd
 	hello []byte
 	stdin io.Closer
@@ -85,7 +86,7 @@ type process struct {
 }
 
 // spawn starts this binary in a role and waits for its first line.
-func spawn(ctx context.Context, role string, args ...string) (*process, error) {
+func spawn(ctx context.Context, role string, args ...string) (*child, error) {
 	self, err := os.Executable()
 	if err != nil {
 		return nil, err
@@ -109,35 +110,19 @@ func spawn(ctx context.Context, role string, args ...string) (*process, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s did not start: %w", role, err)
 	}
-	return &process{cmd: cmd, hello: hello, stdin: stdin, rest: rest}, nil
+	return &child{cmd: cmd, hello: hello, stdin: stdin, rest: rest}, nil
 }
 
-func (p *process) stop() {
+func (p *child) stop() {
 	_ = p.cmd.Process.Signal(syscall.SIGTERM)
 	_ = p.cmd.Wait()
 }
 
-// cpu is the processor time that the process has used.
-func (p *process) cpu() time.Duration {
-	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.cmd.Process.Pid))
-	if err != nil {
-		return 0
-	}
-	fields := strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))
-	user, _ := strconv.Atoi(fields[11])
-	system, _ := strconv.Atoi(fields[12])
-	return time.Duration(user+system) * (time.Second / 100)
-}
+func (p *child) cpu() time.Duration { return process.CPU(p.cmd.Process.Pid) }
 
-// rss is the process's resident memory in bytes.
-func (p *process) rss() int64 {
-	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.cmd.Process.Pid))
-	if err != nil {
-		return 0
-	}
-	_, rest, _ := strings.Cut(string(status), "VmRSS:")
-	kb, _ := strconv.ParseInt(strings.Fields(rest)[0], 10, 64)
-	return kb << 10
+func (p *child) rss() int64 {
+	now, _ := process.Memory(p.cmd.Process.Pid)
+	return now
 }
 
 // The sink: a do-nothing HTTP/1.1 receiver that counts and samples latencies.
@@ -145,7 +130,7 @@ func (p *process) rss() int64 {
 type sinkAddrs struct{ Addr, BlackHole, Failing, Slow, Control string }
 
 type sinkProcess struct {
-	*process
+	*child
 	sinkAddrs
 }
 
@@ -534,7 +519,7 @@ func config(list []destination) liveconfig.Config {
 }
 
 type dispatcherProcess struct {
-	*process
+	*child
 	Addr, Admin string
 	sources     int
 }
@@ -554,7 +539,7 @@ func (b *bench) start(ctx context.Context, list []destination, dir string) (*dis
 	if err != nil {
 		return nil, err
 	}
-	d := &dispatcherProcess{process: p, sources: len(c.Sources)}
+	d := &dispatcherProcess{child: p, sources: len(c.Sources)}
 	return d, json.Unmarshal(p.hello, d)
 }
 

@@ -9,20 +9,17 @@ import (
 	"embed"
 	"errors"
 	"fmt"
-	"io"
-	"net"
-	"net/http"
 	"os"
 	"os/exec"
 	"os/signal"
 	"path/filepath"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
 
 	"github.com/posthorn/posthorn/analytics"
+	"github.com/posthorn/posthorn/test/process"
 )
 
 //go:embed manifests/*.yaml
@@ -43,39 +40,32 @@ func run(ctx context.Context) error {
 		return err
 	}
 	defer os.RemoveAll(dir)
-	ctx, cancel := context.WithCancel(ctx)
-	d := &demo{dir: dir, bin: filepath.Join(dir, "posthorn")}
-	defer d.running.Wait()
-	defer cancel()
 
 	step("Building posthorn")
-	build := exec.CommandContext(ctx, "go", "build", "-o", d.bin, "./cmd/posthorn")
-	build.Stdout, build.Stderr = os.Stdout, os.Stderr
-	if err := build.Run(); err != nil {
-		return fmt.Errorf("build: %w", err)
+	d := &demo{}
+	if d.bin, err = process.Build(dir); err != nil {
+		return err
 	}
+	defer d.stop()
 
-	calls, admin, crm, warehouse := freeAddr(), freeAddr(), freeAddr(), freeAddr()
+	crm, warehouse := process.FreeAddr(), process.FreeAddr()
 	folder := filepath.Join(dir, "manifests")
-	if err := d.writeManifests(folder, strings.NewReplacer("127.0.0.1:9000", crm, "127.0.0.1:9001", warehouse)); err != nil {
+	if err := writeManifests(folder, strings.NewReplacer("127.0.0.1:9000", crm, "127.0.0.1:9001", warehouse)); err != nil {
 		return err
 	}
 
 	step("Starting a receiver for crm, and Posthorn on hack/demo/manifests (a Source, two WebhookDestinations, two Secrets)")
 	var authentic atomic.Int64
-	if err := d.start(ctx, "crm      |", &authentic, "sink", "--listen", crm, "--secret", "demo-shared-secret"); err != nil {
+	if err := d.sink("crm      |", crm, &authentic); err != nil {
 		return err
 	}
-	if err := d.start(ctx, "posthorn |", nil, "run", "--manifests", folder, "--data", filepath.Join(dir, "data"),
-		"--listen", calls, "--admin-listen", admin, "--egress-allow", "127.0.0.0/8", "--log-level", "warn"); err != nil {
-		return err
-	}
-	if err := waitReady(ctx, "http://"+calls+"/readyz"); err != nil {
+	p := process.Run(d.bin, folder, filepath.Join(dir, "data"), "--log-level", "warn")
+	if err := d.start(p, &lines{name: "posthorn |"}); err != nil {
 		return err
 	}
 
 	step("Sending one call of every type through the Go client")
-	client := analytics.New("demo-write-key", analytics.WithEndpoint("http://"+calls))
+	client := analytics.New("demo-write-key", analytics.WithEndpoint("http://"+p.Addr))
 	for _, call := range []func() error{
 		func() error {
 			return client.Identify(&analytics.Identify{UserId: "u1", Traits: map[string]any{"email": "ada@example.com", "plan": "pro"}})
@@ -106,28 +96,28 @@ func run(ctx context.Context) error {
 
 	step("Nobody listens at the other destination, warehouse: its order is kept, and its status says why")
 	if err := until(ctx, "the failure in status", func() bool {
-		return strings.Contains(d.get(ctx, admin, "destinations", "-o", "yaml"), "ConnectionRefused")
+		return strings.Contains(d.get(ctx, p.Admin, "destinations", "-o", "yaml"), "ConnectionRefused")
 	}); err != nil {
 		return err
 	}
-	fmt.Println(d.get(ctx, admin, "destinations", "-o", "wide"))
+	fmt.Println(d.get(ctx, p.Admin, "destinations", "-o", "wide"))
 
 	step("Its receiver comes up")
 	var recovered atomic.Int64
-	if err := d.start(ctx, "warehouse|", &recovered, "sink", "--listen", warehouse, "--secret", "demo-shared-secret"); err != nil {
+	if err := d.sink("warehouse|", warehouse, &recovered); err != nil {
 		return err
 	}
 	if err := until(ctx, "the kept order at warehouse", func() bool { return recovered.Load() >= 1 }); err != nil {
 		return err
 	}
 	if err := until(ctx, "the recovery in status", func() bool {
-		return !strings.Contains(d.get(ctx, admin, "destinations"), "False")
+		return !strings.Contains(d.get(ctx, p.Admin, "destinations"), "False")
 	}); err != nil {
 		return err
 	}
 	say("The order that waited was delivered. Status:")
-	fmt.Println(d.get(ctx, admin, "sources"))
-	fmt.Println(d.get(ctx, admin, "destinations"))
+	fmt.Println(d.get(ctx, p.Admin, "sources"))
+	fmt.Println(d.get(ctx, p.Admin, "destinations"))
 
 	step("Done; everything is stopped and removed. Try it yourself:")
 	fmt.Print(`  make build
@@ -143,23 +133,26 @@ In a cluster: see README.md. What each field does: docs/webhookdestination.md.
 }
 
 type demo struct {
-	dir, bin string
-	running  sync.WaitGroup
+	bin     string
+	running []*process.Posthorn
 }
 
-// start runs the binary in the background until ctx is done; its lines are
-// printed behind a name, and authentic counts those that say a signature is ok.
-func (d *demo) start(ctx context.Context, name string, authentic *atomic.Int64, args ...string) error {
-	cmd := exec.CommandContext(ctx, d.bin, args...)
-	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
-	cmd.WaitDelay = 5 * time.Second
-	out := &lines{name: name, authentic: authentic}
-	cmd.Stdout, cmd.Stderr = out, out
-	if err := cmd.Start(); err != nil {
-		return err
+// start runs the binary until stop; its lines are printed.
+func (d *demo) start(p *process.Posthorn, out *lines) error {
+	p.Log = out
+	d.running = append(d.running, p)
+	return p.Start()
+}
+
+// sink starts a receiver; authentic counts the signatures that it finds right.
+func (d *demo) sink(name, addr string, authentic *atomic.Int64) error {
+	return d.start(&process.Posthorn{Binary: d.bin, Args: []string{"sink", "--listen", addr, "--secret", "demo-shared-secret"}}, &lines{name: name, authentic: authentic})
+}
+
+func (d *demo) stop() {
+	for _, p := range d.running {
+		_ = p.Stop(syscall.SIGTERM)
 	}
-	d.running.Go(func() { _ = cmd.Wait() })
-	return nil
 }
 
 func (d *demo) get(ctx context.Context, admin string, args ...string) string {
@@ -170,7 +163,7 @@ func (d *demo) get(ctx context.Context, admin string, args ...string) string {
 	return string(out)
 }
 
-func (d *demo) writeManifests(folder string, addresses *strings.Replacer) error {
+func writeManifests(folder string, addresses *strings.Replacer) error {
 	if err := os.Mkdir(folder, 0o700); err != nil {
 		return err
 	}
@@ -220,27 +213,6 @@ func step(text string) {
 }
 
 func say(text string) { fmt.Println("  " + text) }
-
-func freeAddr() string {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		panic(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
-}
-
-func waitReady(ctx context.Context, url string) error {
-	return until(ctx, "posthorn to be ready", func() bool {
-		resp, err := http.Get(url) //nolint:noctx // a local poll that until bounds
-		if err != nil {
-			return false
-		}
-		defer resp.Body.Close()
-		_, _ = io.Copy(io.Discard, resp.Body)
-		return resp.StatusCode == http.StatusOK
-	})
-}
 
 func until(ctx context.Context, what string, ok func() bool) error {
 	deadline := time.Now().Add(60 * time.Second)

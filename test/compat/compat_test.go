@@ -53,7 +53,7 @@ func TestRateLimit(t *testing.T) {
 				}
 				for !limited {
 					body := filler(fillers)
-					resp, err := send(p.addr, recorded{Method: http.MethodPost, Path: "/v1/batch", Body: body})
+					resp, err := send(p.Addr, recorded{Method: http.MethodPost, Path: "/v1/batch", Body: body})
 					if err != nil {
 						t.Error(err)
 						break

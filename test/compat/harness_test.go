@@ -8,10 +8,8 @@ import (
 	"bufio"
 	"bytes"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -22,20 +20,21 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/posthorn/posthorn/test/process"
 )
 
 const (
 	key    = "compat-write-key"
 	secret = "compat-shared-secret"
 	origin = "http://shop.example"
-	// patience is how long a test waits for what must happen in the end.
-	patience = 90 * time.Second
 )
 
 // built are the programs that tests run; each is built once, when first needed.
 var built struct {
-	dir                     string
-	posthorn, goClient, npm func() error
+	dir           string
+	posthorn      func() (binary string, err error)
+	goClient, npm func() error
 }
 
 func TestMain(m *testing.M) {
@@ -44,9 +43,7 @@ func TestMain(m *testing.M) {
 		panic(err)
 	}
 	built.dir = dir
-	built.posthorn = sync.OnceValue(func() error {
-		return command("go", "build", "-o", filepath.Join(dir, "posthorn"), "../../cmd/posthorn")
-	})
+	built.posthorn = sync.OnceValues(func() (string, error) { return process.Build(dir) })
 	built.goClient = sync.OnceValue(func() error {
 		return command("go", "build", "-C", "goclient", "-o", filepath.Join(dir, "goclient"), ".")
 	})
@@ -95,35 +92,23 @@ func needNode(t *testing.T) {
 
 // posthorn is a running `posthorn run`.
 type posthorn struct {
-	t                            *testing.T
-	addr, admin, manifests, data string
-	log                          *os.File
-	cmd                          *exec.Cmd
-	exited                       chan struct{}
-}
-
-func freeAddr(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
+	*process.Posthorn
+	t         *testing.T
+	manifests string
+	log       process.Log
 }
 
 // start runs Posthorn with a Source (more is added to its spec) and a
 // destination that sends to a URL, if enabled.
 func start(t *testing.T, url string, enabled bool, more string) *posthorn {
 	t.Helper()
-	if err := built.posthorn(); err != nil {
+	binary, err := built.posthorn()
+	if err != nil {
 		t.Fatal(err)
 	}
-	p := &posthorn{t: t, addr: freeAddr(t), admin: freeAddr(t), manifests: t.TempDir(), data: t.TempDir()}
-	var err error
-	if p.log, err = os.Create(filepath.Join(t.TempDir(), "log")); err != nil {
-		t.Fatal(err)
-	}
+	p := &posthorn{t: t, manifests: t.TempDir()}
+	p.Posthorn = process.Run(binary, p.manifests, t.TempDir())
+	p.Log = &p.log
 	p.write("source.yaml", `
 apiVersion: v1
 kind: Secret
@@ -142,10 +127,8 @@ spec:
 	t.Cleanup(func() {
 		p.kill(syscall.SIGTERM)
 		if t.Failed() {
-			log, _ := os.ReadFile(p.log.Name())
-			t.Logf("posthorn said:\n%s", log[max(0, len(log)-8000):])
+			t.Logf("posthorn said:\n%s", p.log.Tail())
 		}
-		_ = p.log.Close()
 	})
 	return p
 }
@@ -168,69 +151,26 @@ spec:
 
 func (p *posthorn) write(name, text string) {
 	p.t.Helper()
-	// A new file that takes the old one's place.
-	tmp := filepath.Join(p.manifests, "."+name+".tmp")
-	if err := os.WriteFile(tmp, []byte(text), 0o600); err != nil {
-		p.t.Fatal(err)
-	}
-	if err := os.Rename(tmp, filepath.Join(p.manifests, name)); err != nil {
+	if err := process.Replace(filepath.Join(p.manifests, name), text); err != nil {
 		p.t.Fatal(err)
 	}
 }
 
-// run starts the process. It runs in the handlers of the wire too, so it ends
-// no test but says what went wrong by the exit of the process.
+// run starts the process. It runs in the handlers of the wire too, so it ends no test.
 func (p *posthorn) run() {
-	p.cmd = exec.Command(filepath.Join(built.dir, "posthorn"), "run", "--manifests", p.manifests, "--data", p.data,
-		"--listen", p.addr, "--admin-listen", p.admin, "--egress-allow", "127.0.0.0/8")
-	p.cmd.Stdout, p.cmd.Stderr = p.log, p.log
-	exited := make(chan struct{})
-	p.exited = exited
-	if err := p.cmd.Start(); err != nil {
-		p.t.Errorf("start posthorn: %v", err)
-		close(exited)
-		return
-	}
-	go func(cmd *exec.Cmd) { _ = cmd.Wait(); close(exited) }(p.cmd)
-	if err := eventually(func() error {
-		select {
-		case <-exited:
-			return final{errors.New("it ended")}
-		default:
-		}
-		return get("http://"+p.addr+"/readyz", nil)
-	}); err != nil {
-		p.t.Errorf("posthorn is not ready: %v", err)
+	if err := p.Start(); err != nil {
+		p.t.Error(err)
 	}
 }
 
 // kill ends the process and waits for its end.
 func (p *posthorn) kill(signal syscall.Signal) {
-	_ = p.cmd.Process.Signal(signal)
-	select {
-	case <-p.exited:
-	case <-time.After(patience):
-		_ = p.cmd.Process.Kill()
-		p.t.Error("posthorn did not stop")
+	if err := p.Stop(signal); err != nil {
+		p.t.Error(err)
 	}
 }
 
-// final is an error that time does not mend.
-type final struct{ error }
-
-// eventually polls until check returns nil, or patience is at an end.
-func eventually(check func() error) error {
-	deadline := time.Now().Add(patience)
-	for {
-		err := check()
-		if _, ended := errors.AsType[final](err); err == nil || ended || time.Now().After(deadline) {
-			return err
-		}
-		time.Sleep(20 * time.Millisecond)
-	}
-}
-
-// get reads JSON; into may be nil.
+// get reads JSON.
 func get(url string, into any) error {
 	client := http.Client{Timeout: 20 * time.Second}
 	resp, err := client.Get(url) //nolint:noctx // a local poll
@@ -241,9 +181,6 @@ func get(url string, into any) error {
 	body, err := io.ReadAll(resp.Body)
 	if err != nil || resp.StatusCode != http.StatusOK {
 		return fmt.Errorf("%s: %s %w", resp.Status, body, err)
-	}
-	if into == nil {
-		return nil
 	}
 	return json.Unmarshal(body, into)
 }
@@ -257,11 +194,11 @@ type ledger struct {
 // settled waits until n messages were accepted and none waits, and returns the counts.
 func (p *posthorn) settled(n int) (l ledger) {
 	p.t.Helper()
-	if err := eventually(func() error {
+	if err := process.Eventually(func() error {
 		var report struct {
 			Tenants []struct{ Destinations []ledger }
 		}
-		if err := get("http://"+p.admin+"/report", &report); err != nil {
+		if err := get("http://"+p.Admin+"/report", &report); err != nil {
 			return err
 		}
 		for _, tenant := range report.Tenants {
@@ -281,7 +218,7 @@ func (p *posthorn) settled(n int) (l ledger) {
 // metric returns the sum of a metric's series that contain a text.
 func (p *posthorn) metric(series string) (sum float64) {
 	p.t.Helper()
-	resp, err := http.Get("http://" + p.admin + "/metrics") //nolint:noctx // local
+	resp, err := http.Get("http://" + p.Admin + "/metrics") //nolint:noctx // local
 	if err != nil {
 		p.t.Fatal(err)
 	}

@@ -167,7 +167,7 @@ func TestReplay(t *testing.T) {
 			t.Cleanup(receiver.Close)
 			p := start(t, receiver.URL, true, "")
 			for _, r := range want.Requests {
-				resp, err := send(p.addr, r)
+				resp, err := send(p.Addr, r)
 				if err != nil {
 					t.Fatal(err)
 				}

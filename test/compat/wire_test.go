@@ -94,7 +94,7 @@ func (w *wire) serve(rw http.ResponseWriter, r *http.Request) {
 	if action == cutRequest {
 		err = w.half(e.recorded)
 	} else {
-		resp, err = send(w.p.addr, e.recorded)
+		resp, err = send(w.p.Addr, e.recorded)
 	}
 	if err != nil {
 		w.p.t.Errorf("pass a request on: %v", err)
@@ -144,13 +144,13 @@ var passOn = &http.Transport{DisableCompression: true, DisableKeepAlives: true}
 
 // half sends the head and half of the body.
 func (w *wire) half(r recorded) error {
-	conn, err := net.Dial("tcp", w.p.addr)
+	conn, err := net.Dial("tcp", w.p.Addr)
 	if err != nil {
 		return err
 	}
 	w.p.t.Cleanup(func() { _ = conn.Close() })
 	var b bytes.Buffer
-	fmt.Fprintf(&b, "%s %s HTTP/1.1\r\nHost: %s\r\nContent-Length: %d\r\n", r.Method, r.Path, w.p.addr, len(r.Body))
+	fmt.Fprintf(&b, "%s %s HTTP/1.1\r\nHost: %s\r\nContent-Length: %d\r\n", r.Method, r.Path, w.p.Addr, len(r.Body))
 	for _, name := range slices.Sorted(maps.Keys(r.Headers)) {
 		if name != "Connection" && name != "Content-Length" {
 			fmt.Fprintf(&b, "%s: %s\r\n", name, r.Headers[name])

@@ -9,6 +9,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/posthorn/posthorn/test/process"
 )
 
 const root = "../.."
@@ -53,9 +55,8 @@ func TestMain(m *testing.M) {
 	if err != nil {
 		panic(err)
 	}
-	binary = filepath.Join(dir, "bin", "posthorn")
-	if out, err := exec.Command("go", "build", "-o", binary, "../../cmd/posthorn").CombinedOutput(); err != nil {
-		fmt.Fprintf(os.Stderr, "build posthorn: %v\n%s", err, out)
+	if binary, err = process.Build(dir); err != nil {
+		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
 	code := m.Run()

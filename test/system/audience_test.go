@@ -46,7 +46,7 @@ func members(t *testing.T, list ...string) string {
 
 func (p *posthorn) syncMembers(key string, list []string, flags ...string) (stdout, stderr string, code int) {
 	p.t.Helper()
-	return cli(p.t, "", append([]string{"audience", "sync", key, members(p.t, list...), "--endpoint", "http://" + p.addr, "--write-key", "system-write-key"}, flags...)...)
+	return cli(p.t, "", append([]string{"audience", "sync", key, members(p.t, list...), "--endpoint", "http://" + p.Addr, "--write-key", "system-write-key"}, flags...)...)
 }
 
 // traits are the identify messages that arrived, as "user key=value", sorted.
@@ -71,7 +71,7 @@ func traits(t *testing.T, requests []request) (out []string) {
 
 func (p *posthorn) audience(name string) v1alpha1.Audience {
 	p.t.Helper()
-	out, errs, code := cli(p.t, "", "get", "audiences", name, "-o", "json", "--admin", p.admin)
+	out, errs, code := cli(p.t, "", "get", "audiences", name, "-o", "json", "--admin", p.Admin)
 	if code != 0 {
 		p.t.Fatalf("get audiences: exit %d: %s", code, errs)
 	}
@@ -153,11 +153,10 @@ func TestAudience(t *testing.T) {
 
 	// The members outlive the process, and the queue takes part in everything.
 	p.kill(syscall.SIGKILL)
-	<-p.exited
 	p.run()
 	ok(p.syncMembers("first_time_shoppers", []string{"u4"}, "--allow-removal", "70"))
 	told("u3 first_time_shoppers=false", "ü1 first_time_shoppers=false")
-	if out, errs, code := cli(t, `{"userId":"u9"}`+"\n"+`{"userId":"u4","member":false}`, "audience", "sync", "first_time_shoppers", "-", "--increment", "--endpoint", "http://"+p.addr, "--write-key", key); code != 0 || !strings.Contains(out, "members 1, added 1, removed 1, changed 0") {
+	if out, errs, code := cli(t, `{"userId":"u9"}`+"\n"+`{"userId":"u4","member":false}`, "audience", "sync", "first_time_shoppers", "-", "--increment", "--endpoint", "http://"+p.Addr, "--write-key", key); code != 0 || !strings.Contains(out, "members 1, added 1, removed 1, changed 0") {
 		t.Errorf("increment: exit %d: %s %s", code, out, errs)
 	}
 	told("u4 first_time_shoppers=false", "u9 first_time_shoppers=true")
@@ -168,7 +167,7 @@ func TestAudience(t *testing.T) {
 		}
 		return nil
 	})
-	if out, _, code := cli(t, "", "get", "audiences", "--admin", p.admin); code != 0 || !strings.Contains(out, "MEMBERS") || !strings.Contains(out, "shoppers") {
+	if out, _, code := cli(t, "", "get", "audiences", "--admin", p.Admin); code != 0 || !strings.Contains(out, "MEMBERS") || !strings.Contains(out, "shoppers") {
 		t.Errorf("get audiences: exit %d: %s", code, out)
 	}
 	if _, _, dead, _ := p.ledger("crm"); dead != 0 {

@@ -34,7 +34,7 @@ spec: {userId: hush-user, suppress: true}
 	}
 	debug := func(what string) string {
 		t.Helper()
-		out, errs, code := cli(t, "", "debug", what, "--admin", p.admin)
+		out, errs, code := cli(t, "", "debug", what, "--admin", p.Admin)
 		if code != 0 {
 			t.Fatalf("debug %s: exit %d: %s", what, code, errs)
 		}
@@ -87,7 +87,7 @@ spec: {userId: hush-user, suppress: true}
 func TestDebugIsOffByDefault(t *testing.T) {
 	p := start(t, map[string]string{"source.yaml": source()})
 	for _, what := range []string{"lanes", "config", "pprof/heap"} {
-		if out, errs, code := cli(t, "", "debug", what, "--admin", p.admin); code != 1 || !strings.Contains(errs, "--debug") {
+		if out, errs, code := cli(t, "", "debug", what, "--admin", p.Admin); code != 1 || !strings.Contains(errs, "--debug") {
 			t.Errorf("debug %s: exit %d: %s%s", what, code, out, errs)
 		}
 	}

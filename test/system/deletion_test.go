@@ -32,7 +32,7 @@ spec:
 	for _, name := range []string{"crm", "failing"} {
 		p.condition(name, "Ready", "True", "")
 	}
-	out, errs, code := cli(t, "", "delete-user", "ü1", "--manifests", p.manifests, "--admin", p.admin, "--suppress", "--wait")
+	out, errs, code := cli(t, "", "delete-user", "ü1", "--manifests", p.manifests, "--admin", p.Admin, "--suppress", "--wait")
 	if code != 1 { // one of them was not delivered
 		t.Errorf("exit %d: %s %s", code, out, errs)
 	}
@@ -49,7 +49,6 @@ spec:
 
 	// The user is suppressed at each Source, others are not; also after a crash, which tells nobody again.
 	p.kill(syscall.SIGKILL)
-	<-p.exited
 	p.run()
 	for _, writeKey := range []string{key, secret} {
 		if status, answer, err := p.post("/v1/page", writeKey, `{"userId":"ü1"}`); err != nil || status != http.StatusForbidden || !strings.Contains(answer, "user_suppressed") {
@@ -61,7 +60,7 @@ spec:
 	if out, errs, code := cli(t, "", "delete-user", "ü1", "--manifests", p.manifests); code != 1 || !strings.Contains(errs, "requested before") {
 		t.Errorf("twice: exit %d: %s %s", code, out, errs)
 	}
-	out, errs, code = cli(t, "", "get", "deletions", "-o", "wide", "--admin", p.admin)
+	out, errs, code = cli(t, "", "get", "deletions", "-o", "wide", "--admin", p.Admin)
 	if code != 0 || !strings.Contains(out, "NotDelivered") {
 		t.Errorf("get deletions: exit %d: %s %s", code, out, errs)
 	}
@@ -75,7 +74,7 @@ spec:
 	}
 
 	// Asked for one Source without destinations, nobody is told; without the request calls are taken again.
-	out, errs, code = cli(t, "", "delete-user", "u3", "--manifests", p.manifests, "--admin", p.admin, "--source", "tv", "--wait")
+	out, errs, code = cli(t, "", "delete-user", "u3", "--manifests", p.manifests, "--admin", p.Admin, "--source", "tv", "--wait")
 	if code != 0 || !strings.Contains(out, "no affected Source") {
 		t.Errorf("exit %d: %s %s", code, out, errs)
 	}
@@ -86,7 +85,7 @@ spec:
 	}
 
 	// With a time to live the request goes by itself; a file that holds more stays.
-	out, errs, code = cli(t, "", "delete-user", "u4", "--manifests", p.manifests, "--admin", p.admin, "--ttl", "10s")
+	out, errs, code = cli(t, "", "delete-user", "u4", "--manifests", p.manifests, "--admin", p.Admin, "--ttl", "10s")
 	if code != 0 {
 		t.Errorf("exit %d: %s %s", code, out, errs)
 	}
@@ -96,14 +95,12 @@ spec:
 		if _, err := os.Stat(expired); err == nil {
 			return errors.New("it is there")
 		}
-		if _, _, code := cli(t, "", "get", "deletions", "delete-"+hash12("u4"), "--admin", p.admin); code == 0 {
+		if _, _, code := cli(t, "", "get", "deletions", "delete-"+hash12("u4"), "--admin", p.Admin); code == 0 {
 			return errors.New("it is known")
 		}
 		return nil
 	})
 	p.eventually("it is said that the other file stays", func() error {
-		p.logMu.Lock()
-		defer p.logMu.Unlock()
 		if !strings.Contains(p.log.String(), "two.yaml holds other objects as well") {
 			return errors.New("not yet")
 		}

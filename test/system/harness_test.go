@@ -11,7 +11,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -28,6 +27,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/test/process"
 )
 
 var binary string
@@ -37,9 +37,8 @@ func TestMain(m *testing.M) {
 	if err != nil {
 		panic(err)
 	}
-	binary = filepath.Join(dir, "posthorn")
-	if out, err := exec.Command("go", "build", "-o", binary, "../../cmd/posthorn").CombinedOutput(); err != nil {
-		fmt.Fprintf(os.Stderr, "build posthorn: %v\n%s", err, out)
+	if binary, err = process.Build(dir); err != nil {
+		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
 	code := m.Run()
@@ -52,37 +51,22 @@ const (
 	secret = "system-shared-secret"
 )
 
-// patience is how long a test waits for what must happen in the end.
-const patience = 60 * time.Second
-
 // posthorn is a running `posthorn run`.
 type posthorn struct {
+	*process.Posthorn
 	t               *testing.T
-	addr, admin     string
 	manifests, data string
-	flags           []string
-	cmd             *exec.Cmd
-	log             *bytes.Buffer
-	logMu           sync.Mutex
-	exited          chan struct{}
+	log             process.Log
 	// deletes: the test takes Sources or destinations away.
 	deletes bool
-}
-
-func freeAddr(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
 }
 
 // start runs Posthorn on some manifests (file name -> text).
 func start(t *testing.T, manifests map[string]string, flags ...string) *posthorn {
 	t.Helper()
-	p := &posthorn{t: t, addr: freeAddr(t), admin: freeAddr(t), manifests: t.TempDir(), data: t.TempDir(), flags: flags, log: &bytes.Buffer{}}
+	p := &posthorn{t: t, manifests: t.TempDir(), data: t.TempDir()}
+	p.Posthorn = process.Run(binary, p.manifests, p.data, flags...)
+	p.Log = &p.log
 	for name, text := range manifests {
 		p.write(name, text)
 	}
@@ -93,71 +77,29 @@ func start(t *testing.T, manifests map[string]string, flags ...string) *posthorn
 		}
 		p.kill(syscall.SIGTERM)
 		if t.Failed() {
-			p.logMu.Lock()
-			defer p.logMu.Unlock()
-			t.Logf("posthorn said:\n%s", tail(p.log.String(), 8000))
+			t.Logf("posthorn said:\n%s", p.log.Tail())
 		}
 	})
 	return p
 }
 
-func tail(s string, n int) string { return s[max(0, len(s)-n):] }
-
-type lockedWriter struct{ p *posthorn }
-
-func (w lockedWriter) Write(b []byte) (int, error) {
-	w.p.logMu.Lock()
-	defer w.p.logMu.Unlock()
-	return w.p.log.Write(b)
-}
-
 func (p *posthorn) run() {
 	p.t.Helper()
-	args := append([]string{"run", "--manifests", p.manifests, "--data", p.data, "--listen", p.addr, "--admin-listen", p.admin, "--egress-allow", "127.0.0.0/8"}, p.flags...)
-	p.cmd = exec.Command(binary, args...)
-	p.cmd.Stdout, p.cmd.Stderr = lockedWriter{p}, lockedWriter{p}
-	if err := p.cmd.Start(); err != nil {
-		p.t.Fatal(err)
+	if err := p.Start(); err != nil {
+		p.t.Fatalf("%v\n%s", err, p.log.Tail())
 	}
-	p.exited = make(chan struct{})
-	go func(cmd *exec.Cmd, exited chan struct{}) { _ = cmd.Wait(); close(exited) }(p.cmd, p.exited)
-	p.eventually("posthorn is ready", func() error {
-		select {
-		case <-p.exited:
-			p.t.Fatal("posthorn ended")
-		default:
-		}
-		resp, err := http.Get("http://" + p.addr + "/readyz") //nolint:noctx // a local poll
-		if err != nil {
-			return err
-		}
-		defer resp.Body.Close()
-		if body, _ := io.ReadAll(resp.Body); resp.StatusCode != http.StatusOK {
-			return fmt.Errorf("%s: %s", resp.Status, body)
-		}
-		return nil
-	})
 }
 
 // kill ends the process and waits for its end.
 func (p *posthorn) kill(signal syscall.Signal) {
-	_ = p.cmd.Process.Signal(signal)
-	select {
-	case <-p.exited:
-	case <-time.After(patience):
-		_ = p.cmd.Process.Kill()
-		p.t.Error("posthorn did not stop")
+	if err := p.Stop(signal); err != nil {
+		p.t.Error(err)
 	}
 }
 
 func (p *posthorn) write(name, text string) {
 	p.t.Helper()
-	// As editors and kubelets do: a new file that takes the old one's place.
-	tmp := filepath.Join(p.manifests, "."+name+".tmp")
-	if err := os.WriteFile(tmp, []byte(text), 0o600); err != nil {
-		p.t.Fatal(err)
-	}
-	if err := os.Rename(tmp, filepath.Join(p.manifests, name)); err != nil {
+	if err := process.Replace(filepath.Join(p.manifests, name), text); err != nil {
 		p.t.Fatal(err)
 	}
 }
@@ -173,22 +115,14 @@ func (p *posthorn) remove(name string) {
 // eventually polls until check returns nil.
 func (p *posthorn) eventually(what string, check func() error) {
 	p.t.Helper()
-	deadline := time.Now().Add(patience)
-	for {
-		err := check()
-		if err == nil {
-			return
-		}
-		if time.Now().After(deadline) {
-			p.t.Fatalf("waited for: %s: %v", what, err)
-		}
-		time.Sleep(20 * time.Millisecond)
+	if err := process.Eventually(check); err != nil {
+		p.t.Fatalf("waited for: %s: %v", what, err)
 	}
 }
 
 // post sends a body and returns the status and the answer.
 func (p *posthorn) post(path, writeKey, body string) (int, string, error) {
-	req, err := http.NewRequest(http.MethodPost, "http://"+p.addr+path, strings.NewReader(body)) //nolint:noctx // a test
+	req, err := http.NewRequest(http.MethodPost, "http://"+p.Addr+path, strings.NewReader(body)) //nolint:noctx // a test
 	if err != nil {
 		return 0, "", err
 	}
@@ -215,7 +149,7 @@ func (p *posthorn) mustPost(path, body string) {
 // cli runs another command of the binary.
 func cli(t *testing.T, stdin string, args ...string) (stdout, stderr string, code int) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	ctx, cancel := context.WithTimeout(t.Context(), process.Patience)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, binary, args...)
 	var out, errs bytes.Buffer
@@ -230,7 +164,7 @@ func cli(t *testing.T, stdin string, args ...string) (stdout, stderr string, cod
 // destination reads a destination's status as a user would.
 func (p *posthorn) destination(name string) (d v1alpha1.WebhookDestination, err error) {
 	p.t.Helper()
-	out, errs, code := cli(p.t, "", "get", "destinations", name, "-o", "json", "--admin", p.admin)
+	out, errs, code := cli(p.t, "", "get", "destinations", name, "-o", "json", "--admin", p.Admin)
 	if code != 0 {
 		return d, fmt.Errorf("get destinations: exit %d: %s", code, errs)
 	}
@@ -262,7 +196,7 @@ func (p *posthorn) condition(name, typ, status, reason string) (message string) 
 // report reads what the dispatcher says of itself, and checks every ledger in it.
 func (p *posthorn) report() (r liveconfig.Report, err error) {
 	p.t.Helper()
-	resp, err := http.Get("http://" + p.admin + "/report") //nolint:noctx // a local poll
+	resp, err := http.Get("http://" + p.Admin + "/report") //nolint:noctx // a local poll
 	if err != nil {
 		return r, err
 	}
@@ -322,7 +256,7 @@ func (p *posthorn) ledger(name string) (delivered, filtered, dead, discarded int
 // -9, and no accepted message is missing in them afterwards.
 func (p *posthorn) checkLedgers() {
 	select {
-	case <-p.exited:
+	case <-p.Exited():
 		return // The test ended it, or it never began.
 	default:
 	}
@@ -359,7 +293,7 @@ func (p *posthorn) checkLedgers() {
 
 // checkMetrics reads the ledgers from the metrics, whose sum must be accepted.
 func (p *posthorn) checkMetrics() {
-	resp, err := http.Get("http://" + p.admin + "/metrics") //nolint:noctx // a local poll
+	resp, err := http.Get("http://" + p.Admin + "/metrics") //nolint:noctx // a local poll
 	if err != nil {
 		p.t.Error(err)
 		return

@@ -18,6 +18,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/test/process"
 )
 
 // The main job: every type of call arrives as specified, and a receiver in
@@ -272,10 +273,10 @@ func TestStatusTellsOfFailureAndRecovery(t *testing.T) {
 		t.Errorf("the message does not name the endpoint and the status: %s", m)
 	}
 	p.condition("crm", "Ready", "True", "") // a receiver's outage is no mistake in the spec
-	if out, _, _ := cli(t, "", "get", "destinations", "-o", "yaml", "--admin", p.admin); strings.Contains(out[strings.Index(out, "status:"):], "secret-path") {
+	if out, _, _ := cli(t, "", "get", "destinations", "-o", "yaml", "--admin", p.Admin); strings.Contains(out[strings.Index(out, "status:"):], "secret-path") {
 		t.Errorf("the status shows the URL's path:\n%s", out)
 	}
-	out, _, _ := cli(t, "", "get", "destinations", "--admin", p.admin)
+	out, _, _ := cli(t, "", "get", "destinations", "--admin", p.Admin)
 	if !strings.Contains(out, "NAME") || !strings.Contains(out, "DELIVERING") || !strings.Contains(out, "False") {
 		t.Errorf("table:\n%s", out)
 	}
@@ -381,7 +382,7 @@ func TestDamagedStoreIsRepaired(t *testing.T) {
 	}
 	send(0)
 	damage()
-	if _, errs, code := cli(t, "", "run", "--manifests", p.manifests, "--data", p.data, "--listen", p.addr, "--admin-listen", p.admin); code != 1 || !strings.Contains(errs, "MANIFEST") || !strings.Contains(errs, "posthorn repair") {
+	if _, errs, code := cli(t, "", "run", "--manifests", p.manifests, "--data", p.data, "--listen", p.Addr, "--admin-listen", p.Admin); code != 1 || !strings.Contains(errs, "MANIFEST") || !strings.Contains(errs, "posthorn repair") {
 		t.Fatalf("a damaged store: exit %d: %s", code, errs)
 	}
 	out, _, code := cli(t, "", "repair", "--data", p.data)
@@ -398,7 +399,7 @@ func TestDamagedStoreIsRepaired(t *testing.T) {
 	p.run()
 	send(20)
 	damage()
-	p.flags = append(p.flags, "--repair")
+	p.Args = append(p.Args, "--repair")
 	p.run()
 	p.write("crm.yaml", destination("crm", r.URL, ""))
 	p.arrive(r, 40)
@@ -413,7 +414,7 @@ func TestOneDeadDestinationDoesNotHarmAnother(t *testing.T) {
 	t.Cleanup(hang.CloseClientConnections)
 	p := start(t, map[string]string{
 		"source.yaml": source(), "healthy.yaml": destination("healthy", healthy.URL, ""),
-		"dead.yaml": destination("dead", "http://"+freeAddr(t), ""), "hang.yaml": destination("hang", hang.URL, "  delivery: {timeout: 500ms}\n"),
+		"dead.yaml": destination("dead", "http://"+process.FreeAddr(), ""), "hang.yaml": destination("hang", hang.URL, "  delivery: {timeout: 500ms}\n"),
 	})
 	for i := range 500 {
 		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
@@ -577,7 +578,7 @@ func TestDeadLettersFromTheCommandLine(t *testing.T) {
 		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E%d","messageId":"m%d"}`, i%2, i))
 	}
 	p.ledger("crm")
-	admin := []string{"--admin", p.admin}
+	admin := []string{"--admin", p.Admin}
 	run := func(code int, args ...string) string {
 		t.Helper()
 		stdout, stderr, got := cli(t, "", append(args, admin...)...)
@@ -654,7 +655,7 @@ func TestDeletedDestinationComesBackWithinItsGraceOrIsGivenUp(t *testing.T) {
 	p.condition("crm", "Delivering", "False", "")
 	p.remove("crm.yaml")
 	p.eventually("the destination is gone", func() error {
-		if _, _, code := cli(t, "", "get", "destination", "crm", "--admin", p.admin); code == 0 {
+		if _, _, code := cli(t, "", "get", "destination", "crm", "--admin", p.Admin); code == 0 {
 			return fmt.Errorf("it is still there")
 		}
 		return nil
@@ -665,15 +666,13 @@ func TestDeletedDestinationComesBackWithinItsGraceOrIsGivenUp(t *testing.T) {
 
 	// Without a grace it is given up, and does not come back.
 	p.kill(syscall.SIGTERM)
-	p.flags = []string{"--orphan-grace", "1ms"}
+	p.Args = append(p.Args, "--orphan-grace", "1ms")
 	p.run()
 	r.set(func(int) int { return http.StatusServiceUnavailable })
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"given-up"}`)
 	p.condition("crm", "Delivering", "False", "")
 	p.remove("crm.yaml")
 	p.eventually("its lane is gone", func() error {
-		p.logMu.Lock()
-		defer p.logMu.Unlock()
 		if !strings.Contains(p.log.String(), "lane dropped") {
 			return fmt.Errorf("no word of it in the log")
 		}

@@ -14,6 +14,8 @@ import (
 
 	tracev1 "go.opentelemetry.io/proto/otlp/trace/v1"
 	"google.golang.org/protobuf/proto"
+
+	"github.com/posthorn/posthorn/test/process"
 )
 
 // spans is an OTLP receiver, as collectors are.
@@ -119,7 +121,7 @@ const caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 // traced sends a call as an app does that has a trace of its own.
 func traced(t *testing.T, p *posthorn, id string) {
 	t.Helper()
-	req, err := http.NewRequest(http.MethodPost, "http://"+p.addr+"/v1/track", strings.NewReader(fmt.Sprintf(`{"userId":"ada","event":"Order Completed","messageId":%q}`, id))) //nolint:noctx // a test
+	req, err := http.NewRequest(http.MethodPost, "http://"+p.Addr+"/v1/track", strings.NewReader(fmt.Sprintf(`{"userId":"ada","event":"Order Completed","messageId":%q}`, id))) //nolint:noctx // a test
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -243,7 +245,7 @@ func TestTraceUnsampledAndOff(t *testing.T) {
 // A collector that is away harms nothing, and is told of in few lines.
 func TestTraceWithoutCollector(t *testing.T) {
 	webhook := newReceiver(t)
-	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://"+freeAddr(t))
+	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://"+process.FreeAddr())
 	t.Setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "100")
 	t.Setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", webhook.URL, "")})
@@ -252,8 +254,6 @@ func TestTraceWithoutCollector(t *testing.T) {
 	}
 	p.arrive(webhook, 20)
 	p.eventually("a word on the collector", func() error {
-		p.logMu.Lock()
-		defer p.logMu.Unlock()
 		if !strings.Contains(p.log.String(), "spans could not be exported") {
 			return fmt.Errorf("nothing in the log")
 		}

@@ -15,7 +15,7 @@ func TestWhy(t *testing.T) {
 		t.Helper()
 		deadline := time.Now().Add(30 * time.Second)
 		for {
-			stdout, stderr, code := cli(t, "", "why", "crm", "--admin", p.admin)
+			stdout, stderr, code := cli(t, "", "why", "crm", "--admin", p.Admin)
 			ok := code == want && !strings.Contains(stdout, "secret-path")
 			for _, w := range words {
 				ok = ok && strings.Contains(stdout, w)
@@ -36,7 +36,7 @@ func TestWhy(t *testing.T) {
 	r.set(func(int) int { return http.StatusServiceUnavailable })
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"m2"}`)
 	why(1, "ServerError", "receiver's log", "1 message waits")
-	if stdout, _, code := cli(t, "", "why", "cmr", "--admin", p.admin); code != 1 || !strings.Contains(stdout, "is it one of these: crm") {
+	if stdout, _, code := cli(t, "", "why", "cmr", "--admin", p.Admin); code != 1 || !strings.Contains(stdout, "is it one of these: crm") {
 		t.Errorf("exit %d: %s", code, stdout)
 	}
 }

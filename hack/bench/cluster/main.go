@@ -52,7 +52,7 @@ func main() {
 const settled = 35 * time.Second
 
 func run(ctx context.Context) (err error) {
-	w, err := newWorld(ctx)
+	w, err := newWorld()
 	if err != nil {
 		return err
 	}

@@ -12,11 +12,10 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -34,6 +33,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/env"
+	"github.com/posthorn/posthorn/test/process"
 )
 
 const (
@@ -51,14 +51,14 @@ type world struct {
 	audit  string
 	hook   *hook
 
-	processes map[string]*exec.Cmd
+	processes map[string]*process.Posthorn
 	logs      []io.Closer
 	listen    []string // where each dispatcher takes calls
 	sent      atomic.Int64
 }
 
-func newWorld(ctx context.Context) (_ *world, err error) {
-	w := &world{processes: map[string]*exec.Cmd{}, hook: newHook()}
+func newWorld() (_ *world, err error) {
+	w := &world{processes: map[string]*process.Posthorn{}, hook: newHook()}
 	if w.dir, err = os.MkdirTemp("", "posthorn-bench-"); err != nil {
 		return nil, err
 	}
@@ -67,15 +67,8 @@ func newWorld(ctx context.Context) (_ *world, err error) {
 			w.close()
 		}
 	}()
-	root, err := env.Root()
-	if err != nil {
+	if w.binary, err = process.Build(w.dir); err != nil {
 		return nil, err
-	}
-	w.binary = filepath.Join(w.dir, "posthorn")
-	build := exec.CommandContext(ctx, "go", "build", "-o", w.binary, "./cmd/posthorn")
-	build.Dir, build.Stderr = root, os.Stderr
-	if err := build.Run(); err != nil {
-		return nil, fmt.Errorf("build posthorn: %w", err)
 	}
 	policy := filepath.Join(w.dir, "audit-policy.yaml")
 	w.audit = filepath.Join(w.dir, "audit.log")
@@ -101,12 +94,11 @@ func newWorld(ctx context.Context) (_ *world, err error) {
 }
 
 func (w *world) close() {
+	var stopping sync.WaitGroup
 	for _, p := range w.processes {
-		_ = p.Process.Signal(syscall.SIGTERM)
+		stopping.Go(func() { _ = p.Stop(syscall.SIGTERM) })
 	}
-	for _, p := range w.processes {
-		_ = p.Wait()
-	}
+	stopping.Wait()
 	for _, l := range w.logs {
 		_ = l.Close()
 	}
@@ -159,14 +151,9 @@ func (w *world) endpoint(tenant, name, version string) v1alpha1.Endpoint {
 
 // startProcesses starts the dispatchers, each on an address of its own, and the operator.
 func (w *world) startProcesses(ctx context.Context) error {
-	calls, err := freePort()
-	if err != nil {
-		return err
-	}
-	admin, err := freePort()
-	if err != nil {
-		return err
-	}
+	// Ports that are free at this machine's first address are so at the others.
+	_, calls, _ := net.SplitHostPort(process.FreeAddr())
+	_, admin, _ := net.SplitHostPort(process.FreeAddr())
 	token := filepath.Join(w.dir, "token")
 	made, err := w.server.Kubectl("", "create", "token", "posthorn-operator", "--namespace", release, "--audience", liveconfig.AdminAudience, "--duration", "12h")
 	if err != nil {
@@ -201,7 +188,7 @@ func (w *world) startProcesses(ctx context.Context) error {
 }
 
 func (w *world) start(name string, args ...string) error {
-	cmd := exec.Command(w.binary, args...)
+	p := &process.Posthorn{Binary: w.binary, Args: args}
 	if *keepLogs != "" {
 		if err := os.MkdirAll(*keepLogs, 0o700); err != nil {
 			return err
@@ -211,13 +198,10 @@ func (w *world) start(name string, args ...string) error {
 			return err
 		}
 		w.logs = append(w.logs, file)
-		cmd.Stdout, cmd.Stderr = file, file
+		p.Log = file
 	}
-	if err := cmd.Start(); err != nil {
-		return err
-	}
-	w.processes[name] = cmd
-	return nil
+	w.processes[name] = p
+	return p.Start()
 }
 
 // makePod tells the operator of a dispatcher, as the kubelet would.
@@ -253,15 +237,6 @@ func (w *world) kubeconfig(account string) (string, error) {
 	config.CurrentContext = "x"
 	file := filepath.Join(w.dir, account+".kubeconfig")
 	return file, clientcmd.WriteToFile(*config, file)
-}
-
-func freePort() (string, error) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return "", err
-	}
-	defer l.Close()
-	return strconv.Itoa(l.Addr().(*net.TCPAddr).Port), nil
 }
 
 // waitReady waits until every object is Ready with every dispatcher programmed.
@@ -502,12 +477,8 @@ func (w *world) quiet(ctx context.Context) error {
 // memory prints what each process holds.
 func (w *world) memory(when string) {
 	for _, name := range slices.Sorted(maps.Keys(w.processes)) {
-		status, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", w.processes[name].Process.Pid))
-		kilobytes := 0
-		for line := range strings.Lines(string(status)) {
-			_, _ = fmt.Sscanf(line, "VmRSS: %d kB", &kilobytes)
-		}
-		row(fmt.Sprintf("memory (RSS) of %s %s", name, when), fmt.Sprintf("%d MB", kilobytes>>10), "", true)
+		now, _ := process.Memory(w.processes[name].Pid())
+		row(fmt.Sprintf("memory (RSS) of %s %s", name, when), fmt.Sprintf("%d MB", now>>20), "", true)
 	}
 }
 
@@ -515,13 +486,7 @@ func (w *world) memory(when string) {
 func (w *world) cpu() map[string]time.Duration {
 	used := map[string]time.Duration{}
 	for name, p := range w.processes {
-		stat, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.Process.Pid))
-		_, rest, _ := strings.Cut(string(stat), ") ")
-		if fields := strings.Fields(rest); len(fields) > 12 {
-			user, _ := strconv.Atoi(fields[11])
-			system, _ := strconv.Atoi(fields[12])
-			used[name] = time.Duration(user+system) * 10 * time.Millisecond // a tick is 10 ms on Linux
-		}
+		used[name] = process.CPU(p.Pid())
 	}
 	return used
 }

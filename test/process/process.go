@@ -1,0 +1,178 @@
+// Package process runs the real binary in processes of its own, for suites and
+// tools: build it, start it, wait until it is ready, kill it, start it again.
+package process
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+)
+
+// Patience is how long to wait for what must happen in the end. It decides only
+// when to give up.
+const Patience = 90 * time.Second
+
+const module = "github.com/posthorn/posthorn"
+
+// Build builds posthorn into a folder and returns the binary's path.
+func Build(dir string) (string, error) {
+	// Other modules, such as some benchmarks, use this one from its folder.
+	root, err := run("go", "list", "-m", "-f", "{{.Dir}}", module)
+	if err != nil {
+		return "", err
+	}
+	binary := filepath.Join(dir, "posthorn")
+	_, err = run("go", "build", "-C", strings.TrimSpace(root), "-o", binary, "./cmd/posthorn")
+	return binary, err
+}
+
+func run(name string, args ...string) (string, error) {
+	out, err := exec.Command(name, args...).CombinedOutput()
+	if err != nil {
+		return "", fmt.Errorf("%s %s: %w\n%s", name, strings.Join(args, " "), err, out)
+	}
+	return string(out), nil
+}
+
+// FreeAddr is an address of this machine's loopback interface at which nobody listens.
+func FreeAddr() string {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		panic(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
+}
+
+// Posthorn is a process of the binary.
+type Posthorn struct {
+	Binary string
+	Args   []string
+	// Addr takes calls; Start asks there whether it is ready. "": it is when it runs.
+	Addr string
+	// Admin answers admins. Start does not need it.
+	Admin string
+	// Log gets all that it prints; nil: nobody does.
+	Log io.Writer
+
+	cmd    *exec.Cmd
+	exited chan struct{}
+}
+
+// Run is `posthorn run` on a folder of manifests and one for data, at free
+// addresses of the loopback interface; it may send there too. It is not started.
+func Run(binary, manifests, data string, flags ...string) *Posthorn {
+	p := &Posthorn{Binary: binary, Addr: FreeAddr(), Admin: FreeAddr()}
+	p.Args = append([]string{"run", "--manifests", manifests, "--data", data,
+		"--listen", p.Addr, "--admin-listen", p.Admin, "--egress-allow", "127.0.0.0/8"}, flags...)
+	return p
+}
+
+// Start starts the process, also once more after its end, and waits until it is
+// ready. After an error it does not run.
+func (p *Posthorn) Start() error {
+	cmd, exited := exec.Command(p.Binary, p.Args...), make(chan struct{})
+	cmd.Stdout, cmd.Stderr = p.Log, p.Log
+	if err := cmd.Start(); err != nil {
+		return err
+	}
+	p.cmd, p.exited = cmd, exited
+	go func() { _ = cmd.Wait(); close(exited) }()
+	if p.Addr == "" {
+		return nil
+	}
+	err := Eventually(func() error {
+		select {
+		case <-exited:
+			return final{errors.New("it ended")}
+		default:
+		}
+		client := http.Client{Timeout: 20 * time.Second}
+		resp, err := client.Get("http://" + p.Addr + "/readyz") //nolint:noctx // a local poll
+		if err != nil {
+			return err
+		}
+		defer resp.Body.Close()
+		if body, _ := io.ReadAll(resp.Body); resp.StatusCode != http.StatusOK {
+			return fmt.Errorf("%s: %s", resp.Status, body)
+		}
+		return nil
+	})
+	if err != nil {
+		return errors.Join(fmt.Errorf("posthorn is not ready: %w", err), p.Stop(os.Kill))
+	}
+	return nil
+}
+
+// Stop sends a signal and waits for the end. It is fine when it ended before.
+func (p *Posthorn) Stop(signal os.Signal) error {
+	if p.cmd == nil {
+		return nil
+	}
+	_ = p.cmd.Process.Signal(signal)
+	select {
+	case <-p.exited:
+		return nil
+	case <-time.After(Patience):
+		_ = p.cmd.Process.Kill()
+		return fmt.Errorf("posthorn did not stop within %v of %v", Patience, signal)
+	}
+}
+
+// Exited is closed when the process that was started last has ended.
+func (p *Posthorn) Exited() <-chan struct{} { return p.exited }
+
+// Pid is the number of the process that was started last.
+func (p *Posthorn) Pid() int { return p.cmd.Process.Pid }
+
+// final is an error that time does not mend.
+type final struct{ error }
+
+// Eventually polls until check returns nil, or Patience is at an end.
+func Eventually(check func() error) error {
+	for deadline := time.Now().Add(Patience); ; time.Sleep(20 * time.Millisecond) {
+		err := check()
+		if _, ended := errors.AsType[final](err); err == nil || ended || time.Now().After(deadline) {
+			return err
+		}
+	}
+}
+
+// Replace writes a file as editors and kubelets do: a new one takes the old one's place.
+func Replace(path, text string) error {
+	dir, name := filepath.Split(path)
+	next := filepath.Join(dir, "."+name+".tmp")
+	return errors.Join(os.WriteFile(next, []byte(text), 0o600), os.Rename(next, path))
+}
+
+// Log keeps what several goroutines write.
+type Log struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (l *Log) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(p)
+}
+
+func (l *Log) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
+}
+
+// Tail is the end of the text, for a failed test.
+func (l *Log) Tail() string {
+	text := l.String()
+	return text[max(0, len(text)-8000):]
+}
