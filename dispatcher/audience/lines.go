@@ -54,8 +54,9 @@ type lines struct {
 	// full: a snapshot, in which a line may not say "member".
 	full bool
 	line int64
-	// fields is scratch of parse.
+	// fields and nested are scratch of parse.
 	fields map[string]json.RawMessage
+	nested []byte
 }
 
 func newLines(in io.Reader, kind string, full bool) *lines {
@@ -152,10 +153,15 @@ func (l *lines) parse(line []byte) (record, error) {
 	case value[0] == '{' || value[0] == 'n':
 		return record{}, l.bad("invalid_field", `"value" must be a string, a number, true, false or a list`)
 	}
-	canonical, err := event.Canonical(value)
+	// As deep as in a call, so that every value that is taken can be told.
+	l.nested = append(append(append(l.nested[:0], "[["...), value...), "]]"...)
+	canonical, err := event.Canonical(l.nested)
 	if err != nil {
-		return record{}, l.bad("invalid_field", `"value" cannot be used: it nests too deep or holds a number that is none`)
+		return record{}, l.bad("invalid_field", `"value" nests too deep; a list may hold %d levels`, event.MaxDepth-2)
 	}
-	r.value = canonical
+	r.value = canonical[2 : len(canonical)-2]
+	if len(r.value) > MaxLineBytes {
+		return record{}, l.bad("invalid_field", `"value" has more than %d bytes when its numbers are written out, as in 1e3: 1000`, MaxLineBytes)
+	}
 	return r, nil
 }
