@@ -131,22 +131,26 @@ func (s *Service) request(r *http.Request) (q Request, bad *Refusal) {
 		return q, refuse(http.StatusNotFound, "unknown_audience", "the Source of this write key has no audience with this key; see the status of the Audience for its key")
 	}
 	q = Request{Tenant: ref.Tenant, Audience: config.Audiences[i], Full: r.Method == http.MethodPut, AllowRemoval: float64(config.Audiences[i].MaxRemovalPercent)}
-	query := r.URL.Query()
-	for name := range query {
-		if !slices.Contains([]string{"allowRemoval", "allowEmpty", "resend", "dryRun"}, name) {
+	// What is not understood is refused: a sync that was meant as a dry run takes effect otherwise.
+	query, err := url.ParseQuery(r.URL.RawQuery)
+	if err != nil {
+		return q, refuse(http.StatusBadRequest, "invalid_parameter", "the query cannot be read; it must look like ?dryRun=true")
+	}
+	flags := map[string]*bool{"allowEmpty": &q.AllowEmpty, "resend": &q.Resend, "dryRun": &q.DryRun}
+	for name, values := range query {
+		flag := flags[name]
+		switch {
+		case flag == nil && name != "allowRemoval":
 			return q, refuse(http.StatusBadRequest, "unknown_parameter", "the parameters are allowRemoval, allowEmpty, resend and dryRun")
-		}
-	}
-	var err error
-	if v := query.Get("allowRemoval"); v != "" {
-		if q.AllowRemoval, err = strconv.ParseFloat(v, 64); err != nil || math.IsNaN(q.AllowRemoval) || q.AllowRemoval < 0 || q.AllowRemoval > 100 {
-			return q, refuse(http.StatusBadRequest, "invalid_parameter", "allowRemoval must be a percentage from 0 to 100")
-		}
-	}
-	for name, to := range map[string]*bool{"allowEmpty": &q.AllowEmpty, "resend": &q.Resend, "dryRun": &q.DryRun} {
-		if v := query.Get(name); v != "" {
-			if *to, err = strconv.ParseBool(v); err != nil {
-				return q, refuse(http.StatusBadRequest, "invalid_parameter", "%s must be true or false", name)
+		case len(values) > 1:
+			return q, refuse(http.StatusBadRequest, "invalid_parameter", "%s is given more than once", name)
+		case flag != nil:
+			if *flag, err = strconv.ParseBool(values[0]); err != nil {
+				return q, refuse(http.StatusBadRequest, "invalid_parameter", "%s must be true or false, as in %[1]s=true", name)
+			}
+		default:
+			if q.AllowRemoval, err = strconv.ParseFloat(values[0], 64); err != nil || math.IsNaN(q.AllowRemoval) || q.AllowRemoval < 0 || q.AllowRemoval > 100 {
+				return q, refuse(http.StatusBadRequest, "invalid_parameter", "allowRemoval must be a percentage from 0 to 100")
 			}
 		}
 	}

@@ -259,6 +259,29 @@ func TestSyncTellsChangesOnly(t *testing.T) {
 	}
 }
 
+// Whoever is taken can be told: no line that is accepted makes a call that is not.
+func TestLargestMembersAreTold(t *testing.T) {
+	r := newRig(t, t.TempDir(), newLog(), nil)
+	long := strings.Repeat("\x01", MaxUserIDBytes) // six bytes each in JSON
+	deep := strings.Repeat("[", 254) + strings.Repeat("]", 254)
+	if a := r.do(http.MethodPut, spent, "web-key", strings.NewReader(strings.Join([]string{
+		`{"userId":"` + strings.Repeat(`\u0001`, MaxUserIDBytes) + `","value":"` + strings.Repeat("x", 10_000) + `"}`,
+		`{"userId":"deep","value":` + deep + `}`,
+		`{"userId":"long","value":"` + strings.Repeat("x", MaxLineBytes-40) + `"}`,
+		`{"userId":"numbers","value":[` + strings.Repeat("1e20,", 740) + `1]}`,
+	}, "\n"))); a.status != http.StatusOK || a.Added != 4 {
+		t.Fatalf("%+v", a)
+	}
+	got := map[string]bool{}
+	for _, told := range r.log.take(t) {
+		user, _, _ := strings.Cut(told, " ")
+		got[user] = true
+	}
+	if want := map[string]bool{long: true, "deep": true, "long": true, "numbers": true}; !maps.Equal(got, want) {
+		t.Errorf("%d were told", len(got))
+	}
+}
+
 func TestIncrement(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
 	r.sync(shoppers, "a", "b", "c", "d")
@@ -321,7 +344,10 @@ func TestRefusalsChangeNothing(t *testing.T) {
 		{name: "method", method: "PATCH", path: shoppers, body: ids("a"), status: 405, want: `"code":"method_not_allowed","message":"PUT sends all members, POST an increment, GET tells how far the last sync is"`},
 		{name: "unknown parameter", path: shoppers + "?allowremoval=1", body: ids("a"), status: 400, want: `"code":"unknown_parameter","message":"the parameters are allowRemoval, allowEmpty, resend and dryRun"`},
 		{name: "not a percentage", path: shoppers + "?allowRemoval=NaN", body: ids("a"), status: 400, want: `"code":"invalid_parameter","message":"allowRemoval must be a percentage from 0 to 100"`},
-		{name: "not a truth", path: shoppers + "?allowEmpty=maybe", body: ids("a"), status: 400, want: `"code":"invalid_parameter","message":"allowEmpty must be true or false"`},
+		{name: "not a truth", path: shoppers + "?allowEmpty=maybe", body: ids("a"), status: 400, want: `"code":"invalid_parameter","message":"allowEmpty must be true or false, as in allowEmpty=true"`},
+		{name: "a dry run without a value", path: shoppers + "?dryRun", body: ids("a", "b", "c"), status: 400, want: `"code":"invalid_parameter","message":"dryRun must be true or false, as in dryRun=true"`},
+		{name: "a dry run and not", path: shoppers + "?dryRun=false&dryRun=true", body: ids("a", "b", "c"), status: 400, want: `"code":"invalid_parameter","message":"dryRun is given more than once"`},
+		{name: "a query that is none", path: shoppers + "?dryRun=true;resend=true", body: ids("a", "b", "c"), status: 400, want: `"code":"invalid_parameter","message":"the query cannot be read; it must look like ?dryRun=true"`},
 		{name: "encoding", path: shoppers, body: ids("a"), status: 415, want: `"code":"unsupported_encoding","message":"Content-Encoding must be gzip or absent"`, encoding: "br"},
 		{name: "not gzip", path: shoppers, body: ids("a"), status: 400, want: `"code":"unreadable_body","message":"the body is not gzip, as Content-Encoding says"`, encoding: "gzip"},
 		{name: "no JSON", path: shoppers, body: lines(`{"userId":"a"}`, `u2`), status: 400, want: `"code":"invalid_json","message":"the line is not JSON","line":2`},
@@ -338,6 +364,8 @@ func TestRefusalsChangeNothing(t *testing.T) {
 		{name: "no value", path: spent, body: ids("a"), status: 400, want: `"code":"no_value","message":"\"value\" is missing; a computed trait needs one for each user","line":1`},
 		{name: "value of another type", path: spent, body: ids("a=1", "b={}"), status: 400, want: `"code":"invalid_field","message":"\"value\" must be a string, a number, true, false or a list","line":2`},
 		{name: "null value", path: spent, body: ids("a=null"), status: 400, want: `"code":"invalid_field","message":"\"value\" must be a string, a number, true, false or a list","line":1`},
+		{name: "value too deep for a call", path: spent, body: ids("a=" + strings.Repeat("[", 255) + strings.Repeat("]", 255)), status: 400, want: `"code":"invalid_field","message":"\"value\" nests too deep; a list may hold 254 levels","line":1`},
+		{name: "value of short numbers that are long", path: spent, body: ids("a=1", "b=["+strings.Repeat("1e20,", 800)+"1]"), status: 400, want: `"code":"invalid_field","message":"\"value\" has more than 16384 bytes when its numbers are written out, as in 1e3: 1000","line":2`},
 		{name: "member in a snapshot", path: shoppers, body: lines(`{"userId":"a","member":false}`), status: 400, want: `"code":"unknown_field","message":"a snapshot lists members only, without \"member\"; leave out who is none, or POST an increment","line":1`},
 		{name: "member of another type", method: "POST", path: shoppers, body: lines(`{"userId":"a","member":"no"}`), status: 400, want: `"code":"invalid_field","message":"\"member\" must be true or false","line":1`},
 		{name: "removal with a value", method: "POST", path: spent, body: lines(`{"userId":"a","member":false,"value":1}`), status: 400, want: `"code":"invalid_field","message":"\"value\" has no meaning with \"member\": false; leave it out","line":1`},
