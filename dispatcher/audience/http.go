@@ -163,12 +163,7 @@ func decoded(r *http.Request) (io.Reader, *Refusal) {
 	case "", "identity":
 		return r.Body, nil
 	case "gzip", "x-gzip":
-		in := &counted{Reader: r.Body}
-		z, err := gzip.NewReader(in)
-		if err != nil {
-			return nil, refuse(http.StatusBadRequest, "unreadable_body", "the body is not gzip, as Content-Encoding says")
-		}
-		return &inflated{counted: counted{Reader: z}, in: in}, nil
+		return &inflated{in: counted{Reader: r.Body}}, nil
 	}
 	return nil, refuse(http.StatusUnsupportedMediaType, "unsupported_encoding", "Content-Encoding must be gzip or absent")
 }
@@ -180,13 +175,23 @@ const (
 	ratioFrom = 16 << 20
 )
 
-// inflated is a gzip body that is no bomb.
+// inflated is a gzip body that is no bomb. Nothing of it is read before it is asked for.
 type inflated struct {
 	counted
-	in *counted
+	in counted
 }
 
 func (r *inflated) Read(p []byte) (int, error) {
+	if r.Reader == nil {
+		z, err := gzip.NewReader(&r.in)
+		if errors.Is(err, gzip.ErrHeader) || errors.Is(err, io.EOF) {
+			err = refuse(http.StatusBadRequest, "unreadable_body", "the body is not gzip, as Content-Encoding says")
+		}
+		if err != nil {
+			return 0, err
+		}
+		r.Reader = z
+	}
 	if r.n > ratioFrom && r.n > maxRatio*r.in.n {
 		return 0, refuse(http.StatusRequestEntityTooLarge, "too_compressed", "the body inflates to more than %d times its size, which no list of members does", maxRatio)
 	}
