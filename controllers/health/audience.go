@@ -31,10 +31,12 @@ func Audience(old v1alpha1.Audience, v compile.Verdict, tenant string, pods []Po
 		s.LastSyncTime, s.Members = old.Status.LastSyncTime.DeepCopy(), clone(old.Status.Members)
 		s.Added, s.Removed, s.Changed = clone(old.Status.Added), clone(old.Status.Removed), clone(old.Status.Changed)
 		s.Pending = clone(old.Status.Pending)
-	} else if !owner.LastSync.IsZero() {
-		s.LastSyncTime = optional(owner.LastSync)
-		s.Members, s.Added, s.Removed, s.Changed = &owner.Members, &owner.Added, &owner.Removed, &owner.Changed
+	} else if synced := !owner.LastSync.IsZero(); synced || owner.Unsent > 0 {
 		s.Pending = &owner.Unsent
+		if synced {
+			s.LastSyncTime = optional(owner.LastSync)
+			s.Members, s.Added, s.Removed, s.Changed = &owner.Members, &owner.Added, &owner.Removed, &owner.Changed
+		}
 	}
 	s.Conditions = f.conditions(f.state() != liveconfig.Held, f.synced(owner))
 	if numbersDue {
@@ -86,13 +88,13 @@ func (f facts) synced(owner *liveconfig.AudienceReport) metav1.Condition {
 		}
 	case owner.LastRefused.After(owner.LastSync):
 		return set(metav1.ConditionFalse, v1alpha1.ReasonSyncRefused, "the latest sync was refused and changed nothing: "+truncate(owner.Refusal, maxQuotedBytes))
-	case owner.LastSync.IsZero():
-	case owner.Unsent > 0:
+	case owner.Unsent > 0: // also of a sync under another key, kind or Source, which has no numbers any more
 		message := fmt.Sprintf("the last sync was taken; %d of its identify calls are not in the queue yet", owner.Unsent)
 		if owner.Waits != "" {
 			message += ": " + truncate(owner.Waits, maxQuotedBytes)
 		}
 		return set(metav1.ConditionTrue, v1alpha1.ReasonSending, message)
+	case owner.LastSync.IsZero():
 	default:
 		return set(metav1.ConditionTrue, v1alpha1.ReasonSynced, fmt.Sprintf("the last sync was taken: %d joined, %d left, %d have another value", owner.Added, owner.Removed, owner.Changed))
 	}

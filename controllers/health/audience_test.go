@@ -39,6 +39,7 @@ func TestAudience(t *testing.T) {
 		{"before the first", accepted, pods(liveconfig.AudienceReport{}), metav1.ConditionUnknown, v1alpha1.ReasonNoSyncYet, true, -1},
 		{"synced", accepted, pods(liveconfig.AudienceReport{Members: 7, Added: 2, LastSync: now}), metav1.ConditionTrue, v1alpha1.ReasonSynced, true, 7},
 		{"sending", accepted, pods(liveconfig.AudienceReport{Members: 7, Unsent: 2, Waits: "storage is filling up", LastSync: now}), metav1.ConditionTrue, v1alpha1.ReasonSending, true, 7},
+		{"sending what was decided under another key", accepted, pods(liveconfig.AudienceReport{Unsent: 2, Waits: "storage is filling up"}), metav1.ConditionTrue, v1alpha1.ReasonSending, true, -1},
 		{"refused", accepted, pods(liveconfig.AudienceReport{Members: 7, LastSync: now, LastRefused: now.Add(time.Second), Refusal: "invalid_json: line 7"}), metav1.ConditionFalse, v1alpha1.ReasonSyncRefused, true, 7},
 		{"refused before", accepted, pods(liveconfig.AudienceReport{Members: 7, LastSync: now, LastRefused: now.Add(-time.Second)}), metav1.ConditionTrue, v1alpha1.ReasonSynced, true, 7},
 		{"held", held, pods(liveconfig.AudienceReport{Members: 7, LastSync: now}), metav1.ConditionFalse, v1alpha1.ReasonNotAccepted, false, 7},

@@ -285,13 +285,9 @@ func (s *Service) carry(ctx context.Context, a *audience) {
 	case ctx.Err() != nil || errors.Is(err, queue.ErrClosed):
 		log.Info("stopping: the sync goes on after the restart", "sent", a.sent.Load(), "of", a.pending.Changes())
 	case errors.Is(err, errGone):
-		log.Info("the audience was deleted; its sync ends")
-		if err := os.Remove(filepath.Join(a.dir, pendingFile)); err != nil {
-			log.Error("a sync that ended could not be forgotten", "error", err)
-		}
-		a.pending, a.busy = nil, ""
+		log.Info("the audience, or the Source of its sync, was deleted; the sync ends")
+		s.remove(a)
 		close(a.over)
-		a.over = nil
 	case errors.Is(err, errDamaged) || errors.Is(err, os.ErrNotExist):
 		a.broken = err
 		log.Error("a sync cannot be carried through; syncs of this audience are refused", "error", err)
@@ -407,6 +403,7 @@ func (s *Service) deliver(ctx context.Context, a *audience, p state, calls []eve
 	if len(calls) == 0 {
 		return batch{}, nil
 	}
+	defer a.waits.Store(nil)
 	wait, told := retryMin, false
 	for {
 		appended, problem := s.tryDeliver(ctx, p, calls)
@@ -416,10 +413,10 @@ func (s *Service) deliver(ctx context.Context, a *audience, p state, calls []eve
 		if a.abandoned.Load() {
 			return batch{}, errGone
 		}
+		a.wait(problem.Error())
 		if !told && ctx.Err() == nil {
 			told = true
 			log.Warn("a sync waits to go on", "error", problem)
-			a.wait(problem.Error())
 		}
 		select {
 		case <-ctx.Done():
@@ -488,7 +485,9 @@ func identify(p state, r record) (event.Call, error) {
 	return batch.Calls[0], nil
 }
 
-// forget removes the members of audiences that were deleted a while ago.
+// forget removes the members of audiences that were deleted a while ago. So it
+// does with one that moved to another Source while a sync told the last one,
+// which is deleted: it would wait for ever.
 func (s *Service) forget() {
 	view := s.View()
 	if view == nil {
@@ -499,7 +498,10 @@ func (s *Service) forget() {
 	defer s.mu.Unlock()
 	for id, a := range s.audiences {
 		config, _ := view.Tenant(id.tenant)
-		known := slices.ContainsFunc(config.Audiences, func(c liveconfig.Audience) bool { return c.Name == id.name })
+		known := slices.ContainsFunc(config.Audiences, func(c liveconfig.Audience) bool {
+			return c.Name == id.name && (a.pending == nil || c.Source == a.pending.Source ||
+				slices.ContainsFunc(config.Sources, func(s liveconfig.Source) bool { return s.Name == a.pending.Source }))
+		})
 		switch {
 		case known || view.Unusable(id.tenant):
 			a.gone = time.Time{}
@@ -510,15 +512,20 @@ func (s *Service) forget() {
 		case a.sending:
 			a.abandoned.Store(true) // it is removed when that has ended
 		default:
-			delete(s.audiences, id)
-			s.metrics.forget(id)
-			if err := os.RemoveAll(a.dir); err != nil {
-				s.Logger.Error("the members of a deleted audience could not be removed", "namespace", id.tenant, "audience", id.name, "error", err)
-			} else {
-				s.Logger.Info("the members of a deleted audience are removed", "namespace", id.tenant, "audience", id.name)
-			}
+			s.remove(a)
 		}
 	}
+}
+
+// remove gives up all that is kept of an audience. The mutex is held.
+func (s *Service) remove(a *audience) {
+	delete(s.audiences, a.name)
+	s.metrics.forget(a.name)
+	if err := os.RemoveAll(a.dir); err != nil {
+		s.Logger.Error("the members of a deleted audience could not be removed", "namespace", a.tenant, "audience", a.name.name, "error", err)
+		return
+	}
+	s.Logger.Info("the members of a deleted audience are removed", "namespace", a.tenant, "audience", a.name.name)
 }
 
 // Request is one sync.
@@ -632,6 +639,9 @@ func (s *Service) begin(q Request) (*audience, error) {
 		doing := cmp.Or(a.busy, "waiting")
 		if a.pending != nil {
 			doing = fmt.Sprintf("%d of %d identify calls are in the queue,", a.sent.Load(), a.pending.Changes())
+			if reason := a.waits.Load(); reason != nil {
+				doing += " " + *reason + ","
+			}
 		}
 		r := refuse(http.StatusConflict, "sync_in_progress", "a sync of this audience is in progress (%s since %s); wait for its end and send again", doing, a.since.UTC().Format(time.RFC3339))
 		r.RetryAfter = 5

@@ -848,6 +848,45 @@ func TestChangedKeyStartsAfresh(t *testing.T) {
 	r.told("a buyers=true")
 }
 
+// An audience that moves to another Source while its sync waits for the last one,
+// which is deleted, can be synced again; one that stays waits for its Source.
+func TestMovedFromADeletedSource(t *testing.T) {
+	l := newLog()
+	l.refuse(func(int) error { return queue.ErrFull })
+	r := newRig(t, t.TempDir(), l, func(o *Options) { o.OrphanGrace = 2 * time.Second })
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	for i, q := range []Request{{Tenant: "shop", Audience: config().Audiences[0]}, {Tenant: "shop", Audience: config().Audiences[2]}} {
+		q.Full = true
+		if _, err := r.Sync(ctx, q, ids("a", fmt.Sprint(i))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c := config()
+	c.Sources = c.Sources[:2] // without web
+	c.Audiences[0].Source = "ios"
+	r.set(c)
+	l.refuse(nil)
+	waits := func(a answer) bool {
+		return a.status == http.StatusConflict && strings.Contains(a.Error.Message, "source shop/web does not exist")
+	}
+	r.eventually(func() bool { return waits(r.do(http.MethodPut, shoppers, "ios-key", ids("b"))) })
+	r.eventually(func() bool {
+		a := r.do(http.MethodPut, shoppers, "ios-key", ids("b"))
+		return a.status == http.StatusOK && a.Before == 0 && a.Added == 1
+	})
+	l.mu.Lock()
+	if len(l.messages) != 1 || l.messages[0].Source != "shop/ios" {
+		t.Errorf("told %+v", l.messages)
+	}
+	l.messages = nil
+	l.mu.Unlock()
+	c.Sources = config().Sources
+	r.set(c)
+	r.eventually(func() bool { return r.Report(c)[2].Unsent == 0 })
+	r.told("1 young=true", "a young=true")
+}
+
 func TestDeletedAudienceIsForgotten(t *testing.T) {
 	dir := t.TempDir()
 	r := newRig(t, dir, newLog(), func(o *Options) { o.OrphanGrace = time.Millisecond })
