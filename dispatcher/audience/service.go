@@ -572,7 +572,7 @@ func (s *Service) Sync(ctx context.Context, q Request, body io.Reader) (Result, 
 	}
 	if err != nil {
 		if !q.DryRun {
-			a.refused, a.lastRefusal = s.Now(), err.Error()
+			a.refused, a.lastRefusal = a.after(s.Now()), err.Error()
 		}
 		if a.done == nil && a.broken == nil { // nothing of it exists
 			_ = os.RemoveAll(a.dir)
@@ -666,6 +666,20 @@ func (s *Service) leave(q Request) {
 	}
 }
 
+// after is the time to the millisecond, but later than that of the last sync and
+// refusal even when the clock is set back: receivers order what they are told by it.
+func (a *audience) after(now time.Time) time.Time {
+	now = now.UTC().Truncate(time.Millisecond)
+	last := a.refused
+	if a.done != nil && a.done.Time.After(last) {
+		last = a.done.Time
+	}
+	if now.After(last) {
+		return now
+	}
+	return last.Add(time.Millisecond)
+}
+
 var (
 	errFull     = &Refusal{Status: http.StatusServiceUnavailable, Code: "storage_full", Message: "storage is full; nothing was changed, send again later", RetryAfter: 60}
 	errStopping = &Refusal{Status: http.StatusServiceUnavailable, Code: "not_ready", Message: "shutting down; nothing was changed, send again", RetryAfter: 1}
@@ -677,7 +691,7 @@ func (s *Service) receive(a *audience, q Request, body io.Reader) (result Result
 	next := state{
 		Version: stateVersion, Tenant: q.Tenant, Name: q.Audience.Name,
 		Source: q.Audience.Source, Key: q.Audience.Key, Kind: q.Audience.Kind,
-		Sync: uuid.NewString(), Time: s.Now().UTC().Truncate(time.Millisecond),
+		Sync: uuid.NewString(), Time: a.after(s.Now()),
 	}
 	work := filepath.Join(a.dir, syncPrefix+next.Sync)
 	if err := os.MkdirAll(work, 0o700); err != nil {

@@ -833,6 +833,50 @@ func TestSuppressedMember(t *testing.T) {
 	r.told()
 }
 
+// Receivers order what they are told by its timestamp, so a clock that is set back
+// must not make a later sync look older, nor hide whether the last one was refused.
+func TestClockSetBack(t *testing.T) {
+	var clock atomic.Int64
+	clock.Store(time.Now().UnixNano())
+	dir := t.TempDir()
+	set := func(o *Options) { o.Now = func() time.Time { return time.Unix(0, clock.Load()) } }
+	r := newRig(t, dir, newLog(), set)
+	last := ""
+	later := func() {
+		t.Helper()
+		var call struct{ Timestamp string }
+		r.log.mu.Lock()
+		defer r.log.mu.Unlock()
+		if len(r.log.messages) != 1 || json.Unmarshal(r.log.messages[0].Body, &call) != nil || call.Timestamp <= last {
+			t.Errorf("after %s came %+v", last, r.log.messages)
+		}
+		last, r.log.messages = call.Timestamp, nil
+	}
+	refused := func(want bool) {
+		t.Helper()
+		report := r.Report(config())[0]
+		if got := report.LastRefused.After(report.LastSync); got != want {
+			t.Errorf("refused %v: %s after %s", got, report.LastRefused, report.LastSync)
+		}
+	}
+	r.sync(shoppers, "a")
+	later()
+	clock.Add(-int64(time.Hour))
+	r.sync(shoppers, "a", "b")
+	later()
+	if a := r.do(http.MethodPut, shoppers, "web-key", ids()); a.status != http.StatusUnprocessableEntity {
+		t.Errorf("%+v", a)
+	}
+	refused(true)
+	r.sync(shoppers, "a")
+	later()
+	refused(false)
+	r.end()
+	r = newRig(t, dir, newLog(), set)
+	r.sync(shoppers, "a", "b")
+	later()
+}
+
 // Members under another key, kind or Source are not those of the audience.
 func TestChangedKeyStartsAfresh(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
