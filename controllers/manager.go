@@ -14,11 +14,13 @@ package controllers
 import (
 	"cmp"
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"net/http"
 	"time"
 
+	"github.com/go-logr/logr"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/labels"
@@ -54,6 +56,10 @@ type Options struct {
 	LeaderElection bool
 	// MetricsBindAddress and HealthProbeBindAddress are host:port; "0" switches them off.
 	MetricsBindAddress, HealthProbeBindAddress string
+	// MetricsTLS and MetricsGuard are the metrics' certificate and who may read them;
+	// nil serves them in clear text, to everybody.
+	MetricsTLS   *tls.Config
+	MetricsGuard func(http.Handler) http.Handler
 	// PollInterval is the time between two reports of a pod. Default 1 s.
 	PollInterval time.Duration
 	// Now is the clock. Default time.Now.
@@ -134,7 +140,7 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 		LeaseDuration:                 &o.leaseDuration,
 		RenewDeadline:                 &renewDeadline,
 		RetryPeriod:                   &retryPeriod,
-		Metrics:                       metricsserver.Options{BindAddress: o.MetricsBindAddress},
+		Metrics:                       metricsOptions(o),
 		HealthProbeBindAddress:        o.HealthProbeBindAddress,
 		// Warmup: a replica that waits to lead has its caches filled already.
 		// Names are unique by construction, and several managers may live in one process.
@@ -145,6 +151,22 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 		return nil, fmt.Errorf("make the controller manager: %w", err)
 	}
 	return mgr, setup(mgr, o)
+}
+
+func metricsOptions(o Options) metricsserver.Options {
+	m := metricsserver.Options{BindAddress: o.MetricsBindAddress}
+	if o.MetricsTLS != nil {
+		m.SecureServing = true
+		m.TLSOpts = []func(*tls.Config){func(c *tls.Config) {
+			c.MinVersion, c.GetCertificate = o.MetricsTLS.MinVersion, o.MetricsTLS.GetCertificate
+		}}
+	}
+	if o.MetricsGuard != nil {
+		m.FilterProvider = func(*rest.Config, *http.Client) (metricsserver.Filter, error) {
+			return func(_ logr.Logger, next http.Handler) (http.Handler, error) { return o.MetricsGuard(next), nil }, nil
+		}
+	}
+	return m
 }
 
 func setup(mgr manager.Manager, o Options) error {

@@ -319,7 +319,19 @@ and writes what the dispatchers report into status.`,
 			if err != nil {
 				return err
 			}
-			return controllers.Run(cmd.Context(), config, o)
+			group, ctx := errgroup.WithContext(cmd.Context())
+			if o.DispatcherTokenFile != "" && o.MetricsBindAddress != "0" {
+				client, err := kubernetes.NewForConfig(config)
+				if err != nil {
+					return err
+				}
+				// As the dispatchers guard theirs, with the same certificate.
+				var certificate kubeauth.Certificate
+				o.MetricsTLS, o.MetricsGuard = certificate.Config(), kubeauth.New(client, log).Wrap
+				group.Go(func() error { return certificate.Watch(ctx, client, o.Namespace, log) })
+			}
+			group.Go(func() error { return controllers.Run(ctx, config, o) })
+			return group.Wait()
 		},
 	}
 	f := cmd.Flags()
@@ -327,10 +339,10 @@ and writes what the dispatchers report into status.`,
 	f.StringVar(&kubeconfig, "kubeconfig", "", "kubeconfig file; default: the pod's service account, or KUBECONFIG")
 	f.StringVar(&o.DispatcherSelector, "dispatcher-selector", "app.kubernetes.io/name=posthorn,app.kubernetes.io/component=dispatcher", "label selector of the dispatcher pods")
 	f.IntVar(&o.DispatcherAdminPort, "dispatcher-admin-port", 8081, "port of the dispatchers' reports")
-	f.StringVar(&o.DispatcherTokenFile, "dispatcher-token-file", "/var/run/secrets/posthorn.dev/dispatcher/token", "file with a token of the audience "+liveconfig.AdminAudience+"; empty: the dispatchers run with --admin-auth=none")
+	f.StringVar(&o.DispatcherTokenFile, "dispatcher-token-file", "/var/run/secrets/posthorn.dev/dispatcher/token", "file with a token of the audience "+liveconfig.AdminAudience+"; empty: the dispatchers run with --admin-auth=none, and the metrics are open, too")
 	f.StringSliceVar(&allow, "egress-allow", nil, "what the dispatchers may deliver to besides public addresses; must be as theirs")
 	f.BoolVar(&o.LeaderElection, "leader-elect", false, "let one of several replicas work at a time")
-	f.StringVar(&o.MetricsBindAddress, "metrics-bind-address", ":8080", "address of the metrics; 0 switches them off")
+	f.StringVar(&o.MetricsBindAddress, "metrics-bind-address", ":8080", "address of the metrics, guarded as the dispatchers' are; 0 switches them off")
 	f.StringVar(&o.HealthProbeBindAddress, "health-probe-bind-address", ":8081", "address of /healthz and /readyz")
 	logs.register(cmd)
 	return cmd

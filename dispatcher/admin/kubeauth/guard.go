@@ -1,6 +1,7 @@
 // Package kubeauth lets the API server decide who may use a dispatcher's admin
-// listener: a bearer token is authenticated by a TokenReview and authorised by a
-// SubjectAccessReview of the path as a non-resource URL, as metrics servers do.
+// listener, or read the operator's metrics: a bearer token is authenticated by a
+// TokenReview and authorised by a SubjectAccessReview of the path as a
+// non-resource URL, as metrics servers do.
 // The listener's certificate comes from a Secret.
 package kubeauth
 
