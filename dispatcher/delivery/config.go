@@ -283,6 +283,7 @@ func (e *Engine) put(p *plan, now time.Time) (forget []target) {
 			if o, ok := e.outages[ep.outageName()]; ok {
 				ep.resume(o, p.set.revision, now)
 			}
+			ep.told = ep.health.state
 		} else if old == nil || old.revision != p.set.revision {
 			ep.circuit.setLimit(p.set.maxInFlight)
 			ep.circuit.probeNow(now) // The owner may just have mended it.

@@ -161,11 +161,10 @@ type endpoint struct {
 	inFlight int
 	attempts attempts
 	metrics  endpointMetrics
-	// logged is when its state was told last, loggedOpen whether that was an open
-	// circuit, unlogged how often it changed since.
-	logged     time.Time
-	loggedOpen bool
-	unlogged   int
+	// told is the state that the log says, toldAt since when, untold how often it changed since.
+	told   liveconfig.EndpointState
+	toldAt time.Time
+	untold int
 	// lanes that send here, in turns: turn is whose it is.
 	lanes []*lane
 	turn  int

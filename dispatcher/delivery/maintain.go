@@ -57,9 +57,24 @@ func (e *Engine) wakeMaintenance() {
 func (e *Engine) maintainOnce(ctx context.Context) time.Duration {
 	e.tidyWorkers()
 	wait := e.buryExpired(ctx)
-	wait = min(wait, e.dropLanes(ctx))
+	wait = min(wait, e.dropLanes(ctx), e.logStates())
 	e.trimDeadLetters(ctx)
 	return wait
+}
+
+// logStates tells of the endpoints' states that were held back.
+func (e *Engine) logStates() time.Duration {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	next := maintenanceInterval
+	for _, d := range e.destinations {
+		for _, ep := range d.endpoints {
+			if wait := e.logUntold(ep, time.Now()); wait > 0 {
+				next = min(next, wait)
+			}
+		}
+	}
+	return next
 }
 
 // tidyWorkers ends the workers that were not needed since the last time.

@@ -138,6 +138,44 @@ func TestStateChangesAreLoggedSparingly(t *testing.T) {
 	})
 }
 
+// The log's last word on an endpoint is the state that it stays in, also when it
+// came to it right after the last line, or by time alone.
+func TestLastStateIsLogged(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		var log bytes.Buffer // Written under the engine's lock.
+		w := newWorld(t, always(answer{status: 200}), func(o *Options) { o.Logger = slog.New(slog.NewTextHandler(&log, nil)) })
+		last := func() string {
+			return look(w, func(*Engine) string {
+				states := regexp.MustCompile(`msg="endpoint state changed".* state=\w+.*`).FindAllString(log.String(), -1)
+				return states[len(states)-1]
+			})
+		}
+		w.apply(dest("crm", urlA))
+		w.send("web", 1)
+		w.sleep(2 * time.Second)
+		w.client.set(always(answer{status: 400, reason: egress.Rejected}))
+		w.send("web", 1)
+		w.sleep(15 * time.Second)
+		if line := last(); !strings.Contains(line, "state=Degraded reason=Rejected statusCode=400") {
+			t.Errorf("after a change that nothing followed: %s", line)
+		}
+		w.client.set(always(answer{reason: egress.TimedOut}))
+		w.send("web", 20)
+		w.sleep(30 * time.Second)
+		if line := last(); !strings.Contains(line, "state=CircuitOpen reason=TimedOut") || strings.Contains(line, "statusCode") {
+			t.Errorf("without an answer: %s", line)
+		}
+		w.client.set(always(answer{status: 200}))
+		w.sleep(10 * time.Minute)
+		w.report("crm") // The dispatcher is asked every second.
+		w.sleep(time.Minute)
+		if line := last(); !strings.Contains(line, "state=Healthy") || strings.Contains(line, "reason") {
+			t.Errorf("after the recovery: %s", line)
+		}
+		w.end()
+	})
+}
+
 func TestReport(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, byURL(map[string]answer{urlB: {status: 500}}))
@@ -398,7 +436,7 @@ func TestFailedAttemptIsLogged(t *testing.T) {
 			w.sleep(100 * time.Millisecond)
 		}
 		w.stop()
-		line := regexp.MustCompile(`level=WARN msg="attempt failed" namespace=ns destination=crm endpoint=e0 reason=TimedOut .* messageId=m50 attempt=1`)
+		line := regexp.MustCompile(`level=WARN msg="attempt failed" namespace=ns destination=crm endpoint=e0 reason=TimedOut message="failed: TimedOut" messageId=m50 attempt=1`)
 		if !line.Match(log.Bytes()) || strings.Contains(log.String(), "messageId=m49") {
 			t.Errorf("the log is:\n%s", log.String())
 		}

@@ -23,7 +23,9 @@ func (e *Engine) Report(tenant string) []liveconfig.DestinationReport {
 			Endpoints: make([]liveconfig.EndpointReport, 0, len(d.set.targets)),
 		}
 		for _, t := range d.set.targets {
-			t.health.settle(now, &t.circuit) // Some states end with time alone.
+			if t.health.settle(now, &t.circuit) { // Some states end with time alone.
+				e.logState(t.endpoint, now)
+			}
 			r.Endpoints = append(r.Endpoints, liveconfig.EndpointReport{
 				Name: t.name, State: t.health.state, Since: t.health.since,
 				LastSuccess: t.health.lastSuccess, ConsecutiveFailures: t.health.consecutive, LastFailure: t.health.lastFailure,

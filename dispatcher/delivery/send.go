@@ -56,6 +56,10 @@ func (r *ended) outcome() retry.Outcome {
 	return retry.Outcome{StatusCode: r.StatusCode, Reason: r.Reason, RetryAfter: r.RetryAfter}
 }
 
+func (r *ended) failure() *liveconfig.Failure {
+	return &liveconfig.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message}
+}
+
 // outweighs reports whether r rather than s decides what becomes of a message
 // that both failed: trying again may help, and whoever asked to wait longest is heard.
 func (r *ended) outweighs(s *ended) bool {
@@ -311,9 +315,8 @@ func (s settlement) String() string {
 // settle tells the store what became of the message, and the log of an attempt that failed.
 func (e *Engine) settle(p *post, r *ended) settlement {
 	if !r.cut && r.outcome().Failed() {
-		ep := p.target.endpoint
-		e.log.Warn("attempt failed", "namespace", ep.destination.namespace, "destination", ep.destination.name, "endpoint", ep.name,
-			"reason", string(r.Reason), "statusCode", r.StatusCode, "message", r.Message, "messageId", p.message.ID, "attempt", p.message.Attempt+1)
+		args := append(p.target.logArgs(), failureArgs(r.failure())...)
+		e.log.Warn("attempt failed", append(args, "messageId", p.message.ID, "attempt", p.message.Attempt+1)...)
 	}
 	if p.group != nil {
 		var decided bool
@@ -435,7 +438,7 @@ func (e *Engine) record(p *post, r *ended) {
 	ep := p.target.endpoint
 	var failure *liveconfig.Failure
 	if r.outcome().Failed() {
-		failure = &liveconfig.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message}
+		failure = r.failure()
 	}
 	ep.health.record(r.at, r.duration, failure)
 	ep.metrics.attempt(r)
@@ -451,30 +454,59 @@ func (e *Engine) record(p *post, r *ended) {
 	}
 	if ep.health.settle(r.at, &ep.circuit) {
 		e.signalChange()
-		e.logState(ep, r)
+		e.logState(ep, r.at)
 	}
-}
-
-// logState tells of an endpoint's new state, unless it told of one a moment
-// ago: an endpoint that fails now and then changes it all the time. That a
-// circuit opens or closes is always told.
-func (e *Engine) logState(ep *endpoint, r *ended) {
-	opened := ep.health.state == liveconfig.EndpointCircuitOpen
-	if r.at.Sub(ep.logged) < stateLogEvery && !opened && !ep.loggedOpen {
-		ep.unlogged++
-		return
-	}
-	level := slog.LevelInfo
-	if r.outcome().Failed() {
-		level = slog.LevelWarn
-	}
-	e.log.Log(context.Background(), level, "endpoint state changed",
-		"namespace", ep.destination.namespace, "destination", ep.destination.name, "endpoint", ep.name, "state", string(ep.health.state),
-		"reason", string(r.Reason), "statusCode", r.StatusCode, "message", r.Message, "suppressed", ep.unlogged)
-	ep.logged, ep.loggedOpen, ep.unlogged = r.at, opened, 0
 }
 
 const stateLogEvery = 10 * time.Second
+
+// logState tells of an endpoint's new state. An endpoint that fails now and then
+// changes it all the time, so that all but circuits that open or close is told
+// stateLogEvery after the last line at the earliest, by the maintenance.
+func (e *Engine) logState(ep *endpoint, now time.Time) {
+	ep.untold++
+	if ep.health.state == liveconfig.EndpointCircuitOpen || ep.told == liveconfig.EndpointCircuitOpen {
+		ep.toldAt = time.Time{}
+	}
+	if e.logUntold(ep, now) > 0 && ep.untold == 1 {
+		e.wakeMaintenance()
+	}
+}
+
+// logUntold tells of what has not been told yet, or returns how long to wait for it.
+func (e *Engine) logUntold(ep *endpoint, now time.Time) (wait time.Duration) {
+	if ep.untold == 0 {
+		return 0
+	}
+	if wait := ep.toldAt.Add(stateLogEvery).Sub(now); wait > 0 {
+		return wait
+	}
+	suppressed := ep.untold - 1
+	ep.untold = 0
+	if ep.health.state == ep.told {
+		return 0
+	}
+	ep.told, ep.toldAt = ep.health.state, now
+	level, args := slog.LevelInfo, append(ep.logArgs(), "state", string(ep.told))
+	if ep.health.consecutive > 0 {
+		level, args = slog.LevelWarn, append(args, failureArgs(ep.health.lastFailure)...)
+	}
+	e.log.Log(context.Background(), level, "endpoint state changed", append(args, "suppressed", suppressed)...)
+	return 0
+}
+
+func (ep *endpoint) logArgs() []any {
+	return []any{"namespace", ep.destination.namespace, "destination", ep.destination.name, "endpoint", ep.name}
+}
+
+// failureArgs has no status code where there was no answer.
+func failureArgs(f *liveconfig.Failure) []any {
+	args := []any{"reason", f.Reason}
+	if f.StatusCode != 0 {
+		args = append(args, "statusCode", f.StatusCode)
+	}
+	return append(args, "message", f.Message)
+}
 
 // headerSafe returns a message id as it can stand in a header: unchanged when
 // it is visible ASCII, as nearly all are, and percent-encoded otherwise.
