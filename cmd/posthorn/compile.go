@@ -40,15 +40,11 @@ Exits 0 when every object is accepted, 1 when one is not or a file has mistakes.
 			if err != nil {
 				return err
 			}
-			switch output {
-			case "yaml":
-			case "json":
+			if output == "json" {
 				if text, err = yaml.YAMLToJSON(text); err != nil {
 					return err
 				}
 				text = append(text, '\n')
-			default:
-				return usagef("-o %q: use yaml or json", output)
 			}
 			fmt.Fprintf(cmd.OutOrStdout(), "%s", text)
 			if !compiled.OK() {
@@ -59,7 +55,7 @@ Exits 0 when every object is accepted, 1 when one is not or a file has mistakes.
 	}
 	f := cmd.Flags()
 	f.StringVarP(&dir, "file", "f", "", "folder or file of manifests")
-	f.StringVarP(&output, "output", "o", "yaml", "yaml or json")
+	outputFlag(cmd, &output, "yaml", "yaml or json", "yaml", "json")
 	f.StringSliceVar(&allow, "egress-allow", nil, "addresses that may be delivered to besides public ones, as for posthorn run")
 	return cmd
 }

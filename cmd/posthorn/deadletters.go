@@ -68,7 +68,7 @@ func newDeadLettersList(way reaching) *cobra.Command {
 		},
 	}
 	r = way(cmd)
-	cmd.Flags().StringVarP(&output, "output", "o", "", "json: an object a line")
+	outputFlag(cmd, &output, "", "json: an object a line", "json")
 	cmd.Flags().IntVar(&limit, "limit", 100, "how many at most of each dispatcher, up to 10,000")
 	return cmd
 }
@@ -259,7 +259,7 @@ func newAttempts(way reaching) *cobra.Command {
 	}
 	r = way(cmd)
 	cmd.Flags().StringVar(&endpoint, "endpoint", "", "only this endpoint")
-	cmd.Flags().StringVarP(&output, "output", "o", "", "json: an object a line")
+	outputFlag(cmd, &output, "", "json: an object a line", "json")
 	return cmd
 }
 
@@ -311,7 +311,7 @@ func newTail(way reaching) *cobra.Command {
 	r = way(cmd)
 	f := cmd.Flags()
 	f.StringVar(&endpoint, "endpoint", "", "only this endpoint")
-	f.StringVarP(&output, "output", "o", "", "json: an object a line")
+	outputFlag(cmd, &output, "", "json: an object a line", "json")
 	return cmd
 }
 
@@ -349,13 +349,9 @@ func attemptLine(a delivery.Attempt) string {
 
 // table prints lines of JSON as a table, or as they are.
 func table[T any](cmd *cobra.Command, output string, body []byte, header string, line func(T) string) error {
-	switch output {
-	case "json":
+	if output == "json" {
 		_, err := cmd.OutOrStdout().Write(body)
 		return err
-	case "":
-	default:
-		return usagef("-o %q: use json", output)
 	}
 	if len(bytes.TrimSpace(body)) == 0 {
 		fmt.Fprintln(cmd.ErrOrStderr(), "None found.")

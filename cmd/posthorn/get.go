@@ -58,22 +58,7 @@ With -o yaml or -o json the whole objects, status included.`,
 				path += "/" + url.PathEscape(args[1])
 			}
 			out := cmd.OutOrStdout()
-			switch output {
-			case "", "wide":
-				body, err := ask(cmd, admin, path+"?includeObject=Metadata", "application/json;as=Table;v=v1;g=meta.k8s.io")
-				if err != nil {
-					return err
-				}
-				var table metav1.Table
-				if err := json.Unmarshal(body, &table); err != nil {
-					return fmt.Errorf("the answer is not a table: %w", err)
-				}
-				if len(table.Rows) == 0 {
-					fmt.Fprintln(cmd.ErrOrStderr(), "No resources found.")
-					return nil
-				}
-				return printers.NewTablePrinter(printers.PrintOptions{Wide: output == "wide", WithNamespace: severalNamespaces(&table)}).PrintObj(&table, out)
-			case "json", "yaml":
+			if output == "json" || output == "yaml" {
 				body, err := ask(cmd, admin, path, "application/json")
 				if err != nil {
 					return err
@@ -86,12 +71,24 @@ With -o yaml or -o json the whole objects, status included.`,
 				_, err = out.Write(body)
 				return err
 			}
-			return usagef("-o %q: use wide, yaml or json", output)
+			body, err := ask(cmd, admin, path+"?includeObject=Metadata", "application/json;as=Table;v=v1;g=meta.k8s.io")
+			if err != nil {
+				return err
+			}
+			var table metav1.Table
+			if err := json.Unmarshal(body, &table); err != nil {
+				return fmt.Errorf("the answer is not a table: %w", err)
+			}
+			if len(table.Rows) == 0 {
+				fmt.Fprintln(cmd.ErrOrStderr(), "No resources found.")
+				return nil
+			}
+			return printers.NewTablePrinter(printers.PrintOptions{Wide: output == "wide", WithNamespace: severalNamespaces(&table)}).PrintObj(&table, out)
 		},
 	}
 	f := cmd.Flags()
 	adminFlag(cmd, &admin)
-	f.StringVarP(&output, "output", "o", "", "wide, yaml or json")
+	outputFlag(cmd, &output, "", "wide, yaml or json", "wide", "yaml", "json")
 	f.StringVarP(&namespace, "namespace", "n", "", "only this namespace")
 	return cmd
 }

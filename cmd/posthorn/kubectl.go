@@ -104,7 +104,7 @@ func newWhy() *cobra.Command {
 	}
 	adminFlag(cmd, &d.admin)
 	cmd.Flags().StringVarP(&d.ns, "namespace", "n", "default", "the destination's namespace")
-	cmd.Flags().StringVarP(&output, "output", "o", "", "json: an object a line")
+	outputFlag(cmd, &output, "", "json: an object a line", "json")
 	return cmd
 }
 
@@ -127,13 +127,15 @@ func newKubectlWhy(cluster *throughCluster) *cobra.Command {
 			}
 			var sources v1alpha1.SourceList
 			var destinations v1alpha1.WebhookDestinationList
-			if err := errors.Join(c.List(cmd.Context(), &sources, client.InNamespace(ns)), c.List(cmd.Context(), &destinations, client.InNamespace(ns))); err != nil {
-				return err
+			for _, list := range []client.ObjectList{&destinations, &sources} {
+				if err := c.List(cmd.Context(), list, client.InNamespace(ns)); err != nil {
+					return err
+				}
 			}
 			return tell(cmd.OutOrStdout(), output, why.Facts{Namespace: ns, Name: args[0], Sources: sources.Items, Destinations: destinations.Items, Now: time.Now()})
 		},
 	}
-	cmd.Flags().StringVarP(&output, "output", "o", "", "json: an object a line")
+	outputFlag(cmd, &output, "", "json: an object a line", "json")
 	return cmd
 }
 
@@ -141,21 +143,20 @@ func newKubectlWhy(cluster *throughCluster) *cobra.Command {
 func tell(w io.Writer, output string, facts why.Facts) error {
 	findings := why.Explain(facts)
 	cause := why.Cause(findings)
-	switch output {
-	case "json":
+	if output == "json" {
 		out := json.NewEncoder(w)
 		for _, f := range findings {
 			if err := out.Encode(f); err != nil {
 				return err
 			}
 		}
-	case "":
+	} else {
 		if cause == nil {
 			fmt.Fprintf(w, "%s/%s: no problem found.\n\n", facts.Namespace, facts.Name)
 		} else {
-			fmt.Fprintf(w, "%s/%s: %s.\n", facts.Namespace, facts.Name, strings.TrimSuffix(cause.Text, "."))
+			fmt.Fprintf(w, "%s/%s: %s\n", facts.Namespace, facts.Name, sentence(cause.Text))
 			if cause.Fix != "" {
-				fmt.Fprintf(w, "To do: %s.\n", cause.Fix)
+				fmt.Fprintf(w, "To do: %s\n", sentence(cause.Fix))
 			}
 			fmt.Fprintln(w)
 		}
@@ -169,13 +170,19 @@ func tell(w io.Writer, output string, facts why.Facts) error {
 		if err := table.Flush(); err != nil {
 			return err
 		}
-	default:
-		return usagef("-o %q: use json", output)
 	}
 	if cause != nil {
 		return errSilent
 	}
 	return nil
+}
+
+// sentence ends a text with a full stop, unless it has its end.
+func sentence(text string) string {
+	if strings.HasSuffix(text, ".") || strings.HasSuffix(text, "?") {
+		return text
+	}
+	return text + "."
 }
 
 func newKubectlRedeliver(cluster *throughCluster) *cobra.Command {
@@ -224,18 +231,28 @@ for its end. Ctrl-C ends the waiting, not the Redelivery; delete that to stop it
 				return err
 			}
 			fmt.Fprintf(cmd.ErrOrStderr(), "redelivery.posthorn.dev/%s created\n", o.Name)
+			said := func() string {
+				if complete := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionComplete); complete != nil {
+					return complete.Message
+				}
+				return ""
+			}
 			for wait && o.Status.FinishTime == nil {
+				before := said()
 				select {
 				case <-cmd.Context().Done():
-					return nil
+					return fmt.Errorf("the Redelivery goes on; see kubectl -n %s get redelivery %s", o.Namespace, o.Name)
 				case <-time.After(500 * time.Millisecond):
 				}
-				if err := c.Get(cmd.Context(), client.ObjectKeyFromObject(o), o); err != nil {
+				if err := c.Get(cmd.Context(), client.ObjectKeyFromObject(o), o); err != nil && cmd.Context().Err() == nil {
 					return err
 				}
+				if now := said(); now != before && o.Status.FinishTime == nil {
+					fmt.Fprintln(cmd.ErrOrStderr(), now)
+				}
 			}
-			if complete := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionComplete); complete != nil {
-				fmt.Fprintln(cmd.OutOrStdout(), complete.Message)
+			if wait {
+				fmt.Fprintln(cmd.OutOrStdout(), said())
 			}
 			if o.Status.Phase == v1alpha1.RedeliveryFailed {
 				return errSilent

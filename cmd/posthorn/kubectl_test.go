@@ -191,6 +191,11 @@ func TestRefusedFlags(t *testing.T) {
 		{"operator --namespace x --dispatcher-selector a=b=c", `--dispatcher-selector "a=b=c"`},
 		{"operator --namespace x --dispatcher-admin-port 0", "use 1 to 65535"},
 		{"send track", "set --write-key or POSTHORN_WRITE_KEY"},
+		{"tail a b", `unexpected argument "b"`},
+		{"verify a b", `unexpected argument "b"`},
+		{"tail -o yaml", `"yaml" for "-o, --output" flag: use json`},
+		{"kubectl attempts crm -o wide", `"wide" for "-o, --output" flag: use json`},
+		{"get sources -o name", "use wide, yaml, json"},
 		{"send trak", `"trak" is not one of identify, track`},
 	} {
 		t.Run(c.line, func(t *testing.T) {
@@ -206,6 +211,14 @@ func TestRefusedFlags(t *testing.T) {
 			}
 		})
 	}
+}
+
+// prints is a writer of what is printed, a write each.
+type prints chan string
+
+func (l prints) Write(p []byte) (int, error) {
+	l <- string(p)
+	return len(p), nil
 }
 
 // TestKubectl runs the plugin against a real API server, without operator and dispatcher.
@@ -254,9 +267,12 @@ spec:
 	if got := kubectl("", "get", "redeliveries", "-n", "shop", "-o", "jsonpath={.items[*].spec.destination} {.items[*].spec.rate} {.items[*].spec.selector.reasons}"); got != `crm 7 ["Rejected"]` {
 		t.Errorf("the Redelivery: %s", got)
 	}
-	// As the operator ends it.
-	ended := make(chan string)
-	go func() { ended <- call(exitFailure, "redeliver", "crm", "--all") }()
+	// It tells what it waits for, and the end.
+	said, ended := make(prints, 10), make(chan int)
+	go func() {
+		ended <- Main([]string{"kubectl", "--kubeconfig", server.Kubeconfig(), "-n", "shop", "redeliver", "crm", "--all"}, nil, said, said)
+	}()
+	has(<-said, "created")
 	var name string
 	for deadline := time.Now().Add(60 * time.Second); name == ""; time.Sleep(50 * time.Millisecond) {
 		name = kubectl("", "get", "redeliveries", "-n", "shop", "-o", "jsonpath={.items[?(@.spec.rate==100)].metadata.name}")
@@ -264,9 +280,14 @@ spec:
 			t.Fatal("no Redelivery was created")
 		}
 	}
-	kubectl("", "patch", "redelivery", name, "-n", "shop", "--subresource=status", "--type=merge", "--patch", `{"status": {"phase": "Failed", "finishTime": "2026-01-02T03:04:05Z",
-		"conditions": [{"type": "Complete", "status": "False", "reason": "RedeliveryFailed", "message": "2 of 9 dead letters redelivered", "lastTransitionTime": "2026-01-02T03:04:05Z"}]}}`)
-	has(<-ended, "2 of 9 dead letters redelivered")
+	for _, c := range [][2]string{{`there is no WebhookDestination "crm"`, ""}, {"2 of 9 dead letters redelivered", `"phase": "Failed", "finishTime": "2026-01-02T03:04:05Z",`}} {
+		kubectl("", "patch", "redelivery", name, "-n", "shop", "--subresource=status", "--type=merge", "--patch", fmt.Sprintf(`{"status": {%s
+			"conditions": [{"type": "Complete", "status": "False", "reason": "RedeliveryFailed", "message": %q, "lastTransitionTime": "2026-01-02T03:04:05Z"}]}}`, c[1], c[0]))
+		has(<-said, c[0])
+	}
+	if code := <-ended; code != exitFailure {
+		t.Errorf("exit %d of a Redelivery that failed", code)
+	}
 
 	// A call is sent as the namespace's Source, if there is one to choose, with its key.
 	has(call(exitFailure, "send", "track"), `there is no Source in namespace "shop"`)

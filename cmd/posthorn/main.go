@@ -13,6 +13,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime/debug"
+	"slices"
 	"strings"
 	"syscall"
 
@@ -170,6 +171,29 @@ func atMostArgs(n int) cobra.PositionalArgs {
 		}
 		return nil
 	}
+}
+
+// outputFlag registers -o, which takes one of choices.
+func outputFlag(cmd *cobra.Command, value *string, unset, usage string, choices ...string) {
+	*value = unset
+	cmd.Flags().VarP(&choice{value, choices}, "output", "o", usage)
+}
+
+// choice is the value of a flag that takes one of several words. It implements pflag.Value.
+type choice struct {
+	value   *string
+	choices []string
+}
+
+func (c *choice) String() string { return *c.value }
+func (c *choice) Type() string   { return "string" }
+
+func (c *choice) Set(text string) error {
+	if !slices.Contains(c.choices, text) {
+		return fmt.Errorf("use %s", strings.Join(c.choices, ", "))
+	}
+	*c.value = text
+	return nil
 }
 
 // logFlags are the flags of every server.

@@ -274,9 +274,12 @@ func (c *throughCluster) open(ctx context.Context) ([]target, func(), error) {
 	return targets, stop, nil
 }
 
-// explain adds to a refusal what grants the right.
+// explain adds to a refusal what grants the right, and to what is not there where to look.
 func (c *throughCluster) explain(err error) error {
-	if apierrors.IsForbidden(err) {
+	switch {
+	case apierrors.IsNotFound(err):
+		return fmt.Errorf("%w in namespace %s; where Posthorn's release is another, set --system-namespace and --support-account", err, c.system)
+	case apierrors.IsForbidden(err):
 		return fmt.Errorf("%w\nThis needs the Role %s-user in namespace %s; 'why' and 'redeliver' do without", err, c.account, c.system)
 	}
 	return err

@@ -37,11 +37,6 @@ With --status, --delay and --fail-first it plays a receiver in trouble.`,
 			if s.status < 100 || s.status > 599 {
 				return usagef("--status %d: use an HTTP status between 100 and 599", s.status)
 			}
-			switch s.output {
-			case "text", "json", "none":
-			default:
-				return usagef("-o %q: use text, json or none", s.output)
-			}
 			listener, err := net.Listen("tcp", listen)
 			if err != nil {
 				return err
@@ -67,7 +62,7 @@ With --status, --delay and --fail-first it plays a receiver in trouble.`,
 	f.IntVar(&s.status, "status", http.StatusOK, "status to answer with")
 	f.DurationVar(&s.delay, "delay", 0, "time to wait before the answer")
 	f.IntVar(&s.failFirst, "fail-first", 0, "answer this many requests with 503 before all goes well")
-	f.StringVarP(&s.output, "output", "o", "text", "text, json (one object a line, body included) or none")
+	outputFlag(cmd, &s.output, "text", "text, json (one object a line, body included) or none", "text", "json", "none")
 	return cmd
 }
 
