@@ -164,9 +164,10 @@ func (b *builder) url(field string, e *v1alpha1.Endpoint) (out liveconfig.Secret
 		if err := b.checkHost(u.Hostname()); err != nil {
 			why := err.Error()
 			if fromSecret {
-				why = "the URL's host is an address or name that may not be delivered to" // its name is part of the secret
+				// Its name is part of the secret.
+				why = "the URL's host is an address or name that may not be delivered to; use another URL, or let the cluster's admin allow it (--egress-allow)"
 			}
-			b.add(v1alpha1.ReasonEgressDenied, field, "%s; use another URL, or let the cluster's admin allow it with --egress-allow", why)
+			b.add(v1alpha1.ReasonEgressDenied, field, "%s", why)
 		}
 	}
 	return liveconfig.NewSecret(text), u.Scheme == "https"

@@ -106,7 +106,11 @@ func (f facts) delivering(success v1alpha1.SuccessPolicy, endpoints []endpoint) 
 		return c
 	}
 	if state := f.state(); state != liveconfig.Active {
-		return set(metav1.ConditionFalse, v1alpha1.ReasonHeld, "messages are kept up to the retry window, not sent: "+f.verdict.Message)
+		message := f.verdict.Message
+		if f.verdict.Reason != v1alpha1.ReasonDisabled { // Which says so itself.
+			message = "messages are kept up to the retry window, not sent: " + message
+		}
+		return set(metav1.ConditionFalse, v1alpha1.ReasonHeld, message)
 	}
 	var failing []endpoint
 	working := 0

@@ -161,7 +161,7 @@ func TestDestinationConditions(t *testing.T) {
 		{"held", any1, refused(v1alpha1.ReasonSecretNotFound), []Pod{runs("p1", idle("a"))}, "False/SecretNotFound True/Programmed False/SecretNotFound False/Held", "kept up to the retry window, not sent: spec.x: broken; mend it"},
 		{"held, pending", any1, refused(v1alpha1.ReasonSecretNotFound), []Pod{behind}, "False/SecretNotFound False/Pending False/SecretNotFound False/Held", ""},
 		{"held in spite of failures", any1, refused(v1alpha1.ReasonInvalidURL), []Pod{runs("p1", open("a", "TimedOut"))}, "False/InvalidURL True/Programmed False/InvalidURL False/Held", ""},
-		{"disabled", any1, disabled(), []Pod{runs("p1", healthy("a"))}, "True/Disabled True/Programmed True/Ready False/Held", "not sent: off"},
+		{"disabled", any1, disabled(), []Pod{runs("p1", healthy("a"))}, "True/Disabled True/Programmed True/Ready False/Held", "off"},
 		{"not accepted but active", any1, compile.Verdict{Reason: v1alpha1.ReasonNoSource, Message: "one is missing", State: liveconfig.Active, Revision: "r1"}, []Pod{runs("p1", healthy("a"))},
 			"False/NoSource True/Programmed False/NoSource True/Delivering", ""},
 		{"config too large", any1, tooLarge, []Pod{runs("p1", healthy("a"))}, "False/ConfigTooLarge False/NotAccepted False/ConfigTooLarge True/Delivering", ""},

@@ -112,12 +112,15 @@ func (e *explainer) spec() {
 	case accepted == nil || accepted.ObservedGeneration < e.d.Generation:
 		e.add(Problem, "Destination", "look at the operator's pod and its log", "the operator has not looked at this version of the destination yet")
 	case accepted.Status != metav1.ConditionTrue:
-		e.held = true
 		fix, ok := fixes[accepted.Reason]
 		if !ok {
 			fix.about = "Destination"
 		}
-		e.add(Problem, fix.about, fix.fix, "%s (%s); messages are kept, not sent", accepted.Message, accepted.Reason)
+		then := ""
+		if accepted.Reason != v1alpha1.ReasonNoSource { // It works for the Sources that it has.
+			e.held, then = true, "; messages are kept, not sent"
+		}
+		e.add(Problem, fix.about, fix.fix, "%s (%s)%s", accepted.Message, accepted.Reason, then)
 	case e.d.Spec.Enabled != nil && !*e.d.Spec.Enabled:
 		e.held = true
 		e.add(Problem, "Destination", "set spec.enabled to true", "it is switched off; messages are kept up to the retry window and sent when it is on again")
@@ -273,8 +276,11 @@ func (e *explainer) filter() {
 	case !known || c.Filtered == 0:
 	case c.Delivered+c.Pending+c.DeadLettered == 0:
 		fix := "loosen spec.filter, or let the senders' integrations name this destination"
-		if e.d.Spec.Filter == nil {
+		switch {
+		case e.d.Spec.Filter == nil:
 			fix = "the destination has no filter: the calls' own integrations exclude it"
+		case e.d.Spec.Filter.Expression != "":
+			fix += "; spec.filter.expression keeps out every call for which it is not true, also where a field is missing or has another type"
 		}
 		e.add(Problem, "Filter", fix, "all of %s so far were filtered out", count(c.Filtered, "message"))
 	default:
@@ -299,6 +305,11 @@ var hints = map[string]string{
 }
 
 func (e *explainer) endpoints() {
+	// While another endpoint takes the messages, one that fails keeps none from arriving.
+	level, elsewhere := Problem, ""
+	if meta.IsStatusConditionTrue(e.d.Status.Conditions, v1alpha1.ConditionDelivering) && len(e.d.Status.Endpoints) > 1 {
+		level, elsewhere = Notice, "; another endpoint takes the messages"
+	}
 	for _, p := range e.d.Status.Endpoints {
 		failure := ""
 		fix := ""
@@ -310,12 +321,14 @@ func (e *explainer) endpoints() {
 		if p.LastSuccessTime != nil {
 			success = "it took a message last " + ago(e.Now, p.LastSuccessTime.Time)
 		}
-		switch p.State {
-		case v1alpha1.EndpointCircuitOpen:
-			e.add(Problem, "Endpoint", fix, "%q failed so often that only probes are sent to it; %s%s", p.Name, success, failure)
-		case v1alpha1.EndpointDegraded:
-			e.add(Problem, "Endpoint", fix, "deliveries to %q fail; %s%s", p.Name, success, failure)
-		case v1alpha1.EndpointIdle:
+		switch {
+		case p.State == v1alpha1.EndpointCircuitOpen:
+			e.add(level, "Endpoint", fix, "%q failed so often that only probes are sent to it; %s%s%s", p.Name, success, failure, elsewhere)
+		case p.State == v1alpha1.EndpointDegraded && p.LastSuccessTime != nil && p.LastFailure != nil && !p.LastSuccessTime.Before(&p.LastFailure.Time):
+			e.add(Notice, "Endpoint", "", "%q fails now and then, or recovers; %s%s", p.Name, success, failure)
+		case p.State == v1alpha1.EndpointDegraded:
+			e.add(level, "Endpoint", fix, "deliveries to %q fail; %s%s%s", p.Name, success, failure, elsewhere)
+		case p.State == v1alpha1.EndpointIdle:
 			e.add(Notice, "Endpoint", "", "nothing has been sent to %q since the dispatchers started", p.Name)
 		default:
 			e.add(Fine, "Endpoint", "", "%q works; %s", p.Name, success)

@@ -60,7 +60,7 @@ func TestExplain(t *testing.T) {
 	failing := func(state v1alpha1.EndpointState, reason, message string) func(*Facts) {
 		return d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Endpoints[0].State = state
-			d.Status.Endpoints[0].LastFailure = &v1alpha1.DeliveryFailure{Time: *at(10 * time.Second), Reason: reason, Message: message}
+			d.Status.Endpoints[0].LastFailure = &v1alpha1.DeliveryFailure{Time: *at(2 * time.Second), Reason: reason, Message: message}
 		})
 	}
 	report := func(change func(t *liveconfig.TenantReport, r *liveconfig.Report)) func(*Facts) {
@@ -90,7 +90,7 @@ func TestExplain(t *testing.T) {
 		{"switched off", d(func(d *v1alpha1.WebhookDestination) { d.Spec.Enabled = &no }), "Destination", "switched off; messages are kept", "spec.enabled", ""},
 		{"no Secret", refused("SecretNotFound", `Secret "crm" does not exist`), "Secret", `Secret "crm" does not exist (SecretNotFound); messages are kept, not sent`, "create the Secret", ""},
 		{"no key", refused("SecretKeyMissing", "no key"), "Secret", "SecretKeyMissing", "add the key", ""},
-		{"no Source", refused("NoSource", `no Source "ios"`), "Source", `no Source "ios"`, "spec.sources", ""},
+		{"no Source", refused("NoSource", `no Source "ios"`), "Source", `no Source "ios" (NoSource)`, "spec.sources", `PROBLEM Source no Source "ios" (NoSource)`+"\n"},
 		{"a bad filter", refused("InvalidFilter", "syntax"), "Filter", "syntax", "spec.filter", ""},
 		{"an address denied", refused("EgressDenied", "10.0.0.1"), "Destination", "10.0.0.1", "--egress-allow", ""},
 		{"a reason that we do not know", refused("Novelty", "who knows"), "Destination", "who knows (Novelty)", "", ""},
@@ -129,7 +129,18 @@ func TestExplain(t *testing.T) {
 			d.Status.Delivery = &v1alpha1.DeliveryStatus{Filtered: 1}
 		}), "Filter", "all of 1 message so far", "integrations", ""},
 		{"some are filtered", d(func(d *v1alpha1.WebhookDestination) { d.Status.Delivery.Filtered = 3 }), "", "", "", "NOTICE Filter 3 messages"},
-		{"circuit open", failing(v1alpha1.EndpointCircuitOpen, "ConnectionRefused", "nothing listens at 10.0.0.9:80"), "Endpoint", `"primary" failed so often that only probes are sent to it; it took a message last 3s ago; the last failure was 10s ago: nothing listens at 10.0.0.9:80 (ConnectionRefused)`, "receiver runs", ""},
+		{"circuit open", failing(v1alpha1.EndpointCircuitOpen, "ConnectionRefused", "nothing listens at 10.0.0.9:80"), "Endpoint", `"primary" failed so often that only probes are sent to it; it took a message last 3s ago; the last failure was 2s ago: nothing listens at 10.0.0.9:80 (ConnectionRefused)`, "receiver runs", ""},
+		{"one endpoint of two", func(f *Facts) {
+			failing(v1alpha1.EndpointCircuitOpen, "ServerError", "answered 500")(f)
+			s := &f.Destinations[0].Status
+			s.Endpoints[0].LastSuccessTime = nil
+			s.Endpoints = append(s.Endpoints, v1alpha1.EndpointStatus{Name: "b", State: v1alpha1.EndpointHealthy, LastSuccessTime: at(time.Second)})
+			s.Conditions = append(s.Conditions, condition("Delivering", "Delivering", ""))
+		}, "", "", "", "it has never taken a message; the last failure was 2s ago: answered 500 (ServerError); another endpoint takes the messages"},
+		{"recovering", func(f *Facts) {
+			failing(v1alpha1.EndpointDegraded, "ServerError", "answered 500")(f)
+			f.Destinations[0].Status.Endpoints[0].LastSuccessTime = at(time.Second)
+		}, "", "", "", `NOTICE Endpoint "primary" fails now and then, or recovers; it took a message last just now; the last failure was 2s ago`},
 		{"certificate", failing(v1alpha1.EndpointDegraded, "CertificateRejected", "self-signed"), "Endpoint", "self-signed (CertificateRejected)", "caSecretRef", ""},
 		{"a failure without words", failing(v1alpha1.EndpointDegraded, "TimedOut", ""), "Endpoint", "TimedOut (TimedOut)", "timeout", ""},
 		{"recovered", failing(v1alpha1.EndpointHealthy, "TimedOut", ""), "", "", "", `OK Endpoint "primary" works`},

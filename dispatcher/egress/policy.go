@@ -94,7 +94,7 @@ func (p Policy) CheckHost(host string) error {
 		return p.check(name, addr)
 	}
 	if kind := forbiddenName(name); kind != "" && !p.allowsHost(name) {
-		return fmt.Errorf("host %q is a name of %s, and the egress policy denies it; the cluster's admin can allow it by this name", name, kind)
+		return fmt.Errorf("host %q is a name of %s, and the egress policy denies it; use another host, or let the cluster's admin allow it by this name (--egress-allow)", name, kind)
 	}
 	return nil
 }
@@ -131,9 +131,9 @@ func (e *deniedError) Error() string {
 		what = fmt.Sprintf("address %s is %s", e.addr, e.kind)
 	}
 	if e.metadata {
-		return what + ", and the egress policy denies it"
+		return what + ", and the egress policy denies it; use another host, or let the cluster's admin allow it by this very address (--egress-allow)"
 	}
-	return what + ", and the egress policy denies it; the cluster's admin can allow the address or the host"
+	return what + ", and the egress policy denies it; use another host, or let the cluster's admin allow the address or the host (--egress-allow)"
 }
 
 // check decides about one address that a host stands for or resolved to.
@@ -312,7 +312,7 @@ func parseHost(host string) (name string, addr netip.Addr, err error) {
 		}
 		return addr.String(), addr, nil
 	}
-	invalid := fmt.Errorf("host %q is neither a host name nor an address", host)
+	invalid := fmt.Errorf("host %q is neither a host name nor an address; correct it", host)
 	// Maps what browsers map too: full-width digits, ideographic dots, upper case.
 	name = strings.ToLower(host)
 	if strings.ContainsFunc(name, func(r rune) bool { return r >= 0x80 }) {
