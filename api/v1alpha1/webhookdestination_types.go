@@ -443,6 +443,7 @@ type DeliveryStatus struct {
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Delivered",type=integer,JSONPath=`.status.delivery.delivered`,priority=1
 // +kubebuilder:printcolumn:name="Dead",type=integer,JSONPath=`.status.delivery.deadLettered`,priority=1
+// +kubebuilder:printcolumn:name="Ready Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].reason`,priority=1
 // +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Delivering")].reason`,priority=1
 // +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.conditions[?(@.type=="Delivering")].message`,priority=1
 type WebhookDestination struct {
