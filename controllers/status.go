@@ -113,7 +113,10 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 		}
 		m.seen = false
 	}
-	return reconcile.Result{RequeueAfter: l.again.d}, err
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	return reconcile.Result{RequeueAfter: l.again.d}, nil
 }
 
 // memosOf returns a tenant's memos. Only its own reconciliation uses them, and

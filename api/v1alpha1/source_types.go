@@ -107,7 +107,8 @@ type MessageCounts struct {
 
 // CallCounts counts a Source's calls.
 type CallCounts struct {
-	// Calls that were stored and acknowledged.
+	// Calls that were stored and acknowledged, with what was redelivered and
+	// what audiences and deletion requests put in.
 	Accepted int64 `json:"accepted"`
 	// Calls that were refused (invalid, too large, over the rate limit, storage full) since the pods started.
 	Rejected int64 `json:"rejected"`

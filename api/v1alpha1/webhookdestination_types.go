@@ -416,7 +416,8 @@ type DeliveryStatus struct {
 	// Messages that were given up because their Source was taken away from the destination.
 	// +optional
 	Discarded int64 `json:"discarded"`
-	// Messages that wait: not tried yet, in flight, or waiting for a retry.
+	// Messages that wait: not tried yet, in flight, or waiting for a retry. While
+	// nothing is sent, what will turn out to be filtered is among them.
 	Pending int64 `json:"pending"`
 	// Of those, the ones that failed at least once and wait for their next attempt.
 	Retrying int64 `json:"retrying"`
