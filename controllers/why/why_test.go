@@ -90,7 +90,7 @@ func TestExplain(t *testing.T) {
 		{"switched off", d(func(d *v1alpha1.WebhookDestination) { d.Spec.Enabled = &no }), "Destination", "switched off; messages are kept", "spec.enabled", ""},
 		{"no Secret", refused("SecretNotFound", `Secret "crm" does not exist`), "Secret", `Secret "crm" does not exist (SecretNotFound); messages are kept, not sent`, "create the Secret", ""},
 		{"no key", refused("SecretKeyMissing", "no key"), "Secret", "SecretKeyMissing", "add the key", ""},
-		{"no Source", refused("NoSource", `no Source "ios"`), "Source", `no Source "ios" (NoSource)`, "spec.sources", `PROBLEM Source no Source "ios" (NoSource)`+"\n"},
+		{"no Source", refused("NoSource", `no Source "ios"`), "Source", `no Source "ios" (NoSource)`, "spec.sources", `PROBLEM Source no Source "ios" (NoSource)` + "\n"},
 		{"a bad filter", refused("InvalidFilter", "syntax"), "Filter", "syntax", "spec.filter", ""},
 		{"an address denied", refused("EgressDenied", "10.0.0.1"), "Destination", "10.0.0.1", "--egress-allow", ""},
 		{"a reason that we do not know", refused("Novelty", "who knows"), "Destination", "who knows (Novelty)", "", ""},
