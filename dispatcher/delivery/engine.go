@@ -101,8 +101,7 @@ type Engine struct {
 	idle                   []*worker
 	exits                  sync.WaitGroup
 
-	tails   map[*tail]struct{}
-	changed chan struct{}
+	tails map[*tail]struct{}
 
 	// hard ends requests in flight; soft ends all else.
 	hard, soft         context.Context
@@ -232,7 +231,7 @@ func New(o Options) *Engine {
 		o: o, log: o.Logger,
 		revisions:    map[string]string{},
 		destinations: map[string]*destination{}, tenants: map[string][]*destination{}, lanes: map[queue.LaneID]*lane{},
-		tails: map[*tail]struct{}{}, changed: make(chan struct{}), tidy: make(chan struct{}, 1), begun: time.Now(),
+		tails: map[*tail]struct{}{}, tidy: make(chan struct{}, 1), begun: time.Now(),
 	}
 	e.hard, e.cancel = context.WithCancel(context.Background())
 	e.soft, e.cancelSoft = context.WithCancel(e.hard)
@@ -301,18 +300,4 @@ func (e *Engine) stop() {
 		<-drained
 	}
 	e.cancel()
-}
-
-// Changed returns a channel that is closed when the state of some endpoint
-// changes. Ask for the channel first and then for the report.
-func (e *Engine) Changed() <-chan struct{} {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	return e.changed
-}
-
-// signalChange wakes those who wait for Changed. The lock is held.
-func (e *Engine) signalChange() {
-	close(e.changed)
-	e.changed = make(chan struct{})
 }

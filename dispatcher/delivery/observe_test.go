@@ -29,25 +29,13 @@ func TestEndpointStates(t *testing.T) {
 			}
 		}
 		state(liveconfig.EndpointIdle)
-		changed := w.engine.Changed()
 		w.send("web", 1)
 		w.sleep(time.Minute)
 		state(liveconfig.EndpointHealthy)
-		select {
-		case <-changed:
-		default:
-			t.Error("the change was not signalled")
-		}
 		w.client.set(always(answer{status: 500}))
-		changed = w.engine.Changed()
 		w.send("web", 1)
 		w.sleep(time.Millisecond)
 		state(liveconfig.EndpointDegraded)
-		select {
-		case <-changed:
-		default:
-			t.Error("the change was not signalled")
-		}
 		ep := w.report("crm").Endpoints[0]
 		if ep.LastFailure == nil || ep.LastFailure.Reason != "ServerError" || ep.LastFailure.StatusCode != 500 || ep.LastFailure.Message == "" || ep.Since.Before(ep.LastSuccess) {
 			t.Errorf("%+v", ep)

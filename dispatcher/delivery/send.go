@@ -251,17 +251,6 @@ func expired(last queue.Failure, window time.Duration) queue.Failure {
 // sender is what a worker keeps from request to request.
 type sender struct{ headers []egress.Header }
 
-// deadline is a context that has a deadline without a timer of its own: the
-// client sets it on its connection, and a timer per request would cost more
-// than all else here. Only the engine's stop makes it done.
-type deadline struct {
-	context.Context
-	at time.Time
-}
-
-// Deadline implements context.Context.
-func (d deadline) Deadline() (time.Time, bool) { return d.at, true }
-
 // send sends the worker's request and settles its message. The lock is not held.
 func (e *Engine) send(w *worker) {
 	p := &w.post
@@ -273,7 +262,8 @@ func (e *Engine) send(w *worker) {
 	if e.o.Tracer != nil {
 		span = e.trace(w, started)
 	}
-	ctx := deadline{e.hard, started.Add(p.set.policy.Timeout)}
+	// Only the engine's stop makes it done: a timer per request would cost more than all else here.
+	ctx := egress.WithDeadline(e.hard, started.Add(p.set.policy.Timeout))
 	r := ended{Result: e.o.Client.Post(ctx, p.target.to, w.headers, p.message.Body)}
 	r.at = time.Now()
 	r.duration = r.at.Sub(started)
@@ -453,7 +443,6 @@ func (e *Engine) record(p *post, r *ended) {
 		e.publish(&a)
 	}
 	if ep.health.settle(r.at, &ep.circuit) {
-		e.signalChange()
 		e.logState(ep, r.at)
 	}
 }
