@@ -223,9 +223,6 @@ func (d *Dispatcher) TLSAddr() net.Addr {
 // AdminAddr returns the address of the admin listener.
 func (d *Dispatcher) AdminAddr() net.Addr { return d.adminListener.Addr() }
 
-// Engine gives access to attempts and lanes.
-func (d *Dispatcher) Engine() *delivery.Engine { return d.engine }
-
 // Store gives access to the queue and its dead letters.
 func (d *Dispatcher) Store() *pebblestore.Store { return d.store }
 

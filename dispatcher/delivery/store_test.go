@@ -497,8 +497,7 @@ func (s *memStore) SourceStats(source string) queue.SourceStats {
 	return queue.SourceStats{Accepted: int64(len(s.logs[source]))}
 }
 
-func (s *memStore) DiskBytes() int64 { return 0 }
-func (s *memStore) Close() error     { return nil }
+func (s *memStore) Close() error { return nil }
 
 // problems lists what was settled wrongly and what is still leased.
 func (s *memStore) problems() []string {

@@ -264,8 +264,6 @@ type Store interface {
 	Destinations() []string
 	// ForgetDestination forgets the ledger of a destination's dropped lanes.
 	ForgetDestination(destination string) error
-	// DiskBytes is an estimate of the disk that the store takes.
-	DiskBytes() int64
 
 	// Close persists every cursor and closes the store. Leased messages go back to their lanes.
 	Close() error

@@ -117,7 +117,7 @@ func (s *Store) diskFull() {
 // Full tells whether Append is refused because the disk is above its high-water mark.
 func (s *Store) Full() bool { return s.disk.full.Load() }
 
-// DiskBytes implements queue.Store. It is at most a second old.
+// DiskBytes is about what the store takes of the disk. It is at most a second old.
 func (s *Store) DiskBytes() int64 { return s.disk.used.Load() }
 
 // runMaintenance looks at the disk and frees what no lane needs.
