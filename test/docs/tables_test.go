@@ -1,0 +1,274 @@
+package docs
+
+import (
+	"fmt"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"sigs.k8s.io/yaml"
+
+	"github.com/posthorn/posthorn/dispatcher/audience"
+	"github.com/posthorn/posthorn/event"
+)
+
+func read(t *testing.T, path ...string) string {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join(append([]string{root}, path...)...))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
+}
+
+// section is what stands under a heading of the second level, or ends the test.
+func section(t *testing.T, page, heading string) string {
+	t.Helper()
+	_, text, ok := strings.Cut(read(t, "docs", page), "\n## "+heading+"\n")
+	if !ok {
+		t.Fatalf("docs/%s has no section %q", page, heading)
+	}
+	text, _, _ = strings.Cut(text, "\n## ")
+	return text
+}
+
+var (
+	quoted = regexp.MustCompile("`([^`]+)`")
+	fenced = regexp.MustCompile("(?ms)^```.*?^```$")
+)
+
+// words are what stands between backticks, outside of blocks, and matches.
+func words(text, pattern string) map[string]bool {
+	list := map[string]bool{}
+	for _, m := range quoted.FindAllStringSubmatch(fenced.ReplaceAllString(text, ""), -1) {
+		if regexp.MustCompile("^(" + pattern + ")$").MatchString(m[1]) {
+			list[m[1]] = true
+		}
+	}
+	return list
+}
+
+// rows are the lines of tables, by what is quoted in the first cell.
+func rows(text string) map[string]string {
+	list := map[string]string{}
+	for line := range strings.Lines(text) {
+		cells := strings.Split(line, "|")
+		if len(cells) < 4 {
+			continue
+		}
+		parent := ""
+		for _, m := range quoted.FindAllStringSubmatch(cells[1], -1) {
+			name := strings.ReplaceAll(strings.TrimPrefix(m[1], "spec."), "[]", "")
+			if strings.HasPrefix(name, ".") { // beside the one before
+				name = parent + name
+			}
+			parent = name[:max(0, strings.LastIndex(name, "."))]
+			list[name] = line
+		}
+	}
+	return list
+}
+
+// differ reports words of one side that the other does not have.
+func differ(t *testing.T, page string, inPage, inCode map[string]bool) {
+	t.Helper()
+	for _, w := range slices.Sorted(maps.Keys(inCode)) {
+		if !inPage[w] {
+			t.Errorf("%s does not name %s", page, w)
+		}
+	}
+	for _, w := range slices.Sorted(maps.Keys(inPage)) {
+		if !inCode[w] {
+			t.Errorf("%s names %s, which the code does not have", page, w)
+		}
+	}
+	if len(inCode) < 10 {
+		t.Errorf("only %v were found in the code", inCode)
+	}
+}
+
+// Every field of a kind's spec, and its default, is in the table of its page, by a
+// row of its own or by name in that of the field that it is a part of, and no
+// other is. What a reference or a selector of labels consists of is not asked for.
+func TestFieldsAreDocumented(t *testing.T) {
+	for resource, page := range map[string]string{
+		"sources": "source.md", "webhookdestinations": "webhookdestination.md", "audiences": "audience.md",
+		"redeliveries": "redelivery.md", "deletionrequests": "deletionrequest.md",
+	} {
+		var crd apiextensions.CustomResourceDefinition
+		if err := yaml.Unmarshal([]byte(read(t, "config", "crd", "posthorn.dev_"+resource+".yaml")), &crd); err != nil {
+			t.Fatal(err)
+		}
+		documented, seen := rows(section(t, page, "Writing one")), map[string]bool{}
+		// walk tells of the fields of s, whose row is above, and returns whether one has a row of its own.
+		var walk func(path, above string, s apiextensions.JSONSchemaProps) bool
+		walk = func(path, above string, s apiextensions.JSONSchemaProps) (rowsBelow bool) {
+			if s.Items != nil {
+				s = *s.Items.Schema
+			}
+			for name, field := range s.Properties {
+				path := strings.TrimPrefix(path+"."+name, ".")
+				seen[path] = true
+				row, own := documented[path]
+				if own && field.Default != nil && field.Type != "object" && !strings.Contains(row, strings.Trim(string(field.Default.Raw), `"`)) {
+					t.Errorf("docs/%s does not say that the default of %s is %s: %s", page, path, field.Default.Raw, row)
+				}
+				if !own {
+					row = above
+				}
+				below := false
+				if !strings.HasSuffix(name, "Ref") && name != "selector" || resource == "redeliveries" {
+					below = walk(path, row, field)
+				}
+				if !own && !below && !regexp.MustCompile("`[\\w.]*\\b"+name+"\\b").MatchString(row) {
+					t.Errorf("docs/%s does not explain %s", page, path)
+				}
+				rowsBelow = rowsBelow || own || below
+			}
+			return rowsBelow
+		}
+		walk("", "", crd.Spec.Versions[0].Schema.OpenAPIV3Schema.Properties["spec"])
+		for path := range documented {
+			if !seen[path] {
+				t.Errorf("docs/%s explains %s, which the CRD does not have", page, path)
+			}
+		}
+	}
+}
+
+// Every reason of a condition is explained somewhere, those of failures where one
+// looks for them, and the tables of conditions name no other.
+func TestReasonsAreDocumented(t *testing.T) {
+	reasons, failures, inFailures := map[string]bool{}, map[string]bool{}, false
+	for _, m := range regexp.MustCompile(`(?m)^// (Reasons of \w+)|^\tReason\w+ = "(\w+)"`).FindAllStringSubmatch(read(t, "api", "v1alpha1", "conditions.go"), -1) {
+		if m[1] != "" {
+			inFailures = m[1] == "Reasons of Delivering"
+			continue
+		}
+		reasons[m[2]] = true
+		if inFailures && m[2] != "Delivering" && m[2] != "NoTrafficYet" {
+			failures[m[2]] = true
+		}
+	}
+	inTable := map[string]bool{}
+	for reason := range rows(section(t, "troubleshooting.md", "Nothing arrives")) {
+		inTable[reason] = true
+	}
+	differ(t, "docs/troubleshooting.md", inTable, failures)
+	named := map[string]bool{}
+	for _, page := range pages(t) {
+		maps.Copy(named, words(read(t, page), "[A-Z][A-Za-z]+"))
+	}
+	maps.DeleteFunc(named, func(w string, _ bool) bool { return !reasons[w] })
+	for _, page := range []string{"source.md", "webhookdestination.md", "audience.md"} {
+		for condition, row := range rows(section(t, page, "Status")) {
+			if regexp.MustCompile(`^[A-Z][a-z]+$`).MatchString(condition) {
+				_, row, _ = strings.Cut(row[1:], "|")
+				maps.Copy(named, words(row, "[A-Z][A-Za-z]+"))
+			}
+		}
+	}
+	delete(named, "True")
+	differ(t, "the documentation", named, reasons)
+}
+
+// Every code that a sync of members is answered with.
+func TestAudienceCodesAreDocumented(t *testing.T) {
+	codes := map[string]bool{}
+	files, err := filepath.Glob(filepath.Join(root, "dispatcher", "audience", "*.go"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range regexp.MustCompile(`"([a-z]+(?:_[a-z]+)+|busy)", (?:"|`+"`"+`|Message: )`).FindAllStringSubmatch(string(text), -1) {
+			codes[m[1]] = true
+		}
+	}
+	differ(t, "docs/audience.md", words(section(t, "audience.md", "When it does not work"), `[a-z]+(_[a-z]+)+|busy`), codes)
+}
+
+// Every alert that the chart installs.
+func TestAlertsAreDocumented(t *testing.T) {
+	alerts, named := map[string]bool{}, map[string]bool{}
+	for _, m := range regexp.MustCompile(`alert: (\w+)`).FindAllStringSubmatch(read(t, "charts", "posthorn", "files", "alerts.yaml"), -1) {
+		alerts[m[1]] = true
+	}
+	for _, m := range regexp.MustCompile(`(?m)^\| (Posthorn\w+) \|`).FindAllStringSubmatch(read(t, "docs", "operations.md"), -1) {
+		named[m[1]] = true
+	}
+	differ(t, "docs/operations.md", named, alerts)
+}
+
+// A flag that a page gives to posthorn is one that posthorn takes.
+func TestFlagsExist(t *testing.T) {
+	flags := map[string]bool{}
+	var collect func(args ...string)
+	collect = func(args ...string) {
+		help, err := exec.Command(binary, append(args, "--help")...).CombinedOutput()
+		if err != nil {
+			t.Fatalf("%v: %v\n%s", args, err, help)
+		}
+		for _, m := range regexp.MustCompile(`(?m)^ +(?:-\w, )?(--[a-z-]+)`).FindAllStringSubmatch(string(help), -1) {
+			flags[m[1]] = true
+		}
+		_, list, _ := strings.Cut(string(help), "\nAvailable Commands:\n")
+		if len(args) == 0 { // in groups
+			_, list, _ = strings.Cut(string(help), "\nUsage:\n")
+		}
+		for _, m := range regexp.MustCompile(`(?m)^  ([a-z-]+) +[A-Z]`).FindAllStringSubmatch(list, -1) {
+			if m[1] != "help" {
+				collect(append(args, m[1])...)
+			}
+		}
+	}
+	collect()
+	// Of helm, kubectl and others; the commands of blocks are run by other tests.
+	others := []string{"--context", "--values", "--from-literal", "--from-file", "--cascade", "--reset-then-reuse-values", "--reuse-values"}
+	used := 0
+	for _, page := range pages(t) {
+		for word := range words(read(t, page), `--[a-z-]+|posthorn [^|]*--[a-z].*`) {
+			for _, flag := range regexp.MustCompile(`--[a-z][a-z-]*`).FindAllString(word, -1) {
+				used++
+				if !flags[flag] && !slices.Contains(others, flag) {
+					t.Errorf("%s: posthorn has no flag %s", page, flag)
+				}
+			}
+		}
+	}
+	if used < 20 || len(flags) < 50 {
+		t.Errorf("only %d flags were found in the pages, %d in the program", used, len(flags))
+	}
+}
+
+// The limits of the tracking API and of syncs.
+func TestLimitsAreDocumented(t *testing.T) {
+	requests := strings.ReplaceAll(section(t, "tracking-api.md", "Requests"), ",", "")
+	syncs := section(t, "audience.md", "When it does not work")
+	for _, l := range []struct {
+		text, format string
+		limit        int
+	}{
+		{requests, "| body | at most 500 KB (%d bytes)", event.MaxBodyBytes},
+		{requests, "| call | at most 32 KB (%d bytes)", event.MaxCallBytes},
+		{requests, "| batch | at most %d calls", event.MaxBatchCalls},
+		{requests, "| `messageId` | at most %d bytes", event.MaxMessageIDBytes},
+		{requests, "| nesting | at most %d levels", event.MaxDepth},
+		{syncs, "A line may have %d KiB", audience.MaxLineBytes >> 10},
+		{syncs, "a userId %d KiB", audience.MaxUserIDBytes >> 10},
+		{syncs, "more than %d GiB", audience.DefaultMaxBytes >> 30},
+	} {
+		if want := fmt.Sprintf(l.format, l.limit); !strings.Contains(l.text, want) {
+			t.Errorf("no page says %q", want)
+		}
+	}
+}
