@@ -17,7 +17,6 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/term"
 )
 
 // audienceOwner returns the URL of the pod that keeps the members of audiences,
@@ -289,7 +288,7 @@ func (c *countingReader) Read(p []byte) (int, error) {
 // showProgress draws a line again and again, on a terminal only, until stop is called.
 func showProgress(w io.Writer, line func() string) (stop func()) {
 	file, ok := w.(*os.File)
-	if !ok || !term.IsTerminal(int(file.Fd())) {
+	if !ok || !isTerminal(file) {
 		return func() {}
 	}
 	done, ended := make(chan struct{}), make(chan struct{})

@@ -9,8 +9,8 @@ import (
 	"fmt"
 	"net/http"
 	"net/url"
-	"os"
 	"strings"
+	"sync/atomic"
 	"text/tabwriter"
 	"time"
 
@@ -115,8 +115,7 @@ func newDeadLettersShow(way reaching) *cobra.Command {
 func newDeadLettersAction(way reaching, verb, short, done string) *cobra.Command {
 	var r reach
 	var a admin.Action
-	var all bool
-	var since, until string
+	var chosen selection
 	cmd := &cobra.Command{
 		Use:   verb + " DESTINATION [KEY...]",
 		Short: short,
@@ -134,34 +133,52 @@ With --dry-run they are only counted.`,
 			if err != nil {
 				return err
 			}
-			a.Destination, a.Selector.Keys = query.Get("destination"), args[1:]
-			if a.Selector.Since, err = moment("--since", since); err != nil {
+			if err := chosen.parse("by key or with", args[1:]...); err != nil {
 				return err
 			}
-			if a.Selector.Until, err = moment("--until", until); err != nil {
-				return err
-			}
-			s := a.Selector
-			chosen := len(s.Keys)+len(s.Reasons)+len(s.Types)+len(s.Events) > 0 || !s.Since.IsZero() || !s.Until.IsZero()
-			if chosen == all {
-				return usagef("choose dead letters by key or with --reason, --type, --event, --since, --until; or take --all")
-			}
+			a.Destination, a.Selector = query.Get("destination"), chosen.Selector
 			return act(cmd, r, verb, done, a)
 		},
 	}
 	r = way(cmd)
-	f := cmd.Flags()
-	f.BoolVar(&all, "all", false, "all dead letters of the destination")
-	f.StringSliceVar(&a.Selector.Reasons, "reason", nil, "those with this reason, e.g. Expired")
-	f.StringSliceVar(&a.Selector.Types, "type", nil, "those of this type of call")
-	f.StringSliceVar(&a.Selector.Events, "event", nil, "those of this event")
-	f.StringVar(&since, "since", "", "those that failed since then: a duration (2h) or a time (2026-01-02T03:04:05Z)")
-	f.StringVar(&until, "until", "", "those that failed before then")
-	f.BoolVar(&a.DryRun, "dry-run", false, "only count")
+	chosen.register(cmd)
+	cmd.Flags().BoolVar(&a.DryRun, "dry-run", false, "only count")
 	if verb == "redeliver" {
-		f.Float64Var(&a.Rate, "rate", redelivery.DefaultRate, "how many a second")
+		cmd.Flags().Float64Var(&a.Rate, "rate", redelivery.DefaultRate, "how many a second")
 	}
 	return cmd
+}
+
+// selection is the flags that choose dead letters.
+type selection struct {
+	redelivery.Selector
+	all          bool
+	since, until string
+}
+
+func (c *selection) register(cmd *cobra.Command) {
+	f := cmd.Flags()
+	f.BoolVar(&c.all, "all", false, "all dead letters of the destination")
+	f.StringSliceVar(&c.Reasons, "reason", nil, "those with this reason, e.g. Expired")
+	f.StringSliceVar(&c.Types, "type", nil, "those of this type of call")
+	f.StringSliceVar(&c.Events, "event", nil, "those of this event")
+	f.StringVar(&c.since, "since", "", "those that failed since then: a duration (2h) or a time (2026-01-02T03:04:05Z)")
+	f.StringVar(&c.until, "until", "", "those that failed before then")
+}
+
+// parse makes the selector. Something must be chosen, or all; how says by what.
+func (c *selection) parse(how string, keys ...string) (err error) {
+	if c.Since, err = moment("--since", c.since); err != nil {
+		return err
+	}
+	if c.Until, err = moment("--until", c.until); err != nil {
+		return err
+	}
+	c.Keys = keys
+	if some := len(keys)+len(c.Reasons)+len(c.Types)+len(c.Events) > 0 || !c.Since.IsZero() || !c.Until.IsZero(); some == c.all {
+		return usagef("choose dead letters %s --reason, --type, --event, --since, --until; or take --all", how)
+	}
+	return nil
 }
 
 // act has every dispatcher do something with dead letters and shows how far it is.
@@ -175,8 +192,12 @@ func act(cmd *cobra.Command, r reach, verb, done string, a admin.Action) error {
 	if err != nil {
 		return err
 	}
-	f, live := cmd.ErrOrStderr().(*os.File)
-	live = live && isTerminal(f)
+	var progress atomic.Pointer[redelivery.Progress]
+	progress.Store(&redelivery.Progress{})
+	hide := showProgress(cmd.ErrOrStderr(), func() string {
+		p := progress.Load()
+		return fmt.Sprintf("%d matched, %d %s", p.Matched, p.Redelivered, done)
+	})
 	var sum redelivery.Progress
 	plus := func(p redelivery.Progress) redelivery.Progress {
 		return redelivery.Progress{Matched: sum.Matched + p.Matched, Redelivered: sum.Redelivered + p.Redelivered, Bytes: sum.Bytes + p.Bytes}
@@ -184,10 +205,8 @@ func act(cmd *cobra.Command, r reach, verb, done string, a admin.Action) error {
 	for _, t := range targets {
 		var last admin.ActionProgress
 		last, err = actOn(cmd.Context(), t, verb, body, func(p admin.ActionProgress) {
-			if live {
-				now := plus(p.Progress)
-				fmt.Fprintf(f, "\r%d matched, %d %s", now.Matched, now.Redelivered, done)
-			}
+			now := plus(p.Progress)
+			progress.Store(&now)
 		})
 		sum = plus(last.Progress)
 		if err != nil {
@@ -195,9 +214,7 @@ func act(cmd *cobra.Command, r reach, verb, done string, a admin.Action) error {
 			break
 		}
 	}
-	if live {
-		fmt.Fprint(f, "\r\x1b[K")
-	}
+	hide()
 	what := fmt.Sprintf("%d %s", sum.Redelivered, done)
 	if a.DryRun {
 		what = fmt.Sprintf("%d would be %s", sum.Matched, done)

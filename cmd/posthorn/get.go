@@ -1,9 +1,9 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
-	"io"
 	"net/http"
 	"net/url"
 	"strings"
@@ -132,25 +132,9 @@ func adminURL(admin, path string) string {
 
 // ask gets a path of the admin listener.
 func ask(cmd *cobra.Command, admin, path, accept string) ([]byte, error) {
-	req, err := http.NewRequestWithContext(cmd.Context(), http.MethodGet, adminURL(admin, path), nil)
-	if err != nil {
-		return nil, usagef("--admin %q: %v", admin, err)
-	}
-	req.Header.Set("Accept", accept)
-	client := http.Client{Timeout: 30 * time.Second}
-	resp, err := client.Do(req)
-	if err != nil {
-		return nil, fmt.Errorf("%w\nIs Posthorn running there? Start it with 'posthorn run', or set --admin", err)
-	}
-	defer resp.Body.Close()
-	body, err := io.ReadAll(io.LimitReader(resp.Body, 64<<20))
-	if err != nil {
-		return nil, err
-	}
-	if resp.StatusCode != http.StatusOK {
-		return nil, answerError(resp.Status, body)
-	}
-	return body, nil
+	ctx, cancel := context.WithTimeout(cmd.Context(), 30*time.Second)
+	defer cancel()
+	return target{client: http.DefaultClient, url: admin}.get(ctx, path, accept)
 }
 
 // answerError makes an error of an answer: the message of a Kubernetes Status, or the text.

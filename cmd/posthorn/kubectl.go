@@ -186,12 +186,9 @@ func sentence(text string) string {
 }
 
 func newKubectlRedeliver(cluster *throughCluster) *cobra.Command {
-	var since, until string
-	var all, wait bool
-	var rate int32
-	var types []string
+	var chosen selection
+	var wait bool
 	o := &v1alpha1.Redelivery{}
-	s := &v1alpha1.DeadLetterSelector{}
 	cmd := &cobra.Command{
 		Use:   "redeliver DESTINATION",
 		Short: "Send a destination's dead letters once more",
@@ -200,23 +197,14 @@ for its end. Ctrl-C ends the waiting, not the Redelivery; delete that to stop it
 		Example: "  kubectl posthorn redeliver crm --reason Rejected --since 2h --dry-run\n  kubectl posthorn redeliver crm --all",
 		Args:    exactArgs("DESTINATION"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			for text, into := range map[*string]**metav1.Time{&since: &s.Since, &until: &s.Until} {
-				t, err := moment(map[bool]string{true: "--since", false: "--until"}[text == &since], *text)
-				if err != nil {
-					return err
+			if err := chosen.parse("with"); err != nil {
+				return err
+			}
+			if !chosen.all {
+				s := &v1alpha1.DeadLetterSelector{Reasons: chosen.Reasons, Events: chosen.Events, Since: optional(chosen.Since), Until: optional(chosen.Until)}
+				for _, t := range chosen.Types {
+					s.Types = append(s.Types, v1alpha1.CallType(t))
 				}
-				if !t.IsZero() {
-					m := metav1.NewTime(t)
-					*into = &m
-				}
-			}
-			for _, t := range types {
-				s.Types = append(s.Types, v1alpha1.CallType(t))
-			}
-			if chosen := len(s.Reasons)+len(s.Types)+len(s.Events) > 0 || s.Since != nil || s.Until != nil; chosen == all {
-				return usagef("choose dead letters with --reason, --type, --event, --since, --until; or take --all")
-			}
-			if !all {
 				o.Spec.Selector = s
 			}
 			c, err := cluster.client()
@@ -226,7 +214,7 @@ for its end. Ctrl-C ends the waiting, not the Redelivery; delete that to stop it
 			if o.Namespace, err = cluster.namespace(); err != nil {
 				return err
 			}
-			o.GenerateName, o.Spec.Destination, o.Spec.Rate = args[0]+"-", args[0], rate
+			o.GenerateName, o.Spec.Destination = args[0]+"-", args[0]
 			if err := c.Create(cmd.Context(), o); err != nil {
 				return err
 			}
@@ -260,15 +248,18 @@ for its end. Ctrl-C ends the waiting, not the Redelivery; delete that to stop it
 			return nil
 		},
 	}
+	chosen.register(cmd)
 	f := cmd.Flags()
-	f.BoolVar(&all, "all", false, "all dead letters of the destination")
-	f.StringSliceVar(&s.Reasons, "reason", nil, "those with this reason, e.g. Expired")
-	f.StringSliceVar(&types, "type", nil, "those of this type of call")
-	f.StringSliceVar(&s.Events, "event", nil, "those of this event")
-	f.StringVar(&since, "since", "", "those that failed since then: a duration (2h) or a time (2026-01-02T03:04:05Z)")
-	f.StringVar(&until, "until", "", "those that failed before then")
 	f.BoolVar(&o.Spec.DryRun, "dry-run", false, "only count")
-	f.Int32Var(&rate, "rate", redelivery.DefaultRate, "how many a second, over all dispatchers")
+	f.Int32Var(&o.Spec.Rate, "rate", redelivery.DefaultRate, "how many a second, over all dispatchers")
 	f.BoolVar(&wait, "wait", true, "wait for the end")
 	return cmd
+}
+
+// optional is nil for the zero time.
+func optional(t time.Time) *metav1.Time {
+	if t.IsZero() {
+		return nil
+	}
+	return &metav1.Time{Time: t}
 }

@@ -201,9 +201,9 @@ func paint(w io.Writer, text string) string {
 		return text
 	}
 	switch {
-	case text == "ok", text == "True", strings.HasPrefix(text, "2"):
+	case text == "ok", strings.HasPrefix(text, "2"):
 		return "\x1b[32m" + text + "\x1b[0m"
-	case strings.HasPrefix(text, "BAD"), text == "False", strings.HasPrefix(text, "4"), strings.HasPrefix(text, "5"):
+	case strings.HasPrefix(text, "BAD"), strings.HasPrefix(text, "4"), strings.HasPrefix(text, "5"):
 		return "\x1b[31m" + text + "\x1b[0m"
 	}
 	return text
