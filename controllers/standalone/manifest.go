@@ -37,6 +37,9 @@ const (
 	defaultNamespace = "default"
 )
 
+// ourKinds are those of which the binary carries a CRD.
+var ourKinds = []string{kindSource, kindDestination, kindAudience, kindDeletion, kindRedelivery}
+
 // Problem is what is wrong with a manifest. It holds no values of it.
 type Problem struct {
 	File string `json:"file"`
@@ -186,7 +189,10 @@ func (p *parsed) content(file string, number int, content map[string]any, proble
 		}
 		return
 	}
-	want, known := map[string]string{kindSource: v1alpha1.GroupVersion.String(), kindDestination: v1alpha1.GroupVersion.String(), kindAudience: v1alpha1.GroupVersion.String(), kindDeletion: v1alpha1.GroupVersion.String(), kindRedelivery: v1alpha1.GroupVersion.String(), kindSecret: "v1"}[kind]
+	want, known := v1alpha1.GroupVersion.String(), slices.Contains(ourKinds, kind)
+	if kind == kindSecret {
+		want, known = "v1", true
+	}
 	ours := strings.HasPrefix(apiVersion, v1alpha1.GroupVersion.Group+"/")
 	switch {
 	case kind == "" || apiVersion == "":

@@ -64,7 +64,7 @@ var definitions = sync.OnceValues(func() (map[string]*definition, error) {
 		}
 		kinds[resource.Spec.Names.Kind] = d
 	}
-	for _, kind := range []string{kindSource, kindDestination, kindAudience, kindDeletion, kindRedelivery} {
+	for _, kind := range ourKinds {
 		if kinds[kind] == nil {
 			return nil, fmt.Errorf("no CustomResourceDefinition of kind %s", kind)
 		}

@@ -333,19 +333,6 @@ func (c *Control) list(kind, namespace string, chosen func(client.Object) bool) 
 	return list
 }
 
-func everyObject(client.Object) bool { return true }
-
-// Sources returns the Sources of a namespace ("" is all), status included,
-// sorted by namespace and name. They are copies.
-func (c *Control) Sources(namespace string) v1alpha1.SourceList {
-	return *c.list(kindSource, namespace, everyObject).(*v1alpha1.SourceList)
-}
-
-// WebhookDestinations is like Sources.
-func (c *Control) WebhookDestinations(namespace string) v1alpha1.WebhookDestinationList {
-	return *c.list(kindDestination, namespace, everyObject).(*v1alpha1.WebhookDestinationList)
-}
-
 // Problems returns what is wrong with the manifests right now, and which
 // objects of other kinds were ignored.
 func (c *Control) Problems() (problems, ignored []Problem) {

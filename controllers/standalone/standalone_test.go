@@ -20,6 +20,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/health"
@@ -97,6 +98,15 @@ func (r *runner) report() liveconfig.Report {
 		report.Tenants = append(report.Tenants, t)
 	}
 	return report
+}
+
+// sources and destinations are those of a namespace; "" is all.
+func (f *folder) sources(namespace string) *v1alpha1.SourceList {
+	return f.control.list(kindSource, namespace, func(client.Object) bool { return true }).(*v1alpha1.SourceList)
+}
+
+func (f *folder) destinations(namespace string) *v1alpha1.WebhookDestinationList {
+	return f.control.list(kindDestination, namespace, func(client.Object) bool { return true }).(*v1alpha1.WebhookDestinationList)
 }
 
 // folder is a folder of manifests with a Control that runs on it.
@@ -179,7 +189,7 @@ func TestRunFollowsTheFolder(t *testing.T) {
 	f.runs("default/crm Active")
 
 	condition := func(conditionType string) metav1.Condition {
-		list := f.control.WebhookDestinations("default")
+		list := f.destinations("default")
 		if len(list.Items) != 1 {
 			return metav1.Condition{}
 		}
@@ -190,14 +200,14 @@ func TestRunFollowsTheFolder(t *testing.T) {
 		return *c
 	}
 	f.until("Ready", func() bool { return condition("Ready").Status == metav1.ConditionTrue })
-	d := f.control.WebhookDestinations("").Items[0]
+	d := f.destinations("").Items[0]
 	if err := health.CheckDestination(d); err != nil {
 		t.Error(err)
 	}
 	if d.Generation != 1 || d.CreationTimestamp.IsZero() || d.UID == "" || d.Status.Delivery.Delivered != 5 {
 		t.Errorf("%+v", d)
 	}
-	sources := f.control.Sources("")
+	sources := f.sources("")
 	if len(sources.Items) != 1 || !slices.Equal(sources.Items[0].Status.Destinations, []string{"crm"}) {
 		t.Errorf("%+v", sources.Items)
 	}
@@ -208,8 +218,8 @@ func TestRunFollowsTheFolder(t *testing.T) {
 	// A change of the spec counts up the generation; one of a comment does nothing.
 	put(t, dir, "crm.yaml", "# a comment\n"+strings.Replace(webDestination, "spec: {", "spec: {enabled: false, ", 1))
 	f.runs("default/crm Disabled")
-	f.until("generation 2", func() bool { return f.control.WebhookDestinations("").Items[0].Status.ObservedGeneration == 2 })
-	if again := f.control.WebhookDestinations("").Items[0]; again.UID != d.UID || !again.CreationTimestamp.Equal(&d.CreationTimestamp) {
+	f.until("generation 2", func() bool { return f.destinations("").Items[0].Status.ObservedGeneration == 2 })
+	if again := f.destinations("").Items[0]; again.UID != d.UID || !again.CreationTimestamp.Equal(&d.CreationTimestamp) {
 		t.Error("a change made a new object")
 	}
 
@@ -226,7 +236,7 @@ func TestRunFollowsTheFolder(t *testing.T) {
 	})
 	put(t, dir, "web.yaml", webSource)
 	f.until("SecretNotFound", func() bool {
-		return meta.FindStatusCondition(f.control.Sources("").Items[0].Status.Conditions, "Ready").Reason == v1alpha1.ReasonSecretNotFound
+		return meta.FindStatusCondition(f.sources("").Items[0].Status.Conditions, "Ready").Reason == v1alpha1.ReasonSecretNotFound
 	})
 
 	// Other namespaces come and go.
@@ -266,11 +276,11 @@ func TestBrokenManifestsKeepTheLastGoodForm(t *testing.T) {
 	if info, err := os.Stat(state); err != nil || info.Mode().Perm() != 0o600 {
 		t.Fatalf("state file: %v %v", info, err)
 	}
-	created := f.control.WebhookDestinations("").Items[0].CreationTimestamp
+	created := f.destinations("").Items[0].CreationTimestamp
 	f = start(t, dir, state)
 	f.runs("default/crm Active", "default/lake Active")
 	f.problem("a.yaml, document 1: not YAML")
-	if d := f.control.WebhookDestinations("").Items[0]; !d.CreationTimestamp.Equal(&created) {
+	if d := f.destinations("").Items[0]; !d.CreationTimestamp.Equal(&created) {
 		t.Errorf("created %v, before %v", d.CreationTimestamp, created)
 	}
 
@@ -346,7 +356,7 @@ func TestWriteKeysOfTwoNamespaces(t *testing.T) {
 	other := strings.NewReplacer("metadata: {name: web", "metadata: {namespace: aaa, name: web")
 	put(t, dir, "b.yaml", other.Replace(secret)+"---\n"+other.Replace(webSource))
 	reason := func(namespace string) string {
-		list := f.control.Sources(namespace)
+		list := f.sources(namespace)
 		if len(list.Items) != 1 || len(list.Items[0].Status.Conditions) == 0 {
 			return ""
 		}
@@ -410,12 +420,12 @@ func TestHandler(t *testing.T) {
 	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+webDestination+"---\n"+strings.Replace(webDestination, "name: crm", "name: crm, namespace: other", 1))
 	f := start(t, dir, "")
 	f.until("status", func() bool {
-		for _, d := range f.control.WebhookDestinations("").Items {
+		for _, d := range f.destinations("").Items {
 			if d.Status.Delivery == nil {
 				return false
 			}
 		}
-		return len(f.control.Sources("").Items[0].Status.Conditions) > 0
+		return len(f.sources("").Items[0].Status.Conditions) > 0
 	})
 	server := httptest.NewServer(f.control.Handler())
 	defer server.Close()

@@ -60,6 +60,7 @@ func (s *store) load(marks []mark, now time.Time) {
 	s.problems, s.ignored, s.unread = nil, nil, false
 	files := map[string]*file{}
 	next := map[id]*stored{}
+	before := s.sorted()
 	for _, mark := range marks {
 		f := s.read(mark.path)
 		files[mark.path] = f
@@ -75,7 +76,7 @@ func (s *store) load(marks []mark, now time.Time) {
 		for _, o := range f.objects {
 			take(o)
 		}
-		for _, old := range s.sorted() {
+		for _, old := range before {
 			if old.file == mark.path && next[old.id] == nil && (f.unreadable || slices.Contains(f.broken, old.id)) {
 				take(old.object)
 			}
@@ -93,9 +94,7 @@ func (s *store) load(marks []mark, now time.Time) {
 		}
 		if old != nil && old.object == o.object {
 			next[id] = old
-			if old.file != o.file {
-				old.file = o.file
-			}
+			old.file = o.file
 			continue
 		}
 		o.furnish(old, s.version())
