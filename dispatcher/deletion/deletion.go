@@ -27,10 +27,7 @@ import (
 )
 
 const (
-	tick = time.Second
-	// disorder is how much later than a message one before it in the log may
-	// have been accepted: requests wait this long for storage at most.
-	disorder      = 30 * time.Second
+	tick          = time.Second
 	recordVersion = 1
 )
 
@@ -71,8 +68,10 @@ type record struct {
 type source struct {
 	Name      string `json:"name"`
 	MessageID string `json:"messageId"`
-	// Accepted is when it was appended; zero before.
+	// Accepted is when it was appended; zero before. It is not behind End in the
+	// Source's log; zero while that is not known.
 	Accepted      time.Time      `json:"accepted,omitzero"`
+	End           uint64         `json:"end,omitempty"`
 	Skip          []string       `json:"skip,omitempty"`
 	Notifications []notification `json:"notifications"`
 }
@@ -239,8 +238,8 @@ func (s *Service) append(ctx context.Context, r *record, userID string) error {
 }
 
 // look finds out what became of pending notifications. A message is through when
-// it was seen to be settled, or its lane has nothing pending that is as old; then
-// it is a dead letter, or was delivered.
+// it was seen to be settled, or its lane has nothing pending up to where it is;
+// then it is a dead letter, or was delivered.
 func (s *Service) look(ctx context.Context, r *record) error {
 	var lanes []queue.LaneID
 	for i := range r.Sources {
@@ -252,6 +251,9 @@ func (s *Service) look(ctx context.Context, r *record) error {
 			}
 			if lanes == nil {
 				lanes = s.Store.Lanes()
+			}
+			if from.End == 0 {
+				from.End = s.end(lanes, r.Tenant+"/"+from.Name)
 			}
 			state, reason, err := s.outcome(ctx, lanes, r.Tenant+"/"+from.Name, r.Tenant+"/"+n.Destination, from)
 			if err != nil {
@@ -265,6 +267,17 @@ func (s *Service) look(ctx context.Context, r *record) error {
 	return nil
 }
 
+// end returns the last position in a Source's log; 0 when it cannot be told now.
+func (s *Service) end(lanes []queue.LaneID, source string) (end uint64) {
+	for _, lane := range lanes {
+		if lane.Source == source {
+			_, last := s.Store.Position(lane)
+			end = max(end, last)
+		}
+	}
+	return end
+}
+
 func (s *Service) outcome(ctx context.Context, lanes []queue.LaneID, source, destination string, from *source) (state, reason string, err error) {
 	found, known := false, false
 	for _, lane := range lanes {
@@ -276,8 +289,7 @@ func (s *Service) outcome(ctx context.Context, lanes []queue.LaneID, source, des
 			known = true
 			continue
 		}
-		stats := s.Store.LaneStats(lane)
-		if oldest := stats.OldestPending; stats.Stale || stats.Pending > 0 && !oldest.After(from.Accepted.Add(disorder)) {
+		if stats := s.Store.LaneStats(lane); from.End == 0 || stats.Stale || stats.Pending > 0 && stats.First <= from.End {
 			return liveconfig.NotificationPending, "", nil
 		}
 	}
@@ -386,6 +398,6 @@ func (r record) clone() record {
 
 func (r record) equal(o record) bool {
 	return slices.EqualFunc(r.Sources, o.Sources, func(a, b source) bool {
-		return a.Accepted.Equal(b.Accepted) && slices.Equal(a.Notifications, b.Notifications)
+		return a.Accepted.Equal(b.Accepted) && a.End == b.End && slices.Equal(a.Notifications, b.Notifications)
 	})
 }

@@ -224,6 +224,24 @@ func TestOutcomeBehindOlderMessages(t *testing.T) {
 	}
 }
 
+// Messages from before the clock was set back look younger than the delete message
+// behind them; it is pending all the same.
+func TestOutcomeAfterTheClockWasSetBack(t *testing.T) {
+	r := newRig(t)
+	ahead := queue.Message{Source: "shop/web", ID: "ahead", Type: "track", AcceptedAt: r.now.Add(time.Hour), Body: []byte("{}")}
+	if _, err := r.store.Append(t.Context(), []queue.Message{ahead}); err != nil {
+		t.Fatal(err)
+	}
+	r.step()
+	r.want("ios crm Pending", "web crm Pending", "web held Pending", "web picky Filtered")
+	crm := r.lease("web", "crm")
+	r.through.Retry(crm[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
+	r.through.Retry(crm[1], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
+	r.start()
+	r.step()
+	r.want("ios crm Pending", "web crm Pending", "web held Pending", "web picky Filtered")
+}
+
 func must(d queue.Delivery, ok bool, err error) (queue.Delivery, bool, error) {
 	if err != nil || !ok {
 		panic(err)

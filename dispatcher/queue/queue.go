@@ -142,8 +142,10 @@ type LaneStats struct {
 	Retrying int64
 	// InFlight is the part of Pending that is leased.
 	InFlight int64
-	// OldestPending is the acceptance time of the oldest pending message; zero when none.
+	// OldestPending is the acceptance time of the oldest pending message, and First
+	// its position in the Source's log; zero when none.
 	OldestPending time.Time
+	First         uint64
 	// NextRetry is when the next retry is due; zero when none waits.
 	NextRetry time.Time
 	// Ended is true for a lane that gets no further messages; see EndLane.

@@ -679,11 +679,10 @@ func (s *Store) LaneStats(id queue.LaneID) queue.LaneStats {
 		st.NextRetry = fromMillis(l.nextDue)
 	}
 	if st.Pending > 0 {
-		at, err := s.oldestPending(l)
-		if err != nil {
+		var err error
+		if st.First, st.OldestPending, err = s.oldestPending(l); err != nil {
 			s.log.With(id.LogArgs()...).Error("reading the oldest message of a lane failed", "error", s.explain(err))
 		}
-		st.OldestPending = at
 	}
 	l.seen.store(st)
 	return st
@@ -721,22 +720,21 @@ func (s *seenStats) load() queue.LaneStats {
 	return st
 }
 
-func (s *Store) oldestPending(l *lane) (time.Time, error) {
-	seq, err := s.first(l)
-	if err != nil {
-		return time.Time{}, err
+func (s *Store) oldestPending(l *lane) (seq uint64, at time.Time, err error) {
+	if seq, err = s.first(l); err != nil {
+		return 0, at, err
 	}
 	if seq != l.oldest {
 		var r record
 		v, closer, err := s.db.Get(key(prefixMessage, l.log.number, seq))
 		if err != nil {
-			return time.Time{}, fmt.Errorf("message %d of %s: %w", seq, l.log.source, err)
+			return seq, at, fmt.Errorf("message %d of %s: %w", seq, l.log.source, err)
 		}
 		defer func() { _ = closer.Close() }()
 		if err := r.decode(v); err != nil {
-			return time.Time{}, err
+			return seq, at, err
 		}
 		l.oldest, l.oldestAt = seq, uint64(r.acceptedAt)
 	}
-	return fromMillis(int64(l.oldestAt)), nil
+	return seq, fromMillis(int64(l.oldestAt)), nil
 }

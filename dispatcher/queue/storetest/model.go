@@ -595,6 +595,7 @@ func (m *model) compareLane(l *modelLane) {
 	s := m.store.LaneStats(l.id)
 	var n [passed + 1]int64
 	var oldestWaits, total int64
+	var firstWaits uint64
 	retries := int64(0)
 	m.each(l, func(seq uint64, f fate) {
 		n[f.status]++
@@ -603,7 +604,7 @@ func (m *model) compareLane(l *modelLane) {
 			retries++
 		}
 		if oldestWaits == 0 && (f.available(never) || f.status == leasedNow) {
-			oldestWaits = m.logs[l.id.Source][seq-1].millis
+			oldestWaits, firstWaits = m.logs[l.id.Source][seq-1].millis, seq
 		}
 	})
 	if err := s.Balance(); err != nil || s.Ended != (l.end != 0) {
@@ -617,8 +618,8 @@ func (m *model) compareLane(l *modelLane) {
 		m.Fatalf("lane %v: ledger %+v, want delivered %d, buried %d, in flight %d, retrying %d, filtered up to %d, %d messages in all with up to %d passed over", l.id, s, n[delivered], n[buried], n[leasedNow], retries, n[filtered], total, n[passed])
 	}
 	// What was filtered, but not read yet, may be the oldest.
-	if oldestWaits != 0 && (s.OldestPending.IsZero() || s.OldestPending.UnixMilli() > oldestWaits) {
-		m.Fatalf("lane %v: the oldest pending message is of %v, want %v", l.id, s.OldestPending, time.UnixMilli(oldestWaits).UTC())
+	if firstWaits != 0 && (s.First == 0 || s.First > firstWaits || s.OldestPending.IsZero() || s.OldestPending.UnixMilli() > oldestWaits) {
+		m.Fatalf("lane %v: the oldest pending message is %d of %v, want %d of %v", l.id, s.First, s.OldestPending, firstWaits, time.UnixMilli(oldestWaits).UTC())
 	}
 }
 

@@ -543,6 +543,7 @@ func (x *suite) retry() {
 	s := x.store.LaneStats(lane)
 	x.equal("next retry", s.NextRetry.UnixMilli(), now.Add(time.Minute).UnixMilli())
 	x.equal("oldest pending", s.OldestPending, got[0].AcceptedAt)
+	x.equal("its position", s.First, got[0].Seq)
 	x.equal("not yet due", seqs(x.lease(lane, 10)), []uint64{4})
 
 	x.Clock.Advance(time.Minute)
