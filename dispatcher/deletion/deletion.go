@@ -72,7 +72,6 @@ type source struct {
 	// Source's log; zero while that is not known.
 	Accepted      time.Time      `json:"accepted,omitzero"`
 	End           uint64         `json:"end,omitempty"`
-	Skip          []string       `json:"skip,omitempty"`
 	Notifications []notification `json:"notifications"`
 }
 
@@ -176,7 +175,7 @@ func (s *Service) advance(ctx context.Context, config liveconfig.Config, d livec
 		}
 	}
 	next := r.clone()
-	err := errors.Join(s.append(ctx, &next, d.UserID), s.look(ctx, &next))
+	err := errors.Join(s.append(ctx, config, &next, d.UserID), s.look(ctx, &next))
 	if !next.equal(*r) {
 		err = errors.Join(err, s.keep(next))
 	}
@@ -193,22 +192,16 @@ func (s *Service) plan(config liveconfig.Config, d liveconfig.Deletion) *record 
 			continue
 		}
 		planned := source{Name: c.Name, MessageID: "delete-" + d.ID}
-		planned.Skip = s.Skip(liveconfig.SourceRef{Tenant: config.Tenant, Source: c}, &call)
+		skip := s.Skip(liveconfig.SourceRef{Tenant: config.Tenant, Source: c}, &call)
 		for _, to := range config.Destinations {
-			if !slices.Contains(to.Sources, c.Name) {
+			if to.State == liveconfig.Disabled || !slices.Contains(to.Sources, c.Name) {
 				continue
 			}
-			key := config.Tenant + "/" + to.Name
-			switch {
-			case to.State == liveconfig.Disabled:
-				if !slices.Contains(planned.Skip, key) {
-					planned.Skip = append(planned.Skip, key)
-				}
-			case slices.Contains(planned.Skip, key):
-				planned.Notifications = append(planned.Notifications, notification{Destination: to.Name, State: liveconfig.NotificationFiltered, Time: now})
-			default:
-				planned.Notifications = append(planned.Notifications, notification{Destination: to.Name, State: liveconfig.NotificationPending, Time: now})
+			state := liveconfig.NotificationPending
+			if slices.Contains(skip, config.Tenant+"/"+to.Name) {
+				state = liveconfig.NotificationFiltered
 			}
+			planned.Notifications = append(planned.Notifications, notification{Destination: to.Name, State: state, Time: now})
 		}
 		if len(planned.Notifications) > 0 {
 			r.Sources = append(r.Sources, planned)
@@ -217,17 +210,26 @@ func (s *Service) plan(config liveconfig.Config, d liveconfig.Deletion) *record 
 	return r
 }
 
-// append brings the messages into the queue that are not in it.
-func (s *Service) append(ctx context.Context, r *record, userID string) error {
+// append brings the messages into the queue that are not in it, each for those
+// whom the plan names and for no other, whatever the config is by now.
+func (s *Service) append(ctx context.Context, config liveconfig.Config, r *record, userID string) error {
 	for i := range r.Sources {
 		to := &r.Sources[i]
 		if !to.Accepted.IsZero() || !to.pending() {
 			continue
 		}
+		var skip []string
+		for _, d := range config.Destinations {
+			if slices.Contains(d.Sources, to.Name) && !slices.ContainsFunc(to.Notifications, func(n notification) bool {
+				return n.Destination == d.Name && n.State == liveconfig.NotificationPending
+			}) {
+				skip = append(skip, r.Tenant+"/"+d.Name)
+			}
+		}
 		now := s.Now().UTC().Truncate(time.Millisecond)
 		message := queue.Message{
 			Source: r.Tenant + "/" + to.Name, ID: to.MessageID, Type: string(event.Delete), AcceptedAt: now,
-			Skip: to.Skip, Body: event.DeleteMessage(userID, r.Time),
+			Skip: skip, Body: event.DeleteMessage(userID, r.Time),
 		}
 		if _, err := s.Store.Append(ctx, []queue.Message{message}); err != nil {
 			return err

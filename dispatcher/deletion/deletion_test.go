@@ -278,6 +278,27 @@ func TestRefusedAppend(t *testing.T) {
 	}
 }
 
+// Who is told was decided before the queue took it: not a destination that came,
+// or was switched on, while it waited.
+func TestDestinationsThatComeWhileItWaits(t *testing.T) {
+	r := newRig(t)
+	r.refuse = queue.ErrFull
+	r.step()
+	c := config()
+	c.Destinations = append(c.Destinations, liveconfig.Destination{Name: "late", State: liveconfig.Active, Sources: []string{"web"}})
+	c.Destinations[2].State = liveconfig.Active
+	r.set(c)
+	if err := r.store.OpenLane(queue.LaneID{Source: "shop/web", Destination: "shop/late"}); err != nil {
+		t.Fatal(err)
+	}
+	r.start()
+	r.refuse = nil
+	r.step()
+	if crm, late, off := len(r.lease("web", "crm")), len(r.lease("web", "late")), len(r.lease("web", "off")); crm != 1 || late != 0 || off != 0 {
+		t.Errorf("%d messages for crm, %d for late, %d for off", crm, late, off)
+	}
+}
+
 // kill -9 between the append and its record: the repetition is a duplicate.
 func TestKilledAfterTheAppend(t *testing.T) {
 	r := newRig(t)
