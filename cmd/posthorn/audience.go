@@ -144,7 +144,9 @@ waits for them. KEY is the audience's key; see 'posthorn get audiences -o wide'.
 			client := http.Client{Transport: &http.Transport{Proxy: http.ProxyFromEnvironment, TLSClientConfig: to.tls, ExpectContinueTimeout: 10 * time.Second, DisableCompression: true}}
 			resp, err := client.Do(req)
 			hide()
-			if err != nil {
+			if dial, ok := errors.AsType[*net.OpError](err); ok && dial.Op == "dial" {
+				return fmt.Errorf("%w\nNothing was sent; see whether Posthorn runs there", err)
+			} else if err != nil {
 				return fmt.Errorf("%w\nNothing is known of the sync; send it again, that is safe", err)
 			}
 			defer resp.Body.Close()

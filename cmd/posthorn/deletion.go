@@ -40,7 +40,10 @@ the file, or set another --name; with --ttl it is removed by itself.`,
   posthorn delete-user u1 --manifests ./webhooks --source web --suppress`,
 		Args: exactArgs("USERID"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if info, err := os.Stat(manifests); manifests == "" || err != nil || !info.IsDir() {
+			if manifests == "" {
+				return usagef("--manifests is missing: the folder of manifests of the running Posthorn")
+			}
+			if info, err := os.Stat(manifests); err != nil || !info.IsDir() {
 				return usagef("--manifests %q is not a folder", manifests)
 			}
 			if args[0] == "" {

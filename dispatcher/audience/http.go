@@ -128,7 +128,13 @@ func (s *Service) request(r *http.Request) (q Request, bad *Refusal) {
 		return a.Source == ref.Source.Name && a.Key == wanted && wanted != ""
 	})
 	if i < 0 {
-		return q, refuse(http.StatusNotFound, "unknown_audience", "the Source of this write key has no audience with this key; see the status of the Audience for its key")
+		hint := "see the status of the Audience for its key"
+		for _, a := range config.Audiences {
+			if a.Source == ref.Source.Name && a.Name == wanted && a.Key != "" {
+				hint = fmt.Sprintf("the key of the Audience %s is %s", a.Name, a.Key)
+			}
+		}
+		return q, refuse(http.StatusNotFound, "unknown_audience", "the Source of this write key has no audience with this key; %s", hint)
 	}
 	q = Request{Tenant: ref.Tenant, Audience: config.Audiences[i], Full: r.Method == http.MethodPut, AllowRemoval: float64(config.Audiences[i].MaxRemovalPercent)}
 	// What is not understood is refused: a sync that was meant as a dry run takes effect otherwise.

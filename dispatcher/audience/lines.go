@@ -94,6 +94,9 @@ func (l *lines) bad(code, format string, args ...any) *Refusal {
 }
 
 func (l *lines) parse(line []byte) (record, error) {
+	if l.line == 1 && bytes.HasPrefix(line, []byte("\x1f\x8b")) {
+		return record{}, l.bad("invalid_json", "the body is gzip and does not say so; send it with Content-Encoding: gzip, or from a file that ends in .gz")
+	}
 	if !utf8.Valid(line) {
 		return record{}, l.bad("invalid_json", "the line is not UTF-8")
 	}
@@ -105,10 +108,10 @@ func (l *lines) parse(line []byte) (record, error) {
 		if _, isType := errors.AsType[*json.UnmarshalTypeError](err); isType {
 			return record{}, l.bad("not_an_object", `a line must be an object like {"userId":"u1"}`)
 		}
-		return record{}, l.bad("invalid_json", "the line is not JSON")
+		return record{}, l.bad("invalid_json", `the line is not JSON; each line is a whole object like {"userId":"u1"}`)
 	}
 	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
-		return record{}, l.bad("invalid_json", "more than one JSON value; put each member on a line of its own")
+		return record{}, l.bad("invalid_json", "something follows the object; put each member on a line of its own, without commas")
 	}
 	for name := range in {
 		if name != "userId" && name != "value" && name != "member" {
@@ -122,7 +125,7 @@ func (l *lines) parse(line []byte) (record, error) {
 	case userID == nil:
 		return record{}, l.bad("no_user_id", `"userId" is missing`)
 	case json.Unmarshal(userID, &id) != nil || userID[0] != '"':
-		return record{}, l.bad("invalid_field", `"userId" must be a string`)
+		return record{}, l.bad("invalid_field", `"userId" must be a string; a number needs quotes`)
 	case id == "":
 		return record{}, l.bad("no_user_id", `"userId" is empty`)
 	case len(id) > MaxUserIDBytes:
