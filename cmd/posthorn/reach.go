@@ -97,8 +97,8 @@ type intake struct {
 // request makes a request of the tracking API.
 func (i intake) request(ctx context.Context, method, path string, body io.Reader) (*http.Request, error) {
 	req, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(i.url, "/")+path, body)
-	if err != nil {
-		return nil, usagef("--endpoint %q: %v", i.url, err)
+	if err != nil || req.URL.Host == "" {
+		return nil, usagef("--endpoint %q is not a URL like http://localhost:8080", i.url)
 	}
 	req.SetBasicAuth(i.writeKey, "")
 	return req, nil

@@ -90,7 +90,7 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	result, err := s.Sync(r.Context(), q, body)
 	_ = control.SetWriteDeadline(time.Now().Add(answerTimeout))
 	if err != nil {
-		answerRefusal(w, s.ofError(err))
+		answerRefusal(w, s.refusal(err))
 		return
 	}
 	status := http.StatusOK
@@ -215,8 +215,8 @@ func (r *counted) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// ofError makes an answer of an error.
-func (s *Service) ofError(err error) *Refusal {
+// refusal makes an answer of an error.
+func (s *Service) refusal(err error) *Refusal {
 	if r, ok := errors.AsType[*Refusal](err); ok {
 		return r
 	}

@@ -555,8 +555,7 @@ type Result struct {
 	DryRun bool `json:"dryRun,omitempty"`
 }
 
-// Sync takes a sync. Its error is a *Refusal when the sender can mend it or
-// should know; then, and after any other error, nothing was changed.
+// Sync takes a sync. Its error is a *Refusal; then nothing was changed.
 // It returns when the identify calls are in the queue, or earlier when that takes
 // longer than 10 s, ctx is done or the Service stops.
 func (s *Service) Sync(ctx context.Context, q Request, body io.Reader) (Result, error) {
@@ -566,6 +565,9 @@ func (s *Service) Sync(ctx context.Context, q Request, body io.Reader) (Result, 
 		return Result{}, err
 	}
 	result, over, err := s.receive(a, q, body)
+	if err != nil {
+		err = s.refusal(err)
+	}
 	s.mu.Lock()
 	if err != nil || q.DryRun {
 		a.busy = ""

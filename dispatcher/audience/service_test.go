@@ -493,7 +493,7 @@ func TestBrokenOffBody(t *testing.T) {
 				t.Errorf("status %s", resp.Status)
 			}
 			r.eventually(func() bool { return r.busy() == "" })
-			if report := r.Report(config())[0]; !report.LastRefused.After(last) || report.Members != 2 {
+			if report := r.Report(config())[0]; !report.LastRefused.After(last) || report.Members != 2 || report.Refusal != "unreadable_body: the body could not be read to its end (unexpected EOF); nothing was changed" {
 				t.Errorf("report %+v", report)
 			}
 			last = r.Report(config())[0].LastRefused
