@@ -41,8 +41,9 @@ const (
 	// DefaultMaxBytes is what one sync's members may take on disk.
 	DefaultMaxBytes = 16 << 30
 
+	// maxSyncs are received at once, of one tenant half of them at most.
 	maxSyncs          = 8
-	maxSyncsPerSource = 2
+	maxSyncsPerTenant = 4
 	// batchSize is how many identify calls are appended at once.
 	batchSize = 256
 	tick      = time.Second
@@ -93,7 +94,7 @@ type Service struct {
 
 	mu        sync.Mutex
 	audiences map[name]*audience
-	syncs     map[string]int // by Source; "" is all
+	syncs     map[string]int // by tenant; "" is all
 }
 
 // name is an audience's.
@@ -632,7 +633,6 @@ func (s *Service) begin(q Request) (*audience, error) {
 		}
 		s.audiences[id] = a
 	}
-	source := q.Tenant + "/" + q.Audience.Source
 	switch {
 	case a.broken != nil:
 		s.Logger.Error("a sync is refused: what is kept of the audience is damaged", "namespace", id.tenant, "audience", id.name, "error", a.broken)
@@ -648,12 +648,12 @@ func (s *Service) begin(q Request) (*audience, error) {
 		r := refuse(http.StatusConflict, "sync_in_progress", "a sync of this audience is in progress (%s since %s); wait for its end and send again", doing, a.since.UTC().Format(time.RFC3339))
 		r.RetryAfter = 5
 		return nil, r
-	case s.syncs[source] >= maxSyncsPerSource || s.syncs[""] >= maxSyncs:
+	case s.syncs[q.Tenant] >= maxSyncsPerTenant || s.syncs[""] >= maxSyncs:
 		r := refuse(http.StatusServiceUnavailable, "busy", "too many syncs are in progress; send again")
 		r.RetryAfter = 5
 		return nil, r
 	}
-	s.syncs[source]++
+	s.syncs[q.Tenant]++
 	s.syncs[""]++
 	a.busy, a.since = "receiving", s.Now()
 	return a, nil
@@ -661,10 +661,9 @@ func (s *Service) begin(q Request) (*audience, error) {
 
 // leave ends what begin began. The mutex is held.
 func (s *Service) leave(q Request) {
-	source := q.Tenant + "/" + q.Audience.Source
 	s.syncs[""]--
-	if s.syncs[source]--; s.syncs[source] == 0 {
-		delete(s.syncs, source)
+	if s.syncs[q.Tenant]--; s.syncs[q.Tenant] == 0 {
+		delete(s.syncs, q.Tenant)
 	}
 }
 

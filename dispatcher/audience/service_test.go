@@ -566,6 +566,31 @@ func TestTwoAtOnce(t *testing.T) {
 	r.told("a shoppers=true", "a spent=1")
 }
 
+// One tenant cannot take the room of all.
+func TestManyAtOnce(t *testing.T) {
+	r := newRig(t, t.TempDir(), newLog(), nil)
+	sync := func(tenant string, n int) Request {
+		return Request{Tenant: tenant, Audience: liveconfig.Audience{Name: fmt.Sprint(n), Source: fmt.Sprint(n)}}
+	}
+	for _, c := range []struct {
+		tenant string
+		room   int
+	}{{"shop", maxSyncsPerTenant}, {"bank", maxSyncs - maxSyncsPerTenant}, {"farm", 0}} {
+		for n := range maxSyncsPerTenant + 1 {
+			_, err := r.begin(sync(c.tenant, n))
+			if refusal, _ := errors.AsType[*Refusal](err); n < c.room && err != nil || n >= c.room && (refusal == nil || refusal.Code != "busy" || refusal.RetryAfter == 0) {
+				t.Errorf("%s %d: %v", c.tenant, n, err)
+			}
+		}
+	}
+	r.mu.Lock()
+	r.leave(sync("shop", 0))
+	r.mu.Unlock()
+	if _, err := r.begin(sync("farm", 9)); err != nil {
+		t.Error(err)
+	}
+}
+
 // Who asks before it sends the body is refused before it sends the body, by any pod.
 func TestRefusedBeforeTheBody(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
