@@ -15,15 +15,14 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"os/exec"
 	"os/signal"
 	"path/filepath"
 	"runtime"
-	"strconv"
-	"strings"
 	"sync/atomic"
 	"syscall"
 	"time"
+
+	"github.com/posthorn/posthorn/test/process"
 )
 
 var (
@@ -57,12 +56,12 @@ func run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	defer p.stop()
+	defer func() { _ = p.Stop(syscall.SIGTERM) }()
 
 	fmt.Printf("%d x %s/%s, %s; %d members\n", runtime.NumCPU(), runtime.GOOS, runtime.GOARCH, runtime.Version(), *members)
 	fmt.Printf("%-24s %12s %14s %12s %14s\n", "per million members", "decided", "in the queue", "delivered", "calls")
 	millions := float64(*members) / 1e6
-	idle := p.memory("VmRSS:")
+	idle, _ := process.Memory(p.Pid())
 	for _, sync := range []struct {
 		name       string
 		from, want int // members are from to from+members; calls that must come
@@ -86,11 +85,15 @@ func run(ctx context.Context) error {
 			if err != nil {
 				return err
 			}
+			if n := received.Load(); n != int64(sync.want) {
+				return fmt.Errorf("%s: %d calls came, want %d", sync.name, n, sync.want)
+			}
 			delivered = fmt.Sprintf("%.2f s", took.Seconds()/millions)
 		}
 		fmt.Printf("%-24s %10.2f s %12.2f s %12s %14d\n", sync.name, decided.Seconds()/millions, queued.Seconds()/millions, delivered, sync.want)
 	}
-	fmt.Printf("memory of the process: %.0f MB before, %.0f MB at most\n", idle/1e6, p.memory("VmHWM:")/1e6)
+	_, most := process.Memory(p.Pid())
+	fmt.Printf("memory of the process: %d MB before, %d MB at most\n", idle/1e6, most/1e6)
 	return nil
 }
 
@@ -110,16 +113,12 @@ func startSink() (addr string, received *atomic.Int64, err error) {
 }
 
 // posthorn is a `posthorn run`.
-type posthorn struct {
-	cmd    *exec.Cmd
-	url    string
-	exited chan struct{}
-}
+type posthorn struct{ *process.Posthorn }
 
-func start(ctx context.Context, dir, sink string) (*posthorn, error) {
-	binary := filepath.Join(dir, "posthorn")
-	if out, err := exec.CommandContext(ctx, "go", "build", "-o", binary, "github.com/posthorn/posthorn/cmd/posthorn").CombinedOutput(); err != nil {
-		return nil, fmt.Errorf("build posthorn: %w: %s", err, out)
+func start(ctx context.Context, dir, sink string) (p posthorn, err error) {
+	binary, err := process.Build(dir)
+	if err != nil {
+		return p, err
 	}
 	types := "identify"
 	if !*deliver {
@@ -127,7 +126,7 @@ func start(ctx context.Context, dir, sink string) (*posthorn, error) {
 	}
 	manifests := filepath.Join(dir, "manifests")
 	if err := os.Mkdir(manifests, 0o700); err != nil {
-		return nil, err
+		return p, err
 	}
 	if err := os.WriteFile(filepath.Join(manifests, "all.yaml"), fmt.Appendf(nil, `
 apiVersion: v1
@@ -159,40 +158,26 @@ kind: Audience
 metadata: {name: bench}
 spec: {source: web, name: bench}
 `, writeKey, sink, types), 0o600); err != nil {
-		return nil, err
+		return p, err
 	}
-	listen, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return nil, err
+	p.Posthorn = process.Run(binary, manifests, filepath.Join(dir, "data"), "--log-level", "error")
+	p.Log = os.Stderr
+	if err := p.Start(); err != nil {
+		return p, err
 	}
-	addr := listen.Addr().String()
-	_ = listen.Close()
-	p := &posthorn{url: "http://" + addr, exited: make(chan struct{})}
-	p.cmd = exec.Command(binary, "run", "--manifests", manifests, "--data", filepath.Join(dir, "data"), "--listen", addr, "--admin-listen", "127.0.0.1:0", "--egress-allow", "127.0.0.0/8", "--log-level", "error")
-	p.cmd.Stderr = os.Stderr
-	if err := p.cmd.Start(); err != nil {
-		return nil, err
-	}
-	go func() { _ = p.cmd.Wait(); close(p.exited) }()
 	_, err = p.until(ctx, time.Now(), func() (bool, error) {
 		_, err := p.do(ctx, http.MethodGet, "", nil)
 		return err == nil, nil
 	})
 	if err != nil {
-		p.stop()
-		return nil, err
+		return p, errors.Join(err, p.Stop(os.Kill))
 	}
 	time.Sleep(2 * time.Second) // what a start takes is over
 	return p, nil
 }
 
-func (p *posthorn) stop() {
-	_ = p.cmd.Process.Signal(syscall.SIGTERM)
-	<-p.exited
-}
-
 // until polls and returns how long after begin something was so.
-func (p *posthorn) until(ctx context.Context, begin time.Time, done func() (bool, error)) (time.Duration, error) {
+func (p posthorn) until(ctx context.Context, begin time.Time, done func() (bool, error)) (time.Duration, error) {
 	for {
 		ok, err := done()
 		if ok || err != nil {
@@ -201,18 +186,18 @@ func (p *posthorn) until(ctx context.Context, begin time.Time, done func() (bool
 		select {
 		case <-ctx.Done():
 			return 0, ctx.Err()
-		case <-p.exited:
+		case <-p.Exited():
 			return 0, errors.New("posthorn ended")
 		case <-time.After(20 * time.Millisecond):
 		}
 	}
 }
 
-func (p *posthorn) do(ctx context.Context, method, query string, body io.Reader) (answer struct {
+func (p posthorn) do(ctx context.Context, method, query string, body io.Reader) (answer struct {
 	Sent bool
 	Time time.Time
 }, err error) {
-	req, err := http.NewRequestWithContext(ctx, method, p.url+"/v1/audiences/bench/members"+query, body)
+	req, err := http.NewRequestWithContext(ctx, method, "http://"+p.Addr+"/v1/audiences/bench/members"+query, body)
 	if err != nil {
 		return answer, err
 	}
@@ -234,7 +219,7 @@ func (p *posthorn) do(ctx context.Context, method, query string, body io.Reader)
 
 // sync sends the members and returns how long it took until the sync was decided.
 // Its answer comes when all calls are in the queue, so that is asked for.
-func (p *posthorn) sync(ctx context.Context, from int) (time.Duration, error) {
+func (p posthorn) sync(ctx context.Context, from int) (time.Duration, error) {
 	before, err := p.do(ctx, http.MethodGet, "", nil)
 	if err != nil {
 		return 0, err
@@ -254,17 +239,6 @@ func (p *posthorn) sync(ctx context.Context, from int) (time.Duration, error) {
 		now, err := p.do(ctx, http.MethodGet, "", nil)
 		return now.Time.After(before.Time), err
 	})
-}
-
-// memory is what the kernel says of the process, in bytes.
-func (p *posthorn) memory(what string) float64 {
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.cmd.Process.Pid))
-	if err != nil {
-		return 0
-	}
-	_, rest, _ := strings.Cut(string(text), what)
-	kilobytes, _ := strconv.ParseFloat(strings.Fields(rest)[0], 64)
-	return kilobytes * 1024
 }
 
 // lines are members in an order that is not sorted.
