@@ -6,91 +6,74 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"net/http/httptest"
-	"os/exec"
-	"path/filepath"
+	"os"
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
-	"time"
-
-	"github.com/go-logr/logr"
-	"k8s.io/klog/v2"
-	ctrl "sigs.k8s.io/controller-runtime"
 
 	"github.com/posthorn/posthorn/controllers"
 	"github.com/posthorn/posthorn/test/env"
+	"github.com/posthorn/posthorn/test/process"
 )
 
 // pods are dispatcher processes, as a StatefulSet runs them: each with a folder
 // of its own; number 0 keeps the audiences.
 type pods struct {
-	t                  *testing.T
-	binary, kubeconfig string
-	logs               *logBuffer
-	list               []*pod
-
-	mu sync.Mutex
+	t    *testing.T
+	list []*pod
 }
 
 type pod struct {
-	name, addr, admin, data string
-	cmd                     *exec.Cmd // nil while it is away
+	*process.Posthorn
+	name string
+	up   atomic.Bool
+}
+
+func newPods(t *testing.T, server *env.Env, log io.Writer, n int) *pods {
+	t.Helper()
+	binary, err := process.Build(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &pods{t: t}
+	for i := range n {
+		one := &pod{name: fmt.Sprintf("posthorn-dispatcher-%d", i), Posthorn: &process.Posthorn{Binary: binary, Addr: process.FreeAddr(), Admin: process.FreeAddr(), Log: log}}
+		one.Args = []string{"dispatcher", "--kubeconfig", server.Kubeconfig(), "--namespace", release, "--pod-name", one.name, "--data", t.TempDir(),
+			"--listen", one.Addr, "--admin-listen", one.Admin, "--admin-auth", "none", "--egress-allow", "127.0.0.0/8"}
+		if i > 0 {
+			one.Args = append(one.Args, "--audience-owner", "http://"+p.list[0].Addr)
+		}
+		p.list = append(p.list, one)
+		t.Cleanup(func() { p.stop(i, os.Kill) })
+	}
+	return p
 }
 
 func (p *pods) start(number int) {
 	p.t.Helper()
-	one := p.list[number]
-	args := []string{"dispatcher", "--kubeconfig", p.kubeconfig, "--namespace", release, "--pod-name", one.name, "--data", one.data,
-		"--listen", one.addr, "--admin-listen", one.admin, "--admin-auth", "none", "--egress-allow", "127.0.0.0/8"}
-	if number > 0 {
-		args = append(args, "--audience-owner", "http://"+p.list[0].addr)
-	}
-	cmd := exec.Command(p.binary, args...)
-	cmd.Stdout, cmd.Stderr = p.logs, p.logs
-	if err := cmd.Start(); err != nil {
+	if err := p.list[number].Start(); err != nil {
 		p.t.Fatal(err)
 	}
-	p.mu.Lock()
-	one.cmd = cmd
-	p.mu.Unlock()
+	p.list[number].up.Store(true)
 }
 
-// await waits until a pod takes calls.
-func (p *pods) await(number int) {
-	p.t.Helper()
-	eventually(p.t, p.list[number].name+" is ready", func() bool {
-		resp, err := http.Get("http://" + p.list[number].addr + "/readyz")
-		if err != nil {
-			return false
-		}
-		_ = resp.Body.Close()
-		return resp.StatusCode == http.StatusOK
-	})
-}
-
-func (p *pods) stop(number int, signal syscall.Signal) {
-	p.mu.Lock()
-	cmd := p.list[number].cmd
-	p.list[number].cmd = nil
-	p.mu.Unlock()
-	if cmd != nil {
-		_ = cmd.Process.Signal(signal)
-		_ = cmd.Wait()
+func (p *pods) stop(number int, signal os.Signal) {
+	p.list[number].up.Store(false)
+	if err := p.list[number].Stop(signal); err != nil {
+		p.t.Error(err)
 	}
 }
 
 // Ready is what the operator asks: the pods that are there.
 func (p *pods) Ready(context.Context) (list []controllers.Pod, err error) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
 	for _, one := range p.list {
-		if one.cmd != nil {
-			list = append(list, controllers.Pod{Name: one.name, URL: "http://" + one.admin})
+		if one.up.Load() {
+			list = append(list, controllers.Pod{Name: one.name, URL: "http://" + one.Admin})
 		}
 	}
 	return list, nil
@@ -98,7 +81,7 @@ func (p *pods) Ready(context.Context) (list []controllers.Pod, err error) {
 
 // do sends a request to a pod, as a Service that chose it does.
 func (p *pods) do(number int, method, path, body string) (status int, answer string, header http.Header, err error) {
-	req, err := http.NewRequest(method, "http://"+p.list[number].addr+path, strings.NewReader(body))
+	req, err := http.NewRequest(method, "http://"+p.list[number].Addr+path, strings.NewReader(body))
 	if err != nil {
 		return 0, "", nil, err
 	}
@@ -116,36 +99,9 @@ func (p *pods) do(number int, method, path, body string) (status int, answer str
 // them from any; what is known of a user is known on all; without the owner calls
 // go on, and its crash in the middle of a sync loses nothing.
 func TestAudiencesWithSeveralPods(t *testing.T) {
-	server, kubectl := env.For(t)
-	logs := &logBuffer{}
-	t.Cleanup(func() {
-		if t.Failed() {
-			t.Log(logs.String())
-		}
-	})
-	ctrl.SetLogger(logr.Discard())
-	klog.SetLogger(logr.Discard())
+	server, kubectl, logs := cluster(t)
 	kubectl("", "create", "namespace", release)
-
-	p := &pods{t: t, binary: filepath.Join(t.TempDir(), "posthorn"), kubeconfig: server.Kubeconfig(), logs: logs}
-	if out, err := exec.Command("go", "build", "-o", p.binary, "../../cmd/posthorn").CombinedOutput(); err != nil {
-		t.Fatalf("build posthorn: %v: %s", err, out)
-	}
-	free := func() string {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer l.Close()
-		return l.Addr().String()
-	}
-	for i := range 3 {
-		p.list = append(p.list, &pod{name: fmt.Sprintf("posthorn-dispatcher-%d", i), addr: free(), admin: free(), data: t.TempDir()})
-	}
-	for i := range p.list {
-		p.start(i)
-		t.Cleanup(func() { p.stop(i, syscall.SIGKILL) })
-	}
+	p := newPods(t, server, logs, 3)
 
 	// Who was told what, in the order in which it arrived.
 	var mu sync.Mutex
@@ -176,47 +132,16 @@ func TestAudiencesWithSeveralPods(t *testing.T) {
 		return len(told)
 	}
 
-	kubectl(fmt.Sprintf(`
-apiVersion: v1
-kind: Secret
-metadata: {name: keys}
-stringData: {writeKey: hush-web-key, sharedSecret: hush-crm-secret}
----
-apiVersion: posthorn.dev/v1alpha1
-kind: Source
-metadata: {name: web}
-spec:
-  writeKeySecretRef: {name: keys, key: writeKey}
----
-apiVersion: posthorn.dev/v1alpha1
-kind: WebhookDestination
-metadata: {name: crm}
-spec:
-  sources: {names: [web]}
-  endpoints: [{name: primary, url: %q}]
-  signing: {secretRef: {name: keys, key: sharedSecret}}
+	kubectl(webToCRM(hook.URL)+`
 ---
 apiVersion: posthorn.dev/v1alpha1
 kind: Audience
 metadata: {name: vip}
 spec: {source: web, name: VIP}
-`, hook.URL), "apply", "-f", "-")
-	manager, err := controllers.NewManager(server.Config, controllers.Options{
-		Namespace: release, Pods: p, MetricsBindAddress: "0", HealthProbeBindAddress: "0", PollInterval: 200 * time.Millisecond,
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(context.Background())
-	var running sync.WaitGroup
-	t.Cleanup(func() { cancel(); running.Wait() })
-	running.Go(func() {
-		if err := manager.Start(ctx); err != nil {
-			t.Errorf("operator: %v", err)
-		}
-	})
+`, "apply", "-f", "-")
+	operator(t, server.Config, controllers.Options{Pods: p})
 	for i := range p.list {
-		p.await(i)
+		p.start(i)
 	}
 	kubectl("", "wait", "whd/crm", "psrc/web", "paud/vip", "--for=condition=Ready", "--timeout=90s")
 
@@ -270,7 +195,6 @@ spec: {source: web, name: VIP}
 
 	// The owner comes back with its volume.
 	p.start(0)
-	p.await(0)
 	suppressed(0)
 	var result struct {
 		Sent                    bool
@@ -325,7 +249,6 @@ spec: {source: web, name: VIP}
 	mu.Unlock()
 	// And up again: the new pod hands on, too.
 	p.start(1)
-	p.await(1)
 	if status, answer, _, err := p.do(1, http.MethodGet, path, ""); err != nil || status != http.StatusOK || !strings.Contains(answer, `"members":19900`) {
 		t.Errorf("asked through a pod that came back: %d %s (%v)", status, answer, err)
 	}

@@ -11,6 +11,7 @@ import (
 	"crypto/sha1"
 	"encoding/hex"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -27,6 +28,7 @@ import (
 
 	"github.com/go-logr/logr"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
 	ctrl "sigs.k8s.io/controller-runtime"
 
@@ -37,6 +39,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/env"
+	"github.com/posthorn/posthorn/test/process"
 )
 
 const release = env.Release
@@ -90,17 +93,8 @@ func (p onePod) Ready(context.Context) ([]controllers.Pod, error) {
 }
 
 func TestFromApplyToStatus(t *testing.T) {
-	server, kubectl := env.For(t)
-	logs := &logBuffer{}
-	t.Cleanup(func() {
-		if t.Failed() {
-			t.Log(logs.String())
-		}
-	})
+	server, kubectl, logs := cluster(t)
 	log := slog.New(slog.NewTextHandler(logs, nil))
-	ctrl.SetLogger(logr.FromSlogHandler(log.Handler()))
-	klog.SetLogger(logr.FromSlogHandler(log.Handler()))
-
 	if err := server.Install(); err != nil {
 		t.Fatal(err)
 	}
@@ -155,27 +149,7 @@ func TestFromApplyToStatus(t *testing.T) {
 	}
 
 	hook := newReceiver(t, "hush-crm-secret")
-	kubectl(fmt.Sprintf(`
-apiVersion: v1
-kind: Secret
-metadata: {name: keys}
-stringData: {writeKey: hush-web-key, sharedSecret: hush-crm-secret}
----
-apiVersion: posthorn.dev/v1alpha1
-kind: Source
-metadata: {name: web}
-spec:
-  writeKeySecretRef: {name: keys, key: writeKey}
----
-apiVersion: posthorn.dev/v1alpha1
-kind: WebhookDestination
-metadata: {name: crm}
-spec:
-  sources: {names: [web]}
-  endpoints: [{name: primary, url: %q}]
-  signing: {secretRef: {name: keys, key: sharedSecret}}
-  delivery: {minBackoff: 100ms, maxBackoff: 200ms}
-`, hook.URL), "apply", "-f", "-")
+	kubectl(webToCRM(hook.URL)+"  delivery: {minBackoff: 100ms, maxBackoff: 200ms}\n", "apply", "-f", "-")
 
 	// As the kubelet would give it to the operator's pod.
 	token := filepath.Join(t.TempDir(), "token")
@@ -184,17 +158,9 @@ spec:
 		t.Fatal(err)
 	}
 	startOperator := func() (stop func()) {
-		manager, err := controllers.NewManager(server.As("posthorn-operator"), controllers.Options{
-			Namespace: release, Pods: onePod{"https://" + d.AdminAddr().String()}, DispatcherTokenFile: token, CheckHost: policy.CheckHost,
-			MetricsBindAddress: "0", HealthProbeBindAddress: "0", PollInterval: 200 * time.Millisecond,
+		return operator(t, server.As("posthorn-operator"), controllers.Options{
+			Pods: onePod{"https://" + d.AdminAddr().String()}, DispatcherTokenFile: token, CheckHost: policy.CheckHost,
 		})
-		if err != nil {
-			t.Fatal(err)
-		}
-		operatorCtx, stopOperator := context.WithCancel(ctx)
-		done := make(chan struct{})
-		run("operator", func() error { defer close(done); return manager.Start(operatorCtx) })
-		return func() { stopOperator(); <-done }
 	}
 	stopOperator := startOperator()
 	wait := func(condition, status string) {
@@ -424,30 +390,74 @@ spec:
 	})
 }
 
+// cluster is an API server; what is logged shows when the test fails.
+func cluster(t *testing.T) (server *env.Env, kubectl func(stdin string, args ...string) string, logs *process.Log) {
+	server, kubectl = env.For(t)
+	logs = &process.Log{}
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Log(logs.String())
+		}
+	})
+	handler := logr.FromSlogHandler(slog.NewTextHandler(logs, nil))
+	ctrl.SetLogger(handler)
+	klog.SetLogger(handler)
+	return server, kubectl, logs
+}
+
+// webToCRM declares the Source web and the destination crm, which sends to a URL.
+func webToCRM(url string) string {
+	return fmt.Sprintf(`
+apiVersion: v1
+kind: Secret
+metadata: {name: keys}
+stringData: {writeKey: hush-web-key, sharedSecret: hush-crm-secret}
+---
+apiVersion: posthorn.dev/v1alpha1
+kind: Source
+metadata: {name: web}
+spec:
+  writeKeySecretRef: {name: keys, key: writeKey}
+---
+apiVersion: posthorn.dev/v1alpha1
+kind: WebhookDestination
+metadata: {name: crm}
+spec:
+  sources: {names: [web]}
+  endpoints: [{name: primary, url: %q}]
+  signing: {secretRef: {name: keys, key: sharedSecret}}
+`, url)
+}
+
+// operator runs the operator until the test ends, or until it is stopped.
+func operator(t *testing.T, config *rest.Config, o controllers.Options) (stop func()) {
+	t.Helper()
+	o.Namespace, o.MetricsBindAddress, o.HealthProbeBindAddress, o.PollInterval = release, "0", "0", 200*time.Millisecond
+	manager, err := controllers.NewManager(config, o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		if err := manager.Start(ctx); err != nil {
+			t.Errorf("operator: %v", err)
+		}
+	}()
+	stop = func() { cancel(); <-done }
+	t.Cleanup(stop)
+	return stop
+}
+
 func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(90 * time.Second); !ok(); {
-		if time.Now().After(deadline) {
-			t.Fatalf("waited in vain for %s", what)
+	if err := process.Eventually(func() error {
+		if !ok() {
+			return errors.New("it is not so")
 		}
-		time.Sleep(50 * time.Millisecond)
+		return nil
+	}); err != nil {
+		t.Fatalf("waited in vain for %s", what)
 	}
-}
-
-// logBuffer takes logs from many goroutines.
-type logBuffer struct {
-	mu sync.Mutex
-	b  strings.Builder
-}
-
-func (b *logBuffer) Write(p []byte) (int, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.Write(p)
-}
-
-func (b *logBuffer) String() string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.String()
 }
