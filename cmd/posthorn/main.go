@@ -67,6 +67,9 @@ func Main(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 		return exitUsage
 	}
 	fmt.Fprintf(stderr, "posthorn: %v\n", err)
+	if errors.Is(err, syscall.EADDRINUSE) {
+		fmt.Fprintf(stderr, "Something else listens there. Stop it, or set another address: '%s --help'.\n", cmd.CommandPath())
+	}
 	return exitFailure
 }
 

@@ -28,7 +28,7 @@ Others may be delivered a second time. It needs as much free disk as the store t
 		Args: exactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if data == "" {
-				return usagef("no data directory; set --data to that of the dispatcher")
+				return usagef("the data folder is missing; set --data to that of the dispatcher")
 			}
 			r, err := pebblestore.Repair(filepath.Join(data, "queue"), apply)
 			if err != nil {
@@ -54,7 +54,7 @@ Others may be delivered a second time. It needs as much free disk as the store t
 			return nil
 		},
 	}
-	cmd.Flags().StringVar(&data, "data", "", "the dispatcher's data directory")
+	cmd.Flags().StringVar(&data, "data", "", "the dispatcher's data folder")
 	cmd.Flags().BoolVar(&apply, "apply", false, "replace the damaged store")
 	return cmd
 }

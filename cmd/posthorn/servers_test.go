@@ -249,3 +249,24 @@ func TestOperatorMetrics(t *testing.T) {
 	defer stop()
 	eventually(http.DefaultClient, "http://"+address+"/metrics", "", http.StatusOK)
 }
+
+// What is in use already is named, with what to do.
+func TestInUse(t *testing.T) {
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer taken.Close()
+	dir := t.TempDir()
+	for _, args := range [][]string{
+		{"sink", "--listen", taken.Addr().String()},
+		{"run", "--manifests", dir, "--data", t.TempDir(), "--listen", taken.Addr().String()},
+		{"run", "--manifests", dir, "--data", t.TempDir(), "--listen", "127.0.0.1:0", "--admin-listen", taken.Addr().String()},
+	} {
+		var out bytes.Buffer
+		code := Main(args, strings.NewReader(""), &out, &out)
+		if code != exitFailure || !strings.Contains(out.String(), taken.Addr().String()) || !strings.Contains(out.String(), "Stop it, or set another address: 'posthorn "+args[0]+" --help'") {
+			t.Errorf("%v: exit code %d:\n%s", args, code, out.String())
+		}
+	}
+}

@@ -192,7 +192,7 @@ func (s *Store) explain(err error) error {
 	case err == nil || errors.As(err, &corrupt):
 		return err
 	case errors.Is(err, syscall.EAGAIN) || strings.Contains(err.Error(), "lock held by current process"):
-		return fmt.Errorf("a dispatcher has it open already: %w", err)
+		return errors.New("another process has it open already; stop that one, or use another folder")
 	case errors.Is(err, os.ErrPermission):
 		return fmt.Errorf("it must be writable: %w", err)
 	case pebble.IsCorruptionError(err) || errors.Is(err, fs.ErrNotExist) || strings.Contains(err.Error(), "object size mismatch"):
