@@ -15,7 +15,7 @@ func newDebug(way reaching) *cobra.Command {
 		Use:   "debug lanes|config|pprof/NAME",
 		Short: "Look into a dispatcher that runs with --debug",
 		Long: `Looks into a dispatcher that runs with --debug: its lanes (position, in flight,
-breaker, next attempt), its live config without secrets, or a profile of the Go
+circuit, next attempt), its live config without secrets, or a profile of the Go
 runtime, to be read with 'go tool pprof'. Lanes and config are lines of JSON.`,
 		Example: `  posthorn debug lanes
   posthorn debug config

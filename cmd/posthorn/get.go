@@ -36,6 +36,7 @@ With -o yaml or -o json the whole objects, status included.`,
 		Example: `  posthorn get destinations
   posthorn get destinations -o wide
   posthorn get destination crm -o yaml`,
+		ValidArgs: []string{"sources", "destinations", "audiences", "deletions"},
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) == 0 {
 				return usagef("what to get is missing: sources, destinations, audiences or deletions")

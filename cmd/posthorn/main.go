@@ -123,7 +123,6 @@ func asRoot(root *cobra.Command) {
 	root.Version = buildVersion()
 	root.SilenceErrors, root.SilenceUsage = true, true
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
-	root.CompletionOptions.HiddenDefaultCmd = true
 }
 
 // onlyCommands are the arguments of a command that does nothing by itself.

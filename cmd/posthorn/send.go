@@ -34,7 +34,8 @@ Traits (identify, group) and properties (track, page, screen) are given with
   posthorn send identify --write-key demo --user u1 -p email=a@example.com -p plan=pro
   posthorn send alias --write-key demo --user u1 --previous anon-7
   posthorn send track --write-key demo --json '{"userId":"u1","event":"Signed Up"}'`,
-		Args: exactArgs("TYPE"),
+		ValidArgs: []string{"identify", "track", "page", "screen", "group", "alias", "batch"},
+		Args:      exactArgs("TYPE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			typ := args[0]
 			bag := map[string]string{"identify": "traits", "group": "traits", "track": "properties", "page": "properties", "screen": "properties", "alias": "", "batch": ""}

@@ -41,7 +41,7 @@ func run(ctx context.Context) error {
 	}
 	defer os.RemoveAll(dir)
 
-	step("Building posthorn")
+	step("Building posthorn (the first time a minute or two)")
 	d := &demo{}
 	if d.bin, err = process.Build(dir); err != nil {
 		return err
