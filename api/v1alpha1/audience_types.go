@@ -46,7 +46,7 @@ type AudienceSpec struct {
 	// audience afresh.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=100
-	// +kubebuilder:validation:Pattern=`^[A-Za-z0-9_][A-Za-z0-9_.-]*$`
+	// +kubebuilder:validation:XValidation:rule="self.matches('^[A-Za-z0-9_][A-Za-z0-9_.-]*$')",message="must be letters, digits, '_', '-' and '.', and not begin with '-' or '.'"
 	// +optional
 	Key string `json:"key,omitempty"`
 

@@ -11,7 +11,7 @@ type SecretKeyReference struct {
 	// Key within the Secret's data.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=253
-	// +kubebuilder:validation:Pattern=`^[-._a-zA-Z0-9]+$`
+	// +kubebuilder:validation:XValidation:rule="self.matches('^[-._a-zA-Z0-9]+$')",message="must be letters, digits, '-', '_' and '.', as the keys of Secrets are"
 	// +required
 	Key string `json:"key"`
 }

@@ -25,7 +25,7 @@ type SourceSpec struct {
 	// 403; servers and apps, which send no origin, are not affected. At most 64.
 	// +kubebuilder:validation:MaxItems=64
 	// +kubebuilder:validation:items:MaxLength=255
-	// +kubebuilder:validation:items:Pattern=`^(\*|https?://[A-Za-z0-9.\-\[\]:]+)$`
+	// +kubebuilder:validation:items:XValidation:rule="self.matches(r'^(\\*|https?://[A-Za-z0-9.\\-\\[\\]:]+)$')",message="must be * or scheme://host[:port] with http or https, and without a path"
 	// +listType=set
 	// +optional
 	AllowedOrigins []string `json:"allowedOrigins,omitempty"`

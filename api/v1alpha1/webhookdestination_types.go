@@ -89,12 +89,12 @@ const (
 
 // Endpoint is one webhook URL.
 // +kubebuilder:validation:XValidation:rule="has(self.url) != has(self.urlFrom)",message="set either url or urlFrom, not both and not neither"
-// +kubebuilder:validation:XValidation:rule="!has(self.tls) || !has(self.url) || self.url.lowerAscii().startsWith('https://')",message="tls needs an https:// URL"
+// +kubebuilder:validation:XValidation:rule="!has(self.tls) || !has(self.url) || self.url.lowerAscii().startsWith('https://')",message="tls needs an https:// URL; change the URL or remove tls"
 type Endpoint struct {
 	// Name of the endpoint within this destination; it shows in status, metrics and dead letters.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=63
-	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]*[a-z0-9])?$`
+	// +kubebuilder:validation:XValidation:rule="self.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$')",message="must be lower case letters, digits and '-', and begin and end with a letter or digit"
 	// +required
 	Name string `json:"name"`
 
@@ -118,7 +118,7 @@ type Endpoint struct {
 	// +kubebuilder:validation:MaxItems=32
 	// +listType=map
 	// +listMapKey=name
-	// +kubebuilder:validation:XValidation:rule="self.all(h, self.exists_one(g, g.name.lowerAscii() == h.name.lowerAscii()))",message="header names must be unique; case does not count"
+	// +kubebuilder:validation:XValidation:rule="self.all(h, self.exists_one(g, g.name.lowerAscii() == h.name.lowerAscii()))",message="header names must be unique; case does not count; remove one"
 	// +optional
 	Headers []Header `json:"headers,omitempty"`
 
@@ -134,14 +134,14 @@ type Header struct {
 	// Content-Type, User-Agent, X-Signature, Host, Connection and the like.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=128
-	// +kubebuilder:validation:Pattern="^[!#$%&'*+\\-.^_`|~0-9A-Za-z]+$"
+	// +kubebuilder:validation:XValidation:rule="self.matches(r'^[!#$%&\\x27*+\\-.^_\\x60|~0-9A-Za-z]+$')",message="must be letters, digits and '-', as header names are; no spaces and no colon"
 	// +kubebuilder:validation:XValidation:rule="!(self.lowerAscii() in ['host', 'connection', 'content-length', 'content-type', 'content-encoding', 'transfer-encoding', 'te', 'trailer', 'upgrade', 'keep-alive', 'proxy-connection', 'expect', 'user-agent', 'x-signature', 'x-signature-previous', 'idempotency-key', 'webhook-id', 'webhook-timestamp', 'webhook-signature', 'traceparent', 'tracestate'])",message="this header is set by Posthorn or by HTTP itself; choose another name"
 	// +required
 	Name string `json:"name"`
 
 	// Value of the header: printable ASCII, at most 4,096 characters.
 	// +kubebuilder:validation:MaxLength=4096
-	// +kubebuilder:validation:Pattern=`^[\x20-\x7e\t]*$`
+	// +kubebuilder:validation:XValidation:rule="self.matches(r'^[ -~\\t]*$')",message="must be printable ASCII without line breaks; encode other characters"
 	// +optional
 	Value *string `json:"value,omitempty"`
 
@@ -198,13 +198,12 @@ const (
 )
 
 // Delivery sets timeout, retries and limits.
-// +kubebuilder:validation:XValidation:rule="!has(self.minBackoff) || !has(self.maxBackoff) || duration(self.minBackoff) <= duration(self.maxBackoff)",message="minBackoff must not be larger than maxBackoff"
+// +kubebuilder:validation:XValidation:rule="!has(self.minBackoff) || !has(self.maxBackoff) || duration(self.minBackoff) <= duration(self.maxBackoff)",message="minBackoff must not be larger than maxBackoff (default 5m); lower it or raise maxBackoff"
 type Delivery struct {
 	// Time within which an endpoint must answer. 100ms to 5s, default 5s.
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:MaxLength=32
-	// +kubebuilder:validation:Pattern=`^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$`
-	// +kubebuilder:validation:XValidation:rule="duration(self) >= duration('100ms') && duration(self) <= duration('5s')",message="timeout must be between 100ms and 5s"
+	// +kubebuilder:validation:XValidation:rule=`self.matches(r'^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$') && duration(self) >= duration('100ms') && duration(self) <= duration('5s')`,message="timeout must be between 100ms and 5s; write it like 500ms, 90s or 1h30m"
 	// +kubebuilder:default="5s"
 	// +optional
 	Timeout *metav1.Duration `json:"timeout,omitempty"`
@@ -213,8 +212,7 @@ type Delivery struct {
 	// dead letter. 1s to 4h, default 4h.
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:MaxLength=32
-	// +kubebuilder:validation:Pattern=`^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$`
-	// +kubebuilder:validation:XValidation:rule="duration(self) >= duration('1s') && duration(self) <= duration('4h')",message="retryWindow must be between 1s and 4h"
+	// +kubebuilder:validation:XValidation:rule=`self.matches(r'^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$') && duration(self) >= duration('1s') && duration(self) <= duration('4h')`,message="retryWindow must be between 1s and 4h; write it like 500ms, 90s or 1h30m"
 	// +kubebuilder:default="4h"
 	// +optional
 	RetryWindow *metav1.Duration `json:"retryWindow,omitempty"`
@@ -223,8 +221,7 @@ type Delivery struct {
 	// every attempt. 10ms to 1h, default 1s.
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:MaxLength=32
-	// +kubebuilder:validation:Pattern=`^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$`
-	// +kubebuilder:validation:XValidation:rule="duration(self) >= duration('10ms') && duration(self) <= duration('1h')",message="minBackoff must be between 10ms and 1h"
+	// +kubebuilder:validation:XValidation:rule=`self.matches(r'^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$') && duration(self) >= duration('10ms') && duration(self) <= duration('1h')`,message="minBackoff must be between 10ms and 1h; write it like 500ms, 90s or 1h30m"
 	// +kubebuilder:default="1s"
 	// +optional
 	MinBackoff *metav1.Duration `json:"minBackoff,omitempty"`
@@ -232,8 +229,7 @@ type Delivery struct {
 	// Largest wait between two attempts. 10ms to 1h, default 5m.
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:MaxLength=32
-	// +kubebuilder:validation:Pattern=`^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$`
-	// +kubebuilder:validation:XValidation:rule="duration(self) >= duration('10ms') && duration(self) <= duration('1h')",message="maxBackoff must be between 10ms and 1h"
+	// +kubebuilder:validation:XValidation:rule=`self.matches(r'^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$') && duration(self) >= duration('10ms') && duration(self) <= duration('1h')`,message="maxBackoff must be between 10ms and 1h; write it like 500ms, 90s or 1h30m"
 	// +kubebuilder:default="5m"
 	// +optional
 	MaxBackoff *metav1.Duration `json:"maxBackoff,omitempty"`
@@ -300,8 +296,7 @@ type DeadLetters struct {
 	// How long dead letters are kept. 0s to 8760h, default 168h (a week).
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:MaxLength=32
-	// +kubebuilder:validation:Pattern=`^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$`
-	// +kubebuilder:validation:XValidation:rule="duration(self) <= duration('8760h')",message="retention must be at most 8760h (a year)"
+	// +kubebuilder:validation:XValidation:rule=`self.matches(r'^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$') && duration(self) <= duration('8760h')`,message="retention must be at most 8760h (a year); write it like 500ms, 90s or 1h30m"
 	// +kubebuilder:default="168h"
 	// +optional
 	Retention *metav1.Duration `json:"retention,omitempty"`
