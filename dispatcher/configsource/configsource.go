@@ -1,6 +1,5 @@
 // Package configsource watches the live-config Secrets of a namespace and
-// feeds them to the dispatcher. It is the only part of the data plane that
-// knows Kubernetes.
+// feeds them to the dispatcher.
 package configsource
 
 import (

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
@@ -19,7 +20,8 @@ type worker struct {
 	// wake gets true when there may be work and false when the worker must end.
 	wake chan bool
 	post post
-	sender
+	// headers are kept from request to request for their memory.
+	headers []egress.Header
 }
 
 // fifo is a queue of lanes, linked through the lanes themselves.

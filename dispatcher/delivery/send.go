@@ -248,9 +248,6 @@ func expired(last queue.Failure, window time.Duration) queue.Failure {
 	return last
 }
 
-// sender is what a worker keeps from request to request.
-type sender struct{ headers []egress.Header }
-
 // send sends the worker's request and settles its message. The lock is not held.
 func (e *Engine) send(w *worker) {
 	p := &w.post

@@ -55,9 +55,6 @@ func New(c liveconfig.Config) (*Router, error) {
 	return r, nil
 }
 
-// Destinations returns how many destinations take a Source's calls.
-func (r *Router) Destinations(source string) int { return len(r.bySource[source]) }
-
 // Skip returns the keys ("namespace/name") of the destinations that listen to
 // a Source but do not get this call. It is nil for most calls.
 func (r *Router) Skip(source string, call *event.Call) (skip []string) {

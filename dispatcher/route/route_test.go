@@ -56,8 +56,8 @@ func TestSkip(t *testing.T) {
 			}
 		})
 	}
-	if r.Destinations("web") != 4 || r.Destinations("nobody") != 0 {
-		t.Errorf("%d and %d destinations", r.Destinations("web"), r.Destinations("nobody"))
+	if len(r.bySource["web"]) != 4 || len(r.bySource["nobody"]) != 0 {
+		t.Errorf("%d and %d destinations", len(r.bySource["web"]), len(r.bySource["nobody"]))
 	}
 }
 
