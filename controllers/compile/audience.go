@@ -76,20 +76,26 @@ func keyOwners(audiences []*v1alpha1.Audience) map[audienceKey]string {
 }
 
 // SnakeCase makes a trait's name of what people call it: "First Time Shoppers"
-// becomes first_time_shoppers. Accents go, apostrophes too; whatever else is
+// becomes first_time_shoppers. Accents of Latin and Greek letters go (in other
+// scripts a mark makes another letter), apostrophes too; whatever else is
 // neither a letter nor a digit separates words, and so does a capital that
 // begins a word in camelCase. Digits stay with the letters before them.
 func SnakeCase(name string) string {
 	var runes []rune
+	var base rune
 	for _, r := range norm.NFKD.String(name) {
-		if !unicode.Is(unicode.Mn, r) && r != '\'' && r != '’' {
+		if !unicode.IsMark(r) {
+			base = r
+		}
+		accent := r != base && (!unicode.IsLetter(base) || unicode.In(base, unicode.Latin, unicode.Greek))
+		if !accent && r != '\'' && r != '’' {
 			runes = append(runes, r)
 		}
 	}
 	var b strings.Builder
 	separate := false
 	for i, r := range runes {
-		if !unicode.IsLetter(r) && !unicode.IsDigit(r) {
+		if !unicode.IsLetter(r) && !unicode.IsDigit(r) && !unicode.IsMark(r) {
 			separate = true
 			continue
 		}

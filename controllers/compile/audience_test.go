@@ -20,7 +20,7 @@ func TestSnakeCase(t *testing.T) {
 		"Total Revenue (180 Days)": "total_revenue_180_days", "top10 buyers": "top10_buyers", "Top10Buyers": "top10_buyers",
 		"180Days": "180_days", "Top 10%": "top_10", "Q3'24": "q324", "Today's Buyers": "todays_buyers", "Today’s": "todays",
 		"  a -- b __ c.d/e  ": "a_b_c_d_e", "---": "", "": "", "🙂": "", "a🙂b": "a_b",
-		"顧客": "顧客", "Ещё Раз": "еще_раз", "straße": "straße", "x²": "x2",
+		"顧客": "顧客", "Ещё Раз": "ещё_раз", "Новый Год": "новый_год", "Άλφα": "αλφα", "データ ガス": "データ_ガス", "हिन्दी भाषा": "हिन्दी_भाषा", "ไทย ที่": "ไทย_ที่", "İstanbul": "istanbul", "한국 어": "한국_어", "♥️": "", "straße": "straße", "x²": "x2",
 	} {
 		if got := SnakeCase(in); got != want {
 			t.Errorf("SnakeCase(%q) = %q, want %q", in, got, want)
