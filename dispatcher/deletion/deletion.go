@@ -174,6 +174,9 @@ func (s *Service) advance(ctx context.Context, config liveconfig.Config, d livec
 			return err
 		}
 	}
+	if !slices.ContainsFunc(r.Sources, source.pending) {
+		return nil
+	}
 	next := r.clone()
 	err := errors.Join(s.append(ctx, config, &next, d.UserID), s.look(ctx, &next))
 	if !next.equal(*r) {
