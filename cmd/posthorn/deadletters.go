@@ -62,7 +62,7 @@ func newDeadLettersList(way reaching) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return table(cmd, output, body, "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", func(l admin.DeadLetter) string {
+			return table(cmd, output, query.Get("destination"), body, "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", func(l admin.DeadLetter) string {
 				return fmt.Sprintf("%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s", l.Key, ago(l.FailedAt), l.Type, quoted(l.Event), quoted(l.MessageID), l.Attempts, l.Reason, status(l.StatusCode))
 			})
 		},
@@ -271,7 +271,7 @@ func newAttempts(way reaching) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return table(cmd, output, body, attemptHeader, attemptLine)
+			return table(cmd, output, query.Get("destination"), body, attemptHeader, attemptLine)
 		},
 	}
 	r = way(cmd)
@@ -364,14 +364,14 @@ func attemptLine(a delivery.Attempt) string {
 		result, short(a.Duration), short(a.Timing.Connect), short(a.Timing.TLS), short(a.Timing.FirstByte), a.RemoteAddr, a.Message)
 }
 
-// table prints lines of JSON as a table, or as they are.
-func table[T any](cmd *cobra.Command, output string, body []byte, header string, line func(T) string) error {
+// table prints lines of JSON, which are of a destination, as a table or as they are.
+func table[T any](cmd *cobra.Command, output, of string, body []byte, header string, line func(T) string) error {
 	if output == "json" {
 		_, err := cmd.OutOrStdout().Write(body)
 		return err
 	}
 	if len(bytes.TrimSpace(body)) == 0 {
-		fmt.Fprintln(cmd.ErrOrStderr(), "None found.")
+		fmt.Fprintf(cmd.ErrOrStderr(), "None found of %s.\n", of)
 		return nil
 	}
 	w := tabwriter.NewWriter(cmd.OutOrStdout(), 0, 0, 3, ' ', 0)
