@@ -388,7 +388,6 @@ func (s *Store) deleteSome(d *destination, ids []string) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	b := s.db.NewBatch()
-	defer func() { _ = b.Close() }()
 	count, bytes := d.count.Load(), d.bytes.Load()
 	seen := make(map[string]bool, len(ids))
 	for _, id := range ids {
@@ -402,6 +401,7 @@ func (s *Store) deleteSome(d *destination, ids []string) error {
 			continue
 		}
 		if err != nil {
+			_ = b.Close()
 			return s.explain(err)
 		}
 		count--
@@ -415,12 +415,11 @@ func (s *Store) deleteSome(d *destination, ids []string) error {
 // applyCounts applies a batch that removes dead letters.
 func (s *Store) applyCounts(d *destination, b *pebble.Batch, count, bytes int64) error {
 	if b.Count() == 0 {
-		return nil
+		return b.Close()
 	}
 	before, beforeBytes := d.count.Swap(count), d.bytes.Swap(bytes)
 	d.put(b)
-	s.flusher.syncing()
-	if err := s.db.Apply(b, pebble.Sync); err != nil {
+	if err := s.applySync(b); err != nil {
 		d.count.Store(before)
 		d.bytes.Store(beforeBytes)
 		return err
@@ -487,7 +486,6 @@ func (s *Store) trimSome(d *destination, before, young, maxBytes int64) (int, er
 		end = append([]byte(nil), it.Key()...)
 	}
 	b := s.db.NewBatch()
-	defer func() { _ = b.Close() }()
 	_ = b.DeleteRange(prefix, end, nil)
 	s.disk.freed(d.bytes.Load() - bytes)
 	return n, s.applyCounts(d, b, count, bytes)
@@ -535,10 +533,7 @@ func (s *Store) ForgetDestination(destination string) error {
 	}
 	b := s.db.NewBatch()
 	d.putWith(b, queue.Ledger{})
-	s.flusher.syncing()
-	err := s.db.Apply(b, pebble.Sync)
-	_ = b.Close()
-	if err != nil {
+	if err := s.applySync(b); err != nil {
 		return err
 	}
 	s.mu.Lock()

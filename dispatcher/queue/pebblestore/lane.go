@@ -171,10 +171,7 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 	l.next = l.start + 1
 	_ = b.Set(binary.BigEndian.AppendUint64(append([]byte(nil), keyLanes...), l.number), appendLaneID(nil, id), nil)
 	l.put(b)
-	s.flusher.syncing()
-	err = s.db.Apply(b, pebble.Sync)
-	_ = b.Close()
-	if err != nil {
+	if err = s.applySync(b); err != nil {
 		l.dropped = true
 		log.removeLane(l)
 		return fmt.Errorf("open a lane: %w", err)
@@ -219,10 +216,7 @@ func (s *Store) EndLane(id queue.LaneID, end bool) error {
 	}
 	b := s.db.NewBatch()
 	l.put(b)
-	s.flusher.syncing()
-	err := s.db.Apply(b, pebble.Sync)
-	_ = b.Close()
-	if err != nil {
+	if err := s.applySync(b); err != nil {
 		l.laneState = was
 		return fmt.Errorf("end a lane: %w", err)
 	}
@@ -259,10 +253,7 @@ func (s *Store) DropLane(_ context.Context, id queue.LaneID) error {
 		_ = b.DeleteRange(key(prefixRetry, l.number), after(prefixRetry, l.number), nil)
 		_ = b.DeleteRange(key(prefixDue, l.number), after(prefixDue, l.number), nil)
 	}
-	s.flusher.syncing()
-	err := s.db.Apply(b, pebble.Sync)
-	_ = b.Close()
-	if err != nil {
+	if err := s.applySync(b); err != nil {
 		return fmt.Errorf("drop a lane: %w", err)
 	}
 	l.dropped, l.opened = true, false
@@ -510,7 +501,6 @@ func (s *Store) complain(lane queue.LaneID, err error) {
 // Release implements queue.Store.
 func (s *Store) Release(d queue.Delivery) {
 	s.complain(d.Lane, s.leased(&d, func(l *lane, t taking) error {
-		t.leased = false
 		l.release(d.Seq, t)
 		return nil
 	}))

@@ -464,6 +464,14 @@ func (s *Store) apply(b *pebble.Batch) error {
 	return err
 }
 
+// applySync writes a batch and syncs it, and all that was written before.
+func (s *Store) applySync(b *pebble.Batch) error {
+	s.flusher.syncing()
+	err := s.db.Apply(b, pebble.Sync)
+	_ = b.Close()
+	return err
+}
+
 // Remember implements queue.Store.
 func (s *Store) Remember(name string, value []byte) error {
 	if name == "" || len(name) > 3*maxNameBytes {
