@@ -397,8 +397,9 @@ func (fs *patientFS) Rename(oldname, newname string) error {
 	return fs.try(func() error { return fs.FS.Rename(oldname, newname) })
 }
 
-func (fs *patientFS) MkdirAll(dir string, perm os.FileMode) error {
-	return fs.try(func() error { return fs.FS.MkdirAll(dir, perm) })
+// MkdirAll makes folders for their user alone, where Pebble would let everybody read what is stored.
+func (fs *patientFS) MkdirAll(dir string, _ os.FileMode) error {
+	return fs.try(func() error { return fs.FS.MkdirAll(dir, 0o700) })
 }
 
 // Remove removes an old marker only when the new one is on disk.

@@ -49,7 +49,7 @@ func Repair(dir string, apply bool) (r Repaired, err error) {
 	}
 	defer func() { _ = lock.Close() }()
 	fresh := dir + ".repaired"
-	if err := os.RemoveAll(fresh); err != nil {
+	if err := errors.Join(os.RemoveAll(fresh), os.Mkdir(fresh, 0o700)); err != nil {
 		return r, fmt.Errorf("repair: %w", err)
 	}
 	defer func() { _ = os.RemoveAll(fresh) }()

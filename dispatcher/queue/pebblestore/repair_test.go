@@ -174,6 +174,9 @@ func TestRepair(t *testing.T) {
 				if aside := fingerprints(t, r.Aside); !maps.Equal(before, aside) {
 					t.Errorf("%s: what was set aside is not what was there", harmed)
 				}
+				if info, err := os.Stat(x.dir); err != nil || info.Mode().Perm() != 0o700 {
+					t.Errorf("%s: others may read the repaired store: %v, %v", harmed, info.Mode(), err)
+				}
 			}
 			lost, again := x.compare(t, harmed, r)
 			t.Logf("%s: %v\nlost: %s\n%d of %d lost, %d again", harmed, r.Damaged, strings.Join(r.Lost, "; "), lost, x.head, again)

@@ -4,6 +4,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"os"
+	"path/filepath"
 	"strconv"
 	"sync"
 	"testing"
@@ -39,6 +40,18 @@ func TestConformance(t *testing.T) {
 			Clock: clock, DuplicateWindow: 10 * time.Minute, Trim: trimNow,
 		}
 	})
+}
+
+// What is stored is of users: nobody else on the machine may read it.
+func TestOnlyTheirUserReadsTheFiles(t *testing.T) {
+	data := filepath.Join(t.TempDir(), "data")
+	s := open(t, filepath.Join(data, "queue"), Options{})
+	defer s.Close()
+	for _, dir := range []string{data, filepath.Join(data, "queue")} {
+		if info, err := os.Stat(dir); err != nil || info.Mode().Perm() != 0o700 {
+			t.Errorf("%s: %v, %v; want a folder of mode 0700", dir, info.Mode(), err)
+		}
+	}
 }
 
 func env(name string, otherwise int) int {
