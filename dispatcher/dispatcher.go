@@ -246,6 +246,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		adminOptions.View = d.configs.view
 	}
 	adminServer := admin.NewServer(adminOptions)
+	ingest.Bound(adminServer, 256)
 	engineCtx, stopEngine := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopEngine()
 	group, groupCtx := errgroup.WithContext(ctx)

@@ -65,7 +65,7 @@ func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *refusal) {
 	if q.ContentLength >= int64(sizes[0]) || zipped {
 		class = 1
 	}
-	need := int64(sizes[class])
+	need := int64(sizes[class] + headerBytes(q.Header))
 	if zipped {
 		need += inflaterBytes
 	}
@@ -110,6 +110,17 @@ func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *refusal) {
 			return nil, unreadable(err, "the body could not be read to its end")
 		}
 	}
+}
+
+// headerBytes is about what a request's headers take in memory.
+func headerBytes(header http.Header) (n int) {
+	for name, values := range header {
+		n += len(name) + 64
+		for _, v := range values {
+			n += len(v) + 16
+		}
+	}
+	return n
 }
 
 func unreadable(err error, message string) *refusal {

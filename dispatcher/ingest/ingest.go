@@ -177,15 +177,18 @@ func NewServer(h http.Handler) *http.Server {
 	protocols.SetHTTP1(true)
 	protocols.SetHTTP2(true)
 	protocols.SetUnencryptedHTTP2(true)
-	return &http.Server{
+	s := &http.Server{
 		Handler: h, Protocols: &protocols,
 		ReadHeaderTimeout: 10 * time.Second,
 		// A body of 500 KB arrives within this at 140 kbit/s.
 		ReadTimeout: 30 * time.Second, WriteTimeout: 90 * time.Second, IdleTimeout: 3 * time.Minute,
-		MaxHeaderBytes: 32 << 10,
-		HTTP2:          &http.HTTP2Config{MaxConcurrentStreams: 250},
-		ErrorLog:       slog.NewLogLogger(slog.Default().Handler(), slog.LevelWarn),
+		MaxHeaderBytes: 8 << 10, // net/http reads 4 KB more
+		// A connection keeps a buffer of the largest frame that was announced to it.
+		HTTP2:    &http.HTTP2Config{MaxConcurrentStreams: 100, MaxReadFrameSize: 16 << 10},
+		ErrorLog: slog.NewLogLogger(slog.Default().Handler(), slog.LevelWarn),
 	}
+	Bound(s, maxConnections)
+	return s
 }
 
 // refusal is an answer other than 200.
@@ -241,6 +244,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	q := request{Request: r, view: h.View(), source: h.nobody, origin: r.Header.Get("Origin")}
 	q.room = hold{budget: &h.memory, share: &h.nobody.share}
+	defer q.room.free() // Only then is the answer written, which may be slow to be taken.
 	if q.origin != "" {
 		header.Add("Vary", "Origin")
 		// Until the Source is known, a page may read the answer if some Source allows it.
@@ -291,7 +295,6 @@ var (
 
 // safely keeps a fault of ours in one request.
 func (h *Handler) safely(w http.ResponseWriter, q *request, typ event.Type, now time.Time) (rejected []event.Rejection, bad *refusal) {
-	defer q.room.free()
 	defer func() {
 		if fault := recover(); fault != nil {
 			if missed, ok := h.faults.due(now); ok { // Its text may hold what was sent.
@@ -365,11 +368,12 @@ func (h *Handler) prepare(w http.ResponseWriter, q *request, typ event.Type, now
 	if bad := suppress(q, typ, &batch); bad != nil {
 		return nil, nil, bad
 	}
-	total := 0
+	total := headerBytes(q.Header) + rejectionBytes*min(len(batch.Rejected), event.MaxBatchCalls) + 32*len(batch.Rejected)
 	for i := range batch.Calls {
 		total += len(batch.Calls[i].Body)
 	}
-	// A small batch with a large context makes messages far larger than itself.
+	// A small batch with a large context makes messages far larger than itself,
+	// and one with many bad calls such an answer.
 	if !q.room.move(&q.source.share, int64(total), h.MaxBuffered) {
 		return nil, nil, busy
 	}
@@ -618,6 +622,9 @@ type answerError struct {
 	Code    string `json:"code"`
 	Message string `json:"message"`
 }
+
+// rejectionBytes is what a rejected call takes in memory and in the answer.
+const rejectionBytes = 512
 
 var successBody = []byte(`{"success":true}` + "\n")
 
