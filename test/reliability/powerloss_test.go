@@ -16,6 +16,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/dispatcher/queue/storetest"
 )
 
 // TestPowerLoss cuts the power of a dispatcher under load, again and again, on
@@ -161,7 +162,7 @@ func (w *world) run() {
 func (w *world) live(l *life, n int, pending *[4][]string) {
 	t := w.t
 	last := l.operations < 0 && l.answers < 0 && l.deliveries < 0
-	o := options(t, "data", pebblestore.Options{FS: &cutFS{FS: l.disk, w: w, l: l}})
+	o := options(t, "data", pebblestore.Options{FS: storetest.Watch(l.disk, func() { w.changing(l) }, takeAMoment)})
 	o.DrainTimeout = 20 * time.Millisecond
 	d, err := dispatcher.New(o)
 	if err != nil {
@@ -235,6 +236,16 @@ func (w *world) live(l *life, n int, pending *[4][]string) {
 	})
 	w.conclude(r)
 }
+
+// changing counts an operation of the file system towards the cut.
+func (w *world) changing(l *life) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.step(l, &l.operations)
+}
+
+// takeAMoment makes a sync take one, as on a disk, so that much happens around it.
+func takeAMoment() { time.Sleep(time.Millisecond) }
 
 func dead(l *life) bool {
 	select {
@@ -388,79 +399,4 @@ func (w *world) conclude(r *running) {
 	}
 	w.total.again += again
 	w.total.most = max(w.total.most, w.most)
-}
-
-// cutFS counts operations towards a cut, and makes a sync take a moment, as on a
-// disk, so that much happens around it.
-type cutFS struct {
-	vfs.FS
-	w *world
-	l *life
-}
-
-func (f *cutFS) step() {
-	f.w.mu.Lock()
-	defer f.w.mu.Unlock()
-	f.w.step(f.l, &f.l.operations)
-}
-
-func (f *cutFS) Create(name string, c vfs.DiskWriteCategory) (vfs.File, error) {
-	f.step()
-	file, err := f.FS.Create(name, c)
-	return f.wrap(file, err)
-}
-
-func (f *cutFS) ReuseForWrite(from, to string, c vfs.DiskWriteCategory) (vfs.File, error) {
-	f.step()
-	file, err := f.FS.ReuseForWrite(from, to, c)
-	return f.wrap(file, err)
-}
-
-func (f *cutFS) OpenDir(name string) (vfs.File, error) {
-	file, err := f.FS.OpenDir(name)
-	return f.wrap(file, err)
-}
-
-func (f *cutFS) Rename(from, to string) error {
-	f.step()
-	return f.FS.Rename(from, to)
-}
-
-func (f *cutFS) Remove(name string) error {
-	f.step()
-	return f.FS.Remove(name)
-}
-
-func (f *cutFS) wrap(file vfs.File, err error) (vfs.File, error) {
-	if err != nil {
-		return nil, err
-	}
-	return &cutFile{file, f}, nil
-}
-
-type cutFile struct {
-	vfs.File
-	fs *cutFS
-}
-
-func (f *cutFile) Write(p []byte) (int, error) {
-	f.fs.step()
-	return f.File.Write(p)
-}
-
-func (f *cutFile) Sync() error {
-	f.fs.step()
-	time.Sleep(time.Millisecond)
-	return f.File.Sync()
-}
-
-func (f *cutFile) SyncData() error {
-	f.fs.step()
-	time.Sleep(time.Millisecond)
-	return f.File.SyncData()
-}
-
-func (f *cutFile) SyncTo(length int64) (bool, error) {
-	f.fs.step()
-	return f.File.SyncTo(length)
 }

@@ -99,7 +99,7 @@ func newPower() *power { return &power{mem: vfs.NewCrashableMem()} }
 func (p *power) fs() vfs.FS {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return &powerFS{FS: p.mem, p: p}
+	return storetest.Watch(p.mem, p.operation, nil)
 }
 
 func (p *power) Arm(rng *rand.Rand, n int) {
@@ -134,65 +134,6 @@ func (p *power) operation() {
 	if p.left--; p.left == 0 {
 		p.survived = p.mem.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: []int{0, 0, 30, 60, 90, 100}[p.rng.IntN(6)], RNG: p.rng})
 	}
-}
-
-type powerFS struct {
-	vfs.FS
-	p *power
-}
-
-func (fs *powerFS) file(f vfs.File, err error) (vfs.File, error) {
-	if err != nil {
-		return nil, err
-	}
-	return &powerFile{File: f, p: fs.p}, nil
-}
-
-func (fs *powerFS) Create(name string, c vfs.DiskWriteCategory) (vfs.File, error) {
-	fs.p.operation()
-	return fs.file(fs.FS.Create(name, c))
-}
-
-func (fs *powerFS) ReuseForWrite(o, n string, c vfs.DiskWriteCategory) (vfs.File, error) {
-	fs.p.operation()
-	return fs.file(fs.FS.ReuseForWrite(o, n, c))
-}
-
-func (fs *powerFS) OpenDir(name string) (vfs.File, error) { return fs.file(fs.FS.OpenDir(name)) }
-
-func (fs *powerFS) Rename(o, n string) error {
-	fs.p.operation()
-	return fs.FS.Rename(o, n)
-}
-
-func (fs *powerFS) Remove(name string) error {
-	fs.p.operation()
-	return fs.FS.Remove(name)
-}
-
-type powerFile struct {
-	vfs.File
-	p *power
-}
-
-func (f *powerFile) Write(b []byte) (int, error) {
-	f.p.operation()
-	return f.File.Write(b)
-}
-
-func (f *powerFile) Sync() error {
-	f.p.operation()
-	return f.File.Sync()
-}
-
-func (f *powerFile) SyncData() error {
-	f.p.operation()
-	return f.File.SyncData()
-}
-
-func (f *powerFile) SyncTo(n int64) (bool, error) {
-	f.p.operation()
-	return f.File.SyncTo(n)
 }
 
 var discard = slog.New(slog.DiscardHandler)
