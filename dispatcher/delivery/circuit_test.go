@@ -509,3 +509,47 @@ func TestWaitingRetriesAreFree(t *testing.T) {
 		w.end()
 	})
 }
+
+// With several URLs, too, there is never more than one probe at a time at any of them.
+func TestOneProbePerEndpoint(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, byURL(map[string]answer{urlA: {reason: egress.TimedOut, after: time.Hour}, urlB: {status: 500, after: time.Second}}))
+		d := dest("crm", urlA, urlB)
+		d.Sources = []string{"ios", "web"}
+		w.apply(d)
+		w.send("web", 500)
+		w.send("ios", 500)
+		w.sleep(5 * time.Minute)
+		w.client.forget()
+		for range 600 {
+			w.send("web", 1)
+			w.sleep(time.Second)
+		}
+		for _, url := range []string{urlA, urlB} {
+			if most, n := w.most(url), len(w.client.requests(url)); most != 1 || n < 8 || n > 16 {
+				t.Errorf("%s: %d probes, %d at once", url, n, most)
+			}
+		}
+		// With a third URL that works, probes ride on ordinary messages.
+		w.apply(func() liveconfig.Destination {
+			d := dest("crm", urlA, urlB, urlC)
+			d.Sources = []string{"ios", "web"}
+			return d
+		}())
+		w.sleep(5 * time.Minute)
+		w.client.forget()
+		for range 600 {
+			w.send("web", 1)
+			w.sleep(time.Second)
+		}
+		if n := len(w.client.requests(urlC)); n != 600 {
+			t.Errorf("%d of 600 messages reached the URL that works", n)
+		}
+		for _, url := range []string{urlA, urlB} {
+			if most, n := w.most(url), len(w.client.requests(url)); most != 1 || n < 8 || n > 16 {
+				t.Errorf("beside a URL that works, %s: %d probes, %d at once", url, n, most)
+			}
+		}
+		w.end()
+	})
+}

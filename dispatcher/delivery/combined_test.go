@@ -108,3 +108,43 @@ func TestOtherURLTakesOver(t *testing.T) {
 		w.end()
 	})
 }
+
+// fullStore opens no lane until it is told to, as on a full disk.
+type fullStore struct {
+	*memStore
+	room chan struct{}
+}
+
+func (s *fullStore) OpenLane(id queue.LaneID) error {
+	<-s.room
+	return s.memStore.OpenLane(id)
+}
+
+// A config that waits for the disk does not hold up the end.
+func TestStopsWhileAConfigWaits(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200}))
+		w.stop()
+		s := &fullStore{w.store, make(chan struct{})}
+		w.restart(func(o *Options) { o.Store = s })
+		go func() {
+			if err := w.engine.Apply(w.view(dest("crm", "http://a.test"))); err != nil {
+				t.Errorf("Apply: %v", err)
+			}
+		}()
+		w.sleep(5 * time.Minute)
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			w.stop()
+		}()
+		w.sleep(time.Minute)
+		select {
+		case <-ended:
+		default:
+			t.Error("it has not ended a minute later")
+		}
+		close(s.room)
+		w.end()
+	})
+}

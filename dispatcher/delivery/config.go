@@ -38,8 +38,8 @@ func (p *plan) key() string { return p.namespace + "/" + p.config.Name }
 //
 // An error means that the store failed. Then nothing has changed.
 func (e *Engine) Apply(v *liveconfig.View) error {
-	e.applying.Lock()
-	defer e.applying.Unlock()
+	e.applying <- struct{}{}
+	defer func() { <-e.applying }()
 	if !e.recovered {
 		e.recover()
 	}

@@ -67,8 +67,9 @@ type Engine struct {
 	o   Options
 	log *slog.Logger
 
-	// applying serialises what opens and drops lanes. It is taken before mu.
-	applying sync.Mutex
+	// applying is full while lanes are opened or dropped, which may wait for the
+	// disk. It is filled before mu is taken.
+	applying chan struct{}
 	// revisions of the tenants' configs that are in effect; recovered is true
 	// once the lanes of an earlier run have been listed. Guarded by applying.
 	revisions map[string]string
@@ -231,7 +232,7 @@ func New(o Options) *Engine {
 		o: o, log: o.Logger,
 		revisions:    map[string]string{},
 		destinations: map[string]*destination{}, tenants: map[string][]*destination{}, lanes: map[queue.LaneID]*lane{},
-		tails: map[*tail]struct{}{}, tidy: make(chan struct{}, 1), begun: time.Now(),
+		tails: map[*tail]struct{}{}, tidy: make(chan struct{}, 1), applying: make(chan struct{}, 1), begun: time.Now(),
 	}
 	e.hard, e.cancel = context.WithCancel(context.Background())
 	e.soft, e.cancelSoft = context.WithCancel(e.hard)

@@ -139,11 +139,15 @@ func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 
 // dropLanes drops orphans whose grace is over and lanes that have drained.
 func (e *Engine) dropLanes(ctx context.Context) time.Duration {
-	e.applying.Lock()
-	defer e.applying.Unlock()
+	next := maintenanceInterval
+	select {
+	case e.applying <- struct{}{}:
+	case <-ctx.Done():
+		return next
+	}
+	defer func() { <-e.applying }()
 	e.endLanes()
 	now := time.Now()
-	next := maintenanceInterval
 	var drop, draining []*lane
 	e.mu.Lock()
 	for _, l := range e.lanes {
@@ -278,8 +282,12 @@ func (e *Engine) trimDeadLetters(ctx context.Context) {
 			e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Error("removing old dead letters failed; trying again", "error", err)
 		}
 	}
-	e.applying.Lock()
-	defer e.applying.Unlock()
+	select {
+	case e.applying <- struct{}{}:
+	case <-ctx.Done():
+		return
+	}
+	defer func() { <-e.applying }()
 	var gone []string
 	e.mu.Lock()
 	for key, d := range e.destinations {

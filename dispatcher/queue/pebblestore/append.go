@@ -46,8 +46,6 @@ const (
 	cancelled
 )
 
-var requests = sync.Pool{New: func() any { return &request{answer: make(chan struct{}, 1)} }}
-
 type hash [16]byte
 
 // hashOf tells messages apart that are of one Source: a collision is out of
@@ -65,7 +63,7 @@ func (s *Store) Append(ctx context.Context, msgs []queue.Message) ([]bool, error
 	if len(msgs) == 0 {
 		return nil, nil
 	}
-	r := requests.Get().(*request)
+	r := s.spare.Get().(*request)
 	r.messages, r.bytes, r.hashes = msgs, 0, r.hashes[:0]
 	r.dups, r.err = nil, nil
 	r.state.Store(waiting)
@@ -116,7 +114,7 @@ func (s *Store) Append(ctx context.Context, msgs []queue.Message) ([]bool, error
 
 func (s *Store) release(r *request) {
 	r.messages = nil
-	requests.Put(r)
+	s.spare.Put(r)
 }
 
 func check(m *queue.Message) error {

@@ -55,6 +55,7 @@ type Store struct {
 
 	notify     func(queue.LaneID)
 	requests   chan *request
+	spare      sync.Pool // Of requests.
 	duplicates *duplicates
 	disk       disk
 	flusher    flusher
@@ -126,6 +127,7 @@ func Open(dir string, o Options) (*Store, error) {
 		o: o, log: o.Logger, dir: dir,
 		logs: map[string]*sourceLog{}, lanes: map[queue.LaneID]*lane{}, destinations: map[string]*destination{},
 		requests: make(chan *request, 1024), stop: make(chan struct{}),
+		spare:  sync.Pool{New: func() any { return &request{answer: make(chan struct{}, 1)} }},
 		notify: func(queue.LaneID) {},
 	}
 	s.metrics = newMetrics(s)
