@@ -58,11 +58,7 @@ func newDeadLettersList(way reaching) *cobra.Command {
 				return err
 			}
 			query.Set("limit", fmt.Sprint(limit))
-			body, err := each(cmd.Context(), r, "/deadletters", query)
-			if err != nil {
-				return err
-			}
-			return table(cmd, output, query.Get("destination"), body, "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", func(l admin.DeadLetter) string {
+			return list(cmd, r, "/deadletters", query, output, "No dead letters of %s.", "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", func(l admin.DeadLetter) string {
 				return fmt.Sprintf("%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s", l.Key, ago(l.FailedAt), l.Type, quoted(l.Event), quoted(l.MessageID), l.Attempts, l.Reason, status(l.StatusCode))
 			})
 		},
@@ -92,9 +88,15 @@ func newDeadLettersShow(way reaching) *cobra.Command {
 			defer closeAll()
 			var body []byte
 			for _, t := range targets { // one of them has it
-				body, err = t.get(cmd.Context(), "/deadletters/"+url.PathEscape(args[1])+"?"+query.Encode(), "application/json")
-				if a := (*answer)(nil); !errors.As(err, &a) || a.code != http.StatusNotFound {
+				found, failed := t.get(cmd.Context(), "/deadletters/"+url.PathEscape(args[1])+"?"+query.Encode(), "application/json")
+				if failed == nil {
+					body, err = found, nil
 					break
+				}
+				if a := (*answer)(nil); !errors.As(failed, &a) || a.code != http.StatusNotFound {
+					err = named(t, failed)
+				} else if err == nil {
+					err = failed
 				}
 			}
 			if err != nil {
@@ -267,11 +269,7 @@ func newAttempts(way reaching) *cobra.Command {
 				return err
 			}
 			query.Set("endpoint", endpoint)
-			body, err := each(cmd.Context(), r, "/attempts", query)
-			if err != nil {
-				return err
-			}
-			return table(cmd, output, query.Get("destination"), body, attemptHeader, attemptLine)
+			return list(cmd, r, "/attempts", query, output, "No attempts at %s since the dispatchers started.", attemptHeader, attemptLine)
 		},
 	}
 	r = way(cmd)
@@ -364,15 +362,28 @@ func attemptLine(a delivery.Attempt) string {
 		result, short(a.Duration), short(a.Timing.Connect), short(a.Timing.TLS), short(a.Timing.FirstByte), a.RemoteAddr, a.Message)
 }
 
-// table prints lines of JSON, which are of a destination, as a table or as they are.
-func table[T any](cmd *cobra.Command, output, of string, body []byte, header string, line func(T) string) error {
-	if output == "json" {
-		_, err := cmd.OutOrStdout().Write(body)
+// list prints what every dispatcher answers, which are lines of JSON, as a table
+// or as they are. What some of them answer is shown also when others fail.
+func list[T any](cmd *cobra.Command, r reach, path string, query url.Values, output, none, header string, line func(T) string) error {
+	targets, closeAll, err := r.open(cmd.Context())
+	if err != nil {
 		return err
 	}
-	if len(bytes.TrimSpace(body)) == 0 {
-		fmt.Fprintf(cmd.ErrOrStderr(), "None found of %s.\n", of)
-		return nil
+	defer closeAll()
+	var body []byte
+	for _, t := range targets {
+		lines, failed := t.get(cmd.Context(), path+"?"+query.Encode(), "application/x-ndjson")
+		body, err = append(body, lines...), errors.Join(err, named(t, failed))
+	}
+	if output == "json" {
+		_, _ = cmd.OutOrStdout().Write(body)
+		return err
+	}
+	if len(body) == 0 {
+		if err == nil {
+			fmt.Fprintf(cmd.ErrOrStderr(), none+"\n", query.Get("destination"))
+		}
+		return err
 	}
 	w := tabwriter.NewWriter(cmd.OutOrStdout(), 0, 0, 3, ' ', 0)
 	fmt.Fprintln(w, header)
@@ -383,7 +394,7 @@ func table[T any](cmd *cobra.Command, output, of string, body []byte, header str
 		}
 		fmt.Fprintln(w, line(item))
 	}
-	return w.Flush()
+	return errors.Join(w.Flush(), err)
 }
 
 // moment reads a point in time: a duration ago, or a time.

@@ -21,7 +21,12 @@ runtime, to be read with 'go tool pprof'. Lanes and config are lines of JSON.`,
   posthorn debug config
   posthorn debug pprof/heap > heap.pb.gz
   posthorn debug 'pprof/profile?seconds=10' > cpu.pb.gz`,
-		Args: exactArgs("what to look at: lanes, config or pprof/NAME"),
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) != 1 || args[0] != "lanes" && args[0] != "config" && !strings.HasPrefix(args[0], "pprof/") {
+				return usagef("say what to look at: lanes, config or pprof/NAME")
+			}
+			return nil
+		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			targets, closeAll, err := r.open(cmd.Context())
 			if err != nil {
@@ -37,9 +42,9 @@ runtime, to be read with 'go tool pprof'. Lanes and config are lines of JSON.`,
 					continue
 				}
 				found = true
-				resp, err := t.do(cmd.Context(), "GET", "/debug/"+strings.TrimPrefix(args[0], "/"), "*/*", nil)
+				resp, err := t.do(cmd.Context(), "GET", "/debug/"+args[0], "*/*", nil)
 				if err != nil {
-					return err
+					return named(t, err)
 				}
 				_, err = io.Copy(cmd.OutOrStdout(), resp.Body)
 				resp.Body.Close()

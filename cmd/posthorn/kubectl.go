@@ -35,8 +35,8 @@ func newKubectl(use string) *cobra.Command {
 Install it as a plugin:
   ln -s "$(command -v posthorn)" /usr/local/bin/kubectl-posthorn
 
-why and redeliver need rights in your own namespace only (ClusterRoles
-posthorn-view and posthorn-edit). The others speak to the dispatcher pods: they
+why and redeliver need rights in your own namespace only (those of the
+ClusterRoles view and edit). The others speak to the dispatcher pods: they
 need the Role posthorn-support-user in the namespace of Posthorn's release.`,
 		Args: onlyCommands,
 		RunE: showHelp,

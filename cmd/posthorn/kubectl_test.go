@@ -85,6 +85,7 @@ func run(cmd *cobra.Command, args ...string) (string, error) {
 func TestCommandsAskEveryPod(t *testing.T) {
 	way := func(targets ...target) reaching { return func(*cobra.Command) reach { return pods{targets} } }
 	a, b := pod(t, "a", 3), pod(t, "b", 4)
+	gone := target{name: "gone", client: http.DefaultClient, url: "http://127.0.0.1:1"}
 	for _, c := range []struct {
 		name    string
 		command *cobra.Command
@@ -94,13 +95,17 @@ func TestCommandsAskEveryPod(t *testing.T) {
 	}{
 		{"list", newDeadLetters(way(a, b)), []string{"list", "crm"}, []string{"key-a", "key-b"}, ""},
 		{"show, of the second", newDeadLetters(way(a, b)), []string{"show", "crm", "key-b"}, []string{`"key-b"`, `"userId": "u"`}, ""},
+		{"list, one of them gone", newDeadLetters(way(gone, b)), []string{"list", "crm"}, []string{"key-b"}, "pod gone: "},
+		{"list, all of them gone", newDeadLetters(way(gone)), []string{"list", "crm"}, nil, "pod gone: "},
+		{"show, one of them gone", newDeadLetters(way(gone, b)), []string{"show", "crm", "key-b"}, []string{`"key-b"`}, ""},
+		{"show, perhaps of the one that is gone", newDeadLetters(way(gone, b)), []string{"show", "crm", "key-c"}, nil, "pod gone: "},
 		{"show, of nobody", newDeadLetters(way(a, b)), []string{"show", "crm", "key-c"}, nil, "no dead letter key-c"},
 		{"purge", newDeadLetters(way(a, b)), []string{"purge", "crm", "--all"}, []string{"7 removed (20 bytes)"}, ""},
 		{"purge, dry", newDeadLetters(way(a, b)), []string{"purge", "crm", "--all", "--dry-run"}, []string{"7 would be removed"}, ""},
 		{"purge, refused by the second", newDeadLetters(way(a, pod(t, "c", -1))), []string{"purge", "crm", "--all"}, []string{"3 removed"}, `pod c: 403 Forbidden: user "ann" may not`},
 		{"attempts", newAttempts(way(a, b)), []string{"crm"}, []string{"of-a", "of-b"}, ""},
 		{"tail", newTail(way(a, b)), []string{"crm"}, []string{"of-a", "of-b"}, ""},
-		{"a pod that is gone", newTail(way(a, target{name: "gone", client: http.DefaultClient, url: "http://127.0.0.1:1"})), nil, nil, "pod gone: "},
+		{"a pod that is gone", newTail(way(a, gone)), nil, nil, "pod gone: "},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			out, err := run(c.command, c.args...)
@@ -195,6 +200,7 @@ func TestRefusedFlags(t *testing.T) {
 		{"verify a b", `unexpected argument "b"`},
 		{"tail -o yaml", `"yaml" for "-o, --output" flag: use json`},
 		{"kubectl attempts crm -o wide", `"wide" for "-o, --output" flag: use json`},
+		{"debug lane", "lanes, config or pprof/NAME"},
 		{"get sources -o name", "use wide, yaml, json"},
 		{"send trak", `"trak" is not one of identify, track`},
 	} {

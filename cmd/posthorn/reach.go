@@ -9,7 +9,6 @@ import (
 	"io"
 	"net"
 	"net/http"
-	"net/url"
 	"os"
 	"slices"
 	"strings"
@@ -234,7 +233,7 @@ func (c *throughCluster) pods(ctx context.Context) (*rest.Config, kubernetes.Int
 	}
 	running := slices.DeleteFunc(pods.Items, func(p corev1.Pod) bool { return p.Status.Phase != corev1.PodRunning })
 	if len(running) == 0 {
-		return nil, nil, nil, fmt.Errorf("no dispatcher pod runs in namespace %s; set --system-namespace", c.system)
+		return nil, nil, nil, fmt.Errorf("no dispatcher pod runs in namespace %s; where Posthorn's release is in another, set --system-namespace", c.system)
 	}
 	return config, client, running, nil
 }
@@ -278,7 +277,7 @@ func (c *throughCluster) open(ctx context.Context) ([]target, func(), error) {
 func (c *throughCluster) explain(err error) error {
 	switch {
 	case apierrors.IsNotFound(err):
-		return fmt.Errorf("%w in namespace %s; where Posthorn's release is another, set --system-namespace and --support-account", err, c.system)
+		return fmt.Errorf("%w in namespace %s; where Posthorn's release is in another, set --system-namespace and --support-account", err, c.system)
 	case apierrors.IsForbidden(err):
 		return fmt.Errorf("%w\nThis needs the Role %s-user in namespace %s; 'why' and 'redeliver' do without", err, c.account, c.system)
 	}
@@ -429,24 +428,6 @@ func (c *clusterCaller) readKey(ctx context.Context) (string, error) {
 		return "", fmt.Errorf("the write key of Source %q: Secret %q has no key %q", source.Name, ref.Name, ref.Key)
 	}
 	return key, nil
-}
-
-// each asks every dispatcher for a path and joins the answers, which are lines.
-func each(ctx context.Context, r reach, path string, query url.Values) ([]byte, error) {
-	targets, closeAll, err := r.open(ctx)
-	if err != nil {
-		return nil, err
-	}
-	defer closeAll()
-	var all []byte
-	for _, t := range targets {
-		body, err := t.get(ctx, path+"?"+query.Encode(), "application/x-ndjson")
-		if err != nil {
-			return nil, named(t, err)
-		}
-		all = append(all, body...)
-	}
-	return all, nil
 }
 
 // named says which pod an error is of.

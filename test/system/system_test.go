@@ -613,7 +613,7 @@ func TestDeadLettersFromTheCommandLine(t *testing.T) {
 	if out := run(0, "deadletters", "purge", "crm", "--all"); !strings.Contains(out, "2 removed") {
 		t.Errorf("purge: %s", out)
 	}
-	if out := run(0, "deadletters", "list", "crm"); !strings.Contains(out, "None found") {
+	if out := run(0, "deadletters", "list", "crm"); !strings.Contains(out, "No dead letters of default/crm.") {
 		t.Errorf("after purge: %s", out)
 	}
 	if delivered, _, dead, _ := p.ledger("crm"); delivered != 3 || dead != 5 {
