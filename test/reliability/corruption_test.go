@@ -2,6 +2,7 @@ package reliability
 
 import (
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -13,6 +14,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/test/process"
 )
 
 // TestDamagedFiles damages one file of a stopped dispatcher's store at a random
@@ -52,10 +54,10 @@ func TestDamagedFiles(t *testing.T) {
 		if damaged == "" {
 			continue
 		}
-		var said logs
+		var said process.Log
 		var repaired pebblestore.Repaired
 		o := options(t, dir, pebblestore.Options{Fatal: func(error) { select {} }})
-		o.Logger = said.logger()
+		o.Logger = slog.New(slog.NewTextHandler(&said, nil))
 		d, err := dispatcher.New(o)
 		if err != nil {
 			refused++

@@ -24,6 +24,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/test/process"
 )
 
 // patience is how long a test waits for what must happen in the end. It never
@@ -43,16 +44,8 @@ func number(name string, normal int) int {
 
 func eventually(t testing.TB, what string, check func() error) {
 	t.Helper()
-	deadline := time.Now().Add(patience)
-	for {
-		err := check()
-		if err == nil {
-			return
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("waited for: %s: %v", what, err)
-		}
-		time.Sleep(10 * time.Millisecond)
+	if err := process.Eventually(check); err != nil {
+		t.Fatalf("waited for: %s: %v", what, err)
 	}
 }
 
@@ -292,24 +285,4 @@ func (b *inbox) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	b.add(id)
-}
-
-// logs keeps what a dispatcher says.
-type logs struct {
-	mu   sync.Mutex
-	text strings.Builder
-}
-
-func (l *logs) logger() *slog.Logger { return slog.New(slog.NewTextHandler(l, nil)) }
-
-func (l *logs) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.Write(p)
-}
-
-func (l *logs) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.String()
 }
