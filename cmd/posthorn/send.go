@@ -29,7 +29,8 @@ func newSend(way calling) *cobra.Command {
 track, page, screen, group, alias, or batch (with --json).
 
 Traits (identify, group) and properties (track, page, screen) are given with
--p NAME=VALUE: a value that is JSON is sent as such, anything else as a string.`,
+-p NAME=VALUE: a value that is JSON is sent as such, anything else as a string.
+Exits 1 when the call, or one of a batch, was not taken.`,
 		Example: `  posthorn send track --write-key demo --user u1 --event "Order Completed" -p total=99.5
   posthorn send identify --write-key demo --user u1 -p email=a@example.com -p plan=pro
   posthorn send alias --write-key demo --user u1 --previous anon-7

@@ -208,7 +208,10 @@ func newDispatcher() *cobra.Command {
 		Use:   "dispatcher",
 		Short: "Take, store and deliver calls (a pod of the data plane)",
 		Long: `Takes calls, stores and delivers them, as the live-config Secrets of its namespace
-say. It reads nothing else of the cluster and goes on without the operator.`,
+say. It reads nothing else of the cluster and goes on without the operator.
+The chart runs it; see docs/install.md.`,
+		Example: `  posthorn dispatcher --namespace posthorn-system --egress-allow 10.20.0.0/16
+  posthorn dispatcher --namespace posthorn-system --kubeconfig ~/.kube/config --data ./data`,
 		Args: exactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			log, err := logs.logger(cmd.ErrOrStderr())
@@ -293,8 +296,10 @@ func newOperator() *cobra.Command {
 		Short: "Compile custom resources into live config and write their status (the control plane)",
 		Long: `Watches Sources, WebhookDestinations and the Secrets that they name in all
 namespaces, compiles them into the live-config Secrets that the dispatchers run,
-and writes what the dispatchers report into status.`,
-		Args: exactArgs(),
+and writes what the dispatchers report into status. The chart runs it; see
+docs/install.md.`,
+		Example: `  posthorn operator --namespace posthorn-system --leader-elect --egress-allow 10.20.0.0/16`,
+		Args:    exactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			log, err := logs.logger(cmd.ErrOrStderr())
 			if err != nil {
