@@ -1,0 +1,310 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/base64"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// appendBody appends a call of about 1 KB.
+func appendBody(dst []byte, id int64) []byte {
+	return fmt.Appendf(dst, `{"type":"track","event":"Order Completed","userId":"user-%d","messageId":"bench-%d-%d","timestamp":"%s",`+
+		`"properties":{%s%d,"orderId":"50314b8e9bcf000000000000","total":27.5,"revenue":25,"currency":"USD","coupon":"hasbros","discount":2.5,`+
+		`"products":[{"productId":"507f1f77bcf86cd799439011","sku":"45790-32","name":"Monopoly: 3rd Edition","price":19,"quantity":1,"category":"Games"},`+
+		`{"productId":"505bd76785ebb509fc183733","sku":"46493-32","name":"Uno Card Game","price":3,"quantity":2,"category":"Games"}]},`+
+		`"context":{"library":{"name":"analytics-go","version":"2.1.0"},"userAgent":"Mozilla/5.0 (Macintosh; Intel Mac OS X 10_15_7) AppleWebKit/605.1.15",`+
+		`"locale":"en-US","page":{"path":"/checkout","title":"Checkout","url":"https://shop.example/checkout"}}}`,
+		id%1000, os.Getpid(), id, time.Now().UTC().Format("2006-01-02T15:04:05.000Z"), stamp, time.Now().UnixMicro())
+}
+
+// counters are what a process has used since it began.
+type counters struct {
+	allocations, bytes                                        float64 // of memory
+	reads, writes, waits                                      float64 // system calls; times that a thread waited
+	commits, commitMessages, commitSeconds, syncs, syncSecond float64
+}
+
+// counters reads those that the kernel keeps, and those of the dispatcher's metrics.
+func (p *dispatcherProcess) counters() (c counters, err error) {
+	proc := fmt.Sprintf("/proc/%d/", p.cmd.Process.Pid)
+	number := func(text, name string) float64 {
+		_, rest, _ := strings.Cut(text, "\n"+name)
+		value, _, _ := strings.Cut(strings.TrimLeft(rest, ": \t"), "\n")
+		n, _ := strconv.ParseFloat(value, 64)
+		return n
+	}
+	text, err := os.ReadFile(proc + "io")
+	if err != nil {
+		return c, err
+	}
+	c.reads, c.writes = number(string(text), "syscr"), number(string(text), "syscw")
+	threads, err := filepath.Glob(proc + "task/*/status")
+	if err != nil {
+		return c, err
+	}
+	for _, thread := range threads {
+		if text, err := os.ReadFile(thread); err == nil {
+			c.waits += number(string(text), "voluntary_ctxt_switches")
+		}
+	}
+	resp, err := http.Get("http://" + p.Admin + "/metrics") //nolint:noctx // a local control request
+	if err != nil {
+		return c, err
+	}
+	defer resp.Body.Close()
+	if text, err = io.ReadAll(resp.Body); err != nil {
+		return c, err
+	}
+	for name, value := range map[string]*float64{
+		"go_memstats_mallocs_total": &c.allocations, "go_memstats_alloc_bytes_total": &c.bytes,
+		"posthorn_queue_commit_seconds_count": &c.commits, "posthorn_queue_commit_seconds_sum": &c.commitSeconds, "posthorn_queue_commit_messages_sum": &c.commitMessages,
+		"posthorn_queue_sync_seconds_count": &c.syncs, "posthorn_queue_sync_seconds_sum": &c.syncSecond,
+	} {
+		*value = number(string(text), name)
+	}
+	return c, nil
+}
+
+// sample is a measurement.
+type sample struct {
+	rate, cpu     float64  // per second; microseconds per message, of the process that is measured
+	senders, sink float64  // microseconds per message of the others
+	connections   float64  // that the sink accepted, per 1,000 messages
+	cost          counters // of the measured process, per message
+	commits       string   // what was made durable at once, and how long that took
+	p50, p99      time.Duration
+	rss           int64
+}
+
+func (s sample) mean(t sample) sample {
+	return sample{rate: (s.rate + t.rate) / 2, cpu: (s.cpu + t.cpu) / 2, p50: (s.p50 + t.p50) / 2, p99: (s.p99 + t.p99) / 2}
+}
+
+// load is what the benchmark sends.
+type load struct {
+	batch, clients int
+	perSecond      float64 // 0: as fast as it is taken
+}
+
+// throughput runs a dispatcher under a load. Senders stop while too much waits,
+// so that what is measured is the whole pipeline and not its front.
+func (b *bench) throughput(ctx context.Context, l load, list []destination) (sample, error) {
+	dir := b.dir(fmt.Sprint("run-", time.Now().UnixNano()))
+	defer os.RemoveAll(dir)
+	p, err := b.start(ctx, list, dir)
+	if err != nil {
+		return sample{}, err
+	}
+	defer p.stop()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var group sync.WaitGroup
+	var sent, delivered atomic.Int64
+	good := 0
+	for _, d := range list {
+		if d.addr == b.sink.Addr {
+			good++
+		}
+	}
+	perSource := max(1, good/p.sources)
+	var id atomic.Int64
+	gap := time.Duration(0)
+	if l.perSecond > 0 {
+		gap = time.Duration(float64(l.batch*l.clients) / l.perSecond * float64(time.Second))
+	}
+	for n := range l.clients {
+		group.Go(func() {
+			s := newSender(p)
+			defer s.close()
+			time.Sleep(gap * time.Duration(n) / time.Duration(l.clients)) // One after the other, not all at once.
+			for i := n; ctx.Err() == nil; i += l.clients {
+				if gap > 0 {
+					select {
+					case <-time.After(gap):
+					case <-ctx.Done():
+						return
+					}
+				}
+				for sent.Load()*int64(perSource)-delivered.Load() > 8000*int64(perSource) && ctx.Err() == nil {
+					time.Sleep(time.Millisecond)
+				}
+				if err := s.send(i%p.sources, l.batch, &id); err != nil && ctx.Err() == nil {
+					fmt.Fprintln(os.Stderr, "send:", err)
+					return
+				}
+				sent.Add(int64(l.batch))
+			}
+		})
+	}
+	drain := func(window time.Duration) (sinkStats, time.Duration, error) {
+		var all sinkStats
+		begin := time.Now()
+		for time.Since(begin) < window {
+			time.Sleep(20 * time.Millisecond)
+			s, err := b.sink.take()
+			if err != nil {
+				return all, 0, err
+			}
+			delivered.Add(s.Count)
+			all.Count += s.Count
+			all.Connections += s.Connections
+			all.Samples = append(all.Samples, s.Samples...)
+		}
+		return all, time.Since(begin), nil
+	}
+	// Warm up, then measure.
+	if _, _, err := drain(b.window() / 4); err != nil {
+		return sample{}, err
+	}
+	before, err := p.counters()
+	if err != nil {
+		return sample{}, err
+	}
+	cpu, own, sink := p.cpu(), ownCPU(), b.sink.cpu()
+	stats, took, err := drain(b.window())
+	used, own, sink := p.cpu()-cpu, ownCPU()-own, b.sink.cpu()-sink
+	if err != nil {
+		return sample{}, err
+	}
+	after, err := p.counters()
+	rss := p.rss()
+	cancel()
+	group.Wait()
+	if err != nil {
+		return sample{}, err
+	}
+	if stats.Count == 0 {
+		return sample{}, fmt.Errorf("nothing was delivered")
+	}
+	sortDurations(stats.Samples)
+	each := func(d time.Duration) float64 { return float64(d.Microseconds()) / float64(stats.Count) }
+	n := float64(stats.Count)
+	return sample{
+		cost: counters{
+			allocations: (after.allocations - before.allocations) / n, bytes: (after.bytes - before.bytes) / n,
+			reads: (after.reads - before.reads) / n, writes: (after.writes - before.writes) / n, waits: (after.waits - before.waits) / n,
+		},
+		commits: fmt.Sprintf("%.0f calls, %.2f ms; sync %.2f ms", (after.commitMessages-before.commitMessages)/(after.commits-before.commits),
+			1000*(after.commitSeconds-before.commitSeconds)/(after.commits-before.commits), 1000*(after.syncSecond-before.syncSecond)/(after.syncs-before.syncs)),
+		rate: n / took.Seconds(), cpu: each(used), senders: each(own), sink: each(sink),
+		connections: 1000 * float64(stats.Connections) / float64(stats.Count),
+		p50:         quantile(stats.Samples, 0.5), p99: quantile(stats.Samples, 0.99), rss: rss,
+	}, nil
+}
+
+// fill sends n messages and returns how long that took.
+func (b *bench) fill(p *dispatcherProcess, n int) (time.Duration, error) {
+	begin := time.Now()
+	var id atomic.Int64
+	var group sync.WaitGroup
+	var failed atomic.Pointer[error]
+	for range 8 {
+		group.Go(func() {
+			s := newSender(p)
+			defer s.close()
+			for id.Load() < int64(n) {
+				if err := s.send(0, 100, &id); err != nil {
+					failed.Store(&err)
+					return
+				}
+			}
+		})
+	}
+	group.Wait()
+	if err := failed.Load(); err != nil {
+		return 0, *err
+	}
+	return time.Since(begin), nil
+}
+
+// sender posts calls on one connection. It is leaner than net/http's client: it
+// shares the machine with what is measured, and is not measured itself.
+type sender struct {
+	addr    string
+	conn    net.Conn
+	answers *bufio.Reader
+	request []byte
+	calls   []byte
+}
+
+func newSender(p *dispatcherProcess) *sender { return &sender{addr: p.Addr} }
+
+func (s *sender) close() {
+	if s.conn != nil {
+		_ = s.conn.Close()
+	}
+}
+
+func (s *sender) send(source, batch int, id *atomic.Int64) error {
+	if s.conn == nil {
+		conn, err := net.Dial("tcp", s.addr)
+		if err != nil {
+			return err
+		}
+		s.conn, s.answers = conn, bufio.NewReader(conn)
+	}
+	path := "/v1/track"
+	if batch == 1 {
+		s.calls = appendBody(s.calls[:0], id.Add(1))
+	} else {
+		path = "/v1/batch"
+		s.calls = append(s.calls[:0], `{"batch":[`...)
+		for i := range batch {
+			if i > 0 {
+				s.calls = append(s.calls, ',')
+			}
+			s.calls = appendBody(s.calls, id.Add(1))
+		}
+		s.calls = append(s.calls, `]}`...)
+	}
+	s.request = fmt.Appendf(s.request[:0], "POST %s HTTP/1.1\r\nHost: %s\r\nUser-Agent: bench\r\nAuthorization: Basic %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n",
+		path, s.addr, base64.StdEncoding.EncodeToString([]byte(writeKey(source)+":")), len(s.calls))
+	s.request = append(s.request, s.calls...)
+	_ = s.conn.SetDeadline(time.Now().Add(30 * time.Second))
+	if _, err := s.conn.Write(s.request); err != nil {
+		return err
+	}
+	status, answer, err := readAnswer(s.answers)
+	if err == nil && !strings.Contains(status, " 200 ") {
+		err = fmt.Errorf("%s: %s", status, answer)
+	}
+	return err
+}
+
+// readAnswer reads an answer whose length is given.
+func readAnswer(r *bufio.Reader) (status string, body []byte, err error) {
+	length := 0
+	for {
+		line, err := r.ReadSlice('\n')
+		if err != nil {
+			return "", nil, err
+		}
+		if status == "" {
+			status = string(line)
+			continue
+		}
+		if len(line) <= 2 {
+			break
+		}
+		if name, value, _ := bytes.Cut(line, []byte(":")); bytes.EqualFold(name, []byte("Content-Length")) {
+			if length, err = strconv.Atoi(string(bytes.TrimSpace(value))); err != nil {
+				return "", nil, err
+			}
+		}
+	}
+	body = make([]byte, length)
+	_, err = io.ReadFull(r, body)
+	return strings.TrimSpace(status), body, err
+}

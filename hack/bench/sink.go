@@ -1,0 +1,147 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// The sink: a do-nothing HTTP/1.1 receiver that counts and samples latencies.
+
+type sinkAddrs struct{ Addr, BlackHole, Failing, Slow, Control string }
+
+type sinkProcess struct {
+	*child
+	sinkAddrs
+}
+
+type sinkStats struct {
+	Count       int64
+	Connections int64 // accepted
+	Samples     []time.Duration
+}
+
+// dead are the addresses of receivers that are of no use.
+func (s *sinkProcess) dead() []struct{ name, addr string } {
+	return []struct{ name, addr string }{{"refused", "127.0.0.1:1"}, {"black hole", s.BlackHole}, {"5 s slow", s.Slow}, {"500s", s.Failing}}
+}
+
+// take returns what the sink has counted since the last take.
+func (s *sinkProcess) take() (stats sinkStats, err error) {
+	resp, err := http.Get("http://" + s.Control) //nolint:noctx // a local control request
+	if err != nil {
+		return stats, err
+	}
+	defer resp.Body.Close()
+	return stats, json.NewDecoder(resp.Body).Decode(&stats)
+}
+
+func sinkRole([]string) error {
+	var count, connections atomic.Int64
+	var mu sync.Mutex
+	var samples []time.Duration
+	listen := func(handle func(net.Conn)) string {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			panic(err)
+		}
+		go func() {
+			for {
+				c, err := l.Accept()
+				if err != nil {
+					return
+				}
+				connections.Add(1)
+				go handle(c)
+			}
+		}()
+		return l.Addr().String()
+	}
+	answer := func(response string, good bool) func(net.Conn) {
+		return func(c net.Conn) {
+			defer c.Close()
+			r := bufio.NewReaderSize(c, 4<<10)
+			var body []byte
+			for {
+				length := 0
+				for {
+					line, err := r.ReadSlice('\n')
+					if err != nil {
+						return
+					}
+					if len(line) <= 2 {
+						break
+					}
+					if len(line) > 15 && strings.EqualFold(string(line[:15]), "content-length:") {
+						length, _ = strconv.Atoi(strings.TrimSpace(string(line[15:])))
+					}
+				}
+				body = slices.Grow(body[:0], length)[:length]
+				if _, err := io.ReadFull(r, body); err != nil {
+					return
+				}
+				if good {
+					// One message in 4 is a latency sample.
+					if n := count.Add(1); n%4 == 0 {
+						if d := age(body); d > 0 {
+							mu.Lock()
+							samples = append(samples, d)
+							mu.Unlock()
+						}
+					}
+				}
+				if _, err := io.WriteString(c, response); err != nil {
+					return
+				}
+			}
+		}
+	}
+	addrs := sinkAddrs{
+		Addr:    listen(answer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", true)),
+		Failing: listen(answer("HTTP/1.1 500 Internal Server Error\r\nContent-Length: 2\r\n\r\nno", false)),
+		Slow: listen(func(c net.Conn) {
+			time.Sleep(4900 * time.Millisecond)
+			answer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok", false)(c)
+		}),
+		BlackHole: listen(func(c net.Conn) { _, _ = io.Copy(io.Discard, c); c.Close() }),
+	}
+	control, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return err
+	}
+	addrs.Control = control.Addr().String()
+	hello, _ := json.Marshal(addrs)
+	fmt.Println(string(hello))
+	return http.Serve(control, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { //nolint:gosec // a local control listener
+		mu.Lock()
+		defer mu.Unlock()
+		_ = json.NewEncoder(w).Encode(sinkStats{Count: count.Swap(0), Connections: connections.Swap(0), Samples: samples})
+		samples = nil
+	}))
+}
+
+const stamp = `"sent":`
+
+// age is how long ago a message's body says it was sent.
+func age(body []byte) time.Duration {
+	_, rest, ok := bytes.Cut(body, []byte(stamp))
+	if !ok {
+		return 0
+	}
+	end := bytes.IndexFunc(rest, func(r rune) bool { return r < '0' || r > '9' })
+	sent, err := strconv.ParseInt(string(rest[:max(end, 0)]), 10, 64)
+	if err != nil {
+		return 0
+	}
+	return time.Duration(time.Now().UnixMicro()-sent) * time.Microsecond
+}
