@@ -9,14 +9,25 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/route"
+	"github.com/posthorn/posthorn/event"
 )
 
 // running is what the dispatcher runs at one moment; replaced as a whole.
 type running struct {
 	view    *liveconfig.View
 	routers map[string]*route.Router
+	// routing counts the requests whose calls may be routed by it and are not stored yet.
+	routing *atomic.Int64
+}
+
+func (r *running) skip(ref liveconfig.SourceRef, call *event.Call) []string {
+	if router := r.routers[ref.Tenant]; router != nil {
+		return router.Skip(ref.Source.Name, call)
+	}
+	return nil
 }
 
 // configs takes tenants' encoded configs (configsource.Sink), refuses bad ones,
@@ -25,6 +36,8 @@ type configs struct {
 	log *slog.Logger
 	// apply makes lanes follow a view before ingest uses it.
 	apply func(*liveconfig.View) error
+	// grace is how long lanes are kept that a view does not name any more.
+	grace time.Duration
 
 	// mu is held while a config is put into effect, which may wait for a disk that is full.
 	mu      sync.Mutex
@@ -41,9 +54,9 @@ type configs struct {
 	current atomic.Pointer[running]
 }
 
-func newConfigs(log *slog.Logger, apply func(*liveconfig.View) error) *configs {
+func newConfigs(log *slog.Logger, grace time.Duration, apply func(*liveconfig.View) error) *configs {
 	return &configs{
-		log: log, apply: apply,
+		log: log, apply: apply, grace: cmp.Or(grace, delivery.DefaultOrphanGrace),
 		good: map[string]liveconfig.Revisioned{}, routers: map[string]*route.Router{}, refused: map[string]liveconfig.RefusedConfig{},
 		applied: map[string]time.Time{},
 	}
@@ -67,6 +80,9 @@ func (c *configs) Set(tenant string, data []byte) {
 			return
 		}
 		c.good[tenant] = liveconfig.Revisioned{Config: config, Revision: revision}
+		if before := c.routers[tenant]; before != nil {
+			router.Keep(before, time.Now(), c.grace)
+		}
 		c.routers[tenant] = router
 		c.tell(func() { c.applied[tenant] = time.Now() })
 	}
@@ -115,8 +131,9 @@ func (c *configs) swap(tenant string) {
 	}
 	next := &running{
 		view:    liveconfig.NewView(slices.Collect(maps.Values(c.good)), unusable...),
-		routers: maps.Clone(c.routers),
+		routers: maps.Clone(c.routers), routing: new(atomic.Int64),
 	}
+	c.route(next)
 	if err := c.apply(next.view); err != nil {
 		// Only storage can fail here; the old config stays, and the next change or restart tries again.
 		c.log.Error("live config could not be put into effect", "namespace", tenant, "error", err)
@@ -133,6 +150,39 @@ func (c *configs) swap(tenant string) {
 	}
 }
 
+// route has calls routed as they will be, before there are lanes: else a new lane
+// would get those that its destination's filter keeps out. A tenant that is
+// going keeps its router until its Sources are gone.
+func (c *configs) route(next *running) {
+	before := c.current.Load()
+	if before == nil {
+		return
+	}
+	routers := maps.Clone(before.routers)
+	maps.Copy(routers, next.routers)
+	c.current.Store(&running{before.view, routers, next.routing})
+	// Those that were routed before are waited for, but not on a full disk.
+	for deadline := time.Now().Add(maxRouting); before.routing.Load() > 0 && time.Now().Before(deadline); {
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// maxRouting bounds how long a config waits for calls that were routed by the one before.
+const maxRouting = 2 * time.Second
+
+// beginRouting is called before calls are routed, and what it returns once they
+// are stored, or will not be.
+func (c *configs) beginRouting() (end func()) {
+	for {
+		r := c.current.Load()
+		r.routing.Add(1)
+		if c.current.Load() == r {
+			return func() { r.routing.Add(-1) }
+		}
+		r.routing.Add(-1)
+	}
+}
+
 // view returns what runs; nil before the first full config.
 func (c *configs) view() *liveconfig.View {
 	if r := c.current.Load(); r != nil {
@@ -141,10 +191,10 @@ func (c *configs) view() *liveconfig.View {
 	return nil
 }
 
-// router returns a tenant's router, or nil.
-func (c *configs) router(tenant string) *route.Router {
+// skip returns the destinations that do not get a call.
+func (c *configs) skip(ref liveconfig.SourceRef, call *event.Call) []string {
 	if r := c.current.Load(); r != nil {
-		return r.routers[tenant]
+		return r.skip(ref, call)
 	}
 	return nil
 }

@@ -36,7 +36,6 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/ingest"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
-	"github.com/posthorn/posthorn/event"
 )
 
 // Options configure a Dispatcher. The zero value of every optional field is a working default.
@@ -157,26 +156,20 @@ func New(o Options) (*Dispatcher, error) {
 		Store: settled, Client: d.client, Logger: o.Logger, Registerer: d.metrics, Tracer: o.Tracer,
 		OrphanGrace: o.OrphanGrace, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.roomForDeadLetters,
 	})
-	d.configs = newConfigs(o.Logger, d.engine.Apply)
+	d.configs = newConfigs(o.Logger, o.OrphanGrace, d.engine.Apply)
 	d.metrics.MustRegister(reportCollector{d})
-	skip := func(ref liveconfig.SourceRef, call *event.Call) []string {
-		if r := d.configs.router(ref.Tenant); r != nil {
-			return r.Skip(ref.Source.Name, call)
-		}
-		return nil
-	}
 	d.ingest = ingest.New(ingest.Options{
-		View: d.configs.view, Skip: skip,
+		View: d.configs.view, Skip: d.configs.skip, BeginRouting: d.configs.beginRouting,
 		Append: d.store.Append, Logger: o.Logger, Registerer: d.metrics, TrustedProxies: o.TrustedProxies, Tracer: o.Tracer,
 	})
 	if d.members, err = audience.New(audience.Options{
-		Dir: filepath.Join(o.DataDir, "audiences"), View: d.configs.view, Skip: skip, Queue: d.store, Full: func() bool { return !d.diskForSync() }, Room: d.roomForSync,
+		Dir: filepath.Join(o.DataDir, "audiences"), View: d.configs.view, Skip: d.configs.skip, Queue: d.store, Full: func() bool { return !d.diskForSync() }, Room: d.roomForSync,
 		Owner: o.AudienceOwner, OrphanGrace: o.OrphanGrace, Logger: o.Logger, Registerer: d.metrics,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
 	if d.forget, err = deletion.New(deletion.Options{
-		Dir: filepath.Join(o.DataDir, "deletions"), View: d.configs.view, Skip: skip, Store: settled,
+		Dir: filepath.Join(o.DataDir, "deletions"), View: d.configs.view, Skip: d.configs.skip, Store: settled,
 		Passive: o.AudienceOwner != "", OrphanGrace: o.OrphanGrace, Logger: o.Logger,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())

@@ -49,7 +49,7 @@ type Options struct {
 	// MaxInFlight bounds the requests in flight of all lanes together. Default 1024.
 	MaxInFlight int
 	// OrphanGrace is how long the messages of a destination that is gone from
-	// the config are kept, in case it comes back. Default 10 min.
+	// the config are kept, in case it comes back. Default DefaultOrphanGrace.
 	OrphanGrace time.Duration
 	// DeadLetterBytes bounds the dead letters of all destinations together; the
 	// oldest of the largest go first. nil: only each destination's own limit holds.
@@ -211,6 +211,9 @@ type lane struct {
 	inFlight, leased int
 }
 
+// DefaultOrphanGrace is the default of Options.OrphanGrace.
+const DefaultOrphanGrace = 10 * time.Minute
+
 // New makes an Engine. It sends nothing before Run.
 func New(o Options) *Engine {
 	if o.Logger == nil {
@@ -220,7 +223,7 @@ func New(o Options) *Engine {
 		o.MaxInFlight = 1024
 	}
 	if o.OrphanGrace <= 0 {
-		o.OrphanGrace = 10 * time.Minute
+		o.OrphanGrace = DefaultOrphanGrace
 	}
 	if o.DrainTimeout <= 0 {
 		o.DrainTimeout = 10 * time.Second

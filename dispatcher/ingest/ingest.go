@@ -41,6 +41,9 @@ type Options struct {
 	View func() *liveconfig.View
 	// Skip returns the destinations that do not get a call.
 	Skip func(ref liveconfig.SourceRef, call *event.Call) []string
+	// BeginRouting, when set, is called before Skip is asked for the calls of a
+	// request, and what it returns when they are stored, or will not be.
+	BeginRouting func() (end func())
 	// Append makes messages durable; see queue.Store.
 	Append func(ctx context.Context, msgs []queue.Message) ([]bool, error)
 	// MaxBuffered bounds the memory of all requests in progress, for their bodies
@@ -328,6 +331,9 @@ func (h *Handler) take(w http.ResponseWriter, q *request, typ event.Type, now ti
 	body, bad := h.read(w, q)
 	if bad != nil {
 		return nil, bad
+	}
+	if h.BeginRouting != nil {
+		defer h.BeginRouting()()
 	}
 	messages, rejected, bad := h.prepare(w, q, typ, now, body)
 	if bad != nil {

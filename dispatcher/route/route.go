@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig/expression"
@@ -27,6 +28,8 @@ type destination struct {
 	types      []string
 	events     []string
 	expression *expression.Program
+	// until is when one that another Router had is forgotten; zero for the config's own.
+	until time.Time
 }
 
 // New compiles the filters of a tenant. The error names the first active
@@ -53,6 +56,26 @@ func New(c liveconfig.Config) (*Router, error) {
 		}
 	}
 	return r, nil
+}
+
+// Keep has the Router ask the destinations of the one before as well that are gone
+// since, or do not listen to a Source any more, until grace is over: so long their
+// lanes are kept, and take what they would have taken. Call it before any Skip.
+func (r *Router) Keep(before *Router, now time.Time, grace time.Duration) {
+	for source, destinations := range before.bySource {
+		for _, d := range destinations {
+			if slices.ContainsFunc(r.bySource[source], func(own *destination) bool { return own.key == d.key }) {
+				continue
+			}
+			kept := *d
+			if kept.until.IsZero() {
+				kept.until = now.Add(grace)
+			}
+			if now.Before(kept.until) {
+				r.bySource[source] = append(r.bySource[source], &kept)
+			}
+		}
+	}
 }
 
 // Skip returns the keys ("namespace/name") of the destinations that listen to

@@ -146,3 +146,35 @@ func BenchmarkSkipNothing(b *testing.B) {
 		}
 	}
 }
+
+func TestKeep(t *testing.T) {
+	only := &liveconfig.Filter{Types: []string{"page"}}
+	router := func(destinations ...liveconfig.Destination) *Router {
+		r, err := New(liveconfig.Config{Tenant: "shop", Destinations: destinations})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	skips := func(r *Router, source string) []string {
+		return r.Skip(source, parse(t, event.Track, `{"userId":"u","event":"E"}`))
+	}
+	at := time.Unix(1000, 0)
+	first := router(liveconfig.Destination{Name: "crm", Sources: []string{"web", "ios"}, Filter: only}, liveconfig.Destination{Name: "old", Sources: []string{"web"}, Filter: only})
+	second := router(liveconfig.Destination{Name: "crm", Sources: []string{"web"}})
+	second.Keep(first, at, time.Minute)
+	if diff := cmp.Diff([]string{"shop/old"}, skips(second, "web")); diff != "" {
+		t.Errorf("one that is gone, beside one whose filter changed: %s", diff)
+	}
+	if diff := cmp.Diff([]string{"shop/crm"}, skips(second, "ios")); diff != "" {
+		t.Errorf("one that was disconnected: %s", diff)
+	}
+	third := router()
+	third.Keep(second, at.Add(time.Minute), time.Minute)
+	if got := skips(third, "ios"); got != nil {
+		t.Errorf("after the grace %v are still asked", got)
+	}
+	if got := len(third.bySource["web"]); got != 1 {
+		t.Errorf("%d destinations of web are asked, want the one that went last", got)
+	}
+}

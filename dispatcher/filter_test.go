@@ -1,0 +1,92 @@
+package dispatcher
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+// Whatever moment a destination comes, goes, or comes back at: no call arrives that
+// its filter keeps out, and none that lets it opt out.
+func TestFilterHoldsFromTheFirstMessageOn(t *testing.T) {
+	var mu sync.Mutex
+	arrived, wrong := 0, map[string]int{}
+	receiver := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		var m struct{ Event string }
+		_ = json.NewDecoder(r.Body).Decode(&m)
+		mu.Lock()
+		defer mu.Unlock()
+		if arrived++; m.Event != "Wanted" {
+			wrong[m.Event]++
+		}
+	}))
+	t.Cleanup(receiver.Close)
+	d, _ := started(t, t.TempDir())
+	c := testConfig(receiver.URL)
+	proto := c.Destinations[0]
+	proto.Filter = &liveconfig.Filter{Events: []string{"Wanted", "Opted Out"}}
+	c.Destinations = nil
+	d.Set("shop", encoded(t, c))
+	d.Synced()
+
+	done := make(chan struct{})
+	var senders sync.WaitGroup
+	for range 4 {
+		senders.Go(func() {
+			for n := 0; ; n++ {
+				select {
+				case <-done:
+					return
+				default:
+				}
+				body := `{"batch":[` + strings.Repeat(`{"type":"track","userId":"u","event":"Unwanted"},{"type":"track","userId":"u","event":"Opted Out","integrations":{"All":false}},`, 10) + `{"type":"track","userId":"u","event":"Wanted"}]}`
+				req, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+d.Addr().String()+"/v1/batch", strings.NewReader(body))
+				req.SetBasicAuth(testKey, "")
+				resp, err := http.DefaultClient.Do(req)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				_ = resp.Body.Close()
+			}
+		})
+	}
+	for round := range 8 {
+		for i := range 10 {
+			n := proto
+			n.Name = fmt.Sprintf("d%d-%d", round, i)
+			c.Destinations = append(c.Destinations, n)
+		}
+		d.Set("shop", encoded(t, c))
+		all := c.Destinations
+		c.Destinations = all[:len(all)-5]
+		d.Set("shop", encoded(t, c)) // Five of them are gone, and
+		time.Sleep(5 * time.Millisecond)
+		c.Destinations = all
+		d.Set("shop", encoded(t, c)) // come back.
+	}
+	close(done)
+	senders.Wait()
+	eventually(t, "all is delivered", func() bool {
+		for _, tr := range d.Report().Tenants {
+			for _, r := range tr.Destinations {
+				if r.Pending > 0 {
+					return false
+				}
+			}
+		}
+		return true
+	})
+	mu.Lock()
+	defer mu.Unlock()
+	if arrived == 0 || len(wrong) > 0 {
+		t.Errorf("of %d messages that arrived these were to be kept out: %v", arrived, wrong)
+	}
+}
