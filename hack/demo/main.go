@@ -119,6 +119,7 @@ func run(ctx context.Context) error {
 	fmt.Println(d.get(ctx, p.Admin, "sources"))
 	fmt.Println(d.get(ctx, p.Admin, "destinations"))
 
+	d.stop()
 	step("Done; everything is stopped and removed. Try it yourself:")
 	fmt.Print(`  make build
   bin/posthorn sink --secret demo-shared-secret &
