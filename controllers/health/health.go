@@ -94,7 +94,7 @@ type facts struct {
 	now        metav1.Time
 
 	ready, confirmed int
-	// waiting are the names of the pods that have not confirmed; refused is the
+	// waiting names the pods that have not confirmed; refused is the
 	// first refusal among them.
 	waiting []string
 	refused string
@@ -110,7 +110,11 @@ func gather[R any](verdict compile.Verdict, object metav1.ObjectMeta, old []meta
 				continue
 			}
 		}
-		f.waiting = append(f.waiting, pod.Name)
+		name := pod.Name
+		if pod.Report == nil {
+			name += " (does not answer)"
+		}
+		f.waiting = append(f.waiting, name)
 		if t := pod.tenantReport(tenant); t != nil && t.Refused != nil && f.refused == "" {
 			f.refused = fmt.Sprintf("dispatcher pod %s refused the config and keeps the one before: %s", pod.Name, t.Refused.Error)
 		}

@@ -209,7 +209,7 @@ func TestProgrammedMessages(t *testing.T) {
 		d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), pods, t0)
 		return meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionProgrammed).Message
 	}
-	if got := message(runs("p1"), Pod{Name: "p2"}); got != "1 of 2 ready dispatcher pods run this revision; waiting for p2" {
+	if got := message(runs("p1"), Pod{Name: "p2"}); got != "1 of 2 ready dispatcher pods run this revision; waiting for p2 (does not answer)" {
 		t.Error(got)
 	}
 	refusing := Pod{Name: "p2", Report: &liveconfig.Report{Tenants: []liveconfig.TenantReport{{Tenant: tenant, Refused: &liveconfig.RefusedConfig{Error: "because"}}}}}
@@ -220,7 +220,7 @@ func TestProgrammedMessages(t *testing.T) {
 	for i := range 1000 {
 		many = append(many, Pod{Name: fmt.Sprintf("p%03d", i)})
 	}
-	if got := message(many...); got != "0 of 1000 ready dispatcher pods run this revision; waiting for p000, p001, p002, p003, p004 and 995 more" {
+	if got := message(many...); got != "0 of 1000 ready dispatcher pods run this revision; waiting for p000 (does not answer), p001 (does not answer), p002 (does not answer), p003 (does not answer), p004 (does not answer) and 995 more" {
 		t.Error(got)
 	}
 }
