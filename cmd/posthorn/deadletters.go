@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"net/url"
 	"strings"
@@ -345,7 +346,11 @@ func follow(ctx context.Context, t target, query url.Values, lines chan<- []byte
 			return ctx.Err()
 		}
 	}
-	return named(t, in.Err())
+	err = in.Err()
+	if errors.Is(err, io.ErrUnexpectedEOF) {
+		err = errors.New("the dispatcher stopped; start again to follow its successor")
+	}
+	return named(t, err)
 }
 
 const attemptHeader = "TIME\tDESTINATION\tENDPOINT\tMESSAGE ID\tATTEMPT\tRESULT\tTOOK\tCONNECT\tTLS\tFIRST BYTE\tADDRESS\tMESSAGE"

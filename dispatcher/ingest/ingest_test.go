@@ -419,6 +419,10 @@ func TestCountersAndMetrics(t *testing.T) {
 	if c := f.Counters("shop/web"); c.Rejected != 2 || c.LastRejected.IsZero() || c.LastRejection == "" {
 		t.Errorf("%+v", c)
 	}
+	f.do(post("/v1/track", "off-key", track))
+	if c := f.Counters("shop/off"); c.Rejected != 1 || !c.LastRejected.IsZero() || c.LastRejection != "" {
+		t.Errorf("once it is on again its status would say that its calls are refused: %+v", c)
+	}
 	families, err := f.registry.Gather()
 	if err != nil {
 		t.Fatal(err)

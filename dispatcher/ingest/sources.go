@@ -17,7 +17,8 @@ import (
 type SourceCounters struct {
 	Rejected, Duplicates       int64
 	LastAccepted, LastRejected time.Time
-	// LastRejection says why, for people; it holds nothing of what was sent.
+	// LastRejection says why, for people; it holds nothing of what was sent. What
+	// was refused because the Source is disabled is counted only.
 	LastRejection string
 	// StoragePressure is true while calls are refused for want of storage: from
 	// the first refusal until a call is stored, or none came for a while.
@@ -188,10 +189,12 @@ func (s *sampler) due(now time.Time) (missed int64, ok bool) {
 
 // reject counts refused calls, and logs one refusal in a while.
 func (h *Handler) reject(s *source, now time.Time, n int, code, message string) {
-	text := code + ": " + message
 	s.rejectedCalls.Add(int64(n))
-	s.lastRejection.Store(&text)
-	s.lastRejected.Store(now.UnixNano())
+	if code != codeSourceDisabled { // Which says nothing of the calls, nor of the Source once it is on again.
+		text := code + ": " + message
+		s.lastRejection.Store(&text)
+		s.lastRejected.Store(now.UnixNano())
+	}
 	h.metrics.rejected.WithLabelValues(s.namespace, s.name, code).Add(float64(n))
 	if missed, ok := s.log.due(now); ok {
 		h.Logger.Warn("calls refused", "namespace", s.namespace, "source", s.name, "code", code, "message", message, "calls", n, "suppressed", missed)

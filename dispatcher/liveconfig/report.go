@@ -106,7 +106,7 @@ type SourceReport struct {
 	// LastAccepted and LastRejected are zero when there was none since the start.
 	LastAccepted time.Time `json:"lastAccepted,omitzero"`
 	LastRejected time.Time `json:"lastRejected,omitzero"`
-	// LastRejection says why, in words.
+	// LastRejection says why, in words. Calls that a disabled Source refused are not told.
 	LastRejection string `json:"lastRejection,omitempty"`
 	// Messages is the durable ledger of the calls: each counts once for each
 	// destination (or endpoint, under EveryEndpoint) that it is for, those that are deleted by now included.
