@@ -25,9 +25,11 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/apiutil"
 	"sigs.k8s.io/controller-runtime/pkg/config"
 	"sigs.k8s.io/controller-runtime/pkg/healthz"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
@@ -125,7 +127,8 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 	}
 	yes := true
 	mgr, err := manager.New(cfg, manager.Options{
-		Scheme: scheme,
+		Scheme:         scheme,
+		MapperProvider: newMapper,
 		Cache: cache.Options{
 			DefaultTransform: cache.TransformStripManagedFields(),
 			ByObject: map[client.Object]cache.ByObject{
@@ -151,6 +154,29 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 		return nil, fmt.Errorf("make the controller manager: %w", err)
 	}
 	return mgr, setup(mgr, o)
+}
+
+// mapper knows the core kinds that the manager's cache is set up for, so that a
+// manager can be made while the API server is away.
+type mapper struct {
+	meta.RESTMapper
+	core *meta.DefaultRESTMapper
+}
+
+func newMapper(cfg *rest.Config, client *http.Client) (meta.RESTMapper, error) {
+	discovered, err := apiutil.NewDynamicRESTMapper(cfg, client)
+	core := meta.NewDefaultRESTMapper(nil)
+	for _, kind := range []string{"Secret", "Pod"} {
+		core.Add(corev1.SchemeGroupVersion.WithKind(kind), meta.RESTScopeNamespace)
+	}
+	return mapper{discovered, core}, err
+}
+
+func (m mapper) RESTMapping(kind schema.GroupKind, versions ...string) (*meta.RESTMapping, error) {
+	if mapping, err := m.core.RESTMapping(kind, versions...); err == nil {
+		return mapping, nil
+	}
+	return m.RESTMapper.RESTMapping(kind, versions...)
 }
 
 func metricsOptions(o Options) metricsserver.Options {

@@ -112,6 +112,12 @@ var _ = Describe("trouble", func() {
 
 		away.set(true)
 		Eventually(logs.String).Should(ContainSubstring("The operator stopped working; it starts over"))
+		By("staying away until it has started over, as one that starts now does")
+		started := func() int { return strings.Count(logs.String(), "Attempting to acquire leader lease") }
+		before := started()
+		late := newWorld(func(w *world) { w.reach, w.options.leaseDuration = away.reach, 3*time.Second })
+		Eventually(started).Should(Equal(before + 2))
+		late.stop()
 		w.apply(tenant, named("crm", "names: [web]", "names: [nobody]"))
 		w.apply(tenant, strings.ReplaceAll(webSource, "{name: web", "{name: ios")) // a conflict of write keys
 		w.delete(tenant, "psrc", "web")
