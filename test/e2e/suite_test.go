@@ -45,6 +45,8 @@ var installed bool
 
 var _ = SynchronizedBeforeSuite(func() {
 	apply("", `{apiVersion: v1, kind: Namespace, metadata: {name: `+system+`, labels: {pod-security.kubernetes.io/enforce: restricted}}}`)
+	_, certificate := newCertificate()
+	apply(system, certificate)
 	install()
 }, func() { installed = true })
 
@@ -100,7 +102,7 @@ func deploy(chart, tag string, more ...string) {
 // install makes the release what it is for all specs.
 func install() {
 	GinkgoHelper()
-	deploy(file("charts/posthorn"), env("E2E_TAG"))
+	deploy(file("charts/posthorn"), env("E2E_TAG"), "--set", "tls.secretName="+callsSecret)
 	installed = true
 }
 
