@@ -33,7 +33,7 @@ type Crasher interface {
 //     moment, no gaps, and its ledger must agree with that state exactly,
 //   - every dead letter must be there if and only if the lane counts it.
 func Model(t *testing.T, seed uint64, operations int, start func(t *testing.T) Engine) {
-	m := &model{T: t, Engine: start(t), rng: rand.New(rand.NewPCG(seed, 0)), logs: map[string][]message{}, lanes: map[queue.LaneID]*modelLane{}, letters: map[letterID]int64{}, dropped: map[string]queue.Ledger{}}
+	m := &model{T: t, Engine: start(t), rng: rand.New(rand.NewPCG(seed, 0)), logs: map[string][]message{}, lanes: map[queue.LaneID]*modelLane{}, letters: map[letterID]int64{}, dropped: map[string]queue.Ledger{}, memory: map[string]string{}}
 	t.Cleanup(func() {
 		if t.Failed() {
 			t.Logf("seed %d, after operation %d; the last ones:\n%s", seed, m.operation, m.tail())
@@ -68,8 +68,11 @@ type model struct {
 	letters map[letterID]int64 // When they were buried, in milliseconds.
 	// dropped are the ledgers of dropped lanes, by Source and by destination.
 	dropped map[string]queue.Ledger
-	ids     int
-	doubt   doubt
+	// memory is what was remembered last; older is what a crash may bring back.
+	memory map[string]string
+	older  []map[string]string
+	ids    int
+	doubt  doubt
 }
 
 // message is an accepted message; position i+1 of its log.
@@ -90,7 +93,8 @@ type doubt struct {
 	dropped  *modelLane
 	gone     queue.Ledger // Of the lane that was dropped.
 	ended    *modelLane
-	was      uint64 // Its end before.
+	was      uint64   // Its end before.
+	skipped  []uint64 // What it does not get, as it goes on.
 	forgot   map[string]queue.Ledger
 	deleted  map[letterID]int64
 }
@@ -120,6 +124,8 @@ type modelLane struct {
 	start uint64
 	end   uint64 // The last position, 0 for none; a lane that ended with an empty log has none.
 	fates map[uint64]fate
+	// skipped came between the lane's end and its going on.
+	skipped map[uint64]bool
 	// base is what the lane was when the store was opened, events what became of its messages since.
 	base   map[uint64]fate
 	events []event
@@ -175,7 +181,9 @@ func (m *model) step() {
 		m.openOrDrop()
 	case n < 91:
 		m.endOrGoOn()
-	case n < 93:
+	case n < 92:
+		m.remember()
+	case n < 94:
 		m.deleteLetters()
 	case n < 95:
 		if m.Trim != nil {
@@ -215,7 +223,7 @@ func (m *model) append() {
 		case 0:
 			msg.Skip = []string{crm}
 		case 1:
-			msg.Only = mail
+			msg.Only = []string{mail, crm, crm + "/a"}[m.rng.IntN(3)]
 		}
 		dup := false
 		if msg.Only == "" && m.oneOf(8) {
@@ -254,7 +262,7 @@ func (m *model) accept(msg queue.Message) {
 
 // verdict is what becomes of a message that is not for the lane, otherwise unread.
 func (l *modelLane) verdict(msg message) status {
-	if msg.Only != "" && msg.Only != l.id.Destination {
+	if msg.Only != "" && msg.Only != l.id.Destination && msg.Only != l.id.Destination+"/"+l.id.Endpoint {
 		return passed
 	}
 	if slices.Contains(msg.Skip, l.id.Destination) {
@@ -267,6 +275,14 @@ func (l *modelLane) verdict(msg message) status {
 func (m *model) fate(l *modelLane, seq uint64) fate {
 	if f, ok := l.fates[seq]; ok {
 		return f
+	}
+	return m.fresh(l, seq)
+}
+
+// fresh is a position that was not read yet.
+func (m *model) fresh(l *modelLane, seq uint64) fate {
+	if l.skipped[seq] {
+		return fate{status: passed}
 	}
 	return fate{status: l.verdict(m.logs[l.id.Source][seq-1])}
 }
@@ -392,6 +408,9 @@ func (m *model) settleOne(l *modelLane, seq uint64) {
 	d, f := m.delivery(l, seq), l.fates[seq]
 	now := m.Clock.Now()
 	failure := queue.Failure{Time: now, Reason: "TimedOut", Message: "late"}
+	if m.oneOf(8) { // What is settled already is passed over.
+		defer m.store.Ack(d)
+	}
 	switch n := m.rng.IntN(10); {
 	case n < 5:
 		m.note("ack %d of %v", seq, l.id)
@@ -445,6 +464,9 @@ func (m *model) advance() {
 
 func (m *model) openOrDrop() {
 	id := queue.LaneID{Source: m.someSource(), Destination: []string{crm, mail}[m.rng.IntN(2)]}
+	if id.Destination == crm && m.oneOf(2) {
+		id.Endpoint = "a"
+	}
 	l := m.lanes[id]
 	if l != nil && m.oneOf(4) {
 		m.note("drop %v", id)
@@ -467,7 +489,7 @@ func (m *model) openOrDrop() {
 	m.check(m.store.OpenLane(id))
 	if l == nil {
 		m.doubt.opened = &id
-		m.lanes[id] = &modelLane{id: id, start: uint64(len(m.logs[id.Source])), fates: map[uint64]fate{}, base: map[uint64]fate{}}
+		m.lanes[id] = &modelLane{id: id, start: uint64(len(m.logs[id.Source])), fates: map[uint64]fate{}, skipped: map[uint64]bool{}, base: map[uint64]fate{}}
 	}
 }
 
@@ -477,23 +499,54 @@ func (m *model) drop(id queue.LaneID, gone queue.Ledger) {
 	m.dropped[id.Destination] = m.dropped[id.Destination].Plus(gone)
 }
 
-// endOrGoOn ends a lane, or lets one go on that has ended. One that goes on may
-// have lost to a trim what came after its end, so it goes on only where none can have come.
+// endOrGoOn ends a lane, or lets one go on that has ended: behind what came since,
+// if it had read all that was its own.
 func (m *model) endOrGoOn() {
 	l := m.someLane()
 	if l == nil || len(m.logs[l.id.Source]) == 0 {
 		return
 	}
-	head := uint64(len(m.logs[l.id.Source]))
-	if l.end != 0 && l.end != head {
-		return
+	read, head := m.store.Position(l.id)
+	if head != uint64(len(m.logs[l.id.Source])) {
+		m.Fatalf("the log of %v ends at %d, want %d", l.id, head, len(m.logs[l.id.Source]))
 	}
 	m.note("end %v: %t", l.id, l.end == 0)
 	m.check(m.store.EndLane(l.id, l.end == 0))
 	m.doubt.ended, m.doubt.was = l, l.end
 	if l.end = 0; m.doubt.was == 0 {
 		l.end = head
+	} else if read >= m.doubt.was {
+		for seq := m.doubt.was + 1; seq <= head; seq++ {
+			l.skipped[seq] = true
+			m.doubt.skipped = append(m.doubt.skipped, seq)
+		}
 	}
+}
+
+// remember has the store remember something, or forget it.
+func (m *model) remember() {
+	name := fmt.Sprint("n", m.rng.IntN(3))
+	value := []byte(fmt.Sprint(m.operation))
+	if m.oneOf(3) {
+		value = nil
+	}
+	m.note("remember %s: %s", name, value)
+	m.check(m.store.Remember(name, value))
+	m.older = append(m.older, maps.Clone(m.memory))
+	if m.memory[name] = string(value); value == nil {
+		delete(m.memory, name)
+	}
+}
+
+// recall compares what is remembered.
+func (m *model) recall() map[string]string {
+	all, err := m.store.Remembered()
+	m.check(err)
+	got := map[string]string{}
+	for name, value := range all {
+		got[name] = string(value)
+	}
+	return got
 }
 
 func (m *model) storedLetters(destination string) map[letterID]string {
@@ -518,6 +571,10 @@ func (m *model) deleteLetters() {
 	forget := func(id letterID) {
 		m.doubt.deleted[id] = m.letters[id]
 		delete(m.letters, id)
+	}
+	if m.oneOf(3) {
+		m.trimBySize(destination, forget)
+		return
 	}
 	if m.oneOf(2) {
 		before := m.Clock.Now().Add(-time.Duration(m.rng.IntN(600)) * time.Second)
@@ -545,9 +602,48 @@ func (m *model) deleteLetters() {
 	m.check(m.store.DeleteDeadLetters(context.Background(), destination, keys...))
 }
 
+// trimBySize trims to a size, but nothing young: the oldest go, and none too many.
+func (m *model) trimBySize(destination string, forget func(letterID)) {
+	type letter struct {
+		id letterID
+		at int64
+	}
+	list := func() (all []letter) {
+		m.check(m.store.DeadLetters(context.Background(), destination, "", func(d queue.DeadLetter) bool {
+			all = append(all, letter{letterID{d.Lane, d.Seq}, d.Failure.Time.UnixMilli()})
+			return true
+		}))
+		return all
+	}
+	was := list()
+	size := m.store.DestinationStats(destination).DeadLetterBytes
+	most := m.rng.Int64N(size + 1)
+	young := m.Clock.Now().Add(-time.Duration(m.rng.IntN(120)) * time.Second)
+	n, err := m.store.TrimDeadLetters(context.Background(), destination, time.UnixMilli(0), young, most)
+	m.check(err)
+	left := list()
+	m.note("trim dead letters of %s to %d bytes: %d", destination, most, n)
+	for _, l := range was[:len(was)-len(left)] {
+		forget(l.id)
+		if l.at >= young.UnixMilli() {
+			m.Fatalf("dead letter %v is young and went", l.id)
+		}
+	}
+	if n != len(was)-len(left) || !slices.Equal(was[n:], left) {
+		m.Fatalf("%d went of %v; %v are left", n, was, left)
+	}
+	size = m.store.DestinationStats(destination).DeadLetterBytes
+	if size > most && left[0].at < young.UnixMilli() {
+		m.Fatalf("%s has %d bytes of dead letters, not all of them young; want %d", destination, size, most)
+	}
+}
+
 // compare compares all that can be seen.
 func (m *model) compare() {
 	m.note("compare")
+	if got := m.recall(); !maps.Equal(got, m.memory) {
+		m.Fatalf("it remembers %v, want %v", got, m.memory)
+	}
 	for source, log := range m.logs {
 		if got := m.store.SourceStats(source).Accepted; got != int64(len(log)) {
 			m.Fatalf("source %s has %d messages, want %d", source, got, len(log))
@@ -629,7 +725,7 @@ func (m *model) reopenCleanly() {
 	if m.Crash != nil && m.Crash.Crashed() {
 		return // Too late; recoverCrash opens it.
 	}
-	m.store = m.Open(m)
+	m.store, m.older = m.Open(m), nil
 	for id, l := range m.lanes {
 		m.check(m.store.OpenLane(id))
 		for seq, f := range l.fates {
@@ -680,7 +776,15 @@ func (m *model) recoverCrash() {
 	}
 	if l := m.doubt.ended; l != nil && m.store.LaneStats(l.id).Ended != (l.end != 0) {
 		l.end = m.doubt.was
+		for _, seq := range m.doubt.skipped {
+			delete(l.skipped, seq)
+		}
 	}
+	got := m.recall()
+	if !slices.ContainsFunc(append(m.older, m.memory), func(was map[string]string) bool { return maps.Equal(got, was) }) {
+		m.Fatalf("after a crash it remembers %v; it was %v, and %v before", got, m.memory, m.older)
+	}
+	m.memory, m.older = got, nil
 	for name, ledger := range m.doubt.forgot {
 		if got := m.store.DestinationStats(name).Ledger; got != m.lanesOf(name) {
 			m.dropped[name] = ledger
@@ -795,14 +899,10 @@ func (m *model) recoverLane(l *modelLane, stored map[letterID]string) {
 func (m *model) matches(l *modelLane, fates map[uint64]fate, waiting map[uint64]int, s queue.LaneStats, stored map[letterID]string) bool {
 	var deliveredCount, buriedCount, waits, retries int64
 	same := true
-	for i, msg := range m.logs[l.id.Source] {
-		seq := uint64(i + 1)
-		if seq <= l.start || seq > m.limit(l) {
-			continue
-		}
+	for seq := l.start + 1; seq <= m.limit(l); seq++ {
 		f, ok := fates[seq]
 		if !ok {
-			f = fate{status: l.verdict(msg)}
+			f = m.fresh(l, seq)
 		}
 		attempt, isWaiting := waiting[seq]
 		switch f.status {
