@@ -303,7 +303,7 @@ func (h *Handler) safely(w http.ResponseWriter, q *request, typ event.Type, now 
 			if missed, ok := h.faults.due(now); ok { // Its text may hold what was sent.
 				h.Logger.Error("a request ended in a panic", "namespace", q.source.namespace, "source", q.source.name, "type", fmt.Sprintf("%T", fault), "stack", string(debug.Stack()), "suppressed", missed)
 			}
-			bad = refuse(http.StatusInternalServerError, codeInternal, "the request met a fault of the server")
+			bad = refuse(http.StatusInternalServerError, codeInternal, "Posthorn failed on this request, and its log says why; send it again")
 		}
 	}()
 	return h.take(w, q, typ, now)
@@ -439,7 +439,7 @@ func (h *Handler) limit(q *request, n int) *refusal {
 		return nil
 	}
 	seconds := int(math.Ceil(min(wait.Seconds(), maxRetryAfter)))
-	bad := refuse(http.StatusTooManyRequests, codeRateLimited, fmt.Sprintf("over the Source's limit of %d calls a second; send again after a pause", q.ref.Source.CallsPerSecond)).again(max(1, seconds))
+	bad := refuse(http.StatusTooManyRequests, codeRateLimited, fmt.Sprintf("over the Source's limit of %d calls a second (spec.rateLimit); send again after a pause", q.ref.Source.CallsPerSecond)).again(max(1, seconds))
 	bad.calls = n
 	return bad
 }
