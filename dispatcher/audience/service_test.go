@@ -694,8 +694,8 @@ func TestKilledAnywhere(t *testing.T) {
 			l.refuse(nil)
 			r = newRig(t, killed, l, nil)
 			r.eventually(func() bool {
-				report := r.Report(config())[0]
-				return r.busy() == "" && report.Unsent == 0 && report.Members == 700
+				p := r.Progress("shop", config().Audiences[0])
+				return p.Sent && p.Members == 700
 			})
 			var want []string
 			for _, id := range before[:300] {
