@@ -118,7 +118,7 @@ func TestAgainstModel(t *testing.T) {
 		rnd := rand.New(rand.NewPCG(seed, 1))
 		before, now := map[string]string{}, map[string]string{}
 		sorted := func(m map[string]string, repeat bool) stream {
-			s := newSorter(t.TempDir(), 1<<30)
+			s := newSorter(t.TempDir(), 1<<30, unwatched)
 			s.maxArena, s.maxSpans, s.maxRuns = 64+rnd.IntN(200), 1+rnd.IntN(9), 2+rnd.IntN(3)
 			n := rnd.IntN(120)
 			for range n {
@@ -220,14 +220,33 @@ func TestDamagedFilesAreNotRead(t *testing.T) {
 	}
 }
 
+func unwatched(s stream) stream { return s }
+
 func TestSorterIsBounded(t *testing.T) {
-	s := newSorter(t.TempDir(), 1000)
+	s := newSorter(t.TempDir(), 1000, unwatched)
 	s.maxArena = 100
 	var err error
 	for i := 0; err == nil && i < 10_000; i++ {
 		err = s.add(record{op: opMember, id: fmt.Appendf(nil, "user-%d", i)})
 	}
 	if !errors.Is(err, errTooMuch) {
+		t.Errorf("error %v", err)
+	}
+}
+
+// Runs that are merged into longer ones are watched, too.
+func TestSorterCanBeEnded(t *testing.T) {
+	full := errors.New("full")
+	s := newSorter(t.TempDir(), 1<<30, func(stream) stream {
+		return func() (record, error) { return record{}, full }
+	})
+	s.maxSpans, s.maxRuns = 1, 2
+	for i := range 3 {
+		if err := s.add(record{op: opMember, id: fmt.Append(nil, i)}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, _, err := s.sorted(); !errors.Is(err, full) {
 		t.Errorf("error %v", err)
 	}
 }

@@ -51,7 +51,7 @@ const (
 	retryMax  = 10 * time.Second
 	// answerAfter is how long a sync's sender waits for its calls to be in the queue.
 	answerAfter = 10 * time.Second
-	// checkEvery is after how many lines the disk is looked at.
+	// checkEvery is after how many records the disk is looked at.
 	checkEvery = 4096
 )
 
@@ -704,8 +704,8 @@ func (s *Service) receive(a *audience, q Request, body io.Reader) (result Result
 			_ = os.RemoveAll(work)
 		}
 	}()
-	sorter := newSorter(work, s.MaxBytes)
-	if err := s.read(newLines(body, next.Kind, q.Full), sorter); err != nil {
+	sorter := newSorter(work, s.MaxBytes, s.watched)
+	if err := s.read(s.watched(newLines(body, next.Kind, q.Full).next), sorter); err != nil {
 		return result, nil, err
 	}
 	if next.Counts, err = s.compare(a, q, next, sorter, work); err != nil {
@@ -736,20 +736,29 @@ func (s *Service) receive(a *audience, q Request, body io.Reader) (result Result
 	return result, over, nil
 }
 
-// read brings all lines into the sorter.
-func (s *Service) read(in *lines, sorter *sorter) error {
-	for n := 0; ; n++ {
-		if n%checkEvery == 0 {
+// watched is a stream that ends with an error when the service stops, or the disk
+// has no more room for syncs.
+func (s *Service) watched(next stream) stream {
+	n := 0
+	return func() (record, error) {
+		if n++; n%checkEvery == 1 {
 			select {
 			case <-s.stopping:
-				return errStopping
+				return record{}, errStopping
 			default:
 			}
 			if s.Full != nil && s.Full() {
-				return errFull
+				return record{}, errFull
 			}
 		}
-		r, err := in.next()
+		return next()
+	}
+}
+
+// read brings all lines into the sorter.
+func (s *Service) read(next stream, sorter *sorter) error {
+	for {
+		r, err := next()
 		if errors.Is(err, io.EOF) {
 			return nil
 		}
@@ -796,7 +805,7 @@ func (s *Service) compare(a *audience, q Request, next state, sorter *sorter, wo
 		members.abandon()
 		return Counts{}, err
 	}
-	counts, err := diff(before, now, q.Full, q.Resend, members.add, changes.add)
+	counts, err := diff(s.watched(before), s.watched(now), q.Full, q.Resend, members.add, changes.add)
 	if err != nil {
 		members.abandon()
 		changes.abandon()

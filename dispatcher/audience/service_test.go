@@ -651,6 +651,25 @@ func TestFullQueueIsWaitedFor(t *testing.T) {
 	r.told("a shoppers=true", "b shoppers=true")
 }
 
+// What live calls need of the disk is left to them in every part of a sync.
+func TestDiskThatFillsUpInTheMiddle(t *testing.T) {
+	dir, fills := t.TempDir(), ""
+	r := newRig(t, dir, newLog(), func(o *Options) {
+		o.Full = func() bool { return fills != "" && len(glob(t, dir, fills)) > 0 }
+	})
+	r.sync(shoppers, "a", "b")
+	r.log.take(t)
+	for _, name := range []string{"run-000001", membersFile, changesFile} {
+		fills = name
+		if a := r.do(http.MethodPut, shoppers, "web-key", ids("b", "c")); a.status != http.StatusServiceUnavailable || a.Error.Code != "storage_full" {
+			t.Errorf("%s: %+v", name, a)
+		}
+	}
+	fills = ""
+	r.sync(shoppers, "a", "b")
+	r.told()
+}
+
 // Wherever the process is killed, the end is the same: every change is told,
 // and told once as far as the duplicate window reaches.
 func TestKilledAnywhere(t *testing.T) {

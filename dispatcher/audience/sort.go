@@ -31,8 +31,10 @@ type sorter struct {
 	runs  []string
 	next  int
 	bytes int64
-	// maxBytes bounds what is written for the input; see errTooMuch.
+	// maxBytes bounds what is written for the input; see errTooMuch. watched may
+	// end a stream whose records are written once more.
 	maxBytes int64
+	watched  func(stream) stream
 	// limits are arenaBytes, arenaRecords and fanIn, but in tests.
 	maxArena, maxSpans, maxRuns int
 }
@@ -45,8 +47,8 @@ type span struct {
 
 var errTooMuch = errors.New("the members take more disk than a sync may")
 
-func newSorter(dir string, maxBytes int64) *sorter {
-	return &sorter{dir: dir, maxBytes: maxBytes, maxArena: arenaBytes, maxSpans: arenaRecords, maxRuns: fanIn}
+func newSorter(dir string, maxBytes int64, watched func(stream) stream) *sorter {
+	return &sorter{dir: dir, maxBytes: maxBytes, watched: watched, maxArena: arenaBytes, maxSpans: arenaRecords, maxRuns: fanIn}
 }
 
 func (s *sorter) add(r record) error {
@@ -145,7 +147,7 @@ func (s *sorter) sorted() (records stream, done func(), err error) {
 			if err != nil {
 				return nil, nil, err
 			}
-			path, _, err := s.write(records)
+			path, _, err := s.write(s.watched(records))
 			done()
 			if err != nil {
 				return nil, nil, err
