@@ -220,6 +220,9 @@ func (s *Service) refusal(err error) *Refusal {
 	if r, ok := errors.AsType[*Refusal](err); ok {
 		return r
 	}
+	if errors.Is(err, errTooMuch) {
+		return refuse(http.StatusRequestEntityTooLarge, "too_many_members", "the members take more than %d bytes on disk; split the audience", s.MaxBytes)
+	}
 	if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
 		return refuse(http.StatusRequestTimeout, "body_too_slow", "nothing came for %s; nothing was changed, send again", s.IdleTimeout)
 	}

@@ -705,7 +705,7 @@ func (s *Service) receive(a *audience, q Request, body io.Reader) (result Result
 		}
 	}()
 	sorter := newSorter(work, s.MaxBytes, s.watched)
-	if err := s.read(s.watched(newLines(body, next.Kind, q.Full).next), sorter); err != nil {
+	if err := read(s.watched(newLines(body, next.Kind, q.Full).next), sorter); err != nil {
 		return result, nil, err
 	}
 	if next.Counts, err = s.compare(a, q, next, sorter, work); err != nil {
@@ -756,7 +756,7 @@ func (s *Service) watched(next stream) stream {
 }
 
 // read brings all lines into the sorter.
-func (s *Service) read(next stream, sorter *sorter) error {
+func read(next stream, sorter *sorter) error {
 	for {
 		r, err := next()
 		if errors.Is(err, io.EOF) {
@@ -765,10 +765,7 @@ func (s *Service) read(next stream, sorter *sorter) error {
 		if err == nil {
 			err = sorter.add(r)
 		}
-		switch {
-		case errors.Is(err, errTooMuch):
-			return refuse(http.StatusRequestEntityTooLarge, "too_many_members", "the members take more than %d bytes on disk; split the audience", s.MaxBytes)
-		case err != nil:
+		if err != nil {
 			return err
 		}
 	}

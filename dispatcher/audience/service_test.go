@@ -431,6 +431,14 @@ func TestRefusalsChangeNothing(t *testing.T) {
 	r.told("b shoppers=false", "c shoppers=false", "d shoppers=false", "a shoppers=false")
 }
 
+// It is told the same way when the last of the members are too many.
+func TestJustTooManyMembers(t *testing.T) {
+	r := newRig(t, t.TempDir(), newLog(), func(o *Options) { o.MaxBytes = 100 })
+	if a := r.do(http.MethodPut, shoppers, "web-key", ids(many("u", 100)...)); a.status != http.StatusRequestEntityTooLarge || a.Error.Code != "too_many_members" {
+		t.Errorf("%+v", a)
+	}
+}
+
 // repeated is a letter over and over, without an end.
 func repeated(letter string) io.Reader {
 	return readerFunc(func(p []byte) (int, error) {
