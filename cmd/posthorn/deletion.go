@@ -9,6 +9,7 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -130,7 +131,7 @@ func awaitDeletion(cmd *cobra.Command, admin, namespace, name string, timeout ti
 			finished := meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionFinished)
 			if finished != nil && finished.Status == metav1.ConditionTrue {
 				for _, n := range d.Status.Notifications {
-					fmt.Fprintf(cmd.OutOrStdout(), "%s to %s: %s %s\n", n.Source, n.Destination, n.State, n.Reason)
+					fmt.Fprintln(cmd.OutOrStdout(), strings.TrimSpace(fmt.Sprintf("%s to %s: %s %s", n.Source, n.Destination, n.State, n.Reason)))
 				}
 				fmt.Fprintln(cmd.OutOrStdout(), finished.Message)
 				if finished.Reason == v1alpha1.ReasonNotDelivered {

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"math"
 	"net"
 	"net/http"
@@ -291,10 +290,10 @@ func quote(s string) []byte {
 }
 
 // newProxy hands syncs on to the pod that keeps the members.
-func newProxy(owner string, log *slog.Logger) (http.Handler, error) {
-	target, err := url.Parse(owner)
+func (s *Service) newProxy() (http.Handler, error) {
+	target, err := url.Parse(s.Owner)
 	if err != nil || target.Host == "" || target.Scheme != "http" && target.Scheme != "https" {
-		return nil, fmt.Errorf("audiences: the owner %q is not an http or https URL", owner)
+		return nil, fmt.Errorf("audiences: the owner %q is not an http or https URL", s.Owner)
 	}
 	transport := &http.Transport{
 		DialContext:           (&net.Dialer{Timeout: 3 * time.Second}).DialContext,
@@ -310,8 +309,12 @@ func newProxy(owner string, log *slog.Logger) (http.Handler, error) {
 			p.Out.Header.Set(hopHeader, "1")
 		},
 		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, err error) {
+			if _, ok := errors.AsType[*bodyError](err); ok { // the sender's fault, not the owner's
+				answerRefusal(w, s.refusal(err))
+				return
+			}
 			if !errors.Is(err, context.Canceled) {
-				log.Warn("a sync could not be handed on to the pod that keeps the audiences", "owner", target.Host, "error", err)
+				s.Logger.Warn("a sync could not be handed on to the pod that keeps the audiences", "owner", target.Host, "error", err)
 			}
 			bad := refuse(http.StatusServiceUnavailable, "owner_unreachable", "the dispatcher pod that keeps the audiences did not answer; send again")
 			bad.RetryAfter = 5

@@ -144,7 +144,7 @@ func New(o Options) (*Service, error) {
 	}
 	if o.Owner != "" {
 		var err error
-		if s.proxy, err = newProxy(o.Owner, o.Logger); err != nil {
+		if s.proxy, err = s.newProxy(); err != nil {
 			return nil, err
 		}
 		return s, nil
