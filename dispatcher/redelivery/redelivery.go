@@ -3,7 +3,6 @@
 package redelivery
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"slices"
@@ -17,7 +16,8 @@ import (
 const (
 	// DefaultRate is how many dead letters a second are redelivered unless it is said otherwise.
 	DefaultRate = 100
-	// pageSize is how many are held in memory at once.
+	// pageSize is how many are held in memory at once, less at a low rate: then a
+	// second's.
 	pageSize = 100
 )
 
@@ -78,8 +78,9 @@ func Run(ctx context.Context, store queue.Store, destination string, s Selector,
 	if perSecond <= 0 {
 		perSecond = DefaultRate
 	}
-	limiter := rate.NewLimiter(rate.Limit(perSecond), pageSize)
-	return each(ctx, store, destination, s, o, func(page []queue.DeadLetter) (int, error) {
+	size := int(min(max(1, perSecond), pageSize))
+	limiter := rate.NewLimiter(rate.Limit(perSecond), size)
+	return each(ctx, store, destination, s, o, size, func(page []queue.DeadLetter) (int, error) {
 		lanes := o.lanes(store, destination)
 		page = slices.DeleteFunc(page, func(d queue.DeadLetter) bool {
 			return d.Failure.Reason == queue.ReasonDamaged || receiver(d.Lane, lanes) == ""
@@ -133,7 +134,7 @@ func receiver(from queue.LaneID, lanes []queue.LaneID) string {
 
 // Purge removes the chosen dead letters for good.
 func Purge(ctx context.Context, store queue.Store, destination string, s Selector, o Options) (Progress, error) {
-	return each(ctx, store, destination, s, o, func(page []queue.DeadLetter) (int, error) {
+	return each(ctx, store, destination, s, o, pageSize, func(page []queue.DeadLetter) (int, error) {
 		keys := make([]string, len(page))
 		for i, d := range page {
 			keys[i] = d.Key
@@ -142,9 +143,9 @@ func Purge(ctx context.Context, store queue.Store, destination string, s Selecto
 	})
 }
 
-// each calls act for the chosen dead letters, a page at a time; act says for how
+// each calls act for the chosen dead letters, pages of a size at a time; act says for how
 // many it did something, and may change the page.
-func each(ctx context.Context, store queue.Store, destination string, s Selector, o Options, act func([]queue.DeadLetter) (int, error)) (p Progress, err error) {
+func each(ctx context.Context, store queue.Store, destination string, s Selector, o Options, size int, act func([]queue.DeadLetter) (int, error)) (p Progress, err error) {
 	started := now(o)
 	for after, more := "", true; more; {
 		var page []queue.DeadLetter
@@ -155,10 +156,10 @@ func each(ctx context.Context, store queue.Store, destination string, s Selector
 				return true
 			}
 			if s.Matches(d) {
-				d.Body = bytes.Clone(d.Body)
+				d.Body = slices.Clone(d.Body)
 				page = append(page, d)
 			}
-			more = len(page) == pageSize
+			more = len(page) == size
 			return !more
 		})
 		if err != nil {
@@ -167,9 +168,9 @@ func each(ctx context.Context, store queue.Store, destination string, s Selector
 		if len(page) == 0 {
 			continue
 		}
-		matched, size := len(page), int64(0)
+		matched, bytes := len(page), int64(0)
 		for _, d := range page {
-			size += int64(len(d.Body))
+			bytes += int64(len(d.Body))
 		}
 		if !o.DryRun {
 			n, err := act(page)
@@ -179,7 +180,7 @@ func each(ctx context.Context, store queue.Store, destination string, s Selector
 			}
 		}
 		p.Matched += matched
-		p.Bytes += size
+		p.Bytes += bytes
 		if o.OnProgress != nil {
 			o.OnProgress(p)
 		}

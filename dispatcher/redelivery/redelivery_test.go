@@ -3,8 +3,12 @@ package redelivery_test
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"testing"
+	"testing/synctest"
 	"time"
+
+	"github.com/cockroachdb/pebble/v2/vfs"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
@@ -24,7 +28,7 @@ var (
 // open makes a store with n dead letters of a destination; every third one is of the reason Expired.
 func open(t *testing.T, n int, lanes ...queue.LaneID) *pebblestore.Store {
 	t.Helper()
-	s, err := pebblestore.Open(t.TempDir(), pebblestore.Options{DuplicateWindow: time.Minute})
+	s, err := pebblestore.Open("queue", pebblestore.Options{FS: vfs.NewMem(), DuplicateWindow: time.Minute, Logger: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -144,7 +148,7 @@ func TestRunStopsWithItsContext(t *testing.T) {
 	s := open(t, 250, lane)
 	ctx, cancel := context.WithCancel(t.Context())
 	p, err := redelivery.Run(ctx, s, dest, redelivery.Selector{}, redelivery.Options{Rate: 0.001, OnProgress: func(redelivery.Progress) { cancel() }})
-	if err == nil || p.Redelivered != 100 || count(t, s) != 150 {
+	if err == nil || p.Redelivered != 1 || count(t, s) != 249 {
 		t.Errorf("%+v %v, %d left", p, err, count(t, s))
 	}
 }
@@ -228,6 +232,33 @@ func TestLettersOfAFormerPolicyGoTheNewWay(t *testing.T) {
 					t.Errorf("%v got %d, want %d", l, n, test.want)
 				}
 			}
+		})
+	}
+}
+
+// A low rate is kept from the first one on, not only on average.
+func TestRateIsBounded(t *testing.T) {
+	for rate, want := range map[float64][3]int{0.5: {1, 2, 6}, 5: {5, 15, 55}, 1000: {100, 250, 250}} {
+		t.Run(fmt.Sprint(rate), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s := open(t, 250, lane)
+				time.Sleep(time.Second)
+				ctx, cancel := context.WithCancel(t.Context())
+				ended := make(chan struct{})
+				go func() {
+					defer close(ended)
+					_, _ = redelivery.Run(ctx, s, dest, redelivery.Selector{}, redelivery.Options{Rate: rate})
+				}()
+				for i, after := range []time.Duration{0, 2 * time.Second, 8 * time.Second} {
+					time.Sleep(after)
+					synctest.Wait()
+					if got := 250 - count(t, s); got != want[i] {
+						t.Errorf("%d were redelivered, want %d", got, want[i])
+					}
+				}
+				cancel()
+				<-ended
+			})
 		})
 	}
 }
