@@ -83,7 +83,8 @@ const (
 const (
 	// ReasonDelivering: the latest deliveries succeeded.
 	ReasonDelivering = "Delivering"
-	// ReasonNoTrafficYet: nothing has been sent to (or received for) this object yet.
+	// ReasonNoTrafficYet: nothing has been sent to (or received for) this object
+	// yet, or not since it was changed when deliveries failed.
 	ReasonNoTrafficYet = "NoTrafficYet"
 	// ReasonHeld: messages are kept and not sent, because the object is not accepted or is disabled.
 	ReasonHeld = "Held"

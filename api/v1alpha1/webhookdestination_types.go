@@ -364,7 +364,7 @@ const (
 	EndpointDegraded EndpointState = "Degraded"
 	// EndpointCircuitOpen: it failed so often that only probes are sent.
 	EndpointCircuitOpen EndpointState = "CircuitOpen"
-	// EndpointIdle: nothing has been sent yet.
+	// EndpointIdle: nothing has been sent yet, or failures were before the last change.
 	EndpointIdle EndpointState = "Idle"
 )
 

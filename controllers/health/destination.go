@@ -129,6 +129,9 @@ func (f facts) delivering(success v1alpha1.SuccessPolicy, endpoints []endpoint) 
 	described := strings.Join(descriptions, "; ")
 	switch {
 	case working == 0 && len(failing) == 0:
+		if slices.ContainsFunc(endpoints, func(e endpoint) bool { return e.lastFailure != nil }) {
+			return set(metav1.ConditionUnknown, v1alpha1.ReasonNoTrafficYet, "nothing has been sent since the last change")
+		}
 		if before := f.before(c.Type); before != nil && before.ObservedGeneration == f.generation {
 			return set(before.Status, before.Reason, before.Message)
 		}

@@ -270,6 +270,14 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 			t.Errorf("lastSuccessTime %v", d.Status.LastSuccessTime)
 		}
 	})
+	t.Run("failures from before a change count no more", func(t *testing.T) {
+		changed := idle("a")
+		changed.LastFailure = failing("a", "TimedOut", 0).LastFailure
+		d := destinationStatus(t, d, accepted(), []Pod{runs("p1", changed)}, at(time.Minute))
+		if got := summary(d.Status.Conditions); !strings.HasSuffix(got, "Unknown/NoTrafficYet") {
+			t.Error(got)
+		}
+	})
 	t.Run("another generation makes a condition without traffic unknown", func(t *testing.T) {
 		d := *d.DeepCopy()
 		d.Generation = 5

@@ -329,7 +329,7 @@ func (e *explainer) endpoints() {
 		case p.State == v1alpha1.EndpointDegraded:
 			e.add(level, "Endpoint", fix, "deliveries to %q fail; %s%s%s", p.Name, success, failure, elsewhere)
 		case p.State == v1alpha1.EndpointIdle:
-			e.add(Notice, "Endpoint", "", "nothing has been sent to %q since the dispatchers started", p.Name)
+			e.add(Notice, "Endpoint", "", "nothing has been sent to %q since the dispatchers started, or since the last change", p.Name)
 		default:
 			e.add(Fine, "Endpoint", "", "%q works; %s", p.Name, success)
 		}

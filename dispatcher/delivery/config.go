@@ -287,6 +287,7 @@ func (e *Engine) put(p *plan, now time.Time) (forget []target) {
 		} else if old == nil || old.revision != p.set.revision {
 			ep.circuit.setLimit(p.set.maxInFlight)
 			ep.circuit.probeNow(now) // The owner may just have mended it.
+			ep.health.changed(now, &ep.circuit)
 		}
 		endpoints[name] = ep
 		p.set.targets[i].endpoint = ep

@@ -49,6 +49,15 @@ func (h *health) settle(now time.Time, c *circuit) bool {
 	return true
 }
 
+// changed forgets failures that were before the endpoint was changed. An open
+// circuit stays open: a probe will tell.
+func (h *health) changed(now time.Time, c *circuit) {
+	if h.consecutive > 0 && !c.open {
+		h.consecutive, h.recent = 0, 0
+		h.settle(now, c)
+	}
+}
+
 const (
 	// lately is how recent a failure or a success must be to count against or
 	// for an endpoint although the last attempt went the other way.
@@ -65,7 +74,7 @@ func (h *health) next(now time.Time, c *circuit) liveconfig.EndpointState {
 	switch {
 	case c.open:
 		return liveconfig.EndpointCircuitOpen
-	case h.lastSuccess.IsZero() && h.lastFailure == nil:
+	case h.consecutive == 0 && h.streak == 0:
 		return liveconfig.EndpointIdle
 	case h.consecutive >= 3, h.consecutive > 0 && now.Sub(h.lastSuccess) > lately,
 		c.recovering > 0 && now.Sub(c.closedAt) < recoveryShown:
@@ -81,5 +90,5 @@ func (h *health) next(now time.Time, c *circuit) liveconfig.EndpointState {
 // proven reports whether the endpoint works and answers fast: what others may
 // rely on when it takes a share of what all endpoints share.
 func (h *health) proven() bool {
-	return h.consecutive == 0 && !h.lastSuccess.IsZero() && h.latency < time.Second
+	return h.streak > 0 && h.latency < time.Second
 }

@@ -164,6 +164,31 @@ func TestLastStateIsLogged(t *testing.T) {
 	})
 }
 
+// Failures say nothing of an endpoint that its owner has changed since.
+func TestChangedEndpointIsIdle(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, byURL(map[string]answer{urlB: {status: 400, reason: egress.Rejected}}))
+		w.apply(dest("crm", urlB))
+		w.send("web", 2)
+		w.sleep(time.Second)
+		failed := w.report("crm").Endpoints[0]
+		if failed.State != liveconfig.EndpointDegraded {
+			t.Fatalf("%+v", failed)
+		}
+		w.apply(dest("crm", urlA))
+		if e := w.report("crm").Endpoints[0]; e.State != liveconfig.EndpointIdle || e.ConsecutiveFailures != 0 || e.LastFailure != failed.LastFailure {
+			t.Errorf("after the change: %+v", e)
+		}
+		w.send("web", 1)
+		w.sleep(time.Second)
+		w.apply(dest("crm", urlA)) // One that works stays as it is.
+		if e := w.report("crm").Endpoints[0]; e.State != liveconfig.EndpointHealthy {
+			t.Errorf("after a delivery: %+v", e)
+		}
+		w.end()
+	})
+}
+
 func TestReport(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, byURL(map[string]answer{urlB: {status: 500}}))

@@ -163,7 +163,8 @@ type EndpointReport struct {
 	LastSuccess time.Time `json:"lastSuccess,omitzero"`
 	// ConsecutiveFailures since the last success.
 	ConsecutiveFailures int `json:"consecutiveFailures,omitempty"`
-	// LastFailure stays after recovery; compare its time with LastSuccess.
+	// LastFailure stays after recovery; compare its time with LastSuccess. An
+	// endpoint that has one and is Idle was changed since, and not tried again.
 	LastFailure *Failure `json:"lastFailure,omitempty"`
 }
 
