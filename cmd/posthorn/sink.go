@@ -21,8 +21,8 @@ func newSink() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "sink",
 		Short: "Receive webhooks, verify their signatures and print them",
-		Long: `A reference receiver. It answers every POST, checks X-Signature when it knows the
-secret, and prints a line per message: what came, for whom, and whether the
+		Long: `A reference receiver. It answers every POST, checks the signature when it knows
+the secret, and prints a line per message: what came, for whom, and whether the
 signature is authentic. A signature that is missing or wrong is answered 401.
 
 With --status, --delay and --fail-first it plays a receiver in trouble.`,
@@ -98,7 +98,7 @@ func (s *sink) mode() string {
 	if s.secret == "" {
 		return "signatures are not checked: no --secret"
 	}
-	return "checking X-Signature"
+	return "checking signatures"
 }
 
 func (s *sink) serve(ctx context.Context, l net.Listener) {
@@ -141,9 +141,8 @@ func (s *sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if m.UserID == "" {
 		m.UserID = call.AnonymousID
 	}
-	signature := r.Header.Get("X-Signature")
-	switch problem := checkSignature(s.secret, signature, body); {
-	case s.secret == "" && signature == "":
+	switch problem := checkRequest(s.secret, r.Header, body); {
+	case s.secret == "" && r.Header.Get("X-Signature")+r.Header.Get("webhook-signature") == "":
 		m.Signature = "none"
 	case s.secret == "":
 		m.Signature = "not checked"

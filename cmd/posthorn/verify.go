@@ -4,10 +4,13 @@ import (
 	"bytes"
 	"crypto/hmac"
 	"crypto/sha1" //nolint:gosec // the specified algorithm of X-Signature
+	"crypto/sha256"
+	"encoding/base64"
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"io"
+	"net/http"
 	"os"
 	"slices"
 	"strings"
@@ -16,16 +19,20 @@ import (
 )
 
 func newVerify() *cobra.Command {
-	var secret, secretFile, signature string
+	var secret, secretFile, signature, id, timestamp string
 	cmd := &cobra.Command{
 		Use:   "verify [BODY-FILE|-]",
-		Short: "Check the X-Signature of a received body",
+		Short: "Check the signature of a received body",
 		Long: `Checks that X-Signature is the HMAC-SHA1 of a body under the shared secret.
 The body is read byte for byte from a file or from standard input: save it as it
 arrived. Exits 0 when the signature is authentic, 1 when it is not; then it says
-why, where a line break or formatted JSON is the cause.`,
+why, where a line break or formatted JSON is the cause.
+
+A signature of the scheme StandardWebhooks ("v1,…") is checked with the id and the
+time that it came with.`,
 		Example: `  posthorn verify --secret "$SECRET" --signature 9c1f… body.json
-  curl -s … | posthorn verify --secret-file secret.txt --signature 9c1f…`,
+  curl -s … | posthorn verify --secret-file secret.txt --signature 9c1f…
+  posthorn verify --secret "$SECRET" --signature v1,… --webhook-id 0192… --webhook-timestamp 1766000000 body.json`,
 		Args: atMostArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			key, err := secretFrom(secret, secretFile)
@@ -37,6 +44,10 @@ why, where a line break or formatted JSON is the cause.`,
 			}
 			if signature == "" {
 				return usagef("the signature is missing; set --signature to the value of X-Signature")
+			}
+			standard := strings.Contains(signature, "v1,")
+			if standard && (id == "" || timestamp == "") {
+				return usagef("the signature is one of Standard Webhooks; set --webhook-id and --webhook-timestamp to the values of these headers")
 			}
 			in := cmd.InOrStdin()
 			if len(args) == 1 && args[0] != "-" {
@@ -51,7 +62,13 @@ why, where a line break or formatted JSON is the cause.`,
 			if err != nil {
 				return fmt.Errorf("read the body: %w", err)
 			}
-			if problem := checkSignature(key, strings.TrimSpace(signature), body); problem != "" {
+			problem := ""
+			if standard {
+				problem = checkStandard(key, id, timestamp, signature, body)
+			} else {
+				problem = checkSignature(key, strings.TrimSpace(signature), body)
+			}
+			if problem != "" {
 				fmt.Fprintf(cmd.OutOrStdout(), "NOT AUTHENTIC: %s\n", problem)
 				return errSilent
 			}
@@ -62,7 +79,9 @@ why, where a line break or formatted JSON is the cause.`,
 	f := cmd.Flags()
 	f.StringVar(&secret, "secret", "", "the shared secret")
 	f.StringVar(&secretFile, "secret-file", "", "a file that holds the shared secret, byte for byte")
-	f.StringVar(&signature, "signature", "", "the value of the X-Signature header")
+	f.StringVar(&signature, "signature", "", "the value of the header X-Signature or webhook-signature")
+	f.StringVar(&id, "webhook-id", "", "the value of the header webhook-id")
+	f.StringVar(&timestamp, "webhook-timestamp", "", "the value of the header webhook-timestamp")
 	return cmd
 }
 
@@ -75,6 +94,39 @@ func secretFrom(secret, file string) (string, error) {
 	}
 	b, err := os.ReadFile(file)
 	return string(b), err
+}
+
+// checkRequest says in words why a request is not authentic, or "". Between two
+// secrets it is so under either.
+func checkRequest(secret string, h http.Header, body []byte) string {
+	if signatures := h.Get("webhook-signature"); signatures != "" {
+		return checkStandard(secret, h.Get("webhook-id"), h.Get("webhook-timestamp"), signatures, body)
+	}
+	if previous := h.Get("X-Signature-Previous"); previous != "" && checkSignature(secret, previous, body) == "" {
+		return ""
+	}
+	return checkSignature(secret, h.Get("X-Signature"), body)
+}
+
+// checkStandard is checkSignature for Standard Webhooks: one of the signatures must
+// be that of the body, its id and its time. It does not ask how old that is.
+func checkStandard(secret, id, timestamp, signatures string, body []byte) string {
+	key := []byte(secret)
+	if encoded, ok := strings.CutPrefix(secret, "whsec_"); ok {
+		var err error
+		if key, err = base64.StdEncoding.DecodeString(encoded); err != nil {
+			return "what follows whsec_ in the secret is not base64"
+		}
+	}
+	mac := hmac.New(sha256.New, key)
+	fmt.Fprintf(mac, "%s.%s.%s", id, timestamp, body)
+	want := []byte("v1," + base64.StdEncoding.EncodeToString(mac.Sum(nil)))
+	for s := range strings.FieldsSeq(signatures) {
+		if hmac.Equal([]byte(s), want) {
+			return ""
+		}
+	}
+	return "webhook-signature is not that of this id, time and body under this secret"
 }
 
 // checkSignature says in words why a signature is not the body's, or "". It is

@@ -5,8 +5,14 @@ import (
 	"crypto/hmac"
 	"crypto/sha1" //nolint:gosec // the specified algorithm of X-Signature
 	"encoding/hex"
+	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/delivery/sign"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
 func signed(secret, body string) string {
@@ -50,5 +56,55 @@ func TestTooManyArguments(t *testing.T) {
 		if code := Main(args, strings.NewReader(""), &out, &out); code != exitUsage || !strings.Contains(out.String(), "unexpected argument") {
 			t.Errorf("%v: exit code %d:\n%s", args, code, out.String())
 		}
+	}
+}
+
+// The sink takes what Posthorn signs under each scheme, between two secrets under
+// either, and nothing that another signed.
+func TestSinkVerifies(t *testing.T) {
+	const body = `{"type":"track","userId":"u1"}`
+	secret := liveconfig.NewSecret
+	for name, c := range map[string]struct {
+		signing liveconfig.Signing
+		secret  string
+		status  int
+	}{
+		"X-Signature":                 {liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: secret("s")}, "s", http.StatusOK},
+		"another secret":              {liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: secret("x")}, "s", http.StatusUnauthorized},
+		"new secret":                  {liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: secret("s"), Previous: secret("x")}, "s", http.StatusOK},
+		"old secret":                  {liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: secret("x"), Previous: secret("s")}, "s", http.StatusOK},
+		"neither":                     {liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: secret("x"), Previous: secret("y")}, "s", http.StatusUnauthorized},
+		"Standard Webhooks":           {liveconfig.Signing{Scheme: liveconfig.StandardWebhooks, Secret: secret("whsec_c2VjcmV0")}, "whsec_c2VjcmV0", http.StatusOK},
+		"Standard Webhooks, plain":    {liveconfig.Signing{Scheme: liveconfig.StandardWebhooks, Secret: secret("secret")}, "whsec_c2VjcmV0", http.StatusOK},
+		"Standard Webhooks, rotating": {liveconfig.Signing{Scheme: liveconfig.StandardWebhooks, Secret: secret("new"), Previous: secret("s")}, "s", http.StatusOK},
+		"Standard Webhooks, another":  {liveconfig.Signing{Scheme: liveconfig.StandardWebhooks, Secret: secret("x")}, "s", http.StatusUnauthorized},
+		"Standard Webhooks, broken":   {liveconfig.Signing{Scheme: liveconfig.StandardWebhooks, Secret: secret("x")}, "whsec_!", http.StatusUnauthorized},
+	} {
+		t.Run(name, func(t *testing.T) {
+			signer, err := sign.New(c.signing)
+			if err != nil {
+				t.Fatal(err)
+			}
+			r := httptest.NewRequest(http.MethodPost, "/", strings.NewReader(body))
+			for _, h := range signer.Headers(nil, "id-1", time.Now(), []byte(body)) {
+				r.Header.Set(h.Name, h.Value)
+			}
+			w := httptest.NewRecorder()
+			(&sink{secret: c.secret, status: http.StatusOK, output: "none"}).ServeHTTP(w, r)
+			if w.Code != c.status {
+				t.Errorf("answered %d, want %d", w.Code, c.status)
+			}
+			if standard := r.Header.Get("webhook-signature"); standard != "" {
+				var out bytes.Buffer
+				args := []string{"verify", "--secret", c.secret, "--signature", standard}
+				if code := Main(args, strings.NewReader(body), &out, &out); code != exitUsage || !strings.Contains(out.String(), "set --webhook-id") {
+					t.Errorf("verify without the id: exit code %d:\n%s", code, out.String())
+				}
+				args = append(args, "--webhook-id", "id-1", "--webhook-timestamp", r.Header.Get("webhook-timestamp"))
+				if code := Main(args, strings.NewReader(body), &out, &out); (code == exitOK) != (c.status == http.StatusOK) {
+					t.Errorf("verify: exit code %d:\n%s", code, out.String())
+				}
+			}
+		})
 	}
 }
