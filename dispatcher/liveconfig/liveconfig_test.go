@@ -2,6 +2,7 @@ package liveconfig
 
 import (
 	"bytes"
+	"compress/gzip"
 	"encoding/json"
 	"fmt"
 	"log/slog"
@@ -10,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 )
 
 const canary = "s3cr3t-canary"
@@ -144,13 +146,18 @@ func TestDecodeIsStrict(t *testing.T) {
 		"success":        {func(c *Config) { c.Destinations[0].Success = "?" }, "success"},
 		"source missing": {func(c *Config) { c.Destinations[0].Sources = []string{"ios"} }, `source "ios" does not exist`},
 		"no endpoint":    {func(c *Config) { c.Destinations[0].Endpoints = nil }, "0 endpoints"},
-		"url":            {func(c *Config) { c.Destinations[0].Endpoints[0].URL = NewSecret("ftp://" + canary) }, `endpoint "primary": url`},
-		"empty secret":   {func(c *Config) { c.Destinations[0].Signing.Secret = Secret{} }, "signing.secret is empty"},
-		"scheme":         {func(c *Config) { c.Destinations[0].Signing.Scheme = "MD5" }, "signing.scheme"},
-		"timeout":        {func(c *Config) { c.Destinations[0].Delivery.TimeoutMS = 5001 }, "timeoutMS"},
-		"window":         {func(c *Config) { c.Destinations[0].Delivery.RetryWindowMS = 4*3600*1000 + 1 }, "retryWindowMS"},
-		"in flight":      {func(c *Config) { c.Destinations[0].Delivery.MaxInFlight = 0 }, "maxInFlight"},
-		"backoff":        {func(c *Config) { c.Destinations[0].Delivery.MinBackoffMS = 3 }, "backoff"},
+		"six endpoints": {func(c *Config) {
+			for n := range 5 {
+				c.Destinations[0].Endpoints = append(c.Destinations[0].Endpoints, Endpoint{Name: string(rune('a' + n)), URL: NewSecret("https://hooks.example")})
+			}
+		}, "6 endpoints"},
+		"url":          {func(c *Config) { c.Destinations[0].Endpoints[0].URL = NewSecret("ftp://" + canary) }, `endpoint "primary": url`},
+		"empty secret": {func(c *Config) { c.Destinations[0].Signing.Secret = Secret{} }, "signing.secret is empty"},
+		"scheme":       {func(c *Config) { c.Destinations[0].Signing.Scheme = "MD5" }, "signing.scheme"},
+		"timeout":      {func(c *Config) { c.Destinations[0].Delivery.TimeoutMS = 5001 }, "timeoutMS"},
+		"window":       {func(c *Config) { c.Destinations[0].Delivery.RetryWindowMS = 4*3600*1000 + 1 }, "retryWindowMS"},
+		"in flight":    {func(c *Config) { c.Destinations[0].Delivery.MaxInFlight = 0 }, "maxInFlight"},
+		"backoff":      {func(c *Config) { c.Destinations[0].Delivery.MinBackoffMS = 3 }, "backoff"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := full()
@@ -199,4 +206,34 @@ func TestSuppressed(t *testing.T) {
 			t.Errorf("%+v: %v", c, got)
 		}
 	}
+}
+
+// FuzzDecode: what is decoded is decoded the same from its own encoding, and
+// nothing makes it panic.
+func FuzzDecode(f *testing.F) {
+	plain, err := json.Marshal(revealed(full()))
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(plain)
+	f.Add([]byte(`{"version":1,"tenant":"a","sources":[{"name":"web"}],"destinations":[{"name":"d","state":"Held","success":"AnyEndpoint","delivery":{"retryWindowMS":1},"signing":{"secret":{"base64":"/w=="}}}]}`))
+	f.Fuzz(func(t *testing.T, plain []byte) {
+		var packed bytes.Buffer
+		zip := gzip.NewWriter(&packed)
+		_, _ = zip.Write(plain)
+		_ = zip.Close()
+		config, _, err := Decode(packed.Bytes())
+		if err != nil {
+			return
+		}
+		NewView([]Revisioned{{Config: config}})
+		data, revision, err := Encode(config)
+		if err != nil {
+			t.Fatal(err)
+		}
+		again, same, err := Decode(data)
+		if err != nil || same != revision || !cmp.Equal(config, again, cmpopts.EquateEmpty()) {
+			t.Fatalf("%v: %s", err, cmp.Diff(config, again))
+		}
+	})
 }
