@@ -578,7 +578,7 @@ func (h *Handler) store(q *request, messages []queue.Message, now time.Time) *re
 		return nil
 	}
 	begin := h.Now()
-	duplicates, err := h.Append(h.patience.context(), messages)
+	duplicates, err := h.append(q.source, messages)
 	if err != nil {
 		bad := h.notStored(q, err, now)
 		bad.calls = len(messages)
@@ -587,6 +587,20 @@ func (h *Handler) store(q *request, messages []queue.Message, now time.Time) *re
 	h.metrics.durable.Observe(h.Now().Sub(begin).Seconds())
 	q.source.accepted(now, len(messages), duplicates)
 	return nil
+}
+
+// maxStoring is how many messages of one Source may be on their way to the disk
+// at once: enough to keep it busy. The store takes requests as they come, so who
+// floods waits here, and not in front of the others.
+const maxStoring = 2 * event.MaxBatchCalls
+
+func (h *Handler) append(s *source, messages []queue.Message) ([]bool, error) {
+	ctx, n := h.patience.context(), int64(min(len(messages), maxStoring))
+	if err := s.storing.Acquire(ctx, n); err != nil {
+		return nil, err
+	}
+	defer s.storing.Release(n)
+	return h.Append(ctx, messages)
 }
 
 func (h *Handler) notStored(q *request, err error, now time.Time) *refusal {

@@ -510,6 +510,46 @@ func TestMemoryIsBoundedAndShared(t *testing.T) {
 	}
 }
 
+// The store takes requests in their order; a flood must not stand in front of the others there.
+func TestAFloodWaitsForItself(t *testing.T) {
+	f := newFixture(t)
+	var looked atomic.Int64
+	f.Skip = func(liveconfig.SourceRef, *event.Call) []string { looked.Add(1); return nil }
+	in, out := make(chan string), make(chan struct{})
+	f.Append = func(_ context.Context, msgs []queue.Message) ([]bool, error) {
+		in <- msgs[0].Source
+		<-out
+		return nil, nil
+	}
+	full := `{"batch":[` + strings.TrimSuffix(strings.Repeat(track[:1]+`"type":"track",`+track[1:]+",", event.MaxBatchCalls), ",") + `]}`
+	flood, refused := f.flood("web-key", full, 6)
+	for range 2 {
+		if s := <-in; s != "shop/web" {
+			t.Fatal(s)
+		}
+	}
+	for looked.Load() < 6*event.MaxBatchCalls { // the rest of the flood is about to be stored
+		time.Sleep(time.Millisecond)
+	}
+	other := make(chan int)
+	go func() { other <- f.do(post("/v1/track", "slow-key", track)).Code }()
+	if s := <-in; s != "shop/slow" {
+		t.Errorf("%s is stored before another Source's only call", s)
+	}
+	close(out)
+	go func() {
+		for range in {
+		}
+	}()
+	if s := <-other; s != http.StatusOK {
+		t.Error(s)
+	}
+	if taken := flood(); taken != 6 || refused.Load() != 0 {
+		t.Errorf("%d of 6 taken", taken)
+	}
+	close(in)
+}
+
 func TestWhoSendsNothingHoldsLittle(t *testing.T) {
 	f := newFixture(t)
 	r, w := io.Pipe()

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sync/semaphore"
 	"golang.org/x/time/rate"
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -58,9 +59,10 @@ func unixNano(n int64) time.Time {
 // source is what is kept per Source, and of all requests without a known one.
 type source struct {
 	key, namespace, name string
-	// share and line are its part of memory and CPU.
+	// share, line and storing are its part of memory, CPU and disk.
 	share                         share
 	line                          line
+	storing                       *semaphore.Weighted // of messages
 	rejectedCalls, duplicateCalls atomic.Int64
 	lastAccepted, lastRejected    atomic.Int64
 	lastRejection                 atomic.Pointer[string]
@@ -83,7 +85,7 @@ func (h *Handler) sourceOf(ref liveconfig.SourceRef) *source {
 		return s.(*source)
 	}
 	namespace, name := ref.Tenant, ref.Source.Name
-	s := &source{key: key, namespace: namespace, name: name}
+	s := &source{key: key, namespace: namespace, name: name, storing: semaphore.NewWeighted(maxStoring)}
 	s.acceptedCount = h.metrics.calls.WithLabelValues(namespace, name, "accepted")
 	s.duplicateCount = h.metrics.calls.WithLabelValues(namespace, name, "duplicate")
 	actual, _ := h.sources.LoadOrStore(key, s)
