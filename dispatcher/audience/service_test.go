@@ -20,6 +20,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -429,6 +430,43 @@ func TestRefusalsChangeNothing(t *testing.T) {
 		t.Errorf("%+v", a)
 	}
 	r.told("b shoppers=false", "c shoppers=false", "d shoppers=false", "a shoppers=false")
+}
+
+// However many members come, in whatever order: memory holds a part of them that
+// does not grow, while they are received, sorted, merged and compared.
+func TestMemoryIsConstant(t *testing.T) {
+	const members, most = 150_000, 16 << 20 // not half of what their ids take
+	live := func() (bytes uint64) {
+		var m runtime.MemStats
+		runtime.GC()
+		runtime.ReadMemStats(&m)
+		return m.HeapAlloc
+	}
+	var looks, peak atomic.Uint64
+	r := newRig(t, t.TempDir(), newLog(), func(o *Options) {
+		o.Full = func() bool {
+			if looks.Add(1)%8 == 0 { // about every 32,000 members
+				peak.Store(max(peak.Load(), live()))
+			}
+			return false
+		}
+	})
+	all, feed := io.Pipe()
+	go func() {
+		w := bufio.NewWriter(feed)
+		for n := range members {
+			fmt.Fprintf(w, "{\"userId\":\"user-%0250d\"}\n", n*7919%members)
+		}
+		_ = feed.CloseWithError(w.Flush())
+	}()
+	before := live()
+	q := Request{Tenant: "shop", Audience: config().Audiences[0], Full: true, DryRun: true}
+	if result, err := r.Sync(t.Context(), q, all); err != nil || result.Added != members {
+		t.Fatalf("%+v %v", result, err)
+	}
+	if grown := int64(peak.Load()) - int64(before); looks.Load() < 2*members/checkEvery || grown > most {
+		t.Errorf("%d MiB more at %d looks", grown>>20, looks.Load())
+	}
 }
 
 // It is told the same way when the last of the members are too many.
