@@ -298,6 +298,40 @@ func TestUnconcernedDestination(t *testing.T) {
 	s.sync(shoppers, many("u", 2000)...)
 }
 
+// Destinations that are switched off, held or deleted in the middle of a sync let
+// it go on; one that is only off gets it all when it is on again.
+func TestDestinationsGoInTheMiddle(t *testing.T) {
+	const users = 500
+	for _, to := range []liveconfig.State{liveconfig.Disabled, liveconfig.Held, "deleted"} {
+		t.Run(string(to), func(t *testing.T) {
+			s := withStore(t, t.TempDir(), pebblestore.Options{}, nil)
+			ctx, cancel := context.WithCancel(t.Context())
+			cancel()
+			if _, err := s.Sync(ctx, Request{Tenant: "shop", Audience: config().Audiences[0], Full: true}, ids(many("u", users)...)); err != nil {
+				t.Fatal(err)
+			}
+			s.eventually(func() bool { return s.Progress("shop", config().Audiences[0]).Waits != "" })
+			got := s.take(10)
+			c := config()
+			if to == "deleted" {
+				if err := s.store.DropLane(t.Context(), s.lane); err != nil {
+					t.Fatal(err)
+				}
+			} else {
+				c.Destinations = []liveconfig.Destination{{Name: "crm", State: to, Sources: []string{"web"}}}
+			}
+			s.set(c)
+			s.eventually(func() bool { return s.Progress("shop", config().Audiences[0]).Sent })
+			if to == "deleted" {
+				return
+			}
+			if got = append(got, s.take(users)...); len(got) != users || !slices.IsSorted(got) {
+				t.Errorf("%d were told", len(got))
+			}
+		})
+	}
+}
+
 // An audience that is deleted while its sync waits does not wait for ever.
 func TestDeletedWhileItWaits(t *testing.T) {
 	s := withStore(t, t.TempDir(), pebblestore.Options{}, func(o *Options) {
