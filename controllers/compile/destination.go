@@ -1,6 +1,7 @@
 package compile
 
 import (
+	"bytes"
 	"encoding/base64"
 	"fmt"
 	"slices"
@@ -31,7 +32,7 @@ func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha
 		Filter:      b.filter(o.Spec.Filter),
 		DeadLetters: b.deadLetters(o.Spec.DeadLetters),
 	}
-	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "the spec is valid and every reference resolves"}
+	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: strings.Join(append([]string{"the spec is valid and every reference resolves"}, b.notes...), "; ")}
 	c.State = liveconfig.Active
 	if len(b.problems) > 0 {
 		v.Accepted = false
@@ -59,6 +60,8 @@ type builder struct {
 	checkHost func(string) error
 	// literals are URLs and header values that stand in the spec itself.
 	literals []string
+	// notes are what is valid and seldom meant.
+	notes []string
 }
 
 // sources returns the names of those Sources that exist and are chosen, sorted.
@@ -286,6 +289,9 @@ func (b *builder) sharedSecret(field, scheme string, ref v1alpha1.SecretKeyRefer
 			b.add(v1alpha1.ReasonInvalidSecret, field, "what follows whsec_ in key %q of Secret %q is not base64; copy the whole secret, padding included and without a line break", ref.Key, ref.Name)
 			return liveconfig.Secret{}
 		}
+	}
+	if bytes.HasSuffix(value, []byte("\n")) {
+		b.notes = append(b.notes, fmt.Sprintf("%s: key %q of Secret %q ends in a line break, and receivers must use it with that; store it without one if it is not meant (--from-literal, or a file written by echo -n)", field, ref.Key, ref.Name))
 	}
 	return liveconfig.NewSecret(string(value))
 }

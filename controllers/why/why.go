@@ -125,7 +125,7 @@ func (e *explainer) spec() {
 		e.held = true
 		e.add(Problem, "Destination", "set spec.enabled to true", "it is switched off; messages are kept up to the retry window and sent when it is on again")
 	default:
-		e.add(Fine, "Destination", "", "the spec is valid and every Secret and Source it names is there")
+		e.add(Fine, "Destination", "", "%s", cmp.Or(accepted.Message, "the spec is valid"))
 	}
 }
 
