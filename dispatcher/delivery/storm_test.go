@@ -85,6 +85,7 @@ type storm struct {
 
 	destinations map[string]*liveconfig.Destination // As they are to be configured; nil while deleted.
 	unusable     bool                               // The tenant's config cannot be read.
+	large        map[string]bool                    // While it is held, its endpoints are not known.
 	// left is when a Source was last disconnected from "gone"; zero while it is connected.
 	left map[string]time.Time
 
@@ -111,6 +112,10 @@ type stormLife struct {
 	store  *pebblestore.Store
 	engine *Engine
 	stop   func()
+	// redelivering are redeliveries under way, until hurry is called.
+	redelivering sync.WaitGroup
+	hurrying     context.Context
+	hurry        func()
 	// left counts operations down to the cut, if above 0; after is what the cut left.
 	left  int
 	after *vfs.MemFS
@@ -120,7 +125,7 @@ type stormLife struct {
 func newStorm(t *testing.T, seed uint64) *storm {
 	s := &storm{
 		T: t, rnd: rand.New(rand.NewPCG(seed, 1)), luck: rand.New(rand.NewPCG(seed, 2)),
-		destinations: map[string]*liveconfig.Destination{}, left: map[string]time.Time{}, mood: map[string]answer{},
+		destinations: map[string]*liveconfig.Destination{}, large: map[string]bool{}, left: map[string]time.Time{}, mood: map[string]answer{},
 		owed: map[claim]time.Time{}, took: map[claim]int{}, late: map[claim]time.Time{}, again: map[claim]int{},
 		sent: map[string]bool{}, known: map[string]int64{},
 	}
@@ -258,7 +263,10 @@ func (s *storm) start(mem *vfs.MemFS, cut int) {
 		defer close(done)
 		_ = l.engine.Run(ctx)
 	}()
+	l.hurrying, l.hurry = context.WithCancel(context.Background())
 	l.stop = func() {
+		l.hurry()
+		l.redelivering.Wait()
 		cancel()
 		<-done
 		if e := l.engine; e.inFlight != 0 || e.unproven != 0 || e.leased != 0 || e.workers != 0 {
@@ -299,8 +307,10 @@ func (s *storm) apply() {
 		var all []liveconfig.Destination
 		for _, name := range stormNames {
 			if d := s.destinations[name]; d != nil {
-				d.Revision = strconv.Itoa(s.rev)
 				all = append(all, *d)
+				if d.State == liveconfig.Held && s.large[name] {
+					all[len(all)-1].Endpoints = nil
+				}
 			}
 		}
 		v = (&world{rev: s.rev}).view(all...)
@@ -392,7 +402,7 @@ func (s *storm) letters(name string) (all []queue.DeadLetter) {
 	return all
 }
 
-// redeliver sends some dead letters once more, or purges them.
+// redeliver sends some dead letters once more, or purges them, while all else goes on.
 func (s *storm) redeliver() {
 	name := stormNames[s.rnd.IntN(len(stormNames))]
 	var selector redelivery.Selector
@@ -416,20 +426,24 @@ func (s *storm) redeliver() {
 		}
 	}
 	s.mu.Unlock()
-	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(s.rnd.IntN(5000))*time.Millisecond)
-	defer cancel()
-	if s.rnd.IntN(5) == 0 {
-		_, _ = redelivery.Purge(ctx, s.life.store, "ns/"+name, selector, redelivery.Options{})
+	l, patience, purge := s.life, time.Duration(s.rnd.IntN(1<<s.rnd.IntN(16)))*time.Millisecond, s.rnd.IntN(5) == 0
+	if purge {
 		s.forgive(func(c claim) bool {
 			owner, _ := split(c.receiver)
 			return (owner == name || c.receiver == name) && chosen[c.id]
 		})
-		return
+	} else {
+		s.spare += int64(len(selector.Keys)) // Some may be appended in vain.
 	}
-	_, _ = redelivery.Run(ctx, s.life.store, "ns/"+name, selector, redelivery.Options{Rate: 50, Takes: s.life.engine.Takes})
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.spare += int64(len(selector.Keys)) // Some may have been appended in vain.
+	l.redelivering.Go(func() {
+		ctx, cancel := context.WithTimeout(l.hurrying, patience)
+		defer cancel()
+		if purge {
+			_, _ = redelivery.Purge(ctx, l.store, "ns/"+name, selector, redelivery.Options{})
+		} else {
+			_, _ = redelivery.Run(ctx, l.store, "ns/"+name, selector, redelivery.Options{Rate: 20, Takes: l.engine.Takes})
+		}
+	})
 }
 
 // change changes a destination at random.
@@ -447,7 +461,7 @@ func (s *storm) change() {
 	case n == 0:
 		d.State = liveconfig.Disabled
 	case n == 1:
-		d.State = liveconfig.Held
+		d.State, s.large[name] = liveconfig.Held, s.rnd.IntN(2) == 0
 	case n <= 3:
 		d.State = liveconfig.Active
 	case n == 4:
@@ -549,6 +563,7 @@ func (s *storm) conclude() {
 		}
 	}
 	s.apply()
+	s.life.hurry()
 	time.Sleep(5 * time.Hour)
 	synctest.Wait()
 	s.balance()
