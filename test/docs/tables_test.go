@@ -272,3 +272,33 @@ func TestLimitsAreDocumented(t *testing.T) {
 		}
 	}
 }
+
+// A value of the chart that a page names is one that the chart has.
+func TestValuesExist(t *testing.T) {
+	var values map[string]any
+	if err := yaml.Unmarshal([]byte(read(t, "charts", "posthorn", "values.yaml")), &values); err != nil {
+		t.Fatal(err)
+	}
+	named := 0
+	for _, page := range pages(t) {
+		for word := range words(read(t, page), `[a-z][A-Za-z]+(\.[a-zA-Z]+)+(: .*)?`) {
+			path := strings.Split(strings.SplitN(word, ":", 2)[0], ".")
+			if _, ok := values[path[0]]; !ok || word == "tls.crt" || word == "tls.key" {
+				continue // a field, a file, a host, or a key of a Secret
+			}
+			named++
+			at := any(values)
+			for _, name := range path {
+				below, _ := at.(map[string]any)
+				var ok bool
+				if at, ok = below[name]; !ok {
+					t.Errorf("%s names the value %s, which the chart does not have", page, word)
+					break
+				}
+			}
+		}
+	}
+	if named < 20 {
+		t.Errorf("only %d values were found in the pages", named)
+	}
+}
