@@ -149,6 +149,25 @@ func TestRequest(t *testing.T) {
 	})
 }
 
+// asked is a transport that tells what it was asked, and answers with success.
+type asked chan *http.Request
+
+func (a asked) RoundTrip(r *http.Request) (*http.Response, error) {
+	a <- r
+	return &http.Response{StatusCode: http.StatusOK, Body: http.NoBody, Request: r}, nil
+}
+
+func TestDefaultEndpoint(t *testing.T) {
+	requests := make(asked, 1)
+	client := analytics.New("key", analytics.WithHTTPClient(&http.Client{Transport: requests}))
+	must(t, client.Track(track(1)))
+	must(t, client.Close())
+	// The Service of a Posthorn with the default names; see config/default.
+	if r := <-requests; r.Method != http.MethodPost || r.URL.String() != "http://posthorn-dispatcher.posthorn-system/v1/batch" {
+		t.Errorf("%s %s", r.Method, r.URL)
+	}
+}
+
 func TestInvalidCalls(t *testing.T) {
 	sink := analyticstest.New()
 	client := sink.Client()

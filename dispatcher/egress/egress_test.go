@@ -54,7 +54,7 @@ func TestPostSendsExactRequest(t *testing.T) {
 	c := newClient(t, "127.0.0.0/8")
 	e, err := c.Prepare(liveconfig.Endpoint{
 		Name: "primary", URL: liveconfig.NewSecret(server.URL + "/in/ü x?a=1&b=é f"),
-		Headers: []liveconfig.Header{{Name: "X-Env", Value: liveconfig.NewSecret("prod")}},
+		Headers: []liveconfig.Header{{Name: "X-Env", Value: liveconfig.NewSecret("prod")}, {Name: "X-Team", Value: liveconfig.NewSecret("crm")}},
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -72,7 +72,7 @@ func TestPostSendsExactRequest(t *testing.T) {
 			t.Errorf("unexpected request %+v", got)
 		}
 		want := map[string]string{
-			"Content-Type": "application/json", "User-Agent": "Posthorn/1.0", "X-Env": "prod", "X-Signature": "abc",
+			"Content-Type": "application/json", "User-Agent": "Posthorn/1.0", "X-Env": "prod", "X-Team": "crm", "X-Signature": "abc",
 			"Idempotency-Key": "id%0D%0AX-Evil: 1", "X-Evil": "", "Content-Length": "17", "Accept-Encoding": "", "Expect": "",
 		}
 		for name, value := range want {
