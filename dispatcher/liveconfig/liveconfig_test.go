@@ -3,6 +3,8 @@ package liveconfig
 import (
 	"bytes"
 	"compress/gzip"
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"log/slog"
@@ -181,6 +183,27 @@ func TestDecodeIsStrict(t *testing.T) {
 			t.Errorf("%s: no error", name)
 		}
 	}
+}
+
+// Whoever gets hold of another tenant's write key must not get its calls by
+// declaring a Source with it, in whatever order the configs come.
+func TestAWriteKeyHasOneTenant(t *testing.T) {
+	tenant := func(name string) Revisioned {
+		return Revisioned{Config: Config{Tenant: name, Sources: []Source{{Name: "web", WriteKeySHA256: hex.EncodeToString(hashOf("key"))}}}}
+	}
+	for _, configs := range [][]Revisioned{{tenant("a"), tenant("b")}, {tenant("b"), tenant("a")}} {
+		if ref, ok := NewView(configs).SourceByWriteKey("key"); !ok || ref.Tenant != "a" {
+			t.Errorf("the key is of %q, %v; want tenant a", ref.Tenant, ok)
+		}
+	}
+	if ref, ok := NewView([]Revisioned{tenant("a")}).SourceByWriteKey("Key"); ok {
+		t.Errorf("another key is of %v", ref)
+	}
+}
+
+func hashOf(key string) []byte {
+	sum := sha256.Sum256([]byte(key))
+	return sum[:]
 }
 
 func TestSuppressed(t *testing.T) {
