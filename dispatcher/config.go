@@ -140,7 +140,7 @@ func (c *configs) swap(tenant string) {
 		return
 	}
 	if c.current.Swap(next) == nil {
-		c.log.Info("first full config in effect; calls are taken", "tenants", len(c.good))
+		c.log.Info("first full config in effect; calls are taken", "namespaces", len(c.good))
 		return
 	}
 	if good, ok := c.good[tenant]; ok {

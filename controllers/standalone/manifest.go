@@ -252,6 +252,11 @@ func readMetadata(content map[string]any, metadata *metav1.ObjectMeta) []error {
 	if raw["namespace"] == nil || raw["namespace"] == "" {
 		raw["namespace"] = defaultNamespace
 	}
+	for _, name := range []string{"name", "namespace"} {
+		if _, ok := raw[name].(string); !ok && raw[name] != nil { // YAML reads y, no and 5 as something else.
+			return []error{fmt.Errorf("metadata.%s: must be a text; put it in quotes", name)}
+		}
+	}
 	// The server's part of metadata, as `kubectl get -o yaml` prints it, is not the user's.
 	for _, field := range []string{"creationTimestamp", "deletionTimestamp", "generation", "managedFields", "resourceVersion", "selfLink", "uid"} {
 		delete(raw, field)

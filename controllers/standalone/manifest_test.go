@@ -97,6 +97,7 @@ func TestBadManifests(t *testing.T) {
 		{"comments alone", "a.yaml", "# nothing\n---\n# nothing\n", "", 0, false},
 		{"no kind", "a.yaml", "apiVersion: v1\nmetadata: {name: a}", "document 1: apiVersion and kind must be set", 0, true},
 		{"no name", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {}", "metadata.name: must be set", 0, true},
+		{"a name that is no text", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: y}", "metadata.name: must be a text; put it in quotes", 0, true},
 		{"no metadata", "a.yaml", "apiVersion: v1\nkind: Secret", "metadata: must be set, with a name", 0, true},
 		{"bad name", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: Web_Key}", "Secret default/Web_Key: metadata.name: a lowercase RFC 1123 subdomain", 0, false},
 		{"bad metadata", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a, lables: {}}", `unknown field "lables"`, 0, false},
