@@ -149,10 +149,13 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 		return err
 	}
 	s.registry.Lock()
-	defer s.registry.Unlock()
 	if l := s.lane(id); l != nil {
-		l.mu.Lock()
+		s.registry.Unlock()
+		l.mu.Lock() // Of one that is being opened: until it is durable.
 		defer l.mu.Unlock()
+		if l.dropped {
+			return queue.ErrNoLane
+		}
 		if !l.opened {
 			l.opened = true
 			l.hungry.Store(true)
@@ -171,15 +174,22 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 	l.next = l.start + 1
 	_ = b.Set(binary.BigEndian.AppendUint64(append([]byte(nil), keyLanes...), l.number), appendLaneID(nil, id), nil)
 	l.put(b)
-	if err = s.applySync(b); err != nil {
+	s.flusher.syncing()
+	if err := s.db.ApplyNoSyncWait(b, pebble.Sync); err != nil {
 		l.dropped = true
 		log.removeLane(l)
+		s.registry.Unlock()
 		return fmt.Errorf("open a lane: %w", err)
 	}
-	l.hungry.Store(true)
 	s.mu.Lock()
 	s.addLane(l)
 	s.mu.Unlock()
+	s.registry.Unlock() // Others share the sync.
+	if err := b.SyncWait(); err != nil {
+		engineLogger{s}.Fatalf("sync the log: %w", err)
+	}
+	_ = b.Close()
+	l.hungry.Store(true)
 	return nil
 }
 

@@ -85,8 +85,8 @@ type sourceLog struct {
 	// lanes is replaced, never changed.
 	lanes    atomic.Pointer[[]*lane]
 	trimTime time.Time
-	// counted are the lanes that are in the ledger: those that are durable. dropped is
-	// the ledger of lanes that were dropped. The store's mu guards both.
+	// counted are the lanes that are in the ledger: those that are durable, or locked
+	// until they are. dropped is the ledger of lanes that were dropped. The store's mu guards both.
 	counted []*lane
 	dropped queue.Ledger
 }

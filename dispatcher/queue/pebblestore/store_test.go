@@ -1,16 +1,19 @@
 package pebblestore
 
 import (
+	"fmt"
 	"log/slog"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/storetest"
@@ -51,6 +54,31 @@ func TestOnlyTheirUserReadsTheFiles(t *testing.T) {
 		if info, err := os.Stat(dir); err != nil || info.Mode().Perm() != 0o700 {
 			t.Errorf("%s: %v, %v; want a folder of mode 0700", dir, info.Mode(), err)
 		}
+	}
+}
+
+// Lanes that are opened at the same time share the syncs of the disk.
+func TestLanesOpenTogether(t *testing.T) {
+	var syncs atomic.Int64
+	s := open(t, "queue", Options{FS: storetest.Watch(vfs.NewMem(), func() {}, func() {
+		syncs.Add(1)
+		time.Sleep(time.Millisecond)
+	})})
+	defer s.Close()
+	syncs.Store(0)
+	const lanes = 320
+	var group errgroup.Group
+	group.SetLimit(32)
+	for i := range lanes {
+		group.Go(func() error {
+			return s.OpenLane(queue.LaneID{Source: "shop/web", Destination: fmt.Sprint("shop/d", i)})
+		})
+	}
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	if n := syncs.Load(); n > lanes/4 || len(s.Lanes()) != lanes {
+		t.Errorf("%d syncs for %d lanes", n, lanes)
 	}
 }
 
