@@ -219,6 +219,24 @@ func TestRefusedFlags(t *testing.T) {
 	}
 }
 
+// A cluster without the kinds is told apart from one without the destination.
+func TestKubectlWithoutCRDs(t *testing.T) {
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
+		answer, ok := map[string]string{"/api": `{"kind": "APIVersions", "versions": ["v1"]}`, "/apis": `{"kind": "APIGroupList", "apiVersion": "v1", "groups": []}`}[r.URL.Path]
+		if !ok {
+			w.WriteHeader(http.StatusNotFound)
+		}
+		fmt.Fprint(w, answer)
+	}))
+	t.Cleanup(server.Close)
+	t.Setenv("KUBECONFIG", filepath.Join(t.TempDir(), "none"))
+	var out bytes.Buffer
+	if code := Main([]string{"kubectl", "--server", server.URL, "why", "crm"}, nil, &out, &out); code != exitFailure || !strings.Contains(out.String(), "is Posthorn installed in this cluster?") {
+		t.Errorf("exit %d: %s", code, out.String())
+	}
+}
+
 // prints is a writer of what is printed, a write each.
 type prints chan string
 

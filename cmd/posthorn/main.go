@@ -18,6 +18,7 @@ import (
 	"syscall"
 
 	"github.com/spf13/cobra"
+	"k8s.io/apimachinery/pkg/api/meta"
 )
 
 // version is set by the linker.
@@ -65,6 +66,8 @@ func Main(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 	case errors.As(err, &usage):
 		fmt.Fprintf(stderr, "posthorn: %v\nSee '%s --help'.\n", err, cmd.CommandPath())
 		return exitUsage
+	case meta.IsNoMatchError(err):
+		err = fmt.Errorf("%w: is Posthorn installed in this cluster? Its CustomResourceDefinitions are not", err)
 	}
 	fmt.Fprintf(stderr, "posthorn: %v\n", err)
 	if errors.Is(err, syscall.EADDRINUSE) {

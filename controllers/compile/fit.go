@@ -78,7 +78,7 @@ func (v Verdicts) fit(c liveconfig.Config, encodedBytes int, last liveconfig.Con
 	for _, d := range fitting.Destinations {
 		if verdict := v.Destinations[d.Name]; d.Revision != verdict.Revision {
 			verdict.Revision, verdict.State = d.Revision, d.State
-			v.Destinations[d.Name] = verdict.refuse(message("this destination is held, and its messages are kept up to the retry window"))
+			v.Destinations[d.Name] = verdict.refuse(message("this destination is held"))
 		}
 	}
 	for _, cut := range cuts[:n] {
