@@ -158,7 +158,7 @@ func (r *configReconciler) wrote(tenant, resourceVersion string) bool {
 	return r.written[tenant].resourceVersion == resourceVersion
 }
 
-// +kubebuilder:rbac:groups=posthorn.dev,resources=sources;webhookdestinations;audiences;deletionrequests,verbs=get;list;watch
+// +kubebuilder:rbac:groups=posthorn.dev,resources=sources;webhookdestinations;audiences;deletionrequests,verbs=list;watch
 // +kubebuilder:rbac:groups="",resources=secrets,verbs=get;list;watch
 // +kubebuilder:rbac:groups="",resources=secrets,namespace=posthorn-system,verbs=create;patch;delete
 // +kubebuilder:rbac:groups=coordination.k8s.io,resources=leases,namespace=posthorn-system,verbs=get;create;update

@@ -33,7 +33,7 @@ type clusterPods struct {
 	port      int
 }
 
-// +kubebuilder:rbac:groups="",resources=pods,namespace=posthorn-system,verbs=get;list;watch
+// +kubebuilder:rbac:groups="",resources=pods,namespace=posthorn-system,verbs=list;watch
 
 // Ready implements Pods.
 func (c clusterPods) Ready(ctx context.Context) ([]Pod, error) {

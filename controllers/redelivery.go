@@ -87,7 +87,7 @@ func setupRedelivery(mgr manager.Manager, o Options, way http.RoundTripper) erro
 		Complete(r)
 }
 
-// +kubebuilder:rbac:groups=posthorn.dev,resources=redeliveries,verbs=get;list;watch;delete
+// +kubebuilder:rbac:groups=posthorn.dev,resources=redeliveries,verbs=list;watch;delete
 // +kubebuilder:rbac:groups=posthorn.dev,resources=redeliveries/status,verbs=update
 // +kubebuilder:rbac:urls=/deadletters/redeliver,verbs=post
 
