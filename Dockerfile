@@ -14,6 +14,7 @@ FROM gcr.io/distroless/static:nonroot
 COPY --from=build /posthorn /posthorn
 # Without a volume the store lives here.
 COPY --from=build --chown=65532:65532 /data /var/lib/posthorn
+ENV PATH=/
 USER 65532:65532
 EXPOSE 8080 8081 8443
 ENTRYPOINT ["/posthorn"]

@@ -85,6 +85,7 @@ func TestImage(t *testing.T) {
 				Config           struct {
 					User       string
 					Entrypoint []string
+					Env        []string
 				}
 			}
 			if err := json.Unmarshal(files[manifest[0].Config].data, &config); err != nil {
@@ -95,7 +96,7 @@ func TestImage(t *testing.T) {
 			}
 			// It runs as what the Dockerfile makes.
 			entrypoint, _ := json.Marshal(config.Config.Entrypoint)
-			for _, line := range []string{"USER " + config.Config.User, "ENTRYPOINT " + string(entrypoint)} {
+			for _, line := range []string{"USER " + config.Config.User, "ENTRYPOINT " + string(entrypoint), "ENV " + strings.Join(config.Config.Env, " ")} {
 				if !strings.Contains(string(dockerfile), "\n"+line+"\n") {
 					t.Errorf("the Dockerfile does not say %q", line)
 				}
