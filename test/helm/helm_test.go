@@ -246,6 +246,13 @@ func TestRefusedValues(t *testing.T) {
 	}
 }
 
+// A chart that depends on this one may switch it by a condition, which Helm then hands on.
+func TestAsADependency(t *testing.T) {
+	if _, err := render("--set", "enabled=true,global.imageRegistry=registry.internal"); err != nil {
+		t.Error(err)
+	}
+}
+
 // The notes tell where calls go and the next commands, under the release's own names.
 func TestNotes(t *testing.T) {
 	server, err := server()

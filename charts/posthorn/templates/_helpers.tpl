@@ -44,7 +44,7 @@ namespace: {{ .root.Release.Namespace }}
 {{- end }}
 labels:
   {{- include "posthorn.labels" . | nindent 2 }}
-{{- $annotations := mergeOverwrite (dict) .root.Values.commonAnnotations (default (dict) .annotations) }}
+{{- $annotations := mergeOverwrite (dict) (default (dict) .root.Values.commonAnnotations) (default (dict) .annotations) }}
 {{- with $annotations }}
 annotations:
   {{- toYaml . | nindent 2 }}
@@ -90,20 +90,25 @@ topologySpreadConstraints:
       {{- include "posthorn.selector" $ | nindent 6 }}
 {{- end }}
 {{- end }}
-{{- with $c.nodeSelector }}
-nodeSelector:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with $c.tolerations }}
-tolerations:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
+{{- include "posthorn.nodes" $c }}
 {{- with $c.affinity }}
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $c.priorityClassName }}
 priorityClassName: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* The nodes that pods may run on. */}}
+{{- define "posthorn.nodes" -}}
+{{- with .nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
