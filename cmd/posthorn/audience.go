@@ -179,6 +179,7 @@ type syncAnswer struct {
 	Members, Added, Removed, Changed, Resent int64
 	Sent, DryRun                             bool
 	Unsent                                   int64
+	Waits                                    string
 	Error                                    struct {
 		Code, Message string
 		Line          int64
@@ -223,8 +224,7 @@ func tellSync(out io.Writer, resp *http.Response) (sync string, sent bool, err e
 
 // awaitSent waits until every identify call of a sync is in the queue.
 func awaitSent(cmd *cobra.Command, client *http.Client, to intake, members, sync string) error {
-	var done atomic.Int64
-	var all int64 = -1
+	var last atomic.Pointer[syncAnswer]
 	stop := func() {}
 	defer func() { stop() }()
 	for failures := 0; ; {
@@ -239,13 +239,11 @@ func awaitSent(cmd *cobra.Command, client *http.Client, to intake, members, sync
 			}
 		case a.Sync != sync || a.Sent:
 			return nil
-		case all < 0:
-			all = a.Added + a.Removed + a.Changed + a.Resent
-			stop = showProgress(cmd.ErrOrStderr(), func() string { return toldLine(done.Load(), all) })
-			fallthrough
 		default:
 			failures = 0
-			done.Store(all - a.Unsent)
+			if last.Swap(&a) == nil {
+				stop = showProgress(cmd.ErrOrStderr(), func() string { return toldLine(last.Load()) })
+			}
 		}
 		select {
 		case <-cmd.Context().Done():
@@ -323,14 +321,21 @@ func sentLine(sent, size int64, end bool) string {
 	return line
 }
 
-// toldLine says how many of all identify calls are in the queue.
-func toldLine(told, all int64) string {
-	return fmt.Sprintf("%s  %d of %d told", bar(told, all), told, all)
+// toldLine says how many of all identify calls are in the queue, and what the rest waits for.
+func toldLine(a *syncAnswer) string {
+	all := a.Added + a.Removed + a.Changed + a.Resent
+	line := fmt.Sprintf("%s  %d of %d told", bar(all-a.Unsent, all), all-a.Unsent, all)
+	if a.Waits != "" {
+		line += "; " + a.Waits
+	}
+	return line
 }
 
 func bar(done, all int64) string {
 	const width = 30
-	done = min(done, all)
+	if done >= all {
+		done, all = 1, 1
+	}
 	full := int(width * done / all)
 	return fmt.Sprintf("[%s%s] %3d %%", strings.Repeat("#", full), strings.Repeat(".", width-full), 100*done/all)
 }

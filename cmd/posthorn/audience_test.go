@@ -50,8 +50,14 @@ func TestProgressLines(t *testing.T) {
 			t.Errorf("%q, want %q", got, c.want)
 		}
 	}
-	if got, want := toldLine(150, 1000), "[####..........................]  15 %  150 of 1000 told"; got != want {
-		t.Errorf("%q, want %q", got, want)
+	for want, a := range map[string]syncAnswer{
+		"[####..........................]  15 %  150 of 1000 told":                        {Added: 600, Removed: 400, Unsent: 850},
+		"[####..........................]  15 %  150 of 1000 told; storage is filling up": {Added: 600, Removed: 400, Unsent: 850, Waits: "storage is filling up"},
+		"[##############################] 100 %  0 of 0 told":                             {},
+	} {
+		if got := toldLine(&a); got != want {
+			t.Errorf("%q, want %q", got, want)
+		}
 	}
 }
 
@@ -79,7 +85,7 @@ func TestProgressOnATerminal(t *testing.T) {
 	}
 	defer file.Close()
 	var drawn atomic.Int64
-	line := func() string { return toldLine(drawn.Add(1), 10) }
+	line := func() string { return toldLine(&syncAnswer{Added: 10, Unsent: 10 - drawn.Add(1)}) }
 	stopFile := showProgress(file, func() string { t.Error("it is drawn into a file"); return "" })
 	stop := showProgress(terminal, line)
 	for drawn.Load() < 3 {
