@@ -77,13 +77,15 @@ func newAudienceSync(way calling) *cobra.Command {
 
 The file lists all members, in any order; who is missing has left. A file that
 ends in .gz is sent as it is. With --increment the lines only add members, or
-remove them with {"userId": "u1", "member": false}.
+remove them with {"userId": "u1", "member": false}. Of a pipe it cannot be told
+whether the program before it wrote all: rather write a file first.
 
 A sync takes effect as a whole or not at all. Who it is to be told of is decided
 at once; the identify calls follow at the pace of the destinations, and --wait
 waits for them. KEY is the audience's key; see 'posthorn get audiences -o wide'.`,
 		Example: `  posthorn audience sync first_time_shoppers members.ndjson --write-key demo
-  psql -Atc "select json_build_object('userId', id) from shoppers" | posthorn audience sync first_time_shoppers - --write-key demo`,
+  psql -Atc "select json_build_object('userId', id) from shoppers" >members.ndjson &&
+    posthorn audience sync first_time_shoppers members.ndjson --write-key demo`,
 		Args: exactArgs("KEY", "FILE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			body, size := cmd.InOrStdin(), int64(-1)

@@ -918,6 +918,31 @@ func TestDamagedMembersAreNotCompared(t *testing.T) {
 	r.told()
 }
 
+// What the answer to a damaged state advises helps: the audience starts afresh, and nobody is told to have left.
+func TestDamagedStateIsGivenUp(t *testing.T) {
+	for _, file := range []string{stateFile, pendingFile} {
+		dir := t.TempDir()
+		r := newRig(t, dir, newLog(), nil)
+		r.sync(shoppers, "a", "b")
+		r.end()
+		folder := filepath.Dir(glob(t, dir, stateFile)[0])
+		if err := os.WriteFile(filepath.Join(folder, file), []byte("{"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		r = newRig(t, dir, newLog(), func(o *Options) { o.OrphanGrace = time.Millisecond })
+		if a := r.do(http.MethodPut, shoppers, "web-key", ids("b", "c")); a.status != http.StatusInternalServerError || a.Error.Code != "state_damaged" || !strings.Contains(a.Error.Message, "delete the Audience") {
+			t.Errorf("%s: %+v", file, a)
+		}
+		c := config()
+		c.Audiences = c.Audiences[1:]
+		r.set(c)
+		r.eventually(func() bool { _, err := os.Stat(folder); return errors.Is(err, os.ErrNotExist) })
+		r.set(config())
+		r.sync(shoppers, "b", "c")
+		r.told("b shoppers=true", "c shoppers=true")
+	}
+}
+
 // Of a user whom a deletion request suppresses nothing is told.
 func TestSuppressedMember(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
