@@ -33,9 +33,11 @@ const (
 	// A yes is remembered longer than a no: rights are taken away seldom, and who
 	// was just given them should not wait.
 	allowTTL, denyTTL = time.Minute, 10 * time.Second
-	maxRemembered     = 4096
-	maxTokenBytes     = 16 << 10
-	reviewTimeout     = 5 * time.Second
+	// Whose token was let in is not held up, for so long, by those who make up tokens.
+	knownTTL      = 10 * time.Minute
+	maxRemembered = 4096
+	maxTokenBytes = 16 << 10
+	reviewTimeout = 5 * time.Second
 	// reviewsPerSecond bounds what callers without a remembered answer cost the API server.
 	reviewsPerSecond, reviewsBurst = 20, 40
 )
@@ -45,6 +47,7 @@ type Guard struct {
 	client  kubernetes.Interface
 	log     *slog.Logger
 	answers *cache.LRUExpireCache
+	known   *cache.LRUExpireCache // hashes of tokens that were let in
 	asking  singleflight.Group
 	limit   *rate.Limiter
 }
@@ -63,18 +66,19 @@ type question struct {
 
 // New makes a Guard. The client needs the right to create TokenReviews and SubjectAccessReviews.
 func New(client kubernetes.Interface, log *slog.Logger) *Guard {
-	return newGuard(client, log, nil)
+	return newGuard(client, log, realClock{})
 }
 
 func newGuard(client kubernetes.Interface, log *slog.Logger, clock cache.Clock) *Guard {
-	g := &Guard{client: client, log: log, limit: rate.NewLimiter(reviewsPerSecond, reviewsBurst)}
-	if clock == nil {
-		g.answers = cache.NewLRUExpireCache(maxRemembered)
-	} else {
-		g.answers = cache.NewLRUExpireCacheWithClock(maxRemembered, clock)
+	return &Guard{
+		client: client, log: log, limit: rate.NewLimiter(reviewsPerSecond, reviewsBurst),
+		answers: cache.NewLRUExpireCacheWithClock(maxRemembered, clock), known: cache.NewLRUExpireCacheWithClock(maxRemembered, clock),
 	}
-	return g
 }
+
+type realClock struct{}
+
+func (realClock) Now() time.Time { return time.Now() }
 
 // Wrap serves next to callers whom Kubernetes allows the request: the verb is
 // the method in lower case, the path a non-resource URL. Others get 401 or 403,
@@ -130,9 +134,12 @@ func (g *Guard) decide(ctx context.Context, token, verb, path string) (answer, e
 		if err != nil {
 			return answer{}, err
 		}
-		ttl := allowTTL
-		if a.status != http.StatusOK {
-			ttl = denyTTL
+		ttl := denyTTL
+		if a.status == http.StatusOK {
+			ttl = allowTTL
+			g.known.Add(q.token, nil, knownTTL)
+		} else {
+			g.known.Remove(q.token)
 		}
 		g.answers.Add(q, a, ttl)
 		return a, nil
@@ -146,7 +153,7 @@ func (g *Guard) decide(ctx context.Context, token, verb, path string) (answer, e
 }
 
 func (g *Guard) ask(ctx context.Context, q question, token string) (answer, error) {
-	if err := g.limit.Wait(ctx); err != nil {
+	if _, known := g.known.Get(q.token); !known && g.limit.Wait(ctx) != nil {
 		return answer{}, errors.New("too many requests with new tokens")
 	}
 	wanted := audiences(token)

@@ -227,6 +227,50 @@ func TestMemory(t *testing.T) {
 	expect("an audience that nobody confirms", get(claims, "/report"), 401, 9, 6)
 }
 
+// Strangers who make up tokens must not keep out who was let in before.
+func TestAFloodOfTokensHarmsNobodyKnown(t *testing.T) {
+	client := fake.NewClientset()
+	client.PrependReactor("create", "tokenreviews", func(a clienttesting.Action) (bool, runtime.Object, error) {
+		review := a.(clienttesting.CreateAction).GetObject().(*authenticationv1.TokenReview).DeepCopy()
+		review.Status.Authenticated = review.Spec.Token == "operator"
+		return true, review, nil
+	})
+	client.PrependReactor("create", "subjectaccessreviews", func(a clienttesting.Action) (bool, runtime.Object, error) {
+		review := a.(clienttesting.CreateAction).GetObject().(*authorizationv1.SubjectAccessReview).DeepCopy()
+		review.Status.Allowed = true
+		return true, review, nil
+	})
+	now := &clock{time.Unix(1_700_000_000, 0)}
+	guard := newGuard(client, quiet(), now)
+	get := func(token string) int {
+		request := httptest.NewRequest(http.MethodGet, "/report", nil)
+		request.Header.Set("Authorization", "Bearer "+token)
+		answer := httptest.NewRecorder()
+		guard.Wrap(secretPage).ServeHTTP(answer, request)
+		return answer.Code
+	}
+	if code := get("operator"); code != http.StatusOK {
+		t.Fatal(code)
+	}
+	guard.limit.SetLimit(0) // What strangers may ask for is used up.
+	for guard.limit.Allow() {
+		continue
+	}
+	if code := get("stranger"); code != http.StatusServiceUnavailable {
+		t.Errorf("a stranger got %d beyond the limit, want 503", code)
+	}
+	for range 3 {
+		now.now = now.now.Add(allowTTL + time.Second)
+		if code := get("operator"); code != http.StatusOK {
+			t.Errorf("who was let in a minute ago got %d, want 200", code)
+		}
+	}
+	now.now = now.now.Add(knownTTL + time.Second)
+	if code := get("operator"); code != http.StatusServiceUnavailable {
+		t.Errorf("who was let in long ago got %d, want 503", code)
+	}
+}
+
 func TestAudiences(t *testing.T) {
 	for token, ours := range map[string]bool{
 		"":    false,
