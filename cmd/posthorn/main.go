@@ -18,6 +18,7 @@ import (
 	"syscall"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"k8s.io/apimachinery/pkg/api/meta"
 )
 
@@ -125,7 +126,27 @@ func newPlugin() *cobra.Command {
 func asRoot(root *cobra.Command) {
 	root.Version = buildVersion()
 	root.SilenceErrors, root.SilenceUsage = true, true
-	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{explainFlag(err)} })
+}
+
+// explainFlag says what a flag takes, where the library tells how it failed to read it.
+func explainFlag(err error) error {
+	invalid, ok := errors.AsType[*pflag.InvalidValueError](err)
+	if !ok {
+		return err
+	}
+	flag, rule := invalid.GetFlag(), errors.Unwrap(invalid).Error()
+	switch flag.Value.Type() {
+	case "int", "int32", "int64":
+		rule = "use a whole number"
+	case "float64":
+		rule = "use a number"
+	case "duration":
+		rule = "use a duration like 90s, 10m or 2h"
+	case "bool":
+		rule = "use true or false"
+	}
+	return fmt.Errorf("--%s %q: %s", flag.Name, invalid.GetValue(), rule)
 }
 
 // onlyCommands are the arguments of a command that does nothing by itself.

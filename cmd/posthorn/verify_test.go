@@ -50,15 +50,6 @@ func TestVerifyNamesTheCause(t *testing.T) {
 	}
 }
 
-func TestTooManyArguments(t *testing.T) {
-	for _, args := range [][]string{{"verify", "a", "b"}, {"tail", "a", "b"}, {"attempts", "a", "b"}, {"compile", "a"}} {
-		var out bytes.Buffer
-		if code := Main(args, strings.NewReader(""), &out, &out); code != exitUsage || !strings.Contains(out.String(), "unexpected argument") {
-			t.Errorf("%v: exit code %d:\n%s", args, code, out.String())
-		}
-	}
-}
-
 // The sink takes what Posthorn signs under each scheme, between two secrets under
 // either, and nothing that another signed.
 func TestSinkVerifies(t *testing.T) {
