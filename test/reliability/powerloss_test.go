@@ -20,8 +20,8 @@ import (
 )
 
 // TestPowerLoss cuts the power of a dispatcher under load, again and again, on
-// a file system that keeps a random part of what was not synced. Whatever the
-// moment, also while it starts: every call answered 200 arrives or becomes a
+// a file system that keeps a random part of what was not synced, while its config
+// changes. Whatever the moment, also while it starts: every call answered 200 arrives or becomes a
 // dead letter by the receiver's own will, a call sent again after the cut is
 // not taken twice, the ledger adds up at every start, and only what was in
 // flight or not yet written as delivered arrives twice.
@@ -209,9 +209,7 @@ func (w *world) live(l *life, n int, pending *[4][]string) {
 		})
 	}
 	if !last {
-		select {
-		case <-l.cut:
-		case <-time.After(patience):
+		if !w.change(l, r, destinations) {
 			t.Errorf("life %d never came to its cut: operations %d, answers %d, deliveries %d left", n, l.operations, l.answers, l.deliveries)
 			w.mu.Lock()
 			w.die()
@@ -235,6 +233,35 @@ func (w *world) live(l *life, n int, pending *[4][]string) {
 		return nil
 	})
 	w.conclude(r)
+}
+
+// change changes the config again and again until the cut, which it waits for:
+// destinations are disabled, limited, and gone for a moment.
+func (w *world) change(l *life, r *running, destinations []liveconfig.Destination) bool {
+	for deadline := time.Now().Add(patience); time.Now().Before(deadline); {
+		select {
+		case <-l.cut:
+			return true
+		case <-time.After(time.Duration(w.rnd.IntN(1<<w.rnd.IntN(10))) * time.Millisecond):
+		}
+		var changed []liveconfig.Destination
+		for _, d := range destinations {
+			d.Revision = fmt.Sprint(w.rnd.Uint64())
+			switch w.rnd.IntN(8) {
+			case 0:
+				continue
+			case 1:
+				d.State = liveconfig.Disabled
+			case 2:
+				d.Delivery.MaxInFlight = 1 + w.rnd.IntN(maxInFlight)
+			case 3:
+				d.Delivery.RequestsPerSecond = 100 + w.rnd.IntN(1000)
+			}
+			changed = append(changed, d)
+		}
+		r.set(w.t, config([]liveconfig.Source{source("web")}, changed...))
+	}
+	return false
 }
 
 // changing counts an operation of the file system towards the cut.
