@@ -8,6 +8,7 @@ import (
 	"crypto/sha1"
 	"encoding/hex"
 	"encoding/json"
+	"fmt"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -268,6 +269,13 @@ spec: {writeKeySecretRef: {name: ios-key, key: writeKey}}
 			{"operator", "create", "pods", system, "no"},
 		} {
 			Expect(can(c.account, c.verb, c.resource, c.namespace)).To(Equal(c.want), "%s %s %s in %s", c.account, c.verb, c.resource, c.namespace)
+		}
+
+		By("metrics are not for callers without a token")
+		for component, port := range map[string]int{"operator": 8080, "dispatcher": 8081} {
+			pod := strings.Fields(pods(component))[0]
+			_, err := command("", "kubectl", "get", "--raw", fmt.Sprintf("/api/v1/namespaces/%s/pods/https:%s:%d/proxy/metrics", system, pod, port))
+			Expect(err).To(MatchError(ContainSubstring("You must be logged in")), component)
 		}
 	})
 })

@@ -19,7 +19,7 @@ import (
 )
 
 var _ = Describe("Nothing is lost", Serial, func() {
-	It("when the dispatcher is killed under load, and its volume comes back", func() {
+	It("when the dispatcher is killed under load or its node drained, and its volume comes back", func() {
 		t, s := running("killed")
 		volume := func() string {
 			return kubectl("-n", system, "get", "pvc/data-posthorn-dispatcher-0", "-o", "jsonpath={.spec.volumeName}")
@@ -35,7 +35,7 @@ var _ = Describe("Nothing is lost", Serial, func() {
 
 		load.arrived(s)
 
-		By("killing it once more, while messages wait")
+		By("draining its node, while messages wait")
 		s.stop()
 		var batch []string
 		for i := range 50 {
@@ -43,7 +43,12 @@ var _ = Describe("Nothing is lost", Serial, func() {
 		}
 		out, err := t.posthorn("", "send", "batch", "--endpoint="+ingest, `--json={"batch":[`+strings.Join(batch, ",")+`]}`)
 		Expect(err).NotTo(HaveOccurred(), out)
-		killDispatcher()
+		node := kubectl("-n", system, "get", "pod/posthorn-dispatcher-0", "-o", "jsonpath={.spec.nodeName}")
+		DeferCleanup(func() { kubectl("uncordon", node) })
+		// One replica, and its PodDisruptionBudget lets it go.
+		kubectl("drain", node, "--pod-selector=app.kubernetes.io/name=posthorn,app.kubernetes.io/component=dispatcher", "--timeout=1m")
+		kubectl("uncordon", node)
+		ready(dispatcher)
 		s.start("s3cret")
 		Eventually(func() int {
 			ids := s.ids()["Waiting"]
