@@ -1,6 +1,7 @@
 // Package docs runs what the documentation shows: every manifest is compiled,
-// every link leads somewhere, and every block of commands is run, by the tests
-// of this package against `posthorn run` or by test/e2e on a cluster.
+// every link leads somewhere, every table of fields, reasons, codes, alerts and
+// limits is compared with the code, and every block of commands is run, by the
+// tests of this package against `posthorn run` or by test/e2e on a cluster.
 //
 // A block of commands is one in the language sh, or console where a command
 // begins with "$ " and its output follows. Those of the pages on clusters are run
