@@ -302,3 +302,33 @@ func TestValuesExist(t *testing.T) {
 		t.Errorf("only %d values were found in the pages", named)
 	}
 }
+
+// Every option and every error of the client library.
+func TestClientIsDocumented(t *testing.T) {
+	files, err := filepath.Glob(filepath.Join(root, "analytics", "*.go"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	inCode := map[string]bool{}
+	for _, file := range files {
+		if strings.HasSuffix(file, "_test.go") {
+			continue
+		}
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range regexp.MustCompile(`(?m)^func ([A-Z]\w*)\(.*\) Option\b|^(?:var |\t)(Err[A-Z]\w*) +(?:error )?=|^type ([A-Z]\w*Error) `).FindAllStringSubmatch(string(text), -1) {
+			inCode[m[1]+m[2]+m[3]] = true
+		}
+	}
+	page := read(t, "docs", "go-client.md")
+	for name := range inCode {
+		if !regexp.MustCompile("`[^`]*\\b" + name + "\\b").MatchString(page) {
+			t.Errorf("docs/go-client.md does not name %s", name)
+		}
+	}
+	if len(inCode) < 20 {
+		t.Errorf("only %v were found in the code", inCode)
+	}
+}
