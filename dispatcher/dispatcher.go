@@ -14,12 +14,14 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"log"
 	"log/slog"
 	"math"
 	"net"
 	"net/http"
 	"net/netip"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -240,6 +242,8 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	}
 	adminServer := admin.NewServer(adminOptions)
 	ingest.Bound(adminServer, 256)
+	main.ErrorLog = log.New(serverLog{d.log}, "", 0)
+	adminServer.ErrorLog = main.ErrorLog
 	engineCtx, stopEngine := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopEngine()
 	group, groupCtx := errgroup.WithContext(ctx)
@@ -307,6 +311,15 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		err = closeErr
 	}
 	return err
+}
+
+// serverLog takes what net/http says of connections, which names each peer, as
+// one message: so that a log which bounds its messages bounds these, too.
+type serverLog struct{ to *slog.Logger }
+
+func (l serverLog) Write(line []byte) (int, error) {
+	l.to.Warn("a connection failed", "error", strings.TrimSpace(string(line)))
+	return len(line), nil
 }
 
 // closeGrace is what deliveries get to be settled after they were drained.

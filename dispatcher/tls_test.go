@@ -3,11 +3,51 @@ package dispatcher
 import (
 	"context"
 	"crypto/tls"
+	"io"
+	"log/slog"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"testing"
 )
+
+// What net/http says of its connections goes where all else is logged.
+func TestConnectionsThatFailAreLogged(t *testing.T) {
+	certificate := httptest.NewUnstartedServer(nil)
+	certificate.StartTLS()
+	defer certificate.Close()
+	config := &tls.Config{MinVersion: tls.VersionTLS12, Certificates: certificate.TLS.Certificates}
+	lines := make(chan string, 100)
+	d, _ := started(t, t.TempDir(), func(o *Options) {
+		o.TLSListen, o.TLS, o.AdminTLS = "127.0.0.1:0", config, config
+		o.Logger = slog.New(slog.NewJSONHandler(lineWriter(lines), nil))
+	})
+	for _, addr := range []net.Addr{d.TLSAddr(), d.AdminAddr()} {
+		c, err := net.Dial("tcp", addr.String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, _ = io.WriteString(c, "no TLS at all\n")
+		peer := c.LocalAddr().String()
+		for line := range lines {
+			if strings.Contains(line, `"msg":"a connection failed"`) && strings.Contains(line, peer) {
+				break
+			}
+		}
+		_ = c.Close()
+	}
+}
+
+type lineWriter chan string
+
+func (w lineWriter) Write(line []byte) (int, error) {
+	select {
+	case w <- string(line):
+	default:
+	}
+	return len(line), nil
+}
 
 // Calls are taken over TLS as well: HTTP/1.1 and HTTP/2, as the client can.
 func TestCallsOverTLS(t *testing.T) {

@@ -187,8 +187,7 @@ func NewServer(h http.Handler) *http.Server {
 		ReadTimeout: 30 * time.Second, WriteTimeout: 90 * time.Second, IdleTimeout: 3 * time.Minute,
 		MaxHeaderBytes: 8 << 10, // net/http reads 4 KB more
 		// A connection keeps a buffer of the largest frame that was announced to it.
-		HTTP2:    &http.HTTP2Config{MaxConcurrentStreams: 100, MaxReadFrameSize: 16 << 10},
-		ErrorLog: slog.NewLogLogger(slog.Default().Handler(), slog.LevelWarn),
+		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: 100, MaxReadFrameSize: 16 << 10},
 	}
 	Bound(s, maxConnections)
 	return s
