@@ -469,7 +469,7 @@ func (s *storm) change() {
 	case n == 5:
 		d.Delivery.RequestsPerSecond = s.rnd.IntN(3) * (1 + s.rnd.IntN(100))
 	case n == 6:
-		d.Delivery.RetryWindowMS = time.Duration(5*time.Minute + time.Duration(s.rnd.IntN(60))*time.Minute).Milliseconds()
+		d.Delivery.RetryWindowMS = int64(5+s.rnd.IntN(60)) * time.Minute.Milliseconds()
 	case name == one:
 		d.Endpoints = slices.Clone(d.Endpoints)
 		d.Endpoints[0].URL = liveconfig.NewSecret(fmt.Sprintf("http://one-0.test/%d", s.rnd.IntN(3)))
