@@ -288,7 +288,7 @@ func TestForeignFilesFillTheDisk(t *testing.T) {
 		t.Run(fmt.Sprintf("restart=%t", restart), func(t *testing.T) {
 			disk := smallDisk(t)
 			var box inbox
-			r := &child{t: t, dir: disk, url: receive(t, box.ServeHTTP).url}
+			r := &child{t: t, dir: disk, url: receive(t, box.ServeHTTP).url, restless: true}
 			if err := r.start(); err != nil {
 				t.Fatal(err)
 			}
@@ -373,6 +373,7 @@ func TestForeignFilesFillTheDisk(t *testing.T) {
 type child struct {
 	t        *testing.T
 	dir, url string
+	restless bool // Its config changes all the time.
 	starts   int
 	cmd      *exec.Cmd
 	exited   chan error
@@ -383,7 +384,7 @@ type child struct {
 
 type childAddrs struct{ Calls, Admin string }
 
-const childDir, childURL = "POSTHORN_CHILD_DIR", "POSTHORN_CHILD_URL"
+const childDir, childURL, childRestless = "POSTHORN_CHILD_DIR", "POSTHORN_CHILD_URL", "POSTHORN_CHILD_RESTLESS"
 
 // TestChild is not a test: it is the process that child starts.
 func TestChild(t *testing.T) {
@@ -391,17 +392,33 @@ func TestChild(t *testing.T) {
 	if dir == "" {
 		t.Skip("the other tests start it")
 	}
-	d, err := dispatcher.New(options(t, filepath.Join(dir, "data"), pebblestore.Options{}))
+	o := options(t, filepath.Join(dir, "data"), pebblestore.Options{})
+	o.OrphanGrace = time.Second
+	d, err := dispatcher.New(o)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
-	data, _, err := liveconfig.Encode(config([]liveconfig.Source{source("web")}, destination("crm", "web", os.Getenv(childURL))))
-	if err != nil {
-		t.Fatal(err)
+	set := func(destinations ...liveconfig.Destination) {
+		data, _, err := liveconfig.Encode(config([]liveconfig.Source{source("web")}, destinations...))
+		if err != nil {
+			panic(err)
+		}
+		d.Set(tenant, data)
 	}
-	d.Set(tenant, data)
+	crm := destination("crm", "web", os.Getenv(childURL))
+	set(crm)
 	d.Synced()
+	if os.Getenv(childRestless) != "" {
+		// Every change opens a lane and drops one.
+		go func() {
+			for n := 0; ; n++ {
+				crm.Delivery.MaxInFlight = 1 + n%16
+				set(crm, destination(fmt.Sprint("other-", n), "web", os.Getenv(childURL)))
+				time.Sleep(200 * time.Millisecond)
+			}
+		}()
+	}
 	ctx, stop := signal.NotifyContext(t.Context(), syscall.SIGTERM)
 	defer stop()
 	line, _ := json.Marshal(childAddrs{d.Addr().String(), d.AdminAddr().String()})
@@ -419,6 +436,9 @@ func (c *child) start() error {
 	c.starts++
 	c.cmd = exec.CommandContext(context.Background(), os.Args[0], "-test.run=^TestChild$")
 	c.cmd.Env = append(os.Environ(), childDir+"="+c.dir, childURL+"="+c.url)
+	if c.restless {
+		c.cmd.Env = append(c.cmd.Env, childRestless+"=yes")
+	}
 	var said bytes.Buffer
 	c.cmd.Stderr = &said
 	out, err := c.cmd.StdoutPipe()
