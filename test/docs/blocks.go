@@ -1,5 +1,5 @@
-// Package docs runs what the documentation shows: every manifest is compiled,
-// every link leads somewhere, every table of fields, reasons, codes, alerts and
+// Package docs runs what the documentation shows: every manifest and every use
+// of the Go client is compiled, every link leads somewhere, every table of fields, reasons, codes, alerts and
 // limits is compared with the code, and every block of commands is run, by the
 // tests of this package against `posthorn run` or by test/e2e on a cluster.
 //

@@ -1,0 +1,54 @@
+package docs
+
+import (
+	"errors"
+	"fmt"
+	"go/ast"
+	"go/importer"
+	"go/parser"
+	"go/token"
+	"go/types"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// What docs/go-client.md shows compiles against the library as it is.
+func TestGoClientExamplesCompile(t *testing.T) {
+	blocks, err := Blocks(root, filepath.Join("docs", "go-client.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	files := token.NewFileSet()
+	from := importer.ForCompiler(files, "source", nil)
+	found := 0
+	for _, b := range blocks {
+		if b.Language != "go" {
+			continue
+		}
+		found++
+		text := strings.ReplaceAll(b.Text, "…", "")
+		if strings.HasPrefix(text, "&") {
+			text = "_ = " + text
+		}
+		// What a fragment uses and does not declare. Unused imports and variables are let pass.
+		file, err := parser.ParseFile(files, fmt.Sprintf("%s:%d", b.Page, b.Line), `package example
+import ("context"; "errors"; "time"; "github.com/posthorn/posthorn/analytics"; "github.com/posthorn/posthorn/analytics/analyticstest")
+func example(client *analytics.Client, save func([]byte), codeUnderTest func(*analytics.Client)) {{
+`+text+`
+}}`, 0)
+		if err != nil {
+			t.Error(err)
+			continue
+		}
+		config := types.Config{Importer: from, Error: func(err error) {
+			if fault, ok := errors.AsType[types.Error](err); !ok || !fault.Soft {
+				t.Error(err)
+			}
+		}}
+		_, _ = config.Check("example", files, []*ast.File{file}, nil)
+	}
+	if found < 4 {
+		t.Errorf("only %d examples were found", found)
+	}
+}
