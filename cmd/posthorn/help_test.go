@@ -28,14 +28,13 @@ func TestHelp(t *testing.T) {
 			return
 		}
 		seen++
-		if c.Example == "" {
+		if !strings.Contains(c.Example, called+" ") {
 			t.Errorf("%s: no example", c.CommandPath())
 		}
 		for line := range strings.Lines(c.Example) {
 			i := strings.LastIndex(line, " "+called+" ")
 			if i < 0 {
-				t.Errorf("%s: %q is no example of it", c.CommandPath(), line)
-				continue
+				continue // what goes before
 			}
 			call, _, _ := strings.Cut(line[i+1+len(called):], " | ")
 			if found, _, err := root.Find(strings.Fields(strings.SplitN(call, " -", 2)[0])); err != nil || found != c {
