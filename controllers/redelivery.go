@@ -1,7 +1,6 @@
 package controllers
 
 import (
-	"bufio"
 	"bytes"
 	"context"
 	"encoding/json"
@@ -28,6 +27,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
 const (
@@ -393,7 +393,7 @@ func (run *redeliveryRun) try(r *redeliveryReconciler, name string, part func(fu
 		return true, nil
 	}
 	action.DryRun = false
-	progress, err := r.act(run.ctx, pods[at], action, func(a actionProgress) {
+	progress, err := r.act(run.ctx, pods[at], action, func(a liveconfig.DeadLetterProgress) {
 		moved = moved || a.Redelivered > 0
 		part(func(p *redeliveryPart) { p.Redelivered = base + a.Redelivered })
 	})
@@ -411,8 +411,8 @@ func (run *redeliveryRun) try(r *redeliveryReconciler, name string, part func(fu
 }
 
 // action is what a pod is asked to do.
-func (run *redeliveryRun) action(pods int) deadLetterAction {
-	a := deadLetterAction{Destination: run.namespace + "/" + run.spec.Destination, Rate: float64(run.spec.Rate) / float64(pods)}
+func (run *redeliveryRun) action(pods int) liveconfig.DeadLetterAction {
+	a := liveconfig.DeadLetterAction{Destination: run.namespace + "/" + run.spec.Destination, Rate: float64(run.spec.Rate) / float64(pods)}
 	// What failed after the start stays: it may have been redelivered already.
 	a.Selector.Until = run.started
 	if s := run.spec.Selector; s != nil {
@@ -430,30 +430,9 @@ func (run *redeliveryRun) action(pods int) deadLetterAction {
 	return a
 }
 
-// deadLetterAction and actionProgress are the admin API's Action and ActionProgress.
-type deadLetterAction struct {
-	Destination string `json:"destination"`
-	Selector    struct {
-		Reasons []string  `json:"reasons,omitempty"`
-		Types   []string  `json:"types,omitempty"`
-		Events  []string  `json:"events,omitempty"`
-		Since   time.Time `json:"since,omitzero"`
-		Until   time.Time `json:"until,omitzero"`
-	} `json:"selector"`
-	DryRun bool    `json:"dryRun,omitempty"`
-	Rate   float64 `json:"rate,omitempty"`
-}
-
-type actionProgress struct {
-	Matched     int64  `json:"matched"`
-	Redelivered int64  `json:"redelivered"`
-	Done        bool   `json:"done,omitempty"`
-	Error       string `json:"error,omitempty"`
-}
-
 // act has a pod do something with its dead letters and follows it to the end.
-func (r *redeliveryReconciler) act(ctx context.Context, pod Pod, a deadLetterAction, onProgress func(actionProgress)) (actionProgress, error) {
-	var p actionProgress
+func (r *redeliveryReconciler) act(ctx context.Context, pod Pod, a liveconfig.DeadLetterAction, onProgress func(liveconfig.DeadLetterProgress)) (liveconfig.DeadLetterProgress, error) {
+	var p liveconfig.DeadLetterProgress
 	body, err := json.Marshal(a)
 	if err != nil {
 		return p, err
@@ -471,22 +450,10 @@ func (r *redeliveryReconciler) act(ctx context.Context, pod Pod, a deadLetterAct
 		text, _ := io.ReadAll(io.LimitReader(response.Body, maxPodMessage))
 		return p, fmt.Errorf("%s: %s", response.Status, strings.TrimSpace(string(text)))
 	}
-	for lines := bufio.NewScanner(response.Body); lines.Scan(); {
-		p = actionProgress{}
-		if err := json.Unmarshal(lines.Bytes(), &p); err != nil {
-			return p, fmt.Errorf("decode progress: %w", err)
-		}
-		if onProgress != nil {
-			onProgress(p)
-		}
-		if p.Error != "" {
-			return p, errors.New(p.Error)
-		}
-		if p.Done {
-			return p, nil
-		}
+	if p, err = liveconfig.FollowDeadLetters(response.Body, onProgress); errors.Is(err, io.ErrUnexpectedEOF) {
+		err = errors.New("the pod ended before it was done")
 	}
-	return p, errors.New("the pod ended before it was done")
+	return p, err
 }
 
 // bounded cuts a text, not within a rune.

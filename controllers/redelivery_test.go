@@ -20,6 +20,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
 // letterBox is a dispatcher that has dead letters, of any destination.
@@ -36,7 +37,7 @@ type letterBox struct {
 	gate       chan struct{}
 	// refuse is the status of every answer, unless 0.
 	refuse  int
-	actions []deadLetterAction
+	actions []liveconfig.DeadLetterAction
 	aborted int
 }
 
@@ -59,7 +60,7 @@ func (b *letterBox) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		_ = json.NewEncoder(w).Encode(map[string]any{"pod": b.name, "ready": true})
 		return
 	}
-	var a deadLetterAction
+	var a liveconfig.DeadLetterAction
 	if r.Method != http.MethodPost || r.URL.Path != "/deadletters/redeliver" || json.NewDecoder(r.Body).Decode(&a) != nil {
 		http.Error(w, "what?", http.StatusBadRequest)
 		return
@@ -73,7 +74,7 @@ func (b *letterBox) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	out, control := json.NewEncoder(w), http.NewResponseController(w)
-	p := actionProgress{Matched: int64(matched)}
+	p := liveconfig.DeadLetterProgress{Matched: int64(matched)}
 	if !a.DryRun {
 		_ = control.Flush()
 		for p.Redelivered < int64(matched-stranded) {
@@ -208,7 +209,7 @@ func TestRedeliveryAction(t *testing.T) {
 		Destination: "crm", Rate: 100,
 		Selector: &v1alpha1.DeadLetterSelector{Since: at(500), Until: at(2000), Reasons: []string{"Expired"}, Types: []v1alpha1.CallType{"track"}, Events: []string{"E"}},
 	}}
-	var want deadLetterAction
+	var want liveconfig.DeadLetterAction
 	want.Destination, want.Rate = "shop/crm", 25
 	want.Selector.Since, want.Selector.Until = time.Unix(500, 0), time.Unix(1000, 0) // not beyond the start
 	want.Selector.Reasons, want.Selector.Types, want.Selector.Events = []string{"Expired"}, []string{"track"}, []string{"E"}

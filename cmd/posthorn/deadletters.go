@@ -20,6 +20,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/admin"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
 )
 
@@ -117,7 +118,7 @@ func newDeadLettersShow(way reaching) *cobra.Command {
 
 func newDeadLettersAction(way reaching, verb, short, done string) *cobra.Command {
 	var r reach
-	var a admin.Action
+	var a liveconfig.DeadLetterAction
 	var chosen selection
 	cmd := &cobra.Command{
 		Use:   verb + " DESTINATION [KEY...]",
@@ -139,7 +140,7 @@ With --dry-run they are only counted.`,
 			if err := chosen.parse("by key or with", args[1:]...); err != nil {
 				return err
 			}
-			a.Destination, a.Selector = query.Get("destination"), chosen.Selector
+			a.Destination, a.Selector = query.Get("destination"), chosen.DeadLetterSelector
 			return act(cmd, r, verb, done, a)
 		},
 	}
@@ -154,7 +155,7 @@ With --dry-run they are only counted.`,
 
 // selection is the flags that choose dead letters.
 type selection struct {
-	redelivery.Selector
+	liveconfig.DeadLetterSelector
 	all          bool
 	since, until string
 }
@@ -185,7 +186,7 @@ func (c *selection) parse(how string, keys ...string) (err error) {
 }
 
 // act has every dispatcher do something with dead letters and shows how far it is.
-func act(cmd *cobra.Command, r reach, verb, done string, a admin.Action) error {
+func act(cmd *cobra.Command, r reach, verb, done string, a liveconfig.DeadLetterAction) error {
 	targets, closeAll, err := r.open(cmd.Context())
 	if err != nil {
 		return err
@@ -195,23 +196,23 @@ func act(cmd *cobra.Command, r reach, verb, done string, a admin.Action) error {
 	if err != nil {
 		return err
 	}
-	var progress atomic.Pointer[redelivery.Progress]
-	progress.Store(&redelivery.Progress{})
+	var progress atomic.Pointer[liveconfig.DeadLetterProgress]
+	progress.Store(&liveconfig.DeadLetterProgress{})
 	hide := showProgress(cmd.ErrOrStderr(), func() string {
 		p := progress.Load()
 		return fmt.Sprintf("%d matched, %d %s", p.Matched, p.Redelivered, done)
 	})
-	var sum redelivery.Progress
-	plus := func(p redelivery.Progress) redelivery.Progress {
-		return redelivery.Progress{Matched: sum.Matched + p.Matched, Redelivered: sum.Redelivered + p.Redelivered, Bytes: sum.Bytes + p.Bytes}
+	var sum liveconfig.DeadLetterProgress
+	plus := func(p liveconfig.DeadLetterProgress) liveconfig.DeadLetterProgress {
+		return liveconfig.DeadLetterProgress{Matched: sum.Matched + p.Matched, Redelivered: sum.Redelivered + p.Redelivered, Bytes: sum.Bytes + p.Bytes}
 	}
 	for _, t := range targets {
-		var last admin.ActionProgress
-		last, err = actOn(cmd.Context(), t, verb, body, func(p admin.ActionProgress) {
-			now := plus(p.Progress)
+		var last liveconfig.DeadLetterProgress
+		last, err = actOn(cmd.Context(), t, verb, body, func(p liveconfig.DeadLetterProgress) {
+			now := plus(p)
 			progress.Store(&now)
 		})
-		sum = plus(last.Progress)
+		sum = plus(last)
 		if err != nil {
 			err = named(t, err)
 			break
@@ -230,30 +231,16 @@ func act(cmd *cobra.Command, r reach, verb, done string, a admin.Action) error {
 }
 
 // actOn has one dispatcher do it, and returns the last it said.
-func actOn(ctx context.Context, t target, verb string, body []byte, onProgress func(admin.ActionProgress)) (p admin.ActionProgress, err error) {
+func actOn(ctx context.Context, t target, verb string, body []byte, onProgress func(liveconfig.DeadLetterProgress)) (p liveconfig.DeadLetterProgress, err error) {
 	resp, err := t.do(ctx, http.MethodPost, "/deadletters/"+verb, "application/x-ndjson", bytes.NewReader(body))
 	if err != nil {
 		return p, err
 	}
 	defer resp.Body.Close()
-	lines := bufio.NewScanner(resp.Body)
-	for lines.Scan() {
-		p = admin.ActionProgress{}
-		if err := json.Unmarshal(lines.Bytes(), &p); err != nil {
-			return p, err
-		}
-		onProgress(p)
-		if p.Error != "" {
-			return p, errors.New(p.Error)
-		}
-		if p.Done {
-			return p, nil
-		}
+	if p, err = liveconfig.FollowDeadLetters(resp.Body, onProgress); errors.Is(err, io.ErrUnexpectedEOF) {
+		err = errors.New("the dispatcher ended before it was done; what was not reached is still a dead letter")
 	}
-	if err := lines.Err(); err != nil {
-		return p, err
-	}
-	return p, errors.New("the dispatcher ended before it was done; what was not reached is still a dead letter")
+	return p, err
 }
 
 func newAttempts(way reaching) *cobra.Command {

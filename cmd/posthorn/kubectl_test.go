@@ -18,7 +18,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/posthorn/posthorn/dispatcher/admin"
-	"github.com/posthorn/posthorn/dispatcher/redelivery"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/env"
 )
 
@@ -48,7 +48,7 @@ func pod(t *testing.T, name string, letters int) target {
 		_ = json.NewEncoder(w).Encode(admin.DeadLetter{Key: "key-" + name, Body: json.RawMessage(`{"userId":"u"}`)})
 	})
 	mux.HandleFunc("POST /deadletters/purge", func(w http.ResponseWriter, r *http.Request) {
-		var a admin.Action
+		var a liveconfig.DeadLetterAction
 		if err := json.NewDecoder(r.Body).Decode(&a); err != nil || a.Destination != "shop/crm" {
 			http.Error(w, "what?", http.StatusBadRequest)
 			return
@@ -58,8 +58,8 @@ func pod(t *testing.T, name string, letters int) target {
 			return
 		}
 		out := json.NewEncoder(w)
-		_ = out.Encode(admin.ActionProgress{Progress: redelivery.Progress{Matched: 1, Redelivered: 1}})
-		_ = out.Encode(admin.ActionProgress{Progress: redelivery.Progress{Matched: letters, Redelivered: letters, Bytes: 10}, Done: true})
+		_ = out.Encode(liveconfig.DeadLetterProgress{Matched: 1, Redelivered: 1})
+		_ = out.Encode(liveconfig.DeadLetterProgress{Matched: int64(letters), Redelivered: int64(letters), Bytes: 10, Done: true})
 	})
 	for _, path := range []string{"GET /attempts", "GET /tail"} {
 		mux.HandleFunc(path, func(w http.ResponseWriter, _ *http.Request) {

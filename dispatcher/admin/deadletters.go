@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/delivery"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
 )
@@ -48,23 +49,6 @@ func show(d queue.DeadLetter, body bool) DeadLetter {
 	return out
 }
 
-// Action asks for something to be done with dead letters.
-type Action struct {
-	// Destination is "namespace/name".
-	Destination string              `json:"destination"`
-	Selector    redelivery.Selector `json:"selector"`
-	DryRun      bool                `json:"dryRun,omitempty"`
-	// Rate is in dead letters a second, for redelivery.
-	Rate float64 `json:"rate,omitempty"`
-}
-
-// ActionProgress is a line of the answer to an Action; the last one has Done or Error.
-type ActionProgress struct {
-	redelivery.Progress
-	Done  bool   `json:"done,omitempty"`
-	Error string `json:"error,omitempty"`
-}
-
 const (
 	maxListed   = 10_000
 	maxAction   = 1 << 20
@@ -76,7 +60,7 @@ const (
 //
 //	GET  /deadletters?destination=ns/name[&limit=N][&after=KEY]   a line of JSON each, oldest first
 //	GET  /deadletters/{key}?destination=ns/name                   one, with its body
-//	POST /deadletters/redeliver, /deadletters/purge               an Action; lines of ActionProgress
+//	POST /deadletters/redeliver, /deadletters/purge               a liveconfig.DeadLetterAction
 //	GET  /attempts?destination=ns/name[&endpoint=E]               the last attempts
 //	GET  /tail[?destination=ns/name][&endpoint=E]                 attempts as they end
 func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.Engine) {
@@ -128,7 +112,7 @@ func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.En
 	})
 	act := func(run func(context.Context, queue.Store, string, redelivery.Selector, redelivery.Options) (redelivery.Progress, error)) http.HandlerFunc {
 		return func(w http.ResponseWriter, r *http.Request) {
-			var a Action
+			var a liveconfig.DeadLetterAction
 			dec := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxAction))
 			dec.DisallowUnknownFields()
 			if err := dec.Decode(&a); err != nil {
@@ -146,11 +130,12 @@ func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.En
 			p, err := run(r.Context(), store, a.Destination, a.Selector, redelivery.Options{
 				Rate: a.Rate, DryRun: a.DryRun, Takes: engine.Takes,
 				OnProgress: func(p redelivery.Progress) {
-					_ = out.Encode(ActionProgress{Progress: p})
+					_ = out.Encode(p)
 					_ = control.Flush()
 				},
 			})
-			last := ActionProgress{Progress: p, Done: err == nil}
+			last := p
+			last.Done = err == nil
 			if err != nil && !errors.Is(err, context.Canceled) {
 				last.Error = err.Error()
 			}

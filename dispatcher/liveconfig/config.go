@@ -1,6 +1,7 @@
 // Package liveconfig is the contract between the two halves of Posthorn: the
-// config that the controllers compile and the dispatcher runs (Config), and
-// the report that the dispatcher gives of what it runs and how it goes (Report).
+// config that the controllers compile and the dispatcher runs (Config), the
+// report that the dispatcher gives of what it runs and how it goes (Report), and
+// what it is asked to do with dead letters (DeadLetterAction).
 //
 // The dispatcher owns the format. It knows nothing of custom resources; the
 // controllers know nothing of queues.

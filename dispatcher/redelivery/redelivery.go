@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/time/rate"
 
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
@@ -21,34 +22,17 @@ const (
 	pageSize = 100
 )
 
-// Selector chooses dead letters. Its zero value chooses all; every part that is set must match.
-type Selector struct {
-	// Keys of dead letters.
-	Keys []string `json:"keys,omitempty"`
-	// Reasons, types of call, and names of events.
-	Reasons []string `json:"reasons,omitempty"`
-	Types   []string `json:"types,omitempty"`
-	Events  []string `json:"events,omitempty"`
-	// Since and Until bound the time of the last failure; Until is exclusive.
-	Since time.Time `json:"since,omitzero"`
-	Until time.Time `json:"until,omitzero"`
-}
+// Selector and Progress are what is asked for and what is answered.
+type (
+	Selector = liveconfig.DeadLetterSelector
+	Progress = liveconfig.DeadLetterProgress
+)
 
-// Matches reports whether a dead letter is chosen.
-func (s Selector) Matches(d queue.DeadLetter) bool {
+// matches reports whether a dead letter is chosen.
+func matches(s Selector, d queue.DeadLetter) bool {
 	in := func(list []string, v string) bool { return len(list) == 0 || slices.Contains(list, v) }
 	return in(s.Keys, d.Key) && in(s.Reasons, d.Failure.Reason) && in(s.Types, d.Type) && in(s.Events, d.Event) &&
 		(s.Since.IsZero() || !d.Failure.Time.Before(s.Since)) && (s.Until.IsZero() || d.Failure.Time.Before(s.Until))
-}
-
-// Progress counts what was done.
-type Progress struct {
-	// Matched counts chosen dead letters, Redelivered those that are pending again
-	// (or removed, by Purge).
-	Matched     int `json:"matched"`
-	Redelivered int `json:"redelivered"`
-	// Bytes of the bodies that matched.
-	Bytes int64 `json:"bytes"`
 }
 
 // Options configure Run and Purge.
@@ -155,7 +139,7 @@ func each(ctx context.Context, store queue.Store, destination string, s Selector
 			if d.Failure.Time.After(started) {
 				return true
 			}
-			if s.Matches(d) {
+			if matches(s, d) {
 				d.Body = slices.Clone(d.Body)
 				page = append(page, d)
 			}
@@ -174,12 +158,12 @@ func each(ctx context.Context, store queue.Store, destination string, s Selector
 		}
 		if !o.DryRun {
 			n, err := act(page)
-			p.Redelivered += n
+			p.Redelivered += int64(n)
 			if err != nil {
 				return p, err
 			}
 		}
-		p.Matched += matched
+		p.Matched += int64(matched)
 		p.Bytes += bytes
 		if o.OnProgress != nil {
 			o.OnProgress(p)

@@ -224,7 +224,7 @@ func TestLettersOfAFormerPolicyGoTheNewWay(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			if p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{}); err != nil || p.Redelivered != test.want || count(t, s) != 0 {
+			if p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{}); err != nil || int(p.Redelivered) != test.want || count(t, s) != 0 {
 				t.Errorf("%+v, %v; %d left", p, err, count(t, s))
 			}
 			for _, l := range test.after {
