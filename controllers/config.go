@@ -242,8 +242,7 @@ func (r *configReconciler) remove(ctx context.Context, tenant string) (string, e
 		return "unchanged", nil
 	}
 	// Giving up a tenant gives up its messages: an empty cache is not proof enough.
-	sources, destinations, audiences, deletions := tenantLists()
-	for _, list := range []client.ObjectList{sources, destinations, audiences, deletions} {
+	for _, list := range tenantLists() {
 		if err := r.direct.List(ctx, list, client.InNamespace(tenant), client.Limit(1)); err != nil {
 			return "", fmt.Errorf("confirm that namespace %s has no objects: %w", tenant, err)
 		}
@@ -345,8 +344,7 @@ func (r *configReconciler) prime(ctx context.Context) error {
 		return nil
 	}
 	pending := map[string]bool{}
-	sources, destinations, audiences, deletions := tenantLists()
-	for _, list := range []client.ObjectList{sources, destinations, audiences, deletions} {
+	for _, list := range tenantLists() {
 		if err := r.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
 			return fmt.Errorf("list all objects: %w", err)
 		}

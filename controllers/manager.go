@@ -234,8 +234,7 @@ func setup(mgr manager.Manager, o Options) error {
 		mgr.AddReadyzCheck("caches", func(r *http.Request) error {
 			ctx, cancel := context.WithTimeout(r.Context(), time.Second)
 			defer cancel()
-			sources, destinations, audiences, deletions := tenantLists()
-			for _, list := range []client.ObjectList{sources, destinations, audiences, deletions, &v1alpha1.RedeliveryList{}} {
+			for _, list := range append(tenantLists(), &v1alpha1.RedeliveryList{}) {
 				if err := mgr.GetCache().List(ctx, list, client.Limit(1), client.UnsafeDisableDeepCopy); meta.IsNoMatchError(err) {
 					return fmt.Errorf("%w: install the CustomResourceDefinitions", err)
 				} else if err != nil {

@@ -122,14 +122,17 @@ type object[T any] interface {
 }
 
 // tenantLists are empty lists of the kinds that a namespace's config is made of.
-func tenantLists() (*v1alpha1.SourceList, *v1alpha1.WebhookDestinationList, *v1alpha1.AudienceList, *v1alpha1.DeletionRequestList) {
-	return &v1alpha1.SourceList{}, &v1alpha1.WebhookDestinationList{}, &v1alpha1.AudienceList{}, &v1alpha1.DeletionRequestList{}
+func tenantLists() []client.ObjectList {
+	return []client.ObjectList{&v1alpha1.SourceList{}, &v1alpha1.WebhookDestinationList{}, &v1alpha1.AudienceList{}, &v1alpha1.DeletionRequestList{}}
 }
 
 // listTenant lists the objects that a namespace's config is made of.
 func listTenant(ctx context.Context, r client.Reader, tenant string) (compile.Snapshot, error) {
-	sources, destinations, audiences, deletions := tenantLists()
-	for _, list := range []client.ObjectList{sources, destinations, audiences, deletions} {
+	var sources v1alpha1.SourceList
+	var destinations v1alpha1.WebhookDestinationList
+	var audiences v1alpha1.AudienceList
+	var deletions v1alpha1.DeletionRequestList
+	for _, list := range []client.ObjectList{&sources, &destinations, &audiences, &deletions} {
 		if err := r.List(ctx, list, client.InNamespace(tenant)); err != nil {
 			return compile.Snapshot{}, fmt.Errorf("list the objects of namespace %s: %w", tenant, err)
 		}

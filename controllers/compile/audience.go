@@ -63,11 +63,8 @@ type audienceKey struct{ source, key string }
 // keyOwners says which Audience each key belongs to: the oldest, of equally old
 // ones the first by name.
 func keyOwners(audiences []*v1alpha1.Audience) map[audienceKey]string {
-	byAge := slices.SortedFunc(slices.Values(audiences), func(a, b *v1alpha1.Audience) int {
-		return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), strings.Compare(a.Name, b.Name))
-	})
 	owners := map[audienceKey]string{}
-	for _, o := range byAge {
+	for _, o := range byAge(audiences) {
 		if key := (audienceKey{o.Spec.Source, keyOf(o)}); owners[key] == "" {
 			owners[key] = o.Name
 		}

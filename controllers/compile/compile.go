@@ -80,8 +80,8 @@ type Verdicts struct {
 // A destination of which only some Sources exist is not accepted (NoSource),
 // but it stays active for those that do: holding it would delay their calls and help nobody.
 func Compile(s Snapshot) (liveconfig.Config, Verdicts) {
-	sources := inOrder(s.Sources, func(o *v1alpha1.Source) *metav1.ObjectMeta { return &o.ObjectMeta })
-	destinations := inOrder(s.Destinations, func(o *v1alpha1.WebhookDestination) *metav1.ObjectMeta { return &o.ObjectMeta })
+	sources := inOrder(s.Sources)
+	destinations := inOrder(s.Destinations)
 
 	config := liveconfig.Config{Version: liveconfig.FormatVersion, Tenant: s.Namespace}
 	verdicts := Verdicts{Sources: make(map[string]Verdict, len(sources)), Destinations: make(map[string]Verdict, len(destinations))}
@@ -103,7 +103,7 @@ func Compile(s Snapshot) (liveconfig.Config, Verdicts) {
 		config.Sources = append(config.Sources, compiled)
 		verdicts.Sources[source.Name] = verdict
 	}
-	audiences := inOrder(s.Audiences, func(o *v1alpha1.Audience) *metav1.ObjectMeta { return &o.ObjectMeta })
+	audiences := inOrder(s.Audiences)
 	if len(audiences) > 0 {
 		verdicts.Audiences = make(map[string]Verdict, len(audiences))
 	}
@@ -113,7 +113,7 @@ func Compile(s Snapshot) (liveconfig.Config, Verdicts) {
 		config.Audiences = append(config.Audiences, compiled)
 		verdicts.Audiences[audience.Name] = verdict
 	}
-	deletions := inOrder(s.Deletions, func(o *v1alpha1.DeletionRequest) *metav1.ObjectMeta { return &o.ObjectMeta })
+	deletions := inOrder(s.Deletions)
 	if len(deletions) > 0 {
 		verdicts.Deletions = make(map[string]Verdict, len(deletions))
 	}
@@ -165,18 +165,27 @@ func SecretRefs(objects ...runtime.Object) []string {
 }
 
 // inOrder returns pointers to the objects, sorted by name; the oldest of equal names alone.
-func inOrder[T any](objects []T, metadata func(*T) *metav1.ObjectMeta) []*T {
-	sorted := make([]*T, 0, len(objects))
+func inOrder[T any, O interface {
+	*T
+	metav1.Object
+}](objects []T) []O {
+	sorted := make([]O, 0, len(objects))
 	for i := range objects {
-		if metadata(&objects[i]).Name != "" {
-			sorted = append(sorted, &objects[i])
+		if o := O(&objects[i]); o.GetName() != "" {
+			sorted = append(sorted, o)
 		}
 	}
-	slices.SortFunc(sorted, func(a, b *T) int {
-		x, y := metadata(a), metadata(b)
-		return cmp.Or(strings.Compare(x.Name, y.Name), x.CreationTimestamp.Compare(y.CreationTimestamp.Time), strings.Compare(string(x.UID), string(y.UID)))
+	slices.SortFunc(sorted, func(a, b O) int {
+		return cmp.Or(strings.Compare(a.GetName(), b.GetName()), a.GetCreationTimestamp().Compare(b.GetCreationTimestamp().Time), strings.Compare(string(a.GetUID()), string(b.GetUID())))
 	})
-	return slices.CompactFunc(sorted, func(a, b *T) bool { return metadata(a).Name == metadata(b).Name })
+	return slices.CompactFunc(sorted, func(a, b O) bool { return a.GetName() == b.GetName() })
+}
+
+// byAge returns objects with the oldest first, of equally old ones the first by name.
+func byAge[O metav1.Object](objects []O) []O {
+	return slices.SortedFunc(slices.Values(objects), func(a, b O) int {
+		return cmp.Or(a.GetCreationTimestamp().Compare(b.GetCreationTimestamp().Time), strings.Compare(a.GetName(), b.GetName()))
+	})
 }
 
 // revision hashes a compiled object. Its secrets print as "[redacted]" here;

@@ -2,11 +2,9 @@ package compile
 
 import (
 	"bytes"
-	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
 	"slices"
-	"strings"
 	"unicode"
 	"unicode/utf8"
 
@@ -91,11 +89,8 @@ func (s Snapshot) writeKey(r *resolver, o *v1alpha1.Source) string {
 // writeKeyOwners says which Source each write key of the namespace belongs to:
 // the oldest, of equally old ones the first by name.
 func (s Snapshot) writeKeyOwners(sources []*v1alpha1.Source) map[string]string {
-	byAge := slices.SortedFunc(slices.Values(sources), func(a, b *v1alpha1.Source) int {
-		return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), strings.Compare(a.Name, b.Name))
-	})
 	owners := map[string]string{}
-	for _, o := range byAge {
+	for _, o := range byAge(sources) {
 		hash := s.writeKey(newResolver(s.Secrets), o)
 		if _, taken := owners[hash]; hash != "" && !taken {
 			owners[hash] = o.Name
