@@ -2,7 +2,6 @@ package health
 
 import (
 	"fmt"
-	"slices"
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
@@ -43,12 +42,7 @@ func Audience(old v1alpha1.Audience, v compile.Verdict, tenant string, pods []Po
 		return s
 	}
 	transitions := func(s v1alpha1.AudienceStatus) v1alpha1.AudienceStatus {
-		s.Conditions = slices.Clone(s.Conditions)
-		for i := range s.Conditions {
-			if c := &s.Conditions[i]; c.Type == v1alpha1.ConditionSynced && !aboutSpec(c.Reason) {
-				c.Reason, c.Message = "", ""
-			}
-		}
+		s.Conditions = withoutNumbers(s.Conditions)
 		s.LastSyncTime, s.Members, s.Added, s.Removed, s.Changed, s.Pending = nil, nil, nil, nil, nil, nil
 		return s
 	}
@@ -74,16 +68,12 @@ var audiencePart = part[liveconfig.AudienceReport]{
 // synced is the condition that tells how the last sync went. owner is nil when
 // the pod that keeps the members does not answer.
 func (f facts) synced(owner *liveconfig.AudienceReport) metav1.Condition {
-	c := metav1.Condition{Type: v1alpha1.ConditionSynced}
-	set := func(status metav1.ConditionStatus, reason, message string) metav1.Condition {
-		c.Status, c.Reason, c.Message = status, reason, message
-		return c
-	}
+	set := conditionOf(v1alpha1.ConditionSynced)
 	switch {
 	case f.state() == liveconfig.Held:
 		return set(metav1.ConditionFalse, v1alpha1.ReasonNotAccepted, "it cannot be synced: "+f.verdict.Message)
 	case owner == nil:
-		if before := f.before(c.Type); before != nil {
+		if before := f.before(v1alpha1.ConditionSynced); before != nil {
 			return set(before.Status, before.Reason, before.Message)
 		}
 	case owner.LastRefused.After(owner.LastSync):

@@ -100,11 +100,7 @@ var destinationPart = part[liveconfig.DestinationReport]{
 
 // delivering is the condition that tells from traffic how deliveries go.
 func (f facts) delivering(success v1alpha1.SuccessPolicy, endpoints []endpoint) metav1.Condition {
-	c := metav1.Condition{Type: v1alpha1.ConditionDelivering}
-	set := func(status metav1.ConditionStatus, reason, message string) metav1.Condition {
-		c.Status, c.Reason, c.Message = status, reason, message
-		return c
-	}
+	set := conditionOf(v1alpha1.ConditionDelivering)
 	if state := f.state(); state != liveconfig.Active {
 		message := f.verdict.Message
 		if f.verdict.Reason != v1alpha1.ReasonDisabled { // Which says so itself.
@@ -132,7 +128,7 @@ func (f facts) delivering(success v1alpha1.SuccessPolicy, endpoints []endpoint) 
 		if slices.ContainsFunc(endpoints, func(e endpoint) bool { return e.lastFailure != nil }) {
 			return set(metav1.ConditionUnknown, v1alpha1.ReasonNoTrafficYet, "nothing has been sent since the last change")
 		}
-		if before := f.before(c.Type); before != nil && before.ObservedGeneration == f.generation {
+		if before := f.before(v1alpha1.ConditionDelivering); before != nil && before.ObservedGeneration == f.generation {
 			return set(before.Status, before.Reason, before.Message)
 		}
 		return set(metav1.ConditionUnknown, v1alpha1.ReasonNoTrafficYet, "nothing has been sent yet")

@@ -179,6 +179,13 @@ func (f facts) programmed(programmable bool) metav1.Condition {
 	return c
 }
 
+// conditionOf makes conditions of a type.
+func conditionOf(conditionType string) func(status metav1.ConditionStatus, reason, message string) metav1.Condition {
+	return func(status metav1.ConditionStatus, reason, message string) metav1.Condition {
+		return metav1.Condition{Type: conditionType, Status: status, Reason: reason, Message: message}
+	}
+}
+
 // Pending reports whether conditions say of an object only that some pod has not
 // confirmed it yet, as they do for a moment after every change.
 func Pending(conditions []metav1.Condition) bool {

@@ -70,7 +70,7 @@ func delayRecovery(old, fresh []metav1.Condition, conditionType string, now time
 // withoutNumbers leaves of the condition of traffic its status alone, unless it speaks of the spec.
 func withoutNumbers(conditions []metav1.Condition) []metav1.Condition {
 	out := slices.Clone(conditions)
-	for _, conditionType := range []string{v1alpha1.ConditionDelivering, v1alpha1.ConditionReceiving} {
+	for _, conditionType := range []string{v1alpha1.ConditionDelivering, v1alpha1.ConditionReceiving, v1alpha1.ConditionSynced} {
 		if c := meta.FindStatusCondition(out, conditionType); c != nil && !aboutSpec(c.Reason) {
 			c.Reason, c.Message = "", ""
 		}

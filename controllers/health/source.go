@@ -91,11 +91,7 @@ func (t *traffic) add(r liveconfig.SourceReport, diskFull bool) {
 
 // receiving is the condition that tells from traffic how calls come in.
 func (f facts) receiving(t traffic) metav1.Condition {
-	c := metav1.Condition{Type: v1alpha1.ConditionReceiving}
-	set := func(status metav1.ConditionStatus, reason, message string) metav1.Condition {
-		c.Status, c.Reason, c.Message = status, reason, message
-		return c
-	}
+	set := conditionOf(v1alpha1.ConditionReceiving)
 	switch {
 	case f.state() == liveconfig.Disabled:
 		return set(metav1.ConditionFalse, v1alpha1.ReasonDisabled, "spec.enabled is false: calls are answered 403")
@@ -114,7 +110,7 @@ func (f facts) receiving(t traffic) metav1.Condition {
 		return set(metav1.ConditionTrue, v1alpha1.ReasonReceiving, "calls are accepted")
 	}
 	if t.pods == 0 {
-		if before := f.before(c.Type); before != nil {
+		if before := f.before(v1alpha1.ConditionReceiving); before != nil {
 			return set(before.Status, before.Reason, before.Message)
 		}
 	}
