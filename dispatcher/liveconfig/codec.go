@@ -114,13 +114,16 @@ func (c Config) Validate() error {
 	}
 	var errs []error
 	fail := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
+	named := func(others map[string]bool, kind, name string) {
+		if name == "" || others[name] {
+			fail("%s %q: name is empty or not unique", kind, name)
+		}
+		others[name] = true
+	}
 	sources := map[string]bool{}
 	keys := map[string]string{}
 	for _, s := range c.Sources {
-		if s.Name == "" || sources[s.Name] {
-			fail("source %q: name is empty or not unique", s.Name)
-		}
-		sources[s.Name] = true
+		named(sources, "source", s.Name)
 		if s.WriteKeySHA256 == "" {
 			continue
 		}
@@ -134,20 +137,14 @@ func (c Config) Validate() error {
 	}
 	names := map[string]bool{}
 	for _, d := range c.Destinations {
-		if d.Name == "" || names[d.Name] {
-			fail("destination %q: name is empty or not unique", d.Name)
-		}
-		names[d.Name] = true
+		named(names, "destination", d.Name)
 		if err := d.validate(sources); err != nil {
 			fail("destination %q: %w", d.Name, err)
 		}
 	}
 	deletions, ids := map[string]bool{}, map[string]bool{}
 	for _, d := range c.Deletions {
-		if d.Name == "" || deletions[d.Name] {
-			fail("deletion %q: name is empty or not unique", d.Name)
-		}
-		deletions[d.Name] = true
+		named(deletions, "deletion", d.Name)
 		if d.ID == "" {
 			continue
 		}
@@ -161,10 +158,7 @@ func (c Config) Validate() error {
 	}
 	audiences, traits := map[string]bool{}, map[[2]string]bool{}
 	for _, a := range c.Audiences {
-		if a.Name == "" || audiences[a.Name] {
-			fail("audience %q: name is empty or not unique", a.Name)
-		}
-		audiences[a.Name] = true
+		named(audiences, "audience", a.Name)
 		if a.Kind != KindAudience && a.Kind != KindComputedTrait {
 			fail("audience %q: kind %q is unknown", a.Name, a.Kind)
 		}
