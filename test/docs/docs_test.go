@@ -51,17 +51,7 @@ func TestMain(m *testing.M) {
 		fmt.Fprintln(os.Stderr, runAlone(script))
 		os.Exit(1)
 	}
-	dir, err := os.MkdirTemp("", "posthorn-docs-")
-	if err != nil {
-		panic(err)
-	}
-	if binary, err = process.Build(dir); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	code := m.Run()
-	_ = os.RemoveAll(dir)
-	os.Exit(code)
+	process.Main(m, &binary)
 }
 
 // Every manifest of ours in the pages is valid by the CRDs' schemas and rules.

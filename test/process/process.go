@@ -34,6 +34,22 @@ func Build(dir string) (string, error) {
 	return binary, err
 }
 
+// Main is a TestMain: it builds posthorn, runs the tests, and removes it.
+func Main(m interface{ Run() int }, binary *string) {
+	dir, err := os.MkdirTemp("", "posthorn-test-")
+	if err == nil {
+		*binary, err = Build(dir)
+	}
+	code := 1
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+	} else {
+		code = m.Run()
+	}
+	_ = os.RemoveAll(dir)
+	os.Exit(code)
+}
+
 func run(name string, args ...string) (string, error) {
 	out, err := exec.Command(name, args...).CombinedOutput()
 	if err != nil {

@@ -32,19 +32,7 @@ import (
 
 var binary string
 
-func TestMain(m *testing.M) {
-	dir, err := os.MkdirTemp("", "posthorn-system-")
-	if err != nil {
-		panic(err)
-	}
-	if binary, err = process.Build(dir); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	code := m.Run()
-	_ = os.RemoveAll(dir)
-	os.Exit(code)
-}
+func TestMain(m *testing.M) { process.Main(m, &binary) }
 
 const (
 	key    = "system-write-key"
