@@ -38,7 +38,7 @@ import (
 //
 // POSTHORN_CRASH_SEEDS sets how many seeds run, POSTHORN_CRASH_SEED which one is the first.
 func TestStorm(t *testing.T) {
-	first, seeds := setting("POSTHORN_CRASH_SEED", 1), setting("POSTHORN_CRASH_SEEDS", 10)
+	first, seeds := setting("POSTHORN_CRASH_SEED", 1), setting("POSTHORN_CRASH_SEEDS", 6)
 	for seed := first; seed < first+seeds; seed++ {
 		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 			t.Parallel()
