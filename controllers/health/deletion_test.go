@@ -130,3 +130,22 @@ func TestEventsOfAudiencesAndDeletions(t *testing.T) {
 		}
 	}
 }
+
+// A report is found wherever it stands.
+func TestReportsInAnyOrder(t *testing.T) {
+	for _, names := range [][]string{{"a", "b", "c", "d"}, {"d", "c", "b", "a"}, {"b", "d", "a", "c"}} {
+		tenant := liveconfig.TenantReport{Tenant: "shop"}
+		for _, name := range names {
+			tenant.Deletions = append(tenant.Deletions, liveconfig.DeletionReport{Name: name})
+		}
+		pod := Pod{Report: &liveconfig.Report{Tenants: []liveconfig.TenantReport{tenant}}}
+		for _, name := range names {
+			if r := deletionPart.of(pod, "shop", name); r == nil || r.Name != name {
+				t.Errorf("%v: for %s comes %+v", names, name, r)
+			}
+		}
+		if r := deletionPart.of(pod, "shop", "bb"); r != nil {
+			t.Errorf("%v: found %+v", names, r)
+		}
+	}
+}

@@ -13,6 +13,7 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
+	"sort"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -64,8 +65,14 @@ func (p part[R]) of(pod Pod, tenant, name string) *R {
 	if t == nil {
 		return nil
 	}
-	for list, i := p.list(t), 0; i < len(list); i++ {
-		if n, _, _ := p.running(&list[i]); n == name {
+	list := p.list(t)
+	is := func(i int) string { n, _, _ := p.running(&list[i]); return n }
+	// As a rule they are sorted; a namespace may have many thousands.
+	if i := sort.Search(len(list), func(i int) bool { return is(i) >= name }); i < len(list) && is(i) == name {
+		return &list[i]
+	}
+	for i := range list {
+		if is(i) == name {
 			return &list[i]
 		}
 	}
