@@ -19,7 +19,7 @@ func newMetrics(r prometheus.Registerer) metrics {
 			Name: "posthorn_audience_changes_total", Help: "Users for whom an identify call was made, by change: added, removed, changed or resent.",
 		}, []string{"namespace", "audience", "change"}),
 		members: prometheus.NewGaugeVec(prometheus.GaugeOpts{
-			Name: "posthorn_audience_members", Help: "Members as of the last sync since the start of the pod.",
+			Name: "posthorn_audience_members", Help: "Members as of the last sync.",
 		}, []string{"namespace", "audience"}),
 		unsent: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "posthorn_audience_unsent", Help: "Identify calls of the last sync that are not in the queue yet.",
@@ -32,6 +32,16 @@ func newMetrics(r prometheus.Registerer) metrics {
 		r.MustRegister(m.syncs, m.changes, m.members, m.unsent, m.duration)
 	}
 	return m
+}
+
+// known shows what a restart found on disk.
+func (m *metrics) known(a *audience) {
+	if a.done != nil {
+		m.members.WithLabelValues(a.tenant, a.name.name).Set(float64(a.done.Members))
+	}
+	if a.pending != nil {
+		m.sending(a.name, a.pending.Changes()-a.sent.Load())
+	}
 }
 
 func (m *metrics) sending(n name, unsent int64) {

@@ -218,6 +218,7 @@ func (s *Service) recover(dir string) error {
 		}
 	}
 	s.audiences[a.name] = a
+	s.metrics.known(a)
 	return nil
 }
 

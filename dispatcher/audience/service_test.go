@@ -29,6 +29,7 @@ import (
 	"time"
 
 	gocmp "github.com/google/go-cmp/cmp"
+	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -251,7 +252,23 @@ func TestSyncTellsChangesOnly(t *testing.T) {
 
 	// All of it survives a restart.
 	r.end()
-	r = newRig(t, dir, newLog(), nil)
+	registry := prometheus.NewRegistry()
+	r = newRig(t, dir, newLog(), func(o *Options) { o.Registerer = registry })
+	families, err := registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	members := map[string]float64{}
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			if f.GetName() == "posthorn_audience_members" {
+				members[m.GetLabel()[0].GetValue()] = m.GetGauge().GetValue()
+			}
+		}
+	}
+	if want := map[string]float64{"shoppers": 3, "spent": 2}; !maps.Equal(members, want) {
+		t.Errorf("members %v, want %v", members, want)
+	}
 	r.sync(shoppers, "b", "c")
 	r.told("d shoppers=false")
 	report := r.Report(config())
