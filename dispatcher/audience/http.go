@@ -71,7 +71,10 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			answerRefusal(w, refuse(http.StatusMisdirectedRequest, "not_the_owner", "this pod was handed a sync that it does not own; the dispatchers disagree on the owner"))
 			return
 		}
-		s.proxy.ServeHTTP(w, r)
+		// A body that breaks off is told as that; the request's context ends as well then, a moment before or after.
+		ctx, cancel := context.WithCancel(context.WithoutCancel(r.Context()))
+		defer cancel()
+		s.proxy.ServeHTTP(w, r.WithContext(ctx))
 		return
 	}
 	if r.Method == http.MethodGet {
@@ -313,9 +316,7 @@ func (s *Service) newProxy() (http.Handler, error) {
 				answerRefusal(w, s.refusal(err))
 				return
 			}
-			if !errors.Is(err, context.Canceled) {
-				s.Logger.Warn("a sync could not be handed on to the pod that keeps the audiences", "owner", target.Host, "error", err)
-			}
+			s.Logger.Warn("a sync could not be handed on to the pod that keeps the audiences", "owner", target.Host, "error", err)
 			bad := refuse(http.StatusServiceUnavailable, "owner_unreachable", "the dispatcher pod that keeps the audiences did not answer; send again")
 			bad.RetryAfter = 5
 			answerRefusal(w, bad)
