@@ -22,9 +22,10 @@ const (
 	pageSize = 100
 )
 
-// Selector and Progress are what is asked for and what is answered.
 type (
+	// Selector chooses dead letters.
 	Selector = liveconfig.DeadLetterSelector
+	// Progress counts what was done with them.
 	Progress = liveconfig.DeadLetterProgress
 )
 
