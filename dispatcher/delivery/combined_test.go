@@ -148,3 +148,31 @@ func TestStopsWhileAConfigWaits(t *testing.T) {
 		w.end()
 	})
 }
+
+// A destination that is held for its size, so that its endpoints are not known for a
+// while, has the circuits afterwards that it had.
+func TestCircuitSurvivesHold(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 500, after: 4 * time.Second}))
+		d := dest("crm", "http://a.test")
+		w.apply(d)
+		w.send("web", 100)
+		for w.report("crm").Endpoints[0].State != liveconfig.EndpointCircuitOpen {
+			w.sleep(time.Second)
+		}
+		for range 100 {
+			w.sleep(time.Second)
+			held := d
+			held.State, held.Endpoints = liveconfig.Held, nil
+			w.apply(held)
+			w.apply(d)
+			if state := w.report("crm").Endpoints[0].State; state != liveconfig.EndpointCircuitOpen {
+				t.Fatalf("the circuit is %s", state)
+			}
+		}
+		if most := w.most("http://a.test"); most != 1 {
+			t.Errorf("%d requests at once", most)
+		}
+		w.end()
+	})
+}

@@ -294,7 +294,9 @@ func (e *Engine) put(p *plan, now time.Time) (forget []target) {
 		ep.to = p.set.targets[i].to
 		ep.bucket.setRate(p.set.perSecond)
 	}
-	d.endpoints = endpoints
+	if len(endpoints) > 0 { // Or they are not known now, and are the same when they are again.
+		d.endpoints = endpoints
+	}
 	if old == nil {
 		return nil
 	}
