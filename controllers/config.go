@@ -3,12 +3,9 @@ package controllers
 import (
 	"bytes"
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"fmt"
 	"maps"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -39,8 +36,7 @@ const (
 	fieldOwner = client.FieldOwner("posthorn-operator")
 	// settleTime is how long a changed namespace waits for more changes, so
 	// that one apply of many objects is compiled a few times and not once each.
-	settleTime       = 50 * time.Millisecond
-	liveSecretPrefix = "posthorn-live-"
+	settleTime = 50 * time.Millisecond
 )
 
 // markerRequest is the key that stands for no tenant but for the marker Secret.
@@ -119,7 +115,7 @@ func (r *configReconciler) tenantsOfSecret(_ context.Context, secret client.Obje
 		if secret.GetName() == liveconfig.MarkerName {
 			return []reconcile.Request{markerRequest}
 		}
-		if tenant, ok := tenantOfLiveSecret(secret.GetName()); ok {
+		if tenant, ok := liveconfig.TenantOf(secret.GetName()); ok {
 			return []reconcile.Request{tenantRequest(tenant)}
 		}
 	}
@@ -140,7 +136,7 @@ var specChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 // config. A deletion always counts: its version may be that of our last write.
 func (r *configReconciler) notOwnWrite() predicate.Predicate {
 	foreign := func(o client.Object) bool {
-		tenant, ok := tenantOfLiveSecret(o.GetName())
+		tenant, ok := liveconfig.TenantOf(o.GetName())
 		return o.GetNamespace() != r.release || !ok || !r.wrote(tenant, o.GetResourceVersion())
 	}
 	return predicate.Funcs{
@@ -232,7 +228,7 @@ func (r *configReconciler) gather(ctx context.Context, tenant string) (compile.S
 
 // remove deletes the live config of a namespace without objects.
 func (r *configReconciler) remove(ctx context.Context, tenant string) (string, error) {
-	key := types.NamespacedName{Namespace: r.release, Name: liveSecretName(tenant)}
+	key := types.NamespacedName{Namespace: r.release, Name: liveconfig.SecretName(tenant)}
 	m := secretMetadata()
 	r.mu.Lock()
 	_, written := r.written[tenant]
@@ -275,7 +271,7 @@ func (r *configReconciler) forget(tenant string) {
 
 // write applies a tenant's live-config Secret when it is not what it should be.
 func (r *configReconciler) write(ctx context.Context, tenant string, data []byte, revision string) (string, error) {
-	key := types.NamespacedName{Namespace: r.release, Name: liveSecretName(tenant)}
+	key := types.NamespacedName{Namespace: r.release, Name: liveconfig.SecretName(tenant)}
 	m := secretMetadata()
 	if err := r.Get(ctx, key, m); client.IgnoreNotFound(err) != nil {
 		return "", fmt.Errorf("look up Secret %s: %w", key, err)
@@ -324,7 +320,7 @@ func isLive(s *corev1.Secret, tenant string, data []byte, revision string) bool 
 // last returns the live config that a tenant has; false when it has none. One
 // that does not decode is in effect nowhere.
 func (r *configReconciler) last(ctx context.Context, tenant string) (liveconfig.Config, bool, error) {
-	key := types.NamespacedName{Namespace: r.release, Name: liveSecretName(tenant)}
+	key := types.NamespacedName{Namespace: r.release, Name: liveconfig.SecretName(tenant)}
 	var current corev1.Secret
 	if err := r.direct.Get(ctx, key, &current); apierrors.IsNotFound(err) {
 		return liveconfig.Config{}, false, nil
@@ -402,19 +398,6 @@ func (r *configReconciler) mark(ctx context.Context, tenant string) error {
 	}
 	log.FromContext(ctx).Info("Every namespace is compiled; dispatchers may start")
 	return nil
-}
-
-// liveSecretName names a tenant's live-config Secret. The hash keeps a
-// namespace's name from being taken for one of ours, such as the marker's.
-func liveSecretName(tenant string) string {
-	sum := sha256.Sum256([]byte(tenant))
-	return liveSecretPrefix + hex.EncodeToString(sum[:4]) + "-" + tenant
-}
-
-func tenantOfLiveSecret(name string) (string, bool) {
-	rest, ok := strings.CutPrefix(name, liveSecretPrefix)
-	_, tenant, _ := strings.Cut(rest, "-")
-	return tenant, ok && name == liveSecretName(tenant)
 }
 
 func secretNames(s compile.Snapshot) []string {

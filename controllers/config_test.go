@@ -136,7 +136,7 @@ var _ = Describe("live config", func() {
 			g.Expect(w.source(g, tenant, "web").Status.Destinations).To(BeEmpty())
 		}).Should(Succeed())
 		w.delete(tenant, "psrc", "web")
-		Eventually(func() bool { _, live := w.versions()["secret/"+release+"/"+liveSecretName(tenant)]; return live }).Should(BeFalse())
+		Eventually(func() bool { _, live := w.versions()["secret/"+release+"/"+liveconfig.SecretName(tenant)]; return live }).Should(BeFalse())
 	})
 
 	It("goes at the start when the objects went while no operator ran", func() {
@@ -149,7 +149,7 @@ var _ = Describe("live config", func() {
 		w.stop()
 		w.delete(tenant, "psrc", "web")
 		w.start()
-		Eventually(func() bool { _, live := w.versions()["secret/"+release+"/"+liveSecretName(tenant)]; return live }).Should(BeFalse())
+		Eventually(func() bool { _, live := w.versions()["secret/"+release+"/"+liveconfig.SecretName(tenant)]; return live }).Should(BeFalse())
 		_, kept := w.live(Default, other)
 		Expect(kept.Labels).To(HaveKeyWithValue(liveconfig.LabelTenant, other))
 	})

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"slices"
-	"strings"
 	"sync"
 
 	"golang.org/x/sync/errgroup"
@@ -16,6 +15,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
 // maxKeptBytes is how large a Secret may be to be kept in memory. A larger one is
@@ -41,7 +41,7 @@ func stripSecret(release string) toolscache.TransformFunc {
 			return nil, fmt.Errorf("a %T was about to be cached; Secrets are cached by metadata only", object)
 		}
 		kept := metav1.ObjectMeta{Namespace: m.Namespace, Name: m.Name, UID: m.UID, ResourceVersion: m.ResourceVersion, Generation: m.Generation}
-		if m.Namespace == release && strings.HasPrefix(m.Name, liveSecretPrefix) {
+		if _, live := liveconfig.TenantOf(m.Name); m.Namespace == release && (live || m.Name == liveconfig.MarkerName) {
 			kept.Labels = m.Labels
 		}
 		m.ObjectMeta = kept

@@ -59,7 +59,7 @@ func TestSecretsAreCachedWithoutContents(t *testing.T) {
 			ManagedFields: []metav1.ManagedFieldsEntry{{Manager: "kubectl"}},
 		}}
 	}
-	for name, want := range map[string]map[string]string{"other": nil, liveSecretName("a"): {liveconfig.LabelTenant: "a"}} {
+	for name, want := range map[string]map[string]string{"other": nil, liveconfig.SecretName("a"): {liveconfig.LabelTenant: "a"}} {
 		got, err := strip(secret("posthorn-system", name))
 		if err != nil {
 			t.Fatal(err)
@@ -97,7 +97,7 @@ func TestWhatCountsAsAChange(t *testing.T) {
 
 	r := &configReconciler{release: "posthorn-system", written: map[string]liveSecret{"a": {revision: "r", resourceVersion: "7"}}}
 	secret := func(namespace, version string) *metav1.PartialObjectMetadata {
-		return &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: liveSecretName("a"), ResourceVersion: version}}
+		return &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: liveconfig.SecretName("a"), ResourceVersion: version}}
 	}
 	own := r.notOwnWrite()
 	for name, test := range map[string]struct{ got, want bool }{
@@ -110,23 +110,6 @@ func TestWhatCountsAsAChange(t *testing.T) {
 	} {
 		if test.got != test.want {
 			t.Errorf("%s: %v, want %v", name, test.got, test.want)
-		}
-	}
-}
-
-func TestLiveSecretName(t *testing.T) {
-	for _, tenant := range []string{"a", "complete", "a-b", "posthorn-live-complete"} {
-		name := liveSecretName(tenant)
-		if got, ok := tenantOfLiveSecret(name); !ok || got != tenant {
-			t.Errorf("tenantOfLiveSecret(%q) = %q, %v; want %q", name, got, ok, tenant)
-		}
-		if name == liveconfig.MarkerName {
-			t.Errorf("namespace %q has the marker's name", tenant)
-		}
-	}
-	for _, name := range []string{liveconfig.MarkerName, "posthorn-live-00000000-a", "crm", "posthorn-live-"} {
-		if tenant, ok := tenantOfLiveSecret(name); ok {
-			t.Errorf("tenantOfLiveSecret(%q) = %q", name, tenant)
 		}
 	}
 }

@@ -163,7 +163,7 @@ func (w *world) namespace() string {
 // live returns a tenant's live-config Secret, decoded as a dispatcher does it.
 func (w *world) live(g Gomega, tenant string) (liveconfig.Config, *corev1.Secret) {
 	var secret corev1.Secret
-	g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: release, Name: liveSecretName(tenant)}, &secret)).To(Succeed())
+	g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: release, Name: liveconfig.SecretName(tenant)}, &secret)).To(Succeed())
 	config, revision, err := liveconfig.Decode(secret.Data[liveconfig.DataKey])
 	g.Expect(err).NotTo(HaveOccurred())
 	g.Expect(secret.Annotations[liveconfig.AnnotationRevision]).To(Equal(revision))

@@ -192,7 +192,7 @@ var _ = Describe("trouble", func() {
 		seen.mu.Lock()
 		defer seen.mu.Unlock()
 		Expect(seen.full).To(BeEmpty(), "lists and watches of whole Secrets")
-		Expect(slices.Sorted(maps.Keys(seen.read))).To(ConsistOf(tenant+"/large", tenant+"/web-key", release+"/"+liveSecretName(tenant)))
+		Expect(slices.Sorted(maps.Keys(seen.read))).To(ConsistOf(tenant+"/large", tenant+"/web-key", release+"/"+liveconfig.SecretName(tenant)))
 	})
 })
 

@@ -2,6 +2,7 @@ package dispatcher
 
 import (
 	"cmp"
+	"fmt"
 	"log/slog"
 	"maps"
 	"slices"
@@ -65,6 +66,9 @@ func newConfigs(log *slog.Logger, grace time.Duration, apply func(*liveconfig.Vi
 // Set decodes, checks and takes a tenant's config.
 func (c *configs) Set(tenant string, data []byte) {
 	config, revision, err := liveconfig.Decode(data)
+	if err == nil && config.Tenant != tenant {
+		err = fmt.Errorf("live config is that of namespace %q", config.Tenant)
+	}
 	var router *route.Router
 	if err == nil {
 		router, err = route.New(config)

@@ -162,6 +162,9 @@ func TestBadConfigIsRefusedReportedAndHarmsNothing(t *testing.T) {
 	d, _ := started(t, t.TempDir())
 	d.Set("shop", encoded(t, testConfig(sink.URL)))
 	d.Set("broken", []byte("not a config")) // a tenant that never had a good one
+	stolen := testConfig(sink.URL)
+	stolen.Sources[0].Enabled = false
+	d.Set("other", encoded(t, stolen)) // must not become that of shop
 	d.Synced()
 
 	bad := testConfig(sink.URL)
@@ -178,7 +181,7 @@ func TestBadConfigIsRefusedReportedAndHarmsNothing(t *testing.T) {
 			refused[tenant.Tenant] = tenant.Refused.Error
 		}
 	}
-	if !strings.Contains(refused["shop"], "Sometimes") || refused["broken"] == "" {
+	if !strings.Contains(refused["shop"], "Sometimes") || refused["broken"] == "" || !strings.Contains(refused["other"], `of namespace "shop"`) {
 		t.Errorf("refused: %v", refused)
 	}
 	// While a tenant's Sources are not known, an unknown key may be theirs: not final.
@@ -193,6 +196,7 @@ func TestBadConfigIsRefusedReportedAndHarmsNothing(t *testing.T) {
 		t.Errorf("an unknown key was answered %d while a tenant's config is refused", resp.StatusCode)
 	}
 	d.Delete("broken")
+	d.Delete("other")
 	d.Set("shop", encoded(t, testConfig(sink.URL)))
 	for _, tenant := range d.Report().Tenants {
 		if tenant.Refused != nil {

@@ -53,7 +53,8 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 		if !ok {
 			return
 		}
-		if tenant := secret.Labels[liveconfig.LabelTenant]; tenant != "" {
+		// By its name, which is of one Secret; somebody's copy has the labels, too.
+		if tenant, ok := liveconfig.TenantOf(secret.Name); ok {
 			sink.Set(tenant, secret.Data[liveconfig.DataKey])
 		} else if secret.Name == liveconfig.MarkerName {
 			select {
@@ -78,7 +79,7 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 				obj = gone.Obj
 			}
 			if secret, ok := obj.(*corev1.Secret); ok {
-				if tenant := secret.Labels[liveconfig.LabelTenant]; tenant != "" {
+				if tenant, ok := liveconfig.TenantOf(secret.Name); ok {
 					sink.Delete(tenant)
 				}
 			}

@@ -11,6 +11,7 @@ import (
 	"io"
 	"net/url"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -22,7 +23,8 @@ const (
 	// MarkerName is the Secret (labelled LabelLive, without data) that the operator makes once it
 	// has compiled every tenant. Until it exists a dispatcher's config is not full.
 	MarkerName = "posthorn-live-complete"
-	// LabelTenant is on a live-config Secret and names its tenant.
+	// LabelTenant is on a live-config Secret and names its tenant, to select by. What
+	// decides is the name: see SecretName.
 	LabelTenant = "posthorn.dev/live-config-tenant"
 	// AnnotationRevision carries the revision of the Config in the Secret.
 	AnnotationRevision = "posthorn.dev/revision"
@@ -32,6 +34,23 @@ const (
 
 	maxDecodedBytes = 64 << 20
 )
+
+const secretPrefix = "posthorn-live-"
+
+// SecretName names a tenant's live-config Secret. The hash keeps a namespace's
+// name from being taken for one of ours, such as the marker's.
+func SecretName(tenant string) string {
+	sum := sha256.Sum256([]byte(tenant))
+	return secretPrefix + hex.EncodeToString(sum[:4]) + "-" + tenant
+}
+
+// TenantOf returns whose live-config Secret a name is of; ok is false for any
+// other name, that of a copy among them.
+func TenantOf(name string) (tenant string, ok bool) {
+	rest, ok := strings.CutPrefix(name, secretPrefix)
+	_, tenant, _ = strings.Cut(rest, "-")
+	return tenant, ok && name == SecretName(tenant)
+}
 
 // Encode returns the canonical, compressed form of a config with its secrets
 // revealed, and its revision: the hex SHA-256 of the canonical JSON. Equal

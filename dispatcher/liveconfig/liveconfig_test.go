@@ -206,6 +206,23 @@ func hashOf(key string) []byte {
 	return sum[:]
 }
 
+func TestSecretName(t *testing.T) {
+	for _, tenant := range []string{"a", "complete", "a-b", "posthorn-live-complete"} {
+		name := SecretName(tenant)
+		if got, ok := TenantOf(name); !ok || got != tenant {
+			t.Errorf("TenantOf(%q) = %q, %v; want %q", name, got, ok, tenant)
+		}
+		if name == MarkerName {
+			t.Errorf("namespace %q has the marker's name", tenant)
+		}
+	}
+	for _, name := range []string{MarkerName, "posthorn-live-00000000-a", "crm", "posthorn-live-"} {
+		if tenant, ok := TenantOf(name); ok {
+			t.Errorf("TenantOf(%q) = %q", name, tenant)
+		}
+	}
+}
+
 func TestSuppressed(t *testing.T) {
 	view := NewView([]Revisioned{
 		{Config: Config{Tenant: "a", Deletions: []Deletion{
