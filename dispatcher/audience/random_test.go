@@ -48,7 +48,7 @@ func TestRandomSyncs(t *testing.T) {
 		}
 	}
 	defer func() { step = func() {} }()
-	seeds := uint64(16)
+	seeds := uint64(8)
 	if testing.Short() {
 		seeds = 4
 	}
