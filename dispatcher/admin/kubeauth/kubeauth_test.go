@@ -17,10 +17,12 @@ import (
 	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/fake"
+	"k8s.io/client-go/rest"
 	clienttesting "k8s.io/client-go/testing"
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -95,6 +97,7 @@ func TestOnARealAPIServer(t *testing.T) {
 		{"support shows", "Bearer " + token(namespace, "posthorn-support", liveconfig.AdminAudience), "GET", "/deadletters/018c", 200},
 		{"support purges", "Bearer " + token(namespace, "posthorn-support", liveconfig.AdminAudience), "POST", "/deadletters/purge", 200},
 		{"support follows", "Bearer " + token(namespace, "posthorn-support", liveconfig.AdminAudience), "GET", "/tail", 200},
+		{"support looks inside", "Bearer " + token(namespace, "posthorn-support", liveconfig.AdminAudience), "GET", "/debug/pprof/heap", 200},
 		{"support and no more", "Bearer " + token(namespace, "posthorn-support", liveconfig.AdminAudience), "GET", "/other", 403},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -114,6 +117,18 @@ func TestOnARealAPIServer(t *testing.T) {
 			}
 		})
 	}
+
+	t.Run("support does not look inside the API server", func(t *testing.T) {
+		config := rest.AnonymousClientConfig(server.Config)
+		config.BearerToken = token(namespace, "posthorn-support")
+		support, err := kubernetes.NewForConfig(config)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := support.Discovery().RESTClient().Get().AbsPath("/debug/pprof/").DoRaw(ctx); !apierrors.IsForbidden(err) {
+			t.Errorf("its own profiles: %v; want to be forbidden", err)
+		}
+	})
 
 	t.Run("certificate", func(t *testing.T) {
 		watching, cancel := context.WithCancel(ctx)
