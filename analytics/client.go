@@ -17,7 +17,7 @@ import (
 )
 
 // Version of the client. It is part of the User-Agent and of [DefaultContext].
-const Version = "0.1.0"
+const Version = "0.2.0"
 
 // Endpoint is the default server: the dispatcher of a Posthorn that was
 // installed in the same cluster with the default names.

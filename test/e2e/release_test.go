@@ -90,7 +90,7 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		run := func(b docs.Block) string {
 			GinkgoHelper()
 			By(fmt.Sprintf("%s:%d, %s", b.Page, b.Line, b.Heading))
-			text := strings.ReplaceAll(b.Commands(), "ghcr.io/posthorn/posthorn:0.1.0", image)
+			text := strings.ReplaceAll(b.Commands(), "ghcr.io/posthorn/posthorn:0.2.0", image)
 			text = regexp.MustCompile(`(?m)^(helm (?:install|upgrade) .*)$`).ReplaceAllString(text, "$1"+settings)
 			// Its exit code says whether there is a problem.
 			text = regexp.MustCompile(`(?m)^(kubectl posthorn why [^#\n]*).*$`).ReplaceAllString(text, "$1 || [[ $$? == 1 ]]")
