@@ -81,12 +81,15 @@ func Run(ctx context.Context, cfg *rest.Config, o Options) error {
 			return err
 		}
 		err = mgr.Start(ctx)
+		if ctx.Err() != nil {
+			if err != nil { // Such as one that waits for an API server that is away.
+				mgr.GetLogger().Info("Not all that the operator does ended in time", "error", err)
+			}
+			return nil
+		}
 		select {
 		case <-mgr.Elected():
 		default:
-			return err
-		}
-		if ctx.Err() != nil {
 			return err
 		}
 		mgr.GetLogger().Error(err, "The operator stopped working; it starts over")
@@ -114,6 +117,7 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 	o.PollInterval = cmp.Or(o.PollInterval, time.Second)
 	o.leaseDuration = cmp.Or(o.leaseDuration, 30*time.Second)
 	renewDeadline, retryPeriod := o.leaseDuration*2/3, o.leaseDuration/6
+	gracefulShutdown := 10 * time.Second // Nothing is lost with what does not end by then.
 	if o.Now == nil {
 		o.Now = time.Now
 	}
@@ -143,6 +147,7 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 		LeaseDuration:                 &o.leaseDuration,
 		RenewDeadline:                 &renewDeadline,
 		RetryPeriod:                   &retryPeriod,
+		GracefulShutdownTimeout:       &gracefulShutdown,
 		Metrics:                       metricsOptions(o),
 		HealthProbeBindAddress:        o.HealthProbeBindAddress,
 		// Warmup: a replica that waits to lead has its caches filled already.
