@@ -165,7 +165,7 @@ func New(o Options) (*Dispatcher, error) {
 		Append: d.store.Append, Logger: o.Logger, Registerer: d.metrics, TrustedProxies: o.TrustedProxies, Tracer: o.Tracer,
 	})
 	if d.members, err = audience.New(audience.Options{
-		Dir: filepath.Join(o.DataDir, "audiences"), View: d.configs.view, Skip: d.configs.skip, Queue: d.store, Full: func() bool { return !d.diskForSync() }, Room: d.roomForSync,
+		Dir: filepath.Join(o.DataDir, "audiences"), View: d.configs.view, Skip: d.configs.skip, BeginRouting: d.configs.beginRouting, Queue: d.store, Full: func() bool { return !d.diskForSync() }, Room: d.roomForSync,
 		Owner: o.AudienceOwner, OrphanGrace: o.OrphanGrace, Logger: o.Logger, Registerer: d.metrics,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())

@@ -59,10 +59,11 @@ const (
 type Options struct {
 	// Dir holds the members; it is made when missing.
 	Dir string
-	// View and Skip are as for ingest.
-	View  func() *liveconfig.View
-	Skip  func(ref liveconfig.SourceRef, call *event.Call) []string
-	Queue Queue
+	// View, Skip and BeginRouting, which may be nil, are as for ingest.
+	View         func() *liveconfig.View
+	Skip         func(ref liveconfig.SourceRef, call *event.Call) []string
+	BeginRouting func() (end func())
+	Queue        Queue
 	// Full reports that the disk is too full to take a sync; nil is never.
 	Full func() bool
 	// Room reports that a Source ("namespace/name") has room for a sync's calls
@@ -158,31 +159,29 @@ func New(o Options) (*Service, error) {
 	}
 	for _, e := range entries {
 		if e.IsDir() {
-			if err := s.recover(filepath.Join(o.Dir, e.Name())); err != nil {
-				return nil, fmt.Errorf("audiences: %w", err)
-			}
+			s.recover(filepath.Join(o.Dir, e.Name()))
 		}
 	}
 	return s, nil
 }
 
-// recover opens one audience's folder.
-func (s *Service) recover(dir string) error {
+// recover opens one audience's folder. One that cannot be read or tidied breaks its
+// audience, and nothing else.
+func (s *Service) recover(dir string) {
 	done, doneErr := readState(filepath.Join(dir, stateFile))
 	pending, pendingErr := readState(filepath.Join(dir, pendingFile))
+	broken := errors.Join(doneErr, pendingErr)
 	if pending != nil {
 		_, work := os.Stat(filepath.Join(dir, syncPrefix+pending.Sync))
 		_, members := os.Stat(filepath.Join(dir, storePrefix+pending.Sync))
 		if errors.Is(work, os.ErrNotExist) && errors.Is(members, os.ErrNotExist) {
 			// It was taken back when its name could not be made durable.
 			s.Logger.Warn("a sync without data is forgotten", "namespace", pending.Tenant, "audience", pending.Name, "sync", pending.Sync)
-			if err := os.Remove(filepath.Join(dir, pendingFile)); err != nil {
-				return err
-			}
+			broken = errors.Join(broken, os.Remove(filepath.Join(dir, pendingFile)))
 			pending = nil
 		}
 	}
-	a := &audience{dir: dir, done: done, pending: pending, broken: errors.Join(doneErr, pendingErr)}
+	a := &audience{dir: dir, done: done, pending: pending, broken: broken}
 	switch {
 	case pending != nil:
 		a.name = name{pending.Tenant, pending.Name}
@@ -191,9 +190,12 @@ func (s *Service) recover(dir string) error {
 	case a.broken != nil:
 		// Whose it is cannot be told; a sync of that audience finds its folder again.
 		s.Logger.Error("the state of an audience cannot be read; syncs of it are refused", "dir", dir, "error", a.broken)
-		return nil
+		return
 	default:
-		return os.RemoveAll(dir)
+		if err := os.RemoveAll(dir); err != nil {
+			s.Logger.Error("what is left of an audience cannot be removed", "dir", dir, "error", err)
+		}
+		return
 	}
 	if a.broken != nil {
 		s.Logger.Error("the state of an audience cannot be read; syncs of it are refused", "namespace", a.tenant, "audience", a.name.name, "error", a.broken)
@@ -205,9 +207,7 @@ func (s *Service) recover(dir string) error {
 		if pending != nil {
 			next = pending.Sync
 		}
-		if err := sweep(dir, keep, next); err != nil {
-			return err
-		}
+		tidy(dir, keep, next, s.Logger.With("namespace", a.tenant, "audience", a.name.name))
 		if pending != nil { // until it is carried on it shows how far it was
 			if at, sent, err := openProgress(filepath.Join(dir, syncPrefix+next)); err == nil {
 				a.sent.Store(sent)
@@ -219,7 +219,6 @@ func (s *Service) recover(dir string) error {
 	}
 	s.audiences[a.name] = a
 	s.metrics.known(a)
-	return nil
 }
 
 // Run carries decided syncs through and removes what was deleted, until ctx is
@@ -272,7 +271,9 @@ func (s *Service) carry(ctx context.Context, a *audience) {
 	log := s.Logger.With("namespace", a.tenant, "audience", a.name.name, "sync", a.pending.Sync)
 	err := s.send(ctx, a, *a.pending, log)
 	if err == nil {
-		err = conclude(a.dir, *a.pending)
+		if err = conclude(a.dir, *a.pending); err == nil {
+			tidy(a.dir, a.pending.Sync, "", log)
+		}
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -430,6 +431,9 @@ func (s *Service) deliver(ctx context.Context, a *audience, p state, calls []eve
 }
 
 func (s *Service) tryDeliver(ctx context.Context, p state, calls []event.Call) (batch, error) {
+	if s.BeginRouting != nil {
+		defer s.BeginRouting()()
+	}
 	view := s.View()
 	config, ok := view.Tenant(p.Tenant)
 	i := slices.IndexFunc(config.Sources, func(c liveconfig.Source) bool { return c.Name == p.Source })

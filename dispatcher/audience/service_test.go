@@ -19,6 +19,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"runtime"
 	"slices"
@@ -958,6 +959,28 @@ func TestDamagedStateIsGivenUp(t *testing.T) {
 		r.sync(shoppers, "b", "c")
 		r.told("b shoppers=true", "c shoppers=true")
 	}
+}
+
+// What is left of one audience and cannot be removed keeps nobody from starting.
+func TestLeftoverThatStays(t *testing.T) {
+	dir := t.TempDir()
+	r := newRig(t, dir, newLog(), nil)
+	r.sync(shoppers, "a")
+	r.end()
+	stays := filepath.Join(filepath.Dir(glob(t, dir, stateFile)[0]), syncPrefix+"old")
+	if err := os.WriteFile(stays, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if out, err := exec.Command("chattr", "+i", stays).CombinedOutput(); err != nil {
+		t.Skipf("this file system lets every file be removed: %v %s", err, out)
+	}
+	t.Cleanup(func() { _ = exec.Command("chattr", "-i", stays).Run() })
+	r = newRig(t, dir, newLog(), nil)
+	if _, err := os.Stat(stays); err != nil {
+		t.Fatal("it is gone, so this test shows nothing")
+	}
+	r.sync(shoppers, "a", "b")
+	r.told("b shoppers=true")
 }
 
 // Of a user whom a deletion request suppresses nothing is told.

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
@@ -130,19 +131,13 @@ func conclude(dir string, s state) error {
 		return err
 	}
 	step()
-	if err := syncDir(dir); err != nil {
-		return err
-	}
-	return sweep(dir, s.Sync, "")
+	return syncDir(dir)
 }
 
-// sweep removes what belongs to no sync: keep is the one that is done, pending
-// the one that is decided.
-func sweep(dir, keep, pending string) error {
+// tidy removes what belongs to no sync: keep is the one that is done, pending
+// the one that is decided. What stays costs room and nothing else.
+func tidy(dir, keep, pending string, log *slog.Logger) {
 	entries, err := os.ReadDir(dir)
-	if err != nil {
-		return err
-	}
 	for _, e := range entries {
 		name := e.Name()
 		work, isWork := strings.CutPrefix(name, syncPrefix)
@@ -152,12 +147,12 @@ func sweep(dir, keep, pending string) error {
 			isMembers && members != keep && members != pending,
 			strings.HasSuffix(name, ".tmp"):
 			step()
-			if err := os.RemoveAll(filepath.Join(dir, name)); err != nil {
-				return err
-			}
+			err = errors.Join(err, os.RemoveAll(filepath.Join(dir, name)))
 		}
 	}
-	return nil
+	if err != nil {
+		log.Error("what is left of an audience's syncs cannot be removed", "error", err)
+	}
 }
 
 // progress remembers how many changes are in the queue. It is not made durable:
