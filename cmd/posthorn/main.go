@@ -17,6 +17,7 @@ import (
 	"strings"
 	"syscall"
 
+	"github.com/KimMachineGun/automemlimit/memlimit"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -40,7 +41,13 @@ func usagef(format string, args ...any) error { return usageError{fmt.Errorf(for
 // errSilent fails the command without another word: all was said.
 var errSilent = errors.New("failed")
 
-func main() { os.Exit(Main(os.Args[1:], os.Stdin, os.Stdout, os.Stderr)) }
+func main() {
+	// The garbage collector keeps below nine tenths of the container's limit: the rest
+	// is the store's own memory, of which it does not know. GOMEMLIMIT goes first. What
+	// cannot be read is no limit.
+	_, _ = memlimit.Set()
+	os.Exit(Main(os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
+}
 
 // Main runs one command line and returns its exit code.
 func Main(args []string, stdin io.Reader, stdout, stderr io.Writer) int {

@@ -10,8 +10,10 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"runtime/debug"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -243,6 +245,7 @@ The chart runs it; see docs/install.md.`,
 			default:
 				return usagef("--admin-auth %q: use kubernetes or none", adminAuth)
 			}
+			logStart(log)
 			if data.options.Pod == "" {
 				data.options.Pod, _ = os.Hostname()
 			}
@@ -324,6 +327,7 @@ docs/install.md.`,
 			if err != nil {
 				return err
 			}
+			logStart(log)
 			group, ctx := errgroup.WithContext(cmd.Context())
 			if o.DispatcherTokenFile != "" && o.MetricsBindAddress != "0" {
 				client, err := kubernetes.NewForConfig(config)
@@ -353,12 +357,22 @@ docs/install.md.`,
 	return cmd
 }
 
-// bridgeLogs sends what Kubernetes' libraries log to our handler.
-func bridgeLogs(handler slog.Handler) {
-	logger := logr.FromSlogHandler(handler)
-	klog.SetLogger(logger)
-	ctrl.SetLogger(logger)
+// logStart says what starts; memoryLimit, in bytes, is what the garbage collector keeps to.
+func logStart(log *slog.Logger) {
+	log.Info("posthorn starts", "version", version, "memoryLimit", debug.SetMemoryLimit(-1))
 }
+
+// bridgeLogs sends what Kubernetes' libraries log to our handler: the first one of
+// the process, for they may be at work when there is another.
+func bridgeLogs(handler slog.Handler) {
+	bridged.Do(func() {
+		logger := logr.FromSlogHandler(handler)
+		klog.SetLogger(logger)
+		ctrl.SetLogger(logger)
+	})
+}
+
+var bridged sync.Once
 
 // lateHandler answers 503 until it is set.
 type lateHandler struct{ handler atomic.Pointer[http.Handler] }

@@ -16,6 +16,7 @@ import (
 
 	. "github.com/onsi/ginkgo/v2"
 	. "github.com/onsi/gomega"
+	"k8s.io/apimachinery/pkg/api/resource"
 )
 
 var _ = Describe("A webhook", func() {
@@ -269,6 +270,13 @@ spec: {writeKeySecretRef: {name: ios-key, key: writeKey}}
 			{"operator", "create", "pods", system, "no"},
 		} {
 			Expect(can(c.account, c.verb, c.resource, c.namespace)).To(Equal(c.want), "%s %s %s in %s", c.account, c.verb, c.resource, c.namespace)
+		}
+
+		By("each keeps below the memory that its container has")
+		for _, component := range []string{"operator", "dispatcher"} {
+			pod := strings.Fields(pods(component))[0]
+			limit := resource.MustParse(kubectl("-n", system, "get", "pod", pod, "-o", "jsonpath={.spec.containers[0].resources.limits.memory}"))
+			Expect(kubectl("-n", system, "logs", pod)).To(ContainSubstring(`"memoryLimit":%d`, limit.Value()*9/10), component)
 		}
 
 		By("metrics are not for callers without a token")

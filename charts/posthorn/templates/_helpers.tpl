@@ -115,7 +115,6 @@ tolerations:
 {{- define "posthorn.env" -}}
 - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
 - {name: POD_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
-- {name: GOMEMLIMIT, valueFrom: {resourceFieldRef: {resource: limits.memory}}}
 {{- with (index .root.Values .component).extraEnv }}
 {{ toYaml . }}
 {{- end }}
