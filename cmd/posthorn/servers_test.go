@@ -26,6 +26,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/env"
+	"github.com/posthorn/posthorn/test/process"
 )
 
 // Calls over TLS need an address, a certificate and its key, and are told so.
@@ -170,12 +171,7 @@ func TestOperatorMetrics(t *testing.T) {
 	kubectl("", "--kubeconfig", kubeconfig, "config", "set-credentials", "operator", "--token", token("posthorn-operator"))
 	kubectl("", "--kubeconfig", kubeconfig, "config", "set-context", "--current", "--user", "operator")
 	operator := func(tokenFile string) (address string, stop func()) {
-		free, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		address = free.Addr().String()
-		_ = free.Close()
+		address = process.FreeAddr()
 		ctx, cancel := context.WithCancel(t.Context())
 		cmd := newOperator()
 		cmd.SetArgs([]string{"--namespace", env.Release, "--kubeconfig", kubeconfig, "--dispatcher-token-file", tokenFile, "--metrics-bind-address", address, "--health-probe-bind-address", "0"})

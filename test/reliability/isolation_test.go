@@ -241,8 +241,9 @@ func TestThousandDestinations(t *testing.T) {
 	t.Logf("at most %d goroutines, %d sockets (both ends of each), %d in black holes; %d MB of heap more", goroutines, most, held.most.Load(), heap)
 	// By default 512 requests in flight and 4,096 unused connections, here with
 	// both their ends, and a goroutine for each on the receivers' side.
+	// The black hole sees late, on a busy machine, that one was closed.
 	const inFlight, unused = 512, 4096
-	if goroutines > unused+4*inFlight || most > 2*(unused+inFlight)+100 || held.most.Load() > inFlight || heap > 256 {
+	if goroutines > unused+4*inFlight || most > 2*(unused+inFlight)+100 || held.most.Load() > 2*inFlight || heap > 256 {
 		t.Error("that is not bounded by the requests in flight")
 	}
 }
