@@ -32,7 +32,7 @@ A signature of the scheme StandardWebhooks ("v1,…") is checked with the id and
 time that it came with.`,
 		Example: `  posthorn verify --secret "$SECRET" --signature 9c1f… body.json
   curl -s … | posthorn verify --secret-file secret.txt --signature 9c1f…
-  posthorn verify --secret "$SECRET" --signature v1,… --webhook-id 0192… --webhook-timestamp 1766000000 body.json`,
+  posthorn verify --secret "$SECRET" --signature v1,… --webhook-id msg_… --webhook-timestamp 1766000000 body.json`,
 		Args: atMostArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			key, err := secretFrom(secret, secretFile)

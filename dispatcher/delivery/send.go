@@ -254,7 +254,7 @@ func (e *Engine) send(w *worker) {
 	started := time.Now()
 	id := headerSafe(p.message.ID)
 	w.headers = append(w.headers[:0], egress.Header{Name: headerIdempotencyKey, Value: id})
-	w.headers = p.set.signer.Headers(w.headers, id, started, p.message.Body)
+	w.headers = p.set.signer.Headers(w.headers, p.set.signer.ID(p.message.Lane.Source, p.message.ID), started, p.message.Body)
 	var span trace.Span
 	if e.o.Tracer != nil {
 		span = e.trace(w, started)
@@ -264,6 +264,7 @@ func (e *Engine) send(w *worker) {
 	r := ended{Result: e.o.Client.Post(ctx, p.target.to, w.headers, p.message.Body)}
 	r.at = time.Now()
 	r.duration = r.at.Sub(started)
+	r.Response = p.set.signer.Redact(r.Response, w.headers)
 	r.cut = r.outcome().Failed() && e.hard.Err() != nil
 
 	s := e.settle(p, &r)

@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
+	"encoding/base64"
 	"errors"
 	"fmt"
 	"io"
@@ -48,7 +49,7 @@ func (r *Result) answered(e *Endpoint, a answer, body []byte, now time.Time) {
 	}
 	r.Message = strings.TrimSpace(fmt.Sprintf("%s answered %d %s", e.host, a.status, http.StatusText(a.status))) + r.Message
 	r.RetryAfter = parseRetryAfter(a.retryAfter, now)
-	r.Response = e.redact(body)
+	r.Response = e.redactor.Redact(body)
 }
 
 // fail classifies an attempt that got no valid answer. None of its messages
@@ -262,9 +263,10 @@ func clip(s string) string {
 	return s
 }
 
-// secretsOf lists what an endpoint may know from us and repeat in an answer:
-// path and query as a whole and in their parts, and header values. Words of a
-// few letters are no secrets; hiding them would only garble the answer.
+// secretsOf lists what an endpoint knows from Posthorn and may repeat in an
+// answer: path and query as a whole and in their parts, header values and their
+// words, and decoded Basic credentials. Shorter parts are left in the answer:
+// they are no secrets, and their removal would make it unreadable.
 func secretsOf(u *url.URL, target string, headers []liveconfig.Header) []string {
 	var secrets []string
 	add := func(least int, values ...string) {
@@ -290,29 +292,14 @@ func secretsOf(u *url.URL, target string, headers []liveconfig.Header) []string 
 	for _, h := range headers {
 		value := h.Value.Reveal()
 		add(4, value)
-		add(8, strings.Fields(value)...) // "Bearer ..."
-	}
-	slices.SortFunc(secrets, func(a, b string) int { return len(b) - len(a) })
-	return secrets
-}
-
-// redact returns the first KiB of an answer's body without the endpoint's secrets.
-func (e *Endpoint) redact(body []byte) []byte {
-	if len(body) == 0 {
-		return nil
-	}
-	shown := bytes.Clone(body)
-	for _, secret := range e.secrets {
-		shown = bytes.ReplaceAll(shown, []byte(secret), []byte("[redacted]"))
-	}
-	// One more may begin where the answer was cut off.
-	for _, secret := range e.secrets {
-		for n := min(len(secret)-1, len(shown)); n >= 4; n-- {
-			if bytes.HasSuffix(shown, []byte(secret[:n])) {
-				shown = shown[:len(shown)-n]
-				break
+		words := strings.Fields(value)
+		add(8, words...) // "Bearer ..."
+		if len(words) == 2 && strings.EqualFold(words[0], "Basic") {
+			if credentials, err := base64.RawStdEncoding.DecodeString(strings.TrimRight(words[1], "=")); err == nil {
+				_, password, _ := strings.Cut(string(credentials), ":")
+				add(4, string(credentials), password)
 			}
 		}
 	}
-	return shown[:min(len(shown), maxShownBytes)]
+	return secrets
 }

@@ -132,6 +132,10 @@ func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t 
 	t.DNS = time.Duration(dns.Load())
 	t.Connect = time.Since(start) - t.DNS
 	if err != nil {
+		if denied, ok := errors.AsType[*deniedError](err); ok && denied.resolved() {
+			// The attempt's message does not name the address.
+			c.log.WarnContext(ctx, "egress policy denied a resolved address", "endpoint", e, "address", denied.addr, "kind", denied.kind)
+		}
 		return nil, err
 	}
 	cn := &conn{Conn: raw, pool: e.idle, born: time.Now(), remote: raw.RemoteAddr().String()}

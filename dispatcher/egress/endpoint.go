@@ -26,13 +26,13 @@ const userAgent = "Posthorn/1.0"
 // Endpoint is a webhook that is ready to be posted to. It holds secrets and
 // prints as its name, scheme and host only.
 type Endpoint struct {
-	name    string
-	host    string      // as it is looked up, checked and shown
-	address string      // host and port to dial
-	head    []byte      // the request up to the headers of one attempt
-	tls     *tls.Config // nil for http
-	secrets []string    // what must not come back in an answer that is shown; longest first
-	idle    *pool
+	name     string
+	host     string      // as it is looked up, checked and shown
+	address  string      // host and port to dial
+	head     []byte      // the request up to the headers of one attempt
+	tls      *tls.Config // nil for http
+	redactor *Redactor   // removes the endpoint's secrets from an answer that is shown
+	idle     *pool
 }
 
 // String returns the endpoint's name, scheme and host.
@@ -118,7 +118,7 @@ func prepare(c liveconfig.Endpoint) (*Endpoint, error) {
 		}
 	}
 	e.head = []byte(head)
-	e.secrets = secretsOf(u, target, c.Headers)
+	e.redactor = NewRedactor(secretsOf(u, target, c.Headers)...)
 
 	if u.Scheme == "http" {
 		if c.TLS != nil {

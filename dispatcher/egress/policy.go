@@ -117,23 +117,29 @@ func (p Policy) allowsHost(name string) bool {
 	return p.hosts[name] || slices.ContainsFunc(p.suffixes, func(s string) bool { return strings.HasSuffix(name, s) })
 }
 
-// deniedError is an address that the policy denies. It says all that a user
-// may know: the host and address, never the URL.
+// deniedError is an address that the policy denies. Its text is for the owner of
+// a destination: it names an address only when the URL does, because an owner
+// could otherwise resolve internal names by it. The log gets the fields.
 type deniedError struct {
 	host, kind string
 	addr       netip.Addr
 	metadata   bool
 }
 
+// resolved reports whether the address comes from DNS and not from the URL.
+func (e *deniedError) resolved() bool {
+	_, err := netip.ParseAddr(e.host)
+	return err != nil
+}
+
 func (e *deniedError) Error() string {
-	what := fmt.Sprintf("address %s of host %q is %s", e.addr, e.host, e.kind)
-	if e.host == e.addr.String() {
-		what = fmt.Sprintf("address %s is %s", e.addr, e.kind)
+	switch {
+	case e.resolved():
+		return fmt.Sprintf("host %q resolves to an address that the egress policy denies; use another host, or ask an administrator to add the host or its address to egressAllow (--egress-allow)", e.host)
+	case e.metadata:
+		return fmt.Sprintf("address %s is %s, and the egress policy denies it; use another host, or ask an administrator to add exactly this address to egressAllow (--egress-allow)", e.addr, e.kind)
 	}
-	if e.metadata {
-		return what + ", and the egress policy denies it; use another host, or let the cluster's admin allow it by this very address (--egress-allow)"
-	}
-	return what + ", and the egress policy denies it; use another host, or let the cluster's admin allow the address or the host (--egress-allow)"
+	return fmt.Sprintf("address %s is %s, and the egress policy denies it; use another host, or ask an administrator to add the address to egressAllow (--egress-allow)", e.addr, e.kind)
 }
 
 // check decides about one address that a host stands for or resolved to.

@@ -881,7 +881,7 @@ func TestEgressGuardEndToEnd(t *testing.T) {
 			if r.Reason != test.reason || r.Sent != test.sent {
 				t.Errorf("unexpected result %+v", r)
 			}
-			if test.reason == AddressDenied && !strings.Contains(r.Message, "egress policy denies it") {
+			if test.reason == AddressDenied && !strings.Contains(r.Message, "egress policy denies") {
 				t.Errorf("unhelpful message: %s", r.Message)
 			}
 			if got := hits.Load() > 0; got != test.sent {

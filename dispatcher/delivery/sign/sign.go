@@ -40,6 +40,7 @@ type Signer struct{ keys *keys }
 type keys struct {
 	standard          bool
 	current, previous *key
+	redactor          *egress.Redactor
 }
 
 // New makes a Signer. It fails when a secret is empty or does not decode: a
@@ -59,12 +60,55 @@ func New(s liveconfig.Signing) (Signer, error) {
 			return Signer{}, fmt.Errorf("signing.previous: %w", err)
 		}
 	}
+	k.redactor = egress.NewRedactor(append(secretsOf(s.Secret.Reveal()), secretsOf(s.Previous.Reveal())...)...)
 	return Signer{k}, nil
 }
 
+// secretsOf lists a secret as it was given, without its prefix, and decoded.
+func secretsOf(secret string) []string {
+	encoded, ok := strings.CutPrefix(secret, secretPrefix)
+	if !ok {
+		return []string{secret}
+	}
+	raw, _ := base64.StdEncoding.DecodeString(encoded)
+	return []string{secret, encoded, string(raw)}
+}
+
+// ID returns a message's webhook-id: the same in every attempt and every
+// redelivery, different for every messageId of every Source, and free of dots,
+// which separate the parts of the signed content. It is "" when the scheme has none.
+func (s Signer) ID(source, messageID string) string {
+	if s.keys == nil || !s.keys.standard {
+		return ""
+	}
+	// The name of a Source holds no line feed.
+	sum := sha256.Sum256([]byte(source + "\n" + messageID))
+	return "msg_" + base64.RawURLEncoding.EncodeToString(sum[:18])
+}
+
+// Redact returns an answer, at most its first KiB, without the secrets and
+// without the signatures in headers, which are those of the answered request: a
+// signature of HMACSHA1 stays valid, and makes a copy of the message look genuine.
+func (s Signer) Redact(answer []byte, headers []egress.Header) []byte {
+	if s.keys == nil || len(answer) == 0 {
+		return answer
+	}
+	var signatures []string
+	for _, h := range headers {
+		switch h.Name {
+		case HeaderSignature, HeaderSignaturePrevious:
+			signatures = append(signatures, h.Value)
+		case HeaderWebhookSignature:
+			for signature := range strings.FieldsSeq(h.Value) {
+				signatures = append(signatures, strings.TrimPrefix(signature, "v1,"))
+			}
+		}
+	}
+	return s.keys.redactor.Redact(answer, signatures...)
+}
+
 // Headers appends the signature headers of a request to dst. id is the
-// message's id as it stands in the request's headers, now the time of the
-// attempt, body the exact bytes that are sent.
+// message's ID, now the time of the attempt, body the exact bytes that are sent.
 func (s Signer) Headers(dst []egress.Header, id string, now time.Time, body []byte) []egress.Header {
 	k := s.keys
 	if k == nil {

@@ -81,6 +81,76 @@ func TestHeaders(t *testing.T) {
 	}
 }
 
+// A messageId is the caller's choice. The webhook-id must be unique per message and
+// hold no dot, because a dot separates it from the rest of the signed content.
+func TestID(t *testing.T) {
+	s, err := New(liveconfig.Signing{Scheme: liveconfig.StandardWebhooks, Secret: secret("whsec_c2VjcmV0")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	seen := map[string]string{}
+	for _, source := range []string{"team/web", "team/app", "other/web"} {
+		for _, id := range []string{"", "1", "1.1614265330.{}", "a.b", "a", "a\nb", "b", " ", "é", "..", strings.Repeat("x", 100), strings.Repeat("x", 99)} {
+			got := s.ID(source, id)
+			if again := s.ID(source, id); again != got {
+				t.Errorf("%s %q: %s, then %s", source, id, got, again)
+			}
+			if strings.Trim(got, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-") != "" || !strings.HasPrefix(got, "msg_") || len(got) != 28 {
+				t.Errorf("%s %q: webhook-id is %q", source, id, got)
+			}
+			key := fmt.Sprintf("%s %q", source, id)
+			if other, ok := seen[got]; ok {
+				t.Errorf("%s and %s share the webhook-id %s", key, other, got)
+			}
+			seen[got] = key
+		}
+	}
+	sha1, err := New(liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: secret("s3cr3t")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := sha1.ID("team/web", "1") + (Signer{}).ID("team/web", "1"); got != "" {
+		t.Errorf("a scheme without webhook-id has %q", got)
+	}
+}
+
+// A receiver that repeats a secret or a signature must not show it to whoever reads the dead letter.
+func TestRedact(t *testing.T) {
+	for _, signing := range []liveconfig.Signing{
+		{Scheme: liveconfig.HMACSHA1, Secret: secret("current-s3cr3t"), Previous: secret("previous-s3cr3t")},
+		{Scheme: liveconfig.StandardWebhooks, Secret: secret("whsec_Y3VycmVudC1zM2NyM3Q="), Previous: secret("whsec_cHJldmlvdXMtczNjcjN0")},
+	} {
+		s, err := New(signing)
+		if err != nil {
+			t.Fatal(err)
+		}
+		headers := s.Headers([]egress.Header{{Name: "Idempotency-Key", Value: "message-1"}}, s.ID("team/web", "message-1"), time.Unix(99, 0), []byte(body))
+		answer := "bad: message-1"
+		for _, text := range []string{
+			"current-s3cr3t", "previous-s3cr3t", "CURRENT-S3CR3T", "Y3VycmVudC1zM2NyM3Q=", "cHJldmlvdXMtczNjcjN0", "63757272656e742d733363723374",
+			headers[1].Value, headers[len(headers)-1].Value,
+		} {
+			answer += " " + text
+		}
+		if signing.Scheme == liveconfig.StandardWebhooks {
+			answer = strings.Replace(answer, " "+headers[1].Value, "", 1) // The webhook-id may be shown.
+		}
+		got := string(s.Redact([]byte(answer), headers))
+		want := "bad: message-1"
+		for range strings.Count(answer, " ") - 1 {
+			want += " "
+			want += "[redacted]"
+		}
+		got = strings.NewReplacer("v1,", "", "=", "").Replace(got)
+		if got != want {
+			t.Errorf("%s: got %q, want %q, of %q", signing.Scheme, got, want, answer)
+		}
+	}
+	if got := string((Signer{}).Redact([]byte("as it is"), nil)); got != "as it is" {
+		t.Errorf("without signing: %q", got)
+	}
+}
+
 // What a receiver in JavaScript computes, the way the specification says.
 func TestNode(t *testing.T) {
 	node, err := exec.LookPath("node")
