@@ -19,7 +19,7 @@ var _ = Describe("an Audience", func() {
 apiVersion: posthorn.dev/v1alpha1
 kind: Audience
 metadata: {name: vip}
-spec: {source: web, name: "Very Important (People)"}
+spec: {sourceRef: {name: web}, displayName: "Very Important (People)"}
 `
 	// shows waits until the condition of an Audience has a status and reason.
 	shows := func(w *world, tenant, name, condition string, status metav1.ConditionStatus, reason string) v1alpha1.Audience {
@@ -51,7 +51,7 @@ spec: {source: web, name: "Very Important (People)"}
 		})
 		a = shows(w, tenant, "vip", "Synced", isTrue, "Synced")
 		Expect(*a.Status.Members).To(BeEquivalentTo(7))
-		Expect(a.Status.LastSyncTime.Time).To(BeTemporally("==", at))
+		Expect(a.Status.LastSync.Time.Time).To(BeTemporally("==", at))
 		table, err := server.Kubectl("", "get", "paud", "vip", "--namespace", tenant)
 		Expect(err).NotTo(HaveOccurred())
 		Expect(table).To(MatchRegexp(`NAME +READY +SYNCED +MEMBERS +ADDED +REMOVED +PENDING +LAST SYNC +AGE\nvip +True +True +7 +7 +0 +0 +\S+ +\S+\n`))
@@ -76,7 +76,7 @@ spec: {source: web, name: "Very Important (People)"}
 apiVersion: posthorn.dev/v1alpha1
 kind: Audience
 metadata: {name: young}
-spec: {source: web, name: other, key: very_important_people}
+spec: {sourceRef: {name: web}, displayName: other, key: very_important_people}
 `)
 		shows(w, tenant, "young", "Accepted", isFalse, "KeyConflict")
 		w.delete(tenant, "audience", "vip")

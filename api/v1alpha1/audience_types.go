@@ -4,55 +4,58 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// AudienceKind says what is told of a user.
+// AudienceType is the kind of value that an audience gives its users.
 // +kubebuilder:validation:Enum=Audience;ComputedTrait
-type AudienceKind string
+type AudienceType string
 
 const (
-	// AudienceKindAudience means that the trait is true for a member and false for who is no longer one.
-	AudienceKindAudience AudienceKind = "Audience"
-	// AudienceKindComputedTrait means that the trait is the value that the sync gives for each user.
-	AudienceKindComputedTrait AudienceKind = "ComputedTrait"
+	// AudienceTypeAudience: the trait is true for a member and false for a former member.
+	AudienceTypeAudience AudienceType = "Audience"
+	// AudienceTypeComputedTrait: the trait is the value that the sync gives for each user.
+	AudienceTypeComputedTrait AudienceType = "ComputedTrait"
 )
 
-// AudienceSpec says what the audience is called and whose destinations are told.
-// +kubebuilder:validation:XValidation:rule="has(self.key) || self.name.matches('[\\\\p{L}\\\\p{N}]')",message="name has no letter or digit to make a key of; set key"
+// AudienceSpec names the audience and the Source whose destinations receive its
+// changes. The Source, the type and the key identify an audience, so they
+// cannot be changed.
+// +kubebuilder:validation:XValidation:rule="has(self.key) || self.displayName.matches('[\\\\p{L}\\\\p{N}]')",message="displayName has no letter or digit to derive a key from; set key"
 type AudienceSpec struct {
-	// The Source, of the same namespace, whose write key syncs the members. An
-	// identify call for each change goes to every WebhookDestination that takes
-	// this Source's calls. Another Source starts the audience afresh: its next
-	// sync tells all members.
-	// +kubebuilder:validation:MinLength=1
-	// +kubebuilder:validation:MaxLength=253
+	// The Source whose write key syncs the members. Each change is sent as an
+	// identify call to every WebhookDestination of this Source. It cannot be changed.
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="sourceRef cannot be changed; delete this Audience and create another"
 	// +required
-	Source string `json:"source"`
+	SourceRef ObjectReference `json:"sourceRef"`
 
-	// What people call the audience, for example "First Time Shoppers".
+	// The name of the audience for people, for example "First Time Shoppers".
+	// The default key is derived from it once; a later change of the name
+	// changes no key and sends nothing.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=100
 	// +required
-	Name string `json:"name"`
+	DisplayName string `json:"displayName"`
 
 	// Audience, the default: the trait is true or false. ComputedTrait: the
-	// trait is a value for each user. Another kind starts the audience afresh.
+	// trait is a value for each user. It cannot be changed.
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="type cannot be changed; delete this Audience and create another"
 	// +kubebuilder:default=Audience
 	// +optional
-	Kind AudienceKind `json:"kind,omitempty"`
+	Type AudienceType `json:"type,omitempty"`
 
 	// The name of the trait, and of the audience in the path of a sync. The
-	// default is the snake_case form of name: "First Time Shoppers" becomes
-	// first_time_shoppers. Two audiences of one Source must not share a key: the
-	// younger one gets Accepted=False (KeyConflict). Another key starts the
-	// audience afresh.
+	// default is the snake_case form of displayName: "First Time Shoppers"
+	// becomes first_time_shoppers. The key in effect is status.key; once it is
+	// set, it stays. Two audiences of one Source must not share a key: the
+	// younger one gets Accepted=False (KeyConflict).
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=100
 	// +kubebuilder:validation:XValidation:rule="self.matches('^[A-Za-z0-9_][A-Za-z0-9_.-]*$')",message="must be letters, digits, '_', '-' and '.', and not begin with '-' or '.'"
 	// +optional
 	Key string `json:"key,omitempty"`
 
-	// The share of members, in percent, that a snapshot may remove. One that
-	// would remove more is refused (422), unless the sync says that it is meant:
-	// a broken export should not tell everybody's exit. Default 50.
+	// The share of members, in percent, that a snapshot may remove. A snapshot
+	// that would remove more is rejected (422) unless the sync allows it
+	// explicitly, so that a broken export does not report every member as
+	// removed. Default 50.
 	// +kubebuilder:validation:Minimum=0
 	// +kubebuilder:validation:Maximum=100
 	// +kubebuilder:default=50
@@ -60,7 +63,7 @@ type AudienceSpec struct {
 	MaxRemovalPercent *int32 `json:"maxRemovalPercent,omitempty"`
 }
 
-// AudienceStatus is what is known of an audience, from the spec and its syncs.
+// AudienceStatus is the observed state of an audience, from its spec and its syncs.
 type AudienceStatus struct {
 	// Accepted, Programmed, Ready and Synced.
 	// +listType=map
@@ -73,7 +76,8 @@ type AudienceStatus struct {
 	// +optional
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
 
-	// The key in effect: members are sent to /v1/audiences/KEY/members.
+	// The key in effect: members are sent to /v1/audiences/KEY/members. It is
+	// set when the audience is first accepted, and kept from then on.
 	// +kubebuilder:validation:MaxLength=200
 	// +optional
 	Key string `json:"key,omitempty"`
@@ -82,50 +86,50 @@ type AudienceStatus struct {
 	// +optional
 	Dispatchers *DispatcherCount `json:"dispatchers,omitempty"`
 
-	// When the last sync was taken. This and the numbers are written at most every 30 s.
-	// +optional
-	LastSyncTime *metav1.Time `json:"lastSyncTime,omitempty"`
-
-	// Members as of the last sync.
+	// Members after the last sync. The numbers are written at most every 30 s.
 	// +optional
 	Members *int64 `json:"members,omitempty"`
 
-	// Users who joined in the last sync.
+	// The last sync that was accepted.
 	// +optional
-	Added *int64 `json:"added,omitempty"`
-
-	// Users who left in the last sync.
-	// +optional
-	Removed *int64 `json:"removed,omitempty"`
-
-	// Users whose value changed in the last sync, of a computed trait.
-	// +optional
-	Changed *int64 `json:"changed,omitempty"`
-
-	// Identify calls of the last sync that are not in the queue yet. They follow
-	// at the pace of the destinations, so that live calls are not held up.
-	// +optional
-	Pending *int64 `json:"pending,omitempty"`
+	LastSync *AudienceSync `json:"lastSync,omitempty"`
 }
 
-// Audience is a set of users that is kept elsewhere and synced to Posthorn over
-// HTTP. Its destinations get an identify call for every user who joins, leaves,
-// or has another value.
+// AudienceSync is the outcome of a sync.
+type AudienceSync struct {
+	// When the sync was accepted.
+	// +optional
+	Time *metav1.Time `json:"time,omitempty"`
+	// Users who joined.
+	Added int64 `json:"added"`
+	// Users who left.
+	Removed int64 `json:"removed"`
+	// Users whose value changed, of a computed trait.
+	Changed int64 `json:"changed"`
+	// Identify calls that are not in the queue yet. They follow at the pace of
+	// the destinations, so that live calls are not delayed.
+	Pending int64 `json:"pending"`
+}
+
+// Audience is a set of users that another system computes and syncs to Posthorn
+// over HTTP. Its destinations get an identify call for every user who joins,
+// leaves, or has a new value.
 //
+// +kubebuilder:validation:XValidation:rule="!has(self.spec.key) || !has(oldSelf.status) || !has(oldSelf.status.key) || self.spec.key == oldSelf.status.key",fieldPath=".spec.key",message="the key in effect (status.key) cannot be changed; delete this Audience and create another"
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
 // +kubebuilder:resource:shortName=paud,categories=posthorn
 // +kubebuilder:printcolumn:name="Ready",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].status`
 // +kubebuilder:printcolumn:name="Synced",type=string,JSONPath=`.status.conditions[?(@.type=="Synced")].status`
 // +kubebuilder:printcolumn:name="Members",type=integer,JSONPath=`.status.members`
-// +kubebuilder:printcolumn:name="Added",type=integer,JSONPath=`.status.added`
-// +kubebuilder:printcolumn:name="Removed",type=integer,JSONPath=`.status.removed`
-// +kubebuilder:printcolumn:name="Pending",type=integer,JSONPath=`.status.pending`
-// +kubebuilder:printcolumn:name="Last Sync",type=date,JSONPath=`.status.lastSyncTime`
+// +kubebuilder:printcolumn:name="Added",type=integer,JSONPath=`.status.lastSync.added`
+// +kubebuilder:printcolumn:name="Removed",type=integer,JSONPath=`.status.lastSync.removed`
+// +kubebuilder:printcolumn:name="Pending",type=integer,JSONPath=`.status.lastSync.pending`
+// +kubebuilder:printcolumn:name="Last Sync",type=date,JSONPath=`.status.lastSync.time`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Key",type=string,JSONPath=`.status.key`,priority=1
-// +kubebuilder:printcolumn:name="Source",type=string,JSONPath=`.spec.source`,priority=1
-// +kubebuilder:printcolumn:name="Changed",type=integer,JSONPath=`.status.changed`,priority=1
+// +kubebuilder:printcolumn:name="Source",type=string,JSONPath=`.spec.sourceRef.name`,priority=1
+// +kubebuilder:printcolumn:name="Changed",type=integer,JSONPath=`.status.lastSync.changed`,priority=1
 // +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].reason`,priority=1
 type Audience struct {
 	metav1.TypeMeta   `json:",inline"`

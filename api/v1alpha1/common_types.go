@@ -1,5 +1,15 @@
 package v1alpha1
 
+// ObjectReference names an object in the same namespace; its kind follows from
+// the field. A struct, so that fields can be added.
+type ObjectReference struct {
+	// Name of the object.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=253
+	// +required
+	Name string `json:"name"`
+}
+
 // SecretKeyReference names one key of a Secret in the same namespace.
 type SecretKeyReference struct {
 	// Name of the Secret. It must be in the same namespace as the object that refers to it.

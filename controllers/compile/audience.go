@@ -12,18 +12,18 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// maxKeyBytes bounds a key that was made of a name; the API allows 200 in status.
+// maxKeyBytes bounds a key that is derived from a name; the API allows 200 in status.
 const maxKeyBytes = 200
 
-// audience compiles one Audience. owners tells whose a key is.
+// audience compiles one Audience. owners names the Audience that owns each key.
 func (s Snapshot) audience(o *v1alpha1.Audience, sources []*v1alpha1.Source, owners map[audienceKey]string) (liveconfig.Audience, Verdict) {
 	r := newResolver(nil)
-	c := liveconfig.Audience{Name: o.Name, Source: o.Spec.Source, Key: keyOf(o), Kind: string(cmp.Or(o.Spec.Kind, v1alpha1.AudienceKindAudience)), MaxRemovalPercent: 50}
+	c := liveconfig.Audience{Name: o.Name, Source: o.Spec.SourceRef.Name, Key: keyOf(o), Kind: string(cmp.Or(o.Spec.Type, v1alpha1.AudienceTypeAudience)), MaxRemovalPercent: 50}
 	if percent := o.Spec.MaxRemovalPercent; percent != nil {
 		c.MaxRemovalPercent = int(*percent)
 	}
 	if c.Kind != liveconfig.KindAudience && c.Kind != liveconfig.KindComputedTrait {
-		r.add(v1alpha1.ReasonInvalidSpec, "spec.kind", "must be Audience or ComputedTrait")
+		r.add(v1alpha1.ReasonInvalidSpec, "spec.type", "must be Audience or ComputedTrait")
 		c.Kind = liveconfig.KindAudience // nothing can be synced as this
 	}
 	if c.MaxRemovalPercent < 0 || c.MaxRemovalPercent > 100 {
@@ -31,13 +31,13 @@ func (s Snapshot) audience(o *v1alpha1.Audience, sources []*v1alpha1.Source, own
 		c.MaxRemovalPercent = 50
 	}
 	if !slices.ContainsFunc(sources, func(source *v1alpha1.Source) bool { return source.Name == c.Source }) {
-		r.add(v1alpha1.ReasonNoSource, "spec.source", "Source %q does not exist in this namespace; create it or change the name", c.Source)
+		r.add(v1alpha1.ReasonNoSource, "spec.sourceRef.name", "Source %q does not exist in this namespace; create it or change the name", c.Source)
 	}
 	switch owner := owners[audienceKey{c.Source, c.Key}]; {
 	case c.Key == "":
-		r.add(v1alpha1.ReasonInvalidSpec, "spec.key", "spec.name has no letter or digit to make a key of; set spec.key")
+		r.add(v1alpha1.ReasonInvalidSpec, "spec.key", "spec.displayName has no letter or digit to derive a key from; set spec.key")
 	case len(c.Key) > maxKeyBytes:
-		r.add(v1alpha1.ReasonInvalidSpec, "spec.key", "the key made of spec.name has more than %d bytes; set a shorter spec.key", maxKeyBytes)
+		r.add(v1alpha1.ReasonInvalidSpec, "spec.key", "the key derived from spec.displayName has more than %d bytes; set a shorter spec.key", maxKeyBytes)
 	case owner != o.Name:
 		r.add(v1alpha1.ReasonKeyConflict, "spec.key", "Audience %q of the same Source has the key %q and keeps it, because it is older or, of equal age, first by name; set another spec.key", owner, c.Key)
 	}
@@ -55,7 +55,12 @@ func (s Snapshot) audience(o *v1alpha1.Audience, sources []*v1alpha1.Source, own
 	return c, v
 }
 
-func keyOf(o *v1alpha1.Audience) string { return cmp.Or(o.Spec.Key, SnakeCase(o.Spec.Name)) }
+// keyOf returns the key of an Audience: the one in effect, the one that the spec
+// sets, or the default. The key in effect is first, because another one would
+// send every member again.
+func keyOf(o *v1alpha1.Audience) string {
+	return cmp.Or(o.Status.Key, o.Spec.Key, SnakeCase(o.Spec.DisplayName))
+}
 
 // audienceKey is unique in a namespace.
 type audienceKey struct{ source, key string }
@@ -65,7 +70,7 @@ type audienceKey struct{ source, key string }
 func keyOwners(audiences []*v1alpha1.Audience) map[audienceKey]string {
 	owners := map[audienceKey]string{}
 	for _, o := range byAge(audiences) {
-		if key := (audienceKey{o.Spec.Source, keyOf(o)}); owners[key] == "" {
+		if key := (audienceKey{o.Spec.SourceRef.Name, keyOf(o)}); owners[key] == "" {
 			owners[key] = o.Name
 		}
 	}

@@ -39,16 +39,19 @@ func TestAudiences(t *testing.T) {
 	source := func(name string) v1alpha1.Source { return v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Name: name}} }
 	percent := int32(5)
 	bad := int32(101)
+	sticky := audience("sticky", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "web"}, DisplayName: "Renamed Since"})
+	sticky.Status.Key = "first_name"
 	s := Snapshot{
 		Namespace: "shop", Sources: []v1alpha1.Source{source("web"), source("ios")},
 		Audiences: []v1alpha1.Audience{
-			audience("young", 0, v1alpha1.AudienceSpec{Source: "web", Name: "Big Spenders"}),
-			audience("old", time.Hour, v1alpha1.AudienceSpec{Source: "web", Name: "Big spenders!", MaxRemovalPercent: &percent}),
-			audience("other-source", 0, v1alpha1.AudienceSpec{Source: "ios", Name: "Big Spenders", Kind: "ComputedTrait"}),
-			audience("own-key", 0, v1alpha1.AudienceSpec{Source: "web", Name: "Big Spenders", Key: "spenders"}),
-			audience("nowhere", 0, v1alpha1.AudienceSpec{Source: "tv", Name: "Viewers"}),
-			audience("nameless", 0, v1alpha1.AudienceSpec{Source: "web", Name: "!!"}),
-			audience("odd", 0, v1alpha1.AudienceSpec{Source: "web", Name: "odd", Kind: "Odd", MaxRemovalPercent: &bad}),
+			audience("young", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "web"}, DisplayName: "Big Spenders"}),
+			audience("old", time.Hour, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "web"}, DisplayName: "Big spenders!", MaxRemovalPercent: &percent}),
+			audience("other-source", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "ios"}, DisplayName: "Big Spenders", Type: "ComputedTrait"}),
+			audience("own-key", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "web"}, DisplayName: "Big Spenders", Key: "spenders"}),
+			sticky,
+			audience("nowhere", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "tv"}, DisplayName: "Viewers"}),
+			audience("nameless", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "web"}, DisplayName: "!!"}),
+			audience("odd", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "web"}, DisplayName: "odd", Type: "Odd", MaxRemovalPercent: &bad}),
 		},
 	}
 	c, verdicts := Compile(s)
@@ -67,6 +70,7 @@ func TestAudiences(t *testing.T) {
 		want := map[string]struct{ reason, key string }{
 			"young": {v1alpha1.ReasonKeyConflict, ""}, "old": {v1alpha1.ReasonAccepted, "big_spenders"},
 			"other-source": {v1alpha1.ReasonAccepted, "big_spenders"}, "own-key": {v1alpha1.ReasonAccepted, "spenders"},
+			"sticky":  {v1alpha1.ReasonAccepted, "first_name"},
 			"nowhere": {v1alpha1.ReasonNoSource, ""}, "nameless": {v1alpha1.ReasonInvalidSpec, ""}, "odd": {v1alpha1.ReasonInvalidSpec, ""},
 		}[a.Name]
 		if v.Reason != want.reason || v.Key != want.key || a.Key != want.key || v.Accepted != (want.key != "") || v.Revision != a.Revision || a.Revision == "" || a.Generation != 2 {

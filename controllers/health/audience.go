@@ -1,6 +1,7 @@
 package health
 
 import (
+	"cmp"
 	"fmt"
 	"time"
 
@@ -19,22 +20,20 @@ import (
 // (NotAccepted). numbersDue is as for Destination.
 func Audience(old v1alpha1.Audience, v compile.Verdict, tenant string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.AudienceStatus {
 	f := gather(v, old.ObjectMeta, old.Status.Conditions, tenant, pods, now, audiencePart)
-	s := v1alpha1.AudienceStatus{ObservedGeneration: old.Generation, Key: v.Key, Dispatchers: f.dispatchers()}
+	s := v1alpha1.AudienceStatus{ObservedGeneration: old.Generation, Key: cmp.Or(v.Key, old.Status.Key), Dispatchers: f.dispatchers()}
 	var owner *liveconfig.AudienceReport
 	audiencePart.each(pods, tenant, old.Name, func(_ Pod, r *liveconfig.AudienceReport) {
 		if r.Owner && (owner == nil || r.LastSync.After(owner.LastSync)) {
 			owner = r
 		}
 	})
-	if owner == nil { // it restarts: what it kept is still true
-		s.LastSyncTime, s.Members = old.Status.LastSyncTime.DeepCopy(), clone(old.Status.Members)
-		s.Added, s.Removed, s.Changed = clone(old.Status.Added), clone(old.Status.Removed), clone(old.Status.Changed)
-		s.Pending = clone(old.Status.Pending)
+	if owner == nil { // The pod restarts: the last known numbers are still true.
+		kept := old.Status.DeepCopy()
+		s.Members, s.LastSync = kept.Members, kept.LastSync
 	} else if synced := !owner.LastSync.IsZero(); synced || owner.Unsent > 0 {
-		s.Pending = &owner.Unsent
+		s.LastSync = &v1alpha1.AudienceSync{Time: optional(owner.LastSync), Added: owner.Added, Removed: owner.Removed, Changed: owner.Changed, Pending: owner.Unsent}
 		if synced {
-			s.LastSyncTime = optional(owner.LastSync)
-			s.Members, s.Added, s.Removed, s.Changed = &owner.Members, &owner.Added, &owner.Removed, &owner.Changed
+			s.Members = &owner.Members
 		}
 	}
 	s.Conditions = f.conditions(f.state() != liveconfig.Held, f.synced(owner))
@@ -43,21 +42,13 @@ func Audience(old v1alpha1.Audience, v compile.Verdict, tenant string, pods []Po
 	}
 	transitions := func(s v1alpha1.AudienceStatus) v1alpha1.AudienceStatus {
 		s.Conditions = withoutNumbers(s.Conditions)
-		s.LastSyncTime, s.Members, s.Added, s.Removed, s.Changed, s.Pending = nil, nil, nil, nil, nil, nil
+		s.Members, s.LastSync = nil, nil
 		return s
 	}
 	if equality.Semantic.DeepEqual(transitions(old.Status), transitions(s)) {
 		return *old.Status.DeepCopy()
 	}
 	return s
-}
-
-func clone(n *int64) *int64 {
-	if n == nil {
-		return nil
-	}
-	copied := *n
-	return &copied
 }
 
 var audiencePart = part[liveconfig.AudienceReport]{

@@ -126,6 +126,20 @@ func (d *definition) admit(object map[string]any, metadata *metav1.ObjectMeta) [
 	return out
 }
 
+// admitUpdate applies the rules that compare an object with its former state, as
+// an API server does at an update; both have been admitted by themselves.
+func (d *definition) admitUpdate(object, old map[string]any) []error {
+	if d.cel == nil {
+		return nil
+	}
+	errs, _ := d.cel.Validate(context.Background(), nil, d.structural, object, old, celconfig.RuntimeCELCostBudget)
+	var out []error
+	for _, err := range errs {
+		out = append(out, withoutValue(err))
+	}
+	return out
+}
+
 func blocks(errs field.ErrorList) bool {
 	for _, err := range errs {
 		switch err.Type {

@@ -210,11 +210,6 @@ func (c *Control) load(marks []mark) []mark {
 	snapshots := c.store.snapshots(c.options.CheckHost)
 	c.mu.Unlock()
 	c.tell(problems, ignored)
-	if c.options.StateFile != "" {
-		if err := c.store.save(c.options.StateFile); err != nil {
-			c.log.Error("the manifests' state could not be saved; a restart may not find what is broken then", "error", err)
-		}
-	}
 	for _, tenant := range slices.Sorted(maps.Keys(snapshots)) {
 		config, verdicts := compile.Compile(*snapshots[tenant])
 		sent, exists := c.sent[tenant]
@@ -228,6 +223,14 @@ func (c *Control) load(marks []mark) []mark {
 			c.options.Sink.Set(tenant, encoded.Data)
 		}
 		c.verdicts[tenant] = encoded.Verdicts
+		c.mu.Lock()
+		c.store.keepAudienceKeys(tenant, encoded.Verdicts.Audiences)
+		c.mu.Unlock()
+	}
+	if c.options.StateFile != "" {
+		if err := c.store.save(c.options.StateFile); err != nil {
+			c.log.Error("saving the state of the manifests failed; after a restart, objects of a broken manifest may be missing", "error", err)
+		}
 	}
 	for tenant := range c.verdicts {
 		if snapshots[tenant] == nil {

@@ -306,6 +306,62 @@ func TestBrokenManifestsKeepTheLastGoodForm(t *testing.T) {
 	f.runs("default/crm Active")
 }
 
+// What identifies an audience does not change, neither by an edit nor by one
+// that is made while nothing runs.
+func TestAudienceIdentity(t *testing.T) {
+	dir, state := t.TempDir(), filepath.Join(t.TempDir(), "manifests.json")
+	audience := func(spec string) string {
+		return "apiVersion: posthorn.dev/v1alpha1\nkind: Audience\nmetadata: {name: vip}\nspec: {" + spec + "}\n"
+	}
+	put(t, dir, "a.yaml", secret+"---\n"+webSource)
+	put(t, dir, "vip.yaml", audience(`sourceRef: {name: web}, displayName: First Name`))
+	f := start(t, dir, state)
+	compiled := func() liveconfig.Audience {
+		f.runner.mu.Lock()
+		defer f.runner.mu.Unlock()
+		if a := f.runner.configs["default"].Audiences; len(a) == 1 {
+			return a[0]
+		}
+		return liveconfig.Audience{}
+	}
+	is := func(key string, maxRemovalPercent int) {
+		t.Helper()
+		f.until(fmt.Sprintf("key %s, maxRemovalPercent %d", key, maxRemovalPercent), func() bool {
+			a := compiled()
+			return a.Key == key && a.MaxRemovalPercent == maxRemovalPercent
+		})
+	}
+	is("first_name", 50)
+	put(t, dir, "vip.yaml", audience(`sourceRef: {name: web}, displayName: Second Name, maxRemovalPercent: 51`))
+	is("first_name", 51)
+
+	f.stop()
+	put(t, dir, "vip.yaml", audience(`sourceRef: {name: web}, displayName: Third Name, maxRemovalPercent: 52`))
+	f = start(t, dir, state)
+	is("first_name", 52)
+
+	for spec, want := range map[string]string{
+		`sourceRef: {name: web}, displayName: A, type: ComputedTrait`: "spec.type: type cannot be changed",
+		`sourceRef: {name: tv}, displayName: A`:                       "spec.sourceRef: sourceRef cannot be changed",
+		`sourceRef: {name: web}, displayName: A, key: another`:        "spec.key: the key in effect (status.key) cannot be changed",
+	} {
+		put(t, dir, "vip.yaml", audience(spec))
+		f.problem(want)
+		is("first_name", 52)
+	}
+	put(t, dir, "vip.yaml", audience(`sourceRef: {name: web}, displayName: A, key: first_name, maxRemovalPercent: 53`))
+	f.problem("")
+	is("first_name", 53)
+
+	// A deleted and created audience is a new one.
+	if err := os.Remove(filepath.Join(dir, "vip.yaml")); err != nil {
+		t.Fatal(err)
+	}
+	f.until("no audience", func() bool { return compiled().Name == "" })
+	put(t, dir, "vip.yaml", audience(`sourceRef: {name: web}, displayName: A, type: ComputedTrait, maxRemovalPercent: 54`))
+	is("a", 54)
+}
+
 // An empty folder is a volume that is not mounted, not an order to delete everything.
 func TestEmptyFolderKeepsTheObjects(t *testing.T) {
 	dir, state := t.TempDir(), filepath.Join(t.TempDir(), "manifests.json")

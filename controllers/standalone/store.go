@@ -16,6 +16,7 @@ import (
 
 	"github.com/google/uuid"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
@@ -71,6 +72,12 @@ func (s *store) load(marks []mark, now time.Time) {
 				s.problems = append(s.problems, Problem{File: mark.path, Object: o.String(), Message: "the object is in " + other.file + " already, which counts; remove one of them"})
 				return
 			}
+			if errs := o.admitUpdate(s.objects[o.id]); len(errs) > 0 {
+				for _, err := range errs {
+					s.problems = append(s.problems, Problem{File: mark.path, Object: o.String(), Message: err.Error()})
+				}
+				o = s.objects[o.id].object
+			}
 			next[o.id] = &stored{object: o, file: mark.path}
 		}
 		for _, o := range f.objects {
@@ -117,6 +124,41 @@ func (s *store) read(path string) *file {
 		return old
 	}
 	return &file{text: text, parsed: parse(path, text)}
+}
+
+// admitUpdate checks a changed object against its former state.
+func (o *object) admitUpdate(old *stored) []error {
+	if old == nil || o.resource == nil || bytes.Equal(old.content, o.content) {
+		return nil
+	}
+	kinds, err := definitions()
+	if err != nil {
+		return []error{err}
+	}
+	var now map[string]any
+	if err := json.Unmarshal(o.manifest, &now); err != nil {
+		return []error{err}
+	}
+	before, err := runtime.DefaultUnstructuredConverter.ToUnstructured(old.resource)
+	if err != nil {
+		return []error{err}
+	}
+	if status, ok := before["status"]; ok { // An update of the spec keeps the status.
+		now["status"] = status
+	}
+	return kinds[o.kind].admitUpdate(now, before)
+}
+
+// keepAudienceKeys sets the keys in effect, which stay over changes of the
+// display name and, by the state file, over restarts.
+func (s *store) keepAudienceKeys(namespace string, verdicts map[string]compile.Verdict) {
+	for name, v := range verdicts {
+		if o := s.objects[id{"Audience", namespace, name}]; o != nil && v.Key != "" {
+			a := o.resource.DeepCopyObject().(*v1alpha1.Audience) // Readers may have the present one.
+			a.Status.Key = v.Key
+			o.resource = a
+		}
+	}
 }
 
 func (s *store) version() string {
@@ -216,10 +258,12 @@ type state struct {
 }
 
 type stateObject struct {
-	File       string          `json:"file"`
-	Generation int64           `json:"generation"`
-	Created    metav1.Time     `json:"created"`
-	Manifest   json.RawMessage `json:"manifest"`
+	File       string      `json:"file"`
+	Generation int64       `json:"generation"`
+	Created    metav1.Time `json:"created"`
+	// AudienceKey is the key in effect, of an Audience.
+	AudienceKey string          `json:"audienceKey,omitempty"`
+	Manifest    json.RawMessage `json:"manifest"`
 }
 
 const stateVersion = 1
@@ -229,7 +273,11 @@ const stateVersion = 1
 func (s *store) save(path string) error {
 	out := state{Version: stateVersion}
 	for _, o := range s.sorted() {
-		out.Objects = append(out.Objects, stateObject{File: o.file, Generation: o.generation, Created: o.created, Manifest: o.manifest})
+		saved := stateObject{File: o.file, Generation: o.generation, Created: o.created, Manifest: o.manifest}
+		if a, ok := o.resource.(*v1alpha1.Audience); ok {
+			saved.AudienceKey = a.Status.Key
+		}
+		out.Objects = append(out.Objects, saved)
 	}
 	text, err := json.Marshal(out)
 	if err != nil {
@@ -277,6 +325,9 @@ func (s *store) restore(path string) error {
 		}
 		object := &stored{object: p.objects[0], file: o.File, generation: o.Generation, created: o.Created}
 		object.furnish(nil, s.version())
+		if a, ok := object.resource.(*v1alpha1.Audience); ok {
+			a.Status.Key = o.AudienceKey
+		}
 		s.objects[object.id] = object
 	}
 	return nil

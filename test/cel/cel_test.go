@@ -267,6 +267,56 @@ func TestImmutable(t *testing.T) {
 	}
 }
 
+// TestAudienceIdentity holds the fields of an Audience that cannot be changed,
+// and the key, which stays from when it is in effect.
+func TestAudienceIdentity(t *testing.T) {
+	ctx := context.Background()
+	var object *unstructured.Unstructured
+	for _, d := range documents(t, "testdata/valid") {
+		if d.name == "full-audience.yaml" || strings.HasPrefix(d.name, "full-audience") {
+			object = d.object
+		}
+	}
+	object.SetName("identity")
+	unstructured.RemoveNestedField(object.Object, "spec", "key")
+	if err := cluster.Create(ctx, object); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = cluster.Delete(ctx, object) })
+	try := func(value any, field ...string) error {
+		changed := object.DeepCopy()
+		if err := unstructured.SetNestedField(changed.Object, value, append([]string{"spec"}, field...)...); err != nil {
+			t.Fatal(err)
+		}
+		return cluster.Update(ctx, changed, client.DryRunAll)
+	}
+	if err := try("free_as_long_as_none_is_in_effect", "key"); err != nil {
+		t.Errorf("a key before one is in effect: %v", err)
+	}
+	if err := unstructured.SetNestedField(object.Object, "in_effect", "status", "key"); err != nil {
+		t.Fatal(err)
+	}
+	if err := cluster.Status().Update(ctx, object); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		value any
+		field []string
+		want  string
+	}{
+		{"other", []string{"sourceRef", "name"}, "sourceRef cannot be changed"},
+		{"Audience", []string{"type"}, "type cannot be changed"},
+		{"other", []string{"key"}, "the key in effect (status.key) cannot be changed"},
+		{"in_effect", []string{"key"}, ""},
+		{"Another Name", []string{"displayName"}, ""},
+		{int64(7), []string{"maxRemovalPercent"}, ""},
+	} {
+		if err := try(c.value, c.field...); c.want == "" != (err == nil) || err != nil && !strings.Contains(err.Error(), c.want) {
+			t.Errorf("spec.%s = %v: error %v, want %q", strings.Join(c.field, "."), c.value, err, c.want)
+		}
+	}
+}
+
 func TestDefaults(t *testing.T) {
 	want := map[string]string{
 		"Source": `

@@ -137,7 +137,7 @@ func TestAudiencesWithSeveralPods(t *testing.T) {
 apiVersion: posthorn.dev/v1alpha1
 kind: Audience
 metadata: {name: vip}
-spec: {source: web, name: VIP}
+spec: {sourceRef: {name: web}, displayName: VIP}
 `, "apply", "-f", "-")
 	operator(t, server.Config, controllers.Options{Pods: p})
 	for i := range p.list {

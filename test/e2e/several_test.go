@@ -68,12 +68,12 @@ var _ = Describe("Several dispatchers", Serial, Ordered, func() {
 apiVersion: posthorn.dev/v1alpha1
 kind: Audience
 metadata: {name: shoppers}
-spec: {source: web, name: First Time Shoppers}
+spec: {sourceRef: {name: web}, displayName: First Time Shoppers}
 ---
 apiVersion: posthorn.dev/v1alpha1
 kind: Audience
 metadata: {name: spend}
-spec: {source: web, name: spend, kind: ComputedTrait}
+spec: {sourceRef: {name: web}, displayName: spend, type: ComputedTrait}
 `)
 		a.waitReady("psrc/web", "whd/crm", "paud/shoppers", "paud/spend")
 		Expect(a.field("paud/shoppers", "{.status.key}")).To(Equal("first_time_shoppers"))

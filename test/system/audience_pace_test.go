@@ -19,7 +19,7 @@ func TestLiveCallsPassALargeSync(t *testing.T) {
 	r.set(func(int) int { time.Sleep(5 * time.Millisecond); return http.StatusOK }) // one after another
 	// All of the sync at once would be more than the quota.
 	value := strings.Repeat("x", 7000)
-	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, ""), "a.yaml": audience("vip", `name: VIP, kind: ComputedTrait`)}, "--source-quota", "9000000")
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, ""), "a.yaml": audience("vip", `displayName: VIP, type: ComputedTrait`)}, "--source-quota", "9000000")
 	p.eventually("the audience is known", func() error {
 		if p.audience("vip").Status.Key != "vip" {
 			return fmt.Errorf("not yet")
@@ -50,7 +50,7 @@ func TestLiveCallsPassALargeSync(t *testing.T) {
 	}
 	p.eventually("progress shows", func() error {
 		s := p.audience("vip").Status
-		if s.Pending == nil || *s.Pending == 0 || *s.Pending >= users || *s.Added != users {
+		if s.LastSync == nil || s.LastSync.Pending == 0 || s.LastSync.Pending >= users || s.LastSync.Added != users {
 			return fmt.Errorf("%+v", s)
 		}
 		return nil
@@ -66,8 +66,8 @@ func TestLiveCallsPassALargeSync(t *testing.T) {
 		live()
 	}
 	p.eventually("the sync ends", func() error {
-		if s := p.audience("vip").Status; s.Pending == nil || *s.Pending > 0 {
-			return fmt.Errorf("%v are pending", s.Pending)
+		if s := p.audience("vip").Status; s.LastSync == nil || s.LastSync.Pending > 0 {
+			return fmt.Errorf("the last sync is %+v", s.LastSync)
 		}
 		return nil
 	})

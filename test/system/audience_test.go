@@ -22,7 +22,7 @@ func audience(name, more string) string {
 apiVersion: posthorn.dev/v1alpha1
 kind: Audience
 metadata: {name: ` + name + `}
-spec: {source: web, ` + more + `}
+spec: {sourceRef: {name: web}, ` + more + `}
 `
 }
 
@@ -88,7 +88,7 @@ func TestAudience(t *testing.T) {
 	r := newReceiver(t)
 	p := start(t, map[string]string{
 		"source.yaml": source(), "crm.yaml": destination("crm", r.URL, ""),
-		"audiences.yaml": audience("shoppers", `name: "First Time Shoppers"`) + "---" + audience("spent", `name: "Total Spent (180 Days)", kind: ComputedTrait`),
+		"audiences.yaml": audience("shoppers", `displayName: "First Time Shoppers"`) + "---" + audience("spent", `displayName: "Total Spent (180 Days)", type: ComputedTrait`),
 	})
 	seen := 0
 	told := func(want ...string) {
@@ -162,7 +162,7 @@ func TestAudience(t *testing.T) {
 	told("u4 first_time_shoppers=false", "u9 first_time_shoppers=true")
 	p.eventually("the status shows the sync", func() error {
 		s := p.audience("shoppers").Status
-		if s.Members == nil || *s.Members != 1 || s.LastSyncTime == nil || *s.Added != 1 || *s.Removed != 1 {
+		if s.Members == nil || *s.Members != 1 || s.LastSync == nil || s.LastSync.Added != 1 || s.LastSync.Removed != 1 {
 			return fmt.Errorf("%+v", s)
 		}
 		return nil
@@ -180,7 +180,7 @@ func TestAudience(t *testing.T) {
 func TestAudienceSurvivesKillNine(t *testing.T) {
 	const users = 20_000
 	r := newReceiver(t)
-	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "\n  delivery: {maxInFlight: 256}\n"), "a.yaml": audience("vip", `name: VIP`)})
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "\n  delivery: {maxInFlight: 256}\n"), "a.yaml": audience("vip", `displayName: VIP`)})
 	p.eventually("the audience is known", func() error {
 		if p.audience("vip").Status.Key != "vip" {
 			return fmt.Errorf("not yet")

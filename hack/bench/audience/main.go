@@ -156,7 +156,7 @@ spec:
 apiVersion: posthorn.dev/v1alpha1
 kind: Audience
 metadata: {name: bench}
-spec: {source: web, name: bench}
+spec: {sourceRef: {name: web}, displayName: bench}
 `, writeKey, sink, types), 0o600); err != nil {
 		return p, err
 	}
