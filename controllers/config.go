@@ -52,10 +52,12 @@ type configReconciler struct {
 	direct        client.Reader // reads from the API server
 	release       string
 	checkHost     func(host string) error
-	secrets       *secretReader
-	keys          *writeKeys
-	known         *verdictBook
-	own, statuses *trigger
+	// maxConfigBytes bounds an encoded live config.
+	maxConfigBytes int
+	secrets        *secretReader
+	keys           *writeKeys
+	known          *verdictBook
+	own, statuses  *trigger
 
 	mu sync.Mutex
 	// primed is true once the write keys of every namespace are known, and
@@ -70,7 +72,7 @@ type liveSecret struct{ revision, resourceVersion string }
 
 func setupConfig(mgr manager.Manager, o Options, known *verdictBook, statuses *trigger) error {
 	r := &configReconciler{
-		Client: mgr.GetClient(), direct: mgr.GetAPIReader(), release: o.Namespace, checkHost: o.CheckHost,
+		Client: mgr.GetClient(), direct: mgr.GetAPIReader(), release: o.Namespace, checkHost: o.CheckHost, maxConfigBytes: o.maxConfigBytes,
 		secrets: newSecretReader(mgr.GetClient(), mgr.GetAPIReader()),
 		keys:    newWriteKeys(), known: known, own: &trigger{}, statuses: statuses,
 		written: map[string]liveSecret{},
@@ -192,7 +194,7 @@ func (r *configReconciler) compile(ctx context.Context, tenant string) (result s
 	}
 	snapshot.ForeignWriteKeys = r.keys.older(tenant)
 	config, verdicts := compile.Compile(snapshot)
-	encoded, err := compile.Encode(config, verdicts, func() (liveconfig.Config, bool, error) { return r.last(ctx, tenant) })
+	encoded, err := compile.Encode(config, verdicts, r.maxConfigBytes, func() (liveconfig.Config, bool, error) { return r.last(ctx, tenant) })
 	if err != nil {
 		return "", err
 	}

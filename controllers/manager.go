@@ -36,6 +36,7 @@ import (
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
 // Options configure the control plane.
@@ -69,6 +70,9 @@ type Options struct {
 	// leaseDuration is how long a Lease holds that is not renewed. Default 30 s:
 	// while nobody leads deliveries go on, and who stops gives the Lease back.
 	leaseDuration time.Duration
+	// maxConfigBytes bounds an encoded live config. Default liveconfig.MaxEncodedBytes,
+	// which is as much as a Secret holds.
+	maxConfigBytes int
 }
 
 // Run runs the control plane until ctx is done. What is missing at first (the
@@ -116,6 +120,7 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 	}
 	o.PollInterval = cmp.Or(o.PollInterval, time.Second)
 	o.leaseDuration = cmp.Or(o.leaseDuration, 30*time.Second)
+	o.maxConfigBytes = cmp.Or(o.maxConfigBytes, liveconfig.MaxEncodedBytes)
 	renewDeadline, retryPeriod := o.leaseDuration*2/3, o.leaseDuration/6
 	gracefulShutdown := 10 * time.Second // Nothing is lost with what does not end by then.
 	if o.Now == nil {

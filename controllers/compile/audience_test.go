@@ -80,7 +80,7 @@ func TestAudiences(t *testing.T) {
 	if c.Audiences[slices.IndexFunc(c.Audiences, func(a liveconfig.Audience) bool { return a.Name == "old" })].MaxRemovalPercent != 5 {
 		t.Error("maxRemovalPercent is lost")
 	}
-	large := verdicts.tooLarge(1, liveconfig.Config{})
+	large := verdicts.tooLarge(1, liveconfig.MaxEncodedBytes, liveconfig.Config{})
 	if v := large.Audiences["old"]; v.Accepted || v.Reason != v1alpha1.ReasonConfigTooLarge {
 		t.Errorf("too large: %+v", v)
 	}

@@ -57,7 +57,7 @@ func TestDeletions(t *testing.T) {
 	if again, _ := Compile(s); again.Deletions[3].ID == id {
 		t.Error("another user has the same id")
 	}
-	if v := verdicts.tooLarge(1, liveconfig.Config{}).Deletions["all"]; v.Accepted {
+	if v := verdicts.tooLarge(1, liveconfig.MaxEncodedBytes, liveconfig.Config{}).Deletions["all"]; v.Accepted {
 		t.Errorf("too large: %+v", v)
 	}
 }

@@ -24,8 +24,8 @@ type Encoded struct {
 	TooLarge bool
 }
 
-// Encode encodes a config so that it fits into a Secret. When it does not, what
-// is needed is taken out of effect: the largest objects first, and those last that
+// Encode encodes a config in at most limit bytes, which is liveconfig.MaxEncodedBytes
+// for a Secret. When it does not fit, what is needed is taken out of effect: the largest objects first, and those last that
 // are in effect in the last config as they are now. A destination is held; a new
 // Audience or DeletionRequest is left out. Their verdict is ConfigTooLarge. Sources
 // stay, so that calls are taken and messages kept.
@@ -33,49 +33,52 @@ type Encoded struct {
 // When that is not enough either the last config stays, and where there is none
 // Data is no config, which makes dispatchers ask callers to come again. last is
 // called when it is needed; false is for none.
-func Encode(c liveconfig.Config, v Verdicts, last func() (liveconfig.Config, bool, error)) (Encoded, error) {
+func Encode(c liveconfig.Config, v Verdicts, limit int, last func() (liveconfig.Config, bool, error)) (Encoded, error) {
 	data, revision, err := liveconfig.Encode(c)
-	if err != nil || fits(data) {
+	if err != nil || len(data) <= limit {
 		return Encoded{c, v, data, revision, false}, err
 	}
 	before, exists, err := last()
 	if err != nil {
 		return Encoded{}, err
 	}
-	fitting, refused, ok := v.fit(c, len(data), before)
+	fitting, ok := v.fit(c, len(data), limit, before)
 	switch {
 	case ok:
-		data, revision, err = liveconfig.Encode(fitting)
-		return Encoded{fitting, refused, data, revision, true}, err
+		return fitting, nil
 	case exists:
-		return Encoded{before, v.tooLarge(len(data), before), nil, "", true}, nil
+		return Encoded{before, v.tooLarge(len(data), limit, before), nil, "", true}, nil
 	}
-	return Encoded{liveconfig.Config{}, v.tooLarge(len(data), before), []byte{}, "none", true}, nil
+	return Encoded{liveconfig.Config{}, v.tooLarge(len(data), limit, before), []byte{}, "none", true}, nil
 }
-
-func fits(encoded []byte) bool { return len(encoded) <= liveconfig.MaxEncodedBytes }
 
 // fit takes out of a config of encodedBytes what is needed for it to fit. It
 // returns false when nothing is enough, and changes neither v nor c.
-func (v Verdicts) fit(c liveconfig.Config, encodedBytes int, last liveconfig.Config) (liveconfig.Config, Verdicts, bool) {
+func (v Verdicts) fit(c liveconfig.Config, encodedBytes, limit int, last liveconfig.Config) (Encoded, bool) {
 	cuts := cutsOf(c, last)
+	var fitting Encoded
+	// The last success of a binary search is its result, so the encoded form is kept.
 	n := sort.Search(len(cuts)+1, func(n int) bool {
 		if n > len(cuts) {
 			return true
 		}
-		data, _, err := liveconfig.Encode(without(c, cuts[:n]))
-		return err == nil && fits(data)
+		rest := without(c, cuts[:n])
+		data, revision, err := liveconfig.Encode(rest)
+		if err != nil || len(data) > limit {
+			return false
+		}
+		fitting = Encoded{Config: rest, Data: data, Revision: revision, TooLarge: true}
+		return true
 	})
 	if n > len(cuts) {
-		return c, v, false
+		return Encoded{}, false
 	}
 	message := func(then string) string {
 		return fmt.Sprintf("the live config of this namespace would have %d bytes compressed, and at most %d fit into one Secret: %s; remove destinations, headers or large certificates, or use another namespace",
-			encodedBytes, liveconfig.MaxEncodedBytes, then)
+			encodedBytes, limit, then)
 	}
-	fitting := without(c, cuts[:n])
 	v = Verdicts{Sources: maps.Clone(v.Sources), Destinations: maps.Clone(v.Destinations), Audiences: maps.Clone(v.Audiences), Deletions: maps.Clone(v.Deletions)}
-	for _, d := range fitting.Destinations {
+	for _, d := range fitting.Config.Destinations {
 		if verdict := v.Destinations[d.Name]; d.Revision != verdict.Revision {
 			verdict.Revision, verdict.State = d.Revision, d.State
 			v.Destinations[d.Name] = verdict.refuse(message("this destination is held"))
@@ -97,7 +100,8 @@ func (v Verdicts) fit(c liveconfig.Config, encodedBytes int, last liveconfig.Con
 		})
 		v.Sources[name] = source
 	}
-	return fitting, v, true
+	fitting.Verdicts = v
+	return fitting, true
 }
 
 // refuse makes a verdict ConfigTooLarge, unless it has a reason of its own.
@@ -211,7 +215,7 @@ func without(c liveconfig.Config, cuts []cut) liveconfig.Config {
 // tooLarge returns the verdicts for a config that cannot be made to fit, so that
 // the last one stays in effect: what is in that one as it is now keeps its
 // verdict, everything else is not accepted (ConfigTooLarge). It does not change v.
-func (v Verdicts) tooLarge(encodedBytes int, last liveconfig.Config) Verdicts {
+func (v Verdicts) tooLarge(encodedBytes, limit int, last liveconfig.Config) Verdicts {
 	inEffect := map[string]string{}
 	for _, s := range last.Sources {
 		inEffect["source/"+s.Name] = s.Revision
@@ -226,7 +230,7 @@ func (v Verdicts) tooLarge(encodedBytes int, last liveconfig.Config) Verdicts {
 		inEffect["deletion/"+d.Name] = d.Revision
 	}
 	message := fmt.Sprintf("the live config of this namespace would have %d bytes compressed; at most %d fit into one Secret: the last config that did fit stays in effect; remove destinations or large certificates, or use another namespace",
-		encodedBytes, liveconfig.MaxEncodedBytes)
+		encodedBytes, limit)
 	refuse := func(kind string, verdicts map[string]Verdict) map[string]Verdict {
 		out := make(map[string]Verdict, len(verdicts))
 		for name, verdict := range verdicts {

@@ -213,7 +213,7 @@ func (c *Control) load(marks []mark) []mark {
 	for _, tenant := range slices.Sorted(maps.Keys(snapshots)) {
 		config, verdicts := compile.Compile(*snapshots[tenant])
 		sent, exists := c.sent[tenant]
-		encoded, err := compile.Encode(config, verdicts, func() (liveconfig.Config, bool, error) { return sent.Config, exists, nil })
+		encoded, err := compile.Encode(config, verdicts, liveconfig.MaxEncodedBytes, func() (liveconfig.Config, bool, error) { return sent.Config, exists, nil })
 		switch {
 		case err != nil:
 			c.log.Error("live config could not be encoded; the last one stays in effect", "namespace", tenant, "error", err)
@@ -399,7 +399,7 @@ func Compile(path string, checkHost func(host string) error) (Compiled, error) {
 	snapshots := s.snapshots(checkHost)
 	for _, namespace := range slices.Sorted(maps.Keys(snapshots)) {
 		config, verdicts := compile.Compile(*snapshots[namespace])
-		encoded, err := compile.Encode(config, verdicts, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
+		encoded, err := compile.Encode(config, verdicts, liveconfig.MaxEncodedBytes, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
 		if err != nil {
 			return Compiled{}, fmt.Errorf("namespace %s: %w", namespace, err)
 		}
