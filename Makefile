@@ -13,6 +13,10 @@ ASSETS = $${KUBEBUILDER_ASSETS:-$$(hack/envtest-assets)}
 # Packages to test and a pattern, for a quick look: make test PKG=./event RUN=TestFixedPoint
 PKG ?= ./...
 RUN ?=
+# One set of flags for every build, here and in the tests' own builds, so that the Go
+# build cache serves them all. Only the race detector compiles everything again.
+export CGO_ENABLED := 0
+export GOFLAGS := $(filter-out -trimpath,$(GOFLAGS)) -trimpath
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 LDFLAGS := -s -w -X main.version=$(VERSION)
 
@@ -24,7 +28,7 @@ help: ## List the targets.
 
 .PHONY: build
 build: ## Build bin/posthorn.
-	CGO_ENABLED=0 go build -trimpath -ldflags '$(LDFLAGS)' -o $(BIN)/posthorn ./cmd/posthorn
+	go build -ldflags '$(LDFLAGS)' -o $(BIN)/posthorn ./cmd/posthorn
 
 # The image, also without docker: ARCH is amd64, arm64, ppc64le or riscv64.
 IMAGE ?= ghcr.io/posthorn/posthorn
@@ -32,7 +36,7 @@ ARCH ?= $(shell go env GOARCH)
 
 .PHONY: image
 image: ## Build the image from scratch, without a registry: bin/posthorn-linux-ARCH.tar.
-	CGO_ENABLED=0 GOOS=linux GOARCH=$(ARCH) go build -trimpath -ldflags '$(LDFLAGS)' -o $(BIN)/linux-$(ARCH)/posthorn ./cmd/posthorn
+	GOOS=linux GOARCH=$(ARCH) go build -ldflags '$(LDFLAGS)' -o $(BIN)/linux-$(ARCH)/posthorn ./cmd/posthorn
 	hack/cluster/make-image $(IMAGE):$(VERSION) $(BIN)/linux-$(ARCH)/posthorn $(BIN)/posthorn-linux-$(ARCH).tar
 	@echo "bin/posthorn-linux-$(ARCH).tar holds $(IMAGE):$(VERSION); docker load, podman load, ctr images import or kind load image-archive take it"
 
@@ -45,6 +49,8 @@ run: ## Show the main job on this machine: no cluster needed, nothing left behin
 .PHONY: test
 test: ## Run all tests, race detector on, against a real kube-apiserver and etcd.
 	@$(call tool,gotestsum,gotest.tools/gotestsum)
+	@# Compiled once: packages that run in parallel and miss it would compile it once each.
+	@if [[ '$(PKG)$(RUN)' == ./... ]]; then go build -o /dev/null ./cmd/posthorn; fi
 	@export KUBEBUILDER_ASSETS=$(ASSETS); \
 	hack/test $(if $(RUN),-run '$(RUN)') $(PKG)
 	@# Alerts and dashboard, by Prometheus' own engine, in a module of its own.

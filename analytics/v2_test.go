@@ -42,7 +42,9 @@ func TestProgramForV2(t *testing.T) {
 		t.Fatal(err)
 	}
 	binary := filepath.Join(dir, "program")
-	if out, err := exec.Command("go", "build", "-overlay", overlayFile, "-o", binary, "./testdata/v2").CombinedOutput(); err != nil {
+	build := exec.Command("go", "build", "-trimpath", "-overlay", overlayFile, "-o", binary, "./testdata/v2")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0") // as the Makefile, whose builds are reused
+	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("the program does not compile: %v\n%s", err, out)
 	}
 

@@ -18,6 +18,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/posthorn/posthorn/test/env"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // what is to be found in what the commands of some pages print, besides what
@@ -68,7 +69,7 @@ const surroundings = `
 cd "$DIR"
 export OLD_HOME=$HOME HOME=$DIR PATH=$DIR/bin:$PATH
 make() { # built already; the demo is run; the suites have tests of their own
-	case $1 in build|test|e2e) ;; run) (cd "$ROOT" && HOME=$OLD_HOME go run ./hack/demo) ;; *) return 1 ;; esac
+	case $1 in build|test|e2e) ;; run) HOME=$OLD_HOME command make --no-print-directory -C "$ROOT" run ;; *) return 1 ;; esac
 }
 kubectl() { "$KUBECTL" --server http://127.0.0.1:8081 "$@"; }
 seq 3 | sed 's/.*/{"userId": "u&"}/' > members.ndjson
@@ -79,13 +80,13 @@ trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 const running = `
 posthorn sink --secret demo-shared-secret > sink.log &
 posthorn run --manifests webhooks --data data --egress-allow 127.0.0.0/8 --log-level error &
-for i in $(seq 300); do curl -sf http://127.0.0.1:8080/readyz >/dev/null && break; sleep 0.1; done
+for i in $(seq 3000); do curl -sf http://127.0.0.1:8080/readyz >/dev/null && break; sleep 0.1; done
 `
 
 // The program, patient with a server that another line of the block has just started.
 const patient = `#!/usr/bin/env bash
 case $1 in run|sink|compile|verify) exec "$POSTHORN" "$@" ;; esac
-for i in $(seq 300); do
+for i in $(seq 3000); do
 	code=0
 	"$POSTHORN" "$@" >"$DIR/out.$$" 2>"$DIR/error.$$" || code=$?
 	grep -q 'Is Posthorn running there\|"not_ready"' "$DIR/out.$$" "$DIR/error.$$" || { cat "$DIR/out.$$"; cat "$DIR/error.$$" >&2; exit $code; }
@@ -125,13 +126,13 @@ func runBlock(t *testing.T, b Block) string {
 	script += b.Commands()
 	if starts {
 		// It began in the background. A message is on its way.
-		script += "\nfor i in $(seq 100); do posthorn get destinations | tee get.log | grep -q 'crm *True *True' && break; sleep 0.1; done; cat get.log\n"
+		script += "\nfor i in $(seq 3000); do posthorn get destinations | tee get.log | grep -q 'crm *True *True' && break; sleep 0.1; done; cat get.log\n"
 	}
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), wait.Limit)
 	defer cancel()
 	// Pdeathsig is about the thread that started the process.
 	runtime.LockOSThread()

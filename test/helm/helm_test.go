@@ -27,6 +27,7 @@ import (
 
 	"github.com/posthorn/posthorn/test/docs"
 	"github.com/posthorn/posthorn/test/env"
+	"github.com/posthorn/posthorn/test/process"
 )
 
 var update = flag.Bool("update", false, "write the golden files anew")
@@ -298,9 +299,9 @@ func TestNotes(t *testing.T) {
 
 // The binary must know every flag that the chart gives it, with that value.
 func TestFlagsAreKnown(t *testing.T) {
-	binary := filepath.Join(t.TempDir(), "posthorn")
-	if out, err := exec.Command("go", "build", "-o", binary, "github.com/posthorn/posthorn/cmd/posthorn").CombinedOutput(); err != nil {
-		t.Fatalf("%v\n%s", err, out)
+	binary, err := process.Build(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
 	}
 	cases, err := filepath.Glob("testdata/*.values.yaml")
 	if err != nil {
