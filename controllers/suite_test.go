@@ -34,6 +34,7 @@ import (
 	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/env"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // The release is deployed by config/default, so the operator runs with exactly
@@ -48,8 +49,7 @@ var (
 
 func TestControllers(t *testing.T) {
 	RegisterFailHandler(Fail)
-	// Generous, because the machine may be busy; nothing waits longer than it takes.
-	SetDefaultEventuallyTimeout(60 * time.Second)
+	SetDefaultEventuallyTimeout(wait.Limit)
 	SetDefaultEventuallyPollingInterval(50 * time.Millisecond)
 	RunSpecs(t, "controllers")
 }

@@ -20,6 +20,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/admin"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/env"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // pods is a reach of dispatchers in this process.
@@ -301,7 +302,7 @@ spec:
 	}()
 	has(<-said, "created")
 	var name string
-	for deadline := time.Now().Add(60 * time.Second); name == ""; time.Sleep(50 * time.Millisecond) {
+	for deadline := time.Now().Add(wait.Limit); name == ""; time.Sleep(50 * time.Millisecond) {
 		name = kubectl("", "get", "redeliveries", "-n", "shop", "-o", "jsonpath={.items[?(@.spec.rate==100)].metadata.name}")
 		if time.Now().After(deadline) {
 			t.Fatal("no Redelivery was created")
@@ -344,7 +345,7 @@ spec: {writeKeySecretRef: {name: web, key: key}}
 	has(call(exitFailure, "attempts", "crm"), "posthorn-support-user")
 	// With the Role, and no pods: the next thing that is missing.
 	kubectl("", "create", "rolebinding", "ann", "--role=posthorn-support-user", "--serviceaccount=shop:ann", "-n", "posthorn-system")
-	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(100 * time.Millisecond) {
+	for deadline := time.Now().Add(wait.Limit); ; time.Sleep(100 * time.Millisecond) {
 		var out bytes.Buffer
 		Main([]string{"kubectl", "--kubeconfig", server.Kubeconfig(), "--as", "system:serviceaccount:shop:ann", "-n", "shop", "attempts", "crm"}, nil, &out, &out)
 		if strings.Contains(out.String(), "no dispatcher pod runs in namespace posthorn-system") {

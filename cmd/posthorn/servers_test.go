@@ -27,6 +27,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // Calls over TLS need an address, a certificate and its key, and are told so.
@@ -140,7 +141,7 @@ func TestRenewedCertificate(t *testing.T) {
 		t.Fatalf("the certificate of %q", got)
 	}
 	renew("two")
-	for deadline := time.Now().Add(time.Minute); served() != "two"; time.Sleep(20 * time.Millisecond) {
+	for deadline := time.Now().Add(wait.Limit); served() != "two"; time.Sleep(20 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatal("the renewed certificate is not served")
 		}
@@ -203,7 +204,7 @@ func TestOperatorMetrics(t *testing.T) {
 	}
 	eventually := func(client *http.Client, url, token string, want int) string {
 		t.Helper()
-		for deadline := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) {
+		for deadline := time.Now().Add(wait.Limit); ; time.Sleep(100 * time.Millisecond) {
 			status, body, err := get(client, url, token)
 			if status == want {
 				return body
@@ -217,7 +218,7 @@ func TestOperatorMetrics(t *testing.T) {
 	address, stop := operator(tokenFile)
 	defer stop()
 	var certificate []byte
-	for deadline := time.Now().Add(time.Minute); len(certificate) == 0; time.Sleep(100 * time.Millisecond) {
+	for deadline := time.Now().Add(wait.Limit); len(certificate) == 0; time.Sleep(100 * time.Millisecond) {
 		text := kubectl("", "get", "secret", "-n", env.Release, "--field-selector=metadata.name="+liveconfig.AdminCertificateSecret, "-o", `jsonpath={.items[*].data.tls\.crt}`)
 		if certificate, err = base64.StdEncoding.DecodeString(text); err != nil || time.Now().After(deadline) {
 			t.Fatalf("no certificate: %v", err)

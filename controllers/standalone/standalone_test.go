@@ -25,6 +25,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 const (
@@ -146,7 +147,7 @@ func start(t *testing.T, dir, stateFile string) *folder {
 
 func (f *folder) until(what string, ok func() bool) {
 	f.Helper()
-	for deadline := time.Now().Add(30 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
+	for deadline := time.Now().Add(wait.Limit); !ok(); time.Sleep(5 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			problems, _ := f.control.Problems()
 			f.Fatalf("%s did not come; destinations %v, problems %v", what, f.runner.destinations(), problems)

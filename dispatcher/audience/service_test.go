@@ -35,6 +35,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/event"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // log is the queue: what was appended, without duplicates.
@@ -607,7 +608,7 @@ func (r *rig) busy() string {
 
 func (r *rig) eventually(ok func() bool) {
 	r.t.Helper()
-	for deadline := time.Now().Add(30 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
+	for deadline := time.Now().Add(wait.Limit); !ok(); time.Sleep(5 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			r.t.Fatal("waited in vain")
 		}
@@ -683,7 +684,7 @@ func TestRefusedBeforeTheBody(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer conn.Close()
-		_ = conn.SetDeadline(time.Now().Add(30 * time.Second))
+		_ = conn.SetDeadline(time.Now().Add(wait.Limit))
 		login := base64.StdEncoding.EncodeToString([]byte(c.key + ":"))
 		fmt.Fprintf(conn, "PUT %s HTTP/1.1\r\nHost: x\r\nAuthorization: Basic %s\r\nContent-Encoding: %s\r\nContent-Length: 1000000000\r\nExpect: 100-continue\r\n\r\n", shoppers, login, c.encoding)
 		resp, err := http.ReadResponse(bufio.NewReader(conn), nil)

@@ -12,6 +12,7 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // told is a sink that tells what it is told.
@@ -28,7 +29,7 @@ func (s told) expect(t *testing.T, want ...string) {
 		select {
 		case g := <-s:
 			got = append(got, g)
-		case <-time.After(60 * time.Second):
+		case <-time.After(wait.Limit):
 			t.Fatalf("told %q, want %q", got, want)
 		}
 	}

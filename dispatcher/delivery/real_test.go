@@ -21,6 +21,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // run starts an engine with the real client on a store; the cleanup stops it.
@@ -49,8 +50,8 @@ func run(t testing.TB, store queue.Store) *Engine {
 func eventually(t testing.TB, what string, f func() bool) {
 	t.Helper()
 	for begin := time.Now(); !f(); time.Sleep(5 * time.Millisecond) {
-		if time.Since(begin) > 30*time.Second {
-			t.Fatalf("%s: not within 30 s", what)
+		if time.Since(begin) > wait.Limit {
+			t.Fatalf("%s: not within %v", what, wait.Limit)
 		}
 	}
 }

@@ -22,10 +22,11 @@ import (
 	"golang.org/x/net/dns/dnsmessage"
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // patience is for what must happen, however slow the machine is.
-const patience = 30 * time.Second
+const patience = wait.Limit
 
 // noLeaks fails the test when goroutines or sockets outlive it.
 func noLeaks(t *testing.T) {

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/net/http2"
 
 	"github.com/posthorn/posthorn/event"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 func dial(t *testing.T, addr string) net.Conn {
@@ -24,7 +25,7 @@ func dial(t *testing.T, addr string) net.Conn {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = c.Close() })
-	_ = c.SetDeadline(time.Now().Add(60 * time.Second))
+	_ = c.SetDeadline(time.Now().Add(wait.Limit))
 	return c
 }
 
@@ -37,7 +38,7 @@ func TestConnectionsAreBounded(t *testing.T) {
 	// are waits until so many are open, and so many of them wait.
 	are := func(open, waiting int) {
 		t.Helper()
-		for deadline := time.Now().Add(60 * time.Second); ; time.Sleep(time.Millisecond) {
+		for deadline := time.Now().Add(wait.Limit); ; time.Sleep(time.Millisecond) {
 			crowd.mu.Lock()
 			o, w := len(crowd.places), crowd.waiting.Len()
 			crowd.mu.Unlock()

@@ -26,6 +26,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/event"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // fixture is a handler with three Sources and a store that remembers.
@@ -478,7 +479,7 @@ func TestMemoryIsBoundedAndShared(t *testing.T) {
 			const n = 1000
 			waiting, refused := f.flood("web-key", body, n)
 			other := make(chan int, 1)
-			deadline := time.Now().Add(60 * time.Second)
+			deadline := time.Now().Add(wait.Limit)
 			// All that will be refused is refused when the rest waits for storage.
 			for held := int64(0); refused.Load() == 0 || held != f.memory.held(); {
 				held = f.memory.held()
@@ -580,7 +581,7 @@ func TestSlowBodiesEnd(t *testing.T) {
 	if _, err := fmt.Fprintf(c, "POST /v1/track HTTP/1.1\r\nHost: x\r\nAuthorization: Basic %s\r\nContent-Length: 1000\r\n\r\n{", base64.StdEncoding.EncodeToString([]byte("web-key:"))); err != nil {
 		t.Fatal(err)
 	}
-	_ = c.SetReadDeadline(time.Now().Add(60 * time.Second))
+	_ = c.SetReadDeadline(time.Now().Add(wait.Limit))
 	answer, _ := io.ReadAll(c)
 	if !strings.HasPrefix(string(answer), "HTTP/1.1 408 ") || !strings.Contains(string(answer), codeTooSlow) || !strings.Contains(string(answer), "Connection: close") {
 		t.Errorf("%s", answer)

@@ -143,7 +143,7 @@ spec: {sourceRef: {name: web}, displayName: VIP}
 	for i := range p.list {
 		p.start(i)
 	}
-	kubectl("", "wait", "whd/crm", "psrc/web", "paud/vip", "--for=condition=Ready", "--timeout=90s")
+	kubectl("", "wait", "whd/crm", "psrc/web", "paud/vip", "--for=condition=Ready")
 
 	const path = "/v1/audiences/vip/members"
 	const users = 20_000
@@ -210,7 +210,7 @@ spec: {sourceRef: {name: web}, displayName: VIP}
 	}
 	// All but the suppressed one, who may have been told before.
 	eventually(t, "every member is told", func() bool { return count() >= users-1 })
-	kubectl("", "wait", "pdel/forget", "--for=condition=Finished", "--timeout=90s")
+	kubectl("", "wait", "pdel/forget", "--for=condition=Finished")
 	mu.Lock()
 	if len(deleted) != 1 || !strings.HasPrefix(deleted[0], `{"type":"delete","userId":"user-00007","timestamp":"`) || strings.Contains(deleted[0], "version") {
 		t.Errorf("delete messages: %q", deleted)

@@ -40,6 +40,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 const release = env.Release
@@ -165,10 +166,10 @@ func TestFromApplyToStatus(t *testing.T) {
 	stopOperator := startOperator()
 	wait := func(condition, status string) {
 		t.Helper()
-		kubectl("", "wait", "whd/crm", "--for=condition="+condition+"="+status, "--timeout=90s")
+		kubectl("", "wait", "whd/crm", "--for=condition="+condition+"="+status)
 	}
 	wait("Ready", "True")
-	kubectl("", "wait", "psrc/web", "--for=condition=Ready", "--timeout=90s")
+	kubectl("", "wait", "psrc/web", "--for=condition=Ready")
 
 	for i := range 10 {
 		if status := send(fmt.Sprintf("first-%d", i)); status != http.StatusOK {
@@ -217,7 +218,7 @@ func TestFromApplyToStatus(t *testing.T) {
 	redeliver := func(name, spec string) string {
 		t.Helper()
 		kubectl(fmt.Sprintf("apiVersion: posthorn.dev/v1alpha1\nkind: Redelivery\nmetadata: {name: %s}\nspec: {destination: crm, rate: 1000, %s}\n", name, spec), "apply", "-f", "-")
-		kubectl("", "wait", "redelivery/"+name, "--for=condition=Complete", "--timeout=90s")
+		kubectl("", "wait", "redelivery/"+name, "--for=condition=Complete")
 		return kubectl("", "get", "redelivery", name, "-o", "jsonpath={.status.phase} {.status.matched} {.status.redelivered} {.status.failed}")
 	}
 	if got := redeliver("other-reason", "selector: {reasons: [Expired]}"); got != "Succeeded   " {
@@ -275,8 +276,8 @@ func vendorToJavaScript(t *testing.T, kubectl func(stdin string, args ...string)
 		outage = 5 * time.Second
 	}
 	program := filepath.Join(t.TempDir(), "goclient")
-	if out, err := exec.Command("go", "build", "-C", "../compat/goclient", "-o", program, ".").CombinedOutput(); err != nil {
-		t.Fatalf("build the vendor's client: %v\n%s", err, out)
+	if err := process.Compile("../compat/goclient", ".", program); err != nil {
+		t.Fatal(err)
 	}
 	receiver := exec.Command(node, "../compat/node/receiver.js")
 	receiver.Env = append(os.Environ(), "SECRET=hush-js-secret")
@@ -316,7 +317,7 @@ spec:
   endpoints: [{name: primary, url: %q}]
   signing: {secretRef: {name: js, key: sharedSecret}}
 `, url), "apply", "-f", "-")
-	kubectl("", "wait", "whd/js", "psrc/app", "--for=condition=Ready", "--timeout=90s")
+	kubectl("", "wait", "whd/js", "psrc/app", "--for=condition=Ready")
 
 	var sent []string
 	send := func(args ...string) {
@@ -452,7 +453,7 @@ func operator(t *testing.T, config *rest.Config, o controllers.Options) (stop fu
 
 func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
-	if err := process.Eventually(func() error {
+	if err := wait.Until(func() error {
 		if !ok() {
 			return errors.New("it is not so")
 		}

@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // client is a program that makes calls and prints what became of them.
@@ -67,7 +67,7 @@ var clients = []client{
 // must have succeeded in the client's own eyes.
 func calls(t *testing.T, program []string) (ids []string) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), process.Patience)
+	ctx, cancel := context.WithTimeout(t.Context(), wait.Limit)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, program[0], program[1:]...)
 	cmd.Env = append(os.Environ(), "TZ=UTC") // clients tell the server their time zone

@@ -19,9 +19,9 @@ import (
 	"sync"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 const (
@@ -44,9 +44,7 @@ func TestMain(m *testing.M) {
 	}
 	built.dir = dir
 	built.posthorn = sync.OnceValues(func() (string, error) { return process.Build(dir) })
-	built.goClient = sync.OnceValue(func() error {
-		return command("go", "build", "-C", "goclient", "-o", filepath.Join(dir, "goclient"), ".")
-	})
+	built.goClient = sync.OnceValue(func() error { return process.Compile("goclient", ".", filepath.Join(dir, "goclient")) })
 	built.npm = sync.OnceValue(install)
 	code := m.Run()
 	_ = os.RemoveAll(dir)
@@ -172,7 +170,7 @@ func (p *posthorn) kill(signal syscall.Signal) {
 
 // get reads JSON.
 func get(url string, into any) error {
-	client := http.Client{Timeout: 20 * time.Second}
+	client := http.Client{Timeout: wait.Limit}
 	resp, err := client.Get(url) //nolint:noctx // a local poll
 	if err != nil {
 		return err
@@ -194,7 +192,7 @@ type ledger struct {
 // settled waits until n messages were accepted and none waits, and returns the counts.
 func (p *posthorn) settled(n int) (l ledger) {
 	p.t.Helper()
-	if err := process.Eventually(func() error {
+	if err := wait.Until(func() error {
 		var report struct {
 			Tenants []struct{ Destinations []ledger }
 		}

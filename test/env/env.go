@@ -10,10 +10,11 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/envtest"
+
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // Env is a running API server.
@@ -39,12 +40,12 @@ func Start(configure ...func(*envtest.Environment)) (*Env, error) {
 		return nil, err
 	}
 	e := &Env{assets: assets, env: &envtest.Environment{
-		BinaryAssetsDirectory: assets,
-		CRDDirectoryPaths:     []string{filepath.Join(root, "config", "crd")},
-		ErrorIfCRDPathMissing: true,
-		// Generous: tests of many packages share the machine.
-		ControlPlaneStartTimeout: 2 * time.Minute,
-		ControlPlaneStopTimeout:  time.Minute,
+		BinaryAssetsDirectory:    assets,
+		CRDDirectoryPaths:        []string{filepath.Join(root, "config", "crd")},
+		ErrorIfCRDPathMissing:    true,
+		ControlPlaneStartTimeout: wait.Limit,
+		ControlPlaneStopTimeout:  wait.Limit,
+		CRDInstallOptions:        envtest.CRDInstallOptions{MaxTime: wait.Limit},
 	}}
 	for _, f := range configure {
 		f(e.env)
@@ -138,6 +139,9 @@ func (e *Env) Kubeconfig() string { return e.kubeconfig }
 // Kubectl runs kubectl against the API server and returns what it prints; the
 // error carries its error output.
 func (e *Env) Kubectl(stdin string, args ...string) (string, error) {
+	if len(args) > 0 && args[0] == "wait" {
+		args = append(args, "--timeout="+wait.Limit.String())
+	}
 	var stdout, stderr bytes.Buffer
 	cmd := exec.Command(filepath.Join(e.assets, "kubectl"), append([]string{"--kubeconfig", e.kubeconfig}, args...)...)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewBufferString(stdin), &stdout, &stderr

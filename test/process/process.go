@@ -16,24 +16,34 @@ import (
 	"sync"
 	"syscall"
 	"time"
-)
 
-// Patience is how long to wait for what must happen in the end. It decides only
-// when to give up.
-const Patience = 90 * time.Second
+	"github.com/posthorn/posthorn/test/wait"
+)
 
 const module = "github.com/posthorn/posthorn"
 
 // Build builds posthorn into a folder and returns the binary's path.
 func Build(dir string) (string, error) {
 	// Other modules, such as some benchmarks, use this one from its folder.
-	root, err := run("go", "list", "-m", "-f", "{{.Dir}}", module)
+	root, err := run(exec.Command("go", "list", "-m", "-f", "{{.Dir}}", module))
 	if err != nil {
 		return "", err
 	}
 	binary := filepath.Join(dir, "posthorn")
-	_, err = run("go", "build", "-C", strings.TrimSpace(root), "-o", binary, "./cmd/posthorn")
-	return binary, err
+	return binary, Compile(strings.TrimSpace(root), "./cmd/posthorn", binary)
+}
+
+// Compile builds a main package of the module in a folder. Its flags are those of
+// the Makefile, so that it reuses the packages that `make build` compiled.
+func Compile(folder, pkg, binary string) error {
+	binary, err := filepath.Abs(binary)
+	if err != nil {
+		return err
+	}
+	cmd := exec.Command("go", "build", "-C", folder, "-trimpath", "-ldflags", "-s -w", "-o", binary, pkg)
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	_, err = run(cmd)
+	return err
 }
 
 // Main is a TestMain: it builds posthorn, runs the tests, and removes it.
@@ -52,10 +62,10 @@ func Main(m interface{ Run() int }, binary *string) {
 	os.Exit(code)
 }
 
-func run(name string, args ...string) (string, error) {
-	out, err := exec.Command(name, args...).CombinedOutput()
+func run(cmd *exec.Cmd) (string, error) {
+	out, err := cmd.CombinedOutput()
 	if err != nil {
-		return "", fmt.Errorf("%s %s: %w\n%s", name, strings.Join(args, " "), err, out)
+		return "", fmt.Errorf("%s: %w\n%s", strings.Join(cmd.Args, " "), err, out)
 	}
 	return string(out), nil
 }
@@ -114,10 +124,10 @@ func (p *Posthorn) Start() error {
 	if p.Addr == "" {
 		return nil
 	}
-	err := Eventually(func() error {
+	err := wait.Until(func() error {
 		select {
 		case <-exited:
-			return final{errors.New("it ended")}
+			return wait.Stop(errors.New("it ended"))
 		default:
 		}
 		client := http.Client{Timeout: 20 * time.Second}
@@ -146,9 +156,9 @@ func (p *Posthorn) Stop(signal os.Signal) error {
 	select {
 	case <-p.exited:
 		return nil
-	case <-time.After(Patience):
+	case <-time.After(wait.Limit):
 		_ = p.cmd.Process.Kill()
-		return fmt.Errorf("posthorn did not stop within %v of %v", Patience, signal)
+		return fmt.Errorf("posthorn did not stop within %v of %v", wait.Limit, signal)
 	}
 }
 
@@ -157,19 +167,6 @@ func (p *Posthorn) Exited() <-chan struct{} { return p.exited }
 
 // Pid is the number of the process that was started last.
 func (p *Posthorn) Pid() int { return p.cmd.Process.Pid }
-
-// final is an error that time does not mend.
-type final struct{ error }
-
-// Eventually polls until check returns nil, or Patience is at an end.
-func Eventually(check func() error) error {
-	for deadline := time.Now().Add(Patience); ; time.Sleep(20 * time.Millisecond) {
-		err := check()
-		if _, ended := errors.AsType[final](err); err == nil || ended || time.Now().After(deadline) {
-			return err
-		}
-	}
-}
 
 // Replace writes a file as editors and kubelets do: a new one takes the old one's place.
 func Replace(path, text string) error {

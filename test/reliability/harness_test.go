@@ -24,12 +24,12 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
-	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // patience is how long a test waits for what must happen in the end. It never
 // decides between right and wrong, only when to give up.
-const patience = 60 * time.Second
+const patience = wait.Limit
 
 // tenant is the namespace of everything here.
 const tenant = "shop"
@@ -44,7 +44,7 @@ func number(name string, normal int) int {
 
 func eventually(t testing.TB, what string, check func() error) {
 	t.Helper()
-	if err := process.Eventually(check); err != nil {
+	if err := wait.Until(check); err != nil {
 		t.Fatalf("waited for: %s: %v", what, err)
 	}
 }

@@ -22,12 +22,12 @@ import (
 	"sync"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/test/process"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 var binary string
@@ -103,7 +103,7 @@ func (p *posthorn) remove(name string) {
 // eventually polls until check returns nil.
 func (p *posthorn) eventually(what string, check func() error) {
 	p.t.Helper()
-	if err := process.Eventually(check); err != nil {
+	if err := wait.Until(check); err != nil {
 		p.t.Fatalf("waited for: %s: %v", what, err)
 	}
 }
@@ -116,7 +116,7 @@ func (p *posthorn) post(path, writeKey, body string) (int, string, error) {
 	}
 	req.SetBasicAuth(writeKey, "")
 	req.Header.Set("Content-Type", "application/json")
-	client := http.Client{Timeout: 20 * time.Second}
+	client := http.Client{Timeout: wait.Limit}
 	resp, err := client.Do(req)
 	if err != nil {
 		return 0, "", err
@@ -137,7 +137,7 @@ func (p *posthorn) mustPost(path, body string) {
 // cli runs another command of the binary.
 func cli(t *testing.T, stdin string, args ...string) (stdout, stderr string, code int) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), process.Patience)
+	ctx, cancel := context.WithTimeout(t.Context(), wait.Limit)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, binary, args...)
 	var out, errs bytes.Buffer

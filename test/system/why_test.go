@@ -5,6 +5,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 // why names the cause in words, and what to do.
@@ -13,7 +15,7 @@ func TestWhy(t *testing.T) {
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL+"/secret-path", "")})
 	why := func(want int, words ...string) {
 		t.Helper()
-		deadline := time.Now().Add(30 * time.Second)
+		deadline := time.Now().Add(wait.Limit)
 		for {
 			stdout, stderr, code := cli(t, "", "why", "crm", "--admin", p.Admin)
 			ok := code == want && !strings.Contains(stdout, "secret-path")

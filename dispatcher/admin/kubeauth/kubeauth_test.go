@@ -27,6 +27,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/env"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 const namespace = "posthorn-system"
@@ -156,7 +157,7 @@ func TestOnARealAPIServer(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			for deadline := time.Now().Add(60 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+			for deadline := time.Now().Add(wait.Limit); ; time.Sleep(20 * time.Millisecond) {
 				got, err := certificate.Config().GetCertificate(nil)
 				if err == nil && string(got.Certificate[0]) == string(want.Certificate[0]) {
 					return

@@ -21,6 +21,7 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/test/wait"
 )
 
 var (
@@ -49,7 +50,7 @@ func appendAll(t testing.TB, s *Store, n int, change ...func(*queue.Message)) {
 
 func eventually(t testing.TB, what string, ok func() bool) {
 	t.Helper()
-	for limit := time.Now().Add(30 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
+	for limit := time.Now().Add(wait.Limit); !ok(); time.Sleep(5 * time.Millisecond) {
 		if time.Now().After(limit) {
 			t.Fatalf("it never came true: %s", what)
 		}
