@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
+	"strings"
 	"testing"
 	"time"
 )
@@ -97,5 +98,51 @@ func BenchmarkCanonical(b *testing.B) {
 		if _, err := Canonical(text); err != nil {
 			b.Fatal(err)
 		}
+	}
+}
+
+// BenchmarkLongNumbers has a call of about 1 KB with two long numbers: what it
+// costs to accept and mark it, and what a delivery of it costs in addition.
+func BenchmarkLongNumbers(b *testing.B) {
+	body := []byte(strings.Replace(benchCalls[Track], `"total":27.5`, `"total":27.5,"order":12345678901234567890,"at":1700000000000000001`, 1))
+	r := Request{Type: Track, ReceivedAt: time.Now()}
+	b.Run("Parse", func(b *testing.B) {
+		b.ReportAllocs()
+		for b.Loop() {
+			if batch, err := r.Parse(body); err != nil || !batch.Calls[0].LongNumbers {
+				b.Fatal(err)
+			}
+		}
+	})
+	batch, err := r.Parse(body)
+	if err != nil {
+		b.Fatal(err)
+	}
+	b.Run("FixedPoint", func(b *testing.B) {
+		b.ReportAllocs()
+		for b.Loop() {
+			if _, err := FixedPoint(batch.Calls[0].Body); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+}
+
+// BenchmarkNumbers has texts of 100 KB full of numbers of one kind, among them
+// those on which strconv is slow.
+func BenchmarkNumbers(b *testing.B) {
+	for name, number := range map[string]string{
+		"integers": "12345", "decimals": "27.5", "doubles": "0.30000000000000004", "identifiers": "12345678901234567890", "smallest": "5e-324", "small": "1e-310",
+		"borders": "1.100000000000000132106081704614e300", "halves": "9007199254740993e0", "digits": "1." + strings.Repeat("3", 1000) + "e-300",
+	} {
+		b.Run(name, func(b *testing.B) {
+			text := []byte("[" + strings.Repeat(number+",", 100_000/len(number)) + "0]")
+			b.SetBytes(int64(len(text)))
+			for b.Loop() {
+				if _, err := FixedPoint(text); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
 	}
 }

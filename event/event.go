@@ -9,8 +9,9 @@
 //
 // so that a receiver which verifies a signature over the re-stringified body,
 // as the webhook's documentation tells it to, computes the digest that was
-// sent. See [Canonical] for the rules and the one exception (numbers that no
-// double holds).
+// sent. [Canonical] has the rules. A message with long numbers, which JavaScript
+// would change, keeps their digits and is marked ([Call.LongNumbers]);
+// [FixedPoint] makes strings of them for the destinations that want it.
 //
 // The package imports the standard library only, does no I/O, and is safe for
 // concurrent use.
@@ -119,7 +120,10 @@ type Call struct {
 	Timestamp time.Time
 	// Integrations is what the sender said about destinations.
 	Integrations Integrations
-	// Body is the message: the exact bytes to deliver. It must not be changed.
+	// LongNumbers is true when Body has numbers that JavaScript would change. Then
+	// FixedPoint(Body) is delivered, except where the digits are asked for.
+	LongNumbers bool
+	// Body is the message. It must not be changed.
 	// The bodies and strings of one Parse share memory; whoever keeps a few of
 	// many for long should clone them.
 	Body []byte

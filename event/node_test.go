@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"math/big"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -18,33 +19,44 @@ import (
 	"time"
 )
 
-// judge is the program that Node runs: one line in is the kind of check, the
-// input (base64) and what was made of it, or "!" when it was refused. One line
-// out, "ok" and the number of checks, or the first fault.
+// judge is the program that Node runs. A line of input has the kind of check, the
+// input (base64), the canonical form and the fixed point, or "!" when the input
+// was refused. The program prints "ok" and the number of checks, or the first fault.
 const judge = `
 'use strict'
 const own = ['writeKey', 'type', 'messageId', 'version', 'receivedAt', 'sentAt', 'originalTimestamp', 'timestamp', 'Previous ID', 'User ID']
 const without = (o) => { for (const k of own) delete o[k]; return JSON.stringify(o) }
+const again = (json) => JSON.stringify(JSON.parse(json))
+
+// The value of what JavaScript prints for an integer, digit by digit.
+function printed(n) {
+  const [, sign, whole, fraction, exponent] = /^(-?)(\d+)(?:\.(\d+))?(?:e\+(\d+))?$/.exec(String(n))
+  return sign + whole + (fraction ?? '') + '0'.repeat(Number(exponent ?? 0) - (fraction ?? '').length)
+}
+function isLong(number) {
+  if (!Number.isFinite(Number(number))) return true
+  return /^-?\d+$/.test(number) && BigInt(number) !== BigInt(printed(Number(number)))
+}
+// Tokens of valid JSON: a string stays, a long number becomes a string.
+const longAsString = (json) => json.replace(/"(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*/g,
+  (token) => token[0] !== '"' && isLong(token) ? '"' + token + '"' : token)
+
 let checks = 0
 function check(line) {
-  const [kind, base64, ...rest] = line.split('\t')
-  const output = rest.join('\t')
+  const [kind, base64, canonical, fixed] = line.split('\t')
   const input = Buffer.from(base64, 'base64').toString('utf8').replace(/^\uFEFF/, '')
-  let parsed
-  try { parsed = JSON.parse(input) } catch (e) { return output === '!' ? '' : 'accepted what is not JSON' }
-  if (output === '!') return 'refused JSON'
-  const again = JSON.stringify(JSON.parse(output))
-  const wide = kind[1] === 'w' // holds numbers that no double holds
-  if (!wide && again !== output) return 'not a fixed point: ' + again
-  if (kind[0] === 'c') {
-    const want = JSON.stringify(parsed)
-    if (again !== want) return 'differs from ' + want
-  } else {
-    const message = JSON.parse(output)
+  try { JSON.parse(input) } catch (e) { return canonical === '!' ? '' : 'accepted what is not JSON' }
+  if (canonical === '!') return 'refused JSON'
+  if (again(fixed) !== fixed) return 'not a fixed point: ' + again(fixed)
+  if (again(longAsString(canonical)) !== fixed) return 'the canonical form leads to ' + again(longAsString(canonical))
+  const want = longAsString(input)
+  if (kind === 'call') {
+    const message = JSON.parse(fixed), parsed = JSON.parse(want)
     if (message.context.ip === '192.0.2.1' && parsed.context?.ip === undefined) delete message.context.ip
     if (parsed.context == null) delete message.context
-    const want = without(parsed), got = without(message)
-    if (got !== want) return 'members differ, ' + got + ' from ' + want
+    if (without(message) !== without(parsed)) return 'members differ, ' + without(message) + ' from ' + without(parsed)
+  } else if (again(want) !== fixed) {
+    return 'differs from ' + again(want)
   }
   checks++
   return ''
@@ -55,8 +67,8 @@ require('readline').createInterface({ input: process.stdin, crlfDelay: Infinity 
   .on('close', () => console.log(bad || 'ok ' + checks))
 `
 
-// TestFixedPointInNode holds what Canonical and Parse make of generated,
-// hostile JSON against a real JavaScript engine.
+// TestFixedPointInNode compares what Canonical, FixedPoint and Parse make of
+// generated, hostile JSON with what a real JavaScript engine makes of it.
 func TestFixedPointInNode(t *testing.T) {
 	node, err := exec.LookPath("node")
 	if err != nil {
@@ -105,47 +117,57 @@ func TestFixedPointInNode(t *testing.T) {
 		t.Fatalf("node: %v\n%s", err, stderr.Bytes())
 	}
 	if got := strings.TrimSpace(verdict.String()); got != fmt.Sprintf("ok %d", want) {
-		t.Errorf("node says %.2000s, want ok %d", got, want)
+		t.Errorf("node says %.20000s, want ok %d", got, want)
 	}
 }
 
-// send makes one body and gives it, with what this package makes of it, to Node.
+// send generates one body and writes it, with what this package makes of it, for Node.
 func (g *generator) send(w io.Writer, i int, accepted *int) bool {
 	g.b, g.depth = g.b[:0], 0
-	g.wide = i%8 == 0
-	kind, output := []byte("c "), []byte("!")
-	if g.wide {
-		kind[1] = 'w'
-	}
-	switch i % 3 {
+	kind, canonical, fixed := "value", []byte("!"), []byte("!")
+	var err error
+	switch i % 4 {
 	case 0, 1:
 		g.value()
 		if i%5 == 0 {
 			g.damage()
-			kind[1] = 'w' // it may have changed a number
 		}
-		if out, err := Canonical(g.b); err == nil {
-			output = out
-			*accepted++
-		}
-	case 2:
-		kind[0] = 'p'
+	case 2: // nothing but numbers
+		g.list('[', ']', func() { g.number() })
+	case 3:
+		kind = "call"
 		g.call()
 		types := []Type{Identify, Track, Page, Screen, Group, Alias}
 		r := Request{Type: types[g.r.IntN(len(types))], ReceivedAt: time.UnixMilli(1700000000000)}
 		if g.r.IntN(2) == 0 {
 			r.ClientIP = "192.0.2.1"
 		}
-		batch, err := r.Parse(g.b)
+		var batch Batch
+		batch, err = r.Parse(g.b)
 		if fault, ok := errors.AsType[*Error](err); ok && fault.Code == CodeCallTooLarge {
 			return true
 		}
-		if err == nil {
-			output = batch.Calls[0].Body
-		}
 		*accepted++ // the generated call is valid: a refusal is a fault
+		if err == nil {
+			c := batch.Calls[0]
+			canonical = c.Body
+			if fixed, err = FixedPoint(c.Body); c.LongNumbers == bytes.Equal(fixed, c.Body) {
+				fixed = []byte("LongNumbers is wrong")
+			}
+		}
 	}
-	_, err := fmt.Fprintf(w, "%s\t%s\t%s\n", kind, base64.StdEncoding.EncodeToString(g.b), output)
+	if kind == "value" {
+		if canonical, err = Canonical(g.b); err == nil {
+			fixed, err = FixedPoint(g.b)
+			*accepted++
+		} else {
+			canonical = []byte("!")
+		}
+	}
+	if err != nil {
+		fixed = []byte("!")
+	}
+	_, err = fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", kind, base64.StdEncoding.EncodeToString(g.b), canonical, fixed)
 	return err == nil
 }
 
@@ -154,7 +176,6 @@ type generator struct {
 	r     *rand.Rand
 	b     []byte
 	depth int
-	wide  bool // with numbers that no double holds
 }
 
 func (g *generator) add(s string) { g.b = append(g.b, s...) }
@@ -287,19 +308,15 @@ func (g *generator) number() {
 	if g.r.IntN(2) == 0 { // of everyday size
 		double = g.r.Float64() * math.Pow10(g.r.IntN(40)-12)
 	}
-	kinds := 12
-	if g.wide {
-		kinds = 16
-	}
 	text := ""
-	switch g.r.IntN(kinds) {
+	switch g.r.IntN(19) {
 	case 0:
 		text = strconv.Itoa(g.r.IntN(1000))
 	case 1:
 		text = strconv.FormatInt(g.r.Int64N(1<<53+1), 10)
 	case 2:
 		text = strconv.Itoa(g.r.IntN(1000)) + "." + fmt.Sprintf("%0*d", 1+g.r.IntN(8), g.r.IntN(10))
-	case 3: // the double, shortest, but never as an integer that JavaScript would print otherwise
+	case 3: // the double, shortest
 		text = strconv.FormatFloat(double, pick(g, byte('e'), byte('E')), -1, 64)
 	case 4: // as C, PHP, Java and others print doubles
 		text = strconv.FormatFloat(double, 'e', 16, 64)
@@ -320,17 +337,37 @@ func (g *generator) number() {
 		text = "0." + strings.Repeat("0", n) + strconv.Itoa(1+g.r.IntN(999)) + "e" + strconv.Itoa(n+g.r.IntN(6)-3)
 	case 11:
 		text = strconv.Itoa(1+g.r.IntN(999)) + strings.Repeat("0", g.r.IntN(40))
-	case 12:
+	case 12: // 64-bit identifiers and nanoseconds
 		text = strconv.FormatUint(g.r.Uint64()|1<<60, 10)
 	case 13:
 		text = pick(g, "1e400", "1e-400", "12345678901234567890", "9007199254740993", "0.1234567890123456789", "1e99999999999999999999", "0e99999999999999999999",
-			"1.7976931348623159e308", "1.7976931348623158e308", "1152921504606846976", "3e-324", "2e-324")
+			"1.7976931348623159e308", "1.7976931348623158e308", "1152921504606846976", "3e-324", "2e-324", "2.4703282292062327e-324", "2.4703282292062328e-324", "1e-99999999999999999999")
 	case 14:
 		text = strconv.Itoa(1+g.r.IntN(9)) + strconv.FormatUint(g.r.Uint64(), 10) + "." + strconv.FormatUint(g.r.Uint64(), 10)
 	case 15:
 		text = strconv.FormatUint(1+g.r.Uint64N(1<<63), 10) + "e" + strconv.Itoa(g.r.IntN(700)-350)
+	case 16: // the border between two doubles, and right beside it
+		text = border(double)
+		if digits, exponent, ok := strings.Cut(text, "e"); ok {
+			text = digits + pick(g, "", "0", "1", strings.Repeat("0", g.r.IntN(800))+"1") + "e" + exponent
+		}
+	case 17: // the smallest and the largest
+		text = strconv.Itoa(1+g.r.IntN(9)) + "." + strconv.FormatUint(g.r.Uint64(), 10) + "e" + pick(g, "308", "307", "-306", "-307", "-308", strconv.Itoa(-309-g.r.IntN(17)))
+	case 18: // a large double in full, which has up to 309 digits
+		text = strings.TrimSuffix(strconv.FormatFloat(math.Abs(double), 'f', 0, 64), "-")
 	}
 	g.add(sign + text)
+}
+
+// border returns the number in the middle between a double and the next, in full.
+func border(double float64) string {
+	middle := new(big.Float).SetPrec(2000).SetFloat64(double)
+	next := math.Nextafter(double, math.Inf(1))
+	if math.IsInf(next, 1) {
+		return "1.7976931348623158079372897140530341507993413271003782693617377898044496829276475094664901797758720709633028641669288791094655554785194040263065748867150582068e308"
+	}
+	middle.Add(middle, new(big.Float).SetFloat64(next))
+	return middle.Quo(middle, big.NewFloat(2)).Text('e', 780)
 }
 
 // damage makes a text that is most probably no JSON any more.

@@ -2,22 +2,25 @@ package event
 
 import (
 	"bytes"
+	"math"
+	"math/big"
 	"strconv"
+	"sync/atomic"
 )
 
 const (
 	// safeDigits: decimals of up to this many significant digits survive the
-	// way through a double unchanged, so their JavaScript form is found without
-	// going through one.
-	safeDigits = 15
-	// maxDigits: no double has more significant digits when written out in full.
-	maxDigits = 767
-	// shortDigits: JavaScript needs at most this many digits for any double.
-	shortDigits = 17
-	// maxSlowNumbers bounds, per document, the numbers with more digits than that
-	// which are looked at. Each can take 0.1 ms, where a text is made for it.
-	// Nobody sends that many; those beyond are kept as written.
-	maxSlowNumbers = 1024
+	// conversion to a double and back, so their JavaScript form needs no double.
+	// The range is that of the doubles with full precision.
+	safeDigits   = 15
+	minSafePoint = -306
+	maxSafePoint = 308
+	minPoint     = -323 // smaller numbers round to zero
+	maxPoint     = 309  // larger numbers are beyond the doubles
+	fastPoint    = 60   // strconv is fast for numbers of at most this many places
+	significant  = 790  // more digits than any border between two doubles has, and fewer than the 800 that strconv reads of an integer
+	maxFive      = significant + 1 - minPoint
+	quotientBits = 64
 )
 
 // decimal is the value 0.digits * 10^point; digits has no zero at either end.
@@ -27,56 +30,99 @@ type decimal struct {
 	negative bool
 }
 
-// appendNumber appends a JSON number (the text must be valid) as JavaScript
-// prints it if that loses nothing, otherwise as written. What loses nothing:
+// appendNumber appends a JSON number, whose text must be valid, in JavaScript's
+// form: the shortest decimal that reads as the nearest double. This changes
 //
-//   - The same decimal value in another spelling: 1.10 is 1.1, 1E3 is 1000.
-//   - For a number with a fraction or an exponent, that is for what was
-//     floating-point at the sender: the value of a double rounded to the digits
-//     that are written. 0.10000000000000001 is how some languages print the
-//     double 0.1.
+//   - the spelling of a number that JavaScript prints with the same value
+//     (1.10 is 1.1, 1E3 is 1000), and
+//   - the value of a number with a fraction or an exponent that no short decimal
+//     gives: it was floating-point at the sender, and rounding is what every
+//     receiver that reads doubles does with it.
 //
-// A plain integer is never rounded, since it may be an identifier:
-// 1152921504606846976 stays although JavaScript prints the same double as
-// 1152921504606847000.
+// A long number is appended as written, or as a string when longAsString is set:
+// an integer (a literal without fraction and exponent) that JavaScript would
+// print with other digits, because it may be an identifier, and a number beyond
+// the range of doubles.
 func (s *scanner) appendNumber(dst, text []byte) []byte {
 	d, integer := s.split(text)
-	n := len(d.digits)
-	switch {
-	case n == 0:
+	if len(d.digits) == 0 {
 		return append(dst, '0') // -0 too
-	case n <= safeDigits && -290 < d.point && d.point < 290:
+	}
+	if len(d.digits) <= safeDigits && minSafePoint <= d.point && d.point <= maxSafePoint {
 		return d.appendTo(dst)
-	case n > maxDigits || n > shortDigits && integer || d.point < -400 || d.point > 400:
-		return append(dst, text...)
-	case n > shortDigits:
-		if s.slowNumbers++; s.slowNumbers > maxSlowNumbers {
-			return append(dst, text...)
+	}
+	double := s.nearest(d)
+	if double == 0 {
+		return append(dst, '0')
+	}
+	if !math.IsInf(double, 0) {
+		var buf [32]byte
+		short := fromScientific(strconv.AppendFloat(buf[:0], double, 'e', -1, 64))
+		short.negative = d.negative
+		if !integer || d.sameMagnitude(short) {
+			return short.appendTo(dst)
 		}
 	}
-	scientific := append(s.number[:0], d.digits[0], '.')
-	scientific = append(scientific, d.digits[1:]...)
-	scientific = append(scientific, 'e')
-	scientific = strconv.AppendInt(scientific, int64(d.point-1), 10)
-	s.number = scientific[:0]
-	double, err := strconv.ParseFloat(string(scientific), 64)
-	if err != nil || double == 0 {
-		return append(dst, text...) // beyond the range of doubles
-	}
-	var shortBuf [32]byte
-	short := fromScientific(strconv.AppendFloat(shortBuf[:0], double, 'e', -1, 64))
-	short.negative = d.negative
-	if d.sameMagnitude(short) {
-		return short.appendTo(dst)
-	}
-	if integer {
+	s.long = true
+	if !s.longAsString {
 		return append(dst, text...)
 	}
-	s.number = strconv.AppendFloat(s.number[:0], double, 'e', n-1, 64)
-	if d.sameMagnitude(fromScientific(s.number)) {
-		return short.appendTo(dst)
+	return append(append(append(dst, '"'), text...), '"')
+}
+
+// nearest returns the double nearest to a number's magnitude, +Inf beyond the
+// largest. Its time is linear in the number of digits, whatever the number is:
+// strconv takes up to 50 µs for some numbers with few digits and a large exponent.
+func (s *scanner) nearest(d decimal) float64 {
+	switch {
+	case d.point < minPoint:
+		return 0
+	case d.point > maxPoint:
+		return math.Inf(1)
 	}
-	return append(dst, text...)
+	text := append(s.number[:0], d.digits[:min(len(d.digits), significant)]...)
+	if len(d.digits) > significant {
+		text = append(text, '1') // stands for all that follows: it is not zero
+	}
+	s.number = text[:0]
+	exponent := d.point - len(text)
+	if -fastPoint <= d.point && d.point <= fastPoint {
+		text = strconv.AppendInt(append(text, 'e'), int64(exponent), 10)
+		s.number = text[:0]
+		double, _ := strconv.ParseFloat(string(text), 64)
+		return double
+	}
+	// The number is m * 5^exponent * 2^exponent. A quotient of at least 64 bits
+	// with a lowest bit that says whether something remains rounds like the whole.
+	m := &s.mantissa
+	m.SetString(string(text), 10)
+	if exponent >= 0 {
+		m.Mul(m, powerOfFive(exponent))
+	} else {
+		divisor := powerOfFive(-exponent)
+		shift := max(0, quotientBits+divisor.BitLen()-m.BitLen())
+		m.Lsh(m, uint(shift))
+		exponent -= shift
+		if m.QuoRem(m, divisor, &s.remainder); s.remainder.Sign() != 0 {
+			m.SetBit(m, 0, 1)
+		}
+	}
+	double, _ := s.double.SetMantExp(s.double.SetPrec(0).SetInt(m), exponent).Float64()
+	return double
+}
+
+var five = big.NewInt(5)
+
+// fives are the powers that were needed so far, less than 200 KB in all.
+var fives [maxFive + 1]atomic.Pointer[big.Int]
+
+func powerOfFive(n int) *big.Int {
+	if p := fives[n].Load(); p != nil {
+		return p
+	}
+	p := new(big.Int).Exp(five, big.NewInt(int64(n)), nil)
+	fives[n].Store(p)
+	return p
 }
 
 // split takes a JSON number apart and says whether it is written as an

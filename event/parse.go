@@ -108,8 +108,9 @@ type values [fieldCount][]byte
 
 // rawCall is a call that was read, but not looked at.
 type rawCall struct {
-	from, to int // its members are kept[from:to]
-	size     int // bytes of its text
+	from, to int  // its members are kept[from:to]
+	size     int  // bytes of its text
+	long     bool // it has a long number
 	err      *Error
 }
 
@@ -117,6 +118,7 @@ type rawCall struct {
 type placed struct {
 	body, integrations                    span // in bodies
 	messageID, event, userID, anonymousID span // in texts
+	long                                  bool // the call or its batch has a long number, the body maybe
 }
 
 // Parse reads a body: one call when the request has a type, otherwise a batch.
@@ -284,6 +286,8 @@ func (s *scanner) call() bool {
 	s.flush()
 	start, begin, base, depth := s.pos, len(s.out), len(s.open), s.depth
 	s.depth = 0
+	long := s.long
+	s.long = false
 	c := rawCall{from: len(s.kept)}
 	var ok bool
 	if s.next() == '{' {
@@ -302,6 +306,7 @@ func (s *scanner) call() bool {
 		}
 	}
 	s.depth = depth
+	c.long, s.long = s.long, long // what remains in s.long is the batch's own
 	if c.size = s.pos - start; c.size > MaxCallBytes && c.err == nil {
 		c.err = callTooLarge
 	}
@@ -417,6 +422,7 @@ func (p *parser) accept(index int, c rawCall) *Error {
 	timestamp := corrected(p.received, sentAt, readTime(v[fieldOriginalTimestamp]))
 	v[fieldTimestamp] = s.made(appendQuotedTime(s.out, timestamp))
 
+	place.long = c.long || s.long
 	place.body.from = len(s.bodies)
 	b := append(s.bodies, '{')
 	write := func(key []byte, f field, value []byte) {
@@ -458,6 +464,7 @@ func (p *parser) finish() {
 	for i, place := range p.s.places {
 		c := &p.result.Calls[i]
 		c.Body = bodies[place.body.from:place.body.to:place.body.to]
+		c.LongNumbers = place.long && !IsFixedPoint(c.Body)
 		if n := place.integrations; n.to-n.from > len("{}") && bodies[n.from] == '{' {
 			c.Integrations.object = bodies[n.from:n.to:n.to]
 		}

@@ -528,3 +528,47 @@ func TestDeleteMessage(t *testing.T) {
 		t.Errorf("got  %s\nwant %s", got, want)
 	}
 }
+
+// A message is marked when it has a long number itself, wherever that is from.
+func TestLongNumbersAreMarked(t *testing.T) {
+	const id = "12345678901234567890"
+	single := map[string]bool{
+		`{"userId":"u","event":"e","properties":{"id":` + id + `}}`:                         true,
+		`{"userId":"u","event":"e","properties":{"a":[{"b":-` + id + `}]}}`:                 true,
+		`{"userId":"u","event":"e","properties":{"n":1e400}}`:                               true,
+		`{"userId":"u","event":"e","timestamp":` + id + `}`:                                 true,
+		`{"userId":` + id + `,"event":` + id + `}`:                                          false, // strings by now
+		`{"userId":"u","event":"e","properties":{"id":"` + id + `","` + id + `":1}}`:        false,
+		`{"userId":"u","event":"e","properties":{"id":` + id + `.0,"n":1e25,"m":1e-400}}`:   false,
+		`{"userId":"u","event":"e","properties":{"id":` + id + `},"properties":{"id":"1"}}`: false, // the last one counts
+	}
+	for body, want := range single {
+		b, err := Request{Type: Track, ReceivedAt: received}.Parse([]byte(body))
+		if err != nil || b.Calls[0].LongNumbers != want {
+			t.Errorf("LongNumbers of %s is %t, %v, want %t", body, b.Calls[0].LongNumbers, err, want)
+		}
+	}
+	const plain, long, own = `{"type":"track","userId":"u","event":"e"}`, `{"type":"track","userId":"u","event":"e","properties":{"id":` + id + `}}`, `{"type":"track","userId":"u","event":"e","context":{"id":"1"}}`
+	batches := map[string][]bool{
+		`{"batch":[` + plain + "," + long + "," + plain + `]}`:              {false, true, false},
+		`{"batch":[` + plain + "," + own + `],"context":{"id":` + id + `}}`: {true, false},
+		`{"context":{"id":` + id + `},"batch":[` + plain + "," + own + `]}`: {true, false},
+		`{"batch":[` + plain + "," + long + `],"other":` + id + `}`:         {false, true},
+		`{"batch":[` + plain + `],"sentAt":` + id + `}`:                     {false}, // unreadable, so not merged
+		`{"batch":[[` + id + `],` + plain + `]}`:                            {false},
+		`{"batch":[` + long + `],"batch":[` + plain + `]}`:                  {false},
+	}
+	for body, want := range batches {
+		b, err := Request{ReceivedAt: received}.Parse([]byte(body))
+		if err != nil {
+			t.Errorf("%s: %v", body, err)
+		}
+		var got []bool
+		for _, c := range b.Calls {
+			got = append(got, c.LongNumbers)
+		}
+		if diff := cmp.Diff(want, got); diff != "" {
+			t.Errorf("LongNumbers of the calls of %s (-want +got):\n%s", body, diff)
+		}
+	}
+}

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"hash/maphash"
 	"iter"
+	"math/big"
 	"math/bits"
 	"slices"
 	"sync"
@@ -18,15 +19,16 @@ import (
 //
 //   - no white space; no escapes but those JavaScript writes: \" \\ \b \f \n \r
 //     \t, other controls and lone surrogates as \u00xx and \udxxx in lower case;
-//   - numbers in JavaScript's shortest form. The exception: a number that a
-//     double does not hold is kept as written, because rounding it would lose
-//     data (integers beyond 2^53 that JavaScript would print with other digits,
-//     decimals of too many digits, 1e400);
+//   - numbers in JavaScript's form, the shortest decimal that reads as the nearest
+//     double. The exception are long numbers, which stay as written: integers
+//     (without fraction and exponent) that JavaScript would print with other
+//     digits, such as 12345678901234567890, and numbers beyond the range of
+//     doubles, such as 1e400. [FixedPoint] has no exception;
 //   - in each object integer-like keys (0 to 4294967294) first, ascending, the
 //     others in the order of their first appearance; of equal keys the last
 //     value;
 //   - bytes that are not UTF-8 become U+FFFD as in browsers and Node, one for
-//     each maximal invalid part; a byte order mark in front is dropped.
+//     each maximal invalid part; a byte order mark in front is ignored.
 //
 // Time and memory are linear in the size of the input (times its depth, in the
 // worst case), whatever it holds. Errors are of type *Error, with the codes
@@ -34,11 +36,38 @@ import (
 func Canonical(json []byte) ([]byte, error) {
 	s := newScanner(json)
 	defer s.release()
-	if err := s.document((*scanner).value); err != nil {
+	if err := s.whole(); err != nil {
 		return nil, err
 	}
-	s.flush()
 	return bytes.Clone(s.out), nil
+}
+
+// FixedPoint is Canonical with each long number as a string of the characters
+// that were sent: 12345678901234567890 becomes "12345678901234567890". For the
+// result, JSON.stringify(JSON.parse(result)) === result.
+func FixedPoint(json []byte) ([]byte, error) {
+	s := newScanner(json)
+	defer s.release()
+	s.longAsString = true
+	if err := s.whole(); err != nil {
+		return nil, err
+	}
+	return bytes.Clone(s.out), nil
+}
+
+// IsFixedPoint reports whether FixedPoint returns the text unchanged.
+func IsFixedPoint(json []byte) bool {
+	s := newScanner(json)
+	defer s.release()
+	s.longAsString = true
+	return s.whole() == nil && bytes.Equal(s.out, json)
+}
+
+// whole reads a text that is any one value into out.
+func (s *scanner) whole() error {
+	err := s.document((*scanner).value)
+	s.flush()
+	return err
 }
 
 // scanner reads JSON and makes it canonical at the same time. Input that is
@@ -54,8 +83,10 @@ type scanner struct {
 	depth  int
 	err    *Error
 
-	open        []member // members of the objects being read, the innermost last
-	slowNumbers int
+	open []member // members of the objects being read, the innermost last
+
+	longAsString bool // long numbers are written as strings
+	long         bool // a long number was read
 
 	// What was read for Parse: the calls, their members, and how many calls
 	// followed after the last one that a batch may have.
@@ -65,6 +96,8 @@ type scanner struct {
 
 	// Scratch space.
 	number, digits, ordered []byte
+	mantissa, remainder     big.Int
+	double                  big.Float
 	table                   []uint32
 	bodies, texts           []byte
 	receivedAt              []byte
@@ -91,7 +124,8 @@ const maxPooled = 1 << 20
 
 func newScanner(in []byte) *scanner {
 	s := scanners.Get().(*scanner)
-	s.in, s.pos, s.copied, s.depth, s.err, s.slowNumbers, s.excess = in, 0, 0, 0, nil, 0, 0
+	s.in, s.pos, s.copied, s.depth, s.err, s.excess = in, 0, 0, 0, nil, 0
+	s.longAsString, s.long = false, false
 	s.out, s.open, s.calls, s.kept = s.out[:0], s.open[:0], s.calls[:0], s.kept[:0]
 	s.bodies, s.texts, s.places = s.bodies[:0], s.texts[:0], s.places[:0]
 	return s
