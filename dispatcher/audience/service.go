@@ -453,7 +453,7 @@ func (s *Service) tryDeliver(ctx context.Context, p state, calls []event.Call) (
 		for _, destination := range skip {
 			skipped[destination]++
 		}
-		messages = append(messages, queue.Message{Source: ref.Key(), ID: c.MessageID, Type: string(c.Type), AcceptedAt: now, Skip: skip, Body: c.Body})
+		messages = append(messages, queue.Message{Source: ref.Key(), ID: c.MessageID, Type: string(c.Type), AcceptedAt: now, Skip: skip, LongNumbers: c.LongNumbers, Body: c.Body})
 	}
 	_, err := s.Queue.Append(ctx, messages)
 	return batch{len(messages), skipped}, err

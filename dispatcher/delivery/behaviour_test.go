@@ -56,6 +56,74 @@ func TestSigned(t *testing.T) {
 	})
 }
 
+// A marked message is sent, signed and retried with its long numbers as strings;
+// the dead letter keeps its digits. What is not marked is sent as it is.
+func TestLongNumbers(t *testing.T) {
+	const stored, rewritten = `{"id":12345678901234567890,"text":"9007199254740993","out":1e400}`, `{"id":"12345678901234567890","text":"9007199254740993","out":"1e400"}`
+	bubble(t, func(t *testing.T) {
+		attempts := map[string]int{}
+		w := newWorld(t, func(r request) answer {
+			attempts[r.url]++
+			if attempts[r.url] > 2 && r.url == urlA {
+				return answer{status: 400}
+			}
+			return answer{status: 503}
+		})
+		signed := func(name, url string) liveconfig.Destination {
+			d := dest(name, url)
+			d.Signing = &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("key")}
+			return d
+		}
+		exact := signed("exact", urlB)
+		exact.ExactNumbers = true
+		w.apply(signed("crm", urlA), exact)
+		append1 := func(id string, long bool) {
+			if _, err := w.store.Append(t.Context(), []queue.Message{{Source: "ns/web", ID: id, Type: "track", AcceptedAt: time.Now(), LongNumbers: long, Body: []byte(stored)}}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		check := func(url, want string, n int) {
+			t.Helper()
+			got := w.client.requests(url)
+			if len(got) != n {
+				t.Errorf("%d requests to %s, want %d", len(got), url, n)
+			}
+			for _, r := range got {
+				if r.body != want || r.headers.Get("X-Signature") != hexHMAC("key", want) {
+					t.Errorf("request to %s has body %s and signature %s, want body %s", url, r.body, r.headers.Get("X-Signature"), want)
+				}
+			}
+		}
+		append1("m1", true)
+		w.sleep(time.Minute)
+		check(urlA, rewritten, 3)
+		if n := len(w.client.requests(urlB)); n < 2 {
+			t.Errorf("%d requests to %s, want 2 at least", n, urlB)
+		}
+		check(urlB, stored, len(w.client.requests(urlB)))
+		dead := w.dead("crm")
+		if len(dead) != 1 || string(dead[0].Body) != stored {
+			t.Errorf("dead letters %+v, want one with body %s", dead, stored)
+		}
+		if n := w.engine.destinations["ns/crm"].metrics.longNumbers; n != 3 {
+			t.Errorf("%d requests with long numbers are counted, want 3", n)
+		}
+		w.end()
+	})
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200}))
+		w.apply(dest("crm", urlA))
+		if _, err := w.store.Append(t.Context(), []queue.Message{{Source: "ns/web", ID: "m1", Type: "track", AcceptedAt: time.Now(), Body: []byte(stored)}}); err != nil {
+			t.Fatal(err)
+		}
+		w.sleep(time.Second)
+		if got := w.client.requests(urlA); len(got) != 1 || got[0].body != stored {
+			t.Errorf("of an unmarked message: %+v, want body %s", got, stored)
+		}
+		w.end()
+	})
+}
+
 // Without a shared secret there is no signature, not an empty or a made-up one.
 func TestNoSignatureWithoutSecret(t *testing.T) {
 	bubble(t, func(t *testing.T) {

@@ -220,7 +220,7 @@ func (e *Engine) compile(p *plan) *settings {
 		active: c.State == liveconfig.Active, every: c.Success == liveconfig.EveryEndpoint,
 		policy:      retry.Policy{Window: c.Delivery.RetryWindow(), MinBackoff: c.Delivery.MinBackoff(), MaxBackoff: c.Delivery.MaxBackoff(), Timeout: c.Delivery.Timeout()},
 		maxInFlight: max(1, c.Delivery.MaxInFlight), perSecond: c.Delivery.RequestsPerSecond,
-		deadLetters: c.DeadLetters,
+		deadLetters: c.DeadLetters, exactNumbers: c.ExactNumbers,
 	}
 	e.mu.Lock()
 	var old *settings

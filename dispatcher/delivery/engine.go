@@ -135,12 +135,13 @@ type settings struct {
 	policy retry.Policy
 	signer sign.Signer
 	// targets are the endpoints in the order of the config; configs the same, for comparison.
-	targets     []target
-	configs     []liveconfig.Endpoint
-	every       bool
-	maxInFlight int
-	perSecond   int
-	deadLetters liveconfig.DeadLetters
+	targets      []target
+	configs      []liveconfig.Endpoint
+	every        bool
+	maxInFlight  int
+	perSecond    int
+	deadLetters  liveconfig.DeadLetters
+	exactNumbers bool
 }
 
 // target is an endpoint with its prepared request.

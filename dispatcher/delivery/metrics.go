@@ -89,8 +89,10 @@ func (m *endpointMetrics) attempt(r *ended) {
 // destinationMetrics count messages.
 type destinationMetrics struct {
 	delivered uint64
-	dead      map[string]uint64 // by reason
-	latency   histogram
+	// longNumbers counts requests for marked messages.
+	longNumbers uint64
+	dead        map[string]uint64 // by reason
+	latency     histogram
 }
 
 func (m *destinationMetrics) settled(s settlement, age time.Duration) {
@@ -123,6 +125,7 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 
 var (
 	descAttempts = desc("posthorn_delivery_attempts_total", "Requests to endpoints, by result (delivered, or why they failed) and class of the answer's code (none: no answer).", "namespace", "destination", "endpoint", "result", "code")
+	descLong     = desc("posthorn_delivery_long_numbers_total", "Requests whose message has numbers that JavaScript would change: sent as strings, or as digits where spec.body.numbers is Exact.", "namespace", "destination")
 	descDuration = desc("posthorn_delivery_attempt_duration_seconds", "How long requests to endpoints took.", "namespace", "destination", "endpoint")
 	descOpen     = desc("posthorn_endpoint_circuit_open", "1 while an endpoint's circuit is open and only probes are sent to it.", "namespace", "destination", "endpoint")
 	descWindow   = desc("posthorn_endpoint_window", "How many requests an endpoint may have in flight at present.", "namespace", "destination", "endpoint")
@@ -143,7 +146,7 @@ var (
 // Describe implements prometheus.Collector.
 func (collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
-		descAttempts, descDuration, descOpen, descWindow, descBusy, descDelivered, descDead, descLetters, descLetterSize, descLatency, descLedger, descInFlight, descLimit, descWorkers,
+		descAttempts, descLong, descDuration, descOpen, descWindow, descBusy, descDelivered, descDead, descLetters, descLetterSize, descLatency, descLedger, descInFlight, descLimit, descWorkers,
 	} {
 		ch <- d
 	}
@@ -170,6 +173,9 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	for _, d := range destinations {
 		m, endpoints, lanes := e.snapshot(d)
 		add(descDelivered, prometheus.CounterValue, float64(m.delivered), d.namespace, d.name)
+		if m.longNumbers > 0 {
+			add(descLong, prometheus.CounterValue, float64(m.longNumbers), d.namespace, d.name)
+		}
 		for reason, n := range m.dead {
 			add(descDead, prometheus.CounterValue, float64(n), d.namespace, d.name, reason)
 		}

@@ -14,6 +14,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/event"
 )
 
 // headerIdempotencyKey carries the messageId, which is the same on every attempt.
@@ -254,14 +255,15 @@ func (e *Engine) send(w *worker) {
 	started := time.Now()
 	id := headerSafe(p.message.ID)
 	w.headers = append(w.headers[:0], egress.Header{Name: headerIdempotencyKey, Value: id})
-	w.headers = p.set.signer.Headers(w.headers, p.set.signer.ID(p.message.Lane.Source, p.message.ID), started, p.message.Body)
+	body := p.set.body(&p.message)
+	w.headers = p.set.signer.Headers(w.headers, p.set.signer.ID(p.message.Lane.Source, p.message.ID), started, body)
 	var span trace.Span
 	if e.o.Tracer != nil {
 		span = e.trace(w, started)
 	}
 	// Only the engine's stop makes it done: a timer per request would cost more than all else here.
 	ctx := egress.WithDeadline(e.hard, started.Add(p.set.policy.Timeout))
-	r := ended{Result: e.o.Client.Post(ctx, p.target.to, w.headers, p.message.Body)}
+	r := ended{Result: e.o.Client.Post(ctx, p.target.to, w.headers, body)}
 	r.at = time.Now()
 	r.duration = r.at.Sub(started)
 	r.Response = p.set.signer.Redact(r.Response, w.headers)
@@ -272,6 +274,9 @@ func (e *Engine) send(w *worker) {
 		endTrace(span, p, &r, s)
 	}
 	e.mu.Lock()
+	if p.message.LongNumbers {
+		p.target.destination.metrics.longNumbers++
+	}
 	ep, before := p.target.endpoint, p.target.circuit.probeAt
 	back := e.finish(p, &r, s, started)
 	changed := before != ep.circuit.probeAt
@@ -281,6 +286,18 @@ func (e *Engine) send(w *worker) {
 	if changed {
 		e.rememberCircuit(ep)
 	}
+}
+
+// body returns the bytes to sign and to send. Only a marked message costs more than the look at its mark.
+func (s *settings) body(d *queue.Delivery) []byte {
+	if !d.LongNumbers || s.exactNumbers {
+		return d.Body
+	}
+	fixed, err := event.FixedPoint(d.Body)
+	if err != nil {
+		return d.Body // cannot happen: what was accepted is JSON
+	}
+	return fixed
 }
 
 // settlement is what became of a message.

@@ -150,7 +150,7 @@ func (s *memStore) delivery(id queue.LaneID, l *memLane, seq uint64, attempt int
 		s.wrong("%v %d leased twice", id, seq)
 	}
 	l.leased[seq] = attempt
-	return queue.Delivery{Lane: id, Seq: seq, ID: m.ID, Type: m.Type, Event: m.Event, TraceParent: m.TraceParent, Body: m.Body, AcceptedAt: m.AcceptedAt, Attempt: attempt}
+	return queue.Delivery{Lane: id, Seq: seq, ID: m.ID, Type: m.Type, Event: m.Event, TraceParent: m.TraceParent, LongNumbers: m.LongNumbers, Body: m.Body, AcceptedAt: m.AcceptedAt, Attempt: attempt}
 }
 
 // first returns the position of the next first try, or 0.
@@ -341,7 +341,7 @@ func (s *memStore) bury(id queue.LaneID, l *memLane, seq uint64, attempts int, f
 	l.stats.DeadLettered++
 	m := s.message(id, seq)
 	s.dead[id.Destination] = append(s.dead[id.Destination], queue.DeadLetter{
-		Key: fmt.Sprint(len(s.dead[id.Destination])), Lane: id, Seq: seq, ID: m.ID, Type: m.Type, AcceptedAt: m.AcceptedAt, Attempts: attempts, Failure: f,
+		Key: fmt.Sprint(len(s.dead[id.Destination])), Lane: id, Seq: seq, ID: m.ID, Type: m.Type, Body: m.Body, AcceptedAt: m.AcceptedAt, Attempts: attempts, Failure: f,
 	})
 }
 

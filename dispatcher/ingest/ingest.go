@@ -392,7 +392,7 @@ func (h *Handler) prepare(w http.ResponseWriter, q *request, typ event.Type, now
 		c := &batch.Calls[i]
 		messages[i] = queue.Message{
 			Source: q.source.key, ID: c.MessageID, Type: string(c.Type), AcceptedAt: now,
-			Skip: h.Skip(q.ref, c), TraceParent: q.traceParent, Body: c.Body,
+			Skip: h.Skip(q.ref, c), TraceParent: q.traceParent, LongNumbers: c.LongNumbers, Body: c.Body,
 		}
 		if c.Type == event.Track {
 			messages[i].Event = c.Event

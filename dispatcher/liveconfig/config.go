@@ -133,10 +133,13 @@ type Destination struct {
 	// Signing is nil when requests go out unsigned by the owner's choice.
 	Signing *Signing `json:"signing,omitempty"`
 	// Success is AnyEndpoint or EveryEndpoint.
-	Success     string      `json:"success"`
-	Delivery    Delivery    `json:"delivery"`
-	Filter      *Filter     `json:"filter,omitempty"`
-	DeadLetters DeadLetters `json:"deadLetters"`
+	Success string `json:"success"`
+	// ExactNumbers says that long numbers are sent with their digits, not as
+	// strings: event.FixedPoint has what they are.
+	ExactNumbers bool        `json:"exactNumbers,omitempty"`
+	Delivery     Delivery    `json:"delivery"`
+	Filter       *Filter     `json:"filter,omitempty"`
+	DeadLetters  DeadLetters `json:"deadLetters"`
 }
 
 // Endpoint is one webhook URL. The URL is a credential and redacts itself.

@@ -65,7 +65,9 @@ type Message struct {
 	// TraceParent names the span that took the message, as W3C's header
 	// traceparent does; empty while there is no tracing.
 	TraceParent string
-	// Body is the canonical JSON: the exact bytes to send.
+	// LongNumbers marks a body with numbers that JavaScript would change; see event.Call.
+	LongNumbers bool
+	// Body is the canonical JSON.
 	Body []byte
 }
 
@@ -75,8 +77,9 @@ type Delivery struct {
 	Lane LaneID
 	// Seq is the message's position in its Source's log, counted from 1.
 	Seq uint64
-	// ID, Type, Event and TraceParent as appended. Body must not be changed.
+	// ID, Type, Event, TraceParent and LongNumbers as appended. Body must not be changed.
 	ID, Type, Event, TraceParent string
+	LongNumbers                  bool
 	Body                         []byte
 	AcceptedAt                   time.Time
 	// Attempt counts the attempts that failed before this lease; 0 on the first try.

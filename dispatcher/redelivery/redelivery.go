@@ -12,6 +12,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/event"
 )
 
 const (
@@ -78,7 +79,7 @@ func Run(ctx context.Context, store queue.Store, destination string, s Selector,
 		}
 		messages := make([]queue.Message, len(page))
 		for i, d := range page {
-			messages[i] = queue.Message{Source: d.Lane.Source, ID: d.ID, Type: d.Type, Event: d.Event, AcceptedAt: now(o), Only: receiver(d.Lane, lanes), Body: d.Body}
+			messages[i] = queue.Message{Source: d.Lane.Source, ID: d.ID, Type: d.Type, Event: d.Event, AcceptedAt: now(o), Only: receiver(d.Lane, lanes), LongNumbers: !event.IsFixedPoint(d.Body), Body: d.Body}
 		}
 		if _, err := store.Append(ctx, messages); err != nil {
 			return 0, fmt.Errorf("redeliver: %w", err)

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
+	"github.com/google/go-cmp/cmp"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
@@ -165,6 +166,33 @@ func TestLettersOfALaneOnItsWayOutStay(t *testing.T) {
 	}
 	if p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{}); err != nil || p.Redelivered != 0 || count(t, s) != 3 {
 		t.Errorf("of a lane that has ended: %+v %v, %d left", p, err, count(t, s))
+	}
+}
+
+// A dead letter keeps no mark: its body says whether it has long numbers, also
+// when a release before the mark stored it.
+func TestLongNumbersAreMarkedAgain(t *testing.T) {
+	s := open(t, 0, lane)
+	bodies := map[string]bool{`{"id":12345678901234567890}`: true, `{"id":"12345678901234567890"}`: false, `{"n":1e400}`: true, `{"n":0.10000000000000000001}`: true, `{"n":0.1}`: false}
+	for body := range bodies {
+		if _, err := s.Append(t.Context(), []queue.Message{{Source: src, ID: body, AcceptedAt: time.Now(), Body: []byte(body)}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, d := range lease(t, s, lane) {
+		if err := s.Bury(d, queue.Failure{Time: time.Now(), Reason: "Rejected"}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{}); err != nil || p.Redelivered != int64(len(bodies)) {
+		t.Fatalf("%+v, %v, want %d redelivered", p, err, len(bodies))
+	}
+	got := map[string]bool{}
+	for _, d := range lease(t, s, lane) {
+		got[string(d.Body)] = d.LongNumbers
+	}
+	if diff := cmp.Diff(bodies, got); diff != "" {
+		t.Errorf("marks of redelivered bodies (-want +got):\n%s", diff)
 	}
 }
 

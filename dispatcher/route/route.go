@@ -28,6 +28,8 @@ type destination struct {
 	types      []string
 	events     []string
 	expression *expression.Program
+	// exact is true when the destination gets long numbers with their digits.
+	exact bool
 	// until is when one that another Router had is forgotten; zero for the config's own.
 	until time.Time
 }
@@ -40,7 +42,7 @@ type destination struct {
 func New(c liveconfig.Config) (*Router, error) {
 	r := &Router{bySource: map[string][]*destination{}}
 	for _, d := range c.Destinations {
-		to := &destination{key: c.Tenant + "/" + d.Name, name: d.Name}
+		to := &destination{key: c.Tenant + "/" + d.Name, name: d.Name, exact: d.ExactNumbers}
 		if f := d.Filter; f != nil {
 			to.types, to.events = f.Types, f.Events
 			if f.Expression != "" {
@@ -90,23 +92,33 @@ func (r *Router) Skip(source string, call *event.Call) (skip []string) {
 	return skip
 }
 
-// reader reads a call for expressions, once for all of them.
-type reader struct {
+// reader reads a call for expressions, once for all of them: with the digits of
+// its long numbers, and with strings in their place.
+type reader struct{ exact, fixed form }
+
+type form struct {
 	call expression.Call
 	err  error
 	done bool
 }
 
-func (r *reader) matches(p *expression.Program, body []byte) bool {
-	if !r.done {
-		r.call, r.err = expression.Parse(body)
-		r.done = true
+func (r *reader) matches(d *destination, call *event.Call) bool {
+	f, body := &r.exact, call.Body
+	if call.LongNumbers && !d.exact {
+		f = &r.fixed
+		if !f.done {
+			body, f.err = event.FixedPoint(body)
+		}
 	}
-	if r.err != nil {
+	if !f.done && f.err == nil {
+		f.call, f.err = expression.Parse(body)
+	}
+	f.done = true
+	if f.err != nil {
 		return false
 	}
 	// A call for which the expression fails does not match; see the field's documentation.
-	matched, err := p.MatchCall(r.call)
+	matched, err := d.expression.MatchCall(f.call)
 	return err == nil && matched
 }
 
@@ -121,7 +133,7 @@ func (d *destination) takes(call *event.Call, read *reader) bool {
 	if !call.Integrations.Allows(IntegrationName, d.name) {
 		return false
 	}
-	return d.expression == nil || read.matches(d.expression, call.Body)
+	return d.expression == nil || read.matches(d, call)
 }
 
 // glob matches a name with a pattern in which "*" stands for any characters.

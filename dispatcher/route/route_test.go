@@ -133,6 +133,25 @@ func TestEveryExpressionIsAsked(t *testing.T) {
 	}
 }
 
+// An expression sees long numbers as the destination gets them.
+func TestExpressionSeesTheDeliveredNumbers(t *testing.T) {
+	expression := &liveconfig.Filter{Expression: `call.properties.id == "12345678901234567890"`}
+	number := &liveconfig.Filter{Expression: `call.properties.id > 1e19`}
+	r, err := New(liveconfig.Config{Tenant: "shop", Destinations: []liveconfig.Destination{
+		{Name: "string", Sources: []string{"web"}, Filter: expression},
+		{Name: "exact", Sources: []string{"web"}, Filter: expression, ExactNumbers: true},
+		{Name: "string-number", Sources: []string{"web"}, Filter: number},
+		{Name: "exact-number", Sources: []string{"web"}, Filter: number, ExactNumbers: true},
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []string{"shop/exact", "shop/string-number"}
+	if diff := cmp.Diff(want, r.Skip("web", parse(t, event.Track, `{"userId":"u","event":"E","properties":{"id":12345678901234567890}}`))); diff != "" {
+		t.Errorf("skipped (-want +got):\n%s", diff)
+	}
+}
+
 func BenchmarkSkipNothing(b *testing.B) {
 	r, err := New(liveconfig.Config{Tenant: "shop", Destinations: []liveconfig.Destination{{Name: "a", Sources: []string{"web"}}, {Name: "b", Sources: []string{"web"}, Filter: &liveconfig.Filter{Types: []string{"track"}, Events: []string{"Order *"}}}}})
 	if err != nil {

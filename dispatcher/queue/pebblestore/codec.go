@@ -92,16 +92,20 @@ func appendString[T string | []byte](dst []byte, s T) []byte {
 //
 // The highest bit of the type says that there is a traceparent; releases before
 // tracing cannot read such a message, which is why others are without it.
+// A body with long numbers is marked by the entry longNumbers in skip. It is the
+// name of no destination, so that releases before the mark pass over it.
 // bytesBefore counts the bytes of all messages before it in the log, so that
 // the size of any part of a log is known from two records.
 const (
 	recordHead = 17
 	traced     = 0x80
+
+	longNumbers = "#"
 )
 
 func recordSize(m *queue.Message) int {
 	n := recordHead + uvarintLen(len(m.ID)) + len(m.ID) + uvarintLen(len(m.Event)) + len(m.Event) +
-		uvarintLen(len(m.Skip)) + uvarintLen(len(m.Only)) + len(m.Only) + len(m.Body)
+		uvarintLen(skips(m)) + uvarintLen(len(m.Only)) + len(m.Only) + len(m.Body)
 	if typeCode(m.Type) == 0 {
 		n += uvarintLen(len(m.Type)) + len(m.Type)
 	}
@@ -111,7 +115,18 @@ func recordSize(m *queue.Message) int {
 	for _, s := range m.Skip {
 		n += uvarintLen(len(s)) + len(s)
 	}
+	if m.LongNumbers {
+		n += 1 + len(longNumbers)
+	}
 	return n
+}
+
+// skips counts the entries of skip in a message's record.
+func skips(m *queue.Message) int {
+	if m.LongNumbers {
+		return len(m.Skip) + 1
+	}
+	return len(m.Skip)
 }
 
 func uvarintLen(n int) int {
@@ -136,7 +151,10 @@ func appendRecord(dst []byte, m *queue.Message, bytesBefore uint64) []byte {
 		dst = appendString(dst, m.Type)
 	}
 	dst = appendString(dst, m.Event)
-	dst = binary.AppendUvarint(dst, uint64(len(m.Skip)))
+	dst = binary.AppendUvarint(dst, uint64(skips(m)))
+	if m.LongNumbers {
+		dst = appendString(dst, longNumbers)
+	}
 	for _, s := range m.Skip {
 		dst = appendString(dst, s)
 	}
@@ -154,6 +172,7 @@ type record struct {
 	event       []byte
 	skips       uint64
 	skip        []byte // The encoded names.
+	long        bool   // It is marked with longNumbers.
 	only        []byte
 	body        []byte
 	// lost: the message was damaged. Body says how; there is nothing else but acceptedAt, roughly.
@@ -173,7 +192,7 @@ func (r *record) decode(v []byte) error {
 	d := decoder{b: v}
 	r.acceptedAt = int64(d.fixed64())
 	r.bytesBefore = d.fixed64()
-	r.code, r.trace = d.byte(), nil
+	r.code, r.trace, r.long = d.byte(), nil, false
 	if r.lost = r.code == codeLost; r.lost {
 		r.code, r.body = 0, d.b
 		return d.err()
@@ -192,11 +211,12 @@ func (r *record) decode(v []byte) error {
 	r.event = d.bytes()
 	r.skips = d.uvarint()
 	r.skip = d.b
-	for range r.skips {
-		d.bytes()
+	for i := range r.skips {
+		name := d.bytes()
 		if d.bad {
 			break
 		}
+		r.long = r.long || i == 0 && string(name) == longNumbers
 	}
 	r.only = d.bytes()
 	r.body = d.b

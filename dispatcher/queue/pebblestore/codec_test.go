@@ -5,6 +5,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
@@ -26,10 +28,38 @@ func TestRecordIsThatOfTheFirstRelease(t *testing.T) {
 	}
 }
 
+// A release before the mark for long numbers finds one more name of a destination
+// to skip, which no destination has.
+func TestLongNumbersAreAnEntryOfSkip(t *testing.T) {
+	m := queue.Message{Source: "shop/web", ID: "m1", Type: "track", Event: "E", AcceptedAt: time.UnixMilli(1_700_000_000_123), Skip: []string{"shop/crm"}, Body: []byte("[1e400]")}
+	plain := m
+	plain.Skip = []string{"#", "shop/crm"}
+	m.LongNumbers = true
+	stored := appendRecord(nil, &m, 7)
+	if diff := cmp.Diff(hex.EncodeToString(appendRecord(nil, &plain, 7)), hex.EncodeToString(stored)); diff != "" {
+		t.Errorf("stored record (-want +got):\n%s", diff)
+	}
+	var r record
+	if err := r.decode(stored); err != nil || !r.long {
+		t.Errorf("long = %t, %v, want true", r.long, err)
+	}
+	for destination, want := range map[string]verdict{"shop/crm": filtered, "shop/mail": wanted} {
+		if got := r.verdict(queue.LaneID{Source: "shop/web", Destination: destination}); got != want {
+			t.Errorf("verdict for %s = %d, want %d", destination, got, want)
+		}
+	}
+	m.LongNumbers = false
+	if err := r.decode(appendRecord(nil, &m, 7)); err != nil || r.long {
+		t.Errorf("long = %t of an unmarked record, %v, want false", r.long, err)
+	}
+}
+
 func TestRecordSizeIsExact(t *testing.T) {
 	for _, m := range []queue.Message{
 		{},
 		{ID: "m1", Type: "track", Event: "E", Body: []byte("{}")},
+		{ID: "m1", Type: "track", LongNumbers: true, Body: []byte("[1e400]")},
+		{ID: "m1", Type: "track", LongNumbers: true, Skip: make([]string, 127)},
 		{ID: "m1", Type: "a new type", TraceParent: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", Skip: []string{"a", "b"}, Only: "c", Body: make([]byte, 300)},
 	} {
 		if size, got := recordSize(&m), len(appendRecord(nil, &m, 1<<40)); size != got {

@@ -39,6 +39,7 @@ type piece struct {
 	seq                         uint64
 	acceptedAt                  int64
 	code                        byte
+	long                        bool
 	start                       int
 	id, typ, event, trace, body int // Lengths.
 	attempt                     int
@@ -174,7 +175,7 @@ func (r *reader) readOnce(seq uint64) (rec record, err error) {
 }
 
 func (r *reader) keep(seq uint64, rec *record, attempt int) {
-	p := piece{seq: seq, acceptedAt: rec.acceptedAt, code: rec.code, start: len(r.bytes), attempt: attempt,
+	p := piece{seq: seq, acceptedAt: rec.acceptedAt, code: rec.code, long: rec.long, start: len(r.bytes), attempt: attempt,
 		id: len(rec.id), typ: len(rec.typ), event: len(rec.event), trace: len(rec.trace), body: len(rec.body)}
 	r.bytes = append(r.bytes, rec.id...)
 	r.bytes = append(r.bytes, rec.typ...)
@@ -203,7 +204,7 @@ func (r *reader) deliveries(buf []queue.Delivery) []queue.Delivery {
 			b = b[n:]
 			return s
 		}
-		d := queue.Delivery{Lane: r.l.id, Seq: p.seq, ID: str(p.id), AcceptedAt: fromMillis(p.acceptedAt), Attempt: p.attempt}
+		d := queue.Delivery{Lane: r.l.id, Seq: p.seq, ID: str(p.id), LongNumbers: p.long, AcceptedAt: fromMillis(p.acceptedAt), Attempt: p.attempt}
 		if d.Type = types[p.code]; p.code == 0 {
 			d.Type = str(p.typ)
 		}

@@ -268,9 +268,11 @@ func (x *suite) fieldsSurvive() {
 		{Source: source, ID: "c", Type: "delete", AcceptedAt: at, Body: []byte("{}")},
 		{Source: source, ID: "d", Type: "track", Event: "e", TraceParent: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", AcceptedAt: at, Body: []byte("{}")},
 		{Source: source, ID: "e", Type: "a new type", TraceParent: "t", AcceptedAt: at},
+		{Source: source, ID: "f", Type: "track", Event: "e", LongNumbers: true, AcceptedAt: at, Body: []byte("[1e400]")},
+		{Source: source, ID: "g", Type: "track", LongNumbers: true, Skip: []string{mail, "x"}, Only: crm, TraceParent: "t", AcceptedAt: at, Body: []byte("[1e400]")},
 	} {
 		x.append(m)
-		want = append(want, queue.Delivery{Lane: lane, Seq: uint64(i + 1), ID: m.ID, Type: m.Type, Event: m.Event, TraceParent: m.TraceParent, Body: m.Body, AcceptedAt: at})
+		want = append(want, queue.Delivery{Lane: lane, Seq: uint64(i + 1), ID: m.ID, Type: m.Type, Event: m.Event, TraceParent: m.TraceParent, LongNumbers: m.LongNumbers, Body: m.Body, AcceptedAt: at})
 	}
 	x.equal("deliveries", x.lease(lane, 10), want)
 	x.reopenStore()
