@@ -54,6 +54,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 	}
 	post(http.MethodPost, "/v1/track", testKey, `{"userId":"user-1"}`, http.StatusBadRequest)
 	post(http.MethodPost, "/v1/track", testKey, `{`, http.StatusBadRequest)
+	post(http.MethodPost, "/v1/track", testKey, `{"userId":"u","event":"E","properties":{"id":12345678901234567890}}`, http.StatusOK)
 	post(http.MethodPost, "/v1/track", "unknown-key", `{}`, http.StatusServiceUnavailable) // "broken" may have it.
 	post(http.MethodPut, "/v1/audiences/shoppers/members", testKey, `{"userId":"user-1"}`, http.StatusOK)
 	post(http.MethodPut, "/v1/audiences/shoppers/members", testKey, `{"userId":`, http.StatusBadRequest)
@@ -68,14 +69,15 @@ func TestMetricsAreDocumented(t *testing.T) {
 	for _, series := range []string{
 		`posthorn_delivery_attempts_total{code="none",destination="down",endpoint="primary",namespace="shop",result="ConnectionRefused"}`,
 		`posthorn_delivery_attempts_total{code="5xx",destination="fails",endpoint="primary",namespace="shop",result="ServerError"}`,
-		`posthorn_delivery_attempts_total{code="2xx",destination="fine",endpoint="primary",namespace="shop",result="Delivered"} 3`,
-		`posthorn_delivery_attempts_total{code="4xx",destination="rejects",endpoint="primary",namespace="shop",result="Rejected"} 3`,
-		`posthorn_delivery_attempts_total{code="3xx",destination="moved",endpoint="primary",namespace="shop",result="Redirected"} 3`,
-		`posthorn_messages_dead_lettered_total{destination="rejects",namespace="shop",reason="Rejected"} 3`,
+		`posthorn_delivery_attempts_total{code="2xx",destination="fine",endpoint="primary",namespace="shop",result="Delivered"} 4`,
+		`posthorn_delivery_attempts_total{code="4xx",destination="rejects",endpoint="primary",namespace="shop",result="Rejected"} 4`,
+		`posthorn_delivery_attempts_total{code="3xx",destination="moved",endpoint="primary",namespace="shop",result="Redirected"} 4`,
+		`posthorn_delivery_long_numbers_total{destination="fine",namespace="shop"} 1`,
+		`posthorn_messages_dead_lettered_total{destination="rejects",namespace="shop",reason="Rejected"} 4`,
 		`posthorn_ingest_calls_total{namespace="shop",result="duplicate",source="web"} 1`,
 		`posthorn_audience_syncs_total{audience="shoppers",namespace="shop",result="done"} 1`,
 		`posthorn_config_refused{namespace="broken"} 1`,
-		`posthorn_lane_messages{destination="fails",endpoint="",namespace="shop",source="web",state="pending"} 3`,
+		`posthorn_lane_messages{destination="fails",endpoint="",namespace="shop",source="web",state="pending"} 4`,
 	} {
 		eventually(t, series, func() bool { return strings.Contains(scrape(), series) })
 	}

@@ -29,6 +29,11 @@ type WebhookDestinationSpec struct {
 	// +optional
 	Signing *Signing `json:"signing,omitempty"`
 
+	// What delivered bodies look like.
+	// +kubebuilder:default={}
+	// +optional
+	Body Body `json:"body,omitempty"`
+
 	// When a message counts as delivered. AnyEndpoint: it is sent to every URL
 	// and is done when one of them took it; only when all failed is it retried.
 	// EveryEndpoint: every URL must take it, each is tracked and retried by
@@ -195,6 +200,28 @@ type SigningScheme string
 const (
 	HMACSHA1         SigningScheme = "HMACSHA1"
 	StandardWebhooks SigningScheme = "StandardWebhooks"
+)
+
+// Body says what delivered bodies look like.
+type Body struct {
+	// How long numbers are written: integers that JavaScript would change, such
+	// as 12345678901234567890, and numbers beyond the range of doubles, such as
+	// 1e400. String: as a JSON string of the characters that were sent. Exact: as
+	// they were sent; then JSON.stringify(JSON.parse(body)) gives other bytes, and
+	// a receiver must verify signatures over the bytes as they arrive. Default String.
+	// +kubebuilder:validation:Enum=String;Exact
+	// +kubebuilder:default=String
+	// +optional
+	Numbers NumberFormat `json:"numbers,omitempty"`
+}
+
+// NumberFormat says how long numbers are written.
+type NumberFormat string
+
+// The number formats.
+const (
+	NumbersString NumberFormat = "String"
+	NumbersExact  NumberFormat = "Exact"
 )
 
 // Delivery sets timeout, retries and limits.

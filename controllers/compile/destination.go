@@ -23,14 +23,15 @@ const maxEndpoints = 5
 func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha1.Source) (liveconfig.Destination, Verdict) {
 	b := builder{resolver: newResolver(s.Secrets), checkHost: s.CheckHost}
 	c := liveconfig.Destination{
-		Name:        o.Name,
-		Sources:     b.sources(o.Spec.Sources, sources),
-		Endpoints:   b.endpoints(o.Spec.Endpoints),
-		Signing:     b.signing(o.Spec.Signing),
-		Success:     b.success(o.Spec.Success),
-		Delivery:    b.delivery(o.Spec.Delivery),
-		Filter:      b.filter(o.Spec.Filter),
-		DeadLetters: b.deadLetters(o.Spec.DeadLetters),
+		Name:         o.Name,
+		Sources:      b.sources(o.Spec.Sources, sources),
+		Endpoints:    b.endpoints(o.Spec.Endpoints),
+		Signing:      b.signing(o.Spec.Signing),
+		Success:      b.success(o.Spec.Success),
+		ExactNumbers: b.exactNumbers(o.Spec.Body.Numbers),
+		Delivery:     b.delivery(o.Spec.Delivery),
+		Filter:       b.filter(o.Spec.Filter),
+		DeadLetters:  b.deadLetters(o.Spec.DeadLetters),
 	}
 	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: strings.Join(append([]string{"the spec is valid and every reference resolves"}, b.notes...), "; ")}
 	c.State = liveconfig.Active
@@ -305,6 +306,17 @@ func (b *builder) success(policy v1alpha1.SuccessPolicy) string {
 		b.add(v1alpha1.ReasonInvalidSpec, "spec.success", "%q is unknown; use %s or %s", policy, v1alpha1.AnyEndpoint, v1alpha1.EveryEndpoint)
 	}
 	return liveconfig.AnyEndpoint
+}
+
+func (b *builder) exactNumbers(format v1alpha1.NumberFormat) bool {
+	switch format {
+	case "", v1alpha1.NumbersString:
+	case v1alpha1.NumbersExact:
+		return true
+	default:
+		b.add(v1alpha1.ReasonInvalidSpec, "spec.body.numbers", "%q is unknown; use %s or %s", format, v1alpha1.NumbersString, v1alpha1.NumbersExact)
+	}
+	return false
 }
 
 func (b *builder) delivery(d v1alpha1.Delivery) liveconfig.Delivery {

@@ -1156,3 +1156,21 @@ func TestHandedOnToTheOwner(t *testing.T) {
 		t.Errorf("without the owner: %+v", a)
 	}
 }
+
+// Values are delivered by the same rules for numbers as those of other calls.
+func TestLongNumbersAreMarked(t *testing.T) {
+	r := newRig(t, t.TempDir(), newLog(), nil)
+	r.sync(spent, "a=12345678901234567890", "b=1.0", "c=[1e400]", `d="12345678901234567890"`, "e=0.10000000000000000001")
+	got := map[string]bool{}
+	r.log.mu.Lock()
+	for _, m := range r.log.messages {
+		traits, _, _ := strings.Cut(string(m.Body), `},"context"`)
+		_, traits, _ = strings.Cut(traits, `"traits":{`)
+		got[traits] = m.LongNumbers
+	}
+	r.log.mu.Unlock()
+	want := map[string]bool{`"spent":12345678901234567890`: true, `"spent":1`: false, `"spent":[1e400]`: true, `"spent":"12345678901234567890"`: false, `"spent":0.1`: false}
+	if d := gocmp.Diff(want, got); d != "" {
+		t.Errorf("marks by traits (-want +got):\n%s", d)
+	}
+}

@@ -328,6 +328,7 @@ rate: 100
 ttlSecondsAfterFinished: 3600`,
 		"WebhookDestination": `
 enabled: true
+body: {numbers: String}
 success: AnyEndpoint
 sources: {names: [web]}
 endpoints: [{name: primary, url: "https://hooks.example/in"}]
