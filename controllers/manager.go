@@ -70,6 +70,13 @@ type Options struct {
 	// leaseDuration is how long a Lease holds that is not renewed. Default 30 s:
 	// while nobody leads deliveries go on, and who stops gives the Lease back.
 	leaseDuration time.Duration
+	// numbersInterval is the shortest time between two writes of an object's numbers;
+	// transitions do not wait for it. Default 30 s.
+	numbersInterval time.Duration
+	// confirmGrace is how long the pods may take to confirm a change before status
+	// shows it as pending, so that a change costs one write, not one per pod. The
+	// pods are asked more often meanwhile. Default 2 s.
+	confirmGrace time.Duration
 	// maxConfigBytes bounds an encoded live config. Default liveconfig.MaxEncodedBytes,
 	// which is as much as a Secret holds.
 	maxConfigBytes int
@@ -120,6 +127,8 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 	}
 	o.PollInterval = cmp.Or(o.PollInterval, time.Second)
 	o.leaseDuration = cmp.Or(o.leaseDuration, 30*time.Second)
+	o.numbersInterval = cmp.Or(o.numbersInterval, 30*time.Second)
+	o.confirmGrace = cmp.Or(o.confirmGrace, 2*time.Second)
 	o.maxConfigBytes = cmp.Or(o.maxConfigBytes, liveconfig.MaxEncodedBytes)
 	renewDeadline, retryPeriod := o.leaseDuration*2/3, o.leaseDuration/6
 	gracefulShutdown := 10 * time.Second // Nothing is lost with what does not end by then.

@@ -22,16 +22,11 @@ import (
 )
 
 const (
-	// numbersInterval is the shortest time between two writes of an object's
-	// numbers. Transitions do not wait for it.
-	numbersInterval = 30 * time.Second
 	// lookInterval is when to look again at an object that has news which health
 	// holds back for a while.
 	lookInterval = 2 * time.Second
-	// confirmGrace is how long the pods may take to confirm a change before status
-	// says that it is pending; they are asked more often meanwhile, every
-	// confirmInterval at most. So a change costs one write, not one per pod.
-	confirmGrace    = 2 * time.Second
+	// confirmInterval is the longest time between two reports of a pod while a
+	// change waits for its confirmation.
 	confirmInterval = 200 * time.Millisecond
 	// conflictWait is how long the cache may take to catch up after a conflict.
 	conflictWait = 200 * time.Millisecond
@@ -47,6 +42,8 @@ type statusReconciler struct {
 	reports *prober
 	events  events.EventRecorder
 	now     func() time.Time
+
+	numbersInterval, confirmGrace time.Duration // see Options
 
 	mu    sync.Mutex
 	memos map[string]map[types.UID]*memo // by tenant
@@ -67,7 +64,7 @@ type memo struct {
 
 func setupStatus(mgr manager.Manager, o Options, known *verdictBook, reports *prober, own *trigger) error {
 	r := &statusReconciler{
-		Client: mgr.GetClient(), known: known, reports: reports, now: o.Now,
+		Client: mgr.GetClient(), known: known, reports: reports, now: o.Now, numbersInterval: o.numbersInterval, confirmGrace: o.confirmGrace,
 		events: mgr.GetEventRecorder("posthorn.dev/operator"),
 		memos:  map[string]map[types.UID]*memo{},
 	}
@@ -204,7 +201,7 @@ func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, v
 	}
 	status, conditions := k.Status(o)
 	before, conditionsBefore := *status, *conditions
-	wait := left(numbersInterval, m.numbers, l.now)
+	wait := left(l.numbersInterval, m.numbers, l.now)
 	due := wait <= 0
 	next := k.Compute(*o, verdict, l.tenant, l.pods, l.now, due)
 	version := o.GetResourceVersion()
@@ -221,7 +218,7 @@ func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, v
 		}
 		return nil
 	}
-	if grace := left(confirmGrace, m.unconfirmed, l.now); pending && grace > 0 {
+	if grace := left(l.confirmGrace, m.unconfirmed, l.now); pending && grace > 0 {
 		l.reports.hurry()
 		l.again.in(min(grace, confirmInterval))
 		return nil
