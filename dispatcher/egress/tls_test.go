@@ -228,7 +228,7 @@ func TestTLSAtTheWrongPort(t *testing.T) {
 		}, patience, TLSFailed, "does not speak TLS"},
 		{"closes", func(_ int, c net.Conn) { _, _ = c.Read(make([]byte, 1<<16)) }, patience, TLSFailed, "closed the connection during the TLS handshake"},
 		{"resets", func(_ int, c net.Conn) { _, _ = c.Read(make([]byte, 10)); resets(c) }, patience, TLSFailed, "during the TLS handshake"},
-		{"never answers", func(_ int, c net.Conn) { _, _ = io.Copy(io.Discard, c) }, 200 * time.Millisecond, TimedOut, "no end of the TLS handshake"},
+		{"never answers", func(_ int, c net.Conn) { _, _ = io.Copy(io.Discard, c) }, time.Second, TimedOut, "no end of the TLS handshake"},
 		{"trickles", func(_ int, c net.Conn) {
 			for _, b := range append([]byte("\x16\x03\x03\x40\x00"), bytes.Repeat([]byte{0}, 1<<14)...) {
 				if _, err := c.Write([]byte{b}); err != nil {
@@ -236,7 +236,7 @@ func TestTLSAtTheWrongPort(t *testing.T) {
 				}
 				time.Sleep(20 * time.Millisecond)
 			}
-		}, 200 * time.Millisecond, TimedOut, "no end of the TLS handshake"},
+		}, time.Second, TimedOut, "no end of the TLS handshake"},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
