@@ -20,6 +20,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"os"
 	"path/filepath"
 	"strings"
 	"time"
@@ -36,6 +37,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/ingest"
+	"github.com/posthorn/posthorn/dispatcher/listen"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
@@ -152,6 +154,7 @@ func New(o Options) (*Dispatcher, error) {
 		d.closeListeners()
 		return nil, err
 	}
+	d.warnOfOpenAccess()
 	d.client = egress.New(egress.Options{Policy: o.Egress, Logger: o.Logger})
 	settled := deletion.NewSettled(d.store)
 	d.engine = delivery.New(delivery.Options{
@@ -177,6 +180,18 @@ func New(o Options) (*Dispatcher, error) {
 		return nil, errors.Join(err, d.Close())
 	}
 	return d, nil
+}
+
+// warnOfOpenAccess logs what lets others than the process's user read or change
+// what is kept, and how to prevent it.
+func (d *Dispatcher) warnOfOpenAccess() {
+	if a, ok := d.adminListener.Addr().(*net.TCPAddr); ok && d.options.AdminGuard == nil && !a.IP.IsLoopback() {
+		d.log.Warn("the admin address has no authentication and is open to the network: everyone who reaches it can read and purge dead letters; set --admin-listen to a loopback address, or let a firewall or a NetworkPolicy protect it", "admin", a.String())
+	}
+	// Files and folders inside have modes 0600 and 0700, so only writing matters.
+	if info, err := os.Stat(d.options.DataDir); err == nil && info.Mode().Perm()&0o002 != 0 && info.Mode()&os.ModeSticky == 0 {
+		d.log.Warn("every user may replace files of the data folder; remove that right: chmod o-w", "path", d.options.DataDir, "mode", info.Mode().String())
+	}
 }
 
 // openStore opens the store; a damaged one is repaired first if that is wanted.
@@ -233,15 +248,14 @@ func (d *Dispatcher) Synced() { d.configs.Synced() }
 // Run serves until ctx is done, then stops in order: no new calls, calls in
 // progress answered, deliveries in flight finished, positions persisted.
 func (d *Dispatcher) Run(ctx context.Context) error {
-	main := ingest.NewServer(d.mux())
+	main := listen.New(ingest.NewServer(d.mux()), maxConns, d.log)
 	adminOptions := admin.Options{
 		Report: d.Report, Gatherer: d.metrics, Engine: d.engine, Store: d.store, Ready: d.ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
 	}
 	if d.options.Debug {
 		adminOptions.View = d.configs.view
 	}
-	adminServer := admin.NewServer(adminOptions)
-	ingest.Bound(adminServer, 256)
+	adminServer := listen.New(admin.NewServer(adminOptions), maxAdminConns, d.log)
 	main.ErrorLog = log.New(serverLog{d.log}, "", 0)
 	adminServer.ErrorLog = main.ErrorLog
 	engineCtx, stopEngine := context.WithCancel(context.WithoutCancel(ctx))
@@ -255,16 +269,15 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 			return nil
 		}
 	}
-	main.TLSConfig = d.options.TLS
 	group.Go(serve(main.Serve, d.listener))
 	if d.tlsListener != nil {
-		group.Go(serve(func(l net.Listener) error { return main.ServeTLS(l, "", "") }, d.tlsListener))
+		group.Go(serve(func(l net.Listener) error { return main.ServeTLS(l, d.options.TLS) }, d.tlsListener))
 	}
-	adminListener := d.adminListener
+	serveAdmin := adminServer.Serve
 	if d.options.AdminTLS != nil {
-		adminListener = tls.NewListener(adminListener, d.options.AdminTLS)
+		serveAdmin = func(l net.Listener) error { return adminServer.ServeTLS(l, d.options.AdminTLS) }
 	}
-	group.Go(serve(adminServer.Serve, adminListener))
+	group.Go(serve(serveAdmin, d.adminListener))
 	// What writes to the store. It is not waited for without end: on a full disk a
 	// write waits until there is room, or until the store is closed.
 	var writers errgroup.Group
@@ -312,6 +325,13 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	}
 	return err
 }
+
+// Open connections at most. One takes 20 KB, and ten times that when its client
+// sends as many headers as it may and does not finish them.
+const (
+	maxConns      = 4096
+	maxAdminConns = 256
+)
 
 // serverLog takes what net/http says of connections, which names each peer, as
 // one message: so that a log which bounds its messages bounds these, too.

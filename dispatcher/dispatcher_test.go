@@ -1,15 +1,20 @@
 package dispatcher
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"io"
+	"log/slog"
+	"net"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -386,11 +391,83 @@ func TestAdminIsNotForPages(t *testing.T) {
 		{"a page in an old browser", ask("POST", "/deadletters/purge", "", "Origin", "https://evil.example"), 403},
 		{"a page whose name resolves to this machine", ask("GET", "/report", "evil.example:8081", "Sec-Fetch-Site", "same-origin"), 403},
 		{"the same over IPv6", ask("GET", "/report", "[::1]:8081"), 200},
+		{"localhost in capitals", ask("GET", "/report", "LOCALHOST:8081"), 200},
+		{"localhost with a final dot", ask("GET", "/report", "localhost."), 200},
+		{"a name that begins like localhost", ask("GET", "/report", "localhost.evil.example"), 403},
 	} {
 		if test.got != test.want {
 			t.Errorf("%s: %d, want %d", test.name, test.got, test.want)
 		}
 	}
+}
+
+// A name that resolves to an address of the network is refused as one that
+// resolves to this machine, and the log warns of such an admin address. With a
+// guard, requests need a token, and names are allowed.
+func TestAdminOnTheNetwork(t *testing.T) {
+	for _, guarded := range []bool{false, true} {
+		var log syncBuffer
+		d, _ := started(t, t.TempDir(), func(o *Options) {
+			o.AdminListen = "0.0.0.0:0"
+			o.Logger = slog.New(slog.NewTextHandler(&log, nil))
+			if guarded {
+				o.AdminGuard = func(next http.Handler) http.Handler { return next }
+			}
+		})
+		_, port, _ := net.SplitHostPort(d.AdminAddr().String())
+		for host, want := range map[string]int{"evil.example": http.StatusForbidden, "10.0.0.7": http.StatusOK} {
+			if guarded {
+				want = http.StatusOK
+			}
+			req, _ := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://127.0.0.1:"+port+"/metrics", nil)
+			req.Host = host
+			resp, err := http.DefaultClient.Do(req)
+			if err != nil {
+				t.Fatal(err)
+			}
+			_ = resp.Body.Close()
+			if resp.StatusCode != want {
+				t.Errorf("guarded %v, Host %s: %d, want %d", guarded, host, resp.StatusCode, want)
+			}
+		}
+		if n := strings.Count(log.String(), "the admin address has no authentication"); (n == 1) == guarded {
+			t.Errorf("guarded %v: %d warnings of the open admin address", guarded, n)
+		}
+	}
+}
+
+// Another user must not be able to replace what is stored.
+func TestAFolderThatAllMayChangeIsReported(t *testing.T) {
+	for mode, want := range map[os.FileMode]int{0o777: 1, 0o755: 0, 0o777 | os.ModeSticky: 0} {
+		dir := t.TempDir()
+		if err := os.Chmod(dir, mode); err != nil {
+			t.Fatal(err)
+		}
+		var log syncBuffer
+		_, stop := started(t, dir, func(o *Options) { o.Logger = slog.New(slog.NewTextHandler(&log, nil)) })
+		stop()
+		if n := strings.Count(log.String(), "data folder"); n != want {
+			t.Errorf("mode %v: %d warnings, want %d", mode, n, want)
+		}
+	}
+}
+
+// syncBuffer is a buffer that a logger writes to while a test reads.
+type syncBuffer struct {
+	mu  sync.Mutex
+	all bytes.Buffer
+}
+
+func (b *syncBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.all.Write(p)
+}
+
+func (b *syncBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.all.String()
 }
 
 // Whoever may not use the admin listener may not look below /debug either.

@@ -240,8 +240,7 @@ The chart runs it; see docs/install.md.`,
 			switch adminAuth {
 			case "kubernetes":
 				data.options.AdminTLS, data.options.AdminGuard = certificate.Config(), kubeauth.New(client, log).Wrap
-			case "none":
-				log.Warn("the admin listener lets everybody in", "admin", data.options.AdminListen)
+			case "none": // The dispatcher warns when the address is open to the network.
 			default:
 				return usagef("--admin-auth %q: use kubernetes or none", adminAuth)
 			}

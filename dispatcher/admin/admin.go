@@ -60,17 +60,19 @@ func NewServer(o Options) *http.Server {
 	}
 	root := http.NewServeMux()
 	MountHealth(root, o.Ready)
-	root.Handle("/", notFromPages(guarded))
+	root.Handle("/", notFromPages(guarded, o.Guard != nil))
 	return &http.Server{Handler: root, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10}
 }
 
-// notFromPages keeps web pages out, which a browser on the same machine would
-// let act (cross-site requests) or read (a name that resolves to a loopback address).
-func notFromPages(next http.Handler) http.Handler {
+// notFromPages refuses the requests of web pages, which a browser would otherwise
+// let act (cross-site requests) or read (a name that an attacker's DNS resolves to
+// the admin address). Only without a guard a page could read anything: with one,
+// a request needs a token, which a browser does not add.
+func notFromPages(next http.Handler, guarded bool) http.Handler {
 	sameSite := http.NewCrossOriginProtection().Handler(next)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if local, ok := r.Context().Value(http.LocalAddrContextKey).(*net.TCPAddr); ok && local.IP.IsLoopback() && !namesAddress(r.Host) {
-			http.Error(w, fmt.Sprintf("the Host header is %q; ask for localhost or for an address", r.Host), http.StatusForbidden)
+		if !guarded && !namesAddress(r.Host) {
+			http.Error(w, fmt.Sprintf("the Host header is %q; use localhost or an IP address in the URL", r.Host), http.StatusForbidden)
 			return
 		}
 		sameSite.ServeHTTP(w, r)
@@ -82,7 +84,7 @@ func namesAddress(host string) bool {
 	if h, _, err := net.SplitHostPort(host); err == nil {
 		host = h
 	}
-	return host == "localhost" || net.ParseIP(strings.Trim(host, "[]")) != nil
+	return strings.EqualFold(strings.TrimSuffix(host, "."), "localhost") || net.ParseIP(strings.Trim(host, "[]")) != nil
 }
 
 // writeReport answers 304 when the poller has this very report already, which

@@ -174,23 +174,22 @@ func New(o Options) *Handler {
 }
 
 // NewServer makes an HTTP server for a handler, with every time and size
-// bounded: HTTP/1.1, and HTTP/2 with TLS or in clear text (behind a proxy).
+// bounded: HTTP/1.1, and HTTP/2 with TLS or in clear text (behind a proxy). Package
+// listen bounds its connections.
 func NewServer(h http.Handler) *http.Server {
 	var protocols http.Protocols
 	protocols.SetHTTP1(true)
 	protocols.SetHTTP2(true)
 	protocols.SetUnencryptedHTTP2(true)
-	s := &http.Server{
+	return &http.Server{
 		Handler: h, Protocols: &protocols,
 		ReadHeaderTimeout: 10 * time.Second,
 		// A body of 500 KB arrives within this at 140 kbit/s.
 		ReadTimeout: 30 * time.Second, WriteTimeout: 90 * time.Second, IdleTimeout: 3 * time.Minute,
-		MaxHeaderBytes: 8 << 10, // net/http reads 4 KB more
+		MaxHeaderBytes: 8 << 10,
 		// A connection keeps a buffer of the largest frame that was announced to it.
 		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: 100, MaxReadFrameSize: 16 << 10},
 	}
-	Bound(s, maxConnections)
-	return s
 }
 
 // refusal is an answer other than 200.

@@ -1,13 +1,9 @@
 package ingest
 
 import (
-	"bufio"
-	"errors"
-	"fmt"
 	"io"
 	"net"
 	"net/http"
-	"os"
 	"strings"
 	"testing"
 	"time"
@@ -27,68 +23,6 @@ func dial(t *testing.T, addr string) net.Conn {
 	t.Cleanup(func() { _ = c.Close() })
 	_ = c.SetDeadline(time.Now().Add(wait.Limit))
 	return c
-}
-
-// When one connection too many comes, who has waited longest makes room, and
-// nobody who is in the middle of a request.
-func TestConnectionsAreBounded(t *testing.T) {
-	f := newFixture(t)
-	crowd := newCrowd(3)
-	addr, _ := serve(t, f, func(s *http.Server) { s.ConnState = crowd.follow })
-	// are waits until so many are open, and so many of them wait.
-	are := func(open, waiting int) {
-		t.Helper()
-		for deadline := time.Now().Add(wait.Limit); ; time.Sleep(time.Millisecond) {
-			crowd.mu.Lock()
-			o, w := len(crowd.places), crowd.waiting.Len()
-			crowd.mu.Unlock()
-			if o == open && w == waiting {
-				return
-			}
-			if time.Now().After(deadline) {
-				t.Fatalf("%d connections are open and %d wait, want %d and %d", o, w, open, waiting)
-			}
-		}
-	}
-	head := fmt.Sprintf("POST /v1/track HTTP/1.1\r\nHost: x\r\nAuthorization: Basic d2ViLWtleTo=\r\nContent-Length: %d\r\n\r\n", len(track))
-	begin := func() net.Conn {
-		t.Helper()
-		c := dial(t, addr)
-		_, _ = io.WriteString(c, head)
-		return c
-	}
-	end := func(c net.Conn) {
-		t.Helper()
-		_, _ = io.WriteString(c, track)
-		if resp, err := http.ReadResponse(bufio.NewReader(c), nil); err != nil || resp.StatusCode != http.StatusOK {
-			t.Errorf("%v, %v; want 200", resp, err)
-		}
-	}
-	gone := func(c net.Conn) {
-		t.Helper()
-		if _, err := io.ReadAll(c); errors.Is(err, os.ErrDeadlineExceeded) {
-			t.Error("a connection that should have made room is open")
-		}
-	}
-	busy := begin()
-	are(1, 0)
-	idle := begin()
-	end(idle)
-	are(2, 1)
-	halfway := dial(t, addr)
-	_, _ = io.WriteString(halfway, "POST /v1/track HTTP/1.1\r\nX: ")
-	are(3, 2)
-	second := begin()
-	are(3, 1)
-	gone(idle)
-	third := begin()
-	are(3, 0)
-	gone(halfway)
-	gone(dial(t, addr))
-	for _, c := range []net.Conn{busy, second, third} {
-		end(c)
-	}
-	are(3, 3)
 }
 
 // What a client of HTTP/2 announces must not cost memory before it comes.

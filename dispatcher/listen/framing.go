@@ -1,0 +1,297 @@
+package listen
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"strconv"
+)
+
+// framing follows the requests of one connection from byte to byte: where each
+// head and body begins and ends. It refuses what leaves room for two readings.
+type framing struct {
+	http2 bool // HTTP/2 is allowed
+	state state
+	// line is the beginning of a line that ends in a later read.
+	line []byte
+	// left counts the bytes to skip: of a body, a chunk or a frame.
+	left int64
+	// blank counts empty lines before a request.
+	blank int
+
+	// Of the request whose head is read.
+	http10, chunked bool
+	length          int64 // -1: no Content-Length
+
+	// Of HTTP/2.
+	frame           []byte // the beginning of a frame's head
+	streams, resets int
+	lastStream      uint32
+}
+
+type state uint8
+
+const (
+	beforeFirst state = iota // the first line of the connection
+	beforeRequest
+	inHead
+	inBody
+	inChunkSize
+	inChunk
+	inTrailer
+	inPreface
+	inFrames
+	inLast // net/http refuses the request and closes the connection
+)
+
+// events that a scan meets.
+type events uint8
+
+const (
+	requestEnded events = 1 << iota // HTTP/1: the last byte of a request
+	streamEnded                     // HTTP/2: the last frame of a request
+)
+
+// Faults, each of them with what the client has to change.
+var (
+	errBareLF      = errors.New("a line of the head does not end with CR LF; end each line with CR LF")
+	errBareCR      = errors.New("a line of the head holds a CR; remove it")
+	errFolded      = errors.New("a header line begins with a space; write each header on one line")
+	errHeaderName  = errors.New("a header line has no name, or a space before its colon; write NAME: VALUE")
+	errVersion     = errors.New("the request line does not end with HTTP/1.1 or HTTP/1.0")
+	errBothLengths = errors.New("a request has Content-Length and Transfer-Encoding; send one of them")
+	errOldChunked  = errors.New("a request of HTTP/1.0 has Transfer-Encoding; send Content-Length or HTTP/1.1")
+	errLength      = errors.New("the Content-Length is not one decimal number")
+	errChunkSize   = errors.New("a chunk's size is not a hexadecimal number")
+	errLongLine    = errors.New("a line of the head is too long")
+	errManyResets  = errors.New("the client reset too many HTTP/2 streams")
+)
+
+const (
+	// maxLine is more than net/http reads of a head.
+	maxLine = 32 << 10
+	// maxBlank bounds the empty lines before a request, of which old clients send one.
+	maxBlank = 2
+	// A client may reset maxResets streams, and one in resetRatio of all that it opened.
+	maxResets  = 100
+	resetRatio = 10
+	frameHead  = 9
+)
+
+// scan follows the bytes that were read. With a fault, sound is how many of them
+// come before the line or frame at fault; of a request line, before its end.
+func (f *framing) scan(p []byte) (sound int, e events, fault error) {
+	for i := 0; i < len(p); {
+		switch f.state {
+		case inLast:
+			return len(p), e, nil
+		case inBody, inChunk, inPreface:
+			n := min(f.left, int64(len(p)-i))
+			i += int(n)
+			if f.left -= n; f.left > 0 {
+				break
+			}
+			switch f.state {
+			case inBody:
+				e |= f.end()
+			case inChunk:
+				f.state = inChunkSize
+			case inPreface:
+				f.state = inFrames
+			}
+		case inFrames:
+			n, ended, err := f.readFrame(p[i:])
+			if err != nil {
+				return i, e, err
+			}
+			i += n
+			if ended {
+				e |= streamEnded
+			}
+		default:
+			n := bytes.IndexByte(p[i:], '\n') + 1
+			if n == 0 {
+				if f.line = append(f.line, p[i:]...); len(f.line) > maxLine {
+					return i, e, errLongLine
+				}
+				return len(p), e, nil
+			}
+			line := p[i : i+n]
+			if len(f.line) > 0 {
+				line, f.line = append(f.line, line...), nil
+			}
+			ended, err := f.readLine(line)
+			if err != nil {
+				if f.state <= beforeRequest {
+					// net/http answers 400 only when it has something of the request.
+					i += n - 1
+				}
+				return i, e, err
+			}
+			i += n
+			if ended {
+				e |= f.end()
+			}
+		}
+	}
+	return len(p), e, nil
+}
+
+func (f *framing) end() events {
+	f.state, f.blank = beforeRequest, 0
+	return requestEnded
+}
+
+// readLine takes one line. ended is true at the end of a request.
+func (f *framing) readLine(line []byte) (ended bool, fault error) {
+	text, ok := bytes.CutSuffix(line, []byte("\r\n"))
+	switch {
+	case !ok:
+		return false, errBareLF
+	case bytes.IndexByte(text, '\r') >= 0:
+		return false, errBareCR
+	}
+	switch f.state {
+	case beforeFirst, beforeRequest:
+		return false, f.readRequestLine(text)
+	case inHead:
+		if len(text) > 0 {
+			return false, f.readHeader(text)
+		}
+		return f.endHead(), nil
+	case inChunkSize:
+		return false, f.readChunkSize(text)
+	default: // inTrailer
+		if len(text) == 0 {
+			return true, nil
+		}
+		_, _, fault = cutHeader(text)
+		return false, fault
+	}
+}
+
+func (f *framing) readRequestLine(text []byte) error {
+	first := f.state == beforeFirst
+	f.state = beforeRequest
+	switch {
+	case len(text) == 0:
+		if f.blank++; f.blank > maxBlank {
+			return errVersion
+		}
+		return nil
+	case first && f.http2 && string(text) == "PRI * HTTP/2.0":
+		f.state, f.left = inPreface, int64(len("\r\nSM\r\n\r\n"))
+		return nil
+	case !bytes.HasSuffix(text, []byte(" HTTP/1.1")) && !bytes.HasSuffix(text, []byte(" HTTP/1.0")):
+		return errVersion
+	}
+	f.state, f.chunked, f.length = inHead, false, -1
+	f.http10 = text[len(text)-1] == '0'
+	return nil
+}
+
+func (f *framing) readHeader(text []byte) error {
+	name, value, fault := cutHeader(text)
+	if fault != nil {
+		return fault
+	}
+	// The length tells most headers apart from those that matter here.
+	switch {
+	case len(name) == len("Content-Length") && bytes.EqualFold(name, []byte("Content-Length")):
+		n, err := strconv.ParseUint(string(value), 10, 62)
+		if err != nil || value[0] == '+' || f.length >= 0 {
+			return errLength
+		}
+		f.length = int64(n)
+	case len(name) == len("Transfer-Encoding") && bytes.EqualFold(name, []byte("Transfer-Encoding")):
+		if f.http10 {
+			return errOldChunked
+		}
+		if f.chunked || !bytes.EqualFold(value, []byte("chunked")) {
+			f.state = inLast // net/http answers 501.
+			return nil
+		}
+		f.chunked = true
+	}
+	if f.chunked && f.length >= 0 {
+		return errBothLengths
+	}
+	return nil
+}
+
+// cutHeader splits a header line into its name and its value.
+func cutHeader(text []byte) (name, value []byte, fault error) {
+	if text[0] == ' ' || text[0] == '\t' {
+		return nil, nil, errFolded
+	}
+	name, value, _ = bytes.Cut(text, []byte(":"))
+	if len(name) == 0 || len(name) == len(text) || name[len(name)-1] == ' ' || name[len(name)-1] == '\t' {
+		return nil, nil, errHeaderName
+	}
+	return name, bytes.Trim(value, " \t"), nil
+}
+
+// endHead reports whether the request ends with its head.
+func (f *framing) endHead() bool {
+	switch {
+	case f.chunked:
+		f.state = inChunkSize
+	case f.length > 0:
+		f.state, f.left = inBody, f.length
+	default:
+		return true
+	}
+	return false
+}
+
+func (f *framing) readChunkSize(text []byte) error {
+	size, _, _ := bytes.Cut(text, []byte(";"))
+	n, err := strconv.ParseUint(string(bytes.TrimRight(size, " \t")), 16, 60)
+	switch {
+	case err != nil:
+		return errChunkSize
+	case n == 0:
+		f.state = inTrailer
+	default:
+		f.state, f.left = inChunk, int64(n)+int64(len("\r\n"))
+	}
+	return nil
+}
+
+// readFrame takes the beginning of a frame of HTTP/2 and skips the rest of it.
+// ended is true for the last frame of a request.
+func (f *framing) readFrame(p []byte) (n int, ended bool, fault error) {
+	if f.left > 0 {
+		n := min(f.left, int64(len(p)))
+		f.left -= n
+		return int(n), false, nil
+	}
+	n = min(frameHead-len(f.frame), len(p))
+	if f.frame = append(f.frame, p[:n]...); len(f.frame) < frameHead {
+		return n, false, nil
+	}
+	f.left = int64(binary.BigEndian.Uint32(f.frame) >> 8)
+	kind, flags, stream := f.frame[3], f.frame[4], binary.BigEndian.Uint32(f.frame[5:])&(1<<31-1)
+	f.frame = f.frame[:0]
+	const data, headers, rstStream, endStream = 0, 1, 3, 1
+	switch kind {
+	case headers:
+		if stream > f.lastStream {
+			f.lastStream = stream
+			f.streams++
+		}
+	case rstStream:
+		if f.resets++; f.resets > maxResets+f.streams/resetRatio {
+			return 0, false, errManyResets
+		}
+	}
+	return n, (kind == data || kind == headers) && flags&endStream != 0, nil
+}
+
+// goAway is the frame that ends a connection with ENHANCE_YOUR_CALM.
+func (f *framing) goAway() []byte {
+	const goAway, enhanceYourCalm = 7, 11
+	frame := []byte{0, 0, 8, goAway, 0, 0, 0, 0, 0}
+	frame = binary.BigEndian.AppendUint32(frame, f.lastStream)
+	return binary.BigEndian.AppendUint32(frame, enhanceYourCalm)
+}

@@ -1,0 +1,114 @@
+package listen
+
+import (
+	"container/heap"
+	"net/http"
+	"sync"
+	"time"
+)
+
+const (
+	// byteTime is what each byte of a request counts for its progress: a client that
+	// sends 17 KB/s, of which a body of 500 KB needs 30 s, does not fall behind.
+	byteTime = 60 * time.Microsecond
+	// answerTime is the advantage of a request that waits for its answer. Storage may take as long.
+	answerTime = 30 * time.Second
+)
+
+// connLimiter bounds the open connections of a server. When there is one too
+// many, it closes the connection that is furthest behind: its client has kept
+// Posthorn waiting longest, for a request or for the rest of one, counted less
+// for every byte that arrived meanwhile. A connection whose request is complete
+// is closed only after it has waited for its answer for answerTime, so a new
+// connection is closed instead when all others are at work.
+type connLimiter struct {
+	most int
+
+	mu    sync.Mutex
+	conns connHeap
+}
+
+// follow is a server's ConnState.
+func (l *connLimiter) follow(c *conn, state http.ConnState) {
+	now := time.Now().UnixNano()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	switch state {
+	case http.StateNew:
+		c.begin(now)
+		c.rank = now
+		heap.Push(&l.conns, c)
+		if len(l.conns) > l.most {
+			l.closeOne(now)
+		}
+	case http.StateActive:
+		if !c.complete.Load() {
+			c.begin(now)
+		}
+	case http.StateIdle:
+		c.complete.Store(false)
+		c.begin(now)
+		if c.index >= 0 && c.rank > now {
+			c.rank = now
+			heap.Fix(&l.conns, c.index)
+		}
+	default:
+		if c.index >= 0 {
+			heap.Remove(&l.conns, c.index)
+		}
+	}
+}
+
+// closeOne closes the connection with the lowest rank. The lock is held.
+func (l *connLimiter) closeOne(now int64) {
+	for {
+		c := l.conns[0]
+		if rank := c.rankAt(now); rank > c.rank {
+			c.rank = rank
+			heap.Fix(&l.conns, 0)
+			continue
+		}
+		heap.Remove(&l.conns, 0)
+		go c.Close() // TLS sends a farewell, which may block.
+		return
+	}
+}
+
+// rankAt is the time for which the connection's client does not keep Posthorn
+// waiting. The lower, the further behind.
+func (c *conn) rankAt(now int64) int64 {
+	since := c.since.Load()
+	if c.complete.Load() {
+		return since + int64(answerTime)
+	}
+	return min(since+c.received.Load()*int64(byteTime), now)
+}
+
+// connHeap has the connection of the lowest known rank first. A rank is a lower
+// bound of rankAt: it is brought up to date when the connection comes first, so
+// that reading costs no more than an addition.
+type connHeap []*conn
+
+func (h connHeap) Len() int           { return len(h) }
+func (h connHeap) Less(i, j int) bool { return h[i].rank < h[j].rank }
+func (h connHeap) Swap(i, j int) {
+	h[i], h[j] = h[j], h[i]
+	h[i].index, h[j].index = i, j
+}
+
+// Push implements heap.Interface.
+func (h *connHeap) Push(x any) {
+	c := x.(*conn)
+	c.index = len(*h)
+	*h = append(*h, c)
+}
+
+// Pop implements heap.Interface.
+func (h *connHeap) Pop() any {
+	last := len(*h) - 1
+	c := (*h)[last]
+	(*h)[last] = nil
+	*h = (*h)[:last]
+	c.index = -1
+	return c
+}

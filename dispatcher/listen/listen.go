@@ -1,0 +1,185 @@
+// Package listen serves HTTP on connections that are bounded in number and
+// strict in their syntax. It knows nothing of what the requests mean.
+//
+// net/http accepts forms on which proxies and servers disagree, and does not
+// report them to handlers: Content-Length beside Transfer-Encoding, folded header
+// lines, lines that end with a bare line feed. So each connection reads the
+// framing of its own requests ([framing]) and ends before net/http sees such a
+// form; net/http then answers 400 and closes the connection. The same place
+// counts the reset streams of HTTP/2, and a request's progress, by which the
+// connection to close is chosen when there are too many ([connLimiter]).
+package listen
+
+import (
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"strconv"
+	"sync/atomic"
+	"time"
+)
+
+// Server is an http.Server on bounded, strict connections.
+type Server struct {
+	*http.Server
+	conns connLimiter
+	log   *slog.Logger
+}
+
+// New makes a Server of s with at most maxConns open connections. It takes over
+// ConnState, and requests whose head is larger than MaxHeaderBytes get a 431:
+// net/http alone lets 4 to 8 KB more pass.
+func New(s *http.Server, maxConns int, log *slog.Logger) *Server {
+	limited := &Server{Server: s, conns: connLimiter{most: maxConns}, log: log}
+	s.ConnState = func(c net.Conn, state http.ConnState) { limited.conns.follow(c.(*conn), state) }
+	if most, next := s.MaxHeaderBytes, s.Handler; most > 0 {
+		s.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if headBytes(r) > most {
+				w.Header().Set("Connection", "close")
+				http.Error(w, "the request's headers are larger than "+strconv.Itoa(most)+" bytes", http.StatusRequestHeaderFieldsTooLarge)
+				return
+			}
+			next.ServeHTTP(w, r)
+		})
+	}
+	return limited
+}
+
+// headBytes is the size of a request's head as HTTP/1.1 writes it.
+func headBytes(r *http.Request) int {
+	n := len(r.Method) + len(r.RequestURI) + len(" HTTP/1.1\r\n ") + len("Host: \r\n") + len(r.Host) + len("\r\n")
+	for name, values := range r.Header {
+		for _, v := range values {
+			n += len(name) + len(v) + len(": \r\n")
+		}
+	}
+	return n
+}
+
+// Serve serves HTTP in clear text.
+func (s *Server) Serve(l net.Listener) error {
+	return s.Server.Serve(&listener{Listener: l, server: s})
+}
+
+// ServeTLS serves HTTP over TLS. net/http does not know of the TLS below, so a
+// Request's TLS is nil, and HTTP/2 needs UnencryptedHTTP2 in Protocols.
+func (s *Server) ServeTLS(l net.Listener, config *tls.Config) error {
+	config = config.Clone()
+	config.NextProtos = []string{"http/1.1"}
+	if s.http2() {
+		config.NextProtos = []string{"h2", "http/1.1"}
+	}
+	return s.Server.Serve(&listener{Listener: l, server: s, tls: config})
+}
+
+func (s *Server) http2() bool { return s.Protocols != nil && s.Protocols.UnencryptedHTTP2() }
+
+type listener struct {
+	net.Listener
+	server *Server
+	tls    *tls.Config // nil: clear text
+}
+
+func (l *listener) Accept() (net.Conn, error) {
+	raw, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	c := &conn{Conn: raw, server: l.server, index: -1}
+	c.framing.http2 = l.server.http2()
+	if l.tls != nil {
+		c.tls = tls.Server(raw, l.tls)
+		c.Conn = c.tls
+	}
+	return c, nil
+}
+
+// conn is one connection of a Server. One goroutine at a time reads from it.
+type conn struct {
+	net.Conn
+	server  *Server
+	tls     *tls.Conn // nil: clear text, or the handshake is done
+	framing framing
+	fault   error // ends all further reads
+
+	// since is when the present wait for the client began, in nanoseconds: for a
+	// request, or for the rest of one. received counts the bytes since then.
+	since, received atomic.Int64
+	// complete: the request was read to its end and is not answered yet.
+	complete atomic.Bool
+
+	// Of the connLimiter, guarded by its lock.
+	rank  int64
+	index int // in the heap; -1 when the connection is not counted
+}
+
+// begin starts a wait for the client.
+func (c *conn) begin(now int64) {
+	c.since.Store(now)
+	c.received.Store(0)
+}
+
+// Read reads and checks what was read. A fault ends the connection behind the last sound line.
+func (c *conn) Read(p []byte) (int, error) {
+	if c.fault == nil && c.tls != nil {
+		c.fault = c.handshake()
+	}
+	if c.fault != nil {
+		return 0, c.fault
+	}
+	n, err := c.Conn.Read(p)
+	if n == 0 {
+		return n, err
+	}
+	c.received.Add(int64(n))
+	sound, events, fault := c.framing.scan(p[:n])
+	if events&requestEnded != 0 {
+		c.begin(time.Now().UnixNano())
+		c.complete.Store(true)
+	}
+	if events&streamEnded != 0 {
+		c.begin(time.Now().UnixNano())
+	}
+	if fault == nil {
+		return n, err
+	}
+	c.server.log.Warn("malformed request; closing the connection", "peer", c.RemoteAddr().String(), "error", fault)
+	c.fault = fault
+	if errors.Is(fault, errManyResets) {
+		_ = c.SetWriteDeadline(time.Now().Add(time.Second))
+		_, _ = c.Write(c.framing.goAway())
+	}
+	if sound == 0 {
+		return 0, fault
+	}
+	return sound, nil
+}
+
+// handshake does the TLS handshake. Its deadline is that for the request's head.
+func (c *conn) handshake() error {
+	err := c.tls.Handshake()
+	if err == nil {
+		c.tls = nil
+		return nil
+	}
+	c.server.log.Warn("a connection failed", "peer", c.RemoteAddr().String(), "error", fmt.Errorf("TLS handshake: %w", err))
+	if record, ok := errors.AsType[tls.RecordHeaderError](err); ok && record.Conn != nil {
+		switch string(record.RecordHeader[:]) {
+		case "GET /", "HEAD ", "POST ", "PUT /", "OPTIO":
+			_, _ = io.WriteString(record.Conn, "HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Type: text/plain; charset=utf-8\r\n\r\nThis port speaks TLS; use https.\n")
+		}
+	}
+	return io.EOF // net/http has nothing to answer.
+}
+
+// CloseWrite lets net/http end an answer before the client has sent all.
+func (c *conn) CloseWrite() error {
+	if half, ok := c.Conn.(interface{ CloseWrite() error }); ok {
+		return half.CloseWrite()
+	}
+	return nil
+}

@@ -1,0 +1,431 @@
+package listen
+
+import (
+	"bufio"
+	"bytes"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
+
+	"github.com/posthorn/posthorn/test/wait"
+)
+
+// fixture is a Server whose handler counts and reads its requests.
+type fixture struct {
+	*Server
+	addr, tlsAddr string
+	started       atomic.Int64
+	bodies        sync.Map // path -> body
+	hold          chan struct{}
+	roots         *tls.Config
+}
+
+func newFixture(t *testing.T, conns int) *fixture {
+	t.Helper()
+	f := &fixture{hold: make(chan struct{})}
+	var protocols http.Protocols
+	protocols.SetHTTP1(true)
+	protocols.SetHTTP2(true)
+	protocols.SetUnencryptedHTTP2(true)
+	f.Server = New(&http.Server{
+		Protocols: &protocols, MaxHeaderBytes: 8 << 10, ReadHeaderTimeout: wait.Limit,
+		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: 100},
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			f.started.Add(1)
+			body, err := io.ReadAll(r.Body)
+			if err != nil {
+				return
+			}
+			f.bodies.Store(r.URL.Path, string(body))
+			if r.URL.Path == "/held" {
+				<-f.hold
+			}
+			_, _ = w.Write([]byte("ok"))
+		}),
+	}, conns, slog.New(slog.DiscardHandler))
+	certificate := httptest.NewUnstartedServer(nil)
+	certificate.StartTLS()
+	t.Cleanup(certificate.Close)
+	f.roots = &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: certificate.Client().Transport.(*http.Transport).TLSClientConfig.RootCAs, ServerName: "example.com"}
+	for _, encrypted := range []bool{false, true} {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if encrypted {
+			f.tlsAddr = l.Addr().String()
+			go func() { _ = f.ServeTLS(l, certificate.TLS) }()
+		} else {
+			f.addr = l.Addr().String()
+			go func() { _ = f.Serve(l) }()
+		}
+	}
+	t.Cleanup(func() { _ = f.Close() })
+	return f
+}
+
+func (f *fixture) dial(t *testing.T, encrypted bool) net.Conn {
+	t.Helper()
+	var c net.Conn
+	var err error
+	if encrypted {
+		c, err = tls.Dial("tcp", f.tlsAddr, f.roots)
+	} else {
+		c, err = net.Dial("tcp", f.addr)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	_ = c.SetDeadline(time.Now().Add(wait.Limit))
+	return c
+}
+
+func (f *fixture) open() int {
+	f.conns.mu.Lock()
+	defer f.conns.mu.Unlock()
+	return len(f.conns.conns)
+}
+
+func eventually(t *testing.T, what string, is func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(wait.Limit); !is(); time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("timed out: %s", what)
+		}
+	}
+}
+
+// The request before the fault is answered 200. The one at fault is answered 400
+// at most and never reaches the handler, and nothing behind it is read.
+func TestFaultsEndTheConnection(t *testing.T) {
+	f := newFixture(t, 100)
+	for _, encrypted := range []bool{false, true} {
+		for _, test := range faults {
+			if errors.Is(test.fault, errLongLine) {
+				continue // net/http answers 431 before.
+			}
+			t.Run(fmt.Sprint(test.name, " TLS ", encrypted), func(t *testing.T) {
+				f.bodies.Clear()
+				f.started.Store(0)
+				before := int64(0)
+				c := f.dial(t, encrypted)
+				if strings.Contains(test.name, "second request") || strings.Contains(test.name, "chunk") || strings.Contains(test.name, "trailer") {
+					before = 1 // The handler starts before the fault is read.
+				}
+				go func() {
+					_, _ = io.WriteString(c, post+"Content-Length: 2\r\n\r\n{}"+test.request+"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n")
+				}()
+				answers, _ := io.ReadAll(c)
+				if !bytes.HasPrefix(answers, []byte("HTTP/1.1 200 ")) {
+					t.Errorf("the sound request before it is answered %.60q", answers)
+				}
+				if n := bytes.Count(answers, []byte("HTTP/1.1 200 ")); n > 1+int(before) {
+					t.Errorf("%d requests are answered 200: %q", n, answers)
+				}
+				if before == 0 && !bytes.Contains(answers, []byte("HTTP/1.1 400 ")) {
+					t.Errorf("no 400: %q", answers)
+				}
+				if n := f.started.Load(); n > 1+before {
+					t.Errorf("%d requests reached the handler, want at most %d", n, 1+before)
+				}
+				if _, ok := f.bodies.Load("/smuggled"); ok {
+					t.Error("the request behind the fault reached the handler")
+				}
+			})
+		}
+	}
+}
+
+// Sound requests pass: with both protocols, in clear text and over TLS.
+func TestSoundRequestsPass(t *testing.T) {
+	f := newFixture(t, 100)
+	for _, encrypted := range []bool{false, true} {
+		for _, second := range []bool{false, true} {
+			var protocols http.Protocols
+			protocols.SetHTTP1(!second)
+			protocols.SetHTTP2(second && encrypted)
+			protocols.SetUnencryptedHTTP2(second && !encrypted)
+			transport := &http.Transport{Protocols: &protocols, TLSClientConfig: f.roots}
+			t.Cleanup(transport.CloseIdleConnections)
+			url := "http://" + f.addr
+			if encrypted {
+				url = "https://" + f.tlsAddr
+			}
+			for i, body := range []io.Reader{strings.NewReader("{}"), io.MultiReader(strings.NewReader("{"), strings.NewReader("}")), strings.NewReader("{}"), http.NoBody} {
+				r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, url+"/v1/track", body)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if i == 2 {
+					r.Header.Set("Expect", "100-continue")
+				}
+				resp, err := (&http.Client{Transport: transport}).Do(r)
+				if err != nil {
+					t.Fatal(err)
+				}
+				_, _ = io.Copy(io.Discard, resp.Body)
+				_ = resp.Body.Close()
+				want := map[bool]string{false: "HTTP/1.1", true: "HTTP/2.0"}[second]
+				if resp.StatusCode != http.StatusOK || resp.Proto != want {
+					t.Errorf("TLS %v, body %d: %s %d, want %s 200", encrypted, i, resp.Proto, resp.StatusCode, want)
+				}
+			}
+		}
+	}
+	// Clear text at the port for TLS is told so.
+	c, err := net.Dial("tcp", f.tlsAddr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	_ = c.SetDeadline(time.Now().Add(wait.Limit))
+	_, _ = io.WriteString(c, post+"\r\n")
+	if answer, _ := io.ReadAll(c); !bytes.Contains(answer, []byte("speaks TLS")) {
+		t.Errorf("clear text at the port for TLS is answered %q", answer)
+	}
+}
+
+// A head of 8,192 bytes passes, one of 8,193 is answered 431, on the first and on a later request of a connection.
+func TestHeadIsBounded(t *testing.T) {
+	f := newFixture(t, 100)
+	for size, want := range map[int]int{8192: http.StatusOK, 8193: http.StatusRequestHeaderFieldsTooLarge, 9000: http.StatusRequestHeaderFieldsTooLarge, 13000: http.StatusRequestHeaderFieldsTooLarge} {
+		for _, later := range []bool{false, true} {
+			c := f.dial(t, false)
+			in := bufio.NewReader(c)
+			if later {
+				_, _ = io.WriteString(c, post+"\r\n")
+				if resp, err := http.ReadResponse(in, nil); err != nil || resp.StatusCode != http.StatusOK {
+					t.Fatalf("%v, %v; want 200", resp, err)
+				} else if _, err := io.Copy(io.Discard, resp.Body); err != nil {
+					t.Fatal(err)
+				}
+			}
+			_, _ = io.WriteString(c, post+"X: "+strings.Repeat("x", size-len(post+"X: \r\n\r\n"))+"\r\n\r\n")
+			resp, err := http.ReadResponse(in, nil)
+			if err != nil || resp.StatusCode != want {
+				t.Errorf("a head of %d bytes, later %v: %v, %v; want %d", size, later, resp, err, want)
+			}
+		}
+	}
+}
+
+// reset opens and resets n streams on one connection and returns how many requests reached the handler.
+func reset(t *testing.T, f *fixture, encrypted bool, n int) (frame http2.Frame) {
+	t.Helper()
+	var c net.Conn
+	if encrypted {
+		config := f.roots.Clone()
+		config.NextProtos = []string{"h2"}
+		var err error
+		if c, err = tls.Dial("tcp", f.tlsAddr, config); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = c.Close() })
+		_ = c.SetDeadline(time.Now().Add(wait.Limit))
+	} else {
+		c = f.dial(t, false)
+	}
+	_, _ = io.WriteString(c, http2.ClientPreface)
+	framer := http2.NewFramer(c, c)
+	_ = framer.WriteSettings()
+	var block bytes.Buffer
+	encoder := hpack.NewEncoder(&block)
+	for _, h := range [][2]string{{":method", "POST"}, {":scheme", "http"}, {":authority", "x"}, {":path", "/v1/track"}} {
+		_ = encoder.WriteField(hpack.HeaderField{Name: h[0], Value: h[1], Sensitive: true})
+	}
+	go func() {
+		for i := range n {
+			id := uint32(2*i + 1)
+			if framer.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: block.Bytes(), EndStream: true, EndHeaders: true}) != nil ||
+				framer.WriteRSTStream(id, http2.ErrCodeCancel) != nil {
+				return
+			}
+		}
+	}()
+	in := http2.NewFramer(io.Discard, c)
+	for {
+		next, err := in.ReadFrame()
+		if err != nil {
+			return frame
+		}
+		frame = next
+		if _, ok := next.(*http2.GoAwayFrame); ok {
+			return next
+		}
+	}
+}
+
+// A client that resets the streams that it opens is disconnected after a bounded number of them.
+func TestRapidReset(t *testing.T) {
+	for _, encrypted := range []bool{false, true} {
+		f := newFixture(t, 100)
+		frame := reset(t, f, encrypted, 20_000)
+		if away, ok := frame.(*http2.GoAwayFrame); ok && away.ErrCode != http2.ErrCodeEnhanceYourCalm {
+			t.Errorf("TLS %v: GOAWAY with %v", encrypted, away.ErrCode)
+		}
+		eventually(t, "the connection is closed", func() bool { return f.open() == 0 })
+		if n := f.started.Load(); n > maxResets*resetRatio/(resetRatio-1)+1 {
+			t.Errorf("TLS %v: %d requests reached the handler", encrypted, n)
+		}
+	}
+}
+
+// A client that cancels one request in twenty keeps its connection.
+func TestFewResetsPass(t *testing.T) {
+	f := framing{http2: true}
+	if _, _, err := f.scan([]byte(http2.ClientPreface)); err != nil {
+		t.Fatal(err)
+	}
+	var frames bytes.Buffer
+	framer := http2.NewFramer(&frames, nil)
+	ended := 0
+	for i := range 20_000 {
+		frames.Reset()
+		id := uint32(2*i + 1)
+		_ = framer.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: []byte("headers"), EndHeaders: true})
+		_ = framer.WriteData(id, true, []byte("{}"))
+		if i%20 == 0 {
+			_ = framer.WriteRSTStream(id, http2.ErrCodeCancel)
+		}
+		for _, piece := range [][]byte{frames.Bytes()[:13], frames.Bytes()[13:]} {
+			_, e, err := f.scan(piece)
+			if err != nil {
+				t.Fatalf("after %d streams and %d resets: %v", f.streams, f.resets, err)
+			}
+			if e&streamEnded != 0 {
+				ended++
+			}
+		}
+	}
+	if f.streams != 20_000 || f.resets != 1000 || ended != 20_000 {
+		t.Errorf("%d streams, %d resets, %d ended", f.streams, f.resets, ended)
+	}
+}
+
+// A thousand connections each send a part of a request and stop. A client beside
+// them that uses one connection, and one that makes a new one for each call, lose no call.
+func TestConnectionsWithinARequest(t *testing.T) {
+	const most, attackers = 100, 1000
+	for name, beginning := range map[string]string{
+		"bodies":         post + "Content-Length: 1000\r\n\r\n{",
+		"chunked bodies": post + "Transfer-Encoding: chunked\r\n\r\n3e8\r\n{",
+		"heads":          post + "X: ",
+		"nothing":        "",
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t, most)
+			kept, fresh := &http.Transport{}, &http.Transport{DisableKeepAlives: true}
+			t.Cleanup(kept.CloseIdleConnections)
+			ok, failed, peak := 0, 0, 0
+			for i := range attackers {
+				c, err := net.Dial("tcp", f.addr)
+				if err != nil {
+					t.Fatal(err)
+				}
+				t.Cleanup(func() { _ = c.Close() })
+				_, _ = io.WriteString(c, beginning)
+				for _, transport := range []*http.Transport{kept, fresh} {
+					if transport == fresh && i%10 > 0 {
+						continue
+					}
+					r, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+f.addr+"/v1/track", strings.NewReader("{}"))
+					resp, err := (&http.Client{Transport: transport}).Do(r)
+					if err != nil || resp.StatusCode != http.StatusOK {
+						t.Errorf("call %d: %v", i, err)
+						failed++
+						continue
+					}
+					_, _ = io.Copy(io.Discard, resp.Body)
+					_ = resp.Body.Close()
+					ok++
+				}
+				peak = max(peak, f.open())
+			}
+			if ok != attackers*11/10 || failed > 0 {
+				t.Errorf("%d calls are answered, %d failed; want %d and 0", ok, failed, attackers*11/10)
+			}
+			if peak > most {
+				t.Errorf("%d connections were open, want at most %d", peak, most)
+			}
+		})
+	}
+}
+
+// The order in which connections are closed.
+func TestWhichConnectionIsClosed(t *testing.T) {
+	f := newFixture(t, 4)
+	head := post + "Content-Length: 500\r\n\r\n"
+	waits := func(n int) {
+		t.Helper()
+		eventually(t, fmt.Sprint(n, " connections are open"), func() bool { return f.open() == n })
+	}
+	received := func(least int64) {
+		t.Helper()
+		eventually(t, "the bytes arrive", func() bool {
+			f.conns.mu.Lock()
+			defer f.conns.mu.Unlock()
+			for _, c := range f.conns.conns {
+				if c.received.Load() >= least {
+					return true
+				}
+			}
+			return false
+		})
+	}
+	gone := func(name string, c net.Conn) {
+		t.Helper()
+		if _, err := io.ReadAll(c); errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Errorf("%s: the connection is open", name)
+		}
+	}
+	held := f.dial(t, false)
+	_, _ = io.WriteString(held, "POST /held HTTP/1.1\r\nHost: x\r\n\r\n")
+	eventually(t, "a request is at work", func() bool { return f.started.Load() == 1 })
+	stalled := f.dial(t, false)
+	_, _ = io.WriteString(stalled, head)
+	eventually(t, "a second request is at work", func() bool { return f.started.Load() == 2 })
+	steady := f.dial(t, false)
+	_, _ = io.WriteString(steady, post+"Content-Length: 100000000\r\n\r\n")
+	eventually(t, "a third request is at work", func() bool { return f.started.Load() == 3 })
+	idle := f.dial(t, false)
+	_, _ = io.WriteString(idle, post+"\r\n")
+	if resp, err := http.ReadResponse(bufio.NewReader(idle), nil); err != nil || resp.StatusCode != http.StatusOK {
+		t.Fatalf("%v, %v; want 200", resp, err)
+	}
+	waits(4)
+	// 10 MB count for 10 minutes: this one is never behind.
+	go func() { _, _ = steady.Write(make([]byte, 10<<20)) }()
+	received(9 << 20)
+
+	var fresh []net.Conn
+	for _, next := range []struct {
+		name string
+		conn net.Conn
+	}{{"the one that has stalled longest", stalled}, {"the idle one", idle}} {
+		fresh = append(fresh, f.dial(t, false))
+		gone(next.name, next.conn)
+		waits(4)
+	}
+	fresh = append(fresh, f.dial(t, false))
+	gone("the first of those that sent nothing", fresh[0])
+	waits(4)
+	close(f.hold)
+	if resp, err := http.ReadResponse(bufio.NewReader(held), nil); err != nil || resp.StatusCode != http.StatusOK {
+		t.Errorf("the request at work is answered %v, %v; want 200", resp, err)
+	}
+}
