@@ -21,6 +21,8 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"k8s.io/apimachinery/pkg/api/meta"
+
+	"github.com/posthorn/posthorn/dispatcher/termsafe"
 )
 
 // version is set by the linker.
@@ -62,9 +64,10 @@ func Main(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 	}
 	root.SetArgs(args)
 	root.SetIn(stdin)
-	root.SetOut(stdout)
+	root.SetOut(safeOnTerminal(stdout))
 	root.SetErr(stderr)
 	cmd, err := root.ExecuteContextC(ctx)
+	stderr = safeOnTerminal(stderr) // Errors may quote what comes from outside.
 	var usage usageError
 	switch {
 	case err == nil:
@@ -82,6 +85,18 @@ func Main(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 		fmt.Fprintf(stderr, "Something else listens there. Stop it, or set another address: '%s --help'.\n", cmd.CommandPath())
 	}
 	return exitFailure
+}
+
+// terminal is a standard stream that is a terminal.
+type terminal struct{ *termsafe.Writer }
+
+// safeOnTerminal escapes what would change how a terminal shows a text: much of
+// what commands print comes from senders and receivers. Files and pipes get it unchanged.
+func safeOnTerminal(w io.Writer) io.Writer {
+	if f, ok := w.(*os.File); ok && isTerminal(f) {
+		return terminal{termsafe.NewWriter(f)}
+	}
+	return w
 }
 
 func newRoot() *cobra.Command {
@@ -252,7 +267,7 @@ func (l *logFlags) logger(w io.Writer) (*slog.Logger, error) {
 	case "text":
 		return slog.New(newSampler(slog.NewTextHandler(w, o))), nil
 	case "json":
-		return slog.New(newSampler(slog.NewJSONHandler(w, o))), nil
+		return slog.New(newSampler(slog.NewJSONHandler(termsafe.NewWriter(w), o))), nil
 	}
 	return nil, usagef("--log-format %q: use text or json", l.format)
 }

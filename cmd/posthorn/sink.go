@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+
+	"github.com/posthorn/posthorn/dispatcher/termsafe"
 )
 
 func newSink() *cobra.Command {
@@ -182,7 +184,7 @@ func (s *sink) print(m message) {
 	switch s.output {
 	case "json":
 		line, _ := json.Marshal(m)
-		fmt.Fprintf(s.out, "%s\n", line)
+		fmt.Fprintf(s.out, "%s\n", termsafe.Escape(line))
 	case "text":
 		what := m.Type
 		if m.Event != "" {
@@ -195,8 +197,7 @@ func (s *sink) print(m message) {
 
 // paint colours an outcome, on a terminal only.
 func paint(w io.Writer, text string) string {
-	f, ok := w.(*os.File)
-	if !ok || !isTerminal(f) || os.Getenv("NO_COLOR") != "" {
+	if _, ok := w.(terminal); !ok || os.Getenv("NO_COLOR") != "" {
 		return text
 	}
 	switch {

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"strconv"
 	"strings"
@@ -14,6 +15,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
+	"github.com/posthorn/posthorn/dispatcher/termsafe"
 )
 
 // DeadLetter is a dead letter as the admin API shows it.
@@ -56,6 +58,10 @@ const (
 	contentType = "Content-Type"
 )
 
+// newEncoder makes an encoder for answers that people may look at in a terminal:
+// event names, messageIds and receivers' answers come from outside.
+func newEncoder(w io.Writer) *json.Encoder { return json.NewEncoder(termsafe.NewWriter(w)) }
+
 // mountDeadLetters adds what people do with dead letters and attempts:
 //
 //	GET  /deadletters?destination=ns/name[&limit=N][&after=KEY]   a line of JSON each, oldest first
@@ -78,7 +84,7 @@ func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.En
 			return
 		}
 		w.Header().Set(contentType, ndjson)
-		out := json.NewEncoder(w)
+		out := newEncoder(w)
 		err := store.DeadLetters(r.Context(), destination, r.URL.Query().Get("after"), func(d queue.DeadLetter) bool {
 			limit--
 			return out.Encode(show(d, false)) == nil && limit > 0
@@ -107,7 +113,7 @@ func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.En
 			http.Error(w, fmt.Sprintf("destination %s has no dead letter %s", destination, key), http.StatusNotFound)
 		default:
 			w.Header().Set(contentType, "application/json")
-			_ = json.NewEncoder(w).Encode(found)
+			_ = newEncoder(w).Encode(found)
 		}
 	})
 	act := func(run func(context.Context, queue.Store, string, redelivery.Selector, redelivery.Options) (redelivery.Progress, error)) http.HandlerFunc {
@@ -123,7 +129,7 @@ func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.En
 				return
 			}
 			w.Header().Set(contentType, ndjson)
-			out, control := json.NewEncoder(w), http.NewResponseController(w)
+			out, control := newEncoder(w), http.NewResponseController(w)
 			// A large redelivery takes longer than the server's timeouts.
 			_ = control.SetReadDeadline(time.Time{})
 			_ = control.Flush()
@@ -150,14 +156,14 @@ func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.En
 			return
 		}
 		w.Header().Set(contentType, ndjson)
-		out := json.NewEncoder(w)
+		out := newEncoder(w)
 		for _, a := range engine.Attempts(destination, endpoint) {
 			_ = out.Encode(a)
 		}
 	})
 	mux.HandleFunc("GET /tail", func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set(contentType, ndjson)
-		out, control := json.NewEncoder(w), http.NewResponseController(w)
+		out, control := newEncoder(w), http.NewResponseController(w)
 		_ = control.SetReadDeadline(time.Time{})
 		_ = control.Flush()
 		stream, _ := engine.Tail(r.Context(), r.URL.Query().Get("destination"), r.URL.Query().Get("endpoint"))

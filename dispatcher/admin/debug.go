@@ -1,7 +1,6 @@
 package admin
 
 import (
-	"encoding/json"
 	"net/http"
 	"net/http/pprof"
 	"slices"
@@ -20,7 +19,7 @@ import (
 func mountDebug(mux *http.ServeMux, engine *delivery.Engine, view func() *liveconfig.View) {
 	mux.HandleFunc("GET /debug/config", func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set(contentType, ndjson)
-		out := json.NewEncoder(w)
+		out := newEncoder(w)
 		current := view()
 		if current == nil {
 			return
@@ -35,7 +34,7 @@ func mountDebug(mux *http.ServeMux, engine *delivery.Engine, view func() *liveco
 	})
 	mux.HandleFunc("GET /debug/lanes", func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set(contentType, ndjson)
-		out := json.NewEncoder(w)
+		out := newEncoder(w)
 		for _, l := range engine.Lanes() {
 			_ = out.Encode(l)
 		}

@@ -17,6 +17,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/delivery/sign"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -98,6 +99,55 @@ func TestRealClient(t *testing.T) {
 	})
 	if text := fmt.Sprintf("%+v %+v", e.Report("ns"), e.Attempts("ns/good", "e0")); strings.Contains(text, "s3cr3t") {
 		t.Error("a secret shows")
+	}
+}
+
+// A receiver that repeats the secrets and the signature puts none of them into its
+// dead letters, and the webhook-id of a message depends on its Source.
+func TestAnEchoingReceiver(t *testing.T) {
+	const secret, previous = "current-s3cr3t", "previous-s3cr3t"
+	var mu sync.Mutex
+	ids, signatures := map[string]bool{}, []string{}
+	receiver := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		mu.Lock()
+		defer mu.Unlock()
+		if id := r.Header.Get("webhook-id"); id != "" {
+			ids[id] = true
+		}
+		signature := r.Header.Get("X-Signature") + r.Header.Get("webhook-signature")
+		signatures = append(signatures, strings.TrimPrefix(signature, "v1,"))
+		w.WriteHeader(http.StatusBadRequest)
+		_, _ = fmt.Fprintf(w, "echo of %s: %s %s %s %x", r.Header.Get("Idempotency-Key"), secret, previous, signature, secret)
+	}))
+	defer receiver.Close()
+	store := newMemStore()
+	w := &world{T: t, store: store, engine: run(t, store)}
+	simple, standard := dest("simple", receiver.URL), dest("standard", receiver.URL)
+	simple.Signing = &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret), Previous: liveconfig.NewSecret(previous)}
+	standard.Signing = &liveconfig.Signing{Scheme: liveconfig.StandardWebhooks, Secret: liveconfig.NewSecret(secret), Previous: liveconfig.NewSecret(previous)}
+	w.apply(simple, standard)
+	w.send("web", 1)
+	eventually(t, "both are dead letters", func() bool { return len(w.dead("simple")) == 1 && len(w.dead("standard")) == 1 })
+	mu.Lock()
+	defer mu.Unlock()
+	for _, name := range []string{"simple", "standard"} {
+		letter := w.dead(name)[0]
+		answer := string(letter.Failure.Response)
+		if !strings.HasPrefix(answer, "echo of "+letter.ID+": [redacted]") {
+			t.Errorf("%s: the answer is kept as %q", name, answer)
+		}
+		for _, hidden := range append(signatures, secret, previous, fmt.Sprintf("%x", secret)) {
+			if strings.Contains(answer, hidden) {
+				t.Errorf("%s: %q shows in %q", name, hidden, answer)
+			}
+		}
+	}
+	signer, err := sign.New(*standard.Signing)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if id := signer.ID("ns/web", w.dead("standard")[0].ID); len(ids) != 1 || !ids[id] {
+		t.Errorf("the webhook-ids are %v, want %s", ids, id)
 	}
 }
 

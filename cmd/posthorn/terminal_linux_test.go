@@ -1,0 +1,84 @@
+package main
+
+import (
+	"bytes"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// openTerminal returns both ends of a pseudo terminal.
+func openTerminal(t *testing.T) (screen, terminal *os.File) {
+	t.Helper()
+	screen, err := os.OpenFile("/dev/ptmx", os.O_RDWR, 0)
+	if err != nil {
+		t.Skipf("no pseudo terminals: %v", err)
+	}
+	t.Cleanup(func() { _ = screen.Close() })
+	if err := unix.IoctlSetPointerInt(int(screen.Fd()), unix.TIOCSPTLCK, 0); err != nil {
+		t.Fatal(err)
+	}
+	n, err := unix.IoctlGetInt(int(screen.Fd()), unix.TIOCGPTN)
+	if err != nil {
+		t.Fatal(err)
+	}
+	terminal, err = os.OpenFile(fmt.Sprintf("/dev/pts/%d", n), os.O_RDWR|unix.O_NOCTTY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = terminal.Close() })
+	return screen, terminal
+}
+
+// What a sender or a receiver chose must not reach a terminal as a control
+// character or reverse its text, whatever the command and its output; also when
+// the dispatcher is of a release that does not escape.
+func TestTerminalGetsNoControlCharacters(t *testing.T) {
+	const hostile = "ev\u0085\u009b31m\u202eil\u2066\u200f\u061c\u007f"
+	letter := `{"key":"k","source":"default/web","destination":"default/crm","messageId":"` + hostile + `","type":"track","event":"` + hostile + `","reason":"Rejected","message":"` + hostile + `","response":"` + hostile + `"}`
+	attempt := `{"Source":"default/web","Destination":"default/crm","Endpoint":"e","MessageID":"` + hostile + `","Message":"` + hostile + `"}`
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/deadletters", "/deadletters/k":
+			fmt.Fprintln(w, letter)
+		case "/attempts", "/tail":
+			fmt.Fprintln(w, attempt)
+		case "/debug/pprof/heap":
+			fmt.Fprint(w, hostile)
+		default:
+			http.Error(w, hostile, http.StatusNotFound)
+		}
+	}))
+	defer server.Close()
+	for _, args := range [][]string{
+		{"deadletters", "list", "crm"}, {"deadletters", "list", "crm", "-o", "json"}, {"deadletters", "show", "crm", "k"}, {"deadletters", "show", "crm", "none"},
+		{"attempts", "crm"}, {"attempts", "crm", "-o", "json"}, {"tail", "-o", "json"}, {"tail"}, {"debug", "pprof/heap"}, {"get", "sources"},
+	} {
+		screen, terminal := openTerminal(t)
+		shown := make(chan []byte, 1)
+		go func() {
+			all, _ := io.ReadAll(screen) // Ends with EIO when the terminal is closed.
+			shown <- all
+		}()
+		code := Main(append(args, "--admin", server.URL), strings.NewReader(""), terminal, terminal)
+		_ = terminal.Close()
+		text := string(<-shown)
+		if len(text) == 0 {
+			t.Errorf("%v: nothing is shown, exit code %d", args, code)
+		}
+		if i := strings.IndexAny(text, "\u0085\u009b\u202e\u2066\u200f\u061c\u007f"); i >= 0 {
+			t.Errorf("%v: a control character reaches the terminal: %q", args, text)
+		}
+	}
+	// A file gets a profile as it is.
+	var out, errs bytes.Buffer
+	if code := Main([]string{"debug", "pprof/heap", "--admin", server.URL}, strings.NewReader(""), &out, &errs); code != exitOK || out.String() != hostile {
+		t.Errorf("exit code %d, a profile is written as %q; %s", code, &out, &errs)
+	}
+}

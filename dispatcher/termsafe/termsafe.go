@@ -1,0 +1,88 @@
+// Package termsafe escapes the characters by which a text changes how a terminal
+// shows it or what it does: DEL, the C1 controls (some terminals take U+009B for
+// ESC [) and the marks and overrides of bidirectional text. The escapes are those
+// of JSON, where these characters stand in strings only: escaped JSON is equal JSON.
+package termsafe
+
+import (
+	"fmt"
+	"io"
+	"sync"
+	"unicode/utf8"
+)
+
+// Writer escapes what it passes on. It is safe for concurrent use.
+type Writer struct {
+	mu  sync.Mutex
+	to  io.Writer
+	cut []byte // the beginning of a character whose end is in the next Write
+}
+
+// NewWriter makes a Writer.
+func NewWriter(to io.Writer) *Writer { return &Writer{to: to} }
+
+// Write implements io.Writer.
+func (w *Writer) Write(p []byte) (int, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	text := p
+	if len(w.cut) > 0 {
+		text = append(w.cut, p...)
+		w.cut = nil
+	}
+	if n := cutAt(text); n < len(text) {
+		w.cut = append(w.cut, text[n:]...)
+		text = text[:n]
+	}
+	if _, err := w.to.Write(Escape(text)); err != nil {
+		return 0, err
+	}
+	return len(p), nil
+}
+
+// cutAt returns where a character begins that the end of text cuts off, or its length.
+func cutAt(text []byte) int {
+	for n := len(text) - 1; n >= max(0, len(text)-utf8.UTFMax); n-- {
+		if utf8.RuneStart(text[n]) {
+			if !utf8.FullRune(text[n:]) {
+				return n
+			}
+			break
+		}
+	}
+	return len(text)
+}
+
+// Escape returns text, which may be text itself, without such characters.
+func Escape(text []byte) []byte {
+	var out []byte
+	done := 0
+	for i := 0; i < len(text); {
+		if c := text[i]; c < 0x7f {
+			i++
+			continue
+		}
+		r, size := utf8.DecodeRune(text[i:])
+		if unsafe(r) {
+			out = append(out, text[done:i]...)
+			out = fmt.Appendf(out, `\u%04x`, r)
+			done = i + size
+		}
+		i += size
+	}
+	if done == 0 {
+		return text
+	}
+	return append(out, text[done:]...)
+}
+
+func unsafe(r rune) bool {
+	switch {
+	case r >= 0x7f && r <= 0x9f, // DEL and C1
+		r == 0x061c, r == 0x200e, r == 0x200f, // marks
+		r >= 0x202a && r <= 0x202e, // embeddings and overrides
+		r >= 0x2066 && r <= 0x2069: // isolates
+		return true
+	}
+	return false
+}
