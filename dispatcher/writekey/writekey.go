@@ -1,0 +1,139 @@
+// Package writekey is the state machine of write keys:
+//
+//	unknown -> known -> removed -> unknown
+//
+// A key is known while a Source of the live config has it, removed for a grace
+// period after that, and then unknown again. A key that returns within the grace
+// is known at once. The package does no I/O and has no clock; the dispatcher keeps
+// the entries in its store.
+package writekey
+
+import (
+	"bytes"
+	"cmp"
+	"crypto/sha256"
+	"slices"
+	"time"
+)
+
+// Hash is the SHA-256 of a write key. Keys themselves are never kept.
+type Hash [sha256.Size]byte
+
+// HashOf returns the hash of a key.
+func HashOf(key string) Hash { return sha256.Sum256([]byte(key)) }
+
+// Owner names the Source that a key belongs to, or belonged to.
+type Owner struct {
+	Namespace string `json:"namespace"`
+	Source    string `json:"source"`
+}
+
+// Entry is a key that is known or removed.
+type Entry struct {
+	Owner
+	// RemovedAt is zero while the key is known.
+	RemovedAt time.Time `json:"removedAt,omitzero"`
+}
+
+// Known reports whether the key belongs to a Source.
+func (e Entry) Known() bool { return e != Entry{} && e.RemovedAt.IsZero() }
+
+// Removed reports whether the key belonged to a Source.
+func (e Entry) Removed() bool { return !e.RemovedAt.IsZero() }
+
+// MaxRemoved bounds the removed keys that are kept, and MaxRemovedPerNamespace
+// those of one namespace, so that it cannot displace the keys of another.
+const (
+	MaxRemoved             = 10_000
+	MaxRemovedPerNamespace = 1_000
+)
+
+// Book holds the entries of all keys that are known or removed. It is never
+// changed after it was made.
+type Book struct {
+	grace   time.Duration
+	entries map[Hash]Entry
+}
+
+// NewBook makes a Book of entries that were kept. grace is how long a key stays removed.
+func NewBook(grace time.Duration, entries map[Hash]Entry) Book { return Book{grace, entries} }
+
+// Change is a key whose entry is another one than before; a zero Entry is an unknown key.
+type Change struct {
+	Hash          Hash
+	Before, After Entry
+}
+
+// Next returns the Book at a time when the keys of known belong to Sources, and
+// what changed. The known keys of a namespace that is not loaded stay known.
+//
+// Beyond MaxRemoved and MaxRemovedPerNamespace the keys that were removed first become unknown.
+func (b Book) Next(now time.Time, known map[Hash]Owner, notLoaded func(namespace string) bool) (Book, []Change) {
+	next := Book{b.grace, make(map[Hash]Entry, len(known))}
+	for hash, owner := range known {
+		next.entries[hash] = Entry{Owner: owner}
+	}
+	var removed []Hash
+	for hash, entry := range b.entries {
+		if _, ok := known[hash]; ok {
+			continue
+		}
+		if entry.Known() {
+			if notLoaded(entry.Namespace) {
+				next.entries[hash] = entry
+				continue
+			}
+			entry.RemovedAt = now
+		}
+		if entry.RemovedAt.After(now) { // The clock was set back.
+			entry.RemovedAt = now
+		}
+		if now.Sub(entry.RemovedAt) < b.grace {
+			next.entries[hash] = entry
+			removed = append(removed, hash)
+		}
+	}
+	next.evict(removed)
+	return next, b.changes(next)
+}
+
+// evict keeps of the removed keys the newest ones that the bounds allow.
+func (b Book) evict(removed []Hash) {
+	slices.SortFunc(removed, func(x, y Hash) int {
+		return cmp.Or(b.entries[y].RemovedAt.Compare(b.entries[x].RemovedAt), bytes.Compare(x[:], y[:]))
+	})
+	kept, perNamespace := 0, map[string]int{}
+	for _, hash := range removed {
+		namespace := b.entries[hash].Namespace
+		if kept == MaxRemoved || perNamespace[namespace] == MaxRemovedPerNamespace {
+			delete(b.entries, hash)
+			continue
+		}
+		kept++
+		perNamespace[namespace]++
+	}
+}
+
+// changes returns the entries in which next differs.
+func (b Book) changes(next Book) (changes []Change) {
+	for hash, before := range b.entries {
+		if after := next.entries[hash]; after != before {
+			changes = append(changes, Change{hash, before, after})
+		}
+	}
+	for hash, after := range next.entries {
+		if _, ok := b.entries[hash]; !ok {
+			changes = append(changes, Change{Hash: hash, After: after})
+		}
+	}
+	return changes
+}
+
+// Removed returns the entry of a key that is removed at a time.
+func (b Book) Removed(hash Hash, now time.Time) (Entry, bool) {
+	entry := b.entries[hash]
+	return entry, entry.Removed() && now.Sub(entry.RemovedAt) < b.grace
+}
+
+// Until returns when a removed key becomes unknown.
+func (b Book) Until(e Entry) time.Time { return e.RemovedAt.Add(b.grace) }
