@@ -419,13 +419,11 @@ func holders(s compile.Snapshot) map[string]keyHolder {
 	found := map[string]keyHolder{}
 	for i := range s.Sources {
 		source := &s.Sources[i]
-		hash, ok := compile.WriteKeySHA256(source, s.Secrets)
-		if !ok {
-			continue
-		}
 		holder := keyHolder{tenant: s.Namespace, name: source.Name, created: source.CreationTimestamp.Time}
-		if other, taken := found[hash]; !taken || holder.compare(other) < 0 {
-			found[hash] = holder
+		for _, hash := range compile.WriteKeySHA256(source, s.Secrets) {
+			if other, taken := found[hash]; !taken || holder.compare(other) < 0 {
+				found[hash] = holder
+			}
 		}
 	}
 	return found

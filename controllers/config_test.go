@@ -37,7 +37,7 @@ var _ = Describe("live config", func() {
 			g.Expect(config.Sources).To(HaveLen(1))
 			g.Expect(config.Destinations).To(HaveLen(1))
 			sum := sha256.Sum256([]byte("hush-web"))
-			g.Expect(config.Sources[0].WriteKeySHA256).To(Equal(hex.EncodeToString(sum[:])))
+			g.Expect(config.Sources[0].WriteKeySHA256).To(Equal(liveconfig.KeyHashes{hex.EncodeToString(sum[:])}))
 			d := config.Destinations[0]
 			g.Expect(d.State).To(Equal(liveconfig.Active))
 			g.Expect(d.Signing.Secret.Reveal()).To(Equal("hush-crm"))

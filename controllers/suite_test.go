@@ -481,7 +481,7 @@ apiVersion: posthorn.dev/v1alpha1
 kind: Source
 metadata: {name: web, labels: {team: shop}}
 spec:
-  writeKeySecretRef: {name: web-key, key: writeKey}
+  writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]
 ---
 `
 	crmSecret = `

@@ -12,13 +12,18 @@ type SourceSpec struct {
 	// +optional
 	Enabled *bool `json:"enabled,omitempty"`
 
-	// The Secret key that holds the write key: what a client sends as its HTTP
-	// Basic user name, or as "writeKey" in the body. 1 to 256 bytes; white space
-	// around it is ignored. Only its SHA-256 reaches the dispatcher. Changing the
-	// Secret takes effect within a second. Two Sources must not share a write
-	// key: the younger one gets Accepted=False (WriteKeyConflict).
+	// The write keys of this Source, one or two. Each of them names this Source.
+	// With two, clients can move from the old key to the new one without a refused
+	// call. A key that cannot be used (SecretNotFound, SecretKeyMissing,
+	// InvalidSecret, WriteKeyConflict) makes Accepted False; calls with the other
+	// key are accepted. A key that is removed here is answered 503 for the grace
+	// period (10 minutes), then 401.
+	// +kubebuilder:validation:MinItems=1
+	// +kubebuilder:validation:MaxItems=2
+	// +kubebuilder:validation:XValidation:rule="self.size() != 2 || self[0].secretKeyRef != self[1].secretKeyRef",message="the two write keys must have different references; remove one of them or change it"
+	// +listType=atomic
 	// +required
-	WriteKeySecretRef SecretKeyReference `json:"writeKeySecretRef"`
+	WriteKeys []WriteKey `json:"writeKeys"`
 
 	// Browser origins that may send calls (CORS), as scheme://host[:port], or
 	// "*" for every origin. A call from a page of another origin is refused with
@@ -34,6 +39,17 @@ type SourceSpec struct {
 	// Calls above it are answered 429 with Retry-After. Without it there is no limit.
 	// +optional
 	RateLimit *CallRateLimit `json:"rateLimit,omitempty"`
+}
+
+// WriteKey is a secret that names a Source.
+type WriteKey struct {
+	// The Secret key that holds the write key: what a client sends as its HTTP
+	// Basic user name, or as "writeKey" in the body. 1 to 256 bytes; white space
+	// around it is ignored. Only its SHA-256 reaches the dispatcher. A change of
+	// the Secret takes effect within a second. Two Sources must not share a write
+	// key: the older Source keeps it, the younger one gets WriteKeyConflict.
+	// +required
+	SecretKeyRef SecretKeyReference `json:"secretKeyRef"`
 }
 
 // CallRateLimit bounds the calls that one dispatcher pod takes from a Source.

@@ -328,10 +328,10 @@ stringData: {key: demo-write-key}
 apiVersion: posthorn.dev/v1alpha1
 kind: Source
 metadata: {name: web, namespace: shop}
-spec: {writeKeySecretRef: {name: web, key: key}}
+spec: {writeKeys: [{secretKeyRef: {name: web, key: key}}]}
 `, "apply", "-f", "-")
 	has(call(exitFailure, "send", "track"), "posthorn-support-user")
-	kubectl(`{apiVersion: posthorn.dev/v1alpha1, kind: Source, metadata: {name: ios, namespace: shop}, spec: {writeKeySecretRef: {name: web, key: other}}}`, "apply", "-f", "-")
+	kubectl(`{apiVersion: posthorn.dev/v1alpha1, kind: Source, metadata: {name: ios, namespace: shop}, spec: {writeKeys: [{secretKeyRef: {name: web, key: other}}]}}`, "apply", "-f", "-")
 	has(call(exitUsage, "send", "track"), "choose one of the Sources ios, web with --source")
 	has(call(exitFailure, "send", "track", "--source", "ios"), `Secret "web" has no key "other"`)
 	has(call(exitFailure, "send", "track", "--source", "mac"), `there is no Source "mac"`)

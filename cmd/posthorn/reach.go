@@ -418,16 +418,21 @@ func (c *clusterCaller) readKey(ctx context.Context) (string, error) {
 			return "", usagef("choose one of the Sources %s with --source", strings.Join(names, ", "))
 		}
 	}
-	ref := source.Spec.WriteKeySecretRef
-	secret := &corev1.Secret{}
-	if err := cl.Get(ctx, client.ObjectKey{Namespace: ns, Name: ref.Name}, secret); err != nil {
-		return "", fmt.Errorf("the write key of Source %q: %w; or give it with --write-key", source.Name, err)
+	var errs []error
+	for _, entry := range source.Spec.WriteKeys {
+		ref, secret := entry.SecretKeyRef, &corev1.Secret{}
+		if err := cl.Get(ctx, client.ObjectKey{Namespace: ns, Name: ref.Name}, secret); err != nil {
+			errs = append(errs, fmt.Errorf("the write key of Source %q: %w; or give it with --write-key", source.Name, err))
+		} else if key := strings.TrimSpace(string(secret.Data[ref.Key])); key != "" {
+			return key, nil
+		} else {
+			errs = append(errs, fmt.Errorf("the write key of Source %q: Secret %q has no key %q", source.Name, ref.Name, ref.Key))
+		}
 	}
-	key := strings.TrimSpace(string(secret.Data[ref.Key]))
-	if key == "" {
-		return "", fmt.Errorf("the write key of Source %q: Secret %q has no key %q", source.Name, ref.Name, ref.Key)
+	if len(errs) == 0 {
+		return "", fmt.Errorf("spec.writeKeys of Source %q is empty; add a write key, or give one with --write-key", source.Name)
 	}
-	return key, nil
+	return "", errors.Join(errs...)
 }
 
 // named says which pod an error is of.

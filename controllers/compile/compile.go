@@ -55,7 +55,7 @@ type Verdict struct {
 	Reason   string `json:"reason"`
 	Message  string `json:"message"`
 	// State is what the config makes of the object. A Source is Active, Disabled
-	// (403), or Held when it is not accepted (no write key names it).
+	// (403), or Held when it has no usable write key.
 	State liveconfig.State `json:"state"`
 	// Revision of the object in the config.
 	Revision string `json:"revision"`
@@ -75,7 +75,7 @@ type Verdicts struct {
 
 // Compile makes a namespace's live config. Every object is in the config: a
 // destination that cannot work is held, so that its messages are kept; a Source
-// that cannot work has no write key.
+// that cannot work has no write key, one with a write key that cannot be used has the other one.
 //
 // A destination of which only some Sources exist is not accepted (NoSource),
 // but it stays active for those that do: holding it would delay their calls and help nobody.
@@ -132,7 +132,9 @@ func SecretRefs(objects ...runtime.Object) []string {
 	for _, object := range objects {
 		switch o := object.(type) {
 		case *v1alpha1.Source:
-			names = append(names, o.Spec.WriteKeySecretRef.Name)
+			for _, key := range o.Spec.WriteKeys {
+				names = append(names, key.SecretKeyRef.Name)
+			}
 		case *v1alpha1.WebhookDestination:
 			for i := range o.Spec.Endpoints {
 				e := &o.Spec.Endpoints[i]

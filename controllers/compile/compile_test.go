@@ -167,7 +167,7 @@ func TestSecretsAreResolved(t *testing.T) {
 	d := config.Destinations[0]
 	sum := sha256.Sum256([]byte("canary-write-key"))
 	for what, pair := range map[string][2]string{
-		"write key":   {config.Sources[0].WriteKeySHA256, hex.EncodeToString(sum[:])},
+		"write key":   {config.Sources[0].WriteKeySHA256[0], hex.EncodeToString(sum[:])},
 		"header":      {d.Endpoints[0].Headers[1].Value.Reveal(), "Bearer canary-token"},
 		"literal url": {d.Endpoints[0].URL.Reveal(), "https://hooks.example/in?x=1"},
 		"secret url":  {d.Endpoints[1].URL.Reveal(), "https://hooks.example/canary-path"},
@@ -332,11 +332,11 @@ func TestSecretRefs(t *testing.T) {
 func TestWriteKeySHA256(t *testing.T) {
 	s := load(t, "testdata/simple.in.yaml")
 	config, _ := Compile(s)
-	if hash, ok := WriteKeySHA256(&s.Sources[0], s.Secrets); !ok || hash != config.Sources[0].WriteKeySHA256 {
-		t.Errorf("got %q %v", hash, ok)
+	if hashes := WriteKeySHA256(&s.Sources[0], s.Secrets); len(hashes) != 1 || !slices.Equal(hashes, config.Sources[0].WriteKeySHA256) {
+		t.Errorf("got %q, want %q", hashes, config.Sources[0].WriteKeySHA256)
 	}
-	if _, ok := WriteKeySHA256(&s.Sources[0], nil); ok {
-		t.Error("a missing Secret gave a hash")
+	if hashes := WriteKeySHA256(&s.Sources[0], nil); len(hashes) > 0 {
+		t.Errorf("a missing Secret gave the hashes %q", hashes)
 	}
 }
 
@@ -386,7 +386,7 @@ func FuzzCompileIsTotal(f *testing.F) {
 		s := Snapshot{
 			Namespace: "shop", CheckHost: func(string) error { return errors.New("denied") },
 			Secrets: map[string]Secret{"s": {Version: "1", Data: map[string][]byte{"k": secret, corev1.TLSCertKey: secret, corev1.TLSPrivateKeyKey: secret}}},
-			Sources: []v1alpha1.Source{{ObjectMeta: metav1.ObjectMeta{Name: "a"}, Spec: v1alpha1.SourceSpec{WriteKeySecretRef: ref, AllowedOrigins: []string{name}}}},
+			Sources: []v1alpha1.Source{{ObjectMeta: metav1.ObjectMeta{Name: "a"}, Spec: v1alpha1.SourceSpec{WriteKeys: []v1alpha1.WriteKey{{SecretKeyRef: ref}, {SecretKeyRef: ref}}, AllowedOrigins: []string{name}}}},
 			Destinations: []v1alpha1.WebhookDestination{{ObjectMeta: metav1.ObjectMeta{Name: "d"}, Spec: v1alpha1.WebhookDestinationSpec{
 				Sources: v1alpha1.SourceSelection{Names: []string{name, "a"}},
 				Endpoints: []v1alpha1.Endpoint{

@@ -45,7 +45,7 @@ func heavy(name string, headers int, seed uint64) v1alpha1.WebhookDestination {
 
 func namespaceOf(destinations ...v1alpha1.WebhookDestination) Snapshot {
 	web := v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Name: "web", Generation: 1}}
-	web.Spec.WriteKeySecretRef = v1alpha1.SecretKeyReference{Name: "web", Key: "k"}
+	web.Spec.WriteKeys = []v1alpha1.WriteKey{{SecretKeyRef: v1alpha1.SecretKeyReference{Name: "web", Key: "k"}}}
 	return Snapshot{
 		Namespace: "shop", Sources: []v1alpha1.Source{web}, Destinations: destinations,
 		Secrets: map[string]Secret{"web": {Version: "1", Data: map[string][]byte{"k": []byte("key")}}},
@@ -125,7 +125,7 @@ func TestTooLargeFromTheFirstVersion(t *testing.T) {
 		t.Fatalf("the largest is held (-want +got):\n%s", diff)
 	}
 	web := e.Verdicts.Sources["web"]
-	if !web.Accepted || e.Config.Sources[0].WriteKeySHA256 == "" {
+	if !web.Accepted || len(e.Config.Sources[0].WriteKeySHA256) == 0 {
 		t.Errorf("callers would not be known: %+v", web)
 	}
 	if diff := cmp.Diff([]string{"a", "b", "small"}, web.Destinations); diff != "" {
@@ -212,7 +212,7 @@ func TestTooManyDeletionRequests(t *testing.T) {
 		source := s.Sources[0]
 		source.Name = fmt.Sprintf("source-%05d", i)
 		source.CreationTimestamp = metav1.NewTime(time.Unix(int64(i), 0))
-		source.Spec.WriteKeySecretRef.Key = source.Name
+		source.Spec.WriteKeys = []v1alpha1.WriteKey{{SecretKeyRef: v1alpha1.SecretKeyReference{Name: "web", Key: source.Name}}}
 		s.Secrets["web"].Data[source.Name] = []byte(source.Name)
 		s.Sources = append(s.Sources, source)
 	}

@@ -4,7 +4,9 @@ import (
 	"bytes"
 	"crypto/sha256"
 	"encoding/hex"
+	"fmt"
 	"slices"
+	"strings"
 	"unicode"
 	"unicode/utf8"
 
@@ -12,11 +14,17 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-const maxWriteKeyBytes = 256
+const (
+	maxWriteKeyBytes = 256
+	// maxWriteKeys is the bound of the API.
+	maxWriteKeys = 2
+)
 
-// source compiles one Source. owners tells, by hash, whose write key it is.
+// source compiles one Source. owners holds, by hash, the name of the Source that a write key belongs to.
+//
+// A Source of which only some write keys are usable is not accepted, but it
+// stays active with those: a mistake in the new key must not refuse the calls that use the old one.
 func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconfig.Source, Verdict) {
-	const field = "spec.writeKeySecretRef"
 	r := newResolver(s.Secrets)
 	c := liveconfig.Source{
 		Name:           o.Name,
@@ -34,74 +42,98 @@ func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconf
 			c.CallsPerSecond, c.Burst = 0, 0
 		}
 	}
-	if hash := s.writeKey(r, o); hash != "" {
+	if n := len(o.Spec.WriteKeys); n < 1 || n > maxWriteKeys { // None has an object that was stored under the CRDs of release 0.2.0.
+		r.add(v1alpha1.ReasonInvalidSpec, "spec.writeKeys", "has %d entries; set 1 or %d (writeKeys replaces writeKeySecretRef of release 0.2.0)", n, maxWriteKeys)
+	}
+	invalid := len(r.problems) > 0
+	// refs name, for the revision, the references that the hashes in c come from.
+	var refs, notes []string
+	for i, key := range o.Spec.WriteKeys {
+		hash := writeKey(r, i, key)
 		_, foreign := s.ForeignWriteKeys[hash]
 		switch owner := owners[hash]; {
+		case hash == "":
 		case foreign:
-			// Which one stays unsaid: a namespace must not learn names of another.
-			r.add(v1alpha1.ReasonWriteKeyConflict, field, "an older Source of another namespace has the same write key and keeps it; use another write key")
+			// The message must not name the other Source: a namespace must not learn names of another one.
+			r.add(v1alpha1.ReasonWriteKeyConflict, writeKeyField(i), "an older Source of another namespace has the same write key and keeps it; use another write key")
 		case owner != o.Name:
-			r.add(v1alpha1.ReasonWriteKeyConflict, field, "Source %q has the same write key and keeps it, because it is older or, of equal age, first by name; use another write key", owner)
+			r.add(v1alpha1.ReasonWriteKeyConflict, writeKeyField(i), "Source %q has the same write key and keeps it, because it is older or, of equal age, first by name; use another write key", owner)
+		case slices.Contains(c.WriteKeySHA256, hash):
+			notes = append(notes, writeKeyField(i)+": has the same value as the entry before, so one write key is in effect; set another value or remove this entry")
 		default:
-			c.WriteKeySHA256 = hash
+			c.WriteKeySHA256 = append(c.WriteKeySHA256, hash)
+			refs = append(refs, key.SecretKeyRef.Name+"/"+key.SecretKeyRef.Key)
 		}
 	}
+	if invalid {
+		c.WriteKeySHA256, refs = nil, nil
+	}
 
-	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, State: liveconfig.Active, Message: "the spec is valid and the Secret resolves"}
-	switch {
-	case len(r.problems) > 0:
-		c.WriteKeySHA256 = ""
-		v.Accepted, v.State = false, liveconfig.Held
-		v.Reason, v.Message = r.verdict()
-	case !c.Enabled:
+	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, State: liveconfig.Active, Message: "the spec is valid and every write key resolves"}
+	if !c.Enabled {
 		v.State, v.Reason, v.Message = liveconfig.Disabled, v1alpha1.ReasonDisabled, "spec.enabled is false: calls are answered 403"
 	}
-	redacted := c
-	if c.WriteKeySHA256 != "" {
-		redacted.WriteKeySHA256 = "[redacted]"
+	switch {
+	case len(c.WriteKeySHA256) == 0:
+		v.Accepted, v.State = false, liveconfig.Held
+		v.Reason, v.Message = r.verdict()
+	case len(r.problems) > 0:
+		v.Accepted = false
+		v.Reason, v.Message = r.verdict()
+		v.Message = truncate(v.Message + "; the other write key stays in effect")
+	case len(notes) > 0:
+		v.Message += "; " + strings.Join(notes, "; ")
 	}
+	redacted := c
+	redacted.WriteKeySHA256 = refs
 	c.Revision = revision(redacted, r.used, nil)
 	c.Generation = o.Generation
 	v.Revision = c.Revision
 	return c, v
 }
 
-// writeKey returns the hex SHA-256 of a Source's write key, or "" and notes why.
-func (s Snapshot) writeKey(r *resolver, o *v1alpha1.Source) string {
-	const field = "spec.writeKeySecretRef"
-	value, ok := r.value(field, o.Spec.WriteKeySecretRef)
+func writeKeyField(i int) string { return fmt.Sprintf("spec.writeKeys[%d].secretKeyRef", i) }
+
+// writeKey returns the hex SHA-256 of a write key, or "" and notes why.
+func writeKey(r *resolver, i int, key v1alpha1.WriteKey) string {
+	value, ok := r.value(writeKeyField(i), key.SecretKeyRef)
 	if !ok {
 		return ""
 	}
-	key := bytes.TrimSpace(value)
+	text := bytes.TrimSpace(value)
 	switch {
-	case len(key) > maxWriteKeyBytes:
-		r.add(v1alpha1.ReasonInvalidSecret, field, "the write key has more than %d bytes; use a shorter one", maxWriteKeyBytes)
+	case len(text) > maxWriteKeyBytes:
+		r.add(v1alpha1.ReasonInvalidSecret, writeKeyField(i), "the write key has more than %d bytes; use a shorter one", maxWriteKeyBytes)
 		return ""
-	case !utf8.Valid(key) || bytes.ContainsRune(key, ':') || bytes.ContainsFunc(key, unicode.IsControl):
-		r.add(v1alpha1.ReasonInvalidSecret, field, "the write key has a colon, a control character or is not UTF-8, which an HTTP Basic user name cannot carry; use letters and digits")
+	case !utf8.Valid(text) || bytes.ContainsRune(text, ':') || bytes.ContainsFunc(text, unicode.IsControl):
+		r.add(v1alpha1.ReasonInvalidSecret, writeKeyField(i), "the write key has a colon, a control character or is not UTF-8, which an HTTP Basic user name cannot carry; use letters and digits")
 		return ""
 	}
-	sum := sha256.Sum256(key)
+	sum := sha256.Sum256(text)
 	return hex.EncodeToString(sum[:])
 }
 
-// writeKeyOwners says which Source each write key of the namespace belongs to:
-// the oldest, of equally old ones the first by name.
+// writeKeyOwners returns the name of the Source that each write key of the
+// namespace belongs to: the oldest one, of equally old ones the first by name.
 func (s Snapshot) writeKeyOwners(sources []*v1alpha1.Source) map[string]string {
 	owners := map[string]string{}
 	for _, o := range byAge(sources) {
-		hash := s.writeKey(newResolver(s.Secrets), o)
-		if _, taken := owners[hash]; hash != "" && !taken {
-			owners[hash] = o.Name
+		for _, hash := range WriteKeySHA256(o, s.Secrets) {
+			if _, taken := owners[hash]; !taken {
+				owners[hash] = o.Name
+			}
 		}
 	}
 	return owners
 }
 
-// WriteKeySHA256 returns the hash by which a Source's write key is known, for an
-// index over namespaces; false when the Source has no usable one.
-func WriteKeySHA256(source *v1alpha1.Source, secrets map[string]Secret) (string, bool) {
-	hash := Snapshot{Secrets: secrets}.writeKey(newResolver(secrets), source)
-	return hash, hash != ""
+// WriteKeySHA256 returns the hashes of a Source's usable write keys, for an index over namespaces.
+func WriteKeySHA256(source *v1alpha1.Source, secrets map[string]Secret) (hashes []string) {
+	r := newResolver(secrets)
+	for i, key := range source.Spec.WriteKeys {
+		if hash := writeKey(r, i, key); hash != "" {
+			hashes = append(hashes, hash)
+		}
+	}
+	return hashes
 }

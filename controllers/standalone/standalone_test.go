@@ -30,7 +30,7 @@ import (
 
 const (
 	secret         = "apiVersion: v1\nkind: Secret\nmetadata: {name: web-key}\nstringData: {writeKey: canary-key}\n"
-	webSource      = "apiVersion: posthorn.dev/v1alpha1\nkind: Source\nmetadata: {name: web, labels: {app: shop}}\nspec: {writeKeySecretRef: {name: web-key, key: writeKey}}\n"
+	webSource      = "apiVersion: posthorn.dev/v1alpha1\nkind: Source\nmetadata: {name: web, labels: {app: shop}}\nspec: {writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]}\n"
 	webDestination = "apiVersion: posthorn.dev/v1alpha1\nkind: WebhookDestination\nmetadata: {name: crm}\nspec: {sources: {names: [web]}, endpoints: [{name: primary, url: \"https://hooks.example/in\"}]}\n"
 )
 
@@ -233,7 +233,7 @@ func TestRunFollowsTheFolder(t *testing.T) {
 		f.runner.mu.Lock()
 		defer f.runner.mu.Unlock()
 		now := f.runner.configs["default"].Sources[0]
-		return now.WriteKeySHA256 != before.WriteKeySHA256 && now.Revision != before.Revision && now.Generation == 1
+		return !slices.Equal(now.WriteKeySHA256, before.WriteKeySHA256) && now.Revision != before.Revision && now.Generation == 1
 	})
 	put(t, dir, "web.yaml", webSource)
 	f.until("SecretNotFound", func() bool {

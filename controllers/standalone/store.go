@@ -230,8 +230,10 @@ func (s *store) snapshots(checkHost func(string) error) map[string]*compile.Snap
 	for _, snapshot := range out {
 		for i := range snapshot.Sources {
 			source := &snapshot.Sources[i]
-			if hash, ok := compile.WriteKeySHA256(source, snapshot.Secrets); ok && (owners[hash] == nil || older(source, owners[hash])) {
-				owners[hash] = source
+			for _, hash := range compile.WriteKeySHA256(source, snapshot.Secrets) {
+				if owners[hash] == nil || older(source, owners[hash]) {
+					owners[hash] = source
+				}
 			}
 		}
 	}

@@ -206,7 +206,11 @@ func (e *explainer) sources() {
 			if accepted.Reason == v1alpha1.ReasonWriteKeyConflict {
 				fix = "give it a write key of its own"
 			}
-			e.add(Problem, "Source", fix, "Source %q takes no calls: %s (%s)", s.Name, accepted.Message, accepted.Reason)
+			text := "Source %q takes no calls: %s (%s)"
+			if p := meta.FindStatusCondition(s.Status.Conditions, v1alpha1.ConditionProgrammed); p != nil && p.Reason != v1alpha1.ReasonNotAccepted {
+				text = "Source %q takes calls with one of its write keys only: %s (%s)"
+			}
+			e.add(Problem, "Source", fix, text, s.Name, accepted.Message, accepted.Reason)
 		case receiving != nil && receiving.Status == metav1.ConditionFalse:
 			e.add(Problem, "Source", "mend what sends the calls; the message says what is wrong with them", "Source %q: %s (%s)", s.Name, receiving.Message, receiving.Reason)
 		case calls.Accepted == 0:

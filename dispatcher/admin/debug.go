@@ -55,9 +55,11 @@ func mountDebug(mux *http.ServeMux, engine *delivery.Engine, view func() *liveco
 func redacted(c liveconfig.Config) liveconfig.Config {
 	c.Sources, c.Deletions = slices.Clone(c.Sources), slices.Clone(c.Deletions)
 	for i := range c.Sources {
-		if key := &c.Sources[i].WriteKeySHA256; len(*key) > 8 {
-			*key = strings.Clone((*key)[:8]) + "..."
+		keys := slices.Clone(c.Sources[i].WriteKeySHA256)
+		for j, key := range keys {
+			keys[j] = strings.Clone(key[:min(8, len(key))]) + "..."
 		}
+		c.Sources[i].WriteKeySHA256 = keys
 	}
 	for i := range c.Deletions {
 		c.Deletions[i].UserID = "[redacted]"

@@ -112,9 +112,9 @@ func config() liveconfig.Config {
 	return liveconfig.Config{
 		Version: 1, Tenant: "shop",
 		Sources: []liveconfig.Source{
-			{Name: "ios", Enabled: true, WriteKeySHA256: keyHash("ios-key")},
-			{Name: "off", WriteKeySHA256: keyHash("off-key")},
-			{Name: "web", Enabled: true, WriteKeySHA256: keyHash("web-key")},
+			{Name: "ios", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{keyHash("ios-key")}},
+			{Name: "off", WriteKeySHA256: liveconfig.KeyHashes{keyHash("off-key")}},
+			{Name: "web", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{keyHash("web-key")}},
 		},
 		Audiences: []liveconfig.Audience{
 			{Name: "shoppers", Generation: 3, Revision: "r", Source: "web", Key: "shoppers", Kind: liveconfig.KindAudience, MaxRemovalPercent: 50},

@@ -44,7 +44,7 @@ type fixture struct {
 
 func source_(name, key string, change func(*liveconfig.Source)) liveconfig.Source {
 	sum := sha256.Sum256([]byte(key))
-	s := liveconfig.Source{Name: name, Enabled: true, WriteKeySHA256: hex.EncodeToString(sum[:])}
+	s := liveconfig.Source{Name: name, Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}
 	if change != nil {
 		change(&s)
 	}

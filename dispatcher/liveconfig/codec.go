@@ -143,16 +143,15 @@ func (c Config) Validate() error {
 	keys := map[string]string{}
 	for _, s := range c.Sources {
 		named(sources, "source", s.Name)
-		if s.WriteKeySHA256 == "" {
-			continue
+		for _, hash := range s.WriteKeySHA256 {
+			if b, err := hex.DecodeString(hash); err != nil || len(b) != sha256.Size {
+				fail("source %q: writeKeySHA256 must be %d hex digits", s.Name, 2*sha256.Size)
+			}
+			if other, ok := keys[hash]; ok {
+				fail("source %q: same write key as source %q", s.Name, other)
+			}
+			keys[hash] = s.Name
 		}
-		if b, err := hex.DecodeString(s.WriteKeySHA256); err != nil || len(b) != sha256.Size {
-			fail("source %q: writeKeySHA256 must be %d hex digits", s.Name, 2*sha256.Size)
-		}
-		if other, ok := keys[s.WriteKeySHA256]; ok {
-			fail("source %q: same write key as source %q", s.Name, other)
-		}
-		keys[s.WriteKeySHA256] = s.Name
 	}
 	names := map[string]bool{}
 	for _, d := range c.Destinations {

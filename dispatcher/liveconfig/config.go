@@ -8,6 +8,7 @@
 package liveconfig
 
 import (
+	"encoding/json"
 	"time"
 )
 
@@ -44,14 +45,36 @@ type Source struct {
 	Revision string `json:"revision"`
 	// Enabled is false when calls must be answered 403.
 	Enabled bool `json:"enabled"`
-	// WriteKeySHA256 is the lowercase hex SHA-256 of the write key. Empty when
-	// the Source is not accepted: then no call can name it.
-	WriteKeySHA256 string `json:"writeKeySHA256,omitempty"`
+	// WriteKeySHA256 holds the hash of each write key that names this Source.
+	// Empty when no write key is usable: then no call can name it.
+	WriteKeySHA256 KeyHashes `json:"writeKeySHA256,omitempty"`
 	// AllowedOrigins for CORS; "*" allows every origin.
 	AllowedOrigins []string `json:"allowedOrigins,omitempty"`
 	// CallsPerSecond and Burst bound this pod's intake; 0 is no limit.
 	CallsPerSecond int `json:"callsPerSecond,omitempty"`
 	Burst          int `json:"burst,omitempty"`
+}
+
+// KeyHashes are lowercase hex SHA-256 sums of write keys. One alone is encoded as
+// a string, which is the form that release 0.2.0 writes and reads.
+type KeyHashes []string
+
+// MarshalJSON implements json.Marshaler.
+func (k KeyHashes) MarshalJSON() ([]byte, error) {
+	if len(k) == 1 {
+		return json.Marshal(k[0])
+	}
+	return json.Marshal([]string(k))
+}
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (k *KeyHashes) UnmarshalJSON(text []byte) error {
+	var one string
+	if json.Unmarshal(text, &one) == nil {
+		*k = KeyHashes{one}
+		return nil
+	}
+	return json.Unmarshal(text, (*[]string)(k))
 }
 
 // Deletion is a request to tell that a user's data is to be deleted.

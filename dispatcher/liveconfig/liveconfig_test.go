@@ -23,7 +23,7 @@ func full() Config {
 	s := NewSecret("https://hooks.example/" + canary)
 	return Config{
 		Version: FormatVersion, Tenant: "shop",
-		Sources: []Source{{Name: "web", Generation: 2, Revision: "r1", Enabled: true, WriteKeySHA256: strings.Repeat("ab", 32), AllowedOrigins: []string{"*"}, CallsPerSecond: 5, Burst: 10}},
+		Sources: []Source{{Name: "web", Generation: 2, Revision: "r1", Enabled: true, WriteKeySHA256: KeyHashes{strings.Repeat("ab", 32), strings.Repeat("cd", 32)}, AllowedOrigins: []string{"*"}, CallsPerSecond: 5, Burst: 10}},
 		Destinations: []Destination{{
 			Name: "crm", Generation: 3, Revision: "r2", State: Active, HeldReason: "x", Sources: []string{"web"},
 			Endpoints: []Endpoint{{
@@ -143,7 +143,7 @@ func TestDecodeIsStrict(t *testing.T) {
 		"tenant":         {func(c *Config) { c.Tenant = "" }, "tenant is empty"},
 		"version":        {func(c *Config) { c.Version = 99 }, "format version 99"},
 		"source twice":   {func(c *Config) { c.Sources = append(c.Sources, c.Sources[0]) }, `source "web"`},
-		"key":            {func(c *Config) { c.Sources[0].WriteKeySHA256 = "zz" }, "writeKeySHA256"},
+		"key":            {func(c *Config) { c.Sources[0].WriteKeySHA256[1] = "zz" }, "writeKeySHA256"},
 		"state":          {func(c *Config) { c.Destinations[0].State = "?" }, "state"},
 		"success":        {func(c *Config) { c.Destinations[0].Success = "?" }, "success"},
 		"source missing": {func(c *Config) { c.Destinations[0].Sources = []string{"ios"} }, `source "ios" does not exist`},
@@ -189,7 +189,7 @@ func TestDecodeIsStrict(t *testing.T) {
 // declaring a Source with it, in whatever order the configs come.
 func TestAWriteKeyHasOneTenant(t *testing.T) {
 	tenant := func(name string) Revisioned {
-		return Revisioned{Config: Config{Tenant: name, Sources: []Source{{Name: "web", WriteKeySHA256: hex.EncodeToString(hashOf("key"))}}}}
+		return Revisioned{Config: Config{Tenant: name, Sources: []Source{{Name: "web", WriteKeySHA256: KeyHashes{hex.EncodeToString(hashOf("key"))}}}}}
 	}
 	for _, configs := range [][]Revisioned{{tenant("a"), tenant("b")}, {tenant("b"), tenant("a")}} {
 		if ref, ok := NewView(configs).SourceByWriteKey("key"); !ok || ref.Tenant != "a" {

@@ -5,13 +5,17 @@ import (
 	"encoding/hex"
 	"maps"
 	"slices"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/writekey"
 )
 
 // View is all tenants' configs at one moment, indexed for ingest and delivery.
 // It is never changed after it was made.
 type View struct {
 	tenants  map[string]Revisioned
-	byKey    map[[sha256.Size]byte]SourceRef
+	byKey    map[writekey.Hash]SourceRef
+	keys     writekey.Book // Of WithKeys; the known keys in it are those of byKey.
 	unusable map[string]bool
 	// suppressed are the users whose calls are refused, each with the Sources'
 	// names; none stands for every Source.
@@ -41,7 +45,7 @@ func (r SourceRef) Key() string { return r.Tenant + "/" + r.Source.Name }
 // unusable names tenants that have a config which could not be taken, and none
 // from before: they exist, so nothing of theirs may be given up.
 func NewView(configs []Revisioned, unusable ...string) *View {
-	v := &View{tenants: make(map[string]Revisioned, len(configs)), byKey: map[[sha256.Size]byte]SourceRef{}, unusable: map[string]bool{}, suppressed: map[tenantUser][]string{}}
+	v := &View{tenants: make(map[string]Revisioned, len(configs)), byKey: map[writekey.Hash]SourceRef{}, unusable: map[string]bool{}, suppressed: map[tenantUser][]string{}}
 	for _, tenant := range unusable {
 		v.unusable[tenant] = true
 	}
@@ -63,12 +67,14 @@ func NewView(configs []Revisioned, unusable ...string) *View {
 	}
 	for _, tenant := range v.Tenants() {
 		for _, s := range v.tenants[tenant].Sources {
-			var sum [sha256.Size]byte
-			if n, err := hex.Decode(sum[:], []byte(s.WriteKeySHA256)); err != nil || n != sha256.Size {
-				continue
-			}
-			if _, taken := v.byKey[sum]; !taken {
-				v.byKey[sum] = SourceRef{Tenant: tenant, Source: s}
+			for _, hash := range s.WriteKeySHA256 {
+				var sum writekey.Hash
+				if n, err := hex.Decode(sum[:], []byte(hash)); err != nil || n != sha256.Size {
+					continue
+				}
+				if _, taken := v.byKey[sum]; !taken {
+					v.byKey[sum] = SourceRef{Tenant: tenant, Source: s}
+				}
 			}
 		}
 	}
@@ -100,9 +106,62 @@ func (v *View) Suppressed(ref SourceRef, userID string) bool {
 	return ok && (len(sources) == 0 || slices.Contains(sources, ref.Source.Name))
 }
 
+// KeyOwners returns the Source of each write key.
+func (v *View) KeyOwners() map[writekey.Hash]writekey.Owner {
+	owners := make(map[writekey.Hash]writekey.Owner, len(v.byKey))
+	for hash, ref := range v.byKey {
+		owners[hash] = writekey.Owner{Namespace: ref.Tenant, Source: ref.Source.Name}
+	}
+	return owners
+}
+
+// WithKeys returns the view with the removed keys of a book.
+func (v *View) WithKeys(keys writekey.Book) *View {
+	with := *v
+	with.keys = keys
+	return &with
+}
+
 // SourceByWriteKey finds the Source that a write key belongs to. The key is
 // looked up by its SHA-256, so the time it takes tells nothing about other keys.
 func (v *View) SourceByWriteKey(key string) (SourceRef, bool) {
-	ref, ok := v.byKey[sha256.Sum256([]byte(key))]
+	ref, ok := v.byKey[writekey.HashOf(key)]
 	return ref, ok
+}
+
+// RemovedKey is a write key that belonged to a Source until less than a grace ago.
+type RemovedKey struct {
+	// Source has the name that the key belonged to; exists reports whether there is such a Source now.
+	Source SourceRef
+	Exists bool
+	// Reason says for callers why the key was removed. It names no object.
+	Reason string
+}
+
+// RemovedWriteKey finds a write key that is removed at a time. A caller that
+// uses it should send the call again later.
+func (v *View) RemovedWriteKey(key string, now time.Time) (RemovedKey, bool) {
+	entry, ok := v.keys.Removed(writekey.HashOf(key), now)
+	if !ok {
+		return RemovedKey{}, false
+	}
+	removed := RemovedKey{Source: SourceRef{Tenant: entry.Namespace, Source: Source{Name: entry.Source}}}
+	sources := v.tenants[entry.Namespace].Sources
+	i := slices.IndexFunc(sources, func(s Source) bool { return s.Name == entry.Source })
+	since, until := entry.RemovedAt.UTC().Format(time.RFC3339), v.keys.Until(entry).UTC().Format(time.RFC3339)
+	switch {
+	case i < 0:
+		removed.Reason = "the Source of this write key was removed at " + since + "; add it again, or stop the sender"
+	case len(sources[i].WriteKeySHA256) == 0:
+		removed.Exists = true
+		removed.Reason = "the Source of this write key has had no usable write key since " + since + "; the condition Accepted of the Source gives the reason"
+	default:
+		removed.Exists = true
+		removed.Reason = "this write key was removed from its Source at " + since + "; use the current write key of the Source"
+	}
+	removed.Reason += ". Calls with it are answered 503 until " + until + ", so that they are sent again, and 401 after that"
+	if removed.Exists {
+		removed.Source.Source = sources[i]
+	}
+	return removed, true
 }

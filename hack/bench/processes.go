@@ -291,7 +291,7 @@ func config(list []destination) liveconfig.Config {
 	}
 	for i := range sources {
 		sum := sha256.Sum256([]byte(writeKey(i)))
-		c.Sources = append(c.Sources, liveconfig.Source{Name: fmt.Sprintf("s%04d", i), Revision: "1", Enabled: true, WriteKeySHA256: hex.EncodeToString(sum[:])})
+		c.Sources = append(c.Sources, liveconfig.Source{Name: fmt.Sprintf("s%04d", i), Revision: "1", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}})
 	}
 	for i, d := range list {
 		state := liveconfig.Active

@@ -321,7 +321,7 @@ func TestDefaults(t *testing.T) {
 	want := map[string]string{
 		"Source": `
 enabled: true
-writeKeySecretRef: {name: web-key, key: writeKey}`,
+writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]`,
 		"Redelivery": `
 destination: crm
 rate: 100
@@ -464,8 +464,8 @@ func items(s apiextensionsv1.JSONSchemaProps, n int) []any {
 	list := []any{}
 	for i := range n {
 		if s.Items.Schema.Type == "object" {
-			entry := map[string]any{"name": fmt.Sprintf("n%d", i)}
-			for field, value := range map[string]string{"url": "https://hooks.example/", "value": "v"} {
+			entry, name := map[string]any{}, fmt.Sprintf("n%d", i)
+			for field, value := range map[string]any{"name": name, "url": "https://hooks.example/", "value": "v", "secretKeyRef": map[string]any{"name": name, "key": "k"}} {
 				if _, ok := s.Items.Schema.Properties[field]; ok {
 					entry[field] = value
 				}

@@ -307,7 +307,7 @@ stringData: {writeKey: hush-app-key, sharedSecret: hush-js-secret}
 apiVersion: posthorn.dev/v1alpha1
 kind: Source
 metadata: {name: app}
-spec: {writeKeySecretRef: {name: js, key: writeKey}}
+spec: {writeKeys: [{secretKeyRef: {name: js, key: writeKey}}]}
 ---
 apiVersion: posthorn.dev/v1alpha1
 kind: WebhookDestination
@@ -418,7 +418,7 @@ apiVersion: posthorn.dev/v1alpha1
 kind: Source
 metadata: {name: web}
 spec:
-  writeKeySecretRef: {name: keys, key: writeKey}
+  writeKeys: [{secretKeyRef: {name: keys, key: writeKey}}]
 ---
 apiVersion: posthorn.dev/v1alpha1
 kind: WebhookDestination

@@ -117,7 +117,7 @@ apiVersion: posthorn.dev/v1alpha1
 kind: Source
 metadata: {name: web}
 spec:
-  writeKeySecretRef: {name: keys, key: writeKey}
+  writeKeys: [{secretKeyRef: {name: keys, key: writeKey}}]
   allowedOrigins: ["`+origin+`"]
 `+more)
 	p.deliver(url, enabled)

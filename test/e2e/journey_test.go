@@ -233,7 +233,7 @@ spec:
 apiVersion: posthorn.dev/v1alpha1
 kind: Source
 metadata: {name: ios}
-spec: {writeKeySecretRef: {name: ios-key, key: writeKey}}
+spec: {writeKeys: [{secretKeyRef: {name: ios-key, key: writeKey}}]}
 `)
 		b.kubectl("patch", "whd/crm", "--type=merge", "-p", `{"spec":{"sources":{"names":["ios"]}}}`)
 		b.eventually("whd/crm", "Accepted", "False/NoSource")

@@ -80,7 +80,7 @@ func (t tenant) source(name string) {
 apiVersion: posthorn.dev/v1alpha1
 kind: Source
 metadata: {name: %[1]s}
-spec: {writeKeySecretRef: {name: %[1]s-key, key: writeKey}}
+spec: {writeKeys: [{secretKeyRef: {name: %[1]s-key, key: writeKey}}]}
 `, name))
 }
 

@@ -51,7 +51,7 @@ func eventually(t testing.TB, what string, check func() error) {
 
 func source(name string) liveconfig.Source {
 	sum := sha256.Sum256([]byte("key-" + name))
-	return liveconfig.Source{Name: name, Generation: 1, Revision: "1", Enabled: true, WriteKeySHA256: hex.EncodeToString(sum[:])}
+	return liveconfig.Source{Name: name, Generation: 1, Revision: "1", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}
 }
 
 // destination gets the calls of a Source at a URL, patiently.

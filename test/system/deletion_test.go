@@ -25,7 +25,7 @@ apiVersion: posthorn.dev/v1alpha1
 kind: Source
 metadata: {name: tv}
 spec:
-  writeKeySecretRef: {name: keys, key: sharedSecret}
+  writeKeys: [{secretKeyRef: {name: keys, key: sharedSecret}}]
 `, "crm.yaml": destination("crm", crm.URL, ""), "failing.yaml": destination("failing", failing.URL, ""),
 		"off.yaml": destination("off", crm.URL, "\n  enabled: false\n"), "picky.yaml": destination("picky", crm.URL, "\n  filter: {types: [track]}\n"),
 	})

@@ -418,7 +418,7 @@ apiVersion: posthorn.dev/v1alpha1
 kind: Source
 metadata: {name: web}
 spec:
-  writeKeySecretRef: {name: keys, key: writeKey}
+  writeKeys: [{secretKeyRef: {name: keys, key: writeKey}}]
 `
 }
 

@@ -725,7 +725,7 @@ apiVersion: posthorn.dev/v1alpha1
 kind: Source
 metadata: {name: ios}
 spec:
-  writeKeySecretRef: {name: ios-keys, key: writeKey}
+  writeKeys: [{secretKeyRef: {name: ios-keys, key: writeKey}}]
 `)
 	p.write("crm.yaml", strings.Replace(destination("crm", r.URL, quick), "[web]", "[ios, web]", 1))
 	r.set(func(int) int { return http.StatusServiceUnavailable })

@@ -39,7 +39,7 @@ apiVersion: posthorn.dev/v1alpha1
 kind: Source
 metadata: {name: bench}
 spec:
-  writeKeySecretRef: {name: key, key: writeKey}
+  writeKeys: [{secretKeyRef: {name: key, key: writeKey}}]
 `, *writeKey)
 	if err := os.WriteFile(filepath.Join(manifests, "source.yaml"), []byte(source), 0o600); err != nil {
 		return "", nil, err

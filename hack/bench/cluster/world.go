@@ -122,7 +122,7 @@ func (w *world) apply(ctx context.Context) error {
 		group.Go(func() error {
 			key := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "web-key"}, StringData: map[string]string{"writeKey": "key-of-" + tenant}}
 			source := &v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "web"}}
-			source.Spec.WriteKeySecretRef = v1alpha1.SecretKeyReference{Name: "web-key", Key: "writeKey"}
+			source.Spec.WriteKeys = []v1alpha1.WriteKey{{SecretKeyRef: v1alpha1.SecretKeyReference{Name: "web-key", Key: "writeKey"}}}
 			objects := []client.Object{&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: tenant}}, key, source}
 			for i := range *perTenant {
 				name := destinationName(i)
