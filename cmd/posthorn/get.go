@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"net/url"
 	"strings"
@@ -11,6 +12,7 @@ import (
 
 	"github.com/spf13/cobra"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"k8s.io/cli-runtime/pkg/printers"
 	"sigs.k8s.io/yaml"
 
@@ -131,11 +133,20 @@ func adminURL(admin, path string) string {
 	return strings.TrimSuffix(admin, "/") + path
 }
 
-// ask gets a path of the admin listener.
+// ask gets a path of the admin listener, and prints the warnings of the answer.
 func ask(cmd *cobra.Command, admin, path, accept string) ([]byte, error) {
 	ctx, cancel := context.WithTimeout(cmd.Context(), 30*time.Second)
 	defer cancel()
-	return target{client: http.DefaultClient, url: admin}.get(ctx, path, accept)
+	resp, err := target{client: http.DefaultClient, url: admin}.do(ctx, http.MethodGet, path, accept, nil)
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close()
+	warnings, _ := utilnet.ParseWarningHeaders(resp.Header.Values("Warning"))
+	for _, w := range warnings {
+		fmt.Fprintln(cmd.ErrOrStderr(), "Warning:", w.Text)
+	}
+	return io.ReadAll(io.LimitReader(resp.Body, maxAnswerBytes))
 }
 
 // answerError makes an error of an answer: the message of a Kubernetes Status, or the text.

@@ -46,8 +46,11 @@ func (t target) get(ctx context.Context, path, accept string) ([]byte, error) {
 		return nil, err
 	}
 	defer resp.Body.Close()
-	return io.ReadAll(io.LimitReader(resp.Body, 64<<20))
+	return io.ReadAll(io.LimitReader(resp.Body, maxAnswerBytes))
 }
+
+// maxAnswerBytes bounds what is read of an answer.
+const maxAnswerBytes = 64 << 20
 
 // do sends a request; an answer that is not 200 is an *answer.
 func (t target) do(ctx context.Context, method, path, accept string, body io.Reader) (*http.Response, error) {

@@ -3,6 +3,7 @@ package standalone
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net/http"
 	"slices"
 	"strings"
@@ -13,6 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
@@ -97,6 +99,7 @@ func (c *Control) serve(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	definition := kinds[servedKinds[i]]
+	c.warn(w)
 	var list runtime.Object = c.list(servedKinds[i], namespace, func(o client.Object) bool {
 		return (name == "" || o.GetName() == name) && selector.Matches(labels.Set(o.GetLabels()))
 	})
@@ -118,6 +121,27 @@ func (c *Control) serve(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	write(w, http.StatusOK, table)
+}
+
+// maxWarnings bounds the problems that an answer warns of.
+const maxWarnings = 10
+
+// warn adds the problems of the manifests to an answer, as warnings that kubectl and posthorn get print.
+func (c *Control) warn(w http.ResponseWriter) {
+	problems, _ := c.Problems()
+	for i, p := range problems {
+		text := p.String()
+		if i == maxWarnings {
+			text = fmt.Sprintf("%d more problems; GET /problems lists all", len(problems)-i)
+		}
+		// An error of the YAML parser may have several lines.
+		if header, err := utilnet.NewWarningHeader(299, "posthorn", strings.Join(strings.Fields(text), " ")); err == nil {
+			w.Header().Add("Warning", header)
+		}
+		if i == maxWarnings {
+			return
+		}
+	}
 }
 
 // wantsTable reports whether a client asks for a table before anything else, as kubectl get does.

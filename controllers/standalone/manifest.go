@@ -105,14 +105,16 @@ type parsed struct {
 	// unreadable is true when a document could not be read at all, so that it
 	// is unknown which objects the file has.
 	unreadable bool
-	problems   []Problem
+	// blank is true when the file holds nothing but white space, comments and separators.
+	blank    bool
+	problems []Problem
 	// ignored are the objects of other kinds.
 	ignored []Problem
 }
 
 // parse reads a file's documents. One that is bad changes nothing of the others.
 func parse(file string, text []byte) parsed {
-	p := parsed{}
+	p := parsed{blank: true}
 	split := splitYAML
 	if filepath.Ext(file) == ".json" {
 		split = splitJSON
@@ -125,6 +127,7 @@ func parse(file string, text []byte) parsed {
 		p.unreadable = true
 		p.problems = append(p.problems, Problem{File: file, Document: len(documents) + 1, Message: err.Error()})
 	}
+	p.blank = p.blank && err == nil
 	return p
 }
 
@@ -161,13 +164,14 @@ func (p *parsed) document(file string, number int, text []byte) {
 	}
 	plain, err := yaml.YAMLToJSONStrict(text)
 	if err != nil {
-		p.unreadable = true
+		p.unreadable, p.blank = true, false
 		problem("", fmt.Errorf("not YAML: %s", strings.TrimPrefix(err.Error(), "yaml: ")))
 		return
 	}
 	if string(plain) == "null" {
 		return // comments only
 	}
+	p.blank = false
 	var content map[string]any
 	if err := utiljson.Unmarshal(plain, &content); err != nil {
 		p.unreadable = true

@@ -303,7 +303,7 @@ func TestBrokenManifestsKeepTheLastGoodForm(t *testing.T) {
 	if err := os.Rename(dir+"-away", dir); err != nil {
 		t.Fatal(err)
 	}
-	put(t, dir, "b.yaml", "# nothing\n")
+	put(t, dir, "b.yaml", noObjects)
 	f.runs("default/crm Active")
 }
 
@@ -362,6 +362,8 @@ func TestAudienceIdentity(t *testing.T) {
 	put(t, dir, "vip.yaml", audience(`sourceRef: {name: web}, displayName: A, type: ComputedTrait, maxRemovalPercent: 54`))
 	is("a", 54)
 }
+// noObjects is a manifest that holds no objects, and says so.
+const noObjects = "apiVersion: v1\nkind: List\nitems: []\n"
 
 // An empty folder is a volume that is not mounted, not an order to delete everything.
 func TestEmptyFolderKeepsTheObjects(t *testing.T) {
@@ -375,7 +377,7 @@ func TestEmptyFolderKeepsTheObjects(t *testing.T) {
 	}
 	f = start(t, dir, state)
 	f.runs("default/crm Active")
-	put(t, dir, "a.yaml", "# nothing on purpose\n")
+	put(t, dir, "a.yaml", noObjects)
 	f.runs()
 }
 

@@ -39,6 +39,8 @@ type store struct {
 
 type file struct {
 	text []byte
+	// good is the newest text that was neither empty, cut off nor unreadable; nil before that.
+	good []byte
 	parsed
 }
 
@@ -62,9 +64,24 @@ func (s *store) load(marks []mark, now time.Time) {
 	files := map[string]*file{}
 	next := map[id]*stored{}
 	before := s.sorted()
+	present := map[id]bool{}
 	for _, mark := range marks {
 		f := s.read(mark.path)
 		files[mark.path] = f
+		for _, o := range f.objects {
+			present[o.id] = true
+		}
+		for _, id := range f.broken {
+			present[id] = true
+		}
+	}
+	for _, mark := range marks {
+		f := files[mark.path]
+		if half := s.halfWritten(mark.path, f, present); half != "" {
+			f = &file{parsed: parsed{unreadable: true, problems: []Problem{{File: mark.path, Message: half}}}}
+		} else if !f.unreadable {
+			f.good = f.text
+		}
 		s.problems = append(s.problems, f.problems...)
 		s.ignored = append(s.ignored, f.ignored...)
 		take := func(o *object) {
@@ -123,7 +140,44 @@ func (s *store) read(path string) *file {
 	if old != nil && old.text != nil && bytes.Equal(old.text, text) {
 		return old
 	}
-	return &file{text: text, parsed: parse(path, text)}
+	f := &file{text: text, parsed: parse(path, text)}
+	if old != nil {
+		f.good = old.good
+	}
+	return f
+}
+
+// halfWritten returns why a file is taken for one that was not written to its
+// end, or "". Such a file keeps its last good objects. present are the objects of all files.
+func (s *store) halfWritten(path string, f *file, present map[id]bool) string {
+	missing := 0
+	for id, o := range s.objects {
+		if o.file == path && !present[id] {
+			missing++
+		}
+	}
+	switch {
+	case f.unreadable || missing == 0:
+		return ""
+	case f.blank:
+		return fmt.Sprintf("the file is empty, and %d objects were in it: their last good form stays; to delete them remove the file, or write an empty List to it (apiVersion: v1, kind: List, items: [])", missing)
+	case cutInDocument(f.good, f.text):
+		return fmt.Sprintf("the file ends within a document of its last good form, and the objects behind that (%d) are missing: the last good form of the file stays; write the file to its end, or end it behind a document", missing)
+	}
+	return ""
+}
+
+// cutInDocument reports whether a text is the beginning of a whole one and ends
+// within a YAML document of it. A text that ends behind a document may be an edit.
+func cutInDocument(whole, text []byte) bool {
+	rest, ok := bytes.CutPrefix(whole, text)
+	if !ok {
+		return false
+	}
+	endsLine := bytes.HasSuffix(text, []byte("\n")) || bytes.HasPrefix(rest, []byte("\n")) || bytes.HasPrefix(rest, []byte("\r\n"))
+	document := bytes.TrimLeft(rest, " \t\r\n")
+	behind := endsLine && (len(document) == 0 || bytes.HasPrefix(document, []byte("---")))
+	return !behind && !bytes.HasSuffix(bytes.TrimRight(text, " \t\r\n"), []byte("\n---"))
 }
 
 // admitUpdate checks a changed object against its former state.

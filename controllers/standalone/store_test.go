@@ -1,0 +1,166 @@
+package standalone
+
+import (
+	"net/http/httptest"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
+)
+
+// Each case replaces a file of three objects, in a store that has read the file
+// before and in one that only has the state of an earlier process.
+func TestHalfWrittenFiles(t *testing.T) {
+	const (
+		source = "apiVersion: posthorn.dev/v1alpha1\nkind: Source\nmetadata: {name: web}\nspec:\n  writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]\n  allowedOrigins: [\"https://shop.example\"]\n"
+		good   = secret + "---\n" + source + "---\n" + webDestination
+		empty  = "the file is empty, and 3 objects were in it: their last good form stays"
+		within = "the file ends within a document of its last good form"
+	)
+	key, web, crm := "Secret default/web-key", "Source default/web", "WebhookDestination default/crm"
+	all := []string{key, web, crm}
+	before := func(text string) string { return good[:strings.Index(good, text)] }
+	for name, c := range map[string]struct {
+		text    string
+		objects []string
+		problem string
+		// restored are the objects in a process that did not read the file before; nil is the same ones.
+		restored []string
+	}{
+		"0 bytes":                        {text: "", objects: all, problem: empty},
+		"white space":                    {text: " \n\n", objects: all, problem: empty},
+		"comments and separators":        {text: "# later\n---\n# more\n", objects: all, problem: empty},
+		"cut within a value":             {text: before("stringData") + "stri", objects: all, problem: "not YAML"},
+		"cut in a document, not valid":   {text: before("spec:"), objects: all, problem: within, restored: []string{key, web}},
+		"cut in a document, still valid": {text: before("  allowedOrigins"), objects: all, problem: within, restored: []string{key, web}},
+		"cut behind a document":          {text: secret, objects: []string{key}},
+		"cut before the line end":        {text: strings.TrimSuffix(secret, "\n"), objects: []string{key}},
+		"cut behind the separator":       {text: secret + "---\n", objects: []string{key}},
+		"the end of the last document":   {text: good + "# a comment", objects: all},
+		"another beginning":              {text: "# mine\n" + secret, objects: []string{key}},
+		"an empty List":                  {text: noObjects},
+		"another kind alone":             {text: "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: a}\n"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir, state := t.TempDir(), filepath.Join(t.TempDir(), "manifests.json")
+			now := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+			load := func(s *store, text string, wantObjects []string, wantProblem string) {
+				t.Helper()
+				put(t, dir, "a.yaml", text)
+				marks, err := manifests(dir)
+				if err != nil {
+					t.Fatal(err)
+				}
+				s.load(marks, now)
+				var objects, problems []string
+				for _, o := range s.sorted() {
+					objects = append(objects, o.String())
+				}
+				for _, p := range s.problems {
+					problems = append(problems, p.String())
+				}
+				if diff := cmp.Diff(wantObjects, objects); diff != "" {
+					t.Errorf("objects (-want +got):\n%s", diff)
+				}
+				if got := strings.Join(problems, "\n"); (wantProblem == "") != (got == "") || !strings.Contains(got, wantProblem) {
+					t.Errorf("problems %q, want one with %q", got, wantProblem)
+				}
+			}
+			s := newStore()
+			load(s, good, all, "")
+			revisions := s.objects[id{kindSource, "default", "web"}].generation
+			if err := s.save(state); err != nil {
+				t.Fatal(err)
+			}
+			for range 2 { // The same text again is the same mistake.
+				load(s, c.text, c.objects, c.problem)
+			}
+			if web := s.objects[id{kindSource, "default", "web"}]; web != nil && web.generation != revisions {
+				t.Errorf("the Source has generation %d, want its last good form, %d", web.generation, revisions)
+			}
+			load(s, good, all, "")
+
+			restored := newStore()
+			if err := restored.restore(state); err != nil {
+				t.Fatal(err)
+			}
+			if c.restored == nil {
+				load(restored, c.text, c.objects, c.problem)
+			} else if put(t, dir, "a.yaml", c.text); true {
+				marks, _ := manifests(dir)
+				restored.load(marks, now)
+				var objects []string
+				for _, o := range restored.sorted() {
+					objects = append(objects, o.String())
+				}
+				if diff := cmp.Diff(c.restored, objects); diff != "" {
+					t.Errorf("after a restart, objects (-want +got):\n%s", diff)
+				}
+			}
+		})
+	}
+}
+
+// A file that never held objects may be empty, and its objects may move to another file.
+func TestEmptyFilesWithoutObjects(t *testing.T) {
+	dir := t.TempDir()
+	load := func(s *store, want ...string) {
+		t.Helper()
+		marks, err := manifests(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.load(marks, time.Now())
+		var objects []string
+		for _, o := range s.sorted() {
+			objects = append(objects, o.String())
+		}
+		if !slices.Equal(objects, want) || len(s.problems) > 0 {
+			t.Errorf("objects %q, want %q; problems %v", objects, want, s.problems)
+		}
+	}
+	put(t, dir, "a.yaml", "# objects follow\n")
+	put(t, dir, "b.yaml", secret)
+	s := newStore()
+	load(s, "Secret default/web-key")
+	put(t, dir, "b.yaml", "")
+	put(t, dir, "a.yaml", secret)
+	load(s, "Secret default/web-key")
+}
+
+// Whoever asks for objects is told of problems with manifests, in the form that kubectl prints.
+func TestProblemsAreWarnings(t *testing.T) {
+	dir := t.TempDir()
+	put(t, dir, "a.yaml", secret)
+	for _, name := range "bcdefghijklm" {
+		put(t, dir, string(name)+".yaml", "a: [\n")
+	}
+	c := New(Options{Dir: dir})
+	marks, err := manifests(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.store.load(marks, time.Now())
+	put(t, dir, "a.yaml", "")
+	if marks, err = manifests(dir); err != nil {
+		t.Fatal(err)
+	}
+	c.store.load(marks, time.Now())
+
+	w := httptest.NewRecorder()
+	c.Handler().ServeHTTP(w, httptest.NewRequest("GET", Prefix+"/sources", nil))
+	warnings, errs := utilnet.ParseWarningHeaders(w.Header().Values("Warning"))
+	if w.Code != 200 || len(errs) > 0 || len(warnings) != maxWarnings+1 {
+		t.Fatalf("%d, %d warnings, want %d: %v %v", w.Code, len(warnings), maxWarnings+1, warnings, errs)
+	}
+	if first := warnings[0].Text; !strings.Contains(first, "a.yaml: the file is empty") {
+		t.Errorf("the first warning is %q, want that of a.yaml", first)
+	}
+	if last := warnings[maxWarnings].Text; last != "3 more problems; GET /problems lists all" {
+		t.Errorf("the last warning is %q", last)
+	}
+}
