@@ -13,6 +13,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/route"
+	"github.com/posthorn/posthorn/dispatcher/writekey"
 	"github.com/posthorn/posthorn/event"
 )
 
@@ -39,12 +40,15 @@ type configs struct {
 	apply func(*liveconfig.View) error
 	// grace is how long lanes are kept that a view does not name any more.
 	grace time.Duration
+	// memory keeps keys over a restart.
+	memory memory
 
 	// mu is held while a config is put into effect, which may wait for a disk that is full.
 	mu      sync.Mutex
 	good    map[string]liveconfig.Revisioned
 	routers map[string]*route.Router
 	synced  bool
+	keys    writekey.Book
 
 	// telling guards what reports tell; it is held for moments only, and taken after mu.
 	telling sync.Mutex
@@ -55,12 +59,14 @@ type configs struct {
 	current atomic.Pointer[running]
 }
 
-func newConfigs(log *slog.Logger, grace time.Duration, apply func(*liveconfig.View) error) *configs {
-	return &configs{
-		log: log, apply: apply, grace: cmp.Or(grace, delivery.DefaultOrphanGrace),
+func newConfigs(log *slog.Logger, grace time.Duration, memory memory, apply func(*liveconfig.View) error) *configs {
+	c := &configs{
+		log: log, apply: apply, grace: cmp.Or(grace, delivery.DefaultOrphanGrace), memory: memory,
 		good: map[string]liveconfig.Revisioned{}, routers: map[string]*route.Router{}, refused: map[string]liveconfig.RefusedConfig{},
 		applied: map[string]time.Time{},
 	}
+	c.keys = recoverKeys(log, c.grace, memory)
+	return c
 }
 
 // Set decodes, checks and takes a tenant's config.
@@ -133,8 +139,10 @@ func (c *configs) swap(tenant string) {
 			unusable = append(unusable, t)
 		}
 	}
+	view := liveconfig.NewView(slices.Collect(maps.Values(c.good)), unusable...)
+	keys, changes := c.keys.Next(time.Now(), view.KeyOwners(), view.Unusable)
 	next := &running{
-		view:    liveconfig.NewView(slices.Collect(maps.Values(c.good)), unusable...),
+		view:    view.WithKeys(keys),
 		routers: maps.Clone(c.routers), routing: new(atomic.Int64),
 	}
 	c.route(next)
@@ -143,7 +151,10 @@ func (c *configs) swap(tenant string) {
 		c.log.Error("live config could not be put into effect", "namespace", tenant, "error", err)
 		return
 	}
-	if c.current.Swap(next) == nil {
+	c.keys = keys
+	first := c.current.Swap(next) == nil
+	c.followKeys(changes)
+	if first {
 		c.log.Info("first full config in effect; calls are taken", "namespaces", len(c.good))
 		return
 	}

@@ -64,7 +64,8 @@ type Options struct {
 	// ShutdownDelay is how long a pod that is asked to stop still takes calls
 	// while it says it is not ready, so that a Service takes it out first. Default 0.
 	ShutdownDelay time.Duration
-	// OrphanGrace is how long the messages of a deleted destination are kept. Default 10 min.
+	// OrphanGrace is how long the messages of a deleted destination are kept, and
+	// how long calls with a removed write key are answered 503. Default 10 min.
 	OrphanGrace time.Duration
 	// TrustedProxies may say in X-Forwarded-For whom they forward for.
 	TrustedProxies []netip.Prefix
@@ -161,7 +162,7 @@ func New(o Options) (*Dispatcher, error) {
 		Store: settled, Client: d.client, Logger: o.Logger, Registerer: d.metrics, Tracer: o.Tracer,
 		OrphanGrace: o.OrphanGrace, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.roomForDeadLetters,
 	})
-	d.configs = newConfigs(o.Logger, o.OrphanGrace, d.engine.Apply)
+	d.configs = newConfigs(o.Logger, o.OrphanGrace, d.store, d.engine.Apply)
 	d.metrics.MustRegister(reportCollector{d})
 	d.ingest = ingest.New(ingest.Options{
 		View: d.configs.view, Skip: d.configs.skip, BeginRouting: d.configs.beginRouting,

@@ -116,6 +116,11 @@ func (s *Service) request(r *http.Request) (q Request, bad *Refusal) {
 		return q, refuse(http.StatusUnauthorized, "no_write_key", "no write key; send it as HTTP Basic user name (curl -u KEY:)")
 	}
 	ref, ok := view.SourceByWriteKey(key)
+	if !ok {
+		if removed, ok := view.RemovedWriteKey(key, time.Now()); ok {
+			return q, &Refusal{Status: http.StatusServiceUnavailable, Code: "write_key_removed", Message: removed.Reason, RetryAfter: 10}
+		}
+	}
 	switch {
 	case !ok && !view.Complete():
 		return q, &Refusal{Status: http.StatusServiceUnavailable, Code: "not_ready", Message: "some Sources are not loaded; send again", RetryAfter: 1}

@@ -66,6 +66,7 @@ const (
 	codeTooSlow         = "body_too_slow"
 	codeNoWriteKey      = "no_write_key"
 	codeUnknownKey      = "unknown_write_key"
+	codeKeyRemoved      = "write_key_removed"
 	codeSourceDisabled  = "source_disabled"
 	codeOriginDenied    = "origin_not_allowed"
 	codeSuppressed      = "user_suppressed"
@@ -82,6 +83,7 @@ const (
 	retryAfterNotReady  = 1
 	retryAfterBusy      = 1
 	retryAfterFull      = 10
+	retryAfterRemoved   = 10
 	maxRetryAfter       = 300
 	defaultMaxBuffered  = 256 << 20
 	corsMaxAge          = "7200"
@@ -478,6 +480,12 @@ func (h *Handler) authenticate(w http.ResponseWriter, q *request, key string) *r
 	}
 	ref, ok := q.view.SourceByWriteKey(key)
 	if !ok {
+		if removed, ok := q.view.RemovedWriteKey(key, h.Now()); ok {
+			if removed.Exists { // Its owner sees in its status that senders still use the key.
+				q.source = h.sourceOf(removed.Source)
+			}
+			return refuse(http.StatusServiceUnavailable, codeKeyRemoved, removed.Reason).again(retryAfterRemoved)
+		}
 		if !q.view.Complete() {
 			return refuse(http.StatusServiceUnavailable, codeNotReady, "some Sources are not loaded; send again").again(retryAfterBusy)
 		}

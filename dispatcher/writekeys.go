@@ -1,0 +1,95 @@
+package dispatcher
+
+import (
+	"cmp"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/writekey"
+)
+
+// memory is the part of queue.Store that keeps the entries of write keys.
+type memory interface {
+	Remember(name string, value []byte) error
+	Remembered() (map[string][]byte, error)
+}
+
+// keyPrefix begins the names under which the store keeps the entries of write
+// keys. Known keys are kept as well, so that a key that is removed while the
+// dispatcher is down is removed, and not unknown, when it starts.
+const keyPrefix = "writekey/"
+
+// recoverKeys reads the entries that an earlier run kept.
+func recoverKeys(log *slog.Logger, grace time.Duration, memory memory) writekey.Book {
+	entries := map[writekey.Hash]writekey.Entry{}
+	all, err := memory.Remembered()
+	if err != nil {
+		log.Warn("removed write keys could not be read; calls with them are answered 401", "error", err)
+	}
+	for name, value := range all {
+		text, ok := strings.CutPrefix(name, keyPrefix)
+		var hash writekey.Hash
+		var entry writekey.Entry
+		if !ok || len(text) != hex.EncodedLen(len(hash)) || json.Unmarshal(value, &entry) != nil {
+			continue
+		}
+		if _, err := hex.Decode(hash[:], []byte(text)); err == nil {
+			entries[hash] = entry
+		}
+	}
+	return writekey.NewBook(grace, entries)
+}
+
+// maxLoggedKeys bounds the log lines of one config change.
+const maxLoggedKeys = 20
+
+// followKeys keeps changed entries in the store and logs the keys that were removed or restored.
+func (c *configs) followKeys(changes []writekey.Change) {
+	slices.SortFunc(changes, func(a, b writekey.Change) int {
+		return cmp.Or(strings.Compare(owner(a).Namespace, owner(b).Namespace), strings.Compare(owner(a).Source, owner(b).Source))
+	})
+	logged, failed := 0, error(nil)
+	for _, change := range changes {
+		var value []byte
+		if change.After != (writekey.Entry{}) {
+			value, _ = json.Marshal(change.After) // It has no fields that could fail.
+		}
+		hash := hex.EncodeToString(change.Hash[:])
+		if err := c.memory.Remember(keyPrefix+hash, value); err != nil && !errors.Is(err, queue.ErrClosed) {
+			failed = err
+		}
+		removed, restored := change.Before.Known() && change.After.Removed(), change.Before.Removed() && change.After.Known()
+		if !removed && !restored {
+			continue
+		}
+		if logged++; logged > maxLoggedKeys {
+			continue
+		}
+		log := c.log.With("namespace", owner(change).Namespace, "source", owner(change).Source, "sha256", hash[:8])
+		if removed {
+			log.Warn("write key removed; calls with it are answered 503, then 401", "until", c.keys.Until(change.After).UTC().Format(time.RFC3339))
+		} else {
+			log.Info("write key restored; calls with it are accepted")
+		}
+	}
+	if logged > maxLoggedKeys {
+		c.log.Warn("more write keys removed or restored", "suppressed", logged-maxLoggedKeys)
+	}
+	if failed != nil {
+		c.log.Warn("write keys could not be stored; after a restart calls with removed ones are answered 401", "error", failed)
+	}
+}
+
+// owner returns the Source that a change of its key concerns.
+func owner(c writekey.Change) writekey.Owner {
+	if c.After == (writekey.Entry{}) {
+		return c.Before.Owner
+	}
+	return c.After.Owner
+}
