@@ -362,6 +362,7 @@ func TestAudienceIdentity(t *testing.T) {
 	put(t, dir, "vip.yaml", audience(`sourceRef: {name: web}, displayName: A, type: ComputedTrait, maxRemovalPercent: 54`))
 	is("a", 54)
 }
+
 // noObjects is a manifest that holds no objects, and says so.
 const noObjects = "apiVersion: v1\nkind: List\nitems: []\n"
 

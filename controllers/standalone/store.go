@@ -135,7 +135,11 @@ func (s *store) read(path string) *file {
 			err = pathErr.Err
 		}
 		s.unread = true
-		return &file{parsed: parsed{unreadable: true, problems: []Problem{{File: path, Message: err.Error()}}}}
+		f := &file{parsed: parsed{unreadable: true, problems: []Problem{{File: path, Message: err.Error()}}}}
+		if old != nil {
+			f.good = old.good
+		}
+		return f
 	}
 	if old != nil && old.text != nil && bytes.Equal(old.text, text) {
 		return old
