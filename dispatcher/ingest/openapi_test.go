@@ -107,6 +107,10 @@ func TestOpenAPIIsTrue(t *testing.T) {
 		"not_ready":    func(f *fixture) *http.Request { f.view = nil; return post("/v1/track", "web-key", track) },
 		"busy":         func(f *fixture) *http.Request { f.MaxBuffered = 1; return post("/v1/track", "web-key", track) },
 		"storage_full": func(f *fixture) *http.Request { f.err = queue.ErrFull; return post("/v1/track", "web-key", track) },
+		"write_key_removed": func(f *fixture) *http.Request {
+			f.remove("old-key", "web")
+			return post("/v1/track", "old-key", track)
+		},
 		"storage_failed": func(f *fixture) *http.Request {
 			f.err = errTest
 			return post("/v1/track", "web-key", track)

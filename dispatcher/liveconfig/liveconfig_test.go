@@ -201,6 +201,34 @@ func TestAWriteKeyHasOneTenant(t *testing.T) {
 	}
 }
 
+// A config of release 0.2.0 has one hash, as a string. A config with one key is
+// encoded in that form, so that dispatchers of both releases read it.
+func TestWriteKeyHashesOfRelease020(t *testing.T) {
+	one, two := strings.Repeat("ab", 32), strings.Repeat("cd", 32)
+	for text, want := range map[string]KeyHashes{
+		`{"name":"web","generation":0,"revision":"","enabled":false}`:                                                nil,
+		`{"name":"web","generation":0,"revision":"","enabled":false,"writeKeySHA256":"` + one + `"}`:                 {one},
+		`{"name":"web","generation":0,"revision":"","enabled":false,"writeKeySHA256":["` + one + `","` + two + `"]}`: {one, two},
+	} {
+		var source Source
+		if err := json.Unmarshal([]byte(text), &source); err != nil {
+			t.Errorf("%s: %v", text, err)
+		}
+		if diff := cmp.Diff(want, source.WriteKeySHA256); diff != "" {
+			t.Errorf("%s is read as (-want +got):\n%s", text, diff)
+		}
+		if again, err := json.Marshal(source); err != nil || string(again) != text {
+			t.Errorf("%s is written as %s (%v)", text, again, err)
+		}
+	}
+	view := NewView([]Revisioned{{Config: Config{Tenant: "a", Sources: []Source{{Name: "web", WriteKeySHA256: KeyHashes{hex.EncodeToString(hashOf("old")), hex.EncodeToString(hashOf("new"))}}}}}})
+	for _, key := range []string{"old", "new"} {
+		if ref, ok := view.SourceByWriteKey(key); !ok || ref.Key() != "a/web" {
+			t.Errorf("key %q leads to %v %v, want Source a/web", key, ref, ok)
+		}
+	}
+}
+
 func hashOf(key string) []byte {
 	sum := sha256.Sum256([]byte(key))
 	return sum[:]
