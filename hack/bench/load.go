@@ -18,15 +18,21 @@ import (
 	"time"
 )
 
+// Values of orderId in a call: a string, and a number that JavaScript would change.
+const (
+	plainID = `"50314b8e9bcf000000000000"`
+	longID  = `50314809012345678901234567`
+)
+
 // appendBody appends a call of about 1 KB.
-func appendBody(dst []byte, id int64) []byte {
+func appendBody(dst []byte, id int64, orderID string) []byte {
 	return fmt.Appendf(dst, `{"type":"track","event":"Order Completed","userId":"user-%d","messageId":"bench-%d-%d","timestamp":"%s",`+
-		`"properties":{%s%d,"orderId":"50314b8e9bcf000000000000","total":27.5,"revenue":25,"currency":"USD","coupon":"hasbros","discount":2.5,`+
+		`"properties":{%s%d,"orderId":%s,"total":27.5,"revenue":25,"currency":"USD","coupon":"hasbros","discount":2.5,`+
 		`"products":[{"productId":"507f1f77bcf86cd799439011","sku":"45790-32","name":"Monopoly: 3rd Edition","price":19,"quantity":1,"category":"Games"},`+
 		`{"productId":"505bd76785ebb509fc183733","sku":"46493-32","name":"Uno Card Game","price":3,"quantity":2,"category":"Games"}]},`+
 		`"context":{"library":{"name":"analytics-go","version":"2.1.0"},"userAgent":"Mozilla/5.0 (Macintosh; Intel Mac OS X 10_15_7) AppleWebKit/605.1.15",`+
 		`"locale":"en-US","page":{"path":"/checkout","title":"Checkout","url":"https://shop.example/checkout"}}}`,
-		id%1000, os.Getpid(), id, time.Now().UTC().Format("2006-01-02T15:04:05.000Z"), stamp, time.Now().UnixMicro())
+		id%1000, os.Getpid(), id, time.Now().UTC().Format("2006-01-02T15:04:05.000Z"), stamp, time.Now().UnixMicro(), orderID)
 }
 
 // counters are what a process has used since it began.
@@ -96,6 +102,7 @@ func (s sample) mean(t sample) sample {
 type load struct {
 	batch, clients int
 	perSecond      float64 // 0: as fast as it is taken
+	longNumbers    bool    // each message has one
 }
 
 // throughput runs a dispatcher under a load. Senders stop while too much waits,
@@ -124,6 +131,10 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 	if l.perSecond > 0 {
 		gap = time.Duration(float64(l.batch*l.clients) / l.perSecond * float64(time.Second))
 	}
+	orderID := plainID
+	if l.longNumbers {
+		orderID = longID
+	}
 	for n := range l.clients {
 		group.Go(func() {
 			s := newSender(p)
@@ -140,7 +151,7 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 				for sent.Load()*int64(perSource)-delivered.Load() > 8000*int64(perSource) && ctx.Err() == nil {
 					time.Sleep(time.Millisecond)
 				}
-				if err := s.send(i%p.sources, l.batch, &id); err != nil && ctx.Err() == nil {
+				if err := s.send(i%p.sources, l.batch, orderID, &id); err != nil && ctx.Err() == nil {
 					fmt.Fprintln(os.Stderr, "send:", err)
 					return
 				}
@@ -215,7 +226,7 @@ func (b *bench) fill(p *dispatcherProcess, n int) (time.Duration, error) {
 			s := newSender(p)
 			defer s.close()
 			for id.Load() < int64(n) {
-				if err := s.send(0, 100, &id); err != nil {
+				if err := s.send(0, 100, plainID, &id); err != nil {
 					failed.Store(&err)
 					return
 				}
@@ -247,7 +258,7 @@ func (s *sender) close() {
 	}
 }
 
-func (s *sender) send(source, batch int, id *atomic.Int64) error {
+func (s *sender) send(source, batch int, orderID string, id *atomic.Int64) error {
 	if s.conn == nil {
 		conn, err := net.Dial("tcp", s.addr)
 		if err != nil {
@@ -257,7 +268,7 @@ func (s *sender) send(source, batch int, id *atomic.Int64) error {
 	}
 	path := "/v1/track"
 	if batch == 1 {
-		s.calls = appendBody(s.calls[:0], id.Add(1))
+		s.calls = appendBody(s.calls[:0], id.Add(1), orderID)
 	} else {
 		path = "/v1/batch"
 		s.calls = append(s.calls[:0], `{"batch":[`...)
@@ -265,7 +276,7 @@ func (s *sender) send(source, batch int, id *atomic.Int64) error {
 			if i > 0 {
 				s.calls = append(s.calls, ',')
 			}
-			s.calls = appendBody(s.calls, id.Add(1))
+			s.calls = appendBody(s.calls, id.Add(1), orderID)
 		}
 		s.calls = append(s.calls, `]}`...)
 	}

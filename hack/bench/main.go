@@ -133,6 +133,7 @@ var measurements = []struct {
 	{"direct", measureDirect},
 	{"batches", measureBatches},
 	{"singles", measureSingles},
+	{"numbers", measureNumbers},
 	{"queue", measureQueue},
 	{"latency", measureLatency},
 	{"isolation", measureIsolation},
@@ -207,6 +208,28 @@ func measureSingles(ctx context.Context, b *bench) ([]row, error) {
 		return nil, err
 	}
 	return []row{atLeast("delivered/s, single calls, of direct", got.rate/direct.rate, 0.40, fmt.Sprintf("%.2f (%.0f/s)", got.rate/direct.rate, got.rate)), split(got), cost(got), commits(got)}, nil
+}
+
+// measureNumbers compares messages that have a long number, which becomes a string
+// at delivery, with messages that have none.
+func measureNumbers(ctx context.Context, b *bench) ([]row, error) {
+	l := load{batch: 20, clients: 8}
+	before, err := b.throughput(ctx, l, destinations(1, b.sink.Addr))
+	if err != nil {
+		return nil, err
+	}
+	long := l
+	long.longNumbers = true
+	got, err := b.throughput(ctx, long, destinations(1, b.sink.Addr))
+	if err != nil {
+		return nil, err
+	}
+	after, err := b.throughput(ctx, l, destinations(1, b.sink.Addr))
+	if err != nil {
+		return nil, err
+	}
+	plain := before.mean(after)
+	return []row{below("CPU per message with a long number, of one without", got.cpu/plain.cpu, 1.5, fmt.Sprintf("%.2f (%.1f us)", got.cpu/plain.cpu, got.cpu), "<= 1.5")}, nil
 }
 
 // measureQueue runs the queue alone: append of 20 durably, lease, ack.

@@ -180,7 +180,7 @@ func queueRole(args []string) error {
 	var appended, settled atomic.Int64
 	var group errgroup.Group
 	begin := time.Now()
-	payload := appendBody(nil, 1)
+	payload := appendBody(nil, 1, plainID)
 	for range 8 {
 		group.Go(func() error {
 			for time.Since(begin) < window {
@@ -241,7 +241,7 @@ func directRole(args []string) error {
 	}
 	var sent atomic.Int64
 	var group sync.WaitGroup
-	message := string(appendBody(nil, 1))
+	message := string(appendBody(nil, 1, plainID))
 	begin := time.Now()
 	for n := range connection {
 		group.Go(func() {
