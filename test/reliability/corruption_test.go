@@ -120,9 +120,10 @@ func damage(t *testing.T, rnd *rand.Rand, dir string) string {
 	if err != nil {
 		t.Fatal(err)
 	}
+	// The other files of the store are those of pebblestore's TestDamageSuite.
 	names = slices.DeleteFunc(names, func(name string) bool {
 		info, err := os.Stat(name)
-		return err != nil || info.Size() < 16 || strings.HasPrefix(filepath.Base(name), "OPTIONS")
+		return err != nil || info.Size() < 16 || !strings.HasPrefix(filepath.Base(name), "MANIFEST") && filepath.Ext(name) == ""
 	})
 	name := names[rnd.IntN(len(names))]
 	b, err := os.ReadFile(name)

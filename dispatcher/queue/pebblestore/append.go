@@ -251,6 +251,7 @@ func (c *committer) write() {
 	g.started = time.Now()
 	now := s.o.Now().UnixMilli()
 	g.batch = s.db.NewBatchWithSize(g.bytes + 128*g.count + 64)
+	_ = g.batch.LogData(s.fs.positions.mark(), nil)
 	s.duplicates.begin(g.batch, now)
 	for _, r := range g.requests {
 		r.err = c.add(g.batch, r)
@@ -303,7 +304,9 @@ func (c *committer) finish(g *commit) {
 	for _, t := range g.touched {
 		t.log.durableBytes.Store(t.after.bytes)
 		t.log.durable.Store(t.after.head)
+		s.accepted.put(t.log, t.after)
 	}
+	s.accepted.write()
 	for _, r := range g.requests {
 		r.answer <- struct{}{}
 	}

@@ -138,6 +138,7 @@ func (s *Store) maintain(all bool) {
 	s.disk.maintaining.Lock()
 	defer s.disk.maintaining.Unlock()
 	s.disk.look()
+	s.syncPositions()
 	if err := s.trim(all || s.disk.full.Load()); err != nil {
 		s.log.Error("freeing delivered messages failed; trying again", "error", s.explain(err))
 	}
@@ -286,6 +287,8 @@ type patientFS struct {
 	compact atomic.Int64
 	// synced takes how long each sync of the engine's log took.
 	synced func(time.Duration)
+	// positions are how far the logs and the manifest were synced.
+	positions syncedFiles
 }
 
 // patience is the time between two tries, and how long a closing store tries.
@@ -303,6 +306,7 @@ const (
 	compactStep                       = 256 << 10
 	// writeAhead is the category of the engine's log, whose syncs make messages durable.
 	writeAhead vfs.DiskWriteCategory = "pebble-wal"
+	manifests  vfs.DiskWriteCategory = "pebble-manifest"
 )
 
 // giveUp ends the patience of writes that wait, and of those to come, after fullGrace tries.
@@ -331,7 +335,7 @@ func isFull(err error) bool {
 	return err != nil && (errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT))
 }
 
-func (fs *patientFS) file(c vfs.DiskWriteCategory, open func() (vfs.File, error)) (f vfs.File, err error) {
+func (fs *patientFS) file(name string, c vfs.DiskWriteCategory, open func() (vfs.File, error)) (f vfs.File, err error) {
 	err = fs.try(func() error {
 		f, err = open()
 		return err
@@ -340,8 +344,12 @@ func (fs *patientFS) file(c vfs.DiskWriteCategory, open func() (vfs.File, error)
 		return nil, err
 	}
 	p := &patientFile{File: f, fs: fs}
-	if c == writeAhead {
-		return &logFile{p}, nil
+	journal := &journalFile{patientFile: p, name: fs.PathBase(name)}
+	switch c {
+	case writeAhead:
+		return &logFile{journal}, nil
+	case manifests:
+		return journal, nil
 	}
 	return p, nil
 }
@@ -378,15 +386,16 @@ func (fs *patientFS) Create(name string, c vfs.DiskWriteCategory) (vfs.File, err
 	if c == compaction {
 		return fs.output(name)
 	}
-	return fs.file(c, func() (vfs.File, error) { return fs.FS.Create(name, c) })
+	return fs.file(name, c, func() (vfs.File, error) { return fs.FS.Create(name, c) })
 }
 
 func (fs *patientFS) OpenReadWrite(name string, c vfs.DiskWriteCategory, opts ...vfs.OpenOption) (vfs.File, error) {
-	return fs.file(c, func() (vfs.File, error) { return fs.FS.OpenReadWrite(name, c, opts...) })
+	return fs.file(name, c, func() (vfs.File, error) { return fs.FS.OpenReadWrite(name, c, opts...) })
 }
 
 func (fs *patientFS) ReuseForWrite(oldname, newname string, c vfs.DiskWriteCategory) (vfs.File, error) {
-	return fs.file(c, func() (vfs.File, error) { return fs.FS.ReuseForWrite(oldname, newname, c) })
+	fs.positions.removed(fs.PathBase(oldname))
+	return fs.file(newname, c, func() (vfs.File, error) { return fs.FS.ReuseForWrite(oldname, newname, c) })
 }
 
 func (fs *patientFS) Link(oldname, newname string) error {
@@ -407,6 +416,7 @@ func (fs *patientFS) Remove(name string) error {
 	if err := fs.syncDir(name); err != nil {
 		return err
 	}
+	fs.positions.removed(fs.PathBase(name))
 	return fs.FS.Remove(name)
 }
 
@@ -457,11 +467,11 @@ func (f *patientFile) Preallocate(off, n int64) error {
 }
 
 // logFile tells how long its syncs take.
-type logFile struct{ *patientFile }
+type logFile struct{ *journalFile }
 
 func (f *logFile) SyncData() error {
 	started := time.Now()
-	err := f.patientFile.SyncData()
+	err := f.journalFile.SyncData()
 	f.fs.synced(time.Since(started))
 	return err
 }

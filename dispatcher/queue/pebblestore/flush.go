@@ -102,7 +102,7 @@ func (s *Store) flushLanes(write *pebble.WriteOptions) error {
 		return nil
 	}
 	s.flusher.syncing()
-	return s.db.LogData(nil, pebble.Sync)
+	return s.db.LogData(s.fs.positions.mark(), pebble.Sync)
 }
 
 // flushSome writes a few lanes as one batch. It holds the locks of all of them

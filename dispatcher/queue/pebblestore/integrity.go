@@ -18,12 +18,12 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs/atomicfs"
 )
 
-// The engine finds damage of its tables and of its log by checksums. Of its
-// manifest, the list of the tables that count, it reads what it can and takes a
-// damaged part for the torn end that a crash leaves; tables that were listed
-// there would be deleted. So the manifest is looked at before the engine opens
-// it: there must be one, no sound entry may follow a damaged one, and after a
-// clean shutdown it must be to the byte what it was then.
+// The engine finds damage of its tables by checksums. Of its manifest, the list of
+// the tables that count, and of its newest log it reads what it can and takes a
+// damaged part for the torn end that a crash leaves; the tables and messages behind it
+// would be deleted. So both are checked before the engine opens them. The manifest
+// must exist, no sound entry may follow a damaged one, and after a clean shutdown
+// it must not differ in a byte. Both must be sound as far as they were synced (see syncedName).
 
 // cleanName is the file that a clean shutdown leaves: name, size and checksum of the manifest.
 const cleanName = "clean-shutdown"
@@ -85,11 +85,17 @@ func (s *Store) inspect() error {
 		}
 		return nil
 	}
+	if format, err := atomicfs.ReadMarker(s.fs, s.dir, "format-version"); err != nil {
+		return err
+	} else if format == "" {
+		return &CorruptError{Path: s.path("marker.format-version.*"), Err: errors.New("the file is missing")}
+	}
 	data, err := s.readFile(manifest)
 	if err != nil {
 		return &CorruptError{Path: s.path(manifest), Err: err}
 	}
-	if slices.Contains(names, cleanName) {
+	clean := slices.Contains(names, cleanName)
+	if clean {
 		was, err := s.readFile(cleanName)
 		if err != nil {
 			return err
@@ -97,18 +103,55 @@ func (s *Store) inspect() error {
 		if is := fingerprint(manifest, data); string(was) != is {
 			return &CorruptError{Path: s.path(manifest), Err: fmt.Errorf("it changed since the store was closed: it was %q and is %q", was, is)}
 		}
-		// From here on it changes.
-		if err := s.fs.Remove(s.path(cleanName)); err != nil {
-			return err
-		}
-		if err := s.syncDir(); err != nil {
-			return err
-		}
 	}
-	if at := damage(data); at >= 0 {
+	if at, torn := soundManifest(data); !torn {
 		return &CorruptError{Path: s.path(manifest), Err: fmt.Errorf("an entry after byte %d is damaged", at)}
 	}
+	check, err := checkJournals(s.o.FS, s.dir, manifest, oldestLog(data))
+	if err != nil {
+		return err
+	}
+	if len(check.damaged) > 0 {
+		return &CorruptError{Path: check.damaged[0].Path, Err: errors.New(check.damaged[0].What)}
+	}
+	for _, d := range check.torn {
+		s.log.Warn("a power loss took a part of the last writes to the log; sound records behind it are dropped", "path", d.Path, "what", d.What)
+	}
+	if clean { // From here on the manifest changes.
+		return errors.Join(s.fs.Remove(s.path(cleanName)), s.syncDir())
+	}
 	return nil
+}
+
+// oldestLog reads the number of the oldest log that is needed from the sound part of a manifest.
+func oldestLog(manifest []byte) (oldest uint64) {
+	rr := records.NewReader(bytes.NewReader(manifest), 0)
+	for {
+		rec, err := rr.Next()
+		if err != nil {
+			return oldest
+		}
+		edit, err := io.ReadAll(rec)
+		if err != nil {
+			return oldest
+		}
+		// Of an edit only what comes first matters here: the numbers.
+		const comparator, log, nextFile, lastSequence, previousLog = 1, 2, 3, 4, 9
+		for d := (decoder{b: edit}); !d.bad; {
+			switch d.uvarint() {
+			case comparator:
+				d.bytes()
+				continue
+			case log:
+				oldest = max(oldest, d.uvarint())
+				continue
+			case nextFile, lastSequence, previousLog:
+				d.uvarint()
+				continue
+			}
+			break
+		}
+	}
 }
 
 // signClean notes the manifest of a store that was closed cleanly.
@@ -140,8 +183,10 @@ func fingerprint(name string, data []byte) string {
 
 func (s *Store) path(name string) string { return s.fs.PathJoin(s.dir, name) }
 
-func (s *Store) syncDir() error {
-	dir, err := s.fs.OpenDir(s.dir)
+func (s *Store) syncDir() error { return syncFolder(s.fs, s.dir) }
+
+func syncFolder(fs vfs.FS, name string) error {
+	dir, err := fs.OpenDir(name)
 	if err != nil {
 		return err
 	}
@@ -157,18 +202,17 @@ func (s *Store) readFile(name string) ([]byte, error) {
 	return io.ReadAll(f)
 }
 
-// damage finds a damaged entry that a sound one follows: it was not torn by a
-// crash. It returns the byte up to which all is sound, -1 when there is no damage.
-func damage(data []byte) int64 {
+// soundManifest returns the byte up to which all entries are sound. torn is false when a sound entry
+// follows a damaged one, which no crash leaves.
+func soundManifest(data []byte) (sound int64, torn bool) {
 	rr := records.NewReader(bytes.NewReader(data), 0)
-	sound := int64(0)
 	for {
 		rec, err := rr.Next()
 		if err == nil {
 			_, err = io.Copy(io.Discard, rec)
 		}
 		if errors.Is(err, io.EOF) {
-			return -1
+			return sound, true
 		}
 		if err != nil {
 			break
@@ -178,10 +222,10 @@ func damage(data []byte) int64 {
 	// The first damaged chunk begins at sound or later; its own bytes cannot pass for another.
 	for at := sound + 1; at+chunkHeader < int64(len(data)); at++ {
 		if soundChunk(data, at) {
-			return sound
+			return sound, false
 		}
 	}
-	return -1
+	return sound, true
 }
 
 // A chunk of the manifest: checksum(4) length(2) type(1), then its bytes, all within one block.
@@ -196,6 +240,5 @@ func soundChunk(data []byte, at int64) bool {
 	if kind < 1 || kind > 4 || length == 0 || length > int64(len(h))-chunkHeader || at%chunkBlock+chunkHeader+length > chunkBlock {
 		return false
 	}
-	sum := crc32.Checksum(h[6:chunkHeader+length], castagnoli)
-	return binary.LittleEndian.Uint32(h) == (sum>>15|sum<<17)+0xa282ead8
+	return binary.LittleEndian.Uint32(h) == maskedSum(h[6:chunkHeader+length])
 }

@@ -75,15 +75,7 @@ func Repair(dir string, apply bool) (r Repaired, err error) {
 		return r, errors.Join(fmt.Errorf("repair: put %s in the place of %s: %w", aside, dir, err), os.RemoveAll(aside))
 	}
 	r.Aside = aside
-	return r, syncParent(dir)
-}
-
-func syncParent(dir string) error {
-	parent, err := vfs.Default.OpenDir(vfs.Default.PathDir(dir))
-	if err != nil {
-		return err
-	}
-	return errors.Join(parent.Sync(), parent.Close())
+	return r, syncFolder(vfs.Default, vfs.Default.PathDir(dir))
 }
 
 // rebuild makes a store of what the salvager finds.
@@ -99,7 +91,14 @@ func rebuild(s *salvager, dir string, r *Repaired) error {
 	for _, name := range s.unreadable {
 		r.Lost = append(r.Lost, "whatever only "+name+" held")
 	}
-	w := &rebuilder{db: db, b: db.NewBatch(), r: r, sources: map[uint64]string{}, heads: map[uint64]head{}, lanes: map[uint64]*lane{}, dropped: map[string]queue.Ledger{}, names: map[string]uint64{}}
+	accepted, _, err := readAccepted(s.fs, s.dir)
+	if err != nil {
+		return errors.Join(err, db.Close())
+	}
+	w := &rebuilder{db: db, b: db.NewBatch(), r: r, accepted: map[uint64]acceptedEntry{}, sources: map[uint64]string{}, heads: map[uint64]head{}, lanes: map[uint64]*lane{}, dropped: map[string]queue.Ledger{}, names: map[string]uint64{}}
+	for _, e := range accepted {
+		w.accepted[e.number] = e
+	}
 	err = s.each(func(e entry) error {
 		if !v.counts(e) {
 			return nil
@@ -138,6 +137,8 @@ type rebuilder struct {
 	db *pebble.DB
 	b  *pebble.Batch
 	r  *Repaired
+
+	accepted map[uint64]acceptedEntry // By the number of the log: what was acknowledged.
 
 	sources map[uint64]string // By the number of the log.
 	names   map[string]uint64 // The inverse.
@@ -201,6 +202,16 @@ func (w *rebuilder) readSources() error {
 	})
 	if err != nil {
 		return err
+	}
+	for n, e := range w.accepted {
+		w.saw(n)
+		if _, known := w.names[e.source]; known || e.source == "" || w.sources[n] != "" {
+			continue
+		}
+		w.sources[n], w.names[e.source] = e.source, n
+		if err := w.set(append(append([]byte(nil), keySources...), e.source...), binary.BigEndian.AppendUint64(nil, n)); err != nil {
+			return err
+		}
 	}
 	return w.scan([]byte{prefixHead}, func(k, v []byte) error {
 		if d := (decoder{b: v}); len(k) == 9 {
@@ -372,15 +383,16 @@ func (w *rebuilder) mendLog(n uint64) error {
 		return err
 	}
 	_, known := w.heads[n]
-	h.seq, h.bytes = max(h.seq, last), max(h.bytes, lastEnd)
+	accepted, counted := w.accepted[n]
+	h.seq, h.bytes = max(h.seq, last, accepted.head), max(h.bytes, lastEnd, accepted.bytes)
 	var lanes []*lane
-	for _, l := range w.lanes {
-		if l.log.number == n {
+	for _, number := range slices.Sorted(maps.Keys(w.lanes)) {
+		if l := w.lanes[number]; l.log.number == n {
 			lanes = append(lanes, l)
 			h.seq = max(h.seq, l.next-min(l.next, 1), l.end-min(l.end, 1))
 		}
 	}
-	if !known && h.seq > 0 {
+	if !known && !counted && h.seq > 0 {
 		w.lose("the end of the log of %s: messages behind %d, if there were any", source, h.seq)
 	}
 	need := h.seq + 1

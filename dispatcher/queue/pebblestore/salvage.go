@@ -3,9 +3,9 @@ package pebblestore
 import (
 	"bytes"
 	"context"
-	"errors"
 	"fmt"
 	"io"
+	"math"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -13,14 +13,12 @@ import (
 
 	"github.com/cockroachdb/pebble/v2"
 	"github.com/cockroachdb/pebble/v2/batchrepr"
-	records "github.com/cockroachdb/pebble/v2/record"
 	"github.com/cockroachdb/pebble/v2/sstable"
 	blocks "github.com/cockroachdb/pebble/v2/sstable/block"
 	"github.com/cockroachdb/pebble/v2/sstable/block/blockkind"
 	"github.com/cockroachdb/pebble/v2/sstable/colblk"
 	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/cockroachdb/pebble/v2/vfs/atomicfs"
-	"github.com/cockroachdb/pebble/v2/wal"
 )
 
 // entry is what a file of the engine holds: a key's value, or the deletion of a
@@ -113,37 +111,21 @@ func (s *salvager) readManifest() (oldest uint64) {
 		s.damage(name, "it changed since the store was closed")
 		s.manifestSound = false
 	}
-	if at := damage(data); at >= 0 {
+	if at, torn := soundManifest(data); !torn {
 		s.damage(name, "an entry after byte %d is damaged", at)
 		s.manifestSound = false
 	}
-	rr := records.NewReader(bytes.NewReader(data), 0)
-	for { // Up to the end of what is sound.
-		rec, err := rr.Next()
-		if err != nil {
-			return oldest
-		}
-		edit, err := io.ReadAll(rec)
-		if err != nil {
-			return oldest
-		}
-		// Of an edit only what comes first matters here: the numbers.
-		const comparator, log, nextFile, lastSequence, previousLog = 1, 2, 3, 4, 9
-		for d := (decoder{b: edit}); !d.bad; {
-			switch d.uvarint() {
-			case comparator:
-				d.bytes()
-				continue
-			case log:
-				oldest = max(oldest, d.uvarint())
-				continue
-			case nextFile, lastSequence, previousLog:
-				d.uvarint()
-				continue
-			}
-			break
+	oldest = oldestLog(data)
+	check, err := checkJournals(s.fs, s.dir, name, oldest)
+	if err != nil {
+		s.damage(name, "%v", err)
+	}
+	for _, d := range append(check.damaged, check.torn...) {
+		if s.damaged = append(s.damaged, d); d.Path == s.path(name) {
+			s.manifestSound = false
 		}
 	}
+	return oldest
 }
 
 // liveTables lists the tables that count, nil when that cannot be known: then all do.
@@ -309,52 +291,23 @@ func (s *salvager) block(name string, r *sstable.Reader, from []byte, b tableBlo
 	return nil
 }
 
-const logBlock = 32 << 10
-
-// log reads a write-ahead log. After a damaged part it goes on with the next
-// block; what is damaged at the end is the torn end that a crash leaves.
+// log reads the sound batches of a write-ahead log, also those behind damage.
 func (s *salvager) log(name string, fn func(entry) error) error {
-	data, err := readAll(s.fs, s.path(name))
-	if err != nil {
-		s.damage(name, "%v", err)
-		return nil
-	}
-	number, _, _ := wal.ParseLogFilename(name)
-	gap := -1 // Where the damage begins that the next sound batch ends.
-	for base := 0; base < len(data); {
-		rr := recordReader(records.NewReader, bytes.NewReader(data[base:]), uint64(number))
-		for {
-			at := base + int(rr.Offset())
-			var batch []byte
-			rec, err := rr.Next()
-			if err == nil {
-				batch, err = io.ReadAll(rec)
-			}
-			if errors.Is(err, io.EOF) {
-				return nil
-			}
-			if err != nil {
-				if gap < 0 {
-					gap = at
-				}
-				base = (max(at, base)/logBlock + 1) * logBlock
-				break
-			}
-			if gap >= 0 {
-				s.damage(name, "bytes %d to %d", gap, at)
-				gap = -1
-			}
-			if err := s.batch(name, at, batch, fn); err != nil {
-				return err
-			}
+	number, _ := logNumber(name)
+	named := false // The check names the first damaged part.
+	var failed error
+	_, err := scanLogFile(s.fs, s.path(name), number, math.MaxInt, nil, func(rec logRecord) error {
+		if rec.gap >= 0 && named {
+			s.damage(name, "bytes %d to %d", rec.gap, rec.at)
 		}
+		named = named || rec.gap >= 0
+		failed = s.batch(name, int(rec.at), rec.data, fn)
+		return failed
+	})
+	if err != nil && failed == nil {
+		s.damage(name, "%v", err)
 	}
-	return nil
-}
-
-// recordReader makes a reader of a log; the type of its number cannot be named here.
-func recordReader[N ~uint64](make func(io.Reader, N) *records.Reader, r io.Reader, number uint64) *records.Reader {
-	return make(r, N(number))
+	return failed
 }
 
 func (s *salvager) batch(name string, at int, batch []byte, fn func(entry) error) error {

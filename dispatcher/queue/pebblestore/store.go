@@ -15,6 +15,7 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -39,6 +40,11 @@ type Store struct {
 	dir string
 	fs  *patientFS
 	db  *pebble.DB
+	// lock keeps other processes away from before the files are checked until after they are closed.
+	lock     *pebble.Lock
+	accepted acceptedFile
+	// positionsSynced is when the files of positions were synced last; maintenance owns it.
+	positionsSynced time.Time
 
 	// gate is held for reading while the database is used, and for writing once, to close.
 	gate   sync.RWMutex
@@ -78,6 +84,8 @@ type sourceLog struct {
 	// wants, and the number of the last group with messages of the log.
 	asked   uint64
 	touched uint64
+	// entry is the log's place in the file of accepted messages, from 1 on; 0 before it has one.
+	entry int
 	// durable is the last position that is on disk; readers never pass it.
 	durable, durableBytes atomic.Uint64
 	trimmed, trimmedBytes atomic.Uint64
@@ -135,21 +143,17 @@ func Open(dir string, o Options) (*Store, error) {
 	s.disk.init(s)
 	s.flusher.init()
 	s.waker.init()
-	err := s.inspect()
-	if err == nil {
-		err = s.openDB()
+	for _, step := range []func() error{s.lockDir, s.inspect, s.openPositions, s.openDB, s.load, s.openAccepted} {
+		if err := step(); err != nil {
+			err = s.explain(err)
+			s.abandon()
+			return nil, fmt.Errorf("open the queue in %s: %w", dir, err)
+		}
 	}
-	if err != nil {
-		return nil, fmt.Errorf("open the queue in %s: %w", dir, s.explain(err))
-	}
-	err = s.load()
-	if err == nil {
-		s.recallDamage()
-		err = s.metrics.register(o.Registerer)
-	}
-	if err != nil {
-		_ = s.db.Close()
-		return nil, fmt.Errorf("open the queue in %s: %w", dir, s.explain(err))
+	s.recallDamage()
+	if err := s.metrics.register(o.Registerer); err != nil {
+		s.abandon()
+		return nil, fmt.Errorf("open the queue in %s: %w", dir, err)
 	}
 	for _, run := range []func(){s.runCommitter, s.runFlusher, s.runWaker, s.runMaintenance, s.duplicates.rebuild} {
 		s.done.Add(1)
@@ -159,6 +163,73 @@ func Open(dir string, o Options) (*Store, error) {
 		}()
 	}
 	return s, nil
+}
+
+// lockDir makes the folder, durably, and locks it.
+func (s *Store) lockDir() error {
+	present := existing(s.fs, s.dir)
+	if err := s.fs.MkdirAll(s.dir, 0o700); err != nil {
+		return err
+	}
+	for dir := s.dir; dir != present; dir = s.fs.PathDir(dir) {
+		if err := syncFolder(s.fs, s.fs.PathDir(dir)); err != nil {
+			return err
+		}
+	}
+	var err error
+	s.lock, err = pebble.LockDirectory(s.dir, s.fs)
+	return err
+}
+
+// openPositions begins to note what is synced, on the file of the last run.
+func (s *Store) openPositions() error {
+	positions, damaged, err := readSynced(s.o.FS, s.dir)
+	if err != nil {
+		return err
+	}
+	if damaged {
+		s.log.Warn("a file of the queue is damaged; it is written anew", "path", s.path(syncedName))
+	}
+	names, err := s.fs.List(s.dir)
+	if err != nil {
+		return err
+	}
+	positions = slices.DeleteFunc(positions, func(p filePosition) bool { return !slices.Contains(names, p.name) })
+	return s.fs.positions.open(s.o.FS, s.dir, positions, s.logPositionError(syncedName))
+}
+
+func (s *Store) openAccepted() error {
+	if err := s.checkAccepted(); err != nil {
+		return err
+	}
+	return s.accepted.open(s.o.FS, s.dir, s.logs, s.logPositionError(acceptedName))
+}
+
+// logPositionError logs the first failure to write a file that damage is found by.
+func (s *Store) logPositionError(name string) func(error) {
+	var once sync.Once
+	return func(err error) {
+		once.Do(func() {
+			s.log.Error("write position failed; until a restart damage at the end of a log may be found later or not", "path", s.path(name), "error", err)
+		})
+	}
+}
+
+// abandon closes what a failed start opened.
+func (s *Store) abandon() {
+	if s.db != nil {
+		_ = s.db.Close()
+	}
+	_ = s.closeFiles()
+}
+
+// closeFiles closes what is open beside the engine.
+func (s *Store) closeFiles() error {
+	err := errors.Join(s.fs.positions.close(), s.accepted.close())
+	if s.lock != nil {
+		err = errors.Join(err, s.lock.Close())
+	}
+	return err
 }
 
 func (s *Store) openDB() error {
@@ -171,6 +242,7 @@ func (s *Store) openDB() error {
 	defer cache.Unref()
 	opts := &pebble.Options{
 		FS:                          s.fs,
+		Lock:                        s.lock,
 		Cache:                       cache,
 		Logger:                      engineLogger{s},
 		EventListener:               s.events(),
@@ -197,6 +269,8 @@ func (s *Store) explain(err error) error {
 		return errors.New("another process has it open already; stop that one, or use another folder")
 	case errors.Is(err, os.ErrPermission):
 		return fmt.Errorf("it must be writable: %w", err)
+	case strings.Contains(err.Error(), "key=value syntax") || strings.Contains(err.Error(), "name from file"):
+		return &CorruptError{Path: s.path("OPTIONS-*"), Err: err}
 	case pebble.IsCorruptionError(err) || errors.Is(err, fs.ErrNotExist) || strings.Contains(err.Error(), "object size mismatch"):
 		if path := s.corrupt.Load(); path != nil {
 			return &CorruptError{Path: *path, Err: err}
@@ -573,10 +647,10 @@ func (s *Store) Close() error {
 	if s.disk.roomToFlush() {
 		err = errors.Join(err, s.db.Flush())
 	}
-	if err = errors.Join(err, s.db.Close()); err != nil {
-		return err
+	if err = errors.Join(err, s.db.Close()); err == nil {
+		err = s.signClean()
 	}
-	return s.signClean()
+	return errors.Join(err, s.closeFiles())
 }
 
 func (s *Store) events() *pebble.EventListener {

@@ -1,0 +1,161 @@
+package pebblestore
+
+import (
+	"encoding/binary"
+	"errors"
+	"hash/crc32"
+	"io/fs"
+	"slices"
+
+	"github.com/cockroachdb/pebble/v2/vfs"
+)
+
+// acceptedName is the file that says how many messages of each Source were acknowledged. A start
+// compares it with the store, and a repair takes from it what is missing.
+//
+// Invariants:
+//
+//   - A group's entries are written after its sync and before its callers are
+//     answered. So the file has every message that was acknowledged, and never more
+//     than was durable.
+//   - The write is synced in the background only: the end of the process takes nothing of
+//     it, a power loss may bring back older entries or none.
+//   - Each entry has a checksum and lies within one sector. An entry that is not sound says nothing.
+const acceptedName = "accepted"
+
+// An entry: checksum(4) length of the Source's name(2) unused(2) number of its log(8)
+// head(8) bytes(8) name. A longer name than fits is left out.
+const (
+	acceptedEntryBytes = 512
+	acceptedEntryHead  = 32
+)
+
+type acceptedEntry struct {
+	source string // "" when it did not fit.
+	number uint64
+	position
+}
+
+// acceptedFile writes the entries. It belongs to the goroutine that answers groups.
+type acceptedFile struct {
+	file   vfs.File
+	image  []byte // Of the whole file.
+	failed func(error)
+	dirty  []int
+}
+
+func (f *acceptedFile) open(fsys vfs.FS, dir string, logs map[string]*sourceLog, failed func(error)) error {
+	f.failed = failed
+	for _, l := range logs {
+		f.put(l, position{l.head, l.bytes})
+	}
+	f.dirty = f.dirty[:0]
+	unnamed := fsys.PathJoin(dir, acceptedName+".tmp")
+	file, err := fsys.Create(unnamed, vfs.WriteCategoryUnspecified)
+	if err != nil {
+		return err
+	}
+	f.file = file
+	if len(f.image) > 0 {
+		_, err = file.WriteAt(f.image, 0)
+	}
+	if err = errors.Join(err, file.Sync(), fsys.Rename(unnamed, fsys.PathJoin(dir, acceptedName))); err != nil {
+		return errors.Join(err, file.Close())
+	}
+	return nil
+}
+
+// put sets a log's entry, which write writes.
+func (f *acceptedFile) put(l *sourceLog, p position) {
+	if l.entry == 0 {
+		f.image = append(f.image, make([]byte, acceptedEntryBytes)...)
+		l.entry = len(f.image) / acceptedEntryBytes
+	}
+	b := f.image[(l.entry-1)*acceptedEntryBytes:][:acceptedEntryBytes]
+	n := copy(b[acceptedEntryHead:], l.source)
+	if n < len(l.source) {
+		n = 0
+	}
+	binary.BigEndian.PutUint16(b[4:], uint16(n))
+	binary.BigEndian.PutUint64(b[8:], l.number)
+	binary.BigEndian.PutUint64(b[16:], p.head)
+	binary.BigEndian.PutUint64(b[24:], p.bytes)
+	binary.BigEndian.PutUint32(b, crc32.Checksum(b[4:acceptedEntryHead+n], castagnoli))
+	f.dirty = append(f.dirty, l.entry-1)
+}
+
+// write writes the entries that were put, neighbours together.
+func (f *acceptedFile) write() {
+	slices.Sort(f.dirty)
+	for i := 0; i < len(f.dirty); {
+		from, to := f.dirty[i], f.dirty[i]+1
+		for i++; i < len(f.dirty) && f.dirty[i] <= to; i++ {
+			to = f.dirty[i] + 1
+		}
+		at := from * acceptedEntryBytes
+		if _, err := f.file.WriteAt(f.image[at:to*acceptedEntryBytes], int64(at)); err != nil {
+			f.failed(err)
+		}
+	}
+	f.dirty = f.dirty[:0]
+}
+
+func (f *acceptedFile) close() error {
+	if f.file == nil {
+		return nil
+	}
+	return f.file.Close()
+}
+
+// readAccepted returns the sound entries; damaged counts the others.
+func readAccepted(fsys vfs.FS, dir string) (entries []acceptedEntry, damaged int, err error) {
+	data, err := readAll(fsys, fsys.PathJoin(dir, acceptedName))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, 0, nil
+	}
+	if err != nil {
+		return nil, 0, err
+	}
+	for ; len(data) > 0; data = data[min(acceptedEntryBytes, len(data)):] {
+		b := data[:min(acceptedEntryBytes, len(data))]
+		if len(b) < acceptedEntryBytes {
+			damaged++
+			continue
+		}
+		n := int(binary.BigEndian.Uint16(b[4:]))
+		if acceptedEntryHead+n > len(b) || binary.BigEndian.Uint32(b) != crc32.Checksum(b[4:acceptedEntryHead+n], castagnoli) {
+			damaged++
+			continue
+		}
+		entries = append(entries, acceptedEntry{
+			source: string(b[acceptedEntryHead : acceptedEntryHead+n]), number: binary.BigEndian.Uint64(b[8:]),
+			position: position{binary.BigEndian.Uint64(b[16:]), binary.BigEndian.Uint64(b[24:])},
+		})
+	}
+	return entries, damaged, nil
+}
+
+// checkAccepted compares the logs' ends with what was acknowledged.
+func (s *Store) checkAccepted() error {
+	entries, damaged, err := readAccepted(s.o.FS, s.dir)
+	if err != nil {
+		return err
+	}
+	if damaged > 0 {
+		s.log.Warn("entries of a file of the queue are damaged; it is written anew", "path", s.path(acceptedName), "entries", damaged)
+	}
+	byNumber := map[uint64]*sourceLog{}
+	for _, l := range s.logs {
+		byNumber[l.number] = l
+	}
+	for _, e := range entries {
+		head, source := uint64(0), e.source
+		if l := byNumber[e.number]; l != nil {
+			head, source = l.head, l.source
+		}
+		if e.head > head {
+			return s.corruptf("the log of %s ends at message %d, but %d were acknowledged: %d are missing", source, head, e.head, e.head-head)
+		}
+	}
+	return nil
+}

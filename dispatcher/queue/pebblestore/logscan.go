@@ -1,0 +1,171 @@
+package pebblestore
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"hash/crc32"
+	"io"
+)
+
+// The engine's write-ahead log consists of blocks of 32 KB, and a block of chunks:
+//
+//	checksum(4) length(2) type(1) log number(4) [synced offset(8)] payload
+//
+// A chunk does not cross the end of its block; a record (one batch) has one or
+// more chunks, and the rest of a block that is too short for a chunk is zero. A
+// log that was closed ends with an end mark: a header without checksum and payload that
+// names the next log number. A log file may be reused; what its old content left
+// behind the end carries an older number.
+//
+// The engine's own reader stops at the first damage of the newest log and takes it
+// for a torn end, unless a later chunk carries a synced offset beyond it. It computes
+// these offsets too low for records that cross a block, so that it misses most damage.
+const (
+	walBlock      = 32 << 10
+	walHeader     = 11 // Of a chunk without a synced offset.
+	walSyncHeader = 19
+)
+
+// logRecord is a sound record of a log.
+type logRecord struct {
+	at, end int64 // Its bytes in the file.
+	// gap is where the damage begins that ends where the record begins; -1 without.
+	gap int64
+	// data are the record's first bytes, as many as the scan keeps. They are valid
+	// during the call only.
+	data []byte
+}
+
+// logEnd says where a log ends.
+type logEnd struct {
+	// sound: every byte before it is sound, and none at it.
+	sound int64
+	// closed: the end mark is before sound.
+	closed bool
+}
+
+// scanLog reads a log and calls record for each sound record, in order, and first for
+// the payload of each sound first chunk, also when the rest of its record is
+// damaged. Behind damage it goes on with the next chunk by the length that the
+// damaged one gives, else with the next block. It never looks for a chunk within a
+// payload: payloads hold what callers send.
+func scanLog(r io.Reader, number uint64, keep int, first func(payload []byte), record func(logRecord) error) (end logEnd, err error) {
+	block := make([]byte, walBlock)
+	rec := logRecord{at: -1, gap: -1} // The record that is being read, if at >= 0.
+	gap, damaged := int64(-1), false
+	for base := int64(0); ; base += walBlock {
+		n, err := io.ReadFull(r, block)
+		if errors.Is(err, io.EOF) {
+			return end, nil
+		}
+		if err != nil && !errors.Is(err, io.ErrUnexpectedEOF) {
+			return end, err
+		}
+		for p := 0; p < n; {
+			rest := block[p:n]
+			if n == walBlock && len(rest) < walSyncHeader && len(bytes.Trim(rest, "\x00")) == 0 {
+				p = n
+				if !damaged {
+					end.sound = base + int64(p)
+				}
+				continue
+			}
+			c := parseChunk(rest, number)
+			begins := c.position == fullChunk || c.position == firstChunk
+			switch {
+			case c.endMark:
+				if end.closed = !damaged && rec.at < 0; end.closed {
+					end.sound = base + int64(p) + walHeader
+				}
+				return end, nil
+			case c.sound && begins == (rec.at < 0):
+			case c.sound && gap >= 0: // The rest of a record whose beginning is damaged.
+				p += c.size
+				continue
+			default:
+				if gap < 0 {
+					gap = base + int64(p)
+				}
+				if rec.at >= 0 {
+					gap = rec.at
+				}
+				damaged, rec.at = true, -1
+				switch {
+				case c.sound && begins: // The next record, while the rest of this one is missing.
+				case c.size > 0:
+					p += c.size
+				default:
+					p = n
+				}
+				continue
+			}
+			payload := rest[c.header:c.size]
+			if begins {
+				rec = logRecord{at: base + int64(p), gap: gap, data: rec.data[:0]}
+				gap = -1
+				if first != nil {
+					first(payload)
+				}
+			}
+			rec.data = append(rec.data, payload[:min(len(payload), max(keep-len(rec.data), 0))]...)
+			p += c.size
+			if !damaged {
+				end.sound = base + int64(p)
+			}
+			if c.position == fullChunk || c.position == lastChunk {
+				rec.end = base + int64(p)
+				if err := record(rec); err != nil {
+					return end, err
+				}
+				rec.at = -1
+			}
+		}
+	}
+}
+
+const (
+	fullChunk = iota + 1
+	firstChunk
+	middleChunk
+	lastChunk
+)
+
+// chunk is what a header says.
+type chunk struct {
+	position     int
+	header, size int // size is 0 when the header cannot be that of a chunk of this log.
+	sound        bool
+	endMark      bool
+}
+
+func parseChunk(b []byte, number uint64) (c chunk) {
+	if len(b) < walHeader {
+		return c
+	}
+	length, kind := int(binary.LittleEndian.Uint16(b[4:])), int(b[6])
+	logNumber, sum := binary.LittleEndian.Uint32(b[7:]), binary.LittleEndian.Uint32(b)
+	switch {
+	case sum == 0 && length == 0 && kind == 5 && logNumber == uint32(number)+1:
+		c.endMark = true
+		return c
+	case kind >= 5 && kind <= 8:
+		c.position, c.header = kind-4, walHeader
+	case kind >= 9 && kind <= 12:
+		c.position, c.header = kind-8, walSyncHeader
+	default:
+		return c
+	}
+	if logNumber != uint32(number) || c.header+length > len(b) {
+		return c
+	}
+	c.size = c.header + length
+	c.sound = maskedSum(b[6:c.size]) == sum
+	return c
+}
+
+// maskedSum is the checksum as the engine writes it.
+func maskedSum(b []byte) uint32 {
+	sum := crc32.Checksum(b, castagnoli)
+	return (sum>>15 | sum<<17) + 0xa282ead8
+}
