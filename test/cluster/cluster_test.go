@@ -9,6 +9,7 @@ import (
 	"context"
 	"crypto/hmac"
 	"crypto/sha1"
+	"encoding/base64"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
@@ -38,6 +39,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/configsource"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/test/docs"
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/process"
 	"github.com/posthorn/posthorn/test/wait"
@@ -131,18 +133,22 @@ func TestFromApplyToStatus(t *testing.T) {
 	run("certificate", func() error { return certificate.Watch(ctx, client, release, log) })
 	run("configsource", func() error { return configsource.Watch(ctx, client, release, d, log) })
 
+	writeKey := "hush-web-key"
+	var refusal string // the body of the latest answer
 	send := func(id string) int {
 		request, err := http.NewRequest(http.MethodPost, "http://"+d.Addr().String()+"/v1/track",
 			strings.NewReader(fmt.Sprintf(`{"messageId": %q, "userId": "u1", "event": "Order Completed", "properties": {"total": 30}}`, id)))
 		if err != nil {
 			t.Fatal(err)
 		}
-		request.SetBasicAuth("hush-web-key", "")
+		request.SetBasicAuth(writeKey, "")
 		response, err := http.DefaultClient.Do(request)
 		if err != nil {
 			t.Fatal(err)
 		}
+		body, _ := io.ReadAll(response.Body)
 		_ = response.Body.Close()
+		refusal = string(body)
 		return response.StatusCode
 	}
 	if status := send("early"); status != http.StatusServiceUnavailable {
@@ -250,15 +256,83 @@ func TestFromApplyToStatus(t *testing.T) {
 
 	vendorToJavaScript(t, kubectl, d.Addr().String())
 
+	// The page's commands rotate the write key without a refused call.
+	steps := rotation(t, server)
+	if status := send("before"); status != http.StatusOK {
+		t.Errorf("a call before the rotation is answered %d %s", status, refusal)
+	}
+	steps[0]()
+	if status := send("old"); status != http.StatusOK {
+		t.Errorf("with two keys, a call with the old one is answered %d %s", status, refusal)
+	}
+	old := writeKey
+	text, err := base64.StdEncoding.DecodeString(kubectl("", "get", "secret", "web-key-2", "-o", "jsonpath={.data.writeKey}"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	writeKey = string(text)
+	if status := send("new"); status != http.StatusOK {
+		t.Errorf("with two keys, a call with the new one is answered %d %s", status, refusal)
+	}
+	steps[1]()
+	if status := send("new alone"); status != http.StatusOK {
+		t.Errorf("after the rotation, a call with the new key is answered %d %s", status, refusal)
+	}
+	writeKey = old
+	if status := send("late"); status != http.StatusServiceUnavailable || !strings.Contains(refusal, "use the current write key") {
+		t.Errorf("after the rotation, a call with the old key is answered %d %s, want 503 write_key_removed", status, refusal)
+	}
+	writeKey = "never"
+	if status := send("unknown"); status != http.StatusUnauthorized {
+		t.Errorf("a call with an unknown key is answered %d %s", status, refusal)
+	}
+
 	// Deleting everything takes the live config with it.
+	writeKey = string(text)
 	kubectl("", "delete", "whd,psrc", "--all")
-	eventually(t, "401 for a key that is gone", func() bool { return send("late") == http.StatusUnauthorized })
+	eventually(t, "503 for a key that is removed", func() bool {
+		return send("late") == http.StatusServiceUnavailable && strings.Contains(refusal, "the Source of this write key was removed")
+	})
 	stopOperator()
 	for _, word := range []string{"hush", "is forbidden", "panic"} {
 		if strings.Contains(logs.String(), word) {
 			t.Errorf("the logs say %q", word)
 		}
 	}
+}
+
+// rotation returns the commands of docs/source.md that rotate a write key, to run
+// them one by one. The page's Secret web-key takes the place of the test's.
+func rotation(t *testing.T, server *env.Env) (steps []func()) {
+	t.Helper()
+	blocks, err := docs.Blocks("../..", "docs/source.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	kubectl, err := env.Binary("kubectl")
+	if err != nil {
+		t.Fatal(err)
+	}
+	run := func(commands string) {
+		t.Helper()
+		shell := exec.Command("bash", "-c", "set -euo pipefail\n"+commands)
+		shell.Env = append(os.Environ(), "KUBECONFIG="+server.Kubeconfig(), "PATH="+filepath.Dir(kubectl)+":"+os.Getenv("PATH"))
+		if out, err := shell.CombinedOutput(); err != nil {
+			t.Fatalf("%v\n%s\nprinted:\n%s", err, commands, out)
+		}
+	}
+	run(`kubectl create secret generic web-key --from-literal=writeKey=hush-web-key
+kubectl patch psrc web --type json -p '[{"op": "replace", "path": "/spec/writeKeys", "value": [{"secretKeyRef": {"name": "web-key", "key": "writeKey"}}]}]'
+kubectl wait --for=condition=Ready psrc/web --timeout=60s`)
+	for _, b := range blocks {
+		if b.Heading == "Rotate a write key" && b.Commands() != "" {
+			steps = append(steps, func() { t.Helper(); run(b.Commands()) })
+		}
+	}
+	if len(steps) != 2 {
+		t.Fatalf("the page has %d blocks of commands, want 2", len(steps))
+	}
+	return steps
 }
 
 // vendorToJavaScript is the main job on real traffic: the vendor's own client

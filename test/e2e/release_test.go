@@ -51,12 +51,18 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		Expect(pods("operator")).To(Equal(before), "the operator was restarted")
 	})
 
-	It("is upgraded from the previous release and rolled back while calls flow", Label(afresh), func() {
+	It("is upgraded from the previous release with a backlog, and rolled back, while calls flow", Label(afresh), func() {
 		uninstall()
 		removeCRDs()
 		removeVolumes()
+		previousCRDs := filepath.Join(env("E2E_PREVIOUS_CHART"), "files", "crds")
 		deploy(env("E2E_PREVIOUS_CHART"), env("E2E_PREVIOUS_TAG"))
-		t, s := running("upgraded")
+		// Without the history the previous release is today's code.
+		crd, err := os.ReadFile(filepath.Join(previousCRDs, "posthorn.dev_sources.yaml"))
+		Expect(err).NotTo(HaveOccurred())
+		previousAPI := strings.Contains(string(crd), "writeKeySecretRef")
+
+		t, s := tenant{namespace: "upgraded", key: "key-of-upgraded", previousAPI: previousAPI}.created().running()
 		load := t.load(40)
 		works := func(step, tag string) {
 			GinkgoHelper()
@@ -66,11 +72,37 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 			t.send(step)
 			s.eventually(step)
 		}
+		// move takes the namespace to another release. The operator stops first: it must
+		// not compile Sources whose fields the other CRDs do not have. The dispatchers
+		// go on with their live configs.
+		move := func(crds string, previous bool, release func()) {
+			GinkgoHelper()
+			kubectl("-n", system, "scale", operator, "--replicas=0")
+			kubectl("-n", system, "wait", "--for=delete", "pod", "-l", "app.kubernetes.io/component=operator", "--timeout=1m")
+			kubectl("apply", "--server-side", "--force-conflicts", "--field-manager=helm", "-f", crds)
+			t.previousAPI = previous && previousAPI
+			t.source("web")
+			release()
+		}
 		works("before", env("E2E_PREVIOUS_TAG"))
-		install()
+
+		By("collecting a backlog for a receiver that is not there yet")
+		t.secret("late", "secret", "s3cret")
+		late := sink{t, "late"}
+		t.destination("late", late.url(), "")
+		t.waitReady("whd/late")
+		t.send("From the previous release")
+		Eventually(func() string { return t.field("whd/late", "{.status.delivery.pending}") }).ShouldNot(Or(BeEmpty(), Equal("0")))
+
+		move(file("charts/posthorn/files/crds"), false, install)
 		works("upgraded", env("E2E_TAG"))
+		late.start("s3cret")
+		late.eventually("From the previous release")
+		Eventually(func() string { return t.field("whd/late", "{.status.delivery.pending}") }, "3m").Should(Equal("0"))
+		Expect(t.field("whd/late", "{.status.delivery.discarded}")).To(Or(BeEmpty(), Equal("0")))
+
 		installed = false
-		helm("rollback", release, "-n", system, "--wait", "--timeout", "3m")
+		move(previousCRDs, true, func() { helm("rollback", release, "-n", system, "--wait", "--timeout", "3m") })
 		works("back", env("E2E_PREVIOUS_TAG"))
 		load.arrived(s)
 	})

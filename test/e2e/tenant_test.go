@@ -16,12 +16,22 @@ import (
 
 // tenant is a namespace of a user's, with a Source "web", its write key, and a
 // pod "caller" that sends calls.
-type tenant struct{ namespace, key string }
+type tenant struct {
+	namespace, key string
+	// previousAPI: its Sources are in the form of release 0.2.0.
+	previousAPI bool
+}
 
 // newTenant makes a namespace, and removes it after the spec.
 func newTenant(name string) tenant {
 	GinkgoHelper()
-	t := tenant{namespace: name, key: "key-of-" + name}
+	return tenant{namespace: name, key: "key-of-" + name}.created()
+}
+
+// created makes the namespace, and removes it after the spec.
+func (t tenant) created() tenant {
+	GinkgoHelper()
+	name := t.namespace
 	t.create()
 	DeferCleanup(func() {
 		if !CurrentSpecReport().Failed() { // what it looked like then is kept for who reads the logs
@@ -43,7 +53,12 @@ func (t tenant) create() {
 // running is a tenant with one destination that is Ready and its sink.
 func running(name string) (tenant, sink) {
 	GinkgoHelper()
-	t := newTenant(name)
+	return newTenant(name).running()
+}
+
+// running adds a destination that is Ready and its sink.
+func (t tenant) running() (tenant, sink) {
+	GinkgoHelper()
 	t.secret("crm", "secret", "s3cret")
 	s := t.newSink("crm", "s3cret")
 	t.destination("crm", s.url(), "")
@@ -76,11 +91,15 @@ func (t tenant) secret(name string, pairs ...string) {
 // source declares a Source whose write key is in Secret NAME-key.
 func (t tenant) source(name string) {
 	GinkgoHelper()
+	spec := "writeKeys: [{secretKeyRef: {name: %[1]s-key, key: writeKey}}]"
+	if t.previousAPI {
+		spec = "writeKeySecretRef: {name: %[1]s-key, key: writeKey}"
+	}
 	t.apply(fmt.Sprintf(`
 apiVersion: posthorn.dev/v1alpha1
 kind: Source
 metadata: {name: %[1]s}
-spec: {writeKeys: [{secretKeyRef: {name: %[1]s-key, key: writeKey}}]}
+spec: {`+spec+`}
 `, name))
 }
 
