@@ -327,14 +327,23 @@ type fakeDispatcher struct {
 	asked int
 	// down answers 500, refuse refuses all configs from now on, and stuck takes none.
 	down, refuse, stuck bool
-	running             map[string]liveconfig.Config
-	revisions           map[string]string
+	// decoded keeps the configs of the Secrets by UID and version: the dispatcher is
+	// polled all the time, and decoding is slow under the race detector.
+	decoded   map[string]decodedConfig
+	running   map[string]liveconfig.Config
+	revisions map[string]string
 	// traffic changes a destination's report, by "namespace/name"; calls a Source's.
 	traffic map[string]func(*liveconfig.DestinationReport)
 	calls   map[string]func(*liveconfig.SourceReport)
 	// syncs changes an audience's report, and deletions a deletion request's.
 	syncs     map[string]func(*liveconfig.AudienceReport)
 	deletions map[string]func(*liveconfig.DeletionReport)
+}
+
+type decodedConfig struct {
+	config   liveconfig.Config
+	revision string
+	err      error
 }
 
 func newDispatcher(name string) *fakeDispatcher {
@@ -396,13 +405,20 @@ func (d *fakeDispatcher) report(ctx context.Context) liveconfig.Report {
 			}
 		}
 	} else if !d.stuck {
+		decoded := map[string]decodedConfig{}
 		d.running, d.revisions = map[string]liveconfig.Config{}, map[string]string{}
 		for _, s := range secrets.Items {
-			config, revision, err := liveconfig.Decode(s.Data[liveconfig.DataKey])
-			if err == nil {
-				d.running[config.Tenant], d.revisions[config.Tenant] = config, revision
+			version := string(s.UID) + "/" + s.ResourceVersion
+			c, known := d.decoded[version]
+			if !known {
+				c.config, c.revision, c.err = liveconfig.Decode(s.Data[liveconfig.DataKey])
+			}
+			decoded[version] = c
+			if c.err == nil {
+				d.running[c.config.Tenant], d.revisions[c.config.Tenant] = c.config, c.revision
 			}
 		}
+		d.decoded = decoded
 	}
 	for _, tenant := range slices.Sorted(maps.Keys(d.running)) {
 		config := d.running[tenant]
