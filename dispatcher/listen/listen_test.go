@@ -224,7 +224,7 @@ func TestHeadIsBounded(t *testing.T) {
 	}
 }
 
-// reset opens and resets n streams on one connection and returns how many requests reached the handler.
+// reset opens and resets n streams on one connection and returns the last frame that it reads.
 func reset(t *testing.T, f *fixture, encrypted bool, n int) (frame http2.Frame) {
 	t.Helper()
 	var c net.Conn

@@ -63,7 +63,7 @@ func Escape(text []byte) []byte {
 			continue
 		}
 		r, size := utf8.DecodeRune(text[i:])
-		if unsafe(r) {
+		if isControl(r) {
 			out = append(out, text[done:i]...)
 			out = fmt.Appendf(out, `\u%04x`, r)
 			done = i + size
@@ -76,7 +76,8 @@ func Escape(text []byte) []byte {
 	return append(out, text[done:]...)
 }
 
-func unsafe(r rune) bool {
+// isControl reports whether a character is one that Escape escapes.
+func isControl(r rune) bool {
 	switch {
 	case r >= 0x7f && r <= 0x9f, // DEL and C1
 		r == 0x061c, r == 0x200e, r == 0x200f, // marks
