@@ -18,8 +18,9 @@ import (
 //   - A group's entries are written after its sync and before its callers are
 //     answered. So the file has every message that was acknowledged, and never more
 //     than was durable.
-//   - The write is synced in the background only: the end of the process takes nothing of
-//     it, a power loss may bring back older entries or none.
+//   - The write is synced in the background (see syncPositions), and at once when a Source is new, so that
+//     its name is durable twice. The end of the process takes nothing of it, a power loss
+//     may bring back older entries.
 //   - Each entry has a checksum and lies within one sector. An entry that is not sound says nothing.
 const acceptedName = "accepted"
 
@@ -42,6 +43,7 @@ type acceptedFile struct {
 	image  []byte // Of the whole file.
 	failed func(error)
 	dirty  []int
+	grown  bool // By a new Source, since the last write.
 }
 
 func (f *acceptedFile) open(fsys vfs.FS, dir string, logs map[string]*sourceLog, failed func(error)) error {
@@ -49,7 +51,7 @@ func (f *acceptedFile) open(fsys vfs.FS, dir string, logs map[string]*sourceLog,
 	for _, l := range logs {
 		f.put(l, position{l.head, l.bytes})
 	}
-	f.dirty = f.dirty[:0]
+	f.dirty, f.grown = f.dirty[:0], false
 	unnamed := fsys.PathJoin(dir, acceptedName+".tmp")
 	file, err := fsys.Create(unnamed, vfs.WriteCategoryUnspecified)
 	if err != nil {
@@ -69,7 +71,7 @@ func (f *acceptedFile) open(fsys vfs.FS, dir string, logs map[string]*sourceLog,
 func (f *acceptedFile) put(l *sourceLog, p position) {
 	if l.entry == 0 {
 		f.image = append(f.image, make([]byte, acceptedEntryBytes)...)
-		l.entry = len(f.image) / acceptedEntryBytes
+		l.entry, f.grown = len(f.image)/acceptedEntryBytes, true
 	}
 	b := f.image[(l.entry-1)*acceptedEntryBytes:][:acceptedEntryBytes]
 	n := copy(b[acceptedEntryHead:], l.source)
@@ -98,6 +100,12 @@ func (f *acceptedFile) write() {
 		}
 	}
 	f.dirty = f.dirty[:0]
+	if f.grown {
+		f.grown = false
+		if err := f.file.Sync(); err != nil {
+			f.failed(err)
+		}
+	}
 }
 
 func (f *acceptedFile) close() error {

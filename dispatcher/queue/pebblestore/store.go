@@ -45,6 +45,7 @@ type Store struct {
 	accepted acceptedFile
 	// positionsSynced is when the files of positions were synced last; maintenance owns it.
 	positionsSynced time.Time
+	flushed         atomic.Bool // The engine flushed a log into tables since then.
 
 	// gate is held for reading while the database is used, and for writing once, to close.
 	gate   sync.RWMutex
@@ -662,6 +663,7 @@ func (s *Store) events() *pebble.EventListener {
 			s.log.Error("a file of the queue is corrupt", "path", info.Path, "error", info.Details)
 			s.noteDamage(info.Path)
 		},
+		FlushEnd: func(pebble.FlushInfo) { s.flushed.Store(true) },
 		WriteStallBegin: func(info pebble.WriteStallBeginInfo) {
 			s.log.Warn("the queue's disk cannot keep up; writes wait", "reason", info.Reason)
 		},

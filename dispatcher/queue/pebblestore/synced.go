@@ -107,9 +107,10 @@ func (f *syncedFiles) synced(name string, offset int64) {
 // positionSyncInterval bounds how old the positions are that a power loss leaves.
 const positionSyncInterval = 10 * time.Second
 
-// syncPositions makes the positions durable when they changed, at most once an interval.
+// syncPositions makes the positions durable when they changed: after a flush, which makes logs
+// obsolete, and otherwise once an interval.
 func (s *Store) syncPositions() {
-	if now := s.o.Now(); now.Sub(s.positionsSynced) >= positionSyncInterval {
+	if now := s.o.Now(); s.flushed.Swap(false) || now.Sub(s.positionsSynced) >= positionSyncInterval {
 		s.positionsSynced = now
 		if err := s.fs.positions.sync(s.accepted.file); err != nil {
 			s.fs.positions.failed(err)
