@@ -277,3 +277,17 @@ func TestParked(t *testing.T) {
 		}
 	}
 }
+
+// BenchmarkPositions is what a group of messages of one Source pays for the files of positions.
+func BenchmarkPositions(b *testing.B) {
+	s := open(b, b.TempDir(), Options{})
+	defer func() { _ = s.Close() }()
+	appendAll(b, s, 1)
+	l := s.sourceLog(web)
+	for i := range b.N {
+		s.fs.positions.synced("999999.log", int64(i))
+		s.accepted.put(l, position{uint64(i), uint64(i)})
+		s.accepted.write()
+		_ = s.fs.positions.mark()
+	}
+}
