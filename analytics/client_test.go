@@ -323,6 +323,103 @@ func TestBatchSizeLimit(t *testing.T) {
 	}
 }
 
+// A batch is closed before the server would refuse it because its context, merged
+// into each call, makes too much of it.
+func TestMergedSizeLimit(t *testing.T) {
+	usual := analytics.DefaultContext
+	defer func() { analytics.DefaultContext = usual }()
+	analytics.DefaultContext = object{"x": strings.Repeat("x", 15_000)}
+	synctest.Test(t, func(t *testing.T) {
+		sink := analyticstest.New()
+		sink.RespondAlways(analyticstest.Answer{Delay: time.Second})
+		client := sink.Client(analytics.FlushAt(250), analytics.MaxInFlight(1))
+		const calls = 1000
+		for i := range calls {
+			must(t, client.Track(track(i)))
+		}
+		if err := client.CloseContext(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		for i, r := range sink.Requests() {
+			if r.Status != http.StatusOK {
+				t.Errorf("request %d with %d calls was answered %d", i, len(r.Batch), r.Status)
+			}
+			if most := event.MaxMergedBytes(len(r.Body)) / 15_000; len(r.Batch) > most {
+				t.Errorf("request %d has %d calls with a context of 15 KB, want at most %d", i, len(r.Batch), most)
+			}
+		}
+		// 1 MiB holds 66 of them.
+		if got, requests := len(sink.Calls()), len(sink.Requests()); got != calls || requests > calls/60+1 {
+			t.Errorf("%d calls arrived in %d requests, want %d in at most %d", got, requests, calls, calls/60+1)
+		}
+	})
+}
+
+// limited answers 413 to requests with more calls than most, as a proxy may.
+type limited struct {
+	sink *analyticstest.Sink
+	most int
+	mu   sync.Mutex
+	sent []int // calls of each request
+}
+
+func (l *limited) RoundTrip(r *http.Request) (*http.Response, error) {
+	body, err := io.ReadAll(r.Body)
+	if err != nil {
+		return nil, err
+	}
+	r.Body = io.NopCloser(bytes.NewReader(body))
+	calls := bytes.Count(body, []byte(`"type":"track"`))
+	l.mu.Lock()
+	l.sent = append(l.sent, calls)
+	l.mu.Unlock()
+	if calls > l.most {
+		return &http.Response{StatusCode: http.StatusRequestEntityTooLarge, Body: http.NoBody, Request: r}, nil
+	}
+	return l.sink.RoundTrip(r)
+}
+
+// A batch that is too large for the server, or for a proxy, is halved until it
+// fits; a single call that does not fit fails.
+func TestTooLargeBatchesAreHalved(t *testing.T) {
+	for most, want := range map[int]struct{ delivered, requests int }{
+		7: {100, 31}, // 100, 2 of 50, 4 of 25, 8 of 12 or 13, 16 of 6 or 7
+		0: {0, 199},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			sink := analyticstest.New()
+			proxy := &limited{sink: sink, most: most}
+			var mu sync.Mutex
+			results := map[string]error{}
+			client := sink.Client(analytics.FlushAt(100), analytics.WithHTTPClient(&http.Client{Transport: proxy}), analytics.OnResult(func(r analytics.Result) {
+				mu.Lock()
+				defer mu.Unlock()
+				if _, twice := results[r.MessageID]; twice {
+					t.Errorf("most %d: two results for one call", most)
+				}
+				results[r.MessageID] = r.Err
+			}))
+			for i := range 100 {
+				must(t, client.Track(track(i)))
+			}
+			err := client.Close()
+			var failed *analytics.DeliveryError
+			if got := len(sink.Calls()); got != want.delivered || errors.As(err, &failed) != (got < 100) || failed != nil && len(failed.Failed) != 100-got {
+				t.Errorf("most %d: %d calls arrived, want %d; Close says %v", most, got, want.delivered, err)
+			}
+			if len(proxy.sent) != want.requests || len(results) != 100 {
+				t.Errorf("most %d: %d requests and %d results, want %d and 100", most, len(proxy.sent), len(results), want.requests)
+			}
+			var refusal *analytics.ResponseError
+			for _, err := range results {
+				if most == 0 && (!errors.As(err, &refusal) || refusal.StatusCode != http.StatusRequestEntityTooLarge) || most > 0 && err != nil {
+					t.Fatalf("most %d: a call ended with %v", most, err)
+				}
+			}
+		})
+	}
+}
+
 func TestBatchCallsLimit(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		sink := analyticstest.New()

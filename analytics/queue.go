@@ -102,7 +102,7 @@ func (q *queue) add(ctx context.Context, call []byte, it item) error {
 	if q.closed.Load() {
 		return ErrClosed
 	}
-	if b := q.open; b != nil && (len(b.items) >= q.most || len(b.body)+1+len(call)+len(q.client.context)+batchTail > event.MaxBodyBytes) {
+	if b := q.open; b != nil && !q.fits(b, call) {
 		q.ready = append(q.ready, q.takeOpen())
 	}
 	if q.open == nil {
@@ -127,6 +127,14 @@ func (q *queue) add(ctx context.Context, call []byte, it item) error {
 	}
 	q.dispatch()
 	return nil
+}
+
+// fits reports whether a batch may have one more call. The server merges the
+// context into each call, and refuses a batch whose messages become too large.
+func (q *queue) fits(b *batch, call []byte) bool {
+	calls, body := len(b.items)+1, len(b.body)+1+len(call)+len(q.client.context)
+	messages := 2*len(b.body) + calls*(len(q.client.context)+event.MessageOverhead) // An alias repeats its ids.
+	return calls <= q.most && body+batchTail <= event.MaxBodyBytes && messages <= event.MaxMergedBytes(body)
 }
 
 func (q *queue) full(bytes int) bool {
@@ -205,6 +213,9 @@ func (q *queue) work(b *batch) {
 		out := q.client.send(b)
 		b.attempts++
 		q.client.health.attempted(q.client.log, out)
+		if out.tooLarge && q.split(b) {
+			continue
+		}
 		if wait, again := q.client.retryIn(b, out); again {
 			if next, ok := q.postpone(b, wait, out.after > 0); ok {
 				b = next
@@ -213,6 +224,34 @@ func (q *queue) work(b *batch) {
 		}
 		b = q.resolve(b, out)
 	}
+}
+
+// split moves the second half of a batch that was too large for the server, or
+// for a proxy in front of it, into a batch of its own. It fails for a single call.
+func (q *queue) split(b *batch) bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if _, held := q.unresolved[b]; !held || q.gaveUp || len(b.items) < 2 {
+		return false
+	}
+	half := len(b.items) / 2
+	from := b.items[half].start
+	second := batches.Get().(*batch)
+	second.body = append(append(second.body, batchHead...), b.body[from:]...)
+	for _, it := range b.items[half:] {
+		it.start, it.end = it.start-from+uint32(len(batchHead)), it.end-from+uint32(len(batchHead))
+		second.items = append(second.items, it)
+	}
+	b.body, b.items = b.body[:b.items[half-1].end], b.items[:half]
+	second.attempts, second.first = b.attempts, b.first
+	second.waiters = append(second.waiters, b.waiters...)
+	for _, w := range second.waiters {
+		w.left++
+	}
+	q.unresolved[second] = struct{}{}
+	q.ready = append(q.ready, second)
+	q.dispatch()
+	return true
 }
 
 // postpone has a batch sent again later, and returns the next to send now. It

@@ -22,6 +22,7 @@ type outcome struct {
 	err      error         // of the batch as a whole; nil: accepted
 	rejected map[int]error // calls that the server refused of an accepted batch
 	again    bool          // err may pass
+	tooLarge bool          // err may not concern a smaller batch
 	after    time.Duration // the wait that the server asked for; 0: none
 }
 
@@ -154,7 +155,7 @@ func (c *Client) answered(res *http.Response, calls int) outcome {
 		if !told {
 			e.Message = oneLine(body)
 		}
-		out := outcome{err: e, again: retryable(res.StatusCode)}
+		out := outcome{err: e, again: retryable(res.StatusCode), tooLarge: res.StatusCode == http.StatusRequestEntityTooLarge}
 		if out.again {
 			out.after = retryAfter(res.Header.Get("Retry-After"), time.Now())
 		}

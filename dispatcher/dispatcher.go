@@ -442,7 +442,7 @@ func (d *Dispatcher) diskForSync() bool {
 // roomForSync reports whether the calls of an audience's sync may go into the log
 // of a Source now: they fill half of its quota at most.
 func (d *Dispatcher) roomForSync(source string) bool {
-	quota := d.options.Queue.MaxBytesPerSource
+	quota := d.store.SourceQuota()
 	return d.diskForSync() && (quota == 0 || d.store.SourceStats(source).LogBytes <= quota/2)
 }
 

@@ -34,16 +34,25 @@ const (
 	// MaxBatchCalls is the number of calls in a batch; those beyond it are
 	// rejected.
 	MaxBatchCalls = 2500
-	// MaxMergedBytes is the size of all messages made from one batch at which the
-	// rest of its calls is rejected. It bounds what a small body can grow to when
-	// the batch has a large context.
-	MaxMergedBytes = 8 << 20
+	// MinMergedBytes and MergedRatio bound the messages of one batch: see
+	// [MaxMergedBytes].
+	MinMergedBytes = 1 << 20
+	MergedRatio    = 16
+	// MessageOverhead is about what is added to each call, besides the context
+	// and integrations of its batch: times, ids and version.
+	MessageOverhead = 256
 	// MaxMessageIDBytes is the length of a messageId in UTF-8.
 	MaxMessageIDBytes = 100
 	// MaxDepth is how deep arrays and objects may nest in one call, the call's
 	// own object included.
 	MaxDepth = 256
 )
+
+// MaxMergedBytes is the size of all messages that a batch may make, for the size
+// of its body: [MergedRatio] times the body, and at least [MinMergedBytes]. It
+// bounds how much a body grows when the batch has a large context, which is
+// merged into each call.
+func MaxMergedBytes(body int) int { return max(MinMergedBytes, MergedRatio*body) }
 
 // Type says what a call is about.
 type Type string
@@ -74,7 +83,8 @@ const (
 	CodeNotAnObject      = "not_an_object"       // JSON, but the body or the call is no object
 	CodeTooDeep          = "too_deep"            // nests deeper than MaxDepth
 	CodeBodyTooLarge     = "body_too_large"      // body over MaxBodyBytes
-	CodeCallTooLarge     = "call_too_large"      // call over MaxCallBytes, or the merged batch over MaxMergedBytes
+	CodeCallTooLarge     = "call_too_large"      // call over MaxCallBytes
+	CodeBatchTooLarge    = "batch_too_large"     // messages of a batch over MaxMergedBytes
 	CodeTooManyCalls     = "too_many_calls"      // call beyond MaxBatchCalls
 	CodeEmptyBatch       = "empty_batch"         // no "batch", or none with calls in it
 	CodeNoType           = "no_type"             // call in a batch without a type

@@ -3,6 +3,7 @@ package event
 import (
 	"bytes"
 	"fmt"
+	"slices"
 	"time"
 )
 
@@ -148,15 +149,39 @@ type placed struct {
 //     (then the two are not of one clock), timestamp is the call's own time.
 //   - alias also carries "Previous ID" and "User ID".
 func (r Request) Parse(body []byte) (Batch, error) {
+	reading, err := r.Read(body)
+	if err != nil {
+		return Batch{WriteKey: reading.WriteKey}, err
+	}
+	defer reading.Release()
+	return reading.Messages()
+}
+
+// Reading is a body that was read and whose messages are not made yet: so that
+// the sender can be identified and memory reserved before a batch grows.
+type Reading struct {
+	// WriteKey is the body's writeKey.
+	WriteKey string
+	// Calls is how many calls the body has, and Bytes about how many bytes their
+	// messages take, at most MaxMergedBytes for a batch.
+	Calls, Bytes int
+
+	p parser
+}
+
+// Read reads a body, which is not needed any more when Read returns. The error,
+// always an *Error, is about the body as a whole; the Reading that comes with it
+// has at most a WriteKey. Without an error the caller must call Release.
+func (r Request) Read(body []byte) (Reading, error) {
 	if r.Type != "" {
 		if !r.Type.callable() {
-			return Batch{}, &Error{CodeUnknownType, "the path names no type of call; use identify, track, page, screen, group, alias or batch"}
+			return Reading{}, &Error{CodeUnknownType, "the path names no type of call; use identify, track, page, screen, group, alias or batch"}
 		}
 		if len(body) > MaxBodyBytes {
-			return Batch{}, callTooLarge
+			return Reading{}, callTooLarge
 		}
 	} else if len(body) > MaxBodyBytes {
-		return Batch{}, &Error{CodeBodyTooLarge, fmt.Sprintf("the body is larger than the %d bytes allowed; split the batch", MaxBodyBytes)}
+		return Reading{}, &Error{CodeBodyTooLarge, fmt.Sprintf("the body is larger than the %d bytes allowed; split the batch", MaxBodyBytes)}
 	}
 	if r.ReceivedAt.IsZero() {
 		r.ReceivedAt = time.Now()
@@ -165,18 +190,53 @@ func (r Request) Parse(body []byte) (Batch, error) {
 		r.NewID = randomUUID
 	}
 	s := newScanner(body)
-	defer s.release()
-	p := parser{Request: r, s: s, received: r.ReceivedAt.UnixMilli()}
-	s.receivedAt = appendQuotedTime(s.receivedAt[:0], p.received)
+	reading := Reading{p: parser{Request: r, s: s, received: r.ReceivedAt.UnixMilli(), most: MaxMergedBytes(len(body))}}
+	s.receivedAt = appendQuotedTime(s.receivedAt[:0], reading.p.received)
+	var err error
 	if r.Type != "" {
-		return p.single()
+		err = reading.readCall()
+	} else {
+		err = reading.readBatch()
 	}
-	return p.batch()
+	if err != nil {
+		s.release()
+		return Reading{WriteKey: reading.WriteKey}, err
+	}
+	reading.Calls = len(s.calls)
+	common := &reading.p.common
+	each := MessageOverhead + len(r.ClientIP) + len(common[fieldContext]) + len(common[fieldIntegrations]) + len(common[fieldSentAt])
+	reading.Bytes = min(len(s.out)+each*len(s.calls), reading.p.most)
+	s.in, s.pos, s.copied = nil, 0, 0
+	return reading, nil
 }
+
+// Messages makes the messages of the calls, as Parse does. It must be called at
+// most once.
+func (r *Reading) Messages() (Batch, error) {
+	p := &r.p
+	p.result.WriteKey = r.WriteKey
+	p.s.bodies = slices.Grow(p.s.bodies, r.Bytes)
+	var err error
+	if p.Type != "" {
+		err = p.single()
+	} else {
+		err = p.batch()
+	}
+	if err != nil {
+		return Batch{WriteKey: r.WriteKey}, err
+	}
+	p.finish()
+	return p.result, nil
+}
+
+// Release ends the use of a Reading. What Messages returned stays valid.
+func (r *Reading) Release() { r.p.s.release() }
 
 var callTooLarge = &Error{CodeCallTooLarge, fmt.Sprintf("the call is larger than the %d bytes allowed, counting the context and integrations of its batch; send less data in one call", MaxCallBytes)}
 
-var batchTooLarge = &Error{CodeCallTooLarge, fmt.Sprintf("the batch's context and integrations, merged into each call, make messages of more than the %d bytes allowed; send a smaller batch or context", MaxMergedBytes)}
+func batchTooLarge(calls, most int) *Error {
+	return &Error{CodeBatchTooLarge, fmt.Sprintf("the batch's context and integrations, merged into each of its %d calls, make messages of more than the %d bytes allowed (%d times the body, at least %d); send fewer calls in a batch, or less in its context", calls, most, MergedRatio, MinMergedBytes)}
+}
 
 // parser makes calls from what a scanner has read.
 type parser struct {
@@ -185,24 +245,27 @@ type parser struct {
 	received   int64
 	common     values // a batch's own context, integrations and sentAt
 	commonSent instant
+	most       int // bytes of all messages
 	result     Batch
 }
 
-func (p *parser) single() (Batch, error) {
-	s := p.s
+func (r *Reading) readCall() error {
+	s := r.p.s
 	if err := s.document((*scanner).call); err != nil {
-		return Batch{}, err
+		return err
 	}
 	s.flush()
-	if err := p.accept(0, s.calls[0]); err != nil {
-		return Batch{WriteKey: p.result.WriteKey}, err
+	c := s.calls[0]
+	for _, m := range s.kept[c.from:c.to] {
+		if fieldOf(s.out[m.key.from:m.key.to]) == fieldWriteKey {
+			r.WriteKey = decoded(s.out[m.value.from:m.value.to])
+		}
 	}
-	p.finish()
-	return p.result, nil
+	return nil
 }
 
-func (p *parser) batch() (Batch, error) {
-	s := p.s
+func (r *Reading) readBatch() error {
+	p, s := &r.p, r.p.s
 	isArray := false
 	err := s.document(func(s *scanner) bool {
 		if s.next() != '{' {
@@ -215,7 +278,7 @@ func (p *parser) batch() (Batch, error) {
 		return ok
 	})
 	if err != nil {
-		return Batch{}, err
+		return err
 	}
 	s.flush()
 	for _, m := range s.open {
@@ -225,12 +288,11 @@ func (p *parser) batch() (Batch, error) {
 			isArray = s.text(m.value)[0] == '['
 		}
 	}
-	p.result.WriteKey = decoded(p.common[fieldWriteKey])
-	fail := func(err *Error) (Batch, error) { return Batch{WriteKey: p.result.WriteKey}, err }
+	r.WriteKey = decoded(p.common[fieldWriteKey])
 	for _, f := range [...]field{fieldContext, fieldIntegrations} {
 		object, err := p.common.object(f)
 		if err != nil {
-			return fail(err)
+			return err
 		}
 		if len(object) <= len("{}") {
 			object = nil // adds nothing
@@ -239,13 +301,28 @@ func (p *parser) batch() (Batch, error) {
 	}
 	p.commonSent = readTime(p.common[fieldSentAt])
 	if !isArray || len(s.calls) == 0 {
-		return fail(&Error{CodeEmptyBatch, `the body has no calls; send them as objects in its array "batch"`})
+		return &Error{CodeEmptyBatch, `the body has no calls; send them as objects in its array "batch"`}
 	}
+	return nil
+}
+
+func (p *parser) single() error {
+	if err := p.accept(0, p.s.calls[0]); err != nil {
+		return err
+	}
+	return nil
+}
+
+func (p *parser) batch() error {
+	s := p.s
 	p.result.Calls = make([]Call, 0, len(s.calls))
 	p.result.Indexes = make([]int, 0, len(s.calls))
 	for i, c := range s.calls {
 		if err := p.accept(i, c); err != nil {
 			p.result.Rejected = append(p.result.Rejected, Rejection{i, err})
+		}
+		if len(s.bodies) > p.most {
+			return batchTooLarge(len(s.calls), p.most)
 		}
 	}
 	if s.excess > 0 {
@@ -254,8 +331,7 @@ func (p *parser) batch() (Batch, error) {
 			p.result.Rejected = append(p.result.Rejected, Rejection{len(s.calls) + i, err})
 		}
 	}
-	p.finish()
-	return p.result, nil
+	return nil
 }
 
 // batch reads the value of "batch". Of several the last one counts.
@@ -358,9 +434,6 @@ func (p *parser) accept(index int, c rawCall) *Error {
 		return callTooLarge
 	}
 	s := p.s
-	if len(s.bodies) >= MaxMergedBytes {
-		return batchTooLarge
-	}
 	members := s.kept[c.from:c.to]
 	var v values
 	var sent uint32 // the set of fields that the call has
@@ -370,9 +443,6 @@ func (p *parser) accept(index int, c rawCall) *Error {
 			v[m.field] = s.out[m.value.from:m.value.to]
 			sent |= 1 << m.field
 		}
-	}
-	if p.Type != "" {
-		p.result.WriteKey = decoded(v[fieldWriteKey])
 	}
 	t, err := v.callType(p.Type)
 	if err != nil {
@@ -458,9 +528,14 @@ func (p *parser) accept(index int, c rawCall) *Error {
 }
 
 // finish gives the calls their bytes: one allocation for all messages, one for
-// all strings.
+// all strings. Messages that are too large for the pool are not copied.
 func (p *parser) finish() {
-	bodies, texts := bytes.Clone(p.s.bodies), string(p.s.texts)
+	bodies, texts := p.s.bodies, string(p.s.texts)
+	if cap(bodies) > maxPooled {
+		p.s.bodies = nil
+	} else {
+		bodies = bytes.Clone(bodies)
+	}
 	for i, place := range p.s.places {
 		c := &p.result.Calls[i]
 		c.Body = bodies[place.body.from:place.body.to:place.body.to]

@@ -335,21 +335,86 @@ func TestTooManyCalls(t *testing.T) {
 	}
 }
 
-// TestGrowthIsBounded: a small body must not become a large batch.
+// A batch makes at most MaxMergedBytes of messages; one that would make more is
+// refused as a whole, before its messages take more than that.
 func TestGrowthIsBounded(t *testing.T) {
-	b, err := request("").Parse([]byte(`{"batch":[` + strings.Repeat(`{"type":"page","userId":"u"},`, 1000) + `0],"context":{"x":"` + strings.Repeat("x", 30_000) + `"}}`))
+	batch := func(context, calls, size int) []byte {
+		call := `{"type":"page","userId":"u","p":"` + strings.Repeat("p", size) + `"}`
+		return []byte(`{"writeKey":"k","context":{"x":"` + strings.Repeat("x", context) + `"},"batch":[` + strings.TrimSuffix(strings.Repeat(call+",", calls), ",") + `]}`)
+	}
+	for _, tc := range []struct {
+		name                 string
+		context, calls, size int
+		accepted             bool
+	}{
+		{"1 MiB is always allowed", 30_000, 34, 0, true},
+		{"more than 1 MiB, more than 16 times the body", 30_000, 36, 0, false},
+		{"16 times a large body", 28_000, 260, 1_750, true},
+		{"more than 16 times a large body", 31_000, 272, 1_600, false},
+		{"as many calls as possible, small context", 200, MaxBatchCalls, 0, true},
+		{"as many calls as possible, large context", 3_400, MaxBatchCalls, 0, false},
+		{"no context", 0, MaxBatchCalls, 100, true},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			body := batch(tc.context, tc.calls, tc.size)
+			most := MaxMergedBytes(len(body))
+			if want := max(1<<20, 16*len(body)); most != want {
+				t.Fatalf("MaxMergedBytes is %d, want %d", most, want)
+			}
+			reading, err := request("").Read(body)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer reading.Release()
+			if reading.WriteKey != "k" || reading.Calls != tc.calls || reading.Bytes > most {
+				t.Errorf("read %d calls, %d bytes of at most %d, write key %q", reading.Calls, reading.Bytes, most, reading.WriteKey)
+			}
+			b, err := reading.Messages()
+			if !tc.accepted {
+				if code(err) != CodeBatchTooLarge || !strings.Contains(err.Error(), "context") || len(b.Calls) != 0 || b.WriteKey != "k" {
+					t.Errorf("error %v with %d calls, want %s and none", err, len(b.Calls), CodeBatchTooLarge)
+				}
+				return
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			size := 0
+			for _, c := range b.Calls {
+				size += len(c.Body)
+			}
+			if size > reading.Bytes || size < reading.Bytes/2 {
+				t.Errorf("messages of %d bytes, of which Read said %d", size, reading.Bytes)
+			}
+			if len(b.Calls) != tc.calls || len(b.Rejected) != 0 {
+				t.Errorf("%d calls and %d rejections, want %d and none", len(b.Calls), len(b.Rejected), tc.calls)
+			}
+			for i := range b.Calls { // Large batches are not copied, so one message may not reach into the next.
+				if c := &b.Calls[i]; cap(c.Body) != len(c.Body) || !json.Valid(c.Body) {
+					t.Fatalf("message %d: %d bytes with room for %d, valid %v", i, len(c.Body), cap(c.Body), json.Valid(c.Body))
+				}
+			}
+		})
+	}
+}
+
+// Messages of one batch stay as they are while the memory of the reading is used again.
+func TestLargeBatchesKeepTheirMemory(t *testing.T) {
+	body := func(letter string) []byte {
+		call := `{"type":"page","userId":"u","p":"` + strings.Repeat(letter, 1_700) + `"}`
+		return []byte(`{"context":{"x":"` + strings.Repeat(letter, 28_000) + `"},"batch":[` + strings.TrimSuffix(strings.Repeat(call+",", 200), ",") + `]}`)
+	}
+	first, err := request("").Parse(body("a"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	size := 0
-	for _, c := range b.Calls {
-		size += len(c.Body)
+	if _, err := request("").Parse(body("b")); err != nil {
+		t.Fatal(err)
 	}
-	if size < MaxMergedBytes || size > MaxMergedBytes+MaxCallBytes || len(b.Calls)+len(b.Rejected) != 1001 {
-		t.Errorf("%d bytes in %d calls, %d rejected", size, len(b.Calls), len(b.Rejected))
-	}
-	if r := b.Rejected[0]; r.Err.Code != CodeCallTooLarge || !strings.Contains(r.Err.Message, "context") || r.Index != len(b.Calls) {
-		t.Errorf("rejection %d: %v", r.Index, r.Err)
+	for i, c := range first.Calls {
+		if bytes.Contains(c.Body, []byte("bbb")) {
+			t.Fatalf("message %d was overwritten", i)
+		}
 	}
 }
 

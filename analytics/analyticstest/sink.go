@@ -194,7 +194,12 @@ func (s *Sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	parsed, err := event.Request{}.Parse(body)
 	if fault := new(event.Error); errors.As(err, &fault) {
-		fail(w, http.StatusBadRequest, fault.Code, fault.Message)
+		status := http.StatusBadRequest
+		switch fault.Code {
+		case event.CodeBodyTooLarge, event.CodeBatchTooLarge:
+			status = http.StatusRequestEntityTooLarge
+		}
+		fail(w, status, fault.Code, fault.Message)
 		return
 	}
 	if err := json.Unmarshal(body, &batch); err != nil {

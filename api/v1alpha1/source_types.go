@@ -55,7 +55,7 @@ type WriteKey struct {
 // CallRateLimit bounds the calls that one dispatcher pod takes from a Source.
 // +kubebuilder:validation:XValidation:rule="!has(self.burst) || self.burst >= self.callsPerSecond",message="burst must be at least callsPerSecond; raise burst or leave it out"
 type CallRateLimit struct {
-	// Calls a second; a batch of 20 counts as 20. 1 to 1,000,000.
+	// Calls a second; a batch of 20 counts as 20, and 4 KiB of messages count as one call at least. 1 to 1,000,000.
 	// +kubebuilder:validation:Minimum=1
 	// +kubebuilder:validation:Maximum=1000000
 	// +required

@@ -44,6 +44,7 @@ type dataFlags struct {
 	options           dispatcher.Options
 	egress, proxies   []string
 	certFile, keyFile string
+	sourceQuota       string
 }
 
 func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
@@ -61,7 +62,7 @@ func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 	f.DurationVar(&d.options.Queue.DuplicateWindow, "duplicate-window", 10*time.Minute, "how long a messageId is remembered, up to 24h; a call that repeats it is dropped")
 	f.BoolVar(&d.options.Repair, "repair", false, "when a file of the store is damaged, keep what can be read and start, as posthorn repair --apply does, instead of refusing to")
 	f.BoolVar(&d.options.Debug, "debug", false, "add /debug to the admin listener: lanes, live config without secrets, profiles")
-	f.Int64Var(&d.options.Queue.MaxBytesPerSource, "source-quota", 0, "bytes of undelivered calls that one Source may keep on disk; 0 is no limit but the disk's")
+	f.StringVar(&d.sourceQuota, "source-quota", "auto", "bytes of undelivered calls that one Source may keep on disk; beyond that its calls are answered 503 until some are delivered. auto: half of the room below the high-water mark of 85 %; none or 0: no limit but that mark")
 }
 
 // parse checks the flags and makes the options of them.
@@ -91,8 +92,16 @@ func (d *dataFlags) parse() (err error) {
 			return usagef("%s %v: use 0 to %v", t.flag, t.value, t.most)
 		}
 	}
-	if d.options.Queue.MaxBytesPerSource < 0 {
-		return usagef("--source-quota %d: use a number of bytes, or 0 for no limit", d.options.Queue.MaxBytesPerSource)
+	switch d.sourceQuota {
+	case "auto":
+	case "none", "0":
+		d.options.Queue.MaxBytesPerSource = pebblestore.NoQuota
+	default:
+		bytes, err := strconv.ParseInt(d.sourceQuota, 10, 64)
+		if err != nil || bytes < 0 {
+			return usagef("--source-quota %q: use a whole number of bytes, auto for half of the room on the disk, or none", d.sourceQuota)
+		}
+		d.options.Queue.MaxBytesPerSource = bytes
 	}
 	return nil
 }

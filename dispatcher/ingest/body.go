@@ -69,7 +69,7 @@ func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *refusal) {
 	if zipped {
 		need += inflaterBytes
 	}
-	if !q.room.grow(need, h.MaxBuffered) {
+	if !q.memory.grow(need, h.MaxBuffered) {
 		return nil, busy
 	}
 	var body io.Reader = q.Body
@@ -88,7 +88,7 @@ func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *refusal) {
 	for {
 		if len(b.bytes) == cap(b.bytes) {
 			larger := b.class + 1
-			if !q.room.grow(int64(sizes[larger]-sizes[b.class]), h.MaxBuffered) {
+			if !q.memory.grow(int64(sizes[larger]-sizes[b.class]), h.MaxBuffered) {
 				b.release()
 				return nil, busy
 			}

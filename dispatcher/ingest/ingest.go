@@ -46,9 +46,10 @@ type Options struct {
 	BeginRouting func() (end func())
 	// Append makes messages durable; see queue.Store.
 	Append func(ctx context.Context, msgs []queue.Message) ([]bool, error)
-	// MaxBuffered bounds the memory of all requests in progress, for their bodies
-	// and then their messages. Default 256 MiB. One Source gets at most half of
-	// it, less when others need theirs; beyond: 503.
+	// MaxBuffered bounds the memory of all requests in progress: of their bodies,
+	// and then of their messages with the copies that storing makes. Default
+	// 256 MiB. One Source gets at most half of it, less when others need theirs;
+	// beyond that a request is answered 503.
 	MaxBuffered int64
 	// TrustedProxies are the networks of proxies whose X-Forwarded-For is believed; see ParseProxies.
 	TrustedProxies []netip.Prefix
@@ -120,8 +121,12 @@ func Takes(path string) bool {
 // stored nevertheless; sent again with their messageId they are duplicates.
 const storeTimeout = 30 * time.Second
 
-// maxTurn is how long a request may filter its calls before others get a turn.
-const maxTurn = 5 * time.Millisecond
+// maxTurn is how long a request may filter its calls before others get a turn;
+// turnBytes is what that costs, about what is parsed in the time.
+const (
+	maxTurn   = 5 * time.Millisecond
+	turnBytes = 1 << 20
+)
 
 //go:embed openapi.yaml
 var openAPI []byte
@@ -129,16 +134,20 @@ var openAPI []byte
 // Handler serves the tracking API. Make it with New.
 type Handler struct {
 	Options
-	metrics metrics
-	memory  budget
-	turns   turns
-	// patience is how long requests wait for storage.
-	patience patience
+	metrics   metrics
+	memory    memoryLimiter
+	scheduler fairScheduler
+	// deadlines bound how long requests wait for storage.
+	deadlines deadlineCache
+	// lastStored is the Source that stored last, and sharedUntil when, in
+	// nanoseconds since 1970, its storing counts as that of one Source alone.
+	lastStored  atomic.Pointer[source]
+	sharedUntil atomic.Int64
 
-	sources sync.Map // key -> *source
-	nobody  *source  // who has no known write key, or none yet
-	origins atomic.Pointer[origins]
-	faults  sampler // of our own, to log
+	sources      sync.Map // key -> *source
+	unidentified *source  // of the requests without a known write key
+	origins      atomic.Pointer[origins]
+	faults       sampler // of our own, to log
 }
 
 // ParseProxies parses the networks (CIDRs) and addresses of proxies.
@@ -169,9 +178,9 @@ func New(o Options) *Handler {
 	if o.Logger == nil {
 		o.Logger = slog.Default()
 	}
-	h := &Handler{Options: o, nobody: new(source)}
+	h := &Handler{Options: o, unidentified: new(source)}
 	h.metrics = newMetrics(o.Registerer, h.memory.held)
-	h.turns.free = 2 * runtime.GOMAXPROCS(0) // one computes, one is about to
+	h.scheduler.slots = 2 * runtime.GOMAXPROCS(0) // one request computes, one is about to
 	return h
 }
 
@@ -215,11 +224,17 @@ type request struct {
 	*http.Request
 	view *liveconfig.View
 	ref  liveconfig.SourceRef
-	// source is nobody until the write key is known.
+	// source is that of all unidentified requests until the write key is known.
 	source *source
 	origin string
-	room   hold
-	// calls were made messages of.
+	memory reservation
+	turn   turn
+	// bodyBytes is the size of the body, and reading what was read of it.
+	bodyBytes int
+	reading   event.Reading
+	// storing is what the request holds of its Source's semaphore of that name.
+	storing int64
+	// calls is how many of its calls became messages.
 	calls int
 	// span and what names it to deliveries are zero while there is no tracing.
 	span        trace.Span
@@ -245,9 +260,9 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		h.answer(w, refuse(http.StatusNotFound, codeNotFound, "there is nothing at this path; calls go to /v1/identify, /v1/track, /v1/page, /v1/screen, /v1/group, /v1/alias, /v1/batch or /v1/import"))
 		return
 	}
-	q := request{Request: r, view: h.View(), source: h.nobody, origin: r.Header.Get("Origin")}
-	q.room = hold{budget: &h.memory, share: &h.nobody.share}
-	defer q.room.free() // Only then is the answer written, which may be slow to be taken.
+	q := request{Request: r, view: h.View(), source: h.unidentified, origin: r.Header.Get("Origin")}
+	q.memory = reservation{limiter: &h.memory, account: &h.unidentified.account}
+	defer q.memory.release() // After the answer is written, which a slow client may delay.
 	if q.origin != "" {
 		header.Add("Vary", "Origin")
 		// Until the Source is known, a page may read the answer if some Source allows it.
@@ -268,7 +283,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if h.Tracer != nil {
 		h.trace(&q, path, begin)
 	}
-	rejected, bad := h.safely(w, &q, typ, begin)
+	rejected, bad := h.recoverPanics(w, &q, typ, begin)
 	if bad != nil {
 		if bad.status == http.StatusUnauthorized && q.origin == "" {
 			// Not to pages: their browser would ask its user for a password.
@@ -296,8 +311,8 @@ var (
 	nosniffHeader = []string{"nosniff"}
 )
 
-// safely keeps a fault of ours in one request.
-func (h *Handler) safely(w http.ResponseWriter, q *request, typ event.Type, now time.Time) (rejected []event.Rejection, bad *refusal) {
+// recoverPanics keeps a fault of the server in one request.
+func (h *Handler) recoverPanics(w http.ResponseWriter, q *request, typ event.Type, now time.Time) (rejected []event.Rejection, bad *refusal) {
 	defer func() {
 		if fault := recover(); fault != nil {
 			if missed, ok := h.faults.due(now); ok { // Its text may hold what was sent.
@@ -306,15 +321,15 @@ func (h *Handler) safely(w http.ResponseWriter, q *request, typ event.Type, now 
 			bad = refuse(http.StatusInternalServerError, codeInternal, "Posthorn failed on this request, and its log says why; send it again")
 		}
 	}()
-	return h.take(w, q, typ, now)
+	return h.handle(w, q, typ, now)
 }
 
-// take does all that is asked for a POST: who sends, read, parse, limit, store.
-func (h *Handler) take(w http.ResponseWriter, q *request, typ event.Type, now time.Time) ([]event.Rejection, *refusal) {
+// handle authenticates a request, reads, parses, limits and stores it.
+func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now time.Time) ([]event.Rejection, *refusal) {
 	if q.view == nil {
 		return nil, refuse(http.StatusServiceUnavailable, codeNotReady, "waiting for the first config; send again").again(retryAfterNotReady)
 	}
-	// A key in the header is looked up before the body is read: who is not known costs nothing.
+	// A key in the header is looked up before the body is read: an unknown key costs nothing.
 	if key, ok := basicUser(q.Header.Get("Authorization")); ok && key != "" {
 		if bad := h.authenticate(w, q, key); bad != nil {
 			return nil, bad
@@ -323,8 +338,8 @@ func (h *Handler) take(w http.ResponseWriter, q *request, typ event.Type, now ti
 	if t, _, _ := strings.Cut(q.Header.Get(headerContentType), ";"); t != "" && !takesMediaType(strings.ToLower(strings.TrimSpace(t))) {
 		return nil, refuse(http.StatusUnsupportedMediaType, codeMediaType, "Content-Type must be application/json (text/plain is taken as JSON too)")
 	}
-	if q.source != h.nobody { // Far over its rate, whatever the body holds: then it is not read.
-		if bad := h.limit(q, 0); bad != nil {
+	if q.source != h.unidentified { // A body of a Source that is far over its rate is not read.
+		if bad := h.limit(q, 0, 0); bad != nil {
 			return nil, bad
 		}
 	}
@@ -332,14 +347,21 @@ func (h *Handler) take(w http.ResponseWriter, q *request, typ event.Type, now ti
 	if bad != nil {
 		return nil, bad
 	}
+	defer func() {
+		q.turn.leave(0)
+		q.releaseStoring()
+	}()
+	if bad := h.parse(w, q, typ, now, body); bad != nil {
+		return nil, bad
+	}
 	if h.BeginRouting != nil {
 		defer h.BeginRouting()()
 	}
-	messages, rejected, bad := h.prepare(w, q, typ, now, body)
+	messages, rejected, bad := h.buildMessages(q, typ, now)
 	if bad != nil {
 		return nil, bad
 	}
-	if bad := h.store(q, messages, now); bad != nil {
+	if bad := h.persist(q, messages, now); bad != nil {
 		return nil, bad
 	}
 	if len(rejected) > 0 {
@@ -348,46 +370,118 @@ func (h *Handler) take(w http.ResponseWriter, q *request, typ event.Type, now ti
 	return rejected, nil
 }
 
-// prepare makes messages of a body. All that computes is here, done in turns.
-func (h *Handler) prepare(w http.ResponseWriter, q *request, typ event.Type, now time.Time, body *buffer) ([]queue.Message, []event.Rejection, *refusal) {
-	h.turns.enter(&q.source.line)
-	defer h.turns.leave()
+// maxStoring bounds the messages of one Source, in bytes, that are made and
+// stored at once: enough to keep the disk busy. A flood waits here, with no more
+// than its bodies in memory, and not in the store in front of the other Sources.
+// A request that makes more than that has the Source's place to itself.
+const maxStoring = 512 << 10
 
+// parse reads the calls of a body and reserves what their messages take: a place
+// on the way to the disk, and memory. On success it returns within the request's
+// turn, and the caller must release q.reading.
+//
+// How much the messages take is known when the body was read. If that does not
+// fit beside the Source's other requests, the request gives up what it holds, all
+// but the body, waits for its full share and reads the body again. So requests
+// never wait for each other, and what waits is small.
+func (h *Handler) parse(w http.ResponseWriter, q *request, typ event.Type, now time.Time, body *buffer) *refusal {
+	defer body.release()
 	parser := event.Request{Type: typ, ReceivedAt: now}
 	if q.origin != "" {
 		parser.ClientIP = h.clientIP(q.Request)
 	}
-	batch, err := parser.Parse(body.bytes)
-	body.release()
-	fault, _ := errors.AsType[*event.Error](err)
-	if q.source == h.nobody {
-		if bad := h.authenticate(w, q, batch.WriteKey); bad != nil {
-			if fault != nil && batch.WriteKey == "" {
-				return nil, nil, ofEvent(fault) // The key may be in what could not be read.
+	q.bodyBytes = len(body.bytes)
+	want := 2*q.bodyBytes + event.MessageOverhead
+	for {
+		if q.source != h.unidentified && !q.reserveStoring(h.deadlines.context(), want) {
+			return busy
+		}
+		q.turn.enter(&h.scheduler, &q.source.queue)
+		if bad := h.readCalls(w, q, parser, body.bytes); bad != nil {
+			q.turn.leave(requestBytes + q.bodyBytes)
+			return bad
+		}
+		want = q.reading.Bytes
+		if q.extendStoring(want) {
+			if q.memory.replace(&q.source.account, h.memoryFor(q), h.MaxBuffered) {
+				return nil
 			}
-			return nil, nil, bad
+			q.reading.Release()
+			q.turn.leave(requestBytes + q.bodyBytes)
+			return busy
+		}
+		q.reading.Release()
+		q.turn.leave(requestBytes + q.bodyBytes)
+		q.releaseStoring()
+	}
+}
+
+// readCalls reads the calls into q.reading, and identifies the Source by the
+// body's write key when the header had none.
+func (h *Handler) readCalls(w http.ResponseWriter, q *request, parser event.Request, body []byte) *refusal {
+	var err error
+	q.reading, err = parser.Read(body)
+	fault, _ := errors.AsType[*event.Error](err)
+	if q.source == h.unidentified && (fault == nil || q.reading.WriteKey != "") { // The key may be in what could not be read.
+		if bad := h.authenticate(w, q, q.reading.WriteKey); bad != nil {
+			if fault == nil {
+				q.reading.Release()
+			}
+			return bad
 		}
 	}
 	if fault != nil {
+		return ofEvent(fault)
+	}
+	return nil
+}
+
+// Memory and turns of a request besides the bytes of its messages.
+const (
+	// storeCopies is how often the store holds the bytes of a message until it is
+	// on the disk: in the batch of the commit, in the write buffer and in the
+	// buffer of the write-ahead log.
+	storeCopies = 3
+	// callBytes is what a call takes besides the bytes of its message.
+	callBytes = 512
+	// requestBytes is what the smallest request costs of a Source's turns.
+	requestBytes = 4 << 10
+)
+
+// memoryFor is the memory that a request takes until it is answered. One that
+// takes more than half of all is let in when its Source has no other.
+func (h *Handler) memoryFor(q *request) int64 {
+	total := headerBytes(q.Header) + (1+storeCopies)*q.reading.Bytes + callBytes*q.reading.Calls
+	return min(int64(total), h.MaxBuffered/2)
+}
+
+// buildMessages makes the messages of a request, within the turn that parse has begun.
+func (h *Handler) buildMessages(q *request, typ event.Type, now time.Time) (messages []queue.Message, rejected []event.Rejection, bad *refusal) {
+	unpaid := requestBytes + q.bodyBytes // what the turn has cost so far
+	defer func() { q.turn.leave(unpaid) }()
+	defer q.reading.Release()
+	batch, err := q.reading.Messages()
+	made := 0
+	for i := range batch.Calls {
+		made += len(batch.Calls[i].Body)
+	}
+	unpaid += made
+	if fault, ok := errors.AsType[*event.Error](err); ok {
+		unpaid += q.reading.Bytes
 		return nil, nil, ofEvent(fault)
+	}
+	// What is rejected takes memory in the answer.
+	if n := rejectionBytes*min(len(batch.Rejected), event.MaxBatchCalls) + 32*len(batch.Rejected); n > 0 && !q.memory.grow(int64(n), h.MaxBuffered) {
+		return nil, nil, busy
 	}
 	if bad := suppress(q, typ, &batch); bad != nil {
 		return nil, nil, bad
 	}
-	total := headerBytes(q.Header) + rejectionBytes*min(len(batch.Rejected), event.MaxBatchCalls) + 32*len(batch.Rejected)
-	for i := range batch.Calls {
-		total += len(batch.Calls[i].Body)
-	}
-	// A small batch with a large context makes messages far larger than itself,
-	// and one with many bad calls such an answer.
-	if !q.room.move(&q.source.share, int64(total), h.MaxBuffered) {
-		return nil, nil, busy
-	}
-	if bad := h.limit(q, len(batch.Calls)); bad != nil {
+	if bad := h.limit(q, len(batch.Calls), made); bad != nil {
 		return nil, nil, bad
 	}
 	q.calls = len(batch.Calls)
-	messages := make([]queue.Message, len(batch.Calls))
+	messages = make([]queue.Message, len(batch.Calls))
 	begin := time.Now()
 	for i := range batch.Calls {
 		c := &batch.Calls[i]
@@ -399,8 +493,9 @@ func (h *Handler) prepare(w http.ResponseWriter, q *request, typ event.Type, now
 			messages[i].Event = c.Event
 		}
 		if i%16 == 15 && time.Since(begin) > maxTurn {
-			h.turns.leave()
-			h.turns.enter(&q.source.line)
+			q.turn.leave(unpaid + turnBytes)
+			unpaid = 0
+			q.turn.enter(&h.scheduler, &q.source.queue)
 			begin = time.Now()
 		}
 	}
@@ -431,23 +526,28 @@ func suppress(q *request, typ event.Type, batch *event.Batch) *refusal {
 	return nil
 }
 
-// limit holds a request of n calls to its Source's rate. For n = 0 it takes
-// nothing and refuses only when not even one call could be taken in a second.
-func (h *Handler) limit(q *request, n int) *refusal {
-	wait := q.source.limit(q.ref.Source, h.Now, n)
-	if wait <= 0 || n == 0 && wait <= time.Second {
+// bytesPerCall is how many bytes of messages count as one call of a Source's rate.
+const bytesPerCall = 4 << 10
+
+// limit charges a request to its Source's rate: its calls or, if that is more,
+// one call for each bytesPerCall that its messages take. For no calls it takes
+// nothing and refuses only when not even one call would be accepted in a second.
+func (h *Handler) limit(q *request, calls, bytes int) *refusal {
+	wait := q.source.limit(q.ref.Source, h.Now, max(calls, (bytes+bytesPerCall-1)/bytesPerCall))
+	if wait <= 0 || calls == 0 && wait <= time.Second {
 		return nil
 	}
 	seconds := int(math.Ceil(min(wait.Seconds(), maxRetryAfter)))
-	bad := refuse(http.StatusTooManyRequests, codeRateLimited, fmt.Sprintf("over the Source's limit of %d calls a second (spec.rateLimit); send again after a pause", q.ref.Source.CallsPerSecond)).again(max(1, seconds))
-	bad.calls = n
+	bad := refuse(http.StatusTooManyRequests, codeRateLimited, fmt.Sprintf("over the Source's limit of %d calls a second (spec.rateLimit), where %d bytes of messages count as a call at least; send again after a pause", q.ref.Source.CallsPerSecond, bytesPerCall)).again(max(1, seconds))
+	bad.calls = calls
 	return bad
 }
 
 // ofEvent makes a refusal of a fault in a request.
 func ofEvent(fault *event.Error) *refusal {
 	status := http.StatusBadRequest
-	if fault.Code == event.CodeBodyTooLarge || fault.Code == event.CodeCallTooLarge {
+	switch fault.Code {
+	case event.CodeBodyTooLarge, event.CodeCallTooLarge, event.CodeBatchTooLarge:
 		status = http.StatusRequestEntityTooLarge
 	}
 	return refuse(status, fault.Code, fault.Message)
@@ -493,8 +593,8 @@ func (h *Handler) authenticate(w http.ResponseWriter, q *request, key string) *r
 	}
 	h.follow(q.view)
 	q.ref, q.source = ref, h.sourceOf(ref)
-	if q.room.bytes == 0 { // Otherwise it moves when the body has become messages.
-		q.room.share = &q.source.share
+	if q.memory.bytes == 0 { // Otherwise it moves to the Source when the body was read.
+		q.memory.account = &q.source.account
 	}
 	if q.origin != "" {
 		if !allowsOrigin(ref.Source, q.origin) && !sameOrigin(q.Request, q.origin) {
@@ -577,40 +677,118 @@ func (h *Handler) trusts(ip netip.Addr) bool {
 	return slices.ContainsFunc(h.TrustedProxies, func(p netip.Prefix) bool { return p.Contains(ip) })
 }
 
-// store makes messages durable. A client that goes away meanwhile changes
-// nothing: what it has sent is as good as stored, and its retry a duplicate.
-func (h *Handler) store(q *request, messages []queue.Message, now time.Time) *refusal {
+// persist makes messages durable. A client that disconnects meanwhile changes
+// nothing: its calls are stored, and its retry is a duplicate.
+func (h *Handler) persist(q *request, messages []queue.Message, now time.Time) *refusal {
 	if len(messages) == 0 {
 		return nil
 	}
-	begin := h.Now()
-	duplicates, err := h.append(q.source, messages)
-	if err != nil {
-		bad := h.notStored(q, err, now)
-		bad.calls = len(messages)
-		return bad
+	begin, ctx := h.Now(), h.deadlines.context()
+	var duplicates []bool
+	for part := messages; len(part) > 0; {
+		n, bytes := commitPart(part)
+		started := time.Now()
+		repeated, err := h.Append(ctx, part[:n])
+		if err != nil {
+			if len(part) < len(messages) && errors.Is(err, queue.ErrFull) {
+				q.source.lastFull.Store(now.UnixNano())
+				err = errPartlyStored
+			}
+			bad := h.notStored(q, err, now)
+			bad.calls = len(messages)
+			return bad
+		}
+		duplicates = append(duplicates, repeated...)
+		part = part[n:]
+		h.pace(q.source, bytes, time.Since(started))
 	}
 	h.metrics.durable.Observe(h.Now().Sub(begin).Seconds())
 	q.source.accepted(now, len(messages), duplicates)
 	return nil
 }
 
-// maxStoring is how many messages of one Source may be on their way to the disk
-// at once: enough to keep it busy. The store takes requests as they come, so who
-// floods waits here, and not in front of the others.
-const maxStoring = 2 * event.MaxBatchCalls
+// maxCommitPart bounds the bytes that a request has written in one commit, which
+// other requests may have to wait for.
+const maxCommitPart = 256 << 10
 
-func (h *Handler) append(s *source, messages []queue.Message) ([]bool, error) {
-	ctx, n := h.patience.context(), int64(min(len(messages), maxStoring))
-	if err := s.storing.Acquire(ctx, n); err != nil {
-		return nil, err
+// errPartlyStored: the storage became full after the first part of a large request.
+var errPartlyStored = errors.New("storage became full after a part of the request was stored")
+
+// commitPart is how many of the messages, of how many bytes, are written in one commit.
+func commitPart(messages []queue.Message) (n, bytes int) {
+	for n < len(messages) && (n == 0 || bytes+len(messages[n].Body) <= maxCommitPart) {
+		bytes += len(messages[n].Body)
+		n++
 	}
-	defer s.storing.Release(n)
-	return h.Append(ctx, messages)
+	return n, bytes
+}
+
+// A Source that stores more than bulkRate bytes a second, after a burst of
+// bulkBurst, is paced while other Sources store as well: after each commit it
+// pauses bulkPause times as long as that took, and maxPause at most. So it leaves
+// most of the disk's time to the others, however fast the disk is, and uses all of it
+// when it is alone.
+const (
+	bulkRate  = 4 << 20
+	bulkBurst = 1 << 20
+	bulkPause = 3
+	maxPause  = 100 * time.Millisecond
+	// sharedFor is how long after two Sources stored in turn they count as simultaneous.
+	sharedFor = time.Second
+)
+
+// pace pauses after a commit of a Source that stores in bulk beside others.
+func (h *Handler) pace(s *source, bytes int, took time.Duration) {
+	now := time.Now()
+	if before := h.lastStored.Load(); before != s {
+		h.lastStored.Store(s)
+		if before != nil {
+			h.sharedUntil.Store(now.Add(sharedFor).UnixNano())
+		}
+	}
+	if !s.bulk.AllowN(now, bytes) && now.UnixNano() < h.sharedUntil.Load() {
+		time.Sleep(min(bulkPause*took, maxPause))
+	}
+}
+
+// reserveStoring waits until the Source may store so many bytes more, or all of its place.
+func (q *request) reserveStoring(ctx context.Context, bytes int) bool {
+	n := int64(min(bytes, maxStoring))
+	if q.source.storing.Acquire(ctx, n) != nil {
+		return false
+	}
+	q.storing = n
+	return true
+}
+
+// extendStoring makes that so many bytes in all if that is possible at once.
+func (q *request) extendStoring(bytes int) bool {
+	more := int64(min(bytes, maxStoring)) - q.storing
+	if more <= 0 {
+		return true
+	}
+	if !q.source.storing.TryAcquire(more) {
+		return false
+	}
+	q.storing += more
+	return true
+}
+
+func (q *request) releaseStoring() {
+	if q.storing > 0 {
+		q.source.storing.Release(q.storing)
+		q.storing = 0
+	}
 }
 
 func (h *Handler) notStored(q *request, err error, now time.Time) *refusal {
 	switch {
+	case errors.Is(err, queue.ErrOverQuota):
+		q.source.lastFull.Store(now.UnixNano())
+		return refuse(http.StatusServiceUnavailable, codeStorageFull, "this Source's undelivered calls fill its part of the storage (--source-quota); nothing of this request was taken, send it again later").again(retryAfterFull)
+	case errors.Is(err, queue.ErrOverQuota):
+		q.source.lastFull.Store(now.UnixNano())
+		return refuse(http.StatusServiceUnavailable, codeStorageFull, "this Source's undelivered calls fill its part of the storage (--source-quota); nothing of this request was taken, send it again later").again(retryAfterFull)
 	case errors.Is(err, queue.ErrFull):
 		q.source.lastFull.Store(now.UnixNano())
 		return refuse(http.StatusServiceUnavailable, codeStorageFull, "storage is full; nothing of this request was taken, send it again later").again(retryAfterFull)

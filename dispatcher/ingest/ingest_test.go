@@ -15,10 +15,12 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -104,6 +106,13 @@ func (f *fixture) do(r *http.Request) *httptest.ResponseRecorder {
 	if err := conforms(r, sent.Bytes(), w); err != nil {
 		f.t.Errorf("openapi.yaml does not allow %s %s: %v", r.Method, r.URL.Path, err)
 	}
+	return w
+}
+
+// serve has a request answered, and leaves out the document: for large bodies.
+func (f *fixture) serve(r *http.Request) *httptest.ResponseRecorder {
+	w := httptest.NewRecorder()
+	f.ServeHTTP(w, r)
 	return w
 }
 
@@ -454,7 +463,7 @@ func (f *fixture) flood(key, body string, n int) (waiting func() int, refused *a
 	var taken atomic.Int64
 	for range n {
 		group.Go(func() {
-			if f.do(post("/v1/batch", key, body)).Code == http.StatusOK {
+			if f.serve(post("/v1/batch", key, body)).Code == http.StatusOK {
 				taken.Add(1)
 			} else {
 				refused.Add(1)
@@ -491,7 +500,7 @@ func TestMemoryIsBoundedAndShared(t *testing.T) {
 				}
 				time.Sleep(10 * time.Millisecond)
 			}
-			go func() { other <- f.do(post("/v1/batch", "slow-key", wide)).Code }()
+			go func() { other <- f.serve(post("/v1/batch", "slow-key", wide)).Code }()
 			select {
 			case s := <-other: // it must wait for storage, too
 				t.Errorf("another Source was answered %d during the flood", s)
@@ -511,44 +520,209 @@ func TestMemoryIsBoundedAndShared(t *testing.T) {
 	}
 }
 
-// The store takes requests in their order; a flood must not stand in front of the others there.
-func TestAFloodWaitsForItself(t *testing.T) {
+// batchOf is a batch of n calls with a context, each call padded by size bytes.
+func batchOf(n, context, size int) string {
+	call := `{"type":"track","userId":"u","event":"E","p":"` + strings.Repeat("p", size) + `"}`
+	return `{"context":{"x":"` + strings.Repeat("x", context) + `"},"batch":[` + strings.TrimSuffix(strings.Repeat(call+",", n), ",") + `]}`
+}
+
+// A batch that would make more than 16 times its body, and more than 1 MiB, is
+// refused before anything is stored, whatever the encoding of its body.
+func TestAmplificationIsRefusedBeforeStoring(t *testing.T) {
+	for name, tc := range map[string]struct {
+		body     string
+		accepted int
+	}{
+		"the review's 166 bytes":       {batchOf(269, 31_000, 0), 0},
+		"the review's 128 KB":          {batchOf(2500, 31_000, 0), 0},
+		"just below 1 MiB":             {batchOf(33, 31_000, 0), 33},
+		"just below 16 times the body": {batchOf(260, 28_000, 1_750), 260},
+		"no context":                   {batchOf(2500, 0, 100), 2500},
+	} {
+		t.Run(name, func(t *testing.T) {
+			for _, zipped := range []bool{false, true} {
+				f := newFixture(t)
+				r := post("/v1/batch", "web-key", tc.body)
+				if zipped {
+					r = post("/v1/batch", "web-key", zip(tc.body), "Content-Encoding", "gzip")
+				}
+				appends := 0
+				store := f.Append
+				f.Append = func(ctx context.Context, m []queue.Message) ([]bool, error) { appends++; return store(ctx, m) }
+				w := f.serve(r)
+				if tc.accepted == 0 {
+					if w.Code != http.StatusRequestEntityTooLarge || !strings.Contains(w.Body.String(), `"code":"batch_too_large"`) {
+						t.Errorf("gzip %v: answer %d %.200s, want 413 batch_too_large", zipped, w.Code, w.Body)
+					}
+					if appends != 0 {
+						t.Errorf("gzip %v: the store was called %d times, want never", zipped, appends)
+					}
+				} else if w.Code != http.StatusOK || strings.Contains(w.Body.String(), "rejected") {
+					t.Errorf("gzip %v: answer %d %.200s, want 200 without rejections", zipped, w.Code, w.Body)
+				}
+				if len(f.stored) != tc.accepted {
+					t.Errorf("gzip %v: %d messages stored, want %d", zipped, len(f.stored), tc.accepted)
+				}
+				if held := f.memory.held(); held != 0 {
+					t.Errorf("gzip %v: %d bytes stay reserved", zipped, held)
+				}
+			}
+		})
+	}
+}
+
+// While a request is stored, the memory that is reserved for it covers its
+// messages and each copy that the store makes of them.
+func TestMemoryIsReservedForWhatARequestMakes(t *testing.T) {
+	for name, body := range map[string]string{
+		"a small body with a large context": batchOf(33, 31_000, 0),
+		"the largest batch":                 batchOf(260, 28_000, 1_750),
+		"many small calls":                  batchOf(2500, 0, 100),
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t)
+			made, least := 0, int64(1<<62)
+			f.Append = func(_ context.Context, messages []queue.Message) ([]bool, error) {
+				for _, m := range messages {
+					made += len(m.Body)
+				}
+				least = min(least, f.memory.held())
+				return nil, nil
+			}
+			if w := f.serve(post("/v1/batch", "web-key", body)); w.Code != http.StatusOK {
+				t.Fatalf("answer %d %s", w.Code, w.Body)
+			}
+			if want := int64((1 + storeCopies) * made); least < want || least > 2*want {
+				t.Errorf("%d bytes were reserved for messages of %d bytes; want %d, at most twice that", least, made, want)
+			}
+		})
+	}
+}
+
+// A request that needs more memory than one Source may have is accepted alone.
+func TestALargeRequestFitsIntoASmallBudget(t *testing.T) {
 	f := newFixture(t)
-	var looked atomic.Int64
-	f.Skip = func(liveconfig.SourceRef, *event.Call) []string { looked.Add(1); return nil }
-	in, out := make(chan string), make(chan struct{})
-	f.Append = func(_ context.Context, msgs []queue.Message) ([]bool, error) {
-		in <- msgs[0].Source
-		<-out
+	f.MaxBuffered = 4 << 20
+	if w := f.serve(post("/v1/batch", "web-key", batchOf(260, 28_000, 1_750))); w.Code != http.StatusOK || len(f.stored) != 260 {
+		t.Errorf("answer %d %s, %d messages stored", w.Code, w.Body, len(f.stored))
+	}
+}
+
+// The rate counts 4 KiB of messages as one call at least.
+func TestTheRateCountsBytes(t *testing.T) {
+	f := newFixture(t) // 10 calls a second, 20 at once
+	if w := f.serve(post("/v1/batch", "slow-key", batchOf(5, 10_000, 0))); w.Code != http.StatusOK {
+		t.Fatalf("5 calls of 10 KB: %d %s", w.Code, w.Body)
+	}
+	// They cost 13 of 20 calls, so 8 more do not fit and 7 do.
+	if w := f.serve(post("/v1/batch", "slow-key", batchOf(8, 0, 0))); w.Code != http.StatusTooManyRequests {
+		t.Errorf("8 calls behind 5 of 10 KB each: %d, want 429", w.Code)
+	}
+	if w := f.serve(post("/v1/batch", "slow-key", batchOf(7, 0, 0))); w.Code != http.StatusOK {
+		t.Errorf("7 calls behind 5 of 10 KB each: %d, want 200", w.Code)
+	}
+	if len(f.stored) != 12 {
+		t.Errorf("%d messages stored, want 12", len(f.stored))
+	}
+}
+
+// A flood waits for itself: however many of its requests wait, another Source's
+// only call is the next that is stored, and what a Source has in the store is bounded.
+func TestAFloodWaitsForItself(t *testing.T) {
+	for name, body := range map[string]string{
+		"small messages":           batchOf(event.MaxBatchCalls, 0, 0),
+		"the largest batches":      batchOf(260, 28_000, 1_750),
+		"small bodies that become": batchOf(33, 31_000, 0),
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t)
+			type storing struct {
+				source string
+				bytes  int
+			}
+			in, out := make(chan storing), make(chan struct{})
+			f.Append = func(_ context.Context, messages []queue.Message) ([]bool, error) {
+				s := storing{source: messages[0].Source}
+				for _, m := range messages {
+					s.bytes += len(m.Body)
+				}
+				in <- s
+				<-out
+				return nil, nil
+			}
+			const n = 12
+			flood, refused := f.flood("web-key", body, n)
+			other := make(chan int)
+			stored := (<-in).bytes
+			go func() { other <- f.serve(post("/v1/track", "slow-key", track)).Code }()
+			for s := range in { // Nothing of the flood is on the disk before the other call is stored.
+				if s.source == "shop/slow" {
+					break
+				}
+				if stored += s.bytes; stored > maxStoring {
+					t.Errorf("the flood has %d bytes in the store, want at most %d", stored, maxStoring)
+				}
+			}
+			close(out)
+			go func() {
+				for range in {
+				}
+			}()
+			if s := <-other; s != http.StatusOK {
+				t.Errorf("the other Source was answered %d", s)
+			}
+			if taken := flood(); taken != n || refused.Load() != 0 {
+				t.Errorf("%d of %d requests of the flood were accepted, %d refused", taken, n, refused.Load())
+			}
+			close(in)
+			if held := f.memory.held(); held != 0 {
+				t.Errorf("%d bytes stay reserved", held)
+			}
+		})
+	}
+}
+
+// A large request is written in parts, so that a commit of another Source fits in
+// between. When storage becomes full in the middle, the answer is that of a
+// request that may be stored in part.
+func TestLargeRequestsAreStoredInParts(t *testing.T) {
+	f := newFixture(t)
+	var parts []int
+	store := f.Append
+	f.Append = func(ctx context.Context, messages []queue.Message) ([]bool, error) {
+		size := 0
+		for _, m := range messages {
+			size += len(m.Body)
+		}
+		parts = append(parts, size)
+		return store(ctx, messages)
+	}
+	if w := f.serve(post("/v1/batch", "web-key", batchOf(260, 28_000, 1_750))); w.Code != http.StatusOK {
+		t.Fatalf("%d %s", w.Code, w.Body)
+	}
+	total := 0
+	for _, size := range parts {
+		total += size
+		if size > maxCommitPart {
+			t.Errorf("a part of %d bytes, want at most %d", size, maxCommitPart)
+		}
+	}
+	if len(f.stored) != 260 || len(parts) > 2*total/maxCommitPart {
+		t.Errorf("%d messages of %d bytes in %d parts, want 260 in at most %d", len(f.stored), total, len(parts), 2*total/maxCommitPart)
+	}
+	appends := 0
+	f.Append = func(context.Context, []queue.Message) ([]bool, error) {
+		if appends++; appends == len(parts) {
+			return nil, queue.ErrFull
+		}
 		return nil, nil
 	}
-	full := `{"batch":[` + strings.TrimSuffix(strings.Repeat(track[:1]+`"type":"track",`+track[1:]+",", event.MaxBatchCalls), ",") + `]}`
-	flood, refused := f.flood("web-key", full, 6)
-	for range 2 {
-		if s := <-in; s != "shop/web" {
-			t.Fatal(s)
-		}
+	if w := f.serve(post("/v1/batch", "web-key", batchOf(260, 28_000, 1_750))); w.Code != http.StatusServiceUnavailable || !strings.Contains(w.Body.String(), codeStorageFailed) || w.Header().Get("Retry-After") == "" {
+		t.Errorf("storage became full in the middle: %d %s, Retry-After %q; want 503 storage_failed", w.Code, w.Body, w.Header().Get("Retry-After"))
 	}
-	for looked.Load() < 6*event.MaxBatchCalls { // the rest of the flood is about to be stored
-		time.Sleep(time.Millisecond)
+	if !f.Counters("shop/web").StoragePressure {
+		t.Error("the Source shows no storage pressure")
 	}
-	other := make(chan int)
-	go func() { other <- f.do(post("/v1/track", "slow-key", track)).Code }()
-	if s := <-in; s != "shop/slow" {
-		t.Errorf("%s is stored before another Source's only call", s)
-	}
-	close(out)
-	go func() {
-		for range in {
-		}
-	}()
-	if s := <-other; s != http.StatusOK {
-		t.Error(s)
-	}
-	if taken := flood(); taken != 6 || refused.Load() != 0 {
-		t.Errorf("%d of 6 taken", taken)
-	}
-	close(in)
 }
 
 func TestWhoSendsNothingHoldsLittle(t *testing.T) {
@@ -588,37 +762,162 @@ func TestSlowBodiesEnd(t *testing.T) {
 	}
 }
 
-// Sources that wait for the CPU take turns, however many requests one of them has.
-func TestTurnsGoRound(t *testing.T) {
-	var ts turns
-	var flood, single line
-	order := make(chan string, 10)
-	waits := func(l *line, n int) {
-		for {
-			ts.mu.Lock()
-			ok := len(l.waiting) == n
-			ts.mu.Unlock()
-			if ok {
-				return
+// schedule has requests of some Sources wait while all slots are taken, gives the
+// slots back one by one, and returns in which order they ran. Each request makes
+// the given number of bytes.
+func schedule(s *fairScheduler, bytes map[string]int, requests ...string) (order []string) {
+	queues := map[string]*waitQueue{}
+	var blockers [2]turn
+	for i := range blockers {
+		blockers[i].enter(s, &waitQueue{})
+	}
+	ran := make(chan string)
+	waits := 0
+	for _, name := range requests {
+		q := queues[name]
+		if q == nil {
+			q = new(waitQueue)
+			queues[name] = q
+		}
+		go func() {
+			var t turn
+			t.enter(s, q)
+			ran <- name
+			t.leave(bytes[name])
+		}()
+		waits++
+		for waiting := 0; waiting < waits; time.Sleep(100 * time.Microsecond) {
+			s.mu.Lock()
+			waiting = 0
+			for _, q := range s.queues {
+				waiting += len(q.waiting)
 			}
-			time.Sleep(time.Millisecond)
+			s.mu.Unlock()
 		}
 	}
-	for i := range 5 {
-		go func() { ts.enter(&flood); order <- "flood"; ts.leave() }()
-		waits(&flood, i+1)
+	blockers[0].leave(0) // One slot, so that the order is that of the turns.
+	for range requests {
+		order = append(order, <-ran)
 	}
-	go func() { ts.enter(&single); order <- "single"; ts.leave() }()
-	waits(&single, 1)
-	ts.leave() // the first turn is free
-	var got []string
-	for range 6 {
-		got = append(got, <-order)
+	blockers[1].leave(0)
+	return order
+}
+
+// While several Sources store, one that stores more than bulkRate pauses after
+// each further commit, three times as long as that took; alone it does not pause.
+func TestBulkLeavesTheDiskToOthers(t *testing.T) {
+	const syncTime = 10 * time.Millisecond
+	for name, tc := range map[string]struct {
+		beside      bool
+		size        int // of each call of the bulk, 100 a batch
+		least, most time.Duration
+	}{
+		"alone":                  {false, 2_000, 200 * syncTime, 201 * syncTime},
+		"beside another":         {true, 2_000, 450 * syncTime, 4 * 201 * syncTime},
+		"beside another, little": {true, 10, 200 * syncTime, 201 * syncTime},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				f := newFixture(t)
+				var slowest time.Duration
+				f.Append = func(context.Context, []queue.Message) ([]bool, error) {
+					time.Sleep(syncTime)
+					return nil, nil
+				}
+				ended := make(chan struct{})
+				var other sync.WaitGroup
+				if tc.beside {
+					other.Go(func() {
+						for tick := time.NewTicker(500 * time.Millisecond); ; {
+							select {
+							case <-ended:
+								return
+							case <-tick.C:
+							}
+							begin := time.Now()
+							if w := f.serve(post("/v1/track", "slow-key", track)); w.Code != http.StatusOK {
+								t.Errorf("the other Source was answered %d", w.Code)
+							}
+							slowest = max(slowest, time.Since(begin))
+						}
+					})
+					time.Sleep(time.Second)
+				}
+				begin := time.Now()
+				for range 200 {
+					if w := f.serve(post("/v1/batch", "web-key", batchOf(100, 0, tc.size))); w.Code != http.StatusOK {
+						t.Fatalf("%d %s", w.Code, w.Body)
+					}
+				}
+				if took := time.Since(begin); took < tc.least || took > tc.most {
+					t.Errorf("200 batches took %v, want %v to %v", took, tc.least, tc.most)
+				}
+				close(ended)
+				other.Wait()
+				if slowest > syncTime {
+					t.Errorf("a call of the other Source took %v, want %v", slowest, syncTime)
+				}
+			})
+		})
 	}
-	if got[1] != "single" {
-		t.Errorf("%v", got)
-	}
-	ts.enter(&single) // and it is free again
+}
+
+// Sources that wait for the CPU take turns by the bytes that their requests make,
+// however many requests one of them has.
+func TestTurnsAreFairByBytes(t *testing.T) {
+	t.Run("a flood and one call", func(t *testing.T) {
+		order := schedule(&fairScheduler{slots: 2}, map[string]int{"flood": 1, "call": 1}, "flood", "flood", "flood", "flood", "call")
+		if i := slices.Index(order, "call"); i > 1 {
+			t.Errorf("the other Source's call came as number %d: %v", i+1, order)
+		}
+	})
+	t.Run("small requests beside large ones", func(t *testing.T) {
+		bytes := map[string]int{"large": 1 << 20, "small": 64 << 10}
+		order := schedule(&fairScheduler{slots: 2}, bytes, "large", "large", "large", "small", "small", "small", "small", "small", "small", "small", "small")
+		// 1 MiB is worth 16 of them: all eight run behind at most one large request.
+		large := 0
+		for i, name := range order {
+			if name == "large" {
+				large++
+			}
+			if i < 9 && large > 1 {
+				t.Fatalf("a second large request runs before all small ones: %v", order)
+			}
+		}
+	})
+	t.Run("one Source does not take all slots", func(t *testing.T) {
+		s := &fairScheduler{slots: 4}
+		var flood waitQueue
+		var a, b turn
+		a.enter(s, &flood)
+		b.enter(s, &flood)
+		entered := make(chan struct{})
+		go func() {
+			var third turn
+			third.enter(s, &flood)
+			close(entered)
+			third.leave(0)
+		}()
+		for waiting := 0; waiting == 0; time.Sleep(100 * time.Microsecond) {
+			s.mu.Lock()
+			waiting = len(flood.waiting)
+			s.mu.Unlock()
+		}
+		var other turn
+		other.enter(s, &waitQueue{}) // does not wait
+		other.leave(0)
+		select {
+		case <-entered:
+			t.Error("three of four slots belong to one Source")
+		default:
+		}
+		a.leave(0)
+		<-entered
+		b.leave(0)
+		if s.busy != 0 || len(s.queues) != 0 {
+			t.Errorf("%d slots are taken and %d queues wait at the end", s.busy, len(s.queues))
+		}
+	})
 }
 
 func TestAPanicEndsOneRequest(t *testing.T) {

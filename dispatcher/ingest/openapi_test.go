@@ -95,6 +95,7 @@ func TestOpenAPIIsTrue(t *testing.T) {
 		"call_too_large": func(*fixture) *http.Request {
 			return post("/v1/track", "web-key", `{"userId":"u","event":"E","x":"`+strings.Repeat("x", 33<<10)+`"}`)
 		},
+		"batch_too_large":        func(*fixture) *http.Request { return post("/v1/batch", "web-key", batchOf(269, 31_000, 0)) },
 		"body_too_large":         func(*fixture) *http.Request { return post("/v1/batch", "web-key", strings.Repeat(" ", 501<<10)) },
 		"unsupported_encoding":   func(*fixture) *http.Request { return post("/v1/track", "web-key", track, "Content-Encoding", "br") },
 		"unsupported_media_type": func(*fixture) *http.Request { return post("/v1/track", "web-key", track, "Content-Type", "a/b") },

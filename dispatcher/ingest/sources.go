@@ -59,10 +59,11 @@ func unixNano(n int64) time.Time {
 // source is what is kept per Source, and of all requests without a known one.
 type source struct {
 	key, namespace, name string
-	// share, line and storing are its part of memory, CPU and disk.
-	share                         share
-	line                          line
-	storing                       *semaphore.Weighted // of messages
+	// account, queue and storing are its part of memory, CPU and disk.
+	account                       account
+	queue                         waitQueue
+	storing                       *semaphore.Weighted // of the bytes of messages
+	bulk                          *rate.Limiter       // of the bytes that it stores without pauses
 	rejectedCalls, duplicateCalls atomic.Int64
 	lastAccepted, lastRejected    atomic.Int64
 	lastRejection                 atomic.Pointer[string]
@@ -85,7 +86,7 @@ func (h *Handler) sourceOf(ref liveconfig.SourceRef) *source {
 		return s.(*source)
 	}
 	namespace, name := ref.Tenant, ref.Source.Name
-	s := &source{key: key, namespace: namespace, name: name, storing: semaphore.NewWeighted(maxStoring)}
+	s := &source{key: key, namespace: namespace, name: name, storing: semaphore.NewWeighted(maxStoring), bulk: rate.NewLimiter(bulkRate, bulkBurst)}
 	s.acceptedCount = h.metrics.calls.WithLabelValues(namespace, name, "accepted")
 	s.duplicateCount = h.metrics.calls.WithLabelValues(namespace, name, "duplicate")
 	actual, _ := h.sources.LoadOrStore(key, s)

@@ -179,6 +179,8 @@ type DestinationStats struct {
 var (
 	// ErrFull: storage, or the Source's quota, is full. Try again later.
 	ErrFull = errors.New("storage is full")
+	// ErrOverQuota is the ErrFull of one Source: its undelivered messages fill its quota.
+	ErrOverQuota = fmt.Errorf("the Source's quota is used up: %w", ErrFull)
 	// ErrClosed: the store has been closed.
 	ErrClosed = errors.New("queue is closed")
 	// ErrNoLane: the lane has not been opened, or was dropped.

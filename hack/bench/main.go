@@ -138,6 +138,7 @@ var measurements = []struct {
 	{"latency", measureLatency},
 	{"isolation", measureIsolation},
 	{"calm", measureCalm},
+	{"attack", measureAttack},
 	{"many", measureMany},
 	{"parked", measureParked},
 	{"idle", measureIdle},

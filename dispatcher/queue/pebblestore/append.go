@@ -335,10 +335,8 @@ func (c *committer) add(b *pebble.Batch, r *request) error {
 			return err
 		}
 	}
-	if quota := s.o.MaxBytesPerSource; quota > 0 {
-		if !c.fits(r, uint64(quota)) {
-			return queue.ErrFull
-		}
+	if quota := s.disk.quota.Load(); quota > 0 && !c.fits(r, uint64(quota)) {
+		return queue.ErrOverQuota
 	}
 	for i := range r.messages {
 		m := &r.messages[i]

@@ -24,6 +24,7 @@ type disk struct {
 	// dead letters either.
 	full, exhausted atomic.Bool
 	used            atomic.Int64 // By the store.
+	quota           atomic.Int64 // Of one Source's log; 0 for none.
 	unseen          atomic.Int64 // Bytes written since the last look.
 	trimmed         atomic.Int64 // Bytes freed by ranges, and not given back to the file system yet.
 }
@@ -83,6 +84,7 @@ func (d *disk) look() {
 		return
 	}
 	o := &d.s.o
+	d.setQuota(usage)
 	// Of what this process may use, like df: blocks reserved for root are not counted.
 	share := float64(usage.UsedBytes) / float64(max(usage.UsedBytes+usage.AvailBytes, 1))
 	free := int64(usage.AvailBytes)
@@ -102,6 +104,21 @@ func (d *disk) look() {
 		d.s.log.Info("the disk has room again: calls are taken", "dir", d.s.dir, "used", share, "freeBytes", free)
 	}
 }
+
+// setQuota follows the size of the file system, and what others than the store
+// keep on it, unless the quota is a given number. What the store holds itself
+// counts as room: a backlog must not lower the quota at the next start.
+func (d *disk) setQuota(usage vfs.DiskUsage) {
+	o := &d.s.o
+	if o.MaxBytesPerSource == 0 {
+		others := int64(usage.UsedBytes) - d.used.Load()
+		room := int64(o.HighWater*float64(usage.UsedBytes+usage.AvailBytes)) - max(others, 0)
+		d.quota.Store(max(room/2, o.MinFreeBytes, 1))
+	}
+}
+
+// SourceQuota is how many bytes of undelivered messages one Source may keep; 0 is no bound.
+func (s *Store) SourceQuota() int64 { return s.disk.quota.Load() }
 
 // roomToFlush tells whether Close may write what the log already holds a second time.
 func (d *disk) roomToFlush() bool { return !d.exhausted.Load() }

@@ -437,7 +437,7 @@ func TestLockAndFormat(t *testing.T) {
 	if _, err := Open(dir, Options{Logger: discard}); err == nil || !strings.Contains(err.Error(), "newer release") {
 		t.Errorf("a newer format: %v", err)
 	}
-	for _, o := range []Options{{DuplicateWindow: 25 * time.Hour}, {DuplicateWindow: -1}, {HighWater: 1.1}, {MaxBytesPerSource: -1}} {
+	for _, o := range []Options{{DuplicateWindow: 25 * time.Hour}, {DuplicateWindow: -1}, {HighWater: 1.1}, {MaxBytesPerSource: -2}} {
 		if _, err := Open(t.TempDir(), o); err == nil {
 			t.Errorf("options %+v were accepted", o)
 		}
@@ -479,6 +479,90 @@ func TestQuota(t *testing.T) {
 	s.maintain(true)
 	if _, err := s.Append(ctx, []queue.Message{m}); err != nil {
 		t.Errorf("after some were delivered: %v", err)
+	}
+}
+
+// Without a given quota a Source may keep half of the room below the high-water
+// mark. What the store holds counts as room, what others keep on the disk does not.
+func TestDefaultQuota(t *testing.T) {
+	const total = 10 << 20
+	mem := vfs.NewMem()
+	others := func(bytes uint64) {
+		mem.TestingSetDiskUsage(vfs.DiskUsage{TotalBytes: total, UsedBytes: bytes, AvailBytes: total - bytes})
+	}
+	others(0)
+	o := Options{FS: mem, MaintainInterval: 5 * time.Millisecond, MinFreeBytes: 1 << 10, MemTableBytes: 1 << 20}
+	s := open(t, "data", o)
+	if err := s.OpenLane(lane1); err != nil {
+		t.Fatal(err)
+	}
+	// is waits for a quota: half of the room, up to what the store takes itself.
+	is := func(s *Store, room int64) {
+		t.Helper()
+		eventually(t, fmt.Sprintf("a quota of %d", room/2), func() bool {
+			q := s.SourceQuota()
+			return room/2 <= q && q <= room/2+s.DiskBytes()
+		})
+	}
+	is(s, total*85/100)
+	others(6 << 20)
+	is(s, total*85/100-6<<20)
+
+	ctx := context.Background()
+	large := func(m *queue.Message) { m.Body = make([]byte, 100_000) }
+	accepted, refused := 0, false
+	for ; accepted < 100 && !refused; accepted++ {
+		m := message(fmt.Sprint("m", accepted))
+		large(&m)
+		_, err := s.Append(ctx, []queue.Message{m})
+		if refused = errors.Is(err, queue.ErrOverQuota) && errors.Is(err, queue.ErrFull); !refused && err != nil {
+			t.Fatal(err)
+		}
+	}
+	if held := s.SourceStats("shop/web").LogBytes; !refused || held > s.SourceQuota() {
+		t.Fatalf("refused %v with %d bytes of a quota of %d", refused, held, s.SourceQuota())
+	}
+	other := message("x")
+	other.Source = "shop/ios"
+	if _, err := s.Append(ctx, []queue.Message{other}); err != nil {
+		t.Errorf("another Source beside one above its quota: %v", err)
+	}
+
+	// A Source that is above the quota at the start is refused until it drains; the store starts.
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	o.MaxBytesPerSource = 200_000
+	s = open(t, "data", o)
+	m := message("again")
+	if _, err := s.Append(ctx, []queue.Message{m}); !errors.Is(err, queue.ErrOverQuota) {
+		t.Errorf("above the quota at the start: %v", err)
+	}
+	if err := s.OpenLane(lane1); err != nil {
+		t.Fatal(err)
+	}
+	for drained := false; !drained; {
+		got, err := s.Lease(lane1, 10, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, d := range got {
+			s.Ack(d)
+		}
+		drained = len(got) == 0
+	}
+	s.maintain(true)
+	if _, err := s.Append(ctx, []queue.Message{m}); err != nil {
+		t.Errorf("after it was drained: %v", err)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	o.MaxBytesPerSource = NoQuota
+	s = open(t, "data", o)
+	defer func() { _ = s.Close() }()
+	if q := s.SourceQuota(); q != 0 {
+		t.Errorf("the quota is %d, want none", q)
 	}
 }
 

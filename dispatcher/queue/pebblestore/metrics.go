@@ -57,6 +57,7 @@ func newMetrics(s *Store) *metrics {
 			}
 			return 0
 		}),
+		gauge("posthorn_queue_source_quota_bytes", "Bytes of undelivered messages that one Source may keep before its calls are refused; 0 for no limit.", func() float64 { return float64(s.SourceQuota()) }),
 		gauge("posthorn_queue_lanes", "Lanes that the queue knows.", func() float64 {
 			s.mu.RLock()
 			defer s.mu.RUnlock()

@@ -18,8 +18,12 @@ const (
 	DefaultHighWater       = 0.85
 )
 
-// Options tune a Store. The zero value works: no duplicate detection, no quota
-// per Source, and a high-water mark of 85 % of the file system.
+// NoQuota as Options.MaxBytesPerSource lets one Source fill the disk up to its
+// high-water mark.
+const NoQuota = -1
+
+// Options tune a Store. The zero value works: no duplicate detection, a quota per
+// Source of half the room, and a high-water mark of 85 % of the file system.
 type Options struct {
 	// Logger takes what operators should know; slog.Default when nil.
 	Logger *slog.Logger
@@ -35,7 +39,8 @@ type Options struct {
 	DuplicateMemory int64
 
 	// MaxBytesPerSource bounds the bytes, before compression, that one Source's log
-	// may hold until they are delivered; 0 for no bound.
+	// may hold until they are delivered. When 0 it is half of the room below the
+	// high-water mark, where what the store holds counts as room; NoQuota is no bound.
 	MaxBytesPerSource int64
 	// HighWater is the share of the file system, between 0 and 1, above which
 	// Append answers queue.ErrFull, whoever filled it; 0.85 when 0.
@@ -75,7 +80,7 @@ func (o *Options) setDefaults() error {
 	if o.HighWater < 0 || o.HighWater > 1 {
 		return fmt.Errorf("high-water mark is %v; it must be a share between 0 and 1", o.HighWater)
 	}
-	if o.MaxBytesPerSource < 0 || o.MinFreeBytes < 0 || o.MemTableBytes < 0 || o.CacheBytes < 0 || o.DuplicateMemory < 0 {
+	if o.MaxBytesPerSource < NoQuota || o.MinFreeBytes < 0 || o.MemTableBytes < 0 || o.CacheBytes < 0 || o.DuplicateMemory < 0 {
 		return errors.New("a size in the options of the queue is negative")
 	}
 	set(&o.DuplicateMemory, 16<<20)

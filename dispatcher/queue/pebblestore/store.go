@@ -142,6 +142,7 @@ func Open(dir string, o Options) (*Store, error) {
 	s.metrics = newMetrics(s)
 	s.fs = &patientFS{FS: o.FS, full: s.diskFull, room: s.disk.roomToCompact, stop: make(chan struct{}), synced: s.metrics.synced}
 	s.disk.init(s)
+	s.disk.quota.Store(max(o.MaxBytesPerSource, 0))
 	s.flusher.init()
 	s.waker.init()
 	for _, step := range []func() error{s.lockDir, s.inspect, s.openPositions, s.openDB, s.load, s.openAccepted} {
@@ -151,6 +152,8 @@ func Open(dir string, o Options) (*Store, error) {
 			return nil, fmt.Errorf("open the queue in %s: %w", dir, err)
 		}
 	}
+	s.disk.used.Store(int64(s.db.Metrics().DiskSpaceUsage()))
+	s.disk.look()
 	s.recallDamage()
 	if err := s.metrics.register(o.Registerer); err != nil {
 		s.abandon()

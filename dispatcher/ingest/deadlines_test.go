@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-func TestPatience(t *testing.T) {
+func TestDeadlinesAreShared(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var p patience
+		var p deadlineCache
 		first := p.context()
 		for i := range 50 {
 			ctx, begin := p.context(), time.Now()

@@ -1,0 +1,285 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"compress/gzip"
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/posthorn/posthorn/test/process"
+)
+
+// attack is what a Source with a public write key sends beside a well-behaved one.
+type attack struct {
+	name string
+	// body is the batch, sent with gzip or as it is.
+	body []byte
+	gzip bool
+	// clients send requests in all, or as many as they can when requests is 0.
+	clients, requests int
+}
+
+// batchWithContext is a batch of calls, each padded to at least size bytes,
+// with a context of one letter that is merged into each of them.
+func batchWithContext(contextBytes, calls, size int) []byte {
+	b := append([]byte(`{"context":{"x":"`), bytes.Repeat([]byte{'x'}, contextBytes)...)
+	b = append(b, `"},"batch":[`...)
+	call := `{"type":"track","userId":"u","event":"E"}`
+	if pad := size - len(call); pad > len(`,"p":""`) {
+		call = call[:len(call)-1] + `,"p":"` + strings.Repeat("p", pad-len(`,"p":""`)) + `"}`
+	}
+	for i := range calls {
+		if i > 0 {
+			b = append(b, ',')
+		}
+		b = append(b, call...)
+	}
+	return append(b, `]}`...)
+}
+
+// attacks are those of the security review, and the largest batches that are accepted.
+var attacks = []attack{
+	{name: "20 batches of 269 calls, 31 KB context, gzip", body: batchWithContext(31_000, 269, 0), gzip: true, clients: 1, requests: 20},
+	{name: "60 batches of 2,500 calls, 31 KB context", body: batchWithContext(31_000, 2500, 0), clients: 16, requests: 60},
+	{name: "largest batches (8 MB of messages), gzip, sustained", body: batchWithContext(28_000, 264, 1800), gzip: true, clients: 16},
+	{name: "1 MiB of messages from 150 bytes, gzip, sustained", body: batchWithContext(31_000, 33, 0), gzip: true, clients: 16},
+}
+
+// attackStats is what the process of an attack prints.
+type attackStats struct {
+	Requests, Accepted, WireBytes int64
+	Refusals                      map[string]int64 // by code
+}
+
+// attackRole runs an attack: the address, its number, and how long it lasts at most.
+func attackRole(args []string) error {
+	index, err := strconv.Atoi(args[1])
+	if err != nil {
+		return err
+	}
+	window, err := time.ParseDuration(args[2])
+	if err != nil {
+		return err
+	}
+	a := attacks[index]
+	body, encoding := a.body, ""
+	if a.gzip {
+		var packed bytes.Buffer
+		z, _ := gzip.NewWriterLevel(&packed, gzip.BestCompression)
+		_, _ = z.Write(a.body)
+		_ = z.Close()
+		body, encoding = packed.Bytes(), "Content-Encoding: gzip\r\n"
+	}
+	request := fmt.Appendf(nil, "POST /v1/batch HTTP/1.1\r\nHost: %s\r\nAuthorization: Basic %s\r\nContent-Type: application/json\r\n%sContent-Length: %d\r\n\r\n",
+		args[0], base64.StdEncoding.EncodeToString([]byte(writeKey(1)+":")), encoding, len(body))
+	request = append(request, body...)
+	stats := attackStats{Refusals: map[string]int64{}}
+	var mu sync.Mutex
+	var begun, sent, accepted atomic.Int64
+	end := time.Now().Add(window)
+	send := func(c *net.Conn, answers **bufio.Reader) error {
+		if *c == nil {
+			conn, err := net.Dial("tcp", args[0])
+			if err != nil {
+				return err
+			}
+			*c, *answers = conn, bufio.NewReader(conn)
+		}
+		_ = (*c).SetDeadline(time.Now().Add(60 * time.Second))
+		if _, err := (*c).Write(request); err != nil {
+			return err
+		}
+		status, answer, err := readAnswer(*answers)
+		if err != nil {
+			return err
+		}
+		sent.Add(1)
+		var a struct {
+			Error struct {
+				Code string `json:"code"`
+			} `json:"error"`
+			Rejected []json.RawMessage `json:"rejected"`
+		}
+		_ = json.Unmarshal(answer, &a)
+		switch {
+		case strings.Contains(status, " 200 "):
+			accepted.Add(1)
+		case strings.Contains(status, " 413 "):
+			_ = (*c).Close() // as the server does
+			*c = nil
+			fallthrough
+		default:
+			mu.Lock()
+			stats.Refusals[a.Error.Code]++
+			mu.Unlock()
+		}
+		if len(a.Rejected) > 0 {
+			mu.Lock()
+			stats.Refusals["calls rejected in a 200"] += int64(len(a.Rejected))
+			mu.Unlock()
+		}
+		return nil
+	}
+	var group errgroup.Group
+	for range a.clients {
+		group.Go(func() error {
+			var conn net.Conn
+			var answers *bufio.Reader
+			for time.Now().Before(end) && (a.requests == 0 || begun.Add(1) <= int64(a.requests)) {
+				if err := send(&conn, &answers); err != nil {
+					if conn != nil {
+						_ = conn.Close()
+						conn = nil
+					}
+					mu.Lock()
+					stats.Refusals["connection closed"]++
+					mu.Unlock()
+				}
+			}
+			if conn != nil {
+				_ = conn.Close()
+			}
+			return nil
+		})
+	}
+	_ = group.Wait()
+	stats.Requests, stats.Accepted, stats.WireBytes = sent.Load(), accepted.Load(), sent.Load()*int64(len(body))
+	return json.NewEncoder(os.Stdout).Encode(stats)
+}
+
+// goodLatencies sends single calls to the first Source, at a fixed rate that is
+// far below what the dispatcher takes, until ended is closed.
+func goodLatencies(p *dispatcherProcess, id *atomic.Int64, ended <-chan struct{}) ([]time.Duration, error) {
+	const clients, gap = 8, 20 * time.Millisecond
+	var mu sync.Mutex
+	var all []time.Duration
+	var group errgroup.Group
+	for n := range clients {
+		group.Go(func() error {
+			s := newSender(p)
+			defer s.close()
+			time.Sleep(gap * time.Duration(n) / clients)
+			tick := time.NewTicker(gap)
+			defer tick.Stop()
+			for {
+				select {
+				case <-ended:
+					return nil
+				case <-tick.C:
+				}
+				begin := time.Now()
+				if err := s.send(0, 1, "", id); err != nil {
+					return fmt.Errorf("the well-behaved sender: %w", err)
+				}
+				took := time.Since(begin)
+				mu.Lock()
+				all = append(all, took)
+				mu.Unlock()
+			}
+		})
+	}
+	err := group.Wait()
+	sortDurations(all)
+	return all, err
+}
+
+// measureAttack compares the answers to a well-behaved sender beside each attack
+// with those before it, of the same process.
+func measureAttack(ctx context.Context, b *bench) ([]row, error) {
+	var rows []row
+	for i, a := range attacks {
+		r, err := b.underAttack(ctx, i, a)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", a.name, err)
+		}
+		rows = append(rows, r...)
+	}
+	return rows, nil
+}
+
+func (b *bench) underAttack(ctx context.Context, index int, a attack) ([]row, error) {
+	dir := b.dir(fmt.Sprint("attack-", time.Now().UnixNano()))
+	defer os.RemoveAll(dir)
+	list := destinations(2, b.sink.Addr)
+	list[1].source = 1
+	p, err := b.start(ctx, list, dir)
+	if err != nil {
+		return nil, err
+	}
+	defer p.stop()
+	var id atomic.Int64
+	during := func(f func() error) ([]time.Duration, error) {
+		ended := make(chan struct{})
+		var group errgroup.Group
+		var got []time.Duration
+		group.Go(func() (err error) {
+			got, err = goodLatencies(p, &id, ended)
+			return err
+		})
+		err := f()
+		close(ended)
+		if e := group.Wait(); err == nil {
+			err = e
+		}
+		return got, err
+	}
+	quiet := func() error { time.Sleep(b.window()); return nil }
+	if _, err := during(func() error { time.Sleep(b.window() / 4); return nil }); err != nil { // warm up
+		return nil, err
+	}
+	alone, err := during(quiet)
+	if err != nil {
+		return nil, err
+	}
+	diskBefore := diskUsage(dir)
+	var stats attackStats
+	beside, err := during(func() error {
+		attacker, err := spawn(ctx, "attack", p.Addr, strconv.Itoa(index), b.window().String())
+		if err != nil {
+			return err
+		}
+		_ = attacker.cmd.Wait()
+		return json.Unmarshal(attacker.hello, &stats)
+	})
+	if err != nil {
+		return nil, err
+	}
+	growth := diskUsage(dir) - diskBefore
+	_, peak := process.Memory(p.cmd.Process.Pid)
+	p50, p99 := quantile(beside, 0.5), quantile(beside, 0.99)
+	base50, base99 := quantile(alone, 0.5), quantile(alone, 0.99)
+	ratio := p99.Seconds() / max(base99.Seconds(), 1e-6)
+	text := fmt.Sprintf("%.2f (p99 %s of %s, p50 %s of %s)", ratio, short(p99), short(base99), short(p50), short(base50))
+	return []row{
+		below("p99 beside "+a.name+", of alone", ratio, 3, text, "<= 3"),
+		{Name: "  attack: requests, accepted, refused", Value: fmt.Sprintf("%d, %d, %v", stats.Requests, stats.Accepted, stats.Refusals), Met: true, Number: ratio},
+		{Name: "  peak RSS; disk growth, a byte of the attacker", Value: fmt.Sprintf("%d MB; %.1f MB, %.1f", peak>>20, float64(growth)/1e6, float64(growth)/float64(max(stats.WireBytes, 1))), Met: true, Number: ratio},
+	}, nil
+}
+
+// diskUsage is what du says of a folder.
+func diskUsage(dir string) (total int64) {
+	_ = filepath.WalkDir(dir, func(path string, _ fs.DirEntry, _ error) error {
+		var stat syscall.Stat_t
+		if err := syscall.Lstat(path, &stat); err == nil { // a file may be gone by now
+			total += stat.Blocks * 512
+		}
+		return nil
+	})
+	return total
+}
