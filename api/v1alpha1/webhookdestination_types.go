@@ -34,9 +34,9 @@ type WebhookDestinationSpec struct {
 	// +optional
 	Body Body `json:"body,omitempty"`
 
-	// When a message counts as delivered. AnyEndpoint: it is sent to every URL
-	// and is done when one of them took it; only when all failed is it retried.
-	// EveryEndpoint: every URL must take it, each is tracked and retried by
+	// When a message counts as delivered. AnyEndpoint: every URL gets one attempt,
+	// and the message is delivered when one of them took it; only until then is it
+	// retried. EveryEndpoint: every URL must take it, each is tracked and retried by
 	// itself. Default AnyEndpoint.
 	// +kubebuilder:validation:Enum=AnyEndpoint;EveryEndpoint
 	// +kubebuilder:default=AnyEndpoint
@@ -408,6 +408,16 @@ type EndpointStatus struct {
 	// What went wrong last.
 	// +optional
 	LastFailure *DeliveryFailure `json:"lastFailure,omitempty"`
+	// Messages that have not been sent to this endpoint yet. Under AnyEndpoint
+	// another endpoint may have taken them. Written at most every 30 s.
+	// +optional
+	FirstAttemptsPending int64 `json:"firstAttemptsPending,omitempty"`
+	// Under AnyEndpoint with several endpoints: messages that were never sent to
+	// this one, because the retry window ended before their turn, or their room on
+	// disk was needed and another endpoint had taken them. Those that no endpoint
+	// took are dead letters. Written at most every 30 s.
+	// +optional
+	FirstAttemptsSkipped int64 `json:"firstAttemptsSkipped,omitempty"`
 }
 
 // DeliveryFailure is a failed attempt, without secrets.

@@ -75,7 +75,7 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, tenant stri
 		if i := slices.IndexFunc(old.Status.Endpoints, func(o v1alpha1.EndpointStatus) bool { return o.Name == e.name }); i >= 0 {
 			before = old.Status.Endpoints[i]
 		}
-		s.Endpoints = append(s.Endpoints, e.status(before, now))
+		s.Endpoints = append(s.Endpoints, e.status(before, now, complete))
 	}
 	if complete {
 		s.Delivery = &v1alpha1.DeliveryStatus{
@@ -162,6 +162,8 @@ type endpoint struct {
 	failingSince  time.Time
 	lastSuccess   time.Time
 	lastFailure   *liveconfig.Failure
+	// Messages that were not sent there yet, and that never will be.
+	firstPending, firstSkipped int64
 }
 
 // add takes in what one pod reports.
@@ -170,6 +172,8 @@ func (e *endpoint) add(r liveconfig.EndpointReport) {
 		e.state = r.State
 	}
 	e.lastSuccess = later(e.lastSuccess, r.LastSuccess)
+	e.firstPending += r.FirstAttemptsPending
+	e.firstSkipped += r.FirstAttemptsSkipped
 	if r.LastFailure != nil && (e.lastFailure == nil || r.LastFailure.Time.After(e.lastFailure.Time)) {
 		e.lastFailure = r.LastFailure
 	}
@@ -225,11 +229,16 @@ func (e endpoint) describe(pods int) string {
 	return b.String()
 }
 
-func (e endpoint) status(before v1alpha1.EndpointStatus, now time.Time) v1alpha1.EndpointStatus {
+func (e endpoint) status(before v1alpha1.EndpointStatus, now time.Time, complete bool) v1alpha1.EndpointStatus {
 	s := v1alpha1.EndpointStatus{
 		Name: e.name, State: v1alpha1.EndpointState(e.state),
 		LastSuccessTime: latest(before.LastSuccessTime, e.lastSuccess, now),
 		LastFailure:     before.LastFailure.DeepCopy(),
+
+		FirstAttemptsPending: before.FirstAttemptsPending, FirstAttemptsSkipped: before.FirstAttemptsSkipped,
+	}
+	if complete {
+		s.FirstAttemptsPending, s.FirstAttemptsSkipped = e.firstPending, e.firstSkipped
 	}
 	if severity(e.state) < 0 {
 		s.State = v1alpha1.EndpointIdle

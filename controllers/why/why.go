@@ -337,7 +337,41 @@ func (e *explainer) endpoints() {
 		default:
 			e.add(Fine, "Endpoint", "", "%q works; %s", p.Name, success)
 		}
+		pending, skipped := e.firstAttempts(p)
+		if len(e.d.Status.Endpoints) > 1 && pending > 0 {
+			e.add(Notice, "Endpoint", "", "%s not been sent to %q yet", count(pending, "message")+map[bool]string{true: " has", false: " have"}[pending == 1], p.Name)
+		}
+		if skipped > 0 {
+			e.add(Notice, "Endpoint", "make it answer faster or more reliably, or remove it; with success: EveryEndpoint such messages become dead letters",
+				"%s never sent to %q: the retry window ended before their turn, or the dispatcher needed the room on its disk", count(skipped, "message")+map[bool]string{true: " was", false: " were"}[skipped == 1], p.Name)
+		}
 	}
+}
+
+// firstAttempts returns how many messages an endpoint was not sent yet, and never
+// will be: by the reports if there are any, else by its status.
+func (e *explainer) firstAttempts(p v1alpha1.EndpointStatus) (pending, skipped int64) {
+	known := false
+	for _, r := range e.Reports {
+		for _, t := range r.Tenants {
+			for _, d := range t.Destinations {
+				if t.Tenant != e.Namespace || d.Name != e.Name {
+					continue
+				}
+				for _, ep := range d.Endpoints {
+					if ep.Name == p.Name {
+						known = true
+						pending += ep.FirstAttemptsPending
+						skipped += ep.FirstAttemptsSkipped
+					}
+				}
+			}
+		}
+	}
+	if !known {
+		return p.FirstAttemptsPending, p.FirstAttemptsSkipped
+	}
+	return pending, skipped
 }
 
 func (e *explainer) backlog() {

@@ -96,6 +96,7 @@ func (p *pace) list(config liveconfig.Config, lanes []queue.LaneID, now time.Tim
 		if id.Source != p.source || !active[id.Destination] {
 			continue
 		}
+		id = id.Group() // A slow URL does not hold back a sync that another one takes.
 		if known[id] == nil {
 			known[id] = &lanePace{window: firstWindow}
 		}

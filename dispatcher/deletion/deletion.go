@@ -9,6 +9,7 @@ package deletion
 import (
 	"cmp"
 	"context"
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -194,7 +195,7 @@ func (s *Service) plan(config liveconfig.Config, d liveconfig.Deletion) *record 
 		if len(d.Sources) > 0 && !slices.Contains(d.Sources, c.Name) {
 			continue
 		}
-		planned := source{Name: c.Name, MessageID: "delete-" + d.ID}
+		planned := source{Name: c.Name, MessageID: messageID(d.ID, c.Name)}
 		skip := s.Skip(liveconfig.SourceRef{Tenant: config.Tenant, Source: c}, &call)
 		for _, to := range config.Destinations {
 			if to.State == liveconfig.Disabled || !slices.Contains(to.Sources, c.Name) {
@@ -211,6 +212,13 @@ func (s *Service) plan(config liveconfig.Config, d liveconfig.Deletion) *record 
 		}
 	}
 	return r
+}
+
+// messageID is the id of a request's message of one Source. It tells the
+// notifications of several Sources apart, for receivers that take each id once.
+func messageID(request, source string) string {
+	sum := sha256.Sum256([]byte(source))
+	return fmt.Sprintf("delete-%s-%x", request, sum[:6])
 }
 
 // append brings the messages into the queue that are not in it, each for those

@@ -159,6 +159,9 @@ func TestNotificationsAreFollowedToTheirEnd(t *testing.T) {
 	if got, want := string(ios[0].Body), `{"type":"delete","userId":"ü1","timestamp":"2027-01-15T08:00:00.000Z"}`; got != want || string(web[0].Body) != want || ios[0].Type != "delete" {
 		t.Errorf("body %s, want %s", got, want)
 	}
+	if ios[0].ID == web[0].ID {
+		t.Errorf("the messages of two Sources share the id %s", web[0].ID)
+	}
 	if n := len(r.lease("web", "off")) + len(r.lease("web", "picky")); n != 0 {
 		t.Errorf("%d messages for who is not to be told", n)
 	}
@@ -173,7 +176,7 @@ func TestNotificationsAreFollowedToTheirEnd(t *testing.T) {
 	r.step()
 	r.want("ios crm Delivered", "web crm Pending", "web held Pending", "web picky Filtered")
 	web[0], _, _ = must(r.store.LeaseOldest(web[0].Lane))
-	if err := r.store.Bury(web[0], queue.Failure{Time: r.now, Reason: "Expired"}); err != nil {
+	if _, err := r.store.Bury(web[0], queue.Failure{Time: r.now, Reason: "Expired"}); err != nil {
 		t.Fatal(err)
 	}
 	r.step()
@@ -211,7 +214,7 @@ func TestOutcomeBehindOlderMessages(t *testing.T) {
 	r.through.Retry(crm[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
 	r.through.Ack(crm[1])
 	r.through.Retry(held[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
-	if err := r.through.Bury(held[1], queue.Failure{Time: r.now, Reason: "Rejected"}); err != nil {
+	if _, err := r.through.Bury(held[1], queue.Failure{Time: r.now, Reason: "Rejected"}); err != nil {
 		t.Fatal(err)
 	}
 	r.step()
@@ -350,4 +353,40 @@ func TestPassivePodSendsNothing(t *testing.T) {
 	if n := r.store.SourceStats("shop/web").Accepted; n != 0 {
 		t.Errorf("%d messages", n)
 	}
+}
+
+// A notification has to reach every URL, also where one is enough for other messages.
+func TestEveryURLMustTakeADeletion(t *testing.T) {
+	r := newRig(t)
+	c := config()
+	c.Destinations = []liveconfig.Destination{{Name: "any", State: liveconfig.Active, Sources: []string{"web"}, Success: liveconfig.AnyEndpoint}}
+	r.set(c)
+	lanes := []queue.LaneID{{Source: "shop/web", Destination: "shop/any", Endpoint: "a", Any: true}, {Source: "shop/web", Destination: "shop/any", Endpoint: "b", Any: true}}
+	var got []queue.Delivery
+	for _, lane := range lanes {
+		if err := r.store.OpenLane(lane); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r.step()
+	for _, lane := range lanes {
+		leased, err := r.store.Lease(lane, 10, nil)
+		if err != nil || len(leased) != 1 {
+			t.Fatalf("%d messages in %v: %v", len(leased), lane, err)
+		}
+		got = append(got, leased[0])
+	}
+	r.through.Ack(got[0])
+	r.step()
+	r.want("web any Pending")
+	r.store.Retry(got[1], r.now, queue.Failure{Time: r.now, Reason: "TimedOut"})
+	again, ok, err := r.store.LeaseOldest(lanes[1])
+	if err != nil || !ok {
+		t.Fatalf("the retry at the second URL is gone: %v", err)
+	}
+	if _, err := r.through.Bury(again, queue.Failure{Time: r.now, Reason: "Rejected"}); err != nil {
+		t.Fatal(err)
+	}
+	r.step()
+	r.want("web any DeadLetteredRejected")
 }

@@ -27,18 +27,19 @@ type settled struct {
 func NewSettled(s queue.Store) *Settled { return &Settled{Store: s, done: map[settled]bool{}} }
 
 // Ack implements queue.Store.
-func (s *Settled) Ack(d queue.Delivery) {
-	s.Store.Ack(d)
+func (s *Settled) Ack(d queue.Delivery) (first bool) {
+	first = s.Store.Ack(d)
 	s.remember(d)
+	return first
 }
 
 // Bury implements queue.Store.
-func (s *Settled) Bury(d queue.Delivery, f queue.Failure) error {
-	if err := s.Store.Bury(d, f); err != nil {
-		return err
+func (s *Settled) Bury(d queue.Delivery, f queue.Failure) (buried bool, err error) {
+	if buried, err = s.Store.Bury(d, f); err != nil {
+		return false, err
 	}
 	s.remember(d)
-	return nil
+	return buried, nil
 }
 
 func (s *Settled) remember(d queue.Delivery) {

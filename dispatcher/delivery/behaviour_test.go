@@ -348,119 +348,211 @@ func TestDisabledKeepsAndResumes(t *testing.T) {
 	})
 }
 
+// Every URL gets its own first attempt of every message, however slow it is and
+// whatever its circuit does. The first success ends the retries at the others.
 func TestAnyEndpoint(t *testing.T) {
-	t.Run("one URL is enough", func(t *testing.T) {
-		bubble(t, func(t *testing.T) {
-			w := newWorld(t, byURL(map[string]answer{urlA: {status: 200, after: time.Millisecond}, urlB: {status: 500, after: time.Millisecond}}))
-			w.apply(dest("crm", urlA, urlB))
-			w.send("web", 5000)
-			w.sleep(time.Minute)
-			r := w.report("crm")
-			if r.Delivered != 5000 || len(w.client.requests(urlA)) != 5000 {
-				t.Errorf("%+v", r)
-			}
-			// Ten open its circuit; a few more may have been on their way.
-			if n := len(w.client.requests(urlB)); n < 10 || n > 12 {
-				t.Errorf("%d requests to the URL that fails", n)
-			}
-			if r.Endpoints[1].State != liveconfig.EndpointCircuitOpen {
-				t.Errorf("%+v", r.Endpoints)
-			}
-			w.end()
+	run := func(name string, answers map[string]answer, test func(t *testing.T, w *world)) {
+		t.Run(name, func(t *testing.T) {
+			bubble(t, func(t *testing.T) {
+				w := newWorld(t, byURL(answers))
+				defer w.end()
+				test(t, w)
+			})
 		})
+	}
+	// perURL counts the messages, and the requests, that a URL got.
+	perURL := func(w *world, url string) (messages, requests int) {
+		ids := map[string]bool{}
+		for _, r := range w.client.requests(url) {
+			ids[r.body] = true
+			requests++
+		}
+		return len(ids), requests
+	}
+	got := func(w *world, url string, messages, requests int) {
+		w.Helper()
+		if m, n := perURL(w, url); m != messages || n != requests {
+			w.Errorf("%s got %d messages in %d requests, want %d in %d", url, m, n, messages, requests)
+		}
+	}
+	ledger := func(w *world, want liveconfig.Ledger) {
+		w.Helper()
+		if r := w.report("crm"); r.Ledger != want {
+			w.Errorf("ledger %+v, want %+v", r.Ledger, want)
+		}
+	}
+	fast, slow := answer{status: 200, after: 5 * time.Millisecond}, answer{status: 200, after: 200 * time.Millisecond}
+
+	// alone is how long the fast URL takes for the burst without another one.
+	var alone time.Duration
+	run("fast alone", map[string]answer{urlA: fast}, func(t *testing.T, w *world) {
+		w.apply(dest("crm", urlA))
+		w.send("web", 2000)
+		w.sleep(time.Minute)
+		all := w.client.requests(urlA)
+		alone = all[len(all)-1].at.Sub(all[0].at)
 	})
-	t.Run("every URL gets each message", func(t *testing.T) {
-		bubble(t, func(t *testing.T) {
-			w := newWorld(t, always(answer{status: 200}))
-			w.apply(dest("crm", urlA, urlB, urlC))
-			w.sleep(0)
-			for range 50 { // One at a time: none is left out for want of room.
-				w.send("web", 1)
-				w.sleep(time.Second)
-			}
-			for _, url := range []string{urlA, urlB, urlC} {
-				if n := len(w.client.requests(url)); n != 50 {
-					t.Errorf("%s: %d", url, n)
-				}
-			}
-			if r := w.report("crm"); r.Delivered != 50 {
-				t.Errorf("%+v", r)
-			}
-			w.end()
-		})
+	run("fast and slow, burst", map[string]answer{urlA: fast, urlB: slow}, func(t *testing.T, w *world) {
+		w.apply(dest("crm", urlA, urlB))
+		w.send("web", 2000)
+		w.sleep(time.Minute)
+		got(w, urlA, 2000, 2000)
+		got(w, urlB, 2000, 2000)
+		ledger(w, liveconfig.Ledger{Accepted: 2000, Delivered: 2000})
+		all := w.client.requests(urlA)
+		if took := all[len(all)-1].at.Sub(all[0].at); float64(took) > float64(alone)/0.9 {
+			t.Errorf("the fast URL took %v, alone %v", took, alone)
+		}
 	})
-	t.Run("a slow URL holds nothing back", func(t *testing.T) {
-		bubble(t, func(t *testing.T) {
-			w := newWorld(t, byURL(map[string]answer{urlB: {status: 200, after: 4 * time.Second}}))
-			w.apply(dest("crm", urlA, urlB))
-			w.send("web", 10000)
-			w.sleep(time.Second)
-			if r := w.report("crm"); r.Delivered != 10000 {
-				t.Errorf("%+v", r)
-			}
-			w.sleep(10 * time.Second)
-			if slow := w.most(urlB); slow > 64 {
-				t.Errorf("%d requests at once to the slow URL", slow)
-			}
-			if r := w.report("crm"); r.Endpoints[1].LastSuccess.IsZero() {
-				t.Error("the slow URL's requests did not go on to their end")
-			}
-			w.end()
-		})
+	run("two equal URLs, burst", map[string]answer{urlA: fast, urlB: fast}, func(t *testing.T, w *world) {
+		w.apply(dest("crm", urlA, urlB))
+		w.send("web", 2000)
+		w.sleep(time.Minute)
+		got(w, urlA, 2000, 2000)
+		got(w, urlB, 2000, 2000)
+		ledger(w, liveconfig.Ledger{Accepted: 2000, Delivered: 2000})
 	})
-	t.Run("all fail: retried to all", func(t *testing.T) {
-		bubble(t, func(t *testing.T) {
-			w := newWorld(t, always(answer{status: 500}))
-			w.apply(dest("crm", urlA, urlB))
-			w.send("web", 1)
-			w.sleep(2 * time.Second)
-			a, b := len(w.client.requests(urlA)), len(w.client.requests(urlB))
-			if a != b || a < 2 {
-				t.Errorf("%d and %d requests", a, b)
-			}
-			w.client.set(byURL(map[string]answer{urlA: {status: 500}}))
-			w.sleep(10 * time.Minute)
-			if r := w.report("crm"); r.Delivered != 1 {
-				t.Errorf("%+v", r)
-			}
-			w.end()
-		})
+	run("fast and one that hangs", map[string]answer{urlA: fast, urlB: {after: time.Hour}}, func(t *testing.T, w *world) {
+		d := dest("crm", urlA, urlB)
+		d.Delivery.RetryWindowMS = time.Hour.Milliseconds()
+		w.apply(d)
+		w.send("web", 2000)
+		w.sleep(10 * time.Second)
+		got(w, urlA, 2000, 2000)
+		ledger(w, liveconfig.Ledger{Accepted: 2000, Delivered: 2000})
+		if r := w.report("crm"); r.Endpoints[1].FirstAttemptsPending < 1990 || !r.OldestPending.IsZero() {
+			t.Errorf("%d first attempts wait, and a message from %v", r.Endpoints[1].FirstAttemptsPending, r.OldestPending)
+		}
+		w.sleep(2 * time.Hour)
+		tried, _ := perURL(w, urlB)
+		r := w.report("crm")
+		if r.Endpoints[1].FirstAttemptsSkipped != int64(2000-tried) || r.Endpoints[1].FirstAttemptsPending != 0 || r.Endpoints[0].FirstAttemptsSkipped != 0 {
+			t.Errorf("%d of 2000 were tried at the URL that hangs; its report says %+v", tried, r.Endpoints[1])
+		}
+		got(w, urlA, 2000, 2000)
+		ledger(w, liveconfig.Ledger{Accepted: 2000, Delivered: 2000})
+		if dead := w.dead("crm"); len(dead) != 0 {
+			t.Errorf("%d dead letters of messages that a URL took", len(dead))
+		}
 	})
-	t.Run("refused by one, failed by the other: retried", func(t *testing.T) {
-		bubble(t, func(t *testing.T) {
-			w := newWorld(t, byURL(map[string]answer{urlA: {status: 400}, urlB: {status: 500, after: time.Millisecond}}))
-			w.apply(dest("crm", urlA, urlB))
-			w.send("web", 1)
-			w.sleep(time.Second)
-			if r := w.report("crm"); r.Pending != 1 {
-				t.Errorf("%+v", r)
-			}
-			w.client.set(always(answer{status: 400}))
-			w.sleep(10 * time.Minute)
-			if dead := w.dead("crm"); len(dead) != 1 || dead[0].Failure.Reason != "Rejected" {
-				t.Errorf("%+v", dead)
-			}
-			w.end()
-		})
+	run("one fails for a while", map[string]answer{urlA: fast, urlB: {status: 500}}, func(t *testing.T, w *world) {
+		w.apply(dest("crm", urlA, urlB))
+		w.send("web", 2000)
+		w.sleep(10 * time.Second)
+		ledger(w, liveconfig.Ledger{Accepted: 2000, Delivered: 2000})
+		if r := w.report("crm"); r.Endpoints[1].State != liveconfig.EndpointCircuitOpen {
+			t.Errorf("%+v", r.Endpoints)
+		}
+		before, requests := perURL(w, urlB)
+		w.client.set(byURL(map[string]answer{urlA: fast}))
+		w.sleep(10 * time.Minute)
+		got(w, urlA, 2000, 2000)
+		got(w, urlB, 2000, requests+2000-before) // What it failed on is not sent again.
+		ledger(w, liveconfig.Ledger{Accepted: 2000, Delivered: 2000})
 	})
-	t.Run("refused by the only URL that is tried: kept for the other", func(t *testing.T) {
-		bubble(t, func(t *testing.T) {
-			w := newWorld(t, always(answer{status: 500}))
-			w.apply(dest("crm", urlA, urlB))
-			w.send("web", 30) // Opens both circuits.
-			w.sleep(10 * time.Minute)
-			w.client.set(byURL(map[string]answer{urlA: {status: 400}, urlB: {reason: egress.ConnectionRefused}}))
-			w.sleep(10 * time.Minute)
-			if dead := w.dead("crm"); len(dead) != 0 {
-				t.Errorf("%d given up while a URL was left out", len(dead))
+	run("all fail: retried to all", map[string]answer{urlA: {status: 500}, urlB: {status: 500}}, func(t *testing.T, w *world) {
+		w.apply(dest("crm", urlA, urlB))
+		w.send("web", 1)
+		w.sleep(10 * time.Second)
+		for _, url := range []string{urlA, urlB} {
+			if _, n := perURL(w, url); n < 2 {
+				t.Errorf("%d requests to %s", n, url)
 			}
-			w.client.set(byURL(map[string]answer{urlA: {status: 400}}))
-			w.sleep(30 * time.Minute)
-			if r := w.report("crm"); r.Delivered != 30 {
-				t.Errorf("%+v", r)
+		}
+		w.client.set(byURL(map[string]answer{urlA: {status: 500}}))
+		w.sleep(10 * time.Minute)
+		ledger(w, liveconfig.Ledger{Accepted: 1, Delivered: 1})
+		w.client.forget()
+		w.sleep(3 * time.Hour)
+		got(w, urlA, 0, 0) // The success ended the retries.
+	})
+	run("one's Retry-After holds back that one alone", map[string]answer{urlA: {status: 503, retryAfter: time.Hour}, urlB: {status: 503}}, func(t *testing.T, w *world) {
+		w.apply(dest("crm", urlA, urlB))
+		w.send("web", 1)
+		w.sleep(time.Second)
+		w.client.set(always(answer{status: 200}))
+		w.sleep(10 * time.Second)
+		ledger(w, liveconfig.Ledger{Accepted: 1, Delivered: 1})
+		got(w, urlA, 1, 1)
+	})
+	run("refused by one, failed by the other: retried", map[string]answer{urlA: {status: 400}, urlB: {status: 500}}, func(t *testing.T, w *world) {
+		w.apply(dest("crm", urlA, urlB))
+		w.send("web", 2)
+		w.sleep(time.Second)
+		ledger(w, liveconfig.Ledger{Accepted: 2, Pending: 2})
+		w.client.set(func(r request) answer {
+			if r.body == "m1" {
+				return answer{status: 200}
 			}
-			w.end()
+			return answer{status: 410}
 		})
+		w.sleep(10 * time.Minute)
+		ledger(w, liveconfig.Ledger{Accepted: 2, Delivered: 1, DeadLettered: 1})
+		dead := w.dead("crm")
+		if len(dead) != 1 || dead[0].ID != "m2" || dead[0].Failure.Reason != "Rejected" || dead[0].Lane.Endpoint != "" || dead[0].Attempts < 3 {
+			t.Errorf("dead letters: %+v", dead)
+		}
+		got(w, urlA, 2, 2)
+	})
+	run("the window ends at all: one dead letter each", map[string]answer{urlA: {reason: egress.ConnectionRefused}, urlB: {after: time.Hour}}, func(t *testing.T, w *world) {
+		w.apply(dest("crm", urlA, urlB))
+		w.send("web", 500)
+		w.sleep(5 * time.Hour)
+		ledger(w, liveconfig.Ledger{Accepted: 500, DeadLettered: 500})
+		if dead := w.dead("crm"); len(dead) != 500 || dead[0].Failure.Reason != "Expired" {
+			t.Errorf("%d dead letters", len(dead))
+		}
+	})
+	run("a URL is added", map[string]answer{urlA: {reason: egress.ConnectionRefused}}, func(t *testing.T, w *world) {
+		w.apply(dest("crm", urlA))
+		w.send("web", 100)
+		w.sleep(time.Minute)
+		w.apply(dest("crm", urlA, urlB))
+		w.send("web", 100)
+		w.sleep(time.Minute)
+		got(w, urlB, 100, 100) // What was accepted since.
+		ledger(w, liveconfig.Ledger{Accepted: 200, Delivered: 100, Pending: 100})
+		w.client.forget()
+		w.client.set(always(answer{status: 200}))
+		w.sleep(10 * time.Minute)
+		if m, _ := perURL(w, urlA); m < 190 { // Few failed before and were taken by the other.
+			t.Errorf("%d messages reached the first URL", m)
+		}
+		got(w, urlB, 0, 0)
+		ledger(w, liveconfig.Ledger{Accepted: 200, Delivered: 200})
+	})
+	run("a URL is removed", map[string]answer{urlA: {reason: egress.ConnectionRefused}}, func(t *testing.T, w *world) {
+		d := dest("crm", urlA, urlB)
+		w.apply(dest("crm", urlA))
+		w.send("web", 100) // For the first alone.
+		w.sleep(time.Minute)
+		w.apply(d)
+		w.send("web", 100)
+		w.sleep(time.Minute)
+		d.Endpoints = d.Endpoints[1:]
+		w.apply(d)
+		w.send("web", 100)
+		w.sleep(10 * time.Minute)
+		got(w, urlB, 300, 300) // What only the first had comes here, the rest not again.
+		ledger(w, liveconfig.Ledger{Accepted: 300, Delivered: 300})
+		if lanes := w.store.Lanes(); len(lanes) != 1 {
+			t.Errorf("lanes left: %v", lanes)
+		}
+	})
+	run("the only URL is replaced by two", map[string]answer{urlA: {status: 503}}, func(t *testing.T, w *world) {
+		w.apply(dest("crm", urlA))
+		w.send("web", 100)
+		w.sleep(time.Minute)
+		d := dest("crm", urlA, urlB, urlC)
+		d.Endpoints = d.Endpoints[1:]
+		w.apply(d)
+		w.sleep(10 * time.Minute)
+		b, _ := perURL(w, urlB)
+		c, _ := perURL(w, urlC)
+		if b+c != 100 {
+			t.Errorf("%d and %d messages, want 100 in all", b, c)
+		}
+		ledger(w, liveconfig.Ledger{Accepted: 100, Delivered: 100})
 	})
 }
 

@@ -110,14 +110,19 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 func (e *Engine) recover() {
 	outages, bounds := e.recoverMemory()
 	lanes, destinations := e.o.Store.Lanes(), e.o.Store.Destinations()
-	ended := map[queue.LaneID]bool{}
+	ends := map[queue.LaneID]queue.End{}
 	for _, id := range lanes {
-		ended[id] = e.o.Store.LaneStats(id).Ended
+		switch s := e.o.Store.LaneStats(id); {
+		case s.Left:
+			ends[id] = queue.Left
+		case s.Ended:
+			ends[id] = queue.Ended
+		}
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	for _, id := range lanes {
-		e.lane(id).ended = ended[id]
+		e.lane(id).end = ends[id]
 	}
 	for _, key := range destinations {
 		if b, ok := bounds[key]; ok {
@@ -143,18 +148,10 @@ func (e *Engine) limitDeadLetters(v *liveconfig.View) {
 	}
 }
 
-// lanesOf lists the lanes that a destination needs: one per Source, or, when
-// every endpoint counts, one per Source and endpoint. A destination whose
-// endpoints are not known (it is held) keeps its messages in the lanes that it
-// has, or in one per Source.
+// lanesOf lists the lanes that a destination needs: one per Source and endpoint.
+// A destination whose endpoints are not known (it is held) keeps its messages in
+// the lanes that it has, or in one per Source.
 func (e *Engine) lanesOf(tenant string, d liveconfig.Destination) []queue.LaneID {
-	endpoints := []string{""}
-	if separate(d) {
-		endpoints = endpoints[:0]
-		for _, ep := range d.Endpoints {
-			endpoints = append(endpoints, ep.Name)
-		}
-	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	var ids []queue.LaneID
@@ -164,17 +161,18 @@ func (e *Engine) lanesOf(tenant string, d liveconfig.Destination) []queue.LaneID
 			slices.ContainsFunc(known.lanes, func(l *lane) bool { return l.id.Source == source }) {
 			continue
 		}
-		for _, ep := range endpoints {
-			ids = append(ids, queue.LaneID{Source: source, Destination: key, Endpoint: ep})
+		for _, ep := range d.Endpoints {
+			ids = append(ids, queue.LaneID{Source: source, Destination: key, Endpoint: ep.Name, Any: anyEndpoint(d)})
+		}
+		if len(d.Endpoints) == 0 {
+			ids = append(ids, queue.LaneID{Source: source, Destination: key})
 		}
 	}
 	return ids
 }
 
-// separate reports whether each endpoint of a destination has lanes of its own.
-func separate(d liveconfig.Destination) bool {
-	return d.Success == liveconfig.EveryEndpoint && len(d.Endpoints) > 0
-}
+// anyEndpoint reports whether the lanes of a destination form groups.
+func anyEndpoint(d liveconfig.Destination) bool { return d.Success != liveconfig.EveryEndpoint }
 
 // openLanes opens what is not open yet: the lanes of the plans, and those of
 // an earlier run that still have a place in the config.
@@ -217,7 +215,7 @@ func (e *Engine) compile(p *plan) *settings {
 	c := p.config
 	s := &settings{
 		generation: c.Generation, revision: c.Revision, configs: c.Endpoints,
-		active: c.State == liveconfig.Active, every: c.Success == liveconfig.EveryEndpoint,
+		active:      c.State == liveconfig.Active,
 		policy:      retry.Policy{Window: c.Delivery.RetryWindow(), MinBackoff: c.Delivery.MinBackoff(), MaxBackoff: c.Delivery.MaxBackoff(), Timeout: c.Delivery.Timeout()},
 		maxInFlight: max(1, c.Delivery.MaxInFlight), perSecond: c.Delivery.RequestsPerSecond,
 		deadLetters: c.DeadLetters, exactNumbers: c.ExactNumbers,
@@ -328,8 +326,9 @@ func (e *Engine) lane(id queue.LaneID) *lane {
 }
 
 // sortLanes decides for each lane what it is under the present settings: one
-// that the config names, one of the destination's former success policy that
-// drains, or an orphan. It returns messages to release. The lock is held.
+// that the config names; one that drains, because it is of the destination's
+// former success policy or its endpoint was removed from a group; or an orphan.
+// It returns messages to release. The lock is held.
 func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Destination, now time.Time) (back []queue.Delivery) {
 	for _, d := range e.destinations {
 		for _, ep := range d.endpoints {
@@ -341,23 +340,24 @@ func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Des
 		config, ok := configs[id.Destination]
 		// A lane of the former success policy drains: others have taken over.
 		known := ok && len(config.Endpoints) > 0
-		former := known && separate(config) != (id.Endpoint != "")
+		former := known && (id.Endpoint == "" || id.Any != anyEndpoint(config))
 		switch {
 		case v.Unusable(d.namespace):
-			l.draining = l.ended
+			l.draining, l.left = l.end != queue.GoOn, l.end == queue.Left
 			l.dropAt = time.Time{} // Its config may well name the lane; nobody can tell.
 		case !ok || !hasPlace(config, id):
 			// Unless others have taken over it keeps what its Source gets: it may come back.
 			l.park(d.set)
-			l.draining = l.ended || former
+			l.draining = l.end != queue.GoOn || former
 			if l.dropAt.IsZero() {
 				l.dropAt = now.Add(e.o.OrphanGrace)
 				e.log.With(id.LogArgs()...).Info("the config does not name this lane any more; it is dropped after the grace period", "dropAt", l.dropAt)
 			}
 		default:
 			l.dropAt = time.Time{}
-			if l.draining = l.ended; known {
-				l.draining = former
+			if l.draining, l.left = l.end != queue.GoOn, l.end == queue.Left; known {
+				l.left = id.Any && !hasEndpoint(config, id.Endpoint)
+				l.draining = former || l.left
 			}
 			l.follow(d.set)
 		}
@@ -375,13 +375,16 @@ func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Des
 	return back
 }
 
-// hasPlace reports whether a lane has any place in its destination's config:
-// its Source is connected, and its endpoint, if it has one, exists or may
-// exist, as none is known.
+// hasPlace reports whether a lane has any place in its destination's config: its
+// Source is connected, and its endpoint, if it has one, exists or may exist, as
+// none is known. In a group the other endpoints get what only it had.
 func hasPlace(d liveconfig.Destination, id queue.LaneID) bool {
 	_, source := split(id.Source)
-	return slices.Contains(d.Sources, source) && (id.Endpoint == "" || len(d.Endpoints) == 0 ||
-		slices.ContainsFunc(d.Endpoints, func(ep liveconfig.Endpoint) bool { return ep.Name == id.Endpoint }))
+	return slices.Contains(d.Sources, source) && (id.Endpoint == "" || id.Any || len(d.Endpoints) == 0 || hasEndpoint(d, id.Endpoint))
+}
+
+func hasEndpoint(d liveconfig.Destination, name string) bool {
+	return slices.ContainsFunc(d.Endpoints, func(ep liveconfig.Endpoint) bool { return ep.Name == name })
 }
 
 // park takes a lane's endpoints away.
@@ -394,7 +397,7 @@ func (l *lane) follow(set *settings) {
 		return
 	}
 	for _, t := range set.targets {
-		if l.id.Endpoint == "" || l.id.Endpoint == t.name {
+		if l.id.Endpoint == "" || l.left || l.id.Endpoint == t.name {
 			l.targets = append(l.targets, t)
 		}
 	}
@@ -407,18 +410,19 @@ func (e *Engine) endLanes() {
 	var goOn, end []*lane
 	e.mu.Lock()
 	for _, l := range e.lanes {
-		switch {
-		case l.draining && !l.ended:
-			end = append(end, l)
-		case !l.draining && l.ended:
+		switch wanted := l.wantedEnd(); {
+		case wanted == l.end:
+		case wanted == queue.GoOn:
 			goOn = append(goOn, l)
+		default:
+			end = append(end, l)
 		}
 	}
 	e.mu.Unlock()
 	// First those that go on, or what comes in between would be nobody's.
 	for _, l := range append(goOn, end...) {
-		// draining changes only under applying, which is held.
-		if err := e.o.Store.EndLane(l.id, l.draining); err != nil {
+		wanted := l.wantedEnd() // It changes only under applying, which is held.
+		if err := e.o.Store.EndLane(l.id, wanted); err != nil {
 			e.log.With(l.id.LogArgs()...).Error("ending a lane failed; trying again", "error", err)
 			if !l.draining {
 				return
@@ -426,11 +430,22 @@ func (e *Engine) endLanes() {
 			continue
 		}
 		e.mu.Lock()
-		l.ended, l.more = l.draining, true
+		l.end, l.more = wanted, true
 		e.enqueue(l)
 		e.kick()
 		e.mu.Unlock()
 	}
+}
+
+// wantedEnd is what the store should know of the lane's end.
+func (l *lane) wantedEnd() queue.End {
+	switch {
+	case l.left:
+		return queue.Left
+	case l.draining:
+		return queue.Ended
+	}
+	return queue.GoOn
 }
 
 // index lists the destinations of each tenant by name, for reports. The lock is held.

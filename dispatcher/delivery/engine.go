@@ -89,8 +89,6 @@ type Engine struct {
 
 	// ready lanes have work and an endpoint with room for it; blocked ones wait for their share of MaxInFlight.
 	ready, blocked, blockedUnproven fifo
-	// extra holds requests of messages that go to several URLs, for which a worker is still wanted.
-	extra []post
 	// inFlight counts requests, unproven those of lanes that were not proven then,
 	// leased the messages that lanes have leased and not settled.
 	inFlight, unproven, leased int
@@ -137,7 +135,6 @@ type settings struct {
 	// targets are the endpoints in the order of the config; configs the same, for comparison.
 	targets      []target
 	configs      []liveconfig.Endpoint
-	every        bool
 	maxInFlight  int
 	perSecond    int
 	deadLetters  liveconfig.DeadLetters
@@ -190,8 +187,10 @@ type lane struct {
 	dropAt time.Time
 	// A lane of the other success policy than the destination's present one is
 	// draining: it delivers what was accepted before the lanes that took over
-	// were open. ended is true once the store knows.
-	draining, ended bool
+	// were open. So is a lane of a group whose endpoint is gone (left). It sends to
+	// the endpoints that there are, what no other lane has. end is what the store knows.
+	draining, left bool
+	end            queue.End
 
 	// next links the lane into the queue that it stands in, if queued.
 	next   *lane

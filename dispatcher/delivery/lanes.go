@@ -23,6 +23,11 @@ type LaneState struct {
 	LogEnd   uint64 `json:"logEnd"`
 	Pending  int64  `json:"pending"`
 	Retrying int64  `json:"retrying"`
+	// FirstAttempts is the part of Pending that was not attempted at the endpoint yet.
+	// Skipped counts the messages that never will be, because another endpoint took
+	// them and their retry window ended or the room was needed.
+	FirstAttempts int64 `json:"firstAttempts"`
+	Skipped       int64 `json:"skipped,omitempty"`
 	// InFlight counts requests; Leased messages, those that wait for a request included.
 	InFlight int `json:"inFlight"`
 	Leased   int `json:"leased"`
@@ -64,6 +69,7 @@ func (e *Engine) Lanes() []LaneState {
 	for i := range lanes {
 		s, stats := &lanes[i], e.o.Store.LaneStats(at[i].id)
 		s.Position, s.LogEnd = e.o.Store.Position(at[i].id)
+		s.FirstAttempts, s.Skipped = stats.FirstAttempts, stats.Skipped
 		s.Pending, s.Retrying, s.OldestPending, s.NextRetry = stats.Pending, stats.Retrying, stats.OldestPending, stats.NextRetry
 	}
 	slices.SortFunc(lanes, func(a, b LaneState) int {

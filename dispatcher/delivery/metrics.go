@@ -131,12 +131,15 @@ var (
 	descWindow   = desc("posthorn_endpoint_window", "How many requests an endpoint may have in flight at present.", "namespace", "destination", "endpoint")
 	descBusy     = desc("posthorn_endpoint_in_flight", "Requests in flight to an endpoint.", "namespace", "destination", "endpoint")
 
+	descFirst   = desc("posthorn_endpoint_first_attempts_pending", "Messages that an endpoint has not been sent yet. Under AnyEndpoint another endpoint may have taken them.", "namespace", "destination", "endpoint")
+	descSkipped = desc("posthorn_endpoint_first_attempts_skipped_total", "Messages that were never sent to an endpoint of several under AnyEndpoint, because their retry window ended or the room was needed.", "namespace", "destination", "endpoint")
+
 	descDelivered  = desc("posthorn_messages_delivered_total", "Messages that were delivered since the start.", "namespace", "destination")
 	descDead       = desc("posthorn_messages_dead_lettered_total", "Messages that became dead letters since the start, by reason.", "namespace", "destination", "reason")
 	descLatency    = desc("posthorn_message_delivery_latency_seconds", "Time from a message's acceptance to its delivery.", "namespace", "destination")
 	descLetters    = desc("posthorn_dead_letters", "Dead letters that are stored.", "namespace", "destination")
 	descLetterSize = desc("posthorn_dead_letter_bytes", "The disk that they take.", "namespace", "destination")
-	descLedger     = desc("posthorn_lane_messages", "A lane's ledger: accepted = delivered + filtered + dead_lettered + pending. retrying is a part of pending.", "namespace", "source", "destination", "endpoint", "state")
+	descLedger     = desc("posthorn_lane_messages", "A lane's ledger: accepted = delivered + filtered + dead_lettered + discarded + pending. retrying is a part of pending. Under AnyEndpoint the endpoints share one, with an empty endpoint.", "namespace", "source", "destination", "endpoint", "state")
 
 	descInFlight = desc("posthorn_delivery_in_flight", "Requests in flight to all endpoints.")
 	descLimit    = desc("posthorn_delivery_in_flight_limit", "How many requests may be in flight to all endpoints.")
@@ -146,7 +149,7 @@ var (
 // Describe implements prometheus.Collector.
 func (collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
-		descAttempts, descLong, descDuration, descOpen, descWindow, descBusy, descDelivered, descDead, descLetters, descLetterSize, descLatency, descLedger, descInFlight, descLimit, descWorkers,
+		descAttempts, descLong, descDuration, descOpen, descWindow, descBusy, descFirst, descSkipped, descDelivered, descDead, descLetters, descLetterSize, descLatency, descLedger, descInFlight, descLimit, descWorkers,
 	} {
 		ch <- d
 	}
@@ -197,14 +200,36 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 			add(descWindow, prometheus.GaugeValue, float64(ep.window), d.namespace, d.name, ep.name)
 			add(descBusy, prometheus.GaugeValue, float64(ep.inFlight), d.namespace, d.name, ep.name)
 		}
+		type ledgerKey struct{ source, endpoint string }
+		ledgers, first, skipped := map[ledgerKey]queue.LaneStats{}, map[string]int64{}, map[string]int64{}
+		groups := map[queue.LaneID]bool{}
 		for _, id := range lanes {
 			s := e.o.Store.LaneStats(id)
+			first[id.Endpoint] += s.FirstAttempts
+			skipped[id.Endpoint] += s.Skipped
+			if id.Any {
+				if groups[id.Group()] {
+					continue
+				}
+				groups[id.Group()] = true
+				id = id.Group()
+				s = e.o.Store.LaneStats(id)
+			}
 			_, source := split(id.Source)
+			sum := ledgers[ledgerKey{source, id.Endpoint}]
+			sum.Ledger, sum.Retrying = sum.Plus(s.Ledger), sum.Retrying+s.Retrying
+			ledgers[ledgerKey{source, id.Endpoint}] = sum
+		}
+		for _, ep := range endpoints {
+			add(descFirst, prometheus.GaugeValue, float64(first[ep.name]), d.namespace, d.name, ep.name)
+			add(descSkipped, prometheus.CounterValue, float64(skipped[ep.name]), d.namespace, d.name, ep.name)
+		}
+		for k, s := range ledgers {
 			for state, n := range map[string]int64{
 				"accepted": s.Accepted, "delivered": s.Delivered, "filtered": s.Filtered, "dead_lettered": s.DeadLettered,
-				"pending": s.Pending, "retrying": s.Retrying,
+				"discarded": s.Discarded, "pending": s.Pending, "retrying": s.Retrying,
 			} {
-				add(descLedger, prometheus.GaugeValue, float64(n), d.namespace, source, d.name, id.Endpoint, state)
+				add(descLedger, prometheus.GaugeValue, float64(n), d.namespace, k.source, d.name, k.endpoint, state)
 			}
 		}
 	}

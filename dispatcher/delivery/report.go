@@ -45,8 +45,22 @@ func (e *Engine) Report(tenant string) []liveconfig.DestinationReport {
 		r := &reports[i]
 		var nextRetry time.Time
 		r.Ledger = liveconfig.Ledger(e.o.Store.DestinationStats(tenant + "/" + r.Name).Ledger)
+		groups := map[queue.LaneID]bool{}
 		for _, id := range lanes[i] {
 			s := e.o.Store.LaneStats(id)
+			for j := range r.Endpoints {
+				if ep := &r.Endpoints[j]; ep.Name == id.Endpoint {
+					ep.FirstAttemptsPending += s.FirstAttempts
+					ep.FirstAttemptsSkipped += s.Skipped
+				}
+			}
+			if id.Any {
+				if groups[id.Group()] {
+					continue
+				}
+				groups[id.Group()] = true
+				s = e.o.Store.LaneStats(id.Group())
+			}
 			r.Retrying += s.Retrying
 			r.OldestPending = earlier(r.OldestPending, s.OldestPending)
 			nextRetry = earlier(nextRetry, s.NextRetry)

@@ -94,7 +94,7 @@ func (l *lane) hasWork() bool { return l.more || l.buffered() > 0 }
 // kick wakes one worker when there is work; a worker that found some kicks the
 // next. The lock is held.
 func (e *Engine) kick() {
-	if e.waking > 0 || !e.running || len(e.extra) == 0 && (e.ready.len == 0 || e.stopped) {
+	if e.waking > 0 || !e.running || e.ready.len == 0 || e.stopped {
 		return
 	}
 	if n := len(e.idle); n > 0 {
@@ -105,8 +105,7 @@ func (e *Engine) kick() {
 		w.wake <- true
 		return
 	}
-	// A message to several URLs may put the requests in flight a few above MaxInFlight.
-	if e.workers < e.o.MaxInFlight+4 {
+	if e.workers < e.o.MaxInFlight {
 		e.workers++
 		e.waking++
 		e.exits.Add(1)
@@ -150,12 +149,6 @@ func (e *Engine) work() {
 // when there is none. The lock is held, but released while the store is asked.
 func (e *Engine) next(p *post) bool {
 	for {
-		if n := len(e.extra); n > 0 {
-			*p = e.extra[n-1]
-			e.extra[n-1] = post{}
-			e.extra = e.extra[:n-1]
-			return true
-		}
 		if e.stopped {
 			return false
 		}

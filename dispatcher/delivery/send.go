@@ -28,20 +28,8 @@ type post struct {
 	message queue.Delivery
 	// probe is true for an open circuit's probe; unproven is true when the lane was not proven.
 	probe, unproven bool
-	// leftOut is true when the message was not sent to every URL of its destination.
-	leftOut bool
-	// group is what the requests of one message to several URLs share; nil when there is one.
-	group *group
-}
-
-// group is a message that was sent to several URLs at once. The engine's lock guards it.
-type group struct {
-	// left counts the requests that have not ended.
-	left int
-	// settled is true once a URL took the message.
-	settled bool
-	// worst is the failure that decides when no URL takes it.
-	worst ended
+	// others is true when the lane may send the message to other endpoints as well.
+	others bool
 }
 
 // ended is a request that came to its end.
@@ -61,53 +49,31 @@ func (r *ended) failure() *liveconfig.Failure {
 	return &liveconfig.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message}
 }
 
-// outweighs reports whether r rather than s decides what becomes of a message
-// that both failed: trying again may help, and whoever asked to wait longest is heard.
-func (r *ended) outweighs(s *ended) bool {
-	a, b := r.outcome(), s.outcome()
-	if (a.Permanent() == "") != (b.Permanent() == "") {
-		return a.Permanent() == ""
-	}
-	return a.RetryAfter > b.RetryAfter
-}
-
-// start sends a message: to the lane's only endpoint, or to every one that has
-// room for it. p becomes the first request, others are left for other workers.
-// The lock is held.
+// start sends a message to the lane's endpoint. A lane that drains may have
+// several: it takes one that has room, another one each time. The lock is held.
 func (e *Engine) start(l *lane, d queue.Delivery, p *post, now time.Time) {
-	if len(l.targets) == 1 {
-		*p = post{lane: l, set: l.set, target: l.targets[0], message: d}
-		e.account(p, now)
-		return
-	}
-	var to []target
-	for _, t := range l.targets {
-		if t.circuit.mayProbe(now) {
-			t.circuit.probing = true
-			to = append(to, t)
-		} else if t.takes(now) {
-			to = append(to, t)
-		}
-	}
-	e.startAll(l, d, to, p, now)
+	e.post(l, d, l.choose(d.Attempt, func(t target) bool { return t.takes(now) }), p, now)
 }
 
-// startAll sends a message to the given endpoints. The probes among them have been claimed.
-func (e *Engine) startAll(l *lane, d queue.Delivery, to []target, p *post, now time.Time) {
-	leftOut := len(to) < len(l.targets)
-	var g *group
-	if len(to) > 1 {
-		g = &group{left: len(to)}
+// choose returns one of the lane's endpoints that will do, a proven one if there is one.
+func (l *lane) choose(turn int, will func(target) bool) (to target) {
+	if len(l.targets) == 1 {
+		return l.targets[0]
 	}
-	for i, t := range to {
-		q := post{lane: l, set: l.set, target: t, message: d, probe: t.circuit.open, leftOut: leftOut, group: g}
-		e.account(&q, now)
-		if i == 0 {
-			*p = q
-		} else {
-			e.extra = append(e.extra, q)
+	proven := false
+	for i := range l.targets {
+		t := l.targets[(turn+i)%len(l.targets)]
+		if p := t.health.proven(); will(t) && (to.endpoint == nil || p && !proven) {
+			to, proven = t, p
 		}
 	}
+	return to
+}
+
+// post makes the request for a message.
+func (e *Engine) post(l *lane, d queue.Delivery, to target, p *post, now time.Time) {
+	*p = post{lane: l, set: l.set, target: to, message: d, probe: to.circuit.open, others: len(l.targets) > 1}
+	e.account(p, now)
 }
 
 // account counts a request and offers what room is left to the next lane.
@@ -129,30 +95,25 @@ func (e *Engine) claim(n int, unproven bool) {
 	}
 }
 
-// startProbe leases a message and sends it to every endpoint whose probe is due.
-// It returns false when the lane has none. It takes the oldest and, every other
+// startProbe leases a message and sends it to an endpoint whose probe is due. It
+// returns false when the lane has none. It takes the oldest and, every other
 // time, what the lane would send next: one message that the receiver always fails
 // on must not keep the circuit open for all. The lock is held, but released while
 // the store is asked.
 func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 	set := l.set
-	var to []target
-	for _, t := range l.targets {
-		if t.circuit.mayProbe(now) {
-			t.circuit.probing = true // Claimed: there is never a second one.
-			to = append(to, t)
-		}
-	}
+	to := l.choose(l.probes, func(t target) bool { return t.circuit.mayProbe(now) })
+	to.circuit.probing = true // Claimed: there is never a second one.
 	l.probes++
 	next := l.probes%2 == 0
 	for {
 		l.notified = false
 		unproven := !l.proven()
-		e.claim(len(to), unproven) // Or others would pass meanwhile.
+		e.claim(1, unproven) // Or others would pass meanwhile.
 		e.mu.Unlock()
 		d, ok, err := e.leaseProbe(l.id, next)
 		e.mu.Lock()
-		e.claim(-len(to), unproven)
+		e.claim(-1, unproven)
 		if err != nil {
 			e.breakLane(l, err)
 		}
@@ -164,7 +125,7 @@ func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 				continue
 			}
 			if !stale {
-				e.startAll(l, d, to, p, now)
+				e.post(l, d, to, p, now)
 				return true
 			}
 			l.leased--
@@ -173,9 +134,7 @@ func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 			e.o.Store.Release(d)
 			e.mu.Lock()
 		}
-		for _, t := range to {
-			t.circuit.probing = false
-		}
+		to.circuit.probing = false
 		l.more = ok || l.notified
 		e.enqueue(l)
 		e.pass(l, now)
@@ -212,11 +171,13 @@ func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
 	l.leased--
 	e.leased--
 	f := l.expiry(now)
-	l.destination.metrics.buried(f.Reason, 1)
 	e.mu.Unlock()
 	d.Attempt-- // Bury counts the lease as an attempt, and this one was not made.
-	e.bury(*d, f, now)
+	buried := e.bury(*d, f, now)
 	e.mu.Lock()
+	if buried {
+		l.destination.metrics.buried(f.Reason, 1)
+	}
 	return true
 }
 
@@ -304,17 +265,18 @@ func (s *settings) body(d *queue.Delivery) []byte {
 type settlement int
 
 const (
-	unsettled settlement = iota // Other requests of the message decide.
-	delivered
+	delivered settlement = iota
+	again                // To this endpoint, after another one took it.
 	retried
 	released
 	rejected
 	redirected
 	timedOut // Its window ended.
+	letGo    // Another endpoint took it or still has it.
 )
 
 func (s settlement) String() string {
-	return [...]string{"undecided", "delivered", "retried", "released", "rejected", "redirected", "expired"}[s]
+	return [...]string{"delivered", "delivered", "retried", "released", "rejected", "redirected", "expired", "failed"}[s]
 }
 
 // settle tells the store what became of the message, and the log of an attempt that failed.
@@ -323,23 +285,19 @@ func (e *Engine) settle(p *post, r *ended) settlement {
 		args := append(p.target.logArgs(), failureArgs(r.failure())...)
 		e.log.Warn("attempt failed", append(args, "messageId", p.message.ID, "attempt", p.message.Attempt+1)...)
 	}
-	if p.group != nil {
-		var decided bool
-		if r, decided = e.joinGroup(p.group, r); !decided {
-			return unsettled
-		}
-	}
 	o := r.outcome()
 	if r.cut {
 		e.o.Store.Release(p.message)
 		return released
 	}
-	if p.leftOut && o.Permanent() != "" {
-		o = retry.Outcome{Reason: r.Reason} // A URL that was left out may still take it.
+	if p.others && o.Permanent() != "" {
+		o = retry.Outcome{Reason: r.Reason} // Another endpoint may take it.
 	}
 	decision := retry.Decide(o, p.set.policy, p.message.Attempt, p.message.AcceptedAt, r.at, rand.Float64)
 	if decision.Action == retry.Ack {
-		e.o.Store.Ack(p.message)
+		if !e.o.Store.Ack(p.message) {
+			return again
+		}
 		return delivered
 	}
 	f := queue.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message, Response: r.Response}
@@ -354,37 +312,21 @@ func (e *Engine) settle(p *post, r *ended) settlement {
 	case egress.Redirected:
 		s = redirected
 	}
-	e.bury(p.message, f, r.at)
+	if !e.bury(p.message, f, r.at) {
+		s = letGo
+	}
 	return s
 }
 
-// joinGroup adds a request's end to its group. decided is true when it settles the message, by the result given back.
-func (e *Engine) joinGroup(g *group, r *ended) (decisive *ended, decided bool) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	g.left--
-	if g.settled {
-		return nil, false
-	}
-	if !r.outcome().Failed() {
-		g.settled = true
-		return r, true
-	}
-	if g.worst.at.IsZero() || r.outweighs(&g.worst) {
-		cut := g.worst.cut
-		g.worst = *r
-		g.worst.cut = r.cut || cut
-	}
-	g.worst.cut = g.worst.cut || r.cut
-	return &g.worst, g.left == 0
-}
-
-// bury makes a dead letter. A message that cannot be buried is kept and tried again later.
-func (e *Engine) bury(d queue.Delivery, f queue.Failure, now time.Time) {
-	if err := e.o.Store.Bury(d, f); err != nil {
+// bury makes a dead letter, unless another endpoint took the message or still has
+// it. A message that cannot be buried is kept and tried again later.
+func (e *Engine) bury(d queue.Delivery, f queue.Failure, now time.Time) (buried bool) {
+	buried, err := e.o.Store.Bury(d, f)
+	if err != nil {
 		e.log.With(d.Lane.LogArgs()...).Error("writing a dead letter failed; the message is kept", "error", err)
 		e.o.Store.Retry(d, now.Add(time.Minute), f)
 	}
+	return buried
 }
 
 // finish accounts for a request's end. It returns messages to release: those
@@ -413,11 +355,9 @@ func (e *Engine) finish(p *post, r *ended, s settlement, started time.Time) (bac
 	e.claim(-1, p.unproven)
 	l.inFlight--
 	ep.inFlight--
-	if s != unsettled {
-		e.leased--
-		l.leased--
-		l.destination.metrics.settled(s, now.Sub(p.message.AcceptedAt))
-	}
+	e.leased--
+	l.leased--
+	l.destination.metrics.settled(s, now.Sub(p.message.AcceptedAt))
 	if p.probe {
 		// A probe takes what is oldest, so what the store last said of the lane may be outdated.
 		l.more = true

@@ -19,6 +19,7 @@ type memStore struct {
 	notify func(queue.LaneID)
 	logs   map[string][]queue.Message
 	lanes  map[queue.LaneID]*memLane
+	groups map[queue.LaneID]*memGroup
 	dead   map[string][]queue.DeadLetter
 	// dropped are the ledgers of dropped lanes, by destination.
 	dropped map[string]queue.Ledger
@@ -38,6 +39,17 @@ type memLane struct {
 	timer   *time.Timer
 	start   uint64
 	end     uint64 // The last position, when stats.Ended.
+	done    map[uint64]bool
+}
+
+// memGroup is what the lanes of a group share.
+type memGroup struct {
+	start uint64
+	stats queue.LaneStats
+	final map[uint64]bool
+	given map[uint64]int // Attempts of lanes that gave a message up.
+	extra int64
+	gaps  int64
 }
 
 type memRetry struct {
@@ -47,7 +59,7 @@ type memRetry struct {
 }
 
 func newMemStore() *memStore {
-	return &memStore{logs: map[string][]queue.Message{}, lanes: map[queue.LaneID]*memLane{}, dead: map[string][]queue.DeadLetter{}, dropped: map[string]queue.Ledger{}, memory: map[string][]byte{}}
+	return &memStore{logs: map[string][]queue.Message{}, lanes: map[queue.LaneID]*memLane{}, groups: map[queue.LaneID]*memGroup{}, dead: map[string][]queue.DeadLetter{}, dropped: map[string]queue.Ledger{}, memory: map[string][]byte{}}
 }
 
 func (s *memStore) wrong(format string, args ...any) {
@@ -86,7 +98,12 @@ func (s *memStore) OpenLane(id queue.LaneID) error {
 	}
 	if s.lanes[id] == nil {
 		head := uint64(len(s.logs[id.Source]))
-		s.lanes[id] = &memLane{next: head + 1, start: head, leased: map[uint64]int{}, retries: map[uint64]memRetry{}}
+		if g := s.groups[id.Group()]; id.Any && g == nil {
+			s.groups[id.Group()] = &memGroup{start: head, final: map[uint64]bool{}, given: map[uint64]int{}}
+		} else if id.Any {
+			s.resume(id, g)
+		}
+		s.lanes[id] = &memLane{next: head + 1, start: head, leased: map[uint64]int{}, retries: map[uint64]memRetry{}, done: map[uint64]bool{}}
 	}
 	return nil
 }
@@ -99,27 +116,89 @@ func (s *memStore) DropLane(_ context.Context, id queue.LaneID) error {
 	}
 	gone := s.laneStats(id).Ledger
 	gone.Discarded, gone.Pending = gone.Pending, 0
+	if g := s.groups[id.Group()]; id.Any {
+		l, limit := s.lanes[id], s.groupLimit(id)
+		for seq := l.start + 1; seq <= s.limit(id, l) && len(s.members(id)) > 1; seq++ {
+			if s.has(id, l, seq) && !s.needless(id, l, seq) {
+				g.final[seq] = true
+				g.stats.Discarded++
+			}
+		}
+		gone = s.groupStats(id).Ledger
+		gone.Discarded, gone.Pending = gone.Discarded+gone.Pending, 0
+		delete(s.lanes, id)
+		if len(s.members(id)) > 0 {
+			g.extra += int64(limit - s.groupLimit(id))
+			return nil
+		}
+		delete(s.groups, id.Group())
+	}
 	s.dropped[id.Destination] = s.dropped[id.Destination].Plus(gone)
 	delete(s.lanes, id)
 	return nil
 }
 
-func (s *memStore) EndLane(id queue.LaneID, end bool) error {
+// members lists the lanes of a lane's group.
+func (s *memStore) members(id queue.LaneID) (ids []queue.LaneID) {
+	for o := range s.lanes {
+		if o.Any && o.Group() == id.Group() {
+			ids = append(ids, o)
+		}
+	}
+	return ids
+}
+
+// groupLimit is the last position that is the group's.
+func (s *memStore) groupLimit(id queue.LaneID) (limit uint64) {
+	for _, o := range s.members(id) {
+		limit = max(limit, s.limit(o, s.lanes[o]))
+	}
+	return limit
+}
+
+// resume leaves a gap where all lanes had ended.
+func (s *memStore) resume(id queue.LaneID, g *memGroup) {
+	for _, o := range s.members(id) {
+		if !s.lanes[o].stats.Ended {
+			return
+		}
+	}
+	g.gaps += int64(len(s.logs[id.Source])) - int64(s.groupLimit(id))
+}
+
+// has reports whether a message is in a lane.
+func (s *memStore) has(id queue.LaneID, l *memLane, seq uint64) bool {
+	return seq > l.start && seq <= s.limit(id, l) && !l.done[seq]
+}
+
+// needless reports whether a message is final, or in another lane that has not left.
+func (s *memStore) needless(id queue.LaneID, l *memLane, seq uint64) bool {
+	return s.groups[id.Group()].final[seq] || slices.ContainsFunc(s.members(id), func(o queue.LaneID) bool {
+		return o != id && !s.lanes[o].stats.Left && s.has(o, s.lanes[o], seq)
+	})
+}
+
+func (s *memStore) EndLane(id queue.LaneID, how queue.End) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	l := s.lanes[id]
-	switch {
-	case l == nil:
+	l, end := s.lanes[id], how != queue.GoOn
+	if l == nil {
 		return queue.ErrNoLane
-	case s.fail != nil:
+	}
+	if s.fail != nil {
 		return s.fail
+	}
+	if g := s.groups[id.Group()]; id.Any && !end && l.stats.Ended {
+		s.resume(id, g)
+	}
+	switch {
 	case end && !l.stats.Ended:
 		l.end = uint64(len(s.logs[id.Source]))
 	case !end && l.stats.Ended && l.next > l.end:
 		skipped := uint64(len(s.logs[id.Source])) + 1 - l.next
 		l.start, l.next = l.start+skipped, l.next+skipped
 	}
-	l.stats.Ended = end
+	l.stats.Ended, l.stats.Left = end, how == queue.Left && id.Any
 	return nil
 }
 
@@ -155,16 +234,36 @@ func (s *memStore) delivery(id queue.LaneID, l *memLane, seq uint64, attempt int
 
 // first returns the position of the next first try, or 0.
 func (s *memStore) first(id queue.LaneID, l *memLane) uint64 {
-	if len(l.back) > 0 {
-		return l.back[0]
+	for len(l.back) > 0 {
+		if !l.stats.Left || !s.needless(id, l, l.back[0]) {
+			return l.back[0]
+		}
+		s.letGo(l, l.back[0])
+		l.back = l.back[1:]
 	}
 	for ; l.next <= s.limit(id, l); l.next++ {
-		if m := s.message(id, l.next); !slices.Contains(m.Skip, id.Destination) {
+		m := s.message(id, l.next)
+		switch {
+		case slices.Contains(m.Skip, id.Destination):
+			l.stats.Filtered++
+			l.done[l.next] = true
+			if g := s.groups[id.Group()]; id.Any && !g.final[l.next] {
+				g.final[l.next] = true
+				g.stats.Filtered++
+			}
+		case l.stats.Left && s.needless(id, l, l.next):
+			s.letGo(l, l.next)
+		default:
 			return l.next
 		}
-		l.stats.Filtered++
 	}
 	return 0
+}
+
+// letGo ends a message for a lane of a group.
+func (s *memStore) letGo(l *memLane, seq uint64) {
+	l.done[seq] = true
+	l.stats.Discarded++
 }
 
 func (s *memStore) leaseFirst(id queue.LaneID, l *memLane) (d queue.Delivery, ok bool) {
@@ -184,6 +283,11 @@ func (s *memStore) leaseRetry(id queue.LaneID, l *memLane, due time.Time) (d que
 	var best uint64
 	for seq, r := range l.retries {
 		if !due.IsZero() && r.at.After(due) {
+			continue
+		}
+		if l.stats.Left && s.needless(id, l, seq) {
+			delete(l.retries, seq)
+			s.letGo(l, seq)
 			continue
 		}
 		if best == 0 || due.IsZero() && seq < best || !due.IsZero() && r.at.Before(l.retries[best].at) {
@@ -292,12 +396,31 @@ func (s *memStore) settle(d queue.Delivery, how string) *memLane {
 	return l
 }
 
-func (s *memStore) Ack(d queue.Delivery) {
+func (s *memStore) Ack(d queue.Delivery) (first bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if l := s.settle(d, "ack"); l != nil {
-		l.stats.Delivered++
+	l := s.settle(d, "ack")
+	if l == nil {
+		return false
 	}
+	l.stats.Delivered++
+	l.done[d.Seq] = true
+	if !d.Lane.Any {
+		return true
+	}
+	g := s.groups[d.Lane.Group()]
+	if g.final[d.Seq] {
+		return false
+	}
+	g.final[d.Seq] = true
+	g.stats.Delivered++
+	for _, o := range s.members(d.Lane) {
+		if _, ok := s.lanes[o].retries[d.Seq]; ok {
+			delete(s.lanes[o].retries, d.Seq)
+			s.letGo(s.lanes[o], d.Seq)
+		}
+	}
+	return true
 }
 
 func (s *memStore) Release(d queue.Delivery) {
@@ -322,27 +445,47 @@ func (s *memStore) Release(d queue.Delivery) {
 func (s *memStore) Retry(d queue.Delivery, at time.Time, f queue.Failure) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if l := s.settle(d, "retry"); l != nil {
+	if l := s.settle(d, "retry"); l != nil && d.Lane.Any && s.groups[d.Lane.Group()].final[d.Seq] {
+		s.letGo(l, d.Seq)
+	} else if l != nil {
 		l.retries[d.Seq] = memRetry{at: at, attempt: d.Attempt + 1, f: f}
 		s.armTimer(d.Lane, l)
 	}
 }
 
-func (s *memStore) Bury(d queue.Delivery, f queue.Failure) error {
+func (s *memStore) Bury(d queue.Delivery, f queue.Failure) (buried bool, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if l := s.settle(d, "bury"); l != nil {
-		s.bury(d.Lane, l, d.Seq, d.Attempt+1, f)
+		buried = s.bury(d.Lane, l, d.Seq, d.Attempt+1, f)
 	}
-	return nil
+	return buried, nil
 }
 
-func (s *memStore) bury(id queue.LaneID, l *memLane, seq uint64, attempts int, f queue.Failure) {
+func (s *memStore) bury(id queue.LaneID, l *memLane, seq uint64, attempts int, f queue.Failure) bool {
+	l.done[seq] = true
+	if g := s.groups[id.Group()]; id.Any {
+		if attempts == 0 && len(s.members(id)) > 1 && !l.stats.Left {
+			l.stats.Skipped++
+		}
+		if s.needless(id, l, seq) {
+			if !g.final[seq] {
+				g.given[seq] += attempts
+			}
+			l.stats.Discarded++
+			return false
+		}
+		attempts += g.given[seq]
+		g.final[seq] = true
+		g.stats.DeadLettered++
+		id.Endpoint, id.Any = "", false
+	}
 	l.stats.DeadLettered++
 	m := s.message(id, seq)
 	s.dead[id.Destination] = append(s.dead[id.Destination], queue.DeadLetter{
 		Key: fmt.Sprint(len(s.dead[id.Destination])), Lane: id, Seq: seq, ID: m.ID, Type: m.Type, Body: m.Body, AcceptedAt: m.AcceptedAt, Attempts: attempts, Failure: f,
 	})
+	return true
 }
 
 func (s *memStore) BuryExpired(_ context.Context, id queue.LaneID, cut time.Time, f queue.Failure) (n int, err error) {
@@ -358,14 +501,16 @@ func (s *memStore) BuryExpired(_ context.Context, id queue.LaneID, cut time.Time
 		} else {
 			l.next++
 		}
-		s.bury(id, l, seq, 0, f)
-		n++
+		if s.bury(id, l, seq, 0, f) {
+			n++
+		}
 	}
 	for seq, r := range l.retries {
 		if s.message(id, seq).AcceptedAt.Before(cut) {
 			delete(l.retries, seq)
-			s.bury(id, l, seq, r.attempt, f)
-			n++
+			if s.bury(id, l, seq, r.attempt, f) {
+				n++
+			}
 		}
 	}
 	return n, nil
@@ -401,8 +546,13 @@ func (s *memStore) DestinationStats(destination string) queue.DestinationStats {
 	n := int64(len(s.dead[destination]))
 	ledger := s.dropped[destination]
 	for id := range s.lanes {
-		if id.Destination == destination {
+		if id.Destination == destination && !id.Any {
 			ledger = ledger.Plus(s.laneStats(id).Ledger)
+		}
+	}
+	for id := range s.groups {
+		if id.Destination == destination {
+			ledger = ledger.Plus(s.groupStats(id).Ledger)
 		}
 	}
 	return queue.DestinationStats{Ledger: ledger, DeadLetters: n, DeadLetterBytes: n}
@@ -447,7 +597,34 @@ func (s *memStore) Remembered() (map[string][]byte, error) {
 func (s *memStore) LaneStats(id queue.LaneID) queue.LaneStats {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if id.Any && id.Endpoint == "" {
+		return s.groupStats(id)
+	}
 	return s.laneStats(id)
+}
+
+// groupStats are those of a lane's group.
+func (s *memStore) groupStats(id queue.LaneID) queue.LaneStats {
+	g := s.groups[id.Group()]
+	if g == nil {
+		return queue.LaneStats{}
+	}
+	st := g.stats
+	st.Accepted = int64(s.groupLimit(id)-g.start) + g.extra - g.gaps
+	st.Pending = st.Accepted - st.Delivered - st.Filtered - st.DeadLettered - st.Discarded
+	for _, o := range s.members(id) {
+		l := s.laneStats(o)
+		st.Retrying = max(st.Retrying, l.Retrying)
+		if st.NextRetry.IsZero() || !l.NextRetry.IsZero() && l.NextRetry.Before(st.NextRetry) {
+			st.NextRetry = l.NextRetry
+		}
+		for seq := s.lanes[o].start + 1; seq <= s.limit(o, s.lanes[o]); seq++ {
+			if at := s.message(o, seq).AcceptedAt; !g.final[seq] && s.has(o, s.lanes[o], seq) && (st.OldestPending.IsZero() || at.Before(st.OldestPending)) {
+				st.OldestPending = at
+			}
+		}
+	}
+	return st
 }
 
 func (s *memStore) Position(id queue.LaneID) (read, end uint64) {
@@ -469,6 +646,12 @@ func (s *memStore) laneStats(id queue.LaneID) queue.LaneStats {
 	st.Accepted = int64(s.limit(id, l) - l.start)
 	st.Pending = st.Accepted - st.Delivered - st.Filtered - st.DeadLettered - st.Discarded
 	st.Retrying, st.InFlight = int64(len(l.retries)), int64(len(l.leased))
+	st.FirstAttempts = st.Pending - st.Retrying
+	for _, attempt := range l.leased {
+		if attempt > 0 {
+			st.FirstAttempts--
+		}
+	}
 	var oldest uint64
 	see := func(seq uint64) {
 		if seq != 0 && (oldest == 0 || seq < oldest) {

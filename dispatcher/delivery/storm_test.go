@@ -64,7 +64,7 @@ const (
 // The destinations. A receiver is a destination's endpoint, "name/endpoint".
 const (
 	one   = "one"   // One URL, of web; it changes.
-	two   = "two"   // Two URLs, any of which will do, of web and ios.
+	two   = "two"   // Two URLs, any of which will do, of web and ios; a third one and the first one come and go.
 	every = "every" // Each of its URLs must get all; a third one comes and goes.
 	flip  = "flip"  // Two URLs; whether one will do changes.
 	gone  = "gone"  // It, and its Sources, come and go.
@@ -478,6 +478,12 @@ func (s *storm) change() {
 		if d.Endpoints = d.Endpoints[:2:2]; s.rnd.IntN(2) == 0 {
 			d.Endpoints = append(d.Endpoints, third)
 		}
+	case name == two:
+		all := []liveconfig.Endpoint{}
+		for i := range 3 {
+			all = append(all, liveconfig.Endpoint{Name: fmt.Sprint("e", i), URL: liveconfig.NewSecret(fmt.Sprintf("http://two-%d.test", i))})
+		}
+		d.Endpoints = [][]liveconfig.Endpoint{all[:2], all, all[1:], all[1:2]}[s.rnd.IntN(4)]
 	case name == flip:
 		d.Success = map[string]string{liveconfig.AnyEndpoint: liveconfig.EveryEndpoint, liveconfig.EveryEndpoint: liveconfig.AnyEndpoint}[d.Success]
 	case name == gone && s.rnd.IntN(2) == 0:

@@ -166,6 +166,13 @@ type EndpointReport struct {
 	// LastFailure stays after recovery; compare its time with LastSuccess. An
 	// endpoint that has one and is Idle was changed since, and not tried again.
 	LastFailure *Failure `json:"lastFailure,omitempty"`
+	// FirstAttemptsPending counts the messages that the endpoint has not been sent
+	// yet. Under AnyEndpoint another endpoint may have taken them.
+	FirstAttemptsPending int64 `json:"firstAttemptsPending,omitempty"`
+	// FirstAttemptsSkipped counts the messages that were never sent to this endpoint
+	// of several under AnyEndpoint, because their retry window ended or the room was
+	// needed. Those that no other endpoint took are dead letters. It is durable.
+	FirstAttemptsSkipped int64 `json:"firstAttemptsSkipped,omitempty"`
 }
 
 // Failure is a failed attempt, redacted.

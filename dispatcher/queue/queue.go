@@ -18,12 +18,29 @@ import (
 )
 
 // LaneID names a lane. Source and Destination are "namespace/name" and always
-// of the same namespace. Endpoint is empty unless the destination delivers to
-// every endpoint separately.
+// of the same namespace. Endpoint is empty for a lane of a whole destination.
 type LaneID struct {
 	Source      string
 	Destination string
 	Endpoint    string
+	// Any makes the lane a member of a group: the lanes with Any of one Source and
+	// destination. Each of them makes its own first attempt of each message, but
+	// the message is delivered once, by the first Ack of the group, which also ends
+	// its retries in the other lanes. It becomes a dead letter when no lane of the
+	// group took it and none has it any more.
+	//
+	// A message of the type "delete" is exempt: each lane delivers or buries it by
+	// itself, as if it were not in a group, and the ledger counts it once per lane.
+	Any bool
+}
+
+// Group names the group of a lane with Any, for LaneStats. It returns the lane
+// itself for other lanes.
+func (l LaneID) Group() LaneID {
+	if l.Any {
+		l.Endpoint = ""
+	}
+	return l
 }
 
 // LogArgs names the lane, or what is set of it, as every line of the log does.
@@ -139,9 +156,21 @@ func (l Ledger) Balance() error {
 
 // LaneStats is a lane's ledger and what is due. Its Discarded is 0: only a lane
 // that is dropped discards, and that is counted by its Source and destination.
+//
+// The ledger of a group counts each message once. The ledger of a lane in a
+// group says what became of the messages in that lane alone; there Discarded
+// counts the messages that its endpoint did not take and that need no further
+// attempt at it, because of what the other lanes did or because they were skipped.
 type LaneStats struct {
 	Ledger
-	// Retrying is the part of Pending that failed before and is not leased.
+	// FirstAttempts is the part of Pending that the lane has not attempted yet, or
+	// attempts for the first time now. Of a group it is 0.
+	FirstAttempts int64
+	// Skipped counts the messages that a lane in a group of several lanes never
+	// attempted: BuryExpired ended their wait, or the room was needed.
+	Skipped int64
+	// Retrying is the part of Pending that failed before and is not leased. Of a
+	// group it is that of the lane with the most.
 	Retrying int64
 	// InFlight is the part of Pending that is leased.
 	InFlight int64
@@ -151,8 +180,9 @@ type LaneStats struct {
 	First         uint64
 	// NextRetry is when the next retry is due; zero when none waits.
 	NextRetry time.Time
-	// Ended is true for a lane that gets no further messages; see EndLane.
-	Ended bool
+	// Ended is true for a lane that gets no further messages, Left also for one whose
+	// endpoint is gone; see EndLane.
+	Ended, Left bool
 	// Stale is true when a write that waits on a full disk holds the lane: all is as it was before.
 	Stale bool
 }
@@ -175,6 +205,20 @@ type DestinationStats struct {
 	DeadLetters, DeadLetterBytes int64
 }
 
+// End says whether a lane gets what is appended from now on.
+type End int
+
+// The values of End.
+const (
+	// GoOn: it does.
+	GoOn End = iota
+	// Ended: it does not, and delivers what it has.
+	Ended
+	// Left: it does not, and its endpoint is gone. It delivers only what no other
+	// lane of its group took or has.
+	Left
+)
+
 // Errors of a Store.
 var (
 	// ErrFull: storage, or the Source's quota, is full. Try again later.
@@ -195,6 +239,8 @@ type Store interface {
 	// duplicates may be nil when there are none. ctx ends the wait until the
 	// messages are taken to be written; from then on Append waits for the disk.
 	// It returns ErrFull above the storage's high-water mark or the Source's quota.
+	// First attempts of messages that another lane of the group delivered give way
+	// to new messages: they are skipped, oldest first, when the room is needed.
 	Append(ctx context.Context, msgs []Message) (duplicates []bool, err error)
 
 	// OpenLane makes a lane known and returns once it is durable. A new lane
@@ -206,10 +252,11 @@ type Store interface {
 	DropLane(ctx context.Context, lane LaneID) error
 	// EndLane makes a lane end behind the last appended message, durably: what
 	// follows is not its own and not counted. A lane that has ended keeps its end.
-	// With end false it goes on: behind the last appended message when it has read
-	// all up to its end, for what came in between was for others; else as if it had
-	// never ended.
-	EndLane(lane LaneID, end bool) error
+	// With GoOn it continues: behind the last appended message when it has read
+	// all up to its end, for what was appended in between was for others; else as if
+	// it had never ended. A group whose lanes have all ended gets nothing of what is
+	// appended until one of them continues or another one is opened.
+	EndLane(lane LaneID, end End) error
 	// Lanes lists the lanes that the store knows, open ones and those of an earlier run.
 	Lanes() []LaneID
 
@@ -218,6 +265,7 @@ type Store interface {
 	// It appends to buf and returns it. Messages whose Skip or Only exclude the
 	// lane are settled on the way. So are messages that are damaged: they become
 	// dead letters with ReasonDamaged, as long as they are few; an error names the damage otherwise.
+	// A lane that has Left leases only what no other lane of its group took or has.
 	Lease(lane LaneID, max int, buf []Delivery) ([]Delivery, error)
 	// LeaseOldest leases the oldest message of the lane that waits, be it a due or a
 	// not yet due retry or a first try: the probe of a circuit breaker. ok is false when nothing waits.
@@ -228,16 +276,22 @@ type Store interface {
 	// It must not block. Call it once, before the first OpenLane.
 	SetNotify(func(LaneID))
 
-	// Ack settles a message as delivered. It may be forgotten in a crash; the message is then delivered again.
-	Ack(d Delivery)
+	// Ack settles a message as delivered. It may be forgotten in a crash; the message
+	// is then delivered again. first is false when the message was delivered before, by
+	// another lane of the group, or was not leased.
+	Ack(d Delivery) (first bool)
 	// Release gives a message back to the head of its lane; no attempt is counted.
 	Release(d Delivery)
-	// Retry puts a message aside until at; Attempt becomes d.Attempt+1.
+	// Retry puts a message aside until at; Attempt becomes d.Attempt+1. When another
+	// lane of the group delivered the message, the lane is done with it instead.
 	Retry(d Delivery, at time.Time, f Failure)
-	// Bury turns a message into a dead letter with d.Attempt+1 attempts.
-	Bury(d Delivery, f Failure) error
-	// BuryExpired turns every waiting, not leased message of the lane that was
-	// accepted before cut into a dead letter, in bounded memory, and returns how many.
+	// Bury turns a message into a dead letter with d.Attempt+1 attempts. When another
+	// lane of the group delivered the message or still has it, the lane is done with it
+	// instead; the last lane of the group makes the dead letter, with the attempts of
+	// all lanes. buried tells which of the two it was.
+	Bury(d Delivery, f Failure) (buried bool, err error)
+	// BuryExpired does the same to every waiting, not leased message of the lane that
+	// was accepted before cut, in bounded memory, and returns how many became dead letters.
 	// It goes through the log in order and stops at the first unread message that is
 	// younger, so one with an older time behind that stays for the next call.
 	BuryExpired(ctx context.Context, lane LaneID, cut time.Time, f Failure) (int, error)
@@ -258,7 +312,7 @@ type Store interface {
 	// Remembered returns all that is kept.
 	Remembered() (map[string][]byte, error)
 
-	// LaneStats returns a lane's ledger; zero for a lane that is not known.
+	// LaneStats returns the ledger of a lane, or of a group; zero for one that is not known.
 	LaneStats(lane LaneID) LaneStats
 	// Position returns the last message that a lane has read of its Source's log,
 	// and the log's last one; zero for a lane that is not known.

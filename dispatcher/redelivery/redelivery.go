@@ -111,7 +111,10 @@ func receiver(from queue.LaneID, lanes []queue.LaneID) string {
 		case to.Source != from.Source:
 		case to.Endpoint == from.Endpoint && to.Endpoint != "":
 			return to.Destination + "/" + to.Endpoint
-		case to.Endpoint == "" || from.Endpoint == "":
+		}
+	}
+	for _, to := range lanes {
+		if to.Source == from.Source && (to.Endpoint == "" || to.Any || from.Endpoint == "") {
 			return to.Destination
 		}
 	}

@@ -54,7 +54,7 @@ func open(t *testing.T, n int, lanes ...queue.LaneID) *pebblestore.Store {
 				if i%3 == 0 {
 					reason = "Expired"
 				}
-				if err := s.Bury(d, queue.Failure{Time: time.Now(), Reason: reason, StatusCode: 422}); err != nil {
+				if _, err := s.Bury(d, queue.Failure{Time: time.Now(), Reason: reason, StatusCode: 422}); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -161,7 +161,7 @@ func TestLettersOfALaneOnItsWayOutStay(t *testing.T) {
 	if p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, orphan); err != nil || p.Matched != 3 || p.Redelivered != 0 || count(t, s) != 3 {
 		t.Errorf("of an orphan: %+v %v, %d left", p, err, count(t, s))
 	}
-	if err := s.EndLane(lane, true); err != nil {
+	if err := s.EndLane(lane, queue.Ended); err != nil {
 		t.Fatal(err)
 	}
 	if p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{}); err != nil || p.Redelivered != 0 || count(t, s) != 3 {
@@ -180,7 +180,7 @@ func TestLongNumbersAreMarkedAgain(t *testing.T) {
 		}
 	}
 	for _, d := range lease(t, s, lane) {
-		if err := s.Bury(d, queue.Failure{Time: time.Now(), Reason: "Rejected"}); err != nil {
+		if _, err := s.Bury(d, queue.Failure{Time: time.Now(), Reason: "Rejected"}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -204,7 +204,7 @@ func TestDamagedLettersStay(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, d := range lease(t, s, lane) {
-		if err := s.Bury(d, queue.Failure{Time: time.Now(), Reason: queue.ReasonDamaged}); err != nil {
+		if _, err := s.Bury(d, queue.Failure{Time: time.Now(), Reason: queue.ReasonDamaged}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -248,7 +248,7 @@ func TestLettersOfAFormerPolicyGoTheNewWay(t *testing.T) {
 				}
 			}
 			for _, l := range test.before {
-				if err := s.EndLane(l, true); err != nil {
+				if err := s.EndLane(l, queue.Ended); err != nil {
 					t.Fatal(err)
 				}
 			}

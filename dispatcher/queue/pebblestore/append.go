@@ -335,7 +335,7 @@ func (c *committer) add(b *pebble.Batch, r *request) error {
 			return err
 		}
 	}
-	if quota := s.disk.quota.Load(); quota > 0 && !c.fits(r, uint64(quota)) {
+	if quota := s.disk.quota.Load(); quota > 0 && !c.fits(r, uint64(quota)) && !c.makeRoom(r, uint64(quota)) {
 		return queue.ErrOverQuota
 	}
 	for i := range r.messages {
@@ -384,6 +384,23 @@ func (c *committer) logFor(source string) (*sourceLog, error) {
 		c.last = l
 	}
 	return l, err
+}
+
+// makeRoom skips first attempts of messages that another URL took, in the logs
+// that have reached their quota. It reports whether the request fits then.
+func (c *committer) makeRoom(r *request, quota uint64) bool {
+	done := map[*sourceLog]bool{}
+	for i := range r.messages {
+		l, err := c.logFor(r.messages[i].Source)
+		if err != nil || done[l] || len(c.s.grouped(l)) < 2 || l.bytes-l.trimmedBytes.Load()+uint64(r.bytes+len(r.messages)*messageKeyLen) <= quota {
+			continue
+		}
+		done[l] = true
+		if err := c.s.skipFor(l, quota/relief+uint64(r.bytes)); err != nil {
+			c.s.log.With(queue.LaneID{Source: l.source}.LogArgs()...).Error("making room for new messages failed", "error", c.s.explain(err))
+		}
+	}
+	return len(done) > 0 && c.fits(r, quota)
 }
 
 // fits tells whether a request is within the quota of all its Sources.

@@ -14,7 +14,9 @@ import (
 var errMalformed = errors.New("malformed value")
 
 // Known types take one byte in a record and no memory when it is read.
-var types = [...]string{1: "identify", 2: "track", 3: "page", 4: "screen", 5: "group", 6: "alias", 7: "delete"}
+var types = [...]string{1: "identify", 2: "track", 3: "page", 4: "screen", 5: "group", 6: "alias", codeDelete: "delete"}
+
+const codeDelete = 7
 
 func typeCode(t string) byte {
 	for i := 1; i < len(types); i++ {
@@ -188,6 +190,13 @@ func appendLost(dst []byte, acceptedAt int64, bytesBefore uint64, why string) []
 	return append(append(dst, codeLost), why...)
 }
 
+// decodeHead reads acceptedAt and bytesBefore alone.
+func (r *record) decodeHead(v []byte) error {
+	d := decoder{b: v}
+	r.acceptedAt, r.bytesBefore = int64(d.fixed64()), d.fixed64()
+	return d.err()
+}
+
 func (r *record) decode(v []byte) error {
 	d := decoder{b: v}
 	r.acceptedAt = int64(d.fixed64())
@@ -267,6 +276,13 @@ type laneState struct {
 	passed    uint64 // Messages for another destination alone.
 	retries   uint64 // Entries of the retry index.
 	end       uint64 // The first message that is not the lane's any more; 0 for a lane without an end.
+
+	// Of a lane in a group. letGo counts the messages that its endpoint did not take
+	// and that are no dead letters of its own; skipped those of them that were never
+	// attempted. left: the endpoint is gone.
+	letGo   uint64
+	skipped uint64
+	left    bool
 }
 
 // encode adds the state and the positions before next that were neither
@@ -281,8 +297,17 @@ func (s *laneState) encode(dst []byte, open []uint64) []byte {
 		dst = binary.AppendUvarint(dst, seq-last)
 		last = seq
 	}
-	if s.end != 0 {
+	inGroup := s.letGo != 0 || s.skipped != 0 || s.left
+	if s.end != 0 || inGroup {
 		dst = binary.AppendUvarint(dst, s.end)
+	}
+	if inGroup {
+		dst = binary.AppendUvarint(binary.AppendUvarint(dst, s.letGo), s.skipped)
+		left := byte(0)
+		if s.left {
+			left = 1
+		}
+		dst = append(dst, left)
 	}
 	return dst
 }
@@ -301,11 +326,14 @@ func (s *laneState) decode(v []byte) (open []uint64, err error) {
 	if s.end = 0; len(d.b) > 0 {
 		s.end = d.uvarint()
 	}
+	if s.letGo, s.skipped, s.left = 0, 0, false; len(d.b) > 0 {
+		s.letGo, s.skipped, s.left = d.uvarint(), d.uvarint(), d.byte() != 0
+	}
 	return open, d.err()
 }
 
 // settled counts the messages that are done with.
-func (s *laneState) settled() uint64 { return s.delivered + s.filtered + s.buried }
+func (s *laneState) settled() uint64 { return s.delivered + s.filtered + s.buried + s.letGo }
 
 // appendDropped encodes the ledger of dropped lanes: nothing of them is pending.
 func appendDropped(dst []byte, l queue.Ledger) []byte {
@@ -359,6 +387,20 @@ func (d *decoder) retry() (due int64, attempt int) {
 
 func appendLaneID(dst []byte, id queue.LaneID) []byte {
 	return appendString(appendString(appendString(dst, id.Source), id.Destination), id.Endpoint)
+}
+
+// appendLaneName is appendLaneID and says whether the lane is in a group.
+func appendLaneName(dst []byte, id queue.LaneID) []byte {
+	if dst = appendLaneID(dst, id); id.Any {
+		dst = append(dst, 1)
+	}
+	return dst
+}
+
+func (d *decoder) laneName() queue.LaneID {
+	id := d.laneID()
+	id.Any = len(d.b) > 0 && d.byte() != 0
+	return id
 }
 
 func (d *decoder) laneID() queue.LaneID {

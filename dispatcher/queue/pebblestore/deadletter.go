@@ -23,8 +23,8 @@ type destination struct {
 	mu   sync.Mutex
 	// count and bytes change under mu, and can be read without it.
 	count, bytes atomic.Int64
-	// lanes is replaced or appended to; guarded by the store's mu.
-	lanes []*lane
+	// counted is replaced or appended to; guarded by the store's mu.
+	counted []counted
 	// dropped is the ledger of lanes that were dropped. It changes under this lock and the store's.
 	dropped queue.Ledger
 }
@@ -72,12 +72,18 @@ func (s *Store) bury(b *pebble.Batch, l *lane, letter *queue.DeadLetter) {
 }
 
 // Bury implements queue.Store. The dead letter and the lane's state are one write.
-func (s *Store) Bury(d queue.Delivery, f queue.Failure) error {
-	return s.leased(&d, func(l *lane, t taking) error {
+func (s *Store) Bury(d queue.Delivery, f queue.Failure) (buried bool, err error) {
+	err = s.leased(&d, func(l *lane, t taking) error {
+		if t.revoked {
+			l.skipped--
+			s.changed(l)
+			return nil
+		}
 		l.dest.mu.Lock()
 		defer l.dest.mu.Unlock()
 		b := s.db.NewBatchWithSize(len(d.Body) + 1024)
-		s.bury(b, l, &queue.DeadLetter{
+		var err error
+		buried, err = s.giveUp(b, l, &queue.DeadLetter{
 			Lane: d.Lane, Seq: d.Seq, ID: d.ID, Type: d.Type, Event: d.Event, Body: d.Body,
 			AcceptedAt: d.AcceptedAt, Attempts: d.Attempt + 1, Failure: f,
 		})
@@ -86,8 +92,9 @@ func (s *Store) Bury(d queue.Delivery, f queue.Failure) error {
 		}
 		l.dest.put(b)
 		l.put(b)
-		return s.apply(b)
+		return errors.Join(err, s.applyFor(b, l.group))
 	})
+	return buried, err
 }
 
 // Bounds of one batch of BuryExpired.
@@ -145,7 +152,7 @@ func (s *Store) buryChunk(id queue.LaneID, cut int64, f *queue.Failure) (n int, 
 	l.dest.put(g.b)
 	l.put(g.b)
 	more = g.full() // Before the batch is applied: then it is somebody else's.
-	err = errors.Join(err, s.apply(g.b))
+	err = errors.Join(err, s.applyFor(g.b, l.group))
 	for _, seq := range g.closed {
 		delete(l.open, seq)
 		l.lowStale = true // The index was looked at while the entry still stood there.
@@ -175,14 +182,21 @@ func (g *grave) full() bool {
 	return g.n >= buryMessages || g.scanned >= maxScan || g.b.Len() >= buryBytes
 }
 
-func (g *grave) bury(seq uint64, rec *record, attempts int, last *queue.Failure) {
+// letter is the dead letter of a message.
+func (r *record) letter(lane queue.LaneID, seq uint64) queue.DeadLetter {
 	letter := queue.DeadLetter{
-		Lane: g.l.id, Seq: seq, ID: string(rec.id), Type: types[rec.code], Event: string(rec.event), Body: rec.body,
-		AcceptedAt: fromMillis(rec.acceptedAt), Attempts: attempts, Failure: *g.f,
+		Lane: lane, Seq: seq, ID: string(r.id), Type: types[r.code], Event: string(r.event), Body: r.body,
+		AcceptedAt: fromMillis(r.acceptedAt),
 	}
-	if rec.code == 0 {
-		letter.Type = string(rec.typ)
+	if r.code == 0 {
+		letter.Type = string(r.typ)
 	}
+	return letter
+}
+
+func (g *grave) bury(seq uint64, rec *record, attempts int, last *queue.Failure) error {
+	letter := rec.letter(g.l.id, seq)
+	letter.Attempts, letter.Failure = attempts, *g.f
 	if rec.lost {
 		letter.Body, letter.AcceptedAt, letter.Failure = nil, g.s.o.Now(), g.s.damage(g.l, seq, string(rec.body))
 	}
@@ -190,9 +204,12 @@ func (g *grave) bury(seq uint64, rec *record, attempts int, last *queue.Failure)
 	if last != nil && letter.Failure.StatusCode == 0 && len(letter.Failure.Response) == 0 {
 		letter.Failure.StatusCode, letter.Failure.Response = last.StatusCode, last.Response
 	}
-	g.s.bury(g.b, g.l, &letter)
-	g.n++
+	buried, err := g.s.giveUp(g.b, g.l, &letter)
+	if g.scanned++; buried {
+		g.n++
+	}
 	g.changed = true
+	return err
 }
 
 // released buries what was given back.
@@ -220,7 +237,7 @@ func (g *grave) released() error {
 			// Its entry is in the index until the batch is applied, and must not be met there again.
 			g.closed = append(g.closed, seq)
 		}
-		g.bury(seq, &rec, t.attempt, nil)
+		failed = g.bury(seq, &rec, t.attempt, nil)
 	}
 	l.released = keep
 	return failed
@@ -264,7 +281,9 @@ func (g *grave) retries() error {
 		}
 		l.forgetRetry(g.b, seq, due)
 		g.dueChanged = true
-		g.bury(seq, &rec, attempts, &last)
+		if err := g.bury(seq, &rec, attempts, &last); err != nil {
+			return err
+		}
 	}
 	return it.Error()
 }
@@ -272,7 +291,7 @@ func (g *grave) retries() error {
 // unread buries messages that the lane has not read, up to the first that is younger.
 func (g *grave) unread() error {
 	l := g.l
-	for !g.full() && l.next <= l.limit() {
+	for !g.full() && l.skipGaps() <= l.limit() {
 		rec, err := g.r.read(l.next)
 		if err != nil {
 			return err
@@ -281,18 +300,23 @@ func (g *grave) unread() error {
 		if v == wanted && rec.acceptedAt >= g.cut {
 			return nil
 		}
-		switch v {
-		case wanted, damaged:
-			g.bury(l.next, &rec, 0, nil)
-		case filtered:
-			l.filtered++
-			g.scanned++
-		case passed:
-			l.passed++
-			g.scanned++
-		}
+		seq := l.next
 		l.next++
 		g.changed = true
+		g.scanned++
+		switch v {
+		case wanted, damaged:
+			if err = g.s.countRead(l, types[rec.code], seq); err == nil {
+				err = g.bury(seq, &rec, 0, nil)
+			}
+		case filtered:
+			err = g.s.filter(l, seq)
+		case passed:
+			_, err = g.s.pass(g.b, l, g.r, seq)
+		}
+		if err != nil {
+			return err
+		}
 	}
 	return nil
 }
@@ -499,9 +523,9 @@ func (s *Store) DestinationStats(destination string) queue.DestinationStats {
 		s.mu.RUnlock()
 		return queue.DestinationStats{}
 	}
-	ledger, lanes := d.dropped, d.lanes
+	ledger, all := d.dropped, d.counted
 	s.mu.RUnlock()
-	st := queue.DestinationStats{Ledger: s.sum(ledger, lanes)}
+	st := queue.DestinationStats{Ledger: s.sum(ledger, all)}
 	st.DeadLetters, st.DeadLetterBytes = d.count.Load(), d.bytes.Load()
 	return st
 }
@@ -512,7 +536,7 @@ func (s *Store) Destinations() []string {
 	defer s.mu.RUnlock()
 	var names []string
 	for name, d := range s.destinations {
-		if len(d.lanes) > 0 || d.dropped != (queue.Ledger{}) || d.count.Load() > 0 {
+		if len(d.counted) > 0 || d.dropped != (queue.Ledger{}) || d.count.Load() > 0 {
 			names = append(names, name)
 		}
 	}

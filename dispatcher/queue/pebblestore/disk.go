@@ -27,6 +27,7 @@ type disk struct {
 	quota           atomic.Int64 // Of one Source's log; 0 for none.
 	unseen          atomic.Int64 // Bytes written since the last look.
 	trimmed         atomic.Int64 // Bytes freed by ranges, and not given back to the file system yet.
+	excess          atomic.Int64 // Bytes above the point from which first attempts give way; see room.go.
 }
 
 // Bytes after which the next look at the disk is due, and after which freed ranges are compacted.
@@ -81,6 +82,7 @@ func (d *disk) look() {
 			d.full.Store(false)
 			d.exhausted.Store(false)
 		}
+		d.excess.Store(0)
 		return
 	}
 	o := &d.s.o
@@ -89,6 +91,10 @@ func (d *disk) look() {
 	share := float64(usage.UsedBytes) / float64(max(usage.UsedBytes+usage.AvailBytes, 1))
 	free := int64(usage.AvailBytes)
 	d.exhausted.Store(free < o.MinFreeBytes/2 || d.s.fs.waiting.Load() > 0)
+	// Below the marks, by a part of the room, so that there is room before calls are refused.
+	total := float64(usage.UsedBytes + usage.AvailBytes)
+	room := min(int64(o.HighWater*total), int64(total)-o.MinFreeBytes)
+	d.excess.Store(int64(usage.UsedBytes) - room + room/relief)
 	// It takes a little more room to come back than it took to stop.
 	mark, least := o.HighWater, o.MinFreeBytes
 	if d.full.Load() {
@@ -156,7 +162,7 @@ func (s *Store) maintain(all bool) {
 	defer s.disk.maintaining.Unlock()
 	s.disk.look()
 	s.syncPositions()
-	if err := s.trim(all || s.disk.full.Load()); err != nil {
+	if err := errors.Join(s.trim(all || s.disk.full.Load()), s.makeRoom(), s.eraseAllBits()); err != nil {
 		s.log.Error("freeing delivered messages failed; trying again", "error", s.explain(err))
 	}
 	if n := s.disk.trimmed.Load(); n >= flushBytes || n > 0 && (all || s.disk.full.Load()) {

@@ -109,9 +109,13 @@ func (s *Store) flushLanes(write *pebble.WriteOptions) error {
 // until it is applied: no state may overtake a newer one. Nobody else ever holds two.
 func (s *Store) flushSome(lanes []*lane) error {
 	b := s.db.NewBatch()
+	locked := make(map[*sync.Mutex]bool, len(lanes))
 	for _, l := range lanes {
-		l.mu.Lock()
-		defer l.mu.Unlock()
+		if !locked[l.mu] { // Lanes of a group have one lock.
+			locked[l.mu] = true
+			l.mu.Lock()
+			defer l.mu.Unlock()
+		}
 		if !l.dropped {
 			l.put(b)
 		}
@@ -121,6 +125,11 @@ func (s *Store) flushSome(lanes []*lane) error {
 		return nil
 	}
 	if err := s.apply(b); err != nil {
+		for _, l := range lanes {
+			if l.group != nil {
+				l.group.putFailed()
+			}
+		}
 		return err
 	}
 	for _, l := range lanes {

@@ -8,30 +8,37 @@ import (
 
 // The key space. Numbers are big endian, so that keys sort by them.
 //
+//	b group(8) block(8)                   the bits of a group's messages
 //	c name                                what the layer above remembers
 //	d start(8) hash(16)                   an accepted messageId -> milliseconds since start(4)
 //	e log(8) seq(8)                       a message
 //	g log(8)                              the ledger of a Source's dropped lanes
 //	h log(8)                              the log's head: seq(8), bytes(8)
+//	k group(8)                            a group's state
 //	l lane(8)                             a lane's state
 //	mf                                    the version of this format
+//	mg group(8)                           the group's names
 //	ml lane(8)                            the lane's names
-//	mn                                    the last number given to a log or a lane
+//	mn                                    the last number given to a log, a group or a lane
 //	ms source                             the number of a Source's log(8)
 //	q lane(8) seq(8)                      a retry -> due, attempt, failure
 //	r lane(8) due(8) seq(8)               the same retries by due time -> attempt
+//	w group(8) seq(8)                     a message that a lane gave up while another has it -> attempts, failure
 //	x len(2) destination time(8) lane(8) seq(8)   a dead letter
 //	y destination                         how many dead letters it has, their bytes, and the ledger of its dropped lanes
 const (
+	prefixBits       = 'b'
 	prefixMemory     = 'c'
 	prefixDuplicate  = 'd'
 	prefixMessage    = 'e'
 	prefixDropped    = 'g'
 	prefixHead       = 'h'
+	prefixGroup      = 'k'
 	prefixLane       = 'l'
 	prefixMeta       = 'm'
 	prefixRetry      = 'q'
 	prefixDue        = 'r'
+	prefixGivenUp    = 'w'
 	prefixDeadLetter = 'x'
 	prefixDest       = 'y'
 )
@@ -39,6 +46,7 @@ const (
 var (
 	keyFormat     = []byte("mf")
 	keyLastNumber = []byte("mn")
+	keyGroups     = []byte("mg")
 	keyLanes      = []byte("ml")
 	keySources    = []byte("ms")
 )

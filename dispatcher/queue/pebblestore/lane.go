@@ -26,7 +26,9 @@ type lane struct {
 	// on. It is taken before mu.
 	leasing sync.Mutex
 
-	mu sync.Mutex
+	// mu is the lane's own, or that of its group.
+	mu    *sync.Mutex
+	group *group // nil for a lane without LaneID.Any.
 	laneState
 	opened, dropped bool
 	// dirty: the lane is in the flusher's list.
@@ -47,8 +49,12 @@ type lane struct {
 	lowStale bool
 	// firsts counts first tries since the last retry, while retries are due.
 	firsts int
-	// The acceptance time of the oldest pending message, and which one that is.
-	oldest, oldestAt uint64
+	// oldest is the oldest pending message.
+	oldest acceptance
+	// pendingFrom: no unread message before this one is not final.
+	pendingFrom uint64
+	// revoked are first attempts that were skipped while they were leased.
+	revoked map[uint64]struct{}
 
 	// lastDamaged is the last message that could not be read, the damagedRun-th in a row.
 	lastDamaged, damagedRun uint64
@@ -75,10 +81,16 @@ type taking struct {
 	due     int64
 	attempt int
 	leased  bool
+	// revoked: the room was needed, and the message is not the lane's any more.
+	revoked bool
 }
 
-func newLane(id queue.LaneID, number uint64, log *sourceLog, dest *destination) *lane {
-	return &lane{id: id, number: number, log: log, dest: dest, open: map[uint64]taking{}, nextDue: never, heapIndex: -1}
+func newLane(id queue.LaneID, number uint64, log *sourceLog, dest *destination, g *group) *lane {
+	l := &lane{id: id, number: number, log: log, dest: dest, group: g, open: map[uint64]taking{}, nextDue: never, heapIndex: -1}
+	if l.mu = new(sync.Mutex); g != nil {
+		l.mu = &g.mu
+	}
+	return l
 }
 
 // loadLane reads a lane's state after a start.
@@ -120,6 +132,9 @@ func (l *lane) put(b *pebble.Batch) {
 		}
 	}
 	_ = b.Set(key(prefixLane, l.number), l.encode(make([]byte, 0, 64+2*len(open)), open), nil)
+	if l.group != nil {
+		l.group.put(b)
+	}
 }
 
 // changed has the state written soon. The caller holds mu.
@@ -164,7 +179,13 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 		return nil
 	}
 	b := s.db.NewBatch()
-	l := newLane(id, s.nextNumber(b), log, s.destination(id.Destination))
+	dest := s.destination(id.Destination)
+	var g *group
+	newGroup := false
+	if id.Any {
+		g, newGroup = s.groupFor(b, id, log, dest)
+	}
+	l := newLane(id, s.nextNumber(b), log, dest, g)
 	l.opened = true
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -172,16 +193,34 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 	log.addLane(l)
 	l.start = log.durable.Load()
 	l.next = l.start + 1
-	_ = b.Set(binary.BigEndian.AppendUint64(append([]byte(nil), keyLanes...), l.number), appendLaneID(nil, id), nil)
+	var was groupState
+	if g != nil {
+		if was = g.groupState; newGroup {
+			g.start = l.start
+		}
+		g.resume(l.next)
+		g.lanes = append(slices.Clone(g.lanes), l)
+		if g.shared = g.shared || len(g.lanes) > 1; g.shared {
+			_ = b.Set(keyFormat, binary.AppendUvarint(nil, formatGroups), nil)
+		}
+	}
+	_ = b.Set(binary.BigEndian.AppendUint64(append([]byte(nil), keyLanes...), l.number), appendLaneName(nil, id), nil)
 	l.put(b)
 	s.flusher.syncing()
 	if err := s.db.ApplyNoSyncWait(b, pebble.Sync); err != nil {
 		l.dropped = true
 		log.removeLane(l)
+		if g != nil {
+			g.groupState, g.lanes = was, g.lanes[:len(g.lanes)-1]
+			g.putFailed()
+		}
 		s.registry.Unlock()
 		return fmt.Errorf("open a lane: %w", err)
 	}
 	s.mu.Lock()
+	if newGroup {
+		s.addGroup(g)
+	}
 	s.addLane(l)
 	s.mu.Unlock()
 	s.registry.Unlock() // Others share the sync.
@@ -194,7 +233,7 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 }
 
 // EndLane implements queue.Store.
-func (s *Store) EndLane(id queue.LaneID, end bool) error {
+func (s *Store) EndLane(id queue.LaneID, end queue.End) error {
 	if err := s.enter(); err != nil {
 		return err
 	}
@@ -210,24 +249,39 @@ func (s *Store) EndLane(id queue.LaneID, end bool) error {
 	if l.dropped {
 		return queue.ErrNoLane
 	}
-	if end == (l.end != 0) {
+	left := end == queue.Left && l.group != nil
+	if (end == queue.GoOn) == (l.end == 0) && left == l.left {
 		return nil
 	}
-	was := l.laneState
+	was, groupWas := l.laneState, groupState{}
+	if l.group != nil {
+		groupWas = l.group.groupState
+	}
 	behind := l.log.durable.Load() + 1
+	l.left = left
 	switch {
-	case end:
-		l.end = behind
-	case l.readAll():
-		l.passed += behind - l.next
-		l.next, l.end = behind, 0
+	case end != queue.GoOn:
+		if l.end == 0 {
+			l.end = behind
+		}
 	default:
+		if l.group != nil {
+			l.group.resume(behind)
+		}
+		if l.readAll() {
+			l.passed += behind - l.next
+			l.next = behind
+		}
 		l.end = 0
 	}
 	b := s.db.NewBatch()
 	l.put(b)
 	if err := s.applySync(b); err != nil {
 		l.laneState = was
+		if l.group != nil {
+			l.group.groupState = groupWas
+			l.group.putFailed()
+		}
 		return fmt.Errorf("end a lane: %w", err)
 	}
 	return nil
@@ -252,9 +306,20 @@ func (s *Store) DropLane(_ context.Context, id queue.LaneID) error {
 	l.dest.mu.Lock()
 	defer l.dest.mu.Unlock()
 	gone := l.ledger()
+	discarded := gone.Pending
 	gone.Discarded, gone.Pending = gone.Pending, 0
-	ofSource, ofDestination := l.log.dropped.Plus(gone), l.dest.dropped.Plus(gone)
 	b := s.db.NewBatch()
+	var groupWas groupState
+	if l.group != nil {
+		var err error
+		groupWas = l.group.groupState
+		if gone, discarded, err = s.dropFrom(b, l); err != nil {
+			l.group.groupState = groupWas
+			_ = b.Close()
+			return fmt.Errorf("drop a lane: %w", err)
+		}
+	}
+	ofSource, ofDestination := l.log.dropped.Plus(gone), l.dest.dropped.Plus(gone)
 	_ = b.Set(key(prefixDropped, l.log.number), appendDropped(nil, ofSource), nil)
 	l.dest.putWith(b, ofDestination)
 	_ = b.Delete(binary.BigEndian.AppendUint64(append([]byte(nil), keyLanes...), l.number), nil)
@@ -264,17 +329,30 @@ func (s *Store) DropLane(_ context.Context, id queue.LaneID) error {
 		_ = b.DeleteRange(key(prefixDue, l.number), after(prefixDue, l.number), nil)
 	}
 	if err := s.applySync(b); err != nil {
+		if l.group != nil {
+			l.group.groupState = groupWas
+			l.group.putFailed()
+		}
 		return fmt.Errorf("drop a lane: %w", err)
 	}
 	l.dropped, l.opened = true, false
-	s.metrics.discard(gone.Discarded)
+	s.metrics.discard(discarded)
 	s.waker.forget(l)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	l.log.removeLane(l)
 	l.log.dropped, l.dest.dropped = ofSource, ofDestination
-	for _, lanes := range []*[]*lane{&l.log.counted, &l.dest.lanes} {
-		*lanes = slices.DeleteFunc(slices.Clone(*lanes), func(o *lane) bool { return o == l })
+	var empty counted = l
+	if g := l.group; g != nil {
+		g.lanes = slices.DeleteFunc(slices.Clone(g.lanes), func(o *lane) bool { return o == l })
+		if empty = g; len(g.lanes) == 0 {
+			delete(s.groups, g.id)
+		}
+	}
+	if l.group == nil || len(l.group.lanes) == 0 {
+		for _, all := range []*[]counted{&l.log.counted, &l.dest.counted} {
+			*all = slices.DeleteFunc(slices.Clone(*all), func(o counted) bool { return o == empty })
+		}
 	}
 	delete(s.lanes, id)
 	return nil
@@ -282,6 +360,18 @@ func (s *Store) DropLane(_ context.Context, id queue.LaneID) error {
 
 // readAll reports whether the lane has read all that it will ever read. The caller holds mu.
 func (l *lane) readAll() bool { return l.end != 0 && l.next >= l.end }
+
+// skipGaps moves the lane over what is not for its group, and returns the first
+// message that it has not read. The caller holds mu.
+func (l *lane) skipGaps() uint64 {
+	if l.group != nil && !l.readAll() {
+		if to := l.group.behindGap(l.next); to != l.next {
+			l.passed += to - l.next
+			l.next = to
+		}
+	}
+	return l.next
+}
 
 // limit is the last message that the lane may read. The caller holds leasing or mu.
 func (l *lane) limit() uint64 {
@@ -297,9 +387,22 @@ func (l *lane) ledger() queue.Ledger {
 	accepted := l.limit() - l.start - l.passed
 	return queue.Ledger{
 		Accepted: int64(accepted), Delivered: int64(l.delivered), Filtered: int64(l.filtered),
-		DeadLettered: int64(l.buried), Pending: int64(accepted - l.settled()),
+		DeadLettered: int64(l.buried), Discarded: int64(l.letGo), Pending: int64(accepted - l.settled()),
 	}
 }
+
+// counted is what counts messages for the ledgers of its Source and its
+// destination: a lane, or the group of several.
+type counted interface {
+	locked() *sync.Mutex
+	ledger() queue.Ledger
+	last() *seenStats
+}
+
+func (l *lane) locked() *sync.Mutex  { return l.mu }
+func (l *lane) last() *seenStats     { return &l.seen }
+func (g *group) locked() *sync.Mutex { return &g.mu }
+func (g *group) last() *seenStats    { return &g.seen }
 
 // Lease implements queue.Store.
 func (s *Store) Lease(id queue.LaneID, n int, buf []queue.Delivery) ([]queue.Delivery, error) {
@@ -388,6 +491,10 @@ func (s *Store) lease(l *lane, r *reader, want int) (again bool, err error) {
 	if len(r.got) >= want {
 		return false, nil
 	}
+	if r.dropped && r.scanned < maxScan {
+		r.dropped = false
+		return true, nil
+	}
 	l.hungry.Store(true)
 	switch {
 	case r.scanned >= maxScan:
@@ -423,15 +530,21 @@ func (s *Store) LeaseOldest(id queue.LaneID) (d queue.Delivery, ok bool, err err
 	defer l.leasing.Unlock()
 	r := newReader(s, l)
 	defer r.close()
-	l.mu.Lock()
-	if !l.opened {
+	for err == nil && len(r.got) == 0 {
+		l.mu.Lock()
+		if !l.opened {
+			l.mu.Unlock()
+			return d, false, queue.ErrNoLane
+		}
+		err = r.takeOldest()
+		took := len(r.taken) > 0
 		l.mu.Unlock()
-		return d, false, queue.ErrNoLane
-	}
-	err = r.takeOldest()
-	l.mu.Unlock()
-	if err == nil {
-		err = r.readTaken()
+		if err == nil {
+			err = r.readTaken()
+		}
+		if !took {
+			break // A message that was taken may be damaged, or needless.
+		}
 	}
 	for err == nil && len(r.got) == 0 && r.more() {
 		r.scanned = 0
@@ -446,6 +559,10 @@ func (s *Store) LeaseOldest(id queue.LaneID) (d queue.Delivery, ok bool, err err
 // settle ends a lease; ok is false when there was none. The caller holds mu.
 func (l *lane) settle(seq uint64) (t taking, ok bool) {
 	t, ok = l.open[seq]
+	if _, was := l.revoked[seq]; was && !ok {
+		delete(l.revoked, seq)
+		return taking{leased: true, revoked: true}, true
+	}
 	if !ok || !t.leased {
 		return t, false
 	}
@@ -486,18 +603,28 @@ func (s *Store) leased(d *queue.Delivery, fn func(*lane, taking) error) error {
 }
 
 // Ack implements queue.Store.
-func (s *Store) Ack(d queue.Delivery) {
+func (s *Store) Ack(d queue.Delivery) (first bool) {
 	s.complain(d.Lane, s.leased(&d, func(l *lane, t taking) error {
-		l.delivered++
-		if t.due == 0 {
+		var b *pebble.Batch
+		if t.revoked {
+			l.skipped, l.letGo, l.delivered = l.skipped-1, l.letGo-1, l.delivered+1
 			s.changed(l)
 			return nil
 		}
-		b := s.db.NewBatch()
-		l.forgetRetry(b, d.Seq, t.due)
+		if t.due != 0 {
+			b = s.db.NewBatch()
+			l.forgetRetry(b, d.Seq, t.due)
+		}
+		var err error
+		b, first, err = s.took(b, l, &d)
+		if b == nil {
+			s.changed(l)
+			return err
+		}
 		l.put(b)
-		return s.apply(b)
+		return errors.Join(err, s.applyFor(b, l.group))
 	}))
+	return first
 }
 
 // complain logs an error that a caller is not told of: the change is in memory
@@ -511,7 +638,9 @@ func (s *Store) complain(lane queue.LaneID, err error) {
 // Release implements queue.Store.
 func (s *Store) Release(d queue.Delivery) {
 	s.complain(d.Lane, s.leased(&d, func(l *lane, t taking) error {
-		l.release(d.Seq, t)
+		if !t.revoked {
+			l.release(d.Seq, t)
+		}
 		return nil
 	}))
 }
@@ -527,9 +656,24 @@ func (l *lane) release(seq uint64, t taking) {
 	l.released = slices.Insert(l.released, i, seq)
 }
 
+// dropReleased removes a message that was given back.
+func (l *lane) dropReleased(seq uint64) {
+	l.released = slices.DeleteFunc(l.released, func(o uint64) bool { return o == seq })
+}
+
 // Retry implements queue.Store.
 func (s *Store) Retry(d queue.Delivery, at time.Time, f queue.Failure) {
 	s.complain(d.Lane, s.leased(&d, func(l *lane, t taking) error {
+		if t.revoked {
+			l.skipped--
+			s.changed(l)
+			return nil
+		}
+		if l.group != nil && !exempt(d.Type) {
+			if done, err := s.final(l.group, d.Seq); done || err != nil {
+				return errors.Join(err, s.needNoRetry(l, d.Seq, t))
+			}
+		}
 		due := max(s.o.due(at).UnixMilli(), 1)
 		b := s.db.NewBatch()
 		if t.due != 0 {
@@ -546,13 +690,26 @@ func (s *Store) Retry(d queue.Delivery, at time.Time, f queue.Failure) {
 		if d.Seq <= l.lowSeq || l.retries == 1 {
 			l.lowSeq, l.lowStale = d.Seq, false
 		}
-		err := s.apply(b)
+		err := s.applyFor(b, l.group)
 		if due < l.nextDue {
 			l.nextDue = due
 			s.scheduleRetries(l)
 		}
 		return err
 	}))
+}
+
+// needNoRetry ends a message for a lane whose attempt failed, because another lane delivered it.
+func (s *Store) needNoRetry(l *lane, seq uint64, t taking) error {
+	l.letGo++
+	if t.due == 0 {
+		s.changed(l)
+		return nil
+	}
+	b := s.db.NewBatch()
+	l.forgetRetry(b, seq, t.due)
+	l.put(b)
+	return s.applyFor(b, l.group)
 }
 
 // scanDue calls take for entries of the retry index that are due and not open,
@@ -643,7 +800,7 @@ func (s *Store) first(l *lane) (uint64, error) {
 // Position implements queue.Store.
 func (s *Store) Position(id queue.LaneID) (read, end uint64) {
 	l := s.lane(id)
-	if l == nil || !s.lockUnlessFull(&l.mu) {
+	if l == nil || !s.lockUnlessFull(l.mu) {
 		return 0, 0
 	}
 	defer l.mu.Unlock()
@@ -656,25 +813,32 @@ func (s *Store) LaneStats(id queue.LaneID) queue.LaneStats {
 		return queue.LaneStats{}
 	}
 	defer s.leave()
+	if id.Any && id.Endpoint == "" {
+		s.mu.RLock()
+		g := s.groups[id]
+		s.mu.RUnlock()
+		if g == nil {
+			return queue.LaneStats{}
+		}
+		return s.groupStats(g)
+	}
 	l := s.lane(id)
 	if l == nil {
 		return queue.LaneStats{}
 	}
-	if !s.lockUnlessFull(&l.mu) {
+	if !s.lockUnlessFull(l.mu) {
 		return l.seen.load()
 	}
 	defer l.mu.Unlock()
 	st := queue.LaneStats{
 		Ledger:   l.ledger(),
-		Retrying: int64(l.retries) - int64(l.openRetries),
+		Retrying: l.retrying(),
 		InFlight: int64(len(l.open) - len(l.released)),
+		Skipped:  int64(l.skipped),
 		Ended:    l.end != 0,
+		Left:     l.left,
 	}
-	for _, seq := range l.released { // Given back, and waiting again.
-		if l.open[seq].due != 0 {
-			st.Retrying++
-		}
-	}
+	st.FirstAttempts = st.Pending - int64(l.retries)
 	if l.nextDue != never {
 		st.NextRetry = fromMillis(l.nextDue)
 	}
@@ -686,6 +850,17 @@ func (s *Store) LaneStats(id queue.LaneID) queue.LaneStats {
 	}
 	l.seen.store(st)
 	return st
+}
+
+// retrying counts the messages that failed before and are not leased.
+func (l *lane) retrying() int64 {
+	n := int64(l.retries) - int64(l.openRetries)
+	for _, seq := range l.released { // Given back, and waiting again.
+		if l.open[seq].due != 0 {
+			n++
+		}
+	}
+	return n
 }
 
 // lockUnlessFull takes a lock that is held while changes are written. It gives
@@ -724,17 +899,5 @@ func (s *Store) oldestPending(l *lane) (seq uint64, at time.Time, err error) {
 	if seq, err = s.first(l); err != nil {
 		return 0, at, err
 	}
-	if seq != l.oldest {
-		var r record
-		v, closer, err := s.db.Get(key(prefixMessage, l.log.number, seq))
-		if err != nil {
-			return seq, at, fmt.Errorf("message %d of %s: %w", seq, l.log.source, err)
-		}
-		defer func() { _ = closer.Close() }()
-		if err := r.decode(v); err != nil {
-			return seq, at, err
-		}
-		l.oldest, l.oldestAt = seq, uint64(r.acceptedAt)
-	}
-	return seq, fromMillis(int64(l.oldestAt)), nil
+	return s.acceptedAt(l.log, seq, &l.oldest)
 }

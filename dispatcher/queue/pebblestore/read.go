@@ -23,6 +23,7 @@ type reader struct {
 	at      uint64 // The iterator's position, 0 for none.
 	end     uint64 // The last position that it sees.
 	scanned int
+	dropped bool // A message that was taken turned out to be needless.
 }
 
 // readBuffer is reused from read to read.
@@ -125,15 +126,18 @@ func (r *reader) setAside(seqs []uint64, why []string) error {
 	l.dest.mu.Lock()
 	defer l.dest.mu.Unlock()
 	b := s.db.NewBatch()
+	var failed error
 	for i, seq := range seqs {
-		if t, ok := l.settle(seq); ok && t.due != 0 {
+		t, ok := l.settle(seq)
+		if ok && t.due != 0 {
 			l.forgetRetry(b, seq, t.due)
 		}
-		s.bury(b, l, &queue.DeadLetter{Lane: l.id, Seq: seq, AcceptedAt: s.o.Now(), Failure: s.damage(l, seq, why[i])})
+		_, err := s.giveUp(b, l, &queue.DeadLetter{Lane: l.id, Seq: seq, AcceptedAt: s.o.Now(), Attempts: t.attempt, Failure: s.damage(l, seq, why[i])})
+		failed = errors.Join(failed, err)
 	}
 	l.dest.put(b)
 	l.put(b)
-	return s.apply(b)
+	return errors.Join(failed, s.applyFor(b, l.group))
 }
 
 // damage is the failure of a message that cannot be read; it is logged and counted, too.
@@ -303,6 +307,12 @@ func (r *reader) readTaken() error {
 				continue
 			}
 		}
+		if err == nil && r.l.left && rec.code != codeDelete {
+			var no bool
+			if no, err = r.dropNeedless(seq); no {
+				continue
+			}
+		}
 		if err != nil {
 			r.l.mu.Lock()
 			for _, seq := range r.taken[i:] {
@@ -323,6 +333,24 @@ func (r *reader) readTaken() error {
 	return nil
 }
 
+// dropNeedless ends a message for a lane that has left, if another lane took or has it.
+func (r *reader) dropNeedless(seq uint64) (bool, error) {
+	s, l := r.s, r.l
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	no, err := s.needless(l, seq)
+	if !no || err != nil {
+		return false, err
+	}
+	r.dropped = true
+	r.scanned++
+	t, ok := l.settle(seq)
+	if !ok {
+		return true, nil
+	}
+	return true, s.needNoRetry(l, seq, t)
+}
+
 // more tells whether the log has messages that were not read yet.
 func (r *reader) more() bool {
 	r.l.mu.Lock()
@@ -335,28 +363,56 @@ func (r *reader) readFirsts(max int) (int, error) {
 	l := r.l
 	l.mu.Lock()
 	next := l.next
+	var gaps []gap
+	if l.group != nil {
+		gaps = slices.Clone(l.group.gaps)
+	}
 	l.mu.Unlock()
-	var before, passedOver, filteredOut = len(r.got), uint64(0), uint64(0)
+	var before, passedOver, filteredOut, letGo = len(r.got), uint64(0), uint64(0), uint64(0)
 	var lost []uint64
 	var why []string
+	var grouped []judged // What the group counts, too.
 	var err error
 	for len(r.got) < max && r.scanned < maxScan && next <= l.limit() {
+		if to := behindGap(gaps, next); to != next {
+			passedOver += to - next
+			next = to
+			continue
+		}
 		var rec record
 		if rec, err = r.read(next); err != nil {
 			break
 		}
-		switch rec.verdict(l.id) {
-		case wanted:
-			r.keep(next, &rec, 0)
-		case filtered:
-			filteredOut++
-			r.scanned++
-		case passed:
-			passedOver++
-			r.scanned++
-		case damaged:
+		v := rec.verdict(l.id)
+		switch {
+		case v == damaged:
 			lost, why = append(lost, next), append(why, string(rec.body))
 			r.scanned++
+		case v != wanted && l.group != nil:
+			grouped = append(grouped, judged{next, v})
+			r.scanned++
+		case v == filtered:
+			filteredOut++
+			r.scanned++
+		case v == passed:
+			passedOver++
+			r.scanned++
+		case l.left && rec.code != codeDelete:
+			var no bool
+			l.mu.Lock()
+			no, err = r.s.needless(l, next)
+			l.mu.Unlock()
+			if no {
+				letGo++
+				r.scanned++
+			} else if err == nil {
+				r.keep(next, &rec, 0)
+			}
+		default:
+			r.keep(next, &rec, 0)
+		}
+		if err != nil {
+			break
 		}
 		next++
 	}
@@ -368,9 +424,44 @@ func (r *reader) readFirsts(max int) (int, error) {
 	l.next = next
 	l.filtered += filteredOut
 	l.passed += passedOver
+	l.letGo += letGo
 	for _, p := range r.got[before:] {
 		l.open[p.seq] = taking{leased: true}
+		err = errors.Join(err, r.s.countRead(l, types[p.code], p.seq))
 	}
 	r.s.changed(l)
-	return len(r.got) - before, errors.Join(err, r.setAside(lost, why))
+	return len(r.got) - before, errors.Join(err, r.count(grouped), r.setAside(lost, why))
+}
+
+// judged is a message that a lane does not get, and why.
+type judged struct {
+	seq     uint64
+	verdict verdict
+}
+
+// count has the group count what a lane does not get. The caller holds mu.
+func (r *reader) count(grouped []judged) error {
+	if len(grouped) == 0 {
+		return nil
+	}
+	s, l := r.s, r.l
+	l.dest.mu.Lock()
+	defer l.dest.mu.Unlock()
+	b := s.db.NewBatch()
+	changed := false
+	var failed error
+	for _, m := range grouped {
+		if m.verdict == filtered {
+			failed = errors.Join(failed, s.filter(l, m.seq))
+			continue
+		}
+		buried, err := s.pass(b, l, r, m.seq)
+		changed, failed = changed || buried, errors.Join(failed, err)
+	}
+	if !changed {
+		return errors.Join(failed, b.Close())
+	}
+	l.dest.put(b)
+	l.put(b)
+	return errors.Join(failed, s.applyFor(b, l.group))
 }

@@ -231,7 +231,7 @@ func (w *rebuilder) readLanes() error {
 		if d.bad || len(k) != 10 {
 			return nil
 		}
-		l := newLane(id, binary.BigEndian.Uint64(k[2:]), nil, nil)
+		l := newLane(id, binary.BigEndian.Uint64(k[2:]), nil, nil, nil)
 		w.saw(l.number)
 		w.lanes[l.number] = l
 		if n, ok := w.names[id.Source]; ok {

@@ -53,7 +53,7 @@ func makeBroken(t *testing.T, rnd *rand.Rand) broken {
 				case 0:
 					s.Retry(d, time.Now().Add(time.Hour), f)
 				case 1:
-					if err := s.Bury(d, f); err != nil {
+					if _, err := s.Bury(d, f); err != nil {
 						t.Fatal(err)
 					}
 					fate[d.Seq] = "dead"

@@ -29,7 +29,15 @@ import (
 
 // format is the version of the key space and the values. A store with a
 // greater one is refused.
-const format = 1
+//
+// A store is of version 1 until a group has two lanes, and of version 2 from then
+// on: a release that does not know groups takes a lane that is alone in its group
+// for an ordinary one, and must refuse others.
+const (
+	format       = 2
+	formatAlone  = 1
+	formatGroups = 2
+)
 
 var _ queue.Store = (*Store)(nil)
 
@@ -56,6 +64,7 @@ type Store struct {
 	mu           sync.RWMutex
 	logs         map[string]*sourceLog
 	lanes        map[queue.LaneID]*lane
+	groups       map[queue.LaneID]*group
 	destinations map[string]*destination
 	registry     sync.Mutex
 	lastNumber   uint64
@@ -94,9 +103,9 @@ type sourceLog struct {
 	// lanes is replaced, never changed.
 	lanes    atomic.Pointer[[]*lane]
 	trimTime time.Time
-	// counted are the lanes that are in the ledger: those that are durable, or locked
+	// counted is what is in the ledger: lanes and groups that are durable, or locked
 	// until they are. dropped is the ledger of lanes that were dropped. The store's mu guards both.
-	counted []*lane
+	counted []counted
 	dropped queue.Ledger
 }
 
@@ -134,7 +143,7 @@ func Open(dir string, o Options) (*Store, error) {
 	}
 	s := &Store{
 		o: o, log: o.Logger, dir: dir,
-		logs: map[string]*sourceLog{}, lanes: map[queue.LaneID]*lane{}, destinations: map[string]*destination{},
+		logs: map[string]*sourceLog{}, lanes: map[queue.LaneID]*lane{}, groups: map[queue.LaneID]*group{}, destinations: map[string]*destination{},
 		requests: make(chan *request, 1024), stop: make(chan struct{}),
 		spare:  sync.Pool{New: func() any { return &request{answer: make(chan struct{}, 1)} }},
 		notify: func(queue.LaneID) {},
@@ -327,9 +336,26 @@ func (s *Store) load() error {
 			return err
 		}
 	}
+	err = s.scan(keyGroups, func(k, v []byte) error {
+		d := decoder{b: v}
+		id := d.laneName()
+		if d.bad || len(k) != 10 {
+			return s.corruptf("the name of a group is malformed")
+		}
+		log := s.logs[id.Source]
+		if log == nil {
+			return s.corruptf("group %v has no log", id)
+		}
+		g := newGroup(id, binary.BigEndian.Uint64(k[2:]), log, s.destination(id.Destination))
+		s.addGroup(g)
+		return s.loadGroup(g)
+	})
+	if err != nil {
+		return err
+	}
 	err = s.scan(keyLanes, func(k, v []byte) error {
 		d := decoder{b: v}
-		id := d.laneID()
+		id := d.laneName()
 		if d.bad || len(k) != 10 {
 			return s.corruptf("the name of a lane is malformed")
 		}
@@ -337,15 +363,25 @@ func (s *Store) load() error {
 		if log == nil {
 			return s.corruptf("lane %v has no log", id)
 		}
-		l := newLane(id, binary.BigEndian.Uint64(k[2:]), log, s.destination(id.Destination))
+		g := s.groups[id.Group()]
+		if id.Any && g == nil {
+			return s.corruptf("lane %v has no group", id)
+		}
+		l := newLane(id, binary.BigEndian.Uint64(k[2:]), log, s.destination(id.Destination), g)
 		if err := s.loadLane(l); err != nil {
 			return err
+		}
+		if g != nil {
+			g.lanes = append(g.lanes, l)
 		}
 		s.addLane(l)
 		log.addLane(l)
 		return nil
 	})
 	if err != nil {
+		return err
+	}
+	if err := s.alignGroups(); err != nil {
 		return err
 	}
 	err = s.scan([]byte{prefixDest}, func(k, v []byte) error {
@@ -369,7 +405,7 @@ func (s *Store) loadFormat() error {
 	v, err := s.get(keyFormat)
 	if errors.Is(err, pebble.ErrNotFound) {
 		b := s.db.NewBatch()
-		_ = b.Set(keyFormat, binary.AppendUvarint(nil, format), nil)
+		_ = b.Set(keyFormat, binary.AppendUvarint(nil, formatAlone), nil)
 		return s.db.Apply(b, pebble.Sync)
 	}
 	if err != nil {
@@ -495,8 +531,20 @@ func (s *Store) lane(id queue.LaneID) *lane {
 // addLane makes a lane known. The caller holds mu, or is alone.
 func (s *Store) addLane(l *lane) {
 	s.lanes[l.id] = l
-	l.log.counted = append(l.log.counted, l)
-	l.dest.lanes = append(l.dest.lanes, l)
+	if l.group == nil {
+		s.count(l, l.log, l.dest)
+	}
+}
+
+// addGroup makes a group known. The caller holds mu, or is alone.
+func (s *Store) addGroup(g *group) {
+	s.groups[g.id] = g
+	s.count(g, g.log, g.dest)
+}
+
+func (s *Store) count(c counted, log *sourceLog, dest *destination) {
+	log.counted = append(log.counted, c)
+	dest.counted = append(dest.counted, c)
 }
 
 func (s *Store) sourceLog(source string) *sourceLog {
@@ -606,9 +654,9 @@ func (s *Store) SourceStats(source string) queue.SourceStats {
 		s.mu.RUnlock()
 		return queue.SourceStats{}
 	}
-	ledger, lanes := l.dropped, l.counted
+	ledger, all := l.dropped, l.counted
 	s.mu.RUnlock()
-	ledger = s.sum(ledger, lanes)
+	ledger = s.sum(ledger, all)
 	// Trimmed first: it is never ahead of what was durable before.
 	trimmed := l.trimmedBytes.Load()
 	return queue.SourceStats{
@@ -619,15 +667,16 @@ func (s *Store) SourceStats(source string) queue.SourceStats {
 	}
 }
 
-// sum adds the ledgers of lanes. One that is dropped meanwhile still has its own.
-func (s *Store) sum(ledger queue.Ledger, lanes []*lane) queue.Ledger {
-	for _, l := range lanes {
-		if !s.lockUnlessFull(&l.mu) {
-			ledger = ledger.Plus(l.seen.load().Ledger)
+// sum adds ledgers. A lane that is dropped meanwhile still has its own.
+func (s *Store) sum(ledger queue.Ledger, all []counted) queue.Ledger {
+	for _, c := range all {
+		mu := c.locked()
+		if !s.lockUnlessFull(mu) {
+			ledger = ledger.Plus(c.last().load().Ledger)
 			continue
 		}
-		ledger = ledger.Plus(l.ledger())
-		l.mu.Unlock()
+		ledger = ledger.Plus(c.ledger())
+		mu.Unlock()
 	}
 	return ledger
 }

@@ -427,7 +427,8 @@ func (m *model) settleOne(l *modelLane, seq uint64) {
 		l.fates[seq] = fate{released, f.attempt, f.due}
 	default:
 		m.note("bury %d of %v", seq, l.id)
-		m.check(m.store.Bury(d, failure))
+		_, err := m.store.Bury(d, failure)
+		m.check(err)
 		l.become(seq, fate{status: buried})
 		m.letters[letterID{l.id, seq}] = now.UnixMilli()
 	}
@@ -511,7 +512,7 @@ func (m *model) endOrGoOn() {
 		m.Fatalf("the log of %v ends at %d, want %d", l.id, head, len(m.logs[l.id.Source]))
 	}
 	m.note("end %v: %t", l.id, l.end == 0)
-	m.check(m.store.EndLane(l.id, l.end == 0))
+	m.check(m.store.EndLane(l.id, map[bool]queue.End{true: queue.Ended, false: queue.GoOn}[l.end == 0]))
 	m.doubt.ended, m.doubt.was = l, l.end
 	if l.end = 0; m.doubt.was == 0 {
 		l.end = head

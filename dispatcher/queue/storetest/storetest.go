@@ -85,6 +85,13 @@ func Run(t *testing.T, start func(t *testing.T) Engine) {
 		{"BuryExpiredReleasedRetry", (*suite).buryExpiredReleasedRetry},
 		{"DropLane", (*suite).dropLane},
 		{"EndLane", (*suite).endLane},
+		{"GroupCountsOnce", (*suite).groupCountsOnce},
+		{"GroupSuccessEndsRetries", (*suite).groupSuccessEndsRetries},
+		{"GroupGivesUp", (*suite).groupGivesUp},
+		{"GroupExpires", (*suite).groupExpires},
+		{"GroupLeft", (*suite).groupLeft},
+		{"GroupEnds", (*suite).groupEnds},
+		{"GroupDelete", (*suite).groupDelete},
 		{"Destinations", (*suite).destinations},
 		{"Remember", (*suite).remember},
 		{"StaleSettlements", (*suite).staleSettlements},
@@ -106,6 +113,11 @@ func Run(t *testing.T, start func(t *testing.T) Engine) {
 		})
 	}
 	t.Run("Model", func(t *testing.T) { Model(t, 1, 600, start) })
+	t.Run("Groups", func(t *testing.T) {
+		for seed := range uint64(20) {
+			t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) { Groups(t, seed, 400, start) })
+		}
+	})
 }
 
 type suite struct {
@@ -120,6 +132,12 @@ func (x *suite) must(err error) {
 	if err != nil {
 		x.Fatal(err)
 	}
+}
+
+// buried checks that a message became a dead letter, or was settled before.
+func (x *suite) buried(_ bool, err error) {
+	x.Helper()
+	x.must(err)
 }
 
 func (x *suite) equal(what string, got, want any) {
@@ -347,7 +365,7 @@ func (x *suite) endpointsAreLanes() {
 	for _, l := range []queue.LaneID{a, b} {
 		got := x.lease(l, 10)
 		x.equal("positions", seqs(got), []uint64{1})
-		x.must(x.store.Bury(got[0], x.failure("Rejected")))
+		x.buried(x.store.Bury(got[0], x.failure("Rejected")))
 		x.ledger(l, counts{Accepted: 2, Filtered: 1, DeadLettered: 1})
 	}
 	x.equal("dead letters", len(x.letters(crm, "")), 2)
@@ -361,7 +379,7 @@ func (x *suite) reopen() {
 	x.store.Ack(got[0])
 	x.store.Ack(got[3])
 	x.store.Retry(got[1], x.Clock.Now().Add(time.Hour), x.failure("TimedOut"))
-	x.must(x.store.Bury(got[2], x.failure("Rejected")))
+	x.buried(x.store.Bury(got[2], x.failure("Rejected")))
 	x.reopenStore()
 
 	ids := x.store.Lanes()
@@ -561,7 +579,7 @@ func (x *suite) retry() {
 	x.equal("attempts", []int{d[0].Attempt, d[1].Attempt, d[2].Attempt}, []int{1, 2, 1})
 	x.equal("next retry", x.store.LaneStats(lane).NextRetry, time.Time{})
 	x.store.Ack(d[1])
-	x.must(x.store.Bury(d[2], x.failure("Expired")))
+	x.buried(x.store.Bury(d[2], x.failure("Expired")))
 	x.store.Release(d[0])
 	x.ledger(lane, counts{Accepted: 4, Delivered: 1, DeadLettered: 1, Pending: 2, Retrying: 1, InFlight: 1})
 	x.reopenStore()
@@ -639,12 +657,12 @@ func (x *suite) bury() {
 	x.Clock.Advance(time.Second)
 	got[1] = x.lease(lane, 1)[0]
 	f0 := x.failure("Rejected")
-	x.must(x.store.Bury(got[0], f0))
+	x.buried(x.store.Bury(got[0], f0))
 	x.Clock.Advance(time.Second)
 	f1 := x.failure("TimedOut")
 	f1.Response = nil
-	x.must(x.store.Bury(got[1], f1))
-	x.must(x.store.Bury(got[1], f1)) // Twice is once.
+	x.buried(x.store.Bury(got[1], f1))
+	x.buried(x.store.Bury(got[1], f1)) // Twice is once.
 	want := []queue.DeadLetter{
 		{Lane: lane, Seq: 1, ID: "m1", Type: "track", Event: "Order Completed", Body: got[0].Body, AcceptedAt: got[0].AcceptedAt, Attempts: 1, Failure: f0},
 		{Lane: lane, Seq: 2, ID: "m2", Type: "group", Body: got[1].Body, AcceptedAt: got[1].AcceptedAt, Attempts: 2, Failure: f1},
@@ -680,7 +698,7 @@ func (x *suite) deadLetterPaging() {
 	for range n / 50 {
 		x.add(50)
 		for _, d := range x.lease(lane, 50) {
-			x.must(x.store.Bury(d, x.failure("Rejected")))
+			x.buried(x.store.Bury(d, x.failure("Rejected")))
 		}
 		x.Clock.Advance(time.Second)
 	}
@@ -712,7 +730,7 @@ func (x *suite) trimDeadLetters() {
 	x.open(lane)
 	for range 10 {
 		x.add(1)
-		x.must(x.store.Bury(x.lease(lane, 1)[0], x.failure("Rejected")))
+		x.buried(x.store.Bury(x.lease(lane, 1)[0], x.failure("Rejected")))
 		x.Clock.Advance(time.Hour)
 	}
 	_, size := x.stored(crm)
@@ -833,7 +851,7 @@ func (x *suite) dropLane() {
 	x.open(lane, second)
 	x.add(4)
 	got := x.lease(lane, 3)
-	x.must(x.store.Bury(got[0], x.failure("Rejected")))
+	x.buried(x.store.Bury(got[0], x.failure("Rejected")))
 	x.store.Retry(got[1], x.Clock.Now(), x.failure("TimedOut"))
 	x.must(x.store.DropLane(context.Background(), lane))
 	if err := x.store.DropLane(context.Background(), lane); !errors.Is(err, queue.ErrNoLane) {
@@ -869,7 +887,7 @@ func (x *suite) dropLane() {
 
 func (x *suite) endLane() {
 	other := queue.LaneID{Source: source, Destination: mail}
-	if err := x.store.EndLane(lane, true); !errors.Is(err, queue.ErrNoLane) {
+	if err := x.store.EndLane(lane, queue.Ended); !errors.Is(err, queue.ErrNoLane) {
 		x.Errorf("end of an unknown lane: %v", err)
 	}
 	x.open(lane, other)
@@ -877,9 +895,9 @@ func (x *suite) endLane() {
 	got := x.lease(lane, 3)
 	x.store.Ack(got[0])
 	x.store.Retry(got[1], x.Clock.Now(), x.failure("TimedOut"))
-	x.must(x.store.EndLane(lane, true))
+	x.must(x.store.EndLane(lane, queue.Ended))
 	x.add(3)
-	x.must(x.store.EndLane(lane, true)) // It keeps its end.
+	x.must(x.store.EndLane(lane, queue.Ended)) // It keeps its end.
 	for range 2 {
 		s := x.store.LaneStats(lane)
 		x.equal("ledger", s.Ledger, queue.Ledger{Accepted: 4, Delivered: 1, Pending: 3})
@@ -915,7 +933,7 @@ func (x *suite) endLane() {
 		x.reopenStore()
 		x.open(lane, other)
 	}
-	x.must(x.store.EndLane(lane, false))
+	x.must(x.store.EndLane(lane, queue.GoOn))
 	x.add(1)
 	got = x.lease(lane, 10)
 	x.equal("it goes on with", seqs(got), []uint64{8})
@@ -924,9 +942,9 @@ func (x *suite) endLane() {
 
 	// One that has not read all up to its end goes on with all.
 	x.add(1)
-	x.must(x.store.EndLane(lane, true))
+	x.must(x.store.EndLane(lane, queue.Ended))
 	x.add(1)
-	x.must(x.store.EndLane(lane, false))
+	x.must(x.store.EndLane(lane, queue.GoOn))
 	x.equal("it goes on with", seqs(x.lease(lane, 10)), []uint64{9, 10})
 }
 
@@ -940,7 +958,7 @@ func (x *suite) destinations() {
 	x.equal("at first", list(), []string(nil))
 	x.open(lane, second)
 	x.add(2)
-	x.must(x.store.Bury(x.lease(lane, 1)[0], x.failure("Rejected")))
+	x.buried(x.store.Bury(x.lease(lane, 1)[0], x.failure("Rejected")))
 	x.must(x.store.DropLane(context.Background(), lane))
 	x.must(x.store.DropLane(context.Background(), second))
 	for range 2 {
@@ -985,7 +1003,7 @@ func (x *suite) staleSettlements() {
 	x.store.Ack(got[0])
 	x.store.Ack(got[0])
 	x.store.Retry(got[0], x.Clock.Now(), x.failure("TimedOut"))
-	x.must(x.store.Bury(got[0], x.failure("Rejected")))
+	x.buried(x.store.Bury(got[0], x.failure("Rejected")))
 	x.store.Release(got[0])
 	x.ledger(lane, counts{Accepted: 2, Delivered: 1, Pending: 1, InFlight: 1})
 	x.store.Release(got[1])
@@ -1127,11 +1145,12 @@ func (x *suite) closed() {
 	_, _, oldestErr := x.store.LeaseOldest(lane)
 	_, expireErr := x.store.BuryExpired(ctx, lane, x.Clock.Now(), queue.Failure{})
 	_, trimErr := x.store.TrimDeadLetters(ctx, crm, x.Clock.Now(), x.Clock.Now(), 0)
+	_, buryErr := x.store.Bury(got[0], queue.Failure{})
 	for name, err := range map[string]error{
 		"Append": appendErr, "Lease": leaseErr, "LeaseOldest": oldestErr, "BuryExpired": expireErr, "TrimDeadLetters": trimErr,
 		"OpenLane":          x.store.OpenLane(lane),
 		"DropLane":          x.store.DropLane(ctx, lane),
-		"Bury":              x.store.Bury(got[0], queue.Failure{}),
+		"Bury":              buryErr,
 		"DeadLetters":       x.store.DeadLetters(ctx, crm, "", func(queue.DeadLetter) bool { return true }),
 		"DeleteDeadLetters": x.store.DeleteDeadLetters(ctx, crm, "x"),
 	} {
@@ -1212,7 +1231,7 @@ func (x *suite) concurrent() {
 						case 1:
 							x.store.Retry(d, x.Clock.Now().Add(time.Duration(n%3)*time.Millisecond), x.failure("TimedOut"))
 						case 2:
-							if err := x.store.Bury(d, x.failure("Rejected")); err != nil {
+							if _, err := x.store.Bury(d, x.failure("Rejected")); err != nil {
 								x.Error(err)
 							}
 							mu.Lock()
