@@ -229,6 +229,8 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 	p1, p2 := runs("p1", healthy("a")), runs("p2", failing("a", "TimedOut", 0))
 	*p1.destination() = liveconfig.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Ledger: liveconfig.Ledger{Delivered: 1, Filtered: 2, DeadLettered: 3, Discarded: 5, Pending: 4}, Retrying: 1, OldestPending: at(-time.Hour), NextAttempt: at(time.Minute), Endpoints: p1.destination().Endpoints}
 	*p2.destination() = liveconfig.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Ledger: liveconfig.Ledger{Delivered: 10, Filtered: 20, DeadLettered: 30, Discarded: 50, Pending: 40}, Retrying: 10, OldestPending: at(-2 * time.Hour), Endpoints: p2.destination().Endpoints}
+	p1.destination().Endpoints[0].FirstAttemptsPending, p1.destination().Endpoints[0].FirstAttemptsSkipped = 3, 5
+	p2.destination().Endpoints[0].FirstAttemptsPending, p2.destination().Endpoints[0].FirstAttemptsSkipped = 30, 50
 	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{p1, p2}, t0)
 	sec := func(d time.Duration) *metav1.Time { x := timestamp(at(d)); return &x }
 	want := &v1alpha1.DeliveryStatus{Delivered: 11, Filtered: 22, DeadLettered: 33, Discarded: 55, Pending: 44, Retrying: 11, OldestPendingTime: sec(-2 * time.Hour), NextAttemptTime: sec(time.Minute)}
@@ -237,7 +239,8 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 	}
 	wantEndpoints := []v1alpha1.EndpointStatus{{
 		Name: "a", State: v1alpha1.EndpointDegraded, LastSuccessTime: sec(-time.Second),
-		LastFailure: &v1alpha1.DeliveryFailure{Time: *sec(-time.Second), Reason: "TimedOut", Message: "the words"},
+		LastFailure:          &v1alpha1.DeliveryFailure{Time: *sec(-time.Second), Reason: "TimedOut", Message: "the words"},
+		FirstAttemptsPending: 33, FirstAttemptsSkipped: 55,
 	}}
 	if diff := cmp.Diff(wantEndpoints, d.Status.Endpoints); diff != "" {
 		t.Error(diff)
@@ -254,10 +257,14 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 		if diff := cmp.Diff(want, d.Status.Delivery); diff != "" {
 			t.Error(diff)
 		}
+		if e := d.Status.Endpoints[0]; e.FirstAttemptsPending != 33 || e.FirstAttemptsSkipped != 55 {
+			t.Errorf("%d first attempts pending and %d skipped", e.FirstAttemptsPending, e.FirstAttemptsSkipped)
+		}
 	})
 	t.Run("a restart leaves history and condition", func(t *testing.T) {
 		fresh := runs("p1", idle("a"))
 		fresh.destination().Delivered = 11
+		wantEndpoints[0].FirstAttemptsPending, wantEndpoints[0].FirstAttemptsSkipped = 0, 0 // As it reports.
 		d := destinationStatus(t, d, accepted(), []Pod{fresh}, at(time.Minute))
 		if got := summary(d.Status.Conditions); !strings.HasSuffix(got, "False/TimedOut") {
 			t.Error(got)

@@ -147,6 +147,14 @@ func TestExplain(t *testing.T) {
 		{"nothing sent yet", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Endpoints[0] = v1alpha1.EndpointStatus{Name: "primary", State: v1alpha1.EndpointIdle}
 		}), "", "", "", `NOTICE Endpoint nothing has been sent to "primary"`},
+		{"skipped first attempts", d(func(d *v1alpha1.WebhookDestination) {
+			d.Status.Endpoints[0].FirstAttemptsSkipped = 7
+		}), "", "", "", `NOTICE Endpoint 7 messages were never sent to "primary": the retry window ended before their turn`},
+		{"first attempts that wait, and skipped ones, by a report", func(f *Facts) {
+			report(nil)(f)
+			f.Destinations[0].Status.Endpoints = append(f.Destinations[0].Status.Endpoints, v1alpha1.EndpointStatus{Name: "b", State: v1alpha1.EndpointHealthy})
+			f.Reports[0].Tenants[0].Destinations[0].Endpoints = []liveconfig.EndpointReport{{Name: "b", FirstAttemptsPending: 1}}
+		}, "", "", "", `NOTICE Endpoint 1 message has not been sent to "b" yet`},
 		{"a backlog", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Delivery.Pending, d.Status.Delivery.OldestPendingTime = 1, at(100*time.Hour)
 		}), "", "", "", "NOTICE Backlog 1 message waits, the oldest was accepted 4 days ago; 120 messages delivered"},

@@ -388,6 +388,8 @@ func TestMetrics(t *testing.T) {
 			"posthorn_delivery_in_flight_limit":                   1024,
 			"posthorn_lane_messages a  web accepted":              5,
 			"posthorn_lane_messages a  web delivered":             5,
+			"posthorn_endpoint_first_attempts_pending a e0":       0,
+			"posthorn_endpoint_first_attempts_skipped_total a e0": 0,
 			"posthorn_lane_messages b  web dead_lettered":         5,
 			"posthorn_lane_messages c  web pending":               5,
 		} {

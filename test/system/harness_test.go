@@ -11,6 +11,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -324,8 +325,9 @@ type receiver struct {
 	requests []request
 	unsigned int
 	secret   string
-	// respond, when set, decides the status.
+	// respond, when set, decides the status; failed counts the messages that it failed, by id.
 	respond func(n int) int
+	failed  map[string]int
 }
 
 type request struct {
@@ -364,6 +366,10 @@ func (r *receiver) serve(w http.ResponseWriter, req *http.Request) {
 	defer r.mu.Unlock()
 	if r.respond != nil {
 		if status := r.respond(len(r.requests)); status != http.StatusOK {
+			if r.failed == nil {
+				r.failed = map[string]int{}
+			}
+			r.failed[req.Header.Get("Idempotency-Key")]++
 			w.WriteHeader(status)
 			return
 		}
@@ -378,6 +384,13 @@ func (r *receiver) set(respond func(n int) int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.respond = respond
+}
+
+// failures returns the messages that it failed.
+func (r *receiver) failures() map[string]int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return maps.Clone(r.failed)
 }
 
 func (r *receiver) got() []request {

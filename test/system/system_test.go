@@ -489,8 +489,14 @@ func TestAnyAndEveryEndpoint(t *testing.T) {
 				if delivered, _, _, _ := p.ledger("crm"); delivered != 10 {
 					t.Errorf("%d delivered", delivered)
 				}
+				p.eventually("each message is sent to the URL that fails, too", func() error {
+					if n := len(bad.failures()); n < 10 {
+						return fmt.Errorf("%d messages", n)
+					}
+					return nil
+				})
 				bad.set(nil)
-				time.Sleep(500 * time.Millisecond)
+				time.Sleep(2 * time.Second) // Longer than an open circuit's first probe takes to come.
 				if n := len(bad.got()); n > 0 {
 					t.Errorf("%d messages that one URL took were sent to the other again", n)
 				}

@@ -27,7 +27,7 @@ type disk struct {
 	quota           atomic.Int64 // Of one Source's log; 0 for none.
 	unseen          atomic.Int64 // Bytes written since the last look.
 	trimmed         atomic.Int64 // Bytes freed by ranges, and not given back to the file system yet.
-	excess          atomic.Int64 // Bytes above the point from which first attempts give way; see room.go.
+	excess          atomic.Int64 // Bytes above the point from which first attempts give way; see skip.go.
 }
 
 // Bytes after which the next look at the disk is due, and after which freed ranges are compacted.

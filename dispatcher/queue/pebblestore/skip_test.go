@@ -1,0 +1,159 @@
+package pebblestore
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/cockroachdb/pebble/v2/vfs"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+var (
+	fastLane = queue.LaneID{Source: "shop/web", Destination: "shop/crm", Endpoint: "fast", Any: true}
+	deadLane = queue.LaneID{Source: "shop/web", Destination: "shop/crm", Endpoint: "dead", Any: true}
+)
+
+// appendOne appends a message of 1 KB.
+func appendOne(s *Store, n int) error {
+	_, err := s.Append(context.Background(), []queue.Message{{
+		Source: "shop/web", ID: fmt.Sprint("m", n), Type: "track", AcceptedAt: time.Now(), Body: bytes.Repeat([]byte("x"), 1000),
+	}})
+	return err
+}
+
+// deliver acknowledges all that waits in a lane.
+func deliver(t *testing.T, s *Store, lane queue.LaneID) {
+	t.Helper()
+	for {
+		got, err := s.Lease(lane, 64, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(got) == 0 {
+			return
+		}
+		for _, d := range got {
+			s.Ack(d)
+		}
+	}
+}
+
+// A URL that is dead must not keep new calls of its Source out: what another URL
+// took is skipped and counted at the quota.
+func TestDeadURLAtTheQuota(t *testing.T) {
+	const messages, quota = 3000, 1 << 20
+	dir := t.TempDir()
+	s := open(t, dir, Options{MaxBytesPerSource: quota})
+	for _, lane := range []queue.LaneID{fastLane, deadLane} {
+		if err := s.OpenLane(lane); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var hanging []queue.Delivery
+	for i := range messages {
+		if err := appendOne(s, i); err != nil {
+			t.Fatalf("message %d was refused: %v", i, err)
+		}
+		deliver(t, s, fastLane)
+		if i == 20 {
+			hanging, _ = s.Lease(deadLane, 3, nil)
+		}
+	}
+	st := s.LaneStats(deadLane)
+	if st.Skipped < messages-quota/1000 || st.Skipped+st.FirstAttempts != messages {
+		t.Errorf("%d first attempts were skipped and %d wait, of %d", st.Skipped, st.FirstAttempts, messages)
+	}
+	if n := s.SourceStats("shop/web").LogBytes; n > quota {
+		t.Errorf("the log has %d bytes of %d", n, quota)
+	}
+	want := queue.Ledger{Accepted: messages, Delivered: messages}
+	if got := s.LaneStats(deadLane.Group()).Ledger; got != want {
+		t.Errorf("the ledger is %+v, want %+v", got, want)
+	}
+	// What was under way and ends after all was no skipped attempt.
+	s.Ack(hanging[0])
+	s.Retry(hanging[1], time.Now(), queue.Failure{Time: time.Now(), Reason: "TimedOut"})
+	s.Release(hanging[2])
+	after := s.LaneStats(deadLane)
+	if after.Skipped != st.Skipped-2 || after.Delivered != 1 || after.Balance() != nil {
+		t.Errorf("after the end of the attempts under way: %+v", after)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s = open(t, dir, Options{MaxBytesPerSource: quota})
+	defer s.Close()
+	if again := s.LaneStats(deadLane); again.Skipped != after.Skipped || again.Ledger != after.Ledger {
+		t.Errorf("after a restart %+v, want %+v", again, after)
+	}
+}
+
+// What no URL took is kept, and new calls are refused at the quota.
+func TestQuotaKeepsWhatNobodyTook(t *testing.T) {
+	s := open(t, t.TempDir(), Options{MaxBytesPerSource: 100 << 10})
+	defer s.Close()
+	for _, lane := range []queue.LaneID{fastLane, deadLane} {
+		if err := s.OpenLane(lane); err != nil {
+			t.Fatal(err)
+		}
+	}
+	n := 0
+	for ; n < 1000; n++ {
+		if err := appendOne(s, n); errors.Is(err, queue.ErrFull) {
+			break
+		} else if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if st := s.LaneStats(deadLane.Group()); n == 1000 || st.Pending != int64(n) || s.LaneStats(deadLane).Skipped != 0 {
+		t.Errorf("%d messages were taken; the ledger is %+v, %d skipped", n, st.Ledger, s.LaneStats(deadLane).Skipped)
+	}
+}
+
+// usageFS is a file system whose use is set.
+type usageFS struct {
+	vfs.FS
+	used atomic.Uint64
+}
+
+func (f *usageFS) GetDiskUsage(string) (vfs.DiskUsage, error) {
+	const total = 1 << 30
+	used := f.used.Load()
+	return vfs.DiskUsage{TotalBytes: total, UsedBytes: used, AvailBytes: total - used}, nil
+}
+
+// Near the high-water mark first attempts give way, before calls are refused.
+func TestDeadURLAtTheHighWaterMark(t *testing.T) {
+	fs := &usageFS{FS: vfs.NewMem()}
+	s := open(t, "data", Options{FS: fs, HighWater: 0.85, MinFreeBytes: 1 << 20, MemTableBytes: 1 << 20, MaintainInterval: time.Hour})
+	defer s.Close()
+	for _, lane := range []queue.LaneID{fastLane, deadLane} {
+		if err := s.OpenLane(lane); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i := range 2000 {
+		if err := appendOne(s, i); err != nil {
+			t.Fatal(err)
+		}
+	}
+	deliver(t, s, fastLane)
+	s.maintain(false)
+	if n := s.LaneStats(deadLane).Skipped; n != 0 {
+		t.Errorf("%d skipped while there is room", n)
+	}
+	fs.used.Store(820 << 20) // The mark is at 870 MiB.
+	s.maintain(false)
+	if st := s.LaneStats(deadLane); st.Skipped == 0 || s.Full() {
+		t.Errorf("%d skipped; full: %t", st.Skipped, s.Full())
+	}
+	if err := appendOne(s, 2000); err != nil {
+		t.Errorf("a call is refused: %v", err)
+	}
+}
