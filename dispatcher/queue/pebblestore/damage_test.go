@@ -261,7 +261,7 @@ func (v *victim) settle(t *testing.T, s *Store, rnd *rand.Rand) {
 			case 0:
 				s.Retry(d, time.Now().Add(time.Hour), f)
 			case 1:
-				if err := s.Bury(d, f); err != nil {
+				if _, err := s.Bury(d, f); err != nil {
 					t.Fatal(err)
 				}
 				fate[d.Seq] = "dead"

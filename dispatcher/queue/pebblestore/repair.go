@@ -181,7 +181,7 @@ func (w *rebuilder) scan(prefix []byte, fn func(k, v []byte) error) error {
 
 // mend makes the parts of the store agree with each other.
 func (w *rebuilder) mend() error {
-	for _, step := range []func() error{w.readSources, w.readLanes, w.mendLogs, w.mendLanes, w.mendDestinations, w.mendMeta} {
+	for _, step := range []func() error{w.readSources, w.readLanes, w.mendLogs, w.mendGroups, w.mendLanes, w.mendDestinations, w.mendMeta} {
 		if err := step(); err != nil {
 			return err
 		}
@@ -227,7 +227,7 @@ func (w *rebuilder) readLanes() error {
 	orphans := map[string][]*lane{} // By the name of a Source that has no number.
 	err := w.scan(keyLanes, func(k, v []byte) error {
 		d := decoder{b: v}
-		id := d.laneID()
+		id := d.laneName()
 		if d.bad || len(k) != 10 {
 			return nil
 		}
@@ -442,6 +442,7 @@ func (w *rebuilder) mendLog(n uint64) error {
 	if err != nil {
 		return err
 	}
+	w.heads[n] = h
 	value := binary.BigEndian.AppendUint64(nil, h.seq)
 	return w.set(key(prefixHead, n), binary.BigEndian.AppendUint64(value, max(h.bytes, bytes)))
 }
@@ -479,12 +480,16 @@ func (w *rebuilder) mendLane(l *lane, first, head uint64) (need uint64, err erro
 	switch {
 	case missing > 0:
 		w.lose("%d messages of %s that waited to be sent to %s again", missing, l.id.Source, laneName(l.id))
+		if l.id.Any { // Its group books it.
+			l.letGo += uint64(missing)
+			break
+		}
 		l.passed += uint64(missing)
 		gone := queue.Ledger{Accepted: missing, Discarded: missing}
 		w.dropped[l.id.Source], w.dropped[l.id.Destination] = w.dropped[l.id.Source].Plus(gone), w.dropped[l.id.Destination].Plus(gone)
 	case missing < 0:
 		again := -missing
-		for _, count := range []*uint64{&l.delivered, &l.buried, &l.filtered, &l.passed} {
+		for _, count := range []*uint64{&l.delivered, &l.buried, &l.letGo, &l.filtered, &l.passed} {
 			part := min(int64(*count), again)
 			*count -= uint64(part)
 			again -= part

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/cockroachdb/pebble/v2"
 	"github.com/cockroachdb/pebble/v2/vfs"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -155,5 +156,66 @@ func TestDeadURLAtTheHighWaterMark(t *testing.T) {
 	}
 	if err := appendOne(s, 2000); err != nil {
 		t.Errorf("a call is refused: %v", err)
+	}
+}
+
+// A repair keeps the ledger of a group, and what its lanes have.
+func TestRepairKeepsGroups(t *testing.T) {
+	dir := t.TempDir()
+	s := open(t, dir, Options{})
+	for _, lane := range []queue.LaneID{fastLane, deadLane} {
+		if err := s.OpenLane(lane); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i := range 300 {
+		if err := appendOne(s, i); err != nil {
+			t.Fatal(err)
+		}
+	}
+	got, err := s.Lease(fastLane, 200, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, d := range got {
+		switch failure := (queue.Failure{Time: time.Now(), Reason: "Rejected"}); {
+		case i%10 == 0:
+			s.Retry(d, time.Now().Add(time.Hour), failure)
+		case i%10 == 1:
+			if _, err := s.Bury(d, failure); err != nil {
+				t.Fatal(err)
+			}
+		default:
+			s.Ack(d)
+		}
+	}
+	want := []queue.LaneStats{s.LaneStats(fastLane), s.LaneStats(deadLane), s.LaneStats(fastLane.Group())}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	lock, err := pebble.LockDirectory(dir, vfs.Default)
+	if err != nil {
+		t.Fatal(err)
+	}
+	salvager, err := newSalvager(dir, lock)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var r Repaired
+	fresh := t.TempDir()
+	if err := errors.Join(rebuild(salvager, fresh, &r), lock.Close()); err != nil {
+		t.Fatal(err)
+	}
+	if len(r.Lost) > 0 {
+		t.Errorf("lost: %q", r.Lost)
+	}
+	s = open(t, fresh, Options{})
+	for i, id := range []queue.LaneID{fastLane, deadLane, fastLane.Group()} {
+		if got := s.LaneStats(id); got.Ledger != want[i].Ledger || got.FirstAttempts != want[i].FirstAttempts {
+			t.Errorf("%v has %+v, want %+v", id, got, want[i])
+		}
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
 	}
 }
