@@ -72,6 +72,10 @@ type Options struct {
 	// AudienceOwner is the URL of the pod that keeps the members of audiences and
 	// tells of deletion requests; empty when it is this one.
 	AudienceOwner string
+	// Memory bounds the resident memory of the process, which the dispatcher must have
+	// to itself: at least MinMemory bytes. 0 sizes all buffers for DefaultMemory and
+	// leaves the garbage collector alone.
+	Memory int64
 	// Queue tunes the store.
 	Queue pebblestore.Options
 	// Repair makes a damaged store sound at the start, as far as it can be read, instead of refusing to start.
@@ -114,6 +118,9 @@ func New(o Options) (*Dispatcher, error) {
 	if o.DataDir == "" {
 		return nil, errors.New("dispatcher: no data directory; set --data")
 	}
+	if o.Memory != 0 && o.Memory < MinMemory {
+		return nil, fmt.Errorf("dispatcher: memory of %d bytes is too small; set --memory to %d or more", o.Memory, MinMemory)
+	}
 	if o.Logger == nil {
 		o.Logger = slog.Default()
 	}
@@ -151,6 +158,15 @@ func New(o Options) (*Dispatcher, error) {
 	}
 	q := o.Queue
 	q.Logger, q.Registerer = o.Logger, d.metrics
+	q.DataDir = o.DataDir
+	plan := planMemory(cmp.Or(o.Memory, DefaultMemory))
+	q.MemTableBytes = cmp.Or(q.MemTableBytes, plan.memTable)
+	q.CacheBytes = cmp.Or(q.CacheBytes, plan.cache)
+	q.DuplicateMemory = cmp.Or(q.DuplicateMemory, plan.duplicates)
+	if o.Memory != 0 {
+		plan.bound()
+		q.Quiet = onQuiet()
+	}
 	if d.store, err = openStore(filepath.Join(o.DataDir, "queue"), q, o.Repair); err != nil {
 		d.closeListeners()
 		return nil, err
@@ -160,13 +176,14 @@ func New(o Options) (*Dispatcher, error) {
 	settled := deletion.NewSettled(d.store)
 	d.engine = delivery.New(delivery.Options{
 		Store: settled, Client: d.client, Logger: o.Logger, Registerer: d.metrics, Tracer: o.Tracer,
-		OrphanGrace: o.OrphanGrace, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.roomForDeadLetters,
+		OrphanGrace: o.OrphanGrace, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.roomForDeadLetters, MaxInFlight: plan.inFlight,
 	})
 	d.configs = newConfigs(o.Logger, o.OrphanGrace, d.store, d.engine.Apply)
 	d.metrics.MustRegister(reportCollector{d})
 	d.ingest = ingest.New(ingest.Options{
 		View: d.configs.view, Skip: d.configs.skip, BeginRouting: d.configs.beginRouting,
 		Append: d.store.Append, Logger: o.Logger, Registerer: d.metrics, TrustedProxies: o.TrustedProxies, Tracer: o.Tracer,
+		MaxBuffered: plan.requests,
 	})
 	if d.members, err = audience.New(audience.Options{
 		Dir: filepath.Join(o.DataDir, "audiences"), View: d.configs.view, Skip: d.configs.skip, BeginRouting: d.configs.beginRouting, Queue: d.store, Full: func() bool { return !d.diskForSync() }, Room: d.roomForSync,

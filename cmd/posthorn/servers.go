@@ -17,9 +17,11 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/KimMachineGun/automemlimit/memlimit"
 	"github.com/go-logr/logr"
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
+	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
@@ -45,6 +47,7 @@ type dataFlags struct {
 	egress, proxies   []string
 	certFile, keyFile string
 	sourceQuota       string
+	memory            string
 }
 
 func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
@@ -60,6 +63,7 @@ func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 	f.DurationVar(&d.options.DrainTimeout, "drain-timeout", 10*time.Second, "how long calls and deliveries in progress may take to finish at shutdown")
 	f.DurationVar(&d.options.OrphanGrace, "orphan-grace", 10*time.Minute, "how long the messages of a deleted destination are kept, and calls with a removed write key are answered 503")
 	f.DurationVar(&d.options.Queue.DuplicateWindow, "duplicate-window", 10*time.Minute, "how long a messageId is remembered, up to 24h; a call that repeats it is dropped")
+	f.StringVar(&d.memory, "memory", strconv.Itoa(dispatcher.DefaultMemory/1_000_000)+"M", "bound of the resident memory, for example 400M or 1Gi; all buffers follow from it. The limit of the container lowers it")
 	f.BoolVar(&d.options.Repair, "repair", false, "when a file of the store is damaged, keep what can be read and start, as posthorn repair --apply does, instead of refusing to")
 	f.BoolVar(&d.options.Debug, "debug", false, "add /debug to the admin listener: lanes, live config without secrets, profiles")
 	f.StringVar(&d.sourceQuota, "source-quota", "auto", "bytes of undelivered calls that one Source may keep on disk; beyond that its calls are answered 503 until some are delivered. auto: half of the room below the high-water mark of 85 %; none or 0: no limit but that mark")
@@ -103,7 +107,30 @@ func (d *dataFlags) parse() (err error) {
 		}
 		d.options.Queue.MaxBytesPerSource = bytes
 	}
+	if d.options.Memory, err = memoryBound(d.memory, memlimit.FromCgroup); err != nil {
+		return err
+	}
 	return nil
+}
+
+// memoryBound returns the bytes that --memory allows, at most nine tenths of the
+// container's limit: the rest is the kernel's, for sockets and files.
+func memoryBound(flag string, containerLimit func() (uint64, error)) (int64, error) {
+	quantity, err := resource.ParseQuantity(flag)
+	if err != nil {
+		return 0, usagef("--memory %q: use a size such as 400M or 1Gi", flag)
+	}
+	bound := quantity.Value()
+	if bound < dispatcher.MinMemory {
+		return 0, usagef("--memory %s: too small; use %dM or more", flag, dispatcher.MinMemory/1_000_000)
+	}
+	// A limit that cannot be read is none.
+	if limit, err := containerLimit(); err == nil && limit/10*9 < uint64(bound) {
+		if bound = int64(limit / 10 * 9); bound < dispatcher.MinMemory {
+			return 0, fmt.Errorf("the container's memory limit of %d bytes is too small; set it to %dMi or more", limit, (dispatcher.MinMemory*10/9)>>20+1)
+		}
+	}
+	return bound, nil
 }
 
 // checkListen holds an address to [HOST]:PORT; empty is fine.
@@ -186,7 +213,7 @@ names them. Status is read with 'posthorn get'.`,
 			}
 			control := standalone.New(standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), CheckHost: data.options.Egress.CheckHost, Logger: log, Sink: d, Report: d.Report})
 			resources.set(control.Handler())
-			log.Info("posthorn takes calls", "listen", d.Addr().String(), "admin", d.AdminAddr().String(), "manifests", manifests, "data", data.options.DataDir)
+			log.Info("posthorn takes calls", "listen", d.Addr().String(), "admin", d.AdminAddr().String(), "manifests", manifests, "data", data.options.DataDir, "memoryLimit", data.options.Memory)
 			group, ctx := errgroup.WithContext(cmd.Context())
 			group.Go(func() error { return d.Run(ctx) })
 			group.Go(func() error { return control.Run(ctx) })
@@ -253,7 +280,7 @@ The chart runs it; see docs/install.md.`,
 			default:
 				return usagef("--admin-auth %q: use kubernetes or none", adminAuth)
 			}
-			logStart(log)
+			logStart(log, data.options.Memory)
 			if data.options.Pod == "" {
 				data.options.Pod, _ = os.Hostname()
 			}
@@ -335,7 +362,7 @@ docs/install.md.`,
 			if err != nil {
 				return err
 			}
-			logStart(log)
+			logStart(log, debug.SetMemoryLimit(-1))
 			group, ctx := errgroup.WithContext(cmd.Context())
 			if o.DispatcherTokenFile != "" && o.MetricsBindAddress != "0" {
 				client, err := kubernetes.NewForConfig(config)
@@ -365,9 +392,9 @@ docs/install.md.`,
 	return cmd
 }
 
-// logStart says what starts; memoryLimit, in bytes, is what the garbage collector keeps to.
-func logStart(log *slog.Logger) {
-	log.Info("posthorn starts", "version", version, "memoryLimit", debug.SetMemoryLimit(-1))
+// logStart logs the start of a server that keeps to memoryLimit bytes.
+func logStart(log *slog.Logger, memoryLimit int64) {
+	log.Info("posthorn starts", "version", version, "memoryLimit", memoryLimit)
 }
 
 // bridgeLogs sends what Kubernetes' libraries log to our handler: the first one of

@@ -25,6 +25,8 @@ var (
 	only    = flag.String("only", "", "run only the rows whose name contains this")
 	parked  = flag.Int("parked", 1_000_000, "messages to park for the memory and restart rows")
 	profile = flag.String("profile", "", "write the dispatcher's profiles to this folder: cpu, allocs and mutex, of the last measurement")
+	binary  = flag.String("binary", "", "posthorn binary of the burst row; built from this tree when empty")
+	memory  = flag.String("memory", "", "its --memory; the default when empty")
 	asJSON  = flag.Bool("json", false, "print one JSON object a row instead of the table")
 )
 
@@ -142,6 +144,7 @@ var measurements = []struct {
 	{"many", measureMany},
 	{"parked", measureParked},
 	{"idle", measureIdle},
+	{"burst", measureBurst},
 }
 
 func (b *bench) window() time.Duration { return time.Duration(*seconds * float64(time.Second)) }

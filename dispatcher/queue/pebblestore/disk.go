@@ -3,6 +3,7 @@ package pebblestore
 import (
 	"errors"
 	"fmt"
+	iofs "io/fs"
 	"os"
 	"strings"
 	"sync"
@@ -23,11 +24,12 @@ type disk struct {
 	// full: Append is refused. exhausted: expired messages are not copied to the
 	// dead letters either.
 	full, exhausted atomic.Bool
-	used            atomic.Int64 // By the store.
+	used            atomic.Int64 // By the data folder; at most a second old.
 	quota           atomic.Int64 // Of one Source's log; 0 for none.
 	unseen          atomic.Int64 // Bytes written since the last look.
 	trimmed         atomic.Int64 // Bytes freed by ranges, and not given back to the file system yet.
 	excess          atomic.Int64 // Bytes above the point from which first attempts give way; see skip.go.
+	freedAll        atomic.Int64 // Bytes ever freed.
 }
 
 // Bytes after which the next look at the disk is due, and after which freed ranges are compacted.
@@ -38,15 +40,16 @@ const (
 
 func (d *disk) init(s *Store) { d.s = s }
 
-// memTableBytes chooses the write buffer by the size of the file system: its
-// log, its recycled logs and the buffers being flushed take a few times as much.
+// memTableBytes is the size of a write buffer. On a small file system it is
+// smaller: its log, its recycled logs and the buffers being flushed take a few times as much.
 func (d *disk) memTableBytes() int64 {
-	const least, most = 4 << 20, 64 << 20
-	usage, err := d.s.o.FS.GetDiskUsage(existing(d.s.o.FS, d.s.dir))
+	const least = 4 << 20
+	o := &d.s.o
+	usage, err := o.FS.GetDiskUsage(existing(o.FS, d.s.dir))
 	if err != nil {
-		return most
+		return o.MemTableBytes
 	}
-	return min(max(int64(usage.TotalBytes/128), least), most)
+	return min(o.MemTableBytes, max(int64(usage.TotalBytes/128), least))
 }
 
 // existing is the nearest directory that is there.
@@ -70,7 +73,13 @@ func (d *disk) wrote(bytes int) {
 	}
 }
 
-func (d *disk) freed(bytes int64) { d.trimmed.Add(bytes) }
+func (d *disk) freed(bytes int64) {
+	d.trimmed.Add(bytes)
+	d.freedAll.Add(bytes)
+}
+
+// activity is all that was ever written to the engine's logs and freed.
+func (d *disk) activity() int64 { return d.s.fs.logged.Load() + d.freedAll.Load() }
 
 // look compares the file system with the marks. File systems that cannot tell have no marks.
 func (d *disk) look() {
@@ -126,7 +135,7 @@ func (d *disk) setQuota(usage vfs.DiskUsage) {
 // SourceQuota is how many bytes of undelivered messages one Source may keep; 0 is no bound.
 func (s *Store) SourceQuota() int64 { return s.disk.quota.Load() }
 
-// roomToFlush tells whether Close may write what the log already holds a second time.
+// roomToFlush reports whether Close or a reclaim may write what the log already holds a second time.
 func (d *disk) roomToFlush() bool { return !d.exhausted.Load() }
 
 // diskFull is called when a write met a full disk.
@@ -139,9 +148,6 @@ func (s *Store) diskFull() {
 
 // Full tells whether Append is refused because the disk is above its high-water mark.
 func (s *Store) Full() bool { return s.disk.full.Load() }
-
-// DiskBytes is about what the store takes of the disk. It is at most a second old.
-func (s *Store) DiskBytes() int64 { return s.disk.used.Load() }
 
 // runMaintenance looks at the disk and frees what no lane needs.
 func (s *Store) runMaintenance() {
@@ -160,9 +166,11 @@ func (s *Store) runMaintenance() {
 func (s *Store) maintain(all bool) {
 	s.disk.maintaining.Lock()
 	defer s.disk.maintaining.Unlock()
+	s.disk.used.Store(s.DiskBytes())
 	s.disk.look()
 	s.syncPositions()
-	if err := errors.Join(s.trim(all || s.disk.full.Load()), s.makeRoom(), s.eraseAllBits()); err != nil {
+	reclaim := s.reclaimDue()
+	if err := errors.Join(s.trim(all || reclaim || s.disk.full.Load()), s.makeRoom(), s.eraseAllBits()); err != nil {
 		s.log.Error("freeing delivered messages failed; trying again", "error", s.explain(err))
 	}
 	if n := s.disk.trimmed.Load(); n >= flushBytes || n > 0 && (all || s.disk.full.Load()) {
@@ -173,7 +181,9 @@ func (s *Store) maintain(all bool) {
 		}
 		s.disk.trimmed.Add(-n)
 	}
-	s.disk.used.Store(int64(s.db.Metrics().DiskSpaceUsage()))
+	if reclaim {
+		s.startReclaim()
+	}
 }
 
 // What a log must have to be freed before trimAge.
@@ -186,14 +196,8 @@ const (
 // trim frees the messages that no lane needs. A log's head has a key of its own
 // and survives a log that is freed to its end.
 func (s *Store) trim(all bool) error {
-	s.mu.RLock()
-	logs := make([]*sourceLog, 0, len(s.logs))
-	for _, l := range s.logs {
-		logs = append(logs, l)
-	}
-	s.mu.RUnlock()
 	var cuts []cut
-	for _, l := range logs {
+	for _, l := range s.allLogs() {
 		c, err := s.cut(l, all)
 		if err != nil {
 			return err
@@ -312,6 +316,10 @@ type patientFS struct {
 	synced func(time.Duration)
 	// positions are how far the logs and the manifest were synced.
 	positions syncedFiles
+	// logged counts the bytes written to the engine's logs.
+	logged atomic.Int64
+	// recycling is held while a log is renamed to be written again, and while logs are removed.
+	recycling sync.Mutex
 }
 
 // patience is the time between two tries, and how long a closing store tries.
@@ -370,7 +378,7 @@ func (fs *patientFS) file(name string, c vfs.DiskWriteCategory, open func() (vfs
 	journal := &journalFile{patientFile: p, name: fs.PathBase(name)}
 	switch c {
 	case writeAhead:
-		return &logFile{journal}, nil
+		return &logFile{journalFile: journal}, nil
 	case manifests:
 		return journal, nil
 	}
@@ -416,9 +424,18 @@ func (fs *patientFS) OpenReadWrite(name string, c vfs.DiskWriteCategory, opts ..
 	return fs.file(name, c, func() (vfs.File, error) { return fs.FS.OpenReadWrite(name, c, opts...) })
 }
 
+// ReuseForWrite makes a new file when the old one was removed to give its room back.
 func (fs *patientFS) ReuseForWrite(oldname, newname string, c vfs.DiskWriteCategory) (vfs.File, error) {
-	fs.positions.removed(fs.PathBase(oldname))
-	return fs.file(newname, c, func() (vfs.File, error) { return fs.FS.ReuseForWrite(oldname, newname, c) })
+	return fs.file(newname, c, func() (vfs.File, error) {
+		fs.recycling.Lock()
+		defer fs.recycling.Unlock()
+		fs.positions.removed(fs.PathBase(oldname))
+		f, err := fs.FS.ReuseForWrite(oldname, newname, c)
+		if errors.Is(err, iofs.ErrNotExist) {
+			return fs.FS.Create(newname, c)
+		}
+		return f, err
+	})
 }
 
 func (fs *patientFS) Link(oldname, newname string) error {
@@ -489,8 +506,27 @@ func (f *patientFile) Preallocate(off, n int64) error {
 	return nil
 }
 
-// logFile tells how long its syncs take.
-type logFile struct{ *journalFile }
+// logFile is a log of the engine. It tells how long its syncs take.
+type logFile struct {
+	*journalFile
+	allocated int64
+}
+
+// logStep is how far ahead of its end a log is preallocated.
+const logStep = 4 << 20
+
+// Preallocate does nothing: the engine asks for as much as a whole write buffer, also of an idle store.
+func (*logFile) Preallocate(int64, int64) error { return nil }
+
+func (f *logFile) Write(p []byte) (int, error) {
+	for f.written+int64(len(p)) > f.allocated {
+		_ = f.patientFile.Preallocate(f.allocated, logStep) // It only spares work later.
+		f.allocated += logStep
+	}
+	n, err := f.journalFile.Write(p)
+	f.fs.logged.Add(int64(n))
+	return n, err
+}
 
 func (f *logFile) SyncData() error {
 	started := time.Now()

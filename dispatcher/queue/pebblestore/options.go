@@ -22,6 +22,13 @@ const (
 // high-water mark.
 const NoQuota = -1
 
+// WriteBuffers is how many write buffers there are at most: four that hold messages, one
+// that is begun, and one that is kept to be used again.
+const WriteBuffers = stopWrites + 2
+
+// stopWrites is the number of full write buffers at which writes wait for a flush.
+const stopWrites = 4
+
 // Options tune a Store. The zero value works: no duplicate detection, a quota per
 // Source of half the room, and a high-water mark of 85 % of the file system.
 type Options struct {
@@ -49,8 +56,9 @@ type Options struct {
 	// four memtables when 0.
 	MinFreeBytes int64
 
-	// MemTableBytes is the size of a write buffer. 0 chooses by the size of the
-	// file system, up to 64 MiB. The write-ahead log takes a few times as much disk.
+	// MemTableBytes is the size of a write buffer, of which there are WriteBuffers at
+	// most; a small file system makes it smaller. 8 MiB when 0. The write-ahead log
+	// takes as much disk.
 	MemTableBytes int64
 	// CacheBytes is the size of the block cache; 32 MiB when 0.
 	CacheBytes int64
@@ -61,6 +69,13 @@ type Options struct {
 	SyncInterval time.Duration
 	// MaintainInterval is the time between two looks at the disk and at what can be freed; 1 s when 0.
 	MaintainInterval time.Duration
+
+	// DataDir is the folder whose size DiskBytes reports; the store's own when empty.
+	DataDir string
+	// Quiet is called with true after a burst, when the store gave back what it had
+	// taken, so that the process can return memory to the machine, and with false
+	// when the next burst begins; nil for nothing.
+	Quiet func(bool)
 
 	// FS is the file system; that of the machine when nil. For tests.
 	FS vfs.FS
@@ -85,12 +100,16 @@ func (o *Options) setDefaults() error {
 	}
 	set(&o.DuplicateMemory, 16<<20)
 	set(&o.HighWater, DefaultHighWater)
+	set(&o.MemTableBytes, 8<<20)
 	set(&o.CacheBytes, 32<<20)
 	set(&o.FlushInterval, 50*time.Millisecond)
 	set(&o.SyncInterval, 250*time.Millisecond)
 	set(&o.MaintainInterval, time.Second)
 	if o.Logger == nil {
 		o.Logger = slog.Default()
+	}
+	if o.Quiet == nil {
+		o.Quiet = func(bool) {}
 	}
 	if o.FS == nil {
 		o.FS = vfs.Default

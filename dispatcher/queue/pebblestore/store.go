@@ -14,6 +14,7 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"os"
 	"slices"
 	"strings"
@@ -48,6 +49,8 @@ type Store struct {
 	dir string
 	fs  *patientFS
 	db  *pebble.DB
+	// cache is db's; it lives as long as db.
+	cache *pebble.Cache
 	// lock keeps other processes away from before the files are checked until after they are closed.
 	lock     *pebble.Lock
 	accepted acceptedFile
@@ -74,6 +77,7 @@ type Store struct {
 	spare      sync.Pool // Of requests.
 	duplicates *duplicates
 	disk       disk
+	reclaimer  reclaimer
 	flusher    flusher
 	waker      waker
 	metrics    *metrics
@@ -148,6 +152,7 @@ func Open(dir string, o Options) (*Store, error) {
 		spare:  sync.Pool{New: func() any { return &request{answer: make(chan struct{}, 1)} }},
 		notify: func(queue.LaneID) {},
 	}
+	set(&s.o.DataDir, dir)
 	s.metrics = newMetrics(s)
 	s.fs = &patientFS{FS: o.FS, full: s.diskFull, room: s.disk.roomToCompact, stop: make(chan struct{}), synced: s.metrics.synced}
 	s.disk.init(s)
@@ -161,7 +166,7 @@ func Open(dir string, o Options) (*Store, error) {
 			return nil, fmt.Errorf("open the queue in %s: %w", dir, err)
 		}
 	}
-	s.disk.used.Store(int64(s.db.Metrics().DiskSpaceUsage()))
+	s.disk.used.Store(s.DiskBytes())
 	s.disk.look()
 	s.recallDamage()
 	if err := s.metrics.register(o.Registerer); err != nil {
@@ -246,22 +251,19 @@ func (s *Store) closeFiles() error {
 }
 
 func (s *Store) openDB() error {
-	memTable := s.o.MemTableBytes
-	if memTable == 0 {
-		memTable = s.disk.memTableBytes()
-	}
+	memTable := s.disk.memTableBytes()
 	set(&s.o.MinFreeBytes, 4*memTable)
-	cache := pebble.NewCache(s.o.CacheBytes)
-	defer cache.Unref()
+	s.cache = pebble.NewCache(s.o.CacheBytes)
+	defer s.cache.Unref()
 	opts := &pebble.Options{
 		FS:                          s.fs,
 		Lock:                        s.lock,
-		Cache:                       cache,
+		Cache:                       s.cache,
 		Logger:                      engineLogger{s},
 		EventListener:               s.events(),
 		FormatMajorVersion:          pebble.FormatNewest,
 		MemTableSize:                uint64(memTable),
-		MemTableStopWritesThreshold: 4,
+		MemTableStopWritesThreshold: stopWrites,
 		L0CompactionThreshold:       8,
 		L0StopWritesThreshold:       100,
 		MaxOpenFiles:                1000,
@@ -547,6 +549,12 @@ func (s *Store) count(c counted, log *sourceLog, dest *destination) {
 	dest.counted = append(dest.counted, c)
 }
 
+func (s *Store) allLogs() []*sourceLog {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	return slices.Collect(maps.Values(s.logs))
+}
+
 func (s *Store) sourceLog(source string) *sourceLog {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
@@ -715,7 +723,8 @@ func (s *Store) events() *pebble.EventListener {
 			s.log.Error("a file of the queue is corrupt", "path", info.Path, "error", info.Details)
 			s.noteDamage(info.Path)
 		},
-		FlushEnd: func(pebble.FlushInfo) { s.flushed.Store(true) },
+		FlushEnd:   func(pebble.FlushInfo) { s.flushed.Store(true) },
+		WALCreated: func(info pebble.WALCreateInfo) { s.reclaimer.newestLog.Store(uint64(info.FileNum)) },
 		WriteStallBegin: func(info pebble.WriteStallBeginInfo) {
 			s.log.Warn("the queue's disk cannot keep up; writes wait", "reason", info.Reason)
 		},

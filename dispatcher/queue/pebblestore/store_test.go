@@ -1,6 +1,7 @@
 package pebblestore
 
 import (
+	"context"
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
@@ -31,7 +32,10 @@ func open(t testing.TB, dir string, o Options) *Store {
 	return s
 }
 
-func trimNow(s queue.Store) { s.(*Store).maintain(true) }
+func trimNow(s queue.Store) {
+	s.(*Store).maintain(true)
+	_ = s.(*Store).reclaim(context.Background()) // It fails where the file system does.
+}
 
 func TestConformance(t *testing.T) {
 	storetest.Run(t, func(t *testing.T) storetest.Engine {

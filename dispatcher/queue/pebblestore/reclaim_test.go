@@ -1,0 +1,239 @@
+package pebblestore
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/cockroachdb/pebble/v2"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+)
+
+// onDisk is what du prints for a folder, in bytes.
+func onDisk(t testing.TB, dir string) (total int64) {
+	t.Helper()
+	err := filepath.WalkDir(dir, func(_ string, d fs.DirEntry, err error) error {
+		if err == nil {
+			var info fs.FileInfo
+			if info, err = d.Info(); err == nil {
+				total += info.Sys().(*syscall.Stat_t).Blocks * 512
+			}
+		}
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return total
+}
+
+func TestEmptyStoreIsSmall(t *testing.T) {
+	dir := t.TempDir()
+	s := open(t, dir, Options{MemTableBytes: 64 << 20})
+	defer s.Close()
+	if err := s.OpenLane(lane1); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.flushLanes(pebble.Sync); err != nil {
+		t.Fatal(err)
+	}
+	if got := onDisk(t, dir); got > 16<<20 {
+		t.Errorf("an empty store takes %d bytes of disk, want at most 16 MiB", got)
+	}
+}
+
+// noise appends n batches of 50 messages with bodies of 4 KB that do not compress.
+func noise(t testing.TB, s *Store, prefix string, n int) {
+	t.Helper()
+	rnd := rand.NewChaCha8([32]byte([]byte(fmt.Sprintf("%-32s", prefix))))
+	for i := range n {
+		batch := make([]queue.Message, 50)
+		for j := range batch {
+			batch[j] = message(fmt.Sprint(prefix, i, "-", j))
+			batch[j].Body = make([]byte, 4<<10)
+			_, _ = rnd.Read(batch[j].Body)
+		}
+		if _, err := s.Append(t.Context(), batch); err != nil {
+			t.Error(err)
+			return
+		}
+	}
+}
+
+// deliver acknowledges all that waits.
+func deliver(t testing.TB, s *Store, id queue.LaneID) (n int) {
+	t.Helper()
+	for {
+		got, err := s.Lease(id, 100, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(got) == 0 {
+			return n
+		}
+		for _, d := range got {
+			s.Ack(d)
+		}
+		n += len(got)
+	}
+}
+
+// After each burst that was delivered the store gives its disk back by itself,
+// once, and works on with new logs where the old ones were removed.
+func TestDiskComesBackAfterABurst(t *testing.T) {
+	dir := t.TempDir()
+	var quiet, busy atomic.Int64
+	o := Options{MaintainInterval: 20 * time.Millisecond, MemTableBytes: 1 << 20, Quiet: func(is bool) {
+		if is {
+			quiet.Add(1)
+		} else {
+			busy.Add(1)
+		}
+	}}
+	s := open(t, dir, o)
+	if err := s.OpenLane(lane1); err != nil {
+		t.Fatal(err)
+	}
+	for burst := range 3 {
+		was := quiet.Load()
+		noise(t, s, fmt.Sprint("b", burst, "-"), 60) // 12 MB.
+		before := onDisk(t, dir)
+		if before < 12<<20 {
+			t.Fatalf("burst %d: %d bytes on disk while 12 MB wait: the test does not measure what it should", burst, before)
+		}
+		if n := deliver(t, s, lane1); n != 3000 {
+			t.Fatalf("burst %d: delivered %d messages, want 3000", burst, n)
+		}
+		eventually(t, "the store is quiet", func() bool { return quiet.Load() > was })
+		eventually(t, "the disk is free again", func() bool { return onDisk(t, dir) <= 8<<20 })
+	}
+	// An idle store does nothing more.
+	q := quiet.Load()
+	time.Sleep(50 * o.MaintainInterval)
+	if got := quiet.Load(); got != q {
+		t.Errorf("an idle store reclaimed %d more times", got-q)
+	}
+	if b := busy.Load(); b < 2 || b >= q {
+		t.Errorf("of 3 bursts quiet was reported %d times and busy %d times", q, b)
+	}
+	// What is kept after a reclaim survives a kill: the removed logs held nothing.
+	noise(t, s, "kept-", 2)
+	if err := s.reclaim(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	noise(t, s, "more-", 2)
+	copied := copyOf(t, dir)
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	again := open(t, copied, o)
+	defer again.Close()
+	if err := again.OpenLane(lane1); err != nil {
+		t.Fatal(err)
+	}
+	if n := deliver(t, again, lane1); n != 200 {
+		t.Errorf("after a kill %d messages wait, want 200", n)
+	}
+}
+
+// Reclaims and recycled logs do not meet: no log that is in use is ever removed.
+func TestReclaimDuringABurst(t *testing.T) {
+	dir := t.TempDir()
+	s := open(t, dir, Options{MemTableBytes: 1 << 20, Fatal: func(err error) { panic(err) }})
+	if err := s.OpenLane(lane1); err != nil {
+		t.Fatal(err)
+	}
+	var writers sync.WaitGroup
+	for n := range 4 {
+		writers.Go(func() { noise(t, s, fmt.Sprint("w", n, "-"), 15) })
+	}
+	ended := make(chan struct{})
+	go func() { writers.Wait(); close(ended) }()
+	for reclaims := 0; ; reclaims++ {
+		if err := s.reclaim(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case <-ended:
+		default:
+			continue
+		}
+		break
+	}
+	copied := copyOf(t, dir)
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	again := open(t, copied, Options{})
+	defer again.Close()
+	if err := again.OpenLane(lane1); err != nil {
+		t.Fatal(err)
+	}
+	if n := deliver(t, again, lane1); n != 3000 {
+		t.Errorf("after a kill %d messages wait, want 3000", n)
+	}
+}
+
+// The reported size follows every file below the data folder: logs that are
+// preallocated or recycled, tables, and files of others.
+func TestDiskBytesAreThoseOfTheFolder(t *testing.T) {
+	data := t.TempDir()
+	s := open(t, filepath.Join(data, "queue"), Options{DataDir: data, MemTableBytes: 1 << 20})
+	defer s.Close()
+	if err := s.OpenLane(lane1); err != nil {
+		t.Fatal(err)
+	}
+	if err := writeFile(filepath.Join(data, "others", "members"), strings.Repeat("x", 3<<20)); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 30 {
+		noise(t, s, fmt.Sprint("n", i, "-"), 5)
+		if i%3 == 0 {
+			deliver(t, s, lane1)
+			s.maintain(true)
+		}
+		before, got, after := onDisk(t, data), s.DiskBytes(), onDisk(t, data)
+		if low, high := min(before, after), max(before, after); float64(got) < 0.9*float64(low) || float64(got) > 1.1*float64(high) {
+			t.Errorf("step %d: DiskBytes is %d, the folder takes %d to %d", i, got, low, high)
+		}
+	}
+	if got := s.DiskBytes(); got < 3<<20 {
+		t.Errorf("DiskBytes is %d, without the other files of the data folder", got)
+	}
+}
+
+func writeFile(path, text string) error {
+	return errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, []byte(text), 0o600))
+}
+
+// copyOf copies what a kill at this moment would leave.
+func copyOf(t *testing.T, dir string) string {
+	t.Helper()
+	copied := filepath.Join(t.TempDir(), "killed")
+	for range 100 {
+		_ = os.RemoveAll(copied)
+		before := strings.Join(files(t, dir, "*"), " ")
+		err := os.CopyFS(copied, os.DirFS(dir))
+		// No flush or compaction ended meanwhile.
+		if err == nil && before == strings.Join(files(t, dir, "*"), " ") {
+			return copied
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+	t.Fatal("the store's files change all the time")
+	return ""
+}
