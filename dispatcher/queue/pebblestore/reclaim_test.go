@@ -74,8 +74,8 @@ func noise(t testing.TB, s *Store, prefix string, n int) {
 	}
 }
 
-// deliver acknowledges all that waits.
-func deliver(t testing.TB, s *Store, id queue.LaneID) (n int) {
+// acknowledgeAll acknowledges all that waits.
+func acknowledgeAll(t testing.TB, s *Store, id queue.LaneID) (n int) {
 	t.Helper()
 	for {
 		got, err := s.Lease(id, 100, nil)
@@ -115,7 +115,7 @@ func TestDiskComesBackAfterABurst(t *testing.T) {
 		if before < 12<<20 {
 			t.Fatalf("burst %d: %d bytes on disk while 12 MB wait: the test does not measure what it should", burst, before)
 		}
-		if n := deliver(t, s, lane1); n != 3000 {
+		if n := acknowledgeAll(t, s, lane1); n != 3000 {
 			t.Fatalf("burst %d: delivered %d messages, want 3000", burst, n)
 		}
 		eventually(t, "the store is quiet", func() bool { return quiet.Load() > was })
@@ -145,7 +145,7 @@ func TestDiskComesBackAfterABurst(t *testing.T) {
 	if err := again.OpenLane(lane1); err != nil {
 		t.Fatal(err)
 	}
-	if n := deliver(t, again, lane1); n != 200 {
+	if n := acknowledgeAll(t, again, lane1); n != 200 {
 		t.Errorf("after a kill %d messages wait, want 200", n)
 	}
 }
@@ -183,7 +183,7 @@ func TestReclaimDuringABurst(t *testing.T) {
 	if err := again.OpenLane(lane1); err != nil {
 		t.Fatal(err)
 	}
-	if n := deliver(t, again, lane1); n != 3000 {
+	if n := acknowledgeAll(t, again, lane1); n != 3000 {
 		t.Errorf("after a kill %d messages wait, want 3000", n)
 	}
 }
@@ -203,7 +203,7 @@ func TestDiskBytesAreThoseOfTheFolder(t *testing.T) {
 	for i := range 30 {
 		noise(t, s, fmt.Sprint("n", i, "-"), 5)
 		if i%3 == 0 {
-			deliver(t, s, lane1)
+			acknowledgeAll(t, s, lane1)
 			s.maintain(true)
 		}
 		before, got, after := onDisk(t, data), s.DiskBytes(), onDisk(t, data)
