@@ -58,13 +58,13 @@ var (
 	errBareCR      = errors.New("a line of the head holds a CR; remove it")
 	errFolded      = errors.New("a header line begins with a space; write each header on one line")
 	errHeaderName  = errors.New("a header line has no name, or a space before its colon; write NAME: VALUE")
-	errVersion     = errors.New("the request line does not end with HTTP/1.1 or HTTP/1.0")
+	errVersion     = errors.New("the request line does not end with HTTP/1.1 or HTTP/1.0; send METHOD PATH HTTP/1.1")
 	errBothLengths = errors.New("a request has Content-Length and Transfer-Encoding; send one of them")
 	errOldChunked  = errors.New("a request of HTTP/1.0 has Transfer-Encoding; send Content-Length or HTTP/1.1")
-	errLength      = errors.New("the Content-Length is not one decimal number")
-	errChunkSize   = errors.New("a chunk's size is not a hexadecimal number")
-	errLongLine    = errors.New("a line of the head is too long")
-	errManyResets  = errors.New("the client reset too many HTTP/2 streams")
+	errLength      = errors.New("the Content-Length is not one decimal number; send it once, with digits only")
+	errChunkSize   = errors.New("the size of a chunk is not a hexadecimal number; send hexadecimal digits only")
+	errLongLine    = errors.New("a line of the head is too long; send shorter headers")
+	errManyResets  = errors.New("the client reset too many HTTP/2 streams; wait for the answers")
 )
 
 const (
@@ -78,6 +78,9 @@ const (
 	frameHead  = 9
 )
 
+// prefaceEnd is what follows the first line of HTTP/2's connection preface.
+var prefaceEnd = []byte("\r\nSM\r\n\r\n")
+
 // scan follows the bytes that were read. With a fault, sound is how many of them
 // come before the line or frame at fault; of a request line, before its end.
 func (f *framing) scan(p []byte) (sound int, e events, fault error) {
@@ -87,6 +90,10 @@ func (f *framing) scan(p []byte) (sound int, e events, fault error) {
 			return len(p), e, nil
 		case inBody, inChunk, inPreface:
 			n := min(f.left, int64(len(p)-i))
+			if rest := p[i : i+int(n)]; f.state == inPreface && !bytes.HasPrefix(prefaceEnd[len(prefaceEnd)-int(f.left):], rest) {
+				// net/http would serve it as a request of HTTP/1.
+				return i, e, errVersion
+			}
 			i += int(n)
 			if f.left -= n; f.left > 0 {
 				break
@@ -180,7 +187,7 @@ func (f *framing) readRequestLine(text []byte) error {
 		}
 		return nil
 	case first && f.http2 && string(text) == "PRI * HTTP/2.0":
-		f.state, f.left = inPreface, int64(len("\r\nSM\r\n\r\n"))
+		f.state, f.left = inPreface, int64(len(prefaceEnd))
 		return nil
 	case !bytes.HasSuffix(text, []byte(" HTTP/1.1")) && !bytes.HasSuffix(text, []byte(" HTTP/1.0")):
 		return errVersion
@@ -199,7 +206,7 @@ func (f *framing) readHeader(text []byte) error {
 	switch {
 	case len(name) == len("Content-Length") && bytes.EqualFold(name, []byte("Content-Length")):
 		n, err := strconv.ParseUint(string(value), 10, 62)
-		if err != nil || value[0] == '+' || f.length >= 0 {
+		if err != nil || f.length >= 0 {
 			return errLength
 		}
 		f.length = int64(n)

@@ -151,6 +151,23 @@ func TestFaultsEndTheConnection(t *testing.T) {
 	}
 }
 
+// net/http serves a request with method PRI as HTTP/1 when it is not the preface of
+// HTTP/2. The framing must not follow such a connection as frames, unchecked.
+func TestHTTP1BehindTheFirstLineOfHTTP2(t *testing.T) {
+	f := newFixture(t, 100)
+	for _, encrypted := range []bool{false, true} {
+		c := f.dial(t, encrypted)
+		_, _ = io.WriteString(c, "PRI * HTTP/2.0\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n")
+		answers, _ := io.ReadAll(c)
+		if !bytes.HasPrefix(answers, []byte("HTTP/1.1 400 ")) || bytes.Count(answers, []byte("HTTP/1.1 ")) != 1 {
+			t.Errorf("TLS %v: the answers are %q, want one 400", encrypted, answers)
+		}
+	}
+	if n := f.started.Load(); n != 0 {
+		t.Errorf("%d requests reached the handler, want 0", n)
+	}
+}
+
 // Sound requests pass: with both protocols, in clear text and over TLS.
 func TestSoundRequestsPass(t *testing.T) {
 	f := newFixture(t, 100)
@@ -187,7 +204,7 @@ func TestSoundRequestsPass(t *testing.T) {
 			}
 		}
 	}
-	// Clear text at the port for TLS is told so.
+	// The port for TLS answers clear text with an explanation.
 	c, err := net.Dial("tcp", f.tlsAddr)
 	if err != nil {
 		t.Fatal(err)
