@@ -74,6 +74,9 @@ func (r *Redactor) Redact(text []byte, more ...string) []byte {
 	shown := make([]byte, 0, len(text))
 	done := 0
 	for i, s := range f.spans {
+		if s.from >= f.end {
+			break // Text between f.end and s.from belongs to the secret that is cut off.
+		}
 		if s.to <= done {
 			continue
 		}
@@ -149,6 +152,9 @@ func unescape(text []byte) (plain []byte, offsets []int) {
 		var decoded [utf8.UTFMax]byte
 		decoded[0] = text[i]
 		n, size := 1, 1
+		if (text[i] == '%' && i+3 > len(text)) || (text[i] == '\\' && (i+1 == len(text) || text[i+1] == 'u' && i+6 > len(text))) {
+			return plain, append(offsets, i) // an escape that the end of the text cuts off
+		}
 		if code, ok := number(text, i+1, 2); text[i] == '%' && ok {
 			decoded[0], size = byte(code), 3
 		} else if text[i] == '\\' && i+1 < len(text) {

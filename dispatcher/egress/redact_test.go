@@ -79,12 +79,14 @@ func TestRedactLeavesTheRest(t *testing.T) {
 	for text, want := range map[string]string{
 		"":                               "",
 		"nothing here: 100 %, \\ %zz %4": "nothing here: 100 %, \\ %zz %4",
-		"s3cr3ts3cr3t":                   redacted,
-		"s3cr3t s3cr3t":                  redacted + " " + redacted,
-		"the end is s3c":                 "the end is s3c",
-		"the end is s3cr3":               "the end is ",
-		"the end is %73%33%63%72":        "the end is ",
-		strings.Repeat("-", 2000):        strings.Repeat("-", 1024),
+		"the end is %73%33%63%72%7":      "the end is ",
+		`the end is \u0073\u0033\u0063\u0072\u00`: "the end is ",
+		"s3cr3ts3cr3t":            redacted,
+		"s3cr3t s3cr3t":           redacted + " " + redacted,
+		"the end is s3c":          "the end is s3c",
+		"the end is s3cr3":        "the end is ",
+		"the end is %73%33%63%72": "the end is ",
+		strings.Repeat("-", 2000): strings.Repeat("-", 1024),
 		strings.Repeat("-", 1020) + "s3cr3t, then more": strings.Repeat("-", 1020) + redacted[:4],
 	} {
 		if text != "" && strings.Contains(text, "k") {
@@ -93,6 +95,10 @@ func TestRedactLeavesTheRest(t *testing.T) {
 		if diff := cmp.Diff(want, string(r.Redact([]byte(text)))); diff != "" {
 			t.Errorf("%q: -want +got:\n%s", text, diff)
 		}
+	}
+	// One secret is a part of another one, which the end of the text cuts off.
+	if got := string(NewRedactor("PATH/TOKEN/part", "TOKEN").Redact([]byte("end: PATH/TOKEN/pa"))); got != "end: " {
+		t.Errorf("a secret within a cut secret: %q", got)
 	}
 	if got := string(r.Redact([]byte("a signature: AbCdEf012345"), "abcdef012345")); got != "a signature: "+redacted {
 		t.Errorf("a further secret: %q", got)
