@@ -289,8 +289,7 @@ func (c *countingReader) Read(p []byte) (int, error) {
 
 // showProgress draws a line again and again, on a terminal only, until stop is called.
 func showProgress(w io.Writer, line func() string) (stop func()) {
-	file, ok := w.(*os.File)
-	if !ok || !isTerminal(file) {
+	if _, ok := w.(terminal); !ok {
 		return func() {}
 	}
 	done, ended := make(chan struct{}), make(chan struct{})

@@ -86,8 +86,8 @@ func TestProgressOnATerminal(t *testing.T) {
 	defer file.Close()
 	var drawn atomic.Int64
 	line := func() string { return toldLine(&syncAnswer{Added: 10, Unsent: 10 - drawn.Add(1)}) }
-	stopFile := showProgress(file, func() string { t.Error("it is drawn into a file"); return "" })
-	stop := showProgress(terminal, line)
+	stopFile := showProgress(safeOnTerminal(file), func() string { t.Error("it is drawn into a file"); return "" })
+	stop := showProgress(safeOnTerminal(terminal), line)
 	for drawn.Load() < 3 {
 		time.Sleep(10 * time.Millisecond)
 	}

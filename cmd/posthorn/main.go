@@ -65,9 +65,9 @@ func Main(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 	root.SetArgs(args)
 	root.SetIn(stdin)
 	root.SetOut(safeOnTerminal(stdout))
+	stderr = safeOnTerminal(stderr) // Errors and warnings may quote text from outside.
 	root.SetErr(stderr)
 	cmd, err := root.ExecuteContextC(ctx)
-	stderr = safeOnTerminal(stderr) // Errors may quote what comes from outside.
 	var usage usageError
 	switch {
 	case err == nil:

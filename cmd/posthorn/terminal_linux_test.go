@@ -11,6 +11,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/posthorn/posthorn/controllers/standalone"
 )
 
 // openTerminal returns both ends of a pseudo terminal.
@@ -51,6 +53,9 @@ func TestTerminalGetsNoControlCharacters(t *testing.T) {
 			fmt.Fprintln(w, attempt)
 		case "/debug/pprof/heap":
 			fmt.Fprint(w, hostile)
+		case standalone.Prefix + "/webhookdestinations":
+			w.Header().Set("Warning", "299 - \"il\u2066\u200f\u061c\u202e\"")
+			fmt.Fprint(w, `{"kind": "Table", "apiVersion": "meta.k8s.io/v1", "rows": []}`)
 		default:
 			http.Error(w, hostile, http.StatusNotFound)
 		}
@@ -58,7 +63,7 @@ func TestTerminalGetsNoControlCharacters(t *testing.T) {
 	defer server.Close()
 	for _, args := range [][]string{
 		{"deadletters", "list", "crm"}, {"deadletters", "list", "crm", "-o", "json"}, {"deadletters", "show", "crm", "k"}, {"deadletters", "show", "crm", "none"},
-		{"attempts", "crm"}, {"attempts", "crm", "-o", "json"}, {"tail", "-o", "json"}, {"tail"}, {"debug", "pprof/heap"}, {"get", "sources"},
+		{"attempts", "crm"}, {"attempts", "crm", "-o", "json"}, {"tail", "-o", "json"}, {"tail"}, {"debug", "pprof/heap"}, {"get", "sources"}, {"get", "destinations"},
 	} {
 		screen, terminal := openTerminal(t)
 		shown := make(chan []byte, 1)
