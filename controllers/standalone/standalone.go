@@ -202,7 +202,7 @@ func (c *Control) load(marks []mark) []mark {
 	c.mu.Lock()
 	if len(marks) == 0 && len(c.store.objects) > 0 {
 		// A volume that is not mounted looks like this, and what waits for deleted objects is given up.
-		c.log.Error("the folder of manifests is empty, which is taken for a mistake: the last good objects stay; to remove them all, leave a file with an empty List (apiVersion: v1, kind: List, items: [])", "dir", c.options.Dir)
+		c.log.Error("the folder of manifests is empty, which is probably a mistake: Posthorn keeps the last good objects; to remove them all, leave a file with an empty List (apiVersion: v1, kind: List, items: [])", "dir", c.options.Dir)
 	} else {
 		c.store.load(marks, time.Now())
 	}

@@ -161,14 +161,25 @@ func (s *store) halfWritten(path string, f *file, present map[id]bool) string {
 		}
 	}
 	switch {
-	case f.unreadable || missing == 0:
+	case f.unreadable || f.blank && missing == 0:
+		return ""
+	case cutInLine(f.good, f.text):
+		// A value may be cut off, so that no object is missing.
+		return "the file ends within a line of its last good form: Posthorn keeps that form; write the file to its end, or end its last line"
+	case missing == 0:
 		return ""
 	case f.blank:
-		return fmt.Sprintf("the file is empty, and %d objects were in it: their last good form stays; to delete them remove the file, or write an empty List to it (apiVersion: v1, kind: List, items: [])", missing)
+		return fmt.Sprintf("the file is empty, and %d objects were in it: Posthorn keeps their last good form; to delete them, remove the file, or write an empty List to it (apiVersion: v1, kind: List, items: [])", missing)
 	case cutInDocument(f.good, f.text):
-		return fmt.Sprintf("the file ends within a document of its last good form, and the objects behind that (%d) are missing: the last good form of the file stays; write the file to its end, or end it behind a document", missing)
+		return fmt.Sprintf("the file ends within a document of its last good form, and the objects behind that (%d) are missing: Posthorn keeps the last good form of the file; write the file to its end, or end it behind a document", missing)
 	}
 	return ""
+}
+
+// cutInLine reports whether a text is the beginning of a whole one and ends within a line of it.
+func cutInLine(whole, text []byte) bool {
+	rest, ok := bytes.CutPrefix(whole, text)
+	return ok && len(rest) > 0 && len(text) > 0 && !bytes.HasSuffix(text, []byte("\n")) && rest[0] != '\n' && rest[0] != '\r'
 }
 
 // cutInDocument reports whether a text is the beginning of a whole one and ends

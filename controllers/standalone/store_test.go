@@ -18,7 +18,7 @@ func TestHalfWrittenFiles(t *testing.T) {
 	const (
 		source = "apiVersion: posthorn.dev/v1alpha1\nkind: Source\nmetadata: {name: web}\nspec:\n  writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]\n  allowedOrigins: [\"https://shop.example\"]\n"
 		good   = secret + "---\n" + source + "---\n" + webDestination
-		empty  = "the file is empty, and 3 objects were in it: their last good form stays"
+		empty  = "the file is empty, and 3 objects were in it: Posthorn keeps their last good form"
 		within = "the file ends within a document of its last good form"
 	)
 	key, web, crm := "Secret default/web-key", "Source default/web", "WebhookDestination default/crm"
@@ -105,6 +105,42 @@ func TestHalfWrittenFiles(t *testing.T) {
 	}
 }
 
+// A cut within a line can leave a valid file without a missing object. Such a file
+// changes nothing; the same text with a line end is an edit.
+func TestFileCutWithinALine(t *testing.T) {
+	const good = webSource + "---\napiVersion: v1\nkind: Secret\nmetadata: {name: web-key}\nstringData:\n  writeKey: canary-key\n"
+	cut := strings.TrimSuffix(good, "-key\n")
+	dir, s := t.TempDir(), newStore()
+	for _, step := range []struct {
+		text, problem string
+		generation    int64
+	}{
+		{good, "", 1},
+		{cut, "the file ends within a line of its last good form", 1},
+		{cut, "the file ends within a line of its last good form", 1},
+		{good, "", 1},
+		{strings.TrimSuffix(good, "\n"), "", 1},
+		{cut + "\n", "", 2},
+	} {
+		put(t, dir, "a.yaml", step.text)
+		marks, err := manifests(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.load(marks, time.Now())
+		var problems []string
+		for _, p := range s.problems {
+			problems = append(problems, p.String())
+		}
+		if got := strings.Join(problems, "\n"); (step.problem == "") != (got == "") || !strings.Contains(got, step.problem) {
+			t.Errorf("%q: problems %q, want one with %q", step.text, got, step.problem)
+		}
+		if o := s.objects[id{"Secret", "default", "web-key"}]; o == nil || o.generation != step.generation {
+			t.Errorf("%q: the Secret is %+v, want generation %d", step.text, o, step.generation)
+		}
+	}
+}
+
 // A file that never held objects may be empty, and its objects may move to another file.
 func TestEmptyFilesWithoutObjects(t *testing.T) {
 	dir := t.TempDir()
@@ -132,7 +168,7 @@ func TestEmptyFilesWithoutObjects(t *testing.T) {
 	load(s, "Secret default/web-key")
 }
 
-// Whoever asks for objects is told of problems with manifests, in the form that kubectl prints.
+// An answer with objects reports the problems of the manifests as warnings that kubectl prints.
 func TestProblemsAreWarnings(t *testing.T) {
 	dir := t.TempDir()
 	put(t, dir, "a.yaml", secret)
