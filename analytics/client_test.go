@@ -306,6 +306,9 @@ func TestBatchSizeLimit(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	if err := client.Flush(t.Context()); err != nil { // Close has a time limit, which a busy machine exceeds.
+		t.Fatal(err)
+	}
 	if err := client.Close(); err != nil {
 		t.Fatal(err)
 	}
