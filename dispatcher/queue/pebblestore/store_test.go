@@ -37,6 +37,19 @@ func trimNow(s queue.Store) {
 	_ = s.(*Store).reclaim(context.Background()) // It fails where the file system does.
 }
 
+// laneHas reports whether a message is in a lane.
+func laneHas(s queue.Store, id queue.LaneID, seq uint64) bool {
+	p := s.(*Store)
+	l := p.lane(id)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	ok, err := p.has(l, seq)
+	if err != nil {
+		panic(err)
+	}
+	return ok
+}
+
 func TestConformance(t *testing.T) {
 	storetest.Run(t, func(t *testing.T) storetest.Engine {
 		dir, clock := t.TempDir(), &storetest.Clock{}
@@ -44,7 +57,7 @@ func TestConformance(t *testing.T) {
 			Open: func(t testing.TB) queue.Store {
 				return open(t, dir, Options{DuplicateWindow: 10 * time.Minute, Now: clock.Now})
 			},
-			Clock: clock, DuplicateWindow: 10 * time.Minute, Trim: trimNow,
+			Clock: clock, DuplicateWindow: 10 * time.Minute, Trim: trimNow, Has: laneHas,
 		}
 	})
 }

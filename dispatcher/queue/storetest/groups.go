@@ -158,6 +158,45 @@ func (x *suite) groupLeft() {
 	x.equal("ledger of the destination", x.store.DestinationStats(crm).Ledger, queue.Ledger{Accepted: 7, Delivered: 4, Pending: 3})
 }
 
+// When two lanes leave one after the other, each message stays in exactly one of them:
+// in the second lane where the first one dropped it before, else in the older lane.
+func (x *suite) groupLeaveInTurn() {
+	x.open(memberA, memberB)
+	x.add(4)
+	x.must(x.store.EndLane(memberA, queue.Left))
+	x.equal("of a, while b has all", seqs(x.lease(memberA, 9)), []uint64(nil))
+	x.must(x.store.EndLane(memberA, queue.GoOn))
+	x.add(2)
+	x.must(x.store.EndLane(memberA, queue.Left))
+	x.must(x.store.EndLane(memberB, queue.Left))
+	x.reopenStore()
+	x.open(memberA, memberB)
+
+	oldest, ok := x.oldest(memberB)
+	x.equal("oldest of b", []any{oldest.Seq, ok}, []any{uint64(1), true})
+	x.store.Ack(oldest)
+	b := x.lease(memberB, 9)
+	x.equal("of b", seqs(b), []uint64{2, 3, 4})
+	if buried, err := x.store.Bury(b[0], x.failure("Rejected")); !buried || err != nil {
+		x.Fatalf("buried %t (%v) by the only lane that has the message", buried, err)
+	}
+	x.store.Release(b[1])
+	x.Clock.Advance(time.Hour)
+	n, err := x.store.BuryExpired(context.Background(), memberB, x.Clock.Now(), x.failure("Expired"))
+	x.must(err)
+	x.equal("expired", n, 1)
+	x.store.Release(b[2])
+	x.must(x.store.DropLane(context.Background(), memberB))
+	x.ledger(groupID, counts{Accepted: 6, Delivered: 1, DeadLettered: 2, Discarded: 1, Pending: 2})
+
+	a := x.lease(memberA, 9)
+	x.equal("of a", seqs(a), []uint64{5, 6})
+	for _, d := range a {
+		x.store.Ack(d)
+	}
+	x.ledger(groupID, counts{Accepted: 6, Delivered: 3, DeadLettered: 2, Discarded: 1})
+}
+
 // What is appended while all lanes have ended is not for the group.
 func (x *suite) groupEnds() {
 	x.open(memberA, memberB)
@@ -242,10 +281,8 @@ type groupLane struct {
 	left       bool
 	born       int
 	read       uint64 // As Position says.
-	// maybe: the message was needless at some time, so a lane that has left may have dropped it.
-	maybe   map[uint64]bool
-	fates   map[uint64]fate
-	skipped int64
+	fates      map[uint64]fate
+	skipped    int64
 }
 
 func (m *groupModel) reset() {
@@ -327,9 +364,18 @@ func (m *groupModel) available(l *groupLane, seq uint64, now int64) bool {
 	return f.available(now)
 }
 
-// sync takes over what the lane has read since, other than what was leased.
+// sync takes over what the lane has read or dropped since, other than what was leased.
 func (m *groupModel) sync(l *groupLane) {
-	defer m.forgetful(l)
+	for _, seq := range slices.Sorted(maps.Keys(l.fates)) {
+		f := l.fates[seq]
+		if f.status != released && f.status != retrying || m.Has(m.store, l.id, seq) {
+			continue
+		}
+		if !l.left || m.exempt(seq) || !m.needless(l, seq) {
+			m.Fatalf("lane %v lost message %d, which is %+v", l.id, seq, f)
+		}
+		l.fates[seq] = fate{status: delivered} // Done.
+	}
 	read, _ := m.store.Position(l.id)
 	from := l.read
 	needless := map[uint64]bool{}
@@ -361,15 +407,6 @@ func (m *groupModel) sync(l *groupLane) {
 			if !needless[seq] {
 				m.Fatalf("lane %v read message %d and did not lease it", l.id, seq)
 			}
-		}
-	}
-}
-
-// forgetful marks what a lane that has left may drop.
-func (m *groupModel) forgetful(l *groupLane) {
-	for seq, f := range l.fates {
-		if l.left && !m.exempt(seq) && f.status != leasedNow && m.needless(l, seq) {
-			l.maybe[seq] = true
 		}
 	}
 }
@@ -494,10 +531,8 @@ func (m *groupModel) change() {
 		m.note("open %s", name)
 		m.open(member(name))
 		resume()
-		m.lanes[name] = &groupLane{id: member(name), start: m.head(), read: m.head(), born: m.born, fates: map[uint64]fate{}, maybe: map[uint64]bool{}}
+		m.lanes[name] = &groupLane{id: member(name), start: m.head(), read: m.head(), born: m.born, fates: map[uint64]fate{}}
 		m.born++
-	case l.left && n != 6 && m.unclear(l, false):
-		return
 	case n < 3 && m.head() > 0:
 		end := []queue.End{queue.Ended, queue.Left}[m.rng.IntN(2)]
 		m.note("end %s: %d", name, end)
@@ -522,21 +557,8 @@ func (m *groupModel) change() {
 	}
 }
 
-// unclear reports whether what becomes of a lane's messages depends on those that it may have dropped.
-func (m *groupModel) unclear(l *groupLane, needed bool) bool {
-	for seq := range l.maybe {
-		if m.has(l, seq) && !(needed && m.needless(l, seq)) {
-			return true
-		}
-	}
-	return false
-}
-
 func (m *groupModel) drop(l *groupLane) {
 	m.sync(l)
-	if m.unclear(l, true) {
-		return
-	}
 	m.must(m.store.DropLane(context.Background(), l.id))
 	last := len(m.lanes) == 1
 	for seq := l.start + 1; seq <= m.limit(l) && !last; seq++ {
@@ -586,7 +608,7 @@ func (m *groupModel) lease(l *groupLane, n int) {
 	m.note("lease %d of %s: %v", n, l.id.Endpoint, seqs(got))
 	m.takes(l, got, m.Clock.Now().UnixMilli())
 	for seq := l.start + 1; len(got) < n && seq <= m.limit(l); seq++ {
-		if m.available(l, seq, before) && !l.maybe[seq] {
+		if m.available(l, seq, before) {
 			m.Fatalf("lane %v leased %d of %d, but message %d (%+v) waits: %+v; %+v", l.id, len(got), n, seq, m.log[seq-1], l.fates[seq], m.store.LaneStats(l.id))
 		}
 	}
@@ -601,11 +623,6 @@ func (m *groupModel) oldest(l *groupLane) {
 	}
 	d, ok := m.suite.oldest(l.id)
 	m.note("oldest of %s: %d", l.id.Endpoint, d.Seq)
-	if l.maybe[want] && ok {
-		want = d.Seq
-	} else if l.maybe[want] {
-		want = 0
-	}
 	if d.Seq != want || ok != (want != 0) {
 		m.Fatalf("the oldest of lane %v is %d, want %d", l.id, d.Seq, want)
 	}
@@ -654,9 +671,6 @@ func (m *groupModel) settle(l *groupLane) {
 }
 
 func (m *groupModel) expire(l *groupLane) {
-	if m.unclear(l, true) {
-		return
-	}
 	cut := m.Clock.Now().Add(-time.Duration(m.rng.IntN(200)) * time.Second)
 	n, err := m.store.BuryExpired(context.Background(), l.id, cut, m.failure("Expired"))
 	m.must(err)
@@ -698,6 +712,11 @@ func (m *groupModel) compare() {
 		stats := m.store.LaneStats(l.id)
 		m.must(stats.Balance())
 		m.equal("skipped", stats.Skipped, l.skipped)
+		for seq := l.start + 1; seq <= m.limit(l); seq++ {
+			if has := m.Has(m.store, l.id, seq); has != m.has(l, seq) {
+				m.Fatalf("lane %v has message %d: %t; want the opposite: %+v", l.id, seq, has, l.fates[seq])
+			}
+		}
 	}
 	stored := map[letterID]int{}
 	for _, d := range m.suite.letters(crm, "") {

@@ -30,6 +30,10 @@ type Engine struct {
 	DuplicateWindow time.Duration
 	// Trim, when not nil, frees at once what no lane needs.
 	Trim func(queue.Store)
+	// Has reports whether a message of a group is in a lane: not read yet, leased, or
+	// waiting. Groups needs it: the contract does not say when a lane that has left
+	// drops the messages that other lanes have.
+	Has func(s queue.Store, lane queue.LaneID, seq uint64) bool
 	// Crash, when not nil, lets Model cut the power.
 	Crash Crasher
 }
@@ -90,6 +94,7 @@ func Run(t *testing.T, start func(t *testing.T) Engine) {
 		{"GroupGivesUp", (*suite).groupGivesUp},
 		{"GroupExpires", (*suite).groupExpires},
 		{"GroupLeft", (*suite).groupLeft},
+		{"GroupLeaveInTurn", (*suite).groupLeaveInTurn},
 		{"GroupEnds", (*suite).groupEnds},
 		{"GroupDelete", (*suite).groupDelete},
 		{"Destinations", (*suite).destinations},
