@@ -32,7 +32,7 @@ func planMemory(total int64) memoryPlan {
 	heap := total - programMemory
 	return memoryPlan{
 		heap:       heap,
-		memTable:   min(heap/40, 64<<20),
+		memTable:   min(heap/48, 64<<20),
 		cache:      min(heap/16, 256<<20),
 		duplicates: min(heap/20, 256<<20),
 		requests:   heap / 10 * 3,
@@ -47,7 +47,7 @@ const (
 
 // quietGrowth is how much the heap of a quiet process may grow until the garbage
 // collector runs, in percent: little, because it runs rarely then.
-const quietGrowth = 20
+const quietGrowth = 10
 
 // bound makes the garbage collector keep to the plan. GOMEMLIMIT takes precedence.
 func (p memoryPlan) bound() {

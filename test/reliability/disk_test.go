@@ -103,9 +103,10 @@ func fill(t *testing.T, dir string) (remove func()) {
 	}
 }
 
-// diskOptions are those of a dispatcher whose end by a full disk fails the test.
+// diskOptions are those of a dispatcher whose end by a full disk fails the test. One
+// Source may fill the disk up to the high-water mark.
 func diskOptions(t *testing.T, dir string) dispatcher.Options {
-	return options(t, filepath.Join(dir, "data"), pebblestore.Options{Fatal: func(err error) {
+	return options(t, filepath.Join(dir, "data"), pebblestore.Options{MaxBytesPerSource: pebblestore.NoQuota, Fatal: func(err error) {
 		t.Errorf("the process would have ended: %v", err)
 		select {}
 	}})

@@ -60,7 +60,9 @@ func (s *Store) reclaimDue() bool {
 func (s *Store) startReclaim() {
 	r := &s.reclaimer
 	r.running.Store(true)
-	activity := r.seen
+	// What this pass has freed belongs to the burst that ends.
+	activity := s.disk.activity()
+	r.seen = activity
 	s.done.Go(func() {
 		defer r.running.Store(false)
 		ctx, cancel := context.WithCancel(context.Background())

@@ -150,6 +150,41 @@ func TestDiskComesBackAfterABurst(t *testing.T) {
 	}
 }
 
+// What a reclaim itself frees is not taken for the next burst.
+func TestQuietLasts(t *testing.T) {
+	var quiet, busy atomic.Int64
+	s := open(t, t.TempDir(), Options{MaintainInterval: time.Hour, Quiet: func(is bool) {
+		if is {
+			quiet.Add(1)
+		} else {
+			busy.Add(1)
+		}
+	}})
+	defer s.Close()
+	if err := s.OpenLane(lane1); err != nil {
+		t.Fatal(err)
+	}
+	noise(t, s, "b-", 30)
+	acknowledgeAll(t, s, lane1)
+	if err := s.flushLanes(pebble.Sync); err != nil {
+		t.Fatal(err)
+	}
+	s.maintain(true)
+	noise(t, s, "c-", 5) // Fewer bytes than a log must have to be trimmed before its time.
+	acknowledgeAll(t, s, lane1)
+	if err := s.flushLanes(pebble.Sync); err != nil {
+		t.Fatal(err)
+	}
+	for range quietLooks + 1 {
+		s.maintain(false)
+	}
+	eventually(t, "the store is quiet", func() bool { return quiet.Load() == 1 && !s.reclaimer.running.Load() })
+	s.maintain(false)
+	if n := busy.Load(); n != 0 {
+		t.Errorf("a quiet store was reported busy %d times", n)
+	}
+}
+
 // Reclaims and recycled logs do not meet: no log that is in use is ever removed.
 func TestReclaimDuringABurst(t *testing.T) {
 	dir := t.TempDir()
