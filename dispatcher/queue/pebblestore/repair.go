@@ -95,7 +95,7 @@ func rebuild(s *salvager, dir string, r *Repaired) error {
 	if err != nil {
 		return errors.Join(err, db.Close())
 	}
-	w := &rebuilder{db: db, b: db.NewBatch(), r: r, accepted: map[uint64]acceptedEntry{}, sources: map[uint64]string{}, heads: map[uint64]head{}, lanes: map[uint64]*lane{}, dropped: map[string]queue.Ledger{}, names: map[string]uint64{}}
+	w := &rebuilder{s: s, db: db, b: db.NewBatch(), r: r, accepted: map[uint64]acceptedEntry{}, sources: map[uint64]string{}, heads: map[uint64]head{}, lanes: map[uint64]*lane{}, dropped: map[string]queue.Ledger{}, names: map[string]uint64{}}
 	for _, e := range accepted {
 		w.accepted[e.number] = e
 	}
@@ -134,6 +134,7 @@ func verify(dir string, r *Repaired) error {
 
 // rebuilder writes a store and makes its parts agree.
 type rebuilder struct {
+	s  *salvager
 	db *pebble.DB
 	b  *pebble.Batch
 	r  *Repaired
@@ -243,6 +244,9 @@ func (w *rebuilder) readLanes() error {
 	})
 	if err != nil {
 		return err
+	}
+	if w.s.inBlock(keyLanes) && w.s.inBlock([]byte{prefixLane}) {
+		w.lose("possibly names of lanes: a lane that the repair does not count begins behind the last message")
 	}
 	if err := w.adopt(orphans); err != nil {
 		return err
@@ -392,6 +396,9 @@ func (w *rebuilder) mendLog(n uint64) error {
 			h.seq = max(h.seq, l.next-min(l.next, 1), l.end-min(l.end, 1))
 		}
 	}
+	if len(lanes) == 0 && first > 0 && w.s.maybeMissing(keyLanes) {
+		w.lose("the destinations of %s: its %d messages from %d to %d cannot be delivered", source, last-first+1, first, last)
+	}
 	if !known && !counted && h.seq > 0 {
 		w.lose("the end of the log of %s: messages behind %d, if there were any", source, h.seq)
 	}
@@ -468,6 +475,12 @@ func (w *rebuilder) mendLane(l *lane, first, head uint64) (need uint64, err erro
 			return 0, err
 		}
 	}
+	if from := max(cmp.Or(first, head+1), l.start+1); from < l.next && w.retriesUncertain(l, retries) {
+		w.lose("which messages of %s waited to be sent to %s again: all from %d on are sent again", l.id.Source, laneName(l.id), from)
+		l.next = from
+		maps.DeleteFunc(l.open, func(seq uint64, _ taking) bool { return seq >= from })
+		clear(retries)
+	}
 	if uint64(len(retries)) > l.retries {
 		// Some were settled already. Those whose message is gone are among them.
 		maps.DeleteFunc(retries, func(_ uint64, r *salvagedRetry) bool { return !r.present })
@@ -508,6 +521,14 @@ func (w *rebuilder) mendLane(l *lane, first, head uint64) (need uint64, err erro
 		need = min(need, seq)
 	}
 	return need, nil
+}
+
+// retriesUncertain reports whether messages that waited for a retry may be missing from both indexes of them.
+// The number of entries does not prove the contrary: a damaged part can hold new entries and
+// the deletions of as many old ones.
+func (w *rebuilder) retriesUncertain(l *lane, retries map[uint64]*salvagedRetry) bool {
+	return l.retries > 0 && (uint64(len(retries)) < l.retries ||
+		w.s.maybeMissing(key(prefixRetry, l.number)) && w.s.maybeMissing(key(prefixDue, l.number)))
 }
 
 func (w *rebuilder) writeLane(l *lane, retries map[uint64]*salvagedRetry) error {
@@ -623,6 +644,8 @@ func (w *rebuilder) mendDestinations() error {
 		d := all[name]
 		if lost := had[name] - d.count.Load(); lost > 0 {
 			w.lose("%d dead letters of %s", lost, name)
+		} else if w.s.maybeMissing(destinationKey(name)) && w.s.maybeMissing(deadLetterPrefix(name)) {
+			w.lose("possibly dead letters of %s: their count may be too old", name)
 		}
 		d.put(w.b)
 	}

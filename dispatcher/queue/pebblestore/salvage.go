@@ -39,14 +39,43 @@ type DamagedFile struct {
 // salvager reads the files of a store without the engine: whatever is sound in
 // them, whatever is not.
 type salvager struct {
-	fs            vfs.FS
-	dir           string
-	tables, logs  []string
-	damaged       []DamagedFile
-	unreadable    []string // Tables of which nothing can be read.
+	fs           vfs.FS
+	dir          string
+	tables, logs []string
+	damaged      []DamagedFile
+	unreadable   []string // Tables of which nothing can be read.
+	// missing are the ranges of keys whose newest entries may be in a damaged part.
+	missing       []keyRange
 	manifestSound bool
 	// unopened is why the engine does not open the store, nil when it does or was not asked.
 	unopened error
+}
+
+// keyRange is the keys from first to last; nil for last means all keys.
+type keyRange struct{ first, last []byte }
+
+// maybeMissing reports whether the newest entry of a key that begins with prefix may be in a damaged part.
+func (s *salvager) maybeMissing(prefix []byte) bool {
+	return slices.ContainsFunc(s.missing, func(r keyRange) bool { return r.last == nil || r.holds(prefix) })
+}
+
+// inBlock reports the same for the damaged blocks of tables alone, whose keys are known.
+func (s *salvager) inBlock(prefix []byte) bool {
+	return slices.ContainsFunc(s.missing, func(r keyRange) bool { return r.last != nil && r.holds(prefix) })
+}
+
+func (r keyRange) holds(prefix []byte) bool {
+	return bytes.Compare(r.first, endOf(prefix)) < 0 && bytes.Compare(r.last, prefix) >= 0
+}
+
+// miss notes that entries with keys from first to last cannot be read, or any if last is nil.
+func (s *salvager) miss(first, last []byte) {
+	same := func(r keyRange) bool {
+		return bytes.Equal(r.first, first) && bytes.Equal(r.last, last)
+	}
+	if !slices.ContainsFunc(s.missing, same) {
+		s.missing = append(s.missing, keyRange{first, last})
+	}
 }
 
 func newSalvager(dir string, lock *pebble.Lock) (*salvager, error) {
@@ -88,6 +117,7 @@ func (s *salvager) damage(name, format string, args ...any) {
 // unread notes a table of which nothing can be read.
 func (s *salvager) unread(name, format string, args ...any) {
 	s.damage(name, format, args...)
+	s.miss(nil, nil)
 	if !slices.Contains(s.unreadable, name) {
 		s.unreadable = append(s.unreadable, name)
 	}
@@ -119,6 +149,9 @@ func (s *salvager) readManifest() (oldest uint64) {
 	check, err := checkJournals(s.fs, s.dir, name, oldest)
 	if err != nil {
 		s.damage(name, "%v", err)
+	}
+	if len(check.damaged)+len(check.torn) > 0 {
+		s.miss(nil, nil)
 	}
 	for _, d := range append(check.damaged, check.torn...) {
 		if s.damaged = append(s.damaged, d); d.Path == s.path(name) {
@@ -209,6 +242,7 @@ func (s *salvager) table(name string, fn func(entry) error) error {
 	}
 	if err != nil {
 		s.damage(name, "its deleted ranges: %s", firstLine(err))
+		s.miss(nil, nil)
 	}
 	parts, err := index(ctx, r)
 	if err != nil {
@@ -268,6 +302,7 @@ func (s *salvager) block(name string, r *sstable.Reader, from []byte, b tableBlo
 			return // It looked ahead to a block whose turn comes.
 		}
 		s.damage(name, "bytes %d to %d: %s", b.Offset, b.Offset+b.Length, text)
+		s.miss(from, b.last)
 	}
 	it, err := r.NewIter(sstable.NoTransforms, from, append(slices.Clone(b.last), 0), sstable.AssertNoBlobHandles)
 	if err != nil {
@@ -299,6 +334,7 @@ func (s *salvager) log(name string, fn func(entry) error) error {
 	_, err := scanLogFile(s.fs, s.path(name), number, math.MaxInt, nil, func(rec logRecord) error {
 		if rec.gap >= 0 && named {
 			s.damage(name, "bytes %d to %d", rec.gap, rec.at)
+			s.miss(nil, nil)
 		}
 		named = named || rec.gap >= 0
 		failed = s.batch(name, int(rec.at), rec.data, fn)
@@ -314,6 +350,7 @@ func (s *salvager) batch(name string, at int, batch []byte, fn func(entry) error
 	h, ok := batchrepr.ReadHeader(batch)
 	if !ok {
 		s.damage(name, "the batch at byte %d", at)
+		s.miss(nil, nil)
 		return nil
 	}
 	seq := uint64(h.SeqNum)
@@ -321,6 +358,7 @@ func (s *salvager) batch(name string, at int, batch []byte, fn func(entry) error
 		kind, key, value, ok, err := r.Next()
 		if err != nil {
 			s.damage(name, "the batch at byte %d: %s", at, firstLine(err))
+			s.miss(nil, nil)
 		}
 		if !ok {
 			return nil
