@@ -22,7 +22,8 @@ import (
 // Invariants: a message that is not final is in some lane. A message in the
 // retry index of a lane is not final, "delete" messages excepted. What a lane
 // writes is in one batch with the state of the group, so that the group knows
-// at least what its lanes know.
+// at least what its lanes know. It never knows more of "delete" messages, for which
+// its bits do not prevent that a lane counts a message twice: see lane.aheadOfDisk.
 type group struct {
 	id     queue.LaneID // Its Endpoint is empty.
 	number uint64
@@ -107,6 +108,11 @@ func (g *groupState) decode(v []byte) error {
 // put adds the group's state, and the bits that changed, to a batch. The caller
 // holds mu until the batch is applied.
 func (g *group) put(b *pebble.Batch) {
+	for _, l := range g.lanes {
+		if l.aheadOfDisk {
+			l.putState(b)
+		}
+	}
 	_ = b.Set(key(prefixGroup, g.number), g.encode(), nil)
 	for n, k := range g.blocks {
 		if !k.dirty {
@@ -121,8 +127,11 @@ func (g *group) put(b *pebble.Batch) {
 	}
 }
 
-// putFailed has all bits in memory written again.
+// putFailed has all bits and lanes in memory written again.
 func (g *group) putFailed() {
+	for _, l := range g.lanes {
+		l.aheadOfDisk = true
+	}
 	for _, k := range g.blocks {
 		k.dirty = true
 	}
@@ -328,6 +337,7 @@ func (s *Store) took(b *pebble.Batch, l *lane, d *queue.Delivery) (_ *pebble.Bat
 	}
 	if exempt(d.Type) {
 		g.delivered++
+		l.aheadOfDisk = true
 		return b, true, nil
 	}
 	if first, err = s.finish(g, d.Seq); !first || err != nil {
@@ -482,6 +492,7 @@ func (s *Store) countRead(l *lane, typ string, seq uint64) error {
 	if l.group == nil || !exempt(typ) {
 		return nil
 	}
+	l.aheadOfDisk = true
 	first, err := s.finish(l.group, seq)
 	if !first && err == nil {
 		l.group.extra++

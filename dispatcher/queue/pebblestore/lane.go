@@ -33,6 +33,10 @@ type lane struct {
 	opened, dropped bool
 	// dirty: the lane is in the flusher's list.
 	dirty bool
+	// aheadOfDisk: the group counted a "delete" message of the lane, and the lane was
+	// not written since. The next write of the group includes the lane; else the group
+	// would count the message again after a crash.
+	aheadOfDisk bool
 	// open holds what was taken from the log or the retry index and is not settled.
 	open map[uint64]taking
 	// released are the positions of open that wait, ascending.
@@ -124,6 +128,15 @@ func (s *Store) loadLane(l *lane) error {
 
 // put adds the lane's state to a batch. The caller holds mu until the batch is applied.
 func (l *lane) put(b *pebble.Batch) {
+	l.putState(b)
+	if l.group != nil {
+		l.group.put(b)
+	}
+}
+
+// putState is put without the state of the group.
+func (l *lane) putState(b *pebble.Batch) {
+	l.aheadOfDisk = false
 	var buf [64]uint64
 	open := buf[:0]
 	for seq, t := range l.open {
@@ -132,9 +145,6 @@ func (l *lane) put(b *pebble.Batch) {
 		}
 	}
 	_ = b.Set(key(prefixLane, l.number), l.encode(make([]byte, 0, 64+2*len(open)), open), nil)
-	if l.group != nil {
-		l.group.put(b)
-	}
 }
 
 // changed has the state written soon. The caller holds mu.

@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/cockroachdb/pebble/v2"
 	"github.com/cockroachdb/pebble/v2/vfs"
 	"golang.org/x/sync/errgroup"
 
@@ -112,21 +113,91 @@ func TestCrashes(t *testing.T) {
 	first := env("POSTHORN_CRASH_SEED", 1)
 	for seed := first; seed < first+env("POSTHORN_CRASH_SEEDS", 20); seed++ {
 		t.Run(strconv.Itoa(seed), func(t *testing.T) {
-			storetest.Model(t, uint64(seed), 400, func(t *testing.T) storetest.Engine {
-				clock := &storetest.Clock{}
-				power := newPower()
-				return storetest.Engine{
-					Open: func(t testing.TB) queue.Store {
-						return open(t, "data/queue", Options{
-							FS: power.fs(), DuplicateWindow: 10 * time.Minute, Now: clock.Now, MemTableBytes: 256 << 10, CacheBytes: 1 << 20,
-							FlushInterval: time.Millisecond, SyncInterval: 5 * time.Millisecond,
-							Fatal: func(err error) { t.Errorf("fatal: %v", err) },
-						})
-					},
-					Clock: clock, DuplicateWindow: 10 * time.Minute, Trim: trimNow, Crash: power,
-				}
-			})
+			storetest.Model(t, uint64(seed), 400, crashing)
 		})
+	}
+}
+
+// TestGroupCrashes cuts the power once in each seed, at a random moment of random
+// operations on a group. The variables of TestCrashes set the seeds.
+func TestGroupCrashes(t *testing.T) {
+	first := env("POSTHORN_CRASH_SEED", 1)
+	for seed := first; seed < first+env("POSTHORN_CRASH_SEEDS", 20); seed++ {
+		t.Run(strconv.Itoa(seed), func(t *testing.T) {
+			storetest.GroupsCrash(t, uint64(seed), 400, crashing)
+		})
+	}
+}
+
+// A crash between the writes of two lanes of a group must not make the group count a
+// message of the type "delete" twice.
+func TestGroupCountsDeleteOnceAfterCrash(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		ack  bool
+	}{{"read", false}, {"delivered", true}} {
+		t.Run(test.name, func(t *testing.T) {
+			mem := vfs.NewCrashableMem()
+			s := open(t, "data", Options{FS: mem, FlushInterval: time.Hour})
+			defer s.Close()
+			a := queue.LaneID{Source: "shop/web", Destination: "shop/crm", Endpoint: "a", Any: true}
+			b := a
+			b.Endpoint = "b"
+			lease := func(s *Store, lane queue.LaneID) queue.Delivery {
+				t.Helper()
+				if err := s.OpenLane(lane); err != nil {
+					t.Fatal(err)
+				}
+				got, err := s.Lease(lane, 1, nil)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if len(got) == 0 {
+					return queue.Delivery{}
+				}
+				return got[0]
+			}
+			lease(s, a)
+			lease(s, b)
+			if _, err := s.Append(t.Context(), []queue.Message{{Source: a.Source, ID: "m", Type: "delete", AcceptedAt: time.Now(), Body: []byte("{}")}}); err != nil {
+				t.Fatal(err)
+			}
+			// The lane a is in memory alone; the retry writes the lane b and the group.
+			if d := lease(s, a); test.ack {
+				s.Ack(d)
+			}
+			s.Retry(lease(s, b), time.Now(), queue.Failure{Time: time.Now(), Reason: "TimedOut"})
+			if err := s.db.LogData(nil, pebble.Sync); err != nil {
+				t.Fatal(err)
+			}
+
+			after := open(t, "data", Options{FS: mem.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: 100, RNG: rand.New(rand.NewPCG(1, 1))}), Now: func() time.Time { return time.Now().Add(time.Hour) }})
+			defer after.Close()
+			for _, lane := range []queue.LaneID{a, b} {
+				if d := lease(after, lane); d.Seq != 0 {
+					after.Ack(d)
+				}
+			}
+			if got, want := after.LaneStats(a.Group()).Ledger, (queue.Ledger{Accepted: 2, Delivered: 2}); got != want {
+				t.Errorf("ledger of the group: %+v, want %+v", got, want)
+			}
+		})
+	}
+}
+
+// crashing is an engine on a file system that loses power.
+func crashing(*testing.T) storetest.Engine {
+	clock := &storetest.Clock{}
+	power := newPower()
+	return storetest.Engine{
+		Open: func(t testing.TB) queue.Store {
+			return open(t, "data/queue", Options{
+				FS: power.fs(), DuplicateWindow: 10 * time.Minute, Now: clock.Now, MemTableBytes: 256 << 10, CacheBytes: 1 << 20,
+				FlushInterval: time.Millisecond, SyncInterval: 5 * time.Millisecond,
+				Fatal: func(err error) { t.Errorf("fatal: %v", err) },
+			})
+		},
+		Clock: clock, DuplicateWindow: 10 * time.Minute, Trim: trimNow, Has: laneHas, Crash: power,
 	}
 }
 

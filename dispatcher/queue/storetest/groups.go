@@ -261,6 +261,92 @@ func Groups(t *testing.T, seed uint64, operations int, start func(t *testing.T) 
 	m.drain()
 }
 
+// GroupsCrash runs random operations on the lanes of a group until the power fails.
+// Afterwards all ledgers must balance, each message that was pending must be
+// delivered again, and nothing may be pending then.
+func GroupsCrash(t *testing.T, seed uint64, operations int, start func(t *testing.T) Engine) {
+	m := &groupModel{suite: suite{T: t, Engine: start(t)}, rng: rand.New(rand.NewPCG(seed, 2))}
+	m.store = m.Open(t)
+	defer func() { _ = m.store.Close() }()
+	m.reset()
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("seed %d; the last operations:\n%s", seed, m.tail())
+		}
+	})
+	for range m.rng.IntN(operations) {
+		m.step()
+	}
+	m.Crash.Arm(m.rng, 200)
+	for range operations {
+		acknowledged := m.head()
+		if m.step(); m.Crash.Crashed() {
+			m.recover(acknowledged)
+			return
+		}
+	}
+	t.Fatalf("the power did not fail in %d operations", operations)
+}
+
+// recover opens the store after a loss of power, checks it and delivers all that
+// waits. The messages behind acknowledged may be lost.
+func (m *groupModel) recover(acknowledged uint64) {
+	m.note("power loss")
+	m.Crash.Recover(m.T, m.store)
+	m.store = m.Open(m.T)
+	if n := m.store.SourceStats(source).Accepted; n < int64(acknowledged) {
+		m.Fatalf("the Source has %d messages, but %d were acknowledged", n, acknowledged)
+	}
+	lanes := m.store.Lanes()
+	for _, id := range lanes {
+		m.open(id)
+		m.must(m.store.LaneStats(id).Balance())
+	}
+	m.must(m.store.LaneStats(groupID).Balance())
+	m.must(m.store.DestinationStats(crm).Ledger.Balance())
+	m.Clock.Advance(time.Hour)
+	got, byLane := map[uint64]bool{}, map[string]map[uint64]bool{}
+	for range 3 { // The messages that one lane leaves may be for another one.
+		for _, id := range lanes {
+			if byLane[id.Endpoint] == nil {
+				byLane[id.Endpoint] = map[uint64]bool{}
+			}
+			for more := true; more; {
+				more = false
+				for _, d := range m.suite.lease(id, 7) {
+					got[d.Seq], byLane[id.Endpoint][d.Seq], more = true, true, true
+					m.store.Ack(d)
+				}
+			}
+		}
+	}
+	for name, l := range m.lanes {
+		for seq := l.start + 1; seq <= min(m.limit(l), acknowledged); seq++ {
+			switch {
+			case !m.has(l, seq), seq > l.read && m.verdict(l, seq) != unread:
+			case m.exempt(seq) && !byLane[name][seq]:
+				m.Fatalf("lane %v lost message %d of the type delete", l.id, seq)
+			case !m.exempt(seq) && !m.final[seq] && !got[seq]:
+				m.Fatalf("message %d, pending in lane %v, is lost", seq, l.id)
+			}
+		}
+	}
+	for _, id := range append(lanes, groupID) {
+		if s := m.store.LaneStats(id); s.Pending != 0 || s.Balance() != nil {
+			m.Fatalf("after all lanes are drained %v has %+v", id, s)
+		}
+	}
+	if len(m.lanes) > 0 {
+		buried := int64(0)
+		for _, d := range m.suite.letters(crm, "") {
+			if d.Seq > m.base {
+				buried++
+			}
+		}
+		m.equal("dead letters of the ledger", m.store.LaneStats(groupID).DeadLettered, buried)
+	}
+}
+
 type groupModel struct {
 	suite
 	rng     *rand.Rand
@@ -273,6 +359,7 @@ type groupModel struct {
 	gaps    []uint64     // Messages that were for nobody.
 	history []string
 	born    int
+	base    uint64 // The messages up to here are of earlier groups.
 }
 
 type groupLane struct {
@@ -287,7 +374,7 @@ type groupLane struct {
 
 func (m *groupModel) reset() {
 	m.lanes, m.final, m.given, m.counts, m.gaps = map[string]*groupLane{}, map[uint64]bool{}, map[uint64]int{}, queue.Ledger{}, nil
-	if m.letters == nil {
+	if m.base = m.head(); m.letters == nil {
 		m.letters = map[letterID]int{}
 	}
 }
