@@ -9,9 +9,9 @@ import (
 type AudienceType string
 
 const (
-	// AudienceTypeAudience: the trait is true for a member and false for a former member.
+	// AudienceTypeAudience means that the trait is true for a member and false for a former member.
 	AudienceTypeAudience AudienceType = "Audience"
-	// AudienceTypeComputedTrait: the trait is the value that the sync gives for each user.
+	// AudienceTypeComputedTrait means that the trait is the value that the sync gives for each user.
 	AudienceTypeComputedTrait AudienceType = "ComputedTrait"
 )
 
