@@ -410,9 +410,9 @@ func (e *Engine) endLanes() {
 	var goOn, end []*lane
 	e.mu.Lock()
 	for _, l := range e.lanes {
-		switch wanted := l.wantedEnd(); {
-		case wanted == l.end:
-		case wanted == queue.GoOn:
+		switch wanted := l.wantedEnd(); wanted {
+		case l.end:
+		case queue.GoOn:
 			goOn = append(goOn, l)
 		default:
 			end = append(end, l)

@@ -444,7 +444,7 @@ func (s *Store) giveUp(b *pebble.Batch, l *lane, letter *queue.DeadLetter) (buri
 		return false, err
 	}
 	if letter.Attempts == 0 {
-		l.skip(letter.Seq)
+		l.skip()
 	}
 	had, err := s.elsewhere(l, letter.Seq)
 	if err != nil {
@@ -481,7 +481,7 @@ func (s *Store) giveUp(b *pebble.Batch, l *lane, letter *queue.DeadLetter) (buri
 
 // skip counts a first attempt that is never made. A single URL has none of
 // these: what it does not get is a dead letter.
-func (l *lane) skip(seq uint64) {
+func (l *lane) skip() {
 	if len(l.group.lanes) > 1 && !l.left {
 		l.skipped++
 	}

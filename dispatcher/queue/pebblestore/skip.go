@@ -139,7 +139,7 @@ func (s *Store) skipTo(l *lane, to uint64) (moved bool, err error) {
 			l.dropReleased(seq)
 		}
 		l.letGo++
-		l.skip(seq)
+		l.skip()
 		moved = true
 	}
 	for l.skipGaps() < to && l.next <= l.limit() {
@@ -159,7 +159,7 @@ func (s *Store) skipTo(l *lane, to uint64) (moved bool, err error) {
 			return moved, nil
 		default:
 			l.letGo++
-			l.skip(l.next)
+			l.skip()
 		}
 		l.next++
 		moved = true

@@ -178,10 +178,10 @@ func TestRepairKeepsGroups(t *testing.T) {
 		t.Fatal(err)
 	}
 	for i, d := range got {
-		switch failure := (queue.Failure{Time: time.Now(), Reason: "Rejected"}); {
-		case i%10 == 0:
+		switch failure := (queue.Failure{Time: time.Now(), Reason: "Rejected"}); i % 10 {
+		case 0:
 			s.Retry(d, time.Now().Add(time.Hour), failure)
-		case i%10 == 1:
+		case 1:
 			if _, err := s.Bury(d, failure); err != nil {
 				t.Fatal(err)
 			}
