@@ -150,12 +150,12 @@ func (s *salvager) readManifest() (oldest uint64) {
 	if err != nil {
 		s.damage(name, "%v", err)
 	}
-	if len(check.damaged)+len(check.torn) > 0 {
-		s.miss(nil, nil)
-	}
 	for _, d := range append(check.damaged, check.torn...) {
-		if s.damaged = append(s.damaged, d); d.Path == s.path(name) {
-			s.manifestSound = false
+		s.damaged = append(s.damaged, d)
+		if d.Path == s.path(name) {
+			s.manifestSound = false // It holds no entries: every table is read without it.
+		} else {
+			s.miss(nil, nil)
 		}
 	}
 	return oldest
