@@ -87,7 +87,10 @@ func (s *Store) inspect() error {
 	}
 	if format, err := atomicfs.ReadMarker(s.fs, s.dir, "format-version"); err != nil {
 		return err
-	} else if format == "" {
+	} else if format == "" && slices.ContainsFunc(names, func(name string) bool {
+		return strings.HasSuffix(name, ".sst") || name == acceptedName
+	}) {
+		// The engine writes it before the first commit: a store without any may lack it after a power loss.
 		return &CorruptError{Path: s.path("marker.format-version.*"), Err: errors.New("the file is missing")}
 	}
 	data, err := s.readFile(manifest)
