@@ -513,7 +513,7 @@ func (s *Store) filter(l *lane, seq uint64) error {
 	return err
 }
 
-// pass counts a message that is for another lane, or for nobody here: it may be
+// pass counts a message that is for another lane, or for no lane here: it may be
 // the last one of the group that could have taken it.
 func (s *Store) pass(b *pebble.Batch, l *lane, r *reader, seq uint64) (buried bool, err error) {
 	l.passed++

@@ -356,7 +356,7 @@ type groupModel struct {
 	given   map[uint64]int // Attempts of messages that a lane gave up.
 	letters map[letterID]int
 	counts  queue.Ledger // Of the present group, without accepted and pending.
-	gaps    []uint64     // Messages that were for nobody.
+	gaps    []uint64     // Messages that no lane was for.
 	history []string
 	born    int
 	base    uint64 // The messages up to here are of earlier groups.
