@@ -55,6 +55,8 @@ test: ## Run all tests, race detector on, against a real kube-apiserver and etcd
 	hack/test $(if $(RUN),-run '$(RUN)') $(PKG)
 	@# Alerts and dashboard, by Prometheus' own engine, in a module of its own.
 	@if [[ '$(PKG)$(RUN)' == ./... ]]; then cd test/monitoring && go test -count=1 ./...; fi
+	@# How Flux, Helm and Argo CD read the conditions, by their own code, in a module of its own.
+	@if [[ '$(PKG)$(RUN)' == ./... ]]; then cd test/kstatus && go test -count=1 ./...; fi
 
 .PHONY: e2e
 e2e: ## Run the suite on a real cluster of its own (root, Debian); CLUSTER=kind for kind.
@@ -78,18 +80,29 @@ verify: generate lint ## Generate everything, lint, and fail on any difference.
 	@echo "verify: clean"
 
 .PHONY: generate
-generate: ## Generate deep copies, CRDs, RBAC and the chart's copies of them from the Go sources.
+generate: ## Generate deep copies, CRDs, RBAC, the chart's copies of them and docs/api.md from the Go sources.
 	@$(call tool,controller-gen,sigs.k8s.io/controller-tools/cmd/controller-gen)
 	$(BIN)/controller-gen object crd paths=./api/... output:crd:dir=config/crd
 	$(BIN)/controller-gen rbac:roleName=posthorn-operator paths=./controllers/... output:rbac:dir=config/rbac
 	go run ./hack/chart
+	@$(call tool,crd-ref-docs,github.com/elastic/crd-ref-docs)
+	$(BIN)/crd-ref-docs --source-path api/v1alpha1 --config hack/apidocs/config.yaml --renderer markdown --output-path docs/api.md --log-level ERROR
 
 .PHONY: lint
-lint: ## Check style, imports and common mistakes.
-	@$(call tool,golangci-lint,github.com/golangci/golangci-lint/v2/cmd/golangci-lint)
+lint: words ## Check style, imports, common mistakes and language.
+	@# golangci-lint with the linter of Kubernetes APIs built in.
+	@$(call tool,golangci-lint,sigs.k8s.io/kube-api-linter/cmd/golangci-lint-kube-api-linter)
 	go mod tidy -diff
 	$(BIN)/golangci-lint run
-	for module in hack/bench/client hack/bench/http hack/bench/json test/compat/goclient test/monitoring; do (cd $$module && go mod tidy -diff && go vet ./...) || exit 1; done
+	for module in hack/bench/client hack/bench/http hack/bench/json test/compat/goclient test/kstatus test/monitoring; do (cd $$module && go mod tidy -diff && go vet ./...) || exit 1; done
+
+# Vale checks the language of everything but these paths, which are not revised yet.
+UNREVISED := bin,api,controllers,docs/adr,test,dispatcher/deletion,dispatcher/liveconfig,dispatcher/queue,dispatcher/redelivery
+.PHONY: words
+words: ## Check the language of docs, comments and messages.
+	@# Vale reads Go by a C library; its module stands apart, because its dependencies are old.
+	@CGO_ENABLED=1 go build -C hack/tools/vale -o $(BIN)/vale github.com/vale-cli/vale/v3/cmd/vale
+	$(BIN)/vale --glob='!{{$(UNREVISED)}/**,dispatcher/audience/*_test.go,docs/redelivery.md,docs/api.md}' .
 
 .PHONY: clean
 clean: ## Remove what was built here.

@@ -19,8 +19,8 @@ import (
 // Version of the client. It is part of the User-Agent and of [DefaultContext].
 const Version = "0.2.0"
 
-// Endpoint is the default server: the dispatcher of a Posthorn that was
-// installed in the same cluster with the default names.
+// Endpoint is the default server: the dispatcher of a Posthorn in the same cluster, installed with
+// the default names.
 const Endpoint = "http://posthorn-dispatcher.posthorn-system"
 
 // DefaultContext is sent with each batch; the server merges it into the context
@@ -32,25 +32,25 @@ var DefaultContext = map[string]interface{}{
 	},
 }
 
-// Client queues calls and delivers them in batches. Make one with [New], share
-// it, and close it before the program ends.
+// Client queues calls and sends them in batches. Make one with [New], share it, and close it before
+// the program ends.
 //
-// The exported fields are settings, read at the first call; they must not be
-// changed after it. Options of New set the same and more.
+// The exported fields are settings. They are read at the first call and must not be changed after
+// it. The options of New include them all.
 type Client struct {
 	// Endpoint is the server's address; see [WithEndpoint].
 	Endpoint string
-	// Interval is how long a call waits for others; see [FlushAfter].
+	// Interval is the longest wait of a call for others; see [FlushAfter].
 	Interval time.Duration
-	// Size is how many waiting calls start a flush; see [FlushAt].
+	// Size is the number of queued calls that starts a flush; see [FlushAt].
 	Size int
-	// Logger takes the client's log; see [WithLogger] for log/slog.
+	// Logger receives the client's log; see [WithLogger] for log/slog.
 	Logger *log.Logger
 	// Verbose logs everything that the client does.
 	Verbose bool
-	// Client makes the requests. Unless it has a Transport, the client uses a
-	// pool of connections of its own, which Close closes. Redirects are not
-	// followed, unless it has a CheckRedirect.
+	// Client makes the requests. Unless it has a Transport, the analytics client uses a connection
+	// pool of its own, which Close closes. Redirects are not followed, unless it has a
+	// CheckRedirect.
 	Client http.Client
 
 	slog           *slog.Logger
@@ -63,18 +63,18 @@ type Client struct {
 	requestTimeout time.Duration
 	gzip           bool
 
-	// What prepare makes of the settings.
+	// Set by prepare.
 	prepared      sync.Once
 	misconfigured error
 	log           *slog.Logger
-	chatter       slog.Level // of what is only of interest when one looks for a fault
+	chatter       slog.Level // level of messages for diagnosis
 	writeKey      string
 	url           string
 	authorization string
 	context       []byte // DefaultContext
-	maxCall       int    // bytes of a call, the context left out
+	maxCall       int    // bytes of a call without the context
 	ownTransport  *http.Transport
-	life          context.Context // of requests; ended by Close when its time is up
+	life          context.Context // context of requests; Close cancels it at its deadline
 	endLife       context.CancelFunc
 
 	health health
@@ -103,9 +103,8 @@ func New(writeKey string, opts ...Option) *Client {
 
 // Identify queues an identify call.
 //
-// This and the other calls return a [*FieldError] such as [ErrNoEvent] for a
-// call that no server would take, a [*SizeError], an [*EncodeError],
-// [ErrQueueFull], [ErrClosed], or a [*ConfigError].
+// This and the other calls return a [*FieldError] such as [ErrNoEvent] for an invalid call, a
+// [*SizeError], an [*EncodeError], [ErrQueueFull], [ErrClosed], or a [*ConfigError].
 func (c *Client) Identify(m *Identify) error {
 	call, err := m.call()
 	return c.enqueue(context.Background(), &call, err)
@@ -141,9 +140,9 @@ func (c *Client) Alias(m *Alias) error {
 	return c.enqueue(context.Background(), &call, err)
 }
 
-// Enqueue queues a call of any kind. The context bounds the wait for room of a
-// [Blocking] client and nothing else: what is queued is delivered although the
-// context ends. Errors: see [Client.Identify], and the context's.
+// Enqueue queues a call of any kind. The context only bounds the wait for space of a [Blocking]
+// client: a queued call is sent although the context ends. Errors: see [Client.Identify], and the
+// context's.
 func (c *Client) Enqueue(ctx context.Context, m Call) error {
 	if m == nil {
 		return ErrNilCall
@@ -152,8 +151,8 @@ func (c *Client) Enqueue(ctx context.Context, m Call) error {
 	return c.enqueue(ctx, &call, err)
 }
 
-// scratch holds buffers in which calls are serialised before they join their
-// batch, so that the lock is held for a copy only.
+// scratch holds buffers in which calls are serialised before they are added to a batch, so that the
+// lock is held only for a copy.
 var scratch = sync.Pool{New: func() any { b := make([]byte, 0, 2<<10); return &b }}
 
 func (c *Client) enqueue(ctx context.Context, m *call, invalid error) error {
@@ -183,13 +182,12 @@ func (c *Client) enqueue(ctx context.Context, m *call, invalid error) error {
 	return err
 }
 
-// Flush sends what is queued, at once, and returns when all of it has been
-// accepted or given up, or when the context ends. What waits for its next
-// attempt is tried again at once, unless the server named a time.
+// Flush sends all queued calls immediately, and returns when each is accepted or has failed, or
+// when the context ends. A batch that waits for a retry is sent immediately, unless the server has
+// set the time with Retry-After.
 //
-// It returns nil when all was delivered, else a [*DeliveryError] that says what
-// was not. It does not speak of calls that were given up before Flush was
-// called, nor of those made after: see [OnResult].
+// It returns nil if all calls were delivered, else a [*DeliveryError] with the others. Calls that
+// failed before Flush was called, and calls made later, are not included: see [OnResult].
 func (c *Client) Flush(ctx context.Context) error {
 	c.prepared.Do(c.prepare)
 	w := c.queue.flush(false)
@@ -201,22 +199,21 @@ func (c *Client) Flush(ctx context.Context) error {
 	}
 }
 
-// closeTimeout bounds Close. Kubernetes gives a pod 30 s to end.
+// closeTimeout bounds Close. Kubernetes gives a pod 30 s to stop.
 const closeTimeout = 10 * time.Second
 
-// Close delivers what is queued and ends the client, within 10 seconds; see
-// [Client.CloseContext] for another time.
+// Close delivers the queued calls and ends the client, within 10 seconds; see [Client.CloseContext]
+// for another time limit.
 func (c *Client) Close() error {
 	ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
 	defer cancel()
 	return c.CloseContext(ctx)
 }
 
-// CloseContext ends the client: calls fail with [ErrClosed], what is queued is
-// delivered, as by [Client.Flush]. When the context ends before, what is left is
-// given up, requests under way are broken off, and CloseContext returns a
-// [*DeliveryError] that holds each call that was not delivered. Nothing of the
-// client runs after that. Closing again is harmless.
+// CloseContext ends the client: new calls fail with [ErrClosed], queued calls are sent as by
+// [Client.Flush]. If the context ends first, CloseContext cancels the requests in flight and
+// returns a [*DeliveryError] with each call that was not delivered. After that no goroutine of the
+// client runs. Closing again has no effect.
 func (c *Client) CloseContext(ctx context.Context) error {
 	c.prepared.Do(c.prepare)
 	w := c.queue.flush(true)
@@ -236,9 +233,8 @@ func (c *Client) CloseContext(ctx context.Context) error {
 	return err
 }
 
-// awaitEnd waits for the requests that were broken off. They end at once,
-// unless a foreign Transport does not listen to its context: it must not keep
-// Close from returning.
+// awaitEnd waits for the cancelled requests. They end immediately, unless a custom Transport
+// ignores its context, which must not block Close.
 func (c *Client) awaitEnd(w *waiter, cause error) error {
 	patience := time.NewTimer(time.Second)
 	defer patience.Stop()
@@ -250,7 +246,7 @@ func (c *Client) awaitEnd(w *waiter, cause error) error {
 	}
 }
 
-// prepare turns the settings into what the client works with. It runs once.
+// prepare computes the client's state from its settings. It runs once.
 func (c *Client) prepare() {
 	c.life, c.endLife = context.WithCancel(context.Background())
 	c.prepareLog()
@@ -272,14 +268,14 @@ func (c *Client) prepare() {
 
 func (c *Client) prepareRequests() error {
 	if c.writeKey == "" {
-		return &ConfigError{"writeKey", "is empty; give New the write key of a Source"}
+		return &ConfigError{"writeKey", "is empty; pass the write key of a Source to New"}
 	}
 	u, err := url.Parse(c.Endpoint)
-	// The address is not repeated: it may hold a password.
+	// The error does not repeat the address, which may contain a password.
 	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.RawQuery != "" || u.Fragment != "" {
-		return &ConfigError{"Endpoint", "is no server's address; set it to scheme://host[:port][/path] with http or https"}
+		return &ConfigError{"Endpoint", "is not a server address; set it to scheme://host[:port][/path] with http or https"}
 	}
-	u.User = nil // the write key takes its place
+	u.User = nil // the write key replaces it
 	c.url = strings.TrimRight(u.String(), "/") + "/v1/batch"
 	c.authorization = "Basic " + base64.StdEncoding.EncodeToString([]byte(c.writeKey+":"))
 	c.maxCall = event.MaxCallBytes
@@ -288,13 +284,13 @@ func (c *Client) prepareRequests() error {
 			return &ConfigError{"DefaultContext", "cannot be sent as JSON: " + err.Error()}
 		}
 		if len(c.context) > event.MaxCallBytes/2 {
-			return &ConfigError{"DefaultContext", "is larger than 16 KB, half of what a call may have; make it smaller"}
+			return &ConfigError{"DefaultContext", "is larger than 16 KB, half of the limit of a call; make it smaller"}
 		}
-		c.maxCall -= len(c.context) // the server merges it into each call, and counts it
+		c.maxCall -= len(c.context) // the server merges it into each call and counts it
 	}
 	if c.Client.CheckRedirect == nil {
-		// A POST that follows a 301 or 302 becomes a GET without a body, and
-		// its 200 would look like success.
+		// After a 301 or 302 a POST becomes a GET without a body, and its 200 would look like
+		// success.
 		c.Client.CheckRedirect = func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
 	}
 	if c.Client.Transport == nil {

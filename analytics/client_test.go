@@ -149,7 +149,7 @@ func TestRequest(t *testing.T) {
 	})
 }
 
-// asked is a transport that tells what it was asked, and answers with success.
+// asked is a transport that records its requests and answers with success.
 type asked chan *http.Request
 
 func (a asked) RoundTrip(r *http.Request) (*http.Response, error) {
@@ -227,7 +227,7 @@ func TestMisconfiguredClient(t *testing.T) {
 				t.Fatalf("got %v, want a ConfigError of %s", err, test.field)
 			}
 			if strings.Contains(err.Error(), "s3cret") {
-				t.Errorf("%v tells a secret", err)
+				t.Errorf("%v contains a secret", err)
 			}
 			if err := test.client.Flush(t.Context()); err != nil {
 				t.Error(err)
@@ -530,7 +530,7 @@ func TestSizeOne(t *testing.T) {
 	})
 }
 
-// While the server is busy, what comes in meanwhile travels together.
+// While the server is busy, new calls are sent together.
 func TestBusyServerGetsLargerBatches(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		sink := analyticstest.New()
@@ -877,7 +877,7 @@ func TestFlush(t *testing.T) {
 	})
 }
 
-// Flush does not wait for a backoff that nobody asked for.
+// Flush does not wait for a backoff that the server did not request.
 func TestFlushHurries(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		old := analytics.Backo
@@ -932,7 +932,7 @@ func TestCloseUnused(t *testing.T) {
 	}
 }
 
-// What Close cannot deliver it hands back, each call once: those in the open
+// Close returns each undelivered call once: those in the open
 // batch, those under way and those that wait to be tried again.
 func TestCloseOutOfTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -1131,7 +1131,7 @@ func TestNoGoroutineIsLeft(t *testing.T) {
 		t.Fatal("all was delivered by a server that does not answer")
 	}
 	server.Close()
-	// The runtime ends what was told to end in its own time.
+	// The runtime ends cancelled goroutines later.
 	deadline := time.Now().Add(5 * time.Minute)
 	for {
 		var profile bytes.Buffer
@@ -1216,19 +1216,19 @@ func TestOutageLog(t *testing.T) {
 		must(t, client.Track(track(1000)))
 		client.Close()
 		text := out.String()
-		if n := strings.Count(text, "\n"); n > 12 || strings.Count(text, "takes no calls") != 1 || strings.Count(text, "takes calls again") != 1 {
+		if n := strings.Count(text, "\n"); n > 12 || strings.Count(text, "does not accept calls") != 1 || strings.Count(text, "accepts calls again") != 1 {
 			t.Errorf("%d lines:\n%s", n, text)
 		}
 		lost := 0
 		for line := range strings.Lines(text) {
 			if _, after, ok := strings.Cut(line, `delivered" calls=`); ok {
 				var n int
-				fmt.Sscan(after, &n) //nolint:errcheck // n stays 0 and the sum is wrong
+				fmt.Sscan(after, &n) //nolint:errcheck // n is 0 then, and the sum is wrong
 				lost += n
 			}
 		}
 		if lost != 1000 {
-			t.Errorf("the log tells of %d lost calls:\n%s", lost, text)
+			t.Errorf("the log counts %d lost calls:\n%s", lost, text)
 		}
 	})
 }

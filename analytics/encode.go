@@ -12,19 +12,19 @@ import (
 	"github.com/posthorn/posthorn/event"
 )
 
-// item is a queued call: where it lies in its batch's body.
+// item is a queued call: its position in its batch's body.
 type item struct {
 	start, end uint32 // of the call
-	id         uint16 // where its messageId begins, from start
-	idLen      uint8  // 0: the id needed escapes; it is read from the JSON when asked for
+	id         uint16 // start of its messageId, relative to start
+	idLen      uint8  // 0: the id has escapes and is decoded from the JSON when needed
 	kind       kind
 }
 
 // timeLayout is ISO 8601 in UTC, to the millisecond.
 const timeLayout = "2006-01-02T15:04:05.000Z"
 
-// append serialises the call. Everything is copied: nothing of the caller's is
-// kept. The item's positions count from the beginning of b.
+// append serialises the call. It copies everything and keeps no reference to the caller's data. The
+// item's positions count from the start of b.
 func (m *call) append(b []byte, now time.Time) ([]byte, item, error) {
 	it := item{kind: m.kind, start: uint32(len(b))}
 	b = append(b, `{"type":"`...)
@@ -89,12 +89,12 @@ func appendField(b []byte, name, value string) []byte {
 
 var (
 	errTooDeep   = errors.New("it nests deeper than " + strconv.Itoa(event.MaxDepth) + " levels, or contains itself")
-	errNotFinite = errors.New("NaN and infinities are no JSON numbers")
+	errNotFinite = errors.New("NaN and infinities are not JSON numbers")
 )
 
-// appendValue writes what encoding/json would, without escapes for HTML and
-// with the keys in no order. What people put into properties needs neither
-// reflection nor allocation; the rest goes through encoding/json.
+// appendValue writes the same JSON as encoding/json, but without HTML escapes and with unordered
+// keys. The usual types of properties need neither reflection nor allocation; other types use
+// encoding/json.
 func appendValue(b []byte, value interface{}, depth int) ([]byte, error) {
 	switch v := value.(type) {
 	case nil:
@@ -139,8 +139,8 @@ func appendValue(b []byte, value interface{}, depth int) ([]byte, error) {
 	return appendJSON(b, value)
 }
 
-// appendJSON is for the types that appendValue does not know. Its own function,
-// so that the values of the others need not live on the heap.
+// appendJSON encodes the types that appendValue does not know. It is a function of its own so that
+// values of other types need no heap allocation.
 func appendJSON(b []byte, value interface{}) ([]byte, error) {
 	text, err := json.Marshal(value)
 	return append(b, text...), err
@@ -190,8 +190,8 @@ func appendSlice(b []byte, s []interface{}, depth int) ([]byte, error) {
 	return append(b, ']'), nil
 }
 
-// appendFloat writes the shortest number that reads back as f, with an
-// exponent where JavaScript has one.
+// appendFloat writes the shortest number that parses as f, with an exponent where JavaScript has
+// one.
 func appendFloat(b []byte, f float64, bits int) ([]byte, error) {
 	if math.IsNaN(f) || math.IsInf(f, 0) {
 		return b, errNotFinite
@@ -205,8 +205,7 @@ func appendFloat(b []byte, f float64, bits int) ([]byte, error) {
 
 const hexDigits = "0123456789abcdef"
 
-// appendString writes a JSON string. Bytes that are no UTF-8 become U+FFFD, as
-// in encoding/json.
+// appendString writes a JSON string. Bytes that are not UTF-8 become U+FFFD, as in encoding/json.
 func appendString(b []byte, s string) []byte {
 	b = append(b, '"')
 	start := 0
@@ -248,9 +247,9 @@ func appendString(b []byte, s string) []byte {
 
 const uuidLen = 36
 
-// appendUUID makes a UUID of version 7: the time in ms and 74 random bits. Ids
-// must be unique, not secret, so the runtime's generator, which is seeded by
-// the operating system, serves; it costs a tenth of asking the system itself.
+// appendUUID makes a UUID of version 7: the time in ms and 74 random bits. Ids must be unique, not
+// secret, so it uses the runtime's random generator, which the operating system seeds; a system
+// call would cost ten times as much.
 func appendUUID(b []byte, now time.Time) []byte {
 	hi := uint64(now.UnixMilli())<<16 | 0x7000 | rand.Uint64()&0xfff
 	lo := rand.Uint64()&(1<<62-1) | 1<<63

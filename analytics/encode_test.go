@@ -19,7 +19,7 @@ type point struct {
 	Y *int
 }
 
-// What is sent must mean what encoding/json makes of the same value.
+// The sent JSON must be equivalent to the output of encoding/json for the same value.
 func TestEncodeMeansWhatEncodingJSONDoes(t *testing.T) {
 	values := map[string]interface{}{
 		"nil": nil, "true": true, "int": -7, "int8": int8(-8), "int32": int32(-1 << 31), "int64": int64(math.MinInt64),

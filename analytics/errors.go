@@ -7,8 +7,8 @@ import (
 	"strconv"
 )
 
-// FieldError is a call that lacks a field, or has one that no server takes.
-// Nothing was queued. The text is that of the vendor's library.
+// FieldError is a call with a missing or invalid field. It was not queued. The text is that of the
+// vendor's library.
 type FieldError struct {
 	// Field is the field's name on the wire: "event", "userId", ...
 	Field string
@@ -17,8 +17,8 @@ type FieldError struct {
 
 func (e *FieldError) Error() string { return e.text }
 
-// What is wrong with a call. Each is a [*FieldError], returned as it is, so
-// that == and [errors.Is] both work.
+// Errors of invalid calls. Each is a [*FieldError] and a fixed value, so == and [errors.Is] both
+// work.
 var (
 	// ErrNoEvent is a Track without Event.
 	ErrNoEvent error = &FieldError{"event", "You must pass 'event'."}
@@ -34,27 +34,26 @@ var (
 	ErrMessageIDTooLong error = &FieldError{"messageId", "The 'messageId' must not be longer than 100 bytes."}
 )
 
-// What else a call can fail with. Nothing was queued.
+// Other errors of a call. It was not queued.
 var (
 	// ErrNilCall is a nil pointer in place of a call.
 	ErrNilCall = errors.New("analytics: the call is nil")
 	// ErrTooLarge is a call of more than 32 KB; see [SizeError].
 	ErrTooLarge = errors.New("analytics: the call is too large")
-	// ErrQueueFull says that as many calls wait for delivery as may: the server
-	// does not answer, or is slower than calls are made. The call is dropped.
+	// ErrQueueFull means that the queue has reached its limit: the server does not answer, or is
+	// slower than calls are made. The call is dropped.
 	ErrQueueFull = errors.New("analytics: the queue is full")
-	// ErrClosed is a call on a client that was closed. As a cause in a
-	// [DeliveryError] it says that Close gave up on a call.
+	// ErrClosed is a call on a closed client. As a cause in a [DeliveryError] it means that Close
+	// stopped before the call was delivered.
 	ErrClosed = errors.New("analytics: the client is closed")
 )
 
-// SizeError is a call over the limit of one call. [errors.Is] finds
-// [ErrTooLarge] in it.
+// SizeError is a call that exceeds the size limit. [errors.Is] finds [ErrTooLarge] in it.
 type SizeError struct {
 	// Type is the kind of call: "track", ...
 	Type string
-	// Size and Limit are in bytes of JSON. Size is that of the call with the
-	// client's [DefaultContext], which the server merges into each call.
+	// Size and Limit are in bytes of JSON. Size includes the client's [DefaultContext], which the
+	// server merges into each call.
 	Size, Limit int
 }
 
@@ -65,10 +64,10 @@ func (e *SizeError) Error() string {
 // Is reports whether target is [ErrTooLarge].
 func (e *SizeError) Is(target error) bool { return target == ErrTooLarge }
 
-// EncodeError is a call with a value that JSON cannot hold: a channel, a
-// function, NaN, a map that contains itself, ...
+// EncodeError is a call with a value that JSON cannot represent: a channel, a function, NaN, a map
+// that contains itself, ...
 type EncodeError struct {
-	// Field is the call's field that holds the value: "properties", ...
+	// Field is the call's field with the value: "properties", ...
 	Field string
 	Err   error
 }
@@ -79,8 +78,7 @@ func (e *EncodeError) Error() string {
 
 func (e *EncodeError) Unwrap() error { return e.Err }
 
-// ConfigError is a client that cannot work as it was set up. Every call
-// returns it.
+// ConfigError is a client with an invalid setting. Every call returns it.
 type ConfigError struct {
 	// Field is the setting: "Endpoint", "writeKey", ...
 	Field string
@@ -89,11 +87,11 @@ type ConfigError struct {
 
 func (e *ConfigError) Error() string { return "analytics: " + e.Field + " " + e.text }
 
-// ResponseError is an answer that refuses a whole request.
+// ResponseError is a response that rejects a whole request.
 type ResponseError struct {
 	// StatusCode is the HTTP status.
 	StatusCode int
-	// Code and Message are the server's words, empty when it had none.
+	// Code and Message are those of the response, empty if it had none.
 	Code, Message string
 }
 
@@ -106,15 +104,15 @@ func (e *ResponseError) Error() string {
 		text += ": " + e.Message
 	}
 	if e.StatusCode >= 300 && e.StatusCode < 400 {
-		text += ": redirects are not followed; set Endpoint to the address they lead to"
+		text += ": redirects are not followed; set Endpoint to the target of the redirect"
 	}
 	return text
 }
 
-// RejectedError is the server's refusal of one call of a batch. The others of
-// the batch were accepted.
+// RejectedError is the server's rejection of one call of a batch. The other calls of the batch were
+// accepted.
 type RejectedError struct {
-	// Code and Message are the server's words.
+	// Code and Message are those of the response.
 	Code, Message string
 }
 
@@ -128,23 +126,22 @@ type Failure struct {
 	Type string
 	// MessageID is the call's id.
 	MessageID string
-	// Message is the call, in JSON, as it was to be sent.
+	// Message is the call in JSON, as it was to be sent.
 	Message json.RawMessage
-	// Err is why: a [*ResponseError], a [*RejectedError], an error of the
-	// network, or [ErrClosed] with the end of the context given to
-	// [Client.CloseContext]. Where a request was under way, the call may have
-	// arrived nevertheless: send it again with the same MessageId.
+	// Err is the reason: a [*ResponseError], a [*RejectedError], an error of the network, or
+	// [ErrClosed] with the end of the context of [Client.CloseContext]. If a request was in flight,
+	// the call may have arrived nevertheless: send it again with the same MessageId.
 	Err error
 }
 
-// DeliveryError tells what [Client.Flush] or [Client.Close] could not deliver.
+// DeliveryError lists the calls that [Client.Flush] or [Client.Close] could not deliver.
 type DeliveryError struct {
-	// Failed are the calls that were given up. The client holds them no longer.
+	// Failed are the calls that are no longer retried. The client does not hold them any more.
 	Failed []Failure
-	// Pending counts calls that are still queued and still tried: the context
-	// given to Flush ended before. Always 0 after Close.
+	// Pending counts calls that are still queued and retried: the context of Flush ended first.
+	// Always 0 after Close.
 	Pending int
-	// Err is the end of the context, nil when the time sufficed.
+	// Err is the error of the context, nil if the time was sufficient.
 	Err error
 }
 
@@ -165,7 +162,7 @@ func (e *DeliveryError) Error() string {
 	return text
 }
 
-// Unwrap gives the end of the context and the cause of the first failure.
+// Unwrap returns the error of the context and the cause of the first failure.
 func (e *DeliveryError) Unwrap() []error {
 	var errs []error
 	if e.Err != nil {

@@ -31,7 +31,7 @@ func Example() {
 
 	// Before the program ends: deliver what is queued.
 	if err := client.Close(); err != nil {
-		log.Print(err) // says what was not delivered
+		log.Print(err) // lists the undelivered calls
 	}
 	calls := server.Calls()
 	last := calls[len(calls)-1]

@@ -22,7 +22,7 @@ func (c *Client) prepareLog() {
 		c.log = slog.New(slog.NewTextHandler(lineWriter{c.Logger}, &slog.HandlerOptions{
 			ReplaceAttr: func(groups []string, a slog.Attr) slog.Attr {
 				if len(groups) == 0 && a.Key == slog.TimeKey {
-					return slog.Attr{} // the logger writes its own
+					return slog.Attr{} // the logger writes its own time
 				}
 				return a
 			},
@@ -32,8 +32,8 @@ func (c *Client) prepareLog() {
 	}
 }
 
-// debugEnabled reads the environment variable DEBUG: names, separated by commas
-// or spaces, in which * stands for anything.
+// debugEnabled parses the environment variable DEBUG: names, separated by commas or spaces, with *
+// as a wildcard.
 func debugEnabled(value string) bool {
 	for _, name := range strings.FieldsFunc(value, func(r rune) bool { return r == ',' || r == ' ' }) {
 		if ok, _ := path.Match(name, "analytics"); ok {
@@ -43,46 +43,46 @@ func debugEnabled(value string) bool {
 	return false
 }
 
-// lineWriter hands each line to a logger.
+// lineWriter writes each line to a logger.
 type lineWriter struct{ to *log.Logger }
 
 func (w lineWriter) Write(line []byte) (int, error) {
 	return len(line), w.to.Output(0, strings.TrimSuffix(string(line), "\n"))
 }
 
-// health keeps an outage from filling the log: its begin and its end are
-// logged, and the calls lost in it are summed up.
+// health limits the log during an outage: it logs the start and the end, and a sum of the lost
+// calls.
 type health struct {
 	mu       sync.Mutex
-	failures int // attempts in a row that may pass
-	losses   int // calls not yet logged
+	failures int // consecutive temporary failures
+	losses   int // lost calls that are not logged yet
 	cause    error
 	logged   time.Time
 }
 
 const (
-	outageAfter  = 3 // failed attempts in a row
+	outageAfter  = 3 // consecutive failed attempts
 	lossesPeriod = 10 * time.Second
 )
 
-// attempted takes note of how a request went.
+// attempted records the outcome of a request.
 func (h *health) attempted(l *slog.Logger, out outcome) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	switch {
 	case out.again:
 		if h.failures++; h.failures == outageAfter {
-			l.Warn("the server takes no calls; they are kept and sent again", "error", out.err)
+			l.Warn("the server does not accept calls; retrying", "error", out.err)
 		}
 	case out.err == nil:
 		if h.failures >= outageAfter {
-			l.Warn("the server takes calls again", "failedAttempts", h.failures)
+			l.Warn("the server accepts calls again", "failedAttempts", h.failures)
 		}
 		h.failures = 0
 	}
 }
 
-// lost takes note of calls that were given up.
+// lost records calls that failed.
 func (h *health) lost(l *slog.Logger, calls int, cause error) {
 	h.mu.Lock()
 	h.losses += calls
@@ -91,7 +91,7 @@ func (h *health) lost(l *slog.Logger, calls int, cause error) {
 	h.logLosses(l, lossesPeriod)
 }
 
-// logLosses logs what was lost since it last did, if that is long enough ago.
+// logLosses logs the calls lost since its last log line, at most once per period.
 func (h *health) logLosses(l *slog.Logger, period time.Duration) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -1,18 +1,18 @@
 package analytics
 
-// Message holds the fields that all calls have in common. The client fills in
-// what is empty, in what it sends: the caller's struct is never written to.
+// Message holds the fields that all calls have in common. The client sets empty fields in the data
+// that it sends; it never writes to the caller's struct.
 type Message struct {
 	// Type is the kind of call. The client sets it.
 	Type string `json:"type,omitempty"`
-	// MessageId identifies the call: a server takes one id once. At most 100
-	// bytes. Default: a UUID (version 7).
+	// MessageId identifies the call: a server accepts each id once. At most 100 bytes. Default: a
+	// UUID (version 7).
 	MessageId string `json:"messageId,omitempty"`
-	// Timestamp is when it happened, in ISO 8601. Set it to import historical
-	// data. Default: the time of the call, to the millisecond.
+	// Timestamp is the time of the event, in ISO 8601. Set it to import historical data. Default:
+	// the time of the call, in milliseconds.
 	Timestamp string `json:"timestamp,omitempty"`
-	// SentAt is when the call was sent, in ISO 8601, by the clock that
-	// Timestamp is from. Default: the time of the request that carries it.
+	// SentAt is when the call was sent, in ISO 8601, by the clock of Timestamp. Default: the time
+	// of the request.
 	SentAt string `json:"sentAt,omitempty"`
 }
 
@@ -23,13 +23,12 @@ type Batch struct {
 	Message
 }
 
-// Identify ties a user to what is known of them. It needs UserId or
-// AnonymousId.
+// Identify sets traits of a user. It needs UserId or AnonymousId.
 type Identify struct {
-	// Context is where and how it happened (ip, locale, page, ...).
+	// Context describes the circumstances (ip, locale, page, ...).
 	Context map[string]interface{} `json:"context,omitempty"`
-	// Integrations says which destinations get the call: names, case
-	// sensitive, to true or false. "All": false excludes those not named.
+	// Integrations selects the destinations of the call: it maps case-sensitive names to true or
+	// false. "All": false excludes all others.
 	Integrations map[string]interface{} `json:"integrations,omitempty"`
 	// Traits are the user's properties.
 	Traits      map[string]interface{} `json:"traits,omitempty"`
@@ -81,7 +80,7 @@ type Screen struct {
 	Message
 }
 
-// Group ties a user to a group. It needs GroupId and UserId or AnonymousId.
+// Group assigns a user to a group. It needs GroupId and UserId or AnonymousId.
 type Group struct {
 	// Context and Integrations: see [Identify].
 	Context      map[string]interface{} `json:"context,omitempty"`
@@ -94,7 +93,7 @@ type Group struct {
 	Message
 }
 
-// Alias says that two ids are one user. It needs PreviousId and UserId.
+// Alias declares that two ids are one user. It needs PreviousId and UserId.
 type Alias struct {
 	PreviousId string `json:"previousId"`
 	UserId     string `json:"userId"`
@@ -104,13 +103,13 @@ type Alias struct {
 	Integrations map[string]interface{} `json:"integrations,omitempty"`
 }
 
-// Call is a message that [Client.Enqueue] takes: a pointer to an [Identify],
-// [Track], [Page], [Screen], [Group] or [Alias].
+// Call is a message for [Client.Enqueue]: a pointer to an [Identify], [Track], [Page], [Screen],
+// [Group] or [Alias].
 type Call interface {
 	call() (call, error)
 }
 
-// call is what all kinds of calls have between them, for one encoder.
+// call is the common form of all kinds of calls, for one encoder.
 type call struct {
 	kind                                            kind
 	message                                         Message
@@ -119,7 +118,7 @@ type call struct {
 	context, integrations, traits, properties       map[string]interface{}
 }
 
-// kind is a kind of call, small enough to keep one for each queued call.
+// kind is a kind of call, in one byte, because each queued call has one.
 type kind uint8
 
 const (

@@ -11,49 +11,48 @@ import (
 	"github.com/posthorn/posthorn/event"
 )
 
-// queue holds what is not yet delivered: one open batch that calls join, closed
-// ones that are ready to be sent, those under way, and those that wait for
-// their next attempt. No goroutine runs while nothing is under way.
+// queue holds the undelivered calls: one open batch for new calls, closed batches that are ready to
+// be sent, batches in flight, and batches that wait for a retry. No goroutine runs while none is in
+// flight.
 type queue struct {
 	client *Client
-	size   int // calls that start a flush
-	most   int // calls of a batch
+	size   int // number of calls that starts a flush
+	most   int // maximum calls of a batch
 
 	held   atomic.Int64 // calls in the queue; changed under mu
 	closed atomic.Bool  // changed under mu
 
 	mu         sync.Mutex
 	bytes      int
-	open       *batch // that calls join; nil when none waits
-	due        bool   // the open batch is to be sent as soon as it can be
+	open       *batch // the batch for new calls; nil if there are none
+	due        bool   // the open batch is to be sent as soon as possible
 	flushTimer *time.Timer
 	ready      []*batch            // first in, first out
 	unresolved map[*batch]struct{} // all batches
 	inFlight   int
 	gaveUp     bool
-	room       chan struct{} // closed when room is made, for those who wait; nil when nobody does
+	room       chan struct{} // closed when space becomes free; nil if no call waits for it
 	ended      chan struct{} // closed with the queue
 }
 
-// batch is some calls that travel together.
+// batch is a set of calls in one request.
 type batch struct {
-	body     []byte // the request's body up to the end of the last call
-	items    []item
-	attempts int
-	first    time.Time   // of the first attempt
-	timer    *time.Timer // of the next attempt; nil unless the batch waits for it
-	told     bool        // the server named the time of the next attempt
-	waiters  []*waiter
+	body      []byte // the request's body up to the end of the last call
+	items     []item
+	attempts  int
+	first     time.Time   // time of the first attempt
+	timer     *time.Timer // for the next attempt; nil unless the batch waits for it
+	scheduled bool        // the server has set the time of the next attempt
+	waiters   []*waiter
 }
 
 const (
-	// growth bounds how much larger than the size that starts a flush a batch
-	// becomes while the server is busy. Ten times is enough to divide what a
-	// request costs; a batch that is much larger than others waits longest for
-	// a server that limits the rate of calls.
+	// growth bounds the size of a batch, relative to the size that starts a flush, while the server
+	// is busy. Ten times is enough to spread the cost of a request; a batch that is much larger
+	// than others waits longest for a server that limits the rate of calls.
 	growth    = 10
 	batchHead = `{"batch":[`
-	// batchTail bounds what is added to a body besides the context:
+	// batchTail bounds the bytes added to a body beside the context:
 	// ],"context":,"messageId":"…","sentAt":"…"}
 	batchTail = 128
 )
@@ -62,7 +61,7 @@ var batches = sync.Pool{New: func() any { return new(batch) }}
 
 func (q *queue) init(c *Client) {
 	q.client = c
-	// No more calls than the queue holds can wait for a flush to start.
+	// The queue limit also limits the calls that can wait for a flush.
 	q.size = min(c.Size, c.maxCalls, event.MaxBatchCalls)
 	q.most = min(q.size*growth, event.MaxBatchCalls)
 	if c.Size == 1 {
@@ -74,7 +73,7 @@ func (q *queue) init(c *Client) {
 	q.flushTimer.Stop()
 }
 
-// refuses tells in advance, and without the lock, that add would fail.
+// refuses reports without the lock whether add would fail.
 func (q *queue) refuses() error {
 	if q.closed.Load() {
 		return ErrClosed
@@ -90,7 +89,7 @@ func (q *queue) add(ctx context.Context, call []byte, it item) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	for q.full(len(call)) && !q.closed.Load() {
-		q.due = q.open != nil // what fills the queue must be on its way
+		q.due = q.open != nil // a full queue must be in flight
 		q.dispatch()
 		if !q.client.blocking {
 			return ErrQueueFull
@@ -129,11 +128,11 @@ func (q *queue) add(ctx context.Context, call []byte, it item) error {
 	return nil
 }
 
-// fits reports whether a batch may have one more call. The server merges the
-// context into each call, and refuses a batch whose messages become too large.
+// fits reports whether a batch may have one more call. The server merges the context into each
+// call, and rejects a batch whose messages become too large.
 func (q *queue) fits(b *batch, call []byte) bool {
 	calls, body := len(b.items)+1, len(b.body)+1+len(call)+len(q.client.context)
-	messages := 2*len(b.body) + calls*(len(q.client.context)+event.MessageOverhead) // An alias repeats its ids.
+	messages := 2*len(b.body) + calls*(len(q.client.context)+event.MessageOverhead) // an alias has its ids twice
 	return calls <= q.most && body+batchTail <= event.MaxBodyBytes && messages <= event.MaxMergedBytes(body)
 }
 
@@ -141,7 +140,7 @@ func (q *queue) full(bytes int) bool {
 	return q.held.Load() >= int64(q.client.maxCalls) || q.bytes+bytes > q.client.maxBytes
 }
 
-// awaitRoom gives up the lock until some calls have left the queue.
+// awaitRoom releases the lock until some calls have left the queue.
 func (q *queue) awaitRoom(ctx context.Context) error {
 	if q.room == nil {
 		q.room = make(chan struct{})
@@ -166,7 +165,7 @@ func (q *queue) takeOpen() *batch {
 	return b
 }
 
-// flushOpen is the open batch's time to go.
+// flushOpen makes the open batch due.
 func (q *queue) flushOpen() {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -176,15 +175,15 @@ func (q *queue) flushOpen() {
 	}
 }
 
-// dispatch starts as many requests as may be under way. Locked.
+// dispatch starts requests up to the limit. Locked.
 func (q *queue) dispatch() {
 	for b := q.next(); b != nil; b = q.next() {
 		go q.work(b)
 	}
 }
 
-// next takes the batch to be sent next; nil when there is none, or too many are
-// under way. Locked.
+// next returns the next batch to send; nil if there is none, or the limit of requests is reached.
+// Locked.
 func (q *queue) next() *batch {
 	if q.inFlight >= q.client.maxInFlight || q.gaveUp {
 		return nil
@@ -204,7 +203,7 @@ func (q *queue) next() *batch {
 	return b
 }
 
-// work sends a batch, and then others for as long as there are some.
+// work sends a batch, and then further batches while there are any.
 func (q *queue) work(b *batch) {
 	for b != nil {
 		if b.attempts == 0 {
@@ -226,8 +225,8 @@ func (q *queue) work(b *batch) {
 	}
 }
 
-// split moves the second half of a batch that was too large for the server, or
-// for a proxy in front of it, into a batch of its own. It fails for a single call.
+// split moves the second half of a batch that is too large for the server, or for a proxy in front
+// of it, to a batch of its own. It fails for a single call.
 func (q *queue) split(b *batch) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -254,21 +253,21 @@ func (q *queue) split(b *batch) bool {
 	return true
 }
 
-// postpone has a batch sent again later, and returns the next to send now. It
-// fails when there is no later.
-func (q *queue) postpone(b *batch, wait time.Duration, told bool) (*batch, bool) {
+// postpone schedules a retry of a batch, and returns the next batch to send now. It fails after the
+// retry period.
+func (q *queue) postpone(b *batch, wait time.Duration, scheduled bool) (*batch, bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.gaveUp {
 		return nil, false
 	}
 	q.inFlight--
-	b.told = told
+	b.scheduled = scheduled
 	var timer *time.Timer
 	timer = time.AfterFunc(wait, func() {
 		q.mu.Lock()
 		defer q.mu.Unlock()
-		if b.timer == timer { // else a flush was faster
+		if b.timer == timer { // otherwise a flush was faster
 			q.retry(b)
 			q.dispatch()
 		}
@@ -277,14 +276,14 @@ func (q *queue) postpone(b *batch, wait time.Duration, told bool) (*batch, bool)
 	return q.next(), true
 }
 
-// retry puts a batch that waits at the end of those that are ready. Locked.
+// retry appends a waiting batch to the ready ones. Locked.
 func (q *queue) retry(b *batch) {
 	b.timer.Stop()
 	b.timer = nil
 	q.ready = append(q.ready, b)
 }
 
-// resolve is the end of a batch. It returns the next to send.
+// resolve ends a batch. It returns the next one to send.
 func (q *queue) resolve(b *batch, out outcome) *batch {
 	q.report(b, out)
 	q.mu.Lock()
@@ -294,7 +293,7 @@ func (q *queue) resolve(b *batch, out outcome) *batch {
 	return q.next()
 }
 
-// report tells the log and the caller's function what became of a batch.
+// report sends the outcome of a batch to the log and to the caller's function.
 func (q *queue) report(b *batch, out outcome) {
 	c := q.client
 	failed := 0
@@ -318,7 +317,7 @@ func (q *queue) report(b *batch, out outcome) {
 	c.health.lost(c.log, failed, out.first())
 }
 
-// release takes a batch out of the queue. Locked.
+// release removes a batch from the queue. Locked.
 func (q *queue) release(b *batch, out outcome) {
 	if _, held := q.unresolved[b]; !held {
 		return // Close has abandoned it
@@ -332,13 +331,13 @@ func (q *queue) release(b *batch, out outcome) {
 		close(q.room)
 		q.room = nil
 	}
-	b.tell(out)
+	b.endWait(out)
 	*b = batch{body: b.body[:0], items: b.items[:0], waiters: b.waiters[:0]}
 	batches.Put(b)
 }
 
-// flush starts the delivery of all that is queued, and returns what waits for
-// it; with end, it also closes the queue.
+// flush starts the delivery of all queued calls, and returns a waiter for it; with end, it also
+// closes the queue.
 func (q *queue) flush(end bool) *waiter {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -353,7 +352,7 @@ func (q *queue) flush(end bool) *waiter {
 	}
 	for b := range q.unresolved {
 		b.waiters = append(b.waiters, w)
-		if b.timer != nil && !b.told {
+		if b.timer != nil && !b.scheduled {
 			q.retry(b)
 		}
 	}
@@ -362,7 +361,7 @@ func (q *queue) flush(end bool) *waiter {
 	return w
 }
 
-// leave is for a waiter whose time is up: it says what is still queued.
+// leave ends a waiter at its deadline and returns the calls that are still queued.
 func (q *queue) leave(w *waiter, cause error) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -375,8 +374,7 @@ func (q *queue) leave(w *waiter, cause error) error {
 	return w.result(cause)
 }
 
-// giveUp breaks off the requests under way, whose batches then end by
-// themselves, and ends all other batches.
+// giveUp cancels the requests in flight, which end their batches, and ends all other batches.
 func (q *queue) giveUp(cause error) {
 	q.mu.Lock()
 	q.gaveUp = true
@@ -403,7 +401,7 @@ func (q *queue) giveUp(cause error) {
 	}
 }
 
-// abandon leaves the batches under way to themselves.
+// abandon removes the waiter; the batches in flight end on their own.
 func (q *queue) abandon(w *waiter, cause error) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -447,8 +445,8 @@ func (b *batch) failures(out outcome) []Failure {
 	return failed
 }
 
-// tell ends the wait of those who wait for this batch. Locked.
-func (b *batch) tell(out outcome) {
+// endWait ends the wait of the batch's waiters. Locked.
+func (b *batch) endWait(out outcome) {
 	if len(b.waiters) == 0 {
 		return
 	}
@@ -477,7 +475,7 @@ func (w *waiter) result(cause error) error {
 	return &DeliveryError{Failed: w.failed, Pending: w.pending, Err: cause}
 }
 
-// closedError is the cause of failures that came of Close's time being up.
+// closedError is the cause of failures at the deadline of Close.
 type closedError struct{ cause error }
 
 func (e closedError) Error() string   { return ErrClosed.Error() + ": " + e.cause.Error() }

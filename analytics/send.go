@@ -17,16 +17,16 @@ import (
 	"time"
 )
 
-// outcome is what became of a batch.
+// outcome is the result of a batch.
 type outcome struct {
-	err      error         // of the batch as a whole; nil: accepted
-	rejected map[int]error // calls that the server refused of an accepted batch
-	again    bool          // err may pass
-	tooLarge bool          // err may not concern a smaller batch
-	after    time.Duration // the wait that the server asked for; 0: none
+	err      error         // of the whole batch; nil: accepted
+	rejected map[int]error // calls of an accepted batch that the server rejected
+	again    bool          // err may be temporary
+	tooLarge bool          // a smaller batch may succeed
+	after    time.Duration // the wait that the server requested; 0: none
 }
 
-// of is the error of one call.
+// of returns the error of one call.
 func (o outcome) of(i int) error {
 	if o.err != nil {
 		return o.err
@@ -34,7 +34,7 @@ func (o outcome) of(i int) error {
 	return o.rejected[i]
 }
 
-// first is an error to stand for all.
+// first returns one error as an example.
 func (o outcome) first() error {
 	if o.err != nil {
 		return o.err
@@ -45,25 +45,25 @@ func (o outcome) first() error {
 	return nil
 }
 
-// retryable says whether a status may pass by itself.
+// retryable reports whether a status is temporary.
 func retryable(status int) bool {
 	return status == http.StatusRequestTimeout || status == http.StatusTooManyRequests || status >= 500
 }
 
-// retryIn decides whether a batch is sent again, and after which time.
+// retryIn decides whether, and after which time, a batch is sent again.
 func (c *Client) retryIn(b *batch, out outcome) (time.Duration, bool) {
 	if !out.again {
 		return 0, false
 	}
 	wait := out.after
 	if wait == 0 {
-		// Full jitter: clients that failed together do not come back together.
+		// Full jitter: clients that failed at the same time retry at different times.
 		wait = time.Duration(rand.Float64() * float64(Backo.Duration(b.attempts-1)))
 	}
 	if time.Since(b.first)+wait > c.retryFor {
 		return 0, false
 	}
-	c.log.Log(c.life, c.chatter, "batch will be sent again", "calls", len(b.items), "attempts", b.attempts, "in", wait, "error", out.err)
+	c.log.Log(c.life, c.chatter, "batch will be retried", "calls", len(b.items), "attempts", b.attempts, "in", wait, "error", out.err)
 	return wait, true
 }
 
@@ -78,7 +78,7 @@ func (c *Client) send(b *batch) outcome {
 		text = append(append(text, `,"context":`...), c.context...)
 	}
 	text = appendUUID(append(text, `,"messageId":"`...), sentAt)
-	// Of each attempt anew: the server corrects the calls' timestamps by it.
+	// Set for each attempt: the server corrects the calls' timestamps by it.
 	text = sentAt.UTC().AppendFormat(append(text, `","sentAt":"`...), timeLayout)
 	text = append(text, `"}`...)
 
@@ -90,8 +90,8 @@ func (c *Client) send(b *batch) outcome {
 			text, encoding = packed.out.Bytes(), "gzip"
 		}
 	}
-	// The transport may still read after it has answered. It must not see what
-	// the buffer is used for next.
+	// The transport may still read after it has returned a response. It must not see later contents
+	// of the buffer.
 	data := &payload{data: text}
 	defer data.revoke()
 
@@ -118,18 +118,18 @@ func (c *Client) send(b *batch) outcome {
 	return c.answered(res, len(b.items))
 }
 
-// unanswered is a request that got no answer.
+// unanswered returns the outcome of a request without a response.
 func (c *Client) unanswered(err error) outcome {
 	if e := new(url.Error); errors.As(err, &e) {
 		err = e.Err // without the address
 	}
 	if c.life.Err() != nil {
-		return outcome{err: closedError{fmt.Errorf("a request was broken off, the call may have arrived: %w", err)}}
+		return outcome{err: closedError{fmt.Errorf("request cancelled, the call may have arrived: %w", err)}}
 	}
-	return outcome{err: fmt.Errorf("analytics: no answer from the server: %w", err), again: true}
+	return outcome{err: fmt.Errorf("analytics: no response from the server: %w", err), again: true}
 }
 
-// answer is the body of the server's answer.
+// answer is the body of the server's response.
 type answer struct {
 	Error struct {
 		Code    string `json:"code"`
@@ -142,17 +142,17 @@ type answer struct {
 	} `json:"rejected"`
 }
 
-// maxAnswer bounds what is read of an answer: 2500 rejections fit.
+// maxAnswer bounds the bytes read of a response: 2500 rejections fit.
 const maxAnswer = 1 << 20
 
 func (c *Client) answered(res *http.Response, calls int) outcome {
-	// What cannot be read, or is no JSON, tells no more than the status does.
+	// An unreadable body adds no information to the status.
 	body, _ := io.ReadAll(io.LimitReader(res.Body, maxAnswer))
 	var a answer
-	told := json.Unmarshal(body, &a) == nil
+	parsed := json.Unmarshal(body, &a) == nil
 	if res.StatusCode < 200 || res.StatusCode > 299 {
 		e := &ResponseError{StatusCode: res.StatusCode, Code: a.Error.Code, Message: a.Error.Message}
-		if !told {
+		if !parsed {
 			e.Message = oneLine(body)
 		}
 		out := outcome{err: e, again: retryable(res.StatusCode), tooLarge: res.StatusCode == http.StatusRequestEntityTooLarge}
@@ -174,12 +174,12 @@ func (c *Client) answered(res *http.Response, calls int) outcome {
 	return out
 }
 
-// oneLine makes a text that a server answered fit for an error.
+// oneLine makes a response text usable in an error.
 func oneLine(body []byte) string {
 	return strings.Join(strings.Fields(strings.ToValidUTF8(string(body[:min(len(body), 200)]), "")), " ")
 }
 
-// retryAfter reads the header's two forms: seconds, and a date.
+// retryAfter parses the header's two forms: seconds, and a date.
 func retryAfter(value string, now time.Time) time.Duration {
 	if value == "" {
 		return 0
@@ -213,7 +213,7 @@ type payloadReader struct {
 	at   int
 }
 
-var errRevoked = errors.New("analytics: the request is over")
+var errRevoked = errors.New("analytics: the request has ended")
 
 func (r *payloadReader) Read(into []byte) (int, error) {
 	r.from.mu.Lock()

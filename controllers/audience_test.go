@@ -54,7 +54,7 @@ spec: {sourceRef: {name: web}, displayName: "Very Important (People)"}
 		Expect(a.Status.LastSync.Time.Time).To(BeTemporally("==", at))
 		table, err := server.Kubectl("", "get", "paud", "vip", "--namespace", tenant)
 		Expect(err).NotTo(HaveOccurred())
-		Expect(table).To(MatchRegexp(`NAME +READY +SYNCED +MEMBERS +ADDED +REMOVED +PENDING +LAST SYNC +AGE\nvip +True +True +7 +7 +0 +0 +\S+ +\S+\n`))
+		Expect(table).To(MatchRegexp(`NAME +READY +REASON +SYNCED +MEMBERS +ADDED +REMOVED +PENDING +LAST SYNC +AGE\nvip +True +Ready +True +7 +7 +0 +0 +\S+ +\S+\n`))
 
 		w.dispatcher.set(func(d *fakeDispatcher) {
 			d.syncs[tenant+"/vip"] = func(r *liveconfig.AudienceReport) {
@@ -107,6 +107,7 @@ spec: {userId: u1, suppress: true, ttlSecondsAfterFinished: 0}
 			w.dispatcher.set(func(d *fakeDispatcher) {
 				for _, name := range []string{"forget", "suppress"} {
 					d.deletions[tenant+"/"+name] = func(r *liveconfig.DeletionReport) {
+						r.Completed = state == liveconfig.NotificationDelivered
 						r.Started = time.Now().Add(-time.Hour).Truncate(time.Second)
 						r.Notifications = []liveconfig.NotificationReport{{Source: "web", Destination: "crm", State: state, Time: r.Started}}
 					}
@@ -121,25 +122,26 @@ spec: {userId: u1, suppress: true, ttlSecondsAfterFinished: 0}
 		reports(liveconfig.NotificationPending)
 		Eventually(func(g Gomega) {
 			o := get(g, "forget")
-			g.Expect(meta.IsStatusConditionTrue(o.Status.Conditions, "Ready")).To(BeTrue())
+			g.Expect(meta.FindStatusCondition(o.Status.Conditions, "Ready").Reason).To(Equal(v1alpha1.ReasonRunning))
 			g.Expect(o.Status.Notifications).To(HaveLen(1))
 			g.Expect(o.Status.CompletionTime).To(BeNil())
 		}).Should(Succeed())
 		reports(liveconfig.NotificationDelivered)
 		Eventually(func(g Gomega) {
 			o := get(g, "suppress")
-			g.Expect(meta.IsStatusConditionTrue(o.Status.Conditions, "Finished")).To(BeTrue())
+			g.Expect(meta.IsStatusConditionTrue(o.Status.Conditions, "Complete")).To(BeTrue())
 			g.Expect(o.Status.Notifications[0].State).To(Equal(v1alpha1.NotificationDelivered))
 		}).Should(Succeed())
 		table, err := server.Kubectl("", "get", "pdel", "suppress", "--namespace", tenant)
 		Expect(err).NotTo(HaveOccurred())
-		Expect(table).To(MatchRegexp(`NAME +READY +FINISHED +REASON +TOTAL +DELIVERED +PENDING +AGE\nsuppress +True +True +Delivered +1 +1 +0 +\S+\n`))
+		Expect(table).To(MatchRegexp(`NAME +COMPLETE +FAILED +REASON +TOTAL +DELIVERED +PENDING +AGE\nsuppress +True +False +Delivered +1 +1 +0 +\S+\n`))
 		Eventually(func() bool {
 			return apierrors.IsNotFound(cluster.Get(w.ctx, client.ObjectKey{Namespace: tenant, Name: "forget"}, &v1alpha1.DeletionRequest{}))
 		}).Should(BeTrue())
 		Eventually(func(g Gomega) {
 			config, _ := w.live(g, tenant)
 			g.Expect(config.Deletions).To(HaveLen(1))
+			g.Expect(config.Deletions[0].Ended).To(BeTrue(), "its run has ended, it only suppresses")
 		}).Should(Succeed())
 		Expect(get(Default, "suppress").Name).To(Equal("suppress"), "what suppresses stays")
 	})

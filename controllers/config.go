@@ -128,9 +128,13 @@ func (r *configReconciler) tenantsOfSecret(_ context.Context, secret client.Obje
 }
 
 // specChanged lets through what may change a config or a verdict: a new spec, new
-// labels, and another object of the same name, whose generation may be the same.
+// labels, the end of a run, and another object of the same name, whose generation may be the same.
 var specChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
-	return e.ObjectOld.GetUID() != e.ObjectNew.GetUID() || e.ObjectOld.GetGeneration() != e.ObjectNew.GetGeneration() ||
+	ended := func(o client.Object) bool {
+		d, ok := o.(*v1alpha1.DeletionRequest)
+		return ok && v1alpha1.JobEnded(d.Status.JobStatus)
+	}
+	return ended(e.ObjectOld) != ended(e.ObjectNew) || e.ObjectOld.GetUID() != e.ObjectNew.GetUID() || e.ObjectOld.GetGeneration() != e.ObjectNew.GetGeneration() ||
 		!maps.Equal(e.ObjectOld.GetLabels(), e.ObjectNew.GetLabels())
 }}
 

@@ -53,7 +53,7 @@ type Options struct {
 	DispatcherTokenFile string
 	// Pods finds the dispatchers; nil finds them as DispatcherSelector says.
 	Pods Pods
-	// CheckHost says why a URL's host may not be delivered to; nil allows every host.
+	// CheckHost returns the reason why deliveries to a URL's host are denied; nil allows every host.
 	CheckHost func(host string) error
 	// LeaderElection lets one of several replicas work at a time, by a Lease in Namespace.
 	LeaderElection bool
@@ -68,7 +68,7 @@ type Options struct {
 	// Now is the clock. Default time.Now.
 	Now func() time.Time
 	// leaseDuration is how long a Lease holds that is not renewed. Default 30 s:
-	// while nobody leads deliveries go on, and who stops gives the Lease back.
+	// without a leader deliveries continue, and a stopping operator releases the Lease.
 	leaseDuration time.Duration
 	// numbersInterval is the shortest time between two writes of an object's numbers;
 	// transitions do not wait for it. Default 30 s.
@@ -93,7 +93,7 @@ func Run(ctx context.Context, cfg *rest.Config, o Options) error {
 		}
 		err = mgr.Start(ctx)
 		if ctx.Err() != nil {
-			if err != nil { // Such as one that waits for an API server that is away.
+			if err != nil { // For example one that waits for an unreachable API server.
 				mgr.GetLogger().Info("Not all that the operator does ended in time", "error", err)
 			}
 			return nil

@@ -11,7 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// Pod is a dispatcher that is ready to take calls.
+// Pod is a dispatcher that is ready to accept calls.
 type Pod struct {
 	// Name is unique among the pods.
 	Name string

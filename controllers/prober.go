@@ -35,7 +35,7 @@ type prober struct {
 	pods     Pods
 	interval time.Duration
 	client   *http.Client
-	// changed is told the tenants of which a report says something new; nil is all.
+	// changed is called with the namespaces whose report has changed; nil means all.
 	changed func(tenants []string)
 	slots   chan struct{}
 

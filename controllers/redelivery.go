@@ -7,16 +7,16 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
+	"net"
 	"net/http"
 	"slices"
 	"strings"
 	"sync"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/events"
@@ -27,30 +27,37 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
 const (
-	// maxRedeliveries run at the same time; of one destination there is one.
-	maxRedeliveries = 8
-	// redeliveryStep is how often status says how far a redelivery is, and how
-	// long one that waits does so before the next look.
+	// maxNamespaceRedeliveries run at the same time in a namespace, one of each
+	// destination, with maxNamespaceRate dead letters a second together.
+	maxNamespaceRedeliveries = 4
+	maxNamespaceRate         = 10_000
+	// maxRedeliveryCalls is how many requests to dispatcher pods are in progress at
+	// the same time, over all namespaces. A request lasts redeliverySlice as a rule;
+	// then the next one in the queue has its turn, so no run waits for the end of another one.
+	maxRedeliveryCalls    = 64
+	redeliverySlice       = 10 * time.Second
+	redeliveryCallTimeout = 10 * time.Minute
+	// redeliveryStep is how often status shows the progress, and how often a
+	// Redelivery that waits looks again.
 	redeliveryStep = 2 * time.Second
-	// redeliveryTries is how often in a row a pod may fail before it is given up:
+	// redeliveryTries is how often in a row a pod may fail before its part fails:
 	// with redeliveryBackoff, a bit more than five minutes.
-	redeliveryTries   = 11
-	maxRedeliveryPods = 256
-	maxPodMessage     = 512
-	defaultTTL        = 3600
+	redeliveryTries = 11
+	maxPodMessage   = 512
 )
 
 // redeliveryBackoff is the wait after the n-th failure in a row, from 1.
 func redeliveryBackoff(n int) time.Duration { return min(time.Second<<(n-1), time.Minute) }
 
-// redeliveryReconciler runs Redeliveries. What runs is in memory; what a new
-// operator needs to go on with it is in status: which pods take part and which
-// of them are done, and the start, which bounds what is chosen. Dead letters that
-// were redelivered are gone, so doing it again for a pod goes on where it was.
+// redeliveryReconciler runs Redeliveries. The progress of a run is recorded by the
+// dispatcher pods, each its own part, so that a new operator continues it with the
+// start in status, which bounds the dead letters, and the records of the pods.
 type redeliveryReconciler struct {
 	client.Client
 	pods    Pods
@@ -58,6 +65,7 @@ type redeliveryReconciler struct {
 	events  events.EventRecorder
 	now     func() time.Time
 	backoff func(n int) time.Duration
+	calls   chan struct{}
 
 	mu   sync.Mutex
 	runs map[types.NamespacedName]*redeliveryRun
@@ -69,6 +77,7 @@ func setupRedelivery(mgr manager.Manager, o Options, way http.RoundTripper) erro
 	r := &redeliveryReconciler{
 		Client: mgr.GetClient(), pods: o.Pods, http: &http.Client{Transport: way}, now: o.Now, backoff: redeliveryBackoff,
 		events: mgr.GetEventRecorder("posthorn.dev/operator"),
+		calls:  make(chan struct{}, maxRedeliveryCalls),
 		runs:   map[types.NamespacedName]*redeliveryRun{},
 	}
 	var stop context.CancelFunc
@@ -88,70 +97,88 @@ func setupRedelivery(mgr manager.Manager, o Options, way http.RoundTripper) erro
 }
 
 // +kubebuilder:rbac:groups=posthorn.dev,resources=redeliveries,verbs=list;watch;delete
-// +kubebuilder:rbac:groups=posthorn.dev,resources=redeliveries/status,verbs=update
+// +kubebuilder:rbac:groups=posthorn.dev,resources=redeliveries/status,verbs=update;patch
 // +kubebuilder:rbac:urls=/deadletters/redeliver,verbs=post
 
-// Reconcile starts a Redelivery, brings its status up to date, and deletes it some time after its end.
+// Reconcile starts a Redelivery, brings its status up to date, and deletes it when its TTL ends.
 func (r *redeliveryReconciler) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 	var o v1alpha1.Redelivery
 	if err := r.Get(ctx, request.NamespacedName, &o); err != nil {
 		r.stop(request.NamespacedName, "")
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
-	r.stop(request.NamespacedName, o.UID) // one of the same name that is gone
+	r.stop(request.NamespacedName, o.UID) // A deleted object of the same name.
 	if !o.DeletionTimestamp.IsZero() {
 		r.stop(request.NamespacedName, "")
 		return reconcile.Result{}, nil
 	}
-	if o.Status.FinishTime != nil {
+	o.Status.Conditions = health.Own(o.Status.Conditions, health.Redeliveries.Conditions)
+	before := o.Status.DeepCopy()
+	if v1alpha1.JobEnded(o.Status.JobStatus) {
 		r.stop(request.NamespacedName, "")
+		o.Status.JobStatus = health.ObserveEnded(o.Status.JobStatus, o.Generation)
+		if written, err := r.write(ctx, &o, before); err != nil || !written {
+			return reconcile.Result{RequeueAfter: conflictWait}, err
+		}
 		return r.expire(ctx, &o)
 	}
-	before := o.Status.DeepCopy()
-	run, err := r.prepare(ctx, &o)
+	run, wait, err := r.prepare(ctx, &o)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
 	if run != nil {
 		run.show(&o, r.now())
+	} else {
+		r.showWaiting(&o, wait)
 	}
-	if !equality.Semantic.DeepEqual(before, &o.Status) {
-		switch err := r.Status().Update(ctx, &o); {
-		case apierrors.IsConflict(err):
-			return reconcile.Result{RequeueAfter: conflictWait}, nil
-		case err != nil:
-			return reconcile.Result{}, client.IgnoreNotFound(err)
-		}
-		statusWrites.WithLabelValues("Redelivery").Inc()
-		if c := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionComplete); o.Status.FinishTime != nil {
-			kind := corev1.EventTypeNormal
-			if o.Status.Phase == v1alpha1.RedeliveryFailed {
-				kind = corev1.EventTypeWarning
-			}
-			r.events.Eventf(&o, nil, kind, c.Reason, "Redeliver", "%s", c.Message)
-			log.FromContext(ctx).Info("Redelivery ended", "destination", o.Spec.Destination, "phase", o.Status.Phase, "matched", o.Status.Matched, "redelivered", o.Status.Redelivered)
-		}
+	if written, err := r.write(ctx, &o, before); err != nil || !written {
+		return reconcile.Result{RequeueAfter: conflictWait}, err
 	}
 	if run != nil {
-		// Only now: what a successor goes by is stored.
+		// Only now: a successor needs the start that is stored.
 		run.start.Do(func() { go run.work(r) })
 	}
 	return reconcile.Result{RequeueAfter: redeliveryStep}, nil
 }
 
-// expire deletes a Redelivery whose time after the end is over.
-func (r *redeliveryReconciler) expire(ctx context.Context, o *v1alpha1.Redelivery) (reconcile.Result, error) {
-	ttl := int32(defaultTTL)
-	if o.Spec.TTLSecondsAfterFinished != nil {
-		ttl = *o.Spec.TTLSecondsAfterFinished
+// write stores the status if it changed; false is a conflict.
+func (r *redeliveryReconciler) write(ctx context.Context, o *v1alpha1.Redelivery, before *v1alpha1.RedeliveryStatus) (bool, error) {
+	if equality.Semantic.DeepEqual(before, &o.Status) {
+		return true, nil
 	}
-	if left := o.Status.FinishTime.Add(time.Duration(ttl) * time.Second).Sub(r.now()); left > 0 {
-		return reconcile.Result{RequeueAfter: left}, nil
+	transitions := health.Transitions(before.Conditions, o.Status.Conditions)
+	switch err := apply(ctx, r.Client, o, health.Redeliveries); {
+	case apierrors.IsConflict(err):
+		return false, nil
+	case err != nil:
+		return true, client.IgnoreNotFound(err)
 	}
-	return reconcile.Result{}, client.IgnoreNotFound(r.Delete(ctx, o, client.Preconditions{UID: &o.UID}))
+	statusWrites.WithLabelValues("Redelivery").Inc()
+	for _, e := range transitions {
+		r.events.Eventf(o, nil, e.Type, e.Reason, e.Action, "%s", e.Message)
+		log.FromContext(ctx).Info("Redelivery changed", "destination", o.Spec.DestinationRef.Name, "reason", e.Reason, "matched", o.Status.Matched, "redelivered", o.Status.Redelivered)
+	}
+	return true, nil
 }
 
-// stop ends the run of a name, unless it is of the object with this UID.
+// expire deletes a Redelivery whose TTL is over.
+func (r *redeliveryReconciler) expire(ctx context.Context, o *v1alpha1.Redelivery) (reconcile.Result, error) {
+	at, ok := v1alpha1.JobExpires(o.Spec.TTLSecondsAfterFinished, o.Status.JobStatus)
+	if !ok {
+		return reconcile.Result{}, nil
+	}
+	if left := at.Sub(r.now()); left > 0 {
+		return reconcile.Result{RequeueAfter: left}, nil
+	}
+	// Of this version only: its TTL may have been changed meanwhile.
+	err := r.Delete(ctx, o, client.Preconditions{UID: &o.UID, ResourceVersion: &o.ResourceVersion})
+	if apierrors.IsConflict(err) {
+		return reconcile.Result{RequeueAfter: conflictWait}, nil
+	}
+	return reconcile.Result{}, client.IgnoreNotFound(err)
+}
+
+// stop ends the run of a name, unless it belongs to the object with this UID.
 func (r *redeliveryReconciler) stop(name types.NamespacedName, unless types.UID) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -161,93 +188,112 @@ func (r *redeliveryReconciler) stop(name types.NamespacedName, unless types.UID)
 	}
 }
 
-// prepare returns the object's run, a new one if need be, or nil when it has to wait.
-func (r *redeliveryReconciler) prepare(ctx context.Context, o *v1alpha1.Redelivery) (*redeliveryRun, error) {
+// prepare returns the object's run, a new one if need be, or the outcome for one that has none.
+func (r *redeliveryReconciler) prepare(ctx context.Context, o *v1alpha1.Redelivery) (*redeliveryRun, health.Outcome, error) {
+	wait := func(reason, format string, args ...any) (*redeliveryRun, health.Outcome, error) {
+		return nil, health.Outcome{Reason: reason, Message: fmt.Sprintf(format, args...)}, nil
+	}
 	key := client.ObjectKeyFromObject(o)
 	r.mu.Lock()
 	run := r.runs[key]
 	r.mu.Unlock()
 	if run != nil {
-		return run, nil
+		return run, health.Outcome{}, nil
 	}
+	end := deadlineOf(o)
+	if !end.IsZero() && !r.now().Before(end) {
+		return nil, exceeded(o.Status), nil
+	}
+	name := o.Spec.DestinationRef.Name
 	var destination v1alpha1.WebhookDestination
-	err := r.Get(ctx, types.NamespacedName{Namespace: o.Namespace, Name: o.Spec.Destination}, &destination)
+	err := r.Get(ctx, types.NamespacedName{Namespace: o.Namespace, Name: name}, &destination)
 	if client.IgnoreNotFound(err) != nil {
-		return nil, fmt.Errorf("look up WebhookDestination %s: %w", o.Spec.Destination, err)
+		return nil, health.Outcome{}, fmt.Errorf("look up WebhookDestination %s: %w", name, err)
 	}
 	if err != nil {
-		r.wait(o, metav1.ConditionFalse, v1alpha1.ReasonDestinationNotFound, fmt.Sprintf("there is no WebhookDestination %q in this namespace", o.Spec.Destination))
-		return nil, nil
-	}
-	if o.Status.StartTime == nil {
-		// One that an earlier operator began goes on before a new one starts.
-		var all v1alpha1.RedeliveryList
-		if err := r.List(ctx, &all, client.InNamespace(o.Namespace)); err != nil {
-			return nil, fmt.Errorf("list Redeliveries: %w", err)
-		}
-		for _, other := range all.Items {
-			if s := other.Status; other.Name != o.Name && other.Spec.Destination == o.Spec.Destination && s.StartTime != nil && s.FinishTime == nil && other.DeletionTimestamp.IsZero() {
-				r.wait(o, metav1.ConditionTrue, v1alpha1.ReasonWaiting, fmt.Sprintf("Redelivery %q of the same destination runs", other.Name))
-				return nil, nil
-			}
-		}
+		return wait(v1alpha1.ReasonDestinationNotFound, "spec.destinationRef.name: WebhookDestination %q does not exist in this namespace; create it", name)
 	}
 	pods, err := r.pods.Ready(ctx)
 	if err != nil {
-		return nil, err
+		return nil, health.Outcome{}, err
 	}
 	if len(pods) == 0 {
-		r.wait(o, metav1.ConditionTrue, v1alpha1.ReasonWaiting, "no dispatcher pod is ready")
-		return nil, nil
+		return wait(v1alpha1.ReasonWaiting, "no dispatcher pod is ready")
+	}
+	var others v1alpha1.RedeliveryList
+	if err := r.List(ctx, &others, client.InNamespace(o.Namespace)); err != nil {
+		return nil, health.Outcome{}, fmt.Errorf("list Redeliveries: %w", err)
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for other, run := range r.runs {
-		if !run.ended() && other.Namespace == o.Namespace && run.spec.Destination == o.Spec.Destination {
-			r.wait(o, metav1.ConditionTrue, v1alpha1.ReasonWaiting, fmt.Sprintf("Redelivery %q of the same destination runs", other.Name))
-			return nil, nil
-		}
-	}
-	if active := len(r.runs); active >= maxRedeliveries {
-		r.wait(o, metav1.ConditionTrue, v1alpha1.ReasonWaiting, fmt.Sprintf("%d other Redeliveries run", active))
-		return nil, nil
-	}
 	if o.Status.StartTime == nil {
-		start := metav1.NewTime(r.now().Add(time.Second - 1).Truncate(time.Second)) // stored in seconds; none is left out
+		// A run that an earlier operator started continues before a new one starts.
+		active := map[string]v1alpha1.RedeliverySpec{}
+		for _, other := range others.Items {
+			if s := other.Status.JobStatus; s.StartTime != nil && !v1alpha1.JobEnded(s) && other.DeletionTimestamp.IsZero() {
+				active[other.Name] = other.Spec
+			}
+		}
+		for other, run := range r.runs {
+			if other.Namespace == o.Namespace && !run.hasEnded() {
+				active[other.Name] = run.spec
+			}
+		}
+		delete(active, o.Name)
+		perSecond := o.Spec.Rate
+		for other, spec := range active {
+			if spec.DestinationRef == o.Spec.DestinationRef {
+				return wait(v1alpha1.ReasonWaiting, "Redelivery %q of the same destination runs", other)
+			}
+			perSecond += spec.Rate
+		}
+		switch {
+		case len(active) >= maxNamespaceRedeliveries:
+			return wait(v1alpha1.ReasonWaiting, "%d other Redeliveries of this namespace run", len(active))
+		case len(active) > 0 && perSecond > maxNamespaceRate:
+			return wait(v1alpha1.ReasonWaiting, "with the Redeliveries of this namespace that run, spec.rate would exceed %d dead letters a second", maxNamespaceRate)
+		}
+		start := metav1.NewTime(r.now().Add(time.Second - 1).Truncate(time.Second)) // Stored in seconds; no dead letter is left out.
 		o.Status.StartTime = &start
-		o.Status.Dispatchers = nil
-		for _, pod := range pods[:min(len(pods), maxRedeliveryPods)] {
-			o.Status.Dispatchers = append(o.Status.Dispatchers, v1alpha1.RedeliveryDispatcher{Name: pod.Name})
-		}
+		end = deadlineOf(o)
 	}
-	run = &redeliveryRun{uid: o.UID, namespace: o.Namespace, spec: *o.Spec.DeepCopy(), started: o.Status.StartTime.Time}
-	for _, d := range o.Status.Dispatchers {
-		run.parts = append(run.parts, redeliveryPart{RedeliveryDispatcher: d, resumed: d.Matched > 0})
-	}
-	run.ctx, run.cancel = context.WithCancel(r.life)
+	run = newRedeliveryRun(r.life, o, end, r.now())
 	r.runs[key] = run
-	return run, nil
+	return run, health.Outcome{}, nil
 }
 
-// wait says in status why nothing happens yet.
-func (r *redeliveryReconciler) wait(o *v1alpha1.Redelivery, accepted metav1.ConditionStatus, reason, message string) {
-	o.Status.ObservedGeneration = o.Generation
-	if o.Status.StartTime == nil {
-		o.Status.Phase = v1alpha1.RedeliveryPending
+// deadlineOf returns when a run that has started has to end; zero is never.
+func deadlineOf(o *v1alpha1.Redelivery) time.Time {
+	if o.Status.StartTime == nil || o.Spec.ActiveDeadlineSeconds == nil {
+		return time.Time{}
 	}
-	c := metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: accepted, Reason: v1alpha1.ReasonAccepted, Message: "the destination exists", ObservedGeneration: o.Generation, LastTransitionTime: metav1.NewTime(r.now())}
-	if accepted == metav1.ConditionFalse {
-		c.Reason, c.Message = reason, message
-	}
-	meta.SetStatusCondition(&o.Status.Conditions, c)
-	c.Type, c.Status, c.Reason, c.Message = v1alpha1.ConditionComplete, metav1.ConditionFalse, reason, message
-	meta.SetStatusCondition(&o.Status.Conditions, c)
+	return o.Status.StartTime.Add(time.Duration(*o.Spec.ActiveDeadlineSeconds) * time.Second)
 }
 
-// redeliveryRun is a Redelivery that is being worked on.
+func exceeded(s v1alpha1.RedeliveryStatus) health.Outcome {
+	return health.Outcome{Failed: true, Reason: v1alpha1.ReasonDeadlineExceeded, Message: fmt.Sprintf("the run did not end within spec.activeDeadlineSeconds; %d of %d dead letters were redelivered", s.Redelivered, s.Matched)}
+}
+
+// showWaiting writes the outcome of an object without a run into its status.
+func (r *redeliveryReconciler) showWaiting(o *v1alpha1.Redelivery, outcome health.Outcome) {
+	accepted := acceptedRedelivery
+	if outcome.Reason == v1alpha1.ReasonDestinationNotFound {
+		accepted = metav1.Condition{Status: metav1.ConditionFalse, Reason: outcome.Reason, Message: outcome.Message}
+	}
+	if outcome.Failed {
+		o.Status.NotRedelivered = max(0, o.Status.Matched-o.Status.Redelivered)
+	}
+	health.SetJobConditions(&o.Status.JobStatus, o.Generation, metav1.NewTime(r.now().Truncate(time.Second)), accepted, outcome)
+}
+
+var acceptedRedelivery = metav1.Condition{Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAccepted, Message: "the destination exists"}
+
+// redeliveryRun is a Redelivery in progress.
 type redeliveryRun struct {
+	id        string
 	uid       types.UID
 	namespace string
+	name      string
 	spec      v1alpha1.RedeliverySpec
 	started   time.Time
 	ctx       context.Context
@@ -255,21 +301,40 @@ type redeliveryRun struct {
 	start     sync.Once
 
 	mu    sync.Mutex
-	parts []redeliveryPart
+	parts map[string]*redeliveryPart // By pod.
+	// ended is true when the run is over, and at most one of the two that follow.
+	ended       bool
+	alreadyDone bool
+	exceeded    bool
+	// err is why the run as a whole failed.
+	err error
 }
 
-// redeliveryPart is one pod's part.
+// redeliveryPart is one pod's part, as far as known.
 type redeliveryPart struct {
-	v1alpha1.RedeliveryDispatcher
-	// resumed is true when matched is of an earlier try.
-	resumed bool
-	failed  bool
+	matched, redelivered, left int64
+	begun, done, failed        bool
+	problem                    string
 }
 
-func (run *redeliveryRun) ended() bool {
+// newRedeliveryRun makes a run that ends at a deadline, unless that is zero.
+func newRedeliveryRun(ctx context.Context, o *v1alpha1.Redelivery, deadline, now time.Time) *redeliveryRun {
+	run := &redeliveryRun{
+		id: compile.RedeliveryID(o), uid: o.UID, namespace: o.Namespace, name: o.Name, spec: *o.Spec.DeepCopy(), started: o.Status.StartTime.Time,
+		parts: map[string]*redeliveryPart{},
+	}
+	if deadline.IsZero() {
+		run.ctx, run.cancel = context.WithCancel(ctx)
+	} else {
+		run.ctx, run.cancel = context.WithTimeout(ctx, deadline.Sub(now))
+	}
+	return run
+}
+
+func (run *redeliveryRun) hasEnded() bool {
 	run.mu.Lock()
 	defer run.mu.Unlock()
-	return !slices.ContainsFunc(run.parts, func(p redeliveryPart) bool { return !p.Done })
+	return run.ended
 }
 
 // show writes the run into the object's status.
@@ -277,79 +342,198 @@ func (run *redeliveryRun) show(o *v1alpha1.Redelivery, now time.Time) {
 	run.mu.Lock()
 	defer run.mu.Unlock()
 	s := &o.Status
-	start := metav1.NewTime(run.started)
-	*s = v1alpha1.RedeliveryStatus{Conditions: s.Conditions, ObservedGeneration: o.Generation, Phase: v1alpha1.RedeliveryRunning, StartTime: &start}
-	ended, failed, problem := true, false, ""
-	for _, p := range run.parts {
-		s.Matched += p.Matched
-		s.Redelivered += p.Redelivered
-		s.Dispatchers = append(s.Dispatchers, p.RedeliveryDispatcher)
-		ended = ended && p.Done
+	start, stamp := metav1.NewTime(run.started), metav1.NewTime(now.Truncate(time.Second))
+	s.StartTime = &start
+	var matched, redelivered int64
+	failed, problem := false, ""
+	for _, name := range slices.Sorted(maps.Keys(run.parts)) {
+		p := run.parts[name]
+		matched += p.matched
+		redelivered += p.redelivered
 		failed = failed || p.failed
-		if p.Message != "" && problem == "" {
-			problem = fmt.Sprintf("; pod %s: %s", p.Name, p.Message)
+		if p.problem != "" && problem == "" {
+			problem = "; " + p.problem
 		}
 	}
-	complete := metav1.Condition{
-		Type: v1alpha1.ConditionComplete, Status: metav1.ConditionFalse, Reason: v1alpha1.ReasonRunning,
-		Message: fmt.Sprintf("%d of %d dead letters redelivered so far%s", s.Redelivered, s.Matched, problem),
-	}
-	if ended {
-		finish := metav1.NewTime(now.Truncate(time.Second))
-		s.FinishTime, s.Phase = &finish, v1alpha1.RedeliverySucceeded
-		complete.Status = metav1.ConditionTrue
-		complete.Reason, complete.Message = v1alpha1.ReasonRedelivered, fmt.Sprintf("%d dead letters redelivered", s.Redelivered)
-		if run.spec.DryRun {
-			complete.Reason, complete.Message = v1alpha1.ReasonCounted, fmt.Sprintf("%d dead letters would be redelivered", s.Matched)
-		} else {
-			s.Failed = max(0, s.Matched-s.Redelivered)
+	// The status may have the numbers of pods that this operator has not reached yet.
+	s.Matched, s.Redelivered = max(s.Matched, matched), max(s.Redelivered, redelivered)
+	outcome := health.Outcome{Reason: v1alpha1.ReasonRunning, Message: fmt.Sprintf("%d of %d dead letters redelivered so far%s", s.Redelivered, s.Matched, problem)}
+	switch {
+	case !run.ended:
+	case run.alreadyDone:
+		s.Matched, s.Redelivered = 0, 0
+		outcome = health.Outcome{Complete: true, Reason: v1alpha1.ReasonAlreadyDone, Message: "a Redelivery with the same name and spec completed within the last 30 days, so nothing was redelivered; set spec.requestId to run it again"}
+	case run.exceeded:
+		outcome = exceeded(*s)
+	case failed || run.err != nil:
+		if run.err != nil {
+			problem = "; " + run.err.Error()
 		}
-		if failed || s.Failed > 0 {
-			s.Phase, complete.Status, complete.Reason = v1alpha1.RedeliveryFailed, metav1.ConditionFalse, v1alpha1.ReasonRedeliveryFailed
-			complete.Message = fmt.Sprintf("%d of %d dead letters redelivered%s", s.Redelivered, s.Matched, problem)
-		}
+		outcome = health.Outcome{Failed: true, Reason: v1alpha1.ReasonNotRedelivered, Message: fmt.Sprintf("%d of %d dead letters redelivered%s; the operator's log names the dispatcher", s.Redelivered, s.Matched, problem)}
+	case run.spec.DryRun:
+		outcome = health.Outcome{Complete: true, Reason: v1alpha1.ReasonCounted, Message: fmt.Sprintf("%d dead letters would be redelivered", s.Matched)}
+	default:
+		outcome = health.Outcome{Complete: true, Reason: v1alpha1.ReasonRedelivered, Message: fmt.Sprintf("%d dead letters redelivered", s.Redelivered)}
 	}
-	accepted := metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAccepted, Message: "the destination exists"}
-	for _, c := range []metav1.Condition{accepted, complete} {
-		c.ObservedGeneration, c.LastTransitionTime = o.Generation, metav1.NewTime(now)
-		meta.SetStatusCondition(&s.Conditions, c)
+	if outcome.Failed && !run.spec.DryRun {
+		s.NotRedelivered = max(0, s.Matched-s.Redelivered)
 	}
+	if outcome.Complete {
+		s.CompletionTime = &stamp
+	}
+	health.SetJobConditions(&s.JobStatus, o.Generation, stamp, acceptedRedelivery, outcome)
 }
 
-// work has every pod do its part.
+// work has every pod do its part, and the end recorded.
 func (run *redeliveryRun) work(r *redeliveryReconciler) {
 	defer run.cancel()
-	var group sync.WaitGroup
-	for i := range run.parts {
-		group.Go(func() { run.workPod(r, i) })
+	if run.begin(r) {
+		var group sync.WaitGroup
+		for _, name := range run.pods() {
+			group.Go(func() { run.workPod(r, name) })
+		}
+		group.Wait()
+		run.complete(r)
 	}
-	group.Wait()
+	run.mu.Lock()
+	defer run.mu.Unlock()
+	switch {
+	case run.alreadyDone || run.ctx.Err() == nil:
+		run.ended = true
+	case errors.Is(run.ctx.Err(), context.DeadlineExceeded):
+		run.ended, run.exceeded = true, true
+	default:
+		return // Another operator continues.
+	}
+	logger := log.Log.WithName("redelivery").WithValues("namespace", run.namespace, "name", run.name)
+	for name, p := range run.parts {
+		logger.Info("Part of a Redelivery ended", "pod", name, "matched", p.matched, "redelivered", p.redelivered, "left", p.left, "done", p.done, "error", p.problem)
+	}
 }
 
-func (run *redeliveryRun) workPod(r *redeliveryReconciler, i int) {
-	part := func(f func(p *redeliveryPart)) {
-		run.mu.Lock()
-		defer run.mu.Unlock()
-		f(&run.parts[i])
+// pods returns the names of the pods that take part.
+func (run *redeliveryRun) pods() []string {
+	run.mu.Lock()
+	defer run.mu.Unlock()
+	return slices.Sorted(maps.Keys(run.parts))
+}
+
+// note takes over what a pod reports.
+func (run *redeliveryRun) note(name string, a liveconfig.DeadLetterProgress) (ended bool) {
+	run.mu.Lock()
+	defer run.mu.Unlock()
+	p := run.parts[name]
+	if p == nil {
+		p = &redeliveryPart{}
+		run.parts[name] = p
 	}
-	var name string
-	var done bool
-	part(func(p *redeliveryPart) { name, done = p.Name, p.Done })
-	for failures := 0; !done; {
-		moved, err := run.try(r, name, part)
-		if run.ctx.Err() != nil {
-			return // a successor goes on
+	run.alreadyDone = run.alreadyDone || a.Job.AlreadyDone
+	p.matched, p.redelivered, p.left = a.Matched, a.Redelivered, a.Job.Left
+	p.begun, p.done, p.problem = true, a.Job.PartDone, ""
+	if p.done && p.left > 0 {
+		p.failed, p.problem = true, fmt.Sprintf("%d belong to a Source or an endpoint that the destination does not have any more", p.left)
+	}
+	for _, other := range a.Job.Pods {
+		if run.parts[other] == nil {
+			run.parts[other] = &redeliveryPart{}
 		}
-		if err == nil {
+	}
+	return run.alreadyDone || p.done
+}
+
+// fail notes an error of a pod's part.
+func (run *redeliveryRun) fail(name string, err error, final bool) {
+	run.mu.Lock()
+	defer run.mu.Unlock()
+	p := run.parts[name]
+	p.problem, p.failed = publicError(err), final
+}
+
+// publicError is the text of an error without addresses, for the status.
+func publicError(err error) string {
+	if _, ok := errors.AsType[net.Error](err); ok {
+		return "the dispatcher cannot be reached"
+	}
+	return bounded(err.Error(), maxPodMessage)
+}
+
+// begin records the run at the pods that are ready, before any of them redelivers:
+// one of them may know that it is done already, and one of them knows the pods that
+// take part. It returns false when there is nothing to do.
+func (run *redeliveryRun) begin(r *redeliveryReconciler) bool {
+	for failures := 1; ; failures++ {
+		pods, err := r.pods.Ready(run.ctx)
+		if err == nil && len(pods) > 0 {
+			run.mu.Lock()
+			for _, p := range pods {
+				if run.parts[p.Name] == nil {
+					run.parts[p.Name] = &redeliveryPart{}
+				}
+			}
+			run.mu.Unlock()
+			names := run.pods()
+			var group sync.WaitGroup
+			for _, pod := range pods {
+				group.Go(func() {
+					a, err := r.act(run.ctx, pod, run.action(liveconfig.JobBegin, names), nil)
+					if err != nil {
+						run.fail(pod.Name, err, false)
+						return
+					}
+					run.note(pod.Name, a)
+				})
+			}
+			group.Wait()
+		}
+		run.mu.Lock()
+		begun, over := false, run.alreadyDone
+		for _, p := range run.parts {
+			begun = begun || p.begun
+		}
+		if !begun && failures >= redeliveryTries {
+			over, run.err = true, errors.New("no dispatcher could begin")
+			for _, p := range run.parts {
+				if p.problem != "" {
+					run.err = errors.New(p.problem)
+				}
+			}
+		}
+		run.mu.Unlock()
+		if over || run.ctx.Err() != nil {
+			return false
+		}
+		if begun {
+			return true
+		}
+		select {
+		case <-time.After(r.backoff(failures)):
+		case <-run.ctx.Done():
+			return false
+		}
+	}
+}
+
+// workPod does one pod's part, and tries again for a while when the pod fails.
+func (run *redeliveryRun) workPod(r *redeliveryReconciler, name string) {
+	for failures := 0; run.ctx.Err() == nil; {
+		moved, done, err := run.try(r, name)
+		if done || run.ctx.Err() != nil {
 			return
 		}
-		if failures++; moved {
-			failures = 1
+		if moved || err == nil {
+			failures = 0
 		}
-		done = failures >= redeliveryTries
-		part(func(p *redeliveryPart) {
-			p.Message, p.Done, p.failed = bounded(err.Error(), maxPodMessage), done, done
-		})
+		if err == nil {
+			continue
+		}
+		failures++
+		run.fail(name, err, failures >= redeliveryTries)
+		if failures == 1 || failures >= redeliveryTries {
+			log.Log.WithName("redelivery").Error(err, "A dispatcher pod failed to redeliver", "namespace", run.namespace, "name", run.name, "pod", name, "last", failures >= redeliveryTries)
+		}
+		if failures >= redeliveryTries {
+			return
+		}
 		select {
 		case <-time.After(r.backoff(failures)):
 		case <-run.ctx.Done():
@@ -358,62 +542,97 @@ func (run *redeliveryRun) workPod(r *redeliveryReconciler, i int) {
 	}
 }
 
-// try counts what a pod has and has it redelivered; moved is true when something was.
-func (run *redeliveryRun) try(r *redeliveryReconciler, name string, part func(func(*redeliveryPart))) (moved bool, err error) {
+// try does a pod's part for a time slice; moved is true when something was redelivered.
+func (run *redeliveryRun) try(r *redeliveryReconciler, name string) (moved, done bool, err error) {
 	pods, err := r.pods.Ready(run.ctx)
 	if err != nil {
-		return false, err
+		return false, false, err
 	}
 	at := slices.IndexFunc(pods, func(p Pod) bool { return p.Name == name })
 	if at < 0 {
-		return false, errors.New("the pod is not ready")
+		return false, false, errors.New("the dispatcher is not ready")
 	}
-	action := run.action(len(run.parts))
-	action.DryRun = true
-	counted, err := r.act(run.ctx, pods[at], action, nil)
-	if err != nil {
-		return false, err
-	}
-	var base int64
-	part(func(p *redeliveryPart) {
-		if !p.resumed {
-			p.Matched, p.resumed = counted.Matched, true
+	run.mu.Lock()
+	begun, done := run.parts[name].begun, run.parts[name].done
+	run.mu.Unlock()
+	if !begun {
+		a, err := r.act(run.ctx, pods[at], run.action(liveconfig.JobBegin, run.pods()), nil)
+		if err != nil {
+			return false, false, err
 		}
-		// What was counted before and is not here any more has been redelivered.
-		p.Redelivered = max(p.Redelivered, p.Matched-counted.Matched)
-		if run.spec.DryRun {
-			p.Redelivered = 0
+		done = run.note(name, a)
+		run.mu.Lock()
+		if run.alreadyDone {
+			run.cancel() // The other pods need not do it either.
 		}
-		base = p.Redelivered
-		p.Message, p.Done = "", run.spec.DryRun || counted.Matched == 0
-		done := p.Done
-		moved = done
-	})
-	if moved {
-		return true, nil
+		run.mu.Unlock()
 	}
-	action.DryRun = false
-	progress, err := r.act(run.ctx, pods[at], action, func(a liveconfig.DeadLetterProgress) {
-		moved = moved || a.Redelivered > 0
-		part(func(p *redeliveryPart) { p.Redelivered = base + a.Redelivered })
+	if done {
+		return true, true, nil
+	}
+	run.mu.Lock()
+	before := run.parts[name].redelivered
+	run.mu.Unlock()
+	a, err := r.act(run.ctx, pods[at], run.action(liveconfig.JobRun, nil), func(a liveconfig.DeadLetterProgress) {
+		if a.Job != nil {
+			moved = moved || a.Redelivered > before
+			run.note(name, a)
+		}
 	})
 	if err != nil {
-		return moved, err
+		return moved, false, err
 	}
-	part(func(p *redeliveryPart) {
-		p.Redelivered, p.Done = base+progress.Redelivered, true
-		p.Matched = max(p.Matched, p.Redelivered)
-		if left := progress.Matched - progress.Redelivered; left > 0 {
-			p.failed, p.Message = true, fmt.Sprintf("%d are of a Source or an endpoint that the destination does not have any more", left)
+	return moved, run.note(name, a), nil
+}
+
+// complete has the pods record the end of a run without failures, so that it is
+// not done again; the record of one of them is enough.
+func (run *redeliveryRun) complete(r *redeliveryReconciler) {
+	run.mu.Lock()
+	for _, p := range run.parts {
+		if p.failed || !p.done {
+			run.mu.Unlock()
+			return
 		}
-	})
-	return true, nil
+	}
+	run.mu.Unlock()
+	for failures := 1; ; failures++ {
+		pods, err := r.pods.Ready(run.ctx)
+		recorded := false
+		for _, pod := range pods {
+			_, actErr := r.act(run.ctx, pod, run.action(liveconfig.JobComplete, nil), nil)
+			recorded, err = recorded || actErr == nil, errors.Join(err, actErr)
+		}
+		switch {
+		case recorded:
+			return
+		case run.ctx.Err() != nil:
+			return
+		case failures >= redeliveryTries:
+			run.mu.Lock()
+			defer run.mu.Unlock()
+			run.err = errors.New("no dispatcher could record the end")
+			log.Log.WithName("redelivery").Error(err, "No dispatcher pod could record the end of a Redelivery", "namespace", run.namespace, "name", run.name)
+			return
+		}
+		select {
+		case <-time.After(r.backoff(failures)):
+		case <-run.ctx.Done():
+			return
+		}
+	}
 }
 
 // action is what a pod is asked to do.
-func (run *redeliveryRun) action(pods int) liveconfig.DeadLetterAction {
-	a := liveconfig.DeadLetterAction{Destination: run.namespace + "/" + run.spec.Destination, Rate: float64(run.spec.Rate) / float64(pods)}
-	// What failed after the start stays: it may have been redelivered already.
+func (run *redeliveryRun) action(step string, pods []string) liveconfig.DeadLetterAction {
+	run.mu.Lock()
+	parts := max(1, len(run.parts))
+	run.mu.Unlock()
+	a := liveconfig.DeadLetterAction{
+		Destination: run.namespace + "/" + run.spec.DestinationRef.Name, DryRun: run.spec.DryRun, Rate: float64(run.spec.Rate) / float64(parts),
+		Job: &liveconfig.DeadLetterJob{ID: run.id, UID: string(run.uid), Step: step, Pods: pods, SliceMS: redeliverySlice.Milliseconds()},
+	}
+	// Dead letters that failed after the start are left alone: they may have been redelivered already.
 	a.Selector.Until = run.started
 	if s := run.spec.Selector; s != nil {
 		a.Selector.Reasons, a.Selector.Events = s.Reasons, s.Events
@@ -430,9 +649,17 @@ func (run *redeliveryRun) action(pods int) liveconfig.DeadLetterAction {
 	return a
 }
 
-// act has a pod do something with its dead letters and follows it to the end.
+// act sends a request to a pod and follows the answer to its end. It waits while too many are in progress.
 func (r *redeliveryReconciler) act(ctx context.Context, pod Pod, a liveconfig.DeadLetterAction, onProgress func(liveconfig.DeadLetterProgress)) (liveconfig.DeadLetterProgress, error) {
 	var p liveconfig.DeadLetterProgress
+	select {
+	case r.calls <- struct{}{}:
+		defer func() { <-r.calls }()
+	case <-ctx.Done():
+		return p, ctx.Err()
+	}
+	ctx, cancel := context.WithTimeout(ctx, redeliveryCallTimeout)
+	defer cancel()
 	body, err := json.Marshal(a)
 	if err != nil {
 		return p, err
@@ -451,7 +678,10 @@ func (r *redeliveryReconciler) act(ctx context.Context, pod Pod, a liveconfig.De
 		return p, fmt.Errorf("%s: %s", response.Status, strings.TrimSpace(string(text)))
 	}
 	if p, err = liveconfig.FollowDeadLetters(response.Body, onProgress); errors.Is(err, io.ErrUnexpectedEOF) {
-		err = errors.New("the pod ended before it was done")
+		err = errors.New("the dispatcher ended before it was done")
+	}
+	if err == nil && p.Job == nil {
+		err = errors.New("the dispatcher does not record Redeliveries; update it")
 	}
 	return p, err
 }

@@ -1,11 +1,13 @@
 package controllers
 
 import (
-	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net/http"
 	"net/http/httptest"
+	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -20,10 +22,11 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// letterBox is a dispatcher that has dead letters, of any destination.
+// letterBox is a dispatcher that has dead letters, of any destination, and records jobs.
 type letterBox struct {
 	name   string
 	server *httptest.Server
@@ -39,10 +42,20 @@ type letterBox struct {
 	refuse  int
 	actions []liveconfig.DeadLetterAction
 	aborted int
+	jobs    map[string]*boxJob
+}
+
+// boxJob is what a letterBox has recorded of a job.
+type boxJob struct {
+	uid                string
+	matched, delivered int64
+	left               int64
+	done, completed    bool
+	pods               []string
 }
 
 func newLetterBox(name string, letters int) *letterBox {
-	b := &letterBox{name: name, letters: letters, breakAfter: -1}
+	b := &letterBox{name: name, letters: letters, breakAfter: -1, jobs: map[string]*boxJob{}}
 	b.server = httptest.NewServer(b)
 	return b
 }
@@ -55,29 +68,57 @@ func (b *letterBox) set(f func(b *letterBox)) {
 	f(b)
 }
 
+// steps lists the steps that were asked for.
+func (b *letterBox) steps() (steps []string) {
+	b.set(func(b *letterBox) {
+		for _, a := range b.actions {
+			steps = append(steps, a.Job.Step)
+		}
+	})
+	return steps
+}
+
 func (b *letterBox) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if r.URL.Path == "/report" {
 		_ = json.NewEncoder(w).Encode(map[string]any{"pod": b.name, "ready": true})
 		return
 	}
 	var a liveconfig.DeadLetterAction
-	if r.Method != http.MethodPost || r.URL.Path != "/deadletters/redeliver" || json.NewDecoder(r.Body).Decode(&a) != nil {
-		http.Error(w, "what?", http.StatusBadRequest)
+	if r.Method != http.MethodPost || r.URL.Path != "/deadletters/redeliver" || json.NewDecoder(r.Body).Decode(&a) != nil || a.Job == nil {
+		http.Error(w, "not a redelivery", http.StatusBadRequest)
 		return
 	}
 	b.mu.Lock()
 	b.actions = append(b.actions, a)
-	matched, stranded, refuse, breakAfter, gate := b.letters, b.stranded, b.refuse, b.breakAfter, b.gate
+	refuse, breakAfter, gate := b.refuse, b.breakAfter, b.gate
+	j := b.jobs[a.Job.ID]
+	if j == nil || j.uid != a.Job.UID && !j.completed {
+		j = &boxJob{uid: a.Job.UID, matched: int64(b.letters), pods: a.Job.Pods, done: a.DryRun || b.letters == 0}
+		b.jobs[a.Job.ID] = j
+	}
+	stranded := int64(b.stranded)
 	b.mu.Unlock()
 	if refuse != 0 {
 		http.Error(w, "storage is full", refuse)
 		return
 	}
 	out, control := json.NewEncoder(w), http.NewResponseController(w)
-	p := liveconfig.DeadLetterProgress{Matched: int64(matched)}
-	if !a.DryRun {
+	progress := func(last bool) {
+		b.set(func(*letterBox) {
+			_ = out.Encode(liveconfig.DeadLetterProgress{
+				Matched: j.matched, Redelivered: j.delivered, Done: last,
+				Job: &liveconfig.DeadLetterJobState{AlreadyDone: j.completed && j.uid != a.Job.UID, PartDone: j.done, Left: j.left, Pods: j.pods},
+			})
+		})
 		_ = control.Flush()
-		for p.Redelivered < int64(matched-stranded) {
+	}
+	switch {
+	case j.completed:
+	case a.Job.Step == liveconfig.JobComplete:
+		b.set(func(*letterBox) { j.completed = true })
+	case a.Job.Step == liveconfig.JobRun:
+		_ = control.Flush()
+		for n := 0; j.delivered < j.matched-stranded; n++ {
 			if gate != nil {
 				select {
 				case <-gate:
@@ -86,46 +127,39 @@ func (b *letterBox) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 					return
 				}
 			}
-			if int(p.Redelivered) == breakAfter {
+			if n == breakAfter {
 				return
 			}
-			b.set(func(b *letterBox) { b.letters-- })
-			p.Redelivered++
-			_ = out.Encode(p)
-			_ = control.Flush()
+			b.set(func(b *letterBox) { b.letters--; j.delivered++ })
+			progress(false)
 		}
+		b.set(func(*letterBox) { j.left, j.done = stranded, true })
 	}
-	p.Done = true
-	_ = out.Encode(p)
+	progress(true)
 }
 
-// runOnce does a redelivery to its end without an API server.
-func runOnce(t *testing.T, o v1alpha1.Redelivery, boxes ...*letterBox) v1alpha1.RedeliveryStatus {
+// resume runs a redelivery to its end without an API server.
+func resume(t *testing.T, o v1alpha1.Redelivery, deadline time.Duration, boxes ...*letterBox) v1alpha1.RedeliveryStatus {
 	t.Helper()
 	list := pods()
 	for _, b := range boxes {
-		t.Cleanup(b.server.Close)
 		list.pods = append(list.pods, b.pod())
-		o.Status.Dispatchers = append(o.Status.Dispatchers, v1alpha1.RedeliveryDispatcher{Name: b.name})
 	}
-	r := &redeliveryReconciler{pods: list, http: &http.Client{}, backoff: func(int) time.Duration { return 0 }}
-	return resume(t, r, o)
-}
-
-func resume(t *testing.T, r *redeliveryReconciler, o v1alpha1.Redelivery) v1alpha1.RedeliveryStatus {
-	t.Helper()
-	run := &redeliveryRun{namespace: o.Namespace, spec: o.Spec, started: time.Unix(1_800_000_000, 0)}
-	for _, d := range o.Status.Dispatchers {
-		run.parts = append(run.parts, redeliveryPart{RedeliveryDispatcher: d, resumed: d.Matched > 0})
+	r := &redeliveryReconciler{pods: list, http: &http.Client{}, backoff: func(int) time.Duration { return 0 }, calls: make(chan struct{}, 2)}
+	started, end := time.Unix(1_800_000_000, 0), time.Time{}
+	if deadline > 0 {
+		end = started.Add(deadline)
 	}
-	run.ctx, run.cancel = context.WithCancel(t.Context())
+	start := metav1.NewTime(started)
+	o.Status.StartTime = &start
+	run := newRedeliveryRun(t.Context(), &o, end, started)
 	run.work(r)
 	run.show(&o, time.Unix(1_800_000_060, 0))
 	return o.Status
 }
 
 func redeliveryOf(change func(*v1alpha1.RedeliverySpec)) v1alpha1.Redelivery {
-	o := v1alpha1.Redelivery{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "again"}, Spec: v1alpha1.RedeliverySpec{Destination: "crm", Rate: 100}}
+	o := v1alpha1.Redelivery{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "again", UID: "1", Generation: 1}, Spec: v1alpha1.RedeliverySpec{DestinationRef: v1alpha1.ObjectReference{Name: "crm"}, Rate: 100}}
 	if change != nil {
 		change(&o.Spec)
 	}
@@ -135,89 +169,161 @@ func redeliveryOf(change func(*v1alpha1.RedeliverySpec)) v1alpha1.Redelivery {
 func TestRedeliveryRuns(t *testing.T) {
 	box := func(name string, letters int, change func(*letterBox)) *letterBox {
 		b := newLetterBox(name, letters)
+		t.Cleanup(b.server.Close)
 		if change != nil {
 			change(b)
 		}
 		return b
 	}
+	gone := box("gone", 1, nil)
+	gone.server.Close()
 	for _, c := range []struct {
-		name            string
-		spec            func(*v1alpha1.RedeliverySpec)
-		boxes           []*letterBox
-		phase           v1alpha1.RedeliveryPhase
-		matched, again  int64
-		failed          int64
-		reason, message string
+		name           string
+		spec           func(*v1alpha1.RedeliverySpec)
+		boxes          []*letterBox
+		matched, again int64
+		not            int64
+		condition      string
+		message        string
 	}{
-		{"nothing to do", nil, []*letterBox{box("a", 0, nil)}, "Succeeded", 0, 0, 0, "Redelivered", "0 dead letters redelivered"},
-		{"two pods", nil, []*letterBox{box("a", 3, nil), box("b", 4, nil)}, "Succeeded", 7, 7, 0, "Redelivered", "7 dead letters redelivered"},
-		{"dry run", func(s *v1alpha1.RedeliverySpec) { s.DryRun = true }, []*letterBox{box("a", 3, nil), box("b", 4, nil)}, "Succeeded", 7, 0, 0, "Counted", "7 dead letters would be redelivered"},
-		{"a pod that breaks off every time after two", nil, []*letterBox{box("a", 7, func(b *letterBox) { b.breakAfter = 2 })}, "Succeeded", 7, 7, 0, "Redelivered", "7 dead letters redelivered"},
-		{"a pod that breaks off at once, again and again", nil, []*letterBox{box("a", 7, func(b *letterBox) { b.breakAfter = 0 }), box("b", 2, nil)}, "Failed", 9, 2, 7, "RedeliveryFailed", "2 of 9 dead letters redelivered; pod a: the pod ended before it was done"},
-		{"a pod that refuses", nil, []*letterBox{box("a", 7, func(b *letterBox) { b.refuse = 503 })}, "Failed", 0, 0, 0, "RedeliveryFailed", "0 of 0 dead letters redelivered; pod a: 503 Service Unavailable: storage is full"},
-		{"letters that have no way", nil, []*letterBox{box("a", 7, func(b *letterBox) { b.stranded = 3 })}, "Failed", 7, 4, 3, "RedeliveryFailed", "4 of 7 dead letters redelivered; pod a: 3 are of a Source or an endpoint that the destination does not have any more"},
+		{"nothing to do", nil, []*letterBox{box("a", 0, nil)}, 0, 0, 0, "Complete Redelivered", "0 dead letters redelivered"},
+		{"two pods", nil, []*letterBox{box("a", 3, nil), box("b", 4, nil)}, 7, 7, 0, "Complete Redelivered", "7 dead letters redelivered"},
+		{"dry run", func(s *v1alpha1.RedeliverySpec) { s.DryRun = true }, []*letterBox{box("a", 3, nil), box("b", 4, nil)}, 7, 0, 0, "Complete Counted", "7 dead letters would be redelivered"},
+		{"a pod that breaks off every time after two", nil, []*letterBox{box("a", 7, func(b *letterBox) { b.breakAfter = 2 })}, 7, 7, 0, "Complete Redelivered", "7 dead letters redelivered"},
+		{"a pod that breaks off at once, again and again", nil, []*letterBox{box("a", 7, func(b *letterBox) { b.breakAfter = 0 }), box("b", 2, nil)}, 9, 2, 7, "Failed NotRedelivered", "2 of 9 dead letters redelivered; the dispatcher ended before it was done; the operator's log names the dispatcher"},
+		{"a pod that refuses", nil, []*letterBox{box("a", 7, func(b *letterBox) { b.refuse = 503 })}, 0, 0, 0, "Failed NotRedelivered", "0 of 0 dead letters redelivered; 503 Service Unavailable: storage is full; the operator's log names the dispatcher"},
+		{"a pod that cannot be reached", nil, []*letterBox{box("a", 2, nil), gone}, 2, 2, 0, "Failed NotRedelivered", "2 of 2 dead letters redelivered; the dispatcher cannot be reached; the operator's log names the dispatcher"},
+		{"no pod", nil, nil, 0, 0, 0, "Failed NotRedelivered", "0 of 0 dead letters redelivered; no dispatcher could begin; the operator's log names the dispatcher"},
+		{"letters without a lane", nil, []*letterBox{box("a", 7, func(b *letterBox) { b.stranded = 3 })}, 7, 4, 3, "Failed NotRedelivered", "4 of 7 dead letters redelivered; 3 belong to a Source or an endpoint that the destination does not have any more; the operator's log names the dispatcher"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			got := runOnce(t, redeliveryOf(c.spec), c.boxes...)
-			complete := meta.FindStatusCondition(got.Conditions, v1alpha1.ConditionComplete)
-			if complete == nil || got.FinishTime == nil {
-				t.Fatalf("it did not end: %+v", got)
-			}
-			if diff := cmp.Diff([]any{c.phase, c.matched, c.again, c.failed, c.reason, c.message}, []any{got.Phase, got.Matched, got.Redelivered, got.Failed, complete.Reason, complete.Message}); diff != "" {
+			got := resume(t, redeliveryOf(c.spec), 0, c.boxes...)
+			want := []any{c.condition, c.matched, c.again, c.not, c.message, strings.HasPrefix(c.condition, "Complete")}
+			if diff := cmp.Diff(want, []any{ended(got.JobStatus), got.Matched, got.Redelivered, got.NotRedelivered, meta.FindStatusCondition(got.Conditions, "Ready").Message, got.CompletionTime != nil}); diff != "" {
 				t.Errorf("(-want +got):\n%s", diff)
-			}
-			if (complete.Status == metav1.ConditionTrue) != (c.phase == v1alpha1.RedeliverySucceeded) {
-				t.Errorf("Complete is %s in phase %s", complete.Status, got.Phase)
 			}
 		})
 	}
 }
 
-// TestRedeliverySuccessor goes on with what an operator left behind: its
-// numbers are of some seconds before it ended.
+// ended names the condition that ended a run, and its reason.
+func ended(s v1alpha1.JobStatus) string {
+	for _, conditionType := range []string{v1alpha1.ConditionComplete, v1alpha1.ConditionFailed} {
+		if c := meta.FindStatusCondition(s.Conditions, conditionType); c != nil && c.Status == metav1.ConditionTrue {
+			return conditionType + " " + c.Reason
+		}
+	}
+	return ""
+}
+
+// A new operator continues a run by the records of the pods, also of a pod that is
+// not ready when it starts: another one has recorded that it takes part.
 func TestRedeliverySuccessor(t *testing.T) {
+	o := redeliveryOf(nil)
+	id := compile.RedeliveryID(&o)
+	all := []string{"a", "b", "gone"}
 	a, b := newLetterBox("a", 4), newLetterBox("b", 5)
 	t.Cleanup(a.server.Close)
 	t.Cleanup(b.server.Close)
-	o := redeliveryOf(nil)
-	o.Status.Dispatchers = []v1alpha1.RedeliveryDispatcher{
-		{Name: "a", Matched: 10, Redelivered: 3}, // 6 are gone by now
-		{Name: "b", Matched: 8, Redelivered: 8, Done: true},
-		{Name: "gone", Matched: 2, Redelivered: 1},
-	}
-	r := &redeliveryReconciler{pods: pods(a.pod(), b.pod()), http: &http.Client{}, backoff: func(int) time.Duration { return 0 }}
-	got := resume(t, r, o)
-	want := []v1alpha1.RedeliveryDispatcher{
-		{Name: "a", Matched: 10, Redelivered: 10, Done: true},
-		{Name: "b", Matched: 8, Redelivered: 8, Done: true},
-		{Name: "gone", Matched: 2, Redelivered: 1, Done: true, Message: "the pod is not ready"},
-	}
-	if diff := cmp.Diff(want, got.Dispatchers); diff != "" {
-		t.Errorf("(-want +got):\n%s", diff)
-	}
-	if got.Matched != 20 || got.Redelivered != 19 || got.Failed != 1 || got.Phase != v1alpha1.RedeliveryFailed {
+	a.jobs[id] = &boxJob{uid: "1", matched: 10, delivered: 6, pods: all}
+	b.jobs[id] = &boxJob{uid: "1", matched: 8, delivered: 8, done: true, pods: all}
+	o.Status.Matched, o.Status.Redelivered = 20, 12
+	got := resume(t, o, 0, a, b)
+	if got.Matched != 20 || got.Redelivered != 18 || got.NotRedelivered != 2 || ended(got.JobStatus) != "Failed NotRedelivered" {
 		t.Errorf("%+v", got)
 	}
-	if len(b.actions) != 0 {
-		t.Error("a pod that was done was asked again")
+	if diff := cmp.Diff([]string{"begin"}, b.steps()); diff != "" {
+		t.Errorf("steps of the pod that was done (-want +got):\n%s", diff)
+	}
+	if a.letters != 0 {
+		t.Errorf("%d dead letters are left", a.letters)
+	}
+}
+
+// One of two dispatchers knows that the run completed: none of them redelivers. The
+// other one may be new, or have lost its store.
+func TestRedeliveryAlreadyDone(t *testing.T) {
+	first := redeliveryOf(nil)
+	a, b := newLetterBox("a", 4), newLetterBox("b", 5)
+	t.Cleanup(a.server.Close)
+	t.Cleanup(b.server.Close)
+	if got := resume(t, first, 0, a, b); ended(got.JobStatus) != "Complete Redelivered" {
+		t.Fatalf("%+v", got)
+	}
+	a.set(func(b *letterBox) { b.letters = 3 })
+	again := redeliveryOf(nil)
+	again.UID = "2"
+	newcomer := newLetterBox("c", 7)
+	t.Cleanup(newcomer.server.Close)
+	for name, boxes := range map[string][]*letterBox{"both": {a, b}, "a new one": {newcomer, b}} {
+		got := resume(t, again, 0, boxes...)
+		if ended(got.JobStatus) != "Complete AlreadyDone" || got.Matched != 0 || got.Redelivered != 0 || got.CompletionTime == nil {
+			t.Errorf("%s: %+v", name, got)
+		}
+	}
+	if a.letters != 3 || newcomer.letters != 7 {
+		t.Errorf("%d and %d dead letters are left, want 3 and 7", a.letters, newcomer.letters)
+	}
+	other := redeliveryOf(func(s *v1alpha1.RedeliverySpec) { s.RequestID = "2" })
+	if got := resume(t, other, 0, a, b); ended(got.JobStatus) != "Complete Redelivered" || got.Redelivered != 3 {
+		t.Errorf("with a requestId: %+v", got)
+	}
+}
+
+// A run that failed is done anew for another object.
+func TestRedeliveryAfterAFailure(t *testing.T) {
+	a := newLetterBox("a", 4)
+	t.Cleanup(a.server.Close)
+	a.stranded = 1
+	if got := resume(t, redeliveryOf(nil), 0, a); ended(got.JobStatus) != "Failed NotRedelivered" {
+		t.Fatalf("%+v", got)
+	}
+	a.set(func(b *letterBox) { b.stranded = 0 })
+	again := redeliveryOf(nil)
+	again.UID = "2"
+	if got := resume(t, again, 0, a); ended(got.JobStatus) != "Complete Redelivered" || got.Redelivered != 1 {
+		t.Errorf("%+v", got)
+	}
+}
+
+// At the deadline the requests to the pods end.
+func TestRedeliveryDeadline(t *testing.T) {
+	a := newLetterBox("a", 4)
+	t.Cleanup(a.server.Close)
+	a.gate = make(chan struct{}, 1)
+	a.gate <- struct{}{}
+	got := resume(t, redeliveryOf(nil), 500*time.Millisecond, a)
+	if ended(got.JobStatus) != "Failed DeadlineExceeded" || got.CompletionTime != nil || got.Redelivered+got.NotRedelivered != got.Matched {
+		t.Errorf("%+v", got)
+	}
+	deadline := time.Now().Add(time.Minute)
+	for aborted := 0; aborted == 0; time.Sleep(10 * time.Millisecond) {
+		a.set(func(b *letterBox) { aborted = b.aborted })
+		if time.Now().After(deadline) {
+			t.Fatal("the request to the pod did not end")
+		}
+	}
+	if slices.Contains(a.steps(), liveconfig.JobComplete) {
+		t.Error("a run that failed was recorded as complete")
 	}
 }
 
 func TestRedeliveryAction(t *testing.T) {
 	at := func(s int64) *metav1.Time { m := metav1.NewTime(time.Unix(s, 0)); return &m }
-	run := &redeliveryRun{namespace: "shop", started: time.Unix(1000, 0), spec: v1alpha1.RedeliverySpec{
-		Destination: "crm", Rate: 100,
+	run := &redeliveryRun{id: "id", uid: "1", parts: map[string]*redeliveryPart{"a": {}, "b": {}, "c": {}, "d": {}}, namespace: "shop", started: time.Unix(1000, 0), spec: v1alpha1.RedeliverySpec{
+		DestinationRef: v1alpha1.ObjectReference{Name: "crm"}, Rate: 100,
 		Selector: &v1alpha1.DeadLetterSelector{Since: at(500), Until: at(2000), Reasons: []string{"Expired"}, Types: []v1alpha1.CallType{"track"}, Events: []string{"E"}},
 	}}
 	var want liveconfig.DeadLetterAction
 	want.Destination, want.Rate = "shop/crm", 25
+	want.Job = &liveconfig.DeadLetterJob{ID: "id", UID: "1", Step: liveconfig.JobRun, SliceMS: 10_000}
 	want.Selector.Since, want.Selector.Until = time.Unix(500, 0), time.Unix(1000, 0) // not beyond the start
 	want.Selector.Reasons, want.Selector.Types, want.Selector.Events = []string{"Expired"}, []string{"track"}, []string{"E"}
-	if diff := cmp.Diff(want, run.action(4), cmpopts.EquateApproxTime(0)); diff != "" {
+	if diff := cmp.Diff(want, run.action(liveconfig.JobRun, nil), cmpopts.EquateApproxTime(0)); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)
 	}
 	run.spec.Selector.Until = at(900)
-	if got := run.action(4).Selector.Until; !got.Equal(time.Unix(900, 0)) {
+	if got := run.action(liveconfig.JobRun, nil).Selector.Until; !got.Equal(time.Unix(900, 0)) {
 		t.Errorf("until is %s", got)
 	}
 }
@@ -252,77 +358,98 @@ var _ = Describe("A Redelivery", func() {
 		w = newWorld(func(w *world) { w.options.Pods.(*podList).set(box.pod()) })
 		tenant = w.namespace()
 	})
-	const again = `
+	redelivery := func(name, spec string) string {
+		return `
+---
 apiVersion: posthorn.dev/v1alpha1
 kind: Redelivery
-metadata: {name: again}
-spec: {destination: crm, ttlSecondsAfterFinished: 100000}
+metadata: {name: ` + name + `}
+spec: {destinationRef: {name: crm}` + spec + `}
 `
+	}
+	destination := func(name string) string { return strings.ReplaceAll(crmDestination, "name: crm}", "name: "+name+"}") }
 	get := func(g Gomega, name string) v1alpha1.Redelivery {
 		var o v1alpha1.Redelivery
 		g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: tenant, Name: name}, &o)).To(Succeed())
 		return o
 	}
-	phase := func(name string) func() v1alpha1.RedeliveryPhase {
-		return func() v1alpha1.RedeliveryPhase {
+	// state is how a Redelivery ended, or the reason why it did not yet.
+	state := func(name string) func() string {
+		return func() string {
 			var o v1alpha1.Redelivery
 			if err := cluster.Get(w.ctx, client.ObjectKey{Namespace: tenant, Name: name}, &o); err != nil {
-				return v1alpha1.RedeliveryPhase(err.Error())
+				return err.Error()
 			}
-			return o.Status.Phase
+			if end := ended(o.Status.JobStatus); end != "" {
+				return end
+			}
+			return meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionReady).Reason
 		}
 	}
+	letters := func() (n int) { box.set(func(b *letterBox) { n = b.letters }); return n }
 
-	It("waits for its destination, runs once, and tells how it went", func() {
-		w.apply(tenant, again)
-		Eventually(func(g Gomega) {
-			o := get(g, "again")
-			c := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionAccepted)
-			g.Expect(c).NotTo(BeNil())
-			g.Expect(c.Reason).To(Equal(v1alpha1.ReasonDestinationNotFound))
-			g.Expect(o.Status.Phase).To(Equal(v1alpha1.RedeliveryPending))
-		}).Should(Succeed())
+	It("waits for its destination, runs once, and is already done when it is created again", func() {
+		w.apply(tenant, redelivery("again", ""))
+		Eventually(state("again")).Should(Equal(v1alpha1.ReasonDestinationNotFound))
+		Expect(meta.IsStatusConditionFalse(get(Default, "again").Status.Conditions, v1alpha1.ConditionAccepted)).To(BeTrue())
 		w.apply(tenant, crmSecret+webSource+crmDestination)
-		Eventually(phase("again")).Should(Equal(v1alpha1.RedeliverySucceeded))
+		Eventually(state("again")).Should(Equal("Complete Redelivered"))
 		o := get(Default, "again")
-		Expect([]int64{o.Status.Matched, o.Status.Redelivered, o.Status.Failed}).To(Equal([]int64{5, 5, 0}))
+		Expect([]int64{o.Status.Matched, o.Status.Redelivered, o.Status.NotRedelivered}).To(Equal([]int64{5, 5, 0}))
 		Expect(o.Status.ObservedGeneration).To(Equal(o.Generation))
-		Expect(meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.ConditionComplete)).To(BeTrue())
+		Expect(o.Status.StartTime).NotTo(BeNil())
+		Expect(o.Status.CompletionTime).NotTo(BeNil())
 		Eventually(func() []string { return w.events(tenant, "again") }).Should(ContainElement("Normal Redelivered"))
+		table, err := server.Kubectl("", "get", "rdl", "again", "--namespace", tenant)
+		Expect(err).NotTo(HaveOccurred())
+		Expect(table).To(MatchRegexp(`NAME +DESTINATION +COMPLETE +FAILED +REASON +MATCHED +REDELIVERED +AGE\nagain +crm +True +False +Redelivered +5 +5 +\S+\n`))
 
-		By("new dead letters are not its business, nor a new operator's")
+		By("applied again, and with a new operator, it changes nothing")
 		box.set(func(b *letterBox) { b.letters = 3 })
+		w.apply(tenant, redelivery("again", ""))
 		w.stop()
 		w.start()
-		w.apply(tenant, `
-apiVersion: posthorn.dev/v1alpha1
-kind: Redelivery
-metadata: {name: another}
-spec: {destination: crm, dryRun: true, ttlSecondsAfterFinished: 0}
-`)
+		w.apply(tenant, redelivery("another", ", dryRun: true, ttlSecondsAfterFinished: 0"))
 		Eventually(func() bool {
 			return apierrors.IsNotFound(cluster.Get(w.ctx, client.ObjectKey{Namespace: tenant, Name: "another"}, &v1alpha1.Redelivery{}))
-		}).Should(BeTrue(), "it is deleted when its time is over")
+		}).Should(BeTrue(), "it is deleted when its TTL ends")
 		Expect(get(Default, "again").Status).To(Equal(o.Status))
-		box.set(func(b *letterBox) { Expect(b.letters).To(Equal(3)) })
+		Expect(letters()).To(Equal(3))
+
+		By("the spec cannot be changed, but the TTL can")
+		_, err = server.Kubectl(redelivery("again", ", rate: 7"), "apply", "--namespace", tenant, "-f", "-")
+		Expect(err).To(MatchError(ContainSubstring("spec is immutable except for ttlSecondsAfterFinished")))
+		w.apply(tenant, redelivery("again", ", ttlSecondsAfterFinished: 31536000"))
+		Eventually(func(g Gomega) {
+			o := get(g, "again")
+			g.Expect(o.Generation).To(BeEquivalentTo(2))
+			g.Expect(o.Status.ObservedGeneration).To(Equal(o.Generation))
+			g.Expect(ended(o.Status.JobStatus)).To(Equal("Complete Redelivered"))
+		}).Should(Succeed())
+
+		By("deleting and creating it again")
+		w.delete(tenant, "redelivery", "again")
+		w.apply(tenant, redelivery("again", ""))
+		Eventually(state("again")).Should(Equal("Complete AlreadyDone"))
+		Expect(letters()).To(Equal(3))
+		w.delete(tenant, "redelivery", "again")
+		w.apply(tenant, redelivery("again", ", requestId: second"))
+		Eventually(state("again")).Should(Equal("Complete Redelivered"))
+		Expect(letters()).To(Equal(0))
 	})
 
 	It("goes on when a new operator starts, and stops when it is deleted", func() {
 		gate := make(chan struct{})
 		box.set(func(b *letterBox) { b.gate = gate })
-		w.apply(tenant, crmSecret+webSource+crmDestination+again)
+		w.apply(tenant, crmSecret+webSource+crmDestination+redelivery("again", ""))
 		gate <- struct{}{}
 		gate <- struct{}{}
 		Eventually(func(g Gomega) { g.Expect(get(g, "again").Status.Redelivered).To(BeEquivalentTo(2)) }).Should(Succeed())
+		Expect(state("again")()).To(Equal(v1alpha1.ReasonRunning))
 
 		By("another of the same destination waits")
-		w.apply(tenant, `
-apiVersion: posthorn.dev/v1alpha1
-kind: Redelivery
-metadata: {name: later}
-spec: {destination: crm, rate: 7}
-`)
-		Eventually(phase("later")).Should(Equal(v1alpha1.RedeliveryPending))
+		w.apply(tenant, redelivery("later", ", rate: 7"))
+		Eventually(state("later")).Should(Equal(v1alpha1.ReasonWaiting))
 
 		aborted := 0
 		box.set(func(b *letterBox) { aborted = b.aborted })
@@ -342,8 +469,58 @@ spec: {destination: crm, rate: 7}
 		w.delete(tenant, "redelivery", "again")
 		hungUp()
 		close(gate)
-		Eventually(phase("later")).Should(Equal(v1alpha1.RedeliverySucceeded))
+		Eventually(state("later")).Should(Equal("Complete Redelivered"))
 		Expect(get(Default, "later").Status.Redelivered).To(BeEquivalentTo(2))
 		box.set(func(b *letterBox) { Expect(b.actions[len(b.actions)-1].Rate).To(Equal(7.0)) })
+	})
+
+	It("fails at its deadline, also when no operator ran at that time", func() {
+		gate := make(chan struct{})
+		box.set(func(b *letterBox) { b.gate = gate })
+		DeferCleanup(func() { close(gate) })
+		w.apply(tenant, crmSecret+webSource+crmDestination+redelivery("short", ", activeDeadlineSeconds: 3"))
+		Eventually(state("short")).Should(Equal("Failed DeadlineExceeded"))
+		o := get(Default, "short")
+		Expect(o.Status.CompletionTime).To(BeNil())
+		Expect(meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.ConditionStalled)).To(BeTrue())
+		Eventually(func() []string { return w.events(tenant, "short") }).Should(ContainElement("Warning DeadlineExceeded"))
+
+		w.apply(tenant, redelivery("unattended", ", activeDeadlineSeconds: 2"))
+		Eventually(state("unattended")).Should(Equal(v1alpha1.ReasonRunning))
+		w.stop()
+		Eventually(func() bool { return time.Now().After(get(Default, "unattended").Status.StartTime.Add(3 * time.Second)) }).Should(BeTrue())
+		w.start()
+		Eventually(state("unattended")).Should(Equal("Failed DeadlineExceeded"))
+	})
+
+	It("is limited for each namespace, and waits for no other namespace", func() {
+		gate := make(chan struct{})
+		box.set(func(b *letterBox) { b.gate = gate })
+		first := tenant
+		var all string
+		for i := range maxNamespaceRedeliveries + 1 {
+			name := fmt.Sprint("crm", i)
+			all += "---" + destination(name) + strings.ReplaceAll(redelivery(fmt.Sprint("r", i), ", rate: 10"), "{name: crm}", "{name: "+name+"}")
+		}
+		w.apply(first, crmSecret+webSource+all)
+		states := func() map[string]int {
+			count := map[string]int{}
+			for i := range maxNamespaceRedeliveries + 1 {
+				count[state(fmt.Sprint("r", i))()]++
+			}
+			return count
+		}
+		Eventually(states).Should(Equal(map[string]int{v1alpha1.ReasonRunning: maxNamespaceRedeliveries, v1alpha1.ReasonWaiting: 1}))
+		tenant = w.namespace()
+		w.apply(tenant, crmSecret+webSource+crmDestination+"---"+destination("fast")+redelivery("again", ", rate: 9000")+
+			strings.ReplaceAll(redelivery("fast", ", rate: 9000"), "{name: crm}", "{name: fast}"))
+		Eventually(func() map[string]int {
+			return map[string]int{state("again")(): 1, state("fast")(): 2}
+		}).Should(Or(Equal(map[string]int{v1alpha1.ReasonRunning: 1, v1alpha1.ReasonWaiting: 2}), Equal(map[string]int{v1alpha1.ReasonWaiting: 1, v1alpha1.ReasonRunning: 2})))
+		close(gate)
+		Eventually(state("again")).Should(Equal("Complete Redelivered"))
+		Eventually(state("fast")).Should(Equal("Complete Redelivered"))
+		tenant = first
+		Eventually(states).Should(Equal(map[string]int{"Complete Redelivered": maxNamespaceRedeliveries + 1}))
 	})
 })

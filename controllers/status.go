@@ -10,6 +10,9 @@ import (
 	"golang.org/x/sync/errgroup"
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/events"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
@@ -17,6 +20,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
+	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
 )
@@ -75,7 +79,7 @@ func setupStatus(mgr manager.Manager, o Options, known *verdictBook, reports *pr
 		Complete(r)
 }
 
-// +kubebuilder:rbac:groups=posthorn.dev,resources=sources/status;webhookdestinations/status;audiences/status;deletionrequests/status,verbs=update
+// +kubebuilder:rbac:groups=posthorn.dev,resources=sources/status;webhookdestinations/status;audiences/status;deletionrequests/status,verbs=patch;update
 // +kubebuilder:rbac:groups=posthorn.dev,resources=deletionrequests,verbs=delete
 // +kubebuilder:rbac:groups=events.k8s.io,resources=events,verbs=create;patch
 
@@ -200,6 +204,7 @@ func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, v
 		m.stale, m.after = nil, nil
 	}
 	status, conditions := k.Status(o)
+	*conditions = health.Own(*conditions, k.Conditions)
 	before, conditionsBefore := *status, *conditions
 	wait := left(l.numbersInterval, m.numbers, l.now)
 	due := wait <= 0
@@ -224,7 +229,7 @@ func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, v
 		return nil
 	}
 	events := health.Transitions(conditionsBefore, *conditions)
-	switch err := l.Status().Update(ctx, o); {
+	switch err := apply(ctx, l.Client, o, k); {
 	case apierrors.IsConflict(err):
 		l.again.in(conflictWait)
 		return nil
@@ -244,6 +249,41 @@ func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, v
 		l.events.Eventf(o, nil, e.Type, e.Reason, e.Action, "%s", e.Message)
 	}
 	return nil
+}
+
+// apply writes an object's status by server-side apply, of this version of the
+// object only, and reads the result into o. The operator owns what it applies;
+// conditions of other types stay. A field that it applies no more is removed by
+// the apply, unless an earlier release, which wrote by update, owns it as well:
+// then an update removes it.
+func apply[T, S any, O object[T]](ctx context.Context, c client.Client, o O, k health.Kind[T, S]) error {
+	status, _ := k.Status(o)
+	want := *status
+	fields, err := runtime.DefaultUnstructuredConverter.ToUnstructured(status)
+	if err != nil {
+		return err
+	}
+	u := &unstructured.Unstructured{Object: map[string]any{"status": fields}}
+	u.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(k.Name))
+	u.SetNamespace(o.GetNamespace())
+	u.SetName(o.GetName())
+	u.SetResourceVersion(o.GetResourceVersion())
+	if err := c.Status().Apply(ctx, client.ApplyConfigurationFromUnstructured(u), fieldOwner, client.ForceOwnership); err != nil {
+		return err
+	}
+	u.SetManagedFields(nil)
+	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(u.Object, o); err != nil {
+		return err
+	}
+	status, conditions := k.Status(o)
+	foreign := slices.DeleteFunc(slices.Clone(*conditions), func(c metav1.Condition) bool { return slices.Contains(k.Conditions, c.Type) })
+	*conditions = health.Own(*conditions, k.Conditions)
+	if equality.Semantic.DeepEqual(*status, want) {
+		return nil
+	}
+	*status = want
+	*conditions = slices.Concat(*conditions, foreign)
+	return c.Status().Update(ctx, o, fieldOwner)
 }
 
 // left is what is left of a time that began at start: nothing also when the clock

@@ -6,6 +6,7 @@ import (
 	"net/http/httptest"
 	"net/netip"
 	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -13,7 +14,10 @@ import (
 	. "github.com/onsi/ginkgo/v2"
 	. "github.com/onsi/gomega"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -70,7 +74,7 @@ var _ = Describe("status", func() {
 		Eventually(func() []string { return w.events(tenant, "crm") }).Should(ContainElement("Normal Delivering"))
 		table, err := server.Kubectl("", "get", "whd", "crm", "--namespace", tenant)
 		Expect(err).NotTo(HaveOccurred())
-		Expect(table).To(MatchRegexp(`crm +True +True +0 +0`))
+		Expect(table).To(MatchRegexp(`crm +True +Ready +True +0 +0`))
 	})
 
 	It("is programmed only when every ready pod has confirmed", func() {
@@ -81,13 +85,11 @@ var _ = Describe("status", func() {
 		w.pods.set(w.dispatcher.pod(), second.pod())
 		w.apply(tenant, webSource+crmSecret+crmDestination)
 		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
-		w.runs(tenant, "crm", v1alpha1.DispatcherCount{Ready: 2, Programmed: 2})
 
 		By("one pod that refuses a config")
 		second.set(func(d *fakeDispatcher) { d.refuse = true })
 		w.apply(tenant, named("crm", "https://hooks.example/in", "https://hooks.example/out"))
 		w.says(tenant, "whd/crm", "Programmed", isFalse, "ConfigRefused")
-		w.runs(tenant, "crm", v1alpha1.DispatcherCount{Ready: 2, Programmed: 1})
 		second.set(func(d *fakeDispatcher) { d.refuse = false })
 		w.says(tenant, "whd/crm", "Programmed", isTrue, "Programmed")
 
@@ -119,13 +121,13 @@ var _ = Describe("status", func() {
 	It("is not written while nothing happens, nor by an operator that starts", func() {
 		w := newWorld()
 		tenant := w.namespace()
-		w.apply(tenant, webSource+crmSecret+crmDestination+named("gone", "names: [web]", "names: [nobody]"))
+		w.apply(tenant, webSource+crmSecret+crmDestination+named("gone", "[{name: web}]", "[{name: missing}]"))
 		w.dispatcher.set(func(d *fakeDispatcher) {
 			d.traffic[tenant+"/crm"] = failing
 			d.calls[tenant+"/web"] = func(r *liveconfig.SourceReport) { r.Accepted, r.LastAccepted = 10, began }
 		})
 		w.says(tenant, "whd/crm", "Delivering", isFalse, "ServerError")
-		w.says(tenant, "whd/gone", "Accepted", isFalse, "NoSource")
+		w.says(tenant, "whd/gone", "ResolvedRefs", isFalse, "NoSource")
 		w.says(tenant, "source/web", "Receiving", isTrue, "Receiving")
 		before := w.quiet()
 		w.polled(20)
@@ -171,9 +173,69 @@ var _ = Describe("status", func() {
 		second.set(func(d *fakeDispatcher) { d.stuck = true })
 		w.apply(tenant, crmDestination)
 		w.says(tenant, "whd/crm", "Programmed", isFalse, "Pending")
-		w.runs(tenant, "crm", v1alpha1.DispatcherCount{Ready: 2, Programmed: 1})
 		second.set(func(d *fakeDispatcher) { d.stuck = false })
 		w.says(tenant, "whd/crm", "Programmed", isTrue, "Programmed")
+	})
+
+	It("keeps conditions that others set, and takes over what an earlier release wrote", func() {
+		w := newWorld()
+		tenant := w.namespace()
+		w.stop()
+		w.apply(tenant, webSource+crmSecret+crmDestination+named("bad", "https://hooks.example/in", "https://169.254.169.254/in"))
+		d := w.destination(Default, tenant, "crm")
+		By("the defaults of the CRD")
+		for _, conditionType := range []string{"Accepted", "ResolvedRefs", "Programmed", "Ready", "Delivering"} {
+			c := meta.FindStatusCondition(d.Status.Conditions, conditionType)
+			Expect(c).NotTo(BeNil(), conditionType)
+			Expect([]string{string(c.Status), c.Reason}).To(Equal([]string{"Unknown", "Pending"}), conditionType)
+		}
+
+		By("a status that an earlier release wrote by update")
+		yesterday := metav1.NewTime(time.Now().Add(-24 * time.Hour).Truncate(time.Second))
+		old := []metav1.Condition{
+			{Type: "Accepted", Status: isTrue, Reason: "Accepted", Message: "m", LastTransitionTime: yesterday, ObservedGeneration: 1},
+			{Type: "Stalled", Status: isTrue, Reason: "InvalidURL", Message: "m", LastTransitionTime: yesterday, ObservedGeneration: 1},
+		}
+		d.Status = v1alpha1.WebhookDestinationStatus{
+			Conditions: old, ObservedGeneration: 1,
+			Endpoints: []v1alpha1.EndpointStatus{{Name: "gone", State: v1alpha1.EndpointHealthy, LastSuccessTime: &yesterday}},
+		}
+		Expect(cluster.Status().Update(w.ctx, &d, client.FieldOwner("posthorn"))).To(Succeed())
+		By("conditions of another controller")
+		foreign := func(name string) {
+			patch := fmt.Sprintf(`{"apiVersion": "posthorn.dev/v1alpha1", "kind": "WebhookDestination", "metadata": {"name": %q, "namespace": %q},
+				"status": {"conditions": [{"type": "example.org/Audited", "status": "True", "reason": "Audited", "message": "m", "lastTransitionTime": "2026-01-02T03:04:05Z"}]}}`, name, tenant)
+			o := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: name}}
+			Expect(cluster.Status().Patch(w.ctx, &o, client.RawPatch(types.ApplyPatchType, []byte(patch)), client.FieldOwner("auditor"))).To(Succeed())
+		}
+		foreign("crm")
+		w.start()
+		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		w.says(tenant, "whd/bad", "Stalled", isTrue, "EgressDenied")
+		foreign("bad")
+
+		d = w.destination(Default, tenant, "crm")
+		Expect(meta.FindStatusCondition(d.Status.Conditions, "Stalled")).To(BeNil(), "a condition that is not true any more is removed")
+		Expect(meta.FindStatusCondition(d.Status.Conditions, "Accepted").LastTransitionTime.Time).To(BeTemporally("==", yesterday.Time), "the time of the last transition is kept")
+		Expect(d.Status.Endpoints).To(HaveLen(1), "an endpoint that the spec does not have is removed")
+		Expect(d.Status.Endpoints[0].Name).To(Equal("primary"))
+		Expect(slices.ContainsFunc(d.ManagedFields, func(m metav1.ManagedFieldsEntry) bool {
+			return m.Manager == "posthorn-operator" && m.Operation == metav1.ManagedFieldsOperationApply && m.Subresource == "status"
+		})).To(BeTrue(), "%+v", d.ManagedFields)
+
+		By("transitions afterwards")
+		w.apply(tenant, named("bad", "https://hooks.example/in", "https://hooks.example/out"))
+		w.says(tenant, "whd/bad", "Ready", isTrue, "Ready")
+		w.apply(tenant, named("crm", "https://hooks.example/in", "https://169.254.169.254/in"))
+		w.says(tenant, "whd/crm", "Ready", isFalse, "EgressDenied")
+		for name, stalled := range map[string]bool{"crm": true, "bad": false} {
+			d := w.destination(Default, tenant, name)
+			Expect(meta.IsStatusConditionTrue(d.Status.Conditions, "Stalled")).To(Equal(stalled), "Stalled of %s", name)
+			Expect(meta.IsStatusConditionTrue(d.Status.Conditions, "example.org/Audited")).To(BeTrue(), "the condition of another controller of %s", name)
+		}
+		before := w.quiet()
+		w.polled(5)
+		Expect(w.versions()).To(Equal(before))
 	})
 
 	It("moves numbers seldom and transitions at once", func() {
@@ -252,6 +314,5 @@ var _ = Describe("status", func() {
 		w.says(tenant, "source/web", "Ready", isFalse, "NoDispatcher")
 		makePod(1, "dispatcher", corev1.ConditionTrue)
 		w.says(tenant, "source/web", "Ready", isTrue, "Ready")
-		Expect(*w.source(Default, tenant, "web").Status.Dispatchers).To(Equal(v1alpha1.DispatcherCount{Ready: 1, Programmed: 1}))
 	})
 })

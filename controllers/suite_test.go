@@ -175,7 +175,7 @@ func (w *world) live(g Gomega, tenant string) (liveconfig.Config, *corev1.Secret
 func (w *world) destination(g Gomega, namespace, name string) v1alpha1.WebhookDestination {
 	var d v1alpha1.WebhookDestination
 	g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: name}, &d)).To(Succeed())
-	if len(d.Status.Conditions) > 0 {
+	if d.Status.ObservedGeneration > 0 {
 		g.Expect(health.CheckDestination(d)).To(Succeed())
 	}
 	return d
@@ -184,7 +184,7 @@ func (w *world) destination(g Gomega, namespace, name string) v1alpha1.WebhookDe
 func (w *world) source(g Gomega, namespace, name string) v1alpha1.Source {
 	var s v1alpha1.Source
 	g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: name}, &s)).To(Succeed())
-	if len(s.Status.Conditions) > 0 {
+	if s.Status.ObservedGeneration > 0 {
 		g.Expect(health.CheckSource(s)).To(Succeed())
 	}
 	return s
@@ -278,14 +278,6 @@ func (w *world) quiet() map[string]string {
 		g.Expect(versions).To(Equal(before))
 	}).Should(Succeed())
 	return versions
-}
-
-// runs waits until a destination's status counts its dispatchers so.
-func (w *world) runs(namespace, name string, want v1alpha1.DispatcherCount) {
-	GinkgoHelper()
-	Eventually(func(g Gomega) {
-		g.Expect(*w.destination(g, namespace, name).Status.Dispatchers).To(Equal(want))
-	}).Should(Succeed())
 }
 
 // polled waits until the dispatcher has been asked n more times.
@@ -512,14 +504,20 @@ apiVersion: posthorn.dev/v1alpha1
 kind: WebhookDestination
 metadata: {name: crm}
 spec:
-  sources: {names: [web]}
+  sourceRefs: [{name: web}]
   endpoints: [{name: primary, url: "https://hooks.example/in"}]
-  signing: {secretRef: {name: crm, key: sharedSecret}}
+  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: crm, key: sharedSecret}}]}
 ---
 `
 )
 
-// named renames the destination of crmDestination, and what else is to be replaced.
+// named renames the destination of crmDestination and makes other replacements. It
+// fails for a text that crmDestination does not have.
 func named(name string, replace ...string) string {
-	return strings.NewReplacer(append([]string{"metadata: {name: crm}", "metadata: {name: " + name + "}"}, replace...)...).Replace(crmDestination)
+	GinkgoHelper()
+	pairs := append([]string{"metadata: {name: crm}", "metadata: {name: " + name + "}"}, replace...)
+	for i := 0; i < len(pairs); i += 2 {
+		Expect(crmDestination).To(ContainSubstring(pairs[i]))
+	}
+	return strings.NewReplacer(pairs...).Replace(crmDestination)
 }

@@ -91,14 +91,14 @@ var _ = Describe("trouble", func() {
 		restore()
 		Eventually(func(g Gomega) {
 			config, _ := w.live(g, tenant)
-			g.Expect(config.Destinations[0].Signing.Secret.Reveal()).To(Equal("hush-new"))
+			g.Expect(config.Destinations[0].Signing[0].Secret.Reveal()).To(Equal("hush-new"))
 		}).Should(Succeed())
 
 		restore = cut("webhookdestinations/status")
-		w.apply(tenant, named("crm", "names: [web]", "names: [nobody]"))
+		w.apply(tenant, named("crm", "[{name: web}]", "[{name: missing}]"))
 		Eventually(logs.String).Should(MatchRegexp(`write the status of WebhookDestination \S+/crm: .* is forbidden`))
 		restore()
-		w.says(tenant, "whd/crm", "Accepted", isFalse, "NoSource")
+		w.says(tenant, "whd/crm", "ResolvedRefs", isFalse, "NoSource")
 	})
 
 	It("is waited out when the API server is away for longer than the Lease lasts", func() {
@@ -116,11 +116,11 @@ var _ = Describe("trouble", func() {
 		late := newWorld(func(w *world) { w.reach, w.options.leaseDuration = away.reach, 3*time.Second })
 		Eventually(started).Should(BeNumerically(">=", before+2))
 		late.stop()
-		w.apply(tenant, named("crm", "names: [web]", "names: [nobody]"))
+		w.apply(tenant, named("crm", "[{name: web}]", "[{name: missing}]"))
 		w.apply(tenant, strings.ReplaceAll(webSource, "{name: web", "{name: ios")) // a conflict of write keys
 		w.delete(tenant, "psrc", "web")
 		away.set(false)
-		w.says(tenant, "whd/crm", "Accepted", isFalse, "NoSource")
+		w.says(tenant, "whd/crm", "ResolvedRefs", isFalse, "NoSource")
 		w.says(tenant, "source/ios", "Ready", isTrue, "Ready")
 	})
 
@@ -177,14 +177,14 @@ var _ = Describe("trouble", func() {
 			makeSecret(fmt.Sprintf("unused-%d", i))
 		}
 		makeSecret("large")
-		w.apply(tenant, webSource+named("crm", "secretRef: {name: crm,", "secretRef: {name: large,"))
+		w.apply(tenant, webSource+named("crm", "secretKeyRef: {name: crm,", "secretKeyRef: {name: large,"))
 		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
 		config, _ := w.live(Default, tenant)
-		Expect(config.Destinations[0].Signing.Secret.Reveal()).To(Equal("hush-large"))
+		Expect(config.Destinations[0].Signing[0].Secret.Reveal()).To(Equal("hush-large"))
 
 		By("a signing secret of 1,000 KiB")
-		w.apply(tenant, named("crm", "secretRef: {name: crm, key: sharedSecret}", "secretRef: {name: large, key: noise}"))
-		w.says(tenant, "whd/crm", "Accepted", isFalse, "InvalidSecret")
+		w.apply(tenant, named("crm", "secretKeyRef: {name: crm, key: sharedSecret}", "secretKeyRef: {name: large, key: noise}"))
+		w.says(tenant, "whd/crm", "ResolvedRefs", isFalse, "InvalidSecret")
 		w.says(tenant, "source/web", "Ready", isTrue, "Ready")
 
 		seen.mu.Lock()

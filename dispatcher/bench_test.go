@@ -19,7 +19,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/egress"
 )
 
-// nowhere takes spans and encodes none: what is left is the cost of making them.
+// nowhere takes spans and encodes none: the rest is the cost of making them.
 type nowhere struct{}
 
 func (nowhere) ExportSpans(context.Context, []sdktrace.ReadOnlySpan) error { return nil }

@@ -17,11 +17,11 @@ import (
 	"github.com/posthorn/posthorn/event"
 )
 
-// running is what the dispatcher runs at one moment; replaced as a whole.
+// running is the config in effect; it is replaced as a whole.
 type running struct {
 	view    *liveconfig.View
 	routers map[string]*route.Router
-	// routing counts the requests whose calls may be routed by it and are not stored yet.
+	// routing counts the requests whose calls are routed by this config and are not stored yet.
 	routing *atomic.Int64
 }
 
@@ -32,28 +32,29 @@ func (r *running) skip(ref liveconfig.SourceRef, call *event.Call) []string {
 	return nil
 }
 
-// configs takes tenants' encoded configs (configsource.Sink), refuses bad ones,
-// and swaps what runs. A refused config changes nothing: the tenant's last good one stays.
+// configs receives the encoded configs of namespaces (configsource.Sink), rejects invalid ones, and
+// replaces the running config. A rejected config changes nothing: the namespace's previous config
+// remains in effect.
 type configs struct {
 	log *slog.Logger
-	// apply makes lanes follow a view before ingest uses it.
+	// apply updates the lanes to a view before ingest uses it.
 	apply func(*liveconfig.View) error
-	// grace is how long lanes are kept that a view does not name any more.
+	// grace is how long lanes are kept that are missing in a view.
 	grace time.Duration
-	// memory keeps keys over a restart.
+	// memory stores write keys across restarts.
 	memory memory
 
-	// mu is held while a config is put into effect, which may wait for a disk that is full.
+	// mu is held while a config takes effect, which may wait for a full disk.
 	mu      sync.Mutex
 	good    map[string]liveconfig.Revisioned
 	routers map[string]*route.Router
 	synced  bool
 	keys    writekey.Book
 
-	// telling guards what reports tell; it is held for moments only, and taken after mu.
-	telling sync.Mutex
-	refused map[string]liveconfig.RefusedConfig
-	// applied is when each tenant's good config came.
+	// reportMu guards the data of reports; it is held briefly, and acquired after mu.
+	reportMu sync.Mutex
+	refused  map[string]liveconfig.RefusedConfig
+	// applied is the time of each namespace's valid config.
 	applied map[string]time.Time
 
 	current atomic.Pointer[running]
@@ -69,11 +70,11 @@ func newConfigs(log *slog.Logger, grace time.Duration, memory memory, apply func
 	return c
 }
 
-// Set decodes, checks and takes a tenant's config.
-func (c *configs) Set(tenant string, data []byte) {
+// Set decodes, validates and applies a namespace's config.
+func (c *configs) Set(namespace string, data []byte) {
 	config, revision, err := liveconfig.Decode(data)
-	if err == nil && config.Tenant != tenant {
-		err = fmt.Errorf("live config is that of namespace %q", config.Tenant)
+	if err == nil && config.Tenant != namespace {
+		err = fmt.Errorf("live config belongs to namespace %q", config.Tenant)
 	}
 	var router *route.Router
 	if err == nil {
@@ -82,44 +83,44 @@ func (c *configs) Set(tenant string, data []byte) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if err != nil {
-		c.log.Error("live config refused; the last good one stays in effect", "namespace", tenant, "revision", revision, "error", err)
-		c.tell(func() { c.refused[tenant] = liveconfig.RefusedConfig{Revision: revision, Error: err.Error()} })
+		c.log.Error("live config rejected; the previous one remains in effect", "namespace", namespace, "revision", revision, "error", err)
+		c.updateReport(func() { c.refused[namespace] = liveconfig.RefusedConfig{Revision: revision, Error: err.Error()} })
 	} else {
-		c.tell(func() { delete(c.refused, tenant) })
-		if c.good[tenant].Revision == revision {
+		c.updateReport(func() { delete(c.refused, namespace) })
+		if c.good[namespace].Revision == revision {
 			return
 		}
-		c.good[tenant] = liveconfig.Revisioned{Config: config, Revision: revision}
-		if before := c.routers[tenant]; before != nil {
+		c.good[namespace] = liveconfig.Revisioned{Config: config, Revision: revision}
+		if before := c.routers[namespace]; before != nil {
 			router.Keep(before, time.Now(), c.grace)
 		}
-		c.routers[tenant] = router
-		c.tell(func() { c.applied[tenant] = time.Now() })
+		c.routers[namespace] = router
+		c.updateReport(func() { c.applied[namespace] = time.Now() })
 	}
-	c.swap(tenant)
+	c.swap(namespace)
 }
 
-// Delete forgets a tenant.
-func (c *configs) Delete(tenant string) {
+// Delete removes a namespace.
+func (c *configs) Delete(namespace string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	delete(c.good, tenant)
-	delete(c.routers, tenant)
-	c.tell(func() {
-		delete(c.refused, tenant)
-		delete(c.applied, tenant)
+	delete(c.good, namespace)
+	delete(c.routers, namespace)
+	c.updateReport(func() {
+		delete(c.refused, namespace)
+		delete(c.applied, namespace)
 	})
-	c.swap(tenant)
+	c.swap(namespace)
 }
 
-// tell changes what reports tell.
-func (c *configs) tell(change func()) {
-	c.telling.Lock()
-	defer c.telling.Unlock()
+// updateReport changes the data of reports.
+func (c *configs) updateReport(change func()) {
+	c.reportMu.Lock()
+	defer c.reportMu.Unlock()
 	change()
 }
 
-// Synced ends the start: all tenants have been set.
+// Synced ends the start: the configs of all namespaces are set.
 func (c *configs) Synced() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -127,9 +128,9 @@ func (c *configs) Synced() {
 	c.swap("")
 }
 
-// swap makes the view that the good configs add up to the running one. Before
-// Synced it does nothing: a view that lacks tenants would look like deletions.
-func (c *configs) swap(tenant string) {
+// swap puts the view of all valid configs into effect. Before Synced it does nothing: a view that
+// lacks namespaces would look like deletions.
+func (c *configs) swap(namespace string) {
 	if !c.synced {
 		return
 	}
@@ -147,27 +148,28 @@ func (c *configs) swap(tenant string) {
 	}
 	c.route(next)
 	if err := c.apply(next.view); err != nil {
-		// Only storage can fail here; the old config stays, and the next change or restart tries again.
-		c.log.Error("live config could not be put into effect", "namespace", tenant, "error", err)
+		// Only storage can fail here; the old config remains in effect, and the next change or
+		// restart retries.
+		c.log.Error("applying the live config failed", "namespace", namespace, "error", err)
 		return
 	}
 	c.keys = keys
 	first := c.current.Swap(next) == nil
 	c.followKeys(changes)
 	if first {
-		c.log.Info("first full config in effect; calls are taken", "namespaces", len(c.good))
+		c.log.Info("configuration loaded; accepting calls", "namespaces", len(c.good))
 		return
 	}
-	if good, ok := c.good[tenant]; ok {
-		c.log.Info("live config in effect", "namespace", tenant, "revision", good.Revision)
+	if good, ok := c.good[namespace]; ok {
+		c.log.Info("live config in effect", "namespace", namespace, "revision", good.Revision)
 	} else {
-		c.log.Info("live config removed", "namespace", tenant)
+		c.log.Info("live config removed", "namespace", namespace)
 	}
 }
 
-// route has calls routed as they will be, before there are lanes: else a new lane
-// would get those that its destination's filter keeps out. A tenant that is
-// going keeps its router until its Sources are gone.
+// route applies the new filters before the lanes exist: otherwise a new lane would get calls that
+// its destination's filter excludes. A removed namespace keeps its router until its Sources are
+// removed.
 func (c *configs) route(next *running) {
 	before := c.current.Load()
 	if before == nil {
@@ -176,17 +178,17 @@ func (c *configs) route(next *running) {
 	routers := maps.Clone(before.routers)
 	maps.Copy(routers, next.routers)
 	c.current.Store(&running{before.view, routers, next.routing})
-	// Those that were routed before are waited for, but not on a full disk.
+	// Waits for the requests that were routed before, but not on a full disk.
 	for deadline := time.Now().Add(maxRouting); before.routing.Load() > 0 && time.Now().Before(deadline); {
 		time.Sleep(time.Millisecond)
 	}
 }
 
-// maxRouting bounds how long a config waits for calls that were routed by the one before.
+// maxRouting bounds how long a config waits for calls that were routed by the previous config.
 const maxRouting = 2 * time.Second
 
-// beginRouting is called before calls are routed, and what it returns once they
-// are stored, or will not be.
+// beginRouting is called before calls are routed. The function that it returns is called after they
+// are stored or have failed.
 func (c *configs) beginRouting() (end func()) {
 	for {
 		r := c.current.Load()
@@ -198,7 +200,7 @@ func (c *configs) beginRouting() (end func()) {
 	}
 }
 
-// view returns what runs; nil before the first full config.
+// view returns the view in effect; nil before the first full config.
 func (c *configs) view() *liveconfig.View {
 	if r := c.current.Load(); r != nil {
 		return r.view
@@ -206,7 +208,7 @@ func (c *configs) view() *liveconfig.View {
 	return nil
 }
 
-// skip returns the destinations that do not get a call.
+// skip returns the destinations that must not get a call.
 func (c *configs) skip(ref liveconfig.SourceRef, call *event.Call) []string {
 	if r := c.current.Load(); r != nil {
 		return r.skip(ref, call)
@@ -214,17 +216,17 @@ func (c *configs) skip(ref liveconfig.SourceRef, call *event.Call) []string {
 	return nil
 }
 
-// appliedTimes returns when each tenant's config came into effect.
+// appliedTimes returns when each namespace's config took effect.
 func (c *configs) appliedTimes() map[string]time.Time {
-	c.telling.Lock()
-	defer c.telling.Unlock()
+	c.reportMu.Lock()
+	defer c.reportMu.Unlock()
 	return maps.Clone(c.applied)
 }
 
-// refusals returns the configs that were refused, by tenant.
+// refusals returns the rejected configs by namespace.
 func (c *configs) refusals() map[string]liveconfig.RefusedConfig {
-	c.telling.Lock()
-	defer c.telling.Unlock()
+	c.reportMu.Lock()
+	defer c.reportMu.Unlock()
 	return maps.Clone(c.refused)
 }
 

@@ -1,11 +1,11 @@
-// Package dispatcher is the data plane as a library: it takes calls, stores
+// Package dispatcher is the data plane as a library: it accepts calls, stores
 // them durably before it answers, and delivers them as signed POSTs.
 //
 //	ingest -> queue -> delivery -> egress
 //
-// New opens the store, Run serves until its context is done. The config comes
-// from outside through Set, Delete and Synced (configsource in a cluster,
-// standalone without one).
+// New opens the store, Run serves until its context is done. The caller provides
+// the config by Set, Delete and Synced (package configsource in a cluster,
+// package standalone without one).
 package dispatcher
 
 import (
@@ -37,58 +37,60 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/ingest"
+	"github.com/posthorn/posthorn/dispatcher/jobs"
 	"github.com/posthorn/posthorn/dispatcher/listen"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/dispatcher/redelivery"
 )
 
-// Options configure a Dispatcher. The zero value of every optional field is a working default.
+// Options configure a Dispatcher. Optional fields have working defaults.
 type Options struct {
-	// DataDir holds the store. Required; it is made when missing, with mode 0700.
+	// DataDir holds the store. Required; New creates it with mode 0700 if it is missing.
 	DataDir string
-	// Listen is where calls are taken, AdminListen where /report, /metrics and
-	// the admin API answer. host:port; port 0 takes a free one (see Addr).
-	// Default ":8080" and "127.0.0.1:8081".
+	// Listen is the address of the tracking API, AdminListen that of /report, /metrics and the
+	// admin API: host:port, where port 0 selects a free port (see Addr). Default ":8080" and
+	// "127.0.0.1:8081".
 	Listen, AdminListen string
-	// TLSListen, when set, is where calls are taken over TLS as well, with the
-	// certificate of TLS. host:port, as Listen.
+	// TLSListen, when set, is the address of the tracking API over TLS, with the certificate of
+	// TLS; host:port like Listen.
 	TLSListen string
 	TLS       *tls.Config
-	// Pod names this dispatcher in reports.
+	// Pod is the name of this dispatcher in reports.
 	Pod string
-	// Egress says which addresses may be delivered to besides public ones.
+	// Egress lists the non-public addresses that deliveries may use.
 	Egress egress.Policy
-	// DrainTimeout bounds how long requests in flight may take to finish at
-	// shutdown, for ingest and delivery each. Default 10 s.
+	// DrainTimeout bounds how long shutdown waits for requests in flight, for ingest and delivery
+	// each. Default 10 s.
 	DrainTimeout time.Duration
-	// ShutdownDelay is how long a pod that is asked to stop still takes calls
-	// while it says it is not ready, so that a Service takes it out first. Default 0.
+	// ShutdownDelay is how long calls are still accepted after the stop signal while the pod is not
+	// ready, so that a Service removes it first. Default 0.
 	ShutdownDelay time.Duration
 	// OrphanGrace is how long the messages of a deleted destination are kept, and
 	// how long calls with a removed write key are answered 503. Default 10 min.
 	OrphanGrace time.Duration
-	// TrustedProxies may say in X-Forwarded-For whom they forward for.
+	// TrustedProxies are the proxies whose X-Forwarded-For is used.
 	TrustedProxies []netip.Prefix
-	// AudienceOwner is the URL of the pod that keeps the members of audiences and
-	// tells of deletion requests; empty when it is this one.
+	// AudienceOwner is the URL of the pod that stores the audiences' members and sends deletion
+	// notifications; empty if it is this pod.
 	AudienceOwner string
-	// Memory bounds the resident memory of the process, which the dispatcher must have
-	// to itself: at least MinMemory bytes. 0 sizes all buffers for DefaultMemory and
-	// leaves the garbage collector alone.
+	// Memory bounds the resident memory of the process, which must run nothing but the dispatcher:
+	// at least MinMemory bytes. 0 sizes all buffers for DefaultMemory and does not set the garbage
+	// collector's limit.
 	Memory int64
-	// Queue tunes the store.
+	// Queue configures the store.
 	Queue pebblestore.Options
-	// Repair makes a damaged store sound at the start, as far as it can be read, instead of refusing to start.
+	// Repair repairs a damaged store at the start instead of refusing to start.
 	Repair bool
-	// Extra is mounted on the admin listener below its own paths.
+	// Extra serves the other paths of the admin listener.
 	Extra http.Handler
-	// AdminTLS, when set, makes the admin listener speak TLS, and AdminGuard lets
-	// only those callers through who may.
+	// AdminTLS, when set, makes the admin listener use TLS, and AdminGuard admits only authorized
+	// callers.
 	AdminTLS   *tls.Config
 	AdminGuard func(http.Handler) http.Handler
 	// Debug adds /debug to the admin listener: lanes, live config, profiles.
 	Debug bool
-	// Tracer continues the callers' traces over the queue to the receivers; nil traces nothing.
+	// Tracer continues the callers' traces to the receivers; nil disables tracing.
 	Tracer trace.Tracer
 	// Logger; default slog.Default().
 	Logger *slog.Logger
@@ -104,19 +106,20 @@ type Dispatcher struct {
 	ingest  *ingest.Handler
 	members *audience.Service
 	forget  *deletion.Service
-	configs *configs
-	metrics *prometheus.Registry
+	// redeliveries does this dispatcher's parts of Redelivery objects.
+	redeliveries *redelivery.Jobs
+	configs      *configs
+	metrics      *prometheus.Registry
 
 	listener, adminListener net.Listener
-	tlsListener             net.Listener // nil: no TLS
+	tlsListener             net.Listener // nil: no TLS listener
 	stopping                chan struct{}
 }
 
-// New opens the store and the listeners. Close what it returns by running it,
-// or with Close.
+// New opens the store and the listeners. Run or Close releases them.
 func New(o Options) (*Dispatcher, error) {
 	if o.DataDir == "" {
-		return nil, errors.New("dispatcher: no data directory; set --data")
+		return nil, errors.New("dispatcher: the data directory is missing; set --data")
 	}
 	if o.Memory != 0 && o.Memory < MinMemory {
 		return nil, fmt.Errorf("dispatcher: memory of %d bytes is too small; set --memory to %d or more", o.Memory, MinMemory)
@@ -136,8 +139,8 @@ func New(o Options) (*Dispatcher, error) {
 	d := &Dispatcher{options: o, log: o.Logger, metrics: prometheus.NewRegistry(), stopping: make(chan struct{})}
 	d.metrics.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 
-	// The listeners before the store: a second dispatcher on the same address
-	// should fail before it waits for the first one's lock.
+	// Listeners are opened before the store: a second dispatcher on the same address should fail
+	// before it waits for the store's lock.
 	var err error
 	if d.listener, err = net.Listen("tcp", o.Listen); err != nil {
 		return nil, fmt.Errorf("listen for calls: %w", err)
@@ -191,8 +194,13 @@ func New(o Options) (*Dispatcher, error) {
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
+	records, err := jobs.Open(d.store, time.Now)
+	if err != nil {
+		return nil, errors.Join(err, d.Close())
+	}
+	d.redeliveries = redelivery.NewJobs(d.store, records)
 	if d.forget, err = deletion.New(deletion.Options{
-		Dir: filepath.Join(o.DataDir, "deletions"), View: d.configs.view, Skip: d.configs.skip, Store: settled,
+		Dir: filepath.Join(o.DataDir, "deletions"), View: d.configs.view, Skip: d.configs.skip, Store: settled, Records: records,
 		Passive: o.AudienceOwner != "", OrphanGrace: o.OrphanGrace, Logger: o.Logger,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
@@ -200,19 +208,19 @@ func New(o Options) (*Dispatcher, error) {
 	return d, nil
 }
 
-// warnOfOpenAccess logs what lets others than the process's user read or change
-// what is kept, and how to prevent it.
+// warnOfOpenAccess logs settings that let other users read or change stored data, and how to
+// prevent it.
 func (d *Dispatcher) warnOfOpenAccess() {
 	if a, ok := d.adminListener.Addr().(*net.TCPAddr); ok && d.options.AdminGuard == nil && !a.IP.IsLoopback() {
-		d.log.Warn("the admin address has no authentication and is open to the network: everyone who reaches it can read and purge dead letters; set --admin-listen to a loopback address, or let a firewall or a NetworkPolicy protect it", "admin", a.String())
+		d.log.Warn("the admin address has no authentication and is open to the network: every client can read and purge dead letters; set --admin-listen to a loopback address, or protect it by a firewall or a NetworkPolicy", "admin", a.String())
 	}
-	// Files and folders inside have modes 0600 and 0700, so only writing matters.
+	// Files and folders inside have modes 0600 and 0700, so only write permission matters.
 	if info, err := os.Stat(d.options.DataDir); err == nil && info.Mode().Perm()&0o002 != 0 && info.Mode()&os.ModeSticky == 0 {
-		d.log.Warn("every user may replace files of the data folder; remove that right: chmod o-w", "path", d.options.DataDir, "mode", info.Mode().String())
+		d.log.Warn("every user may replace files of the data directory; remove that permission: chmod o-w", "path", d.options.DataDir, "mode", info.Mode().String())
 	}
 }
 
-// openStore opens the store; a damaged one is repaired first if that is wanted.
+// openStore opens the store and repairs a damaged one if repair is set.
 func openStore(dir string, o pebblestore.Options, repair bool) (*pebblestore.Store, error) {
 	if !repair || !pebblestore.Damaged(dir) {
 		s, err := pebblestore.Open(dir, o)
@@ -233,14 +241,14 @@ func openStore(dir string, o pebblestore.Options, repair bool) (*pebblestore.Sto
 	if err != nil {
 		return nil, err
 	}
-	o.Logger.Warn("the store is repaired; as it was it is kept aside", "path", r.Aside, "messages", r.Messages, "deadLetters", r.DeadLetters)
+	o.Logger.Warn("the store is repaired; the damaged store is kept", "path", r.Aside, "messages", r.Messages, "deadLetters", r.DeadLetters)
 	return pebblestore.Open(dir, o)
 }
 
-// Addr returns the address that calls are taken on.
+// Addr returns the address of the tracking API.
 func (d *Dispatcher) Addr() net.Addr { return d.listener.Addr() }
 
-// TLSAddr returns the address that calls are taken on over TLS, nil if there is none.
+// TLSAddr returns the address of the tracking API over TLS, or nil.
 func (d *Dispatcher) TLSAddr() net.Addr {
 	if d.tlsListener == nil {
 		return nil
@@ -254,21 +262,21 @@ func (d *Dispatcher) AdminAddr() net.Addr { return d.adminListener.Addr() }
 // Store gives access to the queue and its dead letters.
 func (d *Dispatcher) Store() *pebblestore.Store { return d.store }
 
-// Set gives a tenant's newest live config, encoded.
-func (d *Dispatcher) Set(tenant string, data []byte) { d.configs.Set(tenant, data) }
+// Set provides the newest encoded live config of a namespace.
+func (d *Dispatcher) Set(namespace string, data []byte) { d.configs.Set(namespace, data) }
 
-// Delete says that a tenant has no live config any more.
-func (d *Dispatcher) Delete(tenant string) { d.configs.Delete(tenant) }
+// Delete reports that a namespace has no live config any more.
+func (d *Dispatcher) Delete(namespace string) { d.configs.Delete(namespace) }
 
-// Synced says that every tenant's config has been given; from now on calls are taken.
+// Synced reports that every namespace's config is set; from now on calls are accepted.
 func (d *Dispatcher) Synced() { d.configs.Synced() }
 
-// Run serves until ctx is done, then stops in order: no new calls, calls in
-// progress answered, deliveries in flight finished, positions persisted.
+// Run serves until ctx is done, then stops in order: it refuses new calls, answers calls in
+// progress, finishes deliveries in flight, and persists the positions.
 func (d *Dispatcher) Run(ctx context.Context) error {
 	main := listen.New(ingest.NewServer(d.mux()), maxConns, d.log)
 	adminOptions := admin.Options{
-		Report: d.Report, Gatherer: d.metrics, Engine: d.engine, Store: d.store, Ready: d.ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
+		Report: d.Report, Gatherer: d.metrics, Engine: d.engine, Store: d.store, Jobs: d.redeliveries, Ready: d.ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
 	}
 	if d.options.Debug {
 		adminOptions.View = d.configs.view
@@ -296,8 +304,8 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		serveAdmin = func(l net.Listener) error { return adminServer.ServeTLS(l, d.options.AdminTLS) }
 	}
 	group.Go(serve(serveAdmin, d.adminListener))
-	// What writes to the store. It is not waited for without end: on a full disk a
-	// write waits until there is room, or until the store is closed.
+	// The goroutines that write to the store. The wait for them is bounded: on a full disk a write
+	// waits until there is space, or until the store is closed.
 	var writers errgroup.Group
 	writers.Go(func() error { return d.engine.Run(engineCtx) })
 	writers.Go(func() error { return d.members.Run(engineCtx) })
@@ -324,8 +332,8 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		drain, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.options.DrainTimeout)
 		defer cancel()
 		if err := main.Shutdown(drain); err != nil {
-			// What was not answered was not acknowledged; its sender will send it again.
-			d.log.Warn("calls were still in progress at the end of the drain timeout", "error", err)
+			// A call without an answer was not acknowledged; its sender will send it again.
+			d.log.Warn("drain timeout: calls in progress are cancelled", "error", err)
 			_ = main.Close()
 		}
 		stopEngine()
@@ -336,7 +344,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	case writeErr := <-written:
 		err = errors.Join(err, writeErr)
 	case <-time.After(d.options.DrainTimeout + closeGrace):
-		d.log.Warn("deliveries are not settled yet, probably because the disk is full; the store is closed, and they will be sent again")
+		d.log.Warn("drain timeout: closing the store with unsettled deliveries, probably because the disk is full; they will be sent again")
 	}
 	if closeErr := d.Close(); err == nil {
 		err = closeErr
@@ -344,26 +352,26 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	return err
 }
 
-// Open connections at most. One takes 20 KB, and ten times that when its client
-// sends as many headers as it may and does not finish them.
+// Limits of open connections. A connection takes 20 KB, and ten times that if its client sends the
+// maximum of headers and does not finish them.
 const (
 	maxConns      = 4096
 	maxAdminConns = 256
 )
 
-// serverLog takes what net/http says of connections, which names each peer, as
-// one message: so that a log which bounds its messages bounds these, too.
+// serverLog logs messages of net/http about connections, which contain the peer, under one constant
+// message, so that the log sampler bounds them.
 type serverLog struct{ to *slog.Logger }
 
 func (l serverLog) Write(line []byte) (int, error) {
-	l.to.Warn("a connection failed", "error", strings.TrimSpace(string(line)))
+	l.to.Warn("connection failed", "error", strings.TrimSpace(string(line)))
 	return len(line), nil
 }
 
-// closeGrace is what deliveries get to be settled after they were drained.
+// closeGrace is how long deliveries may take to be settled after the drain.
 const closeGrace = 5 * time.Second
 
-// Close releases the store and the listeners of a Dispatcher that does not run.
+// Close releases the store and the listeners of a Dispatcher that was not run.
 func (d *Dispatcher) Close() error {
 	d.closeListeners()
 	d.client.Close()
@@ -384,7 +392,7 @@ func (d *Dispatcher) mux() http.Handler {
 	d.members.Mount(mux)
 	admin.MountHealth(mux, d.ready)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if ingest.Takes(r.URL.Path) { // Most requests need not be looked up.
+		if ingest.Takes(r.URL.Path) { // Most requests need no lookup in the mux.
 			d.ingest.ServeHTTP(w, r)
 			return
 		}
@@ -392,7 +400,7 @@ func (d *Dispatcher) mux() http.Handler {
 	})
 }
 
-// ready returns why calls should not be sent here, or nil.
+// ready returns the reason why this pod must not get calls, or nil.
 func (d *Dispatcher) ready() error {
 	select {
 	case <-d.stopping:
@@ -405,7 +413,7 @@ func (d *Dispatcher) ready() error {
 	return nil
 }
 
-// Report says what this dispatcher runs and how its traffic goes.
+// Report returns the config in effect and the traffic of this dispatcher.
 func (d *Dispatcher) Report() liveconfig.Report {
 	r := liveconfig.Report{Pod: d.options.Pod, Storage: d.storage()}
 	view := d.configs.view()
@@ -440,15 +448,15 @@ func (d *Dispatcher) Report() liveconfig.Report {
 	return r
 }
 
-// syncReserve is the disk below the high-water mark that syncs of audiences leave
-// to live calls; of a small disk 5 %.
+// syncReserve is the disk space below the high-water mark that audience syncs leave to live calls;
+// on a small disk 5 %.
 const syncReserve = 1 << 30
 
 // diskForSync reports whether a sync may write to the disk now.
 func (d *Dispatcher) diskForSync() bool {
 	var fs unix.Statfs_t
 	if err := unix.Statfs(d.options.DataDir, &fs); err != nil {
-		return !d.store.Full() // the store looks for itself
+		return !d.store.Full() // The store checks the disk itself.
 	}
 	used, total := float64(fs.Blocks-fs.Bfree), float64(fs.Blocks-fs.Bfree+fs.Bavail)
 	mark := cmp.Or(d.options.Queue.HighWater, pebblestore.DefaultHighWater)
@@ -456,19 +464,19 @@ func (d *Dispatcher) diskForSync() bool {
 	return left > min(syncReserve, 0.05*total*float64(fs.Bsize)) && !d.store.Full()
 }
 
-// roomForSync reports whether the calls of an audience's sync may go into the log
-// of a Source now: they fill half of its quota at most.
+// roomForSync reports whether the log of a Source has space for calls of an audience sync: they may
+// fill half of its quota.
 func (d *Dispatcher) roomForSync(source string) bool {
 	quota := d.store.SourceQuota()
 	return d.diskForSync() && (quota == 0 || d.store.SourceStats(source).LogBytes <= quota/2)
 }
 
-// roomForDeadLetters is a quarter of the disk, so that they can never be what fills it.
+// roomForDeadLetters is a quarter of the disk, so that dead letters alone never fill it.
 func (d *Dispatcher) roomForDeadLetters() int64 {
 	if total := d.storage().TotalBytes; total > 0 {
 		return total / 4
 	}
-	return math.MaxInt64 // Nobody knows how large the disk is.
+	return math.MaxInt64 // The size of the disk is unknown.
 }
 
 func (d *Dispatcher) storage() liveconfig.StorageReport {

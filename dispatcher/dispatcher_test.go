@@ -38,7 +38,7 @@ func testConfig(url string) liveconfig.Config {
 		Destinations: []liveconfig.Destination{{
 			Name: "crm", Generation: 7, Revision: "d1", State: liveconfig.Active, Sources: []string{"web"},
 			Endpoints:   []liveconfig.Endpoint{{Name: "primary", URL: liveconfig.NewSecret(url)}},
-			Signing:     &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("shared")},
+			Signing:     liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("shared")}},
 			Success:     liveconfig.AnyEndpoint,
 			Delivery:    liveconfig.Delivery{TimeoutMS: 5000, RetryWindowMS: 3_600_000, MinBackoffMS: 10, MaxBackoffMS: 100, MaxInFlight: 8},
 			DeadLetters: liveconfig.DeadLetters{RetentionMS: 3_600_000, MaxBytes: 1 << 20},
@@ -167,7 +167,7 @@ func TestBadConfigIsRefusedReportedAndHarmsNothing(t *testing.T) {
 	t.Cleanup(sink.Close)
 	d, _ := started(t, t.TempDir())
 	d.Set("shop", encoded(t, testConfig(sink.URL)))
-	d.Set("broken", []byte("not a config")) // a tenant that never had a good one
+	d.Set("broken", []byte("not a config")) // a namespace without a valid config
 	stolen := testConfig(sink.URL)
 	stolen.Sources[0].Enabled = false
 	d.Set("other", encoded(t, stolen)) // must not become that of shop
@@ -187,10 +187,10 @@ func TestBadConfigIsRefusedReportedAndHarmsNothing(t *testing.T) {
 			refused[tenant.Tenant] = tenant.Refused.Error
 		}
 	}
-	if !strings.Contains(refused["shop"], "Sometimes") || refused["broken"] == "" || !strings.Contains(refused["other"], `of namespace "shop"`) {
+	if !strings.Contains(refused["shop"], "Sometimes") || refused["broken"] == "" || !strings.Contains(refused["other"], `to namespace "shop"`) {
 		t.Errorf("refused: %v", refused)
 	}
-	// While a tenant's Sources are not known, an unknown key may be theirs: not final.
+	// While a namespace's Sources are unknown, an unknown key may be theirs: not final.
 	req, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+d.Addr().String()+"/v1/track", strings.NewReader(`{}`))
 	req.SetBasicAuth("unknown", "")
 	resp, err := http.DefaultClient.Do(req)
@@ -199,7 +199,7 @@ func TestBadConfigIsRefusedReportedAndHarmsNothing(t *testing.T) {
 	}
 	defer resp.Body.Close()
 	if resp.StatusCode != http.StatusServiceUnavailable {
-		t.Errorf("an unknown key was answered %d while a tenant's config is refused", resp.StatusCode)
+		t.Errorf("an unknown key was answered %d while a namespace's config is rejected", resp.StatusCode)
 	}
 	d.Delete("broken")
 	d.Delete("other")
@@ -288,11 +288,11 @@ func TestSecondDispatcherOnTheSameFolderSaysWhy(t *testing.T) {
 	started(t, dir)
 	_, err := New(Options{DataDir: dir, Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0"})
 	if err == nil || !strings.Contains(err.Error(), "another process has it open") {
-		t.Errorf("error %v does not say that the folder is in use", err)
+		t.Errorf("error %v does not report that the folder is in use", err)
 	}
 }
 
-// fullFS is a file system that is full when told so.
+// fullFS is a file system with a switch that makes it full.
 type fullFS struct {
 	vfs.FS
 	full atomic.Bool
@@ -320,7 +320,7 @@ func (f *fullFile) Write(p []byte) (int, error) {
 	return f.File.Write(p)
 }
 
-// A config that opens a lane waits for room on a full disk; reports and metrics, which tell of it, do not.
+// A config that opens a lane waits for room on a full disk; reports and metrics, which include it, do not.
 func TestReportsOnAFullDisk(t *testing.T) {
 	sink := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusServiceUnavailable) }))
 	t.Cleanup(sink.Close)
@@ -359,7 +359,7 @@ func TestReportsOnAFullDisk(t *testing.T) {
 	stop()
 }
 
-// What a web page could make a browser on this machine ask is refused.
+// Requests that a web page can make a browser on this machine send are refused.
 func TestAdminIsNotForPages(t *testing.T) {
 	d, _ := started(t, t.TempDir())
 	d.Set("shop", encoded(t, testConfig("http://127.0.0.1:1/")))
@@ -436,7 +436,7 @@ func TestAdminOnTheNetwork(t *testing.T) {
 	}
 }
 
-// Another user must not be able to replace what is stored.
+// Another user must not be able to replace stored data.
 func TestAFolderThatAllMayChangeIsReported(t *testing.T) {
 	for mode, want := range map[os.FileMode]int{0o777: 1, 0o755: 0, 0o777 | os.ModeSticky: 0} {
 		dir := t.TempDir()
@@ -446,7 +446,7 @@ func TestAFolderThatAllMayChangeIsReported(t *testing.T) {
 		var log syncBuffer
 		_, stop := started(t, dir, func(o *Options) { o.Logger = slog.New(slog.NewTextHandler(&log, nil)) })
 		stop()
-		if n := strings.Count(log.String(), "data folder"); n != want {
+		if n := strings.Count(log.String(), "data directory"); n != want {
 			t.Errorf("mode %v: %d warnings, want %d", mode, n, want)
 		}
 	}
@@ -470,7 +470,7 @@ func (b *syncBuffer) String() string {
 	return b.all.String()
 }
 
-// Whoever may not use the admin listener may not look below /debug either.
+// The guard of the admin listener also protects /debug.
 func TestDebugIsGuarded(t *testing.T) {
 	d, _ := started(t, t.TempDir(), func(o *Options) {
 		o.Debug = true

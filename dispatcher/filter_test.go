@@ -13,8 +13,8 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// Whatever moment a destination comes, goes, or comes back at: no call arrives that
-// its filter keeps out, and none that lets it opt out.
+// However a destination is added, removed or restored, it gets no call
+// that its filter excludes, and none that opts out.
 func TestFilterHoldsFromTheFirstMessageOn(t *testing.T) {
 	var mu sync.Mutex
 	arrived, wrong := 0, map[string]int{}
@@ -70,10 +70,10 @@ func TestFilterHoldsFromTheFirstMessageOn(t *testing.T) {
 		set()
 		all := c.Destinations
 		c.Destinations = all[:len(all)-5]
-		set() // Five of them are gone, and
+		set() // Five of them are removed, and
 		time.Sleep(5 * time.Millisecond)
 		c.Destinations = all
-		set() // come back.
+		set() // restored.
 	}
 	close(batches)
 	senders.Wait()

@@ -12,20 +12,20 @@ import (
 const (
 	DefaultMemory = 400_000_000
 	MinMemory     = 200_000_000
-	// programMemory is what a process holds besides its Go heap: the pages of the
-	// program that are in use, about 45 MB, and what the runtime does not count.
+	// programMemory is the process memory outside of the Go heap: the resident pages of the
+	// program, about 45 MB, and memory that the runtime does not count.
 	programMemory = 64_000_000
 )
 
-// memoryPlan divides a bound of the resident memory. All parts together stay
-// below heap, at which the garbage collector works as much as it must.
+// memoryPlan divides a limit of the resident memory. The sum of all parts is below heap, the limit
+// at which the garbage collector runs as often as necessary.
 type memoryPlan struct {
 	heap       int64 // limit of the Go runtime
-	memTable   int64 // each of the store's write buffers
-	cache      int64 // the store's blocks
-	duplicates int64 // filters of the remembered messageIds
+	memTable   int64 // each memtable of the store
+	cache      int64 // block cache of the store
+	duplicates int64 // filters of stored messageIds
 	requests   int64 // requests in progress
-	inFlight   int   // deliveries in flight, for each of which four messages are leased
+	inFlight   int   // deliveries in flight; four messages are leased for each
 }
 
 func planMemory(total int64) memoryPlan {
@@ -45,19 +45,19 @@ const (
 	leasedBytes = 4 * event.MaxCallBytes
 )
 
-// quietGrowth is how much the heap of a quiet process may grow until the garbage
-// collector runs, in percent: little, because it runs rarely then.
+// quietGrowth is the growth of an idle process's heap, in percent, at which the garbage collector
+// runs: small, because it runs rarely in an idle process.
 const quietGrowth = 10
 
-// bound makes the garbage collector keep to the plan. GOMEMLIMIT takes precedence.
+// bound sets the garbage collector's limit. GOMEMLIMIT takes precedence.
 func (p memoryPlan) bound() {
 	if os.Getenv("GOMEMLIMIT") == "" {
 		debug.SetMemoryLimit(p.heap)
 	}
 }
 
-// onQuiet returns memory to the machine when the store is quiet, once for each
-// burst, and keeps the heap small until the next one.
+// onQuiet returns memory to the operating system when the store becomes idle, once per burst, and
+// keeps the heap small until the next burst.
 func onQuiet() func(bool) {
 	growth := debug.SetGCPercent(100)
 	debug.SetGCPercent(growth)
@@ -69,7 +69,7 @@ func onQuiet() func(bool) {
 		if growth < 0 || growth > quietGrowth {
 			debug.SetGCPercent(quietGrowth)
 		}
-		// The first collection empties the pools for reuse, the second frees what they held.
+		// The first collection empties the sync.Pools, the second frees their contents.
 		runtime.GC()
 		debug.FreeOSMemory()
 	}

@@ -27,7 +27,7 @@ func TestMemoryPlan(t *testing.T) {
 			t.Errorf("%d: write buffers of %d bytes, %d deliveries in flight", total, p.memTable, p.inFlight)
 		}
 	}
-	// What a default store may keep after a burst leaves room in 90 MB.
+	// The memory that a default store keeps after a burst fits into 90 MB.
 	if p := planMemory(DefaultMemory); 2*p.memTable > 18<<20 || p.inFlight != 1024 {
 		t.Errorf("by default: write buffers of %d bytes, %d deliveries in flight", p.memTable, p.inFlight)
 	}

@@ -10,20 +10,20 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// reportCollector shows what a report says of configs and of the oldest
-// messages; it is asked at scrape time and costs nothing in between.
+// reportCollector exports data of the report: configs and the oldest messages. It collects at
+// scrape time and costs nothing in between.
 type reportCollector struct{ d *Dispatcher }
 
 var (
-	descReady     = prometheus.NewDesc("posthorn_ready", "1 while calls are taken.", nil, nil)
-	descRefused   = prometheus.NewDesc("posthorn_config_refused", "1 while a namespace's newest live config is refused and the last good one runs.", []string{"namespace"}, nil)
-	descConfigAge = prometheus.NewDesc("posthorn_config_age_seconds", "Time since a namespace's live config came into effect.", []string{"namespace"}, nil)
+	descReady     = prometheus.NewDesc("posthorn_ready", "1 while calls are accepted.", nil, nil)
+	descRefused   = prometheus.NewDesc("posthorn_config_refused", "1 while a namespace's newest live config is rejected and the previous one is in effect.", []string{"namespace"}, nil)
+	descConfigAge = prometheus.NewDesc("posthorn_config_age_seconds", "Time since a namespace's live config took effect.", []string{"namespace"}, nil)
 	descRevision  = prometheus.NewDesc("posthorn_config_revision", "48 bits of a hash over the revisions of a namespace's objects, as a number: equal where the same config runs.", []string{"namespace"}, nil)
-	descLog       = prometheus.NewDesc("posthorn_queue_log_bytes", "Bytes of a Source's calls that some destination has still to get, about.", []string{"namespace", "source"}, nil)
-	descOldest    = prometheus.NewDesc("posthorn_destination_oldest_pending_seconds", "Age of a destination's oldest message that waits; 0 when none does.", []string{"namespace", "destination"}, nil)
-	descSource    = prometheus.NewDesc("posthorn_source_messages", "A Source's ledger, each call counted once per destination that it is for: accepted = delivered + filtered + dead_lettered + discarded + pending.", []string{"namespace", "source", "state"}, nil)
+	descLog       = prometheus.NewDesc("posthorn_queue_log_bytes", "Approximate bytes of a Source's undelivered calls.", []string{"namespace", "source"}, nil)
+	descOldest    = prometheus.NewDesc("posthorn_destination_oldest_pending_seconds", "Age of a destination's oldest pending message; 0 if none is pending.", []string{"namespace", "destination"}, nil)
+	descSource    = prometheus.NewDesc("posthorn_source_messages", "A Source's ledger, each call counted once per destination: accepted = delivered + filtered + dead_lettered + discarded + pending.", []string{"namespace", "source", "state"}, nil)
 	descLedger    = prometheus.NewDesc("posthorn_destination_messages", "A destination's ledger: accepted = delivered + filtered + dead_lettered + discarded + pending.", []string{"namespace", "destination", "state"}, nil)
-	descFree      = prometheus.NewDesc("posthorn_storage_free_bytes", "Room that is left on the disk of the data folder.", nil, nil)
+	descFree      = prometheus.NewDesc("posthorn_storage_free_bytes", "Free space on the disk of the data directory.", nil, nil)
 )
 
 // Describe implements prometheus.Collector.
@@ -71,9 +71,9 @@ func (c reportCollector) Collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-// revisionNumber makes a number of 48 bits of the revisions of all objects of a
-// namespace: a label would leave a series behind with every change, and the
-// config's own revision would let readers test guesses of its secrets (ADR 0003).
+// revisionNumber makes a 48-bit number from the revisions of all objects of a namespace: a label
+// would create a new series with every change, and the config's own revision would let readers test
+// guesses of its secrets (ADR 0003).
 func revisionNumber(t liveconfig.TenantReport) float64 {
 	h := fnv.New64a()
 	add := func(kind, name, revision string) { _, _ = fmt.Fprintf(h, "%s/%s %s\n", kind, name, revision) }

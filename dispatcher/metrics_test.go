@@ -11,8 +11,8 @@ import (
 	"github.com/posthorn/posthorn/test/metrics"
 )
 
-// What a dispatcher shows at /metrics after traffic of every kind is what
-// docs/metrics.md lists, neither more nor less.
+// The metrics of a dispatcher after traffic of every kind are exactly those of
+// docs/metrics.md.
 func TestMetricsAreDocumented(t *testing.T) {
 	endpoints := map[string]string{"down": "http://127.0.0.1:1/hook"}
 	for name, status := range map[string]int{"fine": http.StatusOK, "rejects": http.StatusBadRequest, "moved": http.StatusFound, "fails": http.StatusInternalServerError} {
@@ -90,10 +90,10 @@ func TestMetricsAreDocumented(t *testing.T) {
 	for _, d := range differences {
 		t.Error(d)
 	}
-	// What a label must never hold: a URL, the name of an event, a user.
+	// A label must never contain a URL, an event name or a user.
 	for _, word := range []string{"hook-path", "127.0.0.1", `"E"`, "user-1", `"u"`, testKey, "unknown-key"} {
 		if strings.Contains(text, word) {
-			t.Errorf("the metrics tell %q", word)
+			t.Errorf("the metrics contain %q", word)
 		}
 	}
 	// The WAL was synced for every accepted request, and its log is not empty while "fails" lacks its messages.

@@ -12,7 +12,7 @@ import (
 	"testing"
 )
 
-// What net/http says of its connections goes where all else is logged.
+// net/http logs messages about connections to Posthorn's log.
 func TestConnectionsThatFailAreLogged(t *testing.T) {
 	certificate := httptest.NewUnstartedServer(nil)
 	certificate.StartTLS()
@@ -31,7 +31,7 @@ func TestConnectionsThatFailAreLogged(t *testing.T) {
 		_, _ = io.WriteString(c, "no TLS at all\n")
 		peer := c.LocalAddr().String()
 		for line := range lines {
-			if strings.Contains(line, `"msg":"a connection failed"`) && strings.Contains(line, peer) {
+			if strings.Contains(line, `"msg":"connection failed"`) && strings.Contains(line, peer) {
 				break
 			}
 		}
@@ -49,7 +49,7 @@ func (w lineWriter) Write(line []byte) (int, error) {
 	return len(line), nil
 }
 
-// Calls are taken over TLS as well: HTTP/1.1 and HTTP/2, as the client can.
+// Calls are accepted over TLS, too: by HTTP/1.1 and HTTP/2.
 func TestCallsOverTLS(t *testing.T) {
 	if _, err := New(Options{DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", TLSListen: "127.0.0.1:0"}); err == nil {
 		t.Fatal("there is TLS without a certificate")

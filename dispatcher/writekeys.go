@@ -14,23 +14,23 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/writekey"
 )
 
-// memory is the part of queue.Store that keeps the entries of write keys.
+// memory is the part of queue.Store that stores the entries of write keys.
 type memory interface {
 	Remember(name string, value []byte) error
 	Remembered() (map[string][]byte, error)
 }
 
-// keyPrefix begins the names under which the store keeps the entries of write
-// keys. Known keys are kept as well, so that a key that is removed while the
-// dispatcher is down is removed, and not unknown, when it starts.
+// keyPrefix is the prefix of the names under which the store keeps the entries of write keys. Known
+// keys are stored as well, so that a key that is removed while the dispatcher is stopped is a
+// removed key, not an unknown one, at the next start.
 const keyPrefix = "writekey/"
 
-// recoverKeys reads the entries that an earlier run kept.
+// recoverKeys reads the entries of an earlier run.
 func recoverKeys(log *slog.Logger, grace time.Duration, memory memory) writekey.Book {
 	entries := map[writekey.Hash]writekey.Entry{}
 	all, err := memory.Remembered()
 	if err != nil {
-		log.Warn("removed write keys could not be read; calls with them are answered 401", "error", err)
+		log.Warn("reading removed write keys failed; calls with them are answered 401", "error", err)
 	}
 	for name, value := range all {
 		text, ok := strings.CutPrefix(name, keyPrefix)
@@ -49,7 +49,7 @@ func recoverKeys(log *slog.Logger, grace time.Duration, memory memory) writekey.
 // maxLoggedKeys bounds the log lines of one config change.
 const maxLoggedKeys = 20
 
-// followKeys keeps changed entries in the store and logs the keys that were removed or restored.
+// followKeys stores changed entries and logs removed and restored keys.
 func (c *configs) followKeys(changes []writekey.Change) {
 	slices.SortFunc(changes, func(a, b writekey.Change) int {
 		return cmp.Or(strings.Compare(owner(a).Namespace, owner(b).Namespace), strings.Compare(owner(a).Source, owner(b).Source))
@@ -58,7 +58,7 @@ func (c *configs) followKeys(changes []writekey.Change) {
 	for _, change := range changes {
 		var value []byte
 		if change.After != (writekey.Entry{}) {
-			value, _ = json.Marshal(change.After) // It has no fields that could fail.
+			value, _ = json.Marshal(change.After) // No field can fail to marshal.
 		}
 		hash := hex.EncodeToString(change.Hash[:])
 		if err := c.memory.Remember(keyPrefix+hash, value); err != nil && !errors.Is(err, queue.ErrClosed) {
@@ -82,11 +82,11 @@ func (c *configs) followKeys(changes []writekey.Change) {
 		c.log.Warn("more write keys removed or restored", "suppressed", logged-maxLoggedKeys)
 	}
 	if failed != nil {
-		c.log.Warn("write keys could not be stored; after a restart calls with removed ones are answered 401", "error", failed)
+		c.log.Warn("storing write keys failed; after a restart calls with removed keys are answered 401", "error", failed)
 	}
 }
 
-// owner returns the Source that a change of its key concerns.
+// owner returns the Source of a changed key.
 func owner(c writekey.Change) writekey.Owner {
 	if c.After == (writekey.Entry{}) {
 		return c.Before.Owner

@@ -89,10 +89,10 @@ func TestRemovedWriteKeys(t *testing.T) {
 	disabled.Sources[0].Enabled = false
 	for name, c := range map[string]struct {
 		change func(c *control)
-		reason string // of the refusal; empty when the key stays known
+		reason string // of the refusal; empty while the key is known
 	}{
 		"rotated":                    {func(c *control) { c.set(keysConfig("shop", "new")) }, "this write key was removed from its Source at 2000-01-01T01:00:00Z; use the current write key of the Source"},
-		"no usable key":              {func(c *control) { c.set(keysConfig("shop")) }, "the Source of this write key has had no usable write key since 2000-01-01T01:00:00Z; the condition Accepted of the Source gives the reason"},
+		"no usable key":              {func(c *control) { c.set(keysConfig("shop")) }, "the Source of this write key has had no usable write key since 2000-01-01T01:00:00Z; the condition Ready of the Source gives the reason"},
 		"Source deleted":             {func(c *control) { c.set(none) }, "the Source of this write key was removed at 2000-01-01T01:00:00Z; add it again, or stop the sender"},
 		"namespace without objects":  {func(c *control) { c.Delete("shop") }, "the Source of this write key was removed at 2000-01-01T01:00:00Z; add it again, or stop the sender"},
 		"a second key":               {func(c *control) { c.set(keysConfig("shop", "new", "old")) }, ""},
@@ -118,7 +118,7 @@ func TestRemovedWriteKeys(t *testing.T) {
 				}
 				control.is("old", "removed")
 				removed, _ := control.view().RemovedWriteKey("old", time.Now())
-				if want := c.reason + ". Calls with it are answered 503 until 2000-01-01T01:10:00Z, so that they are sent again, and 401 after that"; removed.Reason != want {
+				if want := c.reason + ". Calls with it are answered 503 until 2000-01-01T01:10:00Z, so that clients send them again, and 401 after that"; removed.Reason != want {
 					t.Errorf("the reason is %q, want %q", removed.Reason, want)
 				}
 				hash := writekey.HashOf("old")
@@ -140,7 +140,7 @@ func TestRemovedWriteKeys(t *testing.T) {
 				if strings.Contains(restarted.log.String(), "write key removed") {
 					t.Errorf("the removal is logged again after a restart:\n%s", &restarted.log)
 				}
-				// What is unknown is kept no longer.
+				// Unknown keys are deleted.
 				restarted.set(keysConfig("bank", "another"))
 				if _, kept := m.values[keyPrefix+hex.EncodeToString(hash[:])]; kept || len(m.values["circuit/shop/crm"]) == 0 {
 					t.Errorf("the store keeps %v", m.values)
@@ -180,7 +180,7 @@ func TestWriteKeysRemovedWhileDown(t *testing.T) {
 	})
 }
 
-// A config that could not be put into effect changes no key.
+// A config that fails to take effect changes no key.
 func TestWriteKeysFollowWhatIsInEffect(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := &mapMemory{values: map[string][]byte{}}

@@ -95,7 +95,7 @@ func FuzzParse(f *testing.F) {
 var surrogates = regexp.MustCompile(`(?i)\\u(d[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}|d[89a-f][0-9a-f]{2})`)
 
 func loneSurrogate(text []byte) bool {
-	// An escaped backslash must not be taken for the beginning of an escape.
+	// An escaped backslash must not count as the start of an escape.
 	text = bytes.ReplaceAll(text, []byte(`\\`), []byte("_"))
 	return slices.ContainsFunc(surrogates.FindAll(text, -1), func(m []byte) bool { return len(m) == 6 })
 }

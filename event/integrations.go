@@ -2,20 +2,18 @@ package event
 
 import "bytes"
 
-// Integrations is what a call says about the destinations that it may go to:
-// its integrations object. The zero value says nothing.
+// Integrations is a call's integrations object: its selection of destinations. The zero value
+// selects all.
 type Integrations struct {
 	object []byte // canonical JSON, part of the call's body
 }
 
-// Allows reports whether the call may go to a destination. The names are those
-// by which a call can name it, the most specific one last; they are case
-// sensitive. The entry for the most specific name that has one decides, then
-// the entry "All"; without either the call may go. An entry is false, true or
-// an object of options, which means true; other values are no entry.
+// Allows reports whether the call may be sent to a destination. names are the names by which a call
+// can select it, the most specific one last; they are case-sensitive. The entry for the most
+// specific name with an entry decides, then the entry "All"; without either the call may be sent.
+// An entry is false, true or an object of options, which means true; other values are ignored.
 //
-// "all" stands in for "All" where that is missing: the vendor's Go client,
-// version 3, writes it so.
+// "all" replaces a missing "All": the vendor's Go client, version 3, writes it in lower case.
 func (i Integrations) Allows(names ...string) bool {
 	if len(i.object) == 0 {
 		return true

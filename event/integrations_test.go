@@ -47,6 +47,6 @@ func TestIntegrationsAllows(t *testing.T) {
 		t.Error("a name with escapes is not found, or too much is")
 	}
 	if !(Integrations{}).Allows("x") {
-		t.Error("nothing said forbids")
+		t.Error("an empty object forbids")
 	}
 }

@@ -37,7 +37,7 @@ function isLong(number) {
   if (!Number.isFinite(Number(number))) return true
   return /^-?\d+$/.test(number) && BigInt(number) !== BigInt(printed(Number(number)))
 }
-// Tokens of valid JSON: a string stays, a long number becomes a string.
+// Tokens of valid JSON: a string is unchanged, a long number becomes a string.
 const longAsString = (json) => json.replace(/"(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*/g,
   (token) => token[0] !== '"' && isLong(token) ? '"' + token + '"' : token)
 
@@ -48,7 +48,7 @@ function check(line) {
   try { JSON.parse(input) } catch (e) { return canonical === '!' ? '' : 'accepted what is not JSON' }
   if (canonical === '!') return 'refused JSON'
   if (again(fixed) !== fixed) return 'not a fixed point: ' + again(fixed)
-  if (again(longAsString(canonical)) !== fixed) return 'the canonical form leads to ' + again(longAsString(canonical))
+  if (again(longAsString(canonical)) !== fixed) return 'the canonical form gives ' + again(longAsString(canonical))
   const want = longAsString(input)
   if (kind === 'call') {
     const message = JSON.parse(fixed), parsed = JSON.parse(want)
@@ -106,7 +106,7 @@ func TestFixedPointInNode(t *testing.T) {
 	want := 0
 	for i := range bodies {
 		if !g.send(w, i, &want) {
-			break // node is gone, its verdict says why
+			break // node has exited; its verdict has the reason
 		}
 	}
 	_ = w.Flush()

@@ -9,14 +9,14 @@ import (
 )
 
 const (
-	// safeDigits: decimals of up to this many significant digits survive the
-	// conversion to a double and back, so their JavaScript form needs no double.
-	// The range is that of the doubles with full precision.
+	// safeDigits: a decimal with up to this many significant digits does not change when it is
+	// converted to a double and back, so its JavaScript form needs no double. The range is that of
+	// the doubles with full precision.
 	safeDigits   = 15
 	minSafePoint = -306
 	maxSafePoint = 308
 	minPoint     = -323 // smaller numbers round to zero
-	maxPoint     = 309  // larger numbers are beyond the doubles
+	maxPoint     = 309  // larger numbers exceed the doubles
 	fastPoint    = 60   // strconv is fast for numbers of at most this many places
 	significant  = 790  // more digits than any border between two doubles has, and fewer than the 800 that strconv reads of an integer
 	maxFive      = significant + 1 - minPoint
@@ -82,7 +82,7 @@ func (s *scanner) nearest(d decimal) float64 {
 	}
 	text := append(s.number[:0], d.digits[:min(len(d.digits), significant)]...)
 	if len(d.digits) > significant {
-		text = append(text, '1') // stands for all that follows: it is not zero
+		text = append(text, '1') // represents the remaining digits, which are not all zero
 	}
 	s.number = text[:0]
 	exponent := d.point - len(text)
@@ -92,8 +92,8 @@ func (s *scanner) nearest(d decimal) float64 {
 		double, _ := strconv.ParseFloat(string(text), 64)
 		return double
 	}
-	// The number is m * 5^exponent * 2^exponent. A quotient of at least 64 bits
-	// with a lowest bit that says whether something remains rounds like the whole.
+	// The number is m * 5^exponent * 2^exponent. A quotient of at least 64 bits, whose lowest bit
+	// represents the remainder, rounds like the whole.
 	m := &s.mantissa
 	m.SetString(string(text), 10)
 	if exponent >= 0 {
@@ -113,7 +113,7 @@ func (s *scanner) nearest(d decimal) float64 {
 
 var five = big.NewInt(5)
 
-// fives are the powers that were needed so far, less than 200 KB in all.
+// fives are the cached powers of five, less than 200 KB in all.
 var fives [maxFive + 1]atomic.Pointer[big.Int]
 
 func powerOfFive(n int) *big.Int {
@@ -125,8 +125,8 @@ func powerOfFive(n int) *big.Int {
 	return p
 }
 
-// split takes a JSON number apart and says whether it is written as an
-// integer, without fraction or exponent.
+// split splits a JSON number and reports whether it is written as an integer, without fraction or
+// exponent.
 func (s *scanner) split(text []byte) (d decimal, integer bool) {
 	if text[0] == '-' {
 		d.negative = true
@@ -140,7 +140,7 @@ func (s *scanner) split(text []byte) (d decimal, integer bool) {
 			e = e[1:]
 		}
 		for _, c := range e {
-			// Clamped far beyond what the digits of any body can make up for.
+			// The limit is far beyond the number of digits of any body.
 			exponent = min(exponent*10+int(c-'0'), 1<<40)
 		}
 		if minus {
@@ -163,13 +163,13 @@ func (s *scanner) split(text []byte) (d decimal, integer bool) {
 	return d, integer
 }
 
-// fromScientific reads what strconv wrote in format 'e', without a sign. It
-// overwrites the text.
+// fromScientific parses the output of strconv in format 'e', without a sign. It overwrites the
+// text.
 func fromScientific(text []byte) (d decimal) {
 	e := bytes.IndexByte(text, 'e')
 	exponent, _ := strconv.Atoi(string(text[e+1:]))
 	if e > 1 {
-		copy(text[1:], text[2:e]) // over the point
+		copy(text[1:], text[2:e]) // over the decimal point
 		e--
 	}
 	d.digits = bytes.TrimRight(text[:e], "0")

@@ -10,10 +10,10 @@ import (
 // field is a member of a call that Parse reads or writes.
 type field uint8
 
-// The fields. From fieldType on, those that are missing and have a value are
-// added to the end of a message, in this order.
+// The fields. From fieldType on, a missing field that has a value is appended to the message, in
+// this order.
 const (
-	fieldOther field = iota // kept as it was sent
+	fieldOther field = iota // kept unchanged
 	fieldWriteKey
 	fieldUserID
 	fieldAnonymousID
@@ -107,7 +107,7 @@ func fieldOf(key []byte) field {
 // values are the canonical JSON values of a call's fields; nil is no value.
 type values [fieldCount][]byte
 
-// rawCall is a call that was read, but not looked at.
+// rawCall is a scanned call that is not validated.
 type rawCall struct {
 	from, to int  // its members are kept[from:to]
 	size     int  // bytes of its text
@@ -115,24 +115,24 @@ type rawCall struct {
 	err      *Error
 }
 
-// placed is where the parts of an accepted call are, before they are final.
+// placed holds the positions of an accepted call's parts before they are final.
 type placed struct {
 	body, integrations                    span // in bodies
 	messageID, event, userID, anonymousID span // in texts
-	long                                  bool // the call or its batch has a long number, the body maybe
+	long                                  bool // the call or its batch has a long number, possibly the body
 }
 
 // Parse reads a body: one call when the request has a type, otherwise a batch.
 //
 // The error, always an *Error, is about the body as a whole, or about its
-// single call; the batch that comes with it has at most a WriteKey. Calls of a
+// single call; the batch beside it has at most a WriteKey. Calls of a
 // batch that are not accepted do not affect the others: they are in Rejected.
 //
-// The message of a call is what was sent, in its order, with these changes:
+// The message of a call is the sent object, in its order, with these changes:
 //
 //   - writeKey is removed, version is 1, type is the path's.
 //   - userId, anonymousId, previousId, groupId, event and messageId that are
-//     numbers become strings. null and "" count as missing, and stay.
+//     numbers become strings. null and "" count as missing, and are kept.
 //   - messageId is assigned if it is missing.
 //   - context and integrations of a batch are merged into those of the call,
 //     member by member, not deeper; the call's own members win. An empty array,
@@ -157,25 +157,25 @@ func (r Request) Parse(body []byte) (Batch, error) {
 	return reading.Messages()
 }
 
-// Reading is a body that was read and whose messages are not made yet: so that
-// the sender can be identified and memory reserved before a batch grows.
+// Reading is a scanned body without messages, so that the sender can be identified and memory
+// reserved before a batch grows.
 type Reading struct {
 	// WriteKey is the body's writeKey.
 	WriteKey string
-	// Calls is how many calls the body has, and Bytes about how many bytes their
-	// messages take, at most MaxMergedBytes for a batch.
+	// Calls is the number of calls of the body, and Bytes the approximate size of their messages,
+	// at most MaxMergedBytes for a batch.
 	Calls, Bytes int
 
 	p parser
 }
 
-// Read reads a body, which is not needed any more when Read returns. The error,
-// always an *Error, is about the body as a whole; the Reading that comes with it
-// has at most a WriteKey. Without an error the caller must call Release.
+// Read scans a body, which is not needed any more when Read returns. The error, always an *Error,
+// is about the body as a whole; the Reading beside it has at most a WriteKey. Without an error the
+// caller must call Release.
 func (r Request) Read(body []byte) (Reading, error) {
 	if r.Type != "" {
 		if !r.Type.callable() {
-			return Reading{}, &Error{CodeUnknownType, "the path names no type of call; use identify, track, page, screen, group, alias or batch"}
+			return Reading{}, &Error{CodeUnknownType, "the path has no type of call; use identify, track, page, screen, group, alias or batch"}
 		}
 		if len(body) > MaxBodyBytes {
 			return Reading{}, callTooLarge
@@ -229,7 +229,7 @@ func (r *Reading) Messages() (Batch, error) {
 	return p.result, nil
 }
 
-// Release ends the use of a Reading. What Messages returned stays valid.
+// Release ends the use of a Reading. The result of Messages remains valid.
 func (r *Reading) Release() { r.p.s.release() }
 
 var callTooLarge = &Error{CodeCallTooLarge, fmt.Sprintf("the call is larger than the %d bytes allowed, counting the context and integrations of its batch; send less data in one call", MaxCallBytes)}
@@ -238,7 +238,7 @@ func batchTooLarge(calls, most int) *Error {
 	return &Error{CodeBatchTooLarge, fmt.Sprintf("the batch's context and integrations, merged into each of its %d calls, make messages of more than the %d bytes allowed (%d times the body, at least %d); send fewer calls in a batch, or less in its context", calls, most, MergedRatio, MinMergedBytes)}
 }
 
-// parser makes calls from what a scanner has read.
+// parser makes calls from the data of a scanner.
 type parser struct {
 	Request
 	s          *scanner
@@ -334,7 +334,7 @@ func (p *parser) batch() error {
 	return nil
 }
 
-// batch reads the value of "batch". Of several the last one counts.
+// batch scans the value of "batch". If there are several, the last one counts.
 func (s *scanner) batch() bool {
 	s.calls, s.kept, s.excess = s.calls[:0], s.kept[:0], 0
 	if s.next() != '[' {
@@ -356,8 +356,7 @@ func (s *scanner) batch() bool {
 	}
 }
 
-// call reads a value that should be a call. It fails only for what makes the
-// whole body unreadable.
+// call scans a value that should be a call. It fails only if the whole body is unreadable.
 func (s *scanner) call() bool {
 	s.flush()
 	start, begin, base, depth := s.pos, len(s.out), len(s.open), s.depth
@@ -382,7 +381,7 @@ func (s *scanner) call() bool {
 		}
 	}
 	s.depth = depth
-	c.long, s.long = s.long, long // what remains in s.long is the batch's own
+	c.long, s.long = s.long, long // the rest of s.long belongs to the batch
 	if c.size = s.pos - start; c.size > MaxCallBytes && c.err == nil {
 		c.err = callTooLarge
 	}
@@ -401,7 +400,7 @@ func (s *scanner) call() bool {
 	return true
 }
 
-// skip finds the end of a value that is rejected anyway, however deep it nests.
+// skip finds the end of a rejected value, at any depth.
 func (s *scanner) skip() bool {
 	depth := 0
 	for ; s.pos < len(s.in); s.pos++ {
@@ -452,8 +451,7 @@ func (p *parser) accept(index int, c rawCall) *Error {
 		return err
 	}
 
-	// New values are made behind the output that was read, and forgotten with
-	// the next call.
+	// New values are made after the scanned output, and dropped with the next call.
 	end := len(s.out)
 	var place placed
 	v[fieldType] = s.made(appendString(s.out, string(t)))
@@ -527,8 +525,8 @@ func (p *parser) accept(index int, c rawCall) *Error {
 	return nil
 }
 
-// finish gives the calls their bytes: one allocation for all messages, one for
-// all strings. Messages that are too large for the pool are not copied.
+// finish makes the bytes of the calls: one allocation for all messages, one for all strings.
+// Messages that are too large for the pool are not copied.
 func (p *parser) finish() {
 	bodies, texts := p.s.bodies, string(p.s.texts)
 	if cap(bodies) > maxPooled {
@@ -550,7 +548,7 @@ func (p *parser) finish() {
 	}
 }
 
-// callType returns the path's type, in a batch the call's own.
+// callType returns the type of the path, or in a batch the call's own.
 func (v *values) callType(path Type) (Type, *Error) {
 	if path != "" {
 		return path, nil
@@ -567,8 +565,8 @@ func (v *values) callType(path Type) (Type, *Error) {
 	return "", &Error{CodeUnknownType, `"type" must be one of identify, track, page, screen, group and alias, in lower case`}
 }
 
-// validate holds a call against the rules for its type, and makes strings and
-// objects of what may be sent in another form.
+// validate checks a call by the rules of its type, and converts strings and objects that are sent
+// in another form.
 func (v *values) validate(t Type) *Error {
 	for _, f := range [...]field{fieldMessageID, fieldUserID, fieldAnonymousID, fieldPreviousID, fieldGroupID, fieldEvent} {
 		text := v[f]
@@ -578,7 +576,7 @@ func (v *values) validate(t Type) *Error {
 		switch text[0] {
 		case '"':
 		case '{', '[', 't', 'f':
-			return &Error{CodeInvalidField, fieldNames[f] + " must be a string (a number is taken as one)"}
+			return &Error{CodeInvalidField, fieldNames[f] + " must be a string (a number is converted to one)"}
 		default:
 			quoted := make([]byte, 0, len(text)+2)
 			v[f] = append(append(append(quoted, '"'), text...), '"')
@@ -601,21 +599,21 @@ func (v *values) validate(t Type) *Error {
 	}
 	switch t {
 	case Alias:
-		if err := require(fieldPreviousID, CodeNoPreviousID, "give the id that the user had before"); err != nil {
+		if err := require(fieldPreviousID, CodeNoPreviousID, "send the user's former id"); err != nil {
 			return err
 		}
-		return require(fieldUserID, CodeNoUserID, "give the user's new id")
+		return require(fieldUserID, CodeNoUserID, "send the user's new id")
 	case Track:
-		if err := require(fieldEvent, CodeNoEvent, "give the name of what happened"); err != nil {
+		if err := require(fieldEvent, CodeNoEvent, "send the name of the event"); err != nil {
 			return err
 		}
 	case Group:
-		if err := require(fieldGroupID, CodeNoGroupID, "give the id of the group"); err != nil {
+		if err := require(fieldGroupID, CodeNoGroupID, "send the id of the group"); err != nil {
 			return err
 		}
 	}
 	if missing(v[fieldUserID]) && missing(v[fieldAnonymousID]) {
-		return &Error{CodeNoUserAnonID, string(t) + `: "userId" and "anonymousId" are missing; give at least one of them`}
+		return &Error{CodeNoUserAnonID, string(t) + `: "userId" and "anonymousId" are missing; send at least one of them`}
 	}
 	return nil
 }
@@ -634,7 +632,7 @@ func (v *values) object(f field) ([]byte, *Error) {
 	return nil, &Error{CodeInvalidField, fieldNames[f] + " must be an object"}
 }
 
-// missing reports whether there is no value, or none that says anything.
+// missing reports whether a value is absent, null or empty.
 func missing(value []byte) bool {
 	return len(value) == 0 || value[0] == 'n' || string(value) == `""`
 }
@@ -656,8 +654,8 @@ func (s *scanner) decode(value []byte) span {
 	return span{from, len(s.texts)}
 }
 
-// merge returns the members of both objects; those of own win. Either may be
-// nil, own null as well. The result may lie behind the output that was read.
+// merge returns the members of both objects; those of own take precedence. Either may be nil, own
+// also null. The result may be after the scanned output.
 func (s *scanner) merge(common, own []byte) []byte {
 	if common == nil {
 		return own
@@ -699,7 +697,7 @@ func (s *scanner) addIP(context []byte, ip string) []byte {
 	return s.made(append(b, '}'))
 }
 
-// made takes s.out with something appended and returns that.
+// made replaces s.out by an extended slice and returns the extension.
 func (s *scanner) made(extended []byte) []byte {
 	from := len(s.out)
 	s.out = extended

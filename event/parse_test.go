@@ -107,7 +107,7 @@ func TestMessage(t *testing.T) {
 		{"a large number for a string", request(Track), `{"userId":12345678901234567890,"event":"e"}`, want{"userId": `"12345678901234567890"`}},
 		{"zero is an id", request(Page), `{"userId":0}`, want{"userId": `"0"`}},
 		{"numbers for the ids of group", request(Group), `{"userId":"u","groupId":5}`, want{"groupId": `"5"`}},
-		{"null and empty ids stay", request(Page), `{"userId":null,"anonymousId":"a","groupId":"","previousId":null}`,
+		{"null and empty ids are kept", request(Page), `{"userId":null,"anonymousId":"a","groupId":"","previousId":null}`,
 			want{"userId": "null", "anonymousId": `"a"`, "groupId": `""`, "previousId": "null"}},
 		{"what is not ours is kept", request(Page), `{"userId":"u","x":{"b":1,"a":[2]},"category":null,"":0}`,
 			want{"x": `{"b":1,"a":[2]}`, "category": "null", "": "0"}},
@@ -175,7 +175,7 @@ func TestOrderOfMembers(t *testing.T) {
 	}
 }
 
-// TestCall looks at what a call says besides its body.
+// TestCall checks the fields of a call beside its body.
 func TestCall(t *testing.T) {
 	batch, err := request(Track).Parse([]byte(`{"writeKey":"k\u0065y","messageId":"m\n","userId":7,"anonymousId":"a\ud800","event":"O\u0072der \"x\"","timestamp":"2026-05-04T11:00:00Z","integrations":{"All":false}}`))
 	if err != nil {
@@ -384,7 +384,7 @@ func TestGrowthIsBounded(t *testing.T) {
 				size += len(c.Body)
 			}
 			if size > reading.Bytes || size < reading.Bytes/2 {
-				t.Errorf("messages of %d bytes, of which Read said %d", size, reading.Bytes)
+				t.Errorf("messages of %d bytes, but Read estimated %d", size, reading.Bytes)
 			}
 			if len(b.Calls) != tc.calls || len(b.Rejected) != 0 {
 				t.Errorf("%d calls and %d rejections, want %d and none", len(b.Calls), len(b.Rejected), tc.calls)
@@ -398,7 +398,7 @@ func TestGrowthIsBounded(t *testing.T) {
 	}
 }
 
-// Messages of one batch stay as they are while the memory of the reading is used again.
+// Messages of one batch do not change while the memory of the reading is reused.
 func TestLargeBatchesKeepTheirMemory(t *testing.T) {
 	body := func(letter string) []byte {
 		call := `{"type":"page","userId":"u","p":"` + strings.Repeat(letter, 1_700) + `"}`
@@ -567,7 +567,7 @@ func TestLastBatchCounts(t *testing.T) {
 	}
 }
 
-// TestBodiesAreSeparate: nobody who appends to one body may change another, and
+// TestBodiesAreSeparate: an append to one body must not change another, and
 // a later Parse changes nothing.
 func TestBodiesAreSeparate(t *testing.T) {
 	in := []byte(`{"batch":[{"type":"page","userId":"a","integrations":{"x":true}},{"type":"page","userId":"b"}]}`)

@@ -20,7 +20,7 @@ import (
 //   - no white space; no escapes but those JavaScript writes: \" \\ \b \f \n \r
 //     \t, other controls and lone surrogates as \u00xx and \udxxx in lower case;
 //   - numbers in JavaScript's form, the shortest decimal that reads as the nearest
-//     double. The exception are long numbers, which stay as written: integers
+//     double. The exception are long numbers, which are kept as written: integers
 //     (without fraction and exponent) that JavaScript would print with other
 //     digits, such as 12345678901234567890, and numbers beyond the range of
 //     doubles, such as 1e400. [FixedPoint] has no exception;
@@ -63,22 +63,21 @@ func IsFixedPoint(json []byte) bool {
 	return s.whole() == nil && bytes.Equal(s.out, json)
 }
 
-// whole reads a text that is any one value into out.
+// whole scans a text that is a single value into out.
 func (s *scanner) whole() error {
 	err := s.document((*scanner).value)
 	s.flush()
 	return err
 }
 
-// scanner reads JSON and makes it canonical at the same time. Input that is
-// canonical already costs nothing but being looked at: it is copied in long runs,
-// only where the two differ.
+// scanner scans JSON and makes it canonical at the same time. Canonical input is only scanned, and
+// copied in long runs between the differences.
 //
-// Positions in the output ("offsets") count what is not copied yet as well.
+// Positions in the output ("offsets") include data that is not copied yet.
 type scanner struct {
 	in     []byte
 	pos    int // the next byte of in to read
-	copied int // in[copied:pos] is canonical as it stands, and not in out yet
+	copied int // in[copied:pos] is canonical and not in out yet
 	out    []byte
 	depth  int
 	err    *Error
@@ -88,8 +87,8 @@ type scanner struct {
 	longAsString bool // long numbers are written as strings
 	long         bool // a long number was read
 
-	// What was read for Parse: the calls, their members, and how many calls
-	// followed after the last one that a batch may have.
+	// Results for Parse: the calls, their members, and the number of calls beyond the limit of a
+	// batch.
 	calls  []rawCall
 	kept   []member
 	excess int
@@ -114,12 +113,12 @@ type member struct {
 // span is the range of offsets from from up to to.
 type span struct{ from, to int }
 
-// notIndex is one more than the largest key that JavaScript takes for an index.
+// notIndex is one more than the largest key that JavaScript treats as an index.
 const notIndex = 1<<32 - 1
 
 var scanners = sync.Pool{New: func() any { return new(scanner) }}
 
-// maxPooled bounds the memory that an unusual body leaves behind in the pool.
+// maxPooled bounds the memory that an unusual body leaves in the pool.
 const maxPooled = 1 << 20
 
 func newScanner(in []byte) *scanner {
@@ -140,7 +139,7 @@ func (s *scanner) release() {
 	}
 }
 
-// document reads a whole text that is one value, read by the given function.
+// document scans a whole text that is one value, by the given function.
 func (s *scanner) document(value func(*scanner) bool) error {
 	if bytes.HasPrefix(s.in, []byte("\ufeff")) {
 		s.pos += 3
@@ -159,7 +158,7 @@ func (s *scanner) document(value func(*scanner) bool) error {
 	return nil
 }
 
-// fail reports at the current position that something else was expected there.
+// fail reports that something else was expected at the current position.
 func (s *scanner) fail(expected string) bool {
 	if s.pos >= len(s.in) {
 		s.err = &Error{CodeInvalidJSON, fmt.Sprintf("not valid JSON: the text ends at byte %d where %s is expected; send one complete JSON value", s.pos, expected)}
@@ -172,13 +171,13 @@ func (s *scanner) fail(expected string) bool {
 // offset is the output offset of the current position.
 func (s *scanner) offset() int { return len(s.out) + s.pos - s.copied }
 
-// flush copies what is canonical as it stands.
+// flush copies the canonical input to the output.
 func (s *scanner) flush() {
 	s.out = append(s.out, s.in[s.copied:s.pos]...)
 	s.copied = s.pos
 }
 
-// text returns output that was read, valid until reading goes on.
+// text returns scanned output; it is valid until the next scan.
 func (s *scanner) text(r span) []byte {
 	if r.from >= len(s.out) {
 		shift := s.copied - len(s.out)
@@ -278,8 +277,8 @@ func (s *scanner) array() bool {
 	}
 }
 
-// separator reads what follows an element: a comma and the space after it, or
-// the closing bracket.
+// separator scans the text after an element: a comma and the space after it, or the closing
+// bracket.
 func (s *scanner) separator(closing byte, expected string) (more, ok bool) {
 	s.space()
 	switch s.next() {
@@ -321,9 +320,9 @@ func (s *scanner) rewrite(start int, members []member) {
 	s.out = append(s.out[:start], b...)
 }
 
-// members reads an object and pushes its members onto s.open, in JavaScript's
-// order and without duplicates. It reports whether that order is another than
-// the text's. With batch, the value of a key "batch" is read as calls.
+// members scans an object and pushes its members onto s.open, in JavaScript's order and without
+// duplicates. It reports whether that order differs from the text's. With batch, the value of a key
+// "batch" is scanned as calls.
 func (s *scanner) members(batch bool) (reordered, ok bool) {
 	if !s.enter() {
 		return false, false
@@ -351,7 +350,7 @@ func (s *scanner) members(batch bool) (reordered, ok bool) {
 		if c := key[1]; c <= '9' && c >= '0' {
 			m.index = arrayIndex(key[1 : len(key)-1])
 		}
-		// In order are ascending indexes first, then everything that is none.
+		// The order is: ascending indexes first, then all other keys.
 		disorder = disorder || m.index < last
 		last = m.index
 		if n := len(s.open) - base; n < fewMembers {
@@ -396,7 +395,7 @@ func (s *scanner) members(batch bool) (reordered, ok bool) {
 	return false, true
 }
 
-// fewMembers is up to how many members are compared one by one.
+// fewMembers is the number of members up to which they are compared one by one.
 const fewMembers = 16
 
 func (s *scanner) contains(base int, key []byte) bool {
@@ -410,13 +409,13 @@ func (s *scanner) contains(base int, key []byte) bool {
 
 var seed = maphash.MakeSeed()
 
-// order removes duplicates from the members from base on, and sorts them if
-// need be. It reports whether anything changed.
+// order removes duplicates from the members from base on, and sorts them if necessary. It reports
+// whether anything changed.
 func (s *scanner) order(base int, disorder bool) (changed bool) {
 	s.flush()
 	members := s.open[base:]
-	// An open-addressing table from the keys' hashes to places in unique (plus
-	// one). The seed is random, so nobody can prepare keys that collide.
+	// An open-addressing table from the keys' hashes to positions in unique (plus one). The seed is
+	// random, so a sender cannot prepare colliding keys.
 	size := 1 << bits.Len(uint(len(members)*2-1))
 	s.table = slices.Grow(s.table[:0], size)[:size]
 	clear(s.table)
@@ -492,8 +491,7 @@ func (s *scanner) numberValue() bool {
 			s.pos = i
 			return s.fail("a digit after the decimal point")
 		}
-		// As JavaScript prints it: no zero at the end, and not so small that it
-		// would be printed with an exponent.
+		// JavaScript's form: no zero at the end, and not so small that it has an exponent.
 		canonical = wholeDigits+i-fraction <= safeDigits && in[i-1] != '0' &&
 			(in[whole] != '0' || !bytes.HasPrefix(in[fraction:i], []byte("000000")))
 	} else if in[whole] == '0' && whole > start {
@@ -566,13 +564,13 @@ func (s *scanner) string() bool {
 func plain(in []byte, i int) int {
 	const ones, highs = 0x0101010101010101, 0x8080808080808080
 	for ; i+8 <= len(in); i += 8 {
-		// The highest bit of each byte that is special is set in mask. Bytes above
-		// a special one may be taken for special, too; the first one is exact.
+		// mask has the highest bit of each special byte set. Bytes after a special one may be
+		// marked by mistake; the first one is exact.
 		w := binary.LittleEndian.Uint64(in[i:])
 		quote, backslash := w^(ones*'"'), w^(ones*'\\')
 		mask := (w | (w - ones*' ') | (quote - ones) | (backslash - ones)) & highs
 		if mask != 0 {
-			// A byte of 0x80 or more is special by itself.
+			// A byte of 0x80 or more is special.
 			return i + bits.TrailingZeros64(mask)/8
 		}
 	}
@@ -582,8 +580,8 @@ func plain(in []byte, i int) int {
 	return i
 }
 
-// invalidPart returns the length of the maximal part of an invalid UTF-8
-// sequence that becomes one U+FFFD, as the WHATWG's Encoding Standard has it.
+// invalidPart returns the length of the maximal part of an invalid UTF-8 sequence that becomes one
+// U+FFFD, as in the WHATWG's Encoding Standard.
 func invalidPart(b []byte) int {
 	low, high, more := byte(0x80), byte(0xbf), 0
 	switch c := b[0]; {
@@ -614,7 +612,7 @@ func invalidPart(b []byte) int {
 	return n
 }
 
-// escape reads an escape sequence, or the two of a surrogate pair.
+// escape scans an escape sequence, or the two of a surrogate pair.
 func (s *scanner) escape() bool {
 	in, i := s.in, s.pos
 	if i+1 >= len(in) {
@@ -627,7 +625,7 @@ func (s *scanner) escape() bool {
 		return true
 	case '/':
 		s.flush()
-		s.copied++ // the backslash goes
+		s.copied++ // drops the backslash
 		s.pos += 2
 		return true
 	case 'u':
@@ -687,7 +685,7 @@ func appendRune(dst []byte, r rune) []byte {
 		return append(dst, `\t`...)
 	case r < ' ':
 		return append(dst, '\\', 'u', '0', '0', hex[r>>4], hex[r&15])
-	case 0xd800 <= r && r < 0xe000: // alone, otherwise it would be part of a pair
+	case 0xd800 <= r && r < 0xe000: // a lone surrogate, otherwise it would be part of a pair
 		return append(dst, '\\', 'u', 'd', hex[r>>8&15], hex[r>>4&15], hex[r&15])
 	}
 	return utf8.AppendRune(dst, r)
@@ -734,7 +732,7 @@ func appendDecoded(dst, quoted []byte) []byte {
 	}
 }
 
-// skipCanonical returns the end of the canonical value that begins at b[i].
+// skipCanonical returns the end of the canonical value at b[i].
 func skipCanonical(b []byte, i int) int {
 	depth := 0
 	for {

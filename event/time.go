@@ -5,25 +5,24 @@ import (
 	"time"
 )
 
-// Times are milliseconds since 1970 here, the precision of the wire. Finer
-// digits are cut off, as JavaScript does, so that a receiver can recompute the
-// timestamp from the fields of the message.
+// Times are milliseconds since 1970, the precision of the wire. Finer digits are truncated, as
+// JavaScript does, so that a receiver can recompute the timestamp from the fields of the message.
 const (
 	minMillis  = -62167219200000 // 0000-01-01T00:00:00.000Z
 	maxMillis  = 253402300799999 // 9999-12-31T23:59:59.999Z
-	zeroMillis = -62135596800000 // 0001-01-01T00:00:00.000Z: an unset time, as Go and .NET write it
+	zeroMillis = -62135596800000 // 0001-01-01T00:00:00.000Z: the unset time of Go and .NET
 	dayMillis  = 24 * 60 * 60 * 1000
 )
 
-// corrected is when a call happened by the server's clock:
+// corrected is the time of an event by the server's clock:
 //
 //	received - (sent - original)
 //
-// Without a (readable) time of its own the call happened when it was received.
-// Without a time of sending, the call's own time is taken as it is. So it is,
-// too, when the call was sent more than a day before it happened: then the two
-// times are not of one clock (an unset clock, a time in the future by
-// intention), and their difference says nothing about the clock's error.
+// Without a (readable) time of its own, the event's time is that of the receipt.
+// Without a time of sending, the event's own time is used unchanged; also if the
+// call was sent more than a day before the event: then the two times are of
+// different clocks (an unset clock, or a time in the future on purpose), and
+// their difference is not the clock's error.
 func corrected(received int64, sent, original instant) int64 {
 	switch {
 	case !original.ok:
@@ -44,8 +43,8 @@ type instant struct {
 	ok bool
 }
 
-// readTime reads a time from a canonical JSON value: a string in ISO 8601, or
-// a number of seconds or milliseconds since 1970.
+// readTime parses a time in a canonical JSON value: a string in ISO 8601, or a number of seconds or
+// milliseconds since 1970.
 func readTime(v []byte) instant {
 	if len(v) == 0 {
 		return instant{}
@@ -69,11 +68,11 @@ func readTime(v []byte) instant {
 	return instant{}
 }
 
-// parseTime reads the forms of ISO 8601 that clients write:
+// parseTime parses the forms of ISO 8601 that clients write:
 //
 //	YYYY-MM-DD, followed by nothing or by
 //	"T" or a space, hh:mm[:ss[.fraction]], and
-//	nothing (UTC), Z, UTC, GMT, ±hh:mm, ±hhmm or ±hh, a space before it allowed.
+//	nothing (UTC), Z, UTC, GMT, ±hh:mm, ±hhmm or ±hh, with an optional space before.
 func parseTime(b []byte) instant {
 	p := timeParser{b: b}
 	year, month, day := p.digits(4), p.after('-', 2), p.after('-', 2)

@@ -7,9 +7,9 @@
 //	client.Close()
 //	for _, call := range sink.Calls() { ... }
 //
-// A [Sink] takes and refuses calls as Posthorn does, without a network, so that tests may use
-// testing/synctest; [NewServer] puts one behind a real port. It can be told to
-// be slow, to fail, or to break the connection ([Sink.Respond]).
+// A [Sink] accepts and rejects calls as Posthorn does, without a network, so that tests may use
+// testing/synctest; [NewServer] serves one on a real port. [Sink.Respond] makes it slow, makes it
+// fail, or makes it break the connection.
 package analyticstest
 
 import (
@@ -69,7 +69,7 @@ type Request struct {
 	At time.Time
 }
 
-// Answer says how the sink treats a request. The zero value accepts it.
+// Answer is the response of the sink to a request. The zero value accepts the request.
 type Answer struct {
 	// Status is the HTTP status; 0 means 200. The calls of a request are
 	// accepted when it is 2xx.
@@ -239,7 +239,7 @@ func (s *Sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	switch {
 	case answer.Body != "":
 		w.WriteHeader(answer.Status)
-		io.WriteString(w, answer.Body) //nolint:errcheck // the client is gone: nothing to tell it
+		io.WriteString(w, answer.Body) //nolint:errcheck // the client has disconnected
 	case answer.Status > 299:
 		fail(w, answer.Status, "test", "the test wants it so")
 	default:
@@ -334,7 +334,7 @@ func fail(w http.ResponseWriter, status int, code, message string) {
 func write(w http.ResponseWriter, status int, body any) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(status)
-	json.NewEncoder(w).Encode(body) //nolint:errcheck // the client is gone: nothing to tell it
+	json.NewEncoder(w).Encode(body) //nolint:errcheck // the client has disconnected
 }
 
 // Server is a sink behind a port of this machine.

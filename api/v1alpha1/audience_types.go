@@ -19,6 +19,7 @@ const (
 // changes. The Source, the type and the key identify an audience, so they
 // cannot be changed.
 // +kubebuilder:validation:XValidation:rule="has(self.key) || self.displayName.matches('[\\\\p{L}\\\\p{N}]')",message="displayName has no letter or digit to derive a key from; set key"
+// +kubebuilder:validation:XValidation:rule="!has(oldSelf.sourceRef) || self.type == oldSelf.type",fieldPath=".type",message="type cannot be changed; delete this Audience and create another"
 type AudienceSpec struct {
 	// The Source whose write key syncs the members. Each change is sent as an
 	// identify call to every WebhookDestination of this Source. It cannot be changed.
@@ -36,7 +37,6 @@ type AudienceSpec struct {
 
 	// Audience, the default: the trait is true or false. ComputedTrait: the
 	// trait is a value for each user. It cannot be changed.
-	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="type cannot be changed; delete this Audience and create another"
 	// +kubebuilder:default=Audience
 	// +optional
 	Type AudienceType `json:"type,omitempty"`
@@ -65,7 +65,8 @@ type AudienceSpec struct {
 
 // AudienceStatus is the observed state of an audience, from its spec and its syncs.
 type AudienceStatus struct {
-	// Accepted, Programmed, Ready and Synced.
+	// Accepted, ResolvedRefs, Programmed, Ready and Synced; Stalled while it is True.
+	// Conditions of other types, which other controllers set, are kept.
 	// +listType=map
 	// +listMapKey=type
 	// +kubebuilder:validation:MaxItems=16
@@ -82,10 +83,6 @@ type AudienceStatus struct {
 	// +optional
 	Key string `json:"key,omitempty"`
 
-	// Dispatcher pods that are ready, and that run this generation.
-	// +optional
-	Dispatchers *DispatcherCount `json:"dispatchers,omitempty"`
-
 	// Members after the last sync. The numbers are written at most every 30 s.
 	// +optional
 	Members *int64 `json:"members,omitempty"`
@@ -100,14 +97,18 @@ type AudienceSync struct {
 	// When the sync was accepted.
 	// +optional
 	Time *metav1.Time `json:"time,omitempty"`
-	// Users who joined.
+	// Number of users that the sync added.
+	// +required
 	Added int64 `json:"added"`
-	// Users who left.
+	// Number of users that the sync removed.
+	// +required
 	Removed int64 `json:"removed"`
-	// Users whose value changed, of a computed trait.
+	// Number of users whose value the sync changed, of a computed trait.
+	// +required
 	Changed int64 `json:"changed"`
 	// Identify calls that are not in the queue yet. They follow at the pace of
 	// the destinations, so that live calls are not delayed.
+	// +required
 	Pending int64 `json:"pending"`
 }
 
@@ -120,6 +121,7 @@ type AudienceSync struct {
 // +kubebuilder:subresource:status
 // +kubebuilder:resource:shortName=paud,categories=posthorn
 // +kubebuilder:printcolumn:name="Ready",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].status`
+// +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].reason`
 // +kubebuilder:printcolumn:name="Synced",type=string,JSONPath=`.status.conditions[?(@.type=="Synced")].status`
 // +kubebuilder:printcolumn:name="Members",type=integer,JSONPath=`.status.members`
 // +kubebuilder:printcolumn:name="Added",type=integer,JSONPath=`.status.lastSync.added`
@@ -130,13 +132,14 @@ type AudienceSync struct {
 // +kubebuilder:printcolumn:name="Key",type=string,JSONPath=`.status.key`,priority=1
 // +kubebuilder:printcolumn:name="Source",type=string,JSONPath=`.spec.sourceRef.name`,priority=1
 // +kubebuilder:printcolumn:name="Changed",type=integer,JSONPath=`.status.lastSync.changed`,priority=1
-// +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].reason`,priority=1
 type Audience struct {
-	metav1.TypeMeta   `json:",inline"`
+	metav1.TypeMeta `json:",inline"`
+	// +optional
 	metav1.ObjectMeta `json:"metadata,omitempty"`
 
 	// +required
 	Spec AudienceSpec `json:"spec"`
+	// +kubebuilder:default={conditions: {{type: "Accepted", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "ResolvedRefs", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Programmed", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Ready", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Synced", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}}}
 	// +optional
 	Status AudienceStatus `json:"status,omitempty"`
 }
@@ -146,5 +149,6 @@ type Audience struct {
 type AudienceList struct {
 	metav1.TypeMeta `json:",inline"`
 	metav1.ListMeta `json:"metadata,omitempty"`
-	Items           []Audience `json:"items"`
+	// +required
+	Items []Audience `json:"items"`
 }

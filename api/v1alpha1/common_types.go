@@ -1,7 +1,6 @@
 package v1alpha1
 
-// ObjectReference names an object in the same namespace; its kind follows from
-// the field. A struct, so that fields can be added.
+// ObjectReference names an object in the same namespace; the field determines its kind.
 type ObjectReference struct {
 	// Name of the object.
 	// +kubebuilder:validation:MinLength=1
@@ -37,16 +36,8 @@ type SecretReference struct {
 
 // ValueFromSecret takes a value from a Secret.
 type ValueFromSecret struct {
-	// The Secret and key to read. When either is missing, Accepted is False
+	// The Secret and key to read. When either is missing, ResolvedRefs is False
 	// (SecretNotFound, SecretKeyMissing) and messages are kept, not sent.
 	// +required
 	SecretKeyRef SecretKeyReference `json:"secretKeyRef"`
-}
-
-// DispatcherCount says how many dispatcher pods run this generation of the object.
-type DispatcherCount struct {
-	// Dispatcher pods that are ready.
-	Ready int32 `json:"ready"`
-	// Ready dispatcher pods that have confirmed this generation.
-	Programmed int32 `json:"programmed"`
 }

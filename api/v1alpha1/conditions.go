@@ -1,80 +1,116 @@
 package v1alpha1
 
-// Condition types. Every kind carries Accepted, Programmed and Ready; traffic
-// has a condition of its own (Delivering, Receiving), because a receiver's
-// outage is not a mistake in the spec and must not fail a rollout.
+// Condition types. Source, WebhookDestination and Audience have Accepted,
+// ResolvedRefs, Programmed and Ready, and one condition for traffic (Receiving,
+// Delivering, Synced) that never changes Ready, because a receiver's outage is
+// not a mistake in the spec and must not fail a rollout. Until the operator has
+// seen an object, its conditions are Unknown with the reason Pending.
 const (
-	// ConditionAccepted says whether the spec is valid and every reference in it resolves.
+	// ConditionAccepted reports whether the spec is valid and can take effect.
 	ConditionAccepted = "Accepted"
-	// ConditionProgrammed says whether every ready dispatcher pod has confirmed
-	// that it runs what this generation of the object asks for.
+	// ConditionResolvedRefs reports whether every Secret, key and Source that the
+	// spec refers to exists and has a usable value.
+	ConditionResolvedRefs = "ResolvedRefs"
+	// ConditionProgrammed reports whether every ready dispatcher pod has confirmed
+	// that it runs this revision of the object.
 	ConditionProgrammed = "Programmed"
-	// ConditionReady is Accepted and Programmed. Wait on this one.
+	// ConditionReady is True when Accepted, ResolvedRefs and Programmed are True;
+	// otherwise it has the reason and message of the first of them that is not. Wait on this one.
 	ConditionReady = "Ready"
-	// ConditionDelivering tells from real traffic whether a WebhookDestination's
-	// endpoints take what is sent to them. Unknown until the first delivery.
+	// ConditionStalled is present, and True, while a person has to change
+	// something before the object can become Ready: the spec, or a value in a
+	// Secret. Missing objects, dispatcher pods, receivers and traffic never set it.
+	ConditionStalled = "Stalled"
+	// ConditionDelivering reports from real traffic whether a WebhookDestination's endpoints accept
+	// messages. Unknown until the first delivery.
 	ConditionDelivering = "Delivering"
-	// ConditionReceiving tells from real traffic whether calls arrive for a
-	// Source. Unknown until the first call.
+	// ConditionReceiving reports from real traffic whether calls arrive for a Source. Unknown until
+	// the first call.
 	ConditionReceiving = "Receiving"
-	// ConditionSynced tells how the last sync of an Audience went. Unknown until the first one.
+	// ConditionSynced reports the result of the last sync of an Audience. Unknown until the first
+	// one.
 	ConditionSynced = "Synced"
-	// ConditionFinished says whether every notification of a DeletionRequest has its final state.
-	ConditionFinished = "Finished"
 )
 
 // Reasons of Accepted.
 const (
-	// ReasonAccepted: the spec is valid and every reference resolves.
+	// ReasonAccepted: the spec is valid.
 	ReasonAccepted = "Accepted"
-	// ReasonInvalidSpec: the spec breaks a rule that the API server enforces,
-	// because the object was stored under older CRDs than this version's.
+	// ReasonInvalidSpec: the spec breaks a rule that the API server enforces, because the
+	// object was stored under the CRDs of an older release. Action: correct the field that
+	// the message names.
 	ReasonInvalidSpec = "InvalidSpec"
-	// ReasonDisabled: spec.enabled is false. Accepted stays True with this
-	// reason; a disabled Source refuses calls, a disabled WebhookDestination
-	// keeps them up to its retry window.
+	// ReasonDisabled: spec.enabled is false. Accepted remains True with this reason; a
+	// disabled Source rejects calls with 403, a disabled WebhookDestination keeps messages
+	// up to its retry window. Action: set spec.enabled to true when calls are to be received
+	// or delivered again.
 	ReasonDisabled = "Disabled"
-	// ReasonSecretNotFound: a referenced Secret does not exist in the namespace.
-	ReasonSecretNotFound = "SecretNotFound"
-	// ReasonSecretKeyMissing: a referenced Secret has no such key, or it is empty.
-	ReasonSecretKeyMissing = "SecretKeyMissing"
-	// ReasonInvalidSecret: a referenced Secret's value cannot be used, for
-	// example a certificate that does not parse or a header value with a line break.
-	ReasonInvalidSecret = "InvalidSecret"
-	// ReasonInvalidURL: an endpoint's URL, given or read from a Secret, is not a usable http or https URL.
+	// ReasonInvalidURL: an endpoint's URL, given or read from a Secret, is not a usable http
+	// or https URL. Action: correct the URL.
 	ReasonInvalidURL = "InvalidURL"
 	// ReasonInvalidFilter: spec.filter does not compile, or may cost too much to evaluate.
+	// Action: correct the filter; the message has the position.
 	ReasonInvalidFilter = "InvalidFilter"
-	// ReasonNoSource: spec.sources names a Source that does not exist, or its selector matches none.
-	ReasonNoSource = "NoSource"
-	// ReasonEgressDenied: an endpoint's URL names an address that the cluster's admin does not allow.
+	// ReasonEgressDenied: an endpoint's URL names an address that the administrator of
+	// Posthorn does not allow. Action: use another URL, or ask the administrator to add the
+	// address to egressAllow.
 	ReasonEgressDenied = "EgressDenied"
-	// ReasonWriteKeyConflict: another Source already uses the same write key. The older Source keeps it.
+	// ReasonWriteKeyConflict: another Source has the same write key. The older Source keeps
+	// it. Action: set another write key, or delete the other Source.
 	ReasonWriteKeyConflict = "WriteKeyConflict"
-	// ReasonKeyConflict: another Audience of the same Source already has the same key. The older Audience keeps it.
+	// ReasonKeyConflict: another Audience of the same Source has the same key. The older
+	// Audience keeps it. Action: set another spec.key.
 	ReasonKeyConflict = "KeyConflict"
-	// ReasonConfigTooLarge: the namespace's live config would not fit into one
-	// Secret with this object. A destination is held, its messages are kept.
+	// ReasonConfigTooLarge: the namespace's live config would not fit into one Secret with
+	// this object. Messages of a destination are kept and not sent. Action: remove
+	// destinations, headers or large certificates, or use another namespace.
 	ReasonConfigTooLarge = "ConfigTooLarge"
+)
+
+// Reasons of ResolvedRefs.
+const (
+	// ReasonResolvedRefs: everything that the spec refers to exists and is usable.
+	ReasonResolvedRefs = "ResolvedRefs"
+	// ReasonSecretNotFound: a referenced Secret does not exist in the namespace. Action:
+	// create the Secret, or correct the reference; nothing has to be restarted.
+	ReasonSecretNotFound = "SecretNotFound"
+	// ReasonSecretKeyMissing: a referenced Secret does not have the key, or its value is
+	// empty. Action: add the key to the Secret, or correct the reference.
+	ReasonSecretKeyMissing = "SecretKeyMissing"
+	// ReasonInvalidSecret: the value in a referenced Secret cannot be used, for example a
+	// certificate that does not parse or a header value with a line break. Action: correct
+	// the value in the Secret.
+	ReasonInvalidSecret = "InvalidSecret"
+	// ReasonNoSource: a referenced Source does not exist in the namespace, or the selector
+	// matches none. Action: create the Source, or correct the reference or the labels.
+	ReasonNoSource = "NoSource"
 )
 
 // Reasons of Programmed.
 const (
-	// ReasonProgrammed: every ready dispatcher pod runs this generation.
+	// ReasonProgrammed: every ready dispatcher pod runs this revision.
 	ReasonProgrammed = "Programmed"
-	// ReasonPending: some ready dispatcher pods have not confirmed this generation yet.
+	// ReasonPending: some ready dispatcher pods have not confirmed this revision yet; with
+	// the status Unknown, the operator has not processed the object yet. Action: wait some
+	// seconds; then look at the dispatcher pods, or at the operator.
 	ReasonPending = "Pending"
-	// ReasonNoDispatcher: no dispatcher pod is ready.
+	// ReasonNoDispatcher: no dispatcher pod is ready. Action: look at the pods of the
+	// release's namespace.
 	ReasonNoDispatcher = "NoDispatcher"
-	// ReasonConfigRefused: a dispatcher pod refused the config and keeps the one before.
+	// ReasonConfigRefused: a dispatcher pod refused the config and keeps the previous one.
+	// Action: update operator and dispatchers to one version; the message has the cause.
 	ReasonConfigRefused = "ConfigRefused"
-	// ReasonNotAccepted: the object is not accepted, so there is nothing to program.
+	// ReasonNotAccepted: Accepted is False, so the object has no effect. Action: see the
+	// reason of Accepted.
 	ReasonNotAccepted = "NotAccepted"
+	// ReasonUnresolvedRefs: ResolvedRefs is False, so the object has no effect. Action: see
+	// the reason of ResolvedRefs.
+	ReasonUnresolvedRefs = "UnresolvedRefs"
 )
 
 // Reasons of Ready. When Ready is False its reason is that of the condition that keeps it False.
 const (
-	// ReasonReady: Accepted and Programmed are both True.
+	// ReasonReady: Accepted, ResolvedRefs and Programmed are True.
 	ReasonReady = "Ready"
 )
 
@@ -83,94 +119,143 @@ const (
 const (
 	// ReasonDelivering: the latest deliveries succeeded.
 	ReasonDelivering = "Delivering"
-	// ReasonNoTrafficYet: nothing has been sent to (or received for) this object
-	// yet, or not since it was changed when deliveries failed.
+	// ReasonNoTrafficYet: nothing has been sent to (or received for) this object yet, or not
+	// since it was changed when deliveries failed. Action: send a call; see whether the
+	// Source receives calls and whether the filter excludes them.
 	ReasonNoTrafficYet = "NoTrafficYet"
-	// ReasonHeld: messages are kept and not sent, because the object is not accepted or is disabled.
+	// ReasonHeld: messages are kept and not sent, because the destination is disabled, is
+	// not accepted, or a reference does not resolve. Action: see the reasons of Accepted and
+	// ResolvedRefs.
 	ReasonHeld = "Held"
 	// ReasonEndpointFailing: deliveries to an endpoint fail, for more than one reason.
+	// Action: see status.endpoints, or run posthorn why.
 	ReasonEndpointFailing = "EndpointFailing"
 	// ReasonCircuitOpen: an endpoint failed so often that only probes are sent to it.
+	// Action: repair the receiver; the next probe that succeeds closes the circuit.
 	ReasonCircuitOpen = "CircuitOpen"
-	// ReasonTimedOut: the endpoint did not answer within the timeout.
+	// ReasonTimedOut: the endpoint did not answer within the timeout. Action: let the
+	// receiver store the message first and process it later; see spec.delivery.timeout.
 	ReasonTimedOut = "TimedOut"
-	// ReasonConnectionRefused: nothing listens at the endpoint's address.
+	// ReasonConnectionRefused: nothing listens at the endpoint's address. Action: start the
+	// receiver, or correct host and port of the URL.
 	ReasonConnectionRefused = "ConnectionRefused"
 	// ReasonConnectionFailed: the connection broke, or could not be made for another reason.
+	// Action: check the network between the dispatchers and the receiver.
 	ReasonConnectionFailed = "ConnectionFailed"
-	// ReasonDNSFailed: the endpoint's host name does not resolve.
+	// ReasonDNSFailed: the endpoint's host name does not resolve. Action: correct the host
+	// name, or its DNS record.
 	ReasonDNSFailed = "DNSFailed"
 	// ReasonCertificateRejected: the endpoint's TLS certificate cannot be verified
-	// (self-signed, expired, unknown authority, wrong name). Nothing was sent.
+	// (self-signed, expired, unknown authority, wrong name). Nothing was sent. Action: use a
+	// certificate of a known authority, or set endpoints[].tls.caSecretRef.
 	ReasonCertificateRejected = "CertificateRejected"
-	// ReasonTLSFailed: the TLS handshake failed for another reason.
+	// ReasonTLSFailed: the TLS handshake failed for another reason. Action: check that the
+	// receiver accepts TLS at this port, and whether it requires a client certificate.
 	ReasonTLSFailed = "TLSFailed"
-	// ReasonAddressDenied: the endpoint's name resolves to an address that the egress guard denies.
+	// ReasonAddressDenied: the endpoint's name resolves to an address that the egress policy
+	// denies. Action: ask the administrator to add the address to egressAllow, or use
+	// another URL.
 	ReasonAddressDenied = "AddressDenied"
-	// ReasonServerError: the endpoint answered with a 5xx status.
+	// ReasonServerError: the endpoint answered with a 5xx status. Action: see the receiver's
+	// log.
 	ReasonServerError = "ServerError"
-	// ReasonThrottled: the endpoint answered 429 or 408.
+	// ReasonThrottled: the endpoint answered 429 or 408. Action: set spec.delivery.rateLimit
+	// to what the receiver accepts.
 	ReasonThrottled = "Throttled"
-	// ReasonRejected: the endpoint answered with a 4xx status that is not retried.
+	// ReasonRejected: the endpoint answered with a 4xx status that is not retried. Action:
+	// correct the receiver, or the headers and secrets that it requires; then redeliver the
+	// dead letters.
 	ReasonRejected = "Rejected"
 	// ReasonRedirected: the endpoint answered with a redirect; redirects are not followed.
+	// Action: set the final URL.
 	ReasonRedirected = "Redirected"
-	// ReasonInvalidResponse: the endpoint's answer is not valid HTTP.
+	// ReasonInvalidResponse: the endpoint's answer is not valid HTTP. Action: check the port
+	// and the scheme of the URL.
 	ReasonInvalidResponse = "InvalidResponse"
-	// ReasonExpired: the message was not delivered within the retry window.
+	// ReasonExpired: the message was not delivered within the retry window. Action: repair
+	// the receiver, then redeliver the dead letters.
 	ReasonExpired = "Expired"
+)
+
+// Reasons of dead letters, beside those of Delivering after CircuitOpen.
+const (
+	// ReasonEndpointRemoved: the endpoint was removed from the destination, or renamed,
+	// while the message was pending. Action: none if the removal was intended; under
+	// AnyEndpoint, a redelivery sends the message to the present endpoints.
+	ReasonEndpointRemoved = "EndpointRemoved"
+	// ReasonDamaged: the stored message is damaged and cannot be read, as after a fault of
+	// the disk. Action: check the disk; the sender has to send the message again.
+	ReasonDamaged = "Damaged"
 )
 
 // Reasons of Receiving.
 const (
 	// ReasonReceiving: calls have been accepted for this Source.
 	ReasonReceiving = "Receiving"
-	// ReasonRejectingCalls: calls arrive for this Source, and the latest ones were all refused.
+	// ReasonRejectingCalls: calls arrive for this Source, and the latest ones were all
+	// rejected. Action: correct the sender; the message has the error code.
 	ReasonRejectingCalls = "RejectingCalls"
-	// ReasonStoragePressure: the dispatcher refuses calls because its storage, or this Source's quota, is full.
+	// ReasonStoragePressure: calls are answered 503, because a dispatcher's storage, or this
+	// Source's quota, is full. Action: repair the receivers with pending messages, or ask
+	// the administrator for more storage.
 	ReasonStoragePressure = "StoragePressure"
 )
 
 // Reasons of Synced.
 const (
-	// ReasonSynced: the last sync was taken, and every change is on its way.
+	// ReasonSynced: the last sync was accepted, and every change is in the queue.
 	ReasonSynced = "Synced"
-	// ReasonSending: the last sync was taken; its identify calls are being put into the queue.
+	// ReasonSending: the last sync was accepted; its identify calls are being put into the
+	// queue.
 	ReasonSending = "Sending"
-	// ReasonSyncRefused: the latest sync was refused and changed nothing.
+	// ReasonSyncRefused: the latest sync was rejected and changed nothing. Action: correct
+	// the sync; the message has the line and the rule.
 	ReasonSyncRefused = "SyncRefused"
-	// ReasonNoSyncYet: no sync has come yet.
+	// ReasonNoSyncYet: no sync has been received yet. Action: send the members.
 	ReasonNoSyncYet = "NoSyncYet"
 )
 
-// Of a Redelivery.
+// Conditions of Redelivery and DeletionRequest, which run once as a Job of
+// batch/v1 does. At the end of a run one of the two is True, for good. Ready has
+// the status of Complete, and Stalled is present and True when Failed is True.
 const (
-	// ConditionComplete says whether a Redelivery has ended. False while it runs,
-	// and with ReasonRedeliveryFailed when not all that matched could be redelivered.
+	// ConditionComplete reports whether the run completed.
 	ConditionComplete = "Complete"
-	// ReasonDestinationNotFound: the WebhookDestination does not exist in the
-	// namespace. The Redelivery waits for it.
-	ReasonDestinationNotFound = "DestinationNotFound"
-	// ReasonWaiting: other Redeliveries run, or no dispatcher pod is ready.
-	ReasonWaiting = "Waiting"
-	// ReasonRunning: dead letters are counted or redelivered.
-	ReasonRunning = "Running"
-	// ReasonRedelivered: all that matched were redelivered.
-	ReasonRedelivered = "Redelivered"
-	// ReasonCounted: a dry run has counted what would be redelivered.
-	ReasonCounted = "Counted"
-	// ReasonRedeliveryFailed: it ended, and some that matched were not redelivered.
-	ReasonRedeliveryFailed = "RedeliveryFailed"
+	// ConditionFailed reports whether the run failed.
+	ConditionFailed = "Failed"
 )
 
-// Reasons of Finished.
+// Reasons of Complete and Failed. Both conditions have the same reason; before
+// the end of a run it can also be one of Accepted.
 const (
-	// ReasonDelivered: every notification was delivered, or filtered out.
+	// ReasonDestinationNotFound: the WebhookDestination does not exist in the
+	// namespace. The Redelivery waits for it. Also a reason of Accepted. Action: create it.
+	ReasonDestinationNotFound = "DestinationNotFound"
+	// ReasonWaiting: the run waits for other Redeliveries of the namespace, or for a dispatcher pod.
+	ReasonWaiting = "Waiting"
+	// ReasonRunning: dead letters are being redelivered, or notifications are pending.
+	ReasonRunning = "Running"
+	// ReasonRedelivered: Complete; every dead letter that matched was redelivered.
+	ReasonRedelivered = "Redelivered"
+	// ReasonCounted: Complete; a dry run has counted the dead letters that match.
+	ReasonCounted = "Counted"
+	// ReasonDelivered: Complete; every notification was delivered, or a filter excludes it.
 	ReasonDelivered = "Delivered"
-	// ReasonNotDelivered: some notifications were dead-lettered or discarded; all have their final state.
+	// ReasonNoDestinations: Complete; no affected Source has an enabled WebhookDestination.
+	// Action: none, unless a destination should have been notified; then create it and set
+	// another spec.requestId in a new request.
+	ReasonNoDestinations = "NoDestinations"
+	// ReasonAlreadyDone: Complete; an object with the same namespace, name and spec
+	// completed within the last 30 days, so nothing was done. Action: set
+	// spec.requestId to run it again.
+	ReasonAlreadyDone = "AlreadyDone"
+	// ReasonNotRedelivered: Failed; some dead letters that matched were not redelivered.
+	// Action: repair the cause in the message, then create the Redelivery again.
+	ReasonNotRedelivered = "NotRedelivered"
+	// ReasonNotDelivered: Failed; some notifications were dead-lettered or discarded.
+	// Action: repair the receiver, then redeliver the dead letters or create the request again.
 	ReasonNotDelivered = "NotDelivered"
-	// ReasonNobodyToTell: no affected Source has an enabled WebhookDestination.
-	ReasonNobodyToTell = "NobodyToTell"
-	// ReasonNotifying: some notifications are pending.
-	ReasonNotifying = "Notifying"
+	// ReasonDeadlineExceeded: Failed; the run did not end within spec.activeDeadlineSeconds.
+	// Action: repair the receiver, or create the object again with a later deadline.
+	ReasonDeadlineExceeded = "DeadlineExceeded"
 )

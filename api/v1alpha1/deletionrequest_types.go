@@ -4,7 +4,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// DeletionRequestSpec says whose data is to be deleted, and who is told.
+// DeletionRequestSpec names the user whose data is to be deleted, and the affected Sources.
+// +kubebuilder:validation:XValidation:rule="self.userId == oldSelf.userId && self.suppress == oldSelf.suppress && has(self.sourceRefs) == has(oldSelf.sourceRefs) && (!has(self.sourceRefs) || self.sourceRefs == oldSelf.sourceRefs) && has(self.requestId) == has(oldSelf.requestId) && (!has(self.requestId) || self.requestId == oldSelf.requestId) && has(self.activeDeadlineSeconds) == has(oldSelf.activeDeadlineSeconds) && (!has(self.activeDeadlineSeconds) || self.activeDeadlineSeconds == oldSelf.activeDeadlineSeconds)",message="spec is immutable except for ttlSecondsAfterFinished; delete this DeletionRequest and create another one"
 type DeletionRequestSpec struct {
 	// The user whose data is to be deleted.
 	// +kubebuilder:validation:MinLength=1
@@ -12,34 +13,29 @@ type DeletionRequestSpec struct {
 	// +required
 	UserID string `json:"userId"`
 
-	// The Sources, of the same namespace, that are affected; the default is all.
-	// Each that has an enabled WebhookDestination gets one delete message, which
-	// goes to these destinations. Destinations are those of the moment at which
-	// the request is taken; later ones are not told.
+	// The affected Sources, in this namespace. Default: all of them.
+	// Each Source that has an enabled WebhookDestination gets one delete message,
+	// which is sent to these destinations. The destinations are decided when the
+	// run starts; later ones are not notified.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=100
-	// +kubebuilder:validation:items:MinLength=1
-	// +kubebuilder:validation:items:MaxLength=253
-	// +listType=set
+	// +listType=map
+	// +listMapKey=name
 	// +optional
-	Sources []string `json:"sources,omitempty"`
+	SourceRefs []ObjectReference `json:"sourceRefs,omitempty"`
 
-	// Whether later calls of this user to these Sources are refused (403,
+	// Whether later calls of this user to these Sources are rejected (403,
 	// user_suppressed), for as long as this object exists. Calls with an
-	// anonymousId alone are not affected. Default false.
+	// anonymousId alone are not affected.
+	// While suppress is true, ttlSecondsAfterFinished has no effect.
+	// +kubebuilder:default=false
 	// +optional
 	Suppress bool `json:"suppress,omitempty"`
 
-	// After how many seconds a finished request is deleted. Without it, and while
-	// suppress is true, it stays. Without a cluster its manifest is removed, if the
-	// file holds nothing else.
-	// +kubebuilder:validation:Minimum=0
-	// +kubebuilder:validation:Maximum=31536000
-	// +optional
-	TTLSecondsAfterFinished *int32 `json:"ttlSecondsAfterFinished,omitempty"`
+	JobSpec `json:",inline"`
 }
 
-// NotificationState is what became of one notification.
+// NotificationState is the outcome of one notification.
 // +kubebuilder:validation:Enum=Pending;Delivered;Filtered;DeadLettered;Discarded
 type NotificationState string
 
@@ -56,7 +52,7 @@ const (
 	NotificationDiscarded NotificationState = "Discarded"
 )
 
-// Notification is one destination that is told, of one Source.
+// Notification is the delete message of one Source for one destination.
 type Notification struct {
 	// +kubebuilder:validation:MaxLength=253
 	// +required
@@ -71,76 +67,59 @@ type Notification struct {
 	// +kubebuilder:validation:MaxLength=64
 	// +optional
 	Reason string `json:"reason,omitempty"`
-	// When the state was found.
+	// When the dispatcher recorded the state.
 	// +optional
 	Time *metav1.Time `json:"time,omitempty"`
 }
 
-// DeletionRequestStatus is how far the notifications are.
+// DeletionRequestStatus reports the notifications.
 type DeletionRequestStatus struct {
-	// Accepted, Programmed, Ready and Finished.
-	// +listType=map
-	// +listMapKey=type
-	// +kubebuilder:validation:MaxItems=16
-	// +optional
-	Conditions []metav1.Condition `json:"conditions,omitempty"`
+	JobStatus `json:",inline"`
 
-	// The generation that this status describes.
-	// +optional
-	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
-
-	// Dispatcher pods that are ready, and that run this generation.
-	// +optional
-	Dispatchers *DispatcherCount `json:"dispatchers,omitempty"`
-
-	// When the delete messages were made.
-	// +optional
-	StartTime *metav1.Time `json:"startTime,omitempty"`
-
-	// When the last notification had its final state.
-	// +optional
-	CompletionTime *metav1.Time `json:"completionTime,omitempty"`
-
-	// Notifications in all.
+	// The number of notifications.
 	// +optional
 	Total *int32 `json:"total,omitempty"`
 
-	// Notifications that were delivered.
+	// The number of notifications that were delivered.
 	// +optional
 	Delivered *int32 `json:"delivered,omitempty"`
 
-	// Notifications that are pending.
+	// The number of notifications that are pending.
 	// +optional
 	Pending *int32 `json:"pending,omitempty"`
 
-	// Each notification; the first 200.
+	// The notifications: one for each Source and destination, at most 200.
 	// +listType=atomic
 	// +kubebuilder:validation:MaxItems=200
 	// +optional
 	Notifications []Notification `json:"notifications,omitempty"`
 }
 
-// DeletionRequest tells webhooks that a user's data is to be deleted: one delete
+// DeletionRequest notifies webhooks that a user's data is to be deleted: one delete
 // message for each affected Source, followed to its final outcome.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
 // +kubebuilder:resource:shortName=pdel,categories=posthorn
-// +kubebuilder:printcolumn:name="Ready",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].status`
-// +kubebuilder:printcolumn:name="Finished",type=string,JSONPath=`.status.conditions[?(@.type=="Finished")].status`
-// +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Finished")].reason`
+// +kubebuilder:printcolumn:name="Complete",type=string,JSONPath=`.status.conditions[?(@.type=="Complete")].status`
+// +kubebuilder:printcolumn:name="Failed",type=string,JSONPath=`.status.conditions[?(@.type=="Failed")].status`
+// +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].reason`
 // +kubebuilder:printcolumn:name="Total",type=integer,JSONPath=`.status.total`
 // +kubebuilder:printcolumn:name="Delivered",type=integer,JSONPath=`.status.delivered`
 // +kubebuilder:printcolumn:name="Pending",type=integer,JSONPath=`.status.pending`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Suppress",type=boolean,JSONPath=`.spec.suppress`,priority=1
+// +kubebuilder:printcolumn:name="Started",type=date,JSONPath=`.status.startTime`,priority=1
 // +kubebuilder:printcolumn:name="Completed",type=date,JSONPath=`.status.completionTime`,priority=1
+// +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].message`,priority=1
 type DeletionRequest struct {
-	metav1.TypeMeta   `json:",inline"`
+	metav1.TypeMeta `json:",inline"`
+	// +optional
 	metav1.ObjectMeta `json:"metadata,omitempty"`
 
 	// +required
 	Spec DeletionRequestSpec `json:"spec"`
+	// +kubebuilder:default={conditions: {{type: "Accepted", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Complete", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Failed", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Ready", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}}}
 	// +optional
 	Status DeletionRequestStatus `json:"status,omitempty"`
 }
@@ -150,5 +129,6 @@ type DeletionRequest struct {
 type DeletionRequestList struct {
 	metav1.TypeMeta `json:",inline"`
 	metav1.ListMeta `json:"metadata,omitempty"`
-	Items           []DeletionRequest `json:"items"`
+	// +required
+	Items []DeletionRequest `json:"items"`
 }

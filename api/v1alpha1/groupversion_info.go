@@ -1,6 +1,7 @@
-// Package v1alpha1 holds the kinds of posthorn.dev/v1alpha1: Source (who may
-// send calls), WebhookDestination (which URLs receive them) and Audience (a set
-// of users whose changes are told).
+// Package v1alpha1 defines the kinds of posthorn.dev/v1alpha1. A Source accepts calls,
+// a WebhookDestination delivers them to URLs, an Audience reports the changes of a set of
+// users, a Redelivery sends dead letters again, and a DeletionRequest sends deletion
+// notifications.
 //
 // Field comments are the user manual: `kubectl explain` prints them.
 // References never carry a namespace, so an object can only ever use Secrets

@@ -2,43 +2,36 @@ package v1alpha1
 
 import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-// RedeliverySpec says which dead letters are sent once more. It cannot be
-// changed: what has been redelivered cannot be called back. Delete the
-// Redelivery to stop it.
-// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="spec cannot be changed; delete this Redelivery and create another"
+// RedeliverySpec selects the dead letters that are sent once more.
+// +kubebuilder:validation:XValidation:rule="self.destinationRef == oldSelf.destinationRef && self.rate == oldSelf.rate && self.dryRun == oldSelf.dryRun && has(self.selector) == has(oldSelf.selector) && (!has(self.selector) || self.selector == oldSelf.selector) && has(self.requestId) == has(oldSelf.requestId) && (!has(self.requestId) || self.requestId == oldSelf.requestId) && has(self.activeDeadlineSeconds) == has(oldSelf.activeDeadlineSeconds) && (!has(self.activeDeadlineSeconds) || self.activeDeadlineSeconds == oldSelf.activeDeadlineSeconds)",message="spec is immutable except for ttlSecondsAfterFinished; delete this Redelivery and create another one"
 type RedeliverySpec struct {
-	// Name of the WebhookDestination, in this namespace, whose dead letters are redelivered.
-	// +kubebuilder:validation:MinLength=1
-	// +kubebuilder:validation:MaxLength=253
+	// The WebhookDestination, in this namespace, whose dead letters are redelivered.
+	// While it does not exist, the Redelivery waits.
 	// +required
-	Destination string `json:"destination"`
+	DestinationRef ObjectReference `json:"destinationRef"`
 
-	// Which dead letters. A dead letter must pass every part that is set.
-	// Without it: all that the destination has when the redelivery starts.
+	// Which dead letters are redelivered. A dead letter must match every field that
+	// is set. Default: all that the destination has when the run starts.
 	// +optional
 	Selector *DeadLetterSelector `json:"selector,omitempty"`
 
-	// Only count what would be redelivered, in status.matched. Default false.
+	// Only count the dead letters that match, in status.matched.
+	// +kubebuilder:default=false
 	// +optional
 	DryRun bool `json:"dryRun,omitempty"`
 
 	// Dead letters a second, over all dispatcher pods. 1 to 10,000, default 100.
+	// The Redeliveries of a namespace run with 10,000 a second together.
 	// +kubebuilder:validation:Minimum=1
 	// +kubebuilder:validation:Maximum=10000
 	// +kubebuilder:default=100
 	// +optional
 	Rate int32 `json:"rate,omitempty"`
 
-	// How many seconds after its end the Redelivery is deleted. 0 to 31,536,000
-	// (a year), default 3600.
-	// +kubebuilder:validation:Minimum=0
-	// +kubebuilder:validation:Maximum=31536000
-	// +kubebuilder:default=3600
-	// +optional
-	TTLSecondsAfterFinished *int32 `json:"ttlSecondsAfterFinished,omitempty"`
+	JobSpec `json:",inline"`
 }
 
-// DeadLetterSelector chooses dead letters.
+// DeadLetterSelector selects dead letters.
 // +kubebuilder:validation:XValidation:rule="!has(self.since) || !has(self.until) || self.since < self.until",message="since must be before until"
 type DeadLetterSelector struct {
 	// Those whose last attempt failed at this time or later.
@@ -81,106 +74,48 @@ type DeadLetterSelector struct {
 	Events []string `json:"events,omitempty"`
 }
 
-// RedeliveryPhase says how far a redelivery is.
-// +kubebuilder:validation:Enum=Pending;Running;Succeeded;Failed
-type RedeliveryPhase string
-
-// The phases.
-const (
-	// RedeliveryPending: it waits, for its destination or for another redelivery.
-	RedeliveryPending RedeliveryPhase = "Pending"
-	// RedeliveryRunning: dead letters are counted or redelivered.
-	RedeliveryRunning RedeliveryPhase = "Running"
-	// RedeliverySucceeded: all that matched were redelivered (or counted, in a dry run).
-	RedeliverySucceeded RedeliveryPhase = "Succeeded"
-	// RedeliveryFailed: it ended, and some that matched were not redelivered.
-	RedeliveryFailed RedeliveryPhase = "Failed"
-)
-
-// RedeliveryStatus is how far a redelivery is.
+// RedeliveryStatus reports the progress of a run.
 type RedeliveryStatus struct {
-	// Accepted and Complete.
-	// +listType=map
-	// +listMapKey=type
-	// +kubebuilder:validation:MaxItems=16
-	// +optional
-	Conditions []metav1.Condition `json:"conditions,omitempty"`
+	JobStatus `json:",inline"`
 
-	// The generation that this status describes.
-	// +optional
-	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
-
-	// Pending, Running, Succeeded or Failed.
-	// +optional
-	Phase RedeliveryPhase `json:"phase,omitempty"`
-
-	// Dead letters that the selector chose, over all dispatcher pods.
+	// The number of dead letters that match the selector, over all dispatcher pods.
 	// +optional
 	Matched int64 `json:"matched,omitempty"`
 
-	// Of those, the ones that are pending again at the destination.
+	// The number of matching dead letters that are pending again at the destination.
 	// +optional
 	Redelivered int64 `json:"redelivered,omitempty"`
 
-	// Of those, the ones that could not be redelivered; known at the end. They
-	// are dead letters still, unless their retention ended meanwhile.
+	// The number of matching dead letters that were not redelivered; set at the end
+	// of the run. They are still dead letters, unless their retention has ended.
 	// +optional
-	Failed int64 `json:"failed,omitempty"`
-
-	// When it started. Dead letters that failed later are left alone.
-	// +optional
-	StartTime *metav1.Time `json:"startTime,omitempty"`
-
-	// When it ended.
-	// +optional
-	FinishTime *metav1.Time `json:"finishTime,omitempty"`
-
-	// How far each dispatcher pod is.
-	// +listType=map
-	// +listMapKey=name
-	// +kubebuilder:validation:MaxItems=256
-	// +optional
-	Dispatchers []RedeliveryDispatcher `json:"dispatchers,omitempty"`
-}
-
-// RedeliveryDispatcher is one dispatcher pod's part of a redelivery.
-type RedeliveryDispatcher struct {
-	// Name of the pod.
-	// +kubebuilder:validation:MaxLength=253
-	Name string `json:"name"`
-	// Dead letters of this pod that the selector chose.
-	Matched int64 `json:"matched"`
-	// Of those, the ones that are pending again.
-	Redelivered int64 `json:"redelivered"`
-	// Whether the pod is done, well or not.
-	// +optional
-	Done bool `json:"done,omitempty"`
-	// What went wrong last.
-	// +kubebuilder:validation:MaxLength=512
-	// +optional
-	Message string `json:"message,omitempty"`
+	NotRedelivered int64 `json:"notRedelivered,omitempty"`
 }
 
 // Redelivery sends dead letters of a WebhookDestination once more: those that a
-// selector chooses, at a bounded rate, from every dispatcher pod. It runs once,
-// goes on after a restart of the operator, and is deleted some time after its end.
+// selector matches, at a bounded rate, from every dispatcher pod.
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
 // +kubebuilder:resource:shortName=rdl,categories=posthorn
-// +kubebuilder:printcolumn:name="Destination",type=string,JSONPath=`.spec.destination`
-// +kubebuilder:printcolumn:name="Phase",type=string,JSONPath=`.status.phase`
+// +kubebuilder:printcolumn:name="Destination",type=string,JSONPath=`.spec.destinationRef.name`
+// +kubebuilder:printcolumn:name="Complete",type=string,JSONPath=`.status.conditions[?(@.type=="Complete")].status`
+// +kubebuilder:printcolumn:name="Failed",type=string,JSONPath=`.status.conditions[?(@.type=="Failed")].status`
+// +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].reason`
 // +kubebuilder:printcolumn:name="Matched",type=integer,JSONPath=`.status.matched`
 // +kubebuilder:printcolumn:name="Redelivered",type=integer,JSONPath=`.status.redelivered`
-// +kubebuilder:printcolumn:name="Failed",type=integer,JSONPath=`.status.failed`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Dry Run",type=boolean,JSONPath=`.spec.dryRun`,priority=1
-// +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.conditions[?(@.type=="Complete")].message`,priority=1
+// +kubebuilder:printcolumn:name="Started",type=date,JSONPath=`.status.startTime`,priority=1
+// +kubebuilder:printcolumn:name="Completed",type=date,JSONPath=`.status.completionTime`,priority=1
+// +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].message`,priority=1
 type Redelivery struct {
-	metav1.TypeMeta   `json:",inline"`
+	metav1.TypeMeta `json:",inline"`
+	// +optional
 	metav1.ObjectMeta `json:"metadata,omitempty"`
 
 	// +required
 	Spec RedeliverySpec `json:"spec"`
+	// +kubebuilder:default={conditions: {{type: "Accepted", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Complete", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Failed", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Ready", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}}}
 	// +optional
 	Status RedeliveryStatus `json:"status,omitempty"`
 }
@@ -190,5 +125,6 @@ type Redelivery struct {
 type RedeliveryList struct {
 	metav1.TypeMeta `json:",inline"`
 	metav1.ListMeta `json:"metadata,omitempty"`
-	Items           []Redelivery `json:"items"`
+	// +required
+	Items []Redelivery `json:"items"`
 }

@@ -4,19 +4,19 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// SourceSpec says who may send calls, and how many.
+// SourceSpec configures the write keys, the origins and the rate limit of a sender.
 type SourceSpec struct {
-	// Whether calls are taken. While false, calls with this Source's write key
-	// are answered 403; what was accepted before is still delivered. Default true.
+	// Whether calls are accepted. While false, calls with this Source's write key are answered 403;
+	// messages accepted before are still delivered. Default true.
 	// +kubebuilder:default=true
 	// +optional
 	Enabled *bool `json:"enabled,omitempty"`
 
 	// The write keys of this Source, one or two. Each of them names this Source.
 	// With two, clients can move from the old key to the new one without a refused
-	// call. A key that cannot be used (SecretNotFound, SecretKeyMissing,
-	// InvalidSecret, WriteKeyConflict) makes Accepted False; calls with the other
-	// key are accepted. A key that is removed here is answered 503 for the grace
+	// call. A key that cannot be used makes ResolvedRefs (SecretNotFound,
+	// SecretKeyMissing, InvalidSecret) or Accepted (WriteKeyConflict) False; calls
+	// with the other key are accepted. A key that is removed here is answered 503 for the grace
 	// period (10 minutes), then 401.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=2
@@ -35,13 +35,13 @@ type SourceSpec struct {
 	// +optional
 	AllowedOrigins []string `json:"allowedOrigins,omitempty"`
 
-	// How many calls a second are taken from this Source, by each dispatcher pod.
-	// Calls above it are answered 429 with Retry-After. Without it there is no limit.
+	// The limit of calls per second, for each dispatcher pod. Calls above it are answered 429 with
+	// Retry-After. Without it there is no limit.
 	// +optional
 	RateLimit *CallRateLimit `json:"rateLimit,omitempty"`
 }
 
-// WriteKey is a secret that names a Source.
+// WriteKey is a secret that identifies a Source.
 type WriteKey struct {
 	// The Secret key that holds the write key: what a client sends as its HTTP
 	// Basic user name, or as "writeKey" in the body. 1 to 256 bytes; white space
@@ -52,7 +52,7 @@ type WriteKey struct {
 	SecretKeyRef SecretKeyReference `json:"secretKeyRef"`
 }
 
-// CallRateLimit bounds the calls that one dispatcher pod takes from a Source.
+// CallRateLimit bounds the calls that one dispatcher pod accepts from a Source.
 // +kubebuilder:validation:XValidation:rule="!has(self.burst) || self.burst >= self.callsPerSecond",message="burst must be at least callsPerSecond; raise burst or leave it out"
 type CallRateLimit struct {
 	// Calls a second; a batch of 20 counts as 20, and 4 KiB of messages count as one call at least. 1 to 1,000,000.
@@ -61,16 +61,18 @@ type CallRateLimit struct {
 	// +required
 	CallsPerSecond int32 `json:"callsPerSecond"`
 
-	// Calls that may come at once after a pause. At least callsPerSecond; the default is twice callsPerSecond.
+	// Calls that may arrive at once after a pause. At least callsPerSecond; the default is twice
+	// callsPerSecond.
 	// +kubebuilder:validation:Minimum=1
 	// +kubebuilder:validation:Maximum=2000000
 	// +optional
 	Burst *int32 `json:"burst,omitempty"`
 }
 
-// SourceStatus is what is known of a Source, from the spec and from real traffic.
+// SourceStatus is the observed state of a Source, from the spec and from real traffic.
 type SourceStatus struct {
-	// Accepted, Programmed, Ready and Receiving.
+	// Accepted, ResolvedRefs, Programmed, Ready and Receiving; Stalled while it is True.
+	// Conditions of other types, which other controllers set, are kept.
 	// +listType=map
 	// +listMapKey=type
 	// +kubebuilder:validation:MaxItems=16
@@ -81,25 +83,23 @@ type SourceStatus struct {
 	// +optional
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
 
-	// Names of the accepted WebhookDestinations that take this Source's calls, sorted; the first 100.
+	// Names of the accepted WebhookDestinations that receive this Source's calls, sorted; the first
+	// 100.
 	// +listType=atomic
 	// +kubebuilder:validation:MaxItems=100
 	// +optional
 	Destinations []string `json:"destinations,omitempty"`
 
-	// Dispatcher pods that are ready, and that run this generation.
-	// +optional
-	Dispatchers *DispatcherCount `json:"dispatchers,omitempty"`
-
 	// When the last call was accepted. Written at most every 30 s.
 	// +optional
 	LastReceivedTime *metav1.Time `json:"lastReceivedTime,omitempty"`
 
-	// Calls since the dispatchers' stores were made, over all pods. Written at most every 30 s.
+	// Calls since the creation of the dispatchers' stores, over all pods. Written at most every 30
+	// s.
 	// +optional
 	Calls *CallCounts `json:"calls,omitempty"`
 
-	// What became of the accepted calls, over all pods. Written at most every 30 s.
+	// The outcomes of the accepted calls, over all pods. Written at most every 30 s.
 	// +optional
 	Messages *MessageCounts `json:"messages,omitempty"`
 }
@@ -108,16 +108,23 @@ type SourceStatus struct {
 // deadLettered + discarded + pending. A call counts once for each destination that it is for.
 type MessageCounts struct {
 	// Messages that were stored for destinations.
+	// +required
 	Accepted int64 `json:"accepted"`
 	// Messages that were delivered.
+	// +required
 	Delivered int64 `json:"delivered"`
-	// Messages that a filter or the call's integrations kept out.
+	// Messages that a filter or the call's integrations excluded.
+	// +required
 	Filtered int64 `json:"filtered"`
 	// Messages that became dead letters.
+	// +required
 	DeadLettered int64 `json:"deadLettered"`
-	// Messages that were given up because their destination was deleted or no longer takes this Source's calls.
+	// Messages that were discarded because their destination was deleted or no longer receives
+	// this Source's calls.
+	// +required
 	Discarded int64 `json:"discarded"`
-	// Messages that wait: not tried yet, in flight, or waiting for a retry.
+	// Messages that are not attempted yet, in flight, or waiting for a retry.
+	// +required
 	Pending int64 `json:"pending"`
 }
 
@@ -125,14 +132,17 @@ type MessageCounts struct {
 type CallCounts struct {
 	// Calls that were stored and acknowledged, with what was redelivered and
 	// what audiences and deletion requests put in.
+	// +required
 	Accepted int64 `json:"accepted"`
 	// Calls that were refused (invalid, too large, over the rate limit, storage full) since the pods started.
+	// +required
 	Rejected int64 `json:"rejected"`
 	// Calls that repeated an earlier messageId; acknowledged, not stored again.
+	// +required
 	Duplicates int64 `json:"duplicates"`
 }
 
-// Source says who may send calls to Posthorn: a write key, the browser origins
+// Source declares a sender of calls: its write keys, the browser origins
 // that may use it, and a rate limit. WebhookDestinations of the same namespace
 // choose the Sources whose calls they receive.
 //
@@ -140,19 +150,21 @@ type CallCounts struct {
 // +kubebuilder:subresource:status
 // +kubebuilder:resource:shortName=psrc,categories=posthorn
 // +kubebuilder:printcolumn:name="Ready",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].status`
+// +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].reason`
 // +kubebuilder:printcolumn:name="Receiving",type=string,JSONPath=`.status.conditions[?(@.type=="Receiving")].status`
 // +kubebuilder:printcolumn:name="Accepted",type=integer,JSONPath=`.status.calls.accepted`
 // +kubebuilder:printcolumn:name="Last Received",type=date,JSONPath=`.status.lastReceivedTime`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Rejected",type=integer,JSONPath=`.status.calls.rejected`,priority=1
 // +kubebuilder:printcolumn:name="Duplicates",type=integer,JSONPath=`.status.calls.duplicates`,priority=1
-// +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].reason`,priority=1
 type Source struct {
-	metav1.TypeMeta   `json:",inline"`
+	metav1.TypeMeta `json:",inline"`
+	// +optional
 	metav1.ObjectMeta `json:"metadata,omitempty"`
 
 	// +required
 	Spec SourceSpec `json:"spec"`
+	// +kubebuilder:default={conditions: {{type: "Accepted", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "ResolvedRefs", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Programmed", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Ready", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Receiving", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}}}
 	// +optional
 	Status SourceStatus `json:"status,omitempty"`
 }
@@ -162,5 +174,6 @@ type Source struct {
 type SourceList struct {
 	metav1.TypeMeta `json:",inline"`
 	metav1.ListMeta `json:"metadata,omitempty"`
-	Items           []Source `json:"items"`
+	// +required
+	Items []Source `json:"items"`
 }

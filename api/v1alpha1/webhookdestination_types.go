@@ -5,7 +5,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// WebhookDestinationSpec says which Sources' calls go to which URLs, and how.
+// WebhookDestinationSpec names the Sources whose calls are delivered, the URLs
+// that receive them, and the rules of delivery.
+// +kubebuilder:validation:XValidation:rule="has(self.sourceRefs) != has(self.sourceSelector)",message="set exactly one of sourceRefs and sourceSelector"
 type WebhookDestinationSpec struct {
 	// Whether messages are sent. While false they are kept, up to the retry
 	// window, and delivered when it is true again. Default true.
@@ -13,9 +15,24 @@ type WebhookDestinationSpec struct {
 	// +optional
 	Enabled *bool `json:"enabled,omitempty"`
 
-	// The Sources, of this namespace, whose calls are delivered here.
-	// +required
-	Sources SourceSelection `json:"sources"`
+	// The Sources in this namespace whose calls are delivered here, by name. A name
+	// without a Source: ResolvedRefs is False (NoSource). Set this or sourceSelector. 1 to 64.
+	// +kubebuilder:validation:MinItems=1
+	// +kubebuilder:validation:MaxItems=64
+	// +listType=map
+	// +listMapKey=name
+	// +optional
+	SourceRefs []ObjectReference `json:"sourceRefs,omitempty"`
+
+	// The Sources in this namespace whose calls are delivered here, by label. An
+	// empty selector ({}) selects all of them. Set this or sourceRefs. At most 16
+	// labels and 16 expressions.
+	// +kubebuilder:validation:XValidation:rule="!has(self.matchLabels) || self.matchLabels.size() <= 16",message="matchLabels must have at most 16 entries"
+	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.size() <= 16",message="matchExpressions must have at most 16 entries"
+	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.all(e, e.operator in ['In', 'NotIn', 'Exists', 'DoesNotExist'])",message="operator must be In, NotIn, Exists or DoesNotExist"
+	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.all(e, (e.operator in ['In', 'NotIn']) == (has(e.values) && e.values.size() > 0))",message="In and NotIn need values; Exists and DoesNotExist must have none"
+	// +optional
+	SourceSelector *metav1.LabelSelector `json:"sourceSelector,omitempty"`
 
 	// The webhooks: 1 to 5 URLs, each with headers of its own.
 	// +kubebuilder:validation:MinItems=1
@@ -25,75 +42,53 @@ type WebhookDestinationSpec struct {
 	// +required
 	Endpoints []Endpoint `json:"endpoints"`
 
-	// Signs every request body. Without it requests carry no signature.
+	// Signs every request. Without it requests carry no signature.
 	// +optional
 	Signing *Signing `json:"signing,omitempty"`
 
-	// What delivered bodies look like.
+	// The form of delivered bodies.
 	// +kubebuilder:default={}
 	// +optional
 	Body Body `json:"body,omitempty"`
 
-	// When a message counts as delivered. AnyEndpoint: every URL gets one attempt,
-	// and the message is delivered when one of them took it; only until then is it
-	// retried. EveryEndpoint: every URL must take it, each is tracked and retried by
-	// itself. Default AnyEndpoint.
+	// The condition under which a message counts as delivered. AnyEndpoint: every
+	// URL gets one attempt, and the message is delivered when one URL accepted it;
+	// it is retried only until then. EveryEndpoint: every URL must accept the
+	// message; each URL is tracked and retried separately. Default AnyEndpoint.
 	// +kubebuilder:validation:Enum=AnyEndpoint;EveryEndpoint
 	// +kubebuilder:default=AnyEndpoint
 	// +optional
-	Success SuccessPolicy `json:"success,omitempty"`
+	SuccessPolicy SuccessPolicy `json:"successPolicy,omitempty"`
 
 	// Timeout, retries and limits of delivery.
 	// +kubebuilder:default={}
 	// +optional
 	Delivery Delivery `json:"delivery,omitempty"`
 
-	// Which messages are delivered. Without it: all. Applied when a call is
-	// accepted; a changed filter applies to calls that come after the change.
+	// Selects the messages to deliver; without it all are delivered. It is applied when a call is
+	// accepted; a changed filter applies to later calls.
 	// +optional
 	Filter *Filter `json:"filter,omitempty"`
 
-	// What is kept of messages that could not be delivered.
+	// Limits of dead letters.
 	// +kubebuilder:default={}
 	// +optional
 	DeadLetters DeadLetters `json:"deadLetters,omitempty"`
 }
 
-// SourceSelection chooses Sources by name or by label.
-// +kubebuilder:validation:XValidation:rule="has(self.names) != has(self.selector)",message="set either names or selector, not both and not neither"
-type SourceSelection struct {
-	// Names of Sources in this namespace. A name without a Source: Accepted is False (NoSource).
-	// +kubebuilder:validation:MinItems=1
-	// +kubebuilder:validation:MaxItems=64
-	// +kubebuilder:validation:items:MinLength=1
-	// +kubebuilder:validation:items:MaxLength=253
-	// +listType=set
-	// +optional
-	Names []string `json:"names,omitempty"`
-
-	// Labels of Sources in this namespace. An empty selector ({}) chooses all of
-	// them. At most 16 labels and 16 expressions.
-	// +kubebuilder:validation:XValidation:rule="!has(self.matchLabels) || self.matchLabels.size() <= 16",message="matchLabels must have at most 16 entries"
-	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.size() <= 16",message="matchExpressions must have at most 16 entries"
-	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.all(e, e.operator in ['In', 'NotIn', 'Exists', 'DoesNotExist'])",message="operator must be In, NotIn, Exists or DoesNotExist"
-	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.all(e, (e.operator in ['In', 'NotIn']) == (has(e.values) && e.values.size() > 0))",message="In and NotIn need values; Exists and DoesNotExist must have none"
-	// +optional
-	Selector *metav1.LabelSelector `json:"selector,omitempty"`
-}
-
-// SuccessPolicy says when a message counts as delivered.
+// SuccessPolicy defines when a message counts as delivered.
 type SuccessPolicy string
 
 // The success policies.
 const (
-	// AnyEndpoint: one URL took the message.
+	// AnyEndpoint: one URL accepted the message.
 	AnyEndpoint SuccessPolicy = "AnyEndpoint"
-	// EveryEndpoint: every URL took the message.
+	// EveryEndpoint: every URL accepted the message.
 	EveryEndpoint SuccessPolicy = "EveryEndpoint"
 )
 
 // Endpoint is one webhook URL.
-// +kubebuilder:validation:XValidation:rule="has(self.url) != has(self.urlFrom)",message="set either url or urlFrom, not both and not neither"
+// +kubebuilder:validation:XValidation:rule="has(self.url) != has(self.urlFrom)",message="set exactly one of url and urlFrom"
 // +kubebuilder:validation:XValidation:rule="!has(self.tls) || !has(self.url) || self.url.lowerAscii().startsWith('https://')",message="tls needs an https:// URL; change the URL or remove tls"
 type Endpoint struct {
 	// Name of the endpoint within this destination; it shows in status, metrics and dead letters.
@@ -133,7 +128,7 @@ type Endpoint struct {
 }
 
 // Header is a static request header.
-// +kubebuilder:validation:XValidation:rule="has(self.value) != has(self.valueFrom)",message="set either value or valueFrom, not both and not neither"
+// +kubebuilder:validation:XValidation:rule="has(self.value) != has(self.valueFrom)",message="set exactly one of value and valueFrom"
 type Header struct {
 	// Name of the header. Headers that Posthorn or HTTP itself sets are refused:
 	// Content-Type, User-Agent, X-Signature, Host, Connection and the like.
@@ -155,58 +150,69 @@ type Header struct {
 	ValueFrom *ValueFromSecret `json:"valueFrom,omitempty"`
 }
 
-// EndpointTLS sets whom an endpoint is trusted by, and who we are to it.
-// Verification itself cannot be switched off.
+// EndpointTLS configures the CAs trusted for an endpoint and the client
+// certificate presented to it. Verification cannot be disabled.
 type EndpointTLS struct {
-	// A Secret key with PEM certificates of the authorities to trust for this
+	// A Secret key with the PEM certificates of the CAs to trust for this
 	// endpoint, instead of the system's. A self-signed server certificate is
-	// refused even when it is listed here: list the authority that issued it.
+	// rejected even when it is listed here: list the CA that issued it.
 	// +optional
-	CASecretRef *SecretKeyReference `json:"caSecretRef,omitempty"`
+	CASecretKeyRef *SecretKeyReference `json:"caSecretKeyRef,omitempty"`
 
 	// A Secret of type kubernetes.io/tls (keys tls.crt and tls.key) with the client certificate to present.
 	// +optional
 	ClientCertSecretRef *SecretReference `json:"clientCertSecretRef,omitempty"`
 }
 
-// Signing says how request bodies are signed.
+// Signing configures the signatures of requests.
 type Signing struct {
-	// The Secret key that holds the shared secret, used as it is, byte for byte,
-	// at most 4096 of them.
-	// (StandardWebhooks: a "whsec_" prefix means that the rest is base64.) While
-	// it is missing nothing is sent, messages are kept, and Accepted is False.
+	// The signing schemes, one of each type. With two, every request carries the
+	// signatures of both, each under its own secret, so that receivers can move
+	// from one scheme to the other. While a secret of any scheme is missing,
+	// nothing is sent, messages are kept, and ResolvedRefs is False. 1 or 2.
+	// +kubebuilder:validation:MinItems=1
+	// +kubebuilder:validation:MaxItems=2
+	// +listType=map
+	// +listMapKey=type
 	// +required
-	SecretRef SecretKeyReference `json:"secretRef"`
-
-	// HMACSHA1: header X-Signature, lowercase hex HMAC-SHA1 of the body.
-	// StandardWebhooks: headers webhook-id, webhook-timestamp and
-	// webhook-signature (v1, HMAC-SHA256). Default HMACSHA1.
-	// +kubebuilder:validation:Enum=HMACSHA1;StandardWebhooks
-	// +kubebuilder:default=HMACSHA1
-	// +optional
-	Scheme SigningScheme `json:"scheme,omitempty"`
-
-	// The secret before a rotation. While set, every request carries a signature
-	// under it as well: in X-Signature-Previous, or as a second entry of
-	// webhook-signature. Remove it when all receivers know the new secret.
-	// +optional
-	PreviousSecretRef *SecretKeyReference `json:"previousSecretRef,omitempty"`
+	Schemes []SigningScheme `json:"schemes"`
 }
 
-// SigningScheme names a way of signing.
-type SigningScheme string
+// SigningScheme is one way to sign requests, with its secret.
+type SigningScheme struct {
+	// HMACSHA1: header X-Signature, the lowercase hex HMAC-SHA1 of the body.
+	// StandardWebhooks: headers webhook-id, webhook-timestamp and
+	// webhook-signature (v1, HMAC-SHA256).
+	// +kubebuilder:validation:Enum=HMACSHA1;StandardWebhooks
+	// +required
+	Type SigningType `json:"type"`
 
-// The signing schemes.
+	// The Secret key that holds the shared secret: at most 4,096 bytes, used
+	// unchanged. StandardWebhooks: after a "whsec_" prefix the rest is base64.
+	// +required
+	SecretKeyRef SecretKeyReference `json:"secretKeyRef"`
+
+	// The secret before a rotation. While it is set, every request also carries a
+	// signature under it: in X-Signature-Previous, or as a second entry of
+	// webhook-signature. Remove it when all receivers use the new secret.
+	// +optional
+	PreviousSecretKeyRef *SecretKeyReference `json:"previousSecretKeyRef,omitempty"`
+}
+
+// SigningType is the type of a signing scheme.
+type SigningType string
+
+// The types of signing schemes.
 const (
-	HMACSHA1         SigningScheme = "HMACSHA1"
-	StandardWebhooks SigningScheme = "StandardWebhooks"
+	HMACSHA1         SigningType = "HMACSHA1"
+	StandardWebhooks SigningType = "StandardWebhooks"
 )
 
-// Body says what delivered bodies look like.
+// Body configures the form of delivered bodies.
 type Body struct {
 	// How long numbers are written: integers that JavaScript would change, such
 	// as 12345678901234567890, and numbers beyond the range of doubles, such as
-	// 1e400. String: as a JSON string of the characters that were sent. Exact: as
+	// 1e400. String: as a JSON string of the same characters. Exact: as
 	// they were sent; then JSON.stringify(JSON.parse(body)) gives other bytes, and
 	// a receiver must verify signatures over the bytes as they arrive. Default String.
 	// +kubebuilder:validation:Enum=String;Exact
@@ -215,7 +221,7 @@ type Body struct {
 	Numbers NumberFormat `json:"numbers,omitempty"`
 }
 
-// NumberFormat says how long numbers are written.
+// NumberFormat is the format of long numbers.
 type NumberFormat string
 
 // The number formats.
@@ -224,8 +230,7 @@ const (
 	NumbersExact  NumberFormat = "Exact"
 )
 
-// Delivery sets timeout, retries and limits.
-// +kubebuilder:validation:XValidation:rule="!has(self.minBackoff) || !has(self.maxBackoff) || duration(self.minBackoff) <= duration(self.maxBackoff)",message="minBackoff must not be larger than maxBackoff (default 5m); lower it or raise maxBackoff"
+// Delivery configures the timeout, the retries and the limits.
 type Delivery struct {
 	// Time within which an endpoint must answer. 100ms to 5s, default 5s.
 	// +kubebuilder:validation:Type=string
@@ -235,14 +240,35 @@ type Delivery struct {
 	// +optional
 	Timeout *metav1.Duration `json:"timeout,omitempty"`
 
+	// When failed messages are retried, and for how long.
+	// +kubebuilder:default={}
+	// +optional
+	Retry Retry `json:"retry,omitempty"`
+
+	// Requests in flight at once, per Source and endpoint and dispatcher pod. 1 to 1,024, default 64.
+	// +kubebuilder:validation:Minimum=1
+	// +kubebuilder:validation:Maximum=1024
+	// +kubebuilder:default=64
+	// +optional
+	MaxInFlight int32 `json:"maxInFlight,omitempty"`
+
+	// The limit of requests per second to each endpoint, from each dispatcher pod. Messages above
+	// it wait. Without it there is no limit.
+	// +optional
+	RateLimit *RequestRateLimit `json:"rateLimit,omitempty"`
+}
+
+// Retry configures the retries of a message that an endpoint did not accept.
+// +kubebuilder:validation:XValidation:rule="!has(self.minBackoff) || !has(self.maxBackoff) || duration(self.minBackoff) <= duration(self.maxBackoff)",message="minBackoff must not be larger than maxBackoff (default 5m); lower it or raise maxBackoff"
+type Retry struct {
 	// How long after its acceptance a message is retried before it becomes a
 	// dead letter. 1s to 4h, default 4h.
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:MaxLength=32
-	// +kubebuilder:validation:XValidation:rule=`self.matches(r'^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$') && duration(self) >= duration('1s') && duration(self) <= duration('4h')`,message="retryWindow must be between 1s and 4h; write it like 500ms, 90s or 1h30m"
+	// +kubebuilder:validation:XValidation:rule=`self.matches(r'^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$') && duration(self) >= duration('1s') && duration(self) <= duration('4h')`,message="window must be between 1s and 4h; write it like 500ms, 90s or 1h30m"
 	// +kubebuilder:default="4h"
 	// +optional
-	RetryWindow *metav1.Duration `json:"retryWindow,omitempty"`
+	Window *metav1.Duration `json:"window,omitempty"`
 
 	// Upper bound of the random wait before the second attempt; it doubles with
 	// every attempt. 10ms to 1h, default 1s.
@@ -260,18 +286,6 @@ type Delivery struct {
 	// +kubebuilder:default="5m"
 	// +optional
 	MaxBackoff *metav1.Duration `json:"maxBackoff,omitempty"`
-
-	// Requests in flight at once, per Source and endpoint and dispatcher pod. 1 to 1,024, default 64.
-	// +kubebuilder:validation:Minimum=1
-	// +kubebuilder:validation:Maximum=1024
-	// +kubebuilder:default=64
-	// +optional
-	MaxInFlight int32 `json:"maxInFlight,omitempty"`
-
-	// How many requests a second each endpoint gets, from each dispatcher pod.
-	// Messages above it wait. Without it there is no limit.
-	// +optional
-	RateLimit *RequestRateLimit `json:"rateLimit,omitempty"`
 }
 
 // RequestRateLimit bounds the requests that one dispatcher pod sends to an endpoint.
@@ -318,7 +332,7 @@ type Filter struct {
 // +kubebuilder:validation:Enum=identify;track;page;screen;group;alias;delete
 type CallType string
 
-// DeadLetters bounds what is kept of messages that could not be delivered.
+// DeadLetters bounds the dead letters of a destination.
 type DeadLetters struct {
 	// How long dead letters are kept. 0s to 8760h, default 168h (a week).
 	// +kubebuilder:validation:Type=string
@@ -328,17 +342,19 @@ type DeadLetters struct {
 	// +optional
 	Retention *metav1.Duration `json:"retention,omitempty"`
 
-	// How many bytes of dead letters each dispatcher pod keeps for this
-	// destination; above it the oldest go first. 0 to 1Ti, default 1Gi.
+	// The size limit of this destination's dead letters on each dispatcher pod; above it the oldest
+	// are removed. 0 to 1Ti, default 1Gi.
 	// +kubebuilder:validation:XValidation:rule="quantity(string(self)).compareTo(quantity('0')) >= 0 && quantity(string(self)).compareTo(quantity('1Ti')) <= 0",message="maxBytes must be between 0 and 1Ti"
 	// +kubebuilder:default="1Gi"
 	// +optional
 	MaxBytes *resource.Quantity `json:"maxBytes,omitempty"`
 }
 
-// WebhookDestinationStatus is what is known of a destination, from the spec and from real traffic.
+// WebhookDestinationStatus is the observed state of a destination, from the spec and from real
+// traffic.
 type WebhookDestinationStatus struct {
-	// Accepted, Programmed, Ready and Delivering.
+	// Accepted, ResolvedRefs, Programmed, Ready and Delivering; Stalled while it is True.
+	// Conditions of other types, which other controllers set, are kept.
 	// +listType=map
 	// +listMapKey=type
 	// +kubebuilder:validation:MaxItems=16
@@ -359,10 +375,6 @@ type WebhookDestinationStatus struct {
 	// +optional
 	RevisionTime *metav1.Time `json:"revisionTime,omitempty"`
 
-	// Dispatcher pods that are ready, and that run this revision.
-	// +optional
-	Dispatchers *DispatcherCount `json:"dispatchers,omitempty"`
-
 	// One entry per endpoint, from real traffic over all dispatcher pods.
 	// +listType=map
 	// +listMapKey=name
@@ -370,7 +382,7 @@ type WebhookDestinationStatus struct {
 	// +optional
 	Endpoints []EndpointStatus `json:"endpoints,omitempty"`
 
-	// Where the messages are. Written at most every 30 s.
+	// The ledger of the destination. Written at most every 30 s.
 	// +optional
 	Delivery *DeliveryStatus `json:"delivery,omitempty"`
 
@@ -399,13 +411,15 @@ const (
 type EndpointStatus struct {
 	// Name of the endpoint in spec.endpoints.
 	// +kubebuilder:validation:MaxLength=63
+	// +required
 	Name string `json:"name"`
 	// Healthy, Degraded, CircuitOpen or Idle; the worst over all dispatcher pods.
+	// +required
 	State EndpointState `json:"state"`
 	// When it last took a message.
 	// +optional
 	LastSuccessTime *metav1.Time `json:"lastSuccessTime,omitempty"`
-	// What went wrong last.
+	// The last failed attempt.
 	// +optional
 	LastFailure *DeliveryFailure `json:"lastFailure,omitempty"`
 	// Messages that have not been sent to this endpoint yet. Under AnyEndpoint
@@ -423,9 +437,11 @@ type EndpointStatus struct {
 // DeliveryFailure is a failed attempt, without secrets.
 type DeliveryFailure struct {
 	// When it happened.
+	// +required
 	Time metav1.Time `json:"time"`
 	// A reason of the condition Delivering, for example TimedOut.
 	// +kubebuilder:validation:MaxLength=64
+	// +required
 	Reason string `json:"reason"`
 	// The HTTP status that the endpoint answered with; absent when there was no answer.
 	// +optional
@@ -440,18 +456,23 @@ type DeliveryFailure struct {
 // Accepted = delivered + filtered + deadLettered + discarded + pending.
 type DeliveryStatus struct {
 	// Messages that were delivered.
+	// +required
 	Delivered int64 `json:"delivered"`
 	// Messages that the filter or the call's integrations kept out.
+	// +required
 	Filtered int64 `json:"filtered"`
 	// Messages that became dead letters.
+	// +required
 	DeadLettered int64 `json:"deadLettered"`
 	// Messages that were given up because their Source was taken away from the destination.
 	// +optional
 	Discarded int64 `json:"discarded"`
 	// Messages that wait: not tried yet, in flight, or waiting for a retry. While
 	// nothing is sent, what will turn out to be filtered is among them.
+	// +required
 	Pending int64 `json:"pending"`
 	// Of those, the ones that failed at least once and wait for their next attempt.
+	// +required
 	Retrying int64 `json:"retrying"`
 	// When the oldest waiting message was accepted.
 	// +optional
@@ -469,6 +490,7 @@ type DeliveryStatus struct {
 // +kubebuilder:subresource:status
 // +kubebuilder:resource:shortName=whd,categories=posthorn
 // +kubebuilder:printcolumn:name="Ready",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].status`
+// +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].reason`
 // +kubebuilder:printcolumn:name="Delivering",type=string,JSONPath=`.status.conditions[?(@.type=="Delivering")].status`
 // +kubebuilder:printcolumn:name="Pending",type=integer,JSONPath=`.status.delivery.pending`
 // +kubebuilder:printcolumn:name="Retrying",type=integer,JSONPath=`.status.delivery.retrying`
@@ -476,15 +498,16 @@ type DeliveryStatus struct {
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Delivered",type=integer,JSONPath=`.status.delivery.delivered`,priority=1
 // +kubebuilder:printcolumn:name="Dead",type=integer,JSONPath=`.status.delivery.deadLettered`,priority=1
-// +kubebuilder:printcolumn:name="Ready Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].reason`,priority=1
-// +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Delivering")].reason`,priority=1
+// +kubebuilder:printcolumn:name="Delivering Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Delivering")].reason`,priority=1
 // +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.conditions[?(@.type=="Delivering")].message`,priority=1
 type WebhookDestination struct {
-	metav1.TypeMeta   `json:",inline"`
+	metav1.TypeMeta `json:",inline"`
+	// +optional
 	metav1.ObjectMeta `json:"metadata,omitempty"`
 
 	// +required
 	Spec WebhookDestinationSpec `json:"spec"`
+	// +kubebuilder:default={conditions: {{type: "Accepted", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "ResolvedRefs", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Programmed", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Ready", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}, {type: "Delivering", status: "Unknown", reason: "Pending", message: "waiting for the operator", lastTransitionTime: "1970-01-01T00:00:00Z"}}}
 	// +optional
 	Status WebhookDestinationStatus `json:"status,omitempty"`
 }
@@ -494,5 +517,6 @@ type WebhookDestination struct {
 type WebhookDestinationList struct {
 	metav1.TypeMeta `json:",inline"`
 	metav1.ListMeta `json:"metadata,omitempty"`
-	Items           []WebhookDestination `json:"items"`
+	// +required
+	Items []WebhookDestination `json:"items"`
 }

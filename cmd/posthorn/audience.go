@@ -19,9 +19,9 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// audienceOwner returns the URL of the pod that keeps the members of audiences,
-// or "" when it is this one. It is pod 0 of the StatefulSet: the one that exists
-// as long as any does. A pod whose name ends in no number is alone.
+// audienceOwner returns the URL of the pod that stores the audiences' members, or "" if it is this
+// pod. The owner is pod 0 of the StatefulSet, which exists as long as any pod does. A pod whose
+// name does not end in a number runs alone.
 func audienceOwner(pod, namespace, service, listen string) string {
 	set, number, ok := cutLast(pod, "-")
 	if n, err := strconv.Atoi(number); !ok || err != nil || n < 1 {
@@ -39,8 +39,8 @@ func cutLast(s, sep string) (before, after string, ok bool) {
 	return s[:i], s[i+len(sep):], true
 }
 
-// peerService finds the headless Service of a StatefulSet's pod in what the
-// kubelet writes to /etc/hosts: ADDRESS POD.SERVICE.NAMESPACE.svc.DOMAIN POD.
+// peerService finds the headless Service of a StatefulSet's pod in the line that the kubelet writes
+// to /etc/hosts: ADDRESS POD.SERVICE.NAMESPACE.svc.DOMAIN POD.
 func peerService(hosts, pod, namespace string) string {
 	for word := range strings.FieldsSeq(hosts) {
 		if rest, ok := strings.CutPrefix(word, pod+"."); ok {
@@ -69,20 +69,20 @@ func newAudienceSync(way calling) *cobra.Command {
 	var allowRemoval float64
 	cmd := &cobra.Command{
 		Use:   "sync KEY FILE|-",
-		Short: "Send all members of an audience; who joined, left or changed is told",
-		Long: `Sends a file (or standard input) of members, one JSON object a line:
+		Short: "Upload an audience; changes are sent to the destinations",
+		Long: `Uploads a file (or standard input) of members, one JSON object per line:
 
   {"userId": "u1"}                  of an Audience
   {"userId": "u1", "value": 12.5}   of a ComputedTrait
 
-The file lists all members, in any order; who is missing has left. A file that
-ends in .gz is sent as it is. With --increment the lines only add members, or
-remove them with {"userId": "u1", "member": false}. Of a pipe it cannot be told
-whether the program before it wrote all: rather write a file first.
+The file lists all members, in any order; users that are missing are removed. A
+file that ends in .gz is sent as it is. With --increment the lines only add
+members, or remove them with {"userId": "u1", "member": false}. Posthorn cannot
+detect that the first command of a pipe failed; write to a file first.
 
-A sync takes effect as a whole or not at all. Who it is to be told of is decided
-at once; the identify calls follow at the pace of the destinations, and --wait
-waits for them. KEY is the audience's key; see 'posthorn get audiences -o wide'.`,
+A sync takes effect as a whole or not at all. The changes are computed at once;
+the identify calls follow as fast as the destinations accept them, and --wait
+waits until all are queued. KEY is the audience's key; see 'posthorn get audiences -o wide'.`,
 		Example: `  posthorn audience sync first_time_shoppers members.ndjson --write-key demo
   psql -Atc "select json_build_object('userId', id) from shoppers" >members.ndjson &&
     posthorn audience sync first_time_shoppers members.ndjson --write-key demo`,
@@ -96,7 +96,7 @@ waits for them. KEY is the audience's key; see 'posthorn get audiences -o wide'.
 				}
 				defer file.Close()
 				if info, err := file.Stat(); err == nil && info.IsDir() {
-					return usagef("%s is a folder", args[1])
+					return usagef("%s is a folder; name a file", args[1])
 				} else if err == nil && info.Mode().IsRegular() {
 					size = info.Size()
 				}
@@ -137,7 +137,7 @@ waits for them. KEY is the audience's key; see 'posthorn get audiences -o wide'.
 				}
 			}
 			req.Header.Set("Content-Type", "application/x-ndjson")
-			// A refusal that needs no body comes before the body is sent.
+			// The server can refuse the request before the body is sent.
 			req.Header.Set("Expect", "100-continue")
 			if strings.HasSuffix(args[1], ".gz") {
 				req.Header.Set("Content-Encoding", "gzip")
@@ -147,34 +147,34 @@ waits for them. KEY is the audience's key; see 'posthorn get audiences -o wide'.
 			resp, err := client.Do(req)
 			hide()
 			if dial, ok := errors.AsType[*net.OpError](err); ok && dial.Op == "dial" {
-				return fmt.Errorf("%w\nNothing was sent; see whether Posthorn runs there", err)
+				return fmt.Errorf("%w\nNothing was sent; check that Posthorn runs at this address", err)
 			} else if err != nil {
-				return fmt.Errorf("%w\nNothing is known of the sync; send it again, that is safe", err)
+				return fmt.Errorf("%w\nThe result of the sync is unknown; it is safe to send it again", err)
 			}
 			defer resp.Body.Close()
-			sync, sent, err := tellSync(cmd.OutOrStdout(), resp)
+			sync, sent, err := printSyncResult(cmd.OutOrStdout(), resp)
 			switch {
 			case err != nil || sent || dryRun:
 				return err
 			case wait:
 				return awaitSent(cmd, &client, to, members, sync)
 			}
-			fmt.Fprintln(cmd.OutOrStdout(), "The sync is taken; its identify calls follow at the pace of the destinations. See 'posthorn get audiences', or use --wait.")
+			fmt.Fprintln(cmd.OutOrStdout(), "The sync is accepted; its identify calls follow as fast as the destinations accept them. See 'posthorn get audiences', or use --wait.")
 			return nil
 		},
 	}
 	c = way(cmd)
 	f := cmd.Flags()
-	f.BoolVar(&increment, "increment", false, "the lines add and remove members; who is not named stays")
+	f.BoolVar(&increment, "increment", false, "the lines add and remove members; all other members are kept")
 	f.Float64Var(&allowRemoval, "allow-removal", 0, "percentage of members that this sync may remove (default: the Audience's maxRemovalPercent)")
-	f.BoolVar(&allowEmpty, "allow-empty", false, "an empty file is meant: all members leave")
-	f.BoolVar(&resend, "resend", false, "tell also the members for whom nothing changed, as after a destination was added")
+	f.BoolVar(&allowEmpty, "allow-empty", false, "allow an empty file, which removes every member")
+	f.BoolVar(&resend, "resend", false, "resend unchanged members, for example after adding a destination")
 	f.BoolVar(&wait, "wait", false, "wait until every identify call is in the queue")
-	f.BoolVar(&dryRun, "dry-run", false, "only say what would change")
+	f.BoolVar(&dryRun, "dry-run", false, "only print what would change")
 	return cmd
 }
 
-// syncAnswer is what a sync, or a question how far it is, is answered with.
+// syncAnswer is the answer to a sync, or to a request for its progress.
 type syncAnswer struct {
 	Success                                  bool
 	Sync                                     string
@@ -199,8 +199,8 @@ func readSyncAnswer(resp *http.Response) (a syncAnswer, err error) {
 	return a, nil
 }
 
-// tellSync prints the answer to a sync.
-func tellSync(out io.Writer, resp *http.Response) (sync string, sent bool, err error) {
+// printSyncResult prints the answer to a sync.
+func printSyncResult(out io.Writer, resp *http.Response) (sync string, sent bool, err error) {
 	a, err := readSyncAnswer(resp)
 	if err != nil {
 		return "", false, err
@@ -211,14 +211,14 @@ func tellSync(out io.Writer, resp *http.Response) (sync string, sent bool, err e
 			where = fmt.Sprintf("line %d: ", a.Error.Line)
 		}
 		flag := map[string]string{"empty_snapshot": " (--allow-empty)", "too_many_removals": " (--allow-removal)"}[a.Error.Code]
-		return "", false, fmt.Errorf("refused, nothing was changed (%s): %s%s%s", a.Error.Code, where, a.Error.Message, flag)
+		return "", false, fmt.Errorf("sync refused, nothing was changed (%s): %s%s%s", a.Error.Code, where, a.Error.Message, flag)
 	}
 	verb, again := "", ""
 	if a.DryRun {
 		verb = "would be: "
 	}
 	if a.Resent > 0 {
-		again = fmt.Sprintf(", told again %d", a.Resent)
+		again = fmt.Sprintf(", resent %d", a.Resent)
 	}
 	fmt.Fprintf(out, "%smembers %d, added %d, removed %d, changed %d%s\n", verb, a.Members, a.Added, a.Removed, a.Changed, again)
 	return a.Sync, a.Sent, nil
@@ -235,16 +235,16 @@ func awaitSent(cmd *cobra.Command, client *http.Client, to intake, members, sync
 		case err != nil && cmd.Context().Err() != nil:
 			return cmd.Context().Err()
 		case err != nil:
-			// It restarts, or is being updated; the sync goes on then.
+			// The pod restarts or is being updated; the sync continues afterwards.
 			if failures++; failures > 60 {
-				return fmt.Errorf("the sync is taken, but how far it is cannot be told: %w", err)
+				return fmt.Errorf("the sync is accepted, but its progress is unknown: %w", err)
 			}
 		case a.Sync != sync || a.Sent:
 			return nil
 		default:
 			failures = 0
 			if last.Swap(&a) == nil {
-				stop = showProgress(cmd.ErrOrStderr(), func() string { return toldLine(last.Load()) })
+				stop = showProgress(cmd.ErrOrStderr(), func() string { return queuedLine(last.Load()) })
 			}
 		}
 		select {
@@ -271,7 +271,7 @@ func askProgress(ctx context.Context, client *http.Client, to intake, members st
 	return a, err
 }
 
-// countingReader counts what was read, from any goroutine.
+// countingReader counts the bytes read; any goroutine may read the count.
 type countingReader struct {
 	io.Reader
 	n   atomic.Int64
@@ -287,7 +287,7 @@ func (c *countingReader) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// showProgress draws a line again and again, on a terminal only, until stop is called.
+// showProgress redraws a progress line, on a terminal only, until stop is called.
 func showProgress(w io.Writer, line func() string) (stop func()) {
 	if _, ok := w.(terminal); !ok {
 		return func() {}
@@ -310,7 +310,7 @@ func showProgress(w io.Writer, line func() string) (stop func()) {
 	return func() { close(done); <-ended }
 }
 
-// sentLine says how much of size bytes (-1: unknown) was sent.
+// sentLine describes the progress of an upload of size bytes (-1: unknown).
 func sentLine(sent, size int64, end bool) string {
 	line := fmt.Sprintf("sent %.1f MB", float64(sent)/1e6)
 	if size > 0 {
@@ -322,10 +322,10 @@ func sentLine(sent, size int64, end bool) string {
 	return line
 }
 
-// toldLine says how many of all identify calls are in the queue, and what the rest waits for.
-func toldLine(a *syncAnswer) string {
+// queuedLine describes how many identify calls are in the queue, and the reason for the wait.
+func queuedLine(a *syncAnswer) string {
 	all := a.Added + a.Removed + a.Changed + a.Resent
-	line := fmt.Sprintf("%s  %d of %d told", bar(all-a.Unsent, all), all-a.Unsent, all)
+	line := fmt.Sprintf("%s  %d of %d queued", bar(all-a.Unsent, all), all-a.Unsent, all)
 	if a.Waits != "" {
 		line += "; " + a.Waits
 	}

@@ -51,11 +51,11 @@ func TestProgressLines(t *testing.T) {
 		}
 	}
 	for want, a := range map[string]syncAnswer{
-		"[####..........................]  15 %  150 of 1000 told":                        {Added: 600, Removed: 400, Unsent: 850},
-		"[####..........................]  15 %  150 of 1000 told; storage is filling up": {Added: 600, Removed: 400, Unsent: 850, Waits: "storage is filling up"},
-		"[##############################] 100 %  0 of 0 told":                             {},
+		"[####..........................]  15 %  150 of 1000 queued":                        {Added: 600, Removed: 400, Unsent: 850},
+		"[####..........................]  15 %  150 of 1000 queued; storage is filling up": {Added: 600, Removed: 400, Unsent: 850, Waits: "storage is filling up"},
+		"[##############################] 100 %  0 of 0 queued":                             {},
 	} {
-		if got := toldLine(&a); got != want {
+		if got := queuedLine(&a); got != want {
 			t.Errorf("%q, want %q", got, want)
 		}
 	}
@@ -85,7 +85,7 @@ func TestProgressOnATerminal(t *testing.T) {
 	}
 	defer file.Close()
 	var drawn atomic.Int64
-	line := func() string { return toldLine(&syncAnswer{Added: 10, Unsent: 10 - drawn.Add(1)}) }
+	line := func() string { return queuedLine(&syncAnswer{Added: 10, Unsent: 10 - drawn.Add(1)}) }
 	stopFile := showProgress(safeOnTerminal(file), func() string { t.Error("it is drawn into a file"); return "" })
 	stop := showProgress(safeOnTerminal(terminal), line)
 	for drawn.Load() < 3 {
@@ -104,7 +104,7 @@ func TestProgressOnATerminal(t *testing.T) {
 	}
 	_ = terminal.Close()
 	frames := strings.Split(text, erased)
-	if frames[0] != "" || frames[1] != "[###...........................]  10 %  1 of 10 told" || !strings.Contains(frames[2], "20 %") || frames[len(frames)-1] != "" {
+	if frames[0] != "" || frames[1] != "[###...........................]  10 %  1 of 10 queued" || !strings.Contains(frames[2], "20 %") || frames[len(frames)-1] != "" {
 		t.Errorf("drawn %q", frames)
 	}
 	if info, err := file.Stat(); err != nil || info.Size() != 0 {

@@ -15,12 +15,13 @@ func newCompile() *cobra.Command {
 	var allow []string
 	cmd := &cobra.Command{
 		Use:   "compile -f DIR",
-		Short: "Check manifests offline: print the config they compile to, and their conditions",
+		Short: "Check manifests offline: print their compiled config and their conditions",
 		Long: `Validates and compiles a folder (or file) of manifests exactly as the API server and
 the operator would, and prints per namespace the live config (secrets redacted)
-and the condition of each object. Nothing is run and nothing is sent.
+and the condition of each object. It starts nothing and sends nothing.
 
-Exits 0 when every object is accepted, 1 when one is not or a file has mistakes.`,
+Exits 0 if every object is accepted and its references resolve, 1 otherwise or if a file
+has errors.`,
 		Example: `  posthorn compile -f ./webhooks
   posthorn compile -f ./webhooks -o json | jq .problems`,
 		Args: exactArgs(),
@@ -56,6 +57,6 @@ Exits 0 when every object is accepted, 1 when one is not or a file has mistakes.
 	f := cmd.Flags()
 	f.StringVarP(&dir, "file", "f", "", "folder or file of manifests")
 	outputFlag(cmd, &output, "yaml", "yaml or json", "yaml", "json")
-	f.StringSliceVar(&allow, "egress-allow", nil, "addresses that may be delivered to besides public ones, as for posthorn run")
+	f.StringSliceVar(&allow, "egress-allow", nil, "non-public addresses that deliveries may use, as for posthorn run")
 	return cmd
 }

@@ -27,19 +27,19 @@ import (
 func newDeadLetters(way reaching) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "deadletters",
-		Short: "List, show, redeliver or purge what could not be delivered",
-		Long: `Dead letters are messages that a destination did not take within its retry window,
-or refused for good. They are kept, with the reason, by spec.deadLetters.`,
+		Short: "List, show, redeliver or purge undelivered messages",
+		Long: `Dead letters are messages that a destination did not accept within its retry window,
+or rejected for good. spec.deadLetters sets how long they are kept.`,
 		Args: onlyCommands,
 		RunE: showHelp,
 	}
 	cmd.AddCommand(newDeadLettersList(way), newDeadLettersShow(way),
-		newDeadLettersAction(way, "redeliver", "Send dead letters once more", "redelivered"),
-		newDeadLettersAction(way, "purge", "Remove dead letters for good", "removed"))
+		newDeadLettersAction(way, "redeliver", "Send dead letters again", "redelivered"),
+		newDeadLettersAction(way, "purge", "Remove dead letters permanently", "removed"))
 	return cmd
 }
 
-// destination names a destination to the admin API.
+// destination returns the admin API's query for a destination.
 func destination(r reach, name string) (url.Values, error) {
 	ns, err := r.namespace()
 	return url.Values{"destination": {ns + "/" + name}}, err
@@ -66,8 +66,8 @@ func newDeadLettersList(way reaching) *cobra.Command {
 		},
 	}
 	r = way(cmd)
-	outputFlag(cmd, &output, "", "json: an object a line", "json")
-	cmd.Flags().IntVar(&limit, "limit", 100, "how many at most of each dispatcher, up to 10,000")
+	outputFlag(cmd, &output, "", "json: one object per line", "json")
+	cmd.Flags().IntVar(&limit, "limit", 100, "maximum number per dispatcher, up to 10,000")
 	return cmd
 }
 
@@ -75,7 +75,7 @@ func newDeadLettersShow(way reaching) *cobra.Command {
 	var r reach
 	cmd := &cobra.Command{
 		Use:     "show DESTINATION KEY",
-		Short:   "Show one dead letter with its body and the last answer",
+		Short:   "Show one dead letter with its body and the receiver's last response",
 		Example: "  posthorn deadletters show crm 018c2f…",
 		Args:    exactArgs("DESTINATION", "KEY"),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -89,7 +89,7 @@ func newDeadLettersShow(way reaching) *cobra.Command {
 			}
 			defer closeAll()
 			var body []byte
-			for _, t := range targets { // one of them has it
+			for _, t := range targets { // only one pod has it
 				found, failed := t.get(cmd.Context(), "/deadletters/"+url.PathEscape(args[1])+"?"+query.Encode(), "application/json")
 				if failed == nil {
 					body, err = found, nil
@@ -123,7 +123,7 @@ func newDeadLettersAction(way reaching, verb, short, done string) *cobra.Command
 	cmd := &cobra.Command{
 		Use:   verb + " DESTINATION [KEY...]",
 		Short: short,
-		Long: short + `: those with the given keys, those that the flags choose, or --all.
+		Long: short + `. Select them by key, by a filter flag, or with --all.
 With --dry-run they are only counted.`,
 		Example: fmt.Sprintf("  posthorn deadletters %s crm --reason Rejected --since 2h --dry-run\n  posthorn deadletters %s crm --all", verb, verb),
 		Args: func(_ *cobra.Command, args []string) error {
@@ -148,12 +148,12 @@ With --dry-run they are only counted.`,
 	chosen.register(cmd)
 	cmd.Flags().BoolVar(&a.DryRun, "dry-run", false, "only count")
 	if verb == "redeliver" {
-		cmd.Flags().Float64Var(&a.Rate, "rate", redelivery.DefaultRate, "how many a second")
+		cmd.Flags().Float64Var(&a.Rate, "rate", redelivery.DefaultRate, "dead letters per second")
 	}
 	return cmd
 }
 
-// selection is the flags that choose dead letters.
+// selection holds the flags that select dead letters.
 type selection struct {
 	liveconfig.DeadLetterSelector
 	all          bool
@@ -164,13 +164,14 @@ func (c *selection) register(cmd *cobra.Command) {
 	f := cmd.Flags()
 	f.BoolVar(&c.all, "all", false, "all dead letters of the destination")
 	f.StringSliceVar(&c.Reasons, "reason", nil, "those with this reason, e.g. Expired")
-	f.StringSliceVar(&c.Types, "type", nil, "those of this type of call")
-	f.StringSliceVar(&c.Events, "event", nil, "those of this event")
+	f.StringSliceVar(&c.Types, "type", nil, "those with this type of call")
+	f.StringSliceVar(&c.Events, "event", nil, "those with this event name")
 	f.StringVar(&c.since, "since", "", "those that failed since then: a duration (2h) or a time (2026-01-02T03:04:05Z)")
 	f.StringVar(&c.until, "until", "", "those that failed before then")
 }
 
-// parse makes the selector. Something must be chosen, or all; how says by what.
+// parse makes the selector. At least one selection, or --all, is required; how names the
+// alternatives in the error.
 func (c *selection) parse(how string, keys ...string) (err error) {
 	if c.Since, err = moment("--since", c.since); err != nil {
 		return err
@@ -180,12 +181,12 @@ func (c *selection) parse(how string, keys ...string) (err error) {
 	}
 	c.Keys = keys
 	if some := len(keys)+len(c.Reasons)+len(c.Types)+len(c.Events) > 0 || !c.Since.IsZero() || !c.Until.IsZero(); some == c.all {
-		return usagef("choose dead letters %s --reason, --type, --event, --since, --until; or take --all", how)
+		return usagef("select dead letters %s --reason, --type, --event, --since or --until; or set --all", how)
 	}
 	return nil
 }
 
-// act has every dispatcher do something with dead letters and shows how far it is.
+// act sends an action to every dispatcher and shows the progress.
 func act(cmd *cobra.Command, r reach, verb, done string, a liveconfig.DeadLetterAction) error {
 	targets, closeAll, err := r.open(cmd.Context())
 	if err != nil {
@@ -225,12 +226,12 @@ func act(cmd *cobra.Command, r reach, verb, done string, a liveconfig.DeadLetter
 	}
 	fmt.Fprintf(cmd.OutOrStdout(), "%s (%d bytes)\n", what, sum.Bytes)
 	if left := sum.Matched - sum.Redelivered; err == nil && !a.DryRun && left > 0 {
-		fmt.Fprintf(cmd.ErrOrStderr(), "%d stay: they are of a Source or an endpoint that the destination does not have any more\n", left)
+		fmt.Fprintf(cmd.ErrOrStderr(), "%d kept: their Source or endpoint is no longer part of the destination\n", left)
 	}
 	return err
 }
 
-// actOn has one dispatcher do it, and returns the last it said.
+// actOn sends the action to one dispatcher and returns its last progress.
 func actOn(ctx context.Context, t target, verb string, body []byte, onProgress func(liveconfig.DeadLetterProgress)) (p liveconfig.DeadLetterProgress, err error) {
 	resp, err := t.do(ctx, http.MethodPost, "/deadletters/"+verb, "application/x-ndjson", bytes.NewReader(body))
 	if err != nil {
@@ -238,7 +239,7 @@ func actOn(ctx context.Context, t target, verb string, body []byte, onProgress f
 	}
 	defer resp.Body.Close()
 	if p, err = liveconfig.FollowDeadLetters(resp.Body, onProgress); errors.Is(err, io.ErrUnexpectedEOF) {
-		err = errors.New("the dispatcher ended before it was done; what was not reached is still a dead letter")
+		err = errors.New("the dispatcher stopped before it was done; the remaining messages are still dead letters")
 	}
 	return p, err
 }
@@ -248,7 +249,7 @@ func newAttempts(way reaching) *cobra.Command {
 	var endpoint, output string
 	cmd := &cobra.Command{
 		Use:     "attempts DESTINATION",
-		Short:   "Show the last attempts at a destination",
+		Short:   "Show the last delivery attempts to a destination",
 		Example: "  posthorn attempts crm\n  posthorn attempts crm --endpoint primary -o json",
 		Args:    exactArgs("DESTINATION"),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -257,12 +258,12 @@ func newAttempts(way reaching) *cobra.Command {
 				return err
 			}
 			query.Set("endpoint", endpoint)
-			return list(cmd, r, "/attempts", query, output, "No attempts at %s since the dispatchers started.", attemptHeader, attemptLine)
+			return list(cmd, r, "/attempts", query, output, "No attempts to %s since the dispatchers started.", attemptHeader, attemptLine)
 		},
 	}
 	r = way(cmd)
 	cmd.Flags().StringVar(&endpoint, "endpoint", "", "only this endpoint")
-	outputFlag(cmd, &output, "", "json: an object a line", "json")
+	outputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd
 }
 
@@ -271,7 +272,7 @@ func newTail(way reaching) *cobra.Command {
 	var endpoint, output string
 	cmd := &cobra.Command{
 		Use:     "tail [DESTINATION]",
-		Short:   "Follow attempts as they end",
+		Short:   "Follow delivery attempts",
 		Example: "  posthorn tail\n  posthorn tail crm -o json",
 		Args:    atMostArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -306,7 +307,7 @@ func newTail(way reaching) *cobra.Command {
 				fmt.Fprintln(cmd.OutOrStdout(), strings.ReplaceAll(attemptLine(a), "\t", "  "))
 			}
 			if cmd.Context().Err() != nil {
-				return nil // Ctrl-C is how a tail ends.
+				return nil // Ctrl-C is the usual end.
 			}
 			return group.Wait()
 		},
@@ -314,11 +315,11 @@ func newTail(way reaching) *cobra.Command {
 	r = way(cmd)
 	f := cmd.Flags()
 	f.StringVar(&endpoint, "endpoint", "", "only this endpoint")
-	outputFlag(cmd, &output, "", "json: an object a line", "json")
+	outputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd
 }
 
-// follow passes on the attempts of one dispatcher as they end.
+// follow forwards the attempts of one dispatcher as they end.
 func follow(ctx context.Context, t target, query url.Values, lines chan<- []byte) error {
 	resp, err := t.do(ctx, http.MethodGet, "/tail?"+query.Encode(), "application/x-ndjson", nil)
 	if err != nil {
@@ -335,7 +336,7 @@ func follow(ctx context.Context, t target, query url.Values, lines chan<- []byte
 	}
 	err = in.Err()
 	if errors.Is(err, io.ErrUnexpectedEOF) {
-		err = errors.New("the dispatcher stopped; start again to follow its successor")
+		err = errors.New("the dispatcher stopped; run the command again to follow its successor")
 	}
 	return named(t, err)
 }
@@ -354,8 +355,8 @@ func attemptLine(a delivery.Attempt) string {
 		result, short(a.Duration), short(a.Timing.Connect), short(a.Timing.TLS), short(a.Timing.FirstByte), a.RemoteAddr, a.Message)
 }
 
-// list prints what every dispatcher answers, which are lines of JSON, as a table
-// or as they are. What some of them answer is shown also when others fail.
+// list prints the JSON lines of every dispatcher, as a table or unchanged. If some dispatchers
+// fail, it still prints the answers of the others.
 func list[T any](cmd *cobra.Command, r reach, path string, query url.Values, output, none, header string, line func(T) string) error {
 	targets, closeAll, err := r.open(cmd.Context())
 	if err != nil {
@@ -389,7 +390,7 @@ func list[T any](cmd *cobra.Command, r reach, path string, query url.Values, out
 	return errors.Join(w.Flush(), err)
 }
 
-// moment reads a point in time: a duration ago, or a time.
+// moment parses a point in time: a duration ago, or a time.
 func moment(flag, text string) (time.Time, error) {
 	if text == "" {
 		return time.Time{}, nil
@@ -404,7 +405,7 @@ func moment(flag, text string) (time.Time, error) {
 	return t, nil
 }
 
-// quoted shows a text that comes from outside on one line, without control characters.
+// quoted makes external text safe to print: one line, without control characters.
 func quoted(s string) string {
 	if s == "" {
 		return "-"

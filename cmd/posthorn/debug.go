@@ -7,23 +7,23 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// newDebug shows what a dispatcher that runs with --debug has below /debug.
+// newDebug makes the command that shows the /debug paths of a dispatcher that runs with --debug.
 func newDebug(way reaching) *cobra.Command {
 	var r reach
 	var pod string
 	cmd := &cobra.Command{
 		Use:   "debug lanes|config|pprof/NAME",
-		Short: "Look into a dispatcher that runs with --debug",
-		Long: `Looks into a dispatcher that runs with --debug: its lanes (position, in flight,
+		Short: "Inspect a dispatcher that runs with --debug",
+		Long: `Shows the lanes of a dispatcher that runs with --debug (position, in flight,
 circuit, next attempt), its live config without secrets, or a profile of the Go
-runtime, to be read with 'go tool pprof'. Lanes and config are lines of JSON.`,
+runtime for 'go tool pprof'. Lanes and config are printed as lines of JSON.`,
 		Example: `  posthorn debug lanes
   posthorn debug config
   posthorn debug pprof/heap > heap.pb.gz
   posthorn debug 'pprof/profile?seconds=10' > cpu.pb.gz`,
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) != 1 || args[0] != "lanes" && args[0] != "config" && !strings.HasPrefix(args[0], "pprof/") {
-				return usagef("say what to look at: lanes, config or pprof/NAME")
+				return usagef("an argument is missing: lanes, config or pprof/NAME")
 			}
 			return nil
 		},
@@ -34,7 +34,7 @@ runtime, to be read with 'go tool pprof'. Lanes and config are lines of JSON.`,
 			}
 			defer closeAll()
 			if strings.HasPrefix(args[0], "pprof") && pod == "" && len(targets) > 1 {
-				return usagef("there are %d pods, and a profile is of one; set --pod", len(targets))
+				return usagef("there are %d pods, but a profile needs exactly one; set --pod", len(targets))
 			}
 			found := false
 			for _, t := range targets {
@@ -53,7 +53,7 @@ runtime, to be read with 'go tool pprof'. Lanes and config are lines of JSON.`,
 				}
 			}
 			if !found {
-				return usagef("--pod %q: no dispatcher that is ready has this name", pod)
+				return usagef("--pod %q: no ready dispatcher has this name", pod)
 			}
 			return nil
 		},

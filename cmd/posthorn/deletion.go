@@ -23,20 +23,21 @@ import (
 )
 
 func newDeleteUser() *cobra.Command {
-	var manifests, namespace, name, admin string
+	var manifests, namespace, name, admin, requestID string
 	var sources []string
 	var suppress, wait bool
-	var timeout, ttl time.Duration
+	var timeout, ttl, deadline time.Duration
 	cmd := &cobra.Command{
 		Use:   "delete-user USERID --manifests DIR",
-		Short: "Tell the webhooks that a user's data is to be deleted (of posthorn run)",
+		Short: "Send a user-deletion notice to all destinations (standalone)",
 		Long: `Writes a DeletionRequest into the folder of manifests of a Posthorn that runs
 without a cluster. Each affected Source's enabled destinations get one delete
 message. In a cluster, apply a DeletionRequest instead.
 
 With --wait it prints the outcome of each notification when all are final, and
-exits 1 when one was not delivered. To ask again for the same user later, remove
-the file, or set another --name; with --ttl it is removed by itself.`,
+exits 1 when one was not delivered. A request that completed is not sent again
+within 30 days under the same name; to send it again, set another --request-id and
+remove the file of the earlier request. With --ttl the file is removed automatically.`,
 		Example: `  posthorn delete-user u1 --manifests ./webhooks --wait
   posthorn delete-user u1 --manifests ./webhooks --source web --suppress`,
 		Args: exactArgs("USERID"),
@@ -53,10 +54,20 @@ the file, or set another --name; with --ttl it is removed by itself.`,
 			if cmd.Flags().Changed("ttl") && (ttl%time.Second != 0 || ttl < 10*time.Second || ttl > 365*24*time.Hour) {
 				return usagef("--ttl must be whole seconds, from 10s to a year")
 			}
-			if suppress && ttl > 0 {
-				return usagef("--ttl has no effect with --suppress: who is suppressed stays so until the file is removed")
+			if deadline%time.Second != 0 || deadline < 0 || deadline > 365*24*time.Hour {
+				return usagef("--deadline must be whole seconds, at most a year")
 			}
-			spec := v1alpha1.DeletionRequestSpec{UserID: args[0], Sources: sources, Suppress: suppress}
+			if suppress && ttl > 0 {
+				return usagef("--ttl has no effect with --suppress: suppression lasts until the file is removed")
+			}
+			spec := v1alpha1.DeletionRequestSpec{UserID: args[0], Suppress: suppress}
+			spec.RequestID = requestID
+			for _, source := range sources {
+				spec.SourceRefs = append(spec.SourceRefs, v1alpha1.ObjectReference{Name: source})
+			}
+			if deadline > 0 {
+				spec.ActiveDeadlineSeconds = ptr.To(int64(deadline / time.Second))
+			}
 			if ttl > 0 {
 				spec.TTLSecondsAfterFinished = ptr.To(int32(ttl / time.Second))
 			}
@@ -74,7 +85,7 @@ the file, or set another --name; with --ttl it is removed by itself.`,
 			}
 			path := filepath.Join(manifests, "deletionrequest-"+namespace+"-"+name+".yaml")
 			if err := writeNew(path, text); errors.Is(err, os.ErrExist) {
-				return fmt.Errorf("%s exists: this user's deletion was requested before; see 'posthorn get deletions %s', or remove the file to ask again", path, name)
+				return fmt.Errorf("%s exists: this user's deletion is already requested; see 'posthorn get deletions %s', or remove the file to repeat the request", path, name)
 			} else if err != nil {
 				return err
 			}
@@ -89,16 +100,18 @@ the file, or set another --name; with --ttl it is removed by itself.`,
 	f.StringVar(&manifests, "manifests", "", "the folder of manifests of the running Posthorn")
 	f.StringVarP(&namespace, "namespace", "n", "default", "namespace of the request")
 	f.StringVar(&name, "name", "", "name of the request (default: made of the user's id)")
-	f.StringSliceVar(&sources, "source", nil, "an affected Source; may be repeated (default: all of the namespace)")
-	f.BoolVar(&suppress, "suppress", false, "refuse later calls of this user, as long as the request exists")
-	f.DurationVar(&ttl, "ttl", 0, "remove the request so long after it is finished (default: it stays)")
+	f.StringSliceVar(&sources, "source", nil, "an affected Source; may be repeated (default: all Sources of the namespace)")
+	f.StringVar(&requestID, "request-id", "", "name of this run; set another one to send a completed request again")
+	f.BoolVar(&suppress, "suppress", false, "reject later calls of this user as long as the request exists")
+	f.DurationVar(&deadline, "deadline", 0, "end the run as failed after this time (default: no deadline)")
+	f.DurationVar(&ttl, "ttl", 0, "remove the request this long after it finished (default: keep it)")
 	f.BoolVar(&wait, "wait", false, "wait until every notification has its final state")
-	f.DurationVar(&timeout, "timeout", 5*time.Minute, "how long to wait")
+	f.DurationVar(&timeout, "timeout", 5*time.Minute, "maximum wait")
 	adminFlag(cmd, &admin)
 	return cmd
 }
 
-// writeNew writes a file as a whole, unless there is one of that name.
+// writeNew writes a file atomically, unless a file of that name exists.
 func writeNew(path string, text []byte) error {
 	tmp, err := os.CreateTemp(filepath.Dir(path), ".deletionrequest-*")
 	if err != nil {
@@ -128,20 +141,20 @@ func awaitDeletion(cmd *cobra.Command, admin, namespace, name string, timeout ti
 			if accepted != nil && accepted.Status == metav1.ConditionFalse {
 				return fmt.Errorf("not accepted: %s", accepted.Message)
 			}
-			finished := meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionFinished)
-			if finished != nil && finished.Status == metav1.ConditionTrue {
+			ready := meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionReady)
+			if v1alpha1.JobEnded(d.Status.JobStatus) {
 				for _, n := range d.Status.Notifications {
 					fmt.Fprintln(cmd.OutOrStdout(), strings.TrimSpace(fmt.Sprintf("%s to %s: %s %s", n.Source, n.Destination, n.State, n.Reason)))
 				}
-				fmt.Fprintln(cmd.OutOrStdout(), finished.Message)
-				if finished.Reason == v1alpha1.ReasonNotDelivered {
+				fmt.Fprintln(cmd.OutOrStdout(), ready.Message)
+				if meta.IsStatusConditionTrue(d.Status.Conditions, v1alpha1.ConditionFailed) {
 					return errSilent
 				}
 				return nil
 			}
 			last = errors.New("no status yet")
-			if finished != nil {
-				last = errors.New(finished.Message)
+			if ready != nil {
+				last = errors.New(ready.Message)
 			}
 		} else {
 			last = err

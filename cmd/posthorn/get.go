@@ -19,7 +19,7 @@ import (
 	"github.com/posthorn/posthorn/controllers/standalone"
 )
 
-// resources maps what a user may call a kind to its resource.
+// resources maps the names of kinds that users may type to resources.
 var resources = map[string]string{
 	"source": "sources", "sources": "sources", "psrc": "sources",
 	"destination": "webhookdestinations", "destinations": "webhookdestinations", "whd": "webhookdestinations",
@@ -32,16 +32,16 @@ func newGet() *cobra.Command {
 	var admin, output, namespace string
 	cmd := &cobra.Command{
 		Use:   "get sources|destinations|audiences|deletions [NAME]",
-		Short: "Show Sources, WebhookDestinations, Audiences or DeletionRequests with their status (of posthorn run)",
-		Long: `Prints what kubectl get would print, for a Posthorn that runs without a cluster.
-With -o yaml or -o json the whole objects, status included.`,
+		Short: "Show Sources, WebhookDestinations, Audiences or DeletionRequests with their status (standalone)",
+		Long: `Prints the objects of a Posthorn that runs without a cluster, in the format of
+kubectl get. With -o yaml or -o json it prints whole objects with their status.`,
 		Example: `  posthorn get destinations
   posthorn get destinations -o wide
   posthorn get destination crm -o yaml`,
 		ValidArgs: []string{"sources", "destinations", "audiences", "deletions"},
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) == 0 {
-				return usagef("what to get is missing: sources, destinations, audiences or deletions")
+				return usagef("the kind is missing: sources, destinations, audiences or deletions")
 			}
 			if resources[strings.ToLower(args[0])] == "" {
 				return usagef("%q is not one of sources, destinations, audiences, deletions", args[0])
@@ -80,7 +80,7 @@ With -o yaml or -o json the whole objects, status included.`,
 			}
 			var table metav1.Table
 			if err := json.Unmarshal(body, &table); err != nil {
-				return fmt.Errorf("the answer is not a table: %w", err)
+				return fmt.Errorf("the response is not a table: %w", err)
 			}
 			if len(table.Rows) == 0 {
 				fmt.Fprintln(cmd.ErrOrStderr(), "No resources found.")
@@ -96,7 +96,7 @@ With -o yaml or -o json the whole objects, status included.`,
 	return cmd
 }
 
-// severalNamespaces reports whether a table's rows are of more than one namespace.
+// severalNamespaces reports whether a table has rows of more than one namespace.
 func severalNamespaces(t *metav1.Table) bool {
 	first := ""
 	for i := range t.Rows {
@@ -122,10 +122,10 @@ func severalNamespaces(t *metav1.Table) bool {
 }
 
 func adminFlag(cmd *cobra.Command, admin *string) {
-	cmd.Flags().StringVar(admin, "admin", "127.0.0.1:8081", "the admin address of a running Posthorn")
+	cmd.Flags().StringVar(admin, "admin", "127.0.0.1:8081", "admin address of a running Posthorn")
 }
 
-// adminURL makes a URL of an admin address.
+// adminURL builds a URL of an admin address.
 func adminURL(admin, path string) string {
 	if !strings.Contains(admin, "://") {
 		admin = "http://" + admin
@@ -133,7 +133,7 @@ func adminURL(admin, path string) string {
 	return strings.TrimSuffix(admin, "/") + path
 }
 
-// ask gets a path of the admin listener, and prints the warnings of the answer.
+// ask requests a path of the admin listener and prints the response's warnings.
 func ask(cmd *cobra.Command, admin, path, accept string) ([]byte, error) {
 	ctx, cancel := context.WithTimeout(cmd.Context(), 30*time.Second)
 	defer cancel()
@@ -149,7 +149,7 @@ func ask(cmd *cobra.Command, admin, path, accept string) ([]byte, error) {
 	return io.ReadAll(io.LimitReader(resp.Body, maxAnswerBytes))
 }
 
-// answerError makes an error of an answer: the message of a Kubernetes Status, or the text.
+// answerError makes an error from a response: the message of a Kubernetes Status, or the text.
 func answerError(status string, body []byte) error {
 	var s metav1.Status
 	if json.Unmarshal(body, &s) == nil && s.Message != "" {

@@ -34,7 +34,7 @@ func TestHelp(t *testing.T) {
 		for line := range strings.Lines(c.Example) {
 			i := strings.LastIndex(line, " "+called+" ")
 			if i < 0 {
-				continue // what goes before
+				continue // the part before the commands
 			}
 			call, _, _ := strings.Cut(line[i+1+len(called):], " | ")
 			if found, _, err := root.Find(strings.Fields(strings.SplitN(call, " -", 2)[0])); err != nil || found != c {

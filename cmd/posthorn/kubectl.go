@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
@@ -30,14 +31,14 @@ func newKubectl(use string) *cobra.Command {
 	cluster := &throughCluster{}
 	cmd := &cobra.Command{
 		Use:   use,
-		Short: "Look into a cluster's Posthorn, also as 'kubectl posthorn'",
-		Long: `Looks into the Posthorn of a cluster, and sends calls to it, with your own rights.
+		Short: "Inspect Posthorn in a cluster, also as 'kubectl posthorn'",
+		Long: `Inspects Posthorn in a cluster, and sends calls to it, with your own permissions.
 Install it as a plugin:
   ln -s "$(command -v posthorn)" /usr/local/bin/kubectl-posthorn
 
-why and redeliver need rights in your own namespace only (those of the
-ClusterRoles view and edit). The others speak to the dispatcher pods: they
-need the Role posthorn-support-user in the namespace of Posthorn's release.`,
+why and redeliver need permissions in your own namespace only (those of the
+ClusterRoles view and edit). The others connect to the dispatcher pods and need
+the Role posthorn-support-user in the namespace of Posthorn's release.`,
 		Args: onlyCommands,
 		RunE: showHelp,
 	}
@@ -48,7 +49,7 @@ need the Role posthorn-support-user in the namespace of Posthorn's release.`,
 	return cmd
 }
 
-// ofPlugin words the examples of all commands below as the plugin's.
+// ofPlugin rewrites the examples of all commands below for the plugin.
 func ofPlugin(cmd *cobra.Command) {
 	for _, c := range cmd.Commands() {
 		c.Example = regexp.MustCompile(`(?m)(^ *|\| )posthorn `).ReplaceAllString(c.Example, "${1}kubectl posthorn ")
@@ -57,7 +58,7 @@ func ofPlugin(cmd *cobra.Command) {
 	}
 }
 
-// client makes a client of the API server that knows our kinds.
+// client makes an API client with Posthorn's types in its scheme.
 func (c *throughCluster) client() (client.Client, error) {
 	config, err := c.rest()
 	if err != nil {
@@ -70,16 +71,16 @@ func (c *throughCluster) client() (client.Client, error) {
 	return client.New(config, client.Options{Scheme: scheme})
 }
 
-const whyLong = `Says in words why messages do not arrive at a destination: what is wrong with its
-spec, its Secrets, its Sources, its filter or its endpoints, and what waits.
-Exit code 1 when there is a problem.`
+const whyLong = `Explains why messages do not arrive at a destination: problems of its spec, its
+Secrets, its Sources, its filter or its endpoints, and the backlog. Exits 1 if
+there is a problem.`
 
 func newWhy() *cobra.Command {
 	var d direct
 	var output string
 	cmd := &cobra.Command{
 		Use:     "why DESTINATION",
-		Short:   "Say why nothing arrives at a destination (of posthorn run)",
+		Short:   "Diagnose a destination (standalone)",
 		Long:    whyLong,
 		Example: "  posthorn why crm",
 		Args:    exactArgs("DESTINATION"),
@@ -99,12 +100,12 @@ func newWhy() *cobra.Command {
 				}
 			}
 			facts.Sources, facts.Destinations, facts.Reports = sources.Items, destinations.Items, []liveconfig.Report{report}
-			return tell(cmd.OutOrStdout(), output, facts)
+			return printFindings(cmd.OutOrStdout(), output, facts)
 		},
 	}
 	adminFlag(cmd, &d.admin)
 	cmd.Flags().StringVarP(&d.ns, "namespace", "n", "default", "the destination's namespace")
-	outputFlag(cmd, &output, "", "json: an object a line", "json")
+	outputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd
 }
 
@@ -112,7 +113,7 @@ func newKubectlWhy(cluster *throughCluster) *cobra.Command {
 	var output string
 	cmd := &cobra.Command{
 		Use:     "why DESTINATION",
-		Short:   "Say why nothing arrives at a destination",
+		Short:   "Diagnose a destination",
 		Long:    whyLong,
 		Example: "  kubectl posthorn why crm -n shop",
 		Args:    exactArgs("DESTINATION"),
@@ -132,15 +133,15 @@ func newKubectlWhy(cluster *throughCluster) *cobra.Command {
 					return err
 				}
 			}
-			return tell(cmd.OutOrStdout(), output, why.Facts{Namespace: ns, Name: args[0], Sources: sources.Items, Destinations: destinations.Items, Now: time.Now()})
+			return printFindings(cmd.OutOrStdout(), output, why.Facts{Namespace: ns, Name: args[0], Sources: sources.Items, Destinations: destinations.Items, Now: time.Now()})
 		},
 	}
-	outputFlag(cmd, &output, "", "json: an object a line", "json")
+	outputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd
 }
 
-// tell prints the findings, the cause first.
-func tell(w io.Writer, output string, facts why.Facts) error {
+// printFindings prints the findings, the cause first.
+func printFindings(w io.Writer, output string, facts why.Facts) error {
 	findings := why.Explain(facts)
 	cause := why.Cause(findings)
 	if output == "json" {
@@ -177,7 +178,7 @@ func tell(w io.Writer, output string, facts why.Facts) error {
 	return nil
 }
 
-// sentence ends a text with a full stop, unless it has its end.
+// sentence ends a text with a full stop, unless it already ends a sentence.
 func sentence(text string) string {
 	if strings.HasSuffix(text, ".") || strings.HasSuffix(text, "?") {
 		return text
@@ -188,17 +189,21 @@ func sentence(text string) string {
 func newKubectlRedeliver(cluster *throughCluster) *cobra.Command {
 	var chosen selection
 	var wait bool
+	var ttl time.Duration
 	o := &v1alpha1.Redelivery{}
 	cmd := &cobra.Command{
 		Use:   "redeliver DESTINATION",
-		Short: "Send a destination's dead letters once more",
-		Long: `Creates a Redelivery, which the operator runs over all dispatcher pods, and waits
-for its end. Ctrl-C ends the waiting, not the Redelivery; delete that to stop it.`,
+		Short: "Send a destination's dead letters again",
+		Long: `Creates a Redelivery, which runs in all dispatcher pods, and waits for its end.
+Ctrl-C ends the wait, not the Redelivery; delete the object to stop it.`,
 		Example: "  kubectl posthorn redeliver crm --reason Rejected --since 2h --dry-run\n  kubectl posthorn redeliver crm --all",
 		Args:    exactArgs("DESTINATION"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if err := chosen.parse("with"); err != nil {
 				return err
+			}
+			if ttl < 0 || ttl%time.Second != 0 || ttl > 365*24*time.Hour {
+				return usagef("--ttl must be whole seconds, from 0s to a year")
 			}
 			if !chosen.all {
 				s := &v1alpha1.DeadLetterSelector{Reasons: chosen.Reasons, Events: chosen.Events, Since: optional(chosen.Since), Until: optional(chosen.Until)}
@@ -214,35 +219,38 @@ for its end. Ctrl-C ends the waiting, not the Redelivery; delete that to stop it
 			if o.Namespace, err = cluster.namespace(); err != nil {
 				return err
 			}
-			o.GenerateName, o.Spec.Destination = args[0]+"-", args[0]
+			o.GenerateName, o.Spec.DestinationRef.Name = args[0]+"-", args[0]
+			if ttl > 0 {
+				o.Spec.TTLSecondsAfterFinished = ptr.To(int32(ttl / time.Second))
+			}
 			if err := c.Create(cmd.Context(), o); err != nil {
 				return err
 			}
 			fmt.Fprintf(cmd.ErrOrStderr(), "redelivery.posthorn.dev/%s created\n", o.Name)
 			said := func() string {
-				if complete := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionComplete); complete != nil {
-					return complete.Message
+				if ready := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionReady); ready != nil {
+					return ready.Message
 				}
 				return ""
 			}
-			for wait && o.Status.FinishTime == nil {
+			for wait && !v1alpha1.JobEnded(o.Status.JobStatus) {
 				before := said()
 				select {
 				case <-cmd.Context().Done():
-					return fmt.Errorf("the Redelivery goes on; see kubectl -n %s get redelivery %s", o.Namespace, o.Name)
+					return fmt.Errorf("the Redelivery continues; see kubectl -n %s get redelivery %s", o.Namespace, o.Name)
 				case <-time.After(500 * time.Millisecond):
 				}
 				if err := c.Get(cmd.Context(), client.ObjectKeyFromObject(o), o); err != nil && cmd.Context().Err() == nil {
 					return err
 				}
-				if now := said(); now != before && o.Status.FinishTime == nil {
+				if now := said(); now != before && !v1alpha1.JobEnded(o.Status.JobStatus) {
 					fmt.Fprintln(cmd.ErrOrStderr(), now)
 				}
 			}
 			if wait {
 				fmt.Fprintln(cmd.OutOrStdout(), said())
 			}
-			if o.Status.Phase == v1alpha1.RedeliveryFailed {
+			if meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.ConditionFailed) {
 				return errSilent
 			}
 			return nil
@@ -251,7 +259,8 @@ for its end. Ctrl-C ends the waiting, not the Redelivery; delete that to stop it
 	chosen.register(cmd)
 	f := cmd.Flags()
 	f.BoolVar(&o.Spec.DryRun, "dry-run", false, "only count")
-	f.Int32Var(&o.Spec.Rate, "rate", redelivery.DefaultRate, "how many a second, over all dispatchers")
+	f.Int32Var(&o.Spec.Rate, "rate", redelivery.DefaultRate, "dead letters per second, over all dispatchers")
+	f.DurationVar(&ttl, "ttl", time.Hour, "delete the Redelivery this long after its end (0: keep it)")
 	f.BoolVar(&wait, "wait", true, "wait for the end")
 	return cmd
 }

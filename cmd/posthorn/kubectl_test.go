@@ -99,14 +99,14 @@ func TestCommandsAskEveryPod(t *testing.T) {
 		{"list, one of them gone", newDeadLetters(way(gone, b)), []string{"list", "crm"}, []string{"key-b"}, "pod gone: "},
 		{"list, all of them gone", newDeadLetters(way(gone)), []string{"list", "crm"}, nil, "pod gone: "},
 		{"show, one of them gone", newDeadLetters(way(gone, b)), []string{"show", "crm", "key-b"}, []string{`"key-b"`}, ""},
-		{"show, perhaps of the one that is gone", newDeadLetters(way(gone, b)), []string{"show", "crm", "key-c"}, nil, "pod gone: "},
-		{"show, of nobody", newDeadLetters(way(a, b)), []string{"show", "crm", "key-c"}, nil, "no dead letter key-c"},
+		{"show, one pod does not answer", newDeadLetters(way(gone, b)), []string{"show", "crm", "key-c"}, nil, "pod gone: "},
+		{"show, no pod has it", newDeadLetters(way(a, b)), []string{"show", "crm", "key-c"}, nil, "no dead letter key-c"},
 		{"purge", newDeadLetters(way(a, b)), []string{"purge", "crm", "--all"}, []string{"7 removed (20 bytes)"}, ""},
 		{"purge, dry", newDeadLetters(way(a, b)), []string{"purge", "crm", "--all", "--dry-run"}, []string{"7 would be removed"}, ""},
 		{"purge, refused by the second", newDeadLetters(way(a, pod(t, "c", -1))), []string{"purge", "crm", "--all"}, []string{"3 removed"}, `pod c: 403 Forbidden: user "ann" may not`},
 		{"attempts", newAttempts(way(a, b)), []string{"crm"}, []string{"of-a", "of-b"}, ""},
 		{"tail", newTail(way(a, b)), []string{"crm"}, []string{"of-a", "of-b"}, ""},
-		{"a pod that is gone", newTail(way(a, gone)), nil, nil, "pod gone: "},
+		{"a pod that does not answer", newTail(way(a, gone)), nil, nil, "pod gone: "},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			out, err := run(c.command, c.args...)
@@ -154,7 +154,7 @@ func TestSendingCommands(t *testing.T) {
 	}
 }
 
-// An error says what to do about it.
+// An error names the fix.
 func TestSendExplains(t *testing.T) {
 	server := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte(`{"success":true}`)) }))
 	t.Cleanup(server.Close)
@@ -164,7 +164,7 @@ func TestSendExplains(t *testing.T) {
 		code int
 	}{
 		{[]string{"--endpoint", "http://127.0.0.1:1"}, "Is Posthorn running there?", exitFailure},
-		{[]string{"--endpoint", server.URL}, "--insecure sends without verifying it", exitFailure},
+		{[]string{"--endpoint", server.URL}, "use --insecure to skip verification", exitFailure},
 		{[]string{"--endpoint", server.URL, "--insecure"}, "200 OK", exitOK},
 	} {
 		var out bytes.Buffer
@@ -174,7 +174,7 @@ func TestSendExplains(t *testing.T) {
 	}
 }
 
-// Mistakes on the command line are refused before anything is opened, and tell the fix.
+// Mistakes on the command line are refused before any connection is opened, and the error names the fix.
 func TestRefusedFlags(t *testing.T) {
 	t.Setenv("POD_NAMESPACE", "")
 	t.Setenv("POSTHORN_WRITE_KEY", "")
@@ -188,7 +188,7 @@ func TestRefusedFlags(t *testing.T) {
 		{"run --manifests . --drain-timeout 10", `--drain-timeout "10": use a duration like 90s, 10m or 2h`},
 		{"run --manifests . --drain-timeout -1s", "--drain-timeout -1s: use 0 to 1h0m0s"},
 		{"run --manifests . --duplicate-window 48h", "--duplicate-window 48h0m0s: use 0 to 24h0m0s"},
-		{"run --manifests . --source-quota -1", "auto for half of the room on the disk, or none"},
+		{"run --manifests . --source-quota -1", "auto for half of the disk space, or none"},
 		{"run --manifests . --source-quota 5Gi", `--source-quota "5Gi": use a whole number of bytes`},
 		{"run --manifests . --debug=maybe", `--debug "maybe": use true or false`},
 		{"deadletters redeliver crm --rate x", `--rate "x": use a number`},
@@ -223,7 +223,7 @@ func TestRefusedFlags(t *testing.T) {
 	}
 }
 
-// A cluster without the kinds is told apart from one without the destination.
+// A cluster without the kinds gives another error than one without the destination.
 func TestKubectlWithoutCRDs(t *testing.T) {
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
@@ -261,7 +261,7 @@ apiVersion: posthorn.dev/v1alpha1
 kind: WebhookDestination
 metadata: {name: crm, namespace: shop}
 spec:
-  sources: {names: [web]}
+  sourceRefs: [{name: web}]
   endpoints: [{name: primary, url: "https://hooks.example/in"}]
 `, "apply", "-f", "-")
 	// ann may edit her namespace, and nothing else.
@@ -285,17 +285,17 @@ spec:
 		}
 	}
 	has(call(exitFailure, "why", "cmr"), `there is no WebhookDestination "cmr" in namespace "shop"`)
-	has(call(exitFailure, "why", "crm"), "shop/crm: the operator has not looked at this version of the destination yet.\nTo do: look at the operator's pod")
+	has(call(exitFailure, "why", "crm"), "shop/crm: the operator has not processed this version of the destination yet.\nTo do: check the operator's pod")
 	has(call(exitFailure, "why", "crm", "-o", "json"), `{"level":"PROBLEM","about":"Destination"`)
 	has(call(exitFailure, "why", "crm", "-n", "default"), "forbidden")
 	has(call(exitUsage, "why"), "DESTINATION is missing")
 
 	has(call(exitUsage, "redeliver", "crm"), "--all")
 	has(call(exitOK, "redeliver", "crm", "--reason", "Rejected", "--since", "2h", "--rate", "7", "--wait=false"), "created")
-	if got := kubectl("", "get", "redeliveries", "-n", "shop", "-o", "jsonpath={.items[*].spec.destination} {.items[*].spec.rate} {.items[*].spec.selector.reasons}"); got != `crm 7 ["Rejected"]` {
+	if got := kubectl("", "get", "redeliveries", "-n", "shop", "-o", "jsonpath={.items[*].spec.destinationRef.name} {.items[*].spec.rate} {.items[*].spec.selector.reasons}"); got != `crm 7 ["Rejected"]` {
 		t.Errorf("the Redelivery: %s", got)
 	}
-	// It tells what it waits for, and the end.
+	// The command prints the progress and the result.
 	said, ended := make(prints, 10), make(chan int)
 	go func() {
 		ended <- Main([]string{"kubectl", "--kubeconfig", server.Kubeconfig(), "-n", "shop", "redeliver", "crm", "--all"}, nil, said, said)
@@ -308,9 +308,10 @@ spec:
 			t.Fatal("no Redelivery was created")
 		}
 	}
-	for _, c := range [][2]string{{`there is no WebhookDestination "crm"`, ""}, {"2 of 9 dead letters redelivered", `"phase": "Failed", "finishTime": "2026-01-02T03:04:05Z",`}} {
-		kubectl("", "patch", "redelivery", name, "-n", "shop", "--subresource=status", "--type=merge", "--patch", fmt.Sprintf(`{"status": {%s
-			"conditions": [{"type": "Complete", "status": "False", "reason": "RedeliveryFailed", "message": %q, "lastTransitionTime": "2026-01-02T03:04:05Z"}]}}`, c[1], c[0]))
+	for _, c := range [][2]string{{`WebhookDestination "crm" does not exist`, "False"}, {"2 of 9 dead letters redelivered", "True"}} {
+		kubectl("", "patch", "redelivery", name, "-n", "shop", "--subresource=status", "--type=merge", "--patch", fmt.Sprintf(`{"status": {"conditions": [
+			{"type": "Failed", "status": %q, "reason": "NotRedelivered", "message": %q, "lastTransitionTime": "2026-01-02T03:04:05Z"},
+			{"type": "Ready", "status": "False", "reason": "NotRedelivered", "message": %q, "lastTransitionTime": "2026-01-02T03:04:05Z"}]}}`, c[1], c[0], c[0]))
 		has(<-said, c[0])
 	}
 	if code := <-ended; code != exitFailure {
@@ -336,10 +337,10 @@ spec: {writeKeys: [{secretKeyRef: {name: web, key: key}}]}
 	has(call(exitFailure, "send", "track", "--source", "ios"), `Secret "web" has no key "other"`)
 	has(call(exitFailure, "send", "track", "--source", "mac"), `there is no Source "mac"`)
 	has(call(exitFailure, "audience", "sync", "vip", "-", "--source", "web"), "posthorn-support-user")
-	// Who may only view a namespace does not see its Secrets, and can give the key.
+	// A user with view permission cannot read the namespace's Secrets, but can set the key.
 	kubectl("", "create", "serviceaccount", "bob", "-n", "shop")
 	kubectl("", "create", "rolebinding", "bob", "--clusterrole=posthorn-view", "--serviceaccount=shop:bob", "-n", "shop")
-	has(call(exitFailure, "send", "track", "--source", "web", "--as", "system:serviceaccount:shop:bob"), "or give it with --write-key")
+	has(call(exitFailure, "send", "track", "--source", "web", "--as", "system:serviceaccount:shop:bob"), "or set --write-key")
 	has(call(exitFailure, "send", "track", "--write-key", "k", "--as", "system:serviceaccount:shop:bob"), "posthorn-support-user")
 
 	has(call(exitFailure, "attempts", "crm"), "posthorn-support-user")

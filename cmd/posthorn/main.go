@@ -1,6 +1,5 @@
-// Command posthorn is every role of Posthorn in one binary: the operator and
-// the dispatcher of a cluster, both in one process without a cluster (run), and
-// the tools around them.
+// Command posthorn contains every role of Posthorn in one binary: the operator and the dispatcher
+// of a cluster, both in one process without a cluster (run), and the client commands.
 package main
 
 import (
@@ -31,8 +30,8 @@ var version = "dev"
 // Exit codes, for scripts.
 const (
 	exitOK      = 0
-	exitFailure = 1 // what was asked for did not work, or is not so
-	exitUsage   = 2 // the command line is wrong
+	exitFailure = 1 // the request failed, or its result is negative
+	exitUsage   = 2 // the command line is invalid
 )
 
 // usageError marks a mistake on the command line.
@@ -40,13 +39,13 @@ type usageError struct{ error }
 
 func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
 
-// errSilent fails the command without another word: all was said.
+// errSilent fails a command that has already printed its error.
 var errSilent = errors.New("failed")
 
 func main() {
-	// The garbage collector keeps below nine tenths of the container's limit: the rest
-	// is the store's own memory, of which it does not know. GOMEMLIMIT goes first. What
-	// cannot be read is no limit.
+	// The Go heap is limited to nine tenths of the container's limit; the rest is for memory that
+	// the Go runtime does not manage. GOMEMLIMIT takes precedence. An unreadable limit counts as no
+	// limit.
 	_, _ = memlimit.Set()
 	os.Exit(Main(os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
 }
@@ -55,7 +54,7 @@ func main() {
 func Main(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	// A second signal ends the process at once.
+	// A second signal ends the process immediately.
 	context.AfterFunc(ctx, stop)
 
 	root := newRoot()
@@ -65,7 +64,7 @@ func Main(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 	root.SetArgs(args)
 	root.SetIn(stdin)
 	root.SetOut(safeOnTerminal(stdout))
-	stderr = safeOnTerminal(stderr) // Errors and warnings may quote text from outside.
+	stderr = safeOnTerminal(stderr) // Errors and warnings may quote external text.
 	root.SetErr(stderr)
 	cmd, err := root.ExecuteContextC(ctx)
 	var usage usageError
@@ -82,16 +81,16 @@ func Main(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 	}
 	fmt.Fprintf(stderr, "posthorn: %v\n", err)
 	if errors.Is(err, syscall.EADDRINUSE) {
-		fmt.Fprintf(stderr, "Something else listens there. Stop it, or set another address: '%s --help'.\n", cmd.CommandPath())
+		fmt.Fprintf(stderr, "Another process listens there. Stop it, or set another address: '%s --help'.\n", cmd.CommandPath())
 	}
 	return exitFailure
 }
 
-// terminal is a standard stream that is a terminal.
+// terminal is a standard stream that is connected to a terminal.
 type terminal struct{ *termsafe.Writer }
 
-// safeOnTerminal escapes what would change how a terminal shows a text: much of
-// what commands print comes from senders and receivers. Files and pipes get it unchanged.
+// safeOnTerminal escapes control sequences on terminals, because much of the output of commands
+// is written by senders and receivers. Files and pipes get the text unchanged.
 func safeOnTerminal(w io.Writer) io.Writer {
 	if f, ok := w.(*os.File); ok && isTerminal(f) {
 		return terminal{termsafe.NewWriter(f)}
@@ -103,14 +102,14 @@ func newRoot() *cobra.Command {
 	root := &cobra.Command{
 		Use:   "posthorn",
 		Short: "Signed webhooks, declared in Kubernetes",
-		Long: `Posthorn takes user-data calls (identify, track, page, screen, group, alias),
-stores each durably before it answers, and forwards it as a signed HTTP POST to
-the webhooks that their owners declared.
+		Long: `Posthorn receives user-data calls (identify, track, page, screen, group, alias),
+stores each call durably before it answers, and forwards it as a signed HTTP POST
+to the declared webhooks.
 
 Without a cluster:   posthorn run --manifests DIR
 In a cluster:        posthorn operator, posthorn dispatcher
 
-Exit codes: 0 it worked; 1 it did not, or the answer is no; 2 the command line is wrong.`,
+Exit codes: 0 success; 1 failure or negative result; 2 usage error.`,
 		Args: onlyCommands,
 		RunE: showHelp,
 	}
@@ -125,7 +124,7 @@ Exit codes: 0 it worked; 1 it did not, or the answer is no; 2 the command line i
 		"server": {newRun(), newOperator(), newDispatcher(), newRepair()},
 		"look":   {newWhy(), newGet(), newAttempts(reachDirect), newTail(reachDirect), newDeadLetters(reachDirect), newDebug(reachDirect), newKubectl("kubectl")},
 		"send":   {newSend(callDirect), newAudience(callDirect), newDeleteUser()},
-		"try":    {newCompile(), newSink(), newVerify()},
+		"try":    {newCompile(), newMigrate(), newSink(), newVerify()},
 	} {
 		for _, c := range commands {
 			c.GroupID = group
@@ -135,8 +134,8 @@ Exit codes: 0 it worked; 1 it did not, or the answer is no; 2 the command line i
 	return root
 }
 
-// newPlugin makes the root of `kubectl posthorn`: kubectl finds plugins by the
-// name of the program.
+// newPlugin makes the root command of `kubectl posthorn`: kubectl finds plugins by the name of the
+// executable.
 func newPlugin() *cobra.Command {
 	root := newKubectl("kubectl-posthorn")
 	root.Annotations = map[string]string{cobra.CommandDisplayNameAnnotation: "kubectl posthorn"}
@@ -144,14 +143,14 @@ func newPlugin() *cobra.Command {
 	return root
 }
 
-// asRoot sets what all commands below inherit.
+// asRoot sets the defaults that all subcommands inherit.
 func asRoot(root *cobra.Command) {
 	root.Version = buildVersion()
 	root.SilenceErrors, root.SilenceUsage = true, true
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{explainFlag(err)} })
 }
 
-// explainFlag says what a flag takes, where the library tells how it failed to read it.
+// explainFlag adds the accepted format to a flag's parse error.
 func explainFlag(err error) error {
 	invalid, ok := errors.AsType[*pflag.InvalidValueError](err)
 	if !ok {
@@ -171,7 +170,7 @@ func explainFlag(err error) error {
 	return fmt.Errorf("--%s %q: %s", flag.Name, invalid.GetValue(), rule)
 }
 
-// onlyCommands are the arguments of a command that does nothing by itself.
+// onlyCommands rejects arguments of a command that only has subcommands.
 func onlyCommands(cmd *cobra.Command, args []string) error {
 	if len(args) == 0 {
 		return nil
@@ -198,7 +197,7 @@ func buildVersion() string {
 	return version
 }
 
-// exactArgs is cobra.ExactArgs with a usage exit code and the names of what is missing.
+// exactArgs is cobra.ExactArgs with the usage exit code and the names of missing arguments.
 func exactArgs(names ...string) cobra.PositionalArgs {
 	return func(_ *cobra.Command, args []string) error {
 		if len(args) < len(names) {
@@ -211,7 +210,7 @@ func exactArgs(names ...string) cobra.PositionalArgs {
 	}
 }
 
-// atMostArgs is cobra.MaximumNArgs with a usage exit code.
+// atMostArgs is cobra.MaximumNArgs with the usage exit code.
 func atMostArgs(n int) cobra.PositionalArgs {
 	return func(_ *cobra.Command, args []string) error {
 		if len(args) > n {
@@ -221,13 +220,13 @@ func atMostArgs(n int) cobra.PositionalArgs {
 	}
 }
 
-// outputFlag registers -o, which takes one of choices.
+// outputFlag registers -o with a fixed set of choices.
 func outputFlag(cmd *cobra.Command, value *string, unset, usage string, choices ...string) {
 	*value = unset
 	cmd.Flags().VarP(&choice{value, choices}, "output", "o", usage)
 }
 
-// choice is the value of a flag that takes one of several words. It implements pflag.Value.
+// choice is a flag value from a fixed set of words. It implements pflag.Value.
 type choice struct {
 	value   *string
 	choices []string
@@ -258,7 +257,7 @@ func (l *logFlags) logger(w io.Writer) (*slog.Logger, error) {
 		return nil, usagef("--log-level %q: use debug, info, warn or error", l.level)
 	}
 	o := &slog.HandlerOptions{Level: level, ReplaceAttr: func(groups []string, a slog.Attr) slog.Attr {
-		if a.Key == "err" && len(groups) == 0 { // As logr calls it.
+		if a.Key == "err" && len(groups) == 0 { // logr uses this key.
 			a.Key = "error"
 		}
 		return a

@@ -33,13 +33,13 @@ import (
 
 // A target is the admin API of one dispatcher.
 type target struct {
-	// name of the pod; empty without a cluster.
+	// name of the pod; empty in standalone mode.
 	name   string
 	client *http.Client
 	url    string
 }
 
-// get returns what the target answers to a path.
+// get returns the target's response to a path.
 func (t target) get(ctx context.Context, path, accept string) ([]byte, error) {
 	resp, err := t.do(ctx, http.MethodGet, path, accept, nil)
 	if err != nil {
@@ -49,10 +49,10 @@ func (t target) get(ctx context.Context, path, accept string) ([]byte, error) {
 	return io.ReadAll(io.LimitReader(resp.Body, maxAnswerBytes))
 }
 
-// maxAnswerBytes bounds what is read of an answer.
+// maxAnswerBytes bounds the bytes read of a response.
 const maxAnswerBytes = 64 << 20
 
-// do sends a request; an answer that is not 200 is an *answer.
+// do sends a request; a response other than 200 becomes an *answer.
 func (t target) do(ctx context.Context, method, path, accept string, body io.Reader) (*http.Response, error) {
 	req, err := http.NewRequestWithContext(ctx, method, adminURL(t.url, path), body)
 	if err != nil {
@@ -74,7 +74,7 @@ func (t target) do(ctx context.Context, method, path, accept string, body io.Rea
 	return resp, nil
 }
 
-// answer is an error that a dispatcher answered with.
+// answer is an error response of a dispatcher.
 type answer struct {
 	code int
 	error
@@ -82,21 +82,21 @@ type answer struct {
 
 func (a *answer) Unwrap() error { return a.error }
 
-// reach is a way to dispatchers, and to a namespace of theirs.
+// reach connects to dispatchers and knows their namespace.
 type reach interface {
-	// open finds the dispatchers; close what it returns.
+	// open finds the dispatchers; the caller runs closeAll.
 	open(ctx context.Context) (targets []target, closeAll func(), err error)
-	// namespace that the user means.
+	// namespace returns the namespace that the user selected.
 	namespace() (string, error)
 }
 
-// intake is where calls go, and as which Source.
+// intake is the address that accepts calls, with the write key of a Source.
 type intake struct {
 	url, writeKey string
 	tls           *tls.Config
 }
 
-// request makes a request of the tracking API.
+// request builds a request to the tracking API.
 func (i intake) request(ctx context.Context, method, path string, body io.Reader) (*http.Request, error) {
 	req, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(i.url, "/")+path, body)
 	if err != nil || req.URL.Host == "" {
@@ -106,28 +106,28 @@ func (i intake) request(ctx context.Context, method, path string, body io.Reader
 	return req, nil
 }
 
-// explain adds to an error of a request what to do.
+// explain adds a hint to a request error.
 func (i intake) explain(err error) error {
 	var dial *net.OpError
 	var certificate *tls.CertificateVerificationError
 	switch {
 	case errors.As(err, &certificate):
-		return fmt.Errorf("%w\nWhere it is meant to be like that, --insecure sends without verifying it", err)
+		return fmt.Errorf("%w\nIf this is expected, use --insecure to skip verification", err)
 	case errors.As(err, &dial) && dial.Op == "dial":
 		return fmt.Errorf("%w\nIs Posthorn running there? Start it with 'posthorn run', or set --endpoint", err)
 	}
 	return err
 }
 
-// caller is a way to send calls; stop what it returns.
+// caller opens a connection for calls; the caller of open runs stop.
 type caller interface {
 	ingest(ctx context.Context) (to intake, stop func(), err error)
 }
 
-// A calling registers a command's flags for a caller and returns it.
+// A calling registers a command's flags for a caller and returns the caller.
 type calling func(cmd *cobra.Command) caller
 
-// directCaller sends to an address.
+// directCaller sends to a given address.
 type directCaller struct {
 	endpoint, writeKey string
 	insecure           bool
@@ -136,8 +136,8 @@ type directCaller struct {
 func callDirect(cmd *cobra.Command) caller {
 	d := &directCaller{}
 	f := cmd.Flags()
-	f.StringVar(&d.endpoint, "endpoint", "http://127.0.0.1:8080", "where Posthorn takes calls")
-	f.StringVar(&d.writeKey, "write-key", "", "the Source's write key (default: the environment's POSTHORN_WRITE_KEY)")
+	f.StringVar(&d.endpoint, "endpoint", "http://127.0.0.1:8080", "address of Posthorn's tracking API")
+	f.StringVar(&d.writeKey, "write-key", "", "the Source's write key (default: the environment variable POSTHORN_WRITE_KEY)")
 	f.BoolVar(&d.insecure, "insecure", false, "do not verify the certificate of an https endpoint")
 	return d
 }
@@ -151,10 +151,10 @@ func (d *directCaller) ingest(context.Context) (intake, func(), error) {
 	return to, func() {}, nil
 }
 
-// A reaching registers a command's flags for a reach and returns it.
+// A reaching registers a command's flags for a reach and returns the reach.
 type reaching func(cmd *cobra.Command) reach
 
-// direct reaches one dispatcher by its address.
+// direct connects to one dispatcher by its address.
 type direct struct{ admin, ns string }
 
 func reachDirect(cmd *cobra.Command) reach {
@@ -170,8 +170,8 @@ func (d *direct) open(context.Context) ([]target, func(), error) {
 	return []target{{client: http.DefaultClient, url: d.admin}}, func() {}, nil
 }
 
-// throughCluster reaches the dispatchers of a cluster with what the user may
-// do: a token of the support account, and a forwarded port of each pod.
+// throughCluster connects to the dispatchers of a cluster with the user's permissions: a token of
+// the support account, and a forwarded port to each pod.
 type throughCluster struct {
 	kubeconfig      string
 	overrides       clientcmd.ConfigOverrides
@@ -190,13 +190,13 @@ func (c *throughCluster) register(cmd *cobra.Command) {
 	names := clientcmd.RecommendedConfigOverrideFlags("")
 	clientcmd.BindOverrideFlags(&c.overrides, f, names)
 	f.StringVar(&c.system, "system-namespace", "posthorn-system", "namespace of Posthorn's release")
-	f.StringVar(&c.account, "support-account", "posthorn-support", "ServiceAccount of the release's namespace to speak to the dispatchers as")
+	f.StringVar(&c.account, "support-account", "posthorn-support", "ServiceAccount, in the release's namespace, that authenticates to the dispatchers")
 	f.StringVar(&c.selector, "dispatcher-selector", "app.kubernetes.io/name=posthorn,app.kubernetes.io/component=dispatcher", "label selector of the dispatcher pods")
 	f.IntVar(&c.adminPort, "dispatcher-admin-port", 8081, "port of the dispatchers' admin API")
-	f.IntVar(&c.callsPort, "dispatcher-calls-port", 8080, "port of the dispatchers for calls")
+	f.IntVar(&c.callsPort, "dispatcher-calls-port", 8080, "port of the dispatchers' tracking API")
 	f.BoolVar(&c.plain, "dispatcher-plain", false, "the dispatchers run with --admin-auth=none")
 	for _, name := range []string{"cluster", "user", "server", "tls-server-name", "insecure-skip-tls-verify", "certificate-authority", "client-certificate", "client-key", "token", "username", "password", "as", "as-group", "as-uid", "as-user-extra", "request-timeout", "proxy-url", "disable-compression", "dispatcher-selector", "dispatcher-admin-port", "dispatcher-calls-port", "dispatcher-plain"} {
-		_ = f.MarkHidden(name) // as kubectl knows them
+		_ = f.MarkHidden(name) // hidden as in kubectl
 	}
 }
 
@@ -209,7 +209,7 @@ func (c *throughCluster) config() clientcmd.ClientConfig {
 func (c *throughCluster) rest() (*rest.Config, error) {
 	config, err := c.config().ClientConfig()
 	if err != nil {
-		return nil, fmt.Errorf("no way to a cluster: %w", err)
+		return nil, fmt.Errorf("cannot connect to a cluster: %w", err)
 	}
 	config.UserAgent = "kubectl-posthorn/" + strings.ReplaceAll(buildVersion(), " ", "-")
 	return config, nil
@@ -220,7 +220,7 @@ func (c *throughCluster) namespace() (string, error) {
 	return ns, err
 }
 
-// pods finds the dispatcher pods that run.
+// pods lists the running dispatcher pods.
 func (c *throughCluster) pods(ctx context.Context) (*rest.Config, kubernetes.Interface, []corev1.Pod, error) {
 	config, err := c.rest()
 	if err != nil {
@@ -236,7 +236,7 @@ func (c *throughCluster) pods(ctx context.Context) (*rest.Config, kubernetes.Int
 	}
 	running := slices.DeleteFunc(pods.Items, func(p corev1.Pod) bool { return p.Status.Phase != corev1.PodRunning })
 	if len(running) == 0 {
-		return nil, nil, nil, fmt.Errorf("no dispatcher pod runs in namespace %s; where Posthorn's release is in another, set --system-namespace", c.system)
+		return nil, nil, nil, fmt.Errorf("no dispatcher pod runs in namespace %s; if Posthorn is installed in another namespace, set --system-namespace", c.system)
 	}
 	return config, client, running, nil
 }
@@ -258,8 +258,8 @@ func (c *throughCluster) open(ctx context.Context) ([]target, func(), error) {
 		scheme = "https"
 		base = bearer{token.Status.Token, &http.Transport{TLSClientConfig: &tls.Config{
 			MinVersion: tls.VersionTLS13,
-			// The forwarded port ends in the pod's own loopback, and API server and
-			// kubelet, both authenticated, are all there is in between.
+			// The forwarded port ends at the pod's own loopback interface. Only the API server and
+			// the kubelet are in between, and both are authenticated.
 			InsecureSkipVerify: true,
 		}}}
 	}
@@ -276,18 +276,19 @@ func (c *throughCluster) open(ctx context.Context) ([]target, func(), error) {
 	return targets, stop, nil
 }
 
-// explain adds to a refusal what grants the right, and to what is not there where to look.
+// explain names the missing permission of a forbidden error, and the flags to check after a
+// not-found error.
 func (c *throughCluster) explain(err error) error {
 	switch {
 	case apierrors.IsNotFound(err):
-		return fmt.Errorf("%w in namespace %s; where Posthorn's release is in another, set --system-namespace and --support-account", err, c.system)
+		return fmt.Errorf("%w in namespace %s; if Posthorn is installed in another namespace, set --system-namespace and --support-account", err, c.system)
 	case apierrors.IsForbidden(err):
-		return fmt.Errorf("%w\nThis needs the Role %s-user in namespace %s; 'why' and 'redeliver' do without", err, c.account, c.system)
+		return fmt.Errorf("%w\nThis command needs the Role %s-user in namespace %s; 'why' and 'redeliver' do not", err, c.account, c.system)
 	}
 	return err
 }
 
-// forward forwards a free local port to one of a pod until ctx is done.
+// forward forwards a free local port to a pod's port until ctx is done.
 func (c *throughCluster) forward(ctx context.Context, config *rest.Config, client kubernetes.Interface, pod string, port int) (local uint16, err error) {
 	defer func() {
 		if err != nil {
@@ -319,7 +320,7 @@ func (c *throughCluster) forward(ctx context.Context, config *rest.Config, clien
 	case err := <-done:
 		return 0, cmp.Or(err, ctx.Err())
 	case <-time.After(30 * time.Second):
-		return 0, fmt.Errorf("no answer within 30 s")
+		return 0, fmt.Errorf("no response within 30 s")
 	}
 	ports, err := forwarder.GetPorts()
 	if err != nil {
@@ -328,7 +329,7 @@ func (c *throughCluster) forward(ctx context.Context, config *rest.Config, clien
 	return ports[0].Local, nil
 }
 
-// bearer sends a token with each request.
+// bearer adds a token to each request.
 type bearer struct {
 	token string
 	next  http.RoundTripper
@@ -340,7 +341,8 @@ func (b bearer) RoundTrip(r *http.Request) (*http.Response, error) {
 	return b.next.RoundTrip(r)
 }
 
-// clusterCaller sends to a ready dispatcher pod, as a Source of the user's namespace.
+// clusterCaller sends to a ready dispatcher pod, with the write key of a Source of the user's
+// namespace.
 type clusterCaller struct {
 	*throughCluster
 	source, writeKey string
@@ -349,8 +351,8 @@ type clusterCaller struct {
 func (c *throughCluster) call(cmd *cobra.Command) caller {
 	s := &clusterCaller{throughCluster: c}
 	f := cmd.Flags()
-	f.StringVar(&s.source, "source", "", "the Source to send as; its write key is read from its Secret (default: the namespace's only one)")
-	f.StringVar(&s.writeKey, "write-key", "", "send with this key instead (default: the environment's POSTHORN_WRITE_KEY)")
+	f.StringVar(&s.source, "source", "", "the Source to send as; its write key is read from its Secret (default: the only Source of the namespace)")
+	f.StringVar(&s.writeKey, "write-key", "", "send with this write key instead (default: the environment variable POSTHORN_WRITE_KEY)")
 	return s
 }
 
@@ -386,7 +388,7 @@ func (c *clusterCaller) ingest(ctx context.Context) (to intake, stop func(), err
 	return to, stop, nil
 }
 
-// readKey reads the write key of the Source with the user's own rights.
+// readKey reads the Source's write key with the user's permissions.
 func (c *clusterCaller) readKey(ctx context.Context) (string, error) {
 	cl, err := c.client()
 	if err != nil {
@@ -425,7 +427,7 @@ func (c *clusterCaller) readKey(ctx context.Context) (string, error) {
 	for _, entry := range source.Spec.WriteKeys {
 		ref, secret := entry.SecretKeyRef, &corev1.Secret{}
 		if err := cl.Get(ctx, client.ObjectKey{Namespace: ns, Name: ref.Name}, secret); err != nil {
-			errs = append(errs, fmt.Errorf("the write key of Source %q: %w; or give it with --write-key", source.Name, err))
+			errs = append(errs, fmt.Errorf("the write key of Source %q: %w; or set --write-key", source.Name, err))
 		} else if key := strings.TrimSpace(string(secret.Data[ref.Key])); key != "" {
 			return key, nil
 		} else {
@@ -433,12 +435,12 @@ func (c *clusterCaller) readKey(ctx context.Context) (string, error) {
 		}
 	}
 	if len(errs) == 0 {
-		return "", fmt.Errorf("spec.writeKeys of Source %q is empty; add a write key, or give one with --write-key", source.Name)
+		return "", fmt.Errorf("spec.writeKeys of Source %q is empty; add a write key, or set --write-key", source.Name)
 	}
 	return "", errors.Join(errs...)
 }
 
-// named says which pod an error is of.
+// named adds the pod's name to an error.
 func named(t target, err error) error {
 	if t.name == "" || err == nil {
 		return err

@@ -14,21 +14,20 @@ func newRepair() *cobra.Command {
 	var apply bool
 	cmd := &cobra.Command{
 		Use:   "repair --data DIR [--apply]",
-		Short: "Look for damaged files in a stopped dispatcher's store, and keep what can be read",
-		Long: `Reads every file of the store of a dispatcher that does not run, and says what
-is damaged and what is lost by that. Nothing is changed, and the exit code is 1
-when there is damage.
+		Short: "Find and repair damaged files in a stopped dispatcher's store",
+		Long: `Reads every file of a stopped dispatcher's store and reports the damage and the
+lost data. It changes nothing. The exit code is 1 if there is damage.
 
-With --apply a sound store made of what can be read takes the damaged one's place,
-which is kept beside it as queue.damaged-TIME. Messages that cannot be read become
-dead letters with the reason Damaged of the destinations that they were for.
-Others may be delivered a second time. It needs as much free disk as the store takes.`,
+With --apply a new store with all readable data replaces the damaged one, which is
+kept beside it as queue.damaged-TIME. Each unreadable message becomes a dead letter
+of its destinations with the reason Damaged. Readable messages may be delivered
+twice. The repair needs as much free disk space as the store uses.`,
 		Example: `  posthorn repair --data /data
   posthorn repair --data /data --apply`,
 		Args: exactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if data == "" {
-				return usagef("the data folder is missing; set --data to that of the dispatcher")
+				return usagef("the data directory is missing; set --data to the dispatcher's data directory")
 			}
 			r, err := pebblestore.Repair(filepath.Join(data, "queue"), apply)
 			if err != nil {
@@ -41,20 +40,20 @@ Others may be delivered a second time. It needs as much free disk as the store t
 			for _, lost := range r.Lost {
 				fmt.Fprintf(out, "lost: %s\n", lost)
 			}
-			fmt.Fprintf(out, "readable: %d messages that wait or were not freed yet, %d dead letters, %d lanes\n", r.Messages, r.DeadLetters, r.Lanes)
+			fmt.Fprintf(out, "readable: %d messages that are pending or not yet freed, %d dead letters, %d lanes\n", r.Messages, r.DeadLetters, r.Lanes)
 			switch {
 			case len(r.Damaged)+len(r.Lost) == 0:
 				fmt.Fprintln(out, "No file is damaged; nothing was changed.")
 			case r.Aside != "":
-				fmt.Fprintf(out, "Repaired. The store as it was is in %s; remove it when nobody needs it any more.\n", r.Aside)
+				fmt.Fprintf(out, "Repaired. The damaged store is kept in %s; remove it when it is no longer needed.\n", r.Aside)
 			default:
-				fmt.Fprintln(out, "Nothing was changed. Restore the volume's snapshot if there is one; otherwise repair with --apply.")
+				fmt.Fprintln(out, "Nothing was changed. Restore a snapshot of the volume if there is one; otherwise run the repair with --apply.")
 				return errSilent
 			}
 			return nil
 		},
 	}
-	cmd.Flags().StringVar(&data, "data", "", "the dispatcher's data folder")
-	cmd.Flags().BoolVar(&apply, "apply", false, "replace the damaged store")
+	cmd.Flags().StringVar(&data, "data", "", "data directory of the dispatcher")
+	cmd.Flags().BoolVar(&apply, "apply", false, "replace the damaged store with the readable data")
 	return cmd
 }

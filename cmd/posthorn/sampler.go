@@ -7,27 +7,27 @@ import (
 	"time"
 )
 
-// A message is written logBurst times in logPeriod at most; how many lines were
-// left out is written when the period is over. Messages are constant texts, so
-// a storm of one kind hides nothing of another.
+// Each message is logged at most logBurst times in logPeriod; the number of suppressed messages is
+// logged at the end of the period. Messages are constant texts, so a storm of one message
+// suppresses no other.
 const (
 	logBurst  = 100
 	logPeriod = 10 * time.Second
-	// maxSampled bounds how many messages are counted at once.
+	// maxSampled bounds how many distinct messages are counted at the same time.
 	maxSampled = 1000
 )
 
-// sampler bounds what storms write into the log.
+// sampler limits the log rate per message.
 type sampler struct {
 	slog.Handler
 	*sampled
 }
 
 type sampled struct {
-	// root takes the words on what was left out.
+	// root logs the suppressed counts.
 	root slog.Handler
 	mu   sync.Mutex
-	// lines are counted by message.
+	// lines holds the counts by message.
 	lines map[string]*lines
 }
 
@@ -71,7 +71,7 @@ func (s *sampled) admit(message string) bool {
 				}
 			}
 		}
-		if l == nil || l.out == 0 { // Otherwise its timer is about to tell.
+		if l == nil || l.out == 0 { // Otherwise its timer is about to log the count.
 			l = &lines{until: now.Add(logPeriod)}
 			s.lines[message] = l
 		}
@@ -81,18 +81,18 @@ func (s *sampled) admit(message string) bool {
 		return true
 	}
 	if l.out++; l.out == 1 {
-		time.AfterFunc(l.until.Sub(now), func() { s.tell(message) })
+		time.AfterFunc(l.until.Sub(now), func() { s.logSuppressed(message) })
 	}
 	return false
 }
 
-// tell says how many lines of a message were left out.
-func (s *sampled) tell(message string) {
+// logSuppressed logs how many lines of a message were suppressed.
+func (s *sampled) logSuppressed(message string) {
 	s.mu.Lock()
 	out := s.lines[message].out
 	delete(s.lines, message)
 	s.mu.Unlock()
-	r := slog.NewRecord(time.Now(), slog.LevelWarn, "lines were left out of the log", 0)
+	r := slog.NewRecord(time.Now(), slog.LevelWarn, "log messages suppressed", 0)
 	r.AddAttrs(slog.String("of", message), slog.Int("suppressed", out), slog.Duration("period", logPeriod))
 	_ = s.root.Handle(context.Background(), r)
 }

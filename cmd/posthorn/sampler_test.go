@@ -60,10 +60,10 @@ func TestStormsAreSampled(t *testing.T) {
 				}
 			}
 		}
-		count(map[string]int{"a delivery failed": 100, "something else": 1, "below": 0, "left out": 0})
+		count(map[string]int{"a delivery failed": 100, "something else": 1, "below": 0, "messages suppressed": 0})
 		time.Sleep(logPeriod + time.Second)
 		synctest.Wait()
-		count(map[string]int{`"msg":"lines were left out of the log","of":"a delivery failed","suppressed":9900`: 1, "left out": 1})
+		count(map[string]int{`"msg":"log messages suppressed","of":"a delivery failed","suppressed":9900`: 1, "messages suppressed": 1})
 
 		out.reset()
 		for range 50 {
@@ -71,9 +71,9 @@ func TestStormsAreSampled(t *testing.T) {
 		}
 		time.Sleep(2 * logPeriod)
 		synctest.Wait()
-		count(map[string]int{"a delivery failed": 50, "left out": 0})
+		count(map[string]int{"a delivery failed": 50, "messages suppressed": 0})
 
-		// Many different messages do not stay in memory.
+		// Many different messages are not kept in memory.
 		for i := range 5 * maxSampled {
 			_ = log.Handler().Handle(t.Context(), slog.NewRecord(time.Now(), slog.LevelInfo, fmt.Sprint("message ", i), 0))
 		}
@@ -83,7 +83,7 @@ func TestStormsAreSampled(t *testing.T) {
 	})
 }
 
-// What Kubernetes' libraries log has the same keys as ours.
+// Log lines of the Kubernetes libraries have the same keys as those of Posthorn.
 func TestBridgedErrorsHaveOurKey(t *testing.T) {
 	var out bytes.Buffer
 	log, err := (&logFlags{level: "info", format: "json"}).logger(&out)

@@ -25,12 +25,12 @@ func newSend(way calling) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "send TYPE",
 		Short: "Send one call",
-		Long: `Sends one call to a running Posthorn and prints its answer. TYPE is identify,
+		Long: `Sends one call to a running Posthorn and prints the response. TYPE is identify,
 track, page, screen, group, alias, or batch (with --json).
 
-Traits (identify, group) and properties (track, page, screen) are given with
+Set traits (identify, group) and properties (track, page, screen) with
 -p NAME=VALUE: a value that is JSON is sent as such, anything else as a string.
-Exits 1 when the call, or one of a batch, was not taken.`,
+Exits 1 if the call, or a call of a batch, was rejected.`,
 		Example: `  posthorn send track --write-key demo --user u1 --event "Order Completed" -p total=99.5
   posthorn send identify --write-key demo --user u1 -p email=a@example.com -p plan=pro
   posthorn send alias --write-key demo --user u1 --previous anon-7
@@ -101,7 +101,7 @@ Exits 1 when the call, or one of a batch, was not taken.`,
 	}
 	c = way(cmd)
 	f := cmd.Flags()
-	f.StringVar(&raw, "json", "", "the call as JSON, sent as it is")
+	f.StringVar(&raw, "json", "", "the call as JSON, sent unchanged")
 	f.StringArrayVarP(&props, "prop", "p", nil, "NAME=VALUE, a trait or property; may be repeated")
 	for flag, field := range map[string][2]string{
 		"user": {"userId", "the user's id"}, "anonymous": {"anonymousId", "the anonymous id"}, "event": {"event", "the event's name (track)"},

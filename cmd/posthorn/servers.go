@@ -41,7 +41,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
-// dataFlags are the flags of every process that delivers.
+// dataFlags are the flags of every process that contains a dispatcher.
 type dataFlags struct {
 	options           dispatcher.Options
 	egress, proxies   []string
@@ -52,24 +52,24 @@ type dataFlags struct {
 
 func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 	f := cmd.Flags()
-	f.StringVar(&d.options.DataDir, "data", data, "folder of the store; everything that was accepted lives here")
-	f.StringVar(&d.options.Listen, "listen", listen, "address to take calls on")
-	f.StringVar(&d.options.TLSListen, "tls-listen", "", "address to take calls on over TLS, besides --listen")
-	f.StringVar(&d.certFile, "tls-cert", "", "PEM file of the certificate (and its chain) for --tls-listen; read again when it changes")
-	f.StringVar(&d.keyFile, "tls-key", "", "PEM file of its key")
-	f.StringVar(&d.options.AdminListen, "admin-listen", admin, "address of reports, metrics and the admin API")
-	f.StringSliceVar(&d.egress, "egress-allow", nil, "addresses to deliver to besides public ones: CIDRs, addresses or host names (*.example too); !CIDR denies. Metadata addresses must be named exactly")
-	f.StringSliceVar(&d.proxies, "trusted-proxies", nil, "proxies whose X-Forwarded-For is believed: CIDRs or addresses")
-	f.DurationVar(&d.options.DrainTimeout, "drain-timeout", 10*time.Second, "how long calls and deliveries in progress may take to finish at shutdown")
-	f.DurationVar(&d.options.OrphanGrace, "orphan-grace", 10*time.Minute, "how long the messages of a deleted destination are kept, and calls with a removed write key are answered 503")
-	f.DurationVar(&d.options.Queue.DuplicateWindow, "duplicate-window", 10*time.Minute, "how long a messageId is remembered, up to 24h; a call that repeats it is dropped")
-	f.StringVar(&d.memory, "memory", strconv.Itoa(dispatcher.DefaultMemory/1_000_000)+"M", "bound of the resident memory, for example 400M or 1Gi; all buffers follow from it. The limit of the container lowers it")
-	f.BoolVar(&d.options.Repair, "repair", false, "when a file of the store is damaged, keep what can be read and start, as posthorn repair --apply does, instead of refusing to")
+	f.StringVar(&d.options.DataDir, "data", data, "data directory; it holds all accepted messages")
+	f.StringVar(&d.options.Listen, "listen", listen, "address of the tracking API")
+	f.StringVar(&d.options.TLSListen, "tls-listen", "", "address of the tracking API over TLS, in addition to --listen")
+	f.StringVar(&d.certFile, "tls-cert", "", "PEM file of the certificate (and its chain) for --tls-listen; reloaded when it changes")
+	f.StringVar(&d.keyFile, "tls-key", "", "PEM file of the certificate's key")
+	f.StringVar(&d.options.AdminListen, "admin-listen", admin, "address of the admin API, reports and metrics")
+	f.StringSliceVar(&d.egress, "egress-allow", nil, "non-public addresses that deliveries may use: CIDRs, addresses or host names (also *.example); !CIDR denies. Metadata addresses must be named exactly")
+	f.StringSliceVar(&d.proxies, "trusted-proxies", nil, "trusted proxies, whose X-Forwarded-For is used: CIDRs or addresses")
+	f.DurationVar(&d.options.DrainTimeout, "drain-timeout", 10*time.Second, "how long shutdown waits for calls and deliveries in progress")
+	f.DurationVar(&d.options.OrphanGrace, "orphan-grace", 10*time.Minute, "how long messages of a deleted destination are kept, and calls with a removed write key are answered 503 instead of 401")
+	f.DurationVar(&d.options.Queue.DuplicateWindow, "duplicate-window", 10*time.Minute, "how long messageIds are stored to drop duplicate calls, up to 24h")
+	f.StringVar(&d.memory, "memory", strconv.Itoa(dispatcher.DefaultMemory/1_000_000)+"M", "limit of the resident memory, for example 400M or 1Gi; all buffer sizes derive from it. A lower memory limit of the container takes precedence")
+	f.BoolVar(&d.options.Repair, "repair", false, "repair a damaged store at the start, like posthorn repair --apply; without it a dispatcher with a damaged store does not start")
 	f.BoolVar(&d.options.Debug, "debug", false, "add /debug to the admin listener: lanes, live config without secrets, profiles")
-	f.StringVar(&d.sourceQuota, "source-quota", "auto", "bytes of undelivered calls that one Source may keep on disk; beyond that its calls are answered 503 until some are delivered. auto: half of the room below the high-water mark of 85 %; none or 0: no limit but that mark")
+	f.StringVar(&d.sourceQuota, "source-quota", "auto", "bytes of undelivered calls that one Source may keep on disk; above it the Source's calls are answered 503. auto: half of the disk space below the high-water mark of 85 %; none or 0: only the high-water mark")
 }
 
-// parse checks the flags and makes the options of them.
+// parse validates the flags and converts them to options.
 func (d *dataFlags) parse() (err error) {
 	if d.options.Egress, err = egress.ParsePolicy(d.egress); err != nil {
 		return usagef("--egress-allow: %v", err)
@@ -103,7 +103,7 @@ func (d *dataFlags) parse() (err error) {
 	default:
 		bytes, err := strconv.ParseInt(d.sourceQuota, 10, 64)
 		if err != nil || bytes < 0 {
-			return usagef("--source-quota %q: use a whole number of bytes, auto for half of the room on the disk, or none", d.sourceQuota)
+			return usagef("--source-quota %q: use a whole number of bytes, auto for half of the disk space, or none", d.sourceQuota)
 		}
 		d.options.Queue.MaxBytesPerSource = bytes
 	}
@@ -113,8 +113,8 @@ func (d *dataFlags) parse() (err error) {
 	return nil
 }
 
-// memoryBound returns the bytes that --memory allows, at most nine tenths of the
-// container's limit: the rest is the kernel's, for sockets and files.
+// memoryBound returns the limit that --memory sets, and at most nine tenths of the container's
+// limit: the rest is for the kernel's socket and file buffers.
 func memoryBound(flag string, containerLimit func() (uint64, error)) (int64, error) {
 	quantity, err := resource.ParseQuantity(flag)
 	if err != nil {
@@ -124,7 +124,7 @@ func memoryBound(flag string, containerLimit func() (uint64, error)) (int64, err
 	if bound < dispatcher.MinMemory {
 		return 0, usagef("--memory %s: too small; use %dM or more", flag, dispatcher.MinMemory/1_000_000)
 	}
-	// A limit that cannot be read is none.
+	// An unreadable limit counts as no limit.
 	if limit, err := containerLimit(); err == nil && limit/10*9 < uint64(bound) {
 		if bound = int64(limit / 10 * 9); bound < dispatcher.MinMemory {
 			return 0, fmt.Errorf("the container's memory limit of %d bytes is too small; set it to %dMi or more", limit, (dispatcher.MinMemory*10/9)>>20+1)
@@ -133,7 +133,7 @@ func memoryBound(flag string, containerLimit func() (uint64, error)) (int64, err
 	return bound, nil
 }
 
-// checkListen holds an address to [HOST]:PORT; empty is fine.
+// checkListen checks that an address is [HOST]:PORT or empty.
 func checkListen(address string) error {
 	if address == "" {
 		return nil
@@ -145,13 +145,13 @@ func checkListen(address string) error {
 	return nil
 }
 
-// tls reads the certificate for calls; run keeps it as its files are.
+// tls reads the certificate of the tracking API; run reloads it when its files change.
 func (d *dataFlags) tls() (run func(context.Context) error, err error) {
 	if d.options.TLSListen == "" && d.certFile == "" && d.keyFile == "" {
 		return func(context.Context) error { return nil }, nil
 	}
 	if d.options.TLSListen == "" || d.certFile == "" || d.keyFile == "" {
-		return nil, usagef("--tls-listen, --tls-cert and --tls-key belong together")
+		return nil, usagef("set --tls-listen, --tls-cert and --tls-key together")
 	}
 	certificate, err := certwatcher.New(d.certFile, d.keyFile)
 	if err != nil {
@@ -170,11 +170,11 @@ func newRun() *cobra.Command {
 		Short: "Run Posthorn from a folder of manifests, without a cluster",
 		Long: `Runs operator and dispatcher in one process from a folder of manifests: Source,
 WebhookDestination, Audience, DeletionRequest and Secret, in YAML or JSON, several
-documents a file. They are checked and compiled as in a cluster, and taken up again
+documents per file. They are validated and compiled as in a cluster, and reloaded
 when a file changes.
 
 Deliveries to loopback and private addresses are denied unless --egress-allow
-names them. Status is read with 'posthorn get'.`,
+names them. 'posthorn get' shows the status.`,
 		Example: `  posthorn run --manifests ./webhooks
   posthorn run --manifests ./webhooks --data /var/lib/posthorn --listen :8080 --egress-allow 10.0.0.0/8`,
 		Args: exactArgs(),
@@ -197,8 +197,8 @@ names them. Status is read with 'posthorn get'.`,
 				return err
 			}
 			data.options.Logger, data.options.Pod = log, "standalone"
-			// Two links of a ring: the resources show the dispatcher's reports,
-			// and the dispatcher's admin listener shows the resources.
+			// The two depend on each other: the API of the resources shows the dispatcher's
+			// reports, and the dispatcher's admin listener serves that API.
 			resources := &lateHandler{}
 			data.options.Extra = resources
 			tracer, stopTracer, err := newTracer(cmd.Context(), data.options.Pod, log)
@@ -213,7 +213,7 @@ names them. Status is read with 'posthorn get'.`,
 			}
 			control := standalone.New(standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), CheckHost: data.options.Egress.CheckHost, Logger: log, Sink: d, Report: d.Report})
 			resources.set(control.Handler())
-			log.Info("posthorn takes calls", "listen", d.Addr().String(), "admin", d.AdminAddr().String(), "manifests", manifests, "data", data.options.DataDir, "memoryLimit", data.options.Memory)
+			log.Info("accepting calls", "listen", d.Addr().String(), "admin", d.AdminAddr().String(), "manifests", manifests, "data", data.options.DataDir, "memoryLimit", data.options.Memory)
 			group, ctx := errgroup.WithContext(cmd.Context())
 			group.Go(func() error { return d.Run(ctx) })
 			group.Go(func() error { return control.Run(ctx) })
@@ -227,7 +227,7 @@ names them. Status is read with 'posthorn get'.`,
 	return cmd
 }
 
-// defaultDataDir is where a user's data belongs when nothing else was said.
+// defaultDataDir is the data directory of the current user.
 func defaultDataDir() string {
 	if dir := os.Getenv("XDG_DATA_HOME"); dir != "" {
 		return filepath.Join(dir, "posthorn")
@@ -244,9 +244,9 @@ func newDispatcher() *cobra.Command {
 	var namespace, kubeconfig, adminAuth, peers string
 	cmd := &cobra.Command{
 		Use:   "dispatcher",
-		Short: "Take, store and deliver calls (a pod of the data plane)",
-		Long: `Takes calls, stores and delivers them, as the live-config Secrets of its namespace
-say. It reads nothing else of the cluster and goes on without the operator.
+		Short: "Run the dispatcher (data plane): receive, store and deliver calls",
+		Long: `Receives, stores and delivers calls, as configured by the live-config Secrets of its
+namespace. It reads nothing else of the cluster and works without the operator.
 The chart runs it; see docs/install.md.`,
 		Example: `  posthorn dispatcher --namespace posthorn-system --egress-allow 10.20.0.0/16
   posthorn dispatcher --namespace posthorn-system --kubeconfig ~/.kube/config --data ./data`,
@@ -276,7 +276,7 @@ The chart runs it; see docs/install.md.`,
 			switch adminAuth {
 			case "kubernetes":
 				data.options.AdminTLS, data.options.AdminGuard = certificate.Config(), kubeauth.New(client, log).Wrap
-			case "none": // The dispatcher warns when the address is open to the network.
+			case "none": // The dispatcher warns if the address is reachable from the network.
 			default:
 				return usagef("--admin-auth %q: use kubernetes or none", adminAuth)
 			}
@@ -312,13 +312,13 @@ The chart runs it; see docs/install.md.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&namespace, "namespace", os.Getenv("POD_NAMESPACE"), "namespace of the live-config Secrets (default: the environment's POD_NAMESPACE)")
+	f.StringVar(&namespace, "namespace", os.Getenv("POD_NAMESPACE"), "namespace of the live-config Secrets (default: the environment variable POD_NAMESPACE)")
 	f.StringVar(&kubeconfig, "kubeconfig", "", "kubeconfig file; default: the pod's service account, or KUBECONFIG")
-	f.StringVar(&data.options.Pod, "pod-name", os.Getenv("POD_NAME"), "name of this pod in reports (default: the environment's POD_NAME)")
-	f.StringVar(&adminAuth, "admin-auth", "kubernetes", "who may use the admin listener: those that the API server allows, over TLS (kubernetes), or everybody (none)")
-	f.StringVar(&peers, "peer-service", "", "headless Service that gives the pods names (default: the one in /etc/hosts)")
-	f.StringVar(&data.options.AudienceOwner, "audience-owner", "", "URL of the pod that keeps the members of audiences (default: pod 0 of this StatefulSet)")
-	f.DurationVar(&data.options.ShutdownDelay, "shutdown-delay", 0, "how long to take calls after the order to stop, so that the Service takes the pod out first")
+	f.StringVar(&data.options.Pod, "pod-name", os.Getenv("POD_NAME"), "name of this pod in reports (default: the environment variable POD_NAME)")
+	f.StringVar(&adminAuth, "admin-auth", "kubernetes", "access to the admin listener: kubernetes (TLS, authorized by the API server) or none (no authentication)")
+	f.StringVar(&peers, "peer-service", "", "headless Service of the pods (default: the one in /etc/hosts)")
+	f.StringVar(&data.options.AudienceOwner, "audience-owner", "", "URL of the pod that stores the audiences' members (default: pod 0 of this StatefulSet)")
+	f.DurationVar(&data.options.ShutdownDelay, "shutdown-delay", 0, "how long calls are accepted after the stop signal, until the Service has removed the pod")
 	data.register(cmd, "/var/lib/posthorn", ":8080", ":8081")
 	logs.register(cmd)
 	return cmd
@@ -331,10 +331,10 @@ func newOperator() *cobra.Command {
 	var allow []string
 	cmd := &cobra.Command{
 		Use:   "operator",
-		Short: "Compile custom resources into live config and write their status (the control plane)",
-		Long: `Watches Sources, WebhookDestinations and the Secrets that they name in all
-namespaces, compiles them into the live-config Secrets that the dispatchers run,
-and writes what the dispatchers report into status. The chart runs it; see
+		Short: "Run the operator (control plane): compile custom resources into live config and write their status",
+		Long: `Watches Sources, WebhookDestinations, Audiences and the Secrets that they name in
+all namespaces, compiles them into the live-config Secrets of the dispatchers, and
+writes the dispatchers' reports into status. The chart runs it; see
 docs/install.md.`,
 		Example: `  posthorn operator --namespace posthorn-system --leader-elect --egress-allow 10.20.0.0/16`,
 		Args:    exactArgs(),
@@ -369,7 +369,7 @@ docs/install.md.`,
 				if err != nil {
 					return err
 				}
-				// As the dispatchers guard theirs, with the same certificate.
+				// The metrics are guarded like those of the dispatchers, with the same certificate.
 				var certificate kubeauth.Certificate
 				o.MetricsTLS, o.MetricsGuard = certificate.Config(), kubeauth.New(client, log).Wrap
 				group.Go(func() error { return certificate.Watch(ctx, client, o.Namespace, log) })
@@ -379,26 +379,26 @@ docs/install.md.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&o.Namespace, "namespace", os.Getenv("POD_NAMESPACE"), "namespace of the release: its dispatchers and live-config Secrets (default: the environment's POD_NAMESPACE)")
+	f.StringVar(&o.Namespace, "namespace", os.Getenv("POD_NAMESPACE"), "namespace of the release, with its dispatchers and live-config Secrets (default: the environment variable POD_NAMESPACE)")
 	f.StringVar(&kubeconfig, "kubeconfig", "", "kubeconfig file; default: the pod's service account, or KUBECONFIG")
 	f.StringVar(&o.DispatcherSelector, "dispatcher-selector", "app.kubernetes.io/name=posthorn,app.kubernetes.io/component=dispatcher", "label selector of the dispatcher pods")
 	f.IntVar(&o.DispatcherAdminPort, "dispatcher-admin-port", 8081, "port of the dispatchers' reports")
-	f.StringVar(&o.DispatcherTokenFile, "dispatcher-token-file", "/var/run/secrets/posthorn.dev/dispatcher/token", "file with a token of the audience "+liveconfig.AdminAudience+"; empty: the dispatchers run with --admin-auth=none, and the metrics are open, too")
-	f.StringSliceVar(&allow, "egress-allow", nil, "what the dispatchers may deliver to besides public addresses; must be as theirs")
-	f.BoolVar(&o.LeaderElection, "leader-elect", false, "let one of several replicas work at a time")
-	f.StringVar(&o.MetricsBindAddress, "metrics-bind-address", ":8080", "address of the metrics, guarded as the dispatchers' are; 0 switches them off")
+	f.StringVar(&o.DispatcherTokenFile, "dispatcher-token-file", "/var/run/secrets/posthorn.dev/dispatcher/token", "file with a token of the audience "+liveconfig.AdminAudience+"; empty: the dispatchers run with --admin-auth=none, and the operator's metrics need no authentication")
+	f.StringSliceVar(&allow, "egress-allow", nil, "non-public addresses that deliveries may use; must equal the dispatchers' flag")
+	f.BoolVar(&o.LeaderElection, "leader-elect", false, "elect a leader, so that one of several replicas is active")
+	f.StringVar(&o.MetricsBindAddress, "metrics-bind-address", ":8080", "address of the metrics, protected like the dispatchers' metrics; 0 disables them")
 	f.StringVar(&o.HealthProbeBindAddress, "health-probe-bind-address", ":8081", "address of /healthz and /readyz")
 	logs.register(cmd)
 	return cmd
 }
 
-// logStart logs the start of a server that keeps to memoryLimit bytes.
+// logStart logs the start of a server and its memory limit in bytes.
 func logStart(log *slog.Logger, memoryLimit int64) {
-	log.Info("posthorn starts", "version", version, "memoryLimit", memoryLimit)
+	log.Info("starting posthorn", "version", version, "memoryLimit", memoryLimit)
 }
 
-// bridgeLogs sends what Kubernetes' libraries log to our handler: the first one of
-// the process, for they may be at work when there is another.
+// bridgeLogs sends the logs of the Kubernetes libraries to the handler. Only the first call has an
+// effect, because the libraries may already use that handler.
 func bridgeLogs(handler slog.Handler) {
 	bridged.Do(func() {
 		logger := logr.FromSlogHandler(handler)
@@ -409,7 +409,7 @@ func bridgeLogs(handler slog.Handler) {
 
 var bridged sync.Once
 
-// lateHandler answers 503 until it is set.
+// lateHandler answers 503 until its handler is set.
 type lateHandler struct{ handler atomic.Pointer[http.Handler] }
 
 func (l *lateHandler) set(h http.Handler) { l.handler.Store(&h) }
@@ -427,7 +427,7 @@ func restConfig(kubeconfig string) (*rest.Config, error) {
 	rules.ExplicitPath = kubeconfig
 	config, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, nil).ClientConfig()
 	if err != nil {
-		return nil, fmt.Errorf("no way to a cluster: %w; run in a pod, or set --kubeconfig or KUBECONFIG", err)
+		return nil, fmt.Errorf("cannot connect to a cluster: %w; run in a pod, or set --kubeconfig or KUBECONFIG", err)
 	}
 	config.UserAgent = "posthorn/" + strings.ReplaceAll(buildVersion(), " ", "-")
 	return config, nil

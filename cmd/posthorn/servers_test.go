@@ -30,7 +30,7 @@ import (
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// Calls over TLS need an address, a certificate and its key, and are told so.
+// Calls over TLS need an address, a certificate and its key.
 func TestTLSFlags(t *testing.T) {
 	server := httptest.NewTLSServer(nil)
 	server.Close()
@@ -48,9 +48,9 @@ func TestTLSFlags(t *testing.T) {
 	}
 	cert, key := file("tls.crt", "CERTIFICATE", own.Certificate[0]), file("tls.key", "PRIVATE KEY", der)
 	for _, c := range []struct{ listen, cert, key, want string }{
-		{":0", "", "", "belong together"},
-		{":0", cert, "", "belong together"},
-		{"", cert, key, "belong together"},
+		{":0", "", "", "together"},
+		{":0", cert, "", "together"},
+		{"", cert, key, "together"},
 		{":0", key, cert, "--tls-cert, --tls-key"},
 		{":0", filepath.Join(t.TempDir(), "none"), key, "no such file"},
 	} {
@@ -148,8 +148,8 @@ func TestRenewedCertificate(t *testing.T) {
 	}
 }
 
-// The operator's metrics are for whom the dispatchers' are: a caller whom the API
-// server allows them, who can verify who answers.
+// The operator's metrics have the same access rule as the dispatchers': the caller is authorized by
+// the API server and can verify the server's certificate.
 func TestOperatorMetrics(t *testing.T) {
 	server, kubectl := env.For(t)
 	if err := server.Install(); err != nil {
@@ -229,7 +229,7 @@ func TestOperatorMetrics(t *testing.T) {
 	secure := &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: authority, ServerName: liveconfig.AdminServerName}}}
 	url := "https://" + address + "/metrics"
 	if body := eventually(secure, url, token("prometheus"), http.StatusOK); !strings.Contains(body, "\nposthorn_") {
-		t.Errorf("no metrics of ours: %.300s", body)
+		t.Errorf("no metrics of Posthorn: %.300s", body)
 	}
 	for caller, want := range map[string]int{"": http.StatusUnauthorized, "no-token": http.StatusUnauthorized, token("stranger"): http.StatusForbidden} {
 		if status, body, err := get(secure, url, caller); status != want || strings.Contains(body, "posthorn_") {
@@ -247,7 +247,7 @@ func TestOperatorMetrics(t *testing.T) {
 	eventually(http.DefaultClient, "http://"+address+"/metrics", "", http.StatusOK)
 }
 
-// What is in use already is named, with what to do.
+// An address in use is named in the error, with the fix.
 func TestInUse(t *testing.T) {
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

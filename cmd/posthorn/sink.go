@@ -23,11 +23,11 @@ func newSink() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "sink",
 		Short: "Receive webhooks, verify their signatures and print them",
-		Long: `A reference receiver. It answers every POST, checks the signature when it knows
-the secret, and prints a line per message: what came, for whom, and whether the
-signature is authentic. A signature that is missing or wrong is answered 401.
+		Long: `A reference receiver. It answers every POST, checks the signature if --secret is
+set, and prints a line per message: its type, its user, and whether the signature
+is authentic. A missing or wrong signature is answered 401.
 
-With --status, --delay and --fail-first it plays a receiver in trouble.`,
+--status, --delay and --fail-first simulate a failing receiver.`,
 		Example: `  posthorn sink --listen 127.0.0.1:9000 --secret "$SECRET"
   posthorn sink --status 503              a receiver that is down
   posthorn sink --fail-first 20           one that recovers`,
@@ -58,13 +58,13 @@ With --status, --delay and --fail-first it plays a receiver in trouble.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&listen, "listen", "127.0.0.1:9000", "address to receive on")
-	f.StringVar(&s.secret, "secret", "", "the shared secret; without it signatures are shown, not checked")
+	f.StringVar(&listen, "listen", "127.0.0.1:9000", "address of the receiver")
+	f.StringVar(&s.secret, "secret", "", "the shared secret; without it signatures are printed but not checked")
 	f.StringVar(&secretFile, "secret-file", "", "a file that holds the shared secret, byte for byte")
 	f.IntVar(&s.status, "status", http.StatusOK, "status to answer with")
 	f.DurationVar(&s.delay, "delay", 0, "time to wait before the answer")
-	f.IntVar(&s.failFirst, "fail-first", 0, "answer this many requests with 503 before all goes well")
-	outputFlag(cmd, &s.output, "text", "text, json (one object a line, body included) or none", "text", "json", "none")
+	f.IntVar(&s.failFirst, "fail-first", 0, "answer this many requests with 503 before the first success")
+	outputFlag(cmd, &s.output, "text", "text, json (one object per line, with the body) or none", "text", "json", "none")
 	return cmd
 }
 
@@ -76,15 +76,15 @@ type sink struct {
 	failFirst int
 	output    string
 	out       io.Writer
-	// onMessage, when set, sees every message that was taken.
+	// onMessage, when set, is called for every accepted message.
 	onMessage func(message)
 
 	mu sync.Mutex
-	// bad counts signatures that were missing or wrong; the rest of the refused were asked for.
+	// bad counts missing and wrong signatures; the other refusals were requested by flags.
 	received, authentic, refused, bad int
 }
 
-// message is what the sink prints of a request.
+// message is the printed form of a request.
 type message struct {
 	Time      time.Time       `json:"time"`
 	Path      string          `json:"path"`
@@ -114,11 +114,11 @@ func (s *sink) serve(ctx context.Context, l net.Listener) {
 	_ = server.Serve(l)
 }
 
-// ServeHTTP takes one webhook.
+// ServeHTTP receives one webhook.
 func (s *sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if r.Method != http.MethodPost {
 		w.Header().Set("Allow", http.MethodPost)
-		http.Error(w, "this sink takes POST", http.StatusMethodNotAllowed)
+		http.Error(w, "this sink accepts POST only", http.StatusMethodNotAllowed)
 		return
 	}
 	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, 1<<20))
@@ -195,7 +195,7 @@ func (s *sink) print(m message) {
 	}
 }
 
-// paint colours an outcome, on a terminal only.
+// paint colours an outcome; on a terminal only.
 func paint(w io.Writer, text string) string {
 	if _, ok := w.(terminal); !ok || os.Getenv("NO_COLOR") != "" {
 		return text

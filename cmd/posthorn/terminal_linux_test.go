@@ -38,13 +38,13 @@ func openTerminal(t *testing.T) (screen, terminal *os.File) {
 	return screen, terminal
 }
 
-// What a sender or a receiver chose must not reach a terminal as a control
+// Text of a sender or a receiver must not reach a terminal as a control
 // character or reverse its text, whatever the command and its output; also when
 // the dispatcher is of a release that does not escape.
 func TestTerminalGetsNoControlCharacters(t *testing.T) {
 	const hostile = "ev\u0085\u009b31m\u202eil\u2066\u200f\u061c\u007f"
 	letter := `{"key":"k","source":"default/web","destination":"default/crm","messageId":"` + hostile + `","type":"track","event":"` + hostile + `","reason":"Rejected","message":"` + hostile + `","response":"` + hostile + `"}`
-	attempt := `{"Source":"default/web","Destination":"default/crm","Endpoint":"e","MessageID":"` + hostile + `","Message":"` + hostile + `"}`
+	attempt := `{"source":"default/web","destination":"default/crm","endpoint":"e","messageId":"` + hostile + `","message":"` + hostile + `"}`
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case "/deadletters", "/deadletters/k":

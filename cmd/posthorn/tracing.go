@@ -30,9 +30,9 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// newTracer makes a Tracer that sends spans as OpenTelemetry's own environment
-// variables say. It is nil, and nothing is traced, unless they name an endpoint;
-// all else has the SDK's defaults. stop sends what is left.
+// newTracer makes a Tracer that exports spans as configured by OpenTelemetry's environment
+// variables. It is nil, which disables tracing, unless they name an endpoint; everything else has
+// the SDK's defaults. stop exports the remaining spans.
 func newTracer(ctx context.Context, pod string, log *slog.Logger) (tracer trace.Tracer, stop func(), err error) {
 	exporter := cmp.Or(os.Getenv("OTEL_TRACES_EXPORTER"), "otlp")
 	_, endpoint := otlpEnv("ENDPOINT")
@@ -54,22 +54,22 @@ func newTracer(ctx context.Context, pod string, log *slog.Logger) (tracer trace.
 		return nil, nil, usagef("OTEL_RESOURCE_ATTRIBUTES: %v", err)
 	}
 	otel.SetLogger(logr.FromSlogHandler(log.Handler()))
-	otel.SetErrorHandler(otel.ErrorHandlerFunc(func(err error) { log.Warn("spans could not be exported", "error", err) }))
+	otel.SetErrorHandler(otel.ErrorHandlerFunc(func(err error) { log.Warn("span export failed", "error", err) }))
 	provider := sdktrace.NewTracerProvider(sdktrace.WithBatcher(otlptrace.NewUnstarted(client)), sdktrace.WithResource(about))
 	return provider.Tracer("github.com/posthorn/posthorn"), func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopTracing)
 		defer cancel()
 		if err := provider.Shutdown(ctx); err != nil {
-			log.Warn("the last spans could not be exported", "error", err)
+			log.Warn("export of the last spans failed", "error", err)
 		}
 	}, nil
 }
 
-// stopTracing bounds how long the last spans may take at shutdown.
+// stopTracing bounds the export of the last spans at shutdown.
 const stopTracing = 3 * time.Second
 
-// otlpEnv reads one of the exporter's variables: the one for traces wins over
-// the one for all signals.
+// otlpEnv reads a variable of the exporter: the variable for traces takes precedence over the one
+// for all signals.
 func otlpEnv(name string) (variable, value string) {
 	for _, prefix := range []string{"OTEL_EXPORTER_OTLP_TRACES_", "OTEL_EXPORTER_OTLP_"} {
 		if variable = prefix + name; os.Getenv(variable) != "" {
@@ -79,8 +79,8 @@ func otlpEnv(name string) (variable, value string) {
 	return variable, ""
 }
 
-// otlpClient posts spans to a collector as OTLP over HTTP. The SDK's own client
-// would link gRPC and add 32 MB to the binary and 20 MB to what it keeps resident.
+// otlpClient posts spans to a collector as OTLP over HTTP. The SDK's own client would link gRPC,
+// which adds 32 MB to the binary and 20 MB to the resident memory.
 type otlpClient struct {
 	url     string
 	header  http.Header
@@ -91,7 +91,7 @@ type otlpClient struct {
 
 func newOTLPClient() (*otlpClient, error) {
 	if name, v := otlpEnv("PROTOCOL"); v != "" && v != "http/protobuf" {
-		return nil, fmt.Errorf("%s %q: use http/protobuf, and the port that collectors have for it (4318)", name, v)
+		return nil, fmt.Errorf("%s %q: use http/protobuf, and the collector's port for it (4318)", name, v)
 	}
 	c := &otlpClient{timeout: 10 * time.Second, header: http.Header{"Content-Type": {"application/x-protobuf"}, "User-Agent": {"posthorn/" + buildVersion()}}}
 	name, v := otlpEnv("ENDPOINT")
@@ -164,10 +164,10 @@ func (c *otlpClient) Stop(context.Context) error {
 	return nil
 }
 
-// UploadTraces implements otlptrace.Client. What the collector may take later is
-// sent again, until the timeout; then it is given up.
+// UploadTraces implements otlptrace.Client. It retries temporary errors of the collector until the
+// timeout.
 func (c *otlpClient) UploadTraces(ctx context.Context, spans []*tracev1.ResourceSpans) error {
-	// The same bytes as those of an ExportTraceServiceRequest.
+	// TracesData has the same encoding as an ExportTraceServiceRequest.
 	body, err := proto.Marshal(&tracev1.TracesData{ResourceSpans: spans})
 	if err != nil {
 		return err

@@ -33,7 +33,7 @@ func TestSpansReachTheCollector(t *testing.T) {
 			return
 		}
 		body, err := io.ReadAll(unzipped)
-		if err != nil || proto.Unmarshal(body, &data) != nil || r.Header.Get("Authorization") != "Bearer a,b" || r.Header.Get("X-Tenant") != "shop" || r.URL.Path != "/v1/traces" {
+		if err != nil || proto.Unmarshal(body, &data) != nil || r.Header.Get("Authorization") != "Bearer a,b" || r.Header.Get("X-Scope") != "shop" || r.URL.Path != "/v1/traces" {
 			t.Errorf("%s %v: %v", r.URL.Path, r.Header, err)
 		}
 		for _, s := range data.ResourceSpans[0].ScopeSpans {
@@ -47,7 +47,7 @@ func TestSpansReachTheCollector(t *testing.T) {
 	}
 	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.URL)
 	t.Setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", ca)
-	t.Setenv("OTEL_EXPORTER_OTLP_HEADERS", "Authorization=Bearer%20a%2Cb, X-Tenant=shop")
+	t.Setenv("OTEL_EXPORTER_OTLP_HEADERS", "Authorization=Bearer%20a%2Cb, X-Scope=shop")
 	t.Setenv("OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "gzip")
 	var log bytes.Buffer
 	tracer, stop, err := newTracer(t.Context(), "p0", slog.New(slog.NewTextHandler(&log, nil)))

@@ -25,11 +25,11 @@ func newVerify() *cobra.Command {
 		Short: "Check the signature of a received body",
 		Long: `Checks that X-Signature is the HMAC-SHA1 of a body under the shared secret.
 The body is read byte for byte from a file or from standard input: save it as it
-arrived. Exits 0 when the signature is authentic, 1 when it is not; then it says
-why, where a line break or formatted JSON is the cause.
+arrived. Exits 0 if the signature is authentic, 1 if it is not; it then names the
+cause if that is a line break or formatted JSON.
 
-A signature of the scheme StandardWebhooks ("v1,…") is checked with the id and the
-time that it came with.`,
+A signature of the scheme StandardWebhooks ("v1,…") is checked with the values of
+the headers webhook-id and webhook-timestamp.`,
 		Example: `  posthorn verify --secret "$SECRET" --signature 9c1f… body.json
   curl -s … | posthorn verify --secret-file secret.txt --signature 9c1f…
   posthorn verify --secret "$SECRET" --signature v1,… --webhook-id msg_… --webhook-timestamp 1766000000 body.json`,
@@ -47,7 +47,7 @@ time that it came with.`,
 			}
 			standard := strings.Contains(signature, "v1,")
 			if standard && (id == "" || timestamp == "") {
-				return usagef("the signature is one of Standard Webhooks; set --webhook-id and --webhook-timestamp to the values of these headers")
+				return usagef("the signature has the scheme StandardWebhooks; set --webhook-id and --webhook-timestamp to the values of these headers")
 			}
 			in := cmd.InOrStdin()
 			if len(args) == 1 && args[0] != "-" {
@@ -87,7 +87,7 @@ time that it came with.`,
 
 func secretFrom(secret, file string) (string, error) {
 	if secret != "" && file != "" {
-		return "", usagef("set --secret or --secret-file, not both")
+		return "", usagef("set exactly one of --secret and --secret-file")
 	}
 	if file == "" {
 		return secret, nil
@@ -96,26 +96,36 @@ func secretFrom(secret, file string) (string, error) {
 	return string(b), err
 }
 
-// checkRequest says in words why a request is not authentic, or "". Between two
-// secrets it is so under either.
+// checkRequest returns the reason why a request is not authentic, or "". One
+// signature under the secret is enough: a request can carry two schemes, and the
+// signatures of two secrets during a rotation.
 func checkRequest(secret string, h http.Header, body []byte) string {
+	var problem string
 	if signatures := h.Get("webhook-signature"); signatures != "" {
-		return checkStandard(secret, h.Get("webhook-id"), h.Get("webhook-timestamp"), signatures, body)
+		problem = checkStandard(secret, h.Get("webhook-id"), h.Get("webhook-timestamp"), signatures, body)
+		if problem == "" || h.Get("X-Signature") == "" {
+			return problem
+		}
+		problem += "; "
 	}
 	if previous := h.Get("X-Signature-Previous"); previous != "" && checkSignature(secret, previous, body) == "" {
 		return ""
 	}
-	return checkSignature(secret, h.Get("X-Signature"), body)
+	other := checkSignature(secret, h.Get("X-Signature"), body)
+	if other == "" {
+		return ""
+	}
+	return problem + other
 }
 
-// checkStandard is checkSignature for Standard Webhooks: one of the signatures must
-// be that of the body, its id and its time. It does not ask how old that is.
+// checkStandard is checkSignature for Standard Webhooks: one of the signatures must match the body,
+// its id and its time. It does not check the age of the timestamp.
 func checkStandard(secret, id, timestamp, signatures string, body []byte) string {
 	key := []byte(secret)
 	if encoded, ok := strings.CutPrefix(secret, "whsec_"); ok {
 		var err error
 		if key, err = base64.StdEncoding.DecodeString(encoded); err != nil {
-			return "what follows whsec_ in the secret is not base64"
+			return "the part of the secret after whsec_ is not base64"
 		}
 	}
 	mac := hmac.New(sha256.New, key)
@@ -126,11 +136,11 @@ func checkStandard(secret, id, timestamp, signatures string, body []byte) string
 			return ""
 		}
 	}
-	return "webhook-signature is not that of this id, time and body under this secret"
+	return "webhook-signature does not match this id, time, body and secret"
 }
 
-// checkSignature says in words why a signature is not the body's, or "". It is
-// written against the specification and on purpose apart from the code that signs.
+// checkSignature returns the reason why a signature does not match the body, or "". It implements
+// the specification independently of the signing code.
 func checkSignature(secret, signature string, body []byte) string {
 	if signature == "" {
 		return "no X-Signature header"
@@ -148,17 +158,17 @@ func checkSignature(secret, signature string, body []byte) string {
 		return ""
 	}
 	var compact bytes.Buffer
-	_ = json.Compact(&compact, body) // Of no JSON nothing is left, which nobody signs.
+	_ = json.Compact(&compact, body) // Empty unless the body is JSON.
 	bare, content := strings.TrimRight(secret, "\r\n"), bytes.TrimRight(body, "\r\n")
 	switch {
 	case signs(bare, body):
-		return "the secret given here ends in a line break, the one that signed does not; remove it"
+		return "the secret given here ends in a line break, the signing secret does not; remove the line break"
 	case signs(secret+"\n", body), signs(secret+"\r\n", body):
-		return "the secret that signed ends in a line break; store it without one (kubectl create secret --from-literal)"
+		return "the signing secret ends in a line break; store it without one (kubectl create secret --from-literal)"
 	case signs(secret, content), signs(secret, append(slices.Clip(content), '\n')):
-		return "the body has a line break at its end too many or too few; check the bytes as they arrived"
+		return "the body has one line break too many or too few at its end; check the bytes as they arrived"
 	case signs(secret, compact.Bytes()):
-		return "the body was formatted after it arrived; check the bytes as they arrived"
+		return "the body was reformatted after it arrived; check the bytes as they arrived"
 	}
-	return "X-Signature is not the HMAC-SHA1 of this body under this secret"
+	return "X-Signature does not match this body and secret"
 }

@@ -43,11 +43,12 @@ func (s Snapshot) audience(o *v1alpha1.Audience, sources []*v1alpha1.Source, own
 	}
 	v := Verdict{
 		Accepted: true, Reason: v1alpha1.ReasonAccepted, State: liveconfig.Active, Key: c.Key,
-		Message: "the spec is valid and the Source exists; members go to /v1/audiences/" + c.Key + "/members",
+		Message: "the spec is valid; send members to /v1/audiences/" + c.Key + "/members",
 	}
 	if len(r.problems) > 0 {
-		v.Accepted, v.State, v.Key, c.Key = false, liveconfig.Held, "", ""
-		v.Reason, v.Message = r.verdict()
+		v.State, v.Key, c.Key = liveconfig.Held, "", ""
+		v.Message = "the spec is valid"
+		r.judge(&v, "")
 	}
 	c.Revision = revision(c, nil, nil)
 	c.Generation = o.Generation

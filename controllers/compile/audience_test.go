@@ -73,7 +73,7 @@ func TestAudiences(t *testing.T) {
 			"sticky":  {v1alpha1.ReasonAccepted, "first_name"},
 			"nowhere": {v1alpha1.ReasonNoSource, ""}, "nameless": {v1alpha1.ReasonInvalidSpec, ""}, "odd": {v1alpha1.ReasonInvalidSpec, ""},
 		}[a.Name]
-		if v.Reason != want.reason || v.Key != want.key || a.Key != want.key || v.Accepted != (want.key != "") || v.Revision != a.Revision || a.Revision == "" || a.Generation != 2 {
+		if reason, _ := v.Cause(); reason != want.reason || v.Key != want.key || a.Key != want.key || v.OK() != (want.key != "") || v.Revision != a.Revision || a.Revision == "" || a.Generation != 2 {
 			t.Errorf("%s: %+v %+v", a.Name, a, v)
 		}
 	}

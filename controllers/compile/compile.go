@@ -50,10 +50,13 @@ type Snapshot struct {
 
 // Verdict is what the compiler says of one object.
 type Verdict struct {
-	// Accepted, Reason and Message are the condition Accepted. Message holds no secrets.
+	// Accepted, Reason and Message are the condition Accepted. Messages hold no secrets.
 	Accepted bool   `json:"accepted"`
 	Reason   string `json:"reason"`
 	Message  string `json:"message"`
+	// Unresolved is the condition ResolvedRefs while it is False; nil when every
+	// reference resolves.
+	Unresolved *Unresolved `json:"unresolved,omitempty"`
 	// State is what the config makes of the object. A Source is Active, Disabled
 	// (403), or Held when it has no usable write key.
 	State liveconfig.State `json:"state"`
@@ -63,6 +66,24 @@ type Verdict struct {
 	Destinations []string `json:"destinations,omitempty"`
 	// Key is, for an Audience, the key in effect; empty when it is not accepted.
 	Key string `json:"key,omitempty"`
+}
+
+// Unresolved describes the references of an object that do not resolve.
+type Unresolved struct {
+	Reason  string `json:"reason"`
+	Message string `json:"message"`
+}
+
+// OK reports whether the object is accepted and every reference resolves.
+func (v Verdict) OK() bool { return v.Accepted && v.Unresolved == nil }
+
+// Cause returns the reason and message that a summary of the verdict has: those
+// of Accepted if it is False or every reference resolves, else those of ResolvedRefs.
+func (v Verdict) Cause() (reason, message string) {
+	if v.Accepted && v.Unresolved != nil {
+		return v.Unresolved.Reason, v.Unresolved.Message
+	}
+	return v.Reason, v.Message
 }
 
 // Verdicts holds one Verdict per object, by name.
@@ -77,8 +98,8 @@ type Verdicts struct {
 // destination that cannot work is held, so that its messages are kept; a Source
 // that cannot work has no write key, one with a write key that cannot be used has the other one.
 //
-// A destination of which only some Sources exist is not accepted (NoSource),
-// but it stays active for those that do: holding it would delay their calls and help nobody.
+// A destination of which only some Sources exist stays active for those, although
+// its references do not all resolve (NoSource): holding it would delay their calls.
 func Compile(s Snapshot) (liveconfig.Config, Verdicts) {
 	sources := inOrder(s.Sources)
 	destinations := inOrder(s.Destinations)
@@ -90,7 +111,7 @@ func Compile(s Snapshot) (liveconfig.Config, Verdicts) {
 		compiled, verdict := s.destination(d, sources)
 		config.Destinations = append(config.Destinations, compiled)
 		verdicts.Destinations[d.Name] = verdict
-		if verdict.Accepted || verdict.State == liveconfig.Active {
+		if verdict.OK() || verdict.State == liveconfig.Active {
 			for _, source := range compiled.Sources {
 				takers[source] = append(takers[source], d.Name)
 			}
@@ -119,7 +140,9 @@ func Compile(s Snapshot) (liveconfig.Config, Verdicts) {
 	}
 	for _, deletion := range deletions {
 		compiled, verdict := s.deletion(deletion, sources)
-		config.Deletions = append(config.Deletions, compiled)
+		if !compiled.Ended || compiled.Suppress {
+			config.Deletions = append(config.Deletions, compiled)
+		}
 		verdicts.Deletions[deletion.Name] = verdict
 	}
 	return config, verdicts
@@ -146,17 +169,20 @@ func SecretRefs(objects ...runtime.Object) []string {
 						names = append(names, h.ValueFrom.SecretKeyRef.Name)
 					}
 				}
-				if e.TLS != nil && e.TLS.CASecretRef != nil {
-					names = append(names, e.TLS.CASecretRef.Name)
+				if e.TLS != nil && e.TLS.CASecretKeyRef != nil {
+					names = append(names, e.TLS.CASecretKeyRef.Name)
 				}
 				if e.TLS != nil && e.TLS.ClientCertSecretRef != nil {
 					names = append(names, e.TLS.ClientCertSecretRef.Name)
 				}
 			}
 			if signing := o.Spec.Signing; signing != nil {
-				names = append(names, signing.SecretRef.Name)
-				if signing.PreviousSecretRef != nil {
-					names = append(names, signing.PreviousSecretRef.Name)
+				for i := range signing.Schemes {
+					scheme := &signing.Schemes[i]
+					names = append(names, scheme.SecretKeyRef.Name)
+					if scheme.PreviousSecretKeyRef != nil {
+						names = append(names, scheme.PreviousSecretKeyRef.Name)
+					}
 				}
 			}
 		}

@@ -171,8 +171,8 @@ func TestSecretsAreResolved(t *testing.T) {
 		"header":      {d.Endpoints[0].Headers[1].Value.Reveal(), "Bearer canary-token"},
 		"literal url": {d.Endpoints[0].URL.Reveal(), "https://hooks.example/in?x=1"},
 		"secret url":  {d.Endpoints[1].URL.Reveal(), "https://hooks.example/canary-path"},
-		"signing":     {d.Signing.Secret.Reveal(), "canary-shared"},
-		"previous":    {d.Signing.Previous.Reveal(), "Bearer canary-token"},
+		"signing":     {d.Signing[0].Secret.Reveal(), "canary-shared"},
+		"previous":    {d.Signing[0].Previous.Reveal(), "Bearer canary-token"},
 	} {
 		if pair[0] != pair[1] {
 			t.Errorf("%s: got %q, want %q", what, pair[0], pair[1])
@@ -186,7 +186,7 @@ func TestSecretsAreResolved(t *testing.T) {
 func TestSharedSecretIsTakenByteForByte(t *testing.T) {
 	for _, secret := range []string{" spaces and a line break \n", "\xff\x00\xfe", "ü"} {
 		s := load(t, "testdata/full.in.yaml")
-		s.Destinations[0].Spec.Signing.Scheme = v1alpha1.HMACSHA1
+		s.Destinations[0].Spec.Signing.Schemes[0].Type = v1alpha1.HMACSHA1
 		s.Secrets["crm"].Data["sharedSecret"] = []byte(secret)
 		config, _ := Compile(s)
 		data, _, err := liveconfig.Encode(config)
@@ -197,7 +197,7 @@ func TestSharedSecretIsTakenByteForByte(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got := decoded.Destinations[0].Signing.Secret.Reveal(); got != secret {
+		if got := decoded.Destinations[0].Signing[0].Secret.Reveal(); got != secret {
 			t.Errorf("got %q, want %q", got, secret)
 		}
 	}
@@ -388,13 +388,13 @@ func FuzzCompileIsTotal(f *testing.F) {
 			Secrets: map[string]Secret{"s": {Version: "1", Data: map[string][]byte{"k": secret, corev1.TLSCertKey: secret, corev1.TLSPrivateKeyKey: secret}}},
 			Sources: []v1alpha1.Source{{ObjectMeta: metav1.ObjectMeta{Name: "a"}, Spec: v1alpha1.SourceSpec{WriteKeys: []v1alpha1.WriteKey{{SecretKeyRef: ref}, {SecretKeyRef: ref}}, AllowedOrigins: []string{name}}}},
 			Destinations: []v1alpha1.WebhookDestination{{ObjectMeta: metav1.ObjectMeta{Name: "d"}, Spec: v1alpha1.WebhookDestinationSpec{
-				Sources: v1alpha1.SourceSelection{Names: []string{name, "a"}},
+				SourceRefs: []v1alpha1.ObjectReference{{Name: name}, {Name: "a"}},
 				Endpoints: []v1alpha1.Endpoint{
 					{Name: name, URL: string(secret)},
 					{Name: "x", URLFrom: from, Headers: []v1alpha1.Header{{Name: header, ValueFrom: from}, {Name: "X-B", Value: &header}},
-						TLS: &v1alpha1.EndpointTLS{CASecretRef: &ref, ClientCertSecretRef: &v1alpha1.SecretReference{Name: "s"}}},
+						TLS: &v1alpha1.EndpointTLS{CASecretKeyRef: &ref, ClientCertSecretRef: &v1alpha1.SecretReference{Name: "s"}}},
 				},
-				Signing:  &v1alpha1.Signing{SecretRef: ref, Scheme: v1alpha1.SigningScheme(name)},
+				Signing:  &v1alpha1.Signing{Schemes: []v1alpha1.SigningScheme{{Type: v1alpha1.SigningType(name), SecretKeyRef: ref}, {Type: v1alpha1.HMACSHA1, SecretKeyRef: ref, PreviousSecretKeyRef: &ref}}},
 				Delivery: v1alpha1.Delivery{MaxInFlight: int32(number), Timeout: &metav1.Duration{Duration: 1}, RateLimit: &v1alpha1.RequestRateLimit{RequestsPerSecond: int32(number)}},
 				Filter:   &v1alpha1.Filter{Expression: expression, Events: []string{header}},
 			}}},

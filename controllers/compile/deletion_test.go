@@ -1,10 +1,14 @@
 package compile
 
 import (
+	"fmt"
+	"slices"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -14,16 +18,29 @@ func TestDeletions(t *testing.T) {
 	request := func(name, uid string, spec v1alpha1.DeletionRequestSpec) v1alpha1.DeletionRequest {
 		return v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: name, UID: types.UID(uid), Generation: 3}, Spec: spec}
 	}
+	refs := func(names ...string) (out []v1alpha1.ObjectReference) {
+		for _, name := range names {
+			out = append(out, v1alpha1.ObjectReference{Name: name})
+		}
+		return out
+	}
+	started := metav1.Now()
+	ended := v1alpha1.JobStatus{StartTime: &started, Conditions: []metav1.Condition{{Type: v1alpha1.ConditionFailed, Status: metav1.ConditionTrue}}}
 	s := Snapshot{
 		Namespace: "shop", Sources: []v1alpha1.Source{{ObjectMeta: metav1.ObjectMeta{Name: "web"}}, {ObjectMeta: metav1.ObjectMeta{Name: "ios"}}},
 		Deletions: []v1alpha1.DeletionRequest{
 			request("all", "1", v1alpha1.DeletionRequestSpec{UserID: "u1", Suppress: true}),
-			request("all-again", "2", v1alpha1.DeletionRequestSpec{UserID: "u1"}),
-			request("some", "3", v1alpha1.DeletionRequestSpec{UserID: "u1", Sources: []string{"web", "ios"}}),
-			request("some-missing", "4", v1alpha1.DeletionRequestSpec{UserID: "u1", Sources: []string{"web", "tv"}}),
-			request("nobody", "5", v1alpha1.DeletionRequestSpec{}),
+			request("all-again", "2", v1alpha1.DeletionRequestSpec{UserID: "u1", JobSpec: v1alpha1.JobSpec{ActiveDeadlineSeconds: ptr.To(int64(60))}}),
+			request("ended", "6", v1alpha1.DeletionRequestSpec{UserID: "u1"}),
+			request("ended-suppresses", "7", v1alpha1.DeletionRequestSpec{UserID: "u1", Suppress: true, SourceRefs: refs("tv")}),
+			request("no-user", "5", v1alpha1.DeletionRequestSpec{}),
+			request("some", "3", v1alpha1.DeletionRequestSpec{UserID: "u1", SourceRefs: refs("web", "ios")}),
+			request("some-missing", "4", v1alpha1.DeletionRequestSpec{UserID: "u1", SourceRefs: refs("web", "tv")}),
+			request("started", "8", v1alpha1.DeletionRequestSpec{UserID: "u1", SourceRefs: refs("tv")}),
 		},
 	}
+	s.Deletions[2].Status.JobStatus, s.Deletions[3].Status.JobStatus = ended, ended
+	s.Deletions[7].Status.StartTime = &started
 	c, verdicts := Compile(s)
 	data, _, err := liveconfig.Encode(c)
 	if err != nil {
@@ -32,11 +49,13 @@ func TestDeletions(t *testing.T) {
 	if _, _, err := liveconfig.Decode(data); err != nil {
 		t.Fatalf("the dispatcher refuses it: %v", err)
 	}
-	reasons := map[string]string{"all": v1alpha1.ReasonAccepted, "all-again": v1alpha1.ReasonAccepted, "some": v1alpha1.ReasonAccepted, "some-missing": v1alpha1.ReasonNoSource, "nobody": v1alpha1.ReasonInvalidSpec}
+	var got []string
 	ids := map[string]string{}
 	for _, d := range c.Deletions {
 		v := verdicts.Deletions[d.Name]
-		if v.Reason != reasons[d.Name] || v.Accepted != (d.ID != "") || v.Revision != d.Revision || d.Generation != 3 || d.Suppress != (d.Name == "all") {
+		reason, _ := v.Cause()
+		got = append(got, fmt.Sprintf("%s: %s, runs %t, ends after %d s", d.Name, reason, d.ID != "" && !d.Ended, d.DeadlineSeconds))
+		if v.OK() != (d.ID != "") || v.Revision != d.Revision || d.Generation != 3 || d.ID != "" && d.UID == "" {
 			t.Errorf("%s: %+v %+v", d.Name, d, v)
 		}
 		if other := ids[d.ID]; d.ID != "" && other != "" {
@@ -44,20 +63,84 @@ func TestDeletions(t *testing.T) {
 		}
 		ids[d.ID] = d.Name
 	}
-	if len(c.Deletions) != 5 {
-		t.Errorf("%d deletions", len(c.Deletions))
+	want := []string{
+		"all: Accepted, runs true, ends after 0 s", "all-again: Accepted, runs true, ends after 60 s", "ended-suppresses: Accepted, runs false, ends after 0 s",
+		"no-user: InvalidSpec, runs false, ends after 0 s", "some: Accepted, runs true, ends after 0 s",
+		"some-missing: NoSource, runs false, ends after 0 s", "started: Accepted, runs true, ends after 0 s",
 	}
-	// What was told does not depend on what may change without it.
-	id := c.Deletions[3].ID
-	s.Deletions[2].Generation, s.Deletions[2].Spec.Suppress, s.Deletions[2].Spec.Sources = 9, true, []string{"ios", "web"}
-	if again, _ := Compile(s); again.Deletions[3].ID != id {
-		t.Error("the id changed with the generation, suppress, or the order of Sources")
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
 	}
-	s.Deletions[2].Spec.UserID = "u2"
-	if again, _ := Compile(s); again.Deletions[3].ID == id {
-		t.Error("another user has the same id")
+	if v, ok := verdicts.Deletions["ended"]; !ok || !v.Accepted {
+		t.Errorf("an ended request without suppression has the verdict %+v", v)
 	}
 	if v := verdicts.tooLarge(1, liveconfig.MaxEncodedBytes, liveconfig.Config{}).Deletions["all"]; v.Accepted {
 		t.Errorf("too large: %+v", v)
+	}
+}
+
+// The identity of a run follows from the namespace, the name and the spec without its TTL.
+func TestJobIDs(t *testing.T) {
+	base := func() *v1alpha1.Redelivery {
+		return &v1alpha1.Redelivery{
+			ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "again", UID: "1", Generation: 1},
+			Spec: v1alpha1.RedeliverySpec{
+				DestinationRef: v1alpha1.ObjectReference{Name: "crm"}, Rate: 100,
+				Selector: &v1alpha1.DeadLetterSelector{Reasons: []string{"Expired", "Rejected"}, Types: []v1alpha1.CallType{"page", "track"}},
+			},
+		}
+	}
+	// Dispatchers remember it: it must stay the same in later releases.
+	if got, want := RedeliveryID(base()), "3476b1279ebae0304edb8c71b432b841"; got != want {
+		t.Errorf("the identity of a Redelivery is %s, want %s", got, want)
+	}
+	for name, c := range map[string]struct {
+		change func(*v1alpha1.Redelivery)
+		same   bool
+	}{
+		"object": {func(o *v1alpha1.Redelivery) { o.UID, o.Generation, o.Labels = "2", 7, map[string]string{"a": "b"} }, true},
+		"TTL":    {func(o *v1alpha1.Redelivery) { o.Spec.TTLSecondsAfterFinished = ptr.To(int32(5)) }, true},
+		"order": {func(o *v1alpha1.Redelivery) {
+			slices.Reverse(o.Spec.Selector.Reasons)
+			slices.Reverse(o.Spec.Selector.Types)
+		}, true},
+		"default rate": {func(o *v1alpha1.Redelivery) { o.Spec.Rate = 0 }, true},
+		"namespace":    {func(o *v1alpha1.Redelivery) { o.Namespace = "other" }, false},
+		"name":         {func(o *v1alpha1.Redelivery) { o.Name = "other" }, false},
+		"destination":  {func(o *v1alpha1.Redelivery) { o.Spec.DestinationRef.Name = "other" }, false},
+		"selector":     {func(o *v1alpha1.Redelivery) { o.Spec.Selector = nil }, false},
+		"dry run":      {func(o *v1alpha1.Redelivery) { o.Spec.DryRun = true }, false},
+		"rate":         {func(o *v1alpha1.Redelivery) { o.Spec.Rate = 7 }, false},
+		"requestId":    {func(o *v1alpha1.Redelivery) { o.Spec.RequestID = "2" }, false},
+		"deadline":     {func(o *v1alpha1.Redelivery) { o.Spec.ActiveDeadlineSeconds = ptr.To(int64(5)) }, false},
+	} {
+		changed := base()
+		if c.change(changed); (RedeliveryID(changed) == RedeliveryID(base())) != c.same {
+			t.Errorf("Redelivery with another %s: the same identity is %t, want %t", name, !c.same, c.same)
+		}
+	}
+	deletion := func() *v1alpha1.DeletionRequest {
+		return &v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", UID: "1"}, Spec: v1alpha1.DeletionRequestSpec{UserID: "u1", SourceRefs: []v1alpha1.ObjectReference{{Name: "ios"}, {Name: "web"}}}}
+	}
+	if got, want := DeletionRequestID("shop", deletion()), "456c5ce97077228cfe731700b9b7eefe"; got != want {
+		t.Errorf("the identity of a DeletionRequest is %s, want %s", got, want)
+	}
+	for name, c := range map[string]struct {
+		change func(*v1alpha1.DeletionRequest)
+		same   bool
+	}{
+		"object":    {func(o *v1alpha1.DeletionRequest) { o.UID = "2" }, true},
+		"TTL":       {func(o *v1alpha1.DeletionRequest) { o.Spec.TTLSecondsAfterFinished = ptr.To(int32(5)) }, true},
+		"order":     {func(o *v1alpha1.DeletionRequest) { slices.Reverse(o.Spec.SourceRefs) }, true},
+		"user":      {func(o *v1alpha1.DeletionRequest) { o.Spec.UserID = "u2" }, false},
+		"Sources":   {func(o *v1alpha1.DeletionRequest) { o.Spec.SourceRefs = nil }, false},
+		"suppress":  {func(o *v1alpha1.DeletionRequest) { o.Spec.Suppress = true }, false},
+		"requestId": {func(o *v1alpha1.DeletionRequest) { o.Spec.RequestID = "2" }, false},
+		"deadline":  {func(o *v1alpha1.DeletionRequest) { o.Spec.ActiveDeadlineSeconds = ptr.To(int64(5)) }, false},
+	} {
+		changed := deletion()
+		if c.change(changed); (DeletionRequestID("shop", changed) == DeletionRequestID("shop", deletion())) != c.same {
+			t.Errorf("DeletionRequest with another %s: the same identity is %t, want %t", name, !c.same, c.same)
+		}
 	}
 }

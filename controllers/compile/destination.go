@@ -24,22 +24,22 @@ func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha
 	b := builder{resolver: newResolver(s.Secrets), checkHost: s.CheckHost}
 	c := liveconfig.Destination{
 		Name:         o.Name,
-		Sources:      b.sources(o.Spec.Sources, sources),
+		Sources:      b.sources(o.Spec.SourceRefs, o.Spec.SourceSelector, sources),
 		Endpoints:    b.endpoints(o.Spec.Endpoints),
 		Signing:      b.signing(o.Spec.Signing),
-		Success:      b.success(o.Spec.Success),
+		Success:      b.successPolicy(o.Spec.SuccessPolicy),
 		ExactNumbers: b.exactNumbers(o.Spec.Body.Numbers),
 		Delivery:     b.delivery(o.Spec.Delivery),
 		Filter:       b.filter(o.Spec.Filter),
 		DeadLetters:  b.deadLetters(o.Spec.DeadLetters),
 	}
-	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: strings.Join(append([]string{"the spec is valid and every reference resolves"}, b.notes...), "; ")}
+	c.SourcesUnknown = b.sourcesUnknown
+	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: strings.Join(append([]string{"the spec is valid"}, b.notes...), "; ")}
 	c.State = liveconfig.Active
 	if len(b.problems) > 0 {
-		v.Accepted = false
-		v.Reason, v.Message = b.verdict()
-		if v.Reason != v1alpha1.ReasonNoSource || len(c.Sources) == 0 {
-			c.State, c.HeldReason = liveconfig.Held, v.Reason
+		b.judge(&v, "")
+		if reason, _ := v.Cause(); reason != v1alpha1.ReasonNoSource || len(c.Sources) == 0 {
+			c.State, c.HeldReason = liveconfig.Held, reason
 		}
 	}
 	if o.Spec.Enabled != nil && !*o.Spec.Enabled {
@@ -63,18 +63,22 @@ type builder struct {
 	literals []string
 	// notes are what is valid and seldom meant.
 	notes []string
+	// sourcesUnknown: the Sources are not given in a valid form.
+	sourcesUnknown bool
 }
 
-// sources returns the names of those Sources that exist and are chosen, sorted.
-func (b *builder) sources(selection v1alpha1.SourceSelection, sources []*v1alpha1.Source) []string {
+// sources returns the names of the referenced or selected Sources that exist, sorted.
+func (b *builder) sources(refs []v1alpha1.ObjectReference, labelSelector *metav1.LabelSelector, sources []*v1alpha1.Source) []string {
 	var names []string
 	switch {
-	case (selection.Selector != nil) == (len(selection.Names) > 0):
-		b.add(v1alpha1.ReasonInvalidSpec, "spec.sources", "set either names or selector, not both and not neither")
-	case selection.Selector != nil:
-		selector, err := metav1.LabelSelectorAsSelector(selection.Selector)
+	case (labelSelector != nil) == (len(refs) > 0):
+		b.sourcesUnknown = true
+		b.add(v1alpha1.ReasonInvalidSpec, "spec", "set exactly one of sourceRefs and sourceSelector; until then messages are kept, not sent")
+	case labelSelector != nil:
+		selector, err := metav1.LabelSelectorAsSelector(labelSelector)
 		if err != nil {
-			b.add(v1alpha1.ReasonInvalidSpec, "spec.sources.selector", "%v; use In, NotIn, Exists or DoesNotExist, and valid label keys and values", err)
+			b.sourcesUnknown = true
+			b.add(v1alpha1.ReasonInvalidSpec, "spec.sourceSelector", "%v; use In, NotIn, Exists or DoesNotExist, and valid label keys and values", err)
 			return nil
 		}
 		for _, source := range sources {
@@ -83,11 +87,12 @@ func (b *builder) sources(selection v1alpha1.SourceSelection, sources []*v1alpha
 			}
 		}
 		if len(names) == 0 {
-			b.add(v1alpha1.ReasonNoSource, "spec.sources.selector", "no Source in this namespace matches; create one or change its labels or the selector")
+			b.add(v1alpha1.ReasonNoSource, "spec.sourceSelector", "no Source in this namespace matches; create one or change its labels or the selector")
 		}
 	default:
 		var missing []string
-		for _, name := range selection.Names {
+		for _, ref := range refs {
+			name := ref.Name
 			if slices.ContainsFunc(sources, func(s *v1alpha1.Source) bool { return s.Name == name }) {
 				names = append(names, name)
 			} else {
@@ -102,7 +107,7 @@ func (b *builder) sources(selection v1alpha1.SourceSelection, sources []*v1alpha
 			if len(names) > 0 {
 				text += " (calls of the other Sources are delivered)"
 			}
-			b.add(v1alpha1.ReasonNoSource, "spec.sources.names", "%s", text)
+			b.add(v1alpha1.ReasonNoSource, "spec.sourceRefs", "%s", text)
 		}
 	}
 	return names
@@ -141,7 +146,7 @@ func (b *builder) endpoint(field string, e *v1alpha1.Endpoint) liveconfig.Endpoi
 // url returns the URL of an endpoint; empty when it cannot be used.
 func (b *builder) url(field string, e *v1alpha1.Endpoint) (out liveconfig.Secret, https bool) {
 	if (e.URL == "") == (e.URLFrom == nil) {
-		b.add(v1alpha1.ReasonInvalidSpec, field, "set either url or urlFrom, not both and not neither")
+		b.add(v1alpha1.ReasonInvalidSpec, field, "set exactly one of url and urlFrom")
 		return out, false
 	}
 	text, fromSecret := e.URL, e.URLFrom != nil
@@ -194,7 +199,7 @@ func (b *builder) headers(field string, headers []v1alpha1.Header) []liveconfig.
 			continue
 		}
 		if (h.Value == nil) == (h.ValueFrom == nil) {
-			b.add(v1alpha1.ReasonInvalidSpec, field, "set either value or valueFrom, not both and not neither")
+			b.add(v1alpha1.ReasonInvalidSpec, field, "set exactly one of value and valueFrom")
 			continue
 		}
 		var value string
@@ -223,8 +228,8 @@ func (b *builder) headers(field string, headers []v1alpha1.Header) []liveconfig.
 
 func (b *builder) tls(field string, t *v1alpha1.EndpointTLS) *liveconfig.TLS {
 	c := &liveconfig.TLS{}
-	if ref := t.CASecretRef; ref != nil {
-		field := field + ".caSecretRef"
+	if ref := t.CASecretKeyRef; ref != nil {
+		field := field + ".caSecretKeyRef"
 		if value, ok := b.value(field, *ref); ok {
 			var broken string
 			if c.CA, broken = authorities(value); broken != "" {
@@ -252,25 +257,40 @@ func (b *builder) tls(field string, t *v1alpha1.EndpointTLS) *liveconfig.TLS {
 	return c
 }
 
-// signing is nil only when the owner asked for no signature: what does not
-// resolve stays without a secret, which no dispatcher sends under.
-func (b *builder) signing(signing *v1alpha1.Signing) *liveconfig.Signing {
+const maxSigningSchemes = 2
+
+// signing is empty when the owner wants unsigned requests. A scheme that cannot be
+// used is a problem of the spec, and the destination of such a spec is not sent to.
+func (b *builder) signing(signing *v1alpha1.Signing) liveconfig.SigningSchemes {
 	if signing == nil {
 		return nil
 	}
-	c := &liveconfig.Signing{Scheme: liveconfig.HMACSHA1}
-	switch signing.Scheme {
-	case "", v1alpha1.HMACSHA1:
-	case v1alpha1.StandardWebhooks:
-		c.Scheme = liveconfig.StandardWebhooks
-	default:
-		b.add(v1alpha1.ReasonInvalidSpec, "spec.signing.scheme", "%q is unknown; use %s or %s", signing.Scheme, v1alpha1.HMACSHA1, v1alpha1.StandardWebhooks)
+	if n := len(signing.Schemes); n < 1 || n > maxSigningSchemes {
+		b.add(v1alpha1.ReasonInvalidSpec, "spec.signing.schemes", "has %d entries; set 1 or %d, or remove spec.signing for unsigned requests", n, maxSigningSchemes)
 	}
-	c.Secret = b.sharedSecret("spec.signing.secretRef", c.Scheme, signing.SecretRef)
-	if signing.PreviousSecretRef != nil {
-		c.Previous = b.sharedSecret("spec.signing.previousSecretRef", c.Scheme, *signing.PreviousSecretRef)
+	var compiled liveconfig.SigningSchemes
+	for i := range signing.Schemes {
+		s := &signing.Schemes[i]
+		field := fmt.Sprintf("spec.signing.schemes[%s]", s.Type)
+		switch s.Type {
+		case v1alpha1.HMACSHA1, v1alpha1.StandardWebhooks:
+		default:
+			b.add(v1alpha1.ReasonInvalidSpec, fmt.Sprintf("spec.signing.schemes[%d].type", i), "%q is unknown; use %s or %s", s.Type, v1alpha1.HMACSHA1, v1alpha1.StandardWebhooks)
+			continue
+		}
+		c := liveconfig.SigningScheme{Type: string(s.Type)}
+		if slices.ContainsFunc(compiled, func(o liveconfig.SigningScheme) bool { return o.Type == c.Type }) {
+			b.add(v1alpha1.ReasonInvalidSpec, field, "there is more than one scheme of this type; remove one")
+			continue
+		}
+		c.Secret = b.sharedSecret(field+".secretKeyRef", c.Type, s.SecretKeyRef)
+		if s.PreviousSecretKeyRef != nil {
+			c.Previous = b.sharedSecret(field+".previousSecretKeyRef", c.Type, *s.PreviousSecretKeyRef)
+		}
+		compiled = append(compiled, c)
 	}
-	return c
+	slices.SortFunc(compiled, func(a, b liveconfig.SigningScheme) int { return strings.Compare(a.Type, b.Type) })
+	return compiled
 }
 
 const maxSharedSecretBytes = 4096
@@ -297,13 +317,13 @@ func (b *builder) sharedSecret(field, scheme string, ref v1alpha1.SecretKeyRefer
 	return liveconfig.NewSecret(string(value))
 }
 
-func (b *builder) success(policy v1alpha1.SuccessPolicy) string {
+func (b *builder) successPolicy(policy v1alpha1.SuccessPolicy) string {
 	switch policy {
 	case "", v1alpha1.AnyEndpoint:
 	case v1alpha1.EveryEndpoint:
 		return liveconfig.EveryEndpoint
 	default:
-		b.add(v1alpha1.ReasonInvalidSpec, "spec.success", "%q is unknown; use %s or %s", policy, v1alpha1.AnyEndpoint, v1alpha1.EveryEndpoint)
+		b.add(v1alpha1.ReasonInvalidSpec, "spec.successPolicy", "%q is unknown; use %s or %s", policy, v1alpha1.AnyEndpoint, v1alpha1.EveryEndpoint)
 	}
 	return liveconfig.AnyEndpoint
 }
@@ -322,13 +342,13 @@ func (b *builder) exactNumbers(format v1alpha1.NumberFormat) bool {
 func (b *builder) delivery(d v1alpha1.Delivery) liveconfig.Delivery {
 	c := liveconfig.Delivery{
 		TimeoutMS:     b.milliseconds("spec.delivery.timeout", d.Timeout, 5*time.Second, 100*time.Millisecond, 5*time.Second),
-		RetryWindowMS: b.milliseconds("spec.delivery.retryWindow", d.RetryWindow, 4*time.Hour, time.Second, 4*time.Hour),
-		MinBackoffMS:  b.milliseconds("spec.delivery.minBackoff", d.MinBackoff, time.Second, 10*time.Millisecond, time.Hour),
-		MaxBackoffMS:  b.milliseconds("spec.delivery.maxBackoff", d.MaxBackoff, 5*time.Minute, 10*time.Millisecond, time.Hour),
+		RetryWindowMS: b.milliseconds("spec.delivery.retry.window", d.Retry.Window, 4*time.Hour, time.Second, 4*time.Hour),
+		MinBackoffMS:  b.milliseconds("spec.delivery.retry.minBackoff", d.Retry.MinBackoff, time.Second, 10*time.Millisecond, time.Hour),
+		MaxBackoffMS:  b.milliseconds("spec.delivery.retry.maxBackoff", d.Retry.MaxBackoff, 5*time.Minute, 10*time.Millisecond, time.Hour),
 		MaxInFlight:   64,
 	}
 	if c.MinBackoffMS > c.MaxBackoffMS {
-		b.add(v1alpha1.ReasonInvalidSpec, "spec.delivery", "minBackoff must not be larger than maxBackoff; lower it or raise maxBackoff")
+		b.add(v1alpha1.ReasonInvalidSpec, "spec.delivery.retry", "minBackoff must not be larger than maxBackoff; lower it or raise maxBackoff")
 		c.MaxBackoffMS = c.MinBackoffMS
 	}
 	if d.MaxInFlight != 0 {

@@ -180,8 +180,8 @@ func weight(d liveconfig.Destination) (n int) {
 			n += len(e.TLS.CA) + len(e.TLS.ClientCert) + len(e.TLS.ClientKey.Reveal())
 		}
 	}
-	if d.Signing != nil {
-		n += len(d.Signing.Secret.Reveal()) + len(d.Signing.Previous.Reveal())
+	for _, s := range d.Signing {
+		n += len(s.Secret.Reveal()) + len(s.Previous.Reveal())
 	}
 	return n
 }

@@ -24,7 +24,7 @@ const testLimit = liveconfig.MaxEncodedBytes / 16
 func heavy(name string, headers int, seed uint64) v1alpha1.WebhookDestination {
 	random := rand.New(rand.NewPCG(seed, seed))
 	d := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: name, Generation: 1}}
-	d.Spec.Sources.Names = []string{"web"}
+	d.Spec.SourceRefs = []v1alpha1.ObjectReference{{Name: "web"}}
 	d.Spec.Endpoints = []v1alpha1.Endpoint{{Name: "e", URL: "https://hooks.example/in"}}
 	const letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 	for i := range headers {

@@ -22,8 +22,8 @@ const (
 
 // source compiles one Source. owners holds, by hash, the name of the Source that a write key belongs to.
 //
-// A Source of which only some write keys are usable is not accepted, but it
-// stays active with those: a mistake in the new key must not refuse the calls that use the old one.
+// A Source of which only some write keys are usable stays active with those: a
+// mistake in the new key must not reject the calls that use the old one.
 func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconfig.Source, Verdict) {
 	r := newResolver(s.Secrets)
 	c := liveconfig.Source{
@@ -69,18 +69,16 @@ func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconf
 		c.WriteKeySHA256, refs = nil, nil
 	}
 
-	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, State: liveconfig.Active, Message: "the spec is valid and every write key resolves"}
+	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, State: liveconfig.Active, Message: "the spec is valid"}
 	if !c.Enabled {
 		v.State, v.Reason, v.Message = liveconfig.Disabled, v1alpha1.ReasonDisabled, "spec.enabled is false: calls are answered 403"
 	}
 	switch {
 	case len(c.WriteKeySHA256) == 0:
-		v.Accepted, v.State = false, liveconfig.Held
-		v.Reason, v.Message = r.verdict()
+		v.State = liveconfig.Held
+		r.judge(&v, "")
 	case len(r.problems) > 0:
-		v.Accepted = false
-		v.Reason, v.Message = r.verdict()
-		v.Message = truncate(v.Message + "; the other write key stays in effect")
+		r.judge(&v, "; the other write key stays in effect")
 	case len(notes) > 0:
 		v.Message += "; " + strings.Join(notes, "; ")
 	}

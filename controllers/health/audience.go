@@ -16,11 +16,12 @@ import (
 // Audience returns the status that follows from the compiler's verdict v and the
 // reports of the ready dispatcher pods; one of them keeps the members.
 //
-// An Audience that is not accepted has no key, so there is nothing to program
-// (NotAccepted). numbersDue is as for Destination.
+// An Audience that is not accepted, or whose Source does not exist, has no key, so
+// there is nothing to program (NotAccepted, UnresolvedRefs). numbersDue is as for Destination.
 func Audience(old v1alpha1.Audience, v compile.Verdict, tenant string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.AudienceStatus {
+	old.Status.Conditions = Own(old.Status.Conditions, audienceConditions)
 	f := gather(v, old.ObjectMeta, old.Status.Conditions, tenant, pods, now, audiencePart)
-	s := v1alpha1.AudienceStatus{ObservedGeneration: old.Generation, Key: cmp.Or(v.Key, old.Status.Key), Dispatchers: f.dispatchers()}
+	s := v1alpha1.AudienceStatus{ObservedGeneration: old.Generation, Key: cmp.Or(v.Key, old.Status.Key)}
 	var owner *liveconfig.AudienceReport
 	audiencePart.each(pods, tenant, old.Name, func(_ Pod, r *liveconfig.AudienceReport) {
 		if r.Owner && (owner == nil || r.LastSync.After(owner.LastSync)) {
@@ -62,27 +63,28 @@ func (f facts) synced(owner *liveconfig.AudienceReport) metav1.Condition {
 	set := conditionOf(v1alpha1.ConditionSynced)
 	switch {
 	case f.state() == liveconfig.Held:
-		return set(metav1.ConditionFalse, v1alpha1.ReasonNotAccepted, "it cannot be synced: "+f.verdict.Message)
+		_, message := f.verdict.Cause()
+		return set(metav1.ConditionFalse, f.noEffect(), "the audience cannot be synced: "+message)
 	case owner == nil:
 		if before := f.before(v1alpha1.ConditionSynced); before != nil {
 			return set(before.Status, before.Reason, before.Message)
 		}
 	case owner.LastRefused.After(owner.LastSync):
-		return set(metav1.ConditionFalse, v1alpha1.ReasonSyncRefused, "the latest sync was refused and changed nothing: "+truncate(owner.Refusal, maxQuotedBytes))
+		return set(metav1.ConditionFalse, v1alpha1.ReasonSyncRefused, "the latest sync was rejected and changed nothing: "+truncate(owner.Refusal, maxQuotedBytes))
 	case owner.Unsent > 0: // also of a sync under another key, kind or Source, which has no numbers any more
-		message := fmt.Sprintf("the last sync was taken; %d of its identify calls are not in the queue yet", owner.Unsent)
+		message := fmt.Sprintf("the last sync was accepted; %d of its identify calls are not in the queue yet", owner.Unsent)
 		if owner.Waits != "" {
 			message += ": " + truncate(owner.Waits, maxQuotedBytes)
 		}
 		return set(metav1.ConditionTrue, v1alpha1.ReasonSending, message)
 	case owner.LastSync.IsZero():
 	default:
-		return set(metav1.ConditionTrue, v1alpha1.ReasonSynced, fmt.Sprintf("the last sync was taken: %d joined, %d left, %d have another value", owner.Added, owner.Removed, owner.Changed))
+		return set(metav1.ConditionTrue, v1alpha1.ReasonSynced, fmt.Sprintf("the last sync was accepted: %d joined, %d left, %d have another value", owner.Added, owner.Removed, owner.Changed))
 	}
-	return set(metav1.ConditionUnknown, v1alpha1.ReasonNoSyncYet, "no sync has come yet; send members to /v1/audiences/"+f.verdict.Key+"/members")
+	return set(metav1.ConditionUnknown, v1alpha1.ReasonNoSyncYet, "no sync has been received yet; send members to /v1/audiences/"+f.verdict.Key+"/members")
 }
 
 // CheckAudience returns what in an Audience's status must never be so. It is for tests.
 func CheckAudience(a v1alpha1.Audience) []error {
-	return checkConditions(a.Generation, a.Status.ObservedGeneration, a.Status.Conditions, a.Status.Dispatchers, v1alpha1.ConditionSynced)
+	return checkConditions(a.Generation, a.Status.ObservedGeneration, Own(a.Status.Conditions, audienceConditions), v1alpha1.ConditionSynced)
 }

@@ -19,41 +19,51 @@ const maxNotifications = 200
 //
 // numbersDue changes nothing: each notification has its final state once.
 func DeletionRequest(old v1alpha1.DeletionRequest, v compile.Verdict, tenant string, pods []Pod, now time.Time, _ bool) v1alpha1.DeletionRequestStatus {
+	s := *old.Status.DeepCopy()
+	if v1alpha1.JobEnded(s.JobStatus) {
+		s.JobStatus = ObserveEnded(s.JobStatus, old.Generation)
+		s.Conditions = Own(s.Conditions, jobConditions)
+		return s
+	}
 	f := gather(v, old.ObjectMeta, old.Status.Conditions, tenant, pods, now, deletionPart)
-	s := v1alpha1.DeletionRequestStatus{ObservedGeneration: old.Generation, Dispatchers: f.dispatchers()}
 	var owner *liveconfig.DeletionReport
 	deletionPart.each(pods, tenant, old.Name, func(_ Pod, r *liveconfig.DeletionReport) {
-		// What a pod says of an earlier revision is not about this one.
-		if r.Owner && r.Revision == v.Revision && !r.Started.IsZero() {
+		// A report of an earlier revision is not about this one.
+		if r.Owner && r.Revision == v.Revision && (r.AlreadyDone || !r.Started.IsZero()) {
 			owner = r
 		}
 	})
-	var finished metav1.Condition
+	reason, message := v.Cause()
+	accepted := metav1.Condition{Status: status(v.OK()), Reason: reason, Message: message}
+	var o Outcome
 	switch {
-	case f.state() == liveconfig.Held:
-		finished = metav1.Condition{Status: metav1.ConditionFalse, Reason: v1alpha1.ReasonNotAccepted, Message: "nobody is told: " + v.Message}
+	case !v.OK():
+		o = Outcome{Reason: reason, Message: "no notification is sent: " + message}
+	case owner != nil && owner.AlreadyDone:
+		s.StartTime = &f.now
+		o = Outcome{Complete: true, Reason: v1alpha1.ReasonAlreadyDone, Message: "a DeletionRequest with the same name and spec completed within the last 30 days, so no notification was sent; set spec.requestId to run it again"}
 	case owner != nil:
-		finished = count(&s, owner)
-	case old.Status.ObservedGeneration == old.Generation && old.Status.StartTime != nil: // the owner restarts
-		kept := old.Status.DeepCopy()
-		s.StartTime, s.CompletionTime, s.Notifications = kept.StartTime, kept.CompletionTime, kept.Notifications
-		s.Total, s.Delivered, s.Pending = kept.Total, kept.Delivered, kept.Pending
-		if before := f.before(v1alpha1.ConditionFinished); before != nil {
-			finished = *before
-		}
+		o = outcome(&s, owner)
+	case s.StartTime != nil:
+		o = Outcome{Reason: v1alpha1.ReasonRunning, Message: "waiting for the dispatcher that sends the notifications"}
+	default:
+		o = Outcome{Reason: v1alpha1.ReasonWaiting, Message: "waiting for the dispatcher that sends the notifications"}
 	}
-	if finished.Status == "" {
-		finished = metav1.Condition{Status: metav1.ConditionFalse, Reason: v1alpha1.ReasonNotifying, Message: "waiting for the dispatcher pod that sends the notifications"}
+	if old.Spec.Suppress && (o.Complete || o.Failed) && f.confirmed < f.ready {
+		o = Outcome{Reason: v1alpha1.ReasonRunning, Message: "waiting for all dispatchers to reject calls of the user"}
 	}
-	finished.Type = v1alpha1.ConditionFinished
-	s.Conditions = f.conditions(f.state() != liveconfig.Held, finished)
+	if o.Complete {
+		s.CompletionTime = &f.now
+	}
+	SetJobConditions(&s.JobStatus, old.Generation, f.now, accepted, o)
+	s.Conditions = Own(s.Conditions, jobConditions)
 	return s
 }
 
-// count brings what the owner reports into the status.
-func count(s *v1alpha1.DeletionRequestStatus, owner *liveconfig.DeletionReport) metav1.Condition {
+// outcome copies the owner's report into the status.
+func outcome(s *v1alpha1.DeletionRequestStatus, owner *liveconfig.DeletionReport) Outcome {
 	var delivered, pending, failed int32
-	last := owner.Started
+	s.Notifications = nil
 	for i, n := range owner.Notifications {
 		switch n.State {
 		case liveconfig.NotificationDelivered:
@@ -64,7 +74,6 @@ func count(s *v1alpha1.DeletionRequestStatus, owner *liveconfig.DeletionReport) 
 		default:
 			failed++
 		}
-		last = later(last, n.Time)
 		if i < maxNotifications {
 			s.Notifications = append(s.Notifications, v1alpha1.Notification{
 				Source: n.Source, Destination: n.Destination, State: v1alpha1.NotificationState(n.State),
@@ -74,20 +83,19 @@ func count(s *v1alpha1.DeletionRequestStatus, owner *liveconfig.DeletionReport) 
 	}
 	total := int32(len(owner.Notifications))
 	s.StartTime, s.Total, s.Delivered, s.Pending = optional(owner.Started), &total, &delivered, &pending
-	if pending > 0 {
-		return metav1.Condition{Status: metav1.ConditionFalse, Reason: v1alpha1.ReasonNotifying, Message: fmt.Sprintf("%d of %d notifications are pending", pending, total)}
-	}
-	s.CompletionTime = optional(last)
-	done := metav1.Condition{Status: metav1.ConditionTrue}
 	switch {
-	case total == 0:
-		done.Reason, done.Message = v1alpha1.ReasonNobodyToTell, "no affected Source has an enabled WebhookDestination"
+	case owner.DeadlineExceeded:
+		return Outcome{Failed: true, Reason: v1alpha1.ReasonDeadlineExceeded, Message: fmt.Sprintf("the run did not end within spec.activeDeadlineSeconds; %d of %d notifications were not delivered", failed, total)}
+	case pending > 0:
+		return Outcome{Reason: v1alpha1.ReasonRunning, Message: fmt.Sprintf("%d of %d notifications are pending", pending, total)}
 	case failed > 0:
-		done.Reason, done.Message = v1alpha1.ReasonNotDelivered, fmt.Sprintf("%d of %d notifications could not be delivered; see status.notifications and the dead letters", failed, total)
-	default:
-		done.Reason, done.Message = v1alpha1.ReasonDelivered, fmt.Sprintf("%d of %d notifications were delivered, the others filtered out", delivered, total)
+		return Outcome{Failed: true, Reason: v1alpha1.ReasonNotDelivered, Message: fmt.Sprintf("%d of %d notifications could not be delivered; see status.notifications and the dead letters", failed, total)}
+	case !owner.Completed:
+		return Outcome{Reason: v1alpha1.ReasonRunning, Message: "waiting for the dispatcher to record the end"}
+	case total == 0:
+		return Outcome{Complete: true, Reason: v1alpha1.ReasonNoDestinations, Message: "no affected Source has an enabled WebhookDestination"}
 	}
-	return done
+	return Outcome{Complete: true, Reason: v1alpha1.ReasonDelivered, Message: fmt.Sprintf("%d of %d notifications were delivered, filters exclude the others", delivered, total)}
 }
 
 var deletionPart = part[liveconfig.DeletionReport]{
@@ -97,9 +105,8 @@ var deletionPart = part[liveconfig.DeletionReport]{
 
 // DeletionRequestExpires returns when a request is to be deleted; false for one that stays.
 func DeletionRequestExpires(d v1alpha1.DeletionRequest) (time.Time, bool) {
-	ttl, done := d.Spec.TTLSecondsAfterFinished, d.Status.CompletionTime
-	if ttl == nil || done == nil || d.Spec.Suppress || d.Status.ObservedGeneration != d.Generation {
+	if d.Spec.Suppress {
 		return time.Time{}, false
 	}
-	return done.Add(time.Duration(*ttl) * time.Second), true
+	return v1alpha1.JobExpires(d.Spec.TTLSecondsAfterFinished, d.Status.JobStatus)
 }

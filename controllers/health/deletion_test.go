@@ -2,12 +2,14 @@ package health
 
 import (
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
@@ -17,7 +19,7 @@ import (
 func TestDeletionRequest(t *testing.T) {
 	now := time.Unix(1_800_000_000, 0)
 	accepted := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", State: liveconfig.Active, Revision: "r"}
-	held := compile.Verdict{Reason: v1alpha1.ReasonNoSource, Message: "no source", State: liveconfig.Held, Revision: "r"}
+	held := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", Unresolved: &compile.Unresolved{Reason: v1alpha1.ReasonNoSource, Message: "no source"}, State: liveconfig.Held, Revision: "r"}
 	request := v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", Generation: 2}}
 	pods := func(started time.Time, states ...string) []Pod {
 		report := func(owner bool) *liveconfig.Report {
@@ -32,67 +34,137 @@ func TestDeletionRequest(t *testing.T) {
 		}
 		return []Pod{{Name: "a", Report: report(true)}, {Name: "b", Report: report(false)}}
 	}
+	with := func(pods []Pod, change func(*liveconfig.DeletionReport)) []Pod {
+		change(&pods[0].Report.Tenants[0].Deletions[0])
+		return pods
+	}
+	recorded := func(pods []Pod) []Pod {
+		return with(pods, func(r *liveconfig.DeletionReport) { r.Completed = true })
+	}
 	const delivered, pending = liveconfig.NotificationDelivered, liveconfig.NotificationPending
 	for _, c := range []struct {
-		name      string
-		verdict   compile.Verdict
-		pods      []Pod
-		status    metav1.ConditionStatus
-		reason    string
-		total     int32
-		completed time.Duration // after the start; -1: not
+		name    string
+		verdict compile.Verdict
+		pods    []Pod
+		// want has the conditions that are True, and the reason.
+		want  string
+		total int32
 	}{
-		{"not started", accepted, pods(time.Time{}), "False", v1alpha1.ReasonNotifying, -1, -1},
-		{"no pod", accepted, nil, "False", v1alpha1.ReasonNotifying, -1, -1},
-		{"held", held, pods(time.Time{}), "False", v1alpha1.ReasonNotAccepted, -1, -1},
-		{"pending", accepted, pods(now, delivered, pending), "False", v1alpha1.ReasonNotifying, 2, -1},
-		{"delivered", accepted, pods(now, delivered, liveconfig.NotificationFiltered, delivered), "True", v1alpha1.ReasonDelivered, 3, 2 * time.Second},
-		{"a dead letter", accepted, pods(now, delivered, liveconfig.NotificationDeadLettered), "True", v1alpha1.ReasonNotDelivered, 2, time.Second},
-		{"discarded", accepted, pods(now, liveconfig.NotificationDiscarded), "True", v1alpha1.ReasonNotDelivered, 1, 0},
-		{"nobody", accepted, pods(now), "True", v1alpha1.ReasonNobodyToTell, 0, 0},
-		{"many", accepted, pods(now, make([]string, 300)...), "True", v1alpha1.ReasonNotDelivered, 300, 299 * time.Second},
+		{"not started", accepted, pods(time.Time{}), "Accepted: Waiting", -1},
+		{"no pod", accepted, nil, "Accepted: Waiting", -1},
+		{"held", held, pods(time.Time{}), ": NoSource", -1},
+		{"invalid", compile.Verdict{Reason: v1alpha1.ReasonInvalidSpec, State: liveconfig.Held, Revision: "r"}, pods(time.Time{}), "Stalled: InvalidSpec", -1},
+		{"pending", accepted, pods(now, delivered, pending), "Accepted: Running", 2},
+		{"not recorded", accepted, pods(now, delivered), "Accepted: Running", 1},
+		{"delivered", accepted, recorded(pods(now, delivered, liveconfig.NotificationFiltered, delivered)), "Accepted Complete Ready: Delivered", 3},
+		{"a dead letter", accepted, pods(now, delivered, liveconfig.NotificationDeadLettered), "Accepted Failed Stalled: NotDelivered", 2},
+		{"discarded", accepted, pods(now, liveconfig.NotificationDiscarded), "Accepted Failed Stalled: NotDelivered", 1},
+		{"no destinations", accepted, recorded(pods(now)), "Accepted Complete Ready: NoDestinations", 0},
+		{"many", accepted, pods(now, make([]string, 300)...), "Accepted Failed Stalled: NotDelivered", 300},
+		{"already done", accepted, with(pods(time.Time{}), func(r *liveconfig.DeletionReport) { r.AlreadyDone = true }), "Accepted Complete Ready: AlreadyDone", -1},
+		{"deadline", accepted, with(pods(now, delivered, liveconfig.NotificationDeadLettered), func(r *liveconfig.DeletionReport) { r.DeadlineExceeded = true }), "Accepted Failed Stalled: DeadlineExceeded", 2},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			d := request
+			d.Status.Conditions = []metav1.Condition{{Type: "Foreign", Status: metav1.ConditionTrue, Reason: "Kept", LastTransitionTime: metav1.NewTime(now)}}
 			d.Status = DeletionRequest(d, c.verdict, "shop", c.pods, now, true)
-			if errs := checkConditions(d.Generation, d.Status.ObservedGeneration, d.Status.Conditions, d.Status.Dispatchers, v1alpha1.ConditionFinished); len(errs) > 0 {
-				t.Error(errs)
+			if got := jobSummary(t, d.Status.JobStatus, d.Generation); got != c.want {
+				t.Errorf("conditions %q, want %q", got, c.want)
 			}
-			finished := meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionFinished)
-			if finished.Status != c.status || finished.Reason != c.reason {
-				t.Errorf("%+v", finished)
+			if meta.FindStatusCondition(d.Status.Conditions, "Foreign") != nil {
+				t.Error("the status has the condition of another controller, which would take it over")
 			}
 			if s := d.Status; c.total < 0 != (s.Total == nil) || s.Total != nil && *s.Total != c.total || len(s.Notifications) > 200 {
 				t.Errorf("total %v, %d notifications", s.Total, len(s.Notifications))
 			}
-			if s := d.Status; c.completed < 0 != (s.CompletionTime == nil) || s.CompletionTime != nil && !s.CompletionTime.Time.Equal(now.Add(c.completed)) {
-				t.Errorf("completed %v", s.CompletionTime)
+			complete := meta.IsStatusConditionTrue(d.Status.Conditions, v1alpha1.ConditionComplete)
+			if s := d.Status; complete != (s.CompletionTime != nil) || v1alpha1.JobEnded(s.JobStatus) && s.StartTime == nil {
+				t.Errorf("started %v, completed %v", s.StartTime, s.CompletionTime)
 			}
 			if again := DeletionRequest(d, c.verdict, "shop", c.pods, now.Add(time.Hour), true); !equality.Semantic.DeepEqual(again, d.Status) {
 				t.Error("equal facts gave another status")
 			}
-			// The pods restart: what is known stays.
-			if gone := DeletionRequest(d, c.verdict, "shop", nil, now, true); !equality.Semantic.DeepEqual(gone.Notifications, d.Status.Notifications) || !gone.CompletionTime.Equal(d.Status.CompletionTime) ||
-				meta.FindStatusCondition(gone.Conditions, v1alpha1.ConditionFinished).Reason != c.reason {
+			// The pods restart: the notifications stay.
+			gone := DeletionRequest(d, c.verdict, "shop", nil, now, true)
+			if !equality.Semantic.DeepEqual(gone.Notifications, d.Status.Notifications) {
 				t.Errorf("without pods: %+v", gone)
+			}
+			if !v1alpha1.JobEnded(d.Status.JobStatus) {
+				return
+			}
+			// The end is final: whatever pods or the compiler say, and with a new TTL.
+			d.Generation++
+			final := DeletionRequest(d, held, "shop", pods(now, pending), now.Add(time.Hour), true)
+			if got := jobSummary(t, final.JobStatus, d.Generation); got != c.want {
+				t.Errorf("after the end: conditions %q, want %q", got, c.want)
 			}
 		})
 	}
 }
 
+// jobSummary lists the conditions that are True, and the reason, and checks that
+// the conditions agree.
+func jobSummary(t *testing.T, s v1alpha1.JobStatus, generation int64) string {
+	t.Helper()
+	if s.ObservedGeneration != generation {
+		t.Errorf("observedGeneration %d, want %d", s.ObservedGeneration, generation)
+	}
+	var are []string
+	for _, conditionType := range []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionComplete, v1alpha1.ConditionFailed, v1alpha1.ConditionReady, v1alpha1.ConditionStalled} {
+		c := meta.FindStatusCondition(s.Conditions, conditionType)
+		switch {
+		case c == nil && conditionType == v1alpha1.ConditionStalled:
+			continue
+		case c == nil:
+			t.Fatalf("no condition %s in %+v", conditionType, s.Conditions)
+		case c.ObservedGeneration != generation || !reasonPattern.MatchString(c.Reason) || c.LastTransitionTime.IsZero():
+			t.Errorf("%+v", c)
+		case c.Status == metav1.ConditionTrue:
+			are = append(are, conditionType)
+		}
+	}
+	return strings.Join(are, " ") + ": " + meta.FindStatusCondition(s.Conditions, v1alpha1.ConditionReady).Reason
+}
+
+// A request that suppresses the user ends when every dispatcher rejects the calls.
+func TestDeletionRequestSuppresses(t *testing.T) {
+	now := time.Unix(1_800_000_000, 0)
+	v := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, State: liveconfig.Active, Revision: "r"}
+	pod := func(name, revision string, owner bool) Pod {
+		r := liveconfig.DeletionReport{Name: "u1", Generation: 1, Revision: revision, Owner: owner}
+		if owner {
+			r.Started, r.Completed = now, true
+		}
+		return Pod{Name: name, Report: &liveconfig.Report{Tenants: []liveconfig.TenantReport{{Tenant: "shop", Deletions: []liveconfig.DeletionReport{r}}}}}
+	}
+	d := v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", Generation: 1}, Spec: v1alpha1.DeletionRequestSpec{Suppress: true}}
+	for revision, want := range map[string]string{"old": "Accepted: Running", "r": "Accepted Complete Ready: NoDestinations"} {
+		s := DeletionRequest(d, v, "shop", []Pod{pod("a", "r", true), pod("b", revision, false)}, now, true)
+		if got := jobSummary(t, s.JobStatus, 1); got != want {
+			t.Errorf("with a dispatcher that runs revision %s: %q, want %q", revision, got, want)
+		}
+	}
+}
+
 func TestDeletionRequestExpires(t *testing.T) {
-	ttl, done := int32(60), metav1.NewTime(time.Unix(1_800_000_000, 0))
-	d := v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Generation: 1}, Spec: v1alpha1.DeletionRequestSpec{TTLSecondsAfterFinished: &ttl}, Status: v1alpha1.DeletionRequestStatus{ObservedGeneration: 1, CompletionTime: &done}}
-	if at, ok := DeletionRequestExpires(d); !ok || !at.Equal(done.Add(time.Minute)) {
-		t.Errorf("%v %v", at, ok)
+	end := metav1.NewTime(time.Unix(1_800_000_000, 0))
+	ended := func(conditionType string) v1alpha1.DeletionRequest {
+		d := v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Generation: 1}}
+		d.Spec.TTLSecondsAfterFinished = ptr.To(int32(60))
+		d.Status.Conditions = []metav1.Condition{{Type: conditionType, Status: metav1.ConditionTrue, LastTransitionTime: end}}
+		return d
+	}
+	for _, conditionType := range []string{v1alpha1.ConditionComplete, v1alpha1.ConditionFailed} {
+		if at, ok := DeletionRequestExpires(ended(conditionType)); !ok || !at.Equal(end.Add(time.Minute)) {
+			t.Errorf("%s: %v %v", conditionType, at, ok)
+		}
 	}
 	for name, change := range map[string]func(*v1alpha1.DeletionRequest){
-		"no ttl":        func(d *v1alpha1.DeletionRequest) { d.Spec.TTLSecondsAfterFinished = nil },
-		"not finished":  func(d *v1alpha1.DeletionRequest) { d.Status.CompletionTime = nil },
-		"suppresses":    func(d *v1alpha1.DeletionRequest) { d.Spec.Suppress = true },
-		"changed since": func(d *v1alpha1.DeletionRequest) { d.Generation = 2 },
+		"no ttl":     func(d *v1alpha1.DeletionRequest) { d.Spec.TTLSecondsAfterFinished = nil },
+		"not ended":  func(d *v1alpha1.DeletionRequest) { d.Status.Conditions = nil },
+		"suppresses": func(d *v1alpha1.DeletionRequest) { d.Spec.Suppress = true },
 	} {
-		changed := *d.DeepCopy()
+		changed := ended(v1alpha1.ConditionComplete)
 		change(&changed)
 		if at, ok := DeletionRequestExpires(changed); ok {
 			t.Errorf("%s: it expires at %v", name, at)
@@ -106,7 +178,7 @@ func TestEventsOfAudiencesAndDeletions(t *testing.T) {
 	condition := func(conditionType string, status metav1.ConditionStatus, reason string) []metav1.Condition {
 		return []metav1.Condition{{Type: conditionType, Status: status, Reason: reason, Message: "m"}}
 	}
-	const synced, finished = v1alpha1.ConditionSynced, v1alpha1.ConditionFinished
+	const synced, complete, failed = v1alpha1.ConditionSynced, v1alpha1.ConditionComplete, v1alpha1.ConditionFailed
 	for _, c := range []struct {
 		old, new []metav1.Condition
 		want     string
@@ -117,9 +189,14 @@ func TestEventsOfAudiencesAndDeletions(t *testing.T) {
 		{nil, condition(synced, "False", v1alpha1.ReasonNotAccepted), ""},
 		{condition(synced, "True", v1alpha1.ReasonSending), condition(synced, "True", v1alpha1.ReasonSynced), ""},
 		{condition(synced, "False", v1alpha1.ReasonSyncRefused), condition(synced, "True", v1alpha1.ReasonSynced), "Normal Synced Sync"},
-		{nil, condition(finished, "False", v1alpha1.ReasonNotifying), ""},
-		{condition(finished, "False", v1alpha1.ReasonNotifying), condition(finished, "True", v1alpha1.ReasonDelivered), "Normal Delivered Notify"},
-		{condition(finished, "False", v1alpha1.ReasonNotifying), condition(finished, "True", v1alpha1.ReasonNotDelivered), "Warning NotDelivered Notify"},
+		{nil, condition(complete, "False", v1alpha1.ReasonRunning), ""},
+		{condition(complete, "Unknown", v1alpha1.ReasonPending), condition(complete, "False", v1alpha1.ReasonRunning), ""},
+		{condition(complete, "False", v1alpha1.ReasonRunning), condition(complete, "True", v1alpha1.ReasonDelivered), "Normal Delivered Run"},
+		{condition(complete, "False", v1alpha1.ReasonRunning), condition(complete, "False", v1alpha1.ReasonNotDelivered), ""},
+		{condition(failed, "False", v1alpha1.ReasonRunning), condition(failed, "True", v1alpha1.ReasonNotDelivered), "Warning NotDelivered Run"},
+		{condition(failed, "False", v1alpha1.ReasonRunning), condition(failed, "False", v1alpha1.ReasonDelivered), ""},
+		{nil, condition(v1alpha1.ConditionStalled, "True", v1alpha1.ReasonNotDelivered), ""},
+		{condition(v1alpha1.ConditionAccepted, "Unknown", v1alpha1.ReasonPending), condition(v1alpha1.ConditionAccepted, "True", v1alpha1.ReasonAccepted), ""},
 	} {
 		got := ""
 		for _, e := range Transitions(c.old, c.new) {

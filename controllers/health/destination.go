@@ -26,19 +26,19 @@ const (
 // the reports of the ready dispatcher pods. tenant is the namespace.
 //
 // A destination that is held is programmed like any other, as held; Ready is
-// then False with the reason of Accepted. Under AnyEndpoint Delivering is True
+// then False with the reason of Accepted or ResolvedRefs. Under AnyEndpoint Delivering is True
 // as long as one endpoint takes messages; its message names those that do not.
 //
 // While numbersDue is false the old status comes back unless there is a
 // transition: see the package comment. Call it again, with numbersDue, at most
 // every 30 s.
 func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, tenant string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.WebhookDestinationStatus {
+	old.Status.Conditions = Own(old.Status.Conditions, destinationConditions)
 	f := gather(v, old.ObjectMeta, old.Status.Conditions, tenant, pods, now, destinationPart)
 	s := v1alpha1.WebhookDestinationStatus{
 		ObservedGeneration: old.Generation,
 		Revision:           v.Revision,
 		RevisionTime:       old.Status.RevisionTime.DeepCopy(),
-		Dispatchers:        f.dispatchers(),
 	}
 	if s.Revision != old.Status.Revision || s.RevisionTime == nil {
 		s.RevisionTime = f.now.DeepCopy()
@@ -86,7 +86,7 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, tenant stri
 	} else {
 		s.Delivery = old.Status.Delivery.DeepCopy()
 	}
-	s.Conditions = f.conditions(true, f.delivering(old.Spec.Success, endpoints))
+	s.Conditions = f.conditions(true, f.delivering(old.Spec.SuccessPolicy, endpoints))
 	if !numbersDue {
 		return paceDestination(old.Status, s, now)
 	}
@@ -102,8 +102,10 @@ var destinationPart = part[liveconfig.DestinationReport]{
 func (f facts) delivering(success v1alpha1.SuccessPolicy, endpoints []endpoint) metav1.Condition {
 	set := conditionOf(v1alpha1.ConditionDelivering)
 	if state := f.state(); state != liveconfig.Active {
-		message := f.verdict.Message
-		if f.verdict.Reason != v1alpha1.ReasonDisabled { // Which says so itself.
+		_, message := f.verdict.Cause()
+		if state == liveconfig.Disabled && f.verdict.Accepted {
+			message = f.verdict.Message // It says so itself.
+		} else {
 			message = "messages are kept up to the retry window, not sent: " + message
 		}
 		return set(metav1.ConditionFalse, v1alpha1.ReasonHeld, message)
@@ -120,7 +122,7 @@ func (f facts) delivering(success v1alpha1.SuccessPolicy, endpoints []endpoint) 
 	}
 	descriptions := make([]string, len(failing))
 	for i, e := range failing {
-		descriptions[i] = e.describe(f.ready)
+		descriptions[i] = e.describe()
 	}
 	described := strings.Join(descriptions, "; ")
 	switch {
@@ -205,7 +207,7 @@ func (e endpoint) reason() string {
 
 // describe says which endpoint fails, how, and since when, in words that stay
 // the same while it goes on.
-func (e endpoint) describe(pods int) string {
+func (e endpoint) describe() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "endpoint %s fails", e.name)
 	if e.open > 0 {
@@ -213,9 +215,6 @@ func (e endpoint) describe(pods int) string {
 	}
 	if !e.failingSince.IsZero() {
 		fmt.Fprintf(&b, " since %s", timestamp(e.failingSince).Format(time.RFC3339))
-	}
-	if pods > 1 {
-		fmt.Fprintf(&b, " (seen by %d of %d pods)", e.failing, pods)
 	}
 	if f := e.lastFailure; f != nil {
 		fmt.Fprintf(&b, ": %s", cmp.Or(f.Reason, v1alpha1.ReasonEndpointFailing))

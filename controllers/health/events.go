@@ -7,8 +7,8 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 )
 
-// Event is what a transition is worth telling. Types are those of core/v1;
-// Action is what was done or tried, as events.k8s.io asks for it.
+// Event reports a transition. Types are those of core/v1; Action is what was
+// done or tried, as events.k8s.io requires.
 type Event struct{ Type, Reason, Action, Message string }
 
 // The types of an Event.
@@ -22,23 +22,25 @@ const maxNoteBytes = 1000
 
 // actions are what the conditions speak of.
 var actions = map[string]string{
-	v1alpha1.ConditionAccepted:   "Compile",
-	v1alpha1.ConditionProgrammed: "Program",
-	v1alpha1.ConditionDelivering: "Deliver",
-	v1alpha1.ConditionReceiving:  "Receive",
-	v1alpha1.ConditionSynced:     "Sync",
-	v1alpha1.ConditionFinished:   "Notify",
+	v1alpha1.ConditionAccepted:     "Compile",
+	v1alpha1.ConditionResolvedRefs: "Resolve",
+	v1alpha1.ConditionProgrammed:   "Program",
+	v1alpha1.ConditionDelivering:   "Deliver",
+	v1alpha1.ConditionReceiving:    "Receive",
+	v1alpha1.ConditionSynced:       "Sync",
+	v1alpha1.ConditionComplete:     "Run",
+	v1alpha1.ConditionFailed:       "Run",
 }
 
 // Transitions returns the Events of a change of conditions from old to new: what
 // went wrong, with each new reason, and what recovered. The usual course of a
 // change (Pending, nothing sent yet) and what follows from another condition
-// (Ready, Held) has none.
+// (Ready, Stalled, Held) has none.
 func Transitions(old, new []metav1.Condition) []Event {
 	var events []Event
 	for _, c := range new {
 		var was metav1.Condition
-		if before := meta.FindStatusCondition(old, c.Type); before != nil {
+		if before := meta.FindStatusCondition(old, c.Type); before != nil && !isDefault(*before) {
 			was = *before
 		}
 		if event, ok := transition(was, c); ok {
@@ -53,28 +55,28 @@ func transition(was, is metav1.Condition) (Event, bool) {
 		return Event{}, false
 	}
 	quiet := func(c metav1.Condition) bool {
-		return c.Reason == v1alpha1.ReasonPending || c.Reason == v1alpha1.ReasonNotifying || c.Type != v1alpha1.ConditionAccepted && aboutSpec(c.Reason)
+		return c.Reason == v1alpha1.ReasonPending || c.Type != v1alpha1.ConditionAccepted && aboutSpec(c.Reason)
 	}
 	event := Event{EventNormal, is.Reason, actions[is.Type], truncate(is.Message, maxNoteBytes)}
 	switch {
-	case is.Type == v1alpha1.ConditionReady || is.Status == metav1.ConditionUnknown || quiet(is):
+	case is.Type == v1alpha1.ConditionReady || is.Type == v1alpha1.ConditionStalled || is.Status == metav1.ConditionUnknown || quiet(is):
 		return Event{}, false
+	case is.Type == v1alpha1.ConditionComplete || is.Type == v1alpha1.ConditionFailed: // The end of a run.
+		if is.Type == v1alpha1.ConditionFailed {
+			event.Type = EventWarning
+		}
+		return event, is.Status == metav1.ConditionTrue
 	case is.Status == metav1.ConditionFalse:
 		event.Type = EventWarning
 		return event, true
 	case is.Type == v1alpha1.ConditionSynced: // not every sync
 		return event, was.Status != is.Status && !quiet(was)
-	case is.Type == v1alpha1.ConditionFinished:
-		if is.Reason == v1alpha1.ReasonNotDelivered {
-			event.Type = EventWarning
-		}
-		return event, true
 	// True: a recovery, or the first traffic.
 	case is.Type == v1alpha1.ConditionDelivering || is.Type == v1alpha1.ConditionReceiving:
 		return event, !quiet(was)
 	case is.Type == v1alpha1.ConditionProgrammed:
 		return event, was.Status == metav1.ConditionFalse && !quiet(was)
-	default: // Accepted
+	default: // Accepted, ResolvedRefs
 		return event, was.Status != "" || is.Reason == v1alpha1.ReasonDisabled
 	}
 }

@@ -1,17 +1,17 @@
-// Package health computes the status of Sources and WebhookDestinations from
-// the compiler's verdicts and the dispatcher pods' reports. It is pure: equal
+// Package health computes the status of Sources, WebhookDestinations and Audiences
+// from the compiler's verdicts and the dispatcher pods' reports. It is pure: equal
 // facts give an equal status, so that nothing is written when nothing happened.
+// It knows neither the API server nor HTTP.
 //
-// A status has transitions and numbers. Transitions show at once: a condition
-// (of the one that tells of traffic: its status), the revision, the generation,
-// the count of pods, a circuit that opens or closes, a Source's destinations.
-// Numbers (counts, times, failures in words) move along with a transition, or
-// when the caller says that they are due.
+// A status has transitions and numbers. Transitions are due at once: a condition
+// (of the traffic condition: its status), the revision, the generation, a circuit
+// that opens or closes, a Source's destinations. Numbers (counts, times, failure
+// messages) are written with a transition, or when the caller says that they are
+// due. A status names and counts no pods: it would change with every rollout.
 package health
 
 import (
 	"cmp"
-	"fmt"
 	"slices"
 	"sort"
 	"strings"
@@ -36,8 +36,6 @@ type Pod struct {
 const (
 	// maxMessageBytes bounds the message of a condition.
 	maxMessageBytes = 2048
-	// maxListed bounds how many names a message lists.
-	maxListed = 5
 )
 
 // tenantReport returns a pod's part of one tenant, or nil.
@@ -101,9 +99,9 @@ type facts struct {
 	now        metav1.Time
 
 	ready, confirmed int
-	// waiting names the pods that have not confirmed; refused is the
-	// first refusal among them.
-	waiting []string
+	// silent is true when a pod that has not confirmed does not answer; refused
+	// is the first refusal among the pods that have not confirmed.
+	silent  bool
 	refused string
 }
 
@@ -117,20 +115,12 @@ func gather[R any](verdict compile.Verdict, object metav1.ObjectMeta, old []meta
 				continue
 			}
 		}
-		name := pod.Name
-		if pod.Report == nil {
-			name += " (does not answer)"
-		}
-		f.waiting = append(f.waiting, name)
+		f.silent = f.silent || pod.Report == nil
 		if t := pod.tenantReport(tenant); t != nil && t.Refused != nil && f.refused == "" {
-			f.refused = fmt.Sprintf("dispatcher pod %s refused the config and keeps the one before: %s", pod.Name, t.Refused.Error)
+			f.refused = "a dispatcher pod refused the config and keeps the previous one: " + t.Refused.Error
 		}
 	}
 	return f
-}
-
-func (f facts) dispatchers() *v1alpha1.DispatcherCount {
-	return &v1alpha1.DispatcherCount{Ready: int32(f.ready), Programmed: int32(f.confirmed)}
 }
 
 // state is what the config makes of the object.
@@ -138,7 +128,7 @@ func (f facts) state() liveconfig.State {
 	switch {
 	case f.verdict.State != "":
 		return f.verdict.State
-	case !f.verdict.Accepted:
+	case !f.verdict.OK():
 		return liveconfig.Held
 	case f.verdict.Reason == v1alpha1.ReasonDisabled:
 		return liveconfig.Disabled
@@ -146,19 +136,29 @@ func (f facts) state() liveconfig.State {
 	return liveconfig.Active
 }
 
-// conditions returns Accepted, Programmed, Ready and the condition of traffic.
-// programmable is false for an object of which nothing can be in effect.
+// conditions returns Accepted, ResolvedRefs, Programmed, Ready, the traffic
+// condition and, while it is True, Stalled. programmable is false for an object
+// of which nothing can be in effect.
 func (f facts) conditions(programmable bool, traffic metav1.Condition) []metav1.Condition {
 	accepted := metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: status(f.verdict.Accepted), Reason: f.verdict.Reason, Message: f.verdict.Message}
+	resolved := f.resolvedRefs()
 	programmed := f.programmed(programmable)
-	ready := metav1.Condition{Type: v1alpha1.ConditionReady, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonReady, Message: "accepted, and every ready dispatcher pod runs it"}
-	for _, c := range []metav1.Condition{programmed, accepted} { // accepted, the cause, has the last word
+	ready := metav1.Condition{Type: v1alpha1.ConditionReady, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonReady, Message: "accepted, and every ready dispatcher pod runs this revision"}
+	for _, c := range []metav1.Condition{programmed, resolved, accepted} { // The first cause is last and wins.
 		if c.Status != metav1.ConditionTrue {
 			ready.Status, ready.Reason, ready.Message = metav1.ConditionFalse, c.Reason, c.Message
 		}
 	}
+	all := []metav1.Condition{accepted, resolved, programmed, ready, traffic}
+	for _, c := range []metav1.Condition{accepted, resolved} {
+		if c.Status == metav1.ConditionFalse && needsPerson(c.Reason) {
+			c.Type, c.Status = v1alpha1.ConditionStalled, metav1.ConditionTrue
+			all = append(all, c)
+			break
+		}
+	}
 	var out []metav1.Condition
-	for _, c := range []metav1.Condition{accepted, programmed, ready, traffic} {
+	for _, c := range all {
 		c.ObservedGeneration, c.LastTransitionTime, c.Message = f.generation, f.now, truncate(c.Message, maxMessageBytes)
 		if before := meta.FindStatusCondition(f.old, c.Type); before != nil && before.Status == c.Status && !before.LastTransitionTime.IsZero() {
 			c.LastTransitionTime = before.LastTransitionTime
@@ -168,12 +168,39 @@ func (f facts) conditions(programmable bool, traffic metav1.Condition) []metav1.
 	return out
 }
 
+// needsPerson reports whether the object stays as it is until a person changes
+// the spec, or a value in a Secret. A missing object is not such a cause: as a
+// rule it is created a moment later, by the same change or by another controller.
+func needsPerson(reason string) bool {
+	switch reason {
+	case v1alpha1.ReasonSecretNotFound, v1alpha1.ReasonSecretKeyMissing, v1alpha1.ReasonNoSource, v1alpha1.ReasonDestinationNotFound:
+		return false
+	}
+	return true
+}
+
+func (f facts) resolvedRefs() metav1.Condition {
+	set := conditionOf(v1alpha1.ConditionResolvedRefs)
+	if u := f.verdict.Unresolved; u != nil {
+		return set(metav1.ConditionFalse, u.Reason, u.Message)
+	}
+	return set(metav1.ConditionTrue, v1alpha1.ReasonResolvedRefs, "every reference resolves")
+}
+
+// noEffect returns the reason of the other conditions of an object that has no effect.
+func (f facts) noEffect() string {
+	if f.verdict.Accepted && f.verdict.Unresolved != nil {
+		return v1alpha1.ReasonUnresolvedRefs
+	}
+	return v1alpha1.ReasonNotAccepted
+}
+
 func (f facts) programmed(programmable bool) metav1.Condition {
 	c := metav1.Condition{Type: v1alpha1.ConditionProgrammed, Status: metav1.ConditionFalse}
 	switch {
 	// Too large and not even held, it is in no config.
 	case !programmable, f.verdict.Reason == v1alpha1.ReasonConfigTooLarge && f.state() != liveconfig.Held && f.confirmed < f.ready:
-		c.Reason, c.Message = v1alpha1.ReasonNotAccepted, "not accepted, so there is nothing to program; see the condition Accepted"
+		c.Reason, c.Message = f.noEffect(), "the object has no effect, so there is nothing to program; see the conditions Accepted and ResolvedRefs"
 	case f.ready == 0:
 		c.Reason, c.Message = v1alpha1.ReasonNoDispatcher, "no dispatcher pod is ready; see the pods of the release's namespace"
 	case f.confirmed == f.ready:
@@ -181,7 +208,10 @@ func (f facts) programmed(programmable bool) metav1.Condition {
 	case f.refused != "":
 		c.Reason, c.Message = v1alpha1.ReasonConfigRefused, f.refused
 	default:
-		c.Reason, c.Message = v1alpha1.ReasonPending, fmt.Sprintf("%d of %d ready dispatcher pods run this revision; waiting for %s", f.confirmed, f.ready, list(f.waiting))
+		c.Reason, c.Message = v1alpha1.ReasonPending, "not every ready dispatcher pod runs this revision yet"
+		if f.silent {
+			c.Message = "not every ready dispatcher pod has confirmed this revision: a pod does not answer; see the operator's log and the pods of the release's namespace"
+		}
 	}
 	return c
 }
@@ -193,16 +223,16 @@ func conditionOf(conditionType string) func(status metav1.ConditionStatus, reaso
 	}
 }
 
-// Pending reports whether conditions say of an object only that some pod has not
-// confirmed it yet, as they do for a moment after every change.
+// Pending reports whether an object only waits for pods that have not confirmed
+// it yet, as it does for a moment after every change.
 func Pending(conditions []metav1.Condition) bool {
 	c := meta.FindStatusCondition(conditions, v1alpha1.ConditionProgrammed)
 	return c != nil && c.Reason == v1alpha1.ReasonPending
 }
 
-// before returns the condition of an earlier status, for a time without facts:
-// a pod that restarted has seen no traffic, but there was some. It is nil when
-// the condition spoke of the spec and not of traffic.
+// before returns a traffic condition of the previous status, for use while there
+// are no facts: a pod that restarted has seen no traffic, but there was some. It
+// is nil when the condition describes the spec and not traffic.
 func (f facts) before(conditionType string) *metav1.Condition {
 	c := meta.FindStatusCondition(f.old, conditionType)
 	if c == nil || aboutSpec(c.Reason) {
@@ -220,14 +250,6 @@ func status(is bool) metav1.ConditionStatus {
 		return metav1.ConditionTrue
 	}
 	return metav1.ConditionFalse
-}
-
-// list joins names, the first few of them.
-func list(names []string) string {
-	if more := len(names) - maxListed; more > 0 {
-		return fmt.Sprintf("%s and %d more", strings.Join(names[:maxListed], ", "), more)
-	}
-	return strings.Join(names, ", ")
 }
 
 // timestamp has the precision that survives the API.

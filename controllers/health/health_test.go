@@ -30,7 +30,14 @@ func accepted() compile.Verdict {
 }
 
 func refused(reason string) compile.Verdict {
-	return compile.Verdict{Reason: reason, Message: "spec.x: broken; mend it", State: liveconfig.Held, Revision: "r1"}
+	return compile.Verdict{Reason: reason, Message: "spec.x: broken; change it", State: liveconfig.Held, Revision: "r1"}
+}
+
+// unresolved is the verdict of an object with a reference that does not resolve.
+func unresolved(reason string) compile.Verdict {
+	v := accepted()
+	v.State, v.Unresolved = liveconfig.Held, &compile.Unresolved{Reason: reason, Message: "spec.x: missing; create it"}
+	return v
 }
 
 func disabled() compile.Verdict {
@@ -39,7 +46,7 @@ func disabled() compile.Verdict {
 
 func destination(success v1alpha1.SuccessPolicy, endpoints ...string) v1alpha1.WebhookDestination {
 	d := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "crm", Generation: 4}}
-	d.Spec.Success = success
+	d.Spec.SuccessPolicy = success
 	for _, name := range endpoints {
 		d.Spec.Endpoints = append(d.Spec.Endpoints, v1alpha1.Endpoint{Name: name})
 	}
@@ -128,6 +135,10 @@ func TestDestinationConditions(t *testing.T) {
 	every2 := destination(v1alpha1.EveryEndpoint, "a", "b")
 	heldForSize := compile.Verdict{Reason: v1alpha1.ReasonConfigTooLarge, Message: "too large", State: liveconfig.Held, Revision: "r2"}
 	tooLarge := compile.Verdict{Reason: v1alpha1.ReasonConfigTooLarge, Message: "too large", State: liveconfig.Active, Revision: "r2"}
+	partial := accepted()
+	partial.Unresolved = &compile.Unresolved{Reason: v1alpha1.ReasonNoSource, Message: "one is missing"}
+	both := unresolved(v1alpha1.ReasonSecretNotFound)
+	both.Accepted, both.Reason, both.Message = false, v1alpha1.ReasonInvalidURL, "not a URL"
 	behind := runs("p2", healthy("a"))
 	behind.destination().Revision = "r0"
 	older := runs("p2", healthy("a"))
@@ -147,42 +158,44 @@ func TestDestinationConditions(t *testing.T) {
 		d       v1alpha1.WebhookDestination
 		v       compile.Verdict
 		pods    []Pod
-		want    string // "status/reason" of the four conditions
+		want    string // "status/reason" of the conditions
 		message string // part of the message of the last condition that is not True, or of Delivering
 	}{
-		{"all is well", any1, accepted(), []Pod{runs("p1", healthy("a"))}, "True/Accepted True/Programmed True/Ready True/Delivering", "latest deliveries succeeded"},
-		{"a pod ahead", any1, accepted(), []Pod{newer}, "True/Accepted True/Programmed True/Ready True/Delivering", ""},
-		{"no pods", any1, accepted(), nil, "True/Accepted False/NoDispatcher False/NoDispatcher Unknown/NoTrafficYet", "nothing has been sent"},
-		{"one of two behind", any1, accepted(), []Pod{runs("p1", healthy("a")), behind}, "True/Accepted False/Pending False/Pending True/Delivering", ""},
-		{"an older generation", any1, accepted(), []Pod{runs("p1", healthy("a")), older}, "True/Accepted False/Pending False/Pending True/Delivering", ""},
-		{"a silent pod", any1, accepted(), []Pod{runs("p1", healthy("a")), silent, withoutTenant}, "True/Accepted False/Pending False/Pending True/Delivering", ""},
-		{"refused", any1, accepted(), []Pod{runs("p1", healthy("a")), refusing}, "True/Accepted False/ConfigRefused False/ConfigRefused True/Delivering", ""},
-		{"refused for another object's sake", any1, accepted(), []Pod{refusingOther}, "True/Accepted True/Programmed True/Ready True/Delivering", ""},
-		{"held", any1, refused(v1alpha1.ReasonSecretNotFound), []Pod{runs("p1", idle("a"))}, "False/SecretNotFound True/Programmed False/SecretNotFound False/Held", "kept up to the retry window, not sent: spec.x: broken; mend it"},
-		{"held, pending", any1, refused(v1alpha1.ReasonSecretNotFound), []Pod{behind}, "False/SecretNotFound False/Pending False/SecretNotFound False/Held", ""},
-		{"held in spite of failures", any1, refused(v1alpha1.ReasonInvalidURL), []Pod{runs("p1", open("a", "TimedOut"))}, "False/InvalidURL True/Programmed False/InvalidURL False/Held", ""},
-		{"disabled", any1, disabled(), []Pod{runs("p1", healthy("a"))}, "True/Disabled True/Programmed True/Ready False/Held", "off"},
-		{"not accepted but active", any1, compile.Verdict{Reason: v1alpha1.ReasonNoSource, Message: "one is missing", State: liveconfig.Active, Revision: "r1"}, []Pod{runs("p1", healthy("a"))},
-			"False/NoSource True/Programmed False/NoSource True/Delivering", ""},
-		{"config too large", any1, tooLarge, []Pod{runs("p1", healthy("a"))}, "False/ConfigTooLarge False/NotAccepted False/ConfigTooLarge True/Delivering", ""},
-		{"config too large, held but not confirmed yet", any1, heldForSize, []Pod{runs("p1", idle("a"))}, "False/ConfigTooLarge False/Pending False/ConfigTooLarge False/Held", ""},
-		{"no state in the verdict", any1, compile.Verdict{Reason: v1alpha1.ReasonInvalidURL, Message: "m", Revision: "r1"}, []Pod{runs("p1", healthy("a"))}, "False/InvalidURL True/Programmed False/InvalidURL False/Held", ""},
+		{"all is well", any1, accepted(), []Pod{runs("p1", healthy("a"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", "latest deliveries succeeded"},
+		{"a pod ahead", any1, accepted(), []Pod{newer}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", ""},
+		{"no pods", any1, accepted(), nil, "True/Accepted True/ResolvedRefs False/NoDispatcher False/NoDispatcher Unknown/NoTrafficYet", "nothing has been sent"},
+		{"one of two behind", any1, accepted(), []Pod{runs("p1", healthy("a")), behind}, "True/Accepted True/ResolvedRefs False/Pending False/Pending True/Delivering", ""},
+		{"an older generation", any1, accepted(), []Pod{runs("p1", healthy("a")), older}, "True/Accepted True/ResolvedRefs False/Pending False/Pending True/Delivering", ""},
+		{"a silent pod", any1, accepted(), []Pod{runs("p1", healthy("a")), silent, withoutTenant}, "True/Accepted True/ResolvedRefs False/Pending False/Pending True/Delivering", ""},
+		{"refused", any1, accepted(), []Pod{runs("p1", healthy("a")), refusing}, "True/Accepted True/ResolvedRefs False/ConfigRefused False/ConfigRefused True/Delivering", ""},
+		{"refused for another object's sake", any1, accepted(), []Pod{refusingOther}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", ""},
+		{"held", any1, unresolved(v1alpha1.ReasonSecretNotFound), []Pod{runs("p1", idle("a"))}, "True/Accepted False/SecretNotFound True/Programmed False/SecretNotFound False/Held", "kept up to the retry window, not sent: spec.x: missing; create it"},
+		{"held, pending", any1, unresolved(v1alpha1.ReasonSecretNotFound), []Pod{behind}, "True/Accepted False/SecretNotFound False/Pending False/SecretNotFound False/Held", ""},
+		{"held in spite of failures", any1, refused(v1alpha1.ReasonInvalidURL), []Pod{runs("p1", open("a", "TimedOut"))}, "False/InvalidURL True/ResolvedRefs True/Programmed False/InvalidURL False/Held True/InvalidURL", ""},
+		{"held, with a value in a Secret that cannot be used", any1, unresolved(v1alpha1.ReasonInvalidSecret), []Pod{runs("p1", idle("a"))}, "True/Accepted False/InvalidSecret True/Programmed False/InvalidSecret False/Held True/InvalidSecret", ""},
+		{"held for two causes", any1, both, []Pod{runs("p1", idle("a"))}, "False/InvalidURL False/SecretNotFound True/Programmed False/InvalidURL False/Held True/InvalidURL", "not sent: not a URL"},
+		{"disabled", any1, disabled(), []Pod{runs("p1", healthy("a"))}, "True/Disabled True/ResolvedRefs True/Programmed True/Ready False/Held", "off"},
+		{"not accepted but active", any1, partial, []Pod{runs("p1", healthy("a"))},
+			"True/Accepted False/NoSource True/Programmed False/NoSource True/Delivering", ""},
+		{"config too large", any1, tooLarge, []Pod{runs("p1", healthy("a"))}, "False/ConfigTooLarge True/ResolvedRefs False/NotAccepted False/ConfigTooLarge True/Delivering True/ConfigTooLarge", ""},
+		{"config too large, held but not confirmed yet", any1, heldForSize, []Pod{runs("p1", idle("a"))}, "False/ConfigTooLarge True/ResolvedRefs False/Pending False/ConfigTooLarge False/Held True/ConfigTooLarge", ""},
+		{"no state in the verdict", any1, compile.Verdict{Reason: v1alpha1.ReasonInvalidURL, Message: "m", Revision: "r1"}, []Pod{runs("p1", healthy("a"))}, "False/InvalidURL True/ResolvedRefs True/Programmed False/InvalidURL False/Held True/InvalidURL", ""},
 
-		{"idle", any1, accepted(), []Pod{runs("p1", idle("a"))}, "True/Accepted True/Programmed True/Ready Unknown/NoTrafficYet", ""},
-		{"degraded", any1, accepted(), []Pod{runs("p1", failing("a", "ServerError", 503))}, "True/Accepted True/Programmed True/Ready False/ServerError", "endpoint a fails since 2026-03-01T11:59:00Z: ServerError, status 503: the words"},
-		{"timeout", any1, accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0))}, "True/Accepted True/Programmed True/Ready False/TimedOut", "TimedOut: the words"},
-		{"certificate", any1, accepted(), []Pod{runs("p1", failing("a", "CertificateRejected", 0))}, "True/Accepted True/Programmed True/Ready False/CertificateRejected", ""},
-		{"no reason given", any1, accepted(), []Pod{runs("p1", failing("a", "", 0))}, "True/Accepted True/Programmed True/Ready False/EndpointFailing", ""},
-		{"circuit open", any1, accepted(), []Pod{runs("p1", open("a", "ConnectionRefused"))}, "True/Accepted True/Programmed True/Ready False/CircuitOpen", "endpoint a fails, its circuit is open since 2026-03-01T11:59:00Z: ConnectionRefused: the words"},
-		{"open at one pod of two", any1, accepted(), []Pod{runs("p1", healthy("a")), runs("p2", open("a", "TimedOut"))}, "True/Accepted True/Programmed True/Ready False/CircuitOpen", "seen by 1 of 2 pods"},
-		{"recovering", any1, accepted(), []Pod{runs("p1", recovering("a"))}, "True/Accepted True/Programmed True/Ready True/Delivering", ""},
-		{"any: one of two fails", any2, accepted(), []Pod{runs("p1", healthy("a"), open("b", "TimedOut"))}, "True/Accepted True/Programmed True/Ready True/Delivering", "delivered to another endpoint, but endpoint b fails, its circuit is open"},
-		{"any: one fails, one idle", any2, accepted(), []Pod{runs("p1", idle("a"), failing("b", "TimedOut", 0))}, "True/Accepted True/Programmed True/Ready False/TimedOut", "endpoint b"},
-		{"any: both fail alike", any2, accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0), failing("b", "TimedOut", 0))}, "True/Accepted True/Programmed True/Ready False/TimedOut", "endpoint a fails since 2026-03-01T11:59:00Z: TimedOut: the words; endpoint b fails"},
-		{"any: both fail, each in its way", any2, accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0), failing("b", "DNSFailed", 0))}, "True/Accepted True/Programmed True/Ready False/EndpointFailing", ""},
-		{"every: one of two fails", every2, accepted(), []Pod{runs("p1", healthy("a"), failing("b", "Rejected", 404))}, "True/Accepted True/Programmed True/Ready False/Rejected", "endpoint b fails since 2026-03-01T11:59:00Z: Rejected, status 404"},
-		{"every: one idle", every2, accepted(), []Pod{runs("p1", healthy("a"), idle("b"))}, "True/Accepted True/Programmed True/Ready True/Delivering", ""},
-		{"an endpoint that the spec has no more", any1, accepted(), []Pod{runs("p1", healthy("a"), open("gone", "TimedOut"))}, "True/Accepted True/Programmed True/Ready True/Delivering", ""},
+		{"idle", any1, accepted(), []Pod{runs("p1", idle("a"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready Unknown/NoTrafficYet", ""},
+		{"degraded", any1, accepted(), []Pod{runs("p1", failing("a", "ServerError", 503))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/ServerError", "endpoint a fails since 2026-03-01T11:59:00Z: ServerError, status 503: the words"},
+		{"timeout", any1, accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/TimedOut", "TimedOut: the words"},
+		{"certificate", any1, accepted(), []Pod{runs("p1", failing("a", "CertificateRejected", 0))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/CertificateRejected", ""},
+		{"no reason given", any1, accepted(), []Pod{runs("p1", failing("a", "", 0))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/EndpointFailing", ""},
+		{"circuit open", any1, accepted(), []Pod{runs("p1", open("a", "ConnectionRefused"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/CircuitOpen", "endpoint a fails, its circuit is open since 2026-03-01T11:59:00Z: ConnectionRefused: the words"},
+		{"open at one pod of two", any1, accepted(), []Pod{runs("p1", healthy("a")), runs("p2", open("a", "TimedOut"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/CircuitOpen", "endpoint a fails, its circuit is open since 2026-03-01T11:59:00Z: TimedOut"},
+		{"recovering", any1, accepted(), []Pod{runs("p1", recovering("a"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", ""},
+		{"any: one of two fails", any2, accepted(), []Pod{runs("p1", healthy("a"), open("b", "TimedOut"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", "delivered to another endpoint, but endpoint b fails, its circuit is open"},
+		{"any: one fails, one idle", any2, accepted(), []Pod{runs("p1", idle("a"), failing("b", "TimedOut", 0))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/TimedOut", "endpoint b"},
+		{"any: both fail alike", any2, accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0), failing("b", "TimedOut", 0))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/TimedOut", "endpoint a fails since 2026-03-01T11:59:00Z: TimedOut: the words; endpoint b fails"},
+		{"any: both fail, each in its way", any2, accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0), failing("b", "DNSFailed", 0))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/EndpointFailing", ""},
+		{"every: one of two fails", every2, accepted(), []Pod{runs("p1", healthy("a"), failing("b", "Rejected", 404))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/Rejected", "endpoint b fails since 2026-03-01T11:59:00Z: Rejected, status 404"},
+		{"every: one idle", every2, accepted(), []Pod{runs("p1", healthy("a"), idle("b"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", ""},
+		{"an endpoint that the spec has no more", any1, accepted(), []Pod{runs("p1", healthy("a"), open("gone", "TimedOut"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", ""},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			d := destinationStatus(t, tc.d, tc.v, tc.pods, t0)
@@ -209,19 +222,55 @@ func TestProgrammedMessages(t *testing.T) {
 		d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), pods, t0)
 		return meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionProgrammed).Message
 	}
-	if got := message(runs("p1"), Pod{Name: "p2"}); got != "1 of 2 ready dispatcher pods run this revision; waiting for p2 (does not answer)" {
+	behind := runs("p2")
+	behind.destination().Revision = "r0"
+	if got := message(runs("p1"), behind); got != "not every ready dispatcher pod runs this revision yet" {
+		t.Error(got)
+	}
+	if got := message(runs("p1"), Pod{Name: "p2"}); got != "not every ready dispatcher pod has confirmed this revision: a pod does not answer; see the operator's log and the pods of the release's namespace" {
 		t.Error(got)
 	}
 	refusing := Pod{Name: "p2", Report: &liveconfig.Report{Tenants: []liveconfig.TenantReport{{Tenant: tenant, Refused: &liveconfig.RefusedConfig{Error: "because"}}}}}
-	if got := message(runs("p1"), refusing); got != "dispatcher pod p2 refused the config and keeps the one before: because" {
+	if got := message(runs("p1"), refusing); got != "a dispatcher pod refused the config and keeps the previous one: because" {
 		t.Error(got)
 	}
-	var many []Pod
-	for i := range 1000 {
-		many = append(many, Pod{Name: fmt.Sprintf("p%03d", i)})
+}
+
+// A status is the same with one pod and with many, whatever their names are: pods
+// come and go, and that must not write every object of the cluster.
+func TestStatusIsIndependentOfPods(t *testing.T) {
+	fails := open("b", "TimedOut")
+	one := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a", "b"), accepted(), []Pod{runs("p1", healthy("a"), fails)}, t0)
+	idlePod := runs("p2", idle("a"), idle("b"))
+	idlePod.destination().Ledger, idlePod.destination().Retrying = liveconfig.Ledger{}, 0
+	many := Destination(one, accepted(), tenant, []Pod{runs("q1", healthy("a"), fails), idlePod}, at(time.Minute), true)
+	if diff := cmp.Diff(one.Status, many); diff != "" {
+		t.Errorf("another pod changed the status: %s", diff)
 	}
-	if got := message(many...); got != "0 of 1000 ready dispatcher pods run this revision; waiting for p000 (does not answer), p001 (does not answer), p002 (does not answer), p003 (does not answer), p004 (does not answer) and 995 more" {
-		t.Error(got)
+	sources := sourceStatus(t, source(), accepted(), []Pod{takes("p1", liveconfig.SourceReport{StoragePressure: true})}, t0)
+	if diff := cmp.Diff(sources.Status, Source(sources, accepted(), tenant, []Pod{takes("q1", liveconfig.SourceReport{StoragePressure: true}), takes("q2", liveconfig.SourceReport{})}, at(time.Minute), true)); diff != "" {
+		t.Errorf("another pod changed the status of a Source: %s", diff)
+	}
+}
+
+// The defaults of the CRD and the conditions of other controllers are no facts.
+func TestDefaultsAndForeignConditions(t *testing.T) {
+	fresh := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", idle("a"))}, t0)
+	d := destination(v1alpha1.AnyEndpoint, "a")
+	for _, conditionType := range destinationConditions[:5] {
+		d.Status.Conditions = append(d.Status.Conditions, metav1.Condition{Type: conditionType, Status: metav1.ConditionUnknown, Reason: v1alpha1.ReasonPending, Message: "waiting for the operator", LastTransitionTime: metav1.Unix(0, 0)})
+	}
+	if got := destinationStatus(t, d, accepted(), []Pod{runs("p1", idle("a"))}, t0); cmp.Diff(fresh.Status, got.Status) != "" {
+		t.Errorf("with the defaults: %s", cmp.Diff(fresh.Status, got.Status))
+	}
+	if got := Transitions(d.Status.Conditions, fresh.Status.Conditions); len(got) != 0 {
+		t.Errorf("Events of a new object: %+v", got)
+	}
+	written := *fresh.DeepCopy()
+	slices.Reverse(written.Status.Conditions)
+	written.Status.Conditions = append(written.Status.Conditions, metav1.Condition{Type: "Synced", Status: metav1.ConditionTrue, Reason: "Foreign"})
+	if got := destinationStatus(t, written, accepted(), []Pod{runs("p1", idle("a"))}, at(time.Hour)); cmp.Diff(fresh.Status, got.Status) != "" {
+		t.Errorf("with a foreign condition: %s", cmp.Diff(fresh.Status, got.Status))
 	}
 }
 
@@ -243,9 +292,6 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 		FirstAttemptsPending: 33, FirstAttemptsSkipped: 55,
 	}}
 	if diff := cmp.Diff(wantEndpoints, d.Status.Endpoints); diff != "" {
-		t.Error(diff)
-	}
-	if diff := cmp.Diff(&v1alpha1.DispatcherCount{Ready: 2, Programmed: 2}, d.Status.Dispatchers); diff != "" {
 		t.Error(diff)
 	}
 	if !d.Status.LastSuccessTime.Equal(sec(-time.Second)) {
@@ -371,7 +417,7 @@ func TestPaceOfFailures(t *testing.T) {
 		if err := CheckDestination(*d); err != nil {
 			t.Error(err)
 		}
-		return summary(d.Status.Conditions[3:])
+		return summary(d.Status.Conditions[4:])
 	}
 	if got := soon(failing("a", "ServerError", 500), time.Second); got != "False/TimedOut" {
 		t.Error(got)
@@ -388,7 +434,7 @@ func TestPaceOfFailures(t *testing.T) {
 	if got := soon(healthy("a"), -time.Hour); got != "True/Delivering" {
 		t.Errorf("with a clock that was set back: %s", got)
 	}
-	if got := summary(Destination(d, accepted(), tenant, []Pod{runs("p1", healthy("a"))}, at(time.Second), true).Conditions[3:]); got != "True/Delivering" {
+	if got := summary(Destination(d, accepted(), tenant, []Pod{runs("p1", healthy("a"))}, at(time.Second), true).Conditions[4:]); got != "True/Delivering" {
 		t.Errorf("when numbers are due: %s", got)
 	}
 }
@@ -441,25 +487,25 @@ func TestSourceConditions(t *testing.T) {
 		want    string
 		message string
 	}{
-		{"receiving", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5, LastAccepted: at(-time.Second)})}, "True/Accepted True/Programmed True/Ready True/Receiving", ""},
-		{"receiving, after a restart", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5})}, "True/Accepted True/Programmed True/Ready True/Receiving", ""},
-		{"no call yet", accepted(), []Pod{takes("p1", liveconfig.SourceReport{})}, "True/Accepted True/Programmed True/Ready Unknown/NoTrafficYet", ""},
-		{"no pods", accepted(), nil, "True/Accepted False/NoDispatcher False/NoDispatcher Unknown/NoTrafficYet", ""},
-		{"only refusals", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Rejected: 3, LastRejected: at(-time.Second), LastRejection: "not JSON"})}, "True/Accepted True/Programmed True/Ready False/RejectingCalls", "the latest calls were all refused: not JSON"},
-		{"refusals for a while", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(-time.Hour), LastRejected: at(0)})}, "True/Accepted True/Programmed True/Ready False/RejectingCalls", ""},
-		{"some refusals among the good ones", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(-time.Second), LastRejected: at(0)})}, "True/Accepted True/Programmed True/Ready True/Receiving", ""},
-		{"refusals at one pod, good ones at another", accepted(), []Pod{takes("p1", liveconfig.SourceReport{LastRejected: at(0)}), takes("p2", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(-time.Second)})}, "True/Accepted True/Programmed True/Ready True/Receiving", ""},
-		{"quota full", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5, StoragePressure: true}), takes("p2", liveconfig.SourceReport{Accepted: 5})}, "True/Accepted True/Programmed True/Ready False/StoragePressure", "1 of 2 dispatcher pods"},
-		{"disk full", accepted(), []Pod{takes("p1", liveconfig.SourceReport{}), full}, "True/Accepted True/Programmed True/Ready False/StoragePressure", ""},
-		{"disabled", disabled(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5})}, "True/Disabled True/Programmed True/Ready False/Disabled", "403"},
-		{"not accepted", refused(v1alpha1.ReasonWriteKeyConflict), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5})}, "False/WriteKeyConflict False/NotAccepted False/WriteKeyConflict False/NotAccepted", "spec.x: broken"},
+		{"receiving", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5, LastAccepted: at(-time.Second)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
+		{"receiving, after a restart", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
+		{"no call yet", accepted(), []Pod{takes("p1", liveconfig.SourceReport{})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready Unknown/NoTrafficYet", ""},
+		{"no pods", accepted(), nil, "True/Accepted True/ResolvedRefs False/NoDispatcher False/NoDispatcher Unknown/NoTrafficYet", ""},
+		{"only refusals", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Rejected: 3, LastRejected: at(-time.Second), LastRejection: "not JSON"})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/RejectingCalls", "all of the latest calls were rejected: not JSON"},
+		{"refusals for a while", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(-time.Hour), LastRejected: at(0)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/RejectingCalls", ""},
+		{"some refusals among the good ones", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(-time.Second), LastRejected: at(0)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
+		{"refusals at one pod, good ones at another", accepted(), []Pod{takes("p1", liveconfig.SourceReport{LastRejected: at(0)}), takes("p2", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(-time.Second)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
+		{"quota full", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5, StoragePressure: true}), takes("p2", liveconfig.SourceReport{Accepted: 5})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/StoragePressure", "a dispatcher pod's storage, or this Source's quota, is full"},
+		{"disk full", accepted(), []Pod{takes("p1", liveconfig.SourceReport{}), full}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/StoragePressure", ""},
+		{"disabled", disabled(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5})}, "True/Disabled True/ResolvedRefs True/Programmed True/Ready False/Disabled", "403"},
+		{"not accepted", refused(v1alpha1.ReasonWriteKeyConflict), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5})}, "False/WriteKeyConflict True/ResolvedRefs False/NotAccepted False/WriteKeyConflict False/NotAccepted True/WriteKeyConflict", "spec.x: broken"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			s := sourceStatus(t, source(), tc.v, tc.pods, t0)
 			if got := summary(s.Status.Conditions); got != tc.want {
 				t.Errorf("got  %s\nwant %s", got, tc.want)
 			}
-			if message := s.Status.Conditions[3].Message; !strings.Contains(message, tc.message) {
+			if message := s.Status.Conditions[4].Message; !strings.Contains(message, tc.message) {
 				t.Errorf("message %q does not contain %q", message, tc.message)
 			}
 		})
@@ -490,7 +536,7 @@ func TestSourceNumbers(t *testing.T) {
 		t.Errorf("a pod that does not answer: %s", diff)
 	}
 	s = sourceStatus(t, s, v, nil, at(time.Minute))
-	if got := summary(s.Status.Conditions[3:]); got != "True/Receiving" {
+	if got := summary(s.Status.Conditions[4:]); got != "True/Receiving" {
 		t.Errorf("without pods: %s", got)
 	}
 
@@ -554,10 +600,10 @@ func TestTransitions(t *testing.T) {
 		pods []Pod
 		want string
 	}{
-		{refused(v1alpha1.ReasonSecretNotFound), []Pod{{Name: "p1"}}, "Warning SecretNotFound"},
-		{refused(v1alpha1.ReasonSecretNotFound), []Pod{runs("p1", idle("a"))}, ""},
-		{refused(v1alpha1.ReasonSecretKeyMissing), []Pod{runs("p1", idle("a"))}, "Warning SecretKeyMissing"},
-		{accepted(), []Pod{runs("p1", idle("a"))}, "Normal Accepted"},
+		{unresolved(v1alpha1.ReasonSecretNotFound), []Pod{{Name: "p1"}}, "Warning SecretNotFound"},
+		{unresolved(v1alpha1.ReasonSecretNotFound), []Pod{runs("p1", idle("a"))}, ""},
+		{unresolved(v1alpha1.ReasonSecretKeyMissing), []Pod{runs("p1", idle("a"))}, "Warning SecretKeyMissing"},
+		{accepted(), []Pod{runs("p1", idle("a"))}, "Normal ResolvedRefs"},
 		{accepted(), []Pod{runs("p1", healthy("a"))}, "Normal Delivering"},
 		{accepted(), []Pod{runs("p1", healthy("a"))}, ""},
 		{accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0))}, "Warning TimedOut"},
@@ -594,16 +640,17 @@ func TestTransitions(t *testing.T) {
 func TestInvariantsAreChecked(t *testing.T) {
 	good := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", healthy("a"))}, t0)
 	for name, spoil := range map[string]func(*v1alpha1.WebhookDestination){
-		"no condition":      func(d *v1alpha1.WebhookDestination) { d.Status.Conditions = nil },
-		"ready":             func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[0].Status = metav1.ConditionFalse },
-		"generation":        func(d *v1alpha1.WebhookDestination) { d.Status.ObservedGeneration = 5 },
-		"its generation":    func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[1].ObservedGeneration = 5 },
-		"reason":            func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[3].Reason = "" },
+		"no condition":   func(d *v1alpha1.WebhookDestination) { d.Status.Conditions = nil },
+		"ready":          func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[0].Status = metav1.ConditionFalse },
+		"generation":     func(d *v1alpha1.WebhookDestination) { d.Status.ObservedGeneration = 5 },
+		"its generation": func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[1].ObservedGeneration = 5 },
+		"reason":         func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[4].Reason = "" },
+		"stalled": func(d *v1alpha1.WebhookDestination) {
+			d.Status.Conditions = append(d.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionStalled, Status: metav1.ConditionTrue, Reason: "X", Message: "m", LastTransitionTime: timestamp(t0)})
+		},
 		"message":           func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[3].Message = strings.Repeat("x", 40000) },
-		"time":              func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[2].LastTransitionTime = metav1.Time{} },
+		"time":              func(d *v1alpha1.WebhookDestination) { d.Status.Conditions[3].LastTransitionTime = metav1.Time{} },
 		"endpoints":         func(d *v1alpha1.WebhookDestination) { d.Status.Endpoints[0].Name = "b" },
-		"dispatchers":       func(d *v1alpha1.WebhookDestination) { d.Status.Dispatchers.Ready = 0 },
-		"programmed":        func(d *v1alpha1.WebhookDestination) { d.Status.Dispatchers.Programmed = 0 },
 		"revision's moment": func(d *v1alpha1.WebhookDestination) { d.Status.RevisionTime = nil },
 	} {
 		d := good.DeepCopy()

@@ -15,7 +15,7 @@ import (
 // CheckDestination returns what in a destination's status must never be so. It
 // is for tests.
 func CheckDestination(d v1alpha1.WebhookDestination) error {
-	errs := checkConditions(d.Generation, d.Status.ObservedGeneration, d.Status.Conditions, d.Status.Dispatchers, v1alpha1.ConditionDelivering)
+	errs := checkConditions(d.Generation, d.Status.ObservedGeneration, Own(d.Status.Conditions, destinationConditions), v1alpha1.ConditionDelivering)
 	if len(d.Status.Endpoints) != len(d.Spec.Endpoints) {
 		errs = append(errs, fmt.Errorf("status has %d endpoints, spec %d", len(d.Status.Endpoints), len(d.Spec.Endpoints)))
 	}
@@ -38,7 +38,7 @@ func CheckDestination(d v1alpha1.WebhookDestination) error {
 
 // CheckSource returns what in a Source's status must never be so. It is for tests.
 func CheckSource(s v1alpha1.Source) error {
-	errs := checkConditions(s.Generation, s.Status.ObservedGeneration, s.Status.Conditions, s.Status.Dispatchers, v1alpha1.ConditionReceiving)
+	errs := checkConditions(s.Generation, s.Status.ObservedGeneration, Own(s.Status.Conditions, sourceConditions), v1alpha1.ConditionReceiving)
 	if n := len(s.Status.Destinations); n > maxDestinations || !slices.IsSorted(s.Status.Destinations) {
 		errs = append(errs, fmt.Errorf("%d destinations: too many, or not sorted", n))
 	}
@@ -47,7 +47,7 @@ func CheckSource(s v1alpha1.Source) error {
 
 var reasonPattern = regexp.MustCompile(`^[A-Z][A-Za-z0-9]*$`)
 
-func checkConditions(generation, observed int64, conditions []metav1.Condition, dispatchers *v1alpha1.DispatcherCount, traffic string) (errs []error) {
+func checkConditions(generation, observed int64, conditions []metav1.Condition, traffic string) (errs []error) {
 	fail := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
 	var types []string
 	for _, c := range conditions {
@@ -65,32 +65,38 @@ func checkConditions(generation, observed int64, conditions []metav1.Condition, 
 			fail("%s: message of %d bytes", c.Type, len(c.Message))
 		}
 	}
-	if want := []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionProgrammed, v1alpha1.ConditionReady, traffic}; !slices.Equal(types, want) {
+	want := []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionResolvedRefs, v1alpha1.ConditionProgrammed, v1alpha1.ConditionReady, traffic}
+	if meta.IsStatusConditionTrue(conditions, v1alpha1.ConditionStalled) {
+		want = append(want, v1alpha1.ConditionStalled)
+	}
+	if !slices.Equal(types, want) {
 		fail("conditions %v, want %v", types, want)
 		return errs
 	}
 	if observed > generation {
 		fail("observedGeneration %d is above generation %d", observed, generation)
 	}
-	accepted, programmed, ready := conditions[0], conditions[1], conditions[2]
-	if both := meta.IsStatusConditionTrue(conditions, accepted.Type) && meta.IsStatusConditionTrue(conditions, programmed.Type); both != (ready.Status == metav1.ConditionTrue) {
-		fail("Ready is %s, Accepted %s, Programmed %s", ready.Status, accepted.Status, programmed.Status)
-	}
-	if ready.Status != metav1.ConditionTrue && ready.Reason != accepted.Reason && ready.Reason != programmed.Reason {
-		fail("Ready has reason %s, which is neither Accepted's nor Programmed's", ready.Reason)
-	}
+	accepted, resolved, programmed, ready := conditions[0], conditions[1], conditions[2], conditions[3]
+	all := true
 	for _, c := range conditions[:3] {
+		all = all && c.Status == metav1.ConditionTrue
+	}
+	if all != (ready.Status == metav1.ConditionTrue) {
+		fail("Ready is %s, Accepted %s, ResolvedRefs %s, Programmed %s", ready.Status, accepted.Status, resolved.Status, programmed.Status)
+	}
+	if !all && !slices.ContainsFunc(conditions[:3], func(c metav1.Condition) bool { return c.Status != metav1.ConditionTrue && c.Reason == ready.Reason }) {
+		fail("Ready has reason %s, which no condition that is not True has", ready.Reason)
+	}
+	for _, c := range conditions[:4] {
 		if c.Status == metav1.ConditionUnknown {
 			fail("%s is Unknown", c.Type)
 		}
 	}
-	switch {
-	case dispatchers == nil:
-		fail("dispatchers are missing")
-	case dispatchers.Programmed > dispatchers.Ready:
-		fail("%d of %d dispatchers are programmed", dispatchers.Programmed, dispatchers.Ready)
-	case programmed.Status == metav1.ConditionTrue && (dispatchers.Ready == 0 || dispatchers.Programmed < dispatchers.Ready):
-		fail("Programmed is True with %d of %d dispatchers", dispatchers.Programmed, dispatchers.Ready)
+	if len(conditions) == 6 && ready.Status == metav1.ConditionTrue {
+		fail("Stalled is True although Ready is")
+	}
+	if accepted.Status == metav1.ConditionFalse && len(conditions) != 6 {
+		fail("Accepted is False, but Stalled is not True")
 	}
 	return errs
 }

@@ -21,7 +21,7 @@ func paceDestination(old, fresh v1alpha1.WebhookDestinationStatus, now time.Time
 	fresh.Conditions = delayRecovery(old.Conditions, fresh.Conditions, v1alpha1.ConditionDelivering, now)
 	transitions := func(s v1alpha1.WebhookDestinationStatus) v1alpha1.WebhookDestinationStatus {
 		s.Conditions = withoutNumbers(s.Conditions)
-		s.Delivery, s.LastSuccessTime = nil, nil
+		s.Delivery, s.LastSuccessTime = present(s.Delivery), nil
 		s.Endpoints = slices.Clone(s.Endpoints)
 		for i, e := range s.Endpoints {
 			s.Endpoints[i] = v1alpha1.EndpointStatus{Name: e.Name}
@@ -37,12 +37,20 @@ func paceDestination(old, fresh v1alpha1.WebhookDestinationStatus, now time.Time
 	return fresh
 }
 
+// present leaves of numbers that they are there: the first ones are written at once.
+func present[T any](numbers *T) *T {
+	if numbers == nil {
+		return nil
+	}
+	return new(T)
+}
+
 // paceSource is like paceDestination.
 func paceSource(old, fresh v1alpha1.SourceStatus, now time.Time) v1alpha1.SourceStatus {
 	fresh.Conditions = delayRecovery(old.Conditions, fresh.Conditions, v1alpha1.ConditionReceiving, now)
 	transitions := func(s v1alpha1.SourceStatus) v1alpha1.SourceStatus {
 		s.Conditions = withoutNumbers(s.Conditions)
-		s.Calls, s.Messages, s.LastReceivedTime = nil, nil, nil
+		s.Calls, s.Messages, s.LastReceivedTime = present(s.Calls), present(s.Messages), nil
 		return s
 	}
 	if equality.Semantic.DeepEqual(transitions(old), transitions(fresh)) {
@@ -78,7 +86,11 @@ func withoutNumbers(conditions []metav1.Condition) []metav1.Condition {
 	return out
 }
 
-// aboutSpec reports whether a condition of traffic has a reason that speaks of the spec.
+// aboutSpec reports whether the reason of a traffic condition describes the spec.
 func aboutSpec(reason string) bool {
-	return reason == v1alpha1.ReasonHeld || reason == v1alpha1.ReasonDisabled || reason == v1alpha1.ReasonNotAccepted
+	switch reason {
+	case v1alpha1.ReasonHeld, v1alpha1.ReasonDisabled, v1alpha1.ReasonNotAccepted, v1alpha1.ReasonUnresolvedRefs:
+		return true
+	}
+	return false
 }

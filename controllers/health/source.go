@@ -1,7 +1,6 @@
 package health
 
 import (
-	"fmt"
 	"slices"
 	"time"
 
@@ -23,16 +22,16 @@ const (
 // Source returns the status that follows from the compiler's verdict v and the
 // reports of the ready dispatcher pods. tenant is the namespace.
 //
-// A Source that is not accepted has no write key, so there is nothing to
-// program (NotAccepted). One that is disabled is programmed: its calls are answered 403.
+// A Source without a usable write key has no effect, so there is nothing to
+// program (NotAccepted, UnresolvedRefs). One that is disabled is programmed: its calls are answered 403.
 //
 // numbersDue is as for Destination.
 func Source(old v1alpha1.Source, v compile.Verdict, tenant string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.SourceStatus {
+	old.Status.Conditions = Own(old.Status.Conditions, sourceConditions)
 	f := gather(v, old.ObjectMeta, old.Status.Conditions, tenant, pods, now, sourcePart)
 	s := v1alpha1.SourceStatus{
 		ObservedGeneration: old.Generation,
 		Destinations:       slices.Clone(v.Destinations[:min(len(v.Destinations), maxDestinations)]),
-		Dispatchers:        f.dispatchers(),
 	}
 	var t traffic
 	complete := sourcePart.each(pods, tenant, old.Name, func(pod Pod, r *liveconfig.SourceReport) {
@@ -66,7 +65,7 @@ type traffic struct {
 	messages                   v1alpha1.MessageCounts
 	lastAccepted, lastRejected time.Time
 	lastRejection              string
-	pressure                   int
+	pressure                   bool
 }
 
 func (t *traffic) add(r liveconfig.SourceReport, diskFull bool) {
@@ -84,9 +83,7 @@ func (t *traffic) add(r liveconfig.SourceReport, diskFull bool) {
 	if r.LastRejected.After(t.lastRejected) {
 		t.lastRejected, t.lastRejection = r.LastRejected, r.LastRejection
 	}
-	if r.StoragePressure || diskFull {
-		t.pressure++
-	}
+	t.pressure = t.pressure || r.StoragePressure || diskFull
 }
 
 // receiving is the condition that tells from traffic how calls come in.
@@ -96,12 +93,13 @@ func (f facts) receiving(t traffic) metav1.Condition {
 	case f.state() == liveconfig.Disabled:
 		return set(metav1.ConditionFalse, v1alpha1.ReasonDisabled, "spec.enabled is false: calls are answered 403")
 	case f.state() == liveconfig.Held:
-		return set(metav1.ConditionFalse, v1alpha1.ReasonNotAccepted, "no write key leads here, so no call can come: "+f.verdict.Message)
-	case t.pressure > 0:
+		_, message := f.verdict.Cause()
+		return set(metav1.ConditionFalse, f.noEffect(), "this Source has no valid write key, so it cannot receive calls: "+message)
+	case t.pressure:
 		return set(metav1.ConditionFalse, v1alpha1.ReasonStoragePressure,
-			fmt.Sprintf("%d of %d dispatcher pods refuse calls (503) because their storage, or this Source's quota, is full; see what is pending in its destinations", t.pressure, f.ready))
+			"calls are answered 503 because a dispatcher pod's storage, or this Source's quota, is full; see the pending messages of its destinations")
 	case !t.lastRejected.IsZero() && t.lastRejected.Sub(t.lastAccepted) > rejectingFor:
-		message := "the latest calls were all refused"
+		message := "all of the latest calls were rejected"
 		if t.lastRejection != "" {
 			message += ": " + truncate(t.lastRejection, maxQuotedBytes)
 		}
@@ -114,5 +112,5 @@ func (f facts) receiving(t traffic) metav1.Condition {
 			return set(before.Status, before.Reason, before.Message)
 		}
 	}
-	return set(metav1.ConditionUnknown, v1alpha1.ReasonNoTrafficYet, "no call has come yet")
+	return set(metav1.ConditionUnknown, v1alpha1.ReasonNoTrafficYet, "no call has been received yet")
 }

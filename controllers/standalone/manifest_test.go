@@ -61,17 +61,17 @@ apiVersion: posthorn.dev/v1alpha1
 kind: WebhookDestination
 metadata: {name: crm}
 spec:
-  sources: {names: [web]}
+  sourceRefs: [{name: web}]
   endpoints: [{name: primary, url: "https://hooks.example/in"}]
-  signing: {secretRef: {name: crm, key: k}}
+  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: crm, key: k}}]}
 status: {observedGeneration: 99}
 `))
 	if len(p.problems) > 0 || len(p.objects) != 1 {
 		t.Fatalf("%v", p.problems)
 	}
 	d := p.objects[0].resource.(*v1alpha1.WebhookDestination)
-	if d.Namespace != "default" || d.Spec.Delivery.Timeout.Duration != 5*time.Second || d.Spec.Delivery.MaxInFlight != 64 || d.Spec.Delivery.RetryWindow.Duration != 4*time.Hour ||
-		d.Spec.Success != v1alpha1.AnyEndpoint || d.Spec.Signing.Scheme != v1alpha1.HMACSHA1 || !*d.Spec.Enabled || d.Spec.DeadLetters.MaxBytes.Value() != 1<<30 {
+	if d.Namespace != "default" || d.Spec.Delivery.Timeout.Duration != 5*time.Second || d.Spec.Delivery.MaxInFlight != 64 || d.Spec.Delivery.Retry.Window.Duration != 4*time.Hour ||
+		d.Spec.SuccessPolicy != v1alpha1.AnyEndpoint || d.Spec.Signing.Schemes[0].Type != v1alpha1.HMACSHA1 || !*d.Spec.Enabled || d.Spec.DeadLetters.MaxBytes.Value() != 1<<30 {
 		b, _ := json.Marshal(d)
 		t.Errorf("defaults are missing: %s", b)
 	}

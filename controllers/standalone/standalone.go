@@ -207,9 +207,20 @@ func (c *Control) load(marks []mark) []mark {
 		c.store.load(marks, time.Now())
 	}
 	problems, ignored := c.store.problems, c.store.ignored
-	snapshots := c.store.snapshots(c.options.CheckHost)
 	c.mu.Unlock()
 	c.tell(problems, ignored)
+	c.apply()
+	if c.store.unread {
+		return nil
+	}
+	return marks
+}
+
+// apply compiles the objects, gives the sink what changed, and saves the state.
+func (c *Control) apply() {
+	c.mu.Lock()
+	snapshots := c.store.snapshots(c.options.CheckHost)
+	c.mu.Unlock()
 	for _, tenant := range slices.Sorted(maps.Keys(snapshots)) {
 		config, verdicts := compile.Compile(*snapshots[tenant])
 		sent, exists := c.sent[tenant]
@@ -239,10 +250,6 @@ func (c *Control) load(marks []mark) []mark {
 			c.options.Sink.Delete(tenant)
 		}
 	}
-	if c.store.unread {
-		return nil
-	}
-	return marks
 }
 
 // tell logs what was not logged before.
@@ -263,6 +270,13 @@ func (c *Control) tell(problems, ignored []Problem) {
 
 // observe brings the status of every object up to date with the dispatcher's report.
 func (c *Control) observe() {
+	if c.updateStatus() {
+		c.apply() // A run that has ended is not in the config, and ended also after a restart.
+	}
+}
+
+// updateStatus reports whether the run of a DeletionRequest ended.
+func (c *Control) updateStatus() (ended bool) {
 	report := c.options.Report()
 	pods := []health.Pod{{Name: report.Pod, Report: &report}}
 	now := time.Now()
@@ -279,6 +293,7 @@ func (c *Control) observe() {
 			events = update(c, o, r, c.verdicts[o.namespace].Audiences, health.Audiences, pods, now)
 		case *v1alpha1.DeletionRequest:
 			events = update(c, o, r, c.verdicts[o.namespace].Deletions, health.DeletionRequests, pods, now)
+			ended = ended || !v1alpha1.JobEnded(r.Status.JobStatus) && v1alpha1.JobEnded(o.resource.(*v1alpha1.DeletionRequest).Status.JobStatus)
 		}
 		for _, e := range events {
 			log := c.log.Info
@@ -289,6 +304,7 @@ func (c *Control) observe() {
 		}
 	}
 	c.expire(now)
+	return ended
 }
 
 // update brings one object's status up to date, on a copy of it, and returns what
@@ -358,11 +374,12 @@ type CompiledNamespace struct {
 	Revision     string            `json:"revision"`
 	EncodedBytes int               `json:"encodedBytes"`
 	Config       liveconfig.Config `json:"config"`
-	// Verdicts are the condition Accepted of each object.
+	// Verdicts are the conditions Accepted and ResolvedRefs of each object.
 	Verdicts compile.Verdicts `json:"verdicts"`
 }
 
-// OK reports whether every manifest is valid and every object accepted.
+// OK reports whether every manifest is valid, and every object is accepted and
+// has its references resolved.
 func (c Compiled) OK() bool {
 	if len(c.Problems) > 0 {
 		return false
@@ -370,7 +387,7 @@ func (c Compiled) OK() bool {
 	for _, n := range c.Namespaces {
 		for _, verdicts := range []map[string]compile.Verdict{n.Verdicts.Sources, n.Verdicts.Destinations, n.Verdicts.Audiences, n.Verdicts.Deletions} {
 			for _, v := range verdicts {
-				if !v.Accepted {
+				if !v.OK() {
 					return false
 				}
 			}

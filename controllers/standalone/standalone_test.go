@@ -31,7 +31,7 @@ import (
 const (
 	secret         = "apiVersion: v1\nkind: Secret\nmetadata: {name: web-key}\nstringData: {writeKey: canary-key}\n"
 	webSource      = "apiVersion: posthorn.dev/v1alpha1\nkind: Source\nmetadata: {name: web, labels: {app: shop}}\nspec: {writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]}\n"
-	webDestination = "apiVersion: posthorn.dev/v1alpha1\nkind: WebhookDestination\nmetadata: {name: crm}\nspec: {sources: {names: [web]}, endpoints: [{name: primary, url: \"https://hooks.example/in\"}]}\n"
+	webDestination = "apiVersion: posthorn.dev/v1alpha1\nkind: WebhookDestination\nmetadata: {name: crm}\nspec: {sourceRefs: [{name: web}], endpoints: [{name: primary, url: \"https://hooks.example/in\"}]}\n"
 )
 
 // runner is a dispatcher that takes every config, and what it was told.
@@ -241,7 +241,7 @@ func TestRunFollowsTheFolder(t *testing.T) {
 	})
 
 	// Other namespaces come and go.
-	put(t, dir, "other.json", `{"apiVersion":"posthorn.dev/v1alpha1","kind":"WebhookDestination","metadata":{"name":"x","namespace":"other"},"spec":{"sources":{"selector":{}},"endpoints":[{"name":"a","url":"https://a.example"}]}}`)
+	put(t, dir, "other.json", `{"apiVersion":"posthorn.dev/v1alpha1","kind":"WebhookDestination","metadata":{"name":"x","namespace":"other"},"spec":{"sourceSelector":{},"endpoints":[{"name":"a","url":"https://a.example"}]}}`)
 	f.runs("default/crm Disabled", "other/x Held")
 	if err := os.Remove(filepath.Join(dir, "other.json")); err != nil {
 		t.Fatal(err)
@@ -422,7 +422,8 @@ func TestWriteKeysOfTwoNamespaces(t *testing.T) {
 		}
 		return list.Items[0].Status.Conditions[0].Reason
 	}
-	f.until("both", func() bool { return reason("aaa") != "" && reason("default") != "" })
+	judged := func(reason string) bool { return reason != "" && reason != v1alpha1.ReasonPending }
+	f.until("both", func() bool { return judged(reason("aaa")) && judged(reason("default")) })
 	// Within one second they are of equal age, and the name decides.
 	got := []string{reason("aaa"), reason("default")}
 	if slices.Sort(got); !slices.Equal(got, []string{v1alpha1.ReasonAccepted, v1alpha1.ReasonWriteKeyConflict}) {
@@ -536,13 +537,13 @@ func TestHandler(t *testing.T) {
 			columns = append(columns, c.Name)
 		}
 	}
-	if diff := cmp.Diff([]string{"Name", "Ready", "Delivering", "Pending", "Retrying", "Last Success", "Age"}, columns); diff != "" {
+	if diff := cmp.Diff([]string{"Name", "Ready", "Reason", "Delivering", "Pending", "Retrying", "Last Success", "Age"}, columns); diff != "" {
 		t.Error(diff)
 	}
 	if len(rows.Rows) != 1 || rows.Kind != "Table" {
 		t.Fatalf("%+v", rows)
 	}
-	if diff := cmp.Diff([]any{"crm", "True", "Unknown", float64(2), float64(0), nil}, rows.Rows[0].Cells[:6]); diff != "" {
+	if diff := cmp.Diff([]any{"crm", "True", "Ready", "Unknown", float64(2), float64(0), nil}, rows.Rows[0].Cells[:7]); diff != "" {
 		t.Error(diff)
 	}
 	if raw := string(rows.Rows[0].Object.Raw); !strings.Contains(raw, `"PartialObjectMetadata"`) || strings.Contains(raw, `"spec"`) {

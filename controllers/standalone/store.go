@@ -333,8 +333,10 @@ type stateObject struct {
 	Generation int64       `json:"generation"`
 	Created    metav1.Time `json:"created"`
 	// AudienceKey is the key in effect, of an Audience.
-	AudienceKey string          `json:"audienceKey,omitempty"`
-	Manifest    json.RawMessage `json:"manifest"`
+	AudienceKey string `json:"audienceKey,omitempty"`
+	// Ended is the status of a DeletionRequest whose run has ended.
+	Ended    *v1alpha1.DeletionRequestStatus `json:"ended,omitempty"`
+	Manifest json.RawMessage                 `json:"manifest"`
 }
 
 const stateVersion = 1
@@ -347,6 +349,9 @@ func (s *store) save(path string) error {
 		saved := stateObject{File: o.file, Generation: o.generation, Created: o.created, Manifest: o.manifest}
 		if a, ok := o.resource.(*v1alpha1.Audience); ok {
 			saved.AudienceKey = a.Status.Key
+		}
+		if d, ok := o.resource.(*v1alpha1.DeletionRequest); ok && v1alpha1.JobEnded(d.Status.JobStatus) {
+			saved.Ended = &d.Status
 		}
 		out.Objects = append(out.Objects, saved)
 	}
@@ -398,6 +403,9 @@ func (s *store) restore(path string) error {
 		object.furnish(nil, s.version())
 		if a, ok := object.resource.(*v1alpha1.Audience); ok {
 			a.Status.Key = o.AudienceKey
+		}
+		if d, ok := object.resource.(*v1alpha1.DeletionRequest); ok && o.Ended != nil {
+			d.Status = *o.Ended
 		}
 		s.objects[object.id] = object
 	}

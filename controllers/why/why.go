@@ -18,7 +18,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// Level says how much a finding matters.
+// Level is the severity of a finding.
 type Level string
 
 // The levels, the worst first.
@@ -31,18 +31,18 @@ const (
 	Fine Level = "OK"
 )
 
-// Finding is what is so at one station of the way.
+// Finding is the result of one check along the delivery path.
 type Finding struct {
 	Level Level `json:"level"`
 	// About is the station: Destination, Secret, Config, Source, Filter, Endpoint, Backlog, DeadLetters.
 	About string `json:"about"`
-	// Text says what is so.
+	// Text is the result in words.
 	Text string `json:"text"`
-	// Fix says what to do; empty when there is nothing to do.
+	// Fix is the action for the user; empty if none is necessary.
 	Fix string `json:"fix,omitempty"`
 }
 
-// Facts are what is known.
+// Facts are the input of Explain.
 type Facts struct {
 	Namespace, Name string
 	// Destinations and Sources of the namespace.
@@ -53,13 +53,13 @@ type Facts struct {
 	Now     time.Time
 }
 
-// Explain returns the findings along the way; the first Problem is the cause to mend first.
+// Explain returns the findings along the delivery path; the first Problem is the first cause to fix.
 func Explain(f Facts) []Finding {
 	i := slices.IndexFunc(f.Destinations, func(d v1alpha1.WebhookDestination) bool { return d.Name == f.Name })
 	if i < 0 {
 		fix := "create it"
 		if names := destinationNames(f.Destinations); len(names) > 0 {
-			fix = "is it one of these: " + list(names) + "?"
+			fix = "did you mean one of these: " + list(names) + "?"
 		}
 		return []Finding{{Problem, "Destination", fmt.Sprintf("there is no WebhookDestination %q in namespace %q", f.Name, f.Namespace), fix}}
 	}
@@ -73,7 +73,7 @@ func Explain(f Facts) []Finding {
 	return e.found
 }
 
-// Cause returns the finding to mend first, or nil.
+// Cause returns the finding to fix first, or nil.
 func Cause(findings []Finding) *Finding {
 	if i := slices.IndexFunc(findings, func(f Finding) bool { return f.Level == Problem }); i >= 0 {
 		return &findings[i]
@@ -93,37 +93,50 @@ func (e *explainer) add(level Level, about, fix, format string, args ...any) {
 	e.found = append(e.found, Finding{level, about, fmt.Sprintf(format, args...), fix})
 }
 
-// fixes says what to do about a reason of Accepted.
+// fixes maps a reason of Accepted or ResolvedRefs to the action for the user.
 var fixes = map[string]struct{ about, fix string }{
-	v1alpha1.ReasonSecretNotFound:   {"Secret", "create the Secret in this namespace; nothing has to be restarted"},
+	v1alpha1.ReasonSecretNotFound:   {"Secret", "create the Secret in this namespace; no restart is necessary"},
 	v1alpha1.ReasonSecretKeyMissing: {"Secret", "add the key to the Secret, or correct the reference"},
 	v1alpha1.ReasonInvalidSecret:    {"Secret", "correct the value in the Secret"},
 	v1alpha1.ReasonInvalidURL:       {"Destination", "correct the URL: http:// or https:// and a host"},
 	v1alpha1.ReasonInvalidFilter:    {"Filter", "correct spec.filter.expression"},
-	v1alpha1.ReasonNoSource:         {"Source", "create the Source, or correct spec.sources"},
-	v1alpha1.ReasonEgressDenied:     {"Destination", "ask the cluster's admin to allow the address (--egress-allow), or use another"},
+	v1alpha1.ReasonNoSource:         {"Source", "create the Source, or correct spec.sourceRefs or spec.sourceSelector"},
+	v1alpha1.ReasonEgressDenied:     {"Destination", "ask an administrator to allow the address (--egress-allow), or use another"},
 	v1alpha1.ReasonConfigTooLarge:   {"Config", "remove headers or large certificates, or destinations, or use another namespace"},
 	v1alpha1.ReasonInvalidSpec:      {"Destination", "correct the spec; it was stored under older rules"},
+	v1alpha1.ReasonWriteKeyConflict: {"Source", "set another write key"},
+}
+
+// refusals returns the conditions Accepted and ResolvedRefs that are False.
+func refusals(conditions []metav1.Condition) (list []metav1.Condition) {
+	for _, conditionType := range []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionResolvedRefs} {
+		if c := meta.FindStatusCondition(conditions, conditionType); c != nil && c.Status == metav1.ConditionFalse {
+			list = append(list, *c)
+		}
+	}
+	return list
 }
 
 func (e *explainer) spec() {
-	accepted := meta.FindStatusCondition(e.d.Status.Conditions, v1alpha1.ConditionAccepted)
+	accepted, refused := meta.FindStatusCondition(e.d.Status.Conditions, v1alpha1.ConditionAccepted), refusals(e.d.Status.Conditions)
 	switch {
 	case accepted == nil || accepted.ObservedGeneration < e.d.Generation:
-		e.add(Problem, "Destination", "look at the operator's pod and its log", "the operator has not looked at this version of the destination yet")
-	case accepted.Status != metav1.ConditionTrue:
-		fix, ok := fixes[accepted.Reason]
-		if !ok {
-			fix.about = "Destination"
+		e.add(Problem, "Destination", "check the operator's pod and its log", "the operator has not processed this version of the destination yet")
+	case len(refused) > 0:
+		for _, c := range refused {
+			fix, ok := fixes[c.Reason]
+			if !ok {
+				fix.about = "Destination"
+			}
+			then := ""
+			if c.Reason != v1alpha1.ReasonNoSource { // It works for the Sources that it has.
+				e.held, then = true, "; messages are kept, not sent"
+			}
+			e.add(Problem, fix.about, fix.fix, "%s (%s)%s", c.Message, c.Reason, then)
 		}
-		then := ""
-		if accepted.Reason != v1alpha1.ReasonNoSource { // It works for the Sources that it has.
-			e.held, then = true, "; messages are kept, not sent"
-		}
-		e.add(Problem, fix.about, fix.fix, "%s (%s)%s", accepted.Message, accepted.Reason, then)
 	case e.d.Spec.Enabled != nil && !*e.d.Spec.Enabled:
 		e.held = true
-		e.add(Problem, "Destination", "set spec.enabled to true", "it is switched off; messages are kept up to the retry window and sent when it is on again")
+		e.add(Problem, "Destination", "set spec.enabled to true", "the destination is disabled; messages are kept up to the retry window and sent when it is enabled again")
 	default:
 		e.add(Fine, "Destination", "", "%s", cmp.Or(accepted.Message, "the spec is valid"))
 	}
@@ -133,35 +146,42 @@ func (e *explainer) config() {
 	for _, r := range e.Reports {
 		for _, t := range r.Tenants {
 			if t.Tenant == e.Namespace && t.Refused != nil {
-				e.add(Problem, "Config", "tell who runs Posthorn; update operator and dispatchers together", "dispatcher %s refuses the config and keeps the one before: %s", r.Pod, t.Refused.Error)
+				e.add(Problem, "Config", "ask an administrator to update operator and dispatchers together", "dispatcher %s rejects the config and keeps the previous one: %s", r.Pod, t.Refused.Error)
 				return
 			}
 		}
 		if r.Storage.Pressure {
-			e.add(Problem, "Config", "tell who runs Posthorn: its disk is full", "dispatcher %s takes no calls: its disk is full", r.Pod)
+			e.add(Problem, "Config", "contact an administrator: the disk is full", "dispatcher %s does not accept calls: its disk is full", r.Pod)
 		}
 	}
 	programmed := meta.FindStatusCondition(e.d.Status.Conditions, v1alpha1.ConditionProgrammed)
-	if programmed == nil || programmed.Reason == v1alpha1.ReasonNotAccepted {
+	if programmed == nil || programmed.Status == metav1.ConditionUnknown || withoutEffect(programmed.Reason) {
 		return
 	}
 	if programmed.Status == metav1.ConditionTrue {
 		e.add(Fine, "Config", "", "every ready dispatcher runs this version")
 		return
 	}
-	fix := "wait some seconds; if it stays, look at the dispatcher pods"
+	fix := "wait some seconds; if the problem remains, check the dispatcher pods"
 	if programmed.Reason == v1alpha1.ReasonNoDispatcher {
-		fix = "tell who runs Posthorn: its dispatcher pods are not ready"
+		fix = "contact an administrator: the dispatcher pods are not ready"
 	}
 	e.add(Problem, "Config", fix, "%s (%s)", programmed.Message, programmed.Reason)
 }
 
+// withoutEffect reports whether the reason of Programmed means that there is nothing to program.
+func withoutEffect(reason string) bool {
+	return reason == v1alpha1.ReasonNotAccepted || reason == v1alpha1.ReasonUnresolvedRefs
+}
+
 // chosen are the Sources of the destination.
 func (e *explainer) chosen() []v1alpha1.Source {
-	s := e.d.Spec.Sources
-	match := func(o v1alpha1.Source) bool { return slices.Contains(s.Names, o.Name) }
-	if s.Selector != nil {
-		selector, err := metav1.LabelSelectorAsSelector(s.Selector)
+	s := &e.d.Spec
+	match := func(o v1alpha1.Source) bool {
+		return slices.Contains(s.SourceRefs, v1alpha1.ObjectReference{Name: o.Name})
+	}
+	if s.SourceSelector != nil {
+		selector, err := metav1.LabelSelectorAsSelector(s.SourceSelector)
 		if err != nil {
 			return nil
 		}
@@ -180,12 +200,12 @@ func (e *explainer) sources() {
 	chosen := e.chosen()
 	if len(chosen) == 0 {
 		if !slices.ContainsFunc(e.found, func(f Finding) bool { return f.About == "Source" }) {
-			e.add(Problem, "Source", "create the Source, or correct spec.sources", "no Source of this namespace is chosen by spec.sources")
+			e.add(Problem, "Source", "create the Source, or correct spec.sourceRefs or spec.sourceSelector", "spec.sourceRefs or spec.sourceSelector matches no Source in this namespace")
 		}
 		return
 	}
 	for _, s := range chosen {
-		accepted := meta.FindStatusCondition(s.Status.Conditions, v1alpha1.ConditionAccepted)
+		refused := refusals(s.Status.Conditions)
 		receiving := meta.FindStatusCondition(s.Status.Conditions, v1alpha1.ConditionReceiving)
 		last := s.Status.LastReceivedTime
 		var calls v1alpha1.CallCounts
@@ -200,21 +220,19 @@ func (e *explainer) sources() {
 		}
 		switch {
 		case s.Spec.Enabled != nil && !*s.Spec.Enabled:
-			e.add(Problem, "Source", "set its spec.enabled to true", "Source %q is switched off: its calls are refused with 403", s.Name)
-		case accepted != nil && accepted.Status == metav1.ConditionFalse:
-			fix := fixes[accepted.Reason].fix
-			if accepted.Reason == v1alpha1.ReasonWriteKeyConflict {
-				fix = "give it a write key of its own"
+			e.add(Problem, "Source", "set its spec.enabled to true", "Source %q is disabled: its calls are refused with 403", s.Name)
+		case len(refused) > 0:
+			text := "Source %q rejects all calls: %s (%s)"
+			if p := meta.FindStatusCondition(s.Status.Conditions, v1alpha1.ConditionProgrammed); p != nil && !withoutEffect(p.Reason) {
+				text = "Source %q accepts calls with one of its write keys only: %s (%s)"
 			}
-			text := "Source %q takes no calls: %s (%s)"
-			if p := meta.FindStatusCondition(s.Status.Conditions, v1alpha1.ConditionProgrammed); p != nil && p.Reason != v1alpha1.ReasonNotAccepted {
-				text = "Source %q takes calls with one of its write keys only: %s (%s)"
+			for _, c := range refused {
+				e.add(Problem, "Source", fixes[c.Reason].fix, text, s.Name, c.Message, c.Reason)
 			}
-			e.add(Problem, "Source", fix, text, s.Name, accepted.Message, accepted.Reason)
 		case receiving != nil && receiving.Status == metav1.ConditionFalse:
-			e.add(Problem, "Source", "mend what sends the calls; the message says what is wrong with them", "Source %q: %s (%s)", s.Name, receiving.Message, receiving.Reason)
+			e.add(Problem, "Source", "fix the sender; the message gives the reason", "Source %q: %s (%s)", s.Name, receiving.Message, receiving.Reason)
 		case calls.Accepted == 0:
-			e.add(Problem, "Source", "check the sender's address and write key: a wrong key is answered 401 and counted nowhere here", "no call has ever been accepted for Source %q", s.Name)
+			e.add(Problem, "Source", "check the sender's address and write key: requests with a wrong key get 401 and are not counted for this Source", "no call has ever been accepted for Source %q", s.Name)
 		case last == nil:
 			e.add(Fine, "Source", "", "Source %q has accepted %s, none since the dispatchers started", s.Name, count(calls.Accepted, "call"))
 		default:
@@ -279,40 +297,40 @@ func (e *explainer) filter() {
 	switch {
 	case !known || c.Filtered == 0:
 	case c.Delivered+c.Pending+c.DeadLettered == 0:
-		fix := "loosen spec.filter, or let the senders' integrations name this destination"
+		fix := "relax spec.filter, or add this destination to the integrations of the calls"
 		switch {
 		case e.d.Spec.Filter == nil:
 			fix = "the destination has no filter: the calls' own integrations exclude it"
 		case e.d.Spec.Filter.Expression != "":
-			fix += "; spec.filter.expression keeps out every call for which it is not true, also where a field is missing or has another type"
+			fix += "; spec.filter.expression excludes every call for which it is not true, also if a field is missing or has another type"
 		}
-		e.add(Problem, "Filter", fix, "all of %s so far were filtered out", count(c.Filtered, "message"))
+		e.add(Problem, "Filter", fix, "the filter excluded every call so far (%s)", count(c.Filtered, "message"))
 	default:
 		e.add(Notice, "Filter", "", "%s so far did not pass the filter or the calls' integrations", count(c.Filtered, "message"))
 	}
 }
 
-// hints say what to do about a reason of a failed attempt.
+// hints maps the reason of a failed attempt to the action for the user.
 var hints = map[string]string{
-	v1alpha1.ReasonTimedOut:            "the receiver must answer within spec.delivery.timeout; let it take the message first and work on it later",
-	v1alpha1.ReasonConnectionRefused:   "nothing listens there: check the host and the port, and that the receiver runs",
+	v1alpha1.ReasonTimedOut:            "the receiver must answer within spec.delivery.timeout; acknowledge first and process asynchronously",
+	v1alpha1.ReasonConnectionRefused:   "check the host and the port, and that the receiver runs",
 	v1alpha1.ReasonConnectionFailed:    "check the network between the dispatchers and the receiver",
 	v1alpha1.ReasonDNSFailed:           "check the host name in the URL",
-	v1alpha1.ReasonCertificateRejected: "give the receiver a certificate of a known authority, or name a private one in endpoints[].tls.caSecretRef; self-signed ones are never taken",
-	v1alpha1.ReasonTLSFailed:           "check that the receiver speaks TLS there, and whether it wants a client certificate (endpoints[].tls.clientCertSecretRef)",
-	v1alpha1.ReasonAddressDenied:       "the name resolves to a private address: ask the cluster's admin to allow it (--egress-allow)",
-	v1alpha1.ReasonServerError:         "look into the receiver's log",
-	v1alpha1.ReasonThrottled:           "the receiver asks for less: set spec.delivery.rateLimit",
-	v1alpha1.ReasonRejected:            "the receiver refuses the message: check its credentials and headers; refused messages are dead letters, redeliver them after the fix",
-	v1alpha1.ReasonRedirected:          "redirects are not followed: put the final URL into the spec",
-	v1alpha1.ReasonInvalidResponse:     "what listens there does not speak HTTP; check the port",
+	v1alpha1.ReasonCertificateRejected: "use a certificate of a known authority, or set the private authority in endpoints[].tls.caSecretKeyRef; self-signed certificates are never accepted",
+	v1alpha1.ReasonTLSFailed:           "check that the port uses TLS, and whether the receiver requires a client certificate (endpoints[].tls.clientCertSecretRef)",
+	v1alpha1.ReasonAddressDenied:       "the name resolves to a private address: ask an administrator to allow it (--egress-allow)",
+	v1alpha1.ReasonServerError:         "check the receiver's log",
+	v1alpha1.ReasonThrottled:           "the receiver limits the rate: set spec.delivery.rateLimit",
+	v1alpha1.ReasonRejected:            "the receiver rejects the message: check its credentials and headers; rejected messages are dead letters; redeliver them after the fix",
+	v1alpha1.ReasonRedirected:          "redirects are not followed: set the final URL in the spec",
+	v1alpha1.ReasonInvalidResponse:     "the response is not HTTP; check the port",
 }
 
 func (e *explainer) endpoints() {
 	// While another endpoint takes the messages, one that fails keeps none from arriving.
 	level, elsewhere := Problem, ""
 	if meta.IsStatusConditionTrue(e.d.Status.Conditions, v1alpha1.ConditionDelivering) && len(e.d.Status.Endpoints) > 1 {
-		level, elsewhere = Notice, "; another endpoint takes the messages"
+		level, elsewhere = Notice, "; another endpoint accepts the messages"
 	}
 	for _, p := range e.d.Status.Endpoints {
 		failure := ""
@@ -321,19 +339,19 @@ func (e *explainer) endpoints() {
 			failure = fmt.Sprintf("; the last failure was %s: %s (%s)", ago(e.Now, f.Time.Time), cmp.Or(f.Message, f.Reason), f.Reason)
 			fix = hints[f.Reason]
 		}
-		success := "it has never taken a message"
+		success := "no successful delivery yet"
 		if p.LastSuccessTime != nil {
-			success = "it took a message last " + ago(e.Now, p.LastSuccessTime.Time)
+			success = "last success " + ago(e.Now, p.LastSuccessTime.Time)
 		}
 		switch {
 		case p.State == v1alpha1.EndpointCircuitOpen:
-			e.add(level, "Endpoint", fix, "%q failed so often that only probes are sent to it; %s%s%s", p.Name, success, failure, elsewhere)
+			e.add(level, "Endpoint", fix, "circuit breaker of %q is open, only probes are sent; %s%s%s", p.Name, success, failure, elsewhere)
 		case p.State == v1alpha1.EndpointDegraded && p.LastSuccessTime != nil && p.LastFailure != nil && !p.LastSuccessTime.Before(&p.LastFailure.Time):
 			e.add(Notice, "Endpoint", "", "%q fails now and then, or recovers; %s%s", p.Name, success, failure)
 		case p.State == v1alpha1.EndpointDegraded:
 			e.add(level, "Endpoint", fix, "deliveries to %q fail; %s%s%s", p.Name, success, failure, elsewhere)
 		case p.State == v1alpha1.EndpointIdle:
-			e.add(Notice, "Endpoint", "", "nothing has been sent to %q since the dispatchers started, or since the last change", p.Name)
+			e.add(Notice, "Endpoint", "", "no deliveries to %q since the dispatchers started, or since the last change", p.Name)
 		default:
 			e.add(Fine, "Endpoint", "", "%q works; %s", p.Name, success)
 		}
@@ -342,8 +360,8 @@ func (e *explainer) endpoints() {
 			e.add(Notice, "Endpoint", "", "%s not been sent to %q yet", count(pending, "message")+map[bool]string{true: " has", false: " have"}[pending == 1], p.Name)
 		}
 		if skipped > 0 {
-			e.add(Notice, "Endpoint", "make it answer faster or more reliably, or remove it; with success: EveryEndpoint such messages become dead letters",
-				"%s never sent to %q: the retry window ended before their turn, or the dispatcher needed the room on its disk", count(skipped, "message")+map[bool]string{true: " was", false: " were"}[skipped == 1], p.Name)
+			e.add(Notice, "Endpoint", "make it answer faster or more reliably, or remove it; with successPolicy: EveryEndpoint such messages become dead letters",
+				"%s never sent to %q: the retry window ended before their turn, or the dispatcher needed the disk space", count(skipped, "message")+map[bool]string{true: " was", false: " were"}[skipped == 1], p.Name)
 		}
 	}
 }
@@ -380,11 +398,11 @@ func (e *explainer) backlog() {
 		return
 	}
 	if c.Pending == 0 {
-		e.add(Fine, "Backlog", "", "nothing waits; %s delivered so far", count(c.Delivered, "message"))
+		e.add(Fine, "Backlog", "", "no backlog; %s delivered so far", count(c.Delivered, "message"))
 	} else {
-		text := count(c.Pending, "message") + map[bool]string{true: " waits", false: " wait"}[c.Pending == 1]
+		text := count(c.Pending, "message") + " pending"
 		if c.Retrying > 0 {
-			text += fmt.Sprintf(", %d of them failed before", c.Retrying)
+			text += fmt.Sprintf(", %d of them are retries", c.Retrying)
 		}
 		if c.OldestPendingTime != nil {
 			text += ", the oldest was accepted " + ago(e.Now, c.OldestPendingTime.Time)
@@ -397,7 +415,7 @@ func (e *explainer) backlog() {
 		e.add(Notice, "Backlog", "", "%s; %s delivered so far", text, count(c.Delivered, "message"))
 	}
 	if c.DeadLettered > 0 {
-		e.add(Notice, "DeadLetters", "mend the cause, then redeliver them", "%s became dead letters so far", count(c.DeadLettered, "message"))
+		e.add(Notice, "DeadLetters", "fix the cause, then redeliver them", "%s became dead letters so far", count(c.DeadLettered, "message"))
 	}
 }
 

@@ -36,7 +36,7 @@ func healthy() Facts {
 		}},
 		Destinations: []v1alpha1.WebhookDestination{{
 			ObjectMeta: metav1.ObjectMeta{Name: "crm", Generation: 1},
-			Spec:       v1alpha1.WebhookDestinationSpec{Sources: v1alpha1.SourceSelection{Names: []string{"web"}}},
+			Spec:       v1alpha1.WebhookDestinationSpec{SourceRefs: []v1alpha1.ObjectReference{{Name: "web"}}},
 			Status: v1alpha1.WebhookDestinationStatus{
 				Conditions: []metav1.Condition{condition("Accepted", "Accepted", ""), condition("Programmed", "Programmed", "")},
 				Endpoints:  []v1alpha1.EndpointStatus{{Name: "primary", State: v1alpha1.EndpointHealthy, LastSuccessTime: at(3 * time.Second)}},
@@ -53,7 +53,12 @@ func TestExplain(t *testing.T) {
 	s := func(change func(s *v1alpha1.Source)) func(*Facts) { return func(f *Facts) { change(&f.Sources[0]) } }
 	refused := func(reason, message string) func(*Facts) {
 		return d(func(d *v1alpha1.WebhookDestination) {
-			d.Status.Conditions = []metav1.Condition{condition("Accepted", reason, message), condition("Programmed", "Programmed", "")}
+			accepted, resolved := condition("Accepted", reason, message), condition("ResolvedRefs", "ResolvedRefs", "")
+			switch reason {
+			case "SecretNotFound", "SecretKeyMissing", "InvalidSecret", "NoSource":
+				accepted, resolved = condition("Accepted", "Accepted", ""), condition("ResolvedRefs", reason, message)
+			}
+			d.Status.Conditions = []metav1.Condition{accepted, condition("Programmed", "Programmed", ""), resolved}
 		})
 	}
 	no := false
@@ -84,69 +89,69 @@ func TestExplain(t *testing.T) {
 		about, cause, fix, also string
 	}{
 		{"all is well", nil, "", "", "", `OK Source Source "web" has accepted 120 calls, the last one 3s ago`},
-		{"nothing waits", nil, "", "", "", "OK Backlog nothing waits; 120 messages delivered so far"},
+		{"nothing waits", nil, "", "", "", "OK Backlog no backlog; 120 messages delivered so far"},
 		{"no such destination", func(f *Facts) { f.Name = "cmr" }, "Destination", `no WebhookDestination "cmr" in namespace "shop"`, "crm", ""},
 		{"no destination at all", func(f *Facts) { f.Destinations = nil }, "Destination", "no WebhookDestination", "create it", ""},
-		{"switched off", d(func(d *v1alpha1.WebhookDestination) { d.Spec.Enabled = &no }), "Destination", "switched off; messages are kept", "spec.enabled", ""},
+		{"switched off", d(func(d *v1alpha1.WebhookDestination) { d.Spec.Enabled = &no }), "Destination", "disabled; messages are kept", "spec.enabled", ""},
 		{"no Secret", refused("SecretNotFound", `Secret "crm" does not exist`), "Secret", `Secret "crm" does not exist (SecretNotFound); messages are kept, not sent`, "create the Secret", ""},
 		{"no key", refused("SecretKeyMissing", "no key"), "Secret", "SecretKeyMissing", "add the key", ""},
-		{"no Source", refused("NoSource", `no Source "ios"`), "Source", `no Source "ios" (NoSource)`, "spec.sources", `PROBLEM Source no Source "ios" (NoSource)` + "\n"},
+		{"no Source", refused("NoSource", `no Source "ios"`), "Source", `no Source "ios" (NoSource)`, "spec.sourceRefs", `PROBLEM Source no Source "ios" (NoSource)` + "\n"},
 		{"a bad filter", refused("InvalidFilter", "syntax"), "Filter", "syntax", "spec.filter", ""},
 		{"an address denied", refused("EgressDenied", "10.0.0.1"), "Destination", "10.0.0.1", "--egress-allow", ""},
 		{"a reason that we do not know", refused("Novelty", "who knows"), "Destination", "who knows (Novelty)", "", ""},
-		{"the operator sleeps", d(func(d *v1alpha1.WebhookDestination) { d.Generation = 2 }), "Destination", "operator has not looked", "operator's pod", ""},
-		{"new and unseen", d(func(d *v1alpha1.WebhookDestination) { d.Status = v1alpha1.WebhookDestinationStatus{} }), "Destination", "operator has not looked", "", ""},
+		{"the operator sleeps", d(func(d *v1alpha1.WebhookDestination) { d.Generation = 2 }), "Destination", "operator has not processed", "operator's pod", ""},
+		{"new and unseen", d(func(d *v1alpha1.WebhookDestination) { d.Status = v1alpha1.WebhookDestinationStatus{} }), "Destination", "operator has not processed", "", ""},
 		{"no dispatcher", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Conditions[1] = condition("Programmed", "NoDispatcher", "no dispatcher pod is ready")
-		}), "Config", "no dispatcher pod is ready (NoDispatcher)", "who runs Posthorn", ""},
+		}), "Config", "no dispatcher pod is ready (NoDispatcher)", "contact an administrator", ""},
 		{"not everywhere yet", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Conditions[1] = condition("Programmed", "Pending", "1 of 2")
 		}), "Config", "1 of 2 (Pending)", "wait", ""},
 		{"refused by a dispatcher", report(func(t *liveconfig.TenantReport, _ *liveconfig.Report) {
 			t.Refused = &liveconfig.RefusedConfig{Error: "unknown field"}
-		}), "Config", "dispatcher a refuses the config and keeps the one before: unknown field", "update", ""},
+		}), "Config", "dispatcher a rejects the config and keeps the previous one: unknown field", "update", ""},
 		{"a full disk", report(func(_ *liveconfig.TenantReport, r *liveconfig.Report) { r.Storage.Pressure = true }), "Config", "disk is full", "", ""},
-		{"its Source is switched off", s(func(s *v1alpha1.Source) { s.Spec.Enabled = &no }), "Source", `Source "web" is switched off`, "spec.enabled", ""},
+		{"its Source is switched off", s(func(s *v1alpha1.Source) { s.Spec.Enabled = &no }), "Source", `Source "web" is disabled`, "spec.enabled", ""},
 		{"two Sources with one key", s(func(s *v1alpha1.Source) {
 			s.Status.Conditions[0] = condition("Accepted", "WriteKeyConflict", "ios has it")
-		}), "Source", "ios has it", "write key of its own", ""},
+		}), "Source", "ios has it", "another write key", ""},
 		{"calls are refused", s(func(s *v1alpha1.Source) {
 			s.Status.Conditions[1] = condition("Receiving", "RejectingCalls", "the latest: no userId")
-		}), "Source", "no userId", "what sends the calls", ""},
+		}), "Source", "no userId", "fix the sender", ""},
 		{"nobody calls", s(func(s *v1alpha1.Source) { s.Status = v1alpha1.SourceStatus{} }), "Source", "no call has ever been accepted", "write key", ""},
 		{"nobody called lately", s(func(s *v1alpha1.Source) { s.Status.LastReceivedTime = nil }), "", "", "", "none since the dispatchers started"},
 		{"a selector that matches", d(func(d *v1alpha1.WebhookDestination) {
-			d.Spec.Sources = v1alpha1.SourceSelection{Selector: &metav1.LabelSelector{MatchLabels: map[string]string{"team": "shop"}}}
+			d.Spec.SourceRefs, d.Spec.SourceSelector = nil, &metav1.LabelSelector{MatchLabels: map[string]string{"team": "shop"}}
 		}), "", "", "", `Source "web"`},
 		{"a selector that matches none", d(func(d *v1alpha1.WebhookDestination) {
-			d.Spec.Sources = v1alpha1.SourceSelection{Selector: &metav1.LabelSelector{MatchLabels: map[string]string{"team": "x"}}}
-		}), "Source", "no Source of this namespace is chosen", "spec.sources", ""},
+			d.Spec.SourceRefs, d.Spec.SourceSelector = nil, &metav1.LabelSelector{MatchLabels: map[string]string{"team": "x"}}
+		}), "Source", "matches no Source in this namespace", "spec.sourceSelector", ""},
 		{"everything is filtered", d(func(d *v1alpha1.WebhookDestination) {
 			d.Spec.Filter = &v1alpha1.Filter{Expression: "false"}
 			d.Status.Delivery = &v1alpha1.DeliveryStatus{Filtered: 120}
-		}), "Filter", "all of 120 messages", "loosen spec.filter", ""},
+		}), "Filter", "the filter excluded every call so far (120 messages)", "relax spec.filter", ""},
 		{"excluded by the calls", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Delivery = &v1alpha1.DeliveryStatus{Filtered: 1}
-		}), "Filter", "all of 1 message so far", "integrations", ""},
+		}), "Filter", "the filter excluded every call so far (1 message)", "integrations", ""},
 		{"some are filtered", d(func(d *v1alpha1.WebhookDestination) { d.Status.Delivery.Filtered = 3 }), "", "", "", "NOTICE Filter 3 messages"},
-		{"circuit open", failing(v1alpha1.EndpointCircuitOpen, "ConnectionRefused", "nothing listens at 10.0.0.9:80"), "Endpoint", `"primary" failed so often that only probes are sent to it; it took a message last 3s ago; the last failure was 2s ago: nothing listens at 10.0.0.9:80 (ConnectionRefused)`, "receiver runs", ""},
+		{"circuit open", failing(v1alpha1.EndpointCircuitOpen, "ConnectionRefused", "nothing listens at 10.0.0.9:80"), "Endpoint", `circuit breaker of "primary" is open, only probes are sent; last success 3s ago; the last failure was 2s ago: nothing listens at 10.0.0.9:80 (ConnectionRefused)`, "receiver runs", ""},
 		{"one endpoint of two", func(f *Facts) {
 			failing(v1alpha1.EndpointCircuitOpen, "ServerError", "answered 500")(f)
 			s := &f.Destinations[0].Status
 			s.Endpoints[0].LastSuccessTime = nil
 			s.Endpoints = append(s.Endpoints, v1alpha1.EndpointStatus{Name: "b", State: v1alpha1.EndpointHealthy, LastSuccessTime: at(time.Second)})
 			s.Conditions = append(s.Conditions, condition("Delivering", "Delivering", ""))
-		}, "", "", "", "it has never taken a message; the last failure was 2s ago: answered 500 (ServerError); another endpoint takes the messages"},
+		}, "", "", "", "no successful delivery yet; the last failure was 2s ago: answered 500 (ServerError); another endpoint accepts the messages"},
 		{"recovering", func(f *Facts) {
 			failing(v1alpha1.EndpointDegraded, "ServerError", "answered 500")(f)
 			f.Destinations[0].Status.Endpoints[0].LastSuccessTime = at(time.Second)
-		}, "", "", "", `NOTICE Endpoint "primary" fails now and then, or recovers; it took a message last just now; the last failure was 2s ago`},
-		{"certificate", failing(v1alpha1.EndpointDegraded, "CertificateRejected", "self-signed"), "Endpoint", "self-signed (CertificateRejected)", "caSecretRef", ""},
+		}, "", "", "", `NOTICE Endpoint "primary" fails now and then, or recovers; last success just now; the last failure was 2s ago`},
+		{"certificate", failing(v1alpha1.EndpointDegraded, "CertificateRejected", "self-signed"), "Endpoint", "self-signed (CertificateRejected)", "caSecretKeyRef", ""},
 		{"a failure without words", failing(v1alpha1.EndpointDegraded, "TimedOut", ""), "Endpoint", "TimedOut (TimedOut)", "timeout", ""},
 		{"recovered", failing(v1alpha1.EndpointHealthy, "TimedOut", ""), "", "", "", `OK Endpoint "primary" works`},
 		{"nothing sent yet", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Endpoints[0] = v1alpha1.EndpointStatus{Name: "primary", State: v1alpha1.EndpointIdle}
-		}), "", "", "", `NOTICE Endpoint nothing has been sent to "primary"`},
+		}), "", "", "", `NOTICE Endpoint no deliveries to "primary"`},
 		{"skipped first attempts", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Endpoints[0].FirstAttemptsSkipped = 7
 		}), "", "", "", `NOTICE Endpoint 7 messages were never sent to "primary": the retry window ended before their turn`},
@@ -157,9 +162,9 @@ func TestExplain(t *testing.T) {
 		}, "", "", "", `NOTICE Endpoint 1 message has not been sent to "b" yet`},
 		{"a backlog", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Delivery.Pending, d.Status.Delivery.OldestPendingTime = 1, at(100*time.Hour)
-		}), "", "", "", "NOTICE Backlog 1 message waits, the oldest was accepted 4 days ago; 120 messages delivered"},
+		}), "", "", "", "NOTICE Backlog 1 message pending, the oldest was accepted 4 days ago; 120 messages delivered"},
 		{"dead letters", d(func(d *v1alpha1.WebhookDestination) { d.Status.Delivery.DeadLettered = 2 }), "", "", "", "NOTICE DeadLetters 2 messages became dead letters"},
-		{"reports are newer than status", report(nil), "", "", "", "NOTICE Backlog 10 messages wait, 10 of them failed before, the oldest was accepted 1m0s ago, the next attempt is in 20s; 130 messages delivered so far"},
+		{"reports are newer than status", report(nil), "", "", "", "NOTICE Backlog 10 messages pending, 10 of them are retries, the oldest was accepted 1m0s ago, the next attempt is in 20s; 130 messages delivered so far"},
 		{"reports of calls, too", report(nil), "", "", "", `Source "web" has accepted 140 calls, the last one just now`},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -1,5 +1,5 @@
-// Package admin serves what people and machines ask of a running dispatcher:
-// health, metrics, the report for the controllers, and dead letters and attempts.
+// Package admin serves the admin API of a running dispatcher: health, metrics, the report for the
+// controllers, dead letters and attempts.
 package admin
 
 import (
@@ -18,23 +18,27 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/redelivery"
 )
 
-// Options are what the admin server speaks for.
+// Options are the parts of the dispatcher that the admin server shows.
 type Options struct {
 	Report   func() liveconfig.Report
 	Gatherer prometheus.Gatherer
 	Engine   *delivery.Engine
 	Store    queue.Store
+	// Jobs does this dispatcher's parts of Redelivery objects.
+	Jobs *redelivery.Jobs
 	// Ready returns why the dispatcher is not ready, or nil.
 	Ready func() error
-	// View, when not nil, adds /debug; it returns what is in effect, or nil before the first config.
+	// View, when not nil, enables /debug; it returns the view in effect, or nil before the first
+	// config.
 	View func() *liveconfig.View
 	// Extra serves every other path; may be nil.
 	Extra http.Handler
-	// Guard lets only those callers through who may; it is asked about all but
-	// /healthz and /readyz. Without it everybody may: bind the server to an
-	// address that only the right ones can reach.
+	// Guard admits only authorized callers; it protects all paths but /healthz and /readyz. Without
+	// a guard every caller is admitted: bind the server to an address that only trusted clients can
+	// reach.
 	Guard func(http.Handler) http.Handler
 }
 
@@ -43,12 +47,12 @@ func NewServer(o Options) *http.Server {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(o.Gatherer, promhttp.HandlerOpts{}))
 	mux.HandleFunc("GET /report", func(w http.ResponseWriter, r *http.Request) { writeReport(w, r, o.Report()) })
-	mountDeadLetters(mux, o.Store, o.Engine)
+	mountDeadLetters(mux, o.Store, o.Engine, o.Jobs)
 	if o.View != nil {
 		mountDebug(mux, o.Engine, o.View)
 	} else {
 		mux.HandleFunc("/debug/", func(w http.ResponseWriter, _ *http.Request) {
-			http.Error(w, "switched off; start Posthorn with --debug", http.StatusNotFound)
+			http.Error(w, "disabled; start Posthorn with --debug", http.StatusNotFound)
 		})
 	}
 	if o.Extra != nil {
@@ -64,10 +68,10 @@ func NewServer(o Options) *http.Server {
 	return &http.Server{Handler: root, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10}
 }
 
-// notFromPages refuses the requests of web pages, which a browser would otherwise
-// let act (cross-site requests) or read (a name that an attacker's DNS resolves to
-// the admin address). Only without a guard a page could read anything: with one,
-// a request needs a token, which a browser does not add.
+// notFromPages refuses the requests of web pages. A page could otherwise make a browser act
+// (cross-site requests) or read (a name that an attacker's DNS resolves to the admin address).
+// Reads are possible only without a guard: with one, a request needs a token, which a browser does
+// not add.
 func notFromPages(next http.Handler, guarded bool) http.Handler {
 	sameSite := http.NewCrossOriginProtection().Handler(next)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -87,10 +91,11 @@ func namesAddress(host string) bool {
 	return strings.EqualFold(strings.TrimSuffix(host, "."), "localhost") || net.ParseIP(strings.Trim(host, "[]")) != nil
 }
 
-// writeReport answers 304 when the poller has this very report already, which
-// is what an idle pod answers most of the time.
+// writeReport answers 304 if the client already has this report, which is the usual case of an idle
+// pod.
 func writeReport(w http.ResponseWriter, r *http.Request, report liveconfig.Report) {
-	// Free space of a shared disk moves all the time; it must not make an idle pod look busy.
+	// The free space of a shared disk changes all the time; it must not change the report of an
+	// idle pod.
 	const grain = 64 << 20
 	report.Storage.FreeBytes -= report.Storage.FreeBytes % grain
 	report.Storage.UsedBytes -= report.Storage.UsedBytes % (1 << 20)
@@ -110,8 +115,8 @@ func writeReport(w http.ResponseWriter, r *http.Request, report liveconfig.Repor
 	_, _ = w.Write(body)
 }
 
-// MountHealth adds GET /healthz (the process works) and GET /readyz (calls are
-// taken); not ready is 503 with the reason.
+// MountHealth adds GET /healthz (the process runs) and GET /readyz (calls are accepted); a pod that
+// is not ready answers 503 with the reason.
 func MountHealth(mux *http.ServeMux, ready func() error) {
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })
 	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {

@@ -33,9 +33,9 @@ type DeadLetter struct {
 	Reason      string    `json:"reason"`
 	StatusCode  int       `json:"statusCode,omitempty"`
 	Message     string    `json:"message,omitempty"`
-	// Response holds the first bytes of the last answer.
+	// Response holds the first bytes of the receiver's last response.
 	Response string `json:"response,omitempty"`
-	// Body is the message; only when one dead letter is asked for.
+	// Body is the message; set only when a single dead letter is requested.
 	Body json.RawMessage `json:"body,omitempty"`
 }
 
@@ -58,18 +58,18 @@ const (
 	contentType = "Content-Type"
 )
 
-// newEncoder makes an encoder for answers that people may look at in a terminal:
-// event names, messageIds and receivers' answers come from outside.
+// newEncoder makes an encoder for output that may be shown in a terminal: event names, messageIds
+// and receivers' responses are external text.
 func newEncoder(w io.Writer) *json.Encoder { return json.NewEncoder(termsafe.NewWriter(w)) }
 
-// mountDeadLetters adds what people do with dead letters and attempts:
+// mountDeadLetters adds the paths of dead letters and attempts:
 //
-//	GET  /deadletters?destination=ns/name[&limit=N][&after=KEY]   a line of JSON each, oldest first
+//	GET  /deadletters?destination=ns/name[&limit=N][&after=KEY]   one line of JSON each, oldest first
 //	GET  /deadletters/{key}?destination=ns/name                   one, with its body
 //	POST /deadletters/redeliver, /deadletters/purge               a liveconfig.DeadLetterAction
 //	GET  /attempts?destination=ns/name[&endpoint=E]               the last attempts
 //	GET  /tail[?destination=ns/name][&endpoint=E]                 attempts as they end
-func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.Engine) {
+func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.Engine, jobs *redelivery.Jobs) {
 	mux.HandleFunc("GET /deadletters", func(w http.ResponseWriter, r *http.Request) {
 		destination, limit := r.URL.Query().Get("destination"), maxListed
 		if text := r.URL.Query().Get("limit"); text != "" {
@@ -116,13 +116,14 @@ func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.En
 			_ = newEncoder(w).Encode(found)
 		}
 	})
-	act := func(run func(context.Context, queue.Store, string, redelivery.Selector, redelivery.Options) (redelivery.Progress, error)) http.HandlerFunc {
+	type action = func(context.Context, liveconfig.DeadLetterAction, redelivery.Options) (redelivery.Progress, error)
+	act := func(run action) http.HandlerFunc {
 		return func(w http.ResponseWriter, r *http.Request) {
 			var a liveconfig.DeadLetterAction
 			dec := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxAction))
 			dec.DisallowUnknownFields()
 			if err := dec.Decode(&a); err != nil {
-				http.Error(w, "the body is not an action: "+err.Error(), http.StatusBadRequest)
+				http.Error(w, "the body is not a valid action: "+err.Error(), http.StatusBadRequest)
 				return
 			}
 			if !named(w, a.Destination) {
@@ -130,10 +131,10 @@ func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.En
 			}
 			w.Header().Set(contentType, ndjson)
 			out, control := newEncoder(w), http.NewResponseController(w)
-			// A large redelivery takes longer than the server's timeouts.
+			// A large redelivery runs longer than the server's timeouts.
 			_ = control.SetReadDeadline(time.Time{})
 			_ = control.Flush()
-			p, err := run(r.Context(), store, a.Destination, a.Selector, redelivery.Options{
+			p, err := run(r.Context(), a, redelivery.Options{
 				Rate: a.Rate, DryRun: a.DryRun, Takes: engine.Takes,
 				OnProgress: func(p redelivery.Progress) {
 					_ = out.Encode(p)
@@ -148,8 +149,15 @@ func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.En
 			_ = out.Encode(last)
 		}
 	}
-	mux.HandleFunc("POST /deadletters/redeliver", act(redelivery.Run))
-	mux.HandleFunc("POST /deadletters/purge", act(redelivery.Purge))
+	mux.HandleFunc("POST /deadletters/redeliver", act(func(ctx context.Context, a liveconfig.DeadLetterAction, o redelivery.Options) (redelivery.Progress, error) {
+		if a.Job != nil {
+			return jobs.Do(ctx, a, o)
+		}
+		return redelivery.Run(ctx, store, a.Destination, a.Selector, o)
+	}))
+	mux.HandleFunc("POST /deadletters/purge", act(func(ctx context.Context, a liveconfig.DeadLetterAction, o redelivery.Options) (redelivery.Progress, error) {
+		return redelivery.Purge(ctx, store, a.Destination, a.Selector, o)
+	}))
 	mux.HandleFunc("GET /attempts", func(w http.ResponseWriter, r *http.Request) {
 		destination, endpoint := r.URL.Query().Get("destination"), r.URL.Query().Get("endpoint")
 		if !named(w, destination) {
@@ -176,12 +184,12 @@ func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.En
 	})
 }
 
-// named answers 400 when a destination is not named as namespace/name.
+// named answers 400 if the destination is not given as namespace/name.
 func named(w http.ResponseWriter, destination string) bool {
 	namespace, name, ok := strings.Cut(destination, "/")
 	if ok && namespace != "" && name != "" {
 		return true
 	}
-	http.Error(w, "destination must be given as namespace/name", http.StatusBadRequest)
+	http.Error(w, "destination must have the form namespace/name", http.StatusBadRequest)
 	return false
 }

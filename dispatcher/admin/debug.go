@@ -11,7 +11,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// mountDebug adds what developers and operators look into when all else does not tell:
+// mountDebug adds data for the diagnosis of the dispatcher itself:
 //
 //	GET /debug/config   a line of JSON for each namespace: the live config in effect, redacted
 //	GET /debug/lanes    a line of JSON for each lane
@@ -24,8 +24,8 @@ func mountDebug(mux *http.ServeMux, engine *delivery.Engine, view func() *liveco
 		if current == nil {
 			return
 		}
-		for _, tenant := range current.Tenants() {
-			config, _ := current.Tenant(tenant)
+		for _, namespace := range current.Tenants() {
+			config, _ := current.Tenant(namespace)
 			_ = out.Encode(struct {
 				Revision string `json:"revision"`
 				liveconfig.Config
@@ -44,14 +44,14 @@ func mountDebug(mux *http.ServeMux, engine *delivery.Engine, view func() *liveco
 	profile.HandleFunc("/debug/pprof/profile", pprof.Profile)
 	profile.HandleFunc("/debug/pprof/trace", pprof.Trace)
 	mux.HandleFunc("GET /debug/pprof/", func(w http.ResponseWriter, r *http.Request) {
-		// The server's limit for reading a request would end a profile of 30 s.
+		// The server's read timeout would end a profile of 30 s.
 		_ = http.NewResponseController(w).SetReadDeadline(time.Time{})
 		profile.ServeHTTP(w, r)
 	})
 }
 
-// redacted returns a copy that people may see. Secrets redact themselves; of the
-// hash of a write key enough is left to compare it, and users are left out.
+// redacted returns a copy that is safe to show. Secrets redact themselves; the hash of a write key
+// is shortened but comparable, and users are removed.
 func redacted(c liveconfig.Config) liveconfig.Config {
 	c.Sources, c.Deletions = slices.Clone(c.Sources), slices.Clone(c.Deletions)
 	for i := range c.Sources {

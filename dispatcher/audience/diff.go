@@ -6,29 +6,29 @@ import (
 	"io"
 )
 
-// Counts are what a sync found.
+// Counts are the results of a sync.
 type Counts struct {
-	// Before and Members are how many members there were, and are.
+	// Before and Members are the numbers of members before and after the sync.
 	Before  int64 `json:"before"`
 	Members int64 `json:"members"`
-	// Added joined, Removed left, Changed have another value.
+	// Added users joined, Removed users left, Changed users have another value.
 	Added   int64 `json:"added"`
 	Removed int64 `json:"removed"`
 	Changed int64 `json:"changed"`
-	// Resent are as they were, and are told again because the sync asked for it.
+	// Resent users are unchanged; they are sent because the sync requested it.
 	Resent int64 `json:"resent,omitempty"`
 }
 
-// Changes is how many users an identify call is for.
+// Changes returns the number of users with an identify call.
 func (c Counts) Changes() int64 { return c.Added + c.Removed + c.Changed + c.Resent }
 
-// diff merges the previous members with what a sync brought. Both streams are
-// sorted by id without repetitions. member gets the new members, sorted; change
-// gets who joined, left or changed.
+// diff merges the previous members with the users of a sync. Both streams are sorted by id without
+// repetitions. member gets the new members, sorted; change gets the added, removed and changed
+// users.
 //
-// In a snapshot (full) who is missing has left; in an increment, who is named
-// with opRemove. resend tells members whom the sync lists although they are as
-// they were. diff is pure but for what it is given; its memory is constant.
+// In a snapshot (full) a missing user is removed; in an increment, a user with opRemove. resend
+// also includes the unchanged members of the sync. diff only calls its arguments, and its memory is
+// constant.
 func diff(before, now stream, full, resend bool, member, change func(record) error) (c Counts, err error) {
 	old, oldErr := before()
 	in, inErr := now()

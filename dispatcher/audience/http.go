@@ -21,35 +21,35 @@ import (
 )
 
 const (
-	// DefaultIdleTimeout is how long a sync may send nothing.
+	// DefaultIdleTimeout is the longest pause of a sync's sender.
 	DefaultIdleTimeout = time.Minute
-	// answerTimeout is how long an answer may take to be read.
+	// answerTimeout bounds how long a client may take to read a response.
 	answerTimeout = 30 * time.Second
-	// hopHeader marks what another pod handed on.
+	// hopHeader marks requests that another pod has forwarded.
 	hopHeader = "X-Posthorn-Handed-On"
 )
 
 // Mount adds the paths of syncs:
 //
 //	PUT  /v1/audiences/{key}/members   a snapshot: all members
-//	POST /v1/audiences/{key}/members   an increment: who joins, leaves, or has another value
-//	GET  /v1/audiences/{key}/members   how far the last sync is
+//	POST /v1/audiences/{key}/members   an increment: users to add, remove or change
+//	GET  /v1/audiences/{key}/members   the progress of the last sync
 //
-// The write key of the audience's Source, as HTTP Basic user name, says who
-// sends. The body is one JSON object a line, plain or gzip.
+// The write key of the audience's Source, as HTTP Basic user name, authenticates
+// the sender. The body has one JSON object per line, plain or gzip.
 func (s *Service) Mount(mux *http.ServeMux) {
 	mux.Handle("/v1/audiences/{key}/members", s)
 	mux.HandleFunc("/v1/audiences/", func(w http.ResponseWriter, _ *http.Request) {
-		answerRefusal(w, refuse(http.StatusNotFound, "not_found", "there is nothing at this path; members go to /v1/audiences/KEY/members"))
+		answerRefusal(w, refuse(http.StatusNotFound, "not_found", "unknown path; send members to /v1/audiences/KEY/members"))
 	})
 }
 
-// ServeHTTP answers one sync, or a question about the last one.
+// ServeHTTP answers a sync, or a request for the progress of the last one.
 func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("X-Content-Type-Options", "nosniff")
 	if r.Method != http.MethodPut && r.Method != http.MethodPost && r.Method != http.MethodGet {
 		w.Header().Set("Allow", "GET, PUT, POST")
-		answerRefusal(w, refuse(http.StatusMethodNotAllowed, "method_not_allowed", "PUT sends all members, POST an increment, GET tells how far the last sync is"))
+		answerRefusal(w, refuse(http.StatusMethodNotAllowed, "method_not_allowed", "use PUT to send all members, POST to send an increment, GET to read the progress of the last sync"))
 		return
 	}
 	q, bad := s.request(r)
@@ -61,17 +61,18 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	control := http.NewResponseController(w)
-	// The server's limits are for calls; a sync may take long as long as it moves.
+	// The server's timeouts are for calls; a sync may take longer while data arrives.
 	_ = control.SetWriteDeadline(time.Time{})
-	// In a copy: the server looks at the Body of its own, to see whether it was read.
+	// On a copy, because the server checks on its own Request whether the body was read.
 	r = r.WithContext(r.Context())
-	r.Body = &patientBody{ReadCloser: r.Body, control: control, idle: s.IdleTimeout}
+	r.Body = &deadlineBody{ReadCloser: r.Body, control: control, idle: s.IdleTimeout}
 	if s.proxy != nil {
 		if r.Header.Get(hopHeader) != "" {
-			answerRefusal(w, refuse(http.StatusMisdirectedRequest, "not_the_owner", "this pod was handed a sync that it does not own; the dispatchers disagree on the owner"))
+			answerRefusal(w, refuse(http.StatusMisdirectedRequest, "not_the_owner", "another pod forwarded this sync to a pod that does not own it; check --audience-owner of the dispatchers"))
 			return
 		}
-		// A body that breaks off is told as that; the request's context ends as well then, a moment before or after.
+		// An interrupted body is reported as such; at about the same time the request's context is
+		// cancelled, too.
 		ctx, cancel := context.WithCancel(context.WithoutCancel(r.Context()))
 		defer cancel()
 		s.proxy.ServeHTTP(w, r.WithContext(ctx))
@@ -105,11 +106,11 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}{true, result})
 }
 
-// request finds out who sends, which audience is meant, and what is asked for.
+// request authenticates the sender and parses the audience and the parameters.
 func (s *Service) request(r *http.Request) (q Request, bad *Refusal) {
 	view := s.View()
 	if view == nil {
-		return q, &Refusal{Status: http.StatusServiceUnavailable, Code: "not_ready", Message: "waiting for the first config; send again", RetryAfter: 1}
+		return q, &Refusal{Status: http.StatusServiceUnavailable, Code: "not_ready", Message: "Posthorn waits for its first config; send the request again", RetryAfter: 1}
 	}
 	key, _, ok := r.BasicAuth()
 	if !ok || key == "" {
@@ -123,11 +124,11 @@ func (s *Service) request(r *http.Request) (q Request, bad *Refusal) {
 	}
 	switch {
 	case !ok && !view.Complete():
-		return q, &Refusal{Status: http.StatusServiceUnavailable, Code: "not_ready", Message: "some Sources are not loaded; send again", RetryAfter: 1}
+		return q, &Refusal{Status: http.StatusServiceUnavailable, Code: "not_ready", Message: "some Sources are not loaded yet; send the request again", RetryAfter: 1}
 	case !ok:
-		return q, refuse(http.StatusUnauthorized, "unknown_write_key", "no Source has this write key; compare it with the Source's Secret")
+		return q, refuse(http.StatusUnauthorized, "unknown_write_key", "no accepted Source has this write key; compare it with the Source's Secret")
 	case !ref.Source.Enabled:
-		return q, refuse(http.StatusForbidden, "source_disabled", "the Source is switched off; set spec.enabled to true")
+		return q, refuse(http.StatusForbidden, "source_disabled", "the Source is disabled; set spec.enabled to true")
 	}
 	config, _ := view.Tenant(ref.Tenant)
 	wanted := r.PathValue("key")
@@ -144,19 +145,19 @@ func (s *Service) request(r *http.Request) (q Request, bad *Refusal) {
 		return q, refuse(http.StatusNotFound, "unknown_audience", "the Source of this write key has no audience with this key; %s", hint)
 	}
 	q = Request{Tenant: ref.Tenant, Audience: config.Audiences[i], Full: r.Method == http.MethodPut, AllowRemoval: float64(config.Audiences[i].MaxRemovalPercent)}
-	// What is not understood is refused: a sync that was meant as a dry run takes effect otherwise.
+	// Unknown parameters are rejected: a misspelled dry run would take effect.
 	query, err := url.ParseQuery(r.URL.RawQuery)
 	if err != nil {
-		return q, refuse(http.StatusBadRequest, "invalid_parameter", "the query cannot be read; it must look like ?dryRun=true")
+		return q, refuse(http.StatusBadRequest, "invalid_parameter", "the query is malformed; write it like ?dryRun=true")
 	}
 	flags := map[string]*bool{"allowEmpty": &q.AllowEmpty, "resend": &q.Resend, "dryRun": &q.DryRun}
 	for name, values := range query {
 		flag := flags[name]
 		switch {
 		case flag == nil && name != "allowRemoval":
-			return q, refuse(http.StatusBadRequest, "unknown_parameter", "the parameters are allowRemoval, allowEmpty, resend and dryRun")
+			return q, refuse(http.StatusBadRequest, "unknown_parameter", "unknown parameter; use allowRemoval, allowEmpty, resend or dryRun")
 		case len(values) > 1:
-			return q, refuse(http.StatusBadRequest, "invalid_parameter", "%s is given more than once", name)
+			return q, refuse(http.StatusBadRequest, "invalid_parameter", "%s is set more than once; set it once", name)
 		case flag != nil:
 			if *flag, err = strconv.ParseBool(values[0]); err != nil {
 				return q, refuse(http.StatusBadRequest, "invalid_parameter", "%s must be true or false, as in %[1]s=true", name)
@@ -170,7 +171,7 @@ func (s *Service) request(r *http.Request) (q Request, bad *Refusal) {
 	return q, nil
 }
 
-// decoded undoes the body's content encoding.
+// decoded removes the body's content encoding.
 func decoded(r *http.Request) (io.Reader, *Refusal) {
 	switch strings.ToLower(strings.TrimSpace(r.Header.Get("Content-Encoding"))) {
 	case "", "identity":
@@ -178,17 +179,18 @@ func decoded(r *http.Request) (io.Reader, *Refusal) {
 	case "gzip", "x-gzip":
 		return &inflated{in: counted{Reader: r.Body}}, nil
 	}
-	return nil, refuse(http.StatusUnsupportedMediaType, "unsupported_encoding", "Content-Encoding must be gzip or absent")
+	return nil, refuse(http.StatusUnsupportedMediaType, "unsupported_encoding", "Content-Encoding must be gzip or absent; remove the header or compress the body with gzip")
 }
 
 const (
-	// maxRatio is how many times its compressed size a body may have once
-	// ratioFrom bytes of it were seen. Lists of members shrink to a fifth or a twentieth.
+	// maxRatio bounds the ratio of a body's size to its compressed size after ratioFrom bytes.
+	// Lists of members shrink to a fifth or a twentieth.
 	maxRatio  = 200
 	ratioFrom = 16 << 20
 )
 
-// inflated is a gzip body that is no bomb. Nothing of it is read before it is asked for.
+// inflated is a gzip body with protection against decompression bombs. It reads nothing before the
+// first Read.
 type inflated struct {
 	counted
 	in counted
@@ -198,7 +200,7 @@ func (r *inflated) Read(p []byte) (int, error) {
 	if r.Reader == nil {
 		z, err := gzip.NewReader(&r.in)
 		if errors.Is(err, gzip.ErrHeader) || errors.Is(err, io.EOF) {
-			err = refuse(http.StatusBadRequest, "unreadable_body", "the body is not gzip, as Content-Encoding says")
+			err = refuse(http.StatusBadRequest, "unreadable_body", "the body is not valid gzip, although Content-Encoding is gzip; compress the body or remove the header")
 		}
 		if err != nil {
 			return 0, err
@@ -206,7 +208,7 @@ func (r *inflated) Read(p []byte) (int, error) {
 		r.Reader = z
 	}
 	if r.n > ratioFrom && r.n > maxRatio*r.in.n {
-		return 0, refuse(http.StatusRequestEntityTooLarge, "too_compressed", "the body inflates to more than %d times its size, which no list of members does", maxRatio)
+		return 0, refuse(http.StatusRequestEntityTooLarge, "too_compressed", "the body inflates to more than %d times its size, which is not a list of members", maxRatio)
 	}
 	return r.counted.Read(p)
 }
@@ -222,44 +224,44 @@ func (r *counted) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// refusal makes an answer of an error.
+// refusal converts an error to a Refusal.
 func (s *Service) refusal(err error) *Refusal {
 	if r, ok := errors.AsType[*Refusal](err); ok {
 		return r
 	}
 	if errors.Is(err, errTooMuch) {
-		return refuse(http.StatusRequestEntityTooLarge, "too_many_members", "the members take more than %d bytes on disk; split the audience", s.MaxBytes)
+		return refuse(http.StatusRequestEntityTooLarge, "too_many_members", "the members need more than %d bytes on disk; split the audience", s.MaxBytes)
 	}
 	if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
-		return refuse(http.StatusRequestTimeout, "body_too_slow", "nothing came for %s; nothing was changed, send again", s.IdleTimeout)
+		return refuse(http.StatusRequestTimeout, "body_too_slow", "no data arrived for %s; nothing was changed, send the sync again", s.IdleTimeout)
 	}
 	if broken, ok := errors.AsType[*bodyError](err); ok {
-		return refuse(http.StatusBadRequest, "unreadable_body", "the body could not be read to its end (%v); nothing was changed", broken.Unwrap())
+		return refuse(http.StatusBadRequest, "unreadable_body", "the body ended early (%v); nothing was changed, send the sync again", broken.Unwrap())
 	}
 	if errors.Is(err, gzip.ErrChecksum) || errors.Is(err, gzip.ErrHeader) || errors.Is(err, io.ErrUnexpectedEOF) {
-		return refuse(http.StatusBadRequest, "unreadable_body", "the gzip data is damaged or cut off; nothing was changed")
+		return refuse(http.StatusBadRequest, "unreadable_body", "the gzip data is damaged or truncated; nothing was changed, send the sync again")
 	}
 	if strings.HasPrefix(err.Error(), "flate: ") {
 		return refuse(http.StatusBadRequest, "unreadable_body", "the gzip data is damaged; nothing was changed")
 	}
-	s.Logger.Error("a sync failed", "error", err)
-	return &Refusal{Status: http.StatusServiceUnavailable, Code: "storage_failed", Message: "the sync could not be stored; nothing was changed, send again", RetryAfter: 10}
+	s.Logger.Error("sync failed", "error", err)
+	return &Refusal{Status: http.StatusServiceUnavailable, Code: "storage_failed", Message: "the sync could not be stored; nothing was changed, send it again", RetryAfter: 10}
 }
 
-// patientBody lets a body take its time as long as it moves.
-type patientBody struct {
+// deadlineBody extends the read deadline with every byte that arrives.
+type deadlineBody struct {
 	io.ReadCloser
 	control *http.ResponseController
 	idle    time.Duration
 	set     time.Time
 }
 
-// bodyError is a fault of the connection, as opposed to one of storage.
+// bodyError is an error of the connection, as opposed to one of storage.
 type bodyError struct{ error }
 
 func (e *bodyError) Unwrap() error { return e.error }
 
-func (b *patientBody) Read(p []byte) (int, error) {
+func (b *deadlineBody) Read(p []byte) (int, error) {
 	if now := time.Now(); now.Sub(b.set) > b.idle/60 {
 		b.set = now
 		_ = b.control.SetReadDeadline(now.Add(b.idle))
@@ -267,7 +269,7 @@ func (b *patientBody) Read(p []byte) (int, error) {
 	n, err := b.ReadCloser.Read(p)
 	switch {
 	case errors.Is(err, io.EOF):
-		// Nothing more is expected; a deadline would now look like a client that went away.
+		// After the body's end a deadline would look like a disconnected client.
 		_ = b.control.SetReadDeadline(time.Time{})
 	case err != nil:
 		err = &bodyError{err}
@@ -297,7 +299,7 @@ func quote(s string) []byte {
 	return text
 }
 
-// newProxy hands syncs on to the pod that keeps the members.
+// newProxy forwards syncs to the pod that stores the members.
 func (s *Service) newProxy() (http.Handler, error) {
 	target, err := url.Parse(s.Owner)
 	if err != nil || target.Host == "" || target.Scheme != "http" && target.Scheme != "https" {
@@ -321,8 +323,8 @@ func (s *Service) newProxy() (http.Handler, error) {
 				answerRefusal(w, s.refusal(err))
 				return
 			}
-			s.Logger.Warn("a sync could not be handed on to the pod that keeps the audiences", "owner", target.Host, "error", err)
-			bad := refuse(http.StatusServiceUnavailable, "owner_unreachable", "the dispatcher pod that keeps the audiences did not answer; send again")
+			s.Logger.Warn("forwarding a sync to the pod that stores the audiences failed", "owner", target.Host, "error", err)
+			bad := refuse(http.StatusServiceUnavailable, "owner_unreachable", "the dispatcher pod that stores the audiences did not answer; send the sync again")
 			bad.RetryAfter = 5
 			answerRefusal(w, bad)
 		},

@@ -16,23 +16,23 @@ import (
 )
 
 const (
-	// MaxLineBytes is the length of one line of members.
+	// MaxLineBytes bounds the length of a line.
 	MaxLineBytes = 16 << 10
-	// MaxUserIDBytes is the length of a userId in UTF-8. With MaxLineBytes it
-	// keeps every identify call well below the size of a call.
+	// MaxUserIDBytes bounds the length of a userId in UTF-8. With MaxLineBytes it keeps every
+	// identify call well below the size limit of a call.
 	MaxUserIDBytes = 1024
 )
 
-// Refusal is an answer that changed nothing.
+// Refusal is a response after which nothing has changed.
 type Refusal struct {
 	// Status is the HTTP status.
 	Status int `json:"-"`
 	// Code is for programs, Message for people.
 	Code    string `json:"code"`
 	Message string `json:"message"`
-	// Line of the input, from 1; 0 when the fault is not in a line.
+	// Line of the input, from 1; 0 if the error is not in a line.
 	Line int64 `json:"line,omitempty"`
-	// RetryAfter in seconds; 0 when trying again does not help by itself.
+	// RetryAfter in seconds; 0 if a retry alone does not help.
 	RetryAfter int `json:"-"`
 }
 
@@ -47,14 +47,14 @@ func refuse(status int, code, format string, args ...any) *Refusal {
 	return &Refusal{Status: status, Code: code, Message: fmt.Sprintf(format, args...)}
 }
 
-// lines reads members, one JSON object a line. Blank lines are passed over.
+// lines reads members, one JSON object per line. It skips blank lines.
 type lines struct {
 	in   *bufio.Reader
 	kind string
-	// full: a snapshot, in which a line may not say "member".
+	// full: a snapshot, whose lines must not have "member".
 	full bool
 	line int64
-	// fields and nested are scratch of parse.
+	// fields and nested are buffers of parse.
 	fields map[string]json.RawMessage
 	nested []byte
 }
@@ -63,19 +63,19 @@ func newLines(in io.Reader, kind string, full bool) *lines {
 	return &lines{in: bufio.NewReaderSize(in, MaxLineBytes+2), kind: kind, full: full, fields: map[string]json.RawMessage{}}
 }
 
-// next implements stream, but in the input's order. A fault of the input is a
-// *Refusal, and never repeats what was sent.
+// next implements stream, but in the order of the input. An input error is a *Refusal, which
+// contains no input data.
 func (l *lines) next() (record, error) {
 	for {
 		line, err := l.in.ReadSlice('\n')
 		l.line++
 		content := bytes.TrimSpace(line)
 		if l.line == 1 {
-			content = bytes.TrimPrefix(content, []byte("\ufeff")) // as some exports begin
+			content = bytes.TrimPrefix(content, []byte("\ufeff")) // some exports start with a byte order mark
 		}
 		switch {
 		case errors.Is(err, bufio.ErrBufferFull) || len(line) > MaxLineBytes+1:
-			return record{}, l.bad("line_too_long", "a line may have %d bytes", MaxLineBytes)
+			return record{}, l.bad("line_too_long", "the line is too long; at most %d bytes are allowed", MaxLineBytes)
 		case err != nil && !errors.Is(err, io.EOF):
 			return record{}, err
 		case len(content) == 0 && err != nil:
@@ -95,12 +95,12 @@ func (l *lines) bad(code, format string, args ...any) *Refusal {
 
 func (l *lines) parse(line []byte) (record, error) {
 	if l.line == 1 && bytes.HasPrefix(line, []byte("\x1f\x8b")) {
-		return record{}, l.bad("invalid_json", "the body is gzip and does not say so; send it with Content-Encoding: gzip, or from a file that ends in .gz")
+		return record{}, l.bad("invalid_json", "the body is gzip but has no Content-Encoding; set Content-Encoding: gzip, or send a file that ends in .gz")
 	}
 	if !utf8.Valid(line) {
 		return record{}, l.bad("invalid_json", "the line is not UTF-8")
 	}
-	// A map, because names of fields are exact: "userid" must not pass for "userId".
+	// A map, because field names are case-sensitive: "userid" must not match "userId".
 	clear(l.fields)
 	in := l.fields
 	dec := json.NewDecoder(bytes.NewReader(line))
@@ -111,11 +111,11 @@ func (l *lines) parse(line []byte) (record, error) {
 		return record{}, l.bad("invalid_json", `the line is not JSON; each line is a whole object like {"userId":"u1"}`)
 	}
 	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
-		return record{}, l.bad("invalid_json", "something follows the object; put each member on a line of its own, without commas")
+		return record{}, l.bad("invalid_json", "the line has data after the object; put each member on a line of its own, without commas")
 	}
 	for name := range in {
 		if name != "userId" && name != "value" && name != "member" {
-			return record{}, l.bad("unknown_field", `a line may hold "userId", "value" (of a computed trait) and "member" (of a POST)`)
+			return record{}, l.bad("unknown_field", `the line has an unknown field; use "userId", "value" (of a computed trait) and "member" (of a POST)`)
 		}
 	}
 	userID, value, member := in["userId"], in["value"], string(in["member"])
@@ -129,15 +129,15 @@ func (l *lines) parse(line []byte) (record, error) {
 	case id == "":
 		return record{}, l.bad("no_user_id", `"userId" is empty`)
 	case len(id) > MaxUserIDBytes:
-		return record{}, l.bad("invalid_field", `"userId" may have %d bytes`, MaxUserIDBytes)
+		return record{}, l.bad("invalid_field", `"userId" is too long; at most %d bytes are allowed`, MaxUserIDBytes)
 	case strings.ContainsRune(id, utf8.RuneError):
-		// What a lone surrogate decodes to: two users would become one.
-		return record{}, l.bad("invalid_field", `"userId" holds a character that is none (U+FFFD or half of a surrogate pair)`)
+		// A lone surrogate decodes to this character, so two users could become one.
+		return record{}, l.bad("invalid_field", `"userId" contains an invalid character (U+FFFD or half of a surrogate pair)`)
 	}
 	r.id = []byte(id)
 	switch {
 	case member != "" && l.full:
-		return record{}, l.bad("unknown_field", `a snapshot lists members only, without "member"; leave out who is none, or POST an increment`)
+		return record{}, l.bad("unknown_field", `a snapshot lists members only, without "member"; leave out users that are not members, or POST an increment`)
 	case member != "" && member != "true" && member != "false":
 		return record{}, l.bad("invalid_field", `"member" must be true or false`)
 	case member == "false":
@@ -156,11 +156,11 @@ func (l *lines) parse(line []byte) (record, error) {
 	case value[0] == '{' || value[0] == 'n':
 		return record{}, l.bad("invalid_field", `"value" must be a string, a number, true, false or a list`)
 	}
-	// As deep as in a call, so that every value that is taken can be told.
+	// The depth limit of a call applies, so that every accepted value can be sent.
 	l.nested = append(append(append(l.nested[:0], "[["...), value...), "]]"...)
 	canonical, err := event.Canonical(l.nested)
 	if err != nil {
-		return record{}, l.bad("invalid_field", `"value" nests too deep; a list may hold %d levels`, event.MaxDepth-2)
+		return record{}, l.bad("invalid_field", `"value" is nested too deeply; at most %d levels are allowed`, event.MaxDepth-2)
 	}
 	r.value = canonical[2 : len(canonical)-2]
 	if len(r.value) > MaxLineBytes {

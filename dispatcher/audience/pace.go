@@ -10,79 +10,81 @@ import (
 )
 
 const (
-	// minWindow and maxWindow bound how many calls of a sync wait in a lane.
+	// minWindow and maxWindow bound how many calls of a sync are pending in a lane.
 	minWindow = 16
 	maxWindow = 4096
-	// firstWindow is for a lane whose speed is not known yet.
+	// firstWindow is the window of a lane with unknown speed.
 	firstWindow = 32
-	// stallAfter is for how long a lane may stand still until the sync goes on for
-	// the others, and patience until it goes on although none moves.
-	stallAfter = 20 * time.Second
-	patience   = time.Hour
-	// While one lane has room, others are not waited for below so many calls a
-	// second, or what brings the sync through in so long.
+	// stallAfter is how long a lane may make no progress before the sync continues without it;
+	// stallAllAfter is the same if no lane makes progress.
+	stallAfter    = 20 * time.Second
+	stallAllAfter = time.Hour
+	// While one lane has room, the sync sends at least floorRate calls a second, or enough to end
+	// within floorTime, without waiting for the others.
 	floorRate = 100
 	floorTime = 4 * time.Hour
-	// lookShare is how many times longer than a look at the lanes the pause after it is.
-	pauseMin, pauseMax, lookShare = 2 * time.Millisecond, 200 * time.Millisecond, 20
+	// checkShare is the ratio of the pause between two checks of the lanes to the duration of a
+	// check.
+	pauseMin, pauseMax, checkShare = 2 * time.Millisecond, 200 * time.Millisecond, 20
 )
 
-// Queue is what a sync needs of queue.Store.
+// Queue is the part of queue.Store that a sync needs.
 type Queue interface {
 	Append(ctx context.Context, msgs []queue.Message) ([]bool, error)
 	Lanes() []queue.LaneID
 	LaneStats(lane queue.LaneID) queue.LaneStats
 }
 
-// pace keeps a sync from crowding out the live calls of its Source, which wait in
-// the same lanes: at most about a second's worth of a lane's deliveries waits
-// there at a time. The slowest lane sets the pace, so that none is crowded; but one
-// that crawls, stands still or is switched off does not hold up the others.
+// pace keeps a sync from delaying the live calls of its Source, which are pending in the same
+// lanes: the sync has at most about one second's deliveries pending per lane. The slowest lane
+// limits the rate, so that no lane is overloaded; but a lane that crawls, stalls or is disabled
+// does not stop the others.
 //
-// It is kept while a sync is carried through, and by one goroutine.
+// One goroutine uses it, for one sync.
 type pace struct {
 	source string
 	lanes  map[queue.LaneID]*lanePace
 	listed time.Time
-	// appended calls since begin, of which at least floor a second are due.
+	// appended counts calls since begin; at least floor a second are due.
 	begin    time.Time
 	appended int
 	floor    float64
 }
 
-// lanePace is how one lane gets on with what a sync appends.
+// lanePace is the progress of one lane.
 type lanePace struct {
-	// waiting are the sync's batches that the lane has not read to their end.
+	// waiting are the sync's batches that the lane has not read completely.
 	waiting []mark
 	unread  int
 	window  int
-	// read is how far the lane is; moved, when that changed last or had to begin to.
+	// read is the position of the lane; moved is the last time when it changed or was expected to.
 	read  int64
 	moved time.Time
-	// measured and base are when, and where, the current measurement of its speed began.
+	// measured and base are the time and the position at the start of the current speed
+	// measurement.
 	measured time.Time
 	base     int64
 }
 
-// mark is a batch: its lane's count of accepted messages after it.
+// mark is the end of a batch: its lane's count of accepted messages after it.
 type mark struct {
 	accepted int64
 	calls    int
 }
 
-// batch is what was appended at once: how many calls, and how many of them were
-// filtered out for a destination ("namespace/name").
+// batch is one append: the number of calls, and how many of them the filter of a destination
+// ("namespace/name") excluded.
 type batch struct {
 	calls   int
 	skipped map[string]int
 }
 
-// newPace is for a sync with so many calls still to come.
+// newPace makes the pace of a sync with that many remaining calls.
 func newPace(source string, calls int64, now time.Time) *pace {
 	return &pace{source: source, lanes: map[queue.LaneID]*lanePace{}, begin: now, floor: max(floorRate, float64(calls)/floorTime.Seconds())}
 }
 
-// list takes over which lanes count: those of active destinations.
+// list selects the lanes that count: those of active destinations.
 func (p *pace) list(config liveconfig.Config, lanes []queue.LaneID, now time.Time) {
 	active := map[string]bool{}
 	for _, d := range config.Destinations {
@@ -96,7 +98,7 @@ func (p *pace) list(config liveconfig.Config, lanes []queue.LaneID, now time.Tim
 		if id.Source != p.source || !active[id.Destination] {
 			continue
 		}
-		id = id.Group() // A slow URL does not hold back a sync that another one takes.
+		id = id.Group() // A slow URL does not limit a sync that another URL accepts.
 		if known[id] == nil {
 			known[id] = &lanePace{window: firstWindow}
 		}
@@ -105,13 +107,12 @@ func (p *pace) list(config liveconfig.Config, lanes []queue.LaneID, now time.Tim
 	p.listed = now
 }
 
-// look takes over how far each lane is, and what the sync has appended since the
-// last look.
-func (p *pace) look(stats func(queue.LaneID) queue.LaneStats, b batch, now time.Time) {
+// update reads the position of each lane and adds the calls appended since the last update.
+func (p *pace) update(stats func(queue.LaneID) queue.LaneStats, b batch, now time.Time) {
 	p.appended += b.calls
 	for id, l := range p.lanes {
 		st := stats(id)
-		first := st.Pending - st.Retrying - st.InFlight // wait for their first try
+		first := st.Pending - st.Retrying - st.InFlight // waiting for their first attempt
 		read := st.Accepted - first
 		if l.measured.IsZero() {
 			l.measured, l.base = now, read
@@ -122,8 +123,8 @@ func (p *pace) look(stats func(queue.LaneID) queue.LaneStats, b batch, now time.
 		if calls := b.calls - b.skipped[id.Destination]; calls > 0 {
 			l.waiting, l.unread = append(l.waiting, mark{st.Accepted, calls}), l.unread+calls
 		}
-		// Messages that are for other lanes alone lower both counts, so a lane
-		// with nothing left is through whatever the mark says.
+		// Messages for other lanes only lower both counts, so a lane without pending messages has
+		// read everything, whatever the mark.
 		for len(l.waiting) > 0 && (l.waiting[0].accepted <= read || first <= 0) {
 			l.unread -= l.waiting[0].calls
 			l.waiting = l.waiting[1:]
@@ -138,7 +139,7 @@ func (p *pace) look(stats func(queue.LaneID) queue.LaneStats, b batch, now time.
 // room returns how many calls may be appended now.
 func (p *pace) room(now time.Time) int {
 	room, flows, crawls := maxWindow, len(p.lanes) == 0, false
-	var moved time.Time // of those that stand still
+	var moved time.Time // of the stalled lanes
 	for _, l := range p.lanes {
 		switch free := l.window - l.unread; {
 		case 2*free >= l.window:
@@ -155,7 +156,7 @@ func (p *pace) room(now time.Time) int {
 		return max(0, min(room, due))
 	case flows:
 		return room
-	case crawls || now.Sub(moved) < patience:
+	case crawls || now.Sub(moved) < stallAllAfter:
 		return 0
 	}
 	return room

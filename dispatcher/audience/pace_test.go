@@ -97,7 +97,7 @@ func TestPace(t *testing.T) {
 				if now.Sub(p.listed) >= time.Second {
 					p.list(config, ids, now)
 				}
-				p.look(lanes.stats, batch{sent, map[string]int{"shop/" + c.skips: sent}}, now)
+				p.update(lanes.stats, batch{sent, map[string]int{"shop/" + c.skips: sent}}, now)
 				sent = min(p.room(now), batchSize)
 				for id, l := range p.lanes {
 					if fastest := slices.Max(slices.Collect(maps.Values(c.speed))); fastest > 0 && lanes.speed[id] >= min(p.floor, fastest) && float64(l.unread) > c.wait {

@@ -12,23 +12,23 @@ import (
 	"os"
 )
 
-// op says what a record means in its stream.
+// op is the meaning of a record in its stream.
 type op byte
 
 const (
 	// opMember: in a membership or a snapshot, the user is a member.
 	opMember op = 'm'
-	// opRemove: in an increment, the user is to be no member.
+	// opRemove: in an increment, the user is removed.
 	opRemove op = 'r'
-	// opJoined, opLeft, opChanged and opSame (told again): in a list of changes.
+	// opJoined, opLeft, opChanged and opSame (resent): in a list of changes.
 	opJoined  op = 'j'
 	opLeft    op = 'l'
 	opChanged op = 'c'
 	opSame    op = 's'
 )
 
-// record is one user in a stream that is sorted by id. The slices belong to the
-// stream and are valid until its next record.
+// record is one user in a stream that is sorted by id. The slices belong to the stream and are
+// valid until its next record.
 type record struct {
 	op op
 	id []byte
@@ -52,9 +52,9 @@ const (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// writer writes a file of records. The file ends with their count and a
-// checksum, so that a file which is torn or damaged is never taken for a
-// shorter one: a missing member would be told as false.
+// writer writes a file of records. The file ends with their count and a checksum, so that a
+// truncated or damaged file is never mistaken for a shorter one: a missing member would be sent as
+// removed.
 type writer struct {
 	file  *os.File
 	buf   *bufio.Writer
@@ -90,7 +90,7 @@ func (w *writer) add(r record) error {
 	return err
 }
 
-// finish writes the end and closes; sync makes it durable first.
+// finish writes the end and closes the file; sync makes it durable first.
 func (w *writer) finish(sync bool) error {
 	end := binary.AppendUvarint([]byte{endMark}, w.count)
 	if _, err := w.buf.Write(end); err != nil {
@@ -111,11 +111,11 @@ func (w *writer) finish(sync bool) error {
 	return w.file.Close()
 }
 
-// abandon closes a file that nobody will read.
+// abandon closes an unused file.
 func (w *writer) abandon() { _ = w.file.Close() }
 
-// reader reads what writer wrote. Its checksum is verified at the end, so
-// nothing that was read may count before next returned io.EOF.
+// reader reads a file of writer. It verifies the checksum at the end, so its records must not be
+// used before next has returned io.EOF.
 type reader struct {
 	file  *os.File
 	buf   *bufio.Reader
@@ -134,7 +134,7 @@ func open(path string) (*reader, error) {
 	r := &reader{file: f, buf: bufio.NewReaderSize(f, bufferBytes)}
 	magic := make([]byte, len(fileMagic))
 	if _, err := io.ReadFull(r.buf, magic); err != nil || string(magic) != fileMagic {
-		return nil, errors.Join(fmt.Errorf("%s: %w: its head is not that of a membership file", path, errDamaged), f.Close())
+		return nil, errors.Join(fmt.Errorf("%s: %w: it has no header of a membership file", path, errDamaged), f.Close())
 	}
 	r.sum = crc32.Update(0, castagnoli, magic)
 	return r, nil
@@ -191,12 +191,12 @@ func (r *reader) end() error {
 	r.sum = crc32.Update(r.sum, castagnoli, r.data)
 	var sum [4]byte
 	if _, err := io.ReadFull(r.buf, sum[:]); err != nil || count != r.count || binary.LittleEndian.Uint32(sum[:]) != r.sum {
-		return r.damaged("count or checksum do not fit")
+		return r.damaged("count or checksum do not match")
 	}
 	return io.EOF
 }
 
-// uvarint reads a length and keeps its bytes for the checksum.
+// uvarint reads a length and adds its bytes to the checksum.
 func (r *reader) uvarint() (uint64, error) {
 	from := len(r.data)
 	for len(r.data)-from < binary.MaxVarintLen64 {
@@ -210,7 +210,7 @@ func (r *reader) uvarint() (uint64, error) {
 			return n, nil
 		}
 	}
-	return 0, r.damaged("a length is not one")
+	return 0, r.damaged("a length is invalid")
 }
 
 func (r *reader) bytes(n uint64) error {

@@ -1,14 +1,14 @@
-// Package audience keeps who is in an audience, and tells the changes.
+// Package audience stores the members of audiences and sends their changes as identify calls. It
+// does not know how calls are delivered; it appends them to the queue.
 //
-// A sync brings the members as lines of JSON, all of them or an increment. They
-// are sorted on disk, merged with the members of the last sync, and the
-// difference becomes identify calls, which go the way of every call. Memory is
-// constant, whatever the number of members.
+// A sync uploads the members as lines of JSON, all of them or an increment. They are sorted on disk
+// and merged with the members of the last sync, and the difference becomes identify calls. Memory
+// is constant for any number of members.
 //
-// A sync is decided at one moment, when a file gets its name. Before it, nothing
-// has happened; after it, a restart carries the sync through to the same end.
-// The ids of its calls follow from the sync and the user, so that what is
-// appended again is found to be a duplicate.
+// A sync is decided at one moment, when a file gets its name. Before it, nothing has changed; after
+// it, a restart completes the sync with the same result. The ids of its calls derive from the sync
+// and the user, so that a call that is appended again is recognized as a duplicate. The main type
+// is Service.
 package audience
 
 import (
@@ -38,52 +38,53 @@ import (
 )
 
 const (
-	// DefaultMaxBytes is what one sync's members may take on disk.
+	// DefaultMaxBytes bounds the disk space of one sync's members.
 	DefaultMaxBytes = 16 << 30
 
-	// maxSyncs are received at once, of one tenant half of them at most.
-	maxSyncs          = 8
-	maxSyncsPerTenant = 4
+	// maxSyncs bounds the syncs that are received at the same time; one namespace may have half of
+	// them.
+	maxSyncs             = 8
+	maxSyncsPerNamespace = 4
 	// batchSize is how many identify calls are appended at once.
 	batchSize = 256
 	tick      = time.Second
 	retryMin  = 200 * time.Millisecond
 	retryMax  = 10 * time.Second
-	// answerAfter is how long a sync's sender waits for its calls to be in the queue.
+	// answerAfter is how long a sync's response waits until its calls are in the queue.
 	answerAfter = 10 * time.Second
-	// checkEvery is after how many records the disk is looked at.
+	// checkEvery is the number of records between two checks of the disk.
 	checkEvery = 4096
 )
 
 // Options configure a Service. Dir, View, Skip and Queue are required.
 type Options struct {
-	// Dir holds the members; it is made when missing.
+	// Dir holds the members; it is created if missing.
 	Dir string
-	// View, Skip and BeginRouting, which may be nil, are as for ingest.
+	// View, Skip and BeginRouting are the same as for ingest; BeginRouting may be nil.
 	View         func() *liveconfig.View
 	Skip         func(ref liveconfig.SourceRef, call *event.Call) []string
 	BeginRouting func() (end func())
 	Queue        Queue
-	// Full reports that the disk is too full to take a sync; nil is never.
+	// Full reports that the disk is too full to accept a sync; nil means never.
 	Full func() bool
-	// Room reports that a Source ("namespace/name") has room for a sync's calls
-	// besides live ones; without it they wait. nil is always.
+	// Room reports that a Source ("namespace/name") has space for a sync's calls beside live ones;
+	// otherwise they wait. nil means always.
 	Room func(source string) bool
-	// Owner is the root URL of the pod that keeps the members; empty when it is
-	// this one. A pod that is not the owner hands syncs on.
+	// Owner is the root URL of the pod that stores the members; empty if it is this pod. Other pods
+	// forward syncs to the owner.
 	Owner string
-	// MaxBytes bounds what one sync may write. Default DefaultMaxBytes.
+	// MaxBytes bounds the disk space of one sync. Default DefaultMaxBytes.
 	MaxBytes int64
 	// OrphanGrace is how long the members of a deleted audience are kept. Default 10 min.
 	OrphanGrace time.Duration
-	// IdleTimeout is how long a sync may send nothing. Default DefaultIdleTimeout.
+	// IdleTimeout is the longest pause of a sync's sender. Default DefaultIdleTimeout.
 	IdleTimeout time.Duration
 	Now         func() time.Time
 	Logger      *slog.Logger
 	Registerer  prometheus.Registerer
 }
 
-// Service keeps the audiences of all tenants. Make it with New, and Run it.
+// Service stores the audiences of all namespaces. Make it with New, and call Run.
 type Service struct {
 	Options
 	metrics metrics
@@ -95,32 +96,32 @@ type Service struct {
 
 	mu        sync.Mutex
 	audiences map[name]*audience
-	syncs     map[string]int // by tenant; "" is all
+	syncs     map[string]int // by namespace; "" is the total
 }
 
-// name is an audience's.
-type name struct{ tenant, name string }
+// name identifies an audience.
+type name struct{ namespace, name string }
 
-// audience is what is kept of one. The mutex of the Service guards it.
+// audience is the state of one audience. The mutex of the Service guards it.
 type audience struct {
 	name
 	dir string
-	// done is the last sync that is done, pending one that is decided.
+	// done is the last completed sync, pending one that is decided.
 	done, pending *state
-	// sent is how many changes of pending are in the queue, and waits what the
-	// rest waits for, if anything.
+	// sent is how many changes of pending are in the queue; waits is the reason why the rest waits,
+	// if it does.
 	sent  atomic.Int64
 	waits atomic.Pointer[string]
-	// broken says why the audience cannot be used.
+	// broken is the reason why the audience cannot be used.
 	broken error
-	// busy is what goes on, since when; empty when nothing.
+	// busy is the operation in progress, with its start; empty if there is none.
 	busy  string
 	since time.Time
-	// sending is true while a goroutine carries pending through; over is closed at its end.
+	// sending is true while a goroutine completes pending; over is closed at its end.
 	sending bool
 	over    chan struct{}
-	// gone is since when the config does not know the audience, and abandoned is
-	// set when its time is up.
+	// gone is the time since when the config lacks the audience; abandoned is set at the end of the
+	// grace period.
 	gone      time.Time
 	abandoned atomic.Bool
 
@@ -128,8 +129,7 @@ type audience struct {
 	lastRefusal string
 }
 
-// New opens what is on disk. A sync that was decided before goes on when the
-// Service runs.
+// New opens the stored audiences. A sync that was decided before continues when the Service runs.
 func New(o Options) (*Service, error) {
 	o.MaxBytes = cmp.Or(o.MaxBytes, DefaultMaxBytes)
 	o.OrphanGrace = cmp.Or(o.OrphanGrace, 10*time.Minute)
@@ -165,8 +165,7 @@ func New(o Options) (*Service, error) {
 	return s, nil
 }
 
-// recover opens one audience's folder. One that cannot be read or tidied breaks its
-// audience, and nothing else.
+// recover opens one audience's folder. If that fails, only this audience is broken.
 func (s *Service) recover(dir string) {
 	done, doneErr := readState(filepath.Join(dir, stateFile))
 	pending, pendingErr := readState(filepath.Join(dir, pendingFile))
@@ -175,8 +174,8 @@ func (s *Service) recover(dir string) {
 		_, work := os.Stat(filepath.Join(dir, syncPrefix+pending.Sync))
 		_, members := os.Stat(filepath.Join(dir, storePrefix+pending.Sync))
 		if errors.Is(work, os.ErrNotExist) && errors.Is(members, os.ErrNotExist) {
-			// It was taken back when its name could not be made durable.
-			s.Logger.Warn("a sync without data is forgotten", "namespace", pending.Tenant, "audience", pending.Name, "sync", pending.Sync)
+			// It was cancelled, because its name could not be made durable.
+			s.Logger.Warn("removing a sync without data", "namespace", pending.Tenant, "audience", pending.Name, "sync", pending.Sync)
 			broken = errors.Join(broken, os.Remove(filepath.Join(dir, pendingFile)))
 			pending = nil
 		}
@@ -188,17 +187,17 @@ func (s *Service) recover(dir string) {
 	case done != nil:
 		a.name = name{done.Tenant, done.Name}
 	case a.broken != nil:
-		// Whose it is cannot be told; a sync of that audience finds its folder again.
-		s.Logger.Error("the state of an audience cannot be read; syncs of it are refused", "dir", dir, "error", a.broken)
+		// The folder's owner is unknown; a sync of that audience finds the folder again.
+		s.Logger.Error("reading the state of an audience failed; its syncs are refused", "dir", dir, "error", a.broken)
 		return
 	default:
 		if err := os.RemoveAll(dir); err != nil {
-			s.Logger.Error("what is left of an audience cannot be removed", "dir", dir, "error", err)
+			s.Logger.Error("removing the files of an audience failed", "dir", dir, "error", err)
 		}
 		return
 	}
 	if a.broken != nil {
-		s.Logger.Error("the state of an audience cannot be read; syncs of it are refused", "namespace", a.tenant, "audience", a.name.name, "error", a.broken)
+		s.Logger.Error("reading the state of an audience failed; its syncs are refused", "namespace", a.namespace, "audience", a.name.name, "error", a.broken)
 	} else {
 		var keep, next string
 		if done != nil {
@@ -207,13 +206,13 @@ func (s *Service) recover(dir string) {
 		if pending != nil {
 			next = pending.Sync
 		}
-		tidy(dir, keep, next, s.Logger.With("namespace", a.tenant, "audience", a.name.name))
-		if pending != nil { // until it is carried on it shows how far it was
+		tidy(dir, keep, next, s.Logger.With("namespace", a.namespace, "audience", a.name.name))
+		if pending != nil { // its progress until the sync continues
 			if at, sent, err := openProgress(filepath.Join(dir, syncPrefix+next)); err == nil {
 				a.sent.Store(sent)
 				at.close()
 			} else {
-				a.sent.Store(pending.Changes()) // only its conclusion is missing
+				a.sent.Store(pending.Changes()) // all calls are sent, only the conclusion is missing
 			}
 		}
 	}
@@ -221,8 +220,8 @@ func (s *Service) recover(dir string) {
 	s.metrics.known(a)
 }
 
-// Run carries decided syncs through and removes what was deleted, until ctx is
-// done. Appends in progress end before it returns.
+// Run completes decided syncs and removes deleted audiences until ctx is done. Appends in progress
+// end before it returns.
 func (s *Service) Run(ctx context.Context) error {
 	defer s.Stop()
 	var sending sync.WaitGroup
@@ -243,11 +242,11 @@ func (s *Service) Run(ctx context.Context) error {
 	}
 }
 
-// Stop ends syncs that are being received, and lets requests that wait for a
-// decided one be answered. It may be called more than once.
+// Stop ends syncs that are being received, and answers requests that wait for a decided sync. It
+// may be called more than once.
 func (s *Service) Stop() { s.stop.Do(func() { close(s.stopping) }) }
 
-// due returns the audiences with a decided sync that nobody carries through.
+// due returns the audiences with a decided sync that no goroutine completes.
 func (s *Service) due() (list []*audience) {
 	if s.View() == nil {
 		return nil
@@ -266,9 +265,9 @@ func (s *Service) due() (list []*audience) {
 	return list
 }
 
-// carry brings the calls of a decided sync into the queue and concludes it.
+// carry appends the calls of a decided sync to the queue and concludes the sync.
 func (s *Service) carry(ctx context.Context, a *audience) {
-	log := s.Logger.With("namespace", a.tenant, "audience", a.name.name, "sync", a.pending.Sync)
+	log := s.Logger.With("namespace", a.namespace, "audience", a.name.name, "sync", a.pending.Sync)
 	err := s.send(ctx, a, *a.pending, log)
 	if err == nil {
 		if err = conclude(a.dir, *a.pending); err == nil {
@@ -286,28 +285,27 @@ func (s *Service) carry(ctx context.Context, a *audience) {
 		close(a.over)
 		a.over = nil
 	case ctx.Err() != nil || errors.Is(err, queue.ErrClosed):
-		log.Info("stopping: the sync goes on after the restart", "sent", a.sent.Load(), "of", a.pending.Changes())
+		log.Info("stopping: the sync continues after the restart", "sent", a.sent.Load(), "of", a.pending.Changes())
 	case errors.Is(err, errGone):
-		log.Info("the audience, or the Source of its sync, was deleted; the sync ends")
+		log.Info("sync cancelled: the audience, or the Source of its sync, was deleted")
 		s.remove(a)
 		close(a.over)
 	case errors.Is(err, errDamaged) || errors.Is(err, os.ErrNotExist):
 		a.broken = err
-		log.Error("a sync cannot be carried through; syncs of this audience are refused", "error", err)
+		log.Error("completing a sync failed; syncs of this audience are refused", "error", err)
 	default:
-		log.Error("a sync cannot be carried through now; it is tried again", "error", err)
+		log.Error("completing a sync failed; retrying", "error", err)
 	}
 }
 
-var errGone = errors.New("the audience is gone")
+var errGone = errors.New("the audience was removed")
 
-// send appends the identify calls of a sync, in small batches, each durable
-// before the next, at the pace of the lanes. What does not let them in now (a
-// full disk, no Source) is waited for.
+// send appends the identify calls of a sync in small batches, each durable before the next, at the
+// pace of the lanes. While calls cannot be appended (a full disk, no Source) it waits.
 func (s *Service) send(ctx context.Context, a *audience, p state, log *slog.Logger) error {
 	work := filepath.Join(a.dir, syncPrefix+p.Sync)
 	if _, err := os.Stat(filepath.Join(a.dir, storePrefix+p.Sync)); err == nil {
-		return nil // all was sent, and the members have their place already
+		return nil // everything is sent, and the members are in place
 	}
 	changes, err := open(filepath.Join(work, changesFile))
 	if err != nil {
@@ -347,8 +345,8 @@ func (s *Service) send(ctx context.Context, a *audience, p state, log *slog.Logg
 			read++
 			call, err := identify(p, r)
 			if err != nil {
-				// The limits of a line keep this from happening; one user must not stop all.
-				log.Error("a member makes no valid call and is passed over", "error", err)
+				// The limits of a line prevent this; a single user must not stop the sync.
+				log.Error("skipping a member without a valid call", "error", err)
 				continue
 			}
 			calls = append(calls, call)
@@ -366,8 +364,8 @@ func (s *Service) send(ctx context.Context, a *audience, p state, log *slog.Logg
 	return nil
 }
 
-// await waits until the lanes have room for more calls, and returns for how many.
-// last is what was appended since the last time.
+// await waits until the lanes have room for more calls, and returns for how many. last is the batch
+// appended since the last call.
 func (s *Service) await(ctx context.Context, a *audience, p state, lanes *pace, last batch) (int, error) {
 	defer a.waits.Store(nil)
 	for pause := pauseMin; ; pause = min(2*pause, pauseMax) {
@@ -379,29 +377,29 @@ func (s *Service) await(ctx context.Context, a *audience, p state, lanes *pace, 
 			config, _ := s.View().Tenant(p.Tenant)
 			lanes.list(config.Config, s.Queue.Lanes(), now)
 		}
-		lanes.look(s.Queue.LaneStats, last, now)
+		lanes.update(s.Queue.LaneStats, last, now)
 		last = batch{}
 		room := lanes.room(now)
 		switch {
 		case s.Room != nil && !s.Room(lanes.source):
-			a.wait("storage is filling up; what is left is for live calls")
+			a.wait("storage is filling up; the remaining space is for live calls")
 			pause = pauseMax
 		case room > 0:
 			return room, nil
 		case pause == pauseMax:
-			a.wait("the destinations take their time")
+			a.wait("the destinations are slow")
 		}
 		select {
 		case <-ctx.Done():
 			return 0, ctx.Err()
-		case <-time.After(max(pause, lookShare*s.Now().Sub(now))):
+		case <-time.After(max(pause, checkShare*s.Now().Sub(now))):
 		}
 	}
 }
 
 func (a *audience) wait(reason string) { a.waits.Store(&reason) }
 
-// deliver appends a batch of calls and tries until it can.
+// deliver appends a batch of calls and retries until it succeeds.
 func (s *Service) deliver(ctx context.Context, a *audience, p state, calls []event.Call, log *slog.Logger) (batch, error) {
 	if len(calls) == 0 {
 		return batch{}, nil
@@ -419,7 +417,7 @@ func (s *Service) deliver(ctx context.Context, a *audience, p state, calls []eve
 		a.wait(problem.Error())
 		if !told && ctx.Err() == nil {
 			told = true
-			log.Warn("a sync waits to go on", "error", problem)
+			log.Warn("sync is waiting", "error", problem)
 		}
 		select {
 		case <-ctx.Done():
@@ -459,12 +457,12 @@ func (s *Service) tryDeliver(ctx context.Context, p state, calls []event.Call) (
 	return batch{len(messages), skipped}, err
 }
 
-// identify makes the call that tells a change.
+// identify makes the identify call of a change.
 func identify(p state, r record) (event.Call, error) {
 	value := "true"
 	switch {
 	case r.op == opLeft && p.Kind == liveconfig.KindComputedTrait:
-		value = "null" // the user has no such trait any more
+		value = "null" // the user no longer has the trait
 	case r.op == opLeft:
 		value = "false"
 	case p.Kind == liveconfig.KindComputedTrait:
@@ -491,9 +489,9 @@ func identify(p state, r record) (event.Call, error) {
 	return batch.Calls[0], nil
 }
 
-// forget removes the members of audiences that were deleted a while ago. So it
-// does with one that moved to another Source while a sync told the last one,
-// which is deleted: it would wait for ever.
+// forget removes the members of audiences whose grace period has ended. It also removes an audience
+// that moved to another Source while a sync still sent to the former Source, which is deleted: the
+// sync would never end.
 func (s *Service) forget() {
 	view := s.View()
 	if view == nil {
@@ -503,40 +501,40 @@ func (s *Service) forget() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for id, a := range s.audiences {
-		config, _ := view.Tenant(id.tenant)
+		config, _ := view.Tenant(id.namespace)
 		known := slices.ContainsFunc(config.Audiences, func(c liveconfig.Audience) bool {
 			return c.Name == id.name && (a.pending == nil || c.Source == a.pending.Source ||
 				slices.ContainsFunc(config.Sources, func(s liveconfig.Source) bool { return s.Name == a.pending.Source }))
 		})
 		switch {
-		case known || view.Unusable(id.tenant):
+		case known || view.Unusable(id.namespace):
 			a.gone = time.Time{}
 			a.abandoned.Store(false)
 		case a.gone.IsZero():
 			a.gone = now
 		case now.Sub(a.gone) < s.OrphanGrace || a.busy == "receiving":
 		case a.sending:
-			a.abandoned.Store(true) // it is removed when that has ended
+			a.abandoned.Store(true) // removed when the goroutine has ended
 		default:
 			s.remove(a)
 		}
 	}
 }
 
-// remove gives up all that is kept of an audience. The mutex is held.
+// remove deletes all data of an audience. The mutex is held.
 func (s *Service) remove(a *audience) {
 	delete(s.audiences, a.name)
 	s.metrics.forget(a.name)
 	if err := os.RemoveAll(a.dir); err != nil {
-		s.Logger.Error("the members of a deleted audience could not be removed", "namespace", a.tenant, "audience", a.name.name, "error", err)
+		s.Logger.Error("removing the members of a deleted audience failed", "namespace", a.namespace, "audience", a.name.name, "error", err)
 		return
 	}
-	s.Logger.Info("the members of a deleted audience are removed", "namespace", a.tenant, "audience", a.name.name)
+	s.Logger.Info("removed the members of a deleted audience", "namespace", a.namespace, "audience", a.name.name)
 }
 
 // Request is one sync.
 type Request struct {
-	// Tenant, and the audience as it is configured.
+	// The namespace, and the configured audience.
 	Tenant   string
 	Audience liveconfig.Audience
 	// Full: the body lists all members. Otherwise it is an increment.
@@ -545,25 +543,25 @@ type Request struct {
 	AllowRemoval float64
 	// AllowEmpty lets a snapshot without members remove all.
 	AllowEmpty bool
-	// Resend tells also the members for whom nothing changed.
+	// Resend includes unchanged members.
 	Resend bool
-	// DryRun counts and changes nothing.
+	// DryRun counts the changes and changes nothing.
 	DryRun bool
 }
 
-// Result is what came of a sync.
+// Result is the result of a sync.
 type Result struct {
 	Sync string `json:"sync"`
 	Counts
-	// Sent is true when every identify call is in the queue. Otherwise the sync
-	// is decided and will be carried through.
+	// Sent is true if every identify call is in the queue. Otherwise the sync is decided and will
+	// be completed.
 	Sent   bool `json:"sent"`
 	DryRun bool `json:"dryRun,omitempty"`
 }
 
-// Sync takes a sync. Its error is a *Refusal; then nothing was changed.
-// It returns when the identify calls are in the queue, or earlier when that takes
-// longer than 10 s, ctx is done or the Service stops.
+// Sync runs a sync. Its error is a *Refusal; then nothing was changed. It returns when the identify
+// calls are in the queue, or earlier if that takes longer than 10 s, ctx is done or the Service
+// stops.
 func (s *Service) Sync(ctx context.Context, q Request, body io.Reader) (Result, error) {
 	begin := s.Now()
 	a, err := s.begin(q)
@@ -582,7 +580,7 @@ func (s *Service) Sync(ctx context.Context, q Request, body io.Reader) (Result, 
 		if !q.DryRun {
 			a.refused, a.lastRefusal = a.after(s.Now()), err.Error()
 		}
-		if a.done == nil && a.broken == nil { // nothing of it exists
+		if a.done == nil && a.broken == nil { // the audience has no data
 			_ = os.RemoveAll(a.dir)
 		}
 	}
@@ -593,7 +591,7 @@ func (s *Service) Sync(ctx context.Context, q Request, body io.Reader) (Result, 
 	}
 	if err != nil {
 		s.metrics.refused(a.name)
-		s.Logger.Warn("a sync was refused", "namespace", q.Tenant, "audience", q.Audience.Name, "error", err)
+		s.Logger.Warn("sync refused", "namespace", q.Tenant, "audience", q.Audience.Name, "error", err)
 		return Result{}, err
 	}
 	if q.DryRun {
@@ -614,7 +612,7 @@ func (s *Service) Sync(ctx context.Context, q Request, body io.Reader) (Result, 
 	return result, nil
 }
 
-// begin makes the audience busy, or says why it cannot.
+// begin makes the audience busy, or returns why it cannot.
 func (s *Service) begin(q Request) (*audience, error) {
 	if s.Full != nil && s.Full() {
 		return nil, errFull
@@ -629,7 +627,7 @@ func (s *Service) begin(q Request) (*audience, error) {
 	id := name{q.Tenant, q.Audience.Name}
 	a := s.audiences[id]
 	if a == nil {
-		sum := sha256.Sum256([]byte(id.tenant + "/" + id.name))
+		sum := sha256.Sum256([]byte(id.namespace + "/" + id.name))
 		a = &audience{name: id, dir: filepath.Join(s.Dir, hex.EncodeToString(sum[:16]))}
 		if _, err := readState(filepath.Join(a.dir, stateFile)); err != nil {
 			a.broken = err
@@ -640,7 +638,7 @@ func (s *Service) begin(q Request) (*audience, error) {
 	}
 	switch {
 	case a.broken != nil:
-		s.Logger.Error("a sync is refused: what is kept of the audience is damaged", "namespace", id.tenant, "audience", id.name, "error", a.broken)
+		s.Logger.Error("sync refused: the data of the audience is damaged", "namespace", id.namespace, "audience", id.name, "error", a.broken)
 		return nil, errBroken
 	case a.busy != "" || a.pending != nil:
 		doing := cmp.Or(a.busy, "waiting")
@@ -650,11 +648,11 @@ func (s *Service) begin(q Request) (*audience, error) {
 				doing += " " + *reason + ","
 			}
 		}
-		r := refuse(http.StatusConflict, "sync_in_progress", "a sync of this audience is in progress (%s since %s); wait for its end and send again", doing, a.since.UTC().Format(time.RFC3339))
+		r := refuse(http.StatusConflict, "sync_in_progress", "a sync of this audience is in progress (%s since %s); wait for its end and send the sync again", doing, a.since.UTC().Format(time.RFC3339))
 		r.RetryAfter = 5
 		return nil, r
-	case s.syncs[q.Tenant] >= maxSyncsPerTenant || s.syncs[""] >= maxSyncs:
-		r := refuse(http.StatusServiceUnavailable, "busy", "too many syncs are in progress; send again")
+	case s.syncs[q.Tenant] >= maxSyncsPerNamespace || s.syncs[""] >= maxSyncs:
+		r := refuse(http.StatusServiceUnavailable, "busy", "too many syncs are in progress; send the sync again")
 		r.RetryAfter = 5
 		return nil, r
 	}
@@ -664,7 +662,7 @@ func (s *Service) begin(q Request) (*audience, error) {
 	return a, nil
 }
 
-// leave ends what begin began. The mutex is held.
+// leave ends the operation that begin started. The mutex is held.
 func (s *Service) leave(q Request) {
 	s.syncs[""]--
 	if s.syncs[q.Tenant]--; s.syncs[q.Tenant] == 0 {
@@ -672,8 +670,8 @@ func (s *Service) leave(q Request) {
 	}
 }
 
-// after is the time to the millisecond, but later than that of the last sync and
-// refusal even when the clock is set back: receivers order what they are told by it.
+// after is the time in milliseconds, but always later than the last sync and the last refusal, even
+// if the clock is set back: receivers order changes by it.
 func (a *audience) after(now time.Time) time.Time {
 	now = now.UTC().Truncate(time.Millisecond)
 	last := a.refused
@@ -688,11 +686,11 @@ func (a *audience) after(now time.Time) time.Time {
 
 var (
 	errFull     = &Refusal{Status: http.StatusServiceUnavailable, Code: "storage_full", Message: "storage is full; nothing was changed, send again later", RetryAfter: 60}
-	errStopping = &Refusal{Status: http.StatusServiceUnavailable, Code: "not_ready", Message: "shutting down; nothing was changed, send again", RetryAfter: 1}
-	errBroken   = &Refusal{Status: http.StatusInternalServerError, Code: "state_damaged", Message: "what is kept of this audience is damaged, so that the difference cannot be told; see the dispatcher's log. To start afresh, delete the Audience, wait for the grace period, and create it again"}
+	errStopping = &Refusal{Status: http.StatusServiceUnavailable, Code: "not_ready", Message: "Posthorn is shutting down; nothing was changed, send the sync again", RetryAfter: 1}
+	errBroken   = &Refusal{Status: http.StatusInternalServerError, Code: "state_damaged", Message: "the stored members of this audience are damaged, so the difference cannot be computed; see the dispatcher's log. To start over, delete the Audience, wait for the grace period, and create it again"}
 )
 
-// receive reads, sorts, compares, and decides. over is closed when what was decided is done.
+// receive reads, sorts, compares, and decides. over is closed when the decided sync is complete.
 func (s *Service) receive(a *audience, q Request, body io.Reader) (result Result, over chan struct{}, err error) {
 	next := state{
 		Version: stateVersion, Tenant: q.Tenant, Name: q.Audience.Name,
@@ -720,14 +718,14 @@ func (s *Service) receive(a *audience, q Request, body io.Reader) (result Result
 	if err := guard(q, next.Counts); err != nil || q.DryRun {
 		return result, nil, err
 	}
-	// The names in the folders must be durable before the file that decides.
+	// The names in the folders must be durable before the file that decides the sync.
 	if err := errors.Join(syncDir(work), syncDir(a.dir), syncDir(s.Dir)); err != nil {
 		return result, nil, err
 	}
 	step()
-	decided = true // or unknown: what pending.json does not name is swept at the next start
+	decided = true // or unknown: the next start removes files that pending.json does not name
 	if err := writeState(a.dir, pendingFile, next); err != nil {
-		// It may have its name although that is not known to be durable. Take it back.
+		// The file may have its name although that is not durable. Remove it.
 		if gone := os.Remove(filepath.Join(a.dir, pendingFile)); gone == nil || errors.Is(gone, os.ErrNotExist) {
 			decided = false
 		}
@@ -741,8 +739,7 @@ func (s *Service) receive(a *audience, q Request, body io.Reader) (result Result
 	return result, over, nil
 }
 
-// watched is a stream that ends with an error when the service stops, or the disk
-// has no more room for syncs.
+// watched is a stream that fails when the service stops, or the disk has no more space for syncs.
 func (s *Service) watched(next stream) stream {
 	n := 0
 	return func() (record, error) {
@@ -760,7 +757,7 @@ func (s *Service) watched(next stream) stream {
 	}
 }
 
-// read brings all lines into the sorter.
+// read adds all lines to the sorter.
 func read(next stream, sorter *sorter) error {
 	for {
 		r, err := next()
@@ -823,51 +820,51 @@ func (s *Service) compare(a *audience, q Request, next state, sorter *sorter, wo
 }
 
 func (s *Service) damaged(a *audience, err error) error {
-	s.Logger.Error("the members of an audience cannot be read", "namespace", a.tenant, "audience", a.name.name, "error", err)
+	s.Logger.Error("reading the members of an audience failed", "namespace", a.namespace, "audience", a.name.name, "error", err)
 	return errBroken
 }
 
-// guard refuses what looks like a mistake at the sender: a snapshot that lists
-// nobody, or far fewer than before.
+// guard refuses probable mistakes of the sender: a snapshot with no members, or far fewer than
+// before.
 func guard(q Request, c Counts) error {
 	switch {
 	case !q.Full:
 		return nil
 	case c.Members == 0 && c.Before == 0 && !q.AllowEmpty:
-		return refuse(http.StatusUnprocessableEntity, "empty_snapshot", "the snapshot lists no members; if that is meant, set allowEmpty=true")
+		return refuse(http.StatusUnprocessableEntity, "empty_snapshot", "the snapshot lists no members; if this is intended, set allowEmpty=true")
 	case c.Members == 0 && !q.AllowEmpty:
-		return refuse(http.StatusUnprocessableEntity, "empty_snapshot", "the snapshot lists no members, which would remove all %d; if that is meant, set allowEmpty=true", c.Before)
+		return refuse(http.StatusUnprocessableEntity, "empty_snapshot", "the snapshot lists no members, which would remove all %d; if this is intended, set allowEmpty=true", c.Before)
 	case c.Members == 0:
 		return nil
 	case float64(c.Removed)*100 > q.AllowRemoval*float64(c.Before):
-		return refuse(http.StatusUnprocessableEntity, "too_many_removals", "the snapshot would remove %d of %d members; a sync may remove %g percent. If that is meant, set allowRemoval to a higher percentage, up to 100", c.Removed, c.Before, q.AllowRemoval)
+		return refuse(http.StatusUnprocessableEntity, "too_many_removals", "the snapshot would remove %d of %d members; a sync may remove %g percent. If this is intended, set allowRemoval to a higher percentage, up to 100", c.Removed, c.Before, q.AllowRemoval)
 	}
 	return nil
 }
 
-// Progress is how far an audience's last sync is.
+// Progress is the progress of an audience's last sync.
 type Progress struct {
 	Sync string    `json:"sync,omitempty"`
 	Time time.Time `json:"time,omitzero"`
 	Counts
-	// Sent is true when every identify call is in the queue, and another sync may come.
-	// Unsent is how many are not, and Waits what they wait for.
+	// Sent is true if every identify call is in the queue, so that another sync is possible. Unsent
+	// is the number of the other calls, and Waits the reason of the wait.
 	Sent   bool   `json:"sent"`
 	Unsent int64  `json:"unsent"`
 	Waits  string `json:"waits,omitempty"`
 }
 
-// Progress says how far an audience's last sync is; it is zero before the first.
-func (s *Service) Progress(tenant string, c liveconfig.Audience) Progress {
+// Progress returns the progress of an audience's last sync; it is zero before the first.
+func (s *Service) Progress(namespace string, c liveconfig.Audience) Progress {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if a := s.audiences[name{tenant, c.Name}]; a != nil {
+	if a := s.audiences[name{namespace, c.Name}]; a != nil {
 		return a.progress(c)
 	}
 	return Progress{}
 }
 
-// progress needs the mutex. One that is not accepted now has no key, and keeps what it had.
+// progress needs the mutex. An audience that is not accepted now has no key, and keeps its data.
 func (a *audience) progress(c liveconfig.Audience) (p Progress) {
 	last := a.done
 	p.Sent = a.done != nil && a.pending == nil
@@ -883,7 +880,7 @@ func (a *audience) progress(c liveconfig.Audience) (p Progress) {
 	return p
 }
 
-// Report says how a tenant's audiences are.
+// Report returns the state of a namespace's audiences.
 func (s *Service) Report(config liveconfig.Config) []liveconfig.AudienceReport {
 	list := make([]liveconfig.AudienceReport, 0, len(config.Audiences))
 	s.mu.Lock()

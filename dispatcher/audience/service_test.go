@@ -363,51 +363,51 @@ func TestRefusalsChangeNothing(t *testing.T) {
 		encoding                string
 	}{
 		{name: "no key", path: shoppers, body: ids("a"), status: 401, want: `"code":"no_write_key","message":"no write key; send it as HTTP Basic user name (curl -u KEY:)"`},
-		{name: "wrong key", path: shoppers, key: "nobody", body: ids("a"), status: 401, want: `"code":"unknown_write_key","message":"no Source has this write key; compare it with the Source's Secret"`},
-		{name: "switched off", path: shoppers, key: "off-key", body: ids("a"), status: 403, want: `"code":"source_disabled","message":"the Source is switched off; set spec.enabled to true"`},
+		{name: "wrong key", path: shoppers, key: "nobody", body: ids("a"), status: 401, want: `"code":"unknown_write_key","message":"no accepted Source has this write key; compare it with the Source's Secret"`},
+		{name: "switched off", path: shoppers, key: "off-key", body: ids("a"), status: 403, want: `"code":"source_disabled","message":"the Source is disabled; set spec.enabled to true"`},
 		{name: "another Source's", path: shoppers, key: "ios-key", body: ids("a"), status: 404, want: `"code":"unknown_audience","message":"the Source of this write key has no audience with this key; see the status of the Audience for its key"`},
 		{name: "unknown audience", path: "/v1/audiences/x/members", body: ids("a"), status: 404, want: `"code":"unknown_audience","message":"the Source of this write key has no audience with this key; see the status of the Audience for its key"`},
-		{name: "unknown path", path: "/v1/audiences/x", body: ids("a"), status: 404, want: `"code":"not_found","message":"there is nothing at this path; members go to /v1/audiences/KEY/members"`},
-		{name: "method", method: "PATCH", path: shoppers, body: ids("a"), status: 405, want: `"code":"method_not_allowed","message":"PUT sends all members, POST an increment, GET tells how far the last sync is"`},
-		{name: "unknown parameter", path: shoppers + "?allowremoval=1", body: ids("a"), status: 400, want: `"code":"unknown_parameter","message":"the parameters are allowRemoval, allowEmpty, resend and dryRun"`},
+		{name: "unknown path", path: "/v1/audiences/x", body: ids("a"), status: 404, want: `"code":"not_found","message":"unknown path; send members to /v1/audiences/KEY/members"`},
+		{name: "method", method: "PATCH", path: shoppers, body: ids("a"), status: 405, want: `"code":"method_not_allowed","message":"use PUT to send all members, POST to send an increment, GET to read the progress of the last sync"`},
+		{name: "unknown parameter", path: shoppers + "?allowremoval=1", body: ids("a"), status: 400, want: `"code":"unknown_parameter","message":"unknown parameter; use allowRemoval, allowEmpty, resend or dryRun"`},
 		{name: "not a percentage", path: shoppers + "?allowRemoval=NaN", body: ids("a"), status: 400, want: `"code":"invalid_parameter","message":"allowRemoval must be a percentage from 0 to 100"`},
 		{name: "not a truth", path: shoppers + "?allowEmpty=maybe", body: ids("a"), status: 400, want: `"code":"invalid_parameter","message":"allowEmpty must be true or false, as in allowEmpty=true"`},
 		{name: "a dry run without a value", path: shoppers + "?dryRun", body: ids("a", "b", "c"), status: 400, want: `"code":"invalid_parameter","message":"dryRun must be true or false, as in dryRun=true"`},
-		{name: "a dry run and not", path: shoppers + "?dryRun=false&dryRun=true", body: ids("a", "b", "c"), status: 400, want: `"code":"invalid_parameter","message":"dryRun is given more than once"`},
-		{name: "a query that is none", path: shoppers + "?dryRun=true;resend=true", body: ids("a", "b", "c"), status: 400, want: `"code":"invalid_parameter","message":"the query cannot be read; it must look like ?dryRun=true"`},
-		{name: "encoding", path: shoppers, body: ids("a"), status: 415, want: `"code":"unsupported_encoding","message":"Content-Encoding must be gzip or absent"`, encoding: "br"},
-		{name: "not gzip", path: shoppers, body: ids("a"), status: 400, want: `"code":"unreadable_body","message":"the body is not gzip, as Content-Encoding says"`, encoding: "gzip"},
+		{name: "a dry run and not", path: shoppers + "?dryRun=false&dryRun=true", body: ids("a", "b", "c"), status: 400, want: `"code":"invalid_parameter","message":"dryRun is set more than once; set it once"`},
+		{name: "a query that is none", path: shoppers + "?dryRun=true;resend=true", body: ids("a", "b", "c"), status: 400, want: `"code":"invalid_parameter","message":"the query is malformed; write it like ?dryRun=true"`},
+		{name: "encoding", path: shoppers, body: ids("a"), status: 415, want: `"code":"unsupported_encoding","message":"Content-Encoding must be gzip or absent; remove the header or compress the body with gzip"`, encoding: "br"},
+		{name: "not gzip", path: shoppers, body: ids("a"), status: 400, want: `"code":"unreadable_body","message":"the body is not valid gzip, although Content-Encoding is gzip; compress the body or remove the header"`, encoding: "gzip"},
 		{name: "no JSON", path: shoppers, body: lines(`{"userId":"a"}`, `u2`), status: 400, want: `"code":"invalid_json","message":"the line is not JSON; each line is a whole object like {\"userId\":\"u1\"}","line":2`},
 		{name: "cut off", path: shoppers, body: lines(`{"userId":"a"}`, `{"userId":"b`), status: 400, want: `"code":"invalid_json","message":"the line is not JSON; each line is a whole object like {\"userId\":\"u1\"}","line":2`},
-		{name: "two on a line", path: shoppers, body: lines(`{"userId":"a"}{"userId":"b"}`), status: 400, want: `"code":"invalid_json","message":"something follows the object; put each member on a line of its own, without commas","line":1`},
+		{name: "two on a line", path: shoppers, body: lines(`{"userId":"a"}{"userId":"b"}`), status: 400, want: `"code":"invalid_json","message":"the line has data after the object; put each member on a line of its own, without commas","line":1`},
 		{name: "an array", path: shoppers, body: lines(`[`, `{"userId":"a"},`), status: 400, want: `"code":"invalid_json","message":"the line is not JSON; each line is a whole object like {\"userId\":\"u1\"}","line":1`},
-		{name: "gzip that does not say so", path: shoppers, body: zipped(ids("a")), status: 400, want: `"code":"invalid_json","message":"the body is gzip and does not say so; send it with Content-Encoding: gzip, or from a file that ends in .gz","line":1`},
+		{name: "gzip that does not say so", path: shoppers, body: zipped(ids("a")), status: 400, want: `"code":"invalid_json","message":"the body is gzip but has no Content-Encoding; set Content-Encoding: gzip, or send a file that ends in .gz","line":1`},
 		{name: "the audience's name for its key", path: "/v1/audiences/old/members", body: ids("a"), status: 404, want: `"code":"unknown_audience","message":"the Source of this write key has no audience with this key; the key of the Audience old is young"`},
 		{name: "not UTF-8", path: shoppers, body: lines("{\"userId\":\"\xff\"}"), status: 400, want: `"code":"invalid_json","message":"the line is not UTF-8","line":1`},
 		{name: "no object", path: shoppers, body: lines(``, `["a"]`), status: 400, want: `"code":"not_an_object","message":"a line must be an object like {\"userId\":\"u1\"}","line":2`},
 		{name: "no id", path: shoppers, body: lines(`{"userId":"a"}`, `{}`), status: 400, want: `"code":"no_user_id","message":"\"userId\" is missing","line":2`},
 		{name: "empty id", path: shoppers, body: lines(`{"userId":""}`), status: 400, want: `"code":"no_user_id","message":"\"userId\" is empty","line":1`},
 		{name: "id of another type", path: shoppers, body: lines(`{"userId":7}`), status: 400, want: `"code":"invalid_field","message":"\"userId\" must be a string; a number needs quotes","line":1`},
-		{name: "long id", path: shoppers, body: ids(strings.Repeat("x", 1025)), status: 400, want: `"code":"invalid_field","message":"\"userId\" may have 1024 bytes","line":1`},
-		{name: "unknown field", path: shoppers, body: lines(`{"userId":"a","mail":"secret"}`), status: 400, want: `"code":"unknown_field","message":"a line may hold \"userId\", \"value\" (of a computed trait) and \"member\" (of a POST)","line":1`},
+		{name: "long id", path: shoppers, body: ids(strings.Repeat("x", 1025)), status: 400, want: `"code":"invalid_field","message":"\"userId\" is too long; at most 1024 bytes are allowed","line":1`},
+		{name: "unknown field", path: shoppers, body: lines(`{"userId":"a","mail":"secret"}`), status: 400, want: `"code":"unknown_field","message":"the line has an unknown field; use \"userId\", \"value\" (of a computed trait) and \"member\" (of a POST)","line":1`},
 		{name: "value of an audience", path: shoppers, body: ids("a=1"), status: 400, want: `"code":"invalid_field","message":"\"value\" is for computed traits; this is an audience","line":1`},
 		{name: "no value", path: spent, body: ids("a"), status: 400, want: `"code":"no_value","message":"\"value\" is missing; a computed trait needs one for each user","line":1`},
 		{name: "value of another type", path: spent, body: ids("a=1", "b={}"), status: 400, want: `"code":"invalid_field","message":"\"value\" must be a string, a number, true, false or a list","line":2`},
 		{name: "null value", path: spent, body: ids("a=null"), status: 400, want: `"code":"invalid_field","message":"\"value\" must be a string, a number, true, false or a list","line":1`},
-		{name: "value too deep for a call", path: spent, body: ids("a=" + strings.Repeat("[", 255) + strings.Repeat("]", 255)), status: 400, want: `"code":"invalid_field","message":"\"value\" nests too deep; a list may hold 254 levels","line":1`},
+		{name: "value too deep for a call", path: spent, body: ids("a=" + strings.Repeat("[", 255) + strings.Repeat("]", 255)), status: 400, want: `"code":"invalid_field","message":"\"value\" is nested too deeply; at most 254 levels are allowed","line":1`},
 		{name: "value of short numbers that are long", path: spent, body: ids("a=1", "b=["+strings.Repeat("1e20,", 800)+"1]"), status: 400, want: `"code":"invalid_field","message":"\"value\" has more than 16384 bytes when its numbers are written out, as in 1e3: 1000","line":2`},
-		{name: "member in a snapshot", path: shoppers, body: lines(`{"userId":"a","member":false}`), status: 400, want: `"code":"unknown_field","message":"a snapshot lists members only, without \"member\"; leave out who is none, or POST an increment","line":1`},
+		{name: "member in a snapshot", path: shoppers, body: lines(`{"userId":"a","member":false}`), status: 400, want: `"code":"unknown_field","message":"a snapshot lists members only, without \"member\"; leave out users that are not members, or POST an increment","line":1`},
 		{name: "member of another type", method: "POST", path: shoppers, body: lines(`{"userId":"a","member":"no"}`), status: 400, want: `"code":"invalid_field","message":"\"member\" must be true or false","line":1`},
 		{name: "removal with a value", method: "POST", path: spent, body: lines(`{"userId":"a","member":false,"value":1}`), status: 400, want: `"code":"invalid_field","message":"\"value\" has no meaning with \"member\": false; leave it out","line":1`},
-		{name: "a line of 1 GB", path: shoppers, body: io.LimitReader(repeated("x"), 1<<30), status: 400, want: `"code":"line_too_long","message":"a line may have 16384 bytes","line":1`},
-		{name: "too many members", path: shoppers, body: io.MultiReader(ids("a", "b"), endlessMembers()), status: 413, want: `"code":"too_many_members","message":"the members take more than 1048576 bytes on disk; split the audience"`},
-		{name: "gzip bomb", path: shoppers, body: zipped(io.LimitReader(repeated("\n"), 24<<20)), status: 413, want: `"code":"too_compressed","message":"the body inflates to more than 200 times its size, which no list of members does"`, encoding: "gzip"},
-		{name: "gzip bomb of a line", path: shoppers, body: zipped(io.LimitReader(repeated(" "), 16<<20)), status: 400, want: `"code":"line_too_long","message":"a line may have 16384 bytes","line":1`, encoding: "gzip"},
-		{name: "empty", path: shoppers, body: lines(""), status: 422, want: `"code":"empty_snapshot","message":"the snapshot lists no members, which would remove all 4; if that is meant, set allowEmpty=true"`},
-		{name: "empty although all may go", path: shoppers + "?allowRemoval=100", body: lines("", ""), status: 422, want: `"code":"empty_snapshot","message":"the snapshot lists no members, which would remove all 4; if that is meant, set allowEmpty=true"`},
-		{name: "empty and the first", path: "/v1/audiences/young/members", body: lines(""), status: 422, want: `"code":"empty_snapshot","message":"the snapshot lists no members; if that is meant, set allowEmpty=true"`},
-		{name: "too many go", path: shoppers, body: ids("a"), status: 422, want: `"code":"too_many_removals","message":"the snapshot would remove 3 of 4 members; a sync may remove 50 percent. If that is meant, set allowRemoval to a higher percentage, up to 100"`},
-		{name: "one more than allowed", path: shoppers + "?allowRemoval=24", body: ids("a", "b", "c"), status: 422, want: `"code":"too_many_removals","message":"the snapshot would remove 1 of 4 members; a sync may remove 24 percent. If that is meant, set allowRemoval to a higher percentage, up to 100"`},
+		{name: "a line of 1 GB", path: shoppers, body: io.LimitReader(repeated("x"), 1<<30), status: 400, want: `"code":"line_too_long","message":"the line is too long; at most 16384 bytes are allowed","line":1`},
+		{name: "too many members", path: shoppers, body: io.MultiReader(ids("a", "b"), endlessMembers()), status: 413, want: `"code":"too_many_members","message":"the members need more than 1048576 bytes on disk; split the audience"`},
+		{name: "gzip bomb", path: shoppers, body: zipped(io.LimitReader(repeated("\n"), 24<<20)), status: 413, want: `"code":"too_compressed","message":"the body inflates to more than 200 times its size, which is not a list of members"`, encoding: "gzip"},
+		{name: "gzip bomb of a line", path: shoppers, body: zipped(io.LimitReader(repeated(" "), 16<<20)), status: 400, want: `"code":"line_too_long","message":"the line is too long; at most 16384 bytes are allowed","line":1`, encoding: "gzip"},
+		{name: "empty", path: shoppers, body: lines(""), status: 422, want: `"code":"empty_snapshot","message":"the snapshot lists no members, which would remove all 4; if this is intended, set allowEmpty=true"`},
+		{name: "empty although all may go", path: shoppers + "?allowRemoval=100", body: lines("", ""), status: 422, want: `"code":"empty_snapshot","message":"the snapshot lists no members, which would remove all 4; if this is intended, set allowEmpty=true"`},
+		{name: "empty and the first", path: "/v1/audiences/young/members", body: lines(""), status: 422, want: `"code":"empty_snapshot","message":"the snapshot lists no members; if this is intended, set allowEmpty=true"`},
+		{name: "too many go", path: shoppers, body: ids("a"), status: 422, want: `"code":"too_many_removals","message":"the snapshot would remove 3 of 4 members; a sync may remove 50 percent. If this is intended, set allowRemoval to a higher percentage, up to 100"`},
+		{name: "one more than allowed", path: shoppers + "?allowRemoval=24", body: ids("a", "b", "c"), status: 422, want: `"code":"too_many_removals","message":"the snapshot would remove 1 of 4 members; a sync may remove 24 percent. If this is intended, set allowRemoval to a higher percentage, up to 100"`},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var header []string
@@ -558,7 +558,7 @@ func TestBrokenOffBody(t *testing.T) {
 				t.Errorf("status %s", resp.Status)
 			}
 			r.eventually(func() bool { return r.busy() == "" })
-			if report := r.Report(config())[0]; !report.LastRefused.After(last) || report.Members != 2 || report.Refusal != "unreadable_body: the body could not be read to its end (unexpected EOF); nothing was changed" {
+			if report := r.Report(config())[0]; !report.LastRefused.After(last) || report.Members != 2 || report.Refusal != "unreadable_body: the body ended early (unexpected EOF); nothing was changed, send the sync again" {
 				t.Errorf("report %+v", report)
 			}
 			last = r.Report(config())[0].LastRefused
@@ -635,20 +635,20 @@ func TestTwoAtOnce(t *testing.T) {
 	r.told("a shoppers=true", "a spent=1")
 }
 
-// One tenant cannot take the room of all.
+// One namespace cannot take the room of all.
 func TestManyAtOnce(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
-	sync := func(tenant string, n int) Request {
-		return Request{Tenant: tenant, Audience: liveconfig.Audience{Name: fmt.Sprint(n), Source: fmt.Sprint(n)}}
+	sync := func(namespace string, n int) Request {
+		return Request{Tenant: namespace, Audience: liveconfig.Audience{Name: fmt.Sprint(n), Source: fmt.Sprint(n)}}
 	}
 	for _, c := range []struct {
-		tenant string
-		room   int
-	}{{"shop", maxSyncsPerTenant}, {"bank", maxSyncs - maxSyncsPerTenant}, {"farm", 0}} {
-		for n := range maxSyncsPerTenant + 1 {
-			_, err := r.begin(sync(c.tenant, n))
+		namespace string
+		room      int
+	}{{"shop", maxSyncsPerNamespace}, {"bank", maxSyncs - maxSyncsPerNamespace}, {"farm", 0}} {
+		for n := range maxSyncsPerNamespace + 1 {
+			_, err := r.begin(sync(c.namespace, n))
 			if refusal, _ := errors.AsType[*Refusal](err); n < c.room && err != nil || n >= c.room && (refusal == nil || refusal.Code != "busy" || refusal.RetryAfter == 0) {
-				t.Errorf("%s %d: %v", c.tenant, n, err)
+				t.Errorf("%s %d: %v", c.namespace, n, err)
 			}
 		}
 	}

@@ -13,16 +13,16 @@ import (
 )
 
 const (
-	// arenaBytes and arenaRecords bound what the sorter holds in memory.
+	// arenaBytes and arenaRecords bound the memory of the sorter.
 	arenaBytes   = 8 << 20
 	arenaRecords = 256 << 10
-	// fanIn is how many runs are merged at once; each takes bufferBytes.
+	// fanIn is how many runs are merged at once; each needs bufferBytes.
 	fanIn = 64
 )
 
-// sorter sorts any number of records in constant memory: what fits into the
-// arena is sorted there and written as a run; runs are merged at the end. Of
-// records with the same id the one that came last stays.
+// sorter sorts any number of records in constant memory: it sorts records in the arena, writes them
+// to files (runs) and merges the runs at the end. Of records with the same id it keeps the last
+// one.
 type sorter struct {
 	dir   string
 	arena []byte
@@ -31,11 +31,11 @@ type sorter struct {
 	runs  []string
 	next  int
 	bytes int64
-	// maxBytes bounds what is written for the input; see errTooMuch. watched may
-	// end a stream whose records are written once more.
+	// maxBytes bounds the bytes written for the input; see errTooMuch. watched may end a stream
+	// whose records are written again.
 	maxBytes int64
 	watched  func(stream) stream
-	// limits are arenaBytes, arenaRecords and fanIn, but in tests.
+	// limits; they equal arenaBytes, arenaRecords and fanIn except in tests.
 	maxArena, maxSpans, maxRuns int
 }
 
@@ -45,7 +45,7 @@ type span struct {
 	op              op
 }
 
-var errTooMuch = errors.New("the members take more disk than a sync may")
+var errTooMuch = errors.New("the members need more disk space than a sync may use")
 
 func newSorter(dir string, maxBytes int64, watched func(stream) stream) *sorter {
 	return &sorter{dir: dir, maxBytes: maxBytes, watched: watched, maxArena: arenaBytes, maxSpans: arenaRecords, maxRuns: fanIn}
@@ -70,10 +70,10 @@ func (s *sorter) record(p span) record {
 	return record{op: p.op, id: s.arena[p.from:id:id], value: s.arena[id:end:end]}
 }
 
-// order sorts the arena and leaves the last of equal ids.
+// order sorts the arena and keeps the last of equal ids.
 func (s *sorter) order() {
 	slices.SortFunc(s.spans, func(a, b span) int {
-		// Later ones first: Compact keeps the first of equals.
+		// Later records sort first, because Compact keeps the first of equal ones.
 		return cmp.Or(bytes.Compare(s.arena[a.from:a.from+a.id], s.arena[b.from:b.from+b.id]), cmp.Compare(b.from, a.from))
 	})
 	s.spans = slices.CompactFunc(s.spans, func(a, b span) bool {
@@ -86,7 +86,7 @@ func (s *sorter) path() string {
 	return filepath.Join(s.dir, fmt.Sprintf("run-%06d", s.next))
 }
 
-// spill writes the arena as a run.
+// spill writes the arena to a run.
 func (s *sorter) spill() error {
 	if len(s.spans) == 0 {
 		return nil
@@ -132,14 +132,13 @@ func (s *sorter) write(records stream) (path string, written int64, err error) {
 	}
 }
 
-// sorted ends the input and returns its records in order. done releases what
-// the stream holds.
+// sorted ends the input and returns its records in order. done releases the stream's files.
 func (s *sorter) sorted() (records stream, done func(), err error) {
 	if err := s.spill(); err != nil {
 		return nil, nil, err
 	}
 	s.arena, s.spans = nil, nil
-	// Neighbours are merged, so that runs stay in the order in which they came.
+	// Neighbours are merged, so that runs keep their order.
 	for len(s.runs) > s.maxRuns {
 		var merged []string
 		for group := range slices.Chunk(s.runs, s.maxRuns) {
@@ -162,7 +161,7 @@ func (s *sorter) sorted() (records stream, done func(), err error) {
 	return merge(s.runs)
 }
 
-// merge merges sorted runs; of equal ids the one of the last run stays.
+// merge merges sorted runs; of equal ids it keeps that of the last run.
 func merge(runs []string) (stream, func(), error) {
 	m := &merger{}
 	done := func() {
@@ -190,7 +189,7 @@ func merge(runs []string) (stream, func(), error) {
 	return m.next, done, nil
 }
 
-// head is a run with its first record that is not through yet.
+// head is a run with its current record.
 type head struct {
 	record
 	reader *reader
@@ -201,7 +200,7 @@ type head struct {
 type merger struct {
 	open  []*reader
 	heads []head
-	// taken: the first head's record was looked at and may be replaced.
+	// taken: the first head's record was returned and may be replaced.
 	taken bool
 	last  []byte
 	some  bool

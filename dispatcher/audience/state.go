@@ -14,16 +14,16 @@ import (
 
 // The files of an audience, in a folder of its own:
 //
-//	state.json        the last sync that is done, and which file holds its members
+//	state.json        the last completed sync, and the name of its members' file
 //	members-SYNC      members, sorted
-//	pending.json      a sync that is decided and not done: from the moment that
-//	                  this file has its name the sync will be carried through
-//	sync-SYNC/        what a sync works with: runs, and then
+//	pending.json      a sync that is decided and not complete: from the moment that
+//	                  this file has its name, the sync will be completed
+//	sync-SYNC/        the work files of a sync: runs, and then
 //	  members         the new members
-//	  changes         whom identify calls are for
-//	  progress        how many of them are in the queue
+//	  changes         the users with an identify call
+//	  progress        how many of the calls are in the queue
 //
-// What no other file names is left over from a sync that broke off; it is
+// Files that no other file names are left over from an interrupted sync; they are
 // removed at the start.
 const (
 	stateFile    = "state.json"
@@ -36,26 +36,27 @@ const (
 	stateVersion = 1
 )
 
-// step is called between any two changes of the files, and does nothing: tests
-// crash there.
+// step is called between any two changes of the files and does nothing: tests simulate crashes
+// there.
 var step = func() {}
 
-// state is a sync that is done or decided.
+// state is a completed or decided sync.
 type state struct {
 	Version int    `json:"version"`
 	Tenant  string `json:"tenant"`
 	Name    string `json:"name"`
-	// Source, Key and Kind are those of the sync; members under others are not the audience's.
+	// Source, Key and Kind are those of the sync; members with other values do not belong to the
+	// audience.
 	Source string `json:"source"`
 	Key    string `json:"key"`
 	Kind   string `json:"kind"`
-	// Sync names the sync, and the files.
+	// Sync identifies the sync, and its files.
 	Sync string    `json:"sync"`
 	Time time.Time `json:"time"`
 	Counts
 }
 
-// of reports whether the members are those of an audience as it is configured now.
+// of reports whether the members belong to the audience as it is configured now.
 func (s *state) of(source, key, kind string) bool {
 	return s != nil && s.Source == source && s.Key == key && s.Kind == kind
 }
@@ -78,7 +79,7 @@ func readState(path string) (*state, error) {
 	return &s, nil
 }
 
-// writeState makes a state durable under a name, as a whole or not at all.
+// writeState makes a state durable under a name, atomically.
 func writeState(dir, name string, s state) error {
 	text, err := json.Marshal(s)
 	if err != nil {
@@ -110,8 +111,8 @@ func syncDir(dir string) error {
 	return errors.Join(f.Sync(), f.Close())
 }
 
-// conclude makes a decided sync the last one that is done. It may be repeated
-// from any point at which it was interrupted.
+// conclude makes a decided sync the last completed one. After an interruption at any point it can
+// be repeated.
 func conclude(dir string, s state) error {
 	work, members := filepath.Join(dir, syncPrefix+s.Sync), filepath.Join(dir, storePrefix+s.Sync)
 	if err := os.Rename(filepath.Join(work, membersFile), members); err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -134,8 +135,8 @@ func conclude(dir string, s state) error {
 	return syncDir(dir)
 }
 
-// tidy removes what belongs to no sync: keep is the one that is done, pending
-// the one that is decided. What stays costs room and nothing else.
+// tidy removes files that belong to no sync: keep is the completed one, pending the decided one.
+// Files that cannot be removed only cost disk space.
 func tidy(dir, keep, pending string, log *slog.Logger) {
 	entries, err := os.ReadDir(dir)
 	for _, e := range entries {
@@ -151,12 +152,12 @@ func tidy(dir, keep, pending string, log *slog.Logger) {
 		}
 	}
 	if err != nil {
-		log.Error("what is left of an audience's syncs cannot be removed", "error", err)
+		log.Error("removing old files of an audience's syncs failed", "error", err)
 	}
 }
 
-// progress remembers how many changes are in the queue. It is not made durable:
-// after a power loss some identify calls are appended once more.
+// progress stores how many changes are in the queue. It is not durable: after a power loss some
+// identify calls are appended again.
 type progress struct{ file *os.File }
 
 func openProgress(work string) (progress, int64, error) {

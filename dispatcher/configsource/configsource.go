@@ -18,22 +18,21 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// Sink takes tenants' live configs, encoded.
+// Sink receives the encoded live configs of namespaces.
 type Sink interface {
-	// Set gives a tenant's newest config.
-	Set(tenant string, data []byte)
-	// Delete says that a tenant has no config any more.
-	Delete(tenant string)
-	// Synced says that every tenant's config has been given at least once.
+	// Set provides the newest config of a namespace.
+	Set(namespace string, data []byte)
+	// Delete reports that a namespace has no config any more.
+	Delete(namespace string)
+	// Synced reports that Set was called at least once for every namespace.
 	Synced()
 }
 
-// Watch feeds sink with the live-config Secrets of a namespace until ctx is
-// done. It needs the right to list and watch Secrets in that namespace only.
-// Synced is called once the operator's marker Secret says that it has compiled
-// every tenant at least once, so that a dispatcher that starts before the
-// operator does not take an empty namespace for an empty config. While the API
-// server cannot be reached the last configs stay in effect.
+// Watch sends the live-config Secrets of a namespace to sink until ctx is done. It needs permission
+// to list and watch Secrets in that namespace only. Synced is called after the operator's marker
+// Secret shows that the operator has compiled every namespace at least once. So a dispatcher that
+// starts before the operator does not mistake an empty namespace for an empty config. While the API
+// server is unreachable, the last configs remain in effect.
 func Watch(ctx context.Context, client kubernetes.Interface, namespace string, sink Sink, log *slog.Logger) error {
 	factory := informers.NewSharedInformerFactoryWithOptions(client, 0,
 		informers.WithNamespace(namespace),
@@ -41,9 +40,9 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 			o.LabelSelector = liveconfig.LabelLive
 		}))
 	informer := factory.Core().V1().Secrets().Informer()
-	// The API server's own words help more than the reflector's generic log line.
+	// Log the API server's message instead of the reflector's generic line.
 	if err := informer.SetWatchErrorHandler(func(_ *cache.Reflector, err error) {
-		log.Warn("watching live-config Secrets failed; the last configs stay in effect", "namespace", namespace, "error", err)
+		log.Warn("watching live-config Secrets failed; the last configs remain in effect", "namespace", namespace, "error", err)
 	}); err != nil {
 		return fmt.Errorf("watch live-config Secrets: %w", err)
 	}
@@ -53,9 +52,9 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 		if !ok {
 			return
 		}
-		// By its name, which is of one Secret; somebody's copy has the labels, too.
-		if tenant, ok := liveconfig.TenantOf(secret.Name); ok {
-			sink.Set(tenant, secret.Data[liveconfig.DataKey])
+		// The name is decisive, because a copy of a Secret has the same labels.
+		if owner, ok := liveconfig.TenantOf(secret.Name); ok {
+			sink.Set(owner, secret.Data[liveconfig.DataKey])
 		} else if secret.Name == liveconfig.MarkerName {
 			select {
 			case marked <- struct{}{}:
@@ -66,7 +65,7 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 	registration, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
 		AddFunc: set,
 		UpdateFunc: func(before, after any) {
-			// A relist delivers every object again; only a changed one matters.
+			// A relist delivers every object again; only changed objects matter.
 			if b, ok := before.(*corev1.Secret); ok {
 				if a, ok := after.(*corev1.Secret); ok && a.ResourceVersion == b.ResourceVersion {
 					return
@@ -79,8 +78,8 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 				obj = gone.Obj
 			}
 			if secret, ok := obj.(*corev1.Secret); ok {
-				if tenant, ok := liveconfig.TenantOf(secret.Name); ok {
-					sink.Delete(tenant)
+				if owner, ok := liveconfig.TenantOf(secret.Name); ok {
+					sink.Delete(owner)
 				}
 			}
 		},

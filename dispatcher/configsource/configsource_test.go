@@ -15,14 +15,14 @@ import (
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// told is a sink that tells what it is told.
-type told chan string
+// recorder is a Sink that records its calls.
+type recorder chan string
 
-func (s told) Set(tenant string, data []byte) { s <- "set " + tenant + " " + string(data) }
-func (s told) Delete(tenant string)           { s <- "delete " + tenant }
-func (s told) Synced()                        { s <- "synced" }
+func (s recorder) Set(tenant string, data []byte) { s <- "set " + tenant + " " + string(data) }
+func (s recorder) Delete(tenant string)           { s <- "delete " + tenant }
+func (s recorder) Synced()                        { s <- "synced" }
 
-func (s told) expect(t *testing.T, want ...string) {
+func (s recorder) expect(t *testing.T, want ...string) {
 	t.Helper()
 	var got []string
 	for range want {
@@ -30,18 +30,18 @@ func (s told) expect(t *testing.T, want ...string) {
 		case g := <-s:
 			got = append(got, g)
 		case <-time.After(wait.Limit):
-			t.Fatalf("told %q, want %q", got, want)
+			t.Fatalf("got %q, want %q", got, want)
 		}
 	}
 	slices.Sort(got)
 	slices.Sort(want)
 	if !slices.Equal(got, want) {
-		t.Errorf("told %q, want %q", got, want)
+		t.Errorf("got %q, want %q", got, want)
 	}
 }
 
-// A copy of a tenant's Secret, which has all of its labels, neither changes the
-// tenant's config nor takes it away when it is deleted.
+// A copy of a namespace's Secret, which has all of its labels, neither changes the
+// namespace's config nor removes it when it is deleted.
 func TestCopiesOfASecretMeanNothing(t *testing.T) {
 	secret := func(name, tenant, data string) *corev1.Secret {
 		labels := map[string]string{liveconfig.LabelLive: "true"}
@@ -58,7 +58,7 @@ func TestCopiesOfASecretMeanNothing(t *testing.T) {
 		secret(shop, "shop", "1"), secret(strings.TrimSuffix(shop, "shop")+"copy", "shop", "2"),
 		secret(bank, "bank", "3"), secret("backup", "bank", "4"), secret(liveconfig.MarkerName, "", ""),
 	)
-	sink := make(told, 100)
+	sink := make(recorder, 100)
 	ended := make(chan error, 1)
 	go func() {
 		ended <- Watch(t.Context(), client, "posthorn-system", sink, slog.New(slog.DiscardHandler))
@@ -77,6 +77,6 @@ func TestCopiesOfASecretMeanNothing(t *testing.T) {
 	}
 	sink.expect(t, "delete bank")
 	if len(sink) > 0 {
-		t.Errorf("told %q besides", <-sink)
+		t.Errorf("got %q, want no more", <-sink)
 	}
 }

@@ -1,9 +1,11 @@
-// Package deletion tells webhooks that a user's data is to be deleted, once for
+// Package deletion notifies webhooks that a user's data is to be deleted, once for
 // each request and Source, and follows each notification to its end.
 //
-// A request is planned once: which Sources and destinations are told is written
-// down durably before the first message is appended. Its message ids follow from
-// the request, so what a crash repeats is found to be a duplicate.
+// A request is planned once: its Sources and destinations are recorded durably
+// before the first message is appended. The message ids follow from the request, so
+// a message that a crash repeats is dropped as a duplicate. A request that
+// completed is recorded in jobs.Records and is not sent again for another object
+// with the same namespace, name and spec.
 package deletion
 
 import (
@@ -22,6 +24,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/jobs"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/event"
@@ -40,6 +43,8 @@ type Options struct {
 	Skip func(ref liveconfig.SourceRef, call *event.Call) []string
 	// Store takes the messages and knows what became of them; deliveries go through it.
 	Store *Settled
+	// Records has the requests that completed.
+	Records *jobs.Records
 	// Passive: another pod sends the notifications.
 	Passive bool
 	// OrphanGrace is how long a deleted request is remembered. Default 10 min.
@@ -60,9 +65,13 @@ type Service struct {
 type record struct {
 	Version int       `json:"version"`
 	ID      string    `json:"id"`
+	UID     string    `json:"uid,omitempty"`
 	Tenant  string    `json:"tenant"`
 	Time    time.Time `json:"time"`
 	Sources []source  `json:"sources,omitempty"`
+	// Completed: jobs.Records has the end of this run. Exceeded: the deadline ended it.
+	Completed bool `json:"completed,omitempty"`
+	Exceeded  bool `json:"exceeded,omitempty"`
 }
 
 // source is one message.
@@ -82,6 +91,9 @@ type notification struct {
 	State       string    `json:"state"`
 	Reason      string    `json:"reason,omitempty"`
 	Time        time.Time `json:"time"`
+	// Cancelled: the deadline ended the notification while its message was in the
+	// queue, where it becomes a dead letter instead of the next attempt.
+	Cancelled bool `json:"cancelled,omitempty"`
 }
 
 // New reads what is known of requests.
@@ -115,6 +127,7 @@ func New(o Options) (*Service, error) {
 		}
 		s.records[r.ID] = &r
 	}
+	s.follow()
 	return s, nil
 }
 
@@ -138,30 +151,50 @@ func (s *Service) Run(ctx context.Context) error {
 	}
 }
 
-// work brings every request on by what can be done now.
+// work advances every request as far as possible now.
 func (s *Service) work(ctx context.Context, view *liveconfig.View) {
-	known, wanted := map[string]bool{}, map[string]bool{}
+	known := map[string]bool{}
 	for _, tenant := range view.Tenants() {
 		config, _ := view.Tenant(tenant)
 		for _, d := range config.Deletions {
-			if d.ID == "" {
+			if d.ID == "" || d.Ended {
 				continue
 			}
 			known[d.ID] = true
 			if err := s.advance(ctx, config.Config, d); err != nil && ctx.Err() == nil {
-				s.Logger.Error("a deletion request does not get on; it is tried again", "namespace", tenant, "request", d.Name, "error", err)
+				s.Logger.Error("a deletion request could not be advanced; it is tried again", "namespace", tenant, "request", d.Name, "error", err)
 			}
 		}
 	}
+	for id, r := range s.records {
+		if !known[id] && r.cancelled() {
+			if err := s.change(*r, func(next *record) error { return s.look(ctx, next) }); err != nil && ctx.Err() == nil {
+				s.Logger.Error("the outcome of a deletion request could not be read; it is tried again", "namespace", r.Tenant, "error", err)
+			}
+		}
+	}
+	s.follow()
+	s.forget(view, known)
+}
+
+// follow has the store report the outcomes that are still wanted, and turn the
+// messages of cancelled notifications into dead letters.
+func (s *Service) follow() {
+	wanted, cancelled := map[string]bool{}, map[cancelledMessage]bool{}
 	for _, r := range s.records {
 		for _, from := range r.Sources {
-			if from.pending() {
-				wanted[from.MessageID] = true
+			for _, n := range from.Notifications {
+				if n.State == liveconfig.NotificationPending || n.Cancelled {
+					wanted[from.MessageID] = true
+				}
+				if n.Cancelled {
+					cancelled[cancelledMessage{r.Tenant + "/" + from.Name, r.Tenant + "/" + n.Destination, from.MessageID}] = true
+				}
 			}
 		}
 	}
 	s.Store.keep(wanted)
-	s.forget(view, known)
+	s.Store.cancel(cancelled)
 }
 
 // advance plans, appends and looks. Only Run calls it, so a record is changed by one goroutine.
@@ -169,33 +202,84 @@ func (s *Service) advance(ctx context.Context, config liveconfig.Config, d livec
 	s.mu.Lock()
 	r := s.records[d.ID]
 	s.mu.Unlock()
+	switch {
+	case r == nil && s.Records.Completed(d.ID, d.UID), r != nil && r.Completed,
+		r != nil && r.UID == d.UID && r.ended() && r.failed() && !r.cancelled():
+		return nil
+	case r != nil && r.UID != d.UID && r.ended():
+		// Another object's run that failed; this object's run is a new one, once the
+		// messages of the other one are settled.
+		if r.cancelled() {
+			return s.change(*r, func(next *record) error { return s.look(ctx, next) })
+		}
+		r = nil
+	}
 	if r == nil {
 		r = s.plan(config, d)
 		if err := s.keep(*r); err != nil {
 			return err
 		}
 	}
-	if !slices.ContainsFunc(r.Sources, source.pending) {
-		return nil
-	}
+	return s.change(*r, func(next *record) error {
+		next.UID = d.UID // Of an object that was deleted and created again meanwhile.
+		deadline := time.Duration(d.DeadlineSeconds) * time.Second
+		overdue := deadline > 0 && s.Now().Sub(next.Time) >= deadline
+		var err error
+		if !next.ended() && !overdue {
+			err = s.append(ctx, config, next, d.UserID)
+		}
+		err = errors.Join(err, s.look(ctx, next))
+		if err == nil && overdue && !next.ended() {
+			next.exceed(s.Now().UTC().Truncate(time.Millisecond))
+			s.Logger.Warn("the deadline of a deletion request ended; its pending notifications are cancelled", "namespace", next.Tenant, "request", d.Name)
+		}
+		if err == nil && next.ended() && !next.failed() && !next.Completed {
+			now := s.Now().UTC()
+			if err = s.Records.Put(d.ID, jobs.Record{Namespace: config.Tenant, UID: d.UID, Completed: now}); err == nil {
+				next.Completed = true
+			}
+		}
+		return err
+	})
+}
+
+// change stores what f changes of a record.
+func (s *Service) change(r record, f func(*record) error) error {
 	next := r.clone()
-	err := errors.Join(s.append(ctx, config, &next, d.UserID), s.look(ctx, &next))
-	if !next.equal(*r) {
+	err := f(&next)
+	if !next.equal(r) {
 		err = errors.Join(err, s.keep(next))
 	}
 	return err
 }
 
-// plan decides who is told.
+// exceed ends the notifications that are pending.
+func (r *record) exceed(now time.Time) {
+	r.Exceeded = true
+	for i := range r.Sources {
+		for j := range r.Sources[i].Notifications {
+			n := &r.Sources[i].Notifications[j]
+			if n.State != liveconfig.NotificationPending {
+				continue
+			}
+			n.State, n.Reason, n.Time = liveconfig.NotificationDiscarded, liveconfig.ReasonDeadlineExceeded, now
+			if !r.Sources[i].Accepted.IsZero() {
+				n.State, n.Cancelled = liveconfig.NotificationDeadLettered, true
+			}
+		}
+	}
+}
+
+// plan decides which destinations are notified.
 func (s *Service) plan(config liveconfig.Config, d liveconfig.Deletion) *record {
 	now := s.Now().UTC().Truncate(time.Millisecond)
-	r := &record{Version: recordVersion, ID: d.ID, Tenant: config.Tenant, Time: now}
+	r := &record{Version: recordVersion, ID: d.ID, UID: d.UID, Tenant: config.Tenant, Time: now}
 	call := event.Call{Type: event.Delete, UserID: d.UserID, Timestamp: now, Body: event.DeleteMessage(d.UserID, now)}
 	for _, c := range config.Sources {
 		if len(d.Sources) > 0 && !slices.Contains(d.Sources, c.Name) {
 			continue
 		}
-		planned := source{Name: c.Name, MessageID: messageID(d.ID, c.Name)}
+		planned := source{Name: c.Name, MessageID: messageID(d.ID, d.UID, c.Name)}
 		skip := s.Skip(liveconfig.SourceRef{Tenant: config.Tenant, Source: c}, &call)
 		for _, to := range config.Destinations {
 			if to.State == liveconfig.Disabled || !slices.Contains(to.Sources, c.Name) {
@@ -214,10 +298,11 @@ func (s *Service) plan(config liveconfig.Config, d liveconfig.Deletion) *record 
 	return r
 }
 
-// messageID is the id of a request's message of one Source. It tells the
-// notifications of several Sources apart, for receivers that take each id once.
-func messageID(request, source string) string {
-	sum := sha256.Sum256([]byte(source))
+// messageID is the id of a run's message of one Source. It differs between Sources,
+// because receivers drop a second message with the same id, and between objects,
+// because a new run after a failed one is not a duplicate.
+func messageID(request, uid, source string) string {
+	sum := sha256.Sum256([]byte(uid + "/" + source))
 	return fmt.Sprintf("delete-%s-%x", request, sum[:6])
 }
 
@@ -259,7 +344,7 @@ func (s *Service) look(ctx context.Context, r *record) error {
 		from := &r.Sources[i]
 		for j := range from.Notifications {
 			n := &from.Notifications[j]
-			if n.State != liveconfig.NotificationPending || from.Accepted.IsZero() {
+			if n.State != liveconfig.NotificationPending && !n.Cancelled || from.Accepted.IsZero() {
 				continue
 			}
 			if lanes == nil {
@@ -272,7 +357,11 @@ func (s *Service) look(ctx context.Context, r *record) error {
 			if err != nil {
 				return err
 			}
-			if state != n.State {
+			switch {
+			case state == liveconfig.NotificationPending:
+			case n.Cancelled: // It was reported to be a dead letter.
+				n.Cancelled = false
+			default:
 				n.State, n.Reason, n.Time = state, reason, s.Now().UTC().Truncate(time.Millisecond)
 			}
 		}
@@ -360,7 +449,7 @@ func (s *Service) forget(view *liveconfig.View, known map[string]bool) {
 	for id, r := range maps.Clone(s.records) {
 		since, away := s.gone[id]
 		switch {
-		case known[id] || view.Unusable(r.Tenant):
+		case known[id] || view.Unusable(r.Tenant) || r.cancelled():
 			delete(s.gone, id)
 		case !away:
 			s.gone[id] = now
@@ -382,8 +471,11 @@ func (s *Service) Report(config liveconfig.Config) []liveconfig.DeletionReport {
 	var list []liveconfig.DeletionReport
 	for _, d := range config.Deletions {
 		out := liveconfig.DeletionReport{Name: d.Name, Generation: d.Generation, Revision: d.Revision, Owner: !s.Passive}
-		if r := s.records[d.ID]; r != nil && d.ID != "" {
-			out.Started = r.Time
+		r := s.records[d.ID]
+		switch {
+		case s.Passive || d.ID == "" || d.Ended:
+		case r != nil && r.UID == d.UID:
+			out.Started, out.Completed, out.DeadlineExceeded = r.Time, r.Completed, r.Exceeded
 			for _, from := range r.Sources {
 				for _, n := range from.Notifications {
 					out.Notifications = append(out.Notifications, liveconfig.NotificationReport{
@@ -391,14 +483,37 @@ func (s *Service) Report(config liveconfig.Config) []liveconfig.DeletionReport {
 					})
 				}
 			}
+		case r != nil && r.Completed, r == nil && s.Records.Completed(d.ID, d.UID):
+			out.AlreadyDone = true
 		}
 		list = append(list, out)
 	}
 	return list
 }
 
+func (s source) any(is func(notification) bool) bool { return slices.ContainsFunc(s.Notifications, is) }
+
 func (s source) pending() bool {
-	return slices.ContainsFunc(s.Notifications, func(n notification) bool { return n.State == liveconfig.NotificationPending })
+	return s.any(func(n notification) bool { return n.State == liveconfig.NotificationPending })
+}
+
+// ended reports whether every notification has its final state.
+func (r record) ended() bool { return !slices.ContainsFunc(r.Sources, source.pending) }
+
+// failed reports whether a notification did not reach its destination.
+func (r record) failed() bool {
+	return r.Exceeded || slices.ContainsFunc(r.Sources, func(s source) bool {
+		return s.any(func(n notification) bool {
+			return n.State == liveconfig.NotificationDeadLettered || n.State == liveconfig.NotificationDiscarded
+		})
+	})
+}
+
+// cancelled reports whether messages of cancelled notifications are in the queue.
+func (r record) cancelled() bool {
+	return slices.ContainsFunc(r.Sources, func(s source) bool {
+		return s.any(func(n notification) bool { return n.Cancelled })
+	})
 }
 
 func (r record) clone() record {
@@ -410,7 +525,7 @@ func (r record) clone() record {
 }
 
 func (r record) equal(o record) bool {
-	return slices.EqualFunc(r.Sources, o.Sources, func(a, b source) bool {
+	return r.UID == o.UID && r.Completed == o.Completed && r.Exceeded == o.Exceeded && slices.EqualFunc(r.Sources, o.Sources, func(a, b source) bool {
 		return a.Accepted.Equal(b.Accepted) && a.End == b.End && slices.Equal(a.Notifications, b.Notifications)
 	})
 }

@@ -12,6 +12,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/posthorn/posthorn/dispatcher/jobs"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
@@ -65,7 +66,7 @@ func config() liveconfig.Config {
 			to("crm", liveconfig.Active, "ios", "web"), to("held", liveconfig.Held, "web"),
 			to("off", liveconfig.Disabled, "web", "off"), to("picky", liveconfig.Active, "web"),
 		},
-		Deletions: []liveconfig.Deletion{{Name: "u1", Generation: 2, Revision: "r", ID: "ab", UserID: "ü1"}},
+		Deletions: []liveconfig.Deletion{{Name: "u1", Generation: 2, Revision: "r", ID: "ab", UID: "1", UserID: "ü1"}},
 	}
 }
 
@@ -94,9 +95,12 @@ func (r *rig) set(c liveconfig.Config) {
 // start is a restart.
 func (r *rig) start() {
 	r.t.Helper()
-	var err error
+	records, err := jobs.Open(r.store, func() time.Time { return r.now })
+	if err != nil {
+		r.t.Fatal(err)
+	}
 	r.Service, err = New(Options{
-		Dir: r.dir, Store: r.settled(), View: func() *liveconfig.View { return r.view },
+		Dir: r.dir, Store: r.settled(), Records: records, View: func() *liveconfig.View { return r.view },
 		Skip: func(ref liveconfig.SourceRef, call *event.Call) []string {
 			if call.Type != event.Delete || call.UserID == "" || len(call.Body) == 0 {
 				r.t.Errorf("call %+v", call)

@@ -9,35 +9,36 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/egress"
 )
 
-// Attempt is one request to an endpoint and what it came to. It holds no
-// secrets and nothing of the message but its id.
+// Attempt is one request to an endpoint and its result. It holds no secrets, and of the message
+// only the id.
 type Attempt struct {
-	// Time is when the attempt ended, Duration how long it took.
-	Time     time.Time
-	Duration time.Duration
+	// Time is the end of the attempt, Duration its length; durations are in nanoseconds.
+	Time     time.Time     `json:"time"`
+	Duration time.Duration `json:"durationNanos"`
 	// Timing splits the duration.
-	Timing egress.Timing
+	Timing egress.Timing `json:"timing"`
 	// Source and Destination are "namespace/name".
-	Source, Destination, Endpoint string
+	Source      string `json:"source"`
+	Destination string `json:"destination"`
+	Endpoint    string `json:"endpoint"`
 	// Seq and MessageID name the message.
-	Seq       uint64
-	MessageID string
+	Seq       uint64 `json:"seq"`
+	MessageID string `json:"messageId"`
 	// Number is 1 for a message's first attempt.
-	Number int
-	// StatusCode is 0 when there was no answer. Reason is empty for a success; Message explains it.
-	StatusCode int
-	Reason     egress.Reason
-	Message    string
-	// RemoteAddr is the address that was dialled.
-	RemoteAddr string
+	Number int `json:"number"`
+	// StatusCode is 0 if there was no response. Reason is empty for a success; Message explains it.
+	StatusCode int           `json:"statusCode,omitempty"`
+	Reason     egress.Reason `json:"reason,omitempty"`
+	Message    string        `json:"message,omitempty"`
+	// RemoteAddr is the dialled address.
+	RemoteAddr string `json:"remoteAddr,omitempty"`
 	// Probe is true for a circuit breaker's probe.
-	Probe bool
+	Probe bool `json:"probe,omitempty"`
 }
 
-// attempts is a ring of the last attempts; the engine's lock guards it. It
-// grows to its size and then costs no memory: message ids are copied into
-// place, because a string of the queue would keep the whole batch alive that
-// it was read with.
+// attempts is a ring buffer of the last attempts; the engine's lock guards it. It grows to its size
+// and then allocates nothing: message ids are copied into place, because a string from the queue
+// would keep the whole batch in memory.
 type attempts struct {
 	ring []record
 	next int
@@ -73,9 +74,9 @@ func (a *attempts) list() []Attempt {
 	return out
 }
 
-// Attempts lists the last attempts at an endpoint, oldest first, or at all
-// endpoints of the destination when endpoint is empty; nil for one that is not
-// known. destination is "namespace/name".
+// Attempts lists the last attempts at an endpoint, oldest first, or at all endpoints of the
+// destination if endpoint is empty; nil if the endpoint is unknown. destination is
+// "namespace/name".
 func (e *Engine) Attempts(destination, endpoint string) (list []Attempt) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -101,9 +102,9 @@ type tail struct {
 	dropped               atomic.Int64
 }
 
-// Tail streams attempts as they end, until ctx is done; then the channel is
-// closed. An empty destination ("namespace/name") or endpoint matches all. A
-// reader that is too slow misses attempts; dropped returns how many.
+// Tail streams attempts as they end, until ctx is done; it then closes the channel. An empty
+// destination ("namespace/name") or endpoint matches all. A slow reader misses attempts; dropped
+// returns how many.
 func (e *Engine) Tail(ctx context.Context, destination, endpoint string) (stream <-chan Attempt, dropped func() int64) {
 	t := &tail{destination: destination, endpoint: endpoint, out: make(chan Attempt, tailBuffer)}
 	e.mu.Lock()
@@ -118,7 +119,7 @@ func (e *Engine) Tail(ctx context.Context, destination, endpoint string) (stream
 	return t.out, t.dropped.Load
 }
 
-// publish gives an attempt to whoever listens. The engine's lock is held.
+// publish sends an attempt to all subscribers. The engine's lock is held.
 func (e *Engine) publish(a *Attempt) {
 	for t := range e.tails {
 		if t.destination != "" && t.destination != a.Destination || t.endpoint != "" && t.endpoint != a.Endpoint {

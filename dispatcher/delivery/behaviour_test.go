@@ -32,7 +32,7 @@ func TestSigned(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200}))
 		d := dest("crm", urlA)
-		d.Signing = &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("new"), Previous: liveconfig.NewSecret("old")}
+		d.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("new"), Previous: liveconfig.NewSecret("old")}}
 		w.apply(d, dest("plain", urlB))
 		w.send("web", 100)
 		w.sleep(time.Second)
@@ -57,7 +57,7 @@ func TestSigned(t *testing.T) {
 }
 
 // A marked message is sent, signed and retried with its long numbers as strings;
-// the dead letter keeps its digits. What is not marked is sent as it is.
+// the dead letter keeps its digits. An unmarked message is sent unchanged.
 func TestLongNumbers(t *testing.T) {
 	const stored, rewritten = `{"id":12345678901234567890,"text":"9007199254740993","out":1e400}`, `{"id":"12345678901234567890","text":"9007199254740993","out":"1e400"}`
 	bubble(t, func(t *testing.T) {
@@ -71,7 +71,7 @@ func TestLongNumbers(t *testing.T) {
 		})
 		signed := func(name, url string) liveconfig.Destination {
 			d := dest(name, url)
-			d.Signing = &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("key")}
+			d.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("key")}}
 			return d
 		}
 		exact := signed("exact", urlB)
@@ -145,12 +145,12 @@ func TestNoSignatureWithoutSecret(t *testing.T) {
 	})
 }
 
-// Signing that is configured and cannot work holds the messages, and nobody else's.
+// Invalid signing settings pause their destination, and no other.
 func TestNeverUnsigned(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200}))
 		unsigned, broken := dest("unsigned", urlA), dest("unpreparable", "http://unpreparable.test")
-		unsigned.Signing = &liveconfig.Signing{Scheme: liveconfig.HMACSHA1}
+		unsigned.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1}}
 		w.apply(dest("ok", urlB), broken, unsigned)
 		w.send("web", 10)
 		w.sleep(time.Hour)
@@ -160,11 +160,11 @@ func TestNeverUnsigned(t *testing.T) {
 		if r := w.report("unsigned"); r.Pending != 10 {
 			t.Errorf("%+v", r)
 		}
-		unsigned.Signing = &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("k")}
+		unsigned.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("k")}}
 		w.apply(dest("ok", urlB), dest("unpreparable", urlC), unsigned)
 		w.sleep(time.Second)
 		if a, c := len(w.client.requests(urlA)), len(w.client.requests(urlC)); a != 10 || c != 10 {
-			t.Errorf("after the mend: %d and %d requests", a, c)
+			t.Errorf("after the fix: %d and %d requests", a, c)
 		}
 		w.end()
 	})
@@ -235,7 +235,7 @@ func TestRetriesUntilDelivered(t *testing.T) {
 			for i, a := range attempts[1:] {
 				bound := time.Second<<i + 5*time.Second
 				if gap := a.Time.Add(-a.Duration).Sub(attempts[i].Time); gap > bound {
-					t.Errorf("%+v: attempt %d came %v after the one before", failure, i+2, gap)
+					t.Errorf("%+v: attempt %d was %v after the one before", failure, i+2, gap)
 				}
 			}
 			w.end()
@@ -250,7 +250,7 @@ func TestRetryAfterIsHonoured(t *testing.T) {
 		w.send("web", 1)
 		w.sleep(89 * time.Second)
 		if n := len(w.client.requests("")); n != 1 {
-			t.Errorf("%d requests before Retry-After was over", n)
+			t.Errorf("%d requests before the end of Retry-After", n)
 		}
 		if r := w.report("crm"); time.Until(r.NextAttempt) <= 0 || time.Until(r.NextAttempt) > 3*time.Second {
 			t.Errorf("next attempt in %v", time.Until(r.NextAttempt))
@@ -263,7 +263,7 @@ func TestRetryAfterIsHonoured(t *testing.T) {
 	})
 }
 
-// A message that always fails is tried until its window ends, and then it is a dead letter that tells why.
+// A message that always fails is retried until its window ends; then it becomes a dead letter with the reason.
 func TestWindowEnds(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 502}))
@@ -272,7 +272,7 @@ func TestWindowEnds(t *testing.T) {
 		begin := time.Now()
 		w.sleep(4*time.Hour - 10*time.Second)
 		if len(w.dead("crm")) != 0 {
-			t.Error("given up too early")
+			t.Error("the message expired too early")
 		}
 		w.sleep(2 * time.Minute)
 		dead := w.dead("crm")
@@ -292,7 +292,7 @@ func TestWindowEnds(t *testing.T) {
 	})
 }
 
-// The window also ends for what waits behind an open circuit, a disabled destination, or one that is held.
+// The window also ends for messages behind an open circuit, and of a disabled or paused destination.
 func TestWindowEndsWhileParked(t *testing.T) {
 	for _, state := range []liveconfig.State{liveconfig.Active, liveconfig.Disabled, liveconfig.Held} {
 		bubble(t, func(t *testing.T) {
@@ -383,7 +383,7 @@ func TestAnyEndpoint(t *testing.T) {
 	}
 	fast, slow := answer{status: 200, after: 5 * time.Millisecond}, answer{status: 200, after: 200 * time.Millisecond}
 
-	// alone is how long the fast URL takes for the burst without another one.
+	// alone is the time that the fast URL alone needs for the burst.
 	var alone time.Duration
 	run("fast alone", map[string]answer{urlA: fast}, func(t *testing.T, w *world) {
 		w.apply(dest("crm", urlA))
@@ -447,7 +447,7 @@ func TestAnyEndpoint(t *testing.T) {
 		w.client.set(byURL(map[string]answer{urlA: fast}))
 		w.sleep(10 * time.Minute)
 		got(w, urlA, 2000, 2000)
-		got(w, urlB, 2000, requests+2000-before) // What it failed on is not sent again.
+		got(w, urlB, 2000, requests+2000-before) // Its failed messages are not sent again.
 		ledger(w, liveconfig.Ledger{Accepted: 2000, Delivered: 2000})
 	})
 	run("all fail: retried to all", map[string]answer{urlA: {status: 500}, urlB: {status: 500}}, func(t *testing.T, w *world) {
@@ -510,7 +510,7 @@ func TestAnyEndpoint(t *testing.T) {
 		w.apply(dest("crm", urlA, urlB))
 		w.send("web", 100)
 		w.sleep(time.Minute)
-		got(w, urlB, 100, 100) // What was accepted since.
+		got(w, urlB, 100, 100) // The messages accepted since then.
 		ledger(w, liveconfig.Ledger{Accepted: 200, Delivered: 100, Pending: 100})
 		w.client.forget()
 		w.client.set(always(answer{status: 200}))
@@ -533,7 +533,7 @@ func TestAnyEndpoint(t *testing.T) {
 		w.apply(d)
 		w.send("web", 100)
 		w.sleep(10 * time.Minute)
-		got(w, urlB, 300, 300) // What only the first had comes here, the rest not again.
+		got(w, urlB, 300, 300) // Messages that only the first had are sent here, the others are not sent again.
 		ledger(w, liveconfig.Ledger{Accepted: 300, Delivered: 300})
 		if lanes := w.store.Lanes(); len(lanes) != 1 {
 			t.Errorf("lanes left: %v", lanes)
@@ -583,7 +583,7 @@ func TestEveryEndpoint(t *testing.T) {
 	})
 }
 
-// Changing the success policy changes the lanes; nothing is lost, and what came after the change is sent by the new lanes alone.
+// Changing the success policy changes the lanes; nothing is lost, and messages after the change are sent by the new lanes only.
 func TestSuccessPolicyChanges(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{reason: egress.ConnectionRefused}))
@@ -636,7 +636,7 @@ func TestSuccessPolicyChanges(t *testing.T) {
 }
 
 // Each message counts once, whatever lanes a former success policy left: also
-// while the destination is disabled, after a restart, and when the policy comes back.
+// while the destination is disabled, after a restart, and when the policy is restored.
 func TestFormerLanesTakeNothingMore(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{reason: egress.ConnectionRefused}))
@@ -645,7 +645,7 @@ func TestFormerLanesTakeNothingMore(t *testing.T) {
 		w.apply(every)
 		w.send("web", 1)
 		w.sleep(time.Second)
-		any := dest("crm", urlA) // e0 is left and drains, e1 is gone.
+		any := dest("crm", urlA) // e0 is left and drains, e1 is removed.
 		w.apply(any)
 		w.send("web", 1)
 		w.sleep(time.Minute)
@@ -662,7 +662,7 @@ func TestFormerLanesTakeNothingMore(t *testing.T) {
 		check(4, 4)
 		held := any
 		held.State, held.Endpoints = liveconfig.Held, nil
-		w.apply(held) // Nobody knows its endpoints.
+		w.apply(held) // Its endpoints are unknown.
 		w.end()
 		w.restart()
 		w.apply(held)
@@ -675,7 +675,7 @@ func TestFormerLanesTakeNothingMore(t *testing.T) {
 		w.client.forget()
 		w.client.set(always(answer{status: 200}))
 		w.sleep(5 * time.Minute)
-		check(6, 1) // What only e1 got is kept for the grace.
+		check(6, 1) // Messages that only e1 got are kept for the grace period.
 		if got := len(w.client.requests("")); got != 5 {
 			t.Errorf("%d requests, want 5", got)
 		}
@@ -691,7 +691,7 @@ func TestFormerLanesTakeNothingMore(t *testing.T) {
 	})
 }
 
-// A destination that is gone keeps its messages for the grace period, and has them when it comes back.
+// A removed destination keeps its messages for the grace period, and delivers them when it is restored.
 func TestOrphans(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, byURL(map[string]answer{urlA: {reason: egress.ConnectionRefused}}))
@@ -703,7 +703,7 @@ func TestOrphans(t *testing.T) {
 		w.client.forget()
 		w.sleep(9 * time.Minute)
 		if len(w.client.requests(urlA)) != 0 {
-			t.Error("sent to a destination that is gone")
+			t.Error("sent to a removed destination")
 		}
 		if forgotten := w.forgotten(); !slices.Contains(forgotten, urlA) || slices.Contains(forgotten, urlB) {
 			t.Errorf("forgotten: %v", forgotten)
@@ -712,12 +712,12 @@ func TestOrphans(t *testing.T) {
 		w.apply(a, b)
 		w.sleep(2 * time.Minute)
 		if r := w.report("a"); r.Delivered != 10 {
-			t.Errorf("after it came back: %+v", r)
+			t.Errorf("after it was restored: %+v", r)
 		}
 		w.apply(b)
 		w.sleep(9 * time.Minute)
 		if len(w.store.Lanes()) != 2 {
-			t.Error("dropped before the grace was over")
+			t.Error("dropped before the end of the grace period")
 		}
 		w.sleep(2 * time.Minute)
 		if len(w.store.Lanes()) != 1 {
@@ -730,7 +730,7 @@ func TestOrphans(t *testing.T) {
 	})
 }
 
-// The lanes of an earlier run: what the config names goes on, what it does not name is dropped after the grace, counted anew.
+// The lanes of an earlier run: those of the config continue, the others are dropped after a new grace period.
 func TestRestart(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{reason: egress.ConnectionRefused}))
@@ -825,7 +825,7 @@ func TestCircuitSurvivesRestart(t *testing.T) {
 		if ep := w.report("a").Endpoints[0]; ep.State != liveconfig.EndpointIdle || len(w.store.memory) != 0 {
 			t.Errorf("after it recovered: %+v, remembered: %d", ep, len(w.store.memory))
 		}
-		// Nor is anything remembered of what is gone from the config.
+		// No record is kept of objects that are missing in the config.
 		w.client.set(always(answer{status: 500}))
 		w.send("web", 100)
 		w.sleep(time.Minute)
@@ -843,14 +843,14 @@ func TestCircuitSurvivesRestart(t *testing.T) {
 		w.apply()
 		for name := range w.store.memory {
 			if strings.HasPrefix(name, outagePrefix) {
-				t.Errorf("%s is remembered of a destination that is gone", name)
+				t.Errorf("%s is still stored for a removed destination", name)
 			}
 		}
 		w.end()
 	})
 }
 
-// A tenant whose config cannot be taken keeps all it has.
+// A namespace whose config cannot be loaded keeps all its messages.
 func TestUnusableTenant(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{reason: egress.ConnectionRefused}))
@@ -864,13 +864,36 @@ func TestUnusableTenant(t *testing.T) {
 		}
 		w.sleep(24 * time.Hour)
 		if len(w.store.Lanes()) != 1 || len(w.dead("a")) != 0 {
-			t.Error("something was given up")
+			t.Error("messages were discarded")
 		}
 		w.end()
 	})
 }
 
-// What the store cannot open is an error, and changes nothing.
+// A destination whose spec does not give its Sources keeps all its messages, also
+// after the grace period of a removed Source, and delivers them when it does again.
+func TestUnknownSources(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200}))
+		held := dest("a", urlA)
+		held.State, held.HeldReason, held.Sources, held.SourcesUnknown = liveconfig.Held, "InvalidSpec", nil, true
+		w.apply(dest("a", urlA))
+		w.apply(held)
+		w.send("web", 10)
+		w.sleep(time.Hour)
+		if r := w.report("a"); r.Pending != 10 || r.Discarded != 0 {
+			t.Errorf("while the Sources are unknown %d messages are pending and %d discarded; want 10 and 0", r.Pending, r.Discarded)
+		}
+		w.apply(dest("a", urlA))
+		w.sleep(time.Minute)
+		if r := w.report("a"); r.Delivered != 10 {
+			t.Errorf("%d messages are delivered; want 10", r.Delivered)
+		}
+		w.end()
+	})
+}
+
+// A lane that the store cannot open is an error and changes nothing.
 func TestApplyFails(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200}))
@@ -974,7 +997,7 @@ func TestSwapUnderLoad(t *testing.T) {
 			if i%10 == 0 {
 				d.State = liveconfig.Disabled
 			}
-			d.Signing = &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(fmt.Sprint("k", i))}
+			d.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(fmt.Sprint("k", i))}}
 			w.apply(d)
 			_ = w.report("crm")
 		}
@@ -1004,7 +1027,7 @@ func TestShutdown(t *testing.T) {
 			w.end()
 		})
 	})
-	t.Run("gives up and gives back", func(t *testing.T) {
+	t.Run("cancels requests and releases messages", func(t *testing.T) {
 		bubble(t, func(t *testing.T) {
 			w := newWorld(t, always(answer{status: 200, after: 4 * time.Second}), func(o *Options) { o.DrainTimeout = time.Second })
 			w.apply(dest("crm", urlA))
@@ -1050,7 +1073,7 @@ func TestParkedLanesGiveWay(t *testing.T) {
 	})
 }
 
-// Where no dead letters are kept they still stay for a moment, for those who follow a message.
+// A destination that keeps no dead letters still keeps them briefly, for diagnosis.
 func TestDeadLettersStayForAMoment(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 404}))
@@ -1071,8 +1094,8 @@ func TestDeadLettersStayForAMoment(t *testing.T) {
 	})
 }
 
-// What waits for an endpoint that got another name becomes dead letters; what
-// waits for a Source that was disconnected is discarded.
+// Pending messages of a renamed endpoint become dead letters; those of a
+// disconnected Source are discarded.
 func TestRemovedEndpoint(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 503}))

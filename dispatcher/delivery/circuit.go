@@ -6,13 +6,13 @@ import (
 )
 
 const (
-	// The circuit opens on openAfter failures in a row, or when openShare of the
-	// last `remembered` attempts failed.
+	// The circuit opens after openAfter consecutive failures, or when openShare of the last
+	// `remembered` attempts failed.
 	openAfter  = 10
 	remembered = 20
 	openShare  = remembered / 2
-	// recoveringFor is how many successes in a row a closed circuit needs until
-	// it counts as recovered; reopenAfter failures in a row open it again before.
+	// recoveringFor is the number of consecutive successes after which a closed circuit counts as
+	// recovered. Before that, reopenAfter consecutive failures reopen it.
 	recoveringFor = 10
 	reopenAfter   = 3
 
@@ -22,31 +22,32 @@ const (
 	maxProbePostponed = time.Hour
 )
 
-// circuit is an endpoint's breaker and its window: how many requests may be in
-// flight to it. It is pure; the engine's lock guards it.
+// circuit is an endpoint's circuit breaker and its in-flight window: the limit of requests in
+// flight. It is pure; the engine's lock guards it.
 //
-// The window starts at 1, also after a restart, doubles per round trip up to
-// slowStartUntil, and then grows by one per round trip (AIMD, as TCP does), so
-// that an endpoint that comes back meets a ramp and not a wall.
+// The window starts at 1, also after a restart, doubles per round trip up to slowStartUntil, and
+// then grows by one per round trip (AIMD, as TCP does). So the load on a recovered endpoint rises
+// gradually.
 type circuit struct {
 	limit          int
 	window         float64
 	slowStartUntil float64
-	// cutAt is when the window was last cut. Failures of requests that were
-	// under way by then are the same congestion and do not cut it again.
+	// cutAt is the time of the last window reduction. Failures of requests that started before it
+	// have the same cause and do not reduce the window again.
 	cutAt time.Time
 
 	consecutive int
-	// recent has a bit for each of the last attempts, 1 = failed; samples says how many are real.
+	// recent has one bit per recent attempt, 1 = failed; samples is the number of valid bits.
 	recent  uint32
 	samples int
 
 	open bool
-	// probing is true while the one probe is under way.
+	// probing is true while the probe is in flight.
 	probing  bool
 	probeAt  time.Time
 	interval time.Duration
-	// recovering counts the successes that are still missing after the circuit closed at closedAt.
+	// recovering is the number of successes that are still missing since the circuit closed at
+	// closedAt.
 	recovering int
 	closedAt   time.Time
 }
@@ -62,7 +63,7 @@ func (c *circuit) setLimit(limit int) {
 	c.slowStartUntil = float64(limit)
 }
 
-// room returns how many more requests a closed circuit has room for.
+// room returns how many more requests a closed circuit allows.
 func (c *circuit) room(inFlight int) int {
 	if c.open {
 		return 0
@@ -75,13 +76,12 @@ func (c *circuit) mayProbe(now time.Time) bool {
 	return c.open && !c.probing && !now.Before(c.probeAt)
 }
 
-// succeeded records an attempt that the endpoint answered sensibly. inFlight
-// counts the requests in flight, this one included. closed is true when the
-// circuit closed by it.
+// succeeded records an attempt with a valid response. inFlight counts the requests in flight,
+// including this one. closed is true if the attempt closed the circuit.
 func (c *circuit) succeeded(now time.Time, inFlight int, probe bool) (closed bool) {
 	if c.open {
 		if !probe {
-			return false // A straggler from before; only the probe decides.
+			return false // It started before the circuit opened; only the probe decides.
 		}
 		*c = circuit{
 			limit: c.limit, window: 1, slowStartUntil: max(2, float64(c.limit)/4), cutAt: c.cutAt,
@@ -96,7 +96,7 @@ func (c *circuit) succeeded(now time.Time, inFlight int, probe bool) (closed boo
 			c.interval = 0
 		}
 	}
-	// A window that is not used proves nothing about a larger one.
+	// A half-empty window is no evidence that a larger one works.
 	if 2*inFlight >= int(c.window) {
 		if c.window < c.slowStartUntil {
 			c.window++
@@ -108,8 +108,8 @@ func (c *circuit) succeeded(now time.Time, inFlight int, probe bool) (closed boo
 	return false
 }
 
-// failed records an attempt whose failure speaks of the endpoint. opened is
-// true when the circuit opened by it. rnd in [0, 1) spreads the probes.
+// failed records an attempt that failed because of the endpoint. opened is true if the attempt
+// opened the circuit. rnd in [0, 1) spreads the probes.
 func (c *circuit) failed(now, started time.Time, probe bool, retryAfter time.Duration, rnd float64) (opened bool) {
 	c.consecutive++
 	if c.open {
@@ -139,14 +139,14 @@ func (c *circuit) failed(now, started time.Time, probe bool, retryAfter time.Dur
 	return true
 }
 
-// abandoned records a probe that came to nothing, neither good nor bad.
+// abandoned records a probe without a result.
 func (c *circuit) abandoned(probe bool) {
 	if probe {
 		c.probing = false
 	}
 }
 
-// probeNow makes the next probe due, as after a change of the config.
+// probeNow makes the next probe due, for example after a config change.
 func (c *circuit) probeNow(now time.Time) {
 	c.interval, c.probeAt = 0, now
 }
@@ -173,14 +173,14 @@ type bucket struct {
 	at        time.Time
 }
 
-// setRate changes the rate; 0 is no limit. A tenth of a second's tokens may be saved up.
+// setRate changes the rate; 0 is no limit. The bucket holds the tokens of a tenth of a second.
 func (b *bucket) setRate(perSecond int) {
 	if b.perSecond != float64(perSecond) {
 		*b = bucket{perSecond: float64(perSecond), tokens: 1}
 	}
 }
 
-// wait returns how long until a token is there; 0 when one is.
+// wait returns the time until a token is available.
 func (b *bucket) wait(now time.Time) time.Duration {
 	if b.perSecond == 0 {
 		return 0
@@ -189,7 +189,7 @@ func (b *bucket) wait(now time.Time) time.Duration {
 		b.tokens = min(max(1, b.perSecond/10), b.tokens+b.perSecond*now.Sub(b.at).Seconds())
 	}
 	b.at = now
-	// A hair of tolerance, or rounding would make a timer fire just too early for ever.
+	// The tolerance covers rounding; without it a timer could always fire just too early.
 	if b.tokens >= 1-1e-6 {
 		return 0
 	}

@@ -91,7 +91,7 @@ func TestCircuitProbes(t *testing.T) {
 		t.Errorf("after the probe: %+v", c)
 	}
 	if c.slowStartUntil != 16 {
-		t.Errorf("slow start goes on to %v of 64 after an outage", c.slowStartUntil)
+		t.Errorf("slow start continues to %v of 64 after an outage", c.slowStartUntil)
 	}
 	for range reopenAfter {
 		c.failed(now, now, false, 0, 0.5)
@@ -99,7 +99,7 @@ func TestCircuitProbes(t *testing.T) {
 	if !c.open || c.probeAt.Sub(now) != time.Minute {
 		t.Errorf("failed while recovering: open %v, probe in %v", c.open, c.probeAt.Sub(now))
 	}
-	// Once it has recovered, intervals begin anew.
+	// After the recovery, probe intervals restart at the minimum.
 	c.succeeded(now, 1, true)
 	for range recoveringFor {
 		c.succeeded(now, 1, false)
@@ -151,7 +151,7 @@ func TestCircuitWindow(t *testing.T) {
 	if c.room(0) != 32 && c.room(0) != 33 {
 		t.Errorf("window %d a round later, want one more", c.room(0))
 	}
-	// What is not used does not grow.
+	// An unused window does not grow.
 	for range 1000 {
 		c.succeeded(now, 1, false)
 	}
@@ -207,7 +207,7 @@ func TestOutage(t *testing.T) {
 				}
 				w.client.forget()
 				w.client.set(always(answer{status: 200, after: 10 * time.Millisecond}))
-				w.sleep(7 * time.Minute) // What failed as a probe waits for its retry.
+				w.sleep(7 * time.Minute) // A message that failed as a probe waits for its retry.
 				got := w.client.requests("")
 				if len(got) < waiting {
 					t.Fatalf("%d requests after recovery; %+v", len(got), w.report("crm"))
@@ -236,7 +236,7 @@ func TestOutage(t *testing.T) {
 	}
 }
 
-// A message that comes while the circuit is open and the lane is empty is the next probe.
+// A message that is accepted while the circuit is open and the lane is empty is the next probe.
 func TestProbeOfEmptyLane(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 500}))
@@ -263,7 +263,7 @@ func TestProbeOfEmptyLane(t *testing.T) {
 	})
 }
 
-// A change of the destination makes the next probe due at once: the owner has just mended something.
+// A change of the destination makes the next probe due at once: the owner may have fixed the cause.
 func TestChangeProbesAtOnce(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{reason: egress.CertificateRejected}))
@@ -437,7 +437,7 @@ func TestThousandLanes(t *testing.T) {
 		if most := w.most("http://dead.test"); most > slots/2 {
 			t.Errorf("%d requests at once to dead endpoints", most)
 		}
-		// Parked lanes cost no goroutine: what is left are probes in flight and a few idle workers.
+		// Parked lanes cost no goroutine: the remaining ones are probes in flight and a few idle workers.
 		if n := runtime.NumGoroutine() - before; n > 150 {
 			t.Errorf("%d goroutines while 900 lanes are parked", n)
 		}
@@ -487,7 +487,7 @@ func TestIdle(t *testing.T) {
 	})
 }
 
-// A retry that waits costs nothing until it is due: nobody looks whether it is.
+// A retry that waits costs nothing until it is due: no goroutine polls it.
 func TestWaitingRetriesAreFree(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 503, retryAfter: time.Hour}))

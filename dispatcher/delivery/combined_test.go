@@ -45,7 +45,7 @@ func TestDeletedWhileItsMessagesExpire(t *testing.T) {
 		w.send("web", 3)
 		w.sleep(2 * time.Hour)
 		if !deleted {
-			t.Fatal("nobody looked, so this test shows nothing")
+			t.Fatal("deleted is false, so the test proves nothing")
 		}
 		if n := len(w.dead("crm")); n != 0 {
 			t.Errorf("%d dead letters of a destination that was deleted", n)
@@ -109,7 +109,7 @@ func TestOtherURLTakesOver(t *testing.T) {
 	})
 }
 
-// fullStore opens no lane until it is told to, as on a full disk.
+// fullStore opens no lane until room is closed, as on a full disk.
 type fullStore struct {
 	*memStore
 	room chan struct{}
@@ -149,7 +149,7 @@ func TestStopsWhileAConfigWaits(t *testing.T) {
 	})
 }
 
-// A destination that is held for its size, so that its endpoints are not known for a
+// A destination that is paused because of its size, so that its endpoints are unknown for a
 // while, has the circuits afterwards that it had.
 func TestCircuitSurvivesHold(t *testing.T) {
 	bubble(t, func(t *testing.T) {

@@ -18,23 +18,23 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// openAtOnce is how many lanes are opened in parallel, so that the store can commit them together.
+// openAtOnce is the number of lanes that are opened in parallel, so that the store can commit them
+// together.
 const openAtOnce = 32
 
-// plan is a destination of a new config, on its way into effect.
-type plan struct {
+// change is a destination of a new config, before it takes effect.
+type change struct {
 	namespace string
 	config    liveconfig.Destination
 	lanes     []queue.LaneID
-	set       *settings
+	set       *destinationConfig
 }
 
-func (p *plan) key() string { return p.namespace + "/" + p.config.Name }
+func (p *change) key() string { return p.namespace + "/" + p.config.Name }
 
-// Apply makes the lanes follow a full config: every destination that the view
-// lacks counts as deleted by its owner. New lanes are durable when Apply
-// returns, so the view may then be used for taking calls. Requests in flight
-// end under the settings they began with.
+// Apply updates the lanes to a full config: a destination that is missing in the view counts as
+// deleted by its owner. New lanes are durable when Apply returns, so calls may then be accepted
+// with the view. Requests in flight end with their old settings.
 //
 // An error means that the store failed. Then nothing has changed.
 func (e *Engine) Apply(v *liveconfig.View) error {
@@ -43,33 +43,33 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	if !e.recovered {
 		e.recover()
 	}
-	var plans []*plan
+	var changes []*change
 	configs := map[string]liveconfig.Destination{}
 	revisions := map[string]string{}
-	for _, tenant := range v.Tenants() {
-		c, _ := v.Tenant(tenant)
-		revisions[tenant] = c.Revision
-		old, known := e.revisions[tenant]
+	for _, namespace := range v.Tenants() {
+		c, _ := v.Tenant(namespace)
+		revisions[namespace] = c.Revision
+		old, known := e.revisions[namespace]
 		for _, d := range c.Destinations {
-			configs[tenant+"/"+d.Name] = d
+			configs[namespace+"/"+d.Name] = d
 			if !known || old != c.Revision {
-				plans = append(plans, &plan{namespace: tenant, config: d, lanes: e.lanesOf(tenant, d)})
+				changes = append(changes, &change{namespace: namespace, config: d, lanes: e.lanesOf(namespace, d)})
 			}
 		}
 	}
-	// First the store, which may fail, then the rest, which cannot.
-	if err := e.openLanes(plans, configs); err != nil {
+	// The store operation can fail, so it runs first; the rest cannot fail.
+	if err := e.openLanes(changes, configs); err != nil {
 		return err
 	}
-	for _, p := range plans {
+	for _, p := range changes {
 		p.set = e.compile(p)
 	}
 	var forget []target
 	var deleted []*destination
 	e.mu.Lock()
 	now := time.Now()
-	for _, p := range plans {
-		forget = append(forget, e.put(p, now)...)
+	for _, p := range changes {
+		forget = append(forget, e.activate(p, now)...)
 	}
 	for key, d := range e.destinations {
 		if _, kept := configs[key]; !kept && d.set != nil && !v.Unusable(d.namespace) {
@@ -81,7 +81,7 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	back := e.sortLanes(v, configs, now)
 	e.limitDeadLetters(v)
 	e.index()
-	e.kick()
+	e.wakeWorker()
 	e.mu.Unlock()
 	e.release(back)
 	for _, t := range forget {
@@ -95,9 +95,9 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	e.endLanes()
 	e.forgetOutages(v)
 
-	for tenant, revision := range e.revisions {
-		if v.Unusable(tenant) && revisions[tenant] == "" {
-			revisions[tenant] = revision
+	for namespace, revision := range e.revisions {
+		if v.Unusable(namespace) && revisions[namespace] == "" {
+			revisions[namespace] = revision
 		}
 	}
 	e.revisions = revisions
@@ -105,8 +105,8 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	return nil
 }
 
-// recover takes up the lanes and the destinations of an earlier run. Until the
-// config names them, lanes are parked.
+// recover restores the lanes and the destinations of an earlier run. Lanes are parked until the
+// config contains them.
 func (e *Engine) recover() {
 	outages, bounds := e.recoverMemory()
 	lanes, destinations := e.o.Store.Lanes(), e.o.Store.Destinations()
@@ -135,11 +135,12 @@ func (e *Engine) recover() {
 	e.recovered = true
 }
 
-// retainedAsDefault bounds the dead letters of destinations that were deleted
-// while nothing ran, whose own bounds nobody knows any more: the API's defaults.
+// retainedAsDefault bounds the dead letters of destinations that were deleted while the dispatcher
+// was stopped, so that their own bounds are unknown: the API's defaults.
 var retainedAsDefault = liveconfig.DeadLetters{RetentionMS: (7 * 24 * time.Hour).Milliseconds(), MaxBytes: 1 << 30}
 
-// limitDeadLetters bounds the dead letters of destinations that the config does not name. The lock is held.
+// limitDeadLetters bounds the dead letters of destinations that are missing in the config. The lock
+// is held.
 func (e *Engine) limitDeadLetters(v *liveconfig.View) {
 	for _, d := range e.destinations {
 		if d.trim == nil && !v.Unusable(d.namespace) {
@@ -148,15 +149,15 @@ func (e *Engine) limitDeadLetters(v *liveconfig.View) {
 	}
 }
 
-// lanesOf lists the lanes that a destination needs: one per Source and endpoint.
-// A destination whose endpoints are not known (it is held) keeps its messages in
-// the lanes that it has, or in one per Source.
-func (e *Engine) lanesOf(tenant string, d liveconfig.Destination) []queue.LaneID {
+// lanesOf lists the lanes that a destination needs: one per Source and endpoint. A destination with
+// unknown endpoints (it is paused) keeps its messages in its existing lanes, or in one lane per
+// Source.
+func (e *Engine) lanesOf(namespace string, d liveconfig.Destination) []queue.LaneID {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	var ids []queue.LaneID
 	for _, s := range d.Sources {
-		source, key := tenant+"/"+s, tenant+"/"+d.Name
+		source, key := namespace+"/"+s, namespace+"/"+d.Name
 		if known := e.destinations[key]; len(d.Endpoints) == 0 && known != nil &&
 			slices.ContainsFunc(known.lanes, func(l *lane) bool { return l.id.Source == source }) {
 			continue
@@ -174,12 +175,12 @@ func (e *Engine) lanesOf(tenant string, d liveconfig.Destination) []queue.LaneID
 // anyEndpoint reports whether the lanes of a destination form groups.
 func anyEndpoint(d liveconfig.Destination) bool { return d.Success != liveconfig.EveryEndpoint }
 
-// openLanes opens what is not open yet: the lanes of the plans, and those of
-// an earlier run that still have a place in the config.
-func (e *Engine) openLanes(plans []*plan, configs map[string]liveconfig.Destination) error {
+// openLanes opens the missing lanes of the changes, and the lanes of an earlier run that the config
+// still contains.
+func (e *Engine) openLanes(changes []*change, configs map[string]liveconfig.Destination) error {
 	wanted := map[queue.LaneID]bool{}
 	e.mu.Lock()
-	for _, p := range plans {
+	for _, p := range changes {
 		for _, id := range p.lanes {
 			if l := e.lanes[id]; l == nil || !l.opened {
 				wanted[id] = true
@@ -208,12 +209,12 @@ func (e *Engine) openLanes(plans []*plan, configs map[string]liveconfig.Destinat
 	return group.Wait()
 }
 
-// compile makes a plan's settings. A destination that cannot be sent to for a
-// reason that the config's own checks did not see is parked and logged; it
-// harms nobody else.
-func (e *Engine) compile(p *plan) *settings {
+// compile makes a change's settings. If the engine cannot send to the destination for a reason that
+// the config's validation did not find, it parks the destination and logs the reason; other
+// destinations are not affected.
+func (e *Engine) compile(p *change) *destinationConfig {
 	c := p.config
-	s := &settings{
+	s := &destinationConfig{
 		generation: c.Generation, revision: c.Revision, configs: c.Endpoints,
 		active:      c.State == liveconfig.Active,
 		policy:      retry.Policy{Window: c.Delivery.RetryWindow(), MinBackoff: c.Delivery.MinBackoff(), MaxBackoff: c.Delivery.MaxBackoff(), Timeout: c.Delivery.Timeout()},
@@ -221,15 +222,15 @@ func (e *Engine) compile(p *plan) *settings {
 		deadLetters: c.DeadLetters, exactNumbers: c.ExactNumbers,
 	}
 	e.mu.Lock()
-	var old *settings
+	var old *destinationConfig
 	if d := e.destinations[p.key()]; d != nil {
 		old = d.set
 	}
 	e.mu.Unlock()
 	var errs []error
-	if c.Signing != nil && s.active {
+	if s.active {
 		var err error
-		s.signer, err = sign.New(*c.Signing)
+		s.signer, err = sign.New(c.Signing)
 		errs = append(errs, err)
 	}
 	for _, config := range c.Endpoints {
@@ -243,15 +244,15 @@ func (e *Engine) compile(p *plan) *settings {
 		s.targets = append(s.targets, t)
 	}
 	if err := errors.Join(errs...); err != nil {
-		e.log.Error("destination cannot be sent to; its messages are kept", "namespace", p.namespace, "destination", c.Name, "error", err)
+		e.log.Error("destination has invalid settings; its messages are kept", "namespace", p.namespace, "destination", c.Name, "error", err)
 		s.active = false
 	}
 	return s
 }
 
-// prepared returns the prepared request of an endpoint whose config is unchanged, or nil.
-// It keeps the connections that are open.
-func (s *settings) prepared(config liveconfig.Endpoint) *egress.Endpoint {
+// prepared returns the prepared request of an endpoint with unchanged config, or nil. It keeps the
+// open connections.
+func (s *destinationConfig) prepared(config liveconfig.Endpoint) *egress.Endpoint {
 	if s == nil {
 		return nil
 	}
@@ -263,9 +264,9 @@ func (s *settings) prepared(config liveconfig.Endpoint) *egress.Endpoint {
 	return nil
 }
 
-// put makes a plan's settings those of its destination. It returns the
-// prepared requests that nobody needs any more. The lock is held.
-func (e *Engine) put(p *plan, now time.Time) (forget []target) {
+// activate puts a change into effect. It returns the prepared requests that are no longer used. The
+// lock is held.
+func (e *Engine) activate(p *change, now time.Time) (forget []target) {
 	d := e.destination(p.key())
 	old := d.set
 	d.set = p.set
@@ -281,10 +282,10 @@ func (e *Engine) put(p *plan, now time.Time) (forget []target) {
 			if o, ok := e.outages[ep.outageName()]; ok {
 				ep.resume(o, p.set.revision, now)
 			}
-			ep.told = ep.health.state
+			ep.loggedState = ep.health.state
 		} else if old == nil || old.revision != p.set.revision {
 			ep.circuit.setLimit(p.set.maxInFlight)
-			ep.circuit.probeNow(now) // The owner may just have mended it.
+			ep.circuit.probeNow(now) // The change may have fixed the endpoint.
 			ep.health.changed(now, &ep.circuit)
 		}
 		endpoints[name] = ep
@@ -292,7 +293,7 @@ func (e *Engine) put(p *plan, now time.Time) (forget []target) {
 		ep.to = p.set.targets[i].to
 		ep.bucket.setRate(p.set.perSecond)
 	}
-	if len(endpoints) > 0 { // Or they are not known now, and are the same when they are again.
+	if len(endpoints) > 0 { // Unknown endpoints may be the same ones when they are known again.
 		d.endpoints = endpoints
 	}
 	if old == nil {
@@ -303,7 +304,7 @@ func (e *Engine) put(p *plan, now time.Time) (forget []target) {
 	})
 }
 
-// destination returns a destination, made when new. The lock is held.
+// destination returns a destination and creates it if necessary. The lock is held.
 func (e *Engine) destination(key string) *destination {
 	d := e.destinations[key]
 	if d == nil {
@@ -314,7 +315,7 @@ func (e *Engine) destination(key string) *destination {
 	return d
 }
 
-// lane returns a lane, made when new. The lock is held.
+// lane returns a lane and creates it if necessary. The lock is held.
 func (e *Engine) lane(id queue.LaneID) *lane {
 	l := e.lanes[id]
 	if l == nil {
@@ -325,10 +326,9 @@ func (e *Engine) lane(id queue.LaneID) *lane {
 	return l
 }
 
-// sortLanes decides for each lane what it is under the present settings: one
-// that the config names; one that drains, because it is of the destination's
-// former success policy or its endpoint was removed from a group; or an orphan.
-// It returns messages to release. The lock is held.
+// sortLanes assigns the role of each lane under the present settings: a lane of the config; a
+// draining lane, because it belongs to the destination's former success policy or its endpoint was
+// removed from a group; or an orphan. It returns messages to release. The lock is held.
 func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Destination, now time.Time) (back []queue.Delivery) {
 	for _, d := range e.destinations {
 		for _, ep := range d.endpoints {
@@ -338,20 +338,21 @@ func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Des
 	for id, l := range e.lanes {
 		d, before := l.destination, l.set
 		config, ok := configs[id.Destination]
-		// A lane of the former success policy drains: others have taken over.
+		// A lane of the former success policy drains: other lanes have taken over.
 		known := ok && len(config.Endpoints) > 0
 		former := known && (id.Endpoint == "" || id.Any != anyEndpoint(config))
 		switch {
 		case v.Unusable(d.namespace):
 			l.draining, l.left = l.end != queue.GoOn, l.end == queue.Left
-			l.dropAt = time.Time{} // Its config may well name the lane; nobody can tell.
+			l.dropAt = time.Time{} // Its config is unknown and may contain the lane.
 		case !ok || !hasPlace(config, id):
-			// Unless others have taken over it keeps what its Source gets: it may come back.
+			// Unless others have taken over, the lane still receives its Source's messages: the
+			// destination may be restored.
 			l.park(d.set)
 			l.draining = l.end != queue.GoOn || former
 			if l.dropAt.IsZero() {
 				l.dropAt = now.Add(e.o.OrphanGrace)
-				e.log.With(id.LogArgs()...).Info("the config does not name this lane any more; it is dropped after the grace period", "dropAt", l.dropAt)
+				e.log.With(id.LogArgs()...).Info("destination, endpoint or Source removed; its pending messages are discarded after the grace period", "dropAt", l.dropAt)
 			}
 		default:
 			l.dropAt = time.Time{}
@@ -375,23 +376,23 @@ func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Des
 	return back
 }
 
-// hasPlace reports whether a lane has any place in its destination's config: its
-// Source is connected, and its endpoint, if it has one, exists or may exist, as
-// none is known. In a group the other endpoints get what only it had.
+// hasPlace reports whether a destination's config has a place for a lane: its Source is connected,
+// and its endpoint, if it has one, exists, or no endpoint is known. In a group, the other endpoints
+// get the messages of a removed endpoint.
 func hasPlace(d liveconfig.Destination, id queue.LaneID) bool {
 	_, source := split(id.Source)
-	return slices.Contains(d.Sources, source) && (id.Endpoint == "" || id.Any || len(d.Endpoints) == 0 || hasEndpoint(d, id.Endpoint))
+	return (d.SourcesUnknown || slices.Contains(d.Sources, source)) && (id.Endpoint == "" || id.Any || len(d.Endpoints) == 0 || hasEndpoint(d, id.Endpoint))
 }
 
 func hasEndpoint(d liveconfig.Destination, name string) bool {
 	return slices.ContainsFunc(d.Endpoints, func(ep liveconfig.Endpoint) bool { return ep.Name == name })
 }
 
-// park takes a lane's endpoints away.
-func (l *lane) park(set *settings) { l.set, l.targets = set, nil }
+// park removes a lane's endpoints, so that nothing is sent.
+func (l *lane) park(set *destinationConfig) { l.set, l.targets = set, nil }
 
-// follow gives a lane its destination's settings.
-func (l *lane) follow(set *settings) {
+// follow applies the destination's settings to a lane.
+func (l *lane) follow(set *destinationConfig) {
 	l.park(set)
 	if !set.active {
 		return
@@ -403,9 +404,9 @@ func (l *lane) follow(set *settings) {
 	}
 }
 
-// endLanes makes the store end the lanes that drain, behind all that was
-// accepted before the lanes that take over were open, and continue those that
-// are in use again. What both see is delivered twice rather than not at all.
+// endLanes makes the store end the draining lanes, after all messages that were accepted before the
+// replacing lanes were open, and continue the lanes that are in use again. A message in both lanes
+// is delivered twice rather than not at all.
 func (e *Engine) endLanes() {
 	var goOn, end []*lane
 	e.mu.Lock()
@@ -419,11 +420,11 @@ func (e *Engine) endLanes() {
 		}
 	}
 	e.mu.Unlock()
-	// First those that go on, or what comes in between would be nobody's.
+	// Continued lanes first, so that messages accepted in between have a lane.
 	for _, l := range append(goOn, end...) {
-		wanted := l.wantedEnd() // It changes only under applying, which is held.
+		wanted := l.wantedEnd() // It changes only under applying, which this function holds.
 		if err := e.o.Store.EndLane(l.id, wanted); err != nil {
-			e.log.With(l.id.LogArgs()...).Error("ending a lane failed; trying again", "error", err)
+			e.log.With(l.id.LogArgs()...).Error("ending a lane failed; retrying", "error", err)
 			if !l.draining {
 				return
 			}
@@ -432,12 +433,12 @@ func (e *Engine) endLanes() {
 		e.mu.Lock()
 		l.end, l.more = wanted, true
 		e.enqueue(l)
-		e.kick()
+		e.wakeWorker()
 		e.mu.Unlock()
 	}
 }
 
-// wantedEnd is what the store should know of the lane's end.
+// wantedEnd is the end of the lane that the store should have.
 func (l *lane) wantedEnd() queue.End {
 	switch {
 	case l.left:
@@ -448,12 +449,12 @@ func (l *lane) wantedEnd() queue.End {
 	return queue.GoOn
 }
 
-// index lists the destinations of each tenant by name, for reports. The lock is held.
+// index lists the destinations of each namespace by name, for reports. The lock is held.
 func (e *Engine) index() {
-	e.tenants = map[string][]*destination{}
+	e.namespaces = map[string][]*destination{}
 	for _, key := range slices.Sorted(maps.Keys(e.destinations)) {
 		if d := e.destinations[key]; d.set != nil {
-			e.tenants[d.namespace] = append(e.tenants[d.namespace], d)
+			e.namespaces[d.namespace] = append(e.namespaces[d.namespace], d)
 		}
 	}
 }

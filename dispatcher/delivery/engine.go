@@ -1,11 +1,12 @@
-// Package delivery sends what the queue holds to its endpoints: lanes, circuit
-// breakers, workers, retries and dead letters.
+// Package delivery sends the queue's messages to their endpoints: lanes, circuit breakers, workers,
+// retries and dead letters. It does not know how requests travel (package egress) or how messages
+// are stored (package queue).
 //
-// A lane is what one destination still has to deliver of one Source's calls. A
-// lane asks the store for messages only while an endpoint has room for them, so
-// a backlog costs nothing here. Requests are sent by workers that are shared by
-// all lanes; which lane a worker serves next is decided in schedule.go, what
-// becomes of a message in send.go, when an endpoint is left alone in circuit.go.
+// A lane holds the undelivered messages of one Source for one destination or endpoint. A lane
+// leases messages from the store only while an endpoint can accept more requests, so a backlog
+// costs no memory here. All lanes share the workers that send requests. schedule.go chooses the
+// next lane of a worker, send.go sends a message and records its outcome, circuit.go decides when
+// an endpoint gets no requests. The main types are Engine and Options.
 package delivery
 
 import (
@@ -24,9 +25,8 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// Poster sends requests; *egress.Client is one. Post must return at its
-// context's Deadline (the context need not become done by then) and soon after
-// the context is done, and must not keep headers or body.
+// Poster sends requests; *egress.Client is one. Post must return at its context's Deadline (the
+// context may be done later) and soon after the context is done, and must not keep headers or body.
 type Poster interface {
 	Prepare(e liveconfig.Endpoint) (*egress.Endpoint, error)
 	Post(ctx context.Context, e *egress.Endpoint, headers []egress.Header, body []byte) egress.Result
@@ -36,103 +36,105 @@ type Poster interface {
 // Options configure an Engine. Store and Client are required; the zero value
 // of every other field is a working default.
 type Options struct {
-	// Store is driven by the Engine alone: nobody else may lease from it or set its notify function.
+	// Store is used exclusively by the Engine: no other code may lease from it or set its notify
+	// function.
 	Store queue.Store
 	// Client sends the requests.
 	Client Poster
 	// Logger; default slog.Default().
 	Logger *slog.Logger
-	// Registerer takes the metrics; nil keeps them unregistered.
+	// Registerer registers the metrics; nil leaves them unregistered.
 	Registerer prometheus.Registerer
-	// Tracer makes a span of each attempt; nil makes none, and sends no traceparent.
+	// Tracer makes a span per attempt; nil makes none and sends no traceparent.
 	Tracer trace.Tracer
-	// MaxInFlight bounds the requests in flight of all lanes together. Default 1024.
+	// MaxInFlight bounds the requests in flight of all lanes. Default 1024.
 	MaxInFlight int
-	// OrphanGrace is how long the messages of a destination that is gone from
-	// the config are kept, in case it comes back. Default DefaultOrphanGrace.
+	// OrphanGrace is how long the messages of a destination that is missing in the config are kept,
+	// in case it is restored. Default DefaultOrphanGrace.
 	OrphanGrace time.Duration
-	// DeadLetterBytes bounds the dead letters of all destinations together; the
-	// oldest of the largest go first. nil: only each destination's own limit holds.
+	// DeadLetterBytes bounds the dead letters of all destinations together; above it the oldest of
+	// the largest destination are removed. nil: only each destination's own limit applies.
 	DeadLetterBytes func() int64
-	// DrainTimeout bounds how long Run waits for requests in flight when it
-	// stops. Default 10 s.
+	// DrainTimeout bounds how long Run waits for requests in flight when it stops. Default 10 s.
 	DrainTimeout time.Duration
-	// Attempts is how many attempts are remembered per endpoint. Default 100.
+	// Attempts is the number of attempts that are kept per endpoint. Default 100.
 	Attempts int
 }
 
-// Engine delivers. Make it with New, give it configs with Apply, and run it
-// once with Run. All methods may be called concurrently.
+// Engine delivers messages. Make it with New, set configs with Apply, and call Run once. All
+// methods may be called concurrently.
 type Engine struct {
 	o   Options
 	log *slog.Logger
 
-	// applying is full while lanes are opened or dropped, which may wait for the
-	// disk. It is filled before mu is taken.
+	// applying is full while lanes are opened or dropped, which may wait for the disk. It is
+	// acquired before mu.
 	applying chan struct{}
-	// revisions of the tenants' configs that are in effect; recovered is true
-	// once the lanes of an earlier run have been listed. Guarded by applying.
+	// revisions are the revisions of the configs in effect, by namespace; recovered is true after
+	// the lanes of an earlier run are listed. Guarded by applying.
 	revisions map[string]string
 	recovered bool
-	// remembering serialises what the store is told of open circuits. It is taken before mu.
+	// remembering serialises the writes of open circuits to the store. It is acquired before mu.
 	remembering sync.Mutex
 
-	// mu guards all that follows, and every lane, destination and endpoint.
-	// It is held for moments only, and never while the store is called: the
-	// store calls back.
+	// mu guards all following fields, and every lane, destination and endpoint. It is held briefly,
+	// and never during a call of the store, because the store calls back.
 	mu           sync.Mutex
 	destinations map[string]*destination
-	tenants      map[string][]*destination // sorted by name
+	namespaces   map[string][]*destination // sorted by name
 	lanes        map[queue.LaneID]*lane
-	// outages is what the store remembers of circuits, by name.
+	// outages are the circuits that the store has, by name.
 	outages map[string]outage
 
-	// ready lanes have work and an endpoint with room for it; blocked ones wait for their share of MaxInFlight.
+	// ready lanes have messages and an endpoint that can accept them; blocked lanes wait for their
+	// share of MaxInFlight.
 	ready, blocked, blockedUnproven fifo
-	// inFlight counts requests, unproven those of lanes that were not proven then,
-	// leased the messages that lanes have leased and not settled.
+	// inFlight counts requests, unproven the requests of lanes that were not proven at their start,
+	// leased the messages that are leased and not settled.
 	inFlight, unproven, leased int
 	running, stopped           bool
-	// workers counts goroutines, idle holds those that wait, and spare is the
-	// smallest number of those since the last tidying. waking counts workers
-	// that were woken and have not looked for work yet.
+	// workers counts goroutines, idle holds the waiting ones, and spare is the smallest number of
+	// idle workers since tidyWorkers ran. waking counts workers that were woken and have not looked
+	// for work yet.
 	workers, spare, waking int
 	idle                   []*worker
 	exits                  sync.WaitGroup
 
 	tails map[*tail]struct{}
 
-	// hard ends requests in flight; soft ends all else.
+	// hard ends requests in flight; soft ends everything else.
 	hard, soft         context.Context
 	cancel, cancelSoft context.CancelFunc
-	// begun is when the engine was made.
+	// begun is the time of New.
 	begun time.Time
-	// tidy wakes the maintenance before its time.
+	// tidy starts the maintenance early.
 	tidy chan struct{}
 }
 
-// destination is a destination of the config, or one that is gone and whose lanes are kept for a while.
+// destination is a destination of the config, or a removed one whose lanes are kept during the
+// grace period.
 type destination struct {
 	key, namespace, name string
-	// set is nil once the destination is gone from the config.
-	set       *settings
+	// set is nil after the destination is removed from the config.
+	set       *destinationConfig
 	endpoints map[string]*endpoint
 	lanes     []*lane
-	// trim limits its dead letters, also once it is gone; nil when that was before this run.
+	// trim limits the dead letters, also after the removal; nil if the removal was before this run.
 	trim    *liveconfig.DeadLetters
 	metrics destinationMetrics
 }
 
-// settings are a destination's compiled config. They are replaced, never
-// changed, so requests in flight end under the settings they began with.
-type settings struct {
+// destinationConfig is the compiled config of a destination. It is replaced, never changed, so requests in
+// flight end with the settings of their start.
+type destinationConfig struct {
 	generation int64
 	revision   string
-	// active is false for a destination that is disabled or held.
+	// active is false if the destination is disabled or paused.
 	active bool
 	policy retry.Policy
 	signer sign.Signer
-	// targets are the endpoints in the order of the config; configs the same, for comparison.
+	// targets are the endpoints in the order of the config; configs has the same order, for
+	// comparison.
 	targets      []target
 	configs      []liveconfig.Endpoint
 	maxInFlight  int
@@ -147,11 +149,11 @@ type target struct {
 	to *egress.Endpoint
 }
 
-// endpoint is what is known of one URL of one destination, shared by its lanes.
+// endpoint is the state of one URL of one destination, shared by its lanes.
 type endpoint struct {
 	destination *destination
 	name        string
-	// to is what the config now says of it; nil while it cannot be sent to.
+	// to is the endpoint's present config; nil while the endpoint is not usable.
 	to       *egress.Endpoint
 	circuit  circuit
 	bucket   bucket
@@ -159,14 +161,15 @@ type endpoint struct {
 	inFlight int
 	attempts attempts
 	metrics  endpointMetrics
-	// told is the state that the log says, toldAt since when, untold how often it changed since.
-	told   liveconfig.EndpointState
-	toldAt time.Time
-	untold int
-	// lanes that send here, in turns: turn is whose it is.
+	// loggedState is the last logged state, loggedAt the time of that log line, suppressed the number of changes
+	// since.
+	loggedState liveconfig.EndpointState
+	loggedAt    time.Time
+	suppressed  int
+	// lanes that send to the endpoint, in turns; turn is the index of the next.
 	lanes []*lane
 	turn  int
-	// timer fires at timerAt, when a probe is due or the rate limit allows a request.
+	// timer fires at timerAt, when a probe is due or the rate limit permits a request.
 	timer   *time.Timer
 	timerAt time.Time
 }
@@ -175,46 +178,46 @@ type endpoint struct {
 type lane struct {
 	id          queue.LaneID
 	destination *destination
-	// set and targets are what the lane delivers with. A lane without targets
-	// is parked: nothing is leased and nothing sent.
-	set     *settings
+	// set and targets are the lane's current settings. A lane without targets is parked: it leases
+	// and sends nothing.
+	set     *destinationConfig
 	targets []target
-	// opened is true once the store has the lane open in this run.
+	// opened is true after the store has opened the lane in this run.
 	opened bool
-	// broken is true while the store failed for the lane.
+	// broken is true while the store fails for the lane.
 	broken bool
-	// dropAt is set for a lane that the config does not name any more.
+	// dropAt is set for a lane that is missing in the config.
 	dropAt time.Time
-	// A lane of the other success policy than the destination's present one is
-	// draining: it delivers what was accepted before the lanes that took over
-	// were open. So is a lane of a group whose endpoint is gone (left). It sends to
-	// the endpoints that there are, what no other lane has. end is what the store knows.
+	// A lane of the success policy that the destination had before is draining: it delivers the
+	// messages accepted before the replacing lanes were open. A lane of a group whose endpoint is
+	// removed (left) drains, too: it sends to the remaining endpoints the messages that no other
+	// lane has. end is the state in the store.
 	draining, left bool
 	end            queue.End
 
-	// next links the lane into the queue that it stands in, if queued.
+	// next links the lane into its queue, if queued.
 	next   *lane
 	queued bool
-	// waited is true from when the lane was blocked until its next request.
+	// waited is true from the time when the lane was blocked until its next request.
 	waited bool
-	// probes counts the probes that the lane was asked for.
+	// probes counts the requested probes of the lane.
 	probes int
-	// buffer[head:] is leased and not started. Another lease may be under way.
+	// buffer[head:] holds leased messages that are not started. Another lease may be in progress.
 	buffer  []queue.Delivery
 	scratch []queue.Delivery
 	head    int
 	leasing bool
-	// more is true unless the store had nothing more to lease; notified is true
-	// when it said otherwise during a lease.
+	// more is true unless the last lease emptied the lane; notified is true if the store reported
+	// new messages during a lease.
 	more, notified bool
-	// inFlight counts requests, leased messages.
+	// inFlight counts requests, leased counts messages.
 	inFlight, leased int
 }
 
 // DefaultOrphanGrace is the default of Options.OrphanGrace.
 const DefaultOrphanGrace = 10 * time.Minute
 
-// New makes an Engine. It sends nothing before Run.
+// New makes an Engine. It sends nothing until Run is called.
 func New(o Options) *Engine {
 	if o.Logger == nil {
 		o.Logger = slog.Default()
@@ -234,7 +237,7 @@ func New(o Options) *Engine {
 	e := &Engine{
 		o: o, log: o.Logger,
 		revisions:    map[string]string{},
-		destinations: map[string]*destination{}, tenants: map[string][]*destination{}, lanes: map[queue.LaneID]*lane{},
+		destinations: map[string]*destination{}, namespaces: map[string][]*destination{}, lanes: map[queue.LaneID]*lane{},
 		tails: map[*tail]struct{}{}, tidy: make(chan struct{}, 1), applying: make(chan struct{}, 1), begun: time.Now(),
 	}
 	e.hard, e.cancel = context.WithCancel(context.Background())
@@ -246,13 +249,12 @@ func New(o Options) *Engine {
 	return e
 }
 
-// Run delivers until ctx is done. Then it leases nothing more, waits for the
-// requests in flight (at most DrainTimeout), gives back what was not sent, and
-// returns. An Engine runs once.
+// Run delivers until ctx is done. It then stops leasing, waits for the requests in flight (at most
+// DrainTimeout), releases the unsent messages, and returns. An Engine runs once.
 func (e *Engine) Run(ctx context.Context) error {
 	e.mu.Lock()
 	e.running = true
-	e.kick()
+	e.wakeWorker()
 	e.mu.Unlock()
 
 	maintained := make(chan struct{})
@@ -267,7 +269,7 @@ func (e *Engine) Run(ctx context.Context) error {
 	return nil
 }
 
-// stop ends the workers and gives back all that is leased.
+// stop ends the workers and releases all leased messages.
 func (e *Engine) stop() {
 	e.mu.Lock()
 	e.stopped = true
@@ -299,7 +301,7 @@ func (e *Engine) stop() {
 	select {
 	case <-drained:
 	case <-patience.C:
-		e.log.Warn("requests were still in flight at the end of the drain timeout; they are given up and will be sent again", "drainTimeout", e.o.DrainTimeout)
+		e.log.Warn("drain timeout: requests in flight are cancelled and will be sent again", "drainTimeout", e.o.DrainTimeout)
 		e.cancel()
 		<-drained
 	}

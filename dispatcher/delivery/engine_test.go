@@ -280,7 +280,7 @@ func (w *world) leases() int {
 	return w.store.leases
 }
 
-// fail makes the store fail; nil mends it.
+// fail makes the store fail; nil ends the failure.
 func (w *world) fail(err error) {
 	w.store.mu.Lock()
 	defer w.store.mu.Unlock()
@@ -294,7 +294,7 @@ func (w *world) most(url string) int {
 	return w.client.most[url]
 }
 
-// forgotten returns the URLs whose connections the client was told to close.
+// forgotten returns the URLs whose connections the engine has closed.
 func (w *world) forgotten() []string {
 	w.client.mu.Lock()
 	defer w.client.mu.Unlock()

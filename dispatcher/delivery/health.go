@@ -7,9 +7,9 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// health is what an endpoint's state in a report is made of. It counts every
-// failure, also those that say nothing against the endpoint (a 4xx), because
-// its owner must see them. It is pure; the engine's lock guards it.
+// health determines an endpoint's state in a report. It counts every failure, also those that are
+// not the endpoint's fault (a 4xx), because its owner must see them. It is pure; the engine's lock
+// guards it.
 type health struct {
 	state liveconfig.EndpointState
 	since time.Time
@@ -17,10 +17,10 @@ type health struct {
 	lastSuccess time.Time
 	lastFailure *liveconfig.Failure
 	consecutive int
-	// streak counts successes in a row; recent has a bit for each of the last attempts, 1 = failed.
+	// streak counts consecutive successes; recent has one bit per recent attempt, 1 = failed.
 	streak int
 	recent uint32
-	// latency is a moving average of how long attempts take.
+	// latency is a moving average of the duration of attempts.
 	latency time.Duration
 }
 
@@ -39,7 +39,7 @@ func (h *health) record(now time.Time, took time.Duration, failure *liveconfig.F
 	h.lastFailure = failure
 }
 
-// settle moves to the state that follows from what was recorded and reports whether it changed.
+// settle enters the state that follows from the recorded attempts and reports whether it changed.
 func (h *health) settle(now time.Time, c *circuit) bool {
 	next := h.next(now, c)
 	if next == h.state {
@@ -49,8 +49,8 @@ func (h *health) settle(now time.Time, c *circuit) bool {
 	return true
 }
 
-// changed forgets failures that were before the endpoint was changed. An open
-// circuit stays open: a probe will tell.
+// changed drops the failures from before a change of the endpoint. An open circuit remains open
+// until a probe succeeds.
 func (h *health) changed(now time.Time, c *circuit) {
 	if h.consecutive > 0 && !c.open {
 		h.consecutive, h.recent = 0, 0
@@ -59,16 +59,16 @@ func (h *health) changed(now time.Time, c *circuit) {
 }
 
 const (
-	// lately is how recent a failure or a success must be to count against or
-	// for an endpoint although the last attempt went the other way.
+	// lately is the maximum age of a failure or success that counts although the last attempt had
+	// the opposite result.
 	lately = time.Second
-	// recoveryShown is how long an endpoint counts as recovering at most.
+	// recoveryShown is the longest time that an endpoint counts as recovering.
 	recoveryShown = 10 * time.Second
 )
 
-// next has some inertia, so that an endpoint that fails one request in a
-// hundred does not change its state all the time; but one with little traffic
-// shows its first failure and its recovery at once.
+// next has some inertia: an endpoint that fails one request in a hundred does not change its state
+// all the time, but an endpoint with little traffic shows its first failure and its recovery
+// immediately.
 func (h *health) next(now time.Time, c *circuit) liveconfig.EndpointState {
 	failures := bits.OnesCount32(h.recent & (1<<remembered - 1))
 	switch {
@@ -87,8 +87,8 @@ func (h *health) next(now time.Time, c *circuit) liveconfig.EndpointState {
 	return h.state
 }
 
-// proven reports whether the endpoint works and answers fast: what others may
-// rely on when it takes a share of what all endpoints share.
+// proven reports whether the endpoint works and responds fast. Only proven endpoints may use more
+// than half of the shared requests in flight.
 func (h *health) proven() bool {
 	return h.streak > 0 && h.latency < time.Second
 }

@@ -8,48 +8,51 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// LaneState is what a lane does at a moment, for those who look for a fault.
+// LaneState is a snapshot of a lane, for diagnosis.
 type LaneState struct {
 	// Source and Destination are "namespace/name".
 	Source      string `json:"source"`
 	Destination string `json:"destination"`
 	Endpoint    string `json:"endpoint,omitempty"`
-	// State is "ready" (its turn will come), "sending", "idle" (nothing to do now),
-	// "blocked" (it waits for its share of what all have in flight), or "parked"
-	// (nothing is sent: disabled, held, gone from the config, or storage fails).
+	// State is "ready" (waiting for its turn), "sending", "idle" (nothing to do now), "blocked"
+	// (waiting for its share of the requests in flight), or "parked" (nothing is sent: disabled,
+	// paused, missing in the config, or storage fails).
 	State string `json:"state"`
-	// Position is the last message that the lane has read of its Source's log, of LogEnd.
+	// Position is the last message of the Source's log that the lane has read; LogEnd is the end of
+	// the log.
 	Position uint64 `json:"position"`
 	LogEnd   uint64 `json:"logEnd"`
 	Pending  int64  `json:"pending"`
 	Retrying int64  `json:"retrying"`
-	// FirstAttempts is the part of Pending that was not attempted at the endpoint yet.
-	// Skipped counts the messages that never will be, because another endpoint took
-	// them and their retry window ended or the room was needed.
+	// FirstAttempts is the part of Pending without an attempt at the endpoint. Skipped counts the
+	// messages that are never attempted, because another endpoint accepted them and their retry
+	// window ended or the space was needed.
 	FirstAttempts int64 `json:"firstAttempts"`
 	Skipped       int64 `json:"skipped,omitempty"`
-	// InFlight counts requests; Leased messages, those that wait for a request included.
+	// InFlight counts requests; Leased counts leased messages, including those that wait for a
+	// request.
 	InFlight int `json:"inFlight"`
 	Leased   int `json:"leased"`
-	// OldestPending and NextRetry are missing when there is none.
+	// OldestPending and NextRetry are absent if there is none.
 	OldestPending time.Time `json:"oldestPending,omitzero"`
 	NextRetry     time.Time `json:"nextRetry,omitzero"`
-	// Draining: another lane takes over. Dropped: when a lane that the config does not name is given up.
+	// Draining: another lane takes over. Dropped: when a lane that is missing in the config is
+	// dropped.
 	Draining bool      `json:"draining,omitempty"`
 	Dropped  time.Time `json:"dropped,omitzero"`
-	// Breakers are those of the endpoints that the lane sends to.
+	// Breakers are the circuit breakers of the lane's endpoints.
 	Breakers []BreakerState `json:"breakers,omitempty"`
 }
 
-// BreakerState is an endpoint's circuit breaker at a moment.
+// BreakerState is a snapshot of an endpoint's circuit breaker.
 type BreakerState struct {
 	Endpoint string                   `json:"endpoint"`
 	State    liveconfig.EndpointState `json:"state"`
-	// Open: only probes are sent; the next one at NextAttempt, if none is under way (Probing).
+	// Open: only probes are sent; the next one at NextAttempt, unless one is in flight (Probing).
 	Open        bool      `json:"open"`
 	Probing     bool      `json:"probing,omitempty"`
 	NextAttempt time.Time `json:"nextAttempt,omitzero"`
-	// InFlight counts the requests of all lanes, of Window that there may be at present.
+	// InFlight counts the requests of all lanes; Window is their present limit.
 	InFlight int `json:"inFlight"`
 	Window   int `json:"window"`
 	// ConsecutiveFailures as in the report.
@@ -62,7 +65,7 @@ func (e *Engine) Lanes() []LaneState {
 	lanes := make([]LaneState, 0, len(e.lanes))
 	at := make([]*lane, 0, len(e.lanes))
 	for _, l := range e.lanes {
-		lanes = append(lanes, l.look())
+		lanes = append(lanes, l.snapshot())
 		at = append(at, l)
 	}
 	e.mu.Unlock()
@@ -78,8 +81,8 @@ func (e *Engine) Lanes() []LaneState {
 	return lanes
 }
 
-// look is what the engine knows of a lane. The lock is held.
-func (l *lane) look() LaneState {
+// snapshot makes the snapshot of a lane. The lock is held.
+func (l *lane) snapshot() LaneState {
 	s := LaneState{
 		Source: l.id.Source, Destination: l.id.Destination, Endpoint: l.id.Endpoint, State: "idle",
 		InFlight: l.inFlight, Leased: l.leased, Draining: l.draining, Dropped: l.dropAt,

@@ -16,13 +16,13 @@ const (
 	// maintenance runs at least this often, and at most every minMaintenance.
 	maintenanceInterval = time.Minute
 	minMaintenance      = time.Second
-	// deadLetterGrace is how long every dead letter stays, and all of them after a
-	// start, even where none are kept: who follows a message looks for it there.
+	// deadLetterGrace is how long every dead letter is kept at least, and all of them after a
+	// start, even if the destination keeps none, so that users can look up a recent message.
 	deadLetterGrace = time.Minute
 )
 
-// maintain does what no request triggers: it buries what has become too old,
-// drops lanes and dead letters, and lets idle workers go.
+// maintain does the work that no request triggers: it expires old messages, drops lanes and dead
+// letters, and ends idle workers.
 func (e *Engine) maintain(ctx context.Context) {
 	for {
 		wait := e.maintainOnce(ctx)
@@ -53,7 +53,7 @@ func (e *Engine) wakeMaintenance() {
 	}
 }
 
-// maintainOnce returns how long nothing will be due.
+// maintainOnce returns the time until the next work is due.
 func (e *Engine) maintainOnce(ctx context.Context) time.Duration {
 	e.tidyWorkers()
 	wait := e.buryExpired(ctx)
@@ -62,14 +62,14 @@ func (e *Engine) maintainOnce(ctx context.Context) time.Duration {
 	return wait
 }
 
-// logStates tells of the endpoints' states that were held back.
+// logStates logs the endpoint states that were suppressed.
 func (e *Engine) logStates() time.Duration {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	next := maintenanceInterval
 	for _, d := range e.destinations {
 		for _, ep := range d.endpoints {
-			if wait := e.logUntold(ep, time.Now()); wait > 0 {
+			if wait := e.logSuppressed(ep, time.Now()); wait > 0 {
 				next = min(next, wait)
 			}
 		}
@@ -77,7 +77,7 @@ func (e *Engine) logStates() time.Duration {
 	return next
 }
 
-// tidyWorkers ends the workers that were not needed since the last time.
+// tidyWorkers ends the workers that were idle since the last call.
 func (e *Engine) tidyWorkers() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -89,12 +89,12 @@ func (e *Engine) tidyWorkers() {
 	e.spare = len(e.idle)
 }
 
-// buryExpired enforces the retry window on what waits, also in lanes that are
-// parked. What is in flight is judged when it ends.
+// buryExpired applies the retry window to pending messages, also in parked lanes. Messages in
+// flight are decided when their request ends.
 func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 	type candidate struct {
 		lane *lane
-		set  *settings
+		set  *destinationConfig
 	}
 	var candidates []candidate
 	e.mu.Lock()
@@ -107,7 +107,7 @@ func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 	next := maintenanceInterval
 	for _, c := range candidates {
 		now, window := time.Now(), c.set.policy.Window
-		// A message that comes right after this look is due a window later.
+		// A message that is accepted right after this pass is due one window later.
 		due := window
 		if oldest := e.o.Store.LaneStats(c.lane.id).OldestPending; !oldest.IsZero() {
 			due = oldest.Add(window).Sub(now)
@@ -122,13 +122,13 @@ func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 			e.mu.Unlock()
 			n, err := e.o.Store.BuryExpired(ctx, c.lane.id, now.Add(-window).Add(time.Millisecond), f)
 			if err != nil && !errors.Is(err, context.Canceled) && !errors.Is(err, queue.ErrClosed) && !errors.Is(err, queue.ErrNoLane) {
-				e.log.With(c.lane.id.LogArgs()...).Error("burying expired messages failed; trying again", "error", err)
+				e.log.With(c.lane.id.LogArgs()...).Error("expiring messages failed; retrying", "error", err)
 			}
 			if n > 0 {
 				e.mu.Lock()
 				c.lane.destination.metrics.buried(f.Reason, int64(n))
 				e.mu.Unlock()
-				e.log.With(c.lane.id.LogArgs()...).Warn("messages were not delivered within their retry window and are dead letters now", "count", n)
+				e.log.With(c.lane.id.LogArgs()...).Warn("retry window over; messages are now dead letters", "count", n)
 			}
 			due = minMaintenance
 		}
@@ -137,7 +137,7 @@ func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 	return next
 }
 
-// dropLanes drops orphans whose grace is over and lanes that have drained.
+// dropLanes drops orphans after their grace period and lanes that have drained.
 func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 	next := maintenanceInterval
 	select {
@@ -171,11 +171,11 @@ func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 			next = minMaintenance
 			continue
 		} else if err != nil {
-			e.log.With(l.id.LogArgs()...).Error("burying the messages of an endpoint that was removed failed; trying again", "error", err)
+			e.log.With(l.id.LogArgs()...).Error("making dead letters of a removed endpoint's messages failed; retrying", "error", err)
 			continue
 		}
 		if err := e.o.Store.DropLane(ctx, l.id); err != nil && !errors.Is(err, queue.ErrNoLane) {
-			e.log.With(l.id.LogArgs()...).Error("dropping a lane failed; trying again", "error", err)
+			e.log.With(l.id.LogArgs()...).Error("dropping a lane failed; retrying", "error", err)
 			continue
 		}
 		e.log.With(l.id.LogArgs()...).Info("lane dropped")
@@ -184,13 +184,14 @@ func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 	return next
 }
 
-// EndpointRemoved is the reason of dead letters whose endpoint was removed, or
-// got another name, while the destination still takes what their Source sends.
+// EndpointRemoved is the reason of dead letters whose endpoint was removed or renamed while the
+// destination still receives the calls of their Source.
 const EndpointRemoved = "EndpointRemoved"
 
-// buryRemoved turns what waited in the lane of a removed endpoint at its removal
-// into dead letters. What came since was for the other endpoints. A Source that was disconnected, or a destination that was deleted,
-// leaves nobody who would look for them: that is discarded with the lane.
+// buryRemoved makes dead letters of the messages that were pending in the lane of a removed
+// endpoint at its removal. Later messages were for the other endpoints. If a Source was
+// disconnected or a destination deleted, dead letters would have no reader, so its messages are
+// discarded with the lane.
 func (e *Engine) buryRemoved(ctx context.Context, l *lane, now time.Time) error {
 	e.mu.Lock()
 	d := l.destination
@@ -202,17 +203,17 @@ func (e *Engine) buryRemoved(ctx context.Context, l *lane, now time.Time) error 
 	if !removed {
 		return nil
 	}
-	// Configs wait meanwhile; the next pass goes on.
+	// Configs wait for this pass; the next pass continues.
 	ctx, cancel := context.WithTimeout(ctx, 200*time.Millisecond)
 	defer cancel()
 	n, err := e.o.Store.BuryExpired(ctx, l.id, removedAt, queue.Failure{
-		Time: now, Reason: EndpointRemoved, Message: "the endpoint was removed from the destination while the message waited",
+		Time: now, Reason: EndpointRemoved, Message: "the endpoint was removed from the destination while the message was pending",
 	})
 	if n > 0 {
 		e.mu.Lock()
 		d.metrics.buried(EndpointRemoved, int64(n))
 		e.mu.Unlock()
-		e.log.With(l.id.LogArgs()...).Warn("messages of an endpoint that was removed are dead letters now", "count", n)
+		e.log.With(l.id.LogArgs()...).Warn("endpoint removed; its messages are now dead letters", "count", n)
 	}
 	if errors.Is(err, queue.ErrNoLane) {
 		return nil
@@ -220,7 +221,7 @@ func (e *Engine) buryRemoved(ctx context.Context, l *lane, now time.Time) error 
 	return err
 }
 
-// forgetLane removes a lane that was dropped.
+// forgetLane removes a dropped lane.
 func (e *Engine) forgetLane(l *lane) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -234,8 +235,8 @@ func (e *Engine) forgetLane(l *lane) {
 	d.lanes = slices.DeleteFunc(slices.Clone(d.lanes), func(other *lane) bool { return other == l })
 }
 
-// fairShare is the most that each may take so that all of the sizes (ascending)
-// fit into total: those that are smaller keep all.
+// fairShare returns the largest limit with which all of the sizes (ascending) fit into total:
+// smaller sizes are not cut.
 func fairShare(sizes []int64, total int64) int64 {
 	for i, size := range sizes {
 		level := max(total, 0) / int64(len(sizes)-i)
@@ -247,8 +248,8 @@ func fairShare(sizes []int64, total int64) int64 {
 	return math.MaxInt64
 }
 
-// trimDeadLetters keeps every destination's dead letters within their age and
-// size. A destination that is gone is forgotten when nothing of it is left.
+// trimDeadLetters limits the age and size of every destination's dead letters. A removed
+// destination is deleted when nothing of it is left.
 func (e *Engine) trimDeadLetters(ctx context.Context) {
 	now := time.Now()
 	if now.Sub(e.begun) < deadLetterGrace {
@@ -275,11 +276,11 @@ func (e *Engine) trimDeadLetters(ctx context.Context) {
 	for key, size := range sizes {
 		limit := limits[key]
 		if size > share && share < limit.MaxBytes {
-			e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Warn("dead letters take all the room that they may; the oldest of this destination go", "bytes", size, "allowed", share)
+			e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Warn("dead-letter quota reached; removing this destination's oldest dead letters", "bytes", size, "allowed", share)
 		}
 		before := now.Add(-max(time.Duration(limit.RetentionMS)*time.Millisecond, deadLetterGrace))
 		if _, err := e.o.Store.TrimDeadLetters(ctx, key, before, now.Add(-deadLetterGrace), min(limit.MaxBytes, share)); err != nil && ctx.Err() == nil {
-			e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Error("removing old dead letters failed; trying again", "error", err)
+			e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Error("removing old dead letters failed; retrying", "error", err)
 		}
 	}
 	select {
@@ -301,7 +302,7 @@ func (e *Engine) trimDeadLetters(ctx context.Context) {
 			continue
 		}
 		if err := e.o.Store.ForgetDestination(key); err != nil {
-			e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Error("forgetting a deleted destination failed; trying again", "error", err)
+			e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Error("deleting a removed destination failed; retrying", "error", err)
 			continue
 		}
 		e.rememberBounds(key, nil)

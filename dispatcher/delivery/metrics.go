@@ -12,15 +12,15 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// Metrics are plain numbers next to what they count, under the engine's lock,
-// and are turned into series when they are asked for. So they cost next to
-// nothing per message, and the series of what is deleted are gone with it.
+// Metrics are plain numbers in the objects that they describe, guarded by the engine's lock, and
+// are converted to series on a scrape. So they cost almost nothing per message, and the series of a
+// deleted object disappear with it.
 var (
 	attemptBuckets = []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5}
 	latencyBuckets = []float64{.001, .005, .025, .1, .5, 1, 5, 30, 60, 300, 1800, 7200, 14400}
 )
 
-// histogram counts durations; counts has one more entry than bounds, for what is above them all.
+// histogram counts durations; counts has one more entry than bounds, for longer durations.
 type histogram struct {
 	counts []uint64
 	sum    float64
@@ -40,7 +40,7 @@ func (h histogram) clone() histogram {
 	return h
 }
 
-// metric makes a series of the histogram.
+// metric converts the histogram to a series.
 func (h *histogram) metric(desc *prometheus.Desc, bounds []float64, labels ...string) prometheus.Metric {
 	cumulative := make(map[float64]uint64, len(bounds))
 	var n uint64
@@ -60,13 +60,13 @@ type endpointMetrics struct {
 	duration  histogram
 }
 
-// failureKind is why an attempt failed, and the class of the answer's status.
+// failureKind is the reason of a failed attempt, and the status class of the response.
 type failureKind struct {
 	reason egress.Reason
 	code   string
 }
 
-// codeClass is "2xx" for 200 to 299 and so on, "none" for no answer.
+// codeClass is "2xx" for 200 to 299 and so on, "none" without a response.
 func codeClass(status int) string {
 	if classes := [...]string{1: "1xx", "2xx", "3xx", "4xx", "5xx"}; status >= 100 && status < 600 {
 		return classes[status/100]
@@ -89,7 +89,7 @@ func (m *endpointMetrics) attempt(r *ended) {
 // destinationMetrics count messages.
 type destinationMetrics struct {
 	delivered uint64
-	// longNumbers counts requests for marked messages.
+	// longNumbers counts requests for messages with long numbers.
 	longNumbers uint64
 	dead        map[string]uint64 // by reason
 	latency     histogram
@@ -116,7 +116,7 @@ func (m *destinationMetrics) buried(reason string, n int64) {
 	m.dead[reason] += uint64(n)
 }
 
-// collector turns an engine's numbers into series.
+// collector converts an engine's numbers to series.
 type collector struct{ e *Engine }
 
 func desc(name, help string, labels ...string) *prometheus.Desc {
@@ -124,25 +124,25 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 }
 
 var (
-	descAttempts = desc("posthorn_delivery_attempts_total", "Requests to endpoints, by result (delivered, or why they failed) and class of the answer's code (none: no answer).", "namespace", "destination", "endpoint", "result", "code")
-	descLong     = desc("posthorn_delivery_long_numbers_total", "Requests whose message has numbers that JavaScript would change: sent as strings, or as digits where spec.body.numbers is Exact.", "namespace", "destination")
-	descDuration = desc("posthorn_delivery_attempt_duration_seconds", "How long requests to endpoints took.", "namespace", "destination", "endpoint")
+	descAttempts = desc("posthorn_delivery_attempts_total", "Requests to endpoints, by result (delivered, or the failure reason) and class of the response code (none: no response).", "namespace", "destination", "endpoint", "result", "code")
+	descLong     = desc("posthorn_delivery_long_numbers_total", "Requests whose message has numbers that JavaScript would change: sent as strings, or as digits if spec.body.numbers is Exact.", "namespace", "destination")
+	descDuration = desc("posthorn_delivery_attempt_duration_seconds", "Duration of requests to endpoints.", "namespace", "destination", "endpoint")
 	descOpen     = desc("posthorn_endpoint_circuit_open", "1 while an endpoint's circuit is open and only probes are sent to it.", "namespace", "destination", "endpoint")
-	descWindow   = desc("posthorn_endpoint_window", "How many requests an endpoint may have in flight at present.", "namespace", "destination", "endpoint")
+	descWindow   = desc("posthorn_endpoint_window", "Present limit of requests in flight to an endpoint.", "namespace", "destination", "endpoint")
 	descBusy     = desc("posthorn_endpoint_in_flight", "Requests in flight to an endpoint.", "namespace", "destination", "endpoint")
 
-	descFirst   = desc("posthorn_endpoint_first_attempts_pending", "Messages that an endpoint has not been sent yet. Under AnyEndpoint another endpoint may have taken them.", "namespace", "destination", "endpoint")
-	descSkipped = desc("posthorn_endpoint_first_attempts_skipped_total", "Messages that were never sent to an endpoint of several under AnyEndpoint, because their retry window ended or the room was needed.", "namespace", "destination", "endpoint")
+	descFirst   = desc("posthorn_endpoint_first_attempts_pending", "Messages without an attempt at an endpoint. Under AnyEndpoint another endpoint may have accepted them.", "namespace", "destination", "endpoint")
+	descSkipped = desc("posthorn_endpoint_first_attempts_skipped_total", "Messages that were never sent to an endpoint of several under AnyEndpoint, because their retry window ended or the space was needed.", "namespace", "destination", "endpoint")
 
 	descDelivered  = desc("posthorn_messages_delivered_total", "Messages that were delivered since the start.", "namespace", "destination")
 	descDead       = desc("posthorn_messages_dead_lettered_total", "Messages that became dead letters since the start, by reason.", "namespace", "destination", "reason")
 	descLatency    = desc("posthorn_message_delivery_latency_seconds", "Time from a message's acceptance to its delivery.", "namespace", "destination")
 	descLetters    = desc("posthorn_dead_letters", "Dead letters that are stored.", "namespace", "destination")
-	descLetterSize = desc("posthorn_dead_letter_bytes", "The disk that they take.", "namespace", "destination")
+	descLetterSize = desc("posthorn_dead_letter_bytes", "Disk space of the dead letters.", "namespace", "destination")
 	descLedger     = desc("posthorn_lane_messages", "A lane's ledger: accepted = delivered + filtered + dead_lettered + discarded + pending. retrying is a part of pending. Under AnyEndpoint the endpoints share one, with an empty endpoint.", "namespace", "source", "destination", "endpoint", "state")
 
 	descInFlight = desc("posthorn_delivery_in_flight", "Requests in flight to all endpoints.")
-	descLimit    = desc("posthorn_delivery_in_flight_limit", "How many requests may be in flight to all endpoints.")
+	descLimit    = desc("posthorn_delivery_in_flight_limit", "Limit of requests in flight to all endpoints.")
 	descWorkers  = desc("posthorn_delivery_workers", "Goroutines that send requests, by state: busy or idle.", "state")
 )
 
@@ -155,8 +155,8 @@ func (collector) Describe(ch chan<- *prometheus.Desc) {
 	}
 }
 
-// Collect implements prometheus.Collector. It takes the lock for one
-// destination at a time, so that a scrape does not hold up deliveries.
+// Collect implements prometheus.Collector. It locks for one destination at a time, so that a scrape
+// does not delay deliveries.
 func (c collector) Collect(ch chan<- prometheus.Metric) {
 	add := func(d *prometheus.Desc, t prometheus.ValueType, value float64, labels ...string) {
 		ch <- prometheus.MustNewConstMetric(d, t, value, labels...)
@@ -165,7 +165,7 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	var destinations []*destination
 	e.mu.Lock()
 	inFlight, workers, idle := e.inFlight, e.workers, len(e.idle)
-	for _, d := range e.tenants {
+	for _, d := range e.namespaces {
 		destinations = append(destinations, d...)
 	}
 	e.mu.Unlock()
@@ -242,7 +242,7 @@ type endpointSnapshot struct {
 	window, inFlight int
 }
 
-// snapshot copies what is shown of a destination; nothing of it when it is gone from the config.
+// snapshot copies the metrics of a destination; nothing if it is missing in the config.
 func (e *Engine) snapshot(d *destination) (destinationMetrics, []endpointSnapshot, []queue.LaneID) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -253,7 +253,7 @@ func (e *Engine) snapshot(d *destination) (destinationMetrics, []endpointSnapsho
 		for _, t := range d.set.targets {
 			s := endpointSnapshot{t.name, t.metrics, t.circuit.open, int(t.circuit.window), t.inFlight}
 			if s.open {
-				s.window = 1 // The probe.
+				s.window = 1 // for the probe
 			}
 			s.metrics.failed, s.metrics.duration = maps.Clone(t.metrics.failed), t.metrics.duration.clone()
 			endpoints = append(endpoints, s)

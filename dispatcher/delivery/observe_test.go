@@ -46,7 +46,7 @@ func TestEndpointStates(t *testing.T) {
 		since := w.report("crm").Endpoints[0].Since
 		w.sleep(10 * time.Minute)
 		if w.report("crm").Endpoints[0].Since != since {
-			t.Error("Since moved while the state stayed")
+			t.Error("Since changed while the state did not")
 		}
 		w.client.set(always(answer{status: 200}))
 		w.sleep(10 * time.Minute)
@@ -83,7 +83,7 @@ func TestStateIsCalm(t *testing.T) {
 	})
 }
 
-// An endpoint that fails now and then is told of seldom; that its circuit opens
+// State changes of a flapping endpoint are logged rarely; that its circuit opens
 // and closes, always.
 func TestStateChangesAreLoggedSparingly(t *testing.T) {
 	bubble(t, func(t *testing.T) {
@@ -115,19 +115,19 @@ func TestStateChangesAreLoggedSparingly(t *testing.T) {
 		w.send("web", 50)
 		w.sleep(time.Minute)
 		if !strings.Contains(said(), "state=CircuitOpen") {
-			t.Error("the log does not tell that the circuit opened")
+			t.Error("the log has no line for the opened circuit")
 		}
 		w.client.set(always(answer{status: 200}))
 		w.sleep(5 * time.Minute)
 		if first, _, _ := strings.Cut(said(), "\n"); strings.Contains(first, "state=CircuitOpen") || !strings.Contains(first, "endpoint state changed") {
-			t.Errorf("the log does not tell that the circuit closed: %s", first)
+			t.Errorf("the log has no line for the closed circuit: %s", first)
 		}
 		w.end()
 	})
 }
 
-// The log's last word on an endpoint is the state that it stays in, also when it
-// came to it right after the last line, or by time alone.
+// The last log line of an endpoint has its final state, also if the endpoint
+// entered it right after the last line, or by time alone.
 func TestLastStateIsLogged(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		var log bytes.Buffer // Written under the engine's lock.
@@ -181,7 +181,7 @@ func TestChangedEndpointIsIdle(t *testing.T) {
 		}
 		w.send("web", 1)
 		w.sleep(time.Second)
-		w.apply(dest("crm", urlA)) // One that works stays as it is.
+		w.apply(dest("crm", urlA)) // A working endpoint keeps its state.
 		if e := w.report("crm").Endpoints[0]; e.State != liveconfig.EndpointHealthy {
 			t.Errorf("after a delivery: %+v", e)
 		}
@@ -219,7 +219,7 @@ func TestReport(t *testing.T) {
 			}
 		}
 		if r := w.engine.Report("other"); len(r) != 0 {
-			t.Errorf("another tenant: %+v", r)
+			t.Errorf("another namespace: %+v", r)
 		}
 		w.end()
 	})
@@ -265,7 +265,7 @@ func TestTail(t *testing.T) {
 		if a := <-b; a.Destination != "ns/b" || a.StatusCode != 404 || a.Reason != egress.Rejected || a.MessageID != "m1" {
 			t.Errorf("%+v", a)
 		}
-		// Nobody reads: what does not fit is dropped and counted, and deliveries go on.
+		// Without a reader, excess attempts are dropped and counted, and deliveries continue.
 		w.send("web", 1000)
 		w.sleep(time.Second)
 		if r := w.report("a"); r.Delivered != 1010 {
@@ -285,9 +285,9 @@ func TestTail(t *testing.T) {
 	})
 }
 
-// Dead letters of a destination that was deleted while nothing ran have the
-// retention that is the default, but not before a config says that it was
-// deleted. Those of one that was deleted before keep theirs.
+// Dead letters of a destination that was deleted while the dispatcher was stopped
+// get the default retention, but only after a config confirms the deletion. Those
+// of an earlier deleted destination keep their retention.
 func TestDeadLettersOfTheDeletedAreTrimmed(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 400}))
@@ -326,7 +326,7 @@ func TestDeadLettersOfTheDeletedAreTrimmed(t *testing.T) {
 		w.apply()
 		count(0)
 		if look(w, func(e *Engine) int { return len(e.lanes) }) != 1 {
-			t.Error("its lane was dropped before the grace was over")
+			t.Error("its lane was dropped before the end of the grace period")
 		}
 		w.sleep(10 * time.Minute)
 		if look(w, func(e *Engine) int { return len(e.destinations) }) != 0 || len(w.store.Destinations()) != 0 || len(w.store.memory) != 0 {
@@ -347,7 +347,7 @@ func TestDeadLettersAreTrimmed(t *testing.T) {
 		if n := w.store.DestinationStats("ns/crm").DeadLetters; n != 50 {
 			t.Errorf("%d dead letters, want as many as fit", n)
 		}
-		w.apply() // The destination goes; its dead letters stay until their time.
+		w.apply() // The destination is removed; its dead letters are kept until their retention ends.
 		w.sleep(50 * time.Minute)
 		if n := w.store.DestinationStats("ns/crm").DeadLetters; n != 50 {
 			t.Errorf("%d dead letters before the retention ends", n)
@@ -400,7 +400,7 @@ func TestMetrics(t *testing.T) {
 		w.apply(a)
 		for series := range gather(t, registry) {
 			if labels := strings.Fields(series); slices.Contains(labels, "b") || slices.Contains(labels, "c") {
-				t.Errorf("series of a destination that is gone: %s", series)
+				t.Errorf("series of a removed destination: %s", series)
 			}
 			for _, canary := range []string{"http://", "m1"} {
 				if strings.Contains(series, canary) {
@@ -435,7 +435,7 @@ func gather(t *testing.T, g prometheus.Gatherer) map[string]float64 {
 	return out
 }
 
-// An attempt that fails is told of in the log, also when its endpoint is well all the same.
+// A failed attempt is logged, also if the endpoint's state does not change.
 func TestFailedAttemptIsLogged(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		var log bytes.Buffer
@@ -451,7 +451,7 @@ func TestFailedAttemptIsLogged(t *testing.T) {
 			w.sleep(100 * time.Millisecond)
 		}
 		w.stop()
-		line := regexp.MustCompile(`level=WARN msg="attempt failed" namespace=ns destination=crm endpoint=e0 reason=TimedOut message="failed: TimedOut" messageId=m50 attempt=1`)
+		line := regexp.MustCompile(`level=WARN msg="delivery attempt failed" namespace=ns destination=crm endpoint=e0 reason=TimedOut message="failed: TimedOut" messageId=m50 attempt=1`)
 		if !line.Match(log.Bytes()) || strings.Contains(log.String(), "messageId=m49") {
 			t.Errorf("the log is:\n%s", log.String())
 		}

@@ -11,10 +11,10 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// outage is what the store remembers of an open circuit, so that a restart does
-// not begin with a burst of requests to an endpoint that is known to be down.
+// outage is the stored form of an open circuit, so that a restart does not start with a burst of
+// requests to an endpoint that is known to be down.
 type outage struct {
-	// Revision of the destination's config: another one is worth a probe at once.
+	// Revision of the destination's config: another one triggers a probe immediately.
 	Revision            string              `json:"revision"`
 	Since               time.Time           `json:"since"`
 	ProbeAt             time.Time           `json:"probeAt"`
@@ -24,13 +24,12 @@ type outage struct {
 	ConsecutiveFailures int                 `json:"consecutiveFailures"`
 }
 
-// outagePrefix is what the names begin with under which the store remembers outages.
+// outagePrefix is the prefix of the names under which the store keeps outages.
 const outagePrefix = "circuit/"
 
 func (ep *endpoint) outageName() string { return outagePrefix + ep.destination.key + "/" + ep.name }
 
-// rememberCircuit has the store remember the endpoint's circuit while it is open.
-// The lock is not held.
+// rememberCircuit stores the endpoint's circuit while it is open. The lock is not held.
 func (e *Engine) rememberCircuit(ep *endpoint) {
 	e.remembering.Lock()
 	defer e.remembering.Unlock()
@@ -42,7 +41,7 @@ func (e *Engine) rememberCircuit(ep *endpoint) {
 			Revision: ep.destination.set.revision, Since: ep.health.since, ProbeAt: c.probeAt, IntervalMS: c.interval.Milliseconds(),
 			LastSuccess: ep.health.lastSuccess, LastFailure: ep.health.lastFailure, ConsecutiveFailures: ep.health.consecutive,
 		}
-		value, _ = json.Marshal(o) // It has no fields that could fail.
+		value, _ = json.Marshal(o) // No field can fail to marshal.
 		e.outages[name] = o
 	} else {
 		delete(e.outages, name)
@@ -53,17 +52,17 @@ func (e *Engine) rememberCircuit(ep *endpoint) {
 
 func (e *Engine) rememberOutage(name string, value []byte) {
 	if err := e.o.Store.Remember(name, value); err != nil && !errors.Is(err, queue.ErrClosed) {
-		e.log.Warn("an endpoint's circuit could not be remembered; after a restart it is found out again", "circuit", name, "error", err)
+		e.log.Warn("storing an endpoint's circuit state failed; it resets on restart", "circuit", name, "error", err)
 	}
 }
 
-// recoverMemory reads what the store remembers of the earlier run: the circuits
-// that were open, and the bounds of the dead letters of deleted destinations.
+// recoverMemory reads the records of the earlier run: the open circuits, and the bounds of the dead
+// letters of deleted destinations.
 func (e *Engine) recoverMemory() (map[string]outage, map[string]liveconfig.DeadLetters) {
 	outages, bounds := map[string]outage{}, map[string]liveconfig.DeadLetters{}
 	all, err := e.o.Store.Remembered()
 	if err != nil {
-		e.log.Warn("what was remembered of the earlier run could not be read: circuits that were open are found out again, dead letters of deleted destinations have the default retention", "error", err)
+		e.log.Warn("reading the records of the earlier run failed: circuits start closed, dead letters of deleted destinations have the default retention", "error", err)
 	}
 	for name, value := range all {
 		var o outage
@@ -77,22 +76,22 @@ func (e *Engine) recoverMemory() (map[string]outage, map[string]liveconfig.DeadL
 	return outages, bounds
 }
 
-// boundsPrefix is what the names begin with under which the store remembers the
-// bounds of the dead letters of destinations that are gone from the config.
+// boundsPrefix is the prefix of the names under which the store keeps the bounds of the dead
+// letters of removed destinations.
 const boundsPrefix = "deadletters/"
 
-// rememberBounds keeps the bounds of a deleted destination's dead letters, or forgets them (nil).
+// rememberBounds stores the bounds of a deleted destination's dead letters, or deletes them (nil).
 func (e *Engine) rememberBounds(key string, bounds *liveconfig.DeadLetters) {
 	var value []byte
 	if bounds != nil {
-		value, _ = json.Marshal(bounds) // It has no fields that could fail.
+		value, _ = json.Marshal(bounds) // No field can fail to marshal.
 	}
 	if err := e.o.Store.Remember(boundsPrefix+key, value); err != nil {
-		e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Warn("the retention of a deleted destination's dead letters could not be remembered; after a restart it is the default", "error", err)
+		e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Warn("storing the retention of a deleted destination's dead letters failed; after a restart the default applies", "error", err)
 	}
 }
 
-// forgetOutages forgets the circuits of endpoints that are gone from the config.
+// forgetOutages deletes the stored circuits of endpoints that are missing in the config.
 func (e *Engine) forgetOutages(v *liveconfig.View) {
 	e.remembering.Lock()
 	defer e.remembering.Unlock()
@@ -118,12 +117,11 @@ func (e *Engine) forgetOutages(v *liveconfig.View) {
 	}
 }
 
-// resume opens a new endpoint's circuit again, if it was open at the end of the
-// earlier run. The lock is held.
+// resume restores a new endpoint's open circuit from the earlier run. The lock is held.
 func (ep *endpoint) resume(o outage, revision string, now time.Time) {
 	ep.circuit.open = true
 	ep.circuit.interval = time.Duration(o.IntervalMS) * time.Millisecond
-	// A clock that was set back must not postpone the probe for ever.
+	// After the clock was set back, the probe must not be postponed without a bound.
 	ep.circuit.probeAt = o.ProbeAt
 	if latest := now.Add(maxProbePostponed); latest.Before(o.ProbeAt) {
 		ep.circuit.probeAt = latest

@@ -98,7 +98,7 @@ func TestOnPebble(t *testing.T) {
 		r := reports(e)
 		return r["b"].Delivered == 2*n && r["c"].DeadLettered == 2*n && r["d"].Pending == 0
 	})
-	eventually(t, "d's old lane is gone", func() bool { return len(store.Lanes()) == 5 })
+	eventually(t, "d's old lane is dropped", func() bool { return len(store.Lanes()) == 5 })
 	if count := store.DestinationStats("ns/c").DeadLetters; count != 2*n {
 		t.Errorf("%d dead letters, want %d", count, 2*n)
 	}

@@ -58,7 +58,7 @@ func eventually(t testing.TB, what string, f func() bool) {
 }
 
 // Real requests: signed messages arrive as they are, a self-signed receiver
-// gets nothing and the report says why.
+// gets nothing and the report has the reason.
 func TestRealClient(t *testing.T) {
 	var mu sync.Mutex
 	arrived := map[string]bool{}
@@ -84,7 +84,7 @@ func TestRealClient(t *testing.T) {
 	e := run(t, store)
 	w := &world{T: t, store: store, engine: e}
 	good, bad := dest("good", receiver.URL+"/hook?token=s3cr3t"), dest("bad", selfSigned.URL)
-	good.Signing = &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("s3cr3t")}
+	good.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("s3cr3t")}}
 	w.apply(good, bad)
 	w.send("web", 500)
 	eventually(t, "all delivered", func() bool { return w.report("good").Delivered == 500 })
@@ -107,30 +107,39 @@ func TestRealClient(t *testing.T) {
 func TestAnEchoingReceiver(t *testing.T) {
 	const secret, previous = "current-s3cr3t", "previous-s3cr3t"
 	var mu sync.Mutex
-	ids, signatures := map[string]bool{}, []string{}
+	ids, signatures, withBoth := map[string]bool{}, []string{}, 0
 	receiver := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		mu.Lock()
 		defer mu.Unlock()
 		if id := r.Header.Get("webhook-id"); id != "" {
 			ids[id] = true
 		}
-		signature := r.Header.Get("X-Signature") + r.Header.Get("webhook-signature")
-		signatures = append(signatures, strings.TrimPrefix(signature, "v1,"))
+		signature := strings.TrimSpace(r.Header.Get("X-Signature") + " " + r.Header.Get("webhook-signature"))
+		signatures = append(signatures, strings.Fields(strings.ReplaceAll(signature, "v1,", ""))...)
+		if r.Header.Get("X-Signature") != "" && r.Header.Get("webhook-signature") != "" {
+			withBoth++
+		}
 		w.WriteHeader(http.StatusBadRequest)
 		_, _ = fmt.Fprintf(w, "echo of %s: %s %s %s %x", r.Header.Get("Idempotency-Key"), secret, previous, signature, secret)
 	}))
 	defer receiver.Close()
 	store := newMemStore()
 	w := &world{T: t, store: store, engine: run(t, store)}
-	simple, standard := dest("simple", receiver.URL), dest("standard", receiver.URL)
-	simple.Signing = &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret), Previous: liveconfig.NewSecret(previous)}
-	standard.Signing = &liveconfig.Signing{Scheme: liveconfig.StandardWebhooks, Secret: liveconfig.NewSecret(secret), Previous: liveconfig.NewSecret(previous)}
-	w.apply(simple, standard)
+	simple, standard, both := dest("simple", receiver.URL), dest("standard", receiver.URL), dest("both", receiver.URL)
+	simple.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret), Previous: liveconfig.NewSecret(previous)}}
+	standard.Signing = liveconfig.SigningSchemes{{Type: liveconfig.StandardWebhooks, Secret: liveconfig.NewSecret(secret), Previous: liveconfig.NewSecret(previous)}}
+	both.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret)}, {Type: liveconfig.StandardWebhooks, Secret: liveconfig.NewSecret(previous)}}
+	w.apply(simple, standard, both)
 	w.send("web", 1)
-	eventually(t, "both are dead letters", func() bool { return len(w.dead("simple")) == 1 && len(w.dead("standard")) == 1 })
+	eventually(t, "all are dead letters", func() bool {
+		return len(w.dead("simple")) == 1 && len(w.dead("standard")) == 1 && len(w.dead("both")) == 1
+	})
 	mu.Lock()
 	defer mu.Unlock()
-	for _, name := range []string{"simple", "standard"} {
+	if withBoth != 1 {
+		t.Errorf("%d requests carry both signatures, want 1", withBoth)
+	}
+	for _, name := range []string{"simple", "standard", "both"} {
 		letter := w.dead(name)[0]
 		answer := string(letter.Failure.Response)
 		if !strings.HasPrefix(answer, "echo of "+letter.ID+": [redacted]") {
@@ -142,7 +151,7 @@ func TestAnEchoingReceiver(t *testing.T) {
 			}
 		}
 	}
-	signer, err := sign.New(*standard.Signing)
+	signer, err := sign.New(standard.Signing)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -189,7 +198,7 @@ func BenchmarkEngine(b *testing.B) {
 			var all []liveconfig.Destination
 			for i := range destinations {
 				d := dest(fmt.Sprintf("d%04d", i), receiver.URL)
-				d.Signing = &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("s3cr3t")}
+				d.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("s3cr3t")}}
 				all = append(all, d)
 			}
 			if err := e.Apply(w.view(all...)); err != nil {

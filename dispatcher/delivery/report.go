@@ -7,13 +7,13 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// Report tells of every destination of a tenant's config: its ledger, lanes of
-// an earlier config and dropped ones included, and the health of its
-// endpoints. It is cheap enough to be asked for every second.
-func (e *Engine) Report(tenant string) []liveconfig.DestinationReport {
+// Report returns every destination of a namespace's config: its ledger, including lanes of an
+// earlier config and dropped ones, and the health of its endpoints. It is cheap enough to be called
+// every second.
+func (e *Engine) Report(namespace string) []liveconfig.DestinationReport {
 	now := time.Now()
 	e.mu.Lock()
-	destinations := e.tenants[tenant]
+	destinations := e.namespaces[namespace]
 	reports := make([]liveconfig.DestinationReport, 0, len(destinations))
 	lanes := make([][]queue.LaneID, 0, len(destinations))
 	active := make([]bool, 0, len(destinations))
@@ -23,7 +23,7 @@ func (e *Engine) Report(tenant string) []liveconfig.DestinationReport {
 			Endpoints: make([]liveconfig.EndpointReport, 0, len(d.set.targets)),
 		}
 		for _, t := range d.set.targets {
-			if t.health.settle(now, &t.circuit) { // Some states end with time alone.
+			if t.health.settle(now, &t.circuit) { // Some states end by time alone.
 				e.logState(t.endpoint, now)
 			}
 			r.Endpoints = append(r.Endpoints, liveconfig.EndpointReport{
@@ -44,7 +44,7 @@ func (e *Engine) Report(tenant string) []liveconfig.DestinationReport {
 	for i := range reports {
 		r := &reports[i]
 		var nextRetry time.Time
-		r.Ledger = liveconfig.Ledger(e.o.Store.DestinationStats(tenant + "/" + r.Name).Ledger)
+		r.Ledger = liveconfig.Ledger(e.o.Store.DestinationStats(namespace + "/" + r.Name).Ledger)
 		groups := map[queue.LaneID]bool{}
 		for _, id := range lanes[i] {
 			s := e.o.Store.LaneStats(id)
@@ -65,7 +65,7 @@ func (e *Engine) Report(tenant string) []liveconfig.DestinationReport {
 			r.OldestPending = earlier(r.OldestPending, s.OldestPending)
 			nextRetry = earlier(nextRetry, s.NextRetry)
 		}
-		r.Retrying = min(r.Retrying, r.Pending) // They were not counted in the same instant.
+		r.Retrying = min(r.Retrying, r.Pending) // They were not counted at the same instant.
 		switch {
 		case r.Pending == 0:
 			r.NextAttempt = time.Time{}
@@ -76,8 +76,8 @@ func (e *Engine) Report(tenant string) []liveconfig.DestinationReport {
 	return reports
 }
 
-// Takes reports whether a lane is one of the present config's, so that what is
-// appended for it alone is delivered some time.
+// Takes reports whether a lane is part of the present config, so that a message appended to it is
+// delivered eventually.
 func (e *Engine) Takes(id queue.LaneID) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -85,7 +85,7 @@ func (e *Engine) Takes(id queue.LaneID) bool {
 	return l != nil && l.destination.set != nil && l.dropAt.IsZero() && !l.draining
 }
 
-// allOpen reports whether nothing but probes goes out.
+// allOpen reports whether only probes are sent.
 func allOpen(endpoints []liveconfig.EndpointReport) bool {
 	for _, ep := range endpoints {
 		if ep.State != liveconfig.EndpointCircuitOpen {
@@ -95,7 +95,7 @@ func allOpen(endpoints []liveconfig.EndpointReport) bool {
 	return len(endpoints) > 0
 }
 
-// earlier returns the earlier of two times; zero is no time.
+// earlier returns the earlier of two times; a zero time counts as absent.
 func earlier(a, b time.Time) time.Time {
 	if a.IsZero() || !b.IsZero() && b.Before(a) {
 		return b

@@ -8,19 +8,19 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// maxLease is how many messages a lane leases at once, minLease how many it
-// may lease however few it has in flight: each lease costs a search in the log.
+// maxLease is the largest number of messages per lease; minLease is the number that a lane may
+// always lease, because each lease costs a search in the log.
 const (
 	minLease = 16
 	maxLease = 64
 )
 
-// worker is a goroutine that sends requests, one after the other.
+// worker is a goroutine that sends requests, one at a time.
 type worker struct {
-	// wake gets true when there may be work and false when the worker must end.
+	// wake receives true if there may be work and false if the worker must end.
 	wake chan bool
 	post post
-	// headers are kept from request to request for their memory.
+	// headers are reused for every request.
 	headers []egress.Header
 }
 
@@ -63,7 +63,7 @@ func (q *fifo) pop() *lane {
 	return l
 }
 
-// notify is called by the store when a lane has something to lease again.
+// notify is called by the store when a lane has messages to lease again.
 func (e *Engine) notify(id queue.LaneID) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -73,12 +73,12 @@ func (e *Engine) notify(id queue.LaneID) {
 	}
 	l.more, l.notified = true, true
 	if e.enqueue(l) {
-		e.kick()
+		e.wakeWorker()
 	}
 }
 
-// enqueue puts a lane that has work and is nowhere queued at the end of the
-// ready queue. A lane that is being leased for queues itself afterwards.
+// enqueue appends a lane with work to the ready queue, unless it is in a queue. A lane with a lease
+// in progress queues itself afterwards.
 func (e *Engine) enqueue(l *lane) bool {
 	if l.queued || l.parked() || !l.hasWork() || l.leasing && l.buffered() == 0 {
 		return false
@@ -91,9 +91,9 @@ func (l *lane) parked() bool  { return len(l.targets) == 0 || l.broken }
 func (l *lane) buffered() int { return len(l.buffer) - l.head }
 func (l *lane) hasWork() bool { return l.more || l.buffered() > 0 }
 
-// kick wakes one worker when there is work; a worker that found some kicks the
-// next. The lock is held.
-func (e *Engine) kick() {
+// wakeWorker wakes one worker if there is work; a worker that finds work wakes the next. The lock is
+// held.
+func (e *Engine) wakeWorker() {
 	if e.waking > 0 || !e.running || e.ready.len == 0 || e.stopped {
 		return
 	}
@@ -113,7 +113,7 @@ func (e *Engine) kick() {
 	}
 }
 
-// work is a worker's life.
+// work is the main loop of a worker.
 func (e *Engine) work() {
 	defer e.exits.Done()
 	w := &worker{wake: make(chan bool, 1)}
@@ -121,7 +121,7 @@ func (e *Engine) work() {
 	e.waking--
 	for {
 		if e.next(&w.post) {
-			e.kick()
+			e.wakeWorker()
 			e.mu.Unlock()
 			e.send(w)
 			e.mu.Lock()
@@ -145,8 +145,8 @@ func (e *Engine) work() {
 	}
 }
 
-// next chooses the next request to send and accounts for it. It returns false
-// when there is none. The lock is held, but released while the store is asked.
+// next chooses the next request and accounts for it. It returns false if there is none. The lock is
+// held, but released while the store is called.
 func (e *Engine) next(p *post) bool {
 	for {
 		if e.stopped {
@@ -160,7 +160,7 @@ func (e *Engine) next(p *post) bool {
 		closed, probe := l.sendable(now)
 		switch {
 		case l.parked() || !l.hasWork() || !closed && !probe:
-			e.pass(l, now)
+			e.yield(l, now)
 		case e.mustWait(l):
 			e.block(l)
 			e.unblock()
@@ -182,11 +182,10 @@ func (e *Engine) next(p *post) bool {
 	}
 }
 
-// share is how many requests a lane may have in flight at most, as things
-// stand: no more than are still free for all. So a few lanes may use most of
-// what there is, many lanes get equal shares, and something is always left for
-// the next one. Lanes whose endpoints fail, are slow, or have not yet shown
-// that they work have one half at most; dead ones cannot take what the others live on.
+// share is the present limit of a lane's requests in flight: no more than are still free for all.
+// So a few lanes may use most of the total, many lanes get equal shares, and some capacity is
+// always free for the next lane. Lanes whose endpoints fail, are slow, or are not proven yet share
+// one half at most, so that failing endpoints cannot use up the capacity.
 func (e *Engine) share(proven bool) int {
 	free := e.o.MaxInFlight - e.inFlight
 	if proven {
@@ -212,8 +211,8 @@ func (e *Engine) blockedLike(l *lane) *fifo {
 	return &e.blockedUnproven
 }
 
-// mustWait reports whether a lane has all of its share, or comes behind a lane
-// that waits already and has no more in flight than this one.
+// mustWait reports whether a lane has used its share, or another lane is already waiting that has
+// no more requests in flight than this one.
 func (e *Engine) mustWait(l *lane) bool {
 	if l.inFlight >= e.share(l.proven()) {
 		return true
@@ -222,8 +221,8 @@ func (e *Engine) mustWait(l *lane) bool {
 	return first != nil && !l.waited && first.inFlight <= l.inFlight
 }
 
-// block makes a lane wait for its share. One that had its turn and found the
-// share taken again keeps its place.
+// block makes a lane wait for its share. A lane that had its turn and found the share used up again
+// keeps its place.
 func (e *Engine) block(l *lane) {
 	if l.waited {
 		e.blockedLike(l).pushFront(l)
@@ -233,15 +232,15 @@ func (e *Engine) block(l *lane) {
 	l.waited = true
 }
 
-// unblock gives the turn to a lane that waits for its share and has it now. It
-// is called whenever a request ends, and when a lane did not use its turn.
+// unblock gives the turn to a waiting lane whose share is free now. It is called whenever a request
+// ends, and when a lane did not use its turn.
 func (e *Engine) unblock() {
 	for _, q := range []*fifo{&e.blocked, &e.blockedUnproven} {
 		share := e.share(q == &e.blocked)
 		for looks := 8; looks > 0 && q.head != nil && share > 0; {
 			l := q.pop()
 			if l.parked() || !l.hasWork() {
-				continue // It costs no look: nobody might come by again for those behind it.
+				continue // Not counted as a look: the lanes behind it might get no other turn.
 			}
 			looks--
 			if l.inFlight < share {
@@ -253,9 +252,9 @@ func (e *Engine) unblock() {
 	}
 }
 
-// quantum is how many messages a lane leases at once: no more than its
-// endpoints' windows or minLease, and less the more lanes there are, so that
-// what is leased stays bounded for all lanes together.
+// quantum is the number of messages that a lane leases at once: at most its endpoints' windows or
+// minLease, and fewer the more lanes there are, so that the leased messages of all lanes are
+// bounded.
 func (e *Engine) quantum(l *lane) int {
 	window := minLease
 	for _, t := range l.targets {
@@ -264,10 +263,9 @@ func (e *Engine) quantum(l *lane) int {
 	return max(1, min(window, maxLease, (4*e.o.MaxInFlight-e.leased)/(e.ready.len+1)))
 }
 
-// sendable reports whether some endpoint with a closed circuit has room for a
-// request, or, when all circuits are open, whether some probe is due. While an
-// endpoint is proven, room at others does not count: a message should not go
-// to a URL that fails only because the one that works is busy for a moment.
+// sendable reports whether an endpoint with a closed circuit can accept a request, or, if all
+// circuits are open, whether a probe is due. While an endpoint is proven, the others do not count:
+// a message must not be sent to a failing URL only because the working one is briefly busy.
 func (l *lane) sendable(now time.Time) (closed, probe bool) {
 	open, proven := true, false
 	for _, t := range l.targets {
@@ -286,19 +284,18 @@ func (l *lane) sendable(now time.Time) (closed, probe bool) {
 	return closed, probe && open
 }
 
-// takes reports whether the endpoint has room for an ordinary request.
+// takes reports whether the endpoint can accept an ordinary request.
 func (ep *endpoint) takes(now time.Time) bool {
 	return ep.room() > 0 && ep.bucket.wait(now) == 0
 }
 
-// servedPerSecond is how many requests an endpoint should have served however
-// many others have connections too.
+// servedPerSecond is the request rate that an endpoint should reach even when other endpoints use
+// most connections.
 const servedPerSecond = 100
 
-// room is how many more requests the endpoint may have in flight. While
-// connections are scarce it waits for one of its own rather than dial, as long
-// as those serve enough: a burst for an endpoint that answers at once is not
-// worth the dials.
+// room is the number of further requests that the endpoint may have in flight. While connections
+// are scarce, it waits for one of its own connections instead of dialling, as long as they are fast
+// enough: for a burst to a fast endpoint, dialling does not pay.
 func (ep *endpoint) room() int {
 	room := ep.circuit.room(ep.inFlight)
 	if room > 0 && ep.to != nil {
@@ -308,13 +305,13 @@ func (ep *endpoint) room() int {
 	return room
 }
 
-// offer gives the room that an endpoint has to the next lane in turn that has
-// work for it, or sets a timer when room will come with time alone.
-func (e *Engine) offer(ep *endpoint, now time.Time) {
+// wakeNextLane gives an endpoint's free capacity to the next lane that has work for it, or sets a timer if
+// capacity becomes free by time alone.
+func (e *Engine) wakeNextLane(ep *endpoint, now time.Time) {
 	var at time.Time
 	switch c := &ep.circuit; {
 	case c.probing || !c.open && ep.room() <= 0:
-		return // The end of a request in flight will offer again.
+		return // The end of a request in flight calls wakeNextLane again.
 	case c.open:
 		at = c.probeAt
 	default:
@@ -337,7 +334,7 @@ func (e *Engine) offer(ep *endpoint, now time.Time) {
 	}
 }
 
-// arm sets the endpoint's timer, unless it fires earlier already.
+// arm sets the endpoint's timer, unless it already fires earlier.
 func (e *Engine) arm(ep *endpoint, at, now time.Time) {
 	if e.stopped || !ep.timerAt.IsZero() && !at.Before(ep.timerAt) {
 		return
@@ -348,18 +345,18 @@ func (e *Engine) arm(ep *endpoint, at, now time.Time) {
 			e.mu.Lock()
 			defer e.mu.Unlock()
 			ep.timerAt = time.Time{}
-			e.offer(ep, time.Now())
-			e.kick()
+			e.wakeNextLane(ep, time.Now())
+			e.wakeWorker()
 		})
 		return
 	}
 	ep.timer.Reset(at.Sub(now))
 }
 
-// pass is called for a lane that cannot use its turn: others may.
-func (e *Engine) pass(l *lane, now time.Time) {
+// yield is called for a lane that cannot use its turn; it offers the turn to other lanes.
+func (e *Engine) yield(l *lane, now time.Time) {
 	for _, t := range l.targets {
-		e.offer(t.endpoint, now)
+		e.wakeNextLane(t.endpoint, now)
 	}
 	e.unblock()
 }
@@ -374,7 +371,7 @@ func (l *lane) take() queue.Delivery {
 	return d
 }
 
-// takeBuffer removes all of it; the caller releases it.
+// takeBuffer removes all buffered messages; the caller releases them.
 func (e *Engine) takeBuffer(l *lane) []queue.Delivery {
 	back := append([]queue.Delivery(nil), l.buffer[l.head:]...)
 	clear(l.buffer)
@@ -385,7 +382,7 @@ func (e *Engine) takeBuffer(l *lane) []queue.Delivery {
 	return back
 }
 
-// release gives messages back, the last first, without the lock.
+// release returns messages to the store, the last first, without the lock.
 func (e *Engine) release(back []queue.Delivery) {
 	for i := len(back) - 1; i >= 0; i-- {
 		e.o.Store.Release(back[i])
@@ -397,7 +394,7 @@ func (e *Engine) lease(l *lane) {
 	n := e.quantum(l)
 	l.leasing, l.notified = true, false
 	if e.enqueue(l) {
-		e.kick() // What is buffered can go on meanwhile.
+		e.wakeWorker() // Buffered messages can be sent meanwhile.
 	}
 	e.mu.Unlock()
 	got, err := e.o.Store.Lease(l.id, n, l.scratch[:0])
@@ -409,12 +406,12 @@ func (e *Engine) lease(l *lane) {
 	if !l.queued && !l.parked() && l.hasWork() {
 		e.ready.pushFront(l)
 	} else if !l.hasWork() {
-		e.pass(l, time.Now())
+		e.yield(l, time.Now())
 	}
 }
 
-// leasedFor takes what the store gave for a lane into its buffer, or gives it
-// back when meanwhile the lane was parked, its circuits opened or the engine stopped.
+// leasedFor puts leased messages into the lane's buffer, or releases them if meanwhile the lane was
+// parked, its circuits opened or the engine stopped.
 func (e *Engine) leasedFor(l *lane, got []queue.Delivery, err error) {
 	left := copy(l.buffer, l.buffer[l.head:])
 	clear(l.buffer[left:])
@@ -443,18 +440,18 @@ func (l *lane) anyClosed() bool {
 	return false
 }
 
-// breakLane parks a lane that the store failed for and tries again after a while.
+// breakLane parks a lane after a store error and retries later.
 func (e *Engine) breakLane(l *lane, err error) {
 	l.broken = true
 	if errors.Is(err, queue.ErrClosed) || errors.Is(err, queue.ErrNoLane) {
-		return // Gone for good.
+		return // The lane no longer exists.
 	}
-	e.log.With(l.id.LogArgs()...).Error("reading from the queue failed; trying again in a second", "error", err)
+	e.log.With(l.id.LogArgs()...).Error("reading from the queue failed; retrying in a second", "error", err)
 	time.AfterFunc(time.Second, func() {
 		e.mu.Lock()
 		defer e.mu.Unlock()
 		l.broken, l.more = false, true
 		e.enqueue(l)
-		e.kick()
+		e.wakeWorker()
 	})
 }

@@ -17,27 +17,27 @@ import (
 	"github.com/posthorn/posthorn/event"
 )
 
-// headerIdempotencyKey carries the messageId, which is the same on every attempt.
+// headerIdempotencyKey carries the messageId, which is equal in every attempt.
 const headerIdempotencyKey = "Idempotency-Key"
 
-// post is one request: a message on its way to one endpoint.
+// post is one request: a message for one endpoint.
 type post struct {
 	lane    *lane
-	set     *settings
+	set     *destinationConfig
 	target  target
 	message queue.Delivery
-	// probe is true for an open circuit's probe; unproven is true when the lane was not proven.
+	// probe is true for an open circuit's probe; unproven is true if the lane was not proven.
 	probe, unproven bool
-	// others is true when the lane may send the message to other endpoints as well.
+	// others is true if the lane may also send the message to other endpoints.
 	others bool
 }
 
-// ended is a request that came to its end.
+// ended is a finished request.
 type ended struct {
 	egress.Result
 	at       time.Time
 	duration time.Duration
-	// cut is true when the engine itself broke the request off, to stop.
+	// cut is true if the engine cancelled the request in order to stop.
 	cut bool
 }
 
@@ -49,13 +49,13 @@ func (r *ended) failure() *liveconfig.Failure {
 	return &liveconfig.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message}
 }
 
-// start sends a message to the lane's endpoint. A lane that drains may have
-// several: it takes one that has room, another one each time. The lock is held.
+// start sends a message to the lane's endpoint. A draining lane may have several endpoints: it
+// alternates between those with capacity. The lock is held.
 func (e *Engine) start(l *lane, d queue.Delivery, p *post, now time.Time) {
 	e.post(l, d, l.choose(d.Attempt, func(t target) bool { return t.takes(now) }), p, now)
 }
 
-// choose returns one of the lane's endpoints that will do, a proven one if there is one.
+// choose returns one of the lane's endpoints that satisfy will, a proven one if possible.
 func (l *lane) choose(turn int, will func(target) bool) (to target) {
 	if len(l.targets) == 1 {
 		return l.targets[0]
@@ -76,44 +76,43 @@ func (e *Engine) post(l *lane, d queue.Delivery, to target, p *post, now time.Ti
 	e.account(p, now)
 }
 
-// account counts a request and offers what room is left to the next lane.
+// account counts a request and offers the remaining capacity to the next lane.
 func (e *Engine) account(p *post, now time.Time) {
 	p.lane.waited = false
 	p.lane.inFlight++
 	p.target.inFlight++
 	p.unproven = !p.lane.proven()
-	e.claim(1, p.unproven)
+	e.addInFlight(1, p.unproven)
 	p.target.bucket.take()
-	e.offer(p.target.endpoint, now)
+	e.wakeNextLane(p.target.endpoint, now)
 }
 
-// claim counts n requests that begin, or that ended.
-func (e *Engine) claim(n int, unproven bool) {
+// addInFlight adds n to the requests in flight; a negative n subtracts.
+func (e *Engine) addInFlight(n int, unproven bool) {
 	e.inFlight += n
 	if unproven {
 		e.unproven += n
 	}
 }
 
-// startProbe leases a message and sends it to an endpoint whose probe is due. It
-// returns false when the lane has none. It takes the oldest and, every other
-// time, what the lane would send next: one message that the receiver always fails
-// on must not keep the circuit open for all. The lock is held, but released while
-// the store is asked.
+// startProbe leases a message and sends it to an endpoint whose probe is due. It returns false if
+// the lane has no message. It alternates between the oldest message and the next one in order: a
+// single message that always fails must not keep the circuit open for all. The lock is held, but
+// released while the store is called.
 func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 	set := l.set
 	to := l.choose(l.probes, func(t target) bool { return t.circuit.mayProbe(now) })
-	to.circuit.probing = true // Claimed: there is never a second one.
+	to.circuit.probing = true // Set before the lock is released, so that there is only one probe.
 	l.probes++
 	next := l.probes%2 == 0
 	for {
 		l.notified = false
 		unproven := !l.proven()
-		e.claim(1, unproven) // Or others would pass meanwhile.
+		e.addInFlight(1, unproven) // Reserve, so that no other request takes the place meanwhile.
 		e.mu.Unlock()
 		d, ok, err := e.leaseProbe(l.id, next)
 		e.mu.Lock()
-		e.claim(-1, unproven)
+		e.addInFlight(-1, unproven)
 		if err != nil {
 			e.breakLane(l, err)
 		}
@@ -137,12 +136,12 @@ func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 		to.circuit.probing = false
 		l.more = ok || l.notified
 		e.enqueue(l)
-		e.pass(l, now)
+		e.yield(l, now)
 		return false
 	}
 }
 
-// leaseProbe leases the lane's next message, or the oldest that waits.
+// leaseProbe leases the lane's next message, or the oldest pending one.
 func (e *Engine) leaseProbe(id queue.LaneID, next bool) (d queue.Delivery, ok bool, err error) {
 	first := func() {
 		var got []queue.Delivery
@@ -157,13 +156,13 @@ func (e *Engine) leaseProbe(id queue.LaneID, next bool) (d queue.Delivery, ok bo
 		d, ok, err = e.o.Store.LeaseOldest(id)
 	}
 	if !ok && err == nil {
-		first() // Only a Lease that comes back short makes the store tell of the next message.
+		first() // The store notifies of the next message only after a Lease that emptied the lane.
 	}
 	return d, ok, err
 }
 
-// unsendable buries a leased message that must not be sent, because it is older
-// than its window. The lock is held, but released while the store is told.
+// unsendable makes a dead letter of a leased message that is older than its window. The lock is
+// held, but released while the store is called.
 func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
 	if now.Sub(d.AcceptedAt) < l.set.policy.Window {
 		return false
@@ -172,7 +171,7 @@ func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
 	e.leased--
 	f := l.expiry(now)
 	e.mu.Unlock()
-	d.Attempt-- // Bury counts the lease as an attempt, and this one was not made.
+	d.Attempt-- // Bury counts the lease as an attempt, but this attempt was not made.
 	buried := e.bury(*d, f, now)
 	e.mu.Lock()
 	if buried {
@@ -181,8 +180,8 @@ func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
 	return true
 }
 
-// expiry is the failure of messages that were not delivered in time. It tells
-// of the last failure of the lane's endpoints.
+// expiry is the failure of messages that were not delivered in time. It includes the last failure
+// of the lane's endpoints.
 func (l *lane) expiry(now time.Time) queue.Failure {
 	var last *liveconfig.Failure
 	for _, t := range l.targets {
@@ -222,7 +221,8 @@ func (e *Engine) send(w *worker) {
 	if e.o.Tracer != nil {
 		span = e.trace(w, started)
 	}
-	// Only the engine's stop makes it done: a timer per request would cost more than all else here.
+	// The context is only cancelled when the engine stops: a timer per request would cost more than
+	// the rest of send.
 	ctx := egress.WithDeadline(e.hard, started.Add(p.set.policy.Timeout))
 	r := ended{Result: e.o.Client.Post(ctx, p.target.to, w.headers, body)}
 	r.at = time.Now()
@@ -249,41 +249,42 @@ func (e *Engine) send(w *worker) {
 	}
 }
 
-// body returns the bytes to sign and to send. Only a marked message costs more than the look at its mark.
-func (s *settings) body(d *queue.Delivery) []byte {
+// body returns the bytes to sign and to send. Only messages that are marked for long numbers need a
+// conversion.
+func (s *destinationConfig) body(d *queue.Delivery) []byte {
 	if !d.LongNumbers || s.exactNumbers {
 		return d.Body
 	}
 	fixed, err := event.FixedPoint(d.Body)
 	if err != nil {
-		return d.Body // cannot happen: what was accepted is JSON
+		return d.Body // cannot happen: accepted messages are JSON
 	}
 	return fixed
 }
 
-// settlement is what became of a message.
+// settlement is the outcome of a message.
 type settlement int
 
 const (
 	delivered settlement = iota
-	again                // To this endpoint, after another one took it.
+	again                // delivered again, after another endpoint accepted it
 	retried
 	released
 	rejected
 	redirected
-	timedOut // Its window ended.
-	letGo    // Another endpoint took it or still has it.
+	timedOut // its retry window ended
+	letGo    // another endpoint accepted it or still has it
 )
 
 func (s settlement) String() string {
 	return [...]string{"delivered", "delivered", "retried", "released", "rejected", "redirected", "expired", "failed"}[s]
 }
 
-// settle tells the store what became of the message, and the log of an attempt that failed.
+// settle stores the outcome of the message, and logs a failed attempt.
 func (e *Engine) settle(p *post, r *ended) settlement {
 	if !r.cut && r.outcome().Failed() {
 		args := append(p.target.logArgs(), failureArgs(r.failure())...)
-		e.log.Warn("attempt failed", append(args, "messageId", p.message.ID, "attempt", p.message.Attempt+1)...)
+		e.log.Warn("delivery attempt failed", append(args, "messageId", p.message.ID, "attempt", p.message.Attempt+1)...)
 	}
 	o := r.outcome()
 	if r.cut {
@@ -291,7 +292,7 @@ func (e *Engine) settle(p *post, r *ended) settlement {
 		return released
 	}
 	if p.others && o.Permanent() != "" {
-		o = retry.Outcome{Reason: r.Reason} // Another endpoint may take it.
+		o = retry.Outcome{Reason: r.Reason} // Another endpoint may accept it.
 	}
 	decision := retry.Decide(o, p.set.policy, p.message.Attempt, p.message.AcceptedAt, r.at, rand.Float64)
 	if decision.Action == retry.Ack {
@@ -318,19 +319,19 @@ func (e *Engine) settle(p *post, r *ended) settlement {
 	return s
 }
 
-// bury makes a dead letter, unless another endpoint took the message or still has
-// it. A message that cannot be buried is kept and tried again later.
+// bury makes a dead letter, unless another endpoint accepted the message or still has it. If that
+// fails, the message is kept and retried later.
 func (e *Engine) bury(d queue.Delivery, f queue.Failure, now time.Time) (buried bool) {
 	buried, err := e.o.Store.Bury(d, f)
 	if err != nil {
-		e.log.With(d.Lane.LogArgs()...).Error("writing a dead letter failed; the message is kept", "error", err)
+		e.log.With(d.Lane.LogArgs()...).Error("writing a dead letter failed; keeping the message", "error", err)
 		e.o.Store.Retry(d, now.Add(time.Minute), f)
 	}
 	return buried
 }
 
-// finish accounts for a request's end. It returns messages to release: those
-// that were leased and cannot go out because the circuit opened. The lock is held.
+// finish accounts for a request's end. It returns messages to release: leased messages that cannot
+// be sent because the circuit opened. The lock is held.
 func (e *Engine) finish(p *post, r *ended, s settlement, started time.Time) (back []queue.Delivery) {
 	l, ep := p.lane, p.target.endpoint
 	o := r.outcome()
@@ -341,7 +342,7 @@ func (e *Engine) finish(p *post, r *ended, s settlement, started time.Time) (bac
 	} else if failed && o.Permanent() == "" {
 		if ep.circuit.failed(now, started, p.probe, r.RetryAfter, rand.Float64()) {
 			for _, other := range ep.lanes {
-				other.more = true // For the probe, whatever there is counts, also retries that are not due.
+				other.more = true // A probe may use any message, also retries that are not due.
 				if !other.anyClosed() {
 					back = append(back, e.takeBuffer(other)...)
 				}
@@ -352,23 +353,24 @@ func (e *Engine) finish(p *post, r *ended, s settlement, started time.Time) (bac
 			other.more = true
 		}
 	}
-	e.claim(-1, p.unproven)
+	e.addInFlight(-1, p.unproven)
 	l.inFlight--
 	ep.inFlight--
 	e.leased--
 	l.leased--
 	l.destination.metrics.settled(s, now.Sub(p.message.AcceptedAt))
 	if p.probe {
-		// A probe takes what is oldest, so what the store last said of the lane may be outdated.
+		// A probe leases the oldest message, so the store's last answer about the lane may be
+		// outdated.
 		l.more = true
 	}
 	if !r.cut {
 		e.record(p, r)
 	}
-	e.offer(ep, now)
+	e.wakeNextLane(ep, now)
 	for _, t := range l.targets {
 		if t.endpoint != ep {
-			e.offer(t.endpoint, now) // It may be this one's turn, now that the other fails.
+			e.wakeNextLane(t.endpoint, now) // This endpoint may be next, because the other one fails.
 		}
 	}
 	e.unblock()
@@ -378,7 +380,7 @@ func (e *Engine) finish(p *post, r *ended, s settlement, started time.Time) (bac
 	return back
 }
 
-// record keeps the attempt, and the endpoint's health by it.
+// record keeps the attempt and updates the endpoint's health.
 func (e *Engine) record(p *post, r *ended) {
 	ep := p.target.endpoint
 	var failure *liveconfig.Failure
@@ -404,34 +406,34 @@ func (e *Engine) record(p *post, r *ended) {
 
 const stateLogEvery = 10 * time.Second
 
-// logState tells of an endpoint's new state. An endpoint that fails now and then
-// changes it all the time, so that all but circuits that open or close is told
-// stateLogEvery after the last line at the earliest, by the maintenance.
+// logState logs an endpoint's new state. A flapping endpoint changes it all the time, so changes
+// other than an opened or closed circuit are logged by the maintenance, at least stateLogEvery
+// after the last log line.
 func (e *Engine) logState(ep *endpoint, now time.Time) {
-	ep.untold++
-	if ep.health.state == liveconfig.EndpointCircuitOpen || ep.told == liveconfig.EndpointCircuitOpen {
-		ep.toldAt = time.Time{}
+	ep.suppressed++
+	if ep.health.state == liveconfig.EndpointCircuitOpen || ep.loggedState == liveconfig.EndpointCircuitOpen {
+		ep.loggedAt = time.Time{}
 	}
-	if e.logUntold(ep, now) > 0 && ep.untold == 1 {
+	if e.logSuppressed(ep, now) > 0 && ep.suppressed == 1 {
 		e.wakeMaintenance()
 	}
 }
 
-// logUntold tells of what has not been told yet, or returns how long to wait for it.
-func (e *Engine) logUntold(ep *endpoint, now time.Time) (wait time.Duration) {
-	if ep.untold == 0 {
+// logSuppressed logs suppressed state changes, or returns how long to wait.
+func (e *Engine) logSuppressed(ep *endpoint, now time.Time) (wait time.Duration) {
+	if ep.suppressed == 0 {
 		return 0
 	}
-	if wait := ep.toldAt.Add(stateLogEvery).Sub(now); wait > 0 {
+	if wait := ep.loggedAt.Add(stateLogEvery).Sub(now); wait > 0 {
 		return wait
 	}
-	suppressed := ep.untold - 1
-	ep.untold = 0
-	if ep.health.state == ep.told {
+	suppressed := ep.suppressed - 1
+	ep.suppressed = 0
+	if ep.health.state == ep.loggedState {
 		return 0
 	}
-	ep.told, ep.toldAt = ep.health.state, now
-	level, args := slog.LevelInfo, append(ep.logArgs(), "state", string(ep.told))
+	ep.loggedState, ep.loggedAt = ep.health.state, now
+	level, args := slog.LevelInfo, append(ep.logArgs(), "state", string(ep.loggedState))
 	if ep.health.consecutive > 0 {
 		level, args = slog.LevelWarn, append(args, failureArgs(ep.health.lastFailure)...)
 	}
@@ -443,7 +445,7 @@ func (ep *endpoint) logArgs() []any {
 	return []any{"namespace", ep.destination.namespace, "destination", ep.destination.name, "endpoint", ep.name}
 }
 
-// failureArgs has no status code where there was no answer.
+// failureArgs has no status code if there was no response.
 func failureArgs(f *liveconfig.Failure) []any {
 	args := []any{"reason", f.Reason}
 	if f.StatusCode != 0 {
@@ -452,8 +454,8 @@ func failureArgs(f *liveconfig.Failure) []any {
 	return append(args, "message", f.Message)
 }
 
-// headerSafe returns a message id as it can stand in a header: unchanged when
-// it is visible ASCII, as nearly all are, and percent-encoded otherwise.
+// headerSafe makes a message id usable in a header: visible ASCII is unchanged, as in nearly all
+// ids, everything else is percent-encoded.
 func headerSafe(id string) string {
 	for i := range len(id) {
 		if id[i] <= ' ' || id[i] > '~' {

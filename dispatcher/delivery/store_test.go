@@ -13,7 +13,7 @@ import (
 )
 
 // memStore is a queue.Store in memory: simple, strict, and with a memory for
-// what went wrong (a message that is settled twice, or settled and not leased).
+// misuse (a message that is settled twice, or settled and not leased).
 type memStore struct {
 	mu     sync.Mutex
 	notify func(queue.LaneID)
@@ -587,6 +587,8 @@ func (s *memStore) Remember(name string, value []byte) error {
 	}
 	return nil
 }
+
+func (s *memStore) RememberDurably(name string, value []byte) error { return s.Remember(name, value) }
 
 func (s *memStore) Remembered() (map[string][]byte, error) {
 	s.mu.Lock()

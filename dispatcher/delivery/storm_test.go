@@ -28,10 +28,10 @@ import (
 // store: receivers in every mood, destinations that are disabled, held, changed,
 // deleted and made again, Sources that are disconnected, success policies that go
 // there and back, redeliveries, purges, restarts and cuts of the power at any
-// operation of the file system. Whatever the order, in the end
+// operation of the file system. In any order, at the end
 //
-//   - every accepted message was taken by who was to get it, or is a dead letter, or
-//     its owner gave it up,
+//   - every accepted message was accepted by its receivers, or is a dead letter, or
+//     its owner discarded it,
 //   - none was taken twice but for a cut, a redelivery or a change of the policy,
 //   - an endpoint that never answers never had two requests at once,
 //   - the ledgers add up, at every start and at the end.
@@ -65,7 +65,7 @@ const (
 const (
 	one   = "one"   // One URL, of web; it changes.
 	two   = "two"   // Two URLs, any of which will do, of web and ios; a third one and the first one come and go.
-	every = "every" // Each of its URLs must get all; a third one comes and goes.
+	every = "every" // Each of its URLs must get all; a third one is added and removed.
 	flip  = "flip"  // Two URLs; whether one will do changes.
 	gone  = "gone"  // It, and its Sources, come and go.
 	dead  = "dead"  // Never answers.
@@ -84,7 +84,7 @@ type storm struct {
 	rev  int
 
 	destinations map[string]*liveconfig.Destination // As they are to be configured; nil while deleted.
-	unusable     bool                               // The tenant's config cannot be read.
+	unusable     bool                               // The namespace's config cannot be read.
 	large        map[string]bool                    // While it is held, its endpoints are not known.
 	// left is when a Source was last disconnected from "gone"; zero while it is connected.
 	left map[string]time.Time
@@ -98,9 +98,9 @@ type storm struct {
 	took  map[claim]int
 	late  map[claim]time.Time // When it was taken last.
 	again map[claim]int       // How often it may have been taken again.
-	sent  map[string]bool     // All, also those that a cut came in between.
+	sent  map[string]bool     // All, also those of an interrupted append.
 	known map[string]int64    // Messages that were accepted, by Source.
-	spare int64               // Messages of whose acceptance nobody knows.
+	spare int64               // Messages whose acceptance is unknown.
 	cuts  int
 }
 
@@ -112,10 +112,10 @@ type stormLife struct {
 	store  *pebblestore.Store
 	engine *Engine
 	stop   func()
-	// redelivering are redeliveries under way, until hurry is called.
-	redelivering sync.WaitGroup
-	hurrying     context.Context
-	hurry        func()
+	// redelivering are redeliveries in progress, until stopRedeliver is called.
+	redelivering  sync.WaitGroup
+	redeliverCtx  context.Context
+	stopRedeliver func()
 	// left counts operations down to the cut, if above 0; after is what the cut left.
 	left  int
 	after *vfs.MemFS
@@ -211,7 +211,7 @@ func cutPrefix(s, prefix string) (string, bool) {
 	return s[len(prefix):], true
 }
 
-// operation counts down to the cut. What is accepted or taken after it did not happen.
+// operation counts down to the cut. Messages accepted or delivered after it do not count.
 func (l *stormLife) operation() {
 	s := l.s
 	s.mu.Lock()
@@ -263,9 +263,9 @@ func (s *storm) start(mem *vfs.MemFS, cut int) {
 		defer close(done)
 		_ = l.engine.Run(ctx)
 	}()
-	l.hurrying, l.hurry = context.WithCancel(context.Background())
+	l.redeliverCtx, l.stopRedeliver = context.WithCancel(context.Background())
 	l.stop = func() {
-		l.hurry()
+		l.stopRedeliver()
 		l.redelivering.Wait()
 		cancel()
 		<-done
@@ -321,7 +321,7 @@ func (s *storm) apply() {
 	if s.unusable {
 		return
 	}
-	// What was away for longer than the grace gave up what it was owed.
+	// A destination that was removed for longer than the grace period has lost its messages.
 	connected := s.destinations[gone]
 	for _, source := range []string{"web", "ios"} {
 		here, at := connected != nil && slices.Contains(connected.Sources, source), s.left[source]
@@ -402,7 +402,7 @@ func (s *storm) letters(name string) (all []queue.DeadLetter) {
 	return all
 }
 
-// redeliver sends some dead letters once more, or purges them, while all else goes on.
+// redeliver redelivers or purges some dead letters, while everything else continues.
 func (s *storm) redeliver() {
 	name := stormNames[s.rnd.IntN(len(stormNames))]
 	var selector redelivery.Selector
@@ -436,7 +436,7 @@ func (s *storm) redeliver() {
 		s.spare += int64(len(selector.Keys)) // Some may be appended in vain.
 	}
 	l.redelivering.Go(func() {
-		ctx, cancel := context.WithTimeout(l.hurrying, patience)
+		ctx, cancel := context.WithTimeout(l.redeliverCtx, patience)
 		defer cancel()
 		if purge {
 			_, _ = redelivery.Purge(ctx, l.store, "ns/"+name, selector, redelivery.Options{})
@@ -569,7 +569,7 @@ func (s *storm) conclude() {
 		}
 	}
 	s.apply()
-	s.life.hurry()
+	s.life.stopRedeliver()
 	time.Sleep(5 * time.Hour)
 	synctest.Wait()
 	s.balance()

@@ -11,8 +11,8 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/tracing"
 )
 
-// trace begins an attempt's span, as a child of that which took the message,
-// and names it to the receiver. A message without one begins a trace.
+// trace starts an attempt's span, as a child of the span of the message's acceptance, and sends its
+// context to the receiver. A message without a span starts a new trace.
 func (e *Engine) trace(w *worker, started time.Time) trace.Span {
 	p := &w.post
 	_, span := e.o.Tracer.Start(tracing.From(e.hard, p.message.TraceParent), "POST "+p.target.destination.key,
@@ -23,7 +23,7 @@ func (e *Engine) trace(w *worker, started time.Time) trace.Span {
 	return span
 }
 
-// endTrace ends it. The URL is a credential, and stays out.
+// endTrace ends the span. The URL is a credential and is not recorded.
 func endTrace(span trace.Span, p *post, r *ended, s settlement) {
 	if !span.IsRecording() {
 		return

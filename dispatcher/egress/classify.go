@@ -22,7 +22,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// stage is how far an attempt got.
+// stage is the progress of an attempt.
 type stage int
 
 const (
@@ -31,7 +31,7 @@ const (
 	stageBody                 // reading the answer
 )
 
-// answered classifies a final answer.
+// answered classifies a final response.
 func (r *Result) answered(e *Endpoint, a answer, body []byte, now time.Time) {
 	r.StatusCode = a.status
 	switch {
@@ -52,8 +52,8 @@ func (r *Result) answered(e *Endpoint, a answer, body []byte, now time.Time) {
 	r.Response = e.redactor.Redact(body)
 }
 
-// fail classifies an attempt that got no valid answer. None of its messages
-// holds an error's text that could quote the URL or what the endpoint sent.
+// fail classifies an attempt without a valid response. Its messages contain no error text that
+// could quote the URL or data of the endpoint.
 func (r *Result) fail(ctx context.Context, e *Endpoint, at stage, err error) {
 	r.StatusCode = 0
 	say := func(reason Reason, format string, args ...any) {
@@ -70,11 +70,11 @@ func (r *Result) fail(ctx context.Context, e *Endpoint, at stage, err error) {
 	if dns, ok := errors.AsType[*net.DNSError](err); ok {
 		switch {
 		case dns.IsNotFound:
-			say(DNSFailed, "DNS knows no address of host %q", e.host)
+			say(DNSFailed, "DNS lookup failed: no address for host %q", e.host)
 		case dns.IsTimeout || isTimeout(err):
-			say(DNSFailed, "DNS did not answer in time for host %q", e.host)
+			say(DNSFailed, "DNS lookup timed out for host %q", e.host)
 		default:
-			say(DNSFailed, "DNS failed for host %q", e.host)
+			say(DNSFailed, "DNS lookup failed for host %q", e.host)
 		}
 		return
 	}
@@ -98,13 +98,13 @@ func (r *Result) fail(ctx context.Context, e *Endpoint, at stage, err error) {
 	var record tls.RecordHeaderError
 	switch {
 	case isTimeout(err) || ctx.Err() != nil:
-		what := "no connection with " + address
+		what := "no connection to " + address
 		if handshaking {
-			what = "no end of the TLS handshake with " + address
+			what = "no complete TLS handshake with " + address
 		} else if at == stageAnswer {
-			what = "no answer of " + e.host + " (" + address + ")"
+			what = "no response from " + e.host + " (" + address + ")"
 		} else if at == stageBody {
-			what = "no complete answer of " + e.host + " (" + address + ")"
+			what = "no complete response from " + e.host + " (" + address + ")"
 		}
 		say(TimedOut, "%s within the timeout", what)
 	case handshaking:
@@ -112,22 +112,22 @@ func (r *Result) fail(ctx context.Context, e *Endpoint, at stage, err error) {
 	case errors.Is(err, syscall.ECONNREFUSED):
 		say(ConnectionRefused, "%s (%s) refused the connection: nothing listens there", e.host, address)
 	case errors.As(err, &invalid):
-		say(InvalidResponse, "the answer of %s is not valid HTTP: %s", e.host, invalid)
+		say(InvalidResponse, "the response of %s is not valid HTTP: %s", e.host, invalid)
 	case alertOf(err) != 0:
-		// With TLS 1.3 an endpoint refuses our certificate only after the handshake.
+		// With TLS 1.3 an endpoint rejects the client certificate only after the handshake.
 		say(TLSFailed, "%s", alertMessage(e, alertOf(err)))
 	case errors.As(err, &record):
-		say(TLSFailed, "%s (%s) sent something that is not TLS", e.host, address)
+		say(TLSFailed, "%s (%s) sent data that is not TLS", e.host, address)
 	case isDisconnect(err) && at == stageBody:
-		say(ConnectionFailed, "%s (%s) closed the connection in the middle of its answer", e.host, address)
+		say(ConnectionFailed, "%s (%s) closed the connection in the middle of its response", e.host, address)
 	case isDisconnect(err):
-		say(ConnectionFailed, "%s (%s) closed the connection without an answer", e.host, address)
+		say(ConnectionFailed, "%s (%s) closed the connection without a response", e.host, address)
 	default:
 		why := "for an unknown reason"
 		if errno, ok := errors.AsType[syscall.Errno](err); ok {
 			why = errno.Error()
 		}
-		say(ConnectionFailed, "the connection with %s (%s) failed: %s", e.host, address, why)
+		say(ConnectionFailed, "the connection to %s (%s) failed: %s", e.host, address, why)
 	}
 }
 
@@ -141,14 +141,13 @@ func isDisconnect(err error) bool {
 		errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNABORTED)
 }
 
-// selfSignedError is a leaf certificate that vouches for itself.
+// selfSignedError is a self-signed leaf certificate.
 type selfSignedError struct{ leaf *x509.Certificate }
 
 func (*selfSignedError) Error() string { return "the certificate is self-signed" }
 
-// refuseSelfSigned is a tls.Config's VerifyConnection. A self-signed
-// certificate is refused also where it is listed as an authority itself, which
-// the chain's verification takes for trust.
+// refuseSelfSigned is a tls.Config's VerifyConnection. It rejects a self-signed certificate even if
+// it is listed as an authority, which the verification of the chain accepts.
 func refuseSelfSigned(state tls.ConnectionState) error {
 	if leaf := state.PeerCertificates[0]; selfSigned(leaf) {
 		return &selfSignedError{leaf}
@@ -164,10 +163,10 @@ func selfSigned(leaf *x509.Certificate) bool {
 	return err == nil
 }
 
-// handshakeFailure explains what TLS itself says; "" when the connection broke.
+// handshakeFailure explains a TLS error; "" if the connection broke.
 func handshakeFailure(e *Endpoint, err error) (Reason, string) {
 	rejected := func(leaf *x509.Certificate, why string) (Reason, string) {
-		return CertificateRejected, fmt.Sprintf("certificate of %s is refused, nothing was sent: %s (%s)", e.host, why, describe(leaf))
+		return CertificateRejected, fmt.Sprintf("certificate of %s rejected, nothing was sent: %s (%s)", e.host, why, describe(leaf))
 	}
 	if self, ok := errors.AsType[*selfSignedError](err); ok {
 		return rejected(self.leaf, whySelfSigned)
@@ -185,11 +184,11 @@ func handshakeFailure(e *Endpoint, err error) (Reason, string) {
 	if isTimeout(err) || isDisconnect(err) || errors.Is(err, context.Canceled) || errors.As(err, new(syscall.Errno)) {
 		return "", ""
 	}
-	// Texts of the TLS library; the endpoint has seen no more of us than its own name.
+	// Texts of the TLS library; they contain no data of Posthorn except the host name.
 	return TLSFailed, fmt.Sprintf("TLS handshake with %s failed: %s", e.host, clip(err.Error()))
 }
 
-const whySelfSigned = "it is self-signed, which is never accepted; use one that an authority signed (a private authority's certificate can be given)"
+const whySelfSigned = "it is self-signed, which is never accepted; use a certificate of an authority (for a private authority, configure its CA in the tls of the endpoint)"
 
 func whyUnverified(leaf *x509.Certificate, err error) string {
 	if invalid, ok := errors.AsType[x509.CertificateInvalidError](err); ok && invalid.Reason == x509.Expired {
@@ -206,22 +205,22 @@ func whyUnverified(leaf *x509.Certificate, err error) string {
 		for _, ip := range leaf.IPAddresses {
 			names = append(names, ip.String())
 		}
-		return fmt.Sprintf("it is not for this host, but for %q", clip(strings.Join(names, ", ")))
+		return fmt.Sprintf("it is not valid for this host, but for %q", clip(strings.Join(names, ", ")))
 	}
 	if _, ok := errors.AsType[x509.UnknownAuthorityError](err); ok {
-		return "the authority that signed it is not trusted; a private authority's certificate can be given"
+		return "the authority that signed it is not trusted; for a private authority, configure its CA in the tls of the endpoint"
 	}
 	return clip(err.Error())
 }
 
-// describe tells which certificate it is.
+// describe identifies a certificate.
 func describe(leaf *x509.Certificate) string {
 	return fmt.Sprintf("subject %q, issuer %q, expires %s, SHA-256 %x",
 		clip(leaf.Subject.String()), clip(leaf.Issuer.String()), leaf.NotAfter.UTC().Format(time.RFC3339), sha256.Sum256(leaf.Raw))
 }
 
-// alertOf returns the alert with which the endpoint ended TLS, or 0. The
-// library hides its type, but not its text.
+// alertOf returns the alert with which the endpoint ended the TLS connection, or 0. The library
+// does not export its type, so this uses the text.
 func alertOf(err error) tls.AlertError {
 	if op, ok := errors.AsType[*net.OpError](err); ok && op.Op == "remote error" && op.Err != nil {
 		for alert := tls.AlertError(1); alert != 0; alert++ {
@@ -239,22 +238,22 @@ func alertMessage(e *Endpoint, alert tls.AlertError) string {
 	switch alert {
 	case 40: // handshake_failure
 		if unconfigured {
-			hint = "; it may want a client certificate, and none is configured"
+			hint = "; it may require a client certificate, but none is configured"
 		}
 	case 70: // protocol_version
-		hint = "; it has to support TLS 1.2 or 1.3"
-	case 42, 43, 44, 45, 46, 48, 49, 116: // about our certificate
-		hint = "; it refuses the client certificate"
+		hint = "; it must support TLS 1.2 or 1.3"
+	case 42, 43, 44, 45, 46, 48, 49, 116: // about the client certificate
+		hint = "; it rejects the client certificate"
 		if unconfigured {
-			hint = "; it asks for a client certificate, and none is configured"
+			hint = "; it requires a client certificate, but none is configured"
 		}
 	case 120: // no_application_protocol
-		hint = "; it has to support HTTP/1.1"
+		hint = "; it must support HTTP/1.1"
 	}
 	return fmt.Sprintf("%s ended the TLS handshake: %s%s", e.host, strings.TrimPrefix(alert.Error(), "tls: "), hint)
 }
 
-// clip bounds a text that comes from a certificate or a library.
+// clip shortens a text of a certificate or a library.
 func clip(s string) string {
 	const bound = 200
 	if len(s) > bound {
@@ -263,10 +262,9 @@ func clip(s string) string {
 	return s
 }
 
-// secretsOf lists what an endpoint knows from Posthorn and may repeat in an
-// answer: path and query as a whole and in their parts, header values and their
-// words, and decoded Basic credentials. Shorter parts are left in the answer:
-// they are no secrets, and their removal would make it unreadable.
+// secretsOf lists the secrets that an endpoint gets from Posthorn and may repeat in a response:
+// path and query as a whole and in parts, header values and their words, and decoded Basic
+// credentials. Shorter parts are not secrets, and removing them would make the response unreadable.
 func secretsOf(u *url.URL, target string, headers []liveconfig.Header) []string {
 	var secrets []string
 	add := func(least int, values ...string) {

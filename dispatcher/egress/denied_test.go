@@ -15,7 +15,7 @@ func TestDeniedNameDoesNotShowItsAddress(t *testing.T) {
 	var log bytes.Buffer
 	c := New(Options{Logger: slog.New(slog.NewTextHandler(&log, nil)), Resolver: resolver(func(string) []string { return []string{address} })})
 	t.Cleanup(c.Close)
-	r := post(t, withTimeout(t, patience), c, secretEndpoint(t, c, "http://db.internal.example", nil))
+	r := post(t, withTimeout(t, generousTimeout), c, secretEndpoint(t, c, "http://db.internal.example", nil))
 	if r.Reason != AddressDenied || r.RemoteAddr != "" {
 		t.Errorf("unexpected result %+v", r)
 	}
@@ -32,7 +32,7 @@ func TestDeniedNameDoesNotShowItsAddress(t *testing.T) {
 	}
 
 	// An address that the URL itself holds may be shown to its owner.
-	r = post(t, withTimeout(t, patience), c, secretEndpoint(t, c, "http://"+net.JoinHostPort(address, "80"), nil))
+	r = post(t, withTimeout(t, generousTimeout), c, secretEndpoint(t, c, "http://"+net.JoinHostPort(address, "80"), nil))
 	if r.Reason != AddressDenied || !strings.Contains(r.Message, "address "+address+" is private") {
 		t.Errorf("an address in the URL: %+v", r)
 	}

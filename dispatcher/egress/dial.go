@@ -20,34 +20,34 @@ type conn struct {
 	tls      *tls.Conn // nil for plain HTTP
 	pool     *pool
 	remote   string
-	alive    func() bool // open and silent; the read deadline must lie ahead
+	alive    func() bool // reports whether the connection is open and has nothing to read
 
-	// Of the exchange in progress.
-	ctx      context.Context // Read needs it, and has no parameter for it
+	// State of the exchange in progress.
+	ctx      context.Context // Read needs it, but has no parameter for it
 	deadline time.Time
-	// The deadlines that are set.
+	// The deadlines in effect.
 	readBy, writeBy time.Time
 
-	used      bool          // answered a request before
-	maxIdle   time.Duration // how long it may stay unused
+	used      bool          // has served a request before
+	maxIdle   time.Duration // how long it may be unused
 	idleSince time.Time
 	born      time.Time
 	closeOnce sync.Once
 }
 
-// cancelCheck is how long a read waits before it looks whether the context was
-// canceled. Most answers are there before, and cost no watch of the context.
+// cancelCheck is the interval at which a read checks for a cancelled context. Most responses arrive
+// earlier, so watching the context costs nothing.
 const cancelCheck = 250 * time.Millisecond
 
-// begin gives the connection to an exchange. Deadlines that are set from before
-// stay while they lie ahead and not too late: one that passes too early is set
-// again, and most never pass. To set both costs a twentieth of an exchange.
+// begin starts an exchange on the connection. Existing deadlines are kept if they are early enough;
+// one that fires too early is set again, which is rare. Setting both would cost a twentieth of an
+// exchange.
 func (cn *conn) begin(ctx context.Context, now, deadline time.Time) {
 	cn.ctx, cn.deadline = ctx, deadline
 	if cn.readBy.Sub(now) < cancelCheck/2 || cn.readBy.After(deadline) {
 		cn.setReadDeadline(now)
 	}
-	// TLS cannot go on after a write that was late.
+	// A TLS connection cannot be used after a write timed out.
 	if cn.writeBy.Before(now) || cn.writeBy.After(deadline) || cn.tls != nil {
 		cn.setWriteDeadline()
 	}
@@ -66,7 +66,7 @@ func (cn *conn) setWriteDeadline() {
 	_ = cn.SetWriteDeadline(cn.writeBy)
 }
 
-// Read reads until the exchange's deadline or the end of its context.
+// Read reads until the exchange's deadline or the cancellation of its context.
 func (cn *conn) Read(b []byte) (int, error) {
 	for {
 		n, err := cn.Conn.Read(b)
@@ -101,7 +101,7 @@ func (cn *conn) close() {
 	})
 }
 
-// dial makes a connection to the endpoint, with the TLS handshake done, and begins on it.
+// dial opens a connection to the endpoint, with the TLS handshake, and begins the exchange on it.
 func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t *Timing) (_ *conn, err error) {
 	e.idle.count(1)
 	defer func() {
@@ -109,9 +109,9 @@ func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t 
 			e.idle.count(-1)
 		}
 	}()
-	// Resolves, tries one address after the other (two families in parallel),
-	// and asks for each of them right before it is dialled. What was checked is
-	// what is dialled: a name that resolves differently the next time gains nothing.
+	// The dialer resolves the name, tries the addresses one after the other (two families in
+	// parallel), and checks each address right before it dials it. So a name that resolves
+	// differently the next time (DNS rebinding) bypasses nothing.
 	dialer := net.Dialer{
 		Resolver: c.resolver,
 		ControlContext: func(_ context.Context, _, address string, _ syscall.RawConn) error {
@@ -133,7 +133,7 @@ func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t 
 	t.Connect = time.Since(start) - t.DNS
 	if err != nil {
 		if denied, ok := errors.AsType[*deniedError](err); ok && denied.resolved() {
-			// The attempt's message does not name the address.
+			// The attempt's message must not contain the address.
 			c.log.WarnContext(ctx, "egress policy denied a resolved address", "endpoint", e, "address", denied.addr, "kind", denied.kind)
 		}
 		return nil, err
@@ -169,7 +169,7 @@ func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t 
 	return cn, nil
 }
 
-// handshakeError is a failure after the TCP connection stood.
+// handshakeError is a failure after the TCP connection was established.
 type handshakeError struct {
 	err    error
 	remote string
@@ -178,9 +178,9 @@ type handshakeError struct {
 func (e *handshakeError) Error() string { return e.err.Error() }
 func (e *handshakeError) Unwrap() error { return e.err }
 
-// newProbe returns a function that reports whether an unused connection is
-// still open and silent, without waiting: an endpoint that has closed it, or
-// sent what nobody asked for (a 408 before it closes), leaves something to read.
+// newProbe returns a function that reports, without blocking, whether an unused connection is open
+// and silent: if the endpoint has closed it, or has sent unrequested data (a 408 before it closes),
+// there is data to read.
 func newProbe(raw net.Conn) (func() bool, error) {
 	sc, ok := raw.(syscall.Conn)
 	if !ok {
@@ -191,19 +191,19 @@ func newProbe(raw net.Conn) (func() bool, error) {
 		return nil, err
 	}
 	var silent bool
-	read := func(fd uintptr) bool {
+	read := func(fd uintptr) {
 		var b [1]byte
 		_, err := syscall.Read(int(fd), b[:])
 		silent = errors.Is(err, syscall.EAGAIN) || errors.Is(err, syscall.EWOULDBLOCK)
-		return true
 	}
 	return func() bool {
 		silent = false
-		return rc.Read(read) == nil && silent
+		// Not Read: it fails when the deadline of an earlier exchange has passed.
+		return rc.Control(read) == nil && silent
 	}, nil
 }
 
-// nothingBuffered is the same for what the TLS layer has read already.
+// nothingBuffered does the same for data that the TLS layer has already read.
 func nothingBuffered(c *tls.Conn) bool {
 	_ = c.SetReadDeadline(past)
 	var b [1]byte
@@ -211,5 +211,5 @@ func nothingBuffered(c *tls.Conn) bool {
 	return n == 0 && errors.Is(err, os.ErrDeadlineExceeded)
 }
 
-// past is a deadline that is over.
+// past is a deadline in the past.
 var past = time.Unix(1, 0)

@@ -1,15 +1,14 @@
-// Package egress is the only way out: every request that Posthorn makes to a
-// webhook goes through its Client.
+// Package egress sends every request to a webhook: its Client is the only code that does. It does
+// not know messages, retries or queues.
 //
-// It speaks HTTP/1.1 and nothing else, on keep-alive connections that belong
-// to one Endpoint each, so that no endpoint can disturb another one. HTTP/2
-// would put all requests of an endpoint on one connection, where one lost
-// packet or one GOAWAY meets all of them, and saves nothing between a server
-// and a server. Redirects are not followed, proxies from the environment are
-// not used, and each address is checked after DNS, when it is dialled.
+// It uses HTTP/1.1 only, on keep-alive connections that belong to one Endpoint each, so that
+// endpoints cannot affect each other. HTTP/2 would send all requests of an endpoint over one
+// connection, where one lost packet or one GOAWAY affects all of them, and has no advantage between
+// two servers. Redirects are not followed, proxies from the environment are not used, and each
+// address is checked after DNS, when it is dialled.
 //
-// A webhook URL is a credential: what this package says in messages, logs and
-// prints never holds a path, a query or a header's value.
+// A webhook URL is a credential: messages, logs and printed values of this package never contain a
+// path, a query or a header's value. The main types are Client, Endpoint, Policy and Result.
 package egress
 
 import (
@@ -30,12 +29,12 @@ type Reason string
 
 // The reasons.
 const (
-	// TimedOut: no (complete) answer within the deadline.
+	// TimedOut: no (complete) response within the deadline.
 	TimedOut Reason = "TimedOut"
 	// ConnectionRefused: nothing listens at the address.
 	ConnectionRefused Reason = "ConnectionRefused"
-	// ConnectionFailed: the connection broke, or could not be made for another
-	// reason. Also when the caller's context was canceled.
+	// ConnectionFailed: the connection broke, or could not be opened for another reason. Also if
+	// the caller's context was cancelled.
 	ConnectionFailed Reason = "ConnectionFailed"
 	// DNSFailed: the host name does not resolve.
 	DNSFailed Reason = "DNSFailed"
@@ -57,62 +56,62 @@ const (
 	InvalidResponse Reason = "InvalidResponse"
 )
 
-// Header is a request header of one attempt. Bytes that a header cannot hold
-// are sent percent-encoded.
+// Header is a request header of one attempt. Bytes that are invalid in a header are
+// percent-encoded.
 type Header struct{ Name, Value string }
 
-// Result is how one attempt went.
+// Result is the result of one attempt.
 type Result struct {
-	// StatusCode of the final answer; 0 when none came. A 2xx that broke off
-	// before its end is no answer (a proxy may have sent the head before the
-	// receiver was done); any other status counts as soon as its head is there.
+	// StatusCode of the final response; 0 if there was none. An incomplete 2xx does not count (a
+	// proxy may have sent the head before the receiver was done); any other status counts as soon
+	// as its head is received.
 	StatusCode int
 	// Reason is "" for a 2xx within the deadline.
 	Reason Reason
-	// Message explains Reason to people. It is redacted: host and address, but
-	// no path, query or header value. "" on success.
+	// Message explains Reason in words. It is redacted: it has host and address, but no path, query
+	// or header value. "" on success.
 	Message string
-	// RetryAfter is what the endpoint asked for along with a failure, at most
-	// a day; 0 when it did not.
+	// RetryAfter is the wait that the endpoint requested with a failure, at most a day; 0 if none.
 	RetryAfter time.Duration
-	// Response is the first KiB of the body of an answer that is no success,
-	// without the URL's path and query and header values, should they be echoed.
-	// It is the receiver's data: quote it before printing.
+	// Response is the first KiB of the body of an unsuccessful response, without the URL's path and
+	// query and header values if they are repeated. It is data of the receiver: quote it before
+	// printing.
 	Response []byte
-	// Sent is false when it is certain that no byte of the request left.
+	// Sent is false if it is certain that no byte of the request was sent.
 	Sent bool
-	// RemoteAddr is the address that was dialled; "" when none was.
+	// RemoteAddr is the dialled address; "" if there was none.
 	RemoteAddr string
 	// Timing of the attempt.
 	Timing Timing
 }
 
-// Timing splits the time of an attempt. DNS, Connect and TLS are zero when an
-// open connection was used again.
+// Timing splits the duration of an attempt. DNS, Connect and TLS are zero if an open connection was
+// reused.
 type Timing struct {
-	DNS, Connect, TLS time.Duration
-	// FirstByte is the time from the request to the first byte of the answer.
-	FirstByte time.Duration
-	// Total is the time of the whole attempt.
-	Total time.Duration
+	DNS     time.Duration `json:"dnsNanos"`
+	Connect time.Duration `json:"connectNanos"`
+	TLS     time.Duration `json:"tlsNanos"`
+	// FirstByte is the time from the request to the first byte of the response.
+	FirstByte time.Duration `json:"firstByteNanos"`
+	// Total is the duration of the whole attempt.
+	Total time.Duration `json:"totalNanos"`
 }
 
 // Options of a Client.
 type Options struct {
-	// Policy says which addresses may be dialled. Zero: public ones only.
+	// Policy lists the addresses that may be dialled. Zero: public ones only.
 	Policy Policy
 	// Resolver; default net.DefaultResolver.
 	Resolver *net.Resolver
-	// IdleTimeout is how long an unused connection stays open; default 55 s,
-	// which is less than the 60 s of common load balancers. What an endpoint
-	// says itself (Keep-Alive: timeout=5) wins when it is less.
+	// IdleTimeout is how long an unused connection is kept open; default 55 s, which is less than
+	// the 60 s of common load balancers. A shorter value of the endpoint (Keep-Alive: timeout=5)
+	// takes precedence.
 	IdleTimeout time.Duration
-	// MaxAge is how long a connection is used for further requests; default 5 min.
-	// Then the name is looked up anew, so that traffic follows an endpoint that
-	// moves, also when its old address still answers.
+	// MaxAge is how long a connection is reused; default 5 min. After that the name is resolved
+	// again, so that traffic follows a moved endpoint even if its old address still answers.
 	MaxAge time.Duration
-	// MaxIdle bounds the open unused connections of all endpoints together;
-	// default 4,096. Endpoint.Share tells how endpoints stay within it.
+	// MaxIdle bounds the unused open connections of all endpoints; default 4,096. Endpoint.Share
+	// limits endpoints to it.
 	MaxIdle int
 	// Logger; default slog.Default().
 	Logger *slog.Logger
@@ -127,16 +126,16 @@ type Client struct {
 	maxIdle     int64
 	log         *slog.Logger
 
-	idle atomic.Int64 // open unused connections
+	idle atomic.Int64 // unused open connections
 	open atomic.Int64 // all connections
-	used atomic.Int64 // pools that have any
+	used atomic.Int64 // pools with connections
 
 	mu     sync.Mutex
-	pools  map[*pool]struct{} // those that may hold connections
+	pools  map[*pool]struct{} // pools that may hold connections
 	closed bool
 }
 
-// New makes a Client. Close it in the end.
+// New makes a Client. Close releases it.
 func New(o Options) *Client {
 	c := &Client{policy: o.Policy, resolver: o.Resolver, idleTimeout: o.IdleTimeout, maxAge: o.MaxAge, maxIdle: int64(o.MaxIdle), log: o.Logger, pools: map[*pool]struct{}{}}
 	if c.resolver == nil {
@@ -157,10 +156,9 @@ func New(o Options) *Client {
 	return c
 }
 
-// Prepare makes a liveconfig.Endpoint ready to post to. Errors name the
-// endpoint and the field, never a value that could be a secret. Keep the
-// Endpoint as long as its configuration stays: its connections belong to it.
-// Forget it then.
+// Prepare makes an Endpoint from its config. Errors name the endpoint and the field, never a value
+// that could be a secret. Use the same Endpoint while its configuration is unchanged, because its
+// connections belong to it; then call Forget.
 func (c *Client) Prepare(e liveconfig.Endpoint) (*Endpoint, error) {
 	p, err := prepare(e)
 	if err != nil {
@@ -170,11 +168,11 @@ func (c *Client) Prepare(e liveconfig.Endpoint) (*Endpoint, error) {
 	return p, nil
 }
 
-// Forget closes an endpoint's unused connections; those in use are closed
-// after their request. The Endpoint can still be posted to.
+// Forget closes an endpoint's unused connections; connections in use are closed after their
+// request. The Endpoint remains usable.
 func (c *Client) Forget(e *Endpoint) { e.idle.close() }
 
-// Close closes all unused connections; those in use are closed after their request.
+// Close closes all unused connections; connections in use are closed after their request.
 func (c *Client) Close() {
 	c.mu.Lock()
 	c.closed = true
@@ -189,7 +187,7 @@ func (c *Client) Close() {
 // defaultTimeout bounds an attempt whose context has no deadline.
 const defaultTimeout = 5 * time.Second
 
-// scratch is the memory of one attempt.
+// scratch is the buffer memory of one attempt.
 type scratch struct {
 	request []byte
 	reader  *bufio.Reader
@@ -200,15 +198,13 @@ var scratches = sync.Pool{New: func() any {
 	return &scratch{reader: bufio.NewReaderSize(nil, 4<<10)}
 }}
 
-// Post sends body to the endpoint, with the endpoint's headers and those
-// given, and waits for the answer until ctx is done (5 s when ctx has no
-// deadline). It makes one attempt: only a request that met a kept connection
-// which the endpoint had closed without a byte of answer is sent again, once,
-// on a new connection.
+// Post sends body to the endpoint, with the endpoint's headers and the given ones, and waits for
+// the response until ctx is done (5 s if ctx has no deadline). It makes one attempt. Only if a kept
+// connection was closed by the endpoint without a byte of response, the request is sent again,
+// once, on a new connection.
 //
-// A cancellation of ctx is noticed within a quarter of a second while the
-// answer is awaited. It says nothing about the endpoint: look at ctx.Err()
-// before the Result counts against it.
+// While it waits, Post notices a cancellation of ctx within a quarter of a second. A cancellation
+// is no evidence about the endpoint: check ctx.Err() before the Result is counted.
 func (c *Client) Post(ctx context.Context, e *Endpoint, headers []Header, body []byte) (r Result) {
 	start := time.Now()
 	defer func() { r.Timing.Total = time.Since(start) }()
@@ -242,13 +238,17 @@ func (c *Client) Post(ctx context.Context, e *Endpoint, headers []Header, body [
 	return r
 }
 
-// largeRequest is what may not fit into the buffers between us and an endpoint
-// that answers before it has read all.
+// largeRequest is a size that may not fit into the socket buffers when the endpoint answers before
+// it has read the request.
 const largeRequest = 32 << 10
 
-// exchange sends the request on the connection, which begin has prepared, and
-// reads the answer. It closes the connection or puts it back. retry is true when the connection was
-// used before and the endpoint closed it without answering.
+// writeGrace is how long a complete response waits for the end of the write of a large
+// request. The writer runs in another goroutine, which may be scheduled later.
+const writeGrace = 250 * time.Millisecond
+
+// exchange sends the request on the connection, which begin has prepared, and reads the response.
+// It closes the connection or returns it to the pool. retry is true if the connection was reused
+// and the endpoint closed it without a response.
 func (c *Client) exchange(ctx context.Context, e *Endpoint, cn *conn, s *scratch, r *Result) (retry bool) {
 	keep := false
 	defer func() {
@@ -275,10 +275,14 @@ func (c *Client) exchange(ctx context.Context, e *Endpoint, cn *conn, s *scratch
 			writing <- err
 		}()
 		defer func() {
+			grace := time.Duration(0)
+			if keep {
+				grace = writeGrace
+			}
 			select {
 			case writeErr := <-writing:
 				keep = keep && writeErr == nil
-			default: // answered before it has read all
+			case <-time.After(grace): // The endpoint answered before it had read the request.
 				keep = false
 				cn.close()
 				<-writing //nolint:errcheck // the connection is closed anyway
@@ -286,8 +290,8 @@ func (c *Client) exchange(ctx context.Context, e *Endpoint, cn *conn, s *scratch
 		}()
 	}
 
-	// Also after a failed write: an endpoint that refuses a request early
-	// answers, then closes.
+	// Read after a failed write, too: an endpoint that rejects a request early sends a response and
+	// closes.
 	s.reader.Reset(cn)
 	if _, err := s.reader.Peek(1); err != nil {
 		if writeErr != nil && !isTimeout(err) {
@@ -312,9 +316,8 @@ func (c *Client) exchange(ctx context.Context, e *Endpoint, cn *conn, s *scratch
 	return false
 }
 
-// WithDeadline is context.WithDeadline for Post alone, without the cost: there
-// is no timer, and nothing to cancel. The context's Done is that of its parent;
-// Post ends at the deadline all the same.
+// WithDeadline is a cheap context.WithDeadline for Post only: it has no timer and needs no cancel.
+// The context's Done is that of its parent; Post ends at the deadline nevertheless.
 func WithDeadline(parent context.Context, deadline time.Time) context.Context {
 	return deadlineContext{parent, deadline}
 }

@@ -23,15 +23,15 @@ import (
 // userAgent of every request.
 const userAgent = "Posthorn/1.0"
 
-// Endpoint is a webhook that is ready to be posted to. It holds secrets and
-// prints as its name, scheme and host only.
+// Endpoint is a webhook that is prepared for Post. It holds secrets; printed, it shows only its
+// name, scheme and host.
 type Endpoint struct {
 	name     string
-	host     string      // as it is looked up, checked and shown
+	host     string      // the form that is resolved, checked and shown
 	address  string      // host and port to dial
-	head     []byte      // the request up to the headers of one attempt
+	head     []byte      // the constant part of the request, before the headers of an attempt
 	tls      *tls.Config // nil for http
-	redactor *Redactor   // removes the endpoint's secrets from an answer that is shown
+	redactor *Redactor   // removes the endpoint's secrets from a shown response
 	idle     *pool
 }
 
@@ -50,10 +50,9 @@ func (e Endpoint) Format(f fmt.State, _ rune) { _, _ = io.WriteString(f, e.Strin
 // LogValue implements slog.LogValuer.
 func (e Endpoint) LogValue() slog.Value { return slog.StringValue(e.String()) }
 
-// Share is how many requests to the endpoint should be under way at once so
-// that none needs a connection that will not be kept: all that it likes while
-// few endpoints have connections, then the needed ones, and in the end those
-// that it has or its equal part. A dial costs as much as several requests.
+// Share is how many requests to the endpoint should be in flight so that each has a connection that
+// is kept: as many as it needs while few endpoints have connections, then `needed`, and finally its
+// existing connections or its equal share. A new connection costs as much as several requests.
 func (e *Endpoint) Share(needed int) int {
 	if e.idle == nil {
 		return math.MaxInt
@@ -71,7 +70,7 @@ func prepare(c liveconfig.Endpoint) (*Endpoint, error) {
 	fail := func(field, format string, args ...any) (*Endpoint, error) {
 		return nil, fmt.Errorf("endpoint %q: %s: "+format, append([]any{c.Name, field}, args...)...)
 	}
-	// The parser's errors quote the URL, so none of them may get out.
+	// The parser's errors quote the URL, so they must not be returned.
 	u, err := url.Parse(c.URL.Reveal())
 	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Opaque != "" || u.Host == "" {
 		return fail("url", "must be a full http or https URL")
@@ -92,7 +91,7 @@ func prepare(c liveconfig.Endpoint) (*Endpoint, error) {
 	}
 	dialHost := e.host
 	if !addr.IsValid() && strings.HasSuffix(u.Hostname(), ".") {
-		dialHost += "." // the final dot keeps search domains out
+		dialHost += "." // the final dot disables search domains
 	}
 	e.address = net.JoinHostPort(dialHost, port)
 
@@ -154,7 +153,7 @@ func tlsConfig(host string, c *liveconfig.TLS) (*tls.Config, error) {
 		if err != nil {
 			return nil, fmt.Errorf("client certificate and key: %w", err)
 		}
-		// Given whatever authorities the endpoint names: the owner chose it.
+		// Presented for any list of authorities that the endpoint sends: the owner has chosen it.
 		config.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil }
 	}
 	return config, nil
@@ -178,8 +177,8 @@ func (e *Endpoint) appendRequest(dst []byte, headers []Header, body []byte) []by
 func validNameByte(b byte) bool  { return httpguts.IsTokenRune(rune(b)) }
 func validValueByte(b byte) bool { return b >= ' ' && b != 0x7f || b == '\t' }
 
-// appendEscaped appends s with the bytes that are not valid percent-encoded: a
-// value that a caller of the tracking API chose must not end its header.
+// appendEscaped appends s and percent-encodes invalid bytes: a value from a caller of the tracking
+// API must not end its header.
 func appendEscaped(dst []byte, s string, valid func(byte) bool) []byte {
 	for i := range len(s) {
 		if b := s[i]; valid(b) {

@@ -10,8 +10,8 @@ import (
 	"golang.org/x/net/idna"
 )
 
-// Policy says which addresses may be dialled. The zero Policy allows public
-// addresses only. It is never changed after it was made.
+// Policy lists the addresses that may be dialled. The zero Policy allows public addresses only. It
+// is immutable.
 type Policy struct {
 	allowed  []netip.Prefix
 	denied   []netip.Prefix
@@ -19,21 +19,21 @@ type Policy struct {
 	suffixes []string        // ".example" for "*.example"
 }
 
-// ParsePolicy makes a Policy from the admin's list. Public addresses are
+// ParsePolicy makes a Policy from the administrator's list. Public addresses are
 // always allowed; each entry changes that:
 //
 //   - a CIDR or an address ("10.8.0.0/16", "fd00::7") allows these addresses;
 //   - a host name ("crm.internal", or "*.svc.cluster.local" for all names below
-//     it) allows whatever the name resolves to, except link-local and metadata
-//     addresses;
-//   - a CIDR or an address behind "!" ("!2001:db8:7::/48") denies these
-//     addresses, and wins over every other entry. A cluster whose pods or
-//     services have public addresses lists them so.
+//     it) allows all addresses that the name resolves to, except link-local and
+//     metadata addresses;
+//   - a CIDR or an address after "!" ("!2001:db8:7::/48") denies these addresses
+//     and takes precedence over every other entry. It is for clusters whose pods
+//     or services have public addresses.
 //
 // The metadata addresses of clouds hand out credentials. Only an entry that is
 // exactly such an address allows it, not a wider CIDR.
 //
-// The error names the entry and what it should look like.
+// The error names the entry and the valid forms.
 func ParsePolicy(allow []string) (Policy, error) {
 	p := Policy{hosts: map[string]bool{}}
 	for _, entry := range allow {
@@ -77,14 +77,12 @@ func parsePrefix(s string) (netip.Prefix, bool) {
 	return prefix.Masked(), true
 }
 
-// CheckHost refuses a URL's host that can never be dialled: an address that
-// the policy denies, an address in a form that programs read differently
-// ("0x7f.1", "2130706433"), a name that always means this machine or a
-// metadata service, and what is no host at all. Every other name passes: only
-// the addresses that it resolves to can tell, and they are checked whenever a
-// connection is made.
+// CheckHost rejects a host of a URL that can never be dialled: a denied address, an address in a
+// form that programs read differently ("0x7f.1", "2130706433"), a name that always means this
+// machine or a metadata service, and an invalid host. Every other name passes, because only its
+// resolved addresses can be checked, which happens on every connection.
 //
-// The error says what is wrong and how to mend it.
+// The error has the reason and the fix.
 func (p Policy) CheckHost(host string) error {
 	name, addr, err := parseHost(host)
 	if err != nil {
@@ -94,7 +92,7 @@ func (p Policy) CheckHost(host string) error {
 		return p.check(name, addr)
 	}
 	if kind := forbiddenName(name); kind != "" && !p.allowsHost(name) {
-		return fmt.Errorf("host %q is a name of %s, and the egress policy denies it; use another host, or let the cluster's admin allow it by this name (--egress-allow)", name, kind)
+		return fmt.Errorf("host %q is a name of %s, which the egress policy denies; use another host, or ask an administrator to add this name to egressAllow (--egress-allow)", name, kind)
 	}
 	return nil
 }
@@ -117,16 +115,16 @@ func (p Policy) allowsHost(name string) bool {
 	return p.hosts[name] || slices.ContainsFunc(p.suffixes, func(s string) bool { return strings.HasSuffix(name, s) })
 }
 
-// deniedError is an address that the policy denies. Its text is for the owner of
-// a destination: it names an address only when the URL does, because an owner
-// could otherwise resolve internal names by it. The log gets the fields.
+// deniedError is a denied address. Its text is for the owner of a destination: it contains the
+// address only if the URL does, because an owner could otherwise resolve internal names. The log
+// gets the fields.
 type deniedError struct {
 	host, kind string
 	addr       netip.Addr
 	metadata   bool
 }
 
-// resolved reports whether the address comes from DNS and not from the URL.
+// resolved reports whether the address was resolved by DNS and is not part of the URL.
 func (e *deniedError) resolved() bool {
 	_, err := netip.ParseAddr(e.host)
 	return err != nil
@@ -142,12 +140,12 @@ func (e *deniedError) Error() string {
 	return fmt.Sprintf("address %s is %s, and the egress policy denies it; use another host, or ask an administrator to add the address to egressAllow (--egress-allow)", e.addr, e.kind)
 }
 
-// check decides about one address that a host stands for or resolved to.
+// check checks one address that a host is or resolved to.
 func (p Policy) check(host string, addr netip.Addr) error {
 	addr = addr.WithZone("").Unmap()
 	deny := func(kind string) error { return &deniedError{host: host, addr: addr, kind: kind} }
 
-	// What some gateway would unwrap from the address counts like the address itself.
+	// An address that a gateway would extract from this address is checked, too.
 	inner := embedded(addr)
 	for _, a := range append(inner, addr) {
 		if containsAddr(p.denied, a) {
@@ -159,8 +157,8 @@ func (p Policy) check(host string, addr netip.Addr) error {
 	}
 	kind := special(addr)
 	if nat64.Contains(addr) || isatap(addr) {
-		// As good as the IPv4 address that it stands for: in an IPv6-only
-		// cluster every IPv4 host is dialled through such an address.
+		// Allowed if the embedded IPv4 address is allowed: in an IPv6-only cluster every IPv4 host
+		// is dialled through such an address.
 		if v4 := inner[0]; !containsAddr(p.allowed, v4) && kind == "" {
 			kind = special(v4)
 		}
@@ -174,7 +172,7 @@ func (p Policy) check(host string, addr netip.Addr) error {
 	return deny(kind)
 }
 
-// lists reports whether exactly this address was allowed.
+// lists reports whether exactly this address is allowed.
 func (p Policy) lists(a netip.Addr) bool {
 	return slices.Contains(p.allowed, netip.PrefixFrom(a, a.BitLen()))
 }
@@ -183,7 +181,7 @@ func containsAddr(prefixes []netip.Prefix, a netip.Addr) bool {
 	return slices.ContainsFunc(prefixes, func(p netip.Prefix) bool { return p.Contains(a) })
 }
 
-// metadata lists where clouds serve credentials to whoever asks from within.
+// metadata lists the addresses at which clouds serve credentials to their machines.
 var metadata = addrs(
 	"169.254.169.254", // AWS, Google, Azure, OpenStack, Oracle, DigitalOcean
 	"169.254.170.2",   // AWS ECS task credentials
@@ -208,8 +206,8 @@ func addrs(list ...string) (as []netip.Addr) {
 
 const linkLocal = "link-local"
 
-// specials are the ranges that are no public unicast address (IANA's special
-// purpose registries), the narrower before the wider.
+// specials are the ranges that are not public unicast addresses (IANA's special-purpose
+// registries), narrower ranges first.
 var specials = []struct {
 	prefix netip.Prefix
 	kind   string
@@ -260,7 +258,7 @@ var (
 	nat64    = netip.MustParsePrefix("64:ff9b::/96")
 )
 
-// special says what an address is that is not public, or "".
+// special returns the kind of an address that is not public, or "".
 func special(a netip.Addr) string {
 	for _, s := range specials {
 		if s.prefix.Contains(a) {
@@ -278,8 +276,8 @@ func isatap(a netip.Addr) bool {
 	return a.Is6() && b[8]&^2 == 0 && b[9] == 0 && b[10] == 0x5e && b[11] == 0xfe
 }
 
-// embedded returns the IPv4 addresses that an IPv6 address may carry inside
-// it, the one in the last four bytes first.
+// embedded returns the IPv4 addresses that an IPv6 address may contain, the one in the last four
+// bytes first.
 func embedded(a netip.Addr) []netip.Addr {
 	if !a.Is6() {
 		return nil
@@ -300,12 +298,12 @@ func embedded(a netip.Addr) []netip.Addr {
 	return inner
 }
 
-// parseHost returns the form of a URL's host in which it is looked up and
-// compared: lower-case ASCII without a final dot, or the address that it stands for.
+// parseHost returns the form of a URL's host that is resolved and compared: lower-case ASCII
+// without a final dot, or the address.
 func parseHost(host string) (name string, addr netip.Addr, err error) {
 	if inner, ok := strings.CutPrefix(host, "["); ok {
 		if host, ok = strings.CutSuffix(inner, "]"); !ok {
-			return "", addr, errors.New("host has a bracket without its partner")
+			return "", addr, errors.New("host has an unbalanced bracket")
 		}
 	}
 	if strings.ContainsAny(host, ":%") {
@@ -314,12 +312,12 @@ func parseHost(host string) (name string, addr netip.Addr, err error) {
 		case err != nil || !addr.Is6():
 			return "", netip.Addr{}, fmt.Errorf("host %q is not an IPv6 address", host)
 		case addr.Zone() != "":
-			return "", netip.Addr{}, fmt.Errorf("host %q has a zone, which only this machine would understand; remove it", host)
+			return "", netip.Addr{}, fmt.Errorf("host %q has a zone, which is valid on one machine only; remove it", host)
 		}
 		return addr.String(), addr, nil
 	}
 	invalid := fmt.Errorf("host %q is neither a host name nor an address; correct it", host)
-	// Maps what browsers map too: full-width digits, ideographic dots, upper case.
+	// Maps the characters that browsers map: full-width digits, ideographic dots, upper case.
 	name = strings.ToLower(host)
 	if strings.ContainsFunc(name, func(r rune) bool { return r >= 0x80 }) {
 		if name, err = idna.Lookup.ToASCII(name); err != nil {
@@ -336,8 +334,8 @@ func parseHost(host string) (name string, addr netip.Addr, err error) {
 			return "", addr, invalid
 		}
 	}
-	// No top-level domain is a number, but some resolvers read one as (a part
-	// of) an IPv4 address: 127.1, 0x7f.0.0.1, 2130706433.
+	// No top-level domain is a number, but some resolvers read a number as (a part of) an IPv4
+	// address: 127.1, 0x7f.0.0.1, 2130706433.
 	if last := labels[len(labels)-1]; isNumber(last) {
 		if addr, err = netip.ParseAddr(name); err != nil {
 			return "", netip.Addr{}, fmt.Errorf("host %q is an address in a form that programs read differently; write an IPv4 address as four decimal numbers", host)

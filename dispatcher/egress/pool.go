@@ -7,19 +7,19 @@ import (
 	"time"
 )
 
-// pool holds an endpoint's open unused connections, the longest unused first.
+// pool holds an endpoint's unused open connections, the longest unused first.
 type pool struct {
 	client *Client
-	// open counts its connections, also those in use and those that are being made.
+	// open counts the connections, including those in use and those being opened.
 	open atomic.Int64
 
 	mu     sync.Mutex
 	conns  []*conn
-	timer  *time.Timer // runs while the client knows the pool
+	timer  *time.Timer // runs while the client has the pool in its list
 	closed bool
 }
 
-// get begins on the connection that was used last, or returns nil.
+// get begins an exchange on the most recently used connection, or returns nil.
 func (p *pool) get(ctx context.Context, now, deadline time.Time) *conn {
 	for {
 		p.mu.Lock()
@@ -43,7 +43,7 @@ func (p *pool) get(ctx context.Context, now, deadline time.Time) *conn {
 	}
 }
 
-// count counts a connection that is about to be made, or one less.
+// count adds n to the connections before one is opened; -1 after one is closed.
 func (p *pool) count(n int64) {
 	switch open := p.open.Add(n); {
 	case n > 0 && open == n:
@@ -54,9 +54,9 @@ func (p *pool) count(n int64) {
 	p.client.open.Add(n)
 }
 
-// share is how many connections the pool should use: those that it has, more
-// while it has fewer than are left of the half that is for everyone, or than its
-// equal part of it, and those that are needed while any are left.
+// share is how many connections the pool should use: its present ones; more while it has fewer than
+// are free of the common half, or than its equal share of it; and the needed ones while any are
+// free.
 func (p *pool) share(needed int) int {
 	all, half := p.client.open.Load(), p.client.maxIdle/2
 	share := max(p.open.Load(), half-all, half/max(1, p.client.used.Load()), 1)
@@ -66,7 +66,7 @@ func (p *pool) share(needed int) int {
 	return int(share)
 }
 
-// put takes a connection for later use, or closes it.
+// put keeps a connection for later use, or closes it.
 func (p *pool) put(cn *conn) {
 	now := time.Now()
 	if now.Sub(cn.born) >= p.client.maxAge {
@@ -91,8 +91,8 @@ func (p *pool) put(cn *conn) {
 	}
 }
 
-// start makes the pool known to the client, which closes it in the end, and
-// sets the timer that closes what stays unused. False after the client's end.
+// start adds the pool to the client's list, for Close, and sets the timer that closes unused
+// connections. It returns false after the client was closed.
 func (p *pool) start() bool {
 	p.client.mu.Lock()
 	defer p.client.mu.Unlock()
@@ -104,8 +104,8 @@ func (p *pool) start() bool {
 	return true
 }
 
-// sweep closes connections that were unused for too long. A pool that was
-// empty at a sweep is unknown to the client until its next put.
+// sweep closes connections that were unused for too long. An empty pool is removed from the
+// client's list until its next put.
 func (p *pool) sweep() {
 	now := time.Now()
 	p.mu.Lock()
@@ -144,7 +144,7 @@ func (p *pool) close() {
 	p.discard(conns)
 }
 
-// forget undoes start. Callers hold p.mu.
+// forget reverses start. Callers hold p.mu.
 func (p *pool) forget() {
 	p.timer.Stop()
 	p.timer = nil

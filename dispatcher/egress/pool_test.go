@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// counting answers requests and tells how many connections are open.
+// counting answers requests and counts open connections.
 func counting(t *testing.T, answer string) (*wire, *atomic.Int32) {
 	var open atomic.Int32
 	return listen(t, func(n int, c net.Conn) {
@@ -22,7 +22,7 @@ func counting(t *testing.T, answer string) (*wire, *atomic.Int32) {
 
 func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(patience); !ok(); time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(generousTimeout); !ok(); time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatal("never happened: " + what)
 		}
@@ -38,7 +38,7 @@ func TestIdleConnectionsAreClosed(t *testing.T) {
 	for range 3 {
 		var all sync.WaitGroup
 		for range 8 {
-			all.Go(func() { post(t, withTimeout(t, patience), c, e) })
+			all.Go(func() { post(t, withTimeout(t, generousTimeout), c, e) })
 		}
 		all.Wait()
 		eventually(t, "idle connections closed", func() bool { return open.Load() == 0 && c.idle.Load() == 0 })
@@ -52,7 +52,7 @@ func TestForgetAndClose(t *testing.T) {
 	c := newClient(t, "127.0.0.1")
 	e1, e2, e3 := prepareURL(t, c, "http://"+server.address), prepareURL(t, c, "http://"+server.address), prepareURL(t, c, "http://"+server.address)
 	for _, e := range []*Endpoint{e1, e2, e3} {
-		post(t, withTimeout(t, patience), c, e)
+		post(t, withTimeout(t, generousTimeout), c, e)
 	}
 	if n := open.Load(); n != 3 {
 		t.Fatalf("%d connections are open, want 3: each endpoint has its own", n)
@@ -60,7 +60,7 @@ func TestForgetAndClose(t *testing.T) {
 	c.Forget(e1)
 	c.Forget(e1)
 	eventually(t, "connection of the forgotten endpoint closed", func() bool { return open.Load() == 2 })
-	if r := post(t, withTimeout(t, patience), c, e1); r.StatusCode != 200 {
+	if r := post(t, withTimeout(t, generousTimeout), c, e1); r.StatusCode != 200 {
 		t.Errorf("unexpected result %+v", r)
 	}
 	eventually(t, "its later connection closed after use", func() bool { return open.Load() == 2 })
@@ -68,7 +68,7 @@ func TestForgetAndClose(t *testing.T) {
 	c.Close()
 	eventually(t, "all closed", func() bool { return open.Load() == 0 && c.idle.Load() == 0 })
 	for _, e := range []*Endpoint{e2, prepareURL(t, c, "http://"+server.address)} {
-		if r := post(t, withTimeout(t, patience), c, e); r.StatusCode != 200 {
+		if r := post(t, withTimeout(t, generousTimeout), c, e); r.StatusCode != 200 {
 			t.Errorf("unexpected result %+v", r)
 		}
 	}
@@ -96,7 +96,7 @@ func TestMaxIdle(t *testing.T) {
 	var all sync.WaitGroup
 	for range 8 {
 		all.Go(func() {
-			if r := post(t, withTimeout(t, patience), c, e); r.StatusCode != 200 {
+			if r := post(t, withTimeout(t, generousTimeout), c, e); r.StatusCode != 200 {
 				t.Errorf("unexpected result %+v", r)
 			}
 		})
@@ -107,7 +107,7 @@ func TestMaxIdle(t *testing.T) {
 
 // Endpoints share half of the connections that may be kept: each may have more
 // while it has fewer than are left. Of the other half each gets what it needs,
-// until there are none; what it has it keeps, and it has one in any case.
+// until there are none; it keeps its connections, and it has at least one.
 func TestShare(t *testing.T) {
 	noLeaks(t)
 	server, open := counting(t, ok)
@@ -123,7 +123,7 @@ func TestShare(t *testing.T) {
 		}
 	}
 	connect := func(e *Endpoint) *conn {
-		cn, err := c.dial(t.Context(), e, time.Now().Add(patience), new(Timing))
+		cn, err := c.dial(t.Context(), e, time.Now().Add(generousTimeout), new(Timing))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -134,8 +134,8 @@ func TestShare(t *testing.T) {
 	}
 	want(1, 3, 3, 3, 3)
 	for _, e := range endpoints[:2] {
-		post(t, withTimeout(t, patience), c, e)
-		post(t, withTimeout(t, patience), c, e) // on the same connection
+		post(t, withTimeout(t, generousTimeout), c, e)
+		post(t, withTimeout(t, generousTimeout), c, e) // on the same connection
 	}
 	want(1, 1, 1, 1, 1)
 	want(5, 5, 5, 5, 5)
@@ -158,7 +158,7 @@ func TestShare(t *testing.T) {
 	for _, e := range endpoints {
 		c.Forget(e)
 	}
-	post(t, withTimeout(t, patience), c, prepareURL(t, c, "http://127.0.0.1:1"))
+	post(t, withTimeout(t, generousTimeout), c, prepareURL(t, c, "http://127.0.0.1:1"))
 	eventually(t, "all closed", func() bool { return c.open.Load() == 0 })
 	want(1, 3, 3, 3, 3)
 }
@@ -178,7 +178,7 @@ func TestKeepAliveTimeout(t *testing.T) {
 	c := newClient(t, "127.0.0.1")
 	e := prepareURL(t, c, "http://"+server.address)
 	for range 2 {
-		post(t, withTimeout(t, patience), c, e)
+		post(t, withTimeout(t, generousTimeout), c, e)
 		time.Sleep(5 * time.Millisecond)
 	}
 	if n := server.connections.Load(); n != 2 {
@@ -210,7 +210,7 @@ func TestConcurrentPosts(t *testing.T) {
 		all.Go(func() {
 			for i := range 50 {
 				body := "worker " + itoa(w) + " post " + itoa(i)
-				r := c.Post(withTimeout(t, patience), e, nil, []byte(body))
+				r := c.Post(withTimeout(t, generousTimeout), e, nil, []byte(body))
 				// An endpoint that closes twice in a row, without an answer, has failed.
 				if string(r.Response) != body && r.Reason != ConnectionFailed {
 					t.Errorf("got %+v %q, want %q", r, r.Response, body)
@@ -239,7 +239,7 @@ func TestEarlierDeadlines(t *testing.T) {
 	c := newClient(t, "127.0.0.1")
 	e := prepareURL(t, c, "http://"+server.address)
 	post(t, withTimeout(t, first), c, e)
-	r := c.Post(withTimeout(t, patience), e, nil, make([]byte, 16<<20))
+	r := c.Post(withTimeout(t, generousTimeout), e, nil, make([]byte, 16<<20))
 	if r.StatusCode != 200 || server.connections.Load() != 1 {
 		t.Errorf("unexpected result %+v on connection %d", r, server.connections.Load())
 	}

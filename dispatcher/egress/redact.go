@@ -14,13 +14,13 @@ const (
 	redacted = "[redacted]"
 	// minEncoded is the shortest secret that is also looked for in encoded forms.
 	minEncoded = 6
-	// minCut is the shortest beginning of a secret that is removed from a text's end.
+	// minCut is the length of the shortest part of a secret that is removed from a text's end.
 	minCut = 4
 )
 
-// Redactor removes secrets from texts that a receiver sent. It finds a secret as
-// it is, in another case, in hex, in base64 (standard or URL alphabet, padded or
-// not, at any position of the encoded text), percent-encoded and with JSON escapes.
+// Redactor removes secrets from texts of a receiver. It finds a secret unchanged, in another case,
+// in hex, in base64 (standard or URL alphabet, padded or not, at any position of the encoded text),
+// percent-encoded and with JSON escapes.
 type Redactor struct{ forms func() [][]byte }
 
 // NewRedactor makes a Redactor. The encoded forms are made at the first use.
@@ -54,8 +54,8 @@ func formsOf(secrets []string) (forms [][]byte) {
 	return slices.CompactFunc(forms, bytes.Equal)
 }
 
-// Redact returns text without the secrets and without more, which are further
-// secrets. The result has at most 1 KiB.
+// Redact returns text without the secrets of the Redactor and of more. The result has at most 1
+// KiB.
 func (r *Redactor) Redact(text []byte, more ...string) []byte {
 	if len(text) == 0 {
 		return nil
@@ -75,7 +75,7 @@ func (r *Redactor) Redact(text []byte, more ...string) []byte {
 	done := 0
 	for i, s := range f.spans {
 		if s.from >= f.end {
-			break // Text between f.end and s.from belongs to the secret that is cut off.
+			break // Text between f.end and s.from belongs to the truncated secret.
 		}
 		if s.to <= done {
 			continue
@@ -93,15 +93,15 @@ func (r *Redactor) Redact(text []byte, more ...string) []byte {
 
 type span struct{ from, to int }
 
-// finder collects where a text holds secrets.
+// finder collects the positions of secrets in a text.
 type finder struct {
 	spans []span
-	// end is where a secret begins that the text's end cuts off, or the text's length.
+	// end is the start of a secret that the end of the text truncates, or the text's length.
 	end int
 }
 
-// find looks for forms in a view of the text; offsets maps positions of the view
-// to those of the text, nil when they are the same.
+// find searches a view of the text for forms; offsets maps positions of the view to those of the
+// text; nil means that they are equal.
 func (f *finder) find(forms [][]byte, view []byte, offsets []int) {
 	at := func(i int) int {
 		if offsets == nil {
@@ -127,15 +127,15 @@ func (f *finder) find(forms [][]byte, view []byte, offsets []int) {
 	}
 }
 
-// normalise returns a copy of b in lower case, with the standard base64 alphabet
-// and with plus signs for spaces, so that one comparison covers all these forms.
+// normalise returns a copy of b in lower case, with the standard base64 alphabet and with plus
+// signs for spaces, so that one comparison covers all these forms.
 func normalise(b []byte) []byte {
 	out := make([]byte, len(b))
 	for i, c := range b {
 		switch {
 		case c >= 'A' && c <= 'Z':
 			c += 'a' - 'A'
-		case c == '-', c == ' ': // A query encodes a space as a plus sign.
+		case c == '-', c == ' ': // a query encodes a space as a plus sign
 			c = '+'
 		case c == '_':
 			c = '/'
@@ -145,15 +145,15 @@ func normalise(b []byte) []byte {
 	return out
 }
 
-// unescape decodes the percent-encoding and JSON escapes of text. offsets has the
-// position in text of each byte of plain, and of its end.
+// unescape decodes the percent-encoding and JSON escapes of text. offsets has the position in text
+// of each byte of plain, and of its end.
 func unescape(text []byte) (plain []byte, offsets []int) {
 	for i := 0; i < len(text); {
 		var decoded [utf8.UTFMax]byte
 		decoded[0] = text[i]
 		n, size := 1, 1
 		if (text[i] == '%' && i+3 > len(text)) || (text[i] == '\\' && (i+1 == len(text) || text[i+1] == 'u' && i+6 > len(text))) {
-			return plain, append(offsets, i) // an escape that the end of the text cuts off
+			return plain, append(offsets, i) // an escape that the end of the text truncates
 		}
 		if code, ok := number(text, i+1, 2); text[i] == '%' && ok {
 			decoded[0], size = byte(code), 3
@@ -172,7 +172,7 @@ func unescape(text []byte) (plain []byte, offsets []int) {
 	return plain, append(offsets, len(text))
 }
 
-// number reads a hexadecimal number of n digits.
+// number parses a hexadecimal number of n digits.
 func number(text []byte, from, n int) (uint64, bool) {
 	if from+n > len(text) {
 		return 0, false

@@ -11,25 +11,25 @@ import (
 )
 
 const (
-	maxHeadBytes   = 64 << 10 // of all heads of one answer, with their 1xx answers, chunk lines and trailers
-	maxBodyBytes   = 64 << 10 // read of a body, so that the connection can be used again
-	maxInterim     = 8        // 1xx answers before the final one
+	maxHeadBytes   = 64 << 10 // for all heads of a response, with 1xx responses, chunk lines and trailers
+	maxBodyBytes   = 64 << 10 // read of a body, so that the connection can be reused
+	maxInterim     = 8        // 1xx responses before the final one
 	maxKeptBytes   = 4 << 10  // kept of a body until it is redacted
 	maxShownBytes  = 1 << 10  // kept after
 	maxRetryAfter  = 24 * time.Hour
-	keepAliveSlack = time.Second // for a request that is on its way when the endpoint's timer ends
+	keepAliveSlack = time.Second // for a request in flight when the endpoint's timer ends
 )
 
-// protocolError is an answer that is not valid HTTP. Its text is fixed: it
-// holds nothing that the endpoint sent.
+// protocolError is a response that is not valid HTTP. Its text is fixed and contains no data of the
+// endpoint.
 type protocolError string
 
 func (e protocolError) Error() string { return string(e) }
 
-// errEnough ends a body that is longer than what is read of it.
+// errEnough ends the reading of a long body.
 var errEnough = errors.New("enough read")
 
-// answer is the head of the final answer, and whether the connection can be used again.
+// answer is the head of the final response, and whether the connection can be reused.
 type answer struct {
 	status     int
 	retryAfter string
@@ -40,10 +40,10 @@ type answer struct {
 	length                 int64 // -1: not given
 }
 
-// readAnswer reads one answer, strictly. The first byte is known to be there.
+// readAnswer reads one response, strictly. The first byte has arrived.
 //
-// A refusal is one as soon as its head is there; a 2xx has to be complete: a
-// proxy may send the head before the receiver is done.
+// A failure counts as soon as its head is read; a 2xx must be complete, because a proxy may send
+// the head before the receiver is done.
 func readAnswer(r *bufio.Reader, body *sink) (answer, error) {
 	budget := maxHeadBytes
 	var a answer
@@ -64,7 +64,7 @@ func readAnswer(r *bufio.Reader, body *sink) (answer, error) {
 	if !success {
 		body.want = maxKeptBytes
 	}
-	end := true // known by the end of the body, not by that of the connection
+	end := true // the body's end is marked, and is not the end of the connection
 	switch {
 	case a.status == http.StatusNoContent || a.status == http.StatusNotModified:
 	case a.chunked:
@@ -82,7 +82,7 @@ func readAnswer(r *bufio.Reader, body *sink) (answer, error) {
 	return a, nil
 }
 
-// readHead reads a status line and the headers behind it.
+// readHead reads a status line and the headers after it.
 func readHead(r *bufio.Reader, budget *int) (answer, error) {
 	a := answer{length: -1}
 	line, err := readLine(r, budget)
@@ -92,7 +92,7 @@ func readHead(r *bufio.Reader, budget *int) (answer, error) {
 	if err != nil {
 		return a, err
 	}
-	// HTTP/1.x NNN, then nothing or a space and any text.
+	// HTTP/1.x NNN, then the end of the line, or a space and any text.
 	if len(line) < 12 || string(line[:7]) != "HTTP/1." || line[7] < '0' || line[7] > '9' || line[8] != ' ' ||
 		len(line) > 12 && line[12] != ' ' {
 		return a, protocolError(notHTTP(line))
@@ -117,7 +117,7 @@ func readHead(r *bufio.Reader, budget *int) (answer, error) {
 		if len(line) == 0 {
 			break
 		}
-		if line[0] == ' ' || line[0] == '\t' { // a folded header goes on
+		if line[0] == ' ' || line[0] == '\t' { // a folded header continues the previous line
 			if first {
 				return a, protocolError("a header line begins with a space")
 			}
@@ -126,7 +126,7 @@ func readHead(r *bufio.Reader, budget *int) (answer, error) {
 			return a, err
 		}
 		first = false
-		for long { // the rest of a header that nobody reads
+		for long { // the rest of an irrelevant header
 			_, err = readLine(r, budget)
 			if long = errors.Is(err, bufio.ErrBufferFull); err != nil && !long {
 				return a, err
@@ -134,7 +134,7 @@ func readHead(r *bufio.Reader, budget *int) (answer, error) {
 		}
 	}
 	if a.chunked && (a.length >= 0 || a.http10) {
-		a.length, a.close = -1, true // two ends at once: do not trust what comes after
+		a.length, a.close = -1, true // two contradicting ends: the rest of the connection is unusable
 	}
 	return a, nil
 }
@@ -146,7 +146,7 @@ func notHTTP(line []byte) string {
 	return "it does not begin with an HTTP/1.x status line"
 }
 
-// header takes one header line; long when line is only its beginning.
+// header parses one header line; long if line is only its start.
 func (a *answer) header(line []byte, long bool) error {
 	colon := bytes.IndexByte(line, ':')
 	if colon <= 0 {
@@ -158,7 +158,7 @@ func (a *answer) header(line []byte, long bool) error {
 			return protocolError("a header's name holds a character that is not allowed")
 		}
 	}
-	// The length tells most headers apart from those that matter here.
+	// The length distinguishes most headers from the relevant ones.
 	var field string
 	switch len(name) {
 	case len("Connection"): // and Keep-Alive
@@ -171,7 +171,7 @@ func (a *answer) header(line []byte, long bool) error {
 		field = is(name, "transfer-encoding")
 	}
 	if field != "" && long {
-		return protocolError("a header that says where the answer ends is too long")
+		return protocolError("a header for the response's length is too long")
 	}
 	switch field {
 	case "connection":
@@ -201,7 +201,7 @@ func (a *answer) header(line []byte, long bool) error {
 	return nil
 }
 
-// is returns the one of the lower-case words that b is, whatever its case, or "".
+// is returns the word that equals b, ignoring case, or "". The words are in lower case.
 func is(b []byte, words ...string) string {
 	for _, w := range words {
 		if len(b) == len(w) && bytes.EqualFold(b, []byte(w)) {
@@ -224,7 +224,7 @@ func parseLength(b []byte) (n int64, ok bool) {
 	return n, true
 }
 
-// keepAliveTimeout reads "timeout=5, max=100".
+// keepAliveTimeout parses "timeout=5, max=100".
 func keepAliveTimeout(value []byte) time.Duration {
 	for part := range bytes.SplitSeq(value, []byte(",")) {
 		key, seconds, _ := bytes.Cut(bytes.TrimSpace(part), []byte("="))
@@ -288,16 +288,16 @@ func readChunks(r *bufio.Reader, body *sink, budget *int) error {
 	}
 }
 
-// readLine returns the next line without its end, valid until the next read.
-// With bufio.ErrBufferFull it is only a beginning of the line. A head's lines
-// may end with a bare line feed.
+// readLine returns the next line without its end, valid until the next read. With
+// bufio.ErrBufferFull it is only the start of the line. Lines of a head may end with a bare line
+// feed.
 func readLine(r *bufio.Reader, budget *int) ([]byte, error) {
 	line, err := readLineFeed(r, budget)
 	return bytes.TrimSuffix(line, []byte("\r")), err
 }
 
-// readChunkLine is the same where a bare line feed does not end a line:
-// programs that disagree on that see different answers.
+// readChunkLine is readLine, but a bare line feed does not end a line: programs that disagree on
+// that see different responses.
 func readChunkLine(r *bufio.Reader, budget *int) ([]byte, error) {
 	line, err := readLineFeed(r, budget)
 	if err != nil {
@@ -324,17 +324,17 @@ func readLineFeed(r *bufio.Reader, budget *int) ([]byte, error) {
 	return line, err
 }
 
-// sink takes a body, keeps its first bytes and stops at its bound.
+// sink reads a body, keeps its first bytes and stops at its limit.
 type sink struct {
 	kept []byte
 	want int   // how many bytes to keep
-	left int64 // how many bytes to take
+	left int64 // how many bytes to read
 }
 
 func (s *sink) take(r *bufio.Reader, n int64) error {
 	short := n > s.left
 	if n = min(n, s.left); short && s.want == 0 {
-		return errEnough // nothing of it is needed, and the connection is lost anyway
+		return errEnough // the body is not needed, and the connection cannot be reused
 	}
 	s.left -= n
 	if k := min(s.want-len(s.kept), int(n)); k > 0 {
@@ -356,7 +356,7 @@ func (s *sink) take(r *bufio.Reader, n int64) error {
 	return nil
 }
 
-// takeAll takes what comes until the connection ends.
+// takeAll reads until the connection ends.
 func (s *sink) takeAll(r *bufio.Reader) error {
 	for {
 		if _, err := r.Peek(1); errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
@@ -380,8 +380,8 @@ func unexpectedEOF(err error) error {
 	return err
 }
 
-// parseRetryAfter reads both forms, seconds and an HTTP date. 0 is nothing
-// usable, or a time that is over.
+// parseRetryAfter parses both forms, seconds and an HTTP date. It returns 0 for an invalid value or
+// a time in the past.
 func parseRetryAfter(value string, now time.Time) time.Duration {
 	if value == "" {
 		return 0

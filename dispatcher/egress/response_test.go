@@ -11,7 +11,7 @@ import (
 
 func itoa(n int) string { return strconv.Itoa(n) }
 
-// FuzzReadAnswer: whatever comes, it is read within the bounds; and where this
+// FuzzReadAnswer: any input is read within the bounds; and where this
 // reader would use the connection again, net/http's reads the same answer and
 // ends at the same byte.
 func FuzzReadAnswer(f *testing.F) {

@@ -148,8 +148,8 @@ func TestTLS(t *testing.T) {
 		{name: "intermediate missing", server: issue(t, intermediate, nil), reason: CertificateRejected, message: []string{"not trusted", `issuer "CN=test intermediate"`}},
 		{name: "expired", server: expired, reason: CertificateRejected, message: []string{"expired at " + expired.cert.NotAfter.UTC().Format(time.RFC3339)}},
 		{name: "not valid yet", server: issue(t, ca, func(c *x509.Certificate) { c.NotBefore = time.Now().Add(time.Hour) }), reason: CertificateRejected, message: []string{"not valid before"}},
-		{name: "wrong name", server: good, host: "other.example", reason: CertificateRejected, message: []string{"not for this host, but for", "hooks.example, 127.0.0.1"}},
-		{name: "wrong address", server: issue(t, ca, func(c *x509.Certificate) { c.IPAddresses = nil }), reason: CertificateRejected, message: []string{"not for this host"}},
+		{name: "wrong name", server: good, host: "other.example", reason: CertificateRejected, message: []string{"not valid for this host, but for", "hooks.example, 127.0.0.1"}},
+		{name: "wrong address", server: issue(t, ca, func(c *x509.Certificate) { c.IPAddresses = nil }), reason: CertificateRejected, message: []string{"not valid for this host"}},
 		{name: "client's certificate as a server's", server: issue(t, ca, func(c *x509.Certificate) { c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth} }), reason: CertificateRejected},
 		{name: "signed by a certificate that is no authority", server: issue(t, good, nil), reason: CertificateRejected},
 
@@ -158,8 +158,8 @@ func TestTLS(t *testing.T) {
 		{name: "no HTTP/1.1", server: good, config: func(c *tls.Config) { c.NextProtos = []string{"acme-tls/1"} }, reason: TLSFailed, message: []string{"HTTP/1.1"}},
 		{name: "client certificate missing", server: good, config: func(c *tls.Config) { c.ClientAuth = tls.RequireAndVerifyClientCert }, reason: TLSFailed, message: []string{"none is configured"}, received: true},
 		{name: "client certificate missing, TLS 1.2", server: good, config: func(c *tls.Config) { c.ClientAuth, c.MaxVersion = tls.RequireAndVerifyClientCert, tls.VersionTLS12 }, reason: TLSFailed, message: []string{"none is configured"}},
-		{name: "client certificate refused", server: good, client: issue(t, other, nil), config: func(c *tls.Config) { c.ClientAuth = tls.RequireAndVerifyClientCert }, reason: TLSFailed, message: []string{"refuses the client certificate"}, received: true},
-		{name: "client certificate refused, TLS 1.2", server: good, client: issue(t, other, nil), config: func(c *tls.Config) { c.ClientAuth, c.MaxVersion = tls.RequireAndVerifyClientCert, tls.VersionTLS12 }, reason: TLSFailed, message: []string{"refuses the client certificate"}},
+		{name: "client certificate refused", server: good, client: issue(t, other, nil), config: func(c *tls.Config) { c.ClientAuth = tls.RequireAndVerifyClientCert }, reason: TLSFailed, message: []string{"rejects the client certificate"}, received: true},
+		{name: "client certificate refused, TLS 1.2", server: good, client: issue(t, other, nil), config: func(c *tls.Config) { c.ClientAuth, c.MaxVersion = tls.RequireAndVerifyClientCert, tls.VersionTLS12 }, reason: TLSFailed, message: []string{"rejects the client certificate"}},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
@@ -187,7 +187,7 @@ func TestTLS(t *testing.T) {
 			}
 			e := secretEndpoint(t, c, "https://"+host+":"+port, settings)
 			for range 2 {
-				r := post(t, withTimeout(t, patience), c, e)
+				r := post(t, withTimeout(t, generousTimeout), c, e)
 				if r.Reason != test.reason {
 					t.Fatalf("unexpected result %+v", r)
 				}
@@ -225,10 +225,10 @@ func TestTLSAtTheWrongPort(t *testing.T) {
 		{"plain HTTP", func(_ int, c net.Conn) {
 			_, _ = bufio.NewReader(c).ReadByte()
 			_, _ = io.WriteString(c, "HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
-		}, patience, TLSFailed, "does not speak TLS"},
-		{"closes", func(_ int, c net.Conn) { _, _ = c.Read(make([]byte, 1<<16)) }, patience, TLSFailed, "closed the connection during the TLS handshake"},
-		{"resets", func(_ int, c net.Conn) { _, _ = c.Read(make([]byte, 10)); resets(c) }, patience, TLSFailed, "during the TLS handshake"},
-		{"never answers", func(_ int, c net.Conn) { _, _ = io.Copy(io.Discard, c) }, time.Second, TimedOut, "no end of the TLS handshake"},
+		}, generousTimeout, TLSFailed, "does not speak TLS"},
+		{"closes", func(_ int, c net.Conn) { _, _ = c.Read(make([]byte, 1<<16)) }, generousTimeout, TLSFailed, "closed the connection during the TLS handshake"},
+		{"resets", func(_ int, c net.Conn) { _, _ = c.Read(make([]byte, 10)); resets(c) }, generousTimeout, TLSFailed, "during the TLS handshake"},
+		{"never answers", func(_ int, c net.Conn) { _, _ = io.Copy(io.Discard, c) }, time.Second, TimedOut, "no complete TLS handshake"},
 		{"trickles", func(_ int, c net.Conn) {
 			for _, b := range append([]byte("\x16\x03\x03\x40\x00"), bytes.Repeat([]byte{0}, 1<<14)...) {
 				if _, err := c.Write([]byte{b}); err != nil {
@@ -236,7 +236,7 @@ func TestTLSAtTheWrongPort(t *testing.T) {
 				}
 				time.Sleep(20 * time.Millisecond)
 			}
-		}, time.Second, TimedOut, "no end of the TLS handshake"},
+		}, time.Second, TimedOut, "no complete TLS handshake"},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
@@ -266,27 +266,27 @@ func TestCertificateChanges(t *testing.T) {
 		c := newClient(t, "127.0.0.1")
 		e := secretEndpoint(t, c, "https://"+server.address, &liveconfig.TLS{CA: ca.pem})
 		for range 2 {
-			if r := post(t, withTimeout(t, patience), c, e); r.Reason != "" {
+			if r := post(t, withTimeout(t, generousTimeout), c, e); r.Reason != "" {
 				t.Fatalf("unexpected result %+v", r)
 			}
 		}
 		before := received.Load()
 		use(issue(t, nil, nil))
-		if r := post(t, withTimeout(t, patience), c, e); r.Reason != CertificateRejected || r.Sent {
+		if r := post(t, withTimeout(t, generousTimeout), c, e); r.Reason != CertificateRejected || r.Sent {
 			t.Errorf("unexpected result %+v", r)
 		}
 		if received.Load() != before {
 			t.Error("bytes left")
 		}
 		use(issue(t, ca, nil))
-		if r := post(t, withTimeout(t, patience), c, e); r.Reason != "" {
+		if r := post(t, withTimeout(t, generousTimeout), c, e); r.Reason != "" {
 			t.Errorf("unexpected result %+v", r)
 		}
 	}
 }
 
-// What a TLS endpoint sends unasked, in the same packet as its answer or
-// later, is not taken for the next answer.
+// Unrequested data of a TLS endpoint, in the same packet as its response or
+// later, does not count as the next response.
 func TestUnaskedAnswerOverTLS(t *testing.T) {
 	noLeaks(t)
 	ca := issue(t, nil, authority("test authority"))
@@ -304,7 +304,7 @@ func TestUnaskedAnswerOverTLS(t *testing.T) {
 	c := newClient(t, "127.0.0.1")
 	e := secretEndpoint(t, c, "https://"+server.address, &liveconfig.TLS{CA: ca.pem})
 	for range 20 {
-		if r := post(t, withTimeout(t, patience), c, e); r.Reason != "" {
+		if r := post(t, withTimeout(t, generousTimeout), c, e); r.Reason != "" {
 			t.Fatalf("unexpected result %+v", r)
 		}
 		time.Sleep(time.Millisecond) // the second answer is on its way
@@ -322,7 +322,7 @@ func TestStaleConnectionOverTLS(t *testing.T) {
 	c := newClient(t, "127.0.0.1")
 	e := secretEndpoint(t, c, "https://"+server.address, &liveconfig.TLS{CA: ca.pem})
 	for range 20 {
-		if r := post(t, withTimeout(t, patience), c, e); r.Reason != "" {
+		if r := post(t, withTimeout(t, generousTimeout), c, e); r.Reason != "" {
 			t.Fatalf("unexpected result %+v", r)
 		}
 	}

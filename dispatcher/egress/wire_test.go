@@ -25,8 +25,8 @@ import (
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// patience is for what must happen, however slow the machine is.
-const patience = wait.Limit
+// generousTimeout is a timeout for slow machines.
+const generousTimeout = wait.Limit
 
 // noLeaks fails the test when goroutines or sockets outlive it.
 func noLeaks(t *testing.T) {
@@ -46,7 +46,7 @@ func noLeaks(t *testing.T) {
 	}
 	goroutines, sockets := runtime.NumGoroutine(), files()
 	t.Cleanup(func() {
-		deadline := time.Now().Add(patience)
+		deadline := time.Now().Add(generousTimeout)
 		for runtime.NumGoroutine() > goroutines || files() > sockets {
 			if time.Now().After(deadline) {
 				stacks := make([]byte, 1<<20)
@@ -232,18 +232,18 @@ func TestWireFaults(t *testing.T) {
 		{name: "server error", serve: answers("HTTP/1.1 503 X\r\nContent-Length: 0\r\n\r\n"), reason: ServerError, status: 503, conns: 1},
 		{name: "an error that breaks off", serve: answersAndCloses("HTTP/1.1 400 Bad\r\nContent-Length: 100\r\n\r\nabc"), reason: Rejected, status: 400},
 
-		{name: "closes after accept", serve: func(_ int, _ net.Conn) {}, reason: ConnectionFailed, message: "closed the connection without an answer"},
+		{name: "closes after accept", serve: func(_ int, _ net.Conn) {}, reason: ConnectionFailed, message: "closed the connection without a response"},
 		{name: "resets after accept", serve: func(_ int, c net.Conn) { resets(c) }, reason: ConnectionFailed, message: "closed the connection"},
-		{name: "closes after the request", serve: func(_ int, c net.Conn) { readRequest(bufio.NewReader(c)) }, reason: ConnectionFailed, message: "without an answer", conns: 2},
+		{name: "closes after the request", serve: func(_ int, c net.Conn) { readRequest(bufio.NewReader(c)) }, reason: ConnectionFailed, message: "without a response", conns: 2},
 		{name: "resets after the request", serve: func(_ int, c net.Conn) { readRequest(bufio.NewReader(c)); resets(c) }, reason: ConnectionFailed, conns: 2},
-		{name: "closes in the status line", serve: answersAndCloses("HTTP/1.1 20"), reason: ConnectionFailed, message: "in the middle of its answer", conns: 2},
-		{name: "closes in the headers", serve: answersAndCloses("HTTP/1.1 200 OK\r\nContent-"), reason: ConnectionFailed, message: "in the middle of its answer", conns: 2},
-		{name: "closes in the body", serve: answersAndCloses("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc"), reason: ConnectionFailed, message: "in the middle of its answer", conns: 2},
-		{name: "closes in a chunk", serve: answersAndCloses("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n10\r\nabc"), reason: ConnectionFailed, message: "in the middle of its answer", conns: 2},
-		{name: "closes before the last chunk", serve: answersAndCloses("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"), reason: ConnectionFailed, message: "in the middle of its answer", conns: 2},
-		{name: "closes in an interim answer", serve: answersAndCloses("HTTP/1.1 100 Continue\r\n\r\n"), reason: ConnectionFailed, message: "in the middle of its answer", conns: 2},
+		{name: "closes in the status line", serve: answersAndCloses("HTTP/1.1 20"), reason: ConnectionFailed, message: "in the middle of its response", conns: 2},
+		{name: "closes in the headers", serve: answersAndCloses("HTTP/1.1 200 OK\r\nContent-"), reason: ConnectionFailed, message: "in the middle of its response", conns: 2},
+		{name: "closes in the body", serve: answersAndCloses("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc"), reason: ConnectionFailed, message: "in the middle of its response", conns: 2},
+		{name: "closes in a chunk", serve: answersAndCloses("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n10\r\nabc"), reason: ConnectionFailed, message: "in the middle of its response", conns: 2},
+		{name: "closes before the last chunk", serve: answersAndCloses("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"), reason: ConnectionFailed, message: "in the middle of its response", conns: 2},
+		{name: "closes in an interim answer", serve: answersAndCloses("HTTP/1.1 100 Continue\r\n\r\n"), reason: ConnectionFailed, message: "in the middle of its response", conns: 2},
 
-		{name: "never answers", serve: func(_ int, c net.Conn) { hang(c) }, timeout: short, reason: TimedOut, message: "no answer of 127.0.0.1", conns: 2},
+		{name: "never answers", serve: func(_ int, c net.Conn) { hang(c) }, timeout: short, reason: TimedOut, message: "no response from 127.0.0.1", conns: 2},
 		{name: "trickles the head", serve: func(_ int, c net.Conn) {
 			readRequest(bufio.NewReader(c))
 			for _, b := range []byte("HTTP/1.1 200 OK\r\n" + big) {
@@ -252,7 +252,7 @@ func TestWireFaults(t *testing.T) {
 				}
 				time.Sleep(50 * time.Millisecond)
 			}
-		}, timeout: short, reason: TimedOut, message: "no complete answer", conns: 2},
+		}, timeout: short, reason: TimedOut, message: "no complete response", conns: 2},
 		{name: "trickles the body", serve: func(_ int, c net.Conn) {
 			readRequest(bufio.NewReader(c))
 			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
@@ -262,13 +262,13 @@ func TestWireFaults(t *testing.T) {
 				}
 				time.Sleep(50 * time.Millisecond)
 			}
-		}, timeout: short, reason: TimedOut, message: "no complete answer", conns: 2},
+		}, timeout: short, reason: TimedOut, message: "no complete response", conns: 2},
 		{name: "an error that never ends", serve: func(_ int, c net.Conn) {
 			readRequest(bufio.NewReader(c))
 			_, _ = io.WriteString(c, "HTTP/1.1 500 X\r\nContent-Length: 1000\r\n\r\nabc")
 			hang(c)
 		}, timeout: short, reason: ServerError, status: 500, conns: 2},
-		{name: "sends interim answers for ever", serve: func(_ int, c net.Conn) {
+		{name: "sends interim answers without end", serve: func(_ int, c net.Conn) {
 			readRequest(bufio.NewReader(c))
 			for {
 				if _, err := io.WriteString(c, "HTTP/1.1 102 Processing\r\n\r\n"); err != nil {
@@ -276,7 +276,7 @@ func TestWireFaults(t *testing.T) {
 				}
 			}
 		}, reason: InvalidResponse, message: "interim", conns: 2},
-		{name: "sends headers for ever", serve: func(_ int, c net.Conn) {
+		{name: "sends headers without end", serve: func(_ int, c net.Conn) {
 			readRequest(bufio.NewReader(c))
 			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\n")
 			for {
@@ -285,7 +285,7 @@ func TestWireFaults(t *testing.T) {
 				}
 			}
 		}, reason: InvalidResponse, message: "larger than 64 KiB", conns: 2},
-		{name: "sends one header for ever", serve: func(_ int, c net.Conn) {
+		{name: "sends one header without end", serve: func(_ int, c net.Conn) {
 			readRequest(bufio.NewReader(c))
 			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\nX-A: ")
 			for {
@@ -294,7 +294,7 @@ func TestWireFaults(t *testing.T) {
 				}
 			}
 		}, reason: InvalidResponse, message: "larger than 64 KiB", conns: 2},
-		{name: "sends trailers for ever", serve: func(_ int, c net.Conn) {
+		{name: "sends trailers without end", serve: func(_ int, c net.Conn) {
 			readRequest(bufio.NewReader(c))
 			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n")
 			for {
@@ -303,7 +303,7 @@ func TestWireFaults(t *testing.T) {
 				}
 			}
 		}, reason: InvalidResponse, message: "larger than 64 KiB", conns: 2},
-		{name: "sends tiny chunks for ever", serve: func(_ int, c net.Conn) {
+		{name: "sends tiny chunks without end", serve: func(_ int, c net.Conn) {
 			readRequest(bufio.NewReader(c))
 			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
 			for {
@@ -374,7 +374,7 @@ func TestWireFaults(t *testing.T) {
 			e := secretEndpoint(t, c, "http://"+server.address, nil)
 			timeout := test.timeout
 			if timeout == 0 {
-				timeout = patience
+				timeout = generousTimeout
 			}
 			body := []byte(canary)
 			if test.body > 0 {
@@ -405,7 +405,7 @@ func TestNothingListens(t *testing.T) {
 	address := l.Addr().String()
 	_ = l.Close()
 	c := newClient(t, "127.0.0.1")
-	r := post(t, withTimeout(t, patience), c, secretEndpoint(t, c, "http://"+address, nil))
+	r := post(t, withTimeout(t, generousTimeout), c, secretEndpoint(t, c, "http://"+address, nil))
 	if r.Reason != ConnectionRefused || r.Sent || !strings.Contains(r.Message, address) {
 		t.Errorf("unexpected result %+v", r)
 	}
@@ -438,11 +438,11 @@ func TestBlackHole(t *testing.T) {
 		defer c.Close()
 	}
 	if !full {
-		t.Skip("this system takes more connections than it was told to")
+		t.Skip("this system accepts more connections than its limit")
 	}
 	c := newClient(t, "127.0.0.1")
 	r := post(t, withTimeout(t, time.Second), c, secretEndpoint(t, c, "http://"+address, nil))
-	if r.Reason != TimedOut || r.Sent || !strings.Contains(r.Message, "no connection with "+address) {
+	if r.Reason != TimedOut || r.Sent || !strings.Contains(r.Message, "no connection to "+address) {
 		t.Errorf("unexpected result %+v", r)
 	}
 }
@@ -454,7 +454,7 @@ func TestDNSHangs(t *testing.T) {
 	defer close(released)
 	c.resolver = resolver(func(string) []string { <-released; return nil })
 	r := post(t, withTimeout(t, time.Second), c, secretEndpoint(t, c, "http://hooks.example", nil))
-	if r.Reason != DNSFailed || r.Sent || !strings.Contains(r.Message, "in time") || r.Timing.DNS <= 0 {
+	if r.Reason != DNSFailed || r.Sent || !strings.Contains(r.Message, "timed out") || r.Timing.DNS <= 0 {
 		t.Errorf("unexpected result %+v", r)
 	}
 }
@@ -478,7 +478,7 @@ func TestSlowAnswer(t *testing.T) {
 	c := newClient(t, "127.0.0.1")
 	for _, e := range []*Endpoint{secretEndpoint(t, c, "http://"+plain.address, nil), secretEndpoint(t, c, "https://"+secure.address, &liveconfig.TLS{CA: ca.pem})} {
 		// Once on a new connection, once on a used one.
-		for _, ctx := range []context.Context{withTimeout(t, patience), WithDeadline(context.Background(), time.Now().Add(patience))} {
+		for _, ctx := range []context.Context{withTimeout(t, generousTimeout), WithDeadline(context.Background(), time.Now().Add(generousTimeout))} {
 			if r := post(t, ctx, c, e); r.StatusCode != 200 || r.Timing.FirstByte < cancelCheck {
 				t.Errorf("unexpected result %+v", r)
 			}
@@ -494,8 +494,8 @@ func TestWithDeadline(t *testing.T) {
 	server := listen(t, func(_ int, c net.Conn) { _, _ = io.Copy(io.Discard, c) })
 	c := newClient(t, "127.0.0.1")
 	e := secretEndpoint(t, c, "http://"+server.address, nil)
-	ctx := WithDeadline(withTimeout(t, patience), time.Now().Add(time.Second))
-	if r := post(t, ctx, c, e); r.Reason != TimedOut || r.Timing.Total >= patience {
+	ctx := WithDeadline(withTimeout(t, generousTimeout), time.Now().Add(time.Second))
+	if r := post(t, ctx, c, e); r.Reason != TimedOut || r.Timing.Total >= generousTimeout {
 		t.Errorf("unexpected result %+v", r)
 	}
 	sooner := time.Now().Add(time.Minute)
@@ -517,7 +517,7 @@ func TestContextEnds(t *testing.T) {
 	})
 	c := newClient(t, "127.0.0.1")
 	e := secretEndpoint(t, c, "http://"+server.address, nil)
-	ctx, cancel := context.WithCancel(withTimeout(t, patience))
+	ctx, cancel := context.WithCancel(withTimeout(t, generousTimeout))
 	go func() { <-got; cancel() }()
 	r := post(t, ctx, c, e)
 	if r.Reason != ConnectionFailed || !strings.Contains(r.Message, "canceled") || !r.Sent {
@@ -554,7 +554,7 @@ func TestAnswerAfterTheDeadline(t *testing.T) {
 		t.Fatalf("unexpected result %+v", r)
 	}
 	close(late)
-	if r := post(t, withTimeout(t, patience), c, e); r.StatusCode != 200 {
+	if r := post(t, withTimeout(t, generousTimeout), c, e); r.StatusCode != 200 {
 		t.Errorf("unexpected result %+v", r)
 	}
 }
@@ -604,11 +604,11 @@ func TestStaleConnection(t *testing.T) {
 			})
 			c := newClient(t, "127.0.0.1")
 			e := secretEndpoint(t, c, "http://"+server.address, nil)
-			if r := post(t, withTimeout(t, patience), c, e); r.StatusCode != 200 {
+			if r := post(t, withTimeout(t, generousTimeout), c, e); r.StatusCode != 200 {
 				t.Fatalf("unexpected result %+v", r)
 			}
 			<-answered
-			if r := post(t, withTimeout(t, patience), c, e); r.StatusCode != 200 {
+			if r := post(t, withTimeout(t, generousTimeout), c, e); r.StatusCode != 200 {
 				t.Errorf("unexpected result %+v", r)
 			}
 			if n := server.connections.Load(); n != 2 {
@@ -633,8 +633,8 @@ func TestStaleConnectionIsRetriedOnce(t *testing.T) {
 	})
 	c := newClient(t, "127.0.0.1")
 	e := secretEndpoint(t, c, "http://"+server.address, nil)
-	post(t, withTimeout(t, patience), c, e)
-	if r := post(t, withTimeout(t, patience), c, e); r.Reason != ConnectionFailed || !r.Sent {
+	post(t, withTimeout(t, generousTimeout), c, e)
+	if r := post(t, withTimeout(t, generousTimeout), c, e); r.Reason != ConnectionFailed || !r.Sent {
 		t.Errorf("unexpected result %+v", r)
 	}
 	if n := requests.Load(); n != 3 {
@@ -666,11 +666,11 @@ func TestRetryAfter(t *testing.T) {
 			from, to time.Duration
 		}{
 			"seconds": {"7", 7 * time.Second, 7 * time.Second},
-			"date":    {soon.Format(http.TimeFormat), time.Hour - patience, time.Hour},
+			"date":    {soon.Format(http.TimeFormat), time.Hour - generousTimeout, time.Hour},
 		} {
 			server := listen(t, answers("HTTP/1.1 "+status+"\r\nretry-after: "+test.value+"\r\nRetry-After: 9\r\nContent-Length: 0\r\n\r\n"))
 			c := newClient(t, "127.0.0.1")
-			if r := post(t, withTimeout(t, patience), c, secretEndpoint(t, c, "http://"+server.address, nil)); r.RetryAfter < test.from || r.RetryAfter > test.to {
+			if r := post(t, withTimeout(t, generousTimeout), c, secretEndpoint(t, c, "http://"+server.address, nil)); r.RetryAfter < test.from || r.RetryAfter > test.to {
 				t.Errorf("status %s, %s: RetryAfter = %v", status, form, r.RetryAfter)
 			}
 		}
@@ -687,12 +687,12 @@ func TestHTTP2Only(t *testing.T) {
 		t.Fatal(err)
 	}
 	var hits atomic.Int32
-	server := &http.Server{Handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) { hits.Add(1) }), Protocols: &protocols, ReadHeaderTimeout: patience}
+	server := &http.Server{Handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) { hits.Add(1) }), Protocols: &protocols, ReadHeaderTimeout: generousTimeout}
 	go func() { _ = server.Serve(l) }()
 	defer server.Close()
 	c := newClient(t, "127.0.0.1")
 	for range 2 {
-		r := post(t, withTimeout(t, patience), c, secretEndpoint(t, c, "http://"+l.Addr().String(), nil))
+		r := post(t, withTimeout(t, generousTimeout), c, secretEndpoint(t, c, "http://"+l.Addr().String(), nil))
 		if r.Reason == "" || r.Reason == TimedOut || r.Reason == ConnectionRefused {
 			t.Errorf("unexpected result %+v", r)
 		}
@@ -704,15 +704,15 @@ func TestHTTP2Only(t *testing.T) {
 }
 
 // An endpoint that moves to another address gets its traffic there: at once when
-// the old address is gone, and when a connection's time is over otherwise.
+// the old address is down, and otherwise at the end of a connection's lifetime.
 func TestAddressChanges(t *testing.T) {
 	for _, test := range []struct {
 		name   string
 		stays  bool // The old address still answers.
 		maxAge time.Duration
 	}{
-		{"the old one is gone", false, time.Hour},
-		{"the old one stays", true, 100 * time.Millisecond},
+		{"the old one is down", false, time.Hour},
+		{"the old one answers", true, 100 * time.Millisecond},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			noLeaks(t)
@@ -728,7 +728,7 @@ func TestAddressChanges(t *testing.T) {
 			if err != nil {
 				t.Skip("the port is taken at 127.0.0.2")
 			}
-			next := &http.Server{Handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}), ReadHeaderTimeout: patience}
+			next := &http.Server{Handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}), ReadHeaderTimeout: generousTimeout}
 			go func() { _ = next.Serve(l) }()
 			defer next.Close()
 			c := New(Options{Policy: newClient(t, "127.0.0.0/8").policy, MaxAge: test.maxAge})
@@ -741,14 +741,14 @@ func TestAddressChanges(t *testing.T) {
 			})
 			e := secretEndpoint(t, c, "http://hooks.example:"+port, nil)
 			for range 3 {
-				if r := post(t, withTimeout(t, patience), c, e); r.StatusCode != 200 || r.RemoteAddr != "127.0.0.1:"+port {
+				if r := post(t, withTimeout(t, generousTimeout), c, e); r.StatusCode != 200 || r.RemoteAddr != "127.0.0.1:"+port {
 					t.Fatalf("before it moves: %+v", r)
 				}
 			}
 			moved.Store(true)
 			var r Result
-			for deadline := time.Now().Add(patience); time.Now().Before(deadline); {
-				if r = post(t, withTimeout(t, patience), c, e); r.RemoteAddr == "127.0.0.2:"+port || r.StatusCode != 200 || !test.stays {
+			for deadline := time.Now().Add(generousTimeout); time.Now().Before(deadline); {
+				if r = post(t, withTimeout(t, generousTimeout), c, e); r.RemoteAddr == "127.0.0.2:"+port || r.StatusCode != 200 || !test.stays {
 					break
 				}
 			}
@@ -765,7 +765,7 @@ func TestResponseIsRedacted(t *testing.T) {
 		switch r.Header.Get("Idempotency-Key") {
 		case "echo":
 			_, _ = fmt.Fprintf(w, "no such hook %s (%s) for %q", r.RequestURI, strings.ReplaceAll(r.RequestURI, "/", `\/`), r.Header)
-		case "cut": // the secret begins before the end of what is kept, and goes on behind it
+		case "cut": // the secret begins before the end of the kept part, and continues after it
 			_, _ = io.WriteString(w, strings.Repeat("-", 1020)+canary+strings.Repeat("-", 3041)+canary)
 		case "break":
 			w.Header().Set("Content-Length", "1000")
@@ -779,7 +779,7 @@ func TestResponseIsRedacted(t *testing.T) {
 	c := newClient(t, "127.0.0.1")
 	e := secretEndpoint(t, c, server.URL, nil)
 	for key, want := range map[string]string{"echo": "no such hook [redacted]", "cut": strings.Repeat("-", 1020), "break": "tail "} {
-		r := c.Post(withTimeout(t, patience), e, []Header{{"Idempotency-Key", key}}, nil)
+		r := c.Post(withTimeout(t, generousTimeout), e, []Header{{"Idempotency-Key", key}}, nil)
 		if r.Reason != Rejected || !strings.HasPrefix(string(r.Response), want) || strings.Contains(string(r.Response), canary[:10]) || len(r.Response) > 1024 {
 			t.Errorf("%s: unexpected result %+v: %s", key, r, r.Response)
 		}
@@ -878,7 +878,7 @@ func TestEgressGuardEndToEnd(t *testing.T) {
 				}
 				return test.dns
 			})
-			r := post(t, withTimeout(t, patience), c, secretEndpoint(t, c, "http://"+test.host+":"+port, nil))
+			r := post(t, withTimeout(t, generousTimeout), c, secretEndpoint(t, c, "http://"+test.host+":"+port, nil))
 			if r.Reason != test.reason || r.Sent != test.sent {
 				t.Errorf("unexpected result %+v", r)
 			}
@@ -906,7 +906,7 @@ func TestDNSRebinding(t *testing.T) {
 	e := secretEndpoint(t, c, "http://rebind.example:"+port, nil)
 	for i, want := range []Reason{"", AddressDenied, AddressDenied, ""} {
 		lookups.Store(int32(i))
-		if r := post(t, withTimeout(t, patience), c, e); r.Reason != want {
+		if r := post(t, withTimeout(t, generousTimeout), c, e); r.Reason != want {
 			t.Errorf("lookup %d: %+v, want %q", i, r, want)
 		}
 	}
@@ -921,7 +921,7 @@ func TestRedirectIsNotFollowed(t *testing.T) {
 	for _, status := range []string{"301", "302", "303", "307", "308"} {
 		server := listen(t, answersAndCloses("HTTP/1.1 "+status+" X\r\nLocation: http://"+target.address+"/"+canary+"\r\nRefresh: 0; url=http://"+target.address+"\r\nContent-Length: 0\r\n\r\n"))
 		c := newClient(t, "127.0.0.1")
-		if r := post(t, withTimeout(t, patience), c, secretEndpoint(t, c, "http://"+server.address, nil)); r.Reason != Redirected {
+		if r := post(t, withTimeout(t, generousTimeout), c, secretEndpoint(t, c, "http://"+server.address, nil)); r.Reason != Redirected {
 			t.Errorf("status %s: %+v", status, r)
 		}
 	}

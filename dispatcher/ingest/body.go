@@ -12,15 +12,14 @@ import (
 	"github.com/posthorn/posthorn/event"
 )
 
-// sizes of the buffers for bodies. A buffer grows from one to the next only
-// when it is full, whatever length the request has announced: who sends
-// nothing holds little.
+// sizes are the capacities of the body buffers. A buffer grows to the next size only when it is
+// full, whatever length the request announces, so an idle sender holds little memory.
 var sizes = [...]int{8 << 10, 64 << 10, 512 << 10}
 
-// buffers are kept for reuse, by size.
+// buffers are pools of buffers, one per size.
 var buffers [len(sizes)]sync.Pool
 
-// inflaters likewise; inflaterBytes is what one holds.
+// inflaters is the pool of gzip readers; each holds inflaterBytes of memory.
 var inflaters = sync.Pool{New: func() any { return new(gzip.Reader) }}
 
 const inflaterBytes = 48 << 10
@@ -43,11 +42,10 @@ func (b *buffer) release() { buffers[b.class].Put(b) }
 
 var (
 	bodyTooLarge = ofEvent(&event.Error{Code: event.CodeBodyTooLarge, Message: "the body is larger than the 512000 bytes allowed, after inflation; split the batch"})
-	busy         = refuse(http.StatusServiceUnavailable, codeBusy, "too many requests are in progress; send again").again(retryAfterBusy)
+	busy         = refuse(http.StatusServiceUnavailable, codeBusy, "too many requests are in progress; send the request again").again(retryAfterBusy)
 )
 
-// read reads a body within the limits of its size and of the memory of all
-// requests. The buffer is the caller's to release.
+// read reads a body within the size limit and the memory limit. The caller releases the buffer.
 func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *refusal) {
 	var zipped bool
 	switch strings.ToLower(strings.TrimSpace(q.Header.Get("Content-Encoding"))) {
@@ -56,7 +54,7 @@ func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *refusal) {
 		zipped = true
 	default:
 		w.Header().Set("Accept-Encoding", "gzip")
-		return nil, refuse(http.StatusUnsupportedMediaType, codeEncoding, "Content-Encoding must be gzip or absent")
+		return nil, refuse(http.StatusUnsupportedMediaType, codeEncoding, "Content-Encoding must be gzip or absent; remove the header or compress the body with gzip")
 	}
 	if q.ContentLength > event.MaxBodyBytes {
 		return nil, bodyTooLarge
@@ -80,7 +78,7 @@ func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *refusal) {
 		z := inflaters.Get().(*gzip.Reader)
 		defer inflaters.Put(z)
 		if err := z.Reset(body); err != nil {
-			return nil, unreadable(err, "the body is not gzip, as Content-Encoding says")
+			return nil, unreadable(err, "the body is not valid gzip, although Content-Encoding is gzip; compress the body or remove the header")
 		}
 		body = z
 	}
@@ -107,12 +105,12 @@ func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *refusal) {
 			return b, nil
 		case err != nil:
 			b.release()
-			return nil, unreadable(err, "the body could not be read to its end")
+			return nil, unreadable(err, "the body ended early; send the request again")
 		}
 	}
 }
 
-// headerBytes is about what a request's headers take in memory.
+// headerBytes estimates the memory that a request's headers take.
 func headerBytes(header http.Header) (n int) {
 	for name, values := range header {
 		n += len(name) + 64
@@ -128,7 +126,7 @@ func unreadable(err error, message string) *refusal {
 		return bodyTooLarge
 	}
 	if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
-		return refuse(http.StatusRequestTimeout, codeTooSlow, "the body did not arrive in time; send again")
+		return refuse(http.StatusRequestTimeout, codeTooSlow, "the body did not arrive within the read timeout; send the request again")
 	}
 	return refuse(http.StatusBadRequest, codeUnreadable, message)
 }

@@ -21,8 +21,7 @@ import (
 	"github.com/getkin/kin-openapi/routers/legacy"
 )
 
-// contract is the served document, valid, and the way from a request to its
-// operation.
+// contract is the served document, validated, with a router from a request to its operation.
 var contract = sync.OnceValue(func() (c struct {
 	document *openapi3.T
 	router   routers.Router
@@ -37,8 +36,8 @@ var contract = sync.OnceValue(func() (c struct {
 	return c
 })
 
-// conforms tells what of an exchange the document does not allow: of the answer,
-// and of the request, if the server took it.
+// conforms returns the deviations of an exchange from the document: of the response, and of the
+// request if the server accepted it.
 func conforms(r *http.Request, sent []byte, w *httptest.ResponseRecorder) error {
 	route, params, err := contract().router.FindRoute(r)
 	if err != nil {
@@ -65,7 +64,7 @@ func conforms(r *http.Request, sent []byte, w *httptest.ResponseRecorder) error 
 	return nil
 }
 
-// What tools that read the document want of it, besides being valid.
+// Tools that read the document have requirements beyond its validity.
 func TestOpenAPILint(t *testing.T) {
 	d := contract().document
 	if d.Info.Description == "" || d.Info.License == nil || len(d.Servers) == 0 {
@@ -84,7 +83,7 @@ func TestOpenAPILint(t *testing.T) {
 				t.Errorf("%s: no tags, or one that is not declared: %v", name, op.Tags)
 			}
 			if op.Responses.Status(http.StatusOK) == nil || op.Responses.Status(http.StatusBadRequest) == nil || op.Responses.Default() != nil {
-				t.Errorf("%s: what is answered must be said by status", name)
+				t.Errorf("%s: the document must list responses by status", name)
 			}
 			for status, r := range op.Responses.Map() {
 				if r.Value.Description == nil || len(r.Value.Content) == 0 {
@@ -105,7 +104,7 @@ func TestOpenAPILint(t *testing.T) {
 	}
 }
 
-// Forms that are taken besides the plain one are in the document: do checks it.
+// Accepted forms other than the plain one are part of the document: do checks it.
 func TestDocumentedForms(t *testing.T) {
 	for name, r := range map[string]*http.Request{
 		"numbers":                                post("/v1/track", "web-key", `{"userId":1,"anonymousId":2.5,"event":3,"timestamp":1700000000,"sentAt":1700000000000}`),
@@ -123,7 +122,7 @@ func TestDocumentedForms(t *testing.T) {
 	}
 }
 
-// What clients that nobody here wrote have sent is what the document allows.
+// The document allows the requests of third-party clients.
 func TestClientsConformToOpenAPI(t *testing.T) {
 	files, err := filepath.Glob("../../test/compat/testdata/*.json")
 	if err != nil || len(files) == 0 {

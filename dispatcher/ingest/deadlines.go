@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-// deadlineCache gives contexts that end after storeTimeout, or up to a second
-// later. All requests of a second share one: a timer for each costs as much as
-// the lookup of its Source.
+// deadlineCache provides contexts that end after storeTimeout, or up to a second later. All
+// requests of the same second share one context: a timer per request costs as much as a Source
+// lookup.
 type deadlineCache struct {
 	mu    sync.Mutex
 	ctx   context.Context
@@ -22,7 +22,7 @@ func (c *deadlineCache) context() context.Context {
 	if c.until.Sub(now) < storeTimeout {
 		c.until = now.Add(storeTimeout + time.Second)
 		ctx, cancel := context.WithDeadline(context.Background(), c.until)
-		context.AfterFunc(ctx, cancel) // Nothing else cancels it.
+		context.AfterFunc(ctx, cancel) // The timeout is the only cause of cancellation.
 		c.ctx = ctx
 	}
 	return c.ctx

@@ -9,8 +9,8 @@ import (
 	"github.com/posthorn/posthorn/event"
 )
 
-// FuzzRequest sends bodies and headers that mean anything: each is answered as
-// documented, what is refused is not stored, and nothing stays held.
+// FuzzRequest sends arbitrary bodies and headers: each response is a documented one, refused calls
+// are not stored, and all memory is released.
 func FuzzRequest(f *testing.F) {
 	f.Add("/v1/track", "Basic d2ViLWtleTo=", "", "application/json", "", track, int64(len(track)))
 	f.Add("/v1/batch", "", "gzip", "text/plain", "https://shop.example", zip(`{"writeKey":"web-key","batch":[`+track+`,{}]}`), int64(-1))
@@ -48,7 +48,7 @@ func FuzzRequest(f *testing.F) {
 			t.Errorf("%d stored after %d %s", stored, w.Code, w.Body)
 		}
 		if held := fixture.memory.held(); held != 0 {
-			t.Errorf("%d bytes stay held", held)
+			t.Errorf("%d bytes are still held", held)
 		}
 	})
 }

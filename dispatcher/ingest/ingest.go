@@ -1,9 +1,8 @@
-// Package ingest takes calls over HTTP, in Segment's wire format. It finds the
-// Source by the write key, bounds what is read, and answers 200 only after
-// every call of the request is durable.
+// Package ingest accepts calls over HTTP in Segment's wire format. It finds the Source by the write
+// key, enforces the limits, and answers 200 only after every call of the request is durable.
 //
-// What makes a client of this format try again (429, 503) is used for what
-// passes by itself, what makes it stop (4xx) for what does not.
+// Client libraries of this format retry after 429 and 503 and stop after any other 4xx. Temporary
+// faults therefore get 429 or 503, permanent ones another 4xx.
 package ingest
 
 import (
@@ -37,31 +36,32 @@ import (
 
 // Options configure a Handler. View, Skip and Append are required.
 type Options struct {
-	// View returns what is in effect, or nil before the first full config: then calls are answered 503.
+	// View returns the view in effect, or nil before the first full config; calls are then answered
+	// 503.
 	View func() *liveconfig.View
-	// Skip returns the destinations that do not get a call.
+	// Skip returns the keys of the destinations that must not receive a call.
 	Skip func(ref liveconfig.SourceRef, call *event.Call) []string
-	// BeginRouting, when set, is called before Skip is asked for the calls of a
-	// request, and what it returns when they are stored, or will not be.
+	// BeginRouting, when set, is called before the first Skip of a request. The function that it
+	// returns is called when the request's calls are stored or have failed.
 	BeginRouting func() (end func())
 	// Append makes messages durable; see queue.Store.
 	Append func(ctx context.Context, msgs []queue.Message) ([]bool, error)
-	// MaxBuffered bounds the memory of all requests in progress: of their bodies,
-	// and then of their messages with the copies that storing makes. Default
-	// 256 MiB. One Source gets at most half of it, less when others need theirs;
-	// beyond that a request is answered 503.
+	// MaxBuffered bounds the memory of all requests in progress: their bodies, their messages, and
+	// the copies that the store makes. Default 256 MiB. One Source gets at most half of it, and
+	// less while other Sources need memory. A request beyond the limit is answered 503.
 	MaxBuffered int64
-	// TrustedProxies are the networks of proxies whose X-Forwarded-For is believed; see ParseProxies.
+	// TrustedProxies are the networks of trusted proxies, whose X-Forwarded-For is used; see
+	// ParseProxies.
 	TrustedProxies []netip.Prefix
 	// Now is the clock; default time.Now.
 	Now        func() time.Time
 	Logger     *slog.Logger
 	Registerer prometheus.Registerer
-	// Tracer makes a span of each request; nil makes none.
+	// Tracer makes a span per request; nil disables tracing.
 	Tracer trace.Tracer
 }
 
-// Codes of answers besides those of package event.
+// Error codes in addition to those of package event.
 const (
 	codeNotReady        = "not_ready"
 	codeTooSlow         = "body_too_slow"
@@ -92,37 +92,37 @@ const (
 	allowedMethods      = "POST, OPTIONS"
 	exposedHeaders      = headerRetryAfter + ", " + headerReset
 	headerRetryAfter    = "Retry-After"
-	headerReset         = "X-Ratelimit-Reset" // what browser libraries read; seconds too
+	headerReset         = "X-Ratelimit-Reset" // in seconds; read by browser libraries
 	headerContentType   = "Content-Type"
 	contentTypeJSON     = "application/json"
 	headerAllowedOrigin = "Access-Control-Allow-Origin"
 )
 
-// paths maps a path to the type of call that it takes; empty for batches.
+// paths maps a path to the type of its calls; the type is empty for batches.
 var paths = map[string]event.Type{
 	"/v1/identify": event.Identify, "/v1/track": event.Track, "/v1/page": event.Page,
 	"/v1/screen": event.Screen, "/v1/group": event.Group, "/v1/alias": event.Alias,
 	"/v1/batch": "", "/v1/import": "",
 }
 
-// short are the paths that the browser and mobile libraries use.
+// short are the paths of the browser and mobile libraries.
 var short = map[string]event.Type{
 	"/v1/i": event.Identify, "/v1/t": event.Track, "/v1/p": event.Page,
 	"/v1/s": event.Screen, "/v1/g": event.Group, "/v1/a": event.Alias, "/v1/b": "",
 }
 
-// Takes reports whether calls are sent to a path.
+// Takes reports whether a path is part of the tracking API.
 func Takes(path string) bool {
 	_, known := paths[path]
 	return known
 }
 
-// storeTimeout bounds the wait for storage, to within a second. The calls may be
-// stored nevertheless; sent again with their messageId they are duplicates.
+// storeTimeout bounds the wait for the store, to within a second. The calls may be stored
+// nevertheless; if the client sends them again with the same messageId, they are duplicates.
 const storeTimeout = 30 * time.Second
 
-// maxTurn is how long a request may filter its calls before others get a turn;
-// turnBytes is what that costs, about what is parsed in the time.
+// maxTurn is how long a request may run filters before it yields to the next request. turnBytes is
+// the charge for that time: about the number of bytes that are parsed in it.
 const (
 	maxTurn   = 5 * time.Millisecond
 	turnBytes = 1 << 20
@@ -137,20 +137,20 @@ type Handler struct {
 	metrics   metrics
 	memory    memoryLimiter
 	scheduler fairScheduler
-	// deadlines bound how long requests wait for storage.
+	// deadlines bounds the wait for the store.
 	deadlines deadlineCache
-	// lastStored is the Source that stored last, and sharedUntil when, in
-	// nanoseconds since 1970, its storing counts as that of one Source alone.
+	// lastStored is the last Source that stored messages. Until sharedUntil (nanoseconds since
+	// 1970) at least two Sources count as storing at the same time.
 	lastStored  atomic.Pointer[source]
 	sharedUntil atomic.Int64
 
 	sources      sync.Map // key -> *source
-	unidentified *source  // of the requests without a known write key
+	unidentified *source  // the requests without a known write key
 	origins      atomic.Pointer[origins]
-	faults       sampler // of our own, to log
+	faults       sampler // for the log of internal errors
 }
 
-// ParseProxies parses the networks (CIDRs) and addresses of proxies.
+// ParseProxies parses networks (CIDRs) and addresses of proxies.
 func ParseProxies(entries []string) ([]netip.Prefix, error) {
 	var list []netip.Prefix
 	for _, entry := range entries {
@@ -180,13 +180,13 @@ func New(o Options) *Handler {
 	}
 	h := &Handler{Options: o, unidentified: new(source)}
 	h.metrics = newMetrics(o.Registerer, h.memory.held)
-	h.scheduler.slots = 2 * runtime.GOMAXPROCS(0) // one request computes, one is about to
+	h.scheduler.slots = 2 * runtime.GOMAXPROCS(0) // one request computes, the next one is ready
 	return h
 }
 
-// NewServer makes an HTTP server for a handler, with every time and size
-// bounded: HTTP/1.1, and HTTP/2 with TLS or in clear text (behind a proxy). Package
-// listen bounds its connections.
+// NewServer makes an HTTP server for a handler, with a bound for every time and size. It serves
+// HTTP/1.1 and HTTP/2, with TLS or in clear text behind a proxy. Package listen bounds its
+// connections.
 func NewServer(h http.Handler) *http.Server {
 	var protocols http.Protocols
 	protocols.SetHTTP1(true)
@@ -195,48 +195,48 @@ func NewServer(h http.Handler) *http.Server {
 	return &http.Server{
 		Handler: h, Protocols: &protocols,
 		ReadHeaderTimeout: 10 * time.Second,
-		// A body of 500 KB arrives within this at 140 kbit/s.
+		// A body of 500 KB arrives in time at 140 kbit/s.
 		ReadTimeout: 30 * time.Second, WriteTimeout: 90 * time.Second, IdleTimeout: 3 * time.Minute,
 		MaxHeaderBytes: 8 << 10,
-		// A connection keeps a buffer of the largest frame that was announced to it.
+		// Each connection keeps a buffer of the largest frame that it has received.
 		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: 100, MaxReadFrameSize: 16 << 10},
 	}
 }
 
-// refusal is an answer other than 200.
+// refusal is any answer but 200.
 type refusal struct {
 	status     int
 	code       string
 	message    string
 	retryAfter int // seconds; 0 for none
-	calls      int // how many calls were refused by it, if that is known
+	calls      int // number of rejected calls, if known
 }
 
 func refuse(status int, code, message string) *refusal {
 	return &refusal{status: status, code: code, message: message}
 }
 
-// again marks a refusal as passing.
+// again marks a refusal as temporary.
 func (r *refusal) again(seconds int) *refusal { r.retryAfter = seconds; return r }
 
-// request is one HTTP request on its way through.
+// request is the state of one HTTP request.
 type request struct {
 	*http.Request
 	view *liveconfig.View
 	ref  liveconfig.SourceRef
-	// source is that of all unidentified requests until the write key is known.
+	// source is the account of unidentified requests until the write key is known.
 	source *source
 	origin string
 	memory reservation
 	turn   turn
-	// bodyBytes is the size of the body, and reading what was read of it.
+	// bodyBytes is the size of the body; reading holds the parsed body.
 	bodyBytes int
 	reading   event.Reading
-	// storing is what the request holds of its Source's semaphore of that name.
+	// storing is the request's share of the Source's semaphore of the same name.
 	storing int64
-	// calls is how many of its calls became messages.
+	// calls is the number of calls that became messages.
 	calls int
-	// span and what names it to deliveries are zero while there is no tracing.
+	// span and the trace context for deliveries are zero while tracing is off.
 	span        trace.Span
 	traceParent string
 }
@@ -257,15 +257,16 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		typ, known = short[path]
 	}
 	if !known {
-		h.answer(w, refuse(http.StatusNotFound, codeNotFound, "there is nothing at this path; calls go to /v1/identify, /v1/track, /v1/page, /v1/screen, /v1/group, /v1/alias, /v1/batch or /v1/import"))
+		h.answer(w, refuse(http.StatusNotFound, codeNotFound, "unknown path; send calls to /v1/identify, /v1/track, /v1/page, /v1/screen, /v1/group, /v1/alias, /v1/batch or /v1/import"))
 		return
 	}
 	q := request{Request: r, view: h.View(), source: h.unidentified, origin: r.Header.Get("Origin")}
 	q.memory = reservation{limiter: &h.memory, account: &h.unidentified.account}
-	defer q.memory.release() // After the answer is written, which a slow client may delay.
+	defer q.memory.release() // A slow client can delay this until after the answer is written.
 	if q.origin != "" {
 		header.Add("Vary", "Origin")
-		// Until the Source is known, a page may read the answer if some Source allows it.
+		// Until the Source is known, the answer is readable for each origin that some Source
+		// allows.
 		if q.view != nil && h.follow(q.view).allow(q.origin) {
 			exposeTo(header, q.origin)
 		}
@@ -277,7 +278,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case http.MethodPost:
 	default:
 		header.Set("Allow", allowedMethods)
-		h.answer(w, refuse(http.StatusMethodNotAllowed, codeMethod, "calls are sent with POST"))
+		h.answer(w, refuse(http.StatusMethodNotAllowed, codeMethod, "use POST to send calls"))
 		return
 	}
 	if h.Tracer != nil {
@@ -286,7 +287,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	rejected, bad := h.recoverPanics(w, &q, typ, begin)
 	if bad != nil {
 		if bad.status == http.StatusUnauthorized && q.origin == "" {
-			// Not to pages: their browser would ask its user for a password.
+			// Browsers would ask their user for a password, so pages do not get this header.
 			header.Set("Www-Authenticate", `Basic realm="posthorn"`)
 		}
 		h.reject(q.source, begin, max(1, bad.calls), bad.code, bad.message)
@@ -305,40 +306,40 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// Headers of every answer. Nobody appends to them.
+// Shared headers of every answer; they must not be modified.
 var (
 	jsonHeader    = []string{contentTypeJSON}
 	nosniffHeader = []string{"nosniff"}
 )
 
-// recoverPanics keeps a fault of the server in one request.
+// recoverPanics limits a panic to the request that caused it.
 func (h *Handler) recoverPanics(w http.ResponseWriter, q *request, typ event.Type, now time.Time) (rejected []event.Rejection, bad *refusal) {
 	defer func() {
 		if fault := recover(); fault != nil {
-			if missed, ok := h.faults.due(now); ok { // Its text may hold what was sent.
-				h.Logger.Error("a request ended in a panic", "namespace", q.source.namespace, "source", q.source.name, "type", fmt.Sprintf("%T", fault), "stack", string(debug.Stack()), "suppressed", missed)
+			if missed, ok := h.faults.due(now); ok { // The panic's text may contain request data, so it is not logged.
+				h.Logger.Error("request handler panicked", "namespace", q.source.namespace, "source", q.source.name, "type", fmt.Sprintf("%T", fault), "stack", string(debug.Stack()), "suppressed", missed)
 			}
-			bad = refuse(http.StatusInternalServerError, codeInternal, "Posthorn failed on this request, and its log says why; send it again")
+			bad = refuse(http.StatusInternalServerError, codeInternal, "internal error, see the log of Posthorn; send the request again")
 		}
 	}()
 	return h.handle(w, q, typ, now)
 }
 
-// handle authenticates a request, reads, parses, limits and stores it.
+// handle authenticates a request, then reads, parses, rate-limits and stores it.
 func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now time.Time) ([]event.Rejection, *refusal) {
 	if q.view == nil {
-		return nil, refuse(http.StatusServiceUnavailable, codeNotReady, "waiting for the first config; send again").again(retryAfterNotReady)
+		return nil, refuse(http.StatusServiceUnavailable, codeNotReady, "Posthorn waits for its first config; send the request again").again(retryAfterNotReady)
 	}
-	// A key in the header is looked up before the body is read: an unknown key costs nothing.
+	// A key in the header is looked up before the body is read, so an unknown key costs little.
 	if key, ok := basicUser(q.Header.Get("Authorization")); ok && key != "" {
 		if bad := h.authenticate(w, q, key); bad != nil {
 			return nil, bad
 		}
 	}
 	if t, _, _ := strings.Cut(q.Header.Get(headerContentType), ";"); t != "" && !takesMediaType(strings.ToLower(strings.TrimSpace(t))) {
-		return nil, refuse(http.StatusUnsupportedMediaType, codeMediaType, "Content-Type must be application/json (text/plain is taken as JSON too)")
+		return nil, refuse(http.StatusUnsupportedMediaType, codeMediaType, "Content-Type must be application/json (text/plain is read as JSON, too)")
 	}
-	if q.source != h.unidentified { // A body of a Source that is far over its rate is not read.
+	if q.source != h.unidentified { // Skip the body if the Source is far over its rate.
 		if bad := h.limit(q, 0, 0); bad != nil {
 			return nil, bad
 		}
@@ -370,20 +371,20 @@ func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now 
 	return rejected, nil
 }
 
-// maxStoring bounds the messages of one Source, in bytes, that are made and
-// stored at once: enough to keep the disk busy. A flood waits here, with no more
-// than its bodies in memory, and not in the store in front of the other Sources.
-// A request that makes more than that has the Source's place to itself.
+// maxStoring bounds the bytes of one Source's messages that are built and stored at the same time.
+// It is enough to keep the disk busy. Excess requests wait here, with only their bodies in memory,
+// and not inside the store, where they would delay other Sources. A request larger than maxStoring
+// runs while its Source has no other.
 const maxStoring = 512 << 10
 
-// parse reads the calls of a body and reserves what their messages take: a place
-// on the way to the disk, and memory. On success it returns within the request's
-// turn, and the caller must release q.reading.
+// parse reads the calls of a body and reserves memory and a share of the Source's semaphore for
+// their messages. On success it returns within the request's turn, and the caller must release
+// q.reading.
 //
-// How much the messages take is known when the body was read. If that does not
-// fit beside the Source's other requests, the request gives up what it holds, all
-// but the body, waits for its full share and reads the body again. So requests
-// never wait for each other, and what waits is small.
+// The size of the messages is known only after the body is parsed. If they do not fit beside the
+// Source's other requests, the request releases everything but the body, waits for its full share
+// and parses the body again. So no request waits for another while it holds a part, and a waiting
+// request is small.
 func (h *Handler) parse(w http.ResponseWriter, q *request, typ event.Type, now time.Time, body *buffer) *refusal {
 	defer body.release()
 	parser := event.Request{Type: typ, ReceivedAt: now}
@@ -416,13 +417,13 @@ func (h *Handler) parse(w http.ResponseWriter, q *request, typ event.Type, now t
 	}
 }
 
-// readCalls reads the calls into q.reading, and identifies the Source by the
-// body's write key when the header had none.
+// readCalls reads the calls into q.reading. If the header has no write key, it identifies the
+// Source by the write key of the body.
 func (h *Handler) readCalls(w http.ResponseWriter, q *request, parser event.Request, body []byte) *refusal {
 	var err error
 	q.reading, err = parser.Read(body)
 	fault, _ := errors.AsType[*event.Error](err)
-	if q.source == h.unidentified && (fault == nil || q.reading.WriteKey != "") { // The key may be in what could not be read.
+	if q.source == h.unidentified && (fault == nil || q.reading.WriteKey != "") { // The key may be in the part that could not be read.
 		if bad := h.authenticate(w, q, q.reading.WriteKey); bad != nil {
 			if fault == nil {
 				q.reading.Release()
@@ -436,28 +437,27 @@ func (h *Handler) readCalls(w http.ResponseWriter, q *request, parser event.Requ
 	return nil
 }
 
-// Memory and turns of a request besides the bytes of its messages.
+// Cost of a request in memory and turns, beyond the bytes of its messages.
 const (
-	// storeCopies is how often the store holds the bytes of a message until it is
-	// on the disk: in the batch of the commit, in the write buffer and in the
-	// buffer of the write-ahead log.
+	// storeCopies is the number of copies that the store holds of a message until it is on disk: in
+	// the commit's batch, in the memtable, and in the buffer of the write-ahead log.
 	storeCopies = 3
-	// callBytes is what a call takes besides the bytes of its message.
+	// callBytes is the overhead of a call beyond its message.
 	callBytes = 512
-	// requestBytes is what the smallest request costs of a Source's turns.
+	// requestBytes is the minimum charge of a request.
 	requestBytes = 4 << 10
 )
 
-// memoryFor is the memory that a request takes until it is answered. One that
-// takes more than half of all is let in when its Source has no other.
+// memoryFor estimates the memory of a request until it is answered. A request above half of the
+// limit is admitted when its Source has no other request.
 func (h *Handler) memoryFor(q *request) int64 {
 	total := headerBytes(q.Header) + (1+storeCopies)*q.reading.Bytes + callBytes*q.reading.Calls
 	return min(int64(total), h.MaxBuffered/2)
 }
 
-// buildMessages makes the messages of a request, within the turn that parse has begun.
+// buildMessages makes the messages of a request, within the turn that parse started.
 func (h *Handler) buildMessages(q *request, typ event.Type, now time.Time) (messages []queue.Message, rejected []event.Rejection, bad *refusal) {
-	unpaid := requestBytes + q.bodyBytes // what the turn has cost so far
+	unpaid := requestBytes + q.bodyBytes // cost of this turn that is not charged yet
 	defer func() { q.turn.leave(unpaid) }()
 	defer q.reading.Release()
 	batch, err := q.reading.Messages()
@@ -470,7 +470,7 @@ func (h *Handler) buildMessages(q *request, typ event.Type, now time.Time) (mess
 		unpaid += q.reading.Bytes
 		return nil, nil, ofEvent(fault)
 	}
-	// What is rejected takes memory in the answer.
+	// Rejected calls take memory in the answer.
 	if n := rejectionBytes*min(len(batch.Rejected), event.MaxBatchCalls) + 32*len(batch.Rejected); n > 0 && !q.memory.grow(int64(n), h.MaxBuffered) {
 		return nil, nil, busy
 	}
@@ -502,9 +502,9 @@ func (h *Handler) buildMessages(q *request, typ event.Type, now time.Time) (mess
 	return messages, batch.Rejected, nil
 }
 
-// suppress takes out the calls of users of whom a deletion request says so.
+// suppress removes the calls of users whose deletion request suppresses them.
 func suppress(q *request, typ event.Type, batch *event.Batch) *refusal {
-	const message = "a deletion request suppresses this user; calls are taken again when it is removed"
+	const message = "a deletion request suppresses this user; calls are accepted again after it is removed"
 	if !slices.ContainsFunc(batch.Calls, func(c event.Call) bool { return q.view.Suppressed(q.ref, c.UserID) }) {
 		return nil
 	}
@@ -526,24 +526,24 @@ func suppress(q *request, typ event.Type, batch *event.Batch) *refusal {
 	return nil
 }
 
-// bytesPerCall is how many bytes of messages count as one call of a Source's rate.
+// bytesPerCall is how many message bytes count as one call of a Source's rate.
 const bytesPerCall = 4 << 10
 
-// limit charges a request to its Source's rate: its calls or, if that is more,
-// one call for each bytesPerCall that its messages take. For no calls it takes
-// nothing and refuses only when not even one call would be accepted in a second.
+// limit charges a request to its Source's rate: its calls, or one call per bytesPerCall of its
+// messages if that is more. With calls = 0 it charges nothing, and refuses only if a single call
+// would have to wait more than a second.
 func (h *Handler) limit(q *request, calls, bytes int) *refusal {
 	wait := q.source.limit(q.ref.Source, h.Now, max(calls, (bytes+bytesPerCall-1)/bytesPerCall))
 	if wait <= 0 || calls == 0 && wait <= time.Second {
 		return nil
 	}
 	seconds := int(math.Ceil(min(wait.Seconds(), maxRetryAfter)))
-	bad := refuse(http.StatusTooManyRequests, codeRateLimited, fmt.Sprintf("over the Source's limit of %d calls a second (spec.rateLimit), where %d bytes of messages count as a call at least; send again after a pause", q.ref.Source.CallsPerSecond, bytesPerCall)).again(max(1, seconds))
+	bad := refuse(http.StatusTooManyRequests, codeRateLimited, fmt.Sprintf("the Source is over its limit of %d calls a second (spec.rateLimit; every %d bytes of messages count as at least one call); send the request again later", q.ref.Source.CallsPerSecond, bytesPerCall)).again(max(1, seconds))
 	bad.calls = calls
 	return bad
 }
 
-// ofEvent makes a refusal of a fault in a request.
+// ofEvent makes a refusal from a parse error.
 func ofEvent(fault *event.Error) *refusal {
 	status := http.StatusBadRequest
 	switch fault.Code {
@@ -553,13 +553,14 @@ func ofEvent(fault *event.Error) *refusal {
 	return refuse(status, fault.Code, fault.Message)
 }
 
-// takesMediaType: besides JSON, what sendBeacon and plain forms of fetch send without a preflight.
+// takesMediaType also accepts the types that sendBeacon and simple fetch requests send without a
+// preflight.
 func takesMediaType(t string) bool {
 	return t == contentTypeJSON || t == "text/plain" || t == "application/x-www-form-urlencoded" || strings.HasSuffix(t, "+json")
 }
 
-// basicUser returns the user name of HTTP Basic authentication. A missing colon
-// and missing padding are tolerated, as old clients send both.
+// basicUser returns the user name of HTTP Basic authentication. It tolerates a missing colon and
+// missing padding, because old clients omit them.
 func basicUser(authorization string) (user string, ok bool) {
 	scheme, encoded, _ := strings.Cut(authorization, " ")
 	if !strings.EqualFold(scheme, "Basic") {
@@ -573,7 +574,8 @@ func basicUser(authorization string) (user string, ok bool) {
 	return strings.TrimSpace(user), true
 }
 
-// authenticate finds the Source of a write key and checks that it takes calls from where they come.
+// authenticate finds the Source of a write key and checks that the Source accepts calls from the
+// request's origin.
 func (h *Handler) authenticate(w http.ResponseWriter, q *request, key string) *refusal {
 	if key == "" {
 		return refuse(http.StatusUnauthorized, codeNoWriteKey, `no write key; send it as HTTP Basic user name or as "writeKey" in the body`)
@@ -581,30 +583,30 @@ func (h *Handler) authenticate(w http.ResponseWriter, q *request, key string) *r
 	ref, ok := q.view.SourceByWriteKey(key)
 	if !ok {
 		if removed, ok := q.view.RemovedWriteKey(key, h.Now()); ok {
-			if removed.Exists { // Its owner sees in its status that senders still use the key.
+			if removed.Exists { // The Source's status shows that senders still use the key.
 				q.source = h.sourceOf(removed.Source)
 			}
 			return refuse(http.StatusServiceUnavailable, codeKeyRemoved, removed.Reason).again(retryAfterRemoved)
 		}
 		if !q.view.Complete() {
-			return refuse(http.StatusServiceUnavailable, codeNotReady, "some Sources are not loaded; send again").again(retryAfterBusy)
+			return refuse(http.StatusServiceUnavailable, codeNotReady, "some Sources are not loaded yet; send the request again").again(retryAfterBusy)
 		}
-		return refuse(http.StatusUnauthorized, codeUnknownKey, "no Source has this write key; compare it with the Source's Secret")
+		return refuse(http.StatusUnauthorized, codeUnknownKey, "no accepted Source has this write key; compare it with the Source's Secret")
 	}
 	h.follow(q.view)
 	q.ref, q.source = ref, h.sourceOf(ref)
-	if q.memory.bytes == 0 { // Otherwise it moves to the Source when the body was read.
+	if q.memory.bytes == 0 { // Otherwise the memory moves to the Source's account after the body is read.
 		q.memory.account = &q.source.account
 	}
 	if q.origin != "" {
 		if !allowsOrigin(ref.Source, q.origin) && !sameOrigin(q.Request, q.origin) {
 			w.Header().Del(headerAllowedOrigin)
-			return refuse(http.StatusForbidden, codeOriginDenied, "the Source does not take calls from this page's origin; add it to spec.allowedOrigins")
+			return refuse(http.StatusForbidden, codeOriginDenied, "the Source does not accept calls from this page's origin; add the origin to spec.allowedOrigins")
 		}
 		exposeTo(w.Header(), q.origin)
 	}
 	if !ref.Source.Enabled {
-		return refuse(http.StatusForbidden, codeSourceDisabled, "the Source is switched off; set spec.enabled to true")
+		return refuse(http.StatusForbidden, codeSourceDisabled, "the Source is disabled; set spec.enabled to true")
 	}
 	return nil
 }
@@ -613,24 +615,23 @@ func allowsOrigin(s liveconfig.Source, origin string) bool {
 	return slices.ContainsFunc(s.AllowedOrigins, func(o string) bool { return o == "*" || strings.EqualFold(o, origin) })
 }
 
-// sameOrigin reports whether a page calls the host that it came from (a proxy
-// in front of both); browsers ask no leave for that.
+// sameOrigin reports whether a page calls its own host, with a proxy in front of both. Browsers
+// need no permission for that.
 func sameOrigin(r *http.Request, origin string) bool {
 	u, err := url.Parse(origin)
 	return err == nil && u.Host != "" && strings.EqualFold(u.Host, r.Host)
 }
 
-// exposeTo lets a page of an origin read the answer. Nothing here depends on
-// cookies, but sendBeacon sends them always and its answer must then allow it.
+// exposeTo lets a page of an origin read the answer. Posthorn uses no cookies, but sendBeacon
+// always sends them, and the browser then requires that the answer allows credentials.
 func exposeTo(header http.Header, origin string) {
 	header.Set(headerAllowedOrigin, origin)
 	header.Set("Access-Control-Allow-Credentials", "true")
 	header.Set("Access-Control-Expose-Headers", exposedHeaders)
 }
 
-// preflight answers a browser's question before a call. The question carries no
-// write key, so it is allowed when some Source allows the origin; the call
-// itself is then decided by its own Source.
+// preflight answers a browser's preflight request. It carries no write key, so an origin is allowed
+// if some Source allows it; the Source of the call itself is checked later.
 func (h *Handler) preflight(w http.ResponseWriter, q *request) {
 	header := w.Header()
 	header.Add("Vary", "Access-Control-Request-Method")
@@ -638,7 +639,7 @@ func (h *Handler) preflight(w http.ResponseWriter, q *request) {
 	header.Set("Allow", allowedMethods)
 	if header.Get(headerAllowedOrigin) != "" {
 		headers := allowedHeaders
-		// Libraries add headers of their own; none of them means anything here.
+		// Allow all headers that libraries add; Posthorn ignores them.
 		if asked := q.Header.Get("Access-Control-Request-Headers"); asked != "" && len(asked) <= 1024 {
 			headers = asked
 		}
@@ -649,8 +650,8 @@ func (h *Handler) preflight(w http.ResponseWriter, q *request) {
 	w.WriteHeader(http.StatusNoContent)
 }
 
-// clientIP is the browser's address: the last one in X-Forwarded-For that no
-// trusted proxy added, or the peer's.
+// clientIP is the browser's address: the last one in X-Forwarded-For that was not added by a
+// trusted proxy, or the peer's address.
 func (h *Handler) clientIP(r *http.Request) string {
 	peer, err := netip.ParseAddrPort(r.RemoteAddr)
 	if err != nil {
@@ -677,8 +678,8 @@ func (h *Handler) trusts(ip netip.Addr) bool {
 	return slices.ContainsFunc(h.TrustedProxies, func(p netip.Prefix) bool { return p.Contains(ip) })
 }
 
-// persist makes messages durable. A client that disconnects meanwhile changes
-// nothing: its calls are stored, and its retry is a duplicate.
+// persist makes messages durable. If the client disconnects meanwhile, the calls are stored anyway,
+// and its retry is a duplicate.
 func (h *Handler) persist(q *request, messages []queue.Message, now time.Time) *refusal {
 	if len(messages) == 0 {
 		return nil
@@ -707,14 +708,14 @@ func (h *Handler) persist(q *request, messages []queue.Message, now time.Time) *
 	return nil
 }
 
-// maxCommitPart bounds the bytes that a request has written in one commit, which
-// other requests may have to wait for.
+// maxCommitPart bounds the bytes of a request in one commit, because other requests wait for the
+// commit.
 const maxCommitPart = 256 << 10
 
-// errPartlyStored: the storage became full after the first part of a large request.
+// errPartlyStored means that storage became full after the first part of a large request.
 var errPartlyStored = errors.New("storage became full after a part of the request was stored")
 
-// commitPart is how many of the messages, of how many bytes, are written in one commit.
+// commitPart returns how many messages, with how many bytes, the next commit takes.
 func commitPart(messages []queue.Message) (n, bytes int) {
 	for n < len(messages) && (n == 0 || bytes+len(messages[n].Body) <= maxCommitPart) {
 		bytes += len(messages[n].Body)
@@ -723,21 +724,20 @@ func commitPart(messages []queue.Message) (n, bytes int) {
 	return n, bytes
 }
 
-// A Source that stores more than bulkRate bytes a second, after a burst of
-// bulkBurst, is paced while other Sources store as well: after each commit it
-// pauses bulkPause times as long as that took, and maxPause at most. So it leaves
-// most of the disk's time to the others, however fast the disk is, and uses all of it
-// when it is alone.
+// A Source that stores more than bulkRate bytes a second, after a burst of bulkBurst, is slowed
+// down while other Sources store as well: after each commit it pauses bulkPause times the duration
+// of the commit, and at most maxPause. So other Sources get most of the disk's time, however fast
+// the disk is, and a single Source uses all of it.
 const (
 	bulkRate  = 4 << 20
 	bulkBurst = 1 << 20
 	bulkPause = 3
 	maxPause  = 100 * time.Millisecond
-	// sharedFor is how long after two Sources stored in turn they count as simultaneous.
+	// sharedFor is how long two Sources count as simultaneous after they stored in turn.
 	sharedFor = time.Second
 )
 
-// pace pauses after a commit of a Source that stores in bulk beside others.
+// pace pauses a Source after a bulk commit while other Sources store as well.
 func (h *Handler) pace(s *source, bytes int, took time.Duration) {
 	now := time.Now()
 	if before := h.lastStored.Load(); before != s {
@@ -751,7 +751,7 @@ func (h *Handler) pace(s *source, bytes int, took time.Duration) {
 	}
 }
 
-// reserveStoring waits until the Source may store so many bytes more, or all of its place.
+// reserveStoring waits until the Source may store that many more bytes, at most maxStoring.
 func (q *request) reserveStoring(ctx context.Context, bytes int) bool {
 	n := int64(min(bytes, maxStoring))
 	if q.source.storing.Acquire(ctx, n) != nil {
@@ -761,7 +761,7 @@ func (q *request) reserveStoring(ctx context.Context, bytes int) bool {
 	return true
 }
 
-// extendStoring makes that so many bytes in all if that is possible at once.
+// extendStoring raises the reservation to that many bytes, if this is possible without a wait.
 func (q *request) extendStoring(bytes int) bool {
 	more := int64(min(bytes, maxStoring)) - q.storing
 	if more <= 0 {
@@ -785,20 +785,20 @@ func (h *Handler) notStored(q *request, err error, now time.Time) *refusal {
 	switch {
 	case errors.Is(err, queue.ErrOverQuota):
 		q.source.lastFull.Store(now.UnixNano())
-		return refuse(http.StatusServiceUnavailable, codeStorageFull, "this Source's undelivered calls fill its part of the storage (--source-quota); nothing of this request was taken, send it again later").again(retryAfterFull)
+		return refuse(http.StatusServiceUnavailable, codeStorageFull, "this Source's undelivered calls fill its part of the storage (--source-quota); nothing of this request was stored, send it again later").again(retryAfterFull)
 	case errors.Is(err, queue.ErrOverQuota):
 		q.source.lastFull.Store(now.UnixNano())
-		return refuse(http.StatusServiceUnavailable, codeStorageFull, "this Source's undelivered calls fill its part of the storage (--source-quota); nothing of this request was taken, send it again later").again(retryAfterFull)
+		return refuse(http.StatusServiceUnavailable, codeStorageFull, "this Source's undelivered calls fill its part of the storage (--source-quota); nothing of this request was stored, send it again later").again(retryAfterFull)
 	case errors.Is(err, queue.ErrFull):
 		q.source.lastFull.Store(now.UnixNano())
-		return refuse(http.StatusServiceUnavailable, codeStorageFull, "storage is full; nothing of this request was taken, send it again later").again(retryAfterFull)
+		return refuse(http.StatusServiceUnavailable, codeStorageFull, "storage is full; nothing of this request was stored, send it again later").again(retryAfterFull)
 	case errors.Is(err, queue.ErrClosed):
-		return refuse(http.StatusServiceUnavailable, codeNotReady, "shutting down; send again").again(retryAfterNotReady)
+		return refuse(http.StatusServiceUnavailable, codeNotReady, "Posthorn is shutting down; send the request again").again(retryAfterNotReady)
 	}
 	if missed, ok := h.faults.due(now); ok {
-		h.Logger.Error("calls could not be stored", "namespace", q.source.namespace, "source", q.source.name, "error", err, "suppressed", missed)
+		h.Logger.Error("storing calls failed", "namespace", q.source.namespace, "source", q.source.name, "error", err, "suppressed", missed)
 	}
-	return refuse(http.StatusServiceUnavailable, codeStorageFailed, "the call could not be stored; send it again").again(retryAfterFull)
+	return refuse(http.StatusServiceUnavailable, codeStorageFailed, "the calls could not be stored; send the request again").again(retryAfterFull)
 }
 
 // answer writes a refusal.
@@ -812,7 +812,7 @@ func (h *Handler) answer(w http.ResponseWriter, r *refusal) {
 	case http.StatusTooManyRequests:
 		header.Set(headerReset, strconv.Itoa(r.retryAfter))
 	case http.StatusRequestEntityTooLarge, http.StatusRequestTimeout:
-		header.Set("Connection", "close") // Rather than read what is left of it.
+		header.Set("Connection", "close") // Closing is cheaper than reading the rest of the body.
 	}
 	body, _ := json.Marshal(struct {
 		Success bool        `json:"success"`
@@ -827,12 +827,12 @@ type answerError struct {
 	Message string `json:"message"`
 }
 
-// rejectionBytes is what a rejected call takes in memory and in the answer.
+// rejectionBytes is the memory of a rejected call in the answer.
 const rejectionBytes = 512
 
 var successBody = []byte(`{"success":true}` + "\n")
 
-// success is the body of a 200, with the calls of a batch that were not taken.
+// success is the body of a 200, with the rejected calls of a batch.
 func success(rejected []event.Rejection) []byte {
 	if len(rejected) == 0 {
 		return successBody
@@ -841,7 +841,7 @@ func success(rejected []event.Rejection) []byte {
 		Index int `json:"index"`
 		answerError
 	}
-	// A body of commas must not make an answer of many times its size.
+	// Bound the answer: a body that consists of commas would make an answer of many times its size.
 	list := make([]rejection, min(len(rejected), event.MaxBatchCalls))
 	for i := range list {
 		list[i] = rejection{rejected[i].Index, answerError{rejected[i].Err.Code, rejected[i].Err.Message}}

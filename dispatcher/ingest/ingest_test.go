@@ -31,7 +31,7 @@ import (
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// fixture is a handler with three Sources and a store that remembers.
+// fixture is a handler with three Sources and a store that records messages.
 type fixture struct {
 	*Handler
 	t        testing.TB
@@ -89,7 +89,7 @@ func newFixture(t testing.TB) *fixture {
 	return f
 }
 
-// do has a request answered, and holds both against the document that is served.
+// do serves a request, and checks request and response against the served document.
 func (f *fixture) do(r *http.Request) *httptest.ResponseRecorder {
 	w := httptest.NewRecorder()
 	if _, ok := f.t.(*testing.T); !ok {
@@ -109,7 +109,7 @@ func (f *fixture) do(r *http.Request) *httptest.ResponseRecorder {
 	return w
 }
 
-// serve has a request answered, and leaves out the document: for large bodies.
+// serve serves a request without the check against the document; for large bodies.
 func (f *fixture) serve(r *http.Request) *httptest.ResponseRecorder {
 	w := httptest.NewRecorder()
 	f.ServeHTTP(w, r)
@@ -204,7 +204,7 @@ func TestAnswers(t *testing.T) {
 				t.Error("405 without Allow")
 			}
 			if n := f.memory.held(); n != 0 {
-				t.Errorf("%d bytes stay held", n)
+				t.Errorf("%d bytes are still held", n)
 			}
 		})
 	}
@@ -222,7 +222,7 @@ func TestWhatPassesByItselfSaysWhenToComeBack(t *testing.T) {
 		f.view = nil
 		retry(t, f.do(post("/v1/track", "web-key", track)), 503, codeNotReady)
 	})
-	t.Run("a tenant's config is not loaded", func(t *testing.T) {
+	t.Run("a namespace's config is not loaded", func(t *testing.T) {
 		f := newFixture(t)
 		f.view = liveconfig.NewView(nil, "shop")
 		retry(t, f.do(post("/v1/track", "web-key", track)), 503, codeNotReady)
@@ -310,7 +310,7 @@ func TestMessagesAreWhatTheQueueNeeds(t *testing.T) {
 	}
 }
 
-// What Parse returned must not live in the body's buffer: it is used again.
+// Results of Parse must not point into the body's buffer, because the buffer is reused.
 func TestMessagesDoNotShareTheRequestBuffer(t *testing.T) {
 	f := newFixture(t)
 	var kept []queue.Message
@@ -431,7 +431,7 @@ func TestCountersAndMetrics(t *testing.T) {
 	}
 	f.do(post("/v1/track", "off-key", track))
 	if c := f.Counters("shop/off"); c.Rejected != 1 || !c.LastRejected.IsZero() || c.LastRejection != "" {
-		t.Errorf("once it is on again its status would say that its calls are refused: %+v", c)
+		t.Errorf("the status of an enabled Source reports the refusals from when it was disabled: %+v", c)
 	}
 	families, err := f.registry.Gather()
 	if err != nil {
@@ -446,17 +446,17 @@ func TestCountersAndMetrics(t *testing.T) {
 	if strings.Contains(text, "nobody") || strings.Contains(text, "web-key") {
 		t.Error("a write key is in the metrics")
 	}
-	// A Source that is gone takes its series with it.
+	// The series of a removed Source are removed, too.
 	f.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Tenant: "shop", Sources: []liveconfig.Source{source_("new", "new-key", nil)}}}})
 	f.do(post("/v1/track", "new-key", track))
 	families, _ = f.registry.Gather()
 	if strings.Contains(fmt.Sprint(families), `"web"`) || f.Counters("shop/web").Rejected != 0 {
-		t.Error("what was kept of a deleted Source stays")
+		t.Error("the series or counters of a deleted Source still exist")
 	}
 }
 
-// flood sends requests that wait in Append and returns how many were let in
-// and how many were refused as too many.
+// flood sends requests that wait in Append and returns how many were admitted and how many were
+// refused as too many.
 func (f *fixture) flood(key, body string, n int) (waiting func() int, refused *atomic.Int64) {
 	refused = new(atomic.Int64)
 	var group sync.WaitGroup
@@ -473,8 +473,8 @@ func (f *fixture) flood(key, body string, n int) (waiting func() int, refused *a
 	return func() int { group.Wait(); return int(taken.Load()) }, refused
 }
 
-// A flood cannot take more memory than the budget, and never all of it: another
-// Source still finds room, also while bodies are larger once they are messages.
+// A flood cannot use more memory than the limit, and never all of it: another Source still finds
+// memory, also if its messages are larger than its bodies.
 func TestMemoryIsBoundedAndShared(t *testing.T) {
 	wide := `{"context":{"x":"` + strings.Repeat("x", 20<<10) + `"},"batch":[` + strings.TrimSuffix(strings.Repeat(`{"type":"track","userId":"u","event":"E"},`, 20), ",") + `]}`
 	for name, body := range map[string]string{
@@ -489,7 +489,7 @@ func TestMemoryIsBoundedAndShared(t *testing.T) {
 			waiting, refused := f.flood("web-key", body, n)
 			other := make(chan int, 1)
 			deadline := time.Now().Add(wait.Limit)
-			// All that will be refused is refused when the rest waits for storage.
+			// Every request that does not fit is refused while the others wait for storage.
 			for held := int64(0); refused.Load() == 0 || held != f.memory.held(); {
 				held = f.memory.held()
 				if held > f.MaxBuffered/2 {
@@ -514,7 +514,7 @@ func TestMemoryIsBoundedAndShared(t *testing.T) {
 				t.Errorf("%d taken, %d refused", taken, refused.Load())
 			}
 			if held := f.memory.held(); held != 0 {
-				t.Errorf("%d bytes stay held", held)
+				t.Errorf("%d bytes are still held", held)
 			}
 		})
 	}
@@ -564,15 +564,15 @@ func TestAmplificationIsRefusedBeforeStoring(t *testing.T) {
 					t.Errorf("gzip %v: %d messages stored, want %d", zipped, len(f.stored), tc.accepted)
 				}
 				if held := f.memory.held(); held != 0 {
-					t.Errorf("gzip %v: %d bytes stay reserved", zipped, held)
+					t.Errorf("gzip %v: %d bytes are still reserved", zipped, held)
 				}
 			}
 		})
 	}
 }
 
-// While a request is stored, the memory that is reserved for it covers its
-// messages and each copy that the store makes of them.
+// While a request is stored, its reserved memory covers its messages and each copy that the store
+// makes of them.
 func TestMemoryIsReservedForWhatARequestMakes(t *testing.T) {
 	for name, body := range map[string]string{
 		"a small body with a large context": batchOf(33, 31_000, 0),
@@ -626,8 +626,8 @@ func TestTheRateCountsBytes(t *testing.T) {
 	}
 }
 
-// A flood waits for itself: however many of its requests wait, another Source's
-// only call is the next that is stored, and what a Source has in the store is bounded.
+// A flood delays only itself: however many of its requests wait, another Source's only call is
+// stored next, and each Source has a bounded number of bytes in the store.
 func TestAFloodWaitsForItself(t *testing.T) {
 	for name, body := range map[string]string{
 		"small messages":           batchOf(event.MaxBatchCalls, 0, 0),
@@ -676,7 +676,7 @@ func TestAFloodWaitsForItself(t *testing.T) {
 			}
 			close(in)
 			if held := f.memory.held(); held != 0 {
-				t.Errorf("%d bytes stay reserved", held)
+				t.Errorf("%d bytes are still reserved", held)
 			}
 		})
 	}
@@ -762,9 +762,8 @@ func TestSlowBodiesEnd(t *testing.T) {
 	}
 }
 
-// schedule has requests of some Sources wait while all slots are taken, gives the
-// slots back one by one, and returns in which order they ran. Each request makes
-// the given number of bytes.
+// schedule queues requests of some Sources while all slots are taken, frees the slots one by one,
+// and returns the order in which the requests ran. Each request makes the given number of bytes.
 func schedule(s *fairScheduler, bytes map[string]int, requests ...string) (order []string) {
 	queues := map[string]*waitQueue{}
 	var blockers [2]turn
@@ -862,13 +861,13 @@ func TestBulkLeavesTheDiskToOthers(t *testing.T) {
 	}
 }
 
-// Sources that wait for the CPU take turns by the bytes that their requests make,
-// however many requests one of them has.
+// Sources that wait for the CPU alternate by the bytes of their requests, however many requests one
+// of them has.
 func TestTurnsAreFairByBytes(t *testing.T) {
 	t.Run("a flood and one call", func(t *testing.T) {
 		order := schedule(&fairScheduler{slots: 2}, map[string]int{"flood": 1, "call": 1}, "flood", "flood", "flood", "flood", "call")
 		if i := slices.Index(order, "call"); i > 1 {
-			t.Errorf("the other Source's call came as number %d: %v", i+1, order)
+			t.Errorf("the other Source's call was stored as number %d: %v", i+1, order)
 		}
 	})
 	t.Run("small requests beside large ones", func(t *testing.T) {

@@ -25,7 +25,7 @@ func dial(t *testing.T, addr string) net.Conn {
 	return c
 }
 
-// What a client of HTTP/2 announces must not cost memory before it comes.
+// An announced HTTP/2 frame or header must not cost memory before it arrives.
 func TestHTTP2PromisesLittle(t *testing.T) {
 	addr, _ := serve(t, newFixture(t))
 	c := dial(t, addr)
@@ -59,7 +59,7 @@ func TestHTTP2PromisesLittle(t *testing.T) {
 	}
 }
 
-// unread is an answer that its client does not take.
+// unread is a response that its client does not read.
 type unread struct {
 	http.ResponseWriter
 	length chan int
@@ -75,7 +75,7 @@ func (u unread) Write(b []byte) (int, error) {
 func (u unread) Header() http.Header { return http.Header{} }
 func (u unread) WriteHeader(int)     {}
 
-// Headers and answers count as memory, too: until the answer is taken.
+// Headers and responses count as memory, too, until the response is read.
 func TestHeadersAndAnswersAreInTheBudget(t *testing.T) {
 	for name, c := range map[string]struct {
 		header, call string
@@ -101,7 +101,7 @@ func TestHeadersAndAnswersAreInTheBudget(t *testing.T) {
 			close(w.taken)
 			<-done
 			if held := f.memory.held(); held != 0 {
-				t.Errorf("%d bytes stay held", held)
+				t.Errorf("%d bytes are still held", held)
 			}
 		})
 	}

@@ -2,30 +2,29 @@ package ingest
 
 import "sync"
 
-// memoryLimiter bounds the memory that all requests in progress hold together.
-// Each Source, and all requests without a known write key together, has an
-// account. An account may grow as long as it is not larger than what remains for
-// the others: one Source alone gets half, two that flood get a third each, and a
-// new Source always finds room.
+// memoryLimiter bounds the memory of all requests in progress. Each Source has an account; the
+// requests without a known write key share one. An account may grow while it is not larger than the
+// remaining free memory: a single Source gets half, two busy Sources get a third each, and a new
+// Source always finds free memory.
 //
-// A reservation never waits for another one: what does not fit is refused. So two
-// requests that each hold a part of the memory cannot wait for each other.
+// A reservation never waits for another one: a request that does not fit is refused. So two
+// requests that each hold a part of the memory cannot deadlock.
 type memoryLimiter struct {
 	mu   sync.Mutex
 	used int64
 }
 
-// account is what one Source holds; the limiter's lock guards it.
+// account is the memory that one Source uses; the limiter's lock guards it.
 type account struct{ used int64 }
 
-// reservation is what one request holds of an account.
+// reservation is the memory that one request uses of an account.
 type reservation struct {
 	limiter *memoryLimiter
 	account *account
 	bytes   int64
 }
 
-// grow reserves n bytes more, or none and reports false.
+// grow reserves n more bytes; if they do not fit, it reserves nothing and reports false.
 func (r *reservation) grow(n, limit int64) bool {
 	r.limiter.mu.Lock()
 	defer r.limiter.mu.Unlock()
@@ -64,7 +63,7 @@ func (r *reservation) give() {
 	r.bytes = 0
 }
 
-// held is how much all requests hold.
+// held returns the memory of all requests.
 func (m *memoryLimiter) held() int64 {
 	m.mu.Lock()
 	defer m.mu.Unlock()

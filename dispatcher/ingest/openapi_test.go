@@ -35,7 +35,7 @@ type document struct {
 	}
 }
 
-// The served document says what the server does: its examples are taken, and
+// The served document describes the server: its examples are accepted, and
 // every code that it names is answered with the status it is listed under.
 func TestOpenAPIIsTrue(t *testing.T) {
 	f := newFixture(t)

@@ -2,26 +2,24 @@ package ingest
 
 import "sync"
 
-// fairScheduler lets a few requests at a time use the CPU, of one Source at most
-// half of these. When more wait, the next request is that of the Source which has
-// used least, counted by the bytes that its requests made: a Source that floods,
-// or sends small bodies that become large, waits for itself and not in front of
-// the others (start-time fair queueing).
+// fairScheduler limits how many requests use the CPU at the same time, and gives one Source at most
+// half of the slots. The next waiting request is that of the Source with the lowest usage, counted
+// in bytes of its requests and messages (start-time fair queueing). So a Source that floods, or
+// whose small bodies become large messages, delays itself and not the others.
 type fairScheduler struct {
 	mu    sync.Mutex
-	slots int // how many requests compute at the same time
+	slots int // number of requests that compute at the same time
 	busy  int
-	// clock is the virtual time: that of the request which was let in last.
+	// clock is the virtual time: that of the last admitted request.
 	clock int64
-	// queues are those in which requests wait.
+	// queues are the queues with waiting requests.
 	queues []*waitQueue
 }
 
-// waitQueue holds the requests of one Source; the scheduler's lock guards it.
+// waitQueue is the queue of one Source's requests; the scheduler's lock guards it.
 type waitQueue struct {
 	running int
-	// next is the virtual time of the next request: it advances by the bytes that
-	// each request made.
+	// next is the virtual time of the next request; each request advances it by its bytes.
 	next    int64
 	waiting []chan struct{}
 }
@@ -32,7 +30,7 @@ type turn struct {
 	queue     *waitQueue
 }
 
-// enter waits for a slot. A request that holds one only computes, so the wait ends.
+// enter waits for a slot. Requests in a slot only compute and never block, so the wait ends.
 func (t *turn) enter(s *fairScheduler, q *waitQueue) {
 	s.mu.Lock()
 	if s.busy < s.slots && s.admits(q) {
@@ -50,7 +48,7 @@ func (t *turn) enter(s *fairScheduler, q *waitQueue) {
 	t.scheduler, t.queue = s, q
 }
 
-// leave ends the turn, if there is one, and charges the bytes that it made.
+// leave ends the turn, if there is one, and charges the request's bytes.
 func (t *turn) leave(bytes int) {
 	s, q := t.scheduler, t.queue
 	if s == nil {
@@ -66,7 +64,7 @@ func (t *turn) leave(bytes int) {
 	}
 }
 
-// admits reports whether a Source may have one more request running.
+// admits reports whether a Source may run one more request.
 func (s *fairScheduler) admits(q *waitQueue) bool { return q.running < max(1, s.slots/2) }
 
 func (s *fairScheduler) start(q *waitQueue) {
@@ -76,7 +74,7 @@ func (s *fairScheduler) start(q *waitQueue) {
 	s.busy++
 }
 
-// startNext lets in the first request of the Source that has used least.
+// startNext admits the first request of the Source with the lowest usage.
 func (s *fairScheduler) startNext() bool {
 	least := -1
 	for i, q := range s.queues {

@@ -14,15 +14,15 @@ import (
 	"github.com/posthorn/posthorn/event"
 )
 
-// SourceCounters is what a Handler knows of a Source since it was made.
+// SourceCounters are a Source's counters since the start of the Handler.
 type SourceCounters struct {
 	Rejected, Duplicates       int64
 	LastAccepted, LastRejected time.Time
-	// LastRejection says why, for people; it holds nothing of what was sent. What
-	// was refused because the Source is disabled is counted only.
+	// LastRejection is the reason in words, without request data. Calls refused because the Source
+	// is disabled are only counted.
 	LastRejection string
-	// StoragePressure is true while calls are refused for want of storage: from
-	// the first refusal until a call is stored, or none came for a while.
+	// StoragePressure is true while calls are refused because storage is full: from the first
+	// refusal until a call is stored, or until pressureMemory has passed without a call.
 	StoragePressure bool
 }
 
@@ -45,8 +45,8 @@ func (h *Handler) Counters(key string) (c SourceCounters) {
 	return c
 }
 
-// pressureMemory is how long a refusal for want of storage is held to be the
-// state of things when no call comes that would tell.
+// pressureMemory is how long a refusal because of full storage is reported when no further call
+// arrives.
 const pressureMemory = 5 * time.Minute
 
 func unixNano(n int64) time.Time {
@@ -56,18 +56,18 @@ func unixNano(n int64) time.Time {
 	return time.Unix(0, n)
 }
 
-// source is what is kept per Source, and of all requests without a known one.
+// source is the runtime state of one Source, or of all requests without a known write key.
 type source struct {
 	key, namespace, name string
-	// account, queue and storing are its part of memory, CPU and disk.
+	// account, queue and storing are its shares of memory, CPU and disk.
 	account                       account
 	queue                         waitQueue
-	storing                       *semaphore.Weighted // of the bytes of messages
-	bulk                          *rate.Limiter       // of the bytes that it stores without pauses
+	storing                       *semaphore.Weighted // bytes of messages in progress
+	bulk                          *rate.Limiter       // bytes that it stores without pauses
 	rejectedCalls, duplicateCalls atomic.Int64
 	lastAccepted, lastRejected    atomic.Int64
 	lastRejection                 atomic.Pointer[string]
-	// lastFull is when storage was full for it; 0 after a call was stored.
+	// lastFull is the time of the last refusal because of full storage; 0 after a call was stored.
 	lastFull atomic.Int64
 	log      sampler
 
@@ -75,11 +75,11 @@ type source struct {
 
 	mu      sync.Mutex
 	limiter *rate.Limiter
-	// perSecond and burst are what limiter was made with.
+	// perSecond and burst are the settings of limiter.
 	perSecond, burst int
 }
 
-// sourceOf returns what is kept of a Source.
+// sourceOf returns the runtime state of a Source.
 func (h *Handler) sourceOf(ref liveconfig.SourceRef) *source {
 	key := ref.Key()
 	if s, ok := h.sources.Load(key); ok {
@@ -93,24 +93,24 @@ func (h *Handler) sourceOf(ref liveconfig.SourceRef) *source {
 	return actual.(*source)
 }
 
-// origins are those that some Source of a view allows.
+// origins are the origins that some Source of a view allows.
 type origins struct {
 	view *liveconfig.View
 	set  map[string]bool
 }
 
-// follow returns the origins of a view. When the config has changed, they are
-// gathered anew, and what is kept of Sources that are gone is forgotten.
+// follow returns the origins of a view. After a config change it collects them again and drops the
+// state of removed Sources.
 func (h *Handler) follow(view *liveconfig.View) *origins {
 	if o := h.origins.Load(); o != nil && o.view == view {
 		return o
 	}
 	exists := map[string]bool{}
 	o := &origins{view: view, set: map[string]bool{}}
-	for _, tenant := range view.Tenants() {
-		c, _ := view.Tenant(tenant)
+	for _, namespace := range view.Tenants() {
+		c, _ := view.Tenant(namespace)
 		for _, s := range c.Sources {
-			exists[tenant+"/"+s.Name] = true
+			exists[namespace+"/"+s.Name] = true
 			for _, origin := range s.AllowedOrigins {
 				o.set[strings.ToLower(origin)] = true
 			}
@@ -130,10 +130,10 @@ func (h *Handler) follow(view *liveconfig.View) *origins {
 
 func (o *origins) allow(origin string) bool { return o.set["*"] || o.set[strings.ToLower(origin)] }
 
-// limit takes n calls from the Source's rate and returns 0, or takes none and
-// returns how long to wait. For n = 0 it tells whether one call could be taken.
-// A batch larger than the burst is taken when the whole burst is there; what it
-// takes beyond is a debt that later calls wait for, so that the rate holds.
+// limit takes n calls from the Source's rate and returns 0, or takes none and returns the time to
+// wait. With n = 0 it reports whether one call would be accepted. A batch larger than the burst is
+// accepted when the full burst is available; the excess is a debt that delays later calls, so the
+// rate holds.
 func (s *source) limit(c liveconfig.Source, clock func() time.Time, n int) time.Duration {
 	if c.CallsPerSecond == 0 {
 		return 0
@@ -177,10 +177,10 @@ func (s *source) accepted(now time.Time, n int, duplicates []bool) {
 
 const logEvery = 10 * time.Second
 
-// sampler lets one line in a while into the log.
+// sampler limits how often a message is logged.
 type sampler struct{ next, missed atomic.Int64 }
 
-// due reports whether to log, and how many lines were left out before.
+// due reports whether to log now, and how many messages were suppressed since the last one.
 func (s *sampler) due(now time.Time) (missed int64, ok bool) {
 	next := s.next.Load()
 	if now.UnixNano() < next || !s.next.CompareAndSwap(next, now.Add(logEvery).UnixNano()) {
@@ -190,10 +190,10 @@ func (s *sampler) due(now time.Time) (missed int64, ok bool) {
 	return s.missed.Swap(0), true
 }
 
-// reject counts refused calls, and logs one refusal in a while.
+// reject counts refused calls and logs a sample of the refusals.
 func (h *Handler) reject(s *source, now time.Time, n int, code, message string) {
 	s.rejectedCalls.Add(int64(n))
-	if code != codeSourceDisabled { // Which says nothing of the calls, nor of the Source once it is on again.
+	if code != codeSourceDisabled { // This code describes neither the calls nor the Source after it is enabled again.
 		text := code + ": " + message
 		s.lastRejection.Store(&text)
 		s.lastRejected.Store(now.UnixNano())
@@ -204,7 +204,7 @@ func (h *Handler) reject(s *source, now time.Time, n int, code, message string) 
 	}
 }
 
-// countRejected counts the calls of a batch that were not taken.
+// countRejected counts the rejected calls of a batch.
 func (h *Handler) countRejected(q *request, rejected []event.Rejection, now time.Time) {
 	byCode := map[string]int{}
 	for _, r := range rejected {
@@ -222,7 +222,7 @@ func (h *Handler) countRejected(q *request, rejected []event.Rejection, now time
 type metrics struct {
 	calls, rejected *prometheus.CounterVec
 	duration        *prometheus.HistogramVec
-	succeeded       prometheus.Observer // of duration
+	succeeded       prometheus.Observer // duration of successful requests
 	durable         prometheus.Histogram
 }
 
@@ -232,25 +232,25 @@ func newMetrics(r prometheus.Registerer, held func() int64) metrics {
 			Name: "posthorn_ingest_calls_total", Help: "Calls that were answered with success, by result: accepted or duplicate.",
 		}, []string{"namespace", "source", "result"}),
 		rejected: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "posthorn_ingest_rejected_total", Help: "Calls that were refused, by code. A request that was refused as a whole counts as one. Without a Source when its key was not known.",
+			Name: "posthorn_ingest_rejected_total", Help: "Calls that were refused, by code. A request that was refused as a whole counts as one call. The source label is empty when the write key is unknown.",
 		}, []string{"namespace", "source", "code"}),
 		duration: prometheus.NewHistogramVec(prometheus.HistogramOpts{
 			Name: "posthorn_ingest_request_duration_seconds", Help: "Time to answer a request, by class of status.", Buckets: prometheus.ExponentialBuckets(0.0005, 2, 14),
 		}, []string{"status"}),
 		durable: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: "posthorn_ingest_durable_seconds", Help: "Time to make the calls of a request durable.", Buckets: prometheus.ExponentialBuckets(0.0001, 2, 15),
+			Name: "posthorn_ingest_durable_seconds", Help: "Duration of storing the calls of a request.", Buckets: prometheus.ExponentialBuckets(0.0001, 2, 15),
 		}),
 	}
 	m.succeeded = m.duration.WithLabelValues("2xx")
 	if r != nil {
 		r.MustRegister(m.calls, m.rejected, m.duration, m.durable, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "posthorn_ingest_memory_bytes", Help: "Memory that the requests in progress hold for bodies and messages.",
+			Name: "posthorn_ingest_memory_bytes", Help: "Memory of the requests in progress, for bodies and messages.",
 		}, func() float64 { return float64(held()) }))
 	}
 	return m
 }
 
-// forget deletes the series of a Source that is gone.
+// forget deletes the series of a removed Source.
 func (m *metrics) forget(namespace, name string) {
 	labels := prometheus.Labels{"namespace": namespace, "source": name}
 	m.calls.DeletePartialMatch(labels)

@@ -10,8 +10,8 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/tracing"
 )
 
-// trace begins a request's span, as a child of the caller's. The messages of
-// the request name it to their deliveries.
+// trace starts a request's span, as a child of the caller's span. The messages of the request carry
+// the span context to their deliveries.
 func (h *Handler) trace(q *request, path string, begin time.Time) {
 	_, q.span = h.Tracer.Start(tracing.FromRequest(q.Context(), q.Header), q.Method+" "+path,
 		trace.WithSpanKind(trace.SpanKindServer), trace.WithTimestamp(begin),
@@ -19,13 +19,13 @@ func (h *Handler) trace(q *request, path string, begin time.Time) {
 	q.traceParent = tracing.Parent(q.span)
 }
 
-// endTrace ends it. It tells nothing of what was sent.
+// endTrace ends the span. The span holds no request data.
 func (q *request) endTrace(bad *refusal) {
 	status := 200
 	if bad != nil {
 		status = bad.status
 		q.span.SetAttributes(attribute.String("error.type", bad.code))
-		if status >= 500 { // What is wrong with a call is no error of the server's.
+		if status >= 500 { // An invalid call is not a server error.
 			q.span.SetStatus(otelcodes.Error, bad.message)
 		}
 	}

@@ -7,24 +7,24 @@ import (
 	"strconv"
 )
 
-// framing follows the requests of one connection from byte to byte: where each
-// head and body begins and ends. It refuses what leaves room for two readings.
+// framing parses the framing of the requests of one connection: the start and end of each head and
+// body. It rejects forms that can be read in two ways.
 type framing struct {
 	http2 bool // HTTP/2 is allowed
 	state state
-	// line is the beginning of a line that ends in a later read.
+	// line is the start of a line that ends in a later read.
 	line []byte
 	// left counts the bytes to skip: of a body, a chunk or a frame.
 	left int64
 	// blank counts empty lines before a request.
 	blank int
 
-	// Of the request whose head is read.
+	// State of the request whose head is being read.
 	http10, chunked bool
 	length          int64 // -1: no Content-Length
 
-	// Of HTTP/2.
-	frame           []byte // the beginning of a frame's head
+	// State of HTTP/2.
+	frame           []byte // the start of a frame's header
 	streams, resets int
 	lastStream      uint32
 }
@@ -32,7 +32,7 @@ type framing struct {
 type state uint8
 
 const (
-	beforeFirst state = iota // the first line of the connection
+	beforeFirst state = iota // before the first line of the connection
 	beforeRequest
 	inHead
 	inBody
@@ -44,7 +44,7 @@ const (
 	inLast // net/http refuses the request and closes the connection
 )
 
-// events that a scan meets.
+// events are the events of a scan.
 type events uint8
 
 const (
@@ -52,7 +52,7 @@ const (
 	streamEnded                     // HTTP/2: the last frame of a request
 )
 
-// Faults, each of them with what the client has to change.
+// Faults, each with the fix for the client.
 var (
 	errBareLF      = errors.New("a line of the head does not end with CR LF; end each line with CR LF")
 	errBareCR      = errors.New("a line of the head holds a CR; remove it")
@@ -68,21 +68,21 @@ var (
 )
 
 const (
-	// maxLine is more than net/http reads of a head.
+	// maxLine is larger than the limit of net/http for a head.
 	maxLine = 32 << 10
-	// maxBlank bounds the empty lines before a request, of which old clients send one.
+	// maxBlank bounds the empty lines before a request; old clients send one.
 	maxBlank = 2
-	// A client may reset maxResets streams, and one in resetRatio of all that it opened.
+	// A client may reset maxResets streams, and one in resetRatio of all streams that it opened.
 	maxResets  = 100
 	resetRatio = 10
 	frameHead  = 9
 )
 
-// prefaceEnd is what follows the first line of HTTP/2's connection preface.
+// prefaceEnd is the part of HTTP/2's connection preface after its first line.
 var prefaceEnd = []byte("\r\nSM\r\n\r\n")
 
-// scan follows the bytes that were read. With a fault, sound is how many of them
-// come before the line or frame at fault; of a request line, before its end.
+// scan parses the bytes of a read. With a fault, sound is the number of bytes before the faulty
+// line or frame; for a request line, before the line's end.
 func (f *framing) scan(p []byte) (sound int, e events, fault error) {
 	for i := 0; i < len(p); {
 		switch f.state {
@@ -91,7 +91,7 @@ func (f *framing) scan(p []byte) (sound int, e events, fault error) {
 		case inBody, inChunk, inPreface:
 			n := min(f.left, int64(len(p)-i))
 			if rest := p[i : i+int(n)]; f.state == inPreface && !bytes.HasPrefix(prefaceEnd[len(prefaceEnd)-int(f.left):], rest) {
-				// net/http would serve it as a request of HTTP/1.
+				// net/http would serve it as an HTTP/1 request.
 				return i, e, errVersion
 			}
 			i += int(n)
@@ -130,7 +130,7 @@ func (f *framing) scan(p []byte) (sound int, e events, fault error) {
 			ended, err := f.readLine(line)
 			if err != nil {
 				if f.state <= beforeRequest {
-					// net/http answers 400 only when it has something of the request.
+					// net/http answers 400 only after it has read a part of the request.
 					i += n - 1
 				}
 				return i, e, err
@@ -149,7 +149,7 @@ func (f *framing) end() events {
 	return requestEnded
 }
 
-// readLine takes one line. ended is true at the end of a request.
+// readLine parses one line. ended is true at the end of a request.
 func (f *framing) readLine(line []byte) (ended bool, fault error) {
 	text, ok := bytes.CutSuffix(line, []byte("\r\n"))
 	switch {
@@ -202,7 +202,7 @@ func (f *framing) readHeader(text []byte) error {
 	if fault != nil {
 		return fault
 	}
-	// The length tells most headers apart from those that matter here.
+	// The length distinguishes most headers from the relevant ones.
 	switch {
 	case len(name) == len("Content-Length") && bytes.EqualFold(name, []byte("Content-Length")):
 		n, err := strconv.ParseUint(string(value), 10, 62)
@@ -265,8 +265,8 @@ func (f *framing) readChunkSize(text []byte) error {
 	return nil
 }
 
-// readFrame takes the beginning of a frame of HTTP/2 and skips the rest of it.
-// ended is true for the last frame of a request.
+// readFrame parses the header of an HTTP/2 frame and skips the rest of the frame. ended is true for
+// the last frame of a request.
 func (f *framing) readFrame(p []byte) (n int, ended bool, fault error) {
 	if f.left > 0 {
 		n := min(f.left, int64(len(p)))

@@ -8,19 +8,19 @@ import (
 )
 
 const (
-	// byteTime is what each byte of a request counts for its progress: a client that
-	// sends 17 KB/s, of which a body of 500 KB needs 30 s, does not fall behind.
+	// byteTime is the credit per received byte: a client that sends 17 KB/s, so that a body of 500
+	// KB takes 30 s, does not fall behind.
 	byteTime = 60 * time.Microsecond
-	// answerTime is the advantage of a request that waits for its answer. Storage may take as long.
+	// answerTime is the credit of a request that waits for its response, because storage may take
+	// that long.
 	answerTime = 30 * time.Second
 )
 
-// connLimiter bounds the open connections of a server. When there is one too
-// many, it closes the connection that is furthest behind: its client has kept
-// Posthorn waiting longest, for a request or for the rest of one, counted less
-// for every byte that arrived meanwhile. A connection whose request is complete
-// is closed only after it has waited for its answer for answerTime, so a new
-// connection is closed instead when all others are at work.
+// connLimiter bounds the open connections of a server. When there is one too many, it closes the
+// connection that is furthest behind: its client has kept Posthorn waiting longest for a request or
+// for the rest of one, less the credit for every byte received meanwhile. A connection with a
+// complete request is closed only after it has waited for its response for answerTime; if all
+// others are busy, the new connection is closed instead.
 type connLimiter struct {
 	most int
 
@@ -28,7 +28,7 @@ type connLimiter struct {
 	conns connHeap
 }
 
-// follow is a server's ConnState.
+// follow handles a server's ConnState events.
 func (l *connLimiter) follow(c *conn, state http.ConnState) {
 	now := time.Now().UnixNano()
 	l.mu.Lock()
@@ -69,13 +69,13 @@ func (l *connLimiter) closeOne(now int64) {
 			continue
 		}
 		heap.Remove(&l.conns, 0)
-		go c.Close() // TLS sends a farewell, which may block.
+		go c.Close() // Closing TLS sends an alert, which may block.
 		return
 	}
 }
 
-// rankAt is the time for which the connection's client does not keep Posthorn
-// waiting. The lower, the further behind.
+// rankAt is the time up to which the connection's client has not kept Posthorn waiting. The lowest
+// rank is furthest behind.
 func (c *conn) rankAt(now int64) int64 {
 	since := c.since.Load()
 	if c.complete.Load() {
@@ -84,9 +84,8 @@ func (c *conn) rankAt(now int64) int64 {
 	return min(since+c.received.Load()*int64(byteTime), now)
 }
 
-// connHeap has the connection of the lowest known rank first. A rank is a lower
-// bound of rankAt: it is brought up to date when the connection comes first, so
-// that reading costs no more than an addition.
+// connHeap orders connections by their known rank, the lowest first. A known rank is a lower bound
+// of rankAt and is updated only when the connection is first, so a read costs one addition.
 type connHeap []*conn
 
 func (h connHeap) Len() int           { return len(h) }

@@ -1,13 +1,12 @@
-// Package listen serves HTTP on connections that are bounded in number and
-// strict in their syntax. It knows nothing of what the requests mean.
+// Package listen serves HTTP on connections that are bounded in number and strict in their syntax.
+// It does not know what the requests mean.
 //
-// net/http accepts forms on which proxies and servers disagree, and does not
-// report them to handlers: Content-Length beside Transfer-Encoding, folded header
-// lines, lines that end with a bare line feed. So each connection reads the
-// framing of its own requests ([framing]) and ends before net/http sees such a
-// form; net/http then answers 400 and closes the connection. The same place
-// counts the reset streams of HTTP/2, and a request's progress, by which the
-// connection to close is chosen when there are too many ([connLimiter]).
+// net/http accepts forms that proxies and servers interpret differently, and does not report them
+// to handlers: Content-Length beside Transfer-Encoding, folded header lines, lines that end with a
+// bare line feed. Therefore each connection parses the framing of its requests ([framing]) and ends
+// before net/http reads such a form; net/http then answers 400 and closes the connection. The same
+// code counts the reset streams of HTTP/2 and a request's progress, by which [connLimiter] chooses
+// the connection to close when there are too many. The main type is Server.
 package listen
 
 import (
@@ -23,16 +22,16 @@ import (
 	"time"
 )
 
-// Server is an http.Server on bounded, strict connections.
+// Server is an http.Server with bounded, strict connections.
 type Server struct {
 	*http.Server
 	conns connLimiter
 	log   *slog.Logger
 }
 
-// New makes a Server of s with at most maxConns open connections. It takes over
-// ConnState, and requests whose head is larger than MaxHeaderBytes get a 431:
-// net/http alone lets 4 to 8 KB more pass.
+// New makes a Server of s with at most maxConns open connections. It replaces ConnState, and
+// answers 431 to requests whose head is larger than MaxHeaderBytes: net/http alone accepts 4 to 8
+// KB more.
 func New(s *http.Server, maxConns int, log *slog.Logger) *Server {
 	limited := &Server{Server: s, conns: connLimiter{most: maxConns}, log: log}
 	s.ConnState = func(c net.Conn, state http.ConnState) { limited.conns.follow(c.(*conn), state) }
@@ -49,7 +48,7 @@ func New(s *http.Server, maxConns int, log *slog.Logger) *Server {
 	return limited
 }
 
-// headBytes is the size of a request's head as HTTP/1.1 writes it.
+// headBytes is the size of a request's head in HTTP/1.1.
 func headBytes(r *http.Request) int {
 	n := len(r.Method) + len(r.RequestURI) + len(" HTTP/1.1\r\n ") + len("Host: \r\n") + len(r.Host) + len("\r\n")
 	for name, values := range r.Header {
@@ -65,8 +64,8 @@ func (s *Server) Serve(l net.Listener) error {
 	return s.Server.Serve(&listener{Listener: l, server: s})
 }
 
-// ServeTLS serves HTTP over TLS. net/http does not know of the TLS below, so a
-// Request's TLS is nil, and HTTP/2 needs UnencryptedHTTP2 in Protocols.
+// ServeTLS serves HTTP over TLS. The TLS layer is hidden from net/http, so a Request's TLS is nil,
+// and HTTP/2 needs UnencryptedHTTP2 in Protocols.
 func (s *Server) ServeTLS(l net.Listener, config *tls.Config) error {
 	config = config.Clone()
 	config.NextProtos = []string{"http/1.1"}
@@ -102,17 +101,17 @@ func (l *listener) Accept() (net.Conn, error) {
 type conn struct {
 	net.Conn
 	server  *Server
-	tls     *tls.Conn // nil: clear text, or the handshake is done
+	tls     *tls.Conn // nil: clear text, or after the handshake
 	framing framing
 	fault   error // ends all further reads
 
-	// since is when the present wait for the client began, in nanoseconds: for a
-	// request, or for the rest of one. received counts the bytes since then.
+	// since is the start of the present wait for the client, in nanoseconds: for a request, or for
+	// the rest of one. received counts the bytes since then.
 	since, received atomic.Int64
-	// complete: the request was read to its end and is not answered yet.
+	// complete is true while a completely read request is not answered.
 	complete atomic.Bool
 
-	// Of the connLimiter, guarded by its lock.
+	// State of the connLimiter, guarded by its lock.
 	rank  int64
 	index int // in the heap; -1 when the connection is not counted
 }
@@ -123,7 +122,7 @@ func (c *conn) begin(now int64) {
 	c.received.Store(0)
 }
 
-// Read reads and checks what was read. A fault ends the connection behind the last sound line.
+// Read reads and checks data. A fault ends the connection after the last valid line.
 func (c *conn) Read(p []byte) (int, error) {
 	if c.fault == nil && c.tls != nil {
 		c.fault = c.handshake()
@@ -166,17 +165,17 @@ func (c *conn) handshake() error {
 		c.tls = nil
 		return nil
 	}
-	c.server.log.Warn("a connection failed", "peer", c.RemoteAddr().String(), "error", fmt.Errorf("TLS handshake: %w", err))
+	c.server.log.Warn("connection failed", "peer", c.RemoteAddr().String(), "error", fmt.Errorf("TLS handshake: %w", err))
 	if record, ok := errors.AsType[tls.RecordHeaderError](err); ok && record.Conn != nil {
 		switch string(record.RecordHeader[:]) {
 		case "GET /", "HEAD ", "POST ", "PUT /", "OPTIO":
 			_, _ = io.WriteString(record.Conn, "HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Type: text/plain; charset=utf-8\r\n\r\nThis port speaks TLS; use https.\n")
 		}
 	}
-	return io.EOF // net/http has nothing to answer.
+	return io.EOF // net/http must not send a response.
 }
 
-// CloseWrite lets net/http end an answer before the client has sent all.
+// CloseWrite lets net/http end a response before the client has sent its whole request.
 func (c *conn) CloseWrite() error {
 	if half, ok := c.Conn.(interface{ CloseWrite() error }); ok {
 		return half.CloseWrite()

@@ -412,13 +412,13 @@ func TestWhichConnectionIsClosed(t *testing.T) {
 	}
 	held := f.dial(t, false)
 	_, _ = io.WriteString(held, "POST /held HTTP/1.1\r\nHost: x\r\n\r\n")
-	eventually(t, "a request is at work", func() bool { return f.started.Load() == 1 })
+	eventually(t, "a request is in progress", func() bool { return f.started.Load() == 1 })
 	stalled := f.dial(t, false)
 	_, _ = io.WriteString(stalled, head)
-	eventually(t, "a second request is at work", func() bool { return f.started.Load() == 2 })
+	eventually(t, "a second request is in progress", func() bool { return f.started.Load() == 2 })
 	steady := f.dial(t, false)
 	_, _ = io.WriteString(steady, post+"Content-Length: 100000000\r\n\r\n")
-	eventually(t, "a third request is at work", func() bool { return f.started.Load() == 3 })
+	eventually(t, "a third request is in progress", func() bool { return f.started.Load() == 3 })
 	idle := f.dial(t, false)
 	_, _ = io.WriteString(idle, post+"\r\n")
 	if resp, err := http.ReadResponse(bufio.NewReader(idle), nil); err != nil || resp.StatusCode != http.StatusOK {

@@ -20,11 +20,11 @@ const (
 	DataKey = "config.json.gz"
 	// LabelLive is on every Secret that a dispatcher watches: live configs and the marker.
 	LabelLive = "posthorn.dev/live-config"
-	// MarkerName is the Secret (labelled LabelLive, without data) that the operator makes once it
-	// has compiled every tenant. Until it exists a dispatcher's config is not full.
+	// MarkerName is the Secret (labelled LabelLive, without data) that the operator creates after
+	// it has compiled every namespace. Until it exists a dispatcher's config is incomplete.
 	MarkerName = "posthorn-live-complete"
-	// LabelTenant is on a live-config Secret and names its tenant, to select by. What
-	// decides is the name: see SecretName.
+	// LabelTenant is on a live-config Secret and contains its namespace, for selectors. The
+	// Secret's name is decisive: see SecretName.
 	LabelTenant = "posthorn.dev/live-config-tenant"
 	// AnnotationRevision carries the revision of the Config in the Secret.
 	AnnotationRevision = "posthorn.dev/revision"
@@ -37,15 +37,15 @@ const (
 
 const secretPrefix = "posthorn-live-"
 
-// SecretName names a tenant's live-config Secret. The hash keeps a namespace's
-// name from being taken for one of ours, such as the marker's.
+// SecretName is the name of a namespace's live-config Secret. The hash prevents collisions of a
+// namespace's name with other Secrets of Posthorn, such as the marker.
 func SecretName(tenant string) string {
 	sum := sha256.Sum256([]byte(tenant))
 	return secretPrefix + hex.EncodeToString(sum[:4]) + "-" + tenant
 }
 
-// TenantOf returns whose live-config Secret a name is of; ok is false for any
-// other name, that of a copy among them.
+// TenantOf returns the namespace of a live-config Secret's name; ok is false for any other name,
+// including that of a copy.
 func TenantOf(name string) (tenant string, ok bool) {
 	rest, ok := strings.CutPrefix(name, secretPrefix)
 	_, tenant, _ = strings.Cut(rest, "-")
@@ -62,7 +62,7 @@ func Encode(c Config) (data []byte, revision string, err error) {
 	}
 	sum := sha256.Sum256(plain)
 	var buf bytes.Buffer
-	// The writer's zero header has no time and no name, so the bytes depend on the content alone.
+	// The writer's zero header has no time and no name, so the bytes depend on the content only.
 	zip, _ := gzip.NewWriterLevel(&buf, gzip.BestCompression)
 	if _, err := zip.Write(plain); err != nil {
 		return nil, "", fmt.Errorf("compress live config: %w", err)
@@ -73,9 +73,8 @@ func Encode(c Config) (data []byte, revision string, err error) {
 	return buf.Bytes(), hex.EncodeToString(sum[:]), nil
 }
 
-// Decode reads what Encode wrote. It is strict: an unknown field, an unknown
-// version, trailing data or an invalid value is an error, so that a config is
-// taken as a whole or not at all.
+// Decode reads the output of Encode. It is strict: an unknown field, an unknown version, trailing
+// data or an invalid value is an error, so a config is accepted as a whole or not at all.
 func Decode(data []byte) (c Config, revision string, err error) {
 	zip, err := gzip.NewReader(bytes.NewReader(data))
 	if err != nil {
@@ -91,8 +90,8 @@ func Decode(data []byte) (c Config, revision string, err error) {
 	sum := sha256.Sum256(plain)
 	revision = hex.EncodeToString(sum[:])
 
-	// The version first: a config of a newer format should be named as such,
-	// not by the first field that this program does not know.
+	// The version is checked first: the error for a newer format should name the version and not an
+	// unknown field.
 	var head struct {
 		Version int `json:"version"`
 	}
@@ -105,10 +104,10 @@ func Decode(data []byte) (c Config, revision string, err error) {
 	dec := json.NewDecoder(bytes.NewReader(plain))
 	dec.DisallowUnknownFields()
 	if err := dec.Decode(&c); err != nil {
-		return Config{}, revision, fmt.Errorf("live config does not fit its format: %w", redactJSONError(err))
+		return Config{}, revision, fmt.Errorf("live config does not match the format: %w", redactJSONError(err))
 	}
 	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
-		return Config{}, revision, errors.New("live config has data behind its end")
+		return Config{}, revision, errors.New("live config has trailing data")
 	}
 	if err := c.Validate(); err != nil {
 		return Config{}, revision, err
@@ -116,7 +115,7 @@ func Decode(data []byte) (c Config, revision string, err error) {
 	return c, revision, nil
 }
 
-// redactJSONError keeps the offending value, which may be a secret, out of the text.
+// redactJSONError removes the offending value, which may be a secret.
 func redactJSONError(err error) error {
 	if typeErr, ok := errors.AsType[*json.UnmarshalTypeError](err); ok {
 		return fmt.Errorf("field %s must not hold a value of another type than %s", typeErr.Field, typeErr.Type)
@@ -124,12 +123,12 @@ func redactJSONError(err error) error {
 	return err
 }
 
-// Validate checks what the format's types do not: names, limits, and that an
-// active destination has all that a delivery needs. Its errors name the object
-// and field and hold no secrets.
+// Validate checks rules that the format's types cannot express: names, limits, and that an active
+// destination has everything for a delivery. Its errors name the object and the field and contain
+// no secrets.
 func (c Config) Validate() error {
 	if c.Tenant == "" {
-		return errors.New("live config: tenant is empty")
+		return errors.New("live config: the namespace is empty")
 	}
 	var errs []error
 	fail := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
@@ -241,13 +240,22 @@ func (d Destination) validate(sources map[string]bool) error {
 			return fmt.Errorf("endpoint %q: url is not a full http or https URL", e.Name)
 		}
 	}
-	if s := d.Signing; s != nil {
-		if s.Scheme != HMACSHA1 && s.Scheme != StandardWebhooks {
-			return fmt.Errorf("signing.scheme %q is unknown", s.Scheme)
+	return d.Signing.validate()
+}
+
+func (s SigningSchemes) validate() error {
+	types := map[string]bool{}
+	for _, scheme := range s {
+		if scheme.Type != HMACSHA1 && scheme.Type != StandardWebhooks {
+			return fmt.Errorf("signing scheme %q is unknown", scheme.Type)
 		}
-		// An empty key would sign, but prove nothing.
-		if s.Secret.IsZero() {
-			return errors.New("signing.secret is empty")
+		if types[scheme.Type] {
+			return fmt.Errorf("signing scheme %q is not unique", scheme.Type)
+		}
+		types[scheme.Type] = true
+		// An empty key would make signatures that prove nothing.
+		if scheme.Secret.IsZero() {
+			return fmt.Errorf("signing scheme %s: secret is empty", scheme.Type)
 		}
 	}
 	return nil

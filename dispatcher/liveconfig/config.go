@@ -1,25 +1,24 @@
-// Package liveconfig is the contract between the two halves of Posthorn: the
-// config that the controllers compile and the dispatcher runs (Config), the
-// report that the dispatcher gives of what it runs and how it goes (Report), and
-// what it is asked to do with dead letters (DeadLetterAction).
+// Package liveconfig is the contract between the two halves of Posthorn: the config that the
+// controllers compile for the dispatcher (Config), the dispatcher's report about its config and its
+// traffic (Report), and the requests to redeliver or purge dead letters (DeadLetterAction).
 //
-// The dispatcher owns the format. It knows nothing of custom resources; the
-// controllers know nothing of queues.
+// The dispatcher owns the format. It does not know custom resources; the controllers do not know
+// queues.
 package liveconfig
 
 import (
+	"bytes"
 	"encoding/json"
 	"time"
 )
 
-// FormatVersion is the version of the live-config format. A dispatcher refuses
-// a config of a version it does not know and keeps the one it runs.
+// FormatVersion is the version of the live-config format. A dispatcher rejects a config of an
+// unknown version and keeps the current one.
 const FormatVersion = 1
 
-// Config is the live config of one tenant (one namespace). It is compiled as a
-// whole and replaced as a whole. Every Source and destination that exists is in
-// it, also those that cannot work right now (State), because what is missing
-// here is taken as deleted by its owner.
+// Config is the live config of one namespace. It is compiled and replaced as a whole. It contains
+// every existing Source and destination, also those that cannot work now (State), because a missing
+// object counts as deleted by its owner.
 type Config struct {
 	// FormatVersion; see the constant.
 	Version int `json:"version"`
@@ -35,7 +34,7 @@ type Config struct {
 	Deletions []Deletion `json:"deletions,omitempty"`
 }
 
-// Source is who may send calls.
+// Source is a sender of calls.
 type Source struct {
 	Name string `json:"name"`
 	// Generation of the object that this was compiled from.
@@ -45,18 +44,18 @@ type Source struct {
 	Revision string `json:"revision"`
 	// Enabled is false when calls must be answered 403.
 	Enabled bool `json:"enabled"`
-	// WriteKeySHA256 holds the hash of each write key that names this Source.
-	// Empty when no write key is usable: then no call can name it.
+	// WriteKeySHA256 holds the hash of each write key of this Source. It is empty if no write key
+	// is valid; the Source then gets no calls.
 	WriteKeySHA256 KeyHashes `json:"writeKeySHA256,omitempty"`
 	// AllowedOrigins for CORS; "*" allows every origin.
 	AllowedOrigins []string `json:"allowedOrigins,omitempty"`
-	// CallsPerSecond and Burst bound this pod's intake; 0 is no limit.
+	// CallsPerSecond and Burst bound the calls per pod; 0 is no limit.
 	CallsPerSecond int `json:"callsPerSecond,omitempty"`
 	Burst          int `json:"burst,omitempty"`
 }
 
-// KeyHashes are lowercase hex SHA-256 sums of write keys. One alone is encoded as
-// a string, which is the form that release 0.2.0 writes and reads.
+// KeyHashes are lowercase hex SHA-256 sums of write keys. A single one is encoded as a string,
+// which is the format of release 0.2.0.
 type KeyHashes []string
 
 // MarshalJSON implements json.Marshaler.
@@ -77,20 +76,25 @@ func (k *KeyHashes) UnmarshalJSON(text []byte) error {
 	return json.Unmarshal(text, (*[]string)(k))
 }
 
-// Deletion is a request to tell that a user's data is to be deleted.
+// Deletion is a request to notify destinations that a user's data is to be deleted.
 type Deletion struct {
 	Name string `json:"name"`
 	// Generation and Revision are as a Source's.
 	Generation int64  `json:"generation"`
 	Revision   string `json:"revision"`
-	// ID changes with the user and the Sources; what was sent is remembered by
-	// it. Empty when the request is not accepted: then nothing is sent.
-	ID     string `json:"id,omitempty"`
+	// ID identifies the run by the object's namespace, name and spec, and UID is the
+	// object's. ID is empty while the request is not accepted: then it has no effect.
+	ID  string `json:"id,omitempty"`
+	UID string `json:"uid,omitempty"`
+	// Ended: the run has ended, nothing more is to be sent. The request still suppresses.
+	Ended  bool   `json:"ended,omitempty"`
 	UserID string `json:"userId"`
-	// Sources are the names of those that are affected; empty is all of the tenant.
+	// Sources are the names of the affected Sources; empty means all of the namespace.
 	Sources []string `json:"sources,omitempty"`
-	// Suppress: calls of the user to these Sources are refused.
+	// Suppress: calls of the user to these Sources are rejected.
 	Suppress bool `json:"suppress,omitempty"`
+	// DeadlineSeconds, counted from the start of the run, end it; 0 is no deadline.
+	DeadlineSeconds int64 `json:"deadlineSeconds,omitempty"`
 }
 
 // Kinds of an Audience, as in the API.
@@ -99,18 +103,18 @@ const (
 	KindComputedTrait = "ComputedTrait"
 )
 
-// Audience is a set of users whose changes are told by identify calls.
+// Audience is a set of users; its changes are sent as identify calls.
 type Audience struct {
 	Name string `json:"name"`
 	// Generation and Revision are as a Source's.
 	Generation int64  `json:"generation"`
 	Revision   string `json:"revision"`
-	// Source is the name of the Source, of the same tenant, whose write key
-	// syncs the members and whose destinations get the calls.
+	// Source is the name of the Source, in the same namespace, whose write key syncs the members
+	// and whose destinations get the calls.
 	Source string `json:"source"`
-	// Key names the trait, and the audience in the path of a sync; unique among
-	// the Source's audiences. Empty when the audience is not accepted: then it
-	// cannot be synced, and what is kept of it stays.
+	// Key is the name of the trait, and identifies the audience in the path of a sync; it is unique
+	// among the Source's audiences. It is empty while the audience is not accepted: then it cannot
+	// be synced, and its members are kept.
 	Key string `json:"key,omitempty"`
 	// Kind is KindAudience (the trait is true or false) or KindComputedTrait (the trait is a value).
 	Kind string `json:"kind"`
@@ -118,15 +122,16 @@ type Audience struct {
 	MaxRemovalPercent int `json:"maxRemovalPercent"`
 }
 
-// State says what the dispatcher does with a destination's messages.
+// State is how the dispatcher treats a destination's messages.
 type State string
 
 const (
-	// Active says that messages are sent.
+	// Active means: messages are sent.
 	Active State = "Active"
-	// Disabled says that the owner switched the destination off. Messages are kept up to the retry window.
+	// Disabled means: the owner has disabled the destination. Messages are kept up to the retry window.
 	Disabled State = "Disabled"
-	// Held says that the destination cannot work (HeldReason). Messages are kept up to the retry window.
+	// Held means: the destination is paused, because it cannot work (HeldReason). Messages are kept up to
+	// the retry window.
 	Held State = "Held"
 )
 
@@ -138,8 +143,8 @@ const (
 	StandardWebhooks = "StandardWebhooks"
 )
 
-// Destination is where messages go. A destination that is not Active may lack
-// URLs or secrets; it is never sent to.
+// Destination is a receiver of messages. A destination that is not Active may lack URLs or secrets;
+// nothing is sent to it.
 type Destination struct {
 	Name       string `json:"name"`
 	Generation int64  `json:"generation"`
@@ -149,16 +154,19 @@ type Destination struct {
 	State    State  `json:"state"`
 	// HeldReason is a reason of the condition Accepted, when State is Held.
 	HeldReason string `json:"heldReason,omitempty"`
-	// Sources are the names of the Sources, of the same tenant, whose calls come here. Sorted.
+	// Sources are the names of the Sources, in the same namespace, whose calls the destination
+	// gets. Sorted.
 	Sources []string `json:"sources,omitempty"`
+	// SourcesUnknown: the spec does not give the Sources in a valid form. The destination
+	// keeps its lanes, and so the messages in them, until it does.
+	SourcesUnknown bool `json:"sourcesUnknown,omitempty"`
 	// Endpoints, 1 to 5 when Active, in the order of the spec.
 	Endpoints []Endpoint `json:"endpoints,omitempty"`
-	// Signing is nil when requests go out unsigned by the owner's choice.
-	Signing *Signing `json:"signing,omitempty"`
+	// Signing is empty when the owner wants unsigned requests. Sorted by Type.
+	Signing SigningSchemes `json:"signing,omitempty"`
 	// Success is AnyEndpoint or EveryEndpoint.
 	Success string `json:"success"`
-	// ExactNumbers says that long numbers are sent with their digits, not as
-	// strings: event.FixedPoint has what they are.
+	// ExactNumbers: long numbers (see event.FixedPoint) are sent with all digits, not as strings.
 	ExactNumbers bool        `json:"exactNumbers,omitempty"`
 	Delivery     Delivery    `json:"delivery"`
 	Filter       *Filter     `json:"filter,omitempty"`
@@ -186,13 +194,38 @@ type TLS struct {
 	ClientKey  Secret `json:"clientKey,omitzero"`
 }
 
-// Signing holds the secrets of a destination.
-type Signing struct {
-	// Scheme is HMACSHA1 or StandardWebhooks.
-	Scheme string `json:"scheme"`
+// SigningScheme is one way to sign requests, with its secrets.
+type SigningScheme struct {
+	// Type is HMACSHA1 or StandardWebhooks.
+	Type   string `json:"scheme"`
 	Secret Secret `json:"secret"`
 	// Previous is the secret before a rotation, or empty.
 	Previous Secret `json:"previous,omitzero"`
+}
+
+// SigningSchemes are the schemes of a destination, one of each type. One alone is
+// encoded as an object, which is the form that release 0.2.0 writes and reads.
+type SigningSchemes []SigningScheme
+
+// MarshalJSON implements json.Marshaler.
+func (s SigningSchemes) MarshalJSON() ([]byte, error) {
+	if len(s) == 1 {
+		return json.Marshal(s[0])
+	}
+	return json.Marshal([]SigningScheme(s))
+}
+
+// UnmarshalJSON implements json.Unmarshaler. It is as strict as Decode.
+func (s *SigningSchemes) UnmarshalJSON(text []byte) error {
+	d := json.NewDecoder(bytes.NewReader(text))
+	d.DisallowUnknownFields()
+	if !bytes.HasPrefix(text, []byte("{")) {
+		return d.Decode((*[]SigningScheme)(s))
+	}
+	var one SigningScheme
+	err := d.Decode(&one)
+	*s = SigningSchemes{one}
+	return err
 }
 
 // Delivery holds timeout, retries and limits; all durations in milliseconds.
@@ -220,14 +253,14 @@ func (d Delivery) MinBackoff() time.Duration { return time.Duration(d.MinBackoff
 // MaxBackoff returns MaxBackoffMS as a duration.
 func (d Delivery) MaxBackoff() time.Duration { return time.Duration(d.MaxBackoffMS) * time.Millisecond }
 
-// Filter chooses messages; every part that is set must pass.
+// Filter selects messages; every part that is set must match.
 type Filter struct {
 	Types      []string `json:"types,omitempty"`
 	Events     []string `json:"events,omitempty"`
 	Expression string   `json:"expression,omitempty"`
 }
 
-// DeadLetters bounds what is kept per destination and pod.
+// DeadLetters bounds the dead letters per destination and pod.
 type DeadLetters struct {
 	RetentionMS int64 `json:"retentionMS"`
 	MaxBytes    int64 `json:"maxBytes"`

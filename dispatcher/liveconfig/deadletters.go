@@ -9,9 +9,8 @@ import (
 	"time"
 )
 
-// DeadLetterAction asks a pod to do something with its dead letters: POST
-// /deadletters/redeliver or /deadletters/purge. The answer is a line of JSON, a
-// DeadLetterProgress, now and then, and one at the end.
+// DeadLetterAction requests an action on a pod's dead letters: POST /deadletters/redeliver or
+// /deadletters/purge. The response is a stream of JSON lines, each a DeadLetterProgress.
 type DeadLetterAction struct {
 	// Destination is "namespace/name".
 	Destination string             `json:"destination"`
@@ -20,9 +19,51 @@ type DeadLetterAction struct {
 	DryRun bool `json:"dryRun,omitempty"`
 	// Rate is in dead letters a second, for redelivery.
 	Rate float64 `json:"rate,omitempty"`
+	// Job, when set, makes a redelivery a pod's part of a Redelivery object: its
+	// progress is recorded in the pod's store, and it is done once.
+	Job *DeadLetterJob `json:"job,omitempty"`
 }
 
-// DeadLetterSelector chooses dead letters. Its zero value chooses all; every part that is set must match.
+// DeadLetterJob is a pod's part of a Redelivery object.
+type DeadLetterJob struct {
+	// ID identifies the run by the object's namespace, name and spec, and UID is the object's.
+	ID  string `json:"id"`
+	UID string `json:"uid"`
+	// Step is one of the constants below.
+	Step string `json:"step"`
+	// Pods are the names of the pods that take part, for an operator that takes over.
+	Pods []string `json:"pods,omitempty"`
+	// SliceMS is how long a call of JobRun lasts at most, in milliseconds. The next
+	// call continues where it ended.
+	SliceMS int64 `json:"sliceMS,omitempty"`
+}
+
+// Steps of a DeadLetterJob.
+const (
+	// JobBegin records the part and counts the dead letters that match. It changes
+	// nothing when the part is recorded already, and when a run with this ID completed.
+	JobBegin = "begin"
+	// JobRun redelivers.
+	JobRun = "run"
+	// JobComplete records that all pods' parts are done.
+	JobComplete = "complete"
+)
+
+// DeadLetterJobState is what a pod has recorded of a run.
+type DeadLetterJobState struct {
+	// AlreadyDone: another object with the same ID completed.
+	AlreadyDone bool `json:"alreadyDone,omitempty"`
+	// PartDone: nothing is left to do on this pod.
+	PartDone bool `json:"partDone,omitempty"`
+	// Left counts the matching dead letters that cannot be redelivered: their Source
+	// or endpoint does not belong to the destination any more.
+	Left int64 `json:"left,omitempty"`
+	// Pods are the names of the pods that take part.
+	Pods []string `json:"pods,omitempty"`
+}
+
+// DeadLetterSelector selects dead letters. Its zero value selects all; every part that is set must
+// match.
 type DeadLetterSelector struct {
 	// Keys of dead letters.
 	Keys []string `json:"keys,omitempty"`
@@ -35,21 +76,23 @@ type DeadLetterSelector struct {
 	Until time.Time `json:"until,omitzero"`
 }
 
-// DeadLetterProgress counts what was done. The last one has Done or Error.
+// DeadLetterProgress counts processed dead letters. The last one has Done or Error.
 type DeadLetterProgress struct {
-	// Matched counts chosen dead letters, Redelivered those that are pending again
-	// (or removed, by a purge).
+	// Matched counts selected dead letters, Redelivered those that are pending again (or removed,
+	// by a purge).
 	Matched     int64 `json:"matched"`
 	Redelivered int64 `json:"redelivered"`
-	// Bytes of the bodies that matched.
+	// Bytes of the matched bodies.
 	Bytes int64  `json:"bytes"`
 	Done  bool   `json:"done,omitempty"`
 	Error string `json:"error,omitempty"`
+	// Job is what is recorded, for an action with a Job.
+	Job *DeadLetterJobState `json:"job,omitempty"`
 }
 
-// FollowDeadLetters reads the answer to a DeadLetterAction to its end. It returns
-// the last progress; each, unless nil, gets every one. io.ErrUnexpectedEOF is a pod
-// that ended before it was done.
+// FollowDeadLetters reads the response to a DeadLetterAction to its end. It returns the last
+// progress and calls each, unless nil, with every one. io.ErrUnexpectedEOF means that the pod
+// stopped before it was done.
 func FollowDeadLetters(answer io.Reader, each func(DeadLetterProgress)) (p DeadLetterProgress, err error) {
 	lines := bufio.NewScanner(answer)
 	for lines.Scan() {

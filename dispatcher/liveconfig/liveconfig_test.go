@@ -25,19 +25,19 @@ func full() Config {
 		Version: FormatVersion, Tenant: "shop",
 		Sources: []Source{{Name: "web", Generation: 2, Revision: "r1", Enabled: true, WriteKeySHA256: KeyHashes{strings.Repeat("ab", 32), strings.Repeat("cd", 32)}, AllowedOrigins: []string{"*"}, CallsPerSecond: 5, Burst: 10}},
 		Destinations: []Destination{{
-			Name: "crm", Generation: 3, Revision: "r2", State: Active, HeldReason: "x", Sources: []string{"web"},
+			Name: "crm", Generation: 3, Revision: "r2", State: Active, HeldReason: "x", Sources: []string{"web"}, SourcesUnknown: true,
 			Endpoints: []Endpoint{{
 				Name: "primary", URL: s, Headers: []Header{{Name: "Authorization", Value: NewSecret(canary)}},
 				TLS: &TLS{CA: "ca", ClientCert: "cert", ClientKey: NewSecret(canary)},
 			}},
-			Signing:      &Signing{Scheme: HMACSHA1, Secret: NewSecret(canary), Previous: NewSecret(canary)},
+			Signing:      SigningSchemes{{Type: HMACSHA1, Secret: NewSecret(canary), Previous: NewSecret(canary)}, {Type: StandardWebhooks, Secret: NewSecret(canary)}},
 			Success:      AnyEndpoint,
 			Delivery:     Delivery{TimeoutMS: 5000, RetryWindowMS: 1000, MinBackoffMS: 1, MaxBackoffMS: 2, MaxInFlight: 3, RequestsPerSecond: 4},
 			ExactNumbers: true,
 			Filter:       &Filter{Types: []string{"track"}, Events: []string{"*"}, Expression: "true"}, DeadLetters: DeadLetters{RetentionMS: 1, MaxBytes: 2},
 		}},
 		Audiences: []Audience{{Name: "shoppers", Generation: 1, Revision: "r3", Source: "web", Key: "shoppers", Kind: KindAudience, MaxRemovalPercent: 50}},
-		Deletions: []Deletion{{Name: "u1", Generation: 1, Revision: "r4", ID: "ab12", UserID: "u1", Sources: []string{"web"}, Suppress: true}},
+		Deletions: []Deletion{{Name: "u1", Generation: 1, Revision: "r4", ID: "ab12", UserID: "u1", UID: "1", Ended: true, DeadlineSeconds: 60, Sources: []string{"web"}, Suppress: true}},
 	}
 }
 
@@ -69,7 +69,7 @@ func TestEncodeDecodeKeepsEverything(t *testing.T) {
 func TestBinarySecretsSurvive(t *testing.T) {
 	want := full()
 	secret := string([]byte{0xff, 0x00, 0xfe, '"', 0x80})
-	want.Destinations[0].Signing.Secret = NewSecret(secret)
+	want.Destinations[0].Signing[0].Secret = NewSecret(secret)
 	data, _, err := Encode(want)
 	if err != nil {
 		t.Fatal(err)
@@ -78,7 +78,7 @@ func TestBinarySecretsSurvive(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got.Destinations[0].Signing.Secret.Reveal() != secret {
+	if got.Destinations[0].Signing[0].Secret.Reveal() != secret {
 		t.Error("a secret that is not UTF-8 changed on its way")
 	}
 }
@@ -113,12 +113,12 @@ func zeroField(v reflect.Value, path string) string {
 func TestSecretsDoNotPrint(t *testing.T) {
 	c := full()
 	var log bytes.Buffer
-	slog.New(slog.NewJSONHandler(&log, nil)).Info("x", "config", c, "secret", c.Destinations[0].Signing.Secret)
-	slog.New(slog.NewTextHandler(&log, nil)).Info("x", "config", c, "secret", c.Destinations[0].Signing.Secret)
+	slog.New(slog.NewJSONHandler(&log, nil)).Info("x", "config", c, "secret", c.Destinations[0].Signing[0].Secret)
+	slog.New(slog.NewTextHandler(&log, nil)).Info("x", "config", c, "secret", c.Destinations[0].Signing[0].Secret)
 	for _, verb := range []string{"%v", "%+v", "%#v", "%s", "%q", "%x", "%d"} {
 		fmt.Fprintf(&log, verb+"\n", c)
-		fmt.Fprintf(&log, verb+"\n", c.Destinations[0].Signing.Secret)
-		fmt.Fprintf(&log, verb+"\n", &c.Destinations[0].Signing.Secret)
+		fmt.Fprintf(&log, verb+"\n", c.Destinations[0].Signing[0].Secret)
+		fmt.Fprintf(&log, verb+"\n", &c.Destinations[0].Signing[0].Secret)
 	}
 	plain, err := json.Marshal(c)
 	if err != nil {
@@ -131,7 +131,7 @@ func TestSecretsDoNotPrint(t *testing.T) {
 	if !strings.Contains(log.String(), redacted) {
 		t.Error("nothing shows that something was redacted")
 	}
-	if c.Destinations[0].Signing.Secret.Reveal() != canary {
+	if c.Destinations[0].Signing[0].Secret.Reveal() != canary {
 		t.Error("Reveal does not give the text")
 	}
 }
@@ -141,7 +141,7 @@ func TestDecodeIsStrict(t *testing.T) {
 		change func(*Config)
 		want   string
 	}{
-		"tenant":         {func(c *Config) { c.Tenant = "" }, "tenant is empty"},
+		"tenant":         {func(c *Config) { c.Tenant = "" }, "the namespace is empty"},
 		"version":        {func(c *Config) { c.Version = 99 }, "format version 99"},
 		"source twice":   {func(c *Config) { c.Sources = append(c.Sources, c.Sources[0]) }, `source "web"`},
 		"key":            {func(c *Config) { c.Sources[0].WriteKeySHA256[1] = "zz" }, "writeKeySHA256"},
@@ -154,13 +154,15 @@ func TestDecodeIsStrict(t *testing.T) {
 				c.Destinations[0].Endpoints = append(c.Destinations[0].Endpoints, Endpoint{Name: string(rune('a' + n)), URL: NewSecret("https://hooks.example")})
 			}
 		}, "6 endpoints"},
-		"url":          {func(c *Config) { c.Destinations[0].Endpoints[0].URL = NewSecret("ftp://" + canary) }, `endpoint "primary": url`},
-		"empty secret": {func(c *Config) { c.Destinations[0].Signing.Secret = Secret{} }, "signing.secret is empty"},
-		"scheme":       {func(c *Config) { c.Destinations[0].Signing.Scheme = "MD5" }, "signing.scheme"},
-		"timeout":      {func(c *Config) { c.Destinations[0].Delivery.TimeoutMS = 5001 }, "timeoutMS"},
-		"window":       {func(c *Config) { c.Destinations[0].Delivery.RetryWindowMS = 4*3600*1000 + 1 }, "retryWindowMS"},
-		"in flight":    {func(c *Config) { c.Destinations[0].Delivery.MaxInFlight = 0 }, "maxInFlight"},
-		"backoff":      {func(c *Config) { c.Destinations[0].Delivery.MinBackoffMS = 3 }, "backoff"},
+		"url":           {func(c *Config) { c.Destinations[0].Endpoints[0].URL = NewSecret("ftp://" + canary) }, `endpoint "primary": url`},
+		"empty secret":  {func(c *Config) { c.Destinations[0].Signing[0].Secret = Secret{} }, "secret is empty"},
+		"scheme":        {func(c *Config) { c.Destinations[0].Signing[0].Type = "MD5" }, "signing scheme"},
+		"scheme twice":  {func(c *Config) { c.Destinations[0].Signing[1].Type = HMACSHA1 }, "HMACSHA1\" is not unique"},
+		"second secret": {func(c *Config) { c.Destinations[0].Signing[1].Secret = Secret{} }, "StandardWebhooks: secret is empty"},
+		"timeout":       {func(c *Config) { c.Destinations[0].Delivery.TimeoutMS = 5001 }, "timeoutMS"},
+		"window":        {func(c *Config) { c.Destinations[0].Delivery.RetryWindowMS = 4*3600*1000 + 1 }, "retryWindowMS"},
+		"in flight":     {func(c *Config) { c.Destinations[0].Delivery.MaxInFlight = 0 }, "maxInFlight"},
+		"backoff":       {func(c *Config) { c.Destinations[0].Delivery.MinBackoffMS = 3 }, "backoff"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := full()
@@ -186,15 +188,15 @@ func TestDecodeIsStrict(t *testing.T) {
 	}
 }
 
-// Whoever gets hold of another tenant's write key must not get its calls by
-// declaring a Source with it, in whatever order the configs come.
-func TestAWriteKeyHasOneTenant(t *testing.T) {
+// A namespace that declares a Source with another namespace's write key must not
+// get its calls, in any order of the configs.
+func TestAWriteKeyHasOneNamespace(t *testing.T) {
 	tenant := func(name string) Revisioned {
 		return Revisioned{Config: Config{Tenant: name, Sources: []Source{{Name: "web", WriteKeySHA256: KeyHashes{hex.EncodeToString(hashOf("key"))}}}}}
 	}
 	for _, configs := range [][]Revisioned{{tenant("a"), tenant("b")}, {tenant("b"), tenant("a")}} {
 		if ref, ok := NewView(configs).SourceByWriteKey("key"); !ok || ref.Tenant != "a" {
-			t.Errorf("the key is of %q, %v; want tenant a", ref.Tenant, ok)
+			t.Errorf("the key is of %q, %v; want namespace a", ref.Tenant, ok)
 		}
 	}
 	if ref, ok := NewView([]Revisioned{tenant("a")}).SourceByWriteKey("Key"); ok {
@@ -225,7 +227,7 @@ func TestWriteKeyHashesOfRelease020(t *testing.T) {
 	view := NewView([]Revisioned{{Config: Config{Tenant: "a", Sources: []Source{{Name: "web", WriteKeySHA256: KeyHashes{hex.EncodeToString(hashOf("old")), hex.EncodeToString(hashOf("new"))}}}}}})
 	for _, key := range []string{"old", "new"} {
 		if ref, ok := view.SourceByWriteKey(key); !ok || ref.Key() != "a/web" {
-			t.Errorf("key %q leads to %v %v, want Source a/web", key, ref, ok)
+			t.Errorf("key %q finds %v %v, want Source a/web", key, ref, ok)
 		}
 	}
 }
@@ -275,6 +277,54 @@ func TestSuppressed(t *testing.T) {
 			t.Errorf("%+v: %v", c, got)
 		}
 	}
+}
+
+// A config of release 0.2.0 has one signing scheme, as an object. A config with one
+// scheme is encoded in that form, so that dispatchers of both releases read it.
+func TestSigningOfRelease020(t *testing.T) {
+	one := `{"scheme":"HMACSHA1","secret":"a","previous":"b"}`
+	two := `[{"scheme":"HMACSHA1","secret":"a"},{"scheme":"StandardWebhooks","secret":"c"}]`
+	for _, c := range []struct {
+		name, signing string
+		want          SigningSchemes
+	}{
+		{"unsigned", "", nil},
+		{"one, of release 0.2.0", `,"signing":` + one, SigningSchemes{{Type: HMACSHA1, Secret: NewSecret("a"), Previous: NewSecret("b")}}},
+		{"two", `,"signing":` + two, SigningSchemes{{Type: HMACSHA1, Secret: NewSecret("a")}, {Type: StandardWebhooks, Secret: NewSecret("c")}}},
+	} {
+		plain := `{"version":1,"tenant":"a","destinations":[{"name":"d","generation":0,"revision":"","state":"Held"` + c.signing +
+			`,"success":"AnyEndpoint","delivery":{"timeoutMS":0,"retryWindowMS":1,"minBackoffMS":0,"maxBackoffMS":0,"maxInFlight":0},"deadLetters":{"retentionMS":0,"maxBytes":0}}]}`
+		config, _, err := Decode(compressed(t, plain))
+		if err != nil {
+			t.Errorf("%s: %v", c.name, err)
+			continue
+		}
+		if diff := cmp.Diff(c.want, config.Destinations[0].Signing); diff != "" {
+			t.Errorf("%s is read as (-want +got):\n%s", c.name, diff)
+		}
+		if again, err := json.Marshal(revealed(config)); err != nil || string(again) != plain {
+			t.Errorf("%s is written as (%v):\n%s\nwant\n%s", c.name, err, again, plain)
+		}
+	}
+	for _, signing := range []string{`{"scheme":"HMACSHA1","secret":"a","extra":1}`, `[{"scheme":"HMACSHA1","secret":"a","extra":1}]`} {
+		plain := `{"version":1,"tenant":"a","destinations":[{"name":"d","state":"Held","signing":` + signing + `,"success":"AnyEndpoint","delivery":{"retryWindowMS":1}}]}`
+		if _, _, err := Decode(compressed(t, plain)); err == nil || !strings.Contains(err.Error(), "extra") {
+			t.Errorf("%s: error %v, want one that names the unknown field", signing, err)
+		}
+	}
+}
+
+func compressed(t *testing.T, plain string) []byte {
+	t.Helper()
+	var packed bytes.Buffer
+	zip := gzip.NewWriter(&packed)
+	if _, err := zip.Write([]byte(plain)); err != nil {
+		t.Fatal(err)
+	}
+	if err := zip.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return packed.Bytes()
 }
 
 // FuzzDecode: what is decoded is decoded the same from its own encoding, and

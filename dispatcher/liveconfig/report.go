@@ -2,26 +2,25 @@ package liveconfig
 
 import "time"
 
-// Report is what one dispatcher pod says of itself on GET /report: which
-// revisions it runs and what its traffic looks like. It carries no secrets, no
-// URLs and no user data.
+// Report is the report of one dispatcher pod on GET /report: its revisions and its traffic. It
+// contains no secrets, no URLs and no user data.
 type Report struct {
 	// Pod is the pod's name.
 	Pod string `json:"pod"`
 	// Ready is true once the pod has loaded its first full config.
 	Ready bool `json:"ready"`
-	// Tenants, sorted by name.
+	// Tenants are the namespaces, sorted by name.
 	Tenants []TenantReport `json:"tenants,omitempty"`
 	// Storage of the pod.
 	Storage StorageReport `json:"storage"`
 }
 
-// TenantReport is one tenant's part of a Report.
+// TenantReport is one namespace's part of a Report.
 type TenantReport struct {
 	Tenant string `json:"tenant"`
 	// Revision of the Config that is in effect.
 	Revision string `json:"revision"`
-	// Refused is set while the newest config that the pod saw was refused.
+	// Refused is set while the newest config of the namespace is rejected.
 	Refused *RefusedConfig `json:"refused,omitempty"`
 	// Sources and Destinations, sorted by name.
 	Sources      []SourceReport      `json:"sources,omitempty"`
@@ -32,23 +31,29 @@ type TenantReport struct {
 	Deletions []DeletionReport `json:"deletions,omitempty"`
 }
 
-// DeletionReport is a deletion request as the pod runs it.
+// DeletionReport is the state of a deletion request in the pod.
 type DeletionReport struct {
 	Name       string `json:"name"`
 	Generation int64  `json:"generation"`
 	Revision   string `json:"revision"`
-	// Owner is true on the pod that sends the notifications; the rest is zero elsewhere.
+	// Owner is true on the pod that sends the notifications; the other fields are zero elsewhere.
 	Owner bool `json:"owner,omitempty"`
-	// Started is when the notifications were decided; zero before.
+	// Started is when the notifications were planned; zero before.
 	Started       time.Time            `json:"started,omitzero"`
 	Notifications []NotificationReport `json:"notifications,omitempty"`
+	// Completed is true when the end of a run without failures is recorded, and
+	// AlreadyDone when it was recorded for another object with the same ID.
+	Completed   bool `json:"completed,omitempty"`
+	AlreadyDone bool `json:"alreadyDone,omitempty"`
+	// DeadlineExceeded is true when the deadline ended the run.
+	DeadlineExceeded bool `json:"deadlineExceeded,omitempty"`
 }
 
-// NotificationReport is one destination that is told of a deletion request.
+// NotificationReport is the outcome for one destination of a deletion request.
 type NotificationReport struct {
 	Source      string `json:"source"`
 	Destination string `json:"destination"`
-	// State is one of the constants below; Reason is why it was dead-lettered.
+	// State is one of the constants below; Reason is the reason of a dead letter.
 	State  string    `json:"state"`
 	Reason string    `json:"reason,omitempty"`
 	Time   time.Time `json:"time"`
@@ -63,71 +68,79 @@ const (
 	NotificationDiscarded    = "Discarded"
 )
 
-// AudienceReport is an audience as the pod runs it.
+// ReasonDeadlineExceeded is the reason of a notification that the deadline ended,
+// and of its dead letter.
+const ReasonDeadlineExceeded = "DeadlineExceeded"
+
+// AudienceReport is the state of an audience in the pod.
 type AudienceReport struct {
 	Name       string `json:"name"`
 	Generation int64  `json:"generation"`
 	Revision   string `json:"revision"`
-	// Owner is true on the pod that keeps the members; the rest is zero elsewhere.
+	// Owner is true on the pod that stores the members; the other fields are zero elsewhere.
 	Owner bool `json:"owner,omitempty"`
 	// Members as of the last sync.
 	Members int64 `json:"members,omitempty"`
-	// LastSync is when the last sync was taken; zero before the first. Added,
-	// Removed and Changed are what it found.
+	// LastSync is when the last sync was accepted; zero before the first. Added, Removed and
+	// Changed are its results.
 	LastSync time.Time `json:"lastSync,omitzero"`
 	Added    int64     `json:"added,omitempty"`
 	Removed  int64     `json:"removed,omitempty"`
 	Changed  int64     `json:"changed,omitempty"`
-	// Unsent is how many identify calls of the last sync are not in the queue yet.
-	// Waits says what they wait for, if anything.
+	// Unsent is how many identify calls of the last sync are not in the queue yet. Waits is the
+	// reason of the wait, if any.
 	Unsent int64  `json:"unsent,omitempty"`
 	Waits  string `json:"waits,omitempty"`
-	// LastRefused is when a sync was refused last since the pod started, and Refusal why.
+	// LastRefused is when a sync was last rejected since the start of the pod; Refusal is the
+	// reason.
 	LastRefused time.Time `json:"lastRefused,omitzero"`
 	Refusal     string    `json:"refusal,omitempty"`
 }
 
-// RefusedConfig is a config that the pod did not take.
+// RefusedConfig is a config that the pod rejected.
 type RefusedConfig struct {
 	Revision string `json:"revision"`
 	Error    string `json:"error"`
 }
 
-// SourceReport is a Source as the pod runs it.
+// SourceReport is the state of a Source in the pod.
 type SourceReport struct {
 	Name       string `json:"name"`
 	Generation int64  `json:"generation"`
 	Revision   string `json:"revision"`
-	// Accepted is durable: it counts from the day the pod's store was made.
-	// Rejected and Duplicates count from the start of the pod.
+	// Accepted is durable: it counts since the creation of the pod's store. Rejected and Duplicates
+	// count since the start of the pod.
 	Accepted   int64 `json:"accepted"`
 	Rejected   int64 `json:"rejected"`
 	Duplicates int64 `json:"duplicates"`
-	// LastAccepted and LastRejected are zero when there was none since the start.
+	// LastAccepted and LastRejected are zero if there was none since the start.
 	LastAccepted time.Time `json:"lastAccepted,omitzero"`
 	LastRejected time.Time `json:"lastRejected,omitzero"`
-	// LastRejection says why, in words. Calls that a disabled Source refused are not told.
+	// LastRejection is the reason in words. It excludes calls that were rejected because the Source
+	// is disabled.
 	LastRejection string `json:"lastRejection,omitempty"`
-	// Messages is the durable ledger of the calls: each counts once for each
-	// destination (or endpoint, under EveryEndpoint) that it is for, those that are deleted by now included.
+	// Messages is the durable ledger of the calls: each call counts once per destination (or
+	// endpoint, under EveryEndpoint) that gets it, including deleted destinations.
 	Messages Ledger `json:"messages"`
-	// StoragePressure is true while calls are refused because storage or the Source's quota is full.
+	// StoragePressure is true while calls are rejected because storage or the Source's quota is
+	// full.
 	StoragePressure bool `json:"storagePressure,omitempty"`
 }
 
-// Ledger says what became of messages. It is durable and balances:
-// accepted = delivered + filtered + deadLettered + discarded + pending.
+// Ledger counts the outcomes of messages. It is durable and balances: accepted = delivered +
+// filtered + deadLettered + discarded + pending.
 type Ledger struct {
 	Accepted     int64 `json:"accepted"`
 	Delivered    int64 `json:"delivered"`
 	Filtered     int64 `json:"filtered"`
 	DeadLettered int64 `json:"deadLettered"`
-	// Discarded messages were pending when their owner deleted what they were for.
+	// Discarded messages were pending when their owner deleted their destination, endpoint or
+	// Source.
 	Discarded int64 `json:"discarded"`
 	Pending   int64 `json:"pending"`
 }
 
-// DestinationReport is a destination as the pod runs it.
+// DestinationReport is the state of a destination in the pod.
 type DestinationReport struct {
 	Name       string `json:"name"`
 	Generation int64  `json:"generation"`
@@ -136,7 +149,7 @@ type DestinationReport struct {
 	Ledger
 	// Retrying is the part of Pending that failed at least once.
 	Retrying int64 `json:"retrying"`
-	// OldestPending is when the oldest pending message was accepted; zero when none waits.
+	// OldestPending is when the oldest pending message was accepted; zero if none is pending.
 	OldestPending time.Time `json:"oldestPending,omitzero"`
 	// NextAttempt is when the next retry or probe is due; zero when none is planned.
 	NextAttempt time.Time        `json:"nextAttempt,omitzero"`
@@ -154,7 +167,7 @@ const (
 	EndpointCircuitOpen EndpointState = "CircuitOpen"
 )
 
-// EndpointReport is one endpoint's traffic as the pod saw it.
+// EndpointReport is one endpoint's traffic in the pod.
 type EndpointReport struct {
 	Name  string        `json:"name"`
 	State EndpointState `json:"state"`
@@ -163,15 +176,15 @@ type EndpointReport struct {
 	LastSuccess time.Time `json:"lastSuccess,omitzero"`
 	// ConsecutiveFailures since the last success.
 	ConsecutiveFailures int `json:"consecutiveFailures,omitempty"`
-	// LastFailure stays after recovery; compare its time with LastSuccess. An
-	// endpoint that has one and is Idle was changed since, and not tried again.
+	// LastFailure is kept after a recovery; compare its time with LastSuccess. An Idle endpoint
+	// with a LastFailure was changed since, and not attempted again.
 	LastFailure *Failure `json:"lastFailure,omitempty"`
-	// FirstAttemptsPending counts the messages that the endpoint has not been sent
-	// yet. Under AnyEndpoint another endpoint may have taken them.
+	// FirstAttemptsPending counts the messages without an attempt at the endpoint. Under
+	// AnyEndpoint another endpoint may have accepted them.
 	FirstAttemptsPending int64 `json:"firstAttemptsPending,omitempty"`
-	// FirstAttemptsSkipped counts the messages that were never sent to this endpoint
-	// of several under AnyEndpoint, because their retry window ended or the room was
-	// needed. Those that no other endpoint took are dead letters. It is durable.
+	// FirstAttemptsSkipped counts the messages that were never sent to this endpoint of several
+	// under AnyEndpoint, because their retry window ended or the space was needed. Messages that no
+	// other endpoint accepted are dead letters. It is durable.
 	FirstAttemptsSkipped int64 `json:"firstAttemptsSkipped,omitempty"`
 }
 

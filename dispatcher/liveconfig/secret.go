@@ -4,17 +4,17 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"slices"
 	"unicode/utf8"
 )
 
 const redacted = "[redacted]"
 
-// Secret is a text that does not print itself: every format verb, logger and
-// JSON encoder shows "[redacted]". Only Reveal, and Encode for the Secret
-// object that carries the live config, give the text.
+// Secret is a text that does not print itself: every format verb, logger and JSON encoder shows
+// "[redacted]". Only Reveal, and Encode for the Secret object of the live config, return the text.
 type Secret struct {
-	// value is a pointer because fmt, at a verb that does not fit, prints the
-	// fields of nested structs without asking their Format method.
+	// value is a pointer because fmt, for an unsuitable verb, prints the fields of nested structs
+	// without a call of their Format method.
 	value *string
 	// reveal is set by Encode on its own copy.
 	reveal bool
@@ -61,7 +61,7 @@ func (s Secret) LogValue() slog.Value {
 func (s Secret) MarshalJSON() ([]byte, error) {
 	switch {
 	case s.reveal && !utf8.ValidString(s.Reveal()):
-		// A JSON text cannot carry these bytes, and a signature under others would be wrong.
+		// JSON text cannot contain these bytes, and other bytes would change the signature.
 		return json.Marshal(binary{Base64: []byte(s.Reveal())})
 	case s.reveal:
 		return json.Marshal(s.Reveal())
@@ -94,7 +94,7 @@ func (s *Secret) UnmarshalJSON(b []byte) error {
 	return nil
 }
 
-// revealed returns a copy of c whose secrets marshal as they are.
+// revealed returns a copy of c whose secrets marshal unredacted.
 func revealed(c Config) Config {
 	show := func(s Secret) Secret { s.reveal = true; return s }
 	destinations := make([]Destination, len(c.Destinations))
@@ -115,10 +115,10 @@ func revealed(c Config) Config {
 			endpoints[j] = e
 		}
 		d.Endpoints = endpoints
-		if d.Signing != nil {
-			signing := *d.Signing
-			signing.Secret, signing.Previous = show(signing.Secret), show(signing.Previous)
-			d.Signing = &signing
+		d.Signing = slices.Clone(d.Signing)
+		for j := range d.Signing {
+			s := &d.Signing[j]
+			s.Secret, s.Previous = show(s.Secret), show(s.Previous)
 		}
 		destinations[i] = d
 	}

@@ -10,15 +10,15 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/writekey"
 )
 
-// View is all tenants' configs at one moment, indexed for ingest and delivery.
-// It is never changed after it was made.
+// View is the set of all namespaces' configs at one moment, indexed for ingest and delivery. It is
+// immutable.
 type View struct {
 	tenants  map[string]Revisioned
 	byKey    map[writekey.Hash]SourceRef
-	keys     writekey.Book // Of WithKeys; the known keys in it are those of byKey.
+	keys     writekey.Book // Set by WithKeys; its known keys are those of byKey.
 	unusable map[string]bool
-	// suppressed are the users whose calls are refused, each with the Sources'
-	// names; none stands for every Source.
+	// suppressed maps the users whose calls are rejected to the Sources' names; no name means every
+	// Source.
 	suppressed map[tenantUser][]string
 }
 
@@ -30,7 +30,7 @@ type Revisioned struct {
 	Revision string
 }
 
-// SourceRef is a Source with its tenant.
+// SourceRef is a Source with its namespace.
 type SourceRef struct {
 	Tenant string
 	Source Source
@@ -39,11 +39,11 @@ type SourceRef struct {
 // Key is the Source's name in the queue: "namespace/name".
 func (r SourceRef) Key() string { return r.Tenant + "/" + r.Source.Name }
 
-// NewView indexes configs. A write key that two tenants share belongs to the
-// tenant whose name sorts first; the controllers refuse the other one.
+// NewView indexes configs. A write key that two namespaces share belongs to the namespace whose
+// name sorts first; the controllers reject the other one.
 //
-// unusable names tenants that have a config which could not be taken, and none
-// from before: they exist, so nothing of theirs may be given up.
+// unusable lists namespaces whose config could not be loaded and that have no earlier one: they
+// exist, so none of their messages may be discarded.
 func NewView(configs []Revisioned, unusable ...string) *View {
 	v := &View{tenants: make(map[string]Revisioned, len(configs)), byKey: map[writekey.Hash]SourceRef{}, unusable: map[string]bool{}, suppressed: map[tenantUser][]string{}}
 	for _, tenant := range unusable {
@@ -81,23 +81,23 @@ func NewView(configs []Revisioned, unusable ...string) *View {
 	return v
 }
 
-// Tenants lists the tenants, sorted.
+// Tenants lists the namespaces, sorted.
 func (v *View) Tenants() []string { return slices.Sorted(maps.Keys(v.tenants)) }
 
-// Tenant returns one tenant's config.
+// Tenant returns one namespace's config.
 func (v *View) Tenant(name string) (Revisioned, bool) {
 	c, ok := v.tenants[name]
 	return c, ok
 }
 
-// Unusable reports whether a tenant exists whose config could not be taken.
+// Unusable reports whether a namespace exists whose config could not be loaded.
 func (v *View) Unusable(tenant string) bool { return v.unusable[tenant] }
 
-// Complete reports whether every tenant's config could be taken. While it is
-// false an unknown write key may belong to a tenant that is not in the view.
+// Complete reports whether every namespace's config is loaded. While it is false an unknown write
+// key may belong to a namespace that is missing in the view.
 func (v *View) Complete() bool { return len(v.unusable) == 0 }
 
-// Suppressed reports whether a user's calls to a Source are refused.
+// Suppressed reports whether a user's calls to a Source are rejected.
 func (v *View) Suppressed(ref SourceRef, userID string) bool {
 	if len(v.suppressed) == 0 || userID == "" {
 		return false
@@ -115,31 +115,32 @@ func (v *View) KeyOwners() map[writekey.Hash]writekey.Owner {
 	return owners
 }
 
-// WithKeys returns the view with the removed keys of a book.
+// WithKeys returns the view with the removed keys of book.
 func (v *View) WithKeys(keys writekey.Book) *View {
 	with := *v
 	with.keys = keys
 	return &with
 }
 
-// SourceByWriteKey finds the Source that a write key belongs to. The key is
-// looked up by its SHA-256, so the time it takes tells nothing about other keys.
+// SourceByWriteKey finds the Source of a write key. It looks up the key's SHA-256, so its duration
+// reveals nothing about other keys.
 func (v *View) SourceByWriteKey(key string) (SourceRef, bool) {
 	ref, ok := v.byKey[writekey.HashOf(key)]
 	return ref, ok
 }
 
-// RemovedKey is a write key that belonged to a Source until less than a grace ago.
+// RemovedKey is a write key that belonged to a Source until less than a grace period ago.
 type RemovedKey struct {
-	// Source has the name that the key belonged to; exists reports whether there is such a Source now.
+	// Source has the name of the key's former Source; exists reports whether there is such a Source
+	// now.
 	Source SourceRef
 	Exists bool
-	// Reason says for callers why the key was removed. It names no object.
+	// Reason is the reason of the removal, for callers. It names no object.
 	Reason string
 }
 
-// RemovedWriteKey finds a write key that is removed at a time. A caller that
-// uses it should send the call again later.
+// RemovedWriteKey finds a write key that is removed at the given time. A caller with such a key
+// should send the call again later.
 func (v *View) RemovedWriteKey(key string, now time.Time) (RemovedKey, bool) {
 	entry, ok := v.keys.Removed(writekey.HashOf(key), now)
 	if !ok {
@@ -154,12 +155,12 @@ func (v *View) RemovedWriteKey(key string, now time.Time) (RemovedKey, bool) {
 		removed.Reason = "the Source of this write key was removed at " + since + "; add it again, or stop the sender"
 	case len(sources[i].WriteKeySHA256) == 0:
 		removed.Exists = true
-		removed.Reason = "the Source of this write key has had no usable write key since " + since + "; the condition Accepted of the Source gives the reason"
+		removed.Reason = "the Source of this write key has had no usable write key since " + since + "; the condition Ready of the Source gives the reason"
 	default:
 		removed.Exists = true
 		removed.Reason = "this write key was removed from its Source at " + since + "; use the current write key of the Source"
 	}
-	removed.Reason += ". Calls with it are answered 503 until " + until + ", so that they are sent again, and 401 after that"
+	removed.Reason += ". Calls with it are answered 503 until " + until + ", so that clients send them again, and 401 after that"
 	if removed.Exists {
 		removed.Source.Source = sources[i]
 	}

@@ -309,6 +309,8 @@ type Store interface {
 	// Remember keeps a few bytes under a name; nil forgets them. It survives the
 	// end of the process at once, and a loss of power a moment later.
 	Remember(name string, value []byte) error
+	// RememberDurably does the same and returns after it survives a loss of power.
+	RememberDurably(name string, value []byte) error
 	// Remembered returns all that is kept.
 	Remembered() (map[string][]byte, error)
 

@@ -45,6 +45,13 @@ type Options struct {
 	DryRun bool
 	// OnProgress, when set, is called after each page.
 	OnProgress func(Progress)
+	// from is the key behind which the scan starts. onPage, when set, is called after
+	// each page with the key of the last dead letter that was scanned; false ends the
+	// scan, as does an error.
+	from   string
+	onPage func(p Progress, after string) (bool, error)
+	// limiter, when set, is used instead of a new one of Rate.
+	limiter *rate.Limiter
 	// Takes reports whether a lane still takes messages, as far as the config goes; nil for all that the store knows.
 	Takes func(queue.LaneID) bool
 	// Now is the clock; default time.Now.
@@ -60,12 +67,11 @@ type Options struct {
 // since, they go to the lanes that took over. After a crash some may be delivered
 // twice, none is lost. The error comes with the progress up to it.
 func Run(ctx context.Context, store queue.Store, destination string, s Selector, o Options) (Progress, error) {
-	perSecond := o.Rate
-	if perSecond <= 0 {
-		perSecond = DefaultRate
+	limiter := o.limiter
+	if limiter == nil {
+		limiter = newLimiter(o.Rate)
 	}
-	size := int(min(max(1, perSecond), pageSize))
-	limiter := rate.NewLimiter(rate.Limit(perSecond), size)
+	size := limiter.Burst()
 	return each(ctx, store, destination, s, o, size, func(page []queue.DeadLetter) (int, error) {
 		lanes := o.lanes(store, destination)
 		page = slices.DeleteFunc(page, func(d queue.DeadLetter) bool {
@@ -92,8 +98,17 @@ func Run(ctx context.Context, store queue.Store, destination string, s Selector,
 				keys = append(keys, d.Key)
 			}
 		}
-		return len(keys), store.DeleteDeadLetters(ctx, destination, keys...)
+		// The messages are pending now, whether or not the caller still waits.
+		return len(keys), store.DeleteDeadLetters(context.WithoutCancel(ctx), destination, keys...)
 	})
+}
+
+// newLimiter bounds the rate; its burst is the size of a page.
+func newLimiter(perSecond float64) *rate.Limiter {
+	if perSecond <= 0 {
+		perSecond = DefaultRate
+	}
+	return rate.NewLimiter(rate.Limit(perSecond), int(min(max(1, perSecond), pageSize)))
 }
 
 // lanes lists the lanes of a destination that go on.
@@ -136,7 +151,7 @@ func Purge(ctx context.Context, store queue.Store, destination string, s Selecto
 // many it did something, and may change the page.
 func each(ctx context.Context, store queue.Store, destination string, s Selector, o Options, size int, act func([]queue.DeadLetter) (int, error)) (p Progress, err error) {
 	started := now(o)
-	for after, more := "", true; more; {
+	for after, more := o.from, true; more; {
 		var page []queue.DeadLetter
 		more = false
 		err := store.DeadLetters(ctx, destination, after, func(d queue.DeadLetter) bool {
@@ -172,6 +187,11 @@ func each(ctx context.Context, store queue.Store, destination string, s Selector
 		p.Bytes += bytes
 		if o.OnProgress != nil {
 			o.OnProgress(p)
+		}
+		if o.onPage != nil {
+			if goOn, err := o.onPage(p, after); err != nil || !goOn {
+				return p, err
+			}
 		}
 	}
 	return p, nil

@@ -1,6 +1,6 @@
-// Package route decides which destinations a call does not go to: by the
-// destination's filter and by the call's own integrations. It is pure, and it
-// is asked once per call, when the call is accepted.
+// Package route decides which destinations do not get a call: by the destination's filter and by
+// the call's own integrations. It is pure, and it decides once per call, when the call is accepted.
+// The main type is Router.
 package route
 
 import (
@@ -14,13 +14,12 @@ import (
 	"github.com/posthorn/posthorn/event"
 )
 
-// IntegrationName is what calls name webhook destinations by in their
-// integrations object (the specification's name; case counts). A destination's
-// own name is more specific and wins over it.
+// IntegrationName is the name of webhook destinations in the integrations object of calls (from the
+// specification; case-sensitive). A destination's own name is more specific and takes precedence.
 const IntegrationName = "Webhooks"
 
-// Router holds the destinations of one tenant, by Source. It is never changed
-// after New and is safe for concurrent use.
+// Router holds the destinations of one namespace by Source. It is immutable after New and Keep, and
+// safe for concurrent use.
 type Router struct{ bySource map[string][]*destination }
 
 type destination struct {
@@ -28,17 +27,17 @@ type destination struct {
 	types      []string
 	events     []string
 	expression *expression.Program
-	// exact is true when the destination gets long numbers with their digits.
+	// exact is true if the destination gets long numbers with all digits.
 	exact bool
-	// until is when one that another Router had is forgotten; zero for the config's own.
+	// until is when a destination of an earlier Router is dropped; zero for the destinations of the
+	// config.
 	until time.Time
 }
 
-// New compiles the filters of a tenant. The error names the first active
-// destination whose expression does not compile; the controllers hold such a
-// destination, so it means that the config was not made by them. A filter that
-// does not compile of a destination that is not active lets everything pass:
-// its messages are kept until its owner has mended it.
+// New compiles the filters of a namespace. The error names the first active destination whose
+// expression does not compile; the controllers reject such a destination, so the config is not
+// theirs. An invalid filter of an inactive destination matches everything: its messages are kept
+// until the owner has fixed the filter.
 func New(c liveconfig.Config) (*Router, error) {
 	r := &Router{bySource: map[string][]*destination{}}
 	for _, d := range c.Destinations {
@@ -60,9 +59,9 @@ func New(c liveconfig.Config) (*Router, error) {
 	return r, nil
 }
 
-// Keep has the Router ask the destinations of the one before as well that are gone
-// since, or do not listen to a Source any more, until grace is over: so long their
-// lanes are kept, and take what they would have taken. Call it before any Skip.
+// Keep adds the destinations of the previous Router that were removed, or disconnected from a
+// Source, until the grace period ends: their lanes exist that long and receive the same calls as
+// before. It must be called before the first Skip.
 func (r *Router) Keep(before *Router, now time.Time, grace time.Duration) {
 	for source, destinations := range before.bySource {
 		for _, d := range destinations {
@@ -80,8 +79,8 @@ func (r *Router) Keep(before *Router, now time.Time, grace time.Duration) {
 	}
 }
 
-// Skip returns the keys ("namespace/name") of the destinations that listen to
-// a Source but do not get this call. It is nil for most calls.
+// Skip returns the keys ("namespace/name") of the destinations that are connected to a Source but
+// must not get this call. It is nil for most calls.
 func (r *Router) Skip(source string, call *event.Call) (skip []string) {
 	var read reader
 	for _, d := range r.bySource[source] {
@@ -92,8 +91,8 @@ func (r *Router) Skip(source string, call *event.Call) (skip []string) {
 	return skip
 }
 
-// reader reads a call for expressions, once for all of them: with the digits of
-// its long numbers, and with strings in their place.
+// reader parses a call for expressions, once for all of them: with all digits of long numbers, and
+// with strings in their place.
 type reader struct{ exact, fixed form }
 
 type form struct {
@@ -117,12 +116,13 @@ func (r *reader) matches(d *destination, call *event.Call) bool {
 	if f.err != nil {
 		return false
 	}
-	// A call for which the expression fails does not match; see the field's documentation.
+	// A call for which the expression fails does not match; the field's documentation says the
+	// same.
 	matched, err := d.expression.MatchCall(f.call)
 	return err == nil && matched
 }
 
-// takes asks what is cheap first.
+// takes checks the cheap conditions first.
 func (d *destination) takes(call *event.Call, read *reader) bool {
 	if d.types != nil && !slices.Contains(d.types, string(call.Type)) {
 		return false
@@ -136,8 +136,8 @@ func (d *destination) takes(call *event.Call, read *reader) bool {
 	return d.expression == nil || read.matches(d, call)
 }
 
-// glob matches a name with a pattern in which "*" stands for any characters.
-// Taking each part at its first place is enough, so it takes linear time.
+// glob matches a name with a pattern in which "*" stands for any characters. It takes each part at
+// its first match, which is sufficient, so it runs in linear time.
 func glob(pattern, name string) bool {
 	head, rest, star := strings.Cut(pattern, "*")
 	if !star {

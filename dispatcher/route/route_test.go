@@ -71,7 +71,7 @@ func TestABadExpressionHarmsNobodyElse(t *testing.T) {
 		t.Fatal(err)
 	}
 	if skip := r.Skip("web", parse(t, event.Identify, `{"userId":"u"}`)); skip != nil {
-		t.Errorf("the held destination must keep its messages; skipped: %v", skip)
+		t.Errorf("the paused destination must keep its messages; skipped: %v", skip)
 	}
 	c.Destinations[0].State = liveconfig.Active
 	if _, err := New(c); err == nil || !strings.Contains(err.Error(), `"held"`) {
@@ -183,7 +183,7 @@ func TestKeep(t *testing.T) {
 	second := router(liveconfig.Destination{Name: "crm", Sources: []string{"web"}})
 	second.Keep(first, at, time.Minute)
 	if diff := cmp.Diff([]string{"shop/old"}, skips(second, "web")); diff != "" {
-		t.Errorf("one that is gone, beside one whose filter changed: %s", diff)
+		t.Errorf("a removed destination, beside one with a changed filter: %s", diff)
 	}
 	if diff := cmp.Diff([]string{"shop/crm"}, skips(second, "ios")); diff != "" {
 		t.Errorf("one that was disconnected: %s", diff)

@@ -1,7 +1,7 @@
-// Package termsafe escapes the characters by which a text changes how a terminal
-// shows it or what it does: DEL, the C1 controls (some terminals take U+009B for
-// ESC [) and the marks and overrides of bidirectional text. The escapes are those
-// of JSON, where these characters stand in strings only: escaped JSON is equal JSON.
+// Package termsafe escapes the characters that change how a terminal shows a text or what the
+// terminal does: DEL, the C1 controls (some terminals read U+009B as ESC [) and the marks and
+// overrides of bidirectional text. The escapes are those of JSON, where these characters occur in
+// strings only, so escaped JSON equals the original.
 package termsafe
 
 import (
@@ -11,11 +11,11 @@ import (
 	"unicode/utf8"
 )
 
-// Writer escapes what it passes on. It is safe for concurrent use.
+// Writer escapes the text written to it. It is safe for concurrent use.
 type Writer struct {
 	mu  sync.Mutex
 	to  io.Writer
-	cut []byte // the beginning of a character whose end is in the next Write
+	cut []byte // the start of a character that ends in the next Write
 }
 
 // NewWriter makes a Writer.
@@ -40,7 +40,7 @@ func (w *Writer) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// cutAt returns where a character begins that the end of text cuts off, or its length.
+// cutAt returns the start of an incomplete character at the end of text, or the length of text.
 func cutAt(text []byte) int {
 	for n := len(text) - 1; n >= max(0, len(text)-utf8.UTFMax); n-- {
 		if utf8.RuneStart(text[n]) {
@@ -53,7 +53,7 @@ func cutAt(text []byte) int {
 	return len(text)
 }
 
-// Escape returns text, which may be text itself, without such characters.
+// Escape returns text without such characters; it returns text itself if there are none.
 func Escape(text []byte) []byte {
 	var out []byte
 	done := 0
@@ -76,7 +76,7 @@ func Escape(text []byte) []byte {
 	return append(out, text[done:]...)
 }
 
-// isControl reports whether a character is one that Escape escapes.
+// isControl reports whether Escape escapes a character.
 func isControl(r rune) bool {
 	switch {
 	case r >= 0x7f && r <= 0x9f, // DEL and C1

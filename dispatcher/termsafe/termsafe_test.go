@@ -43,7 +43,7 @@ func TestEveryCharacter(t *testing.T) {
 	}
 }
 
-// A character may come in two writes.
+// A character may be split over two writes.
 func TestWriterAcrossWrites(t *testing.T) {
 	const text = "plain, \u009b31m, \u202eevil\u202c, ☃ \U0001f600 and \u0085"
 	const want = `plain, \u009b31m, \u202eevil\u202c, ☃ ` + "\U0001f600" + ` and \u0085`

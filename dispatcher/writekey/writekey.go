@@ -3,9 +3,9 @@
 //	unknown -> known -> removed -> unknown
 //
 // A key is known while a Source of the live config has it, removed for a grace
-// period after that, and then unknown again. A key that returns within the grace
-// is known at once. The package does no I/O and has no clock; the dispatcher keeps
-// the entries in its store.
+// period after that, and then unknown again. A key that is restored within the
+// grace period is known immediately. The package does no I/O and has no clock;
+// the dispatcher keeps the entries in its store. The main type is Book.
 package writekey
 
 import (
@@ -22,13 +22,13 @@ type Hash [sha256.Size]byte
 // HashOf returns the hash of a key.
 func HashOf(key string) Hash { return sha256.Sum256([]byte(key)) }
 
-// Owner names the Source that a key belongs to, or belonged to.
+// Owner is the Source that a key belongs to, or belonged to.
 type Owner struct {
 	Namespace string `json:"namespace"`
 	Source    string `json:"source"`
 }
 
-// Entry is a key that is known or removed.
+// Entry is the state of a known or removed key.
 type Entry struct {
 	Owner
 	// RemovedAt is zero while the key is known.
@@ -41,33 +41,32 @@ func (e Entry) Known() bool { return e != Entry{} && e.RemovedAt.IsZero() }
 // Removed reports whether the key belonged to a Source.
 func (e Entry) Removed() bool { return !e.RemovedAt.IsZero() }
 
-// MaxRemoved bounds the removed keys that are kept, and MaxRemovedPerNamespace
-// those of one namespace, so that it cannot displace the keys of another.
+// MaxRemoved bounds the removed keys. MaxRemovedPerNamespace bounds those of one namespace, so that
+// it cannot displace the keys of another.
 const (
 	MaxRemoved             = 10_000
 	MaxRemovedPerNamespace = 1_000
 )
 
-// Book holds the entries of all keys that are known or removed. It is never
-// changed after it was made.
+// Book holds the entries of all known and removed keys. It is immutable.
 type Book struct {
 	grace   time.Duration
 	entries map[Hash]Entry
 }
 
-// NewBook makes a Book of entries that were kept. grace is how long a key stays removed.
+// NewBook makes a Book of stored entries. grace is how long a key remains removed.
 func NewBook(grace time.Duration, entries map[Hash]Entry) Book { return Book{grace, entries} }
 
-// Change is a key whose entry is another one than before; a zero Entry is an unknown key.
+// Change is a key with a changed entry; a zero Entry is an unknown key.
 type Change struct {
 	Hash          Hash
 	Before, After Entry
 }
 
-// Next returns the Book at a time when the keys of known belong to Sources, and
-// what changed. The known keys of a namespace that is not loaded stay known.
+// Next returns the Book at a time when the keys of known belong to Sources, and the changes. The
+// known keys of a namespace that is not loaded remain known.
 //
-// Beyond MaxRemoved and MaxRemovedPerNamespace the keys that were removed first become unknown.
+// Beyond MaxRemoved and MaxRemovedPerNamespace the oldest removed keys become unknown.
 func (b Book) Next(now time.Time, known map[Hash]Owner, notLoaded func(namespace string) bool) (Book, []Change) {
 	next := Book{b.grace, make(map[Hash]Entry, len(known))}
 	for hash, owner := range known {
@@ -97,7 +96,7 @@ func (b Book) Next(now time.Time, known map[Hash]Owner, notLoaded func(namespace
 	return next, b.changes(next)
 }
 
-// evict keeps of the removed keys the newest ones that the bounds allow.
+// evict keeps the newest removed keys within the bounds.
 func (b Book) evict(removed []Hash) {
 	slices.SortFunc(removed, func(x, y Hash) int {
 		return cmp.Or(b.entries[y].RemovedAt.Compare(b.entries[x].RemovedAt), bytes.Compare(x[:], y[:]))
@@ -114,7 +113,7 @@ func (b Book) evict(removed []Hash) {
 	}
 }
 
-// changes returns the entries in which next differs.
+// changes returns the entries that differ in next.
 func (b Book) changes(next Book) (changes []Change) {
 	for hash, before := range b.entries {
 		if after := next.entries[hash]; after != before {
@@ -129,7 +128,7 @@ func (b Book) changes(next Book) (changes []Change) {
 	return changes
 }
 
-// Removed returns the entry of a key that is removed at a time.
+// Removed returns the entry of a key that is removed at the given time.
 func (b Book) Removed(hash Hash, now time.Time) (Entry, bool) {
 	entry := b.entries[hash]
 	return entry, entry.Removed() && now.Sub(entry.RemovedAt) < b.grace

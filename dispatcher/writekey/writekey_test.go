@@ -64,7 +64,7 @@ func TestStates(t *testing.T) {
 				now := start.Add(time.Duration(s.minute * float64(time.Minute)))
 				if s.known != nil {
 					next, changes := book.Next(now, s.known, func(namespace string) bool { return namespace == s.notLoaded })
-					// What is kept of the changes alone gives the same Book after a restart.
+					// The stored changes alone restore the same Book after a restart.
 					kept := maps.Clone(book.entries)
 					if kept == nil {
 						kept = map[Hash]Entry{}

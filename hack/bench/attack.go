@@ -183,7 +183,7 @@ func goodLatencies(p *dispatcherProcess, id *atomic.Int64, ended <-chan struct{}
 				case <-tick.C:
 				}
 				begin := time.Now()
-				if err := s.send(0, 1, "", id); err != nil {
+				if err := s.send(0, 1, plainID, id); err != nil {
 					return fmt.Errorf("the well-behaved sender: %w", err)
 				}
 				took := time.Since(begin)
@@ -272,7 +272,7 @@ func (b *bench) underAttack(ctx context.Context, index int, a attack) ([]row, er
 	}, nil
 }
 
-// diskUsage is what du says of a folder.
+// diskUsage is the disk usage of a folder by du.
 func diskUsage(dir string) (total int64) {
 	_ = filepath.WalkDir(dir, func(path string, _ fs.DirEntry, _ error) error {
 		var stat syscall.Stat_t

@@ -40,9 +40,9 @@ apiVersion: posthorn.dev/v1alpha1
 kind: WebhookDestination
 metadata: {name: d0000, namespace: bench}
 spec:
-  sources: {names: [s0000]}
+  sourceRefs: [{name: s0000}]
   endpoints: [{name: primary, url: "http://%s/in"}]
-  signing: {secretRef: {name: secrets, key: signing}}
+  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: secrets, key: signing}}]}
 `
 
 // measureBurst runs the real binary through one burst and measures memory and

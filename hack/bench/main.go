@@ -115,7 +115,7 @@ func medians(n int, measure func() ([]row, error)) ([]row, error) {
 	return middle, nil
 }
 
-// machine says what the figures were measured on.
+// machine describes the machine of the measurement.
 func machine() string {
 	model := "unknown processor"
 	if text, err := os.ReadFile("/proc/cpuinfo"); err == nil {
@@ -140,6 +140,7 @@ var measurements = []struct {
 	{"latency", measureLatency},
 	{"isolation", measureIsolation},
 	{"calm", measureCalm},
+	{"urls", measureURLs},
 	{"attack", measureAttack},
 	{"many", measureMany},
 	{"parked", measureParked},
@@ -149,12 +150,12 @@ var measurements = []struct {
 
 func (b *bench) window() time.Duration { return time.Duration(*seconds * float64(time.Second)) }
 
-// cost says what the dispatcher used for a message.
+// cost prints the dispatcher's cost of a message.
 func cost(s sample) row {
 	return row{Name: "  a message: allocations, reads, writes, waits", Value: fmt.Sprintf("%.1f (%.0f B), %.1f, %.1f, %.2f", s.cost.allocations, s.cost.bytes, s.cost.reads, s.cost.writes, s.cost.waits), Met: true, Number: s.cost.allocations}
 }
 
-// commits says what one sync of the disk made durable.
+// commits prints the messages per disk sync.
 func commits(s sample) row {
 	return row{Name: "  a commit", Value: s.commits, Met: true, Number: s.rate}
 }
@@ -331,6 +332,35 @@ func measureCalm(ctx context.Context, b *bench) ([]row, error) {
 	return rows, nil
 }
 
+// measureURLs compares the deliveries to one URL alone with those beside a URL
+// that answers after 200 ms and beside one that never answers. Each measurement
+// stands between two of the URL alone.
+func measureURLs(ctx context.Context, b *bench) ([]row, error) {
+	l := load{batch: 20, clients: 8}
+	alone := destinations(1, b.sink.Addr)
+	before, err := b.throughput(ctx, l, alone)
+	if err != nil {
+		return nil, err
+	}
+	var rows []row
+	for _, second := range []struct{ name, addr string }{{"200 ms slow", b.sink.Delayed}, {"black hole", b.sink.BlackHole}} {
+		d := destinations(1, b.sink.Addr)
+		d[0].second = second.addr
+		got, err := b.throughput(ctx, l, d)
+		if err != nil {
+			return nil, err
+		}
+		after, err := b.throughput(ctx, l, alone)
+		if err != nil {
+			return nil, err
+		}
+		ratio := got.rate / before.mean(after).rate
+		before = after
+		rows = append(rows, atLeast("delivered/s by a URL beside another ("+second.name+"), of alone", ratio, 0.9, fmt.Sprintf("%.2f (%.0f/s)", ratio, got.rate)))
+	}
+	return rows, nil
+}
+
 func short(d time.Duration) string { return fmt.Sprintf("%.2f ms", d.Seconds()*1000) }
 
 // measureMany spreads the same load over 1,000 Sources with a destination each.
@@ -363,7 +393,7 @@ func measureMany(ctx context.Context, b *bench) ([]row, error) {
 	}, nil
 }
 
-// measureParked fills a backlog for a destination that is switched off, and restarts on it.
+// measureParked fills a backlog for a destination that is disabled, and restarts on it.
 func measureParked(ctx context.Context, b *bench) ([]row, error) {
 	d := destinations(1, b.sink.Addr)
 	d[0].disabled = true

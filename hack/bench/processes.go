@@ -269,6 +269,7 @@ func directRole(args []string) error {
 // destination is a lane to measure; source numbers the Source it reads.
 type destination struct {
 	addr     string
+	second   string // The address of another URL under AnyEndpoint, if any.
 	source   int
 	disabled bool
 }
@@ -298,10 +299,14 @@ func config(list []destination) liveconfig.Config {
 		if d.disabled {
 			state = liveconfig.Disabled
 		}
+		endpoints := []liveconfig.Endpoint{{Name: "primary", URL: liveconfig.NewSecret("http://" + d.addr + "/in")}}
+		if d.second != "" {
+			endpoints = append(endpoints, liveconfig.Endpoint{Name: "second", URL: liveconfig.NewSecret("http://" + d.second + "/in")})
+		}
 		c.Destinations = append(c.Destinations, liveconfig.Destination{
 			Name: fmt.Sprintf("d%04d", i), Revision: "1", State: state, Sources: []string{fmt.Sprintf("s%04d", d.source)},
-			Endpoints:   []liveconfig.Endpoint{{Name: "primary", URL: liveconfig.NewSecret("http://" + d.addr + "/in")}},
-			Signing:     &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret)},
+			Endpoints:   endpoints,
+			Signing:     liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret)}},
 			Success:     liveconfig.AnyEndpoint,
 			Delivery:    liveconfig.Delivery{TimeoutMS: 5000, RetryWindowMS: (4 * time.Hour).Milliseconds(), MinBackoffMS: 1000, MaxBackoffMS: 300_000, MaxInFlight: 64},
 			DeadLetters: liveconfig.DeadLetters{RetentionMS: time.Hour.Milliseconds(), MaxBytes: 1 << 30},

@@ -18,7 +18,7 @@ import (
 
 // The sink: a do-nothing HTTP/1.1 receiver that counts and samples latencies.
 
-type sinkAddrs struct{ Addr, BlackHole, Failing, Slow, Control string }
+type sinkAddrs struct{ Addr, BlackHole, Failing, Slow, Delayed, Control string }
 
 type sinkProcess struct {
 	*child
@@ -31,7 +31,7 @@ type sinkStats struct {
 	Samples     []time.Duration
 }
 
-// dead are the addresses of receivers that are of no use.
+// dead are the addresses of failing receivers.
 func (s *sinkProcess) dead() []struct{ name, addr string } {
 	return []struct{ name, addr string }{{"refused", "127.0.0.1:1"}, {"black hole", s.BlackHole}, {"5 s slow", s.Slow}, {"500s", s.Failing}}
 }
@@ -67,7 +67,7 @@ func sinkRole([]string) error {
 		}()
 		return l.Addr().String()
 	}
-	answer := func(response string, good bool) func(net.Conn) {
+	answer := func(response string, good bool, delay time.Duration) func(net.Conn) {
 		return func(c net.Conn) {
 			defer c.Close()
 			r := bufio.NewReaderSize(c, 4<<10)
@@ -100,6 +100,7 @@ func sinkRole([]string) error {
 						}
 					}
 				}
+				time.Sleep(delay)
 				if _, err := io.WriteString(c, response); err != nil {
 					return
 				}
@@ -107,11 +108,12 @@ func sinkRole([]string) error {
 		}
 	}
 	addrs := sinkAddrs{
-		Addr:    listen(answer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", true)),
-		Failing: listen(answer("HTTP/1.1 500 Internal Server Error\r\nContent-Length: 2\r\n\r\nno", false)),
+		Addr:    listen(answer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", true, 0)),
+		Failing: listen(answer("HTTP/1.1 500 Internal Server Error\r\nContent-Length: 2\r\n\r\nno", false, 0)),
+		Delayed: listen(answer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", false, 200*time.Millisecond)),
 		Slow: listen(func(c net.Conn) {
 			time.Sleep(4900 * time.Millisecond)
-			answer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok", false)(c)
+			answer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok", false, 0)(c)
 		}),
 		BlackHole: listen(func(c net.Conn) { _, _ = io.Copy(io.Discard, c); c.Close() }),
 	}

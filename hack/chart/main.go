@@ -18,7 +18,7 @@ import (
 
 const target = "charts/posthorn/files"
 
-// roles says which files of config/ hold the rules of whom.
+// roles maps files of config/ to the roles whose rules they contain.
 var roles = map[string]string{
 	"operator":   "config/rbac/role.yaml",
 	"dispatcher": "config/dispatcher/rbac.yaml",

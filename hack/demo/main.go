@@ -94,7 +94,7 @@ func run(ctx context.Context) error {
 	}
 	say("All 6 arrived, and every X-Signature is the HMAC-SHA1 of its body.")
 
-	step("Nobody listens at the other destination, warehouse: its order is kept, and its status says why")
+	step("The other destination, warehouse, has no receiver: its order is kept, and its status shows the reason")
 	if err := until(ctx, "the failure in status", func() bool {
 		return strings.Contains(d.get(ctx, p.Admin, "destinations", "-o", "yaml"), "ConnectionRefused")
 	}); err != nil {
@@ -102,7 +102,7 @@ func run(ctx context.Context) error {
 	}
 	fmt.Println(d.get(ctx, p.Admin, "destinations", "-o", "wide"))
 
-	step("Its receiver comes up")
+	step("Its receiver starts")
 	var recovered atomic.Int64
 	if err := d.sink("warehouse|", warehouse, &recovered); err != nil {
 		return err
@@ -128,7 +128,7 @@ func run(ctx context.Context) error {
   bin/posthorn get destinations -o wide
   bin/posthorn --help
 
-In a cluster: see README.md. What each field does: docs/webhookdestination.md.
+In a cluster: see README.md. All fields: docs/webhookdestination.md.
 `)
 	return nil
 }

@@ -167,7 +167,7 @@ func TestEverythingIsBounded(t *testing.T) {
 	for kind, root := range specs(t) {
 		walk(root, kind+" spec", func(path string, s apiextensionsv1.JSONSchemaProps) {
 			switch {
-			case strings.Contains(path, ".selector."): // rules on the selector as a whole bound it
+			case strings.Contains(path, ".sourceSelector."): // rules on the selector as a whole bound it
 			case s.XIntOrString:
 				if len(s.XValidations) == 0 {
 					t.Errorf("%s: a quantity without a rule that bounds it", path)
@@ -178,6 +178,24 @@ func TestEverythingIsBounded(t *testing.T) {
 				t.Errorf("%s: a list without maxItems", path)
 			case s.Type == "integer" && (s.Minimum == nil || s.Maximum == nil):
 				t.Errorf("%s: a number without minimum and maximum", path)
+			}
+		})
+	}
+}
+
+// TestDurations fails for a duration that is a number, except for the two fields that
+// are named as in batch/v1.
+func TestDurations(t *testing.T) {
+	unit := regexp.MustCompile(`(?i)(millis|seconds?|minutes?|hours?|MS)(after\w*)?$`)
+	for kind, root := range specs(t) {
+		walk(root, kind+" spec", func(path string, s apiextensionsv1.JSONSchemaProps) {
+			field := path[strings.LastIndex(path, ".")+1:]
+			switch field {
+			case "ttlSecondsAfterFinished", "activeDeadlineSeconds", "callsPerSecond", "requestsPerSecond":
+				return
+			}
+			if s.Type == "integer" && unit.MatchString(field) {
+				t.Errorf("%s: a duration as a number; use metav1.Duration", path)
 			}
 		})
 	}
@@ -232,38 +250,96 @@ func TestBounds(t *testing.T) {
 	}
 }
 
-// TestImmutable holds the specs that cannot be changed.
+// TestImmutable removes, and adds, each field of a spec that cannot be changed.
 func TestImmutable(t *testing.T) {
+	ctx := context.Background()
+	const message, mutable = "spec is immutable except for ttlSecondsAfterFinished", "ttlSecondsAfterFinished"
+	kinds := 0
 	for kind, root := range specs(t) {
-		i := slices.IndexFunc(root.XValidations, func(r apiextensionsv1.ValidationRule) bool { return r.Rule == "self == oldSelf" })
-		if i < 0 {
+		if !slices.ContainsFunc(root.XValidations, func(r apiextensionsv1.ValidationRule) bool { return strings.HasPrefix(r.Message, message) }) {
 			continue
 		}
+		kinds++
 		t.Run(kind, func(t *testing.T) {
-			var object *unstructured.Unstructured
+			var full, minimal *unstructured.Unstructured
 			for _, d := range documents(t, "testdata/valid") {
-				if d.object.GetKind() == kind && strings.HasPrefix(d.name, "full-") {
-					object = d.object
+				switch {
+				case d.object.GetKind() != kind:
+				case strings.HasPrefix(d.name, "full-"):
+					full = d.object
+				case strings.HasPrefix(d.name, "minimal-"), strings.HasPrefix(d.name, "simple-"):
+					minimal = d.object
 				}
 			}
-			object.SetName("immutable")
-			if err := cluster.Create(context.Background(), object); err != nil {
-				t.Fatal(err)
+			for name, object := range map[string]*unstructured.Unstructured{"full": full, "minimal": minimal} {
+				object.SetName("immutable-" + name)
+				if err := cluster.Create(ctx, object); err != nil {
+					t.Fatal(err)
+				}
+				t.Cleanup(func() { _ = cluster.Delete(ctx, object) })
 			}
-			t.Cleanup(func() { _ = cluster.Delete(context.Background(), object) })
-			object.SetLabels(map[string]string{"may": "change"})
-			if err := cluster.Update(context.Background(), object); err != nil {
+			full.SetLabels(map[string]string{"may": "change"})
+			if err := cluster.Update(ctx, full); err != nil {
 				t.Errorf("metadata cannot be changed: %v", err)
 			}
-			for field := range object.Object["spec"].(map[string]any) {
-				changed := object.DeepCopy()
-				unstructured.RemoveNestedField(changed.Object, "spec", field)
-				err := cluster.Update(context.Background(), changed)
-				if err == nil || (!strings.Contains(err.Error(), root.XValidations[i].Message) && !strings.Contains(err.Error(), "Required value")) {
-					t.Errorf("spec.%s was taken away: %v; want %q", field, err, root.XValidations[i].Message)
+			try := func(what string, object *unstructured.Unstructured, field string) {
+				err := cluster.Update(ctx, object, client.DryRunAll)
+				if field == mutable {
+					if err != nil {
+						t.Errorf("spec.%s was %s: %v", field, what, err)
+					}
+				} else if err == nil || !strings.Contains(err.Error(), message) && !strings.Contains(err.Error(), "Required value") {
+					t.Errorf("spec.%s was %s: %v; want %q", field, what, err, message)
 				}
 			}
+			for field := range root.Properties {
+				value, ok, _ := unstructured.NestedFieldCopy(full.Object, "spec", field)
+				if !ok {
+					t.Errorf("the full document does not set spec.%s", field)
+					continue
+				}
+				removed := full.DeepCopy()
+				unstructured.RemoveNestedField(removed.Object, "spec", field)
+				try("removed", removed, field)
+				if before, ok, _ := unstructured.NestedFieldNoCopy(minimal.Object, "spec", field); !ok || !cmp.Equal(before, value) {
+					added := minimal.DeepCopy()
+					if err := unstructured.SetNestedField(added.Object, value, "spec", field); err != nil {
+						t.Fatal(err)
+					}
+					try("added", added, field)
+				}
+			}
+			if err := cluster.Update(ctx, full, client.DryRunAll); err != nil {
+				t.Errorf("an update without a change: %v", err)
+			}
 		})
+	}
+	if kinds != 2 {
+		t.Errorf("%d kinds have an immutable spec, want 2", kinds)
+	}
+}
+
+// TestJobStatusDefaults creates an object of each kind that runs once: before the
+// operator has seen it, its conditions are Unknown.
+func TestJobStatusDefaults(t *testing.T) {
+	for _, d := range documents(t, "testdata/valid") {
+		kind := d.object.GetKind()
+		if kind != "Redelivery" && kind != "DeletionRequest" || strings.HasPrefix(d.name, "full-") {
+			continue
+		}
+		made, err := create(d.object)
+		if err != nil {
+			t.Fatal(err)
+		}
+		conditions, _, _ := unstructured.NestedSlice(made.Object, "status", "conditions")
+		var got []string
+		for _, c := range conditions {
+			c := c.(map[string]any)
+			got = append(got, fmt.Sprint(c["type"], " ", c["status"], " ", c["reason"]))
+		}
+		if diff := cmp.Diff([]string{"Accepted Unknown Pending", "Complete Unknown Pending", "Failed Unknown Pending", "Ready Unknown Pending"}, got); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", kind, diff)
+		}
 	}
 }
 
@@ -323,17 +399,20 @@ func TestDefaults(t *testing.T) {
 enabled: true
 writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]`,
 		"Redelivery": `
-destination: crm
-rate: 100
-ttlSecondsAfterFinished: 3600`,
+destinationRef: {name: crm}
+dryRun: false
+rate: 100`,
+		"DeletionRequest": `
+userId: u1
+suppress: false`,
 		"WebhookDestination": `
 enabled: true
 body: {numbers: String}
-success: AnyEndpoint
-sources: {names: [web]}
+successPolicy: AnyEndpoint
+sourceRefs: [{name: web}]
 endpoints: [{name: primary, url: "https://hooks.example/in"}]
-signing: {secretRef: {name: crm, key: sharedSecret}, scheme: HMACSHA1}
-delivery: {timeout: 5s, retryWindow: 4h, minBackoff: 1s, maxBackoff: 5m, maxInFlight: 64}
+signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: crm, key: sharedSecret}}]}
+delivery: {timeout: 5s, retry: {window: 4h, minBackoff: 1s, maxBackoff: 5m}, maxInFlight: 64}
 deadLetters: {retention: 168h, maxBytes: 1Gi}`,
 	}
 	checked := 0

@@ -189,8 +189,8 @@ spec: {sourceRef: {name: web}, displayName: VIP}
 	}
 	suppressed(1)
 	suppressed(2)
-	if got := kubectl("", "get", "pdel", "forget", "-o", `jsonpath={.status.conditions[?(@.type=="Finished")].status}`); got == "True" {
-		t.Error("a deletion request was finished by nobody")
+	if got := kubectl("", "get", "pdel", "forget", "-o", `jsonpath={.status.conditions[?(@.type=="Complete")].status}`); got == "True" {
+		t.Error("a deletion request completed without the dispatcher that sends the notifications")
 	}
 
 	// The owner comes back with its volume.
@@ -210,7 +210,7 @@ spec: {sourceRef: {name: web}, displayName: VIP}
 	}
 	// All but the suppressed one, who may have been told before.
 	eventually(t, "every member is told", func() bool { return count() >= users-1 })
-	kubectl("", "wait", "pdel/forget", "--for=condition=Finished")
+	kubectl("", "wait", "pdel/forget", "--for=condition=Complete")
 	mu.Lock()
 	if len(deleted) != 1 || !strings.HasPrefix(deleted[0], `{"type":"delete","userId":"user-00007","timestamp":"`) || strings.Contains(deleted[0], "version") {
 		t.Errorf("delete messages: %q", deleted)
@@ -253,7 +253,7 @@ spec: {sourceRef: {name: web}, displayName: VIP}
 		t.Errorf("asked through a pod that came back: %d %s (%v)", status, answer, err)
 	}
 	eventually(t, "status shows the members", func() bool {
-		return strings.Contains(strings.Join(strings.Fields(kubectl("", "get", "paud", "vip")), " "), "vip True True 19900 0 100 0")
+		return strings.Contains(strings.Join(strings.Fields(kubectl("", "get", "paud", "vip")), " "), "vip True Ready True 19900 0 100 0")
 	})
 	if strings.Contains(logs.String(), "panic") {
 		t.Error("a pod panicked")

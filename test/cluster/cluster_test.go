@@ -156,7 +156,7 @@ func TestFromApplyToStatus(t *testing.T) {
 	}
 
 	hook := newReceiver(t, "hush-crm-secret")
-	kubectl(webToCRM(hook.URL)+"  delivery: {minBackoff: 100ms, maxBackoff: 200ms}\n", "apply", "-f", "-")
+	kubectl(webToCRM(hook.URL)+"  delivery: {retry: {minBackoff: 100ms, maxBackoff: 200ms}}\n", "apply", "-f", "-")
 
 	// As the kubelet would give it to the operator's pod.
 	token := filepath.Join(t.TempDir(), "token")
@@ -223,20 +223,20 @@ func TestFromApplyToStatus(t *testing.T) {
 	hook.set(func() { hook.status = http.StatusOK })
 	redeliver := func(name, spec string) string {
 		t.Helper()
-		kubectl(fmt.Sprintf("apiVersion: posthorn.dev/v1alpha1\nkind: Redelivery\nmetadata: {name: %s}\nspec: {destination: crm, rate: 1000, %s}\n", name, spec), "apply", "-f", "-")
+		kubectl(fmt.Sprintf("apiVersion: posthorn.dev/v1alpha1\nkind: Redelivery\nmetadata: {name: %s}\nspec: {destinationRef: {name: crm}, rate: 1000, %s}\n", name, spec), "apply", "-f", "-")
 		kubectl("", "wait", "redelivery/"+name, "--for=condition=Complete")
-		return kubectl("", "get", "redelivery", name, "-o", "jsonpath={.status.phase} {.status.matched} {.status.redelivered} {.status.failed}")
+		return kubectl("", "get", "redelivery", name, "-o", "jsonpath={.status.conditions[?(@.type==\"Ready\")].reason} {.status.matched} {.status.redelivered} {.status.notRedelivered}")
 	}
-	if got := redeliver("other-reason", "selector: {reasons: [Expired]}"); got != "Succeeded   " {
+	if got := redeliver("other-reason", "selector: {reasons: [Expired]}"); got != "Redelivered   " {
 		t.Errorf("of another reason: %q", got)
 	}
-	if got := redeliver("dry", "dryRun: true, selector: {reasons: [Rejected], types: [track], events: [Order Completed]}"); got != "Succeeded 150  " {
+	if got := redeliver("dry", "dryRun: true, selector: {reasons: [Rejected], types: [track], events: [Order Completed]}"); got != "Counted 150  " {
 		t.Errorf("dry run: %q", got)
 	}
 	if got := hook.count() - before; got != 0 {
 		t.Errorf("a dry run delivered %d", got)
 	}
-	if got := redeliver("all", "selector: {reasons: [Rejected]}"); got != "Succeeded 150 150 " {
+	if got := redeliver("all", "selector: {reasons: [Rejected]}"); got != "Redelivered 150 150 " {
 		t.Errorf("redelivery: %q", got)
 	}
 	eventually(t, "150 deliveries more", func() bool { return hook.count() == before+150 })
@@ -250,7 +250,7 @@ func TestFromApplyToStatus(t *testing.T) {
 		accepted, delivered := number("psrc/web", "calls.accepted"), number("whd/crm", "delivery.delivered")
 		return accepted > 300 && accepted == delivered+150 && number("whd/crm", "delivery.pending") == 0 && number("whd/crm", "delivery.deadLettered") == 150
 	})
-	if table := kubectl("", "get", "whd"); !strings.Contains(strings.Join(strings.Fields(table), " "), "crm True True 0 0") {
+	if table := kubectl("", "get", "whd"); !strings.Contains(strings.Join(strings.Fields(table), " "), "crm True Ready True 0 0") {
 		t.Errorf("kubectl get whd:\n%s", table)
 	}
 
@@ -387,9 +387,9 @@ apiVersion: posthorn.dev/v1alpha1
 kind: WebhookDestination
 metadata: {name: js}
 spec:
-  sources: {names: [app]}
+  sourceRefs: [{name: app}]
   endpoints: [{name: primary, url: %q}]
-  signing: {secretRef: {name: js, key: sharedSecret}}
+  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: js, key: sharedSecret}}]}
 `, url), "apply", "-f", "-")
 	kubectl("", "wait", "whd/js", "psrc/app", "--for=condition=Ready")
 
@@ -450,16 +450,16 @@ spec:
 
 	send("showcase")
 	eventually(t, "every type of call at the receiver in JavaScript", arrived)
-	shows("True True 0 0")
+	shows("True Ready True 0 0")
 
 	answer(http.StatusInternalServerError)
 	begin := time.Now()
 	send("-calls", "200", "-batch", "20", "many")
-	shows("True False")
+	shows("True Ready False")
 	time.Sleep(outage - time.Since(begin)) // The outage itself; nothing is decided by its length.
 	answer(http.StatusOK)
 	eventually(t, "all calls of the outage", arrived)
-	shows("True True 0 0")
+	shows("True Ready True 0 0")
 	eventually(t, "the right number in status", func() bool {
 		return kubectl("", "get", "whd", "js", "-o", "jsonpath={.status.delivery.delivered} {.status.delivery.deadLettered}") == fmt.Sprint(len(sent), " 0")
 	})
@@ -498,9 +498,9 @@ apiVersion: posthorn.dev/v1alpha1
 kind: WebhookDestination
 metadata: {name: crm}
 spec:
-  sources: {names: [web]}
+  sourceRefs: [{name: web}]
   endpoints: [{name: primary, url: %q}]
-  signing: {secretRef: {name: keys, key: sharedSecret}}
+  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: keys, key: sharedSecret}}]}
 `, url)
 }
 

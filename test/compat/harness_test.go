@@ -140,10 +140,12 @@ kind: WebhookDestination
 metadata: {name: crm}
 spec:
   enabled: %t
-  sources: {names: [web]}
+  sourceRefs: [{name: web}]
   endpoints: [{name: primary, url: %s}]
   signing:
-    secretRef: {name: keys, key: sharedSecret}
+    schemes:
+    - type: HMACSHA1
+      secretKeyRef: {name: keys, key: sharedSecret}
 `, enabled, url))
 }
 

@@ -24,8 +24,8 @@ import (
 // what is to be found in what the commands of some pages print, besides what
 // their blocks show.
 var printed = map[string][]string{
-	"README.md":          {`{"success":true}`, `"Order Completed"`, "signature ok", "crm True True"},
-	"docs/standalone.md": {"200 OK", "signature ok", "crm True True"},
+	"README.md":          {`{"success":true}`, `"Order Completed"`, "signature ok", "crm True Ready True"},
+	"docs/standalone.md": {"200 OK", "signature ok", "crm True Ready True"},
 	"docs/audience.md":   {"members 3, added 3, removed 0, changed 0"},
 }
 
@@ -126,7 +126,7 @@ func runBlock(t *testing.T, b Block) string {
 	script += b.Commands()
 	if starts {
 		// It began in the background. A message is on its way.
-		script += "\nfor i in $(seq 3000); do posthorn get destinations | tee get.log | grep -q 'crm *True *True' && break; sleep 0.1; done; cat get.log\n"
+		script += "\nfor i in $(seq 3000); do posthorn get destinations | tee get.log | grep -q 'crm *True *Ready *True' && break; sleep 0.1; done; cat get.log\n"
 	}
 	self, err := os.Executable()
 	if err != nil {

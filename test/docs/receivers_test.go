@@ -72,7 +72,7 @@ public static void main(String[] args) throws Exception {
 // every language whose interpreter is on this machine.
 func TestReceivers(t *testing.T) {
 	const body, secret = `{"event":"Ünïcödé \u2028 ✓","n":12345678901234567890}`, "schlüssel"
-	signer, err := sign.New(liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret)})
+	signer, err := sign.New(liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret)}})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -11,7 +11,7 @@ import (
 )
 
 var _ = Describe("A Redelivery", func() {
-	It("sends dead letters once more: counted, chosen, or all", func() {
+	It("sends dead letters once more: counted, chosen, or all", Serial, func() {
 		t := newTenant("redeliver")
 		t.secret("crm", "secret", "s3cret")
 		broken := t.newSink("broken", "s3cret", "--status=400")
@@ -40,41 +40,50 @@ var _ = Describe("A Redelivery", func() {
 		t.inEffect("whd/crm", func() { t.destination("crm", mended.url(), "") })
 		redeliver := func(name, spec string) {
 			GinkgoHelper()
-			t.apply(`{apiVersion: posthorn.dev/v1alpha1, kind: Redelivery, metadata: {name: ` + name + `}, spec: {destination: crm, ` + spec + `}}`)
+			t.apply(`{apiVersion: posthorn.dev/v1alpha1, kind: Redelivery, metadata: {name: ` + name + `}, spec: {destinationRef: {name: crm}, ` + spec + `}}`)
 			t.kubectl("wait", "--for=condition=Complete", "--timeout=90s", "redelivery/"+name)
 		}
 		numbers := func(name string) string {
-			return t.field("redelivery/"+name, "{.status.phase} {.status.matched} {.status.redelivered} {.status.failed}")
+			return t.field("redelivery/"+name, "{.status.matched} {.status.redelivered} {.status.notRedelivered}")
 		}
 
 		By("counting")
 		redeliver("count", "dryRun: true")
 		Expect(t.condition("redelivery/count", "Complete")).To(Equal("True/Counted"))
-		Expect(numbers("count")).To(HavePrefix("Succeeded 3"))
+		Expect(numbers("count")).To(HavePrefix("3"))
 		Expect(mended.received()).To(BeEmpty())
 		Expect(deadLetters()).To(HaveLen(3))
 
 		By("choosing by event")
 		redeliver("one", "selector: {events: [One]}")
 		Expect(t.condition("redelivery/one", "Complete")).To(Equal("True/Redelivered"))
-		Expect(numbers("one")).To(HavePrefix("Succeeded 1 1"))
+		Expect(numbers("one")).To(HavePrefix("1 1"))
 		mended.eventually("One")
 		Expect(mended.ids()).To(HaveLen(1))
 
-		By("the rest, by reason, and the object goes by itself")
+		By("the rest, by reason, and the object is deleted when its TTL ends")
 		redeliver("none", "selector: {reasons: [Expired]}")
-		Expect(numbers("none")).To(MatchRegexp(`^Succeeded 0? 0? 0?$`))
+		Expect(numbers("none")).To(MatchRegexp(`^0? ?0? ?0?$`))
 		redeliver("rest", "selector: {reasons: [Rejected]}, ttlSecondsAfterFinished: 3")
 		mended.eventually("Two")
 		mended.eventually("Three")
 		Expect(mended.ids()).To(Equal(map[string][]string{"One": {refused["One"]}, "Two": {refused["Two"]}, "Three": {refused["Three"]}}), "once each, under the same messageId")
 		Expect(deadLetters()).To(BeEmpty())
 		t.kubectl("wait", "--for=delete", "--timeout=90s", "redelivery/rest")
-		Expect(t.kubectl("get", "rdl")).To(MatchRegexp(`(?m)^one\s+crm\s+Succeeded\s+1\s+1\s`))
+		Expect(t.kubectl("get", "rdl")).To(MatchRegexp(`(?m)^one\s+crm\s+True\s+False\s+Redelivered\s+1\s+1\s`))
+
+		By("applied again it changes nothing; deleted and created again it is already done, also after a restart of the dispatcher")
+		redeliver("one", "selector: {events: [One]}")
+		Expect(t.condition("redelivery/one", "Complete")).To(Equal("True/Redelivered"))
+		t.kubectl("delete", "redelivery/one")
+		kubectl("-n", system, "delete", "pod", "posthorn-dispatcher-0", "--wait=true")
+		ready(dispatcher)
+		redeliver("one", "selector: {events: [One]}")
+		Expect(t.condition("redelivery/one", "Complete")).To(Equal("True/AlreadyDone"))
 
 		By("another namespace's destination is none of its own")
 		other := newTenant("redeliver-other")
-		other.apply(`{apiVersion: posthorn.dev/v1alpha1, kind: Redelivery, metadata: {name: theirs}, spec: {destination: crm}}`)
+		other.apply(`{apiVersion: posthorn.dev/v1alpha1, kind: Redelivery, metadata: {name: theirs}, spec: {destinationRef: {name: crm}}}`)
 		other.eventually("redelivery/theirs", "Complete", "False/DestinationNotFound")
 	})
 })
@@ -94,24 +103,24 @@ apiVersion: posthorn.dev/v1alpha1
 kind: WebhookDestination
 metadata: {name: legal}
 spec:
-  sources: {names: [web, ios]}
+  sourceRefs: [{name: web}, {name: ios}]
   endpoints: [{name: primary, url: "` + legal.url() + `"}]
-  signing: {secretRef: {name: legal, key: secret}}
+  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: legal, key: secret}}]}
 `)
 		t.destination("broken", broken.url(), "")
 		t.destination("choosy", broken.url(), "  filter: {types: [track]}")
 		t.destination("disabled", broken.url(), "  enabled: false")
 		t.waitReady("psrc/web", "psrc/ios", "whd/legal", "whd/broken", "whd/choosy")
 		t.eventually("whd/disabled", "Accepted", "True/Disabled")
-		forget := func(name, spec string) {
+		forget := func(name, spec, end string) {
 			GinkgoHelper()
 			t.apply(`{apiVersion: posthorn.dev/v1alpha1, kind: DeletionRequest, metadata: {name: ` + name + `}, spec: {` + spec + `}}`)
-			t.kubectl("wait", "--for=condition=Finished", "--timeout=90s", "pdel/"+name)
+			t.kubectl("wait", "--for=condition="+end, "--timeout=90s", "pdel/"+name)
 		}
 
 		By("all Sources, and later calls are refused")
-		forget("u1", "userId: u1, suppress: true")
-		Expect(t.condition("pdel/u1", "Finished")).To(Equal("True/NotDelivered"))
+		forget("u1", "userId: u1, suppress: true", "Failed")
+		Expect(t.condition("pdel/u1", "Failed")).To(Equal("True/NotDelivered"))
 		Expect(strings.Fields(t.field("pdel/u1", `{range .status.notifications[*]}{.source}/{.destination}/{.state}/{.reason}{"\n"}{end}`))).To(ConsistOf(
 			"web/legal/Delivered/", "ios/legal/Delivered/", "web/broken/DeadLettered/Rejected", "web/choosy/Filtered/"))
 		Expect(t.field("pdel/u1", "{.status.total} {.status.delivered}")).To(Equal("4 2"))
@@ -122,8 +131,8 @@ spec:
 		Expect(err).NotTo(HaveOccurred(), out)
 
 		By("one Source only, and the object goes by itself")
-		forget("u3", "userId: u3, sources: [ios], ttlSecondsAfterFinished: 3")
-		Expect(t.condition("pdel/u3", "Finished")).To(Equal("True/Delivered"))
+		forget("u3", "userId: u3, sourceRefs: [{name: ios}], ttlSecondsAfterFinished: 3", "Complete")
+		Expect(t.condition("pdel/u3", "Complete")).To(Equal("True/Delivered"))
 		t.kubectl("wait", "--for=delete", "--timeout=90s", "pdel/u3")
 
 		By("verifying in JavaScript what was told")

@@ -58,7 +58,7 @@ apiVersion: posthorn.dev/v1alpha1
 kind: WebhookDestination
 metadata: {name: crm}
 spec:
-  sources: {names: [web]}
+  sourceRefs: [{name: web}]
   endpoints:
   - name: primary
     url: ` + newest.url() + `
@@ -67,9 +67,9 @@ spec:
     headers:
     - {name: X-Env, value: e2e}
     - {name: Authorization, valueFrom: {secretKeyRef: {name: crm, key: token}}}
-  success: EveryEndpoint
-  signing: {secretRef: {name: crm, key: secret}, previousSecretRef: {name: crm, key: previous}}
-  delivery: {minBackoff: 1s, maxBackoff: 3s}
+  successPolicy: EveryEndpoint
+  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: crm, key: secret}, previousSecretKeyRef: {name: crm, key: previous}}]}
+  delivery: {retry: {minBackoff: 1s, maxBackoff: 3s}}
 `)
 		})
 		shop.send("Both")
@@ -109,7 +109,7 @@ spec:
 
 		By("taking the Secret away: nothing goes out unsigned, and status says why")
 		shop.kubectl("delete", "secret", "crm")
-		shop.eventually("whd/crm", "Accepted", "False/SecretNotFound")
+		shop.eventually("whd/crm", "ResolvedRefs", "False/SecretNotFound")
 		shop.eventually("whd/crm", "Ready", "False/SecretNotFound")
 		shop.send("Without secret")
 		shop.secret("crm", "secret", "newest", "previous", "n3w", "token", "Bearer abc")
@@ -155,12 +155,12 @@ spec:
 		s.eventually("One")
 		t.eventually("whd/crm", "Delivering", "True/Delivering")
 		header, row, _ := strings.Cut(t.kubectl("get", "whd"), "\n")
-		for _, column := range []string{"NAME", "READY", "DELIVERING", "PENDING", "RETRYING", "LAST SUCCESS", "AGE"} {
+		for _, column := range []string{"NAME", "READY", "REASON", "DELIVERING", "PENDING", "RETRYING", "LAST SUCCESS", "AGE"} {
 			Expect(header).To(ContainSubstring(column))
 		}
-		Expect(row).To(MatchRegexp(`^crm\s+True\s+True\s+0\s+0\s`))
+		Expect(row).To(MatchRegexp(`^crm\s+True\s+Ready\s+True\s+0\s+0\s`))
 		Expect(t.kubectl("get", "posthorn")).To(And(ContainSubstring("source.posthorn.dev/web"), ContainSubstring("webhookdestination.posthorn.dev/crm")))
-		Expect(t.kubectl("explain", "whd.spec.delivery.retryWindow")).To(ContainSubstring("default 4h"))
+		Expect(t.kubectl("explain", "whd.spec.delivery.retry.window")).To(ContainSubstring("default 4h"))
 
 		By("nothing that people read shows a secret")
 		for what, text := range map[string]string{
@@ -178,7 +178,7 @@ apiVersion: posthorn.dev/v1alpha1
 kind: WebhookDestination
 metadata: {name: crm}
 spec:
-  sources: {names: [web]}
+  sourceRefs: [{name: web}]
   endpoints:
   - {name: primary, url: "ftp://hooks.example/in"}
 `, "kubectl", "apply", "-n", t.namespace, "-f", "-")
@@ -202,14 +202,14 @@ spec:
 		Expect(os.WriteFile(huge, random, 0o600)).To(Succeed())
 		t.kubectl("create", "secret", "generic", "huge", "--from-file=secret="+huge)
 		t.destination("huge", s.url()+"/huge", "")
-		t.eventually("whd/huge", "Accepted", "False/InvalidSecret")
+		t.eventually("whd/huge", "ResolvedRefs", "False/InvalidSecret")
 		t.send("Beside it")
 		s.eventually("Beside it")
 		Expect(t.condition("whd/crm", "Ready")).To(Equal("True/Ready"))
 
 		By("a Secret of the usual size")
 		t.secret("usual", "secret", "s3cret")
-		t.kubectl("patch", "whd/huge", "--type=merge", "-p", `{"spec":{"signing":{"secretRef":{"name":"usual"}}}}`)
+		t.kubectl("patch", "whd/huge", "--type=merge", "-p", `{"spec":{"signing":{"schemes":[{"type":"HMACSHA1","secretKeyRef":{"name":"usual","key":"secret"}}]}}}`)
 		t.waitReady("whd/huge")
 		t.send("Both")
 		Eventually(func() []string { return s.ids()["Both"] }).Should(HaveLen(2))
@@ -224,7 +224,7 @@ spec:
 
 		By("a Secret of another namespace does not resolve")
 		b.destination("crm", sink.url(), "")
-		b.eventually("whd/crm", "Accepted", "False/SecretNotFound")
+		b.eventually("whd/crm", "ResolvedRefs", "False/SecretNotFound")
 
 		By("a Source of another namespace does not either")
 		b.secret("crm", "secret", "of-a")
@@ -235,8 +235,8 @@ kind: Source
 metadata: {name: ios}
 spec: {writeKeys: [{secretKeyRef: {name: ios-key, key: writeKey}}]}
 `)
-		b.kubectl("patch", "whd/crm", "--type=merge", "-p", `{"spec":{"sources":{"names":["ios"]}}}`)
-		b.eventually("whd/crm", "Accepted", "False/NoSource")
+		b.kubectl("patch", "whd/crm", "--type=merge", "-p", `{"spec":{"sourceRefs":[{"name":"ios"}]}}`)
+		b.eventually("whd/crm", "ResolvedRefs", "False/NoSource")
 
 		By("a call goes to the destinations of its own namespace")
 		b.send("Of B")

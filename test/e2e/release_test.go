@@ -72,29 +72,33 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 			t.send(step)
 			s.eventually(step)
 		}
-		// move takes the namespace to another release. The operator stops first: it must
-		// not compile Sources whose fields the other CRDs do not have. The dispatchers
-		// go on with their live configs.
-		move := func(crds string, previous bool, release func()) {
+		late := sink{t, "late"}
+		// move takes the namespace to another release, in the order of docs/upgrading.md.
+		// While the operator is stopped, the dispatchers continue with their live configs.
+		move := func(crds string, declare, release func()) {
 			GinkgoHelper()
 			kubectl("-n", system, "scale", operator, "--replicas=0")
 			kubectl("-n", system, "wait", "--for=delete", "pod", "-l", "app.kubernetes.io/component=operator", "--timeout=1m")
 			kubectl("apply", "--server-side", "--force-conflicts", "--field-manager=helm", "-f", crds)
-			t.previousAPI = previous && previousAPI
-			t.source("web")
+			declare()
 			release()
 		}
 		works("before", env("E2E_PREVIOUS_TAG"))
 
 		By("collecting a backlog for a receiver that is not there yet")
 		t.secret("late", "secret", "s3cret")
-		late := sink{t, "late"}
 		t.destination("late", late.url(), "")
 		t.waitReady("whd/late")
 		t.send("From the previous release")
 		Eventually(func() string { return t.field("whd/late", "{.status.delivery.pending}") }).ShouldNot(Or(BeEmpty(), Equal("0")))
 
-		move(file("charts/posthorn/files/crds"), false, install)
+		old := t.kubectl("get", "psrc,whd", "-o", "yaml")
+		move(file("charts/posthorn/files/crds"), func() {
+			t.previousAPI = false
+			migrated, err := command(old, "posthorn", "migrate", "-f", "-")
+			Expect(err).NotTo(HaveOccurred())
+			t.apply(migrated)
+		}, install)
 		works("upgraded", env("E2E_TAG"))
 		late.start("s3cret")
 		late.eventually("From the previous release")
@@ -102,7 +106,12 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		Expect(t.field("whd/late", "{.status.delivery.discarded}")).To(Or(BeEmpty(), Equal("0")))
 
 		installed = false
-		move(previousCRDs, true, func() { helm("rollback", release, "-n", system, "--wait", "--timeout", "3m") })
+		move(previousCRDs, func() {
+			t.previousAPI = previousAPI
+			t.source("web")
+			t.destination("crm", s.url(), "")
+			t.destination("late", late.url(), "")
+		}, func() { helm("rollback", release, "-n", system, "--wait", "--timeout", "3m") })
 		works("back", env("E2E_PREVIOUS_TAG"))
 		load.arrived(s)
 	})

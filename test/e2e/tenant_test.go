@@ -107,17 +107,24 @@ spec: {`+spec+`}
 // "secret", to a receiver; more is the rest of its spec.
 func (t tenant) destination(name, url, more string) {
 	GinkgoHelper()
+	spec := `
+  sourceRefs: [{name: web}]
+  signing: {schemes: [{type: HMACSHA1, secretKeyRef: {name: %[1]s, key: secret}}]}
+  delivery: {retry: {minBackoff: 1s, maxBackoff: 3s}}`
+	if t.previousAPI {
+		spec = `
+  sources: {names: [web]}
+  signing: {secretRef: {name: %[1]s, key: secret}}
+  delivery: {minBackoff: 1s, maxBackoff: 3s}`
+	}
 	t.apply(fmt.Sprintf(`
 apiVersion: posthorn.dev/v1alpha1
 kind: WebhookDestination
-metadata: {name: %s}
+metadata: {name: %[1]s}
 spec:
-  sources: {names: [web]}
   endpoints:
-  - {name: primary, url: %q}
-  signing: {secretRef: {name: %s, key: secret}}
-  delivery: {minBackoff: 1s, maxBackoff: 3s}
-%s`, name, url, name, more))
+  - {name: primary, url: %[2]q}`+spec+`
+%[3]s`, name, url, more))
 }
 
 // waitReady waits as GitOps does, and for the pod that sends.

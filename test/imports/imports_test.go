@@ -21,7 +21,8 @@ var rules = []struct {
 	own      []string
 	external []string
 }{
-	{"api/", []string{"api/"}, []string{"k8s.io/apimachinery"}},
+	{"api/v1alpha1", nil, []string{"k8s.io/apimachinery"}},
+	{"api/migrate", nil, []string{"go.yaml.in/yaml/v3"}},
 	{"event", nil, []string{}},
 	{"analytics", []string{"analytics", "event"}, []string{}},
 	{"controllers", []string{"api/", "config/crd", "controllers", "dispatcher/liveconfig"}, nil},

@@ -59,7 +59,7 @@ func destination(name, source, url string) liveconfig.Destination {
 	return liveconfig.Destination{
 		Name: name, Generation: 1, Revision: "1", State: liveconfig.Active, Sources: []string{source},
 		Endpoints:   []liveconfig.Endpoint{{Name: "primary", URL: liveconfig.NewSecret(url)}},
-		Signing:     &liveconfig.Signing{Scheme: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("shared")},
+		Signing:     liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret("shared")}},
 		Success:     liveconfig.AnyEndpoint,
 		Delivery:    liveconfig.Delivery{TimeoutMS: 5000, RetryWindowMS: 3_600_000, MinBackoffMS: 10, MaxBackoffMS: 200, MaxInFlight: 16},
 		DeadLetters: liveconfig.DeadLetters{RetentionMS: 3_600_000, MaxBytes: 64 << 20},

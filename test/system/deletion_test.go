@@ -57,7 +57,7 @@ spec:
 	}
 	p.mustPost("/v1/track", `{"userId":"u2","event":"E"}`)
 	p.arrive(crm, 3) // crm and picky
-	if out, errs, code := cli(t, "", "delete-user", "ü1", "--manifests", p.manifests); code != 1 || !strings.Contains(errs, "requested before") {
+	if out, errs, code := cli(t, "", "delete-user", "ü1", "--manifests", p.manifests); code != 1 || !strings.Contains(errs, "is already requested") {
 		t.Errorf("twice: exit %d: %s %s", code, out, errs)
 	}
 	out, errs, code = cli(t, "", "get", "deletions", "-o", "wide", "--admin", p.Admin)

@@ -441,11 +441,13 @@ apiVersion: posthorn.dev/v1alpha1
 kind: WebhookDestination
 metadata: {name: ` + name + `}
 spec:
-  sources: {names: [web]}
+  sourceRefs: [{name: web}]
   endpoints:
   - name: primary
     url: ` + url + `
   signing:
-    secretRef: {name: keys, key: sharedSecret}
+    schemes:
+    - type: HMACSHA1
+      secretKeyRef: {name: keys, key: sharedSecret}
 ` + more
 }

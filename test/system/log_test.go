@@ -35,7 +35,7 @@ func TestLogOfAStorm(t *testing.T) {
 	if lines := strings.Count(p.log.String(), "\n"); lines > messages/10 || lines < 3 {
 		t.Errorf("%d lines", lines)
 	}
-	for _, text := range []string{"endpoint state changed", "attempt failed", "namespace=default destination=crm", "reason=Rejected", "calls refused", "namespace=default source=web"} {
+	for _, text := range []string{"endpoint state changed", "delivery attempt failed", "namespace=default destination=crm", "reason=Rejected", "calls refused", "namespace=default source=web"} {
 		if !strings.Contains(p.log.String(), text) {
 			t.Errorf("no line has %q", text)
 		}

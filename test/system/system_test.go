@@ -176,7 +176,7 @@ func TestMissingSecretHoldsAndNeverSendsUnsigned(t *testing.T) {
 		"crm.yaml":    strings.Replace(destination("crm", r.URL, ""), "{name: keys, key: sharedSecret}", "{name: later, key: sharedSecret}", 1),
 		"ok.yaml":     destination("ok", other.URL, ""),
 	})
-	if m := p.condition("crm", "Accepted", "False", "SecretNotFound"); !strings.Contains(m, "later") || !strings.Contains(m, "signing") {
+	if m := p.condition("crm", "ResolvedRefs", "False", "SecretNotFound"); !strings.Contains(m, "later") || !strings.Contains(m, "signing") {
 		t.Errorf("the message does not name the Secret and the field: %s", m)
 	}
 	p.condition("crm", "Ready", "False", "SecretNotFound")
@@ -263,7 +263,7 @@ func TestDisabledKeepsMessagesAndDeliversThemLater(t *testing.T) {
 func TestStatusTellsOfFailureAndRecovery(t *testing.T) {
 	r := newReceiver(t)
 	r.set(func(int) int { return http.StatusServiceUnavailable })
-	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL+"/secret-path", "  delivery: {minBackoff: 10ms, maxBackoff: 50ms}\n")})
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL+"/secret-path", "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n")})
 	p.condition("crm", "Delivering", "Unknown", "NoTrafficYet")
 	for i := range 15 {
 		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
@@ -309,7 +309,7 @@ func TestOpenCircuitSurvivesAKill(t *testing.T) {
 		inside--
 		mu.Unlock()
 	})
-	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "  delivery: {minBackoff: 10ms, maxBackoff: 50ms}\n")})
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n")})
 	var calls []string
 	for i := range 200 {
 		calls = append(calls, fmt.Sprintf(`{"type":"track","userId":"u","event":"E","messageId":"m%d"}`, i))
@@ -479,7 +479,7 @@ func TestAnyAndEveryEndpoint(t *testing.T) {
 			good, bad := newReceiver(t), newReceiver(t)
 			bad.set(func(int) int { return http.StatusInternalServerError })
 			p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": strings.Replace(
-				destination("crm", good.URL, "  success: "+policy+"\n  delivery: {minBackoff: 10ms, maxBackoff: 50ms}\n"),
+				destination("crm", good.URL, "  successPolicy: "+policy+"\n  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n"),
 				"  signing:", "  - name: second\n    url: "+bad.URL+"\n  signing:", 1)})
 			for i := range 10 {
 				p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
@@ -655,7 +655,7 @@ func TestDeadLettersFromTheCommandLine(t *testing.T) {
 func TestDeletedDestinationComesBackWithinItsGraceOrIsGivenUp(t *testing.T) {
 	r := newReceiver(t)
 	r.set(func(int) int { return http.StatusServiceUnavailable })
-	quick := "  delivery: {minBackoff: 10ms, maxBackoff: 50ms}\n"
+	quick := "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n"
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, quick), "keep.yaml": "# so that the folder is not empty\n"})
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"kept"}`)
 	p.condition("crm", "Delivering", "False", "")
@@ -733,7 +733,7 @@ metadata: {name: ios}
 spec:
   writeKeys: [{secretKeyRef: {name: ios-keys, key: writeKey}}]
 `)
-	p.write("crm.yaml", strings.Replace(destination("crm", r.URL, quick), "[web]", "[ios, web]", 1))
+	p.write("crm.yaml", strings.Replace(destination("crm", r.URL, quick), "[{name: web}]", "[{name: ios}, {name: web}]", 1))
 	r.set(func(int) int { return http.StatusServiceUnavailable })
 	p.eventually("the other Source takes calls", func() error {
 		status, answer, err := p.post("/v1/track", "ios-key", `{"userId":"u","event":"E","messageId":"ios"}`)

@@ -254,7 +254,7 @@ func TestTraceWithoutCollector(t *testing.T) {
 	}
 	p.arrive(webhook, 20)
 	p.eventually("a word on the collector", func() error {
-		if !strings.Contains(p.log.String(), "spans could not be exported") {
+		if !strings.Contains(p.log.String(), "span export failed") {
 			return fmt.Errorf("nothing in the log")
 		}
 		return nil

@@ -37,8 +37,8 @@ func TestWhy(t *testing.T) {
 	why(0, "no problem found", "1 message delivered so far")
 	r.set(func(int) int { return http.StatusServiceUnavailable })
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"m2"}`)
-	why(1, "ServerError", "receiver's log", "1 message waits")
-	if stdout, _, code := cli(t, "", "why", "cmr", "--admin", p.Admin); code != 1 || !strings.Contains(stdout, "is it one of these: crm") {
+	why(1, "ServerError", "receiver's log", "1 message pending")
+	if stdout, _, code := cli(t, "", "why", "cmr", "--admin", p.Admin); code != 1 || !strings.Contains(stdout, "did you mean one of these: crm") {
 		t.Errorf("exit %d: %s", code, stdout)
 	}
 }

@@ -18,13 +18,13 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// Certificate is the admin listener's, as the Secret has it now.
+// Certificate is the admin listener's certificate, as in the Secret.
 type Certificate struct {
 	current atomic.Pointer[tls.Certificate]
 }
 
-// Config is for a server that presents the newest certificate. Until there is
-// one, handshakes fail.
+// Config configures a server that presents the newest certificate. Until there is one, handshakes
+// fail.
 func (c *Certificate) Config() *tls.Config {
 	return &tls.Config{
 		MinVersion: tls.VersionTLS13,
@@ -37,10 +37,9 @@ func (c *Certificate) Config() *tls.Config {
 	}
 }
 
-// Watch takes the certificate from the Secret AdminCertificateSecret of a
-// namespace, and every change of it, until ctx is done. What cannot be used, or
-// a Secret that goes, leaves the last one in place. It needs the right to list
-// and watch Secrets in that namespace.
+// Watch reads the certificate from the Secret AdminCertificateSecret of a namespace, and every
+// change of it, until ctx is done. If the Secret is invalid or deleted, the last certificate
+// remains in use. Watch needs permission to list and watch Secrets in that namespace.
 func (c *Certificate) Watch(ctx context.Context, client kubernetes.Interface, namespace string, log *slog.Logger) error {
 	factory := informers.NewSharedInformerFactoryWithOptions(client, 0,
 		informers.WithNamespace(namespace),
@@ -49,7 +48,7 @@ func (c *Certificate) Watch(ctx context.Context, client kubernetes.Interface, na
 		}))
 	informer := factory.Core().V1().Secrets().Informer()
 	if err := informer.SetWatchErrorHandler(func(_ *cache.Reflector, err error) {
-		log.Warn("watching the admin listener's certificate failed; the last one stays", "secret", liveconfig.AdminCertificateSecret, "error", err)
+		log.Warn("watching the admin listener's certificate failed; keeping the last one", "secret", liveconfig.AdminCertificateSecret, "error", err)
 	}); err != nil {
 		return fmt.Errorf("watch the admin listener's certificate: %w", err)
 	}
@@ -60,11 +59,11 @@ func (c *Certificate) Watch(ctx context.Context, client kubernetes.Interface, na
 		}
 		pair, err := tls.X509KeyPair(secret.Data[corev1.TLSCertKey], secret.Data[corev1.TLSPrivateKeyKey])
 		if err != nil {
-			log.Error("the admin listener's certificate cannot be used; the last one stays", "secret", secret.Name, "error", err)
+			log.Error("the admin listener's certificate is invalid; keeping the last one", "secret", secret.Name, "error", err)
 			return
 		}
 		c.current.Store(&pair)
-		log.Info("the admin listener has its certificate", "secret", secret.Name)
+		log.Info("admin listener's certificate loaded", "secret", secret.Name)
 	}
 	if _, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: take, UpdateFunc: func(_, after any) { take(after) }}); err != nil {
 		return fmt.Errorf("watch the admin listener's certificate: %w", err)

@@ -1,8 +1,7 @@
-// Package kubeauth lets the API server decide who may use a dispatcher's admin
-// listener, or read the operator's metrics: a bearer token is authenticated by a
-// TokenReview and authorised by a SubjectAccessReview of the path as a
-// non-resource URL, as metrics servers do.
-// The listener's certificate comes from a Secret.
+// Package kubeauth lets the API server authorize the callers of a dispatcher's admin listener, and
+// of the operator's metrics: a TokenReview authenticates the bearer token, and a
+// SubjectAccessReview authorizes the path as a non-resource URL, as metrics servers do. The
+// listener's certificate is read from a Secret. The main types are Guard and Certificate.
 package kubeauth
 
 import (
@@ -30,41 +29,42 @@ import (
 )
 
 const (
-	// A yes is remembered longer than a no: rights are taken away seldom, and who
-	// was just given them should not wait.
+	// A permission is cached longer than a denial: permissions are removed rarely, and new
+	// permissions should work soon.
 	allowTTL, denyTTL = time.Minute, 10 * time.Second
-	// Whose token was let in is not held up, for so long, by those who make up tokens.
+	// For this long a token that was authenticated is exempt from the rate limit, so that invented
+	// tokens do not delay known callers.
 	knownTTL      = 10 * time.Minute
 	maxRemembered = 4096
 	maxTokenBytes = 16 << 10
 	reviewTimeout = 5 * time.Second
-	// reviewsPerSecond bounds what callers without a remembered answer cost the API server.
+	// reviewsPerSecond bounds the requests to the API server for callers without a cached answer.
 	reviewsPerSecond, reviewsBurst = 20, 40
 )
 
-// Guard decides about requests.
+// Guard authorizes requests.
 type Guard struct {
 	client  kubernetes.Interface
 	log     *slog.Logger
 	answers *cache.LRUExpireCache
-	known   *cache.LRUExpireCache // hashes of tokens that were let in
+	known   *cache.LRUExpireCache // hashes of tokens that were authenticated
 	asking  singleflight.Group
 	limit   *rate.Limiter
 }
 
-// answer is what is remembered of a token and a path; it holds neither.
+// answer is the cached result for a token and a path; it holds neither.
 type answer struct {
 	status int // 200, 401 or 403
 	user   string
 }
 
-// question is what is asked; its token is known by its hash only.
+// question is the key of a cached answer; it has the token's hash only.
 type question struct {
 	token      [sha256.Size]byte
 	verb, path string
 }
 
-// New makes a Guard. The client needs the right to create TokenReviews and SubjectAccessReviews.
+// New makes a Guard. The client needs permission to create TokenReviews and SubjectAccessReviews.
 func New(client kubernetes.Interface, log *slog.Logger) *Guard {
 	return newGuard(client, log, realClock{})
 }
@@ -80,9 +80,9 @@ type realClock struct{}
 
 func (realClock) Now() time.Time { return time.Now() }
 
-// Wrap serves next to callers whom Kubernetes allows the request: the verb is
-// the method in lower case, the path a non-resource URL. Others get 401 or 403,
-// and 503 while the API server cannot be asked.
+// Wrap serves next to callers with permission in Kubernetes: the verb is the method in lower case,
+// the path a non-resource URL. Other callers get 401 or 403, and 503 while the API server is
+// unreachable.
 func (g *Guard) Wrap(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		scheme, token, _ := strings.Cut(r.Header.Get("Authorization"), " ")
@@ -94,9 +94,9 @@ func (g *Guard) Wrap(next http.Handler) http.Handler {
 		a, err := g.decide(r.Context(), token, strings.ToLower(r.Method), r.URL.Path)
 		switch {
 		case err != nil:
-			g.log.Warn("an admin request could not be authorised", "path", route(r.URL.Path), "error", err)
+			g.log.Warn("authorizing an admin request failed", "path", route(r.URL.Path), "error", err)
 			w.Header().Set("Retry-After", "1")
-			http.Error(w, "the API server could not be asked who you are; try again", http.StatusServiceUnavailable)
+			http.Error(w, "the API server is unreachable, so the token cannot be verified; try again", http.StatusServiceUnavailable)
 		case a.status == http.StatusUnauthorized:
 			unauthorized(w)
 		case a.status == http.StatusForbidden:
@@ -109,11 +109,12 @@ func (g *Guard) Wrap(next http.Handler) http.Handler {
 
 func unauthorized(w http.ResponseWriter) {
 	w.Header().Set("WWW-Authenticate", `Bearer realm="posthorn"`)
-	http.Error(w, "a bearer token that this cluster's API server knows is needed", http.StatusUnauthorized)
+	http.Error(w, "a valid bearer token for this cluster is required", http.StatusUnauthorized)
 }
 
-// reviewed is the non-resource URL whose right is asked for: the path, but not where
-// the API server serves its own profiles, which nobody gets with the right to ours.
+// reviewed is the non-resource URL that is authorized: the path, but under another name for
+// profiles, because the API server's own profiles have the same path and a permission for them must
+// not include Posthorn's.
 func reviewed(path string) string {
 	if strings.HasPrefix(path, "/debug/") {
 		return "/posthorn" + path
@@ -121,7 +122,7 @@ func reviewed(path string) string {
 	return path
 }
 
-// route is a path without what tells of a message.
+// route removes the key of a message from a path.
 func route(path string) string {
 	if strings.HasPrefix(path, "/deadletters/") {
 		return "/deadletters/*"
@@ -129,14 +130,15 @@ func route(path string) string {
 	return path
 }
 
-// decide answers from memory, or asks the API server; equal questions at once are one.
+// decide returns a cached answer, or asks the API server; equal concurrent questions share one
+// request.
 func (g *Guard) decide(ctx context.Context, token, verb, path string) (answer, error) {
 	q := question{sha256.Sum256([]byte(token)), verb, path}
 	if a, ok := g.answers.Get(q); ok {
 		return a.(answer), nil
 	}
 	done := g.asking.DoChan(string(q.token[:])+verb+" "+path, func() (any, error) {
-		// Not the caller's context: others may wait for the same answer.
+		// The caller's context would also cancel the question for other callers.
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), reviewTimeout)
 		defer cancel()
 		a, err := g.ask(ctx, q, token)
@@ -172,7 +174,7 @@ func (g *Guard) ask(ctx context.Context, q question, token string) (answer, erro
 	if err != nil {
 		return answer{}, fmt.Errorf("review a token: %w", err)
 	}
-	// An authenticator that knows nothing of audiences would take any token for ours.
+	// An authenticator without support for audiences would accept any token.
 	if !review.Status.Authenticated || (wanted != nil && !slices.Contains(review.Status.Audiences, liveconfig.AdminAudience)) {
 		return answer{status: http.StatusUnauthorized}, nil
 	}
@@ -196,9 +198,9 @@ func (g *Guard) ask(ctx context.Context, q question, token string) (answer, erro
 	return answer{http.StatusOK, user.Username}, nil
 }
 
-// audiences are those to review a token for: ours when the token claims to be
-// meant for us, else those of the API server (nil), whose tokens monitoring
-// uses. The claim is not believed, only repeated to the API server.
+// audiences are the audiences to review a token for: Posthorn's if the token claims it, otherwise
+// those of the API server (nil), which monitoring uses. The claim is not trusted; the API server
+// verifies it.
 func audiences(token string) []string {
 	parts := strings.Split(token, ".")
 	if len(parts) != 3 {

@@ -225,25 +225,25 @@ func TestMemory(t *testing.T) {
 	expect("within the minute", get("a", "/report"), 200, 3, 3)
 	now.now = now.now.Add(2 * time.Second)
 	allowed = false
-	expect("after it, when the right is gone", get("a", "/report"), 403, 4, 4)
+	expect("after it, when the permission is removed", get("a", "/report"), 403, 4, 4)
 	expect("the no is remembered", get("a", "/report"), 403, 4, 4)
 	allowed = true
 	now.now = now.now.Add(denyTTL + time.Second)
 	expect("for a shorter time", get("a", "/report"), 200, 5, 5)
 
 	broken = errors.New("down")
-	expect("who is known stays known while the API server is down", get("a", "/report"), 200, 5, 5)
+	expect("a cached caller is admitted while the API server is down", get("a", "/report"), 200, 5, 5)
 	expect("others have to wait", get("c", "/report"), 503, 6, 5)
 	expect("which is not remembered", get("c", "/report"), 503, 7, 5)
 	broken = nil
 	expect("and ends at once", get("c", "/report"), 200, 8, 6)
 
-	// A token that claims our audience, before an API server that knows nothing of audiences.
+	// A token that claims Posthorn's audience, and an API server without support for audiences.
 	claims := "e30.eyJhdWQiOlsicG9zdGhvcm4uZGV2L2Rpc3BhdGNoZXIiXX0.x"
-	expect("an audience that nobody confirms", get(claims, "/report"), 401, 9, 6)
+	expect("an unconfirmed audience", get(claims, "/report"), 401, 9, 6)
 }
 
-// Strangers who make up tokens must not keep out who was let in before.
+// Callers with invented tokens must not delay callers that were admitted before.
 func TestAFloodOfTokensHarmsNobodyKnown(t *testing.T) {
 	client := fake.NewClientset()
 	client.PrependReactor("create", "tokenreviews", func(a clienttesting.Action) (bool, runtime.Object, error) {
@@ -268,7 +268,7 @@ func TestAFloodOfTokensHarmsNobodyKnown(t *testing.T) {
 	if code := get("operator"); code != http.StatusOK {
 		t.Fatal(code)
 	}
-	guard.limit.SetLimit(0) // What strangers may ask for is used up.
+	guard.limit.SetLimit(0) // The rate limit for unknown callers is used up.
 	for guard.limit.Allow() {
 		continue
 	}
@@ -278,12 +278,12 @@ func TestAFloodOfTokensHarmsNobodyKnown(t *testing.T) {
 	for range 3 {
 		now.now = now.now.Add(allowTTL + time.Second)
 		if code := get("operator"); code != http.StatusOK {
-			t.Errorf("who was let in a minute ago got %d, want 200", code)
+			t.Errorf("a caller admitted a minute ago got %d, want 200", code)
 		}
 	}
 	now.now = now.now.Add(knownTTL + time.Second)
 	if code := get("operator"); code != http.StatusServiceUnavailable {
-		t.Errorf("who was let in long ago got %d, want 503", code)
+		t.Errorf("a caller admitted long ago got %d, want 503", code)
 	}
 }
 

@@ -1,5 +1,5 @@
-// Package retry decides what becomes of a message after an attempt. It is pure:
-// time and chance come in, a decision goes out.
+// Package retry decides what happens to a message after an attempt. It is pure: the time and the
+// random numbers are inputs, the decision is the result.
 package retry
 
 import (
@@ -21,23 +21,23 @@ const (
 	Ack Action = iota
 	// Retry: try again at Decision.At.
 	Retry
-	// Bury: give up; the message becomes a dead letter with Decision.Reason.
+	// Bury: stop retrying; the message becomes a dead letter with Decision.Reason.
 	Bury
 )
 
-// Outcome is what an attempt came to.
+// Outcome is the result of an attempt.
 type Outcome struct {
-	// StatusCode is the answer's status; 0 when there was no answer.
+	// StatusCode is the response's status; 0 without a response.
 	StatusCode int
-	// Reason says why the attempt failed. It decides when StatusCode is 0.
+	// Reason is the cause of a failed attempt. It decides if StatusCode is 0.
 	Reason egress.Reason
-	// RetryAfter is how long the receiver asked to wait; 0 when it did not.
+	// RetryAfter is the wait that the receiver requested; 0 if it requested none.
 	RetryAfter time.Duration
 }
 
 // Policy is a destination's retry policy. All durations are positive.
 type Policy struct {
-	// Window is how long after acceptance a message may be tried.
+	// Window is how long after its acceptance a message is retried.
 	Window time.Duration
 	// MinBackoff and MaxBackoff bound the backoff before jitter.
 	MinBackoff, MaxBackoff time.Duration
@@ -45,26 +45,25 @@ type Policy struct {
 	Timeout time.Duration
 }
 
-// Decision is what to do next.
+// Decision is the next action for a message.
 type Decision struct {
 	Action Action
-	// At is when to try again; set for Retry.
+	// At is the time of the next attempt; set for Retry.
 	At time.Time
-	// Reason is why the message is given up; set for Bury: Rejected, Redirected or Expired.
+	// Reason is the reason of the dead letter; set for Bury: Rejected, Redirected or Expired.
 	Reason egress.Reason
 }
 
-// Failed reports whether an outcome is anything but a success. A success is a
-// 2xx answer that arrived whole.
+// Failed reports whether an outcome is anything but a success. A success is a complete 2xx
+// response.
 func (o Outcome) Failed() bool {
 	return o.Reason != "" || o.StatusCode < 200 || o.StatusCode > 299
 }
 
-// Permanent returns the reason why trying again is pointless: the endpoint
-// works and does not want this request. It is "" for a success and for all that
-// time may mend: 5xx, 429, 408, timeouts, broken connections, DNS and TLS
-// errors, answers that are not HTTP, and addresses that the egress guard denies
-// (its list may change).
+// Permanent returns the reason why a retry is pointless: the endpoint works and rejects this
+// request. It is "" for a success and for all temporary failures: 5xx, 429, 408, timeouts, broken
+// connections, DNS and TLS errors, responses that are not HTTP, and addresses that the egress guard
+// denies (its list may change).
 func (o Outcome) Permanent() egress.Reason {
 	switch s := o.StatusCode; {
 	case s == 408 || s == 429:
@@ -76,13 +75,12 @@ func (o Outcome) Permanent() egress.Reason {
 	return ""
 }
 
-// Decide says what to do after an attempt. attempt counts the attempts that
-// failed before this one; accepted starts the window; rnd returns numbers in
-// [0, 1).
+// Decide returns the action after an attempt. attempt counts the failed attempts before this one;
+// accepted is the start of the window; rnd returns numbers in [0, 1).
 //
-// The wait is exponential backoff with full jitter, on top of what the receiver
-// asked for with Retry-After. A wait that would end behind the window is cut
-// to one last attempt shortly before its end; after that one the message expires.
+// The wait is exponential backoff with full jitter, plus the wait that the receiver requested with
+// Retry-After. A wait beyond the end of the window is shortened to one last attempt shortly before
+// the end; after that attempt the message expires.
 func Decide(o Outcome, p Policy, attempt int, accepted, now time.Time, rnd func() float64) Decision {
 	if !o.Failed() {
 		return Decision{Action: Ack}
@@ -90,7 +88,7 @@ func Decide(o Outcome, p Policy, attempt int, accepted, now time.Time, rnd func(
 	if reason := o.Permanent(); reason != "" {
 		return Decision{Action: Bury, Reason: reason}
 	}
-	// The last attempt needs room for its own timeout, but not so much that a short window has no retry at all.
+	// The last attempt needs time for its own timeout, but a short window must still have a retry.
 	last := accepted.Add(p.Window - min(p.Timeout, p.Window/10))
 	if !now.Before(last) {
 		return Decision{Action: Bury, Reason: Expired}
@@ -103,8 +101,8 @@ func Decide(o Outcome, p Policy, attempt int, accepted, now time.Time, rnd func(
 	return Decision{Action: Retry, At: at}
 }
 
-// Backoff is the longest wait after `attempt` failed attempts before this one:
-// MinBackoff doubled each time, at most MaxBackoff.
+// Backoff is the longest wait after `attempt` failed attempts before this one: MinBackoff doubled
+// each time, at most MaxBackoff.
 func Backoff(p Policy, attempt int) time.Duration {
 	d := math.Ldexp(float64(p.MinBackoff), min(max(attempt, 0), 62))
 	if d > float64(p.MaxBackoff) {

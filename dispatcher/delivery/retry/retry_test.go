@@ -117,7 +117,7 @@ func TestWindow(t *testing.T) {
 	if d := Decide(Outcome{StatusCode: 500}, policy, 3, accepted, accepted.Add(5*time.Hour), half); d.Action != Bury || d.Reason != Expired {
 		t.Errorf("%+v, want Expired", d)
 	}
-	// But one that was delivered late is delivered, and one that was refused says so.
+	// A late delivery counts as delivered, and a rejection keeps its reason.
 	if d := Decide(Outcome{StatusCode: 200}, policy, 3, accepted, accepted.Add(5*time.Hour), half); d.Action != Ack {
 		t.Errorf("%+v, want Ack", d)
 	}

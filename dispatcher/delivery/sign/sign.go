@@ -1,10 +1,10 @@
-// Package sign makes the headers by which a receiver knows that a request is
-// genuine. It is pure and safe for concurrent use.
+// Package sign makes the headers that prove to a receiver that a request is genuine. It is pure and
+// safe for concurrent use. The main type is Signer.
 package sign
 
 import (
 	"crypto/hmac"
-	"crypto/sha1" // The specified signature is HMAC-SHA1, which SHA-1's collisions do not break.
+	"crypto/sha1" // The specification requires HMAC-SHA1, which is not affected by collisions of SHA-1.
 	"crypto/sha256"
 	"encoding/base64"
 	"encoding/hex"
@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"hash"
 	"log/slog"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -33,38 +34,52 @@ const (
 // secretPrefix marks a Standard Webhooks secret whose rest is base64.
 const secretPrefix = "whsec_"
 
-// Signer signs requests under one destination's secrets. The zero Signer signs
-// nothing. It does not print its keys.
+// Signer signs requests under the secrets of one destination, by each of its
+// schemes. The zero Signer signs nothing. A Signer does not print its keys.
 type Signer struct{ keys *keys }
 
 type keys struct {
-	standard          bool
-	current, previous *key
-	redactor          *egress.Redactor
+	schemes  []scheme
+	redactor *egress.Redactor
 }
 
-// New makes a Signer. It fails when a secret is empty or does not decode: a
-// destination that asks for signatures must never be sent to without.
-// The error does not hold the secret.
-func New(s liveconfig.Signing) (Signer, error) {
-	k := &keys{standard: s.Scheme == liveconfig.StandardWebhooks}
-	if !k.standard && s.Scheme != liveconfig.HMACSHA1 {
-		return Signer{}, fmt.Errorf("signing.scheme %q is unknown; use %s or %s", s.Scheme, liveconfig.HMACSHA1, liveconfig.StandardWebhooks)
+// scheme is one signing scheme with its keys; previous is nil outside a rotation.
+type scheme struct {
+	standard          bool
+	current, previous *key
+}
+
+// New makes a Signer; without schemes it is the zero Signer. New fails when a
+// secret is empty or does not decode: a destination with signing must not get
+// unsigned requests. The error does not contain the secret.
+func New(schemes liveconfig.SigningSchemes) (Signer, error) {
+	if len(schemes) == 0 {
+		return Signer{}, nil
 	}
-	var err error
-	if k.current, err = newKey(k.standard, s.Secret.Reveal()); err != nil {
-		return Signer{}, fmt.Errorf("signing.secret: %w", err)
-	}
-	if !s.Previous.IsZero() {
-		if k.previous, err = newKey(k.standard, s.Previous.Reveal()); err != nil {
-			return Signer{}, fmt.Errorf("signing.previous: %w", err)
+	k := &keys{}
+	var secrets []string
+	for _, s := range schemes {
+		c := scheme{standard: s.Type == liveconfig.StandardWebhooks}
+		if !c.standard && s.Type != liveconfig.HMACSHA1 {
+			return Signer{}, fmt.Errorf("signing scheme %q is unknown; use %s or %s", s.Type, liveconfig.HMACSHA1, liveconfig.StandardWebhooks)
 		}
+		var err error
+		if c.current, err = newKey(c.standard, s.Secret.Reveal()); err != nil {
+			return Signer{}, fmt.Errorf("signing scheme %s: secret: %w", s.Type, err)
+		}
+		if !s.Previous.IsZero() {
+			if c.previous, err = newKey(c.standard, s.Previous.Reveal()); err != nil {
+				return Signer{}, fmt.Errorf("signing scheme %s: previous secret: %w", s.Type, err)
+			}
+		}
+		k.schemes = append(k.schemes, c)
+		secrets = append(append(secrets, secretsOf(s.Secret.Reveal())...), secretsOf(s.Previous.Reveal())...)
 	}
-	k.redactor = egress.NewRedactor(append(secretsOf(s.Secret.Reveal()), secretsOf(s.Previous.Reveal())...)...)
+	k.redactor = egress.NewRedactor(secrets...)
 	return Signer{k}, nil
 }
 
-// secretsOf lists a secret as it was given, without its prefix, and decoded.
+// secretsOf lists the forms of a secret: as given, without its prefix, and decoded.
 func secretsOf(secret string) []string {
 	encoded, ok := strings.CutPrefix(secret, secretPrefix)
 	if !ok {
@@ -76,19 +91,19 @@ func secretsOf(secret string) []string {
 
 // ID returns a message's webhook-id: the same in every attempt and every
 // redelivery, different for every messageId of every Source, and free of dots,
-// which separate the parts of the signed content. It is "" when the scheme has none.
+// which separate the parts of the signed content. It is "" when no scheme needs it.
 func (s Signer) ID(source, messageID string) string {
-	if s.keys == nil || !s.keys.standard {
+	if s.keys == nil || !slices.ContainsFunc(s.keys.schemes, func(c scheme) bool { return c.standard }) {
 		return ""
 	}
-	// The name of a Source holds no line feed.
+	// The name of a Source contains no line feed.
 	sum := sha256.Sum256([]byte(source + "\n" + messageID))
 	return "msg_" + base64.RawURLEncoding.EncodeToString(sum[:18])
 }
 
-// Redact returns an answer, at most its first KiB, without the secrets and
-// without the signatures in headers, which are those of the answered request: a
-// signature of HMACSHA1 stays valid, and makes a copy of the message look genuine.
+// Redact returns at most the first KiB of a response, without the secrets and without the
+// signatures in headers. A signature of HMACSHA1 remains valid and would make a copy of the message
+// look genuine.
 func (s Signer) Redact(answer []byte, headers []egress.Header) []byte {
 	if s.keys == nil || len(answer) == 0 {
 		return answer
@@ -107,43 +122,50 @@ func (s Signer) Redact(answer []byte, headers []egress.Header) []byte {
 	return s.keys.redactor.Redact(answer, signatures...)
 }
 
-// Headers appends the signature headers of a request to dst. id is the
-// message's ID, now the time of the attempt, body the exact bytes that are sent.
+// Headers appends the signature headers of a request to dst. id is the message's ID, now the time
+// of the attempt, body the exact bytes of the request.
 func (s Signer) Headers(dst []egress.Header, id string, now time.Time, body []byte) []egress.Header {
-	k := s.keys
-	if k == nil {
+	if s.keys == nil {
 		return dst
 	}
-	if k.standard {
+	for i := range s.keys.schemes {
+		dst = s.keys.schemes[i].headers(dst, id, now, body)
+	}
+	return dst
+}
+
+// headers appends the headers of one scheme to dst.
+func (c *scheme) headers(dst []egress.Header, id string, now time.Time, body []byte) []egress.Header {
+	if c.standard {
 		timestamp := strconv.FormatInt(now.Unix(), 10)
-		signature := "v1," + k.current.standard(id, timestamp, body)
-		if k.previous != nil {
-			signature += " v1," + k.previous.standard(id, timestamp, body)
+		signature := "v1," + c.current.standard(id, timestamp, body)
+		if c.previous != nil {
+			signature += " v1," + c.previous.standard(id, timestamp, body)
 		}
 		return append(dst,
 			egress.Header{Name: HeaderID, Value: id},
 			egress.Header{Name: HeaderTimestamp, Value: timestamp},
 			egress.Header{Name: HeaderWebhookSignature, Value: signature})
 	}
-	dst = append(dst, egress.Header{Name: HeaderSignature, Value: k.current.hex(body)})
-	if k.previous != nil {
-		dst = append(dst, egress.Header{Name: HeaderSignaturePrevious, Value: k.previous.hex(body)})
+	dst = append(dst, egress.Header{Name: HeaderSignature, Value: c.current.hex(body)})
+	if c.previous != nil {
+		dst = append(dst, egress.Header{Name: HeaderSignaturePrevious, Value: c.previous.hex(body)})
 	}
 	return dst
 }
 
-// Format keeps keys out of every print.
+// Format keeps keys out of all output.
 func (s Signer) Format(f fmt.State, _ rune) { _, _ = f.Write([]byte("[signer]")) }
 
 // LogValue keeps keys out of logs.
 func (s Signer) LogValue() slog.Value { return slog.StringValue("[signer]") }
 
-// key holds ready-made HMAC states: the two key blocks are hashed once, not per message.
+// key holds precomputed HMAC states: the two key blocks are hashed once, not per message.
 type key struct{ states sync.Pool }
 
 type state struct {
 	mac hash.Hash
-	// sum and text are room for the digest, raw and as text.
+	// sum and text are buffers for the digest, raw and as text.
 	sum  [sha256.Size]byte
 	text [2 * sha256.Size]byte
 }
@@ -155,12 +177,12 @@ func newKey(standard bool, secret string) (*key, error) {
 		if encoded, ok := strings.CutPrefix(secret, secretPrefix); ok {
 			var err error
 			if raw, err = base64.StdEncoding.DecodeString(encoded); err != nil {
-				return nil, errors.New("what follows whsec_ is not base64; copy the whole secret, padding included")
+				return nil, errors.New("the part after whsec_ is not base64; copy the whole secret, with its padding")
 			}
 		}
 	}
 	if len(raw) == 0 {
-		return nil, errors.New("the secret is empty; a signature under it would prove nothing")
+		return nil, errors.New("the secret is empty; set a secret")
 	}
 	return &key{sync.Pool{New: func() any { return &state{mac: hmac.New(algorithm, raw)} }}}, nil
 }

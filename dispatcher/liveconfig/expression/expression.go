@@ -1,18 +1,16 @@
-// Package expression is the CEL filter of a WebhookDestination: a condition
-// over "call", the message as it would be delivered. The controllers compile
-// it for the verdict, the dispatcher to decide; both by this package, so that
-// they cannot disagree.
+// Package expression is the CEL filter of a WebhookDestination: a condition over "call", the
+// message as it would be delivered. The controllers compile it to validate a destination, the
+// dispatcher to filter; both use this package, so their results are equal.
 //
-// An expression sees the message as JSON: numbers are doubles (150 and 150.5
-// compare with 100 alike), objects are maps, a missing field is an error
-// (unless asked for as call.?properties.?total.orValue(0)). Available are
-// CEL's standard functions, the macros has, all and exists, and charAt,
-// indexOf, lastIndexOf, lowerAscii, upperAscii, split, substring and trim on
-// strings.
+// An expression sees the message as JSON: numbers are doubles (150 and 150.5 compare with 100
+// alike), objects are maps, a missing field is an error (unless written as
+// call.?properties.?total.orValue(0)). Available are CEL's standard functions, the macros has, all
+// and exists, and charAt, indexOf, lastIndexOf, lowerAscii, upperAscii, split, substring and trim
+// on strings.
 //
-// What an expression may cost is bounded twice: by an estimate when it is
-// compiled, and by a count while it runs, in units that do not depend on the
-// machine or its load, so that equal calls are always decided alike.
+// The cost of an expression is bounded twice: by an estimate at compile time, and by a count at run
+// time, in units that do not depend on the machine or its load, so that equal calls always have
+// equal results.
 package expression
 
 import (
@@ -37,27 +35,27 @@ import (
 const (
 	// MaxLength of an expression in characters.
 	MaxLength = 1024
-	// MaxCost that one evaluation may take, in CEL's units: about one per field
-	// access, comparison or ten characters of text: enough for a simple condition
-	// on each of some 2,000 elements. It takes a few milliseconds; the count
-	// itself gets slower the longer it goes on, so ten times this took a second.
+	// MaxCost bounds one evaluation in CEL's units: about one per field access, comparison or ten
+	// characters of text. It is enough for a simple condition on each of some 2,000 elements and
+	// takes a few milliseconds. The count itself becomes slower with its length: ten times as much
+	// took a second.
 	MaxCost = 10_000
-	// maxEstimate admits one pass over a long list, also one over the lists in
-	// its elements, but not each element of one list against each of another.
+	// maxEstimate permits one pass over a long list, also over the lists in its elements, but not a
+	// comparison of every element of one list with every element of another.
 	maxEstimate = 1_000_000
-	// assumedSize is the length that the estimate takes for a list, object or
-	// text of a call; assumedInner for those within the elements of a list.
+	// assumedSize is the length that the estimate assumes for a list, object or text of a call;
+	// assumedInner is that within the elements of a list.
 	assumedSize, assumedInner = 1000, 16
 )
 
-// ErrNotBool is returned for a call for which the expression gives a value that is not true or false.
+// ErrNotBool is returned for a call for which the result is neither true nor false.
 var ErrNotBool = errors.New("the expression gave a value that is neither true nor false")
 
 // Program is a compiled expression. It is safe for concurrent use.
 type Program struct{ program cel.Program }
 
-// Compile checks an expression and prepares it. The error is for the one who
-// wrote it: it says what is wrong, where, and what to write instead.
+// Compile checks and prepares an expression. The error is written for the author of the expression:
+// it has the reason, the position and the fix.
 func Compile(expr string) (*Program, error) {
 	if n := utf8.RuneCountInString(expr); n > MaxLength {
 		return nil, fmt.Errorf("the expression has %d characters; at most %d are allowed", n, MaxLength)
@@ -90,12 +88,12 @@ func Compile(expr string) (*Program, error) {
 		cel.EvalOptions(cel.OptOptimize),
 		cel.CostTracking(costs{}), cel.CostLimit(MaxCost))
 	if err != nil {
-		return nil, fmt.Errorf("the expression cannot be run: %w", err)
+		return nil, fmt.Errorf("the expression cannot be prepared: %w", err)
 	}
 	return &Program{program}, nil
 }
 
-// environment is the same for all expressions and does not change.
+// environment is shared by all expressions and immutable.
 var environment = sync.OnceValues(func() (*cel.Env, error) {
 	return cel.NewEnv(
 		cel.OptionalTypes(),
@@ -108,8 +106,8 @@ var environment = sync.OnceValues(func() (*cel.Env, error) {
 	)
 })
 
-// restrict refuses functions whose cost is only known after it has been paid:
-// those that can multiply texts, and patterns that come from the call.
+// restrict rejects functions with unbounded cost: functions that multiply texts, and patterns from
+// the call.
 func restrict(a *ast.AST) error {
 	var err error
 	ast.PreOrderVisit(a.Expr(), ast.NewExprVisitor(func(e ast.Expr) {
@@ -129,7 +127,7 @@ func restrict(a *ast.AST) error {
 	return err
 }
 
-// explain turns the compiler's issues into one line without its internals.
+// explain converts the compiler's issues to one line without its internals.
 func explain(issues *cel.Issues) error {
 	if issues == nil || issues.Err() == nil {
 		return nil
@@ -144,7 +142,7 @@ func explain(issues *cel.Issues) error {
 	return errors.New(strings.Join(lines, "; "))
 }
 
-// plain says what an issue means.
+// plain explains an issue in words.
 func plain(e *common.Error) string {
 	text := e.Message
 	if name, ok := between(text, "undeclared reference to '", "'"); ok {
@@ -173,23 +171,22 @@ func between(s, before, after string) (string, bool) {
 	return s, true
 }
 
-// Call is a message read for expressions.
+// Call is a message parsed for expressions.
 type Call struct{ variables map[string]any }
 
-// Parse reads a message, the JSON object that would be delivered.
+// Parse parses a message, the JSON object that would be delivered.
 func Parse(body []byte) (Call, error) {
 	var object map[string]any
-	// What can fail within an object is a number that no double holds; it reads as null.
+	// Within an object, only a number outside of the range of doubles fails; it becomes null.
 	if _ = json.Unmarshal(body, &object); object == nil {
 		return Call{}, errors.New("the call is not a JSON object")
 	}
 	return Call{map[string]any{"call": object}}, nil
 }
 
-// Match reports whether the expression is true for a message. An error (a field
-// is missing, a value has the wrong type, the evaluation costs more than
-// MaxCost) means that it does not match; it may repeat what the call holds and
-// must not be logged.
+// Match reports whether the expression is true for a message. An error (a missing field, a value of
+// the wrong type, a cost above MaxCost) means that it does not match; the error may contain data of
+// the call and must not be logged.
 func (p *Program) Match(body []byte) (bool, error) {
 	call, err := Parse(body)
 	if err != nil {
@@ -198,7 +195,7 @@ func (p *Program) Match(body []byte) (bool, error) {
 	return p.MatchCall(call)
 }
 
-// MatchCall is Match for a message that several expressions are asked about.
+// MatchCall is Match for a message that is matched with several expressions.
 func (p *Program) MatchCall(call Call) (bool, error) {
 	value, _, err := p.program.Eval(call.variables)
 	if err != nil {
@@ -211,7 +208,7 @@ func (p *Program) MatchCall(call Call) (bool, error) {
 	return matches, nil
 }
 
-// sizes is what the estimate assumes of a call, whose fields have no declared types.
+// sizes are the assumptions of the estimate about a call, whose fields have no declared types.
 type sizes struct{}
 
 // EstimateSize implements checker.CostEstimator.
@@ -229,8 +226,8 @@ func (sizes) EstimateCallCost(string, string, *checker.AstNode, []checker.AstNod
 	return nil
 }
 
-// costs counts what CEL takes for constant, but is not: comparing whole
-// objects, measuring and converting texts, looking up time zones.
+// costs counts operations that CEL assumes to be constant but are not: comparing whole objects,
+// measuring and converting texts, looking up time zones.
 type costs struct{}
 
 // CallCost implements interpreter.ActualCostEstimator.
@@ -238,7 +235,7 @@ func (costs) CallCost(function, overload string, args []ref.Val, _ ref.Val) *uin
 	cost := uint64(1)
 	switch function {
 	case overloads.Matches, overloads.Contains, overloads.StartsWith, overloads.EndsWith:
-		return nil // counted well by CEL
+		return nil // CEL's own count is right
 	case operators.Index, operators.OptIndex, operators.OptSelect:
 		return &cost
 	case operators.Equals, operators.NotEquals:
@@ -257,7 +254,7 @@ func (costs) CallCost(function, overload string, args []ref.Val, _ ref.Val) *uin
 	return &cost
 }
 
-// weight is about what it costs to look at all of a value.
+// weight estimates the cost of reading a whole value.
 func weight(v any) uint64 {
 	sum := uint64(1)
 	switch v := v.(type) {

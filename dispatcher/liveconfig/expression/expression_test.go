@@ -141,13 +141,13 @@ func TestCompileErrorsSayWhatToDo(t *testing.T) {
 		}
 		for _, internal := range []string{"container", "expecting", "_>_", "\n", "<input>"} {
 			if strings.Contains(err.Error(), internal) {
-				t.Errorf("%.60s: the error tells of internals (%q): %s", expr, internal, err)
+				t.Errorf("%.60s: the error exposes internals (%q): %s", expr, internal, err)
 			}
 		}
 	}
 }
 
-// What costs more than the limit must end by the count, whatever the call holds.
+// The count must end an evaluation above the limit, for any call.
 func TestCostIsBounded(t *testing.T) {
 	many := strings.TrimSuffix(strings.Repeat("1,", 12_000), ",")
 	deep := strings.TrimSuffix(strings.Repeat(strings.Repeat("[", 200)+strings.Repeat("]", 200)+",", 20), ",")

@@ -150,7 +150,7 @@ func (s *Store) checkAccepted() error {
 		return err
 	}
 	if damaged > 0 {
-		s.log.Warn("entries of a file of the queue are damaged; it is written anew", "path", s.path(acceptedName), "entries", damaged)
+		s.log.Warn("entries of a file of the queue are damaged; rewriting the file", "path", s.path(acceptedName), "entries", damaged)
 	}
 	byNumber := map[uint64]*sourceLog{}
 	for _, l := range s.logs {

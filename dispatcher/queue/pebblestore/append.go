@@ -122,11 +122,11 @@ func check(m *queue.Message) error {
 	case m.Source == "" || len(m.Source) > maxNameBytes:
 		return fmt.Errorf("field Source has %d bytes; it must have 1 to %d", len(m.Source), maxNameBytes)
 	case len(m.ID) > maxIDBytes:
-		return fmt.Errorf("field ID has %d bytes; it may have %d", len(m.ID), maxIDBytes)
+		return fmt.Errorf("field ID has %d bytes; at most %d are allowed", len(m.ID), maxIDBytes)
 	case len(m.Body) > maxBodyBytes:
-		return fmt.Errorf("field Body has %d bytes; it may have %d", len(m.Body), maxBodyBytes)
+		return fmt.Errorf("field Body has %d bytes; at most %d are allowed", len(m.Body), maxBodyBytes)
 	case len(m.Skip) > maxSkips:
-		return fmt.Errorf("field Skip has %d names; it may have %d", len(m.Skip), maxSkips)
+		return fmt.Errorf("field Skip has %d names; at most %d are allowed", len(m.Skip), maxSkips)
 	}
 	return nil
 }
@@ -195,8 +195,8 @@ type position struct{ head, bytes uint64 }
 
 var commits = sync.Pool{New: func() any { return new(commit) }}
 
-// aheadMessages is how many messages are worth a write of their own while the
-// group before is being synced; fewer wait for its end, and for others.
+// aheadMessages is the number of messages from which a group is written while the previous
+// group is being synced; fewer messages wait for the end of the sync, and for further ones.
 const aheadMessages = 16
 
 func (c *committer) begin() {
@@ -346,7 +346,7 @@ func (c *committer) add(b *pebble.Batch, r *request) error {
 			dup, err := s.duplicates.seen(&r.hashes[i])
 			if err != nil {
 				// Better twice than not at all.
-				s.log.With(queue.LaneID{Source: m.Source}.LogArgs()...).Error("looking for a duplicate failed; the message is taken", "error", err)
+				s.log.With(queue.LaneID{Source: m.Source}.LogArgs()...).Error("looking for a duplicate failed; accepting the message", "error", err)
 			}
 			if dup {
 				if r.dups == nil {
@@ -397,7 +397,7 @@ func (c *committer) makeRoom(r *request, quota uint64) bool {
 		}
 		done[l] = true
 		if err := c.s.skipFor(l, quota/relief+uint64(r.bytes)); err != nil {
-			c.s.log.With(queue.LaneID{Source: l.source}.LogArgs()...).Error("making room for new messages failed", "error", c.s.explain(err))
+			c.s.log.With(queue.LaneID{Source: l.source}.LogArgs()...).Error("freeing space for new messages failed", "error", c.s.explain(err))
 		}
 	}
 	return len(done) > 0 && c.fits(r, quota)

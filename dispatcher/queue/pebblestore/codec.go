@@ -258,6 +258,13 @@ func (r *record) verdict(lane queue.LaneID) verdict {
 	return wanted
 }
 
+// forSibling reports whether a message is only for an endpoint of a lane's
+// destination that is not the lane's own.
+func (r *record) forSibling(lane queue.LaneID) bool {
+	endpoint, ok := bytes.CutPrefix(r.only, []byte(lane.Destination+"/"))
+	return ok && string(endpoint) != lane.Endpoint
+}
+
 // isFor reports whether a message that is for one destination
 // ("namespace/name") or one endpoint of it ("namespace/name/endpoint") is for a lane.
 func isFor(only []byte, lane queue.LaneID) bool {

@@ -312,7 +312,7 @@ func (g *grave) unread() error {
 		case filtered:
 			err = g.s.filter(l, seq)
 		case passed:
-			_, err = g.s.pass(g.b, l, g.r, seq)
+			_, err = g.s.pass(g.b, l, g.r, seq, rec.forSibling(l.id))
 		}
 		if err != nil {
 			return err
@@ -334,7 +334,7 @@ func (s *Store) DeadLetters(ctx context.Context, destination, from string, fn fu
 	if from != "" {
 		k, ok := parseDeadLetterID(destination, from)
 		if !ok {
-			return fmt.Errorf("dead letters: %q is no key of a dead letter", from)
+			return fmt.Errorf("dead letters: %q is not a key of a dead letter", from)
 		}
 		start = append(k, 0)
 	}

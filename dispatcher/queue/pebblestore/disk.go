@@ -1,6 +1,7 @@
 package pebblestore
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	iofs "io/fs"
@@ -30,6 +31,11 @@ type disk struct {
 	trimmed         atomic.Int64 // Bytes freed by ranges, and not given back to the file system yet.
 	excess          atomic.Int64 // Bytes above the point from which first attempts give way; see skip.go.
 	freedAll        atomic.Int64 // Bytes ever freed.
+	// trimBytes is an eighth of a write buffer. After so many bytes delivered messages
+	// are freed: what is freed before its buffer is flushed is never written to a table.
+	trimBytes int64
+	unfreed   atomic.Int64 // Bytes written since delivered messages were last freed.
+	trimSoon  chan struct{}
 }
 
 // Bytes after which the next look at the disk is due, and after which freed ranges are compacted.
@@ -38,7 +44,7 @@ const (
 	flushBytes = 64 << 20
 )
 
-func (d *disk) init(s *Store) { d.s = s }
+func (d *disk) init(s *Store) { d.s, d.trimSoon = s, make(chan struct{}, 1) }
 
 // memTableBytes is the size of a write buffer. On a small file system it is
 // smaller: its log, its recycled logs and the buffers being flushed take a few times as much.
@@ -66,8 +72,16 @@ func existing(fs vfs.FS, dir string) string {
 	}
 }
 
-// wrote has a look taken early when much was written since the last one.
+// wrote has a look taken, and delivered messages freed, early when much was written
+// since the last time.
 func (d *disk) wrote(bytes int) {
+	if d.unfreed.Add(int64(bytes)) >= d.trimBytes {
+		d.unfreed.Store(0)
+		select {
+		case d.trimSoon <- struct{}{}:
+		default:
+		}
+	}
 	if d.unseen.Add(int64(bytes)) >= lookBytes {
 		d.look()
 	}
@@ -114,9 +128,9 @@ func (d *disk) look() {
 		return
 	}
 	if full {
-		d.s.log.Error("the disk is above the high-water mark: new calls are refused until there is room", "dir", d.s.dir, "used", share, "highWater", o.HighWater, "freeBytes", free, "minFreeBytes", o.MinFreeBytes)
+		d.s.log.Error("the disk is above the high-water mark: refusing new calls until there is space", "dir", d.s.dir, "used", share, "highWater", o.HighWater, "freeBytes", free, "minFreeBytes", o.MinFreeBytes)
 	} else {
-		d.s.log.Info("the disk has room again: calls are taken", "dir", d.s.dir, "used", share, "freeBytes", free)
+		d.s.log.Info("the disk has space again: accepting calls", "dir", d.s.dir, "used", share, "freeBytes", free)
 	}
 }
 
@@ -142,7 +156,7 @@ func (d *disk) roomToFlush() bool { return !d.exhausted.Load() }
 func (s *Store) diskFull() {
 	s.disk.exhausted.Store(true)
 	if !s.disk.full.Swap(true) {
-		s.log.Error("the disk is full: new calls are refused, and writes wait until there is room", "dir", s.dir)
+		s.log.Error("the disk is full: refusing new calls; writes wait for space", "dir", s.dir)
 	}
 }
 
@@ -153,13 +167,33 @@ func (s *Store) Full() bool { return s.disk.full.Load() }
 func (s *Store) runMaintenance() {
 	tick := time.NewTicker(s.o.MaintainInterval)
 	defer tick.Stop()
+	s.maintain(false)
+	var next time.Time // The earliest time of the next trim between two ticks.
 	for {
-		s.maintain(false)
 		select {
 		case <-tick.C:
+			s.maintain(false)
+		case <-s.disk.trimSoon:
+			start := time.Now()
+			if start.Before(next) {
+				continue
+			}
+			s.trimDelivered()
+			// With many lanes a trim takes long: at most a sixteenth of the time is for it.
+			end := time.Now()
+			next = end.Add(15 * end.Sub(start))
 		case <-s.stop:
 			return
 		}
+	}
+}
+
+// trimDelivered frees delivered messages between two looks at the disk.
+func (s *Store) trimDelivered() {
+	s.disk.maintaining.Lock()
+	defer s.disk.maintaining.Unlock()
+	if err := s.trim(false); err != nil {
+		s.log.Error("freeing delivered messages failed; retrying", "error", s.explain(err))
 	}
 }
 
@@ -171,12 +205,12 @@ func (s *Store) maintain(all bool) {
 	s.syncPositions()
 	reclaim := s.reclaimDue()
 	if err := errors.Join(s.trim(all || reclaim || s.disk.full.Load()), s.makeRoom(), s.eraseAllBits()); err != nil {
-		s.log.Error("freeing delivered messages failed; trying again", "error", s.explain(err))
+		s.log.Error("freeing delivered messages failed; retrying", "error", s.explain(err))
 	}
 	if n := s.disk.trimmed.Load(); n >= flushBytes || n > 0 && (all || s.disk.full.Load()) {
 		// Files are dropped once the range that covers them is flushed.
 		if _, err := s.db.AsyncFlush(); err != nil {
-			s.log.Error("flushing freed ranges failed; trying again", "error", err)
+			s.log.Error("flushing freed ranges failed; retrying", "error", err)
 			return
 		}
 		s.disk.trimmed.Add(-n)
@@ -186,10 +220,9 @@ func (s *Store) maintain(all bool) {
 	}
 }
 
-// What a log must have to be freed before trimAge.
+// What a log must have, or disk.trimBytes, to be freed before trimAge.
 const (
 	trimMessages = 4096
-	trimBytes    = 4 << 20
 	trimAge      = 30 * time.Second
 )
 
@@ -252,7 +285,7 @@ func (s *Store) cut(l *sourceLog, all bool) (cut, error) {
 	if err != nil || need <= trimmed+1 {
 		return cut{}, err
 	}
-	if count := need - 1 - trimmed; !all && count < trimMessages && bytes-l.trimmedBytes.Load() < trimBytes && s.o.Now().Sub(l.trimTime) < trimAge {
+	if count := need - 1 - trimmed; !all && count < trimMessages && bytes-l.trimmedBytes.Load() < uint64(s.disk.trimBytes) && s.o.Now().Sub(l.trimTime) < trimAge {
 		return cut{}, nil
 	}
 	return cut{l, need, durable, bytes}, nil
@@ -278,6 +311,7 @@ func (s *Store) free(c cut) error {
 	}
 	b := s.db.NewBatch()
 	_ = b.DeleteRange(key(prefixMessage, l.number, trimmed+1), key(prefixMessage, l.number, c.need), nil)
+	_ = b.Set(key(prefixFreed, l.number), binary.BigEndian.AppendUint64(nil, c.need-1), nil)
 	if err := s.apply(b); err != nil {
 		return err
 	}

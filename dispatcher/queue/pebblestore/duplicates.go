@@ -195,7 +195,7 @@ func (d *duplicates) rebuild() {
 	slices.Reverse(old) // The youngest is asked longest, and the oldest loses its filters first.
 	for _, b := range old {
 		if err := d.rebuildBucket(b); err != nil {
-			d.s.log.Error("reading the remembered messageIds failed; they are looked up on disk", "error", d.s.explain(err))
+			d.s.log.Error("reading the stored messageIds failed; looking them up on disk", "error", d.s.explain(err))
 			return
 		}
 	}

@@ -425,7 +425,7 @@ func TestTruncatedLog(t *testing.T) {
 func TestLockAndFormat(t *testing.T) {
 	dir := t.TempDir()
 	s := open(t, dir, Options{})
-	if _, err := Open(dir, Options{Logger: discard}); err == nil || !strings.Contains(err.Error(), "open already") {
+	if _, err := Open(dir, Options{Logger: discard}); err == nil || !strings.Contains(err.Error(), "another process has it open") {
 		t.Errorf("opened twice: %v", err)
 	}
 	if err := s.db.Set(keyFormat, []byte{format + 1}, pebble.Sync); err != nil {

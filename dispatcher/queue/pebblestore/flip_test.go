@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -124,8 +125,9 @@ func TestFlippedBitInTable(t *testing.T) {
 func TestRepairOfRetries(t *testing.T) {
 	const each = 20
 	dir := filepath.Join(t.TempDir(), "queue")
-	now := time.Now()
-	s := open(t, dir, Options{Now: func() time.Time { return now }})
+	start, passed := time.Now(), atomic.Int64{} // The store reads the clock beside the test.
+	now := func() time.Time { return start.Add(time.Duration(passed.Load())) }
+	s := open(t, dir, Options{Now: now})
 	if err := s.OpenLane(lane1); err != nil {
 		t.Fatal(err)
 	}
@@ -141,7 +143,7 @@ func TestRepairOfRetries(t *testing.T) {
 			for range 40 {
 				text += fmt.Sprintf("%016x", rnd.Uint64())
 			}
-			s.Retry(d, now.Add(time.Minute), queue.Failure{Time: now, Reason: "TimedOut", Message: text})
+			s.Retry(d, now().Add(time.Minute), queue.Failure{Time: now(), Reason: "TimedOut", Message: text})
 		}
 		if err := errors.Join(s.flushLanes(pebble.Sync), s.db.Flush()); err != nil {
 			t.Fatal(err)
@@ -149,7 +151,7 @@ func TestRepairOfRetries(t *testing.T) {
 	}
 	appendAll(t, s, each, func(*queue.Message) {})
 	retry()
-	now = now.Add(time.Hour)
+	passed.Add(int64(time.Hour))
 	got, err := s.Lease(lane1, each, nil)
 	if err != nil || len(got) != each {
 		t.Fatalf("leased %d (%v)", len(got), err)
@@ -158,9 +160,9 @@ func TestRepairOfRetries(t *testing.T) {
 		s.Ack(d)
 	}
 	appendAll(t, s, each, func(m *queue.Message) { m.ID += "-later" })
-	now = now.Add(-time.Hour)
+	passed.Add(int64(-time.Hour))
 	retry()
-	now = now.Add(2 * time.Hour)
+	passed.Add(int64(2 * time.Hour))
 	tables := files(t, dir, "*.sst")
 	table := tables[len(tables)-1]
 	appendAll(t, s, 1, func(m *queue.Message) { m.ID += "-last" })
@@ -201,7 +203,7 @@ func TestRepairOfRetries(t *testing.T) {
 	if err != nil || r.Aside == "" || hit == 0 {
 		t.Fatalf("repair: %v, %d blocks were damaged: %+v", err, hit, r)
 	}
-	s = open(t, dir, Options{Now: func() time.Time { return now }})
+	s = open(t, dir, Options{Now: now})
 	defer func() { _ = s.Close() }()
 	if err := s.OpenLane(lane1); err != nil {
 		t.Fatal(err)

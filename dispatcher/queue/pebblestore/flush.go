@@ -69,7 +69,7 @@ func (s *Store) runFlusher() {
 			write, unsyncedSince = pebble.Sync, now
 		}
 		if err := s.flushLanes(write); err != nil {
-			s.log.Error("writing the positions of lanes failed; trying again", "error", err)
+			s.log.Error("writing the positions of lanes failed; retrying", "error", err)
 		}
 		if s.flusher.unsynced.Load() {
 			s.flusher.poke()

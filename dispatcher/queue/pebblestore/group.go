@@ -302,18 +302,55 @@ func (s *Store) retryOf(l *lane, seq uint64) (due int64, attempt int, ok bool, e
 	return due, attempt, true, s.explain(err)
 }
 
-// elsewhere reports whether another lane of the group has a message. Lanes that
-// have left do not count, but for another one of them that is younger.
+// elsewhere reports whether another lane of the group has a message that is for
+// it, and delivers the message before this lane does: lanes that have left come
+// after all others, the youngest last.
 func (s *Store) elsewhere(l *lane, seq uint64) (bool, error) {
-	for _, o := range l.group.lanes {
-		if o == l || o.left && (!l.left || o.number > l.number) {
+	return s.inOneOf(l.group.lanes, seq, func(o *lane) bool {
+		return o != l && (!o.left || l.left && o.number < l.number)
+	})
+}
+
+// settledWithout reports whether a message is final, or in another lane of the
+// group that it is for, so that this lane is not the last one to count it.
+func (s *Store) settledWithout(l *lane, seq uint64) (bool, error) {
+	if ok, err := s.final(l.group, seq); ok || err != nil {
+		return ok, err
+	}
+	return s.inOneOf(l.group.lanes, seq, func(o *lane) bool { return o != l })
+}
+
+func (s *Store) inOneOf(lanes []*lane, seq uint64, counts func(*lane) bool) (bool, error) {
+	for _, o := range lanes {
+		if !counts(o) {
 			continue
 		}
-		if ok, err := s.has(o, seq); ok || err != nil {
+		ok, err := s.has(o, seq)
+		if ok && seq >= o.next {
+			ok, err = s.concerns(o, seq)
+		}
+		if ok || err != nil {
 			return ok, err
 		}
 	}
 	return false, nil
+}
+
+// concerns reports whether a message that a lane has not read is for it. One that
+// is damaged concerns every lane.
+func (s *Store) concerns(l *lane, seq uint64) (bool, error) {
+	v, closer, err := s.db.Get(key(prefixMessage, l.log.number, seq))
+	if err == nil {
+		defer func() { _ = closer.Close() }()
+		var rec record
+		if err = rec.decode(v); err == nil {
+			return rec.verdict(l.id) != passed, nil
+		}
+	}
+	if pebble.IsCorruptionError(err) || errors.Is(err, pebble.ErrNotFound) {
+		return true, nil
+	}
+	return false, s.explain(err)
 }
 
 // needless reports whether a lane that has left need not deliver a message.
@@ -513,14 +550,15 @@ func (s *Store) filter(l *lane, seq uint64) error {
 	return err
 }
 
-// pass counts a message that is for another lane, or for no lane here: it may be
-// the last one of the group that could have taken it.
-func (s *Store) pass(b *pebble.Batch, l *lane, r *reader, seq uint64) (buried bool, err error) {
+// pass counts a message that is not for the lane. The lane may be the last one of
+// the group that reads it. A message for an endpoint that is gone is then a dead
+// letter when it was attempted, and discarded otherwise.
+func (s *Store) pass(b *pebble.Batch, l *lane, r *reader, seq uint64, sibling bool) (buried bool, err error) {
 	l.passed++
 	if l.group == nil {
 		return false, nil
 	}
-	if done, err := s.needless(l, seq); done || err != nil {
+	if done, err := s.settledWithout(l, seq); done || err != nil {
 		return false, err
 	}
 	g := l.group
@@ -531,7 +569,14 @@ func (s *Store) pass(b *pebble.Batch, l *lane, r *reader, seq uint64) (buried bo
 	if _, err := s.finish(g, seq); err != nil {
 		return false, err
 	}
-	if !known {
+	switch {
+	case !known && sibling:
+		g.discarded++
+		l.passed--
+		l.letGo++
+		s.metrics.discard(1)
+		return false, nil
+	case !known:
 		g.passed++
 		return false, nil
 	}
@@ -733,7 +778,7 @@ func (s *Store) discardOrphans(b *pebble.Batch, l *lane) error {
 			g.discarded++ // It was this lane's own.
 			return nil
 		}
-		if done, err := s.needless(l, seq); done || err != nil {
+		if done, err := s.settledWithout(l, seq); done || err != nil {
 			return err
 		}
 		if _, known, err := s.givenUp(g, seq); err != nil {
@@ -744,7 +789,7 @@ func (s *Store) discardOrphans(b *pebble.Batch, l *lane) error {
 		if _, err := s.finish(g, seq); err != nil {
 			return err
 		}
-		if v := rec.verdict(l.id); v == passed {
+		if rec.verdict(l.id) == passed && !rec.forSibling(l.id) {
 			g.passed++
 		} else {
 			g.discarded++

@@ -43,7 +43,7 @@ func (s *Store) noteDamage(path string) {
 		err = errors.Join(err, f.Sync(), f.Close())
 	}
 	if err != nil {
-		s.log.Warn("the damage could not be noted; after a restart it is met again", "path", path, "error", err)
+		s.log.Warn("recording the damage failed; after a restart it is detected again", "path", path, "error", err)
 	}
 }
 

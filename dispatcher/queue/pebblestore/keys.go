@@ -23,6 +23,7 @@ import (
 //	ms source                             the number of a Source's log(8)
 //	q lane(8) seq(8)                      a retry -> due, attempt, failure
 //	r lane(8) due(8) seq(8)               the same retries by due time -> attempt
+//	t log(8)                              up to which message the log is freed: seq(8); only a repair reads it
 //	w group(8) seq(8)                     a message that a lane gave up while another has it -> attempts, failure
 //	x len(2) destination time(8) lane(8) seq(8)   a dead letter
 //	y destination                         how many dead letters it has, their bytes, and the ledger of its dropped lanes
@@ -38,6 +39,7 @@ const (
 	prefixMeta       = 'm'
 	prefixRetry      = 'q'
 	prefixDue        = 'r'
+	prefixFreed      = 't'
 	prefixGivenUp    = 'w'
 	prefixDeadLetter = 'x'
 	prefixDest       = 'y'

@@ -159,7 +159,7 @@ func (s *Store) changed(l *lane) {
 func (s *Store) OpenLane(id queue.LaneID) error {
 	for _, name := range []string{id.Source, id.Destination, id.Endpoint} {
 		if len(name) > maxNameBytes {
-			return fmt.Errorf("open a lane: a name has %d bytes; it may have %d", len(name), maxNameBytes)
+			return fmt.Errorf("open a lane: a name has %d bytes; at most %d are allowed", len(name), maxNameBytes)
 		}
 	}
 	if id.Source == "" || id.Destination == "" {
@@ -479,11 +479,12 @@ func (s *Store) lease(l *lane, r *reader, want int) (again bool, err error) {
 		if l.nextDue <= now {
 			retries, err = r.takeDue(now, room)
 		}
+		// When there were fewer retries than their share.
+		firsts += r.takeReleased(room - retries)
 		l.mu.Unlock()
 		if err := errors.Join(err, r.readTaken()); err != nil {
 			return false, err
 		}
-		// When there were fewer retries than their share.
 		n, err := r.readFirsts(want)
 		if err != nil {
 			return false, err

@@ -21,36 +21,36 @@ type metrics struct {
 func newMetrics(s *Store) *metrics {
 	m := &metrics{
 		commitSeconds: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: "posthorn_queue_commit_seconds", Help: "Time to make a group of messages durable, the sync of the disk included.",
+			Name: "posthorn_queue_commit_seconds", Help: "Duration of storing a group of messages, with the disk sync.",
 			Buckets: prometheus.ExponentialBuckets(0.0001, 2, 16),
 		}),
 		commitMessages: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: "posthorn_queue_commit_messages", Help: "Messages that one sync of the disk made durable.",
+			Name: "posthorn_queue_commit_messages", Help: "Messages made durable by one disk sync.",
 			Buckets: prometheus.ExponentialBuckets(1, 2, 12),
 		}),
 		syncSeconds: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: "posthorn_queue_sync_seconds", Help: "Time of one sync (fsync) of the queue's log to the disk.",
+			Name: "posthorn_queue_sync_seconds", Help: "Duration of one sync (fsync) of the queue's log.",
 			Buckets: prometheus.ExponentialBuckets(0.0001, 2, 16),
 		}),
 		discarded: prometheus.NewCounter(prometheus.CounterOpts{
-			Name: "posthorn_queue_discarded_messages_total", Help: "Messages that were pending in lanes when these were dropped with their source or destination.",
+			Name: "posthorn_queue_discarded_messages_total", Help: "Messages that were pending when their Source or destination was deleted.",
 		}),
 	}
 	m.damaged = prometheus.NewCounter(prometheus.CounterOpts{
-		Name: "posthorn_queue_damaged_messages_total", Help: "Messages that became dead letters because the file that they are in is damaged.",
+		Name: "posthorn_queue_damaged_messages_total", Help: "Messages that became dead letters because their file is damaged.",
 	})
 	gauge := func(name, help string, fn func() float64) prometheus.Collector {
 		return prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, fn)
 	}
 	m.all = []prometheus.Collector{
 		m.commitSeconds, m.commitMessages, m.syncSeconds, m.discarded, m.damaged,
-		gauge("posthorn_queue_corrupt", "1 once a file of the queue was found damaged, until it is repaired.", func() float64 {
+		gauge("posthorn_queue_corrupt", "1 after a file of the queue was found damaged, until the queue is repaired.", func() float64 {
 			if s.corrupt.Load() != nil {
 				return 1
 			}
 			return 0
 		}),
-		gauge("posthorn_queue_disk_bytes", "Disk that the queue takes.", func() float64 { return float64(s.DiskBytes()) }),
+		gauge("posthorn_queue_disk_bytes", "Disk space of the queue.", func() float64 { return float64(s.DiskBytes()) }),
 		gauge("posthorn_queue_full", "1 while new calls are refused because the disk is above its high-water mark.", func() float64 {
 			if s.Full() {
 				return 1
@@ -58,7 +58,7 @@ func newMetrics(s *Store) *metrics {
 			return 0
 		}),
 		gauge("posthorn_queue_source_quota_bytes", "Bytes of undelivered messages that one Source may keep before its calls are refused; 0 for no limit.", func() float64 { return float64(s.SourceQuota()) }),
-		gauge("posthorn_queue_lanes", "Lanes that the queue knows.", func() float64 {
+		gauge("posthorn_queue_lanes", "Lanes of the queue.", func() float64 {
 			s.mu.RLock()
 			defer s.mu.RUnlock()
 			return float64(len(s.lanes))

@@ -389,7 +389,7 @@ func (r *reader) readFirsts(max int) (int, error) {
 			lost, why = append(lost, next), append(why, string(rec.body))
 			r.scanned++
 		case v != wanted && l.group != nil:
-			grouped = append(grouped, judged{next, v})
+			grouped = append(grouped, judged{next, v, rec.forSibling(l.id)})
 			r.scanned++
 		case v == filtered:
 			filteredOut++
@@ -437,6 +437,7 @@ func (r *reader) readFirsts(max int) (int, error) {
 type judged struct {
 	seq     uint64
 	verdict verdict
+	sibling bool // It is for another endpoint of the destination.
 }
 
 // count has the group count what a lane does not get. The caller holds mu.
@@ -455,7 +456,7 @@ func (r *reader) count(grouped []judged) error {
 			failed = errors.Join(failed, s.filter(l, m.seq))
 			continue
 		}
-		buried, err := s.pass(b, l, r, m.seq)
+		buried, err := s.pass(b, l, r, m.seq, m.sibling)
 		changed, failed = changed || buried, errors.Join(failed, err)
 	}
 	if !changed {

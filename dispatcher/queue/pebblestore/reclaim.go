@@ -79,7 +79,7 @@ func (s *Store) startReclaim() {
 		case ctx.Err() != nil || isFull(err):
 			return // The next quiet time tries again.
 		case err != nil:
-			s.log.Error("reclaiming disk space failed; trying again", "error", s.explain(err))
+			s.log.Error("reclaiming disk space failed; retrying", "error", s.explain(err))
 			return
 		}
 		r.done.Store(activity)

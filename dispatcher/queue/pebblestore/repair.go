@@ -95,7 +95,7 @@ func rebuild(s *salvager, dir string, r *Repaired) error {
 	if err != nil {
 		return errors.Join(err, db.Close())
 	}
-	w := &rebuilder{s: s, db: db, b: db.NewBatch(), r: r, accepted: map[uint64]acceptedEntry{}, sources: map[uint64]string{}, heads: map[uint64]head{}, lanes: map[uint64]*lane{}, dropped: map[string]queue.Ledger{}, names: map[string]uint64{}}
+	w := &rebuilder{s: s, db: db, b: db.NewBatch(), r: r, accepted: map[uint64]acceptedEntry{}, sources: map[uint64]string{}, heads: map[uint64]head{}, freed: map[uint64]uint64{}, lanes: map[uint64]*lane{}, dropped: map[string]queue.Ledger{}, names: map[string]uint64{}}
 	for _, e := range accepted {
 		w.accepted[e.number] = e
 	}
@@ -144,6 +144,7 @@ type rebuilder struct {
 	sources map[uint64]string // By the number of the log.
 	names   map[string]uint64 // The inverse.
 	heads   map[uint64]head
+	freed   map[uint64]uint64 // By the number of the log: the last message that was freed. Logs of older releases may have none.
 	lanes   map[uint64]*lane
 	dropped map[string]queue.Ledger // Of Sources, and of destinations.
 	highest uint64                  // Number of a log or a lane.
@@ -213,6 +214,15 @@ func (w *rebuilder) readSources() error {
 		if err := w.set(append(append([]byte(nil), keySources...), e.source...), binary.BigEndian.AppendUint64(nil, n)); err != nil {
 			return err
 		}
+	}
+	err = w.scan([]byte{prefixFreed}, func(k, v []byte) error {
+		if len(k) == 9 && len(v) == 8 {
+			w.freed[number(k, 0)] = binary.BigEndian.Uint64(v)
+		}
+		return nil
+	})
+	if err != nil {
+		return err
 	}
 	return w.scan([]byte{prefixHead}, func(k, v []byte) error {
 		if d := (decoder{b: v}); len(k) == 9 {
@@ -294,7 +304,7 @@ func (w *rebuilder) adopt(orphans map[string][]*lane) error {
 	}
 	for n := range nameless {
 		w.lose("the name of a log with %d messages: none of them can be delivered", w.heads[n].seq)
-		for _, prefix := range []byte{prefixMessage, prefixHead, prefixDropped} {
+		for _, prefix := range []byte{prefixMessage, prefixHead, prefixDropped, prefixFreed} {
 			if err := w.b.DeleteRange(key(prefix, n), after(prefix, n), nil); err != nil {
 				return err
 			}
@@ -403,8 +413,13 @@ func (w *rebuilder) mendLog(n uint64) error {
 		w.lose("the end of the log of %s: messages behind %d, if there were any", source, h.seq)
 	}
 	need := h.seq + 1
+	// Messages in front of the first that can be read are damaged, unless they were freed.
+	oldest := cmp.Or(first, h.seq+1)
+	if freed, ok := w.freed[n]; ok {
+		oldest = min(oldest, freed+1)
+	}
 	for _, l := range lanes {
-		from, err := w.mendLane(l, first, h.seq)
+		from, err := w.mendLane(l, oldest, h.seq)
 		if err != nil {
 			return err
 		}
@@ -455,13 +470,13 @@ func (w *rebuilder) mendLog(n uint64) error {
 }
 
 // mendLane makes a lane's state agree with its retries, and returns the first message that it needs.
+// first is the oldest message of the log that was not freed, head the newest one.
 func (w *rebuilder) mendLane(l *lane, first, head uint64) (need uint64, err error) {
 	retries, err := w.retriesOf(l)
 	if err != nil {
 		return 0, err
 	}
 	if !l.opened {
-		first = cmp.Or(first, head+1)
 		w.lose("the position of lane %s: it begins with message %d of %s again, and counts anew", laneName(l.id), first, l.id.Source)
 		l.laneState, l.open = laneState{start: first - 1, next: first}, map[uint64]taking{}
 		clear(retries)
@@ -475,7 +490,7 @@ func (w *rebuilder) mendLane(l *lane, first, head uint64) (need uint64, err erro
 			return 0, err
 		}
 	}
-	if from := max(cmp.Or(first, head+1), l.start+1); from < l.next && w.retriesUncertain(l, retries) {
+	if from := max(first, l.start+1); from < l.next && w.retriesUncertain(l, retries) {
 		w.lose("which messages of %s waited to be sent to %s again: all from %d on are sent again", l.id.Source, laneName(l.id), from)
 		l.next = from
 		maps.DeleteFunc(l.open, func(seq uint64, _ taking) bool { return seq >= from })

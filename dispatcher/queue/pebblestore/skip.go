@@ -4,8 +4,8 @@ import (
 	"github.com/cockroachdb/pebble/v2"
 )
 
-// First attempts at one URL of messages that another URL took must not keep
-// new calls out. Where the room is needed they are skipped, oldest first.
+// Pending first attempts at one URL, of messages that another URL accepted, must not block
+// new calls. If the space is needed they are skipped, oldest first.
 
 const (
 	// skipChunk is how many messages of a log are looked at between two looks at the room.

@@ -206,7 +206,7 @@ func (s *Store) openPositions() error {
 		return err
 	}
 	if damaged {
-		s.log.Warn("a file of the queue is damaged; it is written anew", "path", s.path(syncedName))
+		s.log.Warn("a file of the queue is damaged; rewriting it", "path", s.path(syncedName))
 	}
 	names, err := s.fs.List(s.dir)
 	if err != nil {
@@ -252,6 +252,7 @@ func (s *Store) closeFiles() error {
 
 func (s *Store) openDB() error {
 	memTable := s.disk.memTableBytes()
+	s.disk.trimBytes = memTable / 8
 	set(&s.o.MinFreeBytes, 4*memTable)
 	s.cache = pebble.NewCache(s.o.CacheBytes)
 	defer s.cache.Unref()
@@ -281,7 +282,7 @@ func (s *Store) explain(err error) error {
 	case err == nil || errors.As(err, &corrupt):
 		return err
 	case errors.Is(err, syscall.EAGAIN) || strings.Contains(err.Error(), "lock held by current process"):
-		return errors.New("another process has it open already; stop that one, or use another folder")
+		return errors.New("another process has it open; stop that process, or use another folder")
 	case errors.Is(err, os.ErrPermission):
 		return fmt.Errorf("it must be writable: %w", err)
 	case strings.Contains(err.Error(), "key=value syntax") || strings.Contains(err.Error(), "name from file"):
@@ -576,6 +577,7 @@ func (s *Store) logFor(source string) (*sourceLog, error) {
 	b := s.db.NewBatch()
 	l.number = s.nextNumber(b)
 	_ = b.Set(append(append([]byte(nil), keySources...), source...), binary.BigEndian.AppendUint64(nil, l.number), nil)
+	_ = b.Set(key(prefixFreed, l.number), binary.BigEndian.AppendUint64(nil, 0), nil)
 	if err := s.apply(b); err != nil {
 		return nil, err
 	}
@@ -610,6 +612,15 @@ func (s *Store) applySync(b *pebble.Batch) error {
 
 // Remember implements queue.Store.
 func (s *Store) Remember(name string, value []byte) error {
+	return s.remember(name, value, s.apply)
+}
+
+// RememberDurably implements queue.Store.
+func (s *Store) RememberDurably(name string, value []byte) error {
+	return s.remember(name, value, s.applySync)
+}
+
+func (s *Store) remember(name string, value []byte, apply func(*pebble.Batch) error) error {
 	if name == "" || len(name) > 3*maxNameBytes {
 		return fmt.Errorf("remember: the name has %d bytes; it must have 1 to %d", len(name), 3*maxNameBytes)
 	}
@@ -623,7 +634,7 @@ func (s *Store) Remember(name string, value []byte) error {
 	} else {
 		_ = b.Set(k, value, nil)
 	}
-	return s.apply(b)
+	return apply(b)
 }
 
 // Remembered implements queue.Store.
@@ -717,7 +728,7 @@ func (s *Store) Close() error {
 func (s *Store) events() *pebble.EventListener {
 	return &pebble.EventListener{
 		BackgroundError: func(err error) {
-			s.log.Error("the queue's storage engine failed in the background; it tries again", "error", err)
+			s.log.Error("a background task of the queue's storage engine failed; retrying", "error", err)
 		},
 		DataCorruption: func(info pebble.DataCorruptionInfo) {
 			s.log.Error("a file of the queue is corrupt", "path", info.Path, "error", info.Details)
@@ -743,7 +754,7 @@ func (l engineLogger) Errorf(format string, args ...any) {
 // Fatalf is how the engine says that its log could not be written: what follows would not be durable.
 func (l engineLogger) Fatalf(format string, args ...any) {
 	err := fmt.Errorf(format, args...)
-	l.s.log.Error("the queue cannot write its log and stops the process; nothing acknowledged is lost", "error", err)
+	l.s.log.Error("writing the queue's log failed; stopping the process; nothing acknowledged is lost", "error", err)
 	l.s.o.Fatal(err)
 	select {} // The engine does not expect it to return.
 }

@@ -6,6 +6,7 @@ import (
 	"maps"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -327,7 +328,7 @@ func (m *groupModel) recover(acknowledged uint64) {
 			case m.exempt(seq) && !byLane[name][seq]:
 				m.Fatalf("lane %v lost message %d of the type delete", l.id, seq)
 			case !m.exempt(seq) && !m.final[seq] && !got[seq]:
-				m.Fatalf("message %d, pending in lane %v, is lost", seq, l.id)
+				m.Fatalf("message %d, pending in lane %v, is lost: %+v", seq, l.id, m.log[seq-1])
 			}
 		}
 	}
@@ -403,6 +404,23 @@ func (m *groupModel) verdict(l *groupLane, seq uint64) status {
 	return unread
 }
 
+// forSibling reports whether a message is only for another endpoint of the destination.
+func (m *groupModel) forSibling(l *groupLane, seq uint64) bool {
+	only := m.log[seq-1].Only
+	return strings.HasPrefix(only, crm+"/") && only != crm+"/"+l.id.Endpoint
+}
+
+// unreadElsewhere reports whether a lane that goes on has not read a message: that
+// lane counts it, also where it is not for it.
+func (m *groupModel) unreadElsewhere(l *groupLane, seq uint64) bool {
+	for _, o := range m.lanes {
+		if o != l && o.end == 0 && seq > o.read && seq > o.start {
+			return true
+		}
+	}
+	return false
+}
+
 func (m *groupModel) limit(l *groupLane) uint64 {
 	if l.end != 0 {
 		return min(m.head(), l.end)
@@ -424,13 +442,28 @@ func (m *groupModel) has(l *groupLane, seq uint64) bool {
 	return ok && (f.status == released || f.status == leasedNow || f.status == retrying)
 }
 
+// concerns reports whether a message is in a lane and for it.
+func (m *groupModel) concerns(o *groupLane, seq uint64) bool {
+	return m.has(o, seq) && (seq <= o.read || m.verdict(o, seq) != passed)
+}
+
 func (m *groupModel) elsewhere(l *groupLane, seq uint64) bool {
 	for _, o := range m.lanes {
-		if o != l && (!o.left || l.left && o.born < l.born) && m.has(o, seq) {
+		if o != l && (!o.left || l.left && o.born < l.born) && m.concerns(o, seq) {
 			return true
 		}
 	}
 	return false
+}
+
+// settledWithout reports whether a message is final, or in another lane that it is for.
+func (m *groupModel) settledWithout(l *groupLane, seq uint64) bool {
+	for _, o := range m.lanes {
+		if o != l && m.concerns(o, seq) {
+			return true
+		}
+	}
+	return m.final[seq]
 }
 
 func (m *groupModel) needless(l *groupLane, seq uint64) bool {
@@ -484,10 +517,12 @@ func (m *groupModel) sync(l *groupLane) {
 				m.counts.Filtered++
 			}
 		case passed:
-			if !m.needless(l, seq) {
+			if !m.settledWithout(l, seq) {
 				m.final[seq] = true
 				if n, ok := m.given[seq]; ok {
 					m.bury(letterLane, seq, n)
+				} else if m.forSibling(l, seq) {
+					m.counts.Discarded++
 				}
 			}
 		default:
@@ -649,15 +684,15 @@ func (m *groupModel) drop(l *groupLane) {
 	m.must(m.store.DropLane(context.Background(), l.id))
 	last := len(m.lanes) == 1
 	for seq := l.start + 1; seq <= m.limit(l) && !last; seq++ {
-		if !m.has(l, seq) || slices.Contains(m.gaps, seq) {
+		if !m.has(l, seq) || slices.Contains(m.gaps, seq) || seq > l.read && m.unreadElsewhere(l, seq) {
 			continue
 		}
 		if seq <= l.read && m.exempt(seq) {
 			m.counts.Discarded++
-		} else if !m.needless(l, seq) {
+		} else if !m.settledWithout(l, seq) {
 			m.final[seq] = true
 			delete(m.given, seq)
-			if m.verdict(l, seq) != passed {
+			if m.verdict(l, seq) != passed || m.forSibling(l, seq) {
 				m.counts.Discarded++
 			}
 		}

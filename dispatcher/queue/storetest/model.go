@@ -97,6 +97,8 @@ type doubt struct {
 	skipped  []uint64 // What it does not get, as it goes on.
 	forgot   map[string]queue.Ledger
 	deleted  map[letterID]int64
+	// remembered are the earlier states of the memory that a durable write makes impossible.
+	remembered []map[string]string
 }
 
 type status int
@@ -531,9 +533,17 @@ func (m *model) remember() {
 	if m.oneOf(3) {
 		value = nil
 	}
-	m.note("remember %s: %s", name, value)
-	m.check(m.store.Remember(name, value))
-	m.older = append(m.older, maps.Clone(m.memory))
+	durable := m.oneOf(4)
+	m.note("remember %s: %s, durably: %t", name, value, durable)
+	before := maps.Clone(m.memory)
+	if durable {
+		m.doubt.remembered = append(m.older, before)
+		m.check(m.store.RememberDurably(name, value))
+		m.older = nil
+	} else {
+		m.check(m.store.Remember(name, value))
+		m.older = append(m.older, before)
+	}
 	if m.memory[name] = string(value); value == nil {
 		delete(m.memory, name)
 	}
@@ -782,7 +792,7 @@ func (m *model) recoverCrash() {
 		}
 	}
 	got := m.recall()
-	if !slices.ContainsFunc(append(m.older, m.memory), func(was map[string]string) bool { return maps.Equal(got, was) }) {
+	if !slices.ContainsFunc(append(append(m.older, m.doubt.remembered...), m.memory), func(was map[string]string) bool { return maps.Equal(got, was) }) {
 		m.Fatalf("after a crash it remembers %v; it was %v, and %v before", got, m.memory, m.older)
 	}
 	m.memory, m.older = got, nil

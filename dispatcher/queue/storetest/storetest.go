@@ -80,6 +80,7 @@ func Run(t *testing.T, start func(t *testing.T) Engine) {
 		{"Release", (*suite).release},
 		{"Retry", (*suite).retry},
 		{"RetriesGetAnEighth", (*suite).retriesGetAnEighth},
+		{"ReleasedFillTheShareOfRetries", (*suite).releasedFillTheShareOfRetries},
 		{"LeaseOldest", (*suite).leaseOldest},
 		{"Bury", (*suite).bury},
 		{"DeadLetterPaging", (*suite).deadLetterPaging},
@@ -833,6 +834,21 @@ func (x *suite) buryExpiredMany() {
 
 // What was retried, leased again and given back is buried, and what waits
 // behind it is the oldest then.
+// Where fewer retries are due than their share, released messages get the rest.
+func (x *suite) releasedFillTheShareOfRetries() {
+	x.open(lane)
+	x.add(20)
+	got := x.lease(lane, 20)
+	x.store.Retry(got[0], x.Clock.Now(), x.failure("TimedOut"))
+	for _, d := range got[1:] {
+		x.store.Release(d)
+	}
+	x.Clock.Advance(time.Second)
+	x.equal("messages before the retry's share", len(x.lease(lane, 5)), 5)
+	x.equal("messages", len(x.lease(lane, 11)), 11)
+	x.equal("the rest", len(x.lease(lane, 11)), 4)
+}
+
 func (x *suite) buryExpiredReleasedRetry() {
 	x.open(lane)
 	x.add(1)

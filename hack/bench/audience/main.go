@@ -86,7 +86,7 @@ func run(ctx context.Context) error {
 				return err
 			}
 			if n := received.Load(); n != int64(sync.want) {
-				return fmt.Errorf("%s: %d calls came, want %d", sync.name, n, sync.want)
+				return fmt.Errorf("%s: %d calls arrived, want %d", sync.name, n, sync.want)
 			}
 			delivered = fmt.Sprintf("%.2f s", took.Seconds()/millions)
 		}
@@ -97,7 +97,7 @@ func run(ctx context.Context) error {
 	return nil
 }
 
-// startSink takes calls and counts them.
+// startSink accepts and counts calls.
 func startSink() (addr string, received *atomic.Int64, err error) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -144,12 +144,14 @@ apiVersion: posthorn.dev/v1alpha1
 kind: WebhookDestination
 metadata: {name: sink}
 spec:
-  sources: {names: [web]}
+  sourceRefs: [{name: web}]
   endpoints:
   - name: primary
     url: http://%s/
   signing:
-    secretRef: {name: keys, key: sharedSecret}
+    schemes:
+    - type: HMACSHA1
+      secretKeyRef: {name: keys, key: sharedSecret}
   delivery: {maxInFlight: 256}
   filter: {types: [%s]}
 ---
@@ -172,11 +174,11 @@ spec: {sourceRef: {name: web}, displayName: bench}
 	if err != nil {
 		return p, errors.Join(err, p.Stop(os.Kill))
 	}
-	time.Sleep(2 * time.Second) // what a start takes is over
+	time.Sleep(2 * time.Second) // until the start is complete
 	return p, nil
 }
 
-// until polls and returns how long after begin something was so.
+// until polls a condition and returns the time since begin when it is true.
 func (p posthorn) until(ctx context.Context, begin time.Time, done func() (bool, error)) (time.Duration, error) {
 	for {
 		ok, err := done()
@@ -218,7 +220,7 @@ func (p posthorn) do(ctx context.Context, method, query string, body io.Reader) 
 }
 
 // sync sends the members and returns how long it took until the sync was decided.
-// Its answer comes when all calls are in the queue, so that is asked for.
+// The program waits for its answer, which is sent when all calls are in the queue.
 func (p posthorn) sync(ctx context.Context, from int) (time.Duration, error) {
 	before, err := p.do(ctx, http.MethodGet, "", nil)
 	if err != nil {

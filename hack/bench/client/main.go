@@ -214,5 +214,5 @@ func accept(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, err.Error(), http.StatusBadRequest)
 		return
 	}
-	io.WriteString(w, `{"success":true}`) //nolint:errcheck // the client is gone
+	io.WriteString(w, `{"success":true}`) //nolint:errcheck // the client has disconnected
 }

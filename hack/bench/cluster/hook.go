@@ -38,8 +38,8 @@ func newHook() *hook {
 
 func (h *hook) close() { h.Server.Close() }
 
-// expect returns a channel per dispatcher that tells when its first delivery to
-// path came that carries the version, or is signed with it.
+// expect returns a channel per dispatcher with the time of its first delivery to
+// path that has the version, or is signed with it.
 func (h *hook) expect(path, version string, signed bool) []chan time.Time {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -70,7 +70,7 @@ func (h *hook) ServeHTTP(_ http.ResponseWriter, r *http.Request) {
 	} else if r.Header.Get(versionHeader) != h.version {
 		return
 	}
-	// A messageId begins with the number of the dispatcher that took the call.
+	// A messageId begins with the number of the dispatcher that accepted the call.
 	number, _, _ := strings.Cut(r.Header.Get("Idempotency-Key"), "-")
 	if pod, err := strconv.Atoi(number); err == nil && pod < len(h.seen) {
 		select {

@@ -38,8 +38,8 @@ import (
 
 const (
 	release = env.Release
-	// patience bounds every wait; what takes longer is an error, not a figure.
-	patience = 5 * time.Minute
+	// maxWait bounds every wait; a longer wait is an error, not a figure.
+	maxWait = 5 * time.Minute
 )
 
 // world is an API server with operator and dispatchers.
@@ -53,7 +53,7 @@ type world struct {
 
 	processes map[string]*process.Posthorn
 	logs      []io.Closer
-	listen    []string // where each dispatcher takes calls
+	listen    []string // the tracking API of each dispatcher
 	sent      atomic.Int64
 }
 
@@ -113,7 +113,7 @@ func (w *world) tenant(i int) string { return fmt.Sprintf("tenant-%02d", i%*name
 
 func destinationName(i int) string { return fmt.Sprintf("hook-%02d", i) }
 
-// apply makes the tenants' objects.
+// apply creates the objects of all namespaces.
 func (w *world) apply(ctx context.Context) error {
 	var group errgroup.Group
 	group.SetLimit(8)
@@ -128,9 +128,9 @@ func (w *world) apply(ctx context.Context) error {
 				name := destinationName(i)
 				secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: name}, StringData: map[string]string{"sharedSecret": firstSecret}}
 				d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: name}}
-				d.Spec.Sources.Names = []string{"web"}
+				d.Spec.SourceRefs = []v1alpha1.ObjectReference{{Name: "web"}}
 				d.Spec.Endpoints = []v1alpha1.Endpoint{w.endpoint(tenant, name, "first")}
-				d.Spec.Signing = &v1alpha1.Signing{SecretRef: v1alpha1.SecretKeyReference{Name: name, Key: "sharedSecret"}}
+				d.Spec.Signing = &v1alpha1.Signing{Schemes: []v1alpha1.SigningScheme{{Type: v1alpha1.HMACSHA1, SecretKeyRef: v1alpha1.SecretKeyReference{Name: name, Key: "sharedSecret"}}}}
 				d.Spec.Filter = &v1alpha1.Filter{Events: []string{name}}
 				objects = append(objects, secret, d)
 			}
@@ -151,7 +151,7 @@ func (w *world) endpoint(tenant, name, version string) v1alpha1.Endpoint {
 
 // startProcesses starts the dispatchers, each on an address of its own, and the operator.
 func (w *world) startProcesses(ctx context.Context) error {
-	// Ports that are free at this machine's first address are so at the others.
+	// Ports that are free at this machine's first address are free at the others, too.
 	_, calls, _ := net.SplitHostPort(process.FreeAddr())
 	_, admin, _ := net.SplitHostPort(process.FreeAddr())
 	token := filepath.Join(w.dir, "token")
@@ -204,7 +204,7 @@ func (w *world) start(name string, args ...string) error {
 	return p.Start()
 }
 
-// makePod tells the operator of a dispatcher, as the kubelet would.
+// makePod creates a dispatcher's Pod object, as the kubelet would.
 func (w *world) makePod(ctx context.Context, name, ip string) error {
 	no, yes, id := false, true, int64(65532)
 	pod := &corev1.Pod{
@@ -239,11 +239,11 @@ func (w *world) kubeconfig(account string) (string, error) {
 	return file, clientcmd.WriteToFile(*config, file)
 }
 
-// waitReady waits until every object is Ready with every dispatcher programmed.
+// waitReady waits until every object is Ready.
 func (w *world) waitReady(ctx context.Context) error {
-	ready := func(generation int64, conditions []metav1.Condition, count *v1alpha1.DispatcherCount) bool {
+	ready := func(generation int64, conditions []metav1.Condition) bool {
 		c := meta.FindStatusCondition(conditions, v1alpha1.ConditionReady)
-		return c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == generation && count != nil && int(count.Programmed) == *dispatchers
+		return c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == generation
 	}
 	return w.until(ctx, 250*time.Millisecond, "every object to be Ready", func() (bool, error) {
 		var list v1alpha1.WebhookDestinationList
@@ -253,17 +253,17 @@ func (w *world) waitReady(ctx context.Context) error {
 		}
 		all := len(list.Items) == *namespaces**perTenant && len(sources.Items) == *namespaces
 		for _, d := range list.Items {
-			all = all && ready(d.Generation, d.Status.Conditions, d.Status.Dispatchers)
+			all = all && ready(d.Generation, d.Status.Conditions)
 		}
 		for _, s := range sources.Items {
-			all = all && ready(s.Generation, s.Status.Conditions, s.Status.Dispatchers)
+			all = all && ready(s.Generation, s.Status.Conditions)
 		}
 		return all, nil
 	})
 }
 
 func (w *world) until(ctx context.Context, every time.Duration, what string, ok func() (bool, error)) error {
-	for deadline := time.Now().Add(patience); ; {
+	for deadline := time.Now().Add(maxWait); ; {
 		done, err := ok()
 		if done || err != nil {
 			return err
@@ -323,7 +323,7 @@ func (w *world) change(ctx context.Context, i int) (time.Duration, error) {
 	tenant, name := w.tenant(i*7), destinationName((i*3)%*perTenant)
 	version := fmt.Sprintf("change-%d", i)
 	seen := w.hook.expect("/"+tenant+"/"+name, version, i%2 == 1)
-	ctx, cancel := context.WithTimeout(ctx, patience)
+	ctx, cancel := context.WithTimeout(ctx, maxWait)
 	defer cancel()
 	group, ctx := errgroup.WithContext(ctx)
 	begin := time.Now()
@@ -398,7 +398,7 @@ rules:
 // tally counts writes: secrets, status, leases, reviews, or the resource's name.
 type tally map[string]int
 
-// objects are the writes that change what is stored, but for the Lease.
+// objects are the writes that change stored objects, except the Lease.
 func (t tally) objects() (n int) {
 	for what, count := range t {
 		if what != "leases" && what != "reviews" {

@@ -82,7 +82,7 @@ var receivers = []fault{
 			s.request(r)
 		}
 	}},
-	{name: "sends a second answer (500) that nobody asked for", handle: func(s *seen, _ int, c net.Conn) {
+	{name: "sends a second, unrequested answer (500)", handle: func(s *seen, _ int, c net.Conn) {
 		for r := bufio.NewReader(c); s.request(r); {
 			s.send(c, ok)
 			time.Sleep(20 * time.Millisecond)
@@ -117,7 +117,7 @@ var receivers = []fault{
 // faults shows what each client makes of bad receivers.
 func faults(out io.Writer) error {
 	clients := []func(string) *client{posthorn, netHTTP, fastHTTP}
-	fmt.Fprintf(out, "Bad receivers: what %d POSTs in a row got, with a deadline of %v each; then, where it differs, the requests\nthat arrived, the time over all deadlines, and what was sent to the client\n\n", posts, patience)
+	fmt.Fprintf(out, "Bad receivers: the results of %d consecutive POSTs, with a deadline of %v each; then, if different, the requests\nthat arrived, the time beyond all deadlines, and the data sent to the client\n\n", posts, patience)
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	fmt.Fprint(w, "receiver")
 	for _, newClient := range clients {
@@ -235,7 +235,7 @@ func meet(f fault, newClient func(string) *client) (string, error) {
 			text = "error"
 		}
 		got = append(got, text)
-		time.Sleep(50 * time.Millisecond) // What the receiver does behind an answer arrives.
+		time.Sleep(50 * time.Millisecond) // Wait for the receiver's actions after a response.
 	}
 	outcome := strings.Join(got, " ")
 	if n := s.requests.Load(); n > posts {

@@ -43,7 +43,7 @@ func main() {
 		return
 	}
 	flag.Parse()
-	log.SetOutput(io.Discard) // net/http tells there of what the tables show.
+	log.SetOutput(io.Discard) // net/http logs events that the tables show.
 	if err := run(os.Stdout); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)

@@ -131,8 +131,8 @@ func contestants() []contestant {
 			pool.Put(p)
 			return err
 		}},
-		// It decodes lazily: strings and numbers are only found, not read. What
-		// delivery needs is bytes, so this is the least that it would be used for.
+		// It decodes lazily: strings and numbers are located but not decoded. Delivery
+		// needs bytes, so this is the minimal use.
 		{"fastjson, and written", func(s sample) error {
 			p := pool.Get()
 			v, err := p.ParseBytes(s.body)

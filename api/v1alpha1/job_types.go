@@ -1,0 +1,86 @@
+package v1alpha1
+
+import (
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// JobSpec has the fields that Redelivery and DeletionRequest share. An object of
+// these kinds runs once, as a Job of batch/v1 does, and its fields have that
+// kind's names.
+type JobSpec struct {
+	// A name for this run, of your choice. The namespace, the name and the spec
+	// identify a run, and a run that completed is not repeated within 30 days, also
+	// when the object is deleted and created again (reason AlreadyDone). Set another
+	// requestId to run it again.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=128
+	// +optional
+	RequestID string `json:"requestId,omitempty"`
+
+	// The number of seconds after status.startTime at which the run ends if it has
+	// not ended by then: its work stops, and Failed is True with the reason
+	// DeadlineExceeded. Default: no deadline.
+	// +kubebuilder:validation:Minimum=1
+	// +kubebuilder:validation:Maximum=31536000
+	// +optional
+	ActiveDeadlineSeconds *int64 `json:"activeDeadlineSeconds,omitempty"`
+
+	// The number of seconds after the end of the run at which the object is
+	// deleted. 0 deletes it at once. Default: the object is kept. This is the only
+	// field that can be changed.
+	// +kubebuilder:validation:Minimum=0
+	// +kubebuilder:validation:Maximum=31536000
+	// +optional
+	TTLSecondsAfterFinished *int32 `json:"ttlSecondsAfterFinished,omitempty"`
+}
+
+// JobStatus has the status fields that Redelivery and DeletionRequest share.
+type JobStatus struct {
+	// Accepted, Complete, Failed and Ready; Stalled while it is True. Conditions of
+	// other types, which other controllers set, are kept.
+	// +listType=map
+	// +listMapKey=type
+	// +kubebuilder:validation:MaxItems=16
+	// +optional
+	Conditions []metav1.Condition `json:"conditions,omitempty"`
+
+	// The generation that this status describes.
+	// +optional
+	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
+
+	// When the run started; not set while it waits.
+	// +optional
+	StartTime *metav1.Time `json:"startTime,omitempty"`
+
+	// When the run completed; not set when it failed.
+	// +optional
+	CompletionTime *metav1.Time `json:"completionTime,omitempty"`
+}
+
+// DefaultRedeliveryRate is the default of spec.rate of a Redelivery.
+const DefaultRedeliveryRate = 100
+
+// JobEnded reports whether a run has ended, completed or failed.
+func JobEnded(s JobStatus) bool { return jobEnd(s) != nil }
+
+// JobExpires returns when an object with this TTL is to be deleted; false for one that stays.
+func JobExpires(ttlSecondsAfterFinished *int32, s JobStatus) (time.Time, bool) {
+	end := jobEnd(s)
+	if end == nil || ttlSecondsAfterFinished == nil {
+		return time.Time{}, false
+	}
+	return end.LastTransitionTime.Add(time.Duration(*ttlSecondsAfterFinished) * time.Second), true
+}
+
+// jobEnd returns the condition that ended a run, or nil.
+func jobEnd(s JobStatus) *metav1.Condition {
+	for _, conditionType := range []string{ConditionComplete, ConditionFailed} {
+		if c := meta.FindStatusCondition(s.Conditions, conditionType); c != nil && c.Status == metav1.ConditionTrue {
+			return c
+		}
+	}
+	return nil
+}

@@ -1,0 +1,53 @@
+package health
+
+import (
+	"slices"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+)
+
+// Outcome is the state of a run. At its end one of Complete and Failed is true.
+type Outcome struct {
+	Complete, Failed bool
+	Reason, Message  string
+}
+
+// SetJobConditions sets the conditions that Redelivery and DeletionRequest share. Complete, Failed and Ready have the
+// reason and the message of the outcome. Generic clients of kstatus do not know
+// Complete and Failed: they see a run in progress by Ready, which is not True, and
+// a failed run by Stalled.
+func SetJobConditions(s *v1alpha1.JobStatus, generation int64, now metav1.Time, accepted metav1.Condition, o Outcome) {
+	s.ObservedGeneration = generation
+	s.Conditions = slices.Clone(s.Conditions)
+	set := func(conditionType string, is bool, reason, message string) {
+		meta.SetStatusCondition(&s.Conditions, metav1.Condition{
+			Type: conditionType, Status: status(is), Reason: reason, Message: truncate(message, maxMessageBytes),
+			ObservedGeneration: generation, LastTransitionTime: now,
+		})
+	}
+	set(v1alpha1.ConditionAccepted, accepted.Status == metav1.ConditionTrue, accepted.Reason, accepted.Message)
+	set(v1alpha1.ConditionComplete, o.Complete, o.Reason, o.Message)
+	set(v1alpha1.ConditionFailed, o.Failed, o.Reason, o.Message)
+	set(v1alpha1.ConditionReady, o.Complete, o.Reason, o.Message)
+	if o.Failed || accepted.Status != metav1.ConditionTrue && needsPerson(accepted.Reason) {
+		set(v1alpha1.ConditionStalled, true, o.Reason, o.Message)
+	} else {
+		meta.RemoveStatusCondition(&s.Conditions, v1alpha1.ConditionStalled)
+	}
+}
+
+// ObserveEnded returns the status of a run that has ended, which changes in nothing
+// but the generation: only the TTL can be changed.
+func ObserveEnded(s v1alpha1.JobStatus, generation int64) v1alpha1.JobStatus {
+	s.ObservedGeneration = generation
+	s.Conditions = slices.Clone(s.Conditions)
+	for _, conditionType := range jobConditions {
+		if c := meta.FindStatusCondition(s.Conditions, conditionType); c != nil {
+			c.ObservedGeneration = generation
+		}
+	}
+	return s
+}

@@ -1,0 +1,260 @@
+package redelivery_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/posthorn/posthorn/dispatcher/jobs"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/dispatcher/redelivery"
+)
+
+// jobRig does the steps of one object's job, each time as a new process would.
+type jobRig struct {
+	*testing.T
+	store *pebblestore.Store
+	jobs  *redelivery.Jobs
+}
+
+func newJobRig(t *testing.T, s *pebblestore.Store) *jobRig {
+	r := &jobRig{T: t, store: s}
+	r.restart()
+	return r
+}
+
+// restart is a new process on the same store.
+func (r *jobRig) restart() {
+	r.Helper()
+	records, err := jobs.Open(r.store, time.Now)
+	if err != nil {
+		r.Fatal(err)
+	}
+	r.jobs = redelivery.NewJobs(r.store, records)
+}
+
+func action(uid, step string) liveconfig.DeadLetterAction {
+	return liveconfig.DeadLetterAction{
+		Destination: dest, Rate: 1e6, Selector: redelivery.Selector{Until: time.Now().Add(time.Second)},
+		Job: &liveconfig.DeadLetterJob{ID: "id", UID: uid, Step: step, Pods: []string{"pod-0"}},
+	}
+}
+
+func (r *jobRig) do(a liveconfig.DeadLetterAction, want string) redelivery.Progress {
+	r.Helper()
+	p, err := r.jobs.Do(r.Context(), a, redelivery.Options{Rate: a.Rate, DryRun: a.DryRun})
+	if err != nil {
+		r.Fatalf("%s: %v", a.Job.Step, err)
+	}
+	got := fmt.Sprintf("%d/%d left %d", p.Redelivered, p.Matched, p.Job.Left)
+	if p.Job.AlreadyDone {
+		got += " already done"
+	}
+	if p.Job.PartDone {
+		got += " part done"
+	}
+	if got != want {
+		r.Errorf("%s for %s: %s, want %s", a.Job.Step, a.Job.UID, got, want)
+	}
+	return p
+}
+
+func TestJobIsDoneOnce(t *testing.T) {
+	s := open(t, 10, lane)
+	r := newJobRig(t, s)
+	r.do(action("1", liveconfig.JobBegin), "0/10 left 0")
+	r.do(action("1", liveconfig.JobBegin), "0/10 left 0")
+	r.do(action("1", liveconfig.JobRun), "10/10 left 0 part done")
+	r.do(action("1", liveconfig.JobRun), "10/10 left 0 part done")
+	r.do(action("1", liveconfig.JobComplete), "10/10 left 0 part done")
+	r.restart()
+	// The same object again, when only its status is missing, and another one.
+	r.do(action("1", liveconfig.JobBegin), "10/10 left 0 part done")
+	r.do(action("2", liveconfig.JobBegin), "10/10 left 0 already done part done")
+	r.do(action("2", liveconfig.JobRun), "10/10 left 0 already done part done")
+	if n := len(lease(t, s, lane)); n != 10 {
+		t.Errorf("%d messages are pending again, want 10", n)
+	}
+}
+
+// A run that did not complete is done anew for another object.
+func TestJobOfAFailedRun(t *testing.T) {
+	s := open(t, 10, lane)
+	r := newJobRig(t, s)
+	r.do(action("1", liveconfig.JobBegin), "0/10 left 0")
+	r.do(action("1", liveconfig.JobRun), "10/10 left 0 part done")
+	for _, d := range lease(t, s, lane) {
+		if _, err := s.Bury(d, queue.Failure{Time: time.Now(), Reason: "Rejected"}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r.do(action("2", liveconfig.JobBegin), "0/10 left 0")
+	r.do(action("2", liveconfig.JobRun), "10/10 left 0 part done")
+}
+
+func TestJobDryRun(t *testing.T) {
+	s := open(t, 7, lane)
+	r := newJobRig(t, s)
+	a := action("1", liveconfig.JobBegin)
+	a.DryRun = true
+	r.do(a, "0/7 left 0 part done")
+	a.Job.Step = liveconfig.JobRun
+	r.do(a, "0/7 left 0 part done")
+	if n := count(t, s); n != 7 {
+		t.Errorf("%d dead letters are left, want 7", n)
+	}
+}
+
+// A kill between any two writes of the store: the next process continues, no
+// message is lost, and the counts are those of an undisturbed run.
+func TestJobKilled(t *testing.T) {
+	const letters = 350
+	for _, when := range []string{"after the append", "after the removal", "after the record"} {
+		t.Run(when, func(t *testing.T) {
+			s := open(t, letters, lane)
+			r := newJobRig(t, s)
+			r.do(action("1", liveconfig.JobBegin), fmt.Sprintf("0/%d left 0", letters))
+			killed := &killedStore{Store: s, when: when}
+			records, err := jobs.Open(killed, time.Now)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := redelivery.NewJobs(killed, records).Do(t.Context(), action("1", liveconfig.JobRun), redelivery.Options{Rate: 1e6}); !errors.Is(err, errKilled) {
+				t.Fatalf("error %v", err)
+			}
+			r.restart()
+			r.do(action("1", liveconfig.JobRun), fmt.Sprintf("%d/%d left 0 part done", letters, letters))
+			if n := count(t, s); n != 0 {
+				t.Errorf("%d dead letters are left", n)
+			}
+			seen := map[string]int{}
+			for _, d := range lease(t, s, lane) {
+				seen[d.ID]++
+			}
+			twice := 0
+			for _, n := range seen {
+				twice += n - 1
+			}
+			if limit := map[bool]int{true: 100}[when == "after the append"]; len(seen) != letters || twice > limit {
+				t.Errorf("%d of %d messages are pending, %d of them twice; at most a page of %d may be", len(seen), letters, twice, limit)
+			}
+		})
+	}
+}
+
+var errKilled = errors.New("killed")
+
+// killedStore fails at the second page, before or after a step.
+type killedStore struct {
+	queue.Store
+	when                 string
+	appends, gone, notes int
+}
+
+func (s *killedStore) DeleteDeadLetters(ctx context.Context, destination string, keys ...string) error {
+	if s.gone++; s.gone == 2 && s.when == "after the append" {
+		return errKilled
+	}
+	return s.Store.DeleteDeadLetters(ctx, destination, keys...)
+}
+
+func (s *killedStore) Append(ctx context.Context, m []queue.Message) ([]bool, error) {
+	if s.appends++; s.appends == 3 {
+		return nil, errKilled
+	}
+	return s.Store.Append(ctx, m)
+}
+
+func (s *killedStore) RememberDurably(name string, value []byte) error {
+	if s.notes++; s.notes == 2 && s.when == "after the removal" {
+		return errKilled
+	}
+	return s.Store.RememberDurably(name, value)
+}
+
+// Dead letters without a receiver are left, counted, and not scanned again.
+func TestJobLeavesStranded(t *testing.T) {
+	gone := queue.LaneID{Source: src, Destination: dest, Endpoint: "gone"}
+	s := open(t, 6, lane, gone)
+	r := newJobRig(t, s)
+	takes := func(l queue.LaneID) bool { return l != gone && l != lane }
+	r.do(action("1", liveconfig.JobBegin), "0/12 left 0")
+	p, err := r.jobs.Do(t.Context(), action("1", liveconfig.JobRun), redelivery.Options{Rate: 1e6, Takes: takes})
+	if err != nil || p.Redelivered != 0 || p.Job.Left != 12 || !p.Job.PartDone {
+		t.Errorf("%+v %+v %v, want 12 left", p, p.Job, err)
+	}
+}
+
+// The slice bounds a call, and the rate holds over several calls.
+func TestJobSlices(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := open(t, 500, lane)
+		r := newJobRig(t, s)
+		r.do(action("1", liveconfig.JobBegin), "0/500 left 0")
+		start := time.Now()
+		a := action("1", liveconfig.JobRun)
+		a.Rate, a.Job.SliceMS = 10, 2000
+		calls := 0
+		for {
+			calls++
+			before := time.Now()
+			p, err := r.jobs.Do(t.Context(), a, redelivery.Options{Rate: a.Rate})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if took := time.Since(before); took > 4*time.Second {
+				t.Fatalf("a call took %s; its slice is 2s", took)
+			}
+			if p.Job.PartDone {
+				break
+			}
+		}
+		if took := time.Since(start); took < 48*time.Second || took > 51*time.Second {
+			t.Errorf("500 dead letters at 10 a second took %s", took)
+		}
+		if calls < 15 {
+			t.Errorf("%d calls", calls)
+		}
+	})
+}
+
+// Two operators, an old one and its successor, do not work on the same part.
+func TestJobBusy(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := open(t, 50, lane)
+		r := newJobRig(t, s)
+		r.do(action("1", liveconfig.JobBegin), "0/50 left 0")
+		a := action("1", liveconfig.JobRun)
+		a.Rate = 1
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error)
+		go func() {
+			_, err := r.jobs.Do(ctx, a, redelivery.Options{Rate: 1})
+			done <- err
+		}()
+		time.Sleep(10*time.Second + time.Millisecond)
+		if _, err := r.jobs.Do(t.Context(), a, redelivery.Options{}); !errors.Is(err, redelivery.ErrBusy) {
+			t.Errorf("error %v, want that another request works on it", err)
+		}
+		cancel()
+		if err := <-done; err == nil {
+			t.Error("the first call did not notice its end")
+		}
+		a.Rate = 1e6
+		p := r.do(action("1", liveconfig.JobRun), "50/50 left 0 part done")
+		if diff := cmp.Diff([]string{"pod-0"}, slices.Sorted(slices.Values(p.Job.Pods))); diff != "" {
+			t.Errorf("pods (-want +got):\n%s", diff)
+		}
+		if n := len(lease(t, s, lane)); n != 50 {
+			t.Errorf("%d messages are pending, want 50", n)
+		}
+	})
+}

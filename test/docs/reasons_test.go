@@ -1,0 +1,144 @@
+package docs
+
+import (
+	"flag"
+	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+var update = flag.Bool("update", false, "write the generated parts of pages")
+
+// reason is a constant of the API with its comment.
+type reason struct{ where, name, meaning, action string }
+
+var groupOf = regexp.MustCompile(`^Reasons of ([\w ,]+?)(?:,|\.|$)`)
+
+// reasons are the documented reasons of the API, in their order in the code.
+func reasons(t *testing.T) (list []reason) {
+	t.Helper()
+	file, err := parser.ParseFile(token.NewFileSet(), filepath.Join(root, "api", "v1alpha1", "conditions.go"), nil, parser.ParseComments)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, d := range file.Decls {
+		group, ok := d.(*ast.GenDecl)
+		if !ok || group.Tok != token.CONST {
+			continue
+		}
+		where := ""
+		if m := groupOf.FindStringSubmatch(group.Doc.Text()); m != nil {
+			where = m[1]
+		}
+		for _, s := range group.Specs {
+			v := s.(*ast.ValueSpec)
+			constant, ok := strings.CutPrefix(v.Names[0].Name, "Reason")
+			if !ok {
+				continue
+			}
+			name, err := strconv.Unquote(v.Values[0].(*ast.BasicLit).Value)
+			if err != nil || name != constant {
+				t.Errorf("the constant Reason%s is %q (%v); use the same word", constant, name, err)
+			}
+			text := strings.Join(strings.Fields(v.Doc.Text()), " ")
+			meaning, ok := strings.CutPrefix(text, "Reason"+name+": ")
+			if !ok {
+				t.Errorf("Reason%s: the comment must begin with \"Reason%s: \", and say what it means", name, name)
+			}
+			meaning, action, _ := strings.Cut(meaning, " Action: ")
+			if action == "" {
+				action = "Nothing."
+			}
+			list = append(list, reason{where, name, meaning, action})
+		}
+	}
+	return list
+}
+
+// The index of reasons is what the constants' comments say.
+func TestReasonsIndex(t *testing.T) {
+	var b strings.Builder
+	b.WriteString("\n| reason | shown in | meaning | what to do |\n| --- | --- | --- | --- |\n")
+	for _, r := range reasons(t) {
+		capital := func(s string) string {
+			if strings.HasPrefix(s, "spec.") {
+				return s
+			}
+			return strings.ToUpper(s[:1]) + s[1:]
+		}
+		fmt.Fprintf(&b, "| `%s` | %s | %s | %s |\n", r.name, r.where, capital(r.meaning), capital(r.action))
+		if r.where == "" {
+			t.Errorf("Reason%s is in a group of constants whose comment does not begin with \"Reasons of \"", r.name)
+		}
+	}
+	b.WriteString("\n")
+	page := filepath.Join(root, "docs", "reasons.md")
+	text := read(t, "docs", "reasons.md")
+	head, rest, _ := strings.Cut(text, "-update -->\n")
+	_, tail, ok := strings.Cut(rest, "<!-- end -->")
+	if !ok {
+		t.Fatal("docs/reasons.md has no marks of its generated part")
+	}
+	want := head + "-update -->\n" + b.String() + "<!-- end -->" + tail
+	if *update {
+		if err := os.WriteFile(page, []byte(want), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	} else if diff := cmp.Diff(want, text); diff != "" {
+		t.Errorf("docs/reasons.md differs from api/v1alpha1/conditions.go (-want +got); run with -update:\n%s", diff)
+	}
+}
+
+// The API has every reason that a dispatcher gives to an attempt or a dead letter.
+func TestReasonsOfDispatchersAreInTheAPI(t *testing.T) {
+	inAPI := map[string]bool{}
+	for _, r := range reasons(t) {
+		inAPI[r.name] = true
+	}
+	found := 0
+	for _, file := range []string{"egress/egress.go", "delivery/retry/retry.go", "delivery/maintain.go", "queue/queue.go"} {
+		for _, m := range regexp.MustCompile(`(?m)^(?:const |\t)\w+ (?:(?:egress\.)?Reason )?= "([A-Z]\w+)"$`).FindAllStringSubmatch(read(t, "dispatcher", filepath.FromSlash(file)), -1) {
+			found++
+			if !inAPI[m[1]] {
+				t.Errorf("dispatcher/%s has the reason %s, which api/v1alpha1/conditions.go does not have", file, m[1])
+			}
+		}
+	}
+	if found < 15 {
+		t.Errorf("only %d reasons were found in the dispatcher", found)
+	}
+}
+
+// Every error code has a row, and each row is of a code.
+func TestErrorCodesIndex(t *testing.T) {
+	page := read(t, "docs", "reasons.md")
+	tracking, syncs, ok := strings.Cut(page, "\n## Error codes of audience syncs\n")
+	_, tracking, found := strings.Cut(tracking, "\n## Error codes of the tracking API\n")
+	if !ok || !found {
+		t.Fatal("docs/reasons.md lacks a section of error codes")
+	}
+	indexed := func(section string) map[string]bool {
+		codes := map[string]bool{}
+		for _, m := range regexp.MustCompile("(?m)^\\| `([a-z_]+)` \\| [^|]+ \\| [^|]+ \\| [^|]+ \\|$").FindAllStringSubmatch(section, -1) {
+			codes[m[1]] = true
+		}
+		return codes
+	}
+	codes := map[string]bool{}
+	for _, text := range []string{read(t, "dispatcher", "ingest", "ingest.go"), read(t, "event", "event.go")} {
+		for _, m := range regexp.MustCompile(`(?m)^\t(?:code|Code)\w+ += "([a-z_]+)"`).FindAllStringSubmatch(text, -1) {
+			codes[m[1]] = true
+		}
+	}
+	differ(t, "docs/reasons.md, tracking API,", indexed(tracking), codes)
+	differ(t, "docs/reasons.md, audience syncs,", indexed(syncs), audienceCodes(t))
+}

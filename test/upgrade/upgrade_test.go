@@ -1,0 +1,264 @@
+// Package upgrade moves the stored objects of release 0.2.0 to the present API, in the
+// order of docs/upgrading.md, on a real API server: the new CRDs over the old objects,
+// then the migrated manifests. It also goes back.
+package upgrade
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/controller-runtime/pkg/envtest"
+	"sigs.k8s.io/yaml"
+
+	"github.com/posthorn/posthorn/api/migrate"
+	"github.com/posthorn/posthorn/test/env"
+)
+
+const (
+	oldCRDs = "../crds/testdata/0.2.0"
+	newCRDs = "../../charts/posthorn/files/crds"
+	kinds   = "sources.posthorn.dev,webhookdestinations.posthorn.dev,audiences.posthorn.dev,redeliveries.posthorn.dev,deletionrequests.posthorn.dev"
+)
+
+// The ways to apply a manifest. Each file has a namespace for each of them.
+const (
+	clientSide = "client"
+	serverSide = "server"
+	replaced   = "replaced"
+	exported   = "exported"
+	fresh      = "fresh" // Nothing is stored before.
+)
+
+func TestUpgrade(t *testing.T) {
+	server, err := env.Start(func(e *envtest.Environment) { e.CRDDirectoryPaths = []string{oldCRDs} })
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = server.Stop() })
+	kubectl := func(stdin string, args ...string) string {
+		t.Helper()
+		out, err := server.Kubectl(stdin, args...)
+		if err != nil {
+			t.Fatalf("kubectl %s: %v", strings.Join(args, " "), err)
+		}
+		return out
+	}
+	olds, news := files(t)
+
+	// Release 0.2.0, with jobs of which one has finished.
+	var namespaces []unstructured.Unstructured
+	for name := range olds {
+		for _, way := range []string{clientSide, serverSide, replaced, exported, fresh} {
+			namespaces = append(namespaces, unstructured.Unstructured{Object: map[string]any{"apiVersion": "v1", "kind": "Namespace", "metadata": map[string]any{"name": name + "-" + way}}})
+		}
+	}
+	kubectl(list(t, namespaces), "create", "-f", "-")
+	ways := []string{clientSide, serverSide, replaced, exported}
+	for _, way := range ways {
+		kubectl(list(t, in(olds, way)), "apply", "-f", "-")
+	}
+	kubectl("", "patch", "redelivery/crm-after-the-fix", "--namespace=sample-redelivery-"+exported, "--subresource=status", "--type=merge", "-p", `{"status":{"phase":"Succeeded"}}`)
+	before := specs(t, kubectl)
+	export := kubectl("", "get", kinds, "--all-namespaces", "-o", "yaml")
+
+	// The new CRDs. The API server prunes the stored objects when it reads them, and lists them.
+	kubectl("", "apply", "--server-side", "--force-conflicts", "-f", newCRDs)
+	kubectl("", "wait", "--for=condition=Established", "crd", "--all")
+	if got := len(specs(t, kubectl)); got != len(before) {
+		t.Fatalf("%d objects are listed under the new CRDs, want %d", got, len(before))
+	}
+
+	// The jobs cannot be changed; the page says to delete them first.
+	kubectl("", "delete", "redeliveries.posthorn.dev,deletionrequests.posthorn.dev", "--all", "--all-namespaces")
+	kubectl(list(t, in(news, fresh)), "create", "-f", "-")
+	kubectl(list(t, in(news, clientSide)), "apply", "-f", "-")
+	kubectl(list(t, in(news, serverSide)), "apply", "--server-side", "--force-conflicts", "-f", "-")
+	kubectl(list(t, slices.DeleteFunc(in(news, replaced), isJob)), "replace", "-f", "-")
+	kubectl(list(t, slices.DeleteFunc(in(news, replaced), func(o unstructured.Unstructured) bool { return !isJob(o) })), "create", "-f", "-")
+	kubectl(list(t, fromExport(t, export)), "apply", "--server-side", "--force-conflicts", "-f", "-")
+
+	// Whatever was stored before, the specs are those of new objects.
+	after := specs(t, kubectl)
+	for id, want := range after {
+		file, ok := strings.CutSuffix(id.namespace, "-"+fresh)
+		if !ok {
+			continue
+		}
+		for _, way := range ways {
+			got, stored := after[object{id.kind, file + "-" + way, id.name}]
+			if file == "sample-redelivery" && way == exported {
+				if stored {
+					t.Errorf("%s %s, which has finished, is applied again", id.kind, id.name)
+				}
+				continue
+			}
+			if way == exported { // An export has the defaults of release 0.2.0.
+				delete(got, "ttlSecondsAfterFinished")
+				want := withoutTTL(want)
+				if diff := cmp.Diff(want, got); diff != "" {
+					t.Errorf("%s %s/%s, %s (-new +migrated):\n%s", id.kind, file, id.name, way, diff)
+				}
+				continue
+			}
+			if diff := cmp.Diff(want, got); diff != "" {
+				t.Errorf("%s %s/%s, %s (-new +migrated):\n%s", id.kind, file, id.name, way, diff)
+			}
+		}
+	}
+
+	// And back: the CRDs and the manifests of release 0.2.0.
+	kubectl("", "apply", "--server-side", "--force-conflicts", "-f", oldCRDs)
+	kubectl("", "wait", "--for=condition=Established", "crd", "--all")
+	kubectl("", "delete", "redeliveries.posthorn.dev,deletionrequests.posthorn.dev", "--all", "--all-namespaces")
+	for _, way := range ways {
+		kubectl(list(t, in(olds, way)), "apply", "--server-side", "--force-conflicts", "-f", "-")
+	}
+	back := specs(t, kubectl)
+	for id, want := range before {
+		if diff := cmp.Diff(want, back[id]); diff != "" {
+			t.Errorf("%v after the way back (-before +after):\n%s", id, diff)
+		}
+	}
+}
+
+// files reads the manifests of release 0.2.0, and migrates them, by the name of their file.
+func files(t *testing.T) (olds, news map[string][]unstructured.Unstructured) {
+	t.Helper()
+	olds, news = map[string][]unstructured.Unstructured{}, map[string][]unstructured.Unstructured{}
+	paths, err := filepath.Glob("../../api/migrate/testdata/*.in.yaml")
+	if err != nil || len(paths) < 30 {
+		t.Fatalf("%d files (%v)", len(paths), err)
+	}
+	for _, path := range paths {
+		name := strings.ReplaceAll(strings.TrimSuffix(filepath.Base(path), ".in.yaml"), "_", "-")
+		if slices.Contains([]string{"exported", "finished", "pruned", "comments"}, name) {
+			continue // Not a state of a cluster of release 0.2.0.
+		}
+		text, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		migrated, _, err := migrate.File(text)
+		if err != nil {
+			t.Fatalf("%s: %v", path, err)
+		}
+		olds[name], news[name] = unique(parse(t, text)), unique(parse(t, migrated))
+	}
+	return olds, news
+}
+
+func parse(t *testing.T, text []byte) (objects []unstructured.Unstructured) {
+	t.Helper()
+	for _, document := range regexp.MustCompile(`(?m)^---.*$`).Split(string(text), -1) {
+		var o unstructured.Unstructured
+		if err := yaml.Unmarshal([]byte(document), &o.Object); err != nil {
+			t.Fatalf("%v:\n%s", err, document)
+		}
+		if o.Object != nil {
+			objects = append(objects, o)
+		}
+	}
+	return objects
+}
+
+// unique keeps the first object of each kind and name.
+func unique(objects []unstructured.Unstructured) []unstructured.Unstructured {
+	seen := map[object]bool{}
+	return slices.DeleteFunc(objects, func(o unstructured.Unstructured) bool {
+		id := object{o.GetKind(), "", o.GetName()}
+		defer func() { seen[id] = true }()
+		return seen[id]
+	})
+}
+
+// in puts the objects of each file into its namespace for a way.
+func in(files map[string][]unstructured.Unstructured, way string) (objects []unstructured.Unstructured) {
+	for name, all := range files {
+		for _, o := range all {
+			o := *o.DeepCopy()
+			o.SetNamespace(name + "-" + way)
+			objects = append(objects, o)
+		}
+	}
+	return objects
+}
+
+// fromExport migrates an export, and returns the objects of the namespaces for this way.
+func fromExport(t *testing.T, export string) (objects []unstructured.Unstructured) {
+	t.Helper()
+	text, notes, err := migrate.File([]byte(export))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range notes {
+		if n.Problem {
+			t.Errorf("%v", n)
+		}
+	}
+	var all unstructured.UnstructuredList
+	if err := yaml.Unmarshal(text, &all); err != nil {
+		t.Fatal(err)
+	}
+	for _, o := range all.Items {
+		if strings.HasSuffix(o.GetNamespace(), "-"+exported) {
+			objects = append(objects, o)
+		}
+	}
+	if len(objects) < 30 {
+		t.Fatalf("the export has %d objects", len(objects))
+	}
+	return objects
+}
+
+func isJob(o unstructured.Unstructured) bool {
+	return o.GetKind() == "Redelivery" || o.GetKind() == "DeletionRequest"
+}
+
+func list(t *testing.T, objects []unstructured.Unstructured) string {
+	t.Helper()
+	items := make([]any, len(objects))
+	for i, o := range objects {
+		items[i] = o.Object
+	}
+	text, err := json.Marshal(map[string]any{"apiVersion": "v1", "kind": "List", "items": items})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
+}
+
+type object struct{ kind, namespace, name string }
+
+func (o object) String() string { return fmt.Sprintf("%s %s/%s", o.kind, o.namespace, o.name) }
+
+// specs reads the specs of all objects.
+func specs(t *testing.T, kubectl func(string, ...string) string) map[object]map[string]any {
+	t.Helper()
+	var all unstructured.UnstructuredList
+	if err := json.Unmarshal([]byte(kubectl("", "get", kinds, "--all-namespaces", "-o", "json")), &all); err != nil {
+		t.Fatal(err)
+	}
+	found := map[object]map[string]any{}
+	for _, o := range all.Items {
+		spec, _, err := unstructured.NestedMap(o.Object, "spec")
+		if err != nil {
+			t.Fatal(err)
+		}
+		found[object{o.GetKind(), o.GetNamespace(), o.GetName()}] = spec
+	}
+	return found
+}
+
+func withoutTTL(spec map[string]any) map[string]any {
+	spec = (&unstructured.Unstructured{Object: spec}).DeepCopy().Object
+	delete(spec, "ttlSecondsAfterFinished")
+	return spec
+}
