@@ -786,9 +786,6 @@ func (h *Handler) notStored(q *request, err error, now time.Time) *refusal {
 	case errors.Is(err, queue.ErrOverQuota):
 		q.source.lastFull.Store(now.UnixNano())
 		return refuse(http.StatusServiceUnavailable, codeStorageFull, "this Source's undelivered calls fill its part of the storage (--source-quota); nothing of this request was stored, send it again later").again(retryAfterFull)
-	case errors.Is(err, queue.ErrOverQuota):
-		q.source.lastFull.Store(now.UnixNano())
-		return refuse(http.StatusServiceUnavailable, codeStorageFull, "this Source's undelivered calls fill its part of the storage (--source-quota); nothing of this request was stored, send it again later").again(retryAfterFull)
 	case errors.Is(err, queue.ErrFull):
 		q.source.lastFull.Store(now.UnixNano())
 		return refuse(http.StatusServiceUnavailable, codeStorageFull, "storage is full; nothing of this request was stored, send it again later").again(retryAfterFull)
