@@ -539,6 +539,20 @@ func TestAnyEndpoint(t *testing.T) {
 			t.Errorf("lanes left: %v", lanes)
 		}
 	})
+	run("a slow URL is removed", map[string]answer{urlA: fast, urlB: slow}, func(t *testing.T, w *world) {
+		d := dest("crm", urlA, urlB)
+		w.apply(d)
+		w.send("web", 2000)
+		w.sleep(time.Second) // The lane of the slow URL has leased messages that wait for a request.
+		d.Endpoints = d.Endpoints[:1]
+		w.apply(d)
+		w.sleep(time.Minute)
+		got(w, urlA, 2000, 2000) // The first URL does not get these messages again.
+		ledger(w, liveconfig.Ledger{Accepted: 2000, Delivered: 2000})
+		if lanes := w.store.Lanes(); len(lanes) != 1 {
+			t.Errorf("lanes left: %v", lanes)
+		}
+	})
 	run("the only URL is replaced by two", map[string]answer{urlA: {status: 503}}, func(t *testing.T, w *world) {
 		w.apply(dest("crm", urlA))
 		w.send("web", 100)

@@ -391,10 +391,12 @@ func hasEndpoint(d liveconfig.Destination, name string) bool {
 // park removes a lane's endpoints, so that nothing is sent.
 func (l *lane) park(set *destinationConfig) { l.set, l.targets = set, nil }
 
-// follow applies the destination's settings to a lane.
+// follow applies the destination's settings to a lane. A lane whose endpoint was removed stays
+// parked until the store knows that it left: before that, the store would lease messages to it
+// that other lanes of the group have, too.
 func (l *lane) follow(set *destinationConfig) {
 	l.park(set)
-	if !set.active {
+	if !set.active || l.left && l.end != queue.Left {
 		return
 	}
 	for _, t := range set.targets {
@@ -432,6 +434,12 @@ func (e *Engine) endLanes() {
 		}
 		e.mu.Lock()
 		l.end, l.more = wanted, true
+		if set := l.destination.set; l.left && set != nil && l.dropAt.IsZero() {
+			l.follow(set)
+			for _, t := range l.targets {
+				t.endpoint.lanes = append(t.endpoint.lanes, l)
+			}
+		}
 		e.enqueue(l)
 		e.wakeWorker()
 		e.mu.Unlock()

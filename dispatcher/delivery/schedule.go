@@ -391,7 +391,7 @@ func (e *Engine) release(back []queue.Delivery) {
 
 // lease fills the lane's buffer and puts the lane first in the ready queue.
 func (e *Engine) lease(l *lane) {
-	n := e.quantum(l)
+	n, set := e.quantum(l), l.set
 	l.leasing, l.notified = true, false
 	if e.enqueue(l) {
 		e.wakeWorker() // Buffered messages can be sent meanwhile.
@@ -402,7 +402,7 @@ func (e *Engine) lease(l *lane) {
 	l.leasing = false
 	l.scratch = got
 	l.more = len(got) >= n || l.notified
-	e.leasedFor(l, got, err)
+	e.leasedFor(l, set, got, err)
 	if !l.queued && !l.parked() && l.hasWork() {
 		e.ready.pushFront(l)
 	} else if !l.hasWork() {
@@ -410,9 +410,9 @@ func (e *Engine) lease(l *lane) {
 	}
 }
 
-// leasedFor puts leased messages into the lane's buffer, or releases them if meanwhile the lane was
-// parked, its circuits opened or the engine stopped.
-func (e *Engine) leasedFor(l *lane, got []queue.Delivery, err error) {
+// leasedFor puts leased messages into the lane's buffer, or releases them if meanwhile the lane's
+// settings changed, it was parked, its circuits opened or the engine stopped.
+func (e *Engine) leasedFor(l *lane, set *destinationConfig, got []queue.Delivery, err error) {
 	left := copy(l.buffer, l.buffer[l.head:])
 	clear(l.buffer[left:])
 	l.buffer, l.head = append(l.buffer[:left], got...), 0
@@ -422,7 +422,7 @@ func (e *Engine) leasedFor(l *lane, got []queue.Delivery, err error) {
 	if err != nil {
 		e.breakLane(l, err)
 	}
-	if l.parked() || e.stopped || !l.anyClosed() {
+	if l.set != set || l.parked() || e.stopped || !l.anyClosed() {
 		if back := e.takeBuffer(l); len(back) > 0 {
 			e.mu.Unlock()
 			e.release(back)
