@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -265,14 +266,27 @@ func copyOf(t *testing.T, dir string) string {
 	copied := filepath.Join(t.TempDir(), "killed")
 	for range 100 {
 		_ = os.RemoveAll(copied)
-		before := strings.Join(files(t, dir, "*"), " ")
+		before := state(t, dir)
 		err := os.CopyFS(copied, os.DirFS(dir))
-		// No flush or compaction ended meanwhile.
-		if err == nil && before == strings.Join(files(t, dir, "*"), " ") {
+		// The copy is of one moment: no flush, compaction or other write ended meanwhile.
+		if err == nil && slices.Equal(before, state(t, dir)) {
 			return copied
 		}
 		time.Sleep(50 * time.Millisecond)
 	}
 	t.Fatal("the store's files change all the time")
 	return ""
+}
+
+// state lists the files of a folder with their sizes and times.
+func state(t *testing.T, dir string) (all []string) {
+	t.Helper()
+	for _, path := range files(t, dir, "*") {
+		info, err := os.Stat(path)
+		if err != nil {
+			return []string{err.Error(), time.Now().String()} // It was removed: equal to no other state.
+		}
+		all = append(all, fmt.Sprint(path, " ", info.Size(), " ", info.ModTime().UnixNano()))
+	}
+	return all
 }
