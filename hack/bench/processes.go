@@ -77,7 +77,7 @@ func (b *bench) dir(name string) string { return filepath.Join(b.root, name) }
 type child struct {
 	cmd   *exec.Cmd
 	hello []byte
-	stdin io.Closer
+	stdin io.WriteCloser
 	rest  *bufio.Reader
 }
 
