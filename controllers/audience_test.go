@@ -22,11 +22,11 @@ metadata: {name: vip}
 spec: {sourceRef: {name: web}, displayName: "Very Important (People)"}
 `
 	// shows waits until the condition of an Audience has a status and reason.
-	shows := func(w *world, tenant, name, condition string, status metav1.ConditionStatus, reason string) v1alpha1.Audience {
+	shows := func(w *world, namespace, name, condition string, status metav1.ConditionStatus, reason string) v1alpha1.Audience {
 		GinkgoHelper()
 		var a v1alpha1.Audience
 		Eventually(func(g Gomega) {
-			g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: tenant, Name: name}, &a)).To(Succeed())
+			g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: name}, &a)).To(Succeed())
 			c := meta.FindStatusCondition(a.Status.Conditions, condition)
 			g.Expect(c).NotTo(BeNil())
 			g.Expect([]string{string(c.Status), c.Reason}).To(Equal([]string{string(status), reason}), c.Message)
@@ -37,58 +37,58 @@ spec: {sourceRef: {name: web}, displayName: "Very Important (People)"}
 
 	It("waits for its Source, gets its key, and shows its syncs", func() {
 		w := newWorld()
-		tenant := w.namespace()
-		w.apply(tenant, vip)
-		shows(w, tenant, "vip", "Ready", isFalse, "NoSource")
-		w.apply(tenant, webSource)
-		a := shows(w, tenant, "vip", "Ready", isTrue, "Ready")
+		namespace := w.namespace()
+		w.apply(namespace, vip)
+		shows(w, namespace, "vip", "Ready", isFalse, "NoSource")
+		w.apply(namespace, webSource)
+		a := shows(w, namespace, "vip", "Ready", isTrue, "Ready")
 		Expect(a.Status.Key).To(Equal("very_important_people"))
-		shows(w, tenant, "vip", "Synced", metav1.ConditionUnknown, "NoSyncYet")
+		shows(w, namespace, "vip", "Synced", metav1.ConditionUnknown, "NoSyncYet")
 
 		at := time.Now().Truncate(time.Second)
 		w.dispatcher.set(func(d *fakeDispatcher) {
-			d.syncs[tenant+"/vip"] = func(r *liveconfig.AudienceReport) { r.Members, r.Added, r.LastSync = 7, 7, at }
+			d.syncs[namespace+"/vip"] = func(r *liveconfig.AudienceReport) { r.Members, r.Added, r.LastSync = 7, 7, at }
 		})
-		a = shows(w, tenant, "vip", "Synced", isTrue, "Synced")
+		a = shows(w, namespace, "vip", "Synced", isTrue, "Synced")
 		Expect(*a.Status.Members).To(BeEquivalentTo(7))
 		Expect(a.Status.LastSync.Time.Time).To(BeTemporally("==", at))
-		table, err := server.Kubectl("", "get", "paud", "vip", "--namespace", tenant)
+		table, err := server.Kubectl("", "get", "paud", "vip", "--namespace", namespace)
 		Expect(err).NotTo(HaveOccurred())
 		Expect(table).To(MatchRegexp(`NAME +READY +REASON +SYNCED +MEMBERS +ADDED +REMOVED +PENDING +LAST SYNC +AGE\nvip +True +Ready +True +7 +7 +0 +0 +\S+ +\S+\n`))
 
 		w.dispatcher.set(func(d *fakeDispatcher) {
-			d.syncs[tenant+"/vip"] = func(r *liveconfig.AudienceReport) {
+			d.syncs[namespace+"/vip"] = func(r *liveconfig.AudienceReport) {
 				r.Members, r.LastSync, r.LastRefused, r.Refusal = 7, at, at.Add(time.Second), "invalid_json: line 3: the line is not JSON"
 			}
 		})
-		a = shows(w, tenant, "vip", "Synced", isFalse, "SyncRefused")
+		a = shows(w, namespace, "vip", "Synced", isFalse, "SyncRefused")
 		Expect(meta.FindStatusCondition(a.Status.Conditions, "Synced").Message).To(ContainSubstring("line 3"))
-		shows(w, tenant, "vip", "Ready", isTrue, "Ready")
-		Eventually(func() []string { return w.events(tenant, "vip") }).Should(ContainElement("Warning SyncRefused"))
+		shows(w, namespace, "vip", "Ready", isTrue, "Ready")
+		Eventually(func() []string { return w.events(namespace, "vip") }).Should(ContainElement("Warning SyncRefused"))
 	})
 
 	It("with another's key is not accepted, and gets it when the other goes", func() {
 		w := newWorld()
-		tenant := w.namespace()
-		w.apply(tenant, webSource+vip)
-		shows(w, tenant, "vip", "Ready", isTrue, "Ready")
-		w.apply(tenant, `
+		namespace := w.namespace()
+		w.apply(namespace, webSource+vip)
+		shows(w, namespace, "vip", "Ready", isTrue, "Ready")
+		w.apply(namespace, `
 apiVersion: posthorn.dev/v1alpha1
 kind: Audience
 metadata: {name: young}
 spec: {sourceRef: {name: web}, displayName: other, key: very_important_people}
 `)
-		shows(w, tenant, "young", "Accepted", isFalse, "KeyConflict")
-		w.delete(tenant, "audience", "vip")
-		shows(w, tenant, "young", "Ready", isTrue, "Ready")
+		shows(w, namespace, "young", "Accepted", isFalse, "KeyConflict")
+		w.delete(namespace, "audience", "vip")
+		shows(w, namespace, "young", "Ready", isTrue, "Ready")
 	})
 })
 
 var _ = Describe("a DeletionRequest", func() {
 	It("shows each notification, and is deleted when its time is over", func() {
 		w := newWorld()
-		tenant := w.namespace()
-		w.apply(tenant, webSource+crmSecret+crmDestination+`
+		namespace := w.namespace()
+		w.apply(namespace, webSource+crmSecret+crmDestination+`
 apiVersion: posthorn.dev/v1alpha1
 kind: DeletionRequest
 metadata: {name: forget}
@@ -100,13 +100,13 @@ metadata: {name: suppress}
 spec: {userId: u1, suppress: true, ttlSecondsAfterFinished: 0}
 `)
 		get := func(g Gomega, name string) (o v1alpha1.DeletionRequest) {
-			g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: tenant, Name: name}, &o)).To(Succeed())
+			g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: name}, &o)).To(Succeed())
 			return o
 		}
 		reports := func(state string) {
 			w.dispatcher.set(func(d *fakeDispatcher) {
 				for _, name := range []string{"forget", "suppress"} {
-					d.deletions[tenant+"/"+name] = func(r *liveconfig.DeletionReport) {
+					d.deletions[namespace+"/"+name] = func(r *liveconfig.DeletionReport) {
 						r.Completed = state == liveconfig.NotificationDelivered
 						r.Started = time.Now().Add(-time.Hour).Truncate(time.Second)
 						r.Notifications = []liveconfig.NotificationReport{{Source: "web", Destination: "crm", State: state, Time: r.Started}}
@@ -115,7 +115,7 @@ spec: {userId: u1, suppress: true, ttlSecondsAfterFinished: 0}
 			})
 		}
 		Eventually(func(g Gomega) {
-			config, _ := w.live(g, tenant)
+			config, _ := w.live(g, namespace)
 			g.Expect(config.Deletions).To(HaveLen(2))
 			g.Expect(config.Deletions[1].Suppress).To(BeTrue())
 		}).Should(Succeed())
@@ -132,14 +132,14 @@ spec: {userId: u1, suppress: true, ttlSecondsAfterFinished: 0}
 			g.Expect(meta.IsStatusConditionTrue(o.Status.Conditions, "Complete")).To(BeTrue())
 			g.Expect(o.Status.Notifications[0].State).To(Equal(v1alpha1.NotificationDelivered))
 		}).Should(Succeed())
-		table, err := server.Kubectl("", "get", "pdel", "suppress", "--namespace", tenant)
+		table, err := server.Kubectl("", "get", "pdel", "suppress", "--namespace", namespace)
 		Expect(err).NotTo(HaveOccurred())
 		Expect(table).To(MatchRegexp(`NAME +COMPLETE +FAILED +REASON +TOTAL +DELIVERED +PENDING +AGE\nsuppress +True +False +Delivered +1 +1 +0 +\S+\n`))
 		Eventually(func() bool {
-			return apierrors.IsNotFound(cluster.Get(w.ctx, client.ObjectKey{Namespace: tenant, Name: "forget"}, &v1alpha1.DeletionRequest{}))
+			return apierrors.IsNotFound(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: "forget"}, &v1alpha1.DeletionRequest{}))
 		}).Should(BeTrue())
 		Eventually(func(g Gomega) {
-			config, _ := w.live(g, tenant)
+			config, _ := w.live(g, namespace)
 			g.Expect(config.Deletions).To(HaveLen(1))
 			g.Expect(config.Deletions[0].Ended).To(BeTrue(), "its run has ended, it only suppresses")
 		}).Should(Succeed())

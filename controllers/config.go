@@ -39,7 +39,7 @@ const (
 	settleTime = 50 * time.Millisecond
 )
 
-// markerRequest is the key that stands for no tenant but for the marker Secret.
+// markerRequest is the key that stands for no namespace but for the marker Secret.
 var markerRequest = reconcile.Request{}
 
 // configReconciler keeps one live-config Secret per namespace that has objects.
@@ -81,11 +81,11 @@ func setupConfig(mgr manager.Manager, o Options, known *verdictBook, statuses *t
 	changed := builder.WithPredicates(specChanged)
 	return builder.ControllerManagedBy(mgr).
 		Named("config").
-		Watches(&v1alpha1.Source{}, enqueue(tenantOf), changed).
-		Watches(&v1alpha1.WebhookDestination{}, enqueue(tenantOf), changed).
-		Watches(&v1alpha1.Audience{}, enqueue(tenantOf), changed).
-		Watches(&v1alpha1.DeletionRequest{}, enqueue(tenantOf), changed).
-		WatchesMetadata(&corev1.Secret{}, enqueue(r.tenantsOfSecret), builder.WithPredicates(r.notOwnWrite())).
+		Watches(&v1alpha1.Source{}, enqueue(namespaceOf), changed).
+		Watches(&v1alpha1.WebhookDestination{}, enqueue(namespaceOf), changed).
+		Watches(&v1alpha1.Audience{}, enqueue(namespaceOf), changed).
+		Watches(&v1alpha1.DeletionRequest{}, enqueue(namespaceOf), changed).
+		WatchesMetadata(&corev1.Secret{}, enqueue(r.namespacesOfSecret), builder.WithPredicates(r.notOwnWrite())).
 		WatchesRawSource(r.own).
 		WithOptions(controllerOptions(mgr, "config")).
 		Complete(r)
@@ -106,23 +106,23 @@ func enqueue(find func(context.Context, client.Object) []reconcile.Request) hand
 	}
 }
 
-func tenantOf(_ context.Context, o client.Object) []reconcile.Request {
-	return []reconcile.Request{tenantRequest(o.GetNamespace())}
+func namespaceOf(_ context.Context, o client.Object) []reconcile.Request {
+	return []reconcile.Request{namespaceRequest(o.GetNamespace())}
 }
 
-// tenantsOfSecret maps a Secret to the namespace it matters to: its own, when
-// something there refers to it; the tenant's, when it is a live config.
-func (r *configReconciler) tenantsOfSecret(_ context.Context, secret client.Object) []reconcile.Request {
+// namespacesOfSecret maps a Secret to the namespace it matters to: its own, when
+// something there refers to it; the namespace's, when it is a live config.
+func (r *configReconciler) namespacesOfSecret(_ context.Context, secret client.Object) []reconcile.Request {
 	if secret.GetNamespace() == r.release {
 		if secret.GetName() == liveconfig.MarkerName {
 			return []reconcile.Request{markerRequest}
 		}
-		if tenant, ok := liveconfig.TenantOf(secret.GetName()); ok {
-			return []reconcile.Request{tenantRequest(tenant)}
+		if namespace, ok := liveconfig.NamespaceOf(secret.GetName()); ok {
+			return []reconcile.Request{namespaceRequest(namespace)}
 		}
 	}
 	if r.secrets.matters(secret.GetNamespace(), secret.GetName()) {
-		return []reconcile.Request{tenantRequest(secret.GetNamespace())}
+		return []reconcile.Request{namespaceRequest(secret.GetNamespace())}
 	}
 	return nil
 }
@@ -142,8 +142,8 @@ var specChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 // config. A deletion always counts: its version may be that of our last write.
 func (r *configReconciler) notOwnWrite() predicate.Predicate {
 	foreign := func(o client.Object) bool {
-		tenant, ok := liveconfig.TenantOf(o.GetName())
-		return o.GetNamespace() != r.release || !ok || !r.wrote(tenant, o.GetResourceVersion())
+		namespace, ok := liveconfig.NamespaceOf(o.GetName())
+		return o.GetNamespace() != r.release || !ok || !r.wrote(namespace, o.GetResourceVersion())
 	}
 	return predicate.Funcs{
 		CreateFunc: func(e event.CreateEvent) bool { return foreign(e.Object) },
@@ -154,10 +154,10 @@ func (r *configReconciler) notOwnWrite() predicate.Predicate {
 }
 
 // wrote tells whether a version of a live-config Secret is the one that we wrote last.
-func (r *configReconciler) wrote(tenant, resourceVersion string) bool {
+func (r *configReconciler) wrote(namespace, resourceVersion string) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.written[tenant].resourceVersion == resourceVersion
+	return r.written[namespace].resourceVersion == resourceVersion
 }
 
 // +kubebuilder:rbac:groups=posthorn.dev,resources=sources;webhookdestinations;audiences;deletionrequests,verbs=list;watch
@@ -166,7 +166,7 @@ func (r *configReconciler) wrote(tenant, resourceVersion string) bool {
 // +kubebuilder:rbac:groups=coordination.k8s.io,resources=leases,namespace=posthorn-system,verbs=get;create;update
 // +kubebuilder:rbac:groups="",resources=events,namespace=posthorn-system,verbs=create;patch
 
-// Reconcile compiles one tenant, or makes the marker.
+// Reconcile compiles one namespace, or makes the marker.
 func (r *configReconciler) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 	if err := r.prime(ctx); err != nil {
 		return reconcile.Result{}, err
@@ -184,26 +184,26 @@ func (r *configReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 	return reconcile.Result{}, r.mark(ctx, request.Name)
 }
 
-// compile brings one tenant's live-config Secret and verdicts up to date.
-func (r *configReconciler) compile(ctx context.Context, tenant string) (result string, err error) {
-	snapshot, err := r.gather(ctx, tenant)
+// compile brings one namespace's live-config Secret and verdicts up to date.
+func (r *configReconciler) compile(ctx context.Context, namespace string) (result string, err error) {
+	snapshot, err := r.gather(ctx, namespace)
 	if err != nil {
 		return "", err
 	}
 	if len(snapshot.Sources)+len(snapshot.Destinations)+len(snapshot.Audiences)+len(snapshot.Deletions) == 0 {
-		return r.remove(ctx, tenant)
+		return r.remove(ctx, namespace)
 	}
-	for _, other := range r.keys.set(tenant, holders(snapshot)) {
+	for _, other := range r.keys.set(namespace, holders(snapshot)) {
 		r.own.fire(other)
 	}
-	snapshot.ForeignWriteKeys = r.keys.older(tenant)
+	snapshot.ForeignWriteKeys = r.keys.older(namespace)
 	config, verdicts := compile.Compile(snapshot)
-	encoded, err := compile.Encode(config, verdicts, r.maxConfigBytes, func() (liveconfig.Config, bool, error) { return r.last(ctx, tenant) })
+	encoded, err := compile.Encode(config, verdicts, r.maxConfigBytes, func() (liveconfig.Config, bool, error) { return r.last(ctx, namespace) })
 	if err != nil {
 		return "", err
 	}
 	if encoded.Data != nil {
-		if result, err = r.write(ctx, tenant, encoded.Data, encoded.Revision); err != nil {
+		if result, err = r.write(ctx, namespace, encoded.Data, encoded.Revision); err != nil {
 			return "", err
 		}
 	}
@@ -216,74 +216,74 @@ func (r *configReconciler) compile(ctx context.Context, tenant string) (result s
 	judge(compiled, snapshot.Destinations, encoded.Verdicts.Destinations)
 	judge(compiled, snapshot.Audiences, encoded.Verdicts.Audiences)
 	judge(compiled, snapshot.Deletions, encoded.Verdicts.Deletions)
-	r.known.set(tenant, compiled)
-	r.statuses.fire(tenant)
+	r.known.set(namespace, compiled)
+	r.statuses.fire(namespace)
 	return result, nil
 }
 
 // gather reads one namespace.
-func (r *configReconciler) gather(ctx context.Context, tenant string) (compile.Snapshot, error) {
-	s, err := listTenant(ctx, r, tenant)
+func (r *configReconciler) gather(ctx context.Context, namespace string) (compile.Snapshot, error) {
+	s, err := listNamespace(ctx, r, namespace)
 	if err != nil {
 		return s, err
 	}
 	s.CheckHost = r.checkHost
-	s.Secrets, err = r.secrets.read(ctx, tenant, secretNames(s))
+	s.Secrets, err = r.secrets.read(ctx, namespace, secretNames(s))
 	return s, err
 }
 
 // remove deletes the live config of a namespace without objects.
-func (r *configReconciler) remove(ctx context.Context, tenant string) (string, error) {
-	key := types.NamespacedName{Namespace: r.release, Name: liveconfig.SecretName(tenant)}
+func (r *configReconciler) remove(ctx context.Context, namespace string) (string, error) {
+	key := types.NamespacedName{Namespace: r.release, Name: liveconfig.SecretName(namespace)}
 	m := secretMetadata()
 	r.mu.Lock()
-	_, written := r.written[tenant]
+	_, written := r.written[namespace]
 	r.mu.Unlock()
 	if err := r.Get(ctx, key, m); apierrors.IsNotFound(err) && !written {
-		r.forget(tenant)
+		r.forget(namespace)
 		return "unchanged", nil
 	}
-	// Giving up a tenant gives up its messages: an empty cache is not proof enough.
-	for _, list := range tenantLists() {
-		if err := r.direct.List(ctx, list, client.InNamespace(tenant), client.Limit(1)); err != nil {
-			return "", fmt.Errorf("confirm that namespace %s has no objects: %w", tenant, err)
+	// Giving up a namespace gives up its messages: an empty cache is not proof enough.
+	for _, list := range namespaceLists() {
+		if err := r.direct.List(ctx, list, client.InNamespace(namespace), client.Limit(1)); err != nil {
+			return "", fmt.Errorf("confirm that namespace %s has no objects: %w", namespace, err)
 		}
 		if meta.LenList(list) > 0 {
-			return "", fmt.Errorf("the cache of namespace %s is behind the API server", tenant)
+			return "", fmt.Errorf("the cache of namespace %s is behind the API server", namespace)
 		}
 	}
 	secret := &corev1.Secret{}
 	secret.Namespace, secret.Name = key.Namespace, key.Name
 	if err := r.Delete(ctx, secret); client.IgnoreNotFound(err) != nil {
-		return "", fmt.Errorf("delete the live config of namespace %s: %w", tenant, err)
+		return "", fmt.Errorf("delete the live config of namespace %s: %w", namespace, err)
 	}
 	log.FromContext(ctx).Info("Live config deleted: the namespace has no objects")
-	r.forget(tenant)
+	r.forget(namespace)
 	return "removed", nil
 }
 
 // forget drops what is remembered of a namespace without objects.
-func (r *configReconciler) forget(tenant string) {
-	r.secrets.forget(tenant)
-	r.known.forget(tenant)
-	for _, other := range r.keys.set(tenant, nil) {
+func (r *configReconciler) forget(namespace string) {
+	r.secrets.forget(namespace)
+	r.known.forget(namespace)
+	for _, other := range r.keys.set(namespace, nil) {
 		r.own.fire(other)
 	}
 	r.mu.Lock()
-	delete(r.written, tenant)
+	delete(r.written, namespace)
 	r.mu.Unlock()
-	r.statuses.fire(tenant) // which forgets it then, too
+	r.statuses.fire(namespace) // which forgets it then, too
 }
 
-// write applies a tenant's live-config Secret when it is not what it should be.
-func (r *configReconciler) write(ctx context.Context, tenant string, data []byte, revision string) (string, error) {
-	key := types.NamespacedName{Namespace: r.release, Name: liveconfig.SecretName(tenant)}
+// write applies a namespace's live-config Secret when it is not what it should be.
+func (r *configReconciler) write(ctx context.Context, namespace string, data []byte, revision string) (string, error) {
+	key := types.NamespacedName{Namespace: r.release, Name: liveconfig.SecretName(namespace)}
 	m := secretMetadata()
 	if err := r.Get(ctx, key, m); client.IgnoreNotFound(err) != nil {
 		return "", fmt.Errorf("look up Secret %s: %w", key, err)
 	}
 	r.mu.Lock()
-	last := r.written[tenant]
+	last := r.written[namespace]
 	r.mu.Unlock()
 	if last == (liveSecret{revision, m.ResourceVersion}) {
 		return "unchanged", nil
@@ -295,38 +295,38 @@ func (r *configReconciler) write(ctx context.Context, tenant string, data []byte
 		return "", fmt.Errorf("read Secret %s: %w", key, err)
 	}
 	result := "unchanged"
-	if !isLive(&current, tenant, data, revision) {
+	if !isLive(&current, namespace, data, revision) {
 		result = "written"
 		wanted := corev1ac.Secret(key.Name, key.Namespace).
 			WithLabels(map[string]string{
-				liveconfig.LabelLive: "true", liveconfig.LabelTenant: tenant,
+				liveconfig.LabelLive: "true", liveconfig.LabelNamespace: namespace,
 				"app.kubernetes.io/name": "posthorn", "app.kubernetes.io/managed-by": "posthorn-operator",
 			}).
 			WithAnnotations(map[string]string{liveconfig.AnnotationRevision: revision}).
 			WithData(map[string][]byte{liveconfig.DataKey: data})
 		if err := r.Apply(ctx, wanted, fieldOwner, client.ForceOwnership); err != nil {
-			return "", fmt.Errorf("apply the live config of namespace %s: %w", tenant, err)
+			return "", fmt.Errorf("apply the live config of namespace %s: %w", namespace, err)
 		}
 		current.ResourceVersion = *wanted.ResourceVersion
 		log.FromContext(ctx).Info("Live config written", "revision", revision, "bytes", len(data))
 	}
 	r.mu.Lock()
-	r.written[tenant] = liveSecret{revision, current.ResourceVersion}
+	r.written[namespace] = liveSecret{revision, current.ResourceVersion}
 	r.mu.Unlock()
 	return result, nil
 }
 
-// isLive tells whether a Secret is a tenant's live config as the dispatchers expect it.
-func isLive(s *corev1.Secret, tenant string, data []byte, revision string) bool {
+// isLive tells whether a Secret is a namespace's live config as the dispatchers expect it.
+func isLive(s *corev1.Secret, namespace string, data []byte, revision string) bool {
 	_, labelled := s.Labels[liveconfig.LabelLive]
-	return labelled && s.Labels[liveconfig.LabelTenant] == tenant && s.Annotations[liveconfig.AnnotationRevision] == revision &&
+	return labelled && s.Labels[liveconfig.LabelNamespace] == namespace && s.Annotations[liveconfig.AnnotationRevision] == revision &&
 		bytes.Equal(s.Data[liveconfig.DataKey], data)
 }
 
-// last returns the live config that a tenant has; false when it has none. One
+// last returns the live config that a namespace has; false when it has none. One
 // that does not decode is in effect nowhere.
-func (r *configReconciler) last(ctx context.Context, tenant string) (liveconfig.Config, bool, error) {
-	key := types.NamespacedName{Namespace: r.release, Name: liveconfig.SecretName(tenant)}
+func (r *configReconciler) last(ctx context.Context, namespace string) (liveconfig.Config, bool, error) {
+	key := types.NamespacedName{Namespace: r.release, Name: liveconfig.SecretName(namespace)}
 	var current corev1.Secret
 	if err := r.direct.Get(ctx, key, &current); apierrors.IsNotFound(err) {
 		return liveconfig.Config{}, false, nil
@@ -346,7 +346,7 @@ func (r *configReconciler) prime(ctx context.Context) error {
 		return nil
 	}
 	pending := map[string]bool{}
-	for _, list := range tenantLists() {
+	for _, list := range namespaceLists() {
 		if err := r.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
 			return fmt.Errorf("list all objects: %w", err)
 		}
@@ -377,11 +377,11 @@ func (r *configReconciler) prime(ctx context.Context) error {
 	return nil
 }
 
-// mark notes that a tenant is compiled. When all are it makes the marker Secret,
+// mark notes that a namespace is compiled. When all are it makes the marker Secret,
 // without which a dispatcher that starts does not take the configs for all there are.
-func (r *configReconciler) mark(ctx context.Context, tenant string) error {
+func (r *configReconciler) mark(ctx context.Context, namespace string) error {
 	r.mu.Lock()
-	delete(r.pending, tenant)
+	delete(r.pending, namespace)
 	waiting := len(r.pending)
 	r.mu.Unlock()
 	if waiting > 0 {
@@ -423,7 +423,7 @@ func holders(s compile.Snapshot) map[string]keyHolder {
 	found := map[string]keyHolder{}
 	for i := range s.Sources {
 		source := &s.Sources[i]
-		holder := keyHolder{tenant: s.Namespace, name: source.Name, created: source.CreationTimestamp.Time}
+		holder := keyHolder{namespace: s.Namespace, name: source.Name, created: source.CreationTimestamp.Time}
 		for _, hash := range compile.WriteKeySHA256(source, s.Secrets) {
 			if other, taken := found[hash]; !taken || holder.compare(other) < 0 {
 				found[hash] = holder

@@ -30,10 +30,10 @@ const (
 var _ = Describe("live config", func() {
 	It("is one Secret that says what a namespace asks for", func() {
 		w := newWorld()
-		tenant := w.namespace()
-		w.apply(tenant, webSource+crmSecret+crmDestination)
+		namespace := w.namespace()
+		w.apply(namespace, webSource+crmSecret+crmDestination)
 		Eventually(func(g Gomega) {
-			config, secret := w.live(g, tenant)
+			config, secret := w.live(g, namespace)
 			g.Expect(config.Sources).To(HaveLen(1))
 			g.Expect(config.Destinations).To(HaveLen(1))
 			sum := sha256.Sum256([]byte("hush-web"))
@@ -46,17 +46,17 @@ var _ = Describe("live config", func() {
 			g.Expect(secret.Data).To(HaveLen(1))
 		}).Should(Succeed())
 		for _, c := range []string{"Accepted", "ResolvedRefs", "Programmed", "Ready"} {
-			w.says(tenant, "whd/crm", c, isTrue, c)
-			w.says(tenant, "source/web", c, isTrue, c)
+			w.says(namespace, "whd/crm", c, isTrue, c)
+			w.says(namespace, "source/web", c, isTrue, c)
 		}
-		w.says(tenant, "whd/crm", "Delivering", isUnknown, "NoTrafficYet")
-		w.says(tenant, "source/web", "Receiving", isUnknown, "NoTrafficYet")
-		Eventually(func() []string { return w.source(Default, tenant, "web").Status.Destinations }).Should(Equal([]string{"crm"}))
-		Expect(logs.String()).To(MatchRegexp(`"Live config written" .*namespace=` + tenant + ` `))
+		w.says(namespace, "whd/crm", "Delivering", isUnknown, "NoTrafficYet")
+		w.says(namespace, "source/web", "Receiving", isUnknown, "NoTrafficYet")
+		Eventually(func() []string { return w.source(Default, namespace, "web").Status.Destinations }).Should(Equal([]string{"crm"}))
+		Expect(logs.String()).To(MatchRegexp(`"Live config written" .*namespace=` + namespace + ` `))
 		// Good news about a new object is no Event.
-		Expect(w.events(tenant, "crm")).To(BeEmpty())
+		Expect(w.events(namespace, "crm")).To(BeEmpty())
 
-		table, err := server.Kubectl("", "get", "posthorn", "--namespace", tenant)
+		table, err := server.Kubectl("", "get", "posthorn", "--namespace", namespace)
 		Expect(err).NotTo(HaveOccurred())
 		Expect(strings.Fields(table)[:8]).To(Equal([]string{"NAME", "READY", "REASON", "RECEIVING", "ACCEPTED", "LAST", "RECEIVED", "AGE"}))
 		Expect(table).To(MatchRegexp(`webhookdestination.posthorn.dev/crm +True +Ready +Unknown`))
@@ -68,7 +68,7 @@ var _ = Describe("live config", func() {
 		exists := func() error { return cluster.Get(w.ctx, client.ObjectKeyFromObject(marker), marker) }
 		Eventually(exists).Should(Succeed())
 		Expect(marker.Labels).To(HaveKey(liveconfig.LabelLive))
-		Expect(marker.Labels).NotTo(HaveKey(liveconfig.LabelTenant))
+		Expect(marker.Labels).NotTo(HaveKey(liveconfig.LabelNamespace))
 
 		By("deleting the marker by hand")
 		old := marker.UID
@@ -78,81 +78,87 @@ var _ = Describe("live config", func() {
 
 	It("holds a destination whose Secret is missing, and releases it when the Secret comes", func() {
 		w := newWorld()
-		tenant := w.namespace()
-		w.apply(tenant, webSource+crmDestination)
-		w.says(tenant, "whd/crm", "ResolvedRefs", isFalse, "SecretNotFound")
-		w.says(tenant, "whd/crm", "Ready", isFalse, "SecretNotFound")
-		w.says(tenant, "source/web", "Ready", isTrue, "Ready")
-		config, _ := w.live(Default, tenant)
-		Expect(config.Destinations[0].State).To(Equal(liveconfig.Held))
-		Eventually(func() []string { return w.events(tenant, "crm") }).Should(ConsistOf("Warning SecretNotFound"))
+		namespace := w.namespace()
+		w.apply(namespace, webSource+crmDestination)
+		w.says(namespace, "whd/crm", "ResolvedRefs", isFalse, "SecretNotFound")
+		w.says(namespace, "whd/crm", "Ready", isFalse, "SecretNotFound")
+		w.says(namespace, "source/web", "Ready", isTrue, "Ready")
+		config, _ := w.live(Default, namespace)
+		Expect(config.Destinations[0].State).To(Equal(liveconfig.Paused))
+		Eventually(func() []string { return w.events(namespace, "crm") }).Should(ConsistOf("Warning SecretNotFound"))
 
-		w.apply(tenant, crmSecret)
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
-		config, _ = w.live(Default, tenant)
+		w.apply(namespace, crmSecret)
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		config, _ = w.live(Default, namespace)
 		Expect(config.Destinations[0].State).To(Equal(liveconfig.Active))
-		Eventually(func() []string { return w.events(tenant, "crm") }).Should(ConsistOf("Warning SecretNotFound", "Normal ResolvedRefs"))
+		Eventually(func() []string { return w.events(namespace, "crm") }).Should(ConsistOf("Warning SecretNotFound", "Normal ResolvedRefs"))
 
 		By("deleting the Secret")
-		w.delete(tenant, "secret", "crm")
-		w.says(tenant, "whd/crm", "Ready", isFalse, "SecretNotFound")
+		w.delete(namespace, "secret", "crm")
+		w.says(namespace, "whd/crm", "Ready", isFalse, "SecretNotFound")
 	})
 
 	It("follows a Secret's content", func() {
 		w := newWorld()
-		tenant := w.namespace()
-		w.apply(tenant, webSource+crmSecret+crmDestination)
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
-		before := w.destination(Default, tenant, "crm").Status.Revision
-		w.apply(tenant, strings.ReplaceAll(crmSecret, "hush-crm", "hush-new"))
+		namespace := w.namespace()
+		w.apply(namespace, webSource+crmSecret+crmDestination)
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		before := w.destination(Default, namespace, "crm").Status.Revision
+		w.apply(namespace, strings.ReplaceAll(crmSecret, "hush-crm", "hush-new"))
 		Eventually(func(g Gomega) {
-			config, _ := w.live(g, tenant)
+			config, _ := w.live(g, namespace)
 			g.Expect(config.Destinations[0].Signing[0].Secret.Reveal()).To(Equal("hush-new"))
-			d := w.destination(g, tenant, "crm")
+			d := w.destination(g, namespace, "crm")
 			g.Expect(d.Status.Revision).NotTo(Equal(before))
 		}).Should(Succeed())
-		w.says(tenant, "whd/crm", "Programmed", isTrue, "Programmed")
+		w.says(namespace, "whd/crm", "Programmed", isTrue, "Programmed")
 	})
 
 	It("follows labels of Sources", func() {
 		w := newWorld()
-		tenant := w.namespace()
-		w.apply(tenant, webSource+crmSecret+named("crm", "sourceRefs: [{name: web}]", "sourceSelector: {matchLabels: {team: crm}}"))
-		w.says(tenant, "whd/crm", "ResolvedRefs", isFalse, "NoSource")
-		_, err := server.Kubectl("", "label", "psrc", "web", "team=crm", "--overwrite", "--namespace", tenant)
+		namespace := w.namespace()
+		w.apply(namespace, webSource+crmSecret+named("crm", "sourceRefs: [{name: web}]", "sourceSelector: {matchLabels: {team: crm}}"))
+		w.says(namespace, "whd/crm", "ResolvedRefs", isFalse, "NoSource")
+		_, err := server.Kubectl("", "label", "psrc", "web", "team=crm", "--overwrite", "--namespace", namespace)
 		Expect(err).NotTo(HaveOccurred())
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
 	})
 
 	It("loses what is deleted, and goes when the last object goes", func() {
 		w := newWorld()
-		tenant := w.namespace()
-		w.apply(tenant, webSource+crmSecret+crmDestination)
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
-		w.delete(tenant, "whd", "crm")
+		namespace := w.namespace()
+		w.apply(namespace, webSource+crmSecret+crmDestination)
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.delete(namespace, "whd", "crm")
 		Eventually(func(g Gomega) {
-			config, _ := w.live(g, tenant)
+			config, _ := w.live(g, namespace)
 			g.Expect(config.Destinations).To(BeEmpty())
 			g.Expect(config.Sources).To(HaveLen(1))
-			g.Expect(w.source(g, tenant, "web").Status.Destinations).To(BeEmpty())
+			g.Expect(w.source(g, namespace, "web").Status.Destinations).To(BeEmpty())
 		}).Should(Succeed())
-		w.delete(tenant, "psrc", "web")
-		Eventually(func() bool { _, live := w.versions()["secret/"+release+"/"+liveconfig.SecretName(tenant)]; return live }).Should(BeFalse())
+		w.delete(namespace, "psrc", "web")
+		Eventually(func() bool {
+			_, live := w.versions()["secret/"+release+"/"+liveconfig.SecretName(namespace)]
+			return live
+		}).Should(BeFalse())
 	})
 
 	It("goes at the start when the objects went while no operator ran", func() {
 		w := newWorld()
-		tenant, other := w.namespace(), w.namespace()
-		w.apply(tenant, webSource)
+		namespace, other := w.namespace(), w.namespace()
+		w.apply(namespace, webSource)
 		w.apply(other, strings.ReplaceAll(webSource, "hush-web", "hush-other"))
-		w.says(tenant, "source/web", "Ready", isTrue, "Ready")
+		w.says(namespace, "source/web", "Ready", isTrue, "Ready")
 		w.says(other, "source/web", "Ready", isTrue, "Ready")
 		w.stop()
-		w.delete(tenant, "psrc", "web")
+		w.delete(namespace, "psrc", "web")
 		w.start()
-		Eventually(func() bool { _, live := w.versions()["secret/"+release+"/"+liveconfig.SecretName(tenant)]; return live }).Should(BeFalse())
+		Eventually(func() bool {
+			_, live := w.versions()["secret/"+release+"/"+liveconfig.SecretName(namespace)]
+			return live
+		}).Should(BeFalse())
 		_, kept := w.live(Default, other)
-		Expect(kept.Labels).To(HaveKeyWithValue(liveconfig.LabelTenant, other))
+		Expect(kept.Labels).To(HaveKeyWithValue(liveconfig.LabelNamespace, other))
 	})
 
 	It("keeps namespaces, and objects of a namespace, apart", func() {
@@ -178,10 +184,10 @@ var _ = Describe("live config", func() {
 
 	It("comes back when it is deleted, changed or unlabelled by hand", func() {
 		w := newWorld()
-		tenant := w.namespace()
-		w.apply(tenant, webSource+crmSecret+crmDestination)
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
-		config, secret := w.live(Default, tenant)
+		namespace := w.namespace()
+		w.apply(namespace, webSource+crmSecret+crmDestination)
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		config, secret := w.live(Default, namespace)
 		for _, harm := range []func() error{
 			func() error { return cluster.Delete(w.ctx, secret) },
 			func() error {
@@ -198,7 +204,7 @@ var _ = Describe("live config", func() {
 			Expect(harm()).To(Succeed())
 			Eventually(func(g Gomega) {
 				var again liveconfig.Config
-				again, secret = w.live(g, tenant)
+				again, secret = w.live(g, namespace)
 				g.Expect(again).To(Equal(config))
 			}).Should(Succeed())
 		}
@@ -233,7 +239,7 @@ var _ = Describe("live config", func() {
 	It("of the largest size is stored by the API server", func() {
 		// Nothing smaller than the limit is certain to fit: the API server decides.
 		secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: release, Name: liveconfig.SecretName("largest")}}
-		secret.Labels = map[string]string{liveconfig.LabelLive: "true", liveconfig.LabelTenant: "largest"}
+		secret.Labels = map[string]string{liveconfig.LabelLive: "true", liveconfig.LabelNamespace: "largest"}
 		secret.Annotations = map[string]string{liveconfig.AnnotationRevision: strings.Repeat("0", 64)}
 		secret.Data = map[string][]byte{liveconfig.DataKey: make([]byte, liveconfig.MaxEncodedBytes)}
 		_, _ = rand.Read(secret.Data[liveconfig.DataKey])
@@ -245,12 +251,12 @@ var _ = Describe("live config", func() {
 		// A small limit leads to the same decisions. At the real one every step compresses
 		// and parses megabytes, a dozen times, which takes minutes under the race detector.
 		w := newWorld(func(w *world) { w.options.maxConfigBytes = liveconfig.MaxEncodedBytes / 16 })
-		tenant := w.namespace()
-		w.apply(tenant, webSource+crmSecret+crmDestination)
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		namespace := w.namespace()
+		w.apply(namespace, webSource+crmSecret+crmDestination)
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
 
 		large := func(name string) *v1alpha1.WebhookDestination {
-			d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: name}}
+			d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
 			d.Spec.SourceRefs = []v1alpha1.ObjectReference{{Name: "web"}}
 			for i := range 5 {
 				e := v1alpha1.Endpoint{Name: fmt.Sprintf("e%d", i), URL: "https://hooks.example/in"}
@@ -266,22 +272,22 @@ var _ = Describe("live config", func() {
 		}
 		for _, name := range []string{"large", "larger"} {
 			Expect(cluster.Create(w.ctx, large(name))).To(Succeed())
-			w.says(tenant, "whd/"+name, "Ready", isTrue, "Ready")
+			w.says(namespace, "whd/"+name, "Ready", isTrue, "Ready")
 		}
 		Expect(cluster.Create(w.ctx, large("too-large"))).To(Succeed())
-		w.says(tenant, "whd/too-large", "Accepted", isFalse, "ConfigTooLarge")
-		w.says(tenant, "whd/large", "Ready", isTrue, "Ready")
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
-		w.says(tenant, "whd/too-large", "Programmed", isTrue, "Programmed") // as held
-		config, _ := w.live(Default, tenant)
+		w.says(namespace, "whd/too-large", "Accepted", isFalse, "ConfigTooLarge")
+		w.says(namespace, "whd/large", "Ready", isTrue, "Ready")
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.says(namespace, "whd/too-large", "Programmed", isTrue, "Programmed") // as paused
+		config, _ := w.live(Default, namespace)
 		Expect(config.Destinations).To(HaveLen(4))
 		i := slices.IndexFunc(config.Destinations, func(d liveconfig.Destination) bool { return d.Name == "too-large" })
-		Expect(config.Destinations[i].State).To(Equal(liveconfig.Held))
+		Expect(config.Destinations[i].State).To(Equal(liveconfig.Paused))
 
 		By("changes of the others meanwhile")
-		w.apply(tenant, strings.ReplaceAll(crmSecret, "hush-crm", "hush-new"))
+		w.apply(namespace, strings.ReplaceAll(crmSecret, "hush-crm", "hush-new"))
 		Eventually(func(g Gomega) {
-			config, _ := w.live(g, tenant)
+			config, _ := w.live(g, namespace)
 			g.Expect(config.Destinations[0].Signing[0].Secret.Reveal()).To(Equal("hush-new"))
 		}).Should(Succeed())
 
@@ -292,12 +298,12 @@ var _ = Describe("live config", func() {
 		w.polled(5)
 		Expect(w.quiet()).To(Equal(before))
 
-		w.delete(tenant, "whd", "large")
-		w.says(tenant, "whd/too-large", "Ready", isTrue, "Ready")
+		w.delete(namespace, "whd", "large")
+		w.says(namespace, "whd/too-large", "Ready", isTrue, "Ready")
 
 		By("a namespace that never had another config")
 		first := w.namespace()
-		tenant = first // large makes its objects there
+		namespace = first // large makes its objects there
 		for _, name := range []string{"large", "larger", "too-large"} {
 			Expect(cluster.Create(w.ctx, large(name))).To(Succeed())
 		}

@@ -228,12 +228,12 @@ func setup(mgr manager.Manager, o Options) error {
 	}
 	known := newVerdictBook()
 	statuses := &trigger{}
-	reports := newProber(o.Pods, o.PollInterval, way, func(tenants []string) {
-		if tenants == nil {
-			tenants = known.tenants()
+	reports := newProber(o.Pods, o.PollInterval, way, func(namespaces []string) {
+		if namespaces == nil {
+			namespaces = known.namespaces()
 		}
-		for _, tenant := range tenants {
-			statuses.fire(tenant)
+		for _, namespace := range namespaces {
+			statuses.fire(namespace)
 		}
 	})
 	if err := setupConfig(mgr, o, known, statuses); err != nil {
@@ -253,7 +253,7 @@ func setup(mgr manager.Manager, o Options) error {
 		mgr.AddReadyzCheck("caches", func(r *http.Request) error {
 			ctx, cancel := context.WithTimeout(r.Context(), time.Second)
 			defer cancel()
-			for _, list := range append(tenantLists(), &v1alpha1.RedeliveryList{}) {
+			for _, list := range append(namespaceLists(), &v1alpha1.RedeliveryList{}) {
 				if err := mgr.GetCache().List(ctx, list, client.Limit(1), client.UnsafeDisableDeepCopy); meta.IsNoMatchError(err) {
 					return fmt.Errorf("%w: install the CustomResourceDefinitions", err)
 				} else if err != nil {

@@ -17,9 +17,9 @@ var _ = Describe("metrics", func() {
 		address := free.Addr().String()
 		Expect(free.Close()).To(Succeed())
 		w := newWorld(func(w *world) { w.options.MetricsBindAddress = address })
-		tenant := w.namespace()
-		w.apply(tenant, webSource+crmSecret+crmDestination)
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		namespace := w.namespace()
+		w.apply(namespace, webSource+crmSecret+crmDestination)
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
 
 		scrape, err := http.Get("http://" + address + "/metrics")
 		Expect(err).NotTo(HaveOccurred())

@@ -2,7 +2,6 @@ package controllers
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"io"
 	"net"
@@ -36,7 +35,7 @@ type prober struct {
 	interval time.Duration
 	client   *http.Client
 	// changed is called with the namespaces whose report has changed; nil means all.
-	changed func(tenants []string)
+	changed func(namespaces []string)
 	slots   chan struct{}
 
 	mu     sync.Mutex
@@ -59,7 +58,7 @@ type probe struct {
 }
 
 // newProber makes a prober that asks by way of transport.
-func newProber(pods Pods, interval time.Duration, transport http.RoundTripper, changed func(tenants []string)) *prober {
+func newProber(pods Pods, interval time.Duration, transport http.RoundTripper, changed func(namespaces []string)) *prober {
 	return &prober{
 		pods: pods, interval: interval, changed: changed,
 		slots: make(chan struct{}, maxReportsAtOnce), probes: map[Pod]*probe{},
@@ -206,8 +205,8 @@ func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (*liveconfig.
 	if len(body) > maxReportBytes {
 		return nil, fmt.Errorf("report is larger than %d bytes", maxReportBytes)
 	}
-	var report liveconfig.Report
-	if err := json.Unmarshal(body, &report); err != nil {
+	report, err := liveconfig.DecodeReport(body)
+	if err != nil {
 		return nil, fmt.Errorf("decode report: %w", err)
 	}
 	probe.etag = response.Header.Get("ETag")
@@ -220,7 +219,7 @@ func (p *prober) take(ctx context.Context, pod Pod, probe *probe, report *liveco
 	p.mu.Lock()
 	first := !probe.asked
 	probe.asked = true
-	all, tenants := first, []string(nil)
+	all, namespaces := first, []string(nil)
 	switch {
 	case err != nil:
 		reportFailures.Inc()
@@ -238,7 +237,7 @@ func (p *prober) take(ctx context.Context, pod Pod, probe *probe, report *liveco
 		probe.failing, probe.answered = false, now
 		if report != nil {
 			changed, everything := differences(probe.report, report)
-			all, tenants = all || everything, changed
+			all, namespaces = all || everything, changed
 			probe.report = report
 		}
 	}
@@ -247,8 +246,8 @@ func (p *prober) take(ctx context.Context, pod Pod, probe *probe, report *liveco
 	switch {
 	case all:
 		p.changed(nil)
-	case len(tenants) > 0:
-		p.changed(tenants)
+	case len(namespaces) > 0:
+		p.changed(namespaces)
 	}
 }
 
@@ -280,25 +279,25 @@ func (p *prober) reports() ([]health.Pod, bool) {
 	return pods, settled
 }
 
-// differences names the tenants of which two reports differ, or says that they
+// differences names the namespaces of which two reports differ, or says that they
 // differ as a whole.
-func differences(before, after *liveconfig.Report) (tenants []string, all bool) {
+func differences(before, after *liveconfig.Report) (namespaces []string, all bool) {
 	if before == nil || before.Ready != after.Ready || before.Storage.Pressure != after.Storage.Pressure {
 		return nil, true
 	}
-	known := make(map[string]*liveconfig.TenantReport, len(before.Tenants))
-	for i := range before.Tenants {
-		known[before.Tenants[i].Tenant] = &before.Tenants[i]
+	known := make(map[string]*liveconfig.NamespaceReport, len(before.Namespaces))
+	for i := range before.Namespaces {
+		known[before.Namespaces[i].Namespace] = &before.Namespaces[i]
 	}
-	for i := range after.Tenants {
-		t := &after.Tenants[i]
-		if old := known[t.Tenant]; old == nil || !reflect.DeepEqual(old, t) {
-			tenants = append(tenants, t.Tenant)
+	for i := range after.Namespaces {
+		t := &after.Namespaces[i]
+		if old := known[t.Namespace]; old == nil || !reflect.DeepEqual(old, t) {
+			namespaces = append(namespaces, t.Namespace)
 		}
-		delete(known, t.Tenant)
+		delete(known, t.Namespace)
 	}
 	for gone := range known {
-		tenants = append(tenants, gone)
+		namespaces = append(namespaces, gone)
 	}
-	return tenants, false
+	return namespaces, false
 }

@@ -351,12 +351,12 @@ func TestRedeliveryBackoff(t *testing.T) {
 var _ = Describe("A Redelivery", func() {
 	var w *world
 	var box *letterBox
-	var tenant string
+	var namespace string
 	BeforeEach(func() {
 		box = newLetterBox("dispatcher-0", 5)
 		DeferCleanup(box.server.Close)
 		w = newWorld(func(w *world) { w.options.Pods.(*podList).set(box.pod()) })
-		tenant = w.namespace()
+		namespace = w.namespace()
 	})
 	redelivery := func(name, spec string) string {
 		return `
@@ -370,14 +370,14 @@ spec: {destinationRef: {name: crm}` + spec + `}
 	destination := func(name string) string { return strings.ReplaceAll(crmDestination, "name: crm}", "name: "+name+"}") }
 	get := func(g Gomega, name string) v1alpha1.Redelivery {
 		var o v1alpha1.Redelivery
-		g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: tenant, Name: name}, &o)).To(Succeed())
+		g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: name}, &o)).To(Succeed())
 		return o
 	}
 	// state is how a Redelivery ended, or the reason why it did not yet.
 	state := func(name string) func() string {
 		return func() string {
 			var o v1alpha1.Redelivery
-			if err := cluster.Get(w.ctx, client.ObjectKey{Namespace: tenant, Name: name}, &o); err != nil {
+			if err := cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: name}, &o); err != nil {
 				return err.Error()
 			}
 			if end := ended(o.Status.JobStatus); end != "" {
@@ -389,37 +389,37 @@ spec: {destinationRef: {name: crm}` + spec + `}
 	letters := func() (n int) { box.set(func(b *letterBox) { n = b.letters }); return n }
 
 	It("waits for its destination, runs once, and is already done when it is created again", func() {
-		w.apply(tenant, redelivery("again", ""))
+		w.apply(namespace, redelivery("again", ""))
 		Eventually(state("again")).Should(Equal(v1alpha1.ReasonDestinationNotFound))
 		Expect(meta.IsStatusConditionFalse(get(Default, "again").Status.Conditions, v1alpha1.ConditionAccepted)).To(BeTrue())
-		w.apply(tenant, crmSecret+webSource+crmDestination)
+		w.apply(namespace, crmSecret+webSource+crmDestination)
 		Eventually(state("again")).Should(Equal("Complete Redelivered"))
 		o := get(Default, "again")
 		Expect([]int64{o.Status.Matched, o.Status.Redelivered, o.Status.NotRedelivered}).To(Equal([]int64{5, 5, 0}))
 		Expect(o.Status.ObservedGeneration).To(Equal(o.Generation))
 		Expect(o.Status.StartTime).NotTo(BeNil())
 		Expect(o.Status.CompletionTime).NotTo(BeNil())
-		Eventually(func() []string { return w.events(tenant, "again") }).Should(ContainElement("Normal Redelivered"))
-		table, err := server.Kubectl("", "get", "rdl", "again", "--namespace", tenant)
+		Eventually(func() []string { return w.events(namespace, "again") }).Should(ContainElement("Normal Redelivered"))
+		table, err := server.Kubectl("", "get", "rdl", "again", "--namespace", namespace)
 		Expect(err).NotTo(HaveOccurred())
 		Expect(table).To(MatchRegexp(`NAME +DESTINATION +COMPLETE +FAILED +REASON +MATCHED +REDELIVERED +AGE\nagain +crm +True +False +Redelivered +5 +5 +\S+\n`))
 
 		By("applied again, and with a new operator, it changes nothing")
 		box.set(func(b *letterBox) { b.letters = 3 })
-		w.apply(tenant, redelivery("again", ""))
+		w.apply(namespace, redelivery("again", ""))
 		w.stop()
 		w.start()
-		w.apply(tenant, redelivery("another", ", dryRun: true, ttlSecondsAfterFinished: 0"))
+		w.apply(namespace, redelivery("another", ", dryRun: true, ttlSecondsAfterFinished: 0"))
 		Eventually(func() bool {
-			return apierrors.IsNotFound(cluster.Get(w.ctx, client.ObjectKey{Namespace: tenant, Name: "another"}, &v1alpha1.Redelivery{}))
+			return apierrors.IsNotFound(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: "another"}, &v1alpha1.Redelivery{}))
 		}).Should(BeTrue(), "it is deleted when its TTL ends")
 		Expect(get(Default, "again").Status).To(Equal(o.Status))
 		Expect(letters()).To(Equal(3))
 
 		By("the spec cannot be changed, but the TTL can")
-		_, err = server.Kubectl(redelivery("again", ", rate: 7"), "apply", "--namespace", tenant, "-f", "-")
+		_, err = server.Kubectl(redelivery("again", ", rate: 7"), "apply", "--namespace", namespace, "-f", "-")
 		Expect(err).To(MatchError(ContainSubstring("spec is immutable except for ttlSecondsAfterFinished")))
-		w.apply(tenant, redelivery("again", ", ttlSecondsAfterFinished: 31536000"))
+		w.apply(namespace, redelivery("again", ", ttlSecondsAfterFinished: 31536000"))
 		Eventually(func(g Gomega) {
 			o := get(g, "again")
 			g.Expect(o.Generation).To(BeEquivalentTo(2))
@@ -428,12 +428,12 @@ spec: {destinationRef: {name: crm}` + spec + `}
 		}).Should(Succeed())
 
 		By("deleting and creating it again")
-		w.delete(tenant, "redelivery", "again")
-		w.apply(tenant, redelivery("again", ""))
+		w.delete(namespace, "redelivery", "again")
+		w.apply(namespace, redelivery("again", ""))
 		Eventually(state("again")).Should(Equal("Complete AlreadyDone"))
 		Expect(letters()).To(Equal(3))
-		w.delete(tenant, "redelivery", "again")
-		w.apply(tenant, redelivery("again", ", requestId: second"))
+		w.delete(namespace, "redelivery", "again")
+		w.apply(namespace, redelivery("again", ", requestId: second"))
 		Eventually(state("again")).Should(Equal("Complete Redelivered"))
 		Expect(letters()).To(Equal(0))
 	})
@@ -441,14 +441,14 @@ spec: {destinationRef: {name: crm}` + spec + `}
 	It("goes on when a new operator starts, and stops when it is deleted", func() {
 		gate := make(chan struct{})
 		box.set(func(b *letterBox) { b.gate = gate })
-		w.apply(tenant, crmSecret+webSource+crmDestination+redelivery("again", ""))
+		w.apply(namespace, crmSecret+webSource+crmDestination+redelivery("again", ""))
 		gate <- struct{}{}
 		gate <- struct{}{}
 		Eventually(func(g Gomega) { g.Expect(get(g, "again").Status.Redelivered).To(BeEquivalentTo(2)) }).Should(Succeed())
 		Expect(state("again")()).To(Equal(v1alpha1.ReasonRunning))
 
 		By("another of the same destination waits")
-		w.apply(tenant, redelivery("later", ", rate: 7"))
+		w.apply(namespace, redelivery("later", ", rate: 7"))
 		Eventually(state("later")).Should(Equal(v1alpha1.ReasonWaiting))
 
 		aborted := 0
@@ -466,7 +466,7 @@ spec: {destinationRef: {name: crm}` + spec + `}
 
 		By("deleting it")
 		box.set(func(b *letterBox) { aborted = b.aborted })
-		w.delete(tenant, "redelivery", "again")
+		w.delete(namespace, "redelivery", "again")
 		hungUp()
 		close(gate)
 		Eventually(state("later")).Should(Equal("Complete Redelivered"))
@@ -478,14 +478,14 @@ spec: {destinationRef: {name: crm}` + spec + `}
 		gate := make(chan struct{})
 		box.set(func(b *letterBox) { b.gate = gate })
 		DeferCleanup(func() { close(gate) })
-		w.apply(tenant, crmSecret+webSource+crmDestination+redelivery("short", ", activeDeadlineSeconds: 3"))
+		w.apply(namespace, crmSecret+webSource+crmDestination+redelivery("short", ", activeDeadlineSeconds: 3"))
 		Eventually(state("short")).Should(Equal("Failed DeadlineExceeded"))
 		o := get(Default, "short")
 		Expect(o.Status.CompletionTime).To(BeNil())
 		Expect(meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.ConditionStalled)).To(BeTrue())
-		Eventually(func() []string { return w.events(tenant, "short") }).Should(ContainElement("Warning DeadlineExceeded"))
+		Eventually(func() []string { return w.events(namespace, "short") }).Should(ContainElement("Warning DeadlineExceeded"))
 
-		w.apply(tenant, redelivery("unattended", ", activeDeadlineSeconds: 2"))
+		w.apply(namespace, redelivery("unattended", ", activeDeadlineSeconds: 2"))
 		Eventually(state("unattended")).Should(Equal(v1alpha1.ReasonRunning))
 		w.stop()
 		Eventually(func() bool { return time.Now().After(get(Default, "unattended").Status.StartTime.Add(3 * time.Second)) }).Should(BeTrue())
@@ -496,7 +496,7 @@ spec: {destinationRef: {name: crm}` + spec + `}
 	It("is limited for each namespace, and waits for no other namespace", func() {
 		gate := make(chan struct{})
 		box.set(func(b *letterBox) { b.gate = gate })
-		first := tenant
+		first := namespace
 		var all string
 		for i := range maxNamespaceRedeliveries + 1 {
 			name := fmt.Sprint("crm", i)
@@ -511,8 +511,8 @@ spec: {destinationRef: {name: crm}` + spec + `}
 			return count
 		}
 		Eventually(states).Should(Equal(map[string]int{v1alpha1.ReasonRunning: maxNamespaceRedeliveries, v1alpha1.ReasonWaiting: 1}))
-		tenant = w.namespace()
-		w.apply(tenant, crmSecret+webSource+crmDestination+"---"+destination("fast")+redelivery("again", ", rate: 9000")+
+		namespace = w.namespace()
+		w.apply(namespace, crmSecret+webSource+crmDestination+"---"+destination("fast")+redelivery("again", ", rate: 9000")+
 			strings.ReplaceAll(redelivery("fast", ", rate: 9000"), "{name: crm}", "{name: fast}"))
 		Eventually(func() map[string]int {
 			return map[string]int{state("again")(): 1, state("fast")(): 2}
@@ -520,7 +520,7 @@ spec: {destinationRef: {name: crm}` + spec + `}
 		close(gate)
 		Eventually(state("again")).Should(Equal("Complete Redelivered"))
 		Eventually(state("fast")).Should(Equal("Complete Redelivered"))
-		tenant = first
+		namespace = first
 		Eventually(states).Should(Equal(map[string]int{"Complete Redelivered": maxNamespaceRedeliveries + 1}))
 	})
 })

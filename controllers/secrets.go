@@ -41,7 +41,7 @@ func stripSecret(release string) toolscache.TransformFunc {
 			return nil, fmt.Errorf("a %T was about to be cached; Secrets are cached by metadata only", object)
 		}
 		kept := metav1.ObjectMeta{Namespace: m.Namespace, Name: m.Name, UID: m.UID, ResourceVersion: m.ResourceVersion, Generation: m.Generation}
-		if _, live := liveconfig.TenantOf(m.Name); m.Namespace == release && (live || m.Name == liveconfig.MarkerName) {
+		if _, live := liveconfig.NamespaceOf(m.Name); m.Namespace == release && (live || m.Name == liveconfig.MarkerName) {
 			kept.Labels = m.Labels
 		}
 		m.ObjectMeta = kept
@@ -57,31 +57,31 @@ type secretReader struct {
 	metadata, direct client.Reader
 
 	mu sync.Mutex
-	// named are the names that a tenant's objects refer to, sorted.
+	// named are the names that a namespace's objects refer to, sorted.
 	named map[string][]string
-	kept  map[string]map[string]compile.Secret // tenant -> name
+	kept  map[string]map[string]compile.Secret // namespace -> name
 }
 
 func newSecretReader(metadata, direct client.Reader) *secretReader {
 	return &secretReader{metadata: metadata, direct: direct, named: map[string][]string{}, kept: map[string]map[string]compile.Secret{}}
 }
 
-// matters reports whether a tenant's objects refer to a Secret, as far as they
+// matters reports whether a namespace's objects refer to a Secret, as far as they
 // have been read. What refers to it later reads it anew.
-func (r *secretReader) matters(tenant, name string) bool {
+func (r *secretReader) matters(namespace, name string) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	_, found := slices.BinarySearch(r.named[tenant], name)
+	_, found := slices.BinarySearch(r.named[namespace], name)
 	return found
 }
 
-// read returns those of a tenant's Secrets, names sorted, that exist. One call
-// per tenant at a time.
-func (r *secretReader) read(ctx context.Context, tenant string, names []string) (map[string]compile.Secret, error) {
+// read returns those of a namespace's Secrets, names sorted, that exist. One call
+// per namespace at a time.
+func (r *secretReader) read(ctx context.Context, namespace string, names []string) (map[string]compile.Secret, error) {
 	r.mu.Lock()
 	// Before anything is read, so that no change after that is missed.
-	r.named[tenant] = names
-	kept := r.kept[tenant]
+	r.named[namespace] = names
+	kept := r.kept[namespace]
 	r.mu.Unlock()
 
 	var mu sync.Mutex
@@ -90,7 +90,7 @@ func (r *secretReader) read(ctx context.Context, tenant string, names []string) 
 	group.SetLimit(maxReadsAtOnce)
 	for _, name := range names {
 		group.Go(func() error {
-			key := types.NamespacedName{Namespace: tenant, Name: name}
+			key := types.NamespacedName{Namespace: namespace, Name: name}
 			m := secretMetadata()
 			err := r.metadata.Get(groupCtx, key, m)
 			if err != nil && !apierrors.IsNotFound(err) {
@@ -130,13 +130,13 @@ func (r *secretReader) read(ctx context.Context, tenant string, names []string) 
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.kept[tenant] = keep
+	r.kept[namespace] = keep
 	return found, nil
 }
 
-func (r *secretReader) forget(tenant string) {
+func (r *secretReader) forget(namespace string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	delete(r.named, tenant)
-	delete(r.kept, tenant)
+	delete(r.named, namespace)
+	delete(r.kept, namespace)
 }

@@ -22,10 +22,10 @@ import (
 	"github.com/posthorn/posthorn/controllers/compile"
 )
 
-// tenantRequest is the key of one namespace. Keys have no namespace of their
+// namespaceRequest is the key of one namespace. Keys have no namespace of their
 // own, because all of a namespace is compiled as one.
-func tenantRequest(tenant string) reconcile.Request {
-	return reconcile.Request{NamespacedName: types.NamespacedName{Name: tenant}}
+func namespaceRequest(namespace string) reconcile.Request {
+	return reconcile.Request{NamespacedName: types.NamespacedName{Name: namespace}}
 }
 
 const (
@@ -46,8 +46,8 @@ func controllerOptions(mgr manager.Manager, name string) controller.Options {
 	}
 }
 
-// logConstructor names the tenant as every other log line does, in place of
-// controller-runtime's empty namespace and the tenant as name.
+// logConstructor names the namespace as every other log line does, in place of
+// controller-runtime's empty namespace and the namespace as name.
 func logConstructor(mgr manager.Manager, controller string) func(*reconcile.Request) logr.Logger {
 	base := mgr.GetLogger().WithValues("controller", controller)
 	return func(request *reconcile.Request) logr.Logger {
@@ -81,21 +81,21 @@ func (t *trigger) Start(_ context.Context, queue workqueue.TypedRateLimitingInte
 	return nil
 }
 
-func (t *trigger) fire(tenant string) {
+func (t *trigger) fire(namespace string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.queue == nil {
-		t.waiting = append(t.waiting, tenantRequest(tenant))
+		t.waiting = append(t.waiting, namespaceRequest(namespace))
 		return
 	}
-	t.queue.Add(tenantRequest(tenant))
+	t.queue.Add(namespaceRequest(namespace))
 }
 
-// verdictBook hands the newest verdicts of each tenant from the config
+// verdictBook hands the newest verdicts of each namespace from the config
 // controller to the status controller.
 type verdictBook struct {
-	mu       sync.Mutex
-	byTenant map[string]judged
+	mu          sync.Mutex
+	byNamespace map[string]judged
 }
 
 // judged holds the verdicts of a namespace by the object's UID, each with the
@@ -121,128 +121,128 @@ type object[T any] interface {
 	client.Object
 }
 
-// tenantLists are empty lists of the kinds that a namespace's config is made of.
-func tenantLists() []client.ObjectList {
+// namespaceLists are empty lists of the kinds that a namespace's config is made of.
+func namespaceLists() []client.ObjectList {
 	return []client.ObjectList{&v1alpha1.SourceList{}, &v1alpha1.WebhookDestinationList{}, &v1alpha1.AudienceList{}, &v1alpha1.DeletionRequestList{}}
 }
 
-// listTenant lists the objects that a namespace's config is made of.
-func listTenant(ctx context.Context, r client.Reader, tenant string) (compile.Snapshot, error) {
+// listNamespace lists the objects that a namespace's config is made of.
+func listNamespace(ctx context.Context, r client.Reader, namespace string) (compile.Snapshot, error) {
 	var sources v1alpha1.SourceList
 	var destinations v1alpha1.WebhookDestinationList
 	var audiences v1alpha1.AudienceList
 	var deletions v1alpha1.DeletionRequestList
 	for _, list := range []client.ObjectList{&sources, &destinations, &audiences, &deletions} {
-		if err := r.List(ctx, list, client.InNamespace(tenant)); err != nil {
-			return compile.Snapshot{}, fmt.Errorf("list the objects of namespace %s: %w", tenant, err)
+		if err := r.List(ctx, list, client.InNamespace(namespace)); err != nil {
+			return compile.Snapshot{}, fmt.Errorf("list the objects of namespace %s: %w", namespace, err)
 		}
 	}
-	return compile.Snapshot{Namespace: tenant, Sources: sources.Items, Destinations: destinations.Items, Audiences: audiences.Items, Deletions: deletions.Items}, nil
+	return compile.Snapshot{Namespace: namespace, Sources: sources.Items, Destinations: destinations.Items, Audiences: audiences.Items, Deletions: deletions.Items}, nil
 }
 
-func newVerdictBook() *verdictBook { return &verdictBook{byTenant: map[string]judged{}} }
+func newVerdictBook() *verdictBook { return &verdictBook{byNamespace: map[string]judged{}} }
 
-func (b *verdictBook) set(tenant string, j judged) {
+func (b *verdictBook) set(namespace string, j judged) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.byTenant[tenant] = j
+	b.byNamespace[namespace] = j
 }
 
-func (b *verdictBook) forget(tenant string) {
+func (b *verdictBook) forget(namespace string) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	delete(b.byTenant, tenant)
+	delete(b.byNamespace, namespace)
 }
 
-func (b *verdictBook) get(tenant string) (judged, bool) {
+func (b *verdictBook) get(namespace string) (judged, bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	j, ok := b.byTenant[tenant]
+	j, ok := b.byNamespace[namespace]
 	return j, ok
 }
 
-func (b *verdictBook) tenants() []string {
+func (b *verdictBook) namespaces() []string {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return slices.Collect(maps.Keys(b.byTenant))
+	return slices.Collect(maps.Keys(b.byNamespace))
 }
 
 // keyHolder is a Source that uses a write key.
 type keyHolder struct {
-	tenant, name string
-	created      time.Time
+	namespace, name string
+	created         time.Time
 }
 
 func (a keyHolder) compare(b keyHolder) int {
-	return cmp.Or(a.created.Compare(b.created), strings.Compare(a.tenant, b.tenant), strings.Compare(a.name, b.name))
+	return cmp.Or(a.created.Compare(b.created), strings.Compare(a.namespace, b.namespace), strings.Compare(a.name, b.name))
 }
 
 // writeKeys knows, over all namespaces, which Source is the oldest that uses a
 // write key. Keys are known by their hash only.
 type writeKeys struct {
-	mu       sync.Mutex
-	byHash   map[string]map[string]keyHolder // hash -> tenant -> its oldest holder
-	byTenant map[string]map[string]keyHolder // tenant -> hash -> the same
+	mu          sync.Mutex
+	byHash      map[string]map[string]keyHolder // hash -> namespace -> its oldest holder
+	byNamespace map[string]map[string]keyHolder // namespace -> hash -> the same
 }
 
 func newWriteKeys() *writeKeys {
-	return &writeKeys{byHash: map[string]map[string]keyHolder{}, byTenant: map[string]map[string]keyHolder{}}
+	return &writeKeys{byHash: map[string]map[string]keyHolder{}, byNamespace: map[string]map[string]keyHolder{}}
 }
 
-// set replaces the keys of a tenant. It returns the other tenants whose
+// set replaces the keys of a namespace. It returns the other namespaces whose
 // verdicts may change by that.
-func (k *writeKeys) set(tenant string, holders map[string]keyHolder) (affected []string) {
+func (k *writeKeys) set(namespace string, holders map[string]keyHolder) (affected []string) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	touched := map[string]bool{}
 	touch := func(hash string) {
 		for other := range k.byHash[hash] {
-			if other != tenant {
+			if other != namespace {
 				touched[other] = true
 			}
 		}
 	}
-	for hash := range k.byTenant[tenant] {
+	for hash := range k.byNamespace[namespace] {
 		if _, still := holders[hash]; !still {
 			touch(hash)
-			delete(k.byHash[hash], tenant)
+			delete(k.byHash[hash], namespace)
 			if len(k.byHash[hash]) == 0 {
 				delete(k.byHash, hash)
 			}
 		}
 	}
 	for hash, holder := range holders {
-		if k.byTenant[tenant][hash] == holder {
+		if k.byNamespace[namespace][hash] == holder {
 			continue
 		}
 		touch(hash)
 		if k.byHash[hash] == nil {
 			k.byHash[hash] = map[string]keyHolder{}
 		}
-		k.byHash[hash][tenant] = holder
+		k.byHash[hash][namespace] = holder
 	}
-	k.byTenant[tenant] = holders
+	k.byNamespace[namespace] = holders
 	if len(holders) == 0 {
-		delete(k.byTenant, tenant)
+		delete(k.byNamespace, namespace)
 	}
 	return slices.Sorted(maps.Keys(touched))
 }
 
-// older returns those of a tenant's keys that belong to an older Source of
-// another tenant, with that Source's "namespace/name".
-func (k *writeKeys) older(tenant string) map[string]string {
+// older returns those of a namespace's keys that belong to an older Source of
+// another namespace, with that Source's "namespace/name".
+func (k *writeKeys) older(namespace string) map[string]string {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	found := map[string]string{}
-	for hash, own := range k.byTenant[tenant] {
+	for hash, own := range k.byNamespace[namespace] {
 		oldest := own
 		for _, other := range k.byHash[hash] {
 			if other.compare(oldest) < 0 {
 				oldest = other
 			}
 		}
-		if oldest.tenant != tenant {
-			found[hash] = oldest.tenant + "/" + oldest.name
+		if oldest.namespace != namespace {
+			found[hash] = oldest.namespace + "/" + oldest.name
 		}
 	}
 	return found

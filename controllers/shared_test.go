@@ -16,14 +16,16 @@ import (
 
 func TestWriteKeys(t *testing.T) {
 	day := func(d int) time.Time { return time.Date(2026, 1, d, 0, 0, 0, 0, time.UTC) }
-	holder := func(tenant string, d int) keyHolder { return keyHolder{tenant: tenant, name: "web", created: day(d)} }
+	holder := func(namespace string, d int) keyHolder {
+		return keyHolder{namespace: namespace, name: "web", created: day(d)}
+	}
 	k := newWriteKeys()
 	steps := []struct {
-		name     string
-		tenant   string
-		holders  map[string]keyHolder
-		affected []string
-		older    map[string]map[string]string // tenant -> hash -> older Source
+		name      string
+		namespace string
+		holders   map[string]keyHolder
+		affected  []string
+		older     map[string]map[string]string // namespace -> hash -> older Source
 	}{
 		{"the first", "b", map[string]keyHolder{"x": holder("b", 2)}, nil, map[string]map[string]string{"b": {}}},
 		{"another key", "c", map[string]keyHolder{"y": holder("c", 1)}, nil, map[string]map[string]string{"b": {}, "c": {}}},
@@ -34,19 +36,19 @@ func TestWriteKeys(t *testing.T) {
 		{"one goes", "c", nil, []string{"b"}, map[string]map[string]string{"a": {}, "b": {}, "c": {}}},
 	}
 	for _, step := range steps {
-		if diff := cmp.Diff(step.affected, k.set(step.tenant, step.holders)); diff != "" {
+		if diff := cmp.Diff(step.affected, k.set(step.namespace, step.holders)); diff != "" {
 			t.Errorf("%s: affected (-want +got):\n%s", step.name, diff)
 		}
-		for tenant, want := range step.older {
-			if diff := cmp.Diff(want, k.older(tenant)); diff != "" {
-				t.Errorf("%s: older than %s (-want +got):\n%s", step.name, tenant, diff)
+		for namespace, want := range step.older {
+			if diff := cmp.Diff(want, k.older(namespace)); diff != "" {
+				t.Errorf("%s: older than %s (-want +got):\n%s", step.name, namespace, diff)
 			}
 		}
 	}
 	k.set("a", nil)
 	k.set("b", nil)
-	if len(k.byHash)+len(k.byTenant) != 0 {
-		t.Errorf("left behind: %v %v", k.byHash, k.byTenant)
+	if len(k.byHash)+len(k.byNamespace) != 0 {
+		t.Errorf("left behind: %v %v", k.byHash, k.byNamespace)
 	}
 }
 
@@ -54,12 +56,12 @@ func TestSecretsAreCachedWithoutContents(t *testing.T) {
 	strip := stripSecret("posthorn-system")
 	secret := func(namespace, name string) *metav1.PartialObjectMetadata {
 		return &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{
-			Namespace: namespace, Name: name, ResourceVersion: "7", Labels: map[string]string{liveconfig.LabelTenant: "a"},
+			Namespace: namespace, Name: name, ResourceVersion: "7", Labels: map[string]string{liveconfig.LabelNamespace: "a"},
 			Annotations:   map[string]string{corev1.LastAppliedConfigAnnotation: "hush"},
 			ManagedFields: []metav1.ManagedFieldsEntry{{Manager: "kubectl"}},
 		}}
 	}
-	for name, want := range map[string]map[string]string{"other": nil, liveconfig.SecretName("a"): {liveconfig.LabelTenant: "a"}} {
+	for name, want := range map[string]map[string]string{"other": nil, liveconfig.SecretName("a"): {liveconfig.LabelNamespace: "a"}} {
 		got, err := strip(secret("posthorn-system", name))
 		if err != nil {
 			t.Fatal(err)
@@ -104,7 +106,7 @@ func TestWhatCountsAsAChange(t *testing.T) {
 		"as we wrote it": {own.Update(event.UpdateEvent{ObjectOld: secret("posthorn-system", "6"), ObjectNew: secret("posthorn-system", "7")}), false},
 		"by another":     {own.Update(event.UpdateEvent{ObjectOld: secret("posthorn-system", "7"), ObjectNew: secret("posthorn-system", "8")}), true},
 		"relisted":       {own.Update(event.UpdateEvent{ObjectOld: secret("other", "8"), ObjectNew: secret("other", "8")}), false},
-		"a tenant's":     {own.Create(event.CreateEvent{Object: secret("other", "7")}), true},
+		"a namespace's":  {own.Create(event.CreateEvent{Object: secret("other", "7")}), true},
 		"made by us":     {own.Create(event.CreateEvent{Object: secret("posthorn-system", "7")}), false},
 		"gone unseen":    {own.Delete(event.DeleteEvent{Object: secret("posthorn-system", "7")}), true},
 	} {
@@ -116,7 +118,7 @@ func TestWhatCountsAsAChange(t *testing.T) {
 
 func TestDifferences(t *testing.T) {
 	report := func(change func(*liveconfig.Report)) *liveconfig.Report {
-		r := &liveconfig.Report{Ready: true, Tenants: []liveconfig.TenantReport{{Tenant: "a", Revision: "1"}, {Tenant: "b", Revision: "1"}}}
+		r := &liveconfig.Report{Ready: true, Namespaces: []liveconfig.NamespaceReport{{Namespace: "a", Revision: "1"}, {Namespace: "b", Revision: "1"}}}
 		if change != nil {
 			change(r)
 		}
@@ -125,22 +127,22 @@ func TestDifferences(t *testing.T) {
 	tests := []struct {
 		name          string
 		before, after *liveconfig.Report
-		tenants       []string
+		namespaces    []string
 		all           bool
 	}{
 		{"the first", nil, report(nil), nil, true},
 		{"equal", report(nil), report(nil), nil, false},
-		{"one changed", report(nil), report(func(r *liveconfig.Report) { r.Tenants[1].Revision = "2" }), []string{"b"}, false},
-		{"one gone", report(nil), report(func(r *liveconfig.Report) { r.Tenants = r.Tenants[:1] }), []string{"b"}, false},
-		{"one more", report(func(r *liveconfig.Report) { r.Tenants = r.Tenants[1:] }), report(nil), []string{"a"}, false},
+		{"one changed", report(nil), report(func(r *liveconfig.Report) { r.Namespaces[1].Revision = "2" }), []string{"b"}, false},
+		{"one gone", report(nil), report(func(r *liveconfig.Report) { r.Namespaces = r.Namespaces[:1] }), []string{"b"}, false},
+		{"one more", report(func(r *liveconfig.Report) { r.Namespaces = r.Namespaces[1:] }), report(nil), []string{"a"}, false},
 		{"disk full", report(nil), report(func(r *liveconfig.Report) { r.Storage.Pressure = true }), nil, true},
 		{"disk used", report(nil), report(func(r *liveconfig.Report) { r.Storage.UsedBytes = 1 }), nil, false},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
-			tenants, all := differences(test.before, test.after)
-			if diff := cmp.Diff(test.tenants, tenants); diff != "" || all != test.all {
-				t.Errorf("all %v, want %v; tenants (-want +got):\n%s", all, test.all, diff)
+			namespaces, all := differences(test.before, test.after)
+			if diff := cmp.Diff(test.namespaces, namespaces); diff != "" || all != test.all {
+				t.Errorf("all %v, want %v; namespaces (-want +got):\n%s", all, test.all, diff)
 			}
 		})
 	}

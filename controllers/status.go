@@ -50,7 +50,7 @@ type statusReconciler struct {
 	numbersInterval, confirmGrace time.Duration // see Options
 
 	mu    sync.Mutex
-	memos map[string]map[types.UID]*memo // by tenant
+	memos map[string]map[types.UID]*memo // by namespace
 }
 
 // memo is what is remembered of one object between two looks at it.
@@ -83,13 +83,13 @@ func setupStatus(mgr manager.Manager, o Options, known *verdictBook, reports *pr
 // +kubebuilder:rbac:groups=posthorn.dev,resources=deletionrequests,verbs=delete
 // +kubebuilder:rbac:groups=events.k8s.io,resources=events,verbs=create;patch
 
-// Reconcile brings the status of one tenant's objects up to date.
+// Reconcile brings the status of one namespace's objects up to date.
 func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
-	tenant := request.Name
-	judged, ok := r.known.get(tenant)
+	namespace := request.Name
+	judged, ok := r.known.get(namespace)
 	if !ok {
 		r.mu.Lock()
-		delete(r.memos, tenant)
+		delete(r.memos, namespace)
 		r.mu.Unlock()
 		return reconcile.Result{}, nil
 	}
@@ -97,11 +97,11 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 	if !settled {
 		return reconcile.Result{}, nil // the prober calls again when it knows
 	}
-	objects, err := listTenant(ctx, r, tenant)
+	objects, err := listNamespace(ctx, r, namespace)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	l := look{statusReconciler: r, tenant: tenant, judged: judged, pods: pods, now: r.now(), memos: r.memosOf(tenant)}
+	l := look{statusReconciler: r, namespace: namespace, judged: judged, pods: pods, now: r.now(), memos: r.memosOf(namespace)}
 	l.group.SetLimit(maxWritesAtOnce)
 	lookAt(ctx, &l, objects.Sources, health.Sources)
 	lookAt(ctx, &l, objects.Destinations, health.Destinations)
@@ -120,15 +120,15 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 	return reconcile.Result{RequeueAfter: l.again.d}, nil
 }
 
-// memosOf returns a tenant's memos. Only its own reconciliation uses them, and
-// of one tenant there is one at a time.
-func (r *statusReconciler) memosOf(tenant string) map[types.UID]*memo {
+// memosOf returns a namespace's memos. Only its own reconciliation uses them, and
+// of one namespace there is one at a time.
+func (r *statusReconciler) memosOf(namespace string) map[types.UID]*memo {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.memos[tenant] == nil {
-		r.memos[tenant] = map[types.UID]*memo{}
+	if r.memos[namespace] == nil {
+		r.memos[namespace] = map[types.UID]*memo{}
 	}
-	return r.memos[tenant]
+	return r.memos[namespace]
 }
 
 func memoOf(memos map[types.UID]*memo, o client.Object) *memo {
@@ -144,13 +144,13 @@ func memoOf(memos map[types.UID]*memo, o client.Object) *memo {
 // look is one look at a namespace's objects.
 type look struct {
 	*statusReconciler
-	tenant string
-	judged judged
-	pods   []health.Pod
-	now    time.Time
-	memos  map[types.UID]*memo
-	group  errgroup.Group
-	again  shortest
+	namespace string
+	judged    judged
+	pods      []health.Pod
+	now       time.Time
+	memos     map[types.UID]*memo
+	group     errgroup.Group
+	again     shortest
 }
 
 // lookAt looks at the objects of one kind, but for those of which there is no
@@ -208,7 +208,7 @@ func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, v
 	before, conditionsBefore := *status, *conditions
 	wait := left(l.numbersInterval, m.numbers, l.now)
 	due := wait <= 0
-	next := k.Compute(*o, verdict, l.tenant, l.pods, l.now, due)
+	next := k.Compute(*o, verdict, l.namespace, l.pods, l.now, due)
 	version := o.GetResourceVersion()
 	*status = next
 	pending := health.Pending(*conditions)
@@ -218,7 +218,7 @@ func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, v
 		m.unconfirmed = l.now
 	}
 	if equality.Semantic.DeepEqual(before, next) {
-		if !due && !equality.Semantic.DeepEqual(next, k.Compute(*o, verdict, l.tenant, l.pods, l.now, true)) {
+		if !due && !equality.Semantic.DeepEqual(next, k.Compute(*o, verdict, l.namespace, l.pods, l.now, true)) {
 			l.again.in(min(wait, lookInterval))
 		}
 		return nil

@@ -45,34 +45,34 @@ var _ = Describe("status", func() {
 
 	It("tells from real traffic how deliveries go, with Events when that turns", func() {
 		w := newWorld()
-		tenant := w.namespace()
-		w.apply(tenant, webSource+crmSecret+crmDestination)
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		namespace := w.namespace()
+		w.apply(namespace, webSource+crmSecret+crmDestination)
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
 
 		w.dispatcher.set(func(d *fakeDispatcher) {
-			d.traffic[tenant+"/crm"] = healthy(10)
-			d.calls[tenant+"/web"] = func(r *liveconfig.SourceReport) { r.Accepted, r.LastAccepted = 10, began }
+			d.traffic[namespace+"/crm"] = healthy(10)
+			d.calls[namespace+"/web"] = func(r *liveconfig.SourceReport) { r.Accepted, r.LastAccepted = 10, began }
 		})
-		w.says(tenant, "whd/crm", "Delivering", isTrue, "Delivering")
-		w.says(tenant, "source/web", "Receiving", isTrue, "Receiving")
-		d := w.destination(Default, tenant, "crm")
+		w.says(namespace, "whd/crm", "Delivering", isTrue, "Delivering")
+		w.says(namespace, "source/web", "Receiving", isTrue, "Receiving")
+		d := w.destination(Default, namespace, "crm")
 		Expect(d.Status.Delivery.Delivered).To(BeEquivalentTo(10))
 		Expect(d.Status.LastSuccessTime.Time).To(BeTemporally("==", began))
 		Expect(d.Status.Endpoints[0].State).To(Equal(v1alpha1.EndpointHealthy))
-		Expect(w.source(Default, tenant, "web").Status.Calls.Accepted).To(BeEquivalentTo(10))
+		Expect(w.source(Default, namespace, "web").Status.Calls.Accepted).To(BeEquivalentTo(10))
 
-		w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[tenant+"/crm"] = failing })
-		w.says(tenant, "whd/crm", "Delivering", isFalse, "ServerError")
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready") // a receiver's outage is no mistake in the spec
-		d = w.destination(Default, tenant, "crm")
+		w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[namespace+"/crm"] = failing })
+		w.says(namespace, "whd/crm", "Delivering", isFalse, "ServerError")
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready") // a receiver's outage is no mistake in the spec
+		d = w.destination(Default, namespace, "crm")
 		Expect(d.Status.Endpoints[0].LastFailure.StatusCode).To(BeEquivalentTo(500))
 		Expect(d.Status.Delivery.Retrying).To(BeEquivalentTo(2))
-		Eventually(func() []string { return w.events(tenant, "crm") }).Should(ContainElement("Warning ServerError"))
+		Eventually(func() []string { return w.events(namespace, "crm") }).Should(ContainElement("Warning ServerError"))
 
-		w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[tenant+"/crm"] = healthy(12) })
-		w.says(tenant, "whd/crm", "Delivering", isTrue, "Delivering")
-		Eventually(func() []string { return w.events(tenant, "crm") }).Should(ContainElement("Normal Delivering"))
-		table, err := server.Kubectl("", "get", "whd", "crm", "--namespace", tenant)
+		w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[namespace+"/crm"] = healthy(12) })
+		w.says(namespace, "whd/crm", "Delivering", isTrue, "Delivering")
+		Eventually(func() []string { return w.events(namespace, "crm") }).Should(ContainElement("Normal Delivering"))
+		table, err := server.Kubectl("", "get", "whd", "crm", "--namespace", namespace)
 		Expect(err).NotTo(HaveOccurred())
 		Expect(table).To(MatchRegexp(`crm +True +Ready +True +0 +0`))
 	})
@@ -81,35 +81,35 @@ var _ = Describe("status", func() {
 		w := newWorld()
 		second := newDispatcher("dispatcher-1")
 		DeferCleanup(second.server.Close)
-		tenant := w.namespace()
+		namespace := w.namespace()
 		w.pods.set(w.dispatcher.pod(), second.pod())
-		w.apply(tenant, webSource+crmSecret+crmDestination)
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		w.apply(namespace, webSource+crmSecret+crmDestination)
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
 
 		By("one pod that refuses a config")
 		second.set(func(d *fakeDispatcher) { d.refuse = true })
-		w.apply(tenant, named("crm", "https://hooks.example/in", "https://hooks.example/out"))
-		w.says(tenant, "whd/crm", "Programmed", isFalse, "ConfigRefused")
+		w.apply(namespace, named("crm", "https://hooks.example/in", "https://hooks.example/out"))
+		w.says(namespace, "whd/crm", "Programmed", isFalse, "ConfigRefused")
 		second.set(func(d *fakeDispatcher) { d.refuse = false })
-		w.says(tenant, "whd/crm", "Programmed", isTrue, "Programmed")
+		w.says(namespace, "whd/crm", "Programmed", isTrue, "Programmed")
 
 		By("one pod that does not answer, for longer than a moment")
 		second.set(func(d *fakeDispatcher) { d.down = true })
-		w.says(tenant, "whd/crm", "Programmed", isFalse, "Pending")
+		w.says(namespace, "whd/crm", "Programmed", isFalse, "Pending")
 		w.pods.set(w.dispatcher.pod())
-		w.says(tenant, "whd/crm", "Programmed", isTrue, "Programmed")
+		w.says(namespace, "whd/crm", "Programmed", isTrue, "Programmed")
 
 		By("no pod at all")
 		w.pods.set()
-		w.says(tenant, "whd/crm", "Ready", isFalse, "NoDispatcher")
-		w.says(tenant, "source/web", "Ready", isFalse, "NoDispatcher")
+		w.says(namespace, "whd/crm", "Ready", isFalse, "NoDispatcher")
+		w.says(namespace, "source/web", "Ready", isFalse, "NoDispatcher")
 	})
 
 	It("does not blink when a pod misses one report", func() {
 		w := newWorld()
-		tenant := w.namespace()
-		w.apply(tenant, webSource+crmSecret+crmDestination)
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		namespace := w.namespace()
+		w.apply(namespace, webSource+crmSecret+crmDestination)
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		before := w.quiet()
 		w.dispatcher.set(func(d *fakeDispatcher) { d.down = true })
 		w.polled(2)
@@ -120,15 +120,15 @@ var _ = Describe("status", func() {
 
 	It("is not written while nothing happens, nor by an operator that starts", func() {
 		w := newWorld()
-		tenant := w.namespace()
-		w.apply(tenant, webSource+crmSecret+crmDestination+named("gone", "[{name: web}]", "[{name: missing}]"))
+		namespace := w.namespace()
+		w.apply(namespace, webSource+crmSecret+crmDestination+named("gone", "[{name: web}]", "[{name: missing}]"))
 		w.dispatcher.set(func(d *fakeDispatcher) {
-			d.traffic[tenant+"/crm"] = failing
-			d.calls[tenant+"/web"] = func(r *liveconfig.SourceReport) { r.Accepted, r.LastAccepted = 10, began }
+			d.traffic[namespace+"/crm"] = failing
+			d.calls[namespace+"/web"] = func(r *liveconfig.SourceReport) { r.Accepted, r.LastAccepted = 10, began }
 		})
-		w.says(tenant, "whd/crm", "Delivering", isFalse, "ServerError")
-		w.says(tenant, "whd/gone", "ResolvedRefs", isFalse, "NoSource")
-		w.says(tenant, "source/web", "Receiving", isTrue, "Receiving")
+		w.says(namespace, "whd/crm", "Delivering", isFalse, "ServerError")
+		w.says(namespace, "whd/gone", "ResolvedRefs", isFalse, "NoSource")
+		w.says(namespace, "source/web", "Receiving", isTrue, "Receiving")
 		before := w.quiet()
 		w.polled(20)
 		Expect(w.versions()).To(Equal(before))
@@ -145,9 +145,9 @@ var _ = Describe("status", func() {
 		second := newDispatcher("dispatcher-1")
 		DeferCleanup(second.server.Close)
 		w.pods.set(w.dispatcher.pod(), second.pod())
-		tenant := w.namespace()
-		w.apply(tenant, webSource+crmSecret+crmDestination)
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		namespace := w.namespace()
+		w.apply(namespace, webSource+crmSecret+crmDestination)
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		w.quiet()
 		written := func() [2]float64 {
 			return [2]float64{counted("posthorn_operator_compiles_total", "written"), counted("posthorn_operator_status_writes_total", "WebhookDestination")}
@@ -155,14 +155,14 @@ var _ = Describe("status", func() {
 		before := written()
 		const changes = 5
 		for i := range changes {
-			w.apply(tenant, named("crm", "https://hooks.example/in", fmt.Sprintf("https://hooks.example/%d", i)))
-			w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+			w.apply(namespace, named("crm", "https://hooks.example/in", fmt.Sprintf("https://hooks.example/%d", i)))
+			w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		}
 		By("a new signing secret")
-		revision := w.destination(Default, tenant, "crm").Status.Revision
-		w.apply(tenant, strings.ReplaceAll(crmSecret, "hush-crm", "hush-rotated"))
-		Eventually(func() string { return w.destination(Default, tenant, "crm").Status.Revision }).ShouldNot(Equal(revision))
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		revision := w.destination(Default, namespace, "crm").Status.Revision
+		w.apply(namespace, strings.ReplaceAll(crmSecret, "hush-crm", "hush-rotated"))
+		Eventually(func() string { return w.destination(Default, namespace, "crm").Status.Revision }).ShouldNot(Equal(revision))
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		w.quiet()
 		Expect(written()).To(Equal([2]float64{before[0] + changes + 1, before[1] + changes + 1}))
 
@@ -171,18 +171,18 @@ var _ = Describe("status", func() {
 		w.options.confirmGrace = 0
 		w.start()
 		second.set(func(d *fakeDispatcher) { d.stuck = true })
-		w.apply(tenant, crmDestination)
-		w.says(tenant, "whd/crm", "Programmed", isFalse, "Pending")
+		w.apply(namespace, crmDestination)
+		w.says(namespace, "whd/crm", "Programmed", isFalse, "Pending")
 		second.set(func(d *fakeDispatcher) { d.stuck = false })
-		w.says(tenant, "whd/crm", "Programmed", isTrue, "Programmed")
+		w.says(namespace, "whd/crm", "Programmed", isTrue, "Programmed")
 	})
 
 	It("keeps conditions that others set, and takes over what an earlier release wrote", func() {
 		w := newWorld()
-		tenant := w.namespace()
+		namespace := w.namespace()
 		w.stop()
-		w.apply(tenant, webSource+crmSecret+crmDestination+named("bad", "https://hooks.example/in", "https://169.254.169.254/in"))
-		d := w.destination(Default, tenant, "crm")
+		w.apply(namespace, webSource+crmSecret+crmDestination+named("bad", "https://hooks.example/in", "https://169.254.169.254/in"))
+		d := w.destination(Default, namespace, "crm")
 		By("the defaults of the CRD")
 		for _, conditionType := range []string{"Accepted", "ResolvedRefs", "Programmed", "Ready", "Delivering"} {
 			c := meta.FindStatusCondition(d.Status.Conditions, conditionType)
@@ -204,17 +204,17 @@ var _ = Describe("status", func() {
 		By("conditions of another controller")
 		foreign := func(name string) {
 			patch := fmt.Sprintf(`{"apiVersion": "posthorn.dev/v1alpha1", "kind": "WebhookDestination", "metadata": {"name": %q, "namespace": %q},
-				"status": {"conditions": [{"type": "example.org/Audited", "status": "True", "reason": "Audited", "message": "m", "lastTransitionTime": "2026-01-02T03:04:05Z"}]}}`, name, tenant)
-			o := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: name}}
+				"status": {"conditions": [{"type": "example.org/Audited", "status": "True", "reason": "Audited", "message": "m", "lastTransitionTime": "2026-01-02T03:04:05Z"}]}}`, name, namespace)
+			o := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
 			Expect(cluster.Status().Patch(w.ctx, &o, client.RawPatch(types.ApplyPatchType, []byte(patch)), client.FieldOwner("auditor"))).To(Succeed())
 		}
 		foreign("crm")
 		w.start()
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
-		w.says(tenant, "whd/bad", "Stalled", isTrue, "EgressDenied")
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.says(namespace, "whd/bad", "Stalled", isTrue, "EgressDenied")
 		foreign("bad")
 
-		d = w.destination(Default, tenant, "crm")
+		d = w.destination(Default, namespace, "crm")
 		Expect(meta.FindStatusCondition(d.Status.Conditions, "Stalled")).To(BeNil(), "a condition that is not true any more is removed")
 		Expect(meta.FindStatusCondition(d.Status.Conditions, "Accepted").LastTransitionTime.Time).To(BeTemporally("==", yesterday.Time), "the time of the last transition is kept")
 		Expect(d.Status.Endpoints).To(HaveLen(1), "an endpoint that the spec does not have is removed")
@@ -224,12 +224,12 @@ var _ = Describe("status", func() {
 		})).To(BeTrue(), "%+v", d.ManagedFields)
 
 		By("transitions afterwards")
-		w.apply(tenant, named("bad", "https://hooks.example/in", "https://hooks.example/out"))
-		w.says(tenant, "whd/bad", "Ready", isTrue, "Ready")
-		w.apply(tenant, named("crm", "https://hooks.example/in", "https://169.254.169.254/in"))
-		w.says(tenant, "whd/crm", "Ready", isFalse, "EgressDenied")
+		w.apply(namespace, named("bad", "https://hooks.example/in", "https://hooks.example/out"))
+		w.says(namespace, "whd/bad", "Ready", isTrue, "Ready")
+		w.apply(namespace, named("crm", "https://hooks.example/in", "https://169.254.169.254/in"))
+		w.says(namespace, "whd/crm", "Ready", isFalse, "EgressDenied")
 		for name, stalled := range map[string]bool{"crm": true, "bad": false} {
-			d := w.destination(Default, tenant, name)
+			d := w.destination(Default, namespace, name)
 			Expect(meta.IsStatusConditionTrue(d.Status.Conditions, "Stalled")).To(Equal(stalled), "Stalled of %s", name)
 			Expect(meta.IsStatusConditionTrue(d.Status.Conditions, "example.org/Audited")).To(BeTrue(), "the condition of another controller of %s", name)
 		}
@@ -240,29 +240,29 @@ var _ = Describe("status", func() {
 
 	It("moves numbers seldom and transitions at once", func() {
 		w := newWorld(func(w *world) { w.options.numbersInterval = time.Hour })
-		tenant := w.namespace()
-		w.apply(tenant, webSource+crmSecret+crmDestination)
-		w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[tenant+"/crm"] = healthy(1) })
-		w.says(tenant, "whd/crm", "Delivering", isTrue, "Delivering")
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		namespace := w.namespace()
+		w.apply(namespace, webSource+crmSecret+crmDestination)
+		w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[namespace+"/crm"] = healthy(1) })
+		w.says(namespace, "whd/crm", "Delivering", isTrue, "Delivering")
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		w.quiet()
-		before := w.destination(Default, tenant, "crm")
+		before := w.destination(Default, namespace, "crm")
 		for i := range int64(15) {
-			w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[tenant+"/crm"] = healthy(i + 2) })
+			w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[namespace+"/crm"] = healthy(i + 2) })
 			w.polled(1)
 		}
-		Expect(w.destination(Default, tenant, "crm").ResourceVersion).To(Equal(before.ResourceVersion))
-		w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[tenant+"/crm"] = failing })
-		w.says(tenant, "whd/crm", "Delivering", isFalse, "ServerError")
+		Expect(w.destination(Default, namespace, "crm").ResourceVersion).To(Equal(before.ResourceVersion))
+		w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[namespace+"/crm"] = failing })
+		w.says(namespace, "whd/crm", "Delivering", isFalse, "ServerError")
 
 		By("an interval that ends without another report")
 		w.stop()
 		w.options.numbersInterval = 2 * time.Second
 		w.start()
 		for _, delivered := range []int64{17, 18} {
-			w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[tenant+"/crm"] = healthy(delivered) })
+			w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[namespace+"/crm"] = healthy(delivered) })
 			Eventually(func(g Gomega) {
-				g.Expect(w.destination(g, tenant, "crm").Status.Delivery.Delivered).To(Equal(delivered))
+				g.Expect(w.destination(g, namespace, "crm").Status.Delivery.Delivered).To(Equal(delivered))
 			}).Should(Succeed())
 		}
 	})
@@ -287,9 +287,9 @@ var _ = Describe("status", func() {
 		u, err := url.Parse(server.URL)
 		Expect(err).NotTo(HaveOccurred())
 
-		tenant := w.namespace()
-		w.apply(tenant, webSource)
-		w.says(tenant, "source/web", "Ready", isFalse, "NoDispatcher")
+		namespace := w.namespace()
+		w.apply(namespace, webSource)
+		w.says(namespace, "source/web", "Ready", isFalse, "NoDispatcher")
 
 		makePod := func(i int, component string, ready corev1.ConditionStatus) {
 			no, id := false, int64(65532)
@@ -311,8 +311,8 @@ var _ = Describe("status", func() {
 		makePod(0, "dispatcher", corev1.ConditionFalse)
 		makePod(0, "operator", corev1.ConditionTrue)
 		w.polled(0)
-		w.says(tenant, "source/web", "Ready", isFalse, "NoDispatcher")
+		w.says(namespace, "source/web", "Ready", isFalse, "NoDispatcher")
 		makePod(1, "dispatcher", corev1.ConditionTrue)
-		w.says(tenant, "source/web", "Ready", isTrue, "Ready")
+		w.says(namespace, "source/web", "Ready", isTrue, "Ready")
 	})
 })

@@ -152,22 +152,22 @@ func (w *world) delete(namespace, what, name string) {
 	Expect(err).NotTo(HaveOccurred())
 }
 
-// namespace makes a tenant.
+// namespace makes a namespace.
 func (w *world) namespace() string {
 	GinkgoHelper()
-	ns := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{GenerateName: "tenant-"}}
+	ns := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{GenerateName: "namespace-"}}
 	Expect(cluster.Create(w.ctx, ns)).To(Succeed())
 	return ns.Name
 }
 
-// live returns a tenant's live-config Secret, decoded as a dispatcher does it.
-func (w *world) live(g Gomega, tenant string) (liveconfig.Config, *corev1.Secret) {
+// live returns a namespace's live-config Secret, decoded as a dispatcher does it.
+func (w *world) live(g Gomega, namespace string) (liveconfig.Config, *corev1.Secret) {
 	var secret corev1.Secret
-	g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: release, Name: liveconfig.SecretName(tenant)}, &secret)).To(Succeed())
+	g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: release, Name: liveconfig.SecretName(namespace)}, &secret)).To(Succeed())
 	config, revision, err := liveconfig.Decode(secret.Data[liveconfig.DataKey])
 	g.Expect(err).NotTo(HaveOccurred())
 	g.Expect(secret.Annotations[liveconfig.AnnotationRevision]).To(Equal(revision))
-	g.Expect(secret.Labels).To(HaveKeyWithValue(liveconfig.LabelTenant, tenant))
+	g.Expect(secret.Labels).To(HaveKeyWithValue(liveconfig.LabelNamespace, namespace))
 	g.Expect(secret.Labels).To(HaveKey(liveconfig.LabelLive))
 	return config, &secret
 }
@@ -386,14 +386,14 @@ func (d *fakeDispatcher) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 func (d *fakeDispatcher) report(ctx context.Context) liveconfig.Report {
 	report := liveconfig.Report{Pod: d.name, Ready: true}
 	var secrets corev1.SecretList
-	if err := cluster.List(ctx, &secrets, client.InNamespace(release), client.HasLabels{liveconfig.LabelTenant}); err != nil {
+	if err := cluster.List(ctx, &secrets, client.InNamespace(release), client.HasLabels{liveconfig.LabelNamespace}); err != nil {
 		return report
 	}
 	refused := map[string]*liveconfig.RefusedConfig{}
 	if d.refuse {
 		for _, s := range secrets.Items {
-			if revision := s.Annotations[liveconfig.AnnotationRevision]; d.revisions[s.Labels[liveconfig.LabelTenant]] != revision {
-				refused[s.Labels[liveconfig.LabelTenant]] = &liveconfig.RefusedConfig{Revision: revision, Error: "not today"}
+			if revision := s.Annotations[liveconfig.AnnotationRevision]; d.revisions[s.Labels[liveconfig.LabelNamespace]] != revision {
+				refused[s.Labels[liveconfig.LabelNamespace]] = &liveconfig.RefusedConfig{Revision: revision, Error: "not today"}
 			}
 		}
 	} else if !d.stuck {
@@ -407,17 +407,17 @@ func (d *fakeDispatcher) report(ctx context.Context) liveconfig.Report {
 			}
 			decoded[version] = c
 			if c.err == nil {
-				d.running[c.config.Tenant], d.revisions[c.config.Tenant] = c.config, c.revision
+				d.running[c.config.Namespace], d.revisions[c.config.Namespace] = c.config, c.revision
 			}
 		}
 		d.decoded = decoded
 	}
-	for _, tenant := range slices.Sorted(maps.Keys(d.running)) {
-		config := d.running[tenant]
-		t := liveconfig.TenantReport{Tenant: tenant, Revision: d.revisions[tenant], Refused: refused[tenant]}
+	for _, namespace := range slices.Sorted(maps.Keys(d.running)) {
+		config := d.running[namespace]
+		t := liveconfig.NamespaceReport{Namespace: namespace, Revision: d.revisions[namespace], Refused: refused[namespace]}
 		for _, s := range config.Sources {
 			r := liveconfig.SourceReport{Name: s.Name, Generation: s.Generation, Revision: s.Revision}
-			if f := d.calls[tenant+"/"+s.Name]; f != nil {
+			if f := d.calls[namespace+"/"+s.Name]; f != nil {
 				f(&r)
 			}
 			t.Sources = append(t.Sources, r)
@@ -427,26 +427,26 @@ func (d *fakeDispatcher) report(ctx context.Context) liveconfig.Report {
 			for _, e := range dest.Endpoints {
 				r.Endpoints = append(r.Endpoints, liveconfig.EndpointReport{Name: e.Name, State: liveconfig.EndpointIdle})
 			}
-			if f := d.traffic[tenant+"/"+dest.Name]; f != nil {
+			if f := d.traffic[namespace+"/"+dest.Name]; f != nil {
 				f(&r)
 			}
 			t.Destinations = append(t.Destinations, r)
 		}
 		for _, a := range config.Audiences {
 			r := liveconfig.AudienceReport{Name: a.Name, Generation: a.Generation, Revision: a.Revision, Owner: true}
-			if f := d.syncs[tenant+"/"+a.Name]; f != nil {
+			if f := d.syncs[namespace+"/"+a.Name]; f != nil {
 				f(&r)
 			}
 			t.Audiences = append(t.Audiences, r)
 		}
 		for _, del := range config.Deletions {
 			r := liveconfig.DeletionReport{Name: del.Name, Generation: del.Generation, Revision: del.Revision, Owner: true}
-			if f := d.deletions[tenant+"/"+del.Name]; f != nil {
+			if f := d.deletions[namespace+"/"+del.Name]; f != nil {
 				f(&r)
 			}
 			t.Deletions = append(t.Deletions, r)
 		}
-		report.Tenants = append(report.Tenants, t)
+		report.Namespaces = append(report.Namespaces, t)
 	}
 	return report
 }
@@ -477,7 +477,7 @@ func (b *lockedBuffer) String() string {
 	return b.b.String()
 }
 
-// Objects of a tenant, as users write them.
+// Objects of a namespace, as users write them.
 const (
 	webSource = `
 apiVersion: v1

@@ -67,46 +67,46 @@ var _ = Describe("trouble", func() {
 		Expect(probe("/readyz")).To(Equal("500 Internal Server Error"))
 
 		install()
-		tenant := w.namespace()
-		w.apply(tenant, webSource+crmSecret+crmDestination)
+		namespace := w.namespace()
+		w.apply(namespace, webSource+crmSecret+crmDestination)
 		Expect(probe("/readyz")).To(Equal("500 Internal Server Error"))
 		restore()
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		Eventually(func() string { return probe("/readyz") }).Should(Equal("200 OK"))
 	})
 
 	It("is waited out when the right to read Secrets, or to write status, is taken away for a while", func() {
 		w := newWorld()
-		tenant := w.namespace()
-		w.apply(tenant, webSource+crmSecret+crmDestination)
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
-		_, before := w.live(Default, tenant)
+		namespace := w.namespace()
+		w.apply(namespace, webSource+crmSecret+crmDestination)
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		_, before := w.live(Default, namespace)
 
 		restore := cut("secrets")
-		w.apply(tenant, strings.ReplaceAll(crmSecret, "hush-crm", "hush-new"))
+		w.apply(namespace, strings.ReplaceAll(crmSecret, "hush-crm", "hush-new"))
 		Eventually(logs.String).Should(MatchRegexp(`read Secret \S+/crm: secrets .* is forbidden`))
-		_, after := w.live(Default, tenant)
+		_, after := w.live(Default, namespace)
 		Expect(after.ResourceVersion).To(Equal(before.ResourceVersion)) // what cannot be read is not taken for gone
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		restore()
 		Eventually(func(g Gomega) {
-			config, _ := w.live(g, tenant)
+			config, _ := w.live(g, namespace)
 			g.Expect(config.Destinations[0].Signing[0].Secret.Reveal()).To(Equal("hush-new"))
 		}).Should(Succeed())
 
 		restore = cut("webhookdestinations/status")
-		w.apply(tenant, named("crm", "[{name: web}]", "[{name: missing}]"))
+		w.apply(namespace, named("crm", "[{name: web}]", "[{name: missing}]"))
 		Eventually(logs.String).Should(MatchRegexp(`write the status of WebhookDestination \S+/crm: .* is forbidden`))
 		restore()
-		w.says(tenant, "whd/crm", "ResolvedRefs", isFalse, "NoSource")
+		w.says(namespace, "whd/crm", "ResolvedRefs", isFalse, "NoSource")
 	})
 
 	It("is waited out when the API server is away for longer than the Lease lasts", func() {
 		away := newProxy()
 		w := newWorld(func(w *world) { w.reach, w.options.leaseDuration = away.reach, 3*time.Second })
-		tenant := w.namespace()
-		w.apply(tenant, webSource+crmSecret+crmDestination)
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+		namespace := w.namespace()
+		w.apply(namespace, webSource+crmSecret+crmDestination)
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
 
 		started := func() int { return strings.Count(logs.String(), "Attempting to acquire leader lease") }
 		before := started()
@@ -116,12 +116,12 @@ var _ = Describe("trouble", func() {
 		late := newWorld(func(w *world) { w.reach, w.options.leaseDuration = away.reach, 3*time.Second })
 		Eventually(started).Should(BeNumerically(">=", before+2))
 		late.stop()
-		w.apply(tenant, named("crm", "[{name: web}]", "[{name: missing}]"))
-		w.apply(tenant, strings.ReplaceAll(webSource, "{name: web", "{name: ios")) // a conflict of write keys
-		w.delete(tenant, "psrc", "web")
+		w.apply(namespace, named("crm", "[{name: web}]", "[{name: missing}]"))
+		w.apply(namespace, strings.ReplaceAll(webSource, "{name: web", "{name: ios")) // a conflict of write keys
+		w.delete(namespace, "psrc", "web")
 		away.set(false)
-		w.says(tenant, "whd/crm", "ResolvedRefs", isFalse, "NoSource")
-		w.says(tenant, "source/ios", "Ready", isTrue, "Ready")
+		w.says(namespace, "whd/crm", "ResolvedRefs", isFalse, "NoSource")
+		w.says(namespace, "source/ios", "Ready", isTrue, "Ready")
 	})
 
 	It("does not come of a clock that jumps", func() {
@@ -129,12 +129,12 @@ var _ = Describe("trouble", func() {
 		w := newWorld(func(w *world) {
 			w.options.Now = func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }
 		})
-		tenant := w.namespace()
-		w.apply(tenant, webSource+crmSecret+crmDestination)
+		namespace := w.namespace()
+		w.apply(namespace, webSource+crmSecret+crmDestination)
 		report := func(state liveconfig.EndpointState, failures int) {
 			now := time.Now().Add(time.Duration(ahead.Load())) // the node's clock is the pod's
 			w.dispatcher.set(func(d *fakeDispatcher) {
-				d.traffic[tenant+"/crm"] = func(r *liveconfig.DestinationReport) {
+				d.traffic[namespace+"/crm"] = func(r *liveconfig.DestinationReport) {
 					r.Delivered++
 					e := &r.Endpoints[0]
 					e.State, e.Since, e.ConsecutiveFailures = state, now, failures
@@ -150,12 +150,12 @@ var _ = Describe("trouble", func() {
 			By(fmt.Sprintf("by %v", jump))
 			ahead.Store(int64(jump))
 			report(liveconfig.EndpointHealthy, 0)
-			w.says(tenant, "whd/crm", "Delivering", isTrue, "Delivering")
+			w.says(namespace, "whd/crm", "Delivering", isTrue, "Delivering")
 			report(liveconfig.EndpointDegraded, 3)
-			w.says(tenant, "whd/crm", "Delivering", isFalse, "TimedOut")
-			w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
+			w.says(namespace, "whd/crm", "Delivering", isFalse, "TimedOut")
+			w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
 			Eventually(func(g Gomega) {
-				d := w.destination(g, tenant, "crm")
+				d := w.destination(g, namespace, "crm")
 				for _, at := range []metav1.Time{*d.Status.LastSuccessTime, d.Status.Endpoints[0].LastFailure.Time} {
 					g.Expect(at.Time).To(BeTemporally("~", time.Now().Add(jump), time.Minute))
 				}
@@ -166,31 +166,31 @@ var _ = Describe("trouble", func() {
 	It("does not come of large Secrets: only what is referred to is read, and watches are of metadata", func() {
 		seen := &secretRequests{read: map[string]int{}}
 		w := newWorld(func(w *world) { w.reach = seen.reach })
-		tenant := w.namespace()
+		namespace := w.namespace()
 		noise := make([]byte, 1000<<10) // what the API server takes at most, with its metadata
 		makeSecret := func(name string) {
 			GinkgoHelper()
-			secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: name}, Data: map[string][]byte{"noise": noise, "sharedSecret": []byte("hush-large")}}
+			secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}, Data: map[string][]byte{"noise": noise, "sharedSecret": []byte("hush-large")}}
 			Expect(cluster.Create(w.ctx, secret)).To(Succeed())
 		}
 		for i := range 5 {
 			makeSecret(fmt.Sprintf("unused-%d", i))
 		}
 		makeSecret("large")
-		w.apply(tenant, webSource+named("crm", "secretKeyRef: {name: crm,", "secretKeyRef: {name: large,"))
-		w.says(tenant, "whd/crm", "Ready", isTrue, "Ready")
-		config, _ := w.live(Default, tenant)
+		w.apply(namespace, webSource+named("crm", "secretKeyRef: {name: crm,", "secretKeyRef: {name: large,"))
+		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		config, _ := w.live(Default, namespace)
 		Expect(config.Destinations[0].Signing[0].Secret.Reveal()).To(Equal("hush-large"))
 
 		By("a signing secret of 1,000 KiB")
-		w.apply(tenant, named("crm", "secretKeyRef: {name: crm, key: sharedSecret}", "secretKeyRef: {name: large, key: noise}"))
-		w.says(tenant, "whd/crm", "ResolvedRefs", isFalse, "InvalidSecret")
-		w.says(tenant, "source/web", "Ready", isTrue, "Ready")
+		w.apply(namespace, named("crm", "secretKeyRef: {name: crm, key: sharedSecret}", "secretKeyRef: {name: large, key: noise}"))
+		w.says(namespace, "whd/crm", "ResolvedRefs", isFalse, "InvalidSecret")
+		w.says(namespace, "source/web", "Ready", isTrue, "Ready")
 
 		seen.mu.Lock()
 		defer seen.mu.Unlock()
 		Expect(seen.full).To(BeEmpty(), "lists and watches of whole Secrets")
-		Expect(slices.Sorted(maps.Keys(seen.read))).To(ConsistOf(tenant+"/large", tenant+"/web-key", release+"/"+liveconfig.SecretName(tenant)))
+		Expect(slices.Sorted(maps.Keys(seen.read))).To(ConsistOf(namespace+"/large", namespace+"/web-key", release+"/"+liveconfig.SecretName(namespace)))
 	})
 })
 

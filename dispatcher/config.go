@@ -26,7 +26,7 @@ type running struct {
 }
 
 func (r *running) skip(ref liveconfig.SourceRef, call *event.Call) []string {
-	if router := r.routers[ref.Tenant]; router != nil {
+	if router := r.routers[ref.Namespace]; router != nil {
 		return router.Skip(ref.Source.Name, call)
 	}
 	return nil
@@ -73,8 +73,8 @@ func newConfigs(log *slog.Logger, grace time.Duration, memory memory, apply func
 // Set decodes, validates and applies a namespace's config.
 func (c *configs) Set(namespace string, data []byte) {
 	config, revision, err := liveconfig.Decode(data)
-	if err == nil && config.Tenant != namespace {
-		err = fmt.Errorf("live config belongs to namespace %q", config.Tenant)
+	if err == nil && config.Namespace != namespace {
+		err = fmt.Errorf("live config belongs to namespace %q", config.Namespace)
 	}
 	var router *route.Router
 	if err == nil {
@@ -230,6 +230,6 @@ func (c *configs) refusals() map[string]liveconfig.RefusedConfig {
 	return maps.Clone(c.refused)
 }
 
-func sortTenants(t []liveconfig.TenantReport) {
-	slices.SortFunc(t, func(a, b liveconfig.TenantReport) int { return cmp.Compare(a.Tenant, b.Tenant) })
+func sortNamespaces(t []liveconfig.NamespaceReport) {
+	slices.SortFunc(t, func(a, b liveconfig.NamespaceReport) int { return cmp.Compare(a.Namespace, b.Namespace) })
 }

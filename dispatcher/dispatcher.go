@@ -422,9 +422,9 @@ func (d *Dispatcher) Report() liveconfig.Report {
 	}
 	r.Ready = d.ready() == nil
 	refused := d.configs.refusals()
-	for _, name := range view.Tenants() {
-		config, _ := view.Tenant(name)
-		t := liveconfig.TenantReport{Tenant: name, Revision: config.Revision, Destinations: d.engine.Report(name), Audiences: d.members.Report(config.Config), Deletions: d.forget.Report(config.Config)}
+	for _, name := range view.Namespaces() {
+		config, _ := view.Namespace(name)
+		t := liveconfig.NamespaceReport{Namespace: name, Revision: config.Revision, Destinations: d.engine.Report(name), Audiences: d.members.Report(config.Config), Deletions: d.forget.Report(config.Config)}
 		if refusal, ok := refused[name]; ok {
 			t.Refused = &refusal
 			delete(refused, name)
@@ -439,12 +439,12 @@ func (d *Dispatcher) Report() liveconfig.Report {
 				StoragePressure: counters.StoragePressure, Messages: liveconfig.Ledger(stats.Ledger),
 			})
 		}
-		r.Tenants = append(r.Tenants, t)
+		r.Namespaces = append(r.Namespaces, t)
 	}
 	for name, refusal := range refused {
-		r.Tenants = append(r.Tenants, liveconfig.TenantReport{Tenant: name, Refused: &refusal})
+		r.Namespaces = append(r.Namespaces, liveconfig.NamespaceReport{Namespace: name, Refused: &refusal})
 	}
-	sortTenants(r.Tenants)
+	sortNamespaces(r.Namespaces)
 	return r
 }
 

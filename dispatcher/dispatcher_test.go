@@ -33,7 +33,7 @@ const testKey = "write-key"
 func testConfig(url string) liveconfig.Config {
 	sum := sha256.Sum256([]byte(testKey))
 	return liveconfig.Config{
-		Version: liveconfig.FormatVersion, Tenant: "shop",
+		Version: liveconfig.FormatVersion, Namespace: "shop",
 		Sources: []liveconfig.Source{{Name: "web", Generation: 1, Revision: "s1", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}},
 		Destinations: []liveconfig.Destination{{
 			Name: "crm", Generation: 7, Revision: "d1", State: liveconfig.Active, Sources: []string{"web"},
@@ -125,9 +125,9 @@ func eventually(t *testing.T, what string, ok func() bool) {
 }
 
 func destinationReport(d *Dispatcher) (r liveconfig.DestinationReport) {
-	for _, t := range d.Report().Tenants {
+	for _, t := range d.Report().Namespaces {
 		for _, r = range t.Destinations {
-			if t.Tenant == "shop" && r.Name == "crm" {
+			if t.Namespace == "shop" && r.Name == "crm" {
 				return r
 			}
 		}
@@ -182,9 +182,9 @@ func TestBadConfigIsRefusedReportedAndHarmsNothing(t *testing.T) {
 	eventually(t, "delivery under the last good config", func() bool { return got.Load() == 1 })
 
 	refused := map[string]string{}
-	for _, tenant := range d.Report().Tenants {
-		if tenant.Refused != nil {
-			refused[tenant.Tenant] = tenant.Refused.Error
+	for _, namespace := range d.Report().Namespaces {
+		if namespace.Refused != nil {
+			refused[namespace.Namespace] = namespace.Refused.Error
 		}
 	}
 	if !strings.Contains(refused["shop"], "Sometimes") || refused["broken"] == "" || !strings.Contains(refused["other"], `to namespace "shop"`) {
@@ -204,9 +204,9 @@ func TestBadConfigIsRefusedReportedAndHarmsNothing(t *testing.T) {
 	d.Delete("broken")
 	d.Delete("other")
 	d.Set("shop", encoded(t, testConfig(sink.URL)))
-	for _, tenant := range d.Report().Tenants {
-		if tenant.Refused != nil {
-			t.Errorf("%s is still refused: %v", tenant.Tenant, tenant.Refused)
+	for _, namespace := range d.Report().Namespaces {
+		if namespace.Refused != nil {
+			t.Errorf("%s is still refused: %v", namespace.Namespace, namespace.Refused)
 		}
 	}
 }
@@ -229,7 +229,7 @@ func TestReportIsTrueAndCheapWhenIdle(t *testing.T) {
 	if err := json.NewDecoder(resp.Body).Decode(&report); err != nil {
 		t.Fatal(err)
 	}
-	crm, web := report.Tenants[0].Destinations[0], report.Tenants[0].Sources[0]
+	crm, web := report.Namespaces[0].Destinations[0], report.Namespaces[0].Sources[0]
 	if report.Pod != "p0" || !report.Ready || crm.Generation != 7 || crm.Revision != "d1" || crm.Accepted != 10 || crm.Pending != 0 {
 		t.Errorf("report: %+v", report)
 	}

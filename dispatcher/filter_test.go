@@ -78,7 +78,7 @@ func TestFilterHoldsFromTheFirstMessageOn(t *testing.T) {
 	close(batches)
 	senders.Wait()
 	eventually(t, "all is delivered", func() bool {
-		for _, tr := range d.Report().Tenants {
+		for _, tr := range d.Report().Namespaces {
 			for _, r := range tr.Destinations {
 				if r.Pending > 0 {
 					return false

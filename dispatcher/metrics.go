@@ -50,23 +50,23 @@ func (c reportCollector) Collect(ch chan<- prometheus.Metric) {
 	gauge(descReady, number(r.Ready))
 	gauge(descFree, float64(r.Storage.FreeBytes))
 	applied := c.d.configs.appliedTimes()
-	for _, t := range r.Tenants {
-		gauge(descRefused, number(t.Refused != nil), t.Tenant)
-		if at, ok := applied[t.Tenant]; ok {
-			gauge(descConfigAge, now.Sub(at).Seconds(), t.Tenant)
-			gauge(descRevision, revisionNumber(t), t.Tenant)
+	for _, t := range r.Namespaces {
+		gauge(descRefused, number(t.Refused != nil), t.Namespace)
+		if at, ok := applied[t.Namespace]; ok {
+			gauge(descConfigAge, now.Sub(at).Seconds(), t.Namespace)
+			gauge(descRevision, revisionNumber(t), t.Namespace)
 		}
 		for _, s := range t.Sources {
-			gauge(descLog, float64(c.d.store.SourceStats(t.Tenant+"/"+s.Name).LogBytes), t.Tenant, s.Name)
-			ledger(descSource, s.Messages, t.Tenant, s.Name)
+			gauge(descLog, float64(c.d.store.SourceStats(t.Namespace+"/"+s.Name).LogBytes), t.Namespace, s.Name)
+			ledger(descSource, s.Messages, t.Namespace, s.Name)
 		}
 		for _, d := range t.Destinations {
-			ledger(descLedger, d.Ledger, t.Tenant, d.Name)
+			ledger(descLedger, d.Ledger, t.Namespace, d.Name)
 			age := 0.0
 			if !d.OldestPending.IsZero() {
 				age = now.Sub(d.OldestPending).Seconds()
 			}
-			gauge(descOldest, age, t.Tenant, d.Name)
+			gauge(descOldest, age, t.Namespace, d.Name)
 		}
 	}
 }
@@ -74,7 +74,7 @@ func (c reportCollector) Collect(ch chan<- prometheus.Metric) {
 // revisionNumber makes a 48-bit number from the revisions of all objects of a namespace: a label
 // would create a new series with every change, and the config's own revision would let readers test
 // guesses of its secrets (ADR 0003).
-func revisionNumber(t liveconfig.TenantReport) float64 {
+func revisionNumber(t liveconfig.NamespaceReport) float64 {
 	h := fnv.New64a()
 	add := func(kind, name, revision string) { _, _ = fmt.Fprintf(h, "%s/%s %s\n", kind, name, revision) }
 	for _, s := range t.Sources {

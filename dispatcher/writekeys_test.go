@@ -47,7 +47,7 @@ func keysConfig(namespace string, keys ...string) liveconfig.Config {
 		sum := sha256.Sum256([]byte(key))
 		web.WriteKeySHA256 = append(web.WriteKeySHA256, hex.EncodeToString(sum[:]))
 	}
-	return liveconfig.Config{Version: liveconfig.FormatVersion, Tenant: namespace, Sources: []liveconfig.Source{web}}
+	return liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: namespace, Sources: []liveconfig.Source{web}}
 }
 
 // control is the configs of one run of a dispatcher.
@@ -65,7 +65,7 @@ func newControl(t *testing.T, m memory) *control {
 
 func (c *control) set(config liveconfig.Config) {
 	c.t.Helper()
-	c.Set(config.Tenant, encoded(c.t, config))
+	c.Set(config.Namespace, encoded(c.t, config))
 }
 
 // is compares the state of a key with "known", "removed" or "unknown".
@@ -84,7 +84,7 @@ func (c *control) is(key, want string) {
 
 // Each change is made after an hour; key "old" was the key of shop/web before it.
 func TestRemovedWriteKeys(t *testing.T) {
-	none := liveconfig.Config{Version: liveconfig.FormatVersion, Tenant: "shop"}
+	none := liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: "shop"}
 	disabled := keysConfig("shop", "old")
 	disabled.Sources[0].Enabled = false
 	for name, c := range map[string]struct {

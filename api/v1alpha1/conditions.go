@@ -123,10 +123,10 @@ const (
 	// since it was changed when deliveries failed. Action: send a call; see whether the
 	// Source receives calls and whether the filter excludes them.
 	ReasonNoTrafficYet = "NoTrafficYet"
-	// ReasonHeld: messages are kept and not sent, because the destination is disabled, is
+	// ReasonPaused: messages are kept and not sent, because the destination is disabled, is
 	// not accepted, or a reference does not resolve. Action: see the reasons of Accepted and
 	// ResolvedRefs.
-	ReasonHeld = "Held"
+	ReasonPaused = "Paused"
 	// ReasonEndpointFailing: deliveries to an endpoint fail, for more than one reason.
 	// Action: see status.endpoints, or run posthorn why.
 	ReasonEndpointFailing = "EndpointFailing"

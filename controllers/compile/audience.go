@@ -46,7 +46,7 @@ func (s Snapshot) audience(o *v1alpha1.Audience, sources []*v1alpha1.Source, own
 		Message: "the spec is valid; send members to /v1/audiences/" + c.Key + "/members",
 	}
 	if len(r.problems) > 0 {
-		v.State, v.Key, c.Key = liveconfig.Held, "", ""
+		v.State, v.Key, c.Key = liveconfig.Paused, "", ""
 		v.Message = "the spec is valid"
 		r.judge(&v, "")
 	}

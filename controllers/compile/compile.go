@@ -58,7 +58,7 @@ type Verdict struct {
 	// reference resolves.
 	Unresolved *Unresolved `json:"unresolved,omitempty"`
 	// State is what the config makes of the object. A Source is Active, Disabled
-	// (403), or Held when it has no usable write key.
+	// (403), or Paused when it has no usable write key.
 	State liveconfig.State `json:"state"`
 	// Revision of the object in the config.
 	Revision string `json:"revision"`
@@ -95,7 +95,7 @@ type Verdicts struct {
 }
 
 // Compile makes a namespace's live config. Every object is in the config: a
-// destination that cannot work is held, so that its messages are kept; a Source
+// destination that cannot work is paused, so that its messages are kept; a Source
 // that cannot work has no write key, one with a write key that cannot be used has the other one.
 //
 // A destination of which only some Sources exist stays active for those, although
@@ -104,7 +104,7 @@ func Compile(s Snapshot) (liveconfig.Config, Verdicts) {
 	sources := inOrder(s.Sources)
 	destinations := inOrder(s.Destinations)
 
-	config := liveconfig.Config{Version: liveconfig.FormatVersion, Tenant: s.Namespace}
+	config := liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: s.Namespace}
 	verdicts := Verdicts{Sources: make(map[string]Verdict, len(sources)), Destinations: make(map[string]Verdict, len(destinations))}
 	takers := map[string][]string{}
 	for _, d := range destinations {

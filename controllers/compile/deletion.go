@@ -30,7 +30,7 @@ func (s Snapshot) deletion(o *v1alpha1.DeletionRequest, sources []*v1alpha1.Sour
 	}
 	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, State: liveconfig.Active, Message: "the spec is valid"}
 	if len(r.problems) > 0 {
-		v.State = liveconfig.Held
+		v.State = liveconfig.Paused
 		r.judge(&v, "")
 	} else {
 		c.ID, c.UID = DeletionRequestID(s.Namespace, o), string(o.UID)

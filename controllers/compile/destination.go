@@ -39,11 +39,11 @@ func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha
 	if len(b.problems) > 0 {
 		b.judge(&v, "")
 		if reason, _ := v.Cause(); reason != v1alpha1.ReasonNoSource || len(c.Sources) == 0 {
-			c.State, c.HeldReason = liveconfig.Held, reason
+			c.State, c.PausedReason = liveconfig.Paused, reason
 		}
 	}
 	if o.Spec.Enabled != nil && !*o.Spec.Enabled {
-		c.State, c.HeldReason = liveconfig.Disabled, ""
+		c.State, c.PausedReason = liveconfig.Disabled, ""
 		if v.Accepted {
 			v.Reason, v.Message = v1alpha1.ReasonDisabled, "spec.enabled is false: messages are kept up to the retry window, not sent"
 		}

@@ -26,7 +26,7 @@ type Encoded struct {
 
 // Encode encodes a config in at most limit bytes, which is liveconfig.MaxEncodedBytes
 // for a Secret. When it does not fit, what is needed is taken out of effect: the largest objects first, and those last that
-// are in effect in the last config as they are now. A destination is held; a new
+// are in effect in the last config as they are now. A destination is paused; a new
 // Audience or DeletionRequest is left out. Their verdict is ConfigTooLarge. Sources
 // stay, so that calls are taken and messages kept.
 //
@@ -81,7 +81,7 @@ func (v Verdicts) fit(c liveconfig.Config, encodedBytes, limit int, last livecon
 	for _, d := range fitting.Config.Destinations {
 		if verdict := v.Destinations[d.Name]; d.Revision != verdict.Revision {
 			verdict.Revision, verdict.State = d.Revision, d.State
-			v.Destinations[d.Name] = verdict.refuse(message("this destination is held"))
+			v.Destinations[d.Name] = verdict.refuse(message("this destination is paused"))
 		}
 	}
 	for _, cut := range cuts[:n] {
@@ -96,7 +96,7 @@ func (v Verdicts) fit(c liveconfig.Config, encodedBytes, limit int, last livecon
 	}
 	for name, source := range v.Sources {
 		source.Destinations = slices.DeleteFunc(slices.Clone(source.Destinations), func(d string) bool {
-			return v.Destinations[d].State == liveconfig.Held
+			return v.Destinations[d].State == liveconfig.Paused
 		})
 		v.Sources[name] = source
 	}
@@ -113,7 +113,7 @@ func (v Verdict) refuse(message string) Verdict {
 	}
 	v.Accepted = false
 	if v.State != liveconfig.Disabled {
-		v.State = liveconfig.Held
+		v.State = liveconfig.Paused
 	}
 	return v
 }
@@ -202,7 +202,7 @@ func without(c liveconfig.Config, cuts []cut) liveconfig.Config {
 			generation := d.Generation
 			d.Endpoints, d.Signing, d.Revision, d.Generation = nil, nil, "", 0
 			if d.State == liveconfig.Active {
-				d.State, d.HeldReason = liveconfig.Held, v1alpha1.ReasonConfigTooLarge
+				d.State, d.PausedReason = liveconfig.Paused, v1alpha1.ReasonConfigTooLarge
 			}
 			d.Revision, d.Generation = revision(*d, nil, nil), generation
 		}

@@ -115,14 +115,14 @@ func TestEncodeLimit(t *testing.T) {
 }
 
 func TestTooLargeFromTheFirstVersion(t *testing.T) {
-	const active, held = "Active Accepted", "Held ConfigTooLarge"
+	const active, paused = "Active Accepted", "Paused ConfigTooLarge"
 	s := namespaceOf(heavy("a", 100, 1), heavy("b", 110, 2), heavy("c", 125, 3), heavy("small", 1, 4))
 	e := encode(t, s, nil)
 	if !e.TooLarge {
 		t.Fatal("the fixture fits")
 	}
-	if diff := cmp.Diff(map[string]string{"a": active, "b": active, "c": held, "small": active}, states(e)); diff != "" {
-		t.Fatalf("the largest is held (-want +got):\n%s", diff)
+	if diff := cmp.Diff(map[string]string{"a": active, "b": active, "c": paused, "small": active}, states(e)); diff != "" {
+		t.Fatalf("the largest is paused (-want +got):\n%s", diff)
 	}
 	web := e.Verdicts.Sources["web"]
 	if !web.Accepted || len(e.Config.Sources[0].WriteKeySHA256) == 0 {
@@ -131,7 +131,7 @@ func TestTooLargeFromTheFirstVersion(t *testing.T) {
 	if diff := cmp.Diff([]string{"a", "b", "small"}, web.Destinations); diff != "" {
 		t.Errorf("takers (-want +got):\n%s", diff)
 	}
-	if v := e.Verdicts.Destinations["c"]; v.Accepted || !strings.Contains(v.Message, "is held") || !strings.Contains(v.Message, "remove") {
+	if v := e.Verdicts.Destinations["c"]; v.Accepted || !strings.Contains(v.Message, "is paused") || !strings.Contains(v.Message, "remove") {
 		t.Errorf("%+v", v)
 	}
 	again := encode(t, s, nil)
@@ -141,7 +141,7 @@ func TestTooLargeFromTheFirstVersion(t *testing.T) {
 }
 
 func TestTooLargeKeepsWhatIsInEffect(t *testing.T) {
-	const active, held = "Active Accepted", "Held ConfigTooLarge"
+	const active, paused = "Active Accepted", "Paused ConfigTooLarge"
 	large, larger := heavy("large", 100, 1), heavy("larger", 110, 2)
 	first := encode(t, namespaceOf(large, larger), nil)
 	if first.TooLarge {
@@ -150,7 +150,7 @@ func TestTooLargeKeepsWhatIsInEffect(t *testing.T) {
 	small := heavy("small", 1, 5)
 	s := namespaceOf(large, larger, heavy("new", 125, 3), small)
 	e := encode(t, s, &first.Config)
-	want := map[string]string{"large": active, "larger": active, "new": held, "small": active}
+	want := map[string]string{"large": active, "larger": active, "new": paused, "small": active}
 	if diff := cmp.Diff(want, states(e)); diff != "" {
 		t.Fatalf("(-want +got):\n%s", diff)
 	}
@@ -196,7 +196,7 @@ func TestTooManyDeletionRequests(t *testing.T) {
 		switch {
 		case strings.HasPrefix(name, "old") && !in[name]:
 			t.Fatalf("%s is taken for deleted by its owner", name)
-		case in[name] != v.Accepted, !in[name] && (v.Reason != v1alpha1.ReasonConfigTooLarge || v.State != liveconfig.Held):
+		case in[name] != v.Accepted, !in[name] && (v.Reason != v1alpha1.ReasonConfigTooLarge || v.State != liveconfig.Paused):
 			t.Fatalf("%s: in the config %v, verdict %+v", name, in[name], v)
 		case !in[name]:
 			left++

@@ -75,7 +75,7 @@ func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconf
 	}
 	switch {
 	case len(c.WriteKeySHA256) == 0:
-		v.State = liveconfig.Held
+		v.State = liveconfig.Paused
 		r.judge(&v, "")
 	case len(r.problems) > 0:
 		r.judge(&v, "; the other write key stays in effect")

@@ -18,12 +18,12 @@ import (
 //
 // An Audience that is not accepted, or whose Source does not exist, has no key, so
 // there is nothing to program (NotAccepted, UnresolvedRefs). numbersDue is as for Destination.
-func Audience(old v1alpha1.Audience, v compile.Verdict, tenant string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.AudienceStatus {
+func Audience(old v1alpha1.Audience, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.AudienceStatus {
 	old.Status.Conditions = Own(old.Status.Conditions, audienceConditions)
-	f := gather(v, old.ObjectMeta, old.Status.Conditions, tenant, pods, now, audiencePart)
+	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, audiencePart)
 	s := v1alpha1.AudienceStatus{ObservedGeneration: old.Generation, Key: cmp.Or(v.Key, old.Status.Key)}
 	var owner *liveconfig.AudienceReport
-	audiencePart.each(pods, tenant, old.Name, func(_ Pod, r *liveconfig.AudienceReport) {
+	audiencePart.each(pods, namespace, old.Name, func(_ Pod, r *liveconfig.AudienceReport) {
 		if r.Owner && (owner == nil || r.LastSync.After(owner.LastSync)) {
 			owner = r
 		}
@@ -37,7 +37,7 @@ func Audience(old v1alpha1.Audience, v compile.Verdict, tenant string, pods []Po
 			s.Members = &owner.Members
 		}
 	}
-	s.Conditions = f.conditions(f.state() != liveconfig.Held, f.synced(owner))
+	s.Conditions = f.conditions(f.state() != liveconfig.Paused, f.synced(owner))
 	if numbersDue {
 		return s
 	}
@@ -53,7 +53,7 @@ func Audience(old v1alpha1.Audience, v compile.Verdict, tenant string, pods []Po
 }
 
 var audiencePart = part[liveconfig.AudienceReport]{
-	list:    func(t *liveconfig.TenantReport) []liveconfig.AudienceReport { return t.Audiences },
+	list:    func(t *liveconfig.NamespaceReport) []liveconfig.AudienceReport { return t.Audiences },
 	running: func(r *liveconfig.AudienceReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
 }
 
@@ -62,7 +62,7 @@ var audiencePart = part[liveconfig.AudienceReport]{
 func (f facts) synced(owner *liveconfig.AudienceReport) metav1.Condition {
 	set := conditionOf(v1alpha1.ConditionSynced)
 	switch {
-	case f.state() == liveconfig.Held:
+	case f.state() == liveconfig.Paused:
 		_, message := f.verdict.Cause()
 		return set(metav1.ConditionFalse, f.noEffect(), "the audience cannot be synced: "+message)
 	case owner == nil:

@@ -17,12 +17,12 @@ import (
 func TestAudience(t *testing.T) {
 	now := time.Unix(1_800_000_000, 0)
 	accepted := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", State: liveconfig.Active, Revision: "r", Key: "shoppers"}
-	held := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", Unresolved: &compile.Unresolved{Reason: v1alpha1.ReasonNoSource, Message: "no source"}, State: liveconfig.Held, Revision: "r"}
+	paused := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", Unresolved: &compile.Unresolved{Reason: v1alpha1.ReasonNoSource, Message: "no source"}, State: liveconfig.Paused, Revision: "r"}
 	pods := func(owner liveconfig.AudienceReport) []Pod {
 		owner.Name, owner.Generation, owner.Revision, owner.Owner = "vip", 2, "r", true
 		other := liveconfig.AudienceReport{Name: "vip", Generation: 2, Revision: "r"}
 		report := func(a liveconfig.AudienceReport) *liveconfig.Report {
-			return &liveconfig.Report{Ready: true, Tenants: []liveconfig.TenantReport{{Tenant: "shop", Audiences: []liveconfig.AudienceReport{a}}}}
+			return &liveconfig.Report{Ready: true, Namespaces: []liveconfig.NamespaceReport{{Namespace: "shop", Audiences: []liveconfig.AudienceReport{a}}}}
 		}
 		return []Pod{{Name: "a", Report: report(other)}, {Name: "b", Report: report(owner)}}
 	}
@@ -42,7 +42,7 @@ func TestAudience(t *testing.T) {
 		{"sending what was decided under another key", accepted, pods(liveconfig.AudienceReport{Unsent: 2, Waits: "storage is filling up"}), metav1.ConditionTrue, v1alpha1.ReasonSending, true, -1},
 		{"refused", accepted, pods(liveconfig.AudienceReport{Members: 7, LastSync: now, LastRefused: now.Add(time.Second), Refusal: "invalid_json: line 7"}), metav1.ConditionFalse, v1alpha1.ReasonSyncRefused, true, 7},
 		{"refused before", accepted, pods(liveconfig.AudienceReport{Members: 7, LastSync: now, LastRefused: now.Add(-time.Second)}), metav1.ConditionTrue, v1alpha1.ReasonSynced, true, 7},
-		{"held", held, pods(liveconfig.AudienceReport{Members: 7, LastSync: now}), metav1.ConditionFalse, v1alpha1.ReasonUnresolvedRefs, false, 7},
+		{"paused", paused, pods(liveconfig.AudienceReport{Members: 7, LastSync: now}), metav1.ConditionFalse, v1alpha1.ReasonUnresolvedRefs, false, 7},
 		{"no pod", accepted, nil, metav1.ConditionUnknown, v1alpha1.ReasonNoSyncYet, false, -1},
 	} {
 		t.Run(c.name, func(t *testing.T) {

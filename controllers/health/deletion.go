@@ -18,16 +18,16 @@ const maxNotifications = 200
 // and the reports of the ready dispatcher pods; one of them sends the notifications.
 //
 // numbersDue changes nothing: each notification has its final state once.
-func DeletionRequest(old v1alpha1.DeletionRequest, v compile.Verdict, tenant string, pods []Pod, now time.Time, _ bool) v1alpha1.DeletionRequestStatus {
+func DeletionRequest(old v1alpha1.DeletionRequest, v compile.Verdict, namespace string, pods []Pod, now time.Time, _ bool) v1alpha1.DeletionRequestStatus {
 	s := *old.Status.DeepCopy()
 	if v1alpha1.JobEnded(s.JobStatus) {
 		s.JobStatus = ObserveEnded(s.JobStatus, old.Generation)
 		s.Conditions = Own(s.Conditions, jobConditions)
 		return s
 	}
-	f := gather(v, old.ObjectMeta, old.Status.Conditions, tenant, pods, now, deletionPart)
+	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, deletionPart)
 	var owner *liveconfig.DeletionReport
-	deletionPart.each(pods, tenant, old.Name, func(_ Pod, r *liveconfig.DeletionReport) {
+	deletionPart.each(pods, namespace, old.Name, func(_ Pod, r *liveconfig.DeletionReport) {
 		// A report of an earlier revision is not about this one.
 		if r.Owner && r.Revision == v.Revision && (r.AlreadyDone || !r.Started.IsZero()) {
 			owner = r
@@ -99,7 +99,7 @@ func outcome(s *v1alpha1.DeletionRequestStatus, owner *liveconfig.DeletionReport
 }
 
 var deletionPart = part[liveconfig.DeletionReport]{
-	list:    func(t *liveconfig.TenantReport) []liveconfig.DeletionReport { return t.Deletions },
+	list:    func(t *liveconfig.NamespaceReport) []liveconfig.DeletionReport { return t.Deletions },
 	running: func(r *liveconfig.DeletionReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
 }
 

@@ -19,7 +19,7 @@ import (
 func TestDeletionRequest(t *testing.T) {
 	now := time.Unix(1_800_000_000, 0)
 	accepted := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", State: liveconfig.Active, Revision: "r"}
-	held := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", Unresolved: &compile.Unresolved{Reason: v1alpha1.ReasonNoSource, Message: "no source"}, State: liveconfig.Held, Revision: "r"}
+	paused := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", Unresolved: &compile.Unresolved{Reason: v1alpha1.ReasonNoSource, Message: "no source"}, State: liveconfig.Paused, Revision: "r"}
 	request := v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", Generation: 2}}
 	pods := func(started time.Time, states ...string) []Pod {
 		report := func(owner bool) *liveconfig.Report {
@@ -30,12 +30,12 @@ func TestDeletionRequest(t *testing.T) {
 					d.Notifications = append(d.Notifications, liveconfig.NotificationReport{Source: "web", Destination: fmt.Sprint(i), State: state, Time: started.Add(time.Duration(i) * time.Second)})
 				}
 			}
-			return &liveconfig.Report{Ready: true, Tenants: []liveconfig.TenantReport{{Tenant: "shop", Deletions: []liveconfig.DeletionReport{d}}}}
+			return &liveconfig.Report{Ready: true, Namespaces: []liveconfig.NamespaceReport{{Namespace: "shop", Deletions: []liveconfig.DeletionReport{d}}}}
 		}
 		return []Pod{{Name: "a", Report: report(true)}, {Name: "b", Report: report(false)}}
 	}
 	with := func(pods []Pod, change func(*liveconfig.DeletionReport)) []Pod {
-		change(&pods[0].Report.Tenants[0].Deletions[0])
+		change(&pods[0].Report.Namespaces[0].Deletions[0])
 		return pods
 	}
 	recorded := func(pods []Pod) []Pod {
@@ -52,8 +52,8 @@ func TestDeletionRequest(t *testing.T) {
 	}{
 		{"not started", accepted, pods(time.Time{}), "Accepted: Waiting", -1},
 		{"no pod", accepted, nil, "Accepted: Waiting", -1},
-		{"held", held, pods(time.Time{}), ": NoSource", -1},
-		{"invalid", compile.Verdict{Reason: v1alpha1.ReasonInvalidSpec, State: liveconfig.Held, Revision: "r"}, pods(time.Time{}), "Stalled: InvalidSpec", -1},
+		{"paused", paused, pods(time.Time{}), ": NoSource", -1},
+		{"invalid", compile.Verdict{Reason: v1alpha1.ReasonInvalidSpec, State: liveconfig.Paused, Revision: "r"}, pods(time.Time{}), "Stalled: InvalidSpec", -1},
 		{"pending", accepted, pods(now, delivered, pending), "Accepted: Running", 2},
 		{"not recorded", accepted, pods(now, delivered), "Accepted: Running", 1},
 		{"delivered", accepted, recorded(pods(now, delivered, liveconfig.NotificationFiltered, delivered)), "Accepted Complete Ready: Delivered", 3},
@@ -94,7 +94,7 @@ func TestDeletionRequest(t *testing.T) {
 			}
 			// The end is final: whatever pods or the compiler say, and with a new TTL.
 			d.Generation++
-			final := DeletionRequest(d, held, "shop", pods(now, pending), now.Add(time.Hour), true)
+			final := DeletionRequest(d, paused, "shop", pods(now, pending), now.Add(time.Hour), true)
 			if got := jobSummary(t, final.JobStatus, d.Generation); got != c.want {
 				t.Errorf("after the end: conditions %q, want %q", got, c.want)
 			}
@@ -135,7 +135,7 @@ func TestDeletionRequestSuppresses(t *testing.T) {
 		if owner {
 			r.Started, r.Completed = now, true
 		}
-		return Pod{Name: name, Report: &liveconfig.Report{Tenants: []liveconfig.TenantReport{{Tenant: "shop", Deletions: []liveconfig.DeletionReport{r}}}}}
+		return Pod{Name: name, Report: &liveconfig.Report{Namespaces: []liveconfig.NamespaceReport{{Namespace: "shop", Deletions: []liveconfig.DeletionReport{r}}}}}
 	}
 	d := v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", Generation: 1}, Spec: v1alpha1.DeletionRequestSpec{Suppress: true}}
 	for revision, want := range map[string]string{"old": "Accepted: Running", "r": "Accepted Complete Ready: NoDestinations"} {
@@ -211,11 +211,11 @@ func TestEventsOfAudiencesAndDeletions(t *testing.T) {
 // A report is found wherever it stands.
 func TestReportsInAnyOrder(t *testing.T) {
 	for _, names := range [][]string{{"a", "b", "c", "d"}, {"d", "c", "b", "a"}, {"b", "d", "a", "c"}} {
-		tenant := liveconfig.TenantReport{Tenant: "shop"}
+		namespace := liveconfig.NamespaceReport{Namespace: "shop"}
 		for _, name := range names {
-			tenant.Deletions = append(tenant.Deletions, liveconfig.DeletionReport{Name: name})
+			namespace.Deletions = append(namespace.Deletions, liveconfig.DeletionReport{Name: name})
 		}
-		pod := Pod{Report: &liveconfig.Report{Tenants: []liveconfig.TenantReport{tenant}}}
+		pod := Pod{Report: &liveconfig.Report{Namespaces: []liveconfig.NamespaceReport{namespace}}}
 		for _, name := range names {
 			if r := deletionPart.of(pod, "shop", name); r == nil || r.Name != name {
 				t.Errorf("%v: for %s comes %+v", names, name, r)

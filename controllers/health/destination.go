@@ -23,18 +23,18 @@ const (
 )
 
 // Destination returns the status that follows from the compiler's verdict v and
-// the reports of the ready dispatcher pods. tenant is the namespace.
+// the reports of the ready dispatcher pods. namespace is the namespace.
 //
-// A destination that is held is programmed like any other, as held; Ready is
+// A destination that is paused is programmed like any other, as paused; Ready is
 // then False with the reason of Accepted or ResolvedRefs. Under AnyEndpoint Delivering is True
 // as long as one endpoint takes messages; its message names those that do not.
 //
 // While numbersDue is false the old status comes back unless there is a
 // transition: see the package comment. Call it again, with numbersDue, at most
 // every 30 s.
-func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, tenant string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.WebhookDestinationStatus {
+func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.WebhookDestinationStatus {
 	old.Status.Conditions = Own(old.Status.Conditions, destinationConditions)
-	f := gather(v, old.ObjectMeta, old.Status.Conditions, tenant, pods, now, destinationPart)
+	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, destinationPart)
 	s := v1alpha1.WebhookDestinationStatus{
 		ObservedGeneration: old.Generation,
 		Revision:           v.Revision,
@@ -50,7 +50,7 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, tenant stri
 	for i := range endpoints {
 		endpoints[i] = endpoint{name: old.Spec.Endpoints[i].Name, state: liveconfig.EndpointIdle}
 	}
-	complete := destinationPart.each(pods, tenant, old.Name, func(_ Pod, d *liveconfig.DestinationReport) {
+	complete := destinationPart.each(pods, namespace, old.Name, func(_ Pod, d *liveconfig.DestinationReport) {
 		total.Delivered += d.Delivered
 		total.Filtered += d.Filtered
 		total.DeadLettered += d.DeadLettered
@@ -94,7 +94,7 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, tenant stri
 }
 
 var destinationPart = part[liveconfig.DestinationReport]{
-	list:    func(t *liveconfig.TenantReport) []liveconfig.DestinationReport { return t.Destinations },
+	list:    func(t *liveconfig.NamespaceReport) []liveconfig.DestinationReport { return t.Destinations },
 	running: func(r *liveconfig.DestinationReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
 }
 
@@ -108,7 +108,7 @@ func (f facts) delivering(success v1alpha1.SuccessPolicy, endpoints []endpoint) 
 		} else {
 			message = "messages are kept up to the retry window, not sent: " + message
 		}
-		return set(metav1.ConditionFalse, v1alpha1.ReasonHeld, message)
+		return set(metav1.ConditionFalse, v1alpha1.ReasonPaused, message)
 	}
 	var failing []endpoint
 	working := 0

@@ -35,7 +35,7 @@ var actions = map[string]string{
 // Transitions returns the Events of a change of conditions from old to new: what
 // went wrong, with each new reason, and what recovered. The usual course of a
 // change (Pending, nothing sent yet) and what follows from another condition
-// (Ready, Stalled, Held) has none.
+// (Ready, Stalled, Paused) has none.
 func Transitions(old, new []metav1.Condition) []Event {
 	var events []Event
 	for _, c := range new {

@@ -38,28 +38,28 @@ const (
 	maxMessageBytes = 2048
 )
 
-// tenantReport returns a pod's part of one tenant, or nil.
-func (p Pod) tenantReport(tenant string) *liveconfig.TenantReport {
+// namespaceReport returns a pod's part of one namespace, or nil.
+func (p Pod) namespaceReport(namespace string) *liveconfig.NamespaceReport {
 	if p.Report == nil {
 		return nil
 	}
-	i := slices.IndexFunc(p.Report.Tenants, func(t liveconfig.TenantReport) bool { return t.Tenant == tenant })
+	i := slices.IndexFunc(p.Report.Namespaces, func(t liveconfig.NamespaceReport) bool { return t.Namespace == namespace })
 	if i < 0 {
 		return nil
 	}
-	return &p.Report.Tenants[i]
+	return &p.Report.Namespaces[i]
 }
 
 // part is what pods report of one kind of object.
 type part[R any] struct {
-	list func(*liveconfig.TenantReport) []R
+	list func(*liveconfig.NamespaceReport) []R
 	// running says which object this is of, and what the pod runs of it.
 	running func(*R) (name, revision string, generation int64)
 }
 
 // of returns what a pod reports of one object, or nil.
-func (p part[R]) of(pod Pod, tenant, name string) *R {
-	t := pod.tenantReport(tenant)
+func (p part[R]) of(pod Pod, namespace, name string) *R {
+	t := pod.namespaceReport(namespace)
 	if t == nil {
 		return nil
 	}
@@ -79,11 +79,11 @@ func (p part[R]) of(pod Pod, tenant, name string) *R {
 
 // each calls f with what each pod reports of one object. It returns false when a
 // pod did not answer or none knows the object: sums over some would jump.
-func (p part[R]) each(pods []Pod, tenant, name string, f func(Pod, *R)) (complete bool) {
+func (p part[R]) each(pods []Pod, namespace, name string, f func(Pod, *R)) (complete bool) {
 	reported, answered := 0, true
 	for _, pod := range inOrder(pods) {
 		answered = answered && pod.Report != nil
-		if r := p.of(pod, tenant, name); r != nil {
+		if r := p.of(pod, namespace, name); r != nil {
 			reported++
 			f(pod, r)
 		}
@@ -106,17 +106,17 @@ type facts struct {
 }
 
 // gather counts the pods that confirm an object.
-func gather[R any](verdict compile.Verdict, object metav1.ObjectMeta, old []metav1.Condition, tenant string, pods []Pod, now time.Time, p part[R]) facts {
+func gather[R any](verdict compile.Verdict, object metav1.ObjectMeta, old []metav1.Condition, namespace string, pods []Pod, now time.Time, p part[R]) facts {
 	f := facts{verdict: verdict, generation: object.Generation, old: old, now: timestamp(now), ready: len(pods)}
 	for _, pod := range inOrder(pods) {
-		if r := p.of(pod, tenant, object.Name); r != nil {
+		if r := p.of(pod, namespace, object.Name); r != nil {
 			if _, revision, generation := p.running(r); revision == verdict.Revision && generation >= object.Generation {
 				f.confirmed++
 				continue
 			}
 		}
 		f.silent = f.silent || pod.Report == nil
-		if t := pod.tenantReport(tenant); t != nil && t.Refused != nil && f.refused == "" {
+		if t := pod.namespaceReport(namespace); t != nil && t.Refused != nil && f.refused == "" {
 			f.refused = "a dispatcher pod refused the config and keeps the previous one: " + t.Refused.Error
 		}
 	}
@@ -129,7 +129,7 @@ func (f facts) state() liveconfig.State {
 	case f.verdict.State != "":
 		return f.verdict.State
 	case !f.verdict.OK():
-		return liveconfig.Held
+		return liveconfig.Paused
 	case f.verdict.Reason == v1alpha1.ReasonDisabled:
 		return liveconfig.Disabled
 	}
@@ -198,8 +198,8 @@ func (f facts) noEffect() string {
 func (f facts) programmed(programmable bool) metav1.Condition {
 	c := metav1.Condition{Type: v1alpha1.ConditionProgrammed, Status: metav1.ConditionFalse}
 	switch {
-	// Too large and not even held, it is in no config.
-	case !programmable, f.verdict.Reason == v1alpha1.ReasonConfigTooLarge && f.state() != liveconfig.Held && f.confirmed < f.ready:
+	// Too large and not even paused, it is in no config.
+	case !programmable, f.verdict.Reason == v1alpha1.ReasonConfigTooLarge && f.state() != liveconfig.Paused && f.confirmed < f.ready:
 		c.Reason, c.Message = f.noEffect(), "the object has no effect, so there is nothing to program; see the conditions Accepted and ResolvedRefs"
 	case f.ready == 0:
 		c.Reason, c.Message = v1alpha1.ReasonNoDispatcher, "no dispatcher pod is ready; see the pods of the release's namespace"

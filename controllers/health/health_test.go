@@ -22,7 +22,7 @@ var t0 = time.Date(2026, 3, 1, 12, 0, 0, 123456789, time.UTC)
 
 func at(d time.Duration) time.Time { return t0.Add(d) }
 
-const tenant = "shop"
+const namespace = "shop"
 
 // accepted is the verdict of an object that works.
 func accepted() compile.Verdict {
@@ -30,13 +30,13 @@ func accepted() compile.Verdict {
 }
 
 func refused(reason string) compile.Verdict {
-	return compile.Verdict{Reason: reason, Message: "spec.x: broken; change it", State: liveconfig.Held, Revision: "r1"}
+	return compile.Verdict{Reason: reason, Message: "spec.x: broken; change it", State: liveconfig.Paused, Revision: "r1"}
 }
 
 // unresolved is the verdict of an object with a reference that does not resolve.
 func unresolved(reason string) compile.Verdict {
 	v := accepted()
-	v.State, v.Unresolved = liveconfig.Held, &compile.Unresolved{Reason: reason, Message: "spec.x: missing; create it"}
+	v.State, v.Unresolved = liveconfig.Paused, &compile.Unresolved{Reason: reason, Message: "spec.x: missing; create it"}
 	return v
 }
 
@@ -45,7 +45,7 @@ func disabled() compile.Verdict {
 }
 
 func destination(success v1alpha1.SuccessPolicy, endpoints ...string) v1alpha1.WebhookDestination {
-	d := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "crm", Generation: 4}}
+	d := v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "crm", Generation: 4}}
 	d.Spec.SuccessPolicy = success
 	for _, name := range endpoints {
 		d.Spec.Endpoints = append(d.Spec.Endpoints, v1alpha1.Endpoint{Name: name})
@@ -55,9 +55,9 @@ func destination(success v1alpha1.SuccessPolicy, endpoints ...string) v1alpha1.W
 
 // runs is a pod that runs the destination, with these endpoints.
 func runs(name string, endpoints ...liveconfig.EndpointReport) Pod {
-	return Pod{Name: name, Report: &liveconfig.Report{Pod: name, Ready: true, Tenants: []liveconfig.TenantReport{
-		{Tenant: "other"},
-		{Tenant: tenant, Destinations: []liveconfig.DestinationReport{
+	return Pod{Name: name, Report: &liveconfig.Report{Pod: name, Ready: true, Namespaces: []liveconfig.NamespaceReport{
+		{Namespace: "other"},
+		{Namespace: namespace, Destinations: []liveconfig.DestinationReport{
 			{Name: "aaa"},
 			{Name: "crm", Generation: 4, Revision: "r1", Ledger: liveconfig.Ledger{Delivered: 5, Pending: 2}, Retrying: 1, Endpoints: endpoints},
 		}},
@@ -65,7 +65,7 @@ func runs(name string, endpoints ...liveconfig.EndpointReport) Pod {
 }
 
 func (p Pod) destination() *liveconfig.DestinationReport {
-	return &p.Report.Tenants[1].Destinations[1]
+	return &p.Report.Namespaces[1].Destinations[1]
 }
 
 func idle(name string) liveconfig.EndpointReport {
@@ -100,7 +100,7 @@ func recovering(name string) liveconfig.EndpointReport {
 func destinationStatus(t *testing.T, d v1alpha1.WebhookDestination, v compile.Verdict, pods []Pod, now time.Time) v1alpha1.WebhookDestination {
 	t.Helper()
 	before := *d.DeepCopy()
-	d.Status = Destination(d, v, tenant, pods, now, true)
+	d.Status = Destination(d, v, namespace, pods, now, true)
 	if err := CheckDestination(d); err != nil {
 		t.Errorf("invariants: %v", err)
 	}
@@ -109,7 +109,7 @@ func destinationStatus(t *testing.T, d v1alpha1.WebhookDestination, v compile.Ve
 	}
 	for _, due := range []bool{true, false} {
 		slices.Reverse(pods)
-		again := Destination(overAPI(t, d), v, tenant, pods, now.Add(time.Hour), due)
+		again := Destination(overAPI(t, d), v, namespace, pods, now.Add(time.Hour), due)
 		if !equality.Semantic.DeepEqual(d.Status, again) {
 			t.Errorf("equal facts gave another status (numbersDue %v):\n%s", due, cmp.Diff(d.Status, again))
 		}
@@ -133,7 +133,7 @@ func overAPI[T any](t *testing.T, in T) (out T) {
 func TestDestinationConditions(t *testing.T) {
 	any1, any2 := destination(v1alpha1.AnyEndpoint, "a"), destination(v1alpha1.AnyEndpoint, "a", "b")
 	every2 := destination(v1alpha1.EveryEndpoint, "a", "b")
-	heldForSize := compile.Verdict{Reason: v1alpha1.ReasonConfigTooLarge, Message: "too large", State: liveconfig.Held, Revision: "r2"}
+	pausedForSize := compile.Verdict{Reason: v1alpha1.ReasonConfigTooLarge, Message: "too large", State: liveconfig.Paused, Revision: "r2"}
 	tooLarge := compile.Verdict{Reason: v1alpha1.ReasonConfigTooLarge, Message: "too large", State: liveconfig.Active, Revision: "r2"}
 	partial := accepted()
 	partial.Unresolved = &compile.Unresolved{Reason: v1alpha1.ReasonNoSource, Message: "one is missing"}
@@ -147,11 +147,11 @@ func TestDestinationConditions(t *testing.T) {
 	newer.destination().Generation = 5
 	refusing := runs("p2", healthy("a"))
 	refusing.destination().Revision = "r0"
-	refusing.Report.Tenants[1].Refused = &liveconfig.RefusedConfig{Revision: "x", Error: "destination \"b\": no"}
+	refusing.Report.Namespaces[1].Refused = &liveconfig.RefusedConfig{Revision: "x", Error: "destination \"b\": no"}
 	refusingOther := runs("p2", healthy("a"))
-	refusingOther.Report.Tenants[1].Refused = &liveconfig.RefusedConfig{Revision: "x", Error: "destination \"b\": no"}
+	refusingOther.Report.Namespaces[1].Refused = &liveconfig.RefusedConfig{Revision: "x", Error: "destination \"b\": no"}
 	silent := Pod{Name: "p3"}
-	withoutTenant := Pod{Name: "p4", Report: &liveconfig.Report{}}
+	withoutNamespace := Pod{Name: "p4", Report: &liveconfig.Report{}}
 
 	for _, tc := range []struct {
 		name    string
@@ -166,20 +166,20 @@ func TestDestinationConditions(t *testing.T) {
 		{"no pods", any1, accepted(), nil, "True/Accepted True/ResolvedRefs False/NoDispatcher False/NoDispatcher Unknown/NoTrafficYet", "nothing has been sent"},
 		{"one of two behind", any1, accepted(), []Pod{runs("p1", healthy("a")), behind}, "True/Accepted True/ResolvedRefs False/Pending False/Pending True/Delivering", ""},
 		{"an older generation", any1, accepted(), []Pod{runs("p1", healthy("a")), older}, "True/Accepted True/ResolvedRefs False/Pending False/Pending True/Delivering", ""},
-		{"a silent pod", any1, accepted(), []Pod{runs("p1", healthy("a")), silent, withoutTenant}, "True/Accepted True/ResolvedRefs False/Pending False/Pending True/Delivering", ""},
+		{"a silent pod", any1, accepted(), []Pod{runs("p1", healthy("a")), silent, withoutNamespace}, "True/Accepted True/ResolvedRefs False/Pending False/Pending True/Delivering", ""},
 		{"refused", any1, accepted(), []Pod{runs("p1", healthy("a")), refusing}, "True/Accepted True/ResolvedRefs False/ConfigRefused False/ConfigRefused True/Delivering", ""},
 		{"refused for another object's sake", any1, accepted(), []Pod{refusingOther}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", ""},
-		{"held", any1, unresolved(v1alpha1.ReasonSecretNotFound), []Pod{runs("p1", idle("a"))}, "True/Accepted False/SecretNotFound True/Programmed False/SecretNotFound False/Held", "kept up to the retry window, not sent: spec.x: missing; create it"},
-		{"held, pending", any1, unresolved(v1alpha1.ReasonSecretNotFound), []Pod{behind}, "True/Accepted False/SecretNotFound False/Pending False/SecretNotFound False/Held", ""},
-		{"held in spite of failures", any1, refused(v1alpha1.ReasonInvalidURL), []Pod{runs("p1", open("a", "TimedOut"))}, "False/InvalidURL True/ResolvedRefs True/Programmed False/InvalidURL False/Held True/InvalidURL", ""},
-		{"held, with a value in a Secret that cannot be used", any1, unresolved(v1alpha1.ReasonInvalidSecret), []Pod{runs("p1", idle("a"))}, "True/Accepted False/InvalidSecret True/Programmed False/InvalidSecret False/Held True/InvalidSecret", ""},
-		{"held for two causes", any1, both, []Pod{runs("p1", idle("a"))}, "False/InvalidURL False/SecretNotFound True/Programmed False/InvalidURL False/Held True/InvalidURL", "not sent: not a URL"},
-		{"disabled", any1, disabled(), []Pod{runs("p1", healthy("a"))}, "True/Disabled True/ResolvedRefs True/Programmed True/Ready False/Held", "off"},
+		{"paused", any1, unresolved(v1alpha1.ReasonSecretNotFound), []Pod{runs("p1", idle("a"))}, "True/Accepted False/SecretNotFound True/Programmed False/SecretNotFound False/Paused", "kept up to the retry window, not sent: spec.x: missing; create it"},
+		{"paused, pending", any1, unresolved(v1alpha1.ReasonSecretNotFound), []Pod{behind}, "True/Accepted False/SecretNotFound False/Pending False/SecretNotFound False/Paused", ""},
+		{"paused in spite of failures", any1, refused(v1alpha1.ReasonInvalidURL), []Pod{runs("p1", open("a", "TimedOut"))}, "False/InvalidURL True/ResolvedRefs True/Programmed False/InvalidURL False/Paused True/InvalidURL", ""},
+		{"paused, with a value in a Secret that cannot be used", any1, unresolved(v1alpha1.ReasonInvalidSecret), []Pod{runs("p1", idle("a"))}, "True/Accepted False/InvalidSecret True/Programmed False/InvalidSecret False/Paused True/InvalidSecret", ""},
+		{"paused for two causes", any1, both, []Pod{runs("p1", idle("a"))}, "False/InvalidURL False/SecretNotFound True/Programmed False/InvalidURL False/Paused True/InvalidURL", "not sent: not a URL"},
+		{"disabled", any1, disabled(), []Pod{runs("p1", healthy("a"))}, "True/Disabled True/ResolvedRefs True/Programmed True/Ready False/Paused", "off"},
 		{"not accepted but active", any1, partial, []Pod{runs("p1", healthy("a"))},
 			"True/Accepted False/NoSource True/Programmed False/NoSource True/Delivering", ""},
 		{"config too large", any1, tooLarge, []Pod{runs("p1", healthy("a"))}, "False/ConfigTooLarge True/ResolvedRefs False/NotAccepted False/ConfigTooLarge True/Delivering True/ConfigTooLarge", ""},
-		{"config too large, held but not confirmed yet", any1, heldForSize, []Pod{runs("p1", idle("a"))}, "False/ConfigTooLarge True/ResolvedRefs False/Pending False/ConfigTooLarge False/Held True/ConfigTooLarge", ""},
-		{"no state in the verdict", any1, compile.Verdict{Reason: v1alpha1.ReasonInvalidURL, Message: "m", Revision: "r1"}, []Pod{runs("p1", healthy("a"))}, "False/InvalidURL True/ResolvedRefs True/Programmed False/InvalidURL False/Held True/InvalidURL", ""},
+		{"config too large, paused but not confirmed yet", any1, pausedForSize, []Pod{runs("p1", idle("a"))}, "False/ConfigTooLarge True/ResolvedRefs False/Pending False/ConfigTooLarge False/Paused True/ConfigTooLarge", ""},
+		{"no state in the verdict", any1, compile.Verdict{Reason: v1alpha1.ReasonInvalidURL, Message: "m", Revision: "r1"}, []Pod{runs("p1", healthy("a"))}, "False/InvalidURL True/ResolvedRefs True/Programmed False/InvalidURL False/Paused True/InvalidURL", ""},
 
 		{"idle", any1, accepted(), []Pod{runs("p1", idle("a"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready Unknown/NoTrafficYet", ""},
 		{"degraded", any1, accepted(), []Pod{runs("p1", failing("a", "ServerError", 503))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/ServerError", "endpoint a fails since 2026-03-01T11:59:00Z: ServerError, status 503: the words"},
@@ -230,7 +230,7 @@ func TestProgrammedMessages(t *testing.T) {
 	if got := message(runs("p1"), Pod{Name: "p2"}); got != "not every ready dispatcher pod has confirmed this revision: a pod does not answer; see the operator's log and the pods of the release's namespace" {
 		t.Error(got)
 	}
-	refusing := Pod{Name: "p2", Report: &liveconfig.Report{Tenants: []liveconfig.TenantReport{{Tenant: tenant, Refused: &liveconfig.RefusedConfig{Error: "because"}}}}}
+	refusing := Pod{Name: "p2", Report: &liveconfig.Report{Namespaces: []liveconfig.NamespaceReport{{Namespace: namespace, Refused: &liveconfig.RefusedConfig{Error: "because"}}}}}
 	if got := message(runs("p1"), refusing); got != "a dispatcher pod refused the config and keeps the previous one: because" {
 		t.Error(got)
 	}
@@ -243,12 +243,12 @@ func TestStatusIsIndependentOfPods(t *testing.T) {
 	one := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a", "b"), accepted(), []Pod{runs("p1", healthy("a"), fails)}, t0)
 	idlePod := runs("p2", idle("a"), idle("b"))
 	idlePod.destination().Ledger, idlePod.destination().Retrying = liveconfig.Ledger{}, 0
-	many := Destination(one, accepted(), tenant, []Pod{runs("q1", healthy("a"), fails), idlePod}, at(time.Minute), true)
+	many := Destination(one, accepted(), namespace, []Pod{runs("q1", healthy("a"), fails), idlePod}, at(time.Minute), true)
 	if diff := cmp.Diff(one.Status, many); diff != "" {
 		t.Errorf("another pod changed the status: %s", diff)
 	}
 	sources := sourceStatus(t, source(), accepted(), []Pod{takes("p1", liveconfig.SourceReport{StoragePressure: true})}, t0)
-	if diff := cmp.Diff(sources.Status, Source(sources, accepted(), tenant, []Pod{takes("q1", liveconfig.SourceReport{StoragePressure: true}), takes("q2", liveconfig.SourceReport{})}, at(time.Minute), true)); diff != "" {
+	if diff := cmp.Diff(sources.Status, Source(sources, accepted(), namespace, []Pod{takes("q1", liveconfig.SourceReport{StoragePressure: true}), takes("q2", liveconfig.SourceReport{})}, at(time.Minute), true)); diff != "" {
 		t.Errorf("another pod changed the status of a Source: %s", diff)
 	}
 }
@@ -393,11 +393,11 @@ func TestNumbersWaitTransitionsDoNot(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			pod := runs("p1", healthy("a"))
 			tc.change(pod.destination())
-			due := Destination(d, tc.v, tenant, []Pod{pod}, at(time.Second), true)
+			due := Destination(d, tc.v, namespace, []Pod{pod}, at(time.Second), true)
 			if equality.Semantic.DeepEqual(d.Status, due) {
 				t.Error("no change, although the numbers are due")
 			}
-			soon := Destination(d, tc.v, tenant, []Pod{pod}, at(time.Second), false)
+			soon := Destination(d, tc.v, namespace, []Pod{pod}, at(time.Second), false)
 			if moved := !equality.Semantic.DeepEqual(d.Status, soon); moved != tc.immediate {
 				t.Errorf("moved at once: %v\n%s", moved, cmp.Diff(d.Status, soon))
 			}
@@ -413,7 +413,7 @@ func TestPaceOfFailures(t *testing.T) {
 	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0))}, t0)
 	soon := func(e liveconfig.EndpointReport, after time.Duration) string {
 		d := d.DeepCopy()
-		d.Status = Destination(*d, accepted(), tenant, []Pod{runs("p1", e)}, at(after), false)
+		d.Status = Destination(*d, accepted(), namespace, []Pod{runs("p1", e)}, at(after), false)
 		if err := CheckDestination(*d); err != nil {
 			t.Error(err)
 		}
@@ -434,7 +434,7 @@ func TestPaceOfFailures(t *testing.T) {
 	if got := soon(healthy("a"), -time.Hour); got != "True/Delivering" {
 		t.Errorf("with a clock that was set back: %s", got)
 	}
-	if got := summary(Destination(d, accepted(), tenant, []Pod{runs("p1", healthy("a"))}, at(time.Second), true).Conditions[4:]); got != "True/Delivering" {
+	if got := summary(Destination(d, accepted(), namespace, []Pod{runs("p1", healthy("a"))}, at(time.Second), true).Conditions[4:]); got != "True/Delivering" {
 		t.Errorf("when numbers are due: %s", got)
 	}
 }
@@ -448,28 +448,28 @@ func TestLongTextsAreCut(t *testing.T) {
 	destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), v, []Pod{runs("p1", e)}, t0)
 	pod := runs("p1")
 	pod.destination().Revision = "r0"
-	pod.Report.Tenants[1].Refused = &liveconfig.RefusedConfig{Error: long + "\xff"}
+	pod.Report.Namespaces[1].Refused = &liveconfig.RefusedConfig{Error: long + "\xff"}
 	destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{pod}, t0)
 }
 
 func source() v1alpha1.Source {
-	return v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "web", Generation: 2}}
+	return v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web", Generation: 2}}
 }
 
 func takes(name string, r liveconfig.SourceReport) Pod {
 	r.Name, r.Generation, r.Revision = "web", 2, "r1"
-	return Pod{Name: name, Report: &liveconfig.Report{Tenants: []liveconfig.TenantReport{{Tenant: tenant, Sources: []liveconfig.SourceReport{{Name: "aaa"}, r}}}}}
+	return Pod{Name: name, Report: &liveconfig.Report{Namespaces: []liveconfig.NamespaceReport{{Namespace: namespace, Sources: []liveconfig.SourceReport{{Name: "aaa"}, r}}}}}
 }
 
 func sourceStatus(t *testing.T, s v1alpha1.Source, v compile.Verdict, pods []Pod, now time.Time) v1alpha1.Source {
 	t.Helper()
-	s.Status = Source(s, v, tenant, pods, now, true)
+	s.Status = Source(s, v, namespace, pods, now, true)
 	if err := CheckSource(s); err != nil {
 		t.Errorf("invariants: %v", err)
 	}
 	for _, due := range []bool{true, false} {
 		slices.Reverse(pods)
-		again := Source(overAPI(t, s), v, tenant, pods, now.Add(time.Hour), due)
+		again := Source(overAPI(t, s), v, namespace, pods, now.Add(time.Hour), due)
 		if !equality.Semantic.DeepEqual(s.Status, again) {
 			t.Errorf("equal facts gave another status (numbersDue %v):\n%s", due, cmp.Diff(s.Status, again))
 		}
@@ -542,10 +542,10 @@ func TestSourceNumbers(t *testing.T) {
 
 	more := takes("p2", liveconfig.SourceReport{Accepted: 11, LastAccepted: at(0)})
 	s = sourceStatus(t, s, v, []Pod{p1, p2}, at(time.Minute))
-	if next := Source(s, v, tenant, []Pod{p1, more}, at(time.Minute), false); !equality.Semantic.DeepEqual(next, s.Status) {
+	if next := Source(s, v, namespace, []Pod{p1, more}, at(time.Minute), false); !equality.Semantic.DeepEqual(next, s.Status) {
 		t.Errorf("numbers moved before they were due: %s", cmp.Diff(s.Status, next))
 	}
-	if next := Source(s, disabled(), tenant, []Pod{p1, more}, at(time.Minute), false); next.Calls.Accepted != 12 {
+	if next := Source(s, disabled(), namespace, []Pod{p1, more}, at(time.Minute), false); next.Calls.Accepted != 12 {
 		t.Errorf("a transition does not bring the numbers along: %+v", next.Calls)
 	}
 }

@@ -16,7 +16,7 @@ type Kind[T, S any] struct {
 	// Conditions are the types of the conditions that Compute returns, in order.
 	Conditions []string
 	// Compute is Source, Destination, Audience or DeletionRequest.
-	Compute func(old T, v compile.Verdict, tenant string, pods []Pod, now time.Time, numbersDue bool) S
+	Compute func(old T, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) S
 	// Status returns an object's status, and the conditions in it.
 	Status func(*T) (*S, *[]metav1.Condition)
 	// Expires, when set, says when an object is to be deleted; false for one that stays.

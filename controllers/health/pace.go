@@ -89,7 +89,7 @@ func withoutNumbers(conditions []metav1.Condition) []metav1.Condition {
 // aboutSpec reports whether the reason of a traffic condition describes the spec.
 func aboutSpec(reason string) bool {
 	switch reason {
-	case v1alpha1.ReasonHeld, v1alpha1.ReasonDisabled, v1alpha1.ReasonNotAccepted, v1alpha1.ReasonUnresolvedRefs:
+	case v1alpha1.ReasonPaused, v1alpha1.ReasonDisabled, v1alpha1.ReasonNotAccepted, v1alpha1.ReasonUnresolvedRefs:
 		return true
 	}
 	return false

@@ -20,21 +20,21 @@ const (
 )
 
 // Source returns the status that follows from the compiler's verdict v and the
-// reports of the ready dispatcher pods. tenant is the namespace.
+// reports of the ready dispatcher pods. namespace is the namespace.
 //
 // A Source without a usable write key has no effect, so there is nothing to
 // program (NotAccepted, UnresolvedRefs). One that is disabled is programmed: its calls are answered 403.
 //
 // numbersDue is as for Destination.
-func Source(old v1alpha1.Source, v compile.Verdict, tenant string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.SourceStatus {
+func Source(old v1alpha1.Source, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.SourceStatus {
 	old.Status.Conditions = Own(old.Status.Conditions, sourceConditions)
-	f := gather(v, old.ObjectMeta, old.Status.Conditions, tenant, pods, now, sourcePart)
+	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, sourcePart)
 	s := v1alpha1.SourceStatus{
 		ObservedGeneration: old.Generation,
 		Destinations:       slices.Clone(v.Destinations[:min(len(v.Destinations), maxDestinations)]),
 	}
 	var t traffic
-	complete := sourcePart.each(pods, tenant, old.Name, func(pod Pod, r *liveconfig.SourceReport) {
+	complete := sourcePart.each(pods, namespace, old.Name, func(pod Pod, r *liveconfig.SourceReport) {
 		t.add(*r, pod.Report.Storage.Pressure)
 	})
 	s.LastReceivedTime = latest(old.Status.LastReceivedTime, t.lastAccepted, now)
@@ -46,7 +46,7 @@ func Source(old v1alpha1.Source, v compile.Verdict, tenant string, pods []Pod, n
 	} else {
 		s.Calls, s.Messages = old.Status.Calls.DeepCopy(), old.Status.Messages.DeepCopy()
 	}
-	s.Conditions = f.conditions(f.state() != liveconfig.Held, f.receiving(t))
+	s.Conditions = f.conditions(f.state() != liveconfig.Paused, f.receiving(t))
 	if !numbersDue {
 		return paceSource(old.Status, s, now)
 	}
@@ -54,7 +54,7 @@ func Source(old v1alpha1.Source, v compile.Verdict, tenant string, pods []Pod, n
 }
 
 var sourcePart = part[liveconfig.SourceReport]{
-	list:    func(t *liveconfig.TenantReport) []liveconfig.SourceReport { return t.Sources },
+	list:    func(t *liveconfig.NamespaceReport) []liveconfig.SourceReport { return t.Sources },
 	running: func(r *liveconfig.SourceReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
 }
 
@@ -92,7 +92,7 @@ func (f facts) receiving(t traffic) metav1.Condition {
 	switch {
 	case f.state() == liveconfig.Disabled:
 		return set(metav1.ConditionFalse, v1alpha1.ReasonDisabled, "spec.enabled is false: calls are answered 403")
-	case f.state() == liveconfig.Held:
+	case f.state() == liveconfig.Paused:
 		_, message := f.verdict.Cause()
 		return set(metav1.ConditionFalse, f.noEffect(), "this Source has no valid write key, so it cannot receive calls: "+message)
 	case t.pressure:

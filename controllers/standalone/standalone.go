@@ -41,11 +41,11 @@ const (
 
 // Sink takes live configs, encoded; the dispatcher is one.
 type Sink interface {
-	// Set gives a tenant's newest config.
-	Set(tenant string, data []byte)
-	// Delete says that a tenant has no config any more.
-	Delete(tenant string)
-	// Synced says that every tenant's config has been given.
+	// Set gives a namespace's newest config.
+	Set(namespace string, data []byte)
+	// Delete says that a namespace has no config any more.
+	Delete(namespace string)
+	// Synced says that every namespace's config has been given.
 	Synced()
 }
 
@@ -221,21 +221,21 @@ func (c *Control) apply() {
 	c.mu.Lock()
 	snapshots := c.store.snapshots(c.options.CheckHost)
 	c.mu.Unlock()
-	for _, tenant := range slices.Sorted(maps.Keys(snapshots)) {
-		config, verdicts := compile.Compile(*snapshots[tenant])
-		sent, exists := c.sent[tenant]
+	for _, namespace := range slices.Sorted(maps.Keys(snapshots)) {
+		config, verdicts := compile.Compile(*snapshots[namespace])
+		sent, exists := c.sent[namespace]
 		encoded, err := compile.Encode(config, verdicts, liveconfig.MaxEncodedBytes, func() (liveconfig.Config, bool, error) { return sent.Config, exists, nil })
 		switch {
 		case err != nil:
-			c.log.Error("live config could not be encoded; the last one stays in effect", "namespace", tenant, "error", err)
+			c.log.Error("live config could not be encoded; the last one stays in effect", "namespace", namespace, "error", err)
 			continue
 		case encoded.Data != nil && sent.Revision != encoded.Revision:
-			c.sent[tenant] = liveconfig.Revisioned{Config: encoded.Config, Revision: encoded.Revision}
-			c.options.Sink.Set(tenant, encoded.Data)
+			c.sent[namespace] = liveconfig.Revisioned{Config: encoded.Config, Revision: encoded.Revision}
+			c.options.Sink.Set(namespace, encoded.Data)
 		}
-		c.verdicts[tenant] = encoded.Verdicts
+		c.verdicts[namespace] = encoded.Verdicts
 		c.mu.Lock()
-		c.store.keepAudienceKeys(tenant, encoded.Verdicts.Audiences)
+		c.store.keepAudienceKeys(namespace, encoded.Verdicts.Audiences)
 		c.mu.Unlock()
 	}
 	if c.options.StateFile != "" {
@@ -243,11 +243,11 @@ func (c *Control) apply() {
 			c.log.Error("saving the state of the manifests failed; after a restart, objects of a broken manifest may be missing", "error", err)
 		}
 	}
-	for tenant := range c.verdicts {
-		if snapshots[tenant] == nil {
-			delete(c.verdicts, tenant)
-			delete(c.sent, tenant)
-			c.options.Sink.Delete(tenant)
+	for namespace := range c.verdicts {
+		if snapshots[namespace] == nil {
+			delete(c.verdicts, namespace)
+			delete(c.sent, namespace)
+			c.options.Sink.Delete(namespace)
 		}
 	}
 }

@@ -43,7 +43,7 @@ type runner struct {
 	synced  bool
 }
 
-func (r *runner) Set(tenant string, data []byte) {
+func (r *runner) Set(namespace string, data []byte) {
 	c, revision, err := liveconfig.Decode(data)
 	if err != nil {
 		panic(err)
@@ -53,15 +53,15 @@ func (r *runner) Set(tenant string, data []byte) {
 	if r.configs == nil {
 		r.configs = map[string]liveconfig.Revisioned{}
 	}
-	r.configs[tenant] = liveconfig.Revisioned{Config: c, Revision: revision}
+	r.configs[namespace] = liveconfig.Revisioned{Config: c, Revision: revision}
 	r.sets++
 }
 
-func (r *runner) Delete(tenant string) {
+func (r *runner) Delete(namespace string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	delete(r.configs, tenant)
-	r.deleted = append(r.deleted, tenant)
+	delete(r.configs, namespace)
+	r.deleted = append(r.deleted, namespace)
 }
 
 func (r *runner) Synced() {
@@ -75,9 +75,9 @@ func (r *runner) destinations() []string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	var out []string
-	for tenant, c := range r.configs {
+	for namespace, c := range r.configs {
 		for _, d := range c.Destinations {
-			out = append(out, tenant+"/"+d.Name+" "+string(d.State))
+			out = append(out, namespace+"/"+d.Name+" "+string(d.State))
 		}
 	}
 	slices.Sort(out)
@@ -88,15 +88,15 @@ func (r *runner) report() liveconfig.Report {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	report := liveconfig.Report{Pod: "here", Ready: true}
-	for tenant, c := range r.configs {
-		t := liveconfig.TenantReport{Tenant: tenant, Revision: c.Revision}
+	for namespace, c := range r.configs {
+		t := liveconfig.NamespaceReport{Namespace: namespace, Revision: c.Revision}
 		for _, s := range c.Sources {
 			t.Sources = append(t.Sources, liveconfig.SourceReport{Name: s.Name, Generation: s.Generation, Revision: s.Revision, Accepted: 7, LastAccepted: time.Now()})
 		}
 		for _, d := range c.Destinations {
 			t.Destinations = append(t.Destinations, liveconfig.DestinationReport{Name: d.Name, Generation: d.Generation, Revision: d.Revision, Ledger: liveconfig.Ledger{Delivered: 5, Pending: 2}})
 		}
-		report.Tenants = append(report.Tenants, t)
+		report.Namespaces = append(report.Namespaces, t)
 	}
 	return report
 }
@@ -242,7 +242,7 @@ func TestRunFollowsTheFolder(t *testing.T) {
 
 	// Other namespaces come and go.
 	put(t, dir, "other.json", `{"apiVersion":"posthorn.dev/v1alpha1","kind":"WebhookDestination","metadata":{"name":"x","namespace":"other"},"spec":{"sourceSelector":{},"endpoints":[{"name":"a","url":"https://a.example"}]}}`)
-	f.runs("default/crm Disabled", "other/x Held")
+	f.runs("default/crm Disabled", "other/x Paused")
 	if err := os.Remove(filepath.Join(dir, "other.json")); err != nil {
 		t.Fatal(err)
 	}

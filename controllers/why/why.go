@@ -85,8 +85,8 @@ type explainer struct {
 	Facts
 	d     *v1alpha1.WebhookDestination
 	found []Finding
-	// held is true when nothing is sent because of the spec.
-	held bool
+	// paused is true when nothing is sent because of the spec.
+	paused bool
 }
 
 func (e *explainer) add(level Level, about, fix, format string, args ...any) {
@@ -130,12 +130,12 @@ func (e *explainer) spec() {
 			}
 			then := ""
 			if c.Reason != v1alpha1.ReasonNoSource { // It works for the Sources that it has.
-				e.held, then = true, "; messages are kept, not sent"
+				e.paused, then = true, "; messages are kept, not sent"
 			}
 			e.add(Problem, fix.about, fix.fix, "%s (%s)%s", c.Message, c.Reason, then)
 		}
 	case e.d.Spec.Enabled != nil && !*e.d.Spec.Enabled:
-		e.held = true
+		e.paused = true
 		e.add(Problem, "Destination", "set spec.enabled to true", "the destination is disabled; messages are kept up to the retry window and sent when it is enabled again")
 	default:
 		e.add(Fine, "Destination", "", "%s", cmp.Or(accepted.Message, "the spec is valid"))
@@ -144,8 +144,8 @@ func (e *explainer) spec() {
 
 func (e *explainer) config() {
 	for _, r := range e.Reports {
-		for _, t := range r.Tenants {
-			if t.Tenant == e.Namespace && t.Refused != nil {
+		for _, t := range r.Namespaces {
+			if t.Namespace == e.Namespace && t.Refused != nil {
 				e.add(Problem, "Config", "ask an administrator to update operator and dispatchers together", "dispatcher %s rejects the config and keeps the previous one: %s", r.Pod, t.Refused.Error)
 				return
 			}
@@ -244,9 +244,9 @@ func (e *explainer) sources() {
 func (e *explainer) sourceReports(name string) *liveconfig.SourceReport {
 	var sum *liveconfig.SourceReport
 	for _, r := range e.Reports {
-		for _, t := range r.Tenants {
+		for _, t := range r.Namespaces {
 			for _, s := range t.Sources {
-				if t.Tenant != e.Namespace || s.Name != name {
+				if t.Namespace != e.Namespace || s.Name != name {
 					continue
 				}
 				if sum == nil {
@@ -266,9 +266,9 @@ func (e *explainer) sourceReports(name string) *liveconfig.SourceReport {
 // counts are the destination's messages: of the reports if there are any, else of status.
 func (e *explainer) counts() (c v1alpha1.DeliveryStatus, known bool) {
 	for _, r := range e.Reports {
-		for _, t := range r.Tenants {
+		for _, t := range r.Namespaces {
 			for _, d := range t.Destinations {
-				if t.Tenant != e.Namespace || d.Name != e.Name {
+				if t.Namespace != e.Namespace || d.Name != e.Name {
 					continue
 				}
 				known = true
@@ -371,9 +371,9 @@ func (e *explainer) endpoints() {
 func (e *explainer) firstAttempts(p v1alpha1.EndpointStatus) (pending, skipped int64) {
 	known := false
 	for _, r := range e.Reports {
-		for _, t := range r.Tenants {
+		for _, t := range r.Namespaces {
 			for _, d := range t.Destinations {
-				if t.Tenant != e.Namespace || d.Name != e.Name {
+				if t.Namespace != e.Namespace || d.Name != e.Name {
 					continue
 				}
 				for _, ep := range d.Endpoints {
@@ -407,7 +407,7 @@ func (e *explainer) backlog() {
 		if c.OldestPendingTime != nil {
 			text += ", the oldest was accepted " + ago(e.Now, c.OldestPendingTime.Time)
 		}
-		if c.NextAttemptTime != nil && !e.held {
+		if c.NextAttemptTime != nil && !e.paused {
 			if in := c.NextAttemptTime.Sub(e.Now); in > time.Second {
 				text += ", the next attempt is in " + in.Round(time.Second).String()
 			}

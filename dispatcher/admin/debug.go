@@ -24,8 +24,8 @@ func mountDebug(mux *http.ServeMux, engine *delivery.Engine, view func() *liveco
 		if current == nil {
 			return
 		}
-		for _, namespace := range current.Tenants() {
-			config, _ := current.Tenant(namespace)
+		for _, namespace := range current.Namespaces() {
+			config, _ := current.Namespace(namespace)
 			_ = out.Encode(struct {
 				Revision string `json:"revision"`
 				liveconfig.Config

@@ -97,7 +97,7 @@ func fullAfterTheDecision(t *testing.T) {
 	r.log.refuse(func(int) error { lift = limitFiles(t, 16); return nil })
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	result, err := r.Sync(ctx, Request{Tenant: "shop", Audience: config().Audiences[0], Full: true, AllowRemoval: 50}, ids("b", "c"))
+	result, err := r.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true, AllowRemoval: 50}, ids("b", "c"))
 	if err != nil || result.Sent {
 		t.Fatalf("%+v %v", result, err)
 	}

@@ -82,7 +82,7 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		writeJSON(w, http.StatusOK, struct {
 			Success bool `json:"success"`
 			Progress
-		}{true, s.Progress(q.Tenant, q.Audience)})
+		}{true, s.Progress(q.Namespace, q.Audience)})
 		return
 	}
 	body, bad := decoded(r)
@@ -130,7 +130,7 @@ func (s *Service) request(r *http.Request) (q Request, bad *Refusal) {
 	case !ref.Source.Enabled:
 		return q, refuse(http.StatusForbidden, "source_disabled", "the Source is disabled; set spec.enabled to true")
 	}
-	config, _ := view.Tenant(ref.Tenant)
+	config, _ := view.Namespace(ref.Namespace)
 	wanted := r.PathValue("key")
 	i := slices.IndexFunc(config.Audiences, func(a liveconfig.Audience) bool {
 		return a.Source == ref.Source.Name && a.Key == wanted && wanted != ""
@@ -144,7 +144,7 @@ func (s *Service) request(r *http.Request) (q Request, bad *Refusal) {
 		}
 		return q, refuse(http.StatusNotFound, "unknown_audience", "the Source of this write key has no audience with this key; %s", hint)
 	}
-	q = Request{Tenant: ref.Tenant, Audience: config.Audiences[i], Full: r.Method == http.MethodPut, AllowRemoval: float64(config.Audiences[i].MaxRemovalPercent)}
+	q = Request{Namespace: ref.Namespace, Audience: config.Audiences[i], Full: r.Method == http.MethodPut, AllowRemoval: float64(config.Audiences[i].MaxRemovalPercent)}
 	// Unknown parameters are rejected: a misspelled dry run would take effect.
 	query, err := url.ParseQuery(r.URL.RawQuery)
 	if err != nil {

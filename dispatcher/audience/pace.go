@@ -88,8 +88,8 @@ func newPace(source string, calls int64, now time.Time) *pace {
 func (p *pace) list(config liveconfig.Config, lanes []queue.LaneID, now time.Time) {
 	active := map[string]bool{}
 	for _, d := range config.Destinations {
-		if d.State == liveconfig.Active && slices.ContainsFunc(d.Sources, func(s string) bool { return config.Tenant+"/"+s == p.source }) {
-			active[config.Tenant+"/"+d.Name] = true
+		if d.State == liveconfig.Active && slices.ContainsFunc(d.Sources, func(s string) bool { return config.Namespace+"/"+s == p.source }) {
+			active[config.Namespace+"/"+d.Name] = true
 		}
 	}
 	known := p.lanes

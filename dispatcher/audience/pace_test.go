@@ -70,11 +70,11 @@ func TestPace(t *testing.T) {
 		{name: "one is off", speed: map[string]float64{"a": 1000, "b": 0}, state: map[string]liveconfig.State{"b": liveconfig.Disabled}, lasts: 10 * second, least: 9_000, most: 11_000, wait: 3000},
 		{name: "none moves", speed: map[string]float64{"a": 0}, lasts: 59 * time.Minute, least: 32, most: 32},
 		{name: "none moves for long", speed: map[string]float64{"a": 0}, lasts: 61 * time.Minute, least: 10_000, most: 1e9},
-		{name: "all are off", speed: map[string]float64{"a": 0}, state: map[string]liveconfig.State{"a": liveconfig.Held}, lasts: second, least: 10_000, most: 1e9},
+		{name: "all are off", speed: map[string]float64{"a": 0}, state: map[string]liveconfig.State{"a": liveconfig.Paused}, lasts: second, least: 10_000, most: 1e9},
 		{name: "no destination", lasts: second, least: 10_000, most: 1e9},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			config := liveconfig.Config{Tenant: "shop"}
+			config := liveconfig.Config{Namespace: "shop"}
 			lanes := &fakeLanes{read: map[queue.LaneID]float64{}, speed: map[queue.LaneID]float64{}}
 			ids := []queue.LaneID{{Source: "shop/ios", Destination: "shop/a"}, lane("orphan")}
 			for name, speed := range c.speed {
@@ -187,7 +187,7 @@ func TestSlowReceiver(t *testing.T) {
 	s := withStore(t, dir, pebblestore.Options{}, nil)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel() // answer as soon as it is decided
-	result, err := s.Sync(ctx, Request{Tenant: "shop", Audience: config().Audiences[0], Full: true}, ids(many("u", users)...))
+	result, err := s.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids(many("u", users)...))
 	if err != nil || result.Sent || result.Added != users {
 		t.Fatalf("%+v %v", result, err)
 	}
@@ -266,7 +266,7 @@ func TestSyncLeavesRoomForLiveCalls(t *testing.T) {
 	})
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := s.Sync(ctx, Request{Tenant: "shop", Audience: config().Audiences[0], Full: true}, ids("a", "b")); err != nil {
+	if _, err := s.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids("a", "b")); err != nil {
 		t.Fatal(err)
 	}
 	s.eventually(func() bool {
@@ -298,16 +298,16 @@ func TestUnconcernedDestination(t *testing.T) {
 	s.sync(shoppers, many("u", 2000)...)
 }
 
-// Destinations that are switched off, held or deleted in the middle of a sync let
+// Destinations that are disabled, paused or deleted in the middle of a sync let
 // it go on; one that is only off gets it all when it is on again.
 func TestDestinationsGoInTheMiddle(t *testing.T) {
 	const users = 500
-	for _, to := range []liveconfig.State{liveconfig.Disabled, liveconfig.Held, "deleted"} {
+	for _, to := range []liveconfig.State{liveconfig.Disabled, liveconfig.Paused, "deleted"} {
 		t.Run(string(to), func(t *testing.T) {
 			s := withStore(t, t.TempDir(), pebblestore.Options{}, nil)
 			ctx, cancel := context.WithCancel(t.Context())
 			cancel()
-			if _, err := s.Sync(ctx, Request{Tenant: "shop", Audience: config().Audiences[0], Full: true}, ids(many("u", users)...)); err != nil {
+			if _, err := s.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids(many("u", users)...)); err != nil {
 				t.Fatal(err)
 			}
 			s.eventually(func() bool { return s.Progress("shop", config().Audiences[0]).Waits != "" })
@@ -340,7 +340,7 @@ func TestDeletedWhileItWaits(t *testing.T) {
 	})
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := s.Sync(ctx, Request{Tenant: "shop", Audience: config().Audiences[0], Full: true}, ids("a")); err != nil {
+	if _, err := s.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids("a")); err != nil {
 		t.Fatal(err)
 	}
 	c := config()

@@ -70,7 +70,7 @@ func TestRandomSyncs(t *testing.T) {
 
 // syncs sends one sync until it is through, whatever happens to it.
 func (x *random) syncs() {
-	q := Request{Tenant: "shop", Audience: x.audience, Full: x.IntN(3) > 0, AllowRemoval: 100, AllowEmpty: true, Resend: x.IntN(6) == 0}
+	q := Request{Namespace: "shop", Audience: x.audience, Full: x.IntN(3) > 0, AllowRemoval: 100, AllowEmpty: true, Resend: x.IntN(6) == 0}
 	next := map[string]string{}
 	if !q.Full {
 		next = maps.Clone(x.members)

@@ -175,7 +175,7 @@ func (s *Service) recover(dir string) {
 		_, members := os.Stat(filepath.Join(dir, storePrefix+pending.Sync))
 		if errors.Is(work, os.ErrNotExist) && errors.Is(members, os.ErrNotExist) {
 			// It was cancelled, because its name could not be made durable.
-			s.Logger.Warn("removing a sync without data", "namespace", pending.Tenant, "audience", pending.Name, "sync", pending.Sync)
+			s.Logger.Warn("removing a sync without data", "namespace", pending.Namespace, "audience", pending.Name, "sync", pending.Sync)
 			broken = errors.Join(broken, os.Remove(filepath.Join(dir, pendingFile)))
 			pending = nil
 		}
@@ -183,9 +183,9 @@ func (s *Service) recover(dir string) {
 	a := &audience{dir: dir, done: done, pending: pending, broken: broken}
 	switch {
 	case pending != nil:
-		a.name = name{pending.Tenant, pending.Name}
+		a.name = name{pending.Namespace, pending.Name}
 	case done != nil:
-		a.name = name{done.Tenant, done.Name}
+		a.name = name{done.Namespace, done.Name}
 	case a.broken != nil:
 		// The folder's owner is unknown; a sync of that audience finds the folder again.
 		s.Logger.Error("reading the state of an audience failed; its syncs are refused", "dir", dir, "error", a.broken)
@@ -324,7 +324,7 @@ func (s *Service) send(ctx context.Context, a *audience, p state, log *slog.Logg
 		}
 	}
 	calls := make([]event.Call, 0, batchSize)
-	lanes := newPace(p.Tenant+"/"+p.Source, p.Changes()-sent, s.Now())
+	lanes := newPace(p.Namespace+"/"+p.Source, p.Changes()-sent, s.Now())
 	var last batch
 	for ended := false; !ended; {
 		room, err := s.await(ctx, a, p, lanes, last)
@@ -374,7 +374,7 @@ func (s *Service) await(ctx context.Context, a *audience, p state, lanes *pace, 
 		}
 		now := s.Now()
 		if now.Sub(lanes.listed) >= tick {
-			config, _ := s.View().Tenant(p.Tenant)
+			config, _ := s.View().Namespace(p.Namespace)
 			lanes.list(config.Config, s.Queue.Lanes(), now)
 		}
 		lanes.update(s.Queue.LaneStats, last, now)
@@ -433,12 +433,12 @@ func (s *Service) tryDeliver(ctx context.Context, p state, calls []event.Call) (
 		defer s.BeginRouting()()
 	}
 	view := s.View()
-	config, ok := view.Tenant(p.Tenant)
+	config, ok := view.Namespace(p.Namespace)
 	i := slices.IndexFunc(config.Sources, func(c liveconfig.Source) bool { return c.Name == p.Source })
 	if !ok || i < 0 {
-		return batch{}, fmt.Errorf("source %s/%s does not exist", p.Tenant, p.Source)
+		return batch{}, fmt.Errorf("source %s/%s does not exist", p.Namespace, p.Source)
 	}
-	ref := liveconfig.SourceRef{Tenant: p.Tenant, Source: config.Sources[i]}
+	ref := liveconfig.SourceRef{Namespace: p.Namespace, Source: config.Sources[i]}
 	messages := make([]queue.Message, 0, len(calls))
 	skipped := map[string]int{}
 	now := s.Now()
@@ -472,7 +472,7 @@ func identify(p state, r record) (event.Call, error) {
 	if p.Kind == liveconfig.KindComputedTrait {
 		class = "trait"
 	}
-	sum := sha256.Sum256([]byte(p.Tenant + "/" + p.Name + "\x00" + p.Sync + "\x00" + string(r.id)))
+	sum := sha256.Sum256([]byte(p.Namespace + "/" + p.Name + "\x00" + p.Sync + "\x00" + string(r.id)))
 	at := p.Time.UTC().Format("2006-01-02T15:04:05.000Z")
 	var b strings.Builder
 	b.WriteString(`{"userId":`)
@@ -501,7 +501,7 @@ func (s *Service) forget() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for id, a := range s.audiences {
-		config, _ := view.Tenant(id.namespace)
+		config, _ := view.Namespace(id.namespace)
 		known := slices.ContainsFunc(config.Audiences, func(c liveconfig.Audience) bool {
 			return c.Name == id.name && (a.pending == nil || c.Source == a.pending.Source ||
 				slices.ContainsFunc(config.Sources, func(s liveconfig.Source) bool { return s.Name == a.pending.Source }))
@@ -535,8 +535,8 @@ func (s *Service) remove(a *audience) {
 // Request is one sync.
 type Request struct {
 	// The namespace, and the configured audience.
-	Tenant   string
-	Audience liveconfig.Audience
+	Namespace string
+	Audience  liveconfig.Audience
 	// Full: the body lists all members. Otherwise it is an increment.
 	Full bool
 	// AllowRemoval is the share of members, in percent, that a snapshot may remove.
@@ -591,7 +591,7 @@ func (s *Service) Sync(ctx context.Context, q Request, body io.Reader) (Result, 
 	}
 	if err != nil {
 		s.metrics.refused(a.name)
-		s.Logger.Warn("sync refused", "namespace", q.Tenant, "audience", q.Audience.Name, "error", err)
+		s.Logger.Warn("sync refused", "namespace", q.Namespace, "audience", q.Audience.Name, "error", err)
 		return Result{}, err
 	}
 	if q.DryRun {
@@ -624,7 +624,7 @@ func (s *Service) begin(q Request) (*audience, error) {
 		return nil, errStopping
 	default:
 	}
-	id := name{q.Tenant, q.Audience.Name}
+	id := name{q.Namespace, q.Audience.Name}
 	a := s.audiences[id]
 	if a == nil {
 		sum := sha256.Sum256([]byte(id.namespace + "/" + id.name))
@@ -651,12 +651,12 @@ func (s *Service) begin(q Request) (*audience, error) {
 		r := refuse(http.StatusConflict, "sync_in_progress", "a sync of this audience is in progress (%s since %s); wait for its end and send the sync again", doing, a.since.UTC().Format(time.RFC3339))
 		r.RetryAfter = 5
 		return nil, r
-	case s.syncs[q.Tenant] >= maxSyncsPerNamespace || s.syncs[""] >= maxSyncs:
+	case s.syncs[q.Namespace] >= maxSyncsPerNamespace || s.syncs[""] >= maxSyncs:
 		r := refuse(http.StatusServiceUnavailable, "busy", "too many syncs are in progress; send the sync again")
 		r.RetryAfter = 5
 		return nil, r
 	}
-	s.syncs[q.Tenant]++
+	s.syncs[q.Namespace]++
 	s.syncs[""]++
 	a.busy, a.since = "receiving", s.Now()
 	return a, nil
@@ -665,8 +665,8 @@ func (s *Service) begin(q Request) (*audience, error) {
 // leave ends the operation that begin started. The mutex is held.
 func (s *Service) leave(q Request) {
 	s.syncs[""]--
-	if s.syncs[q.Tenant]--; s.syncs[q.Tenant] == 0 {
-		delete(s.syncs, q.Tenant)
+	if s.syncs[q.Namespace]--; s.syncs[q.Namespace] == 0 {
+		delete(s.syncs, q.Namespace)
 	}
 }
 
@@ -693,7 +693,7 @@ var (
 // receive reads, sorts, compares, and decides. over is closed when the decided sync is complete.
 func (s *Service) receive(a *audience, q Request, body io.Reader) (result Result, over chan struct{}, err error) {
 	next := state{
-		Version: stateVersion, Tenant: q.Tenant, Name: q.Audience.Name,
+		Version: stateVersion, Namespace: q.Namespace, Name: q.Audience.Name,
 		Source: q.Audience.Source, Key: q.Audience.Key, Kind: q.Audience.Kind,
 		Sync: uuid.NewString(), Time: a.after(s.Now()),
 	}
@@ -887,7 +887,7 @@ func (s *Service) Report(config liveconfig.Config) []liveconfig.AudienceReport {
 	defer s.mu.Unlock()
 	for _, c := range config.Audiences {
 		r := liveconfig.AudienceReport{Name: c.Name, Generation: c.Generation, Revision: c.Revision, Owner: s.Owner == ""}
-		if a := s.audiences[name{config.Tenant, c.Name}]; a != nil {
+		if a := s.audiences[name{config.Namespace, c.Name}]; a != nil {
 			r.LastRefused, r.Refusal = a.refused, a.lastRefusal
 			p := a.progress(c)
 			r.Members, r.LastSync, r.Added, r.Removed, r.Changed = p.Members, p.Time, p.Added, p.Removed, p.Changed

@@ -110,7 +110,7 @@ func keyHash(key string) string {
 
 func config() liveconfig.Config {
 	return liveconfig.Config{
-		Version: 1, Tenant: "shop",
+		Version: 1, Namespace: "shop",
 		Sources: []liveconfig.Source{
 			{Name: "ios", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{keyHash("ios-key")}},
 			{Name: "off", WriteKeySHA256: liveconfig.KeyHashes{keyHash("off-key")}},
@@ -479,7 +479,7 @@ func TestMemoryIsConstant(t *testing.T) {
 		_ = feed.CloseWithError(w.Flush())
 	}()
 	before := live()
-	q := Request{Tenant: "shop", Audience: config().Audiences[0], Full: true, DryRun: true}
+	q := Request{Namespace: "shop", Audience: config().Audiences[0], Full: true, DryRun: true}
 	if result, err := r.Sync(t.Context(), q, all); err != nil || result.Added != members {
 		t.Fatalf("%+v %v", result, err)
 	}
@@ -639,7 +639,7 @@ func TestTwoAtOnce(t *testing.T) {
 func TestManyAtOnce(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
 	sync := func(namespace string, n int) Request {
-		return Request{Tenant: namespace, Audience: liveconfig.Audience{Name: fmt.Sprint(n), Source: fmt.Sprint(n)}}
+		return Request{Namespace: namespace, Audience: liveconfig.Audience{Name: fmt.Sprint(n), Source: fmt.Sprint(n)}}
 	}
 	for _, c := range []struct {
 		namespace string
@@ -708,7 +708,7 @@ func TestFullQueueIsWaitedFor(t *testing.T) {
 	r := newRig(t, t.TempDir(), l, nil)
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
-	result, err := r.Sync(ctx, Request{Tenant: "shop", Audience: config().Audiences[0], Full: true}, ids("a", "b"))
+	result, err := r.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids("a", "b"))
 	if err != nil || result.Sent {
 		t.Fatalf("%+v %v", result, err)
 	}
@@ -762,7 +762,7 @@ func TestKilledAnywhere(t *testing.T) {
 			})
 			ctx, cancel := context.WithCancel(t.Context())
 			time.AfterFunc(100*time.Millisecond, cancel)
-			result, err := r.Sync(ctx, Request{Tenant: "shop", Audience: config().Audiences[0], Full: true, AllowRemoval: 50}, ids(after...))
+			result, err := r.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true, AllowRemoval: 50}, ids(after...))
 			if err != nil || kill <= 2 && result.Sent {
 				t.Fatalf("%+v %v", result, err)
 			}
@@ -1063,7 +1063,7 @@ func TestMovedFromADeletedSource(t *testing.T) {
 	r := newRig(t, t.TempDir(), l, func(o *Options) { o.OrphanGrace = 2 * time.Second })
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	for i, q := range []Request{{Tenant: "shop", Audience: config().Audiences[0]}, {Tenant: "shop", Audience: config().Audiences[2]}} {
+	for i, q := range []Request{{Namespace: "shop", Audience: config().Audiences[0]}, {Namespace: "shop", Audience: config().Audiences[2]}} {
 		q.Full = true
 		if _, err := r.Sync(ctx, q, ids("a", fmt.Sprint(i))); err != nil {
 			t.Fatal(err)

@@ -42,9 +42,10 @@ var step = func() {}
 
 // state is a completed or decided sync.
 type state struct {
-	Version int    `json:"version"`
-	Tenant  string `json:"tenant"`
-	Name    string `json:"name"`
+	Version int `json:"version"`
+	// Namespace has the key of release 0.2.0, which reads the file after a rollback.
+	Namespace string `json:"tenant"`
+	Name      string `json:"name"`
 	// Source, Key and Kind are those of the sync; members with other values do not belong to the
 	// audience.
 	Source string `json:"source"`

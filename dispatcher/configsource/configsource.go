@@ -53,7 +53,7 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 			return
 		}
 		// The name is decisive, because a copy of a Secret has the same labels.
-		if owner, ok := liveconfig.TenantOf(secret.Name); ok {
+		if owner, ok := liveconfig.NamespaceOf(secret.Name); ok {
 			sink.Set(owner, secret.Data[liveconfig.DataKey])
 		} else if secret.Name == liveconfig.MarkerName {
 			select {
@@ -78,7 +78,7 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 				obj = gone.Obj
 			}
 			if secret, ok := obj.(*corev1.Secret); ok {
-				if owner, ok := liveconfig.TenantOf(secret.Name); ok {
+				if owner, ok := liveconfig.NamespaceOf(secret.Name); ok {
 					sink.Delete(owner)
 				}
 			}

@@ -18,9 +18,9 @@ import (
 // recorder is a Sink that records its calls.
 type recorder chan string
 
-func (s recorder) Set(tenant string, data []byte) { s <- "set " + tenant + " " + string(data) }
-func (s recorder) Delete(tenant string)           { s <- "delete " + tenant }
-func (s recorder) Synced()                        { s <- "synced" }
+func (s recorder) Set(namespace string, data []byte) { s <- "set " + namespace + " " + string(data) }
+func (s recorder) Delete(namespace string)           { s <- "delete " + namespace }
+func (s recorder) Synced()                           { s <- "synced" }
 
 func (s recorder) expect(t *testing.T, want ...string) {
 	t.Helper()
@@ -43,10 +43,10 @@ func (s recorder) expect(t *testing.T, want ...string) {
 // A copy of a namespace's Secret, which has all of its labels, neither changes the
 // namespace's config nor removes it when it is deleted.
 func TestCopiesOfASecretMeanNothing(t *testing.T) {
-	secret := func(name, tenant, data string) *corev1.Secret {
+	secret := func(name, namespace, data string) *corev1.Secret {
 		labels := map[string]string{liveconfig.LabelLive: "true"}
-		if tenant != "" {
-			labels[liveconfig.LabelTenant] = tenant
+		if namespace != "" {
+			labels[liveconfig.LabelNamespace] = namespace
 		}
 		return &corev1.Secret{
 			ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: "posthorn-system", Labels: labels, ResourceVersion: data},

@@ -53,7 +53,7 @@ type Options struct {
 	Logger      *slog.Logger
 }
 
-// Service sends and follows the notifications of all tenants.
+// Service sends and follows the notifications of all namespaces.
 type Service struct {
 	Options
 	mu      sync.Mutex
@@ -63,12 +63,13 @@ type Service struct {
 
 // record is a planned request.
 type record struct {
-	Version int       `json:"version"`
-	ID      string    `json:"id"`
-	UID     string    `json:"uid,omitempty"`
-	Tenant  string    `json:"tenant"`
-	Time    time.Time `json:"time"`
-	Sources []source  `json:"sources,omitempty"`
+	Version int    `json:"version"`
+	ID      string `json:"id"`
+	UID     string `json:"uid,omitempty"`
+	// Namespace has the key of release 0.2.0, which reads the file after a rollback.
+	Namespace string    `json:"tenant"`
+	Time      time.Time `json:"time"`
+	Sources   []source  `json:"sources,omitempty"`
 	// Completed: jobs.Records has the end of this run. Exceeded: the deadline ended it.
 	Completed bool `json:"completed,omitempty"`
 	Exceeded  bool `json:"exceeded,omitempty"`
@@ -154,22 +155,22 @@ func (s *Service) Run(ctx context.Context) error {
 // work advances every request as far as possible now.
 func (s *Service) work(ctx context.Context, view *liveconfig.View) {
 	known := map[string]bool{}
-	for _, tenant := range view.Tenants() {
-		config, _ := view.Tenant(tenant)
+	for _, namespace := range view.Namespaces() {
+		config, _ := view.Namespace(namespace)
 		for _, d := range config.Deletions {
 			if d.ID == "" || d.Ended {
 				continue
 			}
 			known[d.ID] = true
 			if err := s.advance(ctx, config.Config, d); err != nil && ctx.Err() == nil {
-				s.Logger.Error("a deletion request could not be advanced; it is tried again", "namespace", tenant, "request", d.Name, "error", err)
+				s.Logger.Error("a deletion request could not be advanced; it is tried again", "namespace", namespace, "request", d.Name, "error", err)
 			}
 		}
 	}
 	for id, r := range s.records {
 		if !known[id] && r.cancelled() {
 			if err := s.change(*r, func(next *record) error { return s.look(ctx, next) }); err != nil && ctx.Err() == nil {
-				s.Logger.Error("the outcome of a deletion request could not be read; it is tried again", "namespace", r.Tenant, "error", err)
+				s.Logger.Error("the outcome of a deletion request could not be read; it is tried again", "namespace", r.Namespace, "error", err)
 			}
 		}
 	}
@@ -188,7 +189,7 @@ func (s *Service) follow() {
 					wanted[from.MessageID] = true
 				}
 				if n.Cancelled {
-					cancelled[cancelledMessage{r.Tenant + "/" + from.Name, r.Tenant + "/" + n.Destination, from.MessageID}] = true
+					cancelled[cancelledMessage{r.Namespace + "/" + from.Name, r.Namespace + "/" + n.Destination, from.MessageID}] = true
 				}
 			}
 		}
@@ -231,11 +232,11 @@ func (s *Service) advance(ctx context.Context, config liveconfig.Config, d livec
 		err = errors.Join(err, s.look(ctx, next))
 		if err == nil && overdue && !next.ended() {
 			next.exceed(s.Now().UTC().Truncate(time.Millisecond))
-			s.Logger.Warn("the deadline of a deletion request ended; its pending notifications are cancelled", "namespace", next.Tenant, "request", d.Name)
+			s.Logger.Warn("the deadline of a deletion request ended; its pending notifications are cancelled", "namespace", next.Namespace, "request", d.Name)
 		}
 		if err == nil && next.ended() && !next.failed() && !next.Completed {
 			now := s.Now().UTC()
-			if err = s.Records.Put(d.ID, jobs.Record{Namespace: config.Tenant, UID: d.UID, Completed: now}); err == nil {
+			if err = s.Records.Put(d.ID, jobs.Record{Namespace: config.Namespace, UID: d.UID, Completed: now}); err == nil {
 				next.Completed = true
 			}
 		}
@@ -273,20 +274,20 @@ func (r *record) exceed(now time.Time) {
 // plan decides which destinations are notified.
 func (s *Service) plan(config liveconfig.Config, d liveconfig.Deletion) *record {
 	now := s.Now().UTC().Truncate(time.Millisecond)
-	r := &record{Version: recordVersion, ID: d.ID, UID: d.UID, Tenant: config.Tenant, Time: now}
+	r := &record{Version: recordVersion, ID: d.ID, UID: d.UID, Namespace: config.Namespace, Time: now}
 	call := event.Call{Type: event.Delete, UserID: d.UserID, Timestamp: now, Body: event.DeleteMessage(d.UserID, now)}
 	for _, c := range config.Sources {
 		if len(d.Sources) > 0 && !slices.Contains(d.Sources, c.Name) {
 			continue
 		}
 		planned := source{Name: c.Name, MessageID: messageID(d.ID, d.UID, c.Name)}
-		skip := s.Skip(liveconfig.SourceRef{Tenant: config.Tenant, Source: c}, &call)
+		skip := s.Skip(liveconfig.SourceRef{Namespace: config.Namespace, Source: c}, &call)
 		for _, to := range config.Destinations {
 			if to.State == liveconfig.Disabled || !slices.Contains(to.Sources, c.Name) {
 				continue
 			}
 			state := liveconfig.NotificationPending
-			if slices.Contains(skip, config.Tenant+"/"+to.Name) {
+			if slices.Contains(skip, config.Namespace+"/"+to.Name) {
 				state = liveconfig.NotificationFiltered
 			}
 			planned.Notifications = append(planned.Notifications, notification{Destination: to.Name, State: state, Time: now})
@@ -319,12 +320,12 @@ func (s *Service) append(ctx context.Context, config liveconfig.Config, r *recor
 			if slices.Contains(d.Sources, to.Name) && !slices.ContainsFunc(to.Notifications, func(n notification) bool {
 				return n.Destination == d.Name && n.State == liveconfig.NotificationPending
 			}) {
-				skip = append(skip, r.Tenant+"/"+d.Name)
+				skip = append(skip, r.Namespace+"/"+d.Name)
 			}
 		}
 		now := s.Now().UTC().Truncate(time.Millisecond)
 		message := queue.Message{
-			Source: r.Tenant + "/" + to.Name, ID: to.MessageID, Type: string(event.Delete), AcceptedAt: now,
+			Source: r.Namespace + "/" + to.Name, ID: to.MessageID, Type: string(event.Delete), AcceptedAt: now,
 			Skip: skip, Body: event.DeleteMessage(userID, r.Time),
 		}
 		if _, err := s.Store.Append(ctx, []queue.Message{message}); err != nil {
@@ -351,9 +352,9 @@ func (s *Service) look(ctx context.Context, r *record) error {
 				lanes = s.Store.Lanes()
 			}
 			if from.End == 0 {
-				from.End = s.end(lanes, r.Tenant+"/"+from.Name)
+				from.End = s.end(lanes, r.Namespace+"/"+from.Name)
 			}
-			state, reason, err := s.outcome(ctx, lanes, r.Tenant+"/"+from.Name, r.Tenant+"/"+n.Destination, from)
+			state, reason, err := s.outcome(ctx, lanes, r.Namespace+"/"+from.Name, r.Namespace+"/"+n.Destination, from)
 			if err != nil {
 				return err
 			}
@@ -449,7 +450,7 @@ func (s *Service) forget(view *liveconfig.View, known map[string]bool) {
 	for id, r := range maps.Clone(s.records) {
 		since, away := s.gone[id]
 		switch {
-		case known[id] || view.Unusable(r.Tenant) || r.cancelled():
+		case known[id] || view.Unusable(r.Namespace) || r.cancelled():
 			delete(s.gone, id)
 		case !away:
 			s.gone[id] = now
@@ -464,7 +465,7 @@ func (s *Service) forget(view *liveconfig.View, known map[string]bool) {
 	}
 }
 
-// Report says how far a tenant's requests are.
+// Report says how far a namespace's requests are.
 func (s *Service) Report(config liveconfig.Config) []liveconfig.DeletionReport {
 	s.mu.Lock()
 	defer s.mu.Unlock()

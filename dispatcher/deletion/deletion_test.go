@@ -60,10 +60,10 @@ func config() liveconfig.Config {
 		return liveconfig.Destination{Name: name, State: state, Sources: sources}
 	}
 	return liveconfig.Config{
-		Tenant:  "shop",
-		Sources: []liveconfig.Source{{Name: "ios"}, {Name: "off"}, {Name: "tv"}, {Name: "web"}},
+		Namespace: "shop",
+		Sources:   []liveconfig.Source{{Name: "ios"}, {Name: "off"}, {Name: "tv"}, {Name: "web"}},
 		Destinations: []liveconfig.Destination{
-			to("crm", liveconfig.Active, "ios", "web"), to("held", liveconfig.Held, "web"),
+			to("crm", liveconfig.Active, "ios", "web"), to("paused", liveconfig.Paused, "web"),
 			to("off", liveconfig.Disabled, "web", "off"), to("picky", liveconfig.Active, "web"),
 		},
 		Deletions: []liveconfig.Deletion{{Name: "u1", Generation: 2, Revision: "r", ID: "ab", UID: "1", UserID: "ü1"}},
@@ -79,7 +79,7 @@ func newRig(t *testing.T) *rig {
 	t.Cleanup(func() { _ = store.Close() })
 	r := &rig{t: t, dir: t.TempDir(), store: store, now: time.Unix(1_800_000_000, 0)}
 	r.set(config())
-	for _, lane := range []queue.LaneID{{Source: "shop/ios", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/held"}, {Source: "shop/web", Destination: "shop/off"}, {Source: "shop/web", Destination: "shop/picky"}} {
+	for _, lane := range []queue.LaneID{{Source: "shop/ios", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/paused"}, {Source: "shop/web", Destination: "shop/off"}, {Source: "shop/web", Destination: "shop/picky"}} {
 		if err := store.OpenLane(lane); err != nil {
 			t.Fatal(err)
 		}
@@ -121,7 +121,7 @@ func (r *rig) step() { r.work(r.t.Context(), r.view); r.now = r.now.Add(time.Sec
 
 func (r *rig) states() (out []string) {
 	r.t.Helper()
-	c, _ := r.view.Tenant("shop")
+	c, _ := r.view.Namespace("shop")
 	for _, n := range r.Report(c.Config)[0].Notifications {
 		out = append(out, n.Source+" "+n.Destination+" "+n.State+n.Reason)
 	}
@@ -150,8 +150,8 @@ func TestNotificationsAreFollowedToTheirEnd(t *testing.T) {
 	r := newRig(t)
 	r.want()
 	r.step()
-	r.want("ios crm Pending", "web crm Pending", "web held Pending", "web picky Filtered")
-	if c, _ := r.view.Tenant("shop"); !r.Report(c.Config)[0].Owner || r.Report(c.Config)[0].Started.IsZero() {
+	r.want("ios crm Pending", "web crm Pending", "web paused Pending", "web picky Filtered")
+	if c, _ := r.view.Namespace("shop"); !r.Report(c.Config)[0].Owner || r.Report(c.Config)[0].Started.IsZero() {
 		t.Error("the report lacks its start")
 	}
 
@@ -170,26 +170,26 @@ func TestNotificationsAreFollowedToTheirEnd(t *testing.T) {
 		t.Errorf("%d messages for who is not to be told", n)
 	}
 	r.step()
-	r.want("ios crm Pending", "web crm Pending", "web held Pending", "web picky Filtered")
+	r.want("ios crm Pending", "web crm Pending", "web paused Pending", "web picky Filtered")
 	r.store.Ack(ios[0])
 	r.step()
-	r.want("ios crm Delivered", "web crm Pending", "web held Pending", "web picky Filtered")
+	r.want("ios crm Delivered", "web crm Pending", "web paused Pending", "web picky Filtered")
 	// A retry is pending, and a restart changes nothing of it.
 	r.store.Retry(web[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
 	r.start()
 	r.step()
-	r.want("ios crm Delivered", "web crm Pending", "web held Pending", "web picky Filtered")
+	r.want("ios crm Delivered", "web crm Pending", "web paused Pending", "web picky Filtered")
 	web[0], _, _ = must(r.store.LeaseOldest(web[0].Lane))
 	if _, err := r.store.Bury(web[0], queue.Failure{Time: r.now, Reason: "Expired"}); err != nil {
 		t.Fatal(err)
 	}
 	r.step()
-	r.want("ios crm Delivered", "web crm DeadLetteredExpired", "web held Pending", "web picky Filtered")
-	if err := r.store.DropLane(t.Context(), queue.LaneID{Source: "shop/web", Destination: "shop/held"}); err != nil {
+	r.want("ios crm Delivered", "web crm DeadLetteredExpired", "web paused Pending", "web picky Filtered")
+	if err := r.store.DropLane(t.Context(), queue.LaneID{Source: "shop/web", Destination: "shop/paused"}); err != nil {
 		t.Fatal(err)
 	}
 	r.step()
-	final := []string{"ios crm Delivered", "web crm DeadLetteredExpired", "web held Discarded", "web picky Filtered"}
+	final := []string{"ios crm Delivered", "web crm DeadLetteredExpired", "web paused Discarded", "web picky Filtered"}
 	r.want(final...)
 	// Final is final: nothing is sent or looked up again.
 	c := config()
@@ -211,21 +211,21 @@ func TestOutcomeBehindOlderMessages(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.step()
-	crm, held := r.lease("web", "crm"), r.lease("web", "held")
-	if len(crm) != 2 || len(held) != 2 {
-		t.Fatalf("%d and %d messages", len(crm), len(held))
+	crm, paused := r.lease("web", "crm"), r.lease("web", "paused")
+	if len(crm) != 2 || len(paused) != 2 {
+		t.Fatalf("%d and %d messages", len(crm), len(paused))
 	}
 	r.through.Retry(crm[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
 	r.through.Ack(crm[1])
-	r.through.Retry(held[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
-	if _, err := r.through.Bury(held[1], queue.Failure{Time: r.now, Reason: "Rejected"}); err != nil {
+	r.through.Retry(paused[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
+	if _, err := r.through.Bury(paused[1], queue.Failure{Time: r.now, Reason: "Rejected"}); err != nil {
 		t.Fatal(err)
 	}
 	r.step()
-	r.want("ios crm Pending", "web crm Delivered", "web held DeadLetteredRejected", "web picky Filtered")
+	r.want("ios crm Pending", "web crm Delivered", "web paused DeadLetteredRejected", "web picky Filtered")
 	r.through.Ack(r.lease("ios", "crm")[0])
 	r.step()
-	r.want("ios crm Delivered", "web crm Delivered", "web held DeadLetteredRejected", "web picky Filtered")
+	r.want("ios crm Delivered", "web crm Delivered", "web paused DeadLetteredRejected", "web picky Filtered")
 	if n := len(r.through.done); n != 0 {
 		t.Errorf("%d outcomes that nobody wants are remembered", n)
 	}
@@ -240,13 +240,13 @@ func TestOutcomeAfterTheClockWasSetBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.step()
-	r.want("ios crm Pending", "web crm Pending", "web held Pending", "web picky Filtered")
+	r.want("ios crm Pending", "web crm Pending", "web paused Pending", "web picky Filtered")
 	crm := r.lease("web", "crm")
 	r.through.Retry(crm[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
 	r.through.Retry(crm[1], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
 	r.start()
 	r.step()
-	r.want("ios crm Pending", "web crm Pending", "web held Pending", "web picky Filtered")
+	r.want("ios crm Pending", "web crm Pending", "web paused Pending", "web picky Filtered")
 }
 
 func must(d queue.Delivery, ok bool, err error) (queue.Delivery, bool, error) {
@@ -275,7 +275,7 @@ func TestRefusedAppend(t *testing.T) {
 	r.refuse = queue.ErrFull
 	r.step()
 	r.step()
-	r.want("ios crm Pending", "web crm Pending", "web held Pending", "web picky Filtered")
+	r.want("ios crm Pending", "web crm Pending", "web paused Pending", "web picky Filtered")
 	r.start()
 	r.refuse = nil
 	r.step()

@@ -23,14 +23,14 @@ func (r *rig) request(change func(*liveconfig.Deletion)) {
 
 func (r *rig) report() liveconfig.DeletionReport {
 	r.t.Helper()
-	c, _ := r.view.Tenant("shop")
+	c, _ := r.view.Namespace("shop")
 	return r.Report(c.Config)[0]
 }
 
 // deliver settles all that waits, well or not.
 func (r *rig) deliver(ok bool) {
 	r.t.Helper()
-	for _, to := range [][2]string{{"ios", "crm"}, {"web", "crm"}, {"web", "held"}} {
+	for _, to := range [][2]string{{"ios", "crm"}, {"web", "crm"}, {"web", "paused"}} {
 		for _, d := range r.lease(to[0], to[1]) {
 			if ok {
 				r.through.Ack(d)
@@ -112,7 +112,7 @@ func TestFailedRequestIsDoneAgain(t *testing.T) {
 	}
 	r.request(func(d *liveconfig.Deletion) { d.UID = "2" })
 	r.step()
-	r.want("ios crm Pending", "web crm Pending", "web held Pending", "web picky Filtered")
+	r.want("ios crm Pending", "web crm Pending", "web paused Pending", "web picky Filtered")
 	if r.messages() != 4 {
 		t.Errorf("%d messages, want 4", r.messages())
 	}
@@ -137,7 +137,7 @@ func TestRunContinuesForAnotherObject(t *testing.T) {
 func TestKilledBeforeTheRecord(t *testing.T) {
 	r := newRig(t)
 	r.step()
-	for _, to := range [][2]string{{"ios", "crm"}, {"web", "crm"}, {"web", "held"}} {
+	for _, to := range [][2]string{{"ios", "crm"}, {"web", "crm"}, {"web", "paused"}} {
 		for _, d := range r.lease(to[0], to[1]) {
 			r.through.Ack(d)
 		}
@@ -174,7 +174,7 @@ func TestDeadline(t *testing.T) {
 	r.through.Ack(r.lease("ios", "crm")[0])
 	retried := r.lease("web", "crm")
 	r.through.Retry(retried[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
-	inFlight := r.lease("web", "held")
+	inFlight := r.lease("web", "paused")
 	r.step()
 	r.now = r.now.Add(57 * time.Second)
 	r.step()
@@ -182,7 +182,7 @@ func TestDeadline(t *testing.T) {
 		t.Fatalf("%+v before the deadline", got)
 	}
 	r.step()
-	ended := []string{"ios crm Delivered", "web crm DeadLetteredDeadlineExceeded", "web held DeadLetteredDeadlineExceeded", "web picky Filtered"}
+	ended := []string{"ios crm Delivered", "web crm DeadLetteredDeadlineExceeded", "web paused DeadLetteredDeadlineExceeded", "web picky Filtered"}
 	r.want(ended...)
 	if got := r.report(); !got.DeadlineExceeded || got.Completed {
 		t.Errorf("%+v", got)
@@ -202,11 +202,11 @@ func TestDeadline(t *testing.T) {
 		t.Errorf("leased %q %t %v, want next", d.ID, ok, err)
 	}
 	r.through.Ack(d)
-	held, err := r.through.Lease(queue.LaneID{Source: "shop/web", Destination: "shop/held"}, 1, nil)
-	if err != nil || len(held) != 1 || held[0].ID != "next" {
-		t.Errorf("leased %v %v, want next", held, err)
+	paused, err := r.through.Lease(queue.LaneID{Source: "shop/web", Destination: "shop/paused"}, 1, nil)
+	if err != nil || len(paused) != 1 || paused[0].ID != "next" {
+		t.Errorf("leased %v %v, want next", paused, err)
 	}
-	for _, destination := range []string{"shop/crm", "shop/held"} {
+	for _, destination := range []string{"shop/crm", "shop/paused"} {
 		stats := r.store.DestinationStats(destination)
 		if err := stats.Ledger.Balance(); err != nil || stats.DeadLetters != 1 {
 			t.Errorf("%s: %d dead letters, %v", destination, stats.DeadLetters, err)
@@ -251,7 +251,7 @@ func TestDeadlineOfADeletedObject(t *testing.T) {
 	r.request(nil)
 	r.now = r.now.Add(time.Hour)
 	r.step()
-	for _, lane := range []queue.LaneID{{Source: "shop/ios", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/held"}} {
+	for _, lane := range []queue.LaneID{{Source: "shop/ios", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/paused"}} {
 		if got, err := r.through.Lease(lane, 10, nil); err != nil || len(got) != 0 {
 			t.Errorf("leased %v %v after the deadline", got, err)
 		}

@@ -294,7 +294,7 @@ func TestWindowEnds(t *testing.T) {
 
 // The window also ends for messages behind an open circuit, and of a disabled or paused destination.
 func TestWindowEndsWhileParked(t *testing.T) {
-	for _, state := range []liveconfig.State{liveconfig.Active, liveconfig.Disabled, liveconfig.Held} {
+	for _, state := range []liveconfig.State{liveconfig.Active, liveconfig.Disabled, liveconfig.Paused} {
 		bubble(t, func(t *testing.T) {
 			w := newWorld(t, always(answer{reason: egress.ConnectionRefused}))
 			d := dest("crm", urlA)
@@ -674,12 +674,12 @@ func TestFormerLanesTakeNothingMore(t *testing.T) {
 			}
 		}
 		check(4, 4)
-		held := any
-		held.State, held.Endpoints = liveconfig.Held, nil
-		w.apply(held) // Its endpoints are unknown.
+		paused := any
+		paused.State, paused.Endpoints = liveconfig.Paused, nil
+		w.apply(paused) // Its endpoints are unknown.
 		w.end()
 		w.restart()
-		w.apply(held)
+		w.apply(paused)
 		w.send("web", 1)
 		check(5, 5)
 		any.State = liveconfig.Active
@@ -865,7 +865,7 @@ func TestCircuitSurvivesRestart(t *testing.T) {
 }
 
 // A namespace whose config cannot be loaded keeps all its messages.
-func TestUnusableTenant(t *testing.T) {
+func TestUnusableNamespace(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{reason: egress.ConnectionRefused}))
 		w.apply(dest("a", urlA))
@@ -889,10 +889,10 @@ func TestUnusableTenant(t *testing.T) {
 func TestUnknownSources(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200}))
-		held := dest("a", urlA)
-		held.State, held.HeldReason, held.Sources, held.SourcesUnknown = liveconfig.Held, "InvalidSpec", nil, true
+		paused := dest("a", urlA)
+		paused.State, paused.PausedReason, paused.Sources, paused.SourcesUnknown = liveconfig.Paused, "InvalidSpec", nil, true
 		w.apply(dest("a", urlA))
-		w.apply(held)
+		w.apply(paused)
 		w.send("web", 10)
 		w.sleep(time.Hour)
 		if r := w.report("a"); r.Pending != 10 || r.Discarded != 0 {

@@ -162,9 +162,9 @@ func TestCircuitSurvivesHold(t *testing.T) {
 		}
 		for range 100 {
 			w.sleep(time.Second)
-			held := d
-			held.State, held.Endpoints = liveconfig.Held, nil
-			w.apply(held)
+			paused := d
+			paused.State, paused.Endpoints = liveconfig.Paused, nil
+			w.apply(paused)
 			w.apply(d)
 			if state := w.report("crm").Endpoints[0].State; state != liveconfig.EndpointCircuitOpen {
 				t.Fatalf("the circuit is %s", state)

@@ -46,8 +46,8 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	var changes []*change
 	configs := map[string]liveconfig.Destination{}
 	revisions := map[string]string{}
-	for _, namespace := range v.Tenants() {
-		c, _ := v.Tenant(namespace)
+	for _, namespace := range v.Namespaces() {
+		c, _ := v.Namespace(namespace)
 		revisions[namespace] = c.Revision
 		old, known := e.revisions[namespace]
 		for _, d := range c.Destinations {

@@ -217,7 +217,7 @@ func (w *world) apply(destinations ...liveconfig.Destination) {
 
 func (w *world) view(destinations ...liveconfig.Destination) *liveconfig.View {
 	w.rev++
-	c := liveconfig.Config{Version: 1, Tenant: "ns"}
+	c := liveconfig.Config{Version: 1, Namespace: "ns"}
 	sources := map[string]bool{}
 	for i := range destinations {
 		destinations[i].Revision = strconv.Itoa(w.rev)

@@ -25,7 +25,7 @@ import (
 )
 
 // TestStorm has everything happen at once, at random, in virtual time, on the real
-// store: receivers in every mood, destinations that are disabled, held, changed,
+// store: receivers in every mood, destinations that are disabled, paused, changed,
 // deleted and made again, Sources that are disconnected, success policies that go
 // there and back, redeliveries, purges, restarts and cuts of the power at any
 // operation of the file system. In any order, at the end
@@ -85,7 +85,7 @@ type storm struct {
 
 	destinations map[string]*liveconfig.Destination // As they are to be configured; nil while deleted.
 	unusable     bool                               // The namespace's config cannot be read.
-	large        map[string]bool                    // While it is held, its endpoints are not known.
+	large        map[string]bool                    // While it is paused, its endpoints are not known.
 	// left is when a Source was last disconnected from "gone"; zero while it is connected.
 	left map[string]time.Time
 
@@ -308,7 +308,7 @@ func (s *storm) apply() {
 		for _, name := range stormNames {
 			if d := s.destinations[name]; d != nil {
 				all = append(all, *d)
-				if d.State == liveconfig.Held && s.large[name] {
+				if d.State == liveconfig.Paused && s.large[name] {
 					all[len(all)-1].Endpoints = nil
 				}
 			}
@@ -461,7 +461,7 @@ func (s *storm) change() {
 	case n == 0:
 		d.State = liveconfig.Disabled
 	case n == 1:
-		d.State, s.large[name] = liveconfig.Held, s.rnd.IntN(2) == 0
+		d.State, s.large[name] = liveconfig.Paused, s.rnd.IntN(2) == 0
 	case n <= 3:
 		d.State = liveconfig.Active
 	case n == 4:

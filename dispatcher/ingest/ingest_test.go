@@ -56,7 +56,7 @@ func source_(name, key string, change func(*liveconfig.Source)) liveconfig.Sourc
 func newFixture(t testing.TB) *fixture {
 	t.Helper()
 	f := &fixture{t: t, now: time.UnixMilli(1_700_000_000_000), registry: prometheus.NewRegistry()}
-	f.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Tenant: "shop", Sources: []liveconfig.Source{
+	f.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{
 		source_("web", "web-key", func(s *liveconfig.Source) { s.AllowedOrigins = []string{"https://shop.example"} }),
 		source_("off", "off-key", func(s *liveconfig.Source) { s.Enabled = false }),
 		source_("slow", "slow-key", func(s *liveconfig.Source) { s.CallsPerSecond, s.Burst = 10, 20 }),
@@ -447,7 +447,7 @@ func TestCountersAndMetrics(t *testing.T) {
 		t.Error("a write key is in the metrics")
 	}
 	// The series of a removed Source are removed, too.
-	f.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Tenant: "shop", Sources: []liveconfig.Source{source_("new", "new-key", nil)}}}})
+	f.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{source_("new", "new-key", nil)}}}})
 	f.do(post("/v1/track", "new-key", track))
 	families, _ = f.registry.Gather()
 	if strings.Contains(fmt.Sprint(families), `"web"`) || f.Counters("shop/web").Rejected != 0 {

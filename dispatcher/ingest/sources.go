@@ -85,7 +85,7 @@ func (h *Handler) sourceOf(ref liveconfig.SourceRef) *source {
 	if s, ok := h.sources.Load(key); ok {
 		return s.(*source)
 	}
-	namespace, name := ref.Tenant, ref.Source.Name
+	namespace, name := ref.Namespace, ref.Source.Name
 	s := &source{key: key, namespace: namespace, name: name, storing: semaphore.NewWeighted(maxStoring), bulk: rate.NewLimiter(bulkRate, bulkBurst)}
 	s.acceptedCount = h.metrics.calls.WithLabelValues(namespace, name, "accepted")
 	s.duplicateCount = h.metrics.calls.WithLabelValues(namespace, name, "duplicate")
@@ -107,8 +107,8 @@ func (h *Handler) follow(view *liveconfig.View) *origins {
 	}
 	exists := map[string]bool{}
 	o := &origins{view: view, set: map[string]bool{}}
-	for _, namespace := range view.Tenants() {
-		c, _ := view.Tenant(namespace)
+	for _, namespace := range view.Namespaces() {
+		c, _ := view.Namespace(namespace)
 		for _, s := range c.Sources {
 			exists[namespace+"/"+s.Name] = true
 			for _, origin := range s.AllowedOrigins {

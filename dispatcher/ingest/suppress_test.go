@@ -17,7 +17,7 @@ func (f *fixture) suppress(user string) {
 		return hex.EncodeToString(h[:])
 	}
 	f.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{
-		Tenant:    "shop",
+		Namespace: "shop",
 		Sources:   []liveconfig.Source{{Name: "ios", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{sum("ios-key")}}, {Name: "web", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{sum("web-key")}}},
 		Deletions: []liveconfig.Deletion{{Name: "d", ID: "ab", UserID: user, Sources: []string{"web"}, Suppress: true}},
 	}}})

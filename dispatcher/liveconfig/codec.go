@@ -23,9 +23,9 @@ const (
 	// MarkerName is the Secret (labelled LabelLive, without data) that the operator creates after
 	// it has compiled every namespace. Until it exists a dispatcher's config is incomplete.
 	MarkerName = "posthorn-live-complete"
-	// LabelTenant is on a live-config Secret and contains its namespace, for selectors. The
+	// LabelNamespace is on a live-config Secret and contains its namespace, for selectors. The
 	// Secret's name is decisive: see SecretName.
-	LabelTenant = "posthorn.dev/live-config-tenant"
+	LabelNamespace = "posthorn.dev/live-config-namespace"
 	// AnnotationRevision carries the revision of the Config in the Secret.
 	AnnotationRevision = "posthorn.dev/revision"
 	// MaxEncodedBytes is the largest encoded Config: what fits into a Kubernetes
@@ -39,17 +39,17 @@ const secretPrefix = "posthorn-live-"
 
 // SecretName is the name of a namespace's live-config Secret. The hash prevents collisions of a
 // namespace's name with other Secrets of Posthorn, such as the marker.
-func SecretName(tenant string) string {
-	sum := sha256.Sum256([]byte(tenant))
-	return secretPrefix + hex.EncodeToString(sum[:4]) + "-" + tenant
+func SecretName(namespace string) string {
+	sum := sha256.Sum256([]byte(namespace))
+	return secretPrefix + hex.EncodeToString(sum[:4]) + "-" + namespace
 }
 
-// TenantOf returns the namespace of a live-config Secret's name; ok is false for any other name,
+// NamespaceOf returns the namespace of a live-config Secret's name; ok is false for any other name,
 // including that of a copy.
-func TenantOf(name string) (tenant string, ok bool) {
+func NamespaceOf(name string) (namespace string, ok bool) {
 	rest, ok := strings.CutPrefix(name, secretPrefix)
-	_, tenant, _ = strings.Cut(rest, "-")
-	return tenant, ok && name == SecretName(tenant)
+	_, namespace, _ = strings.Cut(rest, "-")
+	return namespace, ok && name == SecretName(namespace)
 }
 
 // Encode returns the canonical, compressed form of a config with its secrets
@@ -101,7 +101,7 @@ func Decode(data []byte) (c Config, revision string, err error) {
 	if head.Version != FormatVersion {
 		return Config{}, revision, fmt.Errorf("live config has format version %d; this dispatcher knows version %d: run the operator and the dispatcher from the same image", head.Version, FormatVersion)
 	}
-	dec := json.NewDecoder(bytes.NewReader(plain))
+	dec := json.NewDecoder(bytes.NewReader(withCurrentNames(plain)))
 	dec.DisallowUnknownFields()
 	if err := dec.Decode(&c); err != nil {
 		return Config{}, revision, fmt.Errorf("live config does not match the format: %w", redactJSONError(err))
@@ -127,7 +127,7 @@ func redactJSONError(err error) error {
 // destination has everything for a delivery. Its errors name the object and the field and contain
 // no secrets.
 func (c Config) Validate() error {
-	if c.Tenant == "" {
+	if c.Namespace == "" {
 		return errors.New("live config: the namespace is empty")
 	}
 	var errs []error
@@ -196,7 +196,7 @@ func (c Config) Validate() error {
 
 func (d Destination) validate(sources map[string]bool) error {
 	switch d.State {
-	case Active, Disabled, Held:
+	case Active, Disabled, Paused:
 	default:
 		return fmt.Errorf("state %q is unknown", d.State)
 	}

@@ -21,9 +21,8 @@ const FormatVersion = 1
 // object counts as deleted by its owner.
 type Config struct {
 	// FormatVersion; see the constant.
-	Version int `json:"version"`
-	// Tenant is the namespace.
-	Tenant string `json:"tenant"`
+	Version   int    `json:"version"`
+	Namespace string `json:"namespace"`
 	// Sources, sorted by name.
 	Sources []Source `json:"sources,omitempty"`
 	// Destinations, sorted by name.
@@ -130,9 +129,9 @@ const (
 	Active State = "Active"
 	// Disabled means: the owner has disabled the destination. Messages are kept up to the retry window.
 	Disabled State = "Disabled"
-	// Held means: the destination is paused, because it cannot work (HeldReason). Messages are kept up to
-	// the retry window.
-	Held State = "Held"
+	// Paused means: the destination cannot work (PausedReason). Messages are kept up to the retry
+	// window.
+	Paused State = "Paused"
 )
 
 // Success policies and signing schemes, as in the API.
@@ -152,8 +151,8 @@ type Destination struct {
 	// and Generation; a pod reports it back.
 	Revision string `json:"revision"`
 	State    State  `json:"state"`
-	// HeldReason is a reason of the condition Accepted, when State is Held.
-	HeldReason string `json:"heldReason,omitempty"`
+	// PausedReason is a reason of the condition Accepted, when State is Paused.
+	PausedReason string `json:"pausedReason,omitempty"`
 	// Sources are the names of the Sources, in the same namespace, whose calls the destination
 	// gets. Sorted.
 	Sources []string `json:"sources,omitempty"`

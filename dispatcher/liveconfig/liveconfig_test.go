@@ -22,10 +22,10 @@ const canary = "s3cr3t-canary"
 func full() Config {
 	s := NewSecret("https://hooks.example/" + canary)
 	return Config{
-		Version: FormatVersion, Tenant: "shop",
+		Version: FormatVersion, Namespace: "shop",
 		Sources: []Source{{Name: "web", Generation: 2, Revision: "r1", Enabled: true, WriteKeySHA256: KeyHashes{strings.Repeat("ab", 32), strings.Repeat("cd", 32)}, AllowedOrigins: []string{"*"}, CallsPerSecond: 5, Burst: 10}},
 		Destinations: []Destination{{
-			Name: "crm", Generation: 3, Revision: "r2", State: Active, HeldReason: "x", Sources: []string{"web"}, SourcesUnknown: true,
+			Name: "crm", Generation: 3, Revision: "r2", State: Active, PausedReason: "x", Sources: []string{"web"}, SourcesUnknown: true,
 			Endpoints: []Endpoint{{
 				Name: "primary", URL: s, Headers: []Header{{Name: "Authorization", Value: NewSecret(canary)}},
 				TLS: &TLS{CA: "ca", ClientCert: "cert", ClientKey: NewSecret(canary)},
@@ -141,7 +141,7 @@ func TestDecodeIsStrict(t *testing.T) {
 		change func(*Config)
 		want   string
 	}{
-		"tenant":         {func(c *Config) { c.Tenant = "" }, "the namespace is empty"},
+		"namespace":      {func(c *Config) { c.Namespace = "" }, "the namespace is empty"},
 		"version":        {func(c *Config) { c.Version = 99 }, "format version 99"},
 		"source twice":   {func(c *Config) { c.Sources = append(c.Sources, c.Sources[0]) }, `source "web"`},
 		"key":            {func(c *Config) { c.Sources[0].WriteKeySHA256[1] = "zz" }, "writeKeySHA256"},
@@ -191,15 +191,15 @@ func TestDecodeIsStrict(t *testing.T) {
 // A namespace that declares a Source with another namespace's write key must not
 // get its calls, in any order of the configs.
 func TestAWriteKeyHasOneNamespace(t *testing.T) {
-	tenant := func(name string) Revisioned {
-		return Revisioned{Config: Config{Tenant: name, Sources: []Source{{Name: "web", WriteKeySHA256: KeyHashes{hex.EncodeToString(hashOf("key"))}}}}}
+	namespace := func(name string) Revisioned {
+		return Revisioned{Config: Config{Namespace: name, Sources: []Source{{Name: "web", WriteKeySHA256: KeyHashes{hex.EncodeToString(hashOf("key"))}}}}}
 	}
-	for _, configs := range [][]Revisioned{{tenant("a"), tenant("b")}, {tenant("b"), tenant("a")}} {
-		if ref, ok := NewView(configs).SourceByWriteKey("key"); !ok || ref.Tenant != "a" {
-			t.Errorf("the key is of %q, %v; want namespace a", ref.Tenant, ok)
+	for _, configs := range [][]Revisioned{{namespace("a"), namespace("b")}, {namespace("b"), namespace("a")}} {
+		if ref, ok := NewView(configs).SourceByWriteKey("key"); !ok || ref.Namespace != "a" {
+			t.Errorf("the key is of %q, %v; want namespace a", ref.Namespace, ok)
 		}
 	}
-	if ref, ok := NewView([]Revisioned{tenant("a")}).SourceByWriteKey("Key"); ok {
+	if ref, ok := NewView([]Revisioned{namespace("a")}).SourceByWriteKey("Key"); ok {
 		t.Errorf("another key is of %v", ref)
 	}
 }
@@ -224,7 +224,7 @@ func TestWriteKeyHashesOfRelease020(t *testing.T) {
 			t.Errorf("%s is written as %s (%v)", text, again, err)
 		}
 	}
-	view := NewView([]Revisioned{{Config: Config{Tenant: "a", Sources: []Source{{Name: "web", WriteKeySHA256: KeyHashes{hex.EncodeToString(hashOf("old")), hex.EncodeToString(hashOf("new"))}}}}}})
+	view := NewView([]Revisioned{{Config: Config{Namespace: "a", Sources: []Source{{Name: "web", WriteKeySHA256: KeyHashes{hex.EncodeToString(hashOf("old")), hex.EncodeToString(hashOf("new"))}}}}}})
 	for _, key := range []string{"old", "new"} {
 		if ref, ok := view.SourceByWriteKey(key); !ok || ref.Key() != "a/web" {
 			t.Errorf("key %q finds %v %v, want Source a/web", key, ref, ok)
@@ -238,42 +238,42 @@ func hashOf(key string) []byte {
 }
 
 func TestSecretName(t *testing.T) {
-	for _, tenant := range []string{"a", "complete", "a-b", "posthorn-live-complete"} {
-		name := SecretName(tenant)
-		if got, ok := TenantOf(name); !ok || got != tenant {
-			t.Errorf("TenantOf(%q) = %q, %v; want %q", name, got, ok, tenant)
+	for _, namespace := range []string{"a", "complete", "a-b", "posthorn-live-complete"} {
+		name := SecretName(namespace)
+		if got, ok := NamespaceOf(name); !ok || got != namespace {
+			t.Errorf("NamespaceOf(%q) = %q, %v; want %q", name, got, ok, namespace)
 		}
 		if name == MarkerName {
-			t.Errorf("namespace %q has the marker's name", tenant)
+			t.Errorf("namespace %q has the marker's name", namespace)
 		}
 	}
 	for _, name := range []string{MarkerName, "posthorn-live-00000000-a", "crm", "posthorn-live-"} {
-		if tenant, ok := TenantOf(name); ok {
-			t.Errorf("TenantOf(%q) = %q", name, tenant)
+		if namespace, ok := NamespaceOf(name); ok {
+			t.Errorf("NamespaceOf(%q) = %q", name, namespace)
 		}
 	}
 }
 
 func TestSuppressed(t *testing.T) {
 	view := NewView([]Revisioned{
-		{Config: Config{Tenant: "a", Deletions: []Deletion{
+		{Config: Config{Namespace: "a", Deletions: []Deletion{
 			{Name: "1", ID: "01", UserID: "everywhere", Suppress: true},
 			{Name: "2", ID: "02", UserID: "everywhere", Suppress: true, Sources: []string{"web"}},
 			{Name: "3", ID: "03", UserID: "some", Suppress: true, Sources: []string{"web"}},
 			{Name: "4", ID: "04", UserID: "some", Suppress: true, Sources: []string{"ios"}},
 			{Name: "5", ID: "05", UserID: "told"},
-			{Name: "6", UserID: "held", Suppress: true},
+			{Name: "6", UserID: "paused", Suppress: true},
 		}}},
 	})
 	for _, c := range []struct {
-		tenant, source, user string
-		want                 bool
+		namespace, source, user string
+		want                    bool
 	}{
 		{"a", "web", "everywhere", true}, {"a", "tv", "everywhere", true}, {"b", "web", "everywhere", false},
 		{"a", "web", "some", true}, {"a", "ios", "some", true}, {"a", "tv", "some", false},
-		{"a", "web", "told", false}, {"a", "web", "held", false}, {"a", "web", "", false},
+		{"a", "web", "told", false}, {"a", "web", "paused", false}, {"a", "web", "", false},
 	} {
-		if got := view.Suppressed(SourceRef{Tenant: c.tenant, Source: Source{Name: c.source}}, c.user); got != c.want {
+		if got := view.Suppressed(SourceRef{Namespace: c.namespace, Source: Source{Name: c.source}}, c.user); got != c.want {
 			t.Errorf("%+v: %v", c, got)
 		}
 	}
@@ -292,7 +292,7 @@ func TestSigningOfRelease020(t *testing.T) {
 		{"one, of release 0.2.0", `,"signing":` + one, SigningSchemes{{Type: HMACSHA1, Secret: NewSecret("a"), Previous: NewSecret("b")}}},
 		{"two", `,"signing":` + two, SigningSchemes{{Type: HMACSHA1, Secret: NewSecret("a")}, {Type: StandardWebhooks, Secret: NewSecret("c")}}},
 	} {
-		plain := `{"version":1,"tenant":"a","destinations":[{"name":"d","generation":0,"revision":"","state":"Held"` + c.signing +
+		plain := `{"version":1,"namespace":"a","destinations":[{"name":"d","generation":0,"revision":"","state":"Paused"` + c.signing +
 			`,"success":"AnyEndpoint","delivery":{"timeoutMS":0,"retryWindowMS":1,"minBackoffMS":0,"maxBackoffMS":0,"maxInFlight":0},"deadLetters":{"retentionMS":0,"maxBytes":0}}]}`
 		config, _, err := Decode(compressed(t, plain))
 		if err != nil {
@@ -307,7 +307,7 @@ func TestSigningOfRelease020(t *testing.T) {
 		}
 	}
 	for _, signing := range []string{`{"scheme":"HMACSHA1","secret":"a","extra":1}`, `[{"scheme":"HMACSHA1","secret":"a","extra":1}]`} {
-		plain := `{"version":1,"tenant":"a","destinations":[{"name":"d","state":"Held","signing":` + signing + `,"success":"AnyEndpoint","delivery":{"retryWindowMS":1}}]}`
+		plain := `{"version":1,"namespace":"a","destinations":[{"name":"d","state":"Paused","signing":` + signing + `,"success":"AnyEndpoint","delivery":{"retryWindowMS":1}}]}`
 		if _, _, err := Decode(compressed(t, plain)); err == nil || !strings.Contains(err.Error(), "extra") {
 			t.Errorf("%s: error %v, want one that names the unknown field", signing, err)
 		}
@@ -335,7 +335,8 @@ func FuzzDecode(f *testing.F) {
 		f.Fatal(err)
 	}
 	f.Add(plain)
-	f.Add([]byte(`{"version":1,"tenant":"a","sources":[{"name":"web"}],"destinations":[{"name":"d","state":"Held","success":"AnyEndpoint","delivery":{"retryWindowMS":1},"signing":{"secret":{"base64":"/w=="}}}]}`))
+	f.Add([]byte(`{"version":1,"tenant":"a","destinations":[{"name":"d","state":"Held","heldReason":"NoSource","success":"AnyEndpoint","delivery":{"retryWindowMS":1}}]}`))
+	f.Add([]byte(`{"version":1,"namespace":"a","sources":[{"name":"web"}],"destinations":[{"name":"d","state":"Paused","success":"AnyEndpoint","delivery":{"retryWindowMS":1},"signing":{"secret":{"base64":"/w=="}}}]}`))
 	f.Fuzz(func(t *testing.T, plain []byte) {
 		var packed bytes.Buffer
 		zip := gzip.NewWriter(&packed)

@@ -9,15 +9,15 @@ type Report struct {
 	Pod string `json:"pod"`
 	// Ready is true once the pod has loaded its first full config.
 	Ready bool `json:"ready"`
-	// Tenants are the namespaces, sorted by name.
-	Tenants []TenantReport `json:"tenants,omitempty"`
+	// Namespaces are the namespaces, sorted by name.
+	Namespaces []NamespaceReport `json:"namespaces,omitempty"`
 	// Storage of the pod.
 	Storage StorageReport `json:"storage"`
 }
 
-// TenantReport is one namespace's part of a Report.
-type TenantReport struct {
-	Tenant string `json:"tenant"`
+// NamespaceReport is one namespace's part of a Report.
+type NamespaceReport struct {
+	Namespace string `json:"namespace"`
 	// Revision of the Config that is in effect.
 	Revision string `json:"revision"`
 	// Refused is set while the newest config of the namespace is rejected.

@@ -13,16 +13,16 @@ import (
 // View is the set of all namespaces' configs at one moment, indexed for ingest and delivery. It is
 // immutable.
 type View struct {
-	tenants  map[string]Revisioned
-	byKey    map[writekey.Hash]SourceRef
-	keys     writekey.Book // Set by WithKeys; its known keys are those of byKey.
-	unusable map[string]bool
+	namespaces map[string]Revisioned
+	byKey      map[writekey.Hash]SourceRef
+	keys       writekey.Book // Set by WithKeys; its known keys are those of byKey.
+	unusable   map[string]bool
 	// suppressed maps the users whose calls are rejected to the Sources' names; no name means every
 	// Source.
-	suppressed map[tenantUser][]string
+	suppressed map[namespaceUser][]string
 }
 
-type tenantUser struct{ tenant, user string }
+type namespaceUser struct{ namespace, user string }
 
 // Revisioned is a decoded Config with the revision of its bytes.
 type Revisioned struct {
@@ -32,12 +32,12 @@ type Revisioned struct {
 
 // SourceRef is a Source with its namespace.
 type SourceRef struct {
-	Tenant string
-	Source Source
+	Namespace string
+	Source    Source
 }
 
 // Key is the Source's name in the queue: "namespace/name".
-func (r SourceRef) Key() string { return r.Tenant + "/" + r.Source.Name }
+func (r SourceRef) Key() string { return r.Namespace + "/" + r.Source.Name }
 
 // NewView indexes configs. A write key that two namespaces share belongs to the namespace whose
 // name sorts first; the controllers reject the other one.
@@ -45,16 +45,16 @@ func (r SourceRef) Key() string { return r.Tenant + "/" + r.Source.Name }
 // unusable lists namespaces whose config could not be loaded and that have no earlier one: they
 // exist, so none of their messages may be discarded.
 func NewView(configs []Revisioned, unusable ...string) *View {
-	v := &View{tenants: make(map[string]Revisioned, len(configs)), byKey: map[writekey.Hash]SourceRef{}, unusable: map[string]bool{}, suppressed: map[tenantUser][]string{}}
-	for _, tenant := range unusable {
-		v.unusable[tenant] = true
+	v := &View{namespaces: make(map[string]Revisioned, len(configs)), byKey: map[writekey.Hash]SourceRef{}, unusable: map[string]bool{}, suppressed: map[namespaceUser][]string{}}
+	for _, namespace := range unusable {
+		v.unusable[namespace] = true
 	}
 	for _, c := range configs {
-		v.tenants[c.Tenant] = c
+		v.namespaces[c.Namespace] = c
 	}
 	for _, c := range configs {
 		for _, d := range c.Deletions {
-			id := tenantUser{c.Tenant, d.UserID}
+			id := namespaceUser{c.Namespace, d.UserID}
 			sources, seen := v.suppressed[id]
 			switch {
 			case !d.Suppress || d.ID == "":
@@ -65,15 +65,15 @@ func NewView(configs []Revisioned, unusable ...string) *View {
 			}
 		}
 	}
-	for _, tenant := range v.Tenants() {
-		for _, s := range v.tenants[tenant].Sources {
+	for _, namespace := range v.Namespaces() {
+		for _, s := range v.namespaces[namespace].Sources {
 			for _, hash := range s.WriteKeySHA256 {
 				var sum writekey.Hash
 				if n, err := hex.Decode(sum[:], []byte(hash)); err != nil || n != sha256.Size {
 					continue
 				}
 				if _, taken := v.byKey[sum]; !taken {
-					v.byKey[sum] = SourceRef{Tenant: tenant, Source: s}
+					v.byKey[sum] = SourceRef{Namespace: namespace, Source: s}
 				}
 			}
 		}
@@ -81,17 +81,17 @@ func NewView(configs []Revisioned, unusable ...string) *View {
 	return v
 }
 
-// Tenants lists the namespaces, sorted.
-func (v *View) Tenants() []string { return slices.Sorted(maps.Keys(v.tenants)) }
+// Namespaces lists the namespaces, sorted.
+func (v *View) Namespaces() []string { return slices.Sorted(maps.Keys(v.namespaces)) }
 
-// Tenant returns one namespace's config.
-func (v *View) Tenant(name string) (Revisioned, bool) {
-	c, ok := v.tenants[name]
+// Namespace returns one namespace's config.
+func (v *View) Namespace(name string) (Revisioned, bool) {
+	c, ok := v.namespaces[name]
 	return c, ok
 }
 
 // Unusable reports whether a namespace exists whose config could not be loaded.
-func (v *View) Unusable(tenant string) bool { return v.unusable[tenant] }
+func (v *View) Unusable(namespace string) bool { return v.unusable[namespace] }
 
 // Complete reports whether every namespace's config is loaded. While it is false an unknown write
 // key may belong to a namespace that is missing in the view.
@@ -102,7 +102,7 @@ func (v *View) Suppressed(ref SourceRef, userID string) bool {
 	if len(v.suppressed) == 0 || userID == "" {
 		return false
 	}
-	sources, ok := v.suppressed[tenantUser{ref.Tenant, userID}]
+	sources, ok := v.suppressed[namespaceUser{ref.Namespace, userID}]
 	return ok && (len(sources) == 0 || slices.Contains(sources, ref.Source.Name))
 }
 
@@ -110,7 +110,7 @@ func (v *View) Suppressed(ref SourceRef, userID string) bool {
 func (v *View) KeyOwners() map[writekey.Hash]writekey.Owner {
 	owners := make(map[writekey.Hash]writekey.Owner, len(v.byKey))
 	for hash, ref := range v.byKey {
-		owners[hash] = writekey.Owner{Namespace: ref.Tenant, Source: ref.Source.Name}
+		owners[hash] = writekey.Owner{Namespace: ref.Namespace, Source: ref.Source.Name}
 	}
 	return owners
 }
@@ -146,8 +146,8 @@ func (v *View) RemovedWriteKey(key string, now time.Time) (RemovedKey, bool) {
 	if !ok {
 		return RemovedKey{}, false
 	}
-	removed := RemovedKey{Source: SourceRef{Tenant: entry.Namespace, Source: Source{Name: entry.Source}}}
-	sources := v.tenants[entry.Namespace].Sources
+	removed := RemovedKey{Source: SourceRef{Namespace: entry.Namespace, Source: Source{Name: entry.Source}}}
+	sources := v.namespaces[entry.Namespace].Sources
 	i := slices.IndexFunc(sources, func(s Source) bool { return s.Name == entry.Source })
 	since, until := entry.RemovedAt.UTC().Format(time.RFC3339), v.keys.Until(entry).UTC().Format(time.RFC3339)
 	switch {

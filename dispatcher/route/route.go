@@ -41,7 +41,7 @@ type destination struct {
 func New(c liveconfig.Config) (*Router, error) {
 	r := &Router{bySource: map[string][]*destination{}}
 	for _, d := range c.Destinations {
-		to := &destination{key: c.Tenant + "/" + d.Name, name: d.Name, exact: d.ExactNumbers}
+		to := &destination{key: c.Namespace + "/" + d.Name, name: d.Name, exact: d.ExactNumbers}
 		if f := d.Filter; f != nil {
 			to.types, to.events = f.Types, f.Events
 			if f.Expression != "" {

@@ -21,7 +21,7 @@ func parse(t testing.TB, typ event.Type, body string) *event.Call {
 }
 
 func TestSkip(t *testing.T) {
-	c := liveconfig.Config{Tenant: "shop", Destinations: []liveconfig.Destination{
+	c := liveconfig.Config{Namespace: "shop", Destinations: []liveconfig.Destination{
 		{Name: "all", Sources: []string{"web", "ios"}},
 		{Name: "tracks", Sources: []string{"web"}, Filter: &liveconfig.Filter{Types: []string{"track", "page"}}},
 		{Name: "orders", Sources: []string{"web"}, Filter: &liveconfig.Filter{Events: []string{"Order *", "Refund"}}},
@@ -62,8 +62,8 @@ func TestSkip(t *testing.T) {
 }
 
 func TestABadExpressionHarmsNobodyElse(t *testing.T) {
-	c := liveconfig.Config{Tenant: "shop", Destinations: []liveconfig.Destination{
-		{Name: "held", State: liveconfig.Held, Sources: []string{"web"}, Filter: &liveconfig.Filter{Expression: "call.("}},
+	c := liveconfig.Config{Namespace: "shop", Destinations: []liveconfig.Destination{
+		{Name: "paused", State: liveconfig.Paused, Sources: []string{"web"}, Filter: &liveconfig.Filter{Expression: "call.("}},
 		{Name: "ok", State: liveconfig.Active, Sources: []string{"web"}},
 	}}
 	r, err := New(c)
@@ -74,7 +74,7 @@ func TestABadExpressionHarmsNobodyElse(t *testing.T) {
 		t.Errorf("the paused destination must keep its messages; skipped: %v", skip)
 	}
 	c.Destinations[0].State = liveconfig.Active
-	if _, err := New(c); err == nil || !strings.Contains(err.Error(), `"held"`) {
+	if _, err := New(c); err == nil || !strings.Contains(err.Error(), `"paused"`) {
 		t.Errorf("error %v does not name the destination", err)
 	}
 }
@@ -101,7 +101,7 @@ func TestGlob(t *testing.T) {
 }
 
 func TestNothingSkippedAllocatesNothing(t *testing.T) {
-	r, err := New(liveconfig.Config{Tenant: "shop", Destinations: []liveconfig.Destination{
+	r, err := New(liveconfig.Config{Namespace: "shop", Destinations: []liveconfig.Destination{
 		{Name: "a", Sources: []string{"web"}},
 		{Name: "b", Sources: []string{"web"}, Filter: &liveconfig.Filter{Types: []string{"page", "track"}, Events: []string{"Refund", "O*r D*"}}},
 	}})
@@ -119,7 +119,7 @@ func TestNothingSkippedAllocatesNothing(t *testing.T) {
 }
 
 func TestEveryExpressionIsAsked(t *testing.T) {
-	r, err := New(liveconfig.Config{Tenant: "shop", Destinations: []liveconfig.Destination{
+	r, err := New(liveconfig.Config{Namespace: "shop", Destinations: []liveconfig.Destination{
 		{Name: "a", Sources: []string{"web"}, Filter: &liveconfig.Filter{Expression: "call.properties.total > 100"}},
 		{Name: "b", Sources: []string{"web"}, Filter: &liveconfig.Filter{Expression: "call.properties.total > 10"}},
 		{Name: "c", Sources: []string{"web"}, Filter: &liveconfig.Filter{Expression: "call.properties.nothing > 10"}},
@@ -137,7 +137,7 @@ func TestEveryExpressionIsAsked(t *testing.T) {
 func TestExpressionSeesTheDeliveredNumbers(t *testing.T) {
 	expression := &liveconfig.Filter{Expression: `call.properties.id == "12345678901234567890"`}
 	number := &liveconfig.Filter{Expression: `call.properties.id > 1e19`}
-	r, err := New(liveconfig.Config{Tenant: "shop", Destinations: []liveconfig.Destination{
+	r, err := New(liveconfig.Config{Namespace: "shop", Destinations: []liveconfig.Destination{
 		{Name: "string", Sources: []string{"web"}, Filter: expression},
 		{Name: "exact", Sources: []string{"web"}, Filter: expression, ExactNumbers: true},
 		{Name: "string-number", Sources: []string{"web"}, Filter: number},
@@ -153,7 +153,7 @@ func TestExpressionSeesTheDeliveredNumbers(t *testing.T) {
 }
 
 func BenchmarkSkipNothing(b *testing.B) {
-	r, err := New(liveconfig.Config{Tenant: "shop", Destinations: []liveconfig.Destination{{Name: "a", Sources: []string{"web"}}, {Name: "b", Sources: []string{"web"}, Filter: &liveconfig.Filter{Types: []string{"track"}, Events: []string{"Order *"}}}}})
+	r, err := New(liveconfig.Config{Namespace: "shop", Destinations: []liveconfig.Destination{{Name: "a", Sources: []string{"web"}}, {Name: "b", Sources: []string{"web"}, Filter: &liveconfig.Filter{Types: []string{"track"}, Events: []string{"Order *"}}}}})
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -169,7 +169,7 @@ func BenchmarkSkipNothing(b *testing.B) {
 func TestKeep(t *testing.T) {
 	only := &liveconfig.Filter{Types: []string{"page"}}
 	router := func(destinations ...liveconfig.Destination) *Router {
-		r, err := New(liveconfig.Config{Tenant: "shop", Destinations: destinations})
+		r, err := New(liveconfig.Config{Namespace: "shop", Destinations: destinations})
 		if err != nil {
 			t.Fatal(err)
 		}

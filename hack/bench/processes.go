@@ -285,7 +285,7 @@ func destinations(n int, addr string) []destination {
 func writeKey(source int) string { return "key-" + strconv.Itoa(source) }
 
 func config(list []destination) liveconfig.Config {
-	c := liveconfig.Config{Version: liveconfig.FormatVersion, Tenant: "bench"}
+	c := liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: "bench"}
 	sources := 1
 	for _, d := range list {
 		sources = max(sources, d.source+1)

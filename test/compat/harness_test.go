@@ -196,13 +196,13 @@ func (p *posthorn) settled(n int) (l ledger) {
 	p.t.Helper()
 	if err := wait.Until(func() error {
 		var report struct {
-			Tenants []struct{ Destinations []ledger }
+			Namespaces []struct{ Destinations []ledger }
 		}
 		if err := get("http://"+p.Admin+"/report", &report); err != nil {
 			return err
 		}
-		for _, tenant := range report.Tenants {
-			for _, l = range tenant.Destinations {
+		for _, namespace := range report.Namespaces {
+			for _, l = range namespace.Destinations {
 				if l.Name == "crm" && l.Accepted >= int64(n) && l.Pending == 0 {
 					return nil
 				}

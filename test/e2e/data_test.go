@@ -12,7 +12,7 @@ import (
 
 var _ = Describe("A Redelivery", func() {
 	It("sends dead letters once more: counted, chosen, or all", Serial, func() {
-		t := newTenant("redeliver")
+		t := newNamespace("redeliver")
 		t.secret("crm", "secret", "s3cret")
 		broken := t.newSink("broken", "s3cret", "--status=400")
 		t.destination("crm", broken.url(), "")
@@ -23,7 +23,7 @@ var _ = Describe("A Redelivery", func() {
 		}
 		deadLetters := func() (list []struct{ MessageID, Event, Reason string }) {
 			GinkgoHelper()
-			for line := range strings.Lines(kubectl("posthorn", "deadletters", "list", "crm", "-n", t.namespace, "-o", "json")) {
+			for line := range strings.Lines(kubectl("posthorn", "deadletters", "list", "crm", "-n", t.name, "-o", "json")) {
 				list = append(list, struct{ MessageID, Event, Reason string }{})
 				Expect(json.Unmarshal([]byte(line), &list[len(list)-1])).To(Succeed(), line)
 			}
@@ -82,7 +82,7 @@ var _ = Describe("A Redelivery", func() {
 		Expect(t.condition("redelivery/one", "Complete")).To(Equal("True/AlreadyDone"))
 
 		By("another namespace's destination is none of its own")
-		other := newTenant("redeliver-other")
+		other := newNamespace("redeliver-other")
 		other.apply(`{apiVersion: posthorn.dev/v1alpha1, kind: Redelivery, metadata: {name: theirs}, spec: {destinationRef: {name: crm}}}`)
 		other.eventually("redelivery/theirs", "Complete", "False/DestinationNotFound")
 	})
@@ -90,7 +90,7 @@ var _ = Describe("A Redelivery", func() {
 
 var _ = Describe("A DeletionRequest", func() {
 	It("tells each destination and follows each to its end", func() {
-		t := newTenant("forget")
+		t := newNamespace("forget")
 		t.secret("ios-key", "writeKey", "key-of-forget-ios")
 		t.source("ios")
 		for _, name := range []string{"legal", "broken", "choosy", "disabled"} {

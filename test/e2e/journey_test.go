@@ -21,7 +21,7 @@ import (
 
 var _ = Describe("A webhook", func() {
 	It("receives what is sent, signed, and follows every change", func() {
-		shop := newTenant("store")
+		shop := newNamespace("store")
 		shop.secret("crm", "secret", "s3cret", "token", "Bearer abc")
 		first := shop.newSink("first", "s3cret")
 		shop.destination("crm", first.url(), "")
@@ -100,7 +100,7 @@ spec:
 		shop.eventually("whd/crm", "Accepted", "True/Disabled")
 		shop.waitGeneration("whd/crm")
 		shop.send("While disabled")
-		shop.eventually("whd/crm", "Delivering", "False/Held")
+		shop.eventually("whd/crm", "Delivering", "False/Paused")
 		Eventually(func() string { return shop.field("whd/crm", "{.status.delivery.pending}") }).Should(Equal("1"))
 		Expect(newest.ids()).NotTo(HaveKey("While disabled"))
 		shop.kubectl("patch", "whd/crm", "--type=merge", "-p", `{"spec":{"enabled":true}}`)
@@ -145,7 +145,7 @@ spec:
 	})
 
 	It("is listed for people and described with what happened", func() {
-		t := newTenant("columns")
+		t := newNamespace("columns")
 		const secret = "hush-signing-secret"
 		t.secret("crm", "secret", secret)
 		s := t.newSink("crm", secret)
@@ -172,7 +172,7 @@ spec:
 	})
 
 	It("is refused with the fix when it is wrong", func() {
-		t := newTenant("wrong")
+		t := newNamespace("wrong")
 		_, err := command(`
 apiVersion: posthorn.dev/v1alpha1
 kind: WebhookDestination
@@ -181,7 +181,7 @@ spec:
   sourceRefs: [{name: web}]
   endpoints:
   - {name: primary, url: "ftp://hooks.example/in"}
-`, "kubectl", "apply", "-n", t.namespace, "-f", "-")
+`, "kubectl", "apply", "-n", t.name, "-f", "-")
 		Expect(err).To(MatchError(MatchRegexp(`spec.endpoints\[0\].*must be a full URL that starts with http:// or https://`)))
 
 		By("an address that the cluster's admin does not allow")
@@ -216,7 +216,7 @@ spec:
 	})
 
 	It("belongs to its namespace alone", func() {
-		a, b := newTenant("team-a"), newTenant("team-b")
+		a, b := newNamespace("team-a"), newNamespace("team-b")
 		a.secret("crm", "secret", "of-a")
 		sink := a.newSink("crm", "of-a")
 		a.destination("crm", sink.url(), "")

@@ -62,7 +62,7 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		Expect(err).NotTo(HaveOccurred())
 		previousAPI := strings.Contains(string(crd), "writeKeySecretRef")
 
-		t, s := tenant{namespace: "upgraded", key: "key-of-upgraded", previousAPI: previousAPI}.created().running()
+		t, s := namespace{name: "upgraded", key: "key-of-upgraded", previousAPI: previousAPI}.created().running()
 		load := t.load(40)
 		works := func(step, tag string) {
 			GinkgoHelper()

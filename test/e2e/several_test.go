@@ -18,7 +18,7 @@ type member struct {
 }
 
 var _ = Describe("Several dispatchers", Serial, Ordered, func() {
-	var t tenant
+	var t namespace
 	var s sink
 	var calls load
 
@@ -57,7 +57,7 @@ var _ = Describe("Several dispatchers", Serial, Ordered, func() {
 	})
 
 	It("keep one state of an audience, which the restart of its owner does not lose", func() {
-		a := newTenant("audiences")
+		a := newNamespace("audiences")
 		a.secret("crm", "secret", "s3cret")
 		js := a.newRecorder("js")
 		a.destination("crm", js.url(), "")

@@ -61,7 +61,7 @@ spec:
 		t.waitReady("pod/trusting")
 		// send sends a call through the Service as who trusts one of the authorities, and no other.
 		send := func(trusting, event string) error {
-			_, err := command("", "kubectl", "-n", t.namespace, "exec", "trusting", "-c", trusting, "--",
+			_, err := command("", "kubectl", "-n", t.name, "exec", "trusting", "-c", trusting, "--",
 				"posthorn", "send", "track", "--endpoint=https://posthorn-dispatcher."+system+".svc.cluster.local", "--user=u1", "--event="+event)
 			return err
 		}

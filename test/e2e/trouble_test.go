@@ -94,10 +94,10 @@ var _ = Describe("A namespace", Serial, func() {
 		t.send("First life")
 		s.eventually("First life")
 		configs := func() string {
-			return kubectl("-n", system, "get", "secrets", "-l", "posthorn.dev/live-config-tenant="+t.namespace, "-o", "name")
+			return kubectl("-n", system, "get", "secrets", "-l", "posthorn.dev/live-config-namespace="+t.name, "-o", "name")
 		}
 		Expect(configs()).NotTo(BeEmpty())
-		kubectl("delete", "namespace", t.namespace, "--timeout=2m")
+		kubectl("delete", "namespace", t.name, "--timeout=2m")
 		Eventually(configs).Should(BeEmpty(), "the live config stays")
 
 		t.create()
@@ -157,7 +157,7 @@ var _ = Describe("Posthorn recovers without a restart", Serial, func() {
 		said := logs(dispatcher)
 		restore := without("clusterrolebinding", system+"-posthorn-dispatcher")
 		look := func() error {
-			_, err := command("", "kubectl", "posthorn", "attempts", "crm", "-n", t.namespace)
+			_, err := command("", "kubectl", "posthorn", "attempts", "crm", "-n", t.name)
 			return err
 		}
 		Expect(look()).NotTo(Succeed())
@@ -235,7 +235,7 @@ var _ = Describe("A clock that jumps", Serial, func() {
 		works("Back")
 		load.arrived(s)
 		for _, name := range []string{"crm", "waiting"} {
-			Expect(kubectl("posthorn", "deadletters", "list", name, "-n", t.namespace, "-o", "json")).To(BeEmpty())
+			Expect(kubectl("posthorn", "deadletters", "list", name, "-n", t.name, "-o", "json")).To(BeEmpty())
 		}
 		Expect(pods("dispatcher")).To(Equal(before), "the dispatcher was restarted")
 	})

@@ -93,7 +93,7 @@ func TestVerdicts(t *testing.T) {
 	for name, v := range verdicts.Audiences {
 		check("Audience/"+name, "Audience", v)
 	}
-	check("too large", "WebhookDestination", compile.Verdict{Reason: v1alpha1.ReasonConfigTooLarge, Message: "m", State: liveconfig.Held, Revision: "r"})
+	check("too large", "WebhookDestination", compile.Verdict{Reason: v1alpha1.ReasonConfigTooLarge, Message: "m", State: liveconfig.Paused, Revision: "r"})
 	for reason := range byReason {
 		if !seen[reason] {
 			t.Errorf("no object has the reason %s", reason)
@@ -103,15 +103,15 @@ func TestVerdicts(t *testing.T) {
 
 // Every kind in every state that does not follow from the verdict.
 func TestStates(t *testing.T) {
-	traffic := map[string]map[string]func(*liveconfig.TenantReport, *liveconfig.Report){
+	traffic := map[string]map[string]func(*liveconfig.NamespaceReport, *liveconfig.Report){
 		"Source": {
-			"receiving": func(t *liveconfig.TenantReport, _ *liveconfig.Report) {
+			"receiving": func(t *liveconfig.NamespaceReport, _ *liveconfig.Report) {
 				t.Sources[0].Accepted, t.Sources[0].LastAccepted = 1, now
 			},
-			"rejecting calls": func(t *liveconfig.TenantReport, _ *liveconfig.Report) {
+			"rejecting calls": func(t *liveconfig.NamespaceReport, _ *liveconfig.Report) {
 				t.Sources[0].Rejected, t.Sources[0].LastRejected = 1, now
 			},
-			"storage full": func(_ *liveconfig.TenantReport, r *liveconfig.Report) { r.Storage.Pressure = true },
+			"storage full": func(_ *liveconfig.NamespaceReport, r *liveconfig.Report) { r.Storage.Pressure = true },
 		},
 		"WebhookDestination": {
 			"delivering":   endpoint(liveconfig.EndpointHealthy, 0),
@@ -119,10 +119,10 @@ func TestStates(t *testing.T) {
 			"circuit open": endpoint(liveconfig.EndpointCircuitOpen, 10),
 		},
 		"Audience": {
-			"synced": func(t *liveconfig.TenantReport, _ *liveconfig.Report) {
+			"synced": func(t *liveconfig.NamespaceReport, _ *liveconfig.Report) {
 				t.Audiences[0].Owner, t.Audiences[0].LastSync = true, now
 			},
-			"sync rejected": func(t *liveconfig.TenantReport, _ *liveconfig.Report) {
+			"sync rejected": func(t *liveconfig.NamespaceReport, _ *liveconfig.Report) {
 				t.Audiences[0].Owner, t.Audiences[0].LastRefused = true, now
 			},
 		},
@@ -143,7 +143,7 @@ func TestStates(t *testing.T) {
 		run("no dispatcher", compute(kind, accepted, nil), status.InProgressStatus)
 		run("a dispatcher does not answer", compute(kind, accepted, append(running(kind, accepted, nil), health.Pod{Name: "b"})), status.InProgressStatus)
 		run("not confirmed", compute(kind, newer, running(kind, accepted, nil)), status.InProgressStatus)
-		run("config refused", compute(kind, newer, running(kind, accepted, func(t *liveconfig.TenantReport, _ *liveconfig.Report) {
+		run("config refused", compute(kind, newer, running(kind, accepted, func(t *liveconfig.NamespaceReport, _ *liveconfig.Report) {
 			t.Refused = &liveconfig.RefusedConfig{Error: "unknown field"}
 		})), status.InProgressStatus)
 		run("idle", compute(kind, accepted, running(kind, accepted, nil)), status.CurrentStatus)
@@ -198,8 +198,8 @@ func TestJobs(t *testing.T) {
 }
 
 // endpoint changes a report to one of a URL in a state.
-func endpoint(state liveconfig.EndpointState, failures int) func(*liveconfig.TenantReport, *liveconfig.Report) {
-	return func(t *liveconfig.TenantReport, _ *liveconfig.Report) {
+func endpoint(state liveconfig.EndpointState, failures int) func(*liveconfig.NamespaceReport, *liveconfig.Report) {
+	return func(t *liveconfig.NamespaceReport, _ *liveconfig.Report) {
 		t.Destinations[0].Endpoints = []liveconfig.EndpointReport{{
 			Name: "primary", State: state, Since: now, ConsecutiveFailures: failures,
 			LastFailure: &liveconfig.Failure{Time: now, Reason: v1alpha1.ReasonTimedOut, Message: "m"},
@@ -208,8 +208,8 @@ func endpoint(state liveconfig.EndpointState, failures int) func(*liveconfig.Ten
 }
 
 // running is a pod that runs the object, and reports more if change says so.
-func running(kind string, v compile.Verdict, change func(*liveconfig.TenantReport, *liveconfig.Report)) []health.Pod {
-	t := liveconfig.TenantReport{Tenant: namespace}
+func running(kind string, v compile.Verdict, change func(*liveconfig.NamespaceReport, *liveconfig.Report)) []health.Pod {
+	t := liveconfig.NamespaceReport{Namespace: namespace}
 	switch kind {
 	case "Source":
 		t.Sources = []liveconfig.SourceReport{{Name: "o", Generation: generation, Revision: v.Revision}}
@@ -222,7 +222,7 @@ func running(kind string, v compile.Verdict, change func(*liveconfig.TenantRepor
 	if change != nil {
 		change(&t, report)
 	}
-	report.Tenants = []liveconfig.TenantReport{t}
+	report.Namespaces = []liveconfig.NamespaceReport{t}
 	return []health.Pod{{Name: "a", Report: report}}
 }
 

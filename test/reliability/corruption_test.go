@@ -26,9 +26,9 @@ import (
 func TestDamagedFiles(t *testing.T) {
 	const messages = 1500
 	original := t.TempDir()
-	held := destination("crm", "web", "http://127.0.0.1:1")
-	held.State = liveconfig.Disabled
-	r := start(t, options(t, original, pebblestore.Options{}), config([]liveconfig.Source{source("web")}, held))
+	paused := destination("crm", "web", "http://127.0.0.1:1")
+	paused.State = liveconfig.Disabled
+	r := start(t, options(t, original, pebblestore.Options{}), config([]liveconfig.Source{source("web")}, paused))
 	c := newClient()
 	defer c.close()
 	for n := 0; n < messages; n += 100 {
@@ -94,7 +94,7 @@ func TestDamagedFiles(t *testing.T) {
 		case box.distinct() == messages:
 			unharmed++
 		}
-		err = r.Store().DeadLetters(t.Context(), tenant+"/crm", "", func(l queue.DeadLetter) bool {
+		err = r.Store().DeadLetters(t.Context(), namespace+"/crm", "", func(l queue.DeadLetter) bool {
 			if l.Failure.Reason != queue.ReasonDamaged || l.Failure.Message == "" {
 				t.Errorf("seed %d, %s: a dead letter because of %+v", seed, damaged, l.Failure)
 			}

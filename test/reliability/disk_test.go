@@ -201,7 +201,7 @@ func (s *traffic) missing(b *inbox) error {
 
 func storagePressure(r target) (pod, source bool) {
 	report := r.Report()
-	for _, tr := range report.Tenants {
+	for _, tr := range report.Namespaces {
 		for _, s := range tr.Sources {
 			source = source || s.StoragePressure
 		}
@@ -405,7 +405,7 @@ func TestChild(t *testing.T) {
 		if err != nil {
 			panic(err)
 		}
-		d.Set(tenant, data)
+		d.Set(namespace, data)
 	}
 	crm := destination("crm", "web", os.Getenv(childURL))
 	set(crm)

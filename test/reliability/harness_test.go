@@ -31,8 +31,8 @@ import (
 // decides between right and wrong, only when to give up.
 const patience = wait.Limit
 
-// tenant is the namespace of everything here.
-const tenant = "shop"
+// namespace is the namespace of everything here.
+const namespace = "shop"
 
 // number is a count that the environment may raise for a long run.
 func number(name string, normal int) int {
@@ -67,7 +67,7 @@ func destination(name, source, url string) liveconfig.Destination {
 }
 
 func config(sources []liveconfig.Source, destinations ...liveconfig.Destination) liveconfig.Config {
-	return liveconfig.Config{Version: liveconfig.FormatVersion, Tenant: tenant, Sources: sources, Destinations: destinations}
+	return liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: namespace, Sources: sources, Destinations: destinations}
 }
 
 // options are those of a dispatcher on loopback.
@@ -125,9 +125,9 @@ func (r *running) set(t testing.TB, c liveconfig.Config) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r.Set(tenant, data)
+	r.Set(namespace, data)
 	r.Synced()
-	for _, tr := range r.Report().Tenants {
+	for _, tr := range r.Report().Namespaces {
 		if tr.Refused != nil {
 			t.Fatal(tr.Refused.Error)
 		}
@@ -151,7 +151,7 @@ type target interface {
 // ledger is a destination's part of the report.
 func ledger(t testing.TB, r target, name string) liveconfig.DestinationReport {
 	t.Helper()
-	for _, tr := range r.Report().Tenants {
+	for _, tr := range r.Report().Namespaces {
 		for _, d := range tr.Destinations {
 			if d.Name == name {
 				return d
@@ -165,7 +165,7 @@ func ledger(t testing.TB, r target, name string) liveconfig.DestinationReport {
 // balanced checks the ledgers of all Sources and destinations: the end of every test.
 func balanced(t testing.TB, r target) {
 	t.Helper()
-	for _, tr := range r.Report().Tenants {
+	for _, tr := range r.Report().Namespaces {
 		for _, s := range tr.Sources {
 			if err := queue.Ledger(s.Messages).Balance(); err != nil {
 				t.Errorf("source %s: %v", s.Name, err)

@@ -344,7 +344,7 @@ func (w *world) deliver(i int, rw http.ResponseWriter, r *http.Request) {
 func (w *world) remembers(d *dispatcher.Dispatcher, n int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	source := d.Store().SourceStats(tenant + "/web")
+	source := d.Store().SourceStats(namespace + "/web")
 	if err := source.Ledger.Balance(); err != nil {
 		w.t.Errorf("start %d: %v", n, err)
 	}
@@ -353,7 +353,7 @@ func (w *world) remembers(d *dispatcher.Dispatcher, n int) {
 		w.t.Errorf("start %d: %d calls accepted; %d were answered 200 of %d sent", n, accepted, len(w.acked), len(w.sent))
 	}
 	for i, name := range names {
-		s := d.Store().LaneStats(queue.LaneID{Source: tenant + "/web", Destination: tenant + "/" + name, Any: true})
+		s := d.Store().LaneStats(queue.LaneID{Source: namespace + "/web", Destination: namespace + "/" + name, Any: true})
 		if s.Accepted == 0 && s.Pending == 0 && accepted == 0 {
 			continue // The lane may not have been opened before the cut.
 		}
@@ -375,7 +375,7 @@ func (w *world) remembers(d *dispatcher.Dispatcher, n int) {
 func (w *world) conclude(r *running) {
 	t := w.t
 	dead := map[string]bool{}
-	err := r.Store().DeadLetters(t.Context(), tenant+"/"+names[picky], "", func(l queue.DeadLetter) bool {
+	err := r.Store().DeadLetters(t.Context(), namespace+"/"+names[picky], "", func(l queue.DeadLetter) bool {
 		dead[l.ID] = true
 		return true
 	})
@@ -384,7 +384,7 @@ func (w *world) conclude(r *running) {
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if accepted := r.Store().SourceStats(tenant + "/web").Accepted; int(accepted) != len(w.acked) || len(w.acked) != len(w.sent) {
+	if accepted := r.Store().SourceStats(namespace + "/web").Accepted; int(accepted) != len(w.acked) || len(w.acked) != len(w.sent) {
 		t.Errorf("%d accepted in the end; %d distinct calls were sent and %d answered 200", accepted, len(w.sent), len(w.acked))
 	}
 	balanced(t, r)

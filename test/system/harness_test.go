@@ -193,7 +193,7 @@ func (p *posthorn) report() (r liveconfig.Report, err error) {
 	if err := json.NewDecoder(resp.Body).Decode(&r); err != nil {
 		return r, err
 	}
-	for _, t := range r.Tenants {
+	for _, t := range r.Namespaces {
 		var sources, destinations queue.Ledger
 		for _, s := range t.Sources {
 			sources = sources.Plus(queue.Ledger(s.Messages))
@@ -208,7 +208,7 @@ func (p *posthorn) report() (r liveconfig.Report, err error) {
 			}
 		}
 		// What was deleted is known to the other side alone.
-		if t.Tenant != "" && !p.deletes && sources.Pending == 0 && destinations.Pending == 0 && sources != destinations {
+		if t.Namespace != "" && !p.deletes && sources.Pending == 0 && destinations.Pending == 0 && sources != destinations {
 			p.t.Errorf("the sources' ledgers sum up to %+v, the destinations' to %+v", sources, destinations)
 		}
 	}
@@ -223,7 +223,7 @@ func (p *posthorn) ledger(name string) (delivered, filtered, dead, discarded int
 		if err != nil {
 			return err
 		}
-		for _, t := range report.Tenants {
+		for _, t := range report.Namespaces {
 			for _, d := range t.Destinations {
 				if d.Name != name {
 					continue
@@ -265,9 +265,9 @@ func (p *posthorn) checkLedgers() {
 	p.checkMetrics()
 	accepted := func(r liveconfig.Report) map[string]int64 {
 		n := map[string]int64{}
-		for _, t := range r.Tenants {
+		for _, t := range r.Namespaces {
 			for _, s := range t.Sources {
-				n[t.Tenant+"/"+s.Name] = s.Messages.Accepted
+				n[t.Namespace+"/"+s.Name] = s.Messages.Accepted
 			}
 		}
 		return n

@@ -327,7 +327,7 @@ func TestOpenCircuitSurvivesAKill(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if state := report.Tenants[0].Destinations[0].Endpoints[0].State; state != liveconfig.EndpointCircuitOpen {
+		if state := report.Namespaces[0].Destinations[0].Endpoints[0].State; state != liveconfig.EndpointCircuitOpen {
 			t.Errorf("the first report says %s", state)
 		}
 		p.condition("crm", "Delivering", "False", "CircuitOpen")
@@ -703,11 +703,11 @@ func TestDeletedDestinationComesBackWithinItsGraceOrIsGivenUp(t *testing.T) {
 				return err
 			}
 			for i, want := range sources {
-				if got := queue.Ledger(report.Tenants[0].Sources[i].Messages); got != want {
+				if got := queue.Ledger(report.Namespaces[0].Sources[i].Messages); got != want {
 					return fmt.Errorf("the Source's ledger is %+v, want %+v", got, want)
 				}
 			}
-			if got := queue.Ledger(report.Tenants[0].Destinations[0].Ledger); got != destination {
+			if got := queue.Ledger(report.Namespaces[0].Destinations[0].Ledger); got != destination {
 				return fmt.Errorf("the destination's ledger is %+v, want %+v", got, destination)
 			}
 			return nil
@@ -715,7 +715,7 @@ func TestDeletedDestinationComesBackWithinItsGraceOrIsGivenUp(t *testing.T) {
 	}
 	web := queue.Ledger{Accepted: 3, Delivered: 2, Discarded: 1}
 	crm := web
-	if report, err := p.report(); err == nil && report.Tenants[0].Destinations[0].Discarded == 0 {
+	if report, err := p.report(); err == nil && report.Namespaces[0].Destinations[0].Discarded == 0 {
 		crm = queue.Ledger{Accepted: 1, Delivered: 1}
 	}
 	books(crm, web)

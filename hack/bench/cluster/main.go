@@ -26,14 +26,14 @@ import (
 )
 
 var (
-	namespaces  = flag.Int("namespaces", 50, "namespaces; each has a Source")
-	perTenant   = flag.Int("destinations", 20, "destinations in each namespace; each has a Secret")
-	dispatchers = flag.Int("dispatchers", 3, "dispatcher processes")
-	changes     = flag.Int("changes", 200, "changes that are followed to their effect: headers and secrets by turns")
-	writes      = flag.Int("writes", 50, "changes whose API writes are counted, without traffic")
-	idle        = flag.Duration("idle", 3*time.Minute, "how long to count writes while nothing happens")
-	ballast     = flag.Int("ballast", 100, "Secrets of 1,000 KiB that nothing refers to, added after the idle time")
-	keepLogs    = flag.String("logs", "", "folder to keep the processes' logs in; default: dropped")
+	namespaces   = flag.Int("namespaces", 50, "namespaces; each has a Source")
+	perNamespace = flag.Int("destinations", 20, "destinations in each namespace; each has a Secret")
+	dispatchers  = flag.Int("dispatchers", 3, "dispatcher processes")
+	changes      = flag.Int("changes", 200, "changes that are followed to their effect: headers and secrets by turns")
+	writes       = flag.Int("writes", 50, "changes whose API writes are counted, without traffic")
+	idle         = flag.Duration("idle", 3*time.Minute, "how long to count writes while nothing happens")
+	ballast      = flag.Int("ballast", 100, "Secrets of 1,000 KiB that nothing refers to, added after the idle time")
+	keepLogs     = flag.String("logs", "", "folder to keep the processes' logs in; default: dropped")
 )
 
 func main() {
@@ -58,7 +58,7 @@ func run(ctx context.Context) (err error) {
 	}
 	defer w.close()
 	fmt.Printf("%d CPUs, %s, %s; %d destinations in %d namespaces, %d dispatchers\n",
-		runtime.NumCPU(), runtime.GOOS, runtime.Version(), *namespaces**perTenant, *namespaces, *dispatchers)
+		runtime.NumCPU(), runtime.GOOS, runtime.Version(), *namespaces**perNamespace, *namespaces, *dispatchers)
 	fmt.Printf("%-58s %30s   %s\n", "figure", "measured", "goal")
 
 	if err := w.apply(ctx); err != nil {
@@ -107,7 +107,7 @@ func run(ctx context.Context) (err error) {
 	begin = time.Now()
 	var shown []time.Duration
 	for i := range *writes {
-		d, err := w.edit(ctx, w.tenant(i), i/(*namespaces), fmt.Sprintf("quiet-%d", i))
+		d, err := w.edit(ctx, w.namespace(i), i/(*namespaces), fmt.Sprintf("quiet-%d", i))
 		if err != nil {
 			return err
 		}

@@ -109,7 +109,7 @@ func (w *world) close() {
 	_ = os.RemoveAll(w.dir)
 }
 
-func (w *world) tenant(i int) string { return fmt.Sprintf("tenant-%02d", i%*namespaces) }
+func (w *world) namespace(i int) string { return fmt.Sprintf("namespace-%02d", i%*namespaces) }
 
 func destinationName(i int) string { return fmt.Sprintf("hook-%02d", i) }
 
@@ -118,18 +118,18 @@ func (w *world) apply(ctx context.Context) error {
 	var group errgroup.Group
 	group.SetLimit(8)
 	for n := range *namespaces {
-		tenant := w.tenant(n)
+		namespace := w.namespace(n)
 		group.Go(func() error {
-			key := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "web-key"}, StringData: map[string]string{"writeKey": "key-of-" + tenant}}
-			source := &v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "web"}}
+			key := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web-key"}, StringData: map[string]string{"writeKey": "key-of-" + namespace}}
+			source := &v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web"}}
 			source.Spec.WriteKeys = []v1alpha1.WriteKey{{SecretKeyRef: v1alpha1.SecretKeyReference{Name: "web-key", Key: "writeKey"}}}
-			objects := []client.Object{&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: tenant}}, key, source}
-			for i := range *perTenant {
+			objects := []client.Object{&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}, key, source}
+			for i := range *perNamespace {
 				name := destinationName(i)
-				secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: name}, StringData: map[string]string{"sharedSecret": firstSecret}}
-				d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: name}}
+				secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}, StringData: map[string]string{"sharedSecret": firstSecret}}
+				d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
 				d.Spec.SourceRefs = []v1alpha1.ObjectReference{{Name: "web"}}
-				d.Spec.Endpoints = []v1alpha1.Endpoint{w.endpoint(tenant, name, "first")}
+				d.Spec.Endpoints = []v1alpha1.Endpoint{w.endpoint(namespace, name, "first")}
 				d.Spec.Signing = &v1alpha1.Signing{Schemes: []v1alpha1.SigningScheme{{Type: v1alpha1.HMACSHA1, SecretKeyRef: v1alpha1.SecretKeyReference{Name: name, Key: "sharedSecret"}}}}
 				d.Spec.Filter = &v1alpha1.Filter{Events: []string{name}}
 				objects = append(objects, secret, d)
@@ -145,8 +145,8 @@ func (w *world) apply(ctx context.Context) error {
 	return group.Wait()
 }
 
-func (w *world) endpoint(tenant, name, version string) v1alpha1.Endpoint {
-	return v1alpha1.Endpoint{Name: "primary", URL: w.hook.URL + "/" + tenant + "/" + name, Headers: []v1alpha1.Header{{Name: versionHeader, Value: &version}}}
+func (w *world) endpoint(namespace, name, version string) v1alpha1.Endpoint {
+	return v1alpha1.Endpoint{Name: "primary", URL: w.hook.URL + "/" + namespace + "/" + name, Headers: []v1alpha1.Header{{Name: versionHeader, Value: &version}}}
 }
 
 // startProcesses starts the dispatchers, each on an address of its own, and the operator.
@@ -251,7 +251,7 @@ func (w *world) waitReady(ctx context.Context) error {
 		if err := errors.Join(w.client.List(ctx, &list), w.client.List(ctx, &sources)); err != nil {
 			return false, err
 		}
-		all := len(list.Items) == *namespaces**perTenant && len(sources.Items) == *namespaces
+		all := len(list.Items) == *namespaces**perNamespace && len(sources.Items) == *namespaces
 		for _, d := range list.Items {
 			all = all && ready(d.Generation, d.Status.Conditions)
 		}
@@ -278,19 +278,19 @@ func (w *world) until(ctx context.Context, every time.Duration, what string, ok 
 }
 
 // patch replaces a destination's version, as a user who applies it.
-func (w *world) patch(ctx context.Context, tenant, name, version string) (*v1alpha1.WebhookDestination, error) {
-	body, err := json.Marshal(map[string]any{"spec": map[string]any{"endpoints": []v1alpha1.Endpoint{w.endpoint(tenant, name, version)}}})
+func (w *world) patch(ctx context.Context, namespace, name, version string) (*v1alpha1.WebhookDestination, error) {
+	body, err := json.Marshal(map[string]any{"spec": map[string]any{"endpoints": []v1alpha1.Endpoint{w.endpoint(namespace, name, version)}}})
 	if err != nil {
 		return nil, err
 	}
-	d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: name}}
+	d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
 	return d, w.client.Patch(ctx, d, client.RawPatch("application/merge-patch+json", body))
 }
 
 // edit changes a destination and returns how long it took to be Ready again.
-func (w *world) edit(ctx context.Context, tenant string, i int, version string) (time.Duration, error) {
+func (w *world) edit(ctx context.Context, namespace string, i int, version string) (time.Duration, error) {
 	begin := time.Now()
-	d, err := w.patch(ctx, tenant, destinationName(i%*perTenant), version)
+	d, err := w.patch(ctx, namespace, destinationName(i%*perNamespace), version)
 	if err != nil {
 		return 0, err
 	}
@@ -308,7 +308,7 @@ func (w *world) edit(ctx context.Context, tenant string, i int, version string) 
 // addBallast makes Secrets that nothing refers to, and gives the operator time to see them.
 func (w *world) addBallast(ctx context.Context) error {
 	for i := range *ballast {
-		secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: w.tenant(i), Name: fmt.Sprintf("ballast-%d", i)}, Data: map[string][]byte{"noise": make([]byte, 1000<<10)}}
+		secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: w.namespace(i), Name: fmt.Sprintf("ballast-%d", i)}, Data: map[string][]byte{"noise": make([]byte, 1000<<10)}}
 		if err := w.client.Create(ctx, secret); err != nil {
 			return err
 		}
@@ -320,19 +320,19 @@ func (w *world) addBallast(ctx context.Context) error {
 // took until each dispatcher had made a delivery that shows it.
 func (w *world) change(ctx context.Context, i int) (time.Duration, error) {
 	// Strides that have no common factor with the counts visit all of them.
-	tenant, name := w.tenant(i*7), destinationName((i*3)%*perTenant)
+	namespace, name := w.namespace(i*7), destinationName((i*3)%*perNamespace)
 	version := fmt.Sprintf("change-%d", i)
-	seen := w.hook.expect("/"+tenant+"/"+name, version, i%2 == 1)
+	seen := w.hook.expect("/"+namespace+"/"+name, version, i%2 == 1)
 	ctx, cancel := context.WithTimeout(ctx, maxWait)
 	defer cancel()
 	group, ctx := errgroup.WithContext(ctx)
 	begin := time.Now()
 	group.Go(func() (err error) {
 		if i%2 == 0 {
-			_, err = w.patch(ctx, tenant, name, version)
+			_, err = w.patch(ctx, namespace, name, version)
 			return err
 		}
-		secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: name}}
+		secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
 		body, _ := json.Marshal(map[string]any{"stringData": map[string]string{"sharedSecret": version}})
 		return w.client.Patch(ctx, secret, client.RawPatch("application/merge-patch+json", body))
 	})
@@ -348,7 +348,7 @@ func (w *world) change(ctx context.Context, i int) (time.Duration, error) {
 				case <-ctx.Done():
 					return fmt.Errorf("change %d did not take effect on dispatcher %d: %w", i, pod, ctx.Err())
 				case <-pace.C:
-					if err := w.send(ctx, address, pod, tenant, name); err != nil {
+					if err := w.send(ctx, address, pod, namespace, name); err != nil {
 						return err
 					}
 				}
@@ -362,13 +362,13 @@ func (w *world) change(ctx context.Context, i int) (time.Duration, error) {
 }
 
 // send sends one call that only one destination takes.
-func (w *world) send(ctx context.Context, address string, pod int, tenant, name string) error {
+func (w *world) send(ctx context.Context, address string, pod int, namespace, name string) error {
 	body := fmt.Sprintf(`{"messageId":"%d-%d","userId":"u","event":%q}`, pod, w.sent.Add(1), name)
 	request, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+address+"/v1/track", strings.NewReader(body))
 	if err != nil {
 		return err
 	}
-	request.SetBasicAuth("key-of-"+tenant, "")
+	request.SetBasicAuth("key-of-"+namespace, "")
 	response, err := http.DefaultClient.Do(request)
 	if err != nil {
 		return err

@@ -14,24 +14,24 @@ import (
 	. "github.com/onsi/gomega"
 )
 
-// tenant is a namespace of a user's, with a Source "web", its write key, and a
+// namespace is a test namespace, with a Source "web", its write key, and a
 // pod "caller" that sends calls.
-type tenant struct {
-	namespace, key string
+type namespace struct {
+	name, key string
 	// previousAPI: its Sources are in the form of release 0.2.0.
 	previousAPI bool
 }
 
-// newTenant makes a namespace, and removes it after the spec.
-func newTenant(name string) tenant {
+// newNamespace creates a test namespace, and removes it after the spec.
+func newNamespace(name string) namespace {
 	GinkgoHelper()
-	return tenant{namespace: name, key: "key-of-" + name}.created()
+	return namespace{name: name, key: "key-of-" + name}.created()
 }
 
-// created makes the namespace, and removes it after the spec.
-func (t tenant) created() tenant {
+// created creates the namespace, and removes it after the spec.
+func (t namespace) created() namespace {
 	GinkgoHelper()
-	name := t.namespace
+	name := t.name
 	t.create()
 	DeferCleanup(func() {
 		if !CurrentSpecReport().Failed() { // what it looked like then is kept for who reads the logs
@@ -41,23 +41,23 @@ func (t tenant) created() tenant {
 	return t
 }
 
-func (t tenant) create() {
+func (t namespace) create() {
 	GinkgoHelper()
-	apply("", `{apiVersion: v1, kind: Namespace, metadata: {name: `+t.namespace+`, labels: {pod-security.kubernetes.io/enforce: restricted}}}`)
+	apply("", `{apiVersion: v1, kind: Namespace, metadata: {name: `+t.name+`, labels: {pod-security.kubernetes.io/enforce: restricted}}}`)
 	t.secret("web-key", "writeKey", t.key)
 	t.source("web")
 	t.kubectl("wait", "--for=create", "--timeout=30s", "serviceaccount/default") // no pod before that
 	t.pod("caller", posthornImage(), "sink", "--listen=:9000", "--output=none")
 }
 
-// running is a tenant with one destination that is Ready and its sink.
-func running(name string) (tenant, sink) {
+// running is a namespace with one destination that is Ready and its sink.
+func running(name string) (namespace, sink) {
 	GinkgoHelper()
-	return newTenant(name).running()
+	return newNamespace(name).running()
 }
 
 // running adds a destination that is Ready and its sink.
-func (t tenant) running() (tenant, sink) {
+func (t namespace) running() (namespace, sink) {
 	GinkgoHelper()
 	t.secret("crm", "secret", "s3cret")
 	s := t.newSink("crm", "s3cret")
@@ -66,18 +66,18 @@ func (t tenant) running() (tenant, sink) {
 	return t, s
 }
 
-func (t tenant) kubectl(args ...string) string {
+func (t namespace) kubectl(args ...string) string {
 	GinkgoHelper()
-	return kubectl(append([]string{"-n", t.namespace}, args...)...)
+	return kubectl(append([]string{"-n", t.name}, args...)...)
 }
 
-func (t tenant) apply(manifest string) {
+func (t namespace) apply(manifest string) {
 	GinkgoHelper()
-	apply(t.namespace, manifest)
+	apply(t.name, manifest)
 }
 
 // secret creates or changes a Secret with pairs of key and value.
-func (t tenant) secret(name string, pairs ...string) {
+func (t namespace) secret(name string, pairs ...string) {
 	GinkgoHelper()
 	data := map[string]string{}
 	for i := 0; i < len(pairs); i += 2 {
@@ -89,7 +89,7 @@ func (t tenant) secret(name string, pairs ...string) {
 }
 
 // source declares a Source whose write key is in Secret NAME-key.
-func (t tenant) source(name string) {
+func (t namespace) source(name string) {
 	GinkgoHelper()
 	spec := "writeKeys: [{secretKeyRef: {name: %[1]s-key, key: writeKey}}]"
 	if t.previousAPI {
@@ -105,7 +105,7 @@ spec: {`+spec+`}
 
 // destination declares WebhookDestination name, signed with Secret name's key
 // "secret", to a receiver; more is the rest of its spec.
-func (t tenant) destination(name, url, more string) {
+func (t namespace) destination(name, url, more string) {
 	GinkgoHelper()
 	spec := `
   sourceRefs: [{name: web}]
@@ -128,18 +128,18 @@ spec:
 }
 
 // waitReady waits as GitOps does, and for the pod that sends.
-func (t tenant) waitReady(names ...string) {
+func (t namespace) waitReady(names ...string) {
 	GinkgoHelper()
 	t.kubectl(append([]string{"wait", "--for=condition=Ready", "--timeout=90s", "pod/caller"}, names...)...)
 }
 
 // waitGeneration waits until the newest spec of an object is in effect everywhere.
-func (t tenant) waitGeneration(object string) {
+func (t namespace) waitGeneration(object string) {
 	GinkgoHelper()
 	Eventually(func() bool { return t.programmed(object) }).Should(BeTrue(), "the newest generation of "+object+" is not in effect")
 }
 
-func (t tenant) programmed(object string) bool {
+func (t namespace) programmed(object string) bool {
 	GinkgoHelper()
 	f := strings.Fields(t.field(object, `{.metadata.generation} {.status.conditions[?(@.type=="Programmed")].observedGeneration} {.status.conditions[?(@.type=="Programmed")].status}`))
 	return len(f) == 3 && f[0] == f[1] && f[2] == "True"
@@ -147,7 +147,7 @@ func (t tenant) programmed(object string) bool {
 
 // inEffect makes a change, of the spec or of a Secret, and waits until status
 // says that every dispatcher runs a new revision, and since when.
-func (t tenant) inEffect(object string, change func()) {
+func (t namespace) inEffect(object string, change func()) {
 	GinkgoHelper()
 	before := t.field(object, "{.status.revision}")
 	change()
@@ -162,29 +162,29 @@ func (t tenant) inEffect(object string, change func()) {
 }
 
 // condition is "status/reason" of an object's condition.
-func (t tenant) condition(object, kind string) string {
+func (t namespace) condition(object, kind string) string {
 	GinkgoHelper()
 	return t.kubectl("get", object, "-o", fmt.Sprintf(`jsonpath={.status.conditions[?(@.type==%q)].status}/{.status.conditions[?(@.type==%q)].reason}`, kind, kind))
 }
 
-func (t tenant) eventually(object, kind, want string) {
+func (t namespace) eventually(object, kind, want string) {
 	GinkgoHelper()
 	Eventually(func() string { return t.condition(object, kind) }).Should(Equal(want), "%s of %s", kind, object)
 }
 
-func (t tenant) field(object, path string) string {
+func (t namespace) field(object, path string) string {
 	GinkgoHelper()
 	return t.kubectl("get", object, "-o", "jsonpath="+path)
 }
 
-// posthorn runs a command of posthorn's in the tenant's pod, with its write key
+// posthorn runs a posthorn command in the pod "caller", with its write key
 // and stdin, and returns what it printed; an error when it failed.
-func (t tenant) posthorn(stdin string, args ...string) (string, error) {
-	return command(stdin, "kubectl", append([]string{"-n", t.namespace, "exec", "-i", "caller", "--", "posthorn"}, args...)...)
+func (t namespace) posthorn(stdin string, args ...string) (string, error) {
+	return command(stdin, "kubectl", append([]string{"-n", t.name, "exec", "-i", "caller", "--", "posthorn"}, args...)...)
 }
 
 // send sends one track call from a pod through the Service, and returns the answer.
-func (t tenant) send(event string) string {
+func (t namespace) send(event string) string {
 	GinkgoHelper()
 	out, err := t.call("u1", event)
 	Expect(err).NotTo(HaveOccurred(), out)
@@ -194,7 +194,7 @@ func (t tenant) send(event string) string {
 // call sends one track call of a user; it fails when the call is refused. It
 // tries again while nobody listens: a pod that is ready is behind the Service a
 // moment later, when the node's rules have followed.
-func (t tenant) call(user, event string) (out string, err error) {
+func (t namespace) call(user, event string) (out string, err error) {
 	for range 20 {
 		out, err = t.posthorn("", "send", "track", "--endpoint="+ingest, "--user="+user, "--event="+event)
 		if err == nil || !strings.Contains(err.Error(), "connection refused") {
@@ -207,8 +207,8 @@ func (t tenant) call(user, event string) (out string, err error) {
 
 func posthornImage() string { return os.Getenv("E2E_REPOSITORY") + ":" + os.Getenv("E2E_TAG") }
 
-// pod starts a pod with the tenant's write key.
-func (t tenant) pod(name, image string, args ...string) {
+// pod starts a pod with the namespace's write key.
+func (t namespace) pod(name, image string, args ...string) {
 	GinkgoHelper()
 	more, err := json.Marshal(args)
 	Expect(err).NotTo(HaveOccurred())
@@ -231,7 +231,7 @@ spec:
 }
 
 // serve starts a pod that listens on port 9000, with a Service in front, and waits until it does.
-func (t tenant) serve(name, image string, args ...string) {
+func (t namespace) serve(name, image string, args ...string) {
 	GinkgoHelper()
 	t.apply(fmt.Sprintf(`
 apiVersion: v1
@@ -245,13 +245,13 @@ spec: {selector: {pod: %[1]s}, ports: [{port: 80, targetPort: 9000}]}
 
 // sink is a receiver in a pod of its own, reached through a Service.
 type sink struct {
-	tenant
+	namespace
 	name string
 }
 
 // newSink starts `posthorn sink`, which answers 401 to what is not signed with
 // secret, and waits until it receives.
-func (t tenant) newSink(name, secret string, args ...string) sink {
+func (t namespace) newSink(name, secret string, args ...string) sink {
 	GinkgoHelper()
 	s := sink{t, name}
 	s.start(secret, args...)
@@ -268,7 +268,9 @@ func (s sink) stop() {
 	s.kubectl("delete", "pod", s.name, "--timeout=1m")
 }
 
-func (s sink) url() string { return "http://" + s.name + "." + s.namespace + ".svc.cluster.local/in" }
+func (s sink) url() string {
+	return "http://" + s.name + "." + s.namespace.name + ".svc.cluster.local/in"
+}
 
 // received is a message that a sink printed.
 type received struct {
@@ -310,11 +312,11 @@ func (s sink) eventually(event string) {
 
 // recorder is a receiver that takes everything and keeps it as it came.
 type recorder struct {
-	tenant
+	namespace
 	name string
 }
 
-func (t tenant) newRecorder(name string) recorder {
+func (t namespace) newRecorder(name string) recorder {
 	GinkgoHelper()
 	t.serve(name, env("E2E_TOOL"), "-listen=:9000")
 	return recorder{t, name}
@@ -347,14 +349,14 @@ func (r recorder) verified(secret string) []verified {
 
 // load is a pod that sends calls at a rate, each until it is acknowledged.
 type load struct {
-	tenant
+	namespace
 	prefix string // of its messageIds
 }
 
-func (t tenant) load(rate int) load {
+func (t namespace) load(rate int) load {
 	GinkgoHelper()
 	// A namespace that is made again must not repeat ids: duplicates are dropped.
-	l := load{t, fmt.Sprintf("%s-%d", t.namespace, time.Now().Unix())}
+	l := load{t, fmt.Sprintf("%s-%d", t.name, time.Now().Unix())}
 	t.pod("load", env("E2E_TOOL"), "-url="+ingest, "-prefix="+l.prefix, fmt.Sprint("-rate=", rate))
 	return l
 }

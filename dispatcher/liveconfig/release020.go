@@ -1,0 +1,72 @@
+package liveconfig
+
+import "encoding/json"
+
+// During an upgrade from release 0.2.0, a new dispatcher starts with live configs of the old
+// operator, and the new operator reads reports of old dispatchers. That release has other names for
+// some fields. This file and its test can be removed with the support of such upgrades.
+
+// withCurrentNames returns a live config with the present names. It returns a text that it cannot
+// parse as it is: the strict decoder then reports the error.
+func withCurrentNames(plain []byte) []byte {
+	var config map[string]json.RawMessage
+	if json.Unmarshal(plain, &config) != nil || config["tenant"] == nil {
+		return plain
+	}
+	rename(config, "tenant", "namespace")
+	if config["destinations"] != nil {
+		var destinations []map[string]json.RawMessage
+		if json.Unmarshal(config["destinations"], &destinations) != nil {
+			return plain
+		}
+		for _, d := range destinations {
+			rename(d, "heldReason", "pausedReason")
+			if string(d["state"]) == `"Held"` {
+				d["state"] = json.RawMessage(`"` + Paused + `"`)
+			}
+		}
+		renamed, err := json.Marshal(destinations)
+		if err != nil {
+			return plain
+		}
+		config["destinations"] = renamed
+	}
+	renamed, err := json.Marshal(config)
+	if err != nil {
+		return plain
+	}
+	return renamed
+}
+
+// rename renames a key. An object with both keys is not changed, so the decoder rejects it.
+func rename(object map[string]json.RawMessage, from, to string) {
+	if value, ok := object[from]; ok && object[to] == nil {
+		delete(object, from)
+		object[to] = value
+	}
+}
+
+// DecodeReport reads a Report, including one of release 0.2.0.
+func DecodeReport(text []byte) (Report, error) {
+	var r Report
+	if err := json.Unmarshal(text, &r); err != nil {
+		return Report{}, err
+	}
+	if r.Namespaces != nil {
+		return r, nil
+	}
+	var old struct {
+		Namespaces []struct {
+			Namespace string `json:"tenant"`
+			NamespaceReport
+		} `json:"tenants"`
+	}
+	if err := json.Unmarshal(text, &old); err != nil {
+		return Report{}, err
+	}
+	for _, n := range old.Namespaces {
+		n.NamespaceReport.Namespace = n.Namespace
+		r.Namespaces = append(r.Namespaces, n.NamespaceReport)
+	}
+	return r, nil
+}
