@@ -176,9 +176,9 @@ func New(o Options) (*Dispatcher, error) {
 	}
 	d.warnOfOpenAccess()
 	d.client = egress.New(egress.Options{Policy: o.Egress, Logger: o.Logger})
-	settled := deletion.NewSettled(d.store)
+	tracker := deletion.NewOutcomeTracker(d.store)
 	d.engine = delivery.New(delivery.Options{
-		Store: settled, Client: d.client, Logger: o.Logger, Registerer: d.metrics, Tracer: o.Tracer,
+		Store: tracker, Client: d.client, Logger: o.Logger, Registerer: d.metrics, Tracer: o.Tracer,
 		OrphanGrace: o.OrphanGrace, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.roomForDeadLetters, MaxInFlight: plan.inFlight,
 	})
 	d.configs = newConfigs(o.Logger, o.OrphanGrace, d.store, d.engine.Apply)
@@ -200,7 +200,7 @@ func New(o Options) (*Dispatcher, error) {
 	}
 	d.redeliveries = redelivery.NewJobs(d.store, records)
 	if d.forget, err = deletion.New(deletion.Options{
-		Dir: filepath.Join(o.DataDir, "deletions"), View: d.configs.view, Skip: d.configs.skip, Store: settled, Records: records,
+		Dir: filepath.Join(o.DataDir, "deletions"), View: d.configs.view, Skip: d.configs.skip, Store: tracker, Records: records,
 		Passive: o.AudienceOwner != "", OrphanGrace: o.OrphanGrace, Logger: o.Logger,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
@@ -368,7 +368,7 @@ func (l serverLog) Write(line []byte) (int, error) {
 	return len(line), nil
 }
 
-// closeGrace is how long deliveries may take to be settled after the drain.
+// closeGrace is the time limit for deliveries to record their outcomes after the drain.
 const closeGrace = 5 * time.Second
 
 // Close releases the store and the listeners of a Dispatcher that was not run.

@@ -1,5 +1,5 @@
 // Package deletion notifies webhooks that a user's data is to be deleted, once for
-// each request and Source, and follows each notification to its end.
+// each request and Source, and records the outcome of each notification.
 //
 // A request is planned once: its Sources and destinations are recorded durably
 // before the first message is appended. The message ids follow from the request, so
@@ -37,28 +37,29 @@ const (
 
 // Options configure a Service. Dir, View, Skip and Store are required.
 type Options struct {
-	// Dir holds what is known of requests; it is made when missing.
+	// Dir has the records of requests. New creates it if it does not exist.
 	Dir  string
 	View func() *liveconfig.View
 	Skip func(ref liveconfig.SourceRef, call *event.Call) []string
-	// Store takes the messages and knows what became of them; deliveries go through it.
-	Store *Settled
-	// Records has the requests that completed.
+	// Store stores the messages and records their outcomes; the delivery engine must use it.
+	Store *OutcomeTracker
+	// Records has the completed requests.
 	Records *jobs.Records
-	// Passive: another pod sends the notifications.
+	// Passive is true if another pod sends the notifications.
 	Passive bool
-	// OrphanGrace is how long a deleted request is remembered. Default 10 min.
+	// OrphanGrace is the time for which the record of a deleted request is kept. Default 10 min.
 	OrphanGrace time.Duration
 	Now         func() time.Time
 	Logger      *slog.Logger
 }
 
-// Service sends and follows the notifications of all namespaces.
+// Service sends the notifications of all namespaces and records their outcomes.
 type Service struct {
 	Options
 	mu      sync.Mutex
 	records map[string]*record
-	gone    map[string]time.Time
+	// deletedAt has the time at which a request was first missing in the live config.
+	deletedAt map[string]time.Time
 }
 
 // record is a planned request.
@@ -70,41 +71,42 @@ type record struct {
 	Namespace string    `json:"tenant"`
 	Time      time.Time `json:"time"`
 	Sources   []source  `json:"sources,omitempty"`
-	// Completed: jobs.Records has the end of this run. Exceeded: the deadline ended it.
+	// Completed is true when jobs.Records has the end of this run, Exceeded when the
+	// deadline ended it.
 	Completed bool `json:"completed,omitempty"`
 	Exceeded  bool `json:"exceeded,omitempty"`
 }
 
-// source is one message.
+// source is the message of one Source.
 type source struct {
 	Name      string `json:"name"`
 	MessageID string `json:"messageId"`
-	// Accepted is when it was appended; zero before. It is not behind End in the
-	// Source's log; zero while that is not known.
+	// Accepted is the time of the append; zero before. The message is not behind End in
+	// the Source's log; End is zero while it is unknown.
 	Accepted      time.Time      `json:"accepted,omitzero"`
 	End           uint64         `json:"end,omitempty"`
 	Notifications []notification `json:"notifications"`
 }
 
-// notification is one destination that is told.
+// notification is the notification of one destination.
 type notification struct {
 	Destination string    `json:"destination"`
 	State       string    `json:"state"`
 	Reason      string    `json:"reason,omitempty"`
 	Time        time.Time `json:"time"`
-	// Cancelled: the deadline ended the notification while its message was in the
-	// queue, where it becomes a dead letter instead of the next attempt.
+	// Cancelled is true if the deadline ended the notification while its message was in
+	// the queue. The message becomes a dead letter instead of being attempted again.
 	Cancelled bool `json:"cancelled,omitempty"`
 }
 
-// New reads what is known of requests.
+// New reads the records of requests.
 func New(o Options) (*Service, error) {
 	o.OrphanGrace = cmp.Or(o.OrphanGrace, 10*time.Minute)
 	o.Logger = cmp.Or(o.Logger, slog.Default())
 	if o.Now == nil {
 		o.Now = time.Now
 	}
-	s := &Service{Options: o, records: map[string]*record{}, gone: map[string]time.Time{}}
+	s := &Service{Options: o, records: map[string]*record{}, deletedAt: map[string]time.Time{}}
 	if o.Passive {
 		return s, nil
 	}
@@ -122,17 +124,17 @@ func New(o Options) (*Service, error) {
 		}
 		var r record
 		if err := json.Unmarshal(text, &r); err != nil || r.Version != recordVersion {
-			// Sending it once more is better than not at all, and than not starting.
-			o.Logger.Error("a deletion request's record cannot be read; its notifications are sent again", "file", file)
+			// A repeated notification is better than a missing one or a failing start.
+			o.Logger.Error("deletion request record unreadable; its notifications are sent again", "file", file)
 			continue
 		}
 		s.records[r.ID] = &r
 	}
-	s.follow()
+	s.trackOutcomes()
 	return s, nil
 }
 
-// Run sends and follows until ctx is done.
+// Run sends notifications and records outcomes until ctx is done.
 func (s *Service) Run(ctx context.Context) error {
 	if s.Passive {
 		<-ctx.Done()
@@ -163,24 +165,24 @@ func (s *Service) work(ctx context.Context, view *liveconfig.View) {
 			}
 			known[d.ID] = true
 			if err := s.advance(ctx, config.Config, d); err != nil && ctx.Err() == nil {
-				s.Logger.Error("a deletion request could not be advanced; it is tried again", "namespace", namespace, "request", d.Name, "error", err)
+				s.Logger.Error("deletion request failed; it is retried", "namespace", namespace, "request", d.Name, "error", err)
 			}
 		}
 	}
 	for id, r := range s.records {
 		if !known[id] && r.cancelled() {
-			if err := s.change(*r, func(next *record) error { return s.look(ctx, next) }); err != nil && ctx.Err() == nil {
-				s.Logger.Error("the outcome of a deletion request could not be read; it is tried again", "namespace", r.Namespace, "error", err)
+			if err := s.change(*r, func(next *record) error { return s.updateOutcomes(ctx, next) }); err != nil && ctx.Err() == nil {
+				s.Logger.Error("reading the outcome of a deletion request failed; it is retried", "namespace", r.Namespace, "error", err)
 			}
 		}
 	}
-	s.follow()
-	s.forget(view, known)
+	s.trackOutcomes()
+	s.removeOrphans(view, known)
 }
 
-// follow has the store report the outcomes that are still wanted, and turn the
-// messages of cancelled notifications into dead letters.
-func (s *Service) follow() {
+// trackOutcomes makes the store track the outcomes of pending notifications, and make dead
+// letters of the messages of cancelled ones.
+func (s *Service) trackOutcomes() {
 	wanted, cancelled := map[string]bool{}, map[cancelledMessage]bool{}
 	for _, r := range s.records {
 		for _, from := range r.Sources {
@@ -198,7 +200,8 @@ func (s *Service) follow() {
 	s.Store.cancel(cancelled)
 }
 
-// advance plans, appends and looks. Only Run calls it, so a record is changed by one goroutine.
+// advance plans a request, appends its messages and updates their outcomes. Only Run calls
+// it, so only one goroutine changes a record.
 func (s *Service) advance(ctx context.Context, config liveconfig.Config, d liveconfig.Deletion) error {
 	s.mu.Lock()
 	r := s.records[d.ID]
@@ -208,31 +211,31 @@ func (s *Service) advance(ctx context.Context, config liveconfig.Config, d livec
 		r != nil && r.UID == d.UID && r.ended() && r.failed() && !r.cancelled():
 		return nil
 	case r != nil && r.UID != d.UID && r.ended():
-		// Another object's run that failed; this object's run is a new one, once the
-		// messages of the other one are settled.
+		// The run of another object failed. This object's run is a new one; it starts
+		// when the messages of the other one have their outcomes.
 		if r.cancelled() {
-			return s.change(*r, func(next *record) error { return s.look(ctx, next) })
+			return s.change(*r, func(next *record) error { return s.updateOutcomes(ctx, next) })
 		}
 		r = nil
 	}
 	if r == nil {
 		r = s.plan(config, d)
-		if err := s.keep(*r); err != nil {
+		if err := s.persist(*r); err != nil {
 			return err
 		}
 	}
 	return s.change(*r, func(next *record) error {
-		next.UID = d.UID // Of an object that was deleted and created again meanwhile.
+		next.UID = d.UID // It differs if the object was deleted and created again during the run.
 		deadline := time.Duration(d.DeadlineSeconds) * time.Second
 		overdue := deadline > 0 && s.Now().Sub(next.Time) >= deadline
 		var err error
 		if !next.ended() && !overdue {
 			err = s.append(ctx, config, next, d.UserID)
 		}
-		err = errors.Join(err, s.look(ctx, next))
+		err = errors.Join(err, s.updateOutcomes(ctx, next))
 		if err == nil && overdue && !next.ended() {
 			next.exceed(s.Now().UTC().Truncate(time.Millisecond))
-			s.Logger.Warn("the deadline of a deletion request ended; its pending notifications are cancelled", "namespace", next.Namespace, "request", d.Name)
+			s.Logger.Warn("deletion request deadline exceeded; its pending notifications are cancelled", "namespace", next.Namespace, "request", d.Name)
 		}
 		if err == nil && next.ended() && !next.failed() && !next.Completed {
 			now := s.Now().UTC()
@@ -244,17 +247,17 @@ func (s *Service) advance(ctx context.Context, config liveconfig.Config, d livec
 	})
 }
 
-// change stores what f changes of a record.
+// change applies f to a copy of a record, and stores the copy if it differs.
 func (s *Service) change(r record, f func(*record) error) error {
 	next := r.clone()
 	err := f(&next)
 	if !next.equal(r) {
-		err = errors.Join(err, s.keep(next))
+		err = errors.Join(err, s.persist(next))
 	}
 	return err
 }
 
-// exceed ends the notifications that are pending.
+// exceed ends the pending notifications.
 func (r *record) exceed(now time.Time) {
 	r.Exceeded = true
 	for i := range r.Sources {
@@ -271,7 +274,7 @@ func (r *record) exceed(now time.Time) {
 	}
 }
 
-// plan decides which destinations are notified.
+// plan selects the destinations to notify.
 func (s *Service) plan(config liveconfig.Config, d liveconfig.Deletion) *record {
 	now := s.Now().UTC().Truncate(time.Millisecond)
 	r := &record{Version: recordVersion, ID: d.ID, UID: d.UID, Namespace: config.Namespace, Time: now}
@@ -307,8 +310,8 @@ func messageID(request, uid, source string) string {
 	return fmt.Sprintf("delete-%s-%x", request, sum[:6])
 }
 
-// append brings the messages into the queue that are not in it, each for those
-// whom the plan names and for no other, whatever the config is by now.
+// append appends the messages that are not in the queue yet. Each is only for the
+// destinations of the plan, even if the config has changed since.
 func (s *Service) append(ctx context.Context, config liveconfig.Config, r *record, userID string) error {
 	for i := range r.Sources {
 		to := &r.Sources[i]
@@ -336,10 +339,10 @@ func (s *Service) append(ctx context.Context, config liveconfig.Config, r *recor
 	return nil
 }
 
-// look finds out what became of pending notifications. A message is through when
-// it was seen to be settled, or its lane has nothing pending up to where it is;
-// then it is a dead letter, or was delivered.
-func (s *Service) look(ctx context.Context, r *record) error {
+// updateOutcomes updates the states of pending notifications. A message has an outcome if
+// the store recorded one, or if its lane has no pending message up to its position; then it
+// is a dead letter, or was delivered.
+func (s *Service) updateOutcomes(ctx context.Context, r *record) error {
 	var lanes []queue.LaneID
 	for i := range r.Sources {
 		from := &r.Sources[i]
@@ -360,7 +363,7 @@ func (s *Service) look(ctx context.Context, r *record) error {
 			}
 			switch {
 			case state == liveconfig.NotificationPending:
-			case n.Cancelled: // It was reported to be a dead letter.
+			case n.Cancelled: // It was already reported as a dead letter.
 				n.Cancelled = false
 			default:
 				n.State, n.Reason, n.Time = state, reason, s.Now().UTC().Truncate(time.Millisecond)
@@ -370,7 +373,7 @@ func (s *Service) look(ctx context.Context, r *record) error {
 	return nil
 }
 
-// end returns the last position in a Source's log; 0 when it cannot be told now.
+// end returns the last position in a Source's log; 0 if it is unknown now.
 func (s *Service) end(lanes []queue.LaneID, source string) (end uint64) {
 	for _, lane := range lanes {
 		if lane.Source == source {
@@ -388,7 +391,7 @@ func (s *Service) outcome(ctx context.Context, lanes []queue.LaneID, source, des
 			continue
 		}
 		found = true
-		if s.Store.is(lane, from.MessageID) {
+		if s.Store.hasOutcome(lane, from.MessageID) {
 			known = true
 			continue
 		}
@@ -401,7 +404,7 @@ func (s *Service) outcome(ctx context.Context, lanes []queue.LaneID, source, des
 		state = liveconfig.NotificationDiscarded
 	}
 	err = s.Store.DeadLetters(ctx, destination, "", func(d queue.DeadLetter) bool {
-		// Of a damaged message nobody can tell which one it was; better a false alarm.
+		// A damaged message has no id. A false alarm is better than a missing one.
 		lost := !known && d.Failure.Reason == queue.ReasonDamaged && d.Failure.Time.After(from.Accepted)
 		if d.Lane.Source == source && (d.ID == from.MessageID || lost) {
 			state, reason = liveconfig.NotificationDeadLettered, strings.Clone(d.Failure.Reason)
@@ -411,8 +414,8 @@ func (s *Service) outcome(ctx context.Context, lanes []queue.LaneID, source, des
 	return state, reason, err
 }
 
-// keep makes a record durable and takes it over.
-func (s *Service) keep(r record) error {
+// persist writes a record durably and replaces the one in memory.
+func (s *Service) persist(r record) error {
 	text, err := json.Marshal(r)
 	if err != nil {
 		return err
@@ -442,30 +445,30 @@ func (s *Service) keep(r record) error {
 	return nil
 }
 
-// forget removes the records of requests that were deleted a while ago.
-func (s *Service) forget(view *liveconfig.View, known map[string]bool) {
+// removeOrphans removes the records of requests that were deleted OrphanGrace ago.
+func (s *Service) removeOrphans(view *liveconfig.View, known map[string]bool) {
 	now := s.Now()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for id, r := range maps.Clone(s.records) {
-		since, away := s.gone[id]
+		since, missing := s.deletedAt[id]
 		switch {
 		case known[id] || view.Unusable(r.Namespace) || r.cancelled():
-			delete(s.gone, id)
-		case !away:
-			s.gone[id] = now
+			delete(s.deletedAt, id)
+		case !missing:
+			s.deletedAt[id] = now
 		case now.Sub(since) >= s.OrphanGrace:
 			if err := os.Remove(filepath.Join(s.Dir, id+".json")); err != nil && !errors.Is(err, os.ErrNotExist) {
-				s.Logger.Error("the record of a deleted deletion request could not be removed", "error", err)
+				s.Logger.Error("removing the record of a deleted deletion request failed", "error", err)
 				continue
 			}
 			delete(s.records, id)
-			delete(s.gone, id)
+			delete(s.deletedAt, id)
 		}
 	}
 }
 
-// Report says how far a namespace's requests are.
+// Report returns the state of a namespace's requests.
 func (s *Service) Report(config liveconfig.Config) []liveconfig.DeletionReport {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -17,6 +17,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/event"
+	"github.com/posthorn/posthorn/test/check"
 )
 
 type rig struct {
@@ -24,17 +25,17 @@ type rig struct {
 	t     *testing.T
 	dir   string
 	store *pebblestore.Store
-	// through is the store as the engine has it.
-	through *Settled
+	// tracked is the store as the delivery engine uses it.
+	tracked *OutcomeTracker
 	now     time.Time
 	view    *liveconfig.View
-	// refuse, when set, is what Append answers.
-	refuse error
+	// appendError, when set, is the result of Append.
+	appendError error
 }
 
 func (r *rig) Append(ctx context.Context, m []queue.Message) ([]bool, error) {
-	if r.refuse != nil {
-		return nil, r.refuse
+	if r.appendError != nil {
+		return nil, r.appendError
 	}
 	return r.store.Append(ctx, m)
 }
@@ -49,10 +50,10 @@ func (a appender) Append(ctx context.Context, m []queue.Message) ([]bool, error)
 	return a.rig.Append(ctx, m)
 }
 
-// settled is what deliveries go through; a restart knows nothing of those before.
-func (r *rig) settled() *Settled {
-	r.through = NewSettled(appender{r.store, r})
-	return r.through
+// newTracker replaces the tracker: after a restart it has no outcomes.
+func (r *rig) newTracker() *OutcomeTracker {
+	r.tracked = NewOutcomeTracker(appender{r.store, r})
+	return r.tracked
 }
 
 func config() liveconfig.Config {
@@ -92,7 +93,7 @@ func (r *rig) set(c liveconfig.Config) {
 	r.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: c}})
 }
 
-// start is a restart.
+// start simulates a restart.
 func (r *rig) start() {
 	r.t.Helper()
 	records, err := jobs.Open(r.store, func() time.Time { return r.now })
@@ -100,10 +101,10 @@ func (r *rig) start() {
 		r.t.Fatal(err)
 	}
 	r.Service, err = New(Options{
-		Dir: r.dir, Store: r.settled(), Records: records, View: func() *liveconfig.View { return r.view },
+		Dir: r.dir, Store: r.newTracker(), Records: records, View: func() *liveconfig.View { return r.view },
 		Skip: func(ref liveconfig.SourceRef, call *event.Call) []string {
 			if call.Type != event.Delete || call.UserID == "" || len(call.Body) == 0 {
-				r.t.Errorf("call %+v", call)
+				r.t.Errorf("filter input: got %+v, want a delete call with a user and a body", call)
 			}
 			if ref.Source.Name == "web" {
 				return []string{"shop/picky"}
@@ -129,14 +130,22 @@ func (r *rig) states() (out []string) {
 	return out
 }
 
+// files lists the records on disk.
+func (r *rig) files() []string {
+	r.t.Helper()
+	files, err := filepath.Glob(filepath.Join(r.dir, "*"))
+	check.NoError(r.t, "list records", err)
+	return files
+}
+
 func (r *rig) want(want ...string) {
 	r.t.Helper()
 	if d := cmp.Diff(want, r.states()); d != "" {
-		r.t.Errorf("(-want +got):\n%s", d)
+		r.t.Errorf("notifications (-want +got):\n%s", d)
 	}
 }
 
-// lease takes what waits in a lane.
+// lease leases the pending messages of a lane.
 func (r *rig) lease(source, destination string) []queue.Delivery {
 	r.t.Helper()
 	got, err := r.store.Lease(queue.LaneID{Source: "shop/" + source, Destination: "shop/" + destination}, 10, nil)
@@ -146,35 +155,34 @@ func (r *rig) lease(source, destination string) []queue.Delivery {
 	return got
 }
 
-func TestNotificationsAreFollowedToTheirEnd(t *testing.T) {
+func TestNotificationOutcomes(t *testing.T) {
 	r := newRig(t)
 	r.want()
 	r.step()
 	r.want("ios crm Pending", "web crm Pending", "web paused Pending", "web picky Filtered")
-	if c, _ := r.view.Namespace("shop"); !r.Report(c.Config)[0].Owner || r.Report(c.Config)[0].Started.IsZero() {
-		t.Error("the report lacks its start")
-	}
+	check.Equal(t, "report has Owner", r.report().Owner, true)
+	check.Equal(t, "report lacks its start", r.report().Started.IsZero(), false)
 
 	ios, web := r.lease("ios", "crm"), r.lease("web", "crm")
 	if len(ios) != 1 || len(web) != 1 {
-		t.Fatalf("%d and %d messages", len(ios), len(web))
+		t.Fatalf("messages for crm: got %d of ios and %d of web, want 1 of each", len(ios), len(web))
 	}
-	// Exactly what is specified: type, userId, timestamp; no version.
-	if got, want := string(ios[0].Body), `{"type":"delete","userId":"ü1","timestamp":"2027-01-15T08:00:00.000Z"}`; got != want || string(web[0].Body) != want || ios[0].Type != "delete" {
-		t.Errorf("body %s, want %s", got, want)
-	}
+	// The specification gives exactly these fields: type, userId, timestamp; no version.
+	body := `{"type":"delete","userId":"ü1","timestamp":"2027-01-15T08:00:00.000Z"}`
+	check.Equal(t, "body of ios", string(ios[0].Body), body)
+	check.Equal(t, "body of web", string(web[0].Body), body)
+	check.Equal(t, "type", ios[0].Type, "delete")
 	if ios[0].ID == web[0].ID {
-		t.Errorf("the messages of two Sources share the id %s", web[0].ID)
+		t.Errorf("the messages of two Sources have the same id %s", web[0].ID)
 	}
-	if n := len(r.lease("web", "off")) + len(r.lease("web", "picky")); n != 0 {
-		t.Errorf("%d messages for who is not to be told", n)
-	}
+	check.Equal(t, "messages for a disabled destination", len(r.lease("web", "off")), 0)
+	check.Equal(t, "messages for a destination that filters them out", len(r.lease("web", "picky")), 0)
 	r.step()
 	r.want("ios crm Pending", "web crm Pending", "web paused Pending", "web picky Filtered")
 	r.store.Ack(ios[0])
 	r.step()
 	r.want("ios crm Delivered", "web crm Pending", "web paused Pending", "web picky Filtered")
-	// A retry is pending, and a restart changes nothing of it.
+	// A message with a planned retry is pending, also after a restart.
 	r.store.Retry(web[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
 	r.start()
 	r.step()
@@ -191,19 +199,17 @@ func TestNotificationsAreFollowedToTheirEnd(t *testing.T) {
 	r.step()
 	final := []string{"ios crm Delivered", "web crm DeadLetteredExpired", "web paused Discarded", "web picky Filtered"}
 	r.want(final...)
-	// Final is final: nothing is sent or looked up again.
+	// Final states do not change: nothing is sent again.
 	c := config()
 	c.Destinations[2].State = liveconfig.Active
 	r.set(c)
 	r.start()
 	r.step()
 	r.want(final...)
-	if n := r.store.SourceStats("shop/ios").Accepted + r.store.SourceStats("shop/web").Accepted; n != 2 {
-		t.Errorf("%d messages, want one for each Source", n)
-	}
+	check.Equal(t, "messages, one for each Source", r.messages(), 2)
 }
 
-// What was settled shows at once, whatever older messages of the lane wait for.
+// An outcome is reported at once, even if older messages of the lane are pending.
 func TestOutcomeBehindOlderMessages(t *testing.T) {
 	r := newRig(t)
 	old := queue.Message{Source: "shop/web", ID: "old", Type: "track", AcceptedAt: r.now, Body: []byte("{}")}
@@ -213,26 +219,24 @@ func TestOutcomeBehindOlderMessages(t *testing.T) {
 	r.step()
 	crm, paused := r.lease("web", "crm"), r.lease("web", "paused")
 	if len(crm) != 2 || len(paused) != 2 {
-		t.Fatalf("%d and %d messages", len(crm), len(paused))
+		t.Fatalf("messages of web: got %d for crm and %d for paused, want 2 for each", len(crm), len(paused))
 	}
-	r.through.Retry(crm[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
-	r.through.Ack(crm[1])
-	r.through.Retry(paused[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
-	if _, err := r.through.Bury(paused[1], queue.Failure{Time: r.now, Reason: "Rejected"}); err != nil {
+	r.tracked.Retry(crm[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
+	r.tracked.Ack(crm[1])
+	r.tracked.Retry(paused[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
+	if _, err := r.tracked.Bury(paused[1], queue.Failure{Time: r.now, Reason: "Rejected"}); err != nil {
 		t.Fatal(err)
 	}
 	r.step()
 	r.want("ios crm Pending", "web crm Delivered", "web paused DeadLetteredRejected", "web picky Filtered")
-	r.through.Ack(r.lease("ios", "crm")[0])
+	r.tracked.Ack(r.lease("ios", "crm")[0])
 	r.step()
 	r.want("ios crm Delivered", "web crm Delivered", "web paused DeadLetteredRejected", "web picky Filtered")
-	if n := len(r.through.done); n != 0 {
-		t.Errorf("%d outcomes that nobody wants are remembered", n)
-	}
+	check.Equal(t, "outcomes that are still tracked", len(r.tracked.done), 0)
 }
 
-// Messages from before the clock was set back look younger than the delete message
-// behind them; it is pending all the same.
+// Messages from before the clock was set back have a later time than the delete message
+// behind them; it is still pending.
 func TestOutcomeAfterTheClockWasSetBack(t *testing.T) {
 	r := newRig(t)
 	ahead := queue.Message{Source: "shop/web", ID: "ahead", Type: "track", AcceptedAt: r.now.Add(time.Hour), Body: []byte("{}")}
@@ -242,8 +246,8 @@ func TestOutcomeAfterTheClockWasSetBack(t *testing.T) {
 	r.step()
 	r.want("ios crm Pending", "web crm Pending", "web paused Pending", "web picky Filtered")
 	crm := r.lease("web", "crm")
-	r.through.Retry(crm[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
-	r.through.Retry(crm[1], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
+	r.tracked.Retry(crm[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
+	r.tracked.Retry(crm[1], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
 	r.start()
 	r.step()
 	r.want("ios crm Pending", "web crm Pending", "web paused Pending", "web picky Filtered")
@@ -256,7 +260,7 @@ func must(d queue.Delivery, ok bool, err error) (queue.Delivery, bool, error) {
 	return d, ok, err
 }
 
-func TestOnlySomeSources(t *testing.T) {
+func TestSelectedSources(t *testing.T) {
 	r := newRig(t)
 	c := config()
 	c.Deletions[0].Sources = []string{"ios", "tv", "unknown"}
@@ -269,27 +273,25 @@ func TestOnlySomeSources(t *testing.T) {
 	r.want()
 }
 
-// What the queue does not take now is sent later, and once.
-func TestRefusedAppend(t *testing.T) {
+// A message that the queue rejects is sent later, and once.
+func TestRejectedAppend(t *testing.T) {
 	r := newRig(t)
-	r.refuse = queue.ErrFull
+	r.appendError = queue.ErrFull
 	r.step()
 	r.step()
 	r.want("ios crm Pending", "web crm Pending", "web paused Pending", "web picky Filtered")
 	r.start()
-	r.refuse = nil
+	r.appendError = nil
 	r.step()
 	r.step()
-	if n := r.store.SourceStats("shop/web").Accepted; n != 1 {
-		t.Errorf("%d messages", n)
-	}
+	check.Equal(t, "messages of web", r.store.SourceStats("shop/web").Accepted, 1)
 }
 
-// Who is told was decided before the queue took it: not a destination that came,
-// or was switched on, while it waited.
-func TestDestinationsThatComeWhileItWaits(t *testing.T) {
+// The plan selects the destinations before the append. Destinations that are added or
+// enabled between the plan and the append are not notified.
+func TestDestinationsAddedBeforeTheAppend(t *testing.T) {
 	r := newRig(t)
-	r.refuse = queue.ErrFull
+	r.appendError = queue.ErrFull
 	r.step()
 	c := config()
 	c.Destinations = append(c.Destinations, liveconfig.Destination{Name: "late", State: liveconfig.Active, Sources: []string{"web"}})
@@ -299,50 +301,44 @@ func TestDestinationsThatComeWhileItWaits(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.start()
-	r.refuse = nil
+	r.appendError = nil
 	r.step()
-	if crm, late, off := len(r.lease("web", "crm")), len(r.lease("web", "late")), len(r.lease("web", "off")); crm != 1 || late != 0 || off != 0 {
-		t.Errorf("%d messages for crm, %d for late, %d for off", crm, late, off)
-	}
+	check.Equal(t, "messages for the planned destination", len(r.lease("web", "crm")), 1)
+	check.Equal(t, "messages for the added destination", len(r.lease("web", "late")), 0)
+	check.Equal(t, "messages for the enabled destination", len(r.lease("web", "off")), 0)
 }
 
 // kill -9 between the append and its record: the repetition is a duplicate.
 func TestKilledAfterTheAppend(t *testing.T) {
 	r := newRig(t)
-	r.now = time.Now() // the store finds duplicates by its own clock
-	r.refuse = errors.New("not now")
+	r.now = time.Now() // The store detects duplicates by its own clock.
+	r.appendError = errors.New("not now")
 	r.step()
 	planned, err := os.ReadFile(filepath.Join(r.dir, "ab.json"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	r.refuse = nil
+	r.appendError = nil
 	r.step()
 	if err := os.WriteFile(filepath.Join(r.dir, "ab.json"), planned, 0o600); err != nil {
 		t.Fatal(err)
 	}
 	r.start()
 	r.step()
-	if n := len(r.lease("ios", "crm")); n != 1 {
-		t.Errorf("%d messages", n)
-	}
+	check.Equal(t, "messages of ios", len(r.lease("ios", "crm")), 1)
 }
 
-func TestDeletedRequestIsForgotten(t *testing.T) {
+func TestRecordOfADeletedRequestIsRemoved(t *testing.T) {
 	r := newRig(t)
 	r.step()
 	c := config()
 	c.Deletions = nil
 	r.set(c)
 	r.step()
-	if files, _ := filepath.Glob(filepath.Join(r.dir, "*")); len(files) != 1 {
-		t.Errorf("forgotten before the grace was over")
-	}
+	check.Equal(t, "records within the grace period", len(r.files()), 1)
 	r.now = r.now.Add(time.Hour)
 	r.step()
-	if files, _ := filepath.Glob(filepath.Join(r.dir, "*")); len(files) != 0 {
-		t.Errorf("left over: %v", files)
-	}
+	check.Same(t, "records after the grace period", r.files(), nil)
 }
 
 func TestPassivePodSendsNothing(t *testing.T) {
@@ -354,13 +350,11 @@ func TestPassivePodSendsNothing(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.want()
-	if n := r.store.SourceStats("shop/web").Accepted; n != 0 {
-		t.Errorf("%d messages", n)
-	}
+	check.Equal(t, "messages", r.messages(), 0)
 }
 
-// A notification has to reach every URL, also where one is enough for other messages.
-func TestEveryURLMustTakeADeletion(t *testing.T) {
+// Every URL must accept a notification, even if one URL is enough for other messages.
+func TestEveryURLMustAcceptADeletion(t *testing.T) {
 	r := newRig(t)
 	c := config()
 	c.Destinations = []liveconfig.Destination{{Name: "any", State: liveconfig.Active, Sources: []string{"web"}, Success: liveconfig.AnyEndpoint}}
@@ -376,19 +370,19 @@ func TestEveryURLMustTakeADeletion(t *testing.T) {
 	for _, lane := range lanes {
 		leased, err := r.store.Lease(lane, 10, nil)
 		if err != nil || len(leased) != 1 {
-			t.Fatalf("%d messages in %v: %v", len(leased), lane, err)
+			t.Fatalf("lane %v: got %d messages and error %v, want 1 message", lane, len(leased), err)
 		}
 		got = append(got, leased[0])
 	}
-	r.through.Ack(got[0])
+	r.tracked.Ack(got[0])
 	r.step()
 	r.want("web any Pending")
 	r.store.Retry(got[1], r.now, queue.Failure{Time: r.now, Reason: "TimedOut"})
 	again, ok, err := r.store.LeaseOldest(lanes[1])
 	if err != nil || !ok {
-		t.Fatalf("the retry at the second URL is gone: %v", err)
+		t.Fatalf("retry at the second URL: got %v and error %v, want a message", ok, err)
 	}
-	if _, err := r.through.Bury(again, queue.Failure{Time: r.now, Reason: "Rejected"}); err != nil {
+	if _, err := r.tracked.Bury(again, queue.Failure{Time: r.now, Reason: "Rejected"}); err != nil {
 		t.Fatal(err)
 	}
 	r.step()

@@ -1,13 +1,13 @@
 package deletion
 
 import (
-	"path/filepath"
 	"testing"
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/jobs"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/test/check"
 )
 
 // request replaces the DeletionRequest of the rig; nil deletes it.
@@ -27,14 +27,14 @@ func (r *rig) report() liveconfig.DeletionReport {
 	return r.Report(c.Config)[0]
 }
 
-// deliver settles all that waits, well or not.
+// deliver gives every pending message an outcome: delivered, or a dead letter.
 func (r *rig) deliver(ok bool) {
 	r.t.Helper()
 	for _, to := range [][2]string{{"ios", "crm"}, {"web", "crm"}, {"web", "paused"}} {
 		for _, d := range r.lease(to[0], to[1]) {
 			if ok {
-				r.through.Ack(d)
-			} else if _, err := r.through.Bury(d, queue.Failure{Time: r.now, Reason: "Rejected"}); err != nil {
+				r.tracked.Ack(d)
+			} else if _, err := r.tracked.Bury(d, queue.Failure{Time: r.now, Reason: "Rejected"}); err != nil {
 				r.t.Fatal(err)
 			}
 		}
@@ -46,22 +46,22 @@ func (r *rig) messages() int64 {
 	return r.store.SourceStats("shop/ios").Accepted + r.store.SourceStats("shop/web").Accepted
 }
 
-// A request that completed is not sent again for an object with the same identity,
-// for 30 days, whatever happens in between; with another identity it is.
+// A completed request is not sent again for an object with the same identity within
+// 30 days, even after restarts; with another identity it is.
 func TestAlreadyDone(t *testing.T) {
 	r := newRig(t)
 	other := func(d *liveconfig.Deletion) { d.UID = "2" }
 	r.step()
 	r.deliver(true)
-	if got := r.report(); !got.Completed || got.AlreadyDone || r.messages() != 2 {
-		t.Fatalf("%+v, %d messages; want the end to be recorded after 2", got, r.messages())
-	}
+	check.Equal(t, "Completed", r.report().Completed, true)
+	check.Equal(t, "AlreadyDone of the first object", r.report().AlreadyDone, false)
+	check.Equal(t, "messages of the first object", r.messages(), 2)
 	alreadyDone := func(when string) {
 		t.Helper()
 		r.step()
-		if got := r.report(); !got.AlreadyDone || !got.Started.IsZero() || r.messages() != 2 {
-			t.Errorf("%s: %+v, %d messages; want AlreadyDone and 2", when, got, r.messages())
-		}
+		check.Equal(t, when+": AlreadyDone", r.report().AlreadyDone, true)
+		check.Equal(t, when+": Started", r.report().Started, time.Time{})
+		check.Equal(t, when+": messages", r.messages(), 2)
 	}
 	r.request(other)
 	alreadyDone("deleted and created again")
@@ -71,51 +71,43 @@ func TestAlreadyDone(t *testing.T) {
 	r.step()
 	r.now = r.now.Add(time.Hour)
 	r.step()
-	if files, _ := filepath.Glob(filepath.Join(r.dir, "*")); len(files) != 0 {
-		t.Errorf("left over: %v", files)
-	}
+	check.Same(t, "records after the grace period", r.files(), nil)
 	r.request(other)
-	alreadyDone("after the notifications were forgotten")
+	alreadyDone("after the record was removed")
 	r.start()
-	alreadyDone("after that and a restart")
+	alreadyDone("after the record was removed, and a restart")
 
 	r.request(func(d *liveconfig.Deletion) { d.ID, d.UID = "cd", "3" })
 	r.step()
-	if got := r.report(); got.AlreadyDone || r.messages() != 4 {
-		t.Errorf("with another identity: %+v, %d messages; want 4", got, r.messages())
-	}
+	check.Equal(t, "another identity: AlreadyDone", r.report().AlreadyDone, false)
+	check.Equal(t, "another identity: messages", r.messages(), 4)
 	r.deliver(true)
 
 	r.request(nil)
 	r.now = r.now.Add(jobs.Retention - 2*time.Hour)
 	r.request(other)
-	alreadyDoneAfter := r.messages()
+	before := r.messages()
 	r.step()
-	if got := r.report(); !got.AlreadyDone || r.messages() != alreadyDoneAfter {
-		t.Errorf("after almost 30 days: %+v", got)
-	}
+	check.Equal(t, "after almost 30 days: AlreadyDone", r.report().AlreadyDone, true)
+	check.Equal(t, "after almost 30 days: messages", r.messages(), before)
 	r.now = r.now.Add(3 * time.Hour)
 	r.step()
-	if got := r.report(); got.AlreadyDone || got.Started.IsZero() || r.messages() != alreadyDoneAfter+2 {
-		t.Errorf("after 30 days: %+v, %d messages", got, r.messages())
-	}
+	check.Equal(t, "after 30 days: AlreadyDone", r.report().AlreadyDone, false)
+	check.Equal(t, "after 30 days: report lacks its start", r.report().Started.IsZero(), false)
+	check.Equal(t, "after 30 days: messages", r.messages(), before+2)
 }
 
 // A request that failed is sent again for another object, with other message ids.
-func TestFailedRequestIsDoneAgain(t *testing.T) {
+func TestFailedRequestRunsAgain(t *testing.T) {
 	r := newRig(t)
-	r.now = time.Now() // The store finds duplicates by its own clock.
+	r.now = time.Now() // The store detects duplicates by its own clock.
 	r.step()
 	r.deliver(false)
-	if got := r.report(); got.Completed {
-		t.Errorf("%+v is recorded as completed", got)
-	}
+	check.Equal(t, "Completed of the failed run", r.report().Completed, false)
 	r.request(func(d *liveconfig.Deletion) { d.UID = "2" })
 	r.step()
 	r.want("ios crm Pending", "web crm Pending", "web paused Pending", "web picky Filtered")
-	if r.messages() != 4 {
-		t.Errorf("%d messages, want 4", r.messages())
-	}
+	check.Equal(t, "messages", r.messages(), 4)
 }
 
 // An object that is deleted and created again while its run is in progress
@@ -128,9 +120,9 @@ func TestRunContinuesForAnotherObject(t *testing.T) {
 	r.request(func(d *liveconfig.Deletion) { d.UID = "2" })
 	r.step()
 	r.deliver(true)
-	if got := r.report(); !got.Completed || got.AlreadyDone || r.messages() != 2 {
-		t.Errorf("%+v, %d messages", got, r.messages())
-	}
+	check.Equal(t, "Completed", r.report().Completed, true)
+	check.Equal(t, "AlreadyDone", r.report().AlreadyDone, false)
+	check.Equal(t, "messages", r.messages(), 2)
 }
 
 // kill -9 between the last delivery and the record of the end.
@@ -139,109 +131,98 @@ func TestKilledBeforeTheRecord(t *testing.T) {
 	r.step()
 	for _, to := range [][2]string{{"ios", "crm"}, {"web", "crm"}, {"web", "paused"}} {
 		for _, d := range r.lease(to[0], to[1]) {
-			r.through.Ack(d)
+			r.tracked.Ack(d)
 		}
 	}
 	r.start()
 	r.step()
-	if got := r.report(); !got.Completed || r.messages() != 2 {
-		t.Errorf("%+v, %d messages", got, r.messages())
-	}
+	check.Equal(t, "Completed", r.report().Completed, true)
+	check.Equal(t, "messages", r.messages(), 2)
 	r.request(func(d *liveconfig.Deletion) { d.UID = "2" })
 	r.step()
-	if got := r.report(); !got.AlreadyDone {
-		t.Errorf("%+v", got)
-	}
+	check.Equal(t, "AlreadyDone of another object", r.report().AlreadyDone, true)
 }
 
-// A run that has ended is not in effect any more: it sends nothing, also when its
-// record is lost with the volume.
+// A run that has ended sends nothing, even if its record was lost with the volume.
 func TestEndedRequestSendsNothing(t *testing.T) {
 	r := newRig(t)
 	r.request(func(d *liveconfig.Deletion) { d.Ended, d.Suppress = true, true })
 	r.step()
-	if got := r.report(); !got.Started.IsZero() || got.AlreadyDone || r.messages() != 0 {
-		t.Errorf("%+v, %d messages", got, r.messages())
-	}
+	check.Equal(t, "Started", r.report().Started, time.Time{})
+	check.Equal(t, "AlreadyDone", r.report().AlreadyDone, false)
+	check.Equal(t, "messages", r.messages(), 0)
 }
 
-// The deadline ends the run: what is in the queue becomes a dead letter instead of
-// the next attempt, also after a restart, and the ledger balances.
+// The deadline ends the run: a message in the queue becomes a dead letter instead of
+// being attempted again, also after a restart, and the ledger balances.
 func TestDeadline(t *testing.T) {
 	r := newRig(t)
 	r.request(func(d *liveconfig.Deletion) { d.DeadlineSeconds = 60 })
 	r.step()
-	r.through.Ack(r.lease("ios", "crm")[0])
+	r.tracked.Ack(r.lease("ios", "crm")[0])
 	retried := r.lease("web", "crm")
-	r.through.Retry(retried[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
+	r.tracked.Retry(retried[0], r.now.Add(time.Hour), queue.Failure{Time: r.now, Reason: "TimedOut"})
 	inFlight := r.lease("web", "paused")
 	r.step()
 	r.now = r.now.Add(57 * time.Second)
 	r.step()
-	if got := r.report(); got.DeadlineExceeded {
-		t.Fatalf("%+v before the deadline", got)
-	}
+	check.Equal(t, "DeadlineExceeded before the deadline", r.report().DeadlineExceeded, false)
 	r.step()
 	ended := []string{"ios crm Delivered", "web crm DeadLetteredDeadlineExceeded", "web paused DeadLetteredDeadlineExceeded", "web picky Filtered"}
 	r.want(ended...)
-	if got := r.report(); !got.DeadlineExceeded || got.Completed {
-		t.Errorf("%+v", got)
-	}
+	check.Equal(t, "DeadlineExceeded", r.report().DeadlineExceeded, true)
+	check.Equal(t, "Completed", r.report().Completed, false)
 
-	// The attempt in flight fails: no other one follows.
-	r.through.Retry(inFlight[0], r.now, queue.Failure{Time: r.now, Reason: "TimedOut"})
+	// The attempt in flight fails, and is not retried.
+	r.tracked.Retry(inFlight[0], r.now, queue.Failure{Time: r.now, Reason: "TimedOut"})
 	r.start()
-	// Another message behind the cancelled one is leased, although the lease is for one.
+	// The message behind the cancelled one is leased, although the lease is for one message.
 	next := queue.Message{Source: "shop/web", ID: "next", Type: "track", AcceptedAt: r.now, Body: []byte("{}")}
 	if _, err := r.store.Append(t.Context(), []queue.Message{next}); err != nil {
 		t.Fatal(err)
 	}
 	crm := queue.LaneID{Source: "shop/web", Destination: "shop/crm"}
-	d, ok, err := r.through.LeaseOldest(crm)
+	d, ok, err := r.tracked.LeaseOldest(crm)
 	if err != nil || !ok || d.ID != "next" {
-		t.Errorf("leased %q %t %v, want next", d.ID, ok, err)
+		t.Errorf("lease of crm: got message %q, %t and error %v, want message next", d.ID, ok, err)
 	}
-	r.through.Ack(d)
-	paused, err := r.through.Lease(queue.LaneID{Source: "shop/web", Destination: "shop/paused"}, 1, nil)
+	r.tracked.Ack(d)
+	paused, err := r.tracked.Lease(queue.LaneID{Source: "shop/web", Destination: "shop/paused"}, 1, nil)
 	if err != nil || len(paused) != 1 || paused[0].ID != "next" {
-		t.Errorf("leased %v %v, want next", paused, err)
+		t.Errorf("lease of paused: got %v and error %v, want message next", paused, err)
 	}
 	for _, destination := range []string{"shop/crm", "shop/paused"} {
 		stats := r.store.DestinationStats(destination)
-		if err := stats.Ledger.Balance(); err != nil || stats.DeadLetters != 1 {
-			t.Errorf("%s: %d dead letters, %v", destination, stats.DeadLetters, err)
-		}
+		check.NoError(t, "ledger of "+destination, stats.Ledger.Balance())
+		check.Equal(t, "dead letters of "+destination, stats.DeadLetters, 1)
 	}
 	r.step()
 	r.want(ended...)
 
-	// When all is settled, nothing is remembered of it, and a new object is a new run.
-	if r.through.cancelled.Load() != nil {
-		t.Error("messages are still cancelled")
-	}
+	// When every message has an outcome, the cancellations are removed, and a new object
+	// starts a new run.
+	check.Equal(t, "cancelled messages remain", r.tracked.cancelled.Load() != nil, false)
 	r.request(func(d *liveconfig.Deletion) { d.UID = "2" })
 	r.step()
-	if got := r.report(); got.DeadlineExceeded || len(got.Notifications) != 4 {
-		t.Errorf("%+v", got)
-	}
+	check.Equal(t, "DeadlineExceeded of the new run", r.report().DeadlineExceeded, false)
+	check.Equal(t, "notifications of the new run", len(r.report().Notifications), 4)
 }
 
-// Messages that the queue did not take before the deadline are not sent at all.
+// Messages that the queue did not accept before the deadline are not sent.
 func TestDeadlineBeforeTheAppend(t *testing.T) {
 	r := newRig(t)
-	r.refuse = queue.ErrFull
+	r.appendError = queue.ErrFull
 	r.request(func(d *liveconfig.Deletion) { d.DeadlineSeconds = 60 })
 	r.step()
 	r.now = r.now.Add(time.Hour)
 	r.step()
-	r.refuse = nil
+	r.appendError = nil
 	r.step()
-	if got := r.report(); !got.DeadlineExceeded || r.messages() != 0 {
-		t.Errorf("%+v, %d messages", got, r.messages())
-	}
+	check.Equal(t, "DeadlineExceeded", r.report().DeadlineExceeded, true)
+	check.Equal(t, "messages", r.messages(), 0)
 }
 
-// A cancelled message whose object is deleted is settled all the same.
+// A cancelled message becomes a dead letter even if its object is deleted.
 func TestDeadlineOfADeletedObject(t *testing.T) {
 	r := newRig(t)
 	r.request(func(d *liveconfig.Deletion) { d.DeadlineSeconds = 60 })
@@ -252,8 +233,8 @@ func TestDeadlineOfADeletedObject(t *testing.T) {
 	r.now = r.now.Add(time.Hour)
 	r.step()
 	for _, lane := range []queue.LaneID{{Source: "shop/ios", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/paused"}} {
-		if got, err := r.through.Lease(lane, 10, nil); err != nil || len(got) != 0 {
-			t.Errorf("leased %v %v after the deadline", got, err)
+		if got, err := r.tracked.Lease(lane, 10, nil); err != nil || len(got) != 0 {
+			t.Errorf("lane %v after the deadline: got %v and error %v, want no message", lane, got, err)
 		}
 	}
 	r.step()
@@ -261,7 +242,6 @@ func TestDeadlineOfADeletedObject(t *testing.T) {
 	r.step()
 	r.now = r.now.Add(time.Hour)
 	r.step()
-	if files, _ := filepath.Glob(filepath.Join(r.dir, "*")); len(files) != 0 || r.through.cancelled.Load() != nil {
-		t.Errorf("left over: %v", files)
-	}
+	check.Same(t, "records after the grace period", r.files(), nil)
+	check.Equal(t, "cancelled messages remain", r.tracked.cancelled.Load() != nil, false)
 }

@@ -85,12 +85,13 @@ type Deletion struct {
 	// object's. ID is empty while the request is not accepted: then it has no effect.
 	ID  string `json:"id,omitempty"`
 	UID string `json:"uid,omitempty"`
-	// Ended: the run has ended, nothing more is to be sent. The request still suppresses.
+	// Ended is true when the run has ended, so that no message is sent. The request still
+	// suppresses calls.
 	Ended  bool   `json:"ended,omitempty"`
 	UserID string `json:"userId"`
 	// Sources are the names of the affected Sources; empty means all of the namespace.
 	Sources []string `json:"sources,omitempty"`
-	// Suppress: calls of the user to these Sources are rejected.
+	// Suppress is true if calls of the user to these Sources are rejected.
 	Suppress bool `json:"suppress,omitempty"`
 	// DeadlineSeconds, counted from the start of the run, end it; 0 is no deadline.
 	DeadlineSeconds int64 `json:"deadlineSeconds,omitempty"`
@@ -125,9 +126,9 @@ type Audience struct {
 type State string
 
 const (
-	// Active means: messages are sent.
+	// Active means that messages are sent.
 	Active State = "Active"
-	// Disabled means: the owner has disabled the destination. Messages are kept up to the retry window.
+	// Disabled means that the owner has disabled the destination. Messages are kept up to the retry window.
 	Disabled State = "Disabled"
 	// Paused means: the destination cannot work (PausedReason). Messages are kept up to the retry
 	// window.
@@ -156,16 +157,17 @@ type Destination struct {
 	// Sources are the names of the Sources, in the same namespace, whose calls the destination
 	// gets. Sorted.
 	Sources []string `json:"sources,omitempty"`
-	// SourcesUnknown: the spec does not give the Sources in a valid form. The destination
-	// keeps its lanes, and so the messages in them, until it does.
+	// SourcesUnknown is true if the Sources in the spec are not valid. The destination then
+	// keeps its lanes and their messages.
 	SourcesUnknown bool `json:"sourcesUnknown,omitempty"`
 	// Endpoints, 1 to 5 when Active, in the order of the spec.
 	Endpoints []Endpoint `json:"endpoints,omitempty"`
-	// Signing is empty when the owner wants unsigned requests. Sorted by Type.
+	// Signing is empty if requests are unsigned. Sorted by Type.
 	Signing SigningSchemes `json:"signing,omitempty"`
 	// Success is AnyEndpoint or EveryEndpoint.
 	Success string `json:"success"`
-	// ExactNumbers: long numbers (see event.FixedPoint) are sent with all digits, not as strings.
+	// ExactNumbers is true if long numbers (see event.FixedPoint) are sent with all digits, not
+	// as strings.
 	ExactNumbers bool        `json:"exactNumbers,omitempty"`
 	Delivery     Delivery    `json:"delivery"`
 	Filter       *Filter     `json:"filter,omitempty"`
@@ -186,7 +188,8 @@ type Header struct {
 	Value Secret `json:"value"`
 }
 
-// TLS holds PEM text. CA replaces the system's authorities; ClientCert and ClientKey go together.
+// TLS has PEM text. CA replaces the system's authorities. ClientCert and ClientKey are both set
+// or both empty.
 type TLS struct {
 	CA         string `json:"ca,omitempty"`
 	ClientCert string `json:"clientCert,omitempty"`
@@ -202,8 +205,8 @@ type SigningScheme struct {
 	Previous Secret `json:"previous,omitzero"`
 }
 
-// SigningSchemes are the schemes of a destination, one of each type. One alone is
-// encoded as an object, which is the form that release 0.2.0 writes and reads.
+// SigningSchemes are the schemes of a destination, one of each type. A single scheme is
+// encoded as an object, which is the format of release 0.2.0.
 type SigningSchemes []SigningScheme
 
 // MarshalJSON implements json.Marshaler.
@@ -227,7 +230,7 @@ func (s *SigningSchemes) UnmarshalJSON(text []byte) error {
 	return err
 }
 
-// Delivery holds timeout, retries and limits; all durations in milliseconds.
+// Delivery has timeout, retries and limits; all durations in milliseconds.
 type Delivery struct {
 	TimeoutMS     int64 `json:"timeoutMS"`
 	RetryWindowMS int64 `json:"retryWindowMS"`

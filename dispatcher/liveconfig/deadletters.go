@@ -15,12 +15,12 @@ type DeadLetterAction struct {
 	// Destination is "namespace/name".
 	Destination string             `json:"destination"`
 	Selector    DeadLetterSelector `json:"selector"`
-	// DryRun only counts.
+	// DryRun only counts the selected dead letters.
 	DryRun bool `json:"dryRun,omitempty"`
 	// Rate is in dead letters a second, for redelivery.
 	Rate float64 `json:"rate,omitempty"`
-	// Job, when set, makes a redelivery a pod's part of a Redelivery object: its
-	// progress is recorded in the pod's store, and it is done once.
+	// Job, when set, makes a redelivery a pod's part of a Redelivery object: the pod records
+	// its progress in its store, and runs it once.
 	Job *DeadLetterJob `json:"job,omitempty"`
 }
 
@@ -31,17 +31,17 @@ type DeadLetterJob struct {
 	UID string `json:"uid"`
 	// Step is one of the constants below.
 	Step string `json:"step"`
-	// Pods are the names of the pods that take part, for an operator that takes over.
+	// Pods are the names of the participating pods, for an operator that takes over.
 	Pods []string `json:"pods,omitempty"`
-	// SliceMS is how long a call of JobRun lasts at most, in milliseconds. The next
-	// call continues where it ended.
+	// SliceMS is the maximum duration of a call of JobRun, in milliseconds. The next
+	// call continues from its end.
 	SliceMS int64 `json:"sliceMS,omitempty"`
 }
 
 // Steps of a DeadLetterJob.
 const (
-	// JobBegin records the part and counts the dead letters that match. It changes
-	// nothing when the part is recorded already, and when a run with this ID completed.
+	// JobBegin records the part and counts the matching dead letters. It changes nothing
+	// when the part is already recorded, or when a run with this ID completed.
 	JobBegin = "begin"
 	// JobRun redelivers.
 	JobRun = "run"
@@ -49,16 +49,16 @@ const (
 	JobComplete = "complete"
 )
 
-// DeadLetterJobState is what a pod has recorded of a run.
+// DeadLetterJobState is a pod's record of a run.
 type DeadLetterJobState struct {
-	// AlreadyDone: another object with the same ID completed.
+	// AlreadyDone is true if another object with the same ID completed.
 	AlreadyDone bool `json:"alreadyDone,omitempty"`
-	// PartDone: nothing is left to do on this pod.
+	// PartDone is true if this pod's part is complete.
 	PartDone bool `json:"partDone,omitempty"`
-	// Left counts the matching dead letters that cannot be redelivered: their Source
-	// or endpoint does not belong to the destination any more.
+	// Left counts the matching dead letters that cannot be redelivered, because the
+	// destination no longer has their Source or endpoint.
 	Left int64 `json:"left,omitempty"`
-	// Pods are the names of the pods that take part.
+	// Pods are the names of the participating pods.
 	Pods []string `json:"pods,omitempty"`
 }
 
@@ -86,7 +86,7 @@ type DeadLetterProgress struct {
 	Bytes int64  `json:"bytes"`
 	Done  bool   `json:"done,omitempty"`
 	Error string `json:"error,omitempty"`
-	// Job is what is recorded, for an action with a Job.
+	// Job is the pod's record, for an action with a Job.
 	Job *DeadLetterJobState `json:"job,omitempty"`
 }
 

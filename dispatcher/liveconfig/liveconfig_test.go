@@ -58,7 +58,7 @@ func TestEncodeDecodeKeepsEverything(t *testing.T) {
 		t.Errorf("decode(encode(c)) differs (-want +got):\n%s", diff)
 	}
 	if revision != gotRevision {
-		t.Errorf("revision %s became %s", revision, gotRevision)
+		t.Errorf("revision of the decoded config: got %s, want %s", gotRevision, revision)
 	}
 	again, _, _ := Encode(full())
 	if !bytes.Equal(data, again) {
@@ -79,7 +79,7 @@ func TestBinarySecretsSurvive(t *testing.T) {
 		t.Fatal(err)
 	}
 	if got.Destinations[0].Signing[0].Secret.Reveal() != secret {
-		t.Error("a secret that is not UTF-8 changed on its way")
+		t.Error("a secret that is not UTF-8 differs after encoding and decoding")
 	}
 }
 
@@ -129,10 +129,10 @@ func TestSecretsDoNotPrint(t *testing.T) {
 		t.Errorf("a secret was printed:\n%s", log.String())
 	}
 	if !strings.Contains(log.String(), redacted) {
-		t.Error("nothing shows that something was redacted")
+		t.Errorf("the log does not contain %q", redacted)
 	}
 	if c.Destinations[0].Signing[0].Secret.Reveal() != canary {
-		t.Error("Reveal does not give the text")
+		t.Error("Reveal does not return the text")
 	}
 }
 
@@ -173,17 +173,17 @@ func TestDecodeIsStrict(t *testing.T) {
 			}
 			_, _, err = Decode(data)
 			if err == nil || !strings.Contains(err.Error(), tc.want) {
-				t.Fatalf("error %v does not contain %q", err, tc.want)
+				t.Fatalf("Decode: got error %v, want one with %q", err, tc.want)
 			}
 			if strings.Contains(err.Error(), canary) {
-				t.Errorf("the error shows a secret: %v", err)
+				t.Errorf("the error contains a secret: %v", err)
 			}
 		})
 	}
 	data, _, _ := Encode(full())
-	for name, bad := range map[string][]byte{"empty": nil, "not gzip": []byte("{}"), "cut off": data[:len(data)/2]} {
+	for name, bad := range map[string][]byte{"empty": nil, "not gzip": []byte("{}"), "truncated": data[:len(data)/2]} {
 		if _, _, err := Decode(bad); err == nil {
-			t.Errorf("%s: no error", name)
+			t.Errorf("Decode of data that is %s: got no error, want one", name)
 		}
 	}
 }
@@ -196,11 +196,11 @@ func TestAWriteKeyHasOneNamespace(t *testing.T) {
 	}
 	for _, configs := range [][]Revisioned{{namespace("a"), namespace("b")}, {namespace("b"), namespace("a")}} {
 		if ref, ok := NewView(configs).SourceByWriteKey("key"); !ok || ref.Namespace != "a" {
-			t.Errorf("the key is of %q, %v; want namespace a", ref.Namespace, ok)
+			t.Errorf("namespace of the key: got %q (%v), want a", ref.Namespace, ok)
 		}
 	}
 	if ref, ok := NewView([]Revisioned{namespace("a")}).SourceByWriteKey("Key"); ok {
-		t.Errorf("another key is of %v", ref)
+		t.Errorf("Source of an unknown key: got %v, want none", ref)
 	}
 }
 
@@ -215,19 +215,19 @@ func TestWriteKeyHashesOfRelease020(t *testing.T) {
 	} {
 		var source Source
 		if err := json.Unmarshal([]byte(text), &source); err != nil {
-			t.Errorf("%s: %v", text, err)
+			t.Errorf("Unmarshal(%s): got error %v, want none", text, err)
 		}
 		if diff := cmp.Diff(want, source.WriteKeySHA256); diff != "" {
-			t.Errorf("%s is read as (-want +got):\n%s", text, diff)
+			t.Errorf("hashes of %s (-want +got):\n%s", text, diff)
 		}
 		if again, err := json.Marshal(source); err != nil || string(again) != text {
-			t.Errorf("%s is written as %s (%v)", text, again, err)
+			t.Errorf("Marshal: got %s and error %v, want %s", again, err, text)
 		}
 	}
 	view := NewView([]Revisioned{{Config: Config{Namespace: "a", Sources: []Source{{Name: "web", WriteKeySHA256: KeyHashes{hex.EncodeToString(hashOf("old")), hex.EncodeToString(hashOf("new"))}}}}}})
 	for _, key := range []string{"old", "new"} {
 		if ref, ok := view.SourceByWriteKey(key); !ok || ref.Key() != "a/web" {
-			t.Errorf("key %q finds %v %v, want Source a/web", key, ref, ok)
+			t.Errorf("Source of key %q: got %v (%v), want a/web", key, ref.Key(), ok)
 		}
 	}
 }
@@ -244,12 +244,12 @@ func TestSecretName(t *testing.T) {
 			t.Errorf("NamespaceOf(%q) = %q, %v; want %q", name, got, ok, namespace)
 		}
 		if name == MarkerName {
-			t.Errorf("namespace %q has the marker's name", namespace)
+			t.Errorf("SecretName(%q) is the name of the marker", namespace)
 		}
 	}
 	for _, name := range []string{MarkerName, "posthorn-live-00000000-a", "crm", "posthorn-live-"} {
 		if namespace, ok := NamespaceOf(name); ok {
-			t.Errorf("NamespaceOf(%q) = %q", name, namespace)
+			t.Errorf("NamespaceOf(%q) = %q, true; want false", name, namespace)
 		}
 	}
 }
@@ -261,8 +261,8 @@ func TestSuppressed(t *testing.T) {
 			{Name: "2", ID: "02", UserID: "everywhere", Suppress: true, Sources: []string{"web"}},
 			{Name: "3", ID: "03", UserID: "some", Suppress: true, Sources: []string{"web"}},
 			{Name: "4", ID: "04", UserID: "some", Suppress: true, Sources: []string{"ios"}},
-			{Name: "5", ID: "05", UserID: "told"},
-			{Name: "6", UserID: "paused", Suppress: true},
+			{Name: "5", ID: "05", UserID: "notified"},
+			{Name: "6", UserID: "not-accepted", Suppress: true},
 		}}},
 	})
 	for _, c := range []struct {
@@ -271,10 +271,10 @@ func TestSuppressed(t *testing.T) {
 	}{
 		{"a", "web", "everywhere", true}, {"a", "tv", "everywhere", true}, {"b", "web", "everywhere", false},
 		{"a", "web", "some", true}, {"a", "ios", "some", true}, {"a", "tv", "some", false},
-		{"a", "web", "told", false}, {"a", "web", "paused", false}, {"a", "web", "", false},
+		{"a", "web", "notified", false}, {"a", "web", "not-accepted", false}, {"a", "web", "", false},
 	} {
 		if got := view.Suppressed(SourceRef{Namespace: c.namespace, Source: Source{Name: c.source}}, c.user); got != c.want {
-			t.Errorf("%+v: %v", c, got)
+			t.Errorf("Suppressed(%s/%s, %q): got %v, want %v", c.namespace, c.source, c.user, got, c.want)
 		}
 	}
 }
@@ -296,14 +296,14 @@ func TestSigningOfRelease020(t *testing.T) {
 			`,"success":"AnyEndpoint","delivery":{"timeoutMS":0,"retryWindowMS":1,"minBackoffMS":0,"maxBackoffMS":0,"maxInFlight":0},"deadLetters":{"retentionMS":0,"maxBytes":0}}]}`
 		config, _, err := Decode(compressed(t, plain))
 		if err != nil {
-			t.Errorf("%s: %v", c.name, err)
+			t.Errorf("%s: Decode: got error %v, want none", c.name, err)
 			continue
 		}
 		if diff := cmp.Diff(c.want, config.Destinations[0].Signing); diff != "" {
-			t.Errorf("%s is read as (-want +got):\n%s", c.name, diff)
+			t.Errorf("%s: signing (-want +got):\n%s", c.name, diff)
 		}
 		if again, err := json.Marshal(revealed(config)); err != nil || string(again) != plain {
-			t.Errorf("%s is written as (%v):\n%s\nwant\n%s", c.name, err, again, plain)
+			t.Errorf("%s: Marshal: got error %v and\n%s\nwant\n%s", c.name, err, again, plain)
 		}
 	}
 	for _, signing := range []string{`{"scheme":"HMACSHA1","secret":"a","extra":1}`, `[{"scheme":"HMACSHA1","secret":"a","extra":1}]`} {
@@ -327,8 +327,8 @@ func compressed(t *testing.T, plain string) []byte {
 	return packed.Bytes()
 }
 
-// FuzzDecode: what is decoded is decoded the same from its own encoding, and
-// nothing makes it panic.
+// FuzzDecode checks that decoding, encoding and decoding again gives the same config, and
+// that no input causes a panic.
 func FuzzDecode(f *testing.F) {
 	plain, err := json.Marshal(revealed(full()))
 	if err != nil {
@@ -353,7 +353,7 @@ func FuzzDecode(f *testing.F) {
 		}
 		again, same, err := Decode(data)
 		if err != nil || same != revision || !cmp.Equal(config, again, cmpopts.EquateEmpty()) {
-			t.Fatalf("%v: %s", err, cmp.Diff(config, again))
+			t.Fatalf("decode of the encoded config: got error %v and revision %s, want revision %s (-want +got):\n%s", err, same, revision, cmp.Diff(config, again))
 		}
 	})
 }

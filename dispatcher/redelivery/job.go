@@ -18,30 +18,30 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// maxOpen is the number of parts above which idle ones are dropped from memory.
+// maxOpen is the number of parts above which idle parts are removed from memory.
 const maxOpen = 1000
 
-// ErrBusy is returned while another call works on the same part.
-var ErrBusy = errors.New("another request works on this Redelivery; try again")
+// ErrBusy is returned while another call processes the same part.
+var ErrBusy = errors.New("another request processes this Redelivery; try again")
 
-// Jobs does this dispatcher's parts of Redelivery objects. A part's record is
-// written after each page, so that another call, or another process, continues
-// there. A run with the ID of a completed one is not done again.
+// Jobs runs this dispatcher's parts of Redelivery objects. It writes a part's record
+// after each page, so that another call, or another process, continues from it. A run
+// with the ID of a completed one is not repeated.
 type Jobs struct {
 	store   queue.Store
 	records *jobs.Records
 
 	mu sync.Mutex
-	// open has the parts that this process works on, by ID.
+	// open has the parts that this process runs, by ID.
 	open map[string]*part
 }
 
-// part is what a Jobs keeps in memory of a part between two calls.
+// part is the state of a part that Jobs keeps in memory between two calls.
 type part struct {
 	busy    bool
 	limiter *rate.Limiter
 	// counted is false until this process has compared the record with the dead
-	// letters: the last page of an earlier process may be done and not recorded.
+	// letters: an earlier process may have redelivered its last page without recording it.
 	counted bool
 }
 
@@ -53,7 +53,7 @@ type jobProgress struct {
 	Redelivered int64 `json:"redelivered,omitempty"`
 	Left        int64 `json:"left,omitempty"`
 	Bytes       int64 `json:"bytes,omitempty"`
-	// After is the key of the last dead letter that is done with.
+	// After is the key of the last processed dead letter.
 	After string `json:"after,omitempty"`
 	Done  bool   `json:"done,omitempty"`
 }
@@ -63,8 +63,8 @@ func NewJobs(store queue.Store, records *jobs.Records) *Jobs {
 	return &Jobs{store: store, records: records, open: map[string]*part{}}
 }
 
-// Do carries out a step of a job. The Progress has the counts of the whole part,
-// and Job is set. A step that fails can be repeated.
+// Do runs a step of a job. The Progress has the counts of the whole part, and its Job
+// is set. A failed step can be repeated.
 func (j *Jobs) Do(ctx context.Context, a liveconfig.DeadLetterAction, o Options) (Progress, error) {
 	p, err := j.enter(a.Job.ID)
 	if err != nil {
@@ -77,7 +77,7 @@ func (j *Jobs) Do(ctx context.Context, a liveconfig.DeadLetterAction, o Options)
 	if err != nil {
 		return Progress{}, err
 	}
-	if !record.Completed.IsZero() { // Also of the same object, when only its status is missing.
+	if !record.Completed.IsZero() { // The same object may repeat a step if its status was not written.
 		ended = true
 		return progress.report(record.UID != a.Job.UID), nil
 	}
@@ -91,7 +91,7 @@ func (j *Jobs) Do(ctx context.Context, a liveconfig.DeadLetterAction, o Options)
 		err = j.put(a.Job.ID, record, progress)
 		ended = err == nil
 	default:
-		err = fmt.Errorf("job.step: %q is unknown", a.Job.Step)
+		err = fmt.Errorf("job.step: %q is unknown; use begin, run or complete", a.Job.Step)
 	}
 	return progress.report(false), err
 }
@@ -101,7 +101,7 @@ func (j *Jobs) enter(id string) (*part, error) {
 	defer j.mu.Unlock()
 	p := j.open[id]
 	if p == nil {
-		if len(j.open) >= maxOpen { // An idle part is counted again when it continues.
+		if len(j.open) >= maxOpen { // A removed part is counted again when it continues.
 			maps.DeleteFunc(j.open, func(_ string, p *part) bool { return !p.busy })
 		}
 		p = &part{}
@@ -114,7 +114,7 @@ func (j *Jobs) enter(id string) (*part, error) {
 	return p, nil
 }
 
-// leave forgets a part that ended, and a part that has nothing to remember.
+// leave removes a part from memory if it has ended or has no state.
 func (j *Jobs) leave(id string, p *part, ended bool) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -123,14 +123,14 @@ func (j *Jobs) leave(id string, p *part, ended bool) {
 	}
 }
 
-// load returns the record of a part. A run that did not complete and belonged to
-// another object is done anew.
+// load returns the record of a part. If another object's run did not complete, it returns
+// a new record, so that the run starts again.
 func (j *Jobs) load(a liveconfig.DeadLetterAction) (jobs.Record, jobProgress, error) {
 	var progress jobProgress
 	record, ok := j.records.Get(a.Job.ID)
 	if ok {
 		if err := json.Unmarshal(record.Progress, &progress); err != nil {
-			return record, progress, fmt.Errorf("the record of the Redelivery cannot be decoded: %w", err)
+			return record, progress, fmt.Errorf("record of the Redelivery: cannot decode: %w", err)
 		}
 		if record.UID == a.Job.UID || !record.Completed.IsZero() {
 			return record, progress, nil
@@ -140,7 +140,7 @@ func (j *Jobs) load(a liveconfig.DeadLetterAction) (jobs.Record, jobProgress, er
 	return jobs.Record{Namespace: namespace, UID: a.Job.UID}, jobProgress{}, nil
 }
 
-// begin counts what matches and records the part, unless that was done before.
+// begin counts the matching dead letters and records the part, unless it is already recorded.
 func (j *Jobs) begin(ctx context.Context, p *part, a liveconfig.DeadLetterAction, record *jobs.Record, progress *jobProgress, o Options) error {
 	known := slices.Clone(progress.Pods)
 	for _, name := range a.Job.Pods {
@@ -162,16 +162,16 @@ func (j *Jobs) begin(ctx context.Context, p *part, a liveconfig.DeadLetterAction
 	return j.put(a.Job.ID, *record, *progress)
 }
 
-// run redelivers until nothing is left or the time slice ends.
+// run redelivers until no matching dead letter remains or the time slice ends.
 func (j *Jobs) run(ctx context.Context, p *part, a liveconfig.DeadLetterAction, record *jobs.Record, progress *jobProgress, o Options) error {
 	switch {
 	case len(record.Progress) == 0:
-		return errors.New("this Redelivery has not begun on this dispatcher")
+		return errors.New("this Redelivery has not begun on this dispatcher; send the step begin first")
 	case progress.Done:
 		return nil
 	}
 	if !p.counted {
-		// Dead letters behind After that were counted and do not exist any more were redelivered.
+		// Counted dead letters behind After that no longer exist were redelivered.
 		rest, err := Run(ctx, j.store, a.Destination, a.Selector, Options{DryRun: true, Now: o.Now, from: progress.After})
 		if err != nil {
 			return err

@@ -16,9 +16,10 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
+	"github.com/posthorn/posthorn/test/check"
 )
 
-// jobRig does the steps of one object's job, each time as a new process would.
+// jobRig runs the steps of one object's job.
 type jobRig struct {
 	*testing.T
 	store *pebblestore.Store
@@ -31,7 +32,7 @@ func newJobRig(t *testing.T, s *pebblestore.Store) *jobRig {
 	return r
 }
 
-// restart is a new process on the same store.
+// restart simulates a new process on the same store.
 func (r *jobRig) restart() {
 	r.Helper()
 	records, err := jobs.Open(r.store, time.Now)
@@ -52,7 +53,7 @@ func (r *jobRig) do(a liveconfig.DeadLetterAction, want string) redelivery.Progr
 	r.Helper()
 	p, err := r.jobs.Do(r.Context(), a, redelivery.Options{Rate: a.Rate, DryRun: a.DryRun})
 	if err != nil {
-		r.Fatalf("%s: %v", a.Job.Step, err)
+		r.Fatalf("step %s for object %s: got error %v, want none", a.Job.Step, a.Job.UID, err)
 	}
 	got := fmt.Sprintf("%d/%d left %d", p.Redelivered, p.Matched, p.Job.Left)
 	if p.Job.AlreadyDone {
@@ -62,12 +63,12 @@ func (r *jobRig) do(a liveconfig.DeadLetterAction, want string) redelivery.Progr
 		got += " part done"
 	}
 	if got != want {
-		r.Errorf("%s for %s: %s, want %s", a.Job.Step, a.Job.UID, got, want)
+		r.Errorf("step %s for object %s: got %s, want %s", a.Job.Step, a.Job.UID, got, want)
 	}
 	return p
 }
 
-func TestJobIsDoneOnce(t *testing.T) {
+func TestJobRunsOnce(t *testing.T) {
 	s := open(t, 10, lane)
 	r := newJobRig(t, s)
 	r.do(action("1", liveconfig.JobBegin), "0/10 left 0")
@@ -76,16 +77,14 @@ func TestJobIsDoneOnce(t *testing.T) {
 	r.do(action("1", liveconfig.JobRun), "10/10 left 0 part done")
 	r.do(action("1", liveconfig.JobComplete), "10/10 left 0 part done")
 	r.restart()
-	// The same object again, when only its status is missing, and another one.
+	// The same object, whose status was not written, and then another object.
 	r.do(action("1", liveconfig.JobBegin), "10/10 left 0 part done")
 	r.do(action("2", liveconfig.JobBegin), "10/10 left 0 already done part done")
 	r.do(action("2", liveconfig.JobRun), "10/10 left 0 already done part done")
-	if n := len(lease(t, s, lane)); n != 10 {
-		t.Errorf("%d messages are pending again, want 10", n)
-	}
+	check.Equal(t, "pending messages", len(lease(t, s, lane)), 10)
 }
 
-// A run that did not complete is done anew for another object.
+// A run that did not complete starts again for another object.
 func TestJobOfAFailedRun(t *testing.T) {
 	s := open(t, 10, lane)
 	r := newJobRig(t, s)
@@ -108,13 +107,11 @@ func TestJobDryRun(t *testing.T) {
 	r.do(a, "0/7 left 0 part done")
 	a.Job.Step = liveconfig.JobRun
 	r.do(a, "0/7 left 0 part done")
-	if n := count(t, s); n != 7 {
-		t.Errorf("%d dead letters are left, want 7", n)
-	}
+	check.Equal(t, "remaining dead letters", count(t, s), 7)
 }
 
-// A kill between any two writes of the store: the next process continues, no
-// message is lost, and the counts are those of an undisturbed run.
+// After a kill between any two writes of the store the next process continues, no
+// message is lost, and the counts equal those of a run without a kill.
 func TestJobKilled(t *testing.T) {
 	const letters = 350
 	for _, when := range []string{"after the append", "after the removal", "after the record"} {
@@ -128,13 +125,11 @@ func TestJobKilled(t *testing.T) {
 				t.Fatal(err)
 			}
 			if _, err := redelivery.NewJobs(killed, records).Do(t.Context(), action("1", liveconfig.JobRun), redelivery.Options{Rate: 1e6}); !errors.Is(err, errKilled) {
-				t.Fatalf("error %v", err)
+				t.Fatalf("run on the killed store: got error %v, want %v", err, errKilled)
 			}
 			r.restart()
 			r.do(action("1", liveconfig.JobRun), fmt.Sprintf("%d/%d left 0 part done", letters, letters))
-			if n := count(t, s); n != 0 {
-				t.Errorf("%d dead letters are left", n)
-			}
+			check.Equal(t, "remaining dead letters", count(t, s), 0)
 			seen := map[string]int{}
 			for _, d := range lease(t, s, lane) {
 				seen[d.ID]++
@@ -143,8 +138,9 @@ func TestJobKilled(t *testing.T) {
 			for _, n := range seen {
 				twice += n - 1
 			}
-			if limit := map[bool]int{true: 100}[when == "after the append"]; len(seen) != letters || twice > limit {
-				t.Errorf("%d of %d messages are pending, %d of them twice; at most a page of %d may be", len(seen), letters, twice, limit)
+			check.Equal(t, "pending messages", len(seen), letters)
+			if limit := map[bool]int{true: 100}[when == "after the append"]; twice > limit {
+				t.Errorf("repeated messages: got %d, want at most a page of %d", twice, limit)
 			}
 		})
 	}
@@ -155,12 +151,12 @@ var errKilled = errors.New("killed")
 // killedStore fails at the second page, before or after a step.
 type killedStore struct {
 	queue.Store
-	when                 string
-	appends, gone, notes int
+	when                        string
+	appends, deletions, records int
 }
 
 func (s *killedStore) DeleteDeadLetters(ctx context.Context, destination string, keys ...string) error {
-	if s.gone++; s.gone == 2 && s.when == "after the append" {
+	if s.deletions++; s.deletions == 2 && s.when == "after the append" {
 		return errKilled
 	}
 	return s.Store.DeleteDeadLetters(ctx, destination, keys...)
@@ -174,26 +170,27 @@ func (s *killedStore) Append(ctx context.Context, m []queue.Message) ([]bool, er
 }
 
 func (s *killedStore) RememberDurably(name string, value []byte) error {
-	if s.notes++; s.notes == 2 && s.when == "after the removal" {
+	if s.records++; s.records == 2 && s.when == "after the removal" {
 		return errKilled
 	}
 	return s.Store.RememberDurably(name, value)
 }
 
-// Dead letters without a receiver are left, counted, and not scanned again.
-func TestJobLeavesStranded(t *testing.T) {
-	gone := queue.LaneID{Source: src, Destination: dest, Endpoint: "gone"}
-	s := open(t, 6, lane, gone)
+// Dead letters without a receiver are kept, counted, and not scanned again.
+func TestJobKeepsDeadLettersWithoutReceiver(t *testing.T) {
+	removed := queue.LaneID{Source: src, Destination: dest, Endpoint: "removed"}
+	s := open(t, 6, lane, removed)
 	r := newJobRig(t, s)
-	takes := func(l queue.LaneID) bool { return l != gone && l != lane }
+	takes := func(l queue.LaneID) bool { return l != removed && l != lane }
 	r.do(action("1", liveconfig.JobBegin), "0/12 left 0")
 	p, err := r.jobs.Do(t.Context(), action("1", liveconfig.JobRun), redelivery.Options{Rate: 1e6, Takes: takes})
-	if err != nil || p.Redelivered != 0 || p.Job.Left != 12 || !p.Job.PartDone {
-		t.Errorf("%+v %+v %v, want 12 left", p, p.Job, err)
-	}
+	check.NoError(t, "run", err)
+	check.Equal(t, "Redelivered", p.Redelivered, 0)
+	check.Equal(t, "Left", p.Job.Left, 12)
+	check.Equal(t, "PartDone", p.Job.PartDone, true)
 }
 
-// The slice bounds a call, and the rate holds over several calls.
+// The slice bounds the duration of a call, and the rate applies across calls.
 func TestJobSlices(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := open(t, 500, lane)
@@ -211,22 +208,22 @@ func TestJobSlices(t *testing.T) {
 				t.Fatal(err)
 			}
 			if took := time.Since(before); took > 4*time.Second {
-				t.Fatalf("a call took %s; its slice is 2s", took)
+				t.Fatalf("duration of a call with a slice of 2s: got %s, want at most 4s", took)
 			}
 			if p.Job.PartDone {
 				break
 			}
 		}
 		if took := time.Since(start); took < 48*time.Second || took > 51*time.Second {
-			t.Errorf("500 dead letters at 10 a second took %s", took)
+			t.Errorf("duration of 500 dead letters at 10 a second: got %s, want 48s to 51s", took)
 		}
 		if calls < 15 {
-			t.Errorf("%d calls", calls)
+			t.Errorf("calls: got %d, want at least 15", calls)
 		}
 	})
 }
 
-// Two operators, an old one and its successor, do not work on the same part.
+// Two operators, an old one and its successor, do not process the same part.
 func TestJobBusy(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := open(t, 50, lane)
@@ -241,20 +238,15 @@ func TestJobBusy(t *testing.T) {
 			done <- err
 		}()
 		time.Sleep(10*time.Second + time.Millisecond)
-		if _, err := r.jobs.Do(t.Context(), a, redelivery.Options{}); !errors.Is(err, redelivery.ErrBusy) {
-			t.Errorf("error %v, want that another request works on it", err)
-		}
+		_, err := r.jobs.Do(t.Context(), a, redelivery.Options{})
+		check.ErrorIs(t, "second call", err, redelivery.ErrBusy)
 		cancel()
-		if err := <-done; err == nil {
-			t.Error("the first call did not notice its end")
-		}
+		check.ErrorIs(t, "cancelled call", <-done, context.Canceled)
 		a.Rate = 1e6
 		p := r.do(action("1", liveconfig.JobRun), "50/50 left 0 part done")
 		if diff := cmp.Diff([]string{"pod-0"}, slices.Sorted(slices.Values(p.Job.Pods))); diff != "" {
 			t.Errorf("pods (-want +got):\n%s", diff)
 		}
-		if n := len(lease(t, s, lane)); n != 50 {
-			t.Errorf("%d messages are pending, want 50", n)
-		}
+		check.Equal(t, "pending messages", len(lease(t, s, lane)), 50)
 	})
 }

@@ -1,5 +1,5 @@
-// Package redelivery sends dead letters once more: one, those that a selector
-// chooses, or all of a destination, at a bounded rate.
+// Package redelivery sends selected dead letters of a destination again, at a bounded
+// rate. Run and Purge process them in one call; Jobs runs the parts of Redelivery objects.
 package redelivery
 
 import (
@@ -16,21 +16,21 @@ import (
 )
 
 const (
-	// DefaultRate is how many dead letters a second are redelivered unless it is said otherwise.
+	// DefaultRate is the default of Options.Rate, in dead letters a second.
 	DefaultRate = 100
-	// pageSize is how many are held in memory at once, less at a low rate: then a
-	// second's.
+	// pageSize is the number of dead letters in memory at once. At a lower rate it is the
+	// number of one second.
 	pageSize = 100
 )
 
 type (
-	// Selector chooses dead letters.
+	// Selector selects dead letters.
 	Selector = liveconfig.DeadLetterSelector
-	// Progress counts what was done with them.
+	// Progress counts processed dead letters.
 	Progress = liveconfig.DeadLetterProgress
 )
 
-// matches reports whether a dead letter is chosen.
+// matches reports whether a selector selects a dead letter.
 func matches(s Selector, d queue.DeadLetter) bool {
 	in := func(list []string, v string) bool { return len(list) == 0 || slices.Contains(list, v) }
 	return in(s.Keys, d.Key) && in(s.Reasons, d.Failure.Reason) && in(s.Types, d.Type) && in(s.Events, d.Event) &&
@@ -41,7 +41,7 @@ func matches(s Selector, d queue.DeadLetter) bool {
 type Options struct {
 	// Rate is in dead letters a second; 0 is DefaultRate.
 	Rate float64
-	// DryRun only counts.
+	// DryRun only counts the selected dead letters.
 	DryRun bool
 	// OnProgress, when set, is called after each page.
 	OnProgress func(Progress)
@@ -50,22 +50,23 @@ type Options struct {
 	// scan, as does an error.
 	from   string
 	onPage func(p Progress, after string) (bool, error)
-	// limiter, when set, is used instead of a new one of Rate.
+	// limiter, when set, replaces Rate.
 	limiter *rate.Limiter
-	// Takes reports whether a lane still takes messages, as far as the config goes; nil for all that the store knows.
+	// Takes reports whether a lane accepts messages by the current config; nil for all lanes
+	// of the store.
 	Takes func(queue.LaneID) bool
 	// Now is the clock; default time.Now.
 	Now func() time.Time
 }
 
-// Run puts the chosen dead letters of a destination ("namespace/name") back
-// into its lanes, as new messages with the same id and body, and removes them.
-// Dead letters that come while it runs are left alone, so it ends; so are those
-// of a Source or an endpoint that the destination does not have any more, and
-// those of which nothing is left to send (queue.ReasonDamaged): they count as
-// matched, not as redelivered. Where the destination's success policy changed
-// since, they go to the lanes that took over. After a crash some may be delivered
-// twice, none is lost. The error comes with the progress up to it.
+// Run appends the selected dead letters of a destination ("namespace/name") to
+// its lanes, as new messages with the same id and body, and removes the dead letters.
+// It ignores dead letters that are added while it runs, so it ends. It keeps dead letters
+// of a Source or an endpoint that the destination no longer has, and dead letters without
+// a body (queue.ReasonDamaged): they count as matched, not as redelivered. If the
+// destination's success policy has changed, the messages are appended to the lanes of the
+// new policy. After a crash some may be delivered twice; none is lost. With an error, Run
+// returns the progress up to it.
 func Run(ctx context.Context, store queue.Store, destination string, s Selector, o Options) (Progress, error) {
 	limiter := o.limiter
 	if limiter == nil {
@@ -90,7 +91,7 @@ func Run(ctx context.Context, store queue.Store, destination string, s Selector,
 		if _, err := store.Append(ctx, messages); err != nil {
 			return 0, fmt.Errorf("redeliver: %w", err)
 		}
-		// What was appended behind the end of a lane is nobody's, so its letter stays.
+		// If a lane ended before the append, no lane has the message, so its dead letter is kept.
 		lanes = o.lanes(store, destination)
 		var keys []string
 		for i, d := range page {
@@ -98,12 +99,12 @@ func Run(ctx context.Context, store queue.Store, destination string, s Selector,
 				keys = append(keys, d.Key)
 			}
 		}
-		// The messages are pending now, whether or not the caller still waits.
+		// The messages are pending now, even if the caller no longer waits.
 		return len(keys), store.DeleteDeadLetters(context.WithoutCancel(ctx), destination, keys...)
 	})
 }
 
-// newLimiter bounds the rate; its burst is the size of a page.
+// newLimiter returns a limiter for a rate; its burst is the size of a page.
 func newLimiter(perSecond float64) *rate.Limiter {
 	if perSecond <= 0 {
 		perSecond = DefaultRate
@@ -111,15 +112,15 @@ func newLimiter(perSecond float64) *rate.Limiter {
 	return rate.NewLimiter(rate.Limit(perSecond), int(min(max(1, perSecond), pageSize)))
 }
 
-// lanes lists the lanes of a destination that go on.
+// lanes lists the lanes of a destination that accept messages.
 func (o Options) lanes(store queue.Store, destination string) []queue.LaneID {
 	return slices.DeleteFunc(store.Lanes(), func(l queue.LaneID) bool {
 		return l.Destination != destination || store.LaneStats(l).Ended || o.Takes != nil && !o.Takes(l)
 	})
 }
 
-// receiver names whom a dead letter of a lane is for, among the lanes of its
-// destination: its endpoint, or the destination. It is empty when nobody would get it.
+// receiver returns the receiver of a dead letter, given the lanes of its destination: its
+// endpoint, or the destination. It is empty if no lane would get the message.
 func receiver(from queue.LaneID, lanes []queue.LaneID) string {
 	for _, to := range lanes {
 		switch {
@@ -136,7 +137,7 @@ func receiver(from queue.LaneID, lanes []queue.LaneID) string {
 	return ""
 }
 
-// Purge removes the chosen dead letters for good.
+// Purge removes the selected dead letters permanently.
 func Purge(ctx context.Context, store queue.Store, destination string, s Selector, o Options) (Progress, error) {
 	return each(ctx, store, destination, s, o, pageSize, func(page []queue.DeadLetter) (int, error) {
 		keys := make([]string, len(page))
@@ -147,8 +148,8 @@ func Purge(ctx context.Context, store queue.Store, destination string, s Selecto
 	})
 }
 
-// each calls act for the chosen dead letters, pages of a size at a time; act says for how
-// many it did something, and may change the page.
+// each calls act with pages of selected dead letters, up to a size. act returns the number
+// that it processed, and may change the page.
 func each(ctx context.Context, store queue.Store, destination string, s Selector, o Options, size int, act func([]queue.DeadLetter) (int, error)) (p Progress, err error) {
 	started := now(o)
 	for after, more := o.from, true; more; {
@@ -189,7 +190,7 @@ func each(ctx context.Context, store queue.Store, destination string, s Selector
 			o.OnProgress(p)
 		}
 		if o.onPage != nil {
-			if goOn, err := o.onPage(p, after); err != nil || !goOn {
+			if more, err := o.onPage(p, after); err != nil || !more {
 				return p, err
 			}
 		}

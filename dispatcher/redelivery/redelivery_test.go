@@ -14,6 +14,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
+	"github.com/posthorn/posthorn/test/check"
 )
 
 const (
@@ -26,7 +27,7 @@ var (
 	other = queue.LaneID{Source: src, Destination: "shop/other"}
 )
 
-// open makes a store with n dead letters of a destination; every third one is of the reason Expired.
+// open creates a store with n dead letters of a destination; every third one has the reason Expired.
 func open(t *testing.T, n int, lanes ...queue.LaneID) *pebblestore.Store {
 	t.Helper()
 	s, err := pebblestore.Open("queue", pebblestore.Options{FS: vfs.NewMem(), DuplicateWindow: time.Minute, Logger: slog.New(slog.DiscardHandler)})
@@ -83,39 +84,38 @@ func count(t *testing.T, s queue.Store) (n int) {
 	return n
 }
 
-func TestRunPutsTheChosenBackIntoTheirLaneAlone(t *testing.T) {
+func TestRunAppendsSelectedDeadLettersToTheirLane(t *testing.T) {
 	s := open(t, 250, lane)
 	dry, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{Reasons: []string{"Expired"}}, redelivery.Options{DryRun: true})
-	if err != nil || dry.Matched != 84 || dry.Redelivered != 0 || count(t, s) != 250 {
-		t.Fatalf("dry run: %+v %v, %d left", dry, err, count(t, s))
-	}
+	check.NoError(t, "dry run", err)
+	check.Equal(t, "dry run: Matched", dry.Matched, 84)
+	check.Equal(t, "dry run: Redelivered", dry.Redelivered, 0)
+	check.Equal(t, "dead letters after a dry run", count(t, s), 250)
 	calls := 0
 	p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{Reasons: []string{"Expired"}}, redelivery.Options{Rate: 1e6, OnProgress: func(redelivery.Progress) { calls++ }})
-	if err != nil || p.Matched != 84 || p.Redelivered != 84 || p.Bytes == 0 || calls == 0 {
-		t.Fatalf("%+v %v, %d calls", p, err, calls)
-	}
-	if n := count(t, s); n != 166 {
-		t.Errorf("%d dead letters left", n)
-	}
+	check.NoError(t, "run", err)
+	check.Equal(t, "Matched", p.Matched, 84)
+	check.Equal(t, "Redelivered", p.Redelivered, 84)
+	check.Equal(t, "Bytes is zero", p.Bytes == 0, false)
+	check.Equal(t, "OnProgress was called", calls > 0, true)
+	check.Equal(t, "remaining dead letters", count(t, s), 166)
 	got := lease(t, s, lane)
-	if len(got) != 84 || got[0].ID != "m0" || string(got[0].Body) != `{"n":0}` || got[0].Attempt != 0 {
-		t.Errorf("%d pending again, the first one %+v", len(got), got[0])
+	if len(got) != 84 {
+		t.Fatalf("pending messages: got %d, want 84", len(got))
 	}
+	check.Equal(t, "id of the first message", got[0].ID, "m0")
+	check.Equal(t, "body of the first message", string(got[0].Body), `{"n":0}`)
+	check.Equal(t, "attempts of the first message", got[0].Attempt, 0)
 	for _, d := range got {
 		s.Ack(d)
 	}
-	if n := len(lease(t, s, other)); n != 0 {
-		t.Errorf("%d reached another destination", n)
-	}
-	if st := s.LaneStats(other); st.Accepted != 250 || st.Accepted != st.Delivered {
-		t.Errorf("the other lane's ledger moved: %+v", st)
-	}
-	if st := s.LaneStats(lane); st.Accepted != st.Delivered+st.Filtered+st.DeadLettered+st.Discarded+st.Pending {
-		t.Errorf("the ledger does not balance: %+v", st)
-	}
+	check.Equal(t, "messages for another destination", len(lease(t, s, other)), 0)
+	check.Equal(t, "Accepted of the other lane", s.LaneStats(other).Accepted, 250)
+	check.Equal(t, "Delivered of the other lane", s.LaneStats(other).Delivered, 250)
+	check.NoError(t, "ledger of the lane", s.LaneStats(lane).Balance())
 }
 
-func TestEndpointsOfTheirOwnAreRedeliveredByThemselves(t *testing.T) {
+func TestMessagesOfOneEndpointAreRedeliveredToIt(t *testing.T) {
 	a, b := queue.LaneID{Source: src, Destination: dest, Endpoint: "a"}, queue.LaneID{Source: src, Destination: dest, Endpoint: "b"}
 	s := open(t, 3, a)
 	if err := s.OpenLane(b); err != nil {
@@ -124,53 +124,55 @@ func TestEndpointsOfTheirOwnAreRedeliveredByThemselves(t *testing.T) {
 	if _, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{Rate: 1e6}); err != nil {
 		t.Fatal(err)
 	}
-	if na, nb := len(lease(t, s, a)), len(lease(t, s, b)); na != 3 || nb != 0 {
-		t.Errorf("endpoint a got %d, endpoint b %d", na, nb)
-	}
+	check.Equal(t, "messages for endpoint a", len(lease(t, s, a)), 3)
+	check.Equal(t, "messages for endpoint b", len(lease(t, s, b)), 0)
 }
 
 func TestPurge(t *testing.T) {
 	s := open(t, 10, lane)
 	var first string
 	_ = s.DeadLetters(t.Context(), dest, "", func(d queue.DeadLetter) bool { first = d.Key; return false })
-	if p, err := redelivery.Purge(t.Context(), s, dest, redelivery.Selector{Keys: []string{first}}, redelivery.Options{}); err != nil || p.Matched != 1 || count(t, s) != 9 {
-		t.Errorf("%+v %v, %d left", p, err, count(t, s))
-	}
-	if p, err := redelivery.Purge(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{}); err != nil || p.Matched != 9 || count(t, s) != 0 {
-		t.Errorf("%+v %v, %d left", p, err, count(t, s))
-	}
-	if n := len(lease(t, s, lane)); n != 0 {
-		t.Errorf("%d came back", n)
-	}
+	p, err := redelivery.Purge(t.Context(), s, dest, redelivery.Selector{Keys: []string{first}}, redelivery.Options{})
+	check.NoError(t, "purge by key", err)
+	check.Equal(t, "purge by key: Matched", p.Matched, 1)
+	check.Equal(t, "dead letters after a purge by key", count(t, s), 9)
+	p, err = redelivery.Purge(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{})
+	check.NoError(t, "purge of all", err)
+	check.Equal(t, "purge of all: Matched", p.Matched, 9)
+	check.Equal(t, "dead letters after a purge of all", count(t, s), 0)
+	check.Equal(t, "pending messages", len(lease(t, s, lane)), 0)
 }
 
-// A rate that is not reached yet can be given up; what was not redelivered stays.
+// A run that waits for its rate ends with its context, and keeps the remaining dead letters.
 func TestRunStopsWithItsContext(t *testing.T) {
 	s := open(t, 250, lane)
 	ctx, cancel := context.WithCancel(t.Context())
 	p, err := redelivery.Run(ctx, s, dest, redelivery.Selector{}, redelivery.Options{Rate: 0.001, OnProgress: func(redelivery.Progress) { cancel() }})
-	if err == nil || p.Redelivered != 1 || count(t, s) != 249 {
-		t.Errorf("%+v %v, %d left", p, err, count(t, s))
-	}
+	check.Equal(t, "run returned an error", err != nil, true)
+	check.Equal(t, "Redelivered", p.Redelivered, 1)
+	check.Equal(t, "remaining dead letters", count(t, s), 249)
 }
 
-// A lane that takes nothing more would swallow them.
-func TestLettersOfALaneOnItsWayOutStay(t *testing.T) {
+// A lane that accepts no messages would lose them.
+func TestDeadLettersOfAnEndingLaneAreKept(t *testing.T) {
 	s := open(t, 3, lane)
 	orphan := redelivery.Options{Takes: func(l queue.LaneID) bool { return l != lane }}
-	if p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, orphan); err != nil || p.Matched != 3 || p.Redelivered != 0 || count(t, s) != 3 {
-		t.Errorf("of an orphan: %+v %v, %d left", p, err, count(t, s))
-	}
+	p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, orphan)
+	check.NoError(t, "run for a lane outside of the config", err)
+	check.Equal(t, "Matched of a lane outside of the config", p.Matched, 3)
+	check.Equal(t, "Redelivered of a lane outside of the config", p.Redelivered, 0)
+	check.Equal(t, "dead letters of a lane outside of the config", count(t, s), 3)
 	if err := s.EndLane(lane, queue.Ended); err != nil {
 		t.Fatal(err)
 	}
-	if p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{}); err != nil || p.Redelivered != 0 || count(t, s) != 3 {
-		t.Errorf("of a lane that has ended: %+v %v, %d left", p, err, count(t, s))
-	}
+	p, err = redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{})
+	check.NoError(t, "run for an ended lane", err)
+	check.Equal(t, "Redelivered of an ended lane", p.Redelivered, 0)
+	check.Equal(t, "dead letters of an ended lane", count(t, s), 3)
 }
 
-// A dead letter keeps no mark: its body says whether it has long numbers, also
-// when a release before the mark stored it.
+// A dead letter has no mark: the body shows whether it has long numbers, also
+// when a release without the mark stored it.
 func TestLongNumbersAreMarkedAgain(t *testing.T) {
 	s := open(t, 0, lane)
 	bodies := map[string]bool{`{"id":12345678901234567890}`: true, `{"id":"12345678901234567890"}`: false, `{"n":1e400}`: true, `{"n":0.10000000000000000001}`: true, `{"n":0.1}`: false}
@@ -185,7 +187,7 @@ func TestLongNumbersAreMarkedAgain(t *testing.T) {
 		}
 	}
 	if p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{}); err != nil || p.Redelivered != int64(len(bodies)) {
-		t.Fatalf("%+v, %v, want %d redelivered", p, err, len(bodies))
+		t.Fatalf("run: got %d redelivered and error %v, want %d redelivered", p.Redelivered, err, len(bodies))
 	}
 	got := map[string]bool{}
 	for _, d := range lease(t, s, lane) {
@@ -196,8 +198,8 @@ func TestLongNumbersAreMarkedAgain(t *testing.T) {
 	}
 }
 
-// Of a damaged message nothing is left to send.
-func TestDamagedLettersStay(t *testing.T) {
+// A damaged message has no body to send.
+func TestDamagedDeadLettersAreKept(t *testing.T) {
 	s := open(t, 2, lane)
 	appendOne := queue.Message{Source: src, ID: "damaged", AcceptedAt: time.Now(), Body: []byte("{}")}
 	if _, err := s.Append(t.Context(), []queue.Message{appendOne}); err != nil {
@@ -208,28 +210,28 @@ func TestDamagedLettersStay(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{}); err != nil || p.Matched != 3 || p.Redelivered != 2 || count(t, s) != 1 {
-		t.Errorf("%+v %v, %d left", p, err, count(t, s))
-	}
+	p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{})
+	check.NoError(t, "run", err)
+	check.Equal(t, "Matched", p.Matched, 3)
+	check.Equal(t, "Redelivered", p.Redelivered, 2)
+	check.Equal(t, "remaining dead letters", count(t, s), 1)
 }
 
-func TestLettersOfALaneThatIsNoMoreStay(t *testing.T) {
-	gone := queue.LaneID{Source: src, Destination: dest, Endpoint: "old"}
-	s := open(t, 4, queue.LaneID{Source: src, Destination: dest, Endpoint: "new"}, gone)
-	if err := s.DropLane(t.Context(), gone); err != nil {
+func TestDeadLettersOfARemovedLaneAreKept(t *testing.T) {
+	removed := queue.LaneID{Source: src, Destination: dest, Endpoint: "old"}
+	s := open(t, 4, queue.LaneID{Source: src, Destination: dest, Endpoint: "new"}, removed)
+	if err := s.DropLane(t.Context(), removed); err != nil {
 		t.Fatal(err)
 	}
 	p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{})
-	if err != nil || p.Matched != 8 || p.Redelivered != 4 {
-		t.Errorf("got %+v, %v; want 4 of 8 redelivered", p, err)
-	}
-	if n := count(t, s); n != 4 {
-		t.Errorf("%d dead letters are left, want the 4 of the endpoint that is gone", n)
-	}
+	check.NoError(t, "run", err)
+	check.Equal(t, "Matched", p.Matched, 8)
+	check.Equal(t, "Redelivered", p.Redelivered, 4)
+	check.Equal(t, "remaining dead letters, those of the removed endpoint", count(t, s), 4)
 }
 
-// After a change of the success policy they go to the lanes that took over.
-func TestLettersOfAFormerPolicyGoTheNewWay(t *testing.T) {
+// After a change of the success policy the lanes of the new policy get the messages.
+func TestDeadLettersAfterAChangeOfThePolicy(t *testing.T) {
 	a, b := queue.LaneID{Source: src, Destination: dest, Endpoint: "a"}, queue.LaneID{Source: src, Destination: dest, Endpoint: "b"}
 	for _, test := range []struct {
 		name   string
@@ -252,19 +254,18 @@ func TestLettersOfAFormerPolicyGoTheNewWay(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			if p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{}); err != nil || int(p.Redelivered) != test.want || count(t, s) != 0 {
-				t.Errorf("%+v, %v; %d left", p, err, count(t, s))
-			}
+			p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{})
+			check.NoError(t, "run", err)
+			check.Equal(t, "Redelivered", int(p.Redelivered), test.want)
+			check.Equal(t, "remaining dead letters", count(t, s), 0)
 			for _, l := range test.after {
-				if n := len(lease(t, s, l)); n != test.want {
-					t.Errorf("%v got %d, want %d", l, n, test.want)
-				}
+				check.Equal(t, fmt.Sprintf("messages in lane %v", l), len(lease(t, s, l)), test.want)
 			}
 		})
 	}
 }
 
-// A low rate is kept from the first one on, not only on average.
+// A low rate applies from the first dead letter on, not only on average.
 func TestRateIsBounded(t *testing.T) {
 	for rate, want := range map[float64][3]int{0.5: {1, 2, 6}, 5: {5, 15, 55}, 1000: {100, 250, 250}} {
 		t.Run(fmt.Sprint(rate), func(t *testing.T) {
@@ -280,9 +281,7 @@ func TestRateIsBounded(t *testing.T) {
 				for i, after := range []time.Duration{0, 2 * time.Second, 8 * time.Second} {
 					time.Sleep(after)
 					synctest.Wait()
-					if got := 250 - count(t, s); got != want[i] {
-						t.Errorf("%d were redelivered, want %d", got, want[i])
-					}
+					check.Equal(t, fmt.Sprintf("redelivered after another %s", after), 250-count(t, s), want[i])
 				}
 				cancel()
 				<-ended

@@ -37,7 +37,7 @@ const (
 	MaxLength = 1024
 	// MaxCost bounds one evaluation in CEL's units: about one per field access, comparison or ten
 	// characters of text. It is enough for a simple condition on each of some 2,000 elements and
-	// takes a few milliseconds. The count itself becomes slower with its length: ten times as much
+	// takes a few milliseconds. The time per unit grows with the count: ten times as many units
 	// took a second.
 	MaxCost = 10_000
 	// maxEstimate permits one pass over a long list, also over the lists in its elements, but not a
@@ -49,7 +49,7 @@ const (
 )
 
 // ErrNotBool is returned for a call for which the result is neither true nor false.
-var ErrNotBool = errors.New("the expression gave a value that is neither true nor false")
+var ErrNotBool = errors.New("the expression returned a value that is neither true nor false")
 
 // Program is a compiled expression. It is safe for concurrent use.
 type Program struct{ program cel.Program }
@@ -61,7 +61,7 @@ func Compile(expr string) (*Program, error) {
 		return nil, fmt.Errorf("the expression has %d characters; at most %d are allowed", n, MaxLength)
 	}
 	if strings.TrimSpace(expr) == "" {
-		return nil, errors.New("the expression is empty; leave it out or write a condition, for example call.properties.total > 100")
+		return nil, errors.New("the expression is empty; omit it or write a condition, for example call.properties.total > 100")
 	}
 	env, err := environment()
 	if err != nil {
@@ -72,7 +72,7 @@ func Compile(expr string) (*Program, error) {
 		return nil, err
 	}
 	if t := checked.OutputType(); !t.IsExactType(cel.BoolType) && !t.IsExactType(cel.DynType) {
-		return nil, fmt.Errorf("the expression gives a value of type %s; it must be true or false, for example call.properties.total > 100", t)
+		return nil, fmt.Errorf("the expression returns a value of type %s; it must be true or false, for example call.properties.total > 100", t)
 	}
 	if err := restrict(checked.NativeRep()); err != nil {
 		return nil, err
@@ -214,7 +214,7 @@ type sizes struct{}
 // EstimateSize implements checker.CostEstimator.
 func (sizes) EstimateSize(element checker.AstNode) *checker.SizeEstimate {
 	for _, part := range element.Path() {
-		if strings.HasPrefix(part, "@") { // within an element of a list or object
+		if strings.HasPrefix(part, "@") { // The element is within a list or object.
 			return &checker.SizeEstimate{Max: assumedInner}
 		}
 	}
@@ -235,7 +235,7 @@ func (costs) CallCost(function, overload string, args []ref.Val, _ ref.Val) *uin
 	cost := uint64(1)
 	switch function {
 	case overloads.Matches, overloads.Contains, overloads.StartsWith, overloads.EndsWith:
-		return nil // CEL's own count is right
+		return nil // CEL's own count is correct.
 	case operators.Index, operators.OptIndex, operators.OptSelect:
 		return &cost
 	case operators.Equals, operators.NotEquals:

@@ -53,7 +53,7 @@ func TestMatch(t *testing.T) {
 		"call.event.substring(0, 5) == 'Order' && call.event.indexOf('C') > 0": true,
 		"call.event.trim().charAt(0) == 'O'":                                   true,
 		"timestamp(call.timestamp) > timestamp('2026-01-01T00:00:00Z')":        true,
-		"call.properties.nothing == 1 || call.type == 'track'":                 true, // an error beside true does not count
+		"call.properties.nothing == 1 || call.type == 'track'":                 true, // || ignores an error beside true.
 		"call.properties.currency == 'USD'":                                    false,
 	} {
 		p, err := Compile(expr)
@@ -67,12 +67,12 @@ func TestMatch(t *testing.T) {
 	}
 }
 
-func TestACallForWhichItFailsDoesNotMatch(t *testing.T) {
+func TestACallWithAnEvaluationErrorDoesNotMatch(t *testing.T) {
 	for _, expr := range []string{
 		"call.properties.nothing == 1",
 		"call.nothing.total > 1",
 		"call.properties.currency > 100",
-		"call.properties.total * 2 > 3", // int and double do not mix in arithmetic
+		"call.properties.total * 2 > 3", // CEL has no arithmetic between int and double.
 		"call.properties.items[9].sku == 'a'",
 		"call.properties.currency",
 		"call.properties.big > 1",
@@ -105,7 +105,7 @@ func TestACallForWhichItFailsDoesNotMatch(t *testing.T) {
 	}
 }
 
-func TestCompileErrorsSayWhatToDo(t *testing.T) {
+func TestCompileErrorsGiveTheFix(t *testing.T) {
 	for expr, want := range map[string]string{
 		"":                                "the expression is empty",
 		" \n":                             "the expression is empty",
@@ -147,7 +147,7 @@ func TestCompileErrorsSayWhatToDo(t *testing.T) {
 	}
 }
 
-// The count must end an evaluation above the limit, for any call.
+// The count ends every evaluation above the limit, for any call.
 func TestCostIsBounded(t *testing.T) {
 	many := strings.TrimSuffix(strings.Repeat("1,", 12_000), ",")
 	deep := strings.TrimSuffix(strings.Repeat(strings.Repeat("[", 200)+strings.Repeat("]", 200)+",", 20), ",")
@@ -188,7 +188,7 @@ func TestAProgramIsSafeForConcurrentUse(t *testing.T) {
 		wg.Go(func() {
 			for range 50 {
 				if ok, err := p.Match([]byte(order)); !ok || err != nil {
-					t.Errorf("got %v, %v", ok, err)
+					t.Errorf("concurrent match: got %v and error %v, want true", ok, err)
 				}
 			}
 		})
@@ -204,7 +204,7 @@ func FuzzCompile(f *testing.F) {
 		p, err := Compile(expr)
 		if err != nil {
 			if strings.TrimSpace(err.Error()) == "" {
-				t.Errorf("%q: no explanation", expr)
+				t.Errorf("Compile(%q): the error has no text", expr)
 			}
 			return
 		}

@@ -11,72 +11,74 @@ import (
 	"github.com/posthorn/posthorn/event"
 )
 
-// Settled is a queue.Store that remembers which delete messages were settled in
-// which lane, so that their outcome is known before that of older messages. It
-// is in memory: after a restart the outcome is found by the lane's position.
+// OutcomeTracker is a queue.Store that records which delete messages have an outcome in
+// which lane, so that their outcome is known before that of older messages. The record
+// is in memory: after a restart the lane's position gives the outcome.
 //
-// It turns the messages of cancelled notifications into dead letters when they are
+// It makes dead letters of the messages of cancelled notifications when they are
 // leased or retried, so that no further attempt is made.
-type Settled struct {
+type OutcomeTracker struct {
 	queue.Store
 	mu   sync.Mutex
-	done map[settled]bool
-	// cancelled is nil as long as nothing is cancelled, which costs a lease nothing.
+	done map[outcome]bool
+	// cancelled is nil while no message is cancelled, so that a lease costs only one check.
 	cancelled atomic.Pointer[map[cancelledMessage]bool]
 }
 
 // cancelledMessage is a message of a Source for a destination ("namespace/name").
 type cancelledMessage struct{ source, destination, id string }
 
-// settled is a message in a lane.
-type settled struct {
+// outcome identifies a message that was delivered or became a dead letter in a lane.
+type outcome struct {
 	lane queue.LaneID
 	id   string
 }
 
-// NewSettled watches what is settled through it.
-func NewSettled(s queue.Store) *Settled { return &Settled{Store: s, done: map[settled]bool{}} }
+// NewOutcomeTracker returns a tracker for the messages of a store.
+func NewOutcomeTracker(s queue.Store) *OutcomeTracker {
+	return &OutcomeTracker{Store: s, done: map[outcome]bool{}}
+}
 
 // Ack implements queue.Store.
-func (s *Settled) Ack(d queue.Delivery) (first bool) {
+func (s *OutcomeTracker) Ack(d queue.Delivery) (first bool) {
 	first = s.Store.Ack(d)
-	s.remember(d)
+	s.record(d)
 	return first
 }
 
 // Bury implements queue.Store.
-func (s *Settled) Bury(d queue.Delivery, f queue.Failure) (buried bool, err error) {
+func (s *OutcomeTracker) Bury(d queue.Delivery, f queue.Failure) (buried bool, err error) {
 	if buried, err = s.Store.Bury(d, f); err != nil {
 		return false, err
 	}
-	s.remember(d)
+	s.record(d)
 	return buried, nil
 }
 
-func (s *Settled) remember(d queue.Delivery) {
+func (s *OutcomeTracker) record(d queue.Delivery) {
 	if d.Type != string(event.Delete) {
 		return
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.done[settled{d.Lane, d.ID}] = true
+	s.done[outcome{d.Lane, d.ID}] = true
 }
 
-func (s *Settled) is(lane queue.LaneID, id string) bool {
+func (s *OutcomeTracker) hasOutcome(lane queue.LaneID, id string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.done[settled{lane, id}]
+	return s.done[outcome{lane, id}]
 }
 
-// keep forgets all messages but those whose outcome is still wanted.
-func (s *Settled) keep(wanted map[string]bool) {
+// keep removes the outcomes of all other messages.
+func (s *OutcomeTracker) keep(wanted map[string]bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	maps.DeleteFunc(s.done, func(m settled, _ bool) bool { return !wanted[m.id] })
+	maps.DeleteFunc(s.done, func(o outcome, _ bool) bool { return !wanted[o.id] })
 }
 
-// cancel replaces the set of messages that are not to be attempted.
-func (s *Settled) cancel(messages map[cancelledMessage]bool) {
+// cancel replaces the set of cancelled messages.
+func (s *OutcomeTracker) cancel(messages map[cancelledMessage]bool) {
 	if len(messages) == 0 {
 		s.cancelled.Store(nil)
 		return
@@ -84,22 +86,22 @@ func (s *Settled) cancel(messages map[cancelledMessage]bool) {
 	s.cancelled.Store(&messages)
 }
 
-func (s *Settled) isCancelled(d queue.Delivery) bool {
+func (s *OutcomeTracker) isCancelled(d queue.Delivery) bool {
 	set := s.cancelled.Load()
 	return set != nil && d.Type == string(event.Delete) && (*set)[cancelledMessage{d.Lane.Source, d.Lane.Destination, d.ID}]
 }
 
 // bury makes a dead letter of a cancelled message.
-func (s *Settled) bury(d queue.Delivery) error {
+func (s *OutcomeTracker) bury(d queue.Delivery) error {
 	_, err := s.Bury(d, queue.Failure{
 		Time: time.Now(), Reason: liveconfig.ReasonDeadlineExceeded, Message: "the deadline of the DeletionRequest ended before the message was delivered",
 	})
 	return err
 }
 
-// Lease implements queue.Store. It fills up what cancelled messages leave free, since
-// the store notifies only of lanes whose last Lease came back short.
-func (s *Settled) Lease(lane queue.LaneID, max int, buf []queue.Delivery) ([]queue.Delivery, error) {
+// Lease implements queue.Store. It leases further messages in place of cancelled ones,
+// because the store notifies only about lanes whose last Lease returned fewer than max.
+func (s *OutcomeTracker) Lease(lane queue.LaneID, max int, buf []queue.Delivery) ([]queue.Delivery, error) {
 	for {
 		from := len(buf)
 		got, err := s.Store.Lease(lane, max, buf)
@@ -123,7 +125,7 @@ func (s *Settled) Lease(lane queue.LaneID, max int, buf []queue.Delivery) ([]que
 }
 
 // LeaseOldest implements queue.Store.
-func (s *Settled) LeaseOldest(lane queue.LaneID) (d queue.Delivery, ok bool, err error) {
+func (s *OutcomeTracker) LeaseOldest(lane queue.LaneID) (d queue.Delivery, ok bool, err error) {
 	for {
 		d, ok, err = s.Store.LeaseOldest(lane)
 		if err != nil || !ok || !s.isCancelled(d) {
@@ -137,7 +139,7 @@ func (s *Settled) LeaseOldest(lane queue.LaneID) (d queue.Delivery, ok bool, err
 }
 
 // Retry implements queue.Store.
-func (s *Settled) Retry(d queue.Delivery, at time.Time, f queue.Failure) {
+func (s *OutcomeTracker) Retry(d queue.Delivery, at time.Time, f queue.Failure) {
 	if s.isCancelled(d) && s.bury(d) == nil {
 		return
 	}
