@@ -2,7 +2,6 @@ package audience
 
 import (
 	"bytes"
-	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -17,9 +16,10 @@ import (
 	gocmp "github.com/google/go-cmp/cmp"
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/test/check"
 )
 
-// of makes a sorted stream of "id", "id=value" and "-id".
+// of returns a sorted stream of "id", "id=value" and "-id".
 func of(texts ...string) stream {
 	records := make([]record, len(texts))
 	for i, text := range texts {
@@ -65,12 +65,12 @@ func TestDiff(t *testing.T) {
 		{"first", of(), of("a", "b"), true, false, []string{"m:a", "m:b"}, []string{"j:a", "j:b"}, Counts{Members: 2, Added: 2}},
 		{"same", of("a", "b"), of("a", "b"), true, false, []string{"m:a", "m:b"}, nil, Counts{Before: 2, Members: 2}},
 		{"all kinds", of("a=1", "b=2", "c=3"), of("b=2", "c=4", "d=5"), true, false, []string{"m:b=2", "m:c=4", "m:d=5"}, []string{"l:a=1", "c:c=4", "j:d=5"}, Counts{Before: 3, Members: 3, Added: 1, Removed: 1, Changed: 1}},
-		{"none left", of("a", "b"), of(), true, false, nil, []string{"l:a", "l:b"}, Counts{Before: 2, Removed: 2}},
+		{"all removed", of("a", "b"), of(), true, false, nil, []string{"l:a", "l:b"}, Counts{Before: 2, Removed: 2}},
 		{"increment", of("a", "b"), of("-a", "-x", "c", "b"), false, false, []string{"m:b", "m:c"}, []string{"l:a", "j:c"}, Counts{Before: 2, Members: 2, Added: 1, Removed: 1}},
 		{"empty increment", of("a"), of(), false, false, []string{"m:a"}, nil, Counts{Before: 1, Members: 1}},
 		{"prefixes", of("a", "aa"), of("aa", "aaa"), true, false, []string{"m:aa", "m:aaa"}, []string{"l:a", "j:aaa"}, Counts{Before: 2, Members: 2, Added: 1, Removed: 1}},
-		{"told again", of("a", "b", "c=1"), of("b", "c=2", "d"), true, true, []string{"m:b", "m:c=2", "m:d"}, []string{"l:a", "s:b", "c:c=2", "j:d"}, Counts{Before: 3, Members: 3, Added: 1, Removed: 1, Changed: 1, Resent: 1}},
-		{"some told again", of("a", "b"), of("b", "-x"), false, true, []string{"m:a", "m:b"}, []string{"s:b"}, Counts{Before: 2, Members: 2, Resent: 1}},
+		{"resent", of("a", "b", "c=1"), of("b", "c=2", "d"), true, true, []string{"m:b", "m:c=2", "m:d"}, []string{"l:a", "s:b", "c:c=2", "j:d"}, Counts{Before: 3, Members: 3, Added: 1, Removed: 1, Changed: 1, Resent: 1}},
+		{"increment resent", of("a", "b"), of("b", "-x"), false, true, []string{"m:a", "m:b"}, []string{"s:b"}, Counts{Before: 2, Members: 2, Resent: 1}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var members, changes []string
@@ -79,19 +79,18 @@ func TestDiff(t *testing.T) {
 				t.Fatal(err)
 			}
 			if d := gocmp.Diff(c.members, members); d != "" {
-				t.Errorf("members:\n%s", d)
+				t.Errorf("members (-want +got):\n%s", d)
 			}
 			if d := gocmp.Diff(c.changes, changes); d != "" {
-				t.Errorf("changes:\n%s", d)
+				t.Errorf("changes (-want +got):\n%s", d)
 			}
-			if counts != c.counts {
-				t.Errorf("counts %+v, want %+v", counts, c.counts)
-			}
+			check.Equal(t, "counts", counts, c.counts)
 		})
 	}
 }
 
-// A stream that breaks off must not look like one that ended: its users would be told to have left.
+// A stream with an error must not look like one that ended: the missing users would be
+// reported as removed.
 func TestDiffFailsWithItsStreams(t *testing.T) {
 	broken := errors.New("broken")
 	breaks := func(s stream, after int) stream {
@@ -106,13 +105,13 @@ func TestDiffFailsWithItsStreams(t *testing.T) {
 		for _, both := range [][2]stream{{breaks(of("a", "b", "c"), after), of("a", "b", "c")}, {of("a", "b", "c"), breaks(of("a", "b", "c"), after)}} {
 			var members, changes []string
 			if _, err := diff(both[0], both[1], true, false, collect(&members), collect(&changes)); !errors.Is(err, broken) {
-				t.Errorf("after %d records: error %v", after, err)
+				t.Errorf("stream with an error after %d records: got error %v, want %v", after, err, broken)
 			}
 		}
 	}
 }
 
-// Sorting and diffing random input gives what maps give.
+// Sorting and diffing random input gives the same result as maps.
 func TestAgainstModel(t *testing.T) {
 	for seed := range uint64(60) {
 		rnd := rand.New(rand.NewPCG(seed, 1))
@@ -126,7 +125,7 @@ func TestAgainstModel(t *testing.T) {
 				if _, twice := m[id]; twice && !repeat {
 					continue
 				}
-				m[id] = fmt.Sprint(rnd.IntN(3)) // the last one counts
+				m[id] = fmt.Sprint(rnd.IntN(3)) // The last value counts.
 				if err := s.add(record{op: opMember, id: []byte(id), value: []byte(m[id])}); err != nil {
 					t.Fatal(err)
 				}
@@ -146,29 +145,31 @@ func TestAgainstModel(t *testing.T) {
 		all := maps.Clone(before)
 		maps.Copy(all, now)
 		for _, id := range slices.Sorted(maps.Keys(all)) {
-			was, wasIn := before[id]
-			is, isIn := now[id]
+			old, wasMember := before[id]
+			value, isMember := now[id]
 			switch {
-			case !isIn:
-				wantChanges = append(wantChanges, "l:"+id+"="+was)
-			case !wasIn:
-				wantChanges = append(wantChanges, "j:"+id+"="+is)
-			case was != is:
-				wantChanges = append(wantChanges, "c:"+id+"="+is)
+			case !isMember:
+				wantChanges = append(wantChanges, "l:"+id+"="+old)
+			case !wasMember:
+				wantChanges = append(wantChanges, "j:"+id+"="+value)
+			case old != value:
+				wantChanges = append(wantChanges, "c:"+id+"="+value)
 			}
 		}
 		if _, err := diff(b, n, true, false, collect(&members), collect(&changes)); err != nil {
 			t.Fatalf("seed %d: %v", seed, err)
 		}
-		if d := cmp.Or(gocmp.Diff(wantMembers, members), gocmp.Diff(wantChanges, changes)); d != "" {
-			t.Fatalf("seed %d: %s", seed, d)
+		if d := gocmp.Diff(wantMembers, members); d != "" {
+			t.Fatalf("seed %d: members (-want +got):\n%s", seed, d)
+		}
+		if d := gocmp.Diff(wantChanges, changes); d != "" {
+			t.Fatalf("seed %d: changes (-want +got):\n%s", seed, d)
 		}
 	}
 }
 
-// Whatever bit of a file is wrong, and wherever it is cut: reading it to its
-// end fails, and fails without a crash.
-func TestDamagedFilesAreNotRead(t *testing.T) {
+// Reading a file with any flipped bit, or truncated anywhere, fails without a panic.
+func TestDamagedFilesAreRejected(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "f")
 	w, err := create(path)
 	if err != nil {
@@ -195,7 +196,7 @@ func TestDamagedFilesAreNotRead(t *testing.T) {
 		}
 	}
 	if n, err := read(); n != 3 || !errors.Is(err, io.EOF) {
-		t.Fatalf("%d records, %v", n, err)
+		t.Fatalf("read of the undamaged file: got %d records and error %v, want 3 records and EOF", n, err)
 	}
 	good, err := os.ReadFile(path)
 	if err != nil {
@@ -207,15 +208,15 @@ func TestDamagedFilesAreNotRead(t *testing.T) {
 			t.Fatal(err)
 		}
 		if _, err := read(); !errors.Is(err, errDamaged) {
-			t.Errorf("%s: %v", what, err)
+			t.Errorf("read of a file with %s: got error %v, want %v", what, err, errDamaged)
 		}
 	}
 	for i := range good {
-		try(fmt.Sprintf("cut at %d", i), good[:i])
+		try(fmt.Sprintf("its first %d bytes only", i), good[:i])
 		for bit := range 8 {
 			bad := bytes.Clone(good)
 			bad[i] ^= 1 << bit
-			try(fmt.Sprintf("bit %d of byte %d", bit, i), bad)
+			try(fmt.Sprintf("bit %d of byte %d flipped", bit, i), bad)
 		}
 	}
 }
@@ -229,13 +230,11 @@ func TestSorterIsBounded(t *testing.T) {
 	for i := 0; err == nil && i < 10_000; i++ {
 		err = s.add(record{op: opMember, id: fmt.Appendf(nil, "user-%d", i)})
 	}
-	if !errors.Is(err, errTooMuch) {
-		t.Errorf("error %v", err)
-	}
+	check.ErrorIs(t, "add beyond the bound", err, errTooMuch)
 }
 
-// Runs that are merged into longer ones are watched, too.
-func TestSorterCanBeEnded(t *testing.T) {
+// The merge of runs into longer runs also reads through the given wrapper.
+func TestMergeOfRunsCanBeStopped(t *testing.T) {
 	full := errors.New("full")
 	s := newSorter(t.TempDir(), 1<<30, func(stream) stream {
 		return func() (record, error) { return record{}, full }
@@ -246,9 +245,8 @@ func TestSorterCanBeEnded(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if _, _, err := s.sorted(); !errors.Is(err, full) {
-		t.Errorf("error %v", err)
-	}
+	_, _, err := s.sorted()
+	check.ErrorIs(t, "sorted", err, full)
 }
 
 func TestLines(t *testing.T) {
@@ -267,19 +265,19 @@ func TestLines(t *testing.T) {
 		{"increment", audience, false, `{"userId":"a","member":false}` + "\n" + `{"userId":"b","member":true}` + "\n" + `{"userId":"c"}`, []string{"r:a", "m:b", "m:c"}, "", 0},
 		{"empty", audience, true, "\n\n", nil, "", 0},
 		{"byte order mark", audience, true, "\ufeff{\"userId\":\"a\"}\n", []string{"m:a"}, "", 0},
-		{"only that", audience, true, "\ufeff\n", nil, "", 0},
-		{"one user, written in two ways", audience, true, `{"userId":"\u0061\/"}` + "\n" + `{"user\u0049d":"a/"}`, []string{"m:a/", "m:a/"}, "", 0},
-		{"users who look alike", audience, true, `{"userId":"é"}` + "\n" + `{"userId":"e\u0301"}` + "\n" + `{"userId":"É"}` + "\n" + `{"userId":" é"}`, []string{"m:é", "m:e\u0301", "m:É", "m: é"}, "", 0},
-		{"one value, written in many ways", trait, true, strings.ReplaceAll(`{"userId":"a","value":1}#{"userId":"a","value":1.0}#{"userId":"a","value":10e-1}#{"userId":"b","value":-0}#{"userId":"c","value":["\u0061", {"b":1,"b":2}]}`, "#", "\r\n"), []string{"m:a=1", "m:a=1", "m:a=1", "m:b=0", `m:c=["a",{"b":2}]`}, "", 0},
+		{"only a byte order mark", audience, true, "\ufeff\n", nil, "", 0},
+		{"one user with two spellings", audience, true, `{"userId":"\u0061\/"}` + "\n" + `{"user\u0049d":"a/"}`, []string{"m:a/", "m:a/"}, "", 0},
+		{"users that look alike", audience, true, `{"userId":"é"}` + "\n" + `{"userId":"e\u0301"}` + "\n" + `{"userId":"É"}` + "\n" + `{"userId":" é"}`, []string{"m:é", "m:e\u0301", "m:É", "m: é"}, "", 0},
+		{"one value with many spellings", trait, true, strings.ReplaceAll(`{"userId":"a","value":1}#{"userId":"a","value":1.0}#{"userId":"a","value":10e-1}#{"userId":"b","value":-0}#{"userId":"c","value":["\u0061", {"b":1,"b":2}]}`, "#", "\r\n"), []string{"m:a=1", "m:a=1", "m:a=1", "m:b=0", `m:c=["a",{"b":2}]`}, "", 0},
 		{"values that differ", trait, true, `{"userId":"a","value":"1"}` + "\n" + `{"userId":"a","value":9007199254740993}` + "\n" + `{"userId":"a","value":9007199254740992}`, []string{`m:a="1"`, "m:a=9007199254740993", "m:a=9007199254740992"}, "", 0},
 		{"of equal names the last counts", trait, true, `{"userId":"x","value":1,"userId":"a","value":2}`, []string{"m:a=2"}, "", 0},
 		{"lines that end in CR", audience, true, "{\"userId\":\"a\"}\r{\"userId\":\"b\"}", nil, "invalid_json", 1},
 		{"another case", audience, true, `{"userid":"a"}`, nil, "unknown_field", 1},
 		{"two cases", audience, true, `{"userId":"a","UserID":"b"}`, nil, "unknown_field", 1},
 		{"null member", audience, false, `{"userId":"a","member":null}`, nil, "invalid_field", 1},
-		{"fields of the line before", trait, true, `{"userId":"a","value":1}` + "\n" + `{"userId":"b"}`, []string{"m:a=1"}, "no_value", 2},
+		{"no fields of the previous line", trait, true, `{"userId":"a","value":1}` + "\n" + `{"userId":"b"}`, []string{"m:a=1"}, "no_value", 2},
 		{"not json", audience, true, "{\"userId\":\"a\"}\nhello\n", []string{"m:a"}, "invalid_json", 2},
-		{"cut off", audience, true, "{\"userId\":\"a\"}\n{\"userId\":\"b", []string{"m:a"}, "invalid_json", 2},
+		{"truncated", audience, true, "{\"userId\":\"a\"}\n{\"userId\":\"b", []string{"m:a"}, "invalid_json", 2},
 		{"two on a line", audience, true, `{"userId":"a"}{"userId":"b"}`, nil, "invalid_json", 1},
 		{"array", audience, true, `["a"]`, nil, "not_an_object", 1},
 		{"a string", audience, true, `"a"`, nil, "not_an_object", 1},
@@ -314,16 +312,16 @@ func TestLines(t *testing.T) {
 				got = append(got, text(r))
 			}
 			if d := gocmp.Diff(c.want, got); d != "" {
-				t.Error(d)
+				t.Errorf("records (-want +got):\n%s", d)
 			}
 			refusal, _ := errors.AsType[*Refusal](err)
 			switch {
 			case c.code == "" && !errors.Is(err, io.EOF):
-				t.Errorf("error %v", err)
+				t.Errorf("last error: got %v, want EOF", err)
 			case c.code != "" && (refusal == nil || refusal.Code != c.code || refusal.Line != c.line):
-				t.Errorf("error %v, want %s in line %d", err, c.code, c.line)
+				t.Errorf("last error: got %v, want %s in line %d", err, c.code, c.line)
 			case refusal != nil && strings.Contains(refusal.Message, "example.com"):
-				t.Errorf("the answer repeats what was sent: %s", refusal.Message)
+				t.Errorf("the message contains user data: %s", refusal.Message)
 			}
 		})
 	}
@@ -344,9 +342,9 @@ func TestLineOfAnyLengthIsBounded(t *testing.T) {
 	in := &endless{}
 	_, err := newLines(in, liveconfig.KindAudience, true).next()
 	if refusal, _ := errors.AsType[*Refusal](err); refusal == nil || refusal.Code != "line_too_long" {
-		t.Errorf("error %v", err)
+		t.Errorf("endless line: got error %v, want line_too_long", err)
 	}
 	if in.read > 4*MaxLineBytes {
-		t.Errorf("%d bytes were read of a line that may have %d", in.read, MaxLineBytes)
+		t.Errorf("bytes that were read: got %d, want at most %d", in.read, 4*MaxLineBytes)
 	}
 }

@@ -2,7 +2,6 @@ package audience
 
 import (
 	"context"
-	"fmt"
 	"net/http"
 	"os"
 	"os/exec"
@@ -12,106 +11,104 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/posthorn/posthorn/test/check"
 )
 
-// limitFiles makes the kernel refuse what would make a file larger, as a full disk does.
+// limitFiles limits the size of files, so that writes fail as on a full disk.
 func limitFiles(t *testing.T, bytes uint64) (lift func()) {
 	t.Helper()
 	signal.Ignore(unix.SIGXFSZ)
-	var was unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &was); err != nil {
+	var before unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &before); err != nil {
 		t.Fatal(err)
 	}
-	if err := unix.Setrlimit(unix.RLIMIT_FSIZE, &unix.Rlimit{Cur: bytes, Max: was.Max}); err != nil {
+	if err := unix.Setrlimit(unix.RLIMIT_FSIZE, &unix.Rlimit{Cur: bytes, Max: before.Max}); err != nil {
 		t.Fatal(err)
 	}
-	lift = func() { _ = unix.Setrlimit(unix.RLIMIT_FSIZE, &was) }
+	lift = func() { _ = unix.Setrlimit(unix.RLIMIT_FSIZE, &before) }
 	t.Cleanup(lift)
 	return lift
 }
 
-// TestFullDisk runs its parts in a process of their own, for the limit is the process's.
+// TestFullDisk runs its parts in a separate process, because the limit applies to the process.
 func TestFullDisk(t *testing.T) {
 	const parts = "POSTHORN_TEST_FULL_DISK"
 	if os.Getenv(parts) == "" {
 		cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestFullDisk$")
 		cmd.Env = append(os.Environ(), parts+"=1")
 		if out, err := cmd.CombinedOutput(); err != nil {
-			t.Errorf("%v: %s", err, out)
+			t.Errorf("process with the limit: got error %v and output:\n%s", err, out)
 		}
 		return
 	}
-	t.Run("before the decision", fullBeforeTheDecision)
-	t.Run("after the decision", fullAfterTheDecision)
+	t.Run("before a sync is accepted", fullBeforeAcceptance)
+	t.Run("after a sync is accepted", fullAfterAcceptance)
 }
 
-// Whatever of a sync cannot be written: nothing has changed, and nothing is left over.
-func fullBeforeTheDecision(t *testing.T) {
+// A sync whose files cannot be written changes nothing and leaves no files.
+func fullBeforeAcceptance(t *testing.T) {
 	dir := t.TempDir()
 	r := newRig(t, dir, newLog(), nil)
 	before := many("u", 10_000)
 	r.sync(shoppers, before...)
 	r.sync("/v1/audiences/young/members", "a")
-	r.log.take(t)
+	r.log.drain(t)
 	one := func() answer {
 		return r.do(http.MethodPost, shoppers, "web-key", strings.NewReader(`{"userId":"u000000","member":false}`))
 	}
 	for _, c := range []struct {
-		what  string
+		file  string
 		bytes uint64
 		sync  func() answer
 	}{
 		{"the lines", 50_000, func() answer { return r.do(http.MethodPut, shoppers, "web-key", ids(before[1:]...)) }},
 		{"the members", 50_000, one},
-		{"anything", 0, func() answer {
+		{"any file", 0, func() answer {
 			return r.do(http.MethodPut, "/v1/audiences/young/members?resend=true", "web-key", strings.NewReader(`{"userId":"b"}`+"\n"+`{"userId":"a"}`))
 		}},
-		{"the decision", 100, func() answer {
+		{"the pending state", 100, func() answer {
 			return r.do(http.MethodPost, "/v1/audiences/young/members", "web-key", strings.NewReader(`{"userId":"b"}`))
 		}},
 	} {
 		lift := limitFiles(t, c.bytes)
 		a := c.sync()
 		lift()
-		if a.status != http.StatusServiceUnavailable || a.Error.Code != "storage_failed" || strings.Contains(a.body, dir) {
-			t.Errorf("%s: %+v", c.what, a)
-		}
+		a.want(t, "no space for "+c.file, http.StatusServiceUnavailable, "storage_failed")
+		check.Equal(t, "the answer contains a path", strings.Contains(a.body, dir), false)
 		work, _ := filepath.Glob(filepath.Join(dir, "*", syncPrefix+"*"))
 		if left := append(work, glob(t, dir, pendingFile)...); len(left) > 0 {
-			t.Errorf("%s: left over: %v", c.what, left)
+			t.Errorf("remaining files without space for %s: got %v, want none", c.file, left)
 		}
 	}
-	r.told()
-	if a := one(); a.status != http.StatusOK || a.Before != 10_000 {
-		t.Errorf("%+v", a)
-	}
-	r.told("u000000 shoppers=false")
+	r.wantCalls()
+	a := one()
+	a.want(t, "sync with enough space", http.StatusOK, "")
+	check.Equal(t, "Before", a.Before, 10_000)
+	r.wantCalls("u000000 shoppers=false")
 }
 
-// What was decided is carried through when there is room again.
-func fullAfterTheDecision(t *testing.T) {
+// An accepted sync completes when the disk has space again.
+func fullAfterAcceptance(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
 	r.sync(shoppers, "a", "b")
-	r.log.take(t)
+	r.log.drain(t)
 	lift := func() {}
-	r.log.refuse(func(int) error { lift = limitFiles(t, 16); return nil })
+	r.log.onAppend(func(int) error { lift = limitFiles(t, 16); return nil })
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	result, err := r.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true, AllowRemoval: 50}, ids("b", "c"))
-	if err != nil || result.Sent {
-		t.Fatalf("%+v %v", result, err)
-	}
-	failures := 0
+	check.NoError(t, "sync", err)
+	check.Equal(t, "Sent", result.Sent, false)
+	polls := 0
 	r.eventually(func() bool {
-		failures++
-		return r.Report(config())[0].Unsent == 0 && failures > 300 // more than a second: it was tried again
+		polls++
+		return r.Report(config())[0].Unsent == 0 && polls > 300 // The polls take more than a second, so that a retry has failed.
 	})
-	if p := r.Progress("shop", config().Audiences[0]); p.Sent {
-		t.Error(fmt.Sprint("done without a place for it: ", p))
-	}
+	check.Equal(t, "Sent without space", r.Progress("shop", config().Audiences[0]).Sent, false)
 	lift()
 	r.eventually(func() bool { return r.busy() == "" })
-	r.told("a shoppers=false", "c shoppers=true")
+	r.wantCalls("a shoppers=false", "c shoppers=true")
 	r.sync(shoppers, "b", "c")
-	r.told()
+	r.wantCalls()
 }

@@ -17,9 +17,10 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/event"
+	"github.com/posthorn/posthorn/test/check"
 )
 
-// fakeLanes are lanes in virtual time: each reads so many messages a second.
+// fakeLanes are lanes in virtual time. Each reads at a constant rate.
 type fakeLanes struct {
 	accepted int64
 	read     map[queue.LaneID]float64
@@ -30,7 +31,7 @@ func (f *fakeLanes) stats(id queue.LaneID) queue.LaneStats {
 	return queue.LaneStats{Ledger: queue.Ledger{Accepted: f.accepted, Pending: f.accepted - int64(f.read[id])}}
 }
 
-func (f *fakeLanes) pass(d time.Duration) {
+func (f *fakeLanes) advance(d time.Duration) {
 	for id, speed := range f.speed {
 		f.read[id] = min(f.read[id]+speed*d.Seconds(), float64(f.accepted))
 	}
@@ -40,8 +41,8 @@ func lane(name string) queue.LaneID {
 	return queue.LaneID{Source: "shop/web", Destination: "shop/" + name}
 }
 
-// A sync against lanes of several speeds, with live calls among it: how many of
-// its calls get through, and how long a live call waits at most.
+// TestPace runs a sync and live calls against lanes of several speeds. It checks how many
+// calls of the sync are appended, and how many calls may be pending in a lane.
 func TestPace(t *testing.T) {
 	const second = time.Second
 	for _, c := range []struct {
@@ -49,27 +50,27 @@ func TestPace(t *testing.T) {
 		speed map[string]float64
 		state map[string]liveconfig.State
 		live  float64 // calls a second
-		calls int64   // of the sync in all
-		skips string  // the destination that filters them out
+		calls int64   // all calls of the sync
+		skips string  // the destination that filters the calls out
 		lasts time.Duration
-		// least and most calls of the sync that are appended in that time, and the
-		// most that may wait in lanes that move.
+		// least and most bound the calls of the sync that are appended in that time;
+		// wait bounds the pending calls in lanes that make progress.
 		least, most int
 		wait        float64
 	}{
 		{name: "fast", speed: map[string]float64{"a": 10_000}, lasts: 10 * second, least: 60_000, most: 100_000, wait: 5000},
 		{name: "slow", speed: map[string]float64{"a": 10}, lasts: 100 * second, least: 900, most: 1100, wait: 40},
-		{name: "the slowest counts", speed: map[string]float64{"a": 10_000, "b": 100}, lasts: 100 * second, least: 9_000, most: 10_500, wait: 300},
+		{name: "the slowest lane sets the pace", speed: map[string]float64{"a": 10_000, "b": 100}, lasts: 100 * second, least: 9_000, most: 10_500, wait: 300},
 		{name: "live calls take their share", speed: map[string]float64{"a": 100}, live: 60, lasts: 100 * second, least: 3_000, most: 4_500, wait: 300},
-		{name: "more live calls than it can take", speed: map[string]float64{"a": 100}, live: 150, lasts: 20 * second, least: 32, most: 2000, wait: 300},
+		{name: "more live calls than the lane can deliver", speed: map[string]float64{"a": 100}, live: 150, lasts: 20 * second, least: 32, most: 2000, wait: 300},
 		{name: "one crawls", speed: map[string]float64{"a": 1000, "b": 1}, lasts: 100 * second, least: 9_500, most: 10_500, wait: 3000},
 		{name: "one crawls, and the sync is large", speed: map[string]float64{"a": 10_000, "b": 100}, calls: 14_400_000, lasts: 100 * second, least: 95_000, most: 101_000, wait: 5000},
 		{name: "all crawl", speed: map[string]float64{"a": 20, "b": 2}, lasts: 100 * second, least: 1_900, most: 2_200, wait: 60},
-		{name: "one crawls, and is not concerned", speed: map[string]float64{"a": 1000, "b": 1}, skips: "b", lasts: 10 * second, least: 9_000, most: 11_000, wait: 3000},
-		{name: "one stands still", speed: map[string]float64{"a": 1000, "b": 0}, lasts: 100 * second, least: 60_000, most: 85_000, wait: 3000},
-		{name: "one is off", speed: map[string]float64{"a": 1000, "b": 0}, state: map[string]liveconfig.State{"b": liveconfig.Disabled}, lasts: 10 * second, least: 9_000, most: 11_000, wait: 3000},
-		{name: "none moves", speed: map[string]float64{"a": 0}, lasts: 59 * time.Minute, least: 32, most: 32},
-		{name: "none moves for long", speed: map[string]float64{"a": 0}, lasts: 61 * time.Minute, least: 10_000, most: 1e9},
+		{name: "one crawls, and filters the calls out", speed: map[string]float64{"a": 1000, "b": 1}, skips: "b", lasts: 10 * second, least: 9_000, most: 11_000, wait: 3000},
+		{name: "one makes no progress", speed: map[string]float64{"a": 1000, "b": 0}, lasts: 100 * second, least: 60_000, most: 85_000, wait: 3000},
+		{name: "one is disabled", speed: map[string]float64{"a": 1000, "b": 0}, state: map[string]liveconfig.State{"b": liveconfig.Disabled}, lasts: 10 * second, least: 9_000, most: 11_000, wait: 3000},
+		{name: "none makes progress", speed: map[string]float64{"a": 0}, lasts: 59 * time.Minute, least: 32, most: 32},
+		{name: "none makes progress for long", speed: map[string]float64{"a": 0}, lasts: 61 * time.Minute, least: 10_000, most: 1e9},
 		{name: "all are off", speed: map[string]float64{"a": 0}, state: map[string]liveconfig.State{"a": liveconfig.Paused}, lasts: second, least: 10_000, most: 1e9},
 		{name: "no destination", lasts: second, least: 10_000, most: 1e9},
 	} {
@@ -101,24 +102,23 @@ func TestPace(t *testing.T) {
 				sent = min(p.room(now), batchSize)
 				for id, l := range p.lanes {
 					if fastest := slices.Max(slices.Collect(maps.Values(c.speed))); fastest > 0 && lanes.speed[id] >= min(p.floor, fastest) && float64(l.unread) > c.wait {
-						t.Fatalf("after %s %d calls wait in %s, which reads %g a second", now.Sub(begin), l.unread, id.Destination, lanes.speed[id])
+						t.Fatalf("pending calls in %s after %s: got %d, want at most %g at %g calls a second", id.Destination, now.Sub(begin), l.unread, c.wait, lanes.speed[id])
 					}
 				}
 				appended += sent
 				owed += c.live * step.Seconds()
 				lanes.accepted += int64(sent) + int64(owed)
 				owed -= float64(int64(owed))
-				lanes.pass(step)
+				lanes.advance(step)
 			}
 			if appended < c.least || appended > c.most {
-				t.Errorf("%d calls were appended, want %d to %d", appended, c.least, c.most)
+				t.Errorf("appended calls: got %d, want %d to %d", appended, c.least, c.most)
 			}
 		})
 	}
 }
 
-// storeRig is a Service on a real queue, with a receiver that takes so many
-// calls as the test lets it.
+// storeRig is a Service on a real queue. The test delivers its messages with take.
 type storeRig struct {
 	*rig
 	store *pebblestore.Store
@@ -140,7 +140,7 @@ func withStore(t *testing.T, dir string, o pebblestore.Options, change func(*Opt
 		o.Queue = store
 		o.Skip = func(ref liveconfig.SourceRef, _ *event.Call) []string {
 			if ref.Source.Name != "web" {
-				t.Errorf("asked for %+v", ref)
+				t.Errorf("Skip: got Source %s, want web", ref.Source.Name)
 			}
 			return []string{"shop/track-only"}
 		}
@@ -178,19 +178,19 @@ func many(prefix string, n int) []string {
 	return list
 }
 
-// A first sync of many members behind a receiver that takes few at a time: live
-// calls pass between its calls, its progress shows, and kill -9 in the middle
-// neither repeats nor loses one.
+// A first sync of many members with a slow receiver: live calls are delivered between the
+// calls of the sync, its progress is reported, and a kill -9 neither repeats nor loses a
+// call.
 func TestSlowReceiver(t *testing.T) {
 	const users = 2000
 	dir := t.TempDir()
 	s := withStore(t, dir, pebblestore.Options{}, nil)
 	ctx, cancel := context.WithCancel(t.Context())
-	cancel() // answer as soon as it is decided
+	cancel() // Sync returns as soon as the sync is accepted.
 	result, err := s.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids(many("u", users)...))
-	if err != nil || result.Sent || result.Added != users {
-		t.Fatalf("%+v %v", result, err)
-	}
+	check.NoError(t, "sync", err)
+	check.Equal(t, "Sent", result.Sent, false)
+	check.Equal(t, "Added", result.Added, users)
 	live := func(n int) {
 		t.Helper()
 		m := queue.Message{Source: "shop/web", ID: fmt.Sprintf("live-%d", n), Type: "track", AcceptedAt: time.Now(), Body: fmt.Appendf(nil, `{"userId":"live-%d"}`, n)}
@@ -205,26 +205,30 @@ func TestSlowReceiver(t *testing.T) {
 			live(len(got))
 			before := len(got)
 			s.eventually(func() bool { got = append(got, s.take(20)...); return len(got) > before })
-			// What the live call had to wait for is a window of the sync, not all of it.
+			// The live call waits for a part of the sync, not for all of it.
 			if waiting := s.store.LaneStats(s.lane).Pending; waiting > 2*maxWindow/3 {
-				t.Fatalf("%d calls wait in the lane", waiting)
+				t.Fatalf("pending calls in the lane: got %d, want at most %d", waiting, 2*maxWindow/3)
 			}
 		}
 	}
 	s.eventually(func() bool { return s.store.LaneStats(s.lane).Pending > 0 })
 	receive(300)
 	p := s.Progress("shop", config().Audiences[0])
-	if p.Added != users || p.Unsent == 0 || p.Unsent == users {
-		t.Errorf("progress %+v", p)
+	check.Equal(t, "Added of the progress", p.Added, users)
+	if p.Unsent == 0 || p.Unsent == users {
+		t.Errorf("Unsent of the progress: got %d, want more than 0 and less than %d", p.Unsent, users)
 	}
-	if a := s.do(http.MethodGet, shoppers, "web-key", nil); a.status != http.StatusOK || a.Added != users {
-		t.Errorf("asked for its progress: %+v", a)
-	}
-	if a := s.do(http.MethodPut, shoppers, "web-key", ids("x")); a.status != http.StatusConflict || !strings.Contains(a.Error.Message, "of 2000 identify calls are in the queue") {
-		t.Errorf("another sync: %+v", a)
+	a := s.do(http.MethodGet, shoppers, "web-key", nil)
+	a.want(t, "GET of the progress", http.StatusOK, "")
+	check.Equal(t, "Added in the answer to GET", a.Added, users)
+	a = s.do(http.MethodPut, shoppers, "web-key", ids("x"))
+	a.want(t, "another sync", http.StatusConflict, "sync_in_progress")
+	if want := "of 2000 identify calls are in the queue"; !strings.Contains(a.Error.Message, want) {
+		t.Errorf("message for another sync: got %q, want one with %q", a.Error.Message, want)
 	}
 
-	// The folder as kill -9 leaves it; the queue closes properly, its own crash tests are elsewhere.
+	// The copy has the files as kill -9 leaves them. The queue is closed first; it has its own
+	// crash tests.
 	killed := t.TempDir()
 	if err := os.CopyFS(killed+"/audiences", os.DirFS(dir+"/audiences")); err != nil {
 		t.Fatal(err)
@@ -248,18 +252,18 @@ func TestSlowReceiver(t *testing.T) {
 	}
 	for _, u := range many("u", users) {
 		if times["identify "+u] != 1 {
-			t.Fatalf("%s was told %d times", u, times["identify "+u])
+			t.Fatalf("identify calls for %s: got %d, want 1", u, times["identify "+u])
 		}
 	}
 }
 
-// While the queue has no room for a sync, live calls are taken; then it goes on.
-func TestSyncLeavesRoomForLiveCalls(t *testing.T) {
+// While the queue has no space for a sync, the sync waits; then it continues.
+func TestSyncWaitsForSpaceInTheQueue(t *testing.T) {
 	var room atomic.Bool
 	s := withStore(t, t.TempDir(), pebblestore.Options{}, func(o *Options) {
 		o.Room = func(source string) bool {
 			if source != "shop/web" {
-				t.Errorf("asked for the room of %q", source)
+				t.Errorf("Room: got Source %q, want shop/web", source)
 			}
 			return room.Load()
 		}
@@ -273,21 +277,20 @@ func TestSyncLeavesRoomForLiveCalls(t *testing.T) {
 		p := s.Progress("shop", config().Audiences[0])
 		return p.Unsent == 2 && p.Waits != "" && !p.Sent
 	})
-	if r := s.Report(config())[0]; r.Unsent != 2 || r.Waits == "" {
-		t.Errorf("report %+v", r)
-	}
+	report := s.Report(config())[0]
+	check.Equal(t, "Unsent of the report", report.Unsent, 2)
+	check.Equal(t, "Waits of the report is empty", report.Waits == "", false)
 	room.Store(true)
 	s.eventually(func() bool { return s.busy() == "" })
-	if got := s.take(10); !slices.Equal(got, []string{"identify a", "identify b"}) {
-		t.Errorf("told %q", got)
-	}
-	if p := s.Progress("shop", config().Audiences[0]); p.Waits != "" || p.Unsent != 0 || !p.Sent {
-		t.Errorf("progress %+v", p)
-	}
+	check.Same(t, "messages", s.take(10), []string{"identify a", "identify b"})
+	p := s.Progress("shop", config().Audiences[0])
+	check.Equal(t, "Waits of the progress", p.Waits, "")
+	check.Equal(t, "Unsent of the progress", p.Unsent, 0)
+	check.Equal(t, "Sent of the progress", p.Sent, true)
 }
 
-// A destination that filters identify calls out is not waited for, dead or not.
-func TestUnconcernedDestination(t *testing.T) {
+// A sync does not wait for a destination that filters identify calls out.
+func TestFilteringDestinationDoesNotDelaySyncs(t *testing.T) {
 	s := withStore(t, t.TempDir(), pebblestore.Options{}, nil)
 	c := config()
 	c.Destinations = []liveconfig.Destination{{Name: "track-only", State: liveconfig.Active, Sources: []string{"web"}}}
@@ -298,9 +301,9 @@ func TestUnconcernedDestination(t *testing.T) {
 	s.sync(shoppers, many("u", 2000)...)
 }
 
-// Destinations that are disabled, paused or deleted in the middle of a sync let
-// it go on; one that is only off gets it all when it is on again.
-func TestDestinationsGoInTheMiddle(t *testing.T) {
+// A destination that is disabled, paused or deleted during a sync does not delay it. The
+// messages of a disabled or paused destination are kept.
+func TestDestinationsChangeDuringASync(t *testing.T) {
 	const users = 500
 	for _, to := range []liveconfig.State{liveconfig.Disabled, liveconfig.Paused, "deleted"} {
 		t.Run(string(to), func(t *testing.T) {
@@ -326,14 +329,14 @@ func TestDestinationsGoInTheMiddle(t *testing.T) {
 				return
 			}
 			if got = append(got, s.take(users)...); len(got) != users || !slices.IsSorted(got) {
-				t.Errorf("%d were told", len(got))
+				t.Errorf("messages after the change: got %d (sorted: %t), want %d, sorted", len(got), slices.IsSorted(got), users)
 			}
 		})
 	}
 }
 
-// An audience that is deleted while its sync waits does not wait for ever.
-func TestDeletedWhileItWaits(t *testing.T) {
+// The sync of an audience that is deleted while it waits is removed.
+func TestAudienceDeletedDuringItsSync(t *testing.T) {
 	s := withStore(t, t.TempDir(), pebblestore.Options{}, func(o *Options) {
 		o.OrphanGrace = time.Millisecond
 		o.Room = func(string) bool { return false }
@@ -347,25 +350,21 @@ func TestDeletedWhileItWaits(t *testing.T) {
 	c.Audiences = c.Audiences[1:]
 	s.set(c)
 	s.eventually(func() bool { return s.Progress("shop", config().Audiences[0]) == Progress{} })
-	if got := s.take(10); got != nil {
-		t.Errorf("told %q", got)
-	}
+	check.Same(t, "messages", s.take(10), nil)
 }
 
-// A destination that came later is told of all members with resend.
+// With resend all members are sent again, for example for a new destination.
 func TestResend(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
 	r.sync(shoppers, "a", "b", "c")
 	r.sync(spent, "a=1", "b=2")
-	r.log.take(t)
-	if a := r.sync(shoppers+"?resend=true", "b", "c", "d"); a.Counts != (Counts{Before: 3, Members: 3, Added: 1, Removed: 1, Resent: 2}) {
-		t.Errorf("%+v", a.Counts)
-	}
-	r.told("a shoppers=false", "b shoppers=true", "c shoppers=true", "d shoppers=true")
-	if a := r.sync(spent+"?resend=true", "a=1", "b=3"); a.Counts != (Counts{Before: 2, Members: 2, Changed: 1, Resent: 1}) {
-		t.Errorf("%+v", a.Counts)
-	}
-	r.told("a spent=1", "b spent=3")
+	r.log.drain(t)
+	a := r.sync(shoppers+"?resend=true", "b", "c", "d")
+	check.Equal(t, "counts of the audience", a.Counts, Counts{Before: 3, Members: 3, Added: 1, Removed: 1, Resent: 2})
+	r.wantCalls("a shoppers=false", "b shoppers=true", "c shoppers=true", "d shoppers=true")
+	a = r.sync(spent+"?resend=true", "a=1", "b=3")
+	check.Equal(t, "counts of the computed trait", a.Counts, Counts{Before: 2, Members: 2, Changed: 1, Resent: 1})
+	r.wantCalls("a spent=1", "b spent=3")
 	r.sync(shoppers, "b", "c", "d")
-	r.told()
+	r.wantCalls()
 }

@@ -20,8 +20,8 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// random syncs one audience again and again, with everything that may go wrong in
-// between, against the simplest model: who is a member, and of what value.
+// random syncs one audience repeatedly, with random faults in between, and compares the
+// result with a simple model: the members and their values.
 type random struct {
 	*rand.Rand
 	t        *testing.T
@@ -31,16 +31,15 @@ type random struct {
 	rig      *rig
 	history  []string
 
-	members map[string]string // by user, their values; "true" of an audience
-	told    map[string]string // what the receiver makes of what it is told, in its order
+	members  map[string]string // the value of each user; "true" for an audience
+	received map[string]string // the receiver's members after all calls so far
 }
 
-// atStep, when set, is called where step is.
+// atStep, when set, is called at each step.
 var atStep atomic.Pointer[func()]
 
-// Whatever comes of snapshots, increments, faults and crashes: when a sync is
-// answered and sent, the receiver has it as the members are, and on the way it was
-// told nothing twice, nor what is not so in the end.
+// After any snapshots, increments, faults and crashes, the receiver has the same members
+// when a sync is sent, and it received neither repeated nor outdated calls.
 func TestRandomSyncs(t *testing.T) {
 	step = func() {
 		if f := atStep.Load(); f != nil {
@@ -55,11 +54,11 @@ func TestRandomSyncs(t *testing.T) {
 	for seed := range seeds {
 		x := &random{
 			Rand: rand.New(rand.NewPCG(seed, 2)), t: t, audience: config().Audiences[seed%2],
-			dir: t.TempDir(), log: newLog(), members: map[string]string{}, told: map[string]string{},
+			dir: t.TempDir(), log: newLog(), members: map[string]string{}, received: map[string]string{},
 		}
 		x.rig = newRig(t, x.dir, x.log, nil)
 		for range 12 {
-			x.syncs()
+			x.sync()
 		}
 		x.rig.end()
 		if t.Failed() {
@@ -68,8 +67,8 @@ func TestRandomSyncs(t *testing.T) {
 	}
 }
 
-// syncs sends one sync until it is through, whatever happens to it.
-func (x *random) syncs() {
+// sync sends one sync, with a random fault, until it completes.
+func (x *random) sync() {
 	q := Request{Namespace: "shop", Audience: x.audience, Full: x.IntN(3) > 0, AllowRemoval: 100, AllowEmpty: true, Resend: x.IntN(6) == 0}
 	next := map[string]string{}
 	if !q.Full {
@@ -98,19 +97,19 @@ func (x *random) syncs() {
 	case 0:
 		x.note("a bad line")
 		if _, err := x.rig.Sync(x.t.Context(), q, strings.NewReader(lines.String()+"{")); err == nil {
-			x.t.Error("it is taken")
+			x.t.Error("sync with a bad line: got no error, want one")
 		}
 	case 1:
 		x.note("a dry run")
 		dry := q
 		dry.DryRun = true
 		if _, err := x.rig.Sync(x.t.Context(), dry, strings.NewReader(lines.String())); err != nil {
-			x.t.Error(err)
+			x.t.Errorf("dry run: got error %v, want none", err)
 		}
 	case 2, 3, 4:
 		x.crash(q, lines.String())
 	case 5:
-		x.refuse(q, lines.String())
+		x.stop(q, lines.String())
 	}
 	x.note(fmt.Sprintf("full %t, resend %t, to %d members", q.Full, q.Resend, len(next)))
 	x.rig.eventually(func() bool {
@@ -119,7 +118,7 @@ func (x *random) syncs() {
 			return false
 		}
 		if err != nil || !result.Sent || result.Members != int64(len(next)) {
-			x.t.Fatalf("%+v %v\n%s", result, err, strings.Join(x.history, "\n"))
+			x.t.Fatalf("sync: got Sent %t, %d members and error %v, want Sent and %d members\n%s", result.Sent, result.Members, err, len(next), strings.Join(x.history, "\n"))
 		}
 		return true
 	})
@@ -127,13 +126,13 @@ func (x *random) syncs() {
 	x.check(q.Resend)
 }
 
-func (x *random) note(what string) { x.history = append(x.history, what) }
+func (x *random) note(event string) { x.history = append(x.history, event) }
 
-// crash sends a sync and goes on with what was on disk, and in the queue, at one of its steps.
+// crash sends a sync, and continues with the files and the queue of one of its steps.
 func (x *random) crash(q Request, lines string) {
-	at, steps := x.IntN(18), 0 // of about as many
-	killed, was := filepath.Join(x.t.TempDir(), "killed"), newLog()
-	take := func() {
+	at, steps := x.IntN(18), 0 // A sync has about 18 steps.
+	killed, before := filepath.Join(x.t.TempDir(), "killed"), newLog()
+	snapshot := func() {
 		if steps++; steps-1 != at {
 			return
 		}
@@ -141,20 +140,20 @@ func (x *random) crash(q Request, lines string) {
 			x.t.Error(err)
 		}
 		x.log.mu.Lock()
-		was.messages, was.ids = slices.Clone(x.log.messages), maps.Clone(x.log.ids)
+		before.messages, before.ids = slices.Clone(x.log.messages), maps.Clone(x.log.ids)
 		x.log.mu.Unlock()
 	}
-	atStep.Store(&take)
+	atStep.Store(&snapshot)
 	if _, err := x.rig.Sync(x.t.Context(), q, strings.NewReader(lines)); err != nil {
 		x.t.Error(err)
 	}
 	x.rig.end()
 	atStep.Store(nil)
 	if _, err := os.Stat(killed); err == nil {
-		x.dir, x.log = killed, was
+		x.dir, x.log = killed, before
 		x.note(fmt.Sprintf("killed at step %d", at))
 		if progress := glob(x.t, x.dir, progressFile); len(progress) > 0 && x.IntN(2) == 0 {
-			x.note("the power was gone")
+			x.note("power lost")
 			if err := os.Truncate(progress[0], 0); err != nil {
 				x.t.Error(err)
 			}
@@ -163,39 +162,39 @@ func (x *random) crash(q Request, lines string) {
 	x.rig = newRig(x.t, x.dir, x.log, nil)
 }
 
-// refuse sends a sync whose calls the queue takes in part, and starts anew.
-func (x *random) refuse(q Request, lines string) {
+// stop sends a sync of whose calls the queue accepts a part, and restarts the Service.
+func (x *random) stop(q Request, lines string) {
 	x.note("stopped before its calls were in the queue")
-	x.log.refuse(func(int) error { return queue.ErrClosed })
+	x.log.onAppend(func(int) error { return queue.ErrClosed })
 	ctx, cancel := context.WithCancel(x.t.Context())
 	cancel()
 	if _, err := x.rig.Sync(ctx, q, strings.NewReader(lines)); err != nil {
 		x.t.Error(err)
 	}
 	x.rig.end()
-	x.log.refuse(nil)
+	x.log.onAppend(nil)
 	x.rig = newRig(x.t, x.dir, x.log, nil)
 }
 
-// check lets the receiver read on. It hears nothing that it knows, unless asked for.
+// check reads the new calls. They contain no current value again, except with resend.
 func (x *random) check(resend bool) {
-	for _, text := range x.log.take(x.t) {
+	for _, text := range x.log.drain(x.t) {
 		var user, key, value string
 		_, _ = fmt.Sscanf(strings.Replace(text, "=", " ", 1), "%s %s %s", &user, &key, &value)
 		if value == "false" || value == "<nil>" {
 			value = ""
 		}
-		if is := x.members[user]; value != is || key != x.audience.Key {
-			x.t.Errorf("told %s, is %q", text, is)
+		if want := x.members[user]; value != want || key != x.audience.Key {
+			x.t.Errorf("call for %s: got %s=%q, want %s=%q", user, key, value, x.audience.Key, want)
 		}
-		if x.told[user] == value && !resend {
-			x.t.Errorf("told %s once more", text)
+		if x.received[user] == value && !resend {
+			x.t.Errorf("the call %s is repeated", text)
 		}
-		if x.told[user] = value; value == "" {
-			delete(x.told, user)
+		if x.received[user] = value; value == "" {
+			delete(x.received, user)
 		}
 	}
-	if d := gocmp.Diff(x.members, x.told); d != "" {
-		x.t.Errorf("(-members +told):\n%s", d)
+	if d := gocmp.Diff(x.members, x.received); d != "" {
+		x.t.Errorf("members of the receiver (-want +got):\n%s", d)
 	}
 }

@@ -35,20 +35,21 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/event"
+	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// log is the queue: what was appended, without duplicates.
+// log is a queue: it has the appended messages, without duplicates.
 type log struct {
 	mu       sync.Mutex
 	messages []queue.Message
 	ids      map[string]bool
-	// before, when set, may refuse an append.
+	// before, when set, may reject an append.
 	before func(n int) error
 	calls  int
 }
 
-// Lanes and LaneStats: nobody reads, so nothing is waited for.
+// Lanes returns no lanes, so that no sync waits for one.
 func (l *log) Lanes() []queue.LaneID                  { return nil }
 func (l *log) LaneStats(queue.LaneID) queue.LaneStats { return queue.LaneStats{} }
 
@@ -70,14 +71,14 @@ func (l *log) Append(_ context.Context, messages []queue.Message) ([]bool, error
 	return nil, nil
 }
 
-func (l *log) refuse(before func(n int) error) {
+func (l *log) onAppend(before func(n int) error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.before = before
 }
 
-// take returns what was told since, as "user key=value", sorted.
-func (l *log) take(t *testing.T) []string {
+// drain returns and removes the calls, as "user key=value", sorted.
+func (l *log) drain(t *testing.T) []string {
 	t.Helper()
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -92,7 +93,7 @@ func (l *log) take(t *testing.T) []string {
 			t.Fatal(err)
 		}
 		if call.Type != "identify" || call.Version != 1 || m.Type != "identify" || m.Source != "shop/web" || m.AcceptedAt.IsZero() || len(call.Traits) != 1 {
-			t.Errorf("message %+v %s", m, m.Body)
+			t.Errorf("message: got %+v with body %s, want an identify call of version 1 of shop/web with one trait", m, m.Body)
 		}
 		for k, v := range call.Traits {
 			out = append(out, fmt.Sprintf("%s %s=%v", call.UserID, k, v))
@@ -133,7 +134,7 @@ type rig struct {
 	end    func()
 }
 
-// newRig runs a Service on a folder.
+// newRig runs a Service on a directory.
 func newRig(t *testing.T, dir string, l *log, change func(*Options)) *rig {
 	t.Helper()
 	r := &rig{t: t, log: l}
@@ -168,10 +169,18 @@ func newLog() *log { return &log{ids: map[string]bool{}} }
 
 type answer struct {
 	status  int
-	body    string // as it was sent
+	body    string // the raw body
 	Success bool
 	Result
 	Error Refusal
+}
+
+// want checks the status and the error code of an answer.
+func (a answer) want(t *testing.T, fact string, status int, code string) {
+	t.Helper()
+	if a.status != status || a.Error.Code != code {
+		t.Errorf("%s: got status %d and code %q, want %d and %q; body: %s", fact, a.status, a.Error.Code, status, code, a.body)
+	}
 }
 
 func (r *rig) do(method, path, key string, body io.Reader, header ...string) answer {
@@ -220,39 +229,37 @@ func (r *rig) sync(path string, members ...string) answer {
 	r.t.Helper()
 	a := r.do(http.MethodPut, path, "web-key", ids(members...))
 	if a.status != http.StatusOK || !a.Success || !a.Sent {
-		r.t.Fatalf("sync: %+v", a)
+		r.t.Fatalf("sync of %s: got status %d, success %t and sent %t, want 200, true and true; body: %s", path, a.status, a.Success, a.Sent, a.body)
 	}
 	return a
 }
 
-func (r *rig) told(want ...string) {
+func (r *rig) wantCalls(want ...string) {
 	r.t.Helper()
 	slices.Sort(want)
-	if d := gocmp.Diff(want, r.log.take(r.t)); d != "" {
-		r.t.Errorf("told (-want +got):\n%s", d)
+	if d := gocmp.Diff(want, r.log.drain(r.t)); d != "" {
+		r.t.Errorf("identify calls (-want +got):\n%s", d)
 	}
 }
 
-func TestSyncTellsChangesOnly(t *testing.T) {
+func TestSyncSendsOnlyChanges(t *testing.T) {
 	dir := t.TempDir()
 	r := newRig(t, dir, newLog(), nil)
 	a := r.sync(shoppers, "c", "a", "b", "a")
-	if a.Counts != (Counts{Members: 3, Added: 3}) {
-		t.Errorf("counts %+v", a.Counts)
-	}
-	r.told("a shoppers=true", "b shoppers=true", "c shoppers=true")
+	check.Equal(t, "counts", a.Counts, Counts{Members: 3, Added: 3})
+	r.wantCalls("a shoppers=true", "b shoppers=true", "c shoppers=true")
 	r.sync(shoppers, "b", "c", "a")
-	r.told()
+	r.wantCalls()
 	r.sync(shoppers, "d", "b", "c")
-	r.told("a shoppers=false", "d shoppers=true")
+	r.wantCalls("a shoppers=false", "d shoppers=true")
 	r.sync(spent, "a=1", "b=2.50", `c="x"`)
-	r.told("a spent=1", "b spent=2.5", "c spent=x")
-	r.sync(spent, "a=1.0", "b=3", "b=4", `c="x"`) // 1.0 is 1; of b the last counts
-	r.told("b spent=4")
+	r.wantCalls("a spent=1", "b spent=2.5", "c spent=x")
+	r.sync(spent, "a=1.0", "b=3", "b=4", `c="x"`) // 1.0 equals 1; the last value of b counts.
+	r.wantCalls("b spent=4")
 	r.sync(spent, "a=1", "b=4")
-	r.told("c spent=<nil>")
+	r.wantCalls("c spent=<nil>")
 
-	// All of it survives a restart.
+	// The state survives a restart.
 	r.end()
 	registry := prometheus.NewRegistry()
 	r = newRig(t, dir, newLog(), func(o *Options) { o.Registerer = registry })
@@ -268,56 +275,59 @@ func TestSyncTellsChangesOnly(t *testing.T) {
 			}
 		}
 	}
-	if want := map[string]float64{"shoppers": 3, "spent": 2}; !maps.Equal(members, want) {
-		t.Errorf("members %v, want %v", members, want)
-	}
+	check.Same(t, "posthorn_audience_members", members, map[string]float64{"shoppers": 3, "spent": 2})
 	r.sync(shoppers, "b", "c")
-	r.told("d shoppers=false")
+	r.wantCalls("d shoppers=false")
 	report := r.Report(config())
-	if len(report) != 3 || report[0].Members != 2 || report[0].Removed != 1 || report[0].LastSync.IsZero() || !report[0].Owner || report[0].Generation != 3 || report[1].Members != 2 {
-		t.Errorf("report %+v", report)
+	if len(report) != 3 {
+		t.Fatalf("audiences in the report: got %d, want 3", len(report))
 	}
+	check.Equal(t, "Members of shoppers", report[0].Members, 2)
+	check.Equal(t, "Removed of shoppers", report[0].Removed, 1)
+	check.Equal(t, "LastSync of shoppers is zero", report[0].LastSync.IsZero(), false)
+	check.Equal(t, "Owner of shoppers", report[0].Owner, true)
+	check.Equal(t, "Generation of shoppers", report[0].Generation, 3)
+	check.Equal(t, "Members of spent", report[1].Members, 2)
 }
 
-// Whoever is taken can be told: no line that is accepted makes a call that is not.
-func TestLargestMembersAreTold(t *testing.T) {
+// Every accepted line results in a valid call, whatever its size.
+func TestLargestMembersAreSent(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
 	long := strings.Repeat("\x01", MaxUserIDBytes) // six bytes each in JSON
 	deep := strings.Repeat("[", 254) + strings.Repeat("]", 254)
-	if a := r.do(http.MethodPut, spent, "web-key", strings.NewReader(strings.Join([]string{
+	a := r.do(http.MethodPut, spent, "web-key", strings.NewReader(strings.Join([]string{
 		`{"userId":"` + strings.Repeat(`\u0001`, MaxUserIDBytes) + `","value":"` + strings.Repeat("x", 10_000) + `"}`,
 		`{"userId":"deep","value":` + deep + `}`,
 		`{"userId":"long","value":"` + strings.Repeat("x", MaxLineBytes-40) + `"}`,
 		`{"userId":"numbers","value":[` + strings.Repeat("1e20,", 740) + `1]}`,
-	}, "\n"))); a.status != http.StatusOK || a.Added != 4 {
-		t.Fatalf("%+v", a)
-	}
+	}, "\n")))
+	a.want(t, "sync", http.StatusOK, "")
+	check.Equal(t, "Added", a.Added, 4)
 	got := map[string]bool{}
-	for _, told := range r.log.take(t) {
-		user, _, _ := strings.Cut(told, " ")
+	for _, call := range r.log.drain(t) {
+		user, _, _ := strings.Cut(call, " ")
 		got[user] = true
 	}
 	if want := map[string]bool{long: true, "deep": true, "long": true, "numbers": true}; !maps.Equal(got, want) {
-		t.Errorf("%d were told", len(got))
+		t.Errorf("users with a call: got %d, want the %d users of the sync", len(got), len(want))
 	}
 }
 
 func TestIncrement(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
 	r.sync(shoppers, "a", "b", "c", "d")
-	r.log.take(t)
+	r.log.drain(t)
 	a := r.do(http.MethodPost, shoppers, "web-key", strings.NewReader(`{"userId":"a","member":false}
 {"userId":"b","member":false}
 {"userId":"c","member":false}
 {"userId":"x"}
 {"userId":"d"}
-{"userId":"nobody","member":false}`))
-	if a.status != http.StatusOK || a.Counts != (Counts{Before: 4, Members: 2, Added: 1, Removed: 3}) {
-		t.Errorf("answer %+v", a)
-	}
-	r.told("a shoppers=false", "b shoppers=false", "c shoppers=false", "x shoppers=true")
+{"userId":"unknown","member":false}`))
+	a.want(t, "increment", http.StatusOK, "")
+	check.Equal(t, "counts", a.Counts, Counts{Before: 4, Members: 2, Added: 1, Removed: 3})
+	r.wantCalls("a shoppers=false", "b shoppers=false", "c shoppers=false", "x shoppers=true")
 	r.sync(shoppers, "d", "x")
-	r.told()
+	r.wantCalls()
 }
 
 func TestGzip(t *testing.T) {
@@ -329,59 +339,55 @@ func TestGzip(t *testing.T) {
 	whole := b.Bytes()
 	for cut := range len(whole) {
 		a := r.do(http.MethodPut, shoppers, "web-key", bytes.NewReader(whole[:cut]), "Content-Encoding", "gzip")
-		if a.status != http.StatusBadRequest {
-			t.Errorf("cut at %d: %+v", cut, a)
-		}
+		check.Equal(t, fmt.Sprintf("status for the first %d bytes", cut), a.status, http.StatusBadRequest)
 	}
-	// More behind it is damage; another gzip, as some tools write it in parts, is not.
-	if a := r.do(http.MethodPut, shoppers, "web-key", strings.NewReader(b.String()+"more"), "Content-Encoding", "gzip"); a.status != http.StatusBadRequest || a.Error.Code != "unreadable_body" {
-		t.Errorf("%+v", a)
-	}
-	r.told()
+	// Other data behind the stream is an error; another gzip stream is not, because some tools
+	// write several.
+	a := r.do(http.MethodPut, shoppers, "web-key", strings.NewReader(b.String()+"more"), "Content-Encoding", "gzip")
+	a.want(t, "data behind the stream", http.StatusBadRequest, "unreadable_body")
+	r.wantCalls()
 	z.Reset(&b)
 	_, _ = io.Copy(z, ids("c"))
 	_ = z.Close()
-	if a := r.do(http.MethodPut, shoppers, "web-key", &b, "Content-Encoding", "gzip"); a.status != http.StatusOK {
-		t.Errorf("%+v", a)
-	}
-	r.told("a shoppers=true", "b shoppers=true", "c shoppers=true")
+	r.do(http.MethodPut, shoppers, "web-key", &b, "Content-Encoding", "gzip").want(t, "two streams", http.StatusOK, "")
+	r.wantCalls("a shoppers=true", "b shoppers=true", "c shoppers=true")
 }
 
-// What is refused is answered word for word like this, and changes nothing.
-func TestRefusalsChangeNothing(t *testing.T) {
+// A rejected sync gets exactly these answers and changes nothing.
+func TestRejectedSyncsChangeNothing(t *testing.T) {
 	dir := t.TempDir()
 	r := newRig(t, dir, newLog(), func(o *Options) { o.MaxBytes = 1 << 20 })
 	r.sync(shoppers, "a", "b", "c", "d")
 	r.sync(spent, "a=1")
-	r.log.take(t)
+	r.log.drain(t)
 	lines := func(l ...string) io.Reader { return strings.NewReader(strings.Join(l, "\n")) }
 	for _, c := range []struct {
 		name, method, path, key string
 		body                    io.Reader
 		status                  int
-		want                    string // of {"success":false,"error":{…}}
+		want                    string // the content of "error"
 		encoding                string
 	}{
 		{name: "no key", path: shoppers, body: ids("a"), status: 401, want: `"code":"no_write_key","message":"no write key; send it as HTTP Basic user name (curl -u KEY:)"`},
-		{name: "wrong key", path: shoppers, key: "nobody", body: ids("a"), status: 401, want: `"code":"unknown_write_key","message":"no accepted Source has this write key; compare it with the Source's Secret"`},
-		{name: "switched off", path: shoppers, key: "off-key", body: ids("a"), status: 403, want: `"code":"source_disabled","message":"the Source is disabled; set spec.enabled to true"`},
+		{name: "wrong key", path: shoppers, key: "unknown-key", body: ids("a"), status: 401, want: `"code":"unknown_write_key","message":"no accepted Source has this write key; compare it with the Source's Secret"`},
+		{name: "disabled", path: shoppers, key: "off-key", body: ids("a"), status: 403, want: `"code":"source_disabled","message":"the Source is disabled; set spec.enabled to true"`},
 		{name: "another Source's", path: shoppers, key: "ios-key", body: ids("a"), status: 404, want: `"code":"unknown_audience","message":"the Source of this write key has no audience with this key; see the status of the Audience for its key"`},
 		{name: "unknown audience", path: "/v1/audiences/x/members", body: ids("a"), status: 404, want: `"code":"unknown_audience","message":"the Source of this write key has no audience with this key; see the status of the Audience for its key"`},
 		{name: "unknown path", path: "/v1/audiences/x", body: ids("a"), status: 404, want: `"code":"not_found","message":"unknown path; send members to /v1/audiences/KEY/members"`},
 		{name: "method", method: "PATCH", path: shoppers, body: ids("a"), status: 405, want: `"code":"method_not_allowed","message":"use PUT to send all members, POST to send an increment, GET to read the progress of the last sync"`},
 		{name: "unknown parameter", path: shoppers + "?allowremoval=1", body: ids("a"), status: 400, want: `"code":"unknown_parameter","message":"unknown parameter; use allowRemoval, allowEmpty, resend or dryRun"`},
 		{name: "not a percentage", path: shoppers + "?allowRemoval=NaN", body: ids("a"), status: 400, want: `"code":"invalid_parameter","message":"allowRemoval must be a percentage from 0 to 100"`},
-		{name: "not a truth", path: shoppers + "?allowEmpty=maybe", body: ids("a"), status: 400, want: `"code":"invalid_parameter","message":"allowEmpty must be true or false, as in allowEmpty=true"`},
+		{name: "not a boolean", path: shoppers + "?allowEmpty=maybe", body: ids("a"), status: 400, want: `"code":"invalid_parameter","message":"allowEmpty must be true or false, as in allowEmpty=true"`},
 		{name: "a dry run without a value", path: shoppers + "?dryRun", body: ids("a", "b", "c"), status: 400, want: `"code":"invalid_parameter","message":"dryRun must be true or false, as in dryRun=true"`},
-		{name: "a dry run and not", path: shoppers + "?dryRun=false&dryRun=true", body: ids("a", "b", "c"), status: 400, want: `"code":"invalid_parameter","message":"dryRun is set more than once; set it once"`},
-		{name: "a query that is none", path: shoppers + "?dryRun=true;resend=true", body: ids("a", "b", "c"), status: 400, want: `"code":"invalid_parameter","message":"the query is malformed; write it like ?dryRun=true"`},
+		{name: "a parameter twice", path: shoppers + "?dryRun=false&dryRun=true", body: ids("a", "b", "c"), status: 400, want: `"code":"invalid_parameter","message":"dryRun is set more than once; set it once"`},
+		{name: "a malformed query", path: shoppers + "?dryRun=true;resend=true", body: ids("a", "b", "c"), status: 400, want: `"code":"invalid_parameter","message":"the query is malformed; write it like ?dryRun=true"`},
 		{name: "encoding", path: shoppers, body: ids("a"), status: 415, want: `"code":"unsupported_encoding","message":"Content-Encoding must be gzip or absent; remove the header or compress the body with gzip"`, encoding: "br"},
 		{name: "not gzip", path: shoppers, body: ids("a"), status: 400, want: `"code":"unreadable_body","message":"the body is not valid gzip, although Content-Encoding is gzip; compress the body or remove the header"`, encoding: "gzip"},
 		{name: "no JSON", path: shoppers, body: lines(`{"userId":"a"}`, `u2`), status: 400, want: `"code":"invalid_json","message":"the line is not JSON; each line is a whole object like {\"userId\":\"u1\"}","line":2`},
-		{name: "cut off", path: shoppers, body: lines(`{"userId":"a"}`, `{"userId":"b`), status: 400, want: `"code":"invalid_json","message":"the line is not JSON; each line is a whole object like {\"userId\":\"u1\"}","line":2`},
+		{name: "truncated", path: shoppers, body: lines(`{"userId":"a"}`, `{"userId":"b`), status: 400, want: `"code":"invalid_json","message":"the line is not JSON; each line is a whole object like {\"userId\":\"u1\"}","line":2`},
 		{name: "two on a line", path: shoppers, body: lines(`{"userId":"a"}{"userId":"b"}`), status: 400, want: `"code":"invalid_json","message":"the line has data after the object; put each member on a line of its own, without commas","line":1`},
 		{name: "an array", path: shoppers, body: lines(`[`, `{"userId":"a"},`), status: 400, want: `"code":"invalid_json","message":"the line is not JSON; each line is a whole object like {\"userId\":\"u1\"}","line":1`},
-		{name: "gzip that does not say so", path: shoppers, body: zipped(ids("a")), status: 400, want: `"code":"invalid_json","message":"the body is gzip but has no Content-Encoding; set Content-Encoding: gzip, or send a file that ends in .gz","line":1`},
+		{name: "gzip without Content-Encoding", path: shoppers, body: zipped(ids("a")), status: 400, want: `"code":"invalid_json","message":"the body is gzip but has no Content-Encoding; set Content-Encoding: gzip, or send a file that ends in .gz","line":1`},
 		{name: "the audience's name for its key", path: "/v1/audiences/old/members", body: ids("a"), status: 404, want: `"code":"unknown_audience","message":"the Source of this write key has no audience with this key; the key of the Audience old is young"`},
 		{name: "not UTF-8", path: shoppers, body: lines("{\"userId\":\"\xff\"}"), status: 400, want: `"code":"invalid_json","message":"the line is not UTF-8","line":1`},
 		{name: "no object", path: shoppers, body: lines(``, `["a"]`), status: 400, want: `"code":"not_an_object","message":"a line must be an object like {\"userId\":\"u1\"}","line":2`},
@@ -395,7 +401,7 @@ func TestRefusalsChangeNothing(t *testing.T) {
 		{name: "value of another type", path: spent, body: ids("a=1", "b={}"), status: 400, want: `"code":"invalid_field","message":"\"value\" must be a string, a number, true, false or a list","line":2`},
 		{name: "null value", path: spent, body: ids("a=null"), status: 400, want: `"code":"invalid_field","message":"\"value\" must be a string, a number, true, false or a list","line":1`},
 		{name: "value too deep for a call", path: spent, body: ids("a=" + strings.Repeat("[", 255) + strings.Repeat("]", 255)), status: 400, want: `"code":"invalid_field","message":"\"value\" is nested too deeply; at most 254 levels are allowed","line":1`},
-		{name: "value of short numbers that are long", path: spent, body: ids("a=1", "b=["+strings.Repeat("1e20,", 800)+"1]"), status: 400, want: `"code":"invalid_field","message":"\"value\" has more than 16384 bytes when its numbers are written out, as in 1e3: 1000","line":2`},
+		{name: "value of numbers with exponents that are long", path: spent, body: ids("a=1", "b=["+strings.Repeat("1e20,", 800)+"1]"), status: 400, want: `"code":"invalid_field","message":"\"value\" has more than 16384 bytes when its numbers are written out, as in 1e3: 1000","line":2`},
 		{name: "member in a snapshot", path: shoppers, body: lines(`{"userId":"a","member":false}`), status: 400, want: `"code":"unknown_field","message":"a snapshot lists members only, without \"member\"; leave out users that are not members, or POST an increment","line":1`},
 		{name: "member of another type", method: "POST", path: shoppers, body: lines(`{"userId":"a","member":"no"}`), status: 400, want: `"code":"invalid_field","message":"\"member\" must be true or false","line":1`},
 		{name: "removal with a value", method: "POST", path: spent, body: lines(`{"userId":"a","member":false,"value":1}`), status: 400, want: `"code":"invalid_field","message":"\"value\" has no meaning with \"member\": false; leave it out","line":1`},
@@ -404,9 +410,9 @@ func TestRefusalsChangeNothing(t *testing.T) {
 		{name: "gzip bomb", path: shoppers, body: zipped(io.LimitReader(repeated("\n"), 24<<20)), status: 413, want: `"code":"too_compressed","message":"the body inflates to more than 200 times its size, which is not a list of members"`, encoding: "gzip"},
 		{name: "gzip bomb of a line", path: shoppers, body: zipped(io.LimitReader(repeated(" "), 16<<20)), status: 400, want: `"code":"line_too_long","message":"the line is too long; at most 16384 bytes are allowed","line":1`, encoding: "gzip"},
 		{name: "empty", path: shoppers, body: lines(""), status: 422, want: `"code":"empty_snapshot","message":"the snapshot lists no members, which would remove all 4; if this is intended, set allowEmpty=true"`},
-		{name: "empty although all may go", path: shoppers + "?allowRemoval=100", body: lines("", ""), status: 422, want: `"code":"empty_snapshot","message":"the snapshot lists no members, which would remove all 4; if this is intended, set allowEmpty=true"`},
+		{name: "empty although all may be removed", path: shoppers + "?allowRemoval=100", body: lines("", ""), status: 422, want: `"code":"empty_snapshot","message":"the snapshot lists no members, which would remove all 4; if this is intended, set allowEmpty=true"`},
 		{name: "empty and the first", path: "/v1/audiences/young/members", body: lines(""), status: 422, want: `"code":"empty_snapshot","message":"the snapshot lists no members; if this is intended, set allowEmpty=true"`},
-		{name: "too many go", path: shoppers, body: ids("a"), status: 422, want: `"code":"too_many_removals","message":"the snapshot would remove 3 of 4 members; a sync may remove 50 percent. If this is intended, set allowRemoval to a higher percentage, up to 100"`},
+		{name: "too many removals", path: shoppers, body: ids("a"), status: 422, want: `"code":"too_many_removals","message":"the snapshot would remove 3 of 4 members; a sync may remove 50 percent. If this is intended, set allowRemoval to a higher percentage, up to 100"`},
 		{name: "one more than allowed", path: shoppers + "?allowRemoval=24", body: ids("a", "b", "c"), status: 422, want: `"code":"too_many_removals","message":"the snapshot would remove 1 of 4 members; a sync may remove 24 percent. If this is intended, set allowRemoval to a higher percentage, up to 100"`},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -420,51 +426,46 @@ func TestRefusalsChangeNothing(t *testing.T) {
 			}
 			a := r.do(cmp.Or(c.method, "PUT"), c.path, key, c.body, header...)
 			if want := `{"success":false,"error":{` + c.want + "}}\n"; a.status != c.status || a.body != want {
-				t.Errorf("%d %swant %d %s", a.status, a.body, c.status, want)
+				t.Errorf("answer:\n got %d %swant %d %s", a.status, a.body, c.status, want)
 			}
 		})
 	}
-	refused := r.Report(config())[0].LastRefused
-	if a := r.do("PUT", shoppers+"?dryRun=true", "web-key", ids("a")); a.status != http.StatusUnprocessableEntity {
-		t.Errorf("refused dry run: %+v", a)
-	}
-	if again := r.Report(config())[0].LastRefused; refused.IsZero() || !again.Equal(refused) {
-		t.Errorf("a dry run counts as a refused sync: %s, %s", refused, again)
-	}
-	if a := r.do("PUT", shoppers+"?dryRun=true", "web-key", ids("a", "b", "x")); a.status != http.StatusOK || a.Sent || !a.DryRun || a.Counts != (Counts{Before: 4, Members: 3, Added: 1, Removed: 2}) {
-		t.Errorf("dry run: %+v", a)
-	}
-	r.told()
+	rejected := r.Report(config())[0].LastRefused
+	check.Equal(t, "LastRefused is zero", rejected.IsZero(), false)
+	r.do("PUT", shoppers+"?dryRun=true", "web-key", ids("a")).want(t, "rejected dry run", http.StatusUnprocessableEntity, "too_many_removals")
+	check.Equal(t, "LastRefused after a rejected dry run", r.Report(config())[0].LastRefused, rejected)
+	a := r.do("PUT", shoppers+"?dryRun=true", "web-key", ids("a", "b", "x"))
+	a.want(t, "dry run", http.StatusOK, "")
+	check.Equal(t, "Sent of a dry run", a.Sent, false)
+	check.Equal(t, "DryRun of a dry run", a.DryRun, true)
+	check.Equal(t, "counts of a dry run", a.Counts, Counts{Before: 4, Members: 3, Added: 1, Removed: 2})
+	r.wantCalls()
 	if found, _ := filepath.Glob(filepath.Join(dir, "*", "sync-*")); len(found) > 0 {
-		t.Errorf("left over: %v", found)
+		t.Errorf("remaining files: got %v, want none", found)
 	}
 	r.sync(shoppers, "a", "b", "c", "d")
 	r.sync(spent, "a=1")
-	r.told()
-	// What is meant goes.
-	if a := r.do("PUT", shoppers+"?allowRemoval=75", "web-key", ids("a")); a.status != 200 {
-		t.Errorf("%+v", a)
-	}
-	if a := r.do("PUT", shoppers+"?allowEmpty=true", "web-key", ids()); a.status != 200 {
-		t.Errorf("%+v", a)
-	}
-	r.told("b shoppers=false", "c shoppers=false", "d shoppers=false", "a shoppers=false")
+	r.wantCalls()
+	// The parameters allow intended removals.
+	r.do("PUT", shoppers+"?allowRemoval=75", "web-key", ids("a")).want(t, "sync with allowRemoval", http.StatusOK, "")
+	r.do("PUT", shoppers+"?allowEmpty=true", "web-key", ids()).want(t, "sync with allowEmpty", http.StatusOK, "")
+	r.wantCalls("b shoppers=false", "c shoppers=false", "d shoppers=false", "a shoppers=false")
 }
 
-// However many members come, in whatever order: memory holds a part of them that
-// does not grow, while they are received, sorted, merged and compared.
+// The memory for a sync does not grow with the number of members, in any order, while they
+// are received, sorted, merged and compared.
 func TestMemoryIsConstant(t *testing.T) {
-	const members, most = 150_000, 16 << 20 // not half of what their ids take
+	const members, most = 150_000, 16 << 20 // less than half of the size of the ids
 	live := func() (bytes uint64) {
 		var m runtime.MemStats
 		runtime.GC()
 		runtime.ReadMemStats(&m)
 		return m.HeapAlloc
 	}
-	var looks, peak atomic.Uint64
+	var samples, peak atomic.Uint64
 	r := newRig(t, t.TempDir(), newLog(), func(o *Options) {
 		o.Full = func() bool {
-			if looks.Add(1)%8 == 0 { // about every 32,000 members
+			if samples.Add(1)%8 == 0 { // about every 32,000 members
 				peak.Store(max(peak.Load(), live()))
 			}
 			return false
@@ -481,22 +482,23 @@ func TestMemoryIsConstant(t *testing.T) {
 	before := live()
 	q := Request{Namespace: "shop", Audience: config().Audiences[0], Full: true, DryRun: true}
 	if result, err := r.Sync(t.Context(), q, all); err != nil || result.Added != members {
-		t.Fatalf("%+v %v", result, err)
+		t.Fatalf("sync: got %d added and error %v, want %d added", result.Added, err, members)
 	}
-	if grown := int64(peak.Load()) - int64(before); looks.Load() < 2*members/checkEvery || grown > most {
-		t.Errorf("%d MiB more at %d looks", grown>>20, looks.Load())
+	if least := uint64(2 * members / checkEvery); samples.Load() < least {
+		t.Errorf("memory samples: got %d, want at least %d", samples.Load(), least)
+	}
+	if grown := int64(peak.Load()) - int64(before); grown > most {
+		t.Errorf("memory growth: got %d MiB, want at most %d MiB", grown>>20, most>>20)
 	}
 }
 
-// It is told the same way when the last of the members are too many.
-func TestJustTooManyMembers(t *testing.T) {
+// The error is the same if only the last members are too many.
+func TestSlightlyTooManyMembers(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), func(o *Options) { o.MaxBytes = 100 })
-	if a := r.do(http.MethodPut, shoppers, "web-key", ids(many("u", 100)...)); a.status != http.StatusRequestEntityTooLarge || a.Error.Code != "too_many_members" {
-		t.Errorf("%+v", a)
-	}
+	r.do(http.MethodPut, shoppers, "web-key", ids(many("u", 100)...)).want(t, "sync", http.StatusRequestEntityTooLarge, "too_many_members")
 }
 
-// repeated is a letter over and over, without an end.
+// repeated is an endless sequence of one letter.
 func repeated(letter string) io.Reader {
 	return readerFunc(func(p []byte) (int, error) {
 		for i := range p {
@@ -506,7 +508,7 @@ func repeated(letter string) io.Reader {
 	})
 }
 
-// zipped compresses all of in first, so that the request is sent in one piece: a
+// zipped compresses all of in first, so that the request is sent as a whole: a
 // server that answers in the middle of a body may close the connection before
 // the client reads the answer.
 func zipped(in io.Reader) io.Reader {
@@ -535,12 +537,12 @@ type readerFunc func([]byte) (int, error)
 
 func (f readerFunc) Read(p []byte) (int, error) { return f(p) }
 
-// A client that goes away in the middle, of the owner or of another pod, has changed nothing.
-func TestBrokenOffBody(t *testing.T) {
+// A body that ends early, at the owner or at another pod, changes nothing.
+func TestInterruptedBody(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
 	other := newRig(t, t.TempDir(), newLog(), func(o *Options) { o.Owner = r.server.URL })
 	r.sync(shoppers, "a", "b")
-	r.log.take(t)
+	r.log.drain(t)
 	last := time.Time{}
 	for _, pod := range []*rig{r, other} {
 		for _, length := range []int64{-1, 1000} {
@@ -551,52 +553,51 @@ func TestBrokenOffBody(t *testing.T) {
 			go func() {
 				_, _ = feed.Write([]byte("{\"userId\":\"a\"}\n"))
 				r.eventually(func() bool { return r.busy() == "receiving" })
-				_ = feed.CloseWithError(errors.New("the sender died"))
+				_ = feed.CloseWithError(errors.New("the sender failed"))
 			}()
 			if resp, err := http.DefaultClient.Do(req); err == nil {
 				_ = resp.Body.Close()
-				t.Errorf("status %s", resp.Status)
+				t.Errorf("interrupted request: got status %s, want an error", resp.Status)
 			}
 			r.eventually(func() bool { return r.busy() == "" })
-			if report := r.Report(config())[0]; !report.LastRefused.After(last) || report.Members != 2 || report.Refusal != "unreadable_body: the body ended early (unexpected EOF); nothing was changed, send the sync again" {
-				t.Errorf("report %+v", report)
-			}
-			last = r.Report(config())[0].LastRefused
+			report := r.Report(config())[0]
+			check.Equal(t, "LastRefused changed", report.LastRefused.After(last), true)
+			check.Equal(t, "Members", report.Members, 2)
+			check.Equal(t, "Refusal", report.Refusal, "unreadable_body: the body ended early (unexpected EOF); nothing was changed, send the sync again")
+			last = report.LastRefused
 		}
 	}
 	r.sync(shoppers, "a", "b")
-	r.told()
+	r.wantCalls()
 }
 
-// A client that sends no more, or nothing at all, to the owner or to another pod, has changed nothing.
-func TestSilentBody(t *testing.T) {
-	impatient := func(o *Options) { o.IdleTimeout = 200 * time.Millisecond }
-	patient := newRig(t, t.TempDir(), newLog(), nil)
-	for _, r := range []*rig{newRig(t, t.TempDir(), newLog(), impatient), newRig(t, t.TempDir(), patient.log, func(o *Options) { impatient(o); o.Owner = patient.server.URL })} {
+// A body without new data, at the owner or at another pod, is answered 408 and changes nothing.
+func TestStalledBody(t *testing.T) {
+	shortTimeout := func(o *Options) { o.IdleTimeout = 200 * time.Millisecond }
+	owner := newRig(t, t.TempDir(), newLog(), nil)
+	for _, r := range []*rig{newRig(t, t.TempDir(), newLog(), shortTimeout), newRig(t, t.TempDir(), owner.log, func(o *Options) { shortTimeout(o); o.Owner = owner.server.URL })} {
 		r.sync(shoppers, "a", "b")
-		r.log.take(t)
+		r.log.drain(t)
 		for _, encoding := range []string{"identity", "gzip"} {
 			body, feed := io.Pipe()
 			defer feed.Close()
 			if encoding == "identity" {
 				go func() {
-					for range 10 { // as long as something comes it may take its time
+					for range 10 { // The timeout restarts with each line.
 						_, _ = feed.Write([]byte("{\"userId\":\"a\"}\n"))
 						time.Sleep(50 * time.Millisecond)
 					}
 				}()
 			}
-			if a := r.do(http.MethodPut, shoppers+"?allowRemoval=100", "web-key", body, "Content-Encoding", encoding); a.status != http.StatusRequestTimeout || a.Error.Code != "body_too_slow" {
-				t.Errorf("%s: %+v", encoding, a)
-			}
+			r.do(http.MethodPut, shoppers+"?allowRemoval=100", "web-key", body, "Content-Encoding", encoding).want(t, encoding, http.StatusRequestTimeout, "body_too_slow")
 		}
-		patient.eventually(func() bool { return patient.busy() == "" })
+		owner.eventually(func() bool { return owner.busy() == "" })
 		r.sync(shoppers, "a", "b")
-		r.told()
+		r.wantCalls()
 	}
 }
 
-// busy is what goes on with the shoppers.
+// busy returns the current activity of the audience shoppers.
 func (r *rig) busy() string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -610,12 +611,12 @@ func (r *rig) eventually(ok func() bool) {
 	r.t.Helper()
 	for deadline := time.Now().Add(wait.Limit); !ok(); time.Sleep(5 * time.Millisecond) {
 		if time.Now().After(deadline) {
-			r.t.Fatal("waited in vain")
+			r.t.Fatalf("the condition was not true within %s", wait.Limit)
 		}
 	}
 }
 
-func TestTwoAtOnce(t *testing.T) {
+func TestConcurrentSyncsOfOneAudience(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
 	body, feed := io.Pipe()
 	first := make(chan answer, 1)
@@ -624,19 +625,15 @@ func TestTwoAtOnce(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.eventually(func() bool { return r.busy() != "" })
-	if a := r.do(http.MethodPut, shoppers, "web-key", ids("b")); a.status != http.StatusConflict || a.Error.Code != "sync_in_progress" {
-		t.Errorf("second: %+v", a)
-	}
-	r.sync(spent, "a=1") // another audience does not wait
+	r.do(http.MethodPut, shoppers, "web-key", ids("b")).want(t, "second sync", http.StatusConflict, "sync_in_progress")
+	r.sync(spent, "a=1") // Another audience does not wait.
 	_ = feed.Close()
-	if a := <-first; a.status != http.StatusOK {
-		t.Errorf("first: %+v", a)
-	}
-	r.told("a shoppers=true", "a spent=1")
+	(<-first).want(t, "first sync", http.StatusOK, "")
+	r.wantCalls("a shoppers=true", "a spent=1")
 }
 
-// One namespace cannot take the room of all.
-func TestManyAtOnce(t *testing.T) {
+// One namespace cannot use the capacity of all.
+func TestConcurrentSyncsOfNamespaces(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
 	sync := func(namespace string, n int) Request {
 		return Request{Namespace: namespace, Audience: liveconfig.Audience{Name: fmt.Sprint(n), Source: fmt.Sprint(n)}}
@@ -648,20 +645,19 @@ func TestManyAtOnce(t *testing.T) {
 		for n := range maxSyncsPerNamespace + 1 {
 			_, err := r.begin(sync(c.namespace, n))
 			if refusal, _ := errors.AsType[*Refusal](err); n < c.room && err != nil || n >= c.room && (refusal == nil || refusal.Code != "busy" || refusal.RetryAfter == 0) {
-				t.Errorf("%s %d: %v", c.namespace, n, err)
+				t.Errorf("sync %d of namespace %s: got error %v, want busy after %d syncs", n, c.namespace, err, c.room)
 			}
 		}
 	}
 	r.mu.Lock()
 	r.leave(sync("shop", 0))
 	r.mu.Unlock()
-	if _, err := r.begin(sync("farm", 9)); err != nil {
-		t.Error(err)
-	}
+	_, err := r.begin(sync("farm", 9))
+	check.NoError(t, "sync after the end of another one", err)
 }
 
-// Who asks before it sends the body is refused before it sends the body, by any pod.
-func TestRefusedBeforeTheBody(t *testing.T) {
+// A request with Expect: 100-continue is rejected before its body is sent, by any pod.
+func TestRejectedBeforeTheBody(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
 	other := newRig(t, t.TempDir(), newLog(), func(o *Options) { o.Owner = r.server.URL })
 	body, feed := io.Pipe()
@@ -673,10 +669,10 @@ func TestRefusedBeforeTheBody(t *testing.T) {
 		key, encoding string
 		status        int
 	}{
-		{r, "nobody", "identity", http.StatusUnauthorized},
+		{r, "unknown-key", "identity", http.StatusUnauthorized},
 		{r, "web-key", "identity", http.StatusConflict},
 		{r, "web-key", "gzip", http.StatusConflict},
-		{other, "nobody", "gzip", http.StatusUnauthorized},
+		{other, "unknown-key", "gzip", http.StatusUnauthorized},
 		{other, "web-key", "gzip", http.StatusConflict},
 	} {
 		conn, err := net.Dial("tcp", c.pod.server.Listener.Addr().String()) //nolint:noctx // a test
@@ -689,72 +685,65 @@ func TestRefusedBeforeTheBody(t *testing.T) {
 		fmt.Fprintf(conn, "PUT %s HTTP/1.1\r\nHost: x\r\nAuthorization: Basic %s\r\nContent-Encoding: %s\r\nContent-Length: 1000000000\r\nExpect: 100-continue\r\n\r\n", shoppers, login, c.encoding)
 		resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
 		if err != nil {
-			t.Fatalf("%+v: %v", c, err)
+			t.Fatalf("key %s, encoding %s: got error %v, want an answer", c.key, c.encoding, err)
 		}
-		if resp.StatusCode != c.status {
-			t.Errorf("%s %s: %s, want %d", c.key, c.encoding, resp.Status, c.status)
-		}
+		check.Equal(t, fmt.Sprintf("status for key %s, encoding %s", c.key, c.encoding), resp.StatusCode, c.status)
 		_ = resp.Body.Close()
 	}
 	_ = feed.Close()
 	<-first
 }
 
-// While the queue is full a sync waits, and is told that it is not all sent;
-// then it goes on by itself.
-func TestFullQueueIsWaitedFor(t *testing.T) {
+// While the queue is full a sync waits and reports its unsent calls; then it continues.
+func TestSyncWaitsForAFullQueue(t *testing.T) {
 	l := newLog()
-	l.refuse(func(int) error { return queue.ErrFull })
+	l.onAppend(func(int) error { return queue.ErrFull })
 	r := newRig(t, t.TempDir(), l, nil)
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
 	result, err := r.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids("a", "b"))
-	if err != nil || result.Sent {
-		t.Fatalf("%+v %v", result, err)
-	}
-	if report := r.Report(config())[0]; report.Unsent != 2 || report.Members != 2 {
-		t.Errorf("report %+v", report)
-	}
-	l.refuse(nil)
+	check.NoError(t, "sync", err)
+	check.Equal(t, "Sent", result.Sent, false)
+	check.Equal(t, "Unsent of the report", r.Report(config())[0].Unsent, 2)
+	check.Equal(t, "Members of the report", r.Report(config())[0].Members, 2)
+	l.onAppend(nil)
 	r.eventually(func() bool { return r.Report(config())[0].Unsent == 0 })
-	r.told("a shoppers=true", "b shoppers=true")
+	r.wantCalls("a shoppers=true", "b shoppers=true")
 }
 
-// What live calls need of the disk is left to them in every part of a sync.
-func TestDiskThatFillsUpInTheMiddle(t *testing.T) {
+// Every part of a sync leaves the reserved disk space to live calls.
+func TestDiskIsFullDuringASync(t *testing.T) {
 	dir, fills := t.TempDir(), ""
 	r := newRig(t, dir, newLog(), func(o *Options) {
 		o.Full = func() bool { return fills != "" && len(glob(t, dir, fills)) > 0 }
 	})
 	r.sync(shoppers, "a", "b")
-	r.log.take(t)
+	r.log.drain(t)
 	for _, name := range []string{"run-000001", membersFile, changesFile} {
 		fills = name
-		if a := r.do(http.MethodPut, shoppers, "web-key", ids("b", "c")); a.status != http.StatusServiceUnavailable || a.Error.Code != "storage_full" {
-			t.Errorf("%s: %+v", name, a)
-		}
+		r.do(http.MethodPut, shoppers, "web-key", ids("b", "c")).want(t, "disk full after "+name, http.StatusServiceUnavailable, "storage_full")
 	}
 	fills = ""
 	r.sync(shoppers, "a", "b")
-	r.told()
+	r.wantCalls()
 }
 
-// Wherever the process is killed, the end is the same: every change is told,
-// and told once as far as the duplicate window reaches.
-func TestKilledAnywhere(t *testing.T) {
+// After a kill at any append, every change is sent, and sent once within the duplicate
+// window.
+func TestKilledAtEveryAppend(t *testing.T) {
 	before := make([]string, 1000)
 	for i := range before {
 		before[i] = fmt.Sprintf("u%04d", i)
 	}
 	after := before[300:]
-	for kill := 1; kill <= 4; kill++ { // before the n-th append of the second sync
+	for kill := 1; kill <= 4; kill++ { // The kill is before this append of the second sync.
 		for _, loseProgress := range []bool{false, true} {
 			dir, l := t.TempDir(), newLog()
 			r := newRig(t, dir, l, nil)
 			r.sync(shoppers, before...)
-			l.take(t)
+			l.drain(t)
 			appended := l.calls
-			l.refuse(func(n int) error {
+			l.onAppend(func(n int) error {
 				if n-appended >= kill {
 					return queue.ErrClosed
 				}
@@ -764,22 +753,22 @@ func TestKilledAnywhere(t *testing.T) {
 			time.AfterFunc(100*time.Millisecond, cancel)
 			result, err := r.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true, AllowRemoval: 50}, ids(after...))
 			if err != nil || kill <= 2 && result.Sent {
-				t.Fatalf("%+v %v", result, err)
+				t.Fatalf("sync killed at append %d: got Sent %t and error %v, want no error, and not Sent before append 3", kill, result.Sent, err)
 			}
-			// The folder as it is now, as kill -9 leaves it.
+			// The copy has the files as kill -9 leaves them.
 			killed := t.TempDir()
 			if err := os.CopyFS(killed, os.DirFS(dir)); err != nil {
 				t.Fatal(err)
 			}
 			r.end()
-			if loseProgress { // as a power loss may
+			if loseProgress { // A power loss may truncate the file.
 				for _, f := range glob(t, killed, progressFile) {
 					if err := os.Truncate(f, 0); err != nil {
 						t.Fatal(err)
 					}
 				}
 			}
-			l.refuse(nil)
+			l.onAppend(nil)
 			r = newRig(t, killed, l, nil)
 			r.eventually(func() bool {
 				p := r.Progress("shop", config().Audiences[0])
@@ -789,16 +778,16 @@ func TestKilledAnywhere(t *testing.T) {
 			for _, id := range before[:300] {
 				want = append(want, id+" shoppers=false")
 			}
-			r.told(want...)
+			r.wantCalls(want...)
 			r.sync(shoppers, after...)
-			r.told()
+			r.wantCalls()
 			r.end()
 		}
 	}
 }
 
-// Wherever between two changes of its files the process is killed, it comes to
-// the same end, and nobody is ever told what is not so.
+// After a kill between any two changes of the files, the sync has the same result, and the
+// receiver gets no outdated calls.
 func TestKilledAtEveryStep(t *testing.T) {
 	defer func() { step = func() {} }()
 	syncs := []func(*rig) answer{
@@ -808,7 +797,7 @@ func TestKilledAtEveryStep(t *testing.T) {
 			return r.do("POST", shoppers, "web-key", strings.NewReader(`{"userId":"u000000","member":false}`+"\n"+`{"userId":"x"}`))
 		},
 	}
-	// What each tells, and the members after it.
+	// The calls of each sync, and the number of members after it.
 	var joined, left []string
 	for i, u := range many("u", 600) {
 		joined = append(joined, u+" shoppers=true")
@@ -816,7 +805,7 @@ func TestKilledAtEveryStep(t *testing.T) {
 			left = append(left, u+" shoppers=false")
 		}
 	}
-	tells := [][]string{joined, left, {"u000000 shoppers=false", "x shoppers=true"}}
+	calls := [][]string{joined, left, {"u000000 shoppers=false", "x shoppers=true"}}
 	members := []int64{600, 400, 400}
 
 	for n := range syncs {
@@ -825,7 +814,7 @@ func TestKilledAtEveryStep(t *testing.T) {
 		for _, before := range syncs[:n] {
 			before(r)
 		}
-		l.take(t)
+		l.drain(t)
 		type crash struct {
 			dir string
 			log *log
@@ -843,25 +832,25 @@ func TestKilledAtEveryStep(t *testing.T) {
 			crashes = append(crashes, c)
 		}
 		if a := syncs[n](r); a.status != http.StatusOK {
-			t.Fatalf("%+v", a)
+			t.Fatalf("sync %d: got status %d, want 200; body: %s", n, a.status, a.body)
 		}
 		r.eventually(func() bool { return r.busy() == "" })
 		r.end()
 		step = func() {}
-		r.told(tells[n]...)
+		r.wantCalls(calls[n]...)
 		if len(crashes) < 15 {
-			t.Errorf("only %d places to crash at", len(crashes))
+			t.Errorf("steps of sync %d: got %d, want at least 15", n, len(crashes))
 		}
 		for i, c := range crashes {
 			r := newRig(t, c.dir, c.log, nil)
-			// Either it was decided and is carried through, or it never was.
+			// An accepted sync is completed after the restart; another one is sent again.
 			done := r.Progress("shop", config().Audiences[0])
 			var a answer
 			r.eventually(func() bool { a = syncs[n](r); return a.status != http.StatusConflict })
-			if a.status != http.StatusOK || a.Members != members[n] || a.Changes() != 0 && a.Changes() != int64(len(tells[n])) {
-				t.Errorf("sync %d, crash %d: %+v after %+v", n, i, a, done)
+			if a.status != http.StatusOK || a.Members != members[n] || a.Changes() != 0 && a.Changes() != int64(len(calls[n])) {
+				t.Errorf("sync %d after crash %d: got status %d, %d members and %d changes, want 200, %d members, and no changes or %d; progress after the restart: %+v", n, i, a.status, a.Members, a.Changes(), members[n], len(calls[n]), done)
 			}
-			r.told(tells[n]...)
+			r.wantCalls(calls[n]...)
 			r.end()
 		}
 	}
@@ -878,28 +867,28 @@ func glob(t *testing.T, dir, name string) (found []string) {
 	return found
 }
 
-// Every state of the files that a crash between two steps of a conclusion
-// leaves leads to the same end.
-func TestInterruptedConclusion(t *testing.T) {
+// The result is the same for every state of the files that a crash leaves during the end of
+// a sync.
+func TestCrashAtTheEndOfASync(t *testing.T) {
 	dir := t.TempDir()
 	r := newRig(t, dir, newLog(), nil)
 	r.sync(shoppers, "a", "b")
 	r.end()
 	s := r.audiences[name{"shop", "shoppers"}].done
 	folder := filepath.Dir(glob(t, dir, stateFile)[0])
-	// As after the rename of the members and before anything else.
+	// The state after the rename of the members file.
 	if err := os.Remove(filepath.Join(folder, stateFile)); err != nil {
 		t.Fatal(err)
 	}
 	if err := writeState(folder, pendingFile, *s); err != nil {
 		t.Fatal(err)
 	}
-	for _, step := range []string{"before state.json", "before pending.json goes"} {
+	for _, step := range []string{"before state.json", "before the removal of pending.json"} {
 		l := newLog()
 		r = newRig(t, dir, l, nil)
 		r.eventually(func() bool { return r.busy() == "" && len(glob(t, dir, pendingFile)) == 0 })
 		r.sync(shoppers, "a", "b", "c")
-		r.told("c shoppers=true")
+		r.wantCalls("c shoppers=true")
 		r.sync(shoppers, "a", "b")
 		r.end()
 		s = r.audiences[name{"shop", "shoppers"}].done
@@ -907,21 +896,21 @@ func TestInterruptedConclusion(t *testing.T) {
 			t.Fatalf("%s: %v", step, err)
 		}
 	}
-	// A decision that was taken back, but whose name came back with the power.
+	// A pending state of a cancelled sync, whose file a power loss has restored.
 	s.Sync = "never"
 	if err := writeState(folder, pendingFile, *s); err != nil {
 		t.Fatal(err)
 	}
 	r = newRig(t, dir, newLog(), nil)
 	r.sync(shoppers, "a", "b")
-	r.told()
+	r.wantCalls()
 }
 
-func TestDamagedMembersAreNotCompared(t *testing.T) {
+func TestDamagedMembersFile(t *testing.T) {
 	dir := t.TempDir()
 	r := newRig(t, dir, newLog(), nil)
 	r.sync(shoppers, "a", "b", "c")
-	r.log.take(t)
+	r.log.drain(t)
 	files, _ := filepath.Glob(filepath.Join(dir, "*", "members-*"))
 	content, err := os.ReadFile(files[0])
 	if err != nil {
@@ -931,14 +920,13 @@ func TestDamagedMembersAreNotCompared(t *testing.T) {
 	if err := os.WriteFile(files[0], content, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if a := r.do(http.MethodPut, shoppers, "web-key", ids("a", "b", "c", "d")); a.status != http.StatusInternalServerError || a.Error.Code != "state_damaged" {
-		t.Errorf("%+v", a)
-	}
-	r.told()
+	r.do(http.MethodPut, shoppers, "web-key", ids("a", "b", "c", "d")).want(t, "sync", http.StatusInternalServerError, "state_damaged")
+	r.wantCalls()
 }
 
-// What the answer to a damaged state advises helps: the audience starts afresh, and nobody is told to have left.
-func TestDamagedStateIsGivenUp(t *testing.T) {
+// The action in the answer for a damaged state works: after the Audience is deleted and
+// created again, a sync succeeds without removals.
+func TestRecoveryFromADamagedState(t *testing.T) {
 	for _, file := range []string{stateFile, pendingFile} {
 		dir := t.TempDir()
 		r := newRig(t, dir, newLog(), nil)
@@ -949,8 +937,10 @@ func TestDamagedStateIsGivenUp(t *testing.T) {
 			t.Fatal(err)
 		}
 		r = newRig(t, dir, newLog(), func(o *Options) { o.OrphanGrace = time.Millisecond })
-		if a := r.do(http.MethodPut, shoppers, "web-key", ids("b", "c")); a.status != http.StatusInternalServerError || a.Error.Code != "state_damaged" || !strings.Contains(a.Error.Message, "delete the Audience") {
-			t.Errorf("%s: %+v", file, a)
+		a := r.do(http.MethodPut, shoppers, "web-key", ids("b", "c"))
+		a.want(t, "sync with a damaged "+file, http.StatusInternalServerError, "state_damaged")
+		if want := "delete the Audience"; !strings.Contains(a.Error.Message, want) {
+			t.Errorf("message for a damaged %s: got %q, want one with %q", file, a.Error.Message, want)
 		}
 		c := config()
 		c.Audiences = c.Audiences[1:]
@@ -958,46 +948,47 @@ func TestDamagedStateIsGivenUp(t *testing.T) {
 		r.eventually(func() bool { _, err := os.Stat(folder); return errors.Is(err, os.ErrNotExist) })
 		r.set(config())
 		r.sync(shoppers, "b", "c")
-		r.told("b shoppers=true", "c shoppers=true")
+		r.wantCalls("b shoppers=true", "c shoppers=true")
 	}
 }
 
-// What is left of one audience and cannot be removed keeps nobody from starting.
-func TestLeftoverThatStays(t *testing.T) {
+// A file that cannot be removed does not prevent a start.
+func TestFileThatCannotBeRemoved(t *testing.T) {
 	dir := t.TempDir()
 	r := newRig(t, dir, newLog(), nil)
 	r.sync(shoppers, "a")
 	r.end()
-	stays := filepath.Join(filepath.Dir(glob(t, dir, stateFile)[0]), syncPrefix+"old")
-	if err := os.WriteFile(stays, nil, 0o600); err != nil {
+	path := filepath.Join(filepath.Dir(glob(t, dir, stateFile)[0]), syncPrefix+"old")
+	if err := os.WriteFile(path, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if out, err := exec.Command("chattr", "+i", stays).CombinedOutput(); err != nil {
-		t.Skipf("this file system lets every file be removed: %v %s", err, out)
+	if out, err := exec.Command("chattr", "+i", path).CombinedOutput(); err != nil {
+		t.Skipf("the file system has no immutable files: %v %s", err, out)
 	}
-	t.Cleanup(func() { _ = exec.Command("chattr", "-i", stays).Run() })
+	t.Cleanup(func() { _ = exec.Command("chattr", "-i", path).Run() })
 	r = newRig(t, dir, newLog(), nil)
-	if _, err := os.Stat(stays); err != nil {
-		t.Fatal("it is gone, so this test shows nothing")
+	if _, err := os.Stat(path); err != nil {
+		t.Fatalf("immutable file after the start: got error %v, want the file", err)
 	}
 	r.sync(shoppers, "a", "b")
-	r.told("b shoppers=true")
+	r.wantCalls("b shoppers=true")
 }
 
-// Of a user whom a deletion request suppresses nothing is told.
+// No calls are sent for a user that a deletion request suppresses.
 func TestSuppressedMember(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
 	c := config()
 	c.Deletions = []liveconfig.Deletion{{Name: "d", ID: "ab", UserID: "b", Suppress: true}}
 	r.set(c)
 	r.sync(shoppers, "a", "b", "c")
-	r.told("a shoppers=true", "c shoppers=true")
+	r.wantCalls("a shoppers=true", "c shoppers=true")
 	r.sync(spent, "b=1")
-	r.told()
+	r.wantCalls()
 }
 
-// Receivers order what they are told by its timestamp, so a clock that is set back
-// must not make a later sync look older, nor hide whether the last one was refused.
+// Receivers order calls by their timestamps, so a later sync must not have an earlier
+// timestamp after the clock is set back. The report must still show whether the last sync
+// was rejected.
 func TestClockSetBack(t *testing.T) {
 	var clock atomic.Int64
 	clock.Store(time.Now().UnixNano())
@@ -1011,15 +1002,15 @@ func TestClockSetBack(t *testing.T) {
 		r.log.mu.Lock()
 		defer r.log.mu.Unlock()
 		if len(r.log.messages) != 1 || json.Unmarshal(r.log.messages[0].Body, &call) != nil || call.Timestamp <= last {
-			t.Errorf("after %s came %+v", last, r.log.messages)
+			t.Errorf("messages: got %+v, want one with a timestamp after %s", r.log.messages, last)
 		}
 		last, r.log.messages = call.Timestamp, nil
 	}
-	refused := func(want bool) {
+	rejected := func(want bool) {
 		t.Helper()
 		report := r.Report(config())[0]
 		if got := report.LastRefused.After(report.LastSync); got != want {
-			t.Errorf("refused %v: %s after %s", got, report.LastRefused, report.LastSync)
+			t.Errorf("LastRefused %s is after LastSync %s: got %t, want %t", report.LastRefused, report.LastSync, got, want)
 		}
 	}
 	r.sync(shoppers, "a")
@@ -1027,39 +1018,35 @@ func TestClockSetBack(t *testing.T) {
 	clock.Add(-int64(time.Hour))
 	r.sync(shoppers, "a", "b")
 	later()
-	if a := r.do(http.MethodPut, shoppers, "web-key", ids()); a.status != http.StatusUnprocessableEntity {
-		t.Errorf("%+v", a)
-	}
-	refused(true)
+	r.do(http.MethodPut, shoppers, "web-key", ids()).want(t, "empty snapshot", http.StatusUnprocessableEntity, "empty_snapshot")
+	rejected(true)
 	r.sync(shoppers, "a")
 	later()
-	refused(false)
+	rejected(false)
 	r.end()
 	r = newRig(t, dir, newLog(), set)
 	r.sync(shoppers, "a", "b")
 	later()
 }
 
-// Members under another key, kind or Source are not those of the audience.
-func TestChangedKeyStartsAfresh(t *testing.T) {
+// An audience with another key, kind or Source starts without members.
+func TestChangedKeyHasNoMembers(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
 	r.sync(shoppers, "a")
-	r.told("a shoppers=true")
+	r.wantCalls("a shoppers=true")
 	c := config()
 	c.Audiences[0].Key = "buyers"
 	r.set(c)
-	if report := r.Report(c)[0]; report.Members != 0 {
-		t.Errorf("report %+v", report)
-	}
+	check.Equal(t, "Members of the new key", r.Report(c)[0].Members, 0)
 	r.sync("/v1/audiences/buyers/members", "a")
-	r.told("a buyers=true")
+	r.wantCalls("a buyers=true")
 }
 
-// An audience that moves to another Source while its sync waits for the last one,
-// which is deleted, can be synced again; one that stays waits for its Source.
-func TestMovedFromADeletedSource(t *testing.T) {
+// An audience that changes its Source while its sync waits for a deleted Source can be
+// synced again. A sync of an unchanged audience waits for the Source.
+func TestSourceDeletedDuringASync(t *testing.T) {
 	l := newLog()
-	l.refuse(func(int) error { return queue.ErrFull })
+	l.onAppend(func(int) error { return queue.ErrFull })
 	r := newRig(t, t.TempDir(), l, func(o *Options) { o.OrphanGrace = 2 * time.Second })
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -1073,7 +1060,7 @@ func TestMovedFromADeletedSource(t *testing.T) {
 	c.Sources = c.Sources[:2] // without web
 	c.Audiences[0].Source = "ios"
 	r.set(c)
-	l.refuse(nil)
+	l.onAppend(nil)
 	waits := func(a answer) bool {
 		return a.status == http.StatusConflict && strings.Contains(a.Error.Message, "source shop/web does not exist")
 	}
@@ -1084,80 +1071,64 @@ func TestMovedFromADeletedSource(t *testing.T) {
 	})
 	l.mu.Lock()
 	if len(l.messages) != 1 || l.messages[0].Source != "shop/ios" {
-		t.Errorf("told %+v", l.messages)
+		t.Errorf("messages: got %+v, want one of shop/ios", l.messages)
 	}
 	l.messages = nil
 	l.mu.Unlock()
 	c.Sources = config().Sources
 	r.set(c)
 	r.eventually(func() bool { return r.Report(c)[2].Unsent == 0 })
-	r.told("1 young=true", "a young=true")
+	r.wantCalls("1 young=true", "a young=true")
 }
 
-func TestDeletedAudienceIsForgotten(t *testing.T) {
+func TestStateOfADeletedAudienceIsRemoved(t *testing.T) {
 	dir := t.TempDir()
 	r := newRig(t, dir, newLog(), func(o *Options) { o.OrphanGrace = time.Millisecond })
 	r.sync(shoppers, "a")
 	r.sync(spent, "a=1")
-	r.log.take(t)
+	r.log.drain(t)
 	c := config()
 	c.Audiences = c.Audiences[1:]
 	r.set(c)
 	r.eventually(func() bool { return len(glob(t, dir, stateFile)) == 1 })
 	r.set(config())
 	r.sync(shoppers, "a")
-	r.told("a shoppers=true")
+	r.wantCalls("a shoppers=true")
 }
 
 func TestNotReady(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
 	r.view.Store(nil)
-	if a := r.do(http.MethodPut, shoppers, "web-key", ids("a")); a.status != http.StatusServiceUnavailable {
-		t.Errorf("%+v", a)
-	}
+	status := func() int { return r.do(http.MethodPut, shoppers, "web-key", ids("a")).status }
+	check.Equal(t, "status without a config", status(), http.StatusServiceUnavailable)
 	r.view.Store(liveconfig.NewView(nil, "shop"))
-	if a := r.do(http.MethodPut, shoppers, "web-key", ids("a")); a.status != http.StatusServiceUnavailable {
-		t.Errorf("%+v", a)
-	}
+	check.Equal(t, "status with an unusable namespace", status(), http.StatusServiceUnavailable)
 	r.set(config())
 	r.Stop()
-	if a := r.do(http.MethodPut, shoppers, "web-key", ids("a")); a.status != http.StatusServiceUnavailable {
-		t.Errorf("%+v", a)
-	}
+	check.Equal(t, "status after Stop", status(), http.StatusServiceUnavailable)
 }
 
-// A pod that is not the owner hands a sync on, and does not hand it round.
-func TestHandedOnToTheOwner(t *testing.T) {
+// A pod that is not the owner forwards a sync to the owner, and a forwarded sync is not
+// forwarded again.
+func TestForwardToTheOwner(t *testing.T) {
 	owner := newRig(t, t.TempDir(), newLog(), nil)
 	other := newRig(t, t.TempDir(), newLog(), func(o *Options) { o.Owner = owner.server.URL })
 	members := make([]string, 5000)
 	for i := range members {
 		members[i] = fmt.Sprintf("u%d", i)
 	}
-	if a := other.sync(shoppers, members...); a.Added != 5000 {
-		t.Errorf("%+v", a)
-	}
-	if got := owner.log.take(t); len(got) != 5000 {
-		t.Errorf("the owner told %d", len(got))
-	}
-	other.told()
-	if a := other.do(http.MethodPut, shoppers, "web-key", ids("a")); a.status != http.StatusUnprocessableEntity {
-		t.Errorf("a refusal of the owner: %+v", a)
-	}
-	if a := other.do(http.MethodPut, shoppers, "nobody", ids("a")); a.status != http.StatusUnauthorized {
-		t.Errorf("%+v", a)
-	}
+	check.Equal(t, "Added", other.sync(shoppers, members...).Added, 5000)
+	check.Equal(t, "identify calls of the owner", len(owner.log.drain(t)), 5000)
+	other.wantCalls()
+	other.do(http.MethodPut, shoppers, "web-key", ids("a")).want(t, "sync that the owner rejects", http.StatusUnprocessableEntity, "too_many_removals")
+	other.do(http.MethodPut, shoppers, "unknown-key", ids("a")).want(t, "unknown write key", http.StatusUnauthorized, "unknown_write_key")
 	third := newRig(t, t.TempDir(), newLog(), func(o *Options) { o.Owner = other.server.URL })
-	if a := third.do(http.MethodPut, shoppers, "web-key", ids("a")); a.status != http.StatusMisdirectedRequest {
-		t.Errorf("handed on twice: %+v", a)
-	}
+	check.Equal(t, "status of a sync that was forwarded twice", third.do(http.MethodPut, shoppers, "web-key", ids("a")).status, http.StatusMisdirectedRequest)
 	owner.end()
-	if a := other.do(http.MethodPut, shoppers, "web-key", ids("a")); a.status != http.StatusServiceUnavailable || a.Error.Code != "owner_unreachable" {
-		t.Errorf("without the owner: %+v", a)
-	}
+	other.do(http.MethodPut, shoppers, "web-key", ids("a")).want(t, "sync without the owner", http.StatusServiceUnavailable, "owner_unreachable")
 }
 
-// Values are delivered by the same rules for numbers as those of other calls.
+// The rules for numbers in values are the same as for other calls.
 func TestLongNumbersAreMarked(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
 	r.sync(spent, "a=12345678901234567890", "b=1.0", "c=[1e400]", `d="12345678901234567890"`, "e=0.10000000000000000001")
