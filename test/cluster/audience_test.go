@@ -17,12 +17,13 @@ import (
 	"testing"
 
 	"github.com/posthorn/posthorn/controllers"
+	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/process"
 )
 
-// pods are dispatcher processes, as a StatefulSet runs them: each with a folder
-// of its own; number 0 keeps the audiences.
+// pods are dispatcher processes, as in a StatefulSet: each has its own data directory, and
+// number 0 stores the audiences.
 type pods struct {
 	t    *testing.T
 	list []*pod
@@ -69,7 +70,7 @@ func (p *pods) stop(number int, signal os.Signal) {
 	}
 }
 
-// Ready is what the operator asks: the pods that are there.
+// Ready returns the running pods, for the operator.
 func (p *pods) Ready(context.Context) (list []controllers.Pod, err error) {
 	for _, one := range p.list {
 		if one.up.Load() {
@@ -79,7 +80,7 @@ func (p *pods) Ready(context.Context) (list []controllers.Pod, err error) {
 	return list, nil
 }
 
-// do sends a request to a pod, as a Service that chose it does.
+// do sends a request to a pod.
 func (p *pods) do(number int, method, path, body string) (status int, answer string, header http.Header, err error) {
 	req, err := http.NewRequest(method, "http://"+p.list[number].Addr+path, strings.NewReader(body))
 	if err != nil {
@@ -95,17 +96,17 @@ func (p *pods) do(number int, method, path, body string) (status int, answer str
 	return resp.StatusCode, string(text), resp.Header, err
 }
 
-// Several dispatcher pods: a sync and a deletion request reach the one that keeps
-// them from any; what is known of a user is known on all; without the owner calls
-// go on, and its crash in the middle of a sync loses nothing.
+// With several dispatcher pods, every pod forwards a sync to the owner and applies
+// suppressions. Without the owner calls are accepted, and its crash during a sync loses no
+// change.
 func TestAudiencesWithSeveralPods(t *testing.T) {
 	server, kubectl, logs := cluster(t)
 	kubectl("", "create", "namespace", release)
 	p := newPods(t, server, logs, 3)
 
-	// Who was told what, in the order in which it arrived.
+	// The values of the trait for each user, in the order of arrival.
 	var mu sync.Mutex
-	told := map[string][]bool{}
+	received := map[string][]bool{}
 	var deleted []string
 	hook := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, q *http.Request) {
 		body, _ := io.ReadAll(q.Body)
@@ -114,13 +115,13 @@ func TestAudiencesWithSeveralPods(t *testing.T) {
 			Traits       map[string]bool
 		}
 		if err := json.Unmarshal(body, &m); err != nil {
-			t.Errorf("%v: %s", err, body)
+			t.Errorf("body of a request: got error %v for %s, want JSON", err, body)
 		}
 		mu.Lock()
 		defer mu.Unlock()
-		switch is, ok := m.Traits["vip"]; {
+		switch value, ok := m.Traits["vip"]; {
 		case ok:
-			told[m.UserID] = append(told[m.UserID], is)
+			received[m.UserID] = append(received[m.UserID], value)
 		case m.Type == "delete":
 			deleted = append(deleted, string(body))
 		}
@@ -129,7 +130,7 @@ func TestAudiencesWithSeveralPods(t *testing.T) {
 	count := func() int {
 		mu.Lock()
 		defer mu.Unlock()
-		return len(told)
+		return len(received)
 	}
 
 	kubectl(webToCRM(hook.URL)+`
@@ -155,34 +156,34 @@ spec: {sourceRef: {name: web}, displayName: VIP}
 		return b.String()
 	}
 
-	// A sync through another pod; its owner is killed when some were told.
+	// A sync through another pod, whose owner is killed after the first calls.
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		_, _, _, _ = p.do(2, http.MethodPut, path, list(0, users)) // its answer may be lost with the owner
+		_, _, _, _ = p.do(2, http.MethodPut, path, list(0, users)) // The kill may prevent the answer.
 	}()
-	eventually(t, "the first members are told", func() bool { return count() > 0 })
+	eventually(t, "the first identify calls", func() bool { return count() > 0 })
 	p.stop(0, syscall.SIGKILL)
 	<-done
 	if n := count(); n == users {
-		t.Log("the owner was killed after all members were told")
+		t.Log("the owner was killed after the last identify call")
 	}
 
-	// Without the owner: a clear answer to syncs, and calls go on.
+	// Without the owner syncs are answered 503, and calls are accepted.
 	status, answer, header, err := p.do(1, http.MethodPut, path, list(0, users))
 	if err != nil || status != http.StatusServiceUnavailable || header.Get("Retry-After") == "" || !strings.Contains(answer, "owner_unreachable") {
-		t.Errorf("without the owner a sync is answered %d %v %s (%v)", status, header, answer, err)
+		t.Errorf("sync without the owner: got status %d, header %v, body %s and error %v, want 503 owner_unreachable with Retry-After", status, header, answer, err)
 	}
 	for number := range 2 {
 		if status, answer, _, err := p.do(number+1, http.MethodPost, "/v1/track", `{"userId":"u1","event":"E"}`); err != nil || status != http.StatusOK {
-			t.Errorf("without the owner a call is answered %d %s (%v)", status, answer, err)
+			t.Errorf("call without the owner: got status %d, body %s and error %v, want 200", status, answer, err)
 		}
 	}
-	// A deletion request waits for it; who is suppressed is so on every pod at once.
+	// A deletion request waits for the owner; every pod applies the suppression at once.
 	kubectl("apiVersion: posthorn.dev/v1alpha1\nkind: DeletionRequest\nmetadata: {name: forget}\nspec: {userId: user-00007, suppress: true}\n", "apply", "-f", "-")
 	suppressed := func(number int) {
 		t.Helper()
-		eventually(t, p.list[number].name+" refuses who is suppressed", func() bool {
+		eventually(t, p.list[number].name+" to reject a suppressed user", func() bool {
 			status, answer, _, err := p.do(number, http.MethodPost, "/v1/page", `{"userId":"user-00007"}`)
 			return err == nil && status == http.StatusForbidden && strings.Contains(answer, "user_suppressed")
 		})
@@ -190,69 +191,69 @@ spec: {sourceRef: {name: web}, displayName: VIP}
 	suppressed(1)
 	suppressed(2)
 	if got := kubectl("", "get", "pdel", "forget", "-o", `jsonpath={.status.conditions[?(@.type=="Complete")].status}`); got == "True" {
-		t.Error("a deletion request completed without the dispatcher that sends the notifications")
+		t.Error("the deletion request completed without the owner, which sends the notifications")
 	}
 
-	// The owner comes back with its volume.
+	// The owner starts again with its volume.
 	p.start(0)
 	suppressed(0)
 	var result struct {
 		Sent                    bool
 		Members, Added, Removed int64
 	}
-	eventually(t, "a sync is taken again", func() bool {
+	eventually(t, "an accepted sync", func() bool {
 		status, answer, _, err := p.do(1, http.MethodPut, path, list(0, users))
 		return err == nil && status == http.StatusOK && json.Unmarshal([]byte(answer), &result) == nil
 	})
-	// It was decided before the crash, as some had been told.
-	if result.Members != users || result.Added != 0 || result.Removed != 0 {
-		t.Errorf("the same members again: %+v", result)
-	}
-	// All but the suppressed one, who may have been told before.
-	eventually(t, "every member is told", func() bool { return count() >= users-1 })
+	// The first sync was accepted before the crash, because calls of it had been sent.
+	check.Equal(t, "Members of the repeated sync", result.Members, users)
+	check.Equal(t, "Added of the repeated sync", result.Added, 0)
+	check.Equal(t, "Removed of the repeated sync", result.Removed, 0)
+	// The call of the suppressed user may have been sent before the suppression.
+	eventually(t, "an identify call for every member", func() bool { return count() >= users-1 })
 	kubectl("", "wait", "pdel/forget", "--for=condition=Complete")
 	mu.Lock()
 	if len(deleted) != 1 || !strings.HasPrefix(deleted[0], `{"type":"delete","userId":"user-00007","timestamp":"`) || strings.Contains(deleted[0], "version") {
-		t.Errorf("delete messages: %q", deleted)
+		t.Errorf("delete messages: got %q, want one for user-00007 without a version", deleted)
 	}
-	for user, states := range told {
+	for user, states := range received {
 		if slices.Contains(states, false) {
-			t.Errorf("%s was told to have left", user)
+			t.Errorf("values of %s: got %v, want no false", user, states)
 		}
 	}
 	mu.Unlock()
 
-	// Scaled down to one: what the owner knows stays.
+	// Scaled down to one pod, the owner has all members.
 	p.stop(2, syscall.SIGTERM)
 	p.stop(1, syscall.SIGTERM)
 	status, answer, _, err = p.do(0, http.MethodPut, path, list(100, users))
 	if err != nil || status != http.StatusOK || !strings.Contains(answer, `"added":0,"removed":100`) {
-		t.Errorf("on the owner alone: %d %s (%v)", status, answer, err)
+		t.Errorf("sync with the owner alone: got status %d, body %s and error %v, want 200 with 0 added and 100 removed", status, answer, err)
 	}
-	eventually(t, "who left is told", func() bool {
+	eventually(t, "an identify call for every removed member", func() bool {
 		mu.Lock()
 		defer mu.Unlock()
-		left := 0
-		for _, states := range told {
+		removed := 0
+		for _, states := range received {
 			if slices.Contains(states, false) {
-				left++
+				removed++
 			}
 		}
-		return left >= 99
+		return removed >= 99
 	})
 	mu.Lock()
-	for user, states := range told {
+	for user, states := range received {
 		if slices.Contains(states, false) && user >= "user-00100" {
-			t.Errorf("%s was told to have left", user)
+			t.Errorf("values of %s: got %v, want no false", user, states)
 		}
 	}
 	mu.Unlock()
-	// And up again: the new pod hands on, too.
+	// After scaling up, the new pod forwards requests too.
 	p.start(1)
 	if status, answer, _, err := p.do(1, http.MethodGet, path, ""); err != nil || status != http.StatusOK || !strings.Contains(answer, `"members":19900`) {
-		t.Errorf("asked through a pod that came back: %d %s (%v)", status, answer, err)
+		t.Errorf("GET through a restarted pod: got status %d, body %s and error %v, want 200 with 19900 members", status, answer, err)
 	}
-	eventually(t, "status shows the members", func() bool {
+	eventually(t, "the members in the status", func() bool {
 		return strings.Contains(strings.Join(strings.Fields(kubectl("", "get", "paud", "vip")), " "), "vip True Ready True 19900 0 100 0")
 	})
 	if strings.Contains(logs.String(), "panic") {

@@ -1,6 +1,6 @@
-// Package cluster runs operator and dispatcher together against a real API
-// server, each with the rights that config/ gives it: from kubectl apply to a
-// signed delivery to what kubectl get shows. (Real pods have test/e2e.)
+// Package cluster tests the operator and the dispatcher together against a real API
+// server, each with its permissions from config/: from kubectl apply to a
+// signed delivery and the output of kubectl get. test/e2e has the tests with real pods.
 package cluster
 
 import (
@@ -39,6 +39,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/configsource"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/docs"
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/process"
@@ -47,7 +48,7 @@ import (
 
 const release = env.Release
 
-// receiver checks signatures and can be told to fail.
+// receiver checks signatures and answers with a settable status.
 type receiver struct {
 	*httptest.Server
 	mu       sync.Mutex
@@ -102,7 +103,7 @@ func TestFromApplyToStatus(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	// The dispatcher comes first, and waits for the operator.
+	// The dispatcher starts first, and waits for the operator.
 	policy, err := egress.ParsePolicy([]string{"127.0.0.0/8"})
 	if err != nil {
 		t.Fatal(err)
@@ -122,10 +123,10 @@ func TestFromApplyToStatus(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var running sync.WaitGroup
 	t.Cleanup(func() { cancel(); running.Wait() })
-	run := func(what string, f func() error) {
+	run := func(component string, f func() error) {
 		running.Go(func() {
 			if err := f(); err != nil {
-				t.Errorf("%s: %v", what, err)
+				t.Errorf("%s: got error %v, want none", component, err)
 			}
 		})
 	}
@@ -134,7 +135,7 @@ func TestFromApplyToStatus(t *testing.T) {
 	run("configsource", func() error { return configsource.Watch(ctx, client, release, d, log) })
 
 	writeKey := "hush-web-key"
-	var refusal string // the body of the latest answer
+	var body string // the body of the latest answer
 	send := func(id string) int {
 		request, err := http.NewRequest(http.MethodPost, "http://"+d.Addr().String()+"/v1/track",
 			strings.NewReader(fmt.Sprintf(`{"messageId": %q, "userId": "u1", "event": "Order Completed", "properties": {"total": 30}}`, id)))
@@ -146,19 +147,17 @@ func TestFromApplyToStatus(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		body, _ := io.ReadAll(response.Body)
+		text, _ := io.ReadAll(response.Body)
 		_ = response.Body.Close()
-		refusal = string(body)
+		body = string(text)
 		return response.StatusCode
 	}
-	if status := send("early"); status != http.StatusServiceUnavailable {
-		t.Errorf("a call before the first config is answered %d, want 503", status)
-	}
+	check.Equal(t, "status of a call before the first config", send("early"), http.StatusServiceUnavailable)
 
 	hook := newReceiver(t, "hush-crm-secret")
 	kubectl(webToCRM(hook.URL)+"  delivery: {retry: {minBackoff: 100ms, maxBackoff: 200ms}}\n", "apply", "-f", "-")
 
-	// As the kubelet would give it to the operator's pod.
+	// The token that the kubelet would project into the operator's pod.
 	token := filepath.Join(t.TempDir(), "token")
 	made := kubectl("", "create", "token", "posthorn-operator", "--namespace", release, "--audience", liveconfig.AdminAudience)
 	if err := os.WriteFile(token, []byte(made), 0o600); err != nil {
@@ -179,13 +178,13 @@ func TestFromApplyToStatus(t *testing.T) {
 
 	for i := range 10 {
 		if status := send(fmt.Sprintf("first-%d", i)); status != http.StatusOK {
-			t.Fatalf("a call is answered %d", status)
+			t.Fatalf("status of a call: got %d %s, want 200", status, body)
 		}
 	}
 	eventually(t, "10 deliveries", func() bool { return hook.count() == 10 })
 	wait("Delivering", "True")
 
-	// The receiver breaks. That is no mistake in the spec.
+	// The receiver fails. The spec is still valid.
 	hook.set(func() { hook.status = http.StatusInternalServerError })
 	for i := range 10 {
 		send(fmt.Sprintf("second-%d", i))
@@ -193,29 +192,29 @@ func TestFromApplyToStatus(t *testing.T) {
 	wait("Delivering", "False")
 	wait("Ready", "True")
 
-	// Without the operator deliveries go on.
+	// Without the operator deliveries continue.
 	stopOperator()
 	hook.set(func() { hook.status = http.StatusOK })
 	eventually(t, "20 deliveries", func() bool { return hook.count() == 20 })
 	stopOperator = startOperator()
 	wait("Delivering", "True")
 
-	// A new secret is in effect everywhere, without a restart.
+	// A new secret takes effect without a restart.
 	hook.set(func() { hook.secret = "hush-rotated" })
 	kubectl("", "patch", "secret", "keys", "--patch", `{"stringData": {"sharedSecret": "hush-rotated"}}`)
 	eventually(t, "a delivery under the new secret", func() bool {
 		before := hook.count()
 		send(fmt.Sprintf("probe-%d", time.Now().UnixNano()))
-		time.Sleep(50 * time.Millisecond) // only paces the probes
+		time.Sleep(50 * time.Millisecond) // It limits the rate of the probes.
 		return hook.count() > before
 	})
 	wait("Ready", "True")
 
-	// What the receiver refused for good is sent once more when it is asked for.
+	// Dead letters of rejected messages can be redelivered.
 	hook.set(func() { hook.status = http.StatusUnprocessableEntity })
 	before := hook.count()
 	for i := range 150 {
-		send(fmt.Sprintf("refused-%d", i))
+		send(fmt.Sprintf("rejected-%d", i))
 	}
 	eventually(t, "150 dead letters", func() bool {
 		return kubectl("", "get", "whd", "crm", "-o", "jsonpath={.status.delivery.deadLettered}") == "150"
@@ -227,82 +226,64 @@ func TestFromApplyToStatus(t *testing.T) {
 		kubectl("", "wait", "redelivery/"+name, "--for=condition=Complete")
 		return kubectl("", "get", "redelivery", name, "-o", "jsonpath={.status.conditions[?(@.type==\"Ready\")].reason} {.status.matched} {.status.redelivered} {.status.notRedelivered}")
 	}
-	if got := redeliver("other-reason", "selector: {reasons: [Expired]}"); got != "Redelivered   " {
-		t.Errorf("of another reason: %q", got)
-	}
-	if got := redeliver("dry", "dryRun: true, selector: {reasons: [Rejected], types: [track], events: [Order Completed]}"); got != "Counted 150  " {
-		t.Errorf("dry run: %q", got)
-	}
-	if got := hook.count() - before; got != 0 {
-		t.Errorf("a dry run delivered %d", got)
-	}
-	if got := redeliver("all", "selector: {reasons: [Rejected]}"); got != "Redelivered 150 150 " {
-		t.Errorf("redelivery: %q", got)
-	}
-	eventually(t, "150 deliveries more", func() bool { return hook.count() == before+150 })
+	check.Equal(t, "redelivery of another reason", redeliver("other-reason", "selector: {reasons: [Expired]}"), "Redelivered   ")
+	check.Equal(t, "dry run", redeliver("dry", "dryRun: true, selector: {reasons: [Rejected], types: [track], events: [Order Completed]}"), "Counted 150  ")
+	check.Equal(t, "deliveries of a dry run", hook.count()-before, 0)
+	check.Equal(t, "redelivery", redeliver("all", "selector: {reasons: [Rejected]}"), "Redelivered 150 150 ")
+	eventually(t, "150 more deliveries", func() bool { return hook.count() == before+150 })
 
-	// In the end the numbers add up: a redelivered message is a message more.
+	// The ledger balances: a redelivered message counts as another message.
 	eventually(t, "the ledger to balance in status", func() bool {
-		number := func(what, path string) (n int) {
-			_, _ = fmt.Sscan(kubectl("", "get", what, "-o", "jsonpath={.status."+path+"}"), &n)
+		number := func(object, path string) (n int) {
+			_, _ = fmt.Sscan(kubectl("", "get", object, "-o", "jsonpath={.status."+path+"}"), &n)
 			return n
 		}
 		accepted, delivered := number("psrc/web", "calls.accepted"), number("whd/crm", "delivery.delivered")
 		return accepted > 300 && accepted == delivered+150 && number("whd/crm", "delivery.pending") == 0 && number("whd/crm", "delivery.deadLettered") == 150
 	})
 	if table := kubectl("", "get", "whd"); !strings.Contains(strings.Join(strings.Fields(table), " "), "crm True Ready True 0 0") {
-		t.Errorf("kubectl get whd:\n%s", table)
+		t.Errorf("kubectl get whd: got\n%s\nwant a line with crm True Ready True 0 0", table)
 	}
 
 	vendorToJavaScript(t, kubectl, d.Addr().String())
 
-	// The page's commands rotate the write key without a refused call.
+	// The commands in docs/source.md rotate the write key without a rejected call.
 	steps := rotation(t, server)
-	if status := send("before"); status != http.StatusOK {
-		t.Errorf("a call before the rotation is answered %d %s", status, refusal)
-	}
+	check.Equal(t, "status before the rotation", send("before"), http.StatusOK)
 	steps[0]()
-	if status := send("old"); status != http.StatusOK {
-		t.Errorf("with two keys, a call with the old one is answered %d %s", status, refusal)
-	}
+	check.Equal(t, "status of the old key, with two keys", send("old"), http.StatusOK)
 	old := writeKey
 	text, err := base64.StdEncoding.DecodeString(kubectl("", "get", "secret", "web-key-2", "-o", "jsonpath={.data.writeKey}"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	writeKey = string(text)
-	if status := send("new"); status != http.StatusOK {
-		t.Errorf("with two keys, a call with the new one is answered %d %s", status, refusal)
-	}
+	check.Equal(t, "status of the new key, with two keys", send("new"), http.StatusOK)
 	steps[1]()
-	if status := send("new alone"); status != http.StatusOK {
-		t.Errorf("after the rotation, a call with the new key is answered %d %s", status, refusal)
-	}
+	check.Equal(t, "status of the new key after the rotation", send("new alone"), http.StatusOK)
 	writeKey = old
-	if status := send("late"); status != http.StatusServiceUnavailable || !strings.Contains(refusal, "use the current write key") {
-		t.Errorf("after the rotation, a call with the old key is answered %d %s, want 503 write_key_removed", status, refusal)
+	if status := send("late"); status != http.StatusServiceUnavailable || !strings.Contains(body, "use the current write key") {
+		t.Errorf("old key after the rotation: got %d %s, want 503 write_key_removed", status, body)
 	}
 	writeKey = "never"
-	if status := send("unknown"); status != http.StatusUnauthorized {
-		t.Errorf("a call with an unknown key is answered %d %s", status, refusal)
-	}
+	check.Equal(t, "status of an unknown key", send("unknown"), http.StatusUnauthorized)
 
-	// Deleting everything takes the live config with it.
+	// The deletion of all objects removes the live config.
 	writeKey = string(text)
 	kubectl("", "delete", "whd,psrc", "--all")
 	eventually(t, "503 for a key that is removed", func() bool {
-		return send("late") == http.StatusServiceUnavailable && strings.Contains(refusal, "the Source of this write key was removed")
+		return send("late") == http.StatusServiceUnavailable && strings.Contains(body, "the Source of this write key was removed")
 	})
 	stopOperator()
 	for _, word := range []string{"hush", "is forbidden", "panic"} {
 		if strings.Contains(logs.String(), word) {
-			t.Errorf("the logs say %q", word)
+			t.Errorf("the logs contain %q", word)
 		}
 	}
 }
 
-// rotation returns the commands of docs/source.md that rotate a write key, to run
-// them one by one. The page's Secret web-key takes the place of the test's.
+// rotation returns the commands of docs/source.md that rotate a write key, one step each.
+// The page's Secret web-key replaces that of the test.
 func rotation(t *testing.T, server *env.Env) (steps []func()) {
 	t.Helper()
 	blocks, err := docs.Blocks("../..", "docs/source.md")
@@ -318,7 +299,7 @@ func rotation(t *testing.T, server *env.Env) (steps []func()) {
 		shell := exec.Command("bash", "-c", "set -euo pipefail\n"+commands)
 		shell.Env = append(os.Environ(), "KUBECONFIG="+server.Kubeconfig(), "PATH="+filepath.Dir(kubectl)+":"+os.Getenv("PATH"))
 		if out, err := shell.CombinedOutput(); err != nil {
-			t.Fatalf("%v\n%s\nprinted:\n%s", err, commands, out)
+			t.Fatalf("commands of docs/source.md: got error %v\n%s\noutput:\n%s", err, commands, out)
 		}
 	}
 	run(`kubectl create secret generic web-key --from-literal=writeKey=hush-web-key
@@ -330,19 +311,18 @@ kubectl wait --for=condition=Ready psrc/web --timeout=60s`)
 		}
 	}
 	if len(steps) != 2 {
-		t.Fatalf("the page has %d blocks of commands, want 2", len(steps))
+		t.Fatalf("command blocks in \"Rotate a write key\": got %d, want 2", len(steps))
 	}
 	return steps
 }
 
-// vendorToJavaScript is the main job on real traffic: the vendor's own client
-// sends every type of call, a receiver in JavaScript verifies each as the
-// specification tells receivers to, status shows it; then the receiver answers
-// 500 for a minute and comes back, and nothing is lost.
+// vendorToJavaScript tests the main use with real traffic: the vendor's client sends every
+// type of call, a receiver in JavaScript verifies each by the specification, and the status
+// shows the deliveries. Then the receiver answers 500 for a minute, and no call is lost.
 func vendorToJavaScript(t *testing.T, kubectl func(stdin string, args ...string) string, addr string) {
 	node, err := exec.LookPath("node")
 	if err != nil {
-		t.Log("node is not on PATH; the vendor's client and the receiver in JavaScript are left out")
+		t.Log("node is not on PATH; skipping the vendor's client and the receiver in JavaScript")
 		return
 	}
 	outage := time.Minute
@@ -398,12 +378,12 @@ spec:
 		t.Helper()
 		out, err := exec.Command(program, append([]string{"-endpoint", "http://" + addr, "-write-key", "hush-app-key"}, args...)...).Output()
 		if err != nil {
-			t.Fatalf("the vendor's client: %v", err)
+			t.Fatalf("the vendor's client: got error %v, want none", err)
 		}
 		for text := range bytes.Lines(out) {
 			var result struct{ ID, Error string }
 			if err := json.Unmarshal(text, &result); err != nil || result.Error != "" {
-				t.Fatalf("the vendor's client: %s %v", text, err)
+				t.Fatalf("line of the vendor's client: got %s and error %v, want a result without an error", text, err)
 			}
 			// One call excludes webhooks in its integrations.
 			if !strings.HasSuffix(result.ID, "elsewhere") {
@@ -427,7 +407,7 @@ spec:
 		have := map[string]bool{}
 		for _, m := range messages {
 			if !m.Authentic || !m.Fixed {
-				t.Fatalf("JavaScript does not find this authentic: %+v", m)
+				t.Fatalf("verification in JavaScript: got %+v, want Authentic and Fixed", m)
 			}
 			have[m.ID] = true
 		}
@@ -456,16 +436,16 @@ spec:
 	begin := time.Now()
 	send("-calls", "200", "-batch", "20", "many")
 	shows("True Ready False")
-	time.Sleep(outage - time.Since(begin)) // The outage itself; nothing is decided by its length.
+	time.Sleep(outage - time.Since(begin)) // The outage itself; no assertion depends on its length.
 	answer(http.StatusOK)
 	eventually(t, "all calls of the outage", arrived)
 	shows("True Ready True 0 0")
-	eventually(t, "the right number in status", func() bool {
+	eventually(t, "the number of deliveries in the status", func() bool {
 		return kubectl("", "get", "whd", "js", "-o", "jsonpath={.status.delivery.delivered} {.status.delivery.deadLettered}") == fmt.Sprint(len(sent), " 0")
 	})
 }
 
-// cluster is an API server; what is logged shows when the test fails.
+// cluster starts an API server. The logs are printed if the test fails.
 func cluster(t *testing.T) (server *env.Env, kubectl func(stdin string, args ...string) string, logs *process.Log) {
 	server, kubectl = env.For(t)
 	logs = &process.Log{}
@@ -480,7 +460,7 @@ func cluster(t *testing.T) (server *env.Env, kubectl func(stdin string, args ...
 	return server, kubectl, logs
 }
 
-// webToCRM declares the Source web and the destination crm, which sends to a URL.
+// webToCRM returns manifests of the Source web and the destination crm with a URL.
 func webToCRM(url string) string {
 	return fmt.Sprintf(`
 apiVersion: v1
@@ -517,7 +497,7 @@ func operator(t *testing.T, config *rest.Config, o controllers.Options) (stop fu
 	go func() {
 		defer close(done)
 		if err := manager.Start(ctx); err != nil {
-			t.Errorf("operator: %v", err)
+			t.Errorf("operator: got error %v, want none", err)
 		}
 	}()
 	stop = func() { cancel(); <-done }
@@ -525,14 +505,15 @@ func operator(t *testing.T, config *rest.Config, o controllers.Options) (stop fu
 	return stop
 }
 
-func eventually(t *testing.T, what string, ok func() bool) {
+// eventually waits until ok returns true.
+func eventually(t *testing.T, event string, ok func() bool) {
 	t.Helper()
 	if err := wait.Until(func() error {
 		if !ok() {
-			return errors.New("it is not so")
+			return errors.New("the event has not happened")
 		}
 		return nil
 	}); err != nil {
-		t.Fatalf("waited in vain for %s", what)
+		t.Fatalf("no event within %s: %s", wait.Limit, event)
 	}
 }

@@ -12,7 +12,7 @@ import (
 	. "github.com/onsi/gomega"
 )
 
-// command runs a program; its error carries what it wrote to standard error.
+// command runs a program. Its error contains the standard error of the program.
 func command(stdin, name string, args ...string) (string, error) {
 	var stdout, stderr bytes.Buffer
 	cmd := exec.Command(name, args...)
@@ -38,7 +38,7 @@ func helm(args ...string) string {
 	return out
 }
 
-// apply applies a manifest in a namespace, or in none.
+// apply applies a manifest in a namespace, or without one if it is empty.
 func apply(namespace, manifest string) {
 	GinkgoHelper()
 	args := []string{"apply", "-f", "-"}

@@ -11,13 +11,13 @@ import (
 )
 
 var _ = Describe("A Redelivery", func() {
-	It("sends dead letters once more: counted, chosen, or all", Serial, func() {
+	It("counts dead letters, and sends all or selected ones again", Serial, func() {
 		t := newNamespace("redeliver")
 		t.secret("crm", "secret", "s3cret")
 		broken := t.newSink("broken", "s3cret", "--status=400")
 		t.destination("crm", broken.url(), "")
 		t.waitReady("psrc/web", "whd/crm")
-		refused := map[string]string{}
+		rejected := map[string]string{}
 		for _, event := range []string{"One", "Two", "Three"} {
 			t.send(event)
 		}
@@ -32,12 +32,12 @@ var _ = Describe("A Redelivery", func() {
 		Eventually(deadLetters).Should(HaveLen(3))
 		for _, l := range deadLetters() {
 			Expect(l.Reason).To(Equal("Rejected"))
-			refused[l.Event] = l.MessageID
+			rejected[l.Event] = l.MessageID
 		}
 
-		By("mending the receiver")
-		mended := t.newSink("mended", "s3cret")
-		t.inEffect("whd/crm", func() { t.destination("crm", mended.url(), "") })
+		By("moving the destination to a working receiver")
+		working := t.newSink("working", "s3cret")
+		t.inEffect("whd/crm", func() { t.destination("crm", working.url(), "") })
 		redeliver := func(name, spec string) {
 			GinkgoHelper()
 			t.apply(`{apiVersion: posthorn.dev/v1alpha1, kind: Redelivery, metadata: {name: ` + name + `}, spec: {destinationRef: {name: crm}, ` + spec + `}}`)
@@ -51,28 +51,28 @@ var _ = Describe("A Redelivery", func() {
 		redeliver("count", "dryRun: true")
 		Expect(t.condition("redelivery/count", "Complete")).To(Equal("True/Counted"))
 		Expect(numbers("count")).To(HavePrefix("3"))
-		Expect(mended.received()).To(BeEmpty())
+		Expect(working.received()).To(BeEmpty())
 		Expect(deadLetters()).To(HaveLen(3))
 
-		By("choosing by event")
+		By("selecting by event")
 		redeliver("one", "selector: {events: [One]}")
 		Expect(t.condition("redelivery/one", "Complete")).To(Equal("True/Redelivered"))
 		Expect(numbers("one")).To(HavePrefix("1 1"))
-		mended.eventually("One")
-		Expect(mended.ids()).To(HaveLen(1))
+		working.eventually("One")
+		Expect(working.ids()).To(HaveLen(1))
 
-		By("the rest, by reason, and the object is deleted when its TTL ends")
+		By("selecting the rest by reason: the object is deleted at the end of its TTL")
 		redeliver("none", "selector: {reasons: [Expired]}")
 		Expect(numbers("none")).To(MatchRegexp(`^0? ?0? ?0?$`))
 		redeliver("rest", "selector: {reasons: [Rejected]}, ttlSecondsAfterFinished: 3")
-		mended.eventually("Two")
-		mended.eventually("Three")
-		Expect(mended.ids()).To(Equal(map[string][]string{"One": {refused["One"]}, "Two": {refused["Two"]}, "Three": {refused["Three"]}}), "once each, under the same messageId")
+		working.eventually("Two")
+		working.eventually("Three")
+		Expect(working.ids()).To(Equal(map[string][]string{"One": {rejected["One"]}, "Two": {rejected["Two"]}, "Three": {rejected["Three"]}}), "once each, under the same messageId")
 		Expect(deadLetters()).To(BeEmpty())
 		t.kubectl("wait", "--for=delete", "--timeout=90s", "redelivery/rest")
 		Expect(t.kubectl("get", "rdl")).To(MatchRegexp(`(?m)^one\s+crm\s+True\s+False\s+Redelivered\s+1\s+1\s`))
 
-		By("applied again it changes nothing; deleted and created again it is already done, also after a restart of the dispatcher")
+		By("applying a completed object again: it has no effect; after a deletion and a restart of the dispatcher it is AlreadyDone")
 		redeliver("one", "selector: {events: [One]}")
 		Expect(t.condition("redelivery/one", "Complete")).To(Equal("True/Redelivered"))
 		t.kubectl("delete", "redelivery/one")
@@ -81,7 +81,7 @@ var _ = Describe("A Redelivery", func() {
 		redeliver("one", "selector: {events: [One]}")
 		Expect(t.condition("redelivery/one", "Complete")).To(Equal("True/AlreadyDone"))
 
-		By("another namespace's destination is none of its own")
+		By("selecting a destination of another namespace: it is not found")
 		other := newNamespace("redeliver-other")
 		other.apply(`{apiVersion: posthorn.dev/v1alpha1, kind: Redelivery, metadata: {name: theirs}, spec: {destinationRef: {name: crm}}}`)
 		other.eventually("redelivery/theirs", "Complete", "False/DestinationNotFound")
@@ -89,7 +89,7 @@ var _ = Describe("A Redelivery", func() {
 })
 
 var _ = Describe("A DeletionRequest", func() {
-	It("tells each destination and follows each to its end", func() {
+	It("notifies each destination and reports each outcome", func() {
 		t := newNamespace("forget")
 		t.secret("ios-key", "writeKey", "key-of-forget-ios")
 		t.source("ios")
@@ -118,7 +118,7 @@ spec:
 			t.kubectl("wait", "--for=condition="+end, "--timeout=90s", "pdel/"+name)
 		}
 
-		By("all Sources, and later calls are refused")
+		By("requesting a deletion for all Sources: later calls are rejected")
 		forget("u1", "userId: u1, suppress: true", "Failed")
 		Expect(t.condition("pdel/u1", "Failed")).To(Equal("True/NotDelivered"))
 		Expect(strings.Fields(t.field("pdel/u1", `{range .status.notifications[*]}{.source}/{.destination}/{.state}/{.reason}{"\n"}{end}`))).To(ConsistOf(
@@ -130,25 +130,25 @@ spec:
 		out, err = t.call("u2", "Other")
 		Expect(err).NotTo(HaveOccurred(), out)
 
-		By("one Source only, and the object goes by itself")
+		By("requesting a deletion for one Source: the object is deleted at the end of its TTL")
 		forget("u3", "userId: u3, sourceRefs: [{name: ios}], ttlSecondsAfterFinished: 3", "Complete")
 		Expect(t.condition("pdel/u3", "Complete")).To(Equal("True/Delivered"))
 		t.kubectl("wait", "--for=delete", "--timeout=90s", "pdel/u3")
 
-		By("verifying in JavaScript what was told")
-		told := map[string]int{}
+		By("verifying the notifications in JavaScript")
+		notified := map[string]int{}
 		Eventually(func() map[string]int {
-			told = map[string]int{}
+			notified = map[string]int{}
 			for _, v := range legal.verified("s3cret") {
 				if user := v.Message["userId"].(string); v.Message["type"] == "delete" {
-					Expect(v.Message).To(And(HaveLen(3), HaveKey("timestamp")), "type, userId and timestamp, and nothing else")
-					told[user]++
+					Expect(v.Message).To(And(HaveLen(3), HaveKey("timestamp")), "a notification has only type, userId and timestamp")
+					notified[user]++
 				}
 			}
-			return told
+			return notified
 		}).Should(Equal(map[string]int{"u1": 2, "u3": 1}))
 
-		By("taking the request back: the user's calls are taken again")
+		By("deleting the request: the user's calls are accepted again")
 		t.kubectl("delete", "pdel/u1")
 		Eventually(func() error {
 			_, err := t.call("u1", "Back")

@@ -20,7 +20,7 @@ import (
 )
 
 var _ = Describe("A webhook", func() {
-	It("receives what is sent, signed, and follows every change", func() {
+	It("receives signed calls, and every change of its destination takes effect", func() {
 		shop := newNamespace("store")
 		shop.secret("crm", "secret", "s3cret", "token", "Bearer abc")
 		first := shop.newSink("first", "s3cret")
@@ -41,14 +41,14 @@ var _ = Describe("A webhook", func() {
 		second.eventually("Moved")
 		Expect(first.ids()).NotTo(HaveKey("Moved"))
 
-		By("rotating the Secret: a receiver that knows only the new one takes it")
+		By("rotating the Secret: a receiver that has only the new secret accepts the calls")
 		third := shop.newSink("third", "n3w")
 		shop.inEffect("whd/crm", func() { shop.destination("crm", third.url(), "") })
 		shop.inEffect("whd/crm", func() { shop.secret("crm", "secret", "n3w", "token", "Bearer abc") })
 		shop.send("Rotated")
 		third.eventually("Rotated")
 
-		By("adding headers, and rotating with the previous secret: both signatures travel")
+		By("adding headers, and rotating with the previous secret: requests have both signatures")
 		shop.secret("crm", "secret", "newest", "previous", "n3w", "token", "Bearer abc")
 		wire := shop.newRecorder("wire")
 		newest := shop.newSink("newest", "newest")
@@ -95,7 +95,7 @@ spec:
 		By("ending the rotation")
 		shop.inEffect("whd/crm", func() { shop.destination("crm", newest.url(), "") })
 
-		By("disabling it: calls are kept, and delivered when it is enabled again")
+		By("disabling the destination: calls are kept, and delivered after it is enabled again")
 		shop.kubectl("patch", "whd/crm", "--type=merge", "-p", `{"spec":{"enabled":false}}`)
 		shop.eventually("whd/crm", "Accepted", "True/Disabled")
 		shop.waitGeneration("whd/crm")
@@ -107,7 +107,7 @@ spec:
 		newest.eventually("While disabled")
 		shop.eventually("whd/crm", "Accepted", "True/Accepted")
 
-		By("taking the Secret away: nothing goes out unsigned, and status says why")
+		By("deleting the Secret: no unsigned request is sent, and the status gives the reason")
 		shop.kubectl("delete", "secret", "crm")
 		shop.eventually("whd/crm", "ResolvedRefs", "False/SecretNotFound")
 		shop.eventually("whd/crm", "Ready", "False/SecretNotFound")
@@ -119,7 +119,7 @@ spec:
 		}
 		shop.waitReady("whd/crm")
 
-		By("stopping the receiver: status tells, and nothing is lost")
+		By("stopping the receiver: the status reports it, and no call is lost")
 		newest.stop()
 		shop.send("While down")
 		Eventually(func() string { return shop.condition("whd/crm", "Delivering") }).Should(HavePrefix("False/"))
@@ -128,7 +128,7 @@ spec:
 		newest.eventually("While down")
 		shop.eventually("whd/crm", "Delivering", "True/Delivering")
 
-		By("disabling the Source: calls are refused")
+		By("disabling the Source: calls are rejected")
 		shop.kubectl("patch", "psrc/web", "--type=merge", "-p", `{"spec":{"enabled":false}}`)
 		shop.waitGeneration("psrc/web")
 		out, err := shop.call("u1", "No")
@@ -137,14 +137,14 @@ spec:
 		shop.kubectl("patch", "psrc/web", "--type=merge", "-p", `{"spec":{"enabled":true}}`)
 		shop.waitGeneration("psrc/web")
 
-		By("deleting it: no more calls arrive")
+		By("deleting the destination: no more calls arrive")
 		shop.kubectl("delete", "whd/crm", "--timeout=1m")
 		Eventually(func() string { return shop.field("psrc/web", "{.status.destinations}") }).Should(BeEmpty())
-		shop.send("Gone")
-		Consistently(newest.ids, "2s").ShouldNot(HaveKey("Gone"))
+		shop.send("Deleted")
+		Consistently(newest.ids, "2s").ShouldNot(HaveKey("Deleted"))
 	})
 
-	It("is listed for people and described with what happened", func() {
+	It("is readable in kubectl get and describe, without secrets", func() {
 		t := newNamespace("columns")
 		const secret = "hush-signing-secret"
 		t.secret("crm", "secret", secret)
@@ -162,7 +162,7 @@ spec:
 		Expect(t.kubectl("get", "posthorn")).To(And(ContainSubstring("source.posthorn.dev/web"), ContainSubstring("webhookdestination.posthorn.dev/crm")))
 		Expect(t.kubectl("explain", "whd.spec.delivery.retry.window")).To(ContainSubstring("default 4h"))
 
-		By("nothing that people read shows a secret")
+		By("reading descriptions, events and logs: they contain no secret")
 		for what, text := range map[string]string{
 			"describe": t.kubectl("describe", "whd/crm", "psrc/web"), "events": t.kubectl("get", "events"),
 			"operator": kubectl("-n", system, "logs", operator), "dispatcher": kubectl("-n", system, "logs", dispatcher),
@@ -171,7 +171,7 @@ spec:
 		}
 	})
 
-	It("is refused with the fix when it is wrong", func() {
+	It("is rejected with an error that gives the fix", func() {
 		t := newNamespace("wrong")
 		_, err := command(`
 apiVersion: posthorn.dev/v1alpha1
@@ -184,20 +184,20 @@ spec:
 `, "kubectl", "apply", "-n", t.name, "-f", "-")
 		Expect(err).To(MatchError(MatchRegexp(`spec.endpoints\[0\].*must be a full URL that starts with http:// or https://`)))
 
-		By("an address that the cluster's admin does not allow")
+		By("using an address that the administrator does not allow")
 		t.secret("crm", "secret", "s")
 		t.destination("crm", "http://169.254.169.254/latest", "")
 		t.eventually("whd/crm", "Accepted", "False/EgressDenied")
 
-		By("a name that leads to such an address")
+		By("using a name that resolves to such an address")
 		t.destination("crm", "http://localhost/in", "")
 		t.eventually("whd/crm", "Accepted", "False/EgressDenied")
 	})
 
-	It("says so when its Secret has 1 MiB, and harms no other", func() {
+	It("has the reason InvalidSecret with a Secret of 1 MiB, and does not affect others", func() {
 		t, s := running("huge")
 		huge := filepath.Join(GinkgoT().TempDir(), "secret")
-		random := make([]byte, 1<<20) // nothing compresses it
+		random := make([]byte, 1<<20) // Random bytes cannot be compressed.
 		_, _ = rand.Read(random)
 		Expect(os.WriteFile(huge, random, 0o600)).To(Succeed())
 		t.kubectl("create", "secret", "generic", "huge", "--from-file=secret="+huge)
@@ -207,7 +207,7 @@ spec:
 		s.eventually("Beside it")
 		Expect(t.condition("whd/crm", "Ready")).To(Equal("True/Ready"))
 
-		By("a Secret of the usual size")
+		By("using a Secret of the usual size")
 		t.secret("usual", "secret", "s3cret")
 		t.kubectl("patch", "whd/huge", "--type=merge", "-p", `{"spec":{"signing":{"schemes":[{"type":"HMACSHA1","secretKeyRef":{"name":"usual","key":"secret"}}]}}}`)
 		t.waitReady("whd/huge")
@@ -215,18 +215,18 @@ spec:
 		Eventually(func() []string { return s.ids()["Both"] }).Should(HaveLen(2))
 	})
 
-	It("belongs to its namespace alone", func() {
+	It("has no access to other namespaces", func() {
 		a, b := newNamespace("team-a"), newNamespace("team-b")
 		a.secret("crm", "secret", "of-a")
 		sink := a.newSink("crm", "of-a")
 		a.destination("crm", sink.url(), "")
 		a.waitReady("psrc/web", "whd/crm")
 
-		By("a Secret of another namespace does not resolve")
+		By("referring to a Secret of another namespace: it is not found")
 		b.destination("crm", sink.url(), "")
 		b.eventually("whd/crm", "ResolvedRefs", "False/SecretNotFound")
 
-		By("a Source of another namespace does not either")
+		By("referring to a Source of another namespace: it is not found")
 		b.secret("crm", "secret", "of-a")
 		b.waitReady("whd/crm")
 		a.apply(`
@@ -238,20 +238,20 @@ spec: {writeKeys: [{secretKeyRef: {name: ios-key, key: writeKey}}]}
 		b.kubectl("patch", "whd/crm", "--type=merge", "-p", `{"spec":{"sourceRefs":[{"name":"ios"}]}}`)
 		b.eventually("whd/crm", "ResolvedRefs", "False/NoSource")
 
-		By("a call goes to the destinations of its own namespace")
+		By("sending calls: each reaches only the destinations of its namespace")
 		b.send("Of B")
 		a.send("Of A")
 		sink.eventually("Of A")
 		Consistently(sink.ids, "2s").ShouldNot(HaveKey("Of B"))
 
-		By("a write key that is taken stays with its owner")
+		By("using the write key of another namespace: it is rejected")
 		b.secret("web-key", "writeKey", a.key)
 		b.eventually("psrc/web", "Accepted", "False/WriteKeyConflict")
 		a.send("Still A")
 		sink.eventually("Still A")
 	})
 
-	It("gives no account more than it needs", func() {
+	It("is served by accounts with minimal permissions", func() {
 		can := func(account, verb, resource, namespace string) string {
 			out, _ := command("", "kubectl", "auth", "can-i", verb, resource, "-n", namespace, "--as=system:serviceaccount:"+system+":"+release+"-"+account)
 			return strings.TrimSpace(out)
@@ -272,18 +272,18 @@ spec: {writeKeys: [{secretKeyRef: {name: ios-key, key: writeKey}}]}
 			Expect(can(c.account, c.verb, c.resource, c.namespace)).To(Equal(c.want), "%s %s %s in %s", c.account, c.verb, c.resource, c.namespace)
 		}
 
-		By("each keeps below the memory that its container has")
+		By("reading the logs: each program limits its memory below that of its container")
 		for _, component := range []string{"operator", "dispatcher"} {
 			pod := strings.Fields(pods(component))[0]
 			limit := resource.MustParse(kubectl("-n", system, "get", "pod", pod, "-o", "jsonpath={.spec.containers[0].resources.limits.memory}"))
 			want := limit.Value() * 9 / 10
-			if component == "dispatcher" { // It is bounded by dispatcher.memory, 400M by default, too.
+			if component == "dispatcher" { // dispatcher.memory, 400M by default, also bounds it.
 				want = min(want, 400_000_000)
 			}
 			Expect(kubectl("-n", system, "logs", pod)).To(ContainSubstring(`"memoryLimit":%d`, want), component)
 		}
 
-		By("metrics are not for callers without a token")
+		By("reading metrics without a token: the request is rejected")
 		for component, port := range map[string]int{"operator": 8080, "dispatcher": 8081} {
 			pod := strings.Fields(pods(component))[0]
 			_, err := command("", "kubectl", "get", "--raw", fmt.Sprintf("/api/v1/namespaces/%s/pods/https:%s:%d/proxy/metrics", system, pod, port))

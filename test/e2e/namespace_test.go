@@ -14,27 +14,27 @@ import (
 	. "github.com/onsi/gomega"
 )
 
-// namespace is a test namespace, with a Source "web", its write key, and a
+// namespace is a user's namespace with the Source "web", its write key, and a
 // pod "caller" that sends calls.
 type namespace struct {
 	name, key string
-	// previousAPI: its Sources are in the form of release 0.2.0.
+	// previousAPI is true if its objects have the format of release 0.2.0.
 	previousAPI bool
 }
 
-// newNamespace creates a test namespace, and removes it after the spec.
+// newNamespace creates a namespace, and deletes it after the spec.
 func newNamespace(name string) namespace {
 	GinkgoHelper()
 	return namespace{name: name, key: "key-of-" + name}.created()
 }
 
-// created creates the namespace, and removes it after the spec.
+// created creates the namespace, and deletes it after the spec.
 func (t namespace) created() namespace {
 	GinkgoHelper()
 	name := t.name
 	t.create()
 	DeferCleanup(func() {
-		if !CurrentSpecReport().Failed() { // what it looked like then is kept for who reads the logs
+		if !CurrentSpecReport().Failed() { // After a failure the objects are kept for inspection.
 			kubectl("delete", "namespace", name, "--ignore-not-found", "--wait=false")
 		}
 	})
@@ -46,17 +46,17 @@ func (t namespace) create() {
 	apply("", `{apiVersion: v1, kind: Namespace, metadata: {name: `+t.name+`, labels: {pod-security.kubernetes.io/enforce: restricted}}}`)
 	t.secret("web-key", "writeKey", t.key)
 	t.source("web")
-	t.kubectl("wait", "--for=create", "--timeout=30s", "serviceaccount/default") // no pod before that
+	t.kubectl("wait", "--for=create", "--timeout=30s", "serviceaccount/default") // A pod needs it.
 	t.pod("caller", posthornImage(), "sink", "--listen=:9000", "--output=none")
 }
 
-// running is a namespace with one destination that is Ready and its sink.
+// running returns a new namespace with a Ready destination, and its sink.
 func running(name string) (namespace, sink) {
 	GinkgoHelper()
 	return newNamespace(name).running()
 }
 
-// running adds a destination that is Ready and its sink.
+// running adds a Ready destination and its sink.
 func (t namespace) running() (namespace, sink) {
 	GinkgoHelper()
 	t.secret("crm", "secret", "s3cret")
@@ -88,7 +88,7 @@ func (t namespace) secret(name string, pairs ...string) {
 	t.apply(string(text))
 }
 
-// source declares a Source whose write key is in Secret NAME-key.
+// source applies a Source whose write key is in the Secret NAME-key.
 func (t namespace) source(name string) {
 	GinkgoHelper()
 	spec := "writeKeys: [{secretKeyRef: {name: %[1]s-key, key: writeKey}}]"
@@ -103,8 +103,8 @@ spec: {`+spec+`}
 `, name))
 }
 
-// destination declares WebhookDestination name, signed with Secret name's key
-// "secret", to a receiver; more is the rest of its spec.
+// destination applies a WebhookDestination, signed with the key "secret" of the Secret with
+// the same name; more is the rest of its spec.
 func (t namespace) destination(name, url, more string) {
 	GinkgoHelper()
 	spec := `
@@ -127,7 +127,7 @@ spec:
 %[3]s`, name, url, more))
 }
 
-// waitReady waits as GitOps does, and for the pod that sends.
+// waitReady waits until objects and the caller pod are Ready.
 func (t namespace) waitReady(names ...string) {
 	GinkgoHelper()
 	t.kubectl(append([]string{"wait", "--for=condition=Ready", "--timeout=90s", "pod/caller"}, names...)...)
@@ -145,8 +145,8 @@ func (t namespace) programmed(object string) bool {
 	return len(f) == 3 && f[0] == f[1] && f[2] == "True"
 }
 
-// inEffect makes a change, of the spec or of a Secret, and waits until status
-// says that every dispatcher runs a new revision, and since when.
+// inEffect changes a spec or a Secret, and waits until the status reports a new revision on
+// every dispatcher, with its time.
 func (t namespace) inEffect(object string, change func()) {
 	GinkgoHelper()
 	before := t.field(object, "{.status.revision}")
@@ -161,7 +161,7 @@ func (t namespace) inEffect(object string, change func()) {
 	Expect(since).To(BeTemporally("~", start, defaultWait), "status.revisionTime")
 }
 
-// condition is "status/reason" of an object's condition.
+// condition returns "status/reason" of an object's condition.
 func (t namespace) condition(object, kind string) string {
 	GinkgoHelper()
 	return t.kubectl("get", object, "-o", fmt.Sprintf(`jsonpath={.status.conditions[?(@.type==%q)].status}/{.status.conditions[?(@.type==%q)].reason}`, kind, kind))
@@ -177,8 +177,8 @@ func (t namespace) field(object, path string) string {
 	return t.kubectl("get", object, "-o", "jsonpath="+path)
 }
 
-// posthorn runs a posthorn command in the pod "caller", with its write key
-// and stdin, and returns what it printed; an error when it failed.
+// posthorn runs a posthorn command in the caller pod, with the write key and stdin, and
+// returns its output.
 func (t namespace) posthorn(stdin string, args ...string) (string, error) {
 	return command(stdin, "kubectl", append([]string{"-n", t.name, "exec", "-i", "caller", "--", "posthorn"}, args...)...)
 }
@@ -191,9 +191,9 @@ func (t namespace) send(event string) string {
 	return out
 }
 
-// call sends one track call of a user; it fails when the call is refused. It
-// tries again while nobody listens: a pod that is ready is behind the Service a
-// moment later, when the node's rules have followed.
+// call sends one track call of a user; it returns an error if the call is rejected. It
+// retries while the connection is refused: a Service routes to a ready pod only after the
+// node's rules are updated.
 func (t namespace) call(user, event string) (out string, err error) {
 	for range 20 {
 		out, err = t.posthorn("", "send", "track", "--endpoint="+ingest, "--user="+user, "--event="+event)
@@ -207,7 +207,7 @@ func (t namespace) call(user, event string) (out string, err error) {
 
 func posthornImage() string { return os.Getenv("E2E_REPOSITORY") + ":" + os.Getenv("E2E_TAG") }
 
-// pod starts a pod with the namespace's write key.
+// pod starts a pod with the write key of the namespace.
 func (t namespace) pod(name, image string, args ...string) {
 	GinkgoHelper()
 	more, err := json.Marshal(args)
@@ -230,7 +230,7 @@ spec:
 `, name, image, more))
 }
 
-// serve starts a pod that listens on port 9000, with a Service in front, and waits until it does.
+// serve starts a pod that listens on port 9000, with a Service, and waits until it is ready.
 func (t namespace) serve(name, image string, args ...string) {
 	GinkgoHelper()
 	t.apply(fmt.Sprintf(`
@@ -243,14 +243,14 @@ spec: {selector: {pod: %[1]s}, ports: [{port: 80, targetPort: 9000}]}
 	t.kubectl("wait", "--for=condition=Ready", "--timeout=90s", "pod/"+name)
 }
 
-// sink is a receiver in a pod of its own, reached through a Service.
+// sink is a receiver in a pod with a Service.
 type sink struct {
 	namespace
 	name string
 }
 
-// newSink starts `posthorn sink`, which answers 401 to what is not signed with
-// secret, and waits until it receives.
+// newSink starts `posthorn sink`, which answers 401 to requests that are not signed with
+// secret, and waits until it is ready.
 func (t namespace) newSink(name, secret string, args ...string) sink {
 	GinkgoHelper()
 	s := sink{t, name}
@@ -269,7 +269,7 @@ func (s sink) stop() {
 }
 
 func (s sink) url() string {
-	return "http://" + s.name + "." + s.namespace.name + ".svc.cluster.local/in"
+	return "http://" + s.name + "." + s.name.name + ".svc.cluster.local/in"
 }
 
 // received is a message that a sink printed.
@@ -281,7 +281,7 @@ type received struct {
 	}
 }
 
-// received are all messages that the sink got so far, authentic or not.
+// received returns all messages of the sink so far, authentic or not.
 func (s sink) received() []received {
 	GinkgoHelper()
 	var list []received
@@ -293,7 +293,7 @@ func (s sink) received() []received {
 	return list
 }
 
-// ids are the messageIds of what the sink took as authentic, by the name of their event.
+// ids returns the messageIds of the authentic messages, by the names of their events.
 func (s sink) ids() map[string][]string {
 	GinkgoHelper()
 	ids := map[string][]string{}
@@ -310,7 +310,7 @@ func (s sink) eventually(event string) {
 	Eventually(s.ids).Should(HaveKey(event), "events at "+s.name)
 }
 
-// recorder is a receiver that takes everything and keeps it as it came.
+// recorder is a receiver that accepts and records all requests unchanged.
 type recorder struct {
 	namespace
 	name string
@@ -324,14 +324,15 @@ func (t namespace) newRecorder(name string) recorder {
 
 func (r recorder) url() string { return sink(r).url() }
 
-// verified is a message as a receiver in JavaScript finds it.
+// verified is the result of a message's verification in JavaScript.
 type verified struct {
-	// The signature is that of the body, parsed and stringified again; and that is the body as it came.
+	// Authentic is true if the signature is that of the body, parsed and stringified again.
+	// Fixed is true if that text equals the body.
 	Authentic, Fixed bool
 	Message          map[string]any
 }
 
-// verified has Node verify what came so far. Everything must be authentic.
+// verified verifies all messages so far with Node. All must be authentic.
 func (r recorder) verified(secret string) []verified {
 	GinkgoHelper()
 	node := exec.Command("node", file("test/e2e/verify.js"))
@@ -342,7 +343,7 @@ func (r recorder) verified(secret string) []verified {
 	var list []verified
 	Expect(json.Unmarshal(out, &list)).To(Succeed())
 	for _, v := range list {
-		Expect(v.Authentic && v.Fixed).To(BeTrue(), "JavaScript does not find this authentic: %v", v)
+		Expect(v.Authentic && v.Fixed).To(BeTrue(), "verification in JavaScript: %v", v)
 	}
 	return list
 }
@@ -355,13 +356,13 @@ type load struct {
 
 func (t namespace) load(rate int) load {
 	GinkgoHelper()
-	// A namespace that is made again must not repeat ids: duplicates are dropped.
+	// A namespace that is created again must not repeat ids, because duplicates are dropped.
 	l := load{t, fmt.Sprintf("%s-%d", t.name, time.Now().Unix())}
 	t.pod("load", env("E2E_TOOL"), "-url="+ingest, "-prefix="+l.prefix, fmt.Sprint("-rate=", rate))
 	return l
 }
 
-// end stops it and returns how many calls it sent, all of which were acknowledged.
+// end stops the load and returns the number of its calls, all of which were acknowledged.
 func (l load) end() (calls int) {
 	GinkgoHelper()
 	l.kubectl("exec", "load", "--", "tool", "-stop")
@@ -369,16 +370,16 @@ func (l load) end() (calls int) {
 	Eventually(func() string {
 		code = l.field("pod/load", "{.status.containerStatuses[0].state.terminated.exitCode}")
 		return code
-	}, 4*time.Minute).ShouldNot(BeEmpty(), "the load does not end")
+	}, 4*time.Minute).ShouldNot(BeEmpty(), "exit code of the load")
 	out := l.kubectl("logs", "load")
 	By(strings.TrimSpace(out))
-	Expect(code).To(Equal("0"), "calls were never acknowledged")
+	Expect(code).To(Equal("0"), "exit code of the load; 1 means calls without an acknowledgement")
 	_, err := fmt.Sscanf(out, "%d acknowledged", &calls)
 	Expect(err).NotTo(HaveOccurred(), out)
 	return calls
 }
 
-// arrived ends the load and waits until the sink has got every call, once or more.
+// arrived ends the load and waits until the sink has every call at least once.
 func (l load) arrived(s sink) {
 	GinkgoHelper()
 	calls := l.end()
@@ -400,8 +401,8 @@ func (l load) arrived(s sink) {
 			duplicates += max(0, got[id]-1)
 		}
 		if len(missing) == 0 {
-			By(fmt.Sprintf("all %d calls arrived, %d of them twice", calls, duplicates))
+			By(fmt.Sprintf("all %d calls were delivered, with %d duplicates", calls, duplicates))
 		}
 		return len(missing)
-	}, 3*time.Minute, time.Second).Should(BeZero(), func() string { return fmt.Sprintf("acknowledged, but not delivered: %.10v", missing) })
+	}, 3*time.Minute, time.Second).Should(BeZero(), func() string { return fmt.Sprintf("acknowledged calls that were not delivered: %.10v", missing) })
 }

@@ -15,13 +15,13 @@ import (
 	"github.com/posthorn/posthorn/test/docs"
 )
 
-var _ = Describe("The pages that are not of the installation", Serial, func() {
-	// The namespace of install.md, with what each page shows.
+var _ = Describe("The pages other than install.md and operations.md", Serial, func() {
+	// The namespace of install.md, with the objects of each page.
 	const namespace = "shop"
 
 	It("have command blocks that work", func() {
 		root := env("E2E_ROOT")
-		// What the blocks write goes to a folder of its own.
+		// The blocks write to a temporary directory.
 		dir := GinkgoT().TempDir()
 		for _, name := range []string{"charts", "config"} {
 			Expect(os.Symlink(filepath.Join(root, name), filepath.Join(dir, name))).To(Succeed())
@@ -32,15 +32,15 @@ var _ = Describe("The pages that are not of the installation", Serial, func() {
 		kubectl("--kubeconfig", kubeconfig, "config", "set-context", "--current", "--namespace", namespace)
 		kubectl("create", "namespace", namespace)
 		DeferCleanup(func() {
-			kubectl("delete", "namespace", namespace, "--timeout=2m") // others use it, too
+			kubectl("delete", "namespace", namespace, "--timeout=2m") // Other specs use it, too.
 			kubectl("delete", "-n", "default", "--ignore-not-found", "-f", filepath.Join(root, "config", "samples", "simple.yaml"))
-			install() // as the suite has it
+			install() // Restore the suite's settings.
 		})
 		settings := " --set image.repository=" + env("E2E_REPOSITORY") + " --set image.tag=" + env("E2E_TAG")
 		run := func(commands string) (string, error) {
-			// It is installed, for the suite's other specs.
+			// The release is already installed.
 			commands = regexp.MustCompile(`(?m)^helm (?:install|upgrade) (.*)$`).ReplaceAllString(commands, "helm upgrade --install $1"+settings)
-			// Its exit code says whether there is a problem.
+			// The exit code is 1 if there is a problem.
 			commands = regexp.MustCompile(`(?m)^(kubectl posthorn why [^#\n]*).*$`).ReplaceAllString(commands, "$1 || [[ $$? == 1 ]]")
 			return command("", "bash", "-c", "set -euo pipefail\ncd "+dir+"\nexport KUBECONFIG="+kubeconfig+"\n"+commands)
 		}
@@ -63,7 +63,7 @@ var _ = Describe("The pages that are not of the installation", Serial, func() {
 		ran := map[string]bool{}
 		for _, page := range pages {
 			if name := filepath.Base(page); name == "install.md" || name == "operations.md" {
-				continue // run from the beginning to the end of an installation
+				continue // A spec of release_test.go runs these pages.
 			}
 			blocks, err := docs.Blocks(root, page)
 			Expect(err).NotTo(HaveOccurred())
@@ -80,7 +80,7 @@ var _ = Describe("The pages that are not of the installation", Serial, func() {
 				By(fmt.Sprintf("%s:%d", page, b.Line))
 				out, err := run(b.Commands())
 				Expect(err).NotTo(HaveOccurred(), b.Commands())
-				Expect(b.Missing(out)).To(BeEmpty(), "lines that %s:%d shows and the commands do not print:\n%s", page, b.Line, out)
+				Expect(b.Missing(out)).To(BeEmpty(), "missing lines of %s:%d in the output:\n%s", page, b.Line, out)
 			}
 		}
 		Expect(ran).To(And(HaveKey("README.md"), HaveKey("docs/kubectl.md"), HaveKey("docs/troubleshooting.md"), HaveKey("docs/webhookdestination.md"), HaveKey("docs/redelivery.md")))

@@ -15,17 +15,17 @@ import (
 	"github.com/posthorn/posthorn/test/docs"
 )
 
-// Each of these begins by removing what the one before left; in this order that
-// costs the fewest installations.
+// Each spec first removes the release of the previous one. This order needs the fewest
+// installations.
 var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
-	It("goes on with what was kept when it is uninstalled and installed again", func() {
+	It("delivers pending messages after it is uninstalled and installed again", func() {
 		t, s := running("reinstalled")
 		s.stop()
 		t.send("Before the uninstall")
 		Eventually(func() string { return t.field("whd/crm", "{.status.delivery.pending}") }).Should(Equal("1"))
 		uninstall()
-		Expect(t.kubectl("get", "psrc,whd", "-o", "name")).To(And(ContainSubstring("source.posthorn.dev/web"), ContainSubstring("webhookdestination.posthorn.dev/crm")), "resources must survive")
-		Expect(kubectl("-n", system, "get", "pvc", "-o", "name")).To(ContainSubstring("data-posthorn-dispatcher-0"), "volumes must survive")
+		Expect(t.kubectl("get", "psrc,whd", "-o", "name")).To(And(ContainSubstring("source.posthorn.dev/web"), ContainSubstring("webhookdestination.posthorn.dev/crm")), "resources after the uninstall")
+		Expect(kubectl("-n", system, "get", "pvc", "-o", "name")).To(ContainSubstring("data-posthorn-dispatcher-0"), "volumes after the uninstall")
 		install()
 		s.start("s3cret")
 		s.eventually("Before the uninstall")
@@ -34,30 +34,30 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		s.eventually("After it")
 	})
 
-	It("says what is missing without its CRDs, and works as soon as they are there", Label(afresh), func() {
+	It("logs missing CRDs, and works after they are installed", Label(afresh), func() {
 		uninstall()
 		removeCRDs()
-		// Nothing becomes ready, so there is nothing to wait for.
+		// Without CRDs no pod becomes ready, so helm does not wait.
 		helm(append([]string{"install", release, file("charts/posthorn"), "--namespace", system, "--set", "crds.enabled=false"}, values(env("E2E_TAG"))...)...)
 		Eventually(func() string {
 			out, _ := command("", "kubectl", "-n", system, "logs", operator)
 			return out
-		}).Should(MatchRegexp(`no matches for kind.*posthorn\.dev`), "the log must name what is missing")
+		}).Should(MatchRegexp(`no matches for kind.*posthorn\.dev`), "the operator's log names the missing kinds")
 		before := pods("operator")
 		install()
 		t, s := running("late")
 		t.send("Late")
 		s.eventually("Late")
-		Expect(pods("operator")).To(Equal(before), "the operator was restarted")
+		Expect(pods("operator")).To(Equal(before), "pods and restarts of the operator")
 	})
 
-	It("is upgraded from the previous release with a backlog, and rolled back, while calls flow", Label(afresh), func() {
+	It("is upgraded from the previous release with a backlog, and rolled back, under load", Label(afresh), func() {
 		uninstall()
 		removeCRDs()
 		removeVolumes()
 		previousCRDs := filepath.Join(env("E2E_PREVIOUS_CHART"), "files", "crds")
 		deploy(env("E2E_PREVIOUS_CHART"), env("E2E_PREVIOUS_TAG"))
-		// Without the history the previous release is today's code.
+		// Without the git history the previous release is the current code.
 		crd, err := os.ReadFile(filepath.Join(previousCRDs, "posthorn.dev_sources.yaml"))
 		Expect(err).NotTo(HaveOccurred())
 		previousAPI := strings.Contains(string(crd), "writeKeySecretRef")
@@ -85,7 +85,7 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		}
 		works("before", env("E2E_PREVIOUS_TAG"))
 
-		By("collecting a backlog for a receiver that is not there yet")
+		By("collecting a backlog for a receiver that does not exist yet")
 		t.secret("late", "secret", "s3cret")
 		t.destination("late", late.url(), "")
 		t.waitReady("whd/late")
@@ -116,7 +116,7 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		load.arrived(s)
 	})
 
-	It("is documented in commands that work, in their order", Label(afresh), func() {
+	It("has documented commands that work in their order", Label(afresh), func() {
 		uninstall()
 		removeCRDs()
 		removeVolumes()
@@ -124,7 +124,7 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 			kubectl("delete", "namespace", "shop", "--ignore-not-found", "--timeout=2m")
 		})
 		image := env("E2E_REPOSITORY") + ":" + env("E2E_TAG")
-		// What the blocks write goes to a folder of its own.
+		// The blocks write to a temporary directory.
 		dir := GinkgoT().TempDir()
 		Expect(os.Symlink(file("charts"), filepath.Join(dir, "charts"))).To(Succeed())
 		settings := " --set image.repository=" + env("E2E_REPOSITORY") + " --set image.tag=" + env("E2E_TAG")
@@ -133,7 +133,7 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 			By(fmt.Sprintf("%s:%d, %s", b.Page, b.Line, b.Heading))
 			text := strings.ReplaceAll(b.Commands(), "ghcr.io/posthorn/posthorn:0.2.0", image)
 			text = regexp.MustCompile(`(?m)^(helm (?:install|upgrade) .*)$`).ReplaceAllString(text, "$1"+settings)
-			// Its exit code says whether there is a problem.
+			// The exit code is 1 if there is a problem.
 			text = regexp.MustCompile(`(?m)^(kubectl posthorn why [^#\n]*).*$`).ReplaceAllString(text, "$1 || [[ $$? == 1 ]]")
 			text = "set -euo pipefail\ncd " + dir + "\n" + text
 			out, err := command("", "bash", "-c", text)

@@ -11,7 +11,7 @@ import (
 	. "github.com/onsi/gomega"
 )
 
-// member of the difference that a sync tells: a user and the trait's new value.
+// member is a change that a sync sends: a user and the trait's new value.
 type member struct {
 	user  string
 	value any
@@ -29,13 +29,13 @@ var _ = Describe("Several dispatchers", Serial, Ordered, func() {
 	BeforeAll(func() {
 		t, s = running("scaled")
 		calls = t.load(20)
-		By("scaling to 3 while calls flow")
+		By("scaling to 3 under load")
 		kubectl("-n", system, "scale", dispatcher, "--replicas=3")
 		DeferCleanup(func() { kubectl("-n", system, "scale", dispatcher, "--replicas=1") })
 		ready(dispatcher)
 	})
 
-	It("all take calls", func() {
+	It("all accept calls", func() {
 		t.waitReady("whd/crm", "psrc/web")
 		for n := range 3 {
 			event := fmt.Sprintf("At %d", n)
@@ -45,18 +45,18 @@ var _ = Describe("Several dispatchers", Serial, Ordered, func() {
 		}
 	})
 
-	It("refuse a suppressed user's calls, each of them", func() {
-		t.apply(`{apiVersion: posthorn.dev/v1alpha1, kind: DeletionRequest, metadata: {name: gone}, spec: {userId: gone, suppress: true}}`)
-		t.kubectl("wait", "--for=condition=Complete", "--timeout=90s", "pdel/gone")
+	It("all reject the calls of a suppressed user", func() {
+		t.apply(`{apiVersion: posthorn.dev/v1alpha1, kind: DeletionRequest, metadata: {name: forgotten}, spec: {userId: forgotten, suppress: true}}`)
+		t.kubectl("wait", "--for=condition=Complete", "--timeout=90s", "pdel/forgotten")
 		for n := range 3 {
 			Eventually(func() string {
-				out, _ := t.posthorn("", "send", "track", "--endpoint="+podURL(n), "--user=gone", "--event=No")
+				out, _ := t.posthorn("", "send", "track", "--endpoint="+podURL(n), "--user=forgotten", "--event=No")
 				return out
 			}).Should(And(HavePrefix("403"), ContainSubstring("user_suppressed")))
 		}
 	})
 
-	It("keep one state of an audience, which the restart of its owner does not lose", func() {
+	It("have one state of an audience, which survives the restart of its owner", func() {
 		a := newNamespace("audiences")
 		a.secret("crm", "secret", "s3cret")
 		js := a.newRecorder("js")
@@ -84,8 +84,8 @@ spec: {sourceRef: {name: web}, displayName: spend, type: ComputedTrait}
 			}
 			return lines
 		}
-		// told are the changes of a trait that the receiver was told of, each with how often.
-		told := func(key string) map[member]int {
+		// received counts the identify calls for each change of a trait.
+		received := func(key string) map[member]int {
 			GinkgoHelper()
 			changes := map[member]int{}
 			for _, v := range js.verified("s3cret") {
@@ -98,24 +98,24 @@ spec: {sourceRef: {name: web}, displayName: spend, type: ComputedTrait}
 			}
 			return changes
 		}
-		// eventuallyTold waits until exactly these changes were told, at least once each.
-		eventuallyTold := func(key string, want map[member]bool) {
+		// eventuallyReceived waits until the receiver has exactly these changes, at least once each.
+		eventuallyReceived := func(key string, want map[member]bool) {
 			GinkgoHelper()
 			Eventually(func() error {
-				got := told(key)
+				got := received(key)
 				for m := range got {
 					if !want[m] {
-						return StopTrying(fmt.Sprintf("%s was told %v", m.user, m.value))
+						return StopTrying(fmt.Sprintf("unexpected change: %s of %s is %v", key, m.user, m.value))
 					}
 				}
 				if len(got) != len(want) {
-					return fmt.Errorf("%d changes were told, want %d", len(got), len(want))
+					return fmt.Errorf("changes of %s: got %d, want %d", key, len(got), len(want))
 				}
 				return nil
 			}, defaultWait, time.Second).Should(Succeed())
 		}
 
-		By("the first sync, through a pod that is not the owner: everybody is told")
+		By("sending the first sync through a pod that is not the owner: all members are sent")
 		want := map[member]bool{}
 		out, err := sync(podURL(1), "first_time_shoppers", users(0, 100))
 		Expect(err).NotTo(HaveOccurred())
@@ -123,9 +123,9 @@ spec: {sourceRef: {name: web}, displayName: spend, type: ComputedTrait}
 		for i := range 100 {
 			want[member{fmt.Sprintf("u%d", i), true}] = true
 		}
-		eventuallyTold("first_time_shoppers", want)
+		eventuallyReceived("first_time_shoppers", want)
 
-		By("the second, through the Service: who joined and who left, nobody else")
+		By("sending the second sync through the Service: only the changes are sent")
 		out, err = sync(ingest, "first_time_shoppers", users(10, 105))
 		Expect(err).NotTo(HaveOccurred())
 		Expect(out).To(ContainSubstring("members 95, added 5, removed 10"))
@@ -135,29 +135,29 @@ spec: {sourceRef: {name: web}, displayName: spend, type: ComputedTrait}
 		for i := range 10 {
 			want[member{fmt.Sprintf("u%d", i), false}] = true
 		}
-		eventuallyTold("first_time_shoppers", want)
+		eventuallyReceived("first_time_shoppers", want)
 
-		By("a snapshot that would remove most, a bad line, an unknown audience, a wrong key: nothing changes")
+		By("sending invalid syncs: they are rejected and change nothing")
 		for _, c := range []struct {
-			key, says string
+			key, code string
 			lines     []string
 			flags     []string
 		}{
 			{"first_time_shoppers", "too_many_removals", users(10, 20), nil},
 			{"first_time_shoppers", "empty_snapshot", nil, nil},
 			{"first_time_shoppers", "(invalid_json): line 96", append(users(10, 105), "{"), nil},
-			{"nobody", "unknown_audience", users(0, 1), nil},
+			{"unknown", "unknown_audience", users(0, 1), nil},
 			{"first_time_shoppers", "unknown_write_key", users(0, 1), []string{"--write-key=wrong"}},
 		} {
 			_, err := sync(ingest, c.key, c.lines, c.flags...)
-			Expect(err).To(MatchError(ContainSubstring(c.says)))
+			Expect(err).To(MatchError(ContainSubstring(c.code)))
 		}
 		a.eventually("paud/shoppers", "Synced", "False/SyncRefused")
 		out, err = sync(podURL(2), "first_time_shoppers", users(10, 105), "--dry-run")
 		Expect(err).NotTo(HaveOccurred())
 		Expect(out).To(ContainSubstring("members 95, added 0, removed 0"))
 
-		By("killing the owner right after it took a sync of 2,000")
+		By("killing the owner right after it accepted a sync of 2,000 members")
 		out, err = sync(podURL(2), "first_time_shoppers", users(10, 2000))
 		Expect(err).NotTo(HaveOccurred())
 		Expect(out).To(ContainSubstring("members 1990, added 1895, removed 0"))
@@ -166,31 +166,31 @@ spec: {sourceRef: {name: web}, displayName: spend, type: ComputedTrait}
 			want[member{fmt.Sprintf("u%d", 105+i), true}] = true
 		}
 
-		By("syncing while it is away, until it is back: a computed trait")
+		By("syncing a computed trait until the owner is ready again")
 		Eventually(func() error {
 			out, err := sync(podURL(1), "spend", []string{`{"userId":"u1","value":12.5}`, `{"userId":"u2","value":"lots"}`})
 			if err == nil {
 				Expect(out).To(ContainSubstring("members 2, added 2"))
 				return nil
 			}
-			Expect(err).To(MatchError(MatchRegexp("owner_unreachable|not_ready|unknown_audience|unknown_write_key")), "the answer must say that it is to be tried again")
+			Expect(err).To(MatchError(MatchRegexp("owner_unreachable|not_ready|unknown_audience|unknown_write_key")), "the answer asks for a retry")
 			return err
 		}).Should(Succeed())
 		ready(dispatcher)
-		eventuallyTold("spend", map[member]bool{{"u1", 12.5}: true, {"u2", "lots"}: true})
-		eventuallyTold("first_time_shoppers", want)
+		eventuallyReceived("spend", map[member]bool{{"u1", 12.5}: true, {"u2", "lots"}: true})
+		eventuallyReceived("first_time_shoppers", want)
 
-		By("the state has survived: one who leaves is told, nobody else")
+		By("sending another sync: the state has survived, and only one removal is sent")
 		out, err = sync(ingest, "first_time_shoppers", users(11, 2000))
 		Expect(err).NotTo(HaveOccurred())
 		Expect(out).To(ContainSubstring("members 1989, added 0, removed 1"))
 		want[member{"u10", false}] = true
-		eventuallyTold("first_time_shoppers", want)
+		eventuallyReceived("first_time_shoppers", want)
 		a.eventually("paud/shoppers", "Synced", "True/Synced")
 		Eventually(func() string { return a.kubectl("get", "paud") }).Should(MatchRegexp(`(?m)^shoppers\s+True\s+Ready\s+True\s+1989\s+0\s+1\s`))
 	})
 
-	It("are drained when they are scaled back while calls flow", func() {
+	It("are drained when they are scaled down under load", func() {
 		kubectl("-n", system, "scale", dispatcher, "--replicas=1")
 		Eventually(func() string {
 			return kubectl("-n", system, "get", "pods", "-l", "app.kubernetes.io/component=dispatcher", "-o", "name")

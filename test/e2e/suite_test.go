@@ -1,10 +1,10 @@
 //go:build e2e
 
-// Package e2e does on a real cluster what users do, with the tools that they
-// use: helm, kubectl and the posthorn image. hack/e2e starts it.
+// Package e2e tests Posthorn on a real cluster with the tools of its users: helm, kubectl
+// and the posthorn image. hack/e2e starts it.
 //
-// Specs that leave Posthorn alone run side by side, each in namespaces of its
-// own; those that break or replace it are Serial and run after them.
+// Specs that do not change the release run in parallel, each in its own namespaces. Specs
+// that break or replace the release are Serial and run after them.
 package e2e
 
 import (
@@ -23,9 +23,9 @@ import (
 const (
 	release = "posthorn"
 	system  = "posthorn-system"
-	// defaultWait bounds what should take seconds.
+	// defaultWait bounds the wait for an event that usually takes seconds.
 	defaultWait = 90 * time.Second
-	// Where calls go, as the chart's notes tell.
+	// ingest is the URL for calls, as in the chart's notes.
 	ingest = "http://posthorn-dispatcher." + system + ".svc.cluster.local"
 
 	dispatcher = "statefulset/posthorn-dispatcher"
@@ -39,8 +39,8 @@ func TestE2E(t *testing.T) {
 	RunSpecs(t, "Posthorn on a cluster")
 }
 
-// installed is whether the suite's release stands as install leaves it. Only
-// Serial specs change that, all of which run in one process.
+// installed is true if the suite's release is in the state after install. Only Serial specs
+// change it, and these run in one process.
 var installed bool
 
 var _ = SynchronizedBeforeSuite(func() {
@@ -50,12 +50,12 @@ var _ = SynchronizedBeforeSuite(func() {
 	install()
 }, func() { installed = true })
 
-// afresh marks specs that begin by removing the release.
+// afresh labels specs that first remove the release.
 const afresh = "afresh"
 
 var _ = BeforeEach(func() {
 	if !installed && !slices.Contains(CurrentSpecReport().Labels(), afresh) {
-		uninstall() // what a spec before left, of whatever version and settings
+		uninstall() // The previous spec may have left any version and settings.
 		install()
 	}
 })
@@ -73,7 +73,7 @@ func env(name string) string {
 	return value
 }
 
-// file is the path of a file of the tree.
+// file returns the path of a file in the repository.
 func file(path string) string {
 	GinkgoHelper()
 	return filepath.Join(env("E2E_ROOT"), path)
@@ -84,9 +84,9 @@ func values(tag string) []string {
 	GinkgoHelper()
 	return []string{
 		"--set", "image.repository=" + env("E2E_REPOSITORY"), "--set", "image.tag=" + tag,
-		// Where the suite's receivers are: pods and Services.
+		// The addresses of the suite's receivers: pods and Services.
 		"--set", "egressAllow={10.244.0.0/16,10.96.0.0/16}",
-		// A Source in a test namespace comes and goes quickly.
+		// Test namespaces are deleted and created quickly.
 		"--set", "dispatcher.extraArgs={--orphan-grace=5s}",
 		// kube-proxy is on the same node.
 		"--set", "dispatcher.shutdownDelay=2s",
@@ -99,7 +99,7 @@ func deploy(chart, tag string, more ...string) {
 	helm(append(append([]string{"upgrade", "--install", release, chart, "--namespace", system, "--wait", "--timeout", "3m"}, values(tag)...), more...)...)
 }
 
-// install makes the release what it is for all specs.
+// install installs the release with the settings for all specs.
 func install() {
 	GinkgoHelper()
 	deploy(file("charts/posthorn"), env("E2E_TAG"), "--set", "tls.secretName="+callsSecret)
@@ -112,27 +112,27 @@ func uninstall() {
 	helm("uninstall", release, "-n", system, "--ignore-not-found", "--wait", "--timeout", "3m")
 }
 
-// ready waits until a workload of the release has all its pods ready.
+// ready waits until all pods of a workload of the release are ready.
 func ready(workload string) {
 	GinkgoHelper()
 	kubectl("-n", system, "rollout", "status", workload, "--timeout=3m")
 }
 
-// image is what the dispatcher runs.
+// image returns the image of the dispatcher.
 func image() string {
 	GinkgoHelper()
 	return kubectl("-n", system, "get", "pod/posthorn-dispatcher-0", "-o", "jsonpath={.spec.containers[0].image}")
 }
 
-// pods are the names of a component's pods and how often their containers were restarted.
+// pods returns the names of a component's pods and the restart counts of their containers.
 func pods(component string) string {
 	GinkgoHelper()
 	return kubectl("-n", system, "get", "pods", "-l", "app.kubernetes.io/component="+component, "-o",
 		"jsonpath={range .items[*]}{.metadata.name} {.status.containerStatuses[0].restartCount}{'\\n'}{end}")
 }
 
-// killDispatcher ends the first dispatcher's pod with SIGKILL in the midst of
-// its shutdown, and waits until there is another.
+// killDispatcher ends the first dispatcher's pod with SIGKILL during its shutdown, and waits
+// until a new pod exists.
 func killDispatcher() {
 	GinkgoHelper()
 	By("killing the dispatcher's pod")
@@ -145,7 +145,7 @@ func killDispatcher() {
 	Eventually(uid).ShouldNot(Or(BeEmpty(), Equal(before)))
 }
 
-// keepLogs writes what explains a failure into the folder of logs.
+// keepLogs writes objects, events and logs to the log directory.
 func keepLogs(name string) {
 	dir := filepath.Join(os.Getenv("E2E_LOGS"), name)
 	if os.MkdirAll(dir, 0o755) != nil {
@@ -169,5 +169,5 @@ func keepLogs(name string) {
 		}
 		_ = os.WriteFile(filepath.Join(dir, file), []byte(out), 0o644)
 	}
-	fmt.Fprintln(GinkgoWriter, "what explains it is in", dir)
+	fmt.Fprintln(GinkgoWriter, "objects, events and logs of the failed spec are in", dir)
 }

@@ -13,10 +13,11 @@ import (
 	"k8s.io/client-go/util/cert"
 )
 
-// callsSecret holds the certificate with which the release takes calls over TLS.
+// callsSecret is the Secret with the certificate for calls over TLS.
 const callsSecret = "posthorn-calls"
 
-// newCertificate makes an authority, and a manifest of callsSecret with a certificate of it.
+// newCertificate returns a new authority, and a manifest of callsSecret with a certificate
+// that it signed.
 func newCertificate() (authority, manifest string) {
 	GinkgoHelper()
 	host := "posthorn-dispatcher." + system + ".svc"
@@ -30,11 +31,11 @@ func newCertificate() (authority, manifest string) {
 	return last(string(chain)), string(text)
 }
 
-// last is the last certificate of a chain: its authority.
+// last returns the last certificate of a chain: its authority.
 func last(chain string) string { return chain[strings.LastIndex(chain, "-----BEGIN"):] }
 
 var _ = Describe("Calls over TLS", func() {
-	It("are taken with the Secret's certificate, and with a new one when it is replaced", func() {
+	It("use the certificate in the Secret, and a new one when the Secret changes", func() {
 		t, s := running("tls")
 		before := pods("dispatcher")
 		chain, err := base64.StdEncoding.DecodeString(kubectl("-n", system, "get", "secret", callsSecret, "-o", `jsonpath={.data.tls\.crt}`))
@@ -59,7 +60,7 @@ spec:
   containers: [` + caller("old") + `, ` + caller("new") + `]
 `)
 		t.waitReady("pod/trusting")
-		// send sends a call through the Service as who trusts one of the authorities, and no other.
+		// send sends a call through the Service from a client that trusts one of the authorities.
 		send := func(trusting, event string) error {
 			_, err := command("", "kubectl", "-n", t.name, "exec", "trusting", "-c", trusting, "--",
 				"posthorn", "send", "track", "--endpoint=https://posthorn-dispatcher."+system+".svc.cluster.local", "--user=u1", "--event="+event)
@@ -80,7 +81,7 @@ spec:
 		Expect(s.ids()).NotTo(HaveKey("No"))
 		t.send("In clear text")
 		s.eventually("In clear text")
-		Expect(pods("dispatcher")).To(Equal(before), "the dispatcher was restarted")
+		Expect(pods("dispatcher")).To(Equal(before), "pods and restarts of the dispatcher")
 		ready(dispatcher)
 	})
 })

@@ -18,8 +18,8 @@ import (
 	. "github.com/onsi/gomega"
 )
 
-var _ = Describe("Nothing is lost", Serial, func() {
-	It("when the dispatcher is killed under load or its node drained, and its volume comes back", func() {
+var _ = Describe("No message is lost", Serial, func() {
+	It("when the dispatcher is killed under load, or its node is drained", func() {
 		t, s := running("killed")
 		volume := func() string {
 			return kubectl("-n", system, "get", "pvc/data-posthorn-dispatcher-0", "-o", "jsonpath={.spec.volumeName}")
@@ -35,7 +35,7 @@ var _ = Describe("Nothing is lost", Serial, func() {
 
 		load.arrived(s)
 
-		By("draining its node, while messages wait")
+		By("draining its node, while messages are pending")
 		s.stop()
 		var batch []string
 		for i := range 50 {
@@ -45,7 +45,7 @@ var _ = Describe("Nothing is lost", Serial, func() {
 		Expect(err).NotTo(HaveOccurred(), out)
 		node := kubectl("-n", system, "get", "pod/posthorn-dispatcher-0", "-o", "jsonpath={.spec.nodeName}")
 		DeferCleanup(func() { kubectl("uncordon", node) })
-		// One replica, and its PodDisruptionBudget lets it go.
+		// The PodDisruptionBudget of a single replica allows its eviction.
 		kubectl("drain", node, "--pod-selector=app.kubernetes.io/name=posthorn,app.kubernetes.io/component=dispatcher", "--timeout=1m")
 		kubectl("uncordon", node)
 		ready(dispatcher)
@@ -59,7 +59,7 @@ var _ = Describe("Nothing is lost", Serial, func() {
 		t.waitReady("whd/crm")
 	})
 
-	It("when the operator is killed and stays away, and dispatchers restart without it", func() {
+	It("when the operator is stopped, and dispatchers restart without it", func() {
 		t, s := running("headless")
 		DeferCleanup(func() {
 			kubectl("-n", system, "scale", operator, "--replicas=1")
@@ -77,7 +77,7 @@ var _ = Describe("Nothing is lost", Serial, func() {
 		t.send("After restart")
 		s.eventually("After restart")
 
-		By("changing the destination meanwhile: it takes effect when the operator is back")
+		By("changing the destination without the operator: the change takes effect after the operator starts")
 		other := t.newSink("other", "s3cret")
 		t.inEffect("whd/crm", func() {
 			t.destination("crm", other.url(), "")
@@ -89,7 +89,7 @@ var _ = Describe("Nothing is lost", Serial, func() {
 })
 
 var _ = Describe("A namespace", Serial, func() {
-	It("is forgotten when it is deleted, and works when it is made again", func() {
+	It("has no live config after its deletion, and works when it is created again", func() {
 		t, s := running("phoenix")
 		t.send("First life")
 		s.eventually("First life")
@@ -98,7 +98,7 @@ var _ = Describe("A namespace", Serial, func() {
 		}
 		Expect(configs()).NotTo(BeEmpty())
 		kubectl("delete", "namespace", t.name, "--timeout=2m")
-		Eventually(configs).Should(BeEmpty(), "the live config stays")
+		Eventually(configs).Should(BeEmpty(), "live config of the deleted namespace")
 
 		t.create()
 		t.secret("crm", "secret", "another")
@@ -111,10 +111,10 @@ var _ = Describe("A namespace", Serial, func() {
 	})
 })
 
-// identity is what keeps a deleted object from being created again.
+// identity matches the fields that prevent creating a deleted object again.
 var identity = regexp.MustCompile(`(?m)^  (resourceVersion|uid|creationTimestamp): .*\n`)
 
-// without deletes an object, and returns what creates it again.
+// without deletes an object, and returns a function that creates it again.
 func without(args ...string) (restore func()) {
 	GinkgoHelper()
 	manifest := identity.ReplaceAllString(kubectl(append([]string{"get", "-o", "yaml"}, args...)...), "")
@@ -131,7 +131,7 @@ func without(args ...string) (restore func()) {
 }
 
 var _ = Describe("Posthorn recovers without a restart", Serial, func() {
-	It("when its rights were cut down by hand", func() {
+	It("when its permissions were removed", func() {
 		t, s := running("rights")
 		before := pods("operator") + pods("dispatcher")
 		logs := func(workload string) func() string {
@@ -140,36 +140,36 @@ var _ = Describe("Posthorn recovers without a restart", Serial, func() {
 		}
 		other := t.newSink("other", "s3cret")
 
-		By("the operator's: deliveries go on with the last config")
+		By("removing the operator's permissions: deliveries continue with the last config")
 		t.inEffect("whd/crm", func() {
-			said := logs(operator)
+			newLogs := logs(operator)
 			restore := without("clusterrolebinding", system+"-posthorn-operator")
 			t.destination("crm", other.url(), "")
 			t.send("Without rights")
 			s.eventually("Without rights")
-			Eventually(said).Should(ContainSubstring("forbidden"), "the log must say what is missing")
+			Eventually(newLogs).Should(ContainSubstring("forbidden"), "the operator's log gives the missing permission")
 			restore()
 		})
 		t.send("With rights")
 		other.eventually("With rights")
 
-		By("the dispatcher's: it delivers, and lets nobody look whom it cannot ask about")
-		said := logs(dispatcher)
+		By("removing the dispatcher's permissions: it delivers, and rejects admin requests")
+		newLogs := logs(dispatcher)
 		restore := without("clusterrolebinding", system+"-posthorn-dispatcher")
-		look := func() error {
+		listAttempts := func() error {
 			_, err := command("", "kubectl", "posthorn", "attempts", "crm", "-n", t.name)
 			return err
 		}
-		Expect(look()).NotTo(Succeed())
-		Eventually(said).Should(ContainSubstring("tokenreviews.authentication.k8s.io is forbidden"), "the log must say what is missing")
+		Expect(listAttempts()).NotTo(Succeed())
+		Eventually(newLogs).Should(ContainSubstring("tokenreviews.authentication.k8s.io is forbidden"), "the dispatcher's log gives the missing permission")
 		t.send("Dispatcher without rights")
 		other.eventually("Dispatcher without rights")
 		restore()
-		Eventually(look).Should(Succeed())
-		Expect(pods("operator")+pods("dispatcher")).To(Equal(before), "something was restarted")
+		Eventually(listAttempts).Should(Succeed())
+		Expect(pods("operator")+pods("dispatcher")).To(Equal(before), "pods and restarts")
 	})
 
-	It("when the API server goes away and comes back", func() {
+	It("when the API server stops and starts again", func() {
 		stop, start := apiServer()
 		t, s := running("away")
 		before := pods("dispatcher") + pods("operator")
@@ -177,9 +177,9 @@ var _ = Describe("Posthorn recovers without a restart", Serial, func() {
 		load := t.load(50)
 		Eventually(func() int { return len(s.received()) }).Should(BeNumerically(">", 50))
 		stop()
-		time.Sleep(25 * time.Second) // longer than the operator tries to renew its Lease
+		time.Sleep(25 * time.Second) // The operator tries to renew its Lease for a shorter time.
 		start()
-		t.send("Back") // first of all, before anything is mended
+		t.send("Back") // The call is sent before any component has recovered.
 		s.eventually("Back")
 		load.arrived(s)
 
@@ -188,15 +188,15 @@ var _ = Describe("Posthorn recovers without a restart", Serial, func() {
 		t.inEffect("whd/crm", func() { t.destination("crm", other.url(), "") })
 		t.send("Changed")
 		other.eventually("Changed")
-		Expect(kubectl("-n", system, "logs", operator, "--since-time="+began)).To(ContainSubstring("it starts over"), "the operator kept its Lease all the time")
-		Expect(pods("dispatcher")+pods("operator")).To(Equal(before), "something was restarted")
+		Expect(kubectl("-n", system, "logs", operator, "--since-time="+began)).To(ContainSubstring("it starts over"), "the operator's log reports a lost Lease")
+		Expect(pods("dispatcher")+pods("operator")).To(Equal(before), "pods and restarts")
 	})
 })
 
 // A clock cannot be set for one pod, so this dispatcher is built with a time.Now
-// that is ahead by as much as it is told (clock/clock.go.txt).
+// with a variable offset (clock/clock.go.txt).
 var _ = Describe("A clock that jumps", Serial, func() {
-	It("loses nothing, forwards and back", func() {
+	It("loses no messages, forwards and back", func() {
 		use := func(tag string) {
 			GinkgoHelper()
 			kubectl("-n", system, "set", "image", dispatcher, "dispatcher="+env("E2E_REPOSITORY")+":"+tag)
@@ -204,7 +204,7 @@ var _ = Describe("A clock that jumps", Serial, func() {
 		}
 		jump := func(ahead time.Duration) {
 			GinkgoHelper()
-			By(fmt.Sprint("the dispatcher's clock is ahead by ", ahead))
+			By(fmt.Sprint("setting the dispatcher's clock ahead by ", ahead))
 			kubectl("-n", system, "exec", "posthorn-dispatcher-0", "--", "posthorn", "clock", fmt.Sprint(int(ahead.Seconds())))
 		}
 		DeferCleanup(use, env("E2E_TAG"))
@@ -237,16 +237,16 @@ var _ = Describe("A clock that jumps", Serial, func() {
 		for _, name := range []string{"crm", "waiting"} {
 			Expect(kubectl("posthorn", "deadletters", "list", name, "-n", t.name, "-o", "json")).To(BeEmpty())
 		}
-		Expect(pods("dispatcher")).To(Equal(before), "the dispatcher was restarted")
+		Expect(pods("dispatcher")).To(Equal(before), "pods and restarts of the dispatcher")
 	})
 })
 
-// apiServer returns what kills the local cluster's API server and starts it again.
+// apiServer returns functions that kill and start the local cluster's API server.
 func apiServer() (stop, start func()) {
 	GinkgoHelper()
 	dir := os.Getenv("CLUSTER_DIR")
 	if dir == "" {
-		Skip("only the local cluster's API server can be stopped")
+		Skip("this cluster's API server cannot be stopped; the spec needs the local cluster")
 	}
 	pid := func() int {
 		text, err := os.ReadFile(filepath.Join(dir, "pids", "apiserver"))
@@ -258,7 +258,7 @@ func apiServer() (stop, start func()) {
 	stopped := false
 	stop = func() {
 		GinkgoHelper()
-		// The process that hack/cluster/up started for this cluster, and no other.
+		// The pid must belong to the process that hack/cluster/up started.
 		name, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid()), "comm"))
 		Expect(err).NotTo(HaveOccurred())
 		Expect(strings.TrimSpace(string(name))).To(Equal("kube-apiserver"))
@@ -274,7 +274,7 @@ func apiServer() (stop, start func()) {
 		stopped = false
 		By("starting the API server")
 		cmd := exec.Command(filepath.Join(dir, "run", "apiserver"))
-		cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true} // it outlives the suite
+		cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true} // The process outlives the suite.
 		Expect(cmd.Start()).To(Succeed())
 		Eventually(func() error {
 			_, err := command("", "kubectl", "get", "--raw", "/readyz")

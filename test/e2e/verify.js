@@ -1,7 +1,7 @@
 'use strict'
-// Verifies what the tool's -listen printed as receivers in JavaScript do: parse
-// the body, stringify it again, and check X-Signature against that. Reads the
-// lines on stdin and prints one JSON array.
+// Verifies the requests that `tool -listen` printed, as receivers in JavaScript do: it parses
+// the body, stringifies it again, and compares X-Signature with the signature of that text.
+// It reads the lines on stdin and prints one JSON array.
 //
 //   SECRET=… node verify.js < lines
 

@@ -1,5 +1,5 @@
-// Package metrics compares what a process shows at /metrics with what
-// docs/metrics.md says, in both directions.
+// Package metrics compares the metrics of a process with docs/metrics.md, in both
+// directions.
 package metrics
 
 import (
@@ -19,8 +19,8 @@ import (
 	"github.com/posthorn/posthorn/test/env"
 )
 
-// names are labels whose values are names of objects; all others take their
-// values from fixed sets of words.
+// names are the labels whose values are names of objects. All other labels have fixed sets
+// of values.
 var names = []string{"namespace", "source", "destination", "endpoint", "audience"}
 
 var code = regexp.MustCompile("`([a-z_]+)`")
@@ -51,7 +51,7 @@ func Documented(section string) (map[string]string, error) {
 		slices.Sort(labels)
 		for _, m := range code.FindAllStringSubmatch(cells[1], -1) {
 			if _, twice := all[m[1]]; twice {
-				return nil, fmt.Errorf("docs/metrics.md names %s twice", m[1])
+				return nil, fmt.Errorf("docs/metrics.md lists %s more than once", m[1])
 			}
 			all[m[1]] = strings.Join(labels, ",")
 		}
@@ -59,9 +59,9 @@ func Documented(section string) (map[string]string, error) {
 	return all, nil
 }
 
-// Differences reads an exposition and returns what differs from a section of
-// docs/metrics.md: metrics and labels that only one of them has, and words in
-// labels that no page explains.
+// Differences reads an exposition and returns its differences from a section of
+// docs/metrics.md: metrics and labels that only one of them has, and label values that
+// no page explains.
 func Differences(section string, exposition io.Reader) ([]string, error) {
 	documented, err := Documented(section)
 	if err != nil {
@@ -92,20 +92,20 @@ func Differences(section string, exposition io.Reader) ([]string, error) {
 		}
 		for _, m := range families[name].Metric {
 			if got := labels(m); got != want {
-				differences = append(differences, fmt.Sprintf("%s has the labels %q and is documented with %q", name, got, want))
+				differences = append(differences, fmt.Sprintf("labels of %s: got %q, want %q as documented", name, got, want))
 				break
 			}
 		}
 		for _, m := range families[name].Metric {
 			for _, l := range m.Label {
 				if !slices.Contains(names, l.GetName()) && !strings.Contains(words, "`"+l.GetValue()+"`") {
-					differences = append(differences, fmt.Sprintf("%s has %s=%q, which no page explains", name, l.GetName(), l.GetValue()))
+					differences = append(differences, fmt.Sprintf("%s: no page explains the label value %s=%q", name, l.GetName(), l.GetValue()))
 				}
 			}
 		}
 	}
 	for _, name := range slices.Sorted(maps.Keys(documented)) {
-		differences = append(differences, name+" is documented and not there")
+		differences = append(differences, name+" is documented but missing")
 	}
 	return differences, nil
 }

@@ -1,5 +1,5 @@
-// Package process runs the real binary in processes of its own, for suites and
-// tools: build it, start it, wait until it is ready, kill it, start it again.
+// Package process builds the posthorn binary and runs it in processes, for tests and
+// tools. Its main type is Posthorn.
 package process
 
 import (
@@ -22,9 +22,9 @@ import (
 
 const module = "github.com/posthorn/posthorn"
 
-// Build builds posthorn into a folder and returns the binary's path.
+// Build builds posthorn into a directory and returns the binary's path.
 func Build(dir string) (string, error) {
-	// Other modules, such as some benchmarks, use this one from its folder.
+	// The directory also differs in other modules that use this one, such as benchmarks.
 	root, err := run(exec.Command("go", "list", "-m", "-f", "{{.Dir}}", module))
 	if err != nil {
 		return "", err
@@ -33,20 +33,20 @@ func Build(dir string) (string, error) {
 	return binary, Compile(strings.TrimSpace(root), "./cmd/posthorn", binary)
 }
 
-// Compile builds a main package of the module in a folder. Its flags are those of
+// Compile builds a main package of the module in a directory. It uses the flags of
 // the Makefile, so that it reuses the packages that `make build` compiled.
-func Compile(folder, pkg, binary string) error {
+func Compile(dir, pkg, binary string) error {
 	binary, err := filepath.Abs(binary)
 	if err != nil {
 		return err
 	}
-	cmd := exec.Command("go", "build", "-C", folder, "-trimpath", "-ldflags", "-s -w", "-o", binary, pkg)
+	cmd := exec.Command("go", "build", "-C", dir, "-trimpath", "-ldflags", "-s -w", "-o", binary, pkg)
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 	_, err = run(cmd)
 	return err
 }
 
-// Main is a TestMain: it builds posthorn, runs the tests, and removes it.
+// Main implements TestMain: it builds posthorn, runs the tests, and removes the binary.
 func Main(m interface{ Run() int }, binary *string) {
 	dir, err := os.MkdirTemp("", "posthorn-test-")
 	if err == nil {
@@ -70,9 +70,8 @@ func run(cmd *exec.Cmd) (string, error) {
 	return string(out), nil
 }
 
-// FreeAddr is an address of this machine's loopback interface at which nobody
-// listens. Its port is none that the kernel gives to whoever asks for any: so it
-// stays free until it is used.
+// FreeAddr returns an unused address of the loopback interface. Its port is outside of the
+// kernel's range for automatic ports, so it remains free until it is used.
 func FreeAddr() string {
 	for {
 		l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", 10000+rand.IntN(20000)))
@@ -91,19 +90,20 @@ func FreeAddr() string {
 type Posthorn struct {
 	Binary string
 	Args   []string
-	// Addr takes calls; Start asks there whether it is ready. "": it is when it runs.
+	// Addr is the address for calls. Start polls /readyz there; if Addr is empty, it does not
+	// wait.
 	Addr string
-	// Admin answers admins. Start does not need it.
+	// Admin is the admin address. Start does not use it.
 	Admin string
-	// Log gets all that it prints; nil: nobody does.
+	// Log gets the output; nil discards it.
 	Log io.Writer
 
 	cmd    *exec.Cmd
 	exited chan struct{}
 }
 
-// Run is `posthorn run` on a folder of manifests and one for data, at free
-// addresses of the loopback interface; it may send there too. It is not started.
+// Run returns a process for `posthorn run` with a manifest directory and a data directory, at
+// free addresses of the loopback interface, to which it may also send. It is not started.
 func Run(binary, manifests, data string, flags ...string) *Posthorn {
 	p := &Posthorn{Binary: binary, Addr: FreeAddr(), Admin: FreeAddr()}
 	p.Args = append([]string{"run", "--manifests", manifests, "--data", data,
@@ -111,8 +111,8 @@ func Run(binary, manifests, data string, flags ...string) *Posthorn {
 	return p
 }
 
-// Start starts the process, also once more after its end, and waits until it is
-// ready. After an error it does not run.
+// Start starts the process and waits until it is ready. It can start a stopped process
+// again. After an error no process runs.
 func (p *Posthorn) Start() error {
 	cmd, exited := exec.Command(p.Binary, p.Args...), make(chan struct{})
 	cmd.Stdout, cmd.Stderr = p.Log, p.Log
@@ -127,7 +127,7 @@ func (p *Posthorn) Start() error {
 	err := wait.Until(func() error {
 		select {
 		case <-exited:
-			return wait.Stop(errors.New("it ended"))
+			return wait.Stop(errors.New("the process ended"))
 		default:
 		}
 		client := http.Client{Timeout: 20 * time.Second}
@@ -147,7 +147,7 @@ func (p *Posthorn) Start() error {
 	return nil
 }
 
-// Stop sends a signal and waits for the end. It is fine when it ended before.
+// Stop sends a signal and waits for the end of the process, if it has not ended before.
 func (p *Posthorn) Stop(signal os.Signal) error {
 	if p.cmd == nil {
 		return nil
@@ -162,20 +162,20 @@ func (p *Posthorn) Stop(signal os.Signal) error {
 	}
 }
 
-// Exited is closed when the process that was started last has ended.
+// Exited is closed when the process of the last Start has ended.
 func (p *Posthorn) Exited() <-chan struct{} { return p.exited }
 
-// Pid is the number of the process that was started last.
+// Pid is the id of the process of the last Start.
 func (p *Posthorn) Pid() int { return p.cmd.Process.Pid }
 
-// Replace writes a file as editors and kubelets do: a new one takes the old one's place.
+// Replace replaces a file atomically, as editors and kubelets do.
 func Replace(path, text string) error {
 	dir, name := filepath.Split(path)
 	next := filepath.Join(dir, "."+name+".tmp")
 	return errors.Join(os.WriteFile(next, []byte(text), 0o600), os.Rename(next, path))
 }
 
-// Log keeps what several goroutines write.
+// Log collects the output of several goroutines.
 type Log struct {
 	mu   sync.Mutex
 	text strings.Builder
@@ -193,7 +193,7 @@ func (l *Log) String() string {
 	return l.text.String()
 }
 
-// Tail is the end of the text, for a failed test.
+// Tail returns the last 8,000 bytes, for a failed test.
 func (l *Log) Tail() string {
 	text := l.String()
 	return text[max(0, len(text)-8000):]

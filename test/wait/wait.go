@@ -8,7 +8,7 @@ import (
 )
 
 // Limit bounds the wait for an event that must happen. It only ends a test that
-// would hang otherwise: a wait ends with its event, and five minutes are far more
+// would hang otherwise: a wait ends with its event, and five minutes are much longer
 // than any event takes on a busy machine.
 const Limit = 5 * time.Minute
 

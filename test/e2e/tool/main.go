@@ -1,11 +1,10 @@
-// Command tool is what the suite runs in pods besides posthorn itself.
+// Command tool is the suite's sender and receiver in pods.
 //
-// With -listen it receives requests and prints them, headers and exact body.
-// With -stop it tells the sender in the same pod to stop. Otherwise it sends
-// track calls at a steady rate until it is told to stop, each until it is
-// acknowledged, and fails when one never was. What it sent is known by its
-// messageIds: PREFIX-0 to PREFIX-(N-1), where N is the number that it prints
-// first at its end.
+// With -listen it receives requests and prints their headers and exact bodies.
+// With -stop it stops the sender in the same pod. Otherwise it sends track calls at a
+// constant rate until it is stopped. It retries each call until it is acknowledged, and
+// exits with 1 if one was not. The messageIds are PREFIX-0 to PREFIX-(N-1), where N is the
+// first number that it prints at its end.
 package main
 
 import (
@@ -24,11 +23,11 @@ import (
 )
 
 func main() {
-	url := flag.String("url", "", "where Posthorn takes calls")
+	url := flag.String("url", "", "URL of Posthorn for calls")
 	prefix := flag.String("prefix", "call", "start of the messageIds")
 	rate := flag.Int("rate", 100, "calls per second")
-	patience := flag.Duration("patience", 3*time.Minute, "how long to try a call again")
-	listen := flag.String("listen", "", "address to receive on, instead of sending")
+	retryWindow := flag.Duration("retry-window", 3*time.Minute, "time for which a call is retried")
+	listen := flag.String("listen", "", "address for requests; with it, no calls are sent")
 	stop := flag.Bool("stop", false, "stop the sender of this pod")
 	flag.Parse()
 	switch {
@@ -42,7 +41,7 @@ func main() {
 	}
 
 	stopped, _ := signal.NotifyContext(context.Background(), syscall.SIGINT)
-	s := sender{url: strings.TrimSuffix(*url, "/") + "/v1/track", key: os.Getenv("POSTHORN_WRITE_KEY"), patience: *patience, client: &http.Client{Timeout: 10 * time.Second}}
+	s := sender{url: strings.TrimSuffix(*url, "/") + "/v1/track", key: os.Getenv("POSTHORN_WRITE_KEY"), retryWindow: *retryWindow, client: &http.Client{Timeout: 10 * time.Second}}
 	ids := make(chan string)
 	var group sync.WaitGroup
 	for range 16 {
@@ -59,7 +58,7 @@ func main() {
 	}
 	close(ids)
 	group.Wait()
-	fmt.Printf("%d acknowledged, %d not, %d tried again\n", s.acknowledged, s.failed, s.again)
+	fmt.Printf("%d acknowledged, %d failed, %d retries\n", s.acknowledged, s.failed, s.retries)
 	if s.failed > 0 {
 		os.Exit(1)
 	}
@@ -85,23 +84,23 @@ func receive(address string) error {
 }
 
 type sender struct {
-	url, key string
-	patience time.Duration
-	client   *http.Client
+	url, key    string
+	retryWindow time.Duration
+	client      *http.Client
 
-	mu                          sync.Mutex
-	acknowledged, failed, again int
+	mu                            sync.Mutex
+	acknowledged, failed, retries int
 }
 
 func (s *sender) send(id string) {
-	ctx, cancel := context.WithTimeout(context.Background(), s.patience)
+	ctx, cancel := context.WithTimeout(context.Background(), s.retryWindow)
 	defer cancel()
 	body := fmt.Sprintf(`{"messageId":%q,"userId":"load","event":"Load"}`, id)
 	for tries := 0; ; tries++ {
 		err := s.post(ctx, body)
 		s.mu.Lock()
 		if tries > 0 {
-			s.again++
+			s.retries++
 		}
 		if err == nil {
 			s.acknowledged++
@@ -111,7 +110,7 @@ func (s *sender) send(id string) {
 		if ctx.Err() != nil {
 			s.failed++
 			s.mu.Unlock()
-			fmt.Printf("%s was never acknowledged: %v\n", id, err)
+			fmt.Printf("call %s was not acknowledged: %v\n", id, err)
 			return
 		}
 		s.mu.Unlock()
