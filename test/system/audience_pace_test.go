@@ -8,19 +8,21 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/posthorn/posthorn/test/check"
 )
 
-// A first sync that a slow receiver needs long for: live calls of the same Source
-// are all taken, and arrive before most of the sync does; progress shows; kill -9
-// in the middle loses nobody and puts nobody into the queue twice.
+// During a large sync with a slow receiver, live calls of the same Source are accepted, and
+// delivered before most of the sync. The status shows the progress. A kill -9 neither loses
+// nor repeats a call.
 func TestLiveCallsPassALargeSync(t *testing.T) {
 	const users = 1500
 	r := newReceiver(t)
-	r.set(func(int) int { time.Sleep(5 * time.Millisecond); return http.StatusOK }) // one after another
-	// All of the sync at once would be more than the quota.
+	r.set(func(int) int { time.Sleep(5 * time.Millisecond); return http.StatusOK }) // The receiver answers one request at a time.
+	// The quota is less than the whole sync.
 	value := strings.Repeat("x", 7000)
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, ""), "a.yaml": audience("vip", `displayName: VIP, type: ComputedTrait`)}, "--source-quota", "9000000")
-	p.eventually("the audience is known", func() error {
+	p.eventually("the key of the audience", func() error {
 		if p.audience("vip").Status.Key != "vip" {
 			return fmt.Errorf("not yet")
 		}
@@ -34,10 +36,10 @@ func TestLiveCallsPassALargeSync(t *testing.T) {
 	synced := make(chan struct{})
 	go func() {
 		defer close(synced)
-		_, _, _ = p.syncMembers("vip", list) // its answer is lost with the process
+		_, _, _ = p.syncMembers("vip", list) // The kill prevents the answer.
 	}()
 	p.arrive(r, 1)
-	sentAt := map[string]int{} // how many messages had arrived when a live call was sent
+	sentAt := map[string]int{} // the number of received messages when a live call was sent
 	live := func() {
 		t.Helper()
 		id := fmt.Sprintf("live-%d", len(sentAt))
@@ -48,7 +50,7 @@ func TestLiveCallsPassALargeSync(t *testing.T) {
 	for len(r.got()) < users/3 {
 		live()
 	}
-	p.eventually("progress shows", func() error {
+	p.eventually("progress in the status", func() error {
 		s := p.audience("vip").Status
 		if s.LastSync == nil || s.LastSync.Pending == 0 || s.LastSync.Pending >= users || s.LastSync.Added != users {
 			return fmt.Errorf("%+v", s)
@@ -56,7 +58,7 @@ func TestLiveCallsPassALargeSync(t *testing.T) {
 		return nil
 	})
 	if out, errs, code := p.syncMembers("vip", list[1:]); code != 1 || !strings.Contains(errs, "of 1500 identify calls are in the queue") {
-		t.Errorf("another sync: exit %d: %s %s", code, out, errs)
+		t.Errorf("another sync: got exit code %d: %s %s, want 1 and the progress", code, out, errs)
 	}
 	p.kill(syscall.SIGKILL)
 	<-synced
@@ -65,19 +67,18 @@ func TestLiveCallsPassALargeSync(t *testing.T) {
 	for len(r.got()) < before+users/3 {
 		live()
 	}
-	p.eventually("the sync ends", func() error {
+	p.eventually("the end of the sync", func() error {
 		if s := p.audience("vip").Status; s.LastSync == nil || s.LastSync.Pending > 0 {
-			return fmt.Errorf("the last sync is %+v", s.LastSync)
+			return fmt.Errorf("last sync: %+v", s.LastSync)
 		}
 		return nil
 	})
 	if out, errs, code := p.syncMembers("vip", list, "--wait"); code != 0 || out != "members 1500, added 0, removed 0, changed 0\n" {
-		t.Errorf("the same members again: exit %d: %s %s", code, out, errs)
+		t.Errorf("sync of the same members: got exit code %d: %s %s, want 0 without changes", code, out, errs)
 	}
 	delivered, _, dead, _ := p.ledger("crm")
-	if want := int64(users + len(sentAt)); delivered != want || dead != 0 {
-		t.Errorf("%d delivered, %d dead letters, want %d: one for each member and live call", delivered, dead, want)
-	}
+	check.Equal(t, "delivered, one for each member and live call", delivered, int64(users+len(sentAt)))
+	check.Equal(t, "dead letters", dead, 0)
 	members := map[string]bool{}
 	for i, q := range r.got() {
 		var m struct {
@@ -90,24 +91,22 @@ func TestLiveCallsPassALargeSync(t *testing.T) {
 		at, isLive := sentAt[m.MessageID]
 		switch {
 		case isLive && i-at > users/3:
-			t.Errorf("%s stood behind %d messages", m.MessageID, i-at)
+			t.Errorf("messages before %s: got %d, want at most %d", m.MessageID, i-at, users/3)
 		case isLive:
-			delete(sentAt, m.MessageID) // what comes again after the crash came late
+			delete(sentAt, m.MessageID) // A repeated delivery after the crash is late.
 		case m.Traits != nil && m.Traits["vip"] != value:
-			t.Fatalf("told %s", q.body)
+			t.Fatalf("identify call: got %s, want the trait vip", q.body)
 		default:
 			members[m.UserID] = true
 		}
 	}
 	for _, member := range list {
 		if id, _, _ := strings.Cut(member, "="); !members[id] {
-			t.Errorf("%s was not told", id)
+			t.Errorf("identify calls for %s: got 0, want 1", id)
 		}
 	}
 	if len(sentAt) > 0 {
-		t.Errorf("live calls did not arrive: %v", sentAt)
+		t.Errorf("live calls that were not delivered: got %v, want none", sentAt)
 	}
-	if r.unsigned > 0 {
-		t.Errorf("%d messages were not signed", r.unsigned)
-	}
+	check.Equal(t, "messages without a valid signature", r.unsigned, 0)
 }

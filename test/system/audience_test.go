@@ -15,6 +15,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/test/check"
 )
 
 func audience(name, more string) string {
@@ -49,7 +50,7 @@ func (p *posthorn) syncMembers(key string, list []string, flags ...string) (stdo
 	return cli(p.t, "", append([]string{"audience", "sync", key, members(p.t, list...), "--endpoint", "http://" + p.Addr, "--write-key", "system-write-key"}, flags...)...)
 }
 
-// traits are the identify messages that arrived, as "user key=value", sorted.
+// traits returns the identify messages, as "user key=value", sorted.
 func traits(t *testing.T, requests []request) (out []string) {
 	t.Helper()
 	for _, q := range requests {
@@ -59,7 +60,7 @@ func traits(t *testing.T, requests []request) (out []string) {
 			Traits                  map[string]any
 		}
 		if err := json.Unmarshal([]byte(q.body), &m); err != nil || m.Type != "identify" || m.Version != 1 || m.Timestamp == "" {
-			t.Errorf("message %s (%v)", q.body, err)
+			t.Errorf("message: got %s and error %v, want an identify call of version 1 with a timestamp", q.body, err)
 		}
 		for k, v := range m.Traits {
 			out = append(out, fmt.Sprintf("%s %s=%v", m.UserID, k, v))
@@ -73,7 +74,7 @@ func (p *posthorn) audience(name string) v1alpha1.Audience {
 	p.t.Helper()
 	out, errs, code := cli(p.t, "", "get", "audiences", name, "-o", "json", "--admin", p.Admin)
 	if code != 0 {
-		p.t.Fatalf("get audiences: exit %d: %s", code, errs)
+		p.t.Fatalf("get audiences: got exit code %d, want 0: %s", code, errs)
 	}
 	var a v1alpha1.Audience
 	if err := json.Unmarshal([]byte(out), &a); err != nil {
@@ -82,8 +83,8 @@ func (p *posthorn) audience(name string) v1alpha1.Audience {
 	return a
 }
 
-// An audience as its owner sees it: the first sync tells all members, later
-// ones the changes, each as a signed identify call that verifies in JavaScript.
+// The first sync of an audience sends all members, later syncs only the changes, each as a
+// signed identify call that verifies in JavaScript.
 func TestAudience(t *testing.T) {
 	r := newReceiver(t)
 	p := start(t, map[string]string{
@@ -91,22 +92,22 @@ func TestAudience(t *testing.T) {
 		"audiences.yaml": audience("shoppers", `displayName: "First Time Shoppers"`) + "---" + audience("spent", `displayName: "Total Spent (180 Days)", type: ComputedTrait`),
 	})
 	seen := 0
-	told := func(want ...string) {
+	wantCalls := func(want ...string) {
 		t.Helper()
 		got := p.arrive(r, seen+len(want))[seen:]
 		seen += len(got)
 		slices.Sort(want)
 		if d := cmp.Diff(want, traits(t, got)); d != "" {
-			t.Errorf("told (-want +got):\n%s", d)
+			t.Errorf("identify calls (-want +got):\n%s", d)
 		}
 	}
 	ok := func(out, errs string, code int) {
 		t.Helper()
 		if code != 0 {
-			t.Fatalf("exit %d: %s %s", code, out, errs)
+			t.Fatalf("sync: got exit code %d, want 0: %s %s", code, out, errs)
 		}
 	}
-	p.eventually("the audiences are ready", func() error {
+	p.eventually("the keys of the audiences", func() error {
 		for name, key := range map[string]string{"shoppers": "first_time_shoppers", "spent": "total_spent_180_days"} {
 			if a := p.audience(name); a.Status.Key != key {
 				return fmt.Errorf("%s has key %q", name, a.Status.Key)
@@ -115,16 +116,16 @@ func TestAudience(t *testing.T) {
 		return nil
 	})
 	ok(p.syncMembers("first_time_shoppers", []string{"ü1", "u2", "u3", "u2"}))
-	told("ü1 first_time_shoppers=true", "u2 first_time_shoppers=true", "u3 first_time_shoppers=true")
+	wantCalls("ü1 first_time_shoppers=true", "u2 first_time_shoppers=true", "u3 first_time_shoppers=true")
 	ok(p.syncMembers("first_time_shoppers", []string{"u3", "u4", "ü1"}))
-	told("u2 first_time_shoppers=false", "u4 first_time_shoppers=true")
+	wantCalls("u2 first_time_shoppers=false", "u4 first_time_shoppers=true")
 	ok(p.syncMembers("total_spent_180_days", []string{"u1=450", "u2=1e21", `u3="none"`}))
-	told("u1 total_spent_180_days=450", "u2 total_spent_180_days=1e+21", "u3 total_spent_180_days=none")
+	wantCalls("u1 total_spent_180_days=450", "u2 total_spent_180_days=1e+21", "u3 total_spent_180_days=none")
 	ok(p.syncMembers("total_spent_180_days", []string{"u1=450", "u2=7", `u3="none"`}))
-	told("u2 total_spent_180_days=7")
+	wantCalls("u2 total_spent_180_days=7")
 	verifyInNode(t, r.got())
 
-	// What is refused changes nothing and says why.
+	// A rejected sync changes nothing, and its error gives the reason.
 	for _, c := range []struct {
 		key  string
 		list []string
@@ -133,16 +134,16 @@ func TestAudience(t *testing.T) {
 		{"first_time_shoppers", []string{"u3"}, "allowRemoval"},
 		{"first_time_shoppers", nil, "allowEmpty"},
 		{"first_time_shoppers", []string{"u3", "u4=5"}, "line 2"},
-		{"nobody", []string{"u3"}, "no audience with this key"},
+		{"unknown", []string{"u3"}, "no audience with this key"},
 	} {
 		if out, errs, code := p.syncMembers(c.key, c.list); code != 1 || !strings.Contains(errs, c.want) || out != "" {
-			t.Errorf("%+v: exit %d: %s %s", c, code, out, errs)
+			t.Errorf("sync of %s with %v: got exit code %d: %s %s, want 1 and %q", c.key, c.list, code, out, errs, c.want)
 		}
 	}
 	if status, answer, err := p.post("/v1/audiences/first_time_shoppers/members", "wrong", `{"userId":"x"}`); err != nil || status != http.StatusUnauthorized {
-		t.Errorf("wrong write key: %d %s %v", status, answer, err)
+		t.Errorf("wrong write key: got status %d, body %s and error %v, want 401", status, answer, err)
 	}
-	p.eventually("the refusal shows", func() error {
+	p.eventually("the rejected sync in the status", func() error {
 		for _, c := range p.audience("shoppers").Status.Conditions {
 			if c.Type == v1alpha1.ConditionSynced && c.Reason == v1alpha1.ReasonSyncRefused && strings.Contains(c.Message, "line 2") {
 				return nil
@@ -151,16 +152,16 @@ func TestAudience(t *testing.T) {
 		return fmt.Errorf("%+v", p.audience("shoppers").Status.Conditions)
 	})
 
-	// The members outlive the process, and the queue takes part in everything.
+	// The members survive a kill of the process.
 	p.kill(syscall.SIGKILL)
 	p.run()
 	ok(p.syncMembers("first_time_shoppers", []string{"u4"}, "--allow-removal", "70"))
-	told("u3 first_time_shoppers=false", "ü1 first_time_shoppers=false")
+	wantCalls("u3 first_time_shoppers=false", "ü1 first_time_shoppers=false")
 	if out, errs, code := cli(t, `{"userId":"u9"}`+"\n"+`{"userId":"u4","member":false}`, "audience", "sync", "first_time_shoppers", "-", "--increment", "--endpoint", "http://"+p.Addr, "--write-key", key); code != 0 || !strings.Contains(out, "members 1, added 1, removed 1, changed 0") {
-		t.Errorf("increment: exit %d: %s %s", code, out, errs)
+		t.Errorf("increment: got exit code %d: %s %s, want 0 and one added and removed", code, out, errs)
 	}
-	told("u4 first_time_shoppers=false", "u9 first_time_shoppers=true")
-	p.eventually("the status shows the sync", func() error {
+	wantCalls("u4 first_time_shoppers=false", "u9 first_time_shoppers=true")
+	p.eventually("the sync in the status", func() error {
 		s := p.audience("shoppers").Status
 		if s.Members == nil || *s.Members != 1 || s.LastSync == nil || s.LastSync.Added != 1 || s.LastSync.Removed != 1 {
 			return fmt.Errorf("%+v", s)
@@ -168,20 +169,19 @@ func TestAudience(t *testing.T) {
 		return nil
 	})
 	if out, _, code := cli(t, "", "get", "audiences", "--admin", p.Admin); code != 0 || !strings.Contains(out, "MEMBERS") || !strings.Contains(out, "shoppers") {
-		t.Errorf("get audiences: exit %d: %s", code, out)
+		t.Errorf("get audiences: got exit code %d: %s, want 0 and a table with shoppers", code, out)
 	}
-	if _, _, dead, _ := p.ledger("crm"); dead != 0 {
-		t.Errorf("%d dead letters", dead)
-	}
+	_, _, dead, _ := p.ledger("crm")
+	check.Equal(t, "dead letters", dead, 0)
 }
 
-// kill -9 in the middle of syncs: in the end every user is told what is so, and
-// nobody is ever told to have left who had not.
+// After kill -9 during syncs the receiver has the current value of every user, and no
+// remaining member was reported as removed.
 func TestAudienceSurvivesKillNine(t *testing.T) {
 	const users = 20_000
 	r := newReceiver(t)
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "\n  delivery: {maxInFlight: 256}\n"), "a.yaml": audience("vip", `displayName: VIP`)})
-	p.eventually("the audience is known", func() error {
+	p.eventually("the key of the audience", func() error {
 		if p.audience("vip").Status.Key != "vip" {
 			return fmt.Errorf("not yet")
 		}
@@ -191,20 +191,20 @@ func TestAudienceSurvivesKillNine(t *testing.T) {
 	for i := range all {
 		all[i] = fmt.Sprintf("user-%05d", i)
 	}
-	staying := all[users/4:]
-	for round, list := range [][]string{all, staying} {
+	remaining := all[users/4:]
+	for round, list := range [][]string{all, remaining} {
 		for kills := range 3 {
 			done := make(chan struct{})
 			go func() {
 				defer close(done)
-				_, _, _ = p.syncMembers("vip", list) // its answer may be lost with the process
+				_, _, _ = p.syncMembers("vip", list) // The kill may prevent the answer.
 			}()
-			time.Sleep(time.Duration(50+150*kills) * time.Millisecond) // somewhere in it; any point must do
+			time.Sleep(time.Duration(50+150*kills) * time.Millisecond) // Any point during the sync is valid.
 			p.kill(syscall.SIGKILL)
 			<-done
 			p.run()
 		}
-		p.eventually(fmt.Sprintf("sync %d is taken", round), func() error {
+		p.eventually(fmt.Sprintf("an accepted sync %d", round), func() error {
 			if out, errs, code := p.syncMembers("vip", list); code != 0 || strings.Contains(out, "still") {
 				return fmt.Errorf("exit %d: %s %s", code, out, errs)
 			}
@@ -212,10 +212,10 @@ func TestAudienceSurvivesKillNine(t *testing.T) {
 		})
 		p.ledger("crm")
 	}
-	is := map[string]bool{}
-	stays := map[string]bool{}
-	for _, id := range staying {
-		stays[id] = true
+	received := map[string]bool{}
+	isMember := map[string]bool{}
+	for _, id := range remaining {
+		isMember[id] = true
 	}
 	for _, q := range r.got() {
 		var m struct {
@@ -225,20 +225,21 @@ func TestAudienceSurvivesKillNine(t *testing.T) {
 		if err := json.Unmarshal([]byte(q.body), &m); err != nil {
 			t.Fatal(err)
 		}
-		if !m.Traits["vip"] && stays[m.UserID] {
-			t.Fatalf("%s was told to have left: %s", m.UserID, q.body)
+		if !m.Traits["vip"] && isMember[m.UserID] {
+			t.Fatalf("call for the member %s: got %s, want vip true", m.UserID, q.body)
 		}
-		is[m.UserID] = m.Traits["vip"]
+		received[m.UserID] = m.Traits["vip"]
 	}
 	for _, id := range all {
-		if member, told := is[id]; !told || member != stays[id] && !stays[id] && !leftTold(r, id) {
-			t.Fatalf("%s: told %v, is %v, stays %v", id, told, member, stays[id])
+		if value, ok := received[id]; !ok || value != isMember[id] && !isMember[id] && !removalSent(r, id) {
+			t.Fatalf("last value of %s: got %v (a call exists: %v), want %v", id, value, ok, isMember[id])
 		}
 	}
 }
 
-// leftTold: deliveries of one user may overtake one another, so that false need not be the last.
-func leftTold(r *receiver, id string) bool {
+// removalSent reports whether a call with false was delivered. Deliveries of one user may
+// be reordered, so it need not be the last one.
+func removalSent(r *receiver, id string) bool {
 	return slices.ContainsFunc(r.got(), func(q request) bool {
 		return strings.Contains(q.body, `"userId":"`+id+`"`) && strings.Contains(q.body, `"vip":false`)
 	})

@@ -11,7 +11,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 )
 
-// What /debug shows helps to find a fault, and holds no secret; without --debug there is nothing.
+// /debug shows lanes, the config and profiles, without secrets.
 func TestDebug(t *testing.T) {
 	dead, fine := newReceiver(t), newReceiver(t)
 	dead.set(func(int) int { return http.StatusInternalServerError })
@@ -21,10 +21,10 @@ func TestDebug(t *testing.T) {
 		"dead.yaml": strings.Replace(destination("dead", dead.URL, ""), "    url:", `    headers:
     - {name: Authorization, value: hush-header}
     url:`, 1),
-		"gone.yaml": `
+		"deletion.yaml": `
 apiVersion: posthorn.dev/v1alpha1
 kind: DeletionRequest
-metadata: {name: gone}
+metadata: {name: forgotten}
 spec: {userId: hush-user, suppress: true}
 `,
 	}
@@ -32,15 +32,15 @@ spec: {userId: hush-user, suppress: true}
 	for i := range 20 {
 		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
 	}
-	debug := func(what string) string {
+	debug := func(path string) string {
 		t.Helper()
-		out, errs, code := cli(t, "", "debug", what, "--admin", p.Admin)
+		out, errs, code := cli(t, "", "debug", path, "--admin", p.Admin)
 		if code != 0 {
-			t.Fatalf("debug %s: exit %d: %s", what, code, errs)
+			t.Fatalf("debug %s: got exit code %d, want 0: %s", path, code, errs)
 		}
 		return out
 	}
-	p.eventually("the breaker opens and the other lane is done", func() error {
+	p.eventually("an open circuit, and no pending messages in the other lane", func() error {
 		lanes := map[string]delivery.LaneState{}
 		for line := range strings.Lines(debug("lanes")) {
 			var l delivery.LaneState
@@ -48,7 +48,7 @@ spec: {userId: hush-user, suppress: true}
 				t.Fatal(err)
 			}
 			if len(l.Breakers) != 1 {
-				t.Fatalf("%+v", l)
+				t.Fatalf("circuits of a lane: got %+v, want one", l)
 			}
 			lanes[l.Destination] = l
 		}
@@ -66,29 +66,29 @@ spec: {userId: hush-user, suppress: true}
 	config := debug("config")
 	for _, word := range []string{`"namespace":"default"`, `"name":"fine"`, `"name":"Authorization","value":"[redacted]"`, `"url":"[redacted]"`, `"writeKeySHA256":"`, `"suppress":true`, `"timeoutMS":5000`} {
 		if !strings.Contains(config, word) {
-			t.Errorf("the config lacks %s: %s", word, config)
+			t.Errorf("config: got %s, want one with %s", config, word)
 		}
 	}
 	profiles := ""
 	for _, name := range []string{"pprof/", "pprof/goroutine?debug=2", "pprof/heap?debug=1", "pprof/allocs", "pprof/profile?seconds=1", "pprof/trace?seconds=1"} {
 		profile := debug(name)
 		if len(profile) < 100 {
-			t.Errorf("%s is %d bytes", name, len(profile))
+			t.Errorf("size of %s: got %d bytes, want at least 100", name, len(profile))
 		}
 		profiles += profile
 	}
 	for _, word := range []string{"hush", key, secret} {
 		if strings.Contains(config+debug("lanes")+profiles, word) {
-			t.Errorf("/debug tells %q", word)
+			t.Errorf("/debug contains %q", word)
 		}
 	}
 }
 
 func TestDebugIsOffByDefault(t *testing.T) {
 	p := start(t, map[string]string{"source.yaml": source()})
-	for _, what := range []string{"lanes", "config", "pprof/heap"} {
-		if out, errs, code := cli(t, "", "debug", what, "--admin", p.Admin); code != 1 || !strings.Contains(errs, "--debug") {
-			t.Errorf("debug %s: exit %d: %s%s", what, code, out, errs)
+	for _, path := range []string{"lanes", "config", "pprof/heap"} {
+		if out, errs, code := cli(t, "", "debug", path, "--admin", p.Admin); code != 1 || !strings.Contains(errs, "--debug") {
+			t.Errorf("debug %s: got exit code %d: %s%s, want 1 and the flag --debug", path, code, out, errs)
 		}
 	}
 }

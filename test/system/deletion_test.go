@@ -12,10 +12,12 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+
+	"github.com/posthorn/posthorn/test/check"
 )
 
-// A deletion request as its owner sees it: one delete message for each Source,
-// with exactly the specified fields, followed to its end; and the user suppressed.
+// A deletion request sends one delete message for each Source, with exactly the specified
+// fields, reports each outcome, and suppresses the user.
 func TestDeletionRequest(t *testing.T) {
 	crm, failing := newReceiver(t), newReceiver(t)
 	failing.set(func(int) int { return http.StatusBadRequest })
@@ -33,76 +35,76 @@ spec:
 		p.condition(name, "Ready", "True", "")
 	}
 	out, errs, code := cli(t, "", "delete-user", "ü1", "--manifests", p.manifests, "--admin", p.Admin, "--suppress", "--wait")
-	if code != 1 { // one of them was not delivered
-		t.Errorf("exit %d: %s %s", code, out, errs)
+	if code != 1 { // One notification was not delivered.
+		t.Errorf("delete-user: got exit code %d, want 1: %s %s", code, out, errs)
 	}
 	for _, want := range []string{"web to crm: Delivered", "web to failing: DeadLettered Rejected", "web to picky: Filtered", "1 of 3 notifications could not be delivered"} {
 		if !strings.Contains(out, want) {
-			t.Errorf("%q is not in\n%s", want, out)
+			t.Errorf("output: got\n%s\nwant one with %q", out, want)
 		}
 	}
 	got := p.arrive(crm, 1)
 	if len(got) != 1 || !regexp.MustCompile(`^\{"type":"delete","userId":"ü1","timestamp":"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"\}$`).MatchString(got[0].body) {
-		t.Errorf("messages %+v", got)
+		t.Errorf("delete messages: got %+v, want one with type, userId and timestamp", got)
 	}
 	verifyInNode(t, got)
 
-	// The user is suppressed at each Source, others are not; also after a crash, which tells nobody again.
+	// The user is suppressed at each Source, others are not. A crash changes neither this, nor
+	// does it repeat notifications.
 	p.kill(syscall.SIGKILL)
 	p.run()
 	for _, writeKey := range []string{key, secret} {
 		if status, answer, err := p.post("/v1/page", writeKey, `{"userId":"ü1"}`); err != nil || status != http.StatusForbidden || !strings.Contains(answer, "user_suppressed") {
-			t.Errorf("a suppressed call: %d %s %v", status, answer, err)
+			t.Errorf("call of a suppressed user: got status %d, body %s and error %v, want 403 user_suppressed", status, answer, err)
 		}
 	}
 	p.mustPost("/v1/track", `{"userId":"u2","event":"E"}`)
-	p.arrive(crm, 3) // crm and picky
+	p.arrive(crm, 3) // The destinations crm and picky have this URL.
 	if out, errs, code := cli(t, "", "delete-user", "ü1", "--manifests", p.manifests); code != 1 || !strings.Contains(errs, "is already requested") {
-		t.Errorf("twice: exit %d: %s %s", code, out, errs)
+		t.Errorf("repeated request: got exit code %d: %s %s, want 1 and \"is already requested\"", code, out, errs)
 	}
 	out, errs, code = cli(t, "", "get", "deletions", "-o", "wide", "--admin", p.Admin)
 	if code != 0 || !strings.Contains(out, "NotDelivered") {
-		t.Errorf("get deletions: exit %d: %s %s", code, out, errs)
+		t.Errorf("get deletions: got exit code %d: %s %s, want 0 and NotDelivered", code, out, errs)
 	}
-	if _, _, dead, _ := p.ledger("failing"); dead != 2 {
-		t.Errorf("%d dead letters, want the delete message and the track call", dead)
-	}
+	_, _, dead, _ := p.ledger("failing")
+	check.Equal(t, "dead letters, of the delete message and the track call", dead, 2)
 	for _, q := range crm.got()[1:] {
 		if strings.Contains(q.body, "delete") {
-			t.Errorf("told again: %s", q.body)
+			t.Errorf("repeated notification: %s", q.body)
 		}
 	}
 
-	// Asked for one Source without destinations, nobody is told; without the request calls are taken again.
+	// A request for one Source without destinations sends no notifications.
 	out, errs, code = cli(t, "", "delete-user", "u3", "--manifests", p.manifests, "--admin", p.Admin, "--source", "tv", "--wait")
 	if code != 0 || !strings.Contains(out, "no affected Source") {
-		t.Errorf("exit %d: %s %s", code, out, errs)
+		t.Errorf("request without destinations: got exit code %d: %s %s, want 0 and \"no affected Source\"", code, out, errs)
 	}
 	for _, line := range strings.Split(out, "\n") {
 		if path, ok := strings.CutPrefix(line, "requested: "); ok && !strings.HasPrefix(path, p.manifests) {
-			t.Errorf("written to %s", path)
+			t.Errorf("path of the request: got %s, want one in %s", path, p.manifests)
 		}
 	}
 
-	// With a time to live the request goes by itself; a file that holds more stays.
+	// With a TTL the request is removed after its end; a file with several objects is kept.
 	out, errs, code = cli(t, "", "delete-user", "u4", "--manifests", p.manifests, "--admin", p.Admin, "--ttl", "10s")
 	if code != 0 {
-		t.Errorf("exit %d: %s %s", code, out, errs)
+		t.Errorf("request with a TTL: got exit code %d, want 0: %s %s", code, out, errs)
 	}
 	p.write("two.yaml", deletionRequest("one", "u5")+"---"+deletionRequest("other", "u6"))
 	expired := filepath.Join(p.manifests, "deletionrequest-default-delete-"+hash12("u4")+".yaml")
-	p.eventually("the expired request is removed", func() error {
+	p.eventually("the removal of the expired request", func() error {
 		if _, err := os.Stat(expired); err == nil {
-			return errors.New("it is there")
+			return errors.New("the file exists")
 		}
 		if _, _, code := cli(t, "", "get", "deletions", "delete-"+hash12("u4"), "--admin", p.Admin); code == 0 {
-			return errors.New("it is known")
+			return errors.New("the object exists")
 		}
 		return nil
 	})
-	p.eventually("it is said that the other file stays", func() error {
+	p.eventually("a log message about the other file", func() error {
 		if !strings.Contains(p.log.String(), "two.yaml holds other objects as well") {
-			return errors.New("not yet")
+			return errors.New("the log has no such message")
 		}
 		return nil
 	})
@@ -111,11 +113,11 @@ spec:
 	}
 	for _, bad := range [][]string{{"--ttl", "1s"}, {"--ttl", "1h", "--suppress"}} {
 		if _, errs, code := cli(t, "", append([]string{"delete-user", "u9", "--manifests", p.manifests}, bad...)...); code != 2 {
-			t.Errorf("%v: exit %d: %s", bad, code, errs)
+			t.Errorf("delete-user with %v: got exit code %d, want 2: %s", bad, code, errs)
 		}
 	}
 	p.remove("deletionrequest-default-delete-" + hash12("ü1") + ".yaml")
-	p.eventually("the user is no longer suppressed", func() error {
+	p.eventually("an accepted call of the user", func() error {
 		status, answer, err := p.post("/v1/page", key, `{"userId":"ü1"}`)
 		if err == nil && status != http.StatusOK {
 			err = fmt.Errorf("%d %s", status, answer)

@@ -1,5 +1,5 @@
-// Package system runs the real binary as a user would: manifests in a folder,
-// calls over HTTP, receivers that verify, kill -9, and a look at the status.
+// Package system tests the binary with manifests in a directory, calls over HTTP, verifying
+// receivers, kill -9, and the status.
 package system
 
 import (
@@ -46,7 +46,7 @@ type posthorn struct {
 	t               *testing.T
 	manifests, data string
 	log             process.Log
-	// deletes: the test takes Sources or destinations away.
+	// deletes is true if the test removes Sources or destinations.
 	deletes bool
 }
 
@@ -66,7 +66,7 @@ func start(t *testing.T, manifests map[string]string, flags ...string) *posthorn
 		}
 		p.kill(syscall.SIGTERM)
 		if t.Failed() {
-			t.Logf("posthorn said:\n%s", p.log.Tail())
+			t.Logf("log of posthorn:\n%s", p.log.Tail())
 		}
 	})
 	return p
@@ -102,10 +102,10 @@ func (p *posthorn) remove(name string) {
 }
 
 // eventually polls until check returns nil.
-func (p *posthorn) eventually(what string, check func() error) {
+func (p *posthorn) eventually(event string, check func() error) {
 	p.t.Helper()
 	if err := wait.Until(check); err != nil {
-		p.t.Fatalf("waited for: %s: %v", what, err)
+		p.t.Fatalf("no event within %s: %s: %v", wait.Limit, event, err)
 	}
 }
 
@@ -131,7 +131,7 @@ func (p *posthorn) mustPost(path, body string) {
 	p.t.Helper()
 	status, answer, err := p.post(path, key, body)
 	if err != nil || status != http.StatusOK {
-		p.t.Fatalf("POST %s: %d %s %v", path, status, answer, err)
+		p.t.Fatalf("POST %s: got status %d, body %s and error %v, want 200", path, status, answer, err)
 	}
 }
 
@@ -150,7 +150,7 @@ func cli(t *testing.T, stdin string, args ...string) (stdout, stderr string, cod
 	return out.String(), errs.String(), cmd.ProcessState.ExitCode()
 }
 
-// destination reads a destination's status as a user would.
+// destination reads a destination's status with `posthorn get`.
 func (p *posthorn) destination(name string) (d v1alpha1.WebhookDestination, err error) {
 	p.t.Helper()
 	out, errs, code := cli(p.t, "", "get", "destinations", name, "-o", "json", "--admin", p.Admin)
@@ -174,15 +174,15 @@ func (p *posthorn) condition(name, typ, status, reason string) (message string) 
 					message = c.Message
 					return nil
 				}
-				return fmt.Errorf("it is %s %s: %s", c.Status, c.Reason, c.Message)
+				return fmt.Errorf("got %s %s: %s", c.Status, c.Reason, c.Message)
 			}
 		}
-		return fmt.Errorf("no such condition")
+		return fmt.Errorf("the condition does not exist")
 	})
 	return message
 }
 
-// report reads what the dispatcher says of itself, and checks every ledger in it.
+// report reads the dispatcher's report, and checks every ledger in it.
 func (p *posthorn) report() (r liveconfig.Report, err error) {
 	p.t.Helper()
 	resp, err := http.Get("http://" + p.Admin + "/report") //nolint:noctx // a local poll
@@ -207,18 +207,18 @@ func (p *posthorn) report() (r liveconfig.Report, err error) {
 				p.t.Errorf("destination %s: %v", d.Name, err)
 			}
 		}
-		// What was deleted is known to the other side alone.
+		// After a deletion only one side has the messages.
 		if t.Namespace != "" && !p.deletes && sources.Pending == 0 && destinations.Pending == 0 && sources != destinations {
-			p.t.Errorf("the sources' ledgers sum up to %+v, the destinations' to %+v", sources, destinations)
+			p.t.Errorf("sum of the ledgers: got %+v for destinations, want %+v as for Sources", destinations, sources)
 		}
 	}
 	return r, nil
 }
 
-// ledger waits until nothing waits for a destination, and returns the counts.
+// ledger waits until no message of a destination is pending, and returns the counts.
 func (p *posthorn) ledger(name string) (delivered, filtered, dead, discarded int64) {
 	p.t.Helper()
-	p.eventually("the ledger of "+name+" is settled", func() error {
+	p.eventually("no pending messages of "+name, func() error {
 		report, err := p.report()
 		if err != nil {
 			return err
@@ -235,23 +235,23 @@ func (p *posthorn) ledger(name string) (delivered, filtered, dead, discarded int
 				return nil
 			}
 		}
-		return fmt.Errorf("not in the report")
+		return fmt.Errorf("the destination is not in the report")
 	})
 	return
 }
 
-// checkLedgers is the end of every test: the books of every Source and every
-// destination balance, in the report and in the metrics, before and after a kill
-// -9, and no accepted message is missing in them afterwards.
+// checkLedgers runs at the end of every test. It checks that the ledgers of all Sources and
+// destinations balance, in the report and in the metrics, before and after a kill -9, and
+// that they still contain every accepted message.
 func (p *posthorn) checkLedgers() {
 	select {
 	case <-p.Exited():
-		return // The test ended it, or it never began.
+		return // The test has stopped the process, or it did not start.
 	default:
 	}
 	before, err := p.report()
 	if err != nil {
-		p.t.Errorf("the last report: %v", err)
+		p.t.Errorf("last report: got error %v, want none", err)
 		return
 	}
 	p.checkMetrics()
@@ -259,7 +259,7 @@ func (p *posthorn) checkLedgers() {
 	p.run()
 	after, err := p.report()
 	if err != nil {
-		p.t.Errorf("the report after a kill: %v", err)
+		p.t.Errorf("report after a kill: got error %v, want none", err)
 		return
 	}
 	p.checkMetrics()
@@ -272,15 +272,15 @@ func (p *posthorn) checkLedgers() {
 		}
 		return n
 	}
-	is := accepted(after)
-	for source, was := range accepted(before) {
-		if now, known := is[source]; known && now < was {
-			p.t.Errorf("source %s had accepted %d messages, and %d after a kill", source, was, now)
+	now := accepted(after)
+	for source, want := range accepted(before) {
+		if got, ok := now[source]; ok && got < want {
+			p.t.Errorf("accepted messages of %s after a kill: got %d, want at least %d", source, got, want)
 		}
 	}
 }
 
-// checkMetrics reads the ledgers from the metrics, whose sum must be accepted.
+// checkMetrics checks that the ledgers in the metrics balance.
 func (p *posthorn) checkMetrics() {
 	resp, err := http.Get("http://" + p.Admin + "/metrics") //nolint:noctx // a local poll
 	if err != nil {
@@ -293,7 +293,7 @@ func (p *posthorn) checkMetrics() {
 		p.t.Error(err)
 		return
 	}
-	// Of each series without its state: accepted, less all others.
+	// For each series without its state: accepted minus all other states.
 	open, seen := map[string]float64{}, 0
 	for _, m := range ledgerSeries.FindAllStringSubmatch(string(text), -1) {
 		n, err := strconv.ParseFloat(m[3], 64)
@@ -308,24 +308,24 @@ func (p *posthorn) checkMetrics() {
 	}
 	for series, n := range open {
 		if n != 0 {
-			p.t.Errorf("%s}: accepted less all other states is %v", series, n)
+			p.t.Errorf("%s}: accepted minus all other states: got %v, want 0", series, n)
 		}
 	}
 	if seen == 0 || seen != 6*len(open) {
-		p.t.Errorf("%d series of %d ledgers", seen, len(open))
+		p.t.Errorf("ledger series: got %d for %d ledgers, want 6 each", seen, len(open))
 	}
 }
 
 var ledgerSeries = regexp.MustCompile(`(?m)^(posthorn_(?:source|destination)_messages\{.*),state="(\w+)"\} (\S+)$`)
 
-// receiver is a webhook that verifies and records.
+// receiver is a webhook that verifies and records requests.
 type receiver struct {
 	*httptest.Server
 	mu       sync.Mutex
 	requests []request
 	unsigned int
 	secret   string
-	// respond, when set, decides the status; failed counts the messages that it failed, by id.
+	// respond, when set, selects the status; failed counts rejected requests by messageId.
 	respond func(n int) int
 	failed  map[string]int
 }
@@ -386,7 +386,7 @@ func (r *receiver) set(respond func(n int) int) {
 	r.respond = respond
 }
 
-// failures returns the messages that it failed.
+// failures returns the counts of rejected requests by messageId.
 func (r *receiver) failures() map[string]int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -399,7 +399,7 @@ func (r *receiver) got() []request {
 	return append([]request(nil), r.requests...)
 }
 
-// count returns how often each messageId arrived.
+// count returns the number of requests for each messageId.
 func (r *receiver) count() map[string]int {
 	n := map[string]int{}
 	for _, q := range r.got() {
@@ -410,9 +410,9 @@ func (r *receiver) count() map[string]int {
 
 func (p *posthorn) arrive(r *receiver, n int) []request {
 	p.t.Helper()
-	p.eventually(fmt.Sprintf("%d messages arrive", n), func() error {
+	p.eventually(fmt.Sprintf("%d received messages", n), func() error {
 		if got := len(r.got()); got < n {
-			return fmt.Errorf("%d arrived", got)
+			return fmt.Errorf("got %d", got)
 		}
 		return nil
 	})

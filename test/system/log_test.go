@@ -5,14 +5,16 @@ import (
 	"net/http"
 	"strings"
 	"testing"
+
+	"github.com/posthorn/posthorn/test/check"
 )
 
-// A destination that refuses 10,000 messages, and a client that sends bad calls
-// all the time, are told of in few lines.
+// The number of log messages is bounded for a destination that rejects 10,000 messages and
+// a client that keeps sending invalid calls.
 func TestLogOfAStorm(t *testing.T) {
-	refusing := newReceiver(t)
-	refusing.set(func(int) int { return http.StatusBadRequest })
-	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", refusing.URL+"/hush-path", "")})
+	rejecting := newReceiver(t)
+	rejecting.set(func(int) int { return http.StatusBadRequest })
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", rejecting.URL+"/hush-path", "")})
 	const messages = 10_000
 	var batch strings.Builder
 	for i := range messages {
@@ -24,23 +26,22 @@ func TestLogOfAStorm(t *testing.T) {
 			p.mustPost("/v1/batch", `{"batch":[`+batch.String()+`]}`)
 			batch.Reset()
 			if status, _, err := p.post("/v1/track", key, `{}`); err != nil || status != http.StatusBadRequest {
-				t.Fatal(status, err)
+				t.Fatalf("invalid call: got status %d and error %v, want 400", status, err)
 			}
 		}
 	}
-	if _, _, dead, _ := p.ledger("crm"); dead != messages {
-		t.Errorf("%d dead letters", dead)
-	}
-	// Of each message a hundred lines in ten seconds, however long this machine takes.
+	_, _, dead, _ := p.ledger("crm")
+	check.Equal(t, "dead letters", dead, messages)
+	// Each log message has at most a hundred lines in ten seconds.
 	if lines := strings.Count(p.log.String(), "\n"); lines > messages/10 || lines < 3 {
-		t.Errorf("%d lines", lines)
+		t.Errorf("lines of the log: got %d, want 3 to %d", lines, messages/10)
 	}
 	for _, text := range []string{"endpoint state changed", "delivery attempt failed", "namespace=default destination=crm", "reason=Rejected", "calls refused", "namespace=default source=web"} {
 		if !strings.Contains(p.log.String(), text) {
-			t.Errorf("no line has %q", text)
+			t.Errorf("the log does not contain %q", text)
 		}
 	}
 	if strings.Contains(p.log.String(), "hush") {
-		t.Error("the log tells a URL")
+		t.Error("the log contains a URL")
 	}
 }

@@ -10,16 +10,16 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/event"
+	"github.com/posthorn/posthorn/test/check"
 )
 
-// Random calls with long numbers arrive at a receiver in JavaScript that verifies
-// the body that it parsed and stringified again, at the first attempt, after
-// retries, and when a dead letter is redelivered. A destination with body.numbers
-// Exact gets the same messages with every digit.
+// Random calls with long numbers verify at a receiver in JavaScript that parses and
+// stringifies the body: at the first attempt, after retries, and after a redelivery. A
+// destination with body.numbers Exact gets the same messages with every digit.
 func TestLongNumbersVerifyInJavaScript(t *testing.T) {
 	const calls, batch, letter = 1000, 100, 1
 	r, exact := newReceiver(t), newReceiver(t)
-	// The first calls fail: the first one for good, some others for a while.
+	// The first call is rejected; some others fail temporarily.
 	r.set(func(int) int { return http.StatusUnprocessableEntity })
 	p := start(t, map[string]string{
 		"source.yaml": source(),
@@ -29,7 +29,7 @@ func TestLongNumbersVerifyInJavaScript(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	random := rand.New(rand.NewPCG(seed, 1))
-	sent := map[string]string{} // messageId -> the number as it was sent
+	sent := map[string]string{} // messageId -> the number in the call
 	call := func() string {
 		id, number := fmt.Sprint("m", len(sent)), longNumber(random)
 		sent[id] = number
@@ -59,7 +59,7 @@ func TestLongNumbersVerifyInJavaScript(t *testing.T) {
 	}
 	p.arrive(r, calls-letter)
 	if out, errs, code := cli(t, "", "deadletters", "redeliver", "crm", "--all", "--admin", p.Admin); code != 0 {
-		t.Fatalf("redeliver: exit %d: %s%s", code, out, errs)
+		t.Fatalf("redeliver: got exit code %d, want 0: %s%s", code, out, errs)
 	}
 	got := p.arrive(r, calls)
 	verifyInNode(t, got)
@@ -70,25 +70,24 @@ func TestLongNumbersVerifyInJavaScript(t *testing.T) {
 	for _, q := range got {
 		number := sent[q.id()]
 		if want := `"long":"` + number + `"`; !strings.Contains(q.body, want) {
-			t.Errorf("message %s lacks %s: %s", q.id(), want, q.body)
+			t.Errorf("message %s: got %s, want one with %s", q.id(), q.body, want)
 		}
 		if want := `"long":` + number; !strings.Contains(digits[q.id()], want) {
-			t.Errorf("message %s of the exact destination lacks %s: %s", q.id(), want, digits[q.id()])
+			t.Errorf("message %s of the exact destination: got %s, want one with %s", q.id(), digits[q.id()], want)
 		}
 		if fixed, err := event.FixedPoint([]byte(digits[q.id()])); err != nil || string(fixed) != q.body {
-			t.Errorf("message %s differs by more than its long numbers: %s and %s, %v", q.id(), q.body, digits[q.id()], err)
+			t.Errorf("message %s of the exact destination with long numbers as strings: got %s and error %v, want %s", q.id(), fixed, err, q.body)
 		}
 	}
-	if r.unsigned+exact.unsigned > 0 {
-		t.Errorf("%d and %d requests have a signature that is not of their body, want none", r.unsigned, exact.unsigned)
-	}
+	check.Equal(t, "requests without a valid signature", r.unsigned, 0)
+	check.Equal(t, "requests without a valid signature at the exact destination", exact.unsigned, 0)
 }
 
 // longNumber returns a literal that JavaScript would change.
 func longNumber(random *rand.Rand) string {
 	sign := []string{"", "-"}[random.IntN(2)]
 	switch random.IntN(4) {
-	case 0: // a 64-bit identifier; its last digit keeps it from being a short double
+	case 0: // A 64-bit identifier. Because of its last digit no shorter double equals it.
 		return sign + strconv.FormatUint(random.Uint64()|1<<62|1, 10)
 	case 1: // nanoseconds
 		return strconv.FormatInt(1_600_000_000_000_000_001+random.Int64N(1e17)*10, 10)

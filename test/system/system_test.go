@@ -18,12 +18,13 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/process"
 )
 
-// The main job: every type of call arrives as specified, and a receiver in
-// JavaScript that stringifies what it parsed finds every signature authentic.
-func TestEveryTypeArrivesSignedAndVerifiesInJavaScript(t *testing.T) {
+// Every type of call is delivered as specified, and a receiver in JavaScript that
+// parses and stringifies the body verifies every signature.
+func TestEveryTypeIsSignedAndVerifiesInJavaScript(t *testing.T) {
 	r := newReceiver(t)
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL+"/in?x=1", `
   delivery: {timeout: 5s}
@@ -41,31 +42,30 @@ func TestEveryTypeArrivesSignedAndVerifiesInJavaScript(t *testing.T) {
 	}
 	got := p.arrive(r, len(calls))
 	for _, q := range got {
-		if q.path != "/in" || q.header.Get("User-Agent") != "Posthorn/1.0" || q.header.Get("Content-Type") != "application/json" {
-			t.Errorf("path %s, headers %v", q.path, q.header)
-		}
+		check.Equal(t, "path", q.path, "/in")
+		check.Equal(t, "User-Agent", q.header.Get("User-Agent"), "Posthorn/1.0")
+		check.Equal(t, "Content-Type", q.header.Get("Content-Type"), "application/json")
 		var m map[string]any
 		if err := json.Unmarshal([]byte(q.body), &m); err != nil {
 			t.Fatal(err)
 		}
 		if m["version"] != 1.0 || m["type"] == nil || m["context"] == nil && m["type"] == "screen" {
-			t.Errorf("message lacks specified fields: %s", q.body)
+			t.Errorf("fields: got %s, want version 1, a type, and a context for a screen call", q.body)
 		}
 		if _, err := time.Parse("2006-01-02T15:04:05.000Z", fmt.Sprint(m["timestamp"])); err != nil {
-			t.Errorf("timestamp: %v", err)
+			t.Errorf("timestamp: got error %v, want milliseconds in UTC", err)
 		}
 		if m["type"] == "alias" && (m["Previous ID"] != "a1" || m["User ID"] != "u1" || m["previousId"] != "a1" || m["userId"] != "u1") {
-			t.Errorf("alias: %s", q.body)
+			t.Errorf("alias: got %s, want the ids under both names", q.body)
 		}
 		delete(calls, fmt.Sprint(m["type"]))
 	}
 	if len(calls) > 0 {
-		t.Errorf("these types did not arrive: %v", calls)
+		t.Errorf("types that were not delivered: got %v, want none", calls)
 	}
 	verifyInNode(t, got)
-	if _, _, dead, _ := p.ledger("crm"); dead != 0 {
-		t.Errorf("%d dead letters", dead)
-	}
+	_, _, dead, _ := p.ledger("crm")
+	check.Equal(t, "dead letters", dead, 0)
 	p.condition("crm", "Ready", "True", "")
 	p.condition("crm", "Delivering", "True", "")
 }
@@ -90,12 +90,12 @@ for (const {body, signature} of JSON.parse(require('fs').readFileSync(0, 'utf8')
 }`, secret)
 	cmd.Stdin = strings.NewReader(string(in))
 	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Errorf("in JavaScript: %v\n%s", err, out)
+		t.Errorf("verification in JavaScript: got error %v\n%s", err, out)
 	}
 }
 
-// kill -9 in a loop under load: every call that was answered 200 arrives, and
-// what arrives twice is bounded by what was in flight.
+// After repeated kill -9 under load every call that was answered 200 is delivered, and
+// the number of repeated deliveries is bounded by the deliveries in flight.
 func TestKillNineLosesNothing(t *testing.T) {
 	rounds := 5
 	if n, err := strconv.Atoi(os.Getenv("POSTHORN_KILL_ROUNDS")); err == nil {
@@ -137,7 +137,7 @@ func TestKillNineLosesNothing(t *testing.T) {
 	total := func() int { mu.Lock(); defer mu.Unlock(); return len(acknowledged) }
 	for range rounds {
 		before := total()
-		p.eventually("calls are acknowledged", func() error {
+		p.eventually("200 acknowledged calls", func() error {
 			if total() < before+200 {
 				return fmt.Errorf("%d of 200", total()-before)
 			}
@@ -150,26 +150,24 @@ func TestKillNineLosesNothing(t *testing.T) {
 	senders.Wait()
 	p.ledger("crm")
 	count := r.count()
-	lost, twice := 0, 0
+	lost, repeated := 0, 0
 	for id := range acknowledged {
 		if count[id] == 0 {
 			lost++
 		}
 	}
 	for _, n := range count {
-		twice += n - 1
+		repeated += n - 1
 	}
-	t.Logf("%d rounds: %d acknowledged, %d lost, %d delivered again", rounds, len(acknowledged), lost, twice)
-	if lost > 0 {
-		t.Errorf("%d of %d acknowledged calls were lost", lost, len(acknowledged))
-	}
-	// In flight (64) plus what was acknowledged within one flush interval, per kill.
-	if limit := rounds * 2000; twice > limit {
-		t.Errorf("%d deliveries were repeated; at most %d are explained by what was in flight", twice, limit)
+	t.Logf("%d rounds: %d acknowledged, %d lost, %d repeated", rounds, len(acknowledged), lost, repeated)
+	check.Equal(t, "lost calls", lost, 0)
+	// Per kill: 64 deliveries in flight, and those within one flush interval.
+	if limit := rounds * 2000; repeated > limit {
+		t.Errorf("repeated deliveries: got %d, want at most %d", repeated, limit)
 	}
 }
 
-func TestMissingSecretHoldsAndNeverSendsUnsigned(t *testing.T) {
+func TestMissingSecretPausesTheDestination(t *testing.T) {
 	r, other := newReceiver(t), newReceiver(t)
 	p := start(t, map[string]string{
 		"source.yaml": source(),
@@ -177,20 +175,18 @@ func TestMissingSecretHoldsAndNeverSendsUnsigned(t *testing.T) {
 		"ok.yaml":     destination("ok", other.URL, ""),
 	})
 	if m := p.condition("crm", "ResolvedRefs", "False", "SecretNotFound"); !strings.Contains(m, "later") || !strings.Contains(m, "signing") {
-		t.Errorf("the message does not name the Secret and the field: %s", m)
+		t.Errorf("message of ResolvedRefs: got %q, want the Secret and the field", m)
 	}
 	p.condition("crm", "Ready", "False", "SecretNotFound")
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"kept"}`)
-	p.arrive(other, 1) // one bad destination does not harm another
+	p.arrive(other, 1) // A failing destination does not affect another one.
 	if n := len(r.got()); n > 0 {
-		t.Fatalf("%d messages were sent without the secret", n)
+		t.Fatalf("messages without the secret: got %d, want 0", n)
 	}
 	p.write("later.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: later}\nstringData: {sharedSecret: "+secret+"}\n")
 	p.arrive(r, 1)
 	p.condition("crm", "Ready", "True", "")
-	if r.unsigned > 0 {
-		t.Errorf("%d messages had no valid signature", r.unsigned)
-	}
+	check.Equal(t, "messages without a valid signature", r.unsigned, 0)
 }
 
 func TestChangesTakeEffectWithoutRestart(t *testing.T) {
@@ -201,23 +197,21 @@ func TestChangesTakeEffectWithoutRestart(t *testing.T) {
 
 	// Another URL and a header.
 	p.write("crm.yaml", strings.Replace(destination("crm", second.URL, ""), "  signing:", "    headers: [{name: X-Env, value: prod}]\n  signing:", 1))
-	p.eventually("messages go to the new URL", func() error {
+	p.eventually("a message at the new URL", func() error {
 		p.mustPost("/v1/track", `{"userId":"u","event":"E"}`)
 		if len(second.got()) == 0 {
 			return fmt.Errorf("none yet")
 		}
 		return nil
 	})
-	if h := second.got()[0].header.Get("X-Env"); h != "prod" {
-		t.Errorf("X-Env is %q", h)
-	}
+	check.Equal(t, "X-Env", second.got()[0].header.Get("X-Env"), "prod")
 
-	// The secret, edited in place.
+	// The secret changes in place.
 	second.mu.Lock()
 	second.secret = "rotated"
 	second.mu.Unlock()
 	p.write("source.yaml", strings.Replace(source(), secret, "rotated", 1))
-	p.eventually("messages carry the new signature", func() error {
+	p.eventually("a message with the new signature", func() error {
 		p.mustPost("/v1/track", `{"userId":"u","event":"E"}`)
 		for _, q := range second.got() {
 			if q.header.Get("X-Signature") == digest("rotated", q.body) {
@@ -227,19 +221,19 @@ func TestChangesTakeEffectWithoutRestart(t *testing.T) {
 		return fmt.Errorf("none yet")
 	})
 
-	// A manifest that is broken changes nothing.
+	// A malformed manifest changes nothing.
 	p.write("crm.yaml", "kind: [")
 	n := len(second.got())
-	p.eventually("deliveries go on with the last good manifest", func() error {
+	p.eventually("deliveries with the last valid manifest", func() error {
 		p.mustPost("/v1/track", `{"userId":"u","event":"E"}`)
 		if len(second.got()) < n+3 {
-			return fmt.Errorf("%d", len(second.got())-n)
+			return fmt.Errorf("%d messages, want 3", len(second.got())-n)
 		}
 		return nil
 	})
 }
 
-func TestDisabledKeepsMessagesAndDeliversThemLater(t *testing.T) {
+func TestDisabledDestinationKeepsMessages(t *testing.T) {
 	r := newReceiver(t)
 	off := strings.Replace(destination("crm", r.URL, ""), "spec:", "spec:\n  enabled: false", 1)
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": off})
@@ -250,17 +244,17 @@ func TestDisabledKeepsMessagesAndDeliversThemLater(t *testing.T) {
 	p.kill(syscall.SIGTERM)
 	p.run()
 	if n := len(r.got()); n > 0 {
-		t.Fatalf("%d messages were sent although the destination is disabled", n)
+		t.Fatalf("messages of a disabled destination: got %d, want 0", n)
 	}
 	p.write("crm.yaml", destination("crm", r.URL, ""))
 	p.arrive(r, 20)
-	if delivered, _, _, _ := p.ledger("crm"); delivered != 20 {
-		t.Errorf("%d delivered", delivered)
-	}
+	delivered, _, _, _ := p.ledger("crm")
+	check.Equal(t, "delivered", delivered, 20)
 }
 
-// Status tells of real traffic: failing, with the reason and the endpoint; then recovered.
-func TestStatusTellsOfFailureAndRecovery(t *testing.T) {
+// The status shows the result of real traffic: a failure with its reason and endpoint, and
+// the recovery.
+func TestStatusShowsFailureAndRecovery(t *testing.T) {
 	r := newReceiver(t)
 	r.set(func(int) int { return http.StatusServiceUnavailable })
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL+"/secret-path", "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n")})
@@ -270,43 +264,41 @@ func TestStatusTellsOfFailureAndRecovery(t *testing.T) {
 	}
 	m := p.condition("crm", "Delivering", "False", "")
 	if !strings.Contains(m, "primary") || !strings.Contains(m, "503") {
-		t.Errorf("the message does not name the endpoint and the status: %s", m)
+		t.Errorf("message of Delivering: got %q, want the endpoint and the status code", m)
 	}
-	p.condition("crm", "Ready", "True", "") // a receiver's outage is no mistake in the spec
+	p.condition("crm", "Ready", "True", "") // A receiver's outage is not an error in the spec.
 	if out, _, _ := cli(t, "", "get", "destinations", "-o", "yaml", "--admin", p.Admin); strings.Contains(out[strings.Index(out, "status:"):], "secret-path") {
-		t.Errorf("the status shows the URL's path:\n%s", out)
+		t.Errorf("the status contains the URL's path:\n%s", out)
 	}
 	out, _, _ := cli(t, "", "get", "destinations", "--admin", p.Admin)
 	if !strings.Contains(out, "NAME") || !strings.Contains(out, "DELIVERING") || !strings.Contains(out, "False") {
-		t.Errorf("table:\n%s", out)
+		t.Errorf("table: got\n%s\nwant the columns NAME and DELIVERING, and False", out)
 	}
 	r.set(nil)
 	p.arrive(r, 15)
 	p.condition("crm", "Delivering", "True", "")
 	p.ledger("crm")
 	for id, n := range r.count() {
-		if n != 1 {
-			t.Errorf("%s was taken %d times", id, n)
-		}
+		check.Equal(t, "deliveries of "+id, n, 1)
 	}
 }
 
-// After a kill -9 with an open circuit the first report says so, and the dead
-// endpoint gets one request at a time: its probes.
+// After a kill -9 with an open circuit the first report has the open circuit, and the
+// failing endpoint gets only probes, one at a time.
 func TestOpenCircuitSurvivesAKill(t *testing.T) {
 	r := newReceiver(t)
 	r.set(func(int) int { return http.StatusServiceUnavailable })
 	var mu sync.Mutex
-	requests, inside, most := 0, 0, 0
+	requests, inFlight, peak := 0, 0, 0
 	r.Config.Handler = http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
 		mu.Lock()
-		requests, inside = requests+1, inside+1
-		most = max(most, inside)
+		requests, inFlight = requests+1, inFlight+1
+		peak = max(peak, inFlight)
 		mu.Unlock()
 		time.Sleep(20 * time.Millisecond)
 		r.serve(w, q)
 		mu.Lock()
-		inside--
+		inFlight--
 		mu.Unlock()
 	})
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n")})
@@ -319,7 +311,7 @@ func TestOpenCircuitSurvivesAKill(t *testing.T) {
 	for range 3 {
 		p.kill(syscall.SIGKILL)
 		mu.Lock()
-		requests, most = 0, 0
+		requests, peak = 0, 0
 		mu.Unlock()
 		began := time.Now()
 		p.run()
@@ -327,9 +319,7 @@ func TestOpenCircuitSurvivesAKill(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if state := report.Namespaces[0].Destinations[0].Endpoints[0].State; state != liveconfig.EndpointCircuitOpen {
-			t.Errorf("the first report says %s", state)
-		}
+		check.Equal(t, "state in the first report", report.Namespaces[0].Destinations[0].Endpoints[0].State, liveconfig.EndpointCircuitOpen)
 		p.condition("crm", "Delivering", "False", "CircuitOpen")
 		p.eventually("a probe", func() error {
 			mu.Lock()
@@ -340,9 +330,12 @@ func TestOpenCircuitSurvivesAKill(t *testing.T) {
 			return nil
 		})
 		mu.Lock()
-		// Probes are at least 0.8 s apart, each twice as late as the one before.
-		if limit := 1 + int(time.Since(began)/(800*time.Millisecond)); most > 1 || requests > limit {
-			t.Errorf("%d requests within %v, %d at once", requests, time.Since(began), most)
+		// Probes are at least 0.8 s apart, and each interval is twice the previous one.
+		if limit := 1 + int(time.Since(began)/(800*time.Millisecond)); requests > limit {
+			t.Errorf("requests within %v: got %d, want at most %d", time.Since(began), requests, limit)
+		}
+		if peak > 1 {
+			t.Errorf("concurrent requests: got %d, want 1", peak)
 		}
 		mu.Unlock()
 	}
@@ -351,7 +344,8 @@ func TestOpenCircuitSurvivesAKill(t *testing.T) {
 	p.condition("crm", "Delivering", "True", "")
 }
 
-// A damaged store is refused with the way out, which the command and the flag are.
+// A dispatcher with a damaged store does not start, and its error names the repair command.
+// The command and the flag repair the store.
 func TestDamagedStoreIsRepaired(t *testing.T) {
 	r := newReceiver(t)
 	off := strings.Replace(destination("crm", r.URL, ""), "spec:", "spec:\n  enabled: false", 1)
@@ -362,7 +356,7 @@ func TestDamagedStoreIsRepaired(t *testing.T) {
 			p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, from+i))
 		}
 	}
-	// The list of the store's tables, flipped in its middle.
+	// damage flips a byte in the manifest of the store.
 	damage := func() {
 		t.Helper()
 		p.kill(syscall.SIGTERM)
@@ -383,18 +377,18 @@ func TestDamagedStoreIsRepaired(t *testing.T) {
 	send(0)
 	damage()
 	if _, errs, code := cli(t, "", "run", "--manifests", p.manifests, "--data", p.data, "--listen", p.Addr, "--admin-listen", p.Admin); code != 1 || !strings.Contains(errs, "MANIFEST") || !strings.Contains(errs, "posthorn repair") {
-		t.Fatalf("a damaged store: exit %d: %s", code, errs)
+		t.Fatalf("start with a damaged store: got exit code %d and %s, want 1, the MANIFEST and `posthorn repair`", code, errs)
 	}
 	out, _, code := cli(t, "", "repair", "--data", p.data)
 	if code != 1 || !strings.Contains(out, "damaged: "+filepath.Join(p.data, "queue", "MANIFEST")) || !strings.Contains(out, "Nothing was changed") {
-		t.Errorf("dry run: exit %d: %s", code, out)
+		t.Errorf("dry run: got exit code %d and %s, want 1 and the damaged file", code, out)
 	}
 	out, _, code = cli(t, "", "repair", "--data", p.data, "--apply")
 	if code != 0 || !strings.Contains(out, "queue.damaged-") || !strings.Contains(out, "20 messages") || strings.Contains(out, "lost:") {
-		t.Errorf("repair: exit %d: %s", code, out)
+		t.Errorf("repair: got exit code %d and %s, want 0 and 20 messages without losses", code, out)
 	}
 	if out, _, code := cli(t, "", "repair", "--data", p.data); code != 0 || !strings.Contains(out, "No file is damaged") {
-		t.Errorf("again: exit %d: %s", code, out)
+		t.Errorf("repair of a repaired store: got exit code %d and %s, want 0 and no damage", code, out)
 	}
 	p.run()
 	send(20)
@@ -403,12 +397,13 @@ func TestDamagedStoreIsRepaired(t *testing.T) {
 	p.run()
 	p.write("crm.yaml", destination("crm", r.URL, ""))
 	p.arrive(r, 40)
-	if delivered, _, dead, discarded := p.ledger("crm"); delivered != 40 || dead+discarded != 0 {
-		t.Errorf("%d delivered, %d dead, %d discarded", delivered, dead, discarded)
-	}
+	delivered, _, dead, discarded := p.ledger("crm")
+	check.Equal(t, "delivered", delivered, 40)
+	check.Equal(t, "dead letters", dead, 0)
+	check.Equal(t, "discarded", discarded, 0)
 }
 
-func TestOneDeadDestinationDoesNotHarmAnother(t *testing.T) {
+func TestFailingDestinationDoesNotAffectAnother(t *testing.T) {
 	healthy := newReceiver(t)
 	hang := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, q *http.Request) { <-q.Context().Done() }))
 	t.Cleanup(hang.CloseClientConnections)
@@ -425,18 +420,16 @@ func TestOneDeadDestinationDoesNotHarmAnother(t *testing.T) {
 	p.condition("hang", "Delivering", "False", "")
 }
 
-func TestSelfSignedCertificateGetsNothing(t *testing.T) {
+func TestSelfSignedCertificateIsRejected(t *testing.T) {
 	r := &receiver{secret: secret}
 	server := httptest.NewTLSServer(http.HandlerFunc(r.serve))
 	t.Cleanup(server.Close)
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", server.URL, "")})
 	p.mustPost("/v1/track", `{"userId":"u","event":"E"}`)
 	if m := p.condition("crm", "Delivering", "False", "CertificateRejected"); !strings.Contains(m, "certificate") {
-		t.Error(m)
+		t.Errorf("message of Delivering: got %q, want one with \"certificate\"", m)
 	}
-	if n := len(r.got()); n > 0 {
-		t.Errorf("%d requests left", n)
-	}
+	check.Equal(t, "requests", len(r.got()), 0)
 }
 
 func TestRejectedMessageBecomesADeadLetter(t *testing.T) {
@@ -444,12 +437,12 @@ func TestRejectedMessageBecomesADeadLetter(t *testing.T) {
 	r.set(func(int) int { return http.StatusUnprocessableEntity })
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "")})
 	p.mustPost("/v1/track", `{"userId":"u","event":"E"}`)
-	if delivered, _, dead, _ := p.ledger("crm"); delivered != 0 || dead != 1 {
-		t.Errorf("%d delivered, %d dead letters", delivered, dead)
-	}
+	delivered, _, dead, _ := p.ledger("crm")
+	check.Equal(t, "delivered", delivered, 0)
+	check.Equal(t, "dead letters", dead, 1)
 }
 
-func TestFilterAndIntegrationsKeepMessagesOut(t *testing.T) {
+func TestFilterAndIntegrations(t *testing.T) {
 	r := newReceiver(t)
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, `
   filter: {types: [track], events: ["Order *"], expression: "call.properties.total > 100"}
@@ -465,12 +458,10 @@ func TestFilterAndIntegrationsKeepMessagesOut(t *testing.T) {
 	} {
 		p.mustPost("/v1/batch", `{"batch":[`+call+`]}`)
 	}
-	if delivered, filtered, _, _ := p.ledger("crm"); delivered != 2 || filtered != 5 {
-		t.Errorf("%d delivered, %d filtered", delivered, filtered)
-	}
-	if c := r.count(); c["in"] != 1 || c["named"] != 1 {
-		t.Errorf("arrived: %v", c)
-	}
+	delivered, filtered, _, _ := p.ledger("crm")
+	check.Equal(t, "delivered", delivered, 2)
+	check.Equal(t, "filtered", filtered, 5)
+	check.Same(t, "deliveries by messageId", r.count(), map[string]int{"in": 1, "named": 1})
 }
 
 func TestAnyAndEveryEndpoint(t *testing.T) {
@@ -486,35 +477,30 @@ func TestAnyAndEveryEndpoint(t *testing.T) {
 			}
 			p.arrive(good, 10)
 			if policy == "AnyEndpoint" {
-				if delivered, _, _, _ := p.ledger("crm"); delivered != 10 {
-					t.Errorf("%d delivered", delivered)
-				}
-				p.eventually("each message is sent to the URL that fails, too", func() error {
+				delivered, _, _, _ := p.ledger("crm")
+				check.Equal(t, "delivered", delivered, 10)
+				p.eventually("an attempt of each message at the failing URL", func() error {
 					if n := len(bad.failures()); n < 10 {
-						return fmt.Errorf("%d messages", n)
+						return fmt.Errorf("%d messages, want 10", n)
 					}
 					return nil
 				})
 				bad.set(nil)
-				time.Sleep(2 * time.Second) // Longer than an open circuit's first probe takes to come.
-				if n := len(bad.got()); n > 0 {
-					t.Errorf("%d messages that one URL took were sent to the other again", n)
-				}
+				time.Sleep(2 * time.Second) // Longer than the interval before the first probe.
+				check.Equal(t, "retries of messages that another URL accepted", len(bad.got()), 0)
 			} else {
 				bad.set(nil)
 				p.arrive(bad, 10)
 				p.ledger("crm")
 			}
 			for id, n := range good.count() {
-				if n != 1 {
-					t.Errorf("%s reached the good URL %d times", id, n)
-				}
+				check.Equal(t, "deliveries of "+id+" at the working URL", n, 1)
 			}
 		})
 	}
 }
 
-func TestAnswersOfIngest(t *testing.T) {
+func TestIngestAnswers(t *testing.T) {
 	r := newReceiver(t)
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "")})
 	for name, tc := range map[string]struct {
@@ -522,7 +508,7 @@ func TestAnswersOfIngest(t *testing.T) {
 		status          int
 		contains        string
 	}{
-		"unknown key":      {"/v1/track", "nobody", `{"userId":"u","event":"E"}`, 401, `"success":false`},
+		"unknown key":      {"/v1/track", "unknown", `{"userId":"u","event":"E"}`, 401, `"success":false`},
 		"key in the body":  {"/v1/track", "", `{"writeKey":"` + key + `","userId":"u","event":"E"}`, 200, `"success":true`},
 		"not JSON":         {"/v1/track", key, `{`, 400, `invalid_json`},
 		"no id":            {"/v1/track", key, `{"event":"E"}`, 400, `userId`},
@@ -533,7 +519,7 @@ func TestAnswersOfIngest(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			status, answer, err := p.post(tc.path, tc.key, tc.body)
 			if err != nil || status != tc.status || !strings.Contains(strings.ReplaceAll(answer, `": `, `":`), tc.contains) {
-				t.Errorf("%d %s %v; want %d and %s", status, answer, err, tc.status, tc.contains)
+				t.Errorf("answer: got status %d, body %s and error %v, want status %d and a body with %s", status, answer, err, tc.status, tc.contains)
 			}
 		})
 	}
@@ -556,26 +542,26 @@ func TestCommandLine(t *testing.T) {
 		"verify, changed":   {[]string{"verify", "--secret", "k", "--signature", digest("k", "body")}, "body\n", 1, "NOT AUTHENTIC", ""},
 		"verify, no secret": {[]string{"verify", "--signature", "00"}, "", 2, "", "--secret"},
 		"send, no type":     {[]string{"send"}, "", 2, "", "TYPE"},
-		"send, nobody":      {[]string{"send", "track", "--write-key", "k", "--user", "u", "--event", "E", "--endpoint", "http://127.0.0.1:1"}, "", 1, "", "Is Posthorn running"},
-		"get, nobody":       {[]string{"get", "sources", "--admin", "127.0.0.1:1"}, "", 1, "", "127.0.0.1:1"},
+		"send, no server":   {[]string{"send", "track", "--write-key", "k", "--user", "u", "--event", "E", "--endpoint", "http://127.0.0.1:1"}, "", 1, "", "Is Posthorn running"},
+		"get, no server":    {[]string{"get", "sources", "--admin", "127.0.0.1:1"}, "", 1, "", "127.0.0.1:1"},
 		"get, bad kind":     {[]string{"get", "frobs"}, "", 2, "", "frobs"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			stdout, stderr, code := cli(t, tc.stdin, tc.args...)
 			if code != tc.code || !strings.Contains(stdout, tc.stdout) || !strings.Contains(stderr, tc.stderr) {
-				t.Errorf("exit %d\nstdout: %s\nstderr: %s", code, stdout, stderr)
+				t.Errorf("got exit code %d\nstdout: %s\nstderr: %s\nwant exit code %d, stdout with %q and stderr with %q", code, stdout, stderr, tc.code, tc.stdout, tc.stderr)
 			}
 		})
 	}
 	for _, command := range []string{"run", "operator", "dispatcher", "get", "compile", "attempts", "tail", "deadletters", "send", "sink", "verify"} {
 		stdout, _, code := cli(t, "", command, "--help")
 		if code != 0 || !strings.Contains(stdout, "Usage:") || !strings.Contains(stdout, "posthorn "+command) {
-			t.Errorf("%s --help: exit %d\n%s", command, code, stdout)
+			t.Errorf("%s --help: got exit code %d and\n%s\nwant 0 and its usage", command, code, stdout)
 		}
 	}
 }
 
-// Dead letters can be listed, looked at, redelivered and purged.
+// Dead letters can be listed, shown, redelivered and purged.
 func TestDeadLettersFromTheCommandLine(t *testing.T) {
 	r := newReceiver(t)
 	r.set(func(int) int { return http.StatusUnprocessableEntity })
@@ -589,80 +575,72 @@ func TestDeadLettersFromTheCommandLine(t *testing.T) {
 		t.Helper()
 		stdout, stderr, got := cli(t, "", append(args, admin...)...)
 		if got != code {
-			t.Fatalf("%v: exit %d: %s%s", args, got, stdout, stderr)
+			t.Fatalf("%v: got exit code %d, want %d: %s%s", args, got, code, stdout, stderr)
 		}
 		return stdout + stderr
 	}
 	list := run(0, "deadletters", "list", "crm")
 	if strings.Count(list, "Rejected") != 5 || !strings.Contains(list, "422") || !strings.Contains(list, "m4") {
-		t.Errorf("list:\n%s", list)
+		t.Errorf("list: got\n%s\nwant 5 rejected messages with status 422, and m4", list)
 	}
 	letter := strings.Fields(strings.Split(list, "\n")[1])[0]
 	shown := run(0, "deadletters", "show", "crm", letter)
 	if !strings.Contains(shown, `"userId": "u"`) || !strings.Contains(shown, `"attempts": 1`) || strings.Contains(shown, "secret-path") {
-		t.Errorf("show:\n%s", shown)
+		t.Errorf("show: got\n%s\nwant the user, 1 attempt and no URL path", shown)
 	}
-	if out := run(2, "deadletters", "redeliver", "crm"); !strings.Contains(out, "--all") {
-		t.Errorf("without a choice: %s", out)
+	prints := func(want string, code int, args ...string) {
+		t.Helper()
+		if out := run(code, args...); !strings.Contains(out, want) {
+			t.Errorf("output of %v: got %q, want one with %q", args, out, want)
+		}
 	}
-	if out := run(0, "deadletters", "redeliver", "crm", "--event", "E0", "--dry-run"); !strings.Contains(out, "3 would be redelivered") {
-		t.Errorf("dry run: %s", out)
-	}
+	prints("--all", 2, "deadletters", "redeliver", "crm")
+	prints("3 would be redelivered", 0, "deadletters", "redeliver", "crm", "--event", "E0", "--dry-run")
 	r.set(nil)
-	if out := run(0, "deadletters", "redeliver", "crm", "--event", "E0"); !strings.Contains(out, "3 redelivered") {
-		t.Errorf("redeliver: %s", out)
-	}
+	prints("3 redelivered", 0, "deadletters", "redeliver", "crm", "--event", "E0")
 	p.arrive(r, 3)
-	if r.unsigned > 0 {
-		t.Error("a redelivered message was not signed")
-	}
-	if out := run(0, "deadletters", "purge", "crm", "--all"); !strings.Contains(out, "2 removed") {
-		t.Errorf("purge: %s", out)
-	}
-	if out := run(0, "deadletters", "list", "crm"); !strings.Contains(out, "No dead letters of default/crm.") {
-		t.Errorf("after purge: %s", out)
-	}
-	if delivered, _, dead, _ := p.ledger("crm"); delivered != 3 || dead != 5 {
-		t.Errorf("%d delivered, %d dead letters", delivered, dead)
-	}
+	check.Equal(t, "redelivered messages without a valid signature", r.unsigned, 0)
+	prints("2 removed", 0, "deadletters", "purge", "crm", "--all")
+	prints("No dead letters of default/crm.", 0, "deadletters", "list", "crm")
+	delivered, _, dead, _ := p.ledger("crm")
+	check.Equal(t, "delivered", delivered, 3)
+	check.Equal(t, "dead letters", dead, 5)
 	attempts := run(0, "attempts", "crm")
 	if strings.Count(attempts, "Rejected 422") != 5 || strings.Count(attempts, " 200 ") != 3 || strings.Contains(attempts, "secret-path") {
-		t.Errorf("attempts:\n%s", attempts)
+		t.Errorf("attempts: got\n%s\nwant 5 with Rejected 422, 3 with 200, and no URL path", attempts)
 	}
-	// Each attempt says whom it reached, and where its time went.
+	// Each attempt has its remote address and the durations of its parts.
 	address, dialled := strings.TrimPrefix(r.URL, "http://"), 0
 	for line := range strings.Lines(run(0, "attempts", "crm", "-o", "json")) {
 		var a delivery.Attempt
 		if err := json.Unmarshal([]byte(line), &a); err != nil {
-			t.Fatalf("%v: %s", err, line)
+			t.Fatalf("attempt %s: got error %v, want JSON", line, err)
 		}
 		if a.RemoteAddr != address || a.Timing.FirstByte <= 0 || a.Timing.Total < a.Timing.DNS+a.Timing.Connect+a.Timing.TLS+a.Timing.FirstByte {
-			t.Errorf("attempt at %s: %+v", a.RemoteAddr, a.Timing)
+			t.Errorf("attempt: got address %s and timing %+v, want %s and consistent durations", a.RemoteAddr, a.Timing, address)
 		}
 		if a.Timing.Connect > 0 {
 			dialled++
 		}
 	}
 	if dialled == 0 {
-		t.Error("no attempt made a connection")
+		t.Error("attempts with a new connection: got 0, want at least 1")
 	}
-	if out := run(1, "deadletters", "show", "crm", "nonsense"); !strings.Contains(out, "no dead letter nonsense") {
-		t.Errorf("unknown key: %s", out)
-	}
+	prints("no dead letter nonsense", 1, "deadletters", "show", "crm", "nonsense")
 }
 
-// What was deleted by its owner is kept for the grace period and then given up.
-func TestDeletedDestinationComesBackWithinItsGraceOrIsGivenUp(t *testing.T) {
+// The messages of a deleted destination are kept for the grace period and then discarded.
+func TestGracePeriodOfADeletedDestination(t *testing.T) {
 	r := newReceiver(t)
 	r.set(func(int) int { return http.StatusServiceUnavailable })
 	quick := "  delivery: {retry: {minBackoff: 10ms, maxBackoff: 50ms}}\n"
-	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, quick), "keep.yaml": "# so that the folder is not empty\n"})
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, quick), "keep.yaml": "# The directory must not be empty.\n"})
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"kept"}`)
 	p.condition("crm", "Delivering", "False", "")
 	p.remove("crm.yaml")
-	p.eventually("the destination is gone", func() error {
+	p.eventually("the removal of the destination", func() error {
 		if _, _, code := cli(t, "", "get", "destination", "crm", "--admin", p.Admin); code == 0 {
-			return fmt.Errorf("it is still there")
+			return fmt.Errorf("the destination exists")
 		}
 		return nil
 	})
@@ -670,17 +648,17 @@ func TestDeletedDestinationComesBackWithinItsGraceOrIsGivenUp(t *testing.T) {
 	p.write("crm.yaml", destination("crm", r.URL, quick))
 	p.arrive(r, 1)
 
-	// Without a grace it is given up, and does not come back.
+	// Without a grace period the messages are discarded.
 	p.kill(syscall.SIGTERM)
 	p.Args = append(p.Args, "--orphan-grace", "1ms")
 	p.run()
 	r.set(func(int) int { return http.StatusServiceUnavailable })
-	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"given-up"}`)
+	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"discarded"}`)
 	p.condition("crm", "Delivering", "False", "")
 	p.remove("crm.yaml")
-	p.eventually("its lane is gone", func() error {
+	p.eventually("the removal of its lane", func() error {
 		if !strings.Contains(p.log.String(), "lane dropped") {
-			return fmt.Errorf("no word of it in the log")
+			return fmt.Errorf("the log has no message about a dropped lane")
 		}
 		return nil
 	})
@@ -690,25 +668,23 @@ func TestDeletedDestinationComesBackWithinItsGraceOrIsGivenUp(t *testing.T) {
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"after"}`)
 	p.arrive(r, 2)
 	p.ledger("crm")
-	if c := r.count(); c["kept"] != 1 || c["given-up"] != 0 || c["after"] != 1 {
-		t.Errorf("arrived: %v", c)
-	}
-	// What was given up stays on the books: of its Source always, of the destination
-	// when it came back before it was forgotten.
-	books := func(destination queue.Ledger, sources ...queue.Ledger) {
+	check.Same(t, "deliveries by messageId", r.count(), map[string]int{"kept": 1, "after": 1})
+	// Discarded messages remain in the ledgers: always in that of the Source, and in that of
+	// the destination if it was created again before its ledger was removed.
+	ledgers := func(destination queue.Ledger, sources ...queue.Ledger) {
 		t.Helper()
-		p.eventually("the books tell of what was given up", func() error {
+		p.eventually("discarded messages in the ledgers", func() error {
 			report, err := p.report()
 			if err != nil {
 				return err
 			}
 			for i, want := range sources {
 				if got := queue.Ledger(report.Namespaces[0].Sources[i].Messages); got != want {
-					return fmt.Errorf("the Source's ledger is %+v, want %+v", got, want)
+					return fmt.Errorf("ledger of Source %d: got %+v, want %+v", i, got, want)
 				}
 			}
 			if got := queue.Ledger(report.Namespaces[0].Destinations[0].Ledger); got != destination {
-				return fmt.Errorf("the destination's ledger is %+v, want %+v", got, destination)
+				return fmt.Errorf("ledger of the destination: got %+v, want %+v", got, destination)
 			}
 			return nil
 		})
@@ -718,9 +694,9 @@ func TestDeletedDestinationComesBackWithinItsGraceOrIsGivenUp(t *testing.T) {
 	if report, err := p.report(); err == nil && report.Namespaces[0].Destinations[0].Discarded == 0 {
 		crm = queue.Ledger{Accepted: 1, Delivered: 1}
 	}
-	books(crm, web)
+	ledgers(crm, web)
 
-	// And of both, when the destination exists and gives up a Source.
+	// Both ledgers count them when a destination no longer selects a Source.
 	p.write("ios.yaml", `
 apiVersion: v1
 kind: Secret
@@ -735,7 +711,7 @@ spec:
 `)
 	p.write("crm.yaml", strings.Replace(destination("crm", r.URL, quick), "[{name: web}]", "[{name: ios}, {name: web}]", 1))
 	r.set(func(int) int { return http.StatusServiceUnavailable })
-	p.eventually("the other Source takes calls", func() error {
+	p.eventually("an accepted call of the other Source", func() error {
 		status, answer, err := p.post("/v1/track", "ios-key", `{"userId":"u","event":"E","messageId":"ios"}`)
 		if err != nil || status != http.StatusOK {
 			return fmt.Errorf("%d %s %w", status, answer, err)
@@ -745,11 +721,11 @@ spec:
 	ios := queue.Ledger{Accepted: 1, Discarded: 1}
 	both := crm.Plus(ios)
 	p.write("crm.yaml", destination("crm", r.URL, quick))
-	books(both, ios, web)
+	ledgers(both, ios, web)
 	p.kill(syscall.SIGKILL)
 	p.run()
-	books(both, ios, web)
-	p.eventually("status tells of it", func() error {
+	ledgers(both, ios, web)
+	p.eventually("discarded messages in the status", func() error {
 		if d, err := p.destination("crm"); err != nil || d.Status.Delivery == nil || d.Status.Delivery.Discarded != both.Discarded {
 			return fmt.Errorf("%+v %w", d.Status.Delivery, err)
 		}

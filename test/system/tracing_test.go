@@ -15,10 +15,11 @@ import (
 	tracev1 "go.opentelemetry.io/proto/otlp/trace/v1"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/process"
 )
 
-// spans is an OTLP receiver, as collectors are.
+// spans is an OTLP receiver.
 type spans struct {
 	*httptest.Server
 	mu      sync.Mutex
@@ -30,7 +31,7 @@ func newSpans(t *testing.T) *spans {
 	s := &spans{}
 	s.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, err := io.ReadAll(r.Body)
-		var export tracev1.TracesData // The same bytes as those of an ExportTraceServiceRequest.
+		var export tracev1.TracesData // It has the encoding of an ExportTraceServiceRequest.
 		if err != nil || r.URL.Path != "/v1/traces" || proto.Unmarshal(body, &export) != nil {
 			http.Error(w, "not an export of traces", http.StatusBadRequest)
 			return
@@ -52,7 +53,7 @@ func newSpans(t *testing.T) *spans {
 	return s
 }
 
-// of returns the spans of a kind and what is told of one of them.
+// of returns the spans of a kind.
 func (s *spans) of(kind tracev1.Span_SpanKind) (list []*tracev1.Span) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -84,16 +85,17 @@ func nameOf(span *tracev1.Span) string {
 	return "00-" + hex.EncodeToString(span.TraceId) + "-" + hex.EncodeToString(span.SpanId) + "-01"
 }
 
-// heard is a webhook that answers as told and keeps the traceparent of every attempt.
-type heard struct {
+// traceReceiver is a webhook with a settable status that records the traceparent of every
+// attempt.
+type traceReceiver struct {
 	*httptest.Server
 	mu      sync.Mutex
 	answer  int
 	parents []string
 }
 
-func newHeard(t *testing.T) *heard {
-	h := &heard{answer: http.StatusServiceUnavailable}
+func newTraceReceiver(t *testing.T) *traceReceiver {
+	h := &traceReceiver{answer: http.StatusServiceUnavailable}
 	h.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		h.mu.Lock()
 		defer h.mu.Unlock()
@@ -104,13 +106,13 @@ func newHeard(t *testing.T) *heard {
 	return h
 }
 
-func (h *heard) set(answer int) {
+func (h *traceReceiver) set(answer int) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.answer = answer
 }
 
-func (h *heard) all() []string {
+func (h *traceReceiver) all() []string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return append([]string(nil), h.parents...)
@@ -118,8 +120,8 @@ func (h *heard) all() []string {
 
 const caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
-// traced sends a call as an app does that has a trace of its own.
-func traced(t *testing.T, p *posthorn, id string) {
+// sendTraced sends a call with the traceparent of its caller.
+func sendTraced(t *testing.T, p *posthorn, id string) {
 	t.Helper()
 	req, err := http.NewRequest(http.MethodPost, "http://"+p.Addr+"/v1/track", strings.NewReader(fmt.Sprintf(`{"userId":"ada","event":"Order Completed","messageId":%q}`, id))) //nolint:noctx // a test
 	if err != nil {
@@ -129,23 +131,23 @@ func traced(t *testing.T, p *posthorn, id string) {
 	req.Header.Set("Traceparent", caller)
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil || resp.StatusCode != http.StatusOK {
-		t.Fatal(resp, err)
+		t.Fatalf("call: got answer %v and error %v, want 200", resp, err)
 	}
 	resp.Body.Close()
 }
 
-// A trace goes from the caller over ingest to every attempt and on to the
-// receiver, also when the process dies in between.
+// A trace includes the caller, ingest, every attempt and the receiver, even if the process
+// is killed in between.
 func TestTraceFromCallerToReceiver(t *testing.T) {
-	collector, webhook := newSpans(t), newHeard(t)
+	collector, webhook := newSpans(t), newTraceReceiver(t)
 	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.URL)
 	t.Setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", webhook.URL+"/hush-path", "")})
-	traced(t, p, "m1")
+	sendTraced(t, p, "m1")
 	attempts := func(n int) func() error {
 		return func() error {
 			if got := len(collector.of(tracev1.Span_SPAN_KIND_CLIENT)); got < n {
-				return fmt.Errorf("%d arrived", got)
+				return fmt.Errorf("%d spans, want %d", got, n)
 			}
 			return nil
 		}
@@ -159,56 +161,54 @@ func TestTraceFromCallerToReceiver(t *testing.T) {
 
 	servers := collector.of(tracev1.Span_SPAN_KIND_SERVER)
 	if len(servers) != 1 {
-		t.Fatalf("%d spans of requests", len(servers))
+		t.Fatalf("spans of requests: got %d, want 1", len(servers))
 	}
 	ingest := servers[0]
-	if parentOf(ingest) != caller || ingest.Name != "POST /v1/track" || collector.service != "posthorn" {
-		t.Errorf("span %q of %q has the parent %s", ingest.Name, collector.service, parentOf(ingest))
-	}
-	if got, want := attributes(ingest), "http.request.method=POST http.route=/v1/track http.response.status_code=200 posthorn.calls=1 posthorn.namespace=default posthorn.source=web"; got != want {
-		t.Errorf("ingest tells %s, want %s", got, want)
-	}
-	var told []string
+	check.Equal(t, "parent of the ingest span", parentOf(ingest), caller)
+	check.Equal(t, "name of the ingest span", ingest.Name, "POST /v1/track")
+	check.Equal(t, "service.name", collector.service, "posthorn")
+	check.Equal(t, "attributes of the ingest span", attributes(ingest), "http.request.method=POST http.route=/v1/track http.response.status_code=200 posthorn.calls=1 posthorn.namespace=default posthorn.source=web")
+	var names []string
 	clients := collector.of(tracev1.Span_SPAN_KIND_CLIENT)
 	for _, attempt := range clients {
 		if attempt.Name != "POST default/crm" || hex.EncodeToString(attempt.TraceId) != hex.EncodeToString(ingest.TraceId) || hex.EncodeToString(attempt.ParentSpanId) != hex.EncodeToString(ingest.SpanId) {
-			t.Errorf("attempt %q is not a child of %s but of %s", attempt.Name, nameOf(ingest), parentOf(attempt))
+			t.Errorf("attempt: got span %q with the parent %s, want POST default/crm with the parent %s", attempt.Name, parentOf(attempt), nameOf(ingest))
 		}
 		if attempt.EndTimeUnixNano <= attempt.StartTimeUnixNano || attempt.StartTimeUnixNano < ingest.StartTimeUnixNano {
-			t.Errorf("the attempt lasts from %d to %d", attempt.StartTimeUnixNano, attempt.EndTimeUnixNano)
+			t.Errorf("times of the attempt: got %d to %d, want a duration after %d", attempt.StartTimeUnixNano, attempt.EndTimeUnixNano, ingest.StartTimeUnixNano)
 		}
 		for _, word := range []string{"hush-path", "ada", "Order", key, secret} {
 			if strings.Contains(attempt.String()+ingest.String(), word) {
-				t.Errorf("a span tells %q", word)
+				t.Errorf("a span contains %q", word)
 			}
 		}
-		told = append(told, nameOf(attempt))
+		names = append(names, nameOf(attempt))
 	}
 	begin, end := clients[0], clients[len(clients)-1]
 	if got := attributes(begin); !strings.Contains(got, "resend_count=0 ") || !strings.Contains(got, "posthorn.outcome=retried http.response.status_code=503") || !strings.Contains(got, "error.type=ServerError") || begin.Status.Code != tracev1.Status_STATUS_CODE_ERROR {
-		t.Errorf("the first attempt tells %s, %v", got, begin.Status)
+		t.Errorf("first attempt: got attributes %s and status %v, want a retried ServerError", got, begin.Status)
 	}
 	if got := attributes(end); !strings.Contains(got, "posthorn.message_id=m1 posthorn.outcome=delivered http.response.status_code=200") || strings.Contains(got, "error.type") || end.Status.Code != tracev1.Status_STATUS_CODE_UNSET {
-		t.Errorf("the last attempt tells %s, %v", got, end.Status)
+		t.Errorf("last attempt: got attributes %s and status %v, want a delivery of m1", got, end.Status)
 	}
-	// A span that was not exported before the kill is one that the webhook knows alone.
+	// The webhook also received the spans that were not exported before the kill.
 	received := strings.Join(webhook.all(), " ")
-	for _, name := range told {
+	for _, name := range names {
 		if !strings.Contains(received, name) {
-			t.Errorf("the webhook was told %s, not %s", received, name)
+			t.Errorf("traceparents at the webhook: got %s, want one with %s", received, name)
 		}
 	}
 }
 
-// Who samples no trace still hands the caller's on; who traces nothing sends
-// nothing of it, also for messages that were stored with a trace.
-func TestTraceUnsampledAndOff(t *testing.T) {
-	collector, webhook := newSpans(t), newHeard(t)
+// Without sampling the caller's trace is still propagated. With tracing disabled no
+// traceparent is sent, even for messages that were stored with one.
+func TestTraceUnsampledAndDisabled(t *testing.T) {
+	collector, webhook := newSpans(t), newTraceReceiver(t)
 	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.URL)
 	t.Setenv("OTEL_TRACES_SAMPLER", "traceidratio")
 	t.Setenv("OTEL_TRACES_SAMPLER_ARG", "0")
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", webhook.URL, "")})
-	traced(t, p, "m1")
+	sendTraced(t, p, "m1")
 	p.eventually("an attempt", func() error {
 		if len(webhook.all()) == 0 {
 			return fmt.Errorf("none yet")
@@ -219,30 +219,27 @@ func TestTraceUnsampledAndOff(t *testing.T) {
 	unsampled := webhook.all()
 	for _, parent := range unsampled {
 		if !strings.HasPrefix(parent, caller[:36]) || !strings.HasSuffix(parent, "-00") || parent[36:52] == caller[36:52] {
-			t.Errorf("the webhook was told %q", parent)
+			t.Errorf("traceparent without sampling: got %q, want the caller's trace with another span, not sampled", parent)
 		}
 	}
-	if n := len(collector.of(tracev1.Span_SPAN_KIND_CLIENT)) + len(collector.of(tracev1.Span_SPAN_KIND_SERVER)); n != 0 {
-		t.Errorf("%d spans were exported", n)
-	}
+	check.Equal(t, "exported spans of attempts", len(collector.of(tracev1.Span_SPAN_KIND_CLIENT)), 0)
+	check.Equal(t, "exported spans of requests", len(collector.of(tracev1.Span_SPAN_KIND_SERVER)), 0)
 
 	t.Setenv("OTEL_SDK_DISABLED", "true")
 	webhook.set(http.StatusOK)
 	p.run()
-	traced(t, p, "m2")
+	sendTraced(t, p, "m2")
 	p.ledger("crm")
 	plain := webhook.all()[len(unsampled):]
 	if len(plain) < 2 {
-		t.Fatalf("%d attempts without tracing", len(plain))
+		t.Fatalf("attempts without tracing: got %d, want at least 2", len(plain))
 	}
 	for _, parent := range plain {
-		if parent != "" {
-			t.Errorf("the webhook was told %q without tracing", parent)
-		}
+		check.Equal(t, "traceparent without tracing", parent, "")
 	}
 }
 
-// A collector that is away harms nothing, and is told of in few lines.
+// Without a reachable collector calls are delivered, and the failed exports are logged.
 func TestTraceWithoutCollector(t *testing.T) {
 	webhook := newReceiver(t)
 	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://"+process.FreeAddr())
@@ -250,23 +247,23 @@ func TestTraceWithoutCollector(t *testing.T) {
 	t.Setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", webhook.URL, "")})
 	for i := range 20 {
-		traced(t, p, fmt.Sprint("m", i))
+		sendTraced(t, p, fmt.Sprint("m", i))
 	}
 	p.arrive(webhook, 20)
-	p.eventually("a word on the collector", func() error {
+	p.eventually("a log message about the collector", func() error {
 		if !strings.Contains(p.log.String(), "span export failed") {
-			return fmt.Errorf("nothing in the log")
+			return fmt.Errorf("the log has no such message")
 		}
 		return nil
 	})
 	begin := time.Now()
 	p.kill(syscall.SIGTERM)
 	if took := time.Since(begin); took > 30*time.Second {
-		t.Errorf("stopping took %v", took)
+		t.Errorf("duration of the stop: got %v, want at most 30s", took)
 	}
 }
 
-func TestTraceSettingsThatCannotWork(t *testing.T) {
+func TestInvalidTraceSettings(t *testing.T) {
 	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
 	for name, value := range map[string]string{
 		"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "OTEL_TRACES_EXPORTER": "jaeger", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "collector:4318",
@@ -276,7 +273,7 @@ func TestTraceSettingsThatCannotWork(t *testing.T) {
 			t.Setenv(name, value)
 			_, stderr, code := cli(t, "", "run", "--manifests", t.TempDir(), "--data", t.TempDir(), "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
 			if code != 2 || !strings.Contains(stderr, name) || !strings.Contains(stderr, "use ") || strings.Contains(stderr, "hush") {
-				t.Errorf("exit %d: %s", code, stderr)
+				t.Errorf("start with %s=%s: got exit code %d and %s, want 2, the variable and the fix, without its value", name, value, code, stderr)
 			}
 		})
 	}

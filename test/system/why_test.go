@@ -9,7 +9,7 @@ import (
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// why names the cause in words, and what to do.
+// why prints the cause and the action.
 func TestWhy(t *testing.T) {
 	r := newReceiver(t)
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL+"/secret-path", "")})
@@ -26,7 +26,7 @@ func TestWhy(t *testing.T) {
 				return
 			}
 			if time.Now().After(deadline) {
-				t.Fatalf("exit %d, want %d and %q:\n%s%s", code, want, words, stdout, stderr)
+				t.Fatalf("why: got exit code %d, want %d and %q:\n%s%s", code, want, words, stdout, stderr)
 			}
 			time.Sleep(50 * time.Millisecond)
 		}
@@ -39,6 +39,6 @@ func TestWhy(t *testing.T) {
 	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"m2"}`)
 	why(1, "ServerError", "receiver's log", "1 message pending")
 	if stdout, _, code := cli(t, "", "why", "cmr", "--admin", p.Admin); code != 1 || !strings.Contains(stdout, "did you mean one of these: crm") {
-		t.Errorf("exit %d: %s", code, stdout)
+		t.Errorf("why for a misspelled name: got exit code %d and %s, want 1 and a suggestion", code, stdout)
 	}
 }
