@@ -1,4 +1,4 @@
-// Package env starts a real kube-apiserver and etcd with Posthorn's kinds, for tests.
+// Package env starts a kube-apiserver and etcd with Posthorn's kinds, for tests.
 package env
 
 import (
@@ -19,7 +19,7 @@ import (
 
 // Env is a running API server.
 type Env struct {
-	// Config reaches it with the rights of an admin.
+	// Config is the client config of an administrator.
 	Config *rest.Config
 
 	env        *envtest.Environment
@@ -27,9 +27,9 @@ type Env struct {
 	kubeconfig string
 }
 
-// Start starts an API server with the kinds of config/crd, changed by configure
-// before. Start one per test binary (TestMain, BeforeSuite) and Stop it at the
-// end: it takes seconds.
+// Start starts an API server with the kinds of config/crd; configure may change its
+// settings. A start takes seconds, so start one per test binary (TestMain, BeforeSuite) and
+// Stop it at the end.
 func Start(configure ...func(*envtest.Environment)) (*Env, error) {
 	root, err := Root()
 	if err != nil {
@@ -53,7 +53,7 @@ func Start(configure ...func(*envtest.Environment)) (*Env, error) {
 	if e.Config, err = e.env.Start(); err != nil {
 		return nil, errors.Join(fmt.Errorf("start the API server: %w", err), e.env.Stop())
 	}
-	// The tests' own requests must not wait for one another.
+	// The requests of tests must not be rate-limited.
 	e.Config.QPS, e.Config.Burst = -1, -1
 	file, err := os.CreateTemp("", "posthorn-kubeconfig-")
 	if err != nil {
@@ -67,8 +67,8 @@ func Start(configure ...func(*envtest.Environment)) (*Env, error) {
 	return e, nil
 }
 
-// For starts an API server for one test, which ends it. kubectl is Kubectl; its
-// failure is the test's.
+// For starts an API server and stops it at the end of the test. kubectl calls Kubectl and
+// ends the test after an error.
 func For(t testing.TB) (e *Env, kubectl func(stdin string, args ...string) string) {
 	t.Helper()
 	e, err := Start()
@@ -89,8 +89,8 @@ func For(t testing.TB) (e *Env, kubectl func(stdin string, args ...string) strin
 // Release is the namespace of Install.
 const Release = "posthorn-system"
 
-// Install makes the release's namespace, accounts and rights, and the dispatchers'
-// objects, as config/ has them.
+// Install applies the release's namespace, accounts, permissions and dispatcher objects
+// of config/.
 func (e *Env) Install() error {
 	root, err := Root()
 	if err != nil {
@@ -112,7 +112,7 @@ func (e *Env) Install() error {
 	return err
 }
 
-// As reaches the API server with the rights of a service account of the release.
+// As returns the client config of a service account of the release.
 func (e *Env) As(account string) *rest.Config {
 	config := rest.CopyConfig(e.Config)
 	config.Impersonate = rest.ImpersonationConfig{
@@ -122,7 +122,7 @@ func (e *Env) As(account string) *rest.Config {
 	return config
 }
 
-// Stop ends the API server. It is fine on a nil Env.
+// Stop stops the API server. It does nothing on a nil Env.
 func (e *Env) Stop() error {
 	if e == nil {
 		return nil
@@ -133,11 +133,11 @@ func (e *Env) Stop() error {
 	return e.env.Stop()
 }
 
-// Kubeconfig is the path of a kubeconfig file with an admin's rights.
+// Kubeconfig returns the path of an administrator's kubeconfig file.
 func (e *Env) Kubeconfig() string { return e.kubeconfig }
 
-// Kubectl runs kubectl against the API server and returns what it prints; the
-// error carries its error output.
+// Kubectl runs kubectl against the API server and returns its output. The error contains
+// its standard error.
 func (e *Env) Kubectl(stdin string, args ...string) (string, error) {
 	if len(args) > 0 && args[0] == "wait" {
 		args = append(args, "--timeout="+wait.Limit.String())
@@ -151,13 +151,13 @@ func (e *Env) Kubectl(stdin string, args ...string) (string, error) {
 	return stdout.String(), nil
 }
 
-// Binary is the path of one of the programs that come with the API server: kubectl.
+// Binary returns the path of a program that is installed with the API server, such as kubectl.
 func Binary(name string) (string, error) {
 	assets, err := findAssets()
 	return filepath.Join(assets, name), err
 }
 
-// Root is the folder of the repository.
+// Root returns the root directory of the repository.
 func Root() (string, error) {
 	dir, err := os.Getwd()
 	if err != nil {
@@ -168,13 +168,13 @@ func Root() (string, error) {
 			return dir, nil
 		}
 		if dir == filepath.Dir(dir) {
-			return "", errors.New("no folder above the working directory has a PROJECT file")
+			return "", errors.New("no directory above the working directory has a PROJECT file")
 		}
 	}
 }
 
-// findAssets takes KUBEBUILDER_ASSETS, or what hack/cluster/build made, so that
-// a plain `go test` works once `make test` ran.
+// findAssets returns KUBEBUILDER_ASSETS, or the output directory of hack/cluster/build, so
+// that a plain `go test` works after `make test`.
 func findAssets() (string, error) {
 	if dir := os.Getenv("KUBEBUILDER_ASSETS"); dir != "" {
 		return dir, nil
@@ -182,7 +182,7 @@ func findAssets() (string, error) {
 	home, _ := os.UserHomeDir()
 	found, _ := filepath.Glob(filepath.Join(home, ".cache", "local-cluster", "*", "bin", "kube-apiserver"))
 	if len(found) == 0 {
-		return "", errors.New("no kube-apiserver for this test: run it through `make test`, which finds, downloads or builds one, or set KUBEBUILDER_ASSETS to the output of hack/envtest-assets")
+		return "", errors.New("kube-apiserver not found: run `make test`, which finds, downloads or builds one, or set KUBEBUILDER_ASSETS to the output of hack/envtest-assets")
 	}
 	return filepath.Dir(found[len(found)-1]), nil
 }

@@ -27,9 +27,10 @@ import (
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/test/check"
 )
 
-// smallDisk mounts a file system of 100 MB: a real ext4 where the machine has
+// smallDisk mounts a file system of 100 MB: ext4 if the machine has
 // loop devices, otherwise a tmpfs with a limit.
 func smallDisk(t *testing.T) string {
 	t.Helper()
@@ -53,9 +54,9 @@ func smallDisk(t *testing.T) string {
 	}
 	if err != nil {
 		if tmpfs := mount("mount", "-t", "tmpfs", "-o", "size=100m", "posthorn-test", dir); tmpfs != nil {
-			t.Skipf("this test mounts a small file system, which takes root: %v; %v", err, tmpfs)
+			t.Skipf("cannot mount a small file system; run the test as root: %v; %v", err, tmpfs)
 		}
-		t.Logf("on tmpfs instead of ext4: %v", err)
+		t.Logf("using tmpfs instead of ext4: %v", err)
 	}
 	t.Cleanup(func() {
 		if err := unix.Unmount(dir, 0); err != nil {
@@ -75,10 +76,10 @@ func freeBytes(t *testing.T, dir string) int64 {
 	return int64(fs.Bavail) * fs.Bsize
 }
 
-// fill writes a foreign file until the disk has no byte left.
+// fill writes a file until the disk has no free byte.
 func fill(t *testing.T, dir string) (remove func()) {
 	t.Helper()
-	path := filepath.Join(dir, "foreign")
+	path := filepath.Join(dir, "other")
 	f, err := os.Create(path)
 	if err != nil {
 		t.Fatal(err)
@@ -103,16 +104,17 @@ func fill(t *testing.T, dir string) (remove func()) {
 	}
 }
 
-// diskOptions are those of a dispatcher whose end by a full disk fails the test. One
+// diskOptions returns options with which a fatal error of the store fails the test. One
 // Source may fill the disk up to the high-water mark.
 func diskOptions(t *testing.T, dir string) dispatcher.Options {
 	return options(t, filepath.Join(dir, "data"), pebblestore.Options{MaxBytesPerSource: pebblestore.NoQuota, Fatal: func(err error) {
-		t.Errorf("the process would have ended: %v", err)
+		t.Errorf("fatal error of the store: got %v, want none", err)
 		select {}
 	}})
 }
 
-// traffic sends batches of calls that do not compress, and knows which were answered 200.
+// traffic sends batches of incompressible calls, and records the ids of those that were
+// answered 200.
 type traffic struct {
 	t  *testing.T
 	mu sync.Mutex
@@ -150,15 +152,15 @@ func (s *traffic) batch(c *client, r target) (answer, error) {
 		}
 	case http.StatusServiceUnavailable:
 		if a.retryAfter == "" {
-			s.t.Errorf("503 without Retry-After: %s", a.body)
+			s.t.Errorf("Retry-After of a 503: got none, want one; body: %s", a.body)
 		}
 	default:
-		s.t.Errorf("a batch was answered %d %s", a.status, a.body)
+		s.t.Errorf("batch: got status %d, want 200 or 503; body: %s", a.status, a.body)
 	}
 	return a, nil
 }
 
-// flood sends until calls are refused.
+// flood sends calls until one is answered 503.
 func (s *traffic) flood(c *client, r target) {
 	s.t.Helper()
 	for begin := time.Now(); ; {
@@ -169,8 +171,8 @@ func (s *traffic) flood(c *client, r target) {
 		if a.status == http.StatusServiceUnavailable {
 			return
 		}
-		if time.Since(begin) > patience {
-			s.t.Fatal("the disk never got full")
+		if time.Since(begin) > waitLimit {
+			s.t.Fatalf("no call was answered 503 within %s", waitLimit)
 		}
 	}
 }
@@ -181,7 +183,7 @@ func (s *traffic) accepted() int {
 	return len(s.ok)
 }
 
-// missing returns how many calls that were answered 200 have not arrived.
+// missing returns an error if calls that were answered 200 are not delivered.
 func (s *traffic) missing(b *inbox) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -194,7 +196,7 @@ func (s *traffic) missing(b *inbox) error {
 		}
 	}
 	if n > 0 {
-		return fmt.Errorf("%d of %d calls have not arrived", n, len(s.ok))
+		return fmt.Errorf("%d of %d calls are not delivered", n, len(s.ok))
 	}
 	return nil
 }
@@ -209,9 +211,10 @@ func storagePressure(r target) (pod, source bool) {
 	return report.Storage.Pressure, source
 }
 
-func takesCalls(t *testing.T, s *traffic, c *client, r target) {
+// acceptsCalls waits until calls are accepted and the report has no storage pressure.
+func acceptsCalls(t *testing.T, s *traffic, c *client, r target) {
 	t.Helper()
-	eventually(t, "calls are taken again, without anybody's hand", func() error {
+	eventually(t, "an accepted batch", func() error {
 		a, err := s.batch(c, r)
 		if err == nil && a.status != http.StatusOK {
 			err = fmt.Errorf("%d %s", a.status, a.body)
@@ -221,7 +224,7 @@ func takesCalls(t *testing.T, s *traffic, c *client, r target) {
 		}
 		return err
 	})
-	eventually(t, "the report says that the pressure is over", func() error {
+	eventually(t, "a report without storage pressure", func() error {
 		if pod, source := storagePressure(r); pod || source {
 			return fmt.Errorf("pressure on the pod: %t, on the Source: %t", pod, source)
 		}
@@ -229,9 +232,10 @@ func takesCalls(t *testing.T, s *traffic, c *client, r target) {
 	})
 }
 
-// TestBacklogFillsTheDisk: a destination is down for long. Calls are refused
-// with 503 and Retry-After while the disk still has room, the report says why,
-// a healthy destination goes on, and all ends by itself when the dead one is back.
+// TestBacklogFillsTheDisk tests a long outage of a destination. Calls are rejected
+// with 503 and Retry-After while the disk still has space, the report gives the reason,
+// deliveries to a healthy destination continue, and calls are accepted again after the
+// outage.
 func TestBacklogFillsTheDisk(t *testing.T) {
 	disk := smallDisk(t)
 	var up atomic.Bool
@@ -251,20 +255,20 @@ func TestBacklogFillsTheDisk(t *testing.T) {
 		up.Store(false)
 		s.flood(c, r)
 		free := freeBytes(t, disk)
-		t.Logf("round %d: refused after %d calls accepted in all, with %d MB free", round, s.accepted(), free>>20)
+		t.Logf("round %d: rejected after %d accepted calls in total, with %d MB free", round, s.accepted(), free>>20)
 		if free < 4<<20 {
-			t.Errorf("calls were refused with only %d bytes free", free)
+			t.Errorf("free bytes when calls are rejected: got %d, want at least %d", free, 4<<20)
 		}
-		if pod, source := storagePressure(r); !pod || !source {
-			t.Errorf("pressure in the report: pod %t, Source %t", pod, source)
-		}
-		eventually(t, "the healthy destination has all", func() error { return s.missing(&healthy) })
+		pod, source := storagePressure(r)
+		check.Equal(t, "storage pressure of the pod", pod, true)
+		check.Equal(t, "storage pressure of the Source", source, true)
+		eventually(t, "all calls at the healthy destination", func() error { return s.missing(&healthy) })
 		up.Store(true)
-		takesCalls(t, s, c, r)
+		acceptsCalls(t, s, c, r)
 	}
 	for name, box := range map[string]*inbox{"dead": &slow, "healthy": &healthy} {
-		eventually(t, "all that was accepted has arrived at "+name, func() error { return s.missing(box) })
-		eventually(t, "the ledger of "+name+" is settled", func() error {
+		eventually(t, "all accepted calls at "+name, func() error { return s.missing(box) })
+		eventually(t, "all accepted calls in the ledger of "+name, func() error {
 			report := ledger(t, r, name)
 			if err := balance(report); err != nil {
 				t.Fatal(err)
@@ -280,16 +284,15 @@ func TestBacklogFillsTheDisk(t *testing.T) {
 	}
 }
 
-// TestForeignFilesFillTheDisk: something else takes the last byte while calls
-// come in. The process neither ends nor loses anything, and goes on by itself
-// when the room is back. When it is told to stop on the full disk it ends, and
-// the next one starts as soon as there is room.
-func TestForeignFilesFillTheDisk(t *testing.T) {
+// TestOtherFilesFillTheDisk fills the disk with another file under load. The process neither
+// ends nor loses a call, and accepts calls again when the disk has space. It can be stopped
+// on the full disk, and the next process starts when the disk has space.
+func TestOtherFilesFillTheDisk(t *testing.T) {
 	for _, restart := range []bool{false, true} {
 		t.Run(fmt.Sprintf("restart=%t", restart), func(t *testing.T) {
 			disk := smallDisk(t)
 			var box inbox
-			r := &child{t: t, dir: disk, url: receive(t, box.ServeHTTP).url, restless: true}
+			r := &child{t: t, dir: disk, url: receive(t, box.ServeHTTP).url, changing: true}
 			if err := r.start(); err != nil {
 				t.Fatal(err)
 			}
@@ -313,14 +316,14 @@ func TestForeignFilesFillTheDisk(t *testing.T) {
 				return func() { stopping.Store(true); senders.Wait() }
 			}
 			endLoad := load()
-			eventually(t, "some calls are in", func() error {
+			eventually(t, "200 accepted calls", func() error {
 				if n := s.accepted(); n < 200 {
-					return fmt.Errorf("%d", n)
+					return fmt.Errorf("got %d", n)
 				}
 				return nil
 			})
-			room := fill(t, disk)
-			eventually(t, "the report tells of the full disk", func() error {
+			free := fill(t, disk)
+			eventually(t, "storage pressure in the report", func() error {
 				if pod, _ := storagePressure(r); !pod {
 					return fmt.Errorf("%d bytes free and no pressure", freeBytes(t, disk))
 				}
@@ -329,30 +332,30 @@ func TestForeignFilesFillTheDisk(t *testing.T) {
 			c := newClient()
 			defer c.close()
 			if a, err := s.batch(c, r); err != nil || a.status != http.StatusServiceUnavailable {
-				t.Errorf("on a full disk a batch was answered %d %s %v", a.status, a.body, err)
+				t.Errorf("batch on a full disk: got status %d, body %s and error %v, want 503", a.status, a.body, err)
 			}
 			if restart {
 				err := r.stop()
 				endLoad()
 				t.Logf("stopped on a full disk: %v", err)
 				t.Logf("started on a full disk: %v", r.start())
-				room()
-				eventually(t, "it starts when there is room", func() error {
-					if r.lives() {
+				free()
+				eventually(t, "a start on a disk with space", func() error {
+					if r.isRunning() {
 						return nil
 					}
-					return r.start() // As whoever keeps it running does.
+					return r.start() // Kubernetes would restart it.
 				})
 			} else {
-				room()
+				free()
 				endLoad()
 			}
-			takesCalls(t, s, c, r)
+			acceptsCalls(t, s, c, r)
 			if !restart && r.starts != 1 {
-				t.Errorf("%d starts", r.starts)
+				t.Errorf("starts: got %d, want 1", r.starts)
 			}
-			eventually(t, "all that was accepted has arrived", func() error { return s.missing(&box) })
-			eventually(t, "the ledger is settled", func() error {
+			eventually(t, "all accepted calls", func() error { return s.missing(&box) })
+			eventually(t, "no pending messages", func() error {
 				report := ledger(t, r, "crm")
 				if err := balance(report); err != nil {
 					t.Fatal(err)
@@ -365,16 +368,16 @@ func TestForeignFilesFillTheDisk(t *testing.T) {
 			if err := r.stop(); err != nil {
 				t.Error(err)
 			}
-			t.Logf("%d accepted, %d arrived", s.accepted(), box.distinct())
+			t.Logf("%d accepted, %d delivered", s.accepted(), box.distinct())
 		})
 	}
 }
 
-// child is a dispatcher in a process of its own, for what may end a process.
+// child is a dispatcher in a separate process, for tests in which the process may end.
 type child struct {
 	t        *testing.T
 	dir, url string
-	restless bool // Its config changes all the time.
+	changing bool // Its config changes continuously.
 	starts   int
 	cmd      *exec.Cmd
 	exited   chan error
@@ -385,13 +388,13 @@ type child struct {
 
 type childAddrs struct{ Calls, Admin string }
 
-const childDir, childURL, childRestless = "POSTHORN_CHILD_DIR", "POSTHORN_CHILD_URL", "POSTHORN_CHILD_RESTLESS"
+const childDir, childURL, childChanging = "POSTHORN_CHILD_DIR", "POSTHORN_CHILD_URL", "POSTHORN_CHILD_CHANGING"
 
-// TestChild is not a test: it is the process that child starts.
+// TestChild is not a test. It is the process that child starts.
 func TestChild(t *testing.T) {
 	dir := os.Getenv(childDir)
 	if dir == "" {
-		t.Skip("the other tests start it")
+		t.Skip("this is the process of other tests")
 	}
 	o := options(t, filepath.Join(dir, "data"), pebblestore.Options{})
 	o.OrphanGrace = time.Second
@@ -410,7 +413,7 @@ func TestChild(t *testing.T) {
 	crm := destination("crm", "web", os.Getenv(childURL))
 	set(crm)
 	d.Synced()
-	if os.Getenv(childRestless) != "" {
+	if os.Getenv(childChanging) != "" {
 		// Every change opens a lane and drops one.
 		go func() {
 			for n := 0; ; n++ {
@@ -431,17 +434,17 @@ func TestChild(t *testing.T) {
 	os.Exit(0)
 }
 
-// start returns when the process is up, when it has ended, or, as long as it
-// waits for room, after some seconds.
+// start starts the process. It returns when the process is ready or has ended, or after
+// some seconds if the process waits for space.
 func (c *child) start() error {
 	c.starts++
 	c.cmd = exec.CommandContext(context.Background(), os.Args[0], "-test.run=^TestChild$")
 	c.cmd.Env = append(os.Environ(), childDir+"="+c.dir, childURL+"="+c.url)
-	if c.restless {
-		c.cmd.Env = append(c.cmd.Env, childRestless+"=yes")
+	if c.changing {
+		c.cmd.Env = append(c.cmd.Env, childChanging+"=yes")
 	}
-	var said bytes.Buffer
-	c.cmd.Stderr = &said
+	var stderr bytes.Buffer
+	c.cmd.Stderr = &stderr
 	out, err := c.cmd.StdoutPipe()
 	if err != nil {
 		return err
@@ -460,7 +463,7 @@ func (c *child) start() error {
 			close(up)
 		}
 		if ended := c.cmd.Wait(); ended != nil {
-			err = fmt.Errorf("%w: %s", ended, said.String())
+			err = fmt.Errorf("%w: %s", ended, stderr.String())
 		}
 		c.exited <- err
 	}()
@@ -475,7 +478,7 @@ func (c *child) start() error {
 	}
 }
 
-func (c *child) lives() bool {
+func (c *child) isRunning() bool {
 	select {
 	case err := <-c.exited:
 		c.exited <- err
@@ -485,16 +488,16 @@ func (c *child) lives() bool {
 	}
 }
 
-// stop asks the process to end, and returns how it did.
+// stop sends SIGTERM to the process, and returns the error of its end.
 func (c *child) stop() error {
 	_ = c.cmd.Process.Signal(syscall.SIGTERM)
 	select {
 	case err := <-c.exited:
 		c.exited <- err
 		return err
-	case <-time.After(patience):
+	case <-time.After(waitLimit):
 		_ = c.cmd.Process.Kill()
-		c.t.Error("the dispatcher does not stop")
+		c.t.Errorf("the dispatcher did not stop within %s", waitLimit)
 		return <-c.exited
 	}
 }

@@ -1,5 +1,5 @@
-// Package reliability proves what docs/reliability.md promises, on the whole
-// data plane: calls in over HTTP, the real store, real sockets out.
+// Package reliability tests the guarantees of docs/reliability.md on the whole
+// data plane: calls over HTTP, the real store, and deliveries over sockets.
 package reliability
 
 import (
@@ -27,14 +27,13 @@ import (
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// patience is how long a test waits for what must happen in the end. It never
-// decides between right and wrong, only when to give up.
-const patience = wait.Limit
+// waitLimit bounds the wait for an event that must happen. No assertion depends on it.
+const waitLimit = wait.Limit
 
 // namespace is the namespace of everything here.
 const namespace = "shop"
 
-// number is a count that the environment may raise for a long run.
+// number returns a count from the environment, for example for a long run.
 func number(name string, normal int) int {
 	if n, err := strconv.Atoi(os.Getenv(name)); err == nil && n > 0 {
 		return n
@@ -42,10 +41,10 @@ func number(name string, normal int) int {
 	return normal
 }
 
-func eventually(t testing.TB, what string, check func() error) {
+func eventually(t testing.TB, event string, check func() error) {
 	t.Helper()
 	if err := wait.Until(check); err != nil {
-		t.Fatalf("waited for: %s: %v", what, err)
+		t.Fatalf("no event within %s: %s: %v", waitLimit, event, err)
 	}
 }
 
@@ -54,7 +53,7 @@ func source(name string) liveconfig.Source {
 	return liveconfig.Source{Name: name, Generation: 1, Revision: "1", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(sum[:])}}
 }
 
-// destination gets the calls of a Source at a URL, patiently.
+// destination returns a destination with a long retry window for the calls of a Source.
 func destination(name, source, url string) liveconfig.Destination {
 	return liveconfig.Destination{
 		Name: name, Generation: 1, Revision: "1", State: liveconfig.Active, Sources: []string{source},
@@ -70,7 +69,7 @@ func config(sources []liveconfig.Source, destinations ...liveconfig.Destination)
 	return liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: namespace, Sources: sources, Destinations: destinations}
 }
 
-// options are those of a dispatcher on loopback.
+// options returns the options of a dispatcher on the loopback interface.
 func options(t testing.TB, dir string, q pebblestore.Options) dispatcher.Options {
 	t.Helper()
 	policy, err := egress.ParsePolicy([]string{"127.0.0.0/8"})
@@ -86,7 +85,7 @@ func options(t testing.TB, dir string, q pebblestore.Options) dispatcher.Options
 	}
 }
 
-// running is a dispatcher that runs.
+// running is a running dispatcher.
 type running struct {
 	*dispatcher.Dispatcher
 	cancel context.CancelFunc
@@ -102,7 +101,7 @@ func run(d *dispatcher.Dispatcher) *running {
 	return r
 }
 
-// start runs a dispatcher under a config and stops it with the test.
+// start runs a dispatcher with a config and stops it at the end of the test.
 func start(t testing.TB, o dispatcher.Options, c liveconfig.Config) *running {
 	t.Helper()
 	d, err := dispatcher.New(o)
@@ -118,7 +117,7 @@ func start(t testing.TB, o dispatcher.Options, c liveconfig.Config) *running {
 	return r
 }
 
-// set puts a config into effect.
+// set activates a config.
 func (r *running) set(t testing.TB, c liveconfig.Config) {
 	t.Helper()
 	data, _, err := liveconfig.Encode(c)
@@ -129,7 +128,7 @@ func (r *running) set(t testing.TB, c liveconfig.Config) {
 	r.Synced()
 	for _, tr := range r.Report().Namespaces {
 		if tr.Refused != nil {
-			t.Fatal(tr.Refused.Error)
+			t.Fatalf("config: got error %s, want none", tr.Refused.Error)
 		}
 	}
 }
@@ -142,13 +141,13 @@ func (r *running) stop() error {
 	return r.err
 }
 
-// target is a dispatcher here or in a process of its own.
+// target is a dispatcher in this or in another process.
 type target interface {
 	Addr() net.Addr
 	Report() liveconfig.Report
 }
 
-// ledger is a destination's part of the report.
+// ledger returns a destination's part of the report.
 func ledger(t testing.TB, r target, name string) liveconfig.DestinationReport {
 	t.Helper()
 	for _, tr := range r.Report().Namespaces {
@@ -158,11 +157,11 @@ func ledger(t testing.TB, r target, name string) liveconfig.DestinationReport {
 			}
 		}
 	}
-	t.Fatalf("no destination %s in the report", name)
+	t.Fatalf("the report has no destination %s", name)
 	return liveconfig.DestinationReport{}
 }
 
-// balanced checks the ledgers of all Sources and destinations: the end of every test.
+// balanced checks the ledgers of all Sources and destinations, at the end of every test.
 func balanced(t testing.TB, r target) {
 	t.Helper()
 	for _, tr := range r.Report().Namespaces {
@@ -179,7 +178,7 @@ func balanced(t testing.TB, r target) {
 	}
 }
 
-// balance tells whether a destination's ledger adds up.
+// balance returns an error if a destination's ledger does not balance.
 func balance(d liveconfig.DestinationReport) error {
 	if err := queue.Ledger(d.Ledger).Balance(); err != nil {
 		return fmt.Errorf("%s: %w", d.Name, err)
@@ -187,19 +186,19 @@ func balance(d liveconfig.DestinationReport) error {
 	return nil
 }
 
-// call is the JSON of a call; extra fields begin with a comma.
+// call returns the JSON of a call; extra fields begin with a comma.
 func call(id, extra string) string {
 	return fmt.Sprintf(`{"type":"track","event":"Order","userId":"u","messageId":%q%s}`, id, extra)
 }
 
-// answer is what a call or a batch was answered.
+// answer is the answer to a batch.
 type answer struct {
 	status     int
 	retryAfter string
 	body       string
 }
 
-// client sends calls to a dispatcher as a library does: one request at a time on a kept connection.
+// client sends calls to a dispatcher, one request at a time on a persistent connection.
 type client struct {
 	http http.Client
 }
@@ -236,7 +235,7 @@ func messageID(r *http.Request) (string, error) {
 	return m.MessageID, err
 }
 
-// receiver is an HTTP server on loopback.
+// receiver is an HTTP server on the loopback interface.
 type receiver struct {
 	url    string
 	server *http.Server
@@ -248,13 +247,13 @@ func receive(t testing.TB, handler http.HandlerFunc) *receiver {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := &receiver{url: "http://" + l.Addr().String(), server: &http.Server{Handler: handler, ReadHeaderTimeout: patience, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError)}}
+	r := &receiver{url: "http://" + l.Addr().String(), server: &http.Server{Handler: handler, ReadHeaderTimeout: waitLimit, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError)}}
 	go func() { _ = r.server.Serve(l) }()
 	t.Cleanup(func() { _ = r.server.Close() })
 	return r
 }
 
-// inbox counts what arrived, by messageId.
+// inbox counts deliveries by messageId.
 type inbox struct {
 	mu   sync.Mutex
 	seen map[string]int
@@ -277,7 +276,7 @@ func (b *inbox) distinct() int {
 	return len(b.seen)
 }
 
-// ServeHTTP takes everything.
+// ServeHTTP accepts every message.
 func (b *inbox) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	id, err := messageID(r)
 	if err != nil {

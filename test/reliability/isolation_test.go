@@ -15,22 +15,23 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/test/check"
 )
 
-// gauge counts who is inside, and the most there ever were.
-type gauge struct{ now, most atomic.Int64 }
+// gauge counts concurrent requests, and their peak.
+type gauge struct{ now, peak atomic.Int64 }
 
 func (g *gauge) enter() func() {
 	n := g.now.Add(1)
 	for {
-		most := g.most.Load()
-		if n <= most || g.most.CompareAndSwap(most, n) {
+		peak := g.peak.Load()
+		if n <= peak || g.peak.CompareAndSwap(peak, n) {
 			return func() { g.now.Add(-1) }
 		}
 	}
 }
 
-// sendAll sends calls id-0, id-1, … to a Source and wants each answered 200.
+// sendAll sends calls id-0, id-1, … to a Source. Each must be answered 200.
 func sendAll(t *testing.T, r *running, source, id string, count int) {
 	t.Helper()
 	c := newClient()
@@ -42,21 +43,21 @@ func sendAll(t *testing.T, r *running, source, id string, count int) {
 			n++
 		}
 		if a, err := c.batch(t.Context(), r.Addr(), source, calls...); err != nil || a.status != http.StatusOK {
-			t.Fatalf("%+v %v", a, err)
+			t.Fatalf("batch: got %+v and error %v, want 200", a, err)
 		}
 	}
 }
 
-// TestOneDeadOfTwenty: twenty destinations of one Source, one of them dead in
-// each of four ways. The other nineteen get everything while the dead one has
-// not delivered, and never holds more than its own window of requests.
-func TestOneDeadOfTwenty(t *testing.T) {
+// TestOneFailingOfTwenty tests twenty destinations of one Source, one of which fails in one
+// of four ways. The other nineteen get all calls while the failing one gets none, and the
+// failing one never has more requests than its in-flight window.
+func TestOneFailingOfTwenty(t *testing.T) {
 	const calls = 300
 	release := make(chan struct{})
-	var held gauge
+	var requests gauge
 	hang := func(status int, wait func(*http.Request)) http.HandlerFunc {
 		return func(w http.ResponseWriter, r *http.Request) {
-			defer held.enter()()
+			defer requests.enter()()
 			_, _ = io.Copy(io.Discard, r.Body)
 			wait(r)
 			w.WriteHeader(status)
@@ -75,7 +76,7 @@ func TestOneDeadOfTwenty(t *testing.T) {
 		{"black hole", func(t *testing.T) string {
 			return receive(t, hang(200, func(r *http.Request) { <-r.Context().Done() })).url
 		}},
-		// Slower than anything here lasts: what it delivers, it delivers after the others are done.
+		// It answers after the other destinations have all calls.
 		{"slow", func(t *testing.T) string {
 			return receive(t, hang(200, func(r *http.Request) {
 				select {
@@ -87,7 +88,7 @@ func TestOneDeadOfTwenty(t *testing.T) {
 		{"500s", func(t *testing.T) string { return receive(t, hang(500, func(*http.Request) {})).url }},
 	} {
 		t.Run(bad.name, func(t *testing.T) {
-			held.most.Store(0)
+			requests.peak.Store(0)
 			boxes := make([]inbox, 19)
 			dead := destination("dead", "web", bad.url(t))
 			dead.Delivery.MaxInFlight = 8
@@ -97,10 +98,10 @@ func TestOneDeadOfTwenty(t *testing.T) {
 			}
 			r := start(t, options(t, t.TempDir(), pebblestore.Options{}), config([]liveconfig.Source{source("web")}, all...))
 			sendAll(t, r, "web", "m", calls)
-			eventually(t, "the nineteen have all", func() error {
+			eventually(t, "all calls at the nineteen destinations", func() error {
 				for i := range boxes {
 					if n := boxes[i].distinct(); n != calls {
-						return fmt.Errorf("d%02d has %d", i, n)
+						return fmt.Errorf("d%02d has %d of %d", i, n, calls)
 					}
 				}
 				return nil
@@ -109,23 +110,22 @@ func TestOneDeadOfTwenty(t *testing.T) {
 			if err := balance(report); err != nil {
 				t.Error(err)
 			}
-			if report.Delivered != 0 || report.Pending != calls {
-				t.Errorf("the dead one: %+v", report)
-			}
-			if most := held.most.Load(); most > 8 {
-				t.Errorf("the dead one held %d requests; its window is 8", most)
+			check.Equal(t, "Delivered of the failing destination", report.Delivered, 0)
+			check.Equal(t, "Pending of the failing destination", report.Pending, calls)
+			if peak := requests.peak.Load(); peak > 8 {
+				t.Errorf("concurrent requests of the failing destination: got %d, want at most 8", peak)
 			}
 		})
 	}
 	close(release)
 }
 
-// TestFloodOfOneSource: a Source that floods a shared destination leaves another
-// Source its share: what the quiet one sends arrives while the flood's backlog
-// is still there, not behind it.
+// TestFloodOfOneSource tests that a Source that floods a shared destination leaves another
+// Source its share: the calls of the quiet Source are delivered before the backlog of the
+// flood.
 func TestFloodOfOneSource(t *testing.T) {
 	const flood, quiet = 20_000, 50
-	var arrived, ahead atomic.Int64
+	var quietDelivered, loudDelivered atomic.Int64
 	done := make(chan struct{})
 	crm := receive(t, func(w http.ResponseWriter, r *http.Request) {
 		id, err := messageID(r)
@@ -133,30 +133,30 @@ func TestFloodOfOneSource(t *testing.T) {
 			t.Error(err)
 		}
 		if strings.HasPrefix(id, "quiet") {
-			if arrived.Add(1) == quiet {
+			if quietDelivered.Add(1) == quiet {
 				close(done)
 			}
 			return
 		}
-		ahead.Add(1)
-		time.Sleep(2 * time.Millisecond) // A receiver with work to do: there is a backlog.
+		loudDelivered.Add(1)
+		time.Sleep(2 * time.Millisecond) // The slow receiver causes a backlog.
 	})
 	d := destination("crm", "loud", crm.url)
 	d.Sources = []string{"loud", "quiet"}
 	r := start(t, options(t, t.TempDir(), pebblestore.Options{}), config([]liveconfig.Source{source("loud"), source("quiet")}, d))
 	sendAll(t, r, "loud", "loud", flood)
-	before := ahead.Load()
+	before := loudDelivered.Load()
 	sendAll(t, r, "quiet", "quiet", quiet)
 	select {
 	case <-done:
-	case <-time.After(patience):
-		t.Fatal("the quiet Source starves")
+	case <-time.After(waitLimit):
+		t.Fatalf("calls of the quiet Source within %s: got %d, want %d", waitLimit, quietDelivered.Load(), quiet)
 	}
-	// With equal shares some 50 of the flood go out beside the 50; a tenth of the flood would still be fair enough.
-	if between := ahead.Load() - before; between > flood/10 {
-		t.Errorf("%d calls of the flood went out before the %d of the quiet Source", between, quiet)
+	// With equal shares about 50 calls of the flood are delivered meanwhile; a tenth of the flood is the limit.
+	if between := loudDelivered.Load() - before; between > flood/10 {
+		t.Errorf("calls of the flood before the %d of the quiet Source: got %d, want at most %d", quiet, between, flood/10)
 	} else {
-		t.Logf("%d calls of the flood went out beside the %d of the quiet Source; %d were waiting", between, quiet, flood-before)
+		t.Logf("%d calls of the flood were delivered before the %d of the quiet Source; %d were pending", between, quiet, flood-before)
 	}
 }
 
@@ -164,7 +164,7 @@ func sockets(t *testing.T) int {
 	t.Helper()
 	entries, err := os.ReadDir("/proc/self/fd")
 	if err != nil {
-		t.Skip("no /proc here")
+		t.Skip("this machine has no /proc")
 	}
 	n := 0
 	for _, e := range entries {
@@ -175,11 +175,11 @@ func sockets(t *testing.T) int {
 	return n
 }
 
-// TestThousandDestinations: a thousand destinations, half of them black holes,
-// work with bounded goroutines, sockets and memory, and the good half gets all.
+// TestThousandDestinations tests that a thousand destinations, half of them black holes,
+// need bounded goroutines, sockets and memory, and that the working half gets all calls.
 func TestThousandDestinations(t *testing.T) {
 	const destinations, calls = 1000, 20
-	var held gauge
+	var holes gauge
 	hole, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -192,7 +192,7 @@ func TestThousandDestinations(t *testing.T) {
 				return
 			}
 			go func() {
-				defer held.enter()()
+				defer holes.enter()()
 				defer c.Close()
 				_, _ = io.Copy(io.Discard, c)
 			}()
@@ -221,47 +221,54 @@ func TestThousandDestinations(t *testing.T) {
 	}
 	r := start(t, options(t, t.TempDir(), pebblestore.Options{}), config([]liveconfig.Source{source("web")}, all...))
 	sendAll(t, r, "web", "m", calls)
-	goroutines, most := 0, 0
-	eventually(t, "the good half has all", func() error {
-		goroutines, most = max(goroutines, runtime.NumGoroutine()), max(most, sockets(t))
+	goroutines, peak := 0, 0
+	eventually(t, "all calls at the working half", func() error {
+		goroutines, peak = max(goroutines, runtime.NumGoroutine()), max(peak, sockets(t))
 		mu.Lock()
 		defer mu.Unlock()
 		if len(got) != destinations/2 {
-			return fmt.Errorf("%d of %d receivers got something", len(got), destinations/2)
+			return fmt.Errorf("%d of %d receivers have a call", len(got), destinations/2)
 		}
 		for path, n := range got {
 			if n < calls {
-				return fmt.Errorf("%s got %d", path, n)
+				return fmt.Errorf("%s has %d of %d", path, n, calls)
 			}
 		}
 		return nil
 	})
 	runtime.ReadMemStats(&after)
 	heap := (int64(after.HeapInuse) - int64(before.HeapInuse)) >> 20
-	t.Logf("at most %d goroutines, %d sockets (both ends of each), %d in black holes; %d MB of heap more", goroutines, most, held.most.Load(), heap)
-	// By default 512 requests in flight and 4,096 unused connections, here with
-	// both their ends, and a goroutine for each on the receivers' side.
-	// The black hole sees late, on a busy machine, that one was closed.
+	t.Logf("at most %d goroutines, %d sockets (both ends of each), %d in black holes; %d MB of heap growth", goroutines, peak, holes.peak.Load(), heap)
+	// The defaults are 512 requests in flight and 4,096 unused connections. This process has
+	// both ends of each, and the receivers have a goroutine for each.
+	// On a busy machine the black hole detects closed connections late.
 	const inFlight, unused = 512, 4096
-	if goroutines > unused+4*inFlight || most > 2*(unused+inFlight)+100 || held.most.Load() > 2*inFlight || heap > 256 {
-		t.Error("that is not bounded by the requests in flight")
+	atMost := func(fact string, got, limit int) {
+		t.Helper()
+		if got > limit {
+			t.Errorf("%s: got %d, want at most %d", fact, got, limit)
+		}
 	}
+	atMost("goroutines", goroutines, unused+4*inFlight)
+	atMost("sockets", peak, 2*(unused+inFlight)+100)
+	atMost("connections of the black hole", int(holes.peak.Load()), 2*inFlight)
+	atMost("MB of heap growth", int(heap), 256)
 }
 
-// TestRecoveryIsARamp: a receiver comes back after an outage with 100,000
-// messages waiting (POSTHORN_BACKLOG). While it was dead it saw one probe at a
-// time; now it sees a few requests first and more only after those went well.
+// TestRecoveryIsARamp tests the recovery of a receiver with 100,000 pending messages
+// (POSTHORN_BACKLOG). During the outage it gets one probe at a time. After it, the number of
+// concurrent requests grows with the successes.
 func TestRecoveryIsARamp(t *testing.T) {
 	backlog := number("POSTHORN_BACKLOG", 100_000)
 	const window = 64
 	var up atomic.Bool
-	var inside gauge
+	var requests gauge
 	var mu sync.Mutex
-	var peaks []int64 // The most at once among the first 10, 100, 1000 … successes.
+	var peaks []int64 // The peaks of concurrent requests by the 1st, 10th, 100th … success.
 	var successes, outage int64
 	var box inbox
 	crm := receive(t, func(w http.ResponseWriter, r *http.Request) {
-		defer inside.enter()()
+		defer requests.enter()()
 		if !up.Load() {
 			w.WriteHeader(http.StatusServiceUnavailable)
 			return
@@ -271,33 +278,33 @@ func TestRecoveryIsARamp(t *testing.T) {
 		mu.Lock()
 		defer mu.Unlock()
 		if successes++; successes == 1 || successes == 10 || successes == 100 || successes == 1000 || successes == 10_000 {
-			peaks = append(peaks, inside.most.Load())
+			peaks = append(peaks, requests.peak.Load())
 		}
 	})
 	d := destination("crm", "web", crm.url)
 	d.Delivery.MaxInFlight = window
 	r := start(t, options(t, t.TempDir(), pebblestore.Options{}), config([]liveconfig.Source{source("web")}, d))
 	sendAll(t, r, "web", "first", 100)
-	eventually(t, "the circuit opens", func() error {
+	eventually(t, "an open circuit", func() error {
 		if s := ledger(t, r, "crm").Endpoints[0].State; s != liveconfig.EndpointCircuitOpen {
-			return fmt.Errorf("it is %s", s)
+			return fmt.Errorf("state %s", s)
 		}
 		return nil
 	})
-	eventually(t, "what was in flight has ended", func() error {
-		if n := inside.now.Load(); n > 1 {
-			return fmt.Errorf("%d", n)
+	eventually(t, "at most one request in flight", func() error {
+		if n := requests.now.Load(); n > 1 {
+			return fmt.Errorf("got %d", n)
 		}
 		return nil
 	})
-	inside.most.Store(0)
+	requests.peak.Store(0)
 	sendAll(t, r, "web", "m", backlog)
-	if outage = inside.most.Load(); outage > 1 {
-		t.Errorf("%d probes at once during the outage", outage)
+	if outage = requests.peak.Load(); outage > 1 {
+		t.Errorf("concurrent probes during the outage: got %d, want at most 1", outage)
 	}
-	inside.most.Store(0)
+	requests.peak.Store(0)
 	up.Store(true)
-	eventually(t, "the backlog is delivered", func() error {
+	eventually(t, "the delivery of the backlog", func() error {
 		if n := box.distinct(); n != backlog+100 {
 			return fmt.Errorf("%d of %d", n, backlog+100)
 		}
@@ -305,8 +312,17 @@ func TestRecoveryIsARamp(t *testing.T) {
 	})
 	mu.Lock()
 	defer mu.Unlock()
-	t.Logf("at most %d at once during the outage; after it %v by the 1st, 10th, 100th, 1,000th, 10,000th success; %d at most", outage, peaks, inside.most.Load())
-	if peaks[0] > 2 || peaks[1] > window/2 || inside.most.Load() > window {
-		t.Error("that is a wall, not a ramp")
+	t.Logf("peak of %d concurrent requests during the outage; after it %v by the 1st, 10th, 100th, 1,000th, 10,000th success; %d in total", outage, peaks, requests.peak.Load())
+	for _, c := range []struct {
+		fact       string
+		got, limit int64
+	}{
+		{"concurrent requests by the first success", peaks[0], 2},
+		{"concurrent requests by the 10th success", peaks[1], window / 2},
+		{"concurrent requests", requests.peak.Load(), window},
+	} {
+		if c.got > c.limit {
+			t.Errorf("%s: got %d, want at most %d", c.fact, c.got, c.limit)
+		}
 	}
 }

@@ -17,16 +17,16 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/storetest"
+	"github.com/posthorn/posthorn/test/check"
 )
 
-// TestPowerLoss cuts the power of a dispatcher under load, again and again, on
-// a file system that keeps a random part of what was not synced, while its config
-// changes. Whatever the moment, also while it starts: every call answered 200 arrives or becomes a
-// dead letter by the receiver's own will, a call sent again after the cut is
-// not taken twice, the ledger adds up at every start, and only what was in
-// flight or not yet written as delivered arrives twice.
+// TestPowerLoss simulates repeated power losses of a dispatcher under load, on a file system
+// that keeps a random part of the unsynced data, while the config changes. After a power loss
+// at any time, also during a start: every call that was answered 200 is delivered or rejected
+// by the receiver, a call that is sent again is not accepted twice, the ledger balances at
+// every start, and only deliveries in flight or not yet recorded are repeated.
 //
-// POSTHORN_CRASH_SEEDS sets how many seeds run, POSTHORN_CRASH_SEED which one is the first.
+// POSTHORN_CRASH_SEEDS sets the number of seeds, POSTHORN_CRASH_SEED the first one.
 func TestPowerLoss(t *testing.T) {
 	first := number("POSTHORN_CRASH_SEED", 1)
 	var all tally
@@ -37,23 +37,23 @@ func TestPowerLoss(t *testing.T) {
 			w := &world{t: t, rnd: rand.New(rand.NewPCG(uint64(seed), 0)), acked: map[string]bool{}, sent: map[string]bool{}, total: &all}
 			w.run()
 		}) {
-			t.Logf("run it alone with POSTHORN_CRASH_SEED=%d POSTHORN_CRASH_SEEDS=1", seed)
+			t.Logf("to reproduce: POSTHORN_CRASH_SEED=%d POSTHORN_CRASH_SEEDS=1", seed)
 		}
 	}
 	t.Cleanup(func() {
-		t.Logf("%d power cuts (%d of them during a start), %d calls accepted, %d deliveries, %d of them again; at most %d were forgotten for a receiver at one cut",
-			all.cuts, all.early, all.accepted, all.deliveries, all.again, all.most)
+		t.Logf("%d power losses (%d of them during a start), %d accepted calls, %d deliveries, %d of them repeated; at most %d unrecorded deliveries of a receiver at one power loss",
+			all.cuts, all.early, all.accepted, all.deliveries, all.repeated, all.peak)
 	})
 }
 
-// tally is what all seeds add up to.
+// tally has the sums of all seeds.
 type tally struct {
 	sync.Mutex
-	cuts, early, accepted, deliveries, again, most int
+	cuts, early, accepted, deliveries, repeated, peak int
 }
 
-// The receivers: one takes everything, one fails at random, one refuses some
-// for good, one is sent only a part.
+// The receivers: steady accepts all messages, flaky fails at random, picky rejects some
+// permanently, and a filter excludes some for partial.
 const (
 	steady = iota
 	flaky
@@ -64,43 +64,44 @@ const (
 
 var names = [receivers]string{"steady", "flaky", "picky", "partial"}
 
-// maxInFlight bounds what a cut can interrupt, per destination.
+// maxInFlight bounds the deliveries that a power loss can interrupt, per destination.
 const maxInFlight = 16
 
-// world is what a power cut does not touch: senders, receivers and their memory.
+// world has the state that survives a power loss: that of senders and receivers.
 type world struct {
 	t     *testing.T
-	rnd   *rand.Rand // Of the main goroutine only.
+	rnd   *rand.Rand // for the main goroutine only
 	urls  [receivers]string
 	total *tally
 
 	mu    sync.Mutex
-	life  *life // What runs; nil between a cut and the next start.
-	calm  bool  // The flaky one has stopped failing.
+	life  *life // the current one; nil between a power loss and the next start
+	calm  bool  // true when flaky no longer fails
 	dice  *rand.Rand
-	sent  map[string]bool // Every call, answered or not.
-	acked map[string]bool // Answered 200 before a cut.
+	sent  map[string]bool // all calls
+	acked map[string]bool // calls that were answered 200 before a power loss
 	got   [receivers]map[string]int
-	// unwritten is how many arrivals the ledger had forgotten at the starts, together and most at once for a receiver.
-	unwritten, most int
+	// unrecorded counts deliveries that the ledger did not contain at the starts; peak is the
+	// maximum for a receiver and a start.
+	unrecorded, peak int
 }
 
-// life is a dispatcher's time from one start to its cut.
+// life is the time of a dispatcher from a start to a power loss.
 type life struct {
 	disk *vfs.MemFS
-	// path tells its deliveries from those of the life before, which may still be on their way.
+	// path distinguishes its deliveries from late ones of the previous life.
 	path string
-	// The cut comes when one of these reaches 0; below 0 it never does.
+	// The power loss happens when one of these reaches 0; a negative one is ignored.
 	operations, answers, deliveries int
 	percent                         int
 	rnd                             *rand.Rand
-	// after is the disk as the cut left it.
+	// after is the disk after the power loss.
 	after *vfs.MemFS
 	cut   chan struct{}
 }
 
-// die cuts the power at this instant. The world's lock is held, so nothing is
-// counted as answered or delivered that came after it.
+// die simulates the power loss. The caller has locked the world, so no later answer or
+// delivery is counted.
 func (w *world) die() {
 	l := w.life
 	l.after = l.disk.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: l.percent, RNG: l.rnd})
@@ -108,7 +109,7 @@ func (w *world) die() {
 	close(l.cut)
 }
 
-// step counts one of the things that a cut may wait for.
+// step decrements one of the counts that trigger the power loss.
 func (w *world) step(l *life, count *int) {
 	if w.life == l && *count > 0 {
 		if *count--; *count == 0 {
@@ -125,13 +126,13 @@ func (w *world) run() {
 		w.urls[i] = receive(t, func(rw http.ResponseWriter, r *http.Request) { w.deliver(i, rw, r) }).url
 	}
 	disk := vfs.NewCrashableMem()
-	var pending [4][]string // What each sender got no answer to.
+	var pending [4][]string // the unanswered calls of each sender
 	cuts := 3 + w.rnd.IntN(3)
 	for n := range cuts {
 		l := &life{disk: disk, path: fmt.Sprint("/", n), operations: -1, answers: -1, deliveries: -1, percent: w.rnd.IntN(101), rnd: rand.New(rand.NewPCG(w.rnd.Uint64(), 0)), cut: make(chan struct{})}
 		switch w.rnd.IntN(3) {
 		case 0:
-			l.operations = 1 + w.rnd.IntN(1<<w.rnd.IntN(10)) // Often while it starts.
+			l.operations = 1 + w.rnd.IntN(1<<w.rnd.IntN(10)) // The power loss is often during the start.
 		case 1:
 			l.answers = 1 + w.rnd.IntN(200)
 		case 2:
@@ -149,7 +150,7 @@ func (w *world) run() {
 			return
 		}
 	}
-	// The last life is let live to its end.
+	// The last life has no power loss.
 	l := &life{disk: disk, path: fmt.Sprint("/", cuts), operations: -1, answers: -1, deliveries: -1, cut: make(chan struct{})}
 	w.mu.Lock()
 	w.life, w.calm = l, true
@@ -157,18 +158,18 @@ func (w *world) run() {
 	w.live(l, cuts, &pending)
 }
 
-// live starts a dispatcher on the life's disk, checks what it remembers and
-// loads it until the cut; or, without one, until all is delivered.
+// live starts a dispatcher on the life's disk, checks its store, and sends calls until the
+// power loss or, in the last life, until all calls are delivered.
 func (w *world) live(l *life, n int, pending *[4][]string) {
 	t := w.t
 	last := l.operations < 0 && l.answers < 0 && l.deliveries < 0
-	o := options(t, "data", pebblestore.Options{FS: storetest.Watch(l.disk, func() { w.changing(l) }, takeAMoment)})
+	o := options(t, "data", pebblestore.Options{FS: storetest.Watch(l.disk, func() { w.changing(l) }, slowSync)})
 	o.DrainTimeout = 20 * time.Millisecond
 	d, err := dispatcher.New(o)
 	if err != nil {
-		t.Fatalf("life %d does not start on what the cut left: %v", n, err)
+		t.Fatalf("start of life %d: got error %v, want none", n, err)
 	}
-	w.remembers(d, n)
+	w.checkStore(d, n)
 	r := run(d)
 	defer func() {
 		if err := r.stop(); err != nil && last {
@@ -210,7 +211,7 @@ func (w *world) live(l *life, n int, pending *[4][]string) {
 	}
 	if !last {
 		if !w.change(l, r, destinations) {
-			t.Errorf("life %d never came to its cut: operations %d, answers %d, deliveries %d left", n, l.operations, l.answers, l.deliveries)
+			t.Errorf("life %d had no power loss within %s: %d operations, %d answers, %d deliveries remain", n, waitLimit, l.operations, l.answers, l.deliveries)
 			w.mu.Lock()
 			w.die()
 			w.mu.Unlock()
@@ -220,7 +221,7 @@ func (w *world) live(l *life, n int, pending *[4][]string) {
 		return
 	}
 	senders.Wait()
-	eventually(t, "all that was accepted is settled", func() error {
+	eventually(t, "no pending messages", func() error {
 		for _, name := range names {
 			report := ledger(t, r, name)
 			if err := balance(report); err != nil {
@@ -232,13 +233,13 @@ func (w *world) live(l *life, n int, pending *[4][]string) {
 		}
 		return nil
 	})
-	w.conclude(r)
+	w.checkEnd(r)
 }
 
-// change changes the config again and again until the cut, which it waits for:
-// destinations are disabled, limited, and gone for a moment.
+// change changes the config repeatedly until the power loss: it disables, limits and removes
+// destinations. It returns false if there is no power loss.
 func (w *world) change(l *life, r *running, destinations []liveconfig.Destination) bool {
-	for deadline := time.Now().Add(patience); time.Now().Before(deadline); {
+	for deadline := time.Now().Add(waitLimit); time.Now().Before(deadline); {
 		select {
 		case <-l.cut:
 			return true
@@ -264,15 +265,15 @@ func (w *world) change(l *life, r *running, destinations []liveconfig.Destinatio
 	return false
 }
 
-// changing counts an operation of the file system towards the cut.
+// changing counts an operation of the file system.
 func (w *world) changing(l *life) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.step(l, &l.operations)
 }
 
-// takeAMoment makes a sync take one, as on a disk, so that much happens around it.
-func takeAMoment() { time.Sleep(time.Millisecond) }
+// slowSync makes a sync as slow as on a disk, so that other operations run concurrently.
+func slowSync() { time.Sleep(time.Millisecond) }
 
 func dead(l *life) bool {
 	select {
@@ -283,14 +284,14 @@ func dead(l *life) bool {
 	}
 }
 
-// send posts calls and notes what was answered before the cut.
+// send posts calls and records the answers before the power loss.
 func (w *world) send(ctx context.Context, c *client, r *running, l *life, ids []string) bool {
 	var calls []string
 	w.mu.Lock()
 	for _, id := range ids {
 		w.sent[id] = true
-		calls = append(calls, call(id, "")) // Filtered out for one receiver when its event is another.
-		if filtered(id) {
+		calls = append(calls, call(id, ""))
+		if filtered(id) { // The filter of partial excludes other events.
 			calls[len(calls)-1] = strings.Replace(call(id, ""), `"Order"`, `"Other"`, 1)
 		}
 	}
@@ -303,7 +304,7 @@ func (w *world) send(ctx context.Context, c *client, r *running, l *life, ids []
 	}
 	if a.status != http.StatusOK {
 		if a.status != http.StatusServiceUnavailable {
-			w.t.Errorf("a batch was answered %d %s", a.status, a.body)
+			w.t.Errorf("batch: got status %d, want 200 or 503; body: %s", a.status, a.body)
 		}
 		return false
 	}
@@ -315,64 +316,64 @@ func (w *world) send(ctx context.Context, c *client, r *running, l *life, ids []
 }
 
 func filtered(id string) bool { return strings.HasSuffix(id, "-1") }
-func refused(id string) bool  { return strings.HasSuffix(id, "-2") }
+func rejected(id string) bool { return strings.HasSuffix(id, "-2") }
 
-// deliver is what the receivers do.
+// deliver is the handler of the receivers.
 func (w *world) deliver(i int, rw http.ResponseWriter, r *http.Request) {
 	id, err := messageID(r)
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	switch {
 	case w.life == nil || r.URL.Path != w.life.path:
-		panic(http.ErrAbortHandler) // The cut has ended the connection.
+		panic(http.ErrAbortHandler) // The power loss has ended the connection.
 	case err != nil || !w.sent[id]:
-		w.t.Errorf("%s got something that was never sent: %q %v", names[i], id, err)
+		w.t.Errorf("delivery at %s: got message %q and error %v, want a sent message", names[i], id, err)
 	case i == flaky && !w.calm && w.dice.IntN(3) == 0:
 		rw.WriteHeader(http.StatusBadGateway)
-	case i == picky && refused(id):
+	case i == picky && rejected(id):
 		rw.WriteHeader(http.StatusGone)
 	default:
 		if i == partial && filtered(id) {
-			w.t.Errorf("%s arrived at the receiver that filters it out", id)
+			w.t.Errorf("delivery at partial: got %s, which its filter excludes", id)
 		}
 		w.got[i][id]++
 		w.step(w.life, &w.life.deliveries)
 	}
 }
 
-// remembers checks the store as a start finds it against what the world knows.
-func (w *world) remembers(d *dispatcher.Dispatcher, n int) {
+// checkStore compares the store at a start with the state of senders and receivers.
+func (w *world) checkStore(d *dispatcher.Dispatcher, n int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	source := d.Store().SourceStats(namespace + "/web")
 	if err := source.Ledger.Balance(); err != nil {
-		w.t.Errorf("start %d: %v", n, err)
+		w.t.Errorf("start %d: ledger of the Source: got error %v, want none", n, err)
 	}
 	accepted := source.Accepted
 	if int(accepted) < len(w.acked) || int(accepted) > len(w.sent) {
-		w.t.Errorf("start %d: %d calls accepted; %d were answered 200 of %d sent", n, accepted, len(w.acked), len(w.sent))
+		w.t.Errorf("start %d: accepted calls: got %d, want %d (answered 200) to %d (sent)", n, accepted, len(w.acked), len(w.sent))
 	}
 	for i, name := range names {
 		s := d.Store().LaneStats(queue.LaneID{Source: namespace + "/web", Destination: namespace + "/" + name, Any: true})
 		if s.Accepted == 0 && s.Pending == 0 && accepted == 0 {
-			continue // The lane may not have been opened before the cut.
+			continue // The lane may not have been opened before the power loss.
 		}
 		if s.Accepted != accepted || s.Balance() != nil || s.InFlight != 0 {
-			w.t.Errorf("start %d: the ledger of %s is %+v of %d accepted", n, name, s, accepted)
+			w.t.Errorf("start %d: ledger of %s: got %+v, want a balance of %d accepted and none in flight", n, name, s, accepted)
 		}
 		if int(s.Delivered) > len(w.got[i]) {
-			w.t.Errorf("start %d: %d are written as delivered to %s, but %d arrived", n, s.Delivered, name, len(w.got[i]))
+			w.t.Errorf("start %d: Delivered of %s: got %d, want at most the %d received messages", n, name, s.Delivered, len(w.got[i]))
 		}
-		w.unwritten += len(w.got[i]) - int(s.Delivered)
-		w.most = max(w.most, len(w.got[i])-int(s.Delivered))
+		w.unrecorded += len(w.got[i]) - int(s.Delivered)
+		w.peak = max(w.peak, len(w.got[i])-int(s.Delivered))
 		if i != picky && s.DeadLettered > 0 || i != partial && s.Filtered > 0 || s.Discarded > 0 {
-			w.t.Errorf("start %d: %s gave up messages: %+v", n, name, s)
+			w.t.Errorf("start %d: ledger of %s: got %+v, want no dead letters except at picky, no filtered messages except at partial, and none discarded", n, name, s)
 		}
 	}
 }
 
-// conclude checks the end: nothing is lost, nothing was taken twice.
-func (w *world) conclude(r *running) {
+// checkEnd checks that no call is lost and none was accepted twice.
+func (w *world) checkEnd(r *running) {
 	t := w.t
 	dead := map[string]bool{}
 	err := r.Store().DeadLetters(t.Context(), namespace+"/"+names[picky], "", func(l queue.DeadLetter) bool {
@@ -385,32 +386,30 @@ func (w *world) conclude(r *running) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if accepted := r.Store().SourceStats(namespace + "/web").Accepted; int(accepted) != len(w.acked) || len(w.acked) != len(w.sent) {
-		t.Errorf("%d accepted in the end; %d distinct calls were sent and %d answered 200", accepted, len(w.sent), len(w.acked))
+		t.Errorf("accepted calls at the end: got %d, with %d answered 200, want the %d distinct calls that were sent", accepted, len(w.acked), len(w.sent))
 	}
 	balanced(t, r)
-	again := 0
+	repeated := 0
 	for i, name := range names {
 		for id := range w.acked {
 			switch n := w.got[i][id]; {
 			case i == partial && filtered(id):
-			case i == picky && refused(id):
+			case i == picky && rejected(id):
 				if !dead[id] {
-					t.Errorf("%s was refused by %s and is no dead letter", id, name)
+					t.Errorf("call %s, which %s rejects: got no dead letter, want one", id, name)
 				}
 			case n == 0:
-				t.Errorf("%s was answered 200 and never arrived at %s", id, name)
+				t.Errorf("call %s, which was answered 200: got no delivery at %s, want one", id, name)
 			}
 		}
 		report := ledger(t, r, name)
 		if err := balance(report); err != nil {
 			t.Error(err)
 		}
-		// What is delivered is delivered once in the ledger, however often it arrived.
-		if int(report.Delivered) != len(w.got[i]) {
-			t.Errorf("%s: %d delivered by the ledger, %d arrived", name, report.Delivered, len(w.got[i]))
-		}
+		// The ledger counts a repeated delivery once.
+		check.Equal(t, "Delivered of "+name, int(report.Delivered), len(w.got[i]))
 		for _, n := range w.got[i] {
-			again += n - 1
+			repeated += n - 1
 		}
 	}
 	w.total.Lock()
@@ -421,9 +420,9 @@ func (w *world) conclude(r *running) {
 			w.total.deliveries += n
 		}
 	}
-	if again > w.unwritten {
-		t.Errorf("%d deliveries came again; only %d had not been written as delivered at a cut", again, w.unwritten)
+	if repeated > w.unrecorded {
+		t.Errorf("repeated deliveries: got %d, want at most the %d that were not recorded at a power loss", repeated, w.unrecorded)
 	}
-	w.total.again += again
-	w.total.most = max(w.total.most, w.most)
+	w.total.repeated += repeated
+	w.total.peak = max(w.total.peak, w.peak)
 }
