@@ -1,10 +1,9 @@
-// Package cel holds the kinds' validation rules against a real API server.
+// Package cel tests the kinds' validation rules with a real API server.
 //
-// testdata/valid must be accepted. In testdata/invalid every document has a
-// comment "# want: TEXT" with text of the refusal. The tests also read the CRDs
-// and fail when a rule, pattern, enum or required field has no case, so that a
-// new rule cannot come without one; numeric and length bounds are tried out of
-// the CRDs themselves.
+// The API server must accept testdata/valid. In testdata/invalid every document has a
+// comment "# want: TEXT" with a part of the error. The tests also read the CRDs
+// and fail if a rule, pattern, enum or required field has no case, so that every new rule
+// needs one. The cases for numeric and length bounds are derived from the CRDs.
 package cel
 
 import (
@@ -53,13 +52,13 @@ type document struct {
 	want   string
 }
 
-// documents reads the test files of a folder; config/samples must be valid too.
+// documents reads the test files of directories.
 func documents(t *testing.T, dirs ...string) (docs []document) {
 	t.Helper()
 	for _, dir := range dirs {
 		files, err := filepath.Glob(filepath.Join(dir, "*.yaml"))
 		if err != nil || len(files) == 0 {
-			t.Fatalf("no test files in %s (%v)", dir, err)
+			t.Fatalf("test files in %s: got %d and error %v, want some", dir, len(files), err)
 		}
 		for _, file := range files {
 			text, err := os.ReadFile(file)
@@ -82,7 +81,8 @@ func documents(t *testing.T, dirs ...string) (docs []document) {
 	return docs
 }
 
-// create asks the API server what it would say, as kubectl does: unknown fields are errors.
+// create sends an object to the API server in a dry run. Unknown fields are errors, as with
+// kubectl.
 func create(object *unstructured.Unstructured) (*unstructured.Unstructured, error) {
 	made := object.DeepCopy()
 	err := cluster.Create(context.Background(), made, client.DryRunAll, client.FieldValidation("Strict"))
@@ -96,7 +96,7 @@ func TestValid(t *testing.T) {
 				t.Skip("not an object")
 			}
 			if _, err := create(d.object); err != nil {
-				t.Errorf("refused: %v", err)
+				t.Errorf("create: got error %v, want none", err)
 			}
 		})
 	}
@@ -110,9 +110,9 @@ func TestInvalid(t *testing.T) {
 			case d.want == "":
 				t.Error(`the document has no comment "# want: TEXT"`)
 			case err == nil:
-				t.Errorf("accepted; want an error with %q", d.want)
+				t.Errorf("create: got no error, want one with %q", d.want)
 			case !strings.Contains(err.Error(), d.want):
-				t.Errorf("refused with\n%v\nwant an error with\n%s", err, d.want)
+				t.Errorf("create: got error\n%v\nwant one with\n%s", err, d.want)
 			}
 		})
 	}
@@ -125,7 +125,7 @@ func TestEveryRuleHasACase(t *testing.T) {
 	for _, d := range documents(t, "testdata/invalid") {
 		_, err := create(d.object)
 		if err == nil {
-			continue // TestInvalid says so
+			continue // TestInvalid reports it.
 		}
 		messages += err.Error() + "\n"
 		for key := range violations(d.object.GetKind(), err) {
@@ -136,7 +136,7 @@ func TestEveryRuleHasACase(t *testing.T) {
 		walk(root, kind+" spec", func(path string, s apiextensionsv1.JSONSchemaProps) {
 			for _, rule := range s.XValidations {
 				if strings.Contains(rule.Rule, "oldSelf") {
-					continue // of updates: TestImmutable
+					continue // TestImmutable covers rules for updates.
 				}
 				if rule.Message == "" {
 					t.Errorf("%s: the rule %q has no message", path, rule.Rule)
@@ -145,18 +145,18 @@ func TestEveryRuleHasACase(t *testing.T) {
 				}
 			}
 			if s.Pattern != "" && !s.XIntOrString {
-				t.Errorf("%s has a pattern, which tells nobody what to write; make it a rule with a message", path)
+				t.Errorf("%s has a pattern, whose error does not give the fix; replace it by a rule with a message", path)
 			}
 			if len(s.Enum) > 0 && !broken[path+" enum"] {
-				t.Errorf("%s: no invalid document has a value out of the enum", path)
+				t.Errorf("%s: no invalid document has a value outside of the enum", path)
 			}
 			for _, required := range s.Required {
 				if !broken[path+"."+required+" required"] && !strings.Contains(path, "matchExpressions") {
-					t.Errorf("%s.%s: no invalid document lacks it", path, required)
+					t.Errorf("%s.%s: no invalid document omits the required field", path, required)
 				}
 			}
 			if s.XListType != nil && (*s.XListType == "set" || *s.XListType == "map") && !broken[path+" duplicate"] {
-				t.Errorf("%s: no invalid document repeats an entry", path)
+				t.Errorf("%s: no invalid document has a duplicate entry", path)
 			}
 		})
 	}
@@ -167,24 +167,24 @@ func TestEverythingIsBounded(t *testing.T) {
 	for kind, root := range specs(t) {
 		walk(root, kind+" spec", func(path string, s apiextensionsv1.JSONSchemaProps) {
 			switch {
-			case strings.Contains(path, ".sourceSelector."): // rules on the selector as a whole bound it
+			case strings.Contains(path, ".sourceSelector."): // Rules on the whole selector bound it.
 			case s.XIntOrString:
 				if len(s.XValidations) == 0 {
-					t.Errorf("%s: a quantity without a rule that bounds it", path)
+					t.Errorf("%s: the quantity has no rule that bounds it", path)
 				}
 			case s.Type == "string" && s.MaxLength == nil && len(s.Enum) == 0:
-				t.Errorf("%s: a string without maxLength", path)
+				t.Errorf("%s: the string has no maxLength", path)
 			case s.Type == "array" && s.MaxItems == nil:
-				t.Errorf("%s: a list without maxItems", path)
+				t.Errorf("%s: the list has no maxItems", path)
 			case s.Type == "integer" && (s.Minimum == nil || s.Maximum == nil):
-				t.Errorf("%s: a number without minimum and maximum", path)
+				t.Errorf("%s: the number has no minimum or no maximum", path)
 			}
 		})
 	}
 }
 
-// TestDurations fails for a duration that is a number, except for the two fields that
-// are named as in batch/v1.
+// TestDurations fails for a duration that is a number, except for the two fields of
+// batch/v1.
 func TestDurations(t *testing.T) {
 	unit := regexp.MustCompile(`(?i)(millis|seconds?|minutes?|hours?|MS)(after\w*)?$`)
 	for kind, root := range specs(t) {
@@ -195,13 +195,13 @@ func TestDurations(t *testing.T) {
 				return
 			}
 			if s.Type == "integer" && unit.MatchString(field) {
-				t.Errorf("%s: a duration as a number; use metav1.Duration", path)
+				t.Errorf("%s: the duration is a number; use metav1.Duration", path)
 			}
 		})
 	}
 }
 
-// TestBounds breaks each bound of the CRDs by one, and meets it exactly.
+// TestBounds creates objects at each bound of the CRDs, and one above or below it.
 func TestBounds(t *testing.T) {
 	full := map[string]*unstructured.Unstructured{}
 	for _, d := range documents(t, "testdata/valid") {
@@ -211,7 +211,7 @@ func TestBounds(t *testing.T) {
 	}
 	for kind, root := range specs(t) {
 		if full[kind] == nil {
-			t.Fatalf("no valid document full-*.yaml of kind %s", kind)
+			t.Fatalf("testdata/valid has no full-*.yaml of kind %s", kind)
 		}
 		walk(root, kind+" spec", func(path string, s apiextensionsv1.JSONSchemaProps) {
 			try := func(violation string, breaks, meets any) {
@@ -219,11 +219,11 @@ func TestBounds(t *testing.T) {
 					for value, want := range map[*any]bool{&breaks: true, &meets: false} {
 						object := full[kind].DeepCopy()
 						if !set(object.Object, strings.TrimPrefix(path, kind+" "), *value) {
-							t.Fatalf("full-*.yaml has no %s to try bounds on", path)
+							t.Fatalf("full-*.yaml does not set %s", path)
 						}
 						_, err := create(object)
 						if got := violations(kind, err)[path+" "+violation]; got != want {
-							t.Errorf("violation of %s is %v, want %v: %.300v", violation, got, want, err)
+							t.Errorf("violation of %s: got %v, want %v; error: %.300v", violation, got, want, err)
 						}
 					}
 				})
@@ -250,7 +250,7 @@ func TestBounds(t *testing.T) {
 	}
 }
 
-// TestImmutable removes, and adds, each field of a spec that cannot be changed.
+// TestImmutable removes and adds each field of an immutable spec.
 func TestImmutable(t *testing.T) {
 	ctx := context.Background()
 	const message, mutable = "spec is immutable except for ttlSecondsAfterFinished", "ttlSecondsAfterFinished"
@@ -280,16 +280,16 @@ func TestImmutable(t *testing.T) {
 			}
 			full.SetLabels(map[string]string{"may": "change"})
 			if err := cluster.Update(ctx, full); err != nil {
-				t.Errorf("metadata cannot be changed: %v", err)
+				t.Errorf("change of a label: got error %v, want none", err)
 			}
-			try := func(what string, object *unstructured.Unstructured, field string) {
+			try := func(change string, object *unstructured.Unstructured, field string) {
 				err := cluster.Update(ctx, object, client.DryRunAll)
 				if field == mutable {
 					if err != nil {
-						t.Errorf("spec.%s was %s: %v", field, what, err)
+						t.Errorf("spec.%s %s: got error %v, want none", field, change, err)
 					}
 				} else if err == nil || !strings.Contains(err.Error(), message) && !strings.Contains(err.Error(), "Required value") {
-					t.Errorf("spec.%s was %s: %v; want %q", field, what, err, message)
+					t.Errorf("spec.%s %s: got error %v, want one with %q", field, change, err, message)
 				}
 			}
 			for field := range root.Properties {
@@ -310,17 +310,17 @@ func TestImmutable(t *testing.T) {
 				}
 			}
 			if err := cluster.Update(ctx, full, client.DryRunAll); err != nil {
-				t.Errorf("an update without a change: %v", err)
+				t.Errorf("update without a change: got error %v, want none", err)
 			}
 		})
 	}
 	if kinds != 2 {
-		t.Errorf("%d kinds have an immutable spec, want 2", kinds)
+		t.Errorf("kinds with an immutable spec: got %d, want 2", kinds)
 	}
 }
 
-// TestJobStatusDefaults creates an object of each kind that runs once: before the
-// operator has seen it, its conditions are Unknown.
+// TestJobStatusDefaults creates an object of each kind that runs once. Its first conditions
+// are Unknown.
 func TestJobStatusDefaults(t *testing.T) {
 	for _, d := range documents(t, "testdata/valid") {
 		kind := d.object.GetKind()
@@ -338,13 +338,13 @@ func TestJobStatusDefaults(t *testing.T) {
 			got = append(got, fmt.Sprint(c["type"], " ", c["status"], " ", c["reason"]))
 		}
 		if diff := cmp.Diff([]string{"Accepted Unknown Pending", "Complete Unknown Pending", "Failed Unknown Pending", "Ready Unknown Pending"}, got); diff != "" {
-			t.Errorf("%s (-want +got):\n%s", kind, diff)
+			t.Errorf("conditions of %s (-want +got):\n%s", kind, diff)
 		}
 	}
 }
 
-// TestAudienceIdentity holds the fields of an Audience that cannot be changed,
-// and the key, which stays from when it is in effect.
+// TestAudienceIdentity tests the immutable fields of an Audience, and its key, which is
+// immutable as soon as it is in effect.
 func TestAudienceIdentity(t *testing.T) {
 	ctx := context.Background()
 	var object *unstructured.Unstructured
@@ -366,8 +366,8 @@ func TestAudienceIdentity(t *testing.T) {
 		}
 		return cluster.Update(ctx, changed, client.DryRunAll)
 	}
-	if err := try("free_as_long_as_none_is_in_effect", "key"); err != nil {
-		t.Errorf("a key before one is in effect: %v", err)
+	if err := try("before_a_key_is_in_effect", "key"); err != nil {
+		t.Errorf("change of the key before one is in effect: got error %v, want none", err)
 	}
 	if err := unstructured.SetNestedField(object.Object, "in_effect", "status", "key"); err != nil {
 		t.Fatal(err)
@@ -388,7 +388,7 @@ func TestAudienceIdentity(t *testing.T) {
 		{int64(7), []string{"maxRemovalPercent"}, ""},
 	} {
 		if err := try(c.value, c.field...); c.want == "" != (err == nil) || err != nil && !strings.Contains(err.Error(), c.want) {
-			t.Errorf("spec.%s = %v: error %v, want %q", strings.Join(c.field, "."), c.value, err, c.want)
+			t.Errorf("change of spec.%s to %v: got error %v, want %q", strings.Join(c.field, "."), c.value, err, c.want)
 		}
 	}
 }
@@ -435,11 +435,11 @@ deadLetters: {retention: 168h, maxBytes: 1Gi}`,
 		}
 	}
 	if checked != len(want) {
-		t.Errorf("%d of %d minimal documents found", checked, len(want))
+		t.Errorf("minimal documents: got %d, want %d", checked, len(want))
 	}
 }
 
-// violations names what an error says is wrong, as "Kind path constraint".
+// violations returns the violated constraints of an error, as "Kind path constraint".
 func violations(kind string, err error) map[string]bool {
 	found := map[string]bool{}
 	var status *apierrors.StatusError
@@ -490,12 +490,12 @@ func specs(t *testing.T) map[string]apiextensionsv1.JSONSchemaProps {
 		found[crd.Spec.Names.Kind] = crd.Spec.Versions[0].Schema.OpenAPIV3Schema.Properties["spec"]
 	}
 	if len(found) < 2 {
-		t.Fatalf("found %d CRDs", len(found))
+		t.Fatalf("CRDs: got %d, want at least 2", len(found))
 	}
 	return found
 }
 
-// walk visits a schema and all below it. The path of a list's items is the list's own.
+// walk visits a schema and all schemas in it. The path of a list's items is that of the list.
 func walk(s apiextensionsv1.JSONSchemaProps, path string, visit func(string, apiextensionsv1.JSONSchemaProps)) {
 	visit(path, s)
 	names := make([]string, 0, len(s.Properties))
@@ -511,8 +511,8 @@ func walk(s apiextensionsv1.JSONSchemaProps, path string, visit func(string, api
 	}
 }
 
-// set puts a value at a path; in lists it goes to the first entry, unless the
-// value is a list itself. It returns false where the path leads nowhere.
+// set sets the value at a path. In a list it sets the first entry, unless the value is a
+// list. It returns false if the path does not exist.
 func set(object map[string]any, path string, value any) bool {
 	name, rest, more := strings.Cut(path, ".")
 	current, ok := object[name]
@@ -538,7 +538,7 @@ func set(object map[string]any, path string, value any) bool {
 	return true
 }
 
-// items makes a list of n entries that differ.
+// items returns a list of n different entries.
 func items(s apiextensionsv1.JSONSchemaProps, n int) []any {
 	list := []any{}
 	for i := range n {

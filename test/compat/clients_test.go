@@ -14,13 +14,13 @@ import (
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// client is a program that makes calls and prints what became of them.
+// client is a program that sends calls and prints their results.
 type client struct {
 	name string
 	// need prepares the program, or skips the test.
 	need     func(t *testing.T)
 	showcase func(url string) []string
-	// many makes n calls in requests of about batch, of all types; nil if it cannot.
+	// many sends n calls of all types in requests of about batch calls; nil if not supported.
 	many func(url string, n, batch int) []string
 }
 
@@ -28,7 +28,7 @@ var clients = []client{
 	{
 		name: "go", // gopkg.in/segmentio/analytics-go.v3
 		need: func(t *testing.T) {
-			needNode(t) // for the receiver
+			needNode(t) // The receiver needs it.
 			if err := built.goClient(); err != nil {
 				t.Fatal(err)
 			}
@@ -57,25 +57,25 @@ var clients = []client{
 		},
 	},
 	{
-		name:     "page", // what browsers do: preflight, fetch and sendBeacon
+		name:     "page", // the requests of browsers: preflight, fetch and sendBeacon
 		need:     needNode,
 		showcase: func(url string) []string { return []string{"node", "node/page.js", url, key, origin} },
 	},
 }
 
-// calls runs a client to its end and returns the messageIds of its calls. Each
-// must have succeeded in the client's own eyes.
+// calls runs a client and returns the messageIds of its calls. The client must report each
+// call as successful.
 func calls(t *testing.T, program []string) (ids []string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), wait.Limit)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, program[0], program[1:]...)
-	cmd.Env = append(os.Environ(), "TZ=UTC") // clients tell the server their time zone
+	cmd.Env = append(os.Environ(), "TZ=UTC") // Clients send their time zone.
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	cmd.WaitDelay = time.Second
 	if err := cmd.Run(); err != nil {
-		t.Fatalf("the client: %v\n%s%s", err, stderr.Bytes(), stdout.Bytes())
+		t.Fatalf("client: got error %v, want none\n%s%s", err, stderr.Bytes(), stdout.Bytes())
 	}
 	for lines := json.NewDecoder(&stdout); lines.More(); {
 		var r struct{ ID, Error string }
@@ -83,12 +83,12 @@ func calls(t *testing.T, program []string) (ids []string) {
 			t.Fatal(err)
 		}
 		if r.Error != "" {
-			t.Errorf("the client gave up on %s: %s", r.ID, r.Error)
+			t.Errorf("result of call %s: got error %s, want none", r.ID, r.Error)
 		}
 		ids = append(ids, r.ID)
 	}
 	if len(ids) == 0 {
-		t.Fatalf("the client made no calls\n%s", stderr.Bytes())
+		t.Fatalf("calls of the client: got 0, want some\n%s", stderr.Bytes())
 	}
 	return ids
 }

@@ -9,7 +9,7 @@ import (
 
 const total, batch = 60, 20
 
-// ids are prefix-0, prefix-1, ….
+// ids returns prefix-0, prefix-1, ….
 func ids(prefix string, n int) (list []string) {
 	for i := range n {
 		list = append(list, fmt.Sprintf("%s-%d", prefix, i))
@@ -17,8 +17,8 @@ func ids(prefix string, n int) (list []string) {
 	return list
 }
 
-// Every type of call that a client has arrives once, and what the client sends
-// and what we make of it are what testdata holds.
+// Each type of call of a client is delivered once, and the requests and deliveries equal
+// those in testdata.
 func TestEveryType(t *testing.T) {
 	for _, c := range clients {
 		t.Run(c.name, func(t *testing.T) {
@@ -33,8 +33,8 @@ func TestEveryType(t *testing.T) {
 	}
 }
 
-// A client with its default settings that is told to slow down, by 429 with
-// Retry-After, loses nothing.
+// A client with its default settings loses no call when requests are answered 429 with
+// Retry-After.
 func TestRateLimit(t *testing.T) {
 	for _, c := range clients {
 		if c.many == nil {
@@ -45,8 +45,8 @@ func TestRateLimit(t *testing.T) {
 			url := javascriptReceiver(t)
 			p := start(t, url, true, "  rateLimit: {callsPerSecond: 10, burst: 20}\n")
 			fillers, limited := 0, false
-			// Somebody else uses up the Source's rate right before each request,
-			// until one has met the limit.
+			// Other calls use up the Source's rate right before each request,
+			// until a request has exceeded the limit.
 			w := newWire(t, p, func(seen []exchange) fate {
 				for _, e := range seen {
 					limited = limited || e.status == http.StatusTooManyRequests
@@ -69,27 +69,27 @@ func TestRateLimit(t *testing.T) {
 			sent := calls(t, c.many(w.URL, total, batch))
 			w.settle()
 			if len(sent) != total {
-				t.Errorf("the client reported %d calls of %d", len(sent), total)
+				t.Errorf("results of the client: got %d, want %d", len(sent), total)
 			}
 			p.exactlyOnce(url, append(sent, ids("filler", fillers)...))
-			refused := 0
+			limited429 := 0
 			for _, e := range w.seen() {
 				if e.status == http.StatusTooManyRequests {
-					refused++
+					limited429++
 					if e.retryAfter == "" || e.retryAfter == "0" {
-						t.Errorf("429 with Retry-After %q", e.retryAfter)
+						t.Errorf("Retry-After of a 429: got %q, want at least 1", e.retryAfter)
 					}
 				}
 			}
-			if refused == 0 {
-				t.Errorf("no request met the limit: %d requests", len(w.seen()))
+			if limited429 == 0 {
+				t.Errorf("requests that were answered 429: got 0 of %d, want some", len(w.seen()))
 			}
-			t.Logf("%d requests, %d answered 429", len(w.seen()), refused)
+			t.Logf("%d requests, %d answered 429", len(w.seen()), limited429)
 		})
 	}
 }
 
-// filler is a request that takes the whole burst.
+// filler returns a request that uses the whole burst.
 func filler(first int) string {
 	var b struct {
 		WriteKey string              `json:"writeKey"`
@@ -103,9 +103,8 @@ func filler(first int) string {
 	return string(body)
 }
 
-// Posthorn is killed in the middle of a request, and once more after it has
-// stored a request whose answer is then lost. The client sends both again, and
-// each message still arrives once.
+// Posthorn is killed during a request, and again after it has stored a request but before its
+// answer. The client sends both again, and each message is delivered once.
 func TestRestart(t *testing.T) {
 	for _, c := range clients {
 		if c.many == nil {
@@ -114,8 +113,8 @@ func TestRestart(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			c.need(t)
 			url := javascriptReceiver(t)
-			// Nothing is delivered before the last kill: a delivery whose success was
-			// not on disk yet would rightly be repeated.
+			// The destination is disabled until the last kill: a delivery whose success is not on
+			// disk yet would be repeated.
 			p := start(t, url, false, "")
 			plan := []fate{cutRequest, loseAnswer}
 			w := newWire(t, p, func([]exchange) fate {
@@ -129,21 +128,21 @@ func TestRestart(t *testing.T) {
 			sent := calls(t, c.many(w.URL, total, batch))
 			w.settle()
 			if len(sent) != total {
-				t.Errorf("the client reported %d calls of %d", len(sent), total)
+				t.Errorf("results of the client: got %d, want %d", len(sent), total)
 			}
-			if again := p.metric(`posthorn_ingest_calls_total{namespace="default",result="duplicate"`); again < batch {
-				t.Errorf("%v calls were sent again and recognised after the restart; want %d", again, batch)
+			if duplicates := p.metric(`posthorn_ingest_calls_total{namespace="default",result="duplicate"`); duplicates < batch {
+				t.Errorf("duplicates after the restart: got %v, want at least %d", duplicates, batch)
 			}
 			p.deliver(url, true)
 			p.exactlyOnce(url, sent)
-			lost := 0
+			unanswered := 0
 			for _, e := range w.seen() {
 				if e.status == 0 {
-					lost++
+					unanswered++
 				}
 			}
-			if lost != 2 {
-				t.Errorf("%d requests had no answer; want 2", lost)
+			if unanswered != 2 {
+				t.Errorf("unanswered requests: got %d, want 2", unanswered)
 			}
 		})
 	}

@@ -1,7 +1,7 @@
-// Package compat drives clients that nobody here wrote against the real binary:
-// the vendor's Go and Node clients and a page in a browser. Each message must
-// arrive exactly once at a receiver that verifies in JavaScript. What the
-// clients sent is recorded in testdata and replayed without them.
+// Package compat tests the binary with third-party clients: the vendor's Go, Node and
+// browser clients, and a web page. Each message must be delivered exactly once to a receiver
+// that verifies it in JavaScript. testdata has recordings of the clients' requests, which are
+// also replayed without the clients.
 package compat
 
 import (
@@ -30,7 +30,7 @@ const (
 	origin = "http://shop.example"
 )
 
-// built are the programs that tests run; each is built once, when first needed.
+// built has the programs of the tests. Each is built once, on first use.
 var built struct {
 	dir           string
 	posthorn      func() (binary string, err error)
@@ -58,8 +58,8 @@ func command(name string, args ...string) error {
 	return nil
 }
 
-// install puts the packages of node/package-lock.json into node/node_modules,
-// unless they are there.
+// install installs the packages of node/package-lock.json in node/node_modules, unless they
+// are already installed.
 func install() error {
 	lock, err := os.ReadFile("node/package-lock.json")
 	if err != nil {
@@ -75,12 +75,12 @@ func install() error {
 	return os.WriteFile(installed, lock, 0o600)
 }
 
-// needNode skips a test where there is no Node, and otherwise installs what it needs.
+// needNode skips a test without Node, and otherwise installs the packages.
 func needNode(t *testing.T) {
 	t.Helper()
 	for _, program := range []string{"node", "npm"} {
 		if _, err := exec.LookPath(program); err != nil {
-			t.Skipf("needs %s", program)
+			t.Skipf("%s is not on PATH", program)
 		}
 	}
 	if err := built.npm(); err != nil {
@@ -97,7 +97,7 @@ type posthorn struct {
 }
 
 // start runs Posthorn with a Source (more is added to its spec) and a
-// destination that sends to a URL, if enabled.
+// destination with a URL.
 func start(t *testing.T, url string, enabled bool, more string) *posthorn {
 	t.Helper()
 	binary, err := built.posthorn()
@@ -125,13 +125,13 @@ spec:
 	t.Cleanup(func() {
 		p.kill(syscall.SIGTERM)
 		if t.Failed() {
-			t.Logf("posthorn said:\n%s", p.log.Tail())
+			t.Logf("log of posthorn:\n%s", p.log.Tail())
 		}
 	})
 	return p
 }
 
-// deliver declares the destination, and whether it is enabled: while it is not, messages wait.
+// deliver writes the manifest of the destination. While it is disabled, messages are kept.
 func (p *posthorn) deliver(url string, enabled bool) {
 	p.t.Helper()
 	p.write("crm.yaml", fmt.Sprintf(`
@@ -156,7 +156,7 @@ func (p *posthorn) write(name, text string) {
 	}
 }
 
-// run starts the process. It runs in the handlers of the wire too, so it ends no test.
+// run starts the process. Handlers of the wire call it too, so it must not end the test.
 func (p *posthorn) run() {
 	if err := p.Start(); err != nil {
 		p.t.Error(err)
@@ -185,13 +185,13 @@ func get(url string, into any) error {
 	return json.Unmarshal(body, into)
 }
 
-// ledger is what the dispatcher counts of the destination.
+// ledger has the dispatcher's counts of the destination.
 type ledger struct {
 	Name                                                            string
 	Accepted, Delivered, Filtered, DeadLettered, Discarded, Pending int64
 }
 
-// settled waits until n messages were accepted and none waits, and returns the counts.
+// settled waits until n messages are accepted and none is pending, and returns the counts.
 func (p *posthorn) settled(n int) (l ledger) {
 	p.t.Helper()
 	if err := wait.Until(func() error {
@@ -210,7 +210,7 @@ func (p *posthorn) settled(n int) (l ledger) {
 		}
 		return fmt.Errorf("%+v", l)
 	}); err != nil {
-		p.t.Fatalf("waited for %d messages to settle: %v", n, err)
+		p.t.Fatalf("no end of %d messages within %s: %v", n, wait.Limit, err)
 	}
 	return l
 }
@@ -236,7 +236,7 @@ func (p *posthorn) metric(series string) (sum float64) {
 	return sum
 }
 
-// arrival is one request that the receiver got.
+// arrival is a request at the receiver.
 type arrival struct {
 	ID, Key, Body    string
 	Authentic, Fixed bool
@@ -262,20 +262,20 @@ func javascriptReceiver(t *testing.T) (url string) {
 	t.Cleanup(func() { _ = stdin.Close(); _ = cmd.Wait() })
 	url, err = bufio.NewReader(stdout).ReadString('\n')
 	if err != nil {
-		t.Fatalf("the receiver did not start: %v", err)
+		t.Fatalf("start of the receiver: got error %v, want none", err)
 	}
 	return strings.TrimSpace(url)
 }
 
-// exactlyOnce waits until all messages are delivered and checks that those with
-// the given ids, and no others, arrived once and verified. Ids that end in
-// "elsewhere" are of calls that exclude our destination.
+// exactlyOnce waits until all messages are delivered and checks that only those with
+// the given ids were delivered, once, and verified. Calls whose ids end in "elsewhere"
+// exclude the destination.
 func (p *posthorn) exactlyOnce(url string, sent []string) []arrival {
 	p.t.Helper()
 	ids := slices.DeleteFunc(slices.Clone(sent), func(id string) bool { return strings.HasSuffix(id, "elsewhere") })
 	l := p.settled(len(sent))
 	if l.Accepted != int64(len(sent)) || l.Delivered != int64(len(ids)) || l.Filtered != int64(len(sent)-len(ids)) {
-		p.t.Errorf("%d messages were sent, %d of them for us; the ledger says %+v", len(sent), len(ids), l)
+		p.t.Errorf("ledger: got %+v, want %d accepted, %d delivered and %d filtered", l, len(sent), len(ids), len(sent)-len(ids))
 	}
 	var arrived []arrival
 	if err := get(url, &arrived); err != nil {
@@ -285,20 +285,20 @@ func (p *posthorn) exactlyOnce(url string, sent []string) []arrival {
 	for _, a := range arrived {
 		count[a.ID]++
 		if !a.Authentic || !a.Fixed {
-			p.t.Errorf("does not verify in JavaScript (authentic %t, fixed point %t): %s", a.Authentic, a.Fixed, a.Body)
+			p.t.Errorf("verification in JavaScript: got authentic %t and fixed point %t, want true and true: %s", a.Authentic, a.Fixed, a.Body)
 		}
 		if a.Key != a.ID {
-			p.t.Errorf("Idempotency-Key %q of message %q", a.Key, a.ID)
+			p.t.Errorf("Idempotency-Key: got %q, want the messageId %q", a.Key, a.ID)
 		}
 	}
 	for _, id := range ids {
 		if count[id] != 1 {
-			p.t.Errorf("message %s arrived %d times", id, count[id])
+			p.t.Errorf("deliveries of message %s: got %d, want 1", id, count[id])
 		}
 		delete(count, id)
 	}
 	if len(count) > 0 {
-		p.t.Errorf("nobody sent these: %v", count)
+		p.t.Errorf("deliveries that were not sent: got %v, want none", count)
 	}
 	return arrived
 }

@@ -23,10 +23,10 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-var update = flag.Bool("update", false, "record anew what the clients send and what is made of it")
+var update = flag.Bool("update", false, "update the recordings of requests and deliveries")
 
-// recording is what a client sent of its showcase and what is delivered for it.
-// Generated ids and present times are replaced by constants.
+// recording has the requests of a client's showcase and their deliveries.
+// Constants replace generated ids and current times.
 type recording struct {
 	Requests   []recorded `json:"requests"`
 	Deliveries []string   `json:"deliveries"`
@@ -46,7 +46,7 @@ func read(t *testing.T, path string) (r recording) {
 	return r
 }
 
-// compare holds what a client has sent, and what arrived, against the recording.
+// compare compares the requests and deliveries of a client with its recording.
 func compare(t *testing.T, name string, seen []exchange, arrived []arrival) {
 	t.Helper()
 	var got recording
@@ -81,7 +81,7 @@ func compare(t *testing.T, name string, seen []exchange, arrived []arrival) {
 		}
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
-		t.Errorf("what the client sends, or what is made of it, has changed (-recorded +now); if it is right, go test ./test/compat -update:\n%s", diff)
+		t.Errorf("requests and deliveries (-recorded +got); if the change is intended, run go test ./test/compat -update:\n%s", diff)
 	}
 }
 
@@ -92,24 +92,24 @@ var (
 	uuids   = regexp.MustCompile(`[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}`)
 	stamps  = regexp.MustCompile(`"(node|ajs)-next-\d+-`)
 	present = regexp.MustCompile(`"20(?:2[6-9]|[3-9]\d)-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?`)
-	// computed is the timestamp that the server computes: for a call of the past it
-	// moves with the time that the request took. checkTimes holds it to its rule.
+	// computed matches the timestamp that the server computes: for a call with a past
+	// timestamp it depends on the duration of the request. checkTimes checks its rule.
 	computed = regexp.MustCompile(`"timestamp":"[^"]*"`)
 	runtimes = regexp.MustCompile(`"nodeVersion":"[^"]*"`)
 )
 
 const someTimestamp = `"timestamp":"2026-01-02T03:04:05.678Z"`
 
-// newScrubber returns a function that replaces what differs from run to run.
-// The same id becomes the same constant in all texts that it is given.
+// newScrubber returns a function that replaces ids and times. It replaces the same id by the
+// same constant in all texts.
 func newScrubber() func(string) string {
-	known := map[string]string{}
+	constants := map[string]string{}
 	return func(text string) string {
 		text = uuids.ReplaceAllStringFunc(text, func(id string) string {
-			if known[id] == "" {
-				known[id] = fmt.Sprintf("00000000-0000-4000-8000-%012d", len(known))
+			if constants[id] == "" {
+				constants[id] = fmt.Sprintf("00000000-0000-4000-8000-%012d", len(constants))
 			}
-			return known[id]
+			return constants[id]
 		})
 		text = runtimes.ReplaceAllString(text, `"nodeVersion":"v20.0.0"`)
 		text = stamps.ReplaceAllString(text, `"$1-next-1000000000000-`)
@@ -119,33 +119,33 @@ func newScrubber() func(string) string {
 				return `"2026-01-02T03:04:05`
 			case fraction == len(".678"):
 				return `"2026-01-02T03:04:05.678`
-			default: // nanoseconds, of which Go leaves out trailing zeros
+			default: // Nanoseconds, of which Go omits trailing zeros.
 				return `"2026-01-02T03:04:05.678901234`
 			}
 		})
 	}
 }
 
-// checkTimes holds a message to the rule for clocks that are wrong:
+// checkTimes checks the rule for incorrect clocks:
 // timestamp = receivedAt - (sentAt - originalTimestamp).
 func checkTimes(t *testing.T, body string) {
 	t.Helper()
 	var m struct{ Timestamp, ReceivedAt, SentAt, OriginalTimestamp time.Time }
 	if err := json.Unmarshal([]byte(body), &m); err != nil {
-		t.Errorf("times: %v in %s", err, body)
+		t.Errorf("times of %s: got error %v, want none", body, err)
 		return
 	}
 	want := m.ReceivedAt.Add(-m.SentAt.Sub(m.OriginalTimestamp))
 	if off := m.Timestamp.Sub(want).Abs(); off > time.Millisecond {
-		t.Errorf("timestamp is off by %v: %s", off, body)
+		t.Errorf("timestamp of %s: got %v, want %v", body, m.Timestamp, want)
 	}
 }
 
-// What the clients once sent is taken as it was then, without them.
+// The recorded requests result in the recorded deliveries, without the clients.
 func TestReplay(t *testing.T) {
 	files, err := filepath.Glob(recordingOf("*"))
 	if err != nil || len(files) != len(clients) {
-		t.Fatalf("recordings of %d clients, not %d: %v", len(files), len(clients), err)
+		t.Fatalf("recordings: got %d and error %v, want %d", len(files), err, len(clients))
 	}
 	for _, file := range files {
 		t.Run(strings.TrimSuffix(filepath.Base(file), ".json"), func(t *testing.T) {
@@ -174,17 +174,17 @@ func TestReplay(t *testing.T) {
 				answer, _ := io.ReadAll(resp.Body)
 				_ = resp.Body.Close()
 				if resp.StatusCode/100 != 2 || strings.Contains(string(answer), "rejected") {
-					t.Errorf("%s %s: %s %s", r.Method, r.Path, resp.Status, answer)
+					t.Errorf("%s %s: got %s %s, want success without rejected calls", r.Method, r.Path, resp.Status, answer)
 				}
 			}
 			if l := p.settled(len(want.Deliveries)); l.Delivered != int64(len(want.Deliveries)) || l.Pending+l.DeadLettered+l.Discarded != 0 {
-				t.Errorf("the ledger says %+v", l)
+				t.Errorf("ledger: got %+v, want %d delivered and no others", l, len(want.Deliveries))
 			}
 			mu.Lock()
 			defer mu.Unlock()
 			scrub := newScrubber()
 			for _, r := range want.Requests {
-				scrub(r.Body) // ids in the order in which they were sent
+				scrub(r.Body) // It assigns the constants in the order of the requests.
 			}
 			var got []string
 			for _, body := range bodies {
@@ -193,7 +193,7 @@ func TestReplay(t *testing.T) {
 			}
 			slices.Sort(got)
 			if diff := cmp.Diff(want.Deliveries, got); diff != "" {
-				t.Errorf("what is delivered has changed (-recorded +now):\n%s", diff)
+				t.Errorf("deliveries (-recorded +got):\n%s", diff)
 			}
 		})
 	}

@@ -16,39 +16,39 @@ import (
 	"testing"
 )
 
-// wire is what lies between a client and Posthorn. It passes requests on as
-// they are, keeps them, and breaks where a test wants it to.
+// wire is a proxy between a client and Posthorn. It forwards and records requests, and
+// simulates faults.
 type wire struct {
 	*httptest.Server
 	p *posthorn
-	// plan decides what happens to a POST, from what was seen before; nil passes
-	// all. It is called by one request at a time.
+	// plan selects the fate of a POST, given the previous exchanges; nil forwards all. Only
+	// one request calls it at a time.
 	plan func(seen []exchange) fate
 
 	mu        sync.Mutex
 	exchanges []exchange
 
-	serial sync.Mutex  // held while a request is passed on under a plan
-	down   atomic.Bool // Posthorn is being started again
+	serial sync.Mutex  // locked while a request is forwarded under a plan
+	down   atomic.Bool // true while Posthorn restarts
 }
 
-// fate is what happens to a request on the wire.
+// fate is the treatment of a request.
 type fate int
 
 const (
 	pass       fate = iota
-	cutRequest      // half of the body reaches Posthorn, which is then killed and started again
-	loseAnswer      // Posthorn answers and is killed and started again; the client gets no answer
+	cutRequest      // Posthorn is restarted after half of the body.
+	loseAnswer      // Posthorn is restarted after its answer, which the client does not get.
 )
 
-// exchange is a request and its answer; the status is 0 when the client got none.
+// exchange is a request and its answer; the status is 0 without an answer.
 type exchange struct {
 	recorded
 	status     int
 	retryAfter string
 }
 
-// recorded is a request as it is kept in testdata.
+// recorded is a request in testdata.
 type recorded struct {
 	Method  string            `json:"method"`
 	Path    string            `json:"path"`
@@ -66,7 +66,7 @@ func newWire(t *testing.T, p *posthorn, plan func(seen []exchange) fate) *wire {
 	return w
 }
 
-// settle waits until no plan is being carried out.
+// settle waits until no request is forwarded under a plan.
 func (w *wire) settle() {
 	w.serial.Lock()
 	defer w.serial.Unlock()
@@ -81,7 +81,7 @@ func (w *wire) serve(rw http.ResponseWriter, r *http.Request) {
 	if w.plan != nil && r.Method == http.MethodPost {
 		w.serial.Lock()
 		defer w.serial.Unlock()
-		if r.Context().Err() != nil { // The client has given up on it: it is no longer under way.
+		if r.Context().Err() != nil { // The client has cancelled the request.
 			panic(http.ErrAbortHandler)
 		}
 		action = w.plan(w.seen())
@@ -97,7 +97,7 @@ func (w *wire) serve(rw http.ResponseWriter, r *http.Request) {
 		resp, err = send(w.p.Addr, e.recorded)
 	}
 	if err != nil {
-		w.p.t.Errorf("pass a request on: %v", err)
+		w.p.t.Errorf("forward a request: got error %v, want none", err)
 		panic(http.ErrAbortHandler)
 	}
 	if resp != nil {
@@ -105,7 +105,7 @@ func (w *wire) serve(rw http.ResponseWriter, r *http.Request) {
 		e.status, e.retryAfter = resp.StatusCode, resp.Header.Get("Retry-After")
 	}
 	if action == loseAnswer && e.status != http.StatusOK {
-		w.p.t.Errorf("the answer to lose is %d, not 200", e.status)
+		w.p.t.Errorf("status of the lost answer: got %d, want 200", e.status)
 	}
 	if action != pass {
 		w.restart(rw)
@@ -122,25 +122,25 @@ func (w *wire) serve(rw http.ResponseWriter, r *http.Request) {
 	_, _ = io.Copy(rw, resp.Body)
 }
 
-// send sends a recorded request as it is.
+// send sends a recorded request unchanged.
 func send(addr string, r recorded) (*http.Response, error) {
-	req, err := http.NewRequest(r.Method, "http://"+addr+r.Path, strings.NewReader(r.Body)) //nolint:noctx // the tests end it with the process
+	req, err := http.NewRequest(r.Method, "http://"+addr+r.Path, strings.NewReader(r.Body)) //nolint:noctx // It ends with the process.
 	if err != nil {
 		return nil, err
 	}
 	for name, value := range r.Headers {
-		if name != "Connection" && name != "Content-Length" { // they are of one hop, and of the body
+		if name != "Connection" && name != "Content-Length" { // The transport sets them.
 			req.Header.Set(name, value)
 		}
 	}
 	if r.Body == "" {
 		req.Body = nil
 	}
-	return passOn.RoundTrip(req)
+	return forward.RoundTrip(req)
 }
 
-// passOn adds nothing to requests and takes nothing from answers.
-var passOn = &http.Transport{DisableCompression: true, DisableKeepAlives: true}
+// forward changes neither requests nor answers.
+var forward = &http.Transport{DisableCompression: true, DisableKeepAlives: true}
 
 // half sends the head and half of the body.
 func (w *wire) half(r recorded) error {
@@ -161,8 +161,8 @@ func (w *wire) half(r recorded) error {
 	return err
 }
 
-// restart kills Posthorn, breaks the client's connection and starts Posthorn
-// again on the same data. Meanwhile no request gets an answer.
+// restart kills Posthorn, closes the client's connection and starts Posthorn
+// again on the same data. Until then no request gets an answer.
 func (w *wire) restart(rw http.ResponseWriter) {
 	w.down.Store(true)
 	defer w.down.Store(false)

@@ -1,6 +1,6 @@
-// Package crds compares the present CRDs with those of the last release, so that no
-// manifest and no client breaks by accident. Breaking changes are listed in
-// testdata/changes.txt; the test fails when the list differs from what it finds.
+// Package crds compares the CRDs with those of the last release, so that no
+// manifest and no client breaks by accident. testdata/changes.txt lists the intended
+// breaking changes; the test fails if the list differs from the changes that it finds.
 package crds
 
 import (
@@ -13,8 +13,8 @@ import (
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 )
 
-// Breaking returns the changes from before to now that can make an object or a client
-// of before fail, one line each, sorted: removed fields, new required fields without a
+// Breaking returns the changes from before to now that may break existing objects or
+// clients, one line each, sorted: removed fields, new required fields without a
 // default, changed types, narrower enums and bounds, and new validation rules.
 func Breaking(before, now *apiextensionsv1.CustomResourceDefinition) []string {
 	c := &comparison{kind: now.Spec.Names.Kind}

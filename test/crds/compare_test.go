@@ -14,18 +14,18 @@ import (
 
 var update = flag.Bool("update", false, "write testdata/changes.txt")
 
-// released is the folder with the CRDs of the last release. At a release: copy
-// config/crd there under the new version, and empty testdata/changes.txt.
+// released is the directory with the CRDs of the last release. At a release, copy
+// config/crd to a directory of the new version, and empty testdata/changes.txt.
 const released = "testdata/0.2.0"
 
 // TestBreakingChanges fails on a breaking change that testdata/changes.txt does not
-// list. A change belongs there only together with an entry in CHANGELOG.md and, in
-// a version that has users, with what docs/versioning.md asks for.
+// list. A listed change needs an entry in CHANGELOG.md and, in a version with users, the
+// steps of docs/versioning.md.
 func TestBreakingChanges(t *testing.T) {
 	var found []string
 	files, err := filepath.Glob(filepath.Join(released, "*.yaml"))
 	if err != nil || len(files) == 0 {
-		t.Fatalf("%s has no CRDs: %v", released, err)
+		t.Fatalf("CRDs in %s: got %d and error %v, want some", released, len(files), err)
 	}
 	for _, file := range files {
 		found = append(found, Breaking(read(t, file), read(t, filepath.Join("../../config/crd", filepath.Base(file))))...)

@@ -1,12 +1,12 @@
-// Package docs runs what the documentation shows: every manifest and every use
-// of the Go client is compiled, every link leads somewhere, every table of fields, reasons, codes, alerts and
-// limits is compared with the code, and every block of commands is run, by the
-// tests of this package against `posthorn run` or by test/e2e on a cluster.
+// Package docs tests the documentation. Its tests compile all manifests and all examples of
+// the Go client, check all links, and compare the tables of fields, reasons, codes, alerts
+// and limits with the code. All command blocks are run: by this package against
+// `posthorn run`, or by test/e2e on a cluster.
 //
-// A block of commands is one in the language sh, or console where a command
-// begins with "$ " and its output follows. Those of the pages on clusters are run
-// on one, all others here. What stands behind the language makes an exception:
-// "cluster", "local", or "skip: REASON".
+// A command block has the language sh, or console, in which a command begins with "$ " and
+// its output follows. The blocks of the pages about clusters are run on a cluster, all others
+// by this package. A mark after the language overrides this: "cluster", "local", or
+// "skip: REASON".
 package docs
 
 import (
@@ -21,21 +21,21 @@ import (
 
 // Block is a fenced block of a page.
 type Block struct {
-	// Page is its path from the root, Line where the block begins, Heading the
-	// latest one of the second level.
+	// Page is the path of the page from the root, Line the first line of the block, and
+	// Heading the preceding heading of the second level.
 	Page    string
 	Line    int
 	Heading string
-	// Language and Mark are the first word after the fence and the rest.
+	// Language is the first word after the fence, Mark the rest of the line.
 	Language, Mark string
 	Text           string
 }
 
-// onCluster are the pages whose commands need a cluster.
+// onCluster has the pages whose commands need a cluster.
 var onCluster = []string{"charts/posthorn/README.md", "docs/install.md", "docs/kubectl.md", "docs/operations.md", "docs/redelivery.md", "docs/troubleshooting.md"}
 
-// Where is where the commands of a block are run: "local", "cluster", "skip", or
-// "" when it has no commands; an error when its mark is none.
+// Where returns where the commands of a block are run: "local", "cluster", "skip", or
+// "" without commands. An unknown mark is an error.
 func (b Block) Where() (string, error) {
 	reason, skip := strings.CutPrefix(b.Mark, "skip: ")
 	switch {
@@ -46,14 +46,14 @@ func (b Block) Where() (string, error) {
 	case b.Mark == "cluster" || b.Mark == "local":
 		return b.Mark, nil
 	case b.Mark != "":
-		return "", fmt.Errorf("%s:%d: %q says not where the block is run: use cluster, local or skip: REASON", b.Page, b.Line, b.Mark)
+		return "", fmt.Errorf("%s:%d: unknown mark %q; use cluster, local or skip: REASON", b.Page, b.Line, b.Mark)
 	case slices.Contains(onCluster, filepath.ToSlash(b.Page)):
 		return "cluster", nil
 	}
 	return "local", nil
 }
 
-// Pages are the pages of the documentation, from the root: the README first.
+// Pages returns the paths of the documentation's pages, the README first.
 func Pages(root string) ([]string, error) {
 	list := []string{"README.md", filepath.Join("charts", "posthorn", "README.md")}
 	err := filepath.WalkDir(filepath.Join(root, "docs"), func(path string, _ fs.DirEntry, err error) error {
@@ -66,7 +66,7 @@ func Pages(root string) ([]string, error) {
 	return list, err
 }
 
-// Blocks are the fenced blocks of a page.
+// Blocks returns the fenced blocks of a page.
 func Blocks(root, page string) (list []Block, err error) {
 	text, err := os.ReadFile(filepath.Join(root, page))
 	if err != nil {
@@ -90,12 +90,12 @@ func Blocks(root, page string) (list []Block, err error) {
 		}
 	}
 	if current != nil {
-		return nil, fmt.Errorf("%s:%d: the block does not end", page, current.Line)
+		return nil, fmt.Errorf("%s:%d: the block has no end; add a closing fence", page, current.Line)
 	}
 	return list, nil
 }
 
-// Commands is what a reader types, or "" when the block has no commands.
+// Commands returns the commands of the block, or "" if it has none.
 func (b Block) Commands() string {
 	switch b.Language {
 	case "sh":
@@ -115,8 +115,8 @@ func (b Block) Commands() string {
 	return ""
 }
 
-// Missing are the lines that the page shows as output and out does not have.
-// Lines with figures or an ellipsis are examples and not compared.
+// Missing returns the lines of output on the page that out does not contain.
+// Lines with digits or an ellipsis are examples and are not compared.
 func (b Block) Missing(out string) (lines []string) {
 	if b.Language != "console" {
 		return nil

@@ -21,54 +21,54 @@ import (
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// what is to be found in what the commands of some pages print, besides what
-// their blocks show.
+// printed has texts that the output of a page's commands must contain, in addition to the
+// output on the page.
 var printed = map[string][]string{
 	"README.md":          {`{"success":true}`, `"Order Completed"`, "signature ok", "crm True Ready True"},
 	"docs/standalone.md": {"200 OK", "signature ok", "crm True Ready True"},
 	"docs/audience.md":   {"members 3, added 3, removed 0, changed 0"},
 }
 
-// Every block of commands is run: here, as it stands there, against `posthorn
-// run`; or on a cluster, by test/e2e. The few that are not say why.
+// Runs the local command blocks unchanged against `posthorn run`. test/e2e runs others on a
+// cluster. A skipped block has a reason.
 func TestCommands(t *testing.T) {
 	var skipped []string
-	out, here := map[string]string{}, map[string]bool{}
+	out, local := map[string]string{}, map[string]bool{}
 	for _, b := range blocks(t, "sh", "console") {
 		name := fmt.Sprintf("%s:%d", b.Page, b.Line)
 		switch where, err := b.Where(); where {
 		case "local":
-			here[b.Page] = true
+			local[b.Page] = true
 			t.Run(name, func(t *testing.T) { out[b.Page] += runBlock(t, b) })
 		case "skip":
 			skipped = append(skipped, name)
 		case "":
-			t.Errorf("%s: a block of commands without one (%v)", name, err)
+			t.Errorf("%s: got no commands and error %v, want commands", name, err)
 		}
 	}
 	if len(skipped) > 4 {
-		t.Errorf("%d blocks are run nowhere: %v", len(skipped), skipped)
+		t.Errorf("skipped blocks: got %d, want at most 4: %v", len(skipped), skipped)
 	}
 	for page, wants := range printed {
 		have := strings.Join(strings.Fields(out[page]), " ")
 		for _, want := range wants {
 			if have != "" && !strings.Contains(have, want) {
-				t.Errorf("no %q in what the commands of %s print:\n%s", want, page, out[page])
+				t.Errorf("output of the commands of %s: got\n%s\nwant one with %q", page, out[page], want)
 			}
 		}
 	}
 	for page := range printed {
-		if !here[page] {
-			t.Errorf("%s has no block of commands that is run here", page)
+		if !local[page] {
+			t.Errorf("%s has no local command block", page)
 		}
 	}
 }
 
-// What the commands of the pages find: the tools, and files that they name.
+// surroundings prepares the tools and files that the commands of the pages use.
 const surroundings = `
 cd "$DIR"
 export OLD_HOME=$HOME HOME=$DIR PATH=$DIR/bin:$PATH
-make() { # built already; the demo is run; the suites have tests of their own
+make() { # The program is built; the demo is run; other tests run the suites.
 	case $1 in build|test|e2e) ;; run) HOME=$OLD_HOME command make --no-print-directory -C "$ROOT" run ;; *) return 1 ;; esac
 }
 kubectl() { "$KUBECTL" --server http://127.0.0.1:8081 "$@"; }
@@ -76,15 +76,16 @@ seq 3 | sed 's/.*/{"userId": "u&"}/' > members.ndjson
 trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 `
 
-// Posthorn as the pages take it for granted: the demo's manifests, and those of the page.
+// running starts Posthorn with the demo's manifests and those of the page.
 const running = `
 posthorn sink --secret demo-shared-secret > sink.log &
 posthorn run --manifests webhooks --data data --egress-allow 127.0.0.0/8 --log-level error &
 for i in $(seq 3000); do curl -sf http://127.0.0.1:8080/readyz >/dev/null && break; sleep 0.1; done
 `
 
-// The program, patient with a server that another line of the block has just started.
-const patient = `#!/usr/bin/env bash
+// retrying is a wrapper of posthorn that retries until a server that the block has started
+// is ready.
+const retrying = `#!/usr/bin/env bash
 case $1 in run|sink|compile|verify) exec "$POSTHORN" "$@" ;; esac
 for i in $(seq 3000); do
 	code=0
@@ -95,8 +96,8 @@ done
 exit 1
 `
 
-// runBlock runs the commands of a block in an empty folder and in a network
-// of their own, where all ports are free, and returns what they print.
+// runBlock runs the commands of a block in an empty directory and in a separate network
+// namespace, where all ports are free, and returns their output.
 func runBlock(t *testing.T, b Block) string {
 	dir := t.TempDir()
 	top, err := filepath.Abs(root)
@@ -107,10 +108,10 @@ func runBlock(t *testing.T, b Block) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	starts := strings.Contains(b.Text, "posthorn run") // by itself, what else is running beforehand
+	starts := strings.Contains(b.Text, "posthorn run") // Otherwise a server is started first.
 	if err := errors.Join(
 		os.Mkdir(filepath.Join(dir, "bin"), 0o755),
-		os.WriteFile(filepath.Join(dir, "bin", "posthorn"), []byte(patient), 0o755),
+		os.WriteFile(filepath.Join(dir, "bin", "posthorn"), []byte(retrying), 0o755),
 		os.Symlink(filepath.Join(top, "hack"), filepath.Join(dir, "hack")),
 		os.Symlink(filepath.Join(top, "config"), filepath.Join(dir, "config")),
 	); err != nil {
@@ -125,7 +126,7 @@ func runBlock(t *testing.T, b Block) string {
 	}
 	script += b.Commands()
 	if starts {
-		// It began in the background. A message is on its way.
+		// Posthorn runs in the background. Wait for the delivery of a message.
 		script += "\nfor i in $(seq 3000); do posthorn get destinations | tee get.log | grep -q 'crm *True *Ready *True' && break; sleep 0.1; done; cat get.log\n"
 	}
 	self, err := os.Executable()
@@ -134,7 +135,7 @@ func runBlock(t *testing.T, b Block) string {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), wait.Limit)
 	defer cancel()
-	// Pdeathsig is about the thread that started the process.
+	// Pdeathsig applies to the thread that started the process.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	var out bytes.Buffer
@@ -159,20 +160,20 @@ func runBlock(t *testing.T, b Block) string {
 	}
 	started, err := run(network)
 	if !started && errors.Is(err, syscall.EPERM) {
-		t.Logf("no network of its own for the commands (%v): they use this machine's, where ports 8080, 8081 and 9000 must be free", err)
+		t.Logf("cannot create a network namespace (%v): the commands use this machine's network, where ports 8080, 8081 and 9000 must be free", err)
 		_, err = run(syscall.SysProcAttr{})
 	}
 	if missing := b.Missing(out.String()); err != nil || len(missing) > 0 {
-		t.Errorf("%v; lines that the page shows and the commands do not print: %q\n%s\nprinted:\n%s", err, missing, b.Commands(), out.String())
+		t.Errorf("commands: got error %v and missing lines %q, want none\n%s\noutput:\n%s", err, missing, b.Commands(), out.String())
 	}
 	return out.String()
 }
 
-// writeManifests writes a page's manifests, and those of the demo that the page
-// has not others for, into a folder.
-func writeManifests(top, page, folder string) error {
+// writeManifests writes the manifests of a page to a directory, and those of the demo for
+// other objects.
+func writeManifests(top, page, dir string) error {
 	all, err := Blocks(top, page)
-	if err := errors.Join(err, os.Mkdir(folder, 0o755)); err != nil {
+	if err := errors.Join(err, os.Mkdir(dir, 0o755)); err != nil {
 		return err
 	}
 	var texts []string
@@ -204,10 +205,10 @@ func writeManifests(top, page, folder string) error {
 			}
 			name := strings.ToLower(o.Kind + "-" + o.Metadata.Name)
 			if o.APIVersion != "posthorn.dev/v1alpha1" && (o.APIVersion != "v1" || o.Kind != "Secret") || o.Kind == "Redelivery" || seen[name] {
-				continue // of a cluster alone
+				continue // Only a cluster supports it.
 			}
 			seen[name] = true
-			if err := os.WriteFile(filepath.Join(folder, fmt.Sprintf("%s-%d.yaml", name, i)), []byte(document), 0o600); err != nil {
+			if err := os.WriteFile(filepath.Join(dir, fmt.Sprintf("%s-%d.yaml", name, i)), []byte(document), 0o600); err != nil {
 				return err
 			}
 		}
@@ -215,11 +216,11 @@ func writeManifests(top, page, folder string) error {
 	return nil
 }
 
-// alone names the environment's variable with the script for runAlone.
+// alone is the environment variable with the script for runAlone.
 const alone = "POSTHORN_DOCS_SCRIPT"
 
-// runAlone becomes a shell with a script, after it has brought up the loopback
-// interface of this process' own network.
+// runAlone brings up the loopback interface of this process' network namespace, and
+// replaces the process by a shell with a script.
 func runAlone(script string) error {
 	socket, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM, 0)
 	if err != nil {
@@ -230,7 +231,7 @@ func runAlone(script string) error {
 		return err
 	}
 	request.SetUint16(unix.IFF_UP)
-	// The machine's own is up already, and not ours to change.
+	// The interface of the machine is already up and cannot be changed.
 	if err := unix.IoctlIfreq(socket, unix.SIOCSIFFLAGS, request); err != nil && !errors.Is(err, unix.EPERM) {
 		return fmt.Errorf("bring up the loopback interface: %w", err)
 	}

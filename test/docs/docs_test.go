@@ -24,7 +24,7 @@ func pages(t *testing.T) []string {
 	return list
 }
 
-// blocks are those of all pages that are of one of the languages.
+// blocks returns the blocks of all pages with one of the languages.
 func blocks(t *testing.T, languages ...string) (list []Block) {
 	t.Helper()
 	for _, page := range pages(t) {
@@ -39,7 +39,7 @@ func blocks(t *testing.T, languages ...string) (list []Block) {
 		}
 	}
 	if len(list) == 0 {
-		t.Fatalf("no block in %v found", languages)
+		t.Fatalf("blocks in %v: got 0, want some", languages)
 	}
 	return list
 }
@@ -54,8 +54,8 @@ func TestMain(m *testing.M) {
 	process.Main(m, &binary)
 }
 
-// Every manifest of ours in the pages is valid by the CRDs' schemas and rules.
-// What it refers to need not stand in the same block.
+// Every manifest of Posthorn's kinds in the pages is valid by the CRDs' schemas and rules.
+// Its references may be to objects of other blocks.
 func TestManifestsAreValid(t *testing.T) {
 	checked := 0
 	for _, b := range blocks(t, "yaml") {
@@ -70,18 +70,18 @@ func TestManifestsAreValid(t *testing.T) {
 			}
 			out, err := exec.Command(binary, "compile", "-f", dir, "-o", "json").CombinedOutput()
 			if strings.Contains(string(out), `"problems"`) || err != nil && !strings.Contains(string(out), `"verdicts"`) {
-				t.Errorf("%v\n%s", err, out)
+				t.Errorf("compile: got error %v and output\n%s\nwant no problems", err, out)
 			}
-			// Only what lives in another block may be missing.
+			// Only objects of other blocks may be missing.
 			for _, reason := range []string{"InvalidSpec", "InvalidURL", "InvalidFilter", "InvalidSecret", "EgressDenied"} {
 				if strings.Contains(string(out), `"`+reason+`"`) {
-					t.Errorf("%s\n%s", reason, out)
+					t.Errorf("reason of an object: got %s, want none of an invalid spec\n%s", reason, out)
 				}
 			}
 		})
 	}
 	if checked < 3 {
-		t.Errorf("only %d manifests were found", checked)
+		t.Errorf("manifests: got %d, want at least 3", checked)
 	}
 }
 
@@ -90,7 +90,7 @@ var (
 	heading = regexp.MustCompile(`(?m)^#+ (.*)$`)
 )
 
-func TestLinksLeadSomewhere(t *testing.T) {
+func TestLinks(t *testing.T) {
 	for _, page := range pages(t) {
 		text, err := os.ReadFile(filepath.Join(root, page))
 		if err != nil {
@@ -104,19 +104,19 @@ func TestLinksLeadSomewhere(t *testing.T) {
 			if m[1] != "" {
 				path := filepath.Join(root, filepath.Dir(page), m[1])
 				if _, err := os.Stat(path); err != nil {
-					t.Errorf("%s: the link to %s leads nowhere", page, m[1])
+					t.Errorf("%s: the target %s of a link does not exist", page, m[1])
 					continue
 				}
-				target, _ = os.ReadFile(path) // nothing of a folder
+				target, _ = os.ReadFile(path) // A directory has no headings.
 			}
 			if m[2] != "" && !slices.Contains(anchors(string(target)), m[2]) {
-				t.Errorf("%s: the link to %s%s: no such heading", page, m[1], m[2])
+				t.Errorf("%s: the heading %s%s of a link does not exist", page, m[1], m[2])
 			}
 		}
 	}
 }
 
-// anchors are what the headings of a page can be linked by.
+// anchors returns the anchors of a page's headings.
 func anchors(page string) (list []string) {
 	for _, m := range heading.FindAllStringSubmatch(page, -1) {
 		slug := strings.ReplaceAll(strings.ToLower(m[1]), " ", "-")
@@ -127,7 +127,7 @@ func anchors(page string) (list []string) {
 
 var metric = regexp.MustCompile(`posthorn_[a-z]+_?[a-z_]*[a-z]`)
 
-// docs/metrics.md names every metric that the code makes, and no other.
+// docs/metrics.md has exactly the metrics of the code.
 func TestMetricsAreDocumented(t *testing.T) {
 	inCode, inDocs := map[string]bool{}, map[string]bool{}
 	for _, dir := range []string{"dispatcher", "controllers"} {
@@ -154,15 +154,15 @@ func TestMetricsAreDocumented(t *testing.T) {
 	}
 	for m := range inCode {
 		if !inDocs[m] {
-			t.Errorf("docs/metrics.md does not name %s", m)
+			t.Errorf("docs/metrics.md lacks the metric %s", m)
 		}
 	}
 	for m := range inDocs {
 		if !inCode[m] {
-			t.Errorf("docs/metrics.md names %s, which the code does not make", m)
+			t.Errorf("docs/metrics.md has the metric %s, which does not exist", m)
 		}
 	}
 	if len(inCode) < 20 {
-		t.Errorf("only %d metrics were found in the code", len(inCode))
+		t.Errorf("metrics in the code: got %d, want at least 20", len(inCode))
 	}
 }

@@ -23,7 +23,7 @@ type reason struct{ where, name, meaning, action string }
 
 var groupOf = regexp.MustCompile(`^Reasons of ([\w ,]+?)(?:,|\.|$)`)
 
-// reasons are the documented reasons of the API, in their order in the code.
+// reasons returns the documented reasons of the API, in their order in the code.
 func reasons(t *testing.T) (list []reason) {
 	t.Helper()
 	file, err := parser.ParseFile(token.NewFileSet(), filepath.Join(root, "api", "v1alpha1", "conditions.go"), nil, parser.ParseComments)
@@ -47,12 +47,12 @@ func reasons(t *testing.T) (list []reason) {
 			}
 			name, err := strconv.Unquote(v.Values[0].(*ast.BasicLit).Value)
 			if err != nil || name != constant {
-				t.Errorf("the constant Reason%s is %q (%v); use the same word", constant, name, err)
+				t.Errorf("value of the constant Reason%s: got %q and error %v, want the same word", constant, name, err)
 			}
 			text := strings.Join(strings.Fields(v.Doc.Text()), " ")
 			meaning, ok := strings.CutPrefix(text, "Reason"+name+": ")
 			if !ok {
-				t.Errorf("Reason%s: the comment must begin with \"Reason%s: \", and say what it means", name, name)
+				t.Errorf("Reason%s: the comment must begin with \"Reason%s: \" and the meaning", name, name)
 			}
 			meaning, action, _ := strings.Cut(meaning, " Action: ")
 			if action == "" {
@@ -64,7 +64,7 @@ func reasons(t *testing.T) (list []reason) {
 	return list
 }
 
-// The index of reasons is what the constants' comments say.
+// The index of reasons equals the comments of the constants.
 func TestReasonsIndex(t *testing.T) {
 	var b strings.Builder
 	b.WriteString("\n| reason | shown in | meaning | what to do |\n| --- | --- | --- | --- |\n")
@@ -77,7 +77,7 @@ func TestReasonsIndex(t *testing.T) {
 		}
 		fmt.Fprintf(&b, "| `%s` | %s | %s | %s |\n", r.name, r.where, capital(r.meaning), capital(r.action))
 		if r.where == "" {
-			t.Errorf("Reason%s is in a group of constants whose comment does not begin with \"Reasons of \"", r.name)
+			t.Errorf("comment of the group of Reason%s: it must begin with \"Reasons of \"", r.name)
 		}
 	}
 	b.WriteString("\n")
@@ -86,7 +86,7 @@ func TestReasonsIndex(t *testing.T) {
 	head, rest, _ := strings.Cut(text, "-update -->\n")
 	_, tail, ok := strings.Cut(rest, "<!-- end -->")
 	if !ok {
-		t.Fatal("docs/reasons.md has no marks of its generated part")
+		t.Fatal("docs/reasons.md lacks the marks of its generated part")
 	}
 	want := head + "-update -->\n" + b.String() + "<!-- end -->" + tail
 	if *update {
@@ -98,7 +98,7 @@ func TestReasonsIndex(t *testing.T) {
 	}
 }
 
-// The API has every reason that a dispatcher gives to an attempt or a dead letter.
+// The API has every reason of an attempt or a dead letter in the dispatcher.
 func TestReasonsOfDispatchersAreInTheAPI(t *testing.T) {
 	inAPI := map[string]bool{}
 	for _, r := range reasons(t) {
@@ -114,11 +114,11 @@ func TestReasonsOfDispatchersAreInTheAPI(t *testing.T) {
 		}
 	}
 	if found < 15 {
-		t.Errorf("only %d reasons were found in the dispatcher", found)
+		t.Errorf("reasons in the dispatcher: got %d, want at least 15", found)
 	}
 }
 
-// Every error code has a row, and each row is of a code.
+// docs/reasons.md has exactly the error codes of the code.
 func TestErrorCodesIndex(t *testing.T) {
 	page := read(t, "docs", "reasons.md")
 	tracking, syncs, ok := strings.Cut(page, "\n## Error codes of audience syncs\n")

@@ -15,7 +15,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// receivers make programs of the snippets of docs/receiving.md. Each reads lines
+// receivers has programs for the snippets of docs/receiving.md. Each reads lines
 // of a body, a signature and a secret, all in hex, and prints "true" or "false"
 // for each.
 var receivers = []struct {
@@ -68,8 +68,8 @@ public static void main(String[] args) throws Exception {
 }}`},
 }
 
-// What docs/receiving.md shows verifies what Posthorn signs and nothing else, in
-// every language whose interpreter is on this machine.
+// The snippets in docs/receiving.md verify Posthorn's signatures and reject all others, in
+// every language that is installed on this machine.
 func TestReceivers(t *testing.T) {
 	const body, secret = `{"event":"Ünïcödé \u2028 ✓","n":12345678901234567890}`, "schlüssel"
 	signer, err := sign.New(liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret)}})
@@ -108,12 +108,12 @@ func TestReceivers(t *testing.T) {
 		snippets[b.Language] = b.Text
 	}
 	if len(snippets) != len(receivers) {
-		t.Errorf("the page has snippets in %d languages, this test runs %d", len(snippets), len(receivers))
+		t.Errorf("languages of the snippets: got %d, want %d", len(snippets), len(receivers))
 	}
 	for _, r := range receivers {
 		t.Run(r.language, func(t *testing.T) {
 			if snippets[r.language] == "" {
-				t.Fatal("no snippet on the page")
+				t.Fatal("the page has no snippet in this language")
 			}
 			if _, err := exec.LookPath(r.command[0]); err != nil {
 				t.Skip(err)
@@ -125,7 +125,7 @@ func TestReceivers(t *testing.T) {
 			cmd := exec.CommandContext(t.Context(), r.command[0], append(r.command[1:], file)...)
 			cmd.Stdin = strings.NewReader(lines.String())
 			if got, err := cmd.CombinedOutput(); err != nil || string(got) != want.String() {
-				t.Errorf("%v\n%s\nwant\n%s", err, got, want.String())
+				t.Errorf("results: got error %v and\n%s\nwant\n%s", err, got, want.String())
 			}
 		})
 	}

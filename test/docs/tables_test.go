@@ -27,7 +27,8 @@ func read(t *testing.T, path ...string) string {
 	return string(text)
 }
 
-// section is what stands under a heading of the second level, or ends the test.
+// section returns the text under a heading of the second level. A missing heading ends the
+// test.
 func section(t *testing.T, page, heading string) string {
 	t.Helper()
 	_, text, ok := strings.Cut(read(t, "docs", page), "\n## "+heading+"\n")
@@ -43,7 +44,7 @@ var (
 	fenced = regexp.MustCompile("(?ms)^```.*?^```$")
 )
 
-// words are what stands between backticks, outside of blocks, and matches.
+// words returns the texts between backticks, outside of blocks, that match a pattern.
 func words(text, pattern string) map[string]bool {
 	list := map[string]bool{}
 	for _, m := range quoted.FindAllStringSubmatch(fenced.ReplaceAllString(text, ""), -1) {
@@ -54,7 +55,7 @@ func words(text, pattern string) map[string]bool {
 	return list
 }
 
-// rows are the lines of tables, by what is quoted in the first cell.
+// rows returns the lines of tables by the texts between backticks in their first cells.
 func rows(text string) map[string]string {
 	list := map[string]string{}
 	for line := range strings.Lines(text) {
@@ -65,7 +66,7 @@ func rows(text string) map[string]string {
 		parent := ""
 		for _, m := range quoted.FindAllStringSubmatch(cells[1], -1) {
 			name := strings.ReplaceAll(strings.TrimPrefix(m[1], "spec."), "[]", "")
-			if strings.HasPrefix(name, ".") { // beside the one before
+			if strings.HasPrefix(name, ".") { // It has the parent of the previous name.
 				name = parent + name
 			}
 			parent = name[:max(0, strings.LastIndex(name, "."))]
@@ -75,27 +76,27 @@ func rows(text string) map[string]string {
 	return list
 }
 
-// differ reports words of one side that the other does not have.
+// differ reports the words that only one side has.
 func differ(t *testing.T, page string, inPage, inCode map[string]bool) {
 	t.Helper()
 	for _, w := range slices.Sorted(maps.Keys(inCode)) {
 		if !inPage[w] {
-			t.Errorf("%s does not name %s", page, w)
+			t.Errorf("%s lacks %s", page, w)
 		}
 	}
 	for _, w := range slices.Sorted(maps.Keys(inPage)) {
 		if !inCode[w] {
-			t.Errorf("%s names %s, which the code does not have", page, w)
+			t.Errorf("%s has %s, which the code does not have", page, w)
 		}
 	}
 	if len(inCode) < 10 {
-		t.Errorf("only %v were found in the code", inCode)
+		t.Errorf("words for %s in the code: got %d, want at least 10: %v", page, len(inCode), inCode)
 	}
 }
 
-// Every field of a kind's spec, and its default, is in the table of its page, by a
-// row of its own or by name in that of the field that it is a part of, and no
-// other is. What a reference or a selector of labels consists of is not asked for.
+// The table of a kind's page has every field of its spec, with its default, in a
+// separate row or by name in the row of the parent field, and no other field. The fields of
+// references and label selectors are optional.
 func TestFieldsAreDocumented(t *testing.T) {
 	for resource, page := range map[string]string{
 		"sources": "source.md", "webhookdestinations": "webhookdestination.md", "audiences": "audience.md",
@@ -105,8 +106,9 @@ func TestFieldsAreDocumented(t *testing.T) {
 		if err := yaml.Unmarshal([]byte(read(t, "config", "crd", "posthorn.dev_"+resource+".yaml")), &crd); err != nil {
 			t.Fatal(err)
 		}
-		documented, seen := rows(section(t, page, "Writing one")), map[string]bool{}
-		// walk tells of the fields of s, whose row is above, and returns whether one has a row of its own.
+		documented, seen := rows(section(t, page, "Spec")), map[string]bool{}
+		// walk checks the fields of s, whose parent has the row above, and reports whether one
+		// of them has a separate row.
 		var walk func(path, above string, s apiextensions.JSONSchemaProps) bool
 		walk = func(path, above string, s apiextensions.JSONSchemaProps) (rowsBelow bool) {
 			if s.Items != nil {
@@ -117,7 +119,7 @@ func TestFieldsAreDocumented(t *testing.T) {
 				seen[path] = true
 				row, own := documented[path]
 				if own && field.Default != nil && field.Type != "object" && !strings.Contains(row, strings.Trim(string(field.Default.Raw), `"`)) {
-					t.Errorf("docs/%s does not say that the default of %s is %s: %s", page, path, field.Default.Raw, row)
+					t.Errorf("docs/%s: default of %s: got row %s, want one with %s", page, path, row, field.Default.Raw)
 				}
 				if !own {
 					row = above
@@ -127,7 +129,7 @@ func TestFieldsAreDocumented(t *testing.T) {
 					below = walk(path, row, field)
 				}
 				if !own && !below && !regexp.MustCompile("`[\\w.]*\\b"+name+"\\b").MatchString(row) {
-					t.Errorf("docs/%s does not explain %s", page, path)
+					t.Errorf("docs/%s lacks the field %s", page, path)
 				}
 				rowsBelow = rowsBelow || own || below
 			}
@@ -136,14 +138,14 @@ func TestFieldsAreDocumented(t *testing.T) {
 		walk("", "", crd.Spec.Versions[0].Schema.OpenAPIV3Schema.Properties["spec"])
 		for path := range documented {
 			if !seen[path] {
-				t.Errorf("docs/%s explains %s, which the CRD does not have", page, path)
+				t.Errorf("docs/%s has the field %s, which the CRD does not have", page, path)
 			}
 		}
 	}
 }
 
-// Every reason of a condition is explained somewhere, those of failures where one
-// looks for them, and the tables of conditions name no other.
+// The documentation has every reason of a condition, docs/troubleshooting.md those of
+// failures, and the tables of conditions have no other reasons.
 func TestReasonsAreDocumented(t *testing.T) {
 	reasons, failures, inFailures := map[string]bool{}, map[string]bool{}, false
 	for _, m := range regexp.MustCompile(`(?m)^// (Reasons of \w+)|^\tReason\w+ = "(\w+)"`).FindAllStringSubmatch(read(t, "api", "v1alpha1", "conditions.go"), -1) {
@@ -178,7 +180,7 @@ func TestReasonsAreDocumented(t *testing.T) {
 	differ(t, "the documentation", named, reasons)
 }
 
-// audienceCodes are the codes that a sync of members is answered with.
+// audienceCodes returns the error codes of syncs.
 func audienceCodes(t *testing.T) map[string]bool {
 	t.Helper()
 	codes := map[string]bool{}
@@ -198,12 +200,12 @@ func audienceCodes(t *testing.T) map[string]bool {
 	return codes
 }
 
-// Every code that a sync of members is answered with.
+// docs/audience.md has exactly the error codes of syncs.
 func TestAudienceCodesAreDocumented(t *testing.T) {
 	differ(t, "docs/audience.md", words(section(t, "audience.md", "When it does not work"), `[a-z]+(_[a-z]+)+|busy`), audienceCodes(t))
 }
 
-// Every alert that the chart installs.
+// docs/operations.md has exactly the alerts of the chart.
 func TestAlertsAreDocumented(t *testing.T) {
 	alerts, named := map[string]bool{}, map[string]bool{}
 	for _, m := range regexp.MustCompile(`alert: (\w+)`).FindAllStringSubmatch(read(t, "charts", "posthorn", "files", "alerts.yaml"), -1) {
@@ -215,20 +217,20 @@ func TestAlertsAreDocumented(t *testing.T) {
 	differ(t, "docs/operations.md", named, alerts)
 }
 
-// A flag that a page gives to posthorn is one that posthorn takes.
+// posthorn has every flag that the pages use.
 func TestFlagsExist(t *testing.T) {
 	flags := map[string]bool{}
 	var collect func(args ...string)
 	collect = func(args ...string) {
 		help, err := exec.Command(binary, append(args, "--help")...).CombinedOutput()
 		if err != nil {
-			t.Fatalf("%v: %v\n%s", args, err, help)
+			t.Fatalf("posthorn %v --help: got error %v, want none\n%s", args, err, help)
 		}
 		for _, m := range regexp.MustCompile(`(?m)^ +(?:-\w, )?(--[a-z-]+)`).FindAllStringSubmatch(string(help), -1) {
 			flags[m[1]] = true
 		}
 		_, list, _ := strings.Cut(string(help), "\nAvailable Commands:\n")
-		if len(args) == 0 { // in groups
+		if len(args) == 0 { // The root command lists its commands in groups.
 			_, list, _ = strings.Cut(string(help), "\nUsage:\n")
 		}
 		for _, m := range regexp.MustCompile(`(?m)^  ([a-z-]+) +[A-Z]`).FindAllStringSubmatch(list, -1) {
@@ -238,7 +240,7 @@ func TestFlagsExist(t *testing.T) {
 		}
 	}
 	collect()
-	// Of helm, kubectl and others; the commands of blocks are run by other tests.
+	// Flags of helm, kubectl and others. Other tests run the commands of blocks.
 	others := []string{"--context", "--values", "--from-literal", "--from-file", "--cascade", "--reset-then-reuse-values", "--reuse-values"}
 	used := 0
 	for _, page := range pages(t) {
@@ -252,11 +254,11 @@ func TestFlagsExist(t *testing.T) {
 		}
 	}
 	if used < 20 || len(flags) < 50 {
-		t.Errorf("only %d flags were found in the pages, %d in the program", used, len(flags))
+		t.Errorf("flags: got %d in the pages and %d in the program, want at least 20 and 50", used, len(flags))
 	}
 }
 
-// The limits of the tracking API and of syncs.
+// The pages have the limits of the tracking API and of syncs.
 func TestLimitsAreDocumented(t *testing.T) {
 	requests := strings.ReplaceAll(section(t, "tracking-api.md", "Requests"), ",", "")
 	syncs := section(t, "audience.md", "When it does not work")
@@ -274,12 +276,12 @@ func TestLimitsAreDocumented(t *testing.T) {
 		{syncs, "more than %d GiB", audience.DefaultMaxBytes >> 30},
 	} {
 		if want := fmt.Sprintf(l.format, l.limit); !strings.Contains(l.text, want) {
-			t.Errorf("no page says %q", want)
+			t.Errorf("the documentation lacks %q", want)
 		}
 	}
 }
 
-// A value of the chart that a page names is one that the chart has.
+// The chart has every value that the pages use.
 func TestValuesExist(t *testing.T) {
 	var values map[string]any
 	if err := yaml.Unmarshal([]byte(read(t, "charts", "posthorn", "values.yaml")), &values); err != nil {
@@ -290,7 +292,7 @@ func TestValuesExist(t *testing.T) {
 		for word := range words(read(t, page), `[a-z][A-Za-z]+(\.[a-zA-Z]+)+(: .*)?`) {
 			path := strings.Split(strings.SplitN(word, ":", 2)[0], ".")
 			if _, ok := values[path[0]]; !ok || word == "tls.crt" || word == "tls.key" {
-				continue // a field, a file, a host, or a key of a Secret
+				continue // It is a field, a file, a host, or a key of a Secret.
 			}
 			named++
 			at := any(values)
@@ -298,18 +300,18 @@ func TestValuesExist(t *testing.T) {
 				below, _ := at.(map[string]any)
 				var ok bool
 				if at, ok = below[name]; !ok {
-					t.Errorf("%s names the value %s, which the chart does not have", page, word)
+					t.Errorf("%s has the value %s, which the chart does not have", page, word)
 					break
 				}
 			}
 		}
 	}
 	if named < 20 {
-		t.Errorf("only %d values were found in the pages", named)
+		t.Errorf("values in the pages: got %d, want at least 20", named)
 	}
 }
 
-// Every option and every error of the client library.
+// docs/go-client.md has every option and every error of the client library.
 func TestClientIsDocumented(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(root, "analytics", "*.go"))
 	if err != nil {
@@ -331,10 +333,10 @@ func TestClientIsDocumented(t *testing.T) {
 	page := read(t, "docs", "go-client.md")
 	for name := range inCode {
 		if !regexp.MustCompile("`[^`]*\\b" + name + "\\b").MatchString(page) {
-			t.Errorf("docs/go-client.md does not name %s", name)
+			t.Errorf("docs/go-client.md lacks %s", name)
 		}
 	}
 	if len(inCode) < 20 {
-		t.Errorf("only %v were found in the code", inCode)
+		t.Errorf("options and errors in the code: got %d, want at least 20: %v", len(inCode), inCode)
 	}
 }

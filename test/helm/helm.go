@@ -12,11 +12,11 @@ import (
 	"github.com/posthorn/posthorn/test/env"
 )
 
-// Chart is the folder of the chart, from the root of the repository.
+// Chart is the directory of the chart, relative to the root of the repository.
 const Chart = "charts/posthorn"
 
-// Binary is the path of Helm in the version that hack/cluster/build pins. It is
-// built when it is missing, which takes a minute.
+// Binary returns the path of Helm in the version that hack/cluster/build pins. It builds
+// Helm if necessary, which takes a minute.
 func Binary() (string, error) {
 	root, err := env.Root()
 	if err != nil {
@@ -30,7 +30,7 @@ func Binary() (string, error) {
 	}
 	binary := filepath.Join(strings.TrimSpace(stdout.String()), "helm")
 	if _, err := os.Stat(binary); err != nil {
-		return "", fmt.Errorf("hack/cluster/build built no helm: %w", err)
+		return "", fmt.Errorf("hack/cluster/build did not build helm: %w", err)
 	}
 	return binary, nil
 }

@@ -30,7 +30,7 @@ import (
 	"github.com/posthorn/posthorn/test/process"
 )
 
-var update = flag.Bool("update", false, "write the golden files anew")
+var update = flag.Bool("update", false, "write the golden files")
 
 var helm, root string
 
@@ -64,7 +64,7 @@ func render(args ...string) (string, error) { return renderAs("posthorn", args..
 
 func renderAs(release string, args ...string) (string, error) {
 	var stdout, stderr bytes.Buffer
-	// A Helm that was built from its module takes the cluster for an ancient one.
+	// A Helm that is built from its module has an old default version of the cluster.
 	cmd := exec.Command(helm, append([]string{"template", release, filepath.Join(root, Chart), "--namespace", "posthorn-system", "--kube-version", "1.36.0"}, args...)...)
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	if err := cmd.Run(); err != nil {
@@ -88,7 +88,7 @@ func objects(t *testing.T, text string) []*unstructured.Unstructured {
 	for _, part := range regexp.MustCompile(`(?m)^---$`).Split(text, -1) {
 		object := &unstructured.Unstructured{}
 		if err := yaml.UnmarshalStrict([]byte(part), &object.Object); err != nil {
-			t.Fatalf("%v in\n%s", err, part)
+			t.Fatalf("parse of a manifest: got error %v, want none\n%s", err, part)
 		}
 		if object.Object != nil {
 			list = append(list, object)
@@ -97,13 +97,13 @@ func objects(t *testing.T, text string) []*unstructured.Unstructured {
 	return list
 }
 
-// randomKey is what differs from render to render: the write key of `helm test`.
+// randomKey matches the random write key of `helm test`.
 var randomKey = regexp.MustCompile(`writeKey: "[A-Za-z0-9]{32}"`)
 
 func TestGolden(t *testing.T) {
 	cases, err := filepath.Glob("testdata/*.values.yaml")
 	if err != nil || len(cases) < 4 {
-		t.Fatalf("only %d cases (%v)", len(cases), err)
+		t.Fatalf("cases: got %d and error %v, want at least 4", len(cases), err)
 	}
 	for _, values := range cases {
 		name := strings.TrimSuffix(filepath.Base(values), ".values.yaml")
@@ -122,14 +122,14 @@ func TestGolden(t *testing.T) {
 				t.Fatal(err)
 			}
 			if diff := cmp.Diff(string(want), got); diff != "" {
-				t.Errorf("%s differs (-want +got); if that is meant, run: go test ./test/helm -update\n%s", golden, diff)
+				t.Errorf("%s (-want +got); if the change is intended, run go test ./test/helm -update:\n%s", golden, diff)
 			}
 			objects(t, got)
 		})
 	}
 }
 
-// The values that the pages show must be ones that the chart takes.
+// The chart accepts the values in the pages.
 func TestValuesInDocs(t *testing.T) {
 	seen := 0
 	for _, page := range []string{"docs/install.md", "docs/operations.md", "docs/metrics.md"} {
@@ -147,16 +147,16 @@ func TestValuesInDocs(t *testing.T) {
 				t.Fatal(err)
 			}
 			if _, err := render("--values", file); err != nil {
-				t.Errorf("%s:%d: %v", page, b.Line, err)
+				t.Errorf("values in %s:%d: got error %v, want none", page, b.Line, err)
 			}
 		}
 	}
 	if seen < 5 {
-		t.Errorf("only %d blocks of values were found", seen)
+		t.Errorf("blocks with values: got %d, want at least 5", seen)
 	}
 }
 
-// What Helm installs must be what was generated, and stay when the release goes.
+// Helm installs the generated CRDs, and keeps them after an uninstall.
 func TestCRDs(t *testing.T) {
 	found := 0
 	for _, got := range objects(t, mustRender(t)) {
@@ -174,24 +174,24 @@ func TestCRDs(t *testing.T) {
 			t.Fatal(err)
 		}
 		if diff := cmp.Diff(want.Object["spec"], got.Object["spec"]); diff != "" {
-			t.Errorf("%s is not that of config/crd; run go run ./hack/chart\n%s", got.GetName(), diff)
+			t.Errorf("%s (-config/crd +chart); run go run ./hack/chart:\n%s", got.GetName(), diff)
 		}
 		if policy := got.GetAnnotations()["helm.sh/resource-policy"]; policy != "keep" {
-			t.Errorf("%s has resource policy %q; an uninstall would delete all users' resources", got.GetName(), policy)
+			t.Errorf("resource policy of %s: got %q, want keep; an uninstall would delete all users' resources", got.GetName(), policy)
 		}
 	}
 	if all, err := filepath.Glob(filepath.Join(root, "config", "crd", "*.yaml")); err != nil || found != len(all) {
-		t.Errorf("%d CRDs, config/crd has %d (%v)", found, len(all), err)
+		t.Errorf("CRDs in the chart: got %d, want %d as in config/crd (error %v)", found, len(all), err)
 	}
 	for _, object := range objects(t, mustRender(t, "--set", "crds.enabled=false")) {
 		if object.GetKind() == "CustomResourceDefinition" {
-			t.Errorf("%s in spite of crds.enabled=false", object.GetName())
+			t.Errorf("CRDs with crds.enabled=false: got %s, want none", object.GetName())
 		}
 	}
 }
 
-// A refusal names the path and what is right.
-func TestRefusedValues(t *testing.T) {
+// The error for an invalid value has its path and the valid format.
+func TestInvalidValues(t *testing.T) {
 	for name, c := range map[string]struct{ set, want string }{
 		"unknown at the top":    {"dispacher.replicas=2", "at '': additional properties 'dispacher' not allowed"},
 		"unknown below":         {"dispatcher.replica=2", "at '/dispatcher': additional properties 'replica' not allowed"},
@@ -211,20 +211,20 @@ func TestRefusedValues(t *testing.T) {
 		"share of traces":       {"tracing.sampleRatio=10", "at '/tracing/sampleRatio': maximum: got 10, want 1"},
 		"shared volume":         {"dispatcher.persistence.accessModes={ReadWriteMany}", "at '/dispatcher/persistence/accessModes/0': value must be one of 'ReadWriteOnce', 'ReadWriteOncePod'"},
 		"label not text":        {"commonLabels.a=true", "at '/commonLabels/a': got boolean, want string"},
-		"label with a space":    {"commonLabels.my team=a", "does not match pattern '^(?<label_name_such_as_team_or_example_dot_com_slash_team>"},
+		"label name, a space":   {"commonLabels.my team=a", "does not match pattern '^(?<label_name_such_as_team_or_example_dot_com_slash_team>"},
 		"ingress without host":  {"ingress.enabled=true", "at '/ingress/hosts': minItems: got 0, want 1"},
 		"host with scheme":      {"ingress.hosts={https://calls.example}", "at '/ingress/hosts/0': 'https://calls.example' does not match pattern '^(?<host_name_without_scheme_and_path>"},
 		"route without parent":  {"httpRoute.enabled=true", "at '/httpRoute/parentRefs': minItems: got 0, want 1"},
 		"port":                  {"service.port=70000", "at '/service/port': maximum: got 70,000, want 65,535"},
 		"argument, not a flag":  {"dispatcher.extraArgs={orphan-grace=1h}", "at '/dispatcher/extraArgs/0': 'orphan-grace=1h' does not match pattern '^(?<flag_with_two_dashes>"},
 		"TLS alone, no Secret":  {"tls.only=true", "at '/tls/secretName': minLength: got 0, want 1"},
-		"TLS switched on":       {"tls.enabled=true", "at '/tls': additional properties 'enabled' not allowed"},
+		"TLS enabled":           {"tls.enabled=true", "at '/tls': additional properties 'enabled' not allowed"},
 		"admin access":          {"adminAuth=basic", "at '/adminAuth': value must be one of 'kubernetes', 'none'"},
 		"label of the chart":    {"commonLabels.app\\.kubernetes\\.io/name=a", "at '/commonLabels/app.kubernetes.io~1name': 'a' does not match pattern '^(?<none_the_chart_sets_this_label_itself>"},
-		"label with a sentence": {"dispatcher.podLabels.a=b c", "at '/dispatcher/podLabels/a': 'b c' does not match pattern '^(?<label_value_of_letters_digits_dash_dot_underscore>"},
+		"label with spaces":     {"dispatcher.podLabels.a=b c", "at '/dispatcher/podLabels/a': 'b c' does not match pattern '^(?<label_value_of_letters_digits_dash_dot_underscore>"},
 		"name with a dot":       {"fullnameOverride=a.b", "at '/fullnameOverride': 'a.b' does not match pattern '^(?<lower_case_name_without_dots_or_empty>"},
-		"no pod may go":         {"dispatcher.podDisruptionBudget.maxUnavailable=0", "at '/dispatcher/podDisruptionBudget/maxUnavailable': minimum: got 0, want 1"},
-		"no percent may go":     {"dispatcher.podDisruptionBudget.maxUnavailable=0%", "'0%' does not match pattern '^(?<percentage_such_as_25_percent>"},
+		"no disruption":         {"dispatcher.podDisruptionBudget.maxUnavailable=0", "at '/dispatcher/podDisruptionBudget/maxUnavailable': minimum: got 0, want 1"},
+		"zero percent":          {"dispatcher.podDisruptionBudget.maxUnavailable=0%", "'0%' does not match pattern '^(?<percentage_such_as_25_percent>"},
 		"memory in GB":          {"dispatcher.resources.limits.memory=1GB", "at '/dispatcher/resources/limits/memory': '1GB' does not match pattern '^(?<quantity_such_as_500m_or_1Gi>"},
 		"negative memory":       {"operator.resources.requests.memory=-5", "at '/operator/resources/requests/memory': minimum: got -5, want 0"},
 		"number in env":         {"dispatcher.extraEnv[0].name=A,dispatcher.extraEnv[0].value=5", "at '/dispatcher/extraEnv/0/value': got number, want string"},
@@ -241,20 +241,20 @@ func TestRefusedValues(t *testing.T) {
 			t.Parallel()
 			_, err := render("--set", c.set)
 			if err == nil || !strings.Contains(err.Error(), c.want) {
-				t.Errorf("--set %s: %v, want %s", c.set, err, c.want)
+				t.Errorf("--set %s: got error %v, want one with %s", c.set, err, c.want)
 			}
 		})
 	}
 }
 
-// A chart that depends on this one may switch it by a condition, which Helm then hands on.
+// Helm passes the condition of a parent chart as the value enabled, and its global values.
 func TestAsADependency(t *testing.T) {
 	if _, err := render("--set", "enabled=true,global.imageRegistry=registry.internal"); err != nil {
 		t.Error(err)
 	}
 }
 
-// The notes tell where calls go and the next commands, under the release's own names.
+// The notes have the URL for calls and the next commands, with the names of the release.
 func TestNotes(t *testing.T) {
 	server, err := server()
 	if err != nil {
@@ -280,24 +280,24 @@ func TestNotes(t *testing.T) {
 			cmd := exec.Command(helm, append([]string{"install", c.release, filepath.Join(root, Chart), "--namespace", c.namespace, "--kubeconfig", server.Kubeconfig(), "--dry-run=client", "--set", "crds.enabled=false"}, c.args...)...)
 			out, err := cmd.CombinedOutput()
 			if err != nil {
-				t.Fatalf("%v\n%s", err, out)
+				t.Fatalf("helm install: got error %v, want none\n%s", err, out)
 			}
 			_, notes, _ := strings.Cut(string(out), "\nNOTES:\n")
 			for _, want := range c.want {
 				if !strings.Contains(notes, want) {
-					t.Errorf("no %q in:\n%s", want, notes)
+					t.Errorf("notes: got\n%s\nwant %q in them", notes, want)
 				}
 			}
 			for _, not := range c.not {
 				if strings.Contains(notes, not) {
-					t.Errorf("%q in:\n%s", not, notes)
+					t.Errorf("notes: got\n%s\nwant no %q in them", notes, not)
 				}
 			}
 		})
 	}
 }
 
-// The binary must know every flag that the chart gives it, with that value.
+// The binary accepts every flag and value in the chart.
 func TestFlagsAreKnown(t *testing.T) {
 	binary, err := process.Build(t.TempDir())
 	if err != nil {
@@ -318,19 +318,19 @@ func TestFlagsAreKnown(t *testing.T) {
 			for _, c := range containers {
 				seen++
 				args, _, _ := unstructured.NestedStringSlice(c.(map[string]any), "args")
-				// What comes before --help is parsed.
+				// The program parses the flags before --help.
 				if out, err := exec.Command(binary, append(args, "--help")...).CombinedOutput(); err != nil {
-					t.Errorf("%s, %s: posthorn %v: %s", values, o.GetName(), args, out)
+					t.Errorf("%s, %s: posthorn %v: got error %v, want none: %s", values, o.GetName(), args, err, out)
 				}
 			}
 		}
 		if seen != 3 {
-			t.Errorf("%s: %d containers, want operator, dispatcher and test", values, seen)
+			t.Errorf("%s: containers: got %d, want 3: operator, dispatcher and test", values, seen)
 		}
 	}
 }
 
-// What belongs together must still find each other under other names.
+// The selectors match their pods with other names, too.
 func TestSelectors(t *testing.T) {
 	for _, name := range []string{"posthorn", "other"} {
 		t.Run(name, func(t *testing.T) {
@@ -359,24 +359,24 @@ func TestSelectors(t *testing.T) {
 				}
 			}
 			pods = append(pods, dispatcher.Spec.Template, operator.Spec.Template)
-			matches := func(what string, selector map[string]string, want string) {
+			matches := func(selects string, selector map[string]string, want string) {
 				t.Helper()
 				for _, p := range pods {
 					if got, want := labels.SelectorFromSet(selector).Matches(labels.Set(p.Labels)), p.Labels["app.kubernetes.io/component"] == want; got != want {
-						t.Errorf("%s selects the pods of %s: %v", what, p.Labels["app.kubernetes.io/component"], got)
+						t.Errorf("%s selects the pods of %s: got %v, want %v", selects, p.Labels["app.kubernetes.io/component"], got, want)
 					}
 				}
 			}
 			matches("the StatefulSet", dispatcher.Spec.Selector.MatchLabels, "dispatcher")
 			matches("the Deployment", operator.Spec.Selector.MatchLabels, "operator")
 			if len(services) != 2 {
-				t.Errorf("%d Services, want 2", len(services))
+				t.Errorf("Services: got %d, want 2", len(services))
 			}
 			for _, s := range services {
 				matches("Service "+s.Name, s.Spec.Selector, "dispatcher")
 			}
 			if _, ok := services[dispatcher.Spec.ServiceName]; !ok {
-				t.Errorf("no Service %q for the StatefulSet", dispatcher.Spec.ServiceName)
+				t.Errorf("serviceName of the StatefulSet: got %q, want the name of a Service", dispatcher.Spec.ServiceName)
 			}
 			for _, arg := range operator.Spec.Template.Spec.Containers[0].Args {
 				if text, ok := strings.CutPrefix(arg, "--dispatcher-selector="); ok {
@@ -388,12 +388,12 @@ func TestSelectors(t *testing.T) {
 					return
 				}
 			}
-			t.Error("the operator has no --dispatcher-selector")
+			t.Error("the operator lacks the flag --dispatcher-selector")
 		})
 	}
 }
 
-// A real API server must know every field, in a namespace that enforces the
+// An API server accepts all objects and fields, in a namespace that enforces the
 // restricted Pod Security Standard.
 func TestAPIServerAccepts(t *testing.T) {
 	server, err := server()
@@ -416,9 +416,9 @@ func TestAPIServerAccepts(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	long := strings.Repeat("longname-", 6)[:53] // as long as Helm allows
+	long := strings.Repeat("longname-", 6)[:53] // the maximum length of Helm
 	cases := [][]string{
-		{"true"}, // a release's name may look like something else
+		{"true"}, // a name that is not a string in YAML without quotes
 		{long},
 		{"posthorn", "--set", "fullnameOverride=" + long[:40]},
 		{"posthorn", "--set", "commonLabels.a=b,dispatcher.podLabels.a=c"},
@@ -435,15 +435,15 @@ func TestAPIServerAccepts(t *testing.T) {
 		for _, o := range objects(t, text) {
 			switch group := o.GroupVersionKind().Group; group {
 			case "monitoring.coreos.com", "gateway.networking.k8s.io":
-				continue // kinds that the API server does not have
+				continue // The API server does not have these kinds.
 			}
 			seen++
 			create := []client.CreateOption{client.DryRunAll}
 			if o.GetKind() == "CustomResourceDefinition" {
-				continue // installed already
+				continue // The CRDs are already installed.
 			}
 			if err := strict.Create(context.Background(), o.DeepCopy(), create...); err != nil && (o.GetKind() != "ServiceAccount" || !apierrors.IsAlreadyExists(err)) {
-				t.Errorf("%v: %s %s: %v", values, o.GetKind(), o.GetName(), err)
+				t.Errorf("%v: create %s %s: got error %v, want none", values, o.GetKind(), o.GetName(), err)
 			}
 			template, found, _ := unstructured.NestedMap(o.Object, "spec", "template")
 			if !found {
@@ -454,7 +454,7 @@ func TestAPIServerAccepts(t *testing.T) {
 			pod.SetKind("Pod")
 			pod.SetName("pod")
 			pod.SetNamespace("posthorn-system")
-			// In a dry run its account is not there; its volume claim is made by the StatefulSet.
+			// A dry run does not create the account, and the StatefulSet would create the volume claim.
 			name, _, _ := unstructured.NestedString(pod.Object, "spec", "serviceAccountName")
 			account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: "posthorn-system", Name: name}}
 			if err := strict.Create(context.Background(), account); err != nil && !apierrors.IsAlreadyExists(err) {
@@ -466,14 +466,14 @@ func TestAPIServerAccepts(t *testing.T) {
 				volumes = append(volumes, map[string]any{"name": "data", "persistentVolumeClaim": map[string]any{"claimName": "data"}})
 			}
 			_ = unstructured.SetNestedSlice(pod.Object, volumes, "spec", "volumes")
-			// No controller makes ServiceAccounts here; one that is not asked for is not missed.
+			// No controller creates tokens of ServiceAccounts here.
 			_ = unstructured.SetNestedField(pod.Object, false, "spec", "automountServiceAccountToken")
 			if err := strict.Create(context.Background(), pod, client.DryRunAll); err != nil {
-				t.Errorf("%v: pod of %s: %v", values, o.GetName(), err)
+				t.Errorf("%v: create the pod of %s: got error %v, want none", values, o.GetName(), err)
 			}
 		}
 		if seen < 10 {
-			t.Errorf("%v: only %d objects", values, seen)
+			t.Errorf("%v: objects: got %d, want at least 10", values, seen)
 		}
 	}
 }

@@ -1,5 +1,5 @@
-// Package image builds Posthorn's image from scratch, as `make image` does, for
-// each architecture that the Dockerfile is for, and looks at what is in it.
+// Package image builds Posthorn's image with `make image`, for each architecture of the
+// Dockerfile, and checks its content.
 package image
 
 import (
@@ -71,7 +71,7 @@ func TestImage(t *testing.T) {
 			}
 			cmd.Dir = root
 			if out, err := cmd.CombinedOutput(); err != nil {
-				t.Fatalf("%v\n%s", err, out)
+				t.Fatalf("make image: got error %v, want none\n%s", err, out)
 			}
 			archive, err := os.ReadFile(filepath.Join(bin, "posthorn-linux-"+arch+".tar"))
 			if err != nil {
@@ -83,10 +83,10 @@ func TestImage(t *testing.T) {
 				RepoTags, Layers []string
 			}
 			if err := json.Unmarshal(files["manifest.json"].data, &manifest); err != nil || len(manifest) != 1 || len(manifest[0].Layers) != 1 {
-				t.Fatalf("%v: %s", err, files["manifest.json"].data)
+				t.Fatalf("manifest.json: got %s and error %v, want one image with one layer", files["manifest.json"].data, err)
 			}
 			if want := []string{"registry.internal/posthorn:v9"}; !slices.Equal(manifest[0].RepoTags, want) {
-				t.Errorf("tags %v, want %v", manifest[0].RepoTags, want)
+				t.Errorf("tags: got %v, want %v", manifest[0].RepoTags, want)
 			}
 			var config struct {
 				Architecture, OS string
@@ -100,29 +100,32 @@ func TestImage(t *testing.T) {
 				t.Fatal(err)
 			}
 			if config.Architecture != arch || config.OS != "linux" {
-				t.Errorf("an image for %s/%s, want linux/%s", config.OS, config.Architecture, arch)
+				t.Errorf("platform: got %s/%s, want linux/%s", config.OS, config.Architecture, arch)
 			}
-			// It runs as what the Dockerfile makes.
+			// The config equals that of the Dockerfile.
 			entrypoint, _ := json.Marshal(config.Config.Entrypoint)
 			for _, line := range []string{"USER " + config.Config.User, "ENTRYPOINT " + string(entrypoint), "ENV " + strings.Join(config.Config.Env, " ")} {
 				if !strings.Contains(string(dockerfile), "\n"+line+"\n") {
-					t.Errorf("the Dockerfile does not say %q", line)
+					t.Errorf("the Dockerfile lacks the line %q", line)
 				}
 			}
 			layer := unpack(t, files[manifest[0].Layers[0]].data)
 			if data := layer["var/lib/posthorn/"]; data.Header == nil || data.Uid != 65532 {
-				t.Error("/var/lib/posthorn is not the user's")
+				t.Errorf("owner of /var/lib/posthorn: got %+v, want the user 65532", data.Header)
 			}
 			binary := layer["posthorn"]
 			if binary.Header == nil || binary.Mode != 0o755 {
-				t.Fatalf("no program /posthorn among %d files", len(layer))
+				t.Fatalf("/posthorn: got %+v among %d files, want a file with mode 755", binary.Header, len(layer))
 			}
 			program, err := elf.NewFile(bytes.NewReader(binary.data))
-			if err != nil || program.Machine != machine {
-				t.Fatalf("the program is for another machine than %v (%v)", machine, err)
+			if err != nil {
+				t.Fatalf("read the program: got error %v, want an ELF file", err)
+			}
+			if program.Machine != machine {
+				t.Fatalf("machine of the program: got %v, want %v", program.Machine, machine)
 			}
 			if libraries, err := program.ImportedLibraries(); err != nil || len(libraries) > 0 {
-				t.Errorf("the program needs %v (%v), which the image does not have", libraries, err)
+				t.Errorf("shared libraries of the program: got %v and error %v, want none", libraries, err)
 			}
 			if arch != runtime.GOARCH {
 				return
@@ -132,7 +135,7 @@ func TestImage(t *testing.T) {
 				t.Fatal(err)
 			}
 			if out, err := exec.Command(path, "--version").CombinedOutput(); err != nil || !strings.Contains(string(out), "v9") {
-				t.Errorf("%v: %s", err, out)
+				t.Errorf("posthorn --version: got %s and error %v, want v9", out, err)
 			}
 		})
 	}
@@ -146,6 +149,6 @@ func TestOnlyLinuxBinaries(t *testing.T) {
 	script := filepath.Join(root, "hack", "cluster", "make-image")
 	out, err := exec.Command(script, "posthorn:v9", script, filepath.Join(t.TempDir(), "image.tar")).CombinedOutput()
 	if err == nil || !strings.Contains(string(out), "no Linux binary") {
-		t.Errorf("%v: %s", err, out)
+		t.Errorf("make-image with a script: got error %v and %s, want \"no Linux binary\"", err, out)
 	}
 }

@@ -1,5 +1,4 @@
-// Package imports holds the direction of imports between Posthorn's packages,
-// as docs/architecture.md states it.
+// Package imports tests the import rules of docs/architecture.md.
 package imports
 
 import (
@@ -13,9 +12,9 @@ import (
 
 const module = "github.com/posthorn/posthorn/"
 
-// rules: a package whose path (below the module) starts with the first word
-// may import, of this module, only what starts with one of the others, and of
-// other modules only what the second list allows (nil: anything).
+// rules has the allowed imports of packages whose path starts with pkg: packages of this
+// module that start with one of own, and packages of other modules that start with one of
+// external (nil allows all).
 var rules = []struct {
 	pkg      string
 	own      []string
@@ -29,7 +28,7 @@ var rules = []struct {
 	{"dispatcher", []string{"dispatcher", "event"}, nil},
 }
 
-// forbidden names what must not be imported although it is of another module.
+// forbidden has the packages of other modules that must not be imported.
 var forbidden = map[string][]string{"dispatcher": {"sigs.k8s.io/controller-runtime"}}
 
 type pkg struct {
@@ -49,21 +48,21 @@ func TestImportDirection(t *testing.T) {
 			for _, imported := range p.Imports {
 				if own, ok := strings.CutPrefix(imported, module); ok {
 					if !hasPrefix(own, rule.own) {
-						t.Errorf("%s must not import %s", path, own)
+						t.Errorf("import of %s in %s: not allowed by the rule for %s", own, path, rule.pkg)
 					}
 					continue
 				}
 				if rule.external != nil && strings.Contains(strings.Split(imported, "/")[0], ".") && !hasPrefix(imported, rule.external) {
-					t.Errorf("%s must not import %s", path, imported)
+					t.Errorf("import of %s in %s: not allowed by the rule for %s", imported, path, rule.pkg)
 				}
 				if hasPrefix(imported, forbidden[rule.pkg]) {
-					t.Errorf("%s must not import %s", path, imported)
+					t.Errorf("import of %s in %s: not allowed by the rule for %s", imported, path, rule.pkg)
 				}
 			}
 		}
 	}
 	if checked < len(rules) {
-		t.Fatalf("only %d packages were checked", checked)
+		t.Fatalf("checked packages: got %d, want at least %d", checked, len(rules))
 	}
 }
 
@@ -79,7 +78,7 @@ func hasPrefix(s string, prefixes []string) bool {
 func list(t *testing.T) (pkgs []pkg) {
 	out, err := exec.Command("go", "list", "-json=ImportPath,Imports", module+"...").Output()
 	if err != nil {
-		t.Fatalf("go list: %v", err)
+		t.Fatalf("go list: got error %v, want none", err)
 	}
 	for dec := json.NewDecoder(strings.NewReader(string(out))); ; {
 		var p pkg

@@ -1,5 +1,5 @@
-// Package kstatus checks how the tools that wait for a rollout read the status of
-// Posthorn's objects: kstatus, which Flux and Helm use, and Argo CD's health scripts.
+// Package kstatus tests the results of tools that wait for a rollout of Posthorn's
+// objects: kstatus, which Flux and Helm use, and Argo CD's health scripts.
 package kstatus
 
 import (
@@ -31,12 +31,12 @@ const (
 
 var now = time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 
-// argo is Argo CD's word for what kstatus reports.
+// argo maps a status of kstatus to the health of Argo CD.
 var argo = map[status.Status]string{
 	status.InProgressStatus: "Progressing", status.FailedStatus: "Degraded", status.CurrentStatus: "Healthy",
 }
 
-// byReason is what tools make of an object whose verdict has this reason.
+// byReason maps the reason of an object's verdict to its expected status.
 var byReason = map[string]status.Status{
 	v1alpha1.ReasonAccepted:         status.CurrentStatus,
 	v1alpha1.ReasonDisabled:         status.CurrentStatus,
@@ -53,15 +53,15 @@ var byReason = map[string]status.Status{
 	v1alpha1.ReasonNoSource:         status.InProgressStatus,
 }
 
-// Every object of the compiler's golden files, with the status that it has when
-// every pod runs it, and every reason of Accepted and ResolvedRefs.
+// Tests every object of the compiler's golden files, with its status when every pod runs it,
+// and every reason of Accepted and ResolvedRefs.
 func TestVerdicts(t *testing.T) {
 	seen := map[string]bool{}
 	check := func(name, kind string, v compile.Verdict) {
 		reason, _ := v.Cause()
 		want, ok := byReason[reason]
 		if !ok {
-			t.Errorf("%s: no rule for the reason %s", name, reason)
+			t.Errorf("%s: byReason lacks the reason %s", name, reason)
 			return
 		}
 		seen[reason] = true
@@ -69,7 +69,7 @@ func TestVerdicts(t *testing.T) {
 	}
 	files, err := filepath.Glob(filepath.Join(root, "controllers/compile/testdata/*.out.yaml"))
 	if err != nil || len(files) < 20 {
-		t.Fatalf("%d golden files, %v", len(files), err)
+		t.Fatalf("golden files: got %d and error %v, want at least 20", len(files), err)
 	}
 	for _, file := range files {
 		var golden struct {
@@ -101,7 +101,7 @@ func TestVerdicts(t *testing.T) {
 	}
 }
 
-// Every kind in every state that does not follow from the verdict.
+// Tests every kind in every state that does not depend on the verdict.
 func TestStates(t *testing.T) {
 	traffic := map[string]map[string]func(*liveconfig.NamespaceReport, *liveconfig.Report){
 		"Source": {
@@ -143,7 +143,7 @@ func TestStates(t *testing.T) {
 		run("no dispatcher", compute(kind, accepted, nil), status.InProgressStatus)
 		run("a dispatcher does not answer", compute(kind, accepted, append(running(kind, accepted, nil), health.Pod{Name: "b"})), status.InProgressStatus)
 		run("not confirmed", compute(kind, newer, running(kind, accepted, nil)), status.InProgressStatus)
-		run("config refused", compute(kind, newer, running(kind, accepted, func(t *liveconfig.NamespaceReport, _ *liveconfig.Report) {
+		run("config rejected", compute(kind, newer, running(kind, accepted, func(t *liveconfig.NamespaceReport, _ *liveconfig.Report) {
 			t.Refused = &liveconfig.RefusedConfig{Error: "unknown field"}
 		})), status.InProgressStatus)
 		run("idle", compute(kind, accepted, running(kind, accepted, nil)), status.CurrentStatus)
@@ -152,14 +152,14 @@ func TestStates(t *testing.T) {
 			conditions, _, _ := unstructured.NestedSlice(o.Object, "status", "conditions")
 			last := conditions[len(conditions)-1].(map[string]any)
 			if failing := name != "receiving" && name != "delivering" && name != "synced"; (last["status"] == "False") != failing {
-				t.Errorf("%s/%s: %v", kind, name, last)
+				t.Errorf("%s/%s: last condition: got %v, want status False: %v", kind, name, last, failing)
 			}
 			run(name, o, status.CurrentStatus)
 		}
 	}
 }
 
-// The kinds that run once are in progress until the end of the run.
+// Tests the kinds that run once: they are in progress until the end of the run.
 func TestJobs(t *testing.T) {
 	accepted := metav1.Condition{Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAccepted, Message: "m"}
 	missing := metav1.Condition{Status: metav1.ConditionFalse, Reason: v1alpha1.ReasonDestinationNotFound, Message: "m"}
@@ -197,7 +197,7 @@ func TestJobs(t *testing.T) {
 	}
 }
 
-// endpoint changes a report to one of a URL in a state.
+// endpoint returns a change that adds an endpoint in a state to a report.
 func endpoint(state liveconfig.EndpointState, failures int) func(*liveconfig.NamespaceReport, *liveconfig.Report) {
 	return func(t *liveconfig.NamespaceReport, _ *liveconfig.Report) {
 		t.Destinations[0].Endpoints = []liveconfig.EndpointReport{{
@@ -207,7 +207,7 @@ func endpoint(state liveconfig.EndpointState, failures int) func(*liveconfig.Nam
 	}
 }
 
-// running is a pod that runs the object, and reports more if change says so.
+// running returns a pod that runs the object; change may change its report.
 func running(kind string, v compile.Verdict, change func(*liveconfig.NamespaceReport, *liveconfig.Report)) []health.Pod {
 	t := liveconfig.NamespaceReport{Namespace: namespace}
 	switch kind {
@@ -248,7 +248,7 @@ func compute(kind string, v compile.Verdict, pods []health.Pod) *unstructured.Un
 	return object(kind, o)
 }
 
-// object returns an object as tools get it.
+// object converts an object to the form that tools read.
 func object(kind string, o any) *unstructured.Unstructured {
 	fields, err := runtime.DefaultUnstructuredConverter.ToUnstructured(o)
 	if err != nil {
@@ -259,7 +259,7 @@ func object(kind string, o any) *unstructured.Unstructured {
 	return u
 }
 
-// expect compares what kstatus and Argo CD make of an object.
+// expect checks the results of kstatus and Argo CD for an object.
 func expect(t *testing.T, o *unstructured.Unstructured, want status.Status) {
 	t.Helper()
 	result, err := status.Compute(o)
@@ -275,7 +275,7 @@ func expect(t *testing.T, o *unstructured.Unstructured, want status.Status) {
 	}
 }
 
-// defaultStatus is the status that the API server gives a new object.
+// defaultStatus returns the CRD's default status.
 func defaultStatus(t *testing.T, kind string) any {
 	t.Helper()
 	var crd struct {
@@ -303,7 +303,7 @@ func defaultStatus(t *testing.T, kind string) any {
 	return s
 }
 
-// scripts are the health scripts by kind.
+// scripts returns the health scripts by kind.
 func scripts(t *testing.T) map[string]string {
 	t.Helper()
 	var cm struct {
@@ -314,18 +314,18 @@ func scripts(t *testing.T) map[string]string {
 	for key, script := range cm.Data {
 		kind, ok := strings.CutPrefix(key, "resource.customizations.health."+v1alpha1.GroupVersion.Group+"_")
 		if !ok {
-			t.Errorf("key %s is not a health script of a kind of Posthorn", key)
+			t.Errorf("key %s: it is not a health script for one of Posthorn's kinds", key)
 		}
 		byKind[kind] = script
 	}
 	return byKind
 }
 
-// Each kind of the API has a script, and no other kind.
+// Exactly the kinds of the API have a script.
 func TestEveryKindHasAScript(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(root, "config/crd/posthorn.dev_*.yaml"))
 	if err != nil || len(files) == 0 {
-		t.Fatalf("no CRD: %v", err)
+		t.Fatalf("CRDs: got %d and error %v, want some", len(files), err)
 	}
 	have := scripts(t)
 	for _, file := range files {
@@ -338,16 +338,16 @@ func TestEveryKindHasAScript(t *testing.T) {
 		}
 		read(t, file, &crd)
 		if have[crd.Spec.Names.Kind] == "" {
-			t.Errorf("no health script for %s", crd.Spec.Names.Kind)
+			t.Errorf("the kind %s lacks a health script", crd.Spec.Names.Kind)
 		}
 		delete(have, crd.Spec.Names.Kind)
 	}
 	for kind := range have {
-		t.Errorf("a health script for %s, which does not exist", kind)
+		t.Errorf("health script for %s: the kind does not exist", kind)
 	}
 }
 
-// An object without a status, and one with a status that is not ours, do not break the script.
+// The script works for objects without a status and with an unknown status.
 func TestScriptWithoutStatus(t *testing.T) {
 	for kind := range scripts(t) {
 		for name, s := range map[string]any{"none": nil, "empty": map[string]any{}, "no conditions": map[string]any{"conditions": []any{}}} {
@@ -361,7 +361,7 @@ func TestScriptWithoutStatus(t *testing.T) {
 }
 
 // argoHealth runs a kind's script as Argo CD does: with the libraries package, base
-// and table, without string, math, io and os, and for at most a second.
+// and table only.
 func argoHealth(t *testing.T, o *unstructured.Unstructured) (health, message string) {
 	t.Helper()
 	l := lua.NewState(lua.Options{SkipOpenLibs: true})
@@ -380,7 +380,7 @@ func argoHealth(t *testing.T, o *unstructured.Unstructured) (health, message str
 	}
 	result, ok := l.Get(-1).(*lua.LTable)
 	if !ok {
-		t.Fatalf("the script returned %v", l.Get(-1))
+		t.Fatalf("result of the script: got %v, want a table", l.Get(-1))
 	}
 	return lua.LVAsString(result.RawGetString("status")), lua.LVAsString(result.RawGetString("message"))
 }
@@ -411,7 +411,7 @@ func value(l *lua.LState, v any) lua.LValue {
 		}
 		return table
 	}
-	panic(fmt.Sprintf("%T is no JSON", v))
+	panic(fmt.Sprintf("%T is not a JSON type", v))
 }
 
 func read(t *testing.T, file string, into any) {

@@ -1,6 +1,6 @@
-// Package manifests holds config/ against a real API server: all of it renders,
-// is valid, and its pods are allowed in a namespace that enforces the
-// restricted Pod Security Standard.
+// Package manifests tests config/ with a real API server: all manifests render and are
+// valid, and the pods are allowed in a namespace that enforces the restricted Pod Security
+// Standard.
 package manifests
 
 import (
@@ -34,7 +34,7 @@ func TestConfigDefault(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// With calls over TLS; a component without which the rest is the same.
+	// The manifests with the component for calls over TLS.
 	dir := t.TempDir()
 	for _, name := range []string{"default", "tls", "crd", "rbac", "operator", "dispatcher"} {
 		if err := os.CopyFS(filepath.Join(dir, name), os.DirFS(filepath.Join(root, "config", name))); err != nil {
@@ -53,7 +53,7 @@ func TestConfigDefault(t *testing.T) {
 		t.Fatal(err)
 	}
 	if strings.Contains(plain, "calls-tls") || strings.Count(text, "calls-tls") != 4 {
-		t.Errorf("TLS is named %d and %d times, want 0 and 4", strings.Count(plain, "calls-tls"), strings.Count(text, "calls-tls"))
+		t.Errorf("occurrences of calls-tls: got %d without and %d with the component, want 0 and 4", strings.Count(plain, "calls-tls"), strings.Count(text, "calls-tls"))
 	}
 
 	kinds := map[string]int{}
@@ -66,10 +66,10 @@ func TestConfigDefault(t *testing.T) {
 		kinds[object.GetKind()]++
 		options := []client.ApplyOption{client.FieldOwner("test"), client.ForceOwnership, client.DryRunAll}
 		if object.GetKind() == "Namespace" {
-			options = options[:2] // the others are tried inside it
+			options = options[:2] // Dry runs of the other objects need the namespace.
 		}
 		if err := cluster.Apply(ctx, client.ApplyConfigurationFromUnstructured(object), options...); err != nil {
-			t.Errorf("%s %s: %v", object.GetKind(), object.GetName(), err)
+			t.Errorf("apply %s %s: got error %v, want none", object.GetKind(), object.GetName(), err)
 		}
 		if pod := podOf(t, object); pod != nil {
 			pods = append(pods, pod)
@@ -77,48 +77,48 @@ func TestConfigDefault(t *testing.T) {
 	}
 	crds, err := filepath.Glob(filepath.Join(root, "config", "crd", "*.yaml"))
 	if err != nil || len(crds) < 2 {
-		t.Fatalf("%d CRDs in config/crd: %v", len(crds), err)
+		t.Fatalf("CRDs in config/crd: got %d and error %v, want at least 2", len(crds), err)
 	}
 	for kind, want := range map[string]int{"Namespace": 1, "CustomResourceDefinition": len(crds), "Deployment": 1, "StatefulSet": 1, "ServiceAccount": 3, "NetworkPolicy": 2} {
 		if kinds[kind] != want {
-			t.Errorf("%d of kind %s, want %d", kinds[kind], kind, want)
+			t.Errorf("objects of kind %s: got %d, want %d", kind, kinds[kind], want)
 		}
 	}
 
 	if len(pods) != 2 {
-		t.Fatalf("%d workloads, want 2", len(pods))
+		t.Fatalf("workloads: got %d, want 2", len(pods))
 	}
 	image := chartImage(t, filepath.Join(root, "charts", "posthorn"))
 	for _, pod := range pods {
 		t.Run(pod.Spec.Containers[0].Name, func(t *testing.T) {
 			if err := cluster.Create(ctx, pod, client.DryRunAll); err != nil {
-				t.Errorf("the pod is refused: %v", err)
+				t.Errorf("create the pod: got error %v, want none", err)
 			}
 			c := pod.Spec.Containers[0]
 			if c.SecurityContext.ReadOnlyRootFilesystem == nil || !*c.SecurityContext.ReadOnlyRootFilesystem {
 				t.Error("the root file system is writable")
 			}
 			if c.Image != image {
-				t.Errorf("the image is %s, that of the chart %s", c.Image, image)
+				t.Errorf("image: got %s, want %s as in the chart", c.Image, image)
 			}
 			if c.ReadinessProbe == nil || c.LivenessProbe == nil {
-				t.Error("a probe is missing")
+				t.Errorf("probes: got readiness %v and liveness %v, want both", c.ReadinessProbe, c.LivenessProbe)
 			}
 			if c.Resources.Requests.Memory().IsZero() || c.Resources.Limits.Memory().IsZero() {
-				t.Error("memory is not bounded")
+				t.Error("the request or the limit of memory is missing")
 			}
-			// What the standard is for: a pod that may become root is refused.
+			// The standard rejects a pod with privilege escalation.
 			yes := true
 			bad := pod.DeepCopy()
 			bad.Spec.Containers[0].SecurityContext.AllowPrivilegeEscalation = &yes
 			if err := cluster.Create(ctx, bad, client.DryRunAll); err == nil || !strings.Contains(err.Error(), "restricted") {
-				t.Errorf("the namespace does not enforce the restricted standard: %v", err)
+				t.Errorf("create a pod with privilege escalation: got error %v, want one of the restricted standard", err)
 			}
 		})
 	}
 }
 
-// chartImage is what a chart runs by default.
+// chartImage returns the default image of a chart.
 func chartImage(t *testing.T, dir string) string {
 	t.Helper()
 	var about struct{ AppVersion string }
@@ -135,12 +135,12 @@ func chartImage(t *testing.T, dir string) string {
 	return values.Image.Repository + ":" + about.AppVersion
 }
 
-// podOf returns a pod as a workload would make it, or nil.
+// podOf returns the pod of a workload, or nil for other kinds.
 func podOf(t *testing.T, object *unstructured.Unstructured) *corev1.Pod {
 	t.Helper()
 	typed, err := scheme.Scheme.New(object.GroupVersionKind())
 	if err != nil {
-		return nil // not a built-in kind
+		return nil // It is not a built-in kind.
 	}
 	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(object.Object, typed); err != nil {
 		t.Fatal(err)

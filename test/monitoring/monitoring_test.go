@@ -1,5 +1,5 @@
-// Package monitoring checks the chart's alerts and dashboard with Prometheus'
-// own parser and engine. It is a module of its own because these are large.
+// Package monitoring tests the chart's alerts and dashboard with Prometheus'
+// parser and engine. It is a separate module because these are large.
 package monitoring
 
 import (
@@ -49,7 +49,7 @@ func alerts(t *testing.T) (rules []rule) {
 		rules = append(rules, g.Rules...)
 	}
 	if len(rules) < 10 {
-		t.Fatalf("only %d alerts were found", len(rules))
+		t.Fatalf("alerts: got %d, want at least 10", len(rules))
 	}
 	return rules
 }
@@ -72,15 +72,15 @@ func panels(t *testing.T) []panel {
 		t.Fatal(err)
 	}
 	if len(dashboard.Panels) < 20 {
-		t.Fatalf("only %d panels were found", len(dashboard.Panels))
+		t.Fatalf("panels: got %d, want at least 20", len(dashboard.Panels))
 	}
 	return dashboard.Panels
 }
 
-// variables of Grafana, as they come when everything is chosen.
+// variables replaces Grafana's variables by their values when all objects are selected.
 var variables = strings.NewReplacer("$__rate_interval", "5m", "$namespace", ".*", "$destination", ".*")
 
-// documented are the labels of the metrics of docs/metrics.md, by name.
+// documented returns the labels of the metrics in docs/metrics.md, by metric name.
 func documented(t *testing.T) map[string][]string {
 	t.Helper()
 	page, err := os.ReadFile("../../docs/metrics.md")
@@ -100,16 +100,16 @@ func documented(t *testing.T) map[string][]string {
 	return all
 }
 
-// Every expression parses, and asks for metrics and labels that docs/metrics.md has.
+// Every expression parses, and uses only metrics and labels of docs/metrics.md.
 func TestExpressions(t *testing.T) {
 	known := documented(t)
 	check := func(where, expr string) {
 		parsed, err := parser.NewParser(parser.Options{}).ParseExpr(variables.Replace(expr))
 		if err != nil {
-			t.Errorf("%s: %v", where, err)
+			t.Errorf("%s: parse: got error %v, want none", where, err)
 			return
 		}
-		// Prometheus adds pod when it scrapes, histograms le.
+		// Scrapes add the label pod, histograms the label le.
 		labels := map[string]bool{"pod": true, "le": true}
 		var used []string
 		parser.Inspect(parsed, func(node parser.Node, _ []parser.Node) error {
@@ -120,7 +120,7 @@ func TestExpressions(t *testing.T) {
 					has, ok = known[regexp.MustCompile(`_(bucket|sum|count)$`).ReplaceAllString(n.Name, "")]
 				}
 				if !ok {
-					t.Errorf("%s: docs/metrics.md has no %s", where, n.Name)
+					t.Errorf("%s: docs/metrics.md lacks the metric %s", where, n.Name)
 				}
 				for _, l := range has {
 					labels[l] = true
@@ -135,7 +135,7 @@ func TestExpressions(t *testing.T) {
 		})
 		for _, l := range used {
 			if l != model.MetricNameLabel && !labels[l] {
-				t.Errorf("%s: no metric in it has the label %s: %s", where, l, expr)
+				t.Errorf("%s: no metric of the expression has the label %s: %s", where, l, expr)
 			}
 		}
 	}
@@ -147,22 +147,22 @@ func TestExpressions(t *testing.T) {
 			check(p.Title, target.Expr)
 			for _, l := range regexp.MustCompile(`{{(\w+)}}`).FindAllStringSubmatch(target.LegendFormat, -1) {
 				if !strings.Contains(target.Expr, l[1]) {
-					t.Errorf("%s: the legend names %s, which the result lacks", p.Title, l[1])
+					t.Errorf("%s: the legend has the label %s, which the result lacks", p.Title, l[1])
 				}
 			}
 		}
 	}
 }
 
-// Panels lie beside one another, have units, and legends that stay readable
-// with a thousand destinations.
+// Panels do not overlap, have units, and bounded legends, so that they are readable with a
+// thousand destinations.
 func TestPanels(t *testing.T) {
 	taken := map[[2]int]string{}
 	for _, p := range panels(t) {
 		for x := p.GridPos.X; x < p.GridPos.X+p.GridPos.W; x++ {
 			for y := p.GridPos.Y; y < p.GridPos.Y+p.GridPos.H; y++ {
 				if other, ok := taken[[2]int{x, y}]; ok {
-					t.Fatalf("%q lies on %q", p.Title, other)
+					t.Fatalf("the panels %q and %q overlap", p.Title, other)
 				}
 				taken[[2]int{x, y}] = p.Title
 			}
@@ -171,18 +171,18 @@ func TestPanels(t *testing.T) {
 			continue
 		}
 		if p.FieldConfig.Defaults.Unit == "" {
-			t.Errorf("%q has no unit", p.Title)
+			t.Errorf("the panel %q has no unit", p.Title)
 		}
 		for _, target := range p.Targets {
 			if regexp.MustCompile(`by \([^)]*(source|destination|endpoint|namespace)`).MatchString(target.Expr) && !strings.Contains(target.Expr, "topk(") {
-				t.Errorf("%q has a line for every object: bound it by topk", p.Title)
+				t.Errorf("the panel %q has a line for every object; bound it with topk", p.Title)
 			}
 		}
 	}
 }
 
-// situation is a set of series, as promtool's tests write them, and whether an
-// alert fires at the end of an hour of them.
+// situation is a set of series in the format of promtool's tests, and the expected state of
+// an alert after an hour.
 type situation struct {
 	alert, series string
 	fires         bool
@@ -212,9 +212,9 @@ var situations = []situation{
 	{"PosthornNotDelivering", `posthorn_lane_messages{namespace="shop",destination="crm",source="web",state="pending"} 0+10x60
 		posthorn_messages_delivered_total{namespace="shop",destination="crm"} 5x60`, true},
 	{"PosthornNotDelivering", `posthorn_lane_messages{namespace="shop",destination="crm",source="web",state="pending"} 0+10x60
-		posthorn_messages_delivered_total{namespace="shop",destination="crm"} 0+1x60`, false}, // Slow, and yet it moves.
+		posthorn_messages_delivered_total{namespace="shop",destination="crm"} 0+1x60`, false}, // Deliveries are slow, but not stopped.
 	{"PosthornNotDelivering", `posthorn_lane_messages{namespace="shop",destination="crm",source="web",state="pending"} 0x60
-		posthorn_messages_delivered_total{namespace="shop",destination="crm"} 5x60`, false}, // Nothing to do.
+		posthorn_messages_delivered_total{namespace="shop",destination="crm"} 5x60`, false}, // No message is pending.
 	{"PosthornMessagesOld", `posthorn_destination_oldest_pending_seconds{namespace="shop",destination="crm"} 7000+60x60`, true},
 	{"PosthornMessagesOld", `posthorn_destination_oldest_pending_seconds{namespace="shop",destination="crm"} 0+60x60`, false},
 	{"PosthornCircuitOpen", `posthorn_endpoint_circuit_open{namespace="shop",destination="crm",endpoint="a"} 0x30 1x30`, true},
@@ -225,7 +225,7 @@ var situations = []situation{
 		posthorn_ingest_calls_total{namespace="shop",source="web",result="accepted"} 0+10x60`, true},
 	{"PosthornCallsRefused", `posthorn_ingest_rejected_total{namespace="shop",source="web",code="no_event"} 0+4x60
 		posthorn_ingest_calls_total{namespace="shop",source="web",result="accepted"} 0+10x60`, false},
-	{"PosthornCallsRefused", `posthorn_ingest_rejected_total{namespace="",source="",code="unknown_write_key"} 0+100x60`, false}, // Nobody's.
+	{"PosthornCallsRefused", `posthorn_ingest_rejected_total{namespace="",source="",code="unknown_write_key"} 0+100x60`, false}, // The calls have no Source.
 	{"PosthornConfigNotWritten", `posthorn_operator_compiles_total{result="too_large"} 0+1x60`, true},
 	{"PosthornConfigNotWritten", `posthorn_operator_compiles_total{result="written"} 0+10x60
 		posthorn_operator_compiles_total{result="error"} 1x60`, false},
@@ -253,12 +253,12 @@ func TestAlerts(t *testing.T) {
 				}
 				steps := int(time.Duration(r.For)/(30*time.Second)) + 1
 				if fires := slices.ContainsFunc(matrix, func(series promql.Series) bool { return len(series.Floats) == steps }); fires != s.fires {
-					t.Errorf("fires: %v, want %v: %v", fires, s.fires, matrix)
+					t.Errorf("alert fires: got %v, want %v: %v", fires, s.fires, matrix)
 				}
 				for _, series := range matrix {
 					for _, l := range regexp.MustCompile(`\$labels\.(\w+)`).FindAllStringSubmatch(r.Annotations["summary"]+r.Annotations["description"], -1) {
 						if series.Metric.Get(l[1]) == "" && s.fires {
-							t.Errorf("the text names %s, which the result lacks: %v", l[1], series.Metric)
+							t.Errorf("the annotations have the label %s, which the result lacks: %v", l[1], series.Metric)
 						}
 					}
 				}
@@ -271,13 +271,13 @@ func TestAlerts(t *testing.T) {
 	}
 	for _, r := range alerts(t) {
 		if !tested[r.Alert][true] || !tested[r.Alert][false] {
-			t.Errorf("%s has no case in which it fires, or none in which it does not", r.Alert)
+			t.Errorf("cases of %s: got firing %v and not firing %v, want both", r.Alert, tested[r.Alert][true], tested[r.Alert][false])
 		}
 		if r.Labels["severity"] == "" || r.Annotations["summary"] == "" || r.Annotations["description"] == "" {
 			t.Errorf("%s lacks severity, summary or description", r.Alert)
 		}
 	}
 	if len(tested) != len(alerts(t)) {
-		t.Errorf("cases for %v", slices.Sorted(maps.Keys(tested)))
+		t.Errorf("alerts with cases: got %v, want the %d alerts of the chart", slices.Sorted(maps.Keys(tested)), len(alerts(t)))
 	}
 }

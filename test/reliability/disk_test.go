@@ -284,10 +284,10 @@ func TestBacklogFillsTheDisk(t *testing.T) {
 	}
 }
 
-// TestOtherFilesFillTheDisk fills the disk with another file under load. The process neither
+// TestForeignFilesFillTheDisk fills the disk with another file under load. The process neither
 // ends nor loses a call, and accepts calls again when the disk has space. It can be stopped
 // on the full disk, and the next process starts when the disk has space.
-func TestOtherFilesFillTheDisk(t *testing.T) {
+func TestForeignFilesFillTheDisk(t *testing.T) {
 	for _, restart := range []bool{false, true} {
 		t.Run(fmt.Sprintf("restart=%t", restart), func(t *testing.T) {
 			disk := smallDisk(t)

@@ -204,7 +204,7 @@ type client struct {
 }
 
 func newClient() *client {
-	return &client{http.Client{Timeout: patience, Transport: &http.Transport{MaxIdleConnsPerHost: 1}}}
+	return &client{http.Client{Timeout: waitLimit, Transport: &http.Transport{MaxIdleConnsPerHost: 1}}}
 }
 
 func (c *client) close() { c.http.CloseIdleConnections() }

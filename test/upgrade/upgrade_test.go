@@ -1,6 +1,6 @@
-// Package upgrade moves the stored objects of release 0.2.0 to the present API, in the
-// order of docs/upgrading.md, on a real API server: the new CRDs over the old objects,
-// then the migrated manifests. It also goes back.
+// Package upgrade tests the upgrade of stored objects of release 0.2.0, in the order of
+// docs/upgrading.md, on a real API server: first the new CRDs, then the migrated manifests.
+// It also tests the rollback.
 package upgrade
 
 import (
@@ -28,13 +28,13 @@ const (
 	kinds   = "sources.posthorn.dev,webhookdestinations.posthorn.dev,audiences.posthorn.dev,redeliveries.posthorn.dev,deletionrequests.posthorn.dev"
 )
 
-// The ways to apply a manifest. Each file has a namespace for each of them.
+// Methods to apply a manifest. Each file has a namespace for each method.
 const (
 	clientSide = "client"
 	serverSide = "server"
 	replaced   = "replaced"
 	exported   = "exported"
-	fresh      = "fresh" // Nothing is stored before.
+	fresh      = "fresh" // without stored objects
 )
 
 func TestUpgrade(t *testing.T) {
@@ -47,36 +47,37 @@ func TestUpgrade(t *testing.T) {
 		t.Helper()
 		out, err := server.Kubectl(stdin, args...)
 		if err != nil {
-			t.Fatalf("kubectl %s: %v", strings.Join(args, " "), err)
+			t.Fatalf("kubectl %s: got error %v, want none", strings.Join(args, " "), err)
 		}
 		return out
 	}
 	olds, news := files(t)
 
-	// Release 0.2.0, with jobs of which one has finished.
+	// Release 0.2.0, with jobs, one of which has finished.
 	var namespaces []unstructured.Unstructured
 	for name := range olds {
-		for _, way := range []string{clientSide, serverSide, replaced, exported, fresh} {
-			namespaces = append(namespaces, unstructured.Unstructured{Object: map[string]any{"apiVersion": "v1", "kind": "Namespace", "metadata": map[string]any{"name": name + "-" + way}}})
+		for _, method := range []string{clientSide, serverSide, replaced, exported, fresh} {
+			namespaces = append(namespaces, unstructured.Unstructured{Object: map[string]any{"apiVersion": "v1", "kind": "Namespace", "metadata": map[string]any{"name": name + "-" + method}}})
 		}
 	}
 	kubectl(list(t, namespaces), "create", "-f", "-")
-	ways := []string{clientSide, serverSide, replaced, exported}
-	for _, way := range ways {
-		kubectl(list(t, in(olds, way)), "apply", "-f", "-")
+	methods := []string{clientSide, serverSide, replaced, exported}
+	for _, method := range methods {
+		kubectl(list(t, in(olds, method)), "apply", "-f", "-")
 	}
 	kubectl("", "patch", "redelivery/crm-after-the-fix", "--namespace=sample-redelivery-"+exported, "--subresource=status", "--type=merge", "-p", `{"status":{"phase":"Succeeded"}}`)
 	before := specs(t, kubectl)
 	export := kubectl("", "get", kinds, "--all-namespaces", "-o", "yaml")
 
-	// The new CRDs. The API server prunes the stored objects when it reads them, and lists them.
+	// The new CRDs. The API server prunes the stored objects when it reads them, and still lists
+	// them.
 	kubectl("", "apply", "--server-side", "--force-conflicts", "-f", newCRDs)
 	kubectl("", "wait", "--for=condition=Established", "crd", "--all")
 	if got := len(specs(t, kubectl)); got != len(before) {
-		t.Fatalf("%d objects are listed under the new CRDs, want %d", got, len(before))
+		t.Fatalf("objects under the new CRDs: got %d, want %d", got, len(before))
 	}
 
-	// The jobs cannot be changed; the page says to delete them first.
+	// The specs of jobs are immutable; docs/upgrading.md deletes them first.
 	kubectl("", "delete", "redeliveries.posthorn.dev,deletionrequests.posthorn.dev", "--all", "--all-namespaces")
 	kubectl(list(t, in(news, fresh)), "create", "-f", "-")
 	kubectl(list(t, in(news, clientSide)), "apply", "-f", "-")
@@ -85,62 +86,62 @@ func TestUpgrade(t *testing.T) {
 	kubectl(list(t, slices.DeleteFunc(in(news, replaced), func(o unstructured.Unstructured) bool { return !isJob(o) })), "create", "-f", "-")
 	kubectl(list(t, fromExport(t, export)), "apply", "--server-side", "--force-conflicts", "-f", "-")
 
-	// Whatever was stored before, the specs are those of new objects.
+	// The specs equal those of new objects, for every method.
 	after := specs(t, kubectl)
 	for id, want := range after {
 		file, ok := strings.CutSuffix(id.namespace, "-"+fresh)
 		if !ok {
 			continue
 		}
-		for _, way := range ways {
-			got, stored := after[object{id.kind, file + "-" + way, id.name}]
-			if file == "sample-redelivery" && way == exported {
+		for _, method := range methods {
+			got, stored := after[object{id.kind, file + "-" + method, id.name}]
+			if file == "sample-redelivery" && method == exported {
 				if stored {
-					t.Errorf("%s %s, which has finished, is applied again", id.kind, id.name)
+					t.Errorf("%s %s: got a new object for a finished one, want none", id.kind, id.name)
 				}
 				continue
 			}
-			if way == exported { // An export has the defaults of release 0.2.0.
+			if method == exported { // An export has the defaults of release 0.2.0.
 				delete(got, "ttlSecondsAfterFinished")
 				want := withoutTTL(want)
 				if diff := cmp.Diff(want, got); diff != "" {
-					t.Errorf("%s %s/%s, %s (-new +migrated):\n%s", id.kind, file, id.name, way, diff)
+					t.Errorf("%s %s/%s, %s (-new +migrated):\n%s", id.kind, file, id.name, method, diff)
 				}
 				continue
 			}
 			if diff := cmp.Diff(want, got); diff != "" {
-				t.Errorf("%s %s/%s, %s (-new +migrated):\n%s", id.kind, file, id.name, way, diff)
+				t.Errorf("%s %s/%s, %s (-new +migrated):\n%s", id.kind, file, id.name, method, diff)
 			}
 		}
 	}
 
-	// And back: the CRDs and the manifests of release 0.2.0.
+	// The rollback: the CRDs and the manifests of release 0.2.0.
 	kubectl("", "apply", "--server-side", "--force-conflicts", "-f", oldCRDs)
 	kubectl("", "wait", "--for=condition=Established", "crd", "--all")
 	kubectl("", "delete", "redeliveries.posthorn.dev,deletionrequests.posthorn.dev", "--all", "--all-namespaces")
-	for _, way := range ways {
-		kubectl(list(t, in(olds, way)), "apply", "--server-side", "--force-conflicts", "-f", "-")
+	for _, method := range methods {
+		kubectl(list(t, in(olds, method)), "apply", "--server-side", "--force-conflicts", "-f", "-")
 	}
 	back := specs(t, kubectl)
 	for id, want := range before {
 		if diff := cmp.Diff(want, back[id]); diff != "" {
-			t.Errorf("%v after the way back (-before +after):\n%s", id, diff)
+			t.Errorf("%v after the rollback (-before +after):\n%s", id, diff)
 		}
 	}
 }
 
-// files reads the manifests of release 0.2.0, and migrates them, by the name of their file.
+// files reads and migrates the manifests of release 0.2.0. It returns both by file name.
 func files(t *testing.T) (olds, news map[string][]unstructured.Unstructured) {
 	t.Helper()
 	olds, news = map[string][]unstructured.Unstructured{}, map[string][]unstructured.Unstructured{}
 	paths, err := filepath.Glob("../../api/migrate/testdata/*.in.yaml")
 	if err != nil || len(paths) < 30 {
-		t.Fatalf("%d files (%v)", len(paths), err)
+		t.Fatalf("files: got %d and error %v, want at least 30", len(paths), err)
 	}
 	for _, path := range paths {
 		name := strings.ReplaceAll(strings.TrimSuffix(filepath.Base(path), ".in.yaml"), "_", "-")
 		if slices.Contains([]string{"exported", "finished", "pruned", "comments"}, name) {
-			continue // Not a state of a cluster of release 0.2.0.
+			continue // A cluster of release 0.2.0 does not have these objects.
 		}
 		text, err := os.ReadFile(path)
 		if err != nil {
@@ -179,19 +180,19 @@ func unique(objects []unstructured.Unstructured) []unstructured.Unstructured {
 	})
 }
 
-// in puts the objects of each file into its namespace for a way.
-func in(files map[string][]unstructured.Unstructured, way string) (objects []unstructured.Unstructured) {
+// in returns the objects of all files, each in the namespace of its file for a method.
+func in(files map[string][]unstructured.Unstructured, method string) (objects []unstructured.Unstructured) {
 	for name, all := range files {
 		for _, o := range all {
 			o := *o.DeepCopy()
-			o.SetNamespace(name + "-" + way)
+			o.SetNamespace(name + "-" + method)
 			objects = append(objects, o)
 		}
 	}
 	return objects
 }
 
-// fromExport migrates an export, and returns the objects of the namespaces for this way.
+// fromExport migrates an export, and returns its objects in the namespaces of this method.
 func fromExport(t *testing.T, export string) (objects []unstructured.Unstructured) {
 	t.Helper()
 	text, notes, err := migrate.File([]byte(export))
@@ -200,7 +201,7 @@ func fromExport(t *testing.T, export string) (objects []unstructured.Unstructure
 	}
 	for _, n := range notes {
 		if n.Problem {
-			t.Errorf("%v", n)
+			t.Errorf("migration note: got the problem %v, want none", n)
 		}
 	}
 	var all unstructured.UnstructuredList
@@ -213,7 +214,7 @@ func fromExport(t *testing.T, export string) (objects []unstructured.Unstructure
 		}
 	}
 	if len(objects) < 30 {
-		t.Fatalf("the export has %d objects", len(objects))
+		t.Fatalf("objects of the export: got %d, want at least 30", len(objects))
 	}
 	return objects
 }

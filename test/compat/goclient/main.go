@@ -1,5 +1,5 @@
-// Command goclient makes calls with the vendor's Go client, version 3, and
-// prints what became of each: one line of JSON {"id", "error"} per call.
+// Command goclient sends calls with the vendor's Go client, version 3, and
+// prints their results: one line of JSON {"id", "error"} per call.
 //
 //	goclient -endpoint http://127.0.0.1:8080 -write-key key showcase
 //	goclient -endpoint … -write-key key -calls 60 -batch 20 many
@@ -20,11 +20,11 @@ import (
 var (
 	endpoint = flag.String("endpoint", "", "the server")
 	writeKey = flag.String("write-key", "", "the write key")
-	calls    = flag.Int("calls", 60, "how many calls many makes, a multiple of -batch")
-	batch    = flag.Int("batch", 20, "calls of one request of many")
+	calls    = flag.Int("calls", 60, "number of calls of many, a multiple of -batch")
+	batch    = flag.Int("batch", 20, "calls per request of many")
 )
 
-// result is what the client reported of a call.
+// result is the client's result of a call.
 type result struct {
 	ID    string `json:"id"`
 	Error string `json:"error,omitempty"`
@@ -49,7 +49,7 @@ func main() {
 	case "many":
 		messages = many()
 	default:
-		fatal(fmt.Errorf("showcase or many, not %q", flag.Arg(0)))
+		fatal(fmt.Errorf("unknown argument %q; use showcase or many", flag.Arg(0)))
 	}
 	size := *batch
 	if flag.Arg(0) == "showcase" {
@@ -66,7 +66,7 @@ func main() {
 			fatal(err)
 		}
 	}
-	// Close would drop what waits to be tried again, so the results come first.
+	// Close would drop calls that wait for a retry, so wait for all results first.
 	for range messages {
 		line, err := json.Marshal(<-results)
 		if err != nil {
@@ -84,7 +84,7 @@ func fatal(err error) {
 	os.Exit(1)
 }
 
-// showcase has a call of every type, and each field of the client's structs.
+// showcase returns a call of every type, with each field of the client's structs.
 func showcase() []analytics.Message {
 	past := time.Date(2020, 2, 29, 12, 30, 15, 0, time.FixedZone("", -5*60*60))
 	context := &analytics.Context{
@@ -121,14 +121,14 @@ func showcase() []analytics.Message {
 		analytics.Screen{MessageId: "go-screen", UserId: "u1", Name: "Cart", Properties: analytics.NewProperties().SetValue(3)},
 		analytics.Group{MessageId: "go-group", UserId: "u1", GroupId: "acme", Traits: analytics.NewTraits().SetName("Acme").Set("employees", 420)},
 		analytics.Alias{MessageId: "go-alias", UserId: "u1", PreviousId: "a1"},
-		// Not for us. The client writes "all" for All.
+		// It excludes the destination. The client writes "all" for All.
 		analytics.Track{MessageId: "go-elsewhere", UserId: "u1", Event: "E", Integrations: analytics.NewIntegrations().DisableAll().Enable("Other")},
-		// What the client fills in by itself.
+		// The client adds the missing fields.
 		&analytics.Track{UserId: "u1", Event: "Minimal"},
 	}
 }
 
-// many has calls of all types in turn, with messageIds go-0, go-1, ….
+// many returns calls of all types in turn, with messageIds go-0, go-1, ….
 func many() (messages []analytics.Message) {
 	for i := range *calls {
 		id := fmt.Sprintf("go-%d", i)

@@ -1,6 +1,6 @@
-// Makes calls with the vendor's browser client in a page of a DOM that holds
-// cross-origin requests to the rules of browsers (preflight, mixed content, what
-// a page may read). Prints one line of JSON {id} per call when it is acknowledged.
+// Sends calls with the vendor's browser client in a DOM that applies the browsers' rules for
+// cross-origin requests (preflight, mixed content, readable headers). Prints one line of
+// JSON {id} per acknowledged call.
 //
 //   node browser.mjs <endpoint> <writeKey> <origin> showcase
 //   node browser.mjs <endpoint> <writeKey> <origin> many <calls> <batch>
@@ -16,10 +16,10 @@ const window = new Window({
 })
 const sent = new Set()
 const acknowledged = new Set()
-const watched = new Map() // id -> who waits for it
+const waiting = new Map() // id -> resolve function
 
-// The page's fetch, which notes what the server has acknowledged: the client
-// itself does not tell, as it tries again in the background.
+// The page's fetch, which records the acknowledged calls: the client does not report them,
+// because it retries in the background.
 async function fetch (url, init) {
   const body = JSON.parse(init.body)
   const ids = (body.batch ?? [body]).map((call) => call.messageId)
@@ -29,7 +29,7 @@ async function fetch (url, init) {
       if (acknowledged.has(id)) continue
       acknowledged.add(id)
       console.log(JSON.stringify({ id }))
-      watched.get(id)?.()
+      waiting.get(id)?.()
     }
   }
   return response
@@ -41,7 +41,7 @@ for (const [name, value] of Object.entries(globals)) Object.defineProperty(globa
 
 const { AnalyticsBrowser } = createRequire(import.meta.url)('@segment/analytics-next')
 
-// What the vendor's site would tell the client; deliveryStrategy is its setting for batches.
+// Loads the client with settings that the vendor's site would send; deliveryStrategy configures batches.
 async function load (deliveryStrategy) {
   const apiHost = new URL(host).host + '/v1'
   const settings = { integrations: { 'Segment.io': { apiKey: writeKey, apiHost, protocol: 'http', deliveryStrategy } } }
@@ -49,11 +49,11 @@ async function load (deliveryStrategy) {
   return analytics
 }
 
-// done waits until the call that a context is of is acknowledged.
+// Waits until the call of a context is acknowledged.
 async function done (context) {
   const id = (await context).event.messageId
   sent.add(id)
-  if (!acknowledged.has(id)) await new Promise((resolve) => watched.set(id, resolve))
+  if (!acknowledged.has(id)) await new Promise((resolve) => waiting.set(id, resolve))
 }
 
 async function showcase () {
@@ -65,7 +65,7 @@ async function showcase () {
   await done(analytics.screen('Cart', { value: 3 }))
   await done(analytics.group('acme', { employees: 420 }))
   await done(analytics.alias('u1', 'a1'))
-  // Batches: what waits is sent when the page is left.
+  // Batches: pending calls are sent when the user leaves the page.
   const batching = await load({ strategy: 'batching', config: { size: 10, timeout: 600_000 } })
   batching.setAnonymousId('a2')
   const left = [await batching.track('Clicked'), await batching.track('Left')]

@@ -1,5 +1,5 @@
 'use strict'
-// Makes calls with the vendor's Node client and prints what became of each: one
+// Sends calls with the vendor's Node client and prints their results: one
 // line of JSON {id, error} per call.
 //
 //   node client.js <endpoint> <writeKey> showcase
@@ -9,7 +9,7 @@ const { Analytics } = require('@segment/analytics-node')
 
 const [host, writeKey, what, calls, batch] = process.argv.slice(2)
 
-// A call of every type, and each field that the client takes.
+// Returns a call of every type, with each field that the client accepts.
 function showcase () {
   const past = new Date('2020-02-29T17:30:15.250Z')
   const context = {
@@ -30,15 +30,15 @@ function showcase () {
     ['screen', { messageId: 'node-screen', userId: 'u1', name: 'Cart', properties: { value: 3 } }],
     ['group', { messageId: 'node-group', userId: 'u1', groupId: 'acme', traits: { name: 'Acme', employees: 420 } }],
     ['alias', { messageId: 'node-alias', userId: 'u1', previousId: 'a1' }],
-    // Not for us.
+    // It excludes the destination.
     ['track', { messageId: 'node-elsewhere', userId: 'u1', event: 'E', integrations: { All: false, Other: true } }],
-    // What the client fills in by itself.
+    // The client adds the missing fields.
     ['track', { userId: 'u1', event: 'Minimal', timestamp: '2020-02-29T12:30:15-05:00' }],
     ['identify', { userId: 'u1' }]
   ]
 }
 
-// Calls of all types in turn, with messageIds node-0, node-1, ….
+// Returns calls of all types in turn, with messageIds node-0, node-1, ….
 function many () {
   const kinds = [
     (n) => ['identify', { userId: 'u1', traits: { n } }],
@@ -59,9 +59,9 @@ async function main () {
   const analytics = new Analytics({
     host, writeKey,
     flushAt: what === 'showcase' ? list.length : Number(batch),
-    flushInterval: 60_000 // requests are full batches, however slow the machine is
+    flushInterval: 60_000 // Requests are full batches, even on a slow machine.
   })
-  analytics.on('error', () => {}) // told by the callbacks too
+  analytics.on('error', () => {}) // The callbacks report errors too.
   await Promise.all(list.map(([kind, call]) => new Promise((resolve) => {
     analytics[kind](call, (error, context) => {
       console.log(JSON.stringify({ id: context.event.messageId, error: error && String(error.reason ?? error) }))

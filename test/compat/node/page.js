@@ -1,7 +1,7 @@
 'use strict'
-// Does what a page does in a browser: asks for leave (preflight) as the Fetch
-// standard says, checks the answers as a browser checks them, and sends calls
-// with fetch and as sendBeacon does. Prints one line of JSON {id} per call.
+// Sends calls as a web page in a browser does: with preflight requests of the Fetch
+// standard, checks of the answers, fetch and sendBeacon. Prints one line of JSON {id} per
+// call.
 //
 //   node page.js <endpoint> <writeKey> <origin>
 
@@ -16,8 +16,9 @@ const safeTypes = ['text/plain', 'application/x-www-form-urlencoded', 'multipart
 
 const list = (header) => (header ?? '').toLowerCase().split(',').map((s) => s.trim())
 
-// leave: may the page read this answer, and how long to wait? With credentials a wildcard does not do.
-function leave (response, credentials) {
+// Reports whether the page may read an answer and its Retry-After. With credentials a
+// wildcard is not sufficient.
+function mayRead (response, credentials) {
   const exposed = list(response.headers.get('access-control-expose-headers'))
   if (!exposed.includes('retry-after')) throw new Error('the page may not read Retry-After')
   const allowed = response.headers.get('access-control-allow-origin')
@@ -31,14 +32,14 @@ async function preflight (path, headers, credentials) {
     headers: { ...page, 'Access-Control-Request-Method': 'POST', 'Access-Control-Request-Headers': headers.join(','), 'Sec-Fetch-Mode': 'cors' }
   })
   if (!response.ok) throw new Error(`preflight: ${response.status}`)
-  if (!leave(response, credentials)) throw new Error('preflight: origin not allowed')
+  if (!mayRead(response, credentials)) throw new Error('preflight: origin not allowed')
   const allowed = list(response.headers.get('access-control-allow-headers'))
   for (const h of headers) if (!allowed.includes(h)) throw new Error(`preflight: header ${h} not allowed`)
   const methods = list(response.headers.get('access-control-allow-methods'))
   if (!methods.includes('post')) throw new Error('preflight: POST not allowed')
 }
 
-// send is fetch() of a page: unsafe headers need leave first.
+// Sends a call as fetch() does: unsafe headers need a preflight request.
 async function send (path, call, { headers = {}, credentials = false } = {}) {
   const unsafe = Object.entries(headers).filter(([name, value]) => name !== 'content-type' || !safeTypes.includes(value.split(';')[0])).map(([name]) => name).sort()
   if (unsafe.length > 0) await preflight(path, unsafe, credentials)
@@ -46,7 +47,7 @@ async function send (path, call, { headers = {}, credentials = false } = {}) {
     method: 'POST', body: JSON.stringify(call),
     headers: { ...page, ...headers, ...(credentials ? { Cookie: 'session=1' } : {}) }
   })
-  if (!leave(response, credentials)) throw new Error('the page may not read the answer')
+  if (!mayRead(response, credentials)) throw new Error('the page may not read the answer')
   const answer = await response.text()
   if (!response.ok) throw new Error(`${response.status} ${answer}`)
   if (JSON.parse(answer).success !== true) throw new Error(answer)
@@ -57,13 +58,13 @@ const context = { library: { name: 'page', version: '1' }, page: { path: '/cart'
 
 async function main () {
   const sentAt = new Date()
-  // A JSON body and the key as Basic user: both need a preflight.
+  // A JSON body and the key as Basic user both need a preflight request.
   await send('/v1/track', { type: 'track', messageId: 'page-json', anonymousId: 'a1', event: 'Clicked', properties: { x: 1.5 }, context, timestamp: sentAt, sentAt },
     { headers: { 'content-type': 'application/json', authorization: 'Basic ' + Buffer.from(writeKey + ':').toString('base64') } })
-  // Plain text needs none; the key is in the body. Short paths, as the vendor's browser client uses them.
+  // Plain text needs no preflight request; the key is in the body. The path is short, as in the vendor's browser client.
   await send('/v1/p', { type: 'page', messageId: 'page-plain', anonymousId: 'a1', userId: null, name: 'Cart', properties: context.page, context, integrations: {}, writeKey, timestamp: sentAt, sentAt, _metadata: { bundled: [], unbundled: [] } },
     { headers: { 'content-type': 'text/plain' } })
-  // sendBeacon: text, and always with the cookies that the browser has.
+  // sendBeacon sends text, and always the browser's cookies.
   await send('/v1/batch', {
     writeKey, sentAt, context,
     batch: [

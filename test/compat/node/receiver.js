@@ -1,10 +1,10 @@
 'use strict'
-// A webhook that does what receivers in JavaScript do: parse the body, stringify
-// it again and check X-Signature against that. GET tells what has arrived.
+// A webhook that verifies as receivers in JavaScript do: it parses the body, stringifies
+// it again and compares X-Signature with the signature of that text. GET returns the requests.
 //
 //   SECRET=… node receiver.js      prints its URL; ends when stdin ends
 //
-// PUT /500 has it answer 500 and take nothing, PUT /200 ends that.
+// After PUT /500 it answers 500 and records no request, until PUT /200.
 
 const crypto = require('crypto')
 const http = require('http')
