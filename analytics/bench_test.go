@@ -9,8 +9,8 @@ import (
 	"github.com/posthorn/posthorn/analytics"
 )
 
-// The cost of a call for its caller: nothing is slower than the caller here,
-// and the requests' cost is that of an HTTP client without a network.
+// These benchmarks measure the cost of a call for its caller. The requests use an HTTP client
+// without a network, so that they do not slow down the caller.
 
 func benchmarkClient() *analytics.Client {
 	discard := roundTripper(func(r *http.Request) (*http.Response, error) {
@@ -52,7 +52,7 @@ func BenchmarkTrackParallel(b *testing.B) {
 	client.Close()
 }
 
-// BenchmarkTrackQueueFull is what a call costs in an outage.
+// BenchmarkTrackQueueFull measures a call during an outage.
 func BenchmarkTrackQueueFull(b *testing.B) {
 	unavailable := roundTripper(func(r *http.Request) (*http.Response, error) {
 		return &http.Response{StatusCode: http.StatusServiceUnavailable, Header: http.Header{"Retry-After": {"60"}}, Body: http.NoBody, Request: r}, nil
@@ -64,7 +64,7 @@ func BenchmarkTrackQueueFull(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
 		if client.Track(call) == nil {
-			b.Fatal("there is room")
+			b.Fatal("call with a full queue: got no error, want one")
 		}
 	}
 }

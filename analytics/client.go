@@ -32,7 +32,7 @@ var DefaultContext = map[string]interface{}{
 	},
 }
 
-// Client queues calls and sends them in batches. Make one with [New], share it, and close it before
+// Client queues calls and sends them in batches. Create one with [New], share it, and close it before
 // the program ends.
 //
 // The exported fields are settings. They are read at the first call and must not be changed after
@@ -48,8 +48,8 @@ type Client struct {
 	Logger *log.Logger
 	// Verbose logs everything that the client does.
 	Verbose bool
-	// Client makes the requests. Unless it has a Transport, the analytics client uses a connection
-	// pool of its own, which Close closes. Redirects are not followed, unless it has a
+	// Client sends the requests. Unless it has a Transport, the analytics client uses a connection
+	// pool that Close closes. Redirects are not followed, unless it has a
 	// CheckRedirect.
 	Client http.Client
 
@@ -67,7 +67,7 @@ type Client struct {
 	prepared      sync.Once
 	misconfigured error
 	log           *slog.Logger
-	chatter       slog.Level // level of messages for diagnosis
+	diagnosis     slog.Level // level of messages for diagnosis
 	writeKey      string
 	url           string
 	authorization string
@@ -81,7 +81,7 @@ type Client struct {
 	queue  queue
 }
 
-// New makes a client that sends calls with a Source's write key.
+// New returns a client that sends calls with a Source's write key.
 func New(writeKey string, opts ...Option) *Client {
 	c := &Client{
 		Endpoint:       Endpoint,
@@ -222,7 +222,7 @@ func (c *Client) CloseContext(ctx context.Context) error {
 	case <-w.done:
 		err = w.result(nil)
 	case <-ctx.Done():
-		c.queue.giveUp(ctx.Err())
+		c.queue.cancel(ctx.Err())
 		err = c.awaitEnd(w, ctx.Err())
 	}
 	c.endLife()
@@ -236,12 +236,12 @@ func (c *Client) CloseContext(ctx context.Context) error {
 // awaitEnd waits for the cancelled requests. They end immediately, unless a custom Transport
 // ignores its context, which must not block Close.
 func (c *Client) awaitEnd(w *waiter, cause error) error {
-	patience := time.NewTimer(time.Second)
-	defer patience.Stop()
+	timeout := time.NewTimer(time.Second)
+	defer timeout.Stop()
 	select {
 	case <-w.done:
 		return w.result(cause)
-	case <-patience.C:
+	case <-timeout.C:
 		return c.queue.abandon(w, cause)
 	}
 }

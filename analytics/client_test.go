@@ -24,6 +24,7 @@ import (
 	"github.com/posthorn/posthorn/analytics"
 	"github.com/posthorn/posthorn/analytics/analyticstest"
 	"github.com/posthorn/posthorn/event"
+	"github.com/posthorn/posthorn/test/check"
 )
 
 type object = map[string]interface{}
@@ -85,7 +86,7 @@ func TestCallsOnTheWire(t *testing.T) {
 			t.Fatal(err)
 		}
 		if !reflect.DeepEqual(got, test.want) {
-			t.Errorf("sent %v, want %v", got, test.want)
+			t.Errorf("call on the wire: got %v, want %v", got, test.want)
 		}
 	}
 }
@@ -109,7 +110,7 @@ func TestMethods(t *testing.T) {
 		types = append(types, c.Type)
 	}
 	if want := []string{"identify", "track", "page", "screen", "group", "alias"}; !slices.Equal(types, want) {
-		t.Errorf("sent %v, want %v", types, want)
+		t.Errorf("types: got %v, want %v", types, want)
 	}
 }
 
@@ -126,46 +127,38 @@ func TestRequest(t *testing.T) {
 			t.Fatal(err)
 		}
 		request, call := sink.Requests()[0], sink.Calls()[0]
-		if request.WriteKey != "test" {
-			t.Errorf("write key %q", request.WriteKey)
-		}
+		check.Equal(t, "write key", request.WriteKey, "test")
 		want := http.Header{"Content-Type": {"application/json"}, "User-Agent": {"posthorn-go/" + analytics.Version}, "Authorization": {"Basic dGVzdDo="}}
 		if !reflect.DeepEqual(request.Header, want) {
-			t.Errorf("headers %v, want %v", request.Header, want)
+			t.Errorf("headers: got %v, want %v", request.Header, want)
 		}
-		if got := request.Context; !reflect.DeepEqual(got, object{"library": object{"name": "posthorn-go", "version": analytics.Version}}) {
-			t.Errorf("context %v", got)
-		}
+		check.Same(t, "context", request.Context, object{"library": object{"name": "posthorn-go", "version": analytics.Version}})
 		const layout = "2006-01-02T15:04:05.000Z"
-		if want := called.UTC().Format(layout); call.Timestamp != want {
-			t.Errorf("timestamp %s, want that of the call, %s", call.Timestamp, want)
-		}
-		if want := called.Add(1234 * time.Millisecond).UTC().Format(layout); request.SentAt != want {
-			t.Errorf("sentAt %s, want that of the request, %s", request.SentAt, want)
-		}
+		check.Equal(t, "timestamp, of the call", call.Timestamp, called.UTC().Format(layout))
+		check.Equal(t, "sentAt, of the request", request.SentAt, called.Add(1234*time.Millisecond).UTC().Format(layout))
 		if len(call.MessageID) != 36 || len(request.MessageID) != 36 || call.MessageID == request.MessageID {
-			t.Errorf("message ids %q and %q", call.MessageID, request.MessageID)
+			t.Errorf("message ids: got %q and %q, want two different UUIDs", call.MessageID, request.MessageID)
 		}
 	})
 }
 
-// asked is a transport that records its requests and answers with success.
-type asked chan *http.Request
+// recordingTransport records its requests and answers with success.
+type recordingTransport chan *http.Request
 
-func (a asked) RoundTrip(r *http.Request) (*http.Response, error) {
+func (a recordingTransport) RoundTrip(r *http.Request) (*http.Response, error) {
 	a <- r
 	return &http.Response{StatusCode: http.StatusOK, Body: http.NoBody, Request: r}, nil
 }
 
 func TestDefaultEndpoint(t *testing.T) {
-	requests := make(asked, 1)
+	requests := make(recordingTransport, 1)
 	client := analytics.New("key", analytics.WithHTTPClient(&http.Client{Transport: requests}))
 	must(t, client.Track(track(1)))
 	must(t, client.Close())
 	// The Service of a Posthorn with the default names; see config/default.
-	if r := <-requests; r.Method != http.MethodPost || r.URL.String() != "http://posthorn-dispatcher.posthorn-system/v1/batch" {
-		t.Errorf("%s %s", r.Method, r.URL)
-	}
+	r := <-requests
+	check.Equal(t, "method", r.Method, http.MethodPost)
+	check.Equal(t, "URL", r.URL.String(), "http://posthorn-dispatcher.posthorn-system/v1/batch")
 }
 
 func TestInvalidCalls(t *testing.T) {
@@ -195,16 +188,15 @@ func TestInvalidCalls(t *testing.T) {
 	} {
 		err := client.Enqueue(t.Context(), test.call)
 		if !errors.Is(err, test.want) {
-			t.Errorf("%T %+v: %v, want %v", test.call, test.call, err, test.want)
+			t.Errorf("error of %T %+v: got %v, want %v", test.call, test.call, err, test.want)
 			continue
 		}
 		if e := new(analytics.FieldError); test.field != "" && (!errors.As(err, &e) || e.Field != test.field || e.Error() != test.text) {
-			t.Errorf("%T: %q of field %q, want %q of %q", test.call, e.Error(), e.Field, test.text, test.field)
+			t.Errorf("error of %T: got %q of field %q, want %q of %q", test.call, e.Error(), e.Field, test.text, test.field)
 		}
 	}
-	if err := client.Close(); err != nil || len(sink.Requests()) != 0 {
-		t.Errorf("something was sent: %v, %v", err, sink.Requests())
-	}
+	check.NoError(t, "close", client.Close())
+	check.Equal(t, "requests", len(sink.Requests()), 0)
 }
 
 func TestMisconfiguredClient(t *testing.T) {
@@ -224,10 +216,10 @@ func TestMisconfiguredClient(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			err := test.client.Track(track(1))
 			if e := new(analytics.ConfigError); !errors.As(err, &e) || e.Field != test.field {
-				t.Fatalf("got %v, want a ConfigError of %s", err, test.field)
+				t.Fatalf("error of Track: got %v, want a ConfigError of %s", err, test.field)
 			}
 			if strings.Contains(err.Error(), "s3cret") {
-				t.Errorf("%v contains a secret", err)
+				t.Errorf("the error contains a secret: %v", err)
 			}
 			if err := test.client.Flush(t.Context()); err != nil {
 				t.Error(err)
@@ -250,33 +242,29 @@ func TestCallSizeLimit(t *testing.T) {
 		}
 		e := new(analytics.SizeError)
 		if !errors.As(err, &e) || !errors.Is(err, analytics.ErrTooLarge) || e.Type != "identify" || e.Limit != 32<<10 {
-			t.Fatalf("got %v, want a SizeError", err)
+			t.Fatalf("error of Identify: got %v, want a SizeError", err)
 		}
 		return e.Size
 	}
 	over := size(40_000)
 	if over <= 40_000 {
-		t.Fatalf("a call of more than 40000 bytes has size %d", over)
+		t.Fatalf("size of a call of more than 40000 bytes: got %d, want more than 40000", over)
 	}
 	fits := 40_000 - (over - 32<<10)
-	if s := size(fits + 1); s != 32<<10+1 {
-		t.Errorf("one byte too many has size %d", s)
-	}
-	if s := size(fits); s != 0 {
-		t.Errorf("a call of exactly 32 KB was refused with size %d", s)
-	}
-	// The server counts as the client does.
+	check.Equal(t, "size of a call with one byte too many", size(fits+1), 32<<10+1)
+	check.Equal(t, "size in the error of a call of exactly 32 KB", size(fits), 0)
+	// The server computes the same size as the client.
 	if err := client.Flush(t.Context()); err != nil {
 		t.Error(err)
 	}
 	body := sink.Requests()[0].Body
 	body = bytes.Replace(body, []byte("xx"), []byte("xxx"), 1)
 	if b, err := (event.Request{}).Parse(body); err != nil || len(b.Rejected) != 1 || b.Rejected[0].Err.Code != event.CodeCallTooLarge {
-		t.Errorf("the server takes a larger call: %v, %v", err, b.Rejected)
+		t.Errorf("larger call at the server: got error %v and rejections %v, want one of call_too_large", err, b.Rejected)
 	}
 }
 
-func TestServerTakesTheDeepestCall(t *testing.T) {
+func TestServerAcceptsTheDeepestCall(t *testing.T) {
 	sink := analyticstest.New()
 	client := sink.Client()
 	m := object{}
@@ -287,14 +275,14 @@ func TestServerTakesTheDeepestCall(t *testing.T) {
 		t.Fatal(err)
 	}
 	if e := new(analytics.EncodeError); !errors.As(client.Identify(&analytics.Identify{UserId: "u", Traits: object{"m": m}}), &e) {
-		t.Error("a deeper call was queued")
+		t.Error("deeper call: got no EncodeError, want one")
 	}
 	if err := client.Close(); err != nil {
 		t.Error(err)
 	}
 }
 
-// No request is larger than the server takes, and none is cut short.
+// No request exceeds the server's limit, and only the last one is small.
 func TestBatchSizeLimit(t *testing.T) {
 	sink := analyticstest.New()
 	client := sink.Client(analytics.FlushAt(2500), analytics.MaxInFlight(1))
@@ -306,28 +294,26 @@ func TestBatchSizeLimit(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := client.Flush(t.Context()); err != nil { // Close has a time limit, which a busy machine exceeds.
+	if err := client.Flush(t.Context()); err != nil { // A busy machine exceeds the time limit of Close.
 		t.Fatal(err)
 	}
 	if err := client.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if got := len(sink.Calls()); got != calls {
-		t.Errorf("%d calls arrived, want %d", got, calls)
-	}
+	check.Equal(t, "calls", len(sink.Calls()), calls)
 	requests := sink.Requests()
 	for i, r := range requests {
 		if len(r.Body) > 500<<10 {
-			t.Errorf("a request of %d bytes", len(r.Body))
+			t.Errorf("size of request %d: got %d bytes, want at most 500 KB", i, len(r.Body))
 		}
 		if i < len(requests)-1 && len(r.Body) < 400<<10 {
-			t.Errorf("request %d of %d has only %d bytes", i, len(requests), len(r.Body))
+			t.Errorf("size of request %d of %d: got %d bytes, want at least 400 KB", i, len(requests), len(r.Body))
 		}
 	}
 }
 
-// A batch is closed before the server would refuse it because its context, merged
-// into each call, makes too much of it.
+// The client closes a batch before its context, merged into each call, exceeds the server's
+// limit.
 func TestMergedSizeLimit(t *testing.T) {
 	usual := analytics.DefaultContext
 	defer func() { analytics.DefaultContext = usual }()
@@ -345,25 +331,25 @@ func TestMergedSizeLimit(t *testing.T) {
 		}
 		for i, r := range sink.Requests() {
 			if r.Status != http.StatusOK {
-				t.Errorf("request %d with %d calls was answered %d", i, len(r.Batch), r.Status)
+				t.Errorf("status of request %d with %d calls: got %d, want 200", i, len(r.Batch), r.Status)
 			}
 			if most := event.MaxMergedBytes(len(r.Body)) / 15_000; len(r.Batch) > most {
-				t.Errorf("request %d has %d calls with a context of 15 KB, want at most %d", i, len(r.Batch), most)
+				t.Errorf("calls of request %d with a context of 15 KB: got %d, want at most %d", i, len(r.Batch), most)
 			}
 		}
-		// 1 MiB holds 66 of them.
+		// A batch of 1 MiB has 66 of them.
 		if got, requests := len(sink.Calls()), len(sink.Requests()); got != calls || requests > calls/60+1 {
-			t.Errorf("%d calls arrived in %d requests, want %d in at most %d", got, requests, calls, calls/60+1)
+			t.Errorf("delivery: got %d calls in %d requests, want %d in at most %d", got, requests, calls, calls/60+1)
 		}
 	})
 }
 
-// limited answers 413 to requests with more calls than most, as a proxy may.
+// limited answers 413 to requests with more than most calls, as a proxy may do.
 type limited struct {
 	sink *analyticstest.Sink
 	most int
 	mu   sync.Mutex
-	sent []int // calls of each request
+	sent []int // the number of calls of each request
 }
 
 func (l *limited) RoundTrip(r *http.Request) (*http.Response, error) {
@@ -382,8 +368,8 @@ func (l *limited) RoundTrip(r *http.Request) (*http.Response, error) {
 	return l.sink.RoundTrip(r)
 }
 
-// A batch that is too large for the server, or for a proxy, is halved until it
-// fits; a single call that does not fit fails.
+// The client halves a batch that is too large for the server, or for a proxy, until it
+// fits. A single call that is too large fails.
 func TestTooLargeBatchesAreHalved(t *testing.T) {
 	for most, want := range map[int]struct{ delivered, requests int }{
 		7: {100, 31}, // 100, 2 of 50, 4 of 25, 8 of 12 or 13, 16 of 6 or 7
@@ -398,7 +384,7 @@ func TestTooLargeBatchesAreHalved(t *testing.T) {
 				mu.Lock()
 				defer mu.Unlock()
 				if _, twice := results[r.MessageID]; twice {
-					t.Errorf("most %d: two results for one call", most)
+					t.Errorf("most %d: results of a call: got 2, want 1", most)
 				}
 				results[r.MessageID] = r.Err
 			}))
@@ -408,15 +394,15 @@ func TestTooLargeBatchesAreHalved(t *testing.T) {
 			err := client.Close()
 			var failed *analytics.DeliveryError
 			if got := len(sink.Calls()); got != want.delivered || errors.As(err, &failed) != (got < 100) || failed != nil && len(failed.Failed) != 100-got {
-				t.Errorf("most %d: %d calls arrived, want %d; Close says %v", most, got, want.delivered, err)
+				t.Errorf("most %d: got %d calls and error %v of Close, want %d calls and an error for the others", most, got, err, want.delivered)
 			}
 			if len(proxy.sent) != want.requests || len(results) != 100 {
-				t.Errorf("most %d: %d requests and %d results, want %d and 100", most, len(proxy.sent), len(results), want.requests)
+				t.Errorf("most %d: got %d requests and %d results, want %d and 100", most, len(proxy.sent), len(results), want.requests)
 			}
-			var refusal *analytics.ResponseError
+			var rejection *analytics.ResponseError
 			for _, err := range results {
-				if most == 0 && (!errors.As(err, &refusal) || refusal.StatusCode != http.StatusRequestEntityTooLarge) || most > 0 && err != nil {
-					t.Fatalf("most %d: a call ended with %v", most, err)
+				if most == 0 && (!errors.As(err, &rejection) || rejection.StatusCode != http.StatusRequestEntityTooLarge) || most > 0 && err != nil {
+					t.Fatalf("most %d: result of a call: got %v, want an error 413 if and only if most is 0", most, err)
 				}
 			}
 		})
@@ -434,11 +420,10 @@ func TestBatchCallsLimit(t *testing.T) {
 		}
 		synctest.Wait()
 		if r := sink.Requests(); len(r) != 1 || len(r[0].Batch) != 2500 {
-			t.Errorf("%d requests", len(r))
+			t.Errorf("requests before Close: got %d, want one with 2500 calls", len(r))
 		}
-		if err := client.Close(); err != nil || len(sink.Calls()) != 2501 {
-			t.Errorf("%v, %d calls", err, len(sink.Calls()))
-		}
+		check.NoError(t, "close", client.Close())
+		check.Equal(t, "calls", len(sink.Calls()), 2501)
 	})
 }
 
@@ -446,28 +431,24 @@ func TestFlushTriggers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		sink := analyticstest.New()
 		client := sink.Client()
-		arrived := func(want int, when string) {
+		delivered := func(want int, when string) {
 			t.Helper()
 			synctest.Wait()
-			if got := len(sink.Calls()); got != want {
-				t.Fatalf("%s: %d calls, want %d", when, got, want)
-			}
+			check.Equal(t, "calls "+when, len(sink.Calls()), want)
 		}
 		for i := range 19 {
 			must(t, client.Track(track(i)))
 		}
-		arrived(0, "19 calls")
+		delivered(0, "after 19 calls")
 		must(t, client.Track(track(19)))
-		arrived(20, "20 calls")
+		delivered(20, "after 20 calls")
 		time.Sleep(3 * time.Second)
 		must(t, client.Track(track(20)))
 		time.Sleep(5*time.Second - 1)
-		arrived(20, "just before 5 s")
+		delivered(20, "just before 5 s")
 		time.Sleep(time.Nanosecond)
-		arrived(21, "after 5 s")
-		if n := len(sink.Requests()); n != 2 {
-			t.Errorf("%d requests", n)
-		}
+		delivered(21, "after 5 s")
+		check.Equal(t, "requests", len(sink.Requests()), 2)
 		if err := client.Close(); err != nil {
 			t.Fatal(err)
 		}
@@ -491,23 +472,19 @@ func TestSettings(t *testing.T) {
 				must(t, client.Track(track(0)))
 				time.Sleep(time.Second)
 				synctest.Wait()
-				if n := len(sink.Calls()); n != 1 {
-					t.Errorf("%d calls after 1 s", n)
-				}
+				check.Equal(t, "calls after 1 s", len(sink.Calls()), 1)
 				for i := range 3 {
 					must(t, client.Track(track(i)))
 				}
 				synctest.Wait()
-				if n := len(sink.Calls()); n != 4 {
-					t.Errorf("%d calls after 3 more", n)
-				}
+				check.Equal(t, "calls after 3 more", len(sink.Calls()), 4)
 				client.Close()
 			})
 		})
 	}
 }
 
-// Size 1 turns batching off, also when the server is slower than the calls come.
+// Size 1 disables batching, even if the server is slower than the callers.
 func TestSizeOne(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		sink := analyticstest.New()
@@ -520,17 +497,13 @@ func TestSizeOne(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, r := range sink.Requests() {
-			if len(r.Batch) != 1 {
-				t.Errorf("a request of %d calls", len(r.Batch))
-			}
+			check.Equal(t, "calls of a request", len(r.Batch), 1)
 		}
-		if n := len(sink.Calls()); n != 7 {
-			t.Errorf("%d calls", n)
-		}
+		check.Equal(t, "calls", len(sink.Calls()), 7)
 	})
 }
 
-// While the server is busy, new calls are sent together.
+// While the server is busy, new calls are sent in larger batches.
 func TestBusyServerGetsLargerBatches(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		sink := analyticstest.New()
@@ -547,7 +520,7 @@ func TestBusyServerGetsLargerBatches(t *testing.T) {
 			sizes = append(sizes, len(r.Batch))
 		}
 		if want := []int{10, 100, 100, 100, 100, 100, 100, 100, 100, 100, 90}; !slices.Equal(sizes, want) {
-			t.Errorf("requests of %v calls, want %v", sizes, want)
+			t.Errorf("calls of the requests: got %v, want %v", sizes, want)
 		}
 	})
 }
@@ -560,7 +533,7 @@ func TestRetries(t *testing.T) {
 	}{
 		"500":               {answer: analyticstest.Answer{Status: 500}},
 		"503 with a time":   {answer: analyticstest.Answer{Status: 503, RetryAfter: "17"}, after: 17 * time.Second},
-		"429 with a date":   {answer: analyticstest.Answer{Status: 429, RetryAfter: "Sat, 01 Jan 2000 00:01:30 GMT"}, after: 90 * time.Second}, // synctest begins at midnight
+		"429 with a date":   {answer: analyticstest.Answer{Status: 429, RetryAfter: "Sat, 01 Jan 2000 00:01:30 GMT"}, after: 90 * time.Second}, // The clock of synctest starts at midnight.
 		"429":               {answer: analyticstest.Answer{Status: 429}},
 		"408":               {answer: analyticstest.Answer{Status: 408}},
 		"connection broken": {answer: analyticstest.Answer{Status: 500, Drop: true}},
@@ -588,20 +561,20 @@ func TestRetries(t *testing.T) {
 				synctest.Wait()
 				requests, calls := sink.Requests(), sink.Calls()
 				if len(results) != 1 {
-					t.Fatalf("%d results", len(results))
+					t.Fatalf("results: got %d, want 1", len(results))
 				}
 				if test.final {
 					e := new(analytics.ResponseError)
 					if len(calls) != 0 || !errors.As(results[0].Err, &e) || e.StatusCode != test.answer.Status || results[0].Attempts != 1 {
-						t.Errorf("%d requests, result %+v", len(requests), results[0])
+						t.Errorf("result after %d requests: got %+v with %d calls, want a ResponseError %d after 1 attempt", len(requests), results[0], len(calls), test.answer.Status)
 					}
 					if test.answer.Body != "" && e.Message != "<html> too large" {
-						t.Errorf("message %q", e.Message)
+						t.Errorf("message: got %q, want %q", e.Message, "<html> too large")
 					}
 					return
 				}
 				if len(calls) != 1 || results[0].Err != nil || results[0].Attempts != 2 {
-					t.Fatalf("%d calls arrived, result %+v", len(calls), results[0])
+					t.Fatalf("result: got %+v with %d calls, want success after 2 attempts", results[0], len(calls))
 				}
 				last := requests[len(requests)-1]
 				wait := last.At.Sub(start)
@@ -609,13 +582,11 @@ func TestRetries(t *testing.T) {
 					wait -= 10 * time.Second // the request's timeout
 				}
 				if test.after > 0 && wait != test.after || test.after == 0 && wait > 100*time.Millisecond {
-					t.Errorf("sent again after %v, want %v", wait, test.after)
+					t.Errorf("wait before the retry: got %v, want %v (0: at most 100ms)", wait, test.after)
 				}
-				if got := last.Header.Get("X-Retry-Count"); got != "1" {
-					t.Errorf("X-Retry-Count %q", got)
-				}
+				check.Equal(t, "X-Retry-Count", last.Header.Get("X-Retry-Count"), "1")
 				if len(requests) == 2 && (string(requests[0].Batch[0]) != string(last.Batch[0]) || wait > time.Millisecond && requests[0].SentAt == last.SentAt) {
-					t.Errorf("sent again as\n%s\nfirst\n%s", last.Body, requests[0].Body)
+					t.Errorf("retried request: got\n%s\nwant the same calls with another sentAt as\n%s", last.Body, requests[0].Body)
 				}
 				if err := client.Close(); err != nil {
 					t.Error(err)
@@ -644,12 +615,12 @@ func TestJitterIsFull(t *testing.T) {
 			shortest, longest = min(shortest, w), max(longest, w)
 		}
 		if len(waits) < 45 || shortest > 20*time.Millisecond || longest < 80*time.Millisecond || longest > 100*time.Millisecond {
-			t.Errorf("%d different waits from %v to %v", len(waits), shortest, longest)
+			t.Errorf("waits of 50 retries: got %d different ones from %v to %v, want at least 45 between 0 and 100ms", len(waits), shortest, longest)
 		}
 	})
 }
 
-func TestGivingUp(t *testing.T) {
+func TestEndOfRetries(t *testing.T) {
 	for name, test := range map[string]struct {
 		option   analytics.Option
 		attempts int // at least
@@ -670,10 +641,10 @@ func TestGivingUp(t *testing.T) {
 				synctest.Wait()
 				requests := sink.Requests()
 				if result.Err == nil || result.Attempts != len(requests) || len(requests) < test.attempts {
-					t.Errorf("%d requests, %+v", len(requests), result)
+					t.Errorf("result after %d requests: got %+v, want an error after at least %d attempts", len(requests), result, test.attempts)
 				}
 				if span := requests[len(requests)-1].At.Sub(requests[0].At); span > test.within {
-					t.Errorf("tried for %v", span)
+					t.Errorf("time of the retries: got %v, want at most %v", span, test.within)
 				}
 				client.Close()
 			})
@@ -681,8 +652,8 @@ func TestGivingUp(t *testing.T) {
 	}
 }
 
-// One batch that has to wait blocks no other, even with one request at a time.
-func TestRetriedBatchBlocksNoOther(t *testing.T) {
+// A batch that waits for a retry does not block others, even with one request at a time.
+func TestRetriedBatchDoesNotBlockOthers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		sink := analyticstest.New()
 		sink.Respond(analyticstest.Answer{Status: 503, RetryAfter: "60"})
@@ -693,13 +664,11 @@ func TestRetriedBatchBlocksNoOther(t *testing.T) {
 		}
 		synctest.Wait()
 		if n := len(sink.Calls()); n != 9 || time.Since(start) != 0 {
-			t.Errorf("%d calls arrived after %v", n, time.Since(start))
+			t.Errorf("calls before the retry: got %d after %v, want 9 after 0s", n, time.Since(start))
 		}
 		time.Sleep(time.Minute)
 		synctest.Wait()
-		if n := len(sink.Calls()); n != 10 {
-			t.Errorf("%d calls arrived after the wait", n)
-		}
+		check.Equal(t, "calls after the retry", len(sink.Calls()), 10)
 		client.Close()
 	})
 }
@@ -722,9 +691,8 @@ func TestRequestsInFlightAreBounded(t *testing.T) {
 		if err := client.Close(); err != nil {
 			t.Fatal(err)
 		}
-		if took := time.Since(start); most.Load() != 3 || took != 4*time.Second {
-			t.Errorf("%d at a time, in %v", most.Load(), took)
-		}
+		check.Equal(t, "duration", time.Since(start), 4*time.Second)
+		check.Equal(t, "concurrent requests", most.Load(), 3)
 	})
 }
 
@@ -749,26 +717,21 @@ func TestQueueFull(t *testing.T) {
 				start := time.Now()
 				for i := range test.fits {
 					if err := client.Track(big); err != nil {
-						t.Fatalf("call %d: %v", i, err)
+						t.Fatalf("call %d: got error %v, want none", i, err)
 					}
 				}
 				for range 3 {
 					if err := client.Track(big); !errors.Is(err, analytics.ErrQueueFull) {
-						t.Fatalf("got %v, want ErrQueueFull", err)
+						t.Fatalf("call with a full queue: got error %v, want ErrQueueFull", err)
 					}
 				}
-				if time.Since(start) != 0 {
-					t.Errorf("calls took %v", time.Since(start))
-				}
+				check.Equal(t, "duration of the calls", time.Since(start), 0)
 				sink.RespondAlways(analyticstest.Answer{})
 				time.Sleep(10 * time.Second)
 				synctest.Wait()
-				if err := client.Track(big); err != nil {
-					t.Errorf("a call after the outage: %v", err)
-				}
-				if err := client.Close(); err != nil || len(sink.Calls()) != test.fits+1 {
-					t.Errorf("%v, %d calls arrived", err, len(sink.Calls()))
-				}
+				check.NoError(t, "call after the outage", client.Track(big))
+				check.NoError(t, "close", client.Close())
+				check.Equal(t, "calls", len(sink.Calls()), test.fits+1)
 			})
 		})
 	}
@@ -783,35 +746,26 @@ func TestBlocking(t *testing.T) {
 		for i := range 2 {
 			must(t, client.Track(track(i)))
 		}
-		if time.Since(start) != 0 {
-			t.Errorf("calls with room took %v", time.Since(start))
-		}
-		if err := client.Track(track(2)); err != nil || time.Since(start) != time.Second {
-			t.Errorf("the call without room: %v after %v", err, time.Since(start))
-		}
+		check.Equal(t, "duration of calls with space in the queue", time.Since(start), 0)
+		check.NoError(t, "call with a full queue", client.Track(track(2)))
+		check.Equal(t, "duration of a call with a full queue", time.Since(start), time.Second)
 		must(t, client.Track(track(3)))
 		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 		defer cancel()
-		if err := client.Enqueue(ctx, track(4)); !errors.Is(err, context.DeadlineExceeded) {
-			t.Errorf("a call whose context ended: %v", err)
-		}
+		check.ErrorIs(t, "call whose context ends", client.Enqueue(ctx, track(4)), context.DeadlineExceeded)
 		blocked := make(chan error)
 		go func() { blocked <- client.Track(track(5)) }()
 		synctest.Wait()
 		go client.Close()
-		if err := <-blocked; !errors.Is(err, analytics.ErrClosed) {
-			t.Errorf("a call that waited when the client was closed: %v", err)
-		}
+		check.ErrorIs(t, "call that waits while the client is closed", <-blocked, analytics.ErrClosed)
 		client.Close()
-		if got := events(sink.Calls()); !slices.Equal(got, []string{"0", "1", "2", "3"}) {
-			t.Errorf("arrived: %v", got)
-		}
+		check.Same(t, "events", events(sink.Calls()), []string{"0", "1", "2", "3"})
 	})
 }
 
 func TestOnResult(t *testing.T) {
 	sink := analyticstest.New()
-	sink.Respond(analyticstest.Answer{Reject: map[int]string{1: "no_event", 7: "nobody"}}, analyticstest.Answer{Status: 401})
+	sink.Respond(analyticstest.Answer{Reject: map[int]string{1: "no_event", 7: "no_call"}}, analyticstest.Answer{Status: 401})
 	var mu sync.Mutex
 	results := map[string]analytics.Result{}
 	client := sink.Client(analytics.OnResult(func(r analytics.Result) {
@@ -826,26 +780,26 @@ func TestOnResult(t *testing.T) {
 	err := client.Flush(t.Context())
 	lost := new(analytics.DeliveryError)
 	if !errors.As(err, &lost) || len(lost.Failed) != 1 || lost.Failed[0].MessageID != `"1"` || lost.Pending != 0 || lost.Err != nil {
-		t.Fatalf("Flush: %v", err)
+		t.Fatalf("error of Flush: got %v, want a DeliveryError with the rejected call", err)
 	}
 	must(t, client.Identify(&analytics.Identify{UserId: "u", Message: analytics.Message{MessageId: "last"}}))
 	err = client.Close()
 	if !errors.As(err, &lost) || len(lost.Failed) != 1 || lost.Failed[0].MessageID != "last" {
-		t.Fatalf("Close: %v", err)
+		t.Fatalf("error of Close: got %v, want a DeliveryError with the last call", err)
 	}
 	if len(results) != 4 || results[`"0"`].Err != nil || results[`"2"`].Err != nil || results[`"0"`].Type != "track" || results["last"].Type != "identify" {
-		t.Errorf("results %v", results)
+		t.Errorf("results: got %v, want 4 with their types, and success of the first and third", results)
 	}
 	if e := new(analytics.RejectedError); !errors.As(results[`"1"`].Err, &e) || e.Code != "no_event" {
-		t.Errorf("the rejected call: %v", results[`"1"`].Err)
+		t.Errorf("error of the rejected call: got %v, want a RejectedError of no_event", results[`"1"`].Err)
 	}
 	if e := new(analytics.ResponseError); !errors.As(results["last"].Err, &e) || e.StatusCode != http.StatusUnauthorized || e.Code != "test" {
-		t.Errorf("the refused request: %v", results["last"].Err)
+		t.Errorf("error of the rejected request: got %v, want a ResponseError 401", results["last"].Err)
 	}
 	for id, r := range results {
 		var m struct{ MessageID string }
 		if err := json.Unmarshal(r.Message, &m); err != nil || m.MessageID != id {
-			t.Errorf("%s: message %s (%v)", id, r.Message, err)
+			t.Errorf("message of the result %s: got %s and error %v, want its messageId", id, r.Message, err)
 		}
 	}
 }
@@ -855,7 +809,7 @@ func TestFlush(t *testing.T) {
 		sink := analyticstest.New()
 		client := sink.Client()
 		if err := client.Flush(t.Context()); err != nil {
-			t.Fatalf("of nothing: %v", err)
+			t.Fatalf("Flush of an empty queue: got error %v, want none", err)
 		}
 		sink.Respond(analyticstest.Answer{Status: 503, RetryAfter: "60"})
 		must(t, client.Track(track(0)))
@@ -864,21 +818,19 @@ func TestFlush(t *testing.T) {
 		err := client.Flush(ctx)
 		e := new(analytics.DeliveryError)
 		if !errors.As(err, &e) || e.Pending != 1 || len(e.Failed) != 0 || !errors.Is(err, context.DeadlineExceeded) {
-			t.Fatalf("out of time: %v", err)
+			t.Fatalf("Flush with a deadline: got error %v, want a DeliveryError with 1 pending call", err)
 		}
 		must(t, client.Track(track(1)))
 		if err := client.Flush(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		if n := len(sink.Calls()); n != 2 {
-			t.Errorf("%d calls after Flush", n)
-		}
+		check.Equal(t, "calls after Flush", len(sink.Calls()), 2)
 		client.Close()
 	})
 }
 
 // Flush does not wait for a backoff that the server did not request.
-func TestFlushHurries(t *testing.T) {
+func TestFlushSkipsTheBackoff(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		old := analytics.Backo
 		defer func() { analytics.Backo = old }()
@@ -889,9 +841,8 @@ func TestFlushHurries(t *testing.T) {
 		must(t, client.Track(track(0)))
 		synctest.Wait()
 		start := time.Now()
-		if err := client.Close(); err != nil || time.Since(start) != 0 {
-			t.Errorf("%v after %v", err, time.Since(start))
-		}
+		check.NoError(t, "close", client.Close())
+		check.Equal(t, "duration of Close", time.Since(start), 0)
 	})
 }
 
@@ -910,31 +861,23 @@ func TestCloseDelivers(t *testing.T) {
 		if err := client.Close(); err != nil {
 			t.Fatal(err)
 		}
-		if n := len(sink.Calls()); n != 50 {
-			t.Errorf("%d calls arrived", n)
-		}
-		if err := client.Track(track(50)); !errors.Is(err, analytics.ErrClosed) {
-			t.Errorf("a call after Close: %v", err)
-		}
-		if err := client.Close(); err != nil {
-			t.Errorf("Close again: %v", err)
-		}
-		if err := client.Flush(t.Context()); err != nil {
-			t.Errorf("Flush after Close: %v", err)
-		}
+		check.Equal(t, "calls", len(sink.Calls()), 50)
+		check.ErrorIs(t, "call after Close", client.Track(track(50)), analytics.ErrClosed)
+		check.NoError(t, "second Close", client.Close())
+		check.NoError(t, "Flush after Close", client.Flush(t.Context()))
 	})
 }
 
-// Close of a client that was never used.
+// Close of an unused client succeeds.
 func TestCloseUnused(t *testing.T) {
 	if err := analytics.New("k").Close(); err != nil {
 		t.Error(err)
 	}
 }
 
-// Close returns each undelivered call once: those in the open
-// batch, those under way and those that wait to be tried again.
-func TestCloseOutOfTime(t *testing.T) {
+// Close returns each undelivered call once: those in the open batch, those in flight and
+// those that wait for a retry.
+func TestCloseTimeout(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		sink := analyticstest.New()
 		sink.Respond(analyticstest.Answer{}, analyticstest.Answer{Status: 503, RetryAfter: "60"})
@@ -948,53 +891,48 @@ func TestCloseOutOfTime(t *testing.T) {
 		}
 		start := time.Now()
 		err := client.Close()
-		if took := time.Since(start); took != 10*time.Second {
-			t.Errorf("took %v", took)
-		}
+		check.Equal(t, "duration of Close", time.Since(start), 10*time.Second)
 		e := new(analytics.DeliveryError)
 		if !errors.As(err, &e) || !errors.Is(err, context.DeadlineExceeded) || !errors.Is(err, analytics.ErrClosed) || e.Pending != 0 {
-			t.Fatalf("got %v", err)
+			t.Fatalf("error of Close: got %v, want a DeliveryError of the deadline without pending calls", err)
 		}
 		var failed []string
 		for _, f := range e.Failed {
 			var m struct{ MessageID, Event string }
 			if err := json.Unmarshal(f.Message, &m); err != nil || m.MessageID != f.MessageID || f.Type != "track" || !errors.Is(f.Err, analytics.ErrClosed) {
-				t.Errorf("%+v: %v", f, err)
+				t.Errorf("failure: got %+v and error %v, want the id, type and message of a call, and ErrClosed", f, err)
 			}
 			failed = append(failed, m.Event)
 		}
 		slices.Sort(failed)
-		if got := events(sink.Calls()); !slices.Equal(got, []string{"0", "1"}) || !slices.Equal(failed, []string{"2", "3", "4", "5", "6", "7", "8"}) {
-			t.Errorf("delivered %v, failed %v", got, failed)
-		}
-		if results.Load() != 9 {
-			t.Errorf("%d results", results.Load())
-		}
+		check.Same(t, "delivered events", events(sink.Calls()), []string{"0", "1"})
+		check.Same(t, "failed events", failed, []string{"2", "3", "4", "5", "6", "7", "8"})
+		check.Equal(t, "results", results.Load(), 9)
 	})
 }
 
-// A transport that ignores its context keeps Close only for a moment, and its
-// calls are handed back all the same.
-func TestCloseWithDeafTransport(t *testing.T) {
+// A transport that ignores its context delays Close only for a moment, and Close still
+// returns its calls.
+func TestCloseWithBlockedTransport(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		release := make(chan struct{})
-		deaf := roundTripper(func(*http.Request) (*http.Response, error) {
+		blocked := roundTripper(func(*http.Request) (*http.Response, error) {
 			<-release
 			return nil, io.ErrUnexpectedEOF
 		})
-		client := analytics.New("k", analytics.WithEndpoint("http://a.test"), analytics.WithHTTPClient(&http.Client{Transport: deaf}), analytics.FlushAt(1))
+		client := analytics.New("k", analytics.WithEndpoint("http://a.test"), analytics.WithHTTPClient(&http.Client{Transport: blocked}), analytics.FlushAt(1))
 		must(t, client.Track(track(1)))
 		start := time.Now()
 		err := client.Close()
 		e := new(analytics.DeliveryError)
 		if !errors.As(err, &e) || len(e.Failed) != 1 || time.Since(start) > 12*time.Second {
-			t.Errorf("%v after %v", err, time.Since(start))
+			t.Errorf("Close: got error %v after %v, want a DeliveryError with 1 call within 12s", err, time.Since(start))
 		}
 		close(release)
 	})
 }
 
-// Calls that race with Close are either refused, or delivered.
+// Calls that race with Close are either rejected or delivered.
 func TestCallsRacingWithClose(t *testing.T) {
 	for range 20 {
 		sink := analyticstest.New()
@@ -1023,12 +961,12 @@ func TestCallsRacingWithClose(t *testing.T) {
 		}
 		group.Wait()
 		if got := int64(len(sink.Calls())); got != queued.Load() {
-			t.Errorf("%d calls arrived, %d were queued", got, queued.Load())
+			t.Errorf("delivered calls: got %d, want the %d queued ones", got, queued.Load())
 		}
 	}
 }
 
-// Each call arrives exactly once over a real network that fails in all ways.
+// Each call is delivered exactly once over a real network with all kinds of faults.
 func TestFaultyServer(t *testing.T) {
 	server := analyticstest.NewServer()
 	defer server.Close()
@@ -1055,16 +993,16 @@ func TestFaultyServer(t *testing.T) {
 	if err := client.CloseContext(ctx); err != nil {
 		t.Fatal(err)
 	}
-	arrived := map[string]int{}
+	delivered := map[string]int{}
 	for _, c := range server.Calls() {
-		arrived[c.Event]++
+		delivered[c.Event]++
 	}
-	if len(arrived) != callers*each || len(server.Calls()) != callers*each {
-		t.Errorf("%d different calls of %d arrived, want %d", len(arrived), len(server.Calls()), callers*each)
+	if len(delivered) != callers*each || len(server.Calls()) != callers*each {
+		t.Errorf("calls: got %d, of which %d are different, want %d", len(server.Calls()), len(delivered), callers*each)
 	}
 }
 
-// The caller may change what it passed as soon as the call returns.
+// The caller may change its arguments as soon as the call returns.
 func TestCallsCopy(t *testing.T) {
 	sink := analyticstest.New()
 	client := sink.Client()
@@ -1078,14 +1016,14 @@ func TestCallsCopy(t *testing.T) {
 	}
 	clear(inner)
 	if m.MessageId != "" || m.Timestamp != "" || m.Type != "" {
-		t.Errorf("the caller's struct was written to: %+v", m.Message)
+		t.Errorf("the caller's struct: got %+v, want no changes", m.Message)
 	}
 	if err := client.Close(); err != nil {
 		t.Fatal(err)
 	}
 	for i, c := range sink.Calls() {
 		if got := c.Properties["inner"].(object)["n"]; got != float64(i) {
-			t.Errorf("call %d was sent with %v", i, got)
+			t.Errorf("property of call %d: got %v, want %d", i, got, i)
 		}
 	}
 }
@@ -1106,15 +1044,14 @@ func TestGzip(t *testing.T) {
 			if err := client.Close(); err != nil {
 				t.Fatal(err)
 			}
-			if got := sink.Requests()[0].Header.Get("Content-Encoding"); got != test.want || len(sink.Calls()) != 3 {
-				t.Errorf("encoding %q, %d calls", got, len(sink.Calls()))
-			}
+			check.Equal(t, "Content-Encoding", sink.Requests()[0].Header.Get("Content-Encoding"), test.want)
+			check.Equal(t, "calls", len(sink.Calls()), 3)
 		})
 	}
 }
 
-// After Close nothing of the client runs: no worker, no timer, no connection.
-func TestNoGoroutineIsLeft(t *testing.T) {
+// After Close the client has no worker, no timer and no connection.
+func TestCloseEndsAllGoroutines(t *testing.T) {
 	server := analyticstest.NewServer()
 	server.Respond(analyticstest.Answer{}, analyticstest.Answer{Status: 500}, analyticstest.Answer{Status: 503, RetryAfter: "60"})
 	server.RespondAlways(analyticstest.Answer{Delay: time.Hour})
@@ -1128,7 +1065,7 @@ func TestNoGoroutineIsLeft(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
 	if err := client.CloseContext(ctx); err == nil {
-		t.Fatal("all was delivered by a server that does not answer")
+		t.Fatal("Close with a server that does not answer: got no error, want one")
 	}
 	server.Close()
 	// The runtime ends cancelled goroutines later.
@@ -1143,7 +1080,7 @@ func TestNoGoroutineIsLeft(t *testing.T) {
 			return
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("goroutines are left:\n%s", left)
+			t.Fatalf("goroutines after Close: got\n%s\nwant none of the client", left)
 		}
 		time.Sleep(10 * time.Millisecond)
 	}
@@ -1159,7 +1096,7 @@ func TestLogs(t *testing.T) {
 			must(t, client.Track(&analytics.Track{UserId: "u", Event: "e", Properties: object{"private": "pr1vate"}}))
 		}
 		if err := client.Close(); err == nil {
-			t.Fatal("401 was no failure")
+			t.Fatal("Close after a 401: got no error, want one")
 		}
 		return out.String()
 	}
@@ -1167,40 +1104,40 @@ func TestLogs(t *testing.T) {
 		c.Logger = log.New(out, "analytics ", 0)
 		return c
 	}
-	const failure, chatter = "calls were not delivered", "batch delivered"
+	const failure, diagnosis = "calls were not delivered", "batch delivered"
 	for name, test := range map[string]struct {
 		debug string
 		setup func(*analytics.Client, *bytes.Buffer) *analytics.Client
 		want  []string
 		not   []string
 	}{
-		"logger":  {"", toLogger, []string{"analytics level=ERROR", failure, "401"}, []string{chatter, "time="}},
-		"verbose": {"", func(c *analytics.Client, b *bytes.Buffer) *analytics.Client { c.Verbose = true; return toLogger(c, b) }, []string{failure, chatter}, nil},
-		"debug":   {"analytics", toLogger, []string{failure, chatter}, nil},
+		"logger":  {"", toLogger, []string{"analytics level=ERROR", failure, "401"}, []string{diagnosis, "time="}},
+		"verbose": {"", func(c *analytics.Client, b *bytes.Buffer) *analytics.Client { c.Verbose = true; return toLogger(c, b) }, []string{failure, diagnosis}, nil},
+		"debug":   {"analytics", toLogger, []string{failure, diagnosis}, nil},
 		"none":    {"analytics", func(c *analytics.Client, _ *bytes.Buffer) *analytics.Client { c.Logger = nil; return c }, nil, []string{"a"}},
 		"slog": {"", func(c *analytics.Client, b *bytes.Buffer) *analytics.Client {
 			analytics.WithLogger(slog.New(slog.NewJSONHandler(b, nil)))(c)
 			return c
-		}, []string{`"level":"ERROR"`, failure}, []string{chatter}},
+		}, []string{`"level":"ERROR"`, failure}, []string{diagnosis}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Setenv("DEBUG", test.debug)
 			got := text(t, test.setup)
 			for _, want := range test.want {
 				if !strings.Contains(got, want) {
-					t.Errorf("no %q in\n%s", want, got)
+					t.Errorf("log: got\n%s\nwant one with %q", got, want)
 				}
 			}
 			for _, not := range append(test.not, "pr1vate", "dGVzdDo") {
 				if strings.Contains(got, not) {
-					t.Errorf("%q in\n%s", not, got)
+					t.Errorf("log: got\n%s\nwant one without %q", got, not)
 				}
 			}
 		})
 	}
 }
 
-// An outage makes a few lines, not one for each batch.
+// An outage results in a few log messages, not in one for each batch.
 func TestOutageLog(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var out bytes.Buffer
@@ -1217,35 +1154,35 @@ func TestOutageLog(t *testing.T) {
 		client.Close()
 		text := out.String()
 		if n := strings.Count(text, "\n"); n > 12 || strings.Count(text, "does not accept calls") != 1 || strings.Count(text, "accepts calls again") != 1 {
-			t.Errorf("%d lines:\n%s", n, text)
+			t.Errorf("log: got %d lines, want at most 12 with one start and one end of the outage:\n%s", n, text)
 		}
 		lost := 0
 		for line := range strings.Lines(text) {
 			if _, after, ok := strings.Cut(line, `delivered" calls=`); ok {
 				var n int
-				fmt.Sscan(after, &n) //nolint:errcheck // n is 0 then, and the sum is wrong
+				fmt.Sscan(after, &n) //nolint:errcheck // After an error n is 0, and the sum is incorrect.
 				lost += n
 			}
 		}
 		if lost != 1000 {
-			t.Errorf("the log counts %d lost calls:\n%s", lost, text)
+			t.Errorf("lost calls in the log: got %d, want 1000:\n%s", lost, text)
 		}
 	})
 }
 
-// Nothing that the client says holds the write key or the server's password.
-func TestErrorsTellNoSecret(t *testing.T) {
+// Errors and logs contain neither the write key nor the server's password.
+func TestErrorsContainNoSecrets(t *testing.T) {
 	var out bytes.Buffer
 	client := analytics.New("s3cretkey", analytics.WithEndpoint("http://user:s3cretpw@127.0.0.1:1/s3cretpath"), analytics.RetryFor(0),
 		analytics.WithLogger(slog.New(slog.NewTextHandler(&out, &slog.HandlerOptions{Level: slog.LevelDebug}))))
 	must(t, client.Track(track(1)))
 	err := client.Close()
 	if err == nil {
-		t.Fatal("something listens on port 1")
+		t.Fatal("Close without a server: got no error, want one")
 	}
 	e := new(analytics.DeliveryError)
 	if text := fmt.Sprintf("%v %+v %s", err, e, out.String()); strings.Contains(text, "s3cret") {
-		t.Errorf("a secret in %s", text)
+		t.Errorf("errors and logs contain a secret: %s", text)
 	}
 }
 
@@ -1263,16 +1200,16 @@ func TestDefaultContext(t *testing.T) {
 	own := maps.Clone(old)
 	own["app"] = object{"name": "shop"}
 	if sink, err := send(own); err != nil || !reflect.DeepEqual(sink.Requests()[0].Context["app"], object{"name": "shop"}) {
-		t.Errorf("%v, %v", err, sink.Requests())
+		t.Errorf("changed context: got error %v and requests %v, want the context app", err, sink.Requests())
 	}
 	if sink, err := send(nil); err != nil || sink.Requests()[0].Context != nil {
-		t.Errorf("%v, %v", err, sink.Requests())
+		t.Errorf("empty context: got error %v and requests %v, want no context", err, sink.Requests())
 	}
 	e := new(analytics.ConfigError)
 	if _, err := send(object{"c": make(chan int)}); !errors.As(err, &e) || e.Field != "DefaultContext" {
-		t.Errorf("a channel: %v", err)
+		t.Errorf("context with a channel: got error %v, want a ConfigError of DefaultContext", err)
 	}
 	if _, err := send(object{"c": strings.Repeat("x", 17<<10)}); !errors.As(err, &e) || e.Field != "DefaultContext" {
-		t.Errorf("too large: %v", err)
+		t.Errorf("context that is too large: got error %v, want a ConfigError of DefaultContext", err)
 	}
 }

@@ -88,7 +88,7 @@ func appendField(b []byte, name, value string) []byte {
 }
 
 var (
-	errTooDeep   = errors.New("it nests deeper than " + strconv.Itoa(event.MaxDepth) + " levels, or contains itself")
+	errTooDeep   = errors.New("nested deeper than " + strconv.Itoa(event.MaxDepth) + " levels, or a value that contains itself")
 	errNotFinite = errors.New("NaN and infinities are not JSON numbers")
 )
 
@@ -139,7 +139,7 @@ func appendValue(b []byte, value interface{}, depth int) ([]byte, error) {
 	return appendJSON(b, value)
 }
 
-// appendJSON encodes the types that appendValue does not know. It is a function of its own so that
+// appendJSON encodes the types that appendValue does not know. It is a separate function so that
 // values of other types need no heap allocation.
 func appendJSON(b []byte, value interface{}) ([]byte, error) {
 	text, err := json.Marshal(value)
@@ -247,7 +247,7 @@ func appendString(b []byte, s string) []byte {
 
 const uuidLen = 36
 
-// appendUUID makes a UUID of version 7: the time in ms and 74 random bits. Ids must be unique, not
+// appendUUID appends a UUID of version 7: the time in ms and 74 random bits. Ids must be unique, not
 // secret, so it uses the runtime's random generator, which the operating system seeds; a system
 // call would cost ten times as much.
 func appendUUID(b []byte, now time.Time) []byte {

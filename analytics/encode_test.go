@@ -20,7 +20,7 @@ type point struct {
 }
 
 // The sent JSON must be equivalent to the output of encoding/json for the same value.
-func TestEncodeMeansWhatEncodingJSONDoes(t *testing.T) {
+func TestEncodeIsEquivalentToEncodingJSON(t *testing.T) {
 	values := map[string]interface{}{
 		"nil": nil, "true": true, "int": -7, "int8": int8(-8), "int32": int32(-1 << 31), "int64": int64(math.MinInt64),
 		"uint": uint(7), "uint16": uint16(9), "uint32": uint32(math.MaxUint32), "uint64": uint64(math.MaxUint64),
@@ -66,7 +66,7 @@ func sameJSON(t *testing.T, m map[string]interface{}) {
 		t.Fatal(err)
 	}
 	if got, want := decode(t, ours), decode(t, theirs); !reflect.DeepEqual(got, want) {
-		t.Errorf("encoded as\n%s\nwant the meaning of\n%s", ours, theirs)
+		t.Errorf("encoding: got\n%s\nwant JSON that is equivalent to\n%s", ours, theirs)
 	}
 }
 
@@ -74,15 +74,15 @@ func decode(t *testing.T, text []byte) (value interface{}) {
 	t.Helper()
 	d := json.NewDecoder(strings.NewReader(string(text)))
 	if err := d.Decode(&value); err != nil {
-		t.Fatalf("%v: %s", err, text)
+		t.Fatalf("decode %s: got error %v, want none", text, err)
 	}
 	if d.More() {
-		t.Fatalf("more than one value: %s", text)
+		t.Fatalf("JSON values: got more than one, want one: %s", text)
 	}
 	return value
 }
 
-func TestEncodeRefuses(t *testing.T) {
+func TestEncodeErrors(t *testing.T) {
 	loop := map[string]interface{}{}
 	loop["loop"] = []interface{}{loop}
 	for name, test := range map[string]struct {
@@ -112,12 +112,12 @@ func TestEncodeRefuses(t *testing.T) {
 func TestDeepestCallFits(t *testing.T) {
 	for levels, ok := range map[int]bool{event.MaxDepth: true, event.MaxDepth + 1: false} {
 		m := map[string]interface{}{"leaf": 1}
-		for range levels - 2 { // the call's own object, and m
+		for range levels - 2 { // The call's object and m are two more levels.
 			m = map[string]interface{}{"m": m}
 		}
 		c := call{kind: track, properties: m}
 		if _, _, err := c.append(nil, time.Now()); (err == nil) != ok {
-			t.Errorf("%d levels: %v", levels, err)
+			t.Errorf("call with %d levels: got error %v, want success: %v", levels, err, ok)
 		}
 	}
 }
@@ -134,14 +134,14 @@ func TestMessageIDIsFound(t *testing.T) {
 				t.Fatal(err)
 			}
 			if int(b.items[i].start) != from || int(b.items[i].end) != len(b.body) {
-				t.Fatalf("item %+v of %d to %d", b.items[i], from, len(b.body))
+				t.Fatalf("position of item %d: got %+v, want %d to %d", i, b.items[i], from, len(b.body))
 			}
 			var sent struct{ MessageID string }
 			if err := json.Unmarshal(b.message(i), &sent); err != nil {
 				t.Fatal(err)
 			}
 			if got := b.messageID(i); got != sent.MessageID || got == "" || id != "" && got != strings.ToValidUTF8(id, "\uFFFD") {
-				t.Errorf("%q: found %q, sent %q", id, got, sent.MessageID)
+				t.Errorf("message id %q: got %q, want %q as sent", id, got, sent.MessageID)
 			}
 		}
 	}
@@ -153,10 +153,10 @@ func TestUUID(t *testing.T) {
 	for range 10_000 {
 		id := string(appendUUID(nil, at))
 		if len(id) != uuidLen || !strings.HasPrefix(id, "01234567-89ab-7") || id[18] != '-' || id[23] != '-' || !strings.Contains("89ab", id[19:20]) {
-			t.Fatalf("%s is no UUID of version 7", id)
+			t.Fatalf("id: got %s, want a UUID of version 7", id)
 		}
 		if seen[id] {
-			t.Fatalf("%s twice", id)
+			t.Fatalf("id: got %s twice, want unique ids", id)
 		}
 		seen[id] = true
 	}
@@ -167,7 +167,7 @@ func TestDebugEnabled(t *testing.T) {
 		"": false, "analytics": true, "other": false, "http,analytics": true, "a analytics b": true, "*": true, "ana*": true, "analytics2": false, "[": false,
 	} {
 		if debugEnabled(value) != want {
-			t.Errorf("DEBUG=%q: want %v", value, want)
+			t.Errorf("debugEnabled(%q): got %v, want %v", value, !want, want)
 		}
 	}
 }
@@ -176,7 +176,7 @@ func TestRetryable(t *testing.T) {
 	for status := 100; status < 700; status++ {
 		want := status == 408 || status == 429 || status >= 500
 		if retryable(status) != want {
-			t.Errorf("%d: want %v", status, want)
+			t.Errorf("retryable(%d): got %v, want %v", status, !want, want)
 		}
 	}
 }
@@ -188,7 +188,7 @@ func TestRetryAfter(t *testing.T) {
 		"Fri, 02 Jan 2026 03:05:05 GMT": time.Minute, "Fri, 02 Jan 2026 03:03:05 GMT": 0,
 	} {
 		if got := retryAfter(value, now); got != want {
-			t.Errorf("%q: %v, want %v", value, got, want)
+			t.Errorf("retryAfter(%q): got %v, want %v", value, got, want)
 		}
 	}
 }
@@ -197,26 +197,26 @@ func TestBackoff(t *testing.T) {
 	want := []time.Duration{100, 200, 400, 800, 1600, 3200, 6400, 10_000, 10_000}
 	for i, ms := range want {
 		if got := (exponential{}).Duration(i); got != ms*time.Millisecond {
-			t.Errorf("attempt %d: %v, want %v ms", i, got, int64(ms))
+			t.Errorf("backoff of attempt %d: got %v, want %v ms", i, got, int64(ms))
 		}
 	}
 	for _, attempt := range []int{-1, 63, 64, 1 << 40} {
 		if got := (exponential{}).Duration(attempt); got <= 0 || got > 10*time.Second {
-			t.Errorf("attempt %d: %v", attempt, got)
+			t.Errorf("backoff of attempt %d: got %v, want more than 0 and at most 10s", attempt, got)
 		}
 	}
 }
 
-// A transport that reads on after its answer must not see another batch.
+// A transport that continues to read after its answer must not see another batch.
 func TestRevokedPayload(t *testing.T) {
 	p := &payload{data: []byte("abc")}
 	r := p.reader()
 	one := make([]byte, 1)
 	if n, err := r.Read(one); n != 1 || err != nil {
-		t.Fatal(n, err)
+		t.Fatalf("read: got %d bytes and error %v, want 1 byte", n, err)
 	}
 	p.revoke()
 	if n, err := r.Read(one); n != 0 || !errors.Is(err, errRevoked) {
-		t.Errorf("read %d, %v after the end", n, err)
+		t.Errorf("read after revoke: got %d bytes and error %v, want %v", n, err, errRevoked)
 	}
 }

@@ -136,7 +136,7 @@ type Failure struct {
 
 // DeliveryError lists the calls that [Client.Flush] or [Client.Close] could not deliver.
 type DeliveryError struct {
-	// Failed are the calls that are no longer retried. The client does not hold them any more.
+	// Failed are the calls that are no longer retried. The client no longer has them.
 	Failed []Failure
 	// Pending counts calls that are still queued and retried: the context of Flush ended first.
 	// Always 0 after Close.

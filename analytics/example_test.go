@@ -14,7 +14,7 @@ import (
 	"github.com/posthorn/posthorn/analytics/analyticstest"
 )
 
-// The examples send to a sink in place of a server.
+// The examples send to a sink instead of a server.
 var server = analyticstest.NewServer()
 
 func Example() {
@@ -29,7 +29,7 @@ func Example() {
 		log.Print(err) // the call is invalid, or the queue is full
 	}
 
-	// Before the program ends: deliver what is queued.
+	// Deliver the queued calls before the program ends.
 	if err := client.Close(); err != nil {
 		log.Print(err) // lists the undelivered calls
 	}
@@ -51,7 +51,7 @@ func ExampleNew() {
 	// Output: 100 1s
 }
 
-// An anonymous visitor signs up: what they did before and after belongs to one
+// An anonymous visitor signs up: the calls before and after it belong to one
 // user.
 func ExampleClient_Alias() {
 	sink := analyticstest.New()
@@ -76,8 +76,8 @@ func ExampleClient_Alias() {
 	// track of u1
 }
 
-// Integrations and Timestamp go with every call: import an old order, and send
-// it to one destination only.
+// Every call can have Integrations and a Timestamp: this imports an old order, and sends
+// it to only one destination.
 func ExampleClient_Track() {
 	sink := analyticstest.New()
 	client := sink.Client()
@@ -124,7 +124,7 @@ func ExampleOnResult() {
 	client.Close()
 	// Output:
 	// m0 <nil>
-	// m1 analytics: the server rejected the call: call_too_large: the test wants it so
+	// m1 analytics: the server rejected the call: call_too_large: rejected by the test
 }
 
 func ExampleClient_CloseContext() {

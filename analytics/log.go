@@ -11,9 +11,9 @@ import (
 )
 
 func (c *Client) prepareLog() {
-	c.chatter = slog.LevelDebug
+	c.diagnosis = slog.LevelDebug
 	if c.Verbose || debugEnabled(os.Getenv("DEBUG")) {
-		c.chatter = slog.LevelInfo
+		c.diagnosis = slog.LevelInfo
 	}
 	switch {
 	case c.slog != nil:

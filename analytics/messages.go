@@ -1,6 +1,6 @@
 package analytics
 
-// Message holds the fields that all calls have in common. The client sets empty fields in the data
+// Message has the fields that all calls have in common. The client sets empty fields in the data
 // that it sends; it never writes to the caller's struct.
 type Message struct {
 	// Type is the kind of call. The client sets it.
@@ -16,7 +16,7 @@ type Message struct {
 	SentAt string `json:"sentAt,omitempty"`
 }
 
-// Batch is the body of the request that carries calls to the server.
+// Batch is the body of a request with calls.
 type Batch struct {
 	Context  map[string]interface{} `json:"context,omitempty"`
 	Messages []interface{}          `json:"batch"`

@@ -10,7 +10,7 @@ import (
 type Option func(*Client)
 
 // FlushAt sets the number of queued calls that starts a flush: 20 by default, at most 2500. 1 sends
-// each call immediately in a request of its own. The same as [Client.Size].
+// each call immediately in a separate request. The same as [Client.Size].
 //
 // It does not set the size of a batch: while the maximum of requests is in flight (see
 // [MaxInFlight]), further calls join one batch, up to ten times as many, and up to the server's
@@ -76,7 +76,7 @@ type Result struct {
 	// Message is the call in JSON, as it was sent. It is valid until the function returns; copy it
 	// to keep it.
 	Message []byte
-	// Attempts is how many requests carried the call.
+	// Attempts is the number of requests with the call.
 	Attempts int
 	// Err is nil if the server accepted the call, else the reason of the failure; see
 	// [Failure.Err].

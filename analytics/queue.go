@@ -30,7 +30,7 @@ type queue struct {
 	ready      []*batch            // first in, first out
 	unresolved map[*batch]struct{} // all batches
 	inFlight   int
-	gaveUp     bool
+	cancelled  bool
 	room       chan struct{} // closed when space becomes free; nil if no call waits for it
 	ended      chan struct{} // closed with the queue
 }
@@ -185,7 +185,7 @@ func (q *queue) dispatch() {
 // next returns the next batch to send; nil if there is none, or the limit of requests is reached.
 // Locked.
 func (q *queue) next() *batch {
-	if q.inFlight >= q.client.maxInFlight || q.gaveUp {
+	if q.inFlight >= q.client.maxInFlight || q.cancelled {
 		return nil
 	}
 	var b *batch
@@ -230,7 +230,7 @@ func (q *queue) work(b *batch) {
 func (q *queue) split(b *batch) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if _, held := q.unresolved[b]; !held || q.gaveUp || len(b.items) < 2 {
+	if _, held := q.unresolved[b]; !held || q.cancelled || len(b.items) < 2 {
 		return false
 	}
 	half := len(b.items) / 2
@@ -258,7 +258,7 @@ func (q *queue) split(b *batch) bool {
 func (q *queue) postpone(b *batch, wait time.Duration, scheduled bool) (*batch, bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.gaveUp {
+	if q.cancelled {
 		return nil, false
 	}
 	q.inFlight--
@@ -310,10 +310,10 @@ func (q *queue) report(b *batch, out outcome) {
 		}
 	}
 	if failed == 0 {
-		c.log.Log(c.life, c.chatter, "batch delivered", "calls", len(b.items), "attempts", b.attempts)
+		c.log.Log(c.life, c.diagnosis, "batch delivered", "calls", len(b.items), "attempts", b.attempts)
 		return
 	}
-	c.log.Log(c.life, c.chatter, "calls not delivered", "calls", failed, "of", len(b.items), "attempts", b.attempts, "error", out.first())
+	c.log.Log(c.life, c.diagnosis, "calls not delivered", "calls", failed, "of", len(b.items), "attempts", b.attempts, "error", out.first())
 	c.health.lost(c.log, failed, out.first())
 }
 
@@ -374,26 +374,26 @@ func (q *queue) leave(w *waiter, cause error) error {
 	return w.result(cause)
 }
 
-// giveUp cancels the requests in flight, which end their batches, and ends all other batches.
-func (q *queue) giveUp(cause error) {
+// cancel cancels the requests in flight, which end their batches, and ends all other batches.
+func (q *queue) cancel(cause error) {
 	q.mu.Lock()
-	q.gaveUp = true
+	q.cancelled = true
 	q.client.endLife()
-	given := q.ready
+	rest := q.ready
 	q.ready = nil
 	if q.open != nil {
-		given = append(given, q.takeOpen())
+		rest = append(rest, q.takeOpen())
 	}
 	for b := range q.unresolved {
 		if b.timer != nil {
 			b.timer.Stop()
 			b.timer = nil
-			given = append(given, b)
+			rest = append(rest, b)
 		}
 	}
 	q.mu.Unlock()
 	out := outcome{err: closedError{cause}}
-	for _, b := range given {
+	for _, b := range rest {
 		q.report(b, out)
 		q.mu.Lock()
 		q.release(b, out)

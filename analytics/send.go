@@ -63,7 +63,7 @@ func (c *Client) retryIn(b *batch, out outcome) (time.Duration, bool) {
 	if time.Since(b.first)+wait > c.retryFor {
 		return 0, false
 	}
-	c.log.Log(c.life, c.chatter, "batch will be retried", "calls", len(b.items), "attempts", b.attempts, "in", wait, "error", out.err)
+	c.log.Log(c.life, c.diagnosis, "batch will be retried", "calls", len(b.items), "attempts", b.attempts, "in", wait, "error", out.err)
 	return wait, true
 }
 

@@ -10,10 +10,10 @@ import (
 	"testing"
 
 	"github.com/posthorn/posthorn/analytics/analyticstest"
+	"github.com/posthorn/posthorn/test/check"
 )
 
-// A program written for the vendor's v2 library needs another import path and
-// nothing else.
+// A program for the vendor's v2 library works after a change of only the import path.
 func TestProgramForV2(t *testing.T) {
 	const program = "testdata/v2/main.go"
 	source, err := os.ReadFile(program)
@@ -22,7 +22,7 @@ func TestProgramForV2(t *testing.T) {
 	}
 	const theirs, ours = `"github.com/segmentio/analytics-go"`, `"github.com/posthorn/posthorn/analytics"`
 	if n := strings.Count(string(source), theirs); n != 1 {
-		t.Fatalf("the program imports the vendor's library %d times", n)
+		t.Fatalf("imports of the vendor's library: got %d, want 1", n)
 	}
 	dir := t.TempDir()
 	changed := filepath.Join(dir, "main.go")
@@ -43,9 +43,9 @@ func TestProgramForV2(t *testing.T) {
 	}
 	binary := filepath.Join(dir, "program")
 	build := exec.Command("go", "build", "-trimpath", "-overlay", overlayFile, "-o", binary, "./testdata/v2")
-	build.Env = append(os.Environ(), "CGO_ENABLED=0") // as the Makefile, whose builds are reused
+	build.Env = append(os.Environ(), "CGO_ENABLED=0") // The flags of the Makefile, so that its builds are reused.
 	if out, err := build.CombinedOutput(); err != nil {
-		t.Fatalf("the program does not compile: %v\n%s", err, out)
+		t.Fatalf("build: got error %v, want none\n%s", err, out)
 	}
 
 	server := analyticstest.NewServer()
@@ -53,26 +53,24 @@ func TestProgramForV2(t *testing.T) {
 	run := exec.Command(binary)
 	run.Env = append(os.Environ(), "ENDPOINT="+server.URL)
 	if out, err := run.CombinedOutput(); err != nil {
-		t.Fatalf("%v\n%s", err, out)
+		t.Fatalf("run: got error %v, want none\n%s", err, out)
 	}
 	calls := server.Calls()
 	var types []string
 	for _, c := range calls {
 		types = append(types, c.Type)
-		if c.WriteKey != "h97jamjwbh" {
-			t.Errorf("write key %q", c.WriteKey)
-		}
+		check.Equal(t, "write key", c.WriteKey, "h97jamjwbh")
 	}
 	if want := []string{"identify", "track", "page", "group", "alias"}; !slices.Equal(types, want) {
-		t.Fatalf("arrived: %v, want %v", types, want)
+		t.Fatalf("types: got %v, want %v", types, want)
 	}
 	if c := calls[1]; c.Timestamp != "2009-11-10T23:00:00Z" || c.Integrations["All"] != false || c.Properties["plan"] != "Enterprise" {
-		t.Errorf("track arrived as %s", c.JSON)
+		t.Errorf("track: got %s, want its timestamp, integrations and properties", c.JSON)
 	}
 	if c := calls[2]; c.MessageID != "page-1" || c.Properties["path"] != "/go" || c.Traits != nil {
-		t.Errorf("page arrived as %s", c.JSON)
+		t.Errorf("page: got %s, want its messageId, and traits as properties", c.JSON)
 	}
 	if requests := server.Requests(); len(requests) != 1 || requests[0].Context["app"] == nil {
-		t.Errorf("requests: %v", requests)
+		t.Errorf("requests: got %v, want one with the context app", requests)
 	}
 }

@@ -1,4 +1,4 @@
-// Package analyticstest takes the place of the server in tests of code that
+// Package analyticstest replaces the server in tests of code that
 // uses package analytics.
 //
 //	sink := analyticstest.New()
@@ -43,53 +43,53 @@ type Call struct {
 	Context      map[string]any `json:"context"`
 	Integrations map[string]any `json:"integrations"`
 	Traits       map[string]any `json:"traits"`
-	Properties   map[string]any `json:"properties"` // a Page's Traits, too
+	Properties   map[string]any `json:"properties"` // also the Traits of a Page
 
-	// WriteKey is the key that the call was sent with.
+	// WriteKey is the write key of the request.
 	WriteKey string `json:"-"`
-	// JSON is the call as it was sent, without what the batch adds to it.
+	// JSON is the call as it was sent, without the fields that the batch adds.
 	JSON json.RawMessage `json:"-"`
 }
 
-// Request is a request that the sink has received, whatever it answered.
+// Request is a request that the sink has received and answered.
 type Request struct {
 	Header   http.Header
 	WriteKey string
 	// Body is decompressed.
 	Body []byte
-	// Batch holds the calls as they were sent.
+	// Batch has the calls as they were sent.
 	Batch []json.RawMessage
 	// Context, MessageID and SentAt are those of the batch.
 	Context   map[string]any
 	MessageID string
 	SentAt    string
-	// Status is what the sink answered, 0 when it broke the connection.
+	// Status is the status of the answer; 0 if the sink closed the connection.
 	Status int
-	// At is when it arrived.
+	// At is the time of arrival.
 	At time.Time
 }
 
 // Answer is the response of the sink to a request. The zero value accepts the request.
 type Answer struct {
 	// Status is the HTTP status; 0 means 200. The calls of a request are
-	// accepted when it is 2xx.
+	// accepted if it is 2xx.
 	Status int
 	// RetryAfter is the header of that name.
 	RetryAfter string
 	// Body replaces the answer's body.
 	Body string
-	// Reject refuses single calls of an accepted request: index to code.
+	// Reject rejects single calls of an accepted request: it maps an index to an error code.
 	Reject map[int]string
-	// Delay passes before the answer, and before calls are accepted; a request
-	// that its client ends in the meantime is not accepted.
+	// Delay is the time before the calls are accepted and answered. A request
+	// that its client cancels within this time is not accepted.
 	Delay time.Duration
-	// Drop breaks the connection in place of an answer. The calls are accepted
-	// nevertheless when Status is 2xx: the answer was lost, not the request.
+	// Drop closes the connection instead of an answer. The calls are still accepted
+	// if Status is 2xx: the answer is lost, not the request.
 	Drop bool
 }
 
 // Sink records calls. It is an [http.Handler] for POST /v1/batch and an
-// [http.RoundTripper] that needs no network. It takes each messageId once. It
+// [http.RoundTripper] that needs no network. It accepts each messageId once. It
 // is safe for concurrent use.
 type Sink struct {
 	mu         sync.Mutex
@@ -102,13 +102,13 @@ type Sink struct {
 	changed    chan struct{} // closed and replaced with each request
 }
 
-// New makes a sink that accepts everything.
+// New returns a sink that accepts all valid calls.
 func New() *Sink {
 	return &Sink{seen: map[string]bool{}, changed: make(chan struct{})}
 }
 
-// Client makes a client that sends to the sink, without a network, with the
-// write key "test". Options are applied after those that connect it.
+// Client returns a client that sends to the sink, without a network, with the
+// write key "test". The options are applied after those that connect it.
 func (s *Sink) Client(opts ...analytics.Option) *analytics.Client {
 	connect := []analytics.Option{
 		analytics.WithEndpoint("http://sink.test"),
@@ -117,7 +117,7 @@ func (s *Sink) Client(opts ...analytics.Option) *analytics.Client {
 	return analytics.New("test", append(connect, opts...)...)
 }
 
-// Respond sets the answers to the next requests, in order; those after are
+// Respond sets the answers to the next requests, in order. Later requests are
 // answered as before.
 func (s *Sink) Respond(answers ...Answer) {
 	s.mu.Lock()
@@ -125,14 +125,14 @@ func (s *Sink) Respond(answers ...Answer) {
 	s.answers = append(s.answers, answers...)
 }
 
-// RespondAlways sets the answer to all requests that Respond set none for.
+// RespondAlways sets the answer to all requests without an answer of Respond.
 func (s *Sink) RespondAlways(a Answer) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.always = a
 }
 
-// Calls returns the calls that were accepted, in order of arrival, each
+// Calls returns the accepted calls, in order of arrival, each
 // messageId once.
 func (s *Sink) Calls() []Call {
 	s.mu.Lock()
@@ -140,22 +140,22 @@ func (s *Sink) Calls() []Call {
 	return slices.Clone(s.calls)
 }
 
-// Requests returns all requests that were answered, in that order.
+// Requests returns all answered requests, in the order of their answers.
 func (s *Sink) Requests() []Request {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return slices.Clone(s.requests)
 }
 
-// Duplicates counts the calls that had arrived before.
+// Duplicates returns the number of duplicate calls.
 func (s *Sink) Duplicates() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.duplicates
 }
 
-// Wait returns the accepted calls as soon as there are n, or those that there
-// are and the context's error when it ends before.
+// Wait returns the accepted calls as soon as there are n. If the context ends first, it
+// returns the accepted calls so far and the context's error.
 func (s *Sink) Wait(ctx context.Context, n int) ([]Call, error) {
 	for {
 		s.mu.Lock()
@@ -172,10 +172,10 @@ func (s *Sink) Wait(ctx context.Context, n int) ([]Call, error) {
 	}
 }
 
-// ServeHTTP takes a request.
+// ServeHTTP implements [http.Handler].
 func (s *Sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if r.Method != http.MethodPost || r.URL.Path != "/v1/batch" {
-		fail(w, http.StatusNotFound, "not_found", "the sink takes POST /v1/batch")
+		fail(w, http.StatusNotFound, "not_found", "unknown path; the sink accepts POST /v1/batch")
 		return
 	}
 	request := Request{Header: r.Header.Clone(), At: time.Now()}
@@ -241,20 +241,20 @@ func (s *Sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		w.WriteHeader(answer.Status)
 		io.WriteString(w, answer.Body) //nolint:errcheck // the client has disconnected
 	case answer.Status > 299:
-		fail(w, answer.Status, "test", "the test wants it so")
+		fail(w, answer.Status, "test", "rejected by the test")
 	default:
 		write(w, answer.Status, map[string]any{"success": true, "rejected": rejected})
 	}
 }
 
-// RoundTrip is a request without a network.
+// RoundTrip implements [http.RoundTripper].
 func (s *Sink) RoundTrip(r *http.Request) (res *http.Response, err error) {
 	defer func() {
 		if r.Body != nil {
 			r.Body.Close()
 		}
 		if fault := recover(); fault != nil {
-			if fault != http.ErrAbortHandler { //nolint:errorlint // it is panicked with as it is
+			if fault != http.ErrAbortHandler { //nolint:errorlint // The value is not wrapped.
 				panic(fault)
 			}
 			res, err = nil, io.ErrUnexpectedEOF
@@ -297,15 +297,15 @@ func (s *Sink) record(request Request, invalid []event.Rejection, answer Answer)
 		return nil
 	}
 	var rejected []rejection
-	refuse := func(i int, code, message string) { rejected = append(rejected, rejection{i, code, message}) }
+	reject := func(i int, code, message string) { rejected = append(rejected, rejection{i, code, message}) }
 	for i, text := range request.Batch {
 		call := Call{WriteKey: request.WriteKey, JSON: text}
 		if code := answer.Reject[i]; code != "" {
-			refuse(i, code, "the test wants it so")
+			reject(i, code, "rejected by the test")
 		} else if at := slices.IndexFunc(invalid, func(r event.Rejection) bool { return r.Index == i }); at >= 0 {
-			refuse(i, invalid[at].Err.Code, invalid[at].Err.Message)
+			reject(i, invalid[at].Err.Code, invalid[at].Err.Message)
 		} else if err := json.Unmarshal(text, &call); err != nil {
-			refuse(i, event.CodeInvalidField, err.Error())
+			reject(i, event.CodeInvalidField, err.Error())
 		} else if call.MessageID != "" && s.seen[call.MessageID] {
 			s.duplicates++
 		} else {
@@ -337,7 +337,7 @@ func write(w http.ResponseWriter, status int, body any) {
 	json.NewEncoder(w).Encode(body) //nolint:errcheck // the client has disconnected
 }
 
-// Server is a sink behind a port of this machine.
+// Server is a sink on a port of this machine.
 type Server struct {
 	*Sink
 	// URL is the endpoint for clients.
@@ -345,7 +345,7 @@ type Server struct {
 	server *httptest.Server
 }
 
-// NewServer starts a server. Close it.
+// NewServer starts a server. The caller must close it.
 func NewServer() *Server {
 	s := &Server{Sink: New()}
 	s.server = httptest.NewServer(s.Sink)
@@ -353,13 +353,13 @@ func NewServer() *Server {
 	return s
 }
 
-// Client makes a client that sends to the server over the network, with the
+// Client returns a client that sends to the server over the network, with the
 // write key "test".
 func (s *Server) Client(opts ...analytics.Option) *analytics.Client {
 	return analytics.New("test", append([]analytics.Option{analytics.WithEndpoint(s.URL)}, opts...)...)
 }
 
-// Close stops the server and ends requests that are under way.
+// Close stops the server and ends requests in progress.
 func (s *Server) Close() {
 	s.server.CloseClientConnections()
 	s.server.Close()

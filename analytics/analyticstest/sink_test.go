@@ -3,7 +3,6 @@ package analyticstest_test
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"net/http"
 	"strings"
@@ -12,6 +11,7 @@ import (
 
 	"github.com/posthorn/posthorn/analytics"
 	"github.com/posthorn/posthorn/analytics/analyticstest"
+	"github.com/posthorn/posthorn/test/check"
 )
 
 func post(t *testing.T, url, key, body string) (int, map[string]any) {
@@ -35,7 +35,7 @@ func post(t *testing.T, url, key, body string) (int, map[string]any) {
 	return res.StatusCode, answer
 }
 
-// The sink refuses what Posthorn refuses, in its words.
+// The sink rejects invalid requests with the same codes as Posthorn.
 func TestServerAnswers(t *testing.T) {
 	s := analyticstest.NewServer()
 	defer s.Close()
@@ -56,16 +56,16 @@ func TestServerAnswers(t *testing.T) {
 			status, answer := post(t, s.URL+test.path, test.key, test.body)
 			text := fmt.Sprint(answer)
 			if status != test.status || !strings.Contains(text, test.code) {
-				t.Errorf("%d %s", status, text)
+				t.Errorf("answer: got status %d and %s, want status %d and code %q", status, text, test.status, test.code)
 			}
 		})
 	}
 	if calls := s.Calls(); len(calls) != 1 || calls[0].WriteKey != "k" || calls[0].MessageID != "a" {
-		t.Errorf("calls %+v", calls)
+		t.Errorf("calls: got %+v, want one with write key k and messageId a", calls)
 	}
 }
 
-func TestDuplicatesAreTakenOnce(t *testing.T) {
+func TestDuplicatesAreAcceptedOnce(t *testing.T) {
 	s := analyticstest.New()
 	s.Respond(analyticstest.Answer{Drop: true})
 	c := s.Client()
@@ -75,9 +75,9 @@ func TestDuplicatesAreTakenOnce(t *testing.T) {
 	if err := c.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if len(s.Requests()) != 2 || len(s.Calls()) != 1 || s.Duplicates() != 1 {
-		t.Errorf("%d requests, %d calls, %d duplicates", len(s.Requests()), len(s.Calls()), s.Duplicates())
-	}
+	check.Equal(t, "requests", len(s.Requests()), 2)
+	check.Equal(t, "calls", len(s.Calls()), 1)
+	check.Equal(t, "duplicates", s.Duplicates(), 1)
 }
 
 func TestWait(t *testing.T) {
@@ -89,17 +89,17 @@ func TestWait(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	if calls, err := s.Wait(t.Context(), 1); err != nil || len(calls) != 1 {
-		t.Errorf("%v, %v", calls, err)
-	}
+	calls, err := s.Wait(t.Context(), 1)
+	check.NoError(t, "wait for 1 call", err)
+	check.Equal(t, "calls", len(calls), 1)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
 	defer cancel()
-	if calls, err := s.Wait(ctx, 2); !errors.Is(err, context.DeadlineExceeded) || len(calls) != 1 {
-		t.Errorf("%v, %v", calls, err)
-	}
+	calls, err = s.Wait(ctx, 2)
+	check.ErrorIs(t, "wait for 2 calls", err, context.DeadlineExceeded)
+	check.Equal(t, "calls at the end of the context", len(calls), 1)
 }
 
-// signUp is code under test.
+// signUp is an example of code under test.
 func signUp(client *analytics.Client, user string) error {
 	return client.Track(&analytics.Track{UserId: user, Event: "Signed Up"})
 }
@@ -117,7 +117,7 @@ func Example() {
 	// Output: track u1 Signed Up
 }
 
-// How does the code behave while the server is down?
+// Tests how the code behaves while the server fails.
 func ExampleSink_Respond() {
 	sink := analyticstest.New()
 	sink.Respond(analyticstest.Answer{Status: 503}, analyticstest.Answer{Drop: true})

@@ -1,6 +1,5 @@
-// A program as one writes it for version 2 of the vendor's library. A test
-// builds it with this package's import path in place of the vendor's and
-// nothing else changed, runs it and looks at what arrives.
+// This is a program for version 2 of the vendor's library. A test replaces only the import
+// path by that of this package, runs the program and checks its calls.
 package main
 
 import (
@@ -13,7 +12,7 @@ import (
 	"github.com/segmentio/analytics-go"
 )
 
-// tracker is how programs make the client replaceable in their tests.
+// tracker is an interface with which programs replace the client in their tests.
 type tracker interface {
 	Identify(*analytics.Identify) error
 	Track(*analytics.Track) error
