@@ -17,7 +17,7 @@ const benchContext = `"context":{"app":{"name":"InitechGlobal","version":"545","
 const benchCommon = `"anonymousId":"507f191e810c19729de860ea","userId":"97980cfea0067","messageId":"022bb90c-bbac-11e4-8dfc-aa07a5b093db",` +
 	`"timestamp":"2026-05-04T11:59:58.400Z","sentAt":"2026-05-04T11:59:59.900Z","integrations":{"All":true},` + benchContext
 
-// benchCalls are calls of about 1 KB, as a client with a full context sends them.
+// benchCalls has calls of about 1 KB, with a full context.
 var benchCalls = map[Type]string{
 	Identify: `{"type":"identify","traits":{"name":"Peter Gibbons","email":"peter@example.com","plan":"premium","logins":5,"balance":12.5},` + benchCommon + `}`,
 	Track: `{"type":"track","event":"Order Completed","properties":{"order_id":"50314b8e9bcf000000000000","total":27.5,"currency":"USD","products":[` +
@@ -43,7 +43,7 @@ func benchmarkParse(b *testing.B, t Type) {
 	benchmarkUnmarshal(b, body)
 }
 
-// benchmarkUnmarshal measures nothing but decoding the same bytes.
+// benchmarkUnmarshal measures only the decoding of the same bytes.
 func benchmarkUnmarshal(b *testing.B, body []byte) {
 	b.Run("encoding-json", func(b *testing.B) {
 		b.SetBytes(int64(len(body)))
@@ -64,7 +64,7 @@ func BenchmarkParseScreen(b *testing.B)   { benchmarkParse(b, Screen) }
 func BenchmarkParseGroup(b *testing.B)    { benchmarkParse(b, Group) }
 func BenchmarkParseAlias(b *testing.B)    { benchmarkParse(b, Alias) }
 
-// BenchmarkParseBatch has 20 calls that share the batch's context; figures are
+// BenchmarkParseBatch parses 20 calls that share the batch's context; the figures are
 // for the batch.
 func BenchmarkParseBatch(b *testing.B) {
 	body := []byte(`{"batch":[`)
@@ -86,7 +86,7 @@ func BenchmarkParseBatch(b *testing.B) {
 	benchmarkUnmarshal(b, body)
 }
 
-// BenchmarkCanonical has a text on which much is to be changed.
+// BenchmarkCanonical converts a text with many differences from its canonical form.
 func BenchmarkCanonical(b *testing.B) {
 	text, err := os.ReadFile("testdata/track.in.json")
 	if err != nil {
@@ -101,8 +101,8 @@ func BenchmarkCanonical(b *testing.B) {
 	}
 }
 
-// BenchmarkLongNumbers has a call of about 1 KB with two long numbers: what it
-// costs to accept and mark it, and what a delivery of it costs in addition.
+// BenchmarkLongNumbers measures the acceptance of a call of about 1 KB with two long numbers,
+// and the additional cost of its delivery.
 func BenchmarkLongNumbers(b *testing.B) {
 	body := []byte(strings.Replace(benchCalls[Track], `"total":27.5`, `"total":27.5,"order":12345678901234567890,"at":1700000000000000001`, 1))
 	r := Request{Type: Track, ReceivedAt: time.Now()}
@@ -128,8 +128,8 @@ func BenchmarkLongNumbers(b *testing.B) {
 	})
 }
 
-// BenchmarkNumbers has texts of 100 KB full of numbers of one kind, among them
-// those on which strconv is slow.
+// BenchmarkNumbers converts texts of 100 KB of numbers of one kind, including kinds for which
+// strconv is slow.
 func BenchmarkNumbers(b *testing.B) {
 	for name, number := range map[string]string{
 		"integers": "12345", "decimals": "27.5", "doubles": "0.30000000000000004", "identifiers": "12345678901234567890", "smallest": "5e-324", "small": "1e-310",

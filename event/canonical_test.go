@@ -44,8 +44,8 @@ func TestCanonical(t *testing.T) {
 		{"escaped index", `{"a":0,"\u0031":1}`, `{"1":1,"a":0}`},
 		{"last duplicate wins, at the first place", `{"a":1,"b":2,"\u0061":3}`, `{"a":3,"b":2}`},
 		{"duplicate index", `{"1":1,"0":2,"1":3}`, `{"0":2,"1":3}`},
-		{"three of a key", `{"a":{"x":1},"a":[],"a":"z"}`, `{"a":"z"}`},
-		{"__proto__ is a key as others", `{"__proto__":1,"constructor":2,"__proto__":3}`, `{"__proto__":3,"constructor":2}`},
+		{"three equal keys", `{"a":{"x":1},"a":[],"a":"z"}`, `{"a":"z"}`},
+		{"__proto__ is an ordinary key", `{"__proto__":1,"constructor":2,"__proto__":3}`, `{"__proto__":3,"constructor":2}`},
 		{"empty key", `{"":1,"":2}`, `{"":2}`},
 		{"nested", `{"z":[{"1":{"b":1,"0":{"a":1,"a":2}},"0":0}]}`, `{"z":[{"0":0,"1":{"0":{"a":2},"b":1}}]}`},
 	}
@@ -56,11 +56,11 @@ func TestCanonical(t *testing.T) {
 				t.Fatal(err)
 			}
 			if string(got) != tt.want {
-				t.Errorf("got  %s\nwant %s", got, tt.want)
+				t.Errorf("canonical form: got\n%s\nwant\n%s", got, tt.want)
 			}
 			again, err := Canonical(got)
 			if err != nil || !bytes.Equal(again, got) {
-				t.Errorf("not a fixed point: %s, %v", again, err)
+				t.Errorf("canonical form of the result: got %s and error %v, want %s", again, err, got)
 			}
 		})
 	}
@@ -82,11 +82,11 @@ func TestCanonicalNumbers(t *testing.T) {
 		{"0.10000000000000000555", "0.1"},
 		{"1.7976931348623157e308", "1.7976931348623157e+308"}, {"1.7976931348623157081e308", "1.7976931348623157e+308"},
 		{"4.9E-324", "5e-324"}, {"5e-324", "5e-324"}, {"2.2250738585072014e-308", "2.2250738585072014e-308"},
-		// Integers that a double holds.
+		// Integers that a double represents.
 		{"9007199254740991", "9007199254740991"}, {"9007199254740992", "9007199254740992"}, {"9007199254740994", "9007199254740994"},
 		{"123456789012345680000", "123456789012345680000"},
 		{"0." + strings.Repeat("0", 20000) + "1e20001", "1"}, {"1" + strings.Repeat("0", 20000) + "e-20000", "1"},
-		// With a fraction or an exponent: the nearest double.
+		// Literals with a fraction or an exponent become the nearest double.
 		{"12345678901234567890.5", "12345678901234567000"}, {"12345678901234567890.0", "12345678901234567000"}, {"9007199254740993e0", "9007199254740992"},
 		{"0.1234567890123456789", "0.12345678901234568"}, {"0.100000000000000000001", "0.1"}, {"0.1000000000000000055", "0.1"}, {"1e25", "1e+25"},
 		{"1e-400", "0"}, {"-1e-400", "0"}, {"2e-324", "0"}, {"3e-324", "5e-324"}, {"1e-99999999999999999999", "0"},
@@ -125,11 +125,11 @@ func TestFixedPoint(t *testing.T) {
 			t.Errorf("IsFixedPoint(%s) = false, want true", got)
 		}
 		if is := IsFixedPoint([]byte(tt.in)); is != (tt.in == tt.want) {
-			t.Errorf("IsFixedPoint(%s) = %t", tt.in, is)
+			t.Errorf("IsFixedPoint(%s) = %t, want %t", tt.in, is, !is)
 		}
 	}
 	if IsFixedPoint([]byte("[1")) {
-		t.Error("IsFixedPoint([1) = true, want false: it is not JSON")
+		t.Error("IsFixedPoint([1), which is not JSON, = true, want false")
 	}
 }
 
@@ -154,13 +154,12 @@ func TestCanonicalErrors(t *testing.T) {
 			t.Errorf("Canonical(%q) = %s, %v, want %s at byte %d", tt.in, got, err, CodeInvalidJSON, tt.offset)
 		}
 		if json.Valid([]byte(tt.in)) {
-			t.Errorf("%q is valid JSON", tt.in)
+			t.Errorf("json.Valid(%q) = true, want false", tt.in)
 		}
 	}
 }
 
-// TestPlain looks at each byte at each place of the eight that are looked at at
-// once.
+// TestPlain tests each byte at each position of the eight bytes that plain reads at once.
 func TestPlain(t *testing.T) {
 	for c := range 256 {
 		for at := range 20 {
@@ -172,7 +171,7 @@ func TestPlain(t *testing.T) {
 			}
 			for from := range at + 1 {
 				if got := plain(in, from); got != want {
-					t.Fatalf("byte %#x at %d, from %d on: %d, want %d", c, at, from, got, want)
+					t.Fatalf("plain with byte %#x at %d, from %d: got %d, want %d", c, at, from, got, want)
 				}
 			}
 		}
@@ -182,20 +181,20 @@ func TestPlain(t *testing.T) {
 func TestCanonicalDepth(t *testing.T) {
 	deepest := strings.Repeat("[", MaxDepth) + strings.Repeat("]", MaxDepth)
 	if got, err := Canonical([]byte(deepest)); err != nil || string(got) != deepest {
-		t.Errorf("%d levels: %v", MaxDepth, err)
+		t.Errorf("%d levels: got error %v, want the same text", MaxDepth, err)
 	}
 	for _, in := range []string{"[" + deepest + "]", `{"a":` + deepest + "}", strings.Repeat(`{"a":`, 5_000_000), strings.Repeat("[", 5_000_000)} {
 		if _, err := Canonical([]byte(in)); code(err) != CodeTooDeep {
-			t.Errorf("%.20s...: %v, want %s", in, err, CodeTooDeep)
+			t.Errorf("Canonical(%.20s...): got error %v, want %s", in, err, CodeTooDeep)
 		}
 	}
 	siblings := "[" + strings.Repeat("[[]],{\"a\":{}},", MaxDepth) + "0]"
 	if got, err := Canonical([]byte(siblings)); err != nil || string(got) != siblings {
-		t.Errorf("siblings: %v", err)
+		t.Errorf("siblings: got error %v, want the same text", err)
 	}
 }
 
-// TestManyKeys has inputs for which a quadratic algorithm would need many minutes.
+// TestManyKeys uses inputs for which a quadratic algorithm would take many minutes.
 func TestManyKeys(t *testing.T) {
 	const n = 200_000
 	object := func(key func(i int) string) string {
@@ -209,10 +208,10 @@ func TestManyKeys(t *testing.T) {
 		t.Helper()
 		got, err := Canonical([]byte(in))
 		if err != nil {
-			t.Fatalf("%s: %v", name, err)
+			t.Fatalf("%s: got error %v, want none", name, err)
 		}
 		if keys := bytes.Count(got, []byte(":")); keys != wantKeys || !bytes.HasPrefix(got, []byte(wantStart)) || !bytes.HasSuffix(got, []byte(wantEnd)) {
-			t.Errorf("%s: %d keys, %.40s ... %s, want %d, %s ... %s", name, keys, got, got[len(got)-20:], wantKeys, wantStart, wantEnd)
+			t.Errorf("%s: got %d keys, %.40s ... %s, want %d, %s ... %s", name, keys, got, got[len(got)-20:], wantKeys, wantStart, wantEnd)
 		}
 	}
 	check("different", object(func(i int) string { return fmt.Sprint("k", i) }), `{"k0":0,"k1":1,`, `"k199999":9}`, n)
@@ -223,8 +222,8 @@ func TestManyKeys(t *testing.T) {
 		`{"0":{"0":`, `,"a":0},"a":0}`, n+2*(MaxDepth-1))
 }
 
-// TestDuplicatesOfAnyNumber looks for faults at the border between the ways in
-// which few and many members are compared.
+// TestDuplicatesOfAnyNumber tests numbers of members around fewMembers, at which the
+// comparison of members changes.
 func TestDuplicatesOfAnyNumber(t *testing.T) {
 	for n := 1; n <= 3*fewMembers; n++ {
 		for dup := range n {
@@ -240,7 +239,7 @@ func TestDuplicatesOfAnyNumber(t *testing.T) {
 			in += fmt.Sprintf(`"key%d":"x"}`, dup)
 			want = want[:len(want)-1] + "}"
 			if got, err := Canonical([]byte(in)); err != nil || string(got) != want {
-				t.Fatalf("%d keys, duplicate %d: %v\n%s", n, dup, err, cmp.Diff(want, string(got)))
+				t.Fatalf("%d keys, duplicate %d: got error %v (-want +got):\n%s", n, dup, err, cmp.Diff(want, string(got)))
 			}
 		}
 	}
@@ -251,15 +250,15 @@ func TestCanonicalKeepsItsInput(t *testing.T) {
 	want := bytes.Clone(in)
 	got, err := Canonical(in)
 	if err != nil || !bytes.Equal(in, want) {
-		t.Errorf("the input was changed to %s, %v", in, err)
+		t.Errorf("input after Canonical: got %s and error %v, want %s", in, err, want)
 	}
 	second, _ := Canonical([]byte(`["something else, longer than the first text"]`))
 	if string(got) != `{"0":[],"1":"/","b":2}` {
-		t.Errorf("the first result was changed to %s by the second, %s", got, second)
+		t.Errorf("first result after a second call with the result %s: got %s, want no change", second, got)
 	}
 }
 
-// code is the code of an *Error, "" for nil.
+// code returns the code of an *Error, "" for nil.
 func code(err error) string {
 	if err == nil {
 		return ""

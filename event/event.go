@@ -1,17 +1,16 @@
-// Package event is Posthorn's wire contract: the form of a tracking call, the
-// rules by which calls are accepted, and the exact bytes of the message that is
-// delivered for each of them.
+// Package event is Posthorn's wire contract: the format of a tracking call, the
+// rules for its acceptance, and the exact bytes of its delivered message.
 //
 // A body is decoded, validated, normalised and made canonical in one pass over
 // its bytes. The result is a fixed point of JavaScript:
 //
 //	JSON.stringify(JSON.parse(body)) === body
 //
-// so that a receiver which verifies a signature over the re-stringified body,
-// as the webhook's documentation requires, computes the digest that was sent.
+// A receiver that verifies a signature over the re-stringified body, as the webhook's
+// documentation requires, therefore computes the same digest.
 // [Canonical] has the rules. A message with long numbers, which JavaScript would
 // change, keeps their digits and is marked ([Call.LongNumbers]); [FixedPoint]
-// converts them to strings for the destinations that want it.
+// converts them to strings for destinations without exact numbers.
 //
 // The package imports the standard library only, does no I/O, and is safe for
 // concurrent use. The main types are Request, Call and Batch.
@@ -25,7 +24,7 @@ import (
 
 // Limits of calls. Sizes are those of the sent JSON text, without any content encoding.
 const (
-	// MaxCallBytes is the size of one call. A call in a batch counts with the
+	// MaxCallBytes is the size of one call. The size of a call in a batch includes the
 	// batch's context and integrations, because they are merged into it.
 	MaxCallBytes = 32 << 10
 	// MaxBodyBytes is the size of one request body.
@@ -78,14 +77,14 @@ func (t Type) callable() bool {
 const (
 	CodeInvalidJSON      = "invalid_json"        // not JSON; the message gives the byte offset
 	CodeNotAnObject      = "not_an_object"       // JSON, but the body or the call is not an object
-	CodeTooDeep          = "too_deep"            // nests deeper than MaxDepth
+	CodeTooDeep          = "too_deep"            // nested deeper than MaxDepth
 	CodeBodyTooLarge     = "body_too_large"      // body over MaxBodyBytes
 	CodeCallTooLarge     = "call_too_large"      // call over MaxCallBytes
 	CodeBatchTooLarge    = "batch_too_large"     // messages of a batch over MaxMergedBytes
 	CodeTooManyCalls     = "too_many_calls"      // call beyond MaxBatchCalls
 	CodeEmptyBatch       = "empty_batch"         // no "batch", or an empty one
 	CodeNoType           = "no_type"             // call in a batch without a type
-	CodeUnknownType      = "unknown_type"        // type that no client may send
+	CodeUnknownType      = "unknown_type"        // type that clients must not send
 	CodeNoUserAnonID     = "no_user_anon_id"     // neither userId nor anonymousId
 	CodeNoEvent          = "no_event"            // track without event
 	CodeNoGroupID        = "no_group_id"         // group without groupId
@@ -106,11 +105,11 @@ type Request struct {
 	// Type is the type in the path. It takes precedence over a type in the body. Empty for
 	// /v1/batch and /v1/import.
 	Type Type
-	// ReceivedAt is when the request arrived; zero means now.
+	// ReceivedAt is the time of receipt; zero means now.
 	ReceivedAt time.Time
 	// ClientIP, when not empty, becomes context.ip of calls without one.
 	ClientIP string
-	// NewID makes the messageId of a call without one; nil makes random UUIDs.
+	// NewID returns the messageId of a call without one; nil generates random UUIDs.
 	NewID func() string
 }
 
@@ -130,7 +129,7 @@ type Call struct {
 	// is delivered, except to destinations with exact numbers.
 	LongNumbers bool
 	// Body is the message. It must not be changed. The bodies and strings of one Parse share
-	// memory; clone them to keep a few of many for long.
+	// memory; clone them to keep only some of them.
 	Body []byte
 }
 
@@ -150,7 +149,7 @@ type Batch struct {
 	Rejected []Rejection
 }
 
-// DeleteMessage is the message of a deletion request for a user.
+// DeleteMessage returns the message of a deletion request for a user.
 func DeleteMessage(userID string, at time.Time) []byte {
 	b := append(make([]byte, 0, 80+len(userID)), `{"type":"delete","userId":`...)
 	b = appendString(b, userID)
@@ -161,7 +160,7 @@ func DeleteMessage(userID string, at time.Time) []byte {
 
 func randomUUID() string {
 	var id [16]byte
-	_, _ = rand.Read(id[:]) // never fails: it ends the program if the system has no randomness
+	_, _ = rand.Read(id[:]) // Read never fails: it ends the program if the system has no randomness.
 	id[6] = id[6]&0x0f | 0x40
 	id[8] = id[8]&0x3f | 0x80
 	var text [36]byte

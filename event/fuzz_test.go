@@ -16,8 +16,8 @@ import (
 	"unicode/utf8"
 )
 
-// FuzzCanonical compares with an implementation that shares nothing with the
-// package's own: encoding/json reads, math/big decides about numbers.
+// FuzzCanonical compares the result with an independent implementation, which uses
+// encoding/json and math/big.
 func FuzzCanonical(f *testing.F) {
 	for _, seed := range []string{`{"b":1,"10":[1.50,-0,1e21,1E-7,0.10000000000000001,12345678901234567890,1e400],"a":{"x":null,"x":true},"__proto__":"","":"\u2028\/\u001F\ud83d\ude00"}`,
 		`[[],{},"",0,{"0":{"1":1,"0":0},"a":0,"0":1}]`, "\ufeff 1", `"\ud800"`, "\"\xff\"", "[1,]", "", "1e", `{"a":1,"a`} {
@@ -30,33 +30,33 @@ func FuzzCanonical(f *testing.F) {
 			return
 		}
 		if valid := json.Valid(text); valid != (err == nil) {
-			t.Fatalf("%v, but valid is %t", err, valid)
+			t.Fatalf("Canonical: got error %v, want success: %t", err, valid)
 		}
 		if err != nil {
 			return
 		}
 		if again, err := Canonical(got); err != nil || !bytes.Equal(again, got) {
-			t.Fatalf("%s becomes %s, %v", got, again, err)
+			t.Fatalf("canonical form of the result %s: got %s and error %v, want the same", got, again, err)
 		}
 		fixed, err := FixedPoint(in)
 		if again, err2 := Canonical(fixed); err != nil || err2 != nil || !bytes.Equal(again, fixed) || !IsFixedPoint(fixed) {
-			t.Fatalf("the fixed point %s becomes %s, %v, %v", fixed, again, err, err2)
+			t.Fatalf("canonical form of the fixed point %s: got %s and errors %v, %v, want the same", fixed, again, err, err2)
 		}
 		if !utf8.Valid(got) {
-			t.Fatalf("%q is not UTF-8", got)
+			t.Fatalf("result: got %q, want UTF-8", got)
 		}
 		if !utf8.Valid(text) || loneSurrogate(text) {
-			return // encoding/json reads those in another way
+			return // encoding/json reads these differently.
 		}
 		d := json.NewDecoder(bytes.NewReader(text))
 		d.UseNumber()
 		if want := oracle(t, d); want != string(got) {
-			t.Fatalf("%q becomes\n%s, want\n%s", in, got, want)
+			t.Fatalf("Canonical(%q): got\n%s\nwant\n%s", in, got, want)
 		}
 	})
 }
 
-// FuzzParse looks for crashes, and for bodies that are not canonical.
+// FuzzParse checks that Parse does not panic, and that all bodies are canonical.
 func FuzzParse(f *testing.F) {
 	f.Add([]byte(`{"batch":[{"type":"track","userId":1,"event":"e","context":{"1":[]},"timestamp":"2009-11-10T23:00:00+0000"},{}],"context":{"a":1,"0":2},"sentAt":"2009-11-10","writeKey":"k"}`), true, "192.0.2.1")
 	f.Add([]byte(`{"userId":"u","event":"e","integrations":{"All":false,"x":{}},"timestamp":1257894000,"sentAt":"","messageId":null}`), false, "")
@@ -71,10 +71,10 @@ func FuzzParse(f *testing.F) {
 		}
 		for _, c := range b.Calls {
 			if canonical, err := Canonical(c.Body); err != nil || !bytes.Equal(canonical, c.Body) {
-				t.Fatalf("%s is not canonical: %s, %v", c.Body, canonical, err)
+				t.Fatalf("canonical form of the body %s: got %s and error %v, want the same", c.Body, canonical, err)
 			}
 			if c.LongNumbers == IsFixedPoint(c.Body) {
-				t.Fatalf("LongNumbers is %t for %s", c.LongNumbers, c.Body)
+				t.Fatalf("LongNumbers of %s: got %t, want %t", c.Body, c.LongNumbers, !c.LongNumbers)
 			}
 			var m struct {
 				Type, MessageID, Timestamp string
@@ -82,12 +82,12 @@ func FuzzParse(f *testing.F) {
 				Context                    map[string]any
 			}
 			if err := json.Unmarshal(c.Body, &m); err != nil || m.Version != 1 || m.Type != string(c.Type) || m.MessageID == "" || m.Context == nil {
-				t.Fatalf("%+v, %v in %s", m, err, c.Body)
+				t.Fatalf("message %s: got %+v and error %v, want version 1, its type, a messageId and a context", c.Body, m, err)
 			}
 			c.Integrations.Allows("Webhooks", "x")
 		}
 		if n := len(b.Calls) + len(b.Rejected); err == nil && n == 0 || len(b.Calls) != len(b.Indexes) {
-			t.Fatalf("%d calls, %d indexes, %d rejected", len(b.Calls), len(b.Indexes), len(b.Rejected))
+			t.Fatalf("batch: got %d calls, %d indexes and %d rejections, want an index for each call, and at least one call or rejection", len(b.Calls), len(b.Indexes), len(b.Rejected))
 		}
 	})
 }
@@ -100,7 +100,7 @@ func loneSurrogate(text []byte) bool {
 	return slices.ContainsFunc(surrogates.FindAll(text, -1), func(m []byte) bool { return len(m) == 6 })
 }
 
-// oracle reads one value and returns it as JavaScript prints it.
+// oracle reads one value and returns it in the form of JavaScript.
 func oracle(t *testing.T, d *json.Decoder) string {
 	token, err := d.Token()
 	if err != nil && err != io.EOF {
@@ -157,35 +157,35 @@ func oracleString(s string) string {
 	e := json.NewEncoder(&b)
 	e.SetEscapeHTML(false)
 	_ = e.Encode(s)
-	// encoding/json escapes these two although it need not.
+	// encoding/json escapes these two characters unnecessarily.
 	text := strings.TrimSuffix(b.String(), "\n")
 	return regexp.MustCompile(`\\(\\|u2028|u2029)`).ReplaceAllStringFunc(text, func(m string) string {
 		return map[string]string{`\\`: `\\`, `\u2028`: "\u2028", `\u2029`: "\u2029"}[m]
 	})
 }
 
-// oracleNumber decides by the rules that appendNumber states.
+// oracleNumber implements the rules of appendNumber.
 func oracleNumber(t *testing.T, text string) string {
 	_, exponent, hasExponent := strings.Cut(strings.ToLower(text), "e")
 	e, err := strconv.Atoi(cmp.Or(exponent, "0"))
 	if err != nil || len(text) > 700 || e > 800 || e < -800 {
-		t.Skip() // math/big would need too long
+		t.Skip() // math/big would take too long.
 	}
 	f, err := strconv.ParseFloat(text, 64)
 	if err != nil {
-		return text // beyond the range
+		return text // It is beyond the range of doubles.
 	}
 	if f == 0 {
 		return "0"
 	}
-	short, err := json.Marshal(f) // the form of JavaScript, says its documentation
+	short, err := json.Marshal(f) // By its documentation, Marshal uses the form of JavaScript.
 	if err != nil {
 		t.Fatal(err)
 	}
 	value, ok1 := new(big.Rat).SetString(text)
 	shortValue, ok2 := new(big.Rat).SetString(string(short))
 	if !ok1 || !ok2 {
-		t.Fatalf("%s or %s is no number", text, short)
+		t.Fatalf("SetString: got %t for %s and %t for %s, want true", ok1, text, ok2, short)
 	}
 	if integer := !hasExponent && !strings.Contains(text, "."); integer && value.Cmp(shortValue) != 0 {
 		return text

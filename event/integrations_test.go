@@ -1,6 +1,10 @@
 package event
 
-import "testing"
+import (
+	"testing"
+
+	"github.com/posthorn/posthorn/test/check"
+)
 
 func TestIntegrationsAllows(t *testing.T) {
 	tests := []struct {
@@ -12,14 +16,14 @@ func TestIntegrationsAllows(t *testing.T) {
 		{`{"All":false,"Webhooks":true}`, true}, {`{"Webhooks":true,"All":false}`, true},
 		{`{"All":false,"Webhooks":{}}`, true}, {`{"All":false,"Webhooks":{"a":[1,{"b":"}"}]},"x":1}`, true},
 		{`{"Webhooks":false}`, false}, {`{"All":true,"Webhooks":false}`, false},
-		{`{"webhooks":false}`, true}, {`{"ALL":false}`, true}, {`{"Crm":false}`, true}, // case sensitive
-		{`{"all":false}`, false}, {`{"all":false,"Webhooks":true}`, true}, {`{"crm":true,"all":false}`, true}, // a client writes it so
+		{`{"webhooks":false}`, true}, {`{"ALL":false}`, true}, {`{"Crm":false}`, true}, // Names are case-sensitive.
+		{`{"all":false}`, false}, {`{"all":false,"Webhooks":true}`, true}, {`{"crm":true,"all":false}`, true}, // One client writes "all".
 		{`{"All":true,"all":false}`, true}, {`{"all":false,"All":true}`, true}, {`{"all":true,"All":null}`, true},
 		{`{"All":false,"webhooks":true}`, false},
 		{`{"crm":false}`, false}, {`{"All":false,"crm":true}`, true},
-		{`{"Webhooks":true,"crm":false}`, false}, {`{"crm":false,"Webhooks":true}`, false}, // the most specific one decides
+		{`{"Webhooks":true,"crm":false}`, false}, {`{"crm":false,"Webhooks":true}`, false}, // The most specific name decides.
 		{`{"Webhooks":false,"crm":{}}`, true}, {`{"crm":true,"Webhooks":false,"All":false}`, true},
-		{`{"Webhooks":null}`, true}, {`{"Webhooks":"false"}`, true}, {`{"All":0}`, true}, // no entries
+		{`{"Webhooks":null}`, true}, {`{"Webhooks":"false"}`, true}, {`{"All":0}`, true}, // These values are ignored.
 		{`{"All":false,"Webhooks":1,"crm":null}`, false}, {`{"Webhooks":false,"crm":[]}`, false},
 		{`{"W\u0065bhooks":false}`, false}, {`{"\"crm\"":false}`, true}, {`{"a\nb":false}`, true},
 		{`{"crm":true,"crm":false}`, false},
@@ -34,7 +38,7 @@ func TestIntegrationsAllows(t *testing.T) {
 			t.Fatal(err)
 		}
 		if got := b.Calls[0].Integrations.Allows("Webhooks", "crm"); got != tt.want {
-			t.Errorf("%s: %t, want %t", tt.object, got, tt.want)
+			t.Errorf("Allows for %s: got %t, want %t", tt.object, got, tt.want)
 		}
 	}
 
@@ -43,10 +47,8 @@ func TestIntegrationsAllows(t *testing.T) {
 		t.Fatal(err)
 	}
 	i := b.Calls[0].Integrations
-	if i.Allows("a\nb \"c\"") || !i.Allows("a") || !i.Allows() {
-		t.Error("a name with escapes is not found, or too much is")
-	}
-	if !(Integrations{}).Allows("x") {
-		t.Error("an empty object forbids")
-	}
+	check.Equal(t, "Allows of a name with escapes", i.Allows("a\nb \"c\""), false)
+	check.Equal(t, "Allows of another name", i.Allows("a"), true)
+	check.Equal(t, "Allows without names", i.Allows(), true)
+	check.Equal(t, "Allows of an empty object", (Integrations{}).Allows("x"), true)
 }

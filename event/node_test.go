@@ -19,16 +19,16 @@ import (
 	"time"
 )
 
-// judge is the program that Node runs. A line of input has the kind of check, the
-// input (base64), the canonical form and the fixed point, or "!" when the input
-// was refused. The program prints "ok" and the number of checks, or the first fault.
-const judge = `
+// nodeProgram is the program that Node runs. A line of its input has the kind of check, the
+// input (base64), the canonical form and the fixed point, or "!" if the input
+// was rejected. The program prints "ok" and the number of checks, or the first fault.
+const nodeProgram = `
 'use strict'
 const own = ['writeKey', 'type', 'messageId', 'version', 'receivedAt', 'sentAt', 'originalTimestamp', 'timestamp', 'Previous ID', 'User ID']
 const without = (o) => { for (const k of own) delete o[k]; return JSON.stringify(o) }
 const again = (json) => JSON.stringify(JSON.parse(json))
 
-// The value of what JavaScript prints for an integer, digit by digit.
+// Returns all digits of an integer that JavaScript prints.
 function printed(n) {
   const [, sign, whole, fraction, exponent] = /^(-?)(\d+)(?:\.(\d+))?(?:e\+(\d+))?$/.exec(String(n))
   return sign + whole + (fraction ?? '') + '0'.repeat(Number(exponent ?? 0) - (fraction ?? '').length)
@@ -37,7 +37,7 @@ function isLong(number) {
   if (!Number.isFinite(Number(number))) return true
   return /^-?\d+$/.test(number) && BigInt(number) !== BigInt(printed(Number(number)))
 }
-// Tokens of valid JSON: a string is unchanged, a long number becomes a string.
+// Converts the tokens of valid JSON: a string is unchanged, a long number becomes a string.
 const longAsString = (json) => json.replace(/"(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*/g,
   (token) => token[0] !== '"' && isLong(token) ? '"' + token + '"' : token)
 
@@ -45,18 +45,18 @@ let checks = 0
 function check(line) {
   const [kind, base64, canonical, fixed] = line.split('\t')
   const input = Buffer.from(base64, 'base64').toString('utf8').replace(/^\uFEFF/, '')
-  try { JSON.parse(input) } catch (e) { return canonical === '!' ? '' : 'accepted what is not JSON' }
-  if (canonical === '!') return 'refused JSON'
+  try { JSON.parse(input) } catch (e) { return canonical === '!' ? '' : 'accepted invalid JSON' }
+  if (canonical === '!') return 'rejected valid JSON'
   if (again(fixed) !== fixed) return 'not a fixed point: ' + again(fixed)
-  if (again(longAsString(canonical)) !== fixed) return 'the canonical form gives ' + again(longAsString(canonical))
+  if (again(longAsString(canonical)) !== fixed) return 'fixed point of the canonical form: ' + again(longAsString(canonical))
   const want = longAsString(input)
   if (kind === 'call') {
     const message = JSON.parse(fixed), parsed = JSON.parse(want)
     if (message.context.ip === '192.0.2.1' && parsed.context?.ip === undefined) delete message.context.ip
     if (parsed.context == null) delete message.context
-    if (without(message) !== without(parsed)) return 'members differ, ' + without(message) + ' from ' + without(parsed)
+    if (without(message) !== without(parsed)) return 'members: got ' + without(message) + ', want ' + without(parsed)
   } else if (again(want) !== fixed) {
-    return 'differs from ' + again(want)
+    return 'want ' + again(want)
   }
   checks++
   return ''
@@ -67,12 +67,12 @@ require('readline').createInterface({ input: process.stdin, crlfDelay: Infinity 
   .on('close', () => console.log(bad || 'ok ' + checks))
 `
 
-// TestFixedPointInNode compares what Canonical, FixedPoint and Parse make of
-// generated, hostile JSON with what a real JavaScript engine makes of it.
+// TestFixedPointInNode compares the results of Canonical, FixedPoint and Parse for generated
+// JSON with those of a JavaScript engine.
 func TestFixedPointInNode(t *testing.T) {
 	node, err := exec.LookPath("node")
 	if err != nil {
-		t.Skip("node is not on the PATH: the fixed point is not checked against a JavaScript engine")
+		t.Skip("node is not on PATH; the test needs a JavaScript engine")
 	}
 	bodies := 50_000
 	if testing.Short() {
@@ -91,13 +91,13 @@ func TestFixedPointInNode(t *testing.T) {
 	}
 	t.Logf("POSTHORN_FIXED_POINT_BODIES=%d POSTHORN_FIXED_POINT_SEED=%d", bodies, seed)
 
-	cmd := exec.Command(node, "-e", judge)
+	cmd := exec.Command(node, "-e", nodeProgram)
 	stdin, err := cmd.StdinPipe()
 	if err != nil {
 		t.Fatal(err)
 	}
-	var verdict, stderr bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &verdict, &stderr
+	var stdout, stderr bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -106,7 +106,7 @@ func TestFixedPointInNode(t *testing.T) {
 	want := 0
 	for i := range bodies {
 		if !g.send(w, i, &want) {
-			break // node has exited; its verdict has the reason
+			break // Node has exited; its output gives the reason.
 		}
 	}
 	_ = w.Flush()
@@ -114,14 +114,14 @@ func TestFixedPointInNode(t *testing.T) {
 		t.Error(err)
 	}
 	if err := cmd.Wait(); err != nil {
-		t.Fatalf("node: %v\n%s", err, stderr.Bytes())
+		t.Fatalf("node: got error %v, want none\n%s", err, stderr.Bytes())
 	}
-	if got := strings.TrimSpace(verdict.String()); got != fmt.Sprintf("ok %d", want) {
-		t.Errorf("node says %.20000s, want ok %d", got, want)
+	if got := strings.TrimSpace(stdout.String()); got != fmt.Sprintf("ok %d", want) {
+		t.Errorf("output of Node: got %.20000s, want ok %d", got, want)
 	}
 }
 
-// send generates one body and writes it, with what this package makes of it, for Node.
+// send generates one body and writes it, with the results of this package, for Node.
 func (g *generator) send(w io.Writer, i int, accepted *int) bool {
 	g.b, g.depth = g.b[:0], 0
 	kind, canonical, fixed := "value", []byte("!"), []byte("!")
@@ -132,7 +132,7 @@ func (g *generator) send(w io.Writer, i int, accepted *int) bool {
 		if i%5 == 0 {
 			g.damage()
 		}
-	case 2: // nothing but numbers
+	case 2: // only numbers
 		g.list('[', ']', func() { g.number() })
 	case 3:
 		kind = "call"
@@ -147,12 +147,12 @@ func (g *generator) send(w io.Writer, i int, accepted *int) bool {
 		if fault, ok := errors.AsType[*Error](err); ok && fault.Code == CodeCallTooLarge {
 			return true
 		}
-		*accepted++ // the generated call is valid: a refusal is a fault
+		*accepted++ // The generated call is valid: a rejection is a fault.
 		if err == nil {
 			c := batch.Calls[0]
 			canonical = c.Body
 			if fixed, err = FixedPoint(c.Body); c.LongNumbers == bytes.Equal(fixed, c.Body) {
-				fixed = []byte("LongNumbers is wrong")
+				fixed = []byte("LongNumbers is incorrect")
 			}
 		}
 	}
@@ -171,7 +171,7 @@ func (g *generator) send(w io.Writer, i int, accepted *int) bool {
 	return err == nil
 }
 
-// generator writes hostile but valid JSON.
+// generator writes unusual but valid JSON.
 type generator struct {
 	r     *rand.Rand
 	b     []byte
@@ -285,10 +285,10 @@ func (g *generator) string() {
 			g.b = append(g.b, string(rune(0x80+g.r.IntN(0x10ff80)))...)
 		case 6:
 			if g.r.IntN(10) == 0 {
-				g.b = append(g.b, byte(0x80+g.r.IntN(128))) // rarely UTF-8
+				g.b = append(g.b, byte(0x80+g.r.IntN(128))) // The result is rarely UTF-8.
 			}
 		case 7:
-			if g.r.IntN(10) == 0 { // the beginning of a character
+			if g.r.IntN(10) == 0 { // Append the first bytes of a character.
 				c := string(rune(0x80 + g.r.IntN(0x10ff80)))
 				g.b = append(g.b, c[:1+g.r.IntN(len(c)-1)]...)
 			}
@@ -305,7 +305,7 @@ func (g *generator) number() {
 	if math.IsNaN(double) || math.IsInf(double, 0) {
 		double = 0
 	}
-	if g.r.IntN(2) == 0 { // of everyday size
+	if g.r.IntN(2) == 0 { // Use a double of usual size.
 		double = g.r.Float64() * math.Pow10(g.r.IntN(40)-12)
 	}
 	text := ""
@@ -316,9 +316,9 @@ func (g *generator) number() {
 		text = strconv.FormatInt(g.r.Int64N(1<<53+1), 10)
 	case 2:
 		text = strconv.Itoa(g.r.IntN(1000)) + "." + fmt.Sprintf("%0*d", 1+g.r.IntN(8), g.r.IntN(10))
-	case 3: // the double, shortest
+	case 3: // the shortest form of the double
 		text = strconv.FormatFloat(double, pick(g, byte('e'), byte('E')), -1, 64)
-	case 4: // as C, PHP, Java and others print doubles
+	case 4: // the format of C, PHP, Java and others
 		text = strconv.FormatFloat(double, 'e', 16, 64)
 	case 5:
 		text = strconv.FormatFloat(double, 'e', 16+g.r.IntN(40), 64)
@@ -332,7 +332,7 @@ func (g *generator) number() {
 		text = fmt.Sprintf("%d%s%d", g.r.IntN(1000), pick(g, "e", "E", "e+", "e-", "E-", "e0", "e-0"), g.r.IntN(25))
 	case 9:
 		text = fmt.Sprintf("%d.%de%d", g.r.IntN(10), g.r.IntN(1000000), g.r.IntN(40)-20)
-	case 10: // many zeros and an exponent that undoes them
+	case 10: // many zeros and an exponent that compensates them
 		n := g.r.IntN(60)
 		text = "0." + strings.Repeat("0", n) + strconv.Itoa(1+g.r.IntN(999)) + "e" + strconv.Itoa(n+g.r.IntN(6)-3)
 	case 11:
@@ -346,20 +346,20 @@ func (g *generator) number() {
 		text = strconv.Itoa(1+g.r.IntN(9)) + strconv.FormatUint(g.r.Uint64(), 10) + "." + strconv.FormatUint(g.r.Uint64(), 10)
 	case 15:
 		text = strconv.FormatUint(1+g.r.Uint64N(1<<63), 10) + "e" + strconv.Itoa(g.r.IntN(700)-350)
-	case 16: // the border between two doubles, and right beside it
+	case 16: // the border between two doubles, and slightly above it
 		text = border(double)
 		if digits, exponent, ok := strings.Cut(text, "e"); ok {
 			text = digits + pick(g, "", "0", "1", strings.Repeat("0", g.r.IntN(800))+"1") + "e" + exponent
 		}
-	case 17: // the smallest and the largest
+	case 17: // the smallest and the largest doubles
 		text = strconv.Itoa(1+g.r.IntN(9)) + "." + strconv.FormatUint(g.r.Uint64(), 10) + "e" + pick(g, "308", "307", "-306", "-307", "-308", strconv.Itoa(-309-g.r.IntN(17)))
-	case 18: // a large double in full, which has up to 309 digits
+	case 18: // all digits of a large double, up to 309
 		text = strings.TrimSuffix(strconv.FormatFloat(math.Abs(double), 'f', 0, 64), "-")
 	}
 	g.add(sign + text)
 }
 
-// border returns the number in the middle between a double and the next, in full.
+// border returns all digits of the number in the middle between a double and the next one.
 func border(double float64) string {
 	middle := new(big.Float).SetPrec(2000).SetFloat64(double)
 	next := math.Nextafter(double, math.Inf(1))
@@ -370,7 +370,7 @@ func border(double float64) string {
 	return middle.Quo(middle, big.NewFloat(2)).Text('e', 780)
 }
 
-// damage makes a text that is most probably no JSON any more.
+// damage changes the text so that it is probably not JSON.
 func (g *generator) damage() {
 	if len(g.b) == 0 {
 		return
@@ -388,7 +388,7 @@ func (g *generator) damage() {
 	}
 }
 
-// call writes a call that is valid for every type, with hostile members.
+// call writes a call that is valid for every type, with unusual members.
 func (g *generator) call() {
 	members := []string{`"userId":"u"`, `"event":"e"`, `"groupId":"g"`, `"previousId":"p"`}
 	if g.r.IntN(2) == 0 {
@@ -419,7 +419,7 @@ func (g *generator) call() {
 		default:
 			key := len(g.b)
 			g.key()
-			// Not a key that has rules of its own.
+			// Keys with special rules are replaced.
 			var name string
 			if json.Unmarshal(g.b[key:], &name) == nil && fieldOf([]byte(strconv.Quote(name))) != fieldOther {
 				g.b = append(g.b[:key], `"other"`...)

@@ -9,7 +9,7 @@ import (
 )
 
 const (
-	// safeDigits: a decimal with up to this many significant digits does not change when it is
+	// safeDigits is a number of significant digits with which a decimal does not change when it is
 	// converted to a double and back, so its JavaScript form needs no double. The range is that of
 	// the doubles with full precision.
 	safeDigits   = 15
@@ -18,7 +18,7 @@ const (
 	minPoint     = -323 // smaller numbers round to zero
 	maxPoint     = 309  // larger numbers exceed the doubles
 	fastPoint    = 60   // strconv is fast for numbers of at most this many places
-	significant  = 790  // more digits than any border between two doubles has, and fewer than the 800 that strconv reads of an integer
+	significant  = 790  // more digits than the border between any two doubles, and fewer than the 800 that strconv reads of an integer
 	maxFive      = significant + 1 - minPoint
 	quotientBits = 64
 )
@@ -35,9 +35,9 @@ type decimal struct {
 //
 //   - the spelling of a number that JavaScript prints with the same value
 //     (1.10 is 1.1, 1E3 is 1000), and
-//   - the value of a number with a fraction or an exponent that no short decimal
-//     gives: it was floating-point at the sender, and rounding is what every
-//     receiver that reads doubles does with it.
+//   - the value of a number with a fraction or an exponent that has no short decimal:
+//     the sender had a floating-point number, and every receiver that reads doubles
+//     rounds it.
 //
 // A long number is appended as written, or as a string when longAsString is set:
 // an integer (a literal without fraction and exponent) that JavaScript would
@@ -71,7 +71,7 @@ func (s *scanner) appendNumber(dst, text []byte) []byte {
 }
 
 // nearest returns the double nearest to a number's magnitude, +Inf beyond the
-// largest. Its time is linear in the number of digits, whatever the number is:
+// largest. Its time is linear in the number of digits for every number;
 // strconv takes up to 50 µs for some numbers with few digits and a large exponent.
 func (s *scanner) nearest(d decimal) float64 {
 	switch {

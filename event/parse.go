@@ -104,29 +104,29 @@ func fieldOf(key []byte) field {
 	return fieldOther
 }
 
-// values are the canonical JSON values of a call's fields; nil is no value.
+// values has the canonical JSON values of a call's fields; nil means no value.
 type values [fieldCount][]byte
 
 // rawCall is a scanned call that is not validated.
 type rawCall struct {
 	from, to int  // its members are kept[from:to]
 	size     int  // bytes of its text
-	long     bool // it has a long number
+	long     bool // true if the call has a long number
 	err      *Error
 }
 
-// placed holds the positions of an accepted call's parts before they are final.
+// placed has the positions of an accepted call's parts before they are final.
 type placed struct {
 	body, integrations                    span // in bodies
 	messageID, event, userID, anonymousID span // in texts
-	long                                  bool // the call or its batch has a long number, possibly the body
+	long                                  bool // true if the call or its batch has a long number; the body may have one
 }
 
 // Parse reads a body: one call when the request has a type, otherwise a batch.
 //
-// The error, always an *Error, is about the body as a whole, or about its
-// single call; the batch beside it has at most a WriteKey. Calls of a
-// batch that are not accepted do not affect the others: they are in Rejected.
+// The error, always an *Error, applies to the whole body, or to its
+// single call; the returned batch then has at most a WriteKey. A rejected call of a
+// batch does not affect the others; it is in Rejected.
 //
 // The message of a call is the sent object, in its order, with these changes:
 //
@@ -135,8 +135,8 @@ type placed struct {
 //     numbers become strings. null and "" count as missing, and are kept.
 //   - messageId is assigned if it is missing.
 //   - context and integrations of a batch are merged into those of the call,
-//     member by member, not deeper; the call's own members win. An empty array,
-//     which is what some languages make of an empty object, becomes {} in
+//     member by member, not deeper; the call's own members take precedence. An empty
+//     array, which some languages write for an empty object, becomes {} in
 //     context, integrations, traits and properties.
 //   - Every message has a context; context.ip is the client's address if that is
 //     known and the call has no ip.
@@ -144,10 +144,10 @@ type placed struct {
 //     as it was sent. originalTimestamp is the timestamp as it was sent, readable
 //     or not. timestamp is receivedAt - (sentAt - originalTimestamp), in ISO 8601
 //     with milliseconds in UTC. If no timestamp was sent, an originalTimestamp
-//     takes its place; without a readable one, timestamp is receivedAt. Without a
+//     replaces it; without a readable one, timestamp is receivedAt. Without a
 //     readable sentAt, or with one more than a day before the call's own time
 //     (then the two are not of one clock), timestamp is the call's own time.
-//   - alias also carries "Previous ID" and "User ID".
+//   - alias also has "Previous ID" and "User ID".
 func (r Request) Parse(body []byte) (Batch, error) {
 	reading, err := r.Read(body)
 	if err != nil {
@@ -169,8 +169,8 @@ type Reading struct {
 	p parser
 }
 
-// Read scans a body, which is not needed any more when Read returns. The error, always an *Error,
-// is about the body as a whole; the Reading beside it has at most a WriteKey. Without an error the
+// Read scans a body. The caller may reuse the body when Read returns. The error, always an *Error,
+// applies to the whole body; the returned Reading then has at most a WriteKey. Without an error the
 // caller must call Release.
 func (r Request) Read(body []byte) (Reading, error) {
 	if r.Type != "" {
@@ -210,7 +210,7 @@ func (r Request) Read(body []byte) (Reading, error) {
 	return reading, nil
 }
 
-// Messages makes the messages of the calls, as Parse does. It must be called at
+// Messages returns the messages of the calls, as Parse does. It must be called at
 // most once.
 func (r *Reading) Messages() (Batch, error) {
 	p := &r.p
@@ -238,7 +238,7 @@ func batchTooLarge(calls, most int) *Error {
 	return &Error{CodeBatchTooLarge, fmt.Sprintf("the batch's context and integrations, merged into each of its %d calls, make messages of more than the %d bytes allowed (%d times the body, at least %d); send fewer calls in a batch, or less in its context", calls, most, MergedRatio, MinMergedBytes)}
 }
 
-// parser makes calls from the data of a scanner.
+// parser builds calls from the data of a scanner.
 type parser struct {
 	Request
 	s          *scanner
@@ -295,7 +295,7 @@ func (r *Reading) readBatch() error {
 			return err
 		}
 		if len(object) <= len("{}") {
-			object = nil // adds nothing
+			object = nil // It adds no members.
 		}
 		p.common[f] = object
 	}
@@ -334,7 +334,7 @@ func (p *parser) batch() error {
 	return nil
 }
 
-// batch scans the value of "batch". If there are several, the last one counts.
+// batch scans the value of "batch". The last one of several is used.
 func (s *scanner) batch() bool {
 	s.calls, s.kept, s.excess = s.calls[:0], s.kept[:0], 0
 	if s.next() != '[' {
@@ -356,7 +356,7 @@ func (s *scanner) batch() bool {
 	}
 }
 
-// call scans a value that should be a call. It fails only if the whole body is unreadable.
+// call scans a call. It fails only if the whole body is unreadable.
 func (s *scanner) call() bool {
 	s.flush()
 	start, begin, base, depth := s.pos, len(s.out), len(s.open), s.depth
@@ -451,7 +451,7 @@ func (p *parser) accept(index int, c rawCall) *Error {
 		return err
 	}
 
-	// New values are made after the scanned output, and dropped with the next call.
+	// New values are appended to the scanned output, and are overwritten by the next call.
 	end := len(s.out)
 	var place placed
 	v[fieldType] = s.made(appendString(s.out, string(t)))
@@ -525,7 +525,7 @@ func (p *parser) accept(index int, c rawCall) *Error {
 	return nil
 }
 
-// finish makes the bytes of the calls: one allocation for all messages, one for all strings.
+// finish builds the bytes of the calls: one allocation for all messages, one for all strings.
 // Messages that are too large for the pool are not copied.
 func (p *parser) finish() {
 	bodies, texts := p.s.bodies, string(p.s.texts)
@@ -548,7 +548,7 @@ func (p *parser) finish() {
 	}
 }
 
-// callType returns the type of the path, or in a batch the call's own.
+// callType returns the type in the path, or the type in the call of a batch.
 func (v *values) callType(path Type) (Type, *Error) {
 	if path != "" {
 		return path, nil

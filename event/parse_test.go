@@ -19,7 +19,7 @@ var received = time.Date(2026, 5, 4, 12, 0, 0, 123_999_999, time.UTC)
 
 const receivedText = `"2026-05-04T12:00:00.123Z"`
 
-// request is a request of which every part is known.
+// request returns a request with fixed metadata.
 func request(t Type) Request {
 	return Request{Type: t, ReceivedAt: received, NewID: func() string { return "new" }}
 }
@@ -28,17 +28,17 @@ func members(t *testing.T, body []byte) map[string]json.RawMessage {
 	t.Helper()
 	var m map[string]json.RawMessage
 	if err := json.Unmarshal(body, &m); err != nil {
-		t.Fatalf("%v in %s", err, body)
+		t.Fatalf("members of %s: got error %v, want none", body, err)
 	}
 	return m
 }
 
-// TestGolden has a call of each type, and a batch of them, as clients send
-// them, and the messages that are delivered. With UPDATE_GOLDEN=1 it writes them.
+// TestGolden parses a call of each type, and a batch of calls, and compares the messages with
+// the golden files. With UPDATE_GOLDEN=1 it writes them.
 func TestGolden(t *testing.T) {
 	inputs, err := filepath.Glob("testdata/*.in.json")
 	if err != nil || len(inputs) < 8 {
-		t.Fatalf("%d inputs, %v", len(inputs), err)
+		t.Fatalf("inputs: got %d and error %v, want at least 8", len(inputs), err)
 	}
 	for _, path := range inputs {
 		name := strings.TrimSuffix(filepath.Base(path), ".in.json")
@@ -75,14 +75,14 @@ func TestGolden(t *testing.T) {
 				t.Fatal(err)
 			}
 			if diff := cmp.Diff(string(want), got.String()); diff != "" {
-				t.Errorf("(-want +got)\n%s", diff)
+				t.Errorf("messages (-want +got):\n%s", diff)
 			}
 		})
 	}
 }
 
-// TestMessage gives one call and looks at members of its message. "" is a
-// member that the message must not have.
+// TestMessage parses one call and checks members of its message. The message must not have
+// a member with the value "".
 func TestMessage(t *testing.T) {
 	type want map[string]string
 	tests := []struct {
@@ -153,11 +153,11 @@ func TestMessage(t *testing.T) {
 			got := members(t, body)
 			for key, value := range tt.want {
 				if string(got[key]) != value {
-					t.Errorf("%q is %s, want %s, in %s", key, got[key], value, body)
+					t.Errorf("member %q: got %s, want %s, in %s", key, got[key], value, body)
 				}
 			}
 			if canonical, err := Canonical(body); err != nil || !bytes.Equal(canonical, body) {
-				t.Errorf("%s is not canonical: %s, %v", body, canonical, err)
+				t.Errorf("canonical form of the body %s: got %s and error %v, want the same", body, canonical, err)
 			}
 		})
 	}
@@ -171,11 +171,11 @@ func TestOrderOfMembers(t *testing.T) {
 	want := `{"1":3,"7":2,"z":1,"timestamp":"2026-05-04T12:00:00.000Z","userId":"u","previousId":"p","version":1,"a":4,"type":"alias","messageId":"new","context":{},` +
 		`"originalTimestamp":"2026-05-04T12:00:00Z","receivedAt":` + receivedText + `,"Previous ID":"p","User ID":"u"}`
 	if string(got.Calls[0].Body) != want {
-		t.Errorf("got  %s\nwant %s", got.Calls[0].Body, want)
+		t.Errorf("message: got\n%s\nwant\n%s", got.Calls[0].Body, want)
 	}
 }
 
-// TestCall checks the fields of a call beside its body.
+// TestCall checks the fields of a call other than its body.
 func TestCall(t *testing.T) {
 	batch, err := request(Track).Parse([]byte(`{"writeKey":"k\u0065y","messageId":"m\n","userId":7,"anonymousId":"a\ud800","event":"O\u0072der \"x\"","timestamp":"2026-05-04T11:00:00Z","integrations":{"All":false}}`))
 	if err != nil {
@@ -186,11 +186,11 @@ func TestCall(t *testing.T) {
 	want := Batch{WriteKey: "key", Indexes: []int{0}, Calls: []Call{{Type: Track, MessageID: "m\n", UserID: "7", AnonymousID: "a\ufffd",
 		Event: `Order "x"`, Timestamp: time.Date(2026, 5, 4, 11, 0, 0, 0, time.UTC)}}}
 	if batch.Calls[0].Integrations.Allows("Webhooks") {
-		t.Error("the integrations are not those of the call")
+		t.Error("Allows(Webhooks): got true, want false as in the call's integrations")
 	}
 	batch.Calls[0] = c
 	if diff := cmp.Diff(want, batch, cmp.AllowUnexported(Integrations{})); diff != "" {
-		t.Errorf("(-want +got)\n%s", diff)
+		t.Errorf("batch (-want +got):\n%s", diff)
 	}
 
 	batch, err = Request{Type: Page}.Parse([]byte(`{"userId":"u"}`))
@@ -199,15 +199,15 @@ func TestCall(t *testing.T) {
 	}
 	c = batch.Calls[0]
 	if !regexp.MustCompile(`^[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$`).MatchString(c.MessageID) {
-		t.Errorf("messageId %q is no random UUID", c.MessageID)
+		t.Errorf("messageId: got %q, want a random UUID", c.MessageID)
 	}
 	if age := time.Since(c.Timestamp); age < 0 || age > time.Hour {
-		t.Errorf("a request without a time was received %v ago", age)
+		t.Errorf("age of a request without a time: got %v, want 0 to 1h", age)
 	}
 }
 
-// TestRejected gives single calls and, in a batch, the same between two good
-// ones, which must not be harmed.
+// TestRejected parses invalid calls, alone and in a batch between two valid calls, which must
+// be accepted.
 func TestRejected(t *testing.T) {
 	deep := strings.Repeat(`[{"a\"]":`, MaxDepth) + "1" + strings.Repeat("}]", MaxDepth)
 	tests := []struct {
@@ -228,7 +228,7 @@ func TestRejected(t *testing.T) {
 		{"group without groupId", Group, `{"userId":"u"}`, CodeNoGroupID, `"groupId"`},
 		{"alias without previousId", Alias, `{"userId":"u"}`, CodeNoPreviousID, `"previousId"`},
 		{"alias without userId", Alias, `{"previousId":"p","anonymousId":"a"}`, CodeNoUserID, `"userId"`},
-		{"alias in the message's spelling", Alias, `{"Previous ID":"p","User ID":"u"}`, CodeNoPreviousID, `"previousId"`},
+		{"alias with the field names of the message", Alias, `{"Previous ID":"p","User ID":"u"}`, CodeNoPreviousID, `"previousId"`},
 		{"userId of a wrong type", Page, `{"userId":{"id":1}}`, CodeInvalidField, `"userId" must be a string`},
 		{"anonymousId of a wrong type", Page, `{"userId":"u","anonymousId":true}`, CodeInvalidField, `"anonymousId"`},
 		{"event of a wrong type", Track, `{"userId":"u","event":["e"]}`, CodeInvalidField, `"event"`},
@@ -252,31 +252,31 @@ func TestRejected(t *testing.T) {
 			check := func(err error) {
 				t.Helper()
 				if code(err) != tt.code || !strings.Contains(err.Error(), tt.text) {
-					t.Errorf("%v, want code %s and %q", err, tt.code, tt.text)
+					t.Errorf("error: got %v, want code %s and %q", err, tt.code, tt.text)
 				}
 			}
 			batch, err := request(tt.t).Parse([]byte(tt.in))
 			check(err)
 			if len(batch.Calls) > 0 {
-				t.Errorf("%d calls", len(batch.Calls))
+				t.Errorf("calls: got %d, want 0", len(batch.Calls))
 			}
 			in := tt.in
 			if in[0] == '{' {
 				in = fmt.Sprintf(`{"type":"%s",%s`, tt.t, in[1:])
 				in = strings.Replace(in, ",}", "}", 1)
 			}
-			good := `{"type":"page","userId":"good","x":[{"1":2}]}`
-			batch, err = request("").Parse([]byte(`{"batch":[` + good + `,` + in + `,` + good + `],"writeKey":"k"}`))
+			valid := `{"type":"page","userId":"valid","x":[{"1":2}]}`
+			batch, err = request("").Parse([]byte(`{"batch":[` + valid + `,` + in + `,` + valid + `],"writeKey":"k"}`))
 			if err != nil {
 				t.Fatal(err)
 			}
 			if len(batch.Calls) != 2 || !slices.Equal(batch.Indexes, []int{0, 2}) || len(batch.Rejected) != 1 || batch.Rejected[0].Index != 1 || batch.WriteKey != "k" {
-				t.Fatalf("%d calls %v, rejected %v", len(batch.Calls), batch.Indexes, batch.Rejected)
+				t.Fatalf("batch: got %d calls at %v, rejections %v and write key %q, want calls 0 and 2, rejection 1 and write key k", len(batch.Calls), batch.Indexes, batch.Rejected, batch.WriteKey)
 			}
 			check(batch.Rejected[0].Err)
 			for _, c := range batch.Calls {
-				if want := good[:len(good)-1] + `,"messageId":"new","context":{},"receivedAt":` + receivedText + `,"timestamp":` + receivedText + `,"version":1}`; string(c.Body) != want || c.UserID != "good" || c.MessageID != "new" {
-					t.Errorf("the good call is %s with id %s, want %s", c.Body, c.MessageID, want)
+				if want := valid[:len(valid)-1] + `,"messageId":"new","context":{},"receivedAt":` + receivedText + `,"timestamp":` + receivedText + `,"version":1}`; string(c.Body) != want || c.UserID != "valid" || c.MessageID != "new" {
+					t.Errorf("valid call: got %s with id %s, want %s with id new", c.Body, c.MessageID, want)
 				}
 			}
 		})
@@ -289,33 +289,33 @@ func TestLimitsAreReached(t *testing.T) {
 		return strings.Replace(frame, `""`, `"`+strings.Repeat("x", size-len(frame))+`"`, 1)
 	}
 	if _, err := request(Page).Parse([]byte(" " + page(MaxCallBytes) + " ")); err != nil {
-		t.Errorf("call of the largest size: %v", err)
+		t.Errorf("call of the largest size: got error %v, want none", err)
 	}
 	if _, err := request(Page).Parse([]byte(page(MaxCallBytes + 1))); code(err) != CodeCallTooLarge {
-		t.Errorf("call beyond the largest size: %v", err)
+		t.Errorf("call beyond the largest size: got error %v, want %s", err, CodeCallTooLarge)
 	}
 	if _, err := request(Page).Parse([]byte(page(MaxBodyBytes + 1))); code(err) != CodeCallTooLarge {
-		t.Errorf("call beyond the size of a body: %v", err)
+		t.Errorf("call beyond the size of a body: got error %v, want %s", err, CodeCallTooLarge)
 	}
 	if _, err := request(Page).Parse([]byte(`{"userId":"u","messageId":"` + strings.Repeat("é", 50) + `"}`)); err != nil {
-		t.Errorf("messageId of the largest size: %v", err)
+		t.Errorf("messageId of the largest size: got error %v, want none", err)
 	}
 	body := func(size int) []byte {
 		b := []byte(`{"batch":[{"type":"page","userId":"u"}]}`)
 		return append(b, bytes.Repeat([]byte(" "), size-len(b))...)
 	}
 	if b, err := request("").Parse(body(MaxBodyBytes)); err != nil || len(b.Calls) != 1 {
-		t.Errorf("body of the largest size: %v", err)
+		t.Errorf("body of the largest size: got error %v, want one call", err)
 	}
 	if _, err := request("").Parse(body(MaxBodyBytes + 1)); code(err) != CodeBodyTooLarge {
-		t.Errorf("body beyond the largest size: %v", err)
+		t.Errorf("body beyond the largest size: got error %v, want %s", err, CodeBodyTooLarge)
 	}
 
-	// The batch's context counts for each call.
+	// The size of each call includes the batch's context.
 	context := `"context":{"x":"` + strings.Repeat("x", 999-len(`{"x":""}`)) + `"}`
 	b, err := request("").Parse([]byte(`{"batch":[` + page(MaxCallBytes-999) + "," + page(MaxCallBytes-998) + `],` + context + `}`))
 	if err != nil || len(b.Calls) != 1 || len(b.Rejected) != 1 || b.Rejected[0].Index != 1 || b.Rejected[0].Err.Code != CodeCallTooLarge {
-		t.Errorf("with context: %d calls, rejected %v, %v", len(b.Calls), b.Rejected, err)
+		t.Errorf("batch with a context: got %d calls, rejections %v and error %v, want 1 call and a rejection of the second one", len(b.Calls), b.Rejected, err)
 	}
 }
 
@@ -323,20 +323,20 @@ func TestTooManyCalls(t *testing.T) {
 	calls := strings.Repeat(`{"type":"page","userId":"u"},`, MaxBatchCalls)
 	b, err := request("").Parse([]byte(`{"batch":[` + calls + `{},3,{"type":"page","userId":"u"}],"writeKey":"k"}`))
 	if err != nil || len(b.Calls) != MaxBatchCalls || len(b.Rejected) != 3 || b.WriteKey != "k" {
-		t.Fatalf("%d calls, %d rejected, %v", len(b.Calls), len(b.Rejected), err)
+		t.Fatalf("batch: got %d calls, %d rejections and error %v, want %d and 3", len(b.Calls), len(b.Rejected), err, MaxBatchCalls)
 	}
 	for i, r := range b.Rejected {
 		if r.Index != MaxBatchCalls+i || r.Err.Code != CodeTooManyCalls {
-			t.Errorf("rejection %d is %d: %v", i, r.Index, r.Err)
+			t.Errorf("rejection %d: got index %d and error %v, want index %d and %s", i, r.Index, r.Err, MaxBatchCalls+i, CodeTooManyCalls)
 		}
 	}
 	if _, err := request("").Parse([]byte(`{"batch":[` + calls + `{"a":}]}`)); code(err) != CodeInvalidJSON {
-		t.Errorf("invalid JSON behind the last call: %v", err)
+		t.Errorf("invalid JSON behind the last call: got error %v, want %s", err, CodeInvalidJSON)
 	}
 }
 
-// A batch makes at most MaxMergedBytes of messages; one that would make more is
-// refused as a whole, before its messages take more than that.
+// The messages of a batch have at most MaxMergedBytes. A batch with larger messages is
+// rejected as a whole, before its messages exceed this size.
 func TestGrowthIsBounded(t *testing.T) {
 	batch := func(context, calls, size int) []byte {
 		call := `{"type":"page","userId":"u","p":"` + strings.Repeat("p", size) + `"}`
@@ -359,7 +359,7 @@ func TestGrowthIsBounded(t *testing.T) {
 			body := batch(tc.context, tc.calls, tc.size)
 			most := MaxMergedBytes(len(body))
 			if want := max(1<<20, 16*len(body)); most != want {
-				t.Fatalf("MaxMergedBytes is %d, want %d", most, want)
+				t.Fatalf("MaxMergedBytes: got %d, want %d", most, want)
 			}
 			reading, err := request("").Read(body)
 			if err != nil {
@@ -367,12 +367,12 @@ func TestGrowthIsBounded(t *testing.T) {
 			}
 			defer reading.Release()
 			if reading.WriteKey != "k" || reading.Calls != tc.calls || reading.Bytes > most {
-				t.Errorf("read %d calls, %d bytes of at most %d, write key %q", reading.Calls, reading.Bytes, most, reading.WriteKey)
+				t.Errorf("reading: got %d calls, %d bytes and write key %q, want %d calls, at most %d bytes and write key k", reading.Calls, reading.Bytes, reading.WriteKey, tc.calls, most)
 			}
 			b, err := reading.Messages()
 			if !tc.accepted {
 				if code(err) != CodeBatchTooLarge || !strings.Contains(err.Error(), "context") || len(b.Calls) != 0 || b.WriteKey != "k" {
-					t.Errorf("error %v with %d calls, want %s and none", err, len(b.Calls), CodeBatchTooLarge)
+					t.Errorf("messages: got error %v with %d calls, want %s and none", err, len(b.Calls), CodeBatchTooLarge)
 				}
 				return
 			}
@@ -384,14 +384,14 @@ func TestGrowthIsBounded(t *testing.T) {
 				size += len(c.Body)
 			}
 			if size > reading.Bytes || size < reading.Bytes/2 {
-				t.Errorf("messages of %d bytes, but Read estimated %d", size, reading.Bytes)
+				t.Errorf("size of the messages: got %d, want %d to %d", size, reading.Bytes/2, reading.Bytes)
 			}
 			if len(b.Calls) != tc.calls || len(b.Rejected) != 0 {
-				t.Errorf("%d calls and %d rejections, want %d and none", len(b.Calls), len(b.Rejected), tc.calls)
+				t.Errorf("batch: got %d calls and %d rejections, want %d and none", len(b.Calls), len(b.Rejected), tc.calls)
 			}
-			for i := range b.Calls { // Large batches are not copied, so one message may not reach into the next.
+			for i := range b.Calls { // Large batches are not copied, so a message must not overlap the next one.
 				if c := &b.Calls[i]; cap(c.Body) != len(c.Body) || !json.Valid(c.Body) {
-					t.Fatalf("message %d: %d bytes with room for %d, valid %v", i, len(c.Body), cap(c.Body), json.Valid(c.Body))
+					t.Fatalf("message %d: got %d bytes with capacity %d, valid %v, want the same capacity and valid JSON", i, len(c.Body), cap(c.Body), json.Valid(c.Body))
 				}
 			}
 		})
@@ -399,7 +399,7 @@ func TestGrowthIsBounded(t *testing.T) {
 }
 
 // Messages of one batch do not change while the memory of the reading is reused.
-func TestLargeBatchesKeepTheirMemory(t *testing.T) {
+func TestLargeBatchesAreNotOverwritten(t *testing.T) {
 	body := func(letter string) []byte {
 		call := `{"type":"page","userId":"u","p":"` + strings.Repeat(letter, 1_700) + `"}`
 		return []byte(`{"context":{"x":"` + strings.Repeat(letter, 28_000) + `"},"batch":[` + strings.TrimSuffix(strings.Repeat(call+",", 200), ",") + `]}`)
@@ -413,7 +413,7 @@ func TestLargeBatchesKeepTheirMemory(t *testing.T) {
 	}
 	for i, c := range first.Calls {
 		if bytes.Contains(c.Body, []byte("bbb")) {
-			t.Fatalf("message %d was overwritten", i)
+			t.Fatalf("message %d: got data of the second batch, want no change", i)
 		}
 	}
 }
@@ -458,14 +458,14 @@ func TestBatch(t *testing.T) {
 				for _, c := range batch.Calls {
 					m := members(t, c.Body)
 					if got := fmt.Sprintf("%s/%s/%s", m["context"], m["integrations"], m["sentAt"]); got != tt.want {
-						t.Errorf("%s\ngot  %s\nwant %s", in, got, tt.want)
+						t.Errorf("context/integrations/sentAt of %s: got\n%s\nwant\n%s", in, got, tt.want)
 					}
 					if canonical, err := Canonical(c.Body); err != nil || !bytes.Equal(canonical, c.Body) {
-						t.Errorf("%s is not canonical", c.Body)
+						t.Errorf("canonical form of the body %s: got %s and error %v, want the same", c.Body, canonical, err)
 					}
 				}
 				if len(batch.Calls) != 2 {
-					t.Errorf("%d calls", len(batch.Calls))
+					t.Errorf("calls: got %d, want 2", len(batch.Calls))
 				}
 			}
 		})
@@ -485,7 +485,7 @@ func TestBatchTypes(t *testing.T) {
 	for typ, more := range good {
 		b, err := request("").Parse(fmt.Appendf(nil, `{"batch":[{"type":"%s","userId":"u"%s}]}`, typ, more))
 		if err != nil || len(b.Calls) != 1 || b.Calls[0].Type != typ {
-			t.Errorf("%s: %v, %v", typ, b, err)
+			t.Errorf("Parse of type %s: got %v and error %v, want one call", typ, b, err)
 		}
 	}
 	for in, want := range map[string]string{
@@ -493,7 +493,7 @@ func TestBatchTypes(t *testing.T) {
 		`{"userId":"u","type":null}`:        CodeNoType,
 		`{"userId":"u","type":""}`:          CodeNoType,
 		`{"userId":"u","type":"Page"}`:      CodeUnknownType,
-		`{"userId":"u","type":"delete"}`:    CodeUnknownType, // only a DeletionRequest makes those
+		`{"userId":"u","type":"delete"}`:    CodeUnknownType, // Only a DeletionRequest sends it.
 		`{"userId":"u","type":"pa\u0067e"}`: "",
 		`{"userId":"u","type":["page"]}`:    CodeUnknownType,
 		`{"userId":"u","type":1}`:           CodeUnknownType,
@@ -507,12 +507,12 @@ func TestBatchTypes(t *testing.T) {
 			got = b.Rejected[0].Err.Code
 		}
 		if got != want {
-			t.Errorf("%s: %q, want %q", in, got, want)
+			t.Errorf("rejection of %s: got %q, want %q", in, got, want)
 		}
 	}
 	for _, typ := range []Type{Delete, "batch", "Track"} {
 		if _, err := request(typ).Parse([]byte(`{"userId":"u","event":"e"}`)); code(err) != CodeUnknownType {
-			t.Errorf("path %s: %v", typ, err)
+			t.Errorf("path %s: got error %v, want %s", typ, err, CodeUnknownType)
 		}
 	}
 }
@@ -538,37 +538,37 @@ func TestBadBodies(t *testing.T) {
 	for _, tt := range tests {
 		b, err := request("").Parse([]byte(tt.in))
 		if code(err) != tt.code || !strings.Contains(err.Error(), tt.text) || len(b.Calls)+len(b.Rejected) > 0 {
-			t.Errorf("%s: %v with %d calls, want %s and %s", tt.name, err, len(b.Calls), tt.code, tt.text)
+			t.Errorf("%s: got error %v with %d calls, want %s and %s", tt.name, err, len(b.Calls), tt.code, tt.text)
 		}
 	}
 	for n, want := range map[int]string{MaxDepth - 1: "", MaxDepth: CodeTooDeep} {
 		in := `{"batch":[{"type":"page","userId":"u"}],"x":` + strings.Repeat("[", n) + strings.Repeat("]", n) + "}"
 		if _, err := request("").Parse([]byte(in)); code(err) != want {
-			t.Errorf("%d levels behind a call: %v, want %q", n, err, want)
+			t.Errorf("%d levels behind a call: got error %v, want %q", n, err, want)
 		}
 	}
-	// The write key is known even so, for the source's counters.
+	// The write key is still known, for the Source's counters.
 	for r, in := range map[*Request]string{{Type: Track}: `{"userId":"u","writeKey":"k"}`, {}: `{"batch":[],"writeKey":"k"}`} {
 		if b, err := r.Parse([]byte(in)); err == nil || b.WriteKey != "k" {
-			t.Errorf("%s: write key %q, %v", in, b.WriteKey, err)
+			t.Errorf("Parse(%s): got write key %q and error %v, want k and an error", in, b.WriteKey, err)
 		}
 	}
 	for _, in := range []string{`{"userId":"u"}`, `{"userId":"u","writeKey":7}`, `{"userId":"u","writeKey":null}`} {
 		if b, err := request(Page).Parse([]byte(in)); err != nil || b.WriteKey != "" {
-			t.Errorf("%s: write key %q, %v", in, b.WriteKey, err)
+			t.Errorf("Parse(%s): got write key %q and error %v, want none", in, b.WriteKey, err)
 		}
 	}
 }
 
-func TestLastBatchCounts(t *testing.T) {
+func TestLastBatchIsUsed(t *testing.T) {
 	b, err := request("").Parse([]byte(`{"batch":[{"type":"page","userId":"a"},{}],"\u0062atch":[{"type":"page","userId":"b","batch":[{"x":1}]}]}`))
 	if err != nil || len(b.Calls) != 1 || b.Calls[0].UserID != "b" || len(b.Rejected) != 0 || !bytes.Contains(b.Calls[0].Body, []byte(`"batch":[{"x":1}]`)) {
-		t.Errorf("%+v, %v", b, err)
+		t.Errorf("batch: got %+v and error %v, want only the call of the last batch", b, err)
 	}
 }
 
-// TestBodiesAreSeparate: an append to one body must not change another, and
-// a later Parse changes nothing.
+// TestBodiesAreSeparate checks that neither an append to one body nor a later Parse changes
+// another body.
 func TestBodiesAreSeparate(t *testing.T) {
 	in := []byte(`{"batch":[{"type":"page","userId":"a","integrations":{"x":true}},{"type":"page","userId":"b"}]}`)
 	b, err := request("").Parse(in)
@@ -583,18 +583,18 @@ func TestBodiesAreSeparate(t *testing.T) {
 	}
 	clear(in)
 	if got := string(b.Calls[1].Body); got != second || b.Calls[0].UserID != "a" || b.Calls[1].UserID != "b" {
-		t.Errorf("%s of %s and %s, was %s", got, b.Calls[0].UserID, b.Calls[1].UserID, second)
+		t.Errorf("second call: got %s with the users %s and %s, want %s with a and b", got, b.Calls[0].UserID, b.Calls[1].UserID, second)
 	}
 }
 
 func TestDeleteMessage(t *testing.T) {
 	got := string(DeleteMessage("u\"\n<\u2028\xff", time.Date(2026, 5, 4, 14, 0, 0, 5_999_999, time.FixedZone("", 7200))))
 	if want := "{\"type\":\"delete\",\"userId\":\"u\\\"\\n<\u2028\ufffd\",\"timestamp\":\"2026-05-04T12:00:00.005Z\"}"; got != want {
-		t.Errorf("got  %s\nwant %s", got, want)
+		t.Errorf("delete message: got\n%s\nwant\n%s", got, want)
 	}
 }
 
-// A message is marked when it has a long number itself, wherever that is from.
+// A message is marked if it has a long number, from the call or from its batch.
 func TestLongNumbersAreMarked(t *testing.T) {
 	const id = "12345678901234567890"
 	single := map[string]bool{
@@ -602,15 +602,15 @@ func TestLongNumbersAreMarked(t *testing.T) {
 		`{"userId":"u","event":"e","properties":{"a":[{"b":-` + id + `}]}}`:                 true,
 		`{"userId":"u","event":"e","properties":{"n":1e400}}`:                               true,
 		`{"userId":"u","event":"e","timestamp":` + id + `}`:                                 true,
-		`{"userId":` + id + `,"event":` + id + `}`:                                          false, // strings by now
+		`{"userId":` + id + `,"event":` + id + `}`:                                          false, // They become strings.
 		`{"userId":"u","event":"e","properties":{"id":"` + id + `","` + id + `":1}}`:        false,
 		`{"userId":"u","event":"e","properties":{"id":` + id + `.0,"n":1e25,"m":1e-400}}`:   false,
-		`{"userId":"u","event":"e","properties":{"id":` + id + `},"properties":{"id":"1"}}`: false, // the last one counts
+		`{"userId":"u","event":"e","properties":{"id":` + id + `},"properties":{"id":"1"}}`: false, // The last one is used.
 	}
 	for body, want := range single {
 		b, err := Request{Type: Track, ReceivedAt: received}.Parse([]byte(body))
 		if err != nil || b.Calls[0].LongNumbers != want {
-			t.Errorf("LongNumbers of %s is %t, %v, want %t", body, b.Calls[0].LongNumbers, err, want)
+			t.Errorf("LongNumbers of %s: got %t and error %v, want %t", body, b.Calls[0].LongNumbers, err, want)
 		}
 	}
 	const plain, long, own = `{"type":"track","userId":"u","event":"e"}`, `{"type":"track","userId":"u","event":"e","properties":{"id":` + id + `}}`, `{"type":"track","userId":"u","event":"e","context":{"id":"1"}}`
@@ -619,14 +619,14 @@ func TestLongNumbersAreMarked(t *testing.T) {
 		`{"batch":[` + plain + "," + own + `],"context":{"id":` + id + `}}`: {true, false},
 		`{"context":{"id":` + id + `},"batch":[` + plain + "," + own + `]}`: {true, false},
 		`{"batch":[` + plain + "," + long + `],"other":` + id + `}`:         {false, true},
-		`{"batch":[` + plain + `],"sentAt":` + id + `}`:                     {false}, // unreadable, so not merged
+		`{"batch":[` + plain + `],"sentAt":` + id + `}`:                     {false}, // It is unreadable and therefore not merged.
 		`{"batch":[[` + id + `],` + plain + `]}`:                            {false},
 		`{"batch":[` + long + `],"batch":[` + plain + `]}`:                  {false},
 	}
 	for body, want := range batches {
 		b, err := Request{ReceivedAt: received}.Parse([]byte(body))
 		if err != nil {
-			t.Errorf("%s: %v", body, err)
+			t.Errorf("Parse(%s): got error %v, want none", body, err)
 		}
 		var got []bool
 		for _, c := range b.Calls {

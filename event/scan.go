@@ -14,24 +14,24 @@ import (
 	"unicode/utf8"
 )
 
-// Canonical returns a JSON text as JavaScript's JSON.stringify(JSON.parse(json))
-// gives it:
+// Canonical returns a JSON text in the form of JavaScript's
+// JSON.stringify(JSON.parse(json)):
 //
-//   - no white space; no escapes but those JavaScript writes: \" \\ \b \f \n \r
+//   - no white space; only the escapes of JavaScript: \" \\ \b \f \n \r
 //     \t, other controls and lone surrogates as \u00xx and \udxxx in lower case;
 //   - numbers in JavaScript's form, the shortest decimal that reads as the nearest
-//     double. The exception are long numbers, which are kept as written: integers
+//     double. The exceptions are long numbers, which are kept as written: integers
 //     (without fraction and exponent) that JavaScript would print with other
 //     digits, such as 12345678901234567890, and numbers beyond the range of
-//     doubles, such as 1e400. [FixedPoint] has no exception;
+//     doubles, such as 1e400. [FixedPoint] has no exceptions;
 //   - in each object integer-like keys (0 to 4294967294) first, ascending, the
-//     others in the order of their first appearance; of equal keys the last
-//     value;
+//     others in the order of their first appearance; the last value of equal
+//     keys;
 //   - bytes that are not UTF-8 become U+FFFD as in browsers and Node, one for
 //     each maximal invalid part; a byte order mark in front is ignored.
 //
 // Time and memory are linear in the size of the input (times its depth, in the
-// worst case), whatever it holds. Errors are of type *Error, with the codes
+// worst case), for any content. Errors are of type *Error, with the codes
 // invalid_json and too_deep.
 func Canonical(json []byte) ([]byte, error) {
 	s := newScanner(json)
@@ -84,8 +84,8 @@ type scanner struct {
 
 	open []member // members of the objects being read, the innermost last
 
-	longAsString bool // long numbers are written as strings
-	long         bool // a long number was read
+	longAsString bool // write long numbers as strings
+	long         bool // true after a long number
 
 	// Results for Parse: the calls, their members, and the number of calls beyond the limit of a
 	// batch.
@@ -158,7 +158,7 @@ func (s *scanner) document(value func(*scanner) bool) error {
 	return nil
 }
 
-// fail reports that something else was expected at the current position.
+// fail sets the error for unexpected text at the current position.
 func (s *scanner) fail(expected string) bool {
 	if s.pos >= len(s.in) {
 		s.err = &Error{CodeInvalidJSON, fmt.Sprintf("not valid JSON: the text ends at byte %d where %s is expected; send one complete JSON value", s.pos, expected)}
@@ -427,7 +427,7 @@ next:
 		for s.table[slot] != 0 {
 			first := &unique[s.table[slot]-1]
 			if bytes.Equal(s.out[first.key.from:first.key.to], key) {
-				first.value = m.value // the last value at the place of the first
+				first.value = m.value // The last value takes the position of the first one.
 				continue next
 			}
 			slot = (slot + 1) & (size - 1)
@@ -491,7 +491,7 @@ func (s *scanner) numberValue() bool {
 			s.pos = i
 			return s.fail("a digit after the decimal point")
 		}
-		// JavaScript's form: no zero at the end, and not so small that it has an exponent.
+		// JavaScript's form has no zero at the end; a small number has an exponent.
 		canonical = wholeDigits+i-fraction <= safeDigits && in[i-1] != '0' &&
 			(in[whole] != '0' || !bytes.HasPrefix(in[fraction:i], []byte("000000")))
 	} else if in[whole] == '0' && whole > start {
@@ -565,7 +565,7 @@ func plain(in []byte, i int) int {
 	const ones, highs = 0x0101010101010101, 0x8080808080808080
 	for ; i+8 <= len(in); i += 8 {
 		// mask has the highest bit of each special byte set. Bytes after a special one may be
-		// marked by mistake; the first one is exact.
+		// marked incorrectly; the first one is correct.
 		w := binary.LittleEndian.Uint64(in[i:])
 		quote, backslash := w^(ones*'"'), w^(ones*'\\')
 		mask := (w | (w - ones*' ') | (quote - ones) | (backslash - ones)) & highs

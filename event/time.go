@@ -14,15 +14,15 @@ const (
 	dayMillis  = 24 * 60 * 60 * 1000
 )
 
-// corrected is the time of an event by the server's clock:
+// corrected returns the time of an event by the server's clock:
 //
 //	received - (sent - original)
 //
-// Without a (readable) time of its own, the event's time is that of the receipt.
-// Without a time of sending, the event's own time is used unchanged; also if the
+// Without a readable original time, the result is the time of receipt.
+// Without a time of sending, the result is the original time. The same applies if the
 // call was sent more than a day before the event: then the two times are of
-// different clocks (an unset clock, or a time in the future on purpose), and
-// their difference is not the clock's error.
+// different clocks (an unset clock, or an intended time in the future), and
+// their difference is not the error of a clock.
 func corrected(received int64, sent, original instant) int64 {
 	switch {
 	case !original.ok:
@@ -96,10 +96,10 @@ func parseTime(b []byte) instant {
 		return instant{}
 	}
 	date := time.Date(year, time.Month(month), day, hour, minute, 0, 0, time.UTC)
-	if date.Day() != day { // a day that the month does not have
+	if date.Day() != day { // The month does not have this day.
 		return instant{}
 	}
-	t := date.UnixMilli() + int64(second*1000+ms-offset*60_000) // second 60, a leap second, is the next minute's first
+	t := date.UnixMilli() + int64(second*1000+ms-offset*60_000) // Second 60, a leap second, becomes the first second of the next minute.
 	if t < minMillis || t > maxMillis || t == zeroMillis {
 		return instant{}
 	}

@@ -55,12 +55,12 @@ func TestReadTime(t *testing.T) {
 			got = string(appendMillis(nil, i.ms))
 		}
 		if got != tt.want {
-			t.Errorf("%s: %q, want %q", tt.in, got, tt.want)
+			t.Errorf("readTime(%s): got %q, want %q", tt.in, got, tt.want)
 		}
 	}
 }
 
-// TestReadTimeAsTheLibrary compares with the standard library's parser.
+// TestReadTimeAsTheLibrary compares the result with the standard library's parser.
 func TestReadTimeAsTheLibrary(t *testing.T) {
 	for at := time.Date(1, 1, 1, 1, 2, 3, 4_000_000, time.UTC); at.Year() < 9999; at = at.Add(3456789*time.Second + 7654321*time.Nanosecond) {
 		local := at.In(time.FixedZone("", at.Second()*1800-15*3600))
@@ -72,11 +72,11 @@ func TestReadTimeAsTheLibrary(t *testing.T) {
 			}
 			got := parseTime([]byte(text))
 			if !got.ok || got.ms != want.UnixMilli() {
-				t.Fatalf("%s: %v, want %d", text, got, want.UnixMilli())
+				t.Fatalf("parseTime(%s): got %v, want %d", text, got, want.UnixMilli())
 			}
 			out := string(appendMillis(nil, got.ms))
 			if back, err := time.Parse(time.RFC3339, out); err != nil || back.UnixMilli() != got.ms {
-				t.Fatalf("%s was written as %s", text, out)
+				t.Fatalf("appendMillis of %s: got %s, want the same time", text, out)
 			}
 		}
 	}
@@ -85,18 +85,18 @@ func TestReadTimeAsTheLibrary(t *testing.T) {
 func TestTimestamps(t *testing.T) {
 	tests := []struct {
 		name                                 string
-		timestamp, original, sentAt, batchAt string // as sent; empty is not sent
-		want, wantOriginal                   string // received at 2026-05-04T12:00:00.123Z
+		timestamp, original, sentAt, batchAt string // JSON values; an empty one is not sent
+		want, wantOriginal                   string // for a receipt at 2026-05-04T12:00:00.123Z
 	}{
 		{"nothing", "", "", "", "", "2026-05-04T12:00:00.123Z", ""},
 		{"only sentAt", "", "", `"2026-05-04T11:00:00Z"`, "", "2026-05-04T12:00:00.123Z", ""},
 		{"only timestamp", `"2015-01-02T03:04:05.678Z"`, "", "", "", "2015-01-02T03:04:05.678Z", `"2015-01-02T03:04:05.678Z"`},
-		{"a right clock", `"2026-05-04T11:59:00.000Z"`, "", `"2026-05-04T12:00:00.000Z"`, "", "2026-05-04T11:59:00.123Z", `"2026-05-04T11:59:00.000Z"`},
+		{"a correct clock", `"2026-05-04T11:59:00.000Z"`, "", `"2026-05-04T12:00:00.000Z"`, "", "2026-05-04T11:59:00.123Z", `"2026-05-04T11:59:00.000Z"`},
 		{"a clock an hour late", `"2026-05-04T10:59:58.001Z"`, "", `"2026-05-04T11:00:00.000Z"`, "", "2026-05-04T11:59:58.124Z", `"2026-05-04T10:59:58.001Z"`},
 		{"a clock a year early", `"2027-05-04T12:00:00Z"`, "", `"2027-05-04T12:00:05Z"`, "", "2026-05-04T11:59:55.123Z", `"2027-05-04T12:00:00Z"`},
 		{"an unset clock", `"1970-01-01T00:00:10Z"`, "", `"1970-01-01T00:00:20Z"`, "", "2026-05-04T11:59:50.123Z", `"1970-01-01T00:00:10Z"`},
 		{"the clock was set in between", `"1970-01-01T00:00:10Z"`, "", `"2026-05-04T12:00:00Z"`, "", "1970-01-01T00:00:10.123Z", `"1970-01-01T00:00:10Z"`},
-		{"history", `"1999-12-31T23:59:59Z"`, "", `"2026-05-04T12:00:00Z"`, "", "1999-12-31T23:59:59.123Z", `"1999-12-31T23:59:59Z"`},
+		{"historical data", `"1999-12-31T23:59:59Z"`, "", `"2026-05-04T12:00:00Z"`, "", "1999-12-31T23:59:59.123Z", `"1999-12-31T23:59:59Z"`},
 		{"finer than milliseconds", `"2026-05-04T11:59:00.0009Z"`, "", `"2026-05-04T12:00:00.0011Z"`, "", "2026-05-04T11:59:00.122Z", `"2026-05-04T11:59:00.0009Z"`},
 		{"offsets", `"2026-05-04T04:59:00-0700"`, "", `"2026-05-04T14:00:00+02:00"`, "", "2026-05-04T11:59:00.123Z", `"2026-05-04T04:59:00-0700"`},
 		{"seconds since 1970", `1777895940`, "", `1777896000000`, "", "2026-05-04T11:59:00.123Z", `1777895940`},
@@ -113,12 +113,12 @@ func TestTimestamps(t *testing.T) {
 		{"timestamp is empty", `""`, "", "", "", "2026-05-04T12:00:00.123Z", ""},
 		{"originalTimestamp for timestamp", "", `"2026-05-04T11:59:00Z"`, `"2026-05-04T12:00:00Z"`, "", "2026-05-04T11:59:00.123Z", `"2026-05-04T11:59:00Z"`},
 		{"originalTimestamp for null", `null`, `"2026-05-04T11:59:00Z"`, `"2026-05-04T12:00:00Z"`, "", "2026-05-04T11:59:00.123Z", `"2026-05-04T11:59:00Z"`},
-		{"timestamp wins", `"2026-05-04T11:58:00Z"`, `"2026-05-04T11:59:00Z"`, `"2026-05-04T12:00:00Z"`, "", "2026-05-04T11:58:00.123Z", `"2026-05-04T11:58:00Z"`},
+		{"timestamp takes precedence", `"2026-05-04T11:58:00Z"`, `"2026-05-04T11:59:00Z"`, `"2026-05-04T12:00:00Z"`, "", "2026-05-04T11:58:00.123Z", `"2026-05-04T11:58:00Z"`},
 		{"the first year", `"0000-01-01T00:00:00Z"`, "", `"2026-05-04T12:00:30Z"`, "", "0000-01-01T00:00:00.000Z", `"0000-01-01T00:00:00Z"`},
 		{"the last year", `"9999-12-31T23:59:59.999Z"`, "", `"9999-12-31T23:59:59Z"`, "", "2026-05-04T12:00:01.122Z", `"9999-12-31T23:59:59.999Z"`},
 		{"the batch's sentAt", `"2026-05-04T10:00:00Z"`, "", "", `"2026-05-04T11:00:00Z"`, "2026-05-04T11:00:00.123Z", `"2026-05-04T10:00:00Z"`},
-		{"the call's sentAt wins", `"2026-05-04T10:00:00Z"`, "", `"2026-05-04T10:00:01Z"`, `"2026-05-04T11:00:00Z"`, "2026-05-04T11:59:59.123Z", `"2026-05-04T10:00:00Z"`},
-		{"an empty sentAt does not", `"2026-05-04T10:00:00Z"`, "", `""`, `"2026-05-04T11:00:00Z"`, "2026-05-04T11:00:00.123Z", `"2026-05-04T10:00:00Z"`},
+		{"the call's sentAt takes precedence", `"2026-05-04T10:00:00Z"`, "", `"2026-05-04T10:00:01Z"`, `"2026-05-04T11:00:00Z"`, "2026-05-04T11:59:59.123Z", `"2026-05-04T10:00:00Z"`},
+		{"an empty sentAt of the call does not take precedence", `"2026-05-04T10:00:00Z"`, "", `""`, `"2026-05-04T11:00:00Z"`, "2026-05-04T11:00:00.123Z", `"2026-05-04T10:00:00Z"`},
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
@@ -139,7 +139,7 @@ func TestTimestamps(t *testing.T) {
 			c := b.Calls[0]
 			m := members(t, c.Body)
 			if string(m["timestamp"]) != strconv.Quote(tt.want) || c.Timestamp.Format("2006-01-02T15:04:05.000Z07:00") != tt.want || string(m["originalTimestamp"]) != tt.wantOriginal {
-				t.Errorf("timestamp %s (%v), originalTimestamp %s, want %s and %s", m["timestamp"], c.Timestamp, m["originalTimestamp"], tt.want, tt.wantOriginal)
+				t.Errorf("times: got timestamp %s (%v) and originalTimestamp %s, want %s and %s", m["timestamp"], c.Timestamp, m["originalTimestamp"], tt.want, tt.wantOriginal)
 			}
 		})
 	}
