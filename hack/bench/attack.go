@@ -24,18 +24,18 @@ import (
 	"github.com/posthorn/posthorn/test/process"
 )
 
-// attack is what a Source with a public write key sends beside a well-behaved one.
+// attack is the load of a Source with a public write key, beside a well-behaved Source.
 type attack struct {
 	name string
-	// body is the batch, sent with gzip or as it is.
+	// body is the batch. It is compressed if gzip is true.
 	body []byte
 	gzip bool
 	// clients send requests one after the other, as many as they can.
 	clients int
 }
 
-// batchWithContext is a batch of calls, each padded to at least size bytes,
-// with a context of one letter that is merged into each of them.
+// batchWithContext returns a batch of calls, each padded to at least size bytes,
+// with a large context that is merged into each of them.
 func batchWithContext(contextBytes, calls, size int) []byte {
 	b := append([]byte(`{"context":{"x":"`), bytes.Repeat([]byte{'x'}, contextBytes)...)
 	b = append(b, `"},"batch":[`...)
@@ -52,7 +52,7 @@ func batchWithContext(contextBytes, calls, size int) []byte {
 	return append(b, `]}`...)
 }
 
-// attacks are those of the security review, and the largest batches that are accepted.
+// attacks has the attacks of the security review, and the largest accepted batches.
 var attacks = []attack{
 	{name: "batches of 269 calls, 31 KB context, gzip", body: batchWithContext(31_000, 269, 0), gzip: true, clients: 1},
 	{name: "batches of 2,500 calls, 31 KB context", body: batchWithContext(31_000, 2500, 0), clients: 16},
@@ -60,15 +60,15 @@ var attacks = []attack{
 	{name: "1 MiB of messages from 150 bytes, gzip", body: batchWithContext(31_000, 33, 0), gzip: true, clients: 16},
 }
 
-// attackStats is what the process of an attack prints.
+// attackStats is the output of an attack's process.
 type attackStats struct {
 	Requests, Accepted, WireBytes int64
-	Refusals                      map[string]int64 // by code
+	Rejections                    map[string]int64 // by code
 }
 
-// attackRole runs an attack: the address, its number, and its duration. It starts when a line
-// arrives, so that the start of the process is not measured. Its priority is low: the sender of a
-// real attack uses the processor of another machine.
+// attackRole runs an attack. The arguments are the address, the attack's number, and its duration.
+// It starts when a line arrives, so that the start of the process is not measured. Its priority is
+// low, because the sender of a real attack uses the processor of another machine.
 func attackRole(args []string) error {
 	index, err := strconv.Atoi(args[1])
 	if err != nil {
@@ -90,7 +90,7 @@ func attackRole(args []string) error {
 	request := fmt.Appendf(nil, "POST /v1/batch HTTP/1.1\r\nHost: %s\r\nAuthorization: Basic %s\r\nContent-Type: application/json\r\n%sContent-Length: %d\r\n\r\n",
 		args[0], base64.StdEncoding.EncodeToString([]byte(writeKey(1)+":")), encoding, len(body))
 	request = append(request, body...)
-	stats := attackStats{Refusals: map[string]int64{}}
+	stats := attackStats{Rejections: map[string]int64{}}
 	if err := syscall.Setpriority(syscall.PRIO_PROCESS, 0, 10); err != nil {
 		return err
 	}
@@ -129,17 +129,17 @@ func attackRole(args []string) error {
 		case strings.Contains(status, " 200 "):
 			accepted.Add(1)
 		case strings.Contains(status, " 413 "):
-			_ = (*c).Close() // as the server does
+			_ = (*c).Close() // The server closes it too.
 			*c = nil
 			fallthrough
 		default:
 			mu.Lock()
-			stats.Refusals[a.Error.Code]++
+			stats.Rejections[a.Error.Code]++
 			mu.Unlock()
 		}
 		if len(a.Rejected) > 0 {
 			mu.Lock()
-			stats.Refusals["calls rejected in a 200"] += int64(len(a.Rejected))
+			stats.Rejections["calls rejected in a 200"] += int64(len(a.Rejected))
 			mu.Unlock()
 		}
 		return nil
@@ -156,7 +156,7 @@ func attackRole(args []string) error {
 						conn = nil
 					}
 					mu.Lock()
-					stats.Refusals["connection closed"]++
+					stats.Rejections["connection closed"]++
 					mu.Unlock()
 				}
 			}
@@ -172,7 +172,7 @@ func attackRole(args []string) error {
 }
 
 // goodLatencies sends single calls to the first Source, at a fixed rate that is
-// far below what the dispatcher takes, until ended is closed.
+// far below the dispatcher's capacity, until ended is closed.
 func goodLatencies(p *dispatcherProcess, id *atomic.Int64, ended <-chan struct{}) ([]time.Duration, error) {
 	const clients, gap = 8, 20 * time.Millisecond
 	var mu sync.Mutex
@@ -207,8 +207,8 @@ func goodLatencies(p *dispatcherProcess, id *atomic.Int64, ended <-chan struct{}
 	return all, err
 }
 
-// measureAttack compares the answers to a well-behaved sender beside each attack
-// with those before it, of the same process.
+// measureAttack compares the latencies of a well-behaved sender during each attack
+// with those before it, with the same dispatcher.
 func measureAttack(ctx context.Context, b *bench) ([]row, error) {
 	var rows []row
 	for i, a := range attacks {
@@ -279,16 +279,16 @@ func (b *bench) underAttack(ctx context.Context, index int, a attack) ([]row, er
 	text := fmt.Sprintf("%.2f (p99 %s of %s, p50 %s of %s)", ratio, short(p99), short(base99), short(p50), short(base50))
 	return []row{
 		below("p99 beside "+a.name+", of alone", ratio, 3, text, "<= 3"),
-		{Name: "  attack: requests, accepted, refused", Value: fmt.Sprintf("%d, %d, %v", stats.Requests, stats.Accepted, stats.Refusals), Met: true, Number: ratio},
-		{Name: "  peak RSS; disk growth, a byte of the attacker", Value: fmt.Sprintf("%d MB; %.1f MB, %.1f", peak>>20, float64(growth)/1e6, float64(growth)/float64(max(stats.WireBytes, 1))), Met: true, Number: ratio},
+		{Name: "  attack: requests, accepted, rejected", Value: fmt.Sprintf("%d, %d, %v", stats.Requests, stats.Accepted, stats.Rejections), Met: true, Number: ratio},
+		{Name: "  peak RSS; disk growth, per byte of the attacker", Value: fmt.Sprintf("%d MB; %.1f MB, %.1f", peak>>20, float64(growth)/1e6, float64(growth)/float64(max(stats.WireBytes, 1))), Met: true, Number: ratio},
 	}, nil
 }
 
-// diskUsage is the disk usage of a folder by du.
+// diskUsage returns the disk usage of a directory, as du does.
 func diskUsage(dir string) (total int64) {
 	_ = filepath.WalkDir(dir, func(path string, _ fs.DirEntry, _ error) error {
 		var stat syscall.Stat_t
-		if err := syscall.Lstat(path, &stat); err == nil { // a file may be gone by now
+		if err := syscall.Lstat(path, &stat); err == nil { // The file may have been removed.
 			total += stat.Blocks * 512
 		}
 		return nil

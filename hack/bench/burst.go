@@ -19,7 +19,7 @@ import (
 	"github.com/posthorn/posthorn/test/process"
 )
 
-// The burst: calls in batches of 20 and 200 from several senders at once, as fast as they are accepted.
+// The burst has calls in batches of 20 and 200 from several concurrent senders, as fast as they are accepted.
 const (
 	burstCalls = 100_000
 	burstRest  = time.Minute // from the last delivery to the final measurement
@@ -56,7 +56,7 @@ func measureBurst(ctx context.Context, b *bench) ([]row, error) {
 	}
 	bin := *binary
 	if bin == "" {
-		// As it is released: without cgo the memory of the store belongs to the Go heap.
+		// Releases are built without cgo: then the memory of the store belongs to the Go heap.
 		_ = os.Setenv("CGO_ENABLED", "0")
 		var err error
 		if bin, err = process.Build(dir); err != nil {
@@ -78,13 +78,13 @@ func measureBurst(ctx context.Context, b *bench) ([]row, error) {
 	}
 	defer func() { _ = p.Stop(syscall.SIGTERM) }()
 	time.Sleep(3 * time.Second)
-	empty, err := folderBytes(data)
+	empty, err := directoryBytes(data)
 	if err != nil {
 		return nil, err
 	}
 	_, _ = b.sink.take()
 
-	// Compare the metric with the folder all the time.
+	// Compare the metric with the directory's size throughout the burst.
 	var off deviation
 	watching, stopWatching := context.WithCancel(ctx)
 	var watcher sync.WaitGroup
@@ -106,19 +106,19 @@ func measureBurst(ctx context.Context, b *bench) ([]row, error) {
 		}
 	}
 	delivered := time.Since(begin)
-	largest, _ := folderBytes(data)
+	largest, _ := directoryBytes(data)
 	time.Sleep(burstRest - 20*time.Second)
-	stopWatching() // Its requests would count as work.
+	stopWatching() // Its requests would use CPU time.
 	watcher.Wait()
 	cpu, since := process.CPU(p.Pid()), time.Now()
 	time.Sleep(20 * time.Second)
 	share := 100 * (process.CPU(p.Pid()) - cpu).Seconds() / time.Since(since).Seconds()
 	rest, peak := process.Memory(p.Pid())
-	disk, err := folderBytes(data)
+	disk, err := directoryBytes(data)
 	if err != nil {
 		return nil, err
 	}
-	off.look(p, data)
+	off.sample(p, data)
 	mb := func(n int64) string { return fmt.Sprintf("%.1f MB", float64(n)/1e6) }
 	name := fmt.Sprintf("a burst of %d calls", burstCalls)
 	return []row{
@@ -126,7 +126,7 @@ func measureBurst(ctx context.Context, b *bench) ([]row, error) {
 		atMost("peak memory in "+name, float64(peak), 400e6, mb(peak), "<= 400 MB"),
 		atMost("memory one minute after "+name, float64(rest), 90e6, mb(rest), "<= 90 MB"),
 		atMost("disk one minute after "+name, float64(disk), 64e6, fmt.Sprintf("%s (%s at its end)", mb(disk), mb(largest)), "<= 64 MB"),
-		atMost("posthorn_queue_disk_bytes, off the folder's size", 100*off.most, 10, fmt.Sprintf("%.1f %% (worst of %d)", 100*off.most, off.seen), "<= 10 %"),
+		atMost("posthorn_queue_disk_bytes, deviation from the directory's size", 100*off.largest, 10, fmt.Sprintf("%.1f %% (worst of %d)", 100*off.largest, off.samples), "<= 10 %"),
 		atMost("idle CPU in that minute, of one core", share, 0.5, fmt.Sprintf("%.2f %%", share), "<= 0.5 %"),
 		{Name: "  accepted, delivered", Value: fmt.Sprintf("%.1f s, %.1f s", accepted.Seconds(), delivered.Seconds()), Met: true, Number: delivered.Seconds()},
 	}, nil
@@ -162,8 +162,8 @@ func burst(ctx context.Context, addr string) error {
 	return ctx.Err()
 }
 
-// folderBytes is what a folder takes of the disk, as du counts it.
-func folderBytes(dir string) (total int64, err error) {
+// directoryBytes returns the disk usage of a directory, as du does.
+func directoryBytes(dir string) (total int64, err error) {
 	err = filepath.WalkDir(dir, func(_ string, d fs.DirEntry, err error) error {
 		if err == nil {
 			var info fs.FileInfo
@@ -172,22 +172,22 @@ func folderBytes(dir string) (total int64, err error) {
 			}
 		}
 		if errors.Is(err, fs.ErrNotExist) {
-			return nil // It was removed meanwhile.
+			return nil // The file was removed during the walk.
 		}
 		return err
 	})
 	return total, err
 }
 
-// deviation is how far the metric was off the folder's size.
+// deviation is the largest deviation of the metric from the directory's size.
 type deviation struct {
-	seen int
-	most float64
+	samples int
+	largest float64
 }
 
 func (d *deviation) watch(ctx context.Context, p *process.Posthorn, data string) {
 	for ctx.Err() == nil {
-		d.look(p, data)
+		d.sample(p, data)
 		select {
 		case <-time.After(250 * time.Millisecond):
 		case <-ctx.Done():
@@ -195,17 +195,17 @@ func (d *deviation) watch(ctx context.Context, p *process.Posthorn, data string)
 	}
 }
 
-func (d *deviation) look(p *process.Posthorn, data string) {
-	before, err1 := folderBytes(data)
+func (d *deviation) sample(p *process.Posthorn, data string) {
+	before, err1 := directoryBytes(data)
 	metric, err2 := diskMetric(p.Admin)
-	after, err3 := folderBytes(data)
+	after, err3 := directoryBytes(data)
 	if errors.Join(err1, err2, err3) != nil {
 		return
 	}
-	// The folder may change between the three readings.
+	// The directory may change between the three readings.
 	low, high := float64(min(before, after)), float64(max(before, after))
 	off := max(1-metric/low, metric/high-1, 0)
-	d.seen, d.most = d.seen+1, max(d.most, off)
+	d.samples, d.largest = d.samples+1, max(d.largest, off)
 }
 
 func diskMetric(admin string) (float64, error) {

@@ -35,14 +35,14 @@ func appendBody(dst []byte, id int64, orderID string) []byte {
 		id%1000, os.Getpid(), id, time.Now().UTC().Format("2006-01-02T15:04:05.000Z"), stamp, time.Now().UnixMicro(), orderID)
 }
 
-// counters are what a process has used since it began.
+// counters has the resource use of a process since its start.
 type counters struct {
 	allocations, bytes                                        float64 // of memory
-	reads, writes, waits                                      float64 // system calls; times that a thread waited
+	reads, writes, waits                                      float64 // system calls; waits of threads
 	commits, commitMessages, commitSeconds, syncs, syncSecond float64
 }
 
-// counters reads those that the kernel keeps, and those of the dispatcher's metrics.
+// counters reads the counters of the kernel and those of the dispatcher's metrics.
 func (p *dispatcherProcess) counters() (c counters, err error) {
 	proc := fmt.Sprintf("/proc/%d/", p.cmd.Process.Pid)
 	number := func(text, name string) float64 {
@@ -85,11 +85,11 @@ func (p *dispatcherProcess) counters() (c counters, err error) {
 
 // sample is a measurement.
 type sample struct {
-	rate, cpu     float64  // per second; microseconds per message, of the process that is measured
-	senders, sink float64  // microseconds per message of the others
-	connections   float64  // that the sink accepted, per 1,000 messages
+	rate, cpu     float64  // per second; microseconds per message, of the measured process
+	senders, sink float64  // microseconds per message of the other processes
+	connections   float64  // accepted by the sink, per 1,000 messages
 	cost          counters // of the measured process, per message
-	commits       string   // what was made durable at once, and how long that took
+	commits       string   // the size and the duration of a commit
 	p50, p99      time.Duration
 	rss           int64
 }
@@ -98,15 +98,15 @@ func (s sample) mean(t sample) sample {
 	return sample{rate: (s.rate + t.rate) / 2, cpu: (s.cpu + t.cpu) / 2, p50: (s.p50 + t.p50) / 2, p99: (s.p99 + t.p99) / 2}
 }
 
-// load is what the benchmark sends.
+// load describes the calls of a benchmark.
 type load struct {
 	batch, clients int
-	perSecond      float64 // 0: as fast as it is taken
-	longNumbers    bool    // each message has one
+	perSecond      float64 // 0: as fast as they are accepted
+	longNumbers    bool    // true if each message has a long number
 }
 
-// throughput runs a dispatcher under a load. Senders stop while too much waits,
-// so that what is measured is the whole pipeline and not its front.
+// throughput runs a dispatcher under a load. Senders pause while too many messages are
+// pending, so that the result applies to the whole pipeline and not only to ingest.
 func (b *bench) throughput(ctx context.Context, l load, list []destination) (sample, error) {
 	dir := b.dir(fmt.Sprint("run-", time.Now().UnixNano()))
 	defer os.RemoveAll(dir)
@@ -139,7 +139,7 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 		group.Go(func() {
 			s := newSender(p)
 			defer s.close()
-			time.Sleep(gap * time.Duration(n) / time.Duration(l.clients)) // One after the other, not all at once.
+			time.Sleep(gap * time.Duration(n) / time.Duration(l.clients)) // The senders start one after the other.
 			for i := n; ctx.Err() == nil; i += l.clients {
 				if gap > 0 {
 					select {
@@ -197,7 +197,7 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 		return sample{}, err
 	}
 	if stats.Count == 0 {
-		return sample{}, fmt.Errorf("nothing was delivered")
+		return sample{}, fmt.Errorf("no message was delivered")
 	}
 	sortDurations(stats.Samples)
 	each := func(d time.Duration) float64 { return float64(d.Microseconds()) / float64(stats.Count) }
@@ -215,7 +215,7 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 	}, nil
 }
 
-// fill sends n messages and returns how long that took.
+// fill sends n messages and returns the duration.
 func (b *bench) fill(p *dispatcherProcess, n int) (time.Duration, error) {
 	begin := time.Now()
 	var id atomic.Int64
@@ -240,8 +240,8 @@ func (b *bench) fill(p *dispatcherProcess, n int) (time.Duration, error) {
 	return time.Since(begin), nil
 }
 
-// sender posts calls on one connection. It is leaner than net/http's client: it
-// shares the machine with what is measured, and is not measured itself.
+// sender posts calls on one connection. It needs less CPU time than net/http's client, because
+// it shares the machine with the measured process.
 type sender struct {
 	addr    string
 	conn    net.Conn
@@ -294,7 +294,7 @@ func (s *sender) send(source, batch int, orderID string, id *atomic.Int64) error
 	return err
 }
 
-// readAnswer reads an answer whose length is given.
+// readAnswer reads an answer with a Content-Length.
 func readAnswer(r *bufio.Reader) (status string, body []byte, err error) {
 	length := 0
 	for {

@@ -1,7 +1,6 @@
-// Command bench measures a real dispatcher against a bare Go loop of signed
-// keep-alive POSTs to the same sink, on the same machine, in the same run:
-// `make bench`. Sink, loop and dispatcher are processes of their own; ratios
-// carry over to other machines, absolute figures do not.
+// Command bench compares a dispatcher with a Go loop of signed keep-alive POSTs to the same
+// sink, on the same machine, in the same run: `make bench`. Sink, loop and dispatcher are
+// separate processes. Ratios apply to other machines too, absolute figures do not.
 package main
 
 import (
@@ -20,14 +19,14 @@ import (
 )
 
 var (
-	seconds = flag.Float64("seconds", 4, "how long each measurement runs")
-	rounds  = flag.Int("rounds", 3, "how often each row is measured; the median is shown")
+	seconds = flag.Float64("seconds", 4, "duration of each measurement")
+	rounds  = flag.Int("rounds", 3, "number of measurements of each row; the median is printed")
 	only    = flag.String("only", "", "run only the rows whose name contains this")
-	parked  = flag.Int("parked", 1_000_000, "messages to park for the memory and restart rows")
-	profile = flag.String("profile", "", "write the dispatcher's profiles to this folder: cpu, allocs and mutex, of the last measurement")
+	parked  = flag.Int("parked", 1_000_000, "pending messages for the memory and restart rows")
+	profile = flag.String("profile", "", "write the dispatcher's profiles of the last measurement to this directory: cpu, allocs and mutex")
 	binary  = flag.String("binary", "", "posthorn binary of the burst row; built from this tree when empty")
 	memory  = flag.String("memory", "", "its --memory; the default when empty")
-	asJSON  = flag.Bool("json", false, "print one JSON object a row instead of the table")
+	asJSON  = flag.Bool("json", false, "print one JSON object per row instead of the table")
 )
 
 func main() {
@@ -93,7 +92,7 @@ func run(ctx context.Context) error {
 	return nil
 }
 
-// medians measures several times and keeps, of each row, the one in the middle.
+// medians measures several times and returns the median of each row.
 func medians(n int, measure func() ([]row, error)) ([]row, error) {
 	var all [][]row
 	for range max(1, n) {
@@ -152,17 +151,17 @@ func (b *bench) window() time.Duration { return time.Duration(*seconds * float64
 
 // cost prints the dispatcher's cost of a message.
 func cost(s sample) row {
-	return row{Name: "  a message: allocations, reads, writes, waits", Value: fmt.Sprintf("%.1f (%.0f B), %.1f, %.1f, %.2f", s.cost.allocations, s.cost.bytes, s.cost.reads, s.cost.writes, s.cost.waits), Met: true, Number: s.cost.allocations}
+	return row{Name: "  per message: allocations, reads, writes, waits", Value: fmt.Sprintf("%.1f (%.0f B), %.1f, %.1f, %.2f", s.cost.allocations, s.cost.bytes, s.cost.reads, s.cost.writes, s.cost.waits), Met: true, Number: s.cost.allocations}
 }
 
 // commits prints the messages per disk sync.
 func commits(s sample) row {
-	return row{Name: "  a commit", Value: s.commits, Met: true, Number: s.rate}
+	return row{Name: "  per commit", Value: s.commits, Met: true, Number: s.rate}
 }
 
-// split says where the processor time of a message went.
+// split prints the CPU time of a message by process.
 func split(s sample) row {
-	return row{Name: "  CPU a message: dispatcher, senders, sink", Value: fmt.Sprintf("%.1f, %.1f, %.1f us; %.1f dials/1000", s.cpu, s.senders, s.sink, s.connections), Met: true, Number: s.cpu}
+	return row{Name: "  CPU per message: dispatcher, senders, sink", Value: fmt.Sprintf("%.1f, %.1f, %.1f us; %.1f dials/1000", s.cpu, s.senders, s.sink, s.connections), Met: true, Number: s.cpu}
 }
 
 func atLeast(name string, value, goal float64, text string) row {
@@ -173,7 +172,7 @@ func below(name string, value, goal float64, text, goalText string) row {
 	return row{Name: name, Value: text, Goal: goalText, Met: value < goal, Number: value}
 }
 
-// measureDirect runs the loop that everything is compared with.
+// measureDirect runs the direct loop, the base of the ratios.
 func measureDirect(_ context.Context, b *bench) ([]row, error) {
 	d, err := b.directLoop(1)
 	if err != nil {
@@ -215,8 +214,8 @@ func measureSingles(ctx context.Context, b *bench) ([]row, error) {
 	return []row{atLeast("delivered/s, single calls, of direct", got.rate/direct.rate, 0.40, fmt.Sprintf("%.2f (%.0f/s)", got.rate/direct.rate, got.rate)), split(got), cost(got), commits(got)}, nil
 }
 
-// measureNumbers compares messages that have a long number, which becomes a string
-// at delivery, with messages that have none.
+// measureNumbers compares messages with a long number, which becomes a string
+// at delivery, with messages without one.
 func measureNumbers(ctx context.Context, b *bench) ([]row, error) {
 	l := load{batch: 20, clients: 8}
 	before, err := b.throughput(ctx, l, destinations(1, b.sink.Addr))
@@ -237,14 +236,14 @@ func measureNumbers(ctx context.Context, b *bench) ([]row, error) {
 	return []row{below("CPU per message with a long number, of one without", got.cpu/plain.cpu, 1.5, fmt.Sprintf("%.2f (%.1f us)", got.cpu/plain.cpu, got.cpu), "<= 1.5")}, nil
 }
 
-// measureQueue runs the queue alone: append of 20 durably, lease, ack.
+// measureQueue runs only the queue: durable appends of 20 messages, lease, ack.
 func measureQueue(_ context.Context, b *bench) ([]row, error) {
 	direct, err := b.directLoop(1)
 	if err != nil {
 		return nil, err
 	}
 	dir := b.dir("queue")
-	defer os.RemoveAll(dir) // Another round begins with none of its messageIds.
+	defer os.RemoveAll(dir) // The next round uses the same messageIds.
 	got, err := b.loop("queue", dir, b.window().String())
 	if err != nil {
 		return nil, err
@@ -269,8 +268,8 @@ func measureLatency(ctx context.Context, b *bench) ([]row, error) {
 	}, nil
 }
 
-// measureIsolation compares 19 healthy destinations beside a healthy 20th with
-// the same 19 beside a dead one. The load is fixed below saturation and counted at the 19.
+// measureIsolation compares 19 healthy destinations beside a healthy 20th one with
+// the same 19 beside a failing one. The load is below saturation; only the 19 count.
 func measureIsolation(ctx context.Context, b *bench) ([]row, error) {
 	l := load{batch: 1, clients: 16}
 	var healthy []sample
@@ -283,23 +282,23 @@ func measureIsolation(ctx context.Context, b *bench) ([]row, error) {
 	}
 	base := healthy[0].mean(healthy[1])
 	var rows []row
-	for _, dead := range b.sink.dead() {
+	for _, failing := range b.sink.failing() {
 		d := destinations(20, b.sink.Addr)
-		d[19].addr = dead.addr
+		d[19].addr = failing.addr
 		got, err := b.throughput(ctx, l, d)
 		if err != nil {
 			return nil, err
 		}
-		// 19 of 20 take part in the base as well.
+		// The base counts 20 destinations.
 		ratio := got.rate / (base.rate * 19 / 20)
-		rows = append(rows, atLeast("19 healthy beside one dead ("+dead.name+"), of all healthy", ratio, 0.95, fmt.Sprintf("%.2f", ratio)))
+		rows = append(rows, atLeast("19 healthy beside one failing ("+failing.name+"), of all healthy", ratio, 0.95, fmt.Sprintf("%.2f", ratio)))
 	}
 	return rows, nil
 }
 
-// measureCalm compares how long messages to 19 healthy destinations take beside
-// a healthy 20th and beside a dead one, at a quarter of the peak. Each
-// measurement with a dead one stands between two without.
+// measureCalm compares the latencies of 19 healthy destinations beside
+// a healthy 20th one and beside a failing one, at a quarter of the peak. Each
+// measurement with a failing one is between two without.
 func measureCalm(ctx context.Context, b *bench) ([]row, error) {
 	healthy := destinations(20, b.sink.Addr)
 	peak, err := b.throughput(ctx, load{batch: 1, clients: 16}, healthy)
@@ -312,9 +311,9 @@ func measureCalm(ctx context.Context, b *bench) ([]row, error) {
 		return nil, err
 	}
 	var rows []row
-	for _, dead := range b.sink.dead() {
+	for _, failing := range b.sink.failing() {
 		d := destinations(20, b.sink.Addr)
-		d[19].addr = dead.addr
+		d[19].addr = failing.addr
 		got, err := b.throughput(ctx, l, d)
 		if err != nil {
 			return nil, err
@@ -327,14 +326,14 @@ func measureCalm(ctx context.Context, b *bench) ([]row, error) {
 		before = after
 		ratio := got.p99.Seconds() / base.p99.Seconds()
 		text := fmt.Sprintf("%.2f (p99 %v of %v, p50 %v of %v)", ratio, short(got.p99), short(base.p99), short(got.p50), short(base.p50))
-		rows = append(rows, below("p99 of 19 healthy beside one dead ("+dead.name+"), of all healthy", ratio, 1.1, text, "< 1.10"))
+		rows = append(rows, below("p99 of 19 healthy beside one failing ("+failing.name+"), of all healthy", ratio, 1.1, text, "< 1.10"))
 	}
 	return rows, nil
 }
 
 // measureURLs compares the deliveries to one URL alone with those beside a URL
 // that answers after 200 ms and beside one that never answers. Each measurement
-// stands between two of the URL alone.
+// is between two of the URL alone.
 func measureURLs(ctx context.Context, b *bench) ([]row, error) {
 	l := load{batch: 20, clients: 8}
 	alone := destinations(1, b.sink.Addr)
@@ -363,7 +362,7 @@ func measureURLs(ctx context.Context, b *bench) ([]row, error) {
 
 func short(d time.Duration) string { return fmt.Sprintf("%.2f ms", d.Seconds()*1000) }
 
-// measureMany spreads the same load over 1,000 Sources with a destination each.
+// measureMany distributes the same load over 1,000 Sources with one destination each.
 func measureMany(ctx context.Context, b *bench) ([]row, error) {
 	one, err := b.throughput(ctx, load{batch: 20, clients: 8}, destinations(1, b.sink.Addr))
 	if err != nil {
@@ -393,7 +392,7 @@ func measureMany(ctx context.Context, b *bench) ([]row, error) {
 	}, nil
 }
 
-// measureParked fills a backlog for a destination that is disabled, and restarts on it.
+// measureParked measures memory and restart with a backlog for a disabled destination.
 func measureParked(ctx context.Context, b *bench) ([]row, error) {
 	d := destinations(1, b.sink.Addr)
 	d[0].disabled = true
@@ -426,10 +425,10 @@ func measureParked(ctx context.Context, b *bench) ([]row, error) {
 	baseRSS := base.rss()
 	base.stop()
 	ratio := float64(rss) / float64(baseRSS)
-	name := fmt.Sprintf("%d messages parked", *parked)
+	name := fmt.Sprintf("%d pending messages", *parked)
 	return []row{
 		below("resident memory with "+name, float64(rss), 200<<20, fmt.Sprintf("%d MB", rss>>20), "< 200 MB"),
-		below("resident memory with "+name+", of none parked", ratio, 1.2, fmt.Sprintf("%.2f (%d MB)", ratio, baseRSS>>20), "<= 1.2"),
+		below("resident memory with "+name+", of none pending", ratio, 1.2, fmt.Sprintf("%.2f (%d MB)", ratio, baseRSS>>20), "<= 1.2"),
 		below("restart with "+name, restart.Seconds(), 2, restart.Round(time.Millisecond).String(), "< 2s"),
 	}, nil
 }

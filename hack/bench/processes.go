@@ -73,7 +73,7 @@ func (b *bench) close() {
 
 func (b *bench) dir(name string) string { return filepath.Join(b.root, name) }
 
-// child is this binary in a role, in a process of its own.
+// child is a process of this binary in a role.
 type child struct {
 	cmd   *exec.Cmd
 	hello []byte
@@ -121,7 +121,7 @@ func (p *child) rss() int64 {
 	return now
 }
 
-// directLoop runs the loop that everything is compared with.
+// directLoop runs the direct loop, the base of the ratios.
 func (b *bench) directLoop(destinations int) (sample, error) {
 	s, err := b.loop("direct", b.sink.Addr, b.window().String(), strconv.Itoa(destinations))
 	_, _ = b.sink.take()
@@ -140,14 +140,14 @@ func (b *bench) loop(role string, args ...string) (sample, error) {
 	return sample{rate: out.Rate, cpu: out.CPU}, err
 }
 
-// measured prints what a loop did since begin.
+// measured prints the rate and the CPU time of a loop since begin.
 func measured(messages int64, begin time.Time) error {
 	took := time.Since(begin)
 	fmt.Printf(`{"Rate":%f,"CPU":%f}`+"\n", float64(messages)/took.Seconds(), float64(ownCPU().Microseconds())/float64(messages))
 	return nil
 }
 
-// ownCPU is the processor time that this process has used.
+// ownCPU returns the CPU time of this process.
 func ownCPU() time.Duration {
 	var usage syscall.Rusage
 	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &usage)
@@ -155,7 +155,7 @@ func ownCPU() time.Duration {
 }
 
 // queueRole appends batches from as many goroutines as the batches row has
-// senders, and settles all of it on one lane.
+// senders, and acknowledges all messages of one lane.
 func queueRole(args []string) error {
 	window, err := time.ParseDuration(args[1])
 	if err != nil {
@@ -222,7 +222,7 @@ func queueRole(args []string) error {
 }
 
 // directRole posts from 64 goroutines to one destination, or to many in turn,
-// each with connections of its own.
+// each with separate connections.
 func directRole(args []string) error {
 	window, err := time.ParseDuration(args[1])
 	if err != nil {
@@ -266,10 +266,10 @@ func directRole(args []string) error {
 	return measured(sent.Load(), begin)
 }
 
-// destination is a lane to measure; source numbers the Source it reads.
+// destination describes a measured destination; source is the number of its Source.
 type destination struct {
 	addr     string
-	second   string // The address of another URL under AnyEndpoint, if any.
+	second   string // the address of another URL under AnyEndpoint, or empty
 	source   int
 	disabled bool
 }
@@ -321,7 +321,7 @@ type dispatcherProcess struct {
 	sources     int
 }
 
-// start runs a dispatcher on a folder and returns once it is ready.
+// start runs a dispatcher with a data directory and returns when it is ready.
 func (b *bench) start(ctx context.Context, list []destination, dir string) (*dispatcherProcess, error) {
 	c := config(list)
 	data, _, err := liveconfig.Encode(c)
@@ -372,7 +372,7 @@ func dispatcherRole(args []string) error {
 	return d.Run(ctx)
 }
 
-// startProfiles profiles this process until stop writes what was found.
+// startProfiles starts profiles of this process. stop writes them.
 func startProfiles(dir string) (stop func(), err error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return nil, err

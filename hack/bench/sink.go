@@ -16,7 +16,7 @@ import (
 	"time"
 )
 
-// The sink: a do-nothing HTTP/1.1 receiver that counts and samples latencies.
+// The sink is a minimal HTTP/1.1 receiver that counts messages and samples latencies.
 
 type sinkAddrs struct{ Addr, BlackHole, Failing, Slow, Delayed, Control string }
 
@@ -31,12 +31,12 @@ type sinkStats struct {
 	Samples     []time.Duration
 }
 
-// dead are the addresses of failing receivers.
-func (s *sinkProcess) dead() []struct{ name, addr string } {
+// failing returns the addresses of failing receivers.
+func (s *sinkProcess) failing() []struct{ name, addr string } {
 	return []struct{ name, addr string }{{"refused", "127.0.0.1:1"}, {"black hole", s.BlackHole}, {"5 s slow", s.Slow}, {"500s", s.Failing}}
 }
 
-// take returns what the sink has counted since the last take.
+// take returns the sink's counts since the previous take.
 func (s *sinkProcess) take() (stats sinkStats, err error) {
 	resp, err := http.Get("http://" + s.Control) //nolint:noctx // a local control request
 	if err != nil {
@@ -67,7 +67,7 @@ func sinkRole([]string) error {
 		}()
 		return l.Addr().String()
 	}
-	answer := func(response string, good bool, delay time.Duration) func(net.Conn) {
+	answer := func(response string, counted bool, delay time.Duration) func(net.Conn) {
 		return func(c net.Conn) {
 			defer c.Close()
 			r := bufio.NewReaderSize(c, 4<<10)
@@ -90,7 +90,7 @@ func sinkRole([]string) error {
 				if _, err := io.ReadFull(r, body); err != nil {
 					return
 				}
-				if good {
+				if counted {
 					// One message in 4 is a latency sample.
 					if n := count.Add(1); n%4 == 0 {
 						if d := age(body); d > 0 {
@@ -134,7 +134,7 @@ func sinkRole([]string) error {
 
 const stamp = `"sent":`
 
-// age is how long ago a message's body says it was sent.
+// age returns the time since a message was sent, by its body.
 func age(body []byte) time.Duration {
 	_, rest, ok := bytes.Cut(body, []byte(stamp))
 	if !ok {

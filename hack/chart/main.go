@@ -1,5 +1,5 @@
-// Command chart copies what is generated in config/ into the Helm chart: the
-// CRDs, and the rules of operator, dispatcher and users, one object a file.
+// Command chart copies generated files of config/ to the Helm chart: the
+// CRDs, and the RBAC rules of operator, dispatcher and users, one object per file.
 // Run it from the root of the repository.
 package main
 
@@ -47,13 +47,13 @@ func copyAll() error {
 		}
 		files["crds/"+filepath.Base(crd)] = headed(crd, data)
 	}
-	for whose, from := range roles {
+	for subject, from := range roles {
 		data, err := os.ReadFile(from)
 		if err != nil {
 			return err
 		}
 		for _, text := range documents(data) {
-			// Role and ClusterRole have the same shape; the rest is not copied.
+			// Role and ClusterRole have the same fields; other kinds are not copied.
 			var role rbacv1.ClusterRole
 			if err := yaml.Unmarshal(text, &role); err != nil {
 				return fmt.Errorf("%s: %w", from, err)
@@ -62,12 +62,12 @@ func copyAll() error {
 				continue
 			}
 			name := strings.ToLower(role.Kind)
-			if whose == "users" || whose == "access" {
+			if subject == "users" || subject == "access" {
 				name = strings.TrimPrefix(role.Name, "posthorn-")
 			}
-			file := fmt.Sprintf("rbac/%s-%s.yaml", whose, name)
+			file := fmt.Sprintf("rbac/%s-%s.yaml", subject, name)
 			if files[file] != nil {
-				return fmt.Errorf("%s: two objects would become %s", from, file)
+				return fmt.Errorf("%s: two objects have the file name %s; rename one of them", from, file)
 			}
 			files[file] = headed(from, text)
 		}
@@ -88,7 +88,7 @@ func copyAll() error {
 	return nil
 }
 
-// documents are the YAML documents of a file.
+// documents returns the YAML documents of a file.
 func documents(data []byte) [][]byte {
 	var docs [][]byte
 	for _, doc := range regexp.MustCompile(`(?m)^---$`).Split(string(data), -1) {

@@ -1,7 +1,7 @@
-// Command demo shows Posthorn's main job on one machine: `make run`. It builds
-// the binary, starts a receiver and Posthorn on the manifests beside this file,
-// sends calls through the Go client, lets one endpoint fail and recover, and
-// leaves nothing behind.
+// Command demo shows Posthorn's main use on one machine: `make run`. It builds
+// the binary, starts a receiver and Posthorn with the manifests of this directory,
+// sends calls with the Go client, simulates the failure and recovery of an endpoint, and
+// removes all files and processes.
 package main
 
 import (
@@ -41,7 +41,7 @@ func run(ctx context.Context) error {
 	}
 	defer os.RemoveAll(dir)
 
-	step("Building posthorn (the first time a minute or two)")
+	step("Building posthorn (one or two minutes on the first run)")
 	d := &demo{}
 	if d.bin, err = process.Build(dir); err != nil {
 		return err
@@ -49,8 +49,8 @@ func run(ctx context.Context) error {
 	defer d.stop()
 
 	crm, warehouse := process.FreeAddr(), process.FreeAddr()
-	folder := filepath.Join(dir, "manifests")
-	if err := writeManifests(folder, strings.NewReplacer("127.0.0.1:9000", crm, "127.0.0.1:9001", warehouse)); err != nil {
+	manifestDir := filepath.Join(dir, "manifests")
+	if err := writeManifests(manifestDir, strings.NewReplacer("127.0.0.1:9000", crm, "127.0.0.1:9001", warehouse)); err != nil {
 		return err
 	}
 
@@ -59,12 +59,12 @@ func run(ctx context.Context) error {
 	if err := d.sink("crm      |", crm, &authentic); err != nil {
 		return err
 	}
-	p := process.Run(d.bin, folder, filepath.Join(dir, "data"), "--log-level", "warn")
+	p := process.Run(d.bin, manifestDir, filepath.Join(dir, "data"), "--log-level", "warn")
 	if err := d.start(p, &lines{name: "posthorn |"}); err != nil {
 		return err
 	}
 
-	step("Sending one call of every type through the Go client")
+	step("Sending one call of every type with the Go client")
 	client := analytics.New("demo-write-key", analytics.WithEndpoint("http://"+p.Addr))
 	for _, call := range []func() error{
 		func() error {
@@ -92,7 +92,7 @@ func run(ctx context.Context) error {
 	if err := until(ctx, "6 signed messages at crm", func() bool { return authentic.Load() >= 6 }); err != nil {
 		return err
 	}
-	say("All 6 arrived, and every X-Signature is the HMAC-SHA1 of its body.")
+	say("All 6 calls were delivered, and every X-Signature is the HMAC-SHA1 of its body.")
 
 	step("The other destination, warehouse, has no receiver: its order is kept, and its status shows the reason")
 	if err := until(ctx, "the failure in status", func() bool {
@@ -102,7 +102,7 @@ func run(ctx context.Context) error {
 	}
 	fmt.Println(d.get(ctx, p.Admin, "destinations", "-o", "wide"))
 
-	step("Its receiver starts")
+	step("Starting its receiver")
 	var recovered atomic.Int64
 	if err := d.sink("warehouse|", warehouse, &recovered); err != nil {
 		return err
@@ -115,12 +115,12 @@ func run(ctx context.Context) error {
 	}); err != nil {
 		return err
 	}
-	say("The order that waited was delivered. Status:")
+	say("The pending order was delivered. Status:")
 	fmt.Println(d.get(ctx, p.Admin, "sources"))
 	fmt.Println(d.get(ctx, p.Admin, "destinations"))
 
 	d.stop()
-	step("Done; everything is stopped and removed. Try it yourself:")
+	step("Done; all processes are stopped and all files removed. Try it yourself:")
 	fmt.Print(`  make build
   bin/posthorn sink --secret demo-shared-secret &
   bin/posthorn run --manifests hack/demo/manifests --egress-allow 127.0.0.0/8 &
@@ -138,14 +138,14 @@ type demo struct {
 	running []*process.Posthorn
 }
 
-// start runs the binary until stop; its lines are printed.
+// start runs the binary until stop, and prints its output.
 func (d *demo) start(p *process.Posthorn, out *lines) error {
 	p.Log = out
 	d.running = append(d.running, p)
 	return p.Start()
 }
 
-// sink starts a receiver; authentic counts the signatures that it finds right.
+// sink starts a receiver; authentic counts the valid signatures.
 func (d *demo) sink(name, addr string, authentic *atomic.Int64) error {
 	return d.start(&process.Posthorn{Binary: d.bin, Args: []string{"sink", "--listen", addr, "--secret", "demo-shared-secret"}}, &lines{name: name, authentic: authentic})
 }
@@ -164,8 +164,8 @@ func (d *demo) get(ctx context.Context, admin string, args ...string) string {
 	return string(out)
 }
 
-func writeManifests(folder string, addresses *strings.Replacer) error {
-	if err := os.Mkdir(folder, 0o700); err != nil {
+func writeManifests(manifestDir string, addresses *strings.Replacer) error {
+	if err := os.Mkdir(manifestDir, 0o700); err != nil {
 		return err
 	}
 	files, err := manifests.ReadDir("manifests")
@@ -177,14 +177,14 @@ func writeManifests(folder string, addresses *strings.Replacer) error {
 		if err != nil {
 			return err
 		}
-		if err := os.WriteFile(filepath.Join(folder, f.Name()), []byte(addresses.Replace(string(text))), 0o600); err != nil {
+		if err := os.WriteFile(filepath.Join(manifestDir, f.Name()), []byte(addresses.Replace(string(text))), 0o600); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// lines prints what a process writes, line by line.
+// lines prints the output of a process, line by line.
 type lines struct {
 	name      string
 	authentic *atomic.Int64
@@ -215,11 +215,11 @@ func step(text string) {
 
 func say(text string) { fmt.Println("  " + text) }
 
-func until(ctx context.Context, what string, ok func() bool) error {
+func until(ctx context.Context, event string, ok func() bool) error {
 	deadline := time.Now().Add(60 * time.Second)
 	for !ok() {
 		if time.Now().After(deadline) {
-			return fmt.Errorf("waited a minute for %s", what)
+			return fmt.Errorf("no event within a minute: %s", event)
 		}
 		select {
 		case <-time.After(50 * time.Millisecond):

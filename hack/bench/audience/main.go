@@ -1,7 +1,7 @@
-// Command audience measures syncs of an audience against a real `posthorn run`:
-// its own process, a real queue that syncs to disk, calls delivered over HTTP and
-// signed. It prints the time per million members of a first sync and of one in
-// which 1 % changed, and the memory of the process. Part of `make bench`.
+// Command audience measures syncs of an audience with `posthorn run` in a separate process,
+// with a queue that syncs to disk and signed deliveries over HTTP. It prints the times per
+// million members of a first sync and of a sync with 1 % changes, and the memory of the
+// process. It is part of `make bench`.
 package main
 
 import (
@@ -27,7 +27,7 @@ import (
 
 var (
 	members = flag.Int("members", 1_000_000, "members of the audience")
-	deliver = flag.Bool("deliver", true, "deliver the identify calls; false: the destination's filter keeps them out, after they went through the queue")
+	deliver = flag.Bool("deliver", true, "deliver the identify calls; false: the destination's filter excludes them")
 )
 
 const writeKey = "bench-write-key"
@@ -59,16 +59,16 @@ func run(ctx context.Context) error {
 	defer func() { _ = p.Stop(syscall.SIGTERM) }()
 
 	fmt.Printf("%d x %s/%s, %s; %d members\n", runtime.NumCPU(), runtime.GOOS, runtime.GOARCH, runtime.Version(), *members)
-	fmt.Printf("%-24s %12s %14s %12s %14s\n", "per million members", "decided", "in the queue", "delivered", "calls")
+	fmt.Printf("%-24s %12s %14s %12s %14s\n", "per million members", "accepted", "in the queue", "delivered", "calls")
 	millions := float64(*members) / 1e6
 	idle, _ := process.Memory(p.Pid())
 	for _, sync := range []struct {
 		name       string
-		from, want int // members are from to from+members; calls that must come
+		from, want int // the first member, and the expected number of calls
 	}{{"first sync", 0, *members}, {"1 % changed", *members / 200, *members / 200 * 2}} {
 		received.Store(0)
 		begin := time.Now()
-		decided, err := p.sync(ctx, sync.from)
+		accepted, err := p.sync(ctx, sync.from)
 		if err != nil {
 			return err
 		}
@@ -86,14 +86,14 @@ func run(ctx context.Context) error {
 				return err
 			}
 			if n := received.Load(); n != int64(sync.want) {
-				return fmt.Errorf("%s: %d calls arrived, want %d", sync.name, n, sync.want)
+				return fmt.Errorf("%s: calls: got %d, want %d", sync.name, n, sync.want)
 			}
 			delivered = fmt.Sprintf("%.2f s", took.Seconds()/millions)
 		}
-		fmt.Printf("%-24s %10.2f s %12.2f s %12s %14d\n", sync.name, decided.Seconds()/millions, queued.Seconds()/millions, delivered, sync.want)
+		fmt.Printf("%-24s %10.2f s %12.2f s %12s %14d\n", sync.name, accepted.Seconds()/millions, queued.Seconds()/millions, delivered, sync.want)
 	}
-	_, most := process.Memory(p.Pid())
-	fmt.Printf("memory of the process: %d MB before, %d MB at most\n", idle/1e6, most/1e6)
+	_, peak := process.Memory(p.Pid())
+	fmt.Printf("memory of the process: %d MB before, %d MB at most\n", idle/1e6, peak/1e6)
 	return nil
 }
 
@@ -112,7 +112,7 @@ func startSink() (addr string, received *atomic.Int64, err error) {
 	return l.Addr().String(), received, nil
 }
 
-// posthorn is a `posthorn run`.
+// posthorn is a process of `posthorn run`.
 type posthorn struct{ *process.Posthorn }
 
 func start(ctx context.Context, dir, sink string) (p posthorn, err error) {
@@ -174,7 +174,7 @@ spec: {sourceRef: {name: web}, displayName: bench}
 	if err != nil {
 		return p, errors.Join(err, p.Stop(os.Kill))
 	}
-	time.Sleep(2 * time.Second) // until the start is complete
+	time.Sleep(2 * time.Second) // Wait for the end of the start's work.
 	return p, nil
 }
 
@@ -219,8 +219,8 @@ func (p posthorn) do(ctx context.Context, method, query string, body io.Reader) 
 	return answer, err
 }
 
-// sync sends the members and returns how long it took until the sync was decided.
-// The program waits for its answer, which is sent when all calls are in the queue.
+// sync sends the members and returns the time until the sync was accepted.
+// The answer is sent later, when all calls are in the queue.
 func (p posthorn) sync(ctx context.Context, from int) (time.Duration, error) {
 	before, err := p.do(ctx, http.MethodGet, "", nil)
 	if err != nil {
@@ -243,7 +243,7 @@ func (p posthorn) sync(ctx context.Context, from int) (time.Duration, error) {
 	})
 }
 
-// lines are members in an order that is not sorted.
+// lines reads members in an unsorted order.
 type lines struct {
 	from, n int
 	left    bytes.Buffer

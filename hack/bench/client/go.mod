@@ -1,4 +1,4 @@
-// The comparison with the vendor's client is a module of its own, so that
+// The comparison with the vendor's client is a separate module, so that
 // Posthorn does not depend on it.
 module github.com/posthorn/posthorn/hack/bench/client
 

@@ -1,13 +1,12 @@
 // Command client compares the Go client library with the vendor's, version 3,
-// in one run: what a call costs its caller, and how many calls a second reach a
+// in one run: the cost of a call for its caller, and the calls per second at a
 // server.
 //
 //	go run . [-endpoint http://127.0.0.1:8080 -write-key demo-write-key]
 //
-// Without -endpoint there are two servers: one in this process that reads each
-// request and accepts it, and a real Posthorn in a process of its own, which
-// stores the calls. The numbers of one run compare; those of different machines
-// do not.
+// Without -endpoint there are two servers: one in this process that reads and accepts each
+// request, and Posthorn in a separate process, which stores the calls. Figures are
+// comparable within one run, not between machines.
 package main
 
 import (
@@ -32,16 +31,16 @@ import (
 )
 
 var (
-	endpoint = flag.String("endpoint", "", "the server to send to; empty: one in this process, then a real Posthorn")
+	endpoint = flag.String("endpoint", "", "URL of the server; empty: a server in this process, then Posthorn")
 	writeKey = flag.String("write-key", "bench", "the write key")
 	calls    = flag.Int("calls", 100_000, "calls of one run")
-	callers  = flag.Int("callers", 4, "goroutines that make calls")
+	callers  = flag.Int("callers", 4, "goroutines that send calls")
 	runs     = flag.Int("runs", 3, "runs of each client, alternating")
 	batch    = flag.Int("batch", 20, "calls that start a flush, for both clients; 0: the default of each")
-	perCall  = flag.Int("bytes", 300, "about how many bytes of JSON a call has")
+	perCall  = flag.Int("bytes", 300, "approximate bytes of JSON per call")
 )
 
-// client is what both have in common.
+// client is the common interface of both clients.
 type client struct {
 	name  string
 	track func() error
@@ -51,7 +50,7 @@ type client struct {
 
 type figures struct {
 	callNS, allocs, bytes, perSecond float64
-	refused, lost                    int64
+	rejected, lost                   int64
 }
 
 func main() {
@@ -76,7 +75,7 @@ func run(out io.Writer) error {
 		return err
 	}
 	defer stop()
-	return compare(out, "a real Posthorn", url)
+	return compare(out, "Posthorn", url)
 }
 
 // compare runs both clients against a server, taking turns.
@@ -102,7 +101,7 @@ func compare(out io.Writer, server, url string) error {
 		m.callNS, m.allocs = median(r, func(f figures) float64 { return f.callNS }), median(r, func(f figures) float64 { return f.allocs })
 		m.bytes, m.perSecond = median(r, func(f figures) float64 { return f.bytes }), median(r, func(f figures) float64 { return f.perSecond })
 		for _, f := range r {
-			m.lost += f.lost + f.refused
+			m.lost += f.lost + f.rejected
 		}
 		fmt.Fprintf(out, "%-24s %12.0f %12.2f %12.0f %14.0f %9d\n", names[i], m.callNS, m.allocs, m.bytes, m.perSecond, m.lost)
 	}
@@ -121,14 +120,14 @@ func median(r []figures, of func(figures) float64) float64 {
 	return values[len(values)/2]
 }
 
-// measure makes all calls and closes the client. Allocations are those of the
-// process from the first call to the end of Close: those of the background
-// count, and those of a server in this process too, for both clients alike.
+// measure sends all calls and closes the client. Allocations are those of the
+// process from the first call to the end of Close, including background work and, for
+// both clients, a server in this process.
 func measure(c client) figures {
 	runtime.GC()
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
-	var refused, inCalls atomic.Int64
+	var rejected, inCalls atomic.Int64
 	start := time.Now()
 	var group sync.WaitGroup
 	for range *callers {
@@ -136,7 +135,7 @@ func measure(c client) figures {
 			began := time.Now()
 			for range *calls / *callers {
 				if c.track() != nil {
-					refused.Add(1)
+					rejected.Add(1)
 				}
 			}
 			inCalls.Add(int64(time.Since(began)))
@@ -151,7 +150,7 @@ func measure(c client) figures {
 	n := float64(*calls)
 	return figures{
 		callNS: float64(inCalls.Load()) / n, allocs: float64(after.Mallocs-before.Mallocs) / n, bytes: float64(after.TotalAlloc-before.TotalAlloc) / n,
-		perSecond: (n - float64(refused.Load()) - float64(c.lost.Load())) / took.Seconds(), refused: refused.Load(), lost: c.lost.Load(),
+		perSecond: (n - float64(rejected.Load()) - float64(c.lost.Load())) / took.Seconds(), rejected: rejected.Load(), lost: c.lost.Load(),
 	}
 }
 
@@ -208,7 +207,7 @@ func (silent) Errorf(string, ...interface{}) {}
 func accept(w http.ResponseWriter, r *http.Request) {
 	body, err := io.ReadAll(r.Body)
 	if err == nil && !json.Valid(body) {
-		err = errors.New("no JSON")
+		err = errors.New("not JSON")
 	}
 	if err != nil {
 		http.Error(w, err.Error(), http.StatusBadRequest)

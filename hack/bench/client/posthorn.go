@@ -9,14 +9,14 @@ import (
 	"github.com/posthorn/posthorn/test/process"
 )
 
-// startPosthorn builds Posthorn and runs it, in a process of its own, with a Source
-// that takes the write key. stop ends it and leaves nothing behind.
+// startPosthorn builds Posthorn and runs it in a separate process, with a Source
+// with the write key. stop ends the process and removes its files.
 func startPosthorn() (url string, stop func(), err error) {
 	dir, err := os.MkdirTemp("", "posthorn-bench-")
 	if err != nil {
 		return "", nil, err
 	}
-	clean := func() { os.RemoveAll(dir) } //nolint:errcheck // a temporary folder
+	clean := func() { os.RemoveAll(dir) } //nolint:errcheck // a temporary directory
 	defer func() {
 		if err != nil {
 			clean()

@@ -25,7 +25,7 @@ type hook struct {
 	mu      sync.Mutex
 	path    string
 	version string
-	// signed: the version is the signing secret and not the header.
+	// signed is true if the version is the signing secret and not the header.
 	signed bool
 	seen   []chan time.Time
 }

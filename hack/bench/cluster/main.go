@@ -1,12 +1,12 @@
-// Command cluster measures operator and dispatchers, each a process with the
-// rights that config/ gives it, against a real kube-apiserver and etcd (with
-// fsync) that hold 1,000 destinations in 50 namespaces:
+// Command cluster measures operator and dispatchers, each a process with its permissions of
+// config/, with a real kube-apiserver and etcd (with fsync) that have 1,000 destinations in
+// 50 namespaces:
 //
 //	go run ./hack/bench/cluster
 //
-// It needs the binaries that hack/envtest-assets finds or builds. Writes are
-// counted in the API server's audit log, changes by their effect: a delivery
-// that carries the new header, or is signed with the new secret, from every pod.
+// It needs the binaries of hack/envtest-assets. It counts writes in the API server's audit
+// log, and changes by their effect: a delivery of every pod with the new header or the
+// signature of the new secret.
 package main
 
 import (
@@ -29,11 +29,11 @@ var (
 	namespaces   = flag.Int("namespaces", 50, "namespaces; each has a Source")
 	perNamespace = flag.Int("destinations", 20, "destinations in each namespace; each has a Secret")
 	dispatchers  = flag.Int("dispatchers", 3, "dispatcher processes")
-	changes      = flag.Int("changes", 200, "changes that are followed to their effect: headers and secrets by turns")
+	changes      = flag.Int("changes", 200, "changes whose time to effect is measured: headers and secrets in turn")
 	writes       = flag.Int("writes", 50, "changes whose API writes are counted, without traffic")
-	idle         = flag.Duration("idle", 3*time.Minute, "how long to count writes while nothing happens")
-	ballast      = flag.Int("ballast", 100, "Secrets of 1,000 KiB that nothing refers to, added after the idle time")
-	keepLogs     = flag.String("logs", "", "folder to keep the processes' logs in; default: dropped")
+	idle         = flag.Duration("idle", 3*time.Minute, "duration for which writes are counted without changes")
+	ballast      = flag.Int("ballast", 100, "unused Secrets of 1,000 KiB, added after the idle time")
+	keepLogs     = flag.String("logs", "", "directory for the processes' logs; default: none")
 )
 
 func main() {
@@ -47,8 +47,8 @@ func main() {
 	}
 }
 
-// settled is how long nothing must have been written for the cluster to count
-// as quiet: longer than numbers in status wait for their next write.
+// settled is the time without writes after which the cluster is quiet. It is longer than the
+// interval in which the operator writes numbers to a status.
 const settled = 35 * time.Second
 
 func run(ctx context.Context) (err error) {
@@ -92,8 +92,8 @@ func run(ctx context.Context) (err error) {
 		return err
 	}
 	row(fmt.Sprintf("writes in %v of idleness", *idle), all.String(), "none", all.objects() == 0)
-	row("  renewals of the operator's Lease, an hour", fmt.Sprintf("%.0f", float64(all["leases"])/took.Hours()), "", true)
-	row("  reviews of access (stored nowhere), an hour", fmt.Sprintf("%.0f", float64(all["reviews"])/took.Hours()), "", true)
+	row("  renewals of the operator's Lease, per hour", fmt.Sprintf("%.0f", float64(all["leases"])/took.Hours()), "", true)
+	row("  access reviews (not stored), per hour", fmt.Sprintf("%.0f", float64(all["reviews"])/took.Hours()), "", true)
 	for name, used := range w.cpu() {
 		row("  CPU of "+name, fmt.Sprintf("%.2f %% of a core", 100*(used-cpu[name]).Seconds()/took.Seconds()), "", true)
 	}
@@ -103,7 +103,7 @@ func run(ctx context.Context) (err error) {
 	}
 	w.memory(fmt.Sprintf("with %d MB more of Secrets", *ballast))
 
-	// Without traffic, so that what is written is of the change alone.
+	// Without traffic all writes belong to the change.
 	begin = time.Now()
 	var shown []time.Duration
 	for i := range *writes {

@@ -38,7 +38,7 @@ import (
 
 const (
 	release = env.Release
-	// maxWait bounds every wait; a longer wait is an error, not a figure.
+	// maxWait bounds every wait; a longer wait is an error.
 	maxWait = 5 * time.Minute
 )
 
@@ -46,7 +46,7 @@ const (
 type world struct {
 	dir    string
 	server *env.Env
-	client client.Client // with an admin's rights
+	client client.Client // of an administrator
 	binary string
 	audit  string
 	hook   *hook
@@ -149,9 +149,9 @@ func (w *world) endpoint(namespace, name, version string) v1alpha1.Endpoint {
 	return v1alpha1.Endpoint{Name: "primary", URL: w.hook.URL + "/" + namespace + "/" + name, Headers: []v1alpha1.Header{{Name: versionHeader, Value: &version}}}
 }
 
-// startProcesses starts the dispatchers, each on an address of its own, and the operator.
+// startProcesses starts the dispatchers, each with its own address, and the operator.
 func (w *world) startProcesses(ctx context.Context) error {
-	// Ports that are free at this machine's first address are free at the others, too.
+	// A port that is free at this machine's first address is also free at the others.
 	_, calls, _ := net.SplitHostPort(process.FreeAddr())
 	_, admin, _ := net.SplitHostPort(process.FreeAddr())
 	token := filepath.Join(w.dir, "token")
@@ -224,7 +224,7 @@ func (w *world) makePod(ctx context.Context, name, ip string) error {
 	return w.client.Status().Update(ctx, pod)
 }
 
-// kubeconfig writes one with the rights of a service account of the release.
+// kubeconfig writes a kubeconfig file for a service account of the release.
 func (w *world) kubeconfig(account string) (string, error) {
 	token, err := w.server.Kubectl("", "create", "token", account, "--namespace", release, "--duration", "12h")
 	if err != nil {
@@ -262,14 +262,14 @@ func (w *world) waitReady(ctx context.Context) error {
 	})
 }
 
-func (w *world) until(ctx context.Context, every time.Duration, what string, ok func() (bool, error)) error {
+func (w *world) until(ctx context.Context, every time.Duration, event string, ok func() (bool, error)) error {
 	for deadline := time.Now().Add(maxWait); ; {
 		done, err := ok()
 		if done || err != nil {
 			return err
 		}
 		if time.Now().After(deadline) {
-			return fmt.Errorf("waited in vain for %s", what)
+			return fmt.Errorf("no event within %s: %s", maxWait, event)
 		}
 		if err := sleep(ctx, every); err != nil {
 			return err
@@ -277,7 +277,7 @@ func (w *world) until(ctx context.Context, every time.Duration, what string, ok 
 	}
 }
 
-// patch replaces a destination's version, as a user who applies it.
+// patch replaces a destination's version, as a user's apply does.
 func (w *world) patch(ctx context.Context, namespace, name, version string) (*v1alpha1.WebhookDestination, error) {
 	body, err := json.Marshal(map[string]any{"spec": map[string]any{"endpoints": []v1alpha1.Endpoint{w.endpoint(namespace, name, version)}}})
 	if err != nil {
@@ -287,7 +287,7 @@ func (w *world) patch(ctx context.Context, namespace, name, version string) (*v1
 	return d, w.client.Patch(ctx, d, client.RawPatch("application/merge-patch+json", body))
 }
 
-// edit changes a destination and returns how long it took to be Ready again.
+// edit changes a destination and returns the time until it is Ready again.
 func (w *world) edit(ctx context.Context, namespace string, i int, version string) (time.Duration, error) {
 	begin := time.Now()
 	d, err := w.patch(ctx, namespace, destinationName(i%*perNamespace), version)
@@ -305,7 +305,7 @@ func (w *world) edit(ctx context.Context, namespace string, i int, version strin
 	return time.Since(begin), err
 }
 
-// addBallast makes Secrets that nothing refers to, and gives the operator time to see them.
+// addBallast creates unused Secrets, and waits until the operator has read them.
 func (w *world) addBallast(ctx context.Context) error {
 	for i := range *ballast {
 		secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: w.namespace(i), Name: fmt.Sprintf("ballast-%d", i)}, Data: map[string][]byte{"noise": make([]byte, 1000<<10)}}
@@ -316,10 +316,10 @@ func (w *world) addBallast(ctx context.Context) error {
 	return sleep(ctx, 5*time.Second)
 }
 
-// change makes the i-th change, of a header or a secret, and returns how long it
-// took until each dispatcher had made a delivery that shows it.
+// change makes the i-th change, of a header or a secret, and returns the time until
+// each dispatcher had made a delivery with it.
 func (w *world) change(ctx context.Context, i int) (time.Duration, error) {
-	// Strides that have no common factor with the counts visit all of them.
+	// Strides without a common factor with the counts visit all of them.
 	namespace, name := w.namespace(i*7), destinationName((i*3)%*perNamespace)
 	version := fmt.Sprintf("change-%d", i)
 	seen := w.hook.expect("/"+namespace+"/"+name, version, i%2 == 1)
@@ -361,7 +361,7 @@ func (w *world) change(ctx context.Context, i int) (time.Duration, error) {
 	return slices.MaxFunc(latest, time.Time.Compare).Sub(begin), nil
 }
 
-// send sends one call that only one destination takes.
+// send sends one call that only one destination gets.
 func (w *world) send(ctx context.Context, address string, pod int, namespace, name string) error {
 	body := fmt.Sprintf(`{"messageId":"%d-%d","userId":"u","event":%q}`, pod, w.sent.Add(1), name)
 	request, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+address+"/v1/track", strings.NewReader(body))
@@ -383,7 +383,7 @@ func (w *world) send(ctx context.Context, address string, pod int, namespace, na
 	return nil
 }
 
-// auditPolicy notes the writes of Posthorn's own accounts, and nothing else.
+// auditPolicy records only the writes of Posthorn's accounts.
 const auditPolicy = `
 apiVersion: audit.k8s.io/v1
 kind: Policy
@@ -439,7 +439,7 @@ func (w *world) eachWrite(f func(at time.Time, what string)) error {
 	}
 	for lines := bufio.NewReader(bytes.NewReader(data)); ; {
 		line, err := lines.ReadBytes('\n')
-		if err != nil { // The last line may be half written.
+		if err != nil { // The last line may be incomplete.
 			return nil
 		}
 		var e struct {
@@ -474,7 +474,7 @@ func (w *world) quiet(ctx context.Context) error {
 	})
 }
 
-// memory prints what each process holds.
+// memory prints the memory of each process.
 func (w *world) memory(when string) {
 	for _, name := range slices.Sorted(maps.Keys(w.processes)) {
 		now, _ := process.Memory(w.processes[name].Pid())
@@ -482,7 +482,7 @@ func (w *world) memory(when string) {
 	}
 }
 
-// cpu is the processor time that each process has used.
+// cpu returns the CPU time of each process.
 func (w *world) cpu() map[string]time.Duration {
 	used := map[string]time.Duration{}
 	for name, p := range w.processes {

@@ -16,7 +16,7 @@ import (
 
 // client posts to one address, with the headers of a delivery. The bounds are
 // the same for all, as far as each has them: a deadline per POST, 64 KiB of
-// body, no redirects, no proxies. Whether to send again is left to each.
+// body, no redirects, no proxies. Each decides about retries.
 type client struct {
 	name  string
 	post  func(deadline time.Time, body []byte) (status int, err error)

@@ -14,9 +14,9 @@ import (
 )
 
 const (
-	ok       = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
-	patience = time.Second // deadline of a POST to a bad receiver
-	posts    = 3           // POSTs one after the other, so that kept connections count
+	ok      = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+	timeout = time.Second // deadline of a POST to a faulty receiver
+	posts   = 3           // consecutive POSTs, so that persistent connections are reused
 )
 
 // fault is a receiver that misbehaves. handle serves the n-th connection; it
@@ -38,7 +38,7 @@ func (s *seen) request(r *bufio.Reader) bool {
 	return true
 }
 
-// says answers each request with the text.
+// says answers each request with a text.
 func says(text string) func(*seen, int, net.Conn) {
 	return func(s *seen, _ int, c net.Conn) {
 		for r := bufio.NewReader(c); s.request(r); {
@@ -47,7 +47,7 @@ func says(text string) func(*seen, int, net.Conn) {
 	}
 }
 
-// saysAndCloses answers one request with the text and closes.
+// saysAndCloses answers one request with a text and closes the connection.
 func saysAndCloses(text string) func(*seen, int, net.Conn) {
 	return func(s *seen, _ int, c net.Conn) {
 		if s.request(bufio.NewReader(c)) {
@@ -56,7 +56,7 @@ func saysAndCloses(text string) func(*seen, int, net.Conn) {
 	}
 }
 
-// forever answers with a head and then with a text again and again.
+// forever answers with a head and then repeats a text.
 func forever(head, text string, pause time.Duration) func(*seen, int, net.Conn) {
 	return func(s *seen, _ int, c net.Conn) {
 		if !s.request(bufio.NewReader(c)) || !s.send(c, head) {
@@ -75,8 +75,8 @@ func (s *seen) send(c net.Conn, text string) bool {
 }
 
 var receivers = []fault{
-	{name: "closes after each answer, unannounced", handle: saysAndCloses(ok)},
-	{name: "takes a second request of a connection and closes", handle: func(s *seen, _ int, c net.Conn) {
+	{name: "closes after each answer, without notice", handle: saysAndCloses(ok)},
+	{name: "reads a second request of a connection and closes", handle: func(s *seen, _ int, c net.Conn) {
 		r := bufio.NewReader(c)
 		if s.request(r) && s.send(c, ok) {
 			s.request(r)
@@ -91,21 +91,21 @@ var receivers = []fault{
 	}},
 	{name: "closes in the body of a 200", handle: saysAndCloses("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc")},
 	{name: "closes in a chunk of a 200", handle: saysAndCloses("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n10\r\nabc")},
-	{name: "resets in place of an answer", handle: func(s *seen, _ int, c net.Conn) {
+	{name: "resets instead of an answer", handle: func(s *seen, _ int, c net.Conn) {
 		s.request(bufio.NewReader(c))
 		_ = c.(*net.TCPConn).SetLinger(0)
 	}},
 	{name: "status line without a number", handle: says("HTTP/1.1 OK\r\nContent-Length: 0\r\n\r\n")},
 	{name: "status +20", handle: says("HTTP/1.1 +20 OK\r\nContent-Length: 0\r\n\r\n")},
 	{name: "answers in HTTP/0.9", handle: saysAndCloses("<html>hello</html>\n")},
-	{name: "length and chunks at once", handle: says("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n")},
+	{name: "length and chunks together", handle: says("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n")},
 	{name: "two different lengths", handle: says("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok")},
 	{name: "space before a header's colon", handle: says("HTTP/1.1 200 OK\r\nContent-Length : 2\r\n\r\nok")},
-	{name: "chunk size that is no number", handle: says("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n")},
+	{name: "chunk size that is not a number", handle: says("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n")},
 	{name: "a byte of the head every 50 ms", handle: forever("HTTP/1.1 200 OK\r\nX: ", "x", 50*time.Millisecond)},
 	{name: "a byte of the body every 50 ms", handle: forever("HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", "x", 50*time.Millisecond)},
-	{name: "interim answers without end", handle: forever("", "HTTP/1.1 100 Continue\r\n\r\n", 0)},
-	{name: "headers without end", handle: forever("HTTP/1.1 200 OK\r\n", "X-Header: "+strings.Repeat("x", 1000)+"\r\n", 0)},
+	{name: "endless interim answers", handle: forever("", "HTTP/1.1 100 Continue\r\n\r\n", 0)},
+	{name: "endless headers", handle: forever("HTTP/1.1 200 OK\r\n", "X-Header: "+strings.Repeat("x", 1000)+"\r\n", 0)},
 	{name: "1 GB of body to a 200", handle: forever("HTTP/1.1 200 OK\r\nContent-Length: 1073741824\r\n\r\n", strings.Repeat("x", 64<<10), 0)},
 	{name: "answers 413 before it has read 8 MB, then closes", body: 8 << 20, handle: func(s *seen, _ int, c net.Conn) {
 		s.send(c, "HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
@@ -114,10 +114,10 @@ var receivers = []fault{
 	}},
 }
 
-// faults shows what each client makes of bad receivers.
+// faults prints the results of each client with faulty receivers.
 func faults(out io.Writer) error {
 	clients := []func(string) *client{posthorn, netHTTP, fastHTTP}
-	fmt.Fprintf(out, "Bad receivers: the results of %d consecutive POSTs, with a deadline of %v each; then, if different, the requests\nthat arrived, the time beyond all deadlines, and the data sent to the client\n\n", posts, patience)
+	fmt.Fprintf(out, "Faulty receivers: the results of %d consecutive POSTs, with a deadline of %v each; then, if different, the requests\nthat arrived, the time beyond all deadlines, and the data sent to the client\n\n", posts, timeout)
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	fmt.Fprint(w, "receiver")
 	for _, newClient := range clients {
@@ -166,7 +166,7 @@ func broken(w io.Writer, newClient func(string) *client) error {
 	defer server.Close()
 	c := newClient(l.Addr().String())
 	defer c.close()
-	if _, err := c.post(time.Now().Add(patience), []byte("x")); err != nil { // It makes the first connection.
+	if _, err := c.post(time.Now().Add(timeout), []byte("x")); err != nil { // It opens the first connection.
 		return err
 	}
 	var failed atomic.Int64
@@ -191,7 +191,7 @@ func broken(w io.Writer, newClient func(string) *client) error {
 	return nil
 }
 
-// firstConn gives away its first connection.
+// firstConn passes on its first connection.
 type firstConn struct {
 	net.Listener
 	got chan net.Conn
@@ -208,7 +208,7 @@ func (l *firstConn) Accept() (net.Conn, error) {
 	return c, err
 }
 
-// meet runs a client against a bad receiver.
+// meet runs a client with a faulty receiver.
 func meet(f fault, newClient func(string) *client) (string, error) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -227,7 +227,7 @@ func meet(f fault, newClient func(string) *client) (string, error) {
 	var got []string
 	var late time.Duration
 	for range posts {
-		deadline := time.Now().Add(patience)
+		deadline := time.Now().Add(timeout)
 		status, err := c.post(deadline, body)
 		late = max(late, time.Since(deadline))
 		text := fmt.Sprint(status)
@@ -241,7 +241,7 @@ func meet(f fault, newClient func(string) *client) (string, error) {
 	if n := s.requests.Load(); n > posts {
 		outcome += fmt.Sprintf("; %d arrived", n)
 	}
-	if late > patience/4 {
+	if late > timeout/4 {
 		outcome += fmt.Sprintf("; %.1f s late", late.Seconds())
 	}
 	if mb := s.sent.Load() >> 20; mb > 0 {

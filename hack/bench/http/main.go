@@ -1,11 +1,11 @@
 // Command http compares Posthorn's HTTP client with net/http's, over HTTP/1.1
-// and HTTP/2, and with fasthttp: what a POST of 1 KB costs its sender, and what
-// each makes of receivers that misbehave.
+// and HTTP/2, and with fasthttp: the cost of a POST of 1 KB for its sender, and the results
+// with faulty receivers.
 //
 //	go run . [-time 2s -rounds 3]
 //
-// The contestants take turns, and the figures are medians over the rounds. The
-// ratios of one run compare; times of different machines do not.
+// The clients run in turn, and the figures are medians over the rounds. Ratios are
+// comparable within one run; times are not comparable between machines.
 package main
 
 import (
@@ -32,8 +32,8 @@ import (
 )
 
 var (
-	slice   = flag.Duration("time", 2*time.Second, "how long a contestant runs in each round")
-	rounds  = flag.Int("rounds", 3, "how often each contestant has its turn")
+	slice   = flag.Duration("time", 2*time.Second, "duration of a client's run in each round")
+	rounds  = flag.Int("rounds", 3, "number of runs of each client")
 	workers = flag.Int("workers", 64, "goroutines that post")
 )
 
@@ -55,7 +55,7 @@ func run(out io.Writer) error {
 		role, title string
 		clients     []func(addr string) *client
 	}{
-		{"lean", "To a receiver that does nothing", []func(string) *client{posthorn, netHTTP, fastHTTP}},
+		{"lean", "To a minimal receiver", []func(string) *client{posthorn, netHTTP, fastHTTP}},
 		{"nethttp", "To a net/http server", []func(string) *client{posthorn, netHTTP, netHTTP2, fastHTTP}},
 	} {
 		addr, stop, err := spawn(c.role)
@@ -71,7 +71,7 @@ func run(out io.Writer) error {
 	return faults(out)
 }
 
-// spawn starts a receiver in a process of its own.
+// spawn starts a receiver in a separate process.
 func spawn(role string) (addr string, stop func(), err error) {
 	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), "POSTHORN_BENCH_ROLE="+role)
@@ -90,7 +90,7 @@ func spawn(role string) (addr string, stop func(), err error) {
 	return strings.TrimSpace(addr), func() { _ = stdin.Close(); _ = cmd.Wait() }, err
 }
 
-// serve is a receiver that answers 200 until its stdin ends.
+// serve runs a receiver that answers 200 until its stdin ends.
 func serve(role string) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -123,7 +123,7 @@ func netHTTPServer(wait func()) *http.Server {
 	})}
 }
 
-// accept calls handle for every connection, numbered from 0, and closes it after.
+// accept calls handle for every connection, numbered from 0, and then closes it.
 func accept(l net.Listener, handle func(n int, c net.Conn)) {
 	for n := 0; ; n++ {
 		c, err := l.Accept()
@@ -195,7 +195,7 @@ func median(r []figures, of func(figures) float64) float64 {
 	return values[len(values)/2]
 }
 
-// measure posts from all workers, after each has made its connection.
+// measure posts from all workers, after each has opened its connection.
 func measure(c *client) (figures, error) {
 	body := bytes.Repeat([]byte("x"), 1024)
 	var count atomic.Int64

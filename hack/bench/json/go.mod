@@ -1,4 +1,4 @@
-// The comparison of JSON decoders is a module of its own, so that Posthorn
+// The comparison of JSON decoders is a separate module, so that Posthorn
 // depends on none of them.
 module github.com/posthorn/posthorn/hack/bench/json
 

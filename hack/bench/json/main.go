@@ -1,12 +1,11 @@
-// Command json measures what package event makes of a call's bytes (decode,
-// validate, normalise, canonicalise) next to nothing but decoding the same bytes
-// with JSON libraries, in one run.
+// Command json compares package event, which decodes, validates, normalises and canonicalises
+// a call's bytes, with JSON libraries that only decode the same bytes, in one run.
 //
 //	go run . [-time 50ms -rounds 5]
 //
-// The contestants take turns, and the figures are medians over the rounds, so
-// that a noisy machine is noisy for all. The ratios of one run compare; times of
-// different machines do not.
+// The decoders run in turn, and the figures are medians over the rounds, so
+// that other load affects all of them. Ratios are comparable within one run; times are not
+// comparable between machines.
 package main
 
 import (
@@ -34,8 +33,8 @@ import (
 )
 
 var (
-	slice  = flag.Duration("time", 50*time.Millisecond, "how long a contestant runs in each round")
-	rounds = flag.Int("rounds", 5, "how often each contestant has its turn")
+	slice  = flag.Duration("time", 50*time.Millisecond, "duration of a decoder's run in each round")
+	rounds = flag.Int("rounds", 5, "number of runs of each decoder")
 )
 
 // sample is a request as clients send it.
@@ -46,7 +45,7 @@ type sample struct {
 	body  []byte
 }
 
-// samples are calls of about 1 KB, with the context that browser and mobile
+// samples has calls of about 1 KB, with the context that browser and mobile
 // clients send, and a batch of 20 such calls.
 func samples() []sample {
 	const common = `"anonymousId":"507f191e810c19729de860ea","userId":"97980cfea0067","messageId":"022bb90c-bbac-11e4-8dfc-aa07a5b093db",` +
@@ -77,7 +76,7 @@ func samples() []sample {
 	return append(calls, sample{name: "batch", calls: 20, body: batch})
 }
 
-// contestant does its work once for each call of run.
+// contestant decodes once for each call of run.
 type contestant struct {
 	name string
 	run  func(s sample) error
@@ -145,17 +144,17 @@ func contestants() []contestant {
 	}
 }
 
-// figures are for one call, also in a batch.
+// figures has the figures per call, also for a batch.
 type figures struct{ ns, allocs, bytes float64 }
 
-// measure runs a contestant for about the time of a slice.
+// measure runs a contestant for about one slice.
 func measure(c contestant, s sample) (figures, error) {
 	var before, after runtime.MemStats
 	runtime.GC()
 	runtime.ReadMemStats(&before)
 	n, start := 0, time.Now()
 	for time.Since(start) < *slice {
-		for range 64 / s.calls { // so that reading the clock costs nothing
+		for range 64 / s.calls { // The cost of reading the clock is negligible.
 			if err := c.run(s); err != nil {
 				return figures{}, fmt.Errorf("%s, %s: %w", c.name, s.name, err)
 			}
@@ -199,7 +198,7 @@ func run(out io.Writer) error {
 				if err != nil {
 					return err
 				}
-				if round > 0 { // the first one fills caches and pools
+				if round > 0 { // The first round fills caches and pools.
 					all[j] = append(all[j], f)
 				}
 			}
@@ -213,7 +212,7 @@ func run(out io.Writer) error {
 		}
 	}
 
-	fmt.Fprintf(out, "A call's way through package event next to decoding alone: ns per call, median of %d rounds\n\n", *rounds)
+	fmt.Fprintf(out, "Package event compared with decoding alone: ns per call, median of %d rounds\n\n", *rounds)
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
 	header, sizes := "\t", "bytes\t"
 	for _, s := range requests {
@@ -236,7 +235,7 @@ func run(out io.Writer) error {
 	}
 	_, err := fmt.Fprintln(out, strings.Join([]string{"",
 		"batch is a request of 20 calls; allocs and B are per call of it. The last column is the",
-		"geometric mean over the samples: above 1, decoding alone takes longer than all that",
-		"event.Parse does."}, "\n"))
+		"geometric mean over the samples: above 1, decoding alone takes longer than",
+		"event.Parse."}, "\n"))
 	return err
 }
