@@ -162,7 +162,7 @@ func (x *random) crash(q Request, lines string) {
 	x.rig = newRig(x.t, x.dir, x.log, nil)
 }
 
-// stop sends a sync of whose calls the queue accepts a part, and restarts the Service.
+// stop sends a sync, rejects its calls in the queue, and restarts the Service.
 func (x *random) stop(q Request, lines string) {
 	x.note("stopped before its calls were in the queue")
 	x.log.onAppend(func(int) error { return queue.ErrClosed })

@@ -34,7 +34,7 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		s.eventually("After it")
 	})
 
-	It("logs missing CRDs, and works after they are installed", Label(afresh), func() {
+	It("logs missing CRDs, and works after they are installed", Label(cleanStart), func() {
 		uninstall()
 		removeCRDs()
 		// Without CRDs no pod becomes ready, so helm does not wait.
@@ -51,7 +51,7 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		Expect(pods("operator")).To(Equal(before), "pods and restarts of the operator")
 	})
 
-	It("is upgraded from the previous release with a backlog, and rolled back, under load", Label(afresh), func() {
+	It("is upgraded from the previous release with a backlog, and rolled back, under load", Label(cleanStart), func() {
 		uninstall()
 		removeCRDs()
 		removeVolumes()
@@ -116,7 +116,7 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		load.arrived(s)
 	})
 
-	It("has documented commands that work in their order", Label(afresh), func() {
+	It("has documented commands that work in their order", Label(cleanStart), func() {
 		uninstall()
 		removeCRDs()
 		removeVolumes()

@@ -50,11 +50,11 @@ var _ = SynchronizedBeforeSuite(func() {
 	install()
 }, func() { installed = true })
 
-// afresh labels specs that first remove the release.
-const afresh = "afresh"
+// cleanStart is the label of specs that first remove the release.
+const cleanStart = "clean-start"
 
 var _ = BeforeEach(func() {
-	if !installed && !slices.Contains(CurrentSpecReport().Labels(), afresh) {
+	if !installed && !slices.Contains(CurrentSpecReport().Labels(), cleanStart) {
 		uninstall() // The previous spec may have left any version and settings.
 		install()
 	}
