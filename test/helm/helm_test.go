@@ -272,7 +272,7 @@ func TestNotes(t *testing.T) {
 			[]string{"https://calls-posthorn-dispatcher.events.svc:443/v1/", "Secret posthorn-calls", "https://calls.example.com/v1/", "kubectl posthorn --system-namespace events --support-account calls-posthorn-support why crm"},
 			[]string{"http://"}},
 		"warnings": {"posthorn", "posthorn-system", []string{"--set", "adminAuth=none,dispatcher.persistence.enabled=false,egressAllow={10.0.0.0/8},monitoring.readers[0].name=a,monitoring.readers[0].namespace=b"},
-			[]string{"accepted calls are lost with their pod", "reads dead letters", "--dispatcher-plain", "let no Prometheus in"},
+			[]string{"accepted calls are lost with their pod", "can read dead letters", "--dispatcher-plain", "block Prometheus"},
 			[]string{"private addresses are denied"}},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -17,14 +17,14 @@
 {{- end }}
 {{- end }}
 
-{{/* What selects the pods of a component; never changes within a release. */}}
+{{/* The pod selector of a component; it never changes within a release. */}}
 {{- define "posthorn.selector" -}}
 app.kubernetes.io/name: posthorn
 app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
-{{/* The labels of an object: the chart's, .labels, and those of all objects. */}}
+{{/* The labels of an object: those of the chart, .labels and commonLabels. */}}
 {{- define "posthorn.labels" -}}
 {{- $own := include "posthorn.selector" . | fromYaml }}
 {{- $_ := set $own "app.kubernetes.io/version" .root.Chart.AppVersion }}
@@ -33,8 +33,8 @@ app.kubernetes.io/component: {{ .component }}
 {{- toYaml (merge $own (default (dict) .labels) (default (dict) .root.Values.commonLabels)) }}
 {{- end }}
 
-{{/* metadata of an object: dict "root" . "component" c "name" n, and "cluster" true
-for one outside the namespace, whose name carries the namespace */}}
+{{/* The metadata of an object: dict "root" . "component" c "name" n. "cluster" true is for
+a cluster-scoped object, whose name contains the namespace. */}}
 {{- define "posthorn.metadata" -}}
 {{- if .cluster -}}
 name: {{ .root.Release.Namespace }}-{{ .name }}
@@ -67,7 +67,7 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* What the pods of both components have in common. */}}
+{{/* The fields shared by the pods of both components. */}}
 {{- define "posthorn.podCommon" -}}
 {{- $c := index .root.Values .component -}}
 serviceAccountName: {{ include "posthorn.serviceAccount" . }}
@@ -100,7 +100,7 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end }}
 
-{{/* The nodes that pods may run on. */}}
+{{/* The fields that limit the nodes of a pod. */}}
 {{- define "posthorn.nodes" -}}
 {{- with .nodeSelector }}
 nodeSelector:
