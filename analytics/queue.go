@@ -15,11 +15,11 @@ import (
 // be sent, batches in flight, and batches that wait for a retry. No goroutine runs while none is in
 // flight.
 type queue struct {
-	client *Client
-	size   int // number of calls that starts a flush
-	most   int // maximum calls of a batch
+	client   *Client
+	size     int // number of calls that starts a flush
+	maxBatch int // maximum calls of a batch
 
-	held   atomic.Int64 // calls in the queue; changed under mu
+	queued atomic.Int64 // calls in the queue; changed under mu
 	closed atomic.Bool  // changed under mu
 
 	mu         sync.Mutex
@@ -63,9 +63,9 @@ func (q *queue) init(c *Client) {
 	q.client = c
 	// The queue limit also limits the calls that can wait for a flush.
 	q.size = min(c.Size, c.maxCalls, event.MaxBatchCalls)
-	q.most = min(q.size*growth, event.MaxBatchCalls)
+	q.maxBatch = min(q.size*growth, event.MaxBatchCalls)
 	if c.Size == 1 {
-		q.most = 1
+		q.maxBatch = 1
 	}
 	q.unresolved = make(map[*batch]struct{})
 	q.ended = make(chan struct{})
@@ -78,7 +78,7 @@ func (q *queue) refuses() error {
 	if q.closed.Load() {
 		return ErrClosed
 	}
-	if !q.client.blocking && q.held.Load() >= int64(q.client.maxCalls) {
+	if !q.client.blocking && q.queued.Load() >= int64(q.client.maxCalls) {
 		return ErrQueueFull
 	}
 	return nil
@@ -119,7 +119,7 @@ func (q *queue) add(ctx context.Context, call []byte, it item) error {
 	it.start, it.end = uint32(len(b.body)), uint32(len(b.body)+len(call))
 	b.body = append(b.body, call...)
 	b.items = append(b.items, it)
-	q.held.Add(1)
+	q.queued.Add(1)
 	q.bytes += len(call)
 	if len(b.items) >= q.size {
 		q.due = true
@@ -133,11 +133,11 @@ func (q *queue) add(ctx context.Context, call []byte, it item) error {
 func (q *queue) fits(b *batch, call []byte) bool {
 	calls, body := len(b.items)+1, len(b.body)+1+len(call)+len(q.client.context)
 	messages := 2*len(b.body) + calls*(len(q.client.context)+event.MessageOverhead) // an alias has its ids twice
-	return calls <= q.most && body+batchTail <= event.MaxBodyBytes && messages <= event.MaxMergedBytes(body)
+	return calls <= q.maxBatch && body+batchTail <= event.MaxBodyBytes && messages <= event.MaxMergedBytes(body)
 }
 
 func (q *queue) full(bytes int) bool {
-	return q.held.Load() >= int64(q.client.maxCalls) || q.bytes+bytes > q.client.maxBytes
+	return q.queued.Load() >= int64(q.client.maxCalls) || q.bytes+bytes > q.client.maxBytes
 }
 
 // awaitRoom releases the lock until some calls have left the queue.
@@ -230,7 +230,7 @@ func (q *queue) work(b *batch) {
 func (q *queue) split(b *batch) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if _, held := q.unresolved[b]; !held || q.cancelled || len(b.items) < 2 {
+	if _, ok := q.unresolved[b]; !ok || q.cancelled || len(b.items) < 2 {
 		return false
 	}
 	half := len(b.items) / 2
@@ -319,11 +319,11 @@ func (q *queue) report(b *batch, out outcome) {
 
 // release removes a batch from the queue. Locked.
 func (q *queue) release(b *batch, out outcome) {
-	if _, held := q.unresolved[b]; !held {
+	if _, ok := q.unresolved[b]; !ok {
 		return // Close has abandoned it
 	}
 	delete(q.unresolved, b)
-	q.held.Add(-int64(len(b.items)))
+	q.queued.Add(-int64(len(b.items)))
 	for _, it := range b.items {
 		q.bytes -= int(it.end - it.start)
 	}
