@@ -157,7 +157,7 @@ func TestAgainstModel(t *testing.T) {
 			}
 		}
 		if _, err := diff(b, n, true, false, collect(&members), collect(&changes)); err != nil {
-			t.Fatalf("seed %d: %v", seed, err)
+			t.Fatalf("diff of seed %d: got error %v, want none", seed, err)
 		}
 		if d := gocmp.Diff(wantMembers, members); d != "" {
 			t.Fatalf("seed %d: members (-want +got):\n%s", seed, d)

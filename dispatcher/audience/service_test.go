@@ -875,12 +875,12 @@ func TestCrashAtTheEndOfASync(t *testing.T) {
 	r.sync(shoppers, "a", "b")
 	r.end()
 	s := r.audiences[name{"shop", "shoppers"}].done
-	folder := filepath.Dir(glob(t, dir, stateFile)[0])
+	audienceDir := filepath.Dir(glob(t, dir, stateFile)[0])
 	// The state after the rename of the members file.
-	if err := os.Remove(filepath.Join(folder, stateFile)); err != nil {
+	if err := os.Remove(filepath.Join(audienceDir, stateFile)); err != nil {
 		t.Fatal(err)
 	}
-	if err := writeState(folder, pendingFile, *s); err != nil {
+	if err := writeState(audienceDir, pendingFile, *s); err != nil {
 		t.Fatal(err)
 	}
 	for _, step := range []string{"before state.json", "before the removal of pending.json"} {
@@ -892,13 +892,13 @@ func TestCrashAtTheEndOfASync(t *testing.T) {
 		r.sync(shoppers, "a", "b")
 		r.end()
 		s = r.audiences[name{"shop", "shoppers"}].done
-		if err := writeState(folder, pendingFile, *s); err != nil {
-			t.Fatalf("%s: %v", step, err)
+		if err := writeState(audienceDir, pendingFile, *s); err != nil {
+			t.Fatalf("writeState in case %s: got error %v, want none", step, err)
 		}
 	}
 	// A pending state of a cancelled sync, whose file a power loss has restored.
 	s.Sync = "never"
-	if err := writeState(folder, pendingFile, *s); err != nil {
+	if err := writeState(audienceDir, pendingFile, *s); err != nil {
 		t.Fatal(err)
 	}
 	r = newRig(t, dir, newLog(), nil)
@@ -932,8 +932,8 @@ func TestRecoveryFromADamagedState(t *testing.T) {
 		r := newRig(t, dir, newLog(), nil)
 		r.sync(shoppers, "a", "b")
 		r.end()
-		folder := filepath.Dir(glob(t, dir, stateFile)[0])
-		if err := os.WriteFile(filepath.Join(folder, file), []byte("{"), 0o600); err != nil {
+		audienceDir := filepath.Dir(glob(t, dir, stateFile)[0])
+		if err := os.WriteFile(filepath.Join(audienceDir, file), []byte("{"), 0o600); err != nil {
 			t.Fatal(err)
 		}
 		r = newRig(t, dir, newLog(), func(o *Options) { o.OrphanGrace = time.Millisecond })
@@ -945,7 +945,7 @@ func TestRecoveryFromADamagedState(t *testing.T) {
 		c := config()
 		c.Audiences = c.Audiences[1:]
 		r.set(c)
-		r.eventually(func() bool { _, err := os.Stat(folder); return errors.Is(err, os.ErrNotExist) })
+		r.eventually(func() bool { _, err := os.Stat(audienceDir); return errors.Is(err, os.ErrNotExist) })
 		r.set(config())
 		r.sync(shoppers, "b", "c")
 		r.wantCalls("b shoppers=true", "c shoppers=true")

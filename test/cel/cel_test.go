@@ -68,7 +68,7 @@ func documents(t *testing.T, dirs ...string) (docs []document) {
 			for i, part := range regexp.MustCompile(`(?m)^---$`).Split(string(text), -1) {
 				d := document{name: fmt.Sprintf("%s#%d", filepath.Base(file), i+1), object: &unstructured.Unstructured{}}
 				if err := yaml.Unmarshal([]byte(part), &d.object.Object); err != nil {
-					t.Fatalf("%s: %v", d.name, err)
+					t.Fatalf("parsing %s: got error %v, want none", d.name, err)
 				}
 				if m := regexp.MustCompile(`(?m)^# want: (.+)$`).FindStringSubmatch(part); m != nil {
 					d.want = m[1]

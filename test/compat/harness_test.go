@@ -208,7 +208,7 @@ func (p *posthorn) settled(n int) (l ledger) {
 				}
 			}
 		}
-		return fmt.Errorf("%+v", l)
+		return fmt.Errorf("ledger of crm: got %+v, want at least %d accepted and none pending", l, n)
 	}); err != nil {
 		p.t.Fatalf("no end of %d messages within %s: %v", n, wait.Limit, err)
 	}

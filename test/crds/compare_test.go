@@ -56,7 +56,7 @@ func read(t *testing.T, file string) *apiextensionsv1.CustomResourceDefinition {
 	}
 	crd := new(apiextensionsv1.CustomResourceDefinition)
 	if err := yaml.UnmarshalStrict(data, crd); err != nil {
-		t.Fatalf("%s: %v", file, err)
+		t.Fatalf("parsing %s: got error %v, want none", file, err)
 	}
 	return crd
 }

@@ -421,6 +421,6 @@ func read(t *testing.T, file string, into any) {
 		err = yaml.Unmarshal(text, into)
 	}
 	if err != nil {
-		t.Fatalf("%s: %v", file, err)
+		t.Fatalf("reading %s: got error %v, want none", file, err)
 	}
 }

@@ -167,7 +167,7 @@ func balanced(t testing.TB, r target) {
 	for _, tr := range r.Report().Namespaces {
 		for _, s := range tr.Sources {
 			if err := queue.Ledger(s.Messages).Balance(); err != nil {
-				t.Errorf("source %s: %v", s.Name, err)
+				t.Errorf("ledger of Source %s: %v", s.Name, err)
 			}
 		}
 		for _, d := range tr.Destinations {

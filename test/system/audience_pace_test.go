@@ -53,7 +53,7 @@ func TestLiveCallsPassALargeSync(t *testing.T) {
 	p.eventually("progress in the status", func() error {
 		s := p.audience("vip").Status
 		if s.LastSync == nil || s.LastSync.Pending == 0 || s.LastSync.Pending >= users || s.LastSync.Added != users {
-			return fmt.Errorf("%+v", s)
+			return fmt.Errorf("status: got %+v, want %d added members, some of them pending", s, users)
 		}
 		return nil
 	})

@@ -149,7 +149,7 @@ func TestAudience(t *testing.T) {
 				return nil
 			}
 		}
-		return fmt.Errorf("%+v", p.audience("shoppers").Status.Conditions)
+		return fmt.Errorf("conditions: got %+v, want Synced %s for line 2", p.audience("shoppers").Status.Conditions, v1alpha1.ReasonSyncRefused)
 	})
 
 	// The members survive a kill of the process.
@@ -164,7 +164,7 @@ func TestAudience(t *testing.T) {
 	p.eventually("the sync in the status", func() error {
 		s := p.audience("shoppers").Status
 		if s.Members == nil || *s.Members != 1 || s.LastSync == nil || s.LastSync.Added != 1 || s.LastSync.Removed != 1 {
-			return fmt.Errorf("%+v", s)
+			return fmt.Errorf("status: got %+v, want 1 member, 1 added and 1 removed", s)
 		}
 		return nil
 	})

@@ -75,7 +75,7 @@ func start(t *testing.T, manifests map[string]string, flags ...string) *posthorn
 func (p *posthorn) run() {
 	p.t.Helper()
 	if err := p.Start(); err != nil {
-		p.t.Fatalf("%v\n%s", err, p.log.Tail())
+		p.t.Fatalf("start: got error %v, want none; the log:\n%s", err, p.log.Tail())
 	}
 }
 
@@ -198,13 +198,13 @@ func (p *posthorn) report() (r liveconfig.Report, err error) {
 		for _, s := range t.Sources {
 			sources = sources.Plus(queue.Ledger(s.Messages))
 			if err := queue.Ledger(s.Messages).Balance(); err != nil {
-				p.t.Errorf("source %s: %v", s.Name, err)
+				p.t.Errorf("ledger of Source %s: %v", s.Name, err)
 			}
 		}
 		for _, d := range t.Destinations {
 			destinations = destinations.Plus(queue.Ledger(d.Ledger))
 			if err := queue.Ledger(d.Ledger).Balance(); err != nil {
-				p.t.Errorf("destination %s: %v", d.Name, err)
+				p.t.Errorf("ledger of destination %s: %v", d.Name, err)
 			}
 		}
 		// After a deletion only one side has the messages.

@@ -727,7 +727,7 @@ spec:
 	ledgers(both, ios, web)
 	p.eventually("discarded messages in the status", func() error {
 		if d, err := p.destination("crm"); err != nil || d.Status.Delivery == nil || d.Status.Delivery.Discarded != both.Discarded {
-			return fmt.Errorf("%+v %w", d.Status.Delivery, err)
+			return fmt.Errorf("delivery status: got %+v and error %w, want %d discarded messages", d.Status.Delivery, err, both.Discarded)
 		}
 		return nil
 	})

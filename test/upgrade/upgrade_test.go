@@ -149,7 +149,7 @@ func files(t *testing.T) (olds, news map[string][]unstructured.Unstructured) {
 		}
 		migrated, _, err := migrate.File(text)
 		if err != nil {
-			t.Fatalf("%s: %v", path, err)
+			t.Fatalf("migrating %s: got error %v, want none", path, err)
 		}
 		olds[name], news[name] = unique(parse(t, text)), unique(parse(t, migrated))
 	}
@@ -161,7 +161,7 @@ func parse(t *testing.T, text []byte) (objects []unstructured.Unstructured) {
 	for _, document := range regexp.MustCompile(`(?m)^---.*$`).Split(string(text), -1) {
 		var o unstructured.Unstructured
 		if err := yaml.Unmarshal([]byte(document), &o.Object); err != nil {
-			t.Fatalf("%v:\n%s", err, document)
+			t.Fatalf("parsing a document: got error %v, want none; the document:\n%s", err, document)
 		}
 		if o.Object != nil {
 			objects = append(objects, o)

@@ -58,7 +58,7 @@ func TestMatch(t *testing.T) {
 	} {
 		p, err := Compile(expr)
 		if err != nil {
-			t.Errorf("%s: %v", expr, err)
+			t.Errorf("Compile(%s): got error %v, want none", expr, err)
 			continue
 		}
 		if got, err := p.Match([]byte(order)); err != nil || got != want {
@@ -81,7 +81,7 @@ func TestACallWithAnEvaluationErrorDoesNotMatch(t *testing.T) {
 	} {
 		p, err := Compile(expr)
 		if err != nil {
-			t.Errorf("%s: %v", expr, err)
+			t.Errorf("Compile(%s): got error %v, want none", expr, err)
 			continue
 		}
 		if got, err := p.Match([]byte(order)); got || err == nil {
@@ -168,7 +168,7 @@ func TestCostIsBounded(t *testing.T) {
 		p, err := Compile(expr)
 		if err != nil {
 			if !strings.Contains(err.Error(), "too expensive") {
-				t.Errorf("%s: %v", expr, err)
+				t.Errorf("Compile(%s): got error %v, want none or one with \"too expensive\"", expr, err)
 			}
 			continue
 		}
