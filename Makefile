@@ -47,7 +47,7 @@ run: ## Show the main job on this machine: no cluster needed, nothing left behin
 ##@ Test
 
 .PHONY: test
-test: ## Run all tests, race detector on, against a real kube-apiserver and etcd.
+test: ## Run all tests against a real kube-apiserver and etcd.
 	@$(call tool,gotestsum,gotest.tools/gotestsum)
 	@# Compiled once: packages that run in parallel and miss it would compile it once each.
 	@if [[ '$(PKG)$(RUN)' == ./... ]]; then go build -o /dev/null ./cmd/posthorn; fi
