@@ -19,15 +19,15 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/egress"
 )
 
-// nowhere takes spans and encodes none: the rest is the cost of making them.
+// nowhere discards spans without encoding them; the rest is the cost of creating them.
 type nowhere struct{}
 
 func (nowhere) ExportSpans(context.Context, []sdktrace.ReadOnlySpan) error { return nil }
 func (nowhere) Shutdown(context.Context) error                             { return nil }
 
-// BenchmarkTracing shows what tracing costs per message from its acceptance to
-// its delivery: off, with every trace dropped by sampling, and with each kept.
-// The processor time is that of sender and receiver, too.
+// BenchmarkTracing measures the cost of tracing per message from its acceptance to its
+// delivery: without tracing, with all traces dropped by sampling, and with all traces kept. The
+// processor time includes sender and receiver.
 func BenchmarkTracing(b *testing.B) {
 	tracer := func(ratio float64) trace.Tracer {
 		provider := sdktrace.NewTracerProvider(sdktrace.WithBatcher(nowhere{}), sdktrace.WithSampler(sdktrace.TraceIDRatioBased(ratio)))

@@ -41,8 +41,8 @@ type configs struct {
 	apply func(*liveconfig.View) error
 	// grace is how long lanes are kept that are missing in a view.
 	grace time.Duration
-	// memory stores write keys across restarts.
-	memory memory
+	// meta stores write keys across restarts.
+	meta metaStore
 
 	// mu is held while a config takes effect, which may wait for a full disk.
 	mu      sync.Mutex
@@ -60,13 +60,13 @@ type configs struct {
 	current atomic.Pointer[running]
 }
 
-func newConfigs(log *slog.Logger, grace time.Duration, memory memory, apply func(*liveconfig.View) error) *configs {
+func newConfigs(log *slog.Logger, grace time.Duration, meta metaStore, apply func(*liveconfig.View) error) *configs {
 	c := &configs{
-		log: log, apply: apply, grace: cmp.Or(grace, delivery.DefaultOrphanGrace), memory: memory,
+		log: log, apply: apply, grace: cmp.Or(grace, delivery.DefaultOrphanGrace), meta: meta,
 		good: map[string]liveconfig.Revisioned{}, routers: map[string]*route.Router{}, refused: map[string]liveconfig.RefusedConfig{},
 		applied: map[string]time.Time{},
 	}
-	c.keys = recoverKeys(log, c.grace, memory)
+	c.keys = recoverKeys(log, c.grace, meta)
 	return c
 }
 

@@ -55,7 +55,8 @@ func encoded(t testing.TB, c liveconfig.Config) []byte {
 	return data
 }
 
-// running starts a dispatcher on a folder and stops it with the test, or when stop is called.
+// running starts a dispatcher on a directory and stops it with the test, or when stop is
+// called.
 func started(t *testing.T, dir string, tune ...func(*Options)) (d *Dispatcher, stop func()) {
 	t.Helper()
 	policy, err := egress.ParsePolicy([]string{"127.0.0.0/8"})
@@ -167,10 +168,10 @@ func TestBadConfigIsRefusedReportedAndHarmsNothing(t *testing.T) {
 	t.Cleanup(sink.Close)
 	d, _ := started(t, t.TempDir())
 	d.Set("shop", encoded(t, testConfig(sink.URL)))
-	d.Set("broken", []byte("not a config")) // a namespace without a valid config
+	d.Set("broken", []byte("not a config")) // A namespace without a valid config.
 	stolen := testConfig(sink.URL)
 	stolen.Sources[0].Enabled = false
-	d.Set("other", encoded(t, stolen)) // must not become that of shop
+	d.Set("other", encoded(t, stolen)) // Must not replace the config of shop.
 	d.Synced()
 
 	bad := testConfig(sink.URL)
@@ -190,7 +191,8 @@ func TestBadConfigIsRefusedReportedAndHarmsNothing(t *testing.T) {
 	if !strings.Contains(refused["shop"], "Sometimes") || refused["broken"] == "" || !strings.Contains(refused["other"], `to namespace "shop"`) {
 		t.Errorf("refused: %v", refused)
 	}
-	// While a namespace's Sources are unknown, an unknown key may be theirs: not final.
+	// While a namespace's Sources are unknown, an unknown key may belong to it, so the response
+	// is temporary.
 	req, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+d.Addr().String()+"/v1/track", strings.NewReader(`{}`))
 	req.SetBasicAuth("unknown", "")
 	resp, err := http.DefaultClient.Do(req)
@@ -239,7 +241,7 @@ func TestReportIsTrueAndCheapWhenIdle(t *testing.T) {
 	if web.Accepted != 10 || web.Duplicates != 1 || web.LastAccepted.IsZero() || web.Revision != "s1" {
 		t.Errorf("source: %+v", web)
 	}
-	// Nothing happens any more: the same report, and 304.
+	// Without further changes the report is the same, and the response is 304.
 	eventually(t, "304 for an idle pod", func() bool {
 		etag := get(t, url).Header.Get("ETag")
 		return etag != "" && get(t, url, "If-None-Match", etag).StatusCode == http.StatusNotModified
@@ -320,7 +322,8 @@ func (f *fullFile) Write(p []byte) (int, error) {
 	return f.File.Write(p)
 }
 
-// A config that opens a lane waits for room on a full disk; reports and metrics, which include it, do not.
+// A config that opens a lane waits for space on a full disk; reports and metrics of the config
+// do not wait.
 func TestReportsOnAFullDisk(t *testing.T) {
 	sink := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusServiceUnavailable) }))
 	t.Cleanup(sink.Close)
@@ -359,7 +362,7 @@ func TestReportsOnAFullDisk(t *testing.T) {
 	stop()
 }
 
-// Requests that a web page can make a browser on this machine send are refused.
+// Requests that a web page can cause in a browser on this machine are rejected.
 func TestAdminIsNotForPages(t *testing.T) {
 	d, _ := started(t, t.TempDir())
 	d.Set("shop", encoded(t, testConfig("http://127.0.0.1:1/")))
@@ -401,9 +404,9 @@ func TestAdminIsNotForPages(t *testing.T) {
 	}
 }
 
-// A name that resolves to an address of the network is refused as one that
-// resolves to this machine, and the log warns of such an admin address. With a
-// guard, requests need a token, and names are allowed.
+// A name that resolves to an address of the network is rejected like one that resolves to this
+// machine, and the log warns of such an admin address. With a guard, requests need a token, and
+// names are allowed.
 func TestAdminOnTheNetwork(t *testing.T) {
 	for _, guarded := range []bool{false, true} {
 		var log syncBuffer

@@ -13,8 +13,8 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// However a destination is added, removed or restored, it gets no call
-// that its filter excludes, and none that opts out.
+// A destination gets no call that its filter excludes or that opts out, even while it is added,
+// removed or restored.
 func TestFilterHoldsFromTheFirstMessageOn(t *testing.T) {
 	var mu sync.Mutex
 	arrived, wrong := 0, map[string]int{}
@@ -36,8 +36,8 @@ func TestFilterHoldsFromTheFirstMessageOn(t *testing.T) {
 	d.Set("shop", encoded(t, c))
 	d.Synced()
 
-	// A fixed number of batches is on its way during each change of the config. Senders
-	// without a bound give a slow machine more work than a fast one.
+	// A fixed number of batches is in flight during each change of the config: without a bound,
+	// senders would make more work for a slow machine.
 	batches := make(chan struct{})
 	var senders sync.WaitGroup
 	for range 4 {
@@ -70,7 +70,7 @@ func TestFilterHoldsFromTheFirstMessageOn(t *testing.T) {
 		set()
 		all := c.Destinations
 		c.Destinations = all[:len(all)-5]
-		set() // Five of them are removed, and
+		set() // Five destinations are removed, and
 		time.Sleep(5 * time.Millisecond)
 		c.Destinations = all
 		set() // restored.

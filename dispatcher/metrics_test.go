@@ -103,7 +103,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 		}
 	}
 
-	// With an object go its series.
+	// The series of a deleted object are removed.
 	config.Destinations, config.Audiences = config.Destinations[2:3], nil
 	d.Set("shop", encoded(t, config))
 	d.Delete("broken")

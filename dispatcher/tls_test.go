@@ -54,7 +54,7 @@ func TestCallsOverTLS(t *testing.T) {
 	if _, err := New(Options{DataDir: t.TempDir(), Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", TLSListen: "127.0.0.1:0"}); err == nil {
 		t.Fatal("there is TLS without a certificate")
 	}
-	authority := httptest.NewUnstartedServer(nil) // for its certificate
+	authority := httptest.NewUnstartedServer(nil) // For its certificate.
 	authority.StartTLS()
 	defer authority.Close()
 	d, err := New(Options{

@@ -14,10 +14,10 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/writekey"
 )
 
-// memory is the part of queue.Store that stores the entries of write keys.
-type memory interface {
-	Remember(name string, value []byte) error
-	Remembered() (map[string][]byte, error)
+// metaStore is the part of queue.Store that stores the entries of write keys.
+type metaStore interface {
+	PutMeta(name string, value []byte) error
+	AllMeta() (map[string][]byte, error)
 }
 
 // keyPrefix is the prefix of the names under which the store keeps the entries of write keys. Known
@@ -26,9 +26,9 @@ type memory interface {
 const keyPrefix = "writekey/"
 
 // recoverKeys reads the entries of an earlier run.
-func recoverKeys(log *slog.Logger, grace time.Duration, memory memory) writekey.Book {
+func recoverKeys(log *slog.Logger, grace time.Duration, meta metaStore) writekey.Book {
 	entries := map[writekey.Hash]writekey.Entry{}
-	all, err := memory.Remembered()
+	all, err := meta.AllMeta()
 	if err != nil {
 		log.Warn("reading removed write keys failed; calls with them are answered 401", "error", err)
 	}
@@ -61,7 +61,7 @@ func (c *configs) followKeys(changes []writekey.Change) {
 			value, _ = json.Marshal(change.After) // No field can fail to marshal.
 		}
 		hash := hex.EncodeToString(change.Hash[:])
-		if err := c.memory.Remember(keyPrefix+hash, value); err != nil && !errors.Is(err, queue.ErrClosed) {
+		if err := c.meta.PutMeta(keyPrefix+hash, value); err != nil && !errors.Is(err, queue.ErrClosed) {
 			failed = err
 		}
 		removed, restored := change.Before.Known() && change.After.Removed(), change.Before.Removed() && change.After.Known()

@@ -18,14 +18,14 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/writekey"
 )
 
-// mapMemory is a store's memory that counts what is written to it.
-type mapMemory struct {
+// mapMeta is a metadata store in memory that counts its writes.
+type mapMeta struct {
 	values map[string][]byte
 	writes int
 	err    error
 }
 
-func (m *mapMemory) Remember(name string, value []byte) error {
+func (m *mapMeta) PutMeta(name string, value []byte) error {
 	if m.err != nil {
 		return m.err
 	}
@@ -38,7 +38,7 @@ func (m *mapMemory) Remember(name string, value []byte) error {
 	return nil
 }
 
-func (m *mapMemory) Remembered() (map[string][]byte, error) { return maps.Clone(m.values), m.err }
+func (m *mapMeta) AllMeta() (map[string][]byte, error) { return maps.Clone(m.values), m.err }
 
 // keysConfig is the config of a namespace with the Source web and its write keys.
 func keysConfig(namespace string, keys ...string) liveconfig.Config {
@@ -50,14 +50,14 @@ func keysConfig(namespace string, keys ...string) liveconfig.Config {
 	return liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: namespace, Sources: []liveconfig.Source{web}}
 }
 
-// control is the configs of one run of a dispatcher.
+// control applies the configs of one run of a dispatcher.
 type control struct {
 	*configs
 	t   *testing.T
 	log bytes.Buffer
 }
 
-func newControl(t *testing.T, m memory) *control {
+func newControl(t *testing.T, m metaStore) *control {
 	c := &control{t: t}
 	c.configs = newConfigs(slog.New(slog.NewTextHandler(&c.log, nil)), 10*time.Minute, m, func(*liveconfig.View) error { return nil })
 	return c
@@ -82,14 +82,14 @@ func (c *control) is(key, want string) {
 	}
 }
 
-// Each change is made after an hour; key "old" was the key of shop/web before it.
+// Each change is made after an hour; key "old" was the key of shop/web before.
 func TestRemovedWriteKeys(t *testing.T) {
 	none := liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: "shop"}
 	disabled := keysConfig("shop", "old")
 	disabled.Sources[0].Enabled = false
 	for name, c := range map[string]struct {
 		change func(c *control)
-		reason string // of the refusal; empty while the key is known
+		reason string // The reason of the rejection; empty while the key is known.
 	}{
 		"rotated":                    {func(c *control) { c.set(keysConfig("shop", "new")) }, "this write key was removed from its Source at 2000-01-01T01:00:00Z; use the current write key of the Source"},
 		"no usable key":              {func(c *control) { c.set(keysConfig("shop")) }, "the Source of this write key has had no usable write key since 2000-01-01T01:00:00Z; the condition Ready of the Source gives the reason"},
@@ -103,7 +103,7 @@ func TestRemovedWriteKeys(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				m := &mapMemory{values: map[string][]byte{"circuit/shop/crm": []byte("of another part")}}
+				m := &mapMeta{values: map[string][]byte{"circuit/shop/crm": []byte("of another part")}}
 				control := newControl(t, m)
 				control.set(keysConfig("shop", "old"))
 				control.Synced()
@@ -126,7 +126,7 @@ func TestRemovedWriteKeys(t *testing.T) {
 				if got := strings.Count(control.log.String(), line); got != 1 {
 					t.Errorf("the log has the line %q %d times, want once:\n%s", line, got, &control.log)
 				}
-				// Another change of the config and a restart prolong nothing.
+				// A further change of the config and a restart do not extend the grace period.
 				time.Sleep(9 * time.Minute)
 				control.set(keysConfig("bank", "other"))
 				restarted := newControl(t, m)
@@ -150,11 +150,11 @@ func TestRemovedWriteKeys(t *testing.T) {
 	}
 }
 
-// A key that is removed while the dispatcher is down is removed when it starts,
-// from then on; a namespace whose config cannot be loaded then removes none.
+// A key that is removed while the dispatcher is stopped counts as removed from the next start
+// on; a namespace whose config cannot be loaded removes no key.
 func TestWriteKeysRemovedWhileDown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		m := &mapMemory{values: map[string][]byte{}}
+		m := &mapMeta{values: map[string][]byte{}}
 		c := newControl(t, m)
 		c.set(keysConfig("shop", "old", "stays"))
 		c.set(keysConfig("bank", "broken"))
@@ -180,10 +180,10 @@ func TestWriteKeysRemovedWhileDown(t *testing.T) {
 	})
 }
 
-// A config that fails to take effect changes no key.
+// A config that cannot be applied changes no key.
 func TestWriteKeysFollowWhatIsInEffect(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		m := &mapMemory{values: map[string][]byte{}}
+		m := &mapMeta{values: map[string][]byte{}}
 		c := newControl(t, m)
 		c.set(keysConfig("shop", "old"))
 		c.Synced()
@@ -198,11 +198,11 @@ func TestWriteKeysFollowWhatIsInEffect(t *testing.T) {
 	})
 }
 
-// The store is written for keys that change only, the log is bounded, and a store
-// that fails costs the memory over a restart and nothing else.
+// Only changed keys are written to the store, the log is bounded, and a failing store loses
+// only the state across a restart.
 func TestWriteKeysAreKeptSparingly(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		m := &mapMemory{values: map[string][]byte{}}
+		m := &mapMeta{values: map[string][]byte{}}
 		c := newControl(t, m)
 		var many liveconfig.Config
 		for i := range 100 {

@@ -124,7 +124,7 @@ func TestLongNumbers(t *testing.T) {
 	})
 }
 
-// Without a shared secret there is no signature, not an empty or a made-up one.
+// Without a shared secret a request has no signature header.
 func TestNoSignatureWithoutSecret(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200}))
@@ -304,7 +304,7 @@ func TestWindowEndsWhileParked(t *testing.T) {
 			w.sleep(4*time.Hour - time.Minute)
 			w.send("web", 7)
 			if n := len(w.dead("crm")); n > 0 {
-				t.Errorf("%s: %d buried before their time", state, n)
+				t.Errorf("%s: %d buried before the retry window ended", state, n)
 			}
 			w.sleep(2 * time.Minute)
 			dead := w.dead("crm")
@@ -348,8 +348,8 @@ func TestDisabledKeepsAndResumes(t *testing.T) {
 	})
 }
 
-// Every URL gets its own first attempt of every message, however slow it is and
-// whatever its circuit does. The first success ends the retries at the others.
+// Every URL gets its own first attempt of every message, independent of its speed and its
+// circuit. The first success ends the retries at the others.
 func TestAnyEndpoint(t *testing.T) {
 	run := func(name string, answers map[string]answer, test func(t *testing.T, w *world)) {
 		t.Run(name, func(t *testing.T) {
@@ -360,7 +360,7 @@ func TestAnyEndpoint(t *testing.T) {
 			})
 		})
 	}
-	// perURL counts the messages, and the requests, that a URL got.
+	// perURL returns the number of distinct messages and the number of requests of a URL.
 	perURL := func(w *world, url string) (messages, requests int) {
 		ids := map[string]bool{}
 		for _, r := range w.client.requests(url) {
@@ -383,7 +383,7 @@ func TestAnyEndpoint(t *testing.T) {
 	}
 	fast, slow := answer{status: 200, after: 5 * time.Millisecond}, answer{status: 200, after: 200 * time.Millisecond}
 
-	// alone is the time that the fast URL alone needs for the burst.
+	// alone is the time that the fast URL needs for the burst without a slow one.
 	var alone time.Duration
 	run("fast alone", map[string]answer{urlA: fast}, func(t *testing.T, w *world) {
 		w.apply(dest("crm", urlA))
@@ -401,7 +401,7 @@ func TestAnyEndpoint(t *testing.T) {
 		ledger(w, liveconfig.Ledger{Accepted: 2000, Delivered: 2000})
 		all := w.client.requests(urlA)
 		if took := all[len(all)-1].at.Sub(all[0].at); float64(took) > float64(alone)/0.9 {
-			t.Errorf("the fast URL took %v, alone %v", took, alone)
+			t.Errorf("the fast URL needed %v, without the slow one %v", took, alone)
 		}
 	})
 	run("two equal URLs, burst", map[string]answer{urlA: fast, urlB: fast}, func(t *testing.T, w *world) {
@@ -432,7 +432,7 @@ func TestAnyEndpoint(t *testing.T) {
 		got(w, urlA, 2000, 2000)
 		ledger(w, liveconfig.Ledger{Accepted: 2000, Delivered: 2000})
 		if dead := w.dead("crm"); len(dead) != 0 {
-			t.Errorf("%d dead letters of messages that a URL took", len(dead))
+			t.Errorf("%d dead letters of messages that a URL accepted", len(dead))
 		}
 	})
 	run("one fails for a while", map[string]answer{urlA: fast, urlB: {status: 500}}, func(t *testing.T, w *world) {
@@ -515,7 +515,7 @@ func TestAnyEndpoint(t *testing.T) {
 		w.client.forget()
 		w.client.set(always(answer{status: 200}))
 		w.sleep(10 * time.Minute)
-		if m, _ := perURL(w, urlA); m < 190 { // Few failed before and were taken by the other.
+		if m, _ := perURL(w, urlA); m < 190 { // Few messages failed before and were delivered by the other lane.
 			t.Errorf("%d messages reached the first URL", m)
 		}
 		got(w, urlB, 0, 0)
@@ -524,7 +524,7 @@ func TestAnyEndpoint(t *testing.T) {
 	run("a URL is removed", map[string]answer{urlA: {reason: egress.ConnectionRefused}}, func(t *testing.T, w *world) {
 		d := dest("crm", urlA, urlB)
 		w.apply(dest("crm", urlA))
-		w.send("web", 100) // For the first alone.
+		w.send("web", 100) // For the first URL only.
 		w.sleep(time.Minute)
 		w.apply(d)
 		w.send("web", 100)
@@ -533,10 +533,10 @@ func TestAnyEndpoint(t *testing.T) {
 		w.apply(d)
 		w.send("web", 100)
 		w.sleep(10 * time.Minute)
-		got(w, urlB, 300, 300) // Messages that only the first had are sent here, the others are not sent again.
+		got(w, urlB, 300, 300) // The messages that only the first URL had; the others are not sent again.
 		ledger(w, liveconfig.Ledger{Accepted: 300, Delivered: 300})
 		if lanes := w.store.Lanes(); len(lanes) != 1 {
-			t.Errorf("lanes left: %v", lanes)
+			t.Errorf("remaining lanes: %v", lanes)
 		}
 	})
 	run("a slow URL is removed", map[string]answer{urlA: fast, urlB: slow}, func(t *testing.T, w *world) {
@@ -550,7 +550,7 @@ func TestAnyEndpoint(t *testing.T) {
 		got(w, urlA, 2000, 2000) // The first URL does not get these messages again.
 		ledger(w, liveconfig.Ledger{Accepted: 2000, Delivered: 2000})
 		if lanes := w.store.Lanes(); len(lanes) != 1 {
-			t.Errorf("lanes left: %v", lanes)
+			t.Errorf("remaining lanes: %v", lanes)
 		}
 	})
 	run("the only URL is replaced by two", map[string]answer{urlA: {status: 503}}, func(t *testing.T, w *world) {
@@ -597,7 +597,8 @@ func TestEveryEndpoint(t *testing.T) {
 	})
 }
 
-// Changing the success policy changes the lanes; nothing is lost, and messages after the change are sent by the new lanes only.
+// A change of the success policy changes the lanes; no message is lost, and messages after the
+// change are sent by the new lanes only.
 func TestSuccessPolicyChanges(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{reason: egress.ConnectionRefused}))
@@ -623,12 +624,12 @@ func TestSuccessPolicyChanges(t *testing.T) {
 			}
 		}
 		if len(w.store.Lanes()) != 2 {
-			t.Errorf("%d lanes are left: %v", len(w.store.Lanes()), w.store.Lanes())
+			t.Errorf("%d remaining lanes: %v", len(w.store.Lanes()), w.store.Lanes())
 		}
 		if r := w.report("crm"); r.Pending != 0 {
 			t.Errorf("%+v", r)
 		}
-		// And back, and forth, under load.
+		// The policy changes back and forth under load.
 		for i := range 6 {
 			d.Success = []string{liveconfig.AnyEndpoint, liveconfig.EveryEndpoint}[i%2]
 			w.send("web", 50)
@@ -649,8 +650,8 @@ func TestSuccessPolicyChanges(t *testing.T) {
 	})
 }
 
-// Each message counts once, whatever lanes a former success policy left: also
-// while the destination is disabled, after a restart, and when the policy is restored.
+// Each message counts once, even if lanes of a former success policy remain: while the
+// destination is disabled, after a restart, and when the policy is restored.
 func TestFormerLanesTakeNothingMore(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{reason: egress.ConnectionRefused}))
@@ -659,7 +660,7 @@ func TestFormerLanesTakeNothingMore(t *testing.T) {
 		w.apply(every)
 		w.send("web", 1)
 		w.sleep(time.Second)
-		any := dest("crm", urlA) // e0 is left and drains, e1 is removed.
+		any := dest("crm", urlA) // e0 remains and drains, e1 is removed.
 		w.apply(any)
 		w.send("web", 1)
 		w.sleep(time.Minute)
@@ -689,7 +690,7 @@ func TestFormerLanesTakeNothingMore(t *testing.T) {
 		w.client.forget()
 		w.client.set(always(answer{status: 200}))
 		w.sleep(5 * time.Minute)
-		check(6, 1) // Messages that only e1 got are kept for the grace period.
+		check(6, 1) // Messages for the removed e1 are kept for the grace period.
 		if got := len(w.client.requests("")); got != 5 {
 			t.Errorf("%d requests, want 5", got)
 		}
@@ -699,7 +700,7 @@ func TestFormerLanesTakeNothingMore(t *testing.T) {
 			t.Errorf("%+v", r)
 		}
 		if lanes := w.store.Lanes(); len(lanes) != 1 {
-			t.Errorf("lanes left: %v", lanes)
+			t.Errorf("remaining lanes: %v", lanes)
 		}
 		w.end()
 	})
@@ -720,7 +721,7 @@ func TestOrphans(t *testing.T) {
 			t.Error("sent to a removed destination")
 		}
 		if forgotten := w.forgotten(); !slices.Contains(forgotten, urlA) || slices.Contains(forgotten, urlB) {
-			t.Errorf("forgotten: %v", forgotten)
+			t.Errorf("closed connections: %v", forgotten)
 		}
 		w.client.set(always(answer{status: 200}))
 		w.apply(a, b)
@@ -735,7 +736,7 @@ func TestOrphans(t *testing.T) {
 		}
 		w.sleep(2 * time.Minute)
 		if len(w.store.Lanes()) != 1 {
-			t.Errorf("lanes left: %v", w.store.Lanes())
+			t.Errorf("remaining lanes: %v", w.store.Lanes())
 		}
 		if look(w, func(e *Engine) bool { return e.destinations["ns/a"] != nil }) || w.store.DestinationStats("ns/a").Ledger != (queue.Ledger{}) {
 			t.Error("the destination is still in memory")
@@ -744,7 +745,8 @@ func TestOrphans(t *testing.T) {
 	})
 }
 
-// The lanes of an earlier run: those of the config continue, the others are dropped after a new grace period.
+// The lanes of an earlier run: those in the config continue, the others are dropped after a new
+// grace period.
 func TestRestart(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{reason: egress.ConnectionRefused}))
@@ -770,14 +772,14 @@ func TestRestart(t *testing.T) {
 		}
 		w.sleep(2 * time.Minute)
 		if len(w.store.Lanes()) != 1 {
-			t.Errorf("lanes left: %v", w.store.Lanes())
+			t.Errorf("remaining lanes: %v", w.store.Lanes())
 		}
 		w.end()
 	})
 }
 
-// A circuit that was open is open after a restart, from the first report on: the
-// dead endpoint gets one probe, at its time, and no burst.
+// An open circuit is open after a restart, from the first report on: the endpoint that is down
+// gets one probe when it is due, and no burst.
 func TestCircuitSurvivesRestart(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{reason: egress.TimedOut, after: time.Second}))
@@ -817,7 +819,7 @@ func TestCircuitSurvivesRestart(t *testing.T) {
 		if n := len(w.client.requests("")); n < 7 || n > 14 || w.most("") != 1 {
 			t.Errorf("%d requests in 10 minutes, %d at once; want one probe a minute", n, w.most(""))
 		}
-		// Another config is worth a probe at once.
+		// A changed config triggers a probe at once.
 		w.end()
 		w.client.forget()
 		w.restart()
@@ -827,7 +829,7 @@ func TestCircuitSurvivesRestart(t *testing.T) {
 		if n := len(w.client.requests("")); n != 1 {
 			t.Errorf("%d requests with another config, want a probe", n)
 		}
-		// Recovered is recovered.
+		// A recovered endpoint remains healthy after a restart.
 		w.client.set(always(answer{status: 200}))
 		w.sleep(10 * time.Minute)
 		if r := w.report("a"); r.Delivered != 100 {
@@ -836,16 +838,16 @@ func TestCircuitSurvivesRestart(t *testing.T) {
 		w.end()
 		w.restart()
 		apply()
-		if ep := w.report("a").Endpoints[0]; ep.State != liveconfig.EndpointIdle || len(w.store.memory) != 0 {
-			t.Errorf("after it recovered: %+v, remembered: %d", ep, len(w.store.memory))
+		if ep := w.report("a").Endpoints[0]; ep.State != liveconfig.EndpointIdle || len(w.store.meta) != 0 {
+			t.Errorf("after it recovered: %+v, stored records: %d", ep, len(w.store.meta))
 		}
 		// No record is kept of objects that are missing in the config.
 		w.client.set(always(answer{status: 500}))
 		w.send("web", 100)
 		w.sleep(time.Minute)
 		open()
-		if len(w.store.memory) != 1 {
-			t.Errorf("%d remembered", len(w.store.memory))
+		if len(w.store.meta) != 1 {
+			t.Errorf("%d stored records", len(w.store.meta))
 		}
 		w.end()
 		w.restart()
@@ -855,7 +857,7 @@ func TestCircuitSurvivesRestart(t *testing.T) {
 		apply()
 		open()
 		w.apply()
-		for name := range w.store.memory {
+		for name := range w.store.meta {
 			if strings.HasPrefix(name, outagePrefix) {
 				t.Errorf("%s is still stored for a removed destination", name)
 			}
@@ -884,8 +886,8 @@ func TestUnusableNamespace(t *testing.T) {
 	})
 }
 
-// A destination whose spec does not give its Sources keeps all its messages, also
-// after the grace period of a removed Source, and delivers them when it does again.
+// A destination whose spec does not name its Sources keeps all its messages, also after the
+// grace period of a removed Source, and delivers them when its Sources are known again.
 func TestUnknownSources(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200}))
@@ -927,13 +929,13 @@ func TestApplyFails(t *testing.T) {
 	})
 }
 
-// A store that fails for a while delays a lane and loses nothing.
+// A store that fails for a while delays a lane and loses no message.
 func TestStoreFails(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200}))
 		w.apply(dest("a", urlA))
 		w.sleep(time.Second)
-		w.fail(fmt.Errorf("disk on fire"))
+		w.fail(fmt.Errorf("input/output error"))
 		w.send("web", 10)
 		w.sleep(time.Minute)
 		if w.leases() > 100 {
@@ -969,8 +971,8 @@ func TestRateLimit(t *testing.T) {
 	})
 }
 
-// While connections are scarce, an endpoint has as many requests at once as it
-// takes to serve a hundred a second: one that answers at once has one.
+// When connections are scarce, an endpoint gets only as many concurrent requests as a rate of
+// 100 requests per second requires: one if it responds at once.
 func TestScarceConnections(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		const fast, slow = "http://fast.test", "http://slow.test"
@@ -994,7 +996,8 @@ func TestScarceConnections(t *testing.T) {
 	})
 }
 
-// Changing a destination under load: no message is lost or settled twice, and what is in flight ends as it began.
+// A destination is changed under load: no message is lost or settled twice, and requests in
+// flight finish with the old config.
 func TestSwapUnderLoad(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200, after: 3 * time.Millisecond}))
@@ -1054,14 +1057,14 @@ func TestShutdown(t *testing.T) {
 			}
 			r := w.report("crm")
 			if r.Pending != 1000-r.Delivered || r.Retrying != 0 || r.Endpoints[0].ConsecutiveFailures != 0 {
-				t.Errorf("a request that was broken off is no failure: %+v", r)
+				t.Errorf("an interrupted request counts as a failure: %+v", r)
 			}
 			w.end()
 		})
 	})
 }
 
-// Lanes that wait for their share and are parked meanwhile do not keep the ones behind them waiting.
+// Lanes that were parked while they waited for their share do not delay the lanes behind them.
 func TestParkedLanesGiveWay(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200, after: 4 * time.Second}), func(o *Options) { o.MaxInFlight = 4 })
@@ -1123,7 +1126,7 @@ func TestRemovedEndpoint(t *testing.T) {
 		d.Sources = []string{"web"}
 		w.apply(d)
 		w.client.set(always(answer{status: 200}))
-		w.send("web", 20) // For the endpoint's new name alone.
+		w.send("web", 20) // For the endpoint's new name only.
 		w.sleep(15 * time.Minute)
 		dead := w.dead("crm")
 		if len(dead) != 10 || dead[0].Failure.Reason != EndpointRemoved || dead[0].Lane.Source != "ns/web" {
@@ -1155,7 +1158,8 @@ func TestFairShare(t *testing.T) {
 	}
 }
 
-// The destination with the most dead letters gives way when all together take too much.
+// When all dead letters together exceed their quota, those of the destination with the most are
+// removed first.
 func TestDeadLettersOfAllAreBounded(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 404}), func(o *Options) { o.DeadLetterBytes = func() int64 { return 30 } })
@@ -1165,7 +1169,7 @@ func TestDeadLettersOfAllAreBounded(t *testing.T) {
 		w.send("web", 50)
 		w.send("ios", 10)
 		w.sleep(5 * time.Minute)
-		// A dead letter is a byte in this store.
+		// A dead letter has one byte in this store.
 		if b, s := len(w.dead("big")), len(w.dead("small")); b != 20 || s != 10 {
 			t.Errorf("%d and %d are kept, want 20 and 10", b, s)
 		}
@@ -1173,7 +1177,7 @@ func TestDeadLettersOfAllAreBounded(t *testing.T) {
 	})
 }
 
-// A message that the receiver always fails on does not keep the circuit open for the others.
+// A message that always fails does not keep the circuit open for other messages.
 func TestPoisonMessage(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, func(r request) answer {
@@ -1186,7 +1190,7 @@ func TestPoisonMessage(t *testing.T) {
 		w.send("web", 1)
 		w.sleep(40 * time.Minute)
 		if state := w.report("crm").Endpoints[0].State; state != liveconfig.EndpointCircuitOpen {
-			t.Fatalf("the circuit is %s, so this test shows nothing", state)
+			t.Fatalf("the circuit is %s, want it open", state)
 		}
 		w.send("web", 100)
 		w.sleep(10 * time.Minute)
@@ -1202,7 +1206,7 @@ func TestPolicyThereAndBack(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, func(r request) answer {
 			if r.body == "m1" {
-				return answer{status: 503} // It keeps the first lane from being dropped.
+				return answer{status: 503} // The first lane is not dropped.
 			}
 			return answer{status: 200}
 		})

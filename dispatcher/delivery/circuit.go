@@ -7,10 +7,10 @@ import (
 
 const (
 	// The circuit opens after openAfter consecutive failures, or when openShare of the last
-	// `remembered` attempts failed.
-	openAfter  = 10
-	remembered = 20
-	openShare  = remembered / 2
+	// recentAttempts attempts failed.
+	openAfter      = 10
+	recentAttempts = 20
+	openShare      = recentAttempts / 2
 	// recoveringFor is the number of consecutive successes after which a closed circuit counts as
 	// recovered. Before that, reopenAfter consecutive failures reopen it.
 	recoveringFor = 10
@@ -131,7 +131,7 @@ func (c *circuit) failed(now, started time.Time, probe bool, retryAfter time.Dur
 		limit = reopenAfter
 		c.recovering = recoveringFor
 	}
-	if c.consecutive < limit && (c.samples < remembered || c.failures() < openShare) {
+	if c.consecutive < limit && (c.samples < recentAttempts || c.failures() < openShare) {
 		return false
 	}
 	c.open = true
@@ -160,8 +160,8 @@ func (c *circuit) scheduleProbe(now time.Time, retryAfter time.Duration, rnd flo
 }
 
 func (c *circuit) remember(failed uint32) {
-	c.recent = (c.recent<<1 | failed) & (1<<remembered - 1)
-	c.samples = min(c.samples+1, remembered)
+	c.recent = (c.recent<<1 | failed) & (1<<recentAttempts - 1)
+	c.samples = min(c.samples+1, recentAttempts)
 }
 
 func (c *circuit) failures() int { return bits.OnesCount32(c.recent) }

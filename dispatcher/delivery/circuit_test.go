@@ -55,13 +55,13 @@ func TestCircuitProbes(t *testing.T) {
 	var waits []time.Duration
 	for range 9 {
 		if c.mayProbe(now) || !c.mayProbe(c.probeAt) {
-			t.Fatal("the probe must wait for its time")
+			t.Fatal("a probe was allowed before it was due")
 		}
 		waits = append(waits, c.probeAt.Sub(now))
 		now = c.probeAt
 		c.probing = true
 		if c.mayProbe(now.Add(time.Hour)) {
-			t.Fatal("a second probe beside the first")
+			t.Fatal("a second probe was allowed beside the first")
 		}
 		c.failed(now, now, true, 0, 0.5)
 	}
@@ -72,11 +72,11 @@ func TestCircuitProbes(t *testing.T) {
 	if !slices.Equal(waits, want) {
 		t.Errorf("waits %v, want %v", waits, want)
 	}
-	// Stragglers change nothing, except that Retry-After is heard.
+	// Late results change nothing, except that Retry-After applies.
 	c.succeeded(now, 1, false)
 	c.failed(now, now, false, 0, 0.5)
 	if !c.open || c.probeAt.Sub(now) != time.Minute {
-		t.Errorf("after stragglers: open %v, probe in %v", c.open, c.probeAt.Sub(now))
+		t.Errorf("after late results: open %v, probe in %v", c.open, c.probeAt.Sub(now))
 	}
 	c.failed(now, now, false, 10*time.Minute, 0.5)
 	if c.probeAt.Sub(now) != 10*time.Minute {
@@ -86,7 +86,7 @@ func TestCircuitProbes(t *testing.T) {
 	if c.probeAt.Sub(now) != time.Hour {
 		t.Errorf("Retry-After of 100 h: probe in %v", c.probeAt.Sub(now))
 	}
-	// A success closes it with the smallest window, and a few failures open it again.
+	// A success closes the circuit with the smallest window, and a few failures open it again.
 	if !c.succeeded(now, 1, true) || c.open || c.room(0) != 1 {
 		t.Errorf("after the probe: %+v", c)
 	}
@@ -110,7 +110,7 @@ func TestCircuitProbes(t *testing.T) {
 	if c.probeAt.Sub(now) != time.Second {
 		t.Errorf("after recovery: probe in %v", c.probeAt.Sub(now))
 	}
-	// Jitter spreads by a fifth.
+	// Jitter is at most a fifth.
 	for rnd, want := range map[float64]time.Duration{0: 800 * time.Millisecond, 0.999999999: 1200 * time.Millisecond} {
 		c := newCircuit(64)
 		for range openAfter {
@@ -136,7 +136,7 @@ func TestCircuitWindow(t *testing.T) {
 	if rounds[0] != 1 || rounds[1] != 2 || rounds[2] < 3 || rounds[7] != 64 || !slices.IsSorted(rounds) {
 		t.Errorf("windows %v", rounds)
 	}
-	// One failure halves it, and the failures of the same moment do not do so again.
+	// One failure halves the window, and further failures of the same time do not.
 	started := now
 	now = now.Add(time.Second)
 	for range 5 {
@@ -164,8 +164,8 @@ func TestCircuitWindow(t *testing.T) {
 	}
 }
 
-// While an endpoint is down it gets one probe at a time at growing intervals,
-// and after an hour's outage with 100,000 messages waiting it meets a ramp.
+// While an endpoint is down it gets one probe at a time at growing intervals. After an outage
+// of an hour with 100,000 pending messages its load increases gradually.
 func TestOutage(t *testing.T) {
 	for name, down := range map[string]answer{
 		"refused": {reason: egress.ConnectionRefused}, "black hole": {reason: egress.TimedOut, after: time.Hour},
@@ -175,7 +175,7 @@ func TestOutage(t *testing.T) {
 			bubble(t, func(t *testing.T) {
 				waiting := 5000
 				if name == "500" {
-					waiting = 100000 // Once is enough.
+					waiting = 100000 // One case is enough.
 				}
 				w := newWorld(t, always(answer{status: 200, after: 10 * time.Millisecond}))
 				w.apply(dest("crm", urlA))
@@ -203,7 +203,7 @@ func TestOutage(t *testing.T) {
 					}
 				}
 				if n := w.leases() - leases; n > 200 {
-					t.Errorf("%d leases during the outage: something is busy", n)
+					t.Errorf("%d leases during the outage; want few", n)
 				}
 				w.client.forget()
 				w.client.set(always(answer{status: 200, after: 10 * time.Millisecond}))
@@ -284,7 +284,7 @@ func TestChangeProbesAtOnce(t *testing.T) {
 	})
 }
 
-// Twenty destinations, one of them bad in any way: the others do not notice.
+// One of twenty destinations fails in different ways, and the others are not affected.
 func TestIsolation(t *testing.T) {
 	for name, bad := range map[string]answer{
 		"healthy": {status: 200, after: 5 * time.Millisecond}, "refused": {reason: egress.ConnectionRefused},
@@ -311,31 +311,32 @@ func TestIsolation(t *testing.T) {
 				for i := 1; i < 20; i++ {
 					got := w.client.requests(fmt.Sprintf("http://%d.test", i))
 					if len(got) != 2000 {
-						t.Errorf("d%02d got %d", i, len(got))
+						t.Errorf("d%02d got %d messages", i, len(got))
 						continue
 					}
 					slowest = max(slowest, got[1999].at.Sub(begin))
 				}
-				// 19 lanes share about 122 of 128 slots: 2000 messages take 2000/6 round trips of 5 ms.
+				// 19 lanes share about 122 of 128 slots: 2000 messages need 2000/6 round trips
+				// of 5 ms.
 				if slowest > 2*time.Second {
-					t.Errorf("the healthy ones took %v", slowest)
+					t.Errorf("the healthy destinations needed %v", slowest)
 				}
-				t.Logf("the healthy ones took %v", slowest)
+				t.Logf("the healthy destinations needed %v", slowest)
 				w.end()
 			})
 		})
 	}
 }
 
-// At a steady rate below what the receivers take, one of twenty that dies while it
-// has many requests in flight does not move the p99 of the others by a tenth.
+// At a steady rate below the receivers' capacity, one of twenty endpoints fails with many
+// requests in flight. The p99 of the others changes by less than a tenth.
 func TestIsolationOfLatency(t *testing.T) {
 	const total, messages, bad = 20, 4000, "http://0.test"
 	p99 := func(t *testing.T, dead answer) (slow time.Duration) {
 		bubble(t, func(t *testing.T) {
 			rnd := rand.New(rand.NewPCG(1, 2))
 			took := map[string]time.Duration{}
-			died := false // Guarded by the client, as is took.
+			died := false // Guarded by the client's lock, as is took.
 			w := newWorld(t, func(r request) answer {
 				if r.url == bad && died {
 					return dead
@@ -343,7 +344,7 @@ func TestIsolationOfLatency(t *testing.T) {
 				a := answer{status: 200, after: time.Duration(2000+rnd.IntN(5000)) * time.Microsecond}
 				took[r.id()+r.url] = a.after
 				return a
-			}, func(o *Options) { o.MaxInFlight = 128 }) // The dead one holds 64, the others need about 45.
+			}, func(o *Options) { o.MaxInFlight = 128 }) // The failing one has 64 slots, the others need about 45.
 			var all []liveconfig.Destination
 			for i := range total {
 				all = append(all, dest(fmt.Sprintf("d%02d", i), fmt.Sprintf("http://%d.test", i)))
@@ -351,7 +352,7 @@ func TestIsolationOfLatency(t *testing.T) {
 			all[0].Sources = append(all[0].Sources, "extra")
 			w.apply(all...)
 			w.send("web", 100)
-			w.send("extra", 2000) // All are proven, and the one has its largest window.
+			w.send("extra", 2000) // All endpoints are proven, and the failing one has its largest window.
 			w.sleep(5 * time.Second)
 			w.client.mu.Lock()
 			died = true
@@ -372,7 +373,7 @@ func TestIsolationOfLatency(t *testing.T) {
 				}
 			}
 			if len(latencies) != messages*(total-1) {
-				t.Errorf("the healthy ones got %d messages", len(latencies))
+				t.Errorf("the healthy destinations got %d messages", len(latencies))
 			}
 			slices.Sort(latencies)
 			slow = latencies[len(latencies)*99/100]
@@ -387,16 +388,16 @@ func TestIsolationOfLatency(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := p99(t, dead)
-			t.Logf("p99 of the healthy ones %v, of %v with all healthy", got, healthy)
+			t.Logf("p99 of the healthy destinations %v, of %v with all healthy", got, healthy)
 			if got >= healthy+healthy/10 {
-				t.Error("moved by more than a tenth")
+				t.Error("p99 changed by more than a tenth")
 			}
 		})
 	}
 }
 
-// A thousand lanes, most of them dead and more than there are slots: once every
-// lane had its first turn, the live ones get through at once. Goroutines are bounded.
+// A thousand lanes, of which 900 cannot deliver, share 256 slots: after the first turn of every
+// lane, the healthy lanes deliver at once. The number of goroutines is bounded.
 func TestThousandLanes(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		before := runtime.NumGoroutine()
@@ -417,7 +418,7 @@ func TestThousandLanes(t *testing.T) {
 		}
 		w.apply(all...)
 		w.send("web", 10)
-		w.sleep(20 * time.Second) // 900 dead lanes on 256 slots, 5 s each.
+		w.sleep(20 * time.Second) // 900 dead lanes on 256 slots, 5~s each.
 		if n := len(w.client.requests(urlA)); n != 1000 {
 			t.Errorf("%d of 1000 messages reached the live endpoints in the end", n)
 		}
@@ -437,7 +438,8 @@ func TestThousandLanes(t *testing.T) {
 		if most := w.most("http://dead.test"); most > slots/2 {
 			t.Errorf("%d requests at once to dead endpoints", most)
 		}
-		// Parked lanes cost no goroutine: the remaining ones are probes in flight and a few idle workers.
+		// A parked lane needs no goroutine: the rest are probes in flight and a few idle
+		// workers.
 		if n := runtime.NumGoroutine() - before; n > 150 {
 			t.Errorf("%d goroutines while 900 lanes are parked", n)
 		}
@@ -445,7 +447,7 @@ func TestThousandLanes(t *testing.T) {
 	})
 }
 
-// A flood from one Source to a shared destination leaves the other Source its share.
+// A burst of one Source does not delay the other Source of a shared destination.
 func TestFloodFromOneSource(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200, after: 10 * time.Millisecond}))
@@ -460,15 +462,15 @@ func TestFloodFromOneSource(t *testing.T) {
 		for w.store.LaneStats(queue.LaneID{Source: "ns/ios", Destination: "ns/crm", Any: true}).Pending > 0 {
 			w.sleep(10 * time.Millisecond)
 		}
-		// 5 of 10 slots: 100 messages take 20 round trips.
+		// 5 of 10 slots: 100 messages need 20 round trips.
 		if took := time.Since(begin); took > 400*time.Millisecond {
-			t.Errorf("the quiet Source's messages took %v", took)
+			t.Errorf("the messages of the other Source needed %v", took)
 		}
 		w.end()
 	})
 }
 
-// An idle engine does nothing.
+// An idle engine does not lease and has no workers.
 func TestIdle(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200, after: time.Millisecond}))
@@ -487,7 +489,7 @@ func TestIdle(t *testing.T) {
 	})
 }
 
-// A retry that waits costs nothing until it is due: no goroutine polls it.
+// A waiting retry is not polled before it is due.
 func TestWaitingRetriesAreFree(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 503, retryAfter: time.Hour}))
@@ -510,7 +512,7 @@ func TestWaitingRetriesAreFree(t *testing.T) {
 	})
 }
 
-// With several URLs, too, there is never more than one probe at a time at any of them.
+// With several URLs, each URL gets at most one probe at a time.
 func TestOneProbePerEndpoint(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, byURL(map[string]answer{urlA: {reason: egress.TimedOut, after: time.Hour}, urlB: {status: 500, after: time.Second}}))
@@ -530,7 +532,7 @@ func TestOneProbePerEndpoint(t *testing.T) {
 				t.Errorf("%s: %d probes, %d at once", url, n, most)
 			}
 		}
-		// With a third URL that works, probes ride on ordinary messages.
+		// With a third URL that works, ordinary messages are the probes.
 		w.apply(func() liveconfig.Destination {
 			d := dest("crm", urlA, urlB, urlC)
 			d.Sources = []string{"ios", "web"}
@@ -547,7 +549,7 @@ func TestOneProbePerEndpoint(t *testing.T) {
 		}
 		for _, url := range []string{urlA, urlB} {
 			if most, n := w.most(url), len(w.client.requests(url)); most != 1 || n < 8 || n > 16 {
-				t.Errorf("beside a URL that works, %s: %d probes, %d at once", url, n, most)
+				t.Errorf("with another URL that works, %s: %d probes, %d at once", url, n, most)
 			}
 		}
 		w.end()

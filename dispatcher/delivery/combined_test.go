@@ -9,7 +9,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// slowStats is a store whose stats of one lane can be held up.
+// slowStats is a store whose stats of one destination's lanes can be delayed.
 type slowStats struct {
 	*memStore
 	of   string // The destination.
@@ -23,8 +23,8 @@ func (s *slowStats) LaneStats(id queue.LaneID) queue.LaneStats {
 	return s.memStore.LaneStats(id)
 }
 
-// A destination that is deleted while the maintenance looks at its lanes, whose
-// messages are too old, harms nothing.
+// A destination is deleted while the maintenance reads the stats of its lanes with expired
+// messages; no message is buried.
 func TestDeletedWhileItsMessagesExpire(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 503}))
@@ -45,7 +45,7 @@ func TestDeletedWhileItsMessagesExpire(t *testing.T) {
 		w.send("web", 3)
 		w.sleep(2 * time.Hour)
 		if !deleted {
-			t.Fatal("deleted is false, so the test proves nothing")
+			t.Fatal("deleted is false, want true")
 		}
 		if n := len(w.dead("crm")); n != 0 {
 			t.Errorf("%d dead letters of a destination that was deleted", n)
@@ -54,7 +54,8 @@ func TestDeletedWhileItsMessagesExpire(t *testing.T) {
 	})
 }
 
-// A destination that was never sent to gets its turn among others that could use all there is.
+// A destination without a first attempt gets its turn although other destinations could use all
+// slots.
 func TestNewcomerAmongBusyOnes(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200, after: 600 * time.Millisecond}), func(o *Options) { o.MaxInFlight = 128 })
@@ -71,7 +72,7 @@ func TestNewcomerAmongBusyOnes(t *testing.T) {
 		w.send("ios", 100)
 		w.sleep(time.Minute)
 		if r := w.report("d00"); r.Pending == 0 {
-			t.Fatal("the others have nothing to do, so this test shows nothing")
+			t.Fatal("the other destinations have no pending messages")
 		}
 		if r := w.report("late"); r.Delivered != 100 {
 			t.Errorf("%d of 100 were delivered within a minute", r.Delivered)
@@ -80,14 +81,14 @@ func TestNewcomerAmongBusyOnes(t *testing.T) {
 	})
 }
 
-// When the circuit of the URL that worked opens, the other one takes over at once,
-// however long the first one asked to be left alone.
+// When the circuit of the URL that worked opens, the other one is tried at once, even if its
+// Retry-After has not passed.
 func TestOtherURLTakesOver(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		first := answer{status: 200, after: 900 * time.Millisecond} // Guarded by the client.
 		w := newWorld(t, func(r request) answer {
 			if r.url == urlB {
-				return answer{status: 200, after: 2 * time.Second} // Too slow to be relied on.
+				return answer{status: 200, after: 2 * time.Second} // Too slow for an immediate switch.
 			}
 			return first
 		})
@@ -109,7 +110,7 @@ func TestOtherURLTakesOver(t *testing.T) {
 	})
 }
 
-// fullStore opens no lane until room is closed, as on a full disk.
+// fullStore blocks OpenLane until room is closed, as on a full disk.
 type fullStore struct {
 	*memStore
 	room chan struct{}
@@ -120,7 +121,7 @@ func (s *fullStore) OpenLane(id queue.LaneID) error {
 	return s.memStore.OpenLane(id)
 }
 
-// A config that waits for the disk does not hold up the end.
+// A config that waits for the disk does not delay a shutdown.
 func TestStopsWhileAConfigWaits(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200}))
@@ -142,7 +143,7 @@ func TestStopsWhileAConfigWaits(t *testing.T) {
 		select {
 		case <-ended:
 		default:
-			t.Error("it has not ended a minute later")
+			t.Error("Run has not returned a minute later")
 		}
 		close(s.room)
 		w.end()

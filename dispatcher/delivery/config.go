@@ -90,10 +90,10 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 		}
 	}
 	for _, d := range deleted {
-		e.rememberBounds(d.key, d.trim)
+		e.storeBounds(d.key, d.trim)
 	}
 	e.endLanes()
-	e.forgetOutages(v)
+	e.deleteOutages(v)
 
 	for namespace, revision := range e.revisions {
 		if v.Unusable(namespace) && revisions[namespace] == "" {
@@ -108,13 +108,13 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 // recover restores the lanes and the destinations of an earlier run. Lanes are parked until the
 // config contains them.
 func (e *Engine) recover() {
-	outages, bounds := e.recoverMemory()
+	outages, bounds := e.loadRecords()
 	lanes, destinations := e.o.Store.Lanes(), e.o.Store.Destinations()
 	ends := map[queue.LaneID]queue.End{}
 	for _, id := range lanes {
 		switch s := e.o.Store.LaneStats(id); {
-		case s.Left:
-			ends[id] = queue.Left
+		case s.EndpointRemoved:
+			ends[id] = queue.EndpointRemoved
 		case s.Ended:
 			ends[id] = queue.Ended
 		}
@@ -343,22 +343,22 @@ func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Des
 		former := known && (id.Endpoint == "" || id.Any != anyEndpoint(config))
 		switch {
 		case v.Unusable(d.namespace):
-			l.draining, l.left = l.end != queue.GoOn, l.end == queue.Left
+			l.draining, l.endpointRemoved = l.end != queue.Active, l.end == queue.EndpointRemoved
 			l.dropAt = time.Time{} // Its config is unknown and may contain the lane.
 		case !ok || !hasPlace(config, id):
 			// Unless others have taken over, the lane still receives its Source's messages: the
 			// destination may be restored.
 			l.park(d.set)
-			l.draining = l.end != queue.GoOn || former
+			l.draining = l.end != queue.Active || former
 			if l.dropAt.IsZero() {
 				l.dropAt = now.Add(e.o.OrphanGrace)
 				e.log.With(id.LogArgs()...).Info("destination, endpoint or Source removed; its pending messages are discarded after the grace period", "dropAt", l.dropAt)
 			}
 		default:
 			l.dropAt = time.Time{}
-			if l.draining, l.left = l.end != queue.GoOn, l.end == queue.Left; known {
-				l.left = id.Any && !hasEndpoint(config, id.Endpoint)
-				l.draining = former || l.left
+			if l.draining, l.endpointRemoved = l.end != queue.Active, l.end == queue.EndpointRemoved; known {
+				l.endpointRemoved = id.Any && !hasEndpoint(config, id.Endpoint)
+				l.draining = former || l.endpointRemoved
 			}
 			l.follow(d.set)
 		}
@@ -391,16 +391,16 @@ func hasEndpoint(d liveconfig.Destination, name string) bool {
 // park removes a lane's endpoints, so that nothing is sent.
 func (l *lane) park(set *destinationConfig) { l.set, l.targets = set, nil }
 
-// follow applies the destination's settings to a lane. A lane whose endpoint was removed stays
-// parked until the store knows that it left: before that, the store would lease messages to it
-// that other lanes of the group have, too.
+// follow applies the destination's settings to a lane. A lane whose endpoint was removed is parked
+// until the store has ended it: before that, the store would lease messages to it that other lanes
+// of the group have, too.
 func (l *lane) follow(set *destinationConfig) {
 	l.park(set)
-	if !set.active || l.left && l.end != queue.Left {
+	if !set.active || l.endpointRemoved && l.end != queue.EndpointRemoved {
 		return
 	}
 	for _, t := range set.targets {
-		if l.id.Endpoint == "" || l.left || l.id.Endpoint == t.name {
+		if l.id.Endpoint == "" || l.endpointRemoved || l.id.Endpoint == t.name {
 			l.targets = append(l.targets, t)
 		}
 	}
@@ -415,7 +415,7 @@ func (e *Engine) endLanes() {
 	for _, l := range e.lanes {
 		switch wanted := l.wantedEnd(); wanted {
 		case l.end:
-		case queue.GoOn:
+		case queue.Active:
 			goOn = append(goOn, l)
 		default:
 			end = append(end, l)
@@ -434,7 +434,7 @@ func (e *Engine) endLanes() {
 		}
 		e.mu.Lock()
 		l.end, l.more = wanted, true
-		if set := l.destination.set; l.left && set != nil && l.dropAt.IsZero() {
+		if set := l.destination.set; l.endpointRemoved && set != nil && l.dropAt.IsZero() {
 			l.follow(set)
 			for _, t := range l.targets {
 				t.endpoint.lanes = append(t.endpoint.lanes, l)
@@ -449,12 +449,12 @@ func (e *Engine) endLanes() {
 // wantedEnd is the end of the lane that the store should have.
 func (l *lane) wantedEnd() queue.End {
 	switch {
-	case l.left:
-		return queue.Left
+	case l.endpointRemoved:
+		return queue.EndpointRemoved
 	case l.draining:
 		return queue.Ended
 	}
-	return queue.GoOn
+	return queue.Active
 }
 
 // index lists the destinations of each namespace by name, for reports. The lock is held.

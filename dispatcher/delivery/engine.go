@@ -74,8 +74,8 @@ type Engine struct {
 	// the lanes of an earlier run are listed. Guarded by applying.
 	revisions map[string]string
 	recovered bool
-	// remembering serialises the writes of open circuits to the store. It is acquired before mu.
-	remembering sync.Mutex
+	// recordsMu serializes the writes of open circuits to the store. It is acquired before mu.
+	recordsMu sync.Mutex
 
 	// mu guards all following fields, and every lane, destination and endpoint. It is held briefly,
 	// and never during a call of the store, because the store calls back.
@@ -105,8 +105,8 @@ type Engine struct {
 	// hard ends requests in flight; soft ends everything else.
 	hard, soft         context.Context
 	cancel, cancelSoft context.CancelFunc
-	// begun is the time of New.
-	begun time.Time
+	// createdAt is the time of New.
+	createdAt time.Time
 	// tidy starts the maintenance early.
 	tidy chan struct{}
 }
@@ -190,10 +190,10 @@ type lane struct {
 	dropAt time.Time
 	// A lane of the success policy that the destination had before is draining: it delivers the
 	// messages accepted before the replacing lanes were open. A lane of a group whose endpoint is
-	// removed (left) drains, too: it sends to the remaining endpoints the messages that no other
+	// removed (endpointRemoved) drains, too: it sends to the remaining endpoints the messages that no other
 	// lane has. end is the state in the store.
-	draining, left bool
-	end            queue.End
+	draining, endpointRemoved bool
+	end                       queue.End
 
 	// next links the lane into its queue, if queued.
 	next   *lane
@@ -238,7 +238,7 @@ func New(o Options) *Engine {
 		o: o, log: o.Logger,
 		revisions:    map[string]string{},
 		destinations: map[string]*destination{}, namespaces: map[string][]*destination{}, lanes: map[queue.LaneID]*lane{},
-		tails: map[*tail]struct{}{}, tidy: make(chan struct{}, 1), applying: make(chan struct{}, 1), begun: time.Now(),
+		tails: map[*tail]struct{}{}, tidy: make(chan struct{}, 1), applying: make(chan struct{}, 1), createdAt: time.Now(),
 	}
 	e.hard, e.cancel = context.WithCancel(context.Background())
 	e.soft, e.cancelSoft = context.WithCancel(e.hard)

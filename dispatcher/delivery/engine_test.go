@@ -17,7 +17,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// request is what a fake endpoint got.
+// request is a request that a fake endpoint received.
 type request struct {
 	url     string
 	headers http.Header
@@ -27,7 +27,7 @@ type request struct {
 
 func (r request) id() string { return r.headers.Get(headerIdempotencyKey) }
 
-// answer is how a fake endpoint answers: with a status, or with a reason, after a delay.
+// answer is the result of a fake endpoint: a status or a reason, after a delay.
 type answer struct {
 	status     int
 	reason     egress.Reason
@@ -40,11 +40,13 @@ type fakeClient struct {
 	mu        sync.Mutex
 	urls      map[*egress.Endpoint]string
 	forgotten []string
-	// egress prepares endpoints that know how few connections are left; nil for such that do not.
+	// egress prepares endpoints that know the number of free connections; nil for endpoints
+	// that do not.
 	egress *egress.Client
 	answer func(r request) answer
 	got    []request
-	// inFlight and most requests at once, by URL and in all ("").
+	// inFlight and most are the current and the maximum number of concurrent requests by URL,
+	// and in total ("").
 	inFlight, most map[string]int
 }
 
@@ -146,7 +148,7 @@ func (c *fakeClient) forget() {
 
 func always(a answer) func(request) answer { return func(request) answer { return a } }
 
-// byURL answers by URL; 200 at once for the rest.
+// byURL returns answers by URL; a status of 200 for other URLs.
 func byURL(m map[string]answer) func(request) answer {
 	return func(r request) answer {
 		if a, ok := m[r.url]; ok {
@@ -156,13 +158,14 @@ func byURL(m map[string]answer) func(request) answer {
 	}
 }
 
-// world is an engine with a fake store and a fake client. Use it inside a synctest bubble.
+// world is an engine with a fake store and a fake client. It must be used inside a synctest
+// bubble.
 type world struct {
 	*testing.T
 	store  *memStore
 	client *fakeClient
 	engine *Engine
-	stop   func() // returns when Run has
+	stop   func() // Returns when Run has returned.
 	next   int
 	rev    int
 }
@@ -173,7 +176,7 @@ func newWorld(t *testing.T, f func(request) answer, tune ...func(*Options)) *wor
 	return w
 }
 
-// restart makes a new engine on the same store.
+// restart creates a new engine on the same store.
 func (w *world) restart(tune ...func(*Options)) {
 	o := Options{Store: w.store, Client: w.client, Logger: slog.New(slog.DiscardHandler)}
 	for _, f := range tune {
@@ -194,7 +197,8 @@ func (w *world) restart(tune ...func(*Options)) {
 	})
 }
 
-// dest makes an active destination of the Source "web" with one endpoint per URL, named e0, e1 …
+// dest returns an active destination of the Source "web" with one endpoint per URL, named e0,
+// e1 …
 func dest(name string, urls ...string) liveconfig.Destination {
 	d := liveconfig.Destination{
 		Name: name, State: liveconfig.Active, Sources: []string{"web"}, Success: liveconfig.AnyEndpoint,
@@ -207,7 +211,7 @@ func dest(name string, urls ...string) liveconfig.Destination {
 	return d
 }
 
-// apply puts destinations of the namespace "ns" into effect.
+// apply applies destinations of the namespace "ns".
 func (w *world) apply(destinations ...liveconfig.Destination) {
 	w.Helper()
 	if err := w.engine.Apply(w.view(destinations...)); err != nil {
@@ -246,7 +250,7 @@ func (w *world) send(source string, n int) {
 	}
 }
 
-// sleep lets time pass and all work that is due be done.
+// sleep advances the time and waits until all due work is done.
 func (w *world) sleep(d time.Duration) {
 	time.Sleep(d)
 	synctest.Wait()
@@ -273,21 +277,21 @@ func (w *world) dead(name string) (out []queue.DeadLetter) {
 	return out
 }
 
-// leases returns how often the store was asked for messages.
+// leases returns the number of Lease and LeaseOldest calls.
 func (w *world) leases() int {
 	w.store.mu.Lock()
 	defer w.store.mu.Unlock()
 	return w.store.leases
 }
 
-// fail makes the store fail; nil ends the failure.
+// fail makes the store return an error; nil ends the failure.
 func (w *world) fail(err error) {
 	w.store.mu.Lock()
 	defer w.store.mu.Unlock()
 	w.store.fail = err
 }
 
-// most returns the most requests that were in flight at once to a URL, or in all ("").
+// most returns the maximum number of concurrent requests to a URL, or in total ("").
 func (w *world) most(url string) int {
 	w.client.mu.Lock()
 	defer w.client.mu.Unlock()
@@ -301,14 +305,15 @@ func (w *world) forgotten() []string {
 	return slices.Clone(w.client.forgotten)
 }
 
-// look reads the engine's own state.
+// look calls fn with the engine's lock held.
 func look[T any](w *world, f func(e *Engine) T) T {
 	w.engine.mu.Lock()
 	defer w.engine.mu.Unlock()
 	return f(w.engine)
 }
 
-// end stops the engine and checks that nothing was settled wrongly or is still leased.
+// end stops the engine and checks that every message was settled at most once and that none is
+// leased.
 func (w *world) end() {
 	w.Helper()
 	w.stop()

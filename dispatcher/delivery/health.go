@@ -70,7 +70,7 @@ const (
 // all the time, but an endpoint with little traffic shows its first failure and its recovery
 // immediately.
 func (h *health) next(now time.Time, c *circuit) liveconfig.EndpointState {
-	failures := bits.OnesCount32(h.recent & (1<<remembered - 1))
+	failures := bits.OnesCount32(h.recent & (1<<recentAttempts - 1))
 	switch {
 	case c.open:
 		return liveconfig.EndpointCircuitOpen

@@ -249,10 +249,10 @@ func fairShare(sizes []int64, total int64) int64 {
 }
 
 // trimDeadLetters limits the age and size of every destination's dead letters. A removed
-// destination is deleted when nothing of it is left.
+// destination is deleted with its last dead letter.
 func (e *Engine) trimDeadLetters(ctx context.Context) {
 	now := time.Now()
-	if now.Sub(e.begun) < deadLetterGrace {
+	if now.Sub(e.createdAt) < deadLetterGrace {
 		return
 	}
 	limits := map[string]liveconfig.DeadLetters{}
@@ -289,15 +289,15 @@ func (e *Engine) trimDeadLetters(ctx context.Context) {
 		return
 	}
 	defer func() { <-e.applying }()
-	var gone []string
+	var removed []string
 	e.mu.Lock()
 	for key, d := range e.destinations {
 		if _, limited := limits[key]; limited && d.set == nil && len(d.lanes) == 0 {
-			gone = append(gone, key)
+			removed = append(removed, key)
 		}
 	}
 	e.mu.Unlock()
-	for _, key := range gone {
+	for _, key := range removed {
 		if e.o.Store.DestinationStats(key).DeadLetters > 0 {
 			continue
 		}
@@ -305,7 +305,7 @@ func (e *Engine) trimDeadLetters(ctx context.Context) {
 			e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Error("deleting a removed destination failed; retrying", "error", err)
 			continue
 		}
-		e.rememberBounds(key, nil)
+		e.storeBounds(key, nil)
 		e.mu.Lock()
 		delete(e.destinations, key)
 		e.mu.Unlock()

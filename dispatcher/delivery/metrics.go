@@ -95,7 +95,7 @@ type destinationMetrics struct {
 	latency     histogram
 }
 
-func (m *destinationMetrics) settled(s settlement, age time.Duration) {
+func (m *destinationMetrics) settled(s outcome, age time.Duration) {
 	switch s {
 	case delivered:
 		m.delivered++

@@ -58,7 +58,7 @@ func TestEndpointStates(t *testing.T) {
 	})
 }
 
-// A few failures in much traffic do not make the state flap.
+// A few failures among many successes do not change the state repeatedly.
 func TestStateIsCalm(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		n := 0
@@ -83,14 +83,14 @@ func TestStateIsCalm(t *testing.T) {
 	})
 }
 
-// State changes of a flapping endpoint are logged rarely; that its circuit opens
-// and closes, always.
+// State changes of a flapping endpoint are logged rarely; the opening and closing of its
+// circuit always.
 func TestStateChangesAreLoggedSparingly(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		var log bytes.Buffer // Written under the engine's lock.
 		n := 0
 		w := newWorld(t, func(request) answer {
-			if n++; n%20 < 4 { // It flaps with every round.
+			if n++; n%20 < 4 { // The endpoint flaps in every round.
 				return answer{status: 500}
 			}
 			return answer{status: 200, after: time.Millisecond}
@@ -126,8 +126,8 @@ func TestStateChangesAreLoggedSparingly(t *testing.T) {
 	})
 }
 
-// The last log line of an endpoint has its final state, also if the endpoint
-// entered it right after the last line, or by time alone.
+// The last log line of an endpoint has its final state, even if that state began directly after
+// the previous line or without a request.
 func TestLastStateIsLogged(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		var log bytes.Buffer // Written under the engine's lock.
@@ -145,17 +145,17 @@ func TestLastStateIsLogged(t *testing.T) {
 		w.send("web", 1)
 		w.sleep(15 * time.Second)
 		if line := last(); !strings.Contains(line, "state=Degraded reason=Rejected statusCode=400") {
-			t.Errorf("after a change that nothing followed: %s", line)
+			t.Errorf("after the last change: %s", line)
 		}
 		w.client.set(always(answer{reason: egress.TimedOut}))
 		w.send("web", 20)
 		w.sleep(30 * time.Second)
 		if line := last(); !strings.Contains(line, "state=CircuitOpen reason=TimedOut") || strings.Contains(line, "statusCode") {
-			t.Errorf("without an answer: %s", line)
+			t.Errorf("without a response: %s", line)
 		}
 		w.client.set(always(answer{status: 200}))
 		w.sleep(10 * time.Minute)
-		w.report("crm") // The dispatcher is asked every second.
+		w.report("crm") // The operator requests the report every second.
 		w.sleep(time.Minute)
 		if line := last(); !strings.Contains(line, "state=Healthy") || strings.Contains(line, "reason") {
 			t.Errorf("after the recovery: %s", line)
@@ -164,7 +164,7 @@ func TestLastStateIsLogged(t *testing.T) {
 	})
 }
 
-// Failures say nothing of an endpoint that its owner has changed since.
+// Failures before the owner changed an endpoint do not count for the changed endpoint.
 func TestChangedEndpointIsIdle(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, byURL(map[string]answer{urlB: {status: 400, reason: egress.Rejected}}))
@@ -243,7 +243,7 @@ func TestAttemptsAreBounded(t *testing.T) {
 			w.sleep(time.Second)
 		}
 		if w.engine.Attempts("ns/crm", "nope") != nil || w.engine.Attempts("nope", "e0") != nil {
-			t.Error("attempts of what does not exist")
+			t.Error("attempts of an unknown destination")
 		}
 		w.end()
 	})
@@ -319,8 +319,8 @@ func TestDeadLettersOfTheDeletedAreTrimmed(t *testing.T) {
 		count(3)
 		w.apply(d)
 		w.end()
-		for name := range w.store.memory {
-			delete(w.store.memory, name)
+		for name := range w.store.meta {
+			delete(w.store.meta, name)
 		}
 		w.restart()
 		w.apply()
@@ -329,7 +329,7 @@ func TestDeadLettersOfTheDeletedAreTrimmed(t *testing.T) {
 			t.Error("its lane was dropped before the end of the grace period")
 		}
 		w.sleep(10 * time.Minute)
-		if look(w, func(e *Engine) int { return len(e.destinations) }) != 0 || len(w.store.Destinations()) != 0 || len(w.store.memory) != 0 {
+		if look(w, func(e *Engine) int { return len(e.destinations) }) != 0 || len(w.store.Destinations()) != 0 || len(w.store.meta) != 0 {
 			t.Error("the destination is still known")
 		}
 		w.end()

@@ -29,10 +29,10 @@ const outagePrefix = "circuit/"
 
 func (ep *endpoint) outageName() string { return outagePrefix + ep.destination.key + "/" + ep.name }
 
-// rememberCircuit stores the endpoint's circuit while it is open. The lock is not held.
-func (e *Engine) rememberCircuit(ep *endpoint) {
-	e.remembering.Lock()
-	defer e.remembering.Unlock()
+// storeCircuit stores the endpoint's circuit while it is open. The lock is not held.
+func (e *Engine) storeCircuit(ep *endpoint) {
+	e.recordsMu.Lock()
+	defer e.recordsMu.Unlock()
 	e.mu.Lock()
 	name, known := ep.outageName(), ep.destination.set != nil && ep.destination.endpoints[ep.name] == ep
 	var value []byte
@@ -47,20 +47,20 @@ func (e *Engine) rememberCircuit(ep *endpoint) {
 		delete(e.outages, name)
 	}
 	e.mu.Unlock()
-	e.rememberOutage(name, value)
+	e.storeOutage(name, value)
 }
 
-func (e *Engine) rememberOutage(name string, value []byte) {
-	if err := e.o.Store.Remember(name, value); err != nil && !errors.Is(err, queue.ErrClosed) {
+func (e *Engine) storeOutage(name string, value []byte) {
+	if err := e.o.Store.PutMeta(name, value); err != nil && !errors.Is(err, queue.ErrClosed) {
 		e.log.Warn("storing an endpoint's circuit state failed; it resets on restart", "circuit", name, "error", err)
 	}
 }
 
-// recoverMemory reads the records of the earlier run: the open circuits, and the bounds of the dead
+// loadRecords reads the records of the earlier run: the open circuits, and the bounds of the dead
 // letters of deleted destinations.
-func (e *Engine) recoverMemory() (map[string]outage, map[string]liveconfig.DeadLetters) {
+func (e *Engine) loadRecords() (map[string]outage, map[string]liveconfig.DeadLetters) {
 	outages, bounds := map[string]outage{}, map[string]liveconfig.DeadLetters{}
-	all, err := e.o.Store.Remembered()
+	all, err := e.o.Store.AllMeta()
 	if err != nil {
 		e.log.Warn("reading the records of the earlier run failed: circuits start closed, dead letters of deleted destinations have the default retention", "error", err)
 	}
@@ -80,40 +80,40 @@ func (e *Engine) recoverMemory() (map[string]outage, map[string]liveconfig.DeadL
 // letters of removed destinations.
 const boundsPrefix = "deadletters/"
 
-// rememberBounds stores the bounds of a deleted destination's dead letters, or deletes them (nil).
-func (e *Engine) rememberBounds(key string, bounds *liveconfig.DeadLetters) {
+// storeBounds stores the bounds of a deleted destination's dead letters, or deletes them (nil).
+func (e *Engine) storeBounds(key string, bounds *liveconfig.DeadLetters) {
 	var value []byte
 	if bounds != nil {
 		value, _ = json.Marshal(bounds) // No field can fail to marshal.
 	}
-	if err := e.o.Store.Remember(boundsPrefix+key, value); err != nil {
+	if err := e.o.Store.PutMeta(boundsPrefix+key, value); err != nil {
 		e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Warn("storing the retention of a deleted destination's dead letters failed; after a restart the default applies", "error", err)
 	}
 }
 
-// forgetOutages deletes the stored circuits of endpoints that are missing in the config.
-func (e *Engine) forgetOutages(v *liveconfig.View) {
-	e.remembering.Lock()
-	defer e.remembering.Unlock()
+// deleteOutages deletes the stored circuits of endpoints that are missing in the config.
+func (e *Engine) deleteOutages(v *liveconfig.View) {
+	e.recordsMu.Lock()
+	defer e.recordsMu.Unlock()
 	e.mu.Lock()
-	gone := maps.Clone(e.outages)
+	missing := maps.Clone(e.outages)
 	for _, d := range e.destinations {
 		for _, ep := range d.endpoints {
 			if d.set != nil || v.Unusable(d.namespace) {
-				delete(gone, ep.outageName())
+				delete(missing, ep.outageName())
 			}
 		}
 	}
-	for name := range gone {
+	for name := range missing {
 		if namespace, _ := split(name[len(outagePrefix):]); v.Unusable(namespace) {
-			delete(gone, name)
+			delete(missing, name)
 			continue
 		}
 		delete(e.outages, name)
 	}
 	e.mu.Unlock()
-	for name := range gone {
-		e.rememberOutage(name, nil)
+	for name := range missing {
+		e.storeOutage(name, nil)
 	}
 }
 
@@ -131,5 +131,5 @@ func (ep *endpoint) resume(o outage, revision string, now time.Time) {
 	}
 	ep.health.state, ep.health.since = liveconfig.EndpointCircuitOpen, o.Since
 	ep.health.lastSuccess, ep.health.lastFailure, ep.health.consecutive = o.LastSuccess, o.LastFailure, o.ConsecutiveFailures
-	ep.health.recent = 1<<remembered - 1
+	ep.health.recent = 1<<recentAttempts - 1
 }

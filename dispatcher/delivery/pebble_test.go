@@ -15,8 +15,8 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
-// On the real store, with a restart in the middle: what one destination
-// refuses, another misses for a while and a third takes is all accounted for.
+// On the real store, with a restart in the middle, every message is accounted for: one
+// destination rejects messages, another is down for a while, and a third accepts them.
 func TestOnPebble(t *testing.T) {
 	dir := t.TempDir()
 	var mended atomic.Bool

@@ -47,7 +47,7 @@ func run(t testing.TB, store queue.Store) *Engine {
 	return e
 }
 
-// eventually waits for what takes an unknown, but short time.
+// eventually waits for a condition that becomes true within a short time.
 func eventually(t testing.TB, what string, f func() bool) {
 	t.Helper()
 	for begin := time.Now(); !f(); time.Sleep(5 * time.Millisecond) {
@@ -57,8 +57,8 @@ func eventually(t testing.TB, what string, f func() bool) {
 	}
 }
 
-// Real requests: signed messages arrive as they are, a self-signed receiver
-// gets nothing and the report has the reason.
+// Real requests: signed messages arrive unchanged; a self-signed receiver gets no request, and
+// the report has the reason.
 func TestRealClient(t *testing.T) {
 	var mu sync.Mutex
 	arrived := map[string]bool{}
@@ -98,12 +98,12 @@ func TestRealClient(t *testing.T) {
 		return f != nil && f.Reason == string(egress.CertificateRejected)
 	})
 	if text := fmt.Sprintf("%+v %+v", e.Report("ns"), e.Attempts("ns/good", "e0")); strings.Contains(text, "s3cr3t") {
-		t.Error("a secret shows")
+		t.Error("the report contains a secret")
 	}
 }
 
-// A receiver that repeats the secrets and the signature puts none of them into its
-// dead letters, and the webhook-id of a message depends on its Source.
+// Dead letters do not contain the secrets and the signature that a receiver echoes, and the
+// webhook-id of a message depends on its Source.
 func TestAnEchoingReceiver(t *testing.T) {
 	const secret, previous = "current-s3cr3t", "previous-s3cr3t"
 	var mu sync.Mutex
@@ -147,7 +147,7 @@ func TestAnEchoingReceiver(t *testing.T) {
 		}
 		for _, hidden := range append(signatures, secret, previous, fmt.Sprintf("%x", secret)) {
 			if strings.Contains(answer, hidden) {
-				t.Errorf("%s: %q shows in %q", name, hidden, answer)
+				t.Errorf("%s: %q is contained in %q", name, hidden, answer)
 			}
 		}
 	}
@@ -160,9 +160,9 @@ func TestAnEchoingReceiver(t *testing.T) {
 	}
 }
 
-// BenchmarkEngine sends 1 KiB messages through the engine and the real client
-// to a receiver in this process, from the real store; "direct" is the bare loop
-// of posts by as many goroutines.
+// BenchmarkEngine sends 1 KiB messages from the real store through the engine and the real
+// client to a receiver in this process; "direct" is a plain loop of posts with as many
+// goroutines.
 func BenchmarkEngine(b *testing.B) {
 	var arrived atomic.Int64
 	receiver := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { arrived.Add(1) }))

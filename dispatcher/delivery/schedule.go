@@ -237,12 +237,12 @@ func (e *Engine) block(l *lane) {
 func (e *Engine) unblock() {
 	for _, q := range []*fifo{&e.blocked, &e.blockedUnproven} {
 		share := e.share(q == &e.blocked)
-		for looks := 8; looks > 0 && q.head != nil && share > 0; {
+		for tries := 8; tries > 0 && q.head != nil && share > 0; {
 			l := q.pop()
 			if l.parked() || !l.hasWork() {
-				continue // Not counted as a look: the lanes behind it might get no other turn.
+				continue // Not counted as a try, because the lanes behind it may get no other turn.
 			}
-			looks--
+			tries--
 			if l.inFlight < share {
 				e.ready.push(l)
 				break
@@ -413,9 +413,9 @@ func (e *Engine) lease(l *lane) {
 // leasedFor puts leased messages into the lane's buffer, or releases them if meanwhile the lane's
 // settings changed, it was parked, its circuits opened or the engine stopped.
 func (e *Engine) leasedFor(l *lane, set *destinationConfig, got []queue.Delivery, err error) {
-	left := copy(l.buffer, l.buffer[l.head:])
-	clear(l.buffer[left:])
-	l.buffer, l.head = append(l.buffer[:left], got...), 0
+	rest := copy(l.buffer, l.buffer[l.head:])
+	clear(l.buffer[rest:])
+	l.buffer, l.head = append(l.buffer[:rest], got...), 0
 	l.leased += len(got)
 	e.leased += len(got)
 	clear(got)

@@ -245,7 +245,7 @@ func (e *Engine) send(w *worker) {
 	e.mu.Unlock()
 	e.release(back)
 	if changed {
-		e.rememberCircuit(ep)
+		e.storeCircuit(ep)
 	}
 }
 
@@ -262,26 +262,26 @@ func (s *destinationConfig) body(d *queue.Delivery) []byte {
 	return fixed
 }
 
-// settlement is the outcome of a message.
-type settlement int
+// outcome is the result of an attempt for its message.
+type outcome int
 
 const (
-	delivered settlement = iota
-	again                // delivered again, after another endpoint accepted it
+	delivered      outcome = iota
+	deliveredAgain         // delivered again, after another endpoint accepted it
 	retried
 	released
 	rejected
 	redirected
-	timedOut // its retry window ended
-	letGo    // another endpoint accepted it or still has it
+	timedOut   // its retry window ended
+	handedOver // another endpoint accepted it or still has it
 )
 
-func (s settlement) String() string {
+func (s outcome) String() string {
 	return [...]string{"delivered", "delivered", "retried", "released", "rejected", "redirected", "expired", "failed"}[s]
 }
 
 // settle stores the outcome of the message, and logs a failed attempt.
-func (e *Engine) settle(p *post, r *ended) settlement {
+func (e *Engine) settle(p *post, r *ended) outcome {
 	if !r.cut && r.outcome().Failed() {
 		args := append(p.target.logArgs(), failureArgs(r.failure())...)
 		e.log.Warn("delivery attempt failed", append(args, "messageId", p.message.ID, "attempt", p.message.Attempt+1)...)
@@ -297,7 +297,7 @@ func (e *Engine) settle(p *post, r *ended) settlement {
 	decision := retry.Decide(o, p.set.policy, p.message.Attempt, p.message.AcceptedAt, r.at, rand.Float64)
 	if decision.Action == retry.Ack {
 		if !e.o.Store.Ack(p.message) {
-			return again
+			return deliveredAgain
 		}
 		return delivered
 	}
@@ -314,7 +314,7 @@ func (e *Engine) settle(p *post, r *ended) settlement {
 		s = redirected
 	}
 	if !e.bury(p.message, f, r.at) {
-		s = letGo
+		s = handedOver
 	}
 	return s
 }
@@ -332,7 +332,7 @@ func (e *Engine) bury(d queue.Delivery, f queue.Failure, now time.Time) (buried 
 
 // finish accounts for a request's end. It returns messages to release: leased messages that cannot
 // be sent because the circuit opened. The lock is held.
-func (e *Engine) finish(p *post, r *ended, s settlement, started time.Time) (back []queue.Delivery) {
+func (e *Engine) finish(p *post, r *ended, s outcome, started time.Time) (back []queue.Delivery) {
 	l, ep := p.lane, p.target.endpoint
 	o := r.outcome()
 	failed := o.Failed()

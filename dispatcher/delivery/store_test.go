@@ -12,8 +12,8 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// memStore is a queue.Store in memory: simple, strict, and with a memory for
-// misuse (a message that is settled twice, or settled and not leased).
+// memStore is a simple queue.Store in memory. It records misuse, such as a message that is
+// settled twice or without a lease.
 type memStore struct {
 	mu     sync.Mutex
 	notify func(queue.LaneID)
@@ -23,33 +23,33 @@ type memStore struct {
 	dead   map[string][]queue.DeadLetter
 	// dropped are the ledgers of dropped lanes, by destination.
 	dropped map[string]queue.Ledger
-	memory  map[string][]byte
-	wrongs  []string
+	meta    map[string][]byte
+	misuse  []string
 	leases  int // calls of Lease and LeaseOldest
 	fail    error
 }
 
 type memLane struct {
-	next    uint64 // position of the next first try
-	back    []uint64
-	leased  map[uint64]int // position to attempt
-	retries map[uint64]memRetry
-	stats   queue.LaneStats
-	starved bool
-	timer   *time.Timer
-	start   uint64
-	end     uint64 // The last position, when stats.Ended.
-	done    map[uint64]bool
+	next        uint64 // Position of the next first attempt.
+	released    []uint64
+	leased      map[uint64]int // position to attempt
+	retries     map[uint64]memRetry
+	stats       queue.LaneStats
+	wantsNotify bool
+	timer       *time.Timer
+	start       uint64
+	end         uint64 // The last position, when stats.Ended.
+	done        map[uint64]bool
 }
 
-// memGroup is what the lanes of a group share.
+// memGroup is the shared state of the lanes of a group.
 type memGroup struct {
-	start uint64
-	stats queue.LaneStats
-	final map[uint64]bool
-	given map[uint64]int // Attempts of lanes that gave a message up.
-	extra int64
-	gaps  int64
+	start     uint64
+	stats     queue.LaneStats
+	final     map[uint64]bool
+	handovers map[uint64]int // Attempts of messages that lanes handed over.
+	extra     int64
+	gaps      int64
 }
 
 type memRetry struct {
@@ -59,11 +59,11 @@ type memRetry struct {
 }
 
 func newMemStore() *memStore {
-	return &memStore{logs: map[string][]queue.Message{}, lanes: map[queue.LaneID]*memLane{}, groups: map[queue.LaneID]*memGroup{}, dead: map[string][]queue.DeadLetter{}, dropped: map[string]queue.Ledger{}, memory: map[string][]byte{}}
+	return &memStore{logs: map[string][]queue.Message{}, lanes: map[queue.LaneID]*memLane{}, groups: map[queue.LaneID]*memGroup{}, dead: map[string][]queue.DeadLetter{}, dropped: map[string]queue.Ledger{}, meta: map[string][]byte{}}
 }
 
-func (s *memStore) wrong(format string, args ...any) {
-	s.wrongs = append(s.wrongs, fmt.Sprintf(format, args...))
+func (s *memStore) addMisuse(format string, args ...any) {
+	s.misuse = append(s.misuse, fmt.Sprintf(format, args...))
 }
 
 func (s *memStore) SetNotify(f func(queue.LaneID)) { s.notify = f }
@@ -77,8 +77,8 @@ func (s *memStore) Append(_ context.Context, msgs []queue.Message) ([]bool, erro
 			if id.Source != m.Source {
 				continue
 			}
-			if l.starved {
-				l.starved = false
+			if l.wantsNotify {
+				l.wantsNotify = false
 				wake[id] = true
 			}
 		}
@@ -99,7 +99,7 @@ func (s *memStore) OpenLane(id queue.LaneID) error {
 	if s.lanes[id] == nil {
 		head := uint64(len(s.logs[id.Source]))
 		if g := s.groups[id.Group()]; id.Any && g == nil {
-			s.groups[id.Group()] = &memGroup{start: head, final: map[uint64]bool{}, given: map[uint64]int{}}
+			s.groups[id.Group()] = &memGroup{start: head, final: map[uint64]bool{}, handovers: map[uint64]int{}}
 		} else if id.Any {
 			s.resume(id, g)
 		}
@@ -114,18 +114,18 @@ func (s *memStore) DropLane(_ context.Context, id queue.LaneID) error {
 	if s.lanes[id] == nil {
 		return queue.ErrNoLane
 	}
-	gone := s.laneStats(id).Ledger
-	gone.Discarded, gone.Pending = gone.Pending, 0
+	ledger := s.laneStats(id).Ledger
+	ledger.Discarded, ledger.Pending = ledger.Pending, 0
 	if g := s.groups[id.Group()]; id.Any {
 		l, limit := s.lanes[id], s.groupLimit(id)
 		for seq := l.start + 1; seq <= s.limit(id, l) && len(s.members(id)) > 1; seq++ {
-			if s.has(id, l, seq) && !s.needless(id, l, seq) {
+			if s.isPendingIn(id, l, seq) && !s.isUnneeded(id, l, seq) {
 				g.final[seq] = true
 				g.stats.Discarded++
 			}
 		}
-		gone = s.groupStats(id).Ledger
-		gone.Discarded, gone.Pending = gone.Discarded+gone.Pending, 0
+		ledger = s.groupStats(id).Ledger
+		ledger.Discarded, ledger.Pending = ledger.Discarded+ledger.Pending, 0
 		delete(s.lanes, id)
 		if len(s.members(id)) > 0 {
 			g.extra += int64(limit - s.groupLimit(id))
@@ -133,7 +133,7 @@ func (s *memStore) DropLane(_ context.Context, id queue.LaneID) error {
 		}
 		delete(s.groups, id.Group())
 	}
-	s.dropped[id.Destination] = s.dropped[id.Destination].Plus(gone)
+	s.dropped[id.Destination] = s.dropped[id.Destination].Plus(ledger)
 	delete(s.lanes, id)
 	return nil
 }
@@ -148,7 +148,7 @@ func (s *memStore) members(id queue.LaneID) (ids []queue.LaneID) {
 	return ids
 }
 
-// groupLimit is the last position that is the group's.
+// groupLimit is the last position of the group.
 func (s *memStore) groupLimit(id queue.LaneID) (limit uint64) {
 	for _, o := range s.members(id) {
 		limit = max(limit, s.limit(o, s.lanes[o]))
@@ -156,7 +156,7 @@ func (s *memStore) groupLimit(id queue.LaneID) (limit uint64) {
 	return limit
 }
 
-// resume leaves a gap where all lanes had ended.
+// resume records the messages that were appended while all lanes had ended.
 func (s *memStore) resume(id queue.LaneID, g *memGroup) {
 	for _, o := range s.members(id) {
 		if !s.lanes[o].stats.Ended {
@@ -166,22 +166,23 @@ func (s *memStore) resume(id queue.LaneID, g *memGroup) {
 	g.gaps += int64(len(s.logs[id.Source])) - int64(s.groupLimit(id))
 }
 
-// has reports whether a message is in a lane.
-func (s *memStore) has(id queue.LaneID, l *memLane, seq uint64) bool {
+// isPendingIn reports whether a message is pending in a lane.
+func (s *memStore) isPendingIn(id queue.LaneID, l *memLane, seq uint64) bool {
 	return seq > l.start && seq <= s.limit(id, l) && !l.done[seq]
 }
 
-// needless reports whether a message is final, or in another lane that has not left.
-func (s *memStore) needless(id queue.LaneID, l *memLane, seq uint64) bool {
+// isUnneeded reports whether a message is final, or pending in another lane whose endpoint
+// exists.
+func (s *memStore) isUnneeded(id queue.LaneID, l *memLane, seq uint64) bool {
 	return s.groups[id.Group()].final[seq] || slices.ContainsFunc(s.members(id), func(o queue.LaneID) bool {
-		return o != id && !s.lanes[o].stats.Left && s.has(o, s.lanes[o], seq)
+		return o != id && !s.lanes[o].stats.EndpointRemoved && s.isPendingIn(o, s.lanes[o], seq)
 	})
 }
 
 func (s *memStore) EndLane(id queue.LaneID, how queue.End) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	l, end := s.lanes[id], how != queue.GoOn
+	l, end := s.lanes[id], how != queue.Active
 	if l == nil {
 		return queue.ErrNoLane
 	}
@@ -198,11 +199,11 @@ func (s *memStore) EndLane(id queue.LaneID, how queue.End) error {
 		skipped := uint64(len(s.logs[id.Source])) + 1 - l.next
 		l.start, l.next = l.start+skipped, l.next+skipped
 	}
-	l.stats.Ended, l.stats.Left = end, how == queue.Left && id.Any
+	l.stats.Ended, l.stats.EndpointRemoved = end, how == queue.EndpointRemoved && id.Any
 	return nil
 }
 
-// limit is the last position that is the lane's.
+// limit is the last position of the lane.
 func (s *memStore) limit(id queue.LaneID, l *memLane) uint64 {
 	if l.stats.Ended {
 		return l.end
@@ -226,20 +227,20 @@ func (s *memStore) message(id queue.LaneID, seq uint64) queue.Message {
 func (s *memStore) delivery(id queue.LaneID, l *memLane, seq uint64, attempt int) queue.Delivery {
 	m := s.message(id, seq)
 	if _, twice := l.leased[seq]; twice {
-		s.wrong("%v %d leased twice", id, seq)
+		s.addMisuse("%v %d leased twice", id, seq)
 	}
 	l.leased[seq] = attempt
 	return queue.Delivery{Lane: id, Seq: seq, ID: m.ID, Type: m.Type, Event: m.Event, TraceParent: m.TraceParent, LongNumbers: m.LongNumbers, Body: m.Body, AcceptedAt: m.AcceptedAt, Attempt: attempt}
 }
 
-// first returns the position of the next first try, or 0.
+// first returns the position of the next first attempt, or 0.
 func (s *memStore) first(id queue.LaneID, l *memLane) uint64 {
-	for len(l.back) > 0 {
-		if !l.stats.Left || !s.needless(id, l, l.back[0]) {
-			return l.back[0]
+	for len(l.released) > 0 {
+		if !l.stats.EndpointRemoved || !s.isUnneeded(id, l, l.released[0]) {
+			return l.released[0]
 		}
-		s.letGo(l, l.back[0])
-		l.back = l.back[1:]
+		s.handOver(l, l.released[0])
+		l.released = l.released[1:]
 	}
 	for ; l.next <= s.limit(id, l); l.next++ {
 		m := s.message(id, l.next)
@@ -251,8 +252,8 @@ func (s *memStore) first(id queue.LaneID, l *memLane) uint64 {
 				g.final[l.next] = true
 				g.stats.Filtered++
 			}
-		case l.stats.Left && s.needless(id, l, l.next):
-			s.letGo(l, l.next)
+		case l.stats.EndpointRemoved && s.isUnneeded(id, l, l.next):
+			s.handOver(l, l.next)
 		default:
 			return l.next
 		}
@@ -260,8 +261,8 @@ func (s *memStore) first(id queue.LaneID, l *memLane) uint64 {
 	return 0
 }
 
-// letGo ends a message for a lane of a group.
-func (s *memStore) letGo(l *memLane, seq uint64) {
+// handOver ends a message in a lane of a group.
+func (s *memStore) handOver(l *memLane, seq uint64) {
 	l.done[seq] = true
 	l.stats.Discarded++
 }
@@ -271,8 +272,8 @@ func (s *memStore) leaseFirst(id queue.LaneID, l *memLane) (d queue.Delivery, ok
 	if seq == 0 {
 		return d, false
 	}
-	if len(l.back) > 0 {
-		l.back = l.back[1:]
+	if len(l.released) > 0 {
+		l.released = l.released[1:]
 	} else {
 		l.next++
 	}
@@ -285,9 +286,9 @@ func (s *memStore) leaseRetry(id queue.LaneID, l *memLane, due time.Time) (d que
 		if !due.IsZero() && r.at.After(due) {
 			continue
 		}
-		if l.stats.Left && s.needless(id, l, seq) {
+		if l.stats.EndpointRemoved && s.isUnneeded(id, l, seq) {
 			delete(l.retries, seq)
-			s.letGo(l, seq)
+			s.handOver(l, seq)
 			continue
 		}
 		if best == 0 || due.IsZero() && seq < best || !due.IsZero() && r.at.Before(l.retries[best].at) {
@@ -326,7 +327,7 @@ func (s *memStore) Lease(id queue.LaneID, n int, buf []queue.Delivery) ([]queue.
 			d, ok = s.leaseRetry(id, l, time.Now())
 		}
 		if !ok {
-			l.starved = true
+			l.wantsNotify = true
 			s.armTimer(id, l)
 			break
 		}
@@ -335,7 +336,7 @@ func (s *memStore) Lease(id queue.LaneID, n int, buf []queue.Delivery) ([]queue.
 	return buf, nil
 }
 
-// armTimer notifies when the earliest retry is due, if the lane is starved.
+// armTimer schedules a notification for the earliest retry, if the lane wants one.
 func (s *memStore) armTimer(id queue.LaneID, l *memLane) {
 	if l.timer != nil {
 		l.timer.Stop()
@@ -346,13 +347,13 @@ func (s *memStore) armTimer(id queue.LaneID, l *memLane) {
 			at = r.at
 		}
 	}
-	if at.IsZero() || !l.starved {
+	if at.IsZero() || !l.wantsNotify {
 		return
 	}
 	l.timer = time.AfterFunc(time.Until(at), func() {
 		s.mu.Lock()
-		wake := l.starved
-		l.starved = false
+		wake := l.wantsNotify
+		l.wantsNotify = false
 		s.mu.Unlock()
 		if wake {
 			s.notify(id)
@@ -389,7 +390,7 @@ func (s *memStore) settle(d queue.Delivery, how string) *memLane {
 		return nil
 	}
 	if attempt, ok := l.leased[d.Seq]; !ok || attempt != d.Attempt {
-		s.wrong("%s of %v %d, which is not leased", how, d.Lane, d.Seq)
+		s.addMisuse("%s of %v %d, which is not leased", how, d.Lane, d.Seq)
 		return nil
 	}
 	delete(l.leased, d.Seq)
@@ -417,7 +418,7 @@ func (s *memStore) Ack(d queue.Delivery) (first bool) {
 	for _, o := range s.members(d.Lane) {
 		if _, ok := s.lanes[o].retries[d.Seq]; ok {
 			delete(s.lanes[o].retries, d.Seq)
-			s.letGo(s.lanes[o], d.Seq)
+			s.handOver(s.lanes[o], d.Seq)
 		}
 	}
 	return true
@@ -429,12 +430,12 @@ func (s *memStore) Release(d queue.Delivery) {
 	wake := false
 	if l != nil {
 		if d.Attempt == 0 {
-			l.back = append(l.back, d.Seq)
-			slices.Sort(l.back)
+			l.released = append(l.released, d.Seq)
+			slices.Sort(l.released)
 		} else {
 			l.retries[d.Seq] = memRetry{at: time.Now(), attempt: d.Attempt}
 		}
-		wake, l.starved = l.starved, false
+		wake, l.wantsNotify = l.wantsNotify, false
 	}
 	s.mu.Unlock()
 	if wake {
@@ -446,7 +447,7 @@ func (s *memStore) Retry(d queue.Delivery, at time.Time, f queue.Failure) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if l := s.settle(d, "retry"); l != nil && d.Lane.Any && s.groups[d.Lane.Group()].final[d.Seq] {
-		s.letGo(l, d.Seq)
+		s.handOver(l, d.Seq)
 	} else if l != nil {
 		l.retries[d.Seq] = memRetry{at: at, attempt: d.Attempt + 1, f: f}
 		s.armTimer(d.Lane, l)
@@ -465,17 +466,17 @@ func (s *memStore) Bury(d queue.Delivery, f queue.Failure) (buried bool, err err
 func (s *memStore) bury(id queue.LaneID, l *memLane, seq uint64, attempts int, f queue.Failure) bool {
 	l.done[seq] = true
 	if g := s.groups[id.Group()]; id.Any {
-		if attempts == 0 && len(s.members(id)) > 1 && !l.stats.Left {
+		if attempts == 0 && len(s.members(id)) > 1 && !l.stats.EndpointRemoved {
 			l.stats.Skipped++
 		}
-		if s.needless(id, l, seq) {
+		if s.isUnneeded(id, l, seq) {
 			if !g.final[seq] {
-				g.given[seq] += attempts
+				g.handovers[seq] += attempts
 			}
 			l.stats.Discarded++
 			return false
 		}
-		attempts += g.given[seq]
+		attempts += g.handovers[seq]
 		g.final[seq] = true
 		g.stats.DeadLettered++
 		id.Endpoint, id.Any = "", false
@@ -496,8 +497,8 @@ func (s *memStore) BuryExpired(_ context.Context, id queue.LaneID, cut time.Time
 		return 0, queue.ErrNoLane
 	}
 	for seq := s.first(id, l); seq != 0 && s.message(id, seq).AcceptedAt.Before(cut); seq = s.first(id, l) {
-		if len(l.back) > 0 {
-			l.back = l.back[1:]
+		if len(l.released) > 0 {
+			l.released = l.released[1:]
 		} else {
 			l.next++
 		}
@@ -579,21 +580,21 @@ func (s *memStore) ForgetDestination(destination string) error {
 	return nil
 }
 
-func (s *memStore) Remember(name string, value []byte) error {
+func (s *memStore) PutMeta(name string, value []byte) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.memory[name] = value; value == nil {
-		delete(s.memory, name)
+	if s.meta[name] = value; value == nil {
+		delete(s.meta, name)
 	}
 	return nil
 }
 
-func (s *memStore) RememberDurably(name string, value []byte) error { return s.Remember(name, value) }
+func (s *memStore) PutMetaDurable(name string, value []byte) error { return s.PutMeta(name, value) }
 
-func (s *memStore) Remembered() (map[string][]byte, error) {
+func (s *memStore) AllMeta() (map[string][]byte, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return maps.Clone(s.memory), nil
+	return maps.Clone(s.meta), nil
 }
 
 func (s *memStore) LaneStats(id queue.LaneID) queue.LaneStats {
@@ -605,7 +606,7 @@ func (s *memStore) LaneStats(id queue.LaneID) queue.LaneStats {
 	return s.laneStats(id)
 }
 
-// groupStats are those of a lane's group.
+// groupStats returns the stats of a lane's group.
 func (s *memStore) groupStats(id queue.LaneID) queue.LaneStats {
 	g := s.groups[id.Group()]
 	if g == nil {
@@ -621,7 +622,7 @@ func (s *memStore) groupStats(id queue.LaneID) queue.LaneStats {
 			st.NextRetry = l.NextRetry
 		}
 		for seq := s.lanes[o].start + 1; seq <= s.limit(o, s.lanes[o]); seq++ {
-			if at := s.message(o, seq).AcceptedAt; !g.final[seq] && s.has(o, s.lanes[o], seq) && (st.OldestPending.IsZero() || at.Before(st.OldestPending)) {
+			if at := s.message(o, seq).AcceptedAt; !g.final[seq] && s.isPendingIn(o, s.lanes[o], seq) && (st.OldestPending.IsZero() || at.Before(st.OldestPending)) {
 				st.OldestPending = at
 			}
 		}
@@ -643,7 +644,7 @@ func (s *memStore) laneStats(id queue.LaneID) queue.LaneStats {
 	if l == nil {
 		return queue.LaneStats{}
 	}
-	first := s.first(id, l) // Counts what is filtered.
+	first := s.first(id, l) // Counts filtered messages.
 	st := l.stats
 	st.Accepted = int64(s.limit(id, l) - l.start)
 	st.Pending = st.Accepted - st.Delivered - st.Filtered - st.DeadLettered - st.Discarded
@@ -655,20 +656,20 @@ func (s *memStore) laneStats(id queue.LaneID) queue.LaneStats {
 		}
 	}
 	var oldest uint64
-	see := func(seq uint64) {
+	addPending := func(seq uint64) {
 		if seq != 0 && (oldest == 0 || seq < oldest) {
 			oldest = seq
 		}
 	}
-	see(first)
+	addPending(first)
 	for seq, r := range l.retries {
-		see(seq)
+		addPending(seq)
 		if st.NextRetry.IsZero() || r.at.Before(st.NextRetry) {
 			st.NextRetry = r.at
 		}
 	}
 	for seq := range l.leased {
-		see(seq)
+		addPending(seq)
 	}
 	if oldest != 0 {
 		st.OldestPending = s.message(id, oldest).AcceptedAt
@@ -684,11 +685,11 @@ func (s *memStore) SourceStats(source string) queue.SourceStats {
 
 func (s *memStore) Close() error { return nil }
 
-// problems lists what was settled wrongly and what is still leased.
+// problems lists the recorded misuse and the messages that are still leased.
 func (s *memStore) problems() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	out := slices.Clone(s.wrongs)
+	out := slices.Clone(s.misuse)
 	for id, l := range s.lanes {
 		for seq := range l.leased {
 			out = append(out, fmt.Sprintf("%v %d is still leased", id, seq))

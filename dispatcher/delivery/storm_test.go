@@ -24,19 +24,19 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
 )
 
-// TestStorm has everything happen at once, at random, in virtual time, on the real
-// store: receivers in every mood, destinations that are disabled, paused, changed,
-// deleted and made again, Sources that are disconnected, success policies that go
-// there and back, redeliveries, purges, restarts and cuts of the power at any
-// operation of the file system. In any order, at the end
+// TestStorm runs random operations in virtual time on the real store: receivers with random
+// results, destinations that are disabled, paused, changed, deleted and created again, Sources
+// that are disconnected, changed success policies, redeliveries, purges, restarts and power
+// losses at any operation of the file system. At the end
 //
-//   - every accepted message was accepted by its receivers, or is a dead letter, or
-//     its owner discarded it,
-//   - none was taken twice but for a cut, a redelivery or a change of the policy,
-//   - an endpoint that never answers never had two requests at once,
-//   - the ledgers add up, at every start and at the end.
+//   - every accepted message was delivered to its receivers, or is a dead letter, or was
+//     discarded by its owner,
+//   - no message was delivered twice, except because of a power loss, a redelivery or a change
+//     of the policy,
+//   - an endpoint that never responds never had two concurrent requests,
+//   - the ledgers balance, at every start and at the end.
 //
-// POSTHORN_CRASH_SEEDS sets how many seeds run, POSTHORN_CRASH_SEED which one is the first.
+// POSTHORN_CRASH_SEEDS sets the number of seeds, POSTHORN_CRASH_SEED the first one.
 func TestStorm(t *testing.T) {
 	first, seeds := setting("POSTHORN_CRASH_SEED", 1), setting("POSTHORN_CRASH_SEEDS", 6)
 	for seed := first; seed < first+seeds; seed++ {
@@ -54,58 +54,60 @@ func setting(name string, normal int) int {
 	return normal
 }
 
-// stormGrace is how long lanes that the config does not name are kept; lastAcks
-// is how old an acknowledgement is that no cut can forget.
+// stormGrace is the time for which lanes that are missing in the config are kept. lastAcks is
+// the age of an acknowledgement that no power loss can undo.
 const (
 	stormGrace = 3 * time.Minute
 	lastAcks   = time.Second
 )
 
-// The destinations. A receiver is a destination's endpoint, "name/endpoint".
+// The destinations. A receiver is an endpoint of a destination, "name/endpoint".
 const (
-	one   = "one"   // One URL, of web; it changes.
-	two   = "two"   // Two URLs, any of which will do, of web and ios; a third one and the first one come and go.
-	every = "every" // Each of its URLs must get all; a third one is added and removed.
-	flip  = "flip"  // Two URLs; whether one will do changes.
-	gone  = "gone"  // It, and its Sources, come and go.
-	dead  = "dead"  // Never answers.
+	one   = "one"   // One URL, of web; the URL changes.
+	two   = "two"   // Any of two URLs, of web and ios; a third one and the first one are added and removed.
+	every = "every" // Every URL gets all messages; a third one is added and removed.
+	flip  = "flip"  // Two URLs; the success policy changes.
+	temp  = "temp"  // The destination and its Sources are removed and restored.
+	dead  = "dead"  // Never responds.
 )
 
-var stormNames = []string{one, two, every, flip, gone, dead}
+var stormNames = []string{one, two, every, flip, temp, dead}
 
-// claim is a message that a receiver is to get: of "flip", "two" and "gone" any of their endpoints.
+// claim is a message and its receiver. For "flip", "two" and "temp" the receiver is the
+// destination: any of its endpoints.
 type claim struct{ receiver, id string }
 
-// storm is what survives restarts and cuts.
+// storm is the state across restarts and power losses.
 type storm struct {
 	*testing.T
-	rnd  *rand.Rand // Of the main goroutine only.
+	rnd  *rand.Rand // Used by the main goroutine only.
 	next int        // The last message.
 	rev  int
 
-	destinations map[string]*liveconfig.Destination // As they are to be configured; nil while deleted.
+	destinations map[string]*liveconfig.Destination // The configured destinations; nil while deleted.
 	unusable     bool                               // The namespace's config cannot be read.
-	large        map[string]bool                    // While it is paused, its endpoints are not known.
-	// left is when a Source was last disconnected from "gone"; zero while it is connected.
-	left map[string]time.Time
+	large        map[string]bool                    // Its endpoints are unknown while it is paused.
+	// disconnectedAt is when a Source was last disconnected from "temp"; zero while it is
+	// connected.
+	disconnectedAt map[string]time.Time
 
-	mu    sync.Mutex
-	life  *stormLife
-	luck  *rand.Rand
-	mood  map[string]answer
-	calm  bool
-	owed  map[claim]time.Time // Since when.
-	took  map[claim]int
-	late  map[claim]time.Time // When it was taken last.
-	again map[claim]int       // How often it may have been taken again.
-	sent  map[string]bool     // All, also those of an interrupted append.
-	known map[string]int64    // Messages that were accepted, by Source.
-	spare int64               // Messages whose acceptance is unknown.
-	cuts  int
+	mu           sync.Mutex
+	process      *stormProcess
+	resultRnd    *rand.Rand
+	result       map[string]answer
+	healthy      bool
+	expected     map[claim]time.Time // Messages to deliver, with the time of their acceptance.
+	deliveries   map[claim]int
+	lastDelivery map[claim]time.Time // The time of the last delivery.
+	repeats      map[claim]int       // The number of allowed repeated deliveries.
+	sent         map[string]bool     // All messages, also those of an interrupted append.
+	accepted     map[string]int64    // Accepted messages by Source.
+	uncertain    int64               // Messages with an unknown acceptance.
+	cuts         int
 }
 
-// stormLife is a process, from its start to its end or to a cut.
-type stormLife struct {
+// stormProcess is a process from its start to its end or to a power loss.
+type stormProcess struct {
 	*fakeClient
 	s      *storm
 	mem    *vfs.MemFS
@@ -116,18 +118,19 @@ type stormLife struct {
 	redelivering  sync.WaitGroup
 	redeliverCtx  context.Context
 	stopRedeliver func()
-	// left counts operations down to the cut, if above 0; after is what the cut left.
-	left  int
-	after *vfs.MemFS
-	rnd   *rand.Rand
+	// untilCut counts the operations until the power loss, if above 0; survivors are the files
+	// after it.
+	untilCut  int
+	survivors *vfs.MemFS
+	rnd       *rand.Rand
 }
 
 func newStorm(t *testing.T, seed uint64) *storm {
 	s := &storm{
-		T: t, rnd: rand.New(rand.NewPCG(seed, 1)), luck: rand.New(rand.NewPCG(seed, 2)),
-		destinations: map[string]*liveconfig.Destination{}, large: map[string]bool{}, left: map[string]time.Time{}, mood: map[string]answer{},
-		owed: map[claim]time.Time{}, took: map[claim]int{}, late: map[claim]time.Time{}, again: map[claim]int{},
-		sent: map[string]bool{}, known: map[string]int64{},
+		T: t, rnd: rand.New(rand.NewPCG(seed, 1)), resultRnd: rand.New(rand.NewPCG(seed, 2)),
+		destinations: map[string]*liveconfig.Destination{}, large: map[string]bool{}, disconnectedAt: map[string]time.Time{}, result: map[string]answer{},
+		expected: map[claim]time.Time{}, deliveries: map[claim]int{}, lastDelivery: map[claim]time.Time{}, repeats: map[claim]int{},
+		sent: map[string]bool{}, accepted: map[string]int64{},
 	}
 	for _, name := range stormNames {
 		d := dest(name, "http://"+name+"-0.test", "http://"+name+"-1.test")
@@ -135,7 +138,7 @@ func newStorm(t *testing.T, seed uint64) *storm {
 		switch name {
 		case one, dead:
 			d.Endpoints = d.Endpoints[:1]
-		case two, gone:
+		case two, temp:
 			d.Sources = []string{"ios", "web"}
 		case every:
 			d.Success = liveconfig.EveryEndpoint
@@ -145,33 +148,33 @@ func newStorm(t *testing.T, seed uint64) *storm {
 	return s
 }
 
-// weather is what receivers may answer.
-var weather = []answer{
+// results are the possible results of receivers.
+var results = []answer{
 	{status: 200}, {status: 200, after: 5 * time.Millisecond}, {status: 204, after: 800 * time.Millisecond}, {status: 200, after: 4 * time.Second}, {status: 200, after: 6 * time.Second},
 	{status: 500}, {status: 503, retryAfter: 20 * time.Second}, {status: 429, after: 50 * time.Millisecond}, {status: 429, retryAfter: 2 * time.Hour}, {reason: egress.ConnectionRefused},
 	{reason: egress.TimedOut, after: time.Hour}, {status: 404}, {status: 302},
 }
 
-// answer is a receiver's; the client's lock is held.
+// answer returns a receiver's result; the client's lock is held.
 func (s *storm) answer(r request) answer {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if r.url == "http://dead-0.test" {
-		return []answer{{status: 500, after: time.Second}, {reason: egress.TimedOut, after: time.Hour}}[s.luck.IntN(2)]
+		return []answer{{status: 500, after: time.Second}, {reason: egress.TimedOut, after: time.Hour}}[s.resultRnd.IntN(2)]
 	}
-	if s.calm {
+	if s.healthy {
 		return answer{status: 200, after: time.Millisecond}
 	}
-	a, ok := s.mood[r.url]
-	if !ok || s.luck.IntN(40) == 0 {
-		a = weather[s.luck.IntN(len(weather))]
-		s.mood[r.url] = a
+	a, ok := s.result[r.url]
+	if !ok || s.resultRnd.IntN(40) == 0 {
+		a = results[s.resultRnd.IntN(len(results))]
+		s.result[r.url] = a
 	}
 	return a
 }
 
-// Post notes what a receiver took, unless the power went before it answered.
-func (l *stormLife) Post(ctx context.Context, e *egress.Endpoint, headers []egress.Header, body []byte) egress.Result {
+// Post records the messages that a receiver accepted before a power loss.
+func (l *stormProcess) Post(ctx context.Context, e *egress.Endpoint, headers []egress.Header, body []byte) egress.Result {
 	l.mu.Lock()
 	url := l.urls[e]
 	l.mu.Unlock()
@@ -179,21 +182,21 @@ func (l *stormLife) Post(ctx context.Context, e *egress.Endpoint, headers []egre
 	s := l.s
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if l.after != nil {
+	if l.survivors != nil {
 		return egress.Result{Reason: egress.ConnectionRefused}
 	}
 	if r.Reason == "" {
 		c := claim{receiverOf(url), string(body)}
 		if !s.sent[c.id] {
-			s.Errorf("%s got %s, which was never sent", c.receiver, c.id)
+			s.Errorf("%s got %s, which was not sent", c.receiver, c.id)
 		}
-		s.took[c]++
-		s.late[c] = time.Now()
+		s.deliveries[c]++
+		s.lastDelivery[c] = time.Now()
 	}
 	return r
 }
 
-// receiverOf is "name/endpoint" of a URL; a URL that replaced another is the same receiver.
+// receiverOf returns "name/endpoint" for a URL; a changed URL is the same receiver.
 func receiverOf(url string) string {
 	var name, number string
 	for _, n := range stormNames {
@@ -211,26 +214,27 @@ func cutPrefix(s, prefix string) (string, bool) {
 	return s[len(prefix):], true
 }
 
-// operation counts down to the cut. Messages accepted or delivered after it do not count.
-func (l *stormLife) operation() {
+// operation counts operations until the power loss. Messages accepted or delivered after it do
+// not count.
+func (l *stormProcess) operation() {
 	s := l.s
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if l.left > 0 {
-		if l.left--; l.left == 0 {
+	if l.untilCut > 0 {
+		if l.untilCut--; l.untilCut == 0 {
 			l.cut()
 		}
 	}
 }
 
-// cut takes the power. The storm's lock is held.
-func (l *stormLife) cut() {
+// cut simulates a power loss. The storm's lock is held.
+func (l *stormProcess) cut() {
 	s := l.s
-	l.after = l.mem.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: l.rnd.IntN(101), RNG: l.rnd})
+	l.survivors = l.mem.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: l.rnd.IntN(101), RNG: l.rnd})
 	s.cuts++
-	for c, at := range s.late {
+	for c, at := range s.lastDelivery {
 		if time.Since(at) < lastAcks {
-			s.again[c]++
+			s.repeats[c]++
 		}
 	}
 }
@@ -238,14 +242,14 @@ func (l *stormLife) cut() {
 func (s *storm) dead() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.life.after != nil
+	return s.process.survivors != nil
 }
 
-// start begins a life on what the one before left.
+// start starts a process on the files of the previous one.
 func (s *storm) start(mem *vfs.MemFS, cut int) {
-	l := &stormLife{fakeClient: newFakeClient(s.answer), s: s, mem: mem, left: cut, rnd: rand.New(rand.NewPCG(s.rnd.Uint64(), 0))}
+	l := &stormProcess{fakeClient: newFakeClient(s.answer), s: s, mem: mem, untilCut: cut, rnd: rand.New(rand.NewPCG(s.rnd.Uint64(), 0))}
 	s.mu.Lock()
-	s.life = l
+	s.process = l
 	s.mu.Unlock()
 	var err error
 	l.store, err = pebblestore.Open("data", pebblestore.Options{
@@ -253,7 +257,7 @@ func (s *storm) start(mem *vfs.MemFS, cut int) {
 		MemTableBytes: 256 << 10, CacheBytes: 1 << 20, Now: time.Now,
 	})
 	if err != nil {
-		s.Fatalf("it does not start: %v", err)
+		s.Fatalf("the store does not open: %v", err)
 	}
 	s.balance()
 	l.engine = New(Options{Store: l.store, Client: l, Logger: slog.New(slog.DiscardHandler), MaxInFlight: 50, DrainTimeout: 10 * time.Second, OrphanGrace: stormGrace})
@@ -270,10 +274,10 @@ func (s *storm) start(mem *vfs.MemFS, cut int) {
 		cancel()
 		<-done
 		if e := l.engine; e.inFlight != 0 || e.unproven != 0 || e.leased != 0 || e.workers != 0 {
-			s.Errorf("at the end of a life: %d in flight, %d unproven, %d leased, %d workers", e.inFlight, e.unproven, e.leased, e.workers)
+			s.Errorf("at the end of a process: %d in flight, %d unproven, %d leased, %d workers", e.inFlight, e.unproven, e.leased, e.workers)
 		}
 		if most := l.most["http://dead-0.test"]; most > 1 {
-			s.Errorf("%d requests at once to the one that never answers", most)
+			s.Errorf("%d concurrent requests to the endpoint that never responds", most)
 		}
 		if err := l.store.Close(); err != nil {
 			s.Errorf("close: %v", err)
@@ -282,24 +286,24 @@ func (s *storm) start(mem *vfs.MemFS, cut int) {
 	s.apply()
 }
 
-// restart ends a life and begins the next one.
+// restart ends the process and starts the next one.
 func (s *storm) restart() {
-	l := s.life
+	l := s.process
 	l.stop()
 	s.mu.Lock()
 	mem := l.mem
-	if l.after != nil {
-		mem = l.after
+	if l.survivors != nil {
+		mem = l.survivors
 	}
 	s.mu.Unlock()
 	cut := 0
 	if s.rnd.IntN(2) == 0 {
-		cut = 1 + s.rnd.IntN(1<<s.rnd.IntN(12)) // Often while it starts.
+		cut = 1 + s.rnd.IntN(1<<s.rnd.IntN(12)) // Often during the start.
 	}
 	s.start(mem, cut)
 }
 
-// apply puts the destinations into effect, as they are to be.
+// apply applies the configured destinations.
 func (s *storm) apply() {
 	s.rev++
 	v := liveconfig.NewView(nil, "ns")
@@ -315,36 +319,37 @@ func (s *storm) apply() {
 		}
 		v = (&world{rev: s.rev}).view(all...)
 	}
-	if err := s.life.engine.Apply(v); err != nil {
+	if err := s.process.engine.Apply(v); err != nil {
 		s.Errorf("Apply: %v", err)
 	}
 	if s.unusable {
 		return
 	}
-	// A destination that was removed for longer than the grace period has lost its messages.
-	connected := s.destinations[gone]
+	// The messages of a destination that was removed for longer than the grace period are
+	// discarded.
+	connected := s.destinations[temp]
 	for _, source := range []string{"web", "ios"} {
-		here, at := connected != nil && slices.Contains(connected.Sources, source), s.left[source]
+		here, at := connected != nil && slices.Contains(connected.Sources, source), s.disconnectedAt[source]
 		switch {
 		case !here && at.IsZero():
-			s.left[source] = time.Now()
+			s.disconnectedAt[source] = time.Now()
 		case here && !at.IsZero():
 			if time.Since(at) >= stormGrace-time.Second {
-				s.forgive(func(c claim) bool { return c.receiver == gone && s.sourceOf(c.id) == source })
+				s.dropExpected(func(c claim) bool { return c.receiver == temp && s.sourceOf(c.id) == source })
 			}
-			delete(s.left, source)
+			delete(s.disconnectedAt, source)
 		}
 	}
 }
 
-// sourceOf is the Source of a message, by its id.
+// sourceOf returns the Source of a message by its ID.
 func (s *storm) sourceOf(id string) string { return id[:3] }
 
-// forgive forgets what is owed.
-func (s *storm) forgive(which func(claim) bool) {
+// dropExpected removes messages from those to deliver.
+func (s *storm) dropExpected(which func(claim) bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	maps.DeleteFunc(s.owed, func(c claim, _ time.Time) bool { return which(c) })
+	maps.DeleteFunc(s.expected, func(c claim, _ time.Time) bool { return which(c) })
 }
 
 // send appends messages of a Source; "one" filters some out.
@@ -365,26 +370,26 @@ func (s *storm) send(source string, n int) {
 	if n == 0 {
 		return
 	}
-	_, err := s.life.store.Append(context.Background(), msgs)
+	_, err := s.process.store.Append(context.Background(), msgs)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.life.after != nil {
-		s.spare += int64(n)
+	if s.process.survivors != nil {
+		s.uncertain += int64(n)
 		return
 	}
 	if err != nil {
 		s.Errorf("Append: %v", err)
 	}
-	s.known["ns/"+source] += int64(n)
+	s.accepted["ns/"+source] += int64(n)
 	for _, m := range msgs {
 		for name, d := range s.destinations {
 			switch {
 			case d == nil || !slices.Contains(d.Sources, source) || slices.Contains(m.Skip, "ns/"+name) || name == dead:
 			case name == every:
-				s.owed[claim{"every/e0", m.ID}] = time.Now()
-				s.owed[claim{"every/e1", m.ID}] = time.Now()
+				s.expected[claim{"every/e0", m.ID}] = time.Now()
+				s.expected[claim{"every/e1", m.ID}] = time.Now()
 			default:
-				s.owed[claim{name, m.ID}] = time.Now()
+				s.expected[claim{name, m.ID}] = time.Now()
 			}
 		}
 	}
@@ -392,7 +397,7 @@ func (s *storm) send(source string, n int) {
 
 // letters lists the dead letters of a destination.
 func (s *storm) letters(name string) (all []queue.DeadLetter) {
-	if err := s.life.store.DeadLetters(context.Background(), "ns/"+name, "", func(d queue.DeadLetter) bool {
+	if err := s.process.store.DeadLetters(context.Background(), "ns/"+name, "", func(d queue.DeadLetter) bool {
 		d.Body = nil
 		all = append(all, d)
 		return true
@@ -421,22 +426,22 @@ func (s *storm) redeliver() {
 		if slices.Contains(selector.Keys, d.Key) {
 			chosen[d.ID] = true
 			for i := range 3 {
-				s.again[claim{fmt.Sprintf("%s/e%d", name, i), d.ID}]++
+				s.repeats[claim{fmt.Sprintf("%s/e%d", name, i), d.ID}]++
 			}
 		}
 	}
 	s.mu.Unlock()
-	l, patience, purge := s.life, time.Duration(s.rnd.IntN(1<<s.rnd.IntN(16)))*time.Millisecond, s.rnd.IntN(5) == 0
+	l, timeout, purge := s.process, time.Duration(s.rnd.IntN(1<<s.rnd.IntN(16)))*time.Millisecond, s.rnd.IntN(5) == 0
 	if purge {
-		s.forgive(func(c claim) bool {
+		s.dropExpected(func(c claim) bool {
 			owner, _ := split(c.receiver)
 			return (owner == name || c.receiver == name) && chosen[c.id]
 		})
 	} else {
-		s.spare += int64(len(selector.Keys)) // Some may be appended in vain.
+		s.uncertain += int64(len(selector.Keys)) // Some may be appended after their lanes were removed.
 	}
 	l.redelivering.Go(func() {
-		ctx, cancel := context.WithTimeout(l.redeliverCtx, patience)
+		ctx, cancel := context.WithTimeout(l.redeliverCtx, timeout)
 		defer cancel()
 		if purge {
 			_, _ = redelivery.Purge(ctx, l.store, "ns/"+name, selector, redelivery.Options{})
@@ -451,10 +456,10 @@ func (s *storm) change() {
 	name := stormNames[s.rnd.IntN(len(stormNames))]
 	d := s.destinations[name]
 	if d == nil {
-		again := dest(gone, "http://gone-0.test", "http://gone-1.test")
+		again := dest(temp, "http://temp-0.test", "http://temp-1.test")
 		again.Sources = []string{"ios", "web"}
 		again.DeadLetters = s.destinations[one].DeadLetters
-		s.destinations[gone] = &again
+		s.destinations[temp] = &again
 		return
 	}
 	switch n := s.rnd.IntN(8); {
@@ -486,9 +491,9 @@ func (s *storm) change() {
 		d.Endpoints = [][]liveconfig.Endpoint{all[:2], all, all[1:], all[1:2]}[s.rnd.IntN(4)]
 	case name == flip:
 		d.Success = map[string]string{liveconfig.AnyEndpoint: liveconfig.EveryEndpoint, liveconfig.EveryEndpoint: liveconfig.AnyEndpoint}[d.Success]
-	case name == gone && s.rnd.IntN(2) == 0:
-		s.destinations[gone] = nil
-	case name == gone:
+	case name == temp && s.rnd.IntN(2) == 0:
+		s.destinations[temp] = nil
+	case name == temp:
 		d.Sources = [][]string{{"ios", "web"}, {"web"}, {"ios"}}[s.rnd.IntN(3)]
 	}
 }
@@ -497,19 +502,19 @@ func (s *storm) change() {
 func (s *storm) balance() {
 	s.Helper()
 	for _, name := range stormNames {
-		if err := s.life.store.DestinationStats("ns/" + name).Ledger.Balance(); err != nil {
+		if err := s.process.store.DestinationStats("ns/" + name).Ledger.Balance(); err != nil {
 			s.Errorf("%s: %v", name, err)
 		}
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, source := range []string{"ns/web", "ns/ios"} {
-		stats := s.life.store.SourceStats(source)
+		stats := s.process.store.SourceStats(source)
 		if err := stats.Ledger.Balance(); err != nil {
 			s.Errorf("%s: %v", source, err)
 		}
-		if stats.Accepted < s.known[source] || stats.Accepted > s.known[source]+s.spare {
-			s.Errorf("%s: %d accepted, want %d and up to %d more", source, stats.Accepted, s.known[source], s.spare)
+		if stats.Accepted < s.accepted[source] || stats.Accepted > s.accepted[source]+s.uncertain {
+			s.Errorf("%s: %d accepted, want %d and up to %d more", source, stats.Accepted, s.accepted[source], s.uncertain)
 		}
 	}
 }
@@ -546,21 +551,21 @@ func (s *storm) run() {
 	s.conclude()
 }
 
-// conclude lets all be well and checks the end.
+// conclude makes all receivers healthy and checks the final state.
 func (s *storm) conclude() {
 	s.mu.Lock()
-	s.calm = true
-	s.life.left = 0
+	s.healthy = true
+	s.process.untilCut = 0
 	s.mu.Unlock()
 	if s.dead() {
-		s.life.stop()
-		s.start(s.life.after, 0)
+		s.process.stop()
+		s.start(s.process.survivors, 0)
 	}
-	if s.destinations[gone] == nil {
-		s.forgive(func(c claim) bool { return c.receiver == gone })
+	if s.destinations[temp] == nil {
+		s.dropExpected(func(c claim) bool { return c.receiver == temp })
 	} else {
-		for source := range s.left {
-			s.forgive(func(c claim) bool { return c.receiver == gone && s.sourceOf(c.id) == source })
+		for source := range s.disconnectedAt {
+			s.dropExpected(func(c claim) bool { return c.receiver == temp && s.sourceOf(c.id) == source })
 		}
 	}
 	for _, d := range s.destinations {
@@ -569,19 +574,19 @@ func (s *storm) conclude() {
 		}
 	}
 	s.apply()
-	s.life.stopRedeliver()
+	s.process.stopRedeliver()
 	time.Sleep(5 * time.Hour)
 	synctest.Wait()
 	s.balance()
 	for _, source := range []string{"ns/web", "ns/ios"} {
-		if n := s.life.store.SourceStats(source).LogBytes; n != 0 {
+		if n := s.process.store.SourceStats(source).LogBytes; n != 0 {
 			s.Errorf("%s: %d bytes of the log are still kept", source, n)
 		}
 	}
 	dead := map[claim]bool{}
 	for _, name := range stormNames {
-		ledger := s.life.store.DestinationStats("ns/" + name).Ledger
-		if ledger.Pending != 0 || ledger.Discarded != 0 && name != gone && name != every {
+		ledger := s.process.store.DestinationStats("ns/" + name).Ledger
+		if ledger.Pending != 0 || ledger.Discarded != 0 && name != temp && name != every {
 			s.Errorf("%s: %+v", name, ledger)
 		}
 		for _, d := range s.letters(name) {
@@ -591,22 +596,22 @@ func (s *storm) conclude() {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for c := range s.owed {
-		n := s.took[c]
+	for c := range s.expected {
+		n := s.deliveries[c]
 		for i := range 3 {
-			n += s.took[claim{fmt.Sprintf("%s/e%d", c.receiver, i), c.id}]
+			n += s.deliveries[claim{fmt.Sprintf("%s/e%d", c.receiver, i), c.id}]
 		}
 		if n == 0 && !dead[c] {
-			s.Errorf("%s never got %s, and it is no dead letter", c.receiver, c.id)
+			s.Errorf("%s did not get %s, and it is not a dead letter", c.receiver, c.id)
 		}
 	}
-	for c, n := range s.took {
-		if name, _ := split(c.receiver); name != flip && n > 1+s.again[c] {
-			s.Errorf("%s took %s %d times; it may have been %d", c.receiver, c.id, n, 1+s.again[c])
+	for c, n := range s.deliveries {
+		if name, _ := split(c.receiver); name != flip && n > 1+s.repeats[c] {
+			s.Errorf("%s got %s %d times, want at most %d", c.receiver, c.id, n, 1+s.repeats[c])
 		}
 	}
-	s.Logf("%d messages, %d owed, %d taken, %d dead letters, %d cuts", s.next, len(s.owed), len(s.took), len(dead)/2, s.cuts)
+	s.Logf("%d messages, %d expected, %d delivered, %d dead letters, %d power losses", s.next, len(s.expected), len(s.deliveries), len(dead)/2, s.cuts)
 	s.mu.Unlock()
-	s.life.stop()
+	s.process.stop()
 	s.mu.Lock()
 }

@@ -24,7 +24,7 @@ func (e *Engine) trace(w *worker, started time.Time) trace.Span {
 }
 
 // endTrace ends the span. The URL is a credential and is not recorded.
-func endTrace(span trace.Span, p *post, r *ended, s settlement) {
+func endTrace(span trace.Span, p *post, r *ended, s outcome) {
 	if !span.IsRecording() {
 		return
 	}

@@ -1,11 +1,10 @@
-// Package jobs keeps records of the runs of Redeliveries and DeletionRequests, so
-// that a run continues after a restart and a completed run is not repeated.
+// Package jobs stores records of the runs of Redeliveries and DeletionRequests, so that a run
+// continues after a restart and a completed run is not repeated.
 //
-// A record belongs to an identity, a hash of the namespace, the name and the spec
-// of an object. Records are kept in the dispatcher's store, each dispatcher its
-// own, for Retention after their last change. Their number is bounded, for each
-// namespace and in total; the oldest records are removed first. The package knows
-// nothing of what a run does.
+// A record belongs to an identity, a hash of the namespace, the name and the spec of an object.
+// Each dispatcher keeps its own records in its store, for Retention after their last change.
+// Their number is bounded, for each namespace and in total; the oldest records are removed
+// first. The package does not know the purpose of a run. The main types are Records and Record.
 package jobs
 
 import (
@@ -29,21 +28,21 @@ const (
 
 // Store is the part of queue.Store that keeps records.
 type Store interface {
-	Remember(name string, value []byte) error
-	RememberDurably(name string, value []byte) error
-	Remembered() (map[string][]byte, error)
+	PutMeta(name string, value []byte) error
+	PutMetaDurable(name string, value []byte) error
+	AllMeta() (map[string][]byte, error)
 }
 
 // Record is the state of one run.
 type Record struct {
 	Namespace string `json:"namespace"`
-	// UID is that of the object that the run belongs to.
+	// UID is the UID of the object that the run belongs to.
 	UID string `json:"uid"`
 	// Updated is when the record was changed last.
 	Updated time.Time `json:"updated"`
 	// Completed is when the run completed; zero before, and for a run that failed.
 	Completed time.Time `json:"completed,omitzero"`
-	// Progress belongs to the kind of job.
+	// Progress is defined by the kind of job.
 	Progress json.RawMessage `json:"progress,omitempty"`
 }
 
@@ -63,7 +62,7 @@ type Records struct {
 // Open reads the records of earlier runs. Records that cannot be decoded are ignored.
 func Open(store Store, now func() time.Time) (*Records, error) {
 	r := &Records{store: store, now: now, namespaceMax: maxNamespace, totalMax: maxTotal, byID: map[string]Record{}, namespaces: map[string]int{}}
-	all, err := store.Remembered()
+	all, err := store.AllMeta()
 	if err != nil {
 		return nil, fmt.Errorf("read the records of jobs: %w", err)
 	}
@@ -105,11 +104,11 @@ func (r *Records) Put(id string, record Record) error {
 		return fmt.Errorf("store the record of a job: %w", err)
 	}
 	if _, known := r.byID[id]; !known {
-		if err := r.makeRoom(record.Namespace); err != nil {
+		if err := r.removeOldest(record.Namespace); err != nil {
 			return err
 		}
 	}
-	if err := r.store.RememberDurably(prefix+id, value); err != nil {
+	if err := r.store.PutMetaDurable(prefix+id, value); err != nil {
 		return fmt.Errorf("store the record of a job: %w", err)
 	}
 	if old, known := r.byID[id]; known {
@@ -120,9 +119,9 @@ func (r *Records) Put(id string, record Record) error {
 	return nil
 }
 
-// makeRoom removes expired records now and then, and the oldest one of the
+// removeOldest removes expired records once per sweepInterval, and the oldest record of the
 // namespace, or of the namespace with the most records, at a bound.
-func (r *Records) makeRoom(namespace string) error {
+func (r *Records) removeOldest(namespace string) error {
 	if now := r.now(); now.Sub(r.swept) >= sweepInterval || now.Before(r.swept) {
 		r.swept = now
 		for id, record := range maps.Clone(r.byID) {
@@ -157,7 +156,7 @@ func (r *Records) makeRoom(namespace string) error {
 }
 
 func (r *Records) remove(id string) error {
-	if err := r.store.Remember(prefix+id, nil); err != nil {
+	if err := r.store.PutMeta(prefix+id, nil); err != nil {
 		return fmt.Errorf("remove the record of a job: %w", err)
 	}
 	namespace := r.byID[id].Namespace

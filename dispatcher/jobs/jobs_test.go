@@ -18,11 +18,11 @@ import (
 type memStore struct {
 	mu     sync.Mutex
 	values map[string][]byte
-	// refuse, when set, is the answer to durable writes.
+	// refuse, when set, is the error of durable writes.
 	refuse error
 }
 
-func (s *memStore) Remember(name string, value []byte) error {
+func (s *memStore) PutMeta(name string, value []byte) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.values[name] = value; value == nil {
@@ -31,14 +31,14 @@ func (s *memStore) Remember(name string, value []byte) error {
 	return nil
 }
 
-func (s *memStore) RememberDurably(name string, value []byte) error {
+func (s *memStore) PutMetaDurable(name string, value []byte) error {
 	if s.refuse != nil {
 		return s.refuse
 	}
-	return s.Remember(name, value)
+	return s.PutMeta(name, value)
 }
 
-func (s *memStore) Remembered() (map[string][]byte, error) {
+func (s *memStore) AllMeta() (map[string][]byte, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return maps.Clone(s.values), nil
@@ -97,8 +97,8 @@ func TestRetention(t *testing.T) {
 	}
 }
 
-// The oldest record of a namespace gives way to a new one, and in total the oldest
-// of the namespace that has the most.
+// The oldest record of a namespace is removed for a new one, and in total the oldest record of
+// the namespace with the most records.
 func TestBounds(t *testing.T) {
 	s, c := &memStore{values: map[string][]byte{}}, &clock{time.Unix(1_800_000_000, 0)}
 	r := open(t, s, c)
@@ -123,7 +123,7 @@ func TestBounds(t *testing.T) {
 	}
 }
 
-// A record that could not be stored is not known.
+// A record whose write failed is not known.
 func TestRefusedWrite(t *testing.T) {
 	s, c := &memStore{values: map[string][]byte{}}, &clock{time.Unix(1_800_000_000, 0)}
 	r := open(t, s, c)
@@ -136,7 +136,7 @@ func TestRefusedWrite(t *testing.T) {
 	}
 }
 
-// A record survives a loss of power once Put has returned.
+// A record survives a power loss after Put has returned.
 func TestPowerLoss(t *testing.T) {
 	fs, c := vfs.NewCrashableMem(), &clock{time.Unix(1_800_000_000, 0)}
 	options := func(fs vfs.FS) pebblestore.Options {

@@ -169,11 +169,11 @@ func (s *killedStore) Append(ctx context.Context, m []queue.Message) ([]bool, er
 	return s.Store.Append(ctx, m)
 }
 
-func (s *killedStore) RememberDurably(name string, value []byte) error {
+func (s *killedStore) PutMetaDurable(name string, value []byte) error {
 	if s.records++; s.records == 2 && s.when == "after the removal" {
 		return errKilled
 	}
-	return s.Store.RememberDurably(name, value)
+	return s.Store.PutMetaDurable(name, value)
 }
 
 // Dead letters without a receiver are kept, counted, and not scanned again.

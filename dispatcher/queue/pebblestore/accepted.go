@@ -10,40 +10,41 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs"
 )
 
-// acceptedName is the file that says how many messages of each Source were acknowledged. A start
-// compares it with the store, and a repair takes from it what is missing.
+// acceptedName is the file with the number of acknowledged messages of each Source. A start
+// compares it with the store, and a repair uses it to find missing messages.
 //
 // Invariants:
 //
-//   - A group's entries are written after its sync and before its callers are
-//     answered. So the file has every message that was acknowledged, and never more
-//     than was durable.
-//   - The write is synced in the background (see syncPositions), and at once when a Source is new, so that
-//     its name is durable twice. The end of the process takes nothing of it, a power loss
-//     may bring back older entries.
-//   - Each entry has a checksum and lies within one sector. An entry that is not sound says nothing.
+//   - The entries of a commit are written after its sync and before its callers get their
+//     answers. So the file covers every acknowledged message, and never a message that is not
+//     durable.
+//   - The write is synced in the background (see syncPositions), and at once for a new Source,
+//     so that the name of the Source is durable in two places. The end of the process loses no
+//     entry; a power loss may restore older entries.
+//   - Each entry has a checksum and lies within one sector. An entry with a wrong checksum is
+//     ignored.
 const acceptedName = "accepted"
 
-// An entry: checksum(4) length of the Source's name(2) unused(2) number of its log(8)
-// head(8) bytes(8) name. A longer name than fits is left out.
+// An entry: checksum(4) length of the Source's name(2) unused(2) number of its log(8) head(8)
+// bytes(8) name. A name that does not fit is omitted.
 const (
 	acceptedEntryBytes = 512
 	acceptedEntryHead  = 32
 )
 
 type acceptedEntry struct {
-	source string // "" when it did not fit.
+	source string // "" when the name did not fit.
 	number uint64
 	position
 }
 
-// acceptedFile writes the entries. It belongs to the goroutine that answers groups.
+// acceptedFile writes the entries. The goroutine that finishes commits owns it.
 type acceptedFile struct {
 	file   vfs.File
-	image  []byte // Of the whole file.
+	image  []byte // The contents of the whole file.
 	failed func(error)
 	dirty  []int
-	grown  bool // By a new Source, since the last write.
+	grown  bool // A Source was added since the last write.
 }
 
 func (f *acceptedFile) open(fsys vfs.FS, dir string, logs map[string]*sourceLog, failed func(error)) error {
@@ -67,7 +68,7 @@ func (f *acceptedFile) open(fsys vfs.FS, dir string, logs map[string]*sourceLog,
 	return nil
 }
 
-// put sets a log's entry, which write writes.
+// put sets a log's entry for the next write.
 func (f *acceptedFile) put(l *sourceLog, p position) {
 	if l.entry == 0 {
 		f.image = append(f.image, make([]byte, acceptedEntryBytes)...)
@@ -86,7 +87,7 @@ func (f *acceptedFile) put(l *sourceLog, p position) {
 	f.dirty = append(f.dirty, l.entry-1)
 }
 
-// write writes the entries that were put, neighbours together.
+// write writes the changed entries, adjacent ones together.
 func (f *acceptedFile) write() {
 	slices.Sort(f.dirty)
 	for i := 0; i < len(f.dirty); {
@@ -115,7 +116,7 @@ func (f *acceptedFile) close() error {
 	return f.file.Close()
 }
 
-// readAccepted returns the sound entries; damaged counts the others.
+// readAccepted returns the entries with valid checksums; damaged counts the others.
 func readAccepted(fsys vfs.FS, dir string) (entries []acceptedEntry, damaged int, err error) {
 	data, err := readAll(fsys, fsys.PathJoin(dir, acceptedName))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -143,14 +144,14 @@ func readAccepted(fsys vfs.FS, dir string) (entries []acceptedEntry, damaged int
 	return entries, damaged, nil
 }
 
-// checkAccepted compares the logs' ends with what was acknowledged.
+// checkAccepted compares the ends of the logs with the acknowledged messages.
 func (s *Store) checkAccepted() error {
 	entries, damaged, err := readAccepted(s.o.FS, s.dir)
 	if err != nil {
 		return err
 	}
 	if damaged > 0 {
-		s.log.Warn("entries of a file of the queue are damaged; rewriting the file", "path", s.path(acceptedName), "entries", damaged)
+		s.log.Warn("entries of accepted messages damaged; rewriting the file", "path", s.path(acceptedName), "entries", damaged)
 	}
 	byNumber := map[uint64]*sourceLog{}
 	for _, l := range s.logs {

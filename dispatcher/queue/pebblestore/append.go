@@ -14,13 +14,13 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// Bounds of one commit. A request is never split, so a group may exceed them by one request.
+// Bounds of one commit. A request is never split, so a commit may exceed them by one request.
 const (
-	maxGroupMessages = 1000
-	maxGroupBytes    = 4 << 20
+	maxCommitMessages = 1000
+	maxCommitBytes    = 4 << 20
 )
 
-// Bounds of one message; ingest's own are narrower.
+// Bounds of one message; those of ingest are narrower.
 const (
 	maxIDBytes   = 1 << 10
 	maxNameBytes = 1 << 10
@@ -28,7 +28,7 @@ const (
 	maxSkips     = 10_000
 )
 
-// request is one call of Append. It is reused once its caller has the answer.
+// request is one call of Append. It is reused after its caller received the answer.
 type request struct {
 	messages []queue.Message
 	hashes   []hash
@@ -48,8 +48,8 @@ const (
 
 type hash [16]byte
 
-// hashOf tells messages apart that are of one Source: a collision is out of
-// the question even when the ids are made by an adversary.
+// hashOf identifies a message among all messages of its Source. Collisions are infeasible, also
+// for IDs chosen by an adversary.
 func hashOf(buf []byte, m *queue.Message) (hash, []byte) {
 	buf = appendString(buf[:0], m.Source)
 	buf = append(buf, m.ID...)
@@ -57,13 +57,13 @@ func hashOf(buf []byte, m *queue.Message) (hash, []byte) {
 	return hash(sum[:16]), buf
 }
 
-// Append implements queue.Store. ctx ends the wait only until the messages are
-// taken for a commit: from then on they may become durable.
+// Append implements queue.Store. ctx ends the wait only until the committer takes the request:
+// from then on its messages may become durable.
 func (s *Store) Append(ctx context.Context, msgs []queue.Message) ([]bool, error) {
 	if len(msgs) == 0 {
 		return nil, nil
 	}
-	r := s.spare.Get().(*request)
+	r := s.requestPool.Get().(*request)
 	r.messages, r.bytes, r.hashes = msgs, 0, r.hashes[:0]
 	r.dups, r.err = nil, nil
 	r.state.Store(waiting)
@@ -114,7 +114,7 @@ func (s *Store) Append(ctx context.Context, msgs []queue.Message) ([]bool, error
 
 func (s *Store) release(r *request) {
 	r.messages = nil
-	s.spare.Put(r)
+	s.requestPool.Put(r)
 }
 
 func check(m *queue.Message) error {
@@ -131,16 +131,16 @@ func check(m *queue.Message) error {
 	return nil
 }
 
-// runCommitter is the one writer of the logs: it takes all requests that wait,
-// gives their messages positions, and syncs them with one flush of the disk. It
-// writes the next group while the one before is being synced.
+// runCommitter is the only writer of the logs. It takes all waiting requests, assigns positions
+// to their messages, and makes them durable with one sync. It writes the next commit during the
+// sync of the previous one.
 func (s *Store) runCommitter() {
 	c := committer{s: s, written: make(chan *commit, 2), synced: make(chan struct{}, 1)}
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		for g := range c.written {
-			c.finish(g)
+		for cm := range c.written {
+			c.finish(cm)
 		}
 	}()
 	defer func() {
@@ -154,26 +154,26 @@ func (s *Store) runCommitter() {
 			c.gather(r)
 			c.write()
 		case <-s.stop:
-			return // Those that still wait cancel by themselves.
+			return // Waiting callers cancel their requests themselves.
 		}
 	}
 }
 
 type committer struct {
-	s      *Store
-	group  *commit
-	number uint64     // The group's.
-	last   *sourceLog // The log of the message before: most often the same.
-	key    []byte
+	s       *Store
+	current *commit
+	number  uint64     // The number of the commit.
+	last    *sourceLog // The log of the previous message, which is most often the same.
+	key     []byte
 
-	// written are the groups that are being synced, in their order; syncing counts
-	// them, and synced tells of one less.
+	// written are the commits being synced, in order; syncing is their number, and synced
+	// receives a value after each sync.
 	written chan *commit
 	syncing atomic.Int32
 	synced  chan struct{}
 }
 
-// commit is a group of requests that is made durable at once.
+// commit is a set of requests that become durable together.
 type commit struct {
 	started  time.Time
 	requests []*request
@@ -184,32 +184,33 @@ type commit struct {
 	applied  bool // The batch is in the log, and may not be synced yet.
 }
 
-// touched is what a group does to a log.
+// touched is the change of a log by a commit.
 type touched struct {
 	log           *sourceLog
 	before, after position
 }
 
-// position is a log's end: its last message, and the bytes up to there.
+// position is the end of a log: its last message, and the number of bytes up to there.
 type position struct{ head, bytes uint64 }
 
 var commits = sync.Pool{New: func() any { return new(commit) }}
 
-// aheadMessages is the number of messages from which a group is written while the previous
-// group is being synced; fewer messages wait for the end of the sync, and for further ones.
+// aheadMessages is the minimum number of messages of a commit that is written while the
+// previous commit is being synced. A smaller one waits for the end of the sync, and takes
+// further requests meanwhile.
 const aheadMessages = 16
 
 func (c *committer) begin() {
-	c.group = commits.Get().(*commit)
-	c.group.count, c.group.bytes, c.group.applied = 0, 0, false
+	c.current = commits.Get().(*commit)
+	c.current.count, c.current.bytes, c.current.applied = 0, 0, false
 	c.number++
 }
 
-// gather takes requests until none waits or the group is large.
+// gather takes requests until none waits or the commit is large.
 func (c *committer) gather(r *request) {
 	for {
 		c.take(r)
-		if c.group.count >= maxGroupMessages || c.group.bytes >= maxGroupBytes {
+		if c.current.count >= maxCommitMessages || c.current.bytes >= maxCommitBytes {
 			return
 		}
 		select {
@@ -225,15 +226,16 @@ func (c *committer) gather(r *request) {
 
 func (c *committer) take(r *request) {
 	if r.state.CompareAndSwap(waiting, taken) {
-		c.group.requests = append(c.group.requests, r)
-		c.group.count += len(r.messages)
-		c.group.bytes += r.bytes
+		c.current.requests = append(c.current.requests, r)
+		c.current.count += len(r.messages)
+		c.current.bytes += r.bytes
 	}
 }
 
-// wait waits for another request while that costs nothing; nil when it would.
+// wait returns the next request that arrives while the previous commit is being synced; nil
+// when the current commit should be written.
 func (c *committer) wait() *request {
-	for c.group.count < aheadMessages && c.syncing.Load() > 0 {
+	for c.current.count < aheadMessages && c.syncing.Load() > 0 {
 		select {
 		case r := <-c.s.requests:
 			return r
@@ -245,86 +247,87 @@ func (c *committer) wait() *request {
 	return nil
 }
 
-// write writes the group to the log of the disk, and leaves it to be synced.
+// write writes the commit to the engine's log and queues it for finish.
 func (c *committer) write() {
-	s, g := c.s, c.group
-	g.started = time.Now()
+	s, cm := c.s, c.current
+	cm.started = time.Now()
 	now := s.o.Now().UnixMilli()
-	g.batch = s.db.NewBatchWithSize(g.bytes + 128*g.count + 64)
-	_ = g.batch.LogData(s.fs.positions.mark(), nil)
-	s.duplicates.begin(g.batch, now)
-	for _, r := range g.requests {
-		r.err = c.add(g.batch, r)
+	cm.batch = s.db.NewBatchWithSize(cm.bytes + 128*cm.count + 64)
+	_ = cm.batch.LogData(s.fs.positions.mark(), nil)
+	s.duplicates.begin(cm.batch, now)
+	for _, r := range cm.requests {
+		r.err = c.add(cm.batch, r)
 	}
 	c.last = nil
-	if g.batch.Count() > 0 {
-		for i := range g.touched {
-			t := &g.touched[i]
+	if cm.batch.Count() > 0 {
+		for i := range cm.touched {
+			t := &cm.touched[i]
 			t.after = position{t.log.head, t.log.bytes}
 			c.key = appendKey(c.key[:0], prefixHead, t.log.number)
-			op := g.batch.SetDeferred(len(c.key), 16)
+			op := cm.batch.SetDeferred(len(c.key), 16)
 			copy(op.Key, c.key)
 			binary.BigEndian.PutUint64(op.Value, t.after.head)
 			binary.BigEndian.PutUint64(op.Value[8:], t.after.bytes)
 			_ = op.Finish()
 		}
-		s.flusher.syncing()
-		err := s.db.ApplyNoSyncWait(g.batch, pebble.Sync)
-		g.applied = err == nil
+		s.flusher.markSynced()
+		err := s.db.ApplyNoSyncWait(cm.batch, pebble.Sync)
+		cm.applied = err == nil
 		if err != nil {
-			for _, t := range g.touched {
+			for _, t := range cm.touched {
 				t.log.head, t.log.bytes = t.before.head, t.before.bytes
 			}
-			g.touched = g.touched[:0]
-			for _, r := range g.requests {
+			cm.touched = cm.touched[:0]
+			for _, r := range cm.requests {
 				r.err = fmt.Errorf("append to the queue: %w", err)
 			}
 		}
-		s.disk.wrote(g.bytes)
+		s.disk.addWritten(cm.bytes)
 	}
 	c.syncing.Add(1)
-	c.written <- g
+	c.written <- cm
 }
 
-// finish waits until a group is on the disk, shows it to readers and answers.
-// A group that only repeats messages of the one before is answered after that.
-func (c *committer) finish(g *commit) {
+// finish waits until a commit is durable, makes it visible to readers and answers the requests.
+// Commits finish in order, so a request whose messages are duplicates of the previous commit is
+// answered after that commit is durable.
+func (c *committer) finish(cm *commit) {
 	s := c.s
-	if g.applied {
-		if err := g.batch.SyncWait(); err != nil {
+	if cm.applied {
+		if err := cm.batch.SyncWait(); err != nil {
 			engineLogger{s}.Fatalf("sync the log: %w", err)
 		}
 	}
-	_ = g.batch.Close()
+	_ = cm.batch.Close()
 	c.syncing.Add(-1)
 	select {
 	case c.synced <- struct{}{}:
 	default:
 	}
-	for _, t := range g.touched {
+	for _, t := range cm.touched {
 		t.log.durableBytes.Store(t.after.bytes)
 		t.log.durable.Store(t.after.head)
 		s.accepted.put(t.log, t.after)
 	}
 	s.accepted.write()
-	for _, r := range g.requests {
+	for _, r := range cm.requests {
 		r.answer <- struct{}{}
 	}
-	s.metrics.committed(g.count, time.Since(g.started))
-	for _, t := range g.touched {
+	s.metrics.committed(cm.count, time.Since(cm.started))
+	for _, t := range cm.touched {
 		t.log.eachLane(func(l *lane) {
-			if l.hungry.Load() && l.hungry.CompareAndSwap(true, false) {
+			if l.wantsNotify.Load() && l.wantsNotify.CompareAndSwap(true, false) {
 				s.notify(l.id)
 			}
 		})
 	}
-	clear(g.requests)
-	clear(g.touched)
-	g.requests, g.touched, g.batch = g.requests[:0], g.touched[:0], nil
-	commits.Put(g)
+	clear(cm.requests)
+	clear(cm.touched)
+	cm.requests, cm.touched, cm.batch = cm.requests[:0], cm.touched[:0], nil
+	commits.Put(cm)
 }
 
-// add puts a request's messages into the batch, all or none.
+// add adds a request's messages to the batch, all or none.
 func (c *committer) add(b *pebble.Batch, r *request) error {
 	s := c.s
 	if s.disk.full.Load() {
@@ -335,7 +338,7 @@ func (c *committer) add(b *pebble.Batch, r *request) error {
 			return err
 		}
 	}
-	if quota := s.disk.quota.Load(); quota > 0 && !c.fits(r, uint64(quota)) && !c.makeRoom(r, uint64(quota)) {
+	if quota := s.disk.quota.Load(); quota > 0 && !c.fits(r, uint64(quota)) && !c.makeSpace(r, uint64(quota)) {
 		return queue.ErrOverQuota
 	}
 	for i := range r.messages {
@@ -343,10 +346,10 @@ func (c *committer) add(b *pebble.Batch, r *request) error {
 		l, _ := c.logFor(m.Source)
 		// A redelivery repeats its messageId on purpose.
 		if s.o.DuplicateWindow > 0 && m.Only == "" {
-			dup, err := s.duplicates.seen(&r.hashes[i])
+			dup, err := s.duplicates.contains(&r.hashes[i])
 			if err != nil {
-				// Better twice than not at all.
-				s.log.With(queue.LaneID{Source: m.Source}.LogArgs()...).Error("looking for a duplicate failed; accepting the message", "error", err)
+				// A duplicate delivery is better than a lost message.
+				s.log.With(queue.LaneID{Source: m.Source}.LogArgs()...).Error("duplicate lookup failed; accepting the message", "error", err)
 			}
 			if dup {
 				if r.dups == nil {
@@ -360,7 +363,7 @@ func (c *committer) add(b *pebble.Batch, r *request) error {
 		}
 		if l.touched != c.number {
 			l.touched = c.number
-			c.group.touched = append(c.group.touched, touched{log: l, before: position{l.head, l.bytes}})
+			c.current.touched = append(c.current.touched, touched{log: l, before: position{l.head, l.bytes}})
 		}
 		l.head++
 		size := recordSize(m)
@@ -386,9 +389,9 @@ func (c *committer) logFor(source string) (*sourceLog, error) {
 	return l, err
 }
 
-// makeRoom skips first attempts of messages that another URL took, in the logs
-// that have reached their quota. It reports whether the request fits then.
-func (c *committer) makeRoom(r *request, quota uint64) bool {
+// makeSpace skips first attempts of messages that another lane delivered, in the logs that have
+// reached their quota. It reports whether the request then fits.
+func (c *committer) makeSpace(r *request, quota uint64) bool {
 	done := map[*sourceLog]bool{}
 	for i := range r.messages {
 		l, err := c.logFor(r.messages[i].Source)
@@ -396,14 +399,14 @@ func (c *committer) makeRoom(r *request, quota uint64) bool {
 			continue
 		}
 		done[l] = true
-		if err := c.s.skipFor(l, quota/relief+uint64(r.bytes)); err != nil {
+		if err := c.s.skipFor(l, quota/skipDivisor+uint64(r.bytes)); err != nil {
 			c.s.log.With(queue.LaneID{Source: l.source}.LogArgs()...).Error("freeing space for new messages failed", "error", c.s.explain(err))
 		}
 	}
 	return len(done) > 0 && c.fits(r, quota)
 }
 
-// fits tells whether a request is within the quota of all its Sources.
+// fits reports whether a request is within the quotas of all its Sources.
 func (c *committer) fits(r *request, quota uint64) bool {
 	fits := true
 	for i := range r.messages {

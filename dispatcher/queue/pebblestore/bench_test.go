@@ -26,8 +26,8 @@ func benchMessage(i int64) queue.Message {
 	return queue.Message{Source: web, ID: "018f3c1e-7b1a-7c3e-9d6f-" + strconv.FormatInt(i+1e11, 10), Type: "track", Event: "Order Completed", AcceptedAt: time.Now(), Body: benchBody}
 }
 
-// BenchmarkAppend is durable messages per second by producers and batch, next
-// to the floor: a file that the same group commit appends to and syncs.
+// BenchmarkAppend measures durable messages per second by producers and batch size. Its
+// baseline is a file with the same group commit.
 func BenchmarkAppend(b *testing.B) {
 	for _, batch := range []int{1, 20} {
 		for _, producers := range []int{1, 16, 256} {
@@ -87,7 +87,8 @@ func cpuTime() time.Duration {
 	return time.Duration(r.Utime.Nano() + r.Stime.Nano())
 }
 
-// floor is the least that a durable append can cost: one write and one sync for all who wait.
+// floor is the minimal cost of a durable append: one write and one sync for all waiting
+// requests.
 type floor struct {
 	f    *os.File
 	in   chan floorRequest
@@ -159,7 +160,7 @@ func fill(b testing.TB, s *Store, n int) {
 	}
 }
 
-// BenchmarkLeaseAck is the cost of reading and settling a message.
+// BenchmarkLeaseAck measures reading and settling a message.
 func BenchmarkLeaseAck(b *testing.B) {
 	for _, size := range []int{1, 8, 64} {
 		b.Run(fmt.Sprint("lease=", size), func(b *testing.B) {
@@ -191,7 +192,7 @@ func BenchmarkLeaseAck(b *testing.B) {
 	}
 }
 
-// BenchmarkRetry is the cost of a message that fails once.
+// BenchmarkRetry measures a message that fails once.
 func BenchmarkRetry(b *testing.B) {
 	s := open(b, b.TempDir(), Options{})
 	if err := s.OpenLane(lane1); err != nil {
@@ -238,7 +239,8 @@ func rss(t *testing.T) int64 {
 	return 0
 }
 
-// TestParked shows what a backlog costs: POSTHORN_PARKED is how many messages wait.
+// TestParked measures the memory and start time of a backlog; POSTHORN_PARKED is the number of
+// pending messages.
 func TestParked(t *testing.T) {
 	n := env("POSTHORN_PARKED", 0)
 	if n == 0 {
@@ -253,7 +255,7 @@ func TestParked(t *testing.T) {
 	start := time.Now()
 	fill(t, s, n)
 	t.Logf("%d messages parked in %v: %d MB resident, %d MB on disk", n, time.Since(start), rss(t), s.db.Metrics().DiskSpaceUsage()>>20)
-	// As a killed process leaves it: with a log to replay.
+	// The state after a kill, with a log to replay.
 	copied := filepath.Join(t.TempDir(), "copy")
 	if err := s.db.Checkpoint(copied); err != nil {
 		t.Fatal(err)
@@ -278,7 +280,8 @@ func TestParked(t *testing.T) {
 	}
 }
 
-// BenchmarkPositions is what a group of messages of one Source pays for the files of positions.
+// BenchmarkPositions measures the writes of the files of positions for one commit with messages
+// of one Source.
 func BenchmarkPositions(b *testing.B) {
 	s := open(b, b.TempDir(), Options{})
 	defer func() { _ = s.Close() }()

@@ -6,22 +6,22 @@ import (
 	"time"
 )
 
-// steady makes a clock that never goes back. It follows one that is set
-// forward; while the machine's is behind where it was, time goes on by what has
-// elapsed, so that retries that were planned before stay due in time.
-func steady(wall func() time.Time, elapsed func() time.Duration) func() time.Time {
-	var begun atomic.Int64 // the latest that the elapsed time can have begun, in Unix nanoseconds
-	begun.Store(math.MinInt64)
+// monotonicClock returns a clock that never moves backwards. It follows the wall clock forward.
+// While the wall clock is behind, it advances by the elapsed time, so that planned retries are
+// due in time.
+func monotonicClock(wall func() time.Time, elapsed func() time.Duration) func() time.Time {
+	var started atomic.Int64 // The latest possible start of the process, in Unix nanoseconds.
+	started.Store(math.MinInt64)
 	return func() time.Time {
 		passed := int64(elapsed())
 		at := wall().UnixNano() - passed
-		for b := begun.Load(); at > b && !begun.CompareAndSwap(b, at); b = begun.Load() {
+		for b := started.Load(); at > b && !started.CompareAndSwap(b, at); b = started.Load() {
 		}
-		return time.Unix(0, begun.Load()+passed)
+		return time.Unix(0, started.Load()+passed)
 	}
 }
 
-// sinceStart is the time since the process began, whatever the clock does.
+// sinceStart is the time since the start of the process, independent of the wall clock.
 func sinceStart() time.Duration { return time.Since(processStart) }
 
 var processStart = time.Now()

@@ -5,10 +5,10 @@ import (
 	"time"
 )
 
-func TestSteady(t *testing.T) {
+func TestMonotonicClock(t *testing.T) {
 	noon := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
 	wall, elapsed := noon, time.Minute
-	now := steady(func() time.Time { return wall }, func() time.Duration { return elapsed })
+	now := monotonicClock(func() time.Time { return wall }, func() time.Duration { return elapsed })
 	check := func(what string, want time.Time) {
 		t.Helper()
 		if got := now(); !got.Equal(want) {

@@ -10,10 +10,10 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// errMalformed: a value has a valid checksum, but is not of this format.
+// errMalformed reports a value with a valid checksum that does not have this format.
 var errMalformed = errors.New("malformed value")
 
-// Known types take one byte in a record and no memory when it is read.
+// A type in this table takes one byte in a record, and no memory when it is read.
 var types = [...]string{1: "identify", 2: "track", 3: "page", 4: "screen", 5: "group", 6: "alias", codeDelete: "delete"}
 
 const codeDelete = 7
@@ -27,8 +27,8 @@ func typeCode(t string) byte {
 	return 0
 }
 
-// decoder reads a value piece by piece. After the first malformed piece it
-// gives zero values, and bad is set.
+// decoder reads a value field by field. After the first malformed field, bad is set and all
+// further fields are zero.
 type decoder struct {
 	b   []byte
 	bad bool
@@ -92,12 +92,11 @@ func appendString[T string | []byte](dst []byte, s T) []byte {
 //
 //	acceptedAt(8) bytesBefore(8) type(1) [traceparent] id [type] event skip... only body
 //
-// The highest bit of the type says that there is a traceparent; releases before
-// tracing cannot read such a message, which is why others are without it.
-// A body with long numbers is marked by the entry longNumbers in skip. It is the
-// name of no destination, so that releases before the mark pass over it.
-// bytesBefore counts the bytes of all messages before it in the log, so that
-// the size of any part of a log is known from two records.
+// The highest bit of the type marks a traceparent. Releases without tracing cannot read such a
+// message, so a message without traceparent does not have the bit. The entry longNumbers in
+// skip marks a body with long numbers; it is not the name of a destination, so older releases
+// ignore it. bytesBefore is the number of bytes of all previous messages of the log, so that
+// two records give the size of the part between them.
 const (
 	recordHead = 17
 	traced     = 0x80
@@ -123,7 +122,7 @@ func recordSize(m *queue.Message) int {
 	return n
 }
 
-// skips counts the entries of skip in a message's record.
+// skips is the number of entries of skip in a message's record.
 func skips(m *queue.Message) int {
 	if m.LongNumbers {
 		return len(m.Skip) + 1
@@ -164,7 +163,7 @@ func appendRecord(dst []byte, m *queue.Message, bytesBefore uint64) []byte {
 	return append(dst, m.Body...)
 }
 
-// record is a decoded message; its slices point into the value.
+// record is a decoded message; its slices refer to the encoded value.
 type record struct {
 	acceptedAt  int64
 	bytesBefore uint64
@@ -174,14 +173,15 @@ type record struct {
 	event       []byte
 	skips       uint64
 	skip        []byte // The encoded names.
-	long        bool   // It is marked with longNumbers.
+	long        bool   // The body has long numbers.
 	only        []byte
 	body        []byte
-	// lost: the message was damaged. Body says how; there is nothing else but acceptedAt, roughly.
+	// lost: the message was damaged. body gives the reason, acceptedAt is an estimate, and the
+	// other fields are empty.
 	lost bool
 }
 
-// codeLost stands for the type in the place of a message that a repair did not find.
+// codeLost is the type of a record that a repair wrote in the place of a missing message.
 const codeLost = 0xff
 
 func appendLost(dst []byte, acceptedAt int64, bytesBefore uint64, why string) []byte {
@@ -190,7 +190,7 @@ func appendLost(dst []byte, acceptedAt int64, bytesBefore uint64, why string) []
 	return append(append(dst, codeLost), why...)
 }
 
-// decodeHead reads acceptedAt and bytesBefore alone.
+// decodeHead decodes only acceptedAt and bytesBefore.
 func (r *record) decodeHead(v []byte) error {
 	d := decoder{b: v}
 	r.acceptedAt, r.bytesBefore = int64(d.fixed64()), d.fixed64()
@@ -232,14 +232,14 @@ func (r *record) decode(v []byte) error {
 	return d.err()
 }
 
-// verdict tells what a message is to a destination's lane.
+// verdict is what a lane does with a message.
 type verdict int
 
 const (
 	wanted   verdict = iota
 	filtered         // Counted, and not delivered.
-	passed           // For another destination alone: not counted.
-	damaged          // Nobody can tell what it was.
+	passed           // For another destination only: not counted.
+	damaged          // The destinations are unknown.
 )
 
 func (r *record) verdict(lane queue.LaneID) verdict {
@@ -258,42 +258,42 @@ func (r *record) verdict(lane queue.LaneID) verdict {
 	return wanted
 }
 
-// forSibling reports whether a message is only for an endpoint of a lane's
-// destination that is not the lane's own.
+// forSibling reports whether a message is only for another endpoint of the lane's destination.
 func (r *record) forSibling(lane queue.LaneID) bool {
 	endpoint, ok := bytes.CutPrefix(r.only, []byte(lane.Destination+"/"))
 	return ok && string(endpoint) != lane.Endpoint
 }
 
-// isFor reports whether a message that is for one destination
-// ("namespace/name") or one endpoint of it ("namespace/name/endpoint") is for a lane.
+// isFor reports whether a lane is of the destination ("namespace/name") or the endpoint
+// ("namespace/name/endpoint") that only names.
 func isFor(only []byte, lane queue.LaneID) bool {
 	endpoint, ok := bytes.CutPrefix(only, []byte(lane.Destination))
 	return ok && (len(endpoint) == 0 || string(endpoint) == "/"+lane.Endpoint)
 }
 
-// laneState is all that is durable of a lane but its retries: one value, so
-// that ledger and position agree whatever a crash takes.
+// laneState is the durable state of a lane without its retries: one value, so that ledger and
+// position agree after a crash.
 type laneState struct {
-	start     uint64 // Messages up to here are not the lane's.
-	next      uint64 // The first message that was not read yet.
+	start     uint64 // The lane has the messages after this one.
+	next      uint64 // The first message that was not read.
 	delivered uint64
 	filtered  uint64
 	buried    uint64
-	passed    uint64 // Messages for another destination alone.
-	retries   uint64 // Entries of the retry index.
-	end       uint64 // The first message that is not the lane's any more; 0 for a lane without an end.
+	passed    uint64 // Messages for other destinations only.
+	retries   uint64 // Number of entries of the retry index.
+	end       uint64 // The first message that is not the lane's; 0 for a lane without an end.
 
-	// Of a lane in a group. letGo counts the messages that its endpoint did not take
-	// and that are no dead letters of its own; skipped those of them that were never
-	// attempted. left: the endpoint is gone.
-	letGo   uint64
-	skipped uint64
-	left    bool
+	// For lanes in a group. handedOver is the number of messages that ended in this lane
+	// without a delivery or a dead letter of this lane, because the group settles them; skipped
+	// are those of them without an attempt. endpointRemoved: the endpoint was removed from the
+	// destination.
+	handedOver      uint64
+	skipped         uint64
+	endpointRemoved bool
 }
 
-// encode adds the state and the positions before next that were neither
-// settled nor put aside for a retry. It sorts them.
+// encode appends the state, and the positions before next that are neither settled nor in the
+// retry index. It sorts open.
 func (s *laneState) encode(dst []byte, open []uint64) []byte {
 	for _, n := range [...]uint64{s.start, s.next, s.delivered, s.filtered, s.buried, s.passed, s.retries, uint64(len(open))} {
 		dst = binary.AppendUvarint(dst, n)
@@ -304,17 +304,17 @@ func (s *laneState) encode(dst []byte, open []uint64) []byte {
 		dst = binary.AppendUvarint(dst, seq-last)
 		last = seq
 	}
-	inGroup := s.letGo != 0 || s.skipped != 0 || s.left
+	inGroup := s.handedOver != 0 || s.skipped != 0 || s.endpointRemoved
 	if s.end != 0 || inGroup {
 		dst = binary.AppendUvarint(dst, s.end)
 	}
 	if inGroup {
-		dst = binary.AppendUvarint(binary.AppendUvarint(dst, s.letGo), s.skipped)
-		left := byte(0)
-		if s.left {
-			left = 1
+		dst = binary.AppendUvarint(binary.AppendUvarint(dst, s.handedOver), s.skipped)
+		removed := byte(0)
+		if s.endpointRemoved {
+			removed = 1
 		}
-		dst = append(dst, left)
+		dst = append(dst, removed)
 	}
 	return dst
 }
@@ -333,16 +333,16 @@ func (s *laneState) decode(v []byte) (open []uint64, err error) {
 	if s.end = 0; len(d.b) > 0 {
 		s.end = d.uvarint()
 	}
-	if s.letGo, s.skipped, s.left = 0, 0, false; len(d.b) > 0 {
-		s.letGo, s.skipped, s.left = d.uvarint(), d.uvarint(), d.byte() != 0
+	if s.handedOver, s.skipped, s.endpointRemoved = 0, 0, false; len(d.b) > 0 {
+		s.handedOver, s.skipped, s.endpointRemoved = d.uvarint(), d.uvarint(), d.byte() != 0
 	}
 	return open, d.err()
 }
 
-// settled counts the messages that are done with.
-func (s *laneState) settled() uint64 { return s.delivered + s.filtered + s.buried + s.letGo }
+// settled is the number of messages that the lane has ended.
+func (s *laneState) settled() uint64 { return s.delivered + s.filtered + s.buried + s.handedOver }
 
-// appendDropped encodes the ledger of dropped lanes: nothing of them is pending.
+// appendDropped encodes the ledger of dropped lanes, in which nothing is pending.
 func appendDropped(dst []byte, l queue.Ledger) []byte {
 	for _, n := range [...]int64{l.Delivered, l.Filtered, l.DeadLettered, l.Discarded} {
 		dst = binary.AppendUvarint(dst, uint64(n))
@@ -396,7 +396,7 @@ func appendLaneID(dst []byte, id queue.LaneID) []byte {
 	return appendString(appendString(appendString(dst, id.Source), id.Destination), id.Endpoint)
 }
 
-// appendLaneName is appendLaneID and says whether the lane is in a group.
+// appendLaneName appends a lane's ID with Any.
 func appendLaneName(dst []byte, id queue.LaneID) []byte {
 	if dst = appendLaneID(dst, id); id.Any {
 		dst = append(dst, 1)
@@ -433,7 +433,7 @@ func decodeDeadLetter(key, v []byte) (queue.DeadLetter, error) {
 	return l, d.err()
 }
 
-// millis is 0 for the zero time.
+// millis returns Unix milliseconds, and 0 for the zero time.
 func millis(t time.Time) int64 {
 	if t.IsZero() {
 		return 0

@@ -10,8 +10,8 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// A message without a trace is stored as release 0.1 stored it, and what 0.1
-// stored can be read: an upgrade and a rollback find each other's messages.
+// A record without a trace is identical to that of release 0.1, so that messages can be read
+// after an upgrade and after a rollback.
 func TestRecordIsThatOfTheFirstRelease(t *testing.T) {
 	const first = "0000018bcfe5687b" + "0000000000000007" + "02" + "026d31" + "0145" + "01" + "0873686f702f63726d" + "00" + "7b7d"
 	m := queue.Message{Source: "shop/web", ID: "m1", Type: "track", Event: "E", AcceptedAt: time.UnixMilli(1_700_000_000_123), Skip: []string{"shop/crm"}, Body: []byte("{}")}
@@ -28,8 +28,8 @@ func TestRecordIsThatOfTheFirstRelease(t *testing.T) {
 	}
 }
 
-// A release before the mark for long numbers finds one more name of a destination
-// to skip, which no destination has.
+// A release without long numbers reads their mark as one more destination to skip, with a name
+// that no destination has.
 func TestLongNumbersAreAnEntryOfSkip(t *testing.T) {
 	m := queue.Message{Source: "shop/web", ID: "m1", Type: "track", Event: "E", AcceptedAt: time.UnixMilli(1_700_000_000_123), Skip: []string{"shop/crm"}, Body: []byte("[1e400]")}
 	plain := m
@@ -63,7 +63,7 @@ func TestRecordSizeIsExact(t *testing.T) {
 		{ID: "m1", Type: "a new type", TraceParent: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", Skip: []string{"a", "b"}, Only: "c", Body: make([]byte, 300)},
 	} {
 		if size, got := recordSize(&m), len(appendRecord(nil, &m, 1<<40)); size != got {
-			t.Errorf("%d bytes are taken for %d", got, size)
+			t.Errorf("a record of %d bytes has the size %d", got, size)
 		}
 	}
 }

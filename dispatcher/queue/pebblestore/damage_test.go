@@ -24,7 +24,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// flushHoldFS holds up the flushes of memtables, so that older logs are still needed.
+// flushHoldFS blocks the flushes of memtables, so that older logs are still needed.
 type flushHoldFS struct {
 	vfs.FS
 	flushes sync.Mutex
@@ -38,7 +38,7 @@ func (f *flushHoldFS) Create(name string, c vfs.DiskWriteCategory) (vfs.File, er
 	return f.FS.Create(name, c)
 }
 
-// save writes the files of a file system in memory to the disk.
+// save writes the files of an in-memory file system to the disk.
 func save(t *testing.T, fs vfs.FS, from, to string) {
 	t.Helper()
 	if err := os.MkdirAll(to, 0o700); err != nil {
@@ -59,8 +59,8 @@ func save(t *testing.T, fs vfs.FS, from, to string) {
 	}
 }
 
-// TestFlippedBitInNewestLog: one flipped bit in the newest log of a killed store with batches
-// of 200 calls is named at the start, and a repair gives the exact count.
+// TestFlippedBitInNewestLog: a flipped bit in the newest log of a killed store with batches of
+// 200 calls is detected at the start, and a repair reports the exact count.
 func TestFlippedBitInNewestLog(t *testing.T) {
 	const batches, calls, trials = 30, 200, 15
 	mem := vfs.NewCrashableMem()
@@ -91,7 +91,7 @@ func TestFlippedBitInNewestLog(t *testing.T) {
 		})
 		s, err := Open(dir, Options{Logger: discard})
 		if err == nil {
-			t.Errorf("flip at byte %d: the store starts with %d of %d messages, and no word", at, s.SourceStats(web).Accepted, batches*calls)
+			t.Errorf("flip at byte %d: the store starts with %d of %d messages and reports no damage", at, s.SourceStats(web).Accepted, batches*calls)
 			silent++
 			_ = s.Close()
 			continue
@@ -115,11 +115,11 @@ func TestFlippedBitInNewestLog(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	t.Logf("%d of %d flips were taken for a torn end", silent, trials)
+	t.Logf("%d of %d flips were treated as a torn end", silent, trials)
 }
 
-// TestRepairOfFirstMessages: messages in front of the first that can be read, which no
-// trim has freed, are dead letters after a repair where the retry index may be incomplete.
+// TestRepairOfFirstMessages: damaged messages before the first readable one, which no trim
+// deleted, become dead letters in a repair if the retry index may be incomplete.
 func TestRepairOfFirstMessages(t *testing.T) {
 	const calls, retried = 20, 9
 	mem := vfs.NewCrashableMem()
@@ -164,7 +164,7 @@ func TestRepairOfFirstMessages(t *testing.T) {
 	if ledger.Accepted != 2*calls || ledger.Discarded != 0 {
 		t.Errorf("the ledger after the repair is %+v; want %d accepted and 0 discarded", ledger, 2*calls)
 	}
-	comes := 0
+	pending := 0
 	for {
 		got, err := s2.Lease(lane1, calls, got[:0])
 		if err != nil {
@@ -174,12 +174,12 @@ func TestRepairOfFirstMessages(t *testing.T) {
 			break
 		}
 		for _, d := range got {
-			comes++
+			pending++
 			s2.Ack(d)
 		}
 	}
-	if dead := s2.LaneStats(lane1).DeadLettered; comes != calls || dead != calls {
-		t.Errorf("%d messages are delivered and %d are dead letters after the repair; want %d and %d", comes, dead, calls, calls)
+	if dead := s2.LaneStats(lane1).DeadLettered; pending != calls || dead != calls {
+		t.Errorf("%d messages are delivered and %d are dead letters after the repair; want %d and %d", pending, dead, calls, calls)
 	}
 }
 
@@ -205,21 +205,21 @@ const app = "shop/app"
 
 var suiteLanes = []queue.LaneID{lane1, lane2, {Source: app, Destination: "shop/crm"}}
 
-// victim is a store in the state that its end left, on the disk.
-type victim struct {
+// endedStore is a store on disk in the state after a kill, a power loss or a close.
+type endedStore struct {
 	dir   string
 	end   string // killed, power or closed
 	batch int
-	// acked is how many messages of each Source were acknowledged before the end.
+	// acked is the number of acknowledged messages of each Source.
 	acked map[string]uint64
-	// fate is what became of the messages of each lane; those without one wait.
+	// fate is the outcome of the messages of each lane; a message without an entry is pending.
 	fate map[queue.LaneID]map[uint64]string
 }
 
-// makeVictim fills a store with batches, settles some messages, and ends it.
-func makeVictim(t *testing.T, rnd *rand.Rand, batch int, end string) victim {
+// makeEndedStore fills a store with batches, settles some messages, and ends the store.
+func makeEndedStore(t *testing.T, rnd *rand.Rand, batch int, end string) endedStore {
 	t.Helper()
-	v := victim{dir: filepath.Join(t.TempDir(), "queue"), end: end, batch: batch, acked: map[string]uint64{}, fate: map[queue.LaneID]map[uint64]string{}}
+	v := endedStore{dir: filepath.Join(t.TempDir(), "queue"), end: end, batch: batch, acked: map[string]uint64{}, fate: map[queue.LaneID]map[uint64]string{}}
 	mem := vfs.NewCrashableMem()
 	disk := &flushHoldFS{FS: mem}
 	s := open(t, "queue", Options{
@@ -236,7 +236,7 @@ func makeVictim(t *testing.T, rnd *rand.Rand, batch int, end string) victim {
 	held, rotations := groups*2/3, 0
 	n := 0
 	for i := range groups {
-		if i == held { // From here on nothing is flushed, so that older logs are needed at the end.
+		if i == held { // From here on nothing is flushed, so that older logs are still needed at the end.
 			disk.flushes.Lock()
 		}
 		if i > held && rotations < 2 && rnd.IntN(groups/8) == 0 {
@@ -267,13 +267,13 @@ func makeVictim(t *testing.T, rnd *rand.Rand, batch int, end string) victim {
 		save(t, mem, "queue", v.dir)
 		return v
 	}
-	// More calls are under way while the process or the power ends.
+	// More calls are in progress while the process or the power ends.
 	var stop atomic.Bool
 	var senders sync.WaitGroup
 	if rnd.IntN(2) == 0 {
 		rnd := rand.New(rand.NewPCG(rnd.Uint64(), 1))
 		senders.Go(func() {
-			under := victim{batch: batch, acked: map[string]uint64{}}
+			under := endedStore{batch: batch, acked: map[string]uint64{}}
 			for i := 0; i < 8 && !stop.Load(); i++ {
 				under.append(t, s, rnd, web, &n)
 			}
@@ -294,8 +294,8 @@ func makeVictim(t *testing.T, rnd *rand.Rand, batch int, end string) victim {
 	return v
 }
 
-// append adds one batch and notes that it was acknowledged.
-func (v *victim) append(t *testing.T, s *Store, rnd *rand.Rand, source string, n *int) {
+// append adds one batch and counts its acknowledged messages.
+func (v *endedStore) append(t *testing.T, s *Store, rnd *rand.Rand, source string, n *int) {
 	var msgs []queue.Message
 	for range v.batch {
 		*n++
@@ -315,7 +315,7 @@ func (v *victim) append(t *testing.T, s *Store, rnd *rand.Rand, source string, n
 }
 
 // settle delivers, buries, retries or releases some messages of each lane.
-func (v *victim) settle(t *testing.T, s *Store, rnd *rand.Rand) {
+func (v *endedStore) settle(t *testing.T, s *Store, rnd *rand.Rand) {
 	t.Helper()
 	for id, fate := range v.fate {
 		got, err := s.Lease(id, rnd.IntN(300), nil)
@@ -345,9 +345,9 @@ func (v *victim) settle(t *testing.T, s *Store, rnd *rand.Rand) {
 // suiteFiles are the kinds of files that the suite damages.
 var suiteFiles = []string{"newest log", "newest log", "older log", "table", "MANIFEST-*", "marker.*", "OPTIONS-*", syncedName, acceptedName, cleanName, damagedName}
 
-// hurt damages a file of some kind and says which and how. at is the first damaged byte and to
-// the end of the damage in it.
-func (v victim) hurt(t *testing.T, rnd *rand.Rand, kind string) (name, how string, at, to int64) {
+// damageFile damages a file of some kind and describes the damage. at is the first damaged byte, to
+// the end of the damage.
+func (v endedStore) damageFile(t *testing.T, rnd *rand.Rand, kind string) (name, how string, at, to int64) {
 	t.Helper()
 	pattern := kind
 	switch kind {
@@ -409,9 +409,9 @@ func (v victim) hurt(t *testing.T, rnd *rand.Rand, kind string) (name, how strin
 	return filepath.Base(name), how, at, to
 }
 
-// provable reports whether something proves that the bytes of a log from at on were synced: the file of
-// positions, or a mark in a sound record behind to. Without damage in a log everything is.
-func (v victim) provable(t *testing.T, kind, name string, at, to int64) bool {
+// provable reports whether the file of positions, or a mark in a sound record after to, proves
+// that the bytes of a log from at on were synced. Damage of other files is always provable.
+func (v endedStore) provable(t *testing.T, kind, name string, at, to int64) bool {
 	t.Helper()
 	if kind != "newest log" || v.end != "power" {
 		return true
@@ -439,13 +439,13 @@ func (v victim) provable(t *testing.T, kind, name string, at, to int64) bool {
 	return proved > at
 }
 
-// TestDamageSuite damages one file of a store after a kill, a power loss or a clean shutdown:
-// a flipped bit, a cut or a zeroed page. Whatever the file and the place: every message
-// that was acknowledged is delivered, or is a dead letter, or a repair names it with an exact count; the
-// ledger balances and its accepted messages do not get fewer. After a power loss this
-// holds for all that something proves to have been synced; the rest is counted apart.
+// TestDamageSuite damages one file of a store after a kill, a power loss or a clean shutdown: a
+// flipped bit, a truncation or a zeroed page. For every file and place, each acknowledged
+// message must be delivered or be a dead letter, or a repair must name it with an exact count;
+// the ledger must balance, and its accepted messages must not decrease. After a power loss this
+// applies to the bytes that were provably synced; other messages are counted separately.
 //
-// POSTHORN_DAMAGE_TRIALS sets how many trials run, POSTHORN_DAMAGE_TRIAL which is the first.
+// POSTHORN_DAMAGE_TRIALS sets the number of trials, POSTHORN_DAMAGE_TRIAL the first one.
 func TestDamageSuite(t *testing.T) {
 	first := env("POSTHORN_DAMAGE_TRIAL", 1)
 	var sum struct{ trials, unharmed, refused, repaired, deadLetters, named, torn, tornMessages, acked, silent int }
@@ -458,11 +458,11 @@ func TestDamageSuite(t *testing.T) {
 			if kind == cleanName {
 				end = "closed"
 			}
-			v := makeVictim(t, rnd, []int{1, 20, 200}[trial%3], end)
-			name, how, at, to := v.hurt(t, rnd, kind)
+			v := makeEndedStore(t, rnd, []int{1, 20, 200}[trial%3], end)
+			name, how, at, to := v.damageFile(t, rnd, kind)
 			if name == "" { // The store has no such file.
 				kind = "newest log"
-				name, how, at, to = v.hurt(t, rnd, kind)
+				name, how, at, to = v.damageFile(t, rnd, kind)
 			}
 			what := fmt.Sprintf("batches of %d, %s, %s %s, bytes %d to %d", v.batch, v.end, name, how, at, to)
 			provable := v.provable(t, kind, name, at, to)
@@ -478,7 +478,7 @@ func TestDamageSuite(t *testing.T) {
 			if err != nil {
 				sum.refused++
 				if !strings.Contains(err.Error(), v.dir) || !strings.Contains(err.Error(), "posthorn repair") {
-					t.Errorf("%s: the error names no file or no way out: %v", what, err)
+					t.Errorf("%s: the error does not name the file or the repair: %v", what, err)
 				}
 				before := fingerprints(t, damaged)
 				dry, err := Repair(damaged, false)
@@ -498,14 +498,15 @@ func TestDamageSuite(t *testing.T) {
 					t.Fatalf("%s: after a repair: %v\n%+v", what, err, r)
 				}
 			}
-			lost, gone := v.check(t, what, got, r)
+			lost, missing := v.check(t, what, got, r)
 			back := 0
 			for source, n := range v.acked {
 				back += max(int(n)-int(got.accepted[source]), 0)
 			}
 			switch {
 			case back > 0 && v.end == "power" && len(r.Damaged) > 0 && atLeast(t, v.dir, got.accepted):
-				// The file is named. How many messages it held is as old as what the power loss left of the counts.
+				// The file is named. After a power loss the counts of its messages may be
+				// older.
 				sum.named++
 			case back > 0 && provable:
 				sum.silent++
@@ -513,9 +514,9 @@ func TestDamageSuite(t *testing.T) {
 			case back > 0:
 				sum.torn++
 				sum.tornMessages += back
-			case gone > 0 && len(r.Lost) == 0:
+			case missing > 0 && len(r.Lost) == 0:
 				sum.silent++
-				t.Errorf("%s: %d acknowledged messages are gone and nothing names them", what, gone)
+				t.Errorf("%s: %d acknowledged messages are lost, and the repair does not name them", what, missing)
 			case r.Aside != "":
 				sum.repaired++
 			case lost == 0:
@@ -527,11 +528,12 @@ func TestDamageSuite(t *testing.T) {
 			t.Logf("%s: refused %t, %d dead letters, %d of the ledger back; %q %q", what, r.Aside != "", lost, back, r.Damaged, r.Lost)
 		})
 	}
-	t.Logf("%d trials %v: %d lost nothing, %d were refused and repaired, %d messages became dead letters; %d times after a power loss the count for a named file was not exact, %d times a power loss damage could not be told from a torn end (%d messages); of %d acknowledged messages lost in silence: %d trials",
+	t.Logf("%d trials %v: %d lost nothing, %d were refused and repaired, %d messages became dead letters; %d times after a power loss the count for a named file was not exact, %d times a power loss damage could not be distinguished from a torn end (%d messages); of %d acknowledged messages lost in silence: %d trials",
 		sum.trials, byFile, sum.unharmed, sum.refused, sum.deadLetters, sum.named, sum.torn, sum.tornMessages, sum.acked, sum.silent)
 }
 
-// atLeast reports whether no Source has fewer messages than the file of accepted messages says.
+// atLeast reports whether each Source has at least the messages of the file of accepted
+// messages.
 func atLeast(t *testing.T, dir string, accepted map[string]int64) bool {
 	t.Helper()
 	entries, _, err := readAccepted(vfs.Default, dir)
@@ -541,16 +543,18 @@ func atLeast(t *testing.T, dir string, accepted map[string]int64) bool {
 	return !slices.ContainsFunc(entries, func(e acceptedEntry) bool { return int64(e.head) > accepted[e.source] })
 }
 
-// drained is what a store gave.
+// drained are the contents of a store.
 type drained struct {
-	became   map[queue.LaneID]map[uint64]string // comes, dead or lost
+	became   map[queue.LaneID]map[uint64]string // pending, dead or lost
 	accepted map[string]int64
-	// discarded are the messages that a repair counted so, by lane's Source and destination.
+	// discarded is the number of messages that a repair discarded, by the lane's Source and
+	// destination.
 	discarded int64
 }
 
-// drain opens a store and takes all messages and dead letters out of it. An error is what the start or a lane says.
-func (v victim) drain(t *testing.T, dir, what string) (got drained, err error) {
+// drain opens a store and removes all messages and dead letters. It returns errors of the start
+// and of lanes.
+func (v endedStore) drain(t *testing.T, dir, what string) (got drained, err error) {
 	t.Helper()
 	got = drained{became: map[queue.LaneID]map[uint64]string{}, accepted: map[string]int64{}}
 	s, err := Open(dir, Options{
@@ -574,9 +578,9 @@ func (v victim) drain(t *testing.T, dir, what string) (got drained, err error) {
 			}
 			for _, d := range ds {
 				if became[d.Seq] != "" || !strings.HasPrefix(string(d.Body), fmt.Sprintf(`{"n":"%s",`, d.ID)) {
-					t.Errorf("%s: message %d of %v comes as %s %.40s, before it was %q", what, d.Seq, id, d.ID, d.Body, became[d.Seq])
+					t.Errorf("%s: message %d of %v is delivered as %s %.40s, before it was %q", what, d.Seq, id, d.ID, d.Body, became[d.Seq])
 				}
-				became[d.Seq] = "comes"
+				became[d.Seq] = "pending"
 				s.Ack(d)
 			}
 			if len(ds) == 0 {
@@ -612,9 +616,9 @@ func (v victim) drain(t *testing.T, dir, what string) (got drained, err error) {
 
 var lostDestinations = regexp.MustCompile(`^the destinations of (\S+): its (\d+) messages`)
 
-// check compares what a store gave with what it was given. lost are the acknowledged messages that are
-// dead letters for their damage, gone those that are nowhere.
-func (v victim) check(t *testing.T, what string, got drained, r Repaired) (lost, gone int) {
+// check compares the drained contents with the appended messages. lost are the acknowledged
+// messages that are dead letters because of damage; missing are those that are not found.
+func (v endedStore) check(t *testing.T, what string, got drained, r Repaired) (lost, missing int) {
 	t.Helper()
 	named := func(parts ...string) bool {
 		return slices.ContainsFunc(r.Lost, func(line string) bool {
@@ -633,26 +637,27 @@ func (v victim) check(t *testing.T, what string, got drained, r Repaired) (lost,
 		waited := 0
 		for seq := uint64(1); seq <= end; seq++ {
 			switch was, is := fate[seq], got.became[id][seq]; {
-			case was == "" && is == "comes", was == "delivered" && is == "", was == "dead" && is == "dead":
+			case was == "" && is == "pending", was == "delivered" && is == "", was == "dead" && is == "dead":
 			case is == "lost":
 				lost++
-			case is == "comes": // Again: what settled it was not synced, or is damaged.
-			case was != "" && v.end == "power": // Its settlement was not synced.
+			case is == "pending": // Delivered again: the outcome was not synced, or is damaged.
+			case was != "" && v.end == "power": // Its outcome was not synced.
 			case was == "dead" && is == "":
-				if !named("dead letters of "+id.Destination, "whatever only") {
-					t.Errorf("%s: dead letter %d of %v is gone, and nothing names it: %q", what, seq, id, r.Lost)
+				if !named("dead letters of "+id.Destination, "data that only") {
+					t.Errorf("%s: dead letter %d of %v is missing, and the repair does not name it: %q", what, seq, id, r.Lost)
 				}
 			default:
 				waited++
 			}
 		}
-		if gone += waited; waited > stranded[id.Source] {
+		if missing += waited; waited > stranded[id.Source] {
 			unnamed += waited
 		}
 	}
-	// The names of some lanes, or a whole table, can hold any number of messages: no count of them survives.
-	if int64(unnamed) > got.discarded && !named("whatever only", "the name of a lane", "possibly names of lanes") {
-		t.Errorf("%s: %d messages are gone, %d were counted as discarded: %q", what, unnamed, got.discarded, r.Lost)
+	// The names of some lanes, or a whole table, can concern any number of messages; their
+	// count is unknown.
+	if int64(unnamed) > got.discarded && !named("data that only", "the name of a lane", "possibly names of lanes") {
+		t.Errorf("%s: %d messages are missing, %d were counted as discarded: %q", what, unnamed, got.discarded, r.Lost)
 	}
-	return lost, gone
+	return lost, missing
 }

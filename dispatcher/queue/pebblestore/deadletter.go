@@ -15,17 +15,17 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// destination counts the dead letters of one destination, and what its dropped
-// lanes counted. Its lock is held until a change is applied, so that what is on
-// disk is the newest count. It is taken after a lane's lock.
+// destination counts the dead letters of one destination and holds the ledger of its dropped
+// lanes. Its lock is held until a change is applied, so that the count on disk is the newest
+// one. It is locked after a lane's lock.
 type destination struct {
 	name string
 	mu   sync.Mutex
 	// count and bytes change under mu, and can be read without it.
 	count, bytes atomic.Int64
-	// counted is replaced or appended to; guarded by the store's mu.
-	counted []counted
-	// dropped is the ledger of lanes that were dropped. It changes under this lock and the store's.
+	// holders is replaced or appended to; guarded by the store's mu.
+	holders []ledgerHolder
+	// dropped is the ledger of dropped lanes. It changes under this lock and the store's.
 	dropped queue.Ledger
 }
 
@@ -56,8 +56,8 @@ func (d *destination) putWith(b *pebble.Batch, dropped queue.Ledger) {
 	_ = b.Set(destinationKey(d.name), appendDropped(v, dropped), nil)
 }
 
-// bury adds a dead letter to a batch. The caller holds the destination's lock
-// and adds its counts to the same batch.
+// bury adds a dead letter to a batch. The caller holds the destination's lock and adds the
+// destination's counts to the same batch.
 func (s *Store) bury(b *pebble.Batch, l *lane, letter *queue.DeadLetter) {
 	at := millis(letter.Failure.Time)
 	if at <= 0 {
@@ -73,7 +73,7 @@ func (s *Store) bury(b *pebble.Batch, l *lane, letter *queue.DeadLetter) {
 
 // Bury implements queue.Store. The dead letter and the lane's state are one write.
 func (s *Store) Bury(d queue.Delivery, f queue.Failure) (buried bool, err error) {
-	err = s.leased(&d, func(l *lane, t taking) error {
+	err = s.leased(&d, func(l *lane, t openMessage) error {
 		if t.revoked {
 			l.skipped--
 			s.changed(l)
@@ -83,7 +83,7 @@ func (s *Store) Bury(d queue.Delivery, f queue.Failure) (buried bool, err error)
 		defer l.dest.mu.Unlock()
 		b := s.db.NewBatchWithSize(len(d.Body) + 1024)
 		var err error
-		buried, err = s.giveUp(b, l, &queue.DeadLetter{
+		buried, err = s.buryOrHandOver(b, l, &queue.DeadLetter{
 			Lane: d.Lane, Seq: d.Seq, ID: d.ID, Type: d.Type, Event: d.Event, Body: d.Body,
 			AcceptedAt: d.AcceptedAt, Attempts: d.Attempt + 1, Failure: f,
 		})
@@ -115,11 +115,12 @@ func (s *Store) BuryExpired(ctx context.Context, id queue.LaneID, cut time.Time,
 		if err := ctx.Err(); err != nil {
 			return total, err
 		}
-		runtime.Gosched() // Other lanes have their turn.
+		runtime.Gosched() // Other lanes can run.
 	}
 }
 
-// buryChunk buries some expired messages; more is true when it stopped at its bounds.
+// buryChunk buries expired messages within the bounds of one batch; more is true when it
+// reached them.
 func (s *Store) buryChunk(id queue.LaneID, cut int64, f *queue.Failure) (n int, more bool, err error) {
 	if err := s.enter(); err != nil {
 		return 0, false, err
@@ -143,7 +144,7 @@ func (s *Store) buryChunk(id queue.LaneID, cut int64, f *queue.Failure) (n int, 
 	}
 	l.dest.mu.Lock()
 	defer l.dest.mu.Unlock()
-	g := grave{s: s, l: l, r: r, b: s.db.NewBatch(), cut: cut, f: f}
+	g := buryBatch{s: s, l: l, r: r, b: s.db.NewBatch(), cut: cut, f: f}
 	err = errors.Join(g.released(), g.retries(), g.unread())
 	if !g.changed {
 		_ = g.b.Close()
@@ -151,11 +152,11 @@ func (s *Store) buryChunk(id queue.LaneID, cut int64, f *queue.Failure) (n int, 
 	}
 	l.dest.put(g.b)
 	l.put(g.b)
-	more = g.full() // Before the batch is applied: then it is somebody else's.
+	more = g.full() // Read now: apply returns the batch to a pool.
 	err = errors.Join(err, s.applyFor(g.b, l.group))
 	for _, seq := range g.closed {
 		delete(l.open, seq)
-		l.lowStale = true // The index was looked at while the entry still stood there.
+		l.lowStale = true // The index was read before its entry was deleted.
 	}
 	if g.dueChanged {
 		_, scanErr := s.scanDue(l, 0, 0, nil)
@@ -164,8 +165,8 @@ func (s *Store) buryChunk(id queue.LaneID, cut int64, f *queue.Failure) (n int, 
 	return g.n, more, err
 }
 
-// grave is one batch of expired messages.
-type grave struct {
+// buryBatch is one batch of expired messages.
+type buryBatch struct {
 	s          *Store
 	l          *lane
 	r          *reader
@@ -178,11 +179,11 @@ type grave struct {
 	closed     []uint64
 }
 
-func (g *grave) full() bool {
+func (g *buryBatch) full() bool {
 	return g.n >= buryMessages || g.scanned >= maxScan || g.b.Len() >= buryBytes
 }
 
-// letter is the dead letter of a message.
+// letter returns the dead letter of a message.
 func (r *record) letter(lane queue.LaneID, seq uint64) queue.DeadLetter {
 	letter := queue.DeadLetter{
 		Lane: lane, Seq: seq, ID: string(r.id), Type: types[r.code], Event: string(r.event), Body: r.body,
@@ -194,17 +195,17 @@ func (r *record) letter(lane queue.LaneID, seq uint64) queue.DeadLetter {
 	return letter
 }
 
-func (g *grave) bury(seq uint64, rec *record, attempts int, last *queue.Failure) error {
+func (g *buryBatch) bury(seq uint64, rec *record, attempts int, last *queue.Failure) error {
 	letter := rec.letter(g.l.id, seq)
 	letter.Attempts, letter.Failure = attempts, *g.f
 	if rec.lost {
-		letter.Body, letter.AcceptedAt, letter.Failure = nil, g.s.o.Now(), g.s.damage(g.l, seq, string(rec.body))
+		letter.Body, letter.AcceptedAt, letter.Failure = nil, g.s.o.Now(), g.s.recordDamaged(g.l, seq, string(rec.body))
 	}
-	// What the receiver answered to this very message tells more.
+	// The receiver's response to this message is more specific.
 	if last != nil && letter.Failure.StatusCode == 0 && len(letter.Failure.Response) == 0 {
 		letter.Failure.StatusCode, letter.Failure.Response = last.StatusCode, last.Response
 	}
-	buried, err := g.s.giveUp(g.b, g.l, &letter)
+	buried, err := g.s.buryOrHandOver(g.b, g.l, &letter)
 	if g.scanned++; buried {
 		g.n++
 	}
@@ -212,8 +213,8 @@ func (g *grave) bury(seq uint64, rec *record, attempts int, last *queue.Failure)
 	return err
 }
 
-// released buries what was given back.
-func (g *grave) released() error {
+// released buries released messages.
+func (g *buryBatch) released() error {
 	l := g.l
 	keep := l.released[:0:0]
 	var failed error
@@ -234,7 +235,8 @@ func (g *grave) released() error {
 		} else {
 			l.openRetries--
 			l.forgetRetry(g.b, seq, t.due)
-			// Its entry is in the index until the batch is applied, and must not be met there again.
+			// Its index entry exists until the batch is applied. The message remains open, so
+			// that retries does not bury it again.
 			g.closed = append(g.closed, seq)
 		}
 		failed = g.bury(seq, &rec, t.attempt, nil)
@@ -244,7 +246,7 @@ func (g *grave) released() error {
 }
 
 // retries buries entries of the retry index, oldest first.
-func (g *grave) retries() error {
+func (g *buryBatch) retries() error {
 	l := g.l
 	if int(l.retries) == l.openRetries {
 		return nil
@@ -288,8 +290,8 @@ func (g *grave) retries() error {
 	return it.Error()
 }
 
-// unread buries messages that the lane has not read, up to the first that is younger.
-func (g *grave) unread() error {
+// unread buries unread messages, up to the first that has not expired.
+func (g *buryBatch) unread() error {
 	l := g.l
 	for !g.full() && l.skipGaps() <= l.limit() {
 		rec, err := g.r.read(l.next)
@@ -310,9 +312,9 @@ func (g *grave) unread() error {
 				err = g.bury(seq, &rec, 0, nil)
 			}
 		case filtered:
-			err = g.s.filter(l, seq)
+			err = g.s.countFiltered(l, seq)
 		case passed:
-			_, err = g.s.pass(g.b, l, g.r, seq, rec.forSibling(l.id))
+			_, err = g.s.countPassed(g.b, l, g.r, seq, rec.forSibling(l.id))
 		}
 		if err != nil {
 			return err
@@ -321,13 +323,13 @@ func (g *grave) unread() error {
 	return nil
 }
 
-// Bounds of one look at the dead letters.
+// Bounds of one read of dead letters.
 const (
 	letterMessages = 200
 	letterBytes    = 1 << 20
 )
 
-// DeadLetters implements queue.Store. It holds nothing open while fn runs.
+// DeadLetters implements queue.Store. It has no lock or iterator open while fn runs.
 func (s *Store) DeadLetters(ctx context.Context, destination, from string, fn func(queue.DeadLetter) bool) error {
 	prefix := deadLetterPrefix(destination)
 	start := prefix
@@ -358,7 +360,8 @@ func (s *Store) DeadLetters(ctx context.Context, destination, from string, fn fu
 	}
 }
 
-// someLetters copies dead letters from start on; next is where to go on, nil at the end.
+// someLetters copies dead letters from start on; next is the key to continue with, nil at the
+// end.
 func (s *Store) someLetters(start, end []byte) (letters []queue.DeadLetter, next []byte, err error) {
 	if err := s.enter(); err != nil {
 		return nil, nil, err
@@ -387,8 +390,7 @@ func (s *Store) someLetters(start, end []byte) (letters []queue.DeadLetter, next
 	return letters, nil, s.explain(it.Error())
 }
 
-// DeleteDeadLetters implements queue.Store. Unknown keys are passed over. What
-// was deleted stays so after a crash.
+// DeleteDeadLetters implements queue.Store. It ignores unknown keys. The deletion is durable.
 func (s *Store) DeleteDeadLetters(ctx context.Context, destination string, keys ...string) error {
 	if err := s.enter(); err != nil {
 		return err
@@ -511,7 +513,7 @@ func (s *Store) trimSome(d *destination, before, young, maxBytes int64) (int, er
 	}
 	b := s.db.NewBatch()
 	_ = b.DeleteRange(prefix, end, nil)
-	s.disk.freed(d.bytes.Load() - bytes)
+	s.disk.addFreed(d.bytes.Load() - bytes)
 	return n, s.applyCounts(d, b, count, bytes)
 }
 
@@ -523,7 +525,7 @@ func (s *Store) DestinationStats(destination string) queue.DestinationStats {
 		s.mu.RUnlock()
 		return queue.DestinationStats{}
 	}
-	ledger, all := d.dropped, d.counted
+	ledger, all := d.dropped, d.holders
 	s.mu.RUnlock()
 	st := queue.DestinationStats{Ledger: s.sum(ledger, all)}
 	st.DeadLetters, st.DeadLetterBytes = d.count.Load(), d.bytes.Load()
@@ -536,7 +538,7 @@ func (s *Store) Destinations() []string {
 	defer s.mu.RUnlock()
 	var names []string
 	for name, d := range s.destinations {
-		if len(d.counted) > 0 || d.dropped != (queue.Ledger{}) || d.count.Load() > 0 {
+		if len(d.holders) > 0 || d.dropped != (queue.Ledger{}) || d.count.Load() > 0 {
 			names = append(names, name)
 		}
 	}

@@ -16,38 +16,40 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs"
 )
 
-// disk watches the room on the file system. Append is refused above the
-// high-water mark, long before a write could fail; lanes go on, and what they
-// settle gives room again.
+// disk monitors the free space of the file system. Above the high-water mark Append returns
+// ErrFull, long before a write can fail. Lanes continue, and the messages that they settle free
+// space.
 type disk struct {
 	s           *Store
 	maintaining sync.Mutex
-	// full: Append is refused. exhausted: expired messages are not copied to the
-	// dead letters either.
+	// full: Append returns ErrFull. exhausted: BuryExpired does not copy expired messages to
+	// the dead letters either.
 	full, exhausted atomic.Bool
-	used            atomic.Int64 // By the data folder; at most a second old.
-	quota           atomic.Int64 // Of one Source's log; 0 for none.
-	unseen          atomic.Int64 // Bytes written since the last look.
-	trimmed         atomic.Int64 // Bytes freed by ranges, and not given back to the file system yet.
-	excess          atomic.Int64 // Bytes above the point from which first attempts give way; see skip.go.
-	freedAll        atomic.Int64 // Bytes ever freed.
-	// trimBytes is an eighth of a write buffer. After so many bytes delivered messages
-	// are freed: what is freed before its buffer is flushed is never written to a table.
+	used            atomic.Int64 // Bytes of the data directory; at most MaintainInterval old.
+	quota           atomic.Int64 // Bound of one Source's log in bytes; 0 for none.
+	unchecked       atomic.Int64 // Bytes written since the last checkSpace.
+	trimmed         atomic.Int64 // Bytes that range deletions freed and that the file system did not get back yet.
+	excess          atomic.Int64 // Bytes above the level at which first attempts are skipped; see skip.go.
+	freedAll        atomic.Int64 // Bytes freed since the start.
+	// trimBytes is an eighth of a write buffer. A trim runs after this many bytes: a message
+	// that is deleted before its write buffer is flushed is never written to a table.
 	trimBytes int64
-	unfreed   atomic.Int64 // Bytes written since delivered messages were last freed.
+	unfreed   atomic.Int64 // Bytes written since the last trim.
 	trimSoon  chan struct{}
 }
 
-// Bytes after which the next look at the disk is due, and after which freed ranges are compacted.
+// checkBytes is the number of written bytes after which checkSpace runs again; flushBytes is
+// the number of freed bytes after which the deleted ranges are flushed.
 const (
-	lookBytes  = 4 << 20
+	checkBytes = 4 << 20
 	flushBytes = 64 << 20
 )
 
 func (d *disk) init(s *Store) { d.s, d.trimSoon = s, make(chan struct{}, 1) }
 
-// memTableBytes is the size of a write buffer. On a small file system it is
-// smaller: its log, its recycled logs and the buffers being flushed take a few times as much.
+// memTableBytes returns the size of a write buffer. It is smaller on a small file system,
+// because the write-ahead log, its recycled files and the buffers being flushed use several
+// times this size.
 func (d *disk) memTableBytes() int64 {
 	const least = 4 << 20
 	o := &d.s.o
@@ -58,7 +60,7 @@ func (d *disk) memTableBytes() int64 {
 	return min(o.MemTableBytes, max(int64(usage.TotalBytes/128), least))
 }
 
-// existing is the nearest directory that is there.
+// existing returns dir, or its nearest parent directory that exists.
 func existing(fs vfs.FS, dir string) string {
 	for {
 		if _, err := fs.Stat(dir); err == nil {
@@ -72,9 +74,8 @@ func existing(fs vfs.FS, dir string) string {
 	}
 }
 
-// wrote has a look taken, and delivered messages freed, early when much was written
-// since the last time.
-func (d *disk) wrote(bytes int) {
+// addWritten runs a trim and checkSpace early after many written bytes.
+func (d *disk) addWritten(bytes int) {
 	if d.unfreed.Add(int64(bytes)) >= d.trimBytes {
 		d.unfreed.Store(0)
 		select {
@@ -82,25 +83,27 @@ func (d *disk) wrote(bytes int) {
 		default:
 		}
 	}
-	if d.unseen.Add(int64(bytes)) >= lookBytes {
-		d.look()
+	if d.unchecked.Add(int64(bytes)) >= checkBytes {
+		d.checkSpace()
 	}
 }
 
-func (d *disk) freed(bytes int64) {
+func (d *disk) addFreed(bytes int64) {
 	d.trimmed.Add(bytes)
 	d.freedAll.Add(bytes)
 }
 
-// activity is all that was ever written to the engine's logs and freed.
+// activity is the number of bytes that were written to the engine's logs or freed since the
+// start.
 func (d *disk) activity() int64 { return d.s.fs.logged.Load() + d.freedAll.Load() }
 
-// look compares the file system with the marks. File systems that cannot tell have no marks.
-func (d *disk) look() {
-	d.unseen.Store(0)
+// checkSpace compares the file system with the marks. A file system that does not report its
+// usage has no marks.
+func (d *disk) checkSpace() {
+	d.unchecked.Store(0)
 	usage, err := d.s.o.FS.GetDiskUsage(d.s.dir)
 	if err != nil {
-		// It has no marks; a full disk is over when no write waits for room.
+		// Without marks, a full disk is detected by the writes that wait for space.
 		if d.s.fs.waiting.Load() == 0 {
 			d.full.Store(false)
 			d.exhausted.Store(false)
@@ -110,15 +113,18 @@ func (d *disk) look() {
 	}
 	o := &d.s.o
 	d.setQuota(usage)
-	// Of what this process may use, like df: blocks reserved for root are not counted.
+	// The space that this process may use, as df reports it, without the blocks reserved for
+	// root.
 	share := float64(usage.UsedBytes) / float64(max(usage.UsedBytes+usage.AvailBytes, 1))
 	free := int64(usage.AvailBytes)
 	d.exhausted.Store(free < o.MinFreeBytes/2 || d.s.fs.waiting.Load() > 0)
-	// Below the marks, by a part of the room, so that there is room before calls are refused.
+	// The level is below the marks by a part of the usable space, so that skipping starts
+	// before calls are refused.
 	total := float64(usage.UsedBytes + usage.AvailBytes)
-	room := min(int64(o.HighWater*total), int64(total)-o.MinFreeBytes)
-	d.excess.Store(int64(usage.UsedBytes) - room + room/relief)
-	// It takes a little more room to come back than it took to stop.
+	usable := min(int64(o.HighWater*total), int64(total)-o.MinFreeBytes)
+	d.excess.Store(int64(usage.UsedBytes) - usable + usable/skipDivisor)
+	// The mark for leaving the full state is lower than the mark for entering it, so that the
+	// state does not flap.
 	mark, least := o.HighWater, o.MinFreeBytes
 	if d.full.Load() {
 		mark, least = mark-0.01, least+least/10
@@ -128,42 +134,44 @@ func (d *disk) look() {
 		return
 	}
 	if full {
-		d.s.log.Error("the disk is above the high-water mark: refusing new calls until there is space", "dir", d.s.dir, "used", share, "highWater", o.HighWater, "freeBytes", free, "minFreeBytes", o.MinFreeBytes)
+		d.s.log.Error("disk above high-water mark; refusing new calls", "dir", d.s.dir, "used", share, "highWater", o.HighWater, "freeBytes", free, "minFreeBytes", o.MinFreeBytes)
 	} else {
-		d.s.log.Info("the disk has space again: accepting calls", "dir", d.s.dir, "used", share, "freeBytes", free)
+		d.s.log.Info("disk below high-water mark; accepting calls", "dir", d.s.dir, "used", share, "freeBytes", free)
 	}
 }
 
-// setQuota follows the size of the file system, and what others than the store
-// keep on it, unless the quota is a given number. What the store holds itself
-// counts as room: a backlog must not lower the quota at the next start.
+// setQuota derives the quota of a Source from the file system: half of the space below the
+// high-water mark that other files do not use. The store's own files count as usable space, so
+// that a backlog does not lower the quota at the next start. A configured quota is not changed.
 func (d *disk) setQuota(usage vfs.DiskUsage) {
 	o := &d.s.o
 	if o.MaxBytesPerSource == 0 {
 		others := int64(usage.UsedBytes) - d.used.Load()
-		room := int64(o.HighWater*float64(usage.UsedBytes+usage.AvailBytes)) - max(others, 0)
-		d.quota.Store(max(room/2, o.MinFreeBytes, 1))
+		usable := int64(o.HighWater*float64(usage.UsedBytes+usage.AvailBytes)) - max(others, 0)
+		d.quota.Store(max(usable/2, o.MinFreeBytes, 1))
 	}
 }
 
-// SourceQuota is how many bytes of undelivered messages one Source may keep; 0 is no bound.
+// SourceQuota is the number of bytes of undelivered messages that one Source may have; 0 means
+// no bound.
 func (s *Store) SourceQuota() int64 { return s.disk.quota.Load() }
 
-// roomToFlush reports whether Close or a reclaim may write what the log already holds a second time.
-func (d *disk) roomToFlush() bool { return !d.exhausted.Load() }
+// spaceToFlush reports whether Close or a reclaim may write the contents of the log a second
+// time, as tables.
+func (d *disk) spaceToFlush() bool { return !d.exhausted.Load() }
 
-// diskFull is called when a write met a full disk.
+// diskFull is called when a write fails because the disk is full.
 func (s *Store) diskFull() {
 	s.disk.exhausted.Store(true)
 	if !s.disk.full.Swap(true) {
-		s.log.Error("the disk is full: refusing new calls; writes wait for space", "dir", s.dir)
+		s.log.Error("disk full; refusing new calls, writes wait for space", "dir", s.dir)
 	}
 }
 
-// Full tells whether Append is refused because the disk is above its high-water mark.
+// Full reports whether Append returns ErrFull because the disk is above its high-water mark.
 func (s *Store) Full() bool { return s.disk.full.Load() }
 
-// runMaintenance looks at the disk and frees what no lane needs.
+// runMaintenance checks the disk space and deletes the messages that no lane needs.
 func (s *Store) runMaintenance() {
 	tick := time.NewTicker(s.o.MaintainInterval)
 	defer tick.Stop()
@@ -179,7 +187,7 @@ func (s *Store) runMaintenance() {
 				continue
 			}
 			s.trimDelivered()
-			// With many lanes a trim takes long: at most a sixteenth of the time is for it.
+			// A trim of many lanes takes long; it uses at most a sixteenth of the time.
 			end := time.Now()
 			next = end.Add(15 * end.Sub(start))
 		case <-s.stop:
@@ -188,12 +196,12 @@ func (s *Store) runMaintenance() {
 	}
 }
 
-// trimDelivered frees delivered messages between two looks at the disk.
+// trimDelivered runs a trim between two maintenance passes.
 func (s *Store) trimDelivered() {
 	s.disk.maintaining.Lock()
 	defer s.disk.maintaining.Unlock()
 	if err := s.trim(false); err != nil {
-		s.log.Error("freeing delivered messages failed; retrying", "error", s.explain(err))
+		s.log.Error("trim of delivered messages failed; retrying", "error", s.explain(err))
 	}
 }
 
@@ -201,16 +209,16 @@ func (s *Store) maintain(all bool) {
 	s.disk.maintaining.Lock()
 	defer s.disk.maintaining.Unlock()
 	s.disk.used.Store(s.DiskBytes())
-	s.disk.look()
+	s.disk.checkSpace()
 	s.syncPositions()
 	reclaim := s.reclaimDue()
-	if err := errors.Join(s.trim(all || reclaim || s.disk.full.Load()), s.makeRoom(), s.eraseAllBits()); err != nil {
-		s.log.Error("freeing delivered messages failed; retrying", "error", s.explain(err))
+	if err := errors.Join(s.trim(all || reclaim || s.disk.full.Load()), s.makeSpace(), s.eraseAllBits()); err != nil {
+		s.log.Error("trim of delivered messages failed; retrying", "error", s.explain(err))
 	}
 	if n := s.disk.trimmed.Load(); n >= flushBytes || n > 0 && (all || s.disk.full.Load()) {
-		// Files are dropped once the range that covers them is flushed.
+		// The engine removes files after the range deletion that covers them is flushed.
 		if _, err := s.db.AsyncFlush(); err != nil {
-			s.log.Error("flushing freed ranges failed; retrying", "error", err)
+			s.log.Error("flush of deleted ranges failed; retrying", "error", err)
 			return
 		}
 		s.disk.trimmed.Add(-n)
@@ -220,34 +228,36 @@ func (s *Store) maintain(all bool) {
 	}
 }
 
-// What a log must have, or disk.trimBytes, to be freed before trimAge.
+// A log with fewer unneeded messages than trimMessages, and fewer bytes than disk.trimBytes, is
+// trimmed after trimAge.
 const (
 	trimMessages = 4096
 	trimAge      = 30 * time.Second
 )
 
-// trim frees the messages that no lane needs. A log's head has a key of its own
-// and survives a log that is freed to its end.
+// trim deletes the messages that no lane needs. A log's head has a key of its own and is kept
+// when all messages of the log are deleted.
 func (s *Store) trim(all bool) error {
-	var cuts []cut
+	var plans []trimPlan
 	for _, l := range s.allLogs() {
-		c, err := s.cut(l, all)
+		c, err := s.planTrim(l, all)
 		if err != nil {
 			return err
 		}
 		if c.log != nil {
-			cuts = append(cuts, c)
+			plans = append(plans, c)
 		}
 	}
-	if len(cuts) == 0 {
+	if len(plans) == 0 {
 		return nil
 	}
-	// What lanes have settled must never be on disk after what that allows to free:
-	// a crash in between would leave them without messages that they still need.
+	// Invariant: a lane's position is written before the messages that it allows to delete are
+	// deleted. Otherwise a crash in between would leave the lane without messages that it still
+	// needs.
 	if err := s.flushLanes(pebble.NoSync); err != nil {
 		return err
 	}
-	for _, c := range cuts {
+	for _, c := range plans {
 		if err := s.free(c); err != nil {
 			return err
 		}
@@ -255,22 +265,23 @@ func (s *Store) trim(all bool) error {
 	return nil
 }
 
-// cut is where a log may be cut off: need is the first position to keep.
-type cut struct {
+// trimPlan is what a trim deletes of a log: all messages before need.
+type trimPlan struct {
 	log          *sourceLog
 	need         uint64
 	durable      uint64
 	bytesAtLeast uint64
 }
 
-// cut looks for what no lane of a log needs; log is nil when that is too little to be worth it.
-func (s *Store) cut(l *sourceLog, all bool) (cut, error) {
-	// Before the lanes: a lane that comes now starts behind it.
+// planTrim returns the messages of a log that no lane needs. The plan's log is nil when they
+// are too few.
+func (s *Store) planTrim(l *sourceLog, all bool) (trimPlan, error) {
+	// The ends are read before the lanes: a lane that is opened later starts behind them.
 	bytes := l.durableBytes.Load()
 	durable, trimmed := l.durable.Load(), l.trimmed.Load()
 	need := durable + 1
 	if need == trimmed+1 {
-		return cut{}, nil
+		return trimPlan{}, nil
 	}
 	var err error
 	l.eachLane(func(lane *lane) {
@@ -283,16 +294,16 @@ func (s *Store) cut(l *sourceLog, all bool) (cut, error) {
 		need, err = min(need, first), e
 	})
 	if err != nil || need <= trimmed+1 {
-		return cut{}, err
+		return trimPlan{}, err
 	}
 	if count := need - 1 - trimmed; !all && count < trimMessages && bytes-l.trimmedBytes.Load() < uint64(s.disk.trimBytes) && s.o.Now().Sub(l.trimTime) < trimAge {
-		return cut{}, nil
+		return trimPlan{}, nil
 	}
-	return cut{l, need, durable, bytes}, nil
+	return trimPlan{l, need, durable, bytes}, nil
 }
 
-// free deletes a log's messages up to a cut.
-func (s *Store) free(c cut) error {
+// free deletes a log's messages before a plan's need.
+func (s *Store) free(c trimPlan) error {
 	l, trimmed := c.log, c.log.trimmed.Load()
 	var r record
 	v, closer, err := s.db.Get(key(prefixMessage, l.number, c.need))
@@ -304,7 +315,8 @@ func (s *Store) free(c cut) error {
 			return s.corruptf("message %d of %s: %w", c.need, l.source, err)
 		}
 	case errors.Is(err, pebble.ErrNotFound) && c.need > c.durable:
-		// Nothing is left. What came meanwhile is counted the next time.
+		// The log has no further message. Bytes appended since the plan are counted by the next
+		// trim.
 		r.bytesBefore = c.bytesAtLeast
 	default:
 		return fmt.Errorf("message %d of %s: %w", c.need, l.source, err)
@@ -315,57 +327,57 @@ func (s *Store) free(c cut) error {
 	if err := s.apply(b); err != nil {
 		return err
 	}
-	s.disk.freed(int64(r.bytesBefore - l.trimmedBytes.Load()))
+	s.disk.addFreed(int64(r.bytesBefore - l.trimmedBytes.Load()))
 	l.trimmed.Store(c.need - 1)
 	l.trimmedBytes.Store(r.bytesBefore)
 	l.trimTime = s.o.Now()
 	return nil
 }
 
-// roomToCompact tells whether a compaction may write: what it takes would lack
-// where messages, positions and what frees them must be written.
-func (d *disk) roomToCompact() bool {
+// spaceToCompact reports whether a compaction may write. Compactions leave space for messages,
+// positions and range deletions.
+func (d *disk) spaceToCompact() bool {
 	usage, err := d.s.o.FS.GetDiskUsage(d.s.dir)
 	return err != nil || int64(usage.AvailBytes) >= d.s.o.MinFreeBytes/2
 }
 
-// patientFS waits for room where a write meets a full disk. The engine would
-// stop the process instead, although nothing is wrong but the lack of room.
+// waitForSpaceFS is a file system whose writes wait for space while the disk is full. The
+// engine would stop the process on such an error.
 //
-// Compactions do not wait: they hold what they have written so far, and two that
-// waited for each other's room would wait for ever. They fail, which gives their
-// room back, and the engine tries them again.
-type patientFS struct {
+// Compactions do not wait, because two compactions could wait for each other's space without
+// end. They fail, which frees their space, and the engine retries them.
+type waitForSpaceFS struct {
 	vfs.FS
-	full func()
-	room func() bool
-	// stop is closed, once, when the store is being closed.
+	full     func()
+	hasSpace func() bool
+	// stop is closed, once, when the store is closed.
 	stop     chan struct{}
 	stopOnce sync.Once
-	// waiting counts the writes that wait for room.
+	// waiting counts the writes that wait for space.
 	waiting atomic.Int64
-	// compact is when the next compaction may begin, in nanoseconds since 1970.
-	compact atomic.Int64
-	// synced takes how long each sync of the engine's log took.
+	// nextCompaction is the earliest start of the next compaction, in nanoseconds since 1970.
+	nextCompaction atomic.Int64
+	// synced is called with the duration of each sync of the engine's log.
 	synced func(time.Duration)
-	// positions are how far the logs and the manifest were synced.
+	// positions are the synced positions of the logs and the manifest.
 	positions syncedFiles
 	// logged counts the bytes written to the engine's logs.
 	logged atomic.Int64
-	// recycling is held while a log is renamed to be written again, and while logs are removed.
+	// recycling is held while a log is renamed for reuse, and while logs are removed.
 	recycling sync.Mutex
 }
 
-// patience is the time between two tries, and how long a closing store tries.
-// A compaction that lacked room is tried again after compactPause.
+// spaceInterval is the time between two tries of a write that waits for space; closingTries
+// bounds the tries while the store is closed. The engine retries a compaction that failed for
+// lack of space after compactPause.
 const (
-	fullInterval = 100 * time.Millisecond
-	fullGrace    = 50 // Tries.
-	compactPause = time.Second
+	spaceInterval = 100 * time.Millisecond
+	closingTries  = 50
+	compactPause  = time.Second
 )
 
-// compaction is the engine's category for the files that compactions write,
-// which look at the room every compactStep bytes.
+// compaction is the engine's category of the files that compactions write. Such a file checks
+// the free space every compactStep bytes.
 const (
 	compaction  vfs.DiskWriteCategory = "pebble-compaction"
 	compactStep                       = 256 << 10
@@ -374,24 +386,24 @@ const (
 	manifests  vfs.DiskWriteCategory = "pebble-manifest"
 )
 
-// giveUp ends the patience of writes that wait, and of those to come, after fullGrace tries.
-func (fs *patientFS) giveUp() { fs.stopOnce.Do(func() { close(fs.stop) }) }
+// stopWaiting bounds the present and future waits for space to closingTries tries each.
+func (fs *waitForSpaceFS) stopWaiting() { fs.stopOnce.Do(func() { close(fs.stop) }) }
 
-func (fs *patientFS) try(write func() error) error {
+func (fs *waitForSpaceFS) try(write func() error) error {
 	err := write()
 	if !isFull(err) {
 		return err
 	}
 	fs.waiting.Add(1)
 	defer fs.waiting.Add(-1)
-	for grace := fullGrace; isFull(err) && grace > 0; err = write() {
+	for grace := closingTries; isFull(err) && grace > 0; err = write() {
 		fs.full()
 		select {
 		case <-fs.stop:
 			grace--
 		default:
 		}
-		time.Sleep(fullInterval)
+		time.Sleep(spaceInterval)
 	}
 	return err
 }
@@ -400,7 +412,7 @@ func isFull(err error) bool {
 	return err != nil && (errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT))
 }
 
-func (fs *patientFS) file(name string, c vfs.DiskWriteCategory, open func() (vfs.File, error)) (f vfs.File, err error) {
+func (fs *waitForSpaceFS) file(name string, c vfs.DiskWriteCategory, open func() (vfs.File, error)) (f vfs.File, err error) {
 	err = fs.try(func() error {
 		f, err = open()
 		return err
@@ -408,8 +420,8 @@ func (fs *patientFS) file(name string, c vfs.DiskWriteCategory, open func() (vfs
 	if err != nil {
 		return nil, err
 	}
-	p := &patientFile{File: f, fs: fs}
-	journal := &journalFile{patientFile: p, name: fs.PathBase(name)}
+	p := &waitForSpaceFile{File: f, fs: fs}
+	journal := &journalFile{waitForSpaceFile: p, name: fs.PathBase(name)}
 	switch c {
 	case writeAhead:
 		return &logFile{journalFile: journal}, nil
@@ -419,9 +431,9 @@ func (fs *patientFS) file(name string, c vfs.DiskWriteCategory, open func() (vfs
 	return p, nil
 }
 
-// output makes a file of a compaction.
-func (fs *patientFS) output(name string) (vfs.File, error) {
-	if pause := time.Until(time.Unix(0, fs.compact.Load())); pause > 0 {
+// createCompactionFile creates an output file of a compaction.
+func (fs *waitForSpaceFS) createCompactionFile(name string) (vfs.File, error) {
+	if pause := time.Until(time.Unix(0, fs.nextCompaction.Load())); pause > 0 {
 		select {
 		case <-time.After(pause):
 		case <-fs.stop:
@@ -429,37 +441,37 @@ func (fs *patientFS) output(name string) (vfs.File, error) {
 	}
 	f, err := fs.FS.Create(name, compaction)
 	if err != nil {
-		return nil, fs.compacted(err)
+		return nil, fs.noteCompactionError(err)
 	}
 	return &compactionFile{File: f, fs: fs}, nil
 }
 
-// compacted notes that a compaction lacked room.
-func (fs *patientFS) compacted(err error) error {
+// noteCompactionError delays the next compaction after an error for lack of space.
+func (fs *waitForSpaceFS) noteCompactionError(err error) error {
 	if isFull(err) {
-		fs.compact.Store(time.Now().Add(compactPause).UnixNano())
+		fs.nextCompaction.Store(time.Now().Add(compactPause).UnixNano())
 	}
 	return err
 }
 
-// Create orders the engine's markers, which name the files that count, behind
-// the files: not every file system keeps the order of names by itself.
-func (fs *patientFS) Create(name string, c vfs.DiskWriteCategory) (vfs.File, error) {
+// Create syncs the directory before it creates one of the engine's markers, which name the
+// valid files: not every file system keeps the order of directory entries.
+func (fs *waitForSpaceFS) Create(name string, c vfs.DiskWriteCategory) (vfs.File, error) {
 	if err := fs.syncDir(name); err != nil {
 		return nil, err
 	}
 	if c == compaction {
-		return fs.output(name)
+		return fs.createCompactionFile(name)
 	}
 	return fs.file(name, c, func() (vfs.File, error) { return fs.FS.Create(name, c) })
 }
 
-func (fs *patientFS) OpenReadWrite(name string, c vfs.DiskWriteCategory, opts ...vfs.OpenOption) (vfs.File, error) {
+func (fs *waitForSpaceFS) OpenReadWrite(name string, c vfs.DiskWriteCategory, opts ...vfs.OpenOption) (vfs.File, error) {
 	return fs.file(name, c, func() (vfs.File, error) { return fs.FS.OpenReadWrite(name, c, opts...) })
 }
 
-// ReuseForWrite makes a new file when the old one was removed to give its room back.
-func (fs *patientFS) ReuseForWrite(oldname, newname string, c vfs.DiskWriteCategory) (vfs.File, error) {
+// ReuseForWrite creates a new file when a reclaim removed the old one.
+func (fs *waitForSpaceFS) ReuseForWrite(oldname, newname string, c vfs.DiskWriteCategory) (vfs.File, error) {
 	return fs.file(newname, c, func() (vfs.File, error) {
 		fs.recycling.Lock()
 		defer fs.recycling.Unlock()
@@ -472,21 +484,22 @@ func (fs *patientFS) ReuseForWrite(oldname, newname string, c vfs.DiskWriteCateg
 	})
 }
 
-func (fs *patientFS) Link(oldname, newname string) error {
+func (fs *waitForSpaceFS) Link(oldname, newname string) error {
 	return fs.try(func() error { return fs.FS.Link(oldname, newname) })
 }
 
-func (fs *patientFS) Rename(oldname, newname string) error {
+func (fs *waitForSpaceFS) Rename(oldname, newname string) error {
 	return fs.try(func() error { return fs.FS.Rename(oldname, newname) })
 }
 
-// MkdirAll makes folders for their user alone, where Pebble would let everybody read what is stored.
-func (fs *patientFS) MkdirAll(dir string, _ os.FileMode) error {
+// MkdirAll creates directories that only their owner can access; the engine would make them
+// readable for all users.
+func (fs *waitForSpaceFS) MkdirAll(dir string, _ os.FileMode) error {
 	return fs.try(func() error { return fs.FS.MkdirAll(dir, 0o700) })
 }
 
-// Remove removes an old marker only when the new one is on disk.
-func (fs *patientFS) Remove(name string) error {
+// Remove removes an old marker only after the new one is durable.
+func (fs *waitForSpaceFS) Remove(name string) error {
 	if err := fs.syncDir(name); err != nil {
 		return err
 	}
@@ -494,8 +507,8 @@ func (fs *patientFS) Remove(name string) error {
 	return fs.FS.Remove(name)
 }
 
-// syncDir syncs the directory of a marker; names of other files are left to the engine.
-func (fs *patientFS) syncDir(name string) error {
+// syncDir syncs the directory of a marker; the engine syncs the directory for other files.
+func (fs *waitForSpaceFS) syncDir(name string) error {
 	if !strings.HasPrefix(fs.PathBase(name), "marker.") {
 		return nil
 	}
@@ -507,14 +520,14 @@ func (fs *patientFS) syncDir(name string) error {
 }
 
 // Unwrap implements vfs.FS.
-func (fs *patientFS) Unwrap() vfs.FS { return fs.FS }
+func (fs *waitForSpaceFS) Unwrap() vfs.FS { return fs.FS }
 
-type patientFile struct {
+type waitForSpaceFile struct {
 	vfs.File
-	fs *patientFS
+	fs *waitForSpaceFS
 }
 
-func (f *patientFile) Write(p []byte) (n int, err error) {
+func (f *waitForSpaceFile) Write(p []byte) (n int, err error) {
 	err = f.fs.try(func() error {
 		m, err := f.File.Write(p[n:])
 		n += m
@@ -523,7 +536,7 @@ func (f *patientFile) Write(p []byte) (n int, err error) {
 	return n, err
 }
 
-func (f *patientFile) WriteAt(p []byte, off int64) (n int, err error) {
+func (f *waitForSpaceFile) WriteAt(p []byte, off int64) (n int, err error) {
 	err = f.fs.try(func() error {
 		m, err := f.File.WriteAt(p[n:], off+int64(n))
 		n += m
@@ -532,29 +545,30 @@ func (f *patientFile) WriteAt(p []byte, off int64) (n int, err error) {
 	return n, err
 }
 
-// Preallocate only spares work later, so lack of room is no failure of it.
-func (f *patientFile) Preallocate(off, n int64) error {
+// Preallocate ignores a full disk, because preallocation is an optimization.
+func (f *waitForSpaceFile) Preallocate(off, n int64) error {
 	if err := f.File.Preallocate(off, n); !isFull(err) {
 		return err
 	}
 	return nil
 }
 
-// logFile is a log of the engine. It tells how long its syncs take.
+// logFile is a write-ahead log of the engine. It reports the durations of its syncs.
 type logFile struct {
 	*journalFile
 	allocated int64
 }
 
-// logStep is how far ahead of its end a log is preallocated.
+// logStep is the number of bytes by which a log is preallocated.
 const logStep = 4 << 20
 
-// Preallocate does nothing: the engine asks for as much as a whole write buffer, also of an idle store.
+// Preallocate does nothing: the engine requests the size of a whole write buffer, even for an
+// idle store.
 func (*logFile) Preallocate(int64, int64) error { return nil }
 
 func (f *logFile) Write(p []byte) (int, error) {
 	for f.written+int64(len(p)) > f.allocated {
-		_ = f.patientFile.Preallocate(f.allocated, logStep) // It only spares work later.
+		_ = f.waitForSpaceFile.Preallocate(f.allocated, logStep) // An optimization; a write reports errors.
 		f.allocated += logStep
 	}
 	n, err := f.journalFile.Write(p)
@@ -569,26 +583,26 @@ func (f *logFile) SyncData() error {
 	return err
 }
 
-// compactionFile fails where others wait.
+// compactionFile is an output file of a compaction; its writes fail on a full disk.
 type compactionFile struct {
 	vfs.File
-	fs *patientFS
-	// unseen bytes were written since the last look at the room.
-	unseen int
+	fs *waitForSpaceFS
+	// unchecked is the number of bytes written since the last check of the free space.
+	unchecked int
 }
 
 func (f *compactionFile) Write(p []byte) (int, error) {
-	if f.unseen += len(p); f.unseen >= compactStep {
-		f.unseen = 0
-		if !f.fs.room() {
-			return 0, f.fs.compacted(syscall.ENOSPC)
+	if f.unchecked += len(p); f.unchecked >= compactStep {
+		f.unchecked = 0
+		if !f.fs.hasSpace() {
+			return 0, f.fs.noteCompactionError(syscall.ENOSPC)
 		}
 	}
 	n, err := f.File.Write(p)
-	return n, f.fs.compacted(err)
+	return n, f.fs.noteCompactionError(err)
 }
 
-// Preallocate only spares work later, so lack of room is no failure of it.
+// Preallocate ignores a full disk, because preallocation is an optimization.
 func (f *compactionFile) Preallocate(off, n int64) error {
 	if err := f.File.Preallocate(off, n); !isFull(err) {
 		return err

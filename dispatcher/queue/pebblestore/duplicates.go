@@ -12,38 +12,37 @@ import (
 	"github.com/cockroachdb/pebble/v2"
 )
 
-// duplicates remembers the messageIds of the window. They are on disk in
-// buckets of time that are dropped whole, written in the same batch as their
-// messages. A filter per bucket spares the look at the disk for all but one in a
-// hundred messages that are no duplicates; a bucket whose filter did not fit the
-// memory, or is not rebuilt yet after a start, is looked up on disk.
+// duplicates stores the messageIds of the duplicate window. They are written in the same batch
+// as their messages, in buckets of time that are deleted as a whole. A filter per bucket avoids
+// the disk read for most messages that are no duplicates. A bucket without a complete filter,
+// because of DuplicateMemory or before it is rebuilt after a start, is looked up on disk.
 //
-// The committer owns it; mu is for the rebuilding of filters.
+// The committer owns it; mu is for the goroutine that rebuilds filters.
 type duplicates struct {
 	s     *Store
 	width int64 // Milliseconds; a window has at most five buckets.
 
 	mu      sync.Mutex
-	buckets []*bucket // By start; the last one takes new ids.
-	memory  int64     // Of all filters.
+	buckets []*bucket // By start; new IDs are added to the last one.
+	memory  int64     // Bytes of all filters.
 
 	now   int64
-	group map[hash]struct{} // Ids of the batch that is being made.
+	batch map[hash]struct{} // IDs of the current batch.
 	key   []byte
 }
 
-// bucket holds ids from start to the start of the next one.
+// bucket holds the IDs from start to the start of the next bucket.
 type bucket struct {
 	start    int64
 	filters  []*filter
-	complete bool // Every id of the bucket is in its filters.
-	lost     bool // Its filters had to go: it never gets new ones.
+	complete bool // Every ID of the bucket is in its filters.
+	lost     bool // Its filters were removed to save memory; it gets no new ones.
 }
 
-const maxGroupMap = 4096 // A map that grew beyond it is not kept.
+const maxBatchMap = 4096 // A larger map is not reused.
 
 func newDuplicates(s *Store) *duplicates {
-	return &duplicates{s: s, width: max(s.o.DuplicateWindow.Milliseconds()/4, 1), group: map[hash]struct{}{}}
+	return &duplicates{s: s, width: max(s.o.DuplicateWindow.Milliseconds()/4, 1), batch: map[hash]struct{}{}}
 }
 
 // load finds the buckets on disk.
@@ -72,11 +71,11 @@ func (d *duplicates) begin(b *pebble.Batch, now int64) {
 	if d.s.o.DuplicateWindow <= 0 {
 		return
 	}
-	if len(d.group) > maxGroupMap {
-		d.group = map[hash]struct{}{}
+	if len(d.batch) > maxBatchMap {
+		d.batch = map[hash]struct{}{}
 	}
-	clear(d.group)
-	// A clock that was set back must not make ids live longer than their bucket.
+	clear(d.batch)
+	// A clock that was set back must not keep IDs longer than their bucket.
 	if n := len(d.buckets); n > 0 {
 		now = max(now, d.buckets[n-1].start)
 	}
@@ -86,7 +85,7 @@ func (d *duplicates) begin(b *pebble.Batch, now int64) {
 	if n := len(d.buckets); n == 0 || now >= d.buckets[n-1].start+d.width {
 		d.buckets = append(d.buckets, &bucket{start: now, complete: true})
 	}
-	// A bucket is over when the last moment of it is out of the window.
+	// A bucket has expired when all its IDs are older than the window.
 	window := d.s.o.DuplicateWindow.Milliseconds()
 	over := 0
 	for over < len(d.buckets)-1 && d.buckets[over+1].start+window <= now {
@@ -101,9 +100,9 @@ func (d *duplicates) begin(b *pebble.Batch, now int64) {
 	}
 }
 
-// seen tells whether an id was accepted within the window.
-func (d *duplicates) seen(h *hash) (bool, error) {
-	if _, ok := d.group[*h]; ok {
+// contains reports whether an ID was accepted within the window.
+func (d *duplicates) contains(h *hash) (bool, error) {
+	if _, ok := d.batch[*h]; ok {
 		return true, nil
 	}
 	d.mu.Lock()
@@ -135,9 +134,9 @@ func (d *duplicates) seen(h *hash) (bool, error) {
 	return false, nil
 }
 
-// add remembers an id with the batch.
+// add adds an ID with the batch.
 func (d *duplicates) add(b *pebble.Batch, h *hash) {
-	d.group[*h] = struct{}{}
+	d.batch[*h] = struct{}{}
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	last := d.buckets[len(d.buckets)-1]
@@ -145,22 +144,22 @@ func (d *duplicates) add(b *pebble.Batch, h *hash) {
 	copy(appendKey(op.Key[:0], prefixDuplicate, uint64(last.start))[9:25], h[:])
 	binary.BigEndian.PutUint32(op.Value, uint32(d.now-last.start))
 	_ = op.Finish()
-	d.remember(last, h)
+	d.addToFilters(last, h)
 }
 
-// remember puts an id into a bucket's filters. Beyond the bound on memory the
-// oldest bucket loses its filters.
-func (d *duplicates) remember(b *bucket, h *hash) {
+// addToFilters adds an ID to a bucket's filters. Beyond DuplicateMemory the oldest bucket loses
+// its filters.
+func (d *duplicates) addToFilters(b *bucket, h *hash) {
 	if b.lost {
 		return
 	}
 	n := len(b.filters)
-	if n == 0 || b.filters[n-1].room == 0 {
+	if n == 0 || b.filters[n-1].free == 0 {
 		size := firstFilter
 		if n > 0 {
 			size = 2 * len(b.filters[n-1].blocks)
 		} else if i := slices.Index(d.buckets, b); i > 0 {
-			// As many as the bucket before took.
+			// The bucket gets as many blocks as the previous one.
 			for _, f := range d.buckets[i-1].filters {
 				size = max(size, len(f.blocks))
 			}
@@ -183,8 +182,8 @@ func (d *duplicates) remember(b *bucket, h *hash) {
 	b.filters[n-1].add(h)
 }
 
-// rebuild makes the filters of the buckets that were on disk at the start, in
-// the background. It reads each bucket without holding up the committer.
+// rebuild builds the filters of the buckets on disk after a start, in the background and
+// without blocking the committer for long.
 func (d *duplicates) rebuild() {
 	if d.s.o.DuplicateWindow <= 0 {
 		return
@@ -192,10 +191,10 @@ func (d *duplicates) rebuild() {
 	d.mu.Lock()
 	old := slices.Clone(d.buckets)
 	d.mu.Unlock()
-	slices.Reverse(old) // The youngest is asked longest, and the oldest loses its filters first.
+	slices.Reverse(old) // The youngest bucket is used longest, and the oldest loses its filters first.
 	for _, b := range old {
 		if err := d.rebuildBucket(b); err != nil {
-			d.s.log.Error("reading the stored messageIds failed; looking them up on disk", "error", d.s.explain(err))
+			d.s.log.Error("rebuild of duplicate filters failed; looking up messageIds on disk", "error", d.s.explain(err))
 			return
 		}
 	}
@@ -220,7 +219,7 @@ func (d *duplicates) rebuildBucket(b *bucket) error {
 		d.mu.Lock()
 		if !slices.Contains(d.buckets, b) {
 			d.mu.Unlock()
-			return nil // It is over meanwhile.
+			return nil // The bucket has expired.
 		}
 		for i := 0; i < 256 && ok; i++ {
 			if b.lost {
@@ -229,18 +228,18 @@ func (d *duplicates) rebuildBucket(b *bucket) error {
 			}
 			var h hash
 			copy(h[:], it.Key()[9:])
-			d.remember(b, &h)
+			d.addToFilters(b, &h)
 			ok = it.Next()
 		}
 		d.mu.Unlock()
-		time.Sleep(50 * time.Microsecond) // The committer goes first.
+		time.Sleep(50 * time.Microsecond) // The committer has priority.
 	}
 	if err := it.Error(); err != nil {
 		return err
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	// Ids that were accepted meanwhile were put into the filters too.
+	// The committer added the IDs that were accepted meanwhile.
 	b.complete = !b.lost
 	return nil
 }
@@ -265,11 +264,11 @@ func (b *bucket) size() int64 {
 	return n
 }
 
-// filter is a Bloom filter of blocks that fit a cache line, 16 bits and 8
-// probes per id: about one in five hundred ids that it does not have passes it.
+// filter is a Bloom filter of blocks that fit a cache line, with 16 bits and 8 probes per ID:
+// about one in 500 absent IDs is reported as present.
 type filter struct {
 	blocks []block
-	room   int
+	free   int
 }
 
 type block [8]uint64
@@ -277,15 +276,16 @@ type block [8]uint64
 const (
 	blockBytes   = 64
 	idsPerBlock  = 32
-	firstFilter  = 128 // Blocks: 8 KiB for 4096 ids.
+	firstFilter  = 128 // Blocks: 8 KiB for 4096 IDs.
 	filterProbes = 8
 )
 
 func newFilter(blocks int) *filter {
-	return &filter{blocks: make([]block, blocks), room: blocks * idsPerBlock}
+	return &filter{blocks: make([]block, blocks), free: blocks * idsPerBlock}
 }
 
-// place gives the block and the bits within it. The hash is uniform, so parts of it are independent.
+// place returns the block, and the bits within it. The hash is uniform, so its parts are
+// independent.
 func (f *filter) place(h *hash) (*block, uint64) {
 	hi, _ := bits.Mul64(binary.LittleEndian.Uint64(h[:8]), uint64(len(f.blocks)))
 	return &f.blocks[hi], binary.LittleEndian.Uint64(h[8:])
@@ -297,7 +297,7 @@ func (f *filter) add(h *hash) {
 		b[x&7] |= 1 << (x >> 3 & 63)
 		x = bits.RotateLeft64(x, -9)*0x9E3779B97F4A7C15 + 1
 	}
-	f.room--
+	f.free--
 }
 
 func (f *filter) mayHave(h *hash) bool {

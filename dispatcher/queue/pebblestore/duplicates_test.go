@@ -19,12 +19,12 @@ func TestFilter(t *testing.T) {
 		h := hash(sum[:16])
 		return &h
 	}
-	n := f.room
+	n := f.free
 	for i := range n {
 		f.add(h(i))
 	}
-	if f.room != 0 {
-		t.Errorf("room for %d more", f.room)
+	if f.free != 0 {
+		t.Errorf("space for %d more IDs", f.free)
 	}
 	passed := 0
 	for i := range n {
@@ -36,11 +36,11 @@ func TestFilter(t *testing.T) {
 		}
 	}
 	if share := float64(passed) / float64(n); share > 0.01 {
-		t.Errorf("%.2f %% of other ids pass a full filter; want less than 1 %%", 100*share)
+		t.Errorf("%.2f %% of absent IDs are reported by a full filter; want less than 1 %%", 100*share)
 	}
 }
 
-// TestDuplicateMemory: what does not fit the memory is found on disk.
+// TestDuplicateMemory: IDs beyond the memory bound are found on disk.
 func TestDuplicateMemory(t *testing.T) {
 	const each = 6000
 	clock := &storetest.Clock{}
@@ -67,10 +67,10 @@ func TestDuplicateMemory(t *testing.T) {
 			}
 		}
 		if wrong > 0 {
-			t.Errorf("%s: %d of %d messages of part %d are taken for the other thing", what, wrong, each, part)
+			t.Errorf("%s: %d of %d messages of part %d are misclassified", what, wrong, each, part)
 		}
 		if m := s.duplicates; m.memory > o.DuplicateMemory {
-			t.Errorf("%s: the filters take %d bytes", what, m.memory)
+			t.Errorf("%s: the filters use %d bytes", what, m.memory)
 		}
 	}
 	for part := range 4 {
@@ -88,7 +88,7 @@ func TestDuplicateMemory(t *testing.T) {
 	for part := range 5 {
 		check("repeated after a restart", part, true)
 	}
-	time.Sleep(20 * time.Millisecond) // More or less of the filters is rebuilt; the answers are the same.
+	time.Sleep(20 * time.Millisecond) // Any part of the filters may be rebuilt; the results are the same.
 	for part := range 5 {
 		check("repeated again", part, true)
 	}
@@ -97,7 +97,7 @@ func TestDuplicateMemory(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	// Turned off, it forgets.
+	// Without a window the store deletes the IDs.
 	o.DuplicateWindow = 0
 	s = open(t, dir, o)
 	check("off", 5, false)

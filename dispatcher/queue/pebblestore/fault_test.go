@@ -52,14 +52,14 @@ func eventually(t testing.TB, what string, ok func() bool) {
 	t.Helper()
 	for limit := time.Now().Add(wait.Limit); !ok(); time.Sleep(5 * time.Millisecond) {
 		if time.Now().After(limit) {
-			t.Fatalf("it never came true: %s", what)
+			t.Fatalf("timeout: %s", what)
 		}
 	}
 }
 
-// TestKill kills a process under load, again and again; POSTHORN_KILL_ROUNDS
-// sets how often. Every call that was acknowledged must be there afterwards, and
-// no message that was acknowledged well before the kill may be delivered again.
+// TestKill kills a process under load repeatedly; POSTHORN_KILL_ROUNDS sets the number of
+// rounds. Every acknowledged call must be stored afterwards, and no message that was
+// acknowledged well before the kill may be delivered again.
 func TestKill(t *testing.T) {
 	if dir := os.Getenv("POSTHORN_KILL_DIR"); dir != "" {
 		killed(dir)
@@ -69,7 +69,7 @@ func TestKill(t *testing.T) {
 	var accepted, delivered, again int
 	known := map[string]bool{}   // Acknowledged by Append.
 	settled := map[string]bool{} // Acknowledged by a worker.
-	durable := map[string]bool{} // The same, long enough before the kill.
+	durable := map[string]bool{} // Acknowledged by a worker long enough before the kill.
 	for round := range env("POSTHORN_KILL_ROUNDS", 5) {
 		cmd := exec.Command(os.Args[0], "-test.run=^TestKill$")
 		cmd.Env = append(os.Environ(), "POSTHORN_KILL_DIR="+dir, fmt.Sprint("POSTHORN_KILL_ROUND=", round))
@@ -92,11 +92,11 @@ func TestKill(t *testing.T) {
 				accepted++
 			case "delivered":
 				if !known[id] {
-					// Its Append had not been answered yet, or the answer was not printed.
+					// Its Append had not returned, or the process had not printed the result.
 					known[id] = true
 				}
 				if durable[id] {
-					t.Errorf("%s was delivered and durable, and came again", id)
+					t.Errorf("%s was durably acknowledged and is delivered again", id)
 				}
 				if settled[id] {
 					again++
@@ -104,7 +104,7 @@ func TestKill(t *testing.T) {
 				settled[id] = true
 				delivered++
 				flushed = append(flushed, id)
-			case "mark": // All that was printed before is durable.
+			case "mark": // The lines before the mark are durable.
 				for _, id := range flushed {
 					durable[id] = true
 				}
@@ -148,17 +148,18 @@ func TestKill(t *testing.T) {
 	}
 	for id := range left {
 		if durable[id] {
-			t.Errorf("%s was delivered and durable, and came again", id)
+			t.Errorf("%s was durably acknowledged and is delivered again", id)
 		}
 	}
 	st := s.LaneStats(lane1)
 	if st.Pending != 0 || st.Accepted != st.Delivered {
-		t.Errorf("the ledger ends as %+v", st)
+		t.Errorf("the final ledger is %+v", st)
 	}
-	t.Logf("%d accepted, %d delivered, %d of them again, %d left at the end", accepted, delivered, again, len(left))
+	t.Logf("%d accepted, %d delivered, %d of them again, %d pending at the end", accepted, delivered, again, len(left))
 }
 
-// killed is the process that is killed. Its producers and its worker print what they know to be done.
+// killed is the main function of the process that is killed. Its producers and its worker print
+// the completed operations.
 func killed(dir string) {
 	s, err := Open(dir, Options{})
 	if err == nil {
@@ -212,7 +213,8 @@ func killed(dir string) {
 	}
 }
 
-// TestAcksBecomeDurable: an acknowledgement does not stay in memory, also when nothing else happens.
+// TestAcksBecomeDurable: an acknowledgement becomes durable in time, even if nothing else
+// happens.
 func TestAcksBecomeDurable(t *testing.T) {
 	mem := vfs.NewCrashableMem()
 	s := open(t, "data", Options{FS: mem})
@@ -240,7 +242,7 @@ func TestAcksBecomeDurable(t *testing.T) {
 	}
 }
 
-// files are the store's files of some kind.
+// files returns the store's files that match a pattern.
 func files(t *testing.T, dir, pattern string) []string {
 	t.Helper()
 	names, err := filepath.Glob(filepath.Join(dir, pattern))
@@ -270,15 +272,15 @@ func flip(b []byte) []byte {
 	return b
 }
 
-// TestDamage: a damaged file is found and named, at the start or when it is
-// read, and nothing is passed over.
+// TestDamage: a damaged file is detected and named, at the start or when it is read, and no
+// message is lost silently.
 func TestDamage(t *testing.T) {
 	const messages = 3000
 	for _, test := range []struct {
 		name, file string
 		unclean    bool
 		change     func([]byte) []byte // nil removes the file.
-		readable   bool                // Open succeeds: the damage is met when it is read.
+		readable   bool                // Open succeeds; a read detects the damage.
 	}{
 		{name: "table cut off", file: "*.sst", change: cutOff},
 		{name: "table missing", file: "*.sst"},
@@ -299,7 +301,7 @@ func TestDamage(t *testing.T) {
 			for i := range 30 {
 				appendAll(t, s, messages/30, func(m *queue.Message) { m.ID = fmt.Sprint(i, m.ID) })
 			}
-			if test.unclean { // What a killed process leaves.
+			if test.unclean { // A killed process leaves these files.
 				copied := t.TempDir()
 				if err := copyKilled(dir, copied); err != nil && !errors.Is(err, fs.ErrNotExist) {
 					t.Fatal(err)
@@ -327,7 +329,8 @@ func TestDamage(t *testing.T) {
 				if err = s.OpenLane(lane1); err != nil {
 					t.Fatal(err)
 				}
-				// The messages of the damaged block become dead letters, the others come.
+				// The messages of the damaged block become dead letters, the others are
+				// delivered.
 				seen := map[uint64]bool{}
 				for {
 					got, err := s.Lease(lane1, 100, nil)
@@ -354,7 +357,7 @@ func TestDamage(t *testing.T) {
 				if got := s.LaneStats(lane1); got != want || letters == 0 || letters+len(seen) != messages || err != nil {
 					t.Errorf("ledger %+v, want %+v: %v", got, want, err)
 				}
-				// The damage is known until it is repaired, also after a restart.
+				// The damage mark is kept until a repair, also across a restart.
 				if err := s.Close(); err != nil {
 					t.Fatal(err)
 				}
@@ -374,7 +377,7 @@ func TestDamage(t *testing.T) {
 				_ = s.Close()
 			}
 			if err == nil {
-				t.Fatal("the damage was not found")
+				t.Fatal("the damage was not detected")
 			}
 			var corrupt *CorruptError
 			named := errors.As(err, &corrupt) || strings.Contains(err.Error(), filepath.Base(largest))
@@ -386,7 +389,8 @@ func TestDamage(t *testing.T) {
 	}
 }
 
-// TestTruncatedLog: the newest write-ahead log of a killed process, cut off anywhere before its end, is named.
+// TestTruncatedLog: a truncated newest write-ahead log of a killed process is detected and
+// named.
 func TestTruncatedLog(t *testing.T) {
 	dir := t.TempDir()
 	s := open(t, dir, Options{})
@@ -482,8 +486,8 @@ func TestQuota(t *testing.T) {
 	}
 }
 
-// Without a given quota a Source may keep half of the room below the high-water
-// mark. What the store holds counts as room, what others keep on the disk does not.
+// Without a configured quota a Source may use half of the space below the high-water mark. The
+// store's own files count as usable space, other files do not.
 func TestDefaultQuota(t *testing.T) {
 	const total = 10 << 20
 	mem := vfs.NewMem()
@@ -496,7 +500,7 @@ func TestDefaultQuota(t *testing.T) {
 	if err := s.OpenLane(lane1); err != nil {
 		t.Fatal(err)
 	}
-	// is waits for a quota: half of the room, up to what the store takes itself.
+	// is waits for a quota: half of the usable space.
 	is := func(s *Store, room int64) {
 		t.Helper()
 		eventually(t, fmt.Sprintf("a quota of %d", room/2), func() bool {
@@ -525,10 +529,11 @@ func TestDefaultQuota(t *testing.T) {
 	other := message("x")
 	other.Source = "shop/ios"
 	if _, err := s.Append(ctx, []queue.Message{other}); err != nil {
-		t.Errorf("another Source beside one above its quota: %v", err)
+		t.Errorf("Append of another Source while one is above its quota: %v", err)
 	}
 
-	// A Source that is above the quota at the start is refused until it drains; the store starts.
+	// A Source that is above the quota at the start is refused until it drains; the store
+	// starts.
 	if err := s.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -596,7 +601,7 @@ func TestHighWater(t *testing.T) {
 	appendAll(t, s, 1)
 }
 
-// fullFS has no room while full is set.
+// fullFS is a file system without space while full is set.
 type fullFS struct {
 	vfs.FS
 	full atomic.Bool
@@ -630,7 +635,7 @@ type fullFile struct {
 	fs *fullFS
 }
 
-// Write writes half of what does not fit, as a file system may.
+// Write writes half of the data when the disk is full, as a file system may.
 func (f *fullFile) Write(b []byte) (int, error) {
 	if err := f.fs.check(); err != nil {
 		n, _ := f.File.Write(b[:len(b)/2])
@@ -639,7 +644,8 @@ func (f *fullFile) Write(b []byte) (int, error) {
 	return f.File.Write(b)
 }
 
-// TestDiskFull: writes that meet a full disk wait, and go on when there is room. Nothing is lost.
+// TestDiskFull: writes wait while the disk is full, and continue when there is space. No
+// message is lost.
 func TestDiskFull(t *testing.T) {
 	mem := vfs.NewCrashableMem()
 	disk := &fullFS{FS: mem}
@@ -672,7 +678,7 @@ func TestDiskFull(t *testing.T) {
 		met := disk.met.Load()
 		disk.full.Store(true)
 		eventually(t, "a write meets the full disk", func() bool { return disk.met.Load() > met })
-		// The producers' own calls may all be among those that wait for room.
+		// All calls of the producers may wait for space.
 		eventually(t, "the store is full", s.Full)
 		if _, err := s.Append(t.Context(), []queue.Message{message(fmt.Sprint("turned away ", met))}); !errors.Is(err, queue.ErrFull) {
 			t.Errorf("a new call on a full disk: %v", err)
@@ -696,8 +702,8 @@ func TestDiskFull(t *testing.T) {
 	}
 }
 
-// TestSmallDisk fills a real file system. It needs one: POSTHORN_SMALL_DISK
-// names an empty directory on a file system of some 200 MB (a tmpfs will do).
+// TestSmallDisk fills a real file system: POSTHORN_SMALL_DISK names an empty directory on a
+// file system of about 200 MB, such as a tmpfs.
 func TestSmallDisk(t *testing.T) {
 	root := os.Getenv("POSTHORN_SMALL_DISK")
 	if root == "" {
@@ -733,7 +739,7 @@ func TestSmallDisk(t *testing.T) {
 	first := accepted
 	t.Logf("refused after %d messages, %d MB", accepted, accepted*16>>10)
 
-	// Somebody else takes all that is left.
+	// Another file uses the rest of the space.
 	other, err := os.Create(filepath.Join(root, "other"))
 	if err != nil {
 		t.Fatal(err)
@@ -763,7 +769,7 @@ func TestSmallDisk(t *testing.T) {
 			}
 		}
 	}()
-	time.Sleep(300 * time.Millisecond) // Lets it run into the full disk; nothing depends on it.
+	time.Sleep(300 * time.Millisecond) // The store reaches the full disk; the result does not depend on it.
 	if err := errors.Join(other.Truncate(0), other.Close()); err != nil {
 		t.Fatal(err)
 	}

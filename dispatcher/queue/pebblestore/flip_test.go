@@ -19,8 +19,9 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// tablePlaces lists the places of a table where a flipped bit has an effect of its own: a byte of each
-// block and of each trailer, which the same checksum protects, and all bytes from the properties on.
+// tablePlaces lists the bytes of a table where a flipped bit has a distinct effect: one byte of
+// each block and of each trailer, which the same checksum protects, and all bytes from the
+// properties on.
 func tablePlaces(t *testing.T, table string) (places []int) {
 	t.Helper()
 	f, err := vfs.Default.Open(table)
@@ -56,22 +57,23 @@ func tablePlaces(t *testing.T, table string) (places []int) {
 	return places
 }
 
-// TestFlippedBitInTable flips one bit in each place of the tables of stores that were closed cleanly, one
-// after the other. Each acknowledged message is delivered or is a dead letter, or a repair names it.
+// TestFlippedBitInTable flips one bit in each place of the tables of cleanly closed stores, one
+// at a time. Each acknowledged message must be delivered or be a dead letter, or a repair must
+// name it as lost.
 //
-// POSTHORN_FLIP_STORES sets how many stores are tried, POSTHORN_FLIP_STRIDE takes each nth place.
+// POSTHORN_FLIP_STORES sets the number of stores, POSTHORN_FLIP_STRIDE selects each nth place.
 func TestFlippedBitInTable(t *testing.T) {
 	first, stores, stride := env("POSTHORN_FLIP_STORE", 3), env("POSTHORN_FLIP_STORES", 1), env("POSTHORN_FLIP_STRIDE", 29)
 	flips, refused, dead := 0, 0, 0
 	for store := first; store < first+stores; store++ {
 		rnd := rand.New(rand.NewPCG(uint64(store), 7))
-		v := makeVictim(t, rnd, []int{1, 20, 200}[store%3], "closed")
+		v := makeEndedStore(t, rnd, []int{1, 20, 200}[store%3], "closed")
 		for _, table := range files(t, v.dir, "*.sst") {
 			places := tablePlaces(t, table)
 			for i := rnd.IntN(stride); i < len(places); i += stride {
 				name, at := filepath.Base(table), places[i]
 				what := fmt.Sprintf("store %d, batches of %d, %s, byte %d", store, v.batch, name, at)
-				temp, err := os.MkdirTemp("", "flip") // Removed at once: there are many.
+				temp, err := os.MkdirTemp("", "flip") // Removed at once, because there are many.
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -96,9 +98,9 @@ func TestFlippedBitInTable(t *testing.T) {
 						t.Fatalf("%s: after a repair: %v\n%+v", what, err, r)
 					}
 				}
-				lost, gone := v.check(t, what, got, r)
-				if gone > 0 && len(r.Lost) == 0 {
-					t.Errorf("%s: %d acknowledged messages are gone and nothing names them; refused %t, damaged %q", what, gone, r.Aside != "", r.Damaged)
+				lost, missing := v.check(t, what, got, r)
+				if missing > 0 && len(r.Lost) == 0 {
+					t.Errorf("%s: %d acknowledged messages are lost, and the repair does not name them; refused %t, damaged %q", what, missing, r.Aside != "", r.Damaged)
 				}
 				for source, n := range v.acked {
 					if got.accepted[source] != int64(n) {
@@ -119,13 +121,13 @@ func TestFlippedBitInTable(t *testing.T) {
 	t.Logf("%d flips: %d stores were refused and repaired, %d messages became dead letters", flips, refused, dead)
 }
 
-// TestRepairOfRetries damages what a table holds of the retries: new entries, and the deletions of as many old
-// ones, which come back by that. Their number agrees with the lane's state, and the messages
-// are sent again nevertheless.
+// TestRepairOfRetries damages a part of a table with new retry entries and the deletions of as
+// many old ones, which thus exist again. The number of entries agrees with the lane's state,
+// but the messages must be sent again.
 func TestRepairOfRetries(t *testing.T) {
 	const each = 20
 	dir := filepath.Join(t.TempDir(), "queue")
-	start, passed := time.Now(), atomic.Int64{} // The store reads the clock beside the test.
+	start, passed := time.Now(), atomic.Int64{} // The store reads the clock concurrently.
 	now := func() time.Time { return start.Add(time.Duration(passed.Load())) }
 	s := open(t, dir, Options{Now: now})
 	if err := s.OpenLane(lane1); err != nil {
@@ -167,7 +169,7 @@ func TestRepairOfRetries(t *testing.T) {
 	table := tables[len(tables)-1]
 	appendAll(t, s, 1, func(m *queue.Message) { m.ID += "-last" })
 	s.mu.RLock()
-	s.changed(s.lanes[lane1]) // The state of the lane is in a later table, too.
+	s.changed(s.lanes[lane1]) // So that the lane's state is in a later table.
 	s.mu.RUnlock()
 	if err := s.Close(); err != nil {
 		t.Fatal(err)
@@ -192,7 +194,7 @@ func TestRepairOfRetries(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, at := range blocks {
-			if at.Offset > 0 && at.last[0] >= prefixRetry { // The first one has the messages, too.
+			if at.Offset > 0 && at.last[0] >= prefixRetry { // The first block also has messages.
 				b[at.Offset+at.Length/2] ^= 1
 				hit++
 			}
@@ -224,7 +226,7 @@ func TestRepairOfRetries(t *testing.T) {
 	}
 	for seq := uint64(each + 1); seq <= 2*each+1; seq++ {
 		if !came[seq] {
-			t.Errorf("message %d does not come: %+v", seq, r)
+			t.Errorf("message %d is not delivered: %+v", seq, r)
 		}
 	}
 	if st := s.LaneStats(lane1); st.Balance() != nil || st.Pending != 0 {

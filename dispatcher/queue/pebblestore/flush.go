@@ -9,15 +9,16 @@ import (
 	"github.com/cockroachdb/pebble/v2"
 )
 
-// flusher writes the states of lanes that changed in memory alone: those whose
-// messages were acknowledged or passed over.
+// flusher writes the states of lanes that changed in memory only, by acknowledgements or by
+// messages for other destinations.
 type flusher struct {
-	// writing is held while lanes are written: who comes next finds them on disk.
+	// writing is held while lanes are written, so that a later caller finds their states on
+	// disk.
 	writing sync.Mutex
 
 	mu    sync.Mutex
 	dirty []*lane
-	// unsynced: something was written that no sync has covered since.
+	// unsynced: a write happened after the last sync began.
 	unsynced atomic.Bool
 	wake     chan struct{}
 }
@@ -28,26 +29,27 @@ func (f *flusher) add(l *lane) {
 	f.mu.Lock()
 	f.dirty = append(f.dirty, l)
 	f.mu.Unlock()
-	f.poke()
+	f.signal()
 }
 
-func (f *flusher) poke() {
+func (f *flusher) signal() {
 	select {
 	case f.wake <- struct{}{}:
 	default:
 	}
 }
 
-// wrote is called after a write without a sync; syncing before one with it.
-func (f *flusher) wrote() {
+// markUnsynced is called after a write without a sync, markSynced before a write with a sync.
+func (f *flusher) markUnsynced() {
 	if !f.unsynced.Swap(true) {
-		f.poke()
+		f.signal()
 	}
 }
 
-func (f *flusher) syncing() { f.unsynced.Store(false) }
+func (f *flusher) markSynced() { f.unsynced.Store(false) }
 
-// runFlusher sleeps while nothing changes.
+// runFlusher writes changed lanes every FlushInterval, and syncs every SyncInterval; it blocks
+// while nothing changes.
 func (s *Store) runFlusher() {
 	var unsyncedSince time.Time
 	for {
@@ -69,17 +71,18 @@ func (s *Store) runFlusher() {
 			write, unsyncedSince = pebble.Sync, now
 		}
 		if err := s.flushLanes(write); err != nil {
-			s.log.Error("writing the positions of lanes failed; retrying", "error", err)
+			s.log.Error("write of lane positions failed; retrying", "error", err)
 		}
 		if s.flusher.unsynced.Load() {
-			s.flusher.poke()
+			s.flusher.signal()
 		}
 	}
 }
 
 const lanesPerFlush = 64
 
-// flushLanes writes all changed lanes. With pebble.Sync all that was written before is durable too.
+// flushLanes writes all changed lanes. With pebble.Sync, all previous writes become durable,
+// too.
 func (s *Store) flushLanes(write *pebble.WriteOptions) error {
 	s.flusher.writing.Lock()
 	defer s.flusher.writing.Unlock()
@@ -93,7 +96,7 @@ func (s *Store) flushLanes(write *pebble.WriteOptions) error {
 			s.flusher.mu.Lock()
 			s.flusher.dirty = append(s.flusher.dirty, dirty...)
 			s.flusher.mu.Unlock()
-			s.flusher.poke()
+			s.flusher.signal()
 			return err
 		}
 		dirty = dirty[n:]
@@ -101,17 +104,18 @@ func (s *Store) flushLanes(write *pebble.WriteOptions) error {
 	if !write.Sync {
 		return nil
 	}
-	s.flusher.syncing()
+	s.flusher.markSynced()
 	return s.db.LogData(s.fs.positions.mark(), pebble.Sync)
 }
 
-// flushSome writes a few lanes as one batch. It holds the locks of all of them
-// until it is applied: no state may overtake a newer one. Nobody else ever holds two.
+// flushSome writes a few lanes as one batch. It holds all their locks until the batch is
+// applied, so that an older state never overwrites a newer one. No other function locks two
+// lanes.
 func (s *Store) flushSome(lanes []*lane) error {
 	b := s.db.NewBatch()
 	locked := make(map[*sync.Mutex]bool, len(lanes))
 	for _, l := range lanes {
-		if !locked[l.mu] { // Lanes of a group have one lock.
+		if !locked[l.mu] { // Lanes of a group share a lock.
 			locked[l.mu] = true
 			l.mu.Lock()
 			defer l.mu.Unlock()
@@ -138,25 +142,26 @@ func (s *Store) flushSome(lanes []*lane) error {
 	return nil
 }
 
-// waker tells of retries that become due: one timer for all lanes.
-type waker struct {
+// retryTimer notifies lanes whose retries become due, with one timer for all lanes.
+type retryTimer struct {
 	mu    sync.Mutex
 	lanes laneHeap
 	wake  chan struct{}
 }
 
-func (w *waker) init() { w.wake = make(chan struct{}, 1) }
+func (w *retryTimer) init() { w.wake = make(chan struct{}, 1) }
 
-// schedule makes the lane be notified at a time, if it is hungry then. Of two times the earlier counts.
-func (w *waker) schedule(l *lane, at int64) {
+// schedule notifies the lane at a time, if it wants a notification then. The earlier of two
+// times applies.
+func (w *retryTimer) schedule(l *lane, at int64) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	switch {
 	case l.heapIndex < 0:
-		l.wakeAt = at
+		l.notifyAt = at
 		heap.Push(&w.lanes, l)
-	case at < l.wakeAt:
-		l.wakeAt = at
+	case at < l.notifyAt:
+		l.notifyAt = at
 		heap.Fix(&w.lanes, l.heapIndex)
 	default:
 		return
@@ -169,7 +174,7 @@ func (w *waker) schedule(l *lane, at int64) {
 	}
 }
 
-func (w *waker) forget(l *lane) {
+func (w *retryTimer) forget(l *lane) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if l.heapIndex >= 0 {
@@ -177,26 +182,26 @@ func (w *waker) forget(l *lane) {
 	}
 }
 
-// due removes and returns a lane whose time has come, and otherwise the time to wait.
-func (w *waker) due(now int64) (l *lane, wait time.Duration) {
+// due removes and returns a lane whose time is reached, or returns the time to wait.
+func (w *retryTimer) due(now int64) (l *lane, wait time.Duration) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if len(w.lanes) == 0 {
 		return nil, time.Hour
 	}
-	if at := w.lanes[0].wakeAt; at > now {
+	if at := w.lanes[0].notifyAt; at > now {
 		return nil, time.Duration(min(at-now, time.Hour.Milliseconds())) * time.Millisecond
 	}
 	return heap.Pop(&w.lanes).(*lane), 0
 }
 
-func (s *Store) runWaker() {
+func (s *Store) runRetryTimer() {
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
 	for {
-		l, wait := s.waker.due(s.o.Now().UnixMilli())
+		l, wait := s.retryTimer.due(s.o.Now().UnixMilli())
 		if l != nil {
-			if l.hungry.CompareAndSwap(true, false) {
+			if l.wantsNotify.CompareAndSwap(true, false) {
 				s.notify(l.id)
 			}
 			continue
@@ -204,7 +209,7 @@ func (s *Store) runWaker() {
 		timer.Reset(wait)
 		select {
 		case <-timer.C:
-		case <-s.waker.wake:
+		case <-s.retryTimer.wake:
 		case <-s.stop:
 			return
 		}
@@ -214,7 +219,7 @@ func (s *Store) runWaker() {
 type laneHeap []*lane
 
 func (h laneHeap) Len() int           { return len(h) }
-func (h laneHeap) Less(i, j int) bool { return h[i].wakeAt < h[j].wakeAt }
+func (h laneHeap) Less(i, j int) bool { return h[i].notifyAt < h[j].notifyAt }
 func (h laneHeap) Swap(i, j int) {
 	h[i], h[j] = h[j], h[i]
 	h[i].heapIndex, h[j].heapIndex = i, j

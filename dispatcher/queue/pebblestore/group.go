@@ -15,51 +15,54 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// group is what the lanes with LaneID.Any of one Source and destination share:
-// a lock, the ledger, and one bit per message that says that it is final, so
-// delivered, filtered out, or a dead letter.
+// group is the shared state of the lanes with LaneID.Any of one Source and destination: a lock,
+// the ledger, and one bit per message that marks the message as final. A message is final when
+// it is delivered, filtered out, discarded, a dead letter, or for other destinations only.
 //
-// Invariants: a message that is not final is in some lane. A message in the
-// retry index of a lane is not final, "delete" messages excepted. What a lane
-// writes is in one batch with the state of the group, so that the group knows
-// at least what its lanes know. It never knows more of "delete" messages, for which
-// its bits do not prevent that a lane counts a message twice: see lane.aheadOfDisk.
+// Invariants:
+//
+//   - A message that is not final is pending in at least one lane.
+//   - A message in the retry index of a lane is not final, except "delete" messages.
+//   - A lane's state is written in one batch with the group's state, so the group on disk is
+//     never older than its lanes.
+//   - For "delete" messages the group on disk is also never newer than its lanes, because the
+//     bits do not prevent that a lane counts such a message twice; see lane.aheadOfDisk.
 type group struct {
-	id     queue.LaneID // Its Endpoint is empty.
+	id     queue.LaneID // Without an Endpoint.
 	number uint64
 	log    *sourceLog
 	dest   *destination
 
-	// mu is the mu of all lanes of the group, too.
+	// mu is also the mu of all lanes of the group.
 	mu sync.Mutex
 	groupState
 	lanes []*lane
-	// blocks are the bits in memory: those that changed, and some that were read.
+	// blocks are the bits in memory: all changed ones, and some that were read.
 	blocks map[uint64]*bitBlock
-	// erased: blocks below this one are deleted.
-	erased uint64
-	seen   seenStats
-	oldest acceptance
+	// erased: the blocks before this one are deleted.
+	erased      uint64
+	cachedStats statsCache
+	oldest      acceptance
 }
 
-// groupState is what is durable of a group but its bits: one value.
+// groupState is the durable state of a group without its bits: one value.
 type groupState struct {
-	start     uint64 // Messages up to here are not the group's.
+	start     uint64 // The group has the messages after this one.
 	delivered uint64
 	filtered  uint64
 	buried    uint64
 	discarded uint64
-	passed    uint64 // Messages in the group's part of the log that are for others.
-	// extra counts what is accepted beyond the group's part of the log: "delete"
-	// messages, which count once per lane, and messages of lanes that were dropped.
-	extra   uint64
-	records uint64 // Messages that a lane gave up while another has them.
-	shared  bool   // It had two lanes at some time. Without, there are no bits.
-	gaps    []gap
+	passed    uint64 // Messages in the group's part of the log that are for other destinations.
+	// extra counts the messages accepted beyond the group's part of the log: "delete" messages,
+	// which count once per lane, and messages of dropped lanes.
+	extra     uint64
+	handovers uint64 // Number of handover records.
+	shared    bool   // The group had two lanes at some time; a group that is not shared has no bits.
+	gaps      []gap
 }
 
-// gap is a part of the log, both ends included, that was appended while all
-// lanes had ended: it is not for the group.
+// gap is a part of the log, both ends included, that was appended after all lanes had ended and
+// before a lane continued or was opened. Its messages are not for the group.
 type gap struct{ from, to uint64 }
 
 // bitBlock holds the bits of blockBits messages.
@@ -70,7 +73,7 @@ type bitBlock struct {
 
 const (
 	blockBits = 4096
-	// maxBlocks bounds the blocks of a group in memory that are not to be written.
+	// maxBlocks bounds the unchanged blocks of a group in memory.
 	maxBlocks = 64
 )
 
@@ -84,7 +87,7 @@ func (g *groupState) encode() []byte {
 	if g.shared {
 		shared = 1
 	}
-	for _, n := range [...]uint64{g.start, g.delivered, g.filtered, g.buried, g.discarded, g.passed, g.extra, g.records, shared} {
+	for _, n := range [...]uint64{g.start, g.delivered, g.filtered, g.buried, g.discarded, g.passed, g.extra, g.handovers, shared} {
 		v = binary.AppendUvarint(v, n)
 	}
 	for _, p := range g.gaps {
@@ -95,7 +98,7 @@ func (g *groupState) encode() []byte {
 
 func (g *groupState) decode(v []byte) error {
 	d := decoder{b: v}
-	for _, n := range [...]*uint64{&g.start, &g.delivered, &g.filtered, &g.buried, &g.discarded, &g.passed, &g.extra, &g.records} {
+	for _, n := range [...]*uint64{&g.start, &g.delivered, &g.filtered, &g.buried, &g.discarded, &g.passed, &g.extra, &g.handovers} {
 		*n = d.uvarint()
 	}
 	g.shared = d.uvarint() != 0
@@ -105,8 +108,8 @@ func (g *groupState) decode(v []byte) error {
 	return d.err()
 }
 
-// put adds the group's state, and the bits that changed, to a batch. The caller
-// holds mu until the batch is applied.
+// put adds the group's state and the changed bits to a batch. The caller holds mu until the
+// batch is applied.
 func (g *group) put(b *pebble.Batch) {
 	for _, l := range g.lanes {
 		if l.aheadOfDisk {
@@ -127,7 +130,8 @@ func (g *group) put(b *pebble.Batch) {
 	}
 }
 
-// putFailed has all bits and lanes in memory written again.
+// putFailed marks all bits in memory, and all lanes, as changed, so that the next put writes
+// them.
 func (g *group) putFailed() {
 	for _, l := range g.lanes {
 		l.aheadOfDisk = true
@@ -137,7 +141,7 @@ func (g *group) putFailed() {
 	}
 }
 
-// block returns the bits around a message.
+// block returns the n-th block of bits.
 func (s *Store) block(g *group, n uint64) (*bitBlock, error) {
 	if k := g.blocks[n]; k != nil {
 		return k, nil
@@ -166,8 +170,8 @@ func (s *Store) block(g *group, n uint64) (*bitBlock, error) {
 	return k, nil
 }
 
-// final reports whether a message is final.
-func (s *Store) final(g *group, seq uint64) (bool, error) {
+// isFinal reports whether a message is final.
+func (s *Store) isFinal(g *group, seq uint64) (bool, error) {
 	if !g.shared {
 		return false, nil
 	}
@@ -178,8 +182,8 @@ func (s *Store) final(g *group, seq uint64) (bool, error) {
 	return k.bits[seq%blockBits/64]&(1<<(seq%64)) != 0, nil
 }
 
-// finish makes a message final; first is false when it was before.
-func (s *Store) finish(g *group, seq uint64) (first bool, err error) {
+// markFinal marks a message as final; first is false when it was final before.
+func (s *Store) markFinal(g *group, seq uint64) (first bool, err error) {
 	if !g.shared {
 		return true, nil
 	}
@@ -196,10 +200,11 @@ func (s *Store) finish(g *group, seq uint64) (first bool, err error) {
 	return true, nil
 }
 
-// notFinal returns the first message from seq on that is neither final nor in a gap.
-func (s *Store) notFinal(g *group, seq, limit uint64) (uint64, error) {
+// nextNotFinal returns the first message from seq to limit that is neither final nor in a gap,
+// or a position after limit.
+func (s *Store) nextNotFinal(g *group, seq, limit uint64) (uint64, error) {
 	for seq <= limit {
-		if to := g.behindGap(seq); to != seq {
+		if to := g.afterGap(seq); to != seq {
 			seq = to
 			continue
 		}
@@ -212,7 +217,7 @@ func (s *Store) notFinal(g *group, seq, limit uint64) (uint64, error) {
 		}
 		if w := ^k.bits[seq%blockBits/64] >> (seq % 64); w != 0 {
 			n := uint64(bits.TrailingZeros64(w))
-			if to := g.behindGap(seq + n); to == seq+n {
+			if to := g.afterGap(seq + n); to == seq+n {
 				return to, nil
 			}
 			seq += n
@@ -223,10 +228,10 @@ func (s *Store) notFinal(g *group, seq, limit uint64) (uint64, error) {
 	return seq, nil
 }
 
-// behindGap returns seq, or the message behind the gap that it is in.
-func (g *group) behindGap(seq uint64) uint64 { return behindGap(g.gaps, seq) }
+// afterGap returns seq, or the first message after the gap that contains seq.
+func (g *group) afterGap(seq uint64) uint64 { return afterGap(g.gaps, seq) }
 
-func behindGap(gaps []gap, seq uint64) uint64 {
+func afterGap(gaps []gap, seq uint64) uint64 {
 	for _, p := range gaps {
 		if seq >= p.from && seq <= p.to {
 			seq = p.to + 1
@@ -235,7 +240,7 @@ func behindGap(gaps []gap, seq uint64) uint64 {
 	return seq
 }
 
-// end is the first message that is not the group's any more, 0 while there is none.
+// end is the first message that is not the group's; 0 while a lane has no end.
 func (g *group) end() (end uint64) {
 	for _, l := range g.lanes {
 		if l.end == 0 {
@@ -246,8 +251,8 @@ func (g *group) end() (end uint64) {
 	return end
 }
 
-// resume is called before a lane of the group is opened or continues. What was
-// appended since all lanes ended is a gap.
+// resume is called before a lane of the group is opened or continues. It records the messages
+// appended since all lanes ended as a gap.
 func (g *group) resume(behind uint64) {
 	if end := g.end(); end != 0 && end < behind {
 		g.gaps = append(g.gaps, gap{end, behind - 1})
@@ -255,7 +260,7 @@ func (g *group) resume(behind uint64) {
 	}
 }
 
-// limit is the last message that is the group's.
+// limit is the last message of the group.
 func (g *group) limit() uint64 {
 	limit := g.log.durable.Load()
 	if end := g.end(); end != 0 {
@@ -274,8 +279,9 @@ func (g *group) ledger() queue.Ledger {
 
 func (g *groupState) settled() uint64 { return g.delivered + g.filtered + g.buried + g.discarded }
 
-// has reports whether a message is in a lane: unread, leased, given back or waiting for a retry.
-func (s *Store) has(l *lane, seq uint64) (bool, error) {
+// isPendingIn reports whether a message is pending in a lane: unread, leased, released or in
+// the retry index.
+func (s *Store) isPendingIn(l *lane, seq uint64) (bool, error) {
 	if seq <= l.start || l.end != 0 && seq >= l.end {
 		return false, nil
 	}
@@ -302,32 +308,32 @@ func (s *Store) retryOf(l *lane, seq uint64) (due int64, attempt int, ok bool, e
 	return due, attempt, true, s.explain(err)
 }
 
-// elsewhere reports whether another lane of the group has a message that is for
-// it, and delivers the message before this lane does: lanes that have left come
-// after all others, the youngest last.
-func (s *Store) elsewhere(l *lane, seq uint64) (bool, error) {
-	return s.inOneOf(l.group.lanes, seq, func(o *lane) bool {
-		return o != l && (!o.left || l.left && o.number < l.number)
+// pendingElsewhere reports whether the message is pending in another lane of the group that
+// delivers before this lane. Lanes whose endpoint was removed deliver after all others, in the
+// order of their numbers.
+func (s *Store) pendingElsewhere(l *lane, seq uint64) (bool, error) {
+	return s.pendingInAny(l.group.lanes, seq, func(o *lane) bool {
+		return o != l && (!o.endpointRemoved || l.endpointRemoved && o.number < l.number)
 	})
 }
 
-// settledWithout reports whether a message is final, or in another lane of the
-// group that it is for, so that this lane is not the last one to count it.
-func (s *Store) settledWithout(l *lane, seq uint64) (bool, error) {
-	if ok, err := s.final(l.group, seq); ok || err != nil {
+// finalOrElsewhere reports whether a message is final, or pending in another lane of the group,
+// so that the group does not count it when this lane ends it.
+func (s *Store) finalOrElsewhere(l *lane, seq uint64) (bool, error) {
+	if ok, err := s.isFinal(l.group, seq); ok || err != nil {
 		return ok, err
 	}
-	return s.inOneOf(l.group.lanes, seq, func(o *lane) bool { return o != l })
+	return s.pendingInAny(l.group.lanes, seq, func(o *lane) bool { return o != l })
 }
 
-func (s *Store) inOneOf(lanes []*lane, seq uint64, counts func(*lane) bool) (bool, error) {
+func (s *Store) pendingInAny(lanes []*lane, seq uint64, counts func(*lane) bool) (bool, error) {
 	for _, o := range lanes {
 		if !counts(o) {
 			continue
 		}
-		ok, err := s.has(o, seq)
+		ok, err := s.isPendingIn(o, seq)
 		if ok && seq >= o.next {
-			ok, err = s.concerns(o, seq)
+			ok, err = s.isAddressedTo(o, seq)
 		}
 		if ok || err != nil {
 			return ok, err
@@ -336,9 +342,9 @@ func (s *Store) inOneOf(lanes []*lane, seq uint64, counts func(*lane) bool) (boo
 	return false, nil
 }
 
-// concerns reports whether a message that a lane has not read is for it. One that
-// is damaged concerns every lane.
-func (s *Store) concerns(l *lane, seq uint64) (bool, error) {
+// isAddressedTo reports whether an unread message is for a lane. A damaged message is for every
+// lane.
+func (s *Store) isAddressedTo(l *lane, seq uint64) (bool, error) {
 	v, closer, err := s.db.Get(key(prefixMessage, l.log.number, seq))
 	if err == nil {
 		defer func() { _ = closer.Close() }()
@@ -353,20 +359,21 @@ func (s *Store) concerns(l *lane, seq uint64) (bool, error) {
 	return false, s.explain(err)
 }
 
-// needless reports whether a lane that has left need not deliver a message.
-func (s *Store) needless(l *lane, seq uint64) (bool, error) {
-	if ok, err := s.final(l.group, seq); ok || err != nil {
+// isUnneeded reports whether a lane whose endpoint was removed need not deliver a message.
+func (s *Store) isUnneeded(l *lane, seq uint64) (bool, error) {
+	if ok, err := s.isFinal(l.group, seq); ok || err != nil {
 		return ok, err
 	}
-	return s.elsewhere(l, seq)
+	return s.pendingElsewhere(l, seq)
 }
 
-// exempt reports whether each lane of a group delivers a message by itself.
+// exempt reports whether each lane of a group delivers messages of a type by itself.
 func exempt(typ string) bool { return typ == types[codeDelete] }
 
-// took counts a message that a lane's endpoint took. The first one of the group
-// ends its retries in the other lanes. It adds to b, which it makes when it is nil and needed.
-func (s *Store) took(b *pebble.Batch, l *lane, d *queue.Delivery) (_ *pebble.Batch, first bool, err error) {
+// countDelivered counts a message that a lane's endpoint accepted. The first delivery in the
+// group removes the message from the retry indexes of the other lanes. The changes are added to
+// b; when b is nil and a batch is needed, countDelivered creates and returns one.
+func (s *Store) countDelivered(b *pebble.Batch, l *lane, d *queue.Delivery) (_ *pebble.Batch, first bool, err error) {
 	l.delivered++
 	g := l.group
 	if g == nil {
@@ -377,7 +384,7 @@ func (s *Store) took(b *pebble.Batch, l *lane, d *queue.Delivery) (_ *pebble.Bat
 		l.aheadOfDisk = true
 		return b, true, nil
 	}
-	if first, err = s.finish(g, d.Seq); !first || err != nil {
+	if first, err = s.markFinal(g, d.Seq); !first || err != nil {
 		return b, first, err
 	}
 	g.delivered++
@@ -391,7 +398,7 @@ func (s *Store) took(b *pebble.Batch, l *lane, d *queue.Delivery) (_ *pebble.Bat
 		t, open := o.open[d.Seq]
 		switch {
 		case open && (t.leased || t.due == 0):
-			continue // Its own outcome decides.
+			continue // The outcome of the attempt decides.
 		case open:
 			delete(o.open, d.Seq)
 			o.openRetries--
@@ -413,34 +420,35 @@ func (s *Store) took(b *pebble.Batch, l *lane, d *queue.Delivery) (_ *pebble.Bat
 		if o.retries == uint64(o.openRetries) {
 			o.nextDue = never
 		}
-		o.letGo++
+		o.handedOver++
 		o.put(b)
 	}
-	if g.records > 0 {
+	if g.handovers > 0 {
 		var ok bool
-		if _, ok, err = s.givenUp(g, d.Seq); !ok || err != nil {
+		if _, ok, err = s.handoverOf(g, d.Seq); !ok || err != nil {
 			return b, first, err
 		}
 		if b == nil {
 			b = s.db.NewBatch()
 		}
-		g.forget(b, d.Seq)
+		g.deleteHandover(b, d.Seq)
 	}
 	return b, true, nil
 }
 
-// letGo is what a lane knows of a message that it gave up while another lane has it.
-type letGo struct {
+// handover is the record of a message that a lane handed over to the other lanes of its group
+// after failed attempts: the attempts so far and the last failure.
+type handover struct {
 	attempts int
 	failure  queue.Failure
 }
 
-// givenUp returns what lanes knew that gave a message up.
-func (s *Store) givenUp(g *group, seq uint64) (was letGo, ok bool, err error) {
-	if g.records == 0 {
+// handoverOf returns the handover record of a message.
+func (s *Store) handoverOf(g *group, seq uint64) (was handover, ok bool, err error) {
+	if g.handovers == 0 {
 		return was, false, nil
 	}
-	v, err := s.get(key(prefixGivenUp, g.number, seq))
+	v, err := s.get(key(prefixHandover, g.number, seq))
 	if errors.Is(err, pebble.ErrNotFound) {
 		return was, false, nil
 	}
@@ -450,21 +458,22 @@ func (s *Store) givenUp(g *group, seq uint64) (was letGo, ok bool, err error) {
 	d := decoder{b: v}
 	was.attempts, was.failure = int(d.uvarint()), d.failure()
 	if d.bad {
-		return was, false, s.corruptf("a message that a lane of group %v gave up: %w", g.id, errMalformed)
+		return was, false, s.corruptf("a handover record of group %v: %w", g.id, errMalformed)
 	}
 	return was, true, nil
 }
 
-// forget removes what lanes knew that gave a message up.
-func (g *group) forget(b *pebble.Batch, seq uint64) {
-	_ = b.Delete(key(prefixGivenUp, g.number, seq), nil)
-	g.records--
+// deleteHandover deletes the handover record of a message.
+func (g *group) deleteHandover(b *pebble.Batch, seq uint64) {
+	_ = b.Delete(key(prefixHandover, g.number, seq), nil)
+	g.handovers--
 }
 
-// giveUp ends a message for a lane, from whose books it is removed already: it
-// becomes a dead letter, unless the group can do without. The caller holds the
-// destination's lock and puts lane and destination into the batch.
-func (s *Store) giveUp(b *pebble.Batch, l *lane, letter *queue.DeadLetter) (buried bool, err error) {
+// buryOrHandOver ends a message for a lane that has already removed it from its index and its
+// open messages. The message becomes a dead letter, unless it is final or another lane of the
+// group delivers it. The caller holds the destination's lock and puts lane and destination into
+// the batch.
+func (s *Store) buryOrHandOver(b *pebble.Batch, l *lane, letter *queue.DeadLetter) (buried bool, err error) {
 	g := l.group
 	if g == nil {
 		s.bury(b, l, letter)
@@ -476,38 +485,38 @@ func (s *Store) giveUp(b *pebble.Batch, l *lane, letter *queue.DeadLetter) (buri
 		s.bury(b, l, letter)
 		return true, nil
 	}
-	done, err := s.final(g, letter.Seq)
+	done, err := s.isFinal(g, letter.Seq)
 	if err != nil {
 		return false, err
 	}
 	if letter.Attempts == 0 {
-		l.skip()
+		l.countSkipped()
 	}
-	had, err := s.elsewhere(l, letter.Seq)
+	had, err := s.pendingElsewhere(l, letter.Seq)
 	if err != nil {
 		return false, err
 	}
-	if done || had && l.left {
-		l.letGo++
+	if done || had && l.endpointRemoved {
+		l.handedOver++
 		return false, nil
 	}
-	was, known, err := s.givenUp(g, letter.Seq)
+	was, known, err := s.handoverOf(g, letter.Seq)
 	if err != nil {
 		return false, err
 	}
 	letter.Attempts += was.attempts
 	if had {
 		if !known {
-			g.records++
+			g.handovers++
 		}
-		_ = b.Set(key(prefixGivenUp, g.number, letter.Seq), appendFailure(binary.AppendUvarint(nil, uint64(letter.Attempts)), &letter.Failure), nil)
-		l.letGo++
+		_ = b.Set(key(prefixHandover, g.number, letter.Seq), appendFailure(binary.AppendUvarint(nil, uint64(letter.Attempts)), &letter.Failure), nil)
+		l.handedOver++
 		return false, nil
 	}
 	if known {
-		g.forget(b, letter.Seq)
+		g.deleteHandover(b, letter.Seq)
 	}
-	if _, err := s.finish(g, letter.Seq); err != nil {
+	if _, err := s.markFinal(g, letter.Seq); err != nil {
 		return false, err
 	}
 	letter.Lane.Endpoint = ""
@@ -516,64 +525,64 @@ func (s *Store) giveUp(b *pebble.Batch, l *lane, letter *queue.DeadLetter) (buri
 	return true, nil
 }
 
-// skip counts a first attempt that is never made. A single URL has none of
-// these: what it does not get is a dead letter.
-func (l *lane) skip() {
-	if len(l.group.lanes) > 1 && !l.left {
+// countSkipped counts a first attempt that is never made. A lane that is alone in its group
+// counts none: its messages become dead letters instead.
+func (l *lane) countSkipped() {
+	if len(l.group.lanes) > 1 && !l.endpointRemoved {
 		l.skipped++
 	}
 }
 
-// countRead counts what a lane reads for the first time.
+// countRead updates the group when a lane reads a message for the first time.
 func (s *Store) countRead(l *lane, typ string, seq uint64) error {
 	if l.group == nil || !exempt(typ) {
 		return nil
 	}
 	l.aheadOfDisk = true
-	first, err := s.finish(l.group, seq)
+	first, err := s.markFinal(l.group, seq)
 	if !first && err == nil {
 		l.group.extra++
 	}
 	return err
 }
 
-// filter counts a message that is filtered out.
-func (s *Store) filter(l *lane, seq uint64) error {
+// countFiltered counts a message that is filtered out.
+func (s *Store) countFiltered(l *lane, seq uint64) error {
 	l.filtered++
 	if l.group == nil {
 		return nil
 	}
-	first, err := s.finish(l.group, seq)
+	first, err := s.markFinal(l.group, seq)
 	if first && err == nil {
 		l.group.filtered++
 	}
 	return err
 }
 
-// pass counts a message that is not for the lane. The lane may be the last one of
-// the group that reads it. A message for an endpoint that is gone is then a dead
-// letter when it was attempted, and discarded otherwise.
-func (s *Store) pass(b *pebble.Batch, l *lane, r *reader, seq uint64, sibling bool) (buried bool, err error) {
+// countPassed counts a message that is not for the lane. When no other lane of the group has
+// the message, the group counts it, too: as a dead letter when it has a handover record, as
+// discarded when it is for a removed endpoint (sibling), and as passed otherwise.
+func (s *Store) countPassed(b *pebble.Batch, l *lane, r *reader, seq uint64, sibling bool) (buried bool, err error) {
 	l.passed++
 	if l.group == nil {
 		return false, nil
 	}
-	if done, err := s.settledWithout(l, seq); done || err != nil {
+	if done, err := s.finalOrElsewhere(l, seq); done || err != nil {
 		return false, err
 	}
 	g := l.group
-	was, known, err := s.givenUp(g, seq)
+	was, known, err := s.handoverOf(g, seq)
 	if err != nil {
 		return false, err
 	}
-	if _, err := s.finish(g, seq); err != nil {
+	if _, err := s.markFinal(g, seq); err != nil {
 		return false, err
 	}
 	switch {
 	case !known && sibling:
 		g.discarded++
 		l.passed--
-		l.letGo++
+		l.handedOver++
 		s.metrics.discard(1)
 		return false, nil
 	case !known:
@@ -584,18 +593,18 @@ func (s *Store) pass(b *pebble.Batch, l *lane, r *reader, seq uint64, sibling bo
 	if err != nil {
 		return false, err
 	}
-	g.forget(b, seq)
+	g.deleteHandover(b, seq)
 	letter := rec.letter(queue.LaneID{Source: g.id.Source, Destination: g.id.Destination}, seq)
 	letter.Attempts, letter.Failure = was.attempts, was.failure
 	g.buried++
-	l.passed-- // The dead letter is counted here.
+	l.passed-- // bury counts the message.
 	s.bury(b, l, &letter)
 	return true, nil
 }
 
-// firstOpen is the first message of a lane that is not final.
-func (s *Store) firstOpen(l *lane) (uint64, error) {
-	seq, err := s.notFinal(l.group, max(l.next, l.pendingFrom), l.limit())
+// firstNotFinal returns the first pending message of a lane that is not final.
+func (s *Store) firstNotFinal(l *lane) (uint64, error) {
+	seq, err := s.nextNotFinal(l.group, max(l.next, l.pendingFrom), l.limit())
 	if err != nil {
 		return 0, err
 	}
@@ -604,7 +613,7 @@ func (s *Store) firstOpen(l *lane) (uint64, error) {
 	}
 	for o := range l.open {
 		if o < seq {
-			if done, err := s.final(l.group, o); err != nil {
+			if done, err := s.isFinal(l.group, o); err != nil {
 				return 0, err
 			} else if !done {
 				seq = o
@@ -618,10 +627,10 @@ func (s *Store) firstOpen(l *lane) (uint64, error) {
 	return seq, err
 }
 
-// groupStats are the stats of a group.
+// groupStats returns the stats of a group.
 func (s *Store) groupStats(g *group) queue.LaneStats {
 	if !s.lockUnlessFull(&g.mu) {
-		return g.seen.load()
+		return g.cachedStats.load()
 	}
 	defer g.mu.Unlock()
 	st := queue.LaneStats{Ledger: g.ledger(), Ended: g.end() != 0}
@@ -630,15 +639,15 @@ func (s *Store) groupStats(g *group) queue.LaneStats {
 	for _, l := range g.lanes {
 		st.Retrying = max(st.Retrying, l.retrying())
 		for seq, t := range l.open {
-			if done, err := s.final(g, seq); err == nil && t.leased && !done {
+			if done, err := s.isFinal(g, seq); err == nil && t.leased && !done {
 				leased[seq] = true
 			}
 		}
 		due = min(due, l.nextDue)
 		if st.Pending > 0 {
-			seq, err := s.firstOpen(l)
+			seq, err := s.firstNotFinal(l)
 			if err != nil {
-				s.log.With(g.id.LogArgs()...).Error("reading the oldest message of a group failed", "error", s.explain(err))
+				s.log.With(g.id.LogArgs()...).Error("read of a group's oldest message failed", "error", s.explain(err))
 				continue
 			}
 			first = min(first, seq)
@@ -651,14 +660,14 @@ func (s *Store) groupStats(g *group) queue.LaneStats {
 	if first != never {
 		var err error
 		if st.First, st.OldestPending, err = s.acceptedAt(g.log, first, &g.oldest); err != nil {
-			s.log.With(g.id.LogArgs()...).Error("reading the oldest message of a group failed", "error", s.explain(err))
+			s.log.With(g.id.LogArgs()...).Error("read of a group's oldest message failed", "error", s.explain(err))
 		}
 	}
-	g.seen.store(st)
+	g.cachedStats.store(st)
 	return st
 }
 
-// acceptance is a message and when it was accepted: a cache of one.
+// acceptance caches the acceptance time of one message.
 type acceptance struct {
 	seq uint64
 	at  int64
@@ -681,7 +690,7 @@ func (s *Store) acceptedAt(log *sourceLog, seq uint64, cache *acceptance) (uint6
 	return seq, fromMillis(cache.at), nil
 }
 
-// loadGroup reads a group after a start.
+// loadGroup reads a group's state at the start.
 func (s *Store) loadGroup(g *group) error {
 	v, err := s.get(key(prefixGroup, g.number))
 	if err == nil {
@@ -693,15 +702,15 @@ func (s *Store) loadGroup(g *group) error {
 	return nil
 }
 
-// alignGroups takes over what a release that does not know groups did to lanes
-// that were alone in theirs: it counted in the lane, and may have dropped it.
+// alignGroups adopts changes by a release without groups to lanes that are alone in their
+// group: that release counted in the lane only, and may have dropped it.
 func (s *Store) alignGroups() error {
 	b := s.db.NewBatch()
 	for id, g := range s.groups {
 		if len(g.lanes) == 0 {
 			delete(s.groups, id)
-			for _, all := range []*[]counted{&g.log.counted, &g.dest.counted} {
-				*all = slices.DeleteFunc(slices.Clone(*all), func(o counted) bool { return o == counted(g) })
+			for _, all := range []*[]ledgerHolder{&g.log.holders, &g.dest.holders} {
+				*all = slices.DeleteFunc(slices.Clone(*all), func(o ledgerHolder) bool { return o == ledgerHolder(g) })
 			}
 			s.deleteGroup(b, g)
 		} else if !g.shared {
@@ -719,12 +728,13 @@ func (s *Store) alignGroups() error {
 func (s *Store) deleteGroup(b *pebble.Batch, g *group) {
 	_ = b.Delete(key(prefixGroup, g.number), nil)
 	_ = b.Delete(binary.BigEndian.AppendUint64(append([]byte(nil), keyGroups...), g.number), nil)
-	for _, prefix := range []byte{prefixBits, prefixGivenUp} {
+	for _, prefix := range []byte{prefixBits, prefixHandover} {
 		_ = b.DeleteRange(key(prefix, g.number), after(prefix, g.number), nil)
 	}
 }
 
-// groupFor returns the group of a lane, which it makes when it is missing. The caller holds registry.
+// groupFor returns the group of a lane, and creates it when it is missing. The caller holds
+// registry.
 func (s *Store) groupFor(b *pebble.Batch, id queue.LaneID, log *sourceLog, dest *destination) (g *group, fresh bool) {
 	s.mu.RLock()
 	g = s.groups[id.Group()]
@@ -737,16 +747,17 @@ func (s *Store) groupFor(b *pebble.Batch, id queue.LaneID, log *sourceLog, dest 
 	return g, true
 }
 
-// dropFrom removes a lane from its group, and the group with its last one. It
-// returns what the ledger of dropped lanes gets. The caller holds all locks.
-func (s *Store) dropFrom(b *pebble.Batch, l *lane) (gone queue.Ledger, discarded int64, err error) {
+// dropFrom removes a lane from its group, and deletes the group after its last lane. It returns
+// the ledger that the caller adds to the ledgers of dropped lanes. The caller holds all locks.
+func (s *Store) dropFrom(b *pebble.Batch, l *lane) (dropped queue.Ledger, discarded int64, err error) {
 	g := l.group
 	if len(g.lanes) > 1 {
 		before := g.discarded
 		if err := s.discardOrphans(b, l); err != nil {
-			return gone, 0, err
+			return dropped, 0, err
 		}
-		// Where the other lanes have ended before this one, its messages stay accepted.
+		// When the other lanes ended before this one, the messages between the ends remain
+		// accepted.
 		limit, lanes := g.limit(), g.lanes
 		g.lanes = slices.DeleteFunc(slices.Clone(lanes), func(o *lane) bool { return o == l })
 		g.extra += limit - g.limit()
@@ -754,15 +765,15 @@ func (s *Store) dropFrom(b *pebble.Batch, l *lane) (gone queue.Ledger, discarded
 		g.put(b)
 		return queue.Ledger{}, int64(g.discarded - before), nil
 	}
-	gone = g.ledger()
-	discarded = gone.Pending
-	gone.Discarded += gone.Pending
-	gone.Pending = 0
+	dropped = g.ledger()
+	discarded = dropped.Pending
+	dropped.Discarded += dropped.Pending
+	dropped.Pending = 0
 	s.deleteGroup(b, g)
-	return gone, discarded, nil
+	return dropped, discarded, nil
 }
 
-// discardOrphans discards what only this lane of its group has.
+// discardOrphans discards the messages that are pending in this lane of its group only.
 func (s *Store) discardOrphans(b *pebble.Batch, l *lane) error {
 	g := l.group
 	orphan := func(seq uint64) error {
@@ -775,18 +786,18 @@ func (s *Store) discardOrphans(b *pebble.Batch, l *lane) error {
 			return fmt.Errorf("message %d of %s: %w", seq, l.log.source, err)
 		}
 		if seq < l.next && rec.code == codeDelete {
-			g.discarded++ // It was this lane's own.
+			g.discarded++ // "delete" messages count once per lane.
 			return nil
 		}
-		if done, err := s.settledWithout(l, seq); done || err != nil {
+		if done, err := s.finalOrElsewhere(l, seq); done || err != nil {
 			return err
 		}
-		if _, known, err := s.givenUp(g, seq); err != nil {
+		if _, known, err := s.handoverOf(g, seq); err != nil {
 			return err
 		} else if known {
-			g.forget(b, seq)
+			g.deleteHandover(b, seq)
 		}
-		if _, err := s.finish(g, seq); err != nil {
+		if _, err := s.markFinal(g, seq); err != nil {
 			return err
 		}
 		if rec.verdict(l.id) == passed && !rec.forSibling(l.id) {
@@ -820,7 +831,7 @@ func (s *Store) discardOrphans(b *pebble.Batch, l *lane) error {
 			return err
 		}
 	}
-	// Lanes that go on have all that they have not read.
+	// All messages that a lane without an end has not read are pending there.
 	limit := l.limit()
 	for _, o := range g.lanes {
 		if o != l && o.end == 0 {
@@ -829,7 +840,7 @@ func (s *Store) discardOrphans(b *pebble.Batch, l *lane) error {
 	}
 	for seq := l.next; ; seq++ {
 		var err error
-		if seq, err = s.notFinal(g, seq, limit); err != nil || seq > limit {
+		if seq, err = s.nextNotFinal(g, seq, limit); err != nil || seq > limit {
 			return err
 		}
 		if err := orphan(seq); err != nil {
@@ -838,7 +849,7 @@ func (s *Store) discardOrphans(b *pebble.Batch, l *lane) error {
 	}
 }
 
-// eraseBits deletes the bits behind all lanes of a group.
+// eraseBits deletes the bits of the messages before the first one that a lane needs.
 func (s *Store) eraseBits(g *group) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -866,12 +877,12 @@ func (s *Store) eraseBits(g *group) error {
 	g.gaps = slices.DeleteFunc(slices.Clone(g.gaps), func(p gap) bool { return p.to < need })
 	g.erased = need / blockBits
 	for _, l := range g.lanes {
-		l.put(b) // No lane may need the bits again after a crash.
+		l.put(b) // After a crash no lane may be at a position that needs the deleted bits.
 	}
 	return s.applyFor(b, g)
 }
 
-// eraseAllBits does it for all groups.
+// eraseAllBits deletes the unneeded bits of all groups.
 func (s *Store) eraseAllBits() error {
 	s.mu.RLock()
 	groups := slices.Collect(maps.Values(s.groups))

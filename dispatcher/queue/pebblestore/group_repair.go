@@ -10,15 +10,15 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// mendGroups makes the ledger of each group agree with what its lanes still
-// have. Bits that are lost make first attempts count again, and no message is
-// lost by that: those that are pending are in some lane.
-func (w *rebuilder) mendGroups() error {
+// repairGroups makes the ledger of each group agree with the pending messages of its lanes.
+// Lost bits cause additional deliveries, but no message is lost with them: every pending
+// message is in some lane.
+func (w *rebuilder) repairGroups() error {
 	groups := map[queue.LaneID]*group{}
 	err := w.scan(keyGroups, func(k, v []byte) error {
 		d := decoder{b: v}
 		if id := d.laneName(); !d.bad && len(k) == 10 {
-			w.saw(binary.BigEndian.Uint64(k[2:]))
+			w.noteNumber(binary.BigEndian.Uint64(k[2:]))
 			groups[id] = newGroup(id, binary.BigEndian.Uint64(k[2:]), nil, nil)
 		}
 		return nil
@@ -32,7 +32,7 @@ func (w *rebuilder) mendGroups() error {
 		}
 		g := groups[l.id.Group()]
 		if g == nil {
-			w.saw(w.highest + 1)
+			w.noteNumber(w.highest + 1)
 			g = newGroup(l.id, w.highest, nil, nil)
 			groups[g.id] = g
 			name := binary.BigEndian.AppendUint64(append([]byte(nil), keyGroups...), g.number)
@@ -44,8 +44,8 @@ func (w *rebuilder) mendGroups() error {
 		g.lanes = append(g.lanes, l)
 	}
 	for _, g := range groups {
-		if len(g.lanes) > 0 { // Others are deleted by the next start.
-			if err := w.mendGroup(g); err != nil {
+		if len(g.lanes) > 0 { // The next start deletes the others.
+			if err := w.repairGroup(g); err != nil {
 				return err
 			}
 		}
@@ -53,7 +53,7 @@ func (w *rebuilder) mendGroups() error {
 	return nil
 }
 
-func (w *rebuilder) mendGroup(g *group) error {
+func (w *rebuilder) repairGroup(g *group) error {
 	v, err := w.value(key(prefixGroup, g.number))
 	if err == nil && v != nil {
 		err = g.decode(v)
@@ -62,7 +62,7 @@ func (w *rebuilder) mendGroup(g *group) error {
 		if err != nil && !errors.Is(err, errMalformed) {
 			return err
 		}
-		w.lose("the ledger of %s: it counts anew", laneName(g.id))
+		w.reportLoss("the ledger of %s: its counters restart at zero", laneName(g.id))
 		g.groupState = groupState{start: never}
 		for _, l := range g.lanes {
 			g.start = min(g.start, l.start)
@@ -106,7 +106,7 @@ func (w *rebuilder) mendGroup(g *group) error {
 		}
 		in, word := seq%blockBits, 8*(seq%blockBits/64)
 		final := g.shared && len(bits) == blockBits/8 && binary.BigEndian.Uint64(bits[word:])&(1<<(in%64)) != 0
-		if g.behindGap(seq) != seq {
+		if g.afterGap(seq) != seq {
 			continue
 		}
 		for _, l := range g.lanes {
@@ -120,7 +120,7 @@ func (w *rebuilder) mendGroup(g *group) error {
 				if v, err := w.value(key(prefixMessage, g.log.number, seq)); err != nil {
 					return err
 				} else if rec.decode(v) == nil && rec.code == codeDelete {
-					pending++ // This lane's own.
+					pending++ // "delete" messages are pending per lane.
 				}
 				continue
 			default:
@@ -137,7 +137,7 @@ func (w *rebuilder) mendGroup(g *group) error {
 	}
 	if diff := settled - int64(g.settled()); diff > 0 {
 		g.discarded += uint64(diff)
-		w.lose("what became of %d messages of %s", diff, laneName(g.id))
+		w.reportLoss("the outcome of %d messages of %s", diff, laneName(g.id))
 	} else {
 		again := uint64(-diff)
 		for _, count := range []*uint64{&g.delivered, &g.buried, &g.filtered, &g.discarded} {
@@ -146,15 +146,15 @@ func (w *rebuilder) mendGroup(g *group) error {
 			again -= part
 		}
 	}
-	g.records = 0
-	err = w.scan(key(prefixGivenUp, g.number), func([]byte, []byte) error {
-		g.records++
+	g.handovers = 0
+	err = w.scan(key(prefixHandover, g.number), func([]byte, []byte) error {
+		g.handovers++
 		return nil
 	})
 	return errors.Join(err, w.set(key(prefixGroup, g.number), g.encode()))
 }
 
-// value returns a copy of a value as of now, nil when there is none.
+// value returns a copy of the current value of a key, nil when there is none.
 func (w *rebuilder) value(k []byte) ([]byte, error) {
 	if err := w.flush(); err != nil {
 		return nil, err

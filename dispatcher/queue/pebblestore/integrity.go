@@ -18,22 +18,22 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs/atomicfs"
 )
 
-// The engine finds damage of its tables by checksums. Of its manifest, the list of
-// the tables that count, and of its newest log it reads what it can and takes a
-// damaged part for the torn end that a crash leaves; the tables and messages behind it
-// would be deleted. So both are checked before the engine opens them. The manifest
-// must exist, no sound entry may follow a damaged one, and after a clean shutdown
-// it must not differ in a byte. Both must be sound as far as they were synced (see syncedName).
+// The engine detects damage of its tables by checksums. It treats a damaged part of its
+// manifest (the list of the current tables) and of its newest log as the torn end that a crash
+// leaves, and would delete the tables and messages after it. So both files are checked before
+// the engine opens them: the manifest must exist, no sound entry may follow a damaged one, and
+// after a clean shutdown it must not differ in any byte. Both files must be sound up to the
+// byte to which they were synced (see syncedName).
 
-// cleanName is the file that a clean shutdown leaves: name, size and checksum of the manifest.
+// cleanName is the file that a clean shutdown writes: name, size and checksum of the manifest.
 const cleanName = "clean-shutdown"
 
-// damagedName is the file that names a damaged one which was met while the store
-// was in use. It stays until a repair.
+// damagedName is the file with the path of a file that was found damaged during a run. A repair
+// removes it.
 const damagedName = "damaged"
 
-// noteDamage remembers the last damaged file that was met, also over a restart.
-func (s *Store) noteDamage(path string) {
+// recordDamage writes the last file that was found damaged, durably.
+func (s *Store) recordDamage(path string) {
 	if was := s.corrupt.Swap(&path); was != nil && *was == path {
 		return
 	}
@@ -43,20 +43,20 @@ func (s *Store) noteDamage(path string) {
 		err = errors.Join(err, f.Sync(), f.Close())
 	}
 	if err != nil {
-		s.log.Warn("recording the damage failed; after a restart it is detected again", "path", path, "error", err)
+		s.log.Warn("write of the damage mark failed; after a restart the damage is detected again", "path", path, "error", err)
 	}
 }
 
-// recallDamage tells of damage that was met before the start.
-func (s *Store) recallDamage() {
+// loadDamageMark restores the damage that an earlier run found.
+func (s *Store) loadDamageMark() {
 	if path, err := s.readFile(damagedName); err == nil {
 		damaged := string(path)
 		s.corrupt.Store(&damaged)
-		s.log.Error("a file of the queue is corrupt since an earlier run; repair the queue", "path", damaged)
+		s.log.Error("queue file corrupt since an earlier run; run posthorn repair", "path", damaged)
 	}
 }
 
-// Damaged tells whether a file of the closed store in dir was found damaged while it was in use.
+// Damaged reports whether a run found a damaged file in the closed store in dir.
 func Damaged(dir string) bool {
 	_, err := os.Stat(filepath.Join(dir, damagedName))
 	return err == nil
@@ -64,7 +64,7 @@ func Damaged(dir string) bool {
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// inspect finds damage that the engine would pass over.
+// inspect detects damage that the engine ignores.
 func (s *Store) inspect() error {
 	names, err := s.fs.List(s.dir)
 	if err != nil {
@@ -90,7 +90,8 @@ func (s *Store) inspect() error {
 	} else if format == "" && slices.ContainsFunc(names, func(name string) bool {
 		return strings.HasSuffix(name, ".sst") || name == acceptedName
 	}) {
-		// The engine writes it before the first commit: a store without any may lack it after a power loss.
+		// The engine writes the marker before the first commit; a store without commits may
+		// lack it after a power loss.
 		return &CorruptError{Path: s.path("marker.format-version.*"), Err: errors.New("the file is missing")}
 	}
 	data, err := s.readFile(manifest)
@@ -118,15 +119,15 @@ func (s *Store) inspect() error {
 		return &CorruptError{Path: check.damaged[0].Path, Err: errors.New(check.damaged[0].What)}
 	}
 	for _, d := range check.torn {
-		s.log.Warn("a power loss took a part of the last writes to the log; sound records behind it are dropped", "path", d.Path, "what", d.What)
+		s.log.Warn("last writes to the log lost in a power loss; dropping the records after them", "path", d.Path, "what", d.What)
 	}
-	if clean { // From here on the manifest changes.
+	if clean { // From here on the engine changes the manifest.
 		return errors.Join(s.fs.Remove(s.path(cleanName)), s.syncDir())
 	}
 	return nil
 }
 
-// oldestLog reads the number of the oldest log that is needed from the sound part of a manifest.
+// oldestLog returns the number of the oldest log that the sound part of a manifest needs.
 func oldestLog(manifest []byte) (oldest uint64) {
 	rr := records.NewReader(bytes.NewReader(manifest), 0)
 	for {
@@ -138,7 +139,7 @@ func oldestLog(manifest []byte) (oldest uint64) {
 		if err != nil {
 			return oldest
 		}
-		// Of an edit only what comes first matters here: the numbers.
+		// Only the numbers at the beginning of an edit are needed.
 		const comparator, log, nextFile, lastSequence, previousLog = 1, 2, 3, 4, 9
 		for d := (decoder{b: edit}); !d.bad; {
 			switch d.uvarint() {
@@ -157,8 +158,8 @@ func oldestLog(manifest []byte) (oldest uint64) {
 	}
 }
 
-// signClean notes the manifest of a store that was closed cleanly.
-func (s *Store) signClean() error {
+// writeCleanMark writes the fingerprint of the manifest after a clean shutdown.
+func (s *Store) writeCleanMark() error {
 	manifest, err := atomicfs.ReadMarker(s.fs, s.dir, "manifest")
 	if err != nil {
 		return err
@@ -167,7 +168,7 @@ func (s *Store) signClean() error {
 	if err != nil {
 		return err
 	}
-	// The name appears with its content or not at all.
+	// The rename makes the file appear with all its contents or not at all.
 	unnamed := s.path(cleanName + ".tmp")
 	f, err := s.fs.Create(unnamed, vfs.WriteCategoryUnspecified)
 	if err != nil {
@@ -205,8 +206,8 @@ func (s *Store) readFile(name string) ([]byte, error) {
 	return io.ReadAll(f)
 }
 
-// soundManifest returns the byte up to which all entries are sound. torn is false when a sound entry
-// follows a damaged one, which no crash leaves.
+// soundManifest returns the end of the sound entries. torn is false when a sound entry follows
+// a damaged one, which is not the result of a crash.
 func soundManifest(data []byte) (sound int64, torn bool) {
 	rr := records.NewReader(bytes.NewReader(data), 0)
 	for {
@@ -222,7 +223,8 @@ func soundManifest(data []byte) (sound int64, torn bool) {
 		}
 		sound = rr.Offset()
 	}
-	// The first damaged chunk begins at sound or later; its own bytes cannot pass for another.
+	// The first damaged chunk begins at sound or later; its payload does not match the checksum
+	// of another chunk.
 	for at := sound + 1; at+chunkHeader < int64(len(data)); at++ {
 		if soundChunk(data, at) {
 			return sound, false
@@ -231,7 +233,8 @@ func soundManifest(data []byte) (sound int64, torn bool) {
 	return sound, true
 }
 
-// A chunk of the manifest: checksum(4) length(2) type(1), then its bytes, all within one block.
+// A chunk of the manifest: checksum(4) length(2) type(1), then the payload, all within one
+// block.
 const (
 	chunkHeader = 7
 	chunkBlock  = 32 << 10

@@ -6,10 +6,10 @@ import (
 	"math"
 )
 
-// The key space. Numbers are big endian, so that keys sort by them.
+// The key space. Numbers are big endian, so that the keys are ordered by them.
 //
 //	b group(8) block(8)                   the bits of a group's messages
-//	c name                                what the layer above remembers
+//	c name                                metadata of the caller (PutMeta)
 //	d start(8) hash(16)                   an accepted messageId -> milliseconds since start(4)
 //	e log(8) seq(8)                       a message
 //	g log(8)                              the ledger of a Source's dropped lanes
@@ -19,17 +19,17 @@ import (
 //	mf                                    the version of this format
 //	mg group(8)                           the group's names
 //	ml lane(8)                            the lane's names
-//	mn                                    the last number given to a log, a group or a lane
+//	mn                                    the last number assigned to a log, a group or a lane
 //	ms source                             the number of a Source's log(8)
 //	q lane(8) seq(8)                      a retry -> due, attempt, failure
 //	r lane(8) due(8) seq(8)               the same retries by due time -> attempt
-//	t log(8)                              up to which message the log is freed: seq(8); only a repair reads it
-//	w group(8) seq(8)                     a message that a lane gave up while another has it -> attempts, failure
+//	t log(8)                              the last trimmed message of the log: seq(8); only a repair reads it
+//	w group(8) seq(8)                     a handover record -> attempts, failure
 //	x len(2) destination time(8) lane(8) seq(8)   a dead letter
-//	y destination                         how many dead letters it has, their bytes, and the ledger of its dropped lanes
+//	y destination                         its number of dead letters, their bytes, and the ledger of its dropped lanes
 const (
 	prefixBits       = 'b'
-	prefixMemory     = 'c'
+	prefixCallerMeta = 'c'
 	prefixDuplicate  = 'd'
 	prefixMessage    = 'e'
 	prefixDropped    = 'g'
@@ -40,7 +40,7 @@ const (
 	prefixRetry      = 'q'
 	prefixDue        = 'r'
 	prefixFreed      = 't'
-	prefixGivenUp    = 'w'
+	prefixHandover   = 'w'
 	prefixDeadLetter = 'x'
 	prefixDest       = 'y'
 )
@@ -67,14 +67,14 @@ func key(prefix byte, numbers ...uint64) []byte {
 	return appendKey(make([]byte, 0, 25), prefix, numbers...)
 }
 
-// after is the first key behind all keys that begin with prefix and n. A number
-// is never the greatest one.
+// after returns the first key behind all keys that begin with prefix and n. n is less than the
+// maximum.
 func after(prefix byte, n uint64) []byte { return key(prefix, n+1) }
 
-// number reads the i-th number of a key that has a one-byte prefix.
+// number returns the i-th number of a key with a one-byte prefix.
 func number(key []byte, i int) uint64 { return binary.BigEndian.Uint64(key[1+8*i:]) }
 
-// never is the due time of no retry at all.
+// never is the due time of a lane without retries.
 const never = math.MaxInt64
 
 func deadLetterPrefix(destination string) []byte {
@@ -91,10 +91,10 @@ func deadLetterKey(destination string, millis int64, lane, seq uint64) []byte {
 	return binary.BigEndian.AppendUint64(b, seq)
 }
 
-// deadLetterID is what a caller sees of a dead letter's key.
+// deadLetterID returns the part of a dead letter's key that callers see.
 func deadLetterID(key []byte) string { return hex.EncodeToString(key[len(key)-24:]) }
 
-// parseDeadLetterID is its inverse.
+// parseDeadLetterID is the inverse of deadLetterID.
 func parseDeadLetterID(destination, id string) ([]byte, bool) {
 	suffix, err := hex.DecodeString(id)
 	if err != nil || len(suffix) != 24 {
@@ -111,7 +111,7 @@ func destinationKey(destination string) []byte {
 	return append([]byte{prefixDest}, destination...)
 }
 
-// endOf is the first key behind all keys that begin with prefix.
+// endOf returns the first key behind all keys that begin with prefix.
 func endOf(prefix []byte) []byte {
 	end := append([]byte(nil), prefix...)
 	for i := len(end) - 1; i >= 0; i-- {

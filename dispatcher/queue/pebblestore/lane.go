@@ -15,61 +15,63 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// lane is one lane: its durable state, and in memory the messages in flight.
+// lane is a lane: its durable state, and its open messages in memory.
 type lane struct {
 	id     queue.LaneID
 	number uint64
 	log    *sourceLog
 	dest   *destination
 
-	// leasing is held by the one who reads messages for the lane and moves next
-	// on. It is taken before mu.
+	// leasing is held by the caller that reads messages for the lane and advances next. It is
+	// locked before mu.
 	leasing sync.Mutex
 
-	// mu is the lane's own, or that of its group.
+	// mu is the lane's own lock, or that of its group.
 	mu    *sync.Mutex
 	group *group // nil for a lane without LaneID.Any.
 	laneState
 	opened, dropped bool
 	// dirty: the lane is in the flusher's list.
 	dirty bool
-	// aheadOfDisk: the group counted a "delete" message of the lane, and the lane was
-	// not written since. The next write of the group includes the lane; else the group
-	// would count the message again after a crash.
+	// aheadOfDisk: the group counted a "delete" message of the lane, and the lane was not
+	// written since. The next write of the group includes the lane; otherwise the group would
+	// count the message again after a crash.
 	aheadOfDisk bool
-	// open holds what was taken from the log or the retry index and is not settled.
-	open map[uint64]taking
-	// released are the positions of open that wait, ascending.
+	// open are the messages taken from the log or the retry index that are not settled.
+	open map[uint64]openMessage
+	// released are the positions of open messages that are not leased, ascending.
 	released []uint64
-	// openRetries counts those of open that have an entry in the retry index.
+	// openRetries is the number of open messages with an entry in the retry index.
 	openRetries int
-	// nextDue is when the first entry of the retry index that is not open is due.
+	// nextDue is the due time of the first entry of the retry index that is not open.
 	nextDue int64
-	// lowDue: no entry of the index by due time sorts before it. It spares scans
-	// the walk over what was deleted. lowSeq is the same by position, and the first
-	// entry itself unless lowStale.
+	// lowDue is a lower bound of the entries of the index by due time; scans start there and
+	// avoid deleted entries. lowSeq is the lower bound by position, and the first entry itself
+	// unless lowStale.
 	lowDue   retryKey
 	lowSeq   uint64
 	lowStale bool
-	// firsts counts first tries since the last retry, while retries are due.
-	firsts int
-	// oldest is the oldest pending message.
+	// firstAttempts is the number of first attempts leased since the last retry, while retries are
+	// due.
+	firstAttempts int
+	// oldest caches the oldest pending message.
 	oldest acceptance
-	// pendingFrom: no unread message before this one is not final.
+	// pendingFrom: all unread messages before this one are final.
 	pendingFrom uint64
-	// revoked are first attempts that were skipped while they were leased.
+	// revoked are leased first attempts that were skipped during the lease.
 	revoked map[uint64]struct{}
 
 	// lastDamaged is the last message that could not be read, the damagedRun-th in a row.
 	lastDamaged, damagedRun uint64
-	// seen is what LaneStats tells while mu cannot be had.
-	seen seenStats
+	// cachedStats are returned by LaneStats while mu is not available.
+	cachedStats statsCache
 
-	// hungry: the last Lease came back short, so news are told.
-	hungry atomic.Bool
+	// wantsNotify: the last Lease returned fewer messages than requested, so the lane is
+	// notified of new ones.
+	wantsNotify atomic.Bool
 
-	// Of the waker, guarded by its lock.
-	wakeAt    int64
+	// Guarded by the lock of retryTimer.
+	notifyAt  int64
 	heapIndex int
 }
 
@@ -80,24 +82,24 @@ type retryKey struct {
 
 func (k retryKey) less(o retryKey) bool { return k.due < o.due || k.due == o.due && k.seq < o.seq }
 
-// taking is a message that was taken from the log (due is 0) or the retry index.
-type taking struct {
+// openMessage is a message taken from the log (due is 0) or from the retry index.
+type openMessage struct {
 	due     int64
 	attempt int
 	leased  bool
-	// revoked: the room was needed, and the message is not the lane's any more.
+	// revoked: the message was skipped to free space, and the lane no longer has it.
 	revoked bool
 }
 
 func newLane(id queue.LaneID, number uint64, log *sourceLog, dest *destination, g *group) *lane {
-	l := &lane{id: id, number: number, log: log, dest: dest, group: g, open: map[uint64]taking{}, nextDue: never, heapIndex: -1}
+	l := &lane{id: id, number: number, log: log, dest: dest, group: g, open: map[uint64]openMessage{}, nextDue: never, heapIndex: -1}
 	if l.mu = new(sync.Mutex); g != nil {
 		l.mu = &g.mu
 	}
 	return l
 }
 
-// loadLane reads a lane's state after a start.
+// loadLane reads a lane's state at the start.
 func (s *Store) loadLane(l *lane) error {
 	v, err := s.get(key(prefixLane, l.number))
 	if err != nil {
@@ -114,7 +116,7 @@ func (s *Store) loadLane(l *lane) error {
 		return s.corruptf("the log of %s begins at message %d, but lane %v needs an earlier one", l.log.source, first, l.id)
 	}
 	for _, seq := range open {
-		l.open[seq] = taking{}
+		l.open[seq] = openMessage{}
 	}
 	l.released = open
 	if l.retries > 0 {
@@ -147,7 +149,7 @@ func (l *lane) putState(b *pebble.Batch) {
 	_ = b.Set(key(prefixLane, l.number), l.encode(make([]byte, 0, 64+2*len(open)), open), nil)
 }
 
-// changed has the state written soon. The caller holds mu.
+// changed schedules a write of the state by the flusher. The caller holds mu.
 func (s *Store) changed(l *lane) {
 	if !l.dirty {
 		l.dirty = true
@@ -176,14 +178,14 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 	s.registry.Lock()
 	if l := s.lane(id); l != nil {
 		s.registry.Unlock()
-		l.mu.Lock() // Of one that is being opened: until it is durable.
+		l.mu.Lock() // A lane that is being opened is locked until it is durable.
 		defer l.mu.Unlock()
 		if l.dropped {
 			return queue.ErrNoLane
 		}
 		if !l.opened {
 			l.opened = true
-			l.hungry.Store(true)
+			l.wantsNotify.Store(true)
 			s.scheduleRetries(l)
 		}
 		return nil
@@ -199,7 +201,8 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 	l.opened = true
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	// Known to the log before its start is chosen: nothing behind the start is freed.
+	// The log gets the lane before the lane's start is chosen, so that no trim deletes messages
+	// behind the start.
 	log.addLane(l)
 	l.start = log.durable.Load()
 	l.next = l.start + 1
@@ -216,7 +219,7 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 	}
 	_ = b.Set(binary.BigEndian.AppendUint64(append([]byte(nil), keyLanes...), l.number), appendLaneName(nil, id), nil)
 	l.put(b)
-	s.flusher.syncing()
+	s.flusher.markSynced()
 	if err := s.db.ApplyNoSyncWait(b, pebble.Sync); err != nil {
 		l.dropped = true
 		log.removeLane(l)
@@ -233,12 +236,12 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 	}
 	s.addLane(l)
 	s.mu.Unlock()
-	s.registry.Unlock() // Others share the sync.
+	s.registry.Unlock() // Other lanes can share the sync.
 	if err := b.SyncWait(); err != nil {
 		engineLogger{s}.Fatalf("sync the log: %w", err)
 	}
 	_ = b.Close()
-	l.hungry.Store(true)
+	l.wantsNotify.Store(true)
 	return nil
 }
 
@@ -259,8 +262,8 @@ func (s *Store) EndLane(id queue.LaneID, end queue.End) error {
 	if l.dropped {
 		return queue.ErrNoLane
 	}
-	left := end == queue.Left && l.group != nil
-	if (end == queue.GoOn) == (l.end == 0) && left == l.left {
+	removed := end == queue.EndpointRemoved && l.group != nil
+	if (end == queue.Active) == (l.end == 0) && removed == l.endpointRemoved {
 		return nil
 	}
 	was, groupWas := l.laneState, groupState{}
@@ -268,9 +271,9 @@ func (s *Store) EndLane(id queue.LaneID, end queue.End) error {
 		groupWas = l.group.groupState
 	}
 	behind := l.log.durable.Load() + 1
-	l.left = left
+	l.endpointRemoved = removed
 	switch {
-	case end != queue.GoOn:
+	case end != queue.Active:
 		if l.end == 0 {
 			l.end = behind
 		}
@@ -315,21 +318,21 @@ func (s *Store) DropLane(_ context.Context, id queue.LaneID) error {
 	defer l.mu.Unlock()
 	l.dest.mu.Lock()
 	defer l.dest.mu.Unlock()
-	gone := l.ledger()
-	discarded := gone.Pending
-	gone.Discarded, gone.Pending = gone.Pending, 0
+	dropped := l.ledger()
+	discarded := dropped.Pending
+	dropped.Discarded, dropped.Pending = dropped.Pending, 0
 	b := s.db.NewBatch()
 	var groupWas groupState
 	if l.group != nil {
 		var err error
 		groupWas = l.group.groupState
-		if gone, discarded, err = s.dropFrom(b, l); err != nil {
+		if dropped, discarded, err = s.dropFrom(b, l); err != nil {
 			l.group.groupState = groupWas
 			_ = b.Close()
 			return fmt.Errorf("drop a lane: %w", err)
 		}
 	}
-	ofSource, ofDestination := l.log.dropped.Plus(gone), l.dest.dropped.Plus(gone)
+	ofSource, ofDestination := l.log.dropped.Plus(dropped), l.dest.dropped.Plus(dropped)
 	_ = b.Set(key(prefixDropped, l.log.number), appendDropped(nil, ofSource), nil)
 	l.dest.putWith(b, ofDestination)
 	_ = b.Delete(binary.BigEndian.AppendUint64(append([]byte(nil), keyLanes...), l.number), nil)
@@ -347,12 +350,12 @@ func (s *Store) DropLane(_ context.Context, id queue.LaneID) error {
 	}
 	l.dropped, l.opened = true, false
 	s.metrics.discard(discarded)
-	s.waker.forget(l)
+	s.retryTimer.forget(l)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	l.log.removeLane(l)
 	l.log.dropped, l.dest.dropped = ofSource, ofDestination
-	var empty counted = l
+	var empty ledgerHolder = l
 	if g := l.group; g != nil {
 		g.lanes = slices.DeleteFunc(slices.Clone(g.lanes), func(o *lane) bool { return o == l })
 		if empty = g; len(g.lanes) == 0 {
@@ -360,22 +363,23 @@ func (s *Store) DropLane(_ context.Context, id queue.LaneID) error {
 		}
 	}
 	if l.group == nil || len(l.group.lanes) == 0 {
-		for _, all := range []*[]counted{&l.log.counted, &l.dest.counted} {
-			*all = slices.DeleteFunc(slices.Clone(*all), func(o counted) bool { return o == empty })
+		for _, all := range []*[]ledgerHolder{&l.log.holders, &l.dest.holders} {
+			*all = slices.DeleteFunc(slices.Clone(*all), func(o ledgerHolder) bool { return o == empty })
 		}
 	}
 	delete(s.lanes, id)
 	return nil
 }
 
-// readAll reports whether the lane has read all that it will ever read. The caller holds mu.
+// readAll reports whether the lane has an end and has read all messages before it. The caller
+// holds mu.
 func (l *lane) readAll() bool { return l.end != 0 && l.next >= l.end }
 
-// skipGaps moves the lane over what is not for its group, and returns the first
-// message that it has not read. The caller holds mu.
+// skipGaps advances the lane over messages that are not for its group, and returns the first
+// unread message. The caller holds mu.
 func (l *lane) skipGaps() uint64 {
 	if l.group != nil && !l.readAll() {
-		if to := l.group.behindGap(l.next); to != l.next {
+		if to := l.group.afterGap(l.next); to != l.next {
 			l.passed += to - l.next
 			l.next = to
 		}
@@ -392,27 +396,27 @@ func (l *lane) limit() uint64 {
 	return durable
 }
 
-// ledger counts the lane's messages. The caller holds mu.
+// ledger returns the lane's ledger. The caller holds mu.
 func (l *lane) ledger() queue.Ledger {
 	accepted := l.limit() - l.start - l.passed
 	return queue.Ledger{
 		Accepted: int64(accepted), Delivered: int64(l.delivered), Filtered: int64(l.filtered),
-		DeadLettered: int64(l.buried), Discarded: int64(l.letGo), Pending: int64(accepted - l.settled()),
+		DeadLettered: int64(l.buried), Discarded: int64(l.handedOver), Pending: int64(accepted - l.settled()),
 	}
 }
 
-// counted is what counts messages for the ledgers of its Source and its
-// destination: a lane, or the group of several.
-type counted interface {
+// ledgerHolder contributes a ledger to those of its Source and its destination: a lane without
+// a group, or a group.
+type ledgerHolder interface {
 	locked() *sync.Mutex
 	ledger() queue.Ledger
-	last() *seenStats
+	cached() *statsCache
 }
 
 func (l *lane) locked() *sync.Mutex  { return l.mu }
-func (l *lane) last() *seenStats     { return &l.seen }
+func (l *lane) cached() *statsCache  { return &l.cachedStats }
 func (g *group) locked() *sync.Mutex { return &g.mu }
-func (g *group) last() *seenStats    { return &g.seen }
+func (g *group) cached() *statsCache { return &g.cachedStats }
 
 // Lease implements queue.Store.
 func (s *Store) Lease(id queue.LaneID, n int, buf []queue.Delivery) ([]queue.Delivery, error) {
@@ -438,17 +442,17 @@ func (s *Store) Lease(id queue.LaneID, n int, buf []queue.Delivery) ([]queue.Del
 		}
 		got := r.deliveries(buf)
 		if len(got) > len(buf) {
-			err = nil // What was read first; the next Lease meets the error again.
+			err = nil // The messages were read before the error; the next Lease returns it.
 		}
 		return got, err
 	}
 }
 
-// maxScan bounds the messages that one Lease passes over because they are for others.
+// maxScan bounds the messages for other lanes that one Lease reads.
 const maxScan = 4096
 
-// lease takes up to want messages, less those that the reader has already. again
-// is true when messages came in after it had looked.
+// lease reads messages until the reader has want of them. again is true when messages were
+// appended meanwhile.
 func (s *Store) lease(l *lane, r *reader, want int) (again bool, err error) {
 	now := s.o.Now().UnixMilli()
 	l.mu.Lock()
@@ -456,48 +460,48 @@ func (s *Store) lease(l *lane, r *reader, want int) (again bool, err error) {
 		l.mu.Unlock()
 		return false, queue.ErrNoLane
 	}
-	// The share of due retries that first tries may not take.
+	// The share of the lease that is reserved for due retries.
 	share := 0
 	if l.nextDue <= now {
-		share = min((l.firsts+want-len(r.got))/8, want-len(r.got))
+		share = min((l.firstAttempts+want-len(r.got))/8, want-len(r.got))
 	}
-	firsts := r.takeReleased(want - share - len(r.got))
+	firstAttempts := r.takeReleased(want - share - len(r.got))
 	l.mu.Unlock()
 
 	if err := r.readTaken(); err != nil {
 		return false, err
 	}
-	n, err := r.readFirsts(want - share)
+	n, err := r.readFirstAttempts(want - share)
 	if err != nil {
 		return false, err
 	}
-	firsts += n
+	firstAttempts += n
 
 	retries := 0
-	if room := want - len(r.got); room > 0 {
+	if rest := want - len(r.got); rest > 0 {
 		l.mu.Lock()
 		if l.nextDue <= now {
-			retries, err = r.takeDue(now, room)
+			retries, err = r.takeDue(now, rest)
 		}
-		// When there were fewer retries than their share.
-		firsts += r.takeReleased(room - retries)
+		// There may be fewer due retries than their share.
+		firstAttempts += r.takeReleased(rest - retries)
 		l.mu.Unlock()
 		if err := errors.Join(err, r.readTaken()); err != nil {
 			return false, err
 		}
-		n, err := r.readFirsts(want)
+		n, err := r.readFirstAttempts(want)
 		if err != nil {
 			return false, err
 		}
-		firsts += n
+		firstAttempts += n
 	}
 
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.nextDue > now {
-		l.firsts = 0
+		l.firstAttempts = 0
 	} else {
-		l.firsts = min(max(0, l.firsts+firsts-7*retries), 8)
+		l.firstAttempts = min(max(0, l.firstAttempts+firstAttempts-7*retries), 8)
 	}
 	if len(r.got) >= want {
 		return false, nil
@@ -506,24 +510,25 @@ func (s *Store) lease(l *lane, r *reader, want int) (again bool, err error) {
 		r.dropped = false
 		return true, nil
 	}
-	l.hungry.Store(true)
+	l.wantsNotify.Store(true)
 	switch {
 	case r.scanned >= maxScan:
-		// Others have their turn; this lane goes on as if news had come.
-		s.waker.schedule(l, now)
+		// Other lanes can lease now; this lane is notified again at once.
+		s.retryTimer.schedule(l, now)
 	case l.limit() >= l.next:
-		// An append came between the look and the word that its news are wanted.
-		return l.hungry.CompareAndSwap(true, false), nil
+		// A message was appended after the read and before wantsNotify was set.
+		return l.wantsNotify.CompareAndSwap(true, false), nil
 	default:
 		s.scheduleRetries(l)
 	}
 	return false, nil
 }
 
-// scheduleRetries has a hungry lane notified when its next retry is due. The caller holds mu.
+// scheduleRetries schedules a notification of a lane that wants one for the due time of its
+// next retry. The caller holds mu.
 func (s *Store) scheduleRetries(l *lane) {
-	if l.nextDue != never && l.hungry.Load() {
-		s.waker.schedule(l, l.nextDue)
+	if l.nextDue != never && l.wantsNotify.Load() {
+		s.retryTimer.schedule(l, l.nextDue)
 	}
 }
 
@@ -548,18 +553,18 @@ func (s *Store) LeaseOldest(id queue.LaneID) (d queue.Delivery, ok bool, err err
 			return d, false, queue.ErrNoLane
 		}
 		err = r.takeOldest()
-		took := len(r.taken) > 0
+		hasTaken := len(r.taken) > 0
 		l.mu.Unlock()
 		if err == nil {
 			err = r.readTaken()
 		}
-		if !took {
-			break // A message that was taken may be damaged, or needless.
+		if !hasTaken {
+			break // No message was taken; a taken one may be damaged or unneeded, and the loop continues.
 		}
 	}
 	for err == nil && len(r.got) == 0 && r.more() {
 		r.scanned = 0
-		_, err = r.readFirsts(1)
+		_, err = r.readFirstAttempts(1)
 	}
 	if got := r.deliveries(nil); len(got) > 0 {
 		return got[0], true, nil
@@ -568,11 +573,11 @@ func (s *Store) LeaseOldest(id queue.LaneID) (d queue.Delivery, ok bool, err err
 }
 
 // settle ends a lease; ok is false when there was none. The caller holds mu.
-func (l *lane) settle(seq uint64) (t taking, ok bool) {
+func (l *lane) settle(seq uint64) (t openMessage, ok bool) {
 	t, ok = l.open[seq]
 	if _, was := l.revoked[seq]; was && !ok {
 		delete(l.revoked, seq)
-		return taking{leased: true, revoked: true}, true
+		return openMessage{leased: true, revoked: true}, true
 	}
 	if !ok || !t.leased {
 		return t, false
@@ -594,9 +599,9 @@ func (l *lane) forgetRetry(b *pebble.Batch, seq uint64, due int64) {
 	}
 }
 
-// leased calls fn for a leased message with its lane locked; it does nothing
-// for one that is not leased.
-func (s *Store) leased(d *queue.Delivery, fn func(*lane, taking) error) error {
+// leased calls fn for a leased message with its lane locked; it ignores a message that is not
+// leased.
+func (s *Store) leased(d *queue.Delivery, fn func(*lane, openMessage) error) error {
 	if err := s.enter(); err != nil {
 		return err
 	}
@@ -615,10 +620,10 @@ func (s *Store) leased(d *queue.Delivery, fn func(*lane, taking) error) error {
 
 // Ack implements queue.Store.
 func (s *Store) Ack(d queue.Delivery) (first bool) {
-	s.complain(d.Lane, s.leased(&d, func(l *lane, t taking) error {
+	s.logWriteError(d.Lane, s.leased(&d, func(l *lane, t openMessage) error {
 		var b *pebble.Batch
 		if t.revoked {
-			l.skipped, l.letGo, l.delivered = l.skipped-1, l.letGo-1, l.delivered+1
+			l.skipped, l.handedOver, l.delivered = l.skipped-1, l.handedOver-1, l.delivered+1
 			s.changed(l)
 			return nil
 		}
@@ -627,7 +632,7 @@ func (s *Store) Ack(d queue.Delivery) (first bool) {
 			l.forgetRetry(b, d.Seq, t.due)
 		}
 		var err error
-		b, first, err = s.took(b, l, &d)
+		b, first, err = s.countDelivered(b, l, &d)
 		if b == nil {
 			s.changed(l)
 			return err
@@ -638,17 +643,17 @@ func (s *Store) Ack(d queue.Delivery) (first bool) {
 	return first
 }
 
-// complain logs an error that a caller is not told of: the change is in memory
-// alone then, and the message is delivered again after a restart.
-func (s *Store) complain(lane queue.LaneID, err error) {
+// logWriteError logs a write error of a method that does not return it. The change is in memory
+// only, and the message is delivered again after a restart.
+func (s *Store) logWriteError(lane queue.LaneID, err error) {
 	if err != nil && !errors.Is(err, queue.ErrClosed) && !errors.Is(err, queue.ErrNoLane) {
-		s.log.With(lane.LogArgs()...).Error("writing the state of a lane failed", "error", err)
+		s.log.With(lane.LogArgs()...).Error("write of a lane's state failed", "error", err)
 	}
 }
 
 // Release implements queue.Store.
 func (s *Store) Release(d queue.Delivery) {
-	s.complain(d.Lane, s.leased(&d, func(l *lane, t taking) error {
+	s.logWriteError(d.Lane, s.leased(&d, func(l *lane, t openMessage) error {
 		if !t.revoked {
 			l.release(d.Seq, t)
 		}
@@ -656,8 +661,8 @@ func (s *Store) Release(d queue.Delivery) {
 	}))
 }
 
-// release lets a message wait at the head of its lane.
-func (l *lane) release(seq uint64, t taking) {
+// release puts an open message back to the head of its lane.
+func (l *lane) release(seq uint64, t openMessage) {
 	if t.due != 0 {
 		l.openRetries++
 	}
@@ -667,21 +672,21 @@ func (l *lane) release(seq uint64, t taking) {
 	l.released = slices.Insert(l.released, i, seq)
 }
 
-// dropReleased removes a message that was given back.
+// dropReleased removes a message from the released ones.
 func (l *lane) dropReleased(seq uint64) {
 	l.released = slices.DeleteFunc(l.released, func(o uint64) bool { return o == seq })
 }
 
 // Retry implements queue.Store.
 func (s *Store) Retry(d queue.Delivery, at time.Time, f queue.Failure) {
-	s.complain(d.Lane, s.leased(&d, func(l *lane, t taking) error {
+	s.logWriteError(d.Lane, s.leased(&d, func(l *lane, t openMessage) error {
 		if t.revoked {
 			l.skipped--
 			s.changed(l)
 			return nil
 		}
 		if l.group != nil && !exempt(d.Type) {
-			if done, err := s.final(l.group, d.Seq); done || err != nil {
+			if done, err := s.isFinal(l.group, d.Seq); done || err != nil {
 				return errors.Join(err, s.needNoRetry(l, d.Seq, t))
 			}
 		}
@@ -710,9 +715,10 @@ func (s *Store) Retry(d queue.Delivery, at time.Time, f queue.Failure) {
 	}))
 }
 
-// needNoRetry ends a message for a lane whose attempt failed, because another lane delivered it.
-func (s *Store) needNoRetry(l *lane, seq uint64, t taking) error {
-	l.letGo++
+// needNoRetry ends a message for a lane that need not attempt it again, because another lane
+// delivers or delivered it.
+func (s *Store) needNoRetry(l *lane, seq uint64, t openMessage) error {
+	l.handedOver++
 	if t.due == 0 {
 		s.changed(l)
 		return nil
@@ -723,10 +729,9 @@ func (s *Store) needNoRetry(l *lane, seq uint64, t taking) error {
 	return s.applyFor(b, l.group)
 }
 
-// scanDue calls take for entries of the retry index that are due and not open,
-// in the order of their due time, and returns how many it took. It sets
-// nextDue and lowDue. The caller holds mu.
-func (s *Store) scanDue(l *lane, now int64, max int, take func(seq uint64, t taking)) (n int, err error) {
+// scanDue calls take for entries of the retry index that are due and not open, in the order of
+// their due times, and returns their number. It sets nextDue and lowDue. The caller holds mu.
+func (s *Store) scanDue(l *lane, now int64, max int, take func(seq uint64, t openMessage)) (n int, err error) {
 	defer func(before int64) {
 		if err != nil {
 			l.nextDue = before
@@ -762,7 +767,7 @@ func (s *Store) scanDue(l *lane, now int64, max int, take func(seq uint64, t tak
 			return n, err
 		}
 		d := decoder{b: v}
-		t := taking{due: due, attempt: int(d.uvarint()), leased: true}
+		t := openMessage{due: due, attempt: int(d.uvarint()), leased: true}
 		if d.bad {
 			return n, s.corruptf("a retry of lane %v: %w", l.id, errMalformed)
 		}
@@ -772,8 +777,8 @@ func (s *Store) scanDue(l *lane, now int64, max int, take func(seq uint64, t tak
 	return n, it.Error()
 }
 
-// firstRetry is the lowest position in the retry index, ok is false when there
-// is none. The caller holds mu.
+// firstRetry returns the lowest position in the retry index; ok is false when the index is
+// empty. The caller holds mu.
 func (s *Store) firstRetry(l *lane) (seq uint64, ok bool, err error) {
 	if l.retries == 0 {
 		return 0, false, nil
@@ -792,7 +797,7 @@ func (s *Store) firstRetry(l *lane) (seq uint64, ok bool, err error) {
 	return l.lowSeq, true, nil
 }
 
-// first is the lowest position that the lane needs. The caller holds mu.
+// first returns the lowest position that the lane needs. The caller holds mu.
 func (s *Store) first(l *lane) (uint64, error) {
 	seq := l.next
 	if l.readAll() {
@@ -838,16 +843,16 @@ func (s *Store) LaneStats(id queue.LaneID) queue.LaneStats {
 		return queue.LaneStats{}
 	}
 	if !s.lockUnlessFull(l.mu) {
-		return l.seen.load()
+		return l.cachedStats.load()
 	}
 	defer l.mu.Unlock()
 	st := queue.LaneStats{
-		Ledger:   l.ledger(),
-		Retrying: l.retrying(),
-		InFlight: int64(len(l.open) - len(l.released)),
-		Skipped:  int64(l.skipped),
-		Ended:    l.end != 0,
-		Left:     l.left,
+		Ledger:          l.ledger(),
+		Retrying:        l.retrying(),
+		InFlight:        int64(len(l.open) - len(l.released)),
+		Skipped:         int64(l.skipped),
+		Ended:           l.end != 0,
+		EndpointRemoved: l.endpointRemoved,
 	}
 	st.FirstAttempts = st.Pending - int64(l.retries)
 	if l.nextDue != never {
@@ -856,17 +861,17 @@ func (s *Store) LaneStats(id queue.LaneID) queue.LaneStats {
 	if st.Pending > 0 {
 		var err error
 		if st.First, st.OldestPending, err = s.oldestPending(l); err != nil {
-			s.log.With(id.LogArgs()...).Error("reading the oldest message of a lane failed", "error", s.explain(err))
+			s.log.With(id.LogArgs()...).Error("read of a lane's oldest message failed", "error", s.explain(err))
 		}
 	}
-	l.seen.store(st)
+	l.cachedStats.store(st)
 	return st
 }
 
-// retrying counts the messages that failed before and are not leased.
+// retrying is the number of messages that failed before and are not leased.
 func (l *lane) retrying() int64 {
 	n := int64(l.retries) - int64(l.openRetries)
-	for _, seq := range l.released { // Given back, and waiting again.
+	for _, seq := range l.released { // Released retries wait again.
 		if l.open[seq].due != 0 {
 			n++
 		}
@@ -874,8 +879,8 @@ func (l *lane) retrying() int64 {
 	return n
 }
 
-// lockUnlessFull takes a lock that is held while changes are written. It gives
-// up while a full disk may hold up the one who has it.
+// lockUnlessFull locks a mutex that is held during writes. It returns false while a full disk
+// may block the holder.
 func (s *Store) lockUnlessFull(mu *sync.Mutex) bool {
 	for !mu.TryLock() {
 		if s.disk.exhausted.Load() {
@@ -886,19 +891,19 @@ func (s *Store) lockUnlessFull(mu *sync.Mutex) bool {
 	return true
 }
 
-// seenStats are the stats that were told last.
-type seenStats struct {
+// statsCache holds the last returned stats.
+type statsCache struct {
 	mu    sync.Mutex
 	stats queue.LaneStats
 }
 
-func (s *seenStats) store(st queue.LaneStats) {
+func (s *statsCache) store(st queue.LaneStats) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.stats = st
 }
 
-func (s *seenStats) load() queue.LaneStats {
+func (s *statsCache) load() queue.LaneStats {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	st := s.stats

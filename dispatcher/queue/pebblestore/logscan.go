@@ -12,15 +12,14 @@ import (
 //
 //	checksum(4) length(2) type(1) log number(4) [synced offset(8)] payload
 //
-// A chunk does not cross the end of its block; a record (one batch) has one or
-// more chunks, and the rest of a block that is too short for a chunk is zero. A
-// log that was closed ends with an end mark: a header without checksum and payload that
-// names the next log number. A log file may be reused; what its old content left
-// behind the end carries an older number.
+// A chunk does not cross the end of its block. A record (one batch) has one or more chunks, and
+// the rest of a block that is too short for a chunk is zero. A closed log ends with an end
+// mark: a header without checksum and payload and with the number of the next log. A log file
+// may be reused; its old contents after the end have an older number.
 //
-// The engine's own reader stops at the first damage of the newest log and takes it
-// for a torn end, unless a later chunk carries a synced offset beyond it. It computes
-// these offsets too low for records that cross a block, so that it misses most damage.
+// The engine's own reader stops at the first damage of the newest log and treats it as a torn
+// end, unless a later chunk has a synced offset beyond it. The engine computes too low offsets
+// for records that cross a block, so its reader misses most damage.
 const (
 	walBlock      = 32 << 10
 	walHeader     = 11 // Of a chunk without a synced offset.
@@ -30,29 +29,29 @@ const (
 // logRecord is a sound record of a log.
 type logRecord struct {
 	at, end int64 // Its bytes in the file.
-	// gap is where the damage begins that ends where the record begins; -1 without.
+	// gap is the start of the damage directly before the record; -1 without damage.
 	gap int64
-	// data are the record's first bytes, as many as the scan keeps. They are valid
-	// during the call only.
+	// data are the first bytes of the record, bounded by the scan. They are valid only during
+	// the call.
 	data []byte
 }
 
-// logEnd says where a log ends.
+// logEnd describes the end of a log.
 type logEnd struct {
-	// sound: every byte before it is sound, and none at it.
+	// sound is the number of bytes before the first damage or the end.
 	sound int64
 	// closed: the end mark is before sound.
 	closed bool
 }
 
-// scanLog reads a log and calls record for each sound record, in order, and first for
-// the payload of each sound first chunk, also when the rest of its record is
-// damaged. Behind damage it goes on with the next chunk by the length that the
-// damaged one gives, else with the next block. It never looks for a chunk within a
-// payload: payloads hold what callers send.
+// scanLog reads a log. It calls record for each sound record, in order, and first for the
+// payload of each sound first chunk, even if the rest of its record is damaged. After damage it
+// continues with the next chunk by the length in the damaged chunk's header, or with the next
+// block. It never searches for a chunk within a payload, because payloads contain data of
+// clients.
 func scanLog(r io.Reader, number uint64, keep int, first func(payload []byte), record func(logRecord) error) (end logEnd, err error) {
 	block := make([]byte, walBlock)
-	rec := logRecord{at: -1, gap: -1} // The record that is being read, if at >= 0.
+	rec := logRecord{at: -1, gap: -1} // The record being read, if at >= 0.
 	gap, damaged := int64(-1), false
 	for base := int64(0); ; base += walBlock {
 		n, err := io.ReadFull(r, block)
@@ -80,7 +79,7 @@ func scanLog(r io.Reader, number uint64, keep int, first func(payload []byte), r
 				}
 				return end, nil
 			case c.sound && begins == (rec.at < 0):
-			case c.sound && gap >= 0: // The rest of a record whose beginning is damaged.
+			case c.sound && gap >= 0: // The rest of a record with a damaged beginning.
 				p += c.size
 				continue
 			default:
@@ -92,7 +91,7 @@ func scanLog(r io.Reader, number uint64, keep int, first func(payload []byte), r
 				}
 				damaged, rec.at = true, -1
 				switch {
-				case c.sound && begins: // The next record, while the rest of this one is missing.
+				case c.sound && begins: // The next record; the rest of this one is missing.
 				case c.size > 0:
 					p += c.size
 				default:
@@ -131,10 +130,10 @@ const (
 	lastChunk
 )
 
-// chunk is what a header says.
+// chunk is a decoded chunk header.
 type chunk struct {
 	position     int
-	header, size int // size is 0 when the header cannot be that of a chunk of this log.
+	header, size int // size is 0 when the header is not that of a chunk of this log.
 	sound        bool
 	endMark      bool
 }
@@ -164,7 +163,7 @@ func parseChunk(b []byte, number uint64) (c chunk) {
 	return c
 }
 
-// maskedSum is the checksum as the engine writes it.
+// maskedSum is the checksum in the engine's encoding.
 func maskedSum(b []byte) uint32 {
 	sum := crc32.Checksum(b, castagnoli)
 	return (sum>>15 | sum<<17) + 0xa282ead8

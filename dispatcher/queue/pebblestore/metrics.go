@@ -67,7 +67,7 @@ func newMetrics(s *Store) *metrics {
 	return m
 }
 
-// register shows the metrics; nil shows them nowhere.
+// register registers the metrics; r may be nil.
 func (m *metrics) register(r prometheus.Registerer) error {
 	m.registerer = r
 	if r == nil {
@@ -83,7 +83,7 @@ func (m *metrics) register(r prometheus.Registerer) error {
 	return nil
 }
 
-// unregister lets another store use the same registry.
+// unregister removes the metrics, so that another store can use the same registry.
 func (m *metrics) unregister() {
 	if m.registerer == nil {
 		return
@@ -93,11 +93,11 @@ func (m *metrics) unregister() {
 	}
 }
 
-func (m *metrics) committed(messages int, took time.Duration) {
-	m.commitSeconds.Observe(took.Seconds())
+func (m *metrics) committed(messages int, elapsed time.Duration) {
+	m.commitSeconds.Observe(elapsed.Seconds())
 	m.commitMessages.Observe(float64(messages))
 }
 
-func (m *metrics) synced(took time.Duration) { m.syncSeconds.Observe(took.Seconds()) }
+func (m *metrics) synced(elapsed time.Duration) { m.syncSeconds.Observe(elapsed.Seconds()) }
 
 func (m *metrics) discard(n int64) { m.discarded.Add(float64(n)) }

@@ -18,73 +18,75 @@ const (
 	DefaultHighWater       = 0.85
 )
 
-// NoQuota as Options.MaxBytesPerSource lets one Source fill the disk up to its
+// NoQuota, as Options.MaxBytesPerSource, allows one Source to fill the disk up to its
 // high-water mark.
 const NoQuota = -1
 
-// WriteBuffers is how many write buffers there are at most: four that hold messages, one
-// that is begun, and one that is kept to be used again.
+// WriteBuffers is the maximum number of write buffers: stopWrites full ones, the active one,
+// and one that is kept for reuse.
 const WriteBuffers = stopWrites + 2
 
 // stopWrites is the number of full write buffers at which writes wait for a flush.
 const stopWrites = 4
 
-// Options tune a Store. The zero value works: no duplicate detection, a quota per
-// Source of half the room, and a high-water mark of 85 % of the file system.
+// Options configure a Store. The zero value works: no duplicate detection, a quota per Source
+// of half the usable space, and a high-water mark of 85 % of the file system.
 type Options struct {
-	// Logger takes what operators should know; slog.Default when nil.
+	// Logger is the destination of log messages; slog.Default when nil.
 	Logger *slog.Logger
-	// Registerer takes the metrics posthorn_queue_*; nil for none.
+	// Registerer registers the metrics posthorn_queue_*; nil for none.
 	Registerer prometheus.Registerer
 
-	// DuplicateWindow is how long a messageId is remembered, up to 24 h. 0 turns
-	// the detection of duplicates off.
+	// DuplicateWindow is the time for which a messageId is kept to detect duplicates, up to
+	// 24 h. 0 disables the detection.
 	DuplicateWindow time.Duration
-	// DuplicateMemory bounds the memory of the filters that spare a disk read per
-	// message, 16 MiB when 0: enough for 8 million messages in the window. What is
-	// beyond it is looked up on disk, so detection stays exact.
+	// DuplicateMemory bounds the memory of the filters that avoid a disk read per message,
+	// 16 MiB when 0: enough for 8 million messages in the window. IDs without a filter are looked
+	// up on disk, so the detection remains exact.
 	DuplicateMemory int64
 
-	// MaxBytesPerSource bounds the bytes, before compression, that one Source's log
-	// may hold until they are delivered. When 0 it is half of the room below the
-	// high-water mark, where what the store holds counts as room; NoQuota is no bound.
+	// MaxBytesPerSource bounds the bytes, before compression, of one Source's undelivered
+	// messages. 0 means half of the space below the high-water mark that other files do not
+	// use; NoQuota means no bound.
 	MaxBytesPerSource int64
-	// HighWater is the share of the file system, between 0 and 1, above which
-	// Append answers queue.ErrFull, whoever filled it; 0.85 when 0.
+	// HighWater is the share of the file system, between 0 and 1, above which Append returns
+	// queue.ErrFull, also when other files use the space; 0.85 when 0.
 	HighWater float64
-	// MinFreeBytes are the bytes of the file system that Append never touches,
-	// four memtables when 0.
+	// MinFreeBytes are the free bytes of the file system below which Append returns
+	// queue.ErrFull; four write buffers when 0.
 	MinFreeBytes int64
 
-	// MemTableBytes is the size of a write buffer, of which there are WriteBuffers at
-	// most; a small file system makes it smaller. 8 MiB when 0. The write-ahead log
-	// takes as much disk.
+	// MemTableBytes is the size of a write buffer; 8 MiB when 0, and less on a small file
+	// system. At most WriteBuffers of them exist. The write-ahead log uses as much disk.
 	MemTableBytes int64
 	// CacheBytes is the size of the block cache; 32 MiB when 0.
 	CacheBytes int64
 
-	// FlushInterval is how long an acknowledgement may stay in memory; 50 ms when 0.
+	// FlushInterval is how long an acknowledgement may be in memory only; 50 ms when 0.
 	FlushInterval time.Duration
-	// SyncInterval is how long it may stay unsynced while nothing is appended; 250 ms when 0.
+	// SyncInterval is how long a write may be unsynced while nothing is appended; 250 ms when
+	// 0.
 	SyncInterval time.Duration
-	// MaintainInterval is the time between two looks at the disk and at what can be freed; 1 s when 0.
+	// MaintainInterval is the time between two maintenance passes; 1 s when 0. A pass checks
+	// the disk space and deletes unneeded messages.
 	MaintainInterval time.Duration
 
-	// DataDir is the folder whose size DiskBytes reports; the store's own when empty.
+	// DataDir is the directory whose size DiskBytes reports; the store's own when empty.
 	DataDir string
-	// Quiet is called with true after a burst, when the store gave back what it had
-	// taken, so that the process can return memory to the machine, and with false
-	// when the next burst begins; nil for nothing.
+	// Quiet, if not nil, is called with true after a burst, when the store has released its
+	// unneeded memory and disk space, so that the process can return memory to the system. It
+	// is called with false when the next burst begins.
 	Quiet func(bool)
 
-	// FS is the file system; that of the machine when nil. For tests.
+	// FS is the file system, replaced by tests; the operating system's when nil.
 	FS vfs.FS
-	// Now is the clock; when nil the machine's, which is not followed when it is set back. For tests.
+	// Now is the clock, replaced by tests. When nil, it is the system clock, except that it
+	// never moves backwards.
 	Now func() time.Time
 	due func(at time.Time) time.Time
-	// Fatal is called, once, when the storage engine cannot go on because a write to
-	// its log failed. It must not return; it exits the process when nil. What was
-	// acknowledged is safe: it is read again at the next start.
+	// Fatal is called, once, when the storage engine cannot write to its log. It must not
+	// return; when nil, it exits the process. Acknowledged messages are safe: the next start
+	// reads them from the log.
 	Fatal func(error)
 }
 
@@ -114,10 +116,11 @@ func (o *Options) setDefaults() error {
 	if o.FS == nil {
 		o.FS = vfs.Default
 	}
-	// What a caller takes from the machine's clock is as long ahead here as there.
+	// A time that a caller derives from the system clock is converted, so that it is as far
+	// ahead on the store's clock.
 	o.due = func(at time.Time) time.Time { return at }
 	if o.Now == nil {
-		now := steady(time.Now, sinceStart)
+		now := monotonicClock(time.Now, sinceStart)
 		o.Now, o.due = now, func(at time.Time) time.Time { return now().Add(time.Until(at)) }
 	}
 	if o.Fatal == nil {

@@ -12,30 +12,30 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// reader takes messages for a lane. It reads a run of the log with one
-// iterator, and gives all of what it took one piece of memory. The caller
-// holds the lane's leasing lock.
+// reader leases messages for a lane. It reads consecutive messages of the log with one
+// iterator, and allocates their contents as one piece of memory. The caller holds the lane's
+// leasing lock.
 type reader struct {
 	s *Store
 	l *lane
 	*readBuffer
 	it      *pebble.Iterator
 	at      uint64 // The iterator's position, 0 for none.
-	end     uint64 // The last position that it sees.
+	end     uint64 // The last position that the iterator can see.
 	scanned int
-	dropped bool // A message that was taken turned out to be needless.
+	dropped bool // A message that was taken is not needed.
 }
 
-// readBuffer is reused from read to read.
+// readBuffer is reused by later readers.
 type readBuffer struct {
 	got   []piece
-	taken []uint64 // Marked as leased, and not read yet.
+	taken []uint64 // Marked as leased, and not read.
 	bytes []byte
 	key   []byte
 	upper []byte
 }
 
-// piece is a message that was read; its parts lie one after the other in bytes.
+// piece is a message that was read; its parts are adjacent in bytes.
 type piece struct {
 	seq                         uint64
 	acceptedAt                  int64
@@ -48,7 +48,7 @@ type piece struct {
 
 var readBuffers = sync.Pool{New: func() any { return new(readBuffer) }}
 
-// maxKeptBytes bounds what a buffer keeps in memory.
+// maxKeptBytes bounds the memory that a reused buffer keeps.
 const maxKeptBytes = 1 << 20
 
 func newReader(s *Store, l *lane) *reader {
@@ -66,7 +66,7 @@ func (r *reader) close() {
 	}
 }
 
-// open makes the iterator, for all that is durable now, or renews it.
+// open creates an iterator over all durable messages, unless the present one covers them.
 func (r *reader) open() error {
 	l := r.l.log
 	end := l.durable.Load()
@@ -85,17 +85,18 @@ func (r *reader) open() error {
 	return err
 }
 
-// maxDamagedRun bounds how many messages in a row are given up as damaged: as
-// many as the block of a table may hold. Where more cannot be read, a repair
-// finds more than the engine does.
+// maxDamagedRun bounds the consecutive messages that become dead letters because they are
+// damaged. It is the maximum of a table's block; a repair recovers more of a larger damaged
+// part than the engine does.
 const maxDamagedRun = 256
 
-// read returns a message, valid until the next read. One that fails its checksum is lost.
+// read returns a message, which is valid until the next read. A message with a wrong checksum
+// is returned as lost.
 func (r *reader) read(seq uint64) (rec record, err error) {
 	if rec, err = r.readOnce(seq); err == nil || !pebble.IsCorruptionError(err) {
 		return rec, err
 	}
-	// Once more from the disk, where the damage may not be.
+	// The second read does not use the cache, and the file may be sound.
 	if r.it != nil {
 		_ = r.it.Close()
 		r.it = nil
@@ -117,8 +118,8 @@ func (r *reader) read(seq uint64) (rec record, err error) {
 	return record{lost: true, body: []byte(err.Error())}, nil
 }
 
-// setAside makes dead letters of messages that cannot be read. The caller holds mu.
-func (r *reader) setAside(seqs []uint64, why []string) error {
+// buryDamaged makes dead letters of messages that cannot be read. The caller holds mu.
+func (r *reader) buryDamaged(seqs []uint64, why []string) error {
 	if len(seqs) == 0 {
 		return nil
 	}
@@ -132,7 +133,7 @@ func (r *reader) setAside(seqs []uint64, why []string) error {
 		if ok && t.due != 0 {
 			l.forgetRetry(b, seq, t.due)
 		}
-		_, err := s.giveUp(b, l, &queue.DeadLetter{Lane: l.id, Seq: seq, AcceptedAt: s.o.Now(), Attempts: t.attempt, Failure: s.damage(l, seq, why[i])})
+		_, err := s.buryOrHandOver(b, l, &queue.DeadLetter{Lane: l.id, Seq: seq, AcceptedAt: s.o.Now(), Attempts: t.attempt, Failure: s.recordDamaged(l, seq, why[i])})
 		failed = errors.Join(failed, err)
 	}
 	l.dest.put(b)
@@ -140,10 +141,10 @@ func (r *reader) setAside(seqs []uint64, why []string) error {
 	return errors.Join(failed, s.applyFor(b, l.group))
 }
 
-// damage is the failure of a message that cannot be read; it is logged and counted, too.
-func (s *Store) damage(l *lane, seq uint64, why string) queue.Failure {
+// recordDamaged logs and counts a message that cannot be read, and returns its failure.
+func (s *Store) recordDamaged(l *lane, seq uint64, why string) queue.Failure {
 	s.metrics.damaged.Inc()
-	s.log.With(l.id.LogArgs()...).Error("a message is damaged and cannot be delivered; it becomes a dead letter", "position", seq, "error", why)
+	s.log.With(l.id.LogArgs()...).Error("message damaged; it becomes a dead letter", "position", seq, "error", why)
 	return queue.Failure{Time: s.o.Now(), Reason: queue.ReasonDamaged, Message: fmt.Sprintf("message %d of %s cannot be read: %s", seq, l.id.Source, why)}
 }
 
@@ -189,8 +190,7 @@ func (r *reader) keep(seq uint64, rec *record, attempt int) {
 	r.got = append(r.got, p)
 }
 
-// deliveries gives what was read. The messages share one piece of memory, of
-// which nothing is ever changed.
+// deliveries appends the messages to buf. They share one piece of memory that is never changed.
 func (r *reader) deliveries(buf []queue.Delivery) []queue.Delivery {
 	if len(r.got) == 0 {
 		return buf
@@ -219,7 +219,7 @@ func (r *reader) deliveries(buf []queue.Delivery) []queue.Delivery {
 	return buf
 }
 
-// takeReleased takes messages that were given back. The caller holds mu.
+// takeReleased takes released messages. The caller holds mu.
 func (r *reader) takeReleased(max int) int {
 	n := min(max, len(r.l.released))
 	if n <= 0 {
@@ -235,18 +235,18 @@ func (r *reader) takeReleased(max int) int {
 	return n
 }
 
-// takeDue takes retries that are due. The caller holds mu.
+// takeDue takes due retries. The caller holds mu.
 func (r *reader) takeDue(now int64, max int) (int, error) {
 	return r.s.scanDue(r.l, now, max, r.takeRetry)
 }
 
-func (r *reader) takeRetry(seq uint64, t taking) {
+func (r *reader) takeRetry(seq uint64, t openMessage) {
 	r.l.open[seq] = t
 	r.l.openRetries++
 	r.taken = append(r.taken, seq)
 }
 
-// takeOldest takes the oldest message of those that were read before. The caller holds mu.
+// takeOldest takes the oldest released message or retry. The caller holds mu.
 func (r *reader) takeOldest() error {
 	l := r.l
 	oldest := uint64(0)
@@ -279,9 +279,9 @@ func (r *reader) takeOldest() error {
 			if d.bad {
 				return r.s.corruptf("a retry of lane %v: %w", l.id, errMalformed)
 			}
-			r.takeRetry(seq, taking{due: due, attempt: attempt, leased: true})
+			r.takeRetry(seq, openMessage{due: due, attempt: attempt, leased: true})
 			if due <= l.nextDue {
-				_, err = r.s.scanDue(l, 0, 0, nil) // Finds the next one.
+				_, err = r.s.scanDue(l, 0, 0, nil) // It sets nextDue.
 			}
 			return err
 		}
@@ -295,21 +295,21 @@ func (r *reader) takeOldest() error {
 	return nil
 }
 
-// readTaken reads what was taken. What cannot be read is given back.
+// readTaken reads the taken messages. It releases those that cannot be read.
 func (r *reader) readTaken() error {
 	for i, seq := range r.taken {
 		rec, err := r.read(seq)
 		if err == nil && rec.lost {
 			r.l.mu.Lock()
-			err = r.setAside([]uint64{seq}, []string{string(rec.body)})
+			err = r.buryDamaged([]uint64{seq}, []string{string(rec.body)})
 			r.l.mu.Unlock()
 			if err == nil {
 				continue
 			}
 		}
-		if err == nil && r.l.left && rec.code != codeDelete {
+		if err == nil && r.l.endpointRemoved && rec.code != codeDelete {
 			var no bool
-			if no, err = r.dropNeedless(seq); no {
+			if no, err = r.dropUnneeded(seq); no {
 				continue
 			}
 		}
@@ -333,12 +333,13 @@ func (r *reader) readTaken() error {
 	return nil
 }
 
-// dropNeedless ends a message for a lane that has left, if another lane took or has it.
-func (r *reader) dropNeedless(seq uint64) (bool, error) {
+// dropUnneeded ends a message in a lane whose endpoint was removed, if the group does not need
+// it.
+func (r *reader) dropUnneeded(seq uint64) (bool, error) {
 	s, l := r.s, r.l
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	no, err := s.needless(l, seq)
+	no, err := s.isUnneeded(l, seq)
 	if !no || err != nil {
 		return false, err
 	}
@@ -351,15 +352,16 @@ func (r *reader) dropNeedless(seq uint64) (bool, error) {
 	return true, s.needNoRetry(l, seq, t)
 }
 
-// more tells whether the log has messages that were not read yet.
+// more reports whether the log has unread messages.
 func (r *reader) more() bool {
 	r.l.mu.Lock()
 	defer r.l.mu.Unlock()
 	return r.l.next <= r.l.limit()
 }
 
-// readFirsts takes messages from the log until the reader has max. It returns how many it took.
-func (r *reader) readFirsts(max int) (int, error) {
+// readFirstAttempts reads messages from the log until the reader has max. It returns the number of
+// messages that it added.
+func (r *reader) readFirstAttempts(max int) (int, error) {
 	l := r.l
 	l.mu.Lock()
 	next := l.next
@@ -368,13 +370,13 @@ func (r *reader) readFirsts(max int) (int, error) {
 		gaps = slices.Clone(l.group.gaps)
 	}
 	l.mu.Unlock()
-	var before, passedOver, filteredOut, letGo = len(r.got), uint64(0), uint64(0), uint64(0)
+	var before, passedOver, filteredOut, handedOver = len(r.got), uint64(0), uint64(0), uint64(0)
 	var lost []uint64
 	var why []string
-	var grouped []judged // What the group counts, too.
+	var grouped []excluded // Messages that the group counts, too.
 	var err error
 	for len(r.got) < max && r.scanned < maxScan && next <= l.limit() {
-		if to := behindGap(gaps, next); to != next {
+		if to := afterGap(gaps, next); to != next {
 			passedOver += to - next
 			next = to
 			continue
@@ -389,7 +391,7 @@ func (r *reader) readFirsts(max int) (int, error) {
 			lost, why = append(lost, next), append(why, string(rec.body))
 			r.scanned++
 		case v != wanted && l.group != nil:
-			grouped = append(grouped, judged{next, v, rec.forSibling(l.id)})
+			grouped = append(grouped, excluded{next, v, rec.forSibling(l.id)})
 			r.scanned++
 		case v == filtered:
 			filteredOut++
@@ -397,13 +399,13 @@ func (r *reader) readFirsts(max int) (int, error) {
 		case v == passed:
 			passedOver++
 			r.scanned++
-		case l.left && rec.code != codeDelete:
+		case l.endpointRemoved && rec.code != codeDelete:
 			var no bool
 			l.mu.Lock()
-			no, err = r.s.needless(l, next)
+			no, err = r.s.isUnneeded(l, next)
 			l.mu.Unlock()
 			if no {
-				letGo++
+				handedOver++
 				r.scanned++
 			} else if err == nil {
 				r.keep(next, &rec, 0)
@@ -424,24 +426,24 @@ func (r *reader) readFirsts(max int) (int, error) {
 	l.next = next
 	l.filtered += filteredOut
 	l.passed += passedOver
-	l.letGo += letGo
+	l.handedOver += handedOver
 	for _, p := range r.got[before:] {
-		l.open[p.seq] = taking{leased: true}
+		l.open[p.seq] = openMessage{leased: true}
 		err = errors.Join(err, r.s.countRead(l, types[p.code], p.seq))
 	}
 	r.s.changed(l)
-	return len(r.got) - before, errors.Join(err, r.count(grouped), r.setAside(lost, why))
+	return len(r.got) - before, errors.Join(err, r.countExcluded(grouped), r.buryDamaged(lost, why))
 }
 
-// judged is a message that a lane does not get, and why.
-type judged struct {
+// excluded is a message that its lane does not deliver.
+type excluded struct {
 	seq     uint64
 	verdict verdict
-	sibling bool // It is for another endpoint of the destination.
+	sibling bool // The message is for another endpoint of the destination.
 }
 
-// count has the group count what a lane does not get. The caller holds mu.
-func (r *reader) count(grouped []judged) error {
+// countExcluded counts excluded messages in the group. The caller holds mu.
+func (r *reader) countExcluded(grouped []excluded) error {
 	if len(grouped) == 0 {
 		return nil
 	}
@@ -453,10 +455,10 @@ func (r *reader) count(grouped []judged) error {
 	var failed error
 	for _, m := range grouped {
 		if m.verdict == filtered {
-			failed = errors.Join(failed, s.filter(l, m.seq))
+			failed = errors.Join(failed, s.countFiltered(l, m.seq))
 			continue
 		}
-		buried, err := s.pass(b, l, r, m.seq, m.sibling)
+		buried, err := s.countPassed(b, l, r, m.seq, m.sibling)
 		changed, failed = changed || buried, errors.Join(failed, err)
 	}
 	if !changed {

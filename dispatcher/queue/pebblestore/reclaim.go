@@ -10,38 +10,39 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs"
 )
 
-// The engine keeps what a burst took: its recycled logs, tables of deleted
-// messages that no compaction visits, the block cache. Once the store is quiet,
-// reclaim gives all of it back, once for each burst. An idle store does nothing.
+// The engine keeps the resources of a burst: its recycled logs, tables of deleted messages that
+// no compaction rewrites, and the block cache. When the store is quiet, reclaim releases all of
+// them, once per burst. An idle store does nothing.
 const (
-	// quietBytes and quietLooks define quiet: so many bytes between two passes of the
-	// maintenance at most, in so many passes in a row.
-	quietBytes = 64 << 10
-	quietLooks = 10
-	// reclaimBytes is the activity that makes a reclaim worth its flush.
+	// The store is quiet after quietPasses maintenance passes in a row with at most quietBytes
+	// of activity each.
+	quietBytes  = 64 << 10
+	quietPasses = 10
+	// reclaimBytes is the minimum activity since the last reclaim.
 	reclaimBytes = 4 << 20
-	// deadBytes is the size of a log's deleted part that makes a compaction worth it.
+	// deadBytes is the minimum size of the deleted part of a log for a compaction.
 	deadBytes = 1 << 20
 )
 
-// reclaimer knows whether the store is quiet. It belongs to the maintenance.
+// reclaimer detects that the store is quiet. The maintenance goroutine owns it, except for the
+// atomic fields.
 type reclaimer struct {
-	seen    int64 // Activity at the last pass.
-	quiet   int   // Passes in a row without much activity.
-	running atomic.Bool
-	done    atomic.Int64 // Activity at the last reclaim.
+	lastActivity int64 // Activity at the last pass.
+	quiet        int   // Quiet passes in a row.
+	running      atomic.Bool
+	done         atomic.Int64 // Activity at the last reclaim.
 	// reclaimed is set from a reclaim to the next activity.
 	reclaimed atomic.Bool
 	// newestLog is the number of the log that the engine writes to.
 	newestLog atomic.Uint64
 }
 
-// reclaimDue reports whether a reclaim should begin.
+// reclaimDue reports whether a reclaim should start.
 func (s *Store) reclaimDue() bool {
 	r, activity := &s.reclaimer, s.disk.activity()
-	calm := activity-r.seen <= quietBytes
-	r.seen = activity
-	if !calm {
+	isQuiet := activity-r.lastActivity <= quietBytes
+	r.lastActivity = activity
+	if !isQuiet {
 		r.quiet = 0
 		if r.reclaimed.CompareAndSwap(true, false) {
 			s.o.Quiet(false)
@@ -49,20 +50,20 @@ func (s *Store) reclaimDue() bool {
 		return false
 	}
 	r.quiet++
-	if r.quiet < quietLooks || activity-r.done.Load() < reclaimBytes || r.running.Load() || !s.disk.roomToFlush() {
+	if r.quiet < quietPasses || activity-r.done.Load() < reclaimBytes || r.running.Load() || !s.disk.spaceToFlush() {
 		return false
 	}
 	r.quiet = 0
 	return true
 }
 
-// startReclaim reclaims in the background: it waits for a flush and for compactions.
+// startReclaim reclaims in the background, because it waits for a flush and for compactions.
 func (s *Store) startReclaim() {
 	r := &s.reclaimer
 	r.running.Store(true)
-	// What this pass has freed belongs to the burst that ends.
+	// The bytes freed by this pass belong to the burst that ends.
 	activity := s.disk.activity()
-	r.seen = activity
+	r.lastActivity = activity
 	s.done.Go(func() {
 		defer r.running.Store(false)
 		ctx, cancel := context.WithCancel(context.Background())
@@ -77,9 +78,9 @@ func (s *Store) startReclaim() {
 		err := s.reclaim(ctx)
 		switch {
 		case ctx.Err() != nil || isFull(err):
-			return // The next quiet time tries again.
+			return // The store tries again when it is quiet again.
 		case err != nil:
-			s.log.Error("reclaiming disk space failed; retrying", "error", s.explain(err))
+			s.log.Error("reclaim of disk space failed; retrying", "error", s.explain(err))
 			return
 		}
 		r.done.Store(activity)
@@ -88,7 +89,7 @@ func (s *Store) startReclaim() {
 	})
 }
 
-// reclaim frees the disk and the memory that nothing needs any more.
+// reclaim releases unneeded disk space and memory.
 func (s *Store) reclaim(ctx context.Context) error {
 	newest := s.reclaimer.newestLog.Load()
 	flushed, err := s.db.AsyncFlush()
@@ -100,31 +101,32 @@ func (s *Store) reclaim(ctx context.Context) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	// All logs up to this one are in tables now. Those that still have their names wait to be recycled.
+	// The contents of all logs up to newest are in tables. The remaining files wait to be
+	// recycled.
 	if err := s.fs.removeLogs(s.dir, newest); err != nil {
 		return err
 	}
 	for _, l := range s.allLogs() {
 		if s.corrupt.Load() != nil {
-			break // A compaction that meets damage cannot end.
+			break // A compaction that reads a damaged block cannot finish.
 		}
 		first, end := key(prefixMessage, l.number, 0), key(prefixMessage, l.number, l.trimmed.Load()+1)
 		dead, err := s.db.EstimateDiskUsage(first, end)
-		if err == nil && dead >= deadBytes && s.disk.roomToCompact() {
+		if err == nil && dead >= deadBytes && s.disk.spaceToCompact() {
 			err = s.db.Compact(ctx, first, end, false)
 		}
 		if err != nil {
 			return err
 		}
 	}
-	// A reservation of all of the cache evicts all of it.
+	// A reservation of the whole cache evicts all of it.
 	s.cache.Reserve(int(s.o.CacheBytes))()
 	return nil
 }
 
-// removeLogs removes the engine's logs up to a number. The engine keeps such logs
-// to write to them again; it gets a new file where one is gone.
-func (fs *patientFS) removeLogs(dir string, newest uint64) error {
+// removeLogs removes the engine's logs up to a number. The engine keeps such logs for reuse,
+// and ReuseForWrite creates a new file for a removed one.
+func (fs *waitForSpaceFS) removeLogs(dir string, newest uint64) error {
 	fs.recycling.Lock()
 	defer fs.recycling.Unlock()
 	names, err := fs.FS.List(dir)
@@ -141,8 +143,8 @@ func (fs *patientFS) removeLogs(dir string, newest uint64) error {
 	return nil
 }
 
-// DiskBytes is what the data folder takes of the disk at this moment, as du counts
-// it. A look takes microseconds for each file; large stores have few, large files.
+// DiskBytes is the disk space that the data directory uses now, as du counts it. It takes
+// microseconds per file; large stores have few, large files.
 func (s *Store) DiskBytes() int64 { return folderBytes(s.o.FS, s.o.DataDir) }
 
 func folderBytes(fs vfs.FS, dir string) (total int64) {
@@ -158,7 +160,7 @@ func folderBytes(fs vfs.FS, dir string) (total int64) {
 	for _, name := range names {
 		path := fs.PathJoin(dir, name)
 		switch info, err := fs.Stat(path); {
-		case err != nil: // It was removed meanwhile.
+		case err != nil: // The file was removed meanwhile.
 		case info.IsDir():
 			total += folderBytes(fs, path)
 		default:
@@ -168,7 +170,8 @@ func folderBytes(fs vfs.FS, dir string) (total int64) {
 	return total
 }
 
-// fileBytes is what a file takes: its blocks, which are more than its size where space is preallocated.
+// fileBytes is the disk space of a file: its blocks, which can exceed its size because of
+// preallocation.
 func fileBytes(info vfs.FileInfo) int64 {
 	if stat, ok := info.Sys().(*syscall.Stat_t); ok {
 		return stat.Blocks * 512

@@ -21,7 +21,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// onDisk is what du prints for a folder, in bytes.
+// onDisk returns the disk space of a directory, as du prints it, in bytes.
 func onDisk(t testing.TB, dir string) (total int64) {
 	t.Helper()
 	err := filepath.WalkDir(dir, func(_ string, d fs.DirEntry, err error) error {
@@ -53,12 +53,12 @@ func TestEmptyStoreIsSmall(t *testing.T) {
 		t.Fatal(err)
 	}
 	if got := onDisk(t, dir); got > 16<<20 {
-		t.Errorf("an empty store takes %d bytes of disk, want at most 16 MiB", got)
+		t.Errorf("an empty store uses %d bytes of disk, want at most 16 MiB", got)
 	}
 }
 
-// noise appends n batches of 50 messages with bodies of 4 KB that do not compress.
-func noise(t testing.TB, s *Store, prefix string, n int) {
+// appendRandom appends n batches of 50 messages with bodies of 4 KB that do not compress.
+func appendRandom(t testing.TB, s *Store, prefix string, n int) {
 	t.Helper()
 	rnd := rand.NewChaCha8([32]byte([]byte(fmt.Sprintf("%-32s", prefix))))
 	for i := range n {
@@ -75,7 +75,7 @@ func noise(t testing.TB, s *Store, prefix string, n int) {
 	}
 }
 
-// acknowledgeAll acknowledges all that waits.
+// acknowledgeAll acknowledges all pending messages.
 func acknowledgeAll(t testing.TB, s *Store, id queue.LaneID) (n int) {
 	t.Helper()
 	for {
@@ -93,9 +93,9 @@ func acknowledgeAll(t testing.TB, s *Store, id queue.LaneID) (n int) {
 	}
 }
 
-// After each burst that was delivered the store gives its disk back by itself,
-// once, and works on with new logs where the old ones were removed.
-func TestDiskComesBackAfterABurst(t *testing.T) {
+// After each delivered burst the store reclaims its disk space once. It continues to work with
+// new logs in the place of removed ones.
+func TestReclaimAfterABurst(t *testing.T) {
 	dir := t.TempDir()
 	var quiet, busy atomic.Int64
 	o := Options{MaintainInterval: 20 * time.Millisecond, MemTableBytes: 1 << 20, Quiet: func(is bool) {
@@ -111,10 +111,10 @@ func TestDiskComesBackAfterABurst(t *testing.T) {
 	}
 	for burst := range 3 {
 		was := quiet.Load()
-		noise(t, s, fmt.Sprint("b", burst, "-"), 60) // 12 MB.
+		appendRandom(t, s, fmt.Sprint("b", burst, "-"), 60) // 12 MB.
 		before := onDisk(t, dir)
 		if before < 12<<20 {
-			t.Fatalf("burst %d: %d bytes on disk while 12 MB wait: the test does not measure what it should", burst, before)
+			t.Fatalf("burst %d: %d bytes on disk while 12 MB wait: the burst is not on disk", burst, before)
 		}
 		if n := acknowledgeAll(t, s, lane1); n != 3000 {
 			t.Fatalf("burst %d: delivered %d messages, want 3000", burst, n)
@@ -122,11 +122,11 @@ func TestDiskComesBackAfterABurst(t *testing.T) {
 		eventually(t, "the store is quiet", func() bool { return quiet.Load() > was })
 		eventually(t, "the disk is free again", func() bool { return onDisk(t, dir) <= 8<<20 })
 	}
-	// On a busy machine a pause within a burst can be taken for its end.
+	// On a busy machine a pause within a burst can count as its end.
 	eventually(t, "the last burst is reclaimed", func() bool {
 		return !s.reclaimer.running.Load() && s.disk.activity()-s.reclaimer.done.Load() < reclaimBytes
 	})
-	// An idle store does nothing more.
+	// An idle store does not reclaim again.
 	q := quiet.Load()
 	time.Sleep(50 * o.MaintainInterval)
 	if got := quiet.Load(); got != q {
@@ -135,12 +135,12 @@ func TestDiskComesBackAfterABurst(t *testing.T) {
 	if b := busy.Load(); b < 2 || b >= q {
 		t.Errorf("of 3 bursts quiet was reported %d times and busy %d times", q, b)
 	}
-	// What is kept after a reclaim survives a kill: the removed logs held nothing.
-	noise(t, s, "kept-", 2)
+	// The pending messages survive a kill after a reclaim: the removed logs were not needed.
+	appendRandom(t, s, "kept-", 2)
 	if err := s.reclaim(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	noise(t, s, "more-", 2)
+	appendRandom(t, s, "more-", 2)
 	copied := copyOf(t, dir)
 	if err := s.Close(); err != nil {
 		t.Fatal(err)
@@ -155,8 +155,8 @@ func TestDiskComesBackAfterABurst(t *testing.T) {
 	}
 }
 
-// What a reclaim itself frees is not taken for the next burst.
-func TestQuietLasts(t *testing.T) {
+// The bytes that a reclaim frees do not count as activity of the next burst.
+func TestReclaimIsNotActivity(t *testing.T) {
 	var quiet, busy atomic.Int64
 	s := open(t, t.TempDir(), Options{MaintainInterval: time.Hour, Quiet: func(is bool) {
 		if is {
@@ -169,18 +169,18 @@ func TestQuietLasts(t *testing.T) {
 	if err := s.OpenLane(lane1); err != nil {
 		t.Fatal(err)
 	}
-	noise(t, s, "b-", 30)
+	appendRandom(t, s, "b-", 30)
 	acknowledgeAll(t, s, lane1)
 	if err := s.flushLanes(pebble.Sync); err != nil {
 		t.Fatal(err)
 	}
 	s.maintain(true)
-	noise(t, s, "c-", 5) // Fewer bytes than a log must have to be trimmed before its time.
+	appendRandom(t, s, "c-", 5) // Fewer bytes than an early trim requires.
 	acknowledgeAll(t, s, lane1)
 	if err := s.flushLanes(pebble.Sync); err != nil {
 		t.Fatal(err)
 	}
-	for range quietLooks + 1 {
+	for range quietPasses + 1 {
 		s.maintain(false)
 	}
 	eventually(t, "the store is quiet", func() bool { return quiet.Load() == 1 && !s.reclaimer.running.Load() })
@@ -190,7 +190,7 @@ func TestQuietLasts(t *testing.T) {
 	}
 }
 
-// Reclaims and recycled logs do not meet: no log that is in use is ever removed.
+// A reclaim does not remove logs in use while logs are recycled.
 func TestReclaimDuringABurst(t *testing.T) {
 	dir := t.TempDir()
 	s := open(t, dir, Options{MemTableBytes: 1 << 20, Fatal: func(err error) { panic(err) }})
@@ -199,7 +199,7 @@ func TestReclaimDuringABurst(t *testing.T) {
 	}
 	var writers sync.WaitGroup
 	for n := range 4 {
-		writers.Go(func() { noise(t, s, fmt.Sprint("w", n, "-"), 15) })
+		writers.Go(func() { appendRandom(t, s, fmt.Sprint("w", n, "-"), 15) })
 	}
 	ended := make(chan struct{})
 	go func() { writers.Wait(); close(ended) }()
@@ -228,9 +228,9 @@ func TestReclaimDuringABurst(t *testing.T) {
 	}
 }
 
-// The reported size follows every file below the data folder: logs that are
-// preallocated or recycled, tables, and files of others.
-func TestDiskBytesAreThoseOfTheFolder(t *testing.T) {
+// DiskBytes includes every file below the data directory: preallocated or recycled logs,
+// tables, and files of other packages.
+func TestDiskBytesIncludeTheDirectory(t *testing.T) {
 	data := t.TempDir()
 	s := open(t, filepath.Join(data, "queue"), Options{DataDir: data, MemTableBytes: 1 << 20})
 	defer s.Close()
@@ -241,18 +241,18 @@ func TestDiskBytesAreThoseOfTheFolder(t *testing.T) {
 		t.Fatal(err)
 	}
 	for i := range 30 {
-		noise(t, s, fmt.Sprint("n", i, "-"), 5)
+		appendRandom(t, s, fmt.Sprint("n", i, "-"), 5)
 		if i%3 == 0 {
 			acknowledgeAll(t, s, lane1)
 			s.maintain(true)
 		}
 		before, got, after := onDisk(t, data), s.DiskBytes(), onDisk(t, data)
 		if low, high := min(before, after), max(before, after); float64(got) < 0.9*float64(low) || float64(got) > 1.1*float64(high) {
-			t.Errorf("step %d: DiskBytes is %d, the folder takes %d to %d", i, got, low, high)
+			t.Errorf("step %d: DiskBytes is %d, the directory uses %d to %d", i, got, low, high)
 		}
 	}
 	if got := s.DiskBytes(); got < 3<<20 {
-		t.Errorf("DiskBytes is %d, without the other files of the data folder", got)
+		t.Errorf("DiskBytes is %d, without the other files of the data directory", got)
 	}
 }
 
@@ -260,7 +260,7 @@ func writeFile(path, text string) error {
 	return errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, []byte(text), 0o600))
 }
 
-// copyOf copies what a kill at this moment would leave.
+// copyOf copies the files that a kill at this moment would leave.
 func copyOf(t *testing.T, dir string) string {
 	t.Helper()
 	copied := filepath.Join(t.TempDir(), "killed")
@@ -268,7 +268,7 @@ func copyOf(t *testing.T, dir string) string {
 		_ = os.RemoveAll(copied)
 		before := state(t, dir)
 		err := os.CopyFS(copied, os.DirFS(dir))
-		// The copy is of one moment: no flush, compaction or other write ended meanwhile.
+		// No flush, compaction or other write ended during the copy.
 		if err == nil && slices.Equal(before, state(t, dir)) {
 			return copied
 		}
@@ -278,13 +278,13 @@ func copyOf(t *testing.T, dir string) string {
 	return ""
 }
 
-// state lists the files of a folder with their sizes and times.
+// state lists the files of a directory with their sizes and modification times.
 func state(t *testing.T, dir string) (all []string) {
 	t.Helper()
 	for _, path := range files(t, dir, "*") {
 		info, err := os.Stat(path)
 		if err != nil {
-			return []string{err.Error(), time.Now().String()} // It was removed: equal to no other state.
+			return []string{err.Error(), time.Now().String()} // The file was removed; the time makes the state unique.
 		}
 		all = append(all, fmt.Sprint(path, " ", info.Size(), " ", info.ModTime().UnixNano()))
 	}

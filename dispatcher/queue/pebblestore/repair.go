@@ -18,27 +18,27 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// Repaired tells what a repair found.
+// Repaired is the result of a repair.
 type Repaired struct {
-	// Damaged are the files that cannot be read, or parts of them.
+	// Damaged are the files, or parts of files, that cannot be read.
 	Damaged []DamagedFile
-	// Lost says, in words, which messages and what else is lost by that.
+	// Lost names the lost messages and other lost data, one sentence each.
 	Lost []string
-	// Messages, DeadLetters and Lanes are what was found.
+	// Messages, DeadLetters and Lanes are the numbers of entries that were found.
 	Messages, DeadLetters, Lanes int
-	// Aside is where the store as it was is kept now; empty when nothing was changed.
+	// Aside is the directory that the damaged store was moved to; empty when nothing was
+	// changed.
 	Aside string
 }
 
-// Repair reads the closed store in dir, whatever is damaged in it, and makes a
-// sound one of what can be read. With apply that takes the place of the old one,
-// which is kept beside it; without, nothing is changed. A store without damage is
-// left alone.
+// Repair reads the closed store in dir, regardless of damage, and makes a sound store from the
+// readable data. With apply, the new store replaces the old one, which is kept beside it;
+// without apply, nothing is changed. A store without damage is not changed.
 //
-// Messages that cannot be read become dead letters (queue.ReasonDamaged) of the
-// lanes that still needed them. A lane whose position is lost begins with the
-// oldest message that there is. So messages may be delivered again; what is lost
-// is named. It needs as much room on the disk as the store takes.
+// Unreadable messages become dead letters (queue.ReasonDamaged) of the lanes that still needed
+// them. A lane without a readable position restarts at the oldest message of the log. So
+// messages may be delivered again, and lost data is listed in Repaired.Lost. A repair needs as
+// much free disk space as the store uses.
 func Repair(dir string, apply bool) (r Repaired, err error) {
 	if _, err := os.Stat(dir); err != nil {
 		return r, fmt.Errorf("repair: %w", err)
@@ -64,32 +64,32 @@ func Repair(dir string, apply bool) (r Repaired, err error) {
 	if !apply || len(r.Damaged)+len(r.Lost) == 0 {
 		return r, nil
 	}
-	// The sound one takes the damaged one's place in one step: there is no moment
-	// at which a start would find nothing and begin anew. It has the name under which
-	// the damaged one stays by then, so that nothing ever removes that.
+	// The exchange is one step, so that no start can find an empty directory and create a new
+	// store. The new store is first renamed to the final name of the damaged one, a name that
+	// no later repair removes.
 	aside := dir + ".damaged-" + time.Now().UTC().Format("20060102T150405.000Z")
 	if err := os.Rename(fresh, aside); err != nil {
 		return r, fmt.Errorf("repair: %w", err)
 	}
 	if err := unix.Renameat2(unix.AT_FDCWD, aside, unix.AT_FDCWD, dir, unix.RENAME_EXCHANGE); err != nil {
-		return r, errors.Join(fmt.Errorf("repair: put %s in the place of %s: %w", aside, dir, err), os.RemoveAll(aside))
+		return r, errors.Join(fmt.Errorf("repair: replace %s by %s: %w", aside, dir, err), os.RemoveAll(aside))
 	}
 	r.Aside = aside
 	return r, syncFolder(vfs.Default, vfs.Default.PathDir(dir))
 }
 
-// rebuild makes a store of what the salvager finds.
+// rebuild makes a store from the salvager's entries.
 func rebuild(s *salvager, dir string, r *Repaired) error {
 	v := &survey{latest: map[string]uint64{}, deleted: map[string]uint64{}, ranges: map[string][]deletedRange{}}
-	if err := s.each(v.see); err != nil {
+	if err := s.each(v.add); err != nil {
 		return err
 	}
-	db, err := pebble.Open(dir, &pebble.Options{FormatMajorVersion: pebble.FormatNewest, Logger: silent{}, DisableWAL: true, MemTableSize: 16 << 20})
+	db, err := pebble.Open(dir, &pebble.Options{FormatMajorVersion: pebble.FormatNewest, Logger: discardLogger{}, DisableWAL: true, MemTableSize: 16 << 20})
 	if err != nil {
 		return err
 	}
 	for _, name := range s.unreadable {
-		r.Lost = append(r.Lost, "whatever only "+name+" held")
+		r.Lost = append(r.Lost, "data that only "+name+" contained")
 	}
 	accepted, _, err := readAccepted(s.fs, s.dir)
 	if err != nil {
@@ -100,13 +100,13 @@ func rebuild(s *salvager, dir string, r *Repaired) error {
 		w.accepted[e.number] = e
 	}
 	err = s.each(func(e entry) error {
-		if !v.counts(e) {
+		if !v.isCurrent(e) {
 			return nil
 		}
 		return w.set(e.key, e.value)
 	})
 	if err == nil {
-		err = w.mend()
+		err = w.repair()
 	}
 	if err = errors.Join(err, w.flush(), db.Flush(), db.Close()); err != nil {
 		return err
@@ -114,11 +114,11 @@ func rebuild(s *salvager, dir string, r *Repaired) error {
 	return verify(dir, r)
 }
 
-// verify opens what was made, as a dispatcher would.
+// verify opens the new store, as a dispatcher would.
 func verify(dir string, r *Repaired) error {
 	s, err := Open(dir, Options{DuplicateWindow: MaxDuplicateWindow, Logger: slog.New(slog.DiscardHandler)})
 	if err != nil {
-		return fmt.Errorf("what was read does not make a sound store: %w", err)
+		return fmt.Errorf("the rebuilt store is not sound: %w", err)
 	}
 	for _, id := range s.Lanes() {
 		if e := s.LaneStats(id).Balance(); e != nil {
@@ -132,27 +132,27 @@ func verify(dir string, r *Repaired) error {
 	return errors.Join(err, s.Close())
 }
 
-// rebuilder writes a store and makes its parts agree.
+// rebuilder writes a store and makes its parts consistent.
 type rebuilder struct {
 	s  *salvager
 	db *pebble.DB
 	b  *pebble.Batch
 	r  *Repaired
 
-	accepted map[uint64]acceptedEntry // By the number of the log: what was acknowledged.
+	accepted map[uint64]acceptedEntry // Acknowledged messages, by log number.
 
-	sources map[uint64]string // By the number of the log.
-	names   map[string]uint64 // The inverse.
+	sources map[uint64]string // By log number.
+	names   map[string]uint64 // The inverse of sources.
 	heads   map[uint64]head
-	freed   map[uint64]uint64 // By the number of the log: the last message that was freed. Logs of older releases may have none.
+	freed   map[uint64]uint64 // The last trimmed message, by log number; logs of older releases may have none.
 	lanes   map[uint64]*lane
-	dropped map[string]queue.Ledger // Of Sources, and of destinations.
-	highest uint64                  // Number of a log or a lane.
+	dropped map[string]queue.Ledger // By Source, and by destination.
+	highest uint64                  // The highest number of a log, a lane or a group.
 }
 
 type head struct{ seq, bytes uint64 }
 
-func (w *rebuilder) lose(format string, args ...any) {
+func (w *rebuilder) reportLoss(format string, args ...any) {
 	w.r.Lost = append(w.r.Lost, fmt.Sprintf(format, args...))
 }
 
@@ -173,7 +173,7 @@ func (w *rebuilder) flush() error {
 	return err
 }
 
-// scan calls fn for every key that begins with prefix, as of now.
+// scan calls fn for every key that begins with prefix, including keys that were just written.
 func (w *rebuilder) scan(prefix []byte, fn func(k, v []byte) error) error {
 	if err := w.flush(); err != nil {
 		return err
@@ -181,9 +181,9 @@ func (w *rebuilder) scan(prefix []byte, fn func(k, v []byte) error) error {
 	return scan(w.db, prefix, fn)
 }
 
-// mend makes the parts of the store agree with each other.
-func (w *rebuilder) mend() error {
-	for _, step := range []func() error{w.readSources, w.readLanes, w.mendLogs, w.mendGroups, w.mendLanes, w.mendDestinations, w.mendMeta} {
+// repair makes the parts of the store consistent with each other.
+func (w *rebuilder) repair() error {
+	for _, step := range []func() error{w.readSources, w.readLanes, w.repairLogs, w.repairGroups, w.repairLanes, w.repairDestinations, w.repairMeta} {
 		if err := step(); err != nil {
 			return err
 		}
@@ -191,14 +191,14 @@ func (w *rebuilder) mend() error {
 	return nil
 }
 
-func (w *rebuilder) saw(number uint64) { w.highest = max(w.highest, number) }
+func (w *rebuilder) noteNumber(number uint64) { w.highest = max(w.highest, number) }
 
 func (w *rebuilder) readSources() error {
 	err := w.scan(keySources, func(k, v []byte) error {
 		if len(v) == 8 {
 			n := binary.BigEndian.Uint64(v)
 			w.sources[n], w.names[string(k[2:])] = string(k[2:]), n
-			w.saw(n)
+			w.noteNumber(n)
 		}
 		return nil
 	})
@@ -206,7 +206,7 @@ func (w *rebuilder) readSources() error {
 		return err
 	}
 	for n, e := range w.accepted {
-		w.saw(n)
+		w.noteNumber(n)
 		if _, known := w.names[e.source]; known || e.source == "" || w.sources[n] != "" {
 			continue
 		}
@@ -227,15 +227,15 @@ func (w *rebuilder) readSources() error {
 	return w.scan([]byte{prefixHead}, func(k, v []byte) error {
 		if d := (decoder{b: v}); len(k) == 9 {
 			w.heads[number(k, 0)] = head{d.fixed64(), d.fixed64()}
-			w.saw(number(k, 0))
+			w.noteNumber(number(k, 0))
 		}
 		return nil
 	})
 }
 
-// readLanes reads the lanes' names, states and retries.
+// readLanes reads the names and states of the lanes.
 func (w *rebuilder) readLanes() error {
-	orphans := map[string][]*lane{} // By the name of a Source that has no number.
+	orphans := map[string][]*lane{} // By the name of a Source without a log number.
 	err := w.scan(keyLanes, func(k, v []byte) error {
 		d := decoder{b: v}
 		id := d.laneName()
@@ -243,7 +243,7 @@ func (w *rebuilder) readLanes() error {
 			return nil
 		}
 		l := newLane(id, binary.BigEndian.Uint64(k[2:]), nil, nil, nil)
-		w.saw(l.number)
+		w.noteNumber(l.number)
 		w.lanes[l.number] = l
 		if n, ok := w.names[id.Source]; ok {
 			l.log = &sourceLog{number: n, source: id.Source}
@@ -256,21 +256,21 @@ func (w *rebuilder) readLanes() error {
 		return err
 	}
 	if w.s.inBlock(keyLanes) && w.s.inBlock([]byte{prefixLane}) {
-		w.lose("possibly names of lanes: a lane that the repair does not count begins behind the last message")
+		w.reportLoss("possibly names of lanes: a lane without a name starts after the last message")
 	}
 	if err := w.adopt(orphans); err != nil {
 		return err
 	}
 	err = w.scan([]byte{prefixLane}, func(k, v []byte) error {
 		l := w.lanes[number(k, 0)]
-		if w.saw(number(k, 0)); l == nil {
-			w.lose("the name of a lane: it was at message %d of some Source, and a lane that takes its place begins behind the last message", stateOf(v).next)
+		if w.noteNumber(number(k, 0)); l == nil {
+			w.reportLoss("the name of a lane at message %d of an unknown Source: a new lane starts after the last message", stateOf(v).next)
 			return nil
 		}
 		open, err := l.decode(v)
-		if l.opened = err == nil; l.opened { // Here it means: its state is known.
+		if l.opened = err == nil; l.opened { // During a repair, opened means that the state is known.
 			for _, seq := range open {
-				l.open[seq] = taking{}
+				l.open[seq] = openMessage{}
 			}
 		}
 		return nil
@@ -283,7 +283,7 @@ func stateOf(v []byte) (s laneState) {
 	return s
 }
 
-// adopt gives a log without a name to the only Source that has lanes and no log.
+// adopt assigns a log without a name to the only Source with lanes and without a log.
 func (w *rebuilder) adopt(orphans map[string][]*lane) error {
 	nameless := map[uint64]bool{}
 	for n := range w.heads {
@@ -303,7 +303,7 @@ func (w *rebuilder) adopt(orphans map[string][]*lane) error {
 		}
 	}
 	for n := range nameless {
-		w.lose("the name of a log with %d messages: none of them can be delivered", w.heads[n].seq)
+		w.reportLoss("the name of a log with %d messages: none of them can be delivered", w.heads[n].seq)
 		for _, prefix := range []byte{prefixMessage, prefixHead, prefixDropped, prefixFreed} {
 			if err := w.b.DeleteRange(key(prefix, n), after(prefix, n), nil); err != nil {
 				return err
@@ -311,7 +311,7 @@ func (w *rebuilder) adopt(orphans map[string][]*lane) error {
 		}
 	}
 	for source, lanes := range orphans {
-		w.lose("the log of %s: what its %d lanes had pending", source, len(lanes))
+		w.reportLoss("the log of %s: the pending messages of its %d lanes", source, len(lanes))
 		for _, l := range lanes {
 			if err := w.forgetLane(l); err != nil {
 				return err
@@ -335,10 +335,10 @@ type salvagedRetry struct {
 	due     int64
 	attempt int
 	failure queue.Failure
-	present bool // Its message is.
+	present bool // The message is readable.
 }
 
-// retriesOf puts a lane's retries together from both of their indexes.
+// retriesOf merges a lane's retries from both of their indexes.
 func (w *rebuilder) retriesOf(l *lane) (map[uint64]*salvagedRetry, error) {
 	found := map[uint64]*salvagedRetry{}
 	err := w.scan(key(prefixRetry, l.number), func(k, v []byte) error {
@@ -367,18 +367,18 @@ func (w *rebuilder) retriesOf(l *lane) (map[uint64]*salvagedRetry, error) {
 	})
 }
 
-// mendLogs settles where each log begins and ends, and puts a mark in the place
-// of each message that is missing in between.
-func (w *rebuilder) mendLogs() error {
+// repairLogs determines the beginning and the end of each log, and writes a lost record in the
+// place of each missing message in between.
+func (w *rebuilder) repairLogs() error {
 	for _, n := range slices.Sorted(maps.Keys(w.sources)) {
-		if err := w.mendLog(n); err != nil {
+		if err := w.repairLog(n); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func (w *rebuilder) mendLog(n uint64) error {
+func (w *rebuilder) repairLog(n uint64) error {
 	source, h := w.sources[n], w.heads[n]
 	var first, last, lastEnd uint64
 	err := w.scan(key(prefixMessage, n), func(k, v []byte) error {
@@ -407,19 +407,19 @@ func (w *rebuilder) mendLog(n uint64) error {
 		}
 	}
 	if len(lanes) == 0 && first > 0 && w.s.maybeMissing(keyLanes) {
-		w.lose("the destinations of %s: its %d messages from %d to %d cannot be delivered", source, last-first+1, first, last)
+		w.reportLoss("the destinations of %s: its %d messages from %d to %d cannot be delivered", source, last-first+1, first, last)
 	}
 	if !known && !counted && h.seq > 0 {
-		w.lose("the end of the log of %s: messages behind %d, if there were any", source, h.seq)
+		w.reportLoss("the end of the log of %s: possible messages after %d", source, h.seq)
 	}
 	need := h.seq + 1
-	// Messages in front of the first that can be read are damaged, unless they were freed.
+	// Messages before the first readable one are damaged, unless they were trimmed.
 	oldest := cmp.Or(first, h.seq+1)
 	if freed, ok := w.freed[n]; ok {
 		oldest = min(oldest, freed+1)
 	}
 	for _, l := range lanes {
-		from, err := w.mendLane(l, oldest, h.seq)
+		from, err := w.repairLane(l, oldest, h.seq)
 		if err != nil {
 			return err
 		}
@@ -428,13 +428,13 @@ func (w *rebuilder) mendLog(n uint64) error {
 	if err := w.b.DeleteRange(key(prefixMessage, n), key(prefixMessage, n, need), nil); err != nil {
 		return err
 	}
-	// From need on there must be every one.
+	// Every position from need on gets a record.
 	next, bytes, at := need, uint64(0), time.Now().UnixMilli()
 	lost := func(to, bytes uint64) error {
 		if next > to {
 			return nil
 		}
-		w.lose("messages %d to %d of %s (%d)", next, to, source, to-next+1)
+		w.reportLoss("messages %d to %d of %s (%d)", next, to, source, to-next+1)
 		for ; next <= to; next++ {
 			if err := w.set(key(prefixMessage, n, next), appendLost(nil, at, bytes, "the file that it was in is damaged")); err != nil {
 				return err
@@ -446,7 +446,7 @@ func (w *rebuilder) mendLog(n uint64) error {
 		var rec record
 		seq := number(k, 1)
 		if rec.decode(v) != nil {
-			return nil // Its place is taken by a mark.
+			return nil // A lost record replaces it.
 		}
 		if err := lost(seq-1, rec.bytesBefore); err != nil {
 			return err
@@ -469,55 +469,57 @@ func (w *rebuilder) mendLog(n uint64) error {
 	return w.set(key(prefixHead, n), binary.BigEndian.AppendUint64(value, max(h.bytes, bytes)))
 }
 
-// mendLane makes a lane's state agree with its retries, and returns the first message that it needs.
-// first is the oldest message of the log that was not freed, head the newest one.
-func (w *rebuilder) mendLane(l *lane, first, head uint64) (need uint64, err error) {
+// repairLane makes a lane's state consistent with its retries, and returns the first message
+// that it needs. first is the oldest message of the log that was not trimmed, head the newest
+// one.
+func (w *rebuilder) repairLane(l *lane, first, head uint64) (need uint64, err error) {
 	retries, err := w.retriesOf(l)
 	if err != nil {
 		return 0, err
 	}
 	if !l.opened {
-		w.lose("the position of lane %s: it begins with message %d of %s again, and counts anew", laneName(l.id), first, l.id.Source)
-		l.laneState, l.open = laneState{start: first - 1, next: first}, map[uint64]taking{}
+		w.reportLoss("the position of lane %s: it restarts at message %d of %s, and its counters at zero", laneName(l.id), first, l.id.Source)
+		l.laneState, l.open = laneState{start: first - 1, next: first}, map[uint64]openMessage{}
 		clear(retries)
 	}
 	for seq, r := range retries {
 		if _, open := l.open[seq]; open || seq >= l.next || seq <= l.start {
-			delete(retries, seq) // It waits as a first try, or is from another time.
+			delete(retries, seq) // It waits for its first attempt, or the entry is older than the state.
 			continue
 		}
-		if r.present, err = w.has(key(prefixMessage, l.log.number, seq)); err != nil {
+		if r.present, err = w.exists(key(prefixMessage, l.log.number, seq)); err != nil {
 			return 0, err
 		}
 	}
 	if from := max(first, l.start+1); from < l.next && w.retriesUncertain(l, retries) {
-		w.lose("which messages of %s waited to be sent to %s again: all from %d on are sent again", l.id.Source, laneName(l.id), from)
+		w.reportLoss("which messages of %s waited to be sent to %s again: all from %d on are sent again", l.id.Source, laneName(l.id), from)
 		l.next = from
-		maps.DeleteFunc(l.open, func(seq uint64, _ taking) bool { return seq >= from })
+		maps.DeleteFunc(l.open, func(seq uint64, _ openMessage) bool { return seq >= from })
 		clear(retries)
 	}
 	if uint64(len(retries)) > l.retries {
-		// Some were settled already. Those whose message is gone are among them.
+		// The index has entries of settled messages. The messages that are missing are among
+		// them.
 		maps.DeleteFunc(retries, func(_ uint64, r *salvagedRetry) bool { return !r.present })
 	}
-	// What was read and is neither settled, nor open, nor waits for a retry, was
-	// lost from the retry index; the other way round it is delivered again.
+	// A message before next that is neither settled, nor open, nor in the retry index was lost
+	// from the retry index. A message that is counted twice is delivered again.
 	l.retries = uint64(len(retries))
 	settled := int64(l.settled())
 	missing := int64(l.next-1-l.start-l.passed) - settled - int64(len(l.open)) - int64(l.retries)
 	switch {
 	case missing > 0:
-		w.lose("%d messages of %s that waited to be sent to %s again", missing, l.id.Source, laneName(l.id))
-		if l.id.Any { // Its group books it.
-			l.letGo += uint64(missing)
+		w.reportLoss("%d messages of %s that waited to be sent to %s again", missing, l.id.Source, laneName(l.id))
+		if l.id.Any { // The group counts the messages as discarded.
+			l.handedOver += uint64(missing)
 			break
 		}
 		l.passed += uint64(missing)
-		gone := queue.Ledger{Accepted: missing, Discarded: missing}
-		w.dropped[l.id.Source], w.dropped[l.id.Destination] = w.dropped[l.id.Source].Plus(gone), w.dropped[l.id.Destination].Plus(gone)
+		lost := queue.Ledger{Accepted: missing, Discarded: missing}
+		w.dropped[l.id.Source], w.dropped[l.id.Destination] = w.dropped[l.id.Source].Plus(lost), w.dropped[l.id.Destination].Plus(lost)
 	case missing < 0:
 		again := -missing
-		for _, count := range []*uint64{&l.delivered, &l.buried, &l.letGo, &l.filtered, &l.passed} {
+		for _, count := range []*uint64{&l.delivered, &l.buried, &l.handedOver, &l.filtered, &l.passed} {
 			part := min(int64(*count), again)
 			*count -= uint64(part)
 			again -= part
@@ -538,8 +540,8 @@ func (w *rebuilder) mendLane(l *lane, first, head uint64) (need uint64, err erro
 	return need, nil
 }
 
-// retriesUncertain reports whether messages that waited for a retry may be missing from both indexes of them.
-// The number of entries does not prove the contrary: a damaged part can hold new entries and
+// retriesUncertain reports whether messages that waited for a retry may be missing from both of
+// their indexes. The number of entries is no proof: a damaged part can contain new entries and
 // the deletions of as many old ones.
 func (w *rebuilder) retriesUncertain(l *lane, retries map[uint64]*salvagedRetry) bool {
 	return l.retries > 0 && (uint64(len(retries)) < l.retries ||
@@ -564,7 +566,7 @@ func (w *rebuilder) writeLane(l *lane, retries map[uint64]*salvagedRetry) error 
 	return w.set(key(prefixLane, l.number), l.encode(nil, slices.Collect(maps.Keys(l.open))))
 }
 
-func (w *rebuilder) has(k []byte) (bool, error) {
+func (w *rebuilder) exists(k []byte) (bool, error) {
 	_, closer, err := w.db.Get(k)
 	if errors.Is(err, pebble.ErrNotFound) {
 		return false, nil
@@ -575,8 +577,9 @@ func (w *rebuilder) has(k []byte) (bool, error) {
 	return true, closer.Close()
 }
 
-// mendLanes removes what belongs to no lane, and books what was lost.
-func (w *rebuilder) mendLanes() error {
+// repairLanes removes entries without a lane, and counts lost messages in the ledgers of
+// dropped lanes.
+func (w *rebuilder) repairLanes() error {
 	for _, prefix := range []byte{prefixLane, prefixRetry, prefixDue} {
 		var stray []uint64
 		err := w.scan([]byte{prefix}, func(k, _ []byte) error {
@@ -612,8 +615,8 @@ func (w *rebuilder) mendLanes() error {
 	return nil
 }
 
-// mendDestinations counts the dead letters.
-func (w *rebuilder) mendDestinations() error {
+// repairDestinations counts the dead letters.
+func (w *rebuilder) repairDestinations() error {
 	all, had := map[string]*destination{}, map[string]int64{}
 	get := func(name string) *destination {
 		if all[name] == nil {
@@ -649,7 +652,7 @@ func (w *rebuilder) mendDestinations() error {
 		d := get(string(k[3 : len(k)-24]))
 		d.count.Add(1)
 		d.bytes.Add(int64(len(k) + len(v)))
-		w.saw(binary.BigEndian.Uint64(k[len(k)-16:]))
+		w.noteNumber(binary.BigEndian.Uint64(k[len(k)-16:]))
 		return nil
 	})
 	if err != nil {
@@ -658,23 +661,23 @@ func (w *rebuilder) mendDestinations() error {
 	for _, name := range slices.Sorted(maps.Keys(all)) {
 		d := all[name]
 		if lost := had[name] - d.count.Load(); lost > 0 {
-			w.lose("%d dead letters of %s", lost, name)
+			w.reportLoss("%d dead letters of %s", lost, name)
 		} else if w.s.maybeMissing(destinationKey(name)) && w.s.maybeMissing(deadLetterPrefix(name)) {
-			w.lose("possibly dead letters of %s: their count may be too old", name)
+			w.reportLoss("possibly dead letters of %s: their count may be outdated", name)
 		}
 		d.put(w.b)
 	}
 	return nil
 }
 
-func (w *rebuilder) mendMeta() error {
+func (w *rebuilder) repairMeta() error {
 	return errors.Join(
 		w.set(keyFormat, binary.AppendUvarint(nil, format)),
 		w.set(keyLastNumber, binary.AppendUvarint(nil, max(w.highest, w.last()))),
 	)
 }
 
-// last is the last number that was given out, as far as it is known.
+// last is the last assigned number, 0 when it is unknown.
 func (w *rebuilder) last() uint64 {
 	v, closer, err := w.db.Get(keyLastNumber)
 	if err != nil {

@@ -20,17 +20,17 @@ import (
 
 var lane2 = queue.LaneID{Source: web, Destination: "shop/mail", Endpoint: "primary"}
 
-// broken is a store whose messages are in every state, closed or killed.
-type broken struct {
+// filledStore is a closed or killed store with messages in all states.
+type filledStore struct {
 	dir string
-	// fate is what became of each message of a lane; what is missing waits.
+	// fate is the state of each message of a lane; a message without an entry is pending.
 	fate map[queue.LaneID]map[uint64]string
 	head uint64
 }
 
-func makeBroken(t *testing.T, rnd *rand.Rand) broken {
+func makeFilledStore(t *testing.T, rnd *rand.Rand) filledStore {
 	t.Helper()
-	x := broken{dir: filepath.Join(t.TempDir(), "queue"), fate: map[queue.LaneID]map[uint64]string{lane1: {}, lane2: {}}}
+	x := filledStore{dir: filepath.Join(t.TempDir(), "queue"), fate: map[queue.LaneID]map[uint64]string{lane1: {}, lane2: {}}}
 	s := open(t, x.dir, Options{DuplicateWindow: time.Hour, MemTableBytes: 256 << 10})
 	for id := range x.fate {
 		if err := s.OpenLane(id); err != nil {
@@ -85,7 +85,7 @@ func makeBroken(t *testing.T, rnd *rand.Rand) broken {
 		}
 		return x
 	}
-	// What a killed process leaves. The store may be at work on its files.
+	// A killed process leaves these files. The store may be changing them.
 	if err := s.flushLanes(pebble.Sync); err != nil {
 		t.Fatal(err)
 	}
@@ -100,8 +100,8 @@ func makeBroken(t *testing.T, rnd *rand.Rand) broken {
 	return x
 }
 
-// copyKilled copies the files of a store in use as the end of its process would leave them. What says how far
-// they were synced is copied first: it is never ahead of them.
+// copyKilled copies the files of an open store as the end of its process would leave them. The
+// files of positions are copied first, because they must not be ahead of the others.
 func copyKilled(from, to string) error {
 	if err := os.MkdirAll(to, 0o700); err != nil {
 		return err
@@ -128,8 +128,8 @@ func copyKilled(from, to string) error {
 	return nil
 }
 
-// harm flips bytes of a random file, cuts it off or removes it, and says so.
-func harm(t *testing.T, rnd *rand.Rand, dir string) string {
+// damageRandomFile flips bytes of a random file, truncates it or removes it, and describes the damage.
+func damageRandomFile(t *testing.T, rnd *rand.Rand, dir string) string {
 	t.Helper()
 	names := slices.DeleteFunc(files(t, dir, "*"), func(name string) bool {
 		info, err := os.Stat(name)
@@ -160,10 +160,10 @@ func harm(t *testing.T, rnd *rand.Rand, dir string) string {
 	return filepath.Base(name) + " " + how
 }
 
-// TestRepair harms stores at random places. Whatever the place: the repaired
-// store opens, its books balance, and every message that waited comes, or is a
-// dead letter, or the repair says that something was lost. POSTHORN_DAMAGE_SEEDS
-// sets how many seeds run, POSTHORN_DAMAGE_SEED which is the first.
+// TestRepair damages stores at random places. The repaired store must open, its ledgers must
+// balance, and every pending message must be delivered or be a dead letter, unless the repair
+// reports lost data. POSTHORN_DAMAGE_SEEDS sets the number of seeds, POSTHORN_DAMAGE_SEED the
+// first one.
 func TestRepair(t *testing.T) {
 	number := func(name string, normal int) int {
 		if n, err := strconv.Atoi(os.Getenv(name)); err == nil {
@@ -176,36 +176,36 @@ func TestRepair(t *testing.T) {
 	for seed := first; seed < first+number("POSTHORN_DAMAGE_SEEDS", 20); seed++ {
 		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 			rnd := rand.New(rand.NewPCG(uint64(seed), 0))
-			x := makeBroken(t, rnd)
-			harmed := harm(t, rnd, x.dir)
+			x := makeFilledStore(t, rnd)
+			what := damageRandomFile(t, rnd, x.dir)
 			for range rnd.IntN(3) - 1 {
-				harmed += ", " + harm(t, rnd, x.dir)
+				what += ", " + damageRandomFile(t, rnd, x.dir)
 			}
 			before := fingerprints(t, x.dir)
 			dry, err := Repair(x.dir, false)
 			if err != nil {
-				t.Fatalf("%s: %v", harmed, err)
+				t.Fatalf("%s: %v", what, err)
 			}
 			if after := fingerprints(t, x.dir); !maps.Equal(before, after) {
-				t.Errorf("%s: a dry run changed the store", harmed)
+				t.Errorf("%s: a dry run changed the store", what)
 			}
 			r, err := Repair(x.dir, true)
 			if err != nil {
-				t.Fatalf("%s: %v", harmed, err)
+				t.Fatalf("%s: %v", what, err)
 			}
 			if len(r.Lost) != len(dry.Lost) || len(r.Damaged) != len(dry.Damaged) || dry.Aside != "" || (r.Aside == "") != (len(r.Damaged)+len(r.Lost) == 0) {
-				t.Errorf("%s: the dry run found %v %v, the repair %v %v, aside %q", harmed, dry.Damaged, dry.Lost, r.Damaged, r.Lost, r.Aside)
+				t.Errorf("%s: the dry run found %v %v, the repair %v %v, aside %q", what, dry.Damaged, dry.Lost, r.Damaged, r.Lost, r.Aside)
 			}
 			if r.Aside != "" {
 				if aside := fingerprints(t, r.Aside); !maps.Equal(before, aside) {
-					t.Errorf("%s: what was set aside is not what was there", harmed)
+					t.Errorf("%s: the files of the damaged store changed", what)
 				}
 				if info, err := os.Stat(x.dir); err != nil || info.Mode().Perm() != 0o700 {
-					t.Errorf("%s: others may read the repaired store: %v, %v", harmed, info.Mode(), err)
+					t.Errorf("%s: other users may read the repaired store: %v, %v", what, info.Mode(), err)
 				}
 			}
-			lost, again := x.compare(t, harmed, r)
-			t.Logf("%s: %v\nlost: %s\n%d of %d lost, %d again", harmed, r.Damaged, strings.Join(r.Lost, "; "), lost, x.head, again)
+			lost, again := x.compare(t, what, r)
+			t.Logf("%s: %v\nlost: %s\n%d of %d lost, %d delivered again", what, r.Damaged, strings.Join(r.Lost, "; "), lost, x.head, again)
 			if len(r.Damaged) > 0 {
 				all.found++
 			}
@@ -216,14 +216,14 @@ func TestRepair(t *testing.T) {
 			all.lost += lost
 			all.again += again
 			if again, err := Repair(x.dir, true); err != nil || len(again.Damaged)+len(again.Lost) > 0 || again.Aside != "" {
-				t.Errorf("%s: a repaired store is not sound: %+v %v", harmed, again, err)
+				t.Errorf("%s: a repaired store is not sound: %+v %v", what, again, err)
 			}
 		})
 	}
-	t.Logf("damage found in %d stores; %d lost no message; of %d messages for two lanes %d were lost and %d came again", all.found, all.lossless, all.messages, all.lost, all.again)
+	t.Logf("damage found in %d stores; %d lost no message; of %d messages for two lanes %d were lost and %d delivered again", all.found, all.lossless, all.messages, all.lost, all.again)
 }
 
-// fingerprints are the files' sizes and times.
+// fingerprints returns the sizes and modification times of the files.
 func fingerprints(t *testing.T, dir string) map[string]string {
 	t.Helper()
 	all := map[string]string{}
@@ -235,13 +235,13 @@ func fingerprints(t *testing.T, dir string) map[string]string {
 	return all
 }
 
-// compare reads all that the repaired store has, and counts the messages that
-// waited and are lost, and those that had been settled and come again.
-func (x broken) compare(t *testing.T, harmed string, r Repaired) (lost, again int) {
+// compare reads all messages of the repaired store. It counts the pending messages that are
+// lost, and the settled ones that are delivered again.
+func (x filledStore) compare(t *testing.T, what string, r Repaired) (lost, again int) {
 	t.Helper()
 	s, err := Open(x.dir, Options{Logger: discard, DuplicateWindow: time.Hour, Now: func() time.Time { return time.Now().Add(2 * time.Hour) }})
 	if err != nil {
-		t.Fatalf("%s: the repaired store does not open: %v", harmed, err)
+		t.Fatalf("%s: the repaired store does not open: %v", what, err)
 	}
 	defer func() { _ = s.Close() }()
 	for id, fate := range x.fate {
@@ -253,13 +253,13 @@ func (x broken) compare(t *testing.T, harmed string, r Repaired) (lost, again in
 		for {
 			got, err := s.Lease(id, 64, nil)
 			if err != nil {
-				t.Fatalf("%s: %v", harmed, err)
+				t.Fatalf("%s: %v", what, err)
 			}
 			for _, d := range got {
 				if became[d.Seq] != "" || !strings.HasPrefix(string(d.Body), fmt.Sprintf(`{"n":%d,`, d.Seq)) || d.ID != fmt.Sprint("m", d.Seq) {
-					t.Errorf("%s: message %d is %s %s", harmed, d.Seq, d.ID, d.Body)
+					t.Errorf("%s: message %d is %s %s", what, d.Seq, d.ID, d.Body)
 				}
-				became[d.Seq] = "comes"
+				became[d.Seq] = "pending"
 				s.Ack(d)
 			}
 			if len(got) == 0 {
@@ -276,42 +276,42 @@ func (x broken) compare(t *testing.T, harmed string, r Repaired) (lost, again in
 			return true
 		})
 		if err != nil {
-			t.Fatalf("%s: %v", harmed, err)
+			t.Fatalf("%s: %v", what, err)
 		}
 		st := s.LaneStats(id)
 		if err := st.Balance(); err != nil || st.Pending != 0 {
-			t.Errorf("%s: ledger %+v: %v", harmed, st, err)
+			t.Errorf("%s: ledger %+v: %v", what, st, err)
 		}
 		for seq := uint64(1); seq <= x.head; seq++ {
 			switch was, is := fate[seq], became[seq]; {
-			case was == "" && is == "comes", was == "delivered" && is == "", was == "dead" && is == "dead":
+			case was == "" && is == "pending", was == "delivered" && is == "", was == "dead" && is == "dead":
 			case was == "" && is == "lost":
 				lost++
 			case was == "", was == "dead" && is == "":
-				missing++ // It must have been said.
+				missing++ // The repair must report it.
 				if was == "" {
 					lost++
 				}
-			case is == "comes", is == "lost":
+			case is == "pending", is == "lost":
 				again++
 			default:
-				t.Errorf("%s: message %d was %s and is %s", harmed, seq, was, is)
+				t.Errorf("%s: message %d was %s and is %s", what, seq, was, is)
 			}
 		}
 		if missing > 0 && len(r.Damaged)+len(r.Lost) == 0 {
-			t.Errorf("%s: %d messages for %v are gone without a word: %+v", harmed, missing, id, r)
+			t.Errorf("%s: %d messages for %v are lost, and the repair does not report it: %+v", what, missing, id, r)
 		}
 		if again > 0 && len(r.Damaged)+len(r.Lost) == 0 {
-			t.Errorf("%s: %d messages come again without a word", harmed, again)
+			t.Errorf("%s: %d messages are delivered again, and the repair does not report it", what, again)
 		}
 	}
 	for _, name := range []string{lane1.Destination, lane2.Destination} {
 		if err := s.DestinationStats(name).Ledger.Balance(); err != nil {
-			t.Errorf("%s: %s: %v", harmed, name, err)
+			t.Errorf("%s: %s: %v", what, name, err)
 		}
 	}
 	if st := s.SourceStats(web); st.Ledger.Balance() != nil || uint64(st.Accepted) != x.head {
-		t.Errorf("%s: the ledger of %s is %+v; %d messages were acknowledged", harmed, web, st, x.head)
+		t.Errorf("%s: the ledger of %s is %+v; %d messages were acknowledged", what, web, st, x.head)
 	}
 	return lost, again
 }

@@ -21,8 +21,9 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs/atomicfs"
 )
 
-// entry is what a file of the engine holds: a key's value, or the deletion of a
-// key or of all keys from it up to value. Of several for a key the highest seq counts.
+// entry is an entry of an engine's file: the value of a key, or the deletion of a key or of all
+// keys from key up to value. Of several entries for a key, the one with the highest seq is
+// current.
 type entry struct {
 	key, value []byte
 	seq        uint64
@@ -32,34 +33,36 @@ type entry struct {
 // DamagedFile is a file, or a part of one, that cannot be read.
 type DamagedFile struct {
 	Path string
-	// What is wrong, and where in the file.
+	// The description of the damage, and its place in the file.
 	What string
 }
 
-// salvager reads the files of a store without the engine: whatever is sound in
-// them, whatever is not.
+// salvager reads the files of a store without the engine: all sound parts of them, regardless
+// of damaged ones.
 type salvager struct {
 	fs           vfs.FS
 	dir          string
 	tables, logs []string
 	damaged      []DamagedFile
-	unreadable   []string // Tables of which nothing can be read.
+	unreadable   []string // Tables that cannot be read at all.
 	// missing are the ranges of keys whose newest entries may be in a damaged part.
 	missing       []keyRange
 	manifestSound bool
-	// unopened is why the engine does not open the store, nil when it does or was not asked.
+	// unopened is the error of the engine when it opened the store; nil on success or without a
+	// try.
 	unopened error
 }
 
 // keyRange is the keys from first to last; nil for last means all keys.
 type keyRange struct{ first, last []byte }
 
-// maybeMissing reports whether the newest entry of a key that begins with prefix may be in a damaged part.
+// maybeMissing reports whether the newest entry of a key with the prefix may be in a damaged
+// part.
 func (s *salvager) maybeMissing(prefix []byte) bool {
 	return slices.ContainsFunc(s.missing, func(r keyRange) bool { return r.last == nil || r.holds(prefix) })
 }
 
-// inBlock reports the same for the damaged blocks of tables alone, whose keys are known.
+// inBlock is maybeMissing for the damaged blocks of tables only, whose key ranges are known.
 func (s *salvager) inBlock(prefix []byte) bool {
 	return slices.ContainsFunc(s.missing, func(r keyRange) bool { return r.last != nil && r.holds(prefix) })
 }
@@ -68,8 +71,9 @@ func (r keyRange) holds(prefix []byte) bool {
 	return bytes.Compare(r.first, endOf(prefix)) < 0 && bytes.Compare(r.last, prefix) >= 0
 }
 
-// miss notes that entries with keys from first to last cannot be read, or any if last is nil.
-func (s *salvager) miss(first, last []byte) {
+// addMissing records that entries with keys from first to last cannot be read, or entries with any
+// keys if last is nil.
+func (s *salvager) addMissing(first, last []byte) {
 	same := func(r keyRange) bool {
 		return bytes.Equal(r.first, first) && bytes.Equal(r.last, last)
 	}
@@ -98,7 +102,7 @@ func newSalvager(dir string, lock *pebble.Lock) (*salvager, error) {
 		}
 	}
 	for number := range live {
-		s.unread(fmt.Sprintf("%06d.sst", number), "the file is missing")
+		s.addUnreadable(fmt.Sprintf("%06d.sst", number), "the file is missing")
 	}
 	slices.Sort(s.tables)
 	slices.Sort(s.logs)
@@ -107,66 +111,67 @@ func newSalvager(dir string, lock *pebble.Lock) (*salvager, error) {
 
 func (s *salvager) path(name string) string { return s.fs.PathJoin(s.dir, name) }
 
-func (s *salvager) damage(name, format string, args ...any) {
+func (s *salvager) addDamage(name, format string, args ...any) {
 	d := DamagedFile{s.path(name), fmt.Sprintf(format, args...)}
 	if !slices.Contains(s.damaged, d) {
 		s.damaged = append(s.damaged, d)
 	}
 }
 
-// unread notes a table of which nothing can be read.
-func (s *salvager) unread(name, format string, args ...any) {
-	s.damage(name, format, args...)
-	s.miss(nil, nil)
+// addUnreadable records a table that cannot be read at all.
+func (s *salvager) addUnreadable(name, format string, args ...any) {
+	s.addDamage(name, format, args...)
+	s.addMissing(nil, nil)
 	if !slices.Contains(s.unreadable, name) {
 		s.unreadable = append(s.unreadable, name)
 	}
 }
 
-// readManifest looks for damage in the list of tables, and returns the number of
-// the oldest log that is still needed, as far as it can be known.
+// readManifest checks the manifest, and returns the number of the oldest log that is still
+// needed, 0 when it is unknown.
 func (s *salvager) readManifest() (oldest uint64) {
 	name, err := atomicfs.ReadMarker(s.fs, s.dir, "manifest")
 	if err != nil || name == "" {
-		s.damage("marker.manifest.*", "the file is missing or damaged")
+		s.addDamage("marker.manifest.*", "the file is missing or damaged")
 		return 0
 	}
 	data, err := readAll(s.fs, s.path(name))
 	if err != nil {
-		s.damage(name, "%v", err)
+		s.addDamage(name, "%v", err)
 		return 0
 	}
 	s.manifestSound = true
 	if was, err := readAll(s.fs, s.path(cleanName)); err == nil && string(was) != fingerprint(name, data) {
-		s.damage(name, "it changed since the store was closed")
+		s.addDamage(name, "it changed since the store was closed")
 		s.manifestSound = false
 	}
 	if at, torn := soundManifest(data); !torn {
-		s.damage(name, "an entry after byte %d is damaged", at)
+		s.addDamage(name, "an entry after byte %d is damaged", at)
 		s.manifestSound = false
 	}
 	oldest = oldestLog(data)
 	check, err := checkJournals(s.fs, s.dir, name, oldest)
 	if err != nil {
-		s.damage(name, "%v", err)
+		s.addDamage(name, "%v", err)
 	}
 	for _, d := range append(check.damaged, check.torn...) {
 		s.damaged = append(s.damaged, d)
 		if d.Path == s.path(name) {
-			s.manifestSound = false // It holds no entries: every table is read without it.
+			s.manifestSound = false // The manifest holds no entries: without it, every table is read.
 		} else {
-			s.miss(nil, nil)
+			s.addMissing(nil, nil)
 		}
 	}
 	return oldest
 }
 
-// liveTables lists the tables that count, nil when that cannot be known: then all do.
+// liveTables returns the tables of the current version; nil when they are unknown, and all
+// tables are read.
 func (s *salvager) liveTables(lock *pebble.Lock) map[uint64]bool {
 	if !s.manifestSound {
 		return nil
 	}
-	db, err := pebble.Open(s.dir, &pebble.Options{FS: s.fs, ReadOnly: true, Lock: lock, FormatMajorVersion: pebble.FormatNewest, Logger: silent{}})
+	db, err := pebble.Open(s.dir, &pebble.Options{FS: s.fs, ReadOnly: true, Lock: lock, FormatMajorVersion: pebble.FormatNewest, Logger: discardLogger{}})
 	if err != nil {
 		s.unopened = err
 		return nil
@@ -185,7 +190,7 @@ func (s *salvager) liveTables(lock *pebble.Lock) map[uint64]bool {
 	return live
 }
 
-// damages lists what was found. Where the engine found more, its word counts.
+// damages lists the damaged files. When the salvager finds none, it returns the engine's error.
 func (s *salvager) damages() []DamagedFile {
 	if len(s.damaged) == 0 && s.unopened != nil {
 		return []DamagedFile{{s.dir, firstLine(s.unopened)}}
@@ -208,23 +213,23 @@ func (s *salvager) each(fn func(entry) error) error {
 	return nil
 }
 
-// table reads a table block by block; a damaged one is passed over and named.
-// Its error is fn's.
+// table reads a table block by block; it skips damaged blocks and records them. It returns the
+// errors of fn only.
 func (s *salvager) table(name string, fn func(entry) error) error {
 	f, err := s.fs.Open(s.path(name))
 	if err != nil {
-		s.unread(name, "%v", err)
+		s.addUnreadable(name, "%v", err)
 		return nil
 	}
 	readable, err := sstable.NewSimpleReadable(f)
 	if err != nil {
-		s.unread(name, "%v", err)
+		s.addUnreadable(name, "%v", err)
 		return f.Close()
 	}
 	ctx := context.Background()
 	r, err := sstable.NewReader(ctx, readable, sstable.ReaderOptions{})
 	if err != nil {
-		s.unread(name, "the whole file: %s", firstLine(err))
+		s.addUnreadable(name, "the whole file: %s", firstLine(err))
 		return nil
 	}
 	defer func() { _ = r.Close() }()
@@ -241,12 +246,12 @@ func (s *salvager) table(name string, fn func(entry) error) error {
 		}
 	}
 	if err != nil {
-		s.damage(name, "its deleted ranges: %s", firstLine(err))
-		s.miss(nil, nil)
+		s.addDamage(name, "its deleted ranges: %s", firstLine(err))
+		s.addMissing(nil, nil)
 	}
 	parts, err := index(ctx, r)
 	if err != nil {
-		s.unread(name, "its index: %s", firstLine(err))
+		s.addUnreadable(name, "its index: %s", firstLine(err))
 		return nil
 	}
 	var from []byte
@@ -259,7 +264,7 @@ func (s *salvager) table(name string, fn func(entry) error) error {
 	return nil
 }
 
-// tableBlock is a block of a table and the key that its own do not exceed.
+// tableBlock is a block of a table, and an upper bound of its keys.
 type tableBlock struct {
 	blocks.Handle
 	last []byte
@@ -296,24 +301,24 @@ func index(ctx context.Context, r *sstable.Reader) (all []tableBlock, err error)
 
 // block reads the entries of one block, whose keys begin at from.
 func (s *salvager) block(name string, r *sstable.Reader, from []byte, b tableBlock, fn func(entry) error) error {
-	broken := func(err error) {
+	reportError := func(err error) {
 		text := firstLine(err)
 		if strings.Contains(text, ": block ") && !strings.Contains(text, fmt.Sprintf(": block %d/", b.Offset)) {
-			return // It looked ahead to a block whose turn comes.
+			return // The iterator read ahead; the other block is reported in its turn.
 		}
-		s.damage(name, "bytes %d to %d: %s", b.Offset, b.Offset+b.Length, text)
-		s.miss(from, b.last)
+		s.addDamage(name, "bytes %d to %d: %s", b.Offset, b.Offset+b.Length, text)
+		s.addMissing(from, b.last)
 	}
 	it, err := r.NewIter(sstable.NoTransforms, from, append(slices.Clone(b.last), 0), sstable.AssertNoBlobHandles)
 	if err != nil {
-		broken(err)
+		reportError(err)
 		return nil
 	}
 	defer func() { _ = it.Close() }()
 	for kv := it.First(); kv != nil; kv = it.Next() {
 		v, _, err := kv.Value(nil)
 		if err != nil {
-			broken(err)
+			reportError(err)
 			continue
 		}
 		if err := fn(entry{key: kv.K.UserKey, value: v, seq: uint64(kv.SeqNum()), kind: kv.Kind()}); err != nil {
@@ -321,27 +326,27 @@ func (s *salvager) block(name string, r *sstable.Reader, from []byte, b tableBlo
 		}
 	}
 	if err := it.Error(); err != nil {
-		broken(err)
+		reportError(err)
 	}
 	return nil
 }
 
-// log reads the sound batches of a write-ahead log, also those behind damage.
+// log reads the sound batches of a write-ahead log, also those after damage.
 func (s *salvager) log(name string, fn func(entry) error) error {
 	number, _ := logNumber(name)
-	named := false // The check names the first damaged part.
+	named := false // checkJournals reports the first damaged part.
 	var failed error
 	_, err := scanLogFile(s.fs, s.path(name), number, math.MaxInt, nil, func(rec logRecord) error {
 		if rec.gap >= 0 && named {
-			s.damage(name, "bytes %d to %d", rec.gap, rec.at)
-			s.miss(nil, nil)
+			s.addDamage(name, "bytes %d to %d", rec.gap, rec.at)
+			s.addMissing(nil, nil)
 		}
 		named = named || rec.gap >= 0
 		failed = s.batch(name, int(rec.at), rec.data, fn)
 		return failed
 	})
 	if err != nil && failed == nil {
-		s.damage(name, "%v", err)
+		s.addDamage(name, "%v", err)
 	}
 	return failed
 }
@@ -349,16 +354,16 @@ func (s *salvager) log(name string, fn func(entry) error) error {
 func (s *salvager) batch(name string, at int, batch []byte, fn func(entry) error) error {
 	h, ok := batchrepr.ReadHeader(batch)
 	if !ok {
-		s.damage(name, "the batch at byte %d", at)
-		s.miss(nil, nil)
+		s.addDamage(name, "the batch at byte %d", at)
+		s.addMissing(nil, nil)
 		return nil
 	}
 	seq := uint64(h.SeqNum)
 	for r := batchrepr.Read(batch); ; {
 		kind, key, value, ok, err := r.Next()
 		if err != nil {
-			s.damage(name, "the batch at byte %d: %s", at, firstLine(err))
-			s.miss(nil, nil)
+			s.addDamage(name, "the batch at byte %d: %s", at, firstLine(err))
+			s.addMissing(nil, nil)
 		}
 		if !ok {
 			return nil
@@ -387,17 +392,17 @@ func firstLine(err error) string {
 	return text
 }
 
-type silent struct{}
+type discardLogger struct{}
 
-func (silent) Infof(string, ...any)  {}
-func (silent) Errorf(string, ...any) {}
+func (discardLogger) Infof(string, ...any)  {}
+func (discardLogger) Errorf(string, ...any) {}
 
-// Fatalf is never called by a store that is only read.
-func (silent) Fatalf(format string, args ...any) { panic(fmt.Sprintf(format, args...)) }
+// Fatalf is never called by a read-only store.
+func (discardLogger) Fatalf(format string, args ...any) { panic(fmt.Sprintf(format, args...)) }
 
-// survey knows of each key what the newest entry for it is.
+// survey finds the newest entry of each key.
 type survey struct {
-	// latest is for keys that are written more than once, deleted for those that were deleted.
+	// latest holds the keys that are written more than once, deleted the deleted ones.
 	latest, deleted map[string]uint64
 	ranges          map[string][]deletedRange
 }
@@ -407,8 +412,8 @@ type deletedRange struct {
 	seq        uint64
 }
 
-// rangeGroup is what the keys of a deleted range have in common, so that only
-// few ranges are compared with each key.
+// rangeGroup is the common prefix of the keys of a deleted range, so that each key is compared
+// with few ranges.
 func rangeGroup(key []byte) string {
 	if len(key) > 9 && (key[0] == prefixMessage || key[0] == prefixRetry || key[0] == prefixDue) {
 		return string(key[:9])
@@ -416,12 +421,12 @@ func rangeGroup(key []byte) string {
 	return ""
 }
 
-// onceOnly tells whether a key never gets another value.
+// onceOnly reports whether a key never gets another value.
 func onceOnly(key []byte) bool {
 	return key[0] == prefixMessage || key[0] == prefixDuplicate || key[0] == prefixDeadLetter
 }
 
-func (v *survey) see(e entry) error {
+func (v *survey) add(e entry) error {
 	switch {
 	case len(e.key) == 0:
 	case e.kind == pebble.InternalKeyKindRangeDelete:
@@ -440,8 +445,8 @@ func (v *survey) see(e entry) error {
 	return nil
 }
 
-// counts tells whether an entry is the value of its key.
-func (v *survey) counts(e entry) bool {
+// isCurrent reports whether an entry is the current value of its key.
+func (v *survey) isCurrent(e entry) bool {
 	if len(e.key) == 0 || e.kind != pebble.InternalKeyKindSet && e.kind != pebble.InternalKeyKindSetWithDelete {
 		return false
 	}

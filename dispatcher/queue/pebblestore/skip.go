@@ -8,22 +8,23 @@ import (
 // new calls. If the space is needed they are skipped, oldest first.
 
 const (
-	// skipChunk is how many messages of a log are looked at between two looks at the room.
+	// skipChunk is the number of messages of a log that are processed between two checks of the
+	// freed space.
 	skipChunk = 1024
-	// relief is the part of a Source's quota, or of the room below the high-water
-	// mark, that is made free at once, so that the work is not done for each message.
-	relief = 16
+	// skipDivisor is the divisor of a Source's quota, or of the space below the high-water mark,
+	// that gives the bytes freed in one pass, so that the pass does not run for each message.
+	skipDivisor = 16
 )
 
-// skipFor skips first attempts until about so many bytes of a log are not needed
-// any more, and frees them. It does nothing when something else needs the log.
+// skipFor skips first attempts until about this many bytes of a log are not needed, and frees
+// them. It does nothing when other messages need the log.
 func (s *Store) skipFor(l *sourceLog, bytes uint64) error {
 	s.disk.maintaining.Lock()
 	defer s.disk.maintaining.Unlock()
 	return s.skipAndFree(l, bytes)
 }
 
-// skipAndFree is skipFor for the one who holds maintaining.
+// skipAndFree is skipFor for callers that hold maintaining.
 func (s *Store) skipAndFree(l *sourceLog, bytes uint64) error {
 	skipped := false
 	for {
@@ -52,18 +53,18 @@ func (s *Store) skipAndFree(l *sourceLog, bytes uint64) error {
 	if !skipped {
 		return nil
 	}
-	c, err := s.cut(l, true)
+	c, err := s.planTrim(l, true)
 	if err != nil || c.log == nil {
 		return err
 	}
-	// Positions first: see trim.
+	// Positions are written first; see trim.
 	if err := s.flushLanes(pebble.NoSync); err != nil {
 		return err
 	}
 	return s.free(c)
 }
 
-// needed is the first message of a log that some lane needs.
+// needed returns the first message of a log that a lane needs.
 func (s *Store) needed(l *sourceLog) (need uint64, err error) {
 	need = never
 	l.eachLane(func(lane *lane) {
@@ -90,7 +91,7 @@ func (s *Store) bytesBefore(l *sourceLog, seq uint64) (uint64, error) {
 	return r.bytesBefore, err
 }
 
-// grouped lists the lanes of a log that share messages with others.
+// grouped lists the lanes of a log that are in a group.
 func (s *Store) grouped(l *sourceLog) (lanes []*lane) {
 	l.eachLane(func(o *lane) {
 		if o.group != nil {
@@ -100,11 +101,12 @@ func (s *Store) grouped(l *sourceLog) (lanes []*lane) {
 	return lanes
 }
 
-// skipTo skips what a lane has not attempted of the messages before a position,
-// up to the first that no other lane took. It reports whether it moved.
+// skipTo skips the first attempts of a lane for messages before a position, up to the first
+// message that no other lane delivered. It reports whether the lane's position or its open
+// messages changed.
 func (s *Store) skipTo(l *lane, to uint64) (moved bool, err error) {
 	if !l.leasing.TryLock() {
-		return false, nil // Its turn comes with the next look.
+		return false, nil // The next pass tries again.
 	}
 	defer l.leasing.Unlock()
 	r := newReader(s, l)
@@ -130,7 +132,7 @@ func (s *Store) skipTo(l *lane, to uint64) (moved bool, err error) {
 		}
 		delete(l.open, seq)
 		if t.leased {
-			// The request may be under way. What becomes of it corrects the count.
+			// A request may be in progress. Its outcome corrects the count.
 			if l.revoked == nil {
 				l.revoked = map[uint64]struct{}{}
 			}
@@ -138,12 +140,12 @@ func (s *Store) skipTo(l *lane, to uint64) (moved bool, err error) {
 		} else {
 			l.dropReleased(seq)
 		}
-		l.letGo++
-		l.skip()
+		l.handedOver++
+		l.countSkipped()
 		moved = true
 	}
 	for l.skipGaps() < to && l.next <= l.limit() {
-		if done, err := s.final(l.group, l.next); err != nil || !done {
+		if done, err := s.isFinal(l.group, l.next); err != nil || !done {
 			return moved, err
 		}
 		rec, err := r.read(l.next)
@@ -158,8 +160,8 @@ func (s *Store) skipTo(l *lane, to uint64) (moved bool, err error) {
 		case rec.code == codeDelete:
 			return moved, nil
 		default:
-			l.letGo++
-			l.skip()
+			l.handedOver++
+			l.countSkipped()
 		}
 		l.next++
 		moved = true
@@ -167,19 +169,18 @@ func (s *Store) skipTo(l *lane, to uint64) (moved bool, err error) {
 	return moved, nil
 }
 
-// skippable reports whether a message that a lane has taken from the log is one
-// that another lane took.
+// skippable reports whether another lane delivered an open message of this lane.
 func (s *Store) skippable(l *lane, r *reader, seq uint64) (bool, error) {
-	if done, err := s.final(l.group, seq); !done || err != nil {
+	if done, err := s.isFinal(l.group, seq); !done || err != nil {
 		return false, err
 	}
 	rec, err := r.read(seq)
 	return err == nil && rec.code != codeDelete, err
 }
 
-// makeRoom skips first attempts where the disk is near its high-water mark. The
-// caller holds maintaining.
-func (s *Store) makeRoom() error {
+// makeSpace skips first attempts when the disk is near its high-water mark. The caller holds
+// maintaining.
+func (s *Store) makeSpace() error {
 	excess := s.disk.excess.Load() - s.disk.trimmed.Load()
 	if excess <= 0 {
 		return nil
@@ -192,7 +193,7 @@ func (s *Store) makeRoom() error {
 		}
 	}
 	s.mu.RUnlock()
-	// The largest first.
+	// The largest log is processed first.
 	for excess > 0 && len(logs) > 0 {
 		largest := 0
 		for i, l := range logs {
@@ -211,8 +212,8 @@ func (s *Store) makeRoom() error {
 	return nil
 }
 
-// size is about how many bytes of messages the log holds.
+// size is the approximate number of bytes of messages in the log.
 func (l *sourceLog) size() uint64 {
-	trimmed := l.trimmedBytes.Load() // First: it is never ahead of what was durable before.
+	trimmed := l.trimmedBytes.Load() // Read first: it is never ahead of the durable bytes that are read later.
 	return l.durableBytes.Load() - trimmed
 }

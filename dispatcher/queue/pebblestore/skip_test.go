@@ -28,7 +28,7 @@ func appendOne(s *Store, n int) error {
 	return err
 }
 
-// deliver acknowledges all that waits in a lane.
+// deliver acknowledges all pending messages of a lane.
 func deliver(t *testing.T, s *Store, lane queue.LaneID) {
 	t.Helper()
 	for {
@@ -45,8 +45,8 @@ func deliver(t *testing.T, s *Store, lane queue.LaneID) {
 	}
 }
 
-// A URL that is dead must not keep new calls of its Source out: what another URL
-// took is skipped and counted at the quota.
+// An unreachable URL must not block new calls of its Source: at the quota, first attempts of
+// messages that another URL accepted are skipped and counted.
 func TestDeadURLAtTheQuota(t *testing.T) {
 	const messages, quota = 3000, 1 << 20
 	dir := t.TempDir()
@@ -77,7 +77,7 @@ func TestDeadURLAtTheQuota(t *testing.T) {
 	if got := s.LaneStats(deadLane.Group()).Ledger; got != want {
 		t.Errorf("the ledger is %+v, want %+v", got, want)
 	}
-	// What was under way and ends after all was no skipped attempt.
+	// A revoked attempt that ends is no longer counted as skipped.
 	s.Ack(hanging[0])
 	s.Retry(hanging[1], time.Now(), queue.Failure{Time: time.Now(), Reason: "TimedOut"})
 	s.Release(hanging[2])
@@ -95,8 +95,8 @@ func TestDeadURLAtTheQuota(t *testing.T) {
 	}
 }
 
-// What no URL took is kept, and new calls are refused at the quota.
-func TestQuotaKeepsWhatNobodyTook(t *testing.T) {
+// Messages that no URL accepted are kept, and new calls are refused at the quota.
+func TestQuotaKeepsUndeliveredMessages(t *testing.T) {
 	s := open(t, t.TempDir(), Options{MaxBytesPerSource: 100 << 10})
 	defer s.Close()
 	for _, lane := range []queue.LaneID{fastLane, deadLane} {
@@ -113,11 +113,11 @@ func TestQuotaKeepsWhatNobodyTook(t *testing.T) {
 		}
 	}
 	if st := s.LaneStats(deadLane.Group()); n == 1000 || st.Pending != int64(n) || s.LaneStats(deadLane).Skipped != 0 {
-		t.Errorf("%d messages were taken; the ledger is %+v, %d skipped", n, st.Ledger, s.LaneStats(deadLane).Skipped)
+		t.Errorf("%d messages were accepted; the ledger is %+v, %d skipped", n, st.Ledger, s.LaneStats(deadLane).Skipped)
 	}
 }
 
-// usageFS is a file system whose use is set.
+// usageFS is a file system with a configurable usage.
 type usageFS struct {
 	vfs.FS
 	used atomic.Uint64
@@ -129,7 +129,7 @@ func (f *usageFS) GetDiskUsage(string) (vfs.DiskUsage, error) {
 	return vfs.DiskUsage{TotalBytes: total, UsedBytes: used, AvailBytes: total - used}, nil
 }
 
-// Near the high-water mark first attempts give way, before calls are refused.
+// Near the high-water mark first attempts are skipped before calls are refused.
 func TestDeadURLAtTheHighWaterMark(t *testing.T) {
 	fs := &usageFS{FS: vfs.NewMem()}
 	s := open(t, "data", Options{FS: fs, HighWater: 0.85, MinFreeBytes: 1 << 20, MemTableBytes: 1 << 20, MaintainInterval: time.Hour})
@@ -147,7 +147,7 @@ func TestDeadURLAtTheHighWaterMark(t *testing.T) {
 	deliver(t, s, fastLane)
 	s.maintain(false)
 	if n := s.LaneStats(deadLane).Skipped; n != 0 {
-		t.Errorf("%d skipped while there is room", n)
+		t.Errorf("%d skipped while there is space", n)
 	}
 	fs.used.Store(820 << 20) // The mark is at 870 MiB.
 	s.maintain(false)
@@ -159,7 +159,7 @@ func TestDeadURLAtTheHighWaterMark(t *testing.T) {
 	}
 }
 
-// A repair keeps the ledger of a group, and what its lanes have.
+// A repair keeps the ledger of a group and the pending messages of its lanes.
 func TestRepairKeepsGroups(t *testing.T) {
 	dir := t.TempDir()
 	s := open(t, dir, Options{})

@@ -1,11 +1,15 @@
-// Package pebblestore is the embedded engine of queue.Store: a log per Source,
-// a cursor per lane and a retry index in one Pebble database.
+// Package pebblestore is the embedded engine of queue.Store: a log per Source, a cursor per
+// lane and a retry index in one Pebble database. It does not know retry policies, circuits or
+// HTTP.
 //
-// One committer writes all messages that wait into one batch and syncs it once;
-// readers see a message only after that. What lanes do to their messages is
-// written without a sync of its own, each time together with the whole state of
-// the lane, so that a crash can take the last moments of a lane but never tear
-// its position and its ledger apart.
+// One committer writes all waiting messages into one batch and syncs it once; readers see a
+// message only after that sync. A lane's changes are written without a sync of their own, each
+// time together with the whole state of the lane. So a crash can lose the last changes of a
+// lane, but its position and its ledger always agree.
+//
+// The main types are Store, sourceLog (the messages of one Source), lane (a cursor in a log
+// with its retries), group (the shared state of the lanes of one destination) and destination
+// (the dead letters).
 package pebblestore
 
 import (
@@ -28,12 +32,12 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// format is the version of the key space and the values. A store with a
-// greater one is refused.
+// format is the highest supported version of the key space and the values. Open rejects a store
+// with a higher version.
 //
-// A store is of version 1 until a group has two lanes, and of version 2 from then
-// on: a release that does not know groups takes a lane that is alone in its group
-// for an ordinary one, and must refuse others.
+// A store has version 1 until a group has two lanes, and version 2 from then on: a release that
+// does not support groups treats a lane that is alone in its group as an ordinary lane, and
+// must reject other groups.
 const (
 	format       = 2
 	formatAlone  = 1
@@ -42,28 +46,29 @@ const (
 
 var _ queue.Store = (*Store)(nil)
 
-// Store is a queue.Store on the local disk. One process at a time has it open.
+// Store is a queue.Store on the local disk. One process at a time can open it.
 type Store struct {
 	o   Options
 	log *slog.Logger
 	dir string
-	fs  *patientFS
+	fs  *waitForSpaceFS
 	db  *pebble.DB
-	// cache is db's; it lives as long as db.
+	// cache is the block cache of db and has the same lifetime.
 	cache *pebble.Cache
-	// lock keeps other processes away from before the files are checked until after they are closed.
+	// lock excludes other processes from before the files are checked until after they are
+	// closed.
 	lock     *pebble.Lock
 	accepted acceptedFile
-	// positionsSynced is when the files of positions were synced last; maintenance owns it.
+	// positionsSynced is the time of the last sync of the position files; only maintenance uses
+	// it.
 	positionsSynced time.Time
 	flushed         atomic.Bool // The engine flushed a log into tables since then.
 
-	// gate is held for reading while the database is used, and for writing once, to close.
+	// gate is locked for reading while the database is used, and for writing once, to close.
 	gate   sync.RWMutex
 	closed bool
 
-	// mu guards the maps. registry serialises opening and dropping of lanes, and
-	// the numbers they take.
+	// mu guards the maps. registry serializes opening and dropping of lanes, and lastNumber.
 	mu           sync.RWMutex
 	logs         map[string]*sourceLog
 	lanes        map[queue.LaneID]*lane
@@ -72,44 +77,45 @@ type Store struct {
 	registry     sync.Mutex
 	lastNumber   uint64
 
-	notify     func(queue.LaneID)
-	requests   chan *request
-	spare      sync.Pool // Of requests.
-	duplicates *duplicates
-	disk       disk
-	reclaimer  reclaimer
-	flusher    flusher
-	waker      waker
-	metrics    *metrics
-	corrupt    atomic.Pointer[string] // The path of the last file found corrupt.
+	notify      func(queue.LaneID)
+	requests    chan *request
+	requestPool sync.Pool // Unused requests.
+	duplicates  *duplicates
+	disk        disk
+	reclaimer   reclaimer
+	flusher     flusher
+	retryTimer  retryTimer
+	metrics     *metrics
+	corrupt     atomic.Pointer[string] // The path of the last file found corrupt.
 
 	stop chan struct{}
 	done sync.WaitGroup
 }
 
-// sourceLog is one Source's messages: positions trimmed+1 to head.
+// sourceLog is the log of one Source: the messages at positions trimmed+1 to head.
 type sourceLog struct {
 	number uint64
 	source string
-	// head and bytes belong to the committer: the last position given out, and the
-	// bytes ever appended.
+	// head is the last assigned position, bytes the number of bytes ever appended. The
+	// committer owns both.
 	head, bytes uint64
-	// asked and touched are scratch of the committer: the bytes that one request
-	// wants, and the number of the last group with messages of the log.
+	// asked and touched are scratch space of the committer: the bytes of the current request,
+	// and the number of the last commit with messages for this log.
 	asked   uint64
 	touched uint64
-	// entry is the log's place in the file of accepted messages, from 1 on; 0 before it has one.
+	// entry is the log's index in the file of accepted messages, from 1; 0 before it has one.
 	entry int
-	// durable is the last position that is on disk; readers never pass it.
+	// durable is the last durable position; readers never read beyond it.
 	durable, durableBytes atomic.Uint64
 	trimmed, trimmedBytes atomic.Uint64
 	duplicates            atomic.Int64
-	// lanes is replaced, never changed.
+	// lanes is replaced, never changed in place.
 	lanes    atomic.Pointer[[]*lane]
 	trimTime time.Time
-	// counted is what is in the ledger: lanes and groups that are durable, or locked
-	// until they are. dropped is the ledger of lanes that were dropped. The store's mu guards both.
-	counted []counted
+	// holders are the lanes and groups whose ledgers are summed: durable ones, or ones that are
+	// locked until they are durable. dropped is the ledger of dropped lanes. The store's mu
+	// guards both.
+	holders []ledgerHolder
 	dropped queue.Ledger
 }
 
@@ -138,9 +144,9 @@ func (l *sourceLog) removeLane(n *lane) {
 	l.lanes.Store(&lanes)
 }
 
-// Open opens the store in dir, which is made when missing. It fails when
-// another process has it open, when a newer release wrote it, and when a file
-// is missing or corrupt: then the error names the file, and nothing is changed.
+// Open opens the store in dir, and creates dir when it is missing. It fails when another
+// process has the store open, when a newer release wrote it, and when a file is missing or
+// corrupt; the error then names the file, and Open changes nothing.
 func Open(dir string, o Options) (*Store, error) {
 	if err := o.setDefaults(); err != nil {
 		return nil, fmt.Errorf("open the queue: %w", err)
@@ -149,31 +155,31 @@ func Open(dir string, o Options) (*Store, error) {
 		o: o, log: o.Logger, dir: dir,
 		logs: map[string]*sourceLog{}, lanes: map[queue.LaneID]*lane{}, groups: map[queue.LaneID]*group{}, destinations: map[string]*destination{},
 		requests: make(chan *request, 1024), stop: make(chan struct{}),
-		spare:  sync.Pool{New: func() any { return &request{answer: make(chan struct{}, 1)} }},
-		notify: func(queue.LaneID) {},
+		requestPool: sync.Pool{New: func() any { return &request{answer: make(chan struct{}, 1)} }},
+		notify:      func(queue.LaneID) {},
 	}
 	set(&s.o.DataDir, dir)
 	s.metrics = newMetrics(s)
-	s.fs = &patientFS{FS: o.FS, full: s.diskFull, room: s.disk.roomToCompact, stop: make(chan struct{}), synced: s.metrics.synced}
+	s.fs = &waitForSpaceFS{FS: o.FS, full: s.diskFull, hasSpace: s.disk.spaceToCompact, stop: make(chan struct{}), synced: s.metrics.synced}
 	s.disk.init(s)
 	s.disk.quota.Store(max(o.MaxBytesPerSource, 0))
 	s.flusher.init()
-	s.waker.init()
+	s.retryTimer.init()
 	for _, step := range []func() error{s.lockDir, s.inspect, s.openPositions, s.openDB, s.load, s.openAccepted} {
 		if err := step(); err != nil {
 			err = s.explain(err)
-			s.abandon()
+			s.closeFailedOpen()
 			return nil, fmt.Errorf("open the queue in %s: %w", dir, err)
 		}
 	}
 	s.disk.used.Store(s.DiskBytes())
-	s.disk.look()
-	s.recallDamage()
+	s.disk.checkSpace()
+	s.loadDamageMark()
 	if err := s.metrics.register(o.Registerer); err != nil {
-		s.abandon()
+		s.closeFailedOpen()
 		return nil, fmt.Errorf("open the queue in %s: %w", dir, err)
 	}
-	for _, run := range []func(){s.runCommitter, s.runFlusher, s.runWaker, s.runMaintenance, s.duplicates.rebuild} {
+	for _, run := range []func(){s.runCommitter, s.runFlusher, s.runRetryTimer, s.runMaintenance, s.duplicates.rebuild} {
 		s.done.Add(1)
 		go func() {
 			defer s.done.Done()
@@ -183,7 +189,7 @@ func Open(dir string, o Options) (*Store, error) {
 	return s, nil
 }
 
-// lockDir makes the folder, durably, and locks it.
+// lockDir creates the directory durably and locks it.
 func (s *Store) lockDir() error {
 	present := existing(s.fs, s.dir)
 	if err := s.fs.MkdirAll(s.dir, 0o700); err != nil {
@@ -199,14 +205,14 @@ func (s *Store) lockDir() error {
 	return err
 }
 
-// openPositions begins to note what is synced, on the file of the last run.
+// openPositions continues the file of synced positions of the last run.
 func (s *Store) openPositions() error {
 	positions, damaged, err := readSynced(s.o.FS, s.dir)
 	if err != nil {
 		return err
 	}
 	if damaged {
-		s.log.Warn("a file of the queue is damaged; rewriting it", "path", s.path(syncedName))
+		s.log.Warn("file of synced positions damaged; rewriting it", "path", s.path(syncedName))
 	}
 	names, err := s.fs.List(s.dir)
 	if err != nil {
@@ -223,25 +229,25 @@ func (s *Store) openAccepted() error {
 	return s.accepted.open(s.o.FS, s.dir, s.logs, s.logPositionError(acceptedName))
 }
 
-// logPositionError logs the first failure to write a file that damage is found by.
+// logPositionError returns a function that logs the first failed write of a file of positions.
 func (s *Store) logPositionError(name string) func(error) {
 	var once sync.Once
 	return func(err error) {
 		once.Do(func() {
-			s.log.Error("write position failed; until a restart damage at the end of a log may be found later or not", "path", s.path(name), "error", err)
+			s.log.Error("write of a position failed; damage at the end of a log may not be detected before a restart", "path", s.path(name), "error", err)
 		})
 	}
 }
 
-// abandon closes what a failed start opened.
-func (s *Store) abandon() {
+// closeFailedOpen closes all files that a failed Open opened.
+func (s *Store) closeFailedOpen() {
 	if s.db != nil {
 		_ = s.db.Close()
 	}
 	_ = s.closeFiles()
 }
 
-// closeFiles closes what is open beside the engine.
+// closeFiles closes the files that the engine does not own.
 func (s *Store) closeFiles() error {
 	err := errors.Join(s.fs.positions.close(), s.accepted.close())
 	if s.lock != nil {
@@ -275,16 +281,16 @@ func (s *Store) openDB() error {
 	return err
 }
 
-// explain turns an error of the engine into one that names what is wrong.
+// explain converts an error of the engine into one that names the cause.
 func (s *Store) explain(err error) error {
 	var corrupt *CorruptError
 	switch {
 	case err == nil || errors.As(err, &corrupt):
 		return err
 	case errors.Is(err, syscall.EAGAIN) || strings.Contains(err.Error(), "lock held by current process"):
-		return errors.New("another process has it open; stop that process, or use another folder")
+		return errors.New("another process has it open; stop that process, or use another directory")
 	case errors.Is(err, os.ErrPermission):
-		return fmt.Errorf("it must be writable: %w", err)
+		return fmt.Errorf("the directory must be writable: %w", err)
 	case strings.Contains(err.Error(), "key=value syntax") || strings.Contains(err.Error(), "name from file"):
 		return &CorruptError{Path: s.path("OPTIONS-*"), Err: err}
 	case pebble.IsCorruptionError(err) || errors.Is(err, fs.ErrNotExist) || strings.Contains(err.Error(), "object size mismatch"):
@@ -296,17 +302,17 @@ func (s *Store) explain(err error) error {
 	return err
 }
 
-// CorruptError says that a file of the store is missing, damaged or shorter than it
-// was. Nothing was changed or skipped. Repair makes a sound store of the rest.
+// CorruptError reports that a file of the store is missing, damaged or shorter than it was. The
+// store is not changed. Repair makes a sound store from the readable rest.
 type CorruptError struct {
-	// Path is the file where it is known, otherwise the store's directory.
+	// Path is the corrupt file, or the store's directory when the file is unknown.
 	Path string
 	Err  error
 }
 
 func (e *CorruptError) Error() string {
 	what, _, _ := strings.Cut(e.Err.Error(), "\n") // The engine adds stacks.
-	return fmt.Sprintf("corrupt: %s: %s; restore it from a copy, or let posthorn repair keep what can be read", e.Path, what)
+	return fmt.Sprintf("corrupt: %s: %s; restore it from a backup, or run posthorn repair to keep the readable data", e.Path, what)
 }
 
 func (e *CorruptError) Unwrap() error { return e.Err }
@@ -315,8 +321,9 @@ func (s *Store) corruptf(text string, args ...any) error {
 	return &CorruptError{Path: s.dir, Err: fmt.Errorf(text, args...)}
 }
 
-// load reads all that is kept in memory: the logs' ends, the lanes' states and
-// the destinations' counts. Its cost does not depend on what waits.
+// load reads the state that is kept in memory: the ends of the logs, the states of the lanes
+// and the counts of the destinations. Its cost does not depend on the number of pending
+// messages.
 func (s *Store) load() error {
 	if err := s.loadFormat(); err != nil {
 		return err
@@ -513,7 +520,7 @@ func scan(db *pebble.DB, prefix []byte, fn func(k, v []byte) error) error {
 	return it.Error()
 }
 
-// enter keeps the database open until leave.
+// enter keeps the database open until leave is called.
 func (s *Store) enter() error {
 	s.gate.RLock()
 	if s.closed {
@@ -531,23 +538,23 @@ func (s *Store) lane(id queue.LaneID) *lane {
 	return s.lanes[id]
 }
 
-// addLane makes a lane known. The caller holds mu, or is alone.
+// addLane registers a lane. The caller holds mu, or no other goroutine uses the store.
 func (s *Store) addLane(l *lane) {
 	s.lanes[l.id] = l
 	if l.group == nil {
-		s.count(l, l.log, l.dest)
+		s.addHolder(l, l.log, l.dest)
 	}
 }
 
-// addGroup makes a group known. The caller holds mu, or is alone.
+// addGroup registers a group. The caller holds mu, or no other goroutine uses the store.
 func (s *Store) addGroup(g *group) {
 	s.groups[g.id] = g
-	s.count(g, g.log, g.dest)
+	s.addHolder(g, g.log, g.dest)
 }
 
-func (s *Store) count(c counted, log *sourceLog, dest *destination) {
-	log.counted = append(log.counted, c)
-	dest.counted = append(dest.counted, c)
+func (s *Store) addHolder(c ledgerHolder, log *sourceLog, dest *destination) {
+	log.holders = append(log.holders, c)
+	dest.holders = append(dest.holders, c)
 }
 
 func (s *Store) allLogs() []*sourceLog {
@@ -562,8 +569,8 @@ func (s *Store) sourceLog(source string) *sourceLog {
 	return s.logs[source]
 }
 
-// logFor returns a Source's log and makes it when missing. The mapping is
-// written before anything that depends on it, so no crash takes it alone.
+// logFor returns a Source's log, and creates it when it is missing. The name is written before
+// anything that depends on it, so a crash cannot lose the name alone.
 func (s *Store) logFor(source string) (*sourceLog, error) {
 	if l := s.sourceLog(source); l != nil {
 		return l, nil
@@ -587,49 +594,49 @@ func (s *Store) logFor(source string) (*sourceLog, error) {
 	return l, nil
 }
 
-// nextNumber gives a number that was never used. The caller holds registry.
+// nextNumber returns a number that was never used. The caller holds registry.
 func (s *Store) nextNumber(b *pebble.Batch) uint64 {
 	s.lastNumber++
 	_ = b.Set(keyLastNumber, binary.AppendUvarint(nil, s.lastNumber), nil)
 	return s.lastNumber
 }
 
-// apply writes a batch without a sync; the flusher sees to that soon.
+// apply writes a batch without a sync; the flusher syncs it within SyncInterval.
 func (s *Store) apply(b *pebble.Batch) error {
 	err := s.db.Apply(b, pebble.NoSync)
 	_ = b.Close()
-	s.flusher.wrote()
+	s.flusher.markUnsynced()
 	return err
 }
 
-// applySync writes a batch and syncs it, and all that was written before.
+// applySync writes a batch, and syncs it with everything written before.
 func (s *Store) applySync(b *pebble.Batch) error {
-	s.flusher.syncing()
+	s.flusher.markSynced()
 	err := s.db.Apply(b, pebble.Sync)
 	_ = b.Close()
 	return err
 }
 
-// Remember implements queue.Store.
-func (s *Store) Remember(name string, value []byte) error {
-	return s.remember(name, value, s.apply)
+// PutMeta implements queue.Store.
+func (s *Store) PutMeta(name string, value []byte) error {
+	return s.putMeta(name, value, s.apply)
 }
 
-// RememberDurably implements queue.Store.
-func (s *Store) RememberDurably(name string, value []byte) error {
-	return s.remember(name, value, s.applySync)
+// PutMetaDurable implements queue.Store.
+func (s *Store) PutMetaDurable(name string, value []byte) error {
+	return s.putMeta(name, value, s.applySync)
 }
 
-func (s *Store) remember(name string, value []byte, apply func(*pebble.Batch) error) error {
+func (s *Store) putMeta(name string, value []byte, apply func(*pebble.Batch) error) error {
 	if name == "" || len(name) > 3*maxNameBytes {
-		return fmt.Errorf("remember: the name has %d bytes; it must have 1 to %d", len(name), 3*maxNameBytes)
+		return fmt.Errorf("put meta: the name has %d bytes; it must have 1 to %d", len(name), 3*maxNameBytes)
 	}
 	if err := s.enter(); err != nil {
 		return err
 	}
 	defer s.leave()
 	b := s.db.NewBatch()
-	if k := append([]byte{prefixMemory}, name...); value == nil {
+	if k := append([]byte{prefixCallerMeta}, name...); value == nil {
 		_ = b.Delete(k, nil)
 	} else {
 		_ = b.Set(k, value, nil)
@@ -637,14 +644,14 @@ func (s *Store) remember(name string, value []byte, apply func(*pebble.Batch) er
 	return apply(b)
 }
 
-// Remembered implements queue.Store.
-func (s *Store) Remembered() (map[string][]byte, error) {
+// AllMeta implements queue.Store.
+func (s *Store) AllMeta() (map[string][]byte, error) {
 	if err := s.enter(); err != nil {
 		return nil, err
 	}
 	defer s.leave()
 	all := map[string][]byte{}
-	err := s.scan([]byte{prefixMemory}, func(k, v []byte) error {
+	err := s.scan([]byte{prefixCallerMeta}, func(k, v []byte) error {
 		all[string(k[1:])] = append([]byte{}, v...)
 		return nil
 	})
@@ -673,10 +680,10 @@ func (s *Store) SourceStats(source string) queue.SourceStats {
 		s.mu.RUnlock()
 		return queue.SourceStats{}
 	}
-	ledger, all := l.dropped, l.counted
+	ledger, all := l.dropped, l.holders
 	s.mu.RUnlock()
 	ledger = s.sum(ledger, all)
-	// Trimmed first: it is never ahead of what was durable before.
+	// Read first: it is never ahead of the durable bytes that are read later.
 	trimmed := l.trimmedBytes.Load()
 	return queue.SourceStats{
 		Accepted:   int64(l.durable.Load()),
@@ -686,12 +693,13 @@ func (s *Store) SourceStats(source string) queue.SourceStats {
 	}
 }
 
-// sum adds ledgers. A lane that is dropped meanwhile still has its own.
-func (s *Store) sum(ledger queue.Ledger, all []counted) queue.Ledger {
+// sum adds ledgers. A lane that is being dropped is included until its ledger is part of the
+// dropped lanes' ledger.
+func (s *Store) sum(ledger queue.Ledger, all []ledgerHolder) queue.Ledger {
 	for _, c := range all {
 		mu := c.locked()
 		if !s.lockUnlessFull(mu) {
-			ledger = ledger.Plus(c.last().load().Ledger)
+			ledger = ledger.Plus(c.cached().load().Ledger)
 			continue
 		}
 		ledger = ledger.Plus(c.ledger())
@@ -700,11 +708,12 @@ func (s *Store) sum(ledger queue.Ledger, all []counted) queue.Ledger {
 	return ledger
 }
 
-// Close implements queue.Store. All of the log is flushed, so that the next
-// start has nothing to replay.
+// Close implements queue.Store. It flushes the whole log, so that the next start has nothing to
+// replay.
 func (s *Store) Close() error {
-	// Writes that wait for room on a full disk hold the gate; from now on they do not wait for ever.
-	s.fs.giveUp()
+	// Writes that wait for space on a full disk hold the gate; from now on their wait is
+	// bounded.
+	s.fs.stopWaiting()
 	s.gate.Lock()
 	if s.closed {
 		s.gate.Unlock()
@@ -716,11 +725,11 @@ func (s *Store) Close() error {
 	s.done.Wait()
 	s.metrics.unregister()
 	err := s.flushLanes(pebble.Sync)
-	if s.disk.roomToFlush() {
+	if s.disk.spaceToFlush() {
 		err = errors.Join(err, s.db.Flush())
 	}
 	if err = errors.Join(err, s.db.Close()); err == nil {
-		err = s.signClean()
+		err = s.writeCleanMark()
 	}
 	return errors.Join(err, s.closeFiles())
 }
@@ -728,33 +737,34 @@ func (s *Store) Close() error {
 func (s *Store) events() *pebble.EventListener {
 	return &pebble.EventListener{
 		BackgroundError: func(err error) {
-			s.log.Error("a background task of the queue's storage engine failed; retrying", "error", err)
+			s.log.Error("storage engine background task failed; retrying", "error", err)
 		},
 		DataCorruption: func(info pebble.DataCorruptionInfo) {
-			s.log.Error("a file of the queue is corrupt", "path", info.Path, "error", info.Details)
-			s.noteDamage(info.Path)
+			s.log.Error("queue file corrupt", "path", info.Path, "error", info.Details)
+			s.recordDamage(info.Path)
 		},
 		FlushEnd:   func(pebble.FlushInfo) { s.flushed.Store(true) },
 		WALCreated: func(info pebble.WALCreateInfo) { s.reclaimer.newestLog.Store(uint64(info.FileNum)) },
 		WriteStallBegin: func(info pebble.WriteStallBeginInfo) {
-			s.log.Warn("the queue's disk cannot keep up; writes wait", "reason", info.Reason)
+			s.log.Warn("disk too slow; writes wait", "reason", info.Reason)
 		},
 	}
 }
 
-// engineLogger gives the engine's words to the operator's log.
+// engineLogger writes the engine's messages to the store's logger.
 type engineLogger struct{ s *Store }
 
 func (l engineLogger) Infof(string, ...any) {}
 
 func (l engineLogger) Errorf(format string, args ...any) {
-	l.s.log.Error("queue storage engine", "error", fmt.Sprintf(format, args...))
+	l.s.log.Error("storage engine error", "error", fmt.Sprintf(format, args...))
 }
 
-// Fatalf is how the engine says that its log could not be written: what follows would not be durable.
+// Fatalf is called by the engine when it cannot write its log: later messages would not be
+// durable.
 func (l engineLogger) Fatalf(format string, args ...any) {
 	err := fmt.Errorf(format, args...)
-	l.s.log.Error("writing the queue's log failed; stopping the process; nothing acknowledged is lost", "error", err)
+	l.s.log.Error("write of the queue's log failed; stopping the process, acknowledged messages are safe", "error", err)
 	l.s.o.Fatal(err)
-	select {} // The engine does not expect it to return.
+	select {} // The engine expects Fatalf not to return.
 }

@@ -35,16 +35,16 @@ func open(t testing.TB, dir string, o Options) *Store {
 
 func trimNow(s queue.Store) {
 	s.(*Store).maintain(true)
-	_ = s.(*Store).reclaim(context.Background()) // It fails where the file system does.
+	_ = s.(*Store).reclaim(context.Background()) // The error of a failed file system is expected.
 }
 
-// laneHas reports whether a message is in a lane.
-func laneHas(s queue.Store, id queue.LaneID, seq uint64) bool {
+// laneHasPending reports whether a message is pending in a lane.
+func laneHasPending(s queue.Store, id queue.LaneID, seq uint64) bool {
 	p := s.(*Store)
 	l := p.lane(id)
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	ok, err := p.has(l, seq)
+	ok, err := p.isPendingIn(l, seq)
 	if err != nil {
 		panic(err)
 	}
@@ -58,24 +58,24 @@ func TestConformance(t *testing.T) {
 			Open: func(t testing.TB) queue.Store {
 				return open(t, dir, Options{DuplicateWindow: 10 * time.Minute, Now: clock.Now})
 			},
-			Clock: clock, DuplicateWindow: 10 * time.Minute, Trim: trimNow, Has: laneHas,
+			Clock: clock, DuplicateWindow: 10 * time.Minute, Trim: trimNow, IsPending: laneHasPending,
 		}
 	})
 }
 
-// What is stored is of users: nobody else on the machine may read it.
-func TestOnlyTheirUserReadsTheFiles(t *testing.T) {
+// Stored messages contain user data, so only their owner may read the files.
+func TestFilesAreReadableByOwnerOnly(t *testing.T) {
 	data := filepath.Join(t.TempDir(), "data")
 	s := open(t, filepath.Join(data, "queue"), Options{})
 	defer s.Close()
 	for _, dir := range []string{data, filepath.Join(data, "queue")} {
 		if info, err := os.Stat(dir); err != nil || info.Mode().Perm() != 0o700 {
-			t.Errorf("%s: %v, %v; want a folder of mode 0700", dir, info.Mode(), err)
+			t.Errorf("%s: %v, %v; want a directory of mode 0700", dir, info.Mode(), err)
 		}
 	}
 }
 
-// Lanes that are opened at the same time share the syncs of the disk.
+// Lanes that are opened at the same time share disk syncs.
 func TestLanesOpenTogether(t *testing.T) {
 	var syncs atomic.Int64
 	s := open(t, "queue", Options{FS: storetest.Watch(vfs.NewMem(), func() {}, func() {
@@ -107,8 +107,8 @@ func env(name string, otherwise int) int {
 	return otherwise
 }
 
-// TestCrashes cuts the power at random moments of random operations.
-// POSTHORN_CRASH_SEEDS sets how many seeds are run, POSTHORN_CRASH_SEED a first one.
+// TestCrashes simulates power losses at random moments of random operations.
+// POSTHORN_CRASH_SEEDS sets the number of seeds, POSTHORN_CRASH_SEED the first one.
 func TestCrashes(t *testing.T) {
 	first := env("POSTHORN_CRASH_SEED", 1)
 	for seed := first; seed < first+env("POSTHORN_CRASH_SEEDS", 20); seed++ {
@@ -118,8 +118,8 @@ func TestCrashes(t *testing.T) {
 	}
 }
 
-// TestGroupCrashes cuts the power once in each seed, at a random moment of random
-// operations on a group. The variables of TestCrashes set the seeds.
+// TestGroupCrashes simulates one power loss per seed, at a random moment of random operations
+// on a group. The variables of TestCrashes set the seeds.
 func TestGroupCrashes(t *testing.T) {
 	first := env("POSTHORN_CRASH_SEED", 1)
 	for seed := first; seed < first+env("POSTHORN_CRASH_SEEDS", 20); seed++ {
@@ -162,7 +162,7 @@ func TestGroupCountsDeleteOnceAfterCrash(t *testing.T) {
 			if _, err := s.Append(t.Context(), []queue.Message{{Source: a.Source, ID: "m", Type: "delete", AcceptedAt: time.Now(), Body: []byte("{}")}}); err != nil {
 				t.Fatal(err)
 			}
-			// The lane a is in memory alone; the retry writes the lane b and the group.
+			// The change of lane a is in memory only; the retry writes lane b and the group.
 			if d := lease(s, a); test.ack {
 				s.Ack(d)
 			}
@@ -185,7 +185,7 @@ func TestGroupCountsDeleteOnceAfterCrash(t *testing.T) {
 	}
 }
 
-// crashing is an engine on a file system that loses power.
+// crashing returns an engine on a file system that can lose power.
 func crashing(*testing.T) storetest.Engine {
 	clock := &storetest.Clock{}
 	power := newPower()
@@ -197,11 +197,12 @@ func crashing(*testing.T) storetest.Engine {
 				Fatal: func(err error) { t.Errorf("fatal: %v", err) },
 			})
 		},
-		Clock: clock, DuplicateWindow: 10 * time.Minute, Trim: trimNow, Has: laneHas, Crash: power,
+		Clock: clock, DuplicateWindow: 10 * time.Minute, Trim: trimNow, IsPending: laneHasPending, Crash: power,
 	}
 }
 
-// power is a file system in memory that loses power: what was not synced is lost, or a part of it.
+// power is a file system in memory that can simulate a power loss: some or all unsynced changes
+// are lost.
 type power struct {
 	mu       sync.Mutex
 	mem      *vfs.MemFS
@@ -254,7 +255,7 @@ func (p *power) operation() {
 
 var discard = slog.New(slog.DiscardHandler)
 
-// rndReader gives bytes that cannot be compressed.
+// rndReader returns bytes that cannot be compressed.
 type rndReader struct{}
 
 func (rndReader) Read(b []byte) (int, error) {

@@ -17,46 +17,45 @@ import (
 	"github.com/cockroachdb/pebble/v2/wal"
 )
 
-// syncedName is the file that says up to which byte each write-ahead log and each
-// manifest was synced. Damage before that byte is damage, not the torn end that a crash leaves.
+// syncedName is the file with the synced length of each write-ahead log and each manifest.
+// Damage before that byte is damage, not the torn end that a crash leaves.
 //
 // Invariants:
 //
-//   - A position is written after the sync has returned and before the engine
-//     reports the sync to those who wait for it. So the file covers all that was
-//     acknowledged, and never more than is durable.
-//   - The write is synced in the background only (see syncPositions), never by a commit. It
-//     survives the end of the process exactly. A power loss may bring back an older
-//     state, never a newer one; the marks in the log (see mark) narrow that down.
-//   - Two slots are written in turn, each with its length and checksum, so that a
-//     torn write leaves the other slot. Without a sound slot the marks alone count.
-//   - A position stays while its file exists: the engine needs the old logs and the old
+//   - A position is written after the sync returns and before the engine acknowledges it. So
+//     the file covers every acknowledged write, and never a write that is not durable.
+//   - The write is synced only in the background (see syncPositions), never by a commit. The
+//     end of the process loses no position. A power loss may restore older positions, never
+//     newer ones; the marks in the log (see mark) are more recent then.
+//   - Two slots are written in turn, each with its length and checksum, so that a torn write
+//     leaves the other slot. Without a sound slot only the marks are used.
+//   - A position is kept while its file exists: the engine needs the old logs and the old
 //     manifest until a start is complete.
 const syncedName = "synced"
 
 const syncedSlotBytes = 4096
 
-// filePosition says up to which byte a file was synced.
+// filePosition is the synced length of a file.
 type filePosition struct {
 	name   string
 	offset int64
 }
 
-// syncedFiles keeps the positions of the files that the engine appends to.
+// syncedFiles stores the positions of the files that the engine appends to.
 type syncedFiles struct {
 	mu         sync.Mutex
 	file       vfs.File
 	generation uint64
 	positions  []filePosition
 	unsynced   bool
-	// log and offset are the position of the newest log.
+	// log and offset are the number and the position of the newest log.
 	log    uint64
 	offset int64
 	buf    []byte
 	failed func(error)
 }
 
-// open takes over the positions of the last run and begins a file of its own.
+// open creates the file, with the positions of the last run.
 func (f *syncedFiles) open(fsys vfs.FS, dir string, positions []filePosition, failed func(error)) error {
 	unnamed := fsys.PathJoin(dir, syncedName+".tmp")
 	file, err := fsys.Create(unnamed, vfs.WriteCategoryUnspecified)
@@ -82,8 +81,8 @@ func (f *syncedFiles) close() error {
 	return err
 }
 
-// synced notes that a file was synced up to offset. A failure to write is logged and
-// does not fail the sync: an older position claims less than is durable.
+// synced records that a file was synced up to offset. A failed write is logged and does not
+// fail the sync: an older position is less exact, but not wrong.
 func (f *syncedFiles) synced(name string, offset int64) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -104,11 +103,11 @@ func (f *syncedFiles) synced(name string, offset int64) {
 	}
 }
 
-// positionSyncInterval bounds how old the positions are that a power loss leaves.
+// positionSyncInterval bounds the age of the positions after a power loss.
 const positionSyncInterval = 10 * time.Second
 
-// syncPositions makes the positions durable when they changed: after a flush, which makes logs
-// obsolete, and otherwise once an interval.
+// syncPositions makes changed positions durable: after a flush, which makes logs obsolete, and
+// otherwise once per interval.
 func (s *Store) syncPositions() {
 	if now := s.o.Now(); s.flushed.Swap(false) || now.Sub(s.positionsSynced) >= positionSyncInterval {
 		s.positionsSynced = now
@@ -129,22 +128,22 @@ func (f *syncedFiles) sync(also vfs.File) error {
 	return errors.Join(f.file.SyncData(), also.SyncData())
 }
 
-// removed forgets a file. That is written with the next position.
+// removed deletes the position of a file. The next position writes the change.
 func (f *syncedFiles) removed(name string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.positions = slices.DeleteFunc(f.positions, func(p filePosition) bool { return p.name == name })
 }
 
-// write writes the positions into the slot that holds the older ones. The caller
-// holds mu, or is alone.
+// write writes the positions into the slot with the older ones. The caller holds mu, or no
+// other goroutine uses the file.
 func (f *syncedFiles) write() error {
 	f.generation++
 	b := append(f.buf[:0], make([]byte, syncedHeader)...)
 	b = strconv.AppendUint(b, f.generation, 10)
 	b = append(b, '\n')
 	f.unsynced = true
-	// The engine has about ten files at most. If there were more, the newest ones count.
+	// The engine has about ten files. Beyond 64 the oldest ones are omitted.
 	for _, p := range f.positions[max(0, len(f.positions)-64):] {
 		b = append(append(b, p.name...), ' ')
 		b = append(strconv.AppendInt(b, p.offset, 10), '\n')
@@ -156,11 +155,11 @@ func (f *syncedFiles) write() error {
 	return err
 }
 
-// A slot is checksum(4) length(2), then text: the generation, and a name and an
-// offset per line.
+// A slot is checksum(4) length(2), then text: the generation, then a name and an offset per
+// line.
 const syncedHeader = 6
 
-// readSynced returns the newest sound positions. damaged says that the file exists and has none.
+// readSynced returns the newest sound positions. damaged reports a file without a sound slot.
 func readSynced(fsys vfs.FS, dir string) (positions []filePosition, damaged bool, err error) {
 	data, err := readAll(fsys, fsys.PathJoin(dir, syncedName))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -191,9 +190,9 @@ func readSynced(fsys vfs.FS, dir string) (positions []filePosition, damaged bool
 	return positions, damaged, nil
 }
 
-// A mark is written into the log with every group of messages. It says up to which
-// byte which log was synced when the group was made: kind(1) log(8) offset(8). A mark
-// that survives proves what was durable, whatever became of the file of positions.
+// A mark is written into the log with every commit. It holds the synced position of a log at
+// that time: kind(1) log(8) offset(8). A surviving mark proves which bytes were durable,
+// independently of the file of positions.
 const (
 	markKind = 'S'
 	markLen  = 17
@@ -207,7 +206,7 @@ func (f *syncedFiles) mark() []byte {
 	return binary.BigEndian.AppendUint64(b, uint64(f.offset))
 }
 
-// batchHead is how many bytes of a batch the check needs: its header and its mark,
+// batchHead is the number of bytes of a batch that the check needs: the header, and the mark,
 // which is the first entry.
 const batchHead = 12 + 2 + markLen
 
@@ -224,17 +223,17 @@ func logNumber(name string) (uint64, bool) {
 	return uint64(number), ok
 }
 
-// journalCheck is what became of the bytes that were synced.
+// journalCheck is the result of checkJournals.
 type journalCheck struct {
-	// damaged are the files that lack some of them.
+	// damaged are the files that lack synced bytes.
 	damaged []DamagedFile
-	// torn are the ends of logs where sound records follow damage and nothing proves that it was
-	// synced: a power loss leaves them, where it took a part of the last writes.
+	// torn are the logs in which sound records follow damaged bytes that were not provably
+	// synced. A power loss causes this when it loses a part of the last writes.
 	torn []DamagedFile
 }
 
-// checkJournals compares the manifest and the logs from number oldest on with what was synced
-// of them, by the file of positions and by the marks in the logs.
+// checkJournals compares the manifest, and the logs from number oldest on, with their synced
+// lengths according to the file of positions and the marks in the logs.
 func checkJournals(fsys vfs.FS, dir, manifest string, oldest uint64) (c journalCheck, err error) {
 	positions, _, err := readSynced(fsys, dir)
 	if err != nil {
@@ -247,7 +246,7 @@ func checkJournals(fsys vfs.FS, dir, manifest string, oldest uint64) (c journalC
 	damage := func(name, format string, args ...any) {
 		c.damaged = append(c.damaged, DamagedFile{fsys.PathJoin(dir, name), fmt.Sprintf(format, args...)})
 	}
-	synced := map[uint64]int64{} // By the number of a log.
+	synced := map[uint64]int64{} // By log number.
 	for _, p := range positions {
 		if p.name == manifest {
 			data, err := readAll(fsys, fsys.PathJoin(dir, manifest))
@@ -255,13 +254,13 @@ func checkJournals(fsys vfs.FS, dir, manifest string, oldest uint64) (c journalC
 				return c, err
 			}
 			if sound, _ := soundManifest(data); sound < p.offset {
-				damage(manifest, "bytes %d to %d are damaged or missing: it was synced up to there", sound, p.offset)
+				damage(manifest, "bytes %d to %d are damaged or missing: the file was synced up to the end of this part", sound, p.offset)
 			}
 		}
 		if number, ok := logNumber(p.name); ok && number >= oldest {
 			synced[number] = p.offset
 			if p.offset > 0 && !slices.Contains(names, p.name) {
-				damage(p.name, "the file is missing; it was synced up to byte %d", p.offset)
+				damage(p.name, "the file is missing, but it was synced up to byte %d", p.offset)
 			}
 		}
 	}
@@ -269,7 +268,7 @@ func checkJournals(fsys vfs.FS, dir, manifest string, oldest uint64) (c journalC
 		logEnd
 		name   string
 		number uint64
-		// gaps are the damaged parts that sound records follow.
+		// gaps are the damaged parts before sound records.
 		gaps [][2]int64
 	}
 	var logs []scanned
@@ -291,12 +290,12 @@ func checkJournals(fsys vfs.FS, dir, manifest string, oldest uint64) (c journalC
 				l.gaps, next = append(l.gaps, [2]int64{rec.gap, rec.at}), 0
 			}
 			if len(rec.data) < 12 {
-				damage(l.name, "the record at byte %d is no batch", rec.at)
+				damage(l.name, "the record at byte %d is not a batch", rec.at)
 				return nil
 			}
 			first, count := binary.LittleEndian.Uint64(rec.data), binary.LittleEndian.Uint32(rec.data[8:])
 			if next != 0 && first != next {
-				damage(l.name, "the batch at byte %d begins with change %d, but the one before ends before %d: changes between are missing", rec.at, first, next)
+				damage(l.name, "the batch at byte %d begins with change %d, but the previous one ends before %d: changes in between are missing", rec.at, first, next)
 			}
 			next = first + uint64(count)
 			return nil
@@ -309,9 +308,9 @@ func checkJournals(fsys vfs.FS, dir, manifest string, oldest uint64) (c journalC
 		newest := i == len(logs)-1
 		switch {
 		case l.sound < synced[l.number]:
-			damage(l.name, "bytes %d to %d are damaged or missing; it was synced up to byte %d", l.sound, gapEnd(l.gaps, synced[l.number]), synced[l.number])
+			damage(l.name, "bytes %d to %d are damaged or missing; the file was synced up to byte %d", l.sound, gapEnd(l.gaps, synced[l.number]), synced[l.number])
 		case !newest && !l.closed:
-			damage(l.name, "it has no sound end behind byte %d, but it was closed before %s was begun", l.sound, logs[i+1].name)
+			damage(l.name, "it has no sound end after byte %d, but it was closed before %s was created", l.sound, logs[i+1].name)
 		case len(l.gaps) > 0:
 			c.torn = append(c.torn, DamagedFile{fsys.PathJoin(dir, l.name), fmt.Sprintf("bytes %d to %d", l.sound, l.gaps[0][1])})
 		}
@@ -319,7 +318,7 @@ func checkJournals(fsys vfs.FS, dir, manifest string, oldest uint64) (c journalC
 	return c, nil
 }
 
-// gapEnd is where the first damaged part ends, at most at synced.
+// gapEnd returns the end of the first damaged part, or synced without one.
 func gapEnd(gaps [][2]int64, synced int64) int64 {
 	if len(gaps) > 0 {
 		return gaps[0][1]
@@ -336,24 +335,25 @@ func scanLogFile(fsys vfs.FS, path string, number uint64, keep int, first func([
 	return scanLog(f, number, keep, first, record)
 }
 
-// journalFile counts what is written to a log or a manifest, and notes what was synced.
+// journalFile is a log or a manifest. It counts the written bytes and records the synced
+// length.
 type journalFile struct {
-	*patientFile
+	*waitForSpaceFile
 	name    string
 	written int64
 }
 
 func (f *journalFile) Write(p []byte) (int, error) {
-	n, err := f.patientFile.Write(p)
+	n, err := f.waitForSpaceFile.Write(p)
 	f.written += int64(n)
 	return n, err
 }
 
-func (f *journalFile) Sync() error { return f.sync(f.patientFile.Sync) }
+func (f *journalFile) Sync() error { return f.sync(f.waitForSpaceFile.Sync) }
 
-func (f *journalFile) SyncData() error { return f.sync(f.patientFile.SyncData) }
+func (f *journalFile) SyncData() error { return f.sync(f.waitForSpaceFile.SyncData) }
 
-// sync is called by the one goroutine that writes the file.
+// sync is called only by the goroutine that writes the file.
 func (f *journalFile) sync(sync func() error) error {
 	end := f.written
 	if err := sync(); err != nil {

@@ -13,7 +13,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// member is a lane of the group of the suite's destination.
+// member returns a lane of the group of the suite's destination.
 func member(endpoint string) queue.LaneID {
 	return queue.LaneID{Source: source, Destination: crm, Endpoint: endpoint, Any: true}
 }
@@ -24,7 +24,7 @@ var (
 	letterLane       = queue.LaneID{Source: source, Destination: crm}
 )
 
-// Each lane of a group gets each message; the group counts it once, by the first Ack.
+// Each lane of a group leases each message; the group counts it once, by the first Ack.
 func (x *suite) groupCountsOnce() {
 	x.open(memberA, memberB)
 	x.add(3)
@@ -50,7 +50,8 @@ func (x *suite) groupCountsOnce() {
 	x.equal("messages of b after a restart", seqs(x.lease(memberB, 10)), []uint64{3})
 }
 
-// A success ends the retries of the other lanes, waiting or under way, but not their first attempts.
+// A delivery ends the retries of the other lanes, waiting or leased, but not their first
+// attempts.
 func (x *suite) groupSuccessEndsRetries() {
 	x.open(memberA, memberB)
 	x.add(3)
@@ -77,8 +78,8 @@ func (x *suite) groupSuccessEndsRetries() {
 	x.equal("first attempts of a", seqs(x.lease(memberA, 9)), []uint64{4, 5})
 }
 
-// A message that all lanes give up is one dead letter, with the attempts of all.
-func (x *suite) groupGivesUp() {
+// A message that all lanes bury is one dead letter, with the attempts of all lanes.
+func (x *suite) groupBury() {
 	x.open(memberA, memberB)
 	x.add(2)
 	a := x.lease(memberA, 2)
@@ -97,7 +98,7 @@ func (x *suite) groupGivesUp() {
 		x.Fatalf("buried %t (%v) by the last lane", buried, err)
 	}
 	if buried, err := x.store.Bury(x.lease(memberA, 1)[0], x.failure("Rejected")); buried || err != nil {
-		x.Fatalf("buried %t (%v) after another lane took the message", buried, err)
+		x.Fatalf("buried %t (%v) after another lane delivered the message", buried, err)
 	}
 	letters := x.letters(crm, "")
 	if len(letters) != 1 || letters[0].Lane != letterLane || letters[0].Seq != 1 || letters[0].Attempts != 3 || letters[0].Failure.Reason != "Expired" {
@@ -106,7 +107,8 @@ func (x *suite) groupGivesUp() {
 	x.ledger(groupID, counts{Accepted: 2, Delivered: 1, DeadLettered: 1})
 }
 
-// A first attempt that expires is skipped and counted, and is a dead letter only when no lane took the message.
+// An expired first attempt is skipped and counted. It is a dead letter only when no lane
+// delivered the message.
 func (x *suite) groupExpires() {
 	x.open(memberA, memberB)
 	x.add(5)
@@ -131,17 +133,18 @@ func (x *suite) groupExpires() {
 	}
 }
 
-// A lane that has left delivers only what no other lane took or has.
-func (x *suite) groupLeft() {
+// A lane whose endpoint was removed delivers only messages that no other lane delivered or has
+// pending.
+func (x *suite) groupEndpointRemoved() {
 	x.open(memberA)
-	x.add(3) // Of a alone.
+	x.add(3) // Before b is opened.
 	x.open(memberB)
 	x.add(3)
 	a := x.lease(memberA, 2)
 	x.store.Ack(a[0])
 	x.store.Retry(a[1], x.Clock.Now(), x.failure("TimedOut"))
 	x.store.Ack(x.lease(memberB, 1)[0])
-	x.must(x.store.EndLane(memberA, queue.Left))
+	x.must(x.store.EndLane(memberA, queue.EndpointRemoved))
 	x.add(1)
 	x.Clock.Advance(time.Second)
 	x.reopenStore()
@@ -159,17 +162,17 @@ func (x *suite) groupLeft() {
 	x.equal("ledger of the destination", x.store.DestinationStats(crm).Ledger, queue.Ledger{Accepted: 7, Delivered: 4, Pending: 3})
 }
 
-// When two lanes leave one after the other, each message stays in exactly one of them:
-// in the second lane where the first one dropped it before, else in the older lane.
-func (x *suite) groupLeaveInTurn() {
+// When the endpoints of two lanes are removed in turn, each message is delivered by exactly one
+// of them: by the second lane if the first one dropped it before, else by the older lane.
+func (x *suite) groupEndpointsRemovedInTurn() {
 	x.open(memberA, memberB)
 	x.add(4)
-	x.must(x.store.EndLane(memberA, queue.Left))
+	x.must(x.store.EndLane(memberA, queue.EndpointRemoved))
 	x.equal("of a, while b has all", seqs(x.lease(memberA, 9)), []uint64(nil))
-	x.must(x.store.EndLane(memberA, queue.GoOn))
+	x.must(x.store.EndLane(memberA, queue.Active))
 	x.add(2)
-	x.must(x.store.EndLane(memberA, queue.Left))
-	x.must(x.store.EndLane(memberB, queue.Left))
+	x.must(x.store.EndLane(memberA, queue.EndpointRemoved))
+	x.must(x.store.EndLane(memberB, queue.EndpointRemoved))
 	x.reopenStore()
 	x.open(memberA, memberB)
 
@@ -198,7 +201,7 @@ func (x *suite) groupLeaveInTurn() {
 	x.ledger(groupID, counts{Accepted: 6, Delivered: 3, DeadLettered: 2, Discarded: 1})
 }
 
-// What is appended while all lanes have ended is not for the group.
+// Messages appended while all lanes have ended are not for the group.
 func (x *suite) groupEnds() {
 	x.open(memberA, memberB)
 	x.add(2)
@@ -209,8 +212,8 @@ func (x *suite) groupEnds() {
 	for _, d := range x.lease(memberA, 10) {
 		x.store.Ack(d)
 	}
-	x.must(x.store.EndLane(memberA, queue.GoOn))
-	x.must(x.store.EndLane(memberB, queue.GoOn))
+	x.must(x.store.EndLane(memberA, queue.Active))
+	x.must(x.store.EndLane(memberB, queue.Active))
 	x.add(1)
 	x.reopenStore()
 	x.open(memberA, memberB)
@@ -245,7 +248,8 @@ func (x *suite) groupDelete() {
 	x.ledger(groupID, counts{Accepted: 2, Delivered: 1, DeadLettered: 1})
 }
 
-// Groups runs random operations on the lanes of a group against a model in memory.
+// Groups runs random operations on the lanes of a group and compares the results with a model
+// in memory.
 func Groups(t *testing.T, seed uint64, operations int, start func(t *testing.T) Engine) {
 	m := &groupModel{suite: suite{T: t, Engine: start(t)}, rng: rand.New(rand.NewPCG(seed, 1))}
 	m.store = m.Open(t)
@@ -262,9 +266,9 @@ func Groups(t *testing.T, seed uint64, operations int, start func(t *testing.T) 
 	m.drain()
 }
 
-// GroupsCrash runs random operations on the lanes of a group until the power fails.
-// Afterwards all ledgers must balance, each message that was pending must be
-// delivered again, and nothing may be pending then.
+// GroupsCrash runs random operations on the lanes of a group until the power fails. Afterwards
+// all ledgers must balance, each pending message must be delivered again, and then no message
+// may be pending.
 func GroupsCrash(t *testing.T, seed uint64, operations int, start func(t *testing.T) Engine) {
 	m := &groupModel{suite: suite{T: t, Engine: start(t)}, rng: rand.New(rand.NewPCG(seed, 2))}
 	m.store = m.Open(t)
@@ -289,8 +293,8 @@ func GroupsCrash(t *testing.T, seed uint64, operations int, start func(t *testin
 	t.Fatalf("the power did not fail in %d operations", operations)
 }
 
-// recover opens the store after a loss of power, checks it and delivers all that
-// waits. The messages behind acknowledged may be lost.
+// recover opens the store after a power loss, checks it and delivers all pending messages. The
+// messages after acknowledged may be lost.
 func (m *groupModel) recover(acknowledged uint64) {
 	m.note("power loss")
 	m.Crash.Recover(m.T, m.store)
@@ -307,7 +311,7 @@ func (m *groupModel) recover(acknowledged uint64) {
 	m.must(m.store.DestinationStats(crm).Ledger.Balance())
 	m.Clock.Advance(time.Hour)
 	got, byLane := map[uint64]bool{}, map[string]map[uint64]bool{}
-	for range 3 { // The messages that one lane leaves may be for another one.
+	for range 3 { // A message that one lane drops may be for another one.
 		for _, id := range lanes {
 			if byLane[id.Endpoint] == nil {
 				byLane[id.Endpoint] = map[uint64]bool{}
@@ -324,7 +328,7 @@ func (m *groupModel) recover(acknowledged uint64) {
 	for name, l := range m.lanes {
 		for seq := l.start + 1; seq <= min(m.limit(l), acknowledged); seq++ {
 			switch {
-			case !m.has(l, seq), seq > l.read && m.verdict(l, seq) != unread:
+			case !m.isPendingIn(l, seq), seq > l.read && m.verdict(l, seq) != unread:
 			case m.exempt(seq) && !byLane[name][seq]:
 				m.Fatalf("lane %v lost message %d of the type delete", l.id, seq)
 			case !m.exempt(seq) && !m.final[seq] && !got[seq]:
@@ -350,31 +354,31 @@ func (m *groupModel) recover(acknowledged uint64) {
 
 type groupModel struct {
 	suite
-	rng     *rand.Rand
-	log     []queue.Message
-	lanes   map[string]*groupLane
-	final   map[uint64]bool
-	given   map[uint64]int // Attempts of messages that a lane gave up.
-	letters map[letterID]int
-	counts  queue.Ledger // Of the present group, without accepted and pending.
-	gaps    []uint64     // Messages that no lane was for.
-	history []string
-	born    int
-	base    uint64 // The messages up to here are of earlier groups.
+	rng       *rand.Rand
+	log       []queue.Message
+	lanes     map[string]*groupLane
+	final     map[uint64]bool
+	handovers map[uint64]int // Attempts of messages that lanes handed over.
+	letters   map[letterID]int
+	counts    queue.Ledger // Of the present group, without accepted and pending.
+	gaps      []uint64     // Messages that were appended while all lanes had ended.
+	history   []string
+	number    int
+	base      uint64 // The last message before the present group.
 }
 
 type groupLane struct {
-	id         queue.LaneID
-	start, end uint64
-	left       bool
-	born       int
-	read       uint64 // As Position says.
-	fates      map[uint64]fate
-	skipped    int64
+	id              queue.LaneID
+	start, end      uint64
+	endpointRemoved bool
+	number          int
+	read            uint64 // The result of Position.
+	fates           map[uint64]fate
+	skipped         int64
 }
 
 func (m *groupModel) reset() {
-	m.lanes, m.final, m.given, m.counts, m.gaps = map[string]*groupLane{}, map[uint64]bool{}, map[uint64]int{}, queue.Ledger{}, nil
+	m.lanes, m.final, m.handovers, m.counts, m.gaps = map[string]*groupLane{}, map[uint64]bool{}, map[uint64]int{}, queue.Ledger{}, nil
 	if m.base = m.head(); m.letters == nil {
 		m.letters = map[letterID]int{}
 	}
@@ -410,8 +414,8 @@ func (m *groupModel) forSibling(l *groupLane, seq uint64) bool {
 	return strings.HasPrefix(only, crm+"/") && only != crm+"/"+l.id.Endpoint
 }
 
-// unreadElsewhere reports whether a lane that goes on has not read a message: that
-// lane counts it, also where it is not for it.
+// unreadElsewhere reports whether a lane without an end has not read a message: that lane
+// counts the message, even if it is not for the lane.
 func (m *groupModel) unreadElsewhere(l *groupLane, seq uint64) bool {
 	for _, o := range m.lanes {
 		if o != l && o.end == 0 && seq > o.read && seq > o.start {
@@ -430,8 +434,8 @@ func (m *groupModel) limit(l *groupLane) uint64 {
 
 func (m *groupModel) exempt(seq uint64) bool { return m.log[seq-1].Type == "delete" }
 
-// has reports whether a message is in a lane.
-func (m *groupModel) has(l *groupLane, seq uint64) bool {
+// isPendingIn reports whether a message is pending in a lane.
+func (m *groupModel) isPendingIn(l *groupLane, seq uint64) bool {
 	if seq <= l.start || seq > m.limit(l) {
 		return false
 	}
@@ -442,35 +446,35 @@ func (m *groupModel) has(l *groupLane, seq uint64) bool {
 	return ok && (f.status == released || f.status == leasedNow || f.status == retrying)
 }
 
-// concerns reports whether a message is in a lane and for it.
-func (m *groupModel) concerns(o *groupLane, seq uint64) bool {
-	return m.has(o, seq) && (seq <= o.read || m.verdict(o, seq) != passed)
+// isAddressedTo reports whether a message is pending in a lane and for it.
+func (m *groupModel) isAddressedTo(o *groupLane, seq uint64) bool {
+	return m.isPendingIn(o, seq) && (seq <= o.read || m.verdict(o, seq) != passed)
 }
 
-func (m *groupModel) elsewhere(l *groupLane, seq uint64) bool {
+func (m *groupModel) pendingElsewhere(l *groupLane, seq uint64) bool {
 	for _, o := range m.lanes {
-		if o != l && (!o.left || l.left && o.born < l.born) && m.concerns(o, seq) {
+		if o != l && (!o.endpointRemoved || l.endpointRemoved && o.number < l.number) && m.isAddressedTo(o, seq) {
 			return true
 		}
 	}
 	return false
 }
 
-// settledWithout reports whether a message is final, or in another lane that it is for.
-func (m *groupModel) settledWithout(l *groupLane, seq uint64) bool {
+// finalOrElsewhere reports whether a message is final, or pending in another lane and for it.
+func (m *groupModel) finalOrElsewhere(l *groupLane, seq uint64) bool {
 	for _, o := range m.lanes {
-		if o != l && m.concerns(o, seq) {
+		if o != l && m.isAddressedTo(o, seq) {
 			return true
 		}
 	}
 	return m.final[seq]
 }
 
-func (m *groupModel) needless(l *groupLane, seq uint64) bool {
-	return m.final[seq] || m.elsewhere(l, seq)
+func (m *groupModel) isUnneeded(l *groupLane, seq uint64) bool {
+	return m.final[seq] || m.pendingElsewhere(l, seq)
 }
 
-// available reports whether a lease may give a message at a time.
+// available reports whether a lease may return a message at a time.
 func (m *groupModel) available(l *groupLane, seq uint64, now int64) bool {
 	f, ok := l.fates[seq]
 	if seq > l.read {
@@ -478,29 +482,30 @@ func (m *groupModel) available(l *groupLane, seq uint64, now int64) bool {
 			return false
 		}
 	}
-	if !ok || l.left && !m.exempt(seq) && m.needless(l, seq) {
+	if !ok || l.endpointRemoved && !m.exempt(seq) && m.isUnneeded(l, seq) {
 		return false
 	}
 	return f.available(now)
 }
 
-// sync takes over what the lane has read or dropped since, other than what was leased.
+// sync updates the model with the messages that the lane has read or dropped, except leased
+// ones.
 func (m *groupModel) sync(l *groupLane) {
 	for _, seq := range slices.Sorted(maps.Keys(l.fates)) {
 		f := l.fates[seq]
-		if f.status != released && f.status != retrying || m.Has(m.store, l.id, seq) {
+		if f.status != released && f.status != retrying || m.IsPending(m.store, l.id, seq) {
 			continue
 		}
-		if !l.left || m.exempt(seq) || !m.needless(l, seq) {
+		if !l.endpointRemoved || m.exempt(seq) || !m.isUnneeded(l, seq) {
 			m.Fatalf("lane %v lost message %d, which is %+v", l.id, seq, f)
 		}
-		l.fates[seq] = fate{status: delivered} // Done.
+		l.fates[seq] = fate{status: delivered} // Settled.
 	}
 	read, _ := m.store.Position(l.id)
 	from := l.read
-	needless := map[uint64]bool{}
+	unneeded := map[uint64]bool{}
 	for seq := from + 1; seq <= read; seq++ {
-		needless[seq] = l.left && m.needless(l, seq)
+		unneeded[seq] = l.endpointRemoved && m.isUnneeded(l, seq)
 	}
 	l.read = read
 	for seq := from + 1; seq <= read; seq++ {
@@ -517,16 +522,16 @@ func (m *groupModel) sync(l *groupLane) {
 				m.counts.Filtered++
 			}
 		case passed:
-			if !m.settledWithout(l, seq) {
+			if !m.finalOrElsewhere(l, seq) {
 				m.final[seq] = true
-				if n, ok := m.given[seq]; ok {
+				if n, ok := m.handovers[seq]; ok {
 					m.bury(letterLane, seq, n)
 				} else if m.forSibling(l, seq) {
 					m.counts.Discarded++
 				}
 			}
 		default:
-			if !needless[seq] {
+			if !unneeded[seq] {
 				m.Fatalf("lane %v read message %d and did not lease it", l.id, seq)
 			}
 		}
@@ -534,35 +539,35 @@ func (m *groupModel) sync(l *groupLane) {
 }
 
 func (m *groupModel) bury(lane queue.LaneID, seq uint64, attempts int) {
-	delete(m.given, seq)
+	delete(m.handovers, seq)
 	m.counts.DeadLettered++
 	m.letters[letterID{lane, seq}] = attempts
 }
 
-func (m *groupModel) giveUp(l *groupLane, seq uint64, attempts int) (buried bool) {
-	l.fates[seq] = fate{status: delivered} // Done.
+func (m *groupModel) buryOrHandOver(l *groupLane, seq uint64, attempts int) (buried bool) {
+	l.fates[seq] = fate{status: delivered} // Settled.
 	if m.exempt(seq) {
 		m.final[seq] = true
 		m.bury(queue.LaneID{Source: source, Destination: crm, Endpoint: l.id.Endpoint}, seq, attempts)
 		return true
 	}
-	if attempts == 0 && len(m.lanes) > 1 && !l.left {
+	if attempts == 0 && len(m.lanes) > 1 && !l.endpointRemoved {
 		l.skipped++
 	}
 	switch {
-	case m.final[seq], l.left && m.elsewhere(l, seq):
-	case m.elsewhere(l, seq):
-		m.given[seq] += attempts
-		m.note("%s gives up %d after %d attempts", l.id.Endpoint, seq, attempts)
+	case m.final[seq], l.endpointRemoved && m.pendingElsewhere(l, seq):
+	case m.pendingElsewhere(l, seq):
+		m.handovers[seq] += attempts
+		m.note("%s hands over %d after %d attempts", l.id.Endpoint, seq, attempts)
 	default:
 		m.final[seq] = true
-		m.bury(letterLane, seq, m.given[seq]+attempts)
+		m.bury(letterLane, seq, m.handovers[seq]+attempts)
 		return true
 	}
 	return false
 }
 
-func (m *groupModel) took(l *groupLane, seq uint64) {
+func (m *groupModel) recordDelivered(l *groupLane, seq uint64) {
 	l.fates[seq] = fate{status: delivered}
 	if m.exempt(seq) {
 		m.counts.Delivered++
@@ -573,7 +578,7 @@ func (m *groupModel) took(l *groupLane, seq uint64) {
 	}
 	m.final[seq] = true
 	m.counts.Delivered++
-	delete(m.given, seq)
+	delete(m.handovers, seq)
 	for _, o := range m.lanes {
 		if f, ok := o.fates[seq]; ok && (f.status == retrying || f.status == released && f.due != 0) {
 			o.fates[seq] = fate{status: delivered}
@@ -581,7 +586,7 @@ func (m *groupModel) took(l *groupLane, seq uint64) {
 	}
 }
 
-func (m *groupModel) some() *groupLane {
+func (m *groupModel) someLane() *groupLane {
 	if len(m.lanes) == 0 {
 		return nil
 	}
@@ -590,7 +595,7 @@ func (m *groupModel) some() *groupLane {
 }
 
 func (m *groupModel) step() {
-	l := m.some()
+	l := m.someLane()
 	switch n := m.rng.IntN(100); {
 	case n < 15 || l == nil && n < 50:
 		for range 1 + m.rng.IntN(6) {
@@ -653,18 +658,18 @@ func (m *groupModel) change() {
 		m.note("open %s", name)
 		m.open(member(name))
 		resume()
-		m.lanes[name] = &groupLane{id: member(name), start: m.head(), read: m.head(), born: m.born, fates: map[uint64]fate{}}
-		m.born++
+		m.lanes[name] = &groupLane{id: member(name), start: m.head(), read: m.head(), number: m.number, fates: map[uint64]fate{}}
+		m.number++
 	case n < 3 && m.head() > 0:
-		end := []queue.End{queue.Ended, queue.Left}[m.rng.IntN(2)]
+		end := []queue.End{queue.Ended, queue.EndpointRemoved}[m.rng.IntN(2)]
 		m.note("end %s: %d", name, end)
 		m.must(m.store.EndLane(l.id, end))
-		if l.left = end == queue.Left; l.end == 0 {
+		if l.endpointRemoved = end == queue.EndpointRemoved; l.end == 0 {
 			l.end = m.head()
 		}
 	case n < 6 && l.end != 0:
-		m.note("go on with %s", name)
-		m.must(m.store.EndLane(l.id, queue.GoOn))
+		m.note("continue %s", name)
+		m.must(m.store.EndLane(l.id, queue.Active))
 		resume()
 		if l.read >= l.end {
 			for seq := l.end + 1; seq <= m.head(); seq++ {
@@ -672,7 +677,7 @@ func (m *groupModel) change() {
 			}
 			l.read = m.head()
 		}
-		l.end, l.left = 0, false
+		l.end, l.endpointRemoved = 0, false
 	case n == 6:
 		m.note("drop %s", name)
 		m.drop(l)
@@ -684,14 +689,14 @@ func (m *groupModel) drop(l *groupLane) {
 	m.must(m.store.DropLane(context.Background(), l.id))
 	last := len(m.lanes) == 1
 	for seq := l.start + 1; seq <= m.limit(l) && !last; seq++ {
-		if !m.has(l, seq) || slices.Contains(m.gaps, seq) || seq > l.read && m.unreadElsewhere(l, seq) {
+		if !m.isPendingIn(l, seq) || slices.Contains(m.gaps, seq) || seq > l.read && m.unreadElsewhere(l, seq) {
 			continue
 		}
 		if seq <= l.read && m.exempt(seq) {
 			m.counts.Discarded++
-		} else if !m.settledWithout(l, seq) {
+		} else if !m.finalOrElsewhere(l, seq) {
 			m.final[seq] = true
-			delete(m.given, seq)
+			delete(m.handovers, seq)
 			if m.verdict(l, seq) != passed || m.forSibling(l, seq) {
 				m.counts.Discarded++
 			}
@@ -704,7 +709,7 @@ func (m *groupModel) drop(l *groupLane) {
 	}
 }
 
-func (m *groupModel) takes(l *groupLane, got []queue.Delivery, now int64) {
+func (m *groupModel) recordLease(l *groupLane, got []queue.Delivery, now int64) {
 	for _, d := range got {
 		if !m.available(l, d.Seq, now) {
 			m.Fatalf("lane %v leased message %d, which is %+v", l.id, d.Seq, l.fates[d.Seq])
@@ -728,7 +733,7 @@ func (m *groupModel) lease(l *groupLane, n int) {
 	before := m.Clock.Now().UnixMilli()
 	got := m.suite.lease(l.id, n)
 	m.note("lease %d of %s: %v", n, l.id.Endpoint, seqs(got))
-	m.takes(l, got, m.Clock.Now().UnixMilli())
+	m.recordLease(l, got, m.Clock.Now().UnixMilli())
 	for seq := l.start + 1; len(got) < n && seq <= m.limit(l); seq++ {
 		if m.available(l, seq, before) {
 			m.Fatalf("lane %v leased %d of %d, but message %d (%+v) waits: %+v; %+v", l.id, len(got), n, seq, m.log[seq-1], l.fates[seq], m.store.LaneStats(l.id))
@@ -749,7 +754,7 @@ func (m *groupModel) oldest(l *groupLane) {
 		m.Fatalf("the oldest of lane %v is %d, want %d", l.id, d.Seq, want)
 	}
 	if ok {
-		m.takes(l, []queue.Delivery{d}, never)
+		m.recordLease(l, []queue.Delivery{d}, never)
 	} else {
 		m.sync(l)
 	}
@@ -771,7 +776,7 @@ func (m *groupModel) settle(l *groupLane) {
 		case n < 4:
 			m.note("ack %d of %s", seq, l.id.Endpoint)
 			m.store.Ack(d)
-			m.took(l, seq)
+			m.recordDelivered(l, seq)
 		case n < 7:
 			at := now.Add(time.Duration(m.rng.IntN(60)) * time.Second)
 			m.note("retry %d of %s", seq, l.id.Endpoint)
@@ -787,7 +792,7 @@ func (m *groupModel) settle(l *groupLane) {
 			m.note("bury %d of %s", seq, l.id.Endpoint)
 			buried, err := m.store.Bury(d, m.failure("Rejected"))
 			m.must(err)
-			m.equal("buried", buried, m.giveUp(l, seq, f.attempt+1))
+			m.equal("buried", buried, m.buryOrHandOver(l, seq, f.attempt+1))
 		}
 	}
 }
@@ -810,7 +815,7 @@ func (m *groupModel) expire(l *groupLane) {
 		if seq > l.read && m.exempt(seq) {
 			m.final[seq] = true
 		}
-		if m.giveUp(l, seq, f.attempt) {
+		if m.buryOrHandOver(l, seq, f.attempt) {
 			buried++
 		}
 	}
@@ -828,14 +833,14 @@ func (m *groupModel) compare() {
 	s := m.store.LaneStats(groupID)
 	m.must(s.Balance())
 	m.equal("ledger of the destination", m.store.DestinationStats(crm).Ledger, s.Ledger)
-	m.equal("what became of the group's messages", []int64{s.Delivered, s.Filtered, s.DeadLettered, s.Discarded},
+	m.equal("outcomes of the group", []int64{s.Delivered, s.Filtered, s.DeadLettered, s.Discarded},
 		[]int64{m.counts.Delivered, m.counts.Filtered, m.counts.DeadLettered, m.counts.Discarded})
 	for _, l := range m.lanes {
 		stats := m.store.LaneStats(l.id)
 		m.must(stats.Balance())
 		m.equal("skipped", stats.Skipped, l.skipped)
 		for seq := l.start + 1; seq <= m.limit(l); seq++ {
-			if has := m.Has(m.store, l.id, seq); has != m.has(l, seq) {
+			if has := m.IsPending(m.store, l.id, seq); has != m.isPendingIn(l, seq) {
 				m.Fatalf("lane %v has message %d: %t; want the opposite: %+v", l.id, seq, has, l.fates[seq])
 			}
 		}
@@ -860,12 +865,12 @@ func (m *groupModel) reopen() {
 				l.fates[seq] = fate{status: released}
 			}
 		}
-		// A retry whose message another lane delivered meanwhile is not in the index any more, unless it was leased.
+		// A retry whose message another lane delivered is in the index only if it was leased.
 	}
 	m.compare()
 }
 
-// drain delivers all that waits; nothing may be pending then.
+// drain delivers all pending messages; then no message may be pending.
 func (m *groupModel) drain() {
 	m.note("drain")
 	for _, l := range m.lanes {
@@ -878,7 +883,7 @@ func (m *groupModel) drain() {
 		}
 	}
 	m.Clock.Advance(time.Hour)
-	for range 3 { // What one lane leaves another one may get.
+	for range 3 { // A message that one lane drops may be for another one.
 		for _, l := range m.lanes {
 			for {
 				got := m.suite.lease(l.id, 7)

@@ -12,28 +12,27 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// Crasher is an Engine's file system that can lose power.
+// Crasher is an Engine's file system that can simulate a power loss.
 type Crasher interface {
-	// Arm has the power go before one of the next n operations of the file system,
-	// chosen at random; some of what was not synced then survives, at random too.
+	// Arm schedules a power loss before one of the next n operations of the file system, chosen
+	// at random. A random part of the unsynced changes survives.
 	Arm(rng *rand.Rand, n int)
-	// Crashed tells whether it went. The store goes on nevertheless, on a file
-	// system that is lost.
+	// Crashed reports whether the power loss happened. The store continues to run, but its file
+	// system keeps no further changes.
 	Crashed() bool
-	// Recover closes the store; the next Open finds what survived.
+	// Recover closes the store; the next Open uses the surviving files.
 	Recover(t testing.TB, s queue.Store)
 }
 
-// Model runs random operations against a store and against a model in memory
-// that does the same in the simplest way. Where the engine has a Crasher the
-// power fails again and again, and afterwards
+// Model runs random operations against a store and against a simple model in memory. If the
+// engine has a Crasher, the power fails repeatedly. After each power loss
 //
 //   - no message that Append acknowledged may be missing,
-//   - each lane must be in a state that it was in before: its events up to some
-//     moment, no gaps, and its ledger must agree with that state exactly,
-//   - every dead letter must be there if and only if the lane counts it.
+//   - each lane must be in one of its earlier states: with its first n events, without gaps,
+//     and with a ledger that agrees with that state exactly,
+//   - a dead letter must exist if and only if the lane counts it.
 func Model(t *testing.T, seed uint64, operations int, start func(t *testing.T) Engine) {
-	m := &model{T: t, Engine: start(t), rng: rand.New(rand.NewPCG(seed, 0)), logs: map[string][]message{}, lanes: map[queue.LaneID]*modelLane{}, letters: map[letterID]int64{}, dropped: map[string]queue.Ledger{}, memory: map[string]string{}}
+	m := &model{T: t, Engine: start(t), rng: rand.New(rand.NewPCG(seed, 0)), logs: map[string][]message{}, lanes: map[queue.LaneID]*modelLane{}, letters: map[letterID]int64{}, dropped: map[string]queue.Ledger{}, meta: map[string]string{}}
 	t.Cleanup(func() {
 		if t.Failed() {
 			t.Logf("seed %d, after operation %d; the last ones:\n%s", seed, m.operation, m.tail())
@@ -47,7 +46,7 @@ func Model(t *testing.T, seed uint64, operations int, start func(t *testing.T) E
 		if m.Crash != nil && m.Crash.Crashed() {
 			m.recoverCrash()
 		}
-		m.doubt = doubt{}
+		m.interrupted = interrupted{}
 	}
 	if m.reopenCleanly(); m.Crash != nil && m.Crash.Crashed() {
 		m.recoverCrash()
@@ -65,17 +64,18 @@ type model struct {
 
 	logs    map[string][]message
 	lanes   map[queue.LaneID]*modelLane
-	letters map[letterID]int64 // When they were buried, in milliseconds.
+	letters map[letterID]int64 // The time of the burial in milliseconds.
 	// dropped are the ledgers of dropped lanes, by Source and by destination.
 	dropped map[string]queue.Ledger
-	// memory is what was remembered last; older is what a crash may bring back.
-	memory map[string]string
-	older  []map[string]string
-	ids    int
-	doubt  doubt
+	// meta holds the current values of PutMeta; older are the states that a power loss may
+	// restore.
+	meta        map[string]string
+	older       []map[string]string
+	ids         int
+	interrupted interrupted
 }
 
-// message is an accepted message; position i+1 of its log.
+// message is an accepted message; the one at index i of its log has position i+1.
 type message struct {
 	queue.Message
 	millis int64
@@ -86,19 +86,20 @@ type letterID struct {
 	seq  uint64
 }
 
-// doubt is what the operation during which the power went may have done or not.
-type doubt struct {
-	appended []queue.Message
-	opened   *queue.LaneID
-	dropped  *modelLane
-	gone     queue.Ledger // Of the lane that was dropped.
-	ended    *modelLane
-	was      uint64   // Its end before.
-	skipped  []uint64 // What it does not get, as it goes on.
-	forgot   map[string]queue.Ledger
-	deleted  map[letterID]int64
-	// remembered are the earlier states of the memory that a durable write makes impossible.
-	remembered []map[string]string
+// interrupted are the effects of the operation during which the power failed: each of them may
+// be durable or not.
+type interrupted struct {
+	appended  []queue.Message
+	opened    *queue.LaneID
+	dropped   *modelLane
+	ledger    queue.Ledger // Of the dropped lane.
+	ended     *modelLane
+	end       uint64   // The end of the lane before.
+	skipped   []uint64 // Messages that the lane does not get because it continues after them.
+	forgotten map[string]queue.Ledger
+	deleted   map[letterID]int64
+	// meta are the earlier states that a successful durable write excludes.
+	meta []map[string]string
 }
 
 type status int
@@ -117,18 +118,18 @@ const (
 type fate struct {
 	status  status
 	attempt int
-	due     int64 // Of a retry, also while it is leased.
+	due     int64 // The due time of a retry, also while it is leased.
 }
 
-// modelLane is a lane. fates holds what is not unread.
+// modelLane is a lane. A position without an entry in fates is unread.
 type modelLane struct {
 	id    queue.LaneID
 	start uint64
 	end   uint64 // The last position, 0 for none; a lane that ended with an empty log has none.
 	fates map[uint64]fate
-	// skipped came between the lane's end and its going on.
+	// skipped are the messages between the lane's end and its continuation.
 	skipped map[uint64]bool
-	// base is what the lane was when the store was opened, events what became of its messages since.
+	// base are the fates when the store was opened, events the changes since then.
 	base   map[uint64]fate
 	events []event
 }
@@ -182,9 +183,9 @@ func (m *model) step() {
 	case n < 90:
 		m.openOrDrop()
 	case n < 91:
-		m.endOrGoOn()
+		m.endOrContinue()
 	case n < 92:
-		m.remember()
+		m.putMeta()
 	case n < 94:
 		m.deleteLetters()
 	case n < 95:
@@ -229,7 +230,7 @@ func (m *model) append() {
 		}
 		dup := false
 		if msg.Only == "" && m.oneOf(8) {
-			// An id of the last moments of the log, or of this request.
+			// The ID of the last message of the log or of this request.
 			if log := m.logs[msg.Source]; len(log) > 0 {
 				old := log[len(log)-1]
 				if old.Only == "" && time.Since(m.ahead(old)) < m.DuplicateWindow/2 {
@@ -248,12 +249,12 @@ func (m *model) append() {
 		}
 		if !want[i] {
 			m.accept(msg)
-			m.doubt.appended = append(m.doubt.appended, msg)
+			m.interrupted.appended = append(m.interrupted.appended, msg)
 		}
 	}
 }
 
-// ahead is a message's time on the clock of this moment.
+// ahead converts a message's time to the clock of now.
 func (m *model) ahead(msg message) time.Time {
 	return msg.AcceptedAt.Add(-time.Duration(m.Clock.ahead.Load()))
 }
@@ -262,7 +263,7 @@ func (m *model) accept(msg queue.Message) {
 	m.logs[msg.Source] = append(m.logs[msg.Source], message{msg, msg.AcceptedAt.UnixMilli()})
 }
 
-// verdict is what becomes of a message that is not for the lane, otherwise unread.
+// verdict is passed or filtered for a message that is not for the lane, otherwise unread.
 func (l *modelLane) verdict(msg message) status {
 	if msg.Only != "" && msg.Only != l.id.Destination && msg.Only != l.id.Destination+"/"+l.id.Endpoint {
 		return passed
@@ -273,7 +274,7 @@ func (l *modelLane) verdict(msg message) status {
 	return unread
 }
 
-// fate gives what became of a position, by its verdict when it was not read yet.
+// fate returns the state of a position.
 func (m *model) fate(l *modelLane, seq uint64) fate {
 	if f, ok := l.fates[seq]; ok {
 		return f
@@ -281,7 +282,7 @@ func (m *model) fate(l *modelLane, seq uint64) fate {
 	return m.fresh(l, seq)
 }
 
-// fresh is a position that was not read yet.
+// fresh returns the state of an unread position.
 func (m *model) fresh(l *modelLane, seq uint64) fate {
 	if l.skipped[seq] {
 		return fate{status: passed}
@@ -296,7 +297,7 @@ func (m *model) each(l *modelLane, fn func(seq uint64, f fate)) {
 	}
 }
 
-// limit is the last position that is the lane's.
+// limit is the last position of the lane.
 func (m *model) limit(l *modelLane) uint64 {
 	limit := uint64(len(m.logs[l.id.Source]))
 	if l.end != 0 {
@@ -310,12 +311,12 @@ func (l *modelLane) become(seq uint64, f fate) {
 	l.events = append(l.events, event{seq, f})
 }
 
-// available tells whether Lease may give a message now.
+// available reports whether Lease may return a message now.
 func (f fate) available(now int64) bool {
 	return f.status == unread || f.status == released || f.status == retrying && f.due <= now
 }
 
-func (m *model) taken(l *modelLane, d queue.Delivery) {
+func (m *model) recordLease(l *modelLane, d queue.Delivery) {
 	m.Helper()
 	log := m.logs[l.id.Source]
 	if d.Seq <= l.start || d.Seq > m.limit(l) {
@@ -349,7 +350,7 @@ func (m *model) lease() {
 		if f := m.fate(l, d.Seq); !f.available(after) {
 			m.Fatalf("lane %v got position %d, which is %+v at %d", l.id, d.Seq, f, after)
 		}
-		m.taken(l, d)
+		m.recordLease(l, d)
 	}
 	if len(got) < n {
 		m.each(l, func(seq uint64, f fate) {
@@ -378,7 +379,7 @@ func (m *model) leaseOldest() {
 		m.Fatalf("the oldest of lane %v is %d (%t), want %d", l.id, d.Seq, ok, want)
 	}
 	if ok {
-		m.taken(l, d)
+		m.recordLease(l, d)
 	}
 }
 
@@ -410,7 +411,7 @@ func (m *model) settleOne(l *modelLane, seq uint64) {
 	d, f := m.delivery(l, seq), l.fates[seq]
 	now := m.Clock.Now()
 	failure := queue.Failure{Time: now, Reason: "TimedOut", Message: "late"}
-	if m.oneOf(8) { // What is settled already is passed over.
+	if m.oneOf(8) { // A second settlement has no effect.
 		defer m.store.Ack(d)
 	}
 	switch n := m.rng.IntN(10); {
@@ -473,38 +474,38 @@ func (m *model) openOrDrop() {
 	l := m.lanes[id]
 	if l != nil && m.oneOf(4) {
 		m.note("drop %v", id)
-		gone := m.store.LaneStats(id).Ledger
-		gone.Discarded, gone.Pending = gone.Pending, 0
+		ledger := m.store.LaneStats(id).Ledger
+		ledger.Discarded, ledger.Pending = ledger.Pending, 0
 		m.check(m.store.DropLane(context.Background(), id))
-		m.doubt.dropped, m.doubt.gone = l, gone
-		m.drop(id, gone)
+		m.interrupted.dropped, m.interrupted.ledger = l, ledger
+		m.drop(id, ledger)
 		delete(m.lanes, id)
 		return
 	}
 	if m.oneOf(8) {
 		m.note("forget the dropped lanes of %s", id.Destination)
 		m.check(m.store.ForgetDestination(id.Destination))
-		m.doubt.forgot = map[string]queue.Ledger{id.Destination: m.dropped[id.Destination]}
+		m.interrupted.forgotten = map[string]queue.Ledger{id.Destination: m.dropped[id.Destination]}
 		delete(m.dropped, id.Destination)
 		return
 	}
 	m.note("open %v", id)
 	m.check(m.store.OpenLane(id))
 	if l == nil {
-		m.doubt.opened = &id
+		m.interrupted.opened = &id
 		m.lanes[id] = &modelLane{id: id, start: uint64(len(m.logs[id.Source])), fates: map[uint64]fate{}, skipped: map[uint64]bool{}, base: map[uint64]fate{}}
 	}
 }
 
-// drop books the ledger of a lane that was dropped.
-func (m *model) drop(id queue.LaneID, gone queue.Ledger) {
-	m.dropped[id.Source] = m.dropped[id.Source].Plus(gone)
-	m.dropped[id.Destination] = m.dropped[id.Destination].Plus(gone)
+// drop adds the ledger of a dropped lane to the ledgers of its Source and destination.
+func (m *model) drop(id queue.LaneID, ledger queue.Ledger) {
+	m.dropped[id.Source] = m.dropped[id.Source].Plus(ledger)
+	m.dropped[id.Destination] = m.dropped[id.Destination].Plus(ledger)
 }
 
-// endOrGoOn ends a lane, or lets one go on that has ended: behind what came since,
-// if it had read all that was its own.
-func (m *model) endOrGoOn() {
+// endOrContinue ends a lane, or continues an ended one: after the last message if it has read
+// all messages before its end.
+func (m *model) endOrContinue() {
 	l := m.someLane()
 	if l == nil || len(m.logs[l.id.Source]) == 0 {
 		return
@@ -514,44 +515,44 @@ func (m *model) endOrGoOn() {
 		m.Fatalf("the log of %v ends at %d, want %d", l.id, head, len(m.logs[l.id.Source]))
 	}
 	m.note("end %v: %t", l.id, l.end == 0)
-	m.check(m.store.EndLane(l.id, map[bool]queue.End{true: queue.Ended, false: queue.GoOn}[l.end == 0]))
-	m.doubt.ended, m.doubt.was = l, l.end
-	if l.end = 0; m.doubt.was == 0 {
+	m.check(m.store.EndLane(l.id, map[bool]queue.End{true: queue.Ended, false: queue.Active}[l.end == 0]))
+	m.interrupted.ended, m.interrupted.end = l, l.end
+	if l.end = 0; m.interrupted.end == 0 {
 		l.end = head
-	} else if read >= m.doubt.was {
-		for seq := m.doubt.was + 1; seq <= head; seq++ {
+	} else if read >= m.interrupted.end {
+		for seq := m.interrupted.end + 1; seq <= head; seq++ {
 			l.skipped[seq] = true
-			m.doubt.skipped = append(m.doubt.skipped, seq)
+			m.interrupted.skipped = append(m.interrupted.skipped, seq)
 		}
 	}
 }
 
-// remember has the store remember something, or forget it.
-func (m *model) remember() {
+// putMeta stores or deletes a random value.
+func (m *model) putMeta() {
 	name := fmt.Sprint("n", m.rng.IntN(3))
 	value := []byte(fmt.Sprint(m.operation))
 	if m.oneOf(3) {
 		value = nil
 	}
 	durable := m.oneOf(4)
-	m.note("remember %s: %s, durably: %t", name, value, durable)
-	before := maps.Clone(m.memory)
+	m.note("put meta %s: %s, durably: %t", name, value, durable)
+	before := maps.Clone(m.meta)
 	if durable {
-		m.doubt.remembered = append(m.older, before)
-		m.check(m.store.RememberDurably(name, value))
+		m.interrupted.meta = append(m.older, before)
+		m.check(m.store.PutMetaDurable(name, value))
 		m.older = nil
 	} else {
-		m.check(m.store.Remember(name, value))
+		m.check(m.store.PutMeta(name, value))
 		m.older = append(m.older, before)
 	}
-	if m.memory[name] = string(value); value == nil {
-		delete(m.memory, name)
+	if m.meta[name] = string(value); value == nil {
+		delete(m.meta, name)
 	}
 }
 
-// recall compares what is remembered.
-func (m *model) recall() map[string]string {
-	all, err := m.store.Remembered()
+// readMeta returns all stored values.
+func (m *model) readMeta() map[string]string {
+	all, err := m.store.AllMeta()
 	m.check(err)
 	got := map[string]string{}
 	for name, value := range all {
@@ -578,9 +579,9 @@ func (m *model) storedLetters(destination string) map[letterID]string {
 
 func (m *model) deleteLetters() {
 	destination := []string{crm, mail}[m.rng.IntN(2)]
-	m.doubt.deleted = map[letterID]int64{}
+	m.interrupted.deleted = map[letterID]int64{}
 	forget := func(id letterID) {
-		m.doubt.deleted[id] = m.letters[id]
+		m.interrupted.deleted[id] = m.letters[id]
 		delete(m.letters, id)
 	}
 	if m.oneOf(3) {
@@ -597,8 +598,8 @@ func (m *model) deleteLetters() {
 				forget(id)
 			}
 		}
-		if n != len(m.doubt.deleted) {
-			m.Fatalf("trimmed %d dead letters of %s, want %d", n, destination, len(m.doubt.deleted))
+		if n != len(m.interrupted.deleted) {
+			m.Fatalf("trimmed %d dead letters of %s, want %d", n, destination, len(m.interrupted.deleted))
 		}
 		return
 	}
@@ -613,7 +614,8 @@ func (m *model) deleteLetters() {
 	m.check(m.store.DeleteDeadLetters(context.Background(), destination, keys...))
 }
 
-// trimBySize trims to a size, but nothing young: the oldest go, and none too many.
+// trimBySize trims dead letters to a size. The oldest must be removed first, and no more than
+// needed.
 func (m *model) trimBySize(destination string, forget func(letterID)) {
 	type letter struct {
 		id letterID
@@ -637,11 +639,11 @@ func (m *model) trimBySize(destination string, forget func(letterID)) {
 	for _, l := range was[:len(was)-len(left)] {
 		forget(l.id)
 		if l.at >= young.UnixMilli() {
-			m.Fatalf("dead letter %v is young and went", l.id)
+			m.Fatalf("dead letter %v is young and was removed", l.id)
 		}
 	}
 	if n != len(was)-len(left) || !slices.Equal(was[n:], left) {
-		m.Fatalf("%d went of %v; %v are left", n, was, left)
+		m.Fatalf("removed %d of %v; the rest is %v", n, was, left)
 	}
 	size = m.store.DestinationStats(destination).DeadLetterBytes
 	if size > most && left[0].at < young.UnixMilli() {
@@ -649,11 +651,11 @@ func (m *model) trimBySize(destination string, forget func(letterID)) {
 	}
 }
 
-// compare compares all that can be seen.
+// compare compares all visible states of the store with the model.
 func (m *model) compare() {
 	m.note("compare")
-	if got := m.recall(); !maps.Equal(got, m.memory) {
-		m.Fatalf("it remembers %v, want %v", got, m.memory)
+	if got := m.readMeta(); !maps.Equal(got, m.meta) {
+		m.Fatalf("the stored values are %v, want %v", got, m.meta)
 	}
 	for source, log := range m.logs {
 		if got := m.store.SourceStats(source).Accepted; got != int64(len(log)) {
@@ -690,7 +692,7 @@ func (m *model) compareTotals() {
 		want[id.Source], want[id.Destination] = want[id.Source].Plus(ledger), want[id.Destination].Plus(ledger)
 	}
 	for _, name := range []string{"shop/web", "shop/ios", crm, mail} {
-		got := m.store.DestinationStats(name).Ledger.Plus(m.store.SourceStats(name).Ledger) // It is one or the other.
+		got := m.store.DestinationStats(name).Ledger.Plus(m.store.SourceStats(name).Ledger) // One of the two is zero.
 		if got != want[name] {
 			m.Fatalf("the ledger of %s is %+v, want %+v", name, got, want[name])
 		}
@@ -717,14 +719,14 @@ func (m *model) compareLane(l *modelLane) {
 	if err := s.Balance(); err != nil || s.Ended != (l.end != 0) {
 		m.Fatalf("lane %v: %v; ended %t, want end %d", l.id, err, s.Ended, l.end)
 	}
-	// A lane counts what it filters and passes over when it reads it.
+	// A lane counts excluded messages when it reads them.
 	ahead := total - s.Accepted
 	if s.Delivered != n[delivered] || s.DeadLettered != n[buried] || s.InFlight != n[leasedNow] || s.Retrying != retries ||
 		s.Filtered > n[filtered] || ahead < 0 || ahead > n[passed] ||
 		s.Pending < n[unread]+n[released]+n[retrying]+n[leasedNow] {
 		m.Fatalf("lane %v: ledger %+v, want delivered %d, buried %d, in flight %d, retrying %d, filtered up to %d, %d messages in all with up to %d passed over", l.id, s, n[delivered], n[buried], n[leasedNow], retries, n[filtered], total, n[passed])
 	}
-	// What was filtered, but not read yet, may be the oldest.
+	// A filtered, unread message may be the oldest.
 	if firstWaits != 0 && (s.First == 0 || s.First > firstWaits || s.OldestPending.IsZero() || s.OldestPending.UnixMilli() > oldestWaits) {
 		m.Fatalf("lane %v: the oldest pending message is %d of %v, want %d of %v", l.id, s.First, s.OldestPending, firstWaits, time.UnixMilli(oldestWaits).UTC())
 	}
@@ -734,7 +736,7 @@ func (m *model) reopenCleanly() {
 	m.note("close and open")
 	m.check(m.store.Close())
 	if m.Crash != nil && m.Crash.Crashed() {
-		return // Too late; recoverCrash opens it.
+		return // recoverCrash opens the store.
 	}
 	m.store, m.older = m.Open(m), nil
 	for id, l := range m.lanes {
@@ -752,14 +754,14 @@ func (m *model) reopenCleanly() {
 	m.compare()
 }
 
-// recoverCrash opens what survived and holds it against the model.
+// recoverCrash opens the surviving store and compares it with the model.
 func (m *model) recoverCrash() {
 	m.note("crash")
 	m.Crash.Recover(m, m.store)
 	m.store = m.Open(m)
 
-	// Append is all or nothing, for all logs of the request.
-	if lost := m.doubt.appended; len(lost) > 0 {
+	// Append is all or nothing, for all logs of a request.
+	if lost := m.interrupted.appended; len(lost) > 0 {
 		last := lost[len(lost)-1].Source
 		if got := m.store.SourceStats(last).Accepted; got < int64(len(m.logs[last])) {
 			for _, msg := range lost {
@@ -776,27 +778,27 @@ func (m *model) recoverCrash() {
 	}
 
 	known := m.store.Lanes()
-	if d := m.doubt.opened; d != nil && !slices.Contains(known, *d) {
+	if d := m.interrupted.opened; d != nil && !slices.Contains(known, *d) {
 		delete(m.lanes, *d)
 	}
-	if d := m.doubt.dropped; d != nil && slices.Contains(known, d.id) {
+	if d := m.interrupted.dropped; d != nil && slices.Contains(known, d.id) {
 		m.lanes[d.id] = d
 		for _, name := range []string{d.id.Source, d.id.Destination} {
-			m.dropped[name] = minus(m.dropped[name], m.doubt.gone)
+			m.dropped[name] = minus(m.dropped[name], m.interrupted.ledger)
 		}
 	}
-	if l := m.doubt.ended; l != nil && m.store.LaneStats(l.id).Ended != (l.end != 0) {
-		l.end = m.doubt.was
-		for _, seq := range m.doubt.skipped {
+	if l := m.interrupted.ended; l != nil && m.store.LaneStats(l.id).Ended != (l.end != 0) {
+		l.end = m.interrupted.end
+		for _, seq := range m.interrupted.skipped {
 			delete(l.skipped, seq)
 		}
 	}
-	got := m.recall()
-	if !slices.ContainsFunc(append(append(m.older, m.doubt.remembered...), m.memory), func(was map[string]string) bool { return maps.Equal(got, was) }) {
-		m.Fatalf("after a crash it remembers %v; it was %v, and %v before", got, m.memory, m.older)
+	got := m.readMeta()
+	if !slices.ContainsFunc(append(append(m.older, m.interrupted.meta...), m.meta), func(was map[string]string) bool { return maps.Equal(got, was) }) {
+		m.Fatalf("after a crash the stored values are %v; they were %v, and %v before", got, m.meta, m.older)
 	}
-	m.memory, m.older = got, nil
-	for name, ledger := range m.doubt.forgot {
+	m.meta, m.older = got, nil
+	for name, ledger := range m.interrupted.forgotten {
 		if got := m.store.DestinationStats(name).Ledger; got != m.lanesOf(name) {
 			m.dropped[name] = ledger
 		}
@@ -808,7 +810,7 @@ func (m *model) recoverCrash() {
 	for _, destination := range []string{crm, mail} {
 		maps.Copy(stored, m.storedLetters(destination))
 	}
-	for id, at := range m.doubt.deleted {
+	for id, at := range m.interrupted.deleted {
 		if stored[id] != "" {
 			m.letters[id] = at
 		}
@@ -821,10 +823,11 @@ func (m *model) recoverCrash() {
 			m.Fatalf("after a crash there is a dead letter of %v", id)
 		}
 	}
-	// Letters of lanes that are gone cannot be lost with their lane's last moments alone.
+	// A dead letter of a dropped lane is older than the lane's last changes, so a crash cannot
+	// lose it.
 	for id := range m.letters {
 		if stored[id] == "" && (m.lanes[id.lane] == nil || id.seq <= m.lanes[id.lane].start) {
-			if m.doubt.dropped != nil && m.doubt.dropped.id == id.lane {
+			if m.interrupted.dropped != nil && m.interrupted.dropped.id == id.lane {
 				delete(m.letters, id)
 				continue
 			}
@@ -842,7 +845,7 @@ func minus(a, b queue.Ledger) queue.Ledger {
 	return a.Plus(queue.Ledger{Accepted: -b.Accepted, Delivered: -b.Delivered, Filtered: -b.Filtered, DeadLettered: -b.DeadLettered, Discarded: -b.Discarded, Pending: -b.Pending})
 }
 
-// lanesOf sums up what the store shows of a destination's lanes.
+// lanesOf returns the sum of the ledgers of a destination's lanes in the store.
 func (m *model) lanesOf(destination string) (sum queue.Ledger) {
 	for _, id := range m.store.Lanes() {
 		if id.Destination == destination {
@@ -852,14 +855,14 @@ func (m *model) lanesOf(destination string) (sum queue.Ledger) {
 	return sum
 }
 
-// recoverLane finds the moment of the lane's past that survived.
+// recoverLane finds the state of the lane that survived.
 func (m *model) recoverLane(l *modelLane, stored map[letterID]string) {
 	m.check(m.store.OpenLane(l.id))
 	s := m.store.LaneStats(l.id)
 	waiting := map[uint64]int{}
 	take := func(d queue.Delivery) {
 		if _, twice := waiting[d.Seq]; twice {
-			m.Fatalf("after a crash lane %v gives position %d twice", l.id, d.Seq)
+			m.Fatalf("after a crash lane %v leases position %d twice", l.id, d.Seq)
 		}
 		waiting[d.Seq] = d.Attempt
 	}
@@ -906,7 +909,7 @@ func (m *model) recoverLane(l *modelLane, stored map[letterID]string) {
 	}
 }
 
-// matches tells whether a state of the past is what the store shows now.
+// matches reports whether an earlier state of a lane is the present state in the store.
 func (m *model) matches(l *modelLane, fates map[uint64]fate, waiting map[uint64]int, s queue.LaneStats, stored map[letterID]string) bool {
 	var deliveredCount, buriedCount, waits, retries int64
 	same := true
@@ -937,7 +940,7 @@ func (m *model) matches(l *modelLane, fates map[uint64]fate, waiting map[uint64]
 	return same && s.Delivered == deliveredCount && s.DeadLettered == buriedCount && int64(len(waiting)) == waits && s.Retrying == retries && s.Balance() == nil
 }
 
-// drainAll delivers all that waits and ends with an exact ledger.
+// drainAll delivers all pending messages and compares the final ledgers exactly.
 func (m *model) drainAll() {
 	m.note("drain")
 	m.Clock.Advance(time.Hour)
@@ -946,7 +949,7 @@ func (m *model) drainAll() {
 			got, err := m.store.Lease(l.id, 7, nil)
 			m.check(err)
 			for _, d := range got {
-				m.taken(l, d)
+				m.recordLease(l, d)
 				m.store.Ack(d)
 				l.become(d.Seq, fate{status: delivered})
 			}

@@ -1,5 +1,6 @@
-// Package storetest is the conformance suite of queue.Store: what every engine
-// must pass.
+// Package storetest is the conformance suite of queue.Store, which every engine must pass. It
+// uses engines only through queue.Store and the functions of Engine. Run runs the whole suite;
+// Model, Groups and GroupsCrash compare an engine with models in memory.
 package storetest
 
 import (
@@ -22,26 +23,26 @@ import (
 
 // Engine is a store under test.
 type Engine struct {
-	// Open opens the store; after a Close it opens the same one again.
+	// Open opens the store; after a Close it opens the same store again.
 	Open func(t testing.TB) queue.Store
 	// Clock is the store's clock.
 	Clock *Clock
-	// DuplicateWindow is how long the store remembers messageIds, at least a minute.
+	// DuplicateWindow is the store's duplicate window, at least a minute.
 	DuplicateWindow time.Duration
-	// Trim, when not nil, frees at once what no lane needs.
+	// Trim, when not nil, deletes all messages that no lane needs.
 	Trim func(queue.Store)
-	// Has reports whether a message of a group is in a lane: not read yet, leased, or
-	// waiting. Groups needs it: the contract does not say when a lane that has left
-	// drops the messages that other lanes have.
-	Has func(s queue.Store, lane queue.LaneID, seq uint64) bool
-	// Crash, when not nil, lets Model cut the power.
+	// IsPending reports whether a message of a group is pending in a lane: unread, leased,
+	// released or in the retry index. Groups requires it, because the contract does not define
+	// when a lane whose endpoint was removed drops the messages of other lanes.
+	IsPending func(s queue.Store, lane queue.LaneID, seq uint64) bool
+	// Crash, when not nil, lets Model simulate power losses.
 	Crash Crasher
 }
 
-// Clock is the machine's clock, moved ahead by Advance. It stands in for waiting.
+// Clock is the system clock plus the sum of all Advance calls, so that tests need not wait.
 type Clock struct{ ahead atomic.Int64 }
 
-// Now is the time by the clock.
+// Now returns the time of the clock.
 func (c *Clock) Now() time.Time { return time.Now().Add(time.Duration(c.ahead.Load())) }
 
 // Advance moves the clock ahead.
@@ -55,10 +56,10 @@ const (
 
 var lane = queue.LaneID{Source: source, Destination: crm}
 
-// deadline bounds every wait: it only runs out when a test fails.
+// deadline bounds every wait; it is reached only when a test fails.
 const deadline = 30 * time.Second
 
-// Run runs the suite; start makes an empty store for each test.
+// Run runs the suite; start returns an empty store for each test.
 func Run(t *testing.T, start func(t *testing.T) Engine) {
 	for _, test := range []struct {
 		name string
@@ -92,15 +93,15 @@ func Run(t *testing.T, start func(t *testing.T) Engine) {
 		{"EndLane", (*suite).endLane},
 		{"GroupCountsOnce", (*suite).groupCountsOnce},
 		{"GroupSuccessEndsRetries", (*suite).groupSuccessEndsRetries},
-		{"GroupGivesUp", (*suite).groupGivesUp},
+		{"GroupBury", (*suite).groupBury},
 		{"GroupExpires", (*suite).groupExpires},
-		{"GroupLeft", (*suite).groupLeft},
-		{"GroupLeaveInTurn", (*suite).groupLeaveInTurn},
+		{"GroupEndpointRemoved", (*suite).groupEndpointRemoved},
+		{"GroupEndpointsRemovedInTurn", (*suite).groupEndpointsRemovedInTurn},
 		{"GroupEnds", (*suite).groupEnds},
 		{"GroupDelete", (*suite).groupDelete},
 		{"Destinations", (*suite).destinations},
-		{"Remember", (*suite).remember},
-		{"StaleSettlements", (*suite).staleSettlements},
+		{"PutMeta", (*suite).putMeta},
+		{"SettledTwice", (*suite).settledTwice},
 		{"NotifyOnAppend", (*suite).notifyOnAppend},
 		{"NotifyOnRetry", (*suite).notifyOnRetry},
 		{"SequenceSurvivesTrim", (*suite).sequenceSurvivesTrim},
@@ -140,7 +141,7 @@ func (x *suite) must(err error) {
 	}
 }
 
-// buried checks that a message became a dead letter, or was settled before.
+// buried checks the error of Bury; the message may have been settled before.
 func (x *suite) buried(_ bool, err error) {
 	x.Helper()
 	x.must(err)
@@ -166,7 +167,7 @@ func (x *suite) open(lanes ...queue.LaneID) {
 	}
 }
 
-// message makes a message with a new id.
+// message returns a message with a new ID.
 func (x *suite) message(change ...func(*queue.Message)) queue.Message {
 	x.ids++
 	id := fmt.Sprintf("m%d", x.ids)
@@ -217,7 +218,7 @@ func seqs(ds []queue.Delivery) []uint64 {
 	return s
 }
 
-// counts are the numbers of a ledger.
+// counts are the compared numbers of LaneStats.
 type counts struct {
 	Accepted, Delivered, Filtered, DeadLettered, Discarded, Pending, Retrying, InFlight int64
 }
@@ -228,7 +229,7 @@ func (x *suite) ledger(l queue.LaneID, want counts) {
 	x.equal("ledger", counts{s.Accepted, s.Delivered, s.Filtered, s.DeadLettered, s.Discarded, s.Pending, s.Retrying, s.InFlight}, want)
 }
 
-// stored tells how many dead letters a destination has, and their bytes.
+// stored returns the number of a destination's dead letters and their bytes.
 func (x *suite) stored(destination string) (count, bytes int64) {
 	s := x.store.DestinationStats(destination)
 	return s.DeadLetters, s.DeadLetterBytes
@@ -246,7 +247,7 @@ func (x *suite) letters(destination, after string) []queue.DeadLetter {
 }
 
 func (x *suite) failure(reason string) queue.Failure {
-	return queue.Failure{Time: x.Clock.Now().Truncate(time.Millisecond).UTC(), Reason: reason, StatusCode: 503, Message: "it said no", Response: []byte("no")}
+	return queue.Failure{Time: x.Clock.Now().Truncate(time.Millisecond).UTC(), Reason: reason, StatusCode: 503, Message: "rejected", Response: []byte("no")}
 }
 
 func (x *suite) appendLeaseAck() {
@@ -396,7 +397,7 @@ func (x *suite) reopen() {
 		x.Errorf("lease of a lane that was not opened yet: %v", err)
 	}
 	x.open(lane)
-	x.equal("what was in flight comes first", seqs(x.lease(lane, 10)), []uint64{5, 6})
+	x.equal("messages leased at the end of the earlier run", seqs(x.lease(lane, 10)), []uint64{5, 6})
 	x.Clock.Advance(time.Hour)
 	d := x.lease(lane, 10)
 	x.equal("retry", seqs(d), []uint64{2})
@@ -434,7 +435,7 @@ func (x *suite) manySkipped() {
 		x.append(msgs...)
 	}
 	x.add(1)
-	// A lease may end early, but then it is told when to go on.
+	// A lease may return early, but then the lane is notified.
 	var got []queue.Delivery
 	for len(got) == 0 {
 		if got = x.lease(lane, 1); len(got) == 0 {
@@ -491,7 +492,7 @@ func (x *suite) duplicatesAfterReopen() {
 	x.reopenStore()
 	for i := range 500 {
 		if dups := x.append(x.message(func(m *queue.Message) { m.ID = fmt.Sprint("id", i) })); !dups[0] {
-			x.Fatalf("id%d was forgotten over a restart", i)
+			x.Fatalf("id%d is not a duplicate after a restart", i)
 		}
 		if dups := x.append(x.message(func(m *queue.Message) { m.ID = fmt.Sprint("new", i) })); dups[0] {
 			x.Fatalf("new%d was dropped", i)
@@ -518,7 +519,7 @@ func (x *suite) appendIsAllOrNothing() {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
-	// It may be durable before it is found to be cancelled; an error is the only promise.
+	// The message may become durable before the cancellation is noticed.
 	m := x.message()
 	accepted := int64(0)
 	if _, err := x.store.Append(ctx, []queue.Message{m}); err == nil {
@@ -543,7 +544,7 @@ func (x *suite) release() {
 	x.equal("positions", seqs(again), []uint64{1, 3, 4})
 	x.equal("attempt", again[0].Attempt, 0)
 	x.store.Release(got[1])
-	x.store.Release(got[1]) // Twice is once.
+	x.store.Release(got[1]) // A second call has no effect.
 	x.equal("positions", seqs(x.lease(lane, 1)), []uint64{2})
 
 	x.store.Retry(again[0], x.Clock.Now(), x.failure("TimedOut"))
@@ -642,7 +643,7 @@ func (x *suite) leaseOldest() {
 	d, _ = x.oldest(lane)
 	x.equal("again", []any{d.Seq, d.Attempt}, []any{uint64(2), 2})
 	d3, _ := x.oldest(lane)
-	x.equal("given back", d3.Seq, uint64(3))
+	x.equal("released", d3.Seq, uint64(3))
 	d5, _ := x.oldest(lane)
 	x.equal("a first try", d5.Seq, uint64(5))
 	if _, ok := x.oldest(lane); ok {
@@ -650,7 +651,7 @@ func (x *suite) leaseOldest() {
 	}
 	x.store.Release(d)
 	d, _ = x.oldest(lane)
-	x.equal("given back", []any{d.Seq, d.Attempt}, []any{uint64(2), 2})
+	x.equal("released", []any{d.Seq, d.Attempt}, []any{uint64(2), 2})
 	x.store.Ack(d)
 	x.ledger(lane, counts{Accepted: 5, Filtered: 1, Delivered: 1, Pending: 3, InFlight: 3})
 }
@@ -668,7 +669,7 @@ func (x *suite) bury() {
 	f1 := x.failure("TimedOut")
 	f1.Response = nil
 	x.buried(x.store.Bury(got[1], f1))
-	x.buried(x.store.Bury(got[1], f1)) // Twice is once.
+	x.buried(x.store.Bury(got[1], f1)) // A second call has no effect.
 	want := []queue.DeadLetter{
 		{Lane: lane, Seq: 1, ID: "m1", Type: "track", Event: "Order Completed", Body: got[0].Body, AcceptedAt: got[0].AcceptedAt, Attempts: 1, Failure: f0},
 		{Lane: lane, Seq: 2, ID: "m2", Type: "group", Body: got[1].Body, AcceptedAt: got[1].AcceptedAt, Attempts: 2, Failure: f1},
@@ -716,7 +717,7 @@ func (x *suite) deadLetterPaging() {
 	x.equal("from a key on", x.letters(crm, all[99].Key), all[100:])
 	var some int
 	x.must(x.store.DeadLetters(context.Background(), crm, "", func(l queue.DeadLetter) bool {
-		if some++; some%7 == 0 { // Deleting while listing.
+		if some++; some%7 == 0 { // Deletion during the listing.
 			x.must(x.store.DeleteDeadLetters(context.Background(), crm, l.Key))
 		}
 		return some < 300
@@ -768,7 +769,7 @@ func (x *suite) trimDeadLetters() {
 
 func (x *suite) buryExpired() {
 	x.open(lane)
-	x.add(3) // 1 in flight, 2 retried, 3 released
+	x.add(3) // 1 leased, 2 retried, 3 released
 	got := x.lease(lane, 3)
 	x.store.Retry(got[1], x.Clock.Now().Add(24*time.Hour), x.failure("TimedOut"))
 	x.store.Release(got[2])
@@ -776,7 +777,7 @@ func (x *suite) buryExpired() {
 	x.add(1)                                                               // 5 is unread
 	x.Clock.Advance(time.Hour)
 	cut := x.Clock.Now().Add(-time.Minute)
-	x.add(2) // 6 and 7 are younger
+	x.add(2) // 6 and 7 are not expired
 	f := queue.Failure{Time: cut.Truncate(time.Millisecond).UTC(), Reason: "Expired", Message: "too old"}
 	n, err := x.store.BuryExpired(context.Background(), lane, cut, f)
 	x.must(err)
@@ -832,9 +833,7 @@ func (x *suite) buryExpiredMany() {
 	x.ledger(lane, counts{Accepted: n, DeadLettered: n})
 }
 
-// What was retried, leased again and given back is buried, and what waits
-// behind it is the oldest then.
-// Where fewer retries are due than their share, released messages get the rest.
+// Released messages use the part of the retries' share for which no retry is due.
 func (x *suite) releasedFillTheShareOfRetries() {
 	x.open(lane)
 	x.add(20)
@@ -885,17 +884,17 @@ func (x *suite) dropLane() {
 	}
 	x.store.Ack(got[2])
 	x.equal("dead letters", len(x.letters(crm, "")), 1)
-	gone := queue.Ledger{Accepted: 4, DeadLettered: 1, Discarded: 3}
+	dropped := queue.Ledger{Accepted: 4, DeadLettered: 1, Discarded: 3}
 	waits := queue.Ledger{Accepted: 4, Pending: 4}
 	for range 2 {
-		x.equal("ledger of the destination", x.store.DestinationStats(crm).Ledger, gone)
-		x.equal("ledger of the source", x.store.SourceStats(source).Ledger, gone.Plus(waits))
+		x.equal("ledger of the destination", x.store.DestinationStats(crm).Ledger, dropped)
+		x.equal("ledger of the source", x.store.SourceStats(source).Ledger, dropped.Plus(waits))
 		x.reopenStore()
 	}
 	x.open(lane, second)
 	x.ledger(lane, counts{})
 	x.add(1)
-	x.equal("ledger of the destination", x.store.DestinationStats(crm).Ledger, gone.Plus(queue.Ledger{Accepted: 1, Pending: 1}))
+	x.equal("ledger of the destination", x.store.DestinationStats(crm).Ledger, dropped.Plus(queue.Ledger{Accepted: 1, Pending: 1}))
 	x.equal("after it was opened again", seqs(x.lease(lane, 10)), []uint64{5})
 	x.equal("the other lane", seqs(x.lease(second, 10)), []uint64{1, 2, 3, 4, 5})
 
@@ -918,7 +917,7 @@ func (x *suite) endLane() {
 	x.store.Retry(got[1], x.Clock.Now(), x.failure("TimedOut"))
 	x.must(x.store.EndLane(lane, queue.Ended))
 	x.add(3)
-	x.must(x.store.EndLane(lane, queue.Ended)) // It keeps its end.
+	x.must(x.store.EndLane(lane, queue.Ended)) // The lane keeps its end.
 	for range 2 {
 		s := x.store.LaneStats(lane)
 		x.equal("ledger", s.Ledger, queue.Ledger{Accepted: 4, Delivered: 1, Pending: 3})
@@ -943,7 +942,7 @@ func (x *suite) endLane() {
 	x.equal("ledger", x.store.LaneStats(lane), queue.LaneStats{Ended: true, Ledger: queue.Ledger{Accepted: 4, Delivered: 4}})
 	x.equal("the other lane", seqs(x.lease(other, 10)), []uint64{1, 2, 3, 4, 5, 6, 7})
 
-	// It does not keep what follows from being freed.
+	// The ended lane does not prevent a trim of later messages.
 	x.reopenStore()
 	x.open(lane, other)
 	for _, d := range x.lease(other, 6) {
@@ -954,19 +953,19 @@ func (x *suite) endLane() {
 		x.reopenStore()
 		x.open(lane, other)
 	}
-	x.must(x.store.EndLane(lane, queue.GoOn))
+	x.must(x.store.EndLane(lane, queue.Active))
 	x.add(1)
 	got = x.lease(lane, 10)
-	x.equal("it goes on with", seqs(got), []uint64{8})
+	x.equal("positions after the lane continues", seqs(got), []uint64{8})
 	x.store.Ack(got[0])
 	x.equal("ledger", x.store.LaneStats(lane), queue.LaneStats{Ledger: queue.Ledger{Accepted: 5, Delivered: 5}})
 
-	// One that has not read all up to its end goes on with all.
+	// A lane that has not read all messages before its end continues with all messages.
 	x.add(1)
 	x.must(x.store.EndLane(lane, queue.Ended))
 	x.add(1)
-	x.must(x.store.EndLane(lane, queue.GoOn))
-	x.equal("it goes on with", seqs(x.lease(lane, 10)), []uint64{9, 10})
+	x.must(x.store.EndLane(lane, queue.Active))
+	x.equal("positions after the lane continues", seqs(x.lease(lane, 10)), []uint64{9, 10})
 }
 
 func (x *suite) destinations() {
@@ -999,25 +998,25 @@ func (x *suite) destinations() {
 	x.equal("in the end", list(), []string(nil))
 }
 
-func (x *suite) remember() {
-	x.must(x.store.Remember("a", []byte("1")))
-	x.must(x.store.Remember("b", []byte("2")))
-	x.must(x.store.Remember("c", []byte{}))
-	x.must(x.store.Remember("a", []byte("3")))
-	x.must(x.store.Remember("b", nil))
-	x.must(x.store.Remember("never", nil))
-	if x.store.Remember("", nil) == nil || x.store.Remember(strings.Repeat("x", 1<<20), nil) == nil {
-		x.Error("a bad name was taken")
+func (x *suite) putMeta() {
+	x.must(x.store.PutMeta("a", []byte("1")))
+	x.must(x.store.PutMeta("b", []byte("2")))
+	x.must(x.store.PutMeta("c", []byte{}))
+	x.must(x.store.PutMeta("a", []byte("3")))
+	x.must(x.store.PutMeta("b", nil))
+	x.must(x.store.PutMeta("never", nil))
+	if x.store.PutMeta("", nil) == nil || x.store.PutMeta(strings.Repeat("x", 1<<20), nil) == nil {
+		x.Error("an invalid name was accepted")
 	}
 	for range 2 {
-		got, err := x.store.Remembered()
+		got, err := x.store.AllMeta()
 		x.must(err)
-		x.equal("remembered", got, map[string][]byte{"a": []byte("3"), "c": {}})
+		x.equal("values", got, map[string][]byte{"a": []byte("3"), "c": {}})
 		x.reopenStore()
 	}
 }
 
-func (x *suite) staleSettlements() {
+func (x *suite) settledTwice() {
 	x.open(lane)
 	x.add(2)
 	got := x.lease(lane, 2)
@@ -1036,20 +1035,20 @@ func (x *suite) staleSettlements() {
 
 // watcher counts the notifications of lanes.
 type watcher struct {
-	mu    sync.Mutex
-	seen  map[queue.LaneID]int
-	news  chan struct{}
-	taken map[queue.LaneID]int
+	mu       sync.Mutex
+	seen     map[queue.LaneID]int
+	notified chan struct{}
+	taken    map[queue.LaneID]int
 }
 
 func (x *suite) watch() *watcher {
-	w := &watcher{seen: map[queue.LaneID]int{}, taken: map[queue.LaneID]int{}, news: make(chan struct{}, 1)}
+	w := &watcher{seen: map[queue.LaneID]int{}, taken: map[queue.LaneID]int{}, notified: make(chan struct{}, 1)}
 	x.store.SetNotify(func(l queue.LaneID) {
 		w.mu.Lock()
 		w.seen[l]++
 		w.mu.Unlock()
 		select {
-		case w.news <- struct{}{}:
+		case w.notified <- struct{}{}:
 		default:
 		}
 	})
@@ -1062,7 +1061,7 @@ func (w *watcher) count(l queue.LaneID) int {
 	return w.seen[l]
 }
 
-// wait waits for a notification that was not waited for yet.
+// wait waits for a notification that no earlier wait returned for.
 func (w *watcher) wait(x *suite, l queue.LaneID) {
 	x.Helper()
 	timeout := time.After(deadline)
@@ -1072,7 +1071,7 @@ func (w *watcher) wait(x *suite, l queue.LaneID) {
 			return
 		}
 		select {
-		case <-w.news:
+		case <-w.notified:
 		case <-timeout:
 			x.Fatalf("lane %v was not notified", l)
 		}
@@ -1089,15 +1088,15 @@ func (x *suite) notifyOnAppend() {
 	w.wait(x, lane)
 	w.wait(x, second)
 	x.add(3)
-	x.equal("told once until the next lease", w.count(lane), 1)
+	x.equal("notifications before the next lease", w.count(lane), 1)
 	x.equal("leased", len(x.lease(lane, 4)), 4)
 	x.add(1)
-	x.equal("not told after a full lease", w.count(lane), 1)
+	x.equal("notifications after a full lease", w.count(lane), 1)
 	x.equal("leased", len(x.lease(lane, 4)), 1)
 	x.add(1)
 	w.wait(x, lane)
 	x.append(x.message(func(m *queue.Message) { m.Source = "shop/ios" }))
-	x.equal("not told of other logs", w.count(second), 1)
+	x.equal("notifications for other logs", w.count(second), 1)
 }
 
 func (x *suite) notifyOnRetry() {
@@ -1110,9 +1109,9 @@ func (x *suite) notifyOnRetry() {
 	x.store.Retry(got[1], x.Clock.Now().Add(30*time.Millisecond), x.failure("TimedOut"))
 	w.wait(x, lane)
 	x.equal("due", seqs(x.lease(lane, 10)), []uint64{2})
-	x.equal("told", w.count(lane), 2)
+	x.equal("notifications", w.count(lane), 2)
 
-	// Retries of an earlier run are told of too.
+	// The lane is also notified of retries of an earlier run.
 	x.store.Retry(got[1], x.Clock.Now(), x.failure("TimedOut"))
 	x.reopenStore()
 	w = x.watch()
@@ -1145,7 +1144,7 @@ func (x *suite) sequenceSurvivesTrim() {
 	x.must(x.store.DropLane(context.Background(), lane))
 	x.add(5)
 	if x.Trim != nil {
-		x.Trim(x.store) // Nobody reads the log.
+		x.Trim(x.store) // The log has no lane.
 		x.equal("bytes of a log without lanes", x.store.SourceStats(source).LogBytes, int64(0))
 	}
 	x.reopenStore()
@@ -1188,8 +1187,8 @@ func (x *suite) closed() {
 	x.equal("nothing is settled after Close", seqs(x.lease(lane, 10)), []uint64{1, 2})
 }
 
-// concurrent has many producers, and workers that do all that can be done to a
-// message: each must be delivered or buried exactly once, by both lanes.
+// concurrent runs many producers, and workers that settle messages in all possible ways. Both
+// lanes must deliver or bury each message exactly once.
 func (x *suite) concurrent() {
 	const producers, each = 8, 150
 	lanes := []queue.LaneID{lane, {Source: source, Destination: mail}}
@@ -1237,7 +1236,7 @@ func (x *suite) concurrent() {
 						}
 						if len(got) == 0 {
 							select {
-							case <-w.news:
+							case <-w.notified:
 							case <-time.After(5 * time.Millisecond):
 							}
 						}

@@ -2,9 +2,9 @@ package storetest
 
 import "github.com/cockroachdb/pebble/v2/vfs"
 
-// Watch gives a file system that calls changing before each operation that
-// changes it, and syncing, unless it is nil, before each that makes changes
-// durable: so a test can choose the moment at which the power goes.
+// Watch returns a file system that calls changing before each operation that changes it, and
+// syncing, unless nil, before each operation that makes changes durable. A test can thus choose
+// the time of a power loss.
 func Watch(fs vfs.FS, changing, syncing func()) vfs.FS {
 	if syncing == nil {
 		syncing = func() {}

@@ -9,13 +9,13 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs"
 )
 
-// TestCompactionGivesWay: on a full disk a compaction fails at once, so that its
-// room comes back, while a flush waits for just that room.
-func TestCompactionGivesWay(t *testing.T) {
+// TestCompactionFailsOnFullDisk: on a full disk a compaction fails at once and frees its space,
+// while a flush waits for that space.
+func TestCompactionFailsOnFullDisk(t *testing.T) {
 	disk := &fullFS{FS: vfs.NewMem()}
-	var room atomic.Bool
-	room.Store(true)
-	fs := &patientFS{FS: disk, full: func() {}, room: room.Load, stop: make(chan struct{})}
+	var space atomic.Bool
+	space.Store(true)
+	fs := &waitForSpaceFS{FS: disk, full: func() {}, hasSpace: space.Load, stop: make(chan struct{})}
 	output, err := fs.Create("1.sst", compaction)
 	if err != nil {
 		t.Fatal(err)
@@ -26,16 +26,16 @@ func TestCompactionGivesWay(t *testing.T) {
 	}
 	block := make([]byte, compactStep)
 	if _, err := output.Write(block); err != nil {
-		t.Errorf("with room: %v", err)
+		t.Errorf("with space: %v", err)
 	}
-	room.Store(false)
+	space.Store(false)
 	if _, err := output.Write(block); !errors.Is(err, syscall.ENOSPC) {
-		t.Errorf("with little room a compaction writes on: %v", err)
+		t.Errorf("with little space a compaction continues to write: %v", err)
 	}
-	room.Store(true)
+	space.Store(true)
 	disk.full.Store(true)
 	if _, err := output.Write(block[:10]); !errors.Is(err, syscall.ENOSPC) {
-		t.Errorf("without room a compaction writes on: %v", err)
+		t.Errorf("without space a compaction continues to write: %v", err)
 	}
 	flushed := make(chan error)
 	go func() {
@@ -43,7 +43,7 @@ func TestCompactionGivesWay(t *testing.T) {
 		flushed <- err
 	}()
 	eventually(t, "the flush waits", func() bool { return fs.waiting.Load() == 1 })
-	disk.full.Store(false) // What the compaction's end gives.
+	disk.full.Store(false) // The end of the compaction frees space.
 	if err := <-flushed; err != nil {
 		t.Errorf("the flush: %v", err)
 	}
