@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// The owner of a destination must not resolve internal names by the messages of
-// attempts; the log names the address for administrators.
+// Messages of attempts must not reveal the addresses of internal names to the owner of a
+// destination. The log has the address for administrators.
 func TestDeniedNameDoesNotShowItsAddress(t *testing.T) {
 	const address = "10.11.12.13"
 	var log bytes.Buffer
@@ -31,7 +31,7 @@ func TestDeniedNameDoesNotShowItsAddress(t *testing.T) {
 		t.Errorf("the log names the address %d times, want once:\n%s", n, &log)
 	}
 
-	// An address that the URL itself holds may be shown to its owner.
+	// An address in the URL itself may be shown to the owner.
 	r = post(t, withTimeout(t, generousTimeout), c, secretEndpoint(t, c, "http://"+net.JoinHostPort(address, "80"), nil))
 	if r.Reason != AddressDenied || !strings.Contains(r.Message, "address "+address+" is private") {
 		t.Errorf("an address in the URL: %+v", r)

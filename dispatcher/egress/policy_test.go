@@ -9,10 +9,9 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// tricks are hosts of URLs that must never be reached under the zero Policy,
-// each caught before any DNS.
+// tricks are hosts of URLs that the zero Policy must reject before any DNS lookup.
 var tricks = []string{
-	// The machine itself, written in every way that some program understands.
+	// The machine itself, in all notations that some program accepts.
 	"127.0.0.1", "127.0.0.2", "127.255.255.255", "127.1", "127.0.1", "2130706433", "0x7f000001", "0x7f.1", "0x7F.0.0.1",
 	"0177.0.0.1", "0177.1", "017700000001", "127.0.0.01", "0127.0.0.1", "00000127.0.0.1", "127.0.0.1.", "0x", "0x7f.0x0.0x0.0x1",
 	"0", "0.0.0.0", "0.1.2.3", "00", "0x0", "4294967295", "4294967296", "256.256.256.256", "1.2.3.4.5", "08.8.8.8",
@@ -32,7 +31,7 @@ var tricks = []string{
 	"2002:7f00:1::", "2002:a00:1::1", "2002:808:808::1", "2001:0:4136:e378:8000:63bf:3fff:fdd2", "2001:db8::1", "2001:2::1", "2001:10::1", "3fff::1", "3ffe::1",
 	"fc00::1", "fd12:3456::1", "fec0::1", "ff02::1", "ff0e::1", "100::1", "5f00::1", "4000::1", "1::1", "8000::1",
 	"2600:1f14::5efe:10.0.0.1", "2600:1f14::200:5efe:a00:1",
-	// No hosts at all.
+	// Not valid as hosts.
 	"", ".", "..", "a..b", "exa mple", "a/b", "a@b", "a\r\nb", "a%2e", "127.0.0.1%2f", "[127.0.0.1]:", "ex\x00ample", "*.example", strings.Repeat("a", 64), strings.Repeat("a.", 130),
 }
 
@@ -60,8 +59,8 @@ func TestPolicy(t *testing.T) {
 	tests := []struct {
 		name    string
 		allow   []string
-		host    string // what the URL says
-		addr    string // what it resolves to
+		host    string // The host of the URL.
+		addr    string // The resolved address.
 		allowed bool
 	}{
 		{"CIDR", []string{"10.8.0.0/16"}, "crm.example", "10.8.3.4", true},
@@ -149,7 +148,8 @@ func TestParsePolicyRefuses(t *testing.T) {
 	}
 }
 
-// FuzzParseHost: what parseHost returns is a fixed point, and nothing that could end a host.
+// FuzzParseHost: the results of parseHost are fixed points, and contain no character that ends
+// a host.
 func FuzzParseHost(f *testing.F) {
 	for _, host := range tricks {
 		f.Add(host)

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// counting answers requests and counts open connections.
+// counting is a server that counts open connections.
 func counting(t *testing.T, answer string) (*wire, *atomic.Int32) {
 	var open atomic.Int32
 	return listen(t, func(n int, c net.Conn) {
@@ -86,7 +86,7 @@ func TestMaxIdle(t *testing.T) {
 		r := bufio.NewReader(c)
 		for readRequest(r) != nil {
 			busy.Done()
-			busy.Wait() // all at once
+			busy.Wait() // All at once.
 			_, _ = io.WriteString(c, ok)
 		}
 	})
@@ -105,9 +105,9 @@ func TestMaxIdle(t *testing.T) {
 	eventually(t, "three are left", func() bool { return open.Load() == 3 && c.idle.Load() == 3 })
 }
 
-// Endpoints share half of the connections that may be kept: each may have more
-// while it has fewer than are left. Of the other half each gets what it needs,
-// until there are none; it keeps its connections, and it has at least one.
+// Endpoints share half of the kept connections: each may have more while it has fewer than are
+// free. Of the other half each endpoint gets as many as it needs, until none is free. An
+// endpoint keeps its connections and may always have one.
 func TestShare(t *testing.T) {
 	noLeaks(t)
 	server, open := counting(t, ok)
@@ -135,7 +135,7 @@ func TestShare(t *testing.T) {
 	want(1, 3, 3, 3, 3)
 	for _, e := range endpoints[:2] {
 		post(t, withTimeout(t, generousTimeout), c, e)
-		post(t, withTimeout(t, generousTimeout), c, e) // on the same connection
+		post(t, withTimeout(t, generousTimeout), c, e) // On the same connection.
 	}
 	want(1, 1, 1, 1, 1)
 	want(5, 5, 5, 5, 5)
@@ -144,7 +144,7 @@ func TestShare(t *testing.T) {
 	want(5, 5, 5, 5, 5)
 	others := []*conn{connect(endpoints[0]), connect(endpoints[1]), connect(endpoints[1])}
 	want(5, 3, 3, 1, 1)
-	// With all in use by others, an equal part is everyone's.
+	// When the others use all connections, every endpoint gets an equal part.
 	c.used.Add(-1)
 	want(5, 3, 3, 3, 3)
 	c.used.Add(1)
@@ -163,7 +163,7 @@ func TestShare(t *testing.T) {
 	want(1, 3, 3, 3, 3)
 }
 
-// The endpoint's own timeout, less a second, bounds the use of a connection.
+// The endpoint's keep-alive timeout, less a second, bounds the use of a connection.
 func TestKeepAliveTimeout(t *testing.T) {
 	noLeaks(t)
 	for value, want := range map[string]time.Duration{
@@ -186,7 +186,7 @@ func TestKeepAliveTimeout(t *testing.T) {
 	}
 }
 
-// Many posters, connections that die at every moment: each post has its own answer.
+// Many goroutines post while connections are closed at random: each post gets its own response.
 func TestConcurrentPosts(t *testing.T) {
 	noLeaks(t)
 	var n atomic.Int32
@@ -211,7 +211,8 @@ func TestConcurrentPosts(t *testing.T) {
 			for i := range 50 {
 				body := "worker " + itoa(w) + " post " + itoa(i)
 				r := c.Post(withTimeout(t, generousTimeout), e, nil, []byte(body))
-				// An endpoint that closes twice in a row, without an answer, has failed.
+				// An endpoint that closes two connections in a row without a response has
+				// failed.
 				if string(r.Response) != body && r.Reason != ConnectionFailed {
 					t.Errorf("got %+v %q, want %q", r, r.Response, body)
 				}
@@ -221,7 +222,8 @@ func TestConcurrentPosts(t *testing.T) {
 	all.Wait()
 }
 
-// A connection keeps the deadlines of an earlier exchange; a later one that takes longer does not end at them.
+// A connection does not keep the deadlines of an earlier exchange: a longer one does not end at
+// them.
 func TestEarlierDeadlines(t *testing.T) {
 	noLeaks(t)
 	const first = time.Second

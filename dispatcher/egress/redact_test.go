@@ -14,7 +14,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// encodings are the forms in which a receiver may repeat a secret.
+// encodings are the forms in which a receiver may echo a secret.
 var encodings = map[string]func(string) string{
 	"as it is":            func(s string) string { return s },
 	"upper case":          strings.ToUpper,
@@ -41,11 +41,11 @@ func percent(s, format string) (out string) {
 	return out
 }
 
-// readable lists the pieces of a secret that must not be readable in any form.
+// readable lists the pieces of a secret that must not be readable in any encoding.
 func readable(t *testing.T, shown, secret string) {
 	t.Helper()
 	for name, encode := range encodings {
-		// The characters at both ends of a base64 text depend on what surrounds the secret.
+		// The characters at both ends of a base64 text depend on the bytes around the secret.
 		form := encode(secret)
 		if i := min(4, len(form)/4); strings.Contains(shown, form[i:len(form)-i]) {
 			t.Errorf("%q is readable (%s) in %q", secret, name, shown)
@@ -59,9 +59,9 @@ func TestRedactedForms(t *testing.T) {
 		for name, encode := range encodings {
 			switch {
 			case strings.Contains(secret, "ü") && (name == "JSON, every byte" || name == "upper case"):
-				continue // These forms are of characters, not of bytes.
+				continue // These encodings are of characters, not of bytes.
 			case strings.Contains(secret, `"`) && name == "JSON, slashes":
-				continue // This is not how JSON quotes this secret.
+				continue // JSON does not quote this secret like this.
 			}
 			t.Run(name, func(t *testing.T) {
 				shown := string(r.Redact([]byte("begin " + encode(secret) + " end")))
@@ -96,7 +96,7 @@ func TestRedactLeavesTheRest(t *testing.T) {
 			t.Errorf("%q: -want +got:\n%s", text, diff)
 		}
 	}
-	// One secret is a part of another one, which the end of the text cuts off.
+	// One secret is a part of another one, which is truncated at the end of the text.
 	if got := string(NewRedactor("PATH/TOKEN/part", "TOKEN").Redact([]byte("end: PATH/TOKEN/pa"))); got != "end: " {
 		t.Errorf("a secret within a cut secret: %q", got)
 	}
@@ -105,7 +105,7 @@ func TestRedactLeavesTheRest(t *testing.T) {
 	}
 }
 
-// Random texts: no secret is readable, and the text is never longer than 1 KiB.
+// Random texts: no secret is readable, and no text is longer than 1 KiB.
 func TestRedactRandom(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	pieces := []string{"s3cr3t-value", "s3cr3t", "%73", `\u0073`, "3cr3t", "%", `\`, "-", "x", "c3Iz", "7333", strings.Repeat(".", 200)}

@@ -11,9 +11,8 @@ import (
 
 func itoa(n int) string { return strconv.Itoa(n) }
 
-// FuzzReadAnswer: any input is read within the bounds; and where this
-// reader would use the connection again, net/http's reads the same answer and
-// ends at the same byte.
+// FuzzReadAnswer: any input is read within the bounds. If this reader would reuse the
+// connection, net/http reads the same response and stops at the same byte.
 func FuzzReadAnswer(f *testing.F) {
 	for _, s := range []string{
 		ok, ok + ok, "HTTP/1.1 204 X\r\n\r\n", "HTTP/1.1 100 C\r\n\r\n" + ok, "HTTP/1.0 200 OK\r\n\r\nabc",

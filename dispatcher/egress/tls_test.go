@@ -31,7 +31,7 @@ type pair struct {
 	forServer tls.Certificate
 }
 
-// issue makes a certificate, signed by the issuer; nil: by itself.
+// issue returns a certificate signed by the issuer; nil: self-signed.
 func issue(t testing.TB, issuer *pair, change func(*x509.Certificate)) *pair {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -76,7 +76,7 @@ func authority(name string) func(*x509.Certificate) {
 	}
 }
 
-// listenTLS counts the plain bytes that clients send it.
+// listenTLS counts the decrypted bytes from clients.
 func listenTLS(t testing.TB, config func() *tls.Config, serve func(n int, c net.Conn)) (*wire, *atomic.Int64) {
 	var received atomic.Int64
 	return listen(t, func(n int, raw net.Conn) {
@@ -106,7 +106,7 @@ func TestTLS(t *testing.T) {
 	good := issue(t, ca, nil)
 	selfSigned := issue(t, nil, nil)
 	selfSignedCA := issue(t, nil, authority("self-signed authority as a server"))
-	sameName := issue(t, issue(t, nil, authority("hooks test")), nil) // named like its issuer, but not self-signed
+	sameName := issue(t, issue(t, nil, authority("hooks test")), nil) // It has the name of its issuer, but is not self-signed.
 	client := issue(t, ca, nil)
 	chained := issue(t, intermediate, nil)
 	chained.forServer.Certificate = append(chained.forServer.Certificate, intermediate.cert.Raw)
@@ -123,7 +123,7 @@ func TestTLS(t *testing.T) {
 		client   *pair
 		reason   Reason
 		message  []string
-		received bool // the server may have seen the request (TLS 1.3 refuses a client's certificate late)
+		received bool // The server may have seen the request, because TLS 1.3 rejects a client certificate late.
 	}{
 		{name: "good", server: good},
 		{name: "good, TLS 1.2", server: good, config: func(c *tls.Config) { c.MaxVersion = tls.VersionTLS12 }},
@@ -251,8 +251,8 @@ func TestTLSAtTheWrongPort(t *testing.T) {
 	}
 }
 
-// A certificate that changes to a bad one is refused on the next connection,
-// also when that one could resume the session.
+// After a change to an invalid certificate the next connection is rejected, even if it could
+// resume the session.
 func TestCertificateChanges(t *testing.T) {
 	for _, version := range []uint16{tls.VersionTLS12, tls.VersionTLS13} {
 		noLeaks(t)
@@ -296,7 +296,7 @@ func TestUnaskedAnswerOverTLS(t *testing.T) {
 		r := bufio.NewReader(c)
 		for readRequest(r) != nil {
 			posts.Add(1)
-			// Two records, which the client's kernel may hand over together.
+			// Two records, which the client may read together.
 			_, _ = io.WriteString(c, ok)
 			_, _ = io.WriteString(c, "HTTP/1.1 500 X\r\nContent-Length: 0\r\n\r\n")
 		}
@@ -307,7 +307,7 @@ func TestUnaskedAnswerOverTLS(t *testing.T) {
 		if r := post(t, withTimeout(t, generousTimeout), c, e); r.Reason != "" {
 			t.Fatalf("unexpected result %+v", r)
 		}
-		time.Sleep(time.Millisecond) // the second answer is on its way
+		time.Sleep(time.Millisecond) // The second response is in transit.
 	}
 	if posts.Load() != 20 {
 		t.Errorf("%d requests, want 20", posts.Load())

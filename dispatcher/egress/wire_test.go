@@ -28,7 +28,7 @@ import (
 // generousTimeout is a timeout for slow machines.
 const generousTimeout = wait.Limit
 
-// noLeaks fails the test when goroutines or sockets outlive it.
+// noLeaks fails the test when goroutines or sockets remain at its end.
 func noLeaks(t *testing.T) {
 	t.Helper()
 	files := func() int {
@@ -58,7 +58,8 @@ func noLeaks(t *testing.T) {
 	})
 }
 
-// listen runs serve for each connection, with its number from 0, and closes it after.
+// listen calls serve for each connection, with its number from 0, and closes the connection
+// afterwards.
 func listen(t testing.TB, serve func(n int, c net.Conn)) *wire {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -89,7 +90,7 @@ type wire struct {
 	connections atomic.Int32
 }
 
-// readRequest reads one request of a connection; nil at its end.
+// readRequest reads one request of a connection; nil at the end of the connection.
 func readRequest(r *bufio.Reader) []byte {
 	request, err := http.ReadRequest(r)
 	if err != nil {
@@ -102,7 +103,8 @@ func readRequest(r *bufio.Reader) []byte {
 	return body
 }
 
-// answers reads a request, answers with the text, and waits for the client's end.
+// answers returns a server that reads a request, sends the text, and waits until the client
+// closes the connection.
 func answers(text string) func(int, net.Conn) {
 	return func(_ int, c net.Conn) {
 		r := bufio.NewReader(c)
@@ -114,7 +116,8 @@ func answers(text string) func(int, net.Conn) {
 	}
 }
 
-// answersAndCloses reads a request, answers with the text, and closes.
+// answersAndCloses returns a server that reads a request, sends the text, and closes the
+// connection.
 func answersAndCloses(text string) func(int, net.Conn) {
 	return func(_ int, c net.Conn) {
 		if readRequest(bufio.NewReader(c)) != nil {
@@ -128,7 +131,7 @@ func resets(c net.Conn) {
 	_ = c.Close()
 }
 
-// secretEndpoint has the canary in each place where an endpoint holds secrets.
+// secretEndpoint returns an endpoint with the canary in each secret field.
 func secretEndpoint(t testing.TB, c *Client, base string, tls *liveconfig.TLS) *Endpoint {
 	t.Helper()
 	e, err := c.Prepare(liveconfig.Endpoint{
@@ -141,8 +144,7 @@ func secretEndpoint(t testing.TB, c *Client, base string, tls *liveconfig.TLS) *
 	return e
 }
 
-// post posts with the canary in body and headers too, and holds every result
-// to what is promised about results.
+// post posts with the canary in body and headers, and checks the guarantees of every result.
 func post(t testing.TB, ctx context.Context, c *Client, e *Endpoint) Result {
 	t.Helper()
 	return postBody(t, ctx, c, e, []byte(`{"traits":"`+canary+`"}`))
@@ -172,7 +174,7 @@ func postBody(t testing.TB, ctx context.Context, c *Client, e *Endpoint, body []
 const ok = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 func TestWireFaults(t *testing.T) {
-	const short = time.Second // for what never ends: the timeout is the expected outcome
+	const short = time.Second // For cases that never end: the timeout is the expected outcome.
 	hang := func(c net.Conn) { _, _ = io.Copy(io.Discard, c) }
 	big := strings.Repeat("x", 1<<20)
 	tests := []struct {
@@ -182,8 +184,8 @@ func TestWireFaults(t *testing.T) {
 		timeout time.Duration
 		reason  Reason
 		status  int
-		message string // must be in the message
-		conns   int    // connections made by two posts; 0: any
+		message string // A part of the message.
+		conns   int    // Connections of two posts; 0: any.
 	}{
 		{name: "plain answer", serve: answers(ok), status: 200, conns: 1},
 		{name: "no content", serve: answers("HTTP/1.1 204 No Content\r\n\r\n"), status: 204, conns: 1},
@@ -315,7 +317,7 @@ func TestWireFaults(t *testing.T) {
 
 		{name: "answers before it has read the body, then closes", body: 8 << 20, serve: func(_ int, c net.Conn) {
 			_, _ = io.WriteString(c, "HTTP/1.1 413 Too Large\r\nContent-Length: 3\r\n\r\nbig")
-			// Its own buffers are full of what it did not read: the close is a reset.
+			// Its receive buffer has unread data, so the close is a reset.
 			_, _ = c.Read(make([]byte, 100))
 		}, reason: Rejected, status: 413, conns: 2},
 		{name: "answers before it has read the body, then hangs", body: 8 << 20, serve: func(_ int, c net.Conn) {
@@ -411,7 +413,7 @@ func TestNothingListens(t *testing.T) {
 	}
 }
 
-// A listener whose queue is full drops what knocks: a black hole.
+// A listener whose queue is full drops new connections without a response.
 func TestBlackHole(t *testing.T) {
 	fd, err := syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM, 0)
 	if err != nil {
@@ -459,7 +461,7 @@ func TestDNSHangs(t *testing.T) {
 	}
 }
 
-// Slower than the interval at which a wait looks for the end of its context.
+// The response is slower than the interval at which a wait checks its context.
 func TestSlowAnswer(t *testing.T) {
 	noLeaks(t)
 	ca := issue(t, nil, authority("test authority"))
@@ -477,7 +479,7 @@ func TestSlowAnswer(t *testing.T) {
 	secure, _ := listenTLS(t, func() *tls.Config { return &tls.Config{Certificates: []tls.Certificate{cert.forServer}} }, slow)
 	c := newClient(t, "127.0.0.1")
 	for _, e := range []*Endpoint{secretEndpoint(t, c, "http://"+plain.address, nil), secretEndpoint(t, c, "https://"+secure.address, &liveconfig.TLS{CA: ca.pem})} {
-		// Once on a new connection, once on a used one.
+		// One post on a new connection and one on a reused connection.
 		for _, ctx := range []context.Context{withTimeout(t, generousTimeout), WithDeadline(context.Background(), time.Now().Add(generousTimeout))} {
 			if r := post(t, ctx, c, e); r.StatusCode != 200 || r.Timing.FirstByte < cancelCheck {
 				t.Errorf("unexpected result %+v", r)
@@ -532,8 +534,8 @@ func TestContextEnds(t *testing.T) {
 	}
 }
 
-// The deadline bounds an attempt also when ctx has none, and an answer behind
-// it is not taken for that of the next request.
+// The deadline bounds an attempt even if ctx has none, and a later response is not used for the
+// next request.
 func TestAnswerAfterTheDeadline(t *testing.T) {
 	noLeaks(t)
 	late := make(chan struct{})
@@ -559,12 +561,11 @@ func TestAnswerAfterTheDeadline(t *testing.T) {
 	}
 }
 
-// A kept connection that the endpoint has closed, or closes when it sees the
-// request, is not the endpoint's failure.
+// A request is repeated if the endpoint closed a kept connection before or during the request.
 func TestStaleConnection(t *testing.T) {
 	tests := []struct {
 		name  string
-		first func(c net.Conn, r *bufio.Reader, answered chan<- struct{}) // on the first connection, after its first answer
+		first func(c net.Conn, r *bufio.Reader, answered chan<- struct{}) // On the first connection, after its first response.
 	}{
 		{"closed while unused", func(c net.Conn, _ *bufio.Reader, answered chan<- struct{}) { _ = c.Close(); close(answered) }},
 		{"reset while unused", func(c net.Conn, _ *bufio.Reader, answered chan<- struct{}) { resets(c); close(answered) }},
@@ -618,7 +619,8 @@ func TestStaleConnection(t *testing.T) {
 	}
 }
 
-// Only once: an endpoint that closes without an answer each time has failed.
+// The request is repeated only once: an endpoint that closes every connection without a
+// response has failed.
 func TestStaleConnectionIsRetriedOnce(t *testing.T) {
 	noLeaks(t)
 	var requests atomic.Int32
@@ -658,7 +660,7 @@ func TestRetryAfter(t *testing.T) {
 			t.Errorf("%q: %v, want %v", test.value, got, test.want)
 		}
 	}
-	// On every status that is tried again, in both forms. The first of two counts.
+	// Retry-After on every retried status, in both forms. The first of two headers applies.
 	for _, status := range []string{"408 X", "429 X", "500 X", "501 X", "502 X", "503 X", "504 X", "599 X"} {
 		soon := time.Now().Add(time.Hour).UTC()
 		for form, test := range map[string]struct {
@@ -677,7 +679,7 @@ func TestRetryAfter(t *testing.T) {
 	}
 }
 
-// A server that speaks HTTP/2 alone takes nothing, and gets a reason.
+// A server that supports only HTTP/2 receives no request, and the result has a reason.
 func TestHTTP2Only(t *testing.T) {
 	noLeaks(t)
 	var protocols http.Protocols
@@ -703,12 +705,12 @@ func TestHTTP2Only(t *testing.T) {
 	}
 }
 
-// An endpoint that moves to another address gets its traffic there: at once when
-// the old address is down, and otherwise at the end of a connection's lifetime.
+// An endpoint whose address changes receives its requests at the new address: at once when the
+// old address fails, otherwise after the lifetime of a connection.
 func TestAddressChanges(t *testing.T) {
 	for _, test := range []struct {
 		name   string
-		stays  bool // The old address still answers.
+		stays  bool // The old address still responds.
 		maxAge time.Duration
 	}{
 		{"the old one is down", false, time.Hour},
@@ -765,7 +767,7 @@ func TestResponseIsRedacted(t *testing.T) {
 		switch r.Header.Get("Idempotency-Key") {
 		case "echo":
 			_, _ = fmt.Fprintf(w, "no such hook %s (%s) for %q", r.RequestURI, strings.ReplaceAll(r.RequestURI, "/", `\/`), r.Header)
-		case "cut": // the secret begins before the end of the kept part, and continues after it
+		case "cut": // The secret begins in the kept part and continues after it.
 			_, _ = io.WriteString(w, strings.Repeat("-", 1020)+canary+strings.Repeat("-", 3041)+canary)
 		case "break":
 			w.Header().Set("Content-Length", "1000")
@@ -786,7 +788,7 @@ func TestResponseIsRedacted(t *testing.T) {
 	}
 }
 
-// resolver answers each lookup of an address with what lookup says; nothing: no such host.
+// resolver answers address lookups with the results of lookup; without results: no such host.
 func resolver(lookup func(name string) []string) *net.Resolver {
 	return &net.Resolver{PreferGo: true, Dial: func(ctx context.Context, _, _ string) (net.Conn, error) {
 		client, server := net.Pipe()
@@ -845,7 +847,7 @@ func TestEgressGuardEndToEnd(t *testing.T) {
 		name   string
 		allow  []string
 		host   string
-		dns    []string // answers
+		dns    []string // Results of the lookups.
 		reason Reason
 		sent   bool
 	}{
@@ -892,8 +894,8 @@ func TestEgressGuardEndToEnd(t *testing.T) {
 	}
 }
 
-// A name that answers with an allowed address once and with another one the
-// next time is checked each time.
+// A name that resolves to an allowed address first and to another one later is checked each
+// time.
 func TestDNSRebinding(t *testing.T) {
 	noLeaks(t)
 	server := listen(t, answersAndCloses("HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"))

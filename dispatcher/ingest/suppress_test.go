@@ -35,7 +35,7 @@ func TestSuppressedUser(t *testing.T) {
 	if n := f.Counters("shop/web").Rejected; n != 2 || len(f.stored) != 0 {
 		t.Errorf("%d rejected, %d stored", n, len(f.stored))
 	}
-	// Others are taken: other users, other Sources, and the rest of a batch.
+	// Other users, other Sources and the rest of a batch are accepted.
 	if w := f.do(post("/v1/identify", "ios-key", `{"userId":"ü"}`)); w.Code != http.StatusOK {
 		t.Errorf("another Source: %d %s", w.Code, w.Body)
 	}

@@ -57,7 +57,7 @@ var faults = []struct {
 	{"an endless line", post + "X: " + strings.Repeat("x", maxLine+1), errLongLine},
 }
 
-// scanAll gives data to a framing in pieces of random size and returns what it met.
+// scanAll passes data to a framing in pieces of random size and returns the events.
 func scanAll(data []byte, piece func() int) (f framing, ended int, passed []byte, fault error) {
 	f.http2 = true
 	for len(data) > 0 && fault == nil {
@@ -94,8 +94,8 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// FuzzFraming holds the framing to net/http's own: where it finds no fault, both
-// see the same requests with the same bodies.
+// FuzzFraming compares the framing with that of net/http: without a fault, both find the same
+// requests with the same bodies.
 func FuzzFraming(f *testing.F) {
 	for _, test := range faults {
 		if len(test.request) < 1000 {
@@ -116,7 +116,7 @@ func compare(t *testing.T, data []byte, seed uint64) {
 	if !bytes.Equal(passed, data) {
 		t.Fatalf("%d of %d bytes were passed on without a fault", len(passed), len(data))
 	}
-	// Where net/http sees requests end, the framing must see them end, too.
+	// The framing must find the end of a request where net/http does.
 	ends := map[int]bool{}
 	var again framing
 	for i := range data {
@@ -158,8 +158,8 @@ func (r *countingReader) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// Random streams of sound requests: no fault, and each request's end is seen.
-// The same with random damage: net/http and the framing agree.
+// Random streams of sound requests: the framing finds no fault and the end of each request.
+// With random damage, net/http and the framing agree.
 func TestFramingOfRandomStreams(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	for round := range 3000 {

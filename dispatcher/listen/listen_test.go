@@ -110,8 +110,8 @@ func eventually(t *testing.T, what string, is func() bool) {
 	}
 }
 
-// The request before the fault is answered 200. The one at fault is answered 400
-// at most and never reaches the handler, and nothing behind it is read.
+// The request before the fault gets 200. The faulty request gets 400 or no response and never
+// reaches the handler, and no bytes after it are read.
 func TestFaultsEndTheConnection(t *testing.T) {
 	f := newFixture(t, 100)
 	for _, encrypted := range []bool{false, true} {
@@ -168,7 +168,7 @@ func TestHTTP1BehindTheFirstLineOfHTTP2(t *testing.T) {
 	}
 }
 
-// Sound requests pass: with both protocols, in clear text and over TLS.
+// Sound requests are accepted with both protocols, in clear text and over TLS.
 func TestSoundRequestsPass(t *testing.T) {
 	f := newFixture(t, 100)
 	for _, encrypted := range []bool{false, true} {
@@ -217,7 +217,8 @@ func TestSoundRequestsPass(t *testing.T) {
 	}
 }
 
-// A head of 8,192 bytes passes, one of 8,193 is answered 431, on the first and on a later request of a connection.
+// A head of 8,192 bytes is accepted, one of 8,193 gets 431, on the first and on a later request
+// of a connection.
 func TestHeadIsBounded(t *testing.T) {
 	f := newFixture(t, 100)
 	for size, want := range map[int]int{8192: http.StatusOK, 8193: http.StatusRequestHeaderFieldsTooLarge, 9000: http.StatusRequestHeaderFieldsTooLarge, 13000: http.StatusRequestHeaderFieldsTooLarge} {
@@ -287,7 +288,7 @@ func reset(t *testing.T, f *fixture, encrypted bool, n int) (frame http2.Frame) 
 	}
 }
 
-// A client that resets the streams that it opens is disconnected after a bounded number of them.
+// A client that resets its streams is disconnected after a bounded number of them.
 func TestRapidReset(t *testing.T) {
 	for _, encrypted := range []bool{false, true} {
 		f := newFixture(t, 100)
@@ -334,8 +335,8 @@ func TestFewResetsPass(t *testing.T) {
 	}
 }
 
-// A thousand connections each send a part of a request and stop. A client beside
-// them that uses one connection, and one that makes a new one for each call, lose no call.
+// A thousand connections each send a part of a request and stop. A client with one connection
+// and a client with a new connection per call lose no call meanwhile.
 func TestConnectionsWithinARequest(t *testing.T) {
 	const most, attackers = 100, 1000
 	for name, beginning := range map[string]string{

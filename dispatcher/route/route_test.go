@@ -94,7 +94,7 @@ func TestGlob(t *testing.T) {
 			t.Errorf("glob(%q, %q) = %v", tc.pattern, tc.name, got)
 		}
 	}
-	// A pattern that would make a backtracking matcher run for years.
+	// A pattern that takes exponential time with backtracking.
 	if glob(strings.Repeat("a*", 120)+"b", strings.Repeat("a", 100_000)) {
 		t.Error("matched")
 	}
@@ -133,7 +133,7 @@ func TestEveryExpressionIsAsked(t *testing.T) {
 	}
 }
 
-// An expression sees long numbers as the destination gets them.
+// An expression gets long numbers in the destination's form.
 func TestExpressionSeesTheDeliveredNumbers(t *testing.T) {
 	expression := &liveconfig.Filter{Expression: `call.properties.id == "12345678901234567890"`}
 	number := &liveconfig.Filter{Expression: `call.properties.id > 1e19`}
