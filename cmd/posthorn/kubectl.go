@@ -38,13 +38,14 @@ Install it as a plugin:
 
 why and redeliver need permissions in your own namespace only (those of the
 ClusterRoles view and edit). The others connect to the dispatcher pods and need
-the Role posthorn-support-user in the namespace of Posthorn's release.`,
+the Role posthorn-support-user in the namespace of Posthorn's release. migrate
+rewrites manifests and connects to no cluster.`,
 		Args: onlyCommands,
 		RunE: showHelp,
 	}
 	cluster.register(cmd)
 	way := func(*cobra.Command) reach { return cluster }
-	cmd.AddCommand(newKubectlWhy(cluster), newAttempts(way), newTail(way), newDeadLetters(way), newDebug(way), newKubectlRedeliver(cluster), newSend(cluster.call), newAudience(cluster.call))
+	cmd.AddCommand(newKubectlWhy(cluster), newAttempts(way), newTail(way), newDeadLetters(way), newDebug(way), newKubectlRedeliver(cluster), newSend(cluster.call), newAudience(cluster.call), newMigrate())
 	ofPlugin(cmd)
 	return cmd
 }

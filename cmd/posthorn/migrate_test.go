@@ -60,26 +60,29 @@ func TestMigrate(t *testing.T) {
 		{name: "standard input in place", args: []string{"-f", "-", "--write"}, code: exitUsage, stderr: []string{"--write cannot change standard input"}},
 		{name: "in place, one broken", args: []string{"-f", one, "-f", broken, "--write"}, code: exitFailure, stderr: []string{"not YAML"}},
 	} {
-		t.Run(c.name, func(t *testing.T) {
-			var stdout, stderr bytes.Buffer
-			if code := Main(append([]string{"migrate"}, c.args...), strings.NewReader(c.stdin), &stdout, &stderr); code != c.code {
-				t.Errorf("exit code %d, want %d:\n%s", code, c.code, stderr.String())
-			}
-			if diff := cmp.Diff(c.stdout, stdout.String()); diff != "" {
-				t.Errorf("standard output (-want +got):\n%s", diff)
-			}
-			for _, want := range c.stderr {
-				if !strings.Contains(stderr.String(), want) {
-					t.Errorf("standard error lacks %q:\n%s", want, stderr.String())
+		// The plugin has the same command; it needs no cluster.
+		for _, command := range [][]string{{"migrate"}, {"kubectl", "migrate"}} {
+			t.Run(strings.Join(command, " ")+", "+c.name, func(t *testing.T) {
+				var stdout, stderr bytes.Buffer
+				if code := Main(append(command, c.args...), strings.NewReader(c.stdin), &stdout, &stderr); code != c.code {
+					t.Errorf("exit code %d, want %d:\n%s", code, c.code, stderr.String())
 				}
-			}
-			if c.stderr == nil && stderr.Len() > 0 {
-				t.Errorf("standard error is not empty:\n%s", stderr.String())
-			}
-			if text, err := os.ReadFile(one); err != nil || string(text) != oldSource {
-				t.Errorf("the file changed: %v\n%s", err, text)
-			}
-		})
+				if diff := cmp.Diff(c.stdout, stdout.String()); diff != "" {
+					t.Errorf("standard output (-want +got):\n%s", diff)
+				}
+				for _, want := range c.stderr {
+					if !strings.Contains(stderr.String(), want) {
+						t.Errorf("standard error lacks %q:\n%s", want, stderr.String())
+					}
+				}
+				if c.stderr == nil && stderr.Len() > 0 {
+					t.Errorf("standard error is not empty:\n%s", stderr.String())
+				}
+				if text, err := os.ReadFile(one); err != nil || string(text) != oldSource {
+					t.Errorf("the file changed: %v\n%s", err, text)
+				}
+			})
+		}
 	}
 
 	var stdout, stderr bytes.Buffer
