@@ -12,6 +12,7 @@ RUN mkdir /data
 
 FROM gcr.io/distroless/static:nonroot
 COPY --from=build /posthorn /posthorn
+COPY LICENSE THIRD_PARTY_LICENSES.md /licenses/
 # Without a volume the store lives here.
 COPY --from=build --chown=65532:65532 /data /var/lib/posthorn
 ENV PATH=/

@@ -37,7 +37,7 @@ ARCH ?= $(shell go env GOARCH)
 .PHONY: image
 image: ## Build the image from scratch, without a registry: bin/posthorn-linux-ARCH.tar.
 	GOOS=linux GOARCH=$(ARCH) go build -ldflags '$(LDFLAGS)' -o $(BIN)/linux-$(ARCH)/posthorn ./cmd/posthorn
-	hack/cluster/make-image $(IMAGE):$(VERSION) $(BIN)/linux-$(ARCH)/posthorn $(BIN)/posthorn-linux-$(ARCH).tar
+	hack/cluster/make-image $(IMAGE):$(VERSION) $(BIN)/linux-$(ARCH)/posthorn $(BIN)/posthorn-linux-$(ARCH).tar LICENSE THIRD_PARTY_LICENSES.md
 	@echo "bin/posthorn-linux-$(ARCH).tar holds $(IMAGE):$(VERSION); docker load, podman load, ctr images import or kind load image-archive take it"
 
 .PHONY: run
@@ -80,13 +80,14 @@ verify: generate lint ## Generate everything, lint, and fail on any difference.
 	@echo "verify: clean"
 
 .PHONY: generate
-generate: ## Generate deep copies, CRDs, RBAC, the chart's copies of them and docs/api.md from the Go sources.
+generate: ## Generate deep copies, CRDs, RBAC, the chart's copies of them, docs/api.md and THIRD_PARTY_LICENSES.md.
 	@$(call tool,controller-gen,sigs.k8s.io/controller-tools/cmd/controller-gen)
 	$(BIN)/controller-gen object crd paths=./api/... output:crd:dir=config/crd
 	$(BIN)/controller-gen rbac:roleName=posthorn-operator paths=./controllers/... output:rbac:dir=config/rbac
 	go run ./hack/chart
 	@$(call tool,crd-ref-docs,github.com/elastic/crd-ref-docs)
 	$(BIN)/crd-ref-docs --source-path api/v1alpha1 --config hack/apidocs/config.yaml --renderer markdown --output-path docs/api.md --log-level ERROR
+	cd hack/licenses && go run . ../..
 
 .PHONY: lint
 lint: words ## Check style, imports, common mistakes and language.
@@ -94,7 +95,7 @@ lint: words ## Check style, imports, common mistakes and language.
 	@$(call tool,golangci-lint,sigs.k8s.io/kube-api-linter/cmd/golangci-lint-kube-api-linter)
 	go mod tidy -diff
 	$(BIN)/golangci-lint run
-	for module in hack/bench/client hack/bench/http hack/bench/json test/compat/goclient test/kstatus test/monitoring; do (cd $$module && go mod tidy -diff && go vet ./...) || exit 1; done
+	for module in hack/bench/client hack/bench/http hack/bench/json hack/licenses test/compat/goclient test/kstatus test/monitoring; do (cd $$module && go mod tidy -diff && go vet ./...) || exit 1; done
 
 # Vale checks the language of everything but these paths, which are not revised yet.
 UNREVISED := bin,api,controllers,docs/adr,test,dispatcher/deletion,dispatcher/liveconfig,dispatcher/redelivery
@@ -102,7 +103,7 @@ UNREVISED := bin,api,controllers,docs/adr,test,dispatcher/deletion,dispatcher/li
 words: ## Check the language of docs, comments and messages.
 	@# Vale reads Go by a C library; its module stands apart, because its dependencies are old.
 	@CGO_ENABLED=1 go build -C hack/tools/vale -o $(BIN)/vale github.com/vale-cli/vale/v3/cmd/vale
-	$(BIN)/vale --glob='!{{$(UNREVISED)}/**,dispatcher/audience/*_test.go,docs/redelivery.md,docs/api.md}' .
+	$(BIN)/vale --glob='!{{$(UNREVISED)}/**,dispatcher/audience/*_test.go,docs/redelivery.md,docs/api.md,THIRD_PARTY_LICENSES.md}' .
 
 .PHONY: clean
 clean: ## Remove what was built here.

@@ -113,6 +113,18 @@ func TestImage(t *testing.T) {
 			if data := layer["var/lib/posthorn/"]; data.Header == nil || data.Uid != 65532 {
 				t.Errorf("owner of /var/lib/posthorn: got %+v, want the user 65532", data.Header)
 			}
+			for _, name := range []string{"LICENSE", "THIRD_PARTY_LICENSES.md"} {
+				want, err := os.ReadFile(filepath.Join(root, name))
+				if err != nil {
+					t.Fatal(err)
+				}
+				if got := layer["licenses/"+name].data; !bytes.Equal(got, want) {
+					t.Errorf("/licenses/%s in the image has %d bytes, want the %d of the repository's file", name, len(got), len(want))
+				}
+			}
+			if !strings.Contains(string(dockerfile), "\nCOPY LICENSE THIRD_PARTY_LICENSES.md /licenses/\n") {
+				t.Error("the Dockerfile does not copy the licences into the image")
+			}
 			binary := layer["posthorn"]
 			if binary.Header == nil || binary.Mode != 0o755 {
 				t.Fatalf("/posthorn: got %+v among %d files, want a file with mode 755", binary.Header, len(layer))
