@@ -205,16 +205,50 @@ func TestAudienceCodesAreDocumented(t *testing.T) {
 	differ(t, "docs/audience.md", words(section(t, "audience.md", "When it does not work"), `[a-z]+(_[a-z]+)+|busy`), audienceCodes(t))
 }
 
-// docs/operations.md has exactly the alerts of the chart.
-func TestAlertsAreDocumented(t *testing.T) {
-	alerts, named := map[string]bool{}, map[string]bool{}
-	for _, m := range regexp.MustCompile(`alert: (\w+)`).FindAllStringSubmatch(read(t, "charts", "posthorn", "files", "alerts.yaml"), -1) {
-		alerts[m[1]] = true
+// runbooks is the address of the page with a section for each alert.
+const runbooks = "https://github.com/posthorn/posthorn/blob/main/docs/runbooks.md"
+
+// Every alert that the chart installs has a section in docs/runbooks.md with the same parts, and its
+// annotation runbook_url links to that section.
+func TestAlertsHaveRunbooks(t *testing.T) {
+	var file struct {
+		Groups []struct {
+			Rules []struct {
+				Alert       string
+				Annotations map[string]string
+			}
+		}
 	}
-	for _, m := range regexp.MustCompile(`(?m)^\| (Posthorn\w+) \|`).FindAllStringSubmatch(read(t, "docs", "operations.md"), -1) {
-		named[m[1]] = true
+	if err := yaml.Unmarshal([]byte(read(t, "charts", "posthorn", "files", "alerts.yaml")), &file); err != nil {
+		t.Fatal(err)
 	}
-	differ(t, "docs/operations.md", named, alerts)
+	page := read(t, "docs", "runbooks.md")
+	alerts, sections := map[string]bool{}, map[string]bool{}
+	for _, m := range regexp.MustCompile(`(?m)^## (\w+)$`).FindAllStringSubmatch(page, -1) {
+		sections[m[1]] = true
+	}
+	for _, group := range file.Groups {
+		for _, rule := range group.Rules {
+			alerts[rule.Alert] = true
+			anchor := "#" + strings.ToLower(rule.Alert)
+			if got, want := rule.Annotations["runbook_url"], runbooks+anchor; got != want {
+				t.Errorf("%s: runbook_url is %q, want %q", rule.Alert, got, want)
+			}
+			if !sections[rule.Alert] {
+				continue // reported below
+			}
+			text := section(t, "runbooks.md", rule.Alert)
+			for _, part := range []string{"**Meaning.**", "**Confirm.**", "**Act.**", "**Resolves**"} {
+				if !strings.Contains(text, "\n"+part) {
+					t.Errorf("docs/runbooks.md, %s: the part %s is missing", rule.Alert, part)
+				}
+			}
+			if !strings.Contains(page[:strings.Index(page, "\n## ")], "("+anchor+")") {
+				t.Errorf("docs/runbooks.md: the table at the top does not name %s", rule.Alert)
+			}
+		}
+	}
+	differ(t, "docs/runbooks.md", sections, alerts)
 }
 
 // posthorn has every flag that the pages use.

@@ -132,7 +132,7 @@ func TestGolden(t *testing.T) {
 // The chart accepts the values in the pages.
 func TestValuesInDocs(t *testing.T) {
 	seen := 0
-	for _, page := range []string{"docs/install.md", "docs/operations.md", "docs/metrics.md"} {
+	for _, page := range []string{"docs/install.md", "docs/metrics.md", "docs/operations.md", "docs/repair.md", "docs/security.md", "docs/sizing.md"} {
 		blocks, err := docs.Blocks(root, page)
 		if err != nil {
 			t.Fatal(err)
