@@ -269,7 +269,7 @@ func (s sink) stop() {
 }
 
 func (s sink) url() string {
-	return "http://" + s.name + "." + s.name.name + ".svc.cluster.local/in"
+	return "http://" + s.name + "." + s.namespace.name + ".svc.cluster.local/in"
 }
 
 // received is a message that a sink printed.
