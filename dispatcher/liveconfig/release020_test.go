@@ -24,7 +24,7 @@ func TestConfigOfRelease020(t *testing.T) {
 	}
 
 	for name, c := range map[string]struct{ old, want string }{
-		"both names of the namespace": {strings.Replace(old, `"tenant"`, `"namespace":"b","tenant"`, 1), `unknown field "tenant"`},
+		"both names of the namespace": {strings.Replace(old, `"tenant"`, `"namespace":"b","tenant"`, 1), `unknown field ` + `"tenant"`},
 		"an unknown field":            {strings.Replace(old, `"tenant"`, `"extra":1,"tenant"`, 1), `unknown field "extra"`},
 		"an unknown state":            {strings.Replace(old, `"Held"`, `"Off"`, 1), `state "Off" is unknown`},
 		"destinations of no list":     {`{"version":1,"tenant":"a","destinations":1}`, "does not match the format"},

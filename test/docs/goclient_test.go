@@ -15,7 +15,7 @@ import (
 	"testing"
 )
 
-// What docs/go-client.md shows compiles against the library as it is.
+// The examples in docs/go-client.md compile with the library.
 func TestGoClientExamplesCompile(t *testing.T) {
 	blocks, err := Blocks(root, filepath.Join("docs", "go-client.md"))
 	if err != nil {
@@ -39,7 +39,7 @@ func TestGoClientExamplesCompile(t *testing.T) {
 		if strings.HasPrefix(text, "&") {
 			text = "_ = " + text
 		}
-		// What a fragment uses and does not declare. Unused imports and variables are let pass.
+		// The declarations that fragments use. Errors about unused imports and variables are ignored.
 		file, err := parser.ParseFile(files, fmt.Sprintf("%s:%d", b.Page, b.Line), `package example
 import ("context"; "errors"; "time"; "github.com/posthorn/posthorn/analytics"; "github.com/posthorn/posthorn/analytics/analyticstest")
 func example(client *analytics.Client, save func([]byte), codeUnderTest func(*analytics.Client)) {{
@@ -57,6 +57,6 @@ func example(client *analytics.Client, save func([]byte), codeUnderTest func(*an
 		_, _ = config.Check("example", files, []*ast.File{file}, nil)
 	}
 	if found < 4 {
-		t.Errorf("only %d examples were found", found)
+		t.Errorf("examples: got %d, want at least 4", found)
 	}
 }
