@@ -161,6 +161,6 @@ func TestOnlyLinuxBinaries(t *testing.T) {
 	script := filepath.Join(root, "hack", "cluster", "make-image")
 	out, err := exec.Command(script, "posthorn:v9", script, filepath.Join(t.TempDir(), "image.tar")).CombinedOutput()
 	if err == nil || !strings.Contains(string(out), "not a Linux binary") {
-		t.Errorf("make-image with a script: got error %v and %s, want \"no Linux binary\"", err, out)
+		t.Errorf("make-image with a script: got error %v and %s, want \"not a Linux binary\"", err, out)
 	}
 }
