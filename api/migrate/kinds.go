@@ -7,13 +7,13 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// steps is how a kind's spec is rewritten.
+// steps describes the rewriting of a kind's spec.
 type steps struct {
-	// rewrite reports whether the spec had the form of release 0.2.0.
+	// rewrite rewrites a spec and reports whether it had the API of release 0.2.0.
 	rewrite func(spec object) (bool, error)
-	// required are the fields of the present API of which a spec has at least one.
+	// required are fields of the current API; a spec has at least one of them.
 	required []string
-	// job says that the object runs once and that its spec cannot be changed.
+	// job means that the object runs once and that its spec cannot be changed.
 	job bool
 }
 
@@ -92,7 +92,7 @@ func sources(spec object) (bool, error) {
 	}
 }
 
-// signing makes the one scheme an entry of schemes.
+// signing moves the fields of the scheme to an entry of schemes.
 func signing(old object) (bool, error) {
 	if old.index("secretRef") < 0 && old.index("scheme") < 0 && old.index("previousSecretRef") < 0 {
 		return false, nil
@@ -107,7 +107,7 @@ func signing(old object) (bool, error) {
 		old.remove("scheme")
 		scheme.Content[0].Value = "type"
 	} else {
-		// The default of release 0.2.0; the present API has none.
+		// The default of release 0.2.0; the current API has none.
 		scheme.Content = []*yaml.Node{key(like, "type"), key(like, "HMACSHA1")}
 		scheme.HeadComment, like.HeadComment = like.HeadComment, ""
 	}
@@ -122,7 +122,7 @@ func signing(old object) (bool, error) {
 	return changed, err
 }
 
-// delivery collects the fields of retries in retry, at the place of the first of them.
+// delivery moves the fields of retries to retry, at the position of the first of them.
 func delivery(old object) (bool, error) {
 	retry := &yaml.Node{Kind: yaml.MappingNode, Tag: "!!map", Style: old.Style}
 	place, rest := -1, []*yaml.Node{}
@@ -151,7 +151,7 @@ func delivery(old object) (bool, error) {
 	return true, nil
 }
 
-// reference makes the name in a field a reference {name} in another field.
+// reference replaces a field with a name by a field with a reference {name}.
 func reference(spec object, old, field string) (bool, error) {
 	i := spec.index(old)
 	return spec.replace(old, field, func(name *yaml.Node) (*yaml.Node, error) {
@@ -162,7 +162,7 @@ func reference(spec object, old, field string) (bool, error) {
 	})
 }
 
-// references makes a list of names a list of references {name}.
+// references converts a list of names to a list of references {name}.
 func references(like, names *yaml.Node) (*yaml.Node, error) {
 	if names.Kind != yaml.SequenceNode {
 		return nil, errors.New("must be a list of names")
@@ -179,7 +179,7 @@ func references(like, names *yaml.Node) (*yaml.Node, error) {
 	return &refs, nil
 }
 
-// list makes a list of one entry.
+// list returns a list of one entry.
 func list(n *yaml.Node) *yaml.Node {
 	return &yaml.Node{Kind: yaml.SequenceNode, Tag: "!!seq", Content: []*yaml.Node{n}}
 }

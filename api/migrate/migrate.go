@@ -1,10 +1,10 @@
-// Package migrate rewrites manifests of release 0.2.0 to the present API. It is
-// pure: text in, text and notes out. It knows the field names of both forms, and
-// nothing of the Go types of either.
+// Package migrate rewrites manifests of release 0.2.0 to the current API. It is pure: it
+// turns text into text and notes. It uses the field names of both APIs and no Go types of
+// either.
 //
-// File rewrites the documents of one file. It edits the YAML tree, so that comments,
-// the order of fields and the style of values are kept. Documents that need no change
-// are returned byte for byte.
+// File rewrites the documents of one file. It edits the YAML tree, so that comments, the
+// order of fields and the style of values are kept. Documents without a change are returned
+// byte for byte.
 package migrate
 
 import (
@@ -19,14 +19,14 @@ import (
 
 const apiVersion = "posthorn.dev/v1alpha1"
 
-// Note is a fact about a document that its user has to know. It holds no values but names.
+// Note is information about a document for the user. It contains only names of the document.
 type Note struct {
 	// Document counts from 1.
 	Document int
-	// Object is "Kind namespace/name", as far as the manifest has them.
+	// Object is "Kind namespace/name", without the parts that the manifest does not have.
 	Object  string
 	Message string
-	// Problem says that the result cannot be applied as it is.
+	// Problem means that the result cannot be applied without a change.
 	Problem bool
 }
 
@@ -37,9 +37,9 @@ func (n Note) String() string {
 	return fmt.Sprintf("document %d, %s: %s", n.Document, n.Object, n.Message)
 }
 
-// File rewrites the documents of a YAML or JSON file. Documents of other kinds and
-// documents of the present API are returned unchanged. An error names the
-// document that cannot be read or that mixes both forms; then there is no result.
+// File rewrites the documents of a YAML or JSON file. Documents of other kinds and documents
+// of the current API are returned unchanged. If a document is invalid or mixes both APIs,
+// File returns an error that names the document, and no result.
 func File(text []byte) ([]byte, []Note, error) {
 	var out bytes.Buffer
 	var notes []Note
@@ -55,7 +55,7 @@ func File(text []byte) ([]byte, []Note, error) {
 	return out.Bytes(), notes, nil
 }
 
-// split cuts a text before each separator line ("---"); the parts together are the text.
+// split splits a text before each separator line ("---"). The concatenated parts are the text.
 func split(text []byte) [][]byte {
 	var documents [][]byte
 	start, at := 0, 0
@@ -70,7 +70,7 @@ func split(text []byte) [][]byte {
 	return append(documents, text[start:])
 }
 
-// migration is the rewriting of one document.
+// migration is the state of rewriting one document.
 type migration struct {
 	document int
 	notes    []Note
@@ -90,7 +90,7 @@ func (m *migration) rewriteDocument(text []byte) ([]byte, error) {
 	case err != nil:
 		return nil, err
 	case !keep:
-		return []byte("---\n" + leftOut(m.notes[len(m.notes)-1]) + "\n"), nil
+		return []byte("---\n" + omitted(m.notes[len(m.notes)-1]) + "\n"), nil
 	case !m.changed:
 		return text, nil
 	}
@@ -105,14 +105,14 @@ func (m *migration) rewriteDocument(text []byte) ([]byte, error) {
 		return nil, fmt.Errorf("write YAML: %w", err)
 	}
 	if err := yaml.Unmarshal(out.Bytes(), &yaml.Node{}); err != nil {
-		return nil, fmt.Errorf("its anchors and aliases cannot be kept; replace each alias by what it stands for: %w", err)
+		return nil, fmt.Errorf("its anchors and aliases cannot be kept; replace each alias by its value: %w", err)
 	}
 	return out.Bytes(), nil
 }
 
-func leftOut(n Note) string { return "# Left out: " + n.Object + ": " + n.Message }
+func omitted(n Note) string { return "# Omitted: " + n.Object + ": " + n.Message }
 
-// rewrite rewrites an object, or the objects of a list. It returns false for an object to leave out.
+// rewrite rewrites an object, or the objects of a list. It returns false for an object to omit.
 func (m *migration) rewrite(n *yaml.Node) (keep bool, err error) {
 	o := object{resolve(n)}
 	if o.Kind != yaml.MappingNode {
@@ -122,8 +122,8 @@ func (m *migration) rewrite(n *yaml.Node) (keep bool, err error) {
 	if items := o.get("items"); strings.HasSuffix(kind, "List") && items != nil && items.Kind == yaml.SequenceNode {
 		return true, m.rewriteItems(items)
 	}
-	steps, ours := kinds[kind]
-	if !ours || o.text("apiVersion") != apiVersion {
+	steps, ok := kinds[kind]
+	if !ok || o.text("apiVersion") != apiVersion {
 		return true, nil
 	}
 	metadata := o.object("metadata")
@@ -133,7 +133,7 @@ func (m *migration) rewrite(n *yaml.Node) (keep bool, err error) {
 	}
 	spec := o.object("spec")
 	if merges(o.Node) {
-		return false, fmt.Errorf("%s: the manifest has a merge key (<<); replace it by the fields that it stands for", name)
+		return false, fmt.Errorf("%s: the manifest has a merge key (<<); replace it by the merged fields", name)
 	}
 	old, err := steps.rewrite(spec)
 	if err != nil {
@@ -142,7 +142,7 @@ func (m *migration) rewrite(n *yaml.Node) (keep bool, err error) {
 	m.changed = m.changed || old
 	if len(steps.required) > 0 && !slices.ContainsFunc(steps.required, func(field string) bool { return spec.get(field) != nil }) {
 		note(true, "spec has neither the fields of release 0.2.0 nor "+strings.Join(steps.required, " or ")+
-			"; if it was exported from a cluster that has the new CRDs already, take the manifest that was applied before")
+			"; if it was exported from a cluster that already has the new CRDs, use the manifest that was applied before")
 	}
 	if steps.job {
 		switch ended, suppress := ended(o), spec.text("suppress") == "true"; {
@@ -150,7 +150,7 @@ func (m *migration) rewrite(n *yaml.Node) (keep bool, err error) {
 			note(false, "it has finished and would run again; delete it from the cluster")
 			return false, nil
 		case ended:
-			note(false, "it has finished; with suppress it has to stay, and its notifications are sent once more")
+			note(false, "it has finished; because of suppress it must be kept, and its notifications are sent again")
 		case old:
 			note(false, "its spec cannot be changed: delete the object of release 0.2.0 before you apply this one; if it has finished, do not apply it again")
 		}
@@ -168,7 +168,7 @@ func (m *migration) rewriteItems(items *yaml.Node) error {
 			return err
 		}
 		if !keep {
-			comments += leftOut(m.notes[len(m.notes)-1]) + "\n"
+			comments += omitted(m.notes[len(m.notes)-1]) + "\n"
 			m.changed = true
 			continue
 		}
@@ -181,8 +181,8 @@ func (m *migration) rewriteItems(items *yaml.Node) error {
 	return nil
 }
 
-// strip removes what only the API server and the operator set. Objects that were
-// exported from a cluster have it; the API server rejects some of it in a manifest.
+// strip removes the fields that only the API server and the operator set. Exported objects
+// have them, and the API server rejects some of them in a manifest.
 func strip(o object) (changed bool) {
 	metadata := o.object("metadata")
 	if metadata.get("uid") == nil && o.get("status") == nil {
@@ -200,8 +200,8 @@ func strip(o object) (changed bool) {
 	return true
 }
 
-// ended reports whether a Redelivery or DeletionRequest of release 0.2.0 has finished,
-// as far as its manifest shows.
+// ended reports whether a Redelivery or DeletionRequest of release 0.2.0 has finished
+// according to the status in its manifest.
 func ended(o object) bool {
 	status := o.object("status")
 	if phase := status.text("phase"); phase == "Succeeded" || phase == "Failed" {
@@ -214,7 +214,7 @@ func ended(o object) bool {
 	})
 }
 
-// merges reports whether a mapping below n has a merge key. Fields behind it could not be seen.
+// merges reports whether a mapping in n has a merge key, whose fields would be missed.
 func merges(n *yaml.Node) bool {
 	if n.Kind == yaml.MappingNode {
 		for i := 0; i < len(n.Content); i += 2 {

@@ -11,11 +11,11 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-var update = flag.Bool("update", false, "write the golden files anew")
+var update = flag.Bool("update", false, "rewrite the golden files")
 
-// The golden files are the samples, the manifests of the pages and the valid test
-// documents of release 0.2.0, and cases of their own. test/cel applies the results.
-// Their notes are the last lines, as comments.
+// The golden files are the samples, the manifests in the docs and the valid test documents
+// of release 0.2.0, and further cases. test/cel applies the results. The last lines have the
+// notes, as comments.
 func TestFile(t *testing.T) {
 	files, err := filepath.Glob("testdata/*.in.*")
 	if err != nil || len(files) < 30 {
@@ -51,7 +51,7 @@ func TestFile(t *testing.T) {
 			if filepath.Ext(file) == ".json" && !json.Valid(out) {
 				t.Errorf("the result is not JSON:\n%s", out)
 			}
-			// What is migrated is of the present API, so it is returned byte for byte.
+			// The result has the current API, so it is returned byte for byte.
 			again, _, err := File(out)
 			if err != nil {
 				t.Fatal(err)
@@ -63,8 +63,8 @@ func TestFile(t *testing.T) {
 	}
 }
 
-// Manifests of the present API are returned byte for byte, without a note.
-func TestPresentManifestsPass(t *testing.T) {
+// Manifests of the current API are returned byte for byte, without a note.
+func TestCurrentManifests(t *testing.T) {
 	var files []string
 	for _, pattern := range []string{"../../config/samples/*.yaml", "../../test/cel/testdata/valid/*.yaml", "../../hack/demo/manifests/*.yaml"} {
 		found, err := filepath.Glob(pattern)
@@ -101,7 +101,7 @@ func TestErrors(t *testing.T) {
 		{"a reference of another type", head + "kind: Audience\nspec: {source: [web]}\n", "source: must be a name"},
 		{"both signings", head + "kind: WebhookDestination\nspec: {signing: {secretRef: {name: a, key: b}, schemes: []}}\n", "spec.signing has both"},
 		{"both deliveries", head + "kind: WebhookDestination\nspec: {delivery: {retryWindow: 1h, retry: {}}}\n", "spec.delivery has both"},
-		{"an alias of what changes", "kind: List\nitems:\n- apiVersion: posthorn.dev/v1alpha1\n  kind: DeletionRequest\n  spec: {sources: &s [web]}\n- {other: *s}\n", "replace each alias"},
+		{"an alias of a changed value", "kind: List\nitems:\n- apiVersion: posthorn.dev/v1alpha1\n  kind: DeletionRequest\n  spec: {sources: &s [web]}\n- {other: *s}\n", "replace each alias"},
 		{"a merge key", "base: &b {source: web}\n" + head + "kind: Audience\nspec: {<<: *b, name: A}\n", "Audience x: the manifest has a merge key"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -110,13 +110,13 @@ func TestErrors(t *testing.T) {
 				t.Errorf("error %v, want %q", err, c.want)
 			}
 			if out != nil {
-				t.Errorf("there is a result:\n%s", out)
+				t.Errorf("File returns an error and a result:\n%s", out)
 			}
 		})
 	}
 }
 
-// File must not panic, and what it returns must be stable, whatever it reads.
+// File must not panic, and must accept its own result.
 func FuzzFile(f *testing.F) {
 	files, err := filepath.Glob("testdata/*.in.*")
 	if err != nil {

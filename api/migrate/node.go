@@ -9,7 +9,7 @@ import (
 // object is a mapping of the YAML tree. Its Node is never nil; one of another kind has no fields.
 type object struct{ *yaml.Node }
 
-// resolve follows an alias to the node that it stands for.
+// resolve returns the target of an alias, and any other node unchanged.
 func resolve(n *yaml.Node) *yaml.Node {
 	if n.Kind == yaml.AliasNode {
 		return n.Alias
@@ -37,7 +37,7 @@ func (o object) get(field string) *yaml.Node {
 	return nil
 }
 
-// object returns the mapping in a field, an empty one when there is none.
+// object returns the mapping in a field, or an empty one.
 func (o object) object(field string) object {
 	if n := o.get(field); n != nil {
 		return object{n}
@@ -59,8 +59,8 @@ func (o object) remove(field string) {
 	}
 }
 
-// replace gives a field another name, and another value unless that is nil. It
-// reports whether the field was there; both names at once are an error.
+// replace renames a field and, unless value is nil, replaces its value. It reports whether
+// the field exists. It returns an error if both names exist.
 func (o object) replace(old, field string, value func(*yaml.Node) (*yaml.Node, error)) (bool, error) {
 	i := o.index(old)
 	if i < 0 {
@@ -81,20 +81,20 @@ func (o object) replace(old, field string, value func(*yaml.Node) (*yaml.Node, e
 	return true, nil
 }
 
-// rename gives a field another name.
+// rename renames a field.
 func (o object) rename(old, field string) (bool, error) { return o.replace(old, field, nil) }
 
-// key makes a key in the style of another one, so that JSON stays JSON.
+// key returns a key with the style of another one, so that JSON remains JSON.
 func key(like *yaml.Node, name string) *yaml.Node {
 	return &yaml.Node{Kind: yaml.ScalarNode, Tag: "!!str", Value: name, Style: like.Style & yaml.DoubleQuotedStyle}
 }
 
-// mapping makes a mapping of one field. It is in flow style unless the value is a block.
+// mapping returns a mapping of one field, in flow style unless the value is a block.
 func mapping(k, v *yaml.Node) *yaml.Node {
 	n := &yaml.Node{Kind: yaml.MappingNode, Tag: "!!map", Style: yaml.FlowStyle, Content: []*yaml.Node{k, v}}
 	if v.Kind == yaml.MappingNode {
 		n.Style &= v.Style
-	} else { // A comment within braces would break the line.
+	} else { // Move the comments out of the braces, where they would break the line.
 		value := *v
 		n.HeadComment, n.LineComment, n.FootComment = v.HeadComment, v.LineComment, v.FootComment
 		value.HeadComment, value.LineComment, value.FootComment = "", "", ""

@@ -27,9 +27,9 @@ type AudienceSpec struct {
 	// +required
 	SourceRef ObjectReference `json:"sourceRef"`
 
-	// The name of the audience for people, for example "First Time Shoppers".
+	// The human-readable name of the audience, for example "First Time Shoppers".
 	// The default key is derived from it once; a later change of the name
-	// changes no key and sends nothing.
+	// does not change the key and sends nothing.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=100
 	// +required
@@ -43,8 +43,8 @@ type AudienceSpec struct {
 
 	// The name of the trait, and of the audience in the path of a sync. The
 	// default is the snake_case form of displayName: "First Time Shoppers"
-	// becomes first_time_shoppers. The key in effect is status.key; once it is
-	// set, it stays. Two audiences of one Source must not share a key: the
+	// becomes first_time_shoppers. The key in effect is status.key; it cannot be
+	// changed. Two audiences of one Source must not share a key: the
 	// younger one gets Accepted=False (KeyConflict).
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=100

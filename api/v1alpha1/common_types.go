@@ -34,10 +34,10 @@ type SecretReference struct {
 	Name string `json:"name"`
 }
 
-// ValueFromSecret takes a value from a Secret.
+// ValueFromSecret reads a value from a Secret.
 type ValueFromSecret struct {
-	// The Secret and key to read. When either is missing, ResolvedRefs is False
-	// (SecretNotFound, SecretKeyMissing) and messages are kept, not sent.
+	// The Secret and key to read. If one is missing, ResolvedRefs is False
+	// (SecretNotFound, SecretKeyMissing), and messages are kept and not sent.
 	// +required
 	SecretKeyRef SecretKeyReference `json:"secretKeyRef"`
 }

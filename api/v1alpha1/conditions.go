@@ -2,9 +2,9 @@ package v1alpha1
 
 // Condition types. Source, WebhookDestination and Audience have Accepted,
 // ResolvedRefs, Programmed and Ready, and one condition for traffic (Receiving,
-// Delivering, Synced) that never changes Ready, because a receiver's outage is
-// not a mistake in the spec and must not fail a rollout. Until the operator has
-// seen an object, its conditions are Unknown with the reason Pending.
+// Delivering, Synced). The traffic condition does not change Ready, because a
+// receiver's outage is not an error in the spec and must not fail a rollout. Until
+// the operator has processed an object, its conditions are Unknown with the reason Pending.
 const (
 	// ConditionAccepted reports whether the spec is valid and can take effect.
 	ConditionAccepted = "Accepted"
@@ -15,7 +15,8 @@ const (
 	// that it runs this revision of the object.
 	ConditionProgrammed = "Programmed"
 	// ConditionReady is True when Accepted, ResolvedRefs and Programmed are True;
-	// otherwise it has the reason and message of the first of them that is not. Wait on this one.
+	// otherwise it has the reason and message of the first of them that is not. It is
+	// the condition for `kubectl wait`.
 	ConditionReady = "Ready"
 	// ConditionStalled is present, and True, while a person has to change
 	// something before the object can become Ready: the spec, or a value in a
@@ -48,8 +49,8 @@ const (
 	// ReasonInvalidURL: an endpoint's URL, given or read from a Secret, is not a usable http
 	// or https URL. Action: correct the URL.
 	ReasonInvalidURL = "InvalidURL"
-	// ReasonInvalidFilter: spec.filter does not compile, or may cost too much to evaluate.
-	// Action: correct the filter; the message has the position.
+	// ReasonInvalidFilter: spec.filter does not compile, or its evaluation may be too
+	// expensive. Action: correct the filter; the message has the position.
 	ReasonInvalidFilter = "InvalidFilter"
 	// ReasonEgressDenied: an endpoint's URL names an address that the administrator of
 	// Posthorn does not allow. Action: use another URL, or ask the administrator to add the
@@ -69,10 +70,10 @@ const (
 
 // Reasons of ResolvedRefs.
 const (
-	// ReasonResolvedRefs: everything that the spec refers to exists and is usable.
+	// ReasonResolvedRefs: every reference resolves to a usable value.
 	ReasonResolvedRefs = "ResolvedRefs"
 	// ReasonSecretNotFound: a referenced Secret does not exist in the namespace. Action:
-	// create the Secret, or correct the reference; nothing has to be restarted.
+	// create the Secret, or correct the reference; no restart is necessary.
 	ReasonSecretNotFound = "SecretNotFound"
 	// ReasonSecretKeyMissing: a referenced Secret does not have the key, or its value is
 	// empty. Action: add the key to the Secret, or correct the reference.
@@ -92,12 +93,12 @@ const (
 	ReasonProgrammed = "Programmed"
 	// ReasonPending: some ready dispatcher pods have not confirmed this revision yet; with
 	// the status Unknown, the operator has not processed the object yet. Action: wait some
-	// seconds; then look at the dispatcher pods, or at the operator.
+	// seconds; then check the dispatcher pods, or the operator.
 	ReasonPending = "Pending"
-	// ReasonNoDispatcher: no dispatcher pod is ready. Action: look at the pods of the
+	// ReasonNoDispatcher: no dispatcher pod is ready. Action: check the pods of the
 	// release's namespace.
 	ReasonNoDispatcher = "NoDispatcher"
-	// ReasonConfigRefused: a dispatcher pod refused the config and keeps the previous one.
+	// ReasonConfigRefused: a dispatcher pod rejected the config and keeps the previous one.
 	// Action: update operator and dispatchers to one version; the message has the cause.
 	ReasonConfigRefused = "ConfigRefused"
 	// ReasonNotAccepted: Accepted is False, so the object has no effect. Action: see the
@@ -108,19 +109,19 @@ const (
 	ReasonUnresolvedRefs = "UnresolvedRefs"
 )
 
-// Reasons of Ready. When Ready is False its reason is that of the condition that keeps it False.
+// Reasons of Ready. If Ready is False, it has the reason of the first condition that is not True.
 const (
 	// ReasonReady: Accepted, ResolvedRefs and Programmed are True.
 	ReasonReady = "Ready"
 )
 
-// Reasons of Delivering. The ones after CircuitOpen classify a failed attempt
-// and are also the reasons of status.endpoints[].lastFailure and of dead letters.
+// Reasons of Delivering. The reasons after CircuitOpen classify a failed attempt;
+// status.endpoints[].lastFailure and dead letters have them, too.
 const (
 	// ReasonDelivering: the latest deliveries succeeded.
 	ReasonDelivering = "Delivering"
 	// ReasonNoTrafficYet: nothing has been sent to (or received for) this object yet, or not
-	// since it was changed when deliveries failed. Action: send a call; see whether the
+	// since it was changed when deliveries failed. Action: send a call; check whether the
 	// Source receives calls and whether the filter excludes them.
 	ReasonNoTrafficYet = "NoTrafficYet"
 	// ReasonPaused: messages are kept and not sent, because the destination is disabled, is
@@ -139,7 +140,7 @@ const (
 	// ReasonConnectionRefused: nothing listens at the endpoint's address. Action: start the
 	// receiver, or correct host and port of the URL.
 	ReasonConnectionRefused = "ConnectionRefused"
-	// ReasonConnectionFailed: the connection broke, or could not be made for another reason.
+	// ReasonConnectionFailed: the connection broke, or could not be established for another reason.
 	// Action: check the network between the dispatchers and the receiver.
 	ReasonConnectionFailed = "ConnectionFailed"
 	// ReasonDNSFailed: the endpoint's host name does not resolve. Action: correct the host
@@ -147,7 +148,7 @@ const (
 	ReasonDNSFailed = "DNSFailed"
 	// ReasonCertificateRejected: the endpoint's TLS certificate cannot be verified
 	// (self-signed, expired, unknown authority, wrong name). Nothing was sent. Action: use a
-	// certificate of a known authority, or set endpoints[].tls.caSecretRef.
+	// certificate of a known authority, or set endpoints[].tls.caSecretKeyRef.
 	ReasonCertificateRejected = "CertificateRejected"
 	// ReasonTLSFailed: the TLS handshake failed for another reason. Action: check that the
 	// receiver accepts TLS at this port, and whether it requires a client certificate.
@@ -177,14 +178,14 @@ const (
 	ReasonExpired = "Expired"
 )
 
-// Reasons of dead letters, beside those of Delivering after CircuitOpen.
+// Reasons of dead letters, in addition to those of Delivering after CircuitOpen.
 const (
 	// ReasonEndpointRemoved: the endpoint was removed from the destination, or renamed,
 	// while the message was pending. Action: none if the removal was intended; under
-	// AnyEndpoint, a redelivery sends the message to the present endpoints.
+	// AnyEndpoint, a redelivery sends the message to the current endpoints.
 	ReasonEndpointRemoved = "EndpointRemoved"
-	// ReasonDamaged: the stored message is damaged and cannot be read, as after a fault of
-	// the disk. Action: check the disk; the sender has to send the message again.
+	// ReasonDamaged: the stored message is damaged and cannot be read, for example because of
+	// a disk error. Action: check the disk; the sender has to send the message again.
 	ReasonDamaged = "Damaged"
 )
 
@@ -205,7 +206,7 @@ const (
 const (
 	// ReasonSynced: the last sync was accepted, and every change is in the queue.
 	ReasonSynced = "Synced"
-	// ReasonSending: the last sync was accepted; its identify calls are being put into the
+	// ReasonSending: the last sync was accepted; its identify calls are being added to the
 	// queue.
 	ReasonSending = "Sending"
 	// ReasonSyncRefused: the latest sync was rejected and changed nothing. Action: correct
@@ -215,9 +216,9 @@ const (
 	ReasonNoSyncYet = "NoSyncYet"
 )
 
-// Conditions of Redelivery and DeletionRequest, which run once as a Job of
-// batch/v1 does. At the end of a run one of the two is True, for good. Ready has
-// the status of Complete, and Stalled is present and True when Failed is True.
+// Conditions of Redelivery and DeletionRequest, which run once, as a Job of
+// batch/v1 does. At the end of a run one of the two becomes True; this is final.
+// Ready has the status of Complete, and Stalled is present and True if Failed is True.
 const (
 	// ConditionComplete reports whether the run completed.
 	ConditionComplete = "Complete"
@@ -250,7 +251,7 @@ const (
 	// spec.requestId to run it again.
 	ReasonAlreadyDone = "AlreadyDone"
 	// ReasonNotRedelivered: Failed; some dead letters that matched were not redelivered.
-	// Action: repair the cause in the message, then create the Redelivery again.
+	// Action: fix the cause in the message, then create the Redelivery again.
 	ReasonNotRedelivered = "NotRedelivered"
 	// ReasonNotDelivered: Failed; some notifications were dead-lettered or discarded.
 	// Action: repair the receiver, then redeliver the dead letters or create the request again.

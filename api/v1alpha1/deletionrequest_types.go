@@ -15,8 +15,8 @@ type DeletionRequestSpec struct {
 
 	// The affected Sources, in this namespace. Default: all of them.
 	// Each Source that has an enabled WebhookDestination gets one delete message,
-	// which is sent to these destinations. The destinations are decided when the
-	// run starts; later ones are not notified.
+	// which is sent to these destinations. The run determines its destinations at the
+	// start; destinations that are created later are not notified.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=100
 	// +listType=map
@@ -25,7 +25,7 @@ type DeletionRequestSpec struct {
 	SourceRefs []ObjectReference `json:"sourceRefs,omitempty"`
 
 	// Whether later calls of this user to these Sources are rejected (403,
-	// user_suppressed), for as long as this object exists. Calls with an
+	// user_suppressed), while this object exists. Calls with an
 	// anonymousId alone are not affected.
 	// While suppress is true, ttlSecondsAfterFinished has no effect.
 	// +kubebuilder:default=false
@@ -42,13 +42,13 @@ type NotificationState string
 const (
 	// NotificationPending means: not delivered yet, or being retried.
 	NotificationPending NotificationState = "Pending"
-	// NotificationDelivered means: the destination has taken it.
+	// NotificationDelivered means: the destination accepted it.
 	NotificationDelivered NotificationState = "Delivered"
-	// NotificationFiltered means: the destination's filter keeps it out.
+	// NotificationFiltered means: the destination's filter excludes it.
 	NotificationFiltered NotificationState = "Filtered"
-	// NotificationDeadLettered means: it could not be delivered; it is among the dead letters.
+	// NotificationDeadLettered means: it could not be delivered and is a dead letter.
 	NotificationDeadLettered NotificationState = "DeadLettered"
-	// NotificationDiscarded means: the destination was deleted before it took it.
+	// NotificationDiscarded means: the destination was deleted before the delivery.
 	NotificationDiscarded NotificationState = "Discarded"
 )
 
@@ -63,7 +63,7 @@ type Notification struct {
 	// Pending, and then Delivered, Filtered, DeadLettered or Discarded.
 	// +required
 	State NotificationState `json:"state"`
-	// Why it was dead-lettered, as in the dead letter.
+	// The reason of the dead letter.
 	// +kubebuilder:validation:MaxLength=64
 	// +optional
 	Reason string `json:"reason,omitempty"`

@@ -4,8 +4,8 @@
 // notifications.
 //
 // Field comments are the user manual: `kubectl explain` prints them.
-// References never carry a namespace, so an object can only ever use Secrets
-// and Sources of its own namespace.
+// References have no namespace, so an object can use only Secrets and Sources in its
+// own namespace.
 //
 // +kubebuilder:object:generate=true
 // +groupName=posthorn.dev

@@ -11,26 +11,24 @@ import (
 // these kinds runs once, as a Job of batch/v1 does, and its fields have that
 // kind's names.
 type JobSpec struct {
-	// A name for this run, of your choice. The namespace, the name and the spec
-	// identify a run, and a run that completed is not repeated within 30 days, also
-	// when the object is deleted and created again (reason AlreadyDone). Set another
-	// requestId to run it again.
+	// A name for this run. The namespace, the name and the spec identify a run, and a
+	// completed run is not repeated within 30 days, even if the object is deleted and
+	// created again (reason AlreadyDone). Set another requestId to run it again.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=128
 	// +optional
 	RequestID string `json:"requestId,omitempty"`
 
-	// The number of seconds after status.startTime at which the run ends if it has
-	// not ended by then: its work stops, and Failed is True with the reason
-	// DeadlineExceeded. Default: no deadline.
+	// The number of seconds after status.startTime after which the run is stopped:
+	// Failed is then True with the reason DeadlineExceeded. Default: no deadline.
 	// +kubebuilder:validation:Minimum=1
 	// +kubebuilder:validation:Maximum=31536000
 	// +optional
 	ActiveDeadlineSeconds *int64 `json:"activeDeadlineSeconds,omitempty"`
 
-	// The number of seconds after the end of the run at which the object is
-	// deleted. 0 deletes it at once. Default: the object is kept. This is the only
-	// field that can be changed.
+	// The number of seconds after the end of the run after which the object is
+	// deleted. 0 deletes it immediately. Default: the object is kept. This is the
+	// only field that can be changed.
 	// +kubebuilder:validation:Minimum=0
 	// +kubebuilder:validation:Maximum=31536000
 	// +optional
@@ -51,11 +49,11 @@ type JobStatus struct {
 	// +optional
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
 
-	// When the run started; not set while it waits.
+	// When the run started; not set before.
 	// +optional
 	StartTime *metav1.Time `json:"startTime,omitempty"`
 
-	// When the run completed; not set when it failed.
+	// When the run completed; not set if it failed.
 	// +optional
 	CompletionTime *metav1.Time `json:"completionTime,omitempty"`
 }
@@ -66,7 +64,8 @@ const DefaultRedeliveryRate = 100
 // JobEnded reports whether a run has ended, completed or failed.
 func JobEnded(s JobStatus) bool { return jobEnd(s) != nil }
 
-// JobExpires returns when an object with this TTL is to be deleted; false for one that stays.
+// JobExpires returns when an object with this TTL is to be deleted. It returns false for an
+// object that is kept.
 func JobExpires(ttlSecondsAfterFinished *int32, s JobStatus) (time.Time, bool) {
 	end := jobEnd(s)
 	if end == nil || ttlSecondsAfterFinished == nil {

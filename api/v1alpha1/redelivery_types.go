@@ -2,7 +2,7 @@ package v1alpha1
 
 import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-// RedeliverySpec selects the dead letters that are sent once more.
+// RedeliverySpec selects the dead letters that are sent again.
 // +kubebuilder:validation:XValidation:rule="self.destinationRef == oldSelf.destinationRef && self.rate == oldSelf.rate && self.dryRun == oldSelf.dryRun && has(self.selector) == has(oldSelf.selector) && (!has(self.selector) || self.selector == oldSelf.selector) && has(self.requestId) == has(oldSelf.requestId) && (!has(self.requestId) || self.requestId == oldSelf.requestId) && has(self.activeDeadlineSeconds) == has(oldSelf.activeDeadlineSeconds) && (!has(self.activeDeadlineSeconds) || self.activeDeadlineSeconds == oldSelf.activeDeadlineSeconds)",message="spec is immutable except for ttlSecondsAfterFinished; delete this Redelivery and create another one"
 type RedeliverySpec struct {
 	// The WebhookDestination, in this namespace, whose dead letters are redelivered.
@@ -10,8 +10,8 @@ type RedeliverySpec struct {
 	// +required
 	DestinationRef ObjectReference `json:"destinationRef"`
 
-	// Which dead letters are redelivered. A dead letter must match every field that
-	// is set. Default: all that the destination has when the run starts.
+	// Selects the dead letters to redeliver. A dead letter must match every field that
+	// is set. Default: all dead letters of the destination at the start of the run.
 	// +optional
 	Selector *DeadLetterSelector `json:"selector,omitempty"`
 
@@ -20,8 +20,8 @@ type RedeliverySpec struct {
 	// +optional
 	DryRun bool `json:"dryRun,omitempty"`
 
-	// Dead letters a second, over all dispatcher pods. 1 to 10,000, default 100.
-	// The Redeliveries of a namespace run with 10,000 a second together.
+	// Dead letters per second, over all dispatcher pods. 1 to 10,000, default 100.
+	// The rates of a namespace's running Redeliveries are limited to 10,000 in total.
 	// +kubebuilder:validation:Minimum=1
 	// +kubebuilder:validation:Maximum=10000
 	// +kubebuilder:default=100
@@ -34,21 +34,21 @@ type RedeliverySpec struct {
 // DeadLetterSelector selects dead letters.
 // +kubebuilder:validation:XValidation:rule="!has(self.since) || !has(self.until) || self.since < self.until",message="since must be before until"
 type DeadLetterSelector struct {
-	// Those whose last attempt failed at this time or later.
+	// Dead letters whose last attempt failed at this time or later.
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:Format=date-time
 	// +kubebuilder:validation:MaxLength=64
 	// +optional
 	Since *metav1.Time `json:"since,omitempty"`
 
-	// Those whose last attempt failed before this time.
+	// Dead letters whose last attempt failed before this time.
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:Format=date-time
 	// +kubebuilder:validation:MaxLength=64
 	// +optional
 	Until *metav1.Time `json:"until,omitempty"`
 
-	// Those with one of these reasons, for example Expired or Rejected. At most 32.
+	// Dead letters with one of these reasons, for example Expired or Rejected. At most 32.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=32
 	// +kubebuilder:validation:items:MinLength=1
@@ -57,14 +57,14 @@ type DeadLetterSelector struct {
 	// +optional
 	Reasons []string `json:"reasons,omitempty"`
 
-	// Those of these types of call.
+	// Dead letters of these types of call.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=7
 	// +listType=set
 	// +optional
 	Types []CallType `json:"types,omitempty"`
 
-	// Those of these events, by their exact names. At most 100.
+	// Dead letters of these events, by their exact names. At most 100.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=100
 	// +kubebuilder:validation:items:MinLength=1
@@ -92,7 +92,7 @@ type RedeliveryStatus struct {
 	NotRedelivered int64 `json:"notRedelivered,omitempty"`
 }
 
-// Redelivery sends dead letters of a WebhookDestination once more: those that a
+// Redelivery sends dead letters of a WebhookDestination again: those that a
 // selector matches, at a bounded rate, from every dispatcher pod.
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status

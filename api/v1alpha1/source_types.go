@@ -13,8 +13,8 @@ type SourceSpec struct {
 	Enabled *bool `json:"enabled,omitempty"`
 
 	// The write keys of this Source, one or two. Each of them names this Source.
-	// With two, clients can move from the old key to the new one without a refused
-	// call. A key that cannot be used makes ResolvedRefs (SecretNotFound,
+	// With two, clients can move from the old key to the new one without a rejected
+	// call. An unusable key makes ResolvedRefs (SecretNotFound,
 	// SecretKeyMissing, InvalidSecret) or Accepted (WriteKeyConflict) False; calls
 	// with the other key are accepted. A key that is removed here is answered 503 for the grace
 	// period (10 minutes), then 401.
@@ -26,8 +26,8 @@ type SourceSpec struct {
 	WriteKeys []WriteKey `json:"writeKeys"`
 
 	// Browser origins that may send calls (CORS), as scheme://host[:port], or
-	// "*" for every origin. A call from a page of another origin is refused with
-	// 403; servers and apps, which send no origin, are not affected. At most 64.
+	// "*" for every origin. A call from a page of another origin is answered 403;
+	// servers and apps, which send no origin, are not affected. At most 64.
 	// +kubebuilder:validation:MaxItems=64
 	// +kubebuilder:validation:items:MaxLength=255
 	// +kubebuilder:validation:items:XValidation:rule="self.matches(r'^(\\*|https?://[A-Za-z0-9.\\-\\[\\]:]+)$')",message="must be * or scheme://host[:port] with http or https, and without a path"
@@ -36,16 +36,16 @@ type SourceSpec struct {
 	AllowedOrigins []string `json:"allowedOrigins,omitempty"`
 
 	// The limit of calls per second, for each dispatcher pod. Calls above it are answered 429 with
-	// Retry-After. Without it there is no limit.
+	// Retry-After. Default: no limit.
 	// +optional
 	RateLimit *CallRateLimit `json:"rateLimit,omitempty"`
 }
 
 // WriteKey is a secret that identifies a Source.
 type WriteKey struct {
-	// The Secret key that holds the write key: what a client sends as its HTTP
+	// The Secret key that contains the write key. A client sends it as its HTTP
 	// Basic user name, or as "writeKey" in the body. 1 to 256 bytes; white space
-	// around it is ignored. Only its SHA-256 reaches the dispatcher. A change of
+	// around it is ignored. The dispatchers get only its SHA-256. A change of
 	// the Secret takes effect within a second. Two Sources must not share a write
 	// key: the older Source keeps it, the younger one gets WriteKeyConflict.
 	// +required
@@ -55,7 +55,8 @@ type WriteKey struct {
 // CallRateLimit bounds the calls that one dispatcher pod accepts from a Source.
 // +kubebuilder:validation:XValidation:rule="!has(self.burst) || self.burst >= self.callsPerSecond",message="burst must be at least callsPerSecond; raise burst or leave it out"
 type CallRateLimit struct {
-	// Calls a second; a batch of 20 counts as 20, and 4 KiB of messages count as one call at least. 1 to 1,000,000.
+	// Calls per second. Each call of a batch counts, and every 4 KiB of messages count as at
+	// least one call. 1 to 1,000,000.
 	// +kubebuilder:validation:Minimum=1
 	// +kubebuilder:validation:Maximum=1000000
 	// +required
@@ -105,7 +106,7 @@ type SourceStatus struct {
 }
 
 // MessageCounts is a Source's ledger: accepted = delivered + filtered +
-// deadLettered + discarded + pending. A call counts once for each destination that it is for.
+// deadLettered + discarded + pending. A call counts once for each of its destinations.
 type MessageCounts struct {
 	// Messages that were stored for destinations.
 	// +required
@@ -130,21 +131,22 @@ type MessageCounts struct {
 
 // CallCounts counts a Source's calls.
 type CallCounts struct {
-	// Calls that were stored and acknowledged, with what was redelivered and
-	// what audiences and deletion requests put in.
+	// Calls that were stored and acknowledged, including redelivered messages and the
+	// messages of audiences and deletion requests.
 	// +required
 	Accepted int64 `json:"accepted"`
-	// Calls that were refused (invalid, too large, over the rate limit, storage full) since the pods started.
+	// Calls that were rejected (invalid, too large, over the rate limit, storage full) since the
+	// start of the pods.
 	// +required
 	Rejected int64 `json:"rejected"`
-	// Calls that repeated an earlier messageId; acknowledged, not stored again.
+	// Calls with the messageId of an earlier call; they were acknowledged and not stored again.
 	// +required
 	Duplicates int64 `json:"duplicates"`
 }
 
 // Source declares a sender of calls: its write keys, the browser origins
 // that may use it, and a rate limit. WebhookDestinations of the same namespace
-// choose the Sources whose calls they receive.
+// select the Sources whose calls they receive.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status

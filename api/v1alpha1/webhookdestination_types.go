@@ -15,8 +15,8 @@ type WebhookDestinationSpec struct {
 	// +optional
 	Enabled *bool `json:"enabled,omitempty"`
 
-	// The Sources in this namespace whose calls are delivered here, by name. A name
-	// without a Source: ResolvedRefs is False (NoSource). Set this or sourceSelector. 1 to 64.
+	// The Sources in this namespace whose calls are delivered, by name. If one does not
+	// exist, ResolvedRefs is False (NoSource). Set this or sourceSelector. 1 to 64.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=64
 	// +listType=map
@@ -24,9 +24,9 @@ type WebhookDestinationSpec struct {
 	// +optional
 	SourceRefs []ObjectReference `json:"sourceRefs,omitempty"`
 
-	// The Sources in this namespace whose calls are delivered here, by label. An
-	// empty selector ({}) selects all of them. Set this or sourceRefs. At most 16
-	// labels and 16 expressions.
+	// The Sources in this namespace whose calls are delivered, by label. An empty
+	// selector ({}) selects all of them. Set this or sourceRefs. At most 16 labels
+	// and 16 expressions.
 	// +kubebuilder:validation:XValidation:rule="!has(self.matchLabels) || self.matchLabels.size() <= 16",message="matchLabels must have at most 16 entries"
 	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.size() <= 16",message="matchExpressions must have at most 16 entries"
 	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.all(e, e.operator in ['In', 'NotIn', 'Exists', 'DoesNotExist'])",message="operator must be In, NotIn, Exists or DoesNotExist"
@@ -34,7 +34,7 @@ type WebhookDestinationSpec struct {
 	// +optional
 	SourceSelector *metav1.LabelSelector `json:"sourceSelector,omitempty"`
 
-	// The webhooks: 1 to 5 URLs, each with headers of its own.
+	// The webhooks: 1 to 5 URLs, each with its own headers.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=5
 	// +listType=map
@@ -42,7 +42,7 @@ type WebhookDestinationSpec struct {
 	// +required
 	Endpoints []Endpoint `json:"endpoints"`
 
-	// Signs every request. Without it requests carry no signature.
+	// The signatures of requests. If it is unset, requests have no signature.
 	// +optional
 	Signing *Signing `json:"signing,omitempty"`
 
@@ -52,9 +52,9 @@ type WebhookDestinationSpec struct {
 	Body Body `json:"body,omitempty"`
 
 	// The condition under which a message counts as delivered. AnyEndpoint: every
-	// URL gets one attempt, and the message is delivered when one URL accepted it;
-	// it is retried only until then. EveryEndpoint: every URL must accept the
-	// message; each URL is tracked and retried separately. Default AnyEndpoint.
+	// URL gets one attempt, the message is retried until one URL accepts it, and then
+	// it counts as delivered. EveryEndpoint: every URL must accept the message; each
+	// URL is tracked and retried separately. Default AnyEndpoint.
 	// +kubebuilder:validation:Enum=AnyEndpoint;EveryEndpoint
 	// +kubebuilder:default=AnyEndpoint
 	// +optional
@@ -65,8 +65,8 @@ type WebhookDestinationSpec struct {
 	// +optional
 	Delivery Delivery `json:"delivery,omitempty"`
 
-	// Selects the messages to deliver; without it all are delivered. It is applied when a call is
-	// accepted; a changed filter applies to later calls.
+	// Selects the messages to deliver; if it is unset, all are delivered. The filter is applied
+	// when a call is accepted; a changed filter applies to later calls.
 	// +optional
 	Filter *Filter `json:"filter,omitempty"`
 
@@ -89,9 +89,9 @@ const (
 
 // Endpoint is one webhook URL.
 // +kubebuilder:validation:XValidation:rule="has(self.url) != has(self.urlFrom)",message="set exactly one of url and urlFrom"
-// +kubebuilder:validation:XValidation:rule="!has(self.tls) || !has(self.url) || self.url.lowerAscii().startsWith('https://')",message="tls needs an https:// URL; change the URL or remove tls"
+// +kubebuilder:validation:XValidation:rule="!has(self.tls) || !has(self.url) || self.url.lowerAscii().startsWith('https://')",message="tls requires an https:// URL; change the URL or remove tls"
 type Endpoint struct {
-	// Name of the endpoint within this destination; it shows in status, metrics and dead letters.
+	// Name of the endpoint within this destination, for status, metrics and dead letters.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=63
 	// +kubebuilder:validation:XValidation:rule="self.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$')",message="must be lower case letters, digits and '-', and begin and end with a letter or digit"
@@ -99,7 +99,7 @@ type Endpoint struct {
 	Name string `json:"name"`
 
 	// The full URL, including http:// or https://. User names, passwords and
-	// fragments are refused: put credentials into a header from a Secret. At
+	// fragments are rejected: use a header from a Secret for credentials. At
 	// most 2,048 characters.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=2048
@@ -110,7 +110,7 @@ type Endpoint struct {
 	// +optional
 	URL string `json:"url,omitempty"`
 
-	// Takes the URL from a Secret, where the URL itself is a credential.
+	// Reads the URL from a Secret, for URLs that are credentials.
 	// +optional
 	URLFrom *ValueFromSecret `json:"urlFrom,omitempty"`
 
@@ -118,11 +118,11 @@ type Endpoint struct {
 	// +kubebuilder:validation:MaxItems=32
 	// +listType=map
 	// +listMapKey=name
-	// +kubebuilder:validation:XValidation:rule="self.all(h, self.exists_one(g, g.name.lowerAscii() == h.name.lowerAscii()))",message="header names must be unique; case does not count; remove one"
+	// +kubebuilder:validation:XValidation:rule="self.all(h, self.exists_one(g, g.name.lowerAscii() == h.name.lowerAscii()))",message="header names must be unique, regardless of case; remove one"
 	// +optional
 	Headers []Header `json:"headers,omitempty"`
 
-	// TLS settings of an https URL. Without it the system's certificate authorities are trusted.
+	// TLS settings of an https URL. Default: the system's certificate authorities are trusted.
 	// +optional
 	TLS *EndpointTLS `json:"tls,omitempty"`
 }
@@ -130,7 +130,7 @@ type Endpoint struct {
 // Header is a static request header.
 // +kubebuilder:validation:XValidation:rule="has(self.value) != has(self.valueFrom)",message="set exactly one of value and valueFrom"
 type Header struct {
-	// Name of the header. Headers that Posthorn or HTTP itself sets are refused:
+	// Name of the header. Headers that Posthorn or HTTP itself sets are rejected:
 	// Content-Type, User-Agent, X-Signature, Host, Connection and the like.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=128
@@ -145,7 +145,7 @@ type Header struct {
 	// +optional
 	Value *string `json:"value,omitempty"`
 
-	// Takes the value from a Secret.
+	// Reads the value from a Secret.
 	// +optional
 	ValueFrom *ValueFromSecret `json:"valueFrom,omitempty"`
 }
@@ -155,7 +155,7 @@ type Header struct {
 type EndpointTLS struct {
 	// A Secret key with the PEM certificates of the CAs to trust for this
 	// endpoint, instead of the system's. A self-signed server certificate is
-	// rejected even when it is listed here: list the CA that issued it.
+	// rejected even if it is one of them: use the CA that issued it.
 	// +optional
 	CASecretKeyRef *SecretKeyReference `json:"caSecretKeyRef,omitempty"`
 
@@ -187,7 +187,7 @@ type SigningScheme struct {
 	// +required
 	Type SigningType `json:"type"`
 
-	// The Secret key that holds the shared secret: at most 4,096 bytes, used
+	// The Secret key that contains the shared secret: at most 4,096 bytes, used
 	// unchanged. StandardWebhooks: after a "whsec_" prefix the rest is base64.
 	// +required
 	SecretKeyRef SecretKeyReference `json:"secretKeyRef"`
@@ -210,11 +210,11 @@ const (
 
 // Body configures the form of delivered bodies.
 type Body struct {
-	// How long numbers are written: integers that JavaScript would change, such
+	// The format of long numbers: integers that JavaScript would change, such
 	// as 12345678901234567890, and numbers beyond the range of doubles, such as
-	// 1e400. String: as a JSON string of the same characters. Exact: as
-	// they were sent; then JSON.stringify(JSON.parse(body)) gives other bytes, and
-	// a receiver must verify signatures over the bytes as they arrive. Default String.
+	// 1e400. String: a JSON string with the same characters. Exact: the number as
+	// the client sent it; then JSON.stringify(JSON.parse(body)) returns other bytes, and
+	// a receiver must verify signatures over the received bytes. Default String.
 	// +kubebuilder:validation:Enum=String;Exact
 	// +kubebuilder:default=String
 	// +optional
@@ -240,7 +240,7 @@ type Delivery struct {
 	// +optional
 	Timeout *metav1.Duration `json:"timeout,omitempty"`
 
-	// When failed messages are retried, and for how long.
+	// The backoff and the window of retries.
 	// +kubebuilder:default={}
 	// +optional
 	Retry Retry `json:"retry,omitempty"`
@@ -253,7 +253,7 @@ type Delivery struct {
 	MaxInFlight int32 `json:"maxInFlight,omitempty"`
 
 	// The limit of requests per second to each endpoint, from each dispatcher pod. Messages above
-	// it wait. Without it there is no limit.
+	// it wait. Default: no limit.
 	// +optional
 	RateLimit *RequestRateLimit `json:"rateLimit,omitempty"`
 }
@@ -261,8 +261,8 @@ type Delivery struct {
 // Retry configures the retries of a message that an endpoint did not accept.
 // +kubebuilder:validation:XValidation:rule="!has(self.minBackoff) || !has(self.maxBackoff) || duration(self.minBackoff) <= duration(self.maxBackoff)",message="minBackoff must not be larger than maxBackoff (default 5m); lower it or raise maxBackoff"
 type Retry struct {
-	// How long after its acceptance a message is retried before it becomes a
-	// dead letter. 1s to 4h, default 4h.
+	// The retry window: the time after its acceptance during which a message is retried.
+	// After that it becomes a dead letter. 1s to 4h, default 4h.
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:MaxLength=32
 	// +kubebuilder:validation:XValidation:rule=`self.matches(r'^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$') && duration(self) >= duration('1s') && duration(self) <= duration('4h')`,message="window must be between 1s and 4h; write it like 500ms, 90s or 1h30m"
@@ -290,14 +290,14 @@ type Retry struct {
 
 // RequestRateLimit bounds the requests that one dispatcher pod sends to an endpoint.
 type RequestRateLimit struct {
-	// Requests a second. 1 to 100,000.
+	// Requests per second. 1 to 100,000.
 	// +kubebuilder:validation:Minimum=1
 	// +kubebuilder:validation:Maximum=100000
 	// +required
 	RequestsPerSecond int32 `json:"requestsPerSecond"`
 }
 
-// Filter chooses messages. A message must pass every part that is set.
+// Filter selects messages. A message must match every part that is set.
 // +kubebuilder:validation:XValidation:rule="has(self.types) || has(self.events) || has(self.expression)",message="set at least one of types, events and expression, or leave filter out"
 type Filter struct {
 	// Types of call to deliver.
@@ -308,7 +308,7 @@ type Filter struct {
 	Types []CallType `json:"types,omitempty"`
 
 	// Names of events to deliver, for track calls; other types are not affected.
-	// "*" stands for any characters: "Order *". Case counts. At most 100.
+	// "*" matches any characters: "Order *". Names are case-sensitive. At most 100.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=100
 	// +kubebuilder:validation:items:MinLength=1
@@ -334,7 +334,7 @@ type CallType string
 
 // DeadLetters bounds the dead letters of a destination.
 type DeadLetters struct {
-	// How long dead letters are kept. 0s to 8760h, default 168h (a week).
+	// The time after which dead letters are deleted. 0s to 8760h, default 168h (a week).
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:MaxLength=32
 	// +kubebuilder:validation:XValidation:rule=`self.matches(r'^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$') && duration(self) <= duration('8760h')`,message="retention must be at most 8760h (a year); write it like 500ms, 90s or 1h30m"
@@ -365,8 +365,8 @@ type WebhookDestinationStatus struct {
 	// +optional
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
 
-	// Hash of the compiled destination, Secrets included, that is in effect or
-	// on its way to the dispatchers. It changes when the spec, a referenced Secret or the set of Sources does.
+	// Hash of the newest compiled form of the destination. It changes when the spec, a
+	// referenced Secret or the set of Sources changes.
 	// +kubebuilder:validation:MaxLength=64
 	// +optional
 	Revision string `json:"revision,omitempty"`
@@ -403,7 +403,7 @@ const (
 	EndpointDegraded EndpointState = "Degraded"
 	// EndpointCircuitOpen: it failed so often that only probes are sent.
 	EndpointCircuitOpen EndpointState = "CircuitOpen"
-	// EndpointIdle: nothing has been sent yet, or failures were before the last change.
+	// EndpointIdle: nothing has been sent yet, or nothing since a change after failures.
 	EndpointIdle EndpointState = "Idle"
 )
 
@@ -416,27 +416,27 @@ type EndpointStatus struct {
 	// Healthy, Degraded, CircuitOpen or Idle; the worst over all dispatcher pods.
 	// +required
 	State EndpointState `json:"state"`
-	// When it last took a message.
+	// When it last accepted a message.
 	// +optional
 	LastSuccessTime *metav1.Time `json:"lastSuccessTime,omitempty"`
 	// The last failed attempt.
 	// +optional
 	LastFailure *DeliveryFailure `json:"lastFailure,omitempty"`
 	// Messages that have not been sent to this endpoint yet. Under AnyEndpoint
-	// another endpoint may have taken them. Written at most every 30 s.
+	// another endpoint may have accepted them. Written at most every 30 s.
 	// +optional
 	FirstAttemptsPending int64 `json:"firstAttemptsPending,omitempty"`
 	// Under AnyEndpoint with several endpoints: messages that were never sent to
-	// this one, because the retry window ended before their turn, or their room on
-	// disk was needed and another endpoint had taken them. Those that no endpoint
-	// took are dead letters. Written at most every 30 s.
+	// this one, because the retry window ended before, or because the disk was full
+	// and another endpoint had accepted them. Messages that no endpoint accepted are
+	// dead letters. Written at most every 30 s.
 	// +optional
 	FirstAttemptsSkipped int64 `json:"firstAttemptsSkipped,omitempty"`
 }
 
 // DeliveryFailure is a failed attempt, without secrets.
 type DeliveryFailure struct {
-	// When it happened.
+	// When the attempt failed.
 	// +required
 	Time metav1.Time `json:"time"`
 	// A reason of the condition Delivering, for example TimedOut.
@@ -446,7 +446,7 @@ type DeliveryFailure struct {
 	// The HTTP status that the endpoint answered with; absent when there was no answer.
 	// +optional
 	StatusCode int32 `json:"statusCode,omitempty"`
-	// What happened, in words.
+	// A description of the failure.
 	// +kubebuilder:validation:MaxLength=512
 	// +optional
 	Message string `json:"message,omitempty"`
@@ -458,23 +458,23 @@ type DeliveryStatus struct {
 	// Messages that were delivered.
 	// +required
 	Delivered int64 `json:"delivered"`
-	// Messages that the filter or the call's integrations kept out.
+	// Messages that the filter or the call's integrations excluded.
 	// +required
 	Filtered int64 `json:"filtered"`
 	// Messages that became dead letters.
 	// +required
 	DeadLettered int64 `json:"deadLettered"`
-	// Messages that were given up because their Source was taken away from the destination.
+	// Messages that were discarded because their Source was removed from the destination.
 	// +optional
 	Discarded int64 `json:"discarded"`
-	// Messages that wait: not tried yet, in flight, or waiting for a retry. While
-	// nothing is sent, what will turn out to be filtered is among them.
+	// Messages that are not attempted yet, in flight, or waiting for a retry. While
+	// nothing is sent, this includes messages that will be filtered.
 	// +required
 	Pending int64 `json:"pending"`
-	// Of those, the ones that failed at least once and wait for their next attempt.
+	// Pending messages that failed at least once and wait for their next attempt.
 	// +required
 	Retrying int64 `json:"retrying"`
-	// When the oldest waiting message was accepted.
+	// When the oldest pending message was accepted.
 	// +optional
 	OldestPendingTime *metav1.Time `json:"oldestPendingTime,omitempty"`
 	// When the next retry or probe is due.

@@ -26,7 +26,7 @@ kept; documents of other kinds and manifests of the present API are not changed.
 Fields that the API server sets in exported objects are removed, such as the status.
 
 Redeliveries and DeletionRequests run once and cannot be changed. Those that have
-finished, as their exported status shows, are left out. Warnings go to standard error.
+finished, as their exported status shows, are omitted. Warnings go to standard error.
 
 Exits 0 when all documents can be applied, 1 when one cannot. The steps of an
 upgrade: docs/upgrading.md.`,
