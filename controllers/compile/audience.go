@@ -12,10 +12,12 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// maxKeyBytes bounds a key that is derived from a name; the API allows 200 in status.
+// maxKeyBytes bounds a key that is derived from a display name; the API allows 200 in
+// status.key.
 const maxKeyBytes = 200
 
-// audience compiles one Audience. owners names the Audience that owns each key.
+// audience compiles one Audience. owners maps each key to the name of the Audience that
+// it belongs to.
 func (s Snapshot) audience(o *v1alpha1.Audience, sources []*v1alpha1.Source, owners map[audienceKey]string) (liveconfig.Audience, Verdict) {
 	r := newResolver(nil)
 	c := liveconfig.Audience{Name: o.Name, Source: o.Spec.SourceRef.Name, Key: keyOf(o), Kind: string(cmp.Or(o.Spec.Type, v1alpha1.AudienceTypeAudience)), MaxRemovalPercent: 50}
@@ -24,7 +26,7 @@ func (s Snapshot) audience(o *v1alpha1.Audience, sources []*v1alpha1.Source, own
 	}
 	if c.Kind != liveconfig.KindAudience && c.Kind != liveconfig.KindComputedTrait {
 		r.add(v1alpha1.ReasonInvalidSpec, "spec.type", "must be Audience or ComputedTrait")
-		c.Kind = liveconfig.KindAudience // nothing can be synced as this
+		c.Kind = liveconfig.KindAudience // The object is not accepted, so it cannot be synced.
 	}
 	if c.MaxRemovalPercent < 0 || c.MaxRemovalPercent > 100 {
 		r.add(v1alpha1.ReasonInvalidSpec, "spec.maxRemovalPercent", "must be 0 to 100")
@@ -48,7 +50,7 @@ func (s Snapshot) audience(o *v1alpha1.Audience, sources []*v1alpha1.Source, own
 	if len(r.problems) > 0 {
 		v.State, v.Key, c.Key = liveconfig.Paused, "", ""
 		v.Message = "the spec is valid"
-		r.judge(&v, "")
+		r.apply(&v, "")
 	}
 	c.Revision = revision(c, nil, nil)
 	c.Generation = o.Generation
@@ -56,18 +58,18 @@ func (s Snapshot) audience(o *v1alpha1.Audience, sources []*v1alpha1.Source, own
 	return c, v
 }
 
-// keyOf returns the key of an Audience: the one in effect, the one that the spec
-// sets, or the default. The key in effect is first, because another one would
-// send every member again.
+// keyOf returns the key of an Audience: the key in effect, the key in the spec, or the
+// default, in this order. A key other than the one in effect would send every member
+// again.
 func keyOf(o *v1alpha1.Audience) string {
 	return cmp.Or(o.Status.Key, o.Spec.Key, SnakeCase(o.Spec.DisplayName))
 }
 
-// audienceKey is unique in a namespace.
+// audienceKey identifies an audience in a namespace.
 type audienceKey struct{ source, key string }
 
-// keyOwners says which Audience each key belongs to: the oldest, of equally old
-// ones the first by name.
+// keyOwners maps each key to the name of its owner: the oldest Audience that has it, and
+// the first by name among Audiences of equal age.
 func keyOwners(audiences []*v1alpha1.Audience) map[audienceKey]string {
 	owners := map[audienceKey]string{}
 	for _, o := range byAge(audiences) {
@@ -78,11 +80,11 @@ func keyOwners(audiences []*v1alpha1.Audience) map[audienceKey]string {
 	return owners
 }
 
-// SnakeCase makes a trait's name of what people call it: "First Time Shoppers"
-// becomes first_time_shoppers. Accents of Latin and Greek letters go (in other
-// scripts a mark makes another letter), apostrophes too; whatever else is
-// neither a letter nor a digit separates words, and so does a capital that
-// begins a word in camelCase. Digits stay with the letters before them.
+// SnakeCase derives a trait name from a display name: "First Time Shoppers" becomes
+// first_time_shoppers. It removes apostrophes and the accents of Latin and Greek letters
+// (in other scripts a mark makes another letter). Any other character that is neither a
+// letter nor a digit separates words, and so does a capital that begins a word in
+// camelCase. Digits belong to the word before them.
 func SnakeCase(name string) string {
 	var runes []rune
 	var base rune
@@ -105,7 +107,7 @@ func SnakeCase(name string) string {
 		if i > 0 && unicode.IsUpper(r) {
 			before := runes[i-1]
 			beginsWord := i+1 < len(runes) && unicode.IsLower(runes[i+1])
-			// fooBar, 10Foo; and in HTTPServer the S, but not in "HTTP" any.
+			// The B in fooBar, the F in 10Foo and the S in HTTPServer begin a word.
 			separate = separate || unicode.IsLower(before) || unicode.IsDigit(before) && beginsWord || unicode.IsUpper(before) && beginsWord
 		}
 		if separate && b.Len() > 0 {

@@ -60,7 +60,7 @@ func TestAudiences(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, _, err := liveconfig.Decode(data); err != nil {
-		t.Fatalf("the dispatcher refuses it: %v", err)
+		t.Fatalf("the dispatcher rejects the config: %v", err)
 	}
 	if len(c.Audiences) != len(s.Audiences) || !slices.IsSortedFunc(c.Audiences, func(a, b liveconfig.Audience) int { return slices.Compare([]byte(a.Name), []byte(b.Name)) }) {
 		t.Fatalf("audiences %+v", c.Audiences)
@@ -78,18 +78,18 @@ func TestAudiences(t *testing.T) {
 		}
 	}
 	if c.Audiences[slices.IndexFunc(c.Audiences, func(a liveconfig.Audience) bool { return a.Name == "old" })].MaxRemovalPercent != 5 {
-		t.Error("maxRemovalPercent is lost")
+		t.Error("maxRemovalPercent is not in the config")
 	}
 	large := verdicts.tooLarge(1, liveconfig.MaxEncodedBytes, liveconfig.Config{})
 	if v := large.Audiences["old"]; v.Accepted || v.Reason != v1alpha1.ReasonConfigTooLarge {
 		t.Errorf("too large: %+v", v)
 	}
-	// The order in which objects come changes nothing.
+	// The order of the objects has no effect.
 	slices.Reverse(s.Audiences)
 	again, _ := Compile(s)
 	if _, one, _ := liveconfig.Encode(c); true {
 		if _, two, _ := liveconfig.Encode(again); one != two {
-			t.Error("the order of the objects shows")
+			t.Error("the config depends on the order of the objects")
 		}
 	}
 }

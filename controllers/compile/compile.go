@@ -1,9 +1,9 @@
-// Package compile turns one namespace's objects into the live config that the
-// dispatchers run and a verdict for each object.
+// Package compile turns one namespace's objects into the live config for the dispatchers
+// and a verdict on each object.
 //
-// Compile is pure, total and deterministic: it does no I/O, takes any input,
-// does not change it, and its result does not depend on the order of objects.
-// A bad object gets a verdict of its own and changes nothing of the others.
+// Compile is pure, total and deterministic: it does no I/O, accepts any input, does not
+// change it, and its result does not depend on the order of the objects. An invalid
+// object does not change the results of the others.
 package compile
 
 import (
@@ -24,47 +24,48 @@ import (
 
 // Secret is a Kubernetes Secret that an object refers to.
 type Secret struct {
-	// Version changes whenever Data does. It stands for the content in
-	// revisions, so that a revision tells nothing of a secret.
+	// Version changes whenever Data changes. Revisions are computed from it instead of
+	// Data, so that they reveal nothing about secrets.
 	Version string
 	Data    map[string][]byte
 }
 
-// Snapshot is all that the config of one namespace is made of.
+// Snapshot is the complete input of one namespace's config.
 type Snapshot struct {
 	Namespace string
-	// Sources, Destinations, Audiences and Deletions of the namespace, in any order. They may come
-	// without the API server's defaults.
+	// Sources, Destinations, Audiences and Deletions of the namespace, in any order. They
+	// may lack the API server's defaults.
 	Sources      []v1alpha1.Source
 	Destinations []v1alpha1.WebhookDestination
 	Audiences    []v1alpha1.Audience
 	Deletions    []v1alpha1.DeletionRequest
-	// Secrets by name; those that SecretRefs names and that exist.
+	// Secrets, by name, are the existing ones of those that SecretRefs returns.
 	Secrets map[string]Secret
-	// CheckHost says why a URL's host may not be delivered to; nil allows all.
+	// CheckHost returns the reason why deliveries to a URL's host are denied; nil allows
+	// every host.
 	CheckHost func(host string) error
-	// ForeignWriteKeys are the write keys, as hex SHA-256, that an older Source
-	// of another namespace uses; the value is its "namespace/name".
+	// ForeignWriteKeys are the write keys, as hex SHA-256, that an older Source in another
+	// namespace uses; the value is that Source's "namespace/name".
 	ForeignWriteKeys map[string]string
 }
 
-// Verdict is what the compiler says of one object.
+// Verdict is the compiler's result for one object.
 type Verdict struct {
-	// Accepted, Reason and Message are the condition Accepted. Messages hold no secrets.
+	// Accepted, Reason and Message are the condition Accepted. Messages contain no secrets.
 	Accepted bool   `json:"accepted"`
 	Reason   string `json:"reason"`
 	Message  string `json:"message"`
-	// Unresolved is the condition ResolvedRefs while it is False; nil when every
-	// reference resolves.
+	// Unresolved is the condition ResolvedRefs if it is False; nil if every reference
+	// resolves.
 	Unresolved *Unresolved `json:"unresolved,omitempty"`
-	// State is what the config makes of the object. A Source is Active, Disabled
-	// (403), or Paused when it has no usable write key.
+	// State is the object's state in the config. A Source is Active, Disabled (its calls
+	// are answered 403), or Paused if it has no usable write key.
 	State liveconfig.State `json:"state"`
 	// Revision of the object in the config.
 	Revision string `json:"revision"`
-	// Destinations are, for a Source, the names of those that take its calls, sorted.
+	// Destinations of a Source are the sorted names of the destinations that get its calls.
 	Destinations []string `json:"destinations,omitempty"`
-	// Key is, for an Audience, the key in effect; empty when it is not accepted.
+	// Key of an Audience is the key in effect; empty if the Audience is not accepted.
 	Key string `json:"key,omitempty"`
 }
 
@@ -77,8 +78,8 @@ type Unresolved struct {
 // OK reports whether the object is accepted and every reference resolves.
 func (v Verdict) OK() bool { return v.Accepted && v.Unresolved == nil }
 
-// Cause returns the reason and message that a summary of the verdict has: those
-// of Accepted if it is False or every reference resolves, else those of ResolvedRefs.
+// Cause returns the reason and message for a summary of the verdict: those of Accepted if
+// it is False or every reference resolves, and otherwise those of ResolvedRefs.
 func (v Verdict) Cause() (reason, message string) {
 	if v.Accepted && v.Unresolved != nil {
 		return v.Unresolved.Reason, v.Unresolved.Message
@@ -94,33 +95,33 @@ type Verdicts struct {
 	Deletions    map[string]Verdict `json:"deletions,omitempty"`
 }
 
-// Compile makes a namespace's live config. Every object is in the config: a
-// destination that cannot work is paused, so that its messages are kept; a Source
-// that cannot work has no write key, one with a write key that cannot be used has the other one.
+// Compile returns a namespace's live config and the verdicts. The config contains every
+// object. An invalid destination is paused, so that its messages are kept. An invalid
+// Source has no write key, and a Source with one unusable write key has the other one.
 //
-// A destination of which only some Sources exist stays active for those, although
-// its references do not all resolve (NoSource): holding it would delay their calls.
+// A destination whose Sources exist only in part is active for the existing ones,
+// although it has an unresolved reference (NoSource): a pause would delay their calls.
 func Compile(s Snapshot) (liveconfig.Config, Verdicts) {
 	sources := inOrder(s.Sources)
 	destinations := inOrder(s.Destinations)
 
 	config := liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: s.Namespace}
 	verdicts := Verdicts{Sources: make(map[string]Verdict, len(sources)), Destinations: make(map[string]Verdict, len(destinations))}
-	takers := map[string][]string{}
+	receivers := map[string][]string{} // Source -> destinations
 	for _, d := range destinations {
 		compiled, verdict := s.destination(d, sources)
 		config.Destinations = append(config.Destinations, compiled)
 		verdicts.Destinations[d.Name] = verdict
 		if verdict.OK() || verdict.State == liveconfig.Active {
 			for _, source := range compiled.Sources {
-				takers[source] = append(takers[source], d.Name)
+				receivers[source] = append(receivers[source], d.Name)
 			}
 		}
 	}
 	owners := s.writeKeyOwners(sources)
 	for _, source := range sources {
 		compiled, verdict := s.source(source, owners)
-		verdict.Destinations = takers[source.Name]
+		verdict.Destinations = receivers[source.Name]
 		config.Sources = append(config.Sources, compiled)
 		verdicts.Sources[source.Name] = verdict
 	}
@@ -148,8 +149,8 @@ func Compile(s Snapshot) (liveconfig.Config, Verdicts) {
 	return config, verdicts
 }
 
-// SecretRefs returns the names of the Secrets that objects refer to, sorted and
-// unique. It knows *Source and *WebhookDestination; others refer to none.
+// SecretRefs returns the names of the Secrets that objects refer to, sorted and unique.
+// Only *Source and *WebhookDestination have such references.
 func SecretRefs(objects ...runtime.Object) []string {
 	var names []string
 	for _, object := range objects {
@@ -192,7 +193,8 @@ func SecretRefs(objects ...runtime.Object) []string {
 	return slices.Compact(names)
 }
 
-// inOrder returns pointers to the objects, sorted by name; the oldest of equal names alone.
+// inOrder returns pointers to the objects, sorted by name. Of several objects with one
+// name it returns the oldest.
 func inOrder[T any, O interface {
 	*T
 	metav1.Object
@@ -209,16 +211,16 @@ func inOrder[T any, O interface {
 	return slices.CompactFunc(sorted, func(a, b O) bool { return a.GetName() == b.GetName() })
 }
 
-// byAge returns objects with the oldest first, of equally old ones the first by name.
+// byAge returns the objects sorted by age, the oldest first, and then by name.
 func byAge[O metav1.Object](objects []O) []O {
 	return slices.SortedFunc(slices.Values(objects), func(a, b O) int {
 		return cmp.Or(a.GetCreationTimestamp().Compare(b.GetCreationTimestamp().Time), strings.Compare(a.GetName(), b.GetName()))
 	})
 }
 
-// revision hashes a compiled object. Its secrets print as "[redacted]" here;
-// used names the versions of what stands in their place, and literals are those
-// values of secret type that the spec itself shows.
+// revision returns the hash of a compiled object. The secrets in it marshal as
+// "[redacted]"; used has the versions of the Secrets that they are from, and literals
+// are the values of type Secret that the spec contains as plain text.
 func revision(compiled any, used map[string]string, literals []string) string {
 	plain, err := json.Marshal(struct {
 		Compiled any
@@ -226,7 +228,7 @@ func revision(compiled any, used map[string]string, literals []string) string {
 		Literals []string
 	}{compiled, used, literals})
 	if err != nil {
-		panic(fmt.Sprintf("compile: a config does not marshal: %v", err)) // it is made of strings, numbers and lists
+		panic(fmt.Sprintf("compile: marshal a compiled object: %v", err)) // Impossible: it has only strings, numbers and lists.
 	}
 	sum := sha256.Sum256(plain)
 	return hex.EncodeToString(sum[:])

@@ -24,16 +24,16 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-var update = flag.Bool("update", false, "write the golden files anew")
+var update = flag.Bool("update", false, "rewrite the golden files")
 
-// Secrets of the golden files hold this word; no output may.
+// The secrets of the golden files contain this word; no output may contain it.
 const canary = "canary"
 
-// options is a document of a case's input that sets what is not an object.
+// options is a document in the input of a case with the parts of a Snapshot that are not objects.
 type options struct {
-	// DenyHosts are what CheckHost refuses.
+	// DenyHosts are the hosts that CheckHost denies.
 	DenyHosts []string `json:"denyHosts"`
-	// ForeignWriteKeys by the key itself.
+	// ForeignWriteKeys maps keys, not their hashes, to Sources.
 	ForeignWriteKeys map[string]string `json:"foreignWriteKeys"`
 }
 
@@ -114,7 +114,7 @@ func cases(t *testing.T) map[string]Snapshot {
 	return snapshots
 }
 
-// A golden file holds the config, redacted as it prints itself, and the verdicts.
+// A golden file contains the redacted config and the verdicts.
 func TestGolden(t *testing.T) {
 	for name, snapshot := range cases(t) {
 		t.Run(name, func(t *testing.T) {
@@ -137,20 +137,20 @@ func TestGolden(t *testing.T) {
 				t.Fatal(err)
 			}
 			if diff := cmp.Diff(string(want), string(got)); diff != "" {
-				t.Errorf("%s differs (-want +got); run with -update and look at the difference:\n%s", golden, diff)
+				t.Errorf("%s differs (-want +got); run with -update and review the difference:\n%s", golden, diff)
 			}
 			if strings.Contains(string(got), canary) {
-				t.Error("the output shows a secret")
+				t.Error("the output contains a secret")
 			}
 
-			// The dispatcher's own decoder takes every config as it is.
+			// The dispatcher decodes every config without a change.
 			data, _, err := liveconfig.Encode(config)
 			if err != nil {
 				t.Fatal(err)
 			}
 			decoded, _, err := liveconfig.Decode(data)
 			if err != nil {
-				t.Fatalf("the dispatcher refuses the config: %v", err)
+				t.Fatalf("the dispatcher rejects the config: %v", err)
 			}
 			if diff := cmp.Diff(config, decoded); diff != "" {
 				t.Errorf("decoded config differs:\n%s", diff)
@@ -217,7 +217,7 @@ func TestOrderDoesNotMatterAndInputIsNotChanged(t *testing.T) {
 			})
 			config, verdicts := Compile(shuffled)
 			if diff := cmp.Diff(wantConfig, config) + cmp.Diff(wantVerdicts, verdicts); diff != "" {
-				t.Fatalf("%s: another order gave another result:\n%s", name, diff)
+				t.Fatalf("%s: another order returns another result:\n%s", name, diff)
 			}
 		}
 		if diff := cmp.Diff(before.Sources, snapshot.Sources) + cmp.Diff(before.Destinations, snapshot.Destinations) + cmp.Diff(before.Secrets, snapshot.Secrets); diff != "" {
@@ -226,8 +226,8 @@ func TestOrderDoesNotMatterAndInputIsNotChanged(t *testing.T) {
 	}
 }
 
-// Every destination of every case, put beside the healthy case, changes nothing
-// of the healthy one, and the whole still decodes.
+// No destination of any case changes the result for a healthy destination in the same
+// namespace, and the config decodes.
 func TestOneBadObjectHarmsNoOther(t *testing.T) {
 	healthy := load(t, "testdata/simple.in.yaml")
 	want, wantVerdicts := Compile(healthy)
@@ -256,12 +256,12 @@ func TestOneBadObjectHarmsNoOther(t *testing.T) {
 			if data, _, err := liveconfig.Encode(config); err != nil {
 				t.Error(err)
 			} else if _, _, err := liveconfig.Decode(data); err != nil {
-				t.Errorf("%s: the dispatcher refuses the whole config: %v", name, err)
+				t.Errorf("%s: the dispatcher rejects the config: %v", name, err)
 			}
 		}
 	}
 	if tried < 20 {
-		t.Fatalf("only %d destinations were tried", tried)
+		t.Fatalf("only %d destinations were tested", tried)
 	}
 }
 
@@ -311,7 +311,7 @@ func TestSecretRefs(t *testing.T) {
 	if diff := cmp.Diff(slices.Sorted(maps.Keys(s.Secrets)), got); diff != "" {
 		t.Error(diff)
 	}
-	// What SecretRefs names is enough: nothing else is ever looked up.
+	// Compile uses no Secrets other than those that SecretRefs returns.
 	for name, s := range cases(t) {
 		var refs []string
 		for i := range s.Sources {
@@ -324,7 +324,7 @@ func TestSecretRefs(t *testing.T) {
 		s.Secrets = maps.Clone(s.Secrets)
 		maps.DeleteFunc(s.Secrets, func(name string, _ Secret) bool { return !slices.Contains(refs, name) })
 		if got, _ := Compile(s); cmp.Diff(want, got) != "" {
-			t.Errorf("%s: SecretRefs does not name every Secret", name)
+			t.Errorf("%s: SecretRefs does not return every used Secret", name)
 		}
 	}
 }
@@ -336,7 +336,7 @@ func TestWriteKeySHA256(t *testing.T) {
 		t.Errorf("got %q, want %q", hashes, config.Sources[0].WriteKeySHA256)
 	}
 	if hashes := WriteKeySHA256(&s.Sources[0], nil); len(hashes) > 0 {
-		t.Errorf("a missing Secret gave the hashes %q", hashes)
+		t.Errorf("a missing Secret has the hashes %q", hashes)
 	}
 }
 
@@ -411,7 +411,7 @@ func FuzzCompileIsTotal(f *testing.F) {
 			t.Fatal("an object has no verdict")
 		}
 		if text := verdicts.Destinations["d"].Message + verdicts.Sources["a"].Message; len(secret) > 8 && !bytes.Contains([]byte(name+header+expression), secret) && strings.Contains(text, string(secret)) {
-			t.Fatalf("a message shows the secret: %s", text)
+			t.Fatalf("a message contains the secret: %s", text)
 		}
 	})
 }

@@ -8,9 +8,9 @@ import (
 )
 
 // deletion compiles one DeletionRequest. While one of its Sources does not exist, no
-// notification is sent, because the destinations are decided once; after the start
-// of the run a missing Source changes nothing. A request whose run has ended is in
-// the config only for what it suppresses.
+// notification is sent, because the run determines its destinations once, at the start.
+// After the start a missing Source has no effect. A request whose run has ended is in the
+// config only for suppression.
 func (s Snapshot) deletion(o *v1alpha1.DeletionRequest, sources []*v1alpha1.Source) (liveconfig.Deletion, Verdict) {
 	r := newResolver(nil)
 	ended := v1alpha1.JobEnded(o.Status.JobStatus)
@@ -31,7 +31,7 @@ func (s Snapshot) deletion(o *v1alpha1.DeletionRequest, sources []*v1alpha1.Sour
 	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, State: liveconfig.Active, Message: "the spec is valid"}
 	if len(r.problems) > 0 {
 		v.State = liveconfig.Paused
-		r.judge(&v, "")
+		r.apply(&v, "")
 	} else {
 		c.ID, c.UID = DeletionRequestID(s.Namespace, o), string(o.UID)
 		if o.Spec.ActiveDeadlineSeconds != nil && !ended {

@@ -47,7 +47,7 @@ func TestDeletions(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, _, err := liveconfig.Decode(data); err != nil {
-		t.Fatalf("the dispatcher refuses it: %v", err)
+		t.Fatalf("the dispatcher rejects the config: %v", err)
 	}
 	var got []string
 	ids := map[string]string{}
@@ -79,7 +79,7 @@ func TestDeletions(t *testing.T) {
 	}
 }
 
-// The identity of a run follows from the namespace, the name and the spec without its TTL.
+// The namespace, the name and the spec without its TTL determine the ID of a run.
 func TestJobIDs(t *testing.T) {
 	base := func() *v1alpha1.Redelivery {
 		return &v1alpha1.Redelivery{
@@ -90,9 +90,9 @@ func TestJobIDs(t *testing.T) {
 			},
 		}
 	}
-	// Dispatchers remember it: it must stay the same in later releases.
+	// Dispatchers store IDs, so later releases must compute the same ones.
 	if got, want := RedeliveryID(base()), "3476b1279ebae0304edb8c71b432b841"; got != want {
-		t.Errorf("the identity of a Redelivery is %s, want %s", got, want)
+		t.Errorf("the ID of a Redelivery is %s, want %s", got, want)
 	}
 	for name, c := range map[string]struct {
 		change func(*v1alpha1.Redelivery)
@@ -116,14 +116,14 @@ func TestJobIDs(t *testing.T) {
 	} {
 		changed := base()
 		if c.change(changed); (RedeliveryID(changed) == RedeliveryID(base())) != c.same {
-			t.Errorf("Redelivery with another %s: the same identity is %t, want %t", name, !c.same, c.same)
+			t.Errorf("Redelivery with another %s: the same ID is %t, want %t", name, !c.same, c.same)
 		}
 	}
 	deletion := func() *v1alpha1.DeletionRequest {
 		return &v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", UID: "1"}, Spec: v1alpha1.DeletionRequestSpec{UserID: "u1", SourceRefs: []v1alpha1.ObjectReference{{Name: "ios"}, {Name: "web"}}}}
 	}
 	if got, want := DeletionRequestID("shop", deletion()), "456c5ce97077228cfe731700b9b7eefe"; got != want {
-		t.Errorf("the identity of a DeletionRequest is %s, want %s", got, want)
+		t.Errorf("the ID of a DeletionRequest is %s, want %s", got, want)
 	}
 	for name, c := range map[string]struct {
 		change func(*v1alpha1.DeletionRequest)
@@ -140,7 +140,7 @@ func TestJobIDs(t *testing.T) {
 	} {
 		changed := deletion()
 		if c.change(changed); (DeletionRequestID("shop", changed) == DeletionRequestID("shop", deletion())) != c.same {
-			t.Errorf("DeletionRequest with another %s: the same identity is %t, want %t", name, !c.same, c.same)
+			t.Errorf("DeletionRequest with another %s: the same ID is %t, want %t", name, !c.same, c.same)
 		}
 	}
 }

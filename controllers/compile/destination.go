@@ -37,7 +37,7 @@ func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha
 	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: strings.Join(append([]string{"the spec is valid"}, b.notes...), "; ")}
 	c.State = liveconfig.Active
 	if len(b.problems) > 0 {
-		b.judge(&v, "")
+		b.apply(&v, "")
 		if reason, _ := v.Cause(); reason != v1alpha1.ReasonNoSource || len(c.Sources) == 0 {
 			c.State, c.PausedReason = liveconfig.Paused, reason
 		}
@@ -59,15 +59,15 @@ func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha
 type builder struct {
 	*resolver
 	checkHost func(string) error
-	// literals are URLs and header values that stand in the spec itself.
+	// literals are the URLs and header values that the spec contains as plain text.
 	literals []string
-	// notes are what is valid and seldom meant.
+	// notes are warnings about valid but unusual values.
 	notes []string
-	// sourcesUnknown: the Sources are not given in a valid form.
+	// sourcesUnknown means that the spec does not give the Sources in a valid form.
 	sourcesUnknown bool
 }
 
-// sources returns the names of the referenced or selected Sources that exist, sorted.
+// sources returns the sorted names of the existing Sources that the spec refers to or selects.
 func (b *builder) sources(refs []v1alpha1.ObjectReference, labelSelector *metav1.LabelSelector, sources []*v1alpha1.Source) []string {
 	var names []string
 	switch {
@@ -136,14 +136,14 @@ func (b *builder) endpoint(field string, e *v1alpha1.Endpoint) liveconfig.Endpoi
 	c.Headers = b.headers(field+".headers", e.Headers)
 	if e.TLS != nil {
 		if !c.URL.IsZero() && !https {
-			b.add(v1alpha1.ReasonInvalidURL, field+".tls", "tls needs an https:// URL; change the URL or remove tls")
+			b.add(v1alpha1.ReasonInvalidURL, field+".tls", "tls requires an https:// URL; change the URL or remove tls")
 		}
 		c.TLS = b.tls(field+".tls", e.TLS)
 	}
 	return c
 }
 
-// url returns the URL of an endpoint; empty when it cannot be used.
+// url returns the URL of an endpoint; it is empty if the URL is invalid.
 func (b *builder) url(field string, e *v1alpha1.Endpoint) (out liveconfig.Secret, https bool) {
 	if (e.URL == "") == (e.URLFrom == nil) {
 		b.add(v1alpha1.ReasonInvalidSpec, field, "set exactly one of url and urlFrom")
@@ -171,12 +171,12 @@ func (b *builder) url(field string, e *v1alpha1.Endpoint) (out liveconfig.Secret
 	}
 	if b.checkHost != nil {
 		if err := b.checkHost(u.Hostname()); err != nil {
-			why := err.Error()
+			reason := err.Error()
 			if fromSecret {
-				// Its name is part of the secret.
-				why = "the URL's host is an address or name that may not be delivered to; use another URL, or let the cluster's admin allow it (--egress-allow)"
+				// The error contains the host, which is part of the secret.
+				reason = "deliveries to the URL's host are denied; use another URL, or ask an administrator to allow the host (--egress-allow)"
 			}
-			b.add(v1alpha1.ReasonEgressDenied, field, "%s", why)
+			b.add(v1alpha1.ReasonEgressDenied, field, "%s", reason)
 		}
 	}
 	return liveconfig.NewSecret(text), u.Scheme == "https"
@@ -195,7 +195,7 @@ func (b *builder) headers(field string, headers []v1alpha1.Header) []liveconfig.
 			continue
 		}
 		if slices.ContainsFunc(compiled, func(c liveconfig.Header) bool { return strings.EqualFold(c.Name, h.Name) }) {
-			b.add(v1alpha1.ReasonInvalidSpec, field+".name", "header names must be unique; case does not count; remove one")
+			b.add(v1alpha1.ReasonInvalidSpec, field+".name", "header names must be unique, regardless of case; remove one")
 			continue
 		}
 		if (h.Value == nil) == (h.ValueFrom == nil) {
@@ -259,8 +259,8 @@ func (b *builder) tls(field string, t *v1alpha1.EndpointTLS) *liveconfig.TLS {
 
 const maxSigningSchemes = 2
 
-// signing is empty when the owner wants unsigned requests. A scheme that cannot be
-// used is a problem of the spec, and the destination of such a spec is not sent to.
+// signing returns the signing schemes; none means unsigned requests. An invalid scheme is
+// a problem, which pauses the destination, so that nothing is sent unsigned by mistake.
 func (b *builder) signing(signing *v1alpha1.Signing) liveconfig.SigningSchemes {
 	if signing == nil {
 		return nil
@@ -295,7 +295,7 @@ func (b *builder) signing(signing *v1alpha1.Signing) liveconfig.SigningSchemes {
 
 const maxSharedSecretBytes = 4096
 
-// sharedSecret is taken as it is, byte for byte: white space is part of it.
+// sharedSecret returns a shared secret unchanged: white space is part of it.
 func (b *builder) sharedSecret(field, scheme string, ref v1alpha1.SecretKeyReference) liveconfig.Secret {
 	value, ok := b.value(field, ref)
 	if !ok {
@@ -307,12 +307,12 @@ func (b *builder) sharedSecret(field, scheme string, ref v1alpha1.SecretKeyRefer
 	}
 	if encoded, prefixed := strings.CutPrefix(string(value), "whsec_"); prefixed && scheme == liveconfig.StandardWebhooks {
 		if raw, err := base64.StdEncoding.DecodeString(encoded); err != nil || len(raw) == 0 {
-			b.add(v1alpha1.ReasonInvalidSecret, field, "what follows whsec_ in key %q of Secret %q is not base64; copy the whole secret, padding included and without a line break", ref.Key, ref.Name)
+			b.add(v1alpha1.ReasonInvalidSecret, field, "the text after whsec_ in key %q of Secret %q is not base64; copy the complete secret with its padding and without a line break", ref.Key, ref.Name)
 			return liveconfig.Secret{}
 		}
 	}
 	if bytes.HasSuffix(value, []byte("\n")) {
-		b.notes = append(b.notes, fmt.Sprintf("%s: key %q of Secret %q ends in a line break, and receivers must use it with that; store it without one if it is not meant (--from-literal, or a file written by echo -n)", field, ref.Key, ref.Name))
+		b.notes = append(b.notes, fmt.Sprintf("%s: key %q of Secret %q ends with a line break, which is part of the secret; if that is not intended, store the secret without it (--from-literal, or a file written by echo -n)", field, ref.Key, ref.Name))
 	}
 	return liveconfig.NewSecret(string(value))
 }
@@ -367,8 +367,9 @@ func (b *builder) delivery(d v1alpha1.Delivery) liveconfig.Delivery {
 	return c
 }
 
-// milliseconds returns a duration, or its default. What is not allowed counts as
-// unset: a window or retention cut to its lower bound would throw messages away.
+// milliseconds returns a duration, or its default if it is unset or out of bounds. It does
+// not use the bound instead: a retry window or retention at its lower bound would discard
+// messages.
 func (b *builder) milliseconds(field string, d *metav1.Duration, unset, low, high time.Duration) int64 {
 	if d != nil && low <= d.Duration && d.Duration <= high {
 		return d.Milliseconds()
@@ -398,7 +399,7 @@ func (b *builder) filter(f *v1alpha1.Filter) *liveconfig.Filter {
 	if f.Expression != "" {
 		if _, err := expression.Compile(f.Expression); err != nil {
 			b.add(v1alpha1.ReasonInvalidFilter, "spec.filter.expression", "%v", err)
-			// What a dispatcher could not compile would make it refuse the whole config.
+			// A dispatcher would reject the whole config because of an invalid expression.
 			c.Expression = ""
 		}
 	}

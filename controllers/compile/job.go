@@ -12,7 +12,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 )
 
-// RedeliveryID identifies the run of a Redelivery; see jobID.
+// RedeliveryID returns the ID of a Redelivery's run; see jobID.
 func RedeliveryID(o *v1alpha1.Redelivery) string {
 	spec := o.Spec.DeepCopy()
 	if spec.Rate == 0 {
@@ -27,7 +27,7 @@ func RedeliveryID(o *v1alpha1.Redelivery) string {
 	return jobID("Redelivery", o.Namespace, o.Name, spec)
 }
 
-// DeletionRequestID identifies the run of a DeletionRequest; see jobID.
+// DeletionRequestID returns the ID of a DeletionRequest's run; see jobID.
 func DeletionRequestID(namespace string, o *v1alpha1.DeletionRequest) string {
 	spec := o.Spec.DeepCopy()
 	slices.SortFunc(spec.SourceRefs, func(a, b v1alpha1.ObjectReference) int { return cmp.Compare(a.Name, b.Name) })
@@ -35,14 +35,14 @@ func DeletionRequestID(namespace string, o *v1alpha1.DeletionRequest) string {
 	return jobID("DeletionRequest", namespace, o.Name, spec)
 }
 
-// jobID hashes what identifies a run: the namespace, the name, and the spec without
-// its TTL, with sets in order. Dispatchers keep it for 30 days, so a new field of a
-// spec must be omitted from the JSON when it is not set, and must have no default;
-// a run of an earlier release would otherwise be done once more.
+// jobID returns the hash of the fields that identify a run: the kind, the namespace, the
+// name, and the spec without its TTL and with sorted sets. Dispatchers keep IDs for 30
+// days. So that an upgrade does not repeat a run, a new field of a spec must have no
+// default and must be omitted from the JSON if it is not set.
 func jobID(kind, namespace, name string, spec any) string {
 	plain, err := json.Marshal(spec)
 	if err != nil {
-		panic(fmt.Sprintf("compile: a spec does not marshal: %v", err))
+		panic(fmt.Sprintf("compile: marshal a spec: %v", err))
 	}
 	sum := sha256.Sum256([]byte(strings.Join([]string{kind, namespace, name, string(plain)}, "\n")))
 	return hex.EncodeToString(sum[:16])

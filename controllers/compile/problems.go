@@ -12,7 +12,7 @@ import (
 // maxMessageBytes bounds a condition's message; the API allows 32,768.
 const maxMessageBytes = 2048
 
-// reasonOrder says which of several problems gives the reason.
+// reasonOrder determines the reason of a condition with several problems: the first one.
 var reasonOrder = []string{
 	v1alpha1.ReasonInvalidSpec,
 	v1alpha1.ReasonInvalidURL,
@@ -20,15 +20,15 @@ var reasonOrder = []string{
 	v1alpha1.ReasonInvalidFilter,
 	v1alpha1.ReasonWriteKeyConflict,
 	v1alpha1.ReasonKeyConflict,
-	// From here on: ResolvedRefs. First the reason that needs a person.
+	// The following ones are reasons of ResolvedRefs. Only InvalidSecret requires a person.
 	v1alpha1.ReasonInvalidSecret,
 	v1alpha1.ReasonSecretNotFound,
 	v1alpha1.ReasonSecretKeyMissing,
-	// Last, because a destination works with the Sources that it has.
+	// The last one, because a destination is active for its existing Sources.
 	v1alpha1.ReasonNoSource,
 }
 
-// order of a reason; the lowest gives the reason of an object.
+// order returns the position of a reason in reasonOrder.
 func order(reason string) int { return slices.Index(reasonOrder, reason) }
 
 // ofReference reports whether a reason belongs to ResolvedRefs; the others belong to Accepted.
@@ -36,16 +36,16 @@ func ofReference(reason string) bool { return order(reason) >= order(v1alpha1.Re
 
 type problem struct{ reason, text string }
 
-// problems gathers what is wrong with one object.
+// problems are the problems of one object.
 type problems []problem
 
-// add notes a problem: the field, the rule that it breaks, and the fix.
+// add adds a problem: the field, the violated rule, and the fix.
 func (p *problems) add(reason, field, format string, args ...any) {
 	*p = append(*p, problem{reason, field + ": " + fmt.Sprintf(format, args...)})
 }
 
-// verdict returns the reason of the worst problem and all of their texts, worst
-// first. There must be one.
+// verdict returns the reason of the first problem, by reasonOrder, and the texts of all
+// problems in this order. There must be at least one problem.
 func (p problems) verdict() (reason, message string) {
 	sorted := slices.Clone(p)
 	slices.SortStableFunc(sorted, func(a, b problem) int {
@@ -58,9 +58,9 @@ func (p problems) verdict() (reason, message string) {
 	return sorted[0].reason, truncate(strings.Join(texts, "; "))
 }
 
-// judge sets the conditions of a verdict that the problems make False; suffix
-// is appended to their messages.
-func (p problems) judge(v *Verdict, suffix string) {
+// apply sets the conditions of a verdict that are False because of the problems. suffix is
+// appended to their messages.
+func (p problems) apply(v *Verdict, suffix string) {
 	var spec, references problems
 	for _, problem := range p {
 		if ofReference(problem.reason) {

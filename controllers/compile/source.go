@@ -16,14 +16,15 @@ import (
 
 const (
 	maxWriteKeyBytes = 256
-	// maxWriteKeys is the bound of the API.
+	// maxWriteKeys is the bound in the API.
 	maxWriteKeys = 2
 )
 
-// source compiles one Source. owners holds, by hash, the name of the Source that a write key belongs to.
+// source compiles one Source. owners maps the hash of a write key to the name of the
+// Source that it belongs to.
 //
-// A Source of which only some write keys are usable stays active with those: a
-// mistake in the new key must not reject the calls that use the old one.
+// A Source with one unusable write key is active with the other one: an error in the new
+// key must not reject the calls with the old key.
 func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconfig.Source, Verdict) {
 	r := newResolver(s.Secrets)
 	c := liveconfig.Source{
@@ -42,11 +43,11 @@ func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconf
 			c.CallsPerSecond, c.Burst = 0, 0
 		}
 	}
-	if n := len(o.Spec.WriteKeys); n < 1 || n > maxWriteKeys { // None has an object that was stored under the CRDs of release 0.2.0.
+	if n := len(o.Spec.WriteKeys); n < 1 || n > maxWriteKeys { // An object that was stored under the CRDs of release 0.2.0 has none.
 		r.add(v1alpha1.ReasonInvalidSpec, "spec.writeKeys", "has %d entries; set 1 or %d (writeKeys replaces writeKeySecretRef of release 0.2.0)", n, maxWriteKeys)
 	}
 	invalid := len(r.problems) > 0
-	// refs name, for the revision, the references that the hashes in c come from.
+	// refs are the references of the write keys in c, for the revision.
 	var refs, notes []string
 	for i, key := range o.Spec.WriteKeys {
 		hash := writeKey(r, i, key)
@@ -54,12 +55,12 @@ func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconf
 		switch owner := owners[hash]; {
 		case hash == "":
 		case foreign:
-			// The message must not name the other Source: a namespace must not learn names of another one.
+			// The message must not name the other Source: names of other namespaces are confidential.
 			r.add(v1alpha1.ReasonWriteKeyConflict, writeKeyField(i), "an older Source of another namespace has the same write key and keeps it; use another write key")
 		case owner != o.Name:
 			r.add(v1alpha1.ReasonWriteKeyConflict, writeKeyField(i), "Source %q has the same write key and keeps it, because it is older or, of equal age, first by name; use another write key", owner)
 		case slices.Contains(c.WriteKeySHA256, hash):
-			notes = append(notes, writeKeyField(i)+": has the same value as the entry before, so one write key is in effect; set another value or remove this entry")
+			notes = append(notes, writeKeyField(i)+": has the same value as the previous entry, so one write key is in effect; set another value or remove this entry")
 		default:
 			c.WriteKeySHA256 = append(c.WriteKeySHA256, hash)
 			refs = append(refs, key.SecretKeyRef.Name+"/"+key.SecretKeyRef.Key)
@@ -76,9 +77,9 @@ func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconf
 	switch {
 	case len(c.WriteKeySHA256) == 0:
 		v.State = liveconfig.Paused
-		r.judge(&v, "")
+		r.apply(&v, "")
 	case len(r.problems) > 0:
-		r.judge(&v, "; the other write key stays in effect")
+		r.apply(&v, "; the other write key remains in effect")
 	case len(notes) > 0:
 		v.Message += "; " + strings.Join(notes, "; ")
 	}
@@ -92,7 +93,8 @@ func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconf
 
 func writeKeyField(i int) string { return fmt.Sprintf("spec.writeKeys[%d].secretKeyRef", i) }
 
-// writeKey returns the hex SHA-256 of a write key, or "" and notes why.
+// writeKey returns the hex SHA-256 of a write key. For an unusable key it adds a problem
+// and returns "".
 func writeKey(r *resolver, i int, key v1alpha1.WriteKey) string {
 	value, ok := r.value(writeKeyField(i), key.SecretKeyRef)
 	if !ok {
@@ -104,15 +106,15 @@ func writeKey(r *resolver, i int, key v1alpha1.WriteKey) string {
 		r.add(v1alpha1.ReasonInvalidSecret, writeKeyField(i), "the write key has more than %d bytes; use a shorter one", maxWriteKeyBytes)
 		return ""
 	case !utf8.Valid(text) || bytes.ContainsRune(text, ':') || bytes.ContainsFunc(text, unicode.IsControl):
-		r.add(v1alpha1.ReasonInvalidSecret, writeKeyField(i), "the write key has a colon, a control character or is not UTF-8, which an HTTP Basic user name cannot carry; use letters and digits")
+		r.add(v1alpha1.ReasonInvalidSecret, writeKeyField(i), "the write key has a colon or a control character or is not UTF-8, so it is not a valid HTTP Basic user name; use letters and digits")
 		return ""
 	}
 	sum := sha256.Sum256(text)
 	return hex.EncodeToString(sum[:])
 }
 
-// writeKeyOwners returns the name of the Source that each write key of the
-// namespace belongs to: the oldest one, of equally old ones the first by name.
+// writeKeyOwners maps the hash of each write key in the namespace to the name of its
+// owner: the oldest Source that has it, and the first by name among Sources of equal age.
 func (s Snapshot) writeKeyOwners(sources []*v1alpha1.Source) map[string]string {
 	owners := map[string]string{}
 	for _, o := range byAge(sources) {
@@ -125,7 +127,7 @@ func (s Snapshot) writeKeyOwners(sources []*v1alpha1.Source) map[string]string {
 	return owners
 }
 
-// WriteKeySHA256 returns the hashes of a Source's usable write keys, for an index over namespaces.
+// WriteKeySHA256 returns the hashes of a Source's usable write keys.
 func WriteKeySHA256(source *v1alpha1.Source, secrets map[string]Secret) (hashes []string) {
 	r := newResolver(secrets)
 	for i, key := range source.Spec.WriteKeys {

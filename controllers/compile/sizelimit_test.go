@@ -15,8 +15,8 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// testLimit stands in for liveconfig.MaxEncodedBytes: the same decisions cost a
-// sixteenth of the compression, which dominates these tests under the race detector.
+// testLimit replaces liveconfig.MaxEncodedBytes: it causes the same decisions with a
+// sixteenth of the compression, which dominates the time under the race detector.
 const testLimit = liveconfig.MaxEncodedBytes / 16
 
 // heavy returns a destination with the given number of headers of 256 bytes each,
@@ -52,7 +52,7 @@ func namespaceOf(destinations ...v1alpha1.WebhookDestination) Snapshot {
 	}
 }
 
-// encode compiles and encodes, and checks what holds of every result.
+// encode compiles and encodes, and checks the invariants of every result.
 func encode(t *testing.T, s Snapshot, last *liveconfig.Config) Encoded {
 	t.Helper()
 	config, verdicts := Compile(s)
@@ -67,7 +67,7 @@ func encode(t *testing.T, s Snapshot, last *liveconfig.Config) Encoded {
 		t.Fatal(err)
 	}
 	if after, _, _ := liveconfig.Encode(config); !slices.Equal(before, after) {
-		t.Error("Encode changed the config that it was given")
+		t.Error("Encode changed its input")
 	}
 	if len(e.Data) == 0 {
 		return e
@@ -77,14 +77,14 @@ func encode(t *testing.T, s Snapshot, last *liveconfig.Config) Encoded {
 	}
 	decoded, revision, err := liveconfig.Decode(e.Data)
 	if err != nil || revision != e.Revision {
-		t.Errorf("the dispatcher refuses it: %v", err)
+		t.Errorf("the dispatcher rejects the config: %v", err)
 	}
 	if diff := cmp.Diff(e.Config, decoded); diff != "" {
-		t.Errorf("Config is not what is encoded (-want +got):\n%s", diff)
+		t.Errorf("Config differs from the decoded Data (-want +got):\n%s", diff)
 	}
 	for _, d := range decoded.Destinations {
 		if v := e.Verdicts.Destinations[d.Name]; v.Revision != d.Revision || v.State != d.State {
-			t.Errorf("%s: the verdict %+v is not of the config's %s %s", d.Name, v, d.State, d.Revision)
+			t.Errorf("%s: the verdict %+v does not match state %s and revision %s in the config", d.Name, v, d.State, d.Revision)
 		}
 	}
 	return e
@@ -98,7 +98,7 @@ func states(e Encoded) map[string]string {
 	return out
 }
 
-// The limit is exact: a config of as many bytes fits, one byte less is too few.
+// The limit is exact: a config of limit bytes fits, and a larger one does not.
 func TestEncodeLimit(t *testing.T) {
 	config, verdicts := Compile(namespaceOf(heavy("a", 1, 1)))
 	data, _, err := liveconfig.Encode(config)
@@ -122,21 +122,21 @@ func TestTooLargeFromTheFirstVersion(t *testing.T) {
 		t.Fatal("the fixture fits")
 	}
 	if diff := cmp.Diff(map[string]string{"a": active, "b": active, "c": paused, "small": active}, states(e)); diff != "" {
-		t.Fatalf("the largest is paused (-want +got):\n%s", diff)
+		t.Fatalf("the states, with the largest destination paused (-want +got):\n%s", diff)
 	}
 	web := e.Verdicts.Sources["web"]
 	if !web.Accepted || len(e.Config.Sources[0].WriteKeySHA256) == 0 {
-		t.Errorf("callers would not be known: %+v", web)
+		t.Errorf("the Source is not in effect: %+v", web)
 	}
 	if diff := cmp.Diff([]string{"a", "b", "small"}, web.Destinations); diff != "" {
-		t.Errorf("takers (-want +got):\n%s", diff)
+		t.Errorf("destinations of the Source (-want +got):\n%s", diff)
 	}
 	if v := e.Verdicts.Destinations["c"]; v.Accepted || !strings.Contains(v.Message, "is paused") || !strings.Contains(v.Message, "remove") {
 		t.Errorf("%+v", v)
 	}
 	again := encode(t, s, nil)
 	if again.Revision != e.Revision {
-		t.Error("it is not the same twice")
+		t.Error("a second call returns another result")
 	}
 }
 
@@ -155,10 +155,10 @@ func TestTooLargeKeepsWhatIsInEffect(t *testing.T) {
 		t.Fatalf("(-want +got):\n%s", diff)
 	}
 	if e = encode(t, s, &e.Config); !cmp.Equal(want, states(e)) {
-		t.Errorf("the second time it is another: %v", states(e))
+		t.Errorf("a second call pauses another destination: %v", states(e))
 	}
 
-	// A deletion, and a destination that is switched off, are in effect nevertheless.
+	// A deleted destination and a disabled one take effect.
 	off := false
 	large.Spec.Enabled = &off
 	e = encode(t, namespaceOf(large, heavy("new", 125, 3), heavy("newer", 100, 6), small), &e.Config)
@@ -195,7 +195,7 @@ func TestTooManyDeletionRequests(t *testing.T) {
 	for name, v := range e.Verdicts.Deletions {
 		switch {
 		case strings.HasPrefix(name, "old") && !in[name]:
-			t.Fatalf("%s is taken for deleted by its owner", name)
+			t.Fatalf("%s is not in the config, so it counts as deleted", name)
 		case in[name] != v.Accepted, !in[name] && (v.Reason != v1alpha1.ReasonConfigTooLarge || v.State != liveconfig.Paused):
 			t.Fatalf("%s: in the config %v, verdict %+v", name, in[name], v)
 		case !in[name]:
@@ -206,7 +206,7 @@ func TestTooManyDeletionRequests(t *testing.T) {
 		t.Errorf("%d are in the config, %d wait", len(in), left)
 	}
 
-	// What nothing helps: the last stays, and callers of a namespace that never had one are to come again.
+	// If no eviction is sufficient, the last config remains; without one, calls are answered 503.
 	s.Deletions = nil
 	for i := range 1000 {
 		source := s.Sources[0]
@@ -221,7 +221,7 @@ func TestTooManyDeletionRequests(t *testing.T) {
 		t.Errorf("without a last config: %d bytes, %+v", len(e.Data), e.Verdicts.Sources["web"])
 	}
 	if _, _, err := liveconfig.Decode(e.Data); err == nil {
-		t.Error("a dispatcher takes it for a config")
+		t.Error("a dispatcher accepts the data as a config")
 	}
 	e = encode(t, s, &first.Config)
 	if e.Data != nil || !e.Verdicts.Sources["web"].Accepted || e.Verdicts.Sources["source-00001"].Accepted {

@@ -17,8 +17,8 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 )
 
-// resolver looks up the secrets of one object, notes what is missing, and
-// remembers the versions of what it used.
+// resolver looks up the Secrets of one object. It adds a problem for each missing value,
+// and records the versions of the used Secrets.
 type resolver struct {
 	secrets map[string]Secret
 	used    map[string]string
@@ -29,11 +29,11 @@ func newResolver(secrets map[string]Secret) *resolver {
 	return &resolver{secrets: secrets, used: map[string]string{}}
 }
 
-// secret returns a Secret, or notes that it is missing.
+// secret returns a Secret, or adds a problem if it does not exist.
 func (r *resolver) secret(field, name string) (Secret, bool) {
 	s, ok := r.secrets[name]
 	if !ok {
-		r.used[name] = "" // no Secret has an empty version
+		r.used[name] = "" // No existing Secret has an empty version.
 		r.add(v1alpha1.ReasonSecretNotFound, field, "Secret %q does not exist in this namespace; create it or change the reference", name)
 		return s, false
 	}
@@ -41,7 +41,7 @@ func (r *resolver) secret(field, name string) (Secret, bool) {
 	return s, true
 }
 
-// value returns the value of a Secret's key, which is not empty, or notes that it is missing.
+// value returns the non-empty value of a Secret's key, or adds a problem.
 func (r *resolver) value(field string, ref v1alpha1.SecretKeyReference) ([]byte, bool) {
 	s, ok := r.secret(field, ref.Name)
 	if !ok {
@@ -56,7 +56,7 @@ func (r *resolver) key(field, name string, s Secret, key string) ([]byte, bool) 
 	case !ok:
 		r.add(v1alpha1.ReasonSecretKeyMissing, field, "Secret %q has no key %q; add the key or change the reference", name, key)
 	case len(bytes.TrimSpace(value)) == 0:
-		r.add(v1alpha1.ReasonSecretKeyMissing, field, "key %q of Secret %q is empty; fill it or change the reference", key, name)
+		r.add(v1alpha1.ReasonSecretKeyMissing, field, "key %q of Secret %q is empty; set it or change the reference", key, name)
 		ok = false
 	}
 	return value, ok
@@ -64,13 +64,13 @@ func (r *resolver) key(field, name string, s Secret, key string) ([]byte, bool) 
 
 const maxURLBytes = 2048
 
-// checkURL applies the rules that the API has for spec.endpoints[].url. The
-// answer is the rule that is broken, or "", and never holds the URL.
+// checkURL applies the rules of the API for spec.endpoints[].url. It returns the violated
+// rule, or "". The rule does not contain the URL.
 func checkURL(text string) (u *url.URL, broken string) {
 	if len(text) > maxURLBytes {
 		return nil, fmt.Sprintf("must have at most %d characters", maxURLBytes)
 	}
-	u, err := url.ParseRequestURI(text) // its error holds the URL
+	u, err := url.ParseRequestURI(text) // The error contains the URL, so it is not returned.
 	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" {
 		return nil, "must be a full URL that starts with http:// or https:// and names a host"
 	}
@@ -97,7 +97,7 @@ const (
 var (
 	headerName  = regexp.MustCompile("^[!#$%&'*+\\-.^_`|~0-9A-Za-z]+$")
 	headerValue = regexp.MustCompile(`^[\x20-\x7e\t]*$`)
-	// reservedHeaders are set by Posthorn or by HTTP itself; as in the API.
+	// reservedHeaders are set by Posthorn or by HTTP itself. The API has the same list.
 	reservedHeaders = []string{
 		"host", "connection", "content-length", "content-type", "content-encoding", "transfer-encoding", "te", "trailer",
 		"upgrade", "keep-alive", "proxy-connection", "expect", "user-agent", "x-signature", "x-signature-previous",
@@ -105,33 +105,33 @@ var (
 	}
 )
 
-// checkHeaderName returns the rule that a name breaks, or "".
+// checkHeaderName returns the rule that a name violates, or "".
 func checkHeaderName(name string) string {
 	switch {
 	case len(name) > maxHeaderNameBytes || !headerName.MatchString(name):
-		return "a header name must be a token of HTTP: letters, digits and !#$%&'*+-.^_`|~, at most 128"
+		return "a header name must be an HTTP token: letters, digits and !#$%&'*+-.^_`|~, at most 128"
 	case slices.Contains(reservedHeaders, strings.ToLower(name)):
 		return "this header is set by Posthorn or by HTTP itself; choose another name"
 	}
 	return ""
 }
 
-// checkHeaderValue returns the rule that a value breaks, or "".
+// checkHeaderValue returns the rule that a value violates, or "".
 func checkHeaderValue(value string) string {
 	switch {
 	case len(value) > maxHeaderValueBytes:
 		return fmt.Sprintf("has more than %d characters; shorten it", maxHeaderValueBytes)
 	case strings.ContainsAny(value, "\r\n"):
-		return "has a line break, which a header cannot carry; remove it (echo -n makes none)"
+		return "has a line break, which is not valid in a header; remove it (echo -n writes none)"
 	case !headerValue.MatchString(value):
 		return "must be printable ASCII; remove other characters or encode them"
 	}
 	return ""
 }
 
-// authorities reads PEM certificates of authorities and returns them alone, in
-// their own order, or the rule that is broken. Validity periods are not checked:
-// a verdict must not change by time alone; deliveries show it.
+// authorities returns the PEM certificates in data, without other text and in their order,
+// or the violated rule. It does not check validity periods: a verdict must not change only
+// because of time, and failed deliveries report an expired certificate.
 func authorities(data []byte) (certificates, broken string) {
 	var out bytes.Buffer
 	for rest := data; ; {
@@ -140,21 +140,21 @@ func authorities(data []byte) (certificates, broken string) {
 			break
 		}
 		if block.Type != "CERTIFICATE" {
-			return "", fmt.Sprintf("holds a PEM block of type %q; keep only CERTIFICATE blocks", pemType(block.Type))
+			return "", fmt.Sprintf("contains a PEM block of type %q; keep only CERTIFICATE blocks", pemType(block.Type))
 		}
 		if _, err := x509.ParseCertificate(block.Bytes); err != nil {
-			return "", "holds a certificate that does not parse; replace it by the PEM of the authority's certificate"
+			return "", "contains a certificate that does not parse; replace it with the authority's certificate in PEM"
 		}
-		// Without headers and comments, which are free text.
+		// Drop headers and comments, which are free text.
 		_ = pem.Encode(&out, &pem.Block{Type: block.Type, Bytes: block.Bytes})
 	}
 	if out.Len() == 0 {
-		return "", "holds no PEM certificate; put the authority's certificate there (-----BEGIN CERTIFICATE-----)"
+		return "", "contains no PEM certificate; store the authority's certificate there (-----BEGIN CERTIFICATE-----)"
 	}
 	return out.String(), ""
 }
 
-// pemType shows the usual types, and nothing that somebody may have put there by mistake.
+// pemType returns a common PEM type, or "unknown": another text may be confidential.
 func pemType(t string) string {
 	if len(t) <= 32 && strings.HasSuffix(t, "PRIVATE KEY") || t == "PUBLIC KEY" || t == "CERTIFICATE REQUEST" {
 		return t
@@ -162,15 +162,15 @@ func pemType(t string) string {
 	return "unknown"
 }
 
-// clientCertificate reads the certificate chain and key of a kubernetes.io/tls
-// Secret, or returns the rule that is broken.
+// clientCertificate returns the certificate chain and the key of a kubernetes.io/tls
+// Secret, or the violated rule.
 func clientCertificate(cert, key []byte) (certPEM, keyPEM, broken string) {
 	certPEM, broken = authorities(cert)
 	if broken != "" {
 		return "", "", corev1.TLSCertKey + " " + broken
 	}
 	if _, err := tls.X509KeyPair([]byte(certPEM), key); err != nil {
-		return "", "", corev1.TLSPrivateKeyKey + " is not an unencrypted PEM key that fits the first certificate of " + corev1.TLSCertKey + "; replace the pair"
+		return "", "", corev1.TLSPrivateKeyKey + " is not an unencrypted PEM key that matches the first certificate in " + corev1.TLSCertKey + "; replace both"
 	}
 	return certPEM, string(key), ""
 }

@@ -12,27 +12,27 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// Encoded is a config as it goes to the dispatchers, with the verdicts that it comes to.
+// Encoded is an encoded config, with the verdicts that apply to it.
 type Encoded struct {
 	Config   liveconfig.Config
 	Verdicts Verdicts
-	// Data is nil when the last config is to stay in effect.
+	// Data is nil if the last config remains in effect.
 	Data     []byte
 	Revision string
-	// TooLarge: something was taken out of effect, because otherwise the config
-	// would not fit into a Secret.
+	// TooLarge means that objects are not in effect because of the size limit.
 	TooLarge bool
 }
 
-// Encode encodes a config in at most limit bytes, which is liveconfig.MaxEncodedBytes
-// for a Secret. When it does not fit, what is needed is taken out of effect: the largest objects first, and those last that
-// are in effect in the last config as they are now. A destination is paused; a new
-// Audience or DeletionRequest is left out. Their verdict is ConfigTooLarge. Sources
-// stay, so that calls are taken and messages kept.
+// Encode encodes a config in at most limit bytes; the limit of a Secret is
+// liveconfig.MaxEncodedBytes. If the config is larger, Encode evicts as many objects as
+// necessary: the largest ones first, and the objects that are unchanged in the last
+// config after all others. An evicted destination is paused; an evicted Audience or
+// DeletionRequest is not in the config. Their verdict is ConfigTooLarge. Sources are not
+// evicted, so that their calls are accepted and the messages kept.
 //
-// When that is not enough either the last config stays, and where there is none
-// Data is no config, which makes dispatchers ask callers to come again. last is
-// called when it is needed; false is for none.
+// If that is not sufficient, the last config remains in effect. If there is none, Data is
+// an invalid config, so that the dispatchers answer 503 to calls. Encode calls last only if
+// necessary; last returns false if there is no last config.
 func Encode(c liveconfig.Config, v Verdicts, limit int, last func() (liveconfig.Config, bool, error)) (Encoded, error) {
 	data, revision, err := liveconfig.Encode(c)
 	if err != nil || len(data) <= limit {
@@ -52,17 +52,17 @@ func Encode(c liveconfig.Config, v Verdicts, limit int, last func() (liveconfig.
 	return Encoded{liveconfig.Config{}, v.tooLarge(len(data), limit, before), []byte{}, "none", true}, nil
 }
 
-// fit takes out of a config of encodedBytes what is needed for it to fit. It
-// returns false when nothing is enough, and changes neither v nor c.
+// fit evicts as many objects as necessary from a config of encodedBytes. It returns false
+// if all evictions are not sufficient. It changes neither v nor c.
 func (v Verdicts) fit(c liveconfig.Config, encodedBytes, limit int, last liveconfig.Config) (Encoded, bool) {
-	cuts := cutsOf(c, last)
+	evictions := evictionOrder(c, last)
 	var fitting Encoded
-	// The last success of a binary search is its result, so the encoded form is kept.
-	n := sort.Search(len(cuts)+1, func(n int) bool {
-		if n > len(cuts) {
+	// The result of a binary search is its last success, so fitting is the result's config.
+	n := sort.Search(len(evictions)+1, func(n int) bool {
+		if n > len(evictions) {
 			return true
 		}
-		rest := without(c, cuts[:n])
+		rest := evict(c, evictions[:n])
 		data, revision, err := liveconfig.Encode(rest)
 		if err != nil || len(data) > limit {
 			return false
@@ -70,12 +70,12 @@ func (v Verdicts) fit(c liveconfig.Config, encodedBytes, limit int, last livecon
 		fitting = Encoded{Config: rest, Data: data, Revision: revision, TooLarge: true}
 		return true
 	})
-	if n > len(cuts) {
+	if n > len(evictions) {
 		return Encoded{}, false
 	}
-	message := func(then string) string {
+	message := func(effect string) string {
 		return fmt.Sprintf("the live config of this namespace would have %d bytes compressed, and at most %d fit into one Secret: %s; remove destinations, headers or large certificates, or use another namespace",
-			encodedBytes, limit, then)
+			encodedBytes, limit, effect)
 	}
 	v = Verdicts{Sources: maps.Clone(v.Sources), Destinations: maps.Clone(v.Destinations), Audiences: maps.Clone(v.Audiences), Deletions: maps.Clone(v.Deletions)}
 	for _, d := range fitting.Config.Destinations {
@@ -84,14 +84,14 @@ func (v Verdicts) fit(c liveconfig.Config, encodedBytes, limit int, last livecon
 			v.Destinations[d.Name] = verdict.refuse(message("this destination is paused"))
 		}
 	}
-	for _, cut := range cuts[:n] {
-		switch left := message("this object waits until it fits"); cut.kind {
+	for _, e := range evictions[:n] {
+		switch waiting := message("this object has no effect until it fits"); e.kind {
 		case kindAudience:
-			verdict := v.Audiences[cut.name]
+			verdict := v.Audiences[e.name]
 			verdict.Key = ""
-			v.Audiences[cut.name] = verdict.refuse(left)
+			v.Audiences[e.name] = verdict.refuse(waiting)
 		case kindDeletion:
-			v.Deletions[cut.name] = v.Deletions[cut.name].refuse(left)
+			v.Deletions[e.name] = v.Deletions[e.name].refuse(waiting)
 		}
 	}
 	for name, source := range v.Sources {
@@ -104,7 +104,8 @@ func (v Verdicts) fit(c liveconfig.Config, encodedBytes, limit int, last livecon
 	return fitting, true
 }
 
-// refuse makes a verdict ConfigTooLarge, unless it has a reason of its own.
+// refuse sets Accepted to False. The reason is ConfigTooLarge, unless Accepted was False
+// before for another reason.
 func (v Verdict) refuse(message string) Verdict {
 	if v.Accepted {
 		v.Reason, v.Message = v1alpha1.ReasonConfigTooLarge, message
@@ -124,40 +125,42 @@ const (
 	kindDeletion
 )
 
-// cut is an object that can be taken out of effect.
-type cut struct {
-	kind     int
-	name     string
+// eviction is an object that can be evicted from a config.
+type eviction struct {
+	kind int
+	name string
+	// inEffect is true if the object is unchanged in the last config.
 	inEffect bool
 	weight   int
 }
 
-// cutsOf lists what can be taken out of effect, in the order to do so.
-func cutsOf(c, last liveconfig.Config) []cut {
+// evictionOrder returns all possible evictions in their order.
+func evictionOrder(c, last liveconfig.Config) []eviction {
 	revisions := map[string]string{}
 	for _, d := range last.Destinations {
 		revisions[d.Name] = d.Revision
 	}
-	var cuts []cut
+	var evictions []eviction
 	for _, d := range c.Destinations {
-		cuts = append(cuts, cut{kindDestination, d.Name, revisions[d.Name] == d.Revision, weight(d)})
+		evictions = append(evictions, eviction{kindDestination, d.Name, revisions[d.Name] == d.Revision, weight(d)})
 	}
-	// What the dispatchers know of these would be given up if they left the config.
+	// The dispatchers would delete the data of Audiences and DeletionRequests in the last
+	// config, so only new ones can be evicted.
 	for _, a := range c.Audiences {
 		if !slices.ContainsFunc(last.Audiences, func(b liveconfig.Audience) bool { return b.Name == a.Name }) {
-			cuts = append(cuts, cut{kind: kindAudience, name: a.Name, weight: len(a.Name) + len(a.Key)})
+			evictions = append(evictions, eviction{kind: kindAudience, name: a.Name, weight: len(a.Name) + len(a.Key)})
 		}
 	}
-	known := make(map[string]bool, len(last.Deletions))
+	deletions := make(map[string]bool, len(last.Deletions))
 	for _, d := range last.Deletions {
-		known[d.Name] = true
+		deletions[d.Name] = true
 	}
 	for _, d := range c.Deletions {
-		if !known[d.Name] {
-			cuts = append(cuts, cut{kind: kindDeletion, name: d.Name, weight: len(d.Name) + len(d.UserID)})
+		if !deletions[d.Name] {
+			evictions = append(evictions, eviction{kind: kindDeletion, name: d.Name, weight: len(d.Name) + len(d.UserID)})
 		}
 	}
-	slices.SortFunc(cuts, func(a, b cut) int {
+	slices.SortFunc(evictions, func(a, b eviction) int {
 		if a.inEffect != b.inEffect {
 			if a.inEffect {
 				return 1
@@ -166,10 +169,10 @@ func cutsOf(c, last liveconfig.Config) []cut {
 		}
 		return cmp.Or(b.weight-a.weight, a.kind-b.kind, strings.Compare(a.name, b.name))
 	})
-	return cuts
+	return evictions
 }
 
-// weight is about how many bytes holding a destination saves.
+// weight estimates the number of bytes that the eviction of a destination saves.
 func weight(d liveconfig.Destination) (n int) {
 	for _, e := range d.Endpoints {
 		n += len(e.Name) + len(e.URL.Reveal())
@@ -186,19 +189,19 @@ func weight(d liveconfig.Destination) (n int) {
 	return n
 }
 
-// without returns a config without what is cut.
-func without(c liveconfig.Config, cuts []cut) liveconfig.Config {
+// evict returns a copy of a config after evictions.
+func evict(c liveconfig.Config, evictions []eviction) liveconfig.Config {
 	type id struct {
 		kind int
 		name string
 	}
-	gone := make(map[id]bool, len(cuts))
-	for _, cut := range cuts {
-		gone[id{cut.kind, cut.name}] = true
+	evicted := make(map[id]bool, len(evictions))
+	for _, e := range evictions {
+		evicted[id{e.kind, e.name}] = true
 	}
 	c.Destinations = slices.Clone(c.Destinations)
 	for i := range c.Destinations {
-		if d := &c.Destinations[i]; gone[id{kindDestination, d.Name}] {
+		if d := &c.Destinations[i]; evicted[id{kindDestination, d.Name}] {
 			generation := d.Generation
 			d.Endpoints, d.Signing, d.Revision, d.Generation = nil, nil, "", 0
 			if d.State == liveconfig.Active {
@@ -207,14 +210,14 @@ func without(c liveconfig.Config, cuts []cut) liveconfig.Config {
 			d.Revision, d.Generation = revision(*d, nil, nil), generation
 		}
 	}
-	c.Audiences = slices.DeleteFunc(slices.Clone(c.Audiences), func(a liveconfig.Audience) bool { return gone[id{kindAudience, a.Name}] })
-	c.Deletions = slices.DeleteFunc(slices.Clone(c.Deletions), func(d liveconfig.Deletion) bool { return gone[id{kindDeletion, d.Name}] })
+	c.Audiences = slices.DeleteFunc(slices.Clone(c.Audiences), func(a liveconfig.Audience) bool { return evicted[id{kindAudience, a.Name}] })
+	c.Deletions = slices.DeleteFunc(slices.Clone(c.Deletions), func(d liveconfig.Deletion) bool { return evicted[id{kindDeletion, d.Name}] })
 	return c
 }
 
-// tooLarge returns the verdicts for a config that cannot be made to fit, so that
-// the last one stays in effect: what is in that one as it is now keeps its
-// verdict, everything else is not accepted (ConfigTooLarge). It does not change v.
+// tooLarge returns the verdicts for the case that the last config remains in effect
+// because no eviction is sufficient. Objects that are unchanged in the last config keep
+// their verdicts, all others are not accepted (ConfigTooLarge). It does not change v.
 func (v Verdicts) tooLarge(encodedBytes, limit int, last liveconfig.Config) Verdicts {
 	inEffect := map[string]string{}
 	for _, s := range last.Sources {
@@ -229,7 +232,7 @@ func (v Verdicts) tooLarge(encodedBytes, limit int, last liveconfig.Config) Verd
 	for _, d := range last.Deletions {
 		inEffect["deletion/"+d.Name] = d.Revision
 	}
-	message := fmt.Sprintf("the live config of this namespace would have %d bytes compressed; at most %d fit into one Secret: the last config that did fit stays in effect; remove destinations or large certificates, or use another namespace",
+	message := fmt.Sprintf("the live config of this namespace would have %d bytes compressed; at most %d fit into one Secret: the last config remains in effect; remove destinations or large certificates, or use another namespace",
 		encodedBytes, limit)
 	refuse := func(kind string, verdicts map[string]Verdict) map[string]Verdict {
 		out := make(map[string]Verdict, len(verdicts))
