@@ -13,22 +13,23 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// Audience returns the status that follows from the compiler's verdict v and the
-// reports of the ready dispatcher pods; one of them keeps the members.
+// Audience returns the status of an Audience, from the compiler's verdict v and the
+// reports of the ready dispatcher pods. One pod, the owner, stores the members.
 //
-// An Audience that is not accepted, or whose Source does not exist, has no key, so
-// there is nothing to program (NotAccepted, UnresolvedRefs). numbersDue is as for Destination.
+// An Audience that is not accepted, or whose Source does not exist, has no key, so it
+// is not programmed (reason NotAccepted or UnresolvedRefs). For numbersDue, see
+// Destination.
 func Audience(old v1alpha1.Audience, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.AudienceStatus {
 	old.Status.Conditions = Own(old.Status.Conditions, audienceConditions)
-	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, audiencePart)
+	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, audienceReports)
 	s := v1alpha1.AudienceStatus{ObservedGeneration: old.Generation, Key: cmp.Or(v.Key, old.Status.Key)}
 	var owner *liveconfig.AudienceReport
-	audiencePart.each(pods, namespace, old.Name, func(_ Pod, r *liveconfig.AudienceReport) {
+	audienceReports.each(pods, namespace, old.Name, func(_ Pod, r *liveconfig.AudienceReport) {
 		if r.Owner && (owner == nil || r.LastSync.After(owner.LastSync)) {
 			owner = r
 		}
 	})
-	if owner == nil { // The pod restarts: the last known numbers are still true.
+	if owner == nil { // While the owner restarts, the last known numbers are valid.
 		kept := old.Status.DeepCopy()
 		s.Members, s.LastSync = kept.Members, kept.LastSync
 	} else if synced := !owner.LastSync.IsZero(); synced || owner.Unsent > 0 {
@@ -52,13 +53,13 @@ func Audience(old v1alpha1.Audience, v compile.Verdict, namespace string, pods [
 	return s
 }
 
-var audiencePart = part[liveconfig.AudienceReport]{
-	list:    func(t *liveconfig.NamespaceReport) []liveconfig.AudienceReport { return t.Audiences },
+var audienceReports = reports[liveconfig.AudienceReport]{
+	list:    func(n *liveconfig.NamespaceReport) []liveconfig.AudienceReport { return n.Audiences },
 	running: func(r *liveconfig.AudienceReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
 }
 
-// synced is the condition that tells how the last sync went. owner is nil when
-// the pod that keeps the members does not answer.
+// synced returns the condition Synced. owner is nil if the pod that stores the members
+// does not answer.
 func (f facts) synced(owner *liveconfig.AudienceReport) metav1.Condition {
 	set := conditionOf(v1alpha1.ConditionSynced)
 	switch {
@@ -71,7 +72,7 @@ func (f facts) synced(owner *liveconfig.AudienceReport) metav1.Condition {
 		}
 	case owner.LastRefused.After(owner.LastSync):
 		return set(metav1.ConditionFalse, v1alpha1.ReasonSyncRefused, "the latest sync was rejected and changed nothing: "+truncate(owner.Refusal, maxQuotedBytes))
-	case owner.Unsent > 0: // also of a sync under another key, kind or Source, which has no numbers any more
+	case owner.Unsent > 0: // This includes calls of a sync with another key, kind or Source, which has no numbers.
 		message := fmt.Sprintf("the last sync was accepted; %d of its identify calls are not in the queue yet", owner.Unsent)
 		if owner.Waits != "" {
 			message += ": " + truncate(owner.Waits, maxQuotedBytes)
@@ -84,7 +85,7 @@ func (f facts) synced(owner *liveconfig.AudienceReport) metav1.Condition {
 	return set(metav1.ConditionUnknown, v1alpha1.ReasonNoSyncYet, "no sync has been received yet; send members to /v1/audiences/"+f.verdict.Key+"/members")
 }
 
-// CheckAudience returns what in an Audience's status must never be so. It is for tests.
+// CheckAudience returns the violated invariants of an Audience's status. It is for tests.
 func CheckAudience(a v1alpha1.Audience) []error {
 	return checkConditions(a.Generation, a.Status.ObservedGeneration, Own(a.Status.Conditions, audienceConditions), v1alpha1.ConditionSynced)
 }

@@ -36,10 +36,10 @@ func TestAudience(t *testing.T) {
 		ready   bool
 		members int64
 	}{
-		{"before the first", accepted, pods(liveconfig.AudienceReport{}), metav1.ConditionUnknown, v1alpha1.ReasonNoSyncYet, true, -1},
+		{"before the first sync", accepted, pods(liveconfig.AudienceReport{}), metav1.ConditionUnknown, v1alpha1.ReasonNoSyncYet, true, -1},
 		{"synced", accepted, pods(liveconfig.AudienceReport{Members: 7, Added: 2, LastSync: now}), metav1.ConditionTrue, v1alpha1.ReasonSynced, true, 7},
 		{"sending", accepted, pods(liveconfig.AudienceReport{Members: 7, Unsent: 2, Waits: "storage is filling up", LastSync: now}), metav1.ConditionTrue, v1alpha1.ReasonSending, true, 7},
-		{"sending what was decided under another key", accepted, pods(liveconfig.AudienceReport{Unsent: 2, Waits: "storage is filling up"}), metav1.ConditionTrue, v1alpha1.ReasonSending, true, -1},
+		{"sending the calls of a sync with another key", accepted, pods(liveconfig.AudienceReport{Unsent: 2, Waits: "storage is filling up"}), metav1.ConditionTrue, v1alpha1.ReasonSending, true, -1},
 		{"refused", accepted, pods(liveconfig.AudienceReport{Members: 7, LastSync: now, LastRefused: now.Add(time.Second), Refusal: "invalid_json: line 7"}), metav1.ConditionFalse, v1alpha1.ReasonSyncRefused, true, 7},
 		{"refused before", accepted, pods(liveconfig.AudienceReport{Members: 7, LastSync: now, LastRefused: now.Add(-time.Second)}), metav1.ConditionTrue, v1alpha1.ReasonSynced, true, 7},
 		{"paused", paused, pods(liveconfig.AudienceReport{Members: 7, LastSync: now}), metav1.ConditionFalse, v1alpha1.ReasonUnresolvedRefs, false, 7},
@@ -68,11 +68,11 @@ func TestAudience(t *testing.T) {
 				t.Errorf("members %v", members)
 			}
 			if again := Audience(a, c.verdict, "shop", c.pods, now.Add(time.Hour), true); !equality.Semantic.DeepEqual(again, a.Status) {
-				t.Error("equal facts gave another status")
+				t.Error("equal inputs return another status")
 			}
 		})
 	}
-	// The owner restarts: nothing is forgotten. Numbers wait until they are due.
+	// While the owner restarts, the numbers are kept. They change only when they are due.
 	a := audience
 	a.Status = Audience(a, accepted, "shop", pods(liveconfig.AudienceReport{Members: 7, LastSync: now}), now, true)
 	gone := Audience(a, accepted, "shop", nil, now, true)

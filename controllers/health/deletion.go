@@ -14,10 +14,11 @@ import (
 // maxNotifications is the API's bound of status.notifications.
 const maxNotifications = 200
 
-// DeletionRequest returns the status that follows from the compiler's verdict v
-// and the reports of the ready dispatcher pods; one of them sends the notifications.
+// DeletionRequest returns the status of a DeletionRequest, from the compiler's verdict
+// v and the reports of the ready dispatcher pods. One pod, the owner, sends the
+// notifications.
 //
-// numbersDue changes nothing: each notification has its final state once.
+// It ignores numbersDue, because every change of a notification is a transition.
 func DeletionRequest(old v1alpha1.DeletionRequest, v compile.Verdict, namespace string, pods []Pod, now time.Time, _ bool) v1alpha1.DeletionRequestStatus {
 	s := *old.Status.DeepCopy()
 	if v1alpha1.JobEnded(s.JobStatus) {
@@ -25,10 +26,10 @@ func DeletionRequest(old v1alpha1.DeletionRequest, v compile.Verdict, namespace 
 		s.Conditions = Own(s.Conditions, jobConditions)
 		return s
 	}
-	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, deletionPart)
+	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, deletionReports)
 	var owner *liveconfig.DeletionReport
-	deletionPart.each(pods, namespace, old.Name, func(_ Pod, r *liveconfig.DeletionReport) {
-		// A report of an earlier revision is not about this one.
+	deletionReports.each(pods, namespace, old.Name, func(_ Pod, r *liveconfig.DeletionReport) {
+		// Ignore the report about an earlier revision.
 		if r.Owner && r.Revision == v.Revision && (r.AlreadyDone || !r.Started.IsZero()) {
 			owner = r
 		}
@@ -98,12 +99,13 @@ func outcome(s *v1alpha1.DeletionRequestStatus, owner *liveconfig.DeletionReport
 	return Outcome{Complete: true, Reason: v1alpha1.ReasonDelivered, Message: fmt.Sprintf("%d of %d notifications were delivered, filters exclude the others", delivered, total)}
 }
 
-var deletionPart = part[liveconfig.DeletionReport]{
-	list:    func(t *liveconfig.NamespaceReport) []liveconfig.DeletionReport { return t.Deletions },
+var deletionReports = reports[liveconfig.DeletionReport]{
+	list:    func(n *liveconfig.NamespaceReport) []liveconfig.DeletionReport { return n.Deletions },
 	running: func(r *liveconfig.DeletionReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
 }
 
-// DeletionRequestExpires returns when a request is to be deleted; false for one that stays.
+// DeletionRequestExpires returns when a request is to be deleted. It returns false for
+// a request that is kept.
 func DeletionRequestExpires(d v1alpha1.DeletionRequest) (time.Time, bool) {
 	if d.Spec.Suppress {
 		return time.Time{}, false

@@ -46,7 +46,7 @@ func TestDeletionRequest(t *testing.T) {
 		name    string
 		verdict compile.Verdict
 		pods    []Pod
-		// want has the conditions that are True, and the reason.
+		// want lists the conditions that are True, and the reason.
 		want  string
 		total int32
 	}{
@@ -82,9 +82,9 @@ func TestDeletionRequest(t *testing.T) {
 				t.Errorf("started %v, completed %v", s.StartTime, s.CompletionTime)
 			}
 			if again := DeletionRequest(d, c.verdict, "shop", c.pods, now.Add(time.Hour), true); !equality.Semantic.DeepEqual(again, d.Status) {
-				t.Error("equal facts gave another status")
+				t.Error("equal inputs return another status")
 			}
-			// The pods restart: the notifications stay.
+			// While the pods restart, the notifications are kept.
 			gone := DeletionRequest(d, c.verdict, "shop", nil, now, true)
 			if !equality.Semantic.DeepEqual(gone.Notifications, d.Status.Notifications) {
 				t.Errorf("without pods: %+v", gone)
@@ -92,7 +92,7 @@ func TestDeletionRequest(t *testing.T) {
 			if !v1alpha1.JobEnded(d.Status.JobStatus) {
 				return
 			}
-			// The end is final: whatever pods or the compiler say, and with a new TTL.
+			// The end is final: other reports, another verdict or a new TTL do not change it.
 			d.Generation++
 			final := DeletionRequest(d, paused, "shop", pods(now, pending), now.Add(time.Hour), true)
 			if got := jobSummary(t, final.JobStatus, d.Generation); got != c.want {
@@ -172,8 +172,8 @@ func TestDeletionRequestExpires(t *testing.T) {
 	}
 }
 
-// What went wrong and what ended is worth an Event; every Event names its
-// action, without which the API refuses it.
+// Failures and the end of a run cause Events. Every Event has an action, because the API
+// rejects Events without one.
 func TestEventsOfAudiencesAndDeletions(t *testing.T) {
 	condition := func(conditionType string, status metav1.ConditionStatus, reason string) []metav1.Condition {
 		return []metav1.Condition{{Type: conditionType, Status: status, Reason: reason, Message: "m"}}
@@ -208,7 +208,7 @@ func TestEventsOfAudiencesAndDeletions(t *testing.T) {
 	}
 }
 
-// A report is found wherever it stands.
+// A report is found in sorted and in unsorted lists.
 func TestReportsInAnyOrder(t *testing.T) {
 	for _, names := range [][]string{{"a", "b", "c", "d"}, {"d", "c", "b", "a"}, {"b", "d", "a", "c"}} {
 		namespace := liveconfig.NamespaceReport{Namespace: "shop"}
@@ -217,11 +217,11 @@ func TestReportsInAnyOrder(t *testing.T) {
 		}
 		pod := Pod{Report: &liveconfig.Report{Namespaces: []liveconfig.NamespaceReport{namespace}}}
 		for _, name := range names {
-			if r := deletionPart.of(pod, "shop", name); r == nil || r.Name != name {
-				t.Errorf("%v: for %s comes %+v", names, name, r)
+			if r := deletionReports.find(pod, "shop", name); r == nil || r.Name != name {
+				t.Errorf("%v: the report about %s is %+v", names, name, r)
 			}
 		}
-		if r := deletionPart.of(pod, "shop", "bb"); r != nil {
+		if r := deletionReports.find(pod, "shop", "bb"); r != nil {
 			t.Errorf("%v: found %+v", names, r)
 		}
 	}

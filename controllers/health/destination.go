@@ -14,27 +14,26 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// The API's bounds of a failure's texts.
 const (
+	// maxFailureReasonBytes and maxFailureMessageBytes are the bounds in the API.
 	maxFailureReasonBytes  = 64
 	maxFailureMessageBytes = 512
-	// maxQuotedBytes bounds what a condition quotes of a failure.
+	// maxQuotedBytes bounds the text of a failure in a condition.
 	maxQuotedBytes = 256
 )
 
-// Destination returns the status that follows from the compiler's verdict v and
-// the reports of the ready dispatcher pods. namespace is the namespace.
+// Destination returns the status of a WebhookDestination, from the compiler's verdict v
+// and the reports of the ready dispatcher pods.
 //
-// A destination that is paused is programmed like any other, as paused; Ready is
-// then False with the reason of Accepted or ResolvedRefs. Under AnyEndpoint Delivering is True
-// as long as one endpoint takes messages; its message names those that do not.
+// A paused destination is in the config, so Programmed can be True; Ready is False
+// with the reason of Accepted or ResolvedRefs. Under AnyEndpoint, Delivering is True
+// while one endpoint accepts messages; its message names those that fail.
 //
-// While numbersDue is false the old status comes back unless there is a
-// transition: see the package comment. Call it again, with numbersDue, at most
-// every 30 s.
+// If numbersDue is false, Destination returns the old status unless there is a
+// transition: see the package comment.
 func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.WebhookDestinationStatus {
 	old.Status.Conditions = Own(old.Status.Conditions, destinationConditions)
-	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, destinationPart)
+	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, destinationReports)
 	s := v1alpha1.WebhookDestinationStatus{
 		ObservedGeneration: old.Generation,
 		Revision:           v.Revision,
@@ -50,7 +49,7 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace s
 	for i := range endpoints {
 		endpoints[i] = endpoint{name: old.Spec.Endpoints[i].Name, state: liveconfig.EndpointIdle}
 	}
-	complete := destinationPart.each(pods, namespace, old.Name, func(_ Pod, d *liveconfig.DestinationReport) {
+	complete := destinationReports.each(pods, namespace, old.Name, func(_ Pod, d *liveconfig.DestinationReport) {
 		total.Delivered += d.Delivered
 		total.Filtered += d.Filtered
 		total.DeadLettered += d.DeadLettered
@@ -93,18 +92,18 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace s
 	return s
 }
 
-var destinationPart = part[liveconfig.DestinationReport]{
-	list:    func(t *liveconfig.NamespaceReport) []liveconfig.DestinationReport { return t.Destinations },
+var destinationReports = reports[liveconfig.DestinationReport]{
+	list:    func(n *liveconfig.NamespaceReport) []liveconfig.DestinationReport { return n.Destinations },
 	running: func(r *liveconfig.DestinationReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
 }
 
-// delivering is the condition that tells from traffic how deliveries go.
+// delivering returns the condition Delivering.
 func (f facts) delivering(success v1alpha1.SuccessPolicy, endpoints []endpoint) metav1.Condition {
 	set := conditionOf(v1alpha1.ConditionDelivering)
 	if state := f.state(); state != liveconfig.Active {
 		_, message := f.verdict.Cause()
 		if state == liveconfig.Disabled && f.verdict.Accepted {
-			message = f.verdict.Message // It says so itself.
+			message = f.verdict.Message
 		} else {
 			message = "messages are kept up to the retry window, not sent: " + message
 		}
@@ -139,11 +138,12 @@ func (f facts) delivering(success v1alpha1.SuccessPolicy, endpoints []endpoint) 
 	case working > 0 && success != v1alpha1.EveryEndpoint:
 		return set(metav1.ConditionTrue, v1alpha1.ReasonDelivering, "delivered to another endpoint, but "+described)
 	}
-	return set(metav1.ConditionFalse, dominating(failing), described)
+	return set(metav1.ConditionFalse, commonReason(failing), described)
 }
 
-// dominating returns the one reason of all failing endpoints, or EndpointFailing.
-func dominating(failing []endpoint) string {
+// commonReason returns the reason of all failing endpoints if it is the same, and
+// otherwise EndpointFailing.
+func commonReason(failing []endpoint) string {
 	reason := failing[0].reason()
 	for _, e := range failing[1:] {
 		if e.reason() != reason {
@@ -158,17 +158,18 @@ type endpoint struct {
 	name string
 	// state is the worst over all pods.
 	state liveconfig.EndpointState
-	// failing counts the pods where the latest deliveries fail; open those among
-	// them with an open circuit; failingSince is when the first of them began to.
+	// failing is the number of pods whose latest deliveries failed, and open is the number
+	// of those with an open circuit. failingSince is the start of the first failure.
 	failing, open int
 	failingSince  time.Time
 	lastSuccess   time.Time
 	lastFailure   *liveconfig.Failure
-	// Messages that were not sent there yet, and that never will be.
+	// firstPending is the number of messages without a first attempt, and firstSkipped the
+	// number of messages that are never sent to this endpoint.
 	firstPending, firstSkipped int64
 }
 
-// add takes in what one pod reports.
+// add adds a pod's report.
 func (e *endpoint) add(r liveconfig.EndpointReport) {
 	if severity(r.State) > severity(e.state) {
 		e.state = r.State
@@ -179,7 +180,7 @@ func (e *endpoint) add(r liveconfig.EndpointReport) {
 	if r.LastFailure != nil && (e.lastFailure == nil || r.LastFailure.Time.After(e.lastFailure.Time)) {
 		e.lastFailure = r.LastFailure
 	}
-	// An endpoint that recovers is degraded for a while, but it delivers.
+	// An endpoint that recovers is Degraded for a while, although its deliveries succeed.
 	open := r.State == liveconfig.EndpointCircuitOpen
 	if open || r.State == liveconfig.EndpointDegraded && r.ConsecutiveFailures > 0 {
 		e.failing++
@@ -194,7 +195,7 @@ func severity(s liveconfig.EndpointState) int {
 	return slices.Index([]liveconfig.EndpointState{liveconfig.EndpointIdle, liveconfig.EndpointHealthy, liveconfig.EndpointDegraded, liveconfig.EndpointCircuitOpen}, s)
 }
 
-// reason of a failing endpoint.
+// reason returns the reason of a failing endpoint.
 func (e endpoint) reason() string {
 	switch {
 	case e.open > 0:
@@ -205,8 +206,8 @@ func (e endpoint) reason() string {
 	return truncate(e.lastFailure.Reason, maxFailureReasonBytes)
 }
 
-// describe says which endpoint fails, how, and since when, in words that stay
-// the same while it goes on.
+// describe returns a description of a failing endpoint: its name, the failure, and the
+// start of the failure. The text is constant while the failure is the same.
 func (e endpoint) describe() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "endpoint %s fails", e.name)

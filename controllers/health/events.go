@@ -7,8 +7,8 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 )
 
-// Event reports a transition. Types are those of core/v1; Action is what was
-// done or tried, as events.k8s.io requires.
+// Event reports a transition. Type is one of core/v1; Action is the attempted action, as
+// events.k8s.io requires.
 type Event struct{ Type, Reason, Action, Message string }
 
 // The types of an Event.
@@ -20,7 +20,7 @@ const (
 // maxNoteBytes bounds an Event's message; the API allows 1,024.
 const maxNoteBytes = 1000
 
-// actions are what the conditions speak of.
+// actions maps a condition to the action that it describes.
 var actions = map[string]string{
 	v1alpha1.ConditionAccepted:     "Compile",
 	v1alpha1.ConditionResolvedRefs: "Resolve",
@@ -32,10 +32,10 @@ var actions = map[string]string{
 	v1alpha1.ConditionFailed:       "Run",
 }
 
-// Transitions returns the Events of a change of conditions from old to new: what
-// went wrong, with each new reason, and what recovered. The usual course of a
-// change (Pending, nothing sent yet) and what follows from another condition
-// (Ready, Stalled, Paused) has none.
+// Transitions returns the Events of a change of conditions from old to new: failures,
+// with each new reason, and recoveries. There is no Event for the usual steps of a
+// change (Pending, NoTrafficYet) and for reasons that result from another condition
+// (Ready, Stalled, Paused).
 func Transitions(old, new []metav1.Condition) []Event {
 	var events []Event
 	for _, c := range new {
@@ -69,9 +69,9 @@ func transition(was, is metav1.Condition) (Event, bool) {
 	case is.Status == metav1.ConditionFalse:
 		event.Type = EventWarning
 		return event, true
-	case is.Type == v1alpha1.ConditionSynced: // not every sync
+	case is.Type == v1alpha1.ConditionSynced: // A later successful sync has no Event.
 		return event, was.Status != is.Status && !quiet(was)
-	// True: a recovery, or the first traffic.
+	// The status is True: a recovery, or the first traffic.
 	case is.Type == v1alpha1.ConditionDelivering || is.Type == v1alpha1.ConditionReceiving:
 		return event, !quiet(was)
 	case is.Type == v1alpha1.ConditionProgrammed:

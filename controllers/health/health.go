@@ -1,13 +1,13 @@
-// Package health computes the status of Sources, WebhookDestinations and Audiences
-// from the compiler's verdicts and the dispatcher pods' reports. It is pure: equal
-// facts give an equal status, so that nothing is written when nothing happened.
-// It knows neither the API server nor HTTP.
+// Package health computes the status of the objects from the compiler's verdicts and
+// the dispatcher pods' reports. Its functions are pure: equal inputs return an equal
+// status, so that an unchanged object causes no write. The package uses neither the
+// API server nor HTTP.
 //
-// A status has transitions and numbers. Transitions are due at once: a condition
-// (of the traffic condition: its status), the revision, the generation, a circuit
-// that opens or closes, a Source's destinations. Numbers (counts, times, failure
-// messages) are written with a transition, or when the caller says that they are
-// due. A status names and counts no pods: it would change with every rollout.
+// A status has transitions and numbers. A transition must be written immediately: a
+// change of a condition (of the traffic condition, only of its status), of the revision,
+// of the generation, of a Source's destinations, or of a circuit. Numbers (counts, times,
+// failure messages) are written with a transition, or when the caller requests them. A
+// status contains no names and counts of pods, because every rollout would change it.
 package health
 
 import (
@@ -29,61 +29,60 @@ import (
 // Pod is a dispatcher pod that is ready.
 type Pod struct {
 	Name string
-	// Report is the pod's newest report; nil when it has not answered.
+	// Report is the pod's newest report; nil if the pod does not answer.
 	Report *liveconfig.Report
 }
 
-const (
-	// maxMessageBytes bounds the message of a condition.
-	maxMessageBytes = 2048
-)
+// maxMessageBytes bounds the message of a condition.
+const maxMessageBytes = 2048
 
-// namespaceReport returns a pod's part of one namespace, or nil.
+// namespaceReport returns a pod's report about one namespace, or nil.
 func (p Pod) namespaceReport(namespace string) *liveconfig.NamespaceReport {
 	if p.Report == nil {
 		return nil
 	}
-	i := slices.IndexFunc(p.Report.Namespaces, func(t liveconfig.NamespaceReport) bool { return t.Namespace == namespace })
+	i := slices.IndexFunc(p.Report.Namespaces, func(n liveconfig.NamespaceReport) bool { return n.Namespace == namespace })
 	if i < 0 {
 		return nil
 	}
 	return &p.Report.Namespaces[i]
 }
 
-// part is what pods report of one kind of object.
-type part[R any] struct {
+// reports reads the reports about one kind of object.
+type reports[R any] struct {
 	list func(*liveconfig.NamespaceReport) []R
-	// running says which object this is of, and what the pod runs of it.
+	// running returns the name of the reported object, and the revision and generation
+	// that the pod runs.
 	running func(*R) (name, revision string, generation int64)
 }
 
-// of returns what a pod reports of one object, or nil.
-func (p part[R]) of(pod Pod, namespace, name string) *R {
-	t := pod.namespaceReport(namespace)
-	if t == nil {
+// find returns a pod's report about one object, or nil.
+func (p reports[R]) find(pod Pod, namespace, name string) *R {
+	n := pod.namespaceReport(namespace)
+	if n == nil {
 		return nil
 	}
-	list := p.list(t)
-	is := func(i int) string { n, _, _ := p.running(&list[i]); return n }
-	// As a rule they are sorted; a namespace may have many thousands.
-	if i := sort.Search(len(list), func(i int) bool { return is(i) >= name }); i < len(list) && is(i) == name {
+	list := p.list(n)
+	nameAt := func(i int) string { name, _, _ := p.running(&list[i]); return name }
+	// Reports are usually sorted, and a namespace may have thousands of objects.
+	if i := sort.Search(len(list), func(i int) bool { return nameAt(i) >= name }); i < len(list) && nameAt(i) == name {
 		return &list[i]
 	}
 	for i := range list {
-		if is(i) == name {
+		if nameAt(i) == name {
 			return &list[i]
 		}
 	}
 	return nil
 }
 
-// each calls f with what each pod reports of one object. It returns false when a
-// pod did not answer or none knows the object: sums over some would jump.
-func (p part[R]) each(pods []Pod, namespace, name string, f func(Pod, *R)) (complete bool) {
+// each calls f with each pod's report about one object. It returns false if a pod does
+// not answer, or if no pod reports the object, because incomplete sums would jump.
+func (p reports[R]) each(pods []Pod, namespace, name string, f func(Pod, *R)) (complete bool) {
 	reported, answered := 0, true
 	for _, pod := range inOrder(pods) {
 		answered = answered && pod.Report != nil
-		if r := p.of(pod, namespace, name); r != nil {
+		if r := p.find(pod, namespace, name); r != nil {
 			reported++
 			f(pod, r)
 		}
@@ -91,7 +90,7 @@ func (p part[R]) each(pods []Pod, namespace, name string, f func(Pod, *R)) (comp
 	return answered && reported > 0
 }
 
-// facts are what conditions of either kind are made of.
+// facts are the inputs of the conditions of every kind.
 type facts struct {
 	verdict    compile.Verdict
 	generation int64
@@ -99,31 +98,31 @@ type facts struct {
 	now        metav1.Time
 
 	ready, confirmed int
-	// silent is true when a pod that has not confirmed does not answer; refused
-	// is the first refusal among the pods that have not confirmed.
-	silent  bool
+	// silent is true if one of the pods that have not confirmed does not answer.
+	silent bool
+	// refused is the message about the first of these pods that rejects the config.
 	refused string
 }
 
-// gather counts the pods that confirm an object.
-func gather[R any](verdict compile.Verdict, object metav1.ObjectMeta, old []metav1.Condition, namespace string, pods []Pod, now time.Time, p part[R]) facts {
+// gather counts the pods that confirm an object's revision.
+func gather[R any](verdict compile.Verdict, object metav1.ObjectMeta, old []metav1.Condition, namespace string, pods []Pod, now time.Time, p reports[R]) facts {
 	f := facts{verdict: verdict, generation: object.Generation, old: old, now: timestamp(now), ready: len(pods)}
 	for _, pod := range inOrder(pods) {
-		if r := p.of(pod, namespace, object.Name); r != nil {
+		if r := p.find(pod, namespace, object.Name); r != nil {
 			if _, revision, generation := p.running(r); revision == verdict.Revision && generation >= object.Generation {
 				f.confirmed++
 				continue
 			}
 		}
 		f.silent = f.silent || pod.Report == nil
-		if t := pod.namespaceReport(namespace); t != nil && t.Refused != nil && f.refused == "" {
-			f.refused = "a dispatcher pod refused the config and keeps the previous one: " + t.Refused.Error
+		if n := pod.namespaceReport(namespace); n != nil && n.Refused != nil && f.refused == "" {
+			f.refused = "a dispatcher pod rejected the config and keeps the previous one: " + n.Refused.Error
 		}
 	}
 	return f
 }
 
-// state is what the config makes of the object.
+// state returns the state of the object in the config.
 func (f facts) state() liveconfig.State {
 	switch {
 	case f.verdict.State != "":
@@ -136,15 +135,15 @@ func (f facts) state() liveconfig.State {
 	return liveconfig.Active
 }
 
-// conditions returns Accepted, ResolvedRefs, Programmed, Ready, the traffic
-// condition and, while it is True, Stalled. programmable is false for an object
-// of which nothing can be in effect.
+// conditions returns Accepted, ResolvedRefs, Programmed, Ready, the traffic condition
+// and, while it is True, Stalled. programmable is false if the object has no effect on
+// the dispatchers.
 func (f facts) conditions(programmable bool, traffic metav1.Condition) []metav1.Condition {
 	accepted := metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: status(f.verdict.Accepted), Reason: f.verdict.Reason, Message: f.verdict.Message}
 	resolved := f.resolvedRefs()
 	programmed := f.programmed(programmable)
 	ready := metav1.Condition{Type: v1alpha1.ConditionReady, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonReady, Message: "accepted, and every ready dispatcher pod runs this revision"}
-	for _, c := range []metav1.Condition{programmed, resolved, accepted} { // The first cause is last and wins.
+	for _, c := range []metav1.Condition{programmed, resolved, accepted} { // The last one takes precedence.
 		if c.Status != metav1.ConditionTrue {
 			ready.Status, ready.Reason, ready.Message = metav1.ConditionFalse, c.Reason, c.Message
 		}
@@ -168,9 +167,9 @@ func (f facts) conditions(programmable bool, traffic metav1.Condition) []metav1.
 	return out
 }
 
-// needsPerson reports whether the object stays as it is until a person changes
-// the spec, or a value in a Secret. A missing object is not such a cause: as a
-// rule it is created a moment later, by the same change or by another controller.
+// needsPerson reports whether a person has to change the spec, or a value in a Secret.
+// This is not so for missing objects: usually the same change or another controller
+// creates them a moment later.
 func needsPerson(reason string) bool {
 	switch reason {
 	case v1alpha1.ReasonSecretNotFound, v1alpha1.ReasonSecretKeyMissing, v1alpha1.ReasonNoSource, v1alpha1.ReasonDestinationNotFound:
@@ -187,7 +186,8 @@ func (f facts) resolvedRefs() metav1.Condition {
 	return set(metav1.ConditionTrue, v1alpha1.ReasonResolvedRefs, "every reference resolves")
 }
 
-// noEffect returns the reason of the other conditions of an object that has no effect.
+// noEffect returns the reason of Programmed and the traffic condition of an object
+// without effect.
 func (f facts) noEffect() string {
 	if f.verdict.Accepted && f.verdict.Unresolved != nil {
 		return v1alpha1.ReasonUnresolvedRefs
@@ -198,9 +198,9 @@ func (f facts) noEffect() string {
 func (f facts) programmed(programmable bool) metav1.Condition {
 	c := metav1.Condition{Type: v1alpha1.ConditionProgrammed, Status: metav1.ConditionFalse}
 	switch {
-	// Too large and not even paused, it is in no config.
+	// An object that is too large and not paused is not in the config.
 	case !programmable, f.verdict.Reason == v1alpha1.ReasonConfigTooLarge && f.state() != liveconfig.Paused && f.confirmed < f.ready:
-		c.Reason, c.Message = f.noEffect(), "the object has no effect, so there is nothing to program; see the conditions Accepted and ResolvedRefs"
+		c.Reason, c.Message = f.noEffect(), "the object has no effect; see the conditions Accepted and ResolvedRefs"
 	case f.ready == 0:
 		c.Reason, c.Message = v1alpha1.ReasonNoDispatcher, "no dispatcher pod is ready; see the pods of the release's namespace"
 	case f.confirmed == f.ready:
@@ -216,23 +216,23 @@ func (f facts) programmed(programmable bool) metav1.Condition {
 	return c
 }
 
-// conditionOf makes conditions of a type.
+// conditionOf returns a function that creates conditions of a type.
 func conditionOf(conditionType string) func(status metav1.ConditionStatus, reason, message string) metav1.Condition {
 	return func(status metav1.ConditionStatus, reason, message string) metav1.Condition {
 		return metav1.Condition{Type: conditionType, Status: status, Reason: reason, Message: message}
 	}
 }
 
-// Pending reports whether an object only waits for pods that have not confirmed
-// it yet, as it does for a moment after every change.
+// Pending reports whether an object waits only for the confirmation of the pods, as it
+// does for a moment after every change.
 func Pending(conditions []metav1.Condition) bool {
 	c := meta.FindStatusCondition(conditions, v1alpha1.ConditionProgrammed)
 	return c != nil && c.Reason == v1alpha1.ReasonPending
 }
 
-// before returns a traffic condition of the previous status, for use while there
-// are no facts: a pod that restarted has seen no traffic, but there was some. It
-// is nil when the condition describes the spec and not traffic.
+// before returns the traffic condition of the previous status. It is used when the pods
+// report no traffic, for example after a restart. It is nil if the previous condition
+// describes the spec.
 func (f facts) before(conditionType string) *metav1.Condition {
 	c := meta.FindStatusCondition(f.old, conditionType)
 	if c == nil || aboutSpec(c.Reason) {
@@ -252,17 +252,18 @@ func status(is bool) metav1.ConditionStatus {
 	return metav1.ConditionFalse
 }
 
-// timestamp has the precision that survives the API.
+// timestamp returns a time with the precision of the API.
 func timestamp(t time.Time) metav1.Time { return metav1.NewTime(t.UTC().Truncate(time.Second)) }
 
-// maxSkew is how far a pod's clock may be ahead of ours.
+// maxSkew bounds the skew of a pod's clock.
 const maxSkew = time.Minute
 
-// ahead reports whether a time was told by a clock that was wrong: kept, it would
-// hide everything that happens until then.
+// ahead reports whether a time is in the future by more than the clock skew. If it were
+// kept, it would hide all events until then.
 func ahead(t *metav1.Time, now time.Time) bool { return t != nil && t.After(now.Add(maxSkew)) }
 
-// latest returns the later of a time of the old status and one of a report; nil when there is none.
+// latest returns the later one of a time in the old status and a time in a report; nil
+// if there is none.
 func latest(old *metav1.Time, t, now time.Time) *metav1.Time {
 	if ahead(old, now) {
 		old = nil
@@ -285,7 +286,7 @@ func optional(t time.Time) *metav1.Time {
 	return &out
 }
 
-// earlier returns the earlier of two times that may be zero.
+// earlier returns the earlier one of two times, either of which may be zero.
 func earlier(a, b time.Time) time.Time {
 	if a.IsZero() || !b.IsZero() && b.Before(a) {
 		return b
@@ -300,7 +301,7 @@ func later(a, b time.Time) time.Time {
 	return a
 }
 
-// truncate cuts at a rune's boundary.
+// truncate returns at most maxBytes bytes of a text, and no part of a rune.
 func truncate(s string, maxBytes int) string {
 	s = strings.ToValidUTF8(s, "\uFFFD")
 	if len(s) <= maxBytes {

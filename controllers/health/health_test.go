@@ -24,7 +24,7 @@ func at(d time.Duration) time.Time { return t0.Add(d) }
 
 const namespace = "shop"
 
-// accepted is the verdict of an object that works.
+// accepted returns the verdict of a valid object.
 func accepted() compile.Verdict {
 	return compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "fine", State: liveconfig.Active, Revision: "r1"}
 }
@@ -33,7 +33,7 @@ func refused(reason string) compile.Verdict {
 	return compile.Verdict{Reason: reason, Message: "spec.x: broken; change it", State: liveconfig.Paused, Revision: "r1"}
 }
 
-// unresolved is the verdict of an object with a reference that does not resolve.
+// unresolved returns the verdict of an object with a reference that does not resolve.
 func unresolved(reason string) compile.Verdict {
 	v := accepted()
 	v.State, v.Unresolved = liveconfig.Paused, &compile.Unresolved{Reason: reason, Message: "spec.x: missing; create it"}
@@ -53,7 +53,7 @@ func destination(success v1alpha1.SuccessPolicy, endpoints ...string) v1alpha1.W
 	return d
 }
 
-// runs is a pod that runs the destination, with these endpoints.
+// runs returns a pod that runs the destination with these endpoints.
 func runs(name string, endpoints ...liveconfig.EndpointReport) Pod {
 	return Pod{Name: name, Report: &liveconfig.Report{Pod: name, Ready: true, Namespaces: []liveconfig.NamespaceReport{
 		{Namespace: "other"},
@@ -95,8 +95,8 @@ func recovering(name string) liveconfig.EndpointReport {
 	return e
 }
 
-// destinationStatus computes a status, checks what must always hold, and that
-// the same facts give the same status again.
+// destinationStatus computes a status. It checks the invariants, and that equal inputs
+// return an equal status.
 func destinationStatus(t *testing.T, d v1alpha1.WebhookDestination, v compile.Verdict, pods []Pod, now time.Time) v1alpha1.WebhookDestination {
 	t.Helper()
 	before := *d.DeepCopy()
@@ -111,13 +111,13 @@ func destinationStatus(t *testing.T, d v1alpha1.WebhookDestination, v compile.Ve
 		slices.Reverse(pods)
 		again := Destination(overAPI(t, d), v, namespace, pods, now.Add(time.Hour), due)
 		if !equality.Semantic.DeepEqual(d.Status, again) {
-			t.Errorf("equal facts gave another status (numbersDue %v):\n%s", due, cmp.Diff(d.Status, again))
+			t.Errorf("equal inputs return another status (numbersDue %v):\n%s", due, cmp.Diff(d.Status, again))
 		}
 	}
 	return d
 }
 
-// overAPI returns what an object is after the API server stored it.
+// overAPI returns an object as the API server would store it.
 func overAPI[T any](t *testing.T, in T) (out T) {
 	t.Helper()
 	b, err := json.Marshal(in)
@@ -161,14 +161,14 @@ func TestDestinationConditions(t *testing.T) {
 		want    string // "status/reason" of the conditions
 		message string // part of the message of the last condition that is not True, or of Delivering
 	}{
-		{"all is well", any1, accepted(), []Pod{runs("p1", healthy("a"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", "latest deliveries succeeded"},
+		{"no problems", any1, accepted(), []Pod{runs("p1", healthy("a"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", "latest deliveries succeeded"},
 		{"a pod ahead", any1, accepted(), []Pod{newer}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", ""},
 		{"no pods", any1, accepted(), nil, "True/Accepted True/ResolvedRefs False/NoDispatcher False/NoDispatcher Unknown/NoTrafficYet", "nothing has been sent"},
 		{"one of two behind", any1, accepted(), []Pod{runs("p1", healthy("a")), behind}, "True/Accepted True/ResolvedRefs False/Pending False/Pending True/Delivering", ""},
 		{"an older generation", any1, accepted(), []Pod{runs("p1", healthy("a")), older}, "True/Accepted True/ResolvedRefs False/Pending False/Pending True/Delivering", ""},
 		{"a silent pod", any1, accepted(), []Pod{runs("p1", healthy("a")), silent, withoutNamespace}, "True/Accepted True/ResolvedRefs False/Pending False/Pending True/Delivering", ""},
 		{"refused", any1, accepted(), []Pod{runs("p1", healthy("a")), refusing}, "True/Accepted True/ResolvedRefs False/ConfigRefused False/ConfigRefused True/Delivering", ""},
-		{"refused for another object's sake", any1, accepted(), []Pod{refusingOther}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", ""},
+		{"rejected because of another object", any1, accepted(), []Pod{refusingOther}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", ""},
 		{"paused", any1, unresolved(v1alpha1.ReasonSecretNotFound), []Pod{runs("p1", idle("a"))}, "True/Accepted False/SecretNotFound True/Programmed False/SecretNotFound False/Paused", "kept up to the retry window, not sent: spec.x: missing; create it"},
 		{"paused, pending", any1, unresolved(v1alpha1.ReasonSecretNotFound), []Pod{behind}, "True/Accepted False/SecretNotFound False/Pending False/SecretNotFound False/Paused", ""},
 		{"paused in spite of failures", any1, refused(v1alpha1.ReasonInvalidURL), []Pod{runs("p1", open("a", "TimedOut"))}, "False/InvalidURL True/ResolvedRefs True/Programmed False/InvalidURL False/Paused True/InvalidURL", ""},
@@ -191,11 +191,11 @@ func TestDestinationConditions(t *testing.T) {
 		{"recovering", any1, accepted(), []Pod{runs("p1", recovering("a"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", ""},
 		{"any: one of two fails", any2, accepted(), []Pod{runs("p1", healthy("a"), open("b", "TimedOut"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", "delivered to another endpoint, but endpoint b fails, its circuit is open"},
 		{"any: one fails, one idle", any2, accepted(), []Pod{runs("p1", idle("a"), failing("b", "TimedOut", 0))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/TimedOut", "endpoint b"},
-		{"any: both fail alike", any2, accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0), failing("b", "TimedOut", 0))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/TimedOut", "endpoint a fails since 2026-03-01T11:59:00Z: TimedOut: the words; endpoint b fails"},
-		{"any: both fail, each in its way", any2, accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0), failing("b", "DNSFailed", 0))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/EndpointFailing", ""},
+		{"any: both fail for the same reason", any2, accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0), failing("b", "TimedOut", 0))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/TimedOut", "endpoint a fails since 2026-03-01T11:59:00Z: TimedOut: the words; endpoint b fails"},
+		{"any: both fail for different reasons", any2, accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0), failing("b", "DNSFailed", 0))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/EndpointFailing", ""},
 		{"every: one of two fails", every2, accepted(), []Pod{runs("p1", healthy("a"), failing("b", "Rejected", 404))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/Rejected", "endpoint b fails since 2026-03-01T11:59:00Z: Rejected, status 404"},
 		{"every: one idle", every2, accepted(), []Pod{runs("p1", healthy("a"), idle("b"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", ""},
-		{"an endpoint that the spec has no more", any1, accepted(), []Pod{runs("p1", healthy("a"), open("gone", "TimedOut"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", ""},
+		{"an endpoint that was removed from the spec", any1, accepted(), []Pod{runs("p1", healthy("a"), open("gone", "TimedOut"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", ""},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			d := destinationStatus(t, tc.d, tc.v, tc.pods, t0)
@@ -231,13 +231,13 @@ func TestProgrammedMessages(t *testing.T) {
 		t.Error(got)
 	}
 	refusing := Pod{Name: "p2", Report: &liveconfig.Report{Namespaces: []liveconfig.NamespaceReport{{Namespace: namespace, Refused: &liveconfig.RefusedConfig{Error: "because"}}}}}
-	if got := message(runs("p1"), refusing); got != "a dispatcher pod refused the config and keeps the previous one: because" {
+	if got := message(runs("p1"), refusing); got != "a dispatcher pod rejected the config and keeps the previous one: because" {
 		t.Error(got)
 	}
 }
 
-// A status is the same with one pod and with many, whatever their names are: pods
-// come and go, and that must not write every object of the cluster.
+// A status does not depend on the number and the names of the pods: a rollout must not
+// cause a write of every object in the cluster.
 func TestStatusIsIndependentOfPods(t *testing.T) {
 	fails := open("b", "TimedOut")
 	one := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a", "b"), accepted(), []Pod{runs("p1", healthy("a"), fails)}, t0)
@@ -253,7 +253,7 @@ func TestStatusIsIndependentOfPods(t *testing.T) {
 	}
 }
 
-// The defaults of the CRD and the conditions of other controllers are no facts.
+// The defaults of the CRD and the conditions of other controllers do not change a status.
 func TestDefaultsAndForeignConditions(t *testing.T) {
 	fresh := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", idle("a"))}, t0)
 	d := destination(v1alpha1.AnyEndpoint, "a")
@@ -310,7 +310,7 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 	t.Run("a restart leaves history and condition", func(t *testing.T) {
 		fresh := runs("p1", idle("a"))
 		fresh.destination().Delivered = 11
-		wantEndpoints[0].FirstAttemptsPending, wantEndpoints[0].FirstAttemptsSkipped = 0, 0 // As it reports.
+		wantEndpoints[0].FirstAttemptsPending, wantEndpoints[0].FirstAttemptsSkipped = 0, 0 // The numbers of this pod.
 		d := destinationStatus(t, d, accepted(), []Pod{fresh}, at(time.Minute))
 		if got := summary(d.Status.Conditions); !strings.HasSuffix(got, "False/TimedOut") {
 			t.Error(got)
@@ -381,7 +381,7 @@ func TestNumbersWaitTransitionsDoNot(t *testing.T) {
 	}{
 		{"counts", accepted(), func(r *liveconfig.DestinationReport) { r.Delivered++; r.Pending++; r.OldestPending = t0 }, false},
 		{"last success", accepted(), func(r *liveconfig.DestinationReport) { r.Endpoints[0].LastSuccess = at(time.Minute) }, false},
-		{"a failure that is over", accepted(), func(r *liveconfig.DestinationReport) {
+		{"an earlier failure", accepted(), func(r *liveconfig.DestinationReport) {
 			r.Endpoints[0].LastFailure = failing("a", "TimedOut", 0).LastFailure
 		}, false},
 		{"degraded, but delivering", accepted(), func(r *liveconfig.DestinationReport) { r.Endpoints[0] = recovering("a") }, false},
@@ -402,13 +402,14 @@ func TestNumbersWaitTransitionsDoNot(t *testing.T) {
 				t.Errorf("moved at once: %v\n%s", moved, cmp.Diff(d.Status, soon))
 			}
 			if tc.immediate && !equality.Semantic.DeepEqual(soon, due) {
-				t.Errorf("a transition does not bring the numbers along:\n%s", cmp.Diff(due, soon))
+				t.Errorf("the transition does not include the numbers:\n%s", cmp.Diff(due, soon))
 			}
 		})
 	}
 }
 
-// While it fails, other reasons wait; a circuit that opens, and the recovery do not.
+// While an endpoint fails, other reasons are written when numbers are due. A circuit that
+// opens, and the recovery after a delay, are written immediately.
 func TestPaceOfFailures(t *testing.T) {
 	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0))}, t0)
 	soon := func(e liveconfig.EndpointReport, after time.Duration) string {
@@ -471,7 +472,7 @@ func sourceStatus(t *testing.T, s v1alpha1.Source, v compile.Verdict, pods []Pod
 		slices.Reverse(pods)
 		again := Source(overAPI(t, s), v, namespace, pods, now.Add(time.Hour), due)
 		if !equality.Semantic.DeepEqual(s.Status, again) {
-			t.Errorf("equal facts gave another status (numbersDue %v):\n%s", due, cmp.Diff(s.Status, again))
+			t.Errorf("equal inputs return another status (numbersDue %v):\n%s", due, cmp.Diff(s.Status, again))
 		}
 	}
 	return s
@@ -491,10 +492,10 @@ func TestSourceConditions(t *testing.T) {
 		{"receiving, after a restart", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
 		{"no call yet", accepted(), []Pod{takes("p1", liveconfig.SourceReport{})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready Unknown/NoTrafficYet", ""},
 		{"no pods", accepted(), nil, "True/Accepted True/ResolvedRefs False/NoDispatcher False/NoDispatcher Unknown/NoTrafficYet", ""},
-		{"only refusals", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Rejected: 3, LastRejected: at(-time.Second), LastRejection: "not JSON"})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/RejectingCalls", "all of the latest calls were rejected: not JSON"},
-		{"refusals for a while", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(-time.Hour), LastRejected: at(0)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/RejectingCalls", ""},
-		{"some refusals among the good ones", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(-time.Second), LastRejected: at(0)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
-		{"refusals at one pod, good ones at another", accepted(), []Pod{takes("p1", liveconfig.SourceReport{LastRejected: at(0)}), takes("p2", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(-time.Second)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
+		{"only rejected calls", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Rejected: 3, LastRejected: at(-time.Second), LastRejection: "not JSON"})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/RejectingCalls", "all of the latest calls were rejected: not JSON"},
+		{"only rejected calls for an hour", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(-time.Hour), LastRejected: at(0)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/RejectingCalls", ""},
+		{"accepted and rejected calls", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(-time.Second), LastRejected: at(0)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
+		{"rejected calls on one pod, accepted calls on another", accepted(), []Pod{takes("p1", liveconfig.SourceReport{LastRejected: at(0)}), takes("p2", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(-time.Second)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
 		{"quota full", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5, StoragePressure: true}), takes("p2", liveconfig.SourceReport{Accepted: 5})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/StoragePressure", "a dispatcher pod's storage, or this Source's quota, is full"},
 		{"disk full", accepted(), []Pod{takes("p1", liveconfig.SourceReport{}), full}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/StoragePressure", ""},
 		{"disabled", disabled(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5})}, "True/Disabled True/ResolvedRefs True/Programmed True/Ready False/Disabled", "403"},
@@ -546,29 +547,29 @@ func TestSourceNumbers(t *testing.T) {
 		t.Errorf("numbers moved before they were due: %s", cmp.Diff(s.Status, next))
 	}
 	if next := Source(s, disabled(), namespace, []Pod{p1, more}, at(time.Minute), false); next.Calls.Accepted != 12 {
-		t.Errorf("a transition does not bring the numbers along: %+v", next.Calls)
+		t.Errorf("the transition does not include the numbers: %+v", next.Calls)
 	}
 }
 
-// The first bad call after a restart of the pods does not make a Source look as
-// if nothing else came.
-func TestRefusalAfterRestart(t *testing.T) {
+// The first rejected call after a restart of the pods does not change Receiving, if a
+// call was accepted shortly before.
+func TestRejectedCallAfterRestart(t *testing.T) {
 	s := sourceStatus(t, source(), accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5, LastAccepted: at(0)})}, at(0))
 	restarted := func(rejected time.Duration) []Pod {
 		return []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5, Rejected: 1, LastRejected: at(rejected)})}
 	}
 	s = sourceStatus(t, s, accepted(), restarted(20*time.Second), at(20*time.Second))
 	if got := summary(s.Status.Conditions); !strings.HasSuffix(got, "True/Receiving") {
-		t.Errorf("20 s after the last good call: %s", got)
+		t.Errorf("20 s after the last accepted call: %s", got)
 	}
 	s = sourceStatus(t, s, accepted(), restarted(time.Minute), at(time.Minute))
 	if got := summary(s.Status.Conditions); !strings.HasSuffix(got, "False/RejectingCalls") {
-		t.Errorf("a minute after the last good call: %s", got)
+		t.Errorf("a minute after the last accepted call: %s", got)
 	}
 }
 
-// A clock that was ahead for a while does not hide what happens afterwards.
-func TestClockThatWasAhead(t *testing.T) {
+// A time from a clock that was ahead does not hide later events.
+func TestClockAhead(t *testing.T) {
 	report := func(when time.Duration) []Pod {
 		e := failing("a", "TimedOut", 0)
 		e.LastSuccess, e.LastFailure.Time = at(when), at(when)
@@ -636,7 +637,7 @@ func TestTransitions(t *testing.T) {
 	}
 }
 
-// The checker finds what it is there to find.
+// The checks of the invariants find violations.
 func TestInvariantsAreChecked(t *testing.T) {
 	good := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", healthy("a"))}, t0)
 	for name, spoil := range map[string]func(*v1alpha1.WebhookDestination){

@@ -12,8 +12,8 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 )
 
-// CheckDestination returns what in a destination's status must never be so. It
-// is for tests.
+// CheckDestination returns the violated invariants of a destination's status. It is for
+// tests.
 func CheckDestination(d v1alpha1.WebhookDestination) error {
 	errs := checkConditions(d.Generation, d.Status.ObservedGeneration, Own(d.Status.Conditions, destinationConditions), v1alpha1.ConditionDelivering)
 	if len(d.Status.Endpoints) != len(d.Spec.Endpoints) {
@@ -36,7 +36,7 @@ func CheckDestination(d v1alpha1.WebhookDestination) error {
 	return errors.Join(errs...)
 }
 
-// CheckSource returns what in a Source's status must never be so. It is for tests.
+// CheckSource returns the violated invariants of a Source's status. It is for tests.
 func CheckSource(s v1alpha1.Source) error {
 	errs := checkConditions(s.Generation, s.Status.ObservedGeneration, Own(s.Status.Conditions, sourceConditions), v1alpha1.ConditionReceiving)
 	if n := len(s.Status.Destinations); n > maxDestinations || !slices.IsSorted(s.Status.Destinations) {

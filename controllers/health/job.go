@@ -15,10 +15,10 @@ type Outcome struct {
 	Reason, Message  string
 }
 
-// SetJobConditions sets the conditions that Redelivery and DeletionRequest share. Complete, Failed and Ready have the
-// reason and the message of the outcome. Generic clients of kstatus do not know
-// Complete and Failed: they see a run in progress by Ready, which is not True, and
-// a failed run by Stalled.
+// SetJobConditions sets the conditions of a Redelivery or DeletionRequest. Complete,
+// Failed and Ready have the reason and the message of the outcome. Generic clients of
+// kstatus do not evaluate Complete and Failed: they recognize a run in progress by
+// Ready, which is not True, and a failed run by Stalled.
 func SetJobConditions(s *v1alpha1.JobStatus, generation int64, now metav1.Time, accepted metav1.Condition, o Outcome) {
 	s.ObservedGeneration = generation
 	s.Conditions = slices.Clone(s.Conditions)
@@ -39,8 +39,8 @@ func SetJobConditions(s *v1alpha1.JobStatus, generation int64, now metav1.Time, 
 	}
 }
 
-// ObserveEnded returns the status of a run that has ended, which changes in nothing
-// but the generation: only the TTL can be changed.
+// ObserveEnded returns the status of a run that has ended, with another observed
+// generation. The rest of the status is final, because only the TTL can be changed.
 func ObserveEnded(s v1alpha1.JobStatus, generation int64) v1alpha1.JobStatus {
 	s.ObservedGeneration = generation
 	s.Conditions = slices.Clone(s.Conditions)

@@ -10,20 +10,21 @@ import (
 	"github.com/posthorn/posthorn/controllers/compile"
 )
 
-// Kind is how to treat the status of one kind of object.
+// Kind describes the status of one kind of object.
 type Kind[T, S any] struct {
 	Name string
 	// Conditions are the types of the conditions that Compute returns, in order.
 	Conditions []string
-	// Compute is Source, Destination, Audience or DeletionRequest.
+	// Compute returns the status; see Destination for its parameters.
 	Compute func(old T, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) S
 	// Status returns an object's status, and the conditions in it.
 	Status func(*T) (*S, *[]metav1.Condition)
-	// Expires, when set, says when an object is to be deleted; false for one that stays.
+	// Expires returns when an object is to be deleted; false for an object that is kept.
+	// It is nil for kinds without a TTL.
 	Expires func(T) (time.Time, bool)
 }
 
-// The conditions of each kind, in their order in a status.
+// The condition types of each kind, in their order in a status.
 var (
 	sourceConditions      = conditionTypes(v1alpha1.ConditionReceiving)
 	destinationConditions = conditionTypes(v1alpha1.ConditionDelivering)
@@ -35,9 +36,9 @@ func conditionTypes(traffic string) []string {
 	return []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionResolvedRefs, v1alpha1.ConditionProgrammed, v1alpha1.ConditionReady, traffic, v1alpha1.ConditionStalled}
 }
 
-// Own returns the conditions of these types that the operator has written, in the
-// order of types: without those of other controllers, and without the CRD's
-// defaults. The API server may keep the conditions in another order.
+// Own returns the conditions of these types that the operator has written, in the order
+// of types. It excludes those of other controllers and the defaults of the CRD. The API
+// server may store conditions in another order.
 func Own(conditions []metav1.Condition, types []string) (own []metav1.Condition) {
 	for _, conditionType := range types {
 		if c := meta.FindStatusCondition(conditions, conditionType); c != nil && !isDefault(*c) {
@@ -47,12 +48,12 @@ func Own(conditions []metav1.Condition, types []string) (own []metav1.Condition)
 	return own
 }
 
-// isDefault reports whether a condition is the CRD's default.
+// isDefault reports whether a condition is the default of the CRD.
 func isDefault(c metav1.Condition) bool {
 	return c.Status == metav1.ConditionUnknown && c.Reason == v1alpha1.ReasonPending
 }
 
-// The kinds that have verdicts.
+// The kinds with conditions.
 var (
 	Sources = Kind[v1alpha1.Source, v1alpha1.SourceStatus]{
 		Name: "Source", Compute: Source, Conditions: sourceConditions,

@@ -11,12 +11,12 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 )
 
-// recoveryDelay is how long the condition of traffic stays False at least while
-// numbers are not due, so that an endpoint that fails every other request does
-// not cause a write and an Event a second.
+// recoveryDelay is the minimum time that the traffic condition remains False while
+// numbers are not due, so that an endpoint that fails every other request does not
+// cause a write and an Event every second.
 const recoveryDelay = 5 * time.Second
 
-// paceDestination returns fresh if it differs from old by more than numbers, and old otherwise.
+// paceDestination returns fresh if it has a transition, and otherwise old.
 func paceDestination(old, fresh v1alpha1.WebhookDestinationStatus, now time.Time) v1alpha1.WebhookDestinationStatus {
 	fresh.Conditions = delayRecovery(old.Conditions, fresh.Conditions, v1alpha1.ConditionDelivering, now)
 	transitions := func(s v1alpha1.WebhookDestinationStatus) v1alpha1.WebhookDestinationStatus {
@@ -37,7 +37,8 @@ func paceDestination(old, fresh v1alpha1.WebhookDestinationStatus, now time.Time
 	return fresh
 }
 
-// present leaves of numbers that they are there: the first ones are written at once.
+// present returns zero numbers if there are numbers, and otherwise nil: the first
+// numbers are a transition.
 func present[T any](numbers *T) *T {
 	if numbers == nil {
 		return nil
@@ -45,7 +46,7 @@ func present[T any](numbers *T) *T {
 	return new(T)
 }
 
-// paceSource is like paceDestination.
+// paceSource returns fresh if it has a transition, and otherwise old.
 func paceSource(old, fresh v1alpha1.SourceStatus, now time.Time) v1alpha1.SourceStatus {
 	fresh.Conditions = delayRecovery(old.Conditions, fresh.Conditions, v1alpha1.ConditionReceiving, now)
 	transitions := func(s v1alpha1.SourceStatus) v1alpha1.SourceStatus {
@@ -59,14 +60,14 @@ func paceSource(old, fresh v1alpha1.SourceStatus, now time.Time) v1alpha1.Source
 	return fresh
 }
 
-// delayRecovery returns the fresh conditions, of which a condition of traffic
-// that turned False only just now stays as it was.
+// delayRecovery returns the fresh conditions, with the old traffic condition if that
+// has been False for less than recoveryDelay.
 func delayRecovery(old, fresh []metav1.Condition, conditionType string, now time.Time) []metav1.Condition {
 	before, after := meta.FindStatusCondition(old, conditionType), meta.FindStatusCondition(fresh, conditionType)
 	if before == nil || after == nil || before.Status != metav1.ConditionFalse || after.Status != metav1.ConditionTrue || aboutSpec(before.Reason) {
 		return fresh
 	}
-	// A clock that was set back must not keep it False until it catches up.
+	// After the clock was set back, the condition must not remain False until that time.
 	if age := now.Sub(before.LastTransitionTime.Time); age >= recoveryDelay || age < -recoveryDelay {
 		return fresh
 	}
@@ -75,7 +76,8 @@ func delayRecovery(old, fresh []metav1.Condition, conditionType string, now time
 	return fresh
 }
 
-// withoutNumbers leaves of the condition of traffic its status alone, unless it speaks of the spec.
+// withoutNumbers removes the reason and message of the traffic condition, unless its
+// reason describes the spec.
 func withoutNumbers(conditions []metav1.Condition) []metav1.Condition {
 	out := slices.Clone(conditions)
 	for _, conditionType := range []string{v1alpha1.ConditionDelivering, v1alpha1.ConditionReceiving, v1alpha1.ConditionSynced} {

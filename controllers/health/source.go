@@ -14,31 +14,32 @@ import (
 const (
 	// maxDestinations is the API's bound of status.destinations.
 	maxDestinations = 100
-	// rejectingFor is how long nothing must have been accepted before the last
-	// refusal, so that some bad calls among good ones do not turn Receiving over.
+	// rejectingFor is the time between the last accepted and the last rejected call after
+	// which Receiving is False, so that single invalid calls do not change it.
 	rejectingFor = 30 * time.Second
 )
 
-// Source returns the status that follows from the compiler's verdict v and the
-// reports of the ready dispatcher pods. namespace is the namespace.
+// Source returns the status of a Source, from the compiler's verdict v and the reports
+// of the ready dispatcher pods.
 //
-// A Source without a usable write key has no effect, so there is nothing to
-// program (NotAccepted, UnresolvedRefs). One that is disabled is programmed: its calls are answered 403.
+// A Source without a usable write key has no effect, so it is not programmed (reason
+// NotAccepted or UnresolvedRefs). A disabled Source is programmed: its calls are
+// answered 403.
 //
-// numbersDue is as for Destination.
+// For numbersDue, see Destination.
 func Source(old v1alpha1.Source, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.SourceStatus {
 	old.Status.Conditions = Own(old.Status.Conditions, sourceConditions)
-	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, sourcePart)
+	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, sourceReports)
 	s := v1alpha1.SourceStatus{
 		ObservedGeneration: old.Generation,
 		Destinations:       slices.Clone(v.Destinations[:min(len(v.Destinations), maxDestinations)]),
 	}
 	var t traffic
-	complete := sourcePart.each(pods, namespace, old.Name, func(pod Pod, r *liveconfig.SourceReport) {
+	complete := sourceReports.each(pods, namespace, old.Name, func(pod Pod, r *liveconfig.SourceReport) {
 		t.add(*r, pod.Report.Storage.Pressure)
 	})
 	s.LastReceivedTime = latest(old.Status.LastReceivedTime, t.lastAccepted, now)
-	if s.LastReceivedTime != nil { // a pod that restarted does not know
+	if s.LastReceivedTime != nil { // The time is unknown to a pod that restarted.
 		t.lastAccepted = later(t.lastAccepted, s.LastReceivedTime.Time)
 	}
 	if complete {
@@ -53,8 +54,8 @@ func Source(old v1alpha1.Source, v compile.Verdict, namespace string, pods []Pod
 	return s
 }
 
-var sourcePart = part[liveconfig.SourceReport]{
-	list:    func(t *liveconfig.NamespaceReport) []liveconfig.SourceReport { return t.Sources },
+var sourceReports = reports[liveconfig.SourceReport]{
+	list:    func(n *liveconfig.NamespaceReport) []liveconfig.SourceReport { return n.Sources },
 	running: func(r *liveconfig.SourceReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
 }
 
@@ -86,7 +87,7 @@ func (t *traffic) add(r liveconfig.SourceReport, diskFull bool) {
 	t.pressure = t.pressure || r.StoragePressure || diskFull
 }
 
-// receiving is the condition that tells from traffic how calls come in.
+// receiving returns the condition Receiving.
 func (f facts) receiving(t traffic) metav1.Condition {
 	set := conditionOf(v1alpha1.ConditionReceiving)
 	switch {

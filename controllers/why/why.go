@@ -1,6 +1,6 @@
-// Package why answers "why is nothing arriving?" for one WebhookDestination, in
-// words for people. It is pure: from objects and reports to findings, along the
-// way of a message: destination, config, Sources, filter, endpoints, backlog.
+// Package why explains why messages of one WebhookDestination do not arrive. Explain
+// turns objects and reports into findings along the path of a message: destination,
+// config, Sources, filter, endpoints, backlog. It is pure.
 package why
 
 import (
@@ -21,11 +21,11 @@ import (
 // Level is the severity of a finding.
 type Level string
 
-// The levels, the worst first.
+// The levels, in descending severity.
 const (
-	// Problem: because of this nothing, or not everything, arrives.
+	// Problem: messages do not arrive because of this.
 	Problem Level = "PROBLEM"
-	// Notice: worth knowing; it may be meant so.
+	// Notice: useful information; it can be intended.
 	Notice Level = "NOTICE"
 	// Fine: this part works.
 	Fine Level = "OK"
@@ -34,9 +34,10 @@ const (
 // Finding is the result of one check along the delivery path.
 type Finding struct {
 	Level Level `json:"level"`
-	// About is the station: Destination, Secret, Config, Source, Filter, Endpoint, Backlog, DeadLetters.
+	// About is the checked part: Destination, Secret, Config, Source, Filter, Endpoint,
+	// Backlog or DeadLetters.
 	About string `json:"about"`
-	// Text is the result in words.
+	// Text is the result.
 	Text string `json:"text"`
 	// Fix is the action for the user; empty if none is necessary.
 	Fix string `json:"fix,omitempty"`
@@ -48,7 +49,7 @@ type Facts struct {
 	// Destinations and Sources of the namespace.
 	Destinations []v1alpha1.WebhookDestination
 	Sources      []v1alpha1.Source
-	// Reports of dispatchers, when they could be asked: newer than status.
+	// Reports of the dispatchers, if available. They take precedence over the status.
 	Reports []liveconfig.Report
 	Now     time.Time
 }
@@ -85,7 +86,7 @@ type explainer struct {
 	Facts
 	d     *v1alpha1.WebhookDestination
 	found []Finding
-	// paused is true when nothing is sent because of the spec.
+	// paused is true if nothing is sent because of the spec.
 	paused bool
 }
 
@@ -129,7 +130,7 @@ func (e *explainer) spec() {
 				fix.about = "Destination"
 			}
 			then := ""
-			if c.Reason != v1alpha1.ReasonNoSource { // It works for the Sources that it has.
+			if c.Reason != v1alpha1.ReasonNoSource { // The calls of the other Sources are delivered.
 				e.paused, then = true, "; messages are kept, not sent"
 			}
 			e.add(Problem, fix.about, fix.fix, "%s (%s)%s", c.Message, c.Reason, then)
@@ -144,9 +145,9 @@ func (e *explainer) spec() {
 
 func (e *explainer) config() {
 	for _, r := range e.Reports {
-		for _, t := range r.Namespaces {
-			if t.Namespace == e.Namespace && t.Refused != nil {
-				e.add(Problem, "Config", "ask an administrator to update operator and dispatchers together", "dispatcher %s rejects the config and keeps the previous one: %s", r.Pod, t.Refused.Error)
+		for _, n := range r.Namespaces {
+			if n.Namespace == e.Namespace && n.Refused != nil {
+				e.add(Problem, "Config", "ask an administrator to update operator and dispatchers together", "dispatcher %s rejects the config and keeps the previous one: %s", r.Pod, n.Refused.Error)
 				return
 			}
 		}
@@ -169,12 +170,12 @@ func (e *explainer) config() {
 	e.add(Problem, "Config", fix, "%s (%s)", programmed.Message, programmed.Reason)
 }
 
-// withoutEffect reports whether the reason of Programmed means that there is nothing to program.
+// withoutEffect reports whether a reason of Programmed means that the object has no effect.
 func withoutEffect(reason string) bool {
 	return reason == v1alpha1.ReasonNotAccepted || reason == v1alpha1.ReasonUnresolvedRefs
 }
 
-// chosen are the Sources of the destination.
+// chosen returns the Sources of the destination.
 func (e *explainer) chosen() []v1alpha1.Source {
 	s := &e.d.Spec
 	match := func(o v1alpha1.Source) bool {
@@ -220,7 +221,7 @@ func (e *explainer) sources() {
 		}
 		switch {
 		case s.Spec.Enabled != nil && !*s.Spec.Enabled:
-			e.add(Problem, "Source", "set its spec.enabled to true", "Source %q is disabled: its calls are refused with 403", s.Name)
+			e.add(Problem, "Source", "set its spec.enabled to true", "Source %q is disabled: its calls are answered 403", s.Name)
 		case len(refused) > 0:
 			text := "Source %q rejects all calls: %s (%s)"
 			if p := meta.FindStatusCondition(s.Status.Conditions, v1alpha1.ConditionProgrammed); p != nil && !withoutEffect(p.Reason) {
@@ -244,9 +245,9 @@ func (e *explainer) sources() {
 func (e *explainer) sourceReports(name string) *liveconfig.SourceReport {
 	var sum *liveconfig.SourceReport
 	for _, r := range e.Reports {
-		for _, t := range r.Namespaces {
-			for _, s := range t.Sources {
-				if t.Namespace != e.Namespace || s.Name != name {
+		for _, n := range r.Namespaces {
+			for _, s := range n.Sources {
+				if n.Namespace != e.Namespace || s.Name != name {
 					continue
 				}
 				if sum == nil {
@@ -263,12 +264,13 @@ func (e *explainer) sourceReports(name string) *liveconfig.SourceReport {
 	return sum
 }
 
-// counts are the destination's messages: of the reports if there are any, else of status.
+// counts returns the destination's numbers from the reports, or from the status if there
+// are no reports.
 func (e *explainer) counts() (c v1alpha1.DeliveryStatus, known bool) {
 	for _, r := range e.Reports {
-		for _, t := range r.Namespaces {
-			for _, d := range t.Destinations {
-				if t.Namespace != e.Namespace || d.Name != e.Name {
+		for _, n := range r.Namespaces {
+			for _, d := range n.Destinations {
+				if n.Namespace != e.Namespace || d.Name != e.Name {
 					continue
 				}
 				known = true
@@ -327,7 +329,7 @@ var hints = map[string]string{
 }
 
 func (e *explainer) endpoints() {
-	// While another endpoint takes the messages, one that fails keeps none from arriving.
+	// If another endpoint accepts the messages, a failing endpoint is not a Problem.
 	level, elsewhere := Problem, ""
 	if meta.IsStatusConditionTrue(e.d.Status.Conditions, v1alpha1.ConditionDelivering) && len(e.d.Status.Endpoints) > 1 {
 		level, elsewhere = Notice, "; another endpoint accepts the messages"
@@ -366,14 +368,14 @@ func (e *explainer) endpoints() {
 	}
 }
 
-// firstAttempts returns how many messages an endpoint was not sent yet, and never
-// will be: by the reports if there are any, else by its status.
+// firstAttempts returns the number of messages whose first attempt at an endpoint is
+// pending, or was skipped: from the reports, or from the status if there are no reports.
 func (e *explainer) firstAttempts(p v1alpha1.EndpointStatus) (pending, skipped int64) {
 	known := false
 	for _, r := range e.Reports {
-		for _, t := range r.Namespaces {
-			for _, d := range t.Destinations {
-				if t.Namespace != e.Namespace || d.Name != e.Name {
+		for _, n := range r.Namespaces {
+			for _, d := range n.Destinations {
+				if n.Namespace != e.Namespace || d.Name != e.Name {
 					continue
 				}
 				for _, ep := range d.Endpoints {

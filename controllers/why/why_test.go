@@ -23,7 +23,7 @@ func condition(kind, reason, message string) metav1.Condition {
 	return metav1.Condition{Type: kind, Status: status, Reason: reason, Message: message, ObservedGeneration: 1}
 }
 
-// healthy is a namespace in which all is well; a case changes one thing.
+// healthy returns a namespace without problems; each case changes one fact.
 func healthy() Facts {
 	return Facts{
 		Namespace: "shop", Name: "crm", Now: now,
@@ -85,22 +85,22 @@ func TestExplain(t *testing.T) {
 	for _, c := range []struct {
 		name   string
 		change func(*Facts)
-		// cause: station and words of the first problem ("" = none); also: words that another finding must have.
+		// about, cause and fix are of the first Problem ("" = none); another finding contains also.
 		about, cause, fix, also string
 	}{
-		{"all is well", nil, "", "", "", `OK Source Source "web" has accepted 120 calls, the last one 3s ago`},
-		{"nothing waits", nil, "", "", "", "OK Backlog no backlog; 120 messages delivered so far"},
+		{"no problems", nil, "", "", "", `OK Source Source "web" has accepted 120 calls, the last one 3s ago`},
+		{"no backlog", nil, "", "", "", "OK Backlog no backlog; 120 messages delivered so far"},
 		{"no such destination", func(f *Facts) { f.Name = "cmr" }, "Destination", `no WebhookDestination "cmr" in namespace "shop"`, "crm", ""},
 		{"no destination at all", func(f *Facts) { f.Destinations = nil }, "Destination", "no WebhookDestination", "create it", ""},
-		{"switched off", d(func(d *v1alpha1.WebhookDestination) { d.Spec.Enabled = &no }), "Destination", "disabled; messages are kept", "spec.enabled", ""},
+		{"disabled", d(func(d *v1alpha1.WebhookDestination) { d.Spec.Enabled = &no }), "Destination", "disabled; messages are kept", "spec.enabled", ""},
 		{"no Secret", refused("SecretNotFound", `Secret "crm" does not exist`), "Secret", `Secret "crm" does not exist (SecretNotFound); messages are kept, not sent`, "create the Secret", ""},
 		{"no key", refused("SecretKeyMissing", "no key"), "Secret", "SecretKeyMissing", "add the key", ""},
 		{"no Source", refused("NoSource", `no Source "ios"`), "Source", `no Source "ios" (NoSource)`, "spec.sourceRefs", `PROBLEM Source no Source "ios" (NoSource)` + "\n"},
 		{"a bad filter", refused("InvalidFilter", "syntax"), "Filter", "syntax", "spec.filter", ""},
 		{"an address denied", refused("EgressDenied", "10.0.0.1"), "Destination", "10.0.0.1", "--egress-allow", ""},
-		{"a reason that we do not know", refused("Novelty", "who knows"), "Destination", "who knows (Novelty)", "", ""},
-		{"the operator sleeps", d(func(d *v1alpha1.WebhookDestination) { d.Generation = 2 }), "Destination", "operator has not processed", "operator's pod", ""},
-		{"new and unseen", d(func(d *v1alpha1.WebhookDestination) { d.Status = v1alpha1.WebhookDestinationStatus{} }), "Destination", "operator has not processed", "", ""},
+		{"an unknown reason", refused("Novelty", "some text"), "Destination", "some text (Novelty)", "", ""},
+		{"the operator does not run", d(func(d *v1alpha1.WebhookDestination) { d.Generation = 2 }), "Destination", "operator has not processed", "operator's pod", ""},
+		{"created a moment ago", d(func(d *v1alpha1.WebhookDestination) { d.Status = v1alpha1.WebhookDestinationStatus{} }), "Destination", "operator has not processed", "", ""},
 		{"no dispatcher", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Conditions[1] = condition("Programmed", "NoDispatcher", "no dispatcher pod is ready")
 		}), "Config", "no dispatcher pod is ready (NoDispatcher)", "contact an administrator", ""},
@@ -111,15 +111,15 @@ func TestExplain(t *testing.T) {
 			t.Refused = &liveconfig.RefusedConfig{Error: "unknown field"}
 		}), "Config", "dispatcher a rejects the config and keeps the previous one: unknown field", "update", ""},
 		{"a full disk", report(func(_ *liveconfig.NamespaceReport, r *liveconfig.Report) { r.Storage.Pressure = true }), "Config", "disk is full", "", ""},
-		{"its Source is switched off", s(func(s *v1alpha1.Source) { s.Spec.Enabled = &no }), "Source", `Source "web" is disabled`, "spec.enabled", ""},
+		{"its Source is disabled", s(func(s *v1alpha1.Source) { s.Spec.Enabled = &no }), "Source", `Source "web" is disabled`, "spec.enabled", ""},
 		{"two Sources with one key", s(func(s *v1alpha1.Source) {
 			s.Status.Conditions[0] = condition("Accepted", "WriteKeyConflict", "ios has it")
 		}), "Source", "ios has it", "another write key", ""},
-		{"calls are refused", s(func(s *v1alpha1.Source) {
+		{"calls are rejected", s(func(s *v1alpha1.Source) {
 			s.Status.Conditions[1] = condition("Receiving", "RejectingCalls", "the latest: no userId")
 		}), "Source", "no userId", "fix the sender", ""},
-		{"nobody calls", s(func(s *v1alpha1.Source) { s.Status = v1alpha1.SourceStatus{} }), "Source", "no call has ever been accepted", "write key", ""},
-		{"nobody called lately", s(func(s *v1alpha1.Source) { s.Status.LastReceivedTime = nil }), "", "", "", "none since the dispatchers started"},
+		{"no call yet", s(func(s *v1alpha1.Source) { s.Status = v1alpha1.SourceStatus{} }), "Source", "no call has ever been accepted", "write key", ""},
+		{"no call since the start", s(func(s *v1alpha1.Source) { s.Status.LastReceivedTime = nil }), "", "", "", "none since the dispatchers started"},
 		{"a selector that matches", d(func(d *v1alpha1.WebhookDestination) {
 			d.Spec.SourceRefs, d.Spec.SourceSelector = nil, &metav1.LabelSelector{MatchLabels: map[string]string{"team": "shop"}}
 		}), "", "", "", `Source "web"`},
@@ -147,7 +147,7 @@ func TestExplain(t *testing.T) {
 			f.Destinations[0].Status.Endpoints[0].LastSuccessTime = at(time.Second)
 		}, "", "", "", `NOTICE Endpoint "primary" fails now and then, or recovers; last success just now; the last failure was 2s ago`},
 		{"certificate", failing(v1alpha1.EndpointDegraded, "CertificateRejected", "self-signed"), "Endpoint", "self-signed (CertificateRejected)", "caSecretKeyRef", ""},
-		{"a failure without words", failing(v1alpha1.EndpointDegraded, "TimedOut", ""), "Endpoint", "TimedOut (TimedOut)", "timeout", ""},
+		{"a failure without a message", failing(v1alpha1.EndpointDegraded, "TimedOut", ""), "Endpoint", "TimedOut (TimedOut)", "timeout", ""},
 		{"recovered", failing(v1alpha1.EndpointHealthy, "TimedOut", ""), "", "", "", `OK Endpoint "primary" works`},
 		{"nothing sent yet", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Endpoints[0] = v1alpha1.EndpointStatus{Name: "primary", State: v1alpha1.EndpointIdle}
@@ -155,7 +155,7 @@ func TestExplain(t *testing.T) {
 		{"skipped first attempts", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Endpoints[0].FirstAttemptsSkipped = 7
 		}), "", "", "", `NOTICE Endpoint 7 messages were never sent to "primary": the retry window ended before their turn`},
-		{"first attempts that wait, and skipped ones, by a report", func(f *Facts) {
+		{"pending and skipped first attempts in a report", func(f *Facts) {
 			report(nil)(f)
 			f.Destinations[0].Status.Endpoints = append(f.Destinations[0].Status.Endpoints, v1alpha1.EndpointStatus{Name: "b", State: v1alpha1.EndpointHealthy})
 			f.Reports[0].Namespaces[0].Destinations[0].Endpoints = []liveconfig.EndpointReport{{Name: "b", FirstAttemptsPending: 1}}
@@ -182,23 +182,23 @@ func TestExplain(t *testing.T) {
 			case cause == nil && c.about != "":
 				t.Errorf("no problem found:\n%s", text.String())
 			case cause != nil && (c.about == "" || cause.About != c.about || !strings.Contains(cause.Text, c.cause) || !strings.Contains(cause.Fix, c.fix)):
-				t.Errorf("cause %+v, want %s: %s, to do: %s", *cause, c.about, c.cause, c.fix)
+				t.Errorf("cause %+v, want %s: %s, fix: %s", *cause, c.about, c.cause, c.fix)
 			}
 			if !strings.Contains(text.String(), c.also) {
-				t.Errorf("no finding says %q:\n%s", c.also, text.String())
+				t.Errorf("no finding contains %q:\n%s", c.also, text.String())
 			}
 		})
 	}
 }
 
-// TestHints holds that every reason of a failed attempt has an advice.
+// TestHints checks that every reason of a failed attempt has a hint.
 func TestHints(t *testing.T) {
 	for _, reason := range []string{
 		v1alpha1.ReasonTimedOut, v1alpha1.ReasonConnectionRefused, v1alpha1.ReasonConnectionFailed, v1alpha1.ReasonDNSFailed, v1alpha1.ReasonCertificateRejected,
 		v1alpha1.ReasonTLSFailed, v1alpha1.ReasonAddressDenied, v1alpha1.ReasonServerError, v1alpha1.ReasonThrottled, v1alpha1.ReasonRejected, v1alpha1.ReasonRedirected, v1alpha1.ReasonInvalidResponse,
 	} {
 		if hints[reason] == "" {
-			t.Errorf("no advice for %s", reason)
+			t.Errorf("no hint for %s", reason)
 		}
 	}
 }
