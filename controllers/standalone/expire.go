@@ -10,9 +10,8 @@ import (
 	"github.com/posthorn/posthorn/controllers/health"
 )
 
-// expire removes the manifests of deletion requests whose time is over, as the
-// operator removes the objects. A file that holds more than the request is its
-// owner's to change. The mutex is held.
+// expire removes the manifests of deletion requests whose TTL has ended, as the operator
+// deletes the objects. It keeps a file that contains other objects. The mutex is held.
 func (c *Control) expire(now time.Time) {
 	for _, o := range c.store.objects {
 		request, ok := o.resource.(*v1alpha1.DeletionRequest)
@@ -25,31 +24,32 @@ func (c *Control) expire(now time.Time) {
 		err := removeManifest(o.file, c.store.files[o.file])
 		switch {
 		case err == nil:
-			c.log.Info("deletion request removed, its time is over", "namespace", o.namespace, "name", o.name, "file", o.file)
+			c.log.Info("deletion request removed; its TTL has ended", "namespace", o.namespace, "name", o.name, "file", o.file)
 		case !c.kept[o.id]:
 			c.kept[o.id] = true
-			c.log.Warn("a deletion request whose time is over stays", "namespace", o.namespace, "name", o.name, "error", err)
+			c.log.Warn("deletion request not removed, although its TTL has ended", "namespace", o.namespace, "name", o.name, "error", err)
 		}
 	}
 }
 
-// removeManifest removes a file that holds one object and is as it was read.
+// removeManifest removes a file that contains one object and has not changed since it was
+// read.
 func removeManifest(path string, f *file) error {
 	info, err := os.Lstat(path)
 	switch {
 	case err != nil:
 		return err
 	case !info.Mode().IsRegular():
-		return fmt.Errorf("%s is a link; remove what it leads to", path)
+		return fmt.Errorf("%s is a link; remove its target", path)
 	case f == nil || len(f.objects) != 1 || len(f.broken)+len(f.problems)+len(f.ignored) > 0:
-		return fmt.Errorf("%s holds other objects as well; remove the request from it", path)
+		return fmt.Errorf("%s contains other objects; remove the request from it", path)
 	}
 	text, err := readFile(path)
 	if err != nil {
 		return err
 	}
 	if !bytes.Equal(text, f.text) {
-		return fmt.Errorf("%s was changed meanwhile", path)
+		return fmt.Errorf("%s has changed since it was read", path)
 	}
 	return os.Remove(path)
 }

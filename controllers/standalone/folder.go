@@ -13,16 +13,16 @@ import (
 // maxFileBytes bounds a manifest file.
 const maxFileBytes = 16 << 20
 
-// mark is by what a changed file is known.
+// mark identifies the version of a file.
 type mark struct {
 	path  string
 	size  int64
 	mtime time.Time
 }
 
-// manifests lists the manifest files of a folder, or the one file that path
-// is, sorted by name. Links are followed, so that a mounted ConfigMap works;
-// hidden files and sub-folders are left out.
+// manifests lists the manifest files in a folder, sorted by name. If path is a file, it
+// lists that file. It follows links, as the files of a mounted ConfigMap are, and excludes
+// hidden files and sub-folders.
 func manifests(path string) ([]mark, error) {
 	info, err := os.Stat(path)
 	if err != nil {
@@ -43,7 +43,7 @@ func manifests(path string) ([]mark, error) {
 		file := filepath.Join(path, entry.Name())
 		info, err := os.Stat(file)
 		if os.IsNotExist(err) {
-			continue // gone, or a link to nowhere
+			continue // The file was removed, or it is a broken link.
 		}
 		if err != nil {
 			return nil, fmt.Errorf("read manifests: %w", err)
@@ -55,7 +55,7 @@ func manifests(path string) ([]mark, error) {
 	return marks, nil
 }
 
-// readFile reads a manifest file, and no more of it than is allowed.
+// readFile reads a manifest file of at most maxFileBytes.
 func readFile(path string) ([]byte, error) {
 	f, err := os.Open(path)
 	if err != nil {

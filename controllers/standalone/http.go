@@ -20,13 +20,13 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 )
 
-// Prefix is the path below which Handler serves our kinds.
+// Prefix is the path of the kinds of posthorn.dev in Handler.
 const Prefix = "/apis/posthorn.dev/v1alpha1"
 
-// Handler serves the objects to read, on the paths and in the forms of a
-// Kubernetes API server, so that a client of it, kubectl included, can show
-// them: lists, single objects, and tables with the columns of the CRDs.
-// Secrets are not served. GET /problems lists what is wrong with the manifests.
+// Handler serves the objects read-only, with the paths and formats of a Kubernetes API
+// server, so that kubectl and other clients can read them: lists, single objects, and
+// tables with the columns of the CRDs. It does not serve Secrets. GET /problems lists the
+// problems of the manifests.
 func (c *Control) Handler() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET "+Prefix+"/{resource}", c.serve)
@@ -51,7 +51,7 @@ func (c *Control) Handler() http.Handler {
 	return mux
 }
 
-// servedKinds are those of which there are objects here.
+// servedKinds are the kinds that a Control has objects of.
 var servedKinds = []string{kindSource, kindDestination, kindAudience, kindDeletion}
 
 func discover(w http.ResponseWriter) {
@@ -71,7 +71,7 @@ func discover(w http.ResponseWriter) {
 	write(w, http.StatusOK, list)
 }
 
-// serve answers a list or an object.
+// serve writes a list or an object.
 func (c *Control) serve(w http.ResponseWriter, r *http.Request) {
 	kinds, err := definitions()
 	if err != nil {
@@ -123,10 +123,11 @@ func (c *Control) serve(w http.ResponseWriter, r *http.Request) {
 	write(w, http.StatusOK, table)
 }
 
-// maxWarnings bounds the problems that an answer warns of.
+// maxWarnings bounds the number of problems in the headers of a response.
 const maxWarnings = 10
 
-// warn adds the problems of the manifests to an answer, as warnings that kubectl and posthorn get print.
+// warn adds the problems of the manifests to a response as Warning headers, which kubectl
+// and posthorn get print.
 func (c *Control) warn(w http.ResponseWriter) {
 	problems, _ := c.Problems()
 	for i, p := range problems {
@@ -134,7 +135,7 @@ func (c *Control) warn(w http.ResponseWriter) {
 		if i == maxWarnings {
 			text = fmt.Sprintf("%d more problems; GET /problems lists all", len(problems)-i)
 		}
-		// An error of the YAML parser may have several lines.
+		// The errors of the YAML parser can have several lines.
 		if header, err := utilnet.NewWarningHeader(299, "posthorn", strings.Join(strings.Fields(text), " ")); err == nil {
 			w.Header().Add("Warning", header)
 		}
@@ -144,13 +145,13 @@ func (c *Control) warn(w http.ResponseWriter) {
 	}
 }
 
-// wantsTable reports whether a client asks for a table before anything else, as kubectl get does.
+// wantsTable reports whether a client prefers a table, as kubectl get does.
 func wantsTable(accept string) bool {
 	first, _, _ := strings.Cut(accept, ",")
 	return strings.Contains(first, "as=Table")
 }
 
-// print makes the table that kubectl get shows.
+// print returns the table that kubectl get prints.
 func (d *definition) print(r *http.Request, list runtime.Object, include string) (*metav1.Table, error) {
 	table, err := d.table.ConvertToTable(r.Context(), list, nil)
 	if err != nil {

@@ -37,15 +37,15 @@ const (
 	defaultNamespace = "default"
 )
 
-// ourKinds are those of which the binary carries a CRD.
-var ourKinds = []string{kindSource, kindDestination, kindAudience, kindDeletion, kindRedelivery}
+// posthornKinds are the kinds with an embedded CRD.
+var posthornKinds = []string{kindSource, kindDestination, kindAudience, kindDeletion, kindRedelivery}
 
-// Problem is what is wrong with a manifest. It holds no values of it.
+// Problem is a problem of a manifest. It contains no values of the manifest.
 type Problem struct {
 	File string `json:"file"`
-	// Document counts from 1; 0 is the file as a whole.
+	// Document is the position of the document, from 1; 0 means the whole file.
 	Document int `json:"document,omitempty"`
-	// Object is "Kind namespace/name", as far as known.
+	// Object is "Kind namespace/name"; it may be incomplete.
 	Object string `json:"object,omitempty"`
 	// Message names the field, the rule and the fix.
 	Message string `json:"message"`
@@ -63,24 +63,25 @@ func (p Problem) String() string {
 	return b.String() + ": " + p.Message
 }
 
-// id names an object.
+// id identifies an object.
 type id struct{ kind, namespace, name string }
 
 func (i id) String() string { return i.kind + " " + i.namespace + "/" + i.name }
 
-// object is a valid manifest. content is the JSON of what counts for its
-// generation or version: the spec, or the Secret's data.
+// object is a valid manifest.
 type object struct {
 	id
 	// resource is nil for a Secret.
 	resource client.Object
 	secret   map[string][]byte
-	content  []byte
-	// manifest is the whole object, defaults included, as JSON; see state.
+	// content is the JSON of the spec, or of the Secret's data. Its changes count as
+	// generations.
+	content []byte
+	// manifest is the JSON of the object with its defaults; see state.
 	manifest []byte
 }
 
-// newOf makes an empty object, or list, of one of our kinds.
+// newOf returns an empty object, or list, of a kind of posthorn.dev.
 func newOf(kind string) runtime.Object {
 	o, err := kindScheme.New(v1alpha1.GroupVersion.WithKind(kind))
 	if err != nil {
@@ -97,22 +98,22 @@ var kindScheme = func() *runtime.Scheme {
 	return s
 }()
 
-// parsed is what a file holds.
+// parsed is the content of a file.
 type parsed struct {
 	objects []*object
-	// broken are objects that the file has, but not in a valid form.
+	// broken are the invalid objects in the file.
 	broken []id
-	// unreadable is true when a document could not be read at all, so that it
-	// is unknown which objects the file has.
+	// unreadable is true if a document cannot be read, so that the file may contain unknown
+	// objects.
 	unreadable bool
-	// blank is true when the file holds nothing but white space, comments and separators.
+	// blank is true if the file contains only white space, comments and separators.
 	blank    bool
 	problems []Problem
 	// ignored are the objects of other kinds.
 	ignored []Problem
 }
 
-// parse reads a file's documents. One that is bad changes nothing of the others.
+// parse reads the documents of a file. An invalid document does not affect the others.
 func parse(file string, text []byte) parsed {
 	p := parsed{blank: true}
 	split := splitYAML
@@ -169,7 +170,7 @@ func (p *parsed) document(file string, number int, text []byte) {
 		return
 	}
 	if string(plain) == "null" {
-		return // comments only
+		return // The document has only comments.
 	}
 	p.blank = false
 	var content map[string]any
@@ -193,21 +194,21 @@ func (p *parsed) content(file string, number int, content map[string]any, proble
 		}
 		return
 	}
-	want, known := v1alpha1.GroupVersion.String(), slices.Contains(ourKinds, kind)
+	want, known := v1alpha1.GroupVersion.String(), slices.Contains(posthornKinds, kind)
 	if kind == kindSecret {
 		want, known = "v1", true
 	}
-	ours := strings.HasPrefix(apiVersion, v1alpha1.GroupVersion.Group+"/")
+	inGroup := strings.HasPrefix(apiVersion, v1alpha1.GroupVersion.Group+"/")
 	switch {
 	case kind == "" || apiVersion == "":
 		p.unreadable = true
 		problem("", errors.New("apiVersion and kind must be set"))
 		return
-	case !known && ours:
+	case !known && inGroup:
 		problem(kind, fmt.Errorf("kind: %q is unknown in %s; use Source, WebhookDestination, Audience or DeletionRequest", kind, apiVersion))
 		return
-	case !known || kind != kindSecret && !ours:
-		p.ignored = append(p.ignored, Problem{File: file, Document: number, Object: apiVersion + " " + kind, Message: "this kind is not Posthorn's; ignored"})
+	case !known || kind != kindSecret && !inGroup:
+		p.ignored = append(p.ignored, Problem{File: file, Document: number, Object: apiVersion + " " + kind, Message: "ignored: this is not a kind of posthorn.dev"})
 		return
 	}
 	object := &object{id: id{kind: kind}}
@@ -225,8 +226,8 @@ func (p *parsed) content(file string, number int, content map[string]any, proble
 		}
 	}
 	if len(errs) == 0 && kind == kindRedelivery {
-		// It asks for something to be done once; here a command does that.
-		p.ignored = append(p.ignored, Problem{File: file, Document: number, Object: object.String(), Message: "a Redelivery is carried out in a cluster only; use 'posthorn deadletters redeliver'"})
+		// A Redelivery runs once; without a cluster, a command does the same.
+		p.ignored = append(p.ignored, Problem{File: file, Document: number, Object: object.String(), Message: "a Redelivery runs only in a cluster; use 'posthorn deadletters redeliver'"})
 		return
 	}
 	if len(errs) == 0 {
@@ -257,11 +258,11 @@ func readMetadata(content map[string]any, metadata *metav1.ObjectMeta) []error {
 		raw["namespace"] = defaultNamespace
 	}
 	for _, name := range []string{"name", "namespace"} {
-		if _, ok := raw[name].(string); !ok && raw[name] != nil { // YAML reads y, no and 5 as something else.
-			return []error{fmt.Errorf("metadata.%s: must be a text; put it in quotes", name)}
+		if _, ok := raw[name].(string); !ok && raw[name] != nil { // YAML parses y, no and 5 as other types.
+			return []error{fmt.Errorf("metadata.%s: must be a string; put it in quotes", name)}
 		}
 	}
-	// The server's part of metadata, as `kubectl get -o yaml` prints it, is not the user's.
+	// Remove the fields that the API server sets and `kubectl get -o yaml` prints.
 	for _, field := range []string{"creationTimestamp", "deletionTimestamp", "generation", "managedFields", "resourceVersion", "selfLink", "uid"} {
 		delete(raw, field)
 	}
@@ -276,7 +277,7 @@ func readMetadata(content map[string]any, metadata *metav1.ObjectMeta) []error {
 	return nil
 }
 
-// readResource reads one of our kinds.
+// readResource reads an object of a kind of posthorn.dev.
 func (o *object) readResource(content map[string]any, metadata *metav1.ObjectMeta) []error {
 	kinds, err := definitions()
 	if err != nil {
@@ -295,7 +296,8 @@ func (o *object) readResource(content map[string]any, metadata *metav1.ObjectMet
 	return nil
 }
 
-// readSecret reads a Secret by hand: no error may show a value.
+// readSecret reads a Secret. It does not use the generic decoder, whose errors can contain
+// values.
 func (o *object) readSecret(content map[string]any, metadata *metav1.ObjectMeta) (errs []error) {
 	for _, err := range apivalidation.ValidateObjectMeta(metadata, true, apivalidation.NameIsDNSSubdomain, field.NewPath("metadata")) {
 		errs = append(errs, withoutValue(err))
@@ -310,12 +312,12 @@ func (o *object) readSecret(content map[string]any, metadata *metav1.ObjectMeta)
 	read := func(name string, decode func(string) ([]byte, error)) {
 		values, ok := content[name].(map[string]any)
 		if !ok && content[name] != nil {
-			errs = append(errs, fmt.Errorf("%s: must be a map of texts", name))
+			errs = append(errs, fmt.Errorf("%s: must be a map of strings", name))
 		}
 		for key, value := range values {
 			text, ok := value.(string)
 			if !ok && value != nil {
-				errs = append(errs, fmt.Errorf("%s[%s]: must be a text; put it in quotes", name, key))
+				errs = append(errs, fmt.Errorf("%s[%s]: must be a string; put it in quotes", name, key))
 				continue
 			}
 			decoded, err := decode(text)
@@ -332,7 +334,7 @@ func (o *object) readSecret(content map[string]any, metadata *metav1.ObjectMeta)
 	read("data", base64.StdEncoding.DecodeString)
 	read("stringData", func(text string) ([]byte, error) { return []byte(text), nil })
 	if size > corev1.MaxSecretSize {
-		errs = append(errs, fmt.Errorf("data: must have at most %d bytes together", corev1.MaxSecretSize))
+		errs = append(errs, fmt.Errorf("data: must have at most %d bytes in total", corev1.MaxSecretSize))
 	}
 	if content["type"] == string(corev1.SecretTypeTLS) {
 		for _, key := range []string{corev1.TLSCertKey, corev1.TLSPrivateKeyKey} {

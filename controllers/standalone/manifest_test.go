@@ -14,9 +14,9 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 )
 
-// The cases that test/cel holds against a real API server, without one: what it
-// accepts is accepted here, what it refuses is refused with the same words.
-func TestSameAnswersAsAnAPIServer(t *testing.T) {
+// test/cel runs the same cases against an API server. This package accepts the same
+// manifests, and rejects the others with the same messages.
+func TestSameResultsAsAPIServer(t *testing.T) {
 	count := 0
 	for _, pattern := range []string{"valid/*.yaml", "invalid/*.yaml"} {
 		files, err := filepath.Glob("../../test/cel/testdata/" + pattern)
@@ -39,13 +39,13 @@ func TestSameAnswersAsAnAPIServer(t *testing.T) {
 				m := regexp.MustCompile(`(?m)^# want: (.+)$`).FindStringSubmatch(document)
 				switch {
 				case m == nil && len(p.problems) > 0:
-					t.Errorf("%s, document %d: refused: %s", file, i+1, got)
+					t.Errorf("%s, document %d: rejected: %s", file, i+1, got)
 				case m == nil && len(p.objects)+len(p.ignored) != 1:
 					t.Errorf("%s, document %d: %d objects", file, i+1, len(p.objects))
 				case m != nil && !strings.Contains(got, strings.Replace(m[1], " in body ", ": ", 1)):
 					t.Errorf("%s, document %d: got %q, want %q", file, i+1, got, m[1])
 				case m != nil && (len(p.objects) != 0 || len(p.broken) != 1):
-					t.Errorf("%s, document %d: the object was taken", file, i+1)
+					t.Errorf("%s, document %d: the object was accepted", file, i+1)
 				}
 			}
 		}
@@ -84,7 +84,7 @@ func TestBadManifests(t *testing.T) {
 	const canary = "canary"
 	for _, tc := range []struct {
 		name, file, text string
-		want             string // problems, one a line, without the file
+		want             string // the problems, one per line, without the file
 		objects          int
 		unreadable       bool
 	}{
@@ -97,17 +97,17 @@ func TestBadManifests(t *testing.T) {
 		{"comments alone", "a.yaml", "# nothing\n---\n# nothing\n", "", 0, false},
 		{"no kind", "a.yaml", "apiVersion: v1\nmetadata: {name: a}", "document 1: apiVersion and kind must be set", 0, true},
 		{"no name", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {}", "metadata.name: must be set", 0, true},
-		{"a name that is no text", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: y}", "metadata.name: must be a text; put it in quotes", 0, true},
+		{"a name that is not a string", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: y}", "metadata.name: must be a string; put it in quotes", 0, true},
 		{"no metadata", "a.yaml", "apiVersion: v1\nkind: Secret", "metadata: must be set, with a name", 0, true},
 		{"bad name", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: Web_Key}", "Secret default/Web_Key: metadata.name: a lowercase RFC 1123 subdomain", 0, false},
 		{"bad metadata", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a, lables: {}}", `unknown field "lables"`, 0, false},
 		{"old version", "a.yaml", "apiVersion: posthorn.dev/v1\nkind: Source\nmetadata: {name: a}", `apiVersion: "posthorn.dev/v1" is unknown for this kind; use posthorn.dev/v1alpha1`, 0, false},
-		{"our group, another kind", "a.yaml", "apiVersion: posthorn.dev/v1alpha1\nkind: Destination\nmetadata: {name: a}", `kind: "Destination" is unknown in posthorn.dev/v1alpha1; use Source, WebhookDestination, Audience or DeletionRequest`, 0, false},
+		{"an unknown kind of posthorn.dev", "a.yaml", "apiVersion: posthorn.dev/v1alpha1\nkind: Destination\nmetadata: {name: a}", `kind: "Destination" is unknown in posthorn.dev/v1alpha1; use Source, WebhookDestination, Audience or DeletionRequest`, 0, false},
 		{"another group", "a.yaml", "apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: a}", "", 0, false},
 		{"a list", "a.yaml", "apiVersion: v1\nkind: List\nitems: [{apiVersion: v1, kind: Secret, metadata: {name: a}}]", "", 1, false},
 		{"secret: not base64", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\ndata: {k: canary!}", "Secret default/a: data[k]: must be base64; use stringData for plain text", 0, false},
-		{"secret: a number", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\nstringData: {k: 12345}", "stringData[k]: must be a text; put it in quotes", 0, false},
-		{"secret: a list", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\nstringData: [canary]", "stringData: must be a map of texts", 0, false},
+		{"secret: a number", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\nstringData: {k: 12345}", "stringData[k]: must be a string; put it in quotes", 0, false},
+		{"secret: a list", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\nstringData: [canary]", "stringData: must be a map of strings", 0, false},
 		{"secret: bad key", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\nstringData: {\"a b\": canary}", "stringData[a b]: a valid config key", 0, false},
 		{"secret: unknown field", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\nstringdata: {a: canary}", `unknown field "stringdata"`, 0, false},
 		{"secret: too large", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\nstringData: {a: " + strings.Repeat("canary", 1<<18) + "}", "data: must have at most 1048576 bytes", 0, false},
@@ -126,7 +126,7 @@ func TestBadManifests(t *testing.T) {
 				t.Errorf("got  %q\nwant %q", got, tc.want)
 			}
 			if strings.Contains(got, canary) {
-				t.Errorf("a problem shows a value: %s", got)
+				t.Errorf("a problem contains a value: %s", got)
 			}
 			if len(p.objects) != tc.objects || p.unreadable != tc.unreadable {
 				t.Errorf("%d objects, unreadable %v", len(p.objects), p.unreadable)

@@ -29,7 +29,7 @@ import (
 	"github.com/posthorn/posthorn/config/crd"
 )
 
-// definition is one of our kinds as an API server knows it.
+// definition is a CRD, prepared for validation and printing.
 type definition struct {
 	names      apiextensionsv1.CustomResourceDefinitionNames
 	structural *structuralschema.Structural
@@ -38,8 +38,8 @@ type definition struct {
 	table      rest.TableConvertor
 }
 
-// definitions reads the CRDs that the binary carries, by kind. It is made once:
-// compiling the CEL rules takes a moment.
+// definitions returns the embedded CRDs by kind. It reads them once, because the
+// compilation of the CEL rules is slow.
 var definitions = sync.OnceValues(func() (map[string]*definition, error) {
 	files, err := fs.Glob(crd.Files, "*.yaml")
 	if err != nil {
@@ -64,7 +64,7 @@ var definitions = sync.OnceValues(func() (map[string]*definition, error) {
 		}
 		kinds[resource.Spec.Names.Kind] = d
 	}
-	for _, kind := range ourKinds {
+	for _, kind := range posthornKinds {
 		if kinds[kind] == nil {
 			return nil, fmt.Errorf("no CustomResourceDefinition of kind %s", kind)
 		}
@@ -95,11 +95,11 @@ func newDefinition(resource apiextensionsv1.CustomResourceDefinition) (*definiti
 		}
 		return d, nil
 	}
-	return nil, errors.New("it has no version " + v1alpha1.GroupVersion.Version)
+	return nil, errors.New("the CRD has no version " + v1alpha1.GroupVersion.Version)
 }
 
-// admit does to an object what an API server does that creates it, with strict
-// field validation: it sets defaults, drops status, and returns what is wrong.
+// admit processes an object as an API server does at its creation with strict field
+// validation: it sets defaults, removes the status, and returns the errors.
 func (d *definition) admit(object map[string]any, metadata *metav1.ObjectMeta) []error {
 	unknown := pruning.PruneWithOptions(object, d.structural, true, structuralschema.UnknownFieldPathOptions{TrackUnknownFieldPaths: true})
 	delete(object, "status")
@@ -111,7 +111,7 @@ func (d *definition) admit(object map[string]any, metadata *metav1.ObjectMeta) [
 	errs = append(errs, validation.ValidateCustomResource(nil, object, d.schema)...)
 	errs = append(errs, objectmeta.Validate(ctx, nil, object, d.structural, false)...)
 	errs = append(errs, listtype.ValidateListSetsAndMaps(nil, d.structural, object)...)
-	// As in the API server: rules are not run on what has not even the right shape.
+	// As in the API server, rules do not run if the structure of the object is invalid.
 	if !blocks(errs) && d.cel != nil {
 		more, _ := d.cel.Validate(ctx, nil, d.structural, object, nil, celconfig.RuntimeCELCostBudget)
 		errs = append(errs, more...)
@@ -126,8 +126,8 @@ func (d *definition) admit(object map[string]any, metadata *metav1.ObjectMeta) [
 	return out
 }
 
-// admitUpdate applies the rules that compare an object with its former state, as
-// an API server does at an update; both have been admitted by themselves.
+// admitUpdate applies the rules that compare an object with its previous version, as an
+// API server does at an update. Both versions have been admitted before.
 func (d *definition) admitUpdate(object, old map[string]any) []error {
 	if d.cel == nil {
 		return nil
@@ -150,8 +150,8 @@ func blocks(errs field.ErrorList) bool {
 	return false
 }
 
-// withoutValue is the error as the API server words it, but without the value
-// that caused it, which may be a credential: a URL, a header.
+// withoutValue returns an error of the API server without the invalid value, which may be
+// a credential, for example a URL or a header.
 func withoutValue(err *field.Error) error {
 	detail := strings.TrimPrefix(err.Detail, err.Field+" in body ")
 	switch err.Type {

@@ -1,7 +1,7 @@
-// Package standalone is the control plane without a cluster: a folder of
-// manifests takes the place of the API server. Objects are validated and
-// defaulted by the CRDs' own schemas and rules, compiled by controllers/compile,
-// and their status is computed by controllers/health; all as in a cluster.
+// Package standalone is the control plane without a cluster: it reads the objects from a
+// folder of manifests instead of the API server. As in a cluster, the schemas and rules of
+// the CRDs validate and default the objects, controllers/compile compiles them, and
+// controllers/health computes their status.
 package standalone
 
 import (
@@ -29,23 +29,24 @@ import (
 )
 
 const (
-	// settle is how long the folder must be at rest before it is read: editors
-	// and git write files in several steps.
-	settle = 100 * time.Millisecond
-	// maxUnsettled is after which time it is read nevertheless.
-	maxUnsettled = 2 * time.Second
-	// pollInterval finds changes that the file system does not tell of.
+	// settleTime is the time without changes after which the folder is loaded: editors and
+	// git write files in several steps.
+	settleTime = 100 * time.Millisecond
+	// maxSettleTime is the time after the first change after which the folder is loaded
+	// even if it still changes.
+	maxSettleTime = 2 * time.Second
+	// pollInterval bounds the delay of changes that the file system does not report.
 	pollInterval   = 2 * time.Second
 	statusInterval = time.Second
 )
 
-// Sink takes live configs, encoded; the dispatcher is one.
+// Sink receives encoded live configs; the dispatcher implements it.
 type Sink interface {
-	// Set gives a namespace's newest config.
+	// Set provides the newest config of a namespace.
 	Set(namespace string, data []byte)
-	// Delete says that a namespace has no config any more.
+	// Delete reports that a namespace has no config any more.
 	Delete(namespace string)
-	// Synced says that every namespace's config has been given.
+	// Synced reports that Set was called for every namespace.
 	Synced()
 }
 
@@ -53,13 +54,15 @@ type Sink interface {
 type Options struct {
 	// Dir is the folder of manifests.
 	Dir string
-	// StateFile keeps the last valid objects over a restart, so that a manifest
-	// that is broken then does not look deleted. Empty: they are kept in memory only.
+	// StateFile stores the last valid objects, so that an object whose manifest is invalid
+	// after a restart does not count as deleted. If it is empty, the objects are in memory
+	// only.
 	StateFile string
-	// CheckHost says why a URL's host may not be delivered to; nil allows all.
+	// CheckHost returns the reason why deliveries to a URL's host are denied; nil allows
+	// every host.
 	CheckHost func(host string) error
 	Sink      Sink
-	// Report is what the dispatcher reports; it is asked every second.
+	// Report returns the dispatcher's report; it is called every second.
 	Report func() liveconfig.Report
 	// Logger; default slog.Default().
 	Logger *slog.Logger
@@ -70,29 +73,30 @@ type Control struct {
 	options Options
 	log     *slog.Logger
 
-	// mu guards what Run changes and others read.
+	// mu guards store, which Run changes and other goroutines read.
 	mu    sync.RWMutex
 	store *store
 
-	// Used by Run alone.
+	// Only Run uses the following fields.
 	verdicts map[string]compile.Verdicts
 	sent     map[string]liveconfig.Revisioned
-	told     map[string]bool
-	// kept are expired requests of which it was said that they stay.
+	// logged are the problems that the log already has.
+	logged map[string]bool
+	// kept are the expired requests that are kept, which the log already has.
 	kept map[id]bool
 }
 
-// New makes a Control. Run it.
+// New returns a Control; call its Run.
 func New(o Options) *Control {
 	return &Control{
 		options: o, log: cmp.Or(o.Logger, slog.Default()), store: newStore(),
-		verdicts: map[string]compile.Verdicts{}, sent: map[string]liveconfig.Revisioned{}, told: map[string]bool{}, kept: map[id]bool{},
+		verdicts: map[string]compile.Verdicts{}, sent: map[string]liveconfig.Revisioned{}, logged: map[string]bool{}, kept: map[id]bool{},
 	}
 }
 
-// Run loads the folder, gives its configs to the sink, and follows changes and
-// reports until ctx is done. It fails when the folder cannot be read at the
-// start; later that is logged and the last good objects stay.
+// Run loads the folder, passes its configs to the sink, and processes changes and reports
+// until ctx is done. It returns an error if it cannot read the folder at the start. After
+// the start it logs such an error and keeps the last valid objects.
 func (c *Control) Run(ctx context.Context) error {
 	if _, err := definitions(); err != nil {
 		return err
@@ -115,33 +119,34 @@ func (c *Control) Run(ctx context.Context) error {
 	poll, status := time.NewTicker(pollInterval), time.NewTicker(statusInterval)
 	defer poll.Stop()
 	defer status.Stop()
-	// timer fires when the folder may have settled; seen is how it looked when it was set.
+	// timer fires after settleTime; last is the state of the folder when it was set.
 	timer := time.NewTimer(0)
 	<-timer.C
-	var seen []mark
-	var restless time.Time
+	var last []mark
+	// changing is the time of the first change that is not loaded; zero if there is none.
+	var changing time.Time
 	unreadable := false
-	look := func() {
+	check := func() {
 		marks, err := manifests(c.options.Dir)
 		if (err != nil) != unreadable {
 			unreadable = err != nil
 			if unreadable {
-				c.log.Error("the folder of manifests cannot be read; the last good objects stay", "dir", c.options.Dir, "error", err)
+				c.log.Error("reading the folder of manifests failed; keeping the last valid objects", "dir", c.options.Dir, "error", err)
 			}
 		}
 		switch {
 		case err != nil:
 		case slices.Equal(marks, loaded):
-			restless = time.Time{}
-		case restless.IsZero():
-			restless, seen = time.Now(), marks
-			timer.Reset(settle)
-		case slices.Equal(marks, seen) || time.Since(restless) > maxUnsettled:
-			restless, loaded = time.Time{}, c.load(marks)
+			changing = time.Time{}
+		case changing.IsZero():
+			changing, last = time.Now(), marks
+			timer.Reset(settleTime)
+		case slices.Equal(marks, last) || time.Since(changing) > maxSettleTime:
+			changing, loaded = time.Time{}, c.load(marks)
 			c.observe()
 		default:
-			seen = marks
-			timer.Reset(settle)
+			last = marks
+			timer.Reset(settleTime)
 		}
 	}
 	for {
@@ -149,22 +154,23 @@ func (c *Control) Run(ctx context.Context) error {
 		case <-ctx.Done():
 			return nil
 		case <-events:
-			if restless.IsZero() {
-				look()
+			if changing.IsZero() {
+				check()
 			}
 		case <-poll.C:
-			if restless.IsZero() {
-				look()
+			if changing.IsZero() {
+				check()
 			}
 		case <-timer.C:
-			look()
+			check()
 		case <-status.C:
 			c.observe()
 		}
 	}
 }
 
-// watch tells of changes in the folder as far as the system can; polling finds the rest.
+// watch returns the events of the file system. They can be incomplete; polling finds the
+// remaining changes.
 func (c *Control) watch() (<-chan fsnotify.Event, func()) {
 	watcher, err := fsnotify.NewWatcher()
 	if err == nil {
@@ -173,12 +179,12 @@ func (c *Control) watch() (<-chan fsnotify.Event, func()) {
 		}
 	}
 	if err != nil {
-		c.log.Warn("changes of manifests are found by polling alone", "dir", c.options.Dir, "interval", pollInterval, "error", err)
+		c.log.Warn("watching the manifests failed; polling instead", "dir", c.options.Dir, "interval", pollInterval, "error", err)
 		return nil, func() {}
 	}
 	done := make(chan struct{})
 	go func() {
-		// An overflow loses events; polling finds what they told of.
+		// Ignore errors: an overflow loses events, but polling finds the changes.
 		for {
 			select {
 			case _, ok := <-watcher.Errors:
@@ -196,19 +202,19 @@ func (c *Control) watch() (<-chan fsnotify.Event, func()) {
 	}
 }
 
-// load takes over the manifests, compiles, and gives the sink what changed. It
-// returns the marks that need not be loaded again.
+// load loads the manifests, compiles them, and passes changed configs to the sink. It
+// returns marks, or nil if the manifests must be loaded again.
 func (c *Control) load(marks []mark) []mark {
 	c.mu.Lock()
 	if len(marks) == 0 && len(c.store.objects) > 0 {
-		// A volume that is not mounted looks like this, and what waits for deleted objects is given up.
-		c.log.Error("the folder of manifests is empty, which is probably a mistake: Posthorn keeps the last good objects; to remove them all, leave a file with an empty List (apiVersion: v1, kind: List, items: [])", "dir", c.options.Dir)
+		// The volume may not be mounted. Without the objects, their messages would be discarded.
+		c.log.Error("folder of manifests is empty; keeping the last valid objects; to remove all objects, write an empty List to a file (apiVersion: v1, kind: List, items: [])", "dir", c.options.Dir)
 	} else {
 		c.store.load(marks, time.Now())
 	}
 	problems, ignored := c.store.problems, c.store.ignored
 	c.mu.Unlock()
-	c.tell(problems, ignored)
+	c.logProblems(problems, ignored)
 	c.apply()
 	if c.store.unread {
 		return nil
@@ -216,7 +222,7 @@ func (c *Control) load(marks []mark) []mark {
 	return marks
 }
 
-// apply compiles the objects, gives the sink what changed, and saves the state.
+// apply compiles the objects, passes changed configs to the sink, and saves the state.
 func (c *Control) apply() {
 	c.mu.Lock()
 	snapshots := c.store.snapshots(c.options.CheckHost)
@@ -227,7 +233,7 @@ func (c *Control) apply() {
 		encoded, err := compile.Encode(config, verdicts, liveconfig.MaxEncodedBytes, func() (liveconfig.Config, bool, error) { return sent.Config, exists, nil })
 		switch {
 		case err != nil:
-			c.log.Error("live config could not be encoded; the last one stays in effect", "namespace", namespace, "error", err)
+			c.log.Error("encoding the live config failed; the last one remains in effect", "namespace", namespace, "error", err)
 			continue
 		case encoded.Data != nil && sent.Revision != encoded.Revision:
 			c.sent[namespace] = liveconfig.Revisioned{Config: encoded.Config, Revision: encoded.Revision}
@@ -240,7 +246,7 @@ func (c *Control) apply() {
 	}
 	if c.options.StateFile != "" {
 		if err := c.store.save(c.options.StateFile); err != nil {
-			c.log.Error("saving the state of the manifests failed; after a restart, objects of a broken manifest may be missing", "error", err)
+			c.log.Error("saving the state of the manifests failed; after a restart, objects with an invalid manifest are missing", "error", err)
 		}
 	}
 	for namespace := range c.verdicts {
@@ -252,30 +258,31 @@ func (c *Control) apply() {
 	}
 }
 
-// tell logs what was not logged before.
-func (c *Control) tell(problems, ignored []Problem) {
-	told := map[string]bool{}
+// logProblems logs each problem once.
+func (c *Control) logProblems(problems, ignored []Problem) {
+	logged := map[string]bool{}
 	once := func(log func(string, ...any), message string, list []Problem) {
 		for _, p := range list {
-			told[p.String()] = true
-			if !c.told[p.String()] {
+			logged[p.String()] = true
+			if !c.logged[p.String()] {
 				log(message, "file", filepath.Base(p.File), "document", p.Document, "object", p.Object, "problem", p.Message)
 			}
 		}
 	}
 	once(c.log.Warn, "manifest ignored", ignored)
-	once(c.log.Error, "manifest refused; the last good form of it stays", problems)
-	c.told = told
+	once(c.log.Error, "manifest rejected; keeping its last valid form", problems)
+	c.logged = logged
 }
 
-// observe brings the status of every object up to date with the dispatcher's report.
+// observe updates the status of every object with the dispatcher's report.
 func (c *Control) observe() {
 	if c.updateStatus() {
-		c.apply() // A run that has ended is not in the config, and ended also after a restart.
+		c.apply() // Remove an ended run from the config, and save its end.
 	}
 }
 
-// updateStatus reports whether the run of a DeletionRequest ended.
+// updateStatus updates the status of every object. It reports whether the run of a
+// DeletionRequest ended.
 func (c *Control) updateStatus() (ended bool) {
 	report := c.options.Report()
 	pods := []health.Pod{{Name: report.Pod, Report: &report}}
@@ -307,8 +314,8 @@ func (c *Control) updateStatus() (ended bool) {
 	return ended
 }
 
-// update brings one object's status up to date, on a copy of it, and returns what
-// that is worth telling.
+// update replaces an object by a copy with the present status, and returns the Events of
+// the change.
 func update[T, S any, O interface {
 	*T
 	client.Object
@@ -330,14 +337,14 @@ func update[T, S any, O interface {
 	return health.Transitions(before, *conditions)
 }
 
-// list returns copies of the objects of a kind that are chosen, status included,
-// in a namespace ("" is all), sorted by namespace and name.
-func (c *Control) list(kind, namespace string, chosen func(client.Object) bool) client.ObjectList {
+// list returns copies of the selected objects of a kind, sorted by namespace and name. An
+// empty namespace means all namespaces.
+func (c *Control) list(kind, namespace string, selected func(client.Object) bool) client.ObjectList {
 	c.mu.RLock()
 	defer c.mu.RUnlock()
 	items := []runtime.Object{}
 	for _, o := range c.store.sorted() {
-		if o.resource != nil && o.kind == kind && (namespace == "" || namespace == o.namespace) && chosen(o.resource) {
+		if o.resource != nil && o.kind == kind && (namespace == "" || namespace == o.namespace) && selected(o.resource) {
 			item := o.resource.DeepCopyObject()
 			item.GetObjectKind().SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind))
 			items = append(items, item)
@@ -347,20 +354,20 @@ func (c *Control) list(kind, namespace string, chosen func(client.Object) bool) 
 	list.GetObjectKind().SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind + "List"))
 	list.SetResourceVersion(strconv.FormatInt(c.store.writes, 10))
 	if err := meta.SetList(list, items); err != nil {
-		panic(fmt.Sprintf("standalone: %v", err)) // the items are of the list's kind
+		panic(fmt.Sprintf("standalone: %v", err)) // Impossible: the items are of the list's kind.
 	}
 	return list
 }
 
-// Problems returns what is wrong with the manifests right now, and which
-// objects of other kinds were ignored.
+// Problems returns the present problems of the manifests, and the ignored objects of
+// other kinds.
 func (c *Control) Problems() (problems, ignored []Problem) {
 	c.mu.RLock()
 	defer c.mu.RUnlock()
 	return slices.Clone(c.store.problems), slices.Clone(c.store.ignored)
 }
 
-// Compiled is what a folder of manifests compiles to.
+// Compiled is the result of Compile.
 type Compiled struct {
 	Namespaces []CompiledNamespace `json:"namespaces"`
 	Problems   []Problem           `json:"problems,omitempty"`
@@ -396,9 +403,9 @@ func (c Compiled) OK() bool {
 	return true
 }
 
-// Compile compiles a folder of manifests, or one file, without running
-// anything. Its result prints and marshals without secrets; the error is for a
-// folder that cannot be read or has no manifest.
+// Compile compiles a folder of manifests, or one file, without running a Control. The
+// result prints and marshals without secrets. Compile returns an error only if the folder
+// cannot be read or has no manifest.
 func Compile(path string, checkHost func(host string) error) (Compiled, error) {
 	if _, err := definitions(); err != nil {
 		return Compiled{}, err

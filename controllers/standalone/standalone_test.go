@@ -34,7 +34,7 @@ const (
 	webDestination = "apiVersion: posthorn.dev/v1alpha1\nkind: WebhookDestination\nmetadata: {name: crm}\nspec: {sourceRefs: [{name: web}], endpoints: [{name: primary, url: \"https://hooks.example/in\"}]}\n"
 )
 
-// runner is a dispatcher that takes every config, and what it was told.
+// runner is a fake dispatcher. It accepts and records every config.
 type runner struct {
 	mu      sync.Mutex
 	configs map[string]liveconfig.Revisioned
@@ -70,7 +70,7 @@ func (r *runner) Synced() {
 	r.synced = true
 }
 
-// destinations returns the names of what the runner runs, as "namespace/name state".
+// destinations returns the runner's destinations as "namespace/name state".
 func (r *runner) destinations() []string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -101,7 +101,7 @@ func (r *runner) report() liveconfig.Report {
 	return report
 }
 
-// sources and destinations are those of a namespace; "" is all.
+// sources returns the Sources of a namespace, or of all namespaces for "".
 func (f *folder) sources(namespace string) *v1alpha1.SourceList {
 	return f.control.list(kindSource, namespace, func(client.Object) bool { return true }).(*v1alpha1.SourceList)
 }
@@ -110,7 +110,7 @@ func (f *folder) destinations(namespace string) *v1alpha1.WebhookDestinationList
 	return f.control.list(kindDestination, namespace, func(client.Object) bool { return true }).(*v1alpha1.WebhookDestinationList)
 }
 
-// folder is a folder of manifests with a Control that runs on it.
+// folder is a folder of manifests with a running Control.
 type folder struct {
 	*testing.T
 	dir     string
@@ -133,7 +133,7 @@ func start(t *testing.T, dir, stateFile string) *folder {
 			t.Errorf("Run: %v", err)
 		}
 		if strings.Contains(f.log.String(), "canary") {
-			t.Errorf("the log shows a secret:\n%s", f.log)
+			t.Errorf("the log contains a secret:\n%s", f.log)
 		}
 	})
 	t.Cleanup(f.stop)
@@ -157,7 +157,7 @@ func (f *folder) until(what string, ok func() bool) {
 
 func put(t *testing.T, dir, name, text string) {
 	t.Helper()
-	// As editors do it: a new file takes the place of the old one.
+	// As editors do, replace the old file by a new one.
 	temporary := filepath.Join(dir, "."+name+".tmp")
 	if err := os.WriteFile(temporary, []byte(text), 0o600); err != nil {
 		t.Fatal(err)
@@ -181,7 +181,7 @@ func (f *folder) problem(text string) {
 	})
 }
 
-func TestRunFollowsTheFolder(t *testing.T) {
+func TestRunAppliesChanges(t *testing.T) {
 	dir := t.TempDir()
 	put(t, dir, "web.yaml", secret+"---\n"+webSource)
 	put(t, dir, "crm.yaml", webDestination)
@@ -216,15 +216,15 @@ func TestRunFollowsTheFolder(t *testing.T) {
 		t.Error(err)
 	}
 
-	// A change of the spec counts up the generation; one of a comment does nothing.
+	// A change of the spec increments the generation; a change of a comment does not.
 	put(t, dir, "crm.yaml", "# a comment\n"+strings.Replace(webDestination, "spec: {", "spec: {enabled: false, ", 1))
 	f.runs("default/crm Disabled")
 	f.until("generation 2", func() bool { return f.destinations("").Items[0].Status.ObservedGeneration == 2 })
 	if again := f.destinations("").Items[0]; again.UID != d.UID || !again.CreationTimestamp.Equal(&d.CreationTimestamp) {
-		t.Error("a change made a new object")
+		t.Error("a change created a new object")
 	}
 
-	// A Secret that goes holds its Source; one with another value is another revision.
+	// Without its Secret the Source is paused; another value is another revision.
 	f.runner.mu.Lock()
 	before := f.runner.configs["default"].Sources[0]
 	f.runner.mu.Unlock()
@@ -240,7 +240,7 @@ func TestRunFollowsTheFolder(t *testing.T) {
 		return meta.FindStatusCondition(f.sources("").Items[0].Status.Conditions, "Ready").Reason == v1alpha1.ReasonSecretNotFound
 	})
 
-	// Other namespaces come and go.
+	// Another namespace is added and removed.
 	put(t, dir, "other.json", `{"apiVersion":"posthorn.dev/v1alpha1","kind":"WebhookDestination","metadata":{"name":"x","namespace":"other"},"spec":{"sourceSelector":{},"endpoints":[{"name":"a","url":"https://a.example"}]}}`)
 	f.runs("default/crm Disabled", "other/x Paused")
 	if err := os.Remove(filepath.Join(dir, "other.json")); err != nil {
@@ -254,25 +254,25 @@ func TestRunFollowsTheFolder(t *testing.T) {
 	f.runner.mu.Unlock()
 }
 
-func TestBrokenManifestsKeepTheLastGoodForm(t *testing.T) {
+func TestInvalidManifestsKeepTheLastValidForm(t *testing.T) {
 	dir, state := t.TempDir(), filepath.Join(t.TempDir(), "data", "manifests.json")
 	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+webDestination+"---\n"+strings.ReplaceAll(webDestination, "crm", "erp"))
 	put(t, dir, "b.yaml", strings.ReplaceAll(webDestination, "crm", "dwh"))
 	f := start(t, dir, state)
 	f.runs("default/crm Active", "default/dwh Active", "default/erp Active")
 
-	// One that is invalid keeps its last form; its neighbours follow their manifest.
+	// An invalid object keeps its last valid form; the others in the file are updated.
 	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+strings.Replace(webDestination, "https://", "ftp://", 1))
 	f.runs("default/crm Active", "default/dwh Active")
 	f.problem("WebhookDestination default/crm: spec.endpoints[0].url: must be a full URL")
 
-	// A file that cannot be read at all keeps everything.
+	// The objects of an unreadable file are kept.
 	put(t, dir, "a.yaml", "apiVersion: [")
 	f.problem("a.yaml, document 1: not YAML")
 	put(t, dir, "b.yaml", strings.ReplaceAll(webDestination, "crm", "lake"))
 	f.runs("default/crm Active", "default/lake Active")
 
-	// Also over a restart.
+	// They are kept after a restart, too.
 	f.stop()
 	if info, err := os.Stat(state); err != nil || info.Mode().Perm() != 0o600 {
 		t.Fatalf("state file: %v %v", info, err)
@@ -285,16 +285,16 @@ func TestBrokenManifestsKeepTheLastGoodForm(t *testing.T) {
 		t.Errorf("created %v, before %v", d.CreationTimestamp, created)
 	}
 
-	// An object in two files counts once.
+	// Of an object in two files, one form is in effect.
 	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+webDestination)
 	put(t, dir, "c.yaml", strings.Replace(webDestination, "https://", "http://", 1))
-	f.problem("c.yaml, WebhookDestination default/crm: the object is in " + filepath.Join(dir, "a.yaml") + " already")
+	f.problem("c.yaml, WebhookDestination default/crm: the object is also in " + filepath.Join(dir, "a.yaml") + ", which takes precedence")
 	if err := os.Remove(filepath.Join(dir, "c.yaml")); err != nil {
 		t.Fatal(err)
 	}
 	f.problem("")
 
-	// A folder that is gone keeps everything.
+	// The objects are kept if the folder was removed.
 	if err := os.Rename(dir, dir+"-away"); err != nil {
 		t.Fatal(err)
 	}
@@ -307,8 +307,8 @@ func TestBrokenManifestsKeepTheLastGoodForm(t *testing.T) {
 	f.runs("default/crm Active")
 }
 
-// What identifies an audience does not change, neither by an edit nor by one
-// that is made while nothing runs.
+// The fields that identify an audience cannot be changed, neither by an edit nor by an edit
+// before a restart.
 func TestAudienceIdentity(t *testing.T) {
 	dir, state := t.TempDir(), filepath.Join(t.TempDir(), "manifests.json")
 	audience := func(spec string) string {
@@ -354,7 +354,7 @@ func TestAudienceIdentity(t *testing.T) {
 	f.problem("")
 	is("first_name", 53)
 
-	// A deleted and created audience is a new one.
+	// An audience that is deleted and created again is a new one.
 	if err := os.Remove(filepath.Join(dir, "vip.yaml")); err != nil {
 		t.Fatal(err)
 	}
@@ -363,10 +363,10 @@ func TestAudienceIdentity(t *testing.T) {
 	is("a", 54)
 }
 
-// noObjects is a manifest that holds no objects, and says so.
+// noObjects is a manifest with an empty List.
 const noObjects = "apiVersion: v1\nkind: List\nitems: []\n"
 
-// An empty folder is a volume that is not mounted, not an order to delete everything.
+// An empty folder can be a volume that is not mounted, so its objects are kept.
 func TestEmptyFolderKeepsTheObjects(t *testing.T) {
 	dir, state := t.TempDir(), filepath.Join(t.TempDir(), "manifests.json")
 	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+webDestination)
@@ -382,7 +382,7 @@ func TestEmptyFolderKeepsTheObjects(t *testing.T) {
 	f.runs()
 }
 
-// A mounted ConfigMap or Secret is a folder of links that are swapped all at once.
+// A mounted ConfigMap or Secret is a folder of links, which change atomically.
 func TestMountedConfigMap(t *testing.T) {
 	dir := t.TempDir()
 	version := func(name, text string) {
@@ -422,9 +422,9 @@ func TestWriteKeysOfTwoNamespaces(t *testing.T) {
 		}
 		return list.Items[0].Status.Conditions[0].Reason
 	}
-	judged := func(reason string) bool { return reason != "" && reason != v1alpha1.ReasonPending }
-	f.until("both", func() bool { return judged(reason("aaa")) && judged(reason("default")) })
-	// Within one second they are of equal age, and the name decides.
+	decided := func(reason string) bool { return reason != "" && reason != v1alpha1.ReasonPending }
+	f.until("both", func() bool { return decided(reason("aaa")) && decided(reason("default")) })
+	// Objects of the same second have equal age, so the name is decisive.
 	got := []string{reason("aaa"), reason("default")}
 	if slices.Sort(got); !slices.Equal(got, []string{v1alpha1.ReasonAccepted, v1alpha1.ReasonWriteKeyConflict}) {
 		t.Errorf("got %v", got)
@@ -449,7 +449,7 @@ func TestRunFailsWithoutAFolder(t *testing.T) {
 func TestCompile(t *testing.T) {
 	dir := t.TempDir()
 	if _, err := Compile(dir, nil); err == nil {
-		t.Error("an empty folder compiles")
+		t.Error("Compile returns no error for an empty folder")
 	}
 	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+webDestination)
 	c, err := Compile(dir, nil)
@@ -504,7 +504,7 @@ func TestHandler(t *testing.T) {
 			t.Fatal(err)
 		}
 		if strings.Contains(string(body), "canary") {
-			t.Errorf("%s shows a secret: %s", path, body)
+			t.Errorf("%s contains a secret: %s", path, body)
 		}
 		if err := json.Unmarshal(body, into); err != nil {
 			t.Fatalf("%s: %v in %s", path, err, body)

@@ -23,32 +23,32 @@ import (
 	"github.com/posthorn/posthorn/controllers/compile"
 )
 
-// store does for manifests what an API server does for objects: it keeps the
-// last valid form of each, counts generations, and remembers when an object was
-// first seen. It is used by one goroutine at a time.
+// store is the replacement of an API server: it keeps the last valid form of each
+// object, counts generations, and sets creation times. It is not safe for concurrent use.
 type store struct {
 	files   map[string]*file
 	objects map[id]*stored
-	// writes counts changes; it is where resource versions come from.
+	// writes counts changes. Resource versions are values of it.
 	writes   int64
 	problems []Problem
 	ignored  []Problem
-	// unread is true when a file could not be read; it should be tried again.
+	// unread is true if a file could not be read and must be read again.
 	unread bool
 }
 
 type file struct {
 	text []byte
-	// good is the newest text that was neither empty, cut off nor unreadable; nil before that.
+	// good is the newest text that was neither empty nor cut off nor unreadable; nil if
+	// there is none.
 	good []byte
 	parsed
 }
 
-// stored is an object with what the server adds.
+// stored is an object with the fields that a server sets.
 type stored struct {
 	*object
 	file string
-	// generation counts changes of the spec; of a Secret, of its data.
+	// generation counts the changes of the spec, or of the Secret's data.
 	generation int64
 	created    metav1.Time
 }
@@ -57,8 +57,8 @@ func newStore() *store {
 	return &store{files: map[string]*file{}, objects: map[id]*stored{}}
 }
 
-// load takes over the manifests as they are now. What a file had before stays
-// when it cannot be read any more, an object stays when it is not valid any more.
+// load replaces the objects by those in the present manifests. It keeps the objects of a
+// file that is unreadable now, and the last valid form of an object that is invalid now.
 func (s *store) load(marks []mark, now time.Time) {
 	s.problems, s.ignored, s.unread = nil, nil, false
 	files := map[string]*file{}
@@ -77,16 +77,16 @@ func (s *store) load(marks []mark, now time.Time) {
 	}
 	for _, mark := range marks {
 		f := files[mark.path]
-		if half := s.halfWritten(mark.path, f, present); half != "" {
-			f = &file{parsed: parsed{unreadable: true, problems: []Problem{{File: mark.path, Message: half}}}}
+		if problem := s.incomplete(mark.path, f, present); problem != "" {
+			f = &file{parsed: parsed{unreadable: true, problems: []Problem{{File: mark.path, Message: problem}}}}
 		} else if !f.unreadable {
 			f.good = f.text
 		}
 		s.problems = append(s.problems, f.problems...)
 		s.ignored = append(s.ignored, f.ignored...)
-		take := func(o *object) {
+		add := func(o *object) {
 			if other := next[o.id]; other != nil {
-				s.problems = append(s.problems, Problem{File: mark.path, Object: o.String(), Message: "the object is in " + other.file + " already, which counts; remove one of them"})
+				s.problems = append(s.problems, Problem{File: mark.path, Object: o.String(), Message: "the object is also in " + other.file + ", which takes precedence; remove one of them"})
 				return
 			}
 			if errs := o.admitUpdate(s.objects[o.id]); len(errs) > 0 {
@@ -98,11 +98,11 @@ func (s *store) load(marks []mark, now time.Time) {
 			next[o.id] = &stored{object: o, file: mark.path}
 		}
 		for _, o := range f.objects {
-			take(o)
+			add(o)
 		}
 		for _, old := range before {
 			if old.file == mark.path && next[old.id] == nil && (f.unreadable || slices.Contains(f.broken, old.id)) {
-				take(old.object)
+				add(old.object)
 			}
 		}
 	}
@@ -121,12 +121,12 @@ func (s *store) load(marks []mark, now time.Time) {
 			old.file = o.file
 			continue
 		}
-		o.furnish(old, s.version())
+		o.setServerFields(old, s.version())
 	}
 	s.files, s.objects = files, next
 }
 
-// read parses a file, unless it is as it was.
+// read parses a file, unless it has not changed.
 func (s *store) read(path string) *file {
 	text, err := readFile(path)
 	old := s.files[path]
@@ -151,9 +151,9 @@ func (s *store) read(path string) *file {
 	return f
 }
 
-// halfWritten returns why a file is taken for one that was not written to its
-// end, or "". Such a file keeps its last good objects. present are the objects of all files.
-func (s *store) halfWritten(path string, f *file, present map[id]bool) string {
+// incomplete returns a problem if a file is probably not completely written, and otherwise
+// "". The objects of an incomplete file are kept. present are the objects of all files.
+func (s *store) incomplete(path string, f *file, present map[id]bool) string {
 	missing := 0
 	for id, o := range s.objects {
 		if o.file == path && !present[id] {
@@ -164,26 +164,26 @@ func (s *store) halfWritten(path string, f *file, present map[id]bool) string {
 	case f.unreadable || f.blank && missing == 0:
 		return ""
 	case cutInLine(f.good, f.text):
-		// A value may be cut off, so that no object is missing.
-		return "the file ends within a line of its last good form: Posthorn keeps that form; write the file to its end, or end its last line"
+		// The value in this line may be cut off, even if no object is missing.
+		return "the file ends within a line of its last valid form, which is kept; write the complete file, or add a line break at its end"
 	case missing == 0:
 		return ""
 	case f.blank:
-		return fmt.Sprintf("the file is empty, and %d objects were in it: Posthorn keeps their last good form; to delete them, remove the file, or write an empty List to it (apiVersion: v1, kind: List, items: [])", missing)
+		return fmt.Sprintf("the file is empty and its %d objects are kept; to delete them, remove the file, or write an empty List to it (apiVersion: v1, kind: List, items: [])", missing)
 	case cutInDocument(f.good, f.text):
-		return fmt.Sprintf("the file ends within a document of its last good form, and the objects behind that (%d) are missing: Posthorn keeps the last good form of the file; write the file to its end, or end it behind a document", missing)
+		return fmt.Sprintf("the file ends within a document of its last valid form, which is kept, because %d objects after that are missing; write the complete file, or end it after a document", missing)
 	}
 	return ""
 }
 
-// cutInLine reports whether a text is the beginning of a whole one and ends within a line of it.
+// cutInLine reports whether text is a prefix of whole that ends within a line.
 func cutInLine(whole, text []byte) bool {
 	rest, ok := bytes.CutPrefix(whole, text)
 	return ok && len(rest) > 0 && len(text) > 0 && !bytes.HasSuffix(text, []byte("\n")) && rest[0] != '\n' && rest[0] != '\r'
 }
 
-// cutInDocument reports whether a text is the beginning of a whole one and ends
-// within a YAML document of it. A text that ends behind a document may be an edit.
+// cutInDocument reports whether text is a prefix of whole that ends within a YAML document.
+// A text that ends after a document may be an intended edit.
 func cutInDocument(whole, text []byte) bool {
 	rest, ok := bytes.CutPrefix(whole, text)
 	if !ok {
@@ -191,11 +191,11 @@ func cutInDocument(whole, text []byte) bool {
 	}
 	endsLine := bytes.HasSuffix(text, []byte("\n")) || bytes.HasPrefix(rest, []byte("\n")) || bytes.HasPrefix(rest, []byte("\r\n"))
 	document := bytes.TrimLeft(rest, " \t\r\n")
-	behind := endsLine && (len(document) == 0 || bytes.HasPrefix(document, []byte("---")))
-	return !behind && !bytes.HasSuffix(bytes.TrimRight(text, " \t\r\n"), []byte("\n---"))
+	complete := endsLine && (len(document) == 0 || bytes.HasPrefix(document, []byte("---")))
+	return !complete && !bytes.HasSuffix(bytes.TrimRight(text, " \t\r\n"), []byte("\n---"))
 }
 
-// admitUpdate checks a changed object against its former state.
+// admitUpdate applies the rules for updates to a changed object.
 func (o *object) admitUpdate(old *stored) []error {
 	if old == nil || o.resource == nil || bytes.Equal(old.content, o.content) {
 		return nil
@@ -212,18 +212,18 @@ func (o *object) admitUpdate(old *stored) []error {
 	if err != nil {
 		return []error{err}
 	}
-	if status, ok := before["status"]; ok { // An update of the spec keeps the status.
+	if status, ok := before["status"]; ok { // As in the API server, an update of the spec does not change the status.
 		now["status"] = status
 	}
 	return kinds[o.kind].admitUpdate(now, before)
 }
 
-// keepAudienceKeys sets the keys in effect, which stay over changes of the
-// display name and, by the state file, over restarts.
+// keepAudienceKeys sets status.key of the Audiences. The key in effect does not change when
+// the display name changes and, because it is in the state file, after a restart.
 func (s *store) keepAudienceKeys(namespace string, verdicts map[string]compile.Verdict) {
 	for name, v := range verdicts {
 		if o := s.objects[id{"Audience", namespace, name}]; o != nil && v.Key != "" {
-			a := o.resource.DeepCopyObject().(*v1alpha1.Audience) // Readers may have the present one.
+			a := o.resource.DeepCopyObject().(*v1alpha1.Audience) // Other goroutines may read the present object.
 			a.Status.Key = v.Key
 			o.resource = a
 		}
@@ -235,8 +235,9 @@ func (s *store) version() string {
 	return strconv.FormatInt(s.writes, 10)
 }
 
-// furnish sets what a server sets, and keeps the status from before.
-func (o *stored) furnish(old *stored, version string) {
+// setServerFields sets the metadata that a server sets, and copies the status of the old
+// object.
+func (o *stored) setServerFields(old *stored, version string) {
 	if o.kind == kindSecret {
 		return
 	}
@@ -266,8 +267,8 @@ func (s *store) sorted() []*stored {
 	})
 }
 
-// snapshots returns what to compile, by namespace; only namespaces that have a
-// Source or a WebhookDestination.
+// snapshots returns the snapshots to compile, by namespace. A namespace that has only
+// Secrets has no snapshot.
 func (s *store) snapshots(checkHost func(string) error) map[string]*compile.Snapshot {
 	out := map[string]*compile.Snapshot{}
 	of := func(namespace string) *compile.Snapshot {
@@ -294,7 +295,7 @@ func (s *store) snapshots(checkHost func(string) error) map[string]*compile.Snap
 			snapshot.Secrets[o.name] = compile.Secret{Version: fmt.Sprintf("%d-%d", o.created.Unix(), o.generation), Data: o.secret}
 		}
 	}
-	// A write key belongs to the oldest of all Sources that have it.
+	// A write key belongs to the oldest Source that has it.
 	owners := map[string]*v1alpha1.Source{}
 	for _, snapshot := range out {
 		for i := range snapshot.Sources {
@@ -320,9 +321,9 @@ func older(a, b *v1alpha1.Source) bool {
 	return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name)) < 0
 }
 
-// state is the store on disk: it lets a restart find the objects of a manifest
-// that was broken meanwhile. Without it they would look deleted, and what waits
-// for them would be given up.
+// state is the content of the state file. After a restart it restores objects whose
+// manifests are invalid. Otherwise these objects would count as deleted, and their pending
+// messages would be discarded.
 type state struct {
 	Version int           `json:"version"`
 	Objects []stateObject `json:"objects"`
@@ -332,7 +333,7 @@ type stateObject struct {
 	File       string      `json:"file"`
 	Generation int64       `json:"generation"`
 	Created    metav1.Time `json:"created"`
-	// AudienceKey is the key in effect, of an Audience.
+	// AudienceKey is the key in effect of an Audience.
 	AudienceKey string `json:"audienceKey,omitempty"`
 	// Ended is the status of a DeletionRequest whose run has ended.
 	Ended    *v1alpha1.DeletionRequestStatus `json:"ended,omitempty"`
@@ -341,8 +342,8 @@ type stateObject struct {
 
 const stateVersion = 1
 
-// save writes the state, readable for its owner alone: it holds Secrets, as the
-// manifests do.
+// save writes the state. Only the owner of the file can read it, because it contains
+// Secrets.
 func (s *store) save(path string) error {
 	out := state{Version: stateVersion}
 	for _, o := range s.sorted() {
@@ -381,7 +382,7 @@ func (s *store) save(path string) error {
 	return nil
 }
 
-// restore reads what save wrote. A missing file is an empty store.
+// restore loads the file that save writes. A missing file means an empty store.
 func (s *store) restore(path string) error {
 	text, err := os.ReadFile(path)
 	if errors.Is(err, os.ErrNotExist) {
@@ -392,15 +393,15 @@ func (s *store) restore(path string) error {
 	}
 	var in state
 	if err := json.Unmarshal(text, &in); err != nil || in.Version != stateVersion {
-		return fmt.Errorf("restore manifests: %s is not a state of this version; correct or remove it", path)
+		return fmt.Errorf("restore manifests: %s is not a valid state file of this version; correct or remove it", path)
 	}
 	for _, o := range in.Objects {
 		p := parse(o.File+".json", o.Manifest)
 		if len(p.objects) != 1 {
-			continue // not valid for this version any more; its manifest will say so
+			continue // It is not valid in this version; the manifest has the same problem.
 		}
 		object := &stored{object: p.objects[0], file: o.File, generation: o.Generation, created: o.Created}
-		object.furnish(nil, s.version())
+		object.setServerFields(nil, s.version())
 		if a, ok := object.resource.(*v1alpha1.Audience); ok {
 			a.Status.Key = o.AudienceKey
 		}

@@ -12,14 +12,14 @@ import (
 	utilnet "k8s.io/apimachinery/pkg/util/net"
 )
 
-// Each case replaces a file of three objects, in a store that has read the file
-// before and in one that only has the state of an earlier process.
-func TestHalfWrittenFiles(t *testing.T) {
+// Each case replaces a file of three objects, in a store that has read the file before, and
+// in a store that has only the state file of an earlier process.
+func TestIncompleteFiles(t *testing.T) {
 	const (
 		source = "apiVersion: posthorn.dev/v1alpha1\nkind: Source\nmetadata: {name: web}\nspec:\n  writeKeys: [{secretKeyRef: {name: web-key, key: writeKey}}]\n  allowedOrigins: [\"https://shop.example\"]\n"
 		good   = secret + "---\n" + source + "---\n" + webDestination
-		empty  = "the file is empty, and 3 objects were in it: Posthorn keeps their last good form"
-		within = "the file ends within a document of its last good form"
+		empty  = "the file is empty and its 3 objects are kept"
+		within = "the file ends within a document of its last valid form"
 	)
 	key, web, crm := "Secret default/web-key", "Source default/web", "WebhookDestination default/crm"
 	all := []string{key, web, crm}
@@ -28,7 +28,8 @@ func TestHalfWrittenFiles(t *testing.T) {
 		text    string
 		objects []string
 		problem string
-		// restored are the objects in a process that did not read the file before; nil is the same ones.
+		// restored are the objects in a process that has not read the file before; nil means the
+		// same objects.
 		restored []string
 	}{
 		"0 bytes":                        {text: "", objects: all, problem: empty},
@@ -76,11 +77,11 @@ func TestHalfWrittenFiles(t *testing.T) {
 			if err := s.save(state); err != nil {
 				t.Fatal(err)
 			}
-			for range 2 { // The same text again is the same mistake.
+			for range 2 { // Loading the same text again has the same result.
 				load(s, c.text, c.objects, c.problem)
 			}
 			if web := s.objects[id{kindSource, "default", "web"}]; web != nil && web.generation != revisions {
-				t.Errorf("the Source has generation %d, want its last good form, %d", web.generation, revisions)
+				t.Errorf("the Source has generation %d, want its last valid form, %d", web.generation, revisions)
 			}
 			load(s, good, all, "")
 
@@ -105,8 +106,8 @@ func TestHalfWrittenFiles(t *testing.T) {
 	}
 }
 
-// A cut within a line can leave a valid file without a missing object. Such a file
-// changes nothing; the same text with a line end is an edit.
+// A file that is cut within a line can be valid and have all objects. It has no effect. The
+// same text with a line break at its end is an edit.
 func TestFileCutWithinALine(t *testing.T) {
 	const good = webSource + "---\napiVersion: v1\nkind: Secret\nmetadata: {name: web-key}\nstringData:\n  writeKey: canary-key\n"
 	cut := strings.TrimSuffix(good, "-key\n")
@@ -116,8 +117,8 @@ func TestFileCutWithinALine(t *testing.T) {
 		generation    int64
 	}{
 		{good, "", 1},
-		{cut, "the file ends within a line of its last good form", 1},
-		{cut, "the file ends within a line of its last good form", 1},
+		{cut, "the file ends within a line of its last valid form", 1},
+		{cut, "the file ends within a line of its last valid form", 1},
 		{good, "", 1},
 		{strings.TrimSuffix(good, "\n"), "", 1},
 		{cut + "\n", "", 2},
@@ -141,7 +142,7 @@ func TestFileCutWithinALine(t *testing.T) {
 	}
 }
 
-// A file that never held objects may be empty, and its objects may move to another file.
+// A file without objects may be empty, and the objects of a file may move to another one.
 func TestEmptyFilesWithoutObjects(t *testing.T) {
 	dir := t.TempDir()
 	load := func(s *store, want ...string) {
@@ -168,7 +169,7 @@ func TestEmptyFilesWithoutObjects(t *testing.T) {
 	load(s, "Secret default/web-key")
 }
 
-// An answer with objects reports the problems of the manifests as warnings that kubectl prints.
+// A response reports the problems of the manifests as warnings, which kubectl prints.
 func TestProblemsAreWarnings(t *testing.T) {
 	dir := t.TempDir()
 	put(t, dir, "a.yaml", secret)

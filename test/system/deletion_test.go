@@ -103,7 +103,7 @@ spec:
 		return nil
 	})
 	p.eventually("a log message about the other file", func() error {
-		if !strings.Contains(p.log.String(), "two.yaml holds other objects as well") {
+		if !strings.Contains(p.log.String(), "two.yaml contains other objects") {
 			return errors.New("the log has no such message")
 		}
 		return nil
