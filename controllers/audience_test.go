@@ -14,15 +14,15 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-var _ = Describe("an Audience", func() {
+var _ = Describe("An Audience", func() {
 	const vip = `
 apiVersion: posthorn.dev/v1alpha1
 kind: Audience
 metadata: {name: vip}
 spec: {sourceRef: {name: web}, displayName: "Very Important (People)"}
 `
-	// shows waits until the condition of an Audience has a status and reason.
-	shows := func(w *world, namespace, name, condition string, status metav1.ConditionStatus, reason string) v1alpha1.Audience {
+	// expectCondition waits until a condition of an Audience has a status and reason.
+	expectCondition := func(w *world, namespace, name, condition string, status metav1.ConditionStatus, reason string) v1alpha1.Audience {
 		GinkgoHelper()
 		var a v1alpha1.Audience
 		Eventually(func(g Gomega) {
@@ -35,21 +35,21 @@ spec: {sourceRef: {name: web}, displayName: "Very Important (People)"}
 		return a
 	}
 
-	It("waits for its Source, gets its key, and shows its syncs", func() {
+	It("waits for its Source, gets its key, and reports its syncs", func() {
 		w := newWorld()
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, vip)
-		shows(w, namespace, "vip", "Ready", isFalse, "NoSource")
+		expectCondition(w, namespace, "vip", "Ready", isFalse, "NoSource")
 		w.apply(namespace, webSource)
-		a := shows(w, namespace, "vip", "Ready", isTrue, "Ready")
+		a := expectCondition(w, namespace, "vip", "Ready", isTrue, "Ready")
 		Expect(a.Status.Key).To(Equal("very_important_people"))
-		shows(w, namespace, "vip", "Synced", metav1.ConditionUnknown, "NoSyncYet")
+		expectCondition(w, namespace, "vip", "Synced", metav1.ConditionUnknown, "NoSyncYet")
 
 		at := time.Now().Truncate(time.Second)
 		w.dispatcher.set(func(d *fakeDispatcher) {
 			d.syncs[namespace+"/vip"] = func(r *liveconfig.AudienceReport) { r.Members, r.Added, r.LastSync = 7, 7, at }
 		})
-		a = shows(w, namespace, "vip", "Synced", isTrue, "Synced")
+		a = expectCondition(w, namespace, "vip", "Synced", isTrue, "Synced")
 		Expect(*a.Status.Members).To(BeEquivalentTo(7))
 		Expect(a.Status.LastSync.Time.Time).To(BeTemporally("==", at))
 		table, err := server.Kubectl("", "get", "paud", "vip", "--namespace", namespace)
@@ -61,33 +61,33 @@ spec: {sourceRef: {name: web}, displayName: "Very Important (People)"}
 				r.Members, r.LastSync, r.LastRefused, r.Refusal = 7, at, at.Add(time.Second), "invalid_json: line 3: the line is not JSON"
 			}
 		})
-		a = shows(w, namespace, "vip", "Synced", isFalse, "SyncRefused")
+		a = expectCondition(w, namespace, "vip", "Synced", isFalse, "SyncRefused")
 		Expect(meta.FindStatusCondition(a.Status.Conditions, "Synced").Message).To(ContainSubstring("line 3"))
-		shows(w, namespace, "vip", "Ready", isTrue, "Ready")
+		expectCondition(w, namespace, "vip", "Ready", isTrue, "Ready")
 		Eventually(func() []string { return w.events(namespace, "vip") }).Should(ContainElement("Warning SyncRefused"))
 	})
 
-	It("with another's key is not accepted, and gets it when the other goes", func() {
+	It("is not accepted while an older one has its key", func() {
 		w := newWorld()
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+vip)
-		shows(w, namespace, "vip", "Ready", isTrue, "Ready")
+		expectCondition(w, namespace, "vip", "Ready", isTrue, "Ready")
 		w.apply(namespace, `
 apiVersion: posthorn.dev/v1alpha1
 kind: Audience
 metadata: {name: young}
 spec: {sourceRef: {name: web}, displayName: other, key: very_important_people}
 `)
-		shows(w, namespace, "young", "Accepted", isFalse, "KeyConflict")
+		expectCondition(w, namespace, "young", "Accepted", isFalse, "KeyConflict")
 		w.delete(namespace, "audience", "vip")
-		shows(w, namespace, "young", "Ready", isTrue, "Ready")
+		expectCondition(w, namespace, "young", "Ready", isTrue, "Ready")
 	})
 })
 
-var _ = Describe("a DeletionRequest", func() {
-	It("shows each notification, and is deleted when its time is over", func() {
+var _ = Describe("A DeletionRequest", func() {
+	It("reports each notification, and is deleted when its TTL ends", func() {
 		w := newWorld()
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination+`
 apiVersion: posthorn.dev/v1alpha1
 kind: DeletionRequest
@@ -141,8 +141,8 @@ spec: {userId: u1, suppress: true, ttlSecondsAfterFinished: 0}
 		Eventually(func(g Gomega) {
 			config, _ := w.live(g, namespace)
 			g.Expect(config.Deletions).To(HaveLen(1))
-			g.Expect(config.Deletions[0].Ended).To(BeTrue(), "its run has ended, it only suppresses")
+			g.Expect(config.Deletions[0].Ended).To(BeTrue(), "the config has the request for suppression only")
 		}).Should(Succeed())
-		Expect(get(Default, "suppress").Name).To(Equal("suppress"), "what suppresses stays")
+		Expect(get(Default, "suppress").Name).To(Equal("suppress"), "a request with suppress is kept")
 	})
 })

@@ -32,23 +32,24 @@ import (
 )
 
 const (
-	// fieldOwner owns what the operator applies.
+	// fieldOwner is the field manager of the operator's applies.
 	fieldOwner = client.FieldOwner("posthorn-operator")
-	// settleTime is how long a changed namespace waits for more changes, so
-	// that one apply of many objects is compiled a few times and not once each.
+	// settleTime delays the compilation of a changed namespace, so that an apply of
+	// many objects causes a few compilations instead of one for each object.
 	settleTime = 50 * time.Millisecond
 )
 
-// markerRequest is the key that stands for no namespace but for the marker Secret.
+// markerRequest is the queue key of the marker Secret.
 var markerRequest = reconcile.Request{}
 
-// configReconciler keeps one live-config Secret per namespace that has objects.
+// configReconciler maintains one live-config Secret for each namespace that has
+// objects.
 //
-// The rights to create, patch and delete Secrets are limited to the release's
-// namespace. Listing and watching them is for metadata only (RBAC has no word
-// for that); contents are read one by one, of Secrets that are referred to.
+// Its permissions to create, patch and delete Secrets are limited to the release's
+// namespace. It lists and watches only the metadata of Secrets, which RBAC cannot
+// express; it reads the contents only of Secrets that an object refers to.
 type configReconciler struct {
-	client.Client               // reads from the cache, Secrets by metadata only
+	client.Client               // reads from the cache; of Secrets, only metadata
 	direct        client.Reader // reads from the API server
 	release       string
 	checkHost     func(host string) error
@@ -56,25 +57,26 @@ type configReconciler struct {
 	maxConfigBytes int
 	secrets        *secretReader
 	keys           *writeKeys
-	known          *verdictBook
+	verdicts       *verdictCache
 	own, statuses  *trigger
 
 	mu sync.Mutex
-	// primed is true once the write keys of every namespace are known, and
+	// primed is true when the write keys of every namespace are loaded.
+	primed bool
 	// pending are the namespaces that have not been compiled since the start.
-	primed  bool
 	pending map[string]bool
+	// written are the live-config Secrets that this process has written or verified.
 	written map[string]liveSecret
 }
 
-// liveSecret is what is known to be in a live-config Secret.
+// liveSecret identifies the content of a live-config Secret.
 type liveSecret struct{ revision, resourceVersion string }
 
-func setupConfig(mgr manager.Manager, o Options, known *verdictBook, statuses *trigger) error {
+func setupConfig(mgr manager.Manager, o Options, verdicts *verdictCache, statuses *trigger) error {
 	r := &configReconciler{
 		Client: mgr.GetClient(), direct: mgr.GetAPIReader(), release: o.Namespace, checkHost: o.CheckHost, maxConfigBytes: o.maxConfigBytes,
 		secrets: newSecretReader(mgr.GetClient(), mgr.GetAPIReader()),
-		keys:    newWriteKeys(), known: known, own: &trigger{}, statuses: statuses,
+		keys:    newWriteKeys(), verdicts: verdicts, own: &trigger{}, statuses: statuses,
 		written: map[string]liveSecret{},
 	}
 	r.own.fire(markerRequest.Name)
@@ -91,7 +93,7 @@ func setupConfig(mgr manager.Manager, o Options, known *verdictBook, statuses *t
 		Complete(r)
 }
 
-// enqueue is a handler that enqueues what find finds, after the settle time.
+// enqueue returns a handler that enqueues the results of find after the settle time.
 func enqueue(find func(context.Context, client.Object) []reconcile.Request) handler.EventHandler {
 	type queue = workqueue.TypedRateLimitingInterface[reconcile.Request]
 	add := func(ctx context.Context, o client.Object, q queue) {
@@ -110,8 +112,8 @@ func namespaceOf(_ context.Context, o client.Object) []reconcile.Request {
 	return []reconcile.Request{namespaceRequest(o.GetNamespace())}
 }
 
-// namespacesOfSecret maps a Secret to the namespace it matters to: its own, when
-// something there refers to it; the namespace's, when it is a live config.
+// namespacesOfSecret returns the namespace to compile when a Secret changes: that of
+// the objects that refer to the Secret, or that of the live config in the Secret.
 func (r *configReconciler) namespacesOfSecret(_ context.Context, secret client.Object) []reconcile.Request {
 	if secret.GetNamespace() == r.release {
 		if secret.GetName() == liveconfig.MarkerName {
@@ -121,14 +123,15 @@ func (r *configReconciler) namespacesOfSecret(_ context.Context, secret client.O
 			return []reconcile.Request{namespaceRequest(namespace)}
 		}
 	}
-	if r.secrets.matters(secret.GetNamespace(), secret.GetName()) {
+	if r.secrets.referenced(secret.GetNamespace(), secret.GetName()) {
 		return []reconcile.Request{namespaceRequest(secret.GetNamespace())}
 	}
 	return nil
 }
 
-// specChanged lets through what may change a config or a verdict: a new spec, new
-// labels, the end of a run, and another object of the same name, whose generation may be the same.
+// specChanged accepts the updates that may change a config or a verdict: a new spec,
+// new labels, the end of a run, and another object with the same name, whose
+// generation may be equal.
 var specChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 	ended := func(o client.Object) bool {
 		d, ok := o.(*v1alpha1.DeletionRequest)
@@ -138,8 +141,9 @@ var specChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 		!maps.Equal(e.ObjectOld.GetLabels(), e.ObjectNew.GetLabels())
 }}
 
-// notOwnWrite lets every change of a Secret through but our own writes of a live
-// config. A deletion always counts: its version may be that of our last write.
+// notOwnWrite accepts every change of a Secret, except for the reconciler's own writes
+// of a live config. It accepts every deletion, because the resource version of a
+// deleted Secret may be that of the last write.
 func (r *configReconciler) notOwnWrite() predicate.Predicate {
 	foreign := func(o client.Object) bool {
 		namespace, ok := liveconfig.NamespaceOf(o.GetName())
@@ -153,7 +157,7 @@ func (r *configReconciler) notOwnWrite() predicate.Predicate {
 	}
 }
 
-// wrote tells whether a version of a live-config Secret is the one that we wrote last.
+// wrote reports whether the reconciler's last write of a live-config Secret had this version.
 func (r *configReconciler) wrote(namespace, resourceVersion string) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -166,7 +170,7 @@ func (r *configReconciler) wrote(namespace, resourceVersion string) bool {
 // +kubebuilder:rbac:groups=coordination.k8s.io,resources=leases,namespace=posthorn-system,verbs=get;create;update
 // +kubebuilder:rbac:groups="",resources=events,namespace=posthorn-system,verbs=create;patch
 
-// Reconcile compiles one namespace, or makes the marker.
+// Reconcile compiles one namespace, or creates the marker Secret.
 func (r *configReconciler) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 	if err := r.prime(ctx); err != nil {
 		return reconcile.Result{}, err
@@ -184,7 +188,7 @@ func (r *configReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 	return reconcile.Result{}, r.mark(ctx, request.Name)
 }
 
-// compile brings one namespace's live-config Secret and verdicts up to date.
+// compile updates the live-config Secret and the verdicts of a namespace.
 func (r *configReconciler) compile(ctx context.Context, namespace string) (result string, err error) {
 	snapshot, err := r.gather(ctx, namespace)
 	if err != nil {
@@ -209,19 +213,19 @@ func (r *configReconciler) compile(ctx context.Context, namespace string) (resul
 	}
 	if encoded.TooLarge {
 		result = "too_large"
-		log.FromContext(ctx).Info("The live config is too large for a Secret; the status of objects that are not in effect says ConfigTooLarge")
+		log.FromContext(ctx).Info("live config too large for a Secret; objects that are not in effect have the reason ConfigTooLarge")
 	}
-	compiled := judged{}
-	judge(compiled, snapshot.Sources, encoded.Verdicts.Sources)
-	judge(compiled, snapshot.Destinations, encoded.Verdicts.Destinations)
-	judge(compiled, snapshot.Audiences, encoded.Verdicts.Audiences)
-	judge(compiled, snapshot.Deletions, encoded.Verdicts.Deletions)
-	r.known.set(namespace, compiled)
+	byUID := verdictsByUID{}
+	addVerdicts(byUID, snapshot.Sources, encoded.Verdicts.Sources)
+	addVerdicts(byUID, snapshot.Destinations, encoded.Verdicts.Destinations)
+	addVerdicts(byUID, snapshot.Audiences, encoded.Verdicts.Audiences)
+	addVerdicts(byUID, snapshot.Deletions, encoded.Verdicts.Deletions)
+	r.verdicts.set(namespace, byUID)
 	r.statuses.fire(namespace)
 	return result, nil
 }
 
-// gather reads one namespace.
+// gather reads a namespace's objects and the Secrets that they refer to.
 func (r *configReconciler) gather(ctx context.Context, namespace string) (compile.Snapshot, error) {
 	s, err := listNamespace(ctx, r, namespace)
 	if err != nil {
@@ -243,13 +247,14 @@ func (r *configReconciler) remove(ctx context.Context, namespace string) (string
 		r.forget(namespace)
 		return "unchanged", nil
 	}
-	// Giving up a namespace gives up its messages: an empty cache is not proof enough.
+	// The dispatchers discard the messages of a removed namespace. The cache may lag, so
+	// only the API server can confirm that the namespace has no objects.
 	for _, list := range namespaceLists() {
 		if err := r.direct.List(ctx, list, client.InNamespace(namespace), client.Limit(1)); err != nil {
 			return "", fmt.Errorf("confirm that namespace %s has no objects: %w", namespace, err)
 		}
 		if meta.LenList(list) > 0 {
-			return "", fmt.Errorf("the cache of namespace %s is behind the API server", namespace)
+			return "", fmt.Errorf("the cache of namespace %s lags behind the API server", namespace)
 		}
 	}
 	secret := &corev1.Secret{}
@@ -257,25 +262,25 @@ func (r *configReconciler) remove(ctx context.Context, namespace string) (string
 	if err := r.Delete(ctx, secret); client.IgnoreNotFound(err) != nil {
 		return "", fmt.Errorf("delete the live config of namespace %s: %w", namespace, err)
 	}
-	log.FromContext(ctx).Info("Live config deleted: the namespace has no objects")
+	log.FromContext(ctx).Info("live config deleted; the namespace has no objects")
 	r.forget(namespace)
 	return "removed", nil
 }
 
-// forget drops what is remembered of a namespace without objects.
+// forget removes the data about a namespace without objects.
 func (r *configReconciler) forget(namespace string) {
 	r.secrets.forget(namespace)
-	r.known.forget(namespace)
+	r.verdicts.remove(namespace)
 	for _, other := range r.keys.set(namespace, nil) {
 		r.own.fire(other)
 	}
 	r.mu.Lock()
 	delete(r.written, namespace)
 	r.mu.Unlock()
-	r.statuses.fire(namespace) // which forgets it then, too
+	r.statuses.fire(namespace) // The status controller removes its data, too.
 }
 
-// write applies a namespace's live-config Secret when it is not what it should be.
+// write applies a namespace's live-config Secret if its content differs.
 func (r *configReconciler) write(ctx context.Context, namespace string, data []byte, revision string) (string, error) {
 	key := types.NamespacedName{Namespace: r.release, Name: liveconfig.SecretName(namespace)}
 	m := secretMetadata()
@@ -288,7 +293,7 @@ func (r *configReconciler) write(ctx context.Context, namespace string, data []b
 	if last == (liveSecret{revision, m.ResourceVersion}) {
 		return "unchanged", nil
 	}
-	// Not ours, not as we left it, or the cache is behind: only its content can tell.
+	// Another client has written the Secret, or the cache lags. Compare the content.
 	var current corev1.Secret
 	err := r.direct.Get(ctx, key, &current)
 	if client.IgnoreNotFound(err) != nil {
@@ -308,7 +313,7 @@ func (r *configReconciler) write(ctx context.Context, namespace string, data []b
 			return "", fmt.Errorf("apply the live config of namespace %s: %w", namespace, err)
 		}
 		current.ResourceVersion = *wanted.ResourceVersion
-		log.FromContext(ctx).Info("Live config written", "revision", revision, "bytes", len(data))
+		log.FromContext(ctx).Info("live config written", "revision", revision, "bytes", len(data))
 	}
 	r.mu.Lock()
 	r.written[namespace] = liveSecret{revision, current.ResourceVersion}
@@ -316,15 +321,16 @@ func (r *configReconciler) write(ctx context.Context, namespace string, data []b
 	return result, nil
 }
 
-// isLive tells whether a Secret is a namespace's live config as the dispatchers expect it.
+// isLive reports whether a Secret is the namespace's live config with this content.
 func isLive(s *corev1.Secret, namespace string, data []byte, revision string) bool {
 	_, labelled := s.Labels[liveconfig.LabelLive]
 	return labelled && s.Labels[liveconfig.LabelNamespace] == namespace && s.Annotations[liveconfig.AnnotationRevision] == revision &&
 		bytes.Equal(s.Data[liveconfig.DataKey], data)
 }
 
-// last returns the live config that a namespace has; false when it has none. One
-// that does not decode is in effect nowhere.
+// last returns the namespace's present live config; false if there is none. For a
+// config that does not decode it returns the zero Config, because no dispatcher
+// runs such a config.
 func (r *configReconciler) last(ctx context.Context, namespace string) (liveconfig.Config, bool, error) {
 	key := types.NamespacedName{Namespace: r.release, Name: liveconfig.SecretName(namespace)}
 	var current corev1.Secret
@@ -337,8 +343,8 @@ func (r *configReconciler) last(ctx context.Context, namespace string) (liveconf
 	return config, true, nil
 }
 
-// prime reads the write keys of all namespaces before the first one is compiled:
-// with only some of them known, a younger Source could get an older one's key.
+// prime loads the write keys of all namespaces. It runs before the first compilation:
+// with an incomplete index, a younger Source could get the key of an older one.
 func (r *configReconciler) prime(ctx context.Context) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -361,8 +367,8 @@ func (r *configReconciler) prime(ctx context.Context) error {
 		group.Go(func() error {
 			s, err := r.gather(ctx, name)
 			if err != nil {
-				// Its own compilation tries again; the others do not wait for it.
-				log.FromContext(ctx).Error(err, "Reading the write keys of a namespace failed", "namespace", name)
+				// The compilation of this namespace retries. The others do not wait for it.
+				log.FromContext(ctx).Error(err, "loading the write keys of a namespace failed", "namespace", name)
 				return nil
 			}
 			r.keys.set(name, holders(s))
@@ -377,8 +383,9 @@ func (r *configReconciler) prime(ctx context.Context) error {
 	return nil
 }
 
-// mark notes that a namespace is compiled. When all are it makes the marker Secret,
-// without which a dispatcher that starts does not take the configs for all there are.
+// mark records that a namespace is compiled. When all namespaces are, it creates the
+// marker Secret. A dispatcher that starts waits for the marker before it treats its
+// set of live configs as complete.
 func (r *configReconciler) mark(ctx context.Context, namespace string) error {
 	r.mu.Lock()
 	delete(r.pending, namespace)
@@ -402,7 +409,7 @@ func (r *configReconciler) mark(ctx context.Context, namespace string) error {
 	if err := r.Apply(ctx, marker, fieldOwner, client.ForceOwnership); err != nil {
 		return fmt.Errorf("apply Secret %s: %w", key, err)
 	}
-	log.FromContext(ctx).Info("Every namespace is compiled; dispatchers may start")
+	log.FromContext(ctx).Info("marker Secret written; every namespace is compiled", "secret", key.Name)
 	return nil
 }
 
@@ -418,7 +425,8 @@ func secretNames(s compile.Snapshot) []string {
 	return slices.Compact(names)
 }
 
-// holders returns a namespace's write keys, each with the oldest Source that uses it.
+// holders returns the hashes of a namespace's write keys, each with the oldest
+// Source that uses the key.
 func holders(s compile.Snapshot) map[string]keyHolder {
 	found := map[string]keyHolder{}
 	for i := range s.Sources {

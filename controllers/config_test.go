@@ -27,10 +27,10 @@ const (
 	isUnknown = metav1.ConditionUnknown
 )
 
-var _ = Describe("live config", func() {
-	It("is one Secret that says what a namespace asks for", func() {
+var _ = Describe("The live config", func() {
+	It("is one Secret for each namespace", func() {
 		w := newWorld()
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination)
 		Eventually(func(g Gomega) {
 			config, secret := w.live(g, namespace)
@@ -46,14 +46,14 @@ var _ = Describe("live config", func() {
 			g.Expect(secret.Data).To(HaveLen(1))
 		}).Should(Succeed())
 		for _, c := range []string{"Accepted", "ResolvedRefs", "Programmed", "Ready"} {
-			w.says(namespace, "whd/crm", c, isTrue, c)
-			w.says(namespace, "source/web", c, isTrue, c)
+			w.expectCondition(namespace, "whd/crm", c, isTrue, c)
+			w.expectCondition(namespace, "source/web", c, isTrue, c)
 		}
-		w.says(namespace, "whd/crm", "Delivering", isUnknown, "NoTrafficYet")
-		w.says(namespace, "source/web", "Receiving", isUnknown, "NoTrafficYet")
+		w.expectCondition(namespace, "whd/crm", "Delivering", isUnknown, "NoTrafficYet")
+		w.expectCondition(namespace, "source/web", "Receiving", isUnknown, "NoTrafficYet")
 		Eventually(func() []string { return w.source(Default, namespace, "web").Status.Destinations }).Should(Equal([]string{"crm"}))
-		Expect(logs.String()).To(MatchRegexp(`"Live config written" .*namespace=` + namespace + ` `))
-		// Good news about a new object is no Event.
+		Expect(logs.String()).To(MatchRegexp(`"live config written" .*namespace=` + namespace + ` `))
+		// A new object without problems has no Event.
 		Expect(w.events(namespace, "crm")).To(BeEmpty())
 
 		table, err := server.Kubectl("", "get", "posthorn", "--namespace", namespace)
@@ -62,7 +62,7 @@ var _ = Describe("live config", func() {
 		Expect(table).To(MatchRegexp(`webhookdestination.posthorn.dev/crm +True +Ready +Unknown`))
 	})
 
-	It("comes with a marker once every namespace is in it, also when there is none", func() {
+	It("has a marker Secret after all namespaces are compiled, even if there are none", func() {
 		w := newWorld()
 		marker := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: release, Name: liveconfig.MarkerName}}
 		exists := func() error { return cluster.Get(w.ctx, client.ObjectKeyFromObject(marker), marker) }
@@ -70,39 +70,39 @@ var _ = Describe("live config", func() {
 		Expect(marker.Labels).To(HaveKey(liveconfig.LabelLive))
 		Expect(marker.Labels).NotTo(HaveKey(liveconfig.LabelNamespace))
 
-		By("deleting the marker by hand")
+		By("deleting the marker")
 		old := marker.UID
 		Expect(cluster.Delete(w.ctx, marker)).To(Succeed())
 		Eventually(func(g Gomega) { g.Expect(exists()).To(Succeed()); g.Expect(marker.UID).NotTo(Equal(old)) }).Should(Succeed())
 	})
 
-	It("holds a destination whose Secret is missing, and releases it when the Secret comes", func() {
+	It("pauses a destination while its Secret is missing", func() {
 		w := newWorld()
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmDestination)
-		w.says(namespace, "whd/crm", "ResolvedRefs", isFalse, "SecretNotFound")
-		w.says(namespace, "whd/crm", "Ready", isFalse, "SecretNotFound")
-		w.says(namespace, "source/web", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/crm", "ResolvedRefs", isFalse, "SecretNotFound")
+		w.expectCondition(namespace, "whd/crm", "Ready", isFalse, "SecretNotFound")
+		w.expectCondition(namespace, "source/web", "Ready", isTrue, "Ready")
 		config, _ := w.live(Default, namespace)
 		Expect(config.Destinations[0].State).To(Equal(liveconfig.Paused))
 		Eventually(func() []string { return w.events(namespace, "crm") }).Should(ConsistOf("Warning SecretNotFound"))
 
 		w.apply(namespace, crmSecret)
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		config, _ = w.live(Default, namespace)
 		Expect(config.Destinations[0].State).To(Equal(liveconfig.Active))
 		Eventually(func() []string { return w.events(namespace, "crm") }).Should(ConsistOf("Warning SecretNotFound", "Normal ResolvedRefs"))
 
 		By("deleting the Secret")
 		w.delete(namespace, "secret", "crm")
-		w.says(namespace, "whd/crm", "Ready", isFalse, "SecretNotFound")
+		w.expectCondition(namespace, "whd/crm", "Ready", isFalse, "SecretNotFound")
 	})
 
-	It("follows a Secret's content", func() {
+	It("is updated when a Secret changes", func() {
 		w := newWorld()
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination)
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		before := w.destination(Default, namespace, "crm").Status.Revision
 		w.apply(namespace, strings.ReplaceAll(crmSecret, "hush-crm", "hush-new"))
 		Eventually(func(g Gomega) {
@@ -111,24 +111,24 @@ var _ = Describe("live config", func() {
 			d := w.destination(g, namespace, "crm")
 			g.Expect(d.Status.Revision).NotTo(Equal(before))
 		}).Should(Succeed())
-		w.says(namespace, "whd/crm", "Programmed", isTrue, "Programmed")
+		w.expectCondition(namespace, "whd/crm", "Programmed", isTrue, "Programmed")
 	})
 
-	It("follows labels of Sources", func() {
+	It("is updated when the labels of a Source change", func() {
 		w := newWorld()
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+named("crm", "sourceRefs: [{name: web}]", "sourceSelector: {matchLabels: {team: crm}}"))
-		w.says(namespace, "whd/crm", "ResolvedRefs", isFalse, "NoSource")
+		w.expectCondition(namespace, "whd/crm", "ResolvedRefs", isFalse, "NoSource")
 		_, err := server.Kubectl("", "label", "psrc", "web", "team=crm", "--overwrite", "--namespace", namespace)
 		Expect(err).NotTo(HaveOccurred())
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 	})
 
-	It("loses what is deleted, and goes when the last object goes", func() {
+	It("excludes deleted objects, and is deleted after the last one", func() {
 		w := newWorld()
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination)
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		w.delete(namespace, "whd", "crm")
 		Eventually(func(g Gomega) {
 			config, _ := w.live(g, namespace)
@@ -143,13 +143,13 @@ var _ = Describe("live config", func() {
 		}).Should(BeFalse())
 	})
 
-	It("goes at the start when the objects went while no operator ran", func() {
+	It("is deleted at the start if the objects were deleted while no operator ran", func() {
 		w := newWorld()
-		namespace, other := w.namespace(), w.namespace()
+		namespace, other := w.newNamespace(), w.newNamespace()
 		w.apply(namespace, webSource)
 		w.apply(other, strings.ReplaceAll(webSource, "hush-web", "hush-other"))
-		w.says(namespace, "source/web", "Ready", isTrue, "Ready")
-		w.says(other, "source/web", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "source/web", "Ready", isTrue, "Ready")
+		w.expectCondition(other, "source/web", "Ready", isTrue, "Ready")
 		w.stop()
 		w.delete(namespace, "psrc", "web")
 		w.start()
@@ -161,20 +161,20 @@ var _ = Describe("live config", func() {
 		Expect(kept.Labels).To(HaveKeyWithValue(liveconfig.LabelNamespace, other))
 	})
 
-	It("keeps namespaces, and objects of a namespace, apart", func() {
+	It("isolates namespaces, and the objects of a namespace", func() {
 		w := newWorld()
-		a, b := w.namespace(), w.namespace()
+		a, b := w.newNamespace(), w.newNamespace()
 		w.apply(a, webSource+crmSecret+crmDestination)
 		w.apply(b, strings.ReplaceAll(webSource, "hush-web", "hush-b")+crmSecret+crmDestination)
-		w.says(a, "whd/crm", "Ready", isTrue, "Ready")
-		w.says(b, "whd/crm", "Ready", isTrue, "Ready")
-		before := w.quiet()
+		w.expectCondition(a, "whd/crm", "Ready", isTrue, "Ready")
+		w.expectCondition(b, "whd/crm", "Ready", isTrue, "Ready")
+		before := w.waitIdle()
 		_, secretB := w.live(Default, b)
 
 		w.apply(a, named("bad", "https://hooks.example/in", "http://169.254.169.254/latest")+named("worse", "[{name: web}]", "[{name: missing}]"))
-		w.says(a, "whd/bad", "Accepted", isFalse, "EgressDenied")
-		w.says(a, "whd/worse", "ResolvedRefs", isFalse, "NoSource")
-		w.polled(3)
+		w.expectCondition(a, "whd/bad", "Accepted", isFalse, "EgressDenied")
+		w.expectCondition(a, "whd/worse", "ResolvedRefs", isFalse, "NoSource")
+		w.waitPolls(3)
 		after := w.versions()
 		Expect(after["whd/"+a+"/crm"]).To(Equal(before["whd/"+a+"/crm"]))
 		Expect(after["whd/"+b+"/crm"]).To(Equal(before["whd/"+b+"/crm"]))
@@ -182,11 +182,11 @@ var _ = Describe("live config", func() {
 		Expect(again.ResourceVersion).To(Equal(secretB.ResourceVersion))
 	})
 
-	It("comes back when it is deleted, changed or unlabelled by hand", func() {
+	It("is restored when another client deletes it, changes it or removes its labels", func() {
 		w := newWorld()
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination)
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		config, secret := w.live(Default, namespace)
 		for _, harm := range []func() error{
 			func() error { return cluster.Delete(w.ctx, secret) },
@@ -212,32 +212,31 @@ var _ = Describe("live config", func() {
 
 	It("gives a write key to the oldest Source of all namespaces", func() {
 		w := newWorld()
-		first, second := w.namespace(), w.namespace()
+		first, second := w.newNamespace(), w.newNamespace()
 		w.apply(first, webSource)
-		w.says(first, "source/web", "Ready", isTrue, "Ready")
-		Eventually(func(g Gomega) { // creation times have a precision of one second
+		w.expectCondition(first, "source/web", "Ready", isTrue, "Ready")
+		Eventually(func(g Gomega) { // Creation times have a precision of one second.
 			g.Expect(metav1.Now().Unix()).To(BeNumerically(">", w.source(g, first, "web").CreationTimestamp.Unix()))
 		}).Should(Succeed())
 		w.apply(second, webSource)
-		w.says(second, "source/web", "Accepted", isFalse, "WriteKeyConflict")
-		w.says(first, "source/web", "Ready", isTrue, "Ready")
+		w.expectCondition(second, "source/web", "Accepted", isFalse, "WriteKeyConflict")
+		w.expectCondition(first, "source/web", "Ready", isTrue, "Ready")
 		config, _ := w.live(Default, second)
 		Expect(config.Sources[0].WriteKeySHA256).To(BeEmpty())
 
 		By("restarting the operator")
-		before := w.quiet()
+		before := w.waitIdle()
 		w.stop()
 		w.start()
-		w.polled(5)
+		w.waitPolls(5)
 		Expect(w.versions()).To(Equal(before))
 
-		By("deleting the older one")
+		By("deleting the older Source")
 		w.delete(first, "psrc", "web")
-		w.says(second, "source/web", "Ready", isTrue, "Ready")
+		w.expectCondition(second, "source/web", "Ready", isTrue, "Ready")
 	})
 
-	It("of the largest size is stored by the API server", func() {
-		// Nothing smaller than the limit is certain to fit: the API server decides.
+	It("fits into a Secret up to its size limit", func() {
 		secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: release, Name: liveconfig.SecretName("largest")}}
 		secret.Labels = map[string]string{liveconfig.LabelLive: "true", liveconfig.LabelNamespace: "largest"}
 		secret.Annotations = map[string]string{liveconfig.AnnotationRevision: strings.Repeat("0", 64)}
@@ -247,13 +246,13 @@ var _ = Describe("live config", func() {
 		Expect(cluster.Delete(context.Background(), secret)).To(Succeed())
 	})
 
-	It("that does not fit into a Secret holds what does not, and follows every other change", func() {
-		// A small limit leads to the same decisions. At the real one every step compresses
-		// and parses megabytes, a dozen times, which takes minutes under the race detector.
+	It("pauses the destinations that exceed the size limit, and includes every other change", func() {
+		// With the real limit, the repeated compression of megabytes takes minutes under the
+		// race detector. A smaller limit causes the same decisions.
 		w := newWorld(func(w *world) { w.options.maxConfigBytes = liveconfig.MaxEncodedBytes / 16 })
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination)
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 
 		large := func(name string) *v1alpha1.WebhookDestination {
 			d := &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}}
@@ -272,43 +271,43 @@ var _ = Describe("live config", func() {
 		}
 		for _, name := range []string{"large", "larger"} {
 			Expect(cluster.Create(w.ctx, large(name))).To(Succeed())
-			w.says(namespace, "whd/"+name, "Ready", isTrue, "Ready")
+			w.expectCondition(namespace, "whd/"+name, "Ready", isTrue, "Ready")
 		}
 		Expect(cluster.Create(w.ctx, large("too-large"))).To(Succeed())
-		w.says(namespace, "whd/too-large", "Accepted", isFalse, "ConfigTooLarge")
-		w.says(namespace, "whd/large", "Ready", isTrue, "Ready")
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
-		w.says(namespace, "whd/too-large", "Programmed", isTrue, "Programmed") // as paused
+		w.expectCondition(namespace, "whd/too-large", "Accepted", isFalse, "ConfigTooLarge")
+		w.expectCondition(namespace, "whd/large", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/too-large", "Programmed", isTrue, "Programmed") // as paused
 		config, _ := w.live(Default, namespace)
 		Expect(config.Destinations).To(HaveLen(4))
 		i := slices.IndexFunc(config.Destinations, func(d liveconfig.Destination) bool { return d.Name == "too-large" })
 		Expect(config.Destinations[i].State).To(Equal(liveconfig.Paused))
 
-		By("changes of the others meanwhile")
+		By("changing other objects")
 		w.apply(namespace, strings.ReplaceAll(crmSecret, "hush-crm", "hush-new"))
 		Eventually(func(g Gomega) {
 			config, _ := w.live(g, namespace)
 			g.Expect(config.Destinations[0].Signing[0].Secret.Reveal()).To(Equal("hush-new"))
 		}).Should(Succeed())
 
-		By("an operator that starts, which knows only the Secret")
-		before := w.quiet()
+		By("restarting the operator, which has only the Secret")
+		before := w.waitIdle()
 		w.stop()
 		w.start()
-		w.polled(5)
-		Expect(w.quiet()).To(Equal(before))
+		w.waitPolls(5)
+		Expect(w.waitIdle()).To(Equal(before))
 
 		w.delete(namespace, "whd", "large")
-		w.says(namespace, "whd/too-large", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/too-large", "Ready", isTrue, "Ready")
 
-		By("a namespace that never had another config")
-		first := w.namespace()
-		namespace = first // large makes its objects there
+		By("using a namespace that has had no config")
+		first := w.newNamespace()
+		namespace = first // large uses it.
 		for _, name := range []string{"large", "larger", "too-large"} {
 			Expect(cluster.Create(w.ctx, large(name))).To(Succeed())
 		}
 		w.apply(first, strings.ReplaceAll(webSource, "hush-web", "hush-first"))
-		w.says(first, "source/web", "Ready", isTrue, "Ready")
+		w.expectCondition(first, "source/web", "Ready", isTrue, "Ready")
 		Eventually(func(g Gomega) {
 			var reasons []string
 			for _, name := range []string{"large", "larger", "too-large"} {

@@ -1,14 +1,14 @@
-// Package controllers is the control plane: it compiles the custom resources of
-// each namespace into a live config for the dispatchers, and writes what the
-// dispatchers report of it to the resources' status.
+// Package controllers is the control plane. It compiles the custom resources of each
+// namespace into a live config for the dispatchers, and writes the dispatchers' reports
+// to the status of the resources.
 //
 //	config: one namespace's objects and Secrets -> compile -> one live-config Secret
-//	redelivery: has the dispatcher pods redeliver what a Redelivery chooses
+//	redelivery: runs each Redelivery on the dispatcher pods
 //	prober: GET /report of every ready dispatcher pod, every second
 //	status: verdicts and reports -> health -> status, written only when it differs
 //
-// The reconcilers do the reading and writing; what is decided is decided by the
-// pure packages compile and health.
+// The reconcilers read and write; the pure packages compile and health make the
+// decisions.
 package controllers
 
 import (
@@ -47,44 +47,45 @@ type Options struct {
 	DispatcherSelector string
 	// DispatcherAdminPort is the port of the pods' GET /report. Required, unless Pods is set.
 	DispatcherAdminPort int
-	// DispatcherTokenFile holds a token for the pods' admin listeners, of the
-	// audience liveconfig.AdminAudience; they are then spoken to over TLS. Empty:
-	// over plain HTTP, to dispatchers that run with --admin-auth=none.
+	// DispatcherTokenFile contains a token for the pods' admin listeners, with the
+	// audience liveconfig.AdminAudience; the requests then use TLS. If it is empty, they
+	// use plain HTTP, to dispatchers that run with --admin-auth=none.
 	DispatcherTokenFile string
-	// Pods finds the dispatchers; nil finds them as DispatcherSelector says.
+	// Pods lists the dispatchers. Default: the pods that DispatcherSelector selects.
 	Pods Pods
 	// CheckHost returns the reason why deliveries to a URL's host are denied; nil allows every host.
 	CheckHost func(host string) error
-	// LeaderElection lets one of several replicas work at a time, by a Lease in Namespace.
+	// LeaderElection makes one of several replicas active, by a Lease in Namespace.
 	LeaderElection bool
-	// MetricsBindAddress and HealthProbeBindAddress are host:port; "0" switches them off.
+	// MetricsBindAddress and HealthProbeBindAddress are host:port; "0" disables them.
 	MetricsBindAddress, HealthProbeBindAddress string
-	// MetricsTLS and MetricsGuard are the metrics' certificate and who may read them;
-	// nil serves them in clear text, to everybody.
+	// MetricsTLS is the certificate of the metrics server, and MetricsGuard authorizes
+	// its requests. If they are nil, the metrics are public and in clear text.
 	MetricsTLS   *tls.Config
 	MetricsGuard func(http.Handler) http.Handler
-	// PollInterval is the time between two reports of a pod. Default 1 s.
+	// PollInterval is the time between two requests for a pod's report. Default 1 s.
 	PollInterval time.Duration
 	// Now is the clock. Default time.Now.
 	Now func() time.Time
-	// leaseDuration is how long a Lease holds that is not renewed. Default 30 s:
-	// without a leader deliveries continue, and a stopping operator releases the Lease.
+	// leaseDuration is the time after which a Lease that is not renewed expires. Default
+	// 30 s: without a leader deliveries continue, and an operator that stops releases the
+	// Lease.
 	leaseDuration time.Duration
 	// numbersInterval is the shortest time between two writes of an object's numbers;
 	// transitions do not wait for it. Default 30 s.
 	numbersInterval time.Duration
-	// confirmGrace is how long the pods may take to confirm a change before status
-	// shows it as pending, so that a change costs one write, not one per pod. The
-	// pods are asked more often meanwhile. Default 2 s.
+	// confirmGrace is the time that the pods have to confirm a change before the status
+	// shows it as pending, so that a change causes one write instead of one for each pod.
+	// During this time the pods are polled more often. Default 2 s.
 	confirmGrace time.Duration
 	// maxConfigBytes bounds an encoded live config. Default liveconfig.MaxEncodedBytes,
-	// which is as much as a Secret holds.
+	// the size limit of a Secret.
 	maxConfigBytes int
 }
 
-// Run runs the control plane until ctx is done. What is missing at first (the
-// kinds, a right, the API server) is waited for; who loses the Lease, because the
-// API server was away, waits for it again.
+// Run runs the control plane until ctx is done. It waits for missing CRDs, missing
+// permissions and the API server. After the loss of the Lease, for example because the
+// API server was unreachable, it starts again and waits for the Lease.
 func Run(ctx context.Context, cfg *rest.Config, o Options) error {
 	for {
 		mgr, err := NewManager(cfg, o)
@@ -93,8 +94,8 @@ func Run(ctx context.Context, cfg *rest.Config, o Options) error {
 		}
 		err = mgr.Start(ctx)
 		if ctx.Err() != nil {
-			if err != nil { // For example one that waits for an unreachable API server.
-				mgr.GetLogger().Info("Not all that the operator does ended in time", "error", err)
+			if err != nil { // For example, a controller waits for an unreachable API server.
+				mgr.GetLogger().Info("some controllers did not stop within the shutdown timeout", "error", err)
 			}
 			return nil
 		}
@@ -103,7 +104,7 @@ func Run(ctx context.Context, cfg *rest.Config, o Options) error {
 		default:
 			return err
 		}
-		mgr.GetLogger().Error(err, "The operator stopped working; it starts over")
+		mgr.GetLogger().Error(err, "the controllers stopped; starting them again")
 		select {
 		case <-time.After(time.Second):
 		case <-ctx.Done():
@@ -112,8 +113,8 @@ func Run(ctx context.Context, cfg *rest.Config, o Options) error {
 	}
 }
 
-// NewManager makes the control plane for Run. The
-// kubebuilder markers on the reconcilers say which rights it needs.
+// NewManager returns the control plane for Run. The kubebuilder markers on the
+// reconcilers list the permissions that it needs.
 func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 	if o.Namespace == "" {
 		return nil, errors.New("controllers: Options.Namespace is empty; name the release's namespace")
@@ -131,7 +132,7 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 	o.confirmGrace = cmp.Or(o.confirmGrace, 2*time.Second)
 	o.maxConfigBytes = cmp.Or(o.maxConfigBytes, liveconfig.MaxEncodedBytes)
 	renewDeadline, retryPeriod := o.leaseDuration*2/3, o.leaseDuration/6
-	gracefulShutdown := 10 * time.Second // Nothing is lost with what does not end by then.
+	gracefulShutdown := 10 * time.Second // Every reconciliation can be interrupted without loss.
 	if o.Now == nil {
 		o.Now = time.Now
 	}
@@ -141,7 +142,7 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 	}
 	cfg = rest.CopyConfig(cfg)
 	if cfg.QPS == 0 {
-		cfg.QPS = -1 // the API server shares itself out fairly; a limit here would only delay a large namespace
+		cfg.QPS = -1 // Priority and fairness of the API server apply; a client-side limit would only delay large namespaces.
 	}
 	yes := true
 	mgr, err := manager.New(cfg, manager.Options{
@@ -164,19 +165,20 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 		GracefulShutdownTimeout:       &gracefulShutdown,
 		Metrics:                       metricsOptions(o),
 		HealthProbeBindAddress:        o.HealthProbeBindAddress,
-		// Warmup: a replica that waits to lead has its caches filled already.
-		// Names are unique by construction, and several managers may live in one process.
-		// Kinds and rights that are missing are waited for.
+		// EnableWarmup fills the caches of a replica that waits for the Lease.
+		// SkipNameValidation allows several managers in one process; names are unique by
+		// construction. The CacheSyncTimeout is a year, so that the controllers wait for
+		// missing CRDs and permissions.
 		Controller: config.Controller{EnableWarmup: &yes, SkipNameValidation: &yes, CacheSyncTimeout: 365 * 24 * time.Hour},
 	})
 	if err != nil {
-		return nil, fmt.Errorf("make the controller manager: %w", err)
+		return nil, fmt.Errorf("create the controller manager: %w", err)
 	}
 	return mgr, setup(mgr, o)
 }
 
-// mapper knows the core kinds that the manager's cache is set up for, so that a
-// manager can be made while the API server is away.
+// mapper contains the core kinds of the manager's cache, so that a manager can be
+// created while the API server is unreachable.
 type mapper struct {
 	meta.RESTMapper
 	core *meta.DefaultRESTMapper
@@ -215,34 +217,34 @@ func metricsOptions(o Options) metricsserver.Options {
 }
 
 func setup(mgr manager.Manager, o Options) error {
-	scheme, way := "http", plainTransport()
+	scheme, transport := "http", plainTransport()
 	if o.DispatcherTokenFile != "" {
 		certificate := newAdminCertificate(mgr.GetClient(), mgr.GetAPIReader(), o.Namespace, o.Now)
 		if err := mgr.Add(certificate); err != nil {
 			return fmt.Errorf("set up the admin certificate: %w", err)
 		}
-		scheme, way = "https", certificate.transport(o.DispatcherTokenFile)
+		scheme, transport = "https", certificate.transport(o.DispatcherTokenFile)
 	}
 	if o.Pods == nil {
 		o.Pods = clusterPods{reader: mgr.GetCache(), namespace: o.Namespace, scheme: scheme, port: o.DispatcherAdminPort}
 	}
-	known := newVerdictBook()
+	verdicts := newVerdictCache()
 	statuses := &trigger{}
-	reports := newProber(o.Pods, o.PollInterval, way, func(namespaces []string) {
+	reports := newProber(o.Pods, o.PollInterval, transport, func(namespaces []string) {
 		if namespaces == nil {
-			namespaces = known.namespaces()
+			namespaces = verdicts.namespaces()
 		}
 		for _, namespace := range namespaces {
 			statuses.fire(namespace)
 		}
 	})
-	if err := setupConfig(mgr, o, known, statuses); err != nil {
+	if err := setupConfig(mgr, o, verdicts, statuses); err != nil {
 		return fmt.Errorf("set up the config controller: %w", err)
 	}
-	if err := setupStatus(mgr, o, known, reports, statuses); err != nil {
+	if err := setupStatus(mgr, o, verdicts, reports, statuses); err != nil {
 		return fmt.Errorf("set up the status controller: %w", err)
 	}
-	if err := setupRedelivery(mgr, o, way); err != nil {
+	if err := setupRedelivery(mgr, o, transport); err != nil {
 		return fmt.Errorf("set up the redelivery controller: %w", err)
 	}
 	if err := mgr.Add(reports); err != nil {
@@ -261,7 +263,7 @@ func setup(mgr manager.Manager, o Options) error {
 				}
 			}
 			if !mgr.GetCache().WaitForCacheSync(ctx) {
-				return errors.New("the caches are not filled yet; may the operator list and watch Secrets?")
+				return errors.New("the caches are not filled yet; check that the operator may list and watch Secrets")
 			}
 			return nil
 		}),

@@ -12,15 +12,15 @@ var (
 	}, []string{"result"})
 	statusWrites = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "posthorn_operator_status_writes_total",
-		Help: "Status writes by kind. An idle cluster has none.",
+		Help: "Status writes by kind. There are none without changes and traffic.",
 	}, []string{"kind"})
 	dispatchers = prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "posthorn_operator_dispatchers",
-		Help: "Dispatcher pods that are ready, by whether they answer the operator.",
+		Help: "Ready dispatcher pods, by whether they answer the operator.",
 	}, []string{"answering"})
 	reportFailures = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "posthorn_operator_report_failures_total",
-		Help: "Reports that a ready dispatcher pod did not give.",
+		Help: "Failed requests for the report of a ready dispatcher pod.",
 	})
 )
 

@@ -10,16 +10,16 @@ import (
 	"github.com/posthorn/posthorn/test/metrics"
 )
 
-var _ = Describe("metrics", func() {
-	It("are those that docs/metrics.md lists, neither more nor less", func() {
+var _ = Describe("The operator's metrics", func() {
+	It("are exactly those in docs/metrics.md", func() {
 		free, err := net.Listen("tcp", "127.0.0.1:0")
 		Expect(err).NotTo(HaveOccurred())
 		address := free.Addr().String()
 		Expect(free.Close()).To(Succeed())
 		w := newWorld(func(w *world) { w.options.MetricsBindAddress = address })
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination)
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 
 		scrape, err := http.Get("http://" + address + "/metrics")
 		Expect(err).NotTo(HaveOccurred())

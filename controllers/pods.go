@@ -19,13 +19,14 @@ type Pod struct {
 	URL string
 }
 
-// Pods finds the dispatchers.
+// Pods lists the dispatcher pods.
 type Pods interface {
-	// Ready lists the dispatcher pods that are ready. It is called about once a second.
+	// Ready lists the ready dispatcher pods. It is called about once a second.
 	Ready(ctx context.Context) ([]Pod, error)
 }
 
-// clusterPods are the pods of the release's namespace that the cache selects.
+// clusterPods lists the pods of the release's namespace from the cache, which
+// holds those that match the dispatcher selector.
 type clusterPods struct {
 	reader    client.Reader
 	namespace string

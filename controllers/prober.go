@@ -21,43 +21,44 @@ import (
 const (
 	reportTimeout  = 2 * time.Second
 	maxReportBytes = 64 << 20
-	// maxReportsAtOnce bounds how many reports are held in memory as bytes.
+	// maxReportsAtOnce bounds the number of encoded reports in memory.
 	maxReportsAtOnce = 16
-	// answerGrace is how long a pod's last report stands in for those that fail,
-	// so that one lost packet does not turn conditions over.
+	// answerGrace is how long a pod's last report remains valid while requests to the
+	// pod fail, so that one lost packet does not change conditions.
 	answerGrace = 10 * time.Second
 )
 
-// prober keeps the newest report of every ready dispatcher pod. Each pod is
-// asked by a goroutine of its own, so a pod that hangs delays no other.
+// prober keeps the newest report of every ready dispatcher pod. Each pod has its own
+// goroutine, so a pod that hangs does not delay the others.
 type prober struct {
 	pods     Pods
 	interval time.Duration
 	client   *http.Client
-	// changed is called with the namespaces whose report has changed; nil means all.
+	// changed is called with the namespaces whose reports have changed; nil means all.
 	changed func(namespaces []string)
 	slots   chan struct{}
 
 	mu     sync.Mutex
 	probes map[Pod]*probe
-	// listed is true once the pods are known.
+	// listed is true after the first list of pods.
 	listed bool
 }
 
-// probe is one pod. Its fields belong to the prober's mutex, but soon and etag.
+// probe is the state of one pod. The prober's mutex guards its fields, except for
+// refresh and etag.
 type probe struct {
-	stop  context.CancelFunc
-	soon  chan struct{}
-	etag  string
-	asked bool
+	stop    context.CancelFunc
+	refresh chan struct{}
+	etag    string
+	// requested is true after the first request.
+	requested bool
 	// report is nil while the pod does not answer.
 	report *liveconfig.Report
-	// answered is when it last did.
+	// answered is the time of the last answer.
 	answered time.Time
 	failing  bool
 }
 
-// newProber makes a prober that asks by way of transport.
 func newProber(pods Pods, interval time.Duration, transport http.RoundTripper, changed func(namespaces []string)) *prober {
 	return &prober{
 		pods: pods, interval: interval, changed: changed,
@@ -70,7 +71,7 @@ func newProber(pods Pods, interval time.Duration, transport http.RoundTripper, c
 	}
 }
 
-// plainTransport is the way to dispatchers that let everybody in.
+// plainTransport returns a transport to dispatchers that run with --admin-auth=none.
 func plainTransport() http.RoundTripper {
 	return &http.Transport{DialContext: dialer(), MaxIdleConnsPerHost: 2, IdleConnTimeout: time.Minute}
 }
@@ -79,7 +80,7 @@ func dialer() func(context.Context, string, string) (net.Conn, error) {
 	return (&net.Dialer{Timeout: reportTimeout}).DialContext
 }
 
-// Start asks pods until ctx is done. It implements manager.Runnable.
+// Start requests reports until ctx is done. It implements manager.Runnable.
 func (p *prober) Start(ctx context.Context) error {
 	var running sync.WaitGroup
 	defer running.Wait()
@@ -90,7 +91,7 @@ func (p *prober) Start(ctx context.Context) error {
 		if err == nil {
 			p.follow(ctx, pods, &running)
 		} else if ctx.Err() == nil {
-			log.FromContext(ctx).Error(err, "The dispatcher pods are unknown; the last ones known are asked")
+			log.FromContext(ctx).Error(err, "listing the dispatcher pods failed; using the last list")
 		}
 		select {
 		case <-ctx.Done():
@@ -100,16 +101,16 @@ func (p *prober) Start(ctx context.Context) error {
 	}
 }
 
-// follow starts and ends probes so that there is one for each of pods.
+// follow starts and stops probes so that each of the pods has one.
 func (p *prober) follow(ctx context.Context, pods []Pod, running *sync.WaitGroup) {
 	p.mu.Lock()
-	news := !p.listed
+	changed := !p.listed
 	p.listed = true
 	for pod, probe := range p.probes {
 		if !slices.Contains(pods, pod) {
 			probe.stop()
 			delete(p.probes, pod)
-			news = true
+			changed = true
 		}
 	}
 	for _, pod := range pods {
@@ -117,32 +118,32 @@ func (p *prober) follow(ctx context.Context, pods []Pod, running *sync.WaitGroup
 			continue
 		}
 		probeCtx, stop := context.WithCancel(ctx)
-		probe := &probe{stop: stop, soon: make(chan struct{}, 1)}
+		probe := &probe{stop: stop, refresh: make(chan struct{}, 1)}
 		p.probes[pod] = probe
-		running.Go(func() { p.ask(probeCtx, pod, probe) })
+		running.Go(func() { p.poll(probeCtx, pod, probe) })
 	}
-	p.count()
+	p.updateMetrics()
 	p.mu.Unlock()
-	if news {
+	if changed {
 		p.changed(nil)
 	}
 }
 
-// hurry has every pod asked before its turn, because news are expected; not more
-// often than five times in an interval.
-func (p *prober) hurry() {
+// refreshNow polls every pod immediately. It is called when a change is expected. A
+// pod is polled at most five times in an interval.
+func (p *prober) refreshNow() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, probe := range p.probes {
 		select {
-		case probe.soon <- struct{}{}:
+		case probe.refresh <- struct{}{}:
 		default:
 		}
 	}
 }
 
-// ask asks one pod again and again.
-func (p *prober) ask(ctx context.Context, pod Pod, probe *probe) {
+// poll requests one pod's report in every interval, until ctx is done.
+func (p *prober) poll(ctx context.Context, pod Pod, probe *probe) {
 	tick, pause := time.NewTicker(p.interval), time.NewTicker(p.interval/5)
 	defer tick.Stop()
 	defer pause.Stop()
@@ -151,7 +152,7 @@ func (p *prober) ask(ctx context.Context, pod Pod, probe *probe) {
 		if ctx.Err() != nil {
 			return
 		}
-		p.take(ctx, pod, probe, report, err)
+		p.record(ctx, pod, probe, report, err)
 		pause.Reset(p.interval / 5)
 		select {
 		case <-ctx.Done():
@@ -162,14 +163,14 @@ func (p *prober) ask(ctx context.Context, pod Pod, probe *probe) {
 		case <-ctx.Done():
 			return
 		case <-tick.C:
-		case <-probe.soon:
+		case <-probe.refresh:
 		}
 	}
 }
 
 // +kubebuilder:rbac:urls=/report,verbs=get
 
-// fetch returns a pod's report, or nil when it is the one that we have.
+// fetch returns a pod's report, or nil if it has not changed.
 func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (*liveconfig.Report, error) {
 	ctx, cancel := context.WithTimeout(ctx, reportTimeout)
 	defer cancel()
@@ -213,18 +214,18 @@ func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (*liveconfig.
 	return &report, nil
 }
 
-// take notes what came of asking a pod and says what is new.
-func (p *prober) take(ctx context.Context, pod Pod, probe *probe, report *liveconfig.Report, err error) {
+// record stores the result of a request to a pod and calls changed.
+func (p *prober) record(ctx context.Context, pod Pod, probe *probe, report *liveconfig.Report, err error) {
 	now := time.Now()
 	p.mu.Lock()
-	first := !probe.asked
-	probe.asked = true
+	first := !probe.requested
+	probe.requested = true
 	all, namespaces := first, []string(nil)
 	switch {
 	case err != nil:
 		reportFailures.Inc()
 		if !probe.failing {
-			log.FromContext(ctx).Info("A ready dispatcher pod does not report", "pod", pod.Name, "error", err.Error())
+			log.FromContext(ctx).Info("dispatcher pod does not report", "pod", pod.Name, "error", err.Error())
 		}
 		probe.failing = true
 		if probe.report != nil && now.Sub(probe.answered) > answerGrace {
@@ -232,7 +233,7 @@ func (p *prober) take(ctx context.Context, pod Pod, probe *probe, report *liveco
 		}
 	default:
 		if probe.failing {
-			log.FromContext(ctx).Info("A dispatcher pod reports again", "pod", pod.Name)
+			log.FromContext(ctx).Info("dispatcher pod reports again", "pod", pod.Name)
 		}
 		probe.failing, probe.answered = false, now
 		if report != nil {
@@ -241,7 +242,7 @@ func (p *prober) take(ctx context.Context, pod Pod, probe *probe, report *liveco
 			probe.report = report
 		}
 	}
-	p.count()
+	p.updateMetrics()
 	p.mu.Unlock()
 	switch {
 	case all:
@@ -251,8 +252,8 @@ func (p *prober) take(ctx context.Context, pod Pod, probe *probe, report *liveco
 	}
 }
 
-// count sets the gauge. The mutex is held.
-func (p *prober) count() {
+// updateMetrics sets the gauge of dispatcher pods. The mutex is held.
+func (p *prober) updateMetrics() {
 	answering := 0
 	for _, probe := range p.probes {
 		if probe.report != nil {
@@ -263,41 +264,41 @@ func (p *prober) count() {
 	dispatchers.WithLabelValues("false").Set(float64(len(p.probes) - answering))
 }
 
-// reports returns the pods with their newest reports, sorted by name. It is
-// false as long as a pod has not been asked yet: what is not known must not
-// look like a change.
-func (p *prober) reports() ([]health.Pod, bool) {
+// reports returns the pods with their newest reports, sorted by name. complete is
+// false until every pod has had a request, because a report that is not requested yet
+// would look like a change.
+func (p *prober) reports() (pods []health.Pod, complete bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	pods := make([]health.Pod, 0, len(p.probes))
-	settled := p.listed
+	pods = make([]health.Pod, 0, len(p.probes))
+	complete = p.listed
 	for pod, probe := range p.probes {
-		settled = settled && probe.asked
+		complete = complete && probe.requested
 		pods = append(pods, health.Pod{Name: pod.Name, Report: probe.report})
 	}
 	slices.SortFunc(pods, func(a, b health.Pod) int { return strings.Compare(a.Name, b.Name) })
-	return pods, settled
+	return pods, complete
 }
 
-// differences names the namespaces of which two reports differ, or says that they
-// differ as a whole.
+// differences returns the namespaces in which two reports differ. all is true if the
+// reports differ in a part that concerns every namespace.
 func differences(before, after *liveconfig.Report) (namespaces []string, all bool) {
 	if before == nil || before.Ready != after.Ready || before.Storage.Pressure != after.Storage.Pressure {
 		return nil, true
 	}
-	known := make(map[string]*liveconfig.NamespaceReport, len(before.Namespaces))
+	old := make(map[string]*liveconfig.NamespaceReport, len(before.Namespaces))
 	for i := range before.Namespaces {
-		known[before.Namespaces[i].Namespace] = &before.Namespaces[i]
+		old[before.Namespaces[i].Namespace] = &before.Namespaces[i]
 	}
 	for i := range after.Namespaces {
-		t := &after.Namespaces[i]
-		if old := known[t.Namespace]; old == nil || !reflect.DeepEqual(old, t) {
-			namespaces = append(namespaces, t.Namespace)
+		n := &after.Namespaces[i]
+		if o := old[n.Namespace]; o == nil || !reflect.DeepEqual(o, n) {
+			namespaces = append(namespaces, n.Namespace)
 		}
-		delete(known, t.Namespace)
+		delete(old, n.Namespace)
 	}
-	for gone := range known {
-		namespaces = append(namespaces, gone)
+	for removed := range old {
+		namespaces = append(namespaces, removed)
 	}
 	return namespaces, false
 }

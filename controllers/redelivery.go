@@ -33,31 +33,32 @@ import (
 )
 
 const (
-	// maxNamespaceRedeliveries run at the same time in a namespace, one of each
-	// destination, with maxNamespaceRate dead letters a second together.
+	// maxNamespaceRedeliveries bounds the concurrent runs of a namespace, with one run
+	// for each destination. maxNamespaceRate bounds the sum of their rates, in dead
+	// letters a second.
 	maxNamespaceRedeliveries = 4
 	maxNamespaceRate         = 10_000
-	// maxRedeliveryCalls is how many requests to dispatcher pods are in progress at
-	// the same time, over all namespaces. A request lasts redeliverySlice as a rule;
-	// then the next one in the queue has its turn, so no run waits for the end of another one.
+	// maxRedeliveryCalls bounds the concurrent requests to dispatcher pods, over all
+	// namespaces. A request usually lasts redeliverySlice; then the next request in the
+	// queue follows, so no run waits for the end of another one.
 	maxRedeliveryCalls    = 64
 	redeliverySlice       = 10 * time.Second
 	redeliveryCallTimeout = 10 * time.Minute
-	// redeliveryStep is how often status shows the progress, and how often a
-	// Redelivery that waits looks again.
+	// redeliveryStep is the interval of progress updates in the status, and of the checks
+	// whether a waiting Redelivery can start.
 	redeliveryStep = 2 * time.Second
-	// redeliveryTries is how often in a row a pod may fail before its part fails:
-	// with redeliveryBackoff, a bit more than five minutes.
+	// redeliveryTries is the number of consecutive failures of a pod after which its part
+	// fails: with redeliveryBackoff, after a little more than five minutes.
 	redeliveryTries = 11
 	maxPodMessage   = 512
 )
 
-// redeliveryBackoff is the wait after the n-th failure in a row, from 1.
+// redeliveryBackoff returns the wait after the n-th consecutive failure; n starts at 1.
 func redeliveryBackoff(n int) time.Duration { return min(time.Second<<(n-1), time.Minute) }
 
-// redeliveryReconciler runs Redeliveries. The progress of a run is recorded by the
-// dispatcher pods, each its own part, so that a new operator continues it with the
-// start in status, which bounds the dead letters, and the records of the pods.
+// redeliveryReconciler runs Redeliveries. Each dispatcher pod records the progress of
+// its part of a run. A new operator continues a run with these records and with
+// status.startTime, which bounds the set of dead letters.
 type redeliveryReconciler struct {
 	client.Client
 	pods    Pods
@@ -69,19 +70,19 @@ type redeliveryReconciler struct {
 
 	mu   sync.Mutex
 	runs map[types.NamespacedName]*redeliveryRun
-	// life ends with the manager.
-	life context.Context
+	// ctx is done when the manager stops.
+	ctx context.Context
 }
 
-func setupRedelivery(mgr manager.Manager, o Options, way http.RoundTripper) error {
+func setupRedelivery(mgr manager.Manager, o Options, transport http.RoundTripper) error {
 	r := &redeliveryReconciler{
-		Client: mgr.GetClient(), pods: o.Pods, http: &http.Client{Transport: way}, now: o.Now, backoff: redeliveryBackoff,
+		Client: mgr.GetClient(), pods: o.Pods, http: &http.Client{Transport: transport}, now: o.Now, backoff: redeliveryBackoff,
 		events: mgr.GetEventRecorder("posthorn.dev/operator"),
 		calls:  make(chan struct{}, maxRedeliveryCalls),
 		runs:   map[types.NamespacedName]*redeliveryRun{},
 	}
 	var stop context.CancelFunc
-	r.life, stop = context.WithCancel(context.Background())
+	r.ctx, stop = context.WithCancel(context.Background())
 	if err := mgr.Add(manager.RunnableFunc(func(ctx context.Context) error {
 		<-ctx.Done()
 		stop()
@@ -100,14 +101,14 @@ func setupRedelivery(mgr manager.Manager, o Options, way http.RoundTripper) erro
 // +kubebuilder:rbac:groups=posthorn.dev,resources=redeliveries/status,verbs=update;patch
 // +kubebuilder:rbac:urls=/deadletters/redeliver,verbs=post
 
-// Reconcile starts a Redelivery, brings its status up to date, and deletes it when its TTL ends.
+// Reconcile starts a Redelivery, updates its status, and deletes it when its TTL ends.
 func (r *redeliveryReconciler) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 	var o v1alpha1.Redelivery
 	if err := r.Get(ctx, request.NamespacedName, &o); err != nil {
 		r.stop(request.NamespacedName, "")
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
-	r.stop(request.NamespacedName, o.UID) // A deleted object of the same name.
+	r.stop(request.NamespacedName, o.UID) // The run of a deleted object with the same name.
 	if !o.DeletionTimestamp.IsZero() {
 		r.stop(request.NamespacedName, "")
 		return reconcile.Result{}, nil
@@ -122,26 +123,26 @@ func (r *redeliveryReconciler) Reconcile(ctx context.Context, request reconcile.
 		}
 		return r.expire(ctx, &o)
 	}
-	run, wait, err := r.prepare(ctx, &o)
+	run, outcome, err := r.prepare(ctx, &o)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
 	if run != nil {
-		run.show(&o, r.now())
+		run.setStatus(&o, r.now())
 	} else {
-		r.showWaiting(&o, wait)
+		r.setStatus(&o, outcome)
 	}
 	if written, err := r.write(ctx, &o, before); err != nil || !written {
 		return reconcile.Result{RequeueAfter: conflictWait}, err
 	}
 	if run != nil {
-		// Only now: a successor needs the start that is stored.
-		run.start.Do(func() { go run.work(r) })
+		// After the write: another operator needs the stored start time to continue the run.
+		run.start.Do(func() { go run.execute(r) })
 	}
 	return reconcile.Result{RequeueAfter: redeliveryStep}, nil
 }
 
-// write stores the status if it changed; false is a conflict.
+// write stores the status if it changed. It returns false on a conflict.
 func (r *redeliveryReconciler) write(ctx context.Context, o *v1alpha1.Redelivery, before *v1alpha1.RedeliveryStatus) (bool, error) {
 	if equality.Semantic.DeepEqual(before, &o.Status) {
 		return true, nil
@@ -156,21 +157,21 @@ func (r *redeliveryReconciler) write(ctx context.Context, o *v1alpha1.Redelivery
 	statusWrites.WithLabelValues("Redelivery").Inc()
 	for _, e := range transitions {
 		r.events.Eventf(o, nil, e.Type, e.Reason, e.Action, "%s", e.Message)
-		log.FromContext(ctx).Info("Redelivery changed", "destination", o.Spec.DestinationRef.Name, "reason", e.Reason, "matched", o.Status.Matched, "redelivered", o.Status.Redelivered)
+		log.FromContext(ctx).Info("redelivery changed", "destination", o.Spec.DestinationRef.Name, "reason", e.Reason, "matched", o.Status.Matched, "redelivered", o.Status.Redelivered)
 	}
 	return true, nil
 }
 
-// expire deletes a Redelivery whose TTL is over.
+// expire deletes a Redelivery whose TTL has ended.
 func (r *redeliveryReconciler) expire(ctx context.Context, o *v1alpha1.Redelivery) (reconcile.Result, error) {
 	at, ok := v1alpha1.JobExpires(o.Spec.TTLSecondsAfterFinished, o.Status.JobStatus)
 	if !ok {
 		return reconcile.Result{}, nil
 	}
-	if left := at.Sub(r.now()); left > 0 {
-		return reconcile.Result{RequeueAfter: left}, nil
+	if wait := at.Sub(r.now()); wait > 0 {
+		return reconcile.Result{RequeueAfter: wait}, nil
 	}
-	// Of this version only: its TTL may have been changed meanwhile.
+	// Delete this version only: a later version may have another TTL.
 	err := r.Delete(ctx, o, client.Preconditions{UID: &o.UID, ResourceVersion: &o.ResourceVersion})
 	if apierrors.IsConflict(err) {
 		return reconcile.Result{RequeueAfter: conflictWait}, nil
@@ -178,7 +179,7 @@ func (r *redeliveryReconciler) expire(ctx context.Context, o *v1alpha1.Redeliver
 	return reconcile.Result{}, client.IgnoreNotFound(err)
 }
 
-// stop ends the run of a name, unless it belongs to the object with this UID.
+// stop cancels the run with a name, unless it belongs to the object with this UID.
 func (r *redeliveryReconciler) stop(name types.NamespacedName, unless types.UID) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -188,7 +189,8 @@ func (r *redeliveryReconciler) stop(name types.NamespacedName, unless types.UID)
 	}
 }
 
-// prepare returns the object's run, a new one if need be, or the outcome for one that has none.
+// prepare returns the object's run. If there is none and none can start, it returns
+// the outcome for the status instead.
 func (r *redeliveryReconciler) prepare(ctx context.Context, o *v1alpha1.Redelivery) (*redeliveryRun, health.Outcome, error) {
 	wait := func(reason, format string, args ...any) (*redeliveryRun, health.Outcome, error) {
 		return nil, health.Outcome{Reason: reason, Message: fmt.Sprintf(format, args...)}, nil
@@ -253,16 +255,16 @@ func (r *redeliveryReconciler) prepare(ctx context.Context, o *v1alpha1.Redelive
 		case len(active) > 0 && perSecond > maxNamespaceRate:
 			return wait(v1alpha1.ReasonWaiting, "with the Redeliveries of this namespace that run, spec.rate would exceed %d dead letters a second", maxNamespaceRate)
 		}
-		start := metav1.NewTime(r.now().Add(time.Second - 1).Truncate(time.Second)) // Stored in seconds; no dead letter is left out.
+		start := metav1.NewTime(r.now().Add(time.Second - 1).Truncate(time.Second)) // Rounded up to seconds, so that no dead letter is excluded.
 		o.Status.StartTime = &start
 		end = deadlineOf(o)
 	}
-	run = newRedeliveryRun(r.life, o, end, r.now())
+	run = newRedeliveryRun(r.ctx, o, end, r.now())
 	r.runs[key] = run
 	return run, health.Outcome{}, nil
 }
 
-// deadlineOf returns when a run that has started has to end; zero is never.
+// deadlineOf returns the deadline of a run that has started; zero means none.
 func deadlineOf(o *v1alpha1.Redelivery) time.Time {
 	if o.Status.StartTime == nil || o.Spec.ActiveDeadlineSeconds == nil {
 		return time.Time{}
@@ -274,8 +276,8 @@ func exceeded(s v1alpha1.RedeliveryStatus) health.Outcome {
 	return health.Outcome{Failed: true, Reason: v1alpha1.ReasonDeadlineExceeded, Message: fmt.Sprintf("the run did not end within spec.activeDeadlineSeconds; %d of %d dead letters were redelivered", s.Redelivered, s.Matched)}
 }
 
-// showWaiting writes the outcome of an object without a run into its status.
-func (r *redeliveryReconciler) showWaiting(o *v1alpha1.Redelivery, outcome health.Outcome) {
+// setStatus sets the status of an object without a run.
+func (r *redeliveryReconciler) setStatus(o *v1alpha1.Redelivery, outcome health.Outcome) {
 	accepted := acceptedRedelivery
 	if outcome.Reason == v1alpha1.ReasonDestinationNotFound {
 		accepted = metav1.Condition{Status: metav1.ConditionFalse, Reason: outcome.Reason, Message: outcome.Message}
@@ -301,23 +303,24 @@ type redeliveryRun struct {
 	start     sync.Once
 
 	mu    sync.Mutex
-	parts map[string]*redeliveryPart // By pod.
-	// ended is true when the run is over, and at most one of the two that follow.
+	parts map[string]*redeliveryPart // by pod name
+	// ended is true after the end of the run. Then at most one of alreadyDone and
+	// exceeded is true.
 	ended       bool
 	alreadyDone bool
 	exceeded    bool
-	// err is why the run as a whole failed.
+	// err is the error that failed the run as a whole.
 	err error
 }
 
-// redeliveryPart is one pod's part, as far as known.
+// redeliveryPart is the last known state of one pod's part.
 type redeliveryPart struct {
 	matched, redelivered, left int64
 	begun, done, failed        bool
 	problem                    string
 }
 
-// newRedeliveryRun makes a run that ends at a deadline, unless that is zero.
+// newRedeliveryRun returns a run that ends at a deadline, unless the deadline is zero.
 func newRedeliveryRun(ctx context.Context, o *v1alpha1.Redelivery, deadline, now time.Time) *redeliveryRun {
 	run := &redeliveryRun{
 		id: compile.RedeliveryID(o), uid: o.UID, namespace: o.Namespace, name: o.Name, spec: *o.Spec.DeepCopy(), started: o.Status.StartTime.Time,
@@ -337,8 +340,8 @@ func (run *redeliveryRun) hasEnded() bool {
 	return run.ended
 }
 
-// show writes the run into the object's status.
-func (run *redeliveryRun) show(o *v1alpha1.Redelivery, now time.Time) {
+// setStatus sets the object's status to the state of the run.
+func (run *redeliveryRun) setStatus(o *v1alpha1.Redelivery, now time.Time) {
 	run.mu.Lock()
 	defer run.mu.Unlock()
 	s := &o.Status
@@ -355,7 +358,7 @@ func (run *redeliveryRun) show(o *v1alpha1.Redelivery, now time.Time) {
 			problem = "; " + p.problem
 		}
 	}
-	// The status may have the numbers of pods that this operator has not reached yet.
+	// The status may include the numbers of pods that have not answered this operator yet.
 	s.Matched, s.Redelivered = max(s.Matched, matched), max(s.Redelivered, redelivered)
 	outcome := health.Outcome{Reason: v1alpha1.ReasonRunning, Message: fmt.Sprintf("%d of %d dead letters redelivered so far%s", s.Redelivered, s.Matched, problem)}
 	switch {
@@ -384,13 +387,13 @@ func (run *redeliveryRun) show(o *v1alpha1.Redelivery, now time.Time) {
 	health.SetJobConditions(&s.JobStatus, o.Generation, stamp, acceptedRedelivery, outcome)
 }
 
-// work has every pod do its part, and the end recorded.
-func (run *redeliveryRun) work(r *redeliveryReconciler) {
+// execute runs every pod's part, and then has the pods record the end of the run.
+func (run *redeliveryRun) execute(r *redeliveryReconciler) {
 	defer run.cancel()
 	if run.begin(r) {
 		var group sync.WaitGroup
 		for _, name := range run.pods() {
-			group.Go(func() { run.workPod(r, name) })
+			group.Go(func() { run.executePart(r, name) })
 		}
 		group.Wait()
 		run.complete(r)
@@ -407,7 +410,7 @@ func (run *redeliveryRun) work(r *redeliveryReconciler) {
 	}
 	logger := log.Log.WithName("redelivery").WithValues("namespace", run.namespace, "name", run.name)
 	for name, p := range run.parts {
-		logger.Info("Part of a Redelivery ended", "pod", name, "matched", p.matched, "redelivered", p.redelivered, "left", p.left, "done", p.done, "error", p.problem)
+		logger.Info("redelivery part ended", "pod", name, "matched", p.matched, "redelivered", p.redelivered, "left", p.left, "done", p.done, "error", p.problem)
 	}
 }
 
@@ -418,8 +421,8 @@ func (run *redeliveryRun) pods() []string {
 	return slices.Sorted(maps.Keys(run.parts))
 }
 
-// note takes over what a pod reports.
-func (run *redeliveryRun) note(name string, a liveconfig.DeadLetterProgress) (ended bool) {
+// record stores a pod's progress. It reports whether the pod's part has ended.
+func (run *redeliveryRun) record(name string, a liveconfig.DeadLetterProgress) (ended bool) {
 	run.mu.Lock()
 	defer run.mu.Unlock()
 	p := run.parts[name]
@@ -431,7 +434,7 @@ func (run *redeliveryRun) note(name string, a liveconfig.DeadLetterProgress) (en
 	p.matched, p.redelivered, p.left = a.Matched, a.Redelivered, a.Job.Left
 	p.begun, p.done, p.problem = true, a.Job.PartDone, ""
 	if p.done && p.left > 0 {
-		p.failed, p.problem = true, fmt.Sprintf("%d belong to a Source or an endpoint that the destination does not have any more", p.left)
+		p.failed, p.problem = true, fmt.Sprintf("%d dead letters belong to a Source or an endpoint that was removed from the destination", p.left)
 	}
 	for _, other := range a.Job.Pods {
 		if run.parts[other] == nil {
@@ -441,25 +444,25 @@ func (run *redeliveryRun) note(name string, a liveconfig.DeadLetterProgress) (en
 	return run.alreadyDone || p.done
 }
 
-// fail notes an error of a pod's part.
-func (run *redeliveryRun) fail(name string, err error, final bool) {
+// recordError stores an error of a pod's part; final means that the part has failed.
+func (run *redeliveryRun) recordError(name string, err error, final bool) {
 	run.mu.Lock()
 	defer run.mu.Unlock()
 	p := run.parts[name]
 	p.problem, p.failed = publicError(err), final
 }
 
-// publicError is the text of an error without addresses, for the status.
+// publicError returns the text of an error without addresses, for the status.
 func publicError(err error) string {
 	if _, ok := errors.AsType[net.Error](err); ok {
-		return "the dispatcher cannot be reached"
+		return "cannot connect to the dispatcher"
 	}
-	return bounded(err.Error(), maxPodMessage)
+	return truncate(err.Error(), maxPodMessage)
 }
 
-// begin records the run at the pods that are ready, before any of them redelivers:
-// one of them may know that it is done already, and one of them knows the pods that
-// take part. It returns false when there is nothing to do.
+// begin records the run on all ready pods before any of them redelivers, because a
+// pod may have the record that the run has completed, or the names of all pods that
+// take part. It returns false if there is nothing to redeliver, or if the run failed.
 func (run *redeliveryRun) begin(r *redeliveryReconciler) bool {
 	for failures := 1; ; failures++ {
 		pods, err := r.pods.Ready(run.ctx)
@@ -477,21 +480,21 @@ func (run *redeliveryRun) begin(r *redeliveryReconciler) bool {
 				group.Go(func() {
 					a, err := r.act(run.ctx, pod, run.action(liveconfig.JobBegin, names), nil)
 					if err != nil {
-						run.fail(pod.Name, err, false)
+						run.recordError(pod.Name, err, false)
 						return
 					}
-					run.note(pod.Name, a)
+					run.record(pod.Name, a)
 				})
 			}
 			group.Wait()
 		}
 		run.mu.Lock()
-		begun, over := false, run.alreadyDone
+		begun, ended := false, run.alreadyDone
 		for _, p := range run.parts {
 			begun = begun || p.begun
 		}
 		if !begun && failures >= redeliveryTries {
-			over, run.err = true, errors.New("no dispatcher could begin")
+			ended, run.err = true, errors.New("no dispatcher could begin")
 			for _, p := range run.parts {
 				if p.problem != "" {
 					run.err = errors.New(p.problem)
@@ -499,7 +502,7 @@ func (run *redeliveryRun) begin(r *redeliveryReconciler) bool {
 			}
 		}
 		run.mu.Unlock()
-		if over || run.ctx.Err() != nil {
+		if ended || run.ctx.Err() != nil {
 			return false
 		}
 		if begun {
@@ -513,23 +516,24 @@ func (run *redeliveryRun) begin(r *redeliveryReconciler) bool {
 	}
 }
 
-// workPod does one pod's part, and tries again for a while when the pod fails.
-func (run *redeliveryRun) workPod(r *redeliveryReconciler, name string) {
+// executePart runs one pod's part in time slices. It retries up to redeliveryTries
+// consecutive failures.
+func (run *redeliveryRun) executePart(r *redeliveryReconciler, name string) {
 	for failures := 0; run.ctx.Err() == nil; {
-		moved, done, err := run.try(r, name)
+		progressed, done, err := run.executeSlice(r, name)
 		if done || run.ctx.Err() != nil {
 			return
 		}
-		if moved || err == nil {
+		if progressed || err == nil {
 			failures = 0
 		}
 		if err == nil {
 			continue
 		}
 		failures++
-		run.fail(name, err, failures >= redeliveryTries)
+		run.recordError(name, err, failures >= redeliveryTries)
 		if failures == 1 || failures >= redeliveryTries {
-			log.Log.WithName("redelivery").Error(err, "A dispatcher pod failed to redeliver", "namespace", run.namespace, "name", run.name, "pod", name, "last", failures >= redeliveryTries)
+			log.Log.WithName("redelivery").Error(err, "redelivery failed on a dispatcher pod", "namespace", run.namespace, "name", run.name, "pod", name, "last", failures >= redeliveryTries)
 		}
 		if failures >= redeliveryTries {
 			return
@@ -542,8 +546,9 @@ func (run *redeliveryRun) workPod(r *redeliveryReconciler, name string) {
 	}
 }
 
-// try does a pod's part for a time slice; moved is true when something was redelivered.
-func (run *redeliveryRun) try(r *redeliveryReconciler, name string) (moved, done bool, err error) {
+// executeSlice runs a pod's part for one time slice. progressed is true if a dead
+// letter was redelivered.
+func (run *redeliveryRun) executeSlice(r *redeliveryReconciler, name string) (progressed, done bool, err error) {
 	pods, err := r.pods.Ready(run.ctx)
 	if err != nil {
 		return false, false, err
@@ -560,10 +565,10 @@ func (run *redeliveryRun) try(r *redeliveryReconciler, name string) (moved, done
 		if err != nil {
 			return false, false, err
 		}
-		done = run.note(name, a)
+		done = run.record(name, a)
 		run.mu.Lock()
 		if run.alreadyDone {
-			run.cancel() // The other pods need not do it either.
+			run.cancel() // This ends the parts of the other pods, too.
 		}
 		run.mu.Unlock()
 	}
@@ -575,18 +580,18 @@ func (run *redeliveryRun) try(r *redeliveryReconciler, name string) (moved, done
 	run.mu.Unlock()
 	a, err := r.act(run.ctx, pods[at], run.action(liveconfig.JobRun, nil), func(a liveconfig.DeadLetterProgress) {
 		if a.Job != nil {
-			moved = moved || a.Redelivered > before
-			run.note(name, a)
+			progressed = progressed || a.Redelivered > before
+			run.record(name, a)
 		}
 	})
 	if err != nil {
-		return moved, false, err
+		return progressed, false, err
 	}
-	return moved, run.note(name, a), nil
+	return progressed, run.record(name, a), nil
 }
 
-// complete has the pods record the end of a run without failures, so that it is
-// not done again; the record of one of them is enough.
+// complete has the pods record the end of a run without failures, so that it is not
+// repeated. The record of one pod is sufficient.
 func (run *redeliveryRun) complete(r *redeliveryReconciler) {
 	run.mu.Lock()
 	for _, p := range run.parts {
@@ -612,7 +617,7 @@ func (run *redeliveryRun) complete(r *redeliveryReconciler) {
 			run.mu.Lock()
 			defer run.mu.Unlock()
 			run.err = errors.New("no dispatcher could record the end")
-			log.Log.WithName("redelivery").Error(err, "No dispatcher pod could record the end of a Redelivery", "namespace", run.namespace, "name", run.name)
+			log.Log.WithName("redelivery").Error(err, "recording the end of a redelivery failed on all dispatcher pods", "namespace", run.namespace, "name", run.name)
 			return
 		}
 		select {
@@ -623,7 +628,7 @@ func (run *redeliveryRun) complete(r *redeliveryReconciler) {
 	}
 }
 
-// action is what a pod is asked to do.
+// action returns the request to a pod for a step of the run.
 func (run *redeliveryRun) action(step string, pods []string) liveconfig.DeadLetterAction {
 	run.mu.Lock()
 	parts := max(1, len(run.parts))
@@ -632,7 +637,7 @@ func (run *redeliveryRun) action(step string, pods []string) liveconfig.DeadLett
 		Destination: run.namespace + "/" + run.spec.DestinationRef.Name, DryRun: run.spec.DryRun, Rate: float64(run.spec.Rate) / float64(parts),
 		Job: &liveconfig.DeadLetterJob{ID: run.id, UID: string(run.uid), Step: step, Pods: pods, SliceMS: redeliverySlice.Milliseconds()},
 	}
-	// Dead letters that failed after the start are left alone: they may have been redelivered already.
+	// Exclude dead letters that failed after the start: the run may have redelivered them before.
 	a.Selector.Until = run.started
 	if s := run.spec.Selector; s != nil {
 		a.Selector.Reasons, a.Selector.Events = s.Reasons, s.Events
@@ -649,7 +654,8 @@ func (run *redeliveryRun) action(step string, pods []string) liveconfig.DeadLett
 	return a
 }
 
-// act sends a request to a pod and follows the answer to its end. It waits while too many are in progress.
+// act sends a request to a pod and reads the progress to its end. It waits while
+// maxRedeliveryCalls requests are in progress.
 func (r *redeliveryReconciler) act(ctx context.Context, pod Pod, a liveconfig.DeadLetterAction, onProgress func(liveconfig.DeadLetterProgress)) (liveconfig.DeadLetterProgress, error) {
 	var p liveconfig.DeadLetterProgress
 	select {
@@ -678,16 +684,16 @@ func (r *redeliveryReconciler) act(ctx context.Context, pod Pod, a liveconfig.De
 		return p, fmt.Errorf("%s: %s", response.Status, strings.TrimSpace(string(text)))
 	}
 	if p, err = liveconfig.FollowDeadLetters(response.Body, onProgress); errors.Is(err, io.ErrUnexpectedEOF) {
-		err = errors.New("the dispatcher ended before it was done")
+		err = errors.New("the dispatcher stopped before the end of the request")
 	}
 	if err == nil && p.Job == nil {
-		err = errors.New("the dispatcher does not record Redeliveries; update it")
+		err = errors.New("the dispatcher does not support Redelivery objects; update it")
 	}
 	return p, err
 }
 
-// bounded cuts a text, not within a rune.
-func bounded(s string, n int) string {
+// truncate returns at most n bytes of a text, and no part of a rune.
+func truncate(s string, n int) string {
 	if len(s) <= n {
 		return s
 	}

@@ -2,7 +2,6 @@ package controllers
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
@@ -26,26 +25,28 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// letterBox is a dispatcher that has dead letters, of any destination, and records jobs.
+// letterBox is a fake dispatcher with dead letters of any destination. It records jobs.
 type letterBox struct {
 	name   string
 	server *httptest.Server
 
 	mu      sync.Mutex
 	letters int
-	// stranded are those of letters that have no lane.
+	// stranded is the number of letters without a lane.
 	stranded int
-	// breakAfter, when not negative, ends an answer after so many; gate, when not nil, lets one through each.
+	// breakAfter is the number of redeliveries after which a response breaks off; negative
+	// means never.
 	breakAfter int
-	gate       chan struct{}
-	// refuse is the status of every answer, unless 0.
+	// gate, if set, must yield a value before each redelivery.
+	gate chan struct{}
+	// refuse is the status code of every response, unless it is 0.
 	refuse  int
 	actions []liveconfig.DeadLetterAction
 	aborted int
 	jobs    map[string]*boxJob
 }
 
-// boxJob is what a letterBox has recorded of a job.
+// boxJob is a letterBox's record of a job.
 type boxJob struct {
 	uid                string
 	matched, delivered int64
@@ -68,7 +69,7 @@ func (b *letterBox) set(f func(b *letterBox)) {
 	f(b)
 }
 
-// steps lists the steps that were asked for.
+// steps returns the requested steps.
 func (b *letterBox) steps() (steps []string) {
 	b.set(func(b *letterBox) {
 		for _, a := range b.actions {
@@ -153,8 +154,8 @@ func resume(t *testing.T, o v1alpha1.Redelivery, deadline time.Duration, boxes .
 	start := metav1.NewTime(started)
 	o.Status.StartTime = &start
 	run := newRedeliveryRun(t.Context(), &o, end, started)
-	run.work(r)
-	run.show(&o, time.Unix(1_800_000_060, 0))
+	run.execute(r)
+	run.setStatus(&o, time.Unix(1_800_000_060, 0))
 	return o.Status
 }
 
@@ -189,12 +190,12 @@ func TestRedeliveryRuns(t *testing.T) {
 		{"nothing to do", nil, []*letterBox{box("a", 0, nil)}, 0, 0, 0, "Complete Redelivered", "0 dead letters redelivered"},
 		{"two pods", nil, []*letterBox{box("a", 3, nil), box("b", 4, nil)}, 7, 7, 0, "Complete Redelivered", "7 dead letters redelivered"},
 		{"dry run", func(s *v1alpha1.RedeliverySpec) { s.DryRun = true }, []*letterBox{box("a", 3, nil), box("b", 4, nil)}, 7, 0, 0, "Complete Counted", "7 dead letters would be redelivered"},
-		{"a pod that breaks off every time after two", nil, []*letterBox{box("a", 7, func(b *letterBox) { b.breakAfter = 2 })}, 7, 7, 0, "Complete Redelivered", "7 dead letters redelivered"},
-		{"a pod that breaks off at once, again and again", nil, []*letterBox{box("a", 7, func(b *letterBox) { b.breakAfter = 0 }), box("b", 2, nil)}, 9, 2, 7, "Failed NotRedelivered", "2 of 9 dead letters redelivered; the dispatcher ended before it was done; the operator's log names the dispatcher"},
+		{"a pod whose responses break off after two", nil, []*letterBox{box("a", 7, func(b *letterBox) { b.breakAfter = 2 })}, 7, 7, 0, "Complete Redelivered", "7 dead letters redelivered"},
+		{"a pod whose responses break off at once", nil, []*letterBox{box("a", 7, func(b *letterBox) { b.breakAfter = 0 }), box("b", 2, nil)}, 9, 2, 7, "Failed NotRedelivered", "2 of 9 dead letters redelivered; the dispatcher stopped before the end of the request; the operator's log names the dispatcher"},
 		{"a pod that refuses", nil, []*letterBox{box("a", 7, func(b *letterBox) { b.refuse = 503 })}, 0, 0, 0, "Failed NotRedelivered", "0 of 0 dead letters redelivered; 503 Service Unavailable: storage is full; the operator's log names the dispatcher"},
-		{"a pod that cannot be reached", nil, []*letterBox{box("a", 2, nil), gone}, 2, 2, 0, "Failed NotRedelivered", "2 of 2 dead letters redelivered; the dispatcher cannot be reached; the operator's log names the dispatcher"},
+		{"a pod that cannot be reached", nil, []*letterBox{box("a", 2, nil), gone}, 2, 2, 0, "Failed NotRedelivered", "2 of 2 dead letters redelivered; cannot connect to the dispatcher; the operator's log names the dispatcher"},
 		{"no pod", nil, nil, 0, 0, 0, "Failed NotRedelivered", "0 of 0 dead letters redelivered; no dispatcher could begin; the operator's log names the dispatcher"},
-		{"letters without a lane", nil, []*letterBox{box("a", 7, func(b *letterBox) { b.stranded = 3 })}, 7, 4, 3, "Failed NotRedelivered", "4 of 7 dead letters redelivered; 3 belong to a Source or an endpoint that the destination does not have any more; the operator's log names the dispatcher"},
+		{"letters without a lane", nil, []*letterBox{box("a", 7, func(b *letterBox) { b.stranded = 3 })}, 7, 4, 3, "Failed NotRedelivered", "4 of 7 dead letters redelivered; 3 dead letters belong to a Source or an endpoint that was removed from the destination; the operator's log names the dispatcher"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			got := resume(t, redeliveryOf(c.spec), 0, c.boxes...)
@@ -206,7 +207,7 @@ func TestRedeliveryRuns(t *testing.T) {
 	}
 }
 
-// ended names the condition that ended a run, and its reason.
+// ended returns the condition that ended a run, and its reason.
 func ended(s v1alpha1.JobStatus) string {
 	for _, conditionType := range []string{v1alpha1.ConditionComplete, v1alpha1.ConditionFailed} {
 		if c := meta.FindStatusCondition(s.Conditions, conditionType); c != nil && c.Status == metav1.ConditionTrue {
@@ -216,8 +217,8 @@ func ended(s v1alpha1.JobStatus) string {
 	return ""
 }
 
-// A new operator continues a run by the records of the pods, also of a pod that is
-// not ready when it starts: another one has recorded that it takes part.
+// A new operator continues a run with the records of the pods. It includes a pod that is
+// not ready when the operator starts, because the other pods have recorded its name.
 func TestRedeliverySuccessor(t *testing.T) {
 	o := redeliveryOf(nil)
 	id := compile.RedeliveryID(&o)
@@ -233,15 +234,15 @@ func TestRedeliverySuccessor(t *testing.T) {
 		t.Errorf("%+v", got)
 	}
 	if diff := cmp.Diff([]string{"begin"}, b.steps()); diff != "" {
-		t.Errorf("steps of the pod that was done (-want +got):\n%s", diff)
+		t.Errorf("steps of the pod whose part has ended (-want +got):\n%s", diff)
 	}
 	if a.letters != 0 {
 		t.Errorf("%d dead letters are left", a.letters)
 	}
 }
 
-// One of two dispatchers knows that the run completed: none of them redelivers. The
-// other one may be new, or have lost its store.
+// If one of two dispatchers has the record of a completed run, none of them redelivers.
+// The other one may be new, or may have lost its store.
 func TestRedeliveryAlreadyDone(t *testing.T) {
 	first := redeliveryOf(nil)
 	a, b := newLetterBox("a", 4), newLetterBox("b", 5)
@@ -270,7 +271,7 @@ func TestRedeliveryAlreadyDone(t *testing.T) {
 	}
 }
 
-// A run that failed is done anew for another object.
+// A failed run is repeated for another object.
 func TestRedeliveryAfterAFailure(t *testing.T) {
 	a := newLetterBox("a", 4)
 	t.Cleanup(a.server.Close)
@@ -286,7 +287,7 @@ func TestRedeliveryAfterAFailure(t *testing.T) {
 	}
 }
 
-// At the deadline the requests to the pods end.
+// At the deadline the operator cancels the requests to the pods.
 func TestRedeliveryDeadline(t *testing.T) {
 	a := newLetterBox("a", 4)
 	t.Cleanup(a.server.Close)
@@ -338,13 +339,13 @@ func TestRedeliveryBackoff(t *testing.T) {
 		total += d
 	}
 	if total < 5*time.Minute || total > 10*time.Minute {
-		t.Errorf("a pod is given up after %s", total)
+		t.Errorf("a part fails after %s, want 5m to 10m", total)
 	}
 	if redeliveryBackoff(1) != time.Second {
 		t.Error("the first wait is not a second")
 	}
-	if err := errors.New(bounded("aé", 2)); err.Error() != "a" {
-		t.Errorf("bounded cuts within a rune: %q", err)
+	if got := truncate("aé", 2); got != "a" {
+		t.Errorf("truncate returns %q, want no part of a rune", got)
 	}
 }
 
@@ -356,7 +357,7 @@ var _ = Describe("A Redelivery", func() {
 		box = newLetterBox("dispatcher-0", 5)
 		DeferCleanup(box.server.Close)
 		w = newWorld(func(w *world) { w.options.Pods.(*podList).set(box.pod()) })
-		namespace = w.namespace()
+		namespace = w.newNamespace()
 	})
 	redelivery := func(name, spec string) string {
 		return `
@@ -373,7 +374,7 @@ spec: {destinationRef: {name: crm}` + spec + `}
 		g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: name}, &o)).To(Succeed())
 		return o
 	}
-	// state is how a Redelivery ended, or the reason why it did not yet.
+	// state returns the end of a Redelivery, or the reason of Ready before its end.
 	state := func(name string) func() string {
 		return func() string {
 			var o v1alpha1.Redelivery
@@ -438,7 +439,7 @@ spec: {destinationRef: {name: crm}` + spec + `}
 		Expect(letters()).To(Equal(0))
 	})
 
-	It("goes on when a new operator starts, and stops when it is deleted", func() {
+	It("continues when a new operator starts, and stops when it is deleted", func() {
 		gate := make(chan struct{})
 		box.set(func(b *letterBox) { b.gate = gate })
 		w.apply(namespace, crmSecret+webSource+crmDestination+redelivery("again", ""))
@@ -447,18 +448,18 @@ spec: {destinationRef: {name: crm}` + spec + `}
 		Eventually(func(g Gomega) { g.Expect(get(g, "again").Status.Redelivered).To(BeEquivalentTo(2)) }).Should(Succeed())
 		Expect(state("again")()).To(Equal(v1alpha1.ReasonRunning))
 
-		By("another of the same destination waits")
+		By("another Redelivery of the same destination waits")
 		w.apply(namespace, redelivery("later", ", rate: 7"))
 		Eventually(state("later")).Should(Equal(v1alpha1.ReasonWaiting))
 
 		aborted := 0
 		box.set(func(b *letterBox) { aborted = b.aborted })
-		hungUp := func() {
+		connectionClosed := func() {
 			GinkgoHelper()
 			Eventually(func() (n int) { box.set(func(b *letterBox) { n = b.aborted }); return n }).Should(BeNumerically(">", aborted))
 		}
 		w.stop()
-		hungUp() // Or the next token would be the old operator's.
+		connectionClosed() // Otherwise the old operator could consume the next token.
 		w.start()
 		gate <- struct{}{}
 		Eventually(func(g Gomega) { g.Expect(get(g, "again").Status.Redelivered).To(BeEquivalentTo(3)) }).Should(Succeed())
@@ -467,14 +468,14 @@ spec: {destinationRef: {name: crm}` + spec + `}
 		By("deleting it")
 		box.set(func(b *letterBox) { aborted = b.aborted })
 		w.delete(namespace, "redelivery", "again")
-		hungUp()
+		connectionClosed()
 		close(gate)
 		Eventually(state("later")).Should(Equal("Complete Redelivered"))
 		Expect(get(Default, "later").Status.Redelivered).To(BeEquivalentTo(2))
 		box.set(func(b *letterBox) { Expect(b.actions[len(b.actions)-1].Rate).To(Equal(7.0)) })
 	})
 
-	It("fails at its deadline, also when no operator ran at that time", func() {
+	It("fails at its deadline, even if no operator runs at that time", func() {
 		gate := make(chan struct{})
 		box.set(func(b *letterBox) { b.gate = gate })
 		DeferCleanup(func() { close(gate) })
@@ -511,7 +512,7 @@ spec: {destinationRef: {name: crm}` + spec + `}
 			return count
 		}
 		Eventually(states).Should(Equal(map[string]int{v1alpha1.ReasonRunning: maxNamespaceRedeliveries, v1alpha1.ReasonWaiting: 1}))
-		namespace = w.namespace()
+		namespace = w.newNamespace()
 		w.apply(namespace, crmSecret+webSource+crmDestination+"---"+destination("fast")+redelivery("again", ", rate: 9000")+
 			strings.ReplaceAll(redelivery("fast", ", rate: 9000"), "{name: crm}", "{name: fast}"))
 		Eventually(func() map[string]int {

@@ -18,27 +18,28 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// maxKeptBytes is how large a Secret may be to be kept in memory. A larger one is
-// read again each time, so that nobody fills the operator's memory with a few.
+// maxKeptBytes is the size limit of Secrets that are kept in memory. Larger ones are
+// read again for each compilation, so that they cannot exhaust the operator's memory.
 const maxKeptBytes = 64 << 10
 
-// maxReadsAtOnce bounds how many Secrets of a namespace are read at the same time.
+// maxReadsAtOnce bounds the concurrent reads of a namespace's Secrets.
 const maxReadsAtOnce = 16
 
-// secretMetadata is a Secret without its data: the only form in which Secrets are watched.
+// secretMetadata returns an empty Secret without data, the only form in which the
+// operator watches Secrets.
 func secretMetadata() *metav1.PartialObjectMetadata {
 	m := &metav1.PartialObjectMetadata{}
 	m.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("Secret"))
 	return m
 }
 
-// stripSecret leaves of a watched Secret's metadata what the controllers use.
-// Annotations above all go: kubectl keeps the whole Secret in one of them.
+// stripSecret removes the metadata of watched Secrets that the controllers do not
+// use, in particular annotations: kubectl stores the whole Secret in one of them.
 func stripSecret(release string) toolscache.TransformFunc {
 	return func(object any) (any, error) {
 		m, ok := object.(*metav1.PartialObjectMetadata)
 		if !ok {
-			return nil, fmt.Errorf("a %T was about to be cached; Secrets are cached by metadata only", object)
+			return nil, fmt.Errorf("cannot cache a %T; only the metadata of Secrets is cached", object)
 		}
 		kept := metav1.ObjectMeta{Namespace: m.Namespace, Name: m.Name, UID: m.UID, ResourceVersion: m.ResourceVersion, Generation: m.Generation}
 		if _, live := liveconfig.NamespaceOf(m.Name); m.Namespace == release && (live || m.Name == liveconfig.MarkerName) {
@@ -49,38 +50,37 @@ func stripSecret(release string) toolscache.TransformFunc {
 	}
 }
 
-// secretReader reads the Secrets that objects refer to, and only those. What it
-// read it keeps as long as the Secret's version stays and something refers to it,
-// unless it is large.
+// secretReader reads the Secrets that objects refer to, and no others. It keeps a
+// Secret of up to maxKeptBytes while its version is current and an object refers to it.
 type secretReader struct {
-	// metadata is the cache, direct the API server.
-	metadata, direct client.Reader
+	metadata client.Reader // reads from the cache
+	direct   client.Reader // reads from the API server
 
 	mu sync.Mutex
-	// named are the names that a namespace's objects refer to, sorted.
-	named map[string][]string
+	// names are the sorted names of the Secrets that a namespace's objects refer to.
+	names map[string][]string
 	kept  map[string]map[string]compile.Secret // namespace -> name
 }
 
 func newSecretReader(metadata, direct client.Reader) *secretReader {
-	return &secretReader{metadata: metadata, direct: direct, named: map[string][]string{}, kept: map[string]map[string]compile.Secret{}}
+	return &secretReader{metadata: metadata, direct: direct, names: map[string][]string{}, kept: map[string]map[string]compile.Secret{}}
 }
 
-// matters reports whether a namespace's objects refer to a Secret, as far as they
-// have been read. What refers to it later reads it anew.
-func (r *secretReader) matters(namespace, name string) bool {
+// referenced reports whether a Secret was among the names of the namespace's last
+// read. An object that refers to it later causes another read.
+func (r *secretReader) referenced(namespace, name string) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	_, found := slices.BinarySearch(r.named[namespace], name)
+	_, found := slices.BinarySearch(r.names[namespace], name)
 	return found
 }
 
-// read returns those of a namespace's Secrets, names sorted, that exist. One call
-// per namespace at a time.
+// read returns the existing Secrets among names, which are sorted. It must not run
+// concurrently for one namespace.
 func (r *secretReader) read(ctx context.Context, namespace string, names []string) (map[string]compile.Secret, error) {
 	r.mu.Lock()
-	// Before anything is read, so that no change after that is missed.
-	r.named[namespace] = names
+	// Set before the first read, so that no later change is missed.
+	r.names[namespace] = names
 	kept := r.kept[namespace]
 	r.mu.Unlock()
 
@@ -98,8 +98,8 @@ func (r *secretReader) read(ctx context.Context, namespace string, names []strin
 			}
 			secret, ok := kept[name]
 			if err != nil || !ok || secret.Version != m.ResourceVersion {
-				// The cache may lag behind the object that refers to the Secret,
-				// so only the API server can say that there is none.
+				// The cache may lag behind the object that refers to the Secret, so only
+				// the API server can confirm that the Secret does not exist.
 				var full corev1.Secret
 				switch err := r.direct.Get(groupCtx, key, &full); {
 				case apierrors.IsNotFound(err):
@@ -137,6 +137,6 @@ func (r *secretReader) read(ctx context.Context, namespace string, names []strin
 func (r *secretReader) forget(namespace string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	delete(r.named, namespace)
+	delete(r.names, namespace)
 	delete(r.kept, namespace)
 }

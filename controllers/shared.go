@@ -22,18 +22,19 @@ import (
 	"github.com/posthorn/posthorn/controllers/compile"
 )
 
-// namespaceRequest is the key of one namespace. Keys have no namespace of their
-// own, because all of a namespace is compiled as one.
+// namespaceRequest returns the queue key of a namespace. The controllers reconcile
+// a namespace as a whole, so a key has only the namespace's name.
 func namespaceRequest(namespace string) reconcile.Request {
 	return reconcile.Request{NamespacedName: types.NamespacedName{Name: namespace}}
 }
 
 const (
-	// workers is how many namespaces each controller works on at once.
+	// workers is the number of namespaces that a controller reconciles concurrently.
 	workers = 4
-	// maxBackoff is how long a namespace that failed waits at most for its next try.
+	// maxBackoff bounds the backoff of a namespace whose reconciliation failed.
 	maxBackoff = 30 * time.Second
-	// reconcileTimeout bounds one try, so that a request that hangs does not take a worker for good.
+	// reconcileTimeout bounds one reconciliation, so that a request that hangs does
+	// not block a worker.
 	reconcileTimeout = time.Minute
 )
 
@@ -46,23 +47,23 @@ func controllerOptions(mgr manager.Manager, name string) controller.Options {
 	}
 }
 
-// logConstructor names the namespace as every other log line does, in place of
-// controller-runtime's empty namespace and the namespace as name.
+// logConstructor logs the namespace of a request as the attribute namespace.
+// controller-runtime would log it as the attribute name.
 func logConstructor(mgr manager.Manager, controller string) func(*reconcile.Request) logr.Logger {
 	base := mgr.GetLogger().WithValues("controller", controller)
 	return func(request *reconcile.Request) logr.Logger {
 		switch {
 		case request == nil || request.Name == "":
 			return base
-		case request.Namespace != "": // one object of it
+		case request.Namespace != "": // The request is for one object.
 			return base.WithValues("namespace", request.Namespace, "name", request.Name)
 		}
 		return base.WithValues("namespace", request.Name)
 	}
 }
 
-// trigger is a source of requests that this process makes itself. What is fired
-// before its controller runs is kept.
+// trigger is a source of requests from within the process. It keeps requests until
+// its controller starts.
 type trigger struct {
 	mu      sync.Mutex
 	queue   workqueue.TypedRateLimitingInterface[reconcile.Request]
@@ -91,42 +92,43 @@ func (t *trigger) fire(namespace string) {
 	t.queue.Add(namespaceRequest(namespace))
 }
 
-// verdictBook hands the newest verdicts of each namespace from the config
-// controller to the status controller.
-type verdictBook struct {
+// verdictCache holds the newest verdicts of each namespace. The config controller
+// sets them, the status controller reads them.
+type verdictCache struct {
 	mu          sync.Mutex
-	byNamespace map[string]judged
+	byNamespace map[string]verdictsByUID
 }
 
-// judged holds the verdicts of a namespace by the object's UID, each with the
-// generation that it was made of: it says nothing of another.
-type judged map[types.UID]judgement
+// verdictsByUID are the verdicts of a namespace's objects.
+type verdictsByUID map[types.UID]generationVerdict
 
-type judgement struct {
+// generationVerdict is the verdict on one generation of an object. It does not
+// apply to other generations.
+type generationVerdict struct {
 	generation int64
 	compile.Verdict
 }
 
-// judge notes the verdicts of one kind's objects, which are by name.
-func judge[T any, O object[T]](j judged, objects []T, verdicts map[string]compile.Verdict) {
+// addVerdicts adds the verdicts on one kind's objects, given by name.
+func addVerdicts[T any, O object[T]](all verdictsByUID, objects []T, verdicts map[string]compile.Verdict) {
 	for i := range objects {
 		o := O(&objects[i])
-		j[o.GetUID()] = judgement{o.GetGeneration(), verdicts[o.GetName()]}
+		all[o.GetUID()] = generationVerdict{o.GetGeneration(), verdicts[o.GetName()]}
 	}
 }
 
-// object is a pointer to one of our kinds.
+// object is a pointer to a type of package v1alpha1.
 type object[T any] interface {
 	*T
 	client.Object
 }
 
-// namespaceLists are empty lists of the kinds that a namespace's config is made of.
+// namespaceLists returns an empty list for each kind that a live config contains.
 func namespaceLists() []client.ObjectList {
 	return []client.ObjectList{&v1alpha1.SourceList{}, &v1alpha1.WebhookDestinationList{}, &v1alpha1.AudienceList{}, &v1alpha1.DeletionRequestList{}}
 }
 
-// listNamespace lists the objects that a namespace's config is made of.
+// listNamespace lists a namespace's objects of the kinds that a live config contains.
 func listNamespace(ctx context.Context, r client.Reader, namespace string) (compile.Snapshot, error) {
 	var sources v1alpha1.SourceList
 	var destinations v1alpha1.WebhookDestinationList
@@ -140,31 +142,33 @@ func listNamespace(ctx context.Context, r client.Reader, namespace string) (comp
 	return compile.Snapshot{Namespace: namespace, Sources: sources.Items, Destinations: destinations.Items, Audiences: audiences.Items, Deletions: deletions.Items}, nil
 }
 
-func newVerdictBook() *verdictBook { return &verdictBook{byNamespace: map[string]judged{}} }
-
-func (b *verdictBook) set(namespace string, j judged) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	b.byNamespace[namespace] = j
+func newVerdictCache() *verdictCache {
+	return &verdictCache{byNamespace: map[string]verdictsByUID{}}
 }
 
-func (b *verdictBook) forget(namespace string) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	delete(b.byNamespace, namespace)
+func (c *verdictCache) set(namespace string, verdicts verdictsByUID) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.byNamespace[namespace] = verdicts
 }
 
-func (b *verdictBook) get(namespace string) (judged, bool) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	j, ok := b.byNamespace[namespace]
-	return j, ok
+func (c *verdictCache) remove(namespace string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.byNamespace, namespace)
 }
 
-func (b *verdictBook) namespaces() []string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return slices.Collect(maps.Keys(b.byNamespace))
+func (c *verdictCache) get(namespace string) (verdictsByUID, bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	verdicts, ok := c.byNamespace[namespace]
+	return verdicts, ok
+}
+
+func (c *verdictCache) namespaces() []string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.Collect(maps.Keys(c.byNamespace))
 }
 
 // keyHolder is a Source that uses a write key.
@@ -177,12 +181,12 @@ func (a keyHolder) compare(b keyHolder) int {
 	return cmp.Or(a.created.Compare(b.created), strings.Compare(a.namespace, b.namespace), strings.Compare(a.name, b.name))
 }
 
-// writeKeys knows, over all namespaces, which Source is the oldest that uses a
-// write key. Keys are known by their hash only.
+// writeKeys indexes the write keys of all namespaces by their hash. It finds the
+// oldest Source that uses a write key.
 type writeKeys struct {
 	mu          sync.Mutex
-	byHash      map[string]map[string]keyHolder // hash -> namespace -> its oldest holder
-	byNamespace map[string]map[string]keyHolder // namespace -> hash -> the same
+	byHash      map[string]map[string]keyHolder // hash -> namespace -> the namespace's oldest holder
+	byNamespace map[string]map[string]keyHolder // namespace -> hash -> the same holder
 }
 
 func newWriteKeys() *writeKeys {
@@ -190,7 +194,7 @@ func newWriteKeys() *writeKeys {
 }
 
 // set replaces the keys of a namespace. It returns the other namespaces whose
-// verdicts may change by that.
+// verdicts may change as a result.
 func (k *writeKeys) set(namespace string, holders map[string]keyHolder) (affected []string) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -228,8 +232,8 @@ func (k *writeKeys) set(namespace string, holders map[string]keyHolder) (affecte
 	return slices.Sorted(maps.Keys(touched))
 }
 
-// older returns those of a namespace's keys that belong to an older Source of
-// another namespace, with that Source's "namespace/name".
+// older returns the keys of a namespace that belong to an older Source of another
+// namespace, each with that Source's "namespace/name".
 func (k *writeKeys) older(namespace string) map[string]string {
 	k.mu.Lock()
 	defer k.mu.Unlock()

@@ -29,11 +29,11 @@ func TestWriteKeys(t *testing.T) {
 	}{
 		{"the first", "b", map[string]keyHolder{"x": holder("b", 2)}, nil, map[string]map[string]string{"b": {}}},
 		{"another key", "c", map[string]keyHolder{"y": holder("c", 1)}, nil, map[string]map[string]string{"b": {}, "c": {}}},
-		{"an older one", "a", map[string]keyHolder{"x": holder("a", 1)}, []string{"b"}, map[string]map[string]string{"a": {}, "b": {"x": "a/web"}}},
+		{"an older Source", "a", map[string]keyHolder{"x": holder("a", 1)}, []string{"b"}, map[string]map[string]string{"a": {}, "b": {"x": "a/web"}}},
 		{"the same again", "a", map[string]keyHolder{"x": holder("a", 1)}, nil, map[string]map[string]string{"a": {}, "b": {"x": "a/web"}}},
 		{"equally old", "c", map[string]keyHolder{"x": holder("c", 1)}, []string{"a", "b"}, map[string]map[string]string{"a": {}, "b": {"x": "a/web"}, "c": {"x": "a/web"}}},
 		{"the oldest takes another key", "a", map[string]keyHolder{"z": holder("a", 1)}, []string{"b", "c"}, map[string]map[string]string{"a": {}, "b": {"x": "c/web"}, "c": {}}},
-		{"one goes", "c", nil, []string{"b"}, map[string]map[string]string{"a": {}, "b": {}, "c": {}}},
+		{"a namespace is removed", "c", nil, []string{"b"}, map[string]map[string]string{"a": {}, "b": {}, "c": {}}},
 	}
 	for _, step := range steps {
 		if diff := cmp.Diff(step.affected, k.set(step.namespace, step.holders)); diff != "" {
@@ -48,7 +48,7 @@ func TestWriteKeys(t *testing.T) {
 	k.set("a", nil)
 	k.set("b", nil)
 	if len(k.byHash)+len(k.byNamespace) != 0 {
-		t.Errorf("left behind: %v %v", k.byHash, k.byNamespace)
+		t.Errorf("the index still has %v %v", k.byHash, k.byNamespace)
 	}
 }
 
@@ -76,9 +76,9 @@ func TestSecretsAreCachedWithoutContents(t *testing.T) {
 	}
 }
 
-// What a watch delivers after an interruption is one update, also when the object
-// was deleted and made again, or a deletion whose version is the last one seen.
-func TestWhatCountsAsAChange(t *testing.T) {
+// After an interruption, a watch delivers one update even if the object was deleted and
+// created again, and a deletion may have the last known version.
+func TestPredicates(t *testing.T) {
 	source := func(uid string, generation int64, labels map[string]string) *v1alpha1.Source {
 		return &v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: "a", Name: "web", UID: types.UID(uid), Generation: generation, Labels: labels}}
 	}
@@ -87,10 +87,10 @@ func TestWhatCountsAsAChange(t *testing.T) {
 		after *v1alpha1.Source
 		want  bool
 	}{
-		"status":     {source("1", 1, map[string]string{"team": "shop"}), false},
-		"spec":       {source("1", 2, map[string]string{"team": "shop"}), true},
-		"labels":     {source("1", 1, nil), true},
-		"made again": {source("2", 1, map[string]string{"team": "shop"}), true},
+		"status":        {source("1", 1, map[string]string{"team": "shop"}), false},
+		"spec":          {source("1", 2, map[string]string{"team": "shop"}), true},
+		"labels":        {source("1", 1, nil), true},
+		"created again": {source("2", 1, map[string]string{"team": "shop"}), true},
 	} {
 		if got := specChanged.Update(event.UpdateEvent{ObjectOld: before, ObjectNew: test.after}); got != test.want {
 			t.Errorf("%s: %v, want %v", name, got, test.want)
@@ -103,12 +103,12 @@ func TestWhatCountsAsAChange(t *testing.T) {
 	}
 	own := r.notOwnWrite()
 	for name, test := range map[string]struct{ got, want bool }{
-		"as we wrote it": {own.Update(event.UpdateEvent{ObjectOld: secret("posthorn-system", "6"), ObjectNew: secret("posthorn-system", "7")}), false},
-		"by another":     {own.Update(event.UpdateEvent{ObjectOld: secret("posthorn-system", "7"), ObjectNew: secret("posthorn-system", "8")}), true},
-		"relisted":       {own.Update(event.UpdateEvent{ObjectOld: secret("other", "8"), ObjectNew: secret("other", "8")}), false},
-		"a namespace's":  {own.Create(event.CreateEvent{Object: secret("other", "7")}), true},
-		"made by us":     {own.Create(event.CreateEvent{Object: secret("posthorn-system", "7")}), false},
-		"gone unseen":    {own.Delete(event.DeleteEvent{Object: secret("posthorn-system", "7")}), true},
+		"own update":        {own.Update(event.UpdateEvent{ObjectOld: secret("posthorn-system", "6"), ObjectNew: secret("posthorn-system", "7")}), false},
+		"foreign update":    {own.Update(event.UpdateEvent{ObjectOld: secret("posthorn-system", "7"), ObjectNew: secret("posthorn-system", "8")}), true},
+		"relisted":          {own.Update(event.UpdateEvent{ObjectOld: secret("other", "8"), ObjectNew: secret("other", "8")}), false},
+		"another namespace": {own.Create(event.CreateEvent{Object: secret("other", "7")}), true},
+		"own creation":      {own.Create(event.CreateEvent{Object: secret("posthorn-system", "7")}), false},
+		"deletion":          {own.Delete(event.DeleteEvent{Object: secret("posthorn-system", "7")}), true},
 	} {
 		if test.got != test.want {
 			t.Errorf("%s: %v, want %v", name, test.got, test.want)
@@ -133,8 +133,8 @@ func TestDifferences(t *testing.T) {
 		{"the first", nil, report(nil), nil, true},
 		{"equal", report(nil), report(nil), nil, false},
 		{"one changed", report(nil), report(func(r *liveconfig.Report) { r.Namespaces[1].Revision = "2" }), []string{"b"}, false},
-		{"one gone", report(nil), report(func(r *liveconfig.Report) { r.Namespaces = r.Namespaces[:1] }), []string{"b"}, false},
-		{"one more", report(func(r *liveconfig.Report) { r.Namespaces = r.Namespaces[1:] }), report(nil), []string{"a"}, false},
+		{"one removed", report(nil), report(func(r *liveconfig.Report) { r.Namespaces = r.Namespaces[:1] }), []string{"b"}, false},
+		{"one added", report(func(r *liveconfig.Report) { r.Namespaces = r.Namespaces[1:] }), report(nil), []string{"a"}, false},
 		{"disk full", report(nil), report(func(r *liveconfig.Report) { r.Storage.Pressure = true }), nil, true},
 		{"disk used", report(nil), report(func(r *liveconfig.Report) { r.Storage.UsedBytes = 1 }), nil, false},
 	}

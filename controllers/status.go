@@ -26,26 +26,26 @@ import (
 )
 
 const (
-	// lookInterval is when to look again at an object that has news which health
-	// holds back for a while.
-	lookInterval = 2 * time.Second
-	// confirmInterval is the longest time between two reports of a pod while a
-	// change waits for its confirmation.
+	// recheckInterval is the wait before the next status pass over an object whose
+	// changed numbers are not due yet.
+	recheckInterval = 2 * time.Second
+	// confirmInterval is the longest time between two requests for a pod's report
+	// while a change waits for the pods to confirm it.
 	confirmInterval = 200 * time.Millisecond
-	// conflictWait is how long the cache may take to catch up after a conflict.
+	// conflictWait is the wait for the cache after a conflict.
 	conflictWait = 200 * time.Millisecond
-	// maxWritesAtOnce bounds the status writes of one namespace.
+	// maxWritesAtOnce bounds the concurrent status writes of a namespace.
 	maxWritesAtOnce = 8
 )
 
-// statusReconciler writes the status of a namespace's objects, of those whose
-// status is another than the one they have.
+// statusReconciler computes the status of a namespace's objects and writes those
+// that differ.
 type statusReconciler struct {
 	client.Client
-	known   *verdictBook
-	reports *prober
-	events  events.EventRecorder
-	now     func() time.Time
+	verdicts *verdictCache
+	reports  *prober
+	events   events.EventRecorder
+	now      func() time.Time
 
 	numbersInterval, confirmGrace time.Duration // see Options
 
@@ -53,22 +53,24 @@ type statusReconciler struct {
 	memos map[string]map[types.UID]*memo // by namespace
 }
 
-// memo is what is remembered of one object between two looks at it.
+// memo is the data about one object that status passes share.
 type memo struct {
-	// stale are the versions that our last writes replaced, and after is what
-	// came of them: as long as the cache still shows a stale one, after is the truth.
-	stale []string
-	after client.Object
-	// numbers is when the numbers were written last.
-	numbers time.Time
-	// unconfirmed is since when not every pod has confirmed the object.
-	unconfirmed time.Time
-	seen        bool
+	// stale are the resource versions that the last writes replaced, and written is
+	// the result of the last write. While the cache returns a stale version, written is
+	// the current object.
+	stale   []string
+	written client.Object
+	// numbersTime is when the numbers were last written.
+	numbersTime time.Time
+	// unconfirmedSince is when a pod first had not confirmed the object; zero when
+	// every pod has.
+	unconfirmedSince time.Time
+	seen             bool
 }
 
-func setupStatus(mgr manager.Manager, o Options, known *verdictBook, reports *prober, own *trigger) error {
+func setupStatus(mgr manager.Manager, o Options, verdicts *verdictCache, reports *prober, own *trigger) error {
 	r := &statusReconciler{
-		Client: mgr.GetClient(), known: known, reports: reports, now: o.Now, numbersInterval: o.numbersInterval, confirmGrace: o.confirmGrace,
+		Client: mgr.GetClient(), verdicts: verdicts, reports: reports, now: o.Now, numbersInterval: o.numbersInterval, confirmGrace: o.confirmGrace,
 		events: mgr.GetEventRecorder("posthorn.dev/operator"),
 		memos:  map[string]map[types.UID]*memo{},
 	}
@@ -83,45 +85,45 @@ func setupStatus(mgr manager.Manager, o Options, known *verdictBook, reports *pr
 // +kubebuilder:rbac:groups=posthorn.dev,resources=deletionrequests,verbs=delete
 // +kubebuilder:rbac:groups=events.k8s.io,resources=events,verbs=create;patch
 
-// Reconcile brings the status of one namespace's objects up to date.
+// Reconcile updates the status of one namespace's objects.
 func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 	namespace := request.Name
-	judged, ok := r.known.get(namespace)
+	verdicts, ok := r.verdicts.get(namespace)
 	if !ok {
 		r.mu.Lock()
 		delete(r.memos, namespace)
 		r.mu.Unlock()
 		return reconcile.Result{}, nil
 	}
-	pods, settled := r.reports.reports()
-	if !settled {
-		return reconcile.Result{}, nil // the prober calls again when it knows
+	pods, complete := r.reports.reports()
+	if !complete {
+		return reconcile.Result{}, nil // The prober triggers a reconciliation when they are complete.
 	}
 	objects, err := listNamespace(ctx, r, namespace)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	l := look{statusReconciler: r, namespace: namespace, judged: judged, pods: pods, now: r.now(), memos: r.memosOf(namespace)}
-	l.group.SetLimit(maxWritesAtOnce)
-	lookAt(ctx, &l, objects.Sources, health.Sources)
-	lookAt(ctx, &l, objects.Destinations, health.Destinations)
-	lookAt(ctx, &l, objects.Audiences, health.Audiences)
-	lookAt(ctx, &l, objects.Deletions, health.DeletionRequests)
-	err = l.group.Wait()
-	for uid, m := range l.memos {
+	p := statusPass{statusReconciler: r, namespace: namespace, verdicts: verdicts, pods: pods, now: r.now(), memos: r.memosOf(namespace)}
+	p.group.SetLimit(maxWritesAtOnce)
+	updateAll(ctx, &p, objects.Sources, health.Sources)
+	updateAll(ctx, &p, objects.Destinations, health.Destinations)
+	updateAll(ctx, &p, objects.Audiences, health.Audiences)
+	updateAll(ctx, &p, objects.Deletions, health.DeletionRequests)
+	err = p.group.Wait()
+	for uid, m := range p.memos {
 		if !m.seen {
-			delete(l.memos, uid)
+			delete(p.memos, uid)
 		}
 		m.seen = false
 	}
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	return reconcile.Result{RequeueAfter: l.again.d}, nil
+	return reconcile.Result{RequeueAfter: p.requeue.d}, nil
 }
 
-// memosOf returns a namespace's memos. Only its own reconciliation uses them, and
-// of one namespace there is one at a time.
+// memosOf returns a namespace's memos. Only the reconciliation of the namespace uses
+// them, and there is one at a time.
 func (r *statusReconciler) memosOf(namespace string) map[types.UID]*memo {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -141,37 +143,38 @@ func memoOf(memos map[types.UID]*memo, o client.Object) *memo {
 	return m
 }
 
-// look is one look at a namespace's objects.
-type look struct {
+// statusPass is one update of the statuses of a namespace's objects.
+type statusPass struct {
 	*statusReconciler
 	namespace string
-	judged    judged
+	verdicts  verdictsByUID
 	pods      []health.Pod
 	now       time.Time
 	memos     map[types.UID]*memo
 	group     errgroup.Group
-	again     shortest
+	requeue   shortestWait
 }
 
-// lookAt looks at the objects of one kind, but for those of which there is no
-// verdict as they are now: the config controller calls again.
-func lookAt[T, S any, O object[T]](ctx context.Context, l *look, objects []T, k health.Kind[T, S]) {
+// updateAll updates the objects of one kind. It skips objects without a verdict on
+// their present generation: the config controller triggers another pass for them.
+func updateAll[T, S any, O object[T]](ctx context.Context, p *statusPass, objects []T, k health.Kind[T, S]) {
 	for i := range objects {
 		o := O(&objects[i])
-		j, ok := l.judged[o.GetUID()]
-		if m := memoOf(l.memos, o); ok && j.generation == o.GetGeneration() {
-			l.group.Go(func() error {
-				if gone, err := expire(ctx, l, o, k); gone || err != nil {
+		v, ok := p.verdicts[o.GetUID()]
+		if m := memoOf(p.memos, o); ok && v.generation == o.GetGeneration() {
+			p.group.Go(func() error {
+				if deleted, err := expire(ctx, p, o, k); deleted || err != nil {
 					return err
 				}
-				return update(ctx, l, m, o, j.Verdict, k)
+				return update(ctx, p, m, o, v.Verdict, k)
 			})
 		}
 	}
 }
 
-// expire deletes an object whose time after its end is over, or says when to look again.
-func expire[T, S any, O object[T]](ctx context.Context, l *look, o O, k health.Kind[T, S]) (gone bool, err error) {
+// expire deletes an object whose TTL has ended, or requeues the namespace for the
+// end of the TTL.
+func expire[T, S any, O object[T]](ctx context.Context, p *statusPass, o O, k health.Kind[T, S]) (deleted bool, err error) {
 	if k.Expires == nil {
 		return false, nil
 	}
@@ -179,59 +182,60 @@ func expire[T, S any, O object[T]](ctx context.Context, l *look, o O, k health.K
 	if !ok {
 		return false, nil
 	}
-	if wait := at.Sub(l.now); wait > 0 {
-		l.again.in(wait)
+	if wait := at.Sub(p.now); wait > 0 {
+		p.requeue.add(wait)
 		return false, nil
 	}
-	// Of this version only: it may have been changed to stay meanwhile.
+	// Delete this version only: a later version may have another TTL.
 	uid, version := o.GetUID(), o.GetResourceVersion()
-	err = l.Delete(ctx, o, client.Preconditions{UID: &uid, ResourceVersion: &version})
+	err = p.Delete(ctx, o, client.Preconditions{UID: &uid, ResourceVersion: &version})
 	if apierrors.IsConflict(err) {
-		l.again.in(conflictWait)
+		p.requeue.add(conflictWait)
 		return false, nil
 	}
 	if client.IgnoreNotFound(err) != nil {
-		return false, fmt.Errorf("delete %s %s/%s, which has expired: %w", k.Name, o.GetNamespace(), o.GetName(), err)
+		return false, fmt.Errorf("delete expired %s %s/%s: %w", k.Name, o.GetNamespace(), o.GetName(), err)
 	}
 	return true, nil
 }
 
-// update writes one object's status if it differs, and says when to look again.
-func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, verdict compile.Verdict, k health.Kind[T, S]) error {
-	if after, ok := m.after.(O); ok && slices.Contains(m.stale, o.GetResourceVersion()) {
-		o = after.DeepCopyObject().(O)
+// update writes one object's status if it differs, and requeues the namespace if
+// another pass is necessary.
+func update[T, S any, O object[T]](ctx context.Context, p *statusPass, m *memo, o O, verdict compile.Verdict, k health.Kind[T, S]) error {
+	if written, ok := m.written.(O); ok && slices.Contains(m.stale, o.GetResourceVersion()) {
+		o = written.DeepCopyObject().(O)
 	} else {
-		m.stale, m.after = nil, nil
+		m.stale, m.written = nil, nil
 	}
 	status, conditions := k.Status(o)
 	*conditions = health.Own(*conditions, k.Conditions)
 	before, conditionsBefore := *status, *conditions
-	wait := left(l.numbersInterval, m.numbers, l.now)
+	wait := remaining(p.numbersInterval, m.numbersTime, p.now)
 	due := wait <= 0
-	next := k.Compute(*o, verdict, l.namespace, l.pods, l.now, due)
+	next := k.Compute(*o, verdict, p.namespace, p.pods, p.now, due)
 	version := o.GetResourceVersion()
 	*status = next
 	pending := health.Pending(*conditions)
 	if !pending {
-		m.unconfirmed = time.Time{}
-	} else if m.unconfirmed.IsZero() {
-		m.unconfirmed = l.now
+		m.unconfirmedSince = time.Time{}
+	} else if m.unconfirmedSince.IsZero() {
+		m.unconfirmedSince = p.now
 	}
 	if equality.Semantic.DeepEqual(before, next) {
-		if !due && !equality.Semantic.DeepEqual(next, k.Compute(*o, verdict, l.namespace, l.pods, l.now, true)) {
-			l.again.in(min(wait, lookInterval))
+		if !due && !equality.Semantic.DeepEqual(next, k.Compute(*o, verdict, p.namespace, p.pods, p.now, true)) {
+			p.requeue.add(min(wait, recheckInterval))
 		}
 		return nil
 	}
-	if grace := left(l.confirmGrace, m.unconfirmed, l.now); pending && grace > 0 {
-		l.reports.hurry()
-		l.again.in(min(grace, confirmInterval))
+	if grace := remaining(p.confirmGrace, m.unconfirmedSince, p.now); pending && grace > 0 {
+		p.reports.refreshNow()
+		p.requeue.add(min(grace, confirmInterval))
 		return nil
 	}
 	events := health.Transitions(conditionsBefore, *conditions)
-	switch err := apply(ctx, l.Client, o, k); {
+	switch err := apply(ctx, p.Client, o, k); {
 	case apierrors.IsConflict(err):
-		l.again.in(conflictWait)
+		p.requeue.add(conflictWait)
 		return nil
 	case apierrors.IsNotFound(err):
 		return nil
@@ -239,23 +243,23 @@ func update[T, S any, O object[T]](ctx context.Context, l *look, m *memo, o O, v
 		return fmt.Errorf("write the status of %s %s/%s: %w", k.Name, o.GetNamespace(), o.GetName(), err)
 	}
 	statusWrites.WithLabelValues(k.Name).Inc()
-	m.stale, m.after = append(m.stale, version), o
+	m.stale, m.written = append(m.stale, version), o
 	if due {
-		m.numbers = l.now
+		m.numbersTime = p.now
 	} else {
-		l.again.in(min(wait, lookInterval))
+		p.requeue.add(min(wait, recheckInterval))
 	}
 	for _, e := range events {
-		l.events.Eventf(o, nil, e.Type, e.Reason, e.Action, "%s", e.Message)
+		p.events.Eventf(o, nil, e.Type, e.Reason, e.Action, "%s", e.Message)
 	}
 	return nil
 }
 
-// apply writes an object's status by server-side apply, of this version of the
-// object only, and reads the result into o. The operator owns what it applies;
-// conditions of other types stay. A field that it applies no more is removed by
-// the apply, unless an earlier release, which wrote by update, owns it as well:
-// then an update removes it.
+// apply writes an object's status by server-side apply and reads the result into o.
+// It returns a conflict if the object has another resource version. Conditions of
+// other field managers are kept. The apply removes the fields that the operator owns
+// and does not apply any more. A field that an earlier release wrote by update has two
+// field managers, so an update removes it.
 func apply[T, S any, O object[T]](ctx context.Context, c client.Client, o O, k health.Kind[T, S]) error {
 	status, _ := k.Status(o)
 	want := *status
@@ -286,22 +290,22 @@ func apply[T, S any, O object[T]](ctx context.Context, c client.Client, o O, k h
 	return c.Status().Update(ctx, o, fieldOwner)
 }
 
-// left is what is left of a time that began at start: nothing also when the clock
-// was set back before the start, which must not make it longer.
-func left(d time.Duration, start, now time.Time) time.Duration {
+// remaining returns the remainder of a duration that began at start. It is zero if
+// the clock was set back to a time before start, so that this cannot prolong a wait.
+func remaining(d time.Duration, start, now time.Time) time.Duration {
 	if now.Before(start) {
 		return 0
 	}
 	return d - now.Sub(start)
 }
 
-// shortest is the shortest of several waits; zero is none.
-type shortest struct {
+// shortestWait is the minimum of the added waits; zero means none.
+type shortestWait struct {
 	mu sync.Mutex
 	d  time.Duration
 }
 
-func (s *shortest) in(d time.Duration) {
+func (s *shortestWait) add(d time.Duration) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.d == 0 || d < s.d {

@@ -43,18 +43,18 @@ var _ = Describe("status", func() {
 		}
 	}
 
-	It("tells from real traffic how deliveries go, with Events when that turns", func() {
+	It("reports deliveries from real traffic, with Events at transitions", func() {
 		w := newWorld()
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination)
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 
 		w.dispatcher.set(func(d *fakeDispatcher) {
 			d.traffic[namespace+"/crm"] = healthy(10)
 			d.calls[namespace+"/web"] = func(r *liveconfig.SourceReport) { r.Accepted, r.LastAccepted = 10, began }
 		})
-		w.says(namespace, "whd/crm", "Delivering", isTrue, "Delivering")
-		w.says(namespace, "source/web", "Receiving", isTrue, "Receiving")
+		w.expectCondition(namespace, "whd/crm", "Delivering", isTrue, "Delivering")
+		w.expectCondition(namespace, "source/web", "Receiving", isTrue, "Receiving")
 		d := w.destination(Default, namespace, "crm")
 		Expect(d.Status.Delivery.Delivered).To(BeEquivalentTo(10))
 		Expect(d.Status.LastSuccessTime.Time).To(BeTemporally("==", began))
@@ -62,15 +62,15 @@ var _ = Describe("status", func() {
 		Expect(w.source(Default, namespace, "web").Status.Calls.Accepted).To(BeEquivalentTo(10))
 
 		w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[namespace+"/crm"] = failing })
-		w.says(namespace, "whd/crm", "Delivering", isFalse, "ServerError")
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready") // a receiver's outage is no mistake in the spec
+		w.expectCondition(namespace, "whd/crm", "Delivering", isFalse, "ServerError")
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready") // A receiver's outage is not an error in the spec.
 		d = w.destination(Default, namespace, "crm")
 		Expect(d.Status.Endpoints[0].LastFailure.StatusCode).To(BeEquivalentTo(500))
 		Expect(d.Status.Delivery.Retrying).To(BeEquivalentTo(2))
 		Eventually(func() []string { return w.events(namespace, "crm") }).Should(ContainElement("Warning ServerError"))
 
 		w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[namespace+"/crm"] = healthy(12) })
-		w.says(namespace, "whd/crm", "Delivering", isTrue, "Delivering")
+		w.expectCondition(namespace, "whd/crm", "Delivering", isTrue, "Delivering")
 		Eventually(func() []string { return w.events(namespace, "crm") }).Should(ContainElement("Normal Delivering"))
 		table, err := server.Kubectl("", "get", "whd", "crm", "--namespace", namespace)
 		Expect(err).NotTo(HaveOccurred())
@@ -81,105 +81,105 @@ var _ = Describe("status", func() {
 		w := newWorld()
 		second := newDispatcher("dispatcher-1")
 		DeferCleanup(second.server.Close)
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.pods.set(w.dispatcher.pod(), second.pod())
 		w.apply(namespace, webSource+crmSecret+crmDestination)
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 
-		By("one pod that refuses a config")
+		By("one pod rejects a config")
 		second.set(func(d *fakeDispatcher) { d.refuse = true })
 		w.apply(namespace, named("crm", "https://hooks.example/in", "https://hooks.example/out"))
-		w.says(namespace, "whd/crm", "Programmed", isFalse, "ConfigRefused")
+		w.expectCondition(namespace, "whd/crm", "Programmed", isFalse, "ConfigRefused")
 		second.set(func(d *fakeDispatcher) { d.refuse = false })
-		w.says(namespace, "whd/crm", "Programmed", isTrue, "Programmed")
+		w.expectCondition(namespace, "whd/crm", "Programmed", isTrue, "Programmed")
 
-		By("one pod that does not answer, for longer than a moment")
+		By("one pod does not answer for longer than the grace period")
 		second.set(func(d *fakeDispatcher) { d.down = true })
-		w.says(namespace, "whd/crm", "Programmed", isFalse, "Pending")
+		w.expectCondition(namespace, "whd/crm", "Programmed", isFalse, "Pending")
 		w.pods.set(w.dispatcher.pod())
-		w.says(namespace, "whd/crm", "Programmed", isTrue, "Programmed")
+		w.expectCondition(namespace, "whd/crm", "Programmed", isTrue, "Programmed")
 
-		By("no pod at all")
+		By("no pod is ready")
 		w.pods.set()
-		w.says(namespace, "whd/crm", "Ready", isFalse, "NoDispatcher")
-		w.says(namespace, "source/web", "Ready", isFalse, "NoDispatcher")
+		w.expectCondition(namespace, "whd/crm", "Ready", isFalse, "NoDispatcher")
+		w.expectCondition(namespace, "source/web", "Ready", isFalse, "NoDispatcher")
 	})
 
-	It("does not blink when a pod misses one report", func() {
+	It("does not change when one request for a report fails", func() {
 		w := newWorld()
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination)
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
-		before := w.quiet()
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		before := w.waitIdle()
 		w.dispatcher.set(func(d *fakeDispatcher) { d.down = true })
-		w.polled(2)
+		w.waitPolls(2)
 		w.dispatcher.set(func(d *fakeDispatcher) { d.down = false })
-		w.polled(3)
+		w.waitPolls(3)
 		Expect(w.versions()).To(Equal(before))
 	})
 
-	It("is not written while nothing happens, nor by an operator that starts", func() {
+	It("is not written without a change, nor when an operator starts", func() {
 		w := newWorld()
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination+named("gone", "[{name: web}]", "[{name: missing}]"))
 		w.dispatcher.set(func(d *fakeDispatcher) {
 			d.traffic[namespace+"/crm"] = failing
 			d.calls[namespace+"/web"] = func(r *liveconfig.SourceReport) { r.Accepted, r.LastAccepted = 10, began }
 		})
-		w.says(namespace, "whd/crm", "Delivering", isFalse, "ServerError")
-		w.says(namespace, "whd/gone", "ResolvedRefs", isFalse, "NoSource")
-		w.says(namespace, "source/web", "Receiving", isTrue, "Receiving")
-		before := w.quiet()
-		w.polled(20)
+		w.expectCondition(namespace, "whd/crm", "Delivering", isFalse, "ServerError")
+		w.expectCondition(namespace, "whd/gone", "ResolvedRefs", isFalse, "NoSource")
+		w.expectCondition(namespace, "source/web", "Receiving", isTrue, "Receiving")
+		before := w.waitIdle()
+		w.waitPolls(20)
 		Expect(w.versions()).To(Equal(before))
 
 		w.stop()
 		w.start()
-		w.polled(20)
+		w.waitPolls(20)
 		Expect(w.versions()).To(Equal(before))
 	})
 
-	It("is written once a change, when every pod has confirmed it", func() {
-		// The pods confirm in time, however busy the machine is.
+	It("is written once for each change, when every pod has confirmed it", func() {
+		// A long grace period, so that the pods confirm in time on a busy machine, too.
 		w := newWorld(func(w *world) { w.options.confirmGrace = wait.Limit })
 		second := newDispatcher("dispatcher-1")
 		DeferCleanup(second.server.Close)
 		w.pods.set(w.dispatcher.pod(), second.pod())
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination)
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
-		w.quiet()
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.waitIdle()
 		written := func() [2]float64 {
-			return [2]float64{counted("posthorn_operator_compiles_total", "written"), counted("posthorn_operator_status_writes_total", "WebhookDestination")}
+			return [2]float64{counterValue("posthorn_operator_compiles_total", "written"), counterValue("posthorn_operator_status_writes_total", "WebhookDestination")}
 		}
 		before := written()
 		const changes = 5
 		for i := range changes {
 			w.apply(namespace, named("crm", "https://hooks.example/in", fmt.Sprintf("https://hooks.example/%d", i)))
-			w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+			w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		}
 		By("a new signing secret")
 		revision := w.destination(Default, namespace, "crm").Status.Revision
 		w.apply(namespace, strings.ReplaceAll(crmSecret, "hush-crm", "hush-rotated"))
 		Eventually(func() string { return w.destination(Default, namespace, "crm").Status.Revision }).ShouldNot(Equal(revision))
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
-		w.quiet()
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.waitIdle()
 		Expect(written()).To(Equal([2]float64{before[0] + changes + 1, before[1] + changes + 1}))
 
-		By("a pod that does not confirm")
+		By("a pod does not confirm")
 		w.stop()
 		w.options.confirmGrace = 0
 		w.start()
 		second.set(func(d *fakeDispatcher) { d.stuck = true })
 		w.apply(namespace, crmDestination)
-		w.says(namespace, "whd/crm", "Programmed", isFalse, "Pending")
+		w.expectCondition(namespace, "whd/crm", "Programmed", isFalse, "Pending")
 		second.set(func(d *fakeDispatcher) { d.stuck = false })
-		w.says(namespace, "whd/crm", "Programmed", isTrue, "Programmed")
+		w.expectCondition(namespace, "whd/crm", "Programmed", isTrue, "Programmed")
 	})
 
-	It("keeps conditions that others set, and takes over what an earlier release wrote", func() {
+	It("keeps conditions of other controllers, and takes over the fields of an earlier release", func() {
 		w := newWorld()
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.stop()
 		w.apply(namespace, webSource+crmSecret+crmDestination+named("bad", "https://hooks.example/in", "https://169.254.169.254/in"))
 		d := w.destination(Default, namespace, "crm")
@@ -190,7 +190,7 @@ var _ = Describe("status", func() {
 			Expect([]string{string(c.Status), c.Reason}).To(Equal([]string{"Unknown", "Pending"}), conditionType)
 		}
 
-		By("a status that an earlier release wrote by update")
+		By("an earlier release has written a status by update")
 		yesterday := metav1.NewTime(time.Now().Add(-24 * time.Hour).Truncate(time.Second))
 		old := []metav1.Condition{
 			{Type: "Accepted", Status: isTrue, Reason: "Accepted", Message: "m", LastTransitionTime: yesterday, ObservedGeneration: 1},
@@ -201,7 +201,7 @@ var _ = Describe("status", func() {
 			Endpoints: []v1alpha1.EndpointStatus{{Name: "gone", State: v1alpha1.EndpointHealthy, LastSuccessTime: &yesterday}},
 		}
 		Expect(cluster.Status().Update(w.ctx, &d, client.FieldOwner("posthorn"))).To(Succeed())
-		By("conditions of another controller")
+		By("another controller writes a condition")
 		foreign := func(name string) {
 			patch := fmt.Sprintf(`{"apiVersion": "posthorn.dev/v1alpha1", "kind": "WebhookDestination", "metadata": {"name": %q, "namespace": %q},
 				"status": {"conditions": [{"type": "example.org/Audited", "status": "True", "reason": "Audited", "message": "m", "lastTransitionTime": "2026-01-02T03:04:05Z"}]}}`, name, namespace)
@@ -210,8 +210,8 @@ var _ = Describe("status", func() {
 		}
 		foreign("crm")
 		w.start()
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
-		w.says(namespace, "whd/bad", "Stalled", isTrue, "EgressDenied")
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/bad", "Stalled", isTrue, "EgressDenied")
 		foreign("bad")
 
 		d = w.destination(Default, namespace, "crm")
@@ -223,39 +223,39 @@ var _ = Describe("status", func() {
 			return m.Manager == "posthorn-operator" && m.Operation == metav1.ManagedFieldsOperationApply && m.Subresource == "status"
 		})).To(BeTrue(), "%+v", d.ManagedFields)
 
-		By("transitions afterwards")
+		By("later transitions")
 		w.apply(namespace, named("bad", "https://hooks.example/in", "https://hooks.example/out"))
-		w.says(namespace, "whd/bad", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/bad", "Ready", isTrue, "Ready")
 		w.apply(namespace, named("crm", "https://hooks.example/in", "https://169.254.169.254/in"))
-		w.says(namespace, "whd/crm", "Ready", isFalse, "EgressDenied")
+		w.expectCondition(namespace, "whd/crm", "Ready", isFalse, "EgressDenied")
 		for name, stalled := range map[string]bool{"crm": true, "bad": false} {
 			d := w.destination(Default, namespace, name)
 			Expect(meta.IsStatusConditionTrue(d.Status.Conditions, "Stalled")).To(Equal(stalled), "Stalled of %s", name)
 			Expect(meta.IsStatusConditionTrue(d.Status.Conditions, "example.org/Audited")).To(BeTrue(), "the condition of another controller of %s", name)
 		}
-		before := w.quiet()
-		w.polled(5)
+		before := w.waitIdle()
+		w.waitPolls(5)
 		Expect(w.versions()).To(Equal(before))
 	})
 
-	It("moves numbers seldom and transitions at once", func() {
+	It("updates numbers at intervals and transitions immediately", func() {
 		w := newWorld(func(w *world) { w.options.numbersInterval = time.Hour })
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination)
 		w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[namespace+"/crm"] = healthy(1) })
-		w.says(namespace, "whd/crm", "Delivering", isTrue, "Delivering")
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
-		w.quiet()
+		w.expectCondition(namespace, "whd/crm", "Delivering", isTrue, "Delivering")
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.waitIdle()
 		before := w.destination(Default, namespace, "crm")
 		for i := range int64(15) {
 			w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[namespace+"/crm"] = healthy(i + 2) })
-			w.polled(1)
+			w.waitPolls(1)
 		}
 		Expect(w.destination(Default, namespace, "crm").ResourceVersion).To(Equal(before.ResourceVersion))
 		w.dispatcher.set(func(d *fakeDispatcher) { d.traffic[namespace+"/crm"] = failing })
-		w.says(namespace, "whd/crm", "Delivering", isFalse, "ServerError")
+		w.expectCondition(namespace, "whd/crm", "Delivering", isFalse, "ServerError")
 
-		By("an interval that ends without another report")
+		By("the interval ends without another report")
 		w.stop()
 		w.options.numbersInterval = 2 * time.Second
 		w.start()
@@ -267,7 +267,7 @@ var _ = Describe("status", func() {
 		}
 	})
 
-	It("comes from the ready pods of the release's namespace", func() {
+	It("uses the reports of the ready pods in the release's namespace", func() {
 		var port int
 		w := newWorld(func(w *world) {
 			o := &w.options
@@ -287,9 +287,9 @@ var _ = Describe("status", func() {
 		u, err := url.Parse(server.URL)
 		Expect(err).NotTo(HaveOccurred())
 
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource)
-		w.says(namespace, "source/web", "Ready", isFalse, "NoDispatcher")
+		w.expectCondition(namespace, "source/web", "Ready", isFalse, "NoDispatcher")
 
 		makePod := func(i int, component string, ready corev1.ConditionStatus) {
 			no, id := false, int64(65532)
@@ -310,9 +310,9 @@ var _ = Describe("status", func() {
 		}
 		makePod(0, "dispatcher", corev1.ConditionFalse)
 		makePod(0, "operator", corev1.ConditionTrue)
-		w.polled(0)
-		w.says(namespace, "source/web", "Ready", isFalse, "NoDispatcher")
+		w.waitPolls(0)
+		w.expectCondition(namespace, "source/web", "Ready", isFalse, "NoDispatcher")
 		makePod(1, "dispatcher", corev1.ConditionTrue)
-		w.says(namespace, "source/web", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "source/web", "Ready", isTrue, "Ready")
 	})
 })

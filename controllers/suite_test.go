@@ -37,13 +37,13 @@ import (
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// The release is deployed by config/default, so the operator runs with exactly
-// the rights that it has in a cluster.
+// release is the namespace of config/default. The tests install it, so the operator has
+// the same permissions as in a cluster.
 const release = env.Release
 
 var (
 	server  *env.Env
-	cluster client.Client // with an admin's rights
+	cluster client.Client // with the permissions of an administrator
 	logs    = &lockedBuffer{}
 )
 
@@ -71,23 +71,23 @@ var _ = BeforeSuite(func() {
 
 var _ = AfterSuite(func() {
 	Expect(server.Stop()).To(Succeed())
-	// Every secret of these tests has this word in it.
+	// Every secret in these tests contains this word.
 	Expect(logs.String()).NotTo(ContainSubstring("hush"))
 	Expect(logs.String()).NotTo(MatchRegexp(`is forbidden|panic`))
 })
 
-// world is an operator that runs, with a dispatcher in this process.
+// world is a running operator with a fake dispatcher in this process.
 type world struct {
 	ctx        context.Context
 	dispatcher *fakeDispatcher
 	pods       *podList
 	options    Options
-	// reach, when set, changes how the operator reaches the API server.
-	reach func(*rest.Config)
-	stop  func()
+	// configure, if set, changes the operator's client config.
+	configure func(*rest.Config)
+	stop      func()
 }
 
-// newWorld starts an operator, and ends it and removes all there was when the spec is over.
+// newWorld starts an operator. After the spec it stops the operator and removes all objects.
 func newWorld(change ...func(*world)) *world {
 	GinkgoHelper()
 	w := &world{ctx: context.Background(), dispatcher: newDispatcher("dispatcher-0")}
@@ -125,8 +125,8 @@ func newWorld(change ...func(*world)) *world {
 func (w *world) start() {
 	GinkgoHelper()
 	config := server.As("posthorn-operator")
-	if w.reach != nil {
-		w.reach(config)
+	if w.configure != nil {
+		w.configure(config)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
@@ -139,7 +139,7 @@ func (w *world) start() {
 	}
 }
 
-// apply applies YAML to a namespace as a user would.
+// apply applies YAML in a namespace with kubectl.
 func (w *world) apply(namespace, text string) {
 	GinkgoHelper()
 	_, err := server.Kubectl(text, "apply", "--namespace", namespace, "-f", "-")
@@ -152,15 +152,15 @@ func (w *world) delete(namespace, what, name string) {
 	Expect(err).NotTo(HaveOccurred())
 }
 
-// namespace makes a namespace.
-func (w *world) namespace() string {
+// newNamespace creates a namespace.
+func (w *world) newNamespace() string {
 	GinkgoHelper()
-	ns := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{GenerateName: "namespace-"}}
+	ns := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{GenerateName: "test-"}}
 	Expect(cluster.Create(w.ctx, ns)).To(Succeed())
 	return ns.Name
 }
 
-// live returns a namespace's live-config Secret, decoded as a dispatcher does it.
+// live returns a namespace's live config, decoded, and its Secret.
 func (w *world) live(g Gomega, namespace string) (liveconfig.Config, *corev1.Secret) {
 	var secret corev1.Secret
 	g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: release, Name: liveconfig.SecretName(namespace)}, &secret)).To(Succeed())
@@ -190,8 +190,8 @@ func (w *world) source(g Gomega, namespace, name string) v1alpha1.Source {
 	return s
 }
 
-// says waits until a condition of "source/NAME" or "whd/NAME" has a status and reason.
-func (w *world) says(namespace, what, condition string, status metav1.ConditionStatus, reason string) {
+// expectCondition waits until a condition of "source/NAME" or "whd/NAME" has a status and reason.
+func (w *world) expectCondition(namespace, what, condition string, status metav1.ConditionStatus, reason string) {
 	GinkgoHelper()
 	Eventually(func(g Gomega) {
 		kind, name, _ := strings.Cut(what, "/")
@@ -228,7 +228,7 @@ func (w *world) events(namespace, name string) []string {
 	return texts
 }
 
-// versions returns the resourceVersion of everything that the operator writes.
+// versions returns the resource versions of all objects that the operator writes.
 func (w *world) versions() map[string]string {
 	GinkgoHelper()
 	found := map[string]string{}
@@ -252,8 +252,8 @@ func (w *world) versions() map[string]string {
 	return found
 }
 
-// counted is the value of one of the operator's counters with this label.
-func counted(name, label string) float64 {
+// counterValue returns the value of an operator's counter with this label.
+func counterValue(name, label string) float64 {
 	GinkgoHelper()
 	families, err := metrics.Registry.Gather()
 	Expect(err).NotTo(HaveOccurred())
@@ -267,27 +267,27 @@ func counted(name, label string) float64 {
 	return 0
 }
 
-// quiet waits until the operator has nothing more to write, and returns versions.
-func (w *world) quiet() map[string]string {
+// waitIdle waits until the operator writes no more objects, and returns versions.
+func (w *world) waitIdle() map[string]string {
 	GinkgoHelper()
 	versions := w.versions()
 	Eventually(func(g Gomega) {
 		before := versions
-		w.polled(5)
+		w.waitPolls(5)
 		versions = w.versions()
 		g.Expect(versions).To(Equal(before))
 	}).Should(Succeed())
 	return versions
 }
 
-// polled waits until the dispatcher has been asked n more times.
-func (w *world) polled(n int) {
+// waitPolls waits for n more requests for the dispatcher's report.
+func (w *world) waitPolls(n int) {
 	GinkgoHelper()
-	start := w.dispatcher.count()
-	Eventually(w.dispatcher.count).Should(BeNumerically(">=", start+n))
+	start := w.dispatcher.requestCount()
+	Eventually(w.dispatcher.requestCount).Should(BeNumerically(">=", start+n))
 }
 
-// podList is a list of dispatchers that tests change while the operator runs.
+// podList is a list of dispatchers that a test can change while the operator runs.
 type podList struct {
 	mu   sync.Mutex
 	pods []Pod
@@ -308,19 +308,20 @@ func (l *podList) Ready(context.Context) ([]Pod, error) {
 	return slices.Clone(l.pods), nil
 }
 
-// fakeDispatcher takes the live-config Secrets that it finds, as a dispatcher
-// does, and reports what it is told to.
+// fakeDispatcher loads the live-config Secrets, as a dispatcher does. Tests determine
+// its reports.
 type fakeDispatcher struct {
 	name   string
 	server *httptest.Server
 
 	mu sync.Mutex
-	// asked counts GET /report.
-	asked int
-	// down answers 500, refuse refuses all configs from now on, and stuck takes none.
+	// requests counts the requests for the report.
+	requests int
+	// down means that it answers 500, refuse that it rejects later configs, and stuck that
+	// it does not load later configs.
 	down, refuse, stuck bool
-	// decoded keeps the configs of the Secrets by UID and version: the dispatcher is
-	// polled all the time, and decoding is slow under the race detector.
+	// decoded caches the configs of the Secrets by UID and version, because decoding them
+	// for every request is slow under the race detector.
 	decoded   map[string]decodedConfig
 	running   map[string]liveconfig.Config
 	revisions map[string]string
@@ -356,16 +357,16 @@ func (d *fakeDispatcher) set(f func(d *fakeDispatcher)) {
 	f(d)
 }
 
-func (d *fakeDispatcher) count() int {
+func (d *fakeDispatcher) requestCount() int {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return d.asked
+	return d.requests
 }
 
 func (d *fakeDispatcher) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.asked++
+	d.requests++
 	if d.down || r.URL.Path != "/report" {
 		http.Error(w, "down", http.StatusInternalServerError)
 		return
@@ -463,7 +464,7 @@ func (b *lockedBuffer) Write(p []byte) (int, error) {
 	return b.b.Write(p)
 }
 
-// take returns what was logged, and forgets it.
+// take returns the logged text and empties the buffer.
 func (b *lockedBuffer) take() string {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -477,7 +478,7 @@ func (b *lockedBuffer) String() string {
 	return b.b.String()
 }
 
-// Objects of a namespace, as users write them.
+// Manifests that the specs apply.
 const (
 	webSource = `
 apiVersion: v1
@@ -511,8 +512,8 @@ spec:
 `
 )
 
-// named renames the destination of crmDestination and makes other replacements. It
-// fails for a text that crmDestination does not have.
+// named returns crmDestination with another name and further replacements. The spec
+// fails if crmDestination does not contain a text to replace.
 func named(name string, replace ...string) string {
 	GinkgoHelper()
 	pairs := append([]string{"metadata: {name: crm}", "metadata: {name: " + name + "}"}, replace...)

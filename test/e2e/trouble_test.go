@@ -188,7 +188,7 @@ var _ = Describe("Posthorn recovers without a restart", Serial, func() {
 		t.inEffect("whd/crm", func() { t.destination("crm", other.url(), "") })
 		t.send("Changed")
 		other.eventually("Changed")
-		Expect(kubectl("-n", system, "logs", operator, "--since-time="+began)).To(ContainSubstring("it starts over"), "the operator's log reports a lost Lease")
+		Expect(kubectl("-n", system, "logs", operator, "--since-time="+began)).To(ContainSubstring("starting them again"), "the operator's log reports a lost Lease")
 		Expect(pods("dispatcher")+pods("operator")).To(Equal(before), "pods and restarts")
 	})
 })

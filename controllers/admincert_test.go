@@ -18,8 +18,8 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-var _ = Describe("The way to the dispatchers", func() {
-	It("is TLS with the certificate in the Secret, and no other", func() {
+var _ = Describe("The transport to the dispatchers", func() {
+	It("accepts the certificate in the Secret and no other", func() {
 		ctx := context.Background()
 		own, err := client.New(server.As("posthorn-operator"), client.Options{})
 		Expect(err).NotTo(HaveOccurred())
@@ -42,7 +42,7 @@ var _ = Describe("The way to the dispatchers", func() {
 			return pair
 		}
 		var authorization string
-		// listener is a dispatcher that shows this certificate.
+		// listener starts a server with this certificate.
 		listener := func(pair tls.Certificate) string {
 			s := httptest.NewUnstartedServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { authorization = r.Header.Get("Authorization") }))
 			s.TLS = &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS13}
@@ -53,12 +53,12 @@ var _ = Describe("The way to the dispatchers", func() {
 		}
 		token := filepath.Join(GinkgoT().TempDir(), "token")
 		Expect(os.WriteFile(token, []byte("hush-token\n"), 0o600)).To(Succeed())
-		way := a.transport(token)
+		transport := a.transport(token)
 		get := func(url string) error {
 			authorization = ""
 			request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 			Expect(err).NotTo(HaveOccurred())
-			response, err := way.RoundTrip(request)
+			response, err := transport.RoundTrip(request)
 			if err == nil {
 				_, _ = io.Copy(io.Discard, response.Body)
 				Expect(response.Body.Close()).To(Succeed())
@@ -71,36 +71,36 @@ var _ = Describe("The way to the dispatchers", func() {
 		impostor, err := tls.X509KeyPair(certificate, privateKey)
 		Expect(err).NotTo(HaveOccurred())
 
-		By("nobody is spoken to before there is a certificate")
-		Expect(get(listener(impostor))).To(MatchError(ContainSubstring("not known yet")))
+		By("no request is sent before a certificate exists")
+		Expect(get(listener(impostor))).To(MatchError(ContainSubstring("not loaded yet")))
 
-		By("the operator makes one and sends its token to who shows it")
-		Expect(a.keep(ctx)).To(Succeed())
+		By("the operator creates a certificate and sends its token to a listener with it")
+		Expect(a.ensure(ctx)).To(Succeed())
 		first := read()
 		Expect(get(listener(first))).To(Succeed())
 		Expect(authorization).To(Equal("Bearer hush-token"))
 		Expect(get(listener(impostor))).To(MatchError(ContainSubstring(liveconfig.AdminCertificateSecret)))
 		Expect(authorization).To(BeEmpty())
 
-		By("another operator takes what is there")
+		By("another operator uses the existing certificate")
 		other := newAdminCertificate(own, own, release, func() time.Time { return now })
-		Expect(other.keep(ctx)).To(Succeed())
+		Expect(other.ensure(ctx)).To(Succeed())
 		Expect(read().Certificate).To(Equal(first.Certificate))
 
-		By("it is renewed in time, and dispatchers that are late are still known")
+		By("it is renewed in time, and dispatchers with the previous certificate are still accepted")
 		now = now.Add(certificateLife - certificateRenewal + time.Minute)
-		Expect(a.keep(ctx)).To(Succeed())
+		Expect(a.ensure(ctx)).To(Succeed())
 		second := read()
 		Expect(second.Certificate).NotTo(Equal(first.Certificate))
 		Expect(get(listener(second))).To(Succeed())
 		Expect(get(listener(first))).To(Succeed())
 
-		By("what was damaged by hand is made again")
+		By("an invalid certificate is replaced")
 		var secret corev1.Secret
 		Expect(cluster.Get(ctx, key, &secret)).To(Succeed())
 		secret.Data[corev1.TLSPrivateKeyKey] = []byte("hush")
 		Expect(cluster.Update(ctx, &secret)).To(Succeed())
-		Expect(a.keep(ctx)).To(Succeed())
+		Expect(a.ensure(ctx)).To(Succeed())
 		third := read()
 		Expect(get(listener(third))).To(Succeed())
 		Expect(get(listener(first))).NotTo(Succeed())

@@ -31,17 +31,17 @@ import (
 
 const (
 	certificateLife = 365 * 24 * time.Hour
-	// certificateRenewal is how long before its end a certificate is replaced.
+	// certificateRenewal is the remaining lifetime at which a certificate is replaced.
 	certificateRenewal = 90 * 24 * time.Hour
-	// certificateCheck is how often the Secret is looked at.
+	// certificateCheck is the interval between two checks of the Secret.
 	certificateCheck = time.Minute
-	// certificateWait is how long a request waits for the first certificate.
+	// certificateWait bounds the time that a request waits for the first certificate.
 	certificateWait = time.Second
 )
 
-// adminCertificate keeps the Secret with the certificate of the dispatchers'
-// admin listeners, and is what the operator knows them by: a listener is
-// trusted when it shows this very certificate, or the one before.
+// adminCertificate maintains the Secret with the certificate of the dispatchers'
+// admin listeners. The operator authenticates a listener by certificate pinning:
+// it accepts the current certificate and the previous one, and no other.
 type adminCertificate struct {
 	client.Client
 	direct  client.Reader
@@ -49,24 +49,25 @@ type adminCertificate struct {
 	now     func() time.Time
 
 	mu     sync.Mutex
-	pinned [][]byte // DER, the newest first
-	first  chan struct{}
+	pinned [][]byte // DER; the newest is first
+	// ready is closed when the first certificate is pinned.
+	ready chan struct{}
 }
 
 // +kubebuilder:rbac:groups="",resources=secrets,namespace=posthorn-system,verbs=create;patch
 
 func newAdminCertificate(c client.Client, direct client.Reader, release string, now func() time.Time) *adminCertificate {
-	return &adminCertificate{Client: c, direct: direct, release: release, now: now, first: make(chan struct{})}
+	return &adminCertificate{Client: c, direct: direct, release: release, now: now, ready: make(chan struct{})}
 }
 
-// Start keeps the Secret until ctx is done. It implements manager.Runnable, for
-// the leader only.
+// Start maintains the Secret until ctx is done. It implements manager.Runnable and
+// runs on the leader only.
 func (a *adminCertificate) Start(ctx context.Context) error {
 	tick := time.NewTicker(certificateCheck)
 	defer tick.Stop()
 	for {
-		if err := a.keep(ctx); err != nil && ctx.Err() == nil {
-			log.FromContext(ctx).Error(err, "The certificate of the dispatchers' admin listeners cannot be kept", "secret", liveconfig.AdminCertificateSecret)
+		if err := a.ensure(ctx); err != nil && ctx.Err() == nil {
+			log.FromContext(ctx).Error(err, "maintaining the admin certificate failed", "secret", liveconfig.AdminCertificateSecret)
 		}
 		select {
 		case <-ctx.Done():
@@ -76,8 +77,9 @@ func (a *adminCertificate) Start(ctx context.Context) error {
 	}
 }
 
-// keep reads the Secret, and makes it when it is missing, broken or about to end.
-func (a *adminCertificate) keep(ctx context.Context) error {
+// ensure pins the certificate in the Secret. It writes a new one if the Secret is
+// missing or invalid, or if the certificate expires soon.
+func (a *adminCertificate) ensure(ctx context.Context) error {
 	key := types.NamespacedName{Namespace: a.release, Name: liveconfig.AdminCertificateSecret}
 	var secret corev1.Secret
 	err := a.direct.Get(ctx, key, &secret)
@@ -104,7 +106,7 @@ func (a *adminCertificate) keep(ctx context.Context) error {
 		return fmt.Errorf("apply Secret %s: %w", key, err)
 	}
 	a.pin(der)
-	log.FromContext(ctx).Info("Certificate of the dispatchers' admin listeners written", "secret", key.Name)
+	log.FromContext(ctx).Info("admin certificate written", "secret", key.Name)
 	return nil
 }
 
@@ -115,7 +117,7 @@ func (a *adminCertificate) pin(der []byte) {
 		return
 	}
 	if a.pinned == nil {
-		close(a.first)
+		close(a.ready)
 	}
 	a.pinned = append([][]byte{der}, a.pinned[:min(1, len(a.pinned))]...)
 }
@@ -126,18 +128,18 @@ func (a *adminCertificate) verify(state tls.ConnectionState) error {
 	if len(state.PeerCertificates) > 0 && slices.ContainsFunc(a.pinned, func(der []byte) bool { return bytes.Equal(der, state.PeerCertificates[0].Raw) }) {
 		return nil
 	}
-	return errors.New("this is not the certificate in the Secret " + liveconfig.AdminCertificateSecret + ": not a dispatcher, or one that has not taken a new certificate yet")
+	return errors.New("the server's certificate is not the one in the Secret " + liveconfig.AdminCertificateSecret + ": the server is not a dispatcher, or it has not loaded a renewed certificate yet")
 }
 
-// transport makes a way to the admin listeners: TLS with the pinned
-// certificate, and the token in a file, read again as it is renewed.
+// transport returns a transport to the admin listeners: TLS with the pinned
+// certificate, and a bearer token from a file, which is read again when it is renewed.
 func (a *adminCertificate) transport(tokenFile string) http.RoundTripper {
 	base := &http.Transport{
 		TLSClientConfig: &tls.Config{
 			MinVersion: tls.VersionTLS13,
 			ServerName: liveconfig.AdminServerName,
-			// The certificate is compared with the pinned one instead, which says more
-			// than a chain: only who holds its key can finish the handshake.
+			// VerifyConnection compares the certificate with the pinned one. That is
+			// stricter than a chain: only the owner of its key can complete the handshake.
 			InsecureSkipVerify: true,
 			VerifyConnection:   a.verify,
 		},
@@ -151,10 +153,10 @@ func (a *adminCertificate) transport(tokenFile string) http.RoundTripper {
 	return roundTripper(func(r *http.Request) (*http.Response, error) {
 		wait := time.NewTimer(certificateWait)
 		defer wait.Stop()
-		select { // no request before the certificate is known: it would only fail
-		case <-a.first:
+		select { // Before a certificate is pinned, every handshake fails.
+		case <-a.ready:
 		case <-wait.C:
-			return nil, errors.New("the certificate of the dispatchers' admin listeners is not known yet")
+			return nil, errors.New("the admin certificate of the dispatchers is not loaded yet")
 		case <-r.Context().Done():
 			return nil, r.Context().Err()
 		}
@@ -166,27 +168,27 @@ type roundTripper func(*http.Request) (*http.Response, error)
 
 func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
 
-// makeCertificate makes a certificate that signs itself.
+// makeCertificate returns a self-signed certificate.
 func makeCertificate(now time.Time) (certificate, key, der []byte, err error) {
 	private, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
-		return nil, nil, nil, fmt.Errorf("make a key: %w", err)
+		return nil, nil, nil, fmt.Errorf("generate a key: %w", err)
 	}
 	serial, err := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), 127))
 	if err != nil {
-		return nil, nil, nil, fmt.Errorf("make a serial number: %w", err)
+		return nil, nil, nil, fmt.Errorf("generate a serial number: %w", err)
 	}
 	template := &x509.Certificate{
 		SerialNumber: serial,
 		Subject:      pkix.Name{CommonName: liveconfig.AdminServerName},
 		DNSNames:     []string{liveconfig.AdminServerName},
-		NotBefore:    now.Add(-time.Hour), // clocks differ
+		NotBefore:    now.Add(-time.Hour), // for clock skew between nodes
 		NotAfter:     now.Add(certificateLife),
 		KeyUsage:     x509.KeyUsageDigitalSignature,
 		ExtKeyUsage:  []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
 	}
 	if der, err = x509.CreateCertificate(rand.Reader, template, template, private.Public(), private); err != nil {
-		return nil, nil, nil, fmt.Errorf("make a certificate: %w", err)
+		return nil, nil, nil, fmt.Errorf("create a certificate: %w", err)
 	}
 	encoded, err := x509.MarshalPKCS8PrivateKey(private)
 	if err != nil {

@@ -28,11 +28,11 @@ import (
 	"github.com/posthorn/posthorn/test/process"
 )
 
-var _ = Describe("trouble", func() {
-	// trouble logs what is expected, and must not show in the logs of others.
+var _ = Describe("The operator", func() {
+	// These specs cause errors in the log, which the checks of other specs must not find.
 	AfterEach(func() { Expect(logs.take()).NotTo(ContainSubstring("hush")) })
 
-	It("is waited out when the kinds and the right to Secrets are missing at the start", func() {
+	It("waits at the start for missing CRDs and the permission to read Secrets", func() {
 		root, err := env.Root()
 		Expect(err).NotTo(HaveOccurred())
 		kinds := filepath.Join(root, "config", "crd")
@@ -48,10 +48,10 @@ var _ = Describe("trouble", func() {
 				installed = true
 			}
 		}
-		restore := cut("secrets")
+		restore := revoke("secrets")
 		probes := process.FreeAddr()
 		w := newWorld(func(w *world) { w.options.HealthProbeBindAddress = probes })
-		DeferCleanup(install) // before the world's own clean-up
+		DeferCleanup(install) // before the cleanup of the world
 		probe := func(path string) string {
 			response, err := http.Get("http://" + probes + path)
 			if err != nil {
@@ -67,72 +67,72 @@ var _ = Describe("trouble", func() {
 		Expect(probe("/readyz")).To(Equal("500 Internal Server Error"))
 
 		install()
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination)
 		Expect(probe("/readyz")).To(Equal("500 Internal Server Error"))
 		restore()
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		Eventually(func() string { return probe("/readyz") }).Should(Equal("200 OK"))
 	})
 
-	It("is waited out when the right to read Secrets, or to write status, is taken away for a while", func() {
+	It("recovers after the permission to read Secrets, or to write a status, was missing", func() {
 		w := newWorld()
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination)
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		_, before := w.live(Default, namespace)
 
-		restore := cut("secrets")
+		restore := revoke("secrets")
 		w.apply(namespace, strings.ReplaceAll(crmSecret, "hush-crm", "hush-new"))
 		Eventually(logs.String).Should(MatchRegexp(`read Secret \S+/crm: secrets .* is forbidden`))
 		_, after := w.live(Default, namespace)
-		Expect(after.ResourceVersion).To(Equal(before.ResourceVersion)) // what cannot be read is not taken for gone
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		Expect(after.ResourceVersion).To(Equal(before.ResourceVersion)) // A Secret that cannot be read does not count as deleted.
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		restore()
 		Eventually(func(g Gomega) {
 			config, _ := w.live(g, namespace)
 			g.Expect(config.Destinations[0].Signing[0].Secret.Reveal()).To(Equal("hush-new"))
 		}).Should(Succeed())
 
-		restore = cut("webhookdestinations/status")
+		restore = revoke("webhookdestinations/status")
 		w.apply(namespace, named("crm", "[{name: web}]", "[{name: missing}]"))
 		Eventually(logs.String).Should(MatchRegexp(`write the status of WebhookDestination \S+/crm: .* is forbidden`))
 		restore()
-		w.says(namespace, "whd/crm", "ResolvedRefs", isFalse, "NoSource")
+		w.expectCondition(namespace, "whd/crm", "ResolvedRefs", isFalse, "NoSource")
 	})
 
-	It("is waited out when the API server is away for longer than the Lease lasts", func() {
-		away := newProxy()
-		w := newWorld(func(w *world) { w.reach, w.options.leaseDuration = away.reach, 3*time.Second })
-		namespace := w.namespace()
+	It("recovers after the API server was unreachable for longer than the Lease", func() {
+		proxy := newProxy()
+		w := newWorld(func(w *world) { w.configure, w.options.leaseDuration = proxy.configure, 3*time.Second })
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination)
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 
 		started := func() int { return strings.Count(logs.String(), "Attempting to acquire leader lease") }
 		before := started()
-		away.set(true)
-		Eventually(logs.String).Should(ContainSubstring("The operator stopped working; it starts over"))
-		By("staying away until it has started over, as one that starts now does")
-		late := newWorld(func(w *world) { w.reach, w.options.leaseDuration = away.reach, 3*time.Second })
+		proxy.block(true)
+		Eventually(logs.String).Should(ContainSubstring("the controllers stopped; starting them again"))
+		By("starting another operator while the API server is unreachable")
+		late := newWorld(func(w *world) { w.configure, w.options.leaseDuration = proxy.configure, 3*time.Second })
 		Eventually(started).Should(BeNumerically(">=", before+2))
 		late.stop()
 		w.apply(namespace, named("crm", "[{name: web}]", "[{name: missing}]"))
 		w.apply(namespace, strings.ReplaceAll(webSource, "{name: web", "{name: ios")) // a conflict of write keys
 		w.delete(namespace, "psrc", "web")
-		away.set(false)
-		w.says(namespace, "whd/crm", "ResolvedRefs", isFalse, "NoSource")
-		w.says(namespace, "source/ios", "Ready", isTrue, "Ready")
+		proxy.block(false)
+		w.expectCondition(namespace, "whd/crm", "ResolvedRefs", isFalse, "NoSource")
+		w.expectCondition(namespace, "source/ios", "Ready", isTrue, "Ready")
 	})
 
-	It("does not come of a clock that jumps", func() {
+	It("reports correct statuses when the clock jumps", func() {
 		var ahead atomic.Int64
 		w := newWorld(func(w *world) {
 			w.options.Now = func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }
 		})
-		namespace := w.namespace()
+		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination)
 		report := func(state liveconfig.EndpointState, failures int) {
-			now := time.Now().Add(time.Duration(ahead.Load())) // the node's clock is the pod's
+			now := time.Now().Add(time.Duration(ahead.Load())) // The pod uses the clock of the node.
 			w.dispatcher.set(func(d *fakeDispatcher) {
 				d.traffic[namespace+"/crm"] = func(r *liveconfig.DestinationReport) {
 					r.Delivered++
@@ -150,10 +150,10 @@ var _ = Describe("trouble", func() {
 			By(fmt.Sprintf("by %v", jump))
 			ahead.Store(int64(jump))
 			report(liveconfig.EndpointHealthy, 0)
-			w.says(namespace, "whd/crm", "Delivering", isTrue, "Delivering")
+			w.expectCondition(namespace, "whd/crm", "Delivering", isTrue, "Delivering")
 			report(liveconfig.EndpointDegraded, 3)
-			w.says(namespace, "whd/crm", "Delivering", isFalse, "TimedOut")
-			w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+			w.expectCondition(namespace, "whd/crm", "Delivering", isFalse, "TimedOut")
+			w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 			Eventually(func(g Gomega) {
 				d := w.destination(g, namespace, "crm")
 				for _, at := range []metav1.Time{*d.Status.LastSuccessTime, d.Status.Endpoints[0].LastFailure.Time} {
@@ -163,11 +163,11 @@ var _ = Describe("trouble", func() {
 		}
 	})
 
-	It("does not come of large Secrets: only what is referred to is read, and watches are of metadata", func() {
+	It("reads only the Secrets that objects refer to, and watches only metadata", func() {
 		seen := &secretRequests{read: map[string]int{}}
-		w := newWorld(func(w *world) { w.reach = seen.reach })
-		namespace := w.namespace()
-		noise := make([]byte, 1000<<10) // what the API server takes at most, with its metadata
+		w := newWorld(func(w *world) { w.configure = seen.configure })
+		namespace := w.newNamespace()
+		noise := make([]byte, 1000<<10) // close to the size limit of the API server
 		makeSecret := func(name string) {
 			GinkgoHelper()
 			secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}, Data: map[string][]byte{"noise": noise, "sharedSecret": []byte("hush-large")}}
@@ -178,14 +178,14 @@ var _ = Describe("trouble", func() {
 		}
 		makeSecret("large")
 		w.apply(namespace, webSource+named("crm", "secretKeyRef: {name: crm,", "secretKeyRef: {name: large,"))
-		w.says(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 		config, _ := w.live(Default, namespace)
 		Expect(config.Destinations[0].Signing[0].Secret.Reveal()).To(Equal("hush-large"))
 
 		By("a signing secret of 1,000 KiB")
 		w.apply(namespace, named("crm", "secretKeyRef: {name: crm, key: sharedSecret}", "secretKeyRef: {name: large, key: noise}"))
-		w.says(namespace, "whd/crm", "ResolvedRefs", isFalse, "InvalidSecret")
-		w.says(namespace, "source/web", "Ready", isTrue, "Ready")
+		w.expectCondition(namespace, "whd/crm", "ResolvedRefs", isFalse, "InvalidSecret")
+		w.expectCondition(namespace, "source/web", "Ready", isTrue, "Ready")
 
 		seen.mu.Lock()
 		defer seen.mu.Unlock()
@@ -194,8 +194,8 @@ var _ = Describe("trouble", func() {
 	})
 })
 
-// cut takes a resource out of the operator's ClusterRole; restore puts it back.
-func cut(resource string) (restore func()) {
+// revoke removes a resource from the operator's ClusterRole; restore adds it again.
+func revoke(resource string) (restore func()) {
 	GinkgoHelper()
 	var role rbacv1.ClusterRole
 	key := client.ObjectKey{Name: "posthorn-operator"}
@@ -217,19 +217,19 @@ func cut(resource string) (restore func()) {
 	return restore
 }
 
-// proxy stands between the operator and the API server, and can be away.
-type proxy struct {
+// apiProxy forwards connections from the operator to the API server, unless it is blocked.
+type apiProxy struct {
 	listener net.Listener
 	mu       sync.Mutex
-	away     bool
+	blocked  bool
 	open     map[net.Conn]bool
 }
 
-func newProxy() *proxy {
+func newProxy() *apiProxy {
 	GinkgoHelper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	Expect(err).NotTo(HaveOccurred())
-	p := &proxy{listener: listener, open: map[net.Conn]bool{}}
+	p := &apiProxy{listener: listener, open: map[net.Conn]bool{}}
 	target, err := url.Parse(server.Config.Host)
 	Expect(err).NotTo(HaveOccurred())
 	address := target.Host
@@ -255,24 +255,24 @@ func newProxy() *proxy {
 			}
 		}
 	}()
-	DeferCleanup(func() { _ = listener.Close(); p.set(true) })
+	DeferCleanup(func() { _ = listener.Close(); p.block(true) })
 	return p
 }
 
-func (p *proxy) add(conns ...net.Conn) bool {
+func (p *apiProxy) add(conns ...net.Conn) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, c := range conns {
-		if p.away {
+		if p.blocked {
 			_ = c.Close()
 		} else {
 			p.open[c] = true
 		}
 	}
-	return !p.away
+	return !p.blocked
 }
 
-func (p *proxy) end(conns ...net.Conn) {
+func (p *apiProxy) end(conns ...net.Conn) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, c := range conns {
@@ -281,27 +281,28 @@ func (p *proxy) end(conns ...net.Conn) {
 	}
 }
 
-func (p *proxy) set(away bool) {
+// block closes all connections and refuses new ones while blocked is true.
+func (p *apiProxy) block(blocked bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.away = away
-	if away {
+	p.blocked = blocked
+	if blocked {
 		for c := range p.open {
 			_ = c.Close()
 		}
 	}
 }
 
-func (p *proxy) reach(c *rest.Config) { c.Host = "https://" + p.listener.Addr().String() }
+func (p *apiProxy) configure(c *rest.Config) { c.Host = "https://" + p.listener.Addr().String() }
 
-// secretRequests notes how Secrets are read.
+// secretRequests records the requests for Secrets.
 type secretRequests struct {
 	mu   sync.Mutex
 	read map[string]int // namespace/name
 	full []string
 }
 
-func (s *secretRequests) reach(c *rest.Config) {
+func (s *secretRequests) configure(c *rest.Config) {
 	c.Wrap(func(next http.RoundTripper) http.RoundTripper {
 		return roundTripper(func(r *http.Request) (*http.Response, error) {
 			parts := strings.Split(strings.TrimPrefix(r.URL.Path, "/api/v1/"), "/")
