@@ -11,7 +11,8 @@ type AudienceType string
 const (
 	// AudienceTypeAudience means that the trait is true for a member and false for a former member.
 	AudienceTypeAudience AudienceType = "Audience"
-	// AudienceTypeComputedTrait means that the trait is the value that the sync gives for each user.
+	// AudienceTypeComputedTrait means that the trait is the value that the sync
+	// gives for each user.
 	AudienceTypeComputedTrait AudienceType = "ComputedTrait"
 )
 
@@ -41,7 +42,7 @@ type AudienceSpec struct {
 	// +optional
 	Type AudienceType `json:"type,omitempty"`
 
-	// The name of the trait, and of the audience in the path of a sync. The
+	// The name of the trait, also used as the audience's name in the path of a sync. The
 	// default is the snake_case form of displayName: "First Time Shoppers"
 	// becomes first_time_shoppers. The key in effect is status.key; it cannot be
 	// changed. Two audiences of one Source must not share a key: the
@@ -52,7 +53,7 @@ type AudienceSpec struct {
 	// +optional
 	Key string `json:"key,omitempty"`
 
-	// The share of members, in percent, that a snapshot may remove. A snapshot
+	// The maximum percentage of members that a snapshot may remove. A snapshot
 	// that would remove more is rejected (422) unless the sync allows it
 	// explicitly, so that a broken export does not report every member as
 	// removed. Default 50.
@@ -65,8 +66,9 @@ type AudienceSpec struct {
 
 // AudienceStatus is the observed state of an audience, from its spec and its syncs.
 type AudienceStatus struct {
-	// Accepted, ResolvedRefs, Programmed, Ready and Synced; Stalled while it is True.
-	// Conditions of other types, which other controllers set, are kept.
+	// The conditions Accepted, ResolvedRefs, Programmed, Ready and Synced; Stalled
+	// is present only while it is True. Conditions of other types, which other
+	// controllers set, are kept.
 	// +listType=map
 	// +listMapKey=type
 	// +kubebuilder:validation:MaxItems=16
@@ -77,13 +79,13 @@ type AudienceStatus struct {
 	// +optional
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
 
-	// The key in effect: members are sent to /v1/audiences/KEY/members. It is
-	// set when the audience is first accepted, and kept from then on.
+	// The key in effect: members are sent to /v1/audiences/KEY/members. It is set
+	// when the audience is first accepted, and does not change afterwards.
 	// +kubebuilder:validation:MaxLength=200
 	// +optional
 	Key string `json:"key,omitempty"`
 
-	// Members after the last sync. The numbers are written at most every 30 s.
+	// Number of members after the last sync. Written at most every 30 s.
 	// +optional
 	Members *int64 `json:"members,omitempty"`
 
@@ -94,7 +96,7 @@ type AudienceStatus struct {
 
 // AudienceSync is the outcome of a sync.
 type AudienceSync struct {
-	// When the sync was accepted.
+	// The time at which the sync was accepted.
 	// +optional
 	Time *metav1.Time `json:"time,omitempty"`
 	// Number of users that the sync added.
@@ -103,11 +105,11 @@ type AudienceSync struct {
 	// Number of users that the sync removed.
 	// +required
 	Removed int64 `json:"removed"`
-	// Number of users whose value the sync changed, of a computed trait.
+	// Number of users whose value the sync changed; computed traits only.
 	// +required
 	Changed int64 `json:"changed"`
-	// Identify calls that are not in the queue yet. They follow at the pace of
-	// the destinations, so that live calls are not delayed.
+	// Identify calls that are not in the queue yet. They are queued only as fast as
+	// the destinations accept them, so that live calls are not delayed.
 	// +required
 	Pending int64 `json:"pending"`
 }

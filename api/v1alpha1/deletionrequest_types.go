@@ -13,7 +13,7 @@ type DeletionRequestSpec struct {
 	// +required
 	UserID string `json:"userId"`
 
-	// The affected Sources, in this namespace. Default: all of them.
+	// The affected Sources, in this namespace. Default: all Sources.
 	// Each Source that has an enabled WebhookDestination gets one delete message,
 	// which is sent to these destinations. The run determines its destinations at the
 	// start; destinations that are created later are not notified.
@@ -24,10 +24,10 @@ type DeletionRequestSpec struct {
 	// +optional
 	SourceRefs []ObjectReference `json:"sourceRefs,omitempty"`
 
-	// Whether later calls of this user to these Sources are rejected (403,
-	// user_suppressed), while this object exists. Calls with an
-	// anonymousId alone are not affected.
-	// While suppress is true, ttlSecondsAfterFinished has no effect.
+	// If true, later calls of this user to these Sources are rejected (403,
+	// user_suppressed) while this object exists. Calls that have only an
+	// anonymousId are not affected. While suppress is true, ttlSecondsAfterFinished
+	// has no effect.
 	// +kubebuilder:default=false
 	// +optional
 	Suppress bool `json:"suppress,omitempty"`
@@ -40,7 +40,7 @@ type DeletionRequestSpec struct {
 type NotificationState string
 
 const (
-	// NotificationPending means: not delivered yet, or being retried.
+	// NotificationPending: the notification is not delivered yet, or is being retried.
 	NotificationPending NotificationState = "Pending"
 	// NotificationDelivered means: the destination accepted it.
 	NotificationDelivered NotificationState = "Delivered"
@@ -60,14 +60,14 @@ type Notification struct {
 	// +kubebuilder:validation:MaxLength=253
 	// +required
 	Destination string `json:"destination"`
-	// Pending, and then Delivered, Filtered, DeadLettered or Discarded.
+	// The state is Pending at first, then Delivered, Filtered, DeadLettered or Discarded.
 	// +required
 	State NotificationState `json:"state"`
 	// The reason of the dead letter.
 	// +kubebuilder:validation:MaxLength=64
 	// +optional
 	Reason string `json:"reason,omitempty"`
-	// When the dispatcher recorded the state.
+	// The time at which the dispatcher recorded the state.
 	// +optional
 	Time *metav1.Time `json:"time,omitempty"`
 }

@@ -19,16 +19,17 @@ type JobSpec struct {
 	// +optional
 	RequestID string `json:"requestId,omitempty"`
 
-	// The number of seconds after status.startTime after which the run is stopped:
-	// Failed is then True with the reason DeadlineExceeded. Default: no deadline.
+	// The maximum duration of the run in seconds, from status.startTime. A longer
+	// run is stopped, and Failed is True with the reason DeadlineExceeded. Default:
+	// no deadline.
 	// +kubebuilder:validation:Minimum=1
 	// +kubebuilder:validation:Maximum=31536000
 	// +optional
 	ActiveDeadlineSeconds *int64 `json:"activeDeadlineSeconds,omitempty"`
 
-	// The number of seconds after the end of the run after which the object is
-	// deleted. 0 deletes it immediately. Default: the object is kept. This is the
-	// only field that can be changed.
+	// The object is deleted this many seconds after the end of the run; 0 deletes
+	// it immediately. Default: the object is kept. This is the only field that can
+	// be changed.
 	// +kubebuilder:validation:Minimum=0
 	// +kubebuilder:validation:Maximum=31536000
 	// +optional
@@ -37,8 +38,9 @@ type JobSpec struct {
 
 // JobStatus has the status fields that Redelivery and DeletionRequest share.
 type JobStatus struct {
-	// Accepted, Complete, Failed and Ready; Stalled while it is True. Conditions of
-	// other types, which other controllers set, are kept.
+	// The conditions Accepted, Complete, Failed and Ready; Stalled is present only
+	// while it is True. Conditions of other types, which other controllers set, are
+	// kept.
 	// +listType=map
 	// +listMapKey=type
 	// +kubebuilder:validation:MaxItems=16
@@ -49,11 +51,11 @@ type JobStatus struct {
 	// +optional
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
 
-	// When the run started; not set before.
+	// The start time of the run; not set before the run starts.
 	// +optional
 	StartTime *metav1.Time `json:"startTime,omitempty"`
 
-	// When the run completed; not set if it failed.
+	// The completion time of the run; not set if the run failed.
 	// +optional
 	CompletionTime *metav1.Time `json:"completionTime,omitempty"`
 }

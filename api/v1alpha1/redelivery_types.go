@@ -15,7 +15,7 @@ type RedeliverySpec struct {
 	// +optional
 	Selector *DeadLetterSelector `json:"selector,omitempty"`
 
-	// Only count the dead letters that match, in status.matched.
+	// If true, the run only counts the matching dead letters (status.matched) and redelivers none.
 	// +kubebuilder:default=false
 	// +optional
 	DryRun bool `json:"dryRun,omitempty"`
@@ -57,14 +57,14 @@ type DeadLetterSelector struct {
 	// +optional
 	Reasons []string `json:"reasons,omitempty"`
 
-	// Dead letters of these types of call.
+	// Dead letters with one of these call types.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=7
 	// +listType=set
 	// +optional
 	Types []CallType `json:"types,omitempty"`
 
-	// Dead letters of these events, by their exact names. At most 100.
+	// Dead letters with one of these event names; the match is exact. At most 100.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=100
 	// +kubebuilder:validation:items:MinLength=1
@@ -92,8 +92,8 @@ type RedeliveryStatus struct {
 	NotRedelivered int64 `json:"notRedelivered,omitempty"`
 }
 
-// Redelivery sends dead letters of a WebhookDestination again: those that a
-// selector matches, at a bounded rate, from every dispatcher pod.
+// Redelivery sends the dead letters of a WebhookDestination that match a selector
+// again, at a limited rate, from every dispatcher pod.
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
 // +kubebuilder:resource:shortName=rdl,categories=posthorn

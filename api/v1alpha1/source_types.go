@@ -6,18 +6,18 @@ import (
 
 // SourceSpec configures the write keys, the origins and the rate limit of a sender.
 type SourceSpec struct {
-	// Whether calls are accepted. While false, calls with this Source's write key are answered 403;
-	// messages accepted before are still delivered. Default true.
+	// If false, calls with this Source's write keys are rejected with 403; messages
+	// accepted earlier are still delivered. Default true.
 	// +kubebuilder:default=true
 	// +optional
 	Enabled *bool `json:"enabled,omitempty"`
 
-	// The write keys of this Source, one or two. Each of them names this Source.
-	// With two, clients can move from the old key to the new one without a rejected
-	// call. An unusable key makes ResolvedRefs (SecretNotFound,
+	// The write keys of this Source, one or two. Each key identifies this Source.
+	// With two keys, clients can change from the old key to the new one without
+	// rejected calls. An unusable key makes ResolvedRefs (SecretNotFound,
 	// SecretKeyMissing, InvalidSecret) or Accepted (WriteKeyConflict) False; calls
-	// with the other key are accepted. A key that is removed here is answered 503 for the grace
-	// period (10 minutes), then 401.
+	// with the other key are accepted. Calls with a removed key are answered 503
+	// during the grace period (10 minutes), then 401.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=2
 	// +kubebuilder:validation:XValidation:rule="self.size() != 2 || self[0].secretKeyRef != self[1].secretKeyRef",message="the two write keys must have different references; remove one of them or change it"
@@ -62,8 +62,8 @@ type CallRateLimit struct {
 	// +required
 	CallsPerSecond int32 `json:"callsPerSecond"`
 
-	// Calls that may arrive at once after a pause. At least callsPerSecond; the default is twice
-	// callsPerSecond.
+	// The maximum number of calls accepted at once after an idle period. It must be
+	// at least callsPerSecond; the default is twice callsPerSecond.
 	// +kubebuilder:validation:Minimum=1
 	// +kubebuilder:validation:Maximum=2000000
 	// +optional
@@ -72,8 +72,9 @@ type CallRateLimit struct {
 
 // SourceStatus is the observed state of a Source, from the spec and from real traffic.
 type SourceStatus struct {
-	// Accepted, ResolvedRefs, Programmed, Ready and Receiving; Stalled while it is True.
-	// Conditions of other types, which other controllers set, are kept.
+	// The conditions Accepted, ResolvedRefs, Programmed, Ready and Receiving;
+	// Stalled is present only while it is True. Conditions of other types, which
+	// other controllers set, are kept.
 	// +listType=map
 	// +listMapKey=type
 	// +kubebuilder:validation:MaxItems=16
@@ -91,12 +92,12 @@ type SourceStatus struct {
 	// +optional
 	Destinations []string `json:"destinations,omitempty"`
 
-	// When the last call was accepted. Written at most every 30 s.
+	// The time at which the last call was accepted. Written at most every 30 s.
 	// +optional
 	LastReceivedTime *metav1.Time `json:"lastReceivedTime,omitempty"`
 
-	// Calls since the creation of the dispatchers' stores, over all pods. Written at most every 30
-	// s.
+	// The number of calls since the dispatchers' stores were created, over all
+	// pods. Written at most every 30 s.
 	// +optional
 	Calls *CallCounts `json:"calls,omitempty"`
 

@@ -9,8 +9,8 @@ import (
 // that receive them, and the rules of delivery.
 // +kubebuilder:validation:XValidation:rule="has(self.sourceRefs) != has(self.sourceSelector)",message="set exactly one of sourceRefs and sourceSelector"
 type WebhookDestinationSpec struct {
-	// Whether messages are sent. While false they are kept, up to the retry
-	// window, and delivered when it is true again. Default true.
+	// If false, messages are kept up to the retry window, and delivered when it is
+	// true again. Default true.
 	// +kubebuilder:default=true
 	// +optional
 	Enabled *bool `json:"enabled,omitempty"`
@@ -46,7 +46,7 @@ type WebhookDestinationSpec struct {
 	// +optional
 	Signing *Signing `json:"signing,omitempty"`
 
-	// The form of delivered bodies.
+	// The format of delivered bodies.
 	// +kubebuilder:default={}
 	// +optional
 	Body Body `json:"body,omitempty"`
@@ -60,7 +60,7 @@ type WebhookDestinationSpec struct {
 	// +optional
 	SuccessPolicy SuccessPolicy `json:"successPolicy,omitempty"`
 
-	// Timeout, retries and limits of delivery.
+	// Delivery timeout, retries and limits.
 	// +kubebuilder:default={}
 	// +optional
 	Delivery Delivery `json:"delivery,omitempty"`
@@ -70,7 +70,7 @@ type WebhookDestinationSpec struct {
 	// +optional
 	Filter *Filter `json:"filter,omitempty"`
 
-	// Limits of dead letters.
+	// Retention and size limit of dead letters.
 	// +kubebuilder:default={}
 	// +optional
 	DeadLetters DeadLetters `json:"deadLetters,omitempty"`
@@ -159,17 +159,19 @@ type EndpointTLS struct {
 	// +optional
 	CASecretKeyRef *SecretKeyReference `json:"caSecretKeyRef,omitempty"`
 
-	// A Secret of type kubernetes.io/tls (keys tls.crt and tls.key) with the client certificate to present.
+	// A Secret of type kubernetes.io/tls (keys tls.crt and tls.key) with the client
+	// certificate to present.
 	// +optional
 	ClientCertSecretRef *SecretReference `json:"clientCertSecretRef,omitempty"`
 }
 
 // Signing configures the signatures of requests.
 type Signing struct {
-	// The signing schemes, one of each type. With two, every request carries the
-	// signatures of both, each under its own secret, so that receivers can move
-	// from one scheme to the other. While a secret of any scheme is missing,
-	// nothing is sent, messages are kept, and ResolvedRefs is False. 1 or 2.
+	// The signing schemes, at most one of each type. With two schemes, every
+	// request carries both signatures, each with its own secret, so that receivers
+	// can change from one scheme to the other. While a secret of any scheme is
+	// missing, nothing is sent, messages are kept, and ResolvedRefs is False. 1 or
+	// 2.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=2
 	// +listType=map
@@ -178,7 +180,7 @@ type Signing struct {
 	Schemes []SigningScheme `json:"schemes"`
 }
 
-// SigningScheme is one way to sign requests, with its secret.
+// SigningScheme is a signature format and its secret.
 type SigningScheme struct {
 	// HMACSHA1: header X-Signature, the lowercase hex HMAC-SHA1 of the body.
 	// StandardWebhooks: headers webhook-id, webhook-timestamp and
@@ -192,9 +194,9 @@ type SigningScheme struct {
 	// +required
 	SecretKeyRef SecretKeyReference `json:"secretKeyRef"`
 
-	// The secret before a rotation. While it is set, every request also carries a
-	// signature under it: in X-Signature-Previous, or as a second entry of
-	// webhook-signature. Remove it when all receivers use the new secret.
+	// The previous secret, during a rotation. While it is set, every request also
+	// carries a signature made with it: in X-Signature-Previous, or as a second
+	// entry of webhook-signature. Remove it when all receivers use the new secret.
 	// +optional
 	PreviousSecretKeyRef *SecretKeyReference `json:"previousSecretKeyRef,omitempty"`
 }
@@ -232,7 +234,7 @@ const (
 
 // Delivery configures the timeout, the retries and the limits.
 type Delivery struct {
-	// Time within which an endpoint must answer. 100ms to 5s, default 5s.
+	// The maximum time for an endpoint's response. 100ms to 5s, default 5s.
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:MaxLength=32
 	// +kubebuilder:validation:XValidation:rule=`self.matches(r'^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$') && duration(self) >= duration('100ms') && duration(self) <= duration('5s')`,message="timeout must be between 100ms and 5s; write it like 500ms, 90s or 1h30m"
@@ -245,7 +247,8 @@ type Delivery struct {
 	// +optional
 	Retry Retry `json:"retry,omitempty"`
 
-	// Requests in flight at once, per Source and endpoint and dispatcher pod. 1 to 1,024, default 64.
+	// The maximum number of requests in flight per Source, endpoint and dispatcher
+	// pod. 1 to 1,024, default 64.
 	// +kubebuilder:validation:Minimum=1
 	// +kubebuilder:validation:Maximum=1024
 	// +kubebuilder:default=64
@@ -279,7 +282,7 @@ type Retry struct {
 	// +optional
 	MinBackoff *metav1.Duration `json:"minBackoff,omitempty"`
 
-	// Largest wait between two attempts. 10ms to 1h, default 5m.
+	// The maximum wait between two attempts. 10ms to 1h, default 5m.
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:MaxLength=32
 	// +kubebuilder:validation:XValidation:rule=`self.matches(r'^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$') && duration(self) >= duration('10ms') && duration(self) <= duration('1h')`,message="maxBackoff must be between 10ms and 1h; write it like 500ms, 90s or 1h30m"
@@ -300,7 +303,7 @@ type RequestRateLimit struct {
 // Filter selects messages. A message must match every part that is set.
 // +kubebuilder:validation:XValidation:rule="has(self.types) || has(self.events) || has(self.expression)",message="set at least one of types, events and expression, or leave filter out"
 type Filter struct {
-	// Types of call to deliver.
+	// Call types to deliver.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=7
 	// +listType=set
@@ -317,18 +320,18 @@ type Filter struct {
 	// +optional
 	Events []string `json:"events,omitempty"`
 
-	// A CEL expression over "call" (the message as it would be delivered) that
-	// must be true, for example: call.properties.total > 100. A call for which it
-	// fails, because a field is missing or has another type, is not delivered. A
-	// field that may be missing: call.?properties.?total.orValue(0) > 100. At most
-	// 1,024 characters.
+	// A CEL expression over "call" (the message as it would be delivered) that must
+	// be true, for example: call.properties.total > 100. A call for which the
+	// evaluation fails, because a field is missing or has another type, is not
+	// delivered. For a field that may be missing, write
+	// call.?properties.?total.orValue(0) > 100. At most 1,024 characters.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=1024
 	// +optional
 	Expression string `json:"expression,omitempty"`
 }
 
-// CallType is a type of call, or "delete" for a deletion request.
+// CallType is a call type, or "delete" for a deletion request.
 // +kubebuilder:validation:Enum=identify;track;page;screen;group;alias;delete
 type CallType string
 
@@ -353,8 +356,9 @@ type DeadLetters struct {
 // WebhookDestinationStatus is the observed state of a destination, from the spec and from real
 // traffic.
 type WebhookDestinationStatus struct {
-	// Accepted, ResolvedRefs, Programmed, Ready and Delivering; Stalled while it is True.
-	// Conditions of other types, which other controllers set, are kept.
+	// The conditions Accepted, ResolvedRefs, Programmed, Ready and Delivering;
+	// Stalled is present only while it is True. Conditions of other types, which
+	// other controllers set, are kept.
 	// +listType=map
 	// +listMapKey=type
 	// +kubebuilder:validation:MaxItems=16
@@ -371,7 +375,7 @@ type WebhookDestinationStatus struct {
 	// +optional
 	Revision string `json:"revision,omitempty"`
 
-	// When revision last changed.
+	// The time at which revision last changed.
 	// +optional
 	RevisionTime *metav1.Time `json:"revisionTime,omitempty"`
 
@@ -386,7 +390,7 @@ type WebhookDestinationStatus struct {
 	// +optional
 	Delivery *DeliveryStatus `json:"delivery,omitempty"`
 
-	// When a delivery last succeeded. Written at most every 30 s.
+	// The time of the last successful delivery. Written at most every 30 s.
 	// +optional
 	LastSuccessTime *metav1.Time `json:"lastSuccessTime,omitempty"`
 }
@@ -399,9 +403,9 @@ type EndpointState string
 const (
 	// EndpointHealthy: the latest deliveries succeeded.
 	EndpointHealthy EndpointState = "Healthy"
-	// EndpointDegraded: deliveries fail, or it recovers after an outage.
+	// EndpointDegraded: deliveries fail, or the endpoint is recovering after an outage.
 	EndpointDegraded EndpointState = "Degraded"
-	// EndpointCircuitOpen: it failed so often that only probes are sent.
+	// EndpointCircuitOpen: the endpoint failed so often that only probes are sent.
 	EndpointCircuitOpen EndpointState = "CircuitOpen"
 	// EndpointIdle: nothing has been sent yet, or nothing since a change after failures.
 	EndpointIdle EndpointState = "Idle"
@@ -416,7 +420,7 @@ type EndpointStatus struct {
 	// Healthy, Degraded, CircuitOpen or Idle; the worst over all dispatcher pods.
 	// +required
 	State EndpointState `json:"state"`
-	// When it last accepted a message.
+	// The time at which the endpoint last accepted a message.
 	// +optional
 	LastSuccessTime *metav1.Time `json:"lastSuccessTime,omitempty"`
 	// The last failed attempt.
@@ -436,14 +440,14 @@ type EndpointStatus struct {
 
 // DeliveryFailure is a failed attempt, without secrets.
 type DeliveryFailure struct {
-	// When the attempt failed.
+	// The time of the attempt.
 	// +required
 	Time metav1.Time `json:"time"`
 	// A reason of the condition Delivering, for example TimedOut.
 	// +kubebuilder:validation:MaxLength=64
 	// +required
 	Reason string `json:"reason"`
-	// The HTTP status that the endpoint answered with; absent when there was no answer.
+	// The HTTP status code of the response; absent if there was no response.
 	// +optional
 	StatusCode int32 `json:"statusCode,omitempty"`
 	// A description of the failure.
@@ -468,16 +472,16 @@ type DeliveryStatus struct {
 	// +optional
 	Discarded int64 `json:"discarded"`
 	// Messages that are not attempted yet, in flight, or waiting for a retry. While
-	// nothing is sent, this includes messages that will be filtered.
+	// nothing is sent, they include messages that the filter will exclude.
 	// +required
 	Pending int64 `json:"pending"`
 	// Pending messages that failed at least once and wait for their next attempt.
 	// +required
 	Retrying int64 `json:"retrying"`
-	// When the oldest pending message was accepted.
+	// The time at which the oldest pending message was accepted.
 	// +optional
 	OldestPendingTime *metav1.Time `json:"oldestPendingTime,omitempty"`
-	// When the next retry or probe is due.
+	// The time of the next retry or probe.
 	// +optional
 	NextAttemptTime *metav1.Time `json:"nextAttemptTime,omitempty"`
 }
