@@ -40,15 +40,15 @@ type DeletionRequestSpec struct {
 type NotificationState string
 
 const (
-	// NotificationPending: the notification is not delivered yet, or is being retried.
+	// NotificationPending means that the notification is not delivered yet, or is being retried.
 	NotificationPending NotificationState = "Pending"
-	// NotificationDelivered means: the destination accepted it.
+	// NotificationDelivered means that the destination accepted it.
 	NotificationDelivered NotificationState = "Delivered"
-	// NotificationFiltered means: the destination's filter excludes it.
+	// NotificationFiltered means that the destination's filter excludes it.
 	NotificationFiltered NotificationState = "Filtered"
-	// NotificationDeadLettered means: it could not be delivered and is a dead letter.
+	// NotificationDeadLettered means that it could not be delivered and is a dead letter.
 	NotificationDeadLettered NotificationState = "DeadLettered"
-	// NotificationDiscarded means: the destination was deleted before the delivery.
+	// NotificationDiscarded means that the destination was deleted before the delivery.
 	NotificationDiscarded NotificationState = "Discarded"
 )
 

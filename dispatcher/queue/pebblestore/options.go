@@ -18,7 +18,7 @@ const (
 	DefaultHighWater       = 0.85
 )
 
-// NoQuota, as Options.MaxBytesPerSource, allows one Source to fill the disk up to its
+// NoQuota allows, as Options.MaxBytesPerSource, one Source to fill the disk up to its
 // high-water mark.
 const NoQuota = -1
 
