@@ -19,10 +19,10 @@ func newMigrate() *cobra.Command {
 	var write bool
 	cmd := &cobra.Command{
 		Use:   "migrate -f FILE|DIR|-",
-		Short: "Rewrite manifests of release 0.2.0 to the present API",
+		Short: "Rewrite manifests of release 0.2.0 to the current API",
 		Long: `Rewrites Sources, WebhookDestinations, Audiences, Redeliveries and DeletionRequests
 of release 0.2.0, and prints all documents. Comments and the order of fields are
-kept; documents of other kinds and manifests of the present API are not changed.
+kept; documents of other kinds and manifests of the current API are not changed.
 Fields that the API server sets in exported objects are removed, such as the status.
 
 Redeliveries and DeletionRequests run once and cannot be changed. Those that have

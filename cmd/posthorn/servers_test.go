@@ -241,7 +241,7 @@ func TestOperatorMetrics(t *testing.T) {
 	}
 	stop()
 
-	// Where the dispatchers are open, so is the operator.
+	// If the dispatchers need no authentication, neither does the operator.
 	address, stop = operator("")
 	defer stop()
 	eventually(http.DefaultClient, "http://"+address+"/metrics", "", http.StatusOK)

@@ -364,7 +364,7 @@ func (s *Service) send(ctx context.Context, a *audience, p state, log *slog.Logg
 	return nil
 }
 
-// await waits until the lanes have room for more calls, and returns for how many. last is the batch
+// await waits until the lanes have room for more calls, and returns their number. last is the batch
 // appended since the last call.
 func (s *Service) await(ctx context.Context, a *audience, p state, lanes *pace, last batch) (int, error) {
 	defer a.waits.Store(nil)

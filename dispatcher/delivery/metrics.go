@@ -128,7 +128,7 @@ var (
 	descLong     = desc("posthorn_delivery_long_numbers_total", "Requests whose message has numbers that JavaScript would change: sent as strings, or as digits if spec.body.numbers is Exact.", "namespace", "destination")
 	descDuration = desc("posthorn_delivery_attempt_duration_seconds", "Duration of requests to endpoints.", "namespace", "destination", "endpoint")
 	descOpen     = desc("posthorn_endpoint_circuit_open", "1 while an endpoint's circuit is open and only probes are sent to it.", "namespace", "destination", "endpoint")
-	descWindow   = desc("posthorn_endpoint_window", "Present limit of requests in flight to an endpoint.", "namespace", "destination", "endpoint")
+	descWindow   = desc("posthorn_endpoint_window", "Current limit of requests in flight to an endpoint.", "namespace", "destination", "endpoint")
 	descBusy     = desc("posthorn_endpoint_in_flight", "Requests in flight to an endpoint.", "namespace", "destination", "endpoint")
 
 	descFirst   = desc("posthorn_endpoint_first_attempts_pending", "Messages without an attempt at an endpoint. Under AnyEndpoint another endpoint may have accepted them.", "namespace", "destination", "endpoint")

@@ -240,7 +240,7 @@ func (e *Engine) unblock() {
 		for tries := 8; tries > 0 && q.head != nil && share > 0; {
 			l := q.pop()
 			if l.parked() || !l.hasWork() {
-				continue // Not counted as a try, because the lanes behind it may get no other turn.
+				continue // This lane does not use up a try, because the lanes behind it may get no other turn.
 			}
 			tries--
 			if l.inFlight < share {

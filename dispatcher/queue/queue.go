@@ -256,8 +256,8 @@ type Store interface {
 	// Source and its destination, which keep the lane's other counts, too. Its dead letters are
 	// kept until their retention ends.
 	DropLane(ctx context.Context, lane LaneID) error
-	// EndLane ends a lane after the last appended message, durably: later messages are not the
-	// lane's and not counted. An ended lane keeps its end. With Active it continues: after the
+	// EndLane ends a lane after the last appended message, durably: the lane neither delivers nor
+	// counts later messages. An ended lane keeps its end. With Active it continues: after the
 	// last appended message when it has read all messages before its end, because the messages
 	// appended meanwhile were for other lanes; otherwise as if it had never ended. A group
 	// whose lanes have all ended gets no messages until a lane continues or another one is

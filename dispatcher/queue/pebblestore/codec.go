@@ -237,8 +237,8 @@ type verdict int
 
 const (
 	wanted   verdict = iota
-	filtered         // Counted, and not delivered.
-	passed           // For another destination only: not counted.
+	filtered         // The lane counts the message and does not deliver it.
+	passed           // The message is for another destination; the lane does not count it.
 	damaged          // The destinations are unknown.
 )
 
