@@ -78,7 +78,7 @@ func (k *KeyHashes) UnmarshalJSON(text []byte) error {
 // Deletion is a request to notify destinations that a user's data is to be deleted.
 type Deletion struct {
 	Name string `json:"name"`
-	// Generation and Revision are as a Source's.
+	// Generation and Revision have the same meaning as in Source.
 	Generation int64  `json:"generation"`
 	Revision   string `json:"revision"`
 	// ID identifies the run by the object's namespace, name and spec, and UID is the
@@ -106,7 +106,7 @@ const (
 // Audience is a set of users; its changes are sent as identify calls.
 type Audience struct {
 	Name string `json:"name"`
-	// Generation and Revision are as a Source's.
+	// Generation and Revision have the same meaning as in Source.
 	Generation int64  `json:"generation"`
 	Revision   string `json:"revision"`
 	// Source is the name of the Source, in the same namespace, whose write key syncs the members
