@@ -67,7 +67,7 @@ func TestImage(t *testing.T) {
 				if out, err := build.CombinedOutput(); err != nil {
 					t.Fatalf("%v\n%s", err, out)
 				}
-				cmd = exec.Command(filepath.Join(root, "hack", "cluster", "make-image"), "registry.internal/posthorn:v9", program, filepath.Join(bin, "posthorn-linux-"+arch+".tar"))
+				cmd = exec.Command(filepath.Join(root, "hack", "cluster", "make-image"), "registry.internal/posthorn:v9", program, filepath.Join(bin, "posthorn-linux-"+arch+".tar"), "LICENSE", "THIRD_PARTY_LICENSES.md")
 			}
 			cmd.Dir = root
 			if out, err := cmd.CombinedOutput(); err != nil {
