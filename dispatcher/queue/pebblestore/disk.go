@@ -118,10 +118,12 @@ func (d *disk) checkSpace() {
 	share := float64(usage.UsedBytes) / float64(max(usage.UsedBytes+usage.AvailBytes, 1))
 	free := int64(usage.AvailBytes)
 	d.exhausted.Store(free < o.MinFreeBytes/2 || d.s.fs.waiting.Load() > 0)
+	// The flushes to come write the memtables to tables, while their logs are kept for reuse.
+	unflushed := int64(d.s.db.Metrics().MemTable.Size)
 	// The level is below the marks by a part of the usable space, so that skipping starts
 	// before calls are refused.
 	total := float64(usage.UsedBytes + usage.AvailBytes)
-	usable := min(int64(o.HighWater*total), int64(total)-o.MinFreeBytes)
+	usable := min(int64(o.HighWater*total), int64(total)-o.MinFreeBytes-unflushed)
 	d.excess.Store(int64(usage.UsedBytes) - usable + usable/skipDivisor)
 	// The mark for leaving the full state is lower than the mark for entering it, so that the
 	// state does not flap.
@@ -129,12 +131,12 @@ func (d *disk) checkSpace() {
 	if d.full.Load() {
 		mark, least = mark-0.01, least+least/10
 	}
-	full := share > mark || free < least || d.s.fs.waiting.Load() > 0
+	full := share > mark || free-unflushed < least || d.s.fs.waiting.Load() > 0
 	if d.full.Swap(full) == full {
 		return
 	}
 	if full {
-		d.s.log.Error("disk above high-water mark; refusing new calls", "dir", d.s.dir, "used", share, "highWater", o.HighWater, "freeBytes", free, "minFreeBytes", o.MinFreeBytes)
+		d.s.log.Error("disk above high-water mark; refusing new calls", "dir", d.s.dir, "used", share, "highWater", o.HighWater, "freeBytes", free, "unflushedBytes", unflushed, "minFreeBytes", o.MinFreeBytes)
 	} else {
 		d.s.log.Info("disk below high-water mark; accepting calls", "dir", d.s.dir, "used", share, "freeBytes", free)
 	}
