@@ -98,7 +98,8 @@ func acknowledgeAll(t testing.TB, s *Store, id queue.LaneID) (n int) {
 func TestReclaimAfterABurst(t *testing.T) {
 	dir := t.TempDir()
 	var quiet, busy atomic.Int64
-	o := Options{MaintainInterval: 20 * time.Millisecond, MemTableBytes: 1 << 20, Quiet: func(is bool) {
+	// A pause of a second within a burst would count as its end.
+	o := Options{MaintainInterval: 100 * time.Millisecond, MemTableBytes: 1 << 20, Quiet: func(is bool) {
 		if is {
 			quiet.Add(1)
 		} else {
@@ -128,7 +129,7 @@ func TestReclaimAfterABurst(t *testing.T) {
 	})
 	// An idle store does not reclaim again.
 	q := quiet.Load()
-	time.Sleep(50 * o.MaintainInterval)
+	time.Sleep(2 * quietPasses * o.MaintainInterval)
 	if got := quiet.Load(); got != q {
 		t.Errorf("an idle store reclaimed %d more times", got-q)
 	}
