@@ -205,9 +205,42 @@ func (r Request) Read(body []byte) (Reading, error) {
 	reading.Calls = len(s.calls)
 	common := &reading.p.common
 	each := MessageOverhead + len(r.ClientIP) + len(common[fieldContext]) + len(common[fieldIntegrations]) + len(common[fieldSentAt])
-	reading.Bytes = min(len(s.out)+each*len(s.calls), reading.p.most)
+	reading.Bytes = len(s.out) + each*len(s.calls)
+	if reading.Bytes > reading.p.most {
+		if reading.p.mergesTooMuch() {
+			s.release()
+			return Reading{WriteKey: reading.WriteKey}, batchTooLarge(len(s.calls), reading.p.most)
+		}
+		reading.Bytes = reading.p.most
+	}
 	s.in, s.pos, s.copied = nil, 0, 0
 	return reading, nil
+}
+
+// mergesTooMuch reports whether the batch's context and integrations alone make the messages larger
+// than the limit. It counts them for calls without their own; Messages finds the rest. So a batch
+// that is certainly refused costs no messages.
+func (p *parser) mergesTooMuch() bool {
+	s, bytes := p.s, 0
+	shared := [...]field{fieldContext, fieldIntegrations}
+	for _, c := range s.calls {
+		if c.err != nil || p.callTooLarge(c) {
+			continue
+		}
+		v, _ := s.values(c)
+		if t, err := v.callType(p.Type); err != nil || v.validate(t) != nil {
+			continue
+		}
+		for _, f := range shared {
+			if missing(v[f]) || string(v[f]) == "{}" {
+				bytes += len(p.common[f])
+			}
+		}
+		if bytes > p.most {
+			return true
+		}
+	}
+	return false
 }
 
 // Messages returns the messages of the calls, as Parse does. It must be called at
@@ -424,18 +457,15 @@ func (s *scanner) skip() bool {
 	return s.fail("the end of an array or object")
 }
 
-// accept validates a call and writes its message.
-func (p *parser) accept(index int, c rawCall) *Error {
-	if c.err != nil {
-		return c.err
-	}
-	if c.size+len(p.common[fieldContext])+len(p.common[fieldIntegrations]) > MaxCallBytes {
-		return callTooLarge
-	}
-	s := p.s
+// callTooLarge reports whether a call is too large together with the batch's context and
+// integrations.
+func (p *parser) callTooLarge(c rawCall) bool {
+	return c.size+len(p.common[fieldContext])+len(p.common[fieldIntegrations]) > MaxCallBytes
+}
+
+// values returns the values of a call's fields, and the set of fields that it has.
+func (s *scanner) values(c rawCall) (v values, sent uint32) {
 	members := s.kept[c.from:c.to]
-	var v values
-	var sent uint32 // the set of fields that the call has
 	for i := range members {
 		m := &members[i]
 		if m.field = fieldOf(s.out[m.key.from:m.key.to]); m.field != fieldOther {
@@ -443,6 +473,20 @@ func (p *parser) accept(index int, c rawCall) *Error {
 			sent |= 1 << m.field
 		}
 	}
+	return v, sent
+}
+
+// accept validates a call and writes its message.
+func (p *parser) accept(index int, c rawCall) *Error {
+	if c.err != nil {
+		return c.err
+	}
+	if p.callTooLarge(c) {
+		return callTooLarge
+	}
+	s := p.s
+	members := s.kept[c.from:c.to]
+	v, sent := s.values(c)
 	t, err := v.callType(p.Type)
 	if err != nil {
 		return err

@@ -28,6 +28,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"go.opentelemetry.io/otel/trace"
+	"golang.org/x/time/rate"
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -139,9 +140,9 @@ type Handler struct {
 	scheduler fairScheduler
 	// deadlines bounds the wait for the store.
 	deadlines deadlineCache
-	// lastStored is the last Source that stored messages. Until sharedUntil (nanoseconds since
-	// 1970) at least two Sources count as storing at the same time.
-	lastStored  atomic.Pointer[source]
+	// lastWorked is the last Source that stored messages or had a request refused. Until sharedUntil
+	// (nanoseconds since 1970) at least two Sources count as doing so at the same time.
+	lastWorked  atomic.Pointer[source]
 	sharedUntil atomic.Int64
 
 	sources      sync.Map // key -> *source
@@ -178,7 +179,7 @@ func New(o Options) *Handler {
 	if o.Logger == nil {
 		o.Logger = slog.Default()
 	}
-	h := &Handler{Options: o, unidentified: new(source)}
+	h := &Handler{Options: o, unidentified: &source{bulk: rate.NewLimiter(bulkRate, bulkBurst)}}
 	h.metrics = newMetrics(o.Registerer, h.memory.held)
 	h.scheduler.slots = 2 * runtime.GOMAXPROCS(0) // one request computes, the next one is ready
 	return h
@@ -326,7 +327,7 @@ func (h *Handler) recoverPanics(w http.ResponseWriter, q *request, typ event.Typ
 }
 
 // handle authenticates a request, then reads, parses, rate-limits and stores it.
-func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now time.Time) ([]event.Rejection, *refusal) {
+func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now time.Time) (rejected []event.Rejection, bad *refusal) {
 	if q.view == nil {
 		return nil, refuse(http.StatusServiceUnavailable, codeNotReady, "Posthorn waits for its first config; send the request again").again(retryAfterNotReady)
 	}
@@ -350,6 +351,9 @@ func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now 
 	}
 	defer func() {
 		q.turn.leave(0)
+		if bad != nil {
+			h.pace(q.source, requestBytes+q.bodyBytes, q.turn.used)
+		}
 		q.releaseStoring()
 	}()
 	if bad := h.parse(w, q, typ, now, body); bad != nil {
@@ -358,7 +362,8 @@ func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now 
 	if h.BeginRouting != nil {
 		defer h.BeginRouting()()
 	}
-	messages, rejected, bad := h.buildMessages(q, typ, now)
+	var messages []queue.Message
+	messages, rejected, bad = h.buildMessages(q, typ, now)
 	if bad != nil {
 		return nil, bad
 	}
@@ -727,7 +732,8 @@ func commitPart(messages []queue.Message) (n, bytes int) {
 // A Source that stores more than bulkRate bytes a second, after a burst of bulkBurst, is slowed
 // down while other Sources store as well: after each commit it pauses bulkPause times the duration
 // of the commit, and at most maxPause. So other Sources get most of the disk's time, however fast
-// the disk is, and a single Source uses all of it.
+// the disk is, and a single Source uses all of it. The same holds for the bodies of refused requests
+// and the processor's time.
 const (
 	bulkRate  = 4 << 20
 	bulkBurst = 1 << 20
@@ -737,11 +743,11 @@ const (
 	sharedFor = time.Second
 )
 
-// pace pauses a Source after a bulk commit while other Sources store as well.
+// pace pauses a Source after a bulk commit, or a refused request, while other Sources store as well.
 func (h *Handler) pace(s *source, bytes int, took time.Duration) {
 	now := time.Now()
-	if before := h.lastStored.Load(); before != s {
-		h.lastStored.Store(s)
+	if before := h.lastWorked.Load(); before != s {
+		h.lastWorked.Store(s)
 		if before != nil {
 			h.sharedUntil.Store(now.Add(sharedFor).UnixNano())
 		}

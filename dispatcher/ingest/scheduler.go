@@ -1,6 +1,9 @@
 package ingest
 
-import "sync"
+import (
+	"sync"
+	"time"
+)
 
 // fairScheduler limits how many requests use the CPU at the same time, and gives one Source at most
 // half of the slots. The next waiting request is that of the Source with the lowest usage, counted
@@ -28,6 +31,9 @@ type waitQueue struct {
 type turn struct {
 	scheduler *fairScheduler
 	queue     *waitQueue
+	began     time.Time
+	// used is how long the request was in a slot, in all its turns that ended.
+	used time.Duration
 }
 
 // enter waits for a slot. Requests in a slot only compute and never block, so the wait ends.
@@ -45,7 +51,7 @@ func (t *turn) enter(s *fairScheduler, q *waitQueue) {
 		s.mu.Unlock()
 		<-admitted
 	}
-	t.scheduler, t.queue = s, q
+	t.scheduler, t.queue, t.began = s, q, time.Now()
 }
 
 // leave ends the turn, if there is one, and charges the request's bytes.
@@ -55,6 +61,7 @@ func (t *turn) leave(bytes int) {
 		return
 	}
 	t.scheduler, t.queue = nil, nil
+	t.used += time.Since(t.began)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	q.next += int64(bytes)
