@@ -26,7 +26,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 const (
@@ -67,7 +67,7 @@ func (a *adminCertificate) Start(ctx context.Context) error {
 	defer tick.Stop()
 	for {
 		if err := a.ensure(ctx); err != nil && ctx.Err() == nil {
-			log.FromContext(ctx).Error(err, "maintaining the admin certificate failed", "secret", liveconfig.AdminCertificateSecret)
+			log.FromContext(ctx).Error(err, "maintaining the admin certificate failed", "secret", adminapi.CertificateSecret)
 		}
 		select {
 		case <-ctx.Done():
@@ -80,7 +80,7 @@ func (a *adminCertificate) Start(ctx context.Context) error {
 // ensure pins the certificate in the Secret. It writes a new one if the Secret is
 // missing or invalid, or if the certificate expires soon.
 func (a *adminCertificate) ensure(ctx context.Context) error {
-	key := types.NamespacedName{Namespace: a.release, Name: liveconfig.AdminCertificateSecret}
+	key := types.NamespacedName{Namespace: a.release, Name: adminapi.CertificateSecret}
 	var secret corev1.Secret
 	err := a.direct.Get(ctx, key, &secret)
 	if err != nil && !apierrors.IsNotFound(err) {
@@ -128,7 +128,7 @@ func (a *adminCertificate) verify(state tls.ConnectionState) error {
 	if len(state.PeerCertificates) > 0 && slices.ContainsFunc(a.pinned, func(der []byte) bool { return bytes.Equal(der, state.PeerCertificates[0].Raw) }) {
 		return nil
 	}
-	return errors.New("the server's certificate is not the one in the Secret " + liveconfig.AdminCertificateSecret + ": the server is not a dispatcher, or it has not loaded a renewed certificate yet")
+	return errors.New("the server's certificate is not the one in the Secret " + adminapi.CertificateSecret + ": the server is not a dispatcher, or it has not loaded a renewed certificate yet")
 }
 
 // transport returns a transport to the admin listeners: TLS with the pinned
@@ -137,7 +137,7 @@ func (a *adminCertificate) transport(tokenFile string) http.RoundTripper {
 	base := &http.Transport{
 		TLSClientConfig: &tls.Config{
 			MinVersion: tls.VersionTLS13,
-			ServerName: liveconfig.AdminServerName,
+			ServerName: adminapi.ServerName,
 			// VerifyConnection compares the certificate with the pinned one. That is
 			// stricter than a chain: only the owner of its key can complete the handshake.
 			InsecureSkipVerify: true,
@@ -180,8 +180,8 @@ func makeCertificate(now time.Time) (certificate, key, der []byte, err error) {
 	}
 	template := &x509.Certificate{
 		SerialNumber: serial,
-		Subject:      pkix.Name{CommonName: liveconfig.AdminServerName},
-		DNSNames:     []string{liveconfig.AdminServerName},
+		Subject:      pkix.Name{CommonName: adminapi.ServerName},
+		DNSNames:     []string{adminapi.ServerName},
 		NotBefore:    now.Add(-time.Hour), // for clock skew between nodes
 		NotAfter:     now.Add(certificateLife),
 		KeyUsage:     x509.KeyUsageDigitalSignature,

@@ -15,7 +15,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 var _ = Describe("The transport to the dispatchers", func() {
@@ -23,7 +23,7 @@ var _ = Describe("The transport to the dispatchers", func() {
 		ctx := context.Background()
 		own, err := client.New(server.As("posthorn-operator"), client.Options{})
 		Expect(err).NotTo(HaveOccurred())
-		key := client.ObjectKey{Namespace: release, Name: liveconfig.AdminCertificateSecret}
+		key := client.ObjectKey{Namespace: release, Name: adminapi.CertificateSecret}
 		DeferCleanup(func() {
 			secret := &corev1.Secret{}
 			secret.Namespace, secret.Name = key.Namespace, key.Name
@@ -38,7 +38,7 @@ var _ = Describe("The transport to the dispatchers", func() {
 			Expect(secret.Type).To(Equal(corev1.SecretTypeTLS))
 			pair, err := tls.X509KeyPair(secret.Data[corev1.TLSCertKey], secret.Data[corev1.TLSPrivateKeyKey])
 			Expect(err).NotTo(HaveOccurred())
-			Expect(pair.Leaf.VerifyHostname(liveconfig.AdminServerName)).To(Succeed())
+			Expect(pair.Leaf.VerifyHostname(adminapi.ServerName)).To(Succeed())
 			return pair
 		}
 		var authorization string
@@ -79,7 +79,7 @@ var _ = Describe("The transport to the dispatchers", func() {
 		first := read()
 		Expect(get(listener(first))).To(Succeed())
 		Expect(authorization).To(Equal("Bearer hush-token"))
-		Expect(get(listener(impostor))).To(MatchError(ContainSubstring(liveconfig.AdminCertificateSecret)))
+		Expect(get(listener(impostor))).To(MatchError(ContainSubstring(adminapi.CertificateSecret)))
 		Expect(authorization).To(BeEmpty())
 
 		By("another operator uses the existing certificate")

@@ -11,7 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 var _ = Describe("An Audience", func() {
@@ -47,7 +47,7 @@ spec: {sourceRef: {name: web}, displayName: "Very Important (People)"}
 
 		at := time.Now().Truncate(time.Second)
 		w.dispatcher.set(func(d *fakeDispatcher) {
-			d.syncs[namespace+"/vip"] = func(r *liveconfig.AudienceReport) { r.Members, r.Added, r.LastSync = 7, 7, at }
+			d.syncs[namespace+"/vip"] = func(r *adminapi.AudienceReport) { r.Members, r.Added, r.LastSync = 7, 7, at }
 		})
 		a = expectCondition(w, namespace, "vip", "Synced", isTrue, "Synced")
 		Expect(*a.Status.Members).To(BeEquivalentTo(7))
@@ -57,7 +57,7 @@ spec: {sourceRef: {name: web}, displayName: "Very Important (People)"}
 		Expect(table).To(MatchRegexp(`NAME +READY +REASON +SYNCED +MEMBERS +ADDED +REMOVED +PENDING +LAST SYNC +AGE\nvip +True +Ready +True +7 +7 +0 +0 +\S+ +\S+\n`))
 
 		w.dispatcher.set(func(d *fakeDispatcher) {
-			d.syncs[namespace+"/vip"] = func(r *liveconfig.AudienceReport) {
+			d.syncs[namespace+"/vip"] = func(r *adminapi.AudienceReport) {
 				r.Members, r.LastSync, r.LastRefused, r.Refusal = 7, at, at.Add(time.Second), "invalid_json: line 3: the line is not JSON"
 			}
 		})
@@ -106,10 +106,10 @@ spec: {userId: u1, suppress: true, ttlSecondsAfterFinished: 0}
 		reports := func(state string) {
 			w.dispatcher.set(func(d *fakeDispatcher) {
 				for _, name := range []string{"forget", "suppress"} {
-					d.deletions[namespace+"/"+name] = func(r *liveconfig.DeletionReport) {
-						r.Completed = state == liveconfig.NotificationDelivered
+					d.deletions[namespace+"/"+name] = func(r *adminapi.DeletionReport) {
+						r.Completed = state == adminapi.NotificationDelivered
 						r.Started = time.Now().Add(-time.Hour).Truncate(time.Second)
-						r.Notifications = []liveconfig.NotificationReport{{Source: "web", Destination: "crm", State: state, Time: r.Started}}
+						r.Notifications = []adminapi.NotificationReport{{Source: "web", Destination: "crm", State: state, Time: r.Started}}
 					}
 				}
 			})
@@ -119,14 +119,14 @@ spec: {userId: u1, suppress: true, ttlSecondsAfterFinished: 0}
 			g.Expect(config.Deletions).To(HaveLen(2))
 			g.Expect(config.Deletions[1].Suppress).To(BeTrue())
 		}).Should(Succeed())
-		reports(liveconfig.NotificationPending)
+		reports(adminapi.NotificationPending)
 		Eventually(func(g Gomega) {
 			o := get(g, "forget")
 			g.Expect(meta.FindStatusCondition(o.Status.Conditions, "Ready").Reason).To(Equal(v1alpha1.ReasonRunning))
 			g.Expect(o.Status.Notifications).To(HaveLen(1))
 			g.Expect(o.Status.CompletionTime).To(BeNil())
 		}).Should(Succeed())
-		reports(liveconfig.NotificationDelivered)
+		reports(adminapi.NotificationDelivered)
 		Eventually(func(g Gomega) {
 			o := get(g, "suppress")
 			g.Expect(meta.IsStatusConditionTrue(o.Status.Conditions, "Complete")).To(BeTrue())

@@ -48,7 +48,7 @@ type Options struct {
 	// DispatcherAdminPort is the port of the pods' GET /report. Required, unless Pods is set.
 	DispatcherAdminPort int
 	// DispatcherTokenFile contains a token for the pods' admin listeners, with the
-	// audience liveconfig.AdminAudience; the requests then use TLS. If it is empty, they
+	// audience adminapi.TokenAudience; the requests then use TLS. If it is empty, they
 	// use plain HTTP, to dispatchers that run with --admin-auth=none.
 	DispatcherTokenFile string
 	// Pods lists the dispatchers. Default: the pods that DispatcherSelector selects.

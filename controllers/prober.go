@@ -15,7 +15,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/posthorn/posthorn/controllers/health"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 const (
@@ -53,7 +53,7 @@ type probe struct {
 	// requested is true after the first request.
 	requested bool
 	// report is nil while the pod does not answer.
-	report *liveconfig.Report
+	report *adminapi.Report
 	// answered is the time of the last answer.
 	answered time.Time
 	failing  bool
@@ -171,7 +171,7 @@ func (p *prober) poll(ctx context.Context, pod Pod, probe *probe) {
 // +kubebuilder:rbac:urls=/report,verbs=get
 
 // fetch returns a pod's report, or nil if it has not changed.
-func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (*liveconfig.Report, error) {
+func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (*adminapi.Report, error) {
 	ctx, cancel := context.WithTimeout(ctx, reportTimeout)
 	defer cancel()
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, pod.URL+"/report", nil)
@@ -206,7 +206,7 @@ func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (*liveconfig.
 	if len(body) > maxReportBytes {
 		return nil, fmt.Errorf("report is larger than %d bytes", maxReportBytes)
 	}
-	report, err := liveconfig.DecodeReport(body)
+	report, err := adminapi.DecodeReport(body)
 	if err != nil {
 		return nil, fmt.Errorf("decode report: %w", err)
 	}
@@ -215,7 +215,7 @@ func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (*liveconfig.
 }
 
 // record stores the result of a request to a pod and calls changed.
-func (p *prober) record(ctx context.Context, pod Pod, probe *probe, report *liveconfig.Report, err error) {
+func (p *prober) record(ctx context.Context, pod Pod, probe *probe, report *adminapi.Report, err error) {
 	now := time.Now()
 	p.mu.Lock()
 	first := !probe.requested
@@ -282,11 +282,11 @@ func (p *prober) reports() (pods []health.Pod, complete bool) {
 
 // differences returns the namespaces in which two reports differ. all is true if the
 // reports differ in a part that concerns every namespace.
-func differences(before, after *liveconfig.Report) (namespaces []string, all bool) {
+func differences(before, after *adminapi.Report) (namespaces []string, all bool) {
 	if before == nil || before.Ready != after.Ready || before.Storage.Pressure != after.Storage.Pressure {
 		return nil, true
 	}
-	old := make(map[string]*liveconfig.NamespaceReport, len(before.Namespaces))
+	old := make(map[string]*adminapi.NamespaceReport, len(before.Namespaces))
 	for i := range before.Namespaces {
 		old[before.Namespaces[i].Namespace] = &before.Namespaces[i]
 	}

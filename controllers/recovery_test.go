@@ -23,6 +23,7 @@ import (
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/process"
@@ -131,15 +132,15 @@ var _ = Describe("The operator", func() {
 		})
 		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination)
-		report := func(state liveconfig.EndpointState, failures int) {
+		report := func(state adminapi.EndpointState, failures int) {
 			now := time.Now().Add(time.Duration(ahead.Load())) // The pod uses the clock of the node.
 			w.dispatcher.set(func(d *fakeDispatcher) {
-				d.traffic[namespace+"/crm"] = func(r *liveconfig.DestinationReport) {
+				d.traffic[namespace+"/crm"] = func(r *adminapi.DestinationReport) {
 					r.Delivered++
 					e := &r.Endpoints[0]
 					e.State, e.Since, e.ConsecutiveFailures = state, now, failures
 					if failures > 0 {
-						e.LastFailure = &liveconfig.Failure{Time: now, Reason: "TimedOut", Message: "the endpoint did not answer"}
+						e.LastFailure = &adminapi.Failure{Time: now, Reason: "TimedOut", Message: "the endpoint did not answer"}
 					} else {
 						e.LastSuccess = now
 					}
@@ -149,9 +150,9 @@ var _ = Describe("The operator", func() {
 		for _, jump := range []time.Duration{24 * time.Hour, 0, -24 * time.Hour, 0} {
 			By(fmt.Sprintf("by %v", jump))
 			ahead.Store(int64(jump))
-			report(liveconfig.EndpointHealthy, 0)
+			report(adminapi.EndpointHealthy, 0)
 			w.expectCondition(namespace, "whd/crm", "Delivering", isTrue, "Delivering")
-			report(liveconfig.EndpointDegraded, 3)
+			report(adminapi.EndpointDegraded, 3)
 			w.expectCondition(namespace, "whd/crm", "Delivering", isFalse, "TimedOut")
 			w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
 			Eventually(func(g Gomega) {

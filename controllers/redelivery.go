@@ -29,7 +29,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 const (
@@ -422,7 +422,7 @@ func (run *redeliveryRun) pods() []string {
 }
 
 // record stores a pod's progress. It reports whether the pod's part has ended.
-func (run *redeliveryRun) record(name string, a liveconfig.DeadLetterProgress) (ended bool) {
+func (run *redeliveryRun) record(name string, a adminapi.DeadLetterProgress) (ended bool) {
 	run.mu.Lock()
 	defer run.mu.Unlock()
 	p := run.parts[name]
@@ -478,7 +478,7 @@ func (run *redeliveryRun) begin(r *redeliveryReconciler) bool {
 			var group sync.WaitGroup
 			for _, pod := range pods {
 				group.Go(func() {
-					a, err := r.act(run.ctx, pod, run.action(liveconfig.JobBegin, names), nil)
+					a, err := r.act(run.ctx, pod, run.action(adminapi.JobBegin, names), nil)
 					if err != nil {
 						run.recordError(pod.Name, err, false)
 						return
@@ -561,7 +561,7 @@ func (run *redeliveryRun) executeSlice(r *redeliveryReconciler, name string) (pr
 	begun, done := run.parts[name].begun, run.parts[name].done
 	run.mu.Unlock()
 	if !begun {
-		a, err := r.act(run.ctx, pods[at], run.action(liveconfig.JobBegin, run.pods()), nil)
+		a, err := r.act(run.ctx, pods[at], run.action(adminapi.JobBegin, run.pods()), nil)
 		if err != nil {
 			return false, false, err
 		}
@@ -578,7 +578,7 @@ func (run *redeliveryRun) executeSlice(r *redeliveryReconciler, name string) (pr
 	run.mu.Lock()
 	before := run.parts[name].redelivered
 	run.mu.Unlock()
-	a, err := r.act(run.ctx, pods[at], run.action(liveconfig.JobRun, nil), func(a liveconfig.DeadLetterProgress) {
+	a, err := r.act(run.ctx, pods[at], run.action(adminapi.JobRun, nil), func(a adminapi.DeadLetterProgress) {
 		if a.Job != nil {
 			progressed = progressed || a.Redelivered > before
 			run.record(name, a)
@@ -605,7 +605,7 @@ func (run *redeliveryRun) complete(r *redeliveryReconciler) {
 		pods, err := r.pods.Ready(run.ctx)
 		recorded := false
 		for _, pod := range pods {
-			_, actErr := r.act(run.ctx, pod, run.action(liveconfig.JobComplete, nil), nil)
+			_, actErr := r.act(run.ctx, pod, run.action(adminapi.JobComplete, nil), nil)
 			recorded, err = recorded || actErr == nil, errors.Join(err, actErr)
 		}
 		switch {
@@ -629,13 +629,13 @@ func (run *redeliveryRun) complete(r *redeliveryReconciler) {
 }
 
 // action returns the request to a pod for a step of the run.
-func (run *redeliveryRun) action(step string, pods []string) liveconfig.DeadLetterAction {
+func (run *redeliveryRun) action(step string, pods []string) adminapi.DeadLetterAction {
 	run.mu.Lock()
 	parts := max(1, len(run.parts))
 	run.mu.Unlock()
-	a := liveconfig.DeadLetterAction{
+	a := adminapi.DeadLetterAction{
 		Destination: run.namespace + "/" + run.spec.DestinationRef.Name, DryRun: run.spec.DryRun, Rate: float64(run.spec.Rate) / float64(parts),
-		Job: &liveconfig.DeadLetterJob{ID: run.id, UID: string(run.uid), Step: step, Pods: pods, SliceMS: redeliverySlice.Milliseconds()},
+		Job: &adminapi.DeadLetterJob{ID: run.id, UID: string(run.uid), Step: step, Pods: pods, SliceMS: redeliverySlice.Milliseconds()},
 	}
 	// Exclude dead letters that failed after the start: the run may have redelivered them before.
 	a.Selector.Until = run.started
@@ -656,8 +656,8 @@ func (run *redeliveryRun) action(step string, pods []string) liveconfig.DeadLett
 
 // act sends a request to a pod and reads the progress to its end. It waits while
 // maxRedeliveryCalls requests are in progress.
-func (r *redeliveryReconciler) act(ctx context.Context, pod Pod, a liveconfig.DeadLetterAction, onProgress func(liveconfig.DeadLetterProgress)) (liveconfig.DeadLetterProgress, error) {
-	var p liveconfig.DeadLetterProgress
+func (r *redeliveryReconciler) act(ctx context.Context, pod Pod, a adminapi.DeadLetterAction, onProgress func(adminapi.DeadLetterProgress)) (adminapi.DeadLetterProgress, error) {
+	var p adminapi.DeadLetterProgress
 	select {
 	case r.calls <- struct{}{}:
 		defer func() { <-r.calls }()
@@ -683,7 +683,7 @@ func (r *redeliveryReconciler) act(ctx context.Context, pod Pod, a liveconfig.De
 		text, _ := io.ReadAll(io.LimitReader(response.Body, maxPodMessage))
 		return p, fmt.Errorf("%s: %s", response.Status, strings.TrimSpace(string(text)))
 	}
-	if p, err = liveconfig.FollowDeadLetters(response.Body, onProgress); errors.Is(err, io.ErrUnexpectedEOF) {
+	if p, err = adminapi.FollowDeadLetters(response.Body, onProgress); errors.Is(err, io.ErrUnexpectedEOF) {
 		err = errors.New("the dispatcher stopped before the end of the request")
 	}
 	if err == nil && p.Job == nil {

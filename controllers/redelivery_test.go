@@ -22,7 +22,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // letterBox is a fake dispatcher with dead letters of any destination. It records jobs.
@@ -41,7 +41,7 @@ type letterBox struct {
 	gate chan struct{}
 	// refuse is the status code of every response, unless it is 0.
 	refuse  int
-	actions []liveconfig.DeadLetterAction
+	actions []adminapi.DeadLetterAction
 	aborted int
 	jobs    map[string]*boxJob
 }
@@ -84,7 +84,7 @@ func (b *letterBox) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		_ = json.NewEncoder(w).Encode(map[string]any{"pod": b.name, "ready": true})
 		return
 	}
-	var a liveconfig.DeadLetterAction
+	var a adminapi.DeadLetterAction
 	if r.Method != http.MethodPost || r.URL.Path != "/deadletters/redeliver" || json.NewDecoder(r.Body).Decode(&a) != nil || a.Job == nil {
 		http.Error(w, "not a redelivery", http.StatusBadRequest)
 		return
@@ -106,18 +106,18 @@ func (b *letterBox) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	out, control := json.NewEncoder(w), http.NewResponseController(w)
 	progress := func(last bool) {
 		b.set(func(*letterBox) {
-			_ = out.Encode(liveconfig.DeadLetterProgress{
+			_ = out.Encode(adminapi.DeadLetterProgress{
 				Matched: j.matched, Redelivered: j.delivered, Done: last,
-				Job: &liveconfig.DeadLetterJobState{AlreadyDone: j.completed && j.uid != a.Job.UID, PartDone: j.done, Left: j.left, Pods: j.pods},
+				Job: &adminapi.DeadLetterJobState{AlreadyDone: j.completed && j.uid != a.Job.UID, PartDone: j.done, Left: j.left, Pods: j.pods},
 			})
 		})
 		_ = control.Flush()
 	}
 	switch {
 	case j.completed:
-	case a.Job.Step == liveconfig.JobComplete:
+	case a.Job.Step == adminapi.JobComplete:
 		b.set(func(*letterBox) { j.completed = true })
-	case a.Job.Step == liveconfig.JobRun:
+	case a.Job.Step == adminapi.JobRun:
 		_ = control.Flush()
 		for n := 0; j.delivered < j.matched-stranded; n++ {
 			if gate != nil {
@@ -304,7 +304,7 @@ func TestRedeliveryDeadline(t *testing.T) {
 			t.Fatal("the request to the pod did not end")
 		}
 	}
-	if slices.Contains(a.steps(), liveconfig.JobComplete) {
+	if slices.Contains(a.steps(), adminapi.JobComplete) {
 		t.Error("a run that failed was recorded as complete")
 	}
 }
@@ -315,16 +315,16 @@ func TestRedeliveryAction(t *testing.T) {
 		DestinationRef: v1alpha1.ObjectReference{Name: "crm"}, Rate: 100,
 		Selector: &v1alpha1.DeadLetterSelector{Since: at(500), Until: at(2000), Reasons: []string{"Expired"}, Types: []v1alpha1.CallType{"track"}, Events: []string{"E"}},
 	}}
-	var want liveconfig.DeadLetterAction
+	var want adminapi.DeadLetterAction
 	want.Destination, want.Rate = "shop/crm", 25
-	want.Job = &liveconfig.DeadLetterJob{ID: "id", UID: "1", Step: liveconfig.JobRun, SliceMS: 10_000}
+	want.Job = &adminapi.DeadLetterJob{ID: "id", UID: "1", Step: adminapi.JobRun, SliceMS: 10_000}
 	want.Selector.Since, want.Selector.Until = time.Unix(500, 0), time.Unix(1000, 0) // not beyond the start
 	want.Selector.Reasons, want.Selector.Types, want.Selector.Events = []string{"Expired"}, []string{"track"}, []string{"E"}
-	if diff := cmp.Diff(want, run.action(liveconfig.JobRun, nil), cmpopts.EquateApproxTime(0)); diff != "" {
+	if diff := cmp.Diff(want, run.action(adminapi.JobRun, nil), cmpopts.EquateApproxTime(0)); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)
 	}
 	run.spec.Selector.Until = at(900)
-	if got := run.action(liveconfig.JobRun, nil).Selector.Until; !got.Equal(time.Unix(900, 0)) {
+	if got := run.action(adminapi.JobRun, nil).Selector.Until; !got.Equal(time.Unix(900, 0)) {
 		t.Errorf("until is %s", got)
 	}
 }

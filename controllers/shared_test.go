@@ -11,6 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/event"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -117,8 +118,8 @@ func TestPredicates(t *testing.T) {
 }
 
 func TestDifferences(t *testing.T) {
-	report := func(change func(*liveconfig.Report)) *liveconfig.Report {
-		r := &liveconfig.Report{Ready: true, Namespaces: []liveconfig.NamespaceReport{{Namespace: "a", Revision: "1"}, {Namespace: "b", Revision: "1"}}}
+	report := func(change func(*adminapi.Report)) *adminapi.Report {
+		r := &adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{Namespace: "a", Revision: "1"}, {Namespace: "b", Revision: "1"}}}
 		if change != nil {
 			change(r)
 		}
@@ -126,17 +127,17 @@ func TestDifferences(t *testing.T) {
 	}
 	tests := []struct {
 		name          string
-		before, after *liveconfig.Report
+		before, after *adminapi.Report
 		namespaces    []string
 		all           bool
 	}{
 		{"the first", nil, report(nil), nil, true},
 		{"equal", report(nil), report(nil), nil, false},
-		{"one changed", report(nil), report(func(r *liveconfig.Report) { r.Namespaces[1].Revision = "2" }), []string{"b"}, false},
-		{"one removed", report(nil), report(func(r *liveconfig.Report) { r.Namespaces = r.Namespaces[:1] }), []string{"b"}, false},
-		{"one added", report(func(r *liveconfig.Report) { r.Namespaces = r.Namespaces[1:] }), report(nil), []string{"a"}, false},
-		{"disk full", report(nil), report(func(r *liveconfig.Report) { r.Storage.Pressure = true }), nil, true},
-		{"disk used", report(nil), report(func(r *liveconfig.Report) { r.Storage.UsedBytes = 1 }), nil, false},
+		{"one changed", report(nil), report(func(r *adminapi.Report) { r.Namespaces[1].Revision = "2" }), []string{"b"}, false},
+		{"one removed", report(nil), report(func(r *adminapi.Report) { r.Namespaces = r.Namespaces[:1] }), []string{"b"}, false},
+		{"one added", report(func(r *adminapi.Report) { r.Namespaces = r.Namespaces[1:] }), report(nil), []string{"a"}, false},
+		{"disk full", report(nil), report(func(r *adminapi.Report) { r.Storage.Pressure = true }), nil, true},
+		{"disk used", report(nil), report(func(r *adminapi.Report) { r.Storage.UsedBytes = 1 }), nil, false},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {

@@ -20,7 +20,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/test/process"
 	"github.com/posthorn/posthorn/test/wait"
 )
@@ -29,17 +29,17 @@ var _ = Describe("status", func() {
 	// began is a time that survives the API.
 	began := time.Now().Add(-time.Minute).Truncate(time.Second)
 
-	healthy := func(delivered int64) func(*liveconfig.DestinationReport) {
-		return func(r *liveconfig.DestinationReport) {
+	healthy := func(delivered int64) func(*adminapi.DestinationReport) {
+		return func(r *adminapi.DestinationReport) {
 			r.Accepted, r.Delivered = delivered, delivered
-			r.Endpoints[0].State, r.Endpoints[0].Since, r.Endpoints[0].LastSuccess = liveconfig.EndpointHealthy, began, began
+			r.Endpoints[0].State, r.Endpoints[0].Since, r.Endpoints[0].LastSuccess = adminapi.EndpointHealthy, began, began
 		}
 	}
-	failing := func(r *liveconfig.DestinationReport) {
+	failing := func(r *adminapi.DestinationReport) {
 		r.Accepted, r.Delivered, r.Pending, r.Retrying = 12, 10, 2, 2
-		r.Endpoints[0] = liveconfig.EndpointReport{
-			Name: r.Endpoints[0].Name, State: liveconfig.EndpointDegraded, Since: began, ConsecutiveFailures: 3,
-			LastFailure: &liveconfig.Failure{Time: began, Reason: "ServerError", StatusCode: 500, Message: "the endpoint answered 500"},
+		r.Endpoints[0] = adminapi.EndpointReport{
+			Name: r.Endpoints[0].Name, State: adminapi.EndpointDegraded, Since: began, ConsecutiveFailures: 3,
+			LastFailure: &adminapi.Failure{Time: began, Reason: "ServerError", StatusCode: 500, Message: "the endpoint answered 500"},
 		}
 	}
 
@@ -51,7 +51,7 @@ var _ = Describe("status", func() {
 
 		w.dispatcher.set(func(d *fakeDispatcher) {
 			d.traffic[namespace+"/crm"] = healthy(10)
-			d.calls[namespace+"/web"] = func(r *liveconfig.SourceReport) { r.Accepted, r.LastAccepted = 10, began }
+			d.calls[namespace+"/web"] = func(r *adminapi.SourceReport) { r.Accepted, r.LastAccepted = 10, began }
 		})
 		w.expectCondition(namespace, "whd/crm", "Delivering", isTrue, "Delivering")
 		w.expectCondition(namespace, "source/web", "Receiving", isTrue, "Receiving")
@@ -124,7 +124,7 @@ var _ = Describe("status", func() {
 		w.apply(namespace, webSource+crmSecret+crmDestination+named("gone", "[{name: web}]", "[{name: missing}]"))
 		w.dispatcher.set(func(d *fakeDispatcher) {
 			d.traffic[namespace+"/crm"] = failing
-			d.calls[namespace+"/web"] = func(r *liveconfig.SourceReport) { r.Accepted, r.LastAccepted = 10, began }
+			d.calls[namespace+"/web"] = func(r *adminapi.SourceReport) { r.Accepted, r.LastAccepted = 10, began }
 		})
 		w.expectCondition(namespace, "whd/crm", "Delivering", isFalse, "ServerError")
 		w.expectCondition(namespace, "whd/gone", "ResolvedRefs", isFalse, "NoSource")

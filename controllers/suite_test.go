@@ -32,6 +32,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/health"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/wait"
@@ -326,11 +327,11 @@ type fakeDispatcher struct {
 	running   map[string]liveconfig.Config
 	revisions map[string]string
 	// traffic changes a destination's report, by "namespace/name"; calls a Source's.
-	traffic map[string]func(*liveconfig.DestinationReport)
-	calls   map[string]func(*liveconfig.SourceReport)
+	traffic map[string]func(*adminapi.DestinationReport)
+	calls   map[string]func(*adminapi.SourceReport)
 	// syncs changes an audience's report, and deletions a deletion request's.
-	syncs     map[string]func(*liveconfig.AudienceReport)
-	deletions map[string]func(*liveconfig.DeletionReport)
+	syncs     map[string]func(*adminapi.AudienceReport)
+	deletions map[string]func(*adminapi.DeletionReport)
 }
 
 type decodedConfig struct {
@@ -342,8 +343,8 @@ type decodedConfig struct {
 func newDispatcher(name string) *fakeDispatcher {
 	d := &fakeDispatcher{
 		name: name, running: map[string]liveconfig.Config{}, revisions: map[string]string{},
-		traffic: map[string]func(*liveconfig.DestinationReport){}, calls: map[string]func(*liveconfig.SourceReport){},
-		syncs: map[string]func(*liveconfig.AudienceReport){}, deletions: map[string]func(*liveconfig.DeletionReport){},
+		traffic: map[string]func(*adminapi.DestinationReport){}, calls: map[string]func(*adminapi.SourceReport){},
+		syncs: map[string]func(*adminapi.AudienceReport){}, deletions: map[string]func(*adminapi.DeletionReport){},
 	}
 	d.server = httptest.NewServer(d)
 	return d
@@ -384,17 +385,17 @@ func (d *fakeDispatcher) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	_, _ = w.Write(body)
 }
 
-func (d *fakeDispatcher) report(ctx context.Context) liveconfig.Report {
-	report := liveconfig.Report{Pod: d.name, Ready: true}
+func (d *fakeDispatcher) report(ctx context.Context) adminapi.Report {
+	report := adminapi.Report{Pod: d.name, Ready: true}
 	var secrets corev1.SecretList
 	if err := cluster.List(ctx, &secrets, client.InNamespace(release), client.HasLabels{liveconfig.LabelNamespace}); err != nil {
 		return report
 	}
-	refused := map[string]*liveconfig.RefusedConfig{}
+	refused := map[string]*adminapi.RefusedConfig{}
 	if d.refuse {
 		for _, s := range secrets.Items {
 			if revision := s.Annotations[liveconfig.AnnotationRevision]; d.revisions[s.Labels[liveconfig.LabelNamespace]] != revision {
-				refused[s.Labels[liveconfig.LabelNamespace]] = &liveconfig.RefusedConfig{Revision: revision, Error: "not today"}
+				refused[s.Labels[liveconfig.LabelNamespace]] = &adminapi.RefusedConfig{Revision: revision, Error: "not today"}
 			}
 		}
 	} else if !d.stuck {
@@ -415,18 +416,18 @@ func (d *fakeDispatcher) report(ctx context.Context) liveconfig.Report {
 	}
 	for _, namespace := range slices.Sorted(maps.Keys(d.running)) {
 		config := d.running[namespace]
-		t := liveconfig.NamespaceReport{Namespace: namespace, Revision: d.revisions[namespace], Refused: refused[namespace]}
+		t := adminapi.NamespaceReport{Namespace: namespace, Revision: d.revisions[namespace], Refused: refused[namespace]}
 		for _, s := range config.Sources {
-			r := liveconfig.SourceReport{Name: s.Name, Generation: s.Generation, Revision: s.Revision}
+			r := adminapi.SourceReport{Name: s.Name, Generation: s.Generation, Revision: s.Revision}
 			if f := d.calls[namespace+"/"+s.Name]; f != nil {
 				f(&r)
 			}
 			t.Sources = append(t.Sources, r)
 		}
 		for _, dest := range config.Destinations {
-			r := liveconfig.DestinationReport{Name: dest.Name, Generation: dest.Generation, Revision: dest.Revision}
+			r := adminapi.DestinationReport{Name: dest.Name, Generation: dest.Generation, Revision: dest.Revision}
 			for _, e := range dest.Endpoints {
-				r.Endpoints = append(r.Endpoints, liveconfig.EndpointReport{Name: e.Name, State: liveconfig.EndpointIdle})
+				r.Endpoints = append(r.Endpoints, adminapi.EndpointReport{Name: e.Name, State: adminapi.EndpointIdle})
 			}
 			if f := d.traffic[namespace+"/"+dest.Name]; f != nil {
 				f(&r)
@@ -434,14 +435,14 @@ func (d *fakeDispatcher) report(ctx context.Context) liveconfig.Report {
 			t.Destinations = append(t.Destinations, r)
 		}
 		for _, a := range config.Audiences {
-			r := liveconfig.AudienceReport{Name: a.Name, Generation: a.Generation, Revision: a.Revision, Owner: true}
+			r := adminapi.AudienceReport{Name: a.Name, Generation: a.Generation, Revision: a.Revision, Owner: true}
 			if f := d.syncs[namespace+"/"+a.Name]; f != nil {
 				f(&r)
 			}
 			t.Audiences = append(t.Audiences, r)
 		}
 		for _, del := range config.Deletions {
-			r := liveconfig.DeletionReport{Name: del.Name, Generation: del.Generation, Revision: del.Revision, Owner: true}
+			r := adminapi.DeletionReport{Name: del.Name, Generation: del.Generation, Revision: del.Revision, Owner: true}
 			if f := d.deletions[namespace+"/"+del.Name]; f != nil {
 				f(&r)
 			}

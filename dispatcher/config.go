@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/route"
@@ -53,7 +54,7 @@ type configs struct {
 
 	// reportMu guards the data of reports; it is held briefly, and acquired after mu.
 	reportMu sync.Mutex
-	refused  map[string]liveconfig.RefusedConfig
+	refused  map[string]adminapi.RefusedConfig
 	// applied is the time of each namespace's valid config.
 	applied map[string]time.Time
 
@@ -63,7 +64,7 @@ type configs struct {
 func newConfigs(log *slog.Logger, grace time.Duration, meta metaStore, apply func(*liveconfig.View) error) *configs {
 	c := &configs{
 		log: log, apply: apply, grace: cmp.Or(grace, delivery.DefaultOrphanGrace), meta: meta,
-		good: map[string]liveconfig.Revisioned{}, routers: map[string]*route.Router{}, refused: map[string]liveconfig.RefusedConfig{},
+		good: map[string]liveconfig.Revisioned{}, routers: map[string]*route.Router{}, refused: map[string]adminapi.RefusedConfig{},
 		applied: map[string]time.Time{},
 	}
 	c.keys = recoverKeys(log, c.grace, meta)
@@ -84,7 +85,7 @@ func (c *configs) Set(namespace string, data []byte) {
 	defer c.mu.Unlock()
 	if err != nil {
 		c.log.Error("live config rejected; the previous one remains in effect", "namespace", namespace, "revision", revision, "error", err)
-		c.updateReport(func() { c.refused[namespace] = liveconfig.RefusedConfig{Revision: revision, Error: err.Error()} })
+		c.updateReport(func() { c.refused[namespace] = adminapi.RefusedConfig{Revision: revision, Error: err.Error()} })
 	} else {
 		c.updateReport(func() { delete(c.refused, namespace) })
 		if c.good[namespace].Revision == revision {
@@ -224,12 +225,12 @@ func (c *configs) appliedTimes() map[string]time.Time {
 }
 
 // refusals returns the rejected configs by namespace.
-func (c *configs) refusals() map[string]liveconfig.RefusedConfig {
+func (c *configs) refusals() map[string]adminapi.RefusedConfig {
 	c.reportMu.Lock()
 	defer c.reportMu.Unlock()
 	return maps.Clone(c.refused)
 }
 
-func sortNamespaces(t []liveconfig.NamespaceReport) {
-	slices.SortFunc(t, func(a, b liveconfig.NamespaceReport) int { return cmp.Compare(a.Namespace, b.Namespace) })
+func sortNamespaces(t []adminapi.NamespaceReport) {
+	slices.SortFunc(t, func(a, b adminapi.NamespaceReport) int { return cmp.Compare(a.Namespace, b.Namespace) })
 }

@@ -32,6 +32,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/posthorn/posthorn/dispatcher/admin"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/audience"
 	"github.com/posthorn/posthorn/dispatcher/deletion"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
@@ -39,7 +40,6 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/ingest"
 	"github.com/posthorn/posthorn/dispatcher/jobs"
 	"github.com/posthorn/posthorn/dispatcher/listen"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
 )
@@ -414,8 +414,8 @@ func (d *Dispatcher) ready() error {
 }
 
 // Report returns the config in effect and the traffic of this dispatcher.
-func (d *Dispatcher) Report() liveconfig.Report {
-	r := liveconfig.Report{Pod: d.options.Pod, Storage: d.storage()}
+func (d *Dispatcher) Report() adminapi.Report {
+	r := adminapi.Report{Pod: d.options.Pod, Storage: d.storage()}
 	view := d.configs.view()
 	if view == nil {
 		return r
@@ -424,7 +424,7 @@ func (d *Dispatcher) Report() liveconfig.Report {
 	refused := d.configs.refusals()
 	for _, name := range view.Namespaces() {
 		config, _ := view.Namespace(name)
-		t := liveconfig.NamespaceReport{Namespace: name, Revision: config.Revision, Destinations: d.engine.Report(name), Audiences: d.members.Report(config.Config), Deletions: d.forget.Report(config.Config)}
+		t := adminapi.NamespaceReport{Namespace: name, Revision: config.Revision, Destinations: d.engine.Report(name), Audiences: d.members.Report(config.Config), Deletions: d.forget.Report(config.Config)}
 		if refusal, ok := refused[name]; ok {
 			t.Refused = &refusal
 			delete(refused, name)
@@ -432,17 +432,17 @@ func (d *Dispatcher) Report() liveconfig.Report {
 		for _, s := range config.Sources {
 			key := name + "/" + s.Name
 			stats, counters := d.store.SourceStats(key), d.ingest.Counters(key)
-			t.Sources = append(t.Sources, liveconfig.SourceReport{
+			t.Sources = append(t.Sources, adminapi.SourceReport{
 				Name: s.Name, Generation: s.Generation, Revision: s.Revision,
 				Accepted: stats.Accepted, Duplicates: stats.Duplicates, Rejected: counters.Rejected,
 				LastAccepted: counters.LastAccepted, LastRejected: counters.LastRejected, LastRejection: counters.LastRejection,
-				StoragePressure: counters.StoragePressure, Messages: liveconfig.Ledger(stats.Ledger),
+				StoragePressure: counters.StoragePressure, Messages: adminapi.Ledger(stats.Ledger),
 			})
 		}
 		r.Namespaces = append(r.Namespaces, t)
 	}
 	for name, refusal := range refused {
-		r.Namespaces = append(r.Namespaces, liveconfig.NamespaceReport{Namespace: name, Refused: &refusal})
+		r.Namespaces = append(r.Namespaces, adminapi.NamespaceReport{Namespace: name, Refused: &refusal})
 	}
 	sortNamespaces(r.Namespaces)
 	return r
@@ -479,8 +479,8 @@ func (d *Dispatcher) roomForDeadLetters() int64 {
 	return math.MaxInt64 // The size of the disk is unknown.
 }
 
-func (d *Dispatcher) storage() liveconfig.StorageReport {
-	s := liveconfig.StorageReport{UsedBytes: d.store.DiskBytes()}
+func (d *Dispatcher) storage() adminapi.StorageReport {
+	s := adminapi.StorageReport{UsedBytes: d.store.DiskBytes()}
 	var fs unix.Statfs_t
 	if err := unix.Statfs(d.options.DataDir, &fs); err == nil {
 		s.FreeBytes, s.TotalBytes = int64(fs.Bavail)*fs.Bsize, int64(fs.Blocks)*fs.Bsize

@@ -22,6 +22,7 @@ import (
 
 	"github.com/cockroachdb/pebble/v2/vfs"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
@@ -125,7 +126,7 @@ func eventually(t *testing.T, what string, ok func() bool) {
 	}
 }
 
-func destinationReport(d *Dispatcher) (r liveconfig.DestinationReport) {
+func destinationReport(d *Dispatcher) (r adminapi.DestinationReport) {
 	for _, t := range d.Report().Namespaces {
 		for _, r = range t.Destinations {
 			if t.Namespace == "shop" && r.Name == "crm" {
@@ -133,7 +134,7 @@ func destinationReport(d *Dispatcher) (r liveconfig.DestinationReport) {
 			}
 		}
 	}
-	return liveconfig.DestinationReport{}
+	return adminapi.DestinationReport{}
 }
 
 func TestTakesNoCallsBeforeTheFirstFullConfig(t *testing.T) {
@@ -227,7 +228,7 @@ func TestReportIsTrueAndCheapWhenIdle(t *testing.T) {
 
 	url := "http://" + d.AdminAddr().String() + "/report"
 	resp := get(t, url)
-	var report liveconfig.Report
+	var report adminapi.Report
 	if err := json.NewDecoder(resp.Body).Decode(&report); err != nil {
 		t.Fatal(err)
 	}
@@ -235,7 +236,7 @@ func TestReportIsTrueAndCheapWhenIdle(t *testing.T) {
 	if report.Pod != "p0" || !report.Ready || crm.Generation != 7 || crm.Revision != "d1" || crm.Accepted != 10 || crm.Pending != 0 {
 		t.Errorf("report: %+v", report)
 	}
-	if crm.Endpoints[0].State != liveconfig.EndpointHealthy || crm.Endpoints[0].LastSuccess.IsZero() {
+	if crm.Endpoints[0].State != adminapi.EndpointHealthy || crm.Endpoints[0].LastSuccess.IsZero() {
 		t.Errorf("endpoint: %+v", crm.Endpoints[0])
 	}
 	if web.Accepted != 10 || web.Duplicates != 1 || web.LastAccepted.IsZero() || web.Revision != "s1" {

@@ -7,7 +7,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // reportCollector exports data of the report: configs and the oldest messages. It collects at
@@ -38,7 +38,7 @@ func (c reportCollector) Collect(ch chan<- prometheus.Metric) {
 	gauge := func(d *prometheus.Desc, v float64, labels ...string) {
 		ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
 	}
-	ledger := func(d *prometheus.Desc, l liveconfig.Ledger, namespace, name string) {
+	ledger := func(d *prometheus.Desc, l adminapi.Ledger, namespace, name string) {
 		for state, n := range map[string]int64{
 			"accepted": l.Accepted, "delivered": l.Delivered, "filtered": l.Filtered,
 			"dead_lettered": l.DeadLettered, "discarded": l.Discarded, "pending": l.Pending,
@@ -74,7 +74,7 @@ func (c reportCollector) Collect(ch chan<- prometheus.Metric) {
 // revisionNumber makes a 48-bit number from the revisions of all objects of a namespace: a label
 // would create a new series with every change, and the config's own revision would let readers test
 // guesses of its secrets (ADR 0003).
-func revisionNumber(t liveconfig.NamespaceReport) float64 {
+func revisionNumber(t adminapi.NamespaceReport) float64 {
 	h := fnv.New64a()
 	add := func(kind, name, revision string) { _, _ = fmt.Fprintf(h, "%s/%s %s\n", kind, name, revision) }
 	for _, s := range t.Sources {

@@ -18,10 +18,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
-	"github.com/posthorn/posthorn/dispatcher/admin"
-	"github.com/posthorn/posthorn/dispatcher/delivery"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
-	"github.com/posthorn/posthorn/dispatcher/redelivery"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 func newDeadLetters(way reaching) *cobra.Command {
@@ -60,7 +57,7 @@ func newDeadLettersList(way reaching) *cobra.Command {
 				return err
 			}
 			query.Set("limit", fmt.Sprint(limit))
-			return list(cmd, r, "/deadletters", query, output, "No dead letters of %s.", "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", func(l admin.DeadLetter) string {
+			return list(cmd, r, "/deadletters", query, output, "No dead letters of %s.", "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", func(l adminapi.DeadLetter) string {
 				return fmt.Sprintf("%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s", l.Key, ago(l.FailedAt), l.Type, quoted(l.Event), quoted(l.MessageID), l.Attempts, l.Reason, status(l.StatusCode))
 			})
 		},
@@ -118,7 +115,7 @@ func newDeadLettersShow(way reaching) *cobra.Command {
 
 func newDeadLettersAction(way reaching, verb, short, done string) *cobra.Command {
 	var r reach
-	var a liveconfig.DeadLetterAction
+	var a adminapi.DeadLetterAction
 	var chosen selection
 	cmd := &cobra.Command{
 		Use:   verb + " DESTINATION [KEY...]",
@@ -148,14 +145,14 @@ With --dry-run they are only counted.`,
 	chosen.register(cmd)
 	cmd.Flags().BoolVar(&a.DryRun, "dry-run", false, "only count")
 	if verb == "redeliver" {
-		cmd.Flags().Float64Var(&a.Rate, "rate", redelivery.DefaultRate, "dead letters per second")
+		cmd.Flags().Float64Var(&a.Rate, "rate", adminapi.DefaultRate, "dead letters per second")
 	}
 	return cmd
 }
 
 // selection holds the flags that select dead letters.
 type selection struct {
-	liveconfig.DeadLetterSelector
+	adminapi.DeadLetterSelector
 	all          bool
 	since, until string
 }
@@ -187,7 +184,7 @@ func (c *selection) parse(how string, keys ...string) (err error) {
 }
 
 // act sends an action to every dispatcher and shows the progress.
-func act(cmd *cobra.Command, r reach, verb, done string, a liveconfig.DeadLetterAction) error {
+func act(cmd *cobra.Command, r reach, verb, done string, a adminapi.DeadLetterAction) error {
 	targets, closeAll, err := r.open(cmd.Context())
 	if err != nil {
 		return err
@@ -197,19 +194,19 @@ func act(cmd *cobra.Command, r reach, verb, done string, a liveconfig.DeadLetter
 	if err != nil {
 		return err
 	}
-	var progress atomic.Pointer[liveconfig.DeadLetterProgress]
-	progress.Store(&liveconfig.DeadLetterProgress{})
+	var progress atomic.Pointer[adminapi.DeadLetterProgress]
+	progress.Store(&adminapi.DeadLetterProgress{})
 	hide := showProgress(cmd.ErrOrStderr(), func() string {
 		p := progress.Load()
 		return fmt.Sprintf("%d matched, %d %s", p.Matched, p.Redelivered, done)
 	})
-	var sum liveconfig.DeadLetterProgress
-	plus := func(p liveconfig.DeadLetterProgress) liveconfig.DeadLetterProgress {
-		return liveconfig.DeadLetterProgress{Matched: sum.Matched + p.Matched, Redelivered: sum.Redelivered + p.Redelivered, Bytes: sum.Bytes + p.Bytes}
+	var sum adminapi.DeadLetterProgress
+	plus := func(p adminapi.DeadLetterProgress) adminapi.DeadLetterProgress {
+		return adminapi.DeadLetterProgress{Matched: sum.Matched + p.Matched, Redelivered: sum.Redelivered + p.Redelivered, Bytes: sum.Bytes + p.Bytes}
 	}
 	for _, t := range targets {
-		var last liveconfig.DeadLetterProgress
-		last, err = actOn(cmd.Context(), t, verb, body, func(p liveconfig.DeadLetterProgress) {
+		var last adminapi.DeadLetterProgress
+		last, err = actOn(cmd.Context(), t, verb, body, func(p adminapi.DeadLetterProgress) {
 			now := plus(p)
 			progress.Store(&now)
 		})
@@ -232,13 +229,13 @@ func act(cmd *cobra.Command, r reach, verb, done string, a liveconfig.DeadLetter
 }
 
 // actOn sends the action to one dispatcher and returns its last progress.
-func actOn(ctx context.Context, t target, verb string, body []byte, onProgress func(liveconfig.DeadLetterProgress)) (p liveconfig.DeadLetterProgress, err error) {
+func actOn(ctx context.Context, t target, verb string, body []byte, onProgress func(adminapi.DeadLetterProgress)) (p adminapi.DeadLetterProgress, err error) {
 	resp, err := t.do(ctx, http.MethodPost, "/deadletters/"+verb, "application/x-ndjson", bytes.NewReader(body))
 	if err != nil {
 		return p, err
 	}
 	defer resp.Body.Close()
-	if p, err = liveconfig.FollowDeadLetters(resp.Body, onProgress); errors.Is(err, io.ErrUnexpectedEOF) {
+	if p, err = adminapi.FollowDeadLetters(resp.Body, onProgress); errors.Is(err, io.ErrUnexpectedEOF) {
 		err = errors.New("the dispatcher stopped before it was done; the remaining messages are still dead letters")
 	}
 	return p, err
@@ -300,7 +297,7 @@ func newTail(way reaching) *cobra.Command {
 					fmt.Fprintf(cmd.OutOrStdout(), "%s\n", line)
 					continue
 				}
-				var a delivery.Attempt
+				var a adminapi.Attempt
 				if err := json.Unmarshal(line, &a); err != nil {
 					return err
 				}
@@ -343,7 +340,7 @@ func follow(ctx context.Context, t target, query url.Values, lines chan<- []byte
 
 const attemptHeader = "TIME\tDESTINATION\tENDPOINT\tMESSAGE ID\tATTEMPT\tRESULT\tTOOK\tCONNECT\tTLS\tFIRST BYTE\tADDRESS\tMESSAGE"
 
-func attemptLine(a delivery.Attempt) string {
+func attemptLine(a adminapi.Attempt) string {
 	result := status(a.StatusCode)
 	if a.Reason != "" {
 		result = strings.TrimSuffix(string(a.Reason)+" "+result, " -")

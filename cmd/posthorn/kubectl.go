@@ -22,8 +22,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/standalone"
 	"github.com/posthorn/posthorn/controllers/why"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
-	"github.com/posthorn/posthorn/dispatcher/redelivery"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // newKubectl makes the commands of `kubectl posthorn`.
@@ -89,7 +88,7 @@ func newWhy() *cobra.Command {
 			facts := why.Facts{Namespace: d.ns, Name: args[0], Now: time.Now()}
 			var sources v1alpha1.SourceList
 			var destinations v1alpha1.WebhookDestinationList
-			var report liveconfig.Report
+			var report adminapi.Report
 			prefix := standalone.Prefix + "/namespaces/" + url.PathEscape(d.ns)
 			for path, into := range map[string]any{prefix + "/sources": &sources, prefix + "/webhookdestinations": &destinations, "/report": &report} {
 				body, err := ask(cmd, d.admin, path, "application/json")
@@ -100,7 +99,7 @@ func newWhy() *cobra.Command {
 					return fmt.Errorf("%s: %w", path, err)
 				}
 			}
-			facts.Sources, facts.Destinations, facts.Reports = sources.Items, destinations.Items, []liveconfig.Report{report}
+			facts.Sources, facts.Destinations, facts.Reports = sources.Items, destinations.Items, []adminapi.Report{report}
 			return printFindings(cmd.OutOrStdout(), output, facts)
 		},
 	}
@@ -260,7 +259,7 @@ Ctrl-C ends the wait, not the Redelivery; delete the object to stop it.`,
 	chosen.register(cmd)
 	f := cmd.Flags()
 	f.BoolVar(&o.Spec.DryRun, "dry-run", false, "only count")
-	f.Int32Var(&o.Spec.Rate, "rate", redelivery.DefaultRate, "dead letters per second, over all dispatchers")
+	f.Int32Var(&o.Spec.Rate, "rate", adminapi.DefaultRate, "dead letters per second, over all dispatchers")
 	f.DurationVar(&ttl, "ttl", time.Hour, "delete the Redelivery this long after its end (0: keep it)")
 	f.BoolVar(&wait, "wait", true, "wait for the end")
 	return cmd

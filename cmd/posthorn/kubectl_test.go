@@ -17,8 +17,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/spf13/cobra"
 
-	"github.com/posthorn/posthorn/dispatcher/admin"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/wait"
 )
@@ -39,17 +38,17 @@ func pod(t *testing.T, name string, letters int) target {
 			http.Error(w, "which?", http.StatusBadRequest)
 			return
 		}
-		_ = json.NewEncoder(w).Encode(admin.DeadLetter{Key: "key-" + name, MessageID: "m", Reason: "Rejected"})
+		_ = json.NewEncoder(w).Encode(adminapi.DeadLetter{Key: "key-" + name, MessageID: "m", Reason: "Rejected"})
 	})
 	mux.HandleFunc("GET /deadletters/{key}", func(w http.ResponseWriter, r *http.Request) {
 		if r.PathValue("key") != "key-"+name {
 			http.Error(w, "no dead letter "+r.PathValue("key"), http.StatusNotFound)
 			return
 		}
-		_ = json.NewEncoder(w).Encode(admin.DeadLetter{Key: "key-" + name, Body: json.RawMessage(`{"userId":"u"}`)})
+		_ = json.NewEncoder(w).Encode(adminapi.DeadLetter{Key: "key-" + name, Body: json.RawMessage(`{"userId":"u"}`)})
 	})
 	mux.HandleFunc("POST /deadletters/purge", func(w http.ResponseWriter, r *http.Request) {
-		var a liveconfig.DeadLetterAction
+		var a adminapi.DeadLetterAction
 		if err := json.NewDecoder(r.Body).Decode(&a); err != nil || a.Destination != "shop/crm" {
 			http.Error(w, "what?", http.StatusBadRequest)
 			return
@@ -59,8 +58,8 @@ func pod(t *testing.T, name string, letters int) target {
 			return
 		}
 		out := json.NewEncoder(w)
-		_ = out.Encode(liveconfig.DeadLetterProgress{Matched: 1, Redelivered: 1})
-		_ = out.Encode(liveconfig.DeadLetterProgress{Matched: int64(letters), Redelivered: int64(letters), Bytes: 10, Done: true})
+		_ = out.Encode(adminapi.DeadLetterProgress{Matched: 1, Redelivered: 1})
+		_ = out.Encode(adminapi.DeadLetterProgress{Matched: int64(letters), Redelivered: int64(letters), Bytes: 10, Done: true})
 	})
 	for _, path := range []string{"GET /attempts", "GET /tail"} {
 		mux.HandleFunc(path, func(w http.ResponseWriter, _ *http.Request) {

@@ -28,7 +28,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // A target is the admin API of one dispatcher.
@@ -250,7 +250,7 @@ func (c *throughCluster) open(ctx context.Context) ([]target, func(), error) {
 	if !c.plain {
 		seconds := int64(supportTokenSeconds)
 		token, err := client.CoreV1().ServiceAccounts(c.system).CreateToken(ctx, c.account, &authenticationv1.TokenRequest{
-			Spec: authenticationv1.TokenRequestSpec{Audiences: []string{liveconfig.AdminAudience}, ExpirationSeconds: &seconds},
+			Spec: authenticationv1.TokenRequestSpec{Audiences: []string{adminapi.TokenAudience}, ExpirationSeconds: &seconds},
 		}, metav1.CreateOptions{})
 		if err != nil {
 			return nil, nil, c.explain(err)

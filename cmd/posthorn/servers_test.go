@@ -24,7 +24,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/process"
 	"github.com/posthorn/posthorn/test/wait"
@@ -166,7 +166,7 @@ func TestOperatorMetrics(t *testing.T) {
 	dir := t.TempDir()
 	kubeconfig, tokenFile := filepath.Join(dir, "kubeconfig"), filepath.Join(dir, "token")
 	config, err := os.ReadFile(server.Kubeconfig())
-	if err := errors.Join(err, os.WriteFile(kubeconfig, config, 0o600), os.WriteFile(tokenFile, []byte(token("posthorn-operator", "--audience", liveconfig.AdminAudience)), 0o600)); err != nil {
+	if err := errors.Join(err, os.WriteFile(kubeconfig, config, 0o600), os.WriteFile(tokenFile, []byte(token("posthorn-operator", "--audience", adminapi.TokenAudience)), 0o600)); err != nil {
 		t.Fatal(err)
 	}
 	kubectl("", "--kubeconfig", kubeconfig, "config", "set-credentials", "operator", "--token", token("posthorn-operator"))
@@ -219,14 +219,14 @@ func TestOperatorMetrics(t *testing.T) {
 	defer stop()
 	var certificate []byte
 	for deadline := time.Now().Add(wait.Limit); len(certificate) == 0; time.Sleep(100 * time.Millisecond) {
-		text := kubectl("", "get", "secret", "-n", env.Release, "--field-selector=metadata.name="+liveconfig.AdminCertificateSecret, "-o", `jsonpath={.items[*].data.tls\.crt}`)
+		text := kubectl("", "get", "secret", "-n", env.Release, "--field-selector=metadata.name="+adminapi.CertificateSecret, "-o", `jsonpath={.items[*].data.tls\.crt}`)
 		if certificate, err = base64.StdEncoding.DecodeString(text); err != nil || time.Now().After(deadline) {
 			t.Fatalf("no certificate: %v", err)
 		}
 	}
 	authority := x509.NewCertPool()
 	authority.AppendCertsFromPEM(certificate)
-	secure := &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: authority, ServerName: liveconfig.AdminServerName}}}
+	secure := &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: authority, ServerName: adminapi.ServerName}}}
 	url := "https://" + address + "/metrics"
 	if body := eventually(secure, url, token("prometheus"), http.StatusOK); !strings.Contains(body, "\nposthorn_") {
 		t.Errorf("no metrics of Posthorn: %.300s", body)

@@ -10,6 +10,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -23,8 +24,8 @@ func Audience(old v1alpha1.Audience, v compile.Verdict, namespace string, pods [
 	old.Status.Conditions = Own(old.Status.Conditions, audienceConditions)
 	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, audienceReports)
 	s := v1alpha1.AudienceStatus{ObservedGeneration: old.Generation, Key: cmp.Or(v.Key, old.Status.Key)}
-	var owner *liveconfig.AudienceReport
-	audienceReports.each(pods, namespace, old.Name, func(_ Pod, r *liveconfig.AudienceReport) {
+	var owner *adminapi.AudienceReport
+	audienceReports.each(pods, namespace, old.Name, func(_ Pod, r *adminapi.AudienceReport) {
 		if r.Owner && (owner == nil || r.LastSync.After(owner.LastSync)) {
 			owner = r
 		}
@@ -53,14 +54,14 @@ func Audience(old v1alpha1.Audience, v compile.Verdict, namespace string, pods [
 	return s
 }
 
-var audienceReports = reports[liveconfig.AudienceReport]{
-	list:    func(n *liveconfig.NamespaceReport) []liveconfig.AudienceReport { return n.Audiences },
-	running: func(r *liveconfig.AudienceReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
+var audienceReports = reports[adminapi.AudienceReport]{
+	list:    func(n *adminapi.NamespaceReport) []adminapi.AudienceReport { return n.Audiences },
+	running: func(r *adminapi.AudienceReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
 }
 
 // synced returns the condition Synced. owner is nil if the pod that stores the members
 // does not answer.
-func (f facts) synced(owner *liveconfig.AudienceReport) metav1.Condition {
+func (f facts) synced(owner *adminapi.AudienceReport) metav1.Condition {
 	set := conditionOf(v1alpha1.ConditionSynced)
 	switch {
 	case f.state() == liveconfig.Paused:

@@ -11,6 +11,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -18,11 +19,11 @@ func TestAudience(t *testing.T) {
 	now := time.Unix(1_800_000_000, 0)
 	accepted := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", State: liveconfig.Active, Revision: "r", Key: "shoppers"}
 	paused := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", Unresolved: &compile.Unresolved{Reason: v1alpha1.ReasonNoSource, Message: "no source"}, State: liveconfig.Paused, Revision: "r"}
-	pods := func(owner liveconfig.AudienceReport) []Pod {
+	pods := func(owner adminapi.AudienceReport) []Pod {
 		owner.Name, owner.Generation, owner.Revision, owner.Owner = "vip", 2, "r", true
-		other := liveconfig.AudienceReport{Name: "vip", Generation: 2, Revision: "r"}
-		report := func(a liveconfig.AudienceReport) *liveconfig.Report {
-			return &liveconfig.Report{Ready: true, Namespaces: []liveconfig.NamespaceReport{{Namespace: "shop", Audiences: []liveconfig.AudienceReport{a}}}}
+		other := adminapi.AudienceReport{Name: "vip", Generation: 2, Revision: "r"}
+		report := func(a adminapi.AudienceReport) *adminapi.Report {
+			return &adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Audiences: []adminapi.AudienceReport{a}}}}
 		}
 		return []Pod{{Name: "a", Report: report(other)}, {Name: "b", Report: report(owner)}}
 	}
@@ -36,13 +37,13 @@ func TestAudience(t *testing.T) {
 		ready   bool
 		members int64
 	}{
-		{"before the first sync", accepted, pods(liveconfig.AudienceReport{}), metav1.ConditionUnknown, v1alpha1.ReasonNoSyncYet, true, -1},
-		{"synced", accepted, pods(liveconfig.AudienceReport{Members: 7, Added: 2, LastSync: now}), metav1.ConditionTrue, v1alpha1.ReasonSynced, true, 7},
-		{"sending", accepted, pods(liveconfig.AudienceReport{Members: 7, Unsent: 2, Waits: "storage is filling up", LastSync: now}), metav1.ConditionTrue, v1alpha1.ReasonSending, true, 7},
-		{"sending the calls of a sync with another key", accepted, pods(liveconfig.AudienceReport{Unsent: 2, Waits: "storage is filling up"}), metav1.ConditionTrue, v1alpha1.ReasonSending, true, -1},
-		{"refused", accepted, pods(liveconfig.AudienceReport{Members: 7, LastSync: now, LastRefused: now.Add(time.Second), Refusal: "invalid_json: line 7"}), metav1.ConditionFalse, v1alpha1.ReasonSyncRefused, true, 7},
-		{"refused before", accepted, pods(liveconfig.AudienceReport{Members: 7, LastSync: now, LastRefused: now.Add(-time.Second)}), metav1.ConditionTrue, v1alpha1.ReasonSynced, true, 7},
-		{"paused", paused, pods(liveconfig.AudienceReport{Members: 7, LastSync: now}), metav1.ConditionFalse, v1alpha1.ReasonUnresolvedRefs, false, 7},
+		{"before the first sync", accepted, pods(adminapi.AudienceReport{}), metav1.ConditionUnknown, v1alpha1.ReasonNoSyncYet, true, -1},
+		{"synced", accepted, pods(adminapi.AudienceReport{Members: 7, Added: 2, LastSync: now}), metav1.ConditionTrue, v1alpha1.ReasonSynced, true, 7},
+		{"sending", accepted, pods(adminapi.AudienceReport{Members: 7, Unsent: 2, Waits: "storage is filling up", LastSync: now}), metav1.ConditionTrue, v1alpha1.ReasonSending, true, 7},
+		{"sending the calls of a sync with another key", accepted, pods(adminapi.AudienceReport{Unsent: 2, Waits: "storage is filling up"}), metav1.ConditionTrue, v1alpha1.ReasonSending, true, -1},
+		{"refused", accepted, pods(adminapi.AudienceReport{Members: 7, LastSync: now, LastRefused: now.Add(time.Second), Refusal: "invalid_json: line 7"}), metav1.ConditionFalse, v1alpha1.ReasonSyncRefused, true, 7},
+		{"refused before", accepted, pods(adminapi.AudienceReport{Members: 7, LastSync: now, LastRefused: now.Add(-time.Second)}), metav1.ConditionTrue, v1alpha1.ReasonSynced, true, 7},
+		{"paused", paused, pods(adminapi.AudienceReport{Members: 7, LastSync: now}), metav1.ConditionFalse, v1alpha1.ReasonUnresolvedRefs, false, 7},
 		{"no pod", accepted, nil, metav1.ConditionUnknown, v1alpha1.ReasonNoSyncYet, false, -1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -74,12 +75,12 @@ func TestAudience(t *testing.T) {
 	}
 	// While the owner restarts, the numbers are kept. They change only when they are due.
 	a := audience
-	a.Status = Audience(a, accepted, "shop", pods(liveconfig.AudienceReport{Members: 7, LastSync: now}), now, true)
+	a.Status = Audience(a, accepted, "shop", pods(adminapi.AudienceReport{Members: 7, LastSync: now}), now, true)
 	gone := Audience(a, accepted, "shop", nil, now, true)
 	if gone.Members == nil || *gone.Members != 7 || meta.FindStatusCondition(gone.Conditions, v1alpha1.ConditionSynced).Reason != v1alpha1.ReasonSynced {
 		t.Errorf("without pods: %+v", gone)
 	}
-	more := pods(liveconfig.AudienceReport{Members: 8, LastSync: now.Add(time.Second)})
+	more := pods(adminapi.AudienceReport{Members: 8, LastSync: now.Add(time.Second)})
 	if early := Audience(a, accepted, "shop", more, now, false); *early.Members != 7 {
 		t.Error("a number was written before it was due")
 	}

@@ -8,7 +8,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // maxNotifications is the API's bound of status.notifications.
@@ -27,8 +27,8 @@ func DeletionRequest(old v1alpha1.DeletionRequest, v compile.Verdict, namespace 
 		return s
 	}
 	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, deletionReports)
-	var owner *liveconfig.DeletionReport
-	deletionReports.each(pods, namespace, old.Name, func(_ Pod, r *liveconfig.DeletionReport) {
+	var owner *adminapi.DeletionReport
+	deletionReports.each(pods, namespace, old.Name, func(_ Pod, r *adminapi.DeletionReport) {
 		// Ignore the report about an earlier revision.
 		if r.Owner && r.Revision == v.Revision && (r.AlreadyDone || !r.Started.IsZero()) {
 			owner = r
@@ -62,16 +62,16 @@ func DeletionRequest(old v1alpha1.DeletionRequest, v compile.Verdict, namespace 
 }
 
 // outcome copies the owner's report into the status.
-func outcome(s *v1alpha1.DeletionRequestStatus, owner *liveconfig.DeletionReport) Outcome {
+func outcome(s *v1alpha1.DeletionRequestStatus, owner *adminapi.DeletionReport) Outcome {
 	var delivered, pending, failed int32
 	s.Notifications = nil
 	for i, n := range owner.Notifications {
 		switch n.State {
-		case liveconfig.NotificationDelivered:
+		case adminapi.NotificationDelivered:
 			delivered++
-		case liveconfig.NotificationPending:
+		case adminapi.NotificationPending:
 			pending++
-		case liveconfig.NotificationFiltered:
+		case adminapi.NotificationFiltered:
 		default:
 			failed++
 		}
@@ -99,9 +99,9 @@ func outcome(s *v1alpha1.DeletionRequestStatus, owner *liveconfig.DeletionReport
 	return Outcome{Complete: true, Reason: v1alpha1.ReasonDelivered, Message: fmt.Sprintf("%d of %d notifications were delivered, filters exclude the others", delivered, total)}
 }
 
-var deletionReports = reports[liveconfig.DeletionReport]{
-	list:    func(n *liveconfig.NamespaceReport) []liveconfig.DeletionReport { return n.Deletions },
-	running: func(r *liveconfig.DeletionReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
+var deletionReports = reports[adminapi.DeletionReport]{
+	list:    func(n *adminapi.NamespaceReport) []adminapi.DeletionReport { return n.Deletions },
+	running: func(r *adminapi.DeletionReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
 }
 
 // DeletionRequestExpires returns when a request is to be deleted. It returns false for

@@ -13,6 +13,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -22,26 +23,26 @@ func TestDeletionRequest(t *testing.T) {
 	paused := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "ok", Unresolved: &compile.Unresolved{Reason: v1alpha1.ReasonNoSource, Message: "no source"}, State: liveconfig.Paused, Revision: "r"}
 	request := v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", Generation: 2}}
 	pods := func(started time.Time, states ...string) []Pod {
-		report := func(owner bool) *liveconfig.Report {
-			d := liveconfig.DeletionReport{Name: "u1", Generation: 2, Revision: "r", Owner: owner}
+		report := func(owner bool) *adminapi.Report {
+			d := adminapi.DeletionReport{Name: "u1", Generation: 2, Revision: "r", Owner: owner}
 			if owner {
 				d.Started = started
 				for i, state := range states {
-					d.Notifications = append(d.Notifications, liveconfig.NotificationReport{Source: "web", Destination: fmt.Sprint(i), State: state, Time: started.Add(time.Duration(i) * time.Second)})
+					d.Notifications = append(d.Notifications, adminapi.NotificationReport{Source: "web", Destination: fmt.Sprint(i), State: state, Time: started.Add(time.Duration(i) * time.Second)})
 				}
 			}
-			return &liveconfig.Report{Ready: true, Namespaces: []liveconfig.NamespaceReport{{Namespace: "shop", Deletions: []liveconfig.DeletionReport{d}}}}
+			return &adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Deletions: []adminapi.DeletionReport{d}}}}
 		}
 		return []Pod{{Name: "a", Report: report(true)}, {Name: "b", Report: report(false)}}
 	}
-	with := func(pods []Pod, change func(*liveconfig.DeletionReport)) []Pod {
+	with := func(pods []Pod, change func(*adminapi.DeletionReport)) []Pod {
 		change(&pods[0].Report.Namespaces[0].Deletions[0])
 		return pods
 	}
 	recorded := func(pods []Pod) []Pod {
-		return with(pods, func(r *liveconfig.DeletionReport) { r.Completed = true })
+		return with(pods, func(r *adminapi.DeletionReport) { r.Completed = true })
 	}
-	const delivered, pending = liveconfig.NotificationDelivered, liveconfig.NotificationPending
+	const delivered, pending = adminapi.NotificationDelivered, adminapi.NotificationPending
 	for _, c := range []struct {
 		name    string
 		verdict compile.Verdict
@@ -56,13 +57,13 @@ func TestDeletionRequest(t *testing.T) {
 		{"invalid", compile.Verdict{Reason: v1alpha1.ReasonInvalidSpec, State: liveconfig.Paused, Revision: "r"}, pods(time.Time{}), "Stalled: InvalidSpec", -1},
 		{"pending", accepted, pods(now, delivered, pending), "Accepted: Running", 2},
 		{"not recorded", accepted, pods(now, delivered), "Accepted: Running", 1},
-		{"delivered", accepted, recorded(pods(now, delivered, liveconfig.NotificationFiltered, delivered)), "Accepted Complete Ready: Delivered", 3},
-		{"a dead letter", accepted, pods(now, delivered, liveconfig.NotificationDeadLettered), "Accepted Failed Stalled: NotDelivered", 2},
-		{"discarded", accepted, pods(now, liveconfig.NotificationDiscarded), "Accepted Failed Stalled: NotDelivered", 1},
+		{"delivered", accepted, recorded(pods(now, delivered, adminapi.NotificationFiltered, delivered)), "Accepted Complete Ready: Delivered", 3},
+		{"a dead letter", accepted, pods(now, delivered, adminapi.NotificationDeadLettered), "Accepted Failed Stalled: NotDelivered", 2},
+		{"discarded", accepted, pods(now, adminapi.NotificationDiscarded), "Accepted Failed Stalled: NotDelivered", 1},
 		{"no destinations", accepted, recorded(pods(now)), "Accepted Complete Ready: NoDestinations", 0},
 		{"many", accepted, pods(now, make([]string, 300)...), "Accepted Failed Stalled: NotDelivered", 300},
-		{"already done", accepted, with(pods(time.Time{}), func(r *liveconfig.DeletionReport) { r.AlreadyDone = true }), "Accepted Complete Ready: AlreadyDone", -1},
-		{"deadline", accepted, with(pods(now, delivered, liveconfig.NotificationDeadLettered), func(r *liveconfig.DeletionReport) { r.DeadlineExceeded = true }), "Accepted Failed Stalled: DeadlineExceeded", 2},
+		{"already done", accepted, with(pods(time.Time{}), func(r *adminapi.DeletionReport) { r.AlreadyDone = true }), "Accepted Complete Ready: AlreadyDone", -1},
+		{"deadline", accepted, with(pods(now, delivered, adminapi.NotificationDeadLettered), func(r *adminapi.DeletionReport) { r.DeadlineExceeded = true }), "Accepted Failed Stalled: DeadlineExceeded", 2},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			d := request
@@ -131,11 +132,11 @@ func TestDeletionRequestSuppresses(t *testing.T) {
 	now := time.Unix(1_800_000_000, 0)
 	v := compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, State: liveconfig.Active, Revision: "r"}
 	pod := func(name, revision string, owner bool) Pod {
-		r := liveconfig.DeletionReport{Name: "u1", Generation: 1, Revision: revision, Owner: owner}
+		r := adminapi.DeletionReport{Name: "u1", Generation: 1, Revision: revision, Owner: owner}
 		if owner {
 			r.Started, r.Completed = now, true
 		}
-		return Pod{Name: name, Report: &liveconfig.Report{Namespaces: []liveconfig.NamespaceReport{{Namespace: "shop", Deletions: []liveconfig.DeletionReport{r}}}}}
+		return Pod{Name: name, Report: &adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Deletions: []adminapi.DeletionReport{r}}}}}
 	}
 	d := v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", Generation: 1}, Spec: v1alpha1.DeletionRequestSpec{Suppress: true}}
 	for revision, want := range map[string]string{"old": "Accepted: Running", "r": "Accepted Complete Ready: NoDestinations"} {
@@ -211,11 +212,11 @@ func TestEventsOfAudiencesAndDeletions(t *testing.T) {
 // A report is found in sorted and in unsorted lists.
 func TestReportsInAnyOrder(t *testing.T) {
 	for _, names := range [][]string{{"a", "b", "c", "d"}, {"d", "c", "b", "a"}, {"b", "d", "a", "c"}} {
-		namespace := liveconfig.NamespaceReport{Namespace: "shop"}
+		namespace := adminapi.NamespaceReport{Namespace: "shop"}
 		for _, name := range names {
-			namespace.Deletions = append(namespace.Deletions, liveconfig.DeletionReport{Name: name})
+			namespace.Deletions = append(namespace.Deletions, adminapi.DeletionReport{Name: name})
 		}
-		pod := Pod{Report: &liveconfig.Report{Namespaces: []liveconfig.NamespaceReport{namespace}}}
+		pod := Pod{Report: &adminapi.Report{Namespaces: []adminapi.NamespaceReport{namespace}}}
 		for _, name := range names {
 			if r := deletionReports.find(pod, "shop", name); r == nil || r.Name != name {
 				t.Errorf("%v: the report about %s is %+v", names, name, r)

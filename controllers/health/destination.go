@@ -11,6 +11,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -43,13 +44,13 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace s
 		s.RevisionTime = f.now.DeepCopy()
 	}
 
-	var total liveconfig.DestinationReport
+	var total adminapi.DestinationReport
 	var lastSuccess time.Time
 	endpoints := make([]endpoint, len(old.Spec.Endpoints))
 	for i := range endpoints {
-		endpoints[i] = endpoint{name: old.Spec.Endpoints[i].Name, state: liveconfig.EndpointIdle}
+		endpoints[i] = endpoint{name: old.Spec.Endpoints[i].Name, state: adminapi.EndpointIdle}
 	}
-	complete := destinationReports.each(pods, namespace, old.Name, func(_ Pod, d *liveconfig.DestinationReport) {
+	complete := destinationReports.each(pods, namespace, old.Name, func(_ Pod, d *adminapi.DestinationReport) {
 		total.Delivered += d.Delivered
 		total.Filtered += d.Filtered
 		total.DeadLettered += d.DeadLettered
@@ -92,9 +93,9 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace s
 	return s
 }
 
-var destinationReports = reports[liveconfig.DestinationReport]{
-	list:    func(n *liveconfig.NamespaceReport) []liveconfig.DestinationReport { return n.Destinations },
-	running: func(r *liveconfig.DestinationReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
+var destinationReports = reports[adminapi.DestinationReport]{
+	list:    func(n *adminapi.NamespaceReport) []adminapi.DestinationReport { return n.Destinations },
+	running: func(r *adminapi.DestinationReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
 }
 
 // delivering returns the condition Delivering.
@@ -115,7 +116,7 @@ func (f facts) delivering(success v1alpha1.SuccessPolicy, endpoints []endpoint) 
 		switch {
 		case e.failing > 0:
 			failing = append(failing, e)
-		case e.state != liveconfig.EndpointIdle:
+		case e.state != adminapi.EndpointIdle:
 			working++
 		}
 	}
@@ -157,20 +158,20 @@ func commonReason(failing []endpoint) string {
 type endpoint struct {
 	name string
 	// state is the worst over all pods.
-	state liveconfig.EndpointState
+	state adminapi.EndpointState
 	// failing is the number of pods whose latest deliveries failed, and open is the number
 	// of those with an open circuit. failingSince is the start of the first failure.
 	failing, open int
 	failingSince  time.Time
 	lastSuccess   time.Time
-	lastFailure   *liveconfig.Failure
+	lastFailure   *adminapi.Failure
 	// firstPending is the number of messages without a first attempt, and firstSkipped the
 	// number of messages that are never sent to this endpoint.
 	firstPending, firstSkipped int64
 }
 
 // add adds a pod's report.
-func (e *endpoint) add(r liveconfig.EndpointReport) {
+func (e *endpoint) add(r adminapi.EndpointReport) {
 	if severity(r.State) > severity(e.state) {
 		e.state = r.State
 	}
@@ -181,8 +182,8 @@ func (e *endpoint) add(r liveconfig.EndpointReport) {
 		e.lastFailure = r.LastFailure
 	}
 	// An endpoint that recovers is Degraded for a while, although its deliveries succeed.
-	open := r.State == liveconfig.EndpointCircuitOpen
-	if open || r.State == liveconfig.EndpointDegraded && r.ConsecutiveFailures > 0 {
+	open := r.State == adminapi.EndpointCircuitOpen
+	if open || r.State == adminapi.EndpointDegraded && r.ConsecutiveFailures > 0 {
 		e.failing++
 		e.failingSince = earlier(e.failingSince, r.Since)
 	}
@@ -191,8 +192,8 @@ func (e *endpoint) add(r liveconfig.EndpointReport) {
 	}
 }
 
-func severity(s liveconfig.EndpointState) int {
-	return slices.Index([]liveconfig.EndpointState{liveconfig.EndpointIdle, liveconfig.EndpointHealthy, liveconfig.EndpointDegraded, liveconfig.EndpointCircuitOpen}, s)
+func severity(s adminapi.EndpointState) int {
+	return slices.Index([]adminapi.EndpointState{adminapi.EndpointIdle, adminapi.EndpointHealthy, adminapi.EndpointDegraded, adminapi.EndpointCircuitOpen}, s)
 }
 
 // reason returns the reason of a failing endpoint.

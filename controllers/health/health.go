@@ -23,6 +23,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -30,18 +31,18 @@ import (
 type Pod struct {
 	Name string
 	// Report is the pod's newest report; nil if the pod does not answer.
-	Report *liveconfig.Report
+	Report *adminapi.Report
 }
 
 // maxMessageBytes bounds the message of a condition.
 const maxMessageBytes = 2048
 
 // namespaceReport returns a pod's report about one namespace, or nil.
-func (p Pod) namespaceReport(namespace string) *liveconfig.NamespaceReport {
+func (p Pod) namespaceReport(namespace string) *adminapi.NamespaceReport {
 	if p.Report == nil {
 		return nil
 	}
-	i := slices.IndexFunc(p.Report.Namespaces, func(n liveconfig.NamespaceReport) bool { return n.Namespace == namespace })
+	i := slices.IndexFunc(p.Report.Namespaces, func(n adminapi.NamespaceReport) bool { return n.Namespace == namespace })
 	if i < 0 {
 		return nil
 	}
@@ -50,7 +51,7 @@ func (p Pod) namespaceReport(namespace string) *liveconfig.NamespaceReport {
 
 // reports reads the reports about one kind of object.
 type reports[R any] struct {
-	list func(*liveconfig.NamespaceReport) []R
+	list func(*adminapi.NamespaceReport) []R
 	// running returns the name of the reported object, and the revision and generation
 	// that the pod runs.
 	running func(*R) (name, revision string, generation int64)

@@ -15,6 +15,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -54,42 +55,42 @@ func destination(success v1alpha1.SuccessPolicy, endpoints ...string) v1alpha1.W
 }
 
 // runs returns a pod that runs the destination with these endpoints.
-func runs(name string, endpoints ...liveconfig.EndpointReport) Pod {
-	return Pod{Name: name, Report: &liveconfig.Report{Pod: name, Ready: true, Namespaces: []liveconfig.NamespaceReport{
+func runs(name string, endpoints ...adminapi.EndpointReport) Pod {
+	return Pod{Name: name, Report: &adminapi.Report{Pod: name, Ready: true, Namespaces: []adminapi.NamespaceReport{
 		{Namespace: "other"},
-		{Namespace: namespace, Destinations: []liveconfig.DestinationReport{
+		{Namespace: namespace, Destinations: []adminapi.DestinationReport{
 			{Name: "aaa"},
-			{Name: "crm", Generation: 4, Revision: "r1", Ledger: liveconfig.Ledger{Delivered: 5, Pending: 2}, Retrying: 1, Endpoints: endpoints},
+			{Name: "crm", Generation: 4, Revision: "r1", Ledger: adminapi.Ledger{Delivered: 5, Pending: 2}, Retrying: 1, Endpoints: endpoints},
 		}},
 	}}}
 }
 
-func (p Pod) destination() *liveconfig.DestinationReport {
+func (p Pod) destination() *adminapi.DestinationReport {
 	return &p.Report.Namespaces[1].Destinations[1]
 }
 
-func idle(name string) liveconfig.EndpointReport {
-	return liveconfig.EndpointReport{Name: name, State: liveconfig.EndpointIdle}
+func idle(name string) adminapi.EndpointReport {
+	return adminapi.EndpointReport{Name: name, State: adminapi.EndpointIdle}
 }
 
-func healthy(name string) liveconfig.EndpointReport {
-	return liveconfig.EndpointReport{Name: name, State: liveconfig.EndpointHealthy, Since: at(-time.Hour), LastSuccess: at(-time.Second)}
+func healthy(name string) adminapi.EndpointReport {
+	return adminapi.EndpointReport{Name: name, State: adminapi.EndpointHealthy, Since: at(-time.Hour), LastSuccess: at(-time.Second)}
 }
 
-func failing(name, reason string, code int) liveconfig.EndpointReport {
-	return liveconfig.EndpointReport{
-		Name: name, State: liveconfig.EndpointDegraded, Since: at(-time.Minute), ConsecutiveFailures: 3, LastSuccess: at(-2 * time.Minute),
-		LastFailure: &liveconfig.Failure{Time: at(-time.Second), Reason: reason, StatusCode: code, Message: "the words"},
+func failing(name, reason string, code int) adminapi.EndpointReport {
+	return adminapi.EndpointReport{
+		Name: name, State: adminapi.EndpointDegraded, Since: at(-time.Minute), ConsecutiveFailures: 3, LastSuccess: at(-2 * time.Minute),
+		LastFailure: &adminapi.Failure{Time: at(-time.Second), Reason: reason, StatusCode: code, Message: "the words"},
 	}
 }
 
-func open(name, reason string) liveconfig.EndpointReport {
+func open(name, reason string) adminapi.EndpointReport {
 	e := failing(name, reason, 0)
-	e.State, e.ConsecutiveFailures = liveconfig.EndpointCircuitOpen, 10
+	e.State, e.ConsecutiveFailures = adminapi.EndpointCircuitOpen, 10
 	return e
 }
 
-func recovering(name string) liveconfig.EndpointReport {
+func recovering(name string) adminapi.EndpointReport {
 	e := failing(name, "TimedOut", 0)
 	e.ConsecutiveFailures, e.LastSuccess = 0, at(0)
 	return e
@@ -147,11 +148,11 @@ func TestDestinationConditions(t *testing.T) {
 	newer.destination().Generation = 5
 	refusing := runs("p2", healthy("a"))
 	refusing.destination().Revision = "r0"
-	refusing.Report.Namespaces[1].Refused = &liveconfig.RefusedConfig{Revision: "x", Error: "destination \"b\": no"}
+	refusing.Report.Namespaces[1].Refused = &adminapi.RefusedConfig{Revision: "x", Error: "destination \"b\": no"}
 	refusingOther := runs("p2", healthy("a"))
-	refusingOther.Report.Namespaces[1].Refused = &liveconfig.RefusedConfig{Revision: "x", Error: "destination \"b\": no"}
+	refusingOther.Report.Namespaces[1].Refused = &adminapi.RefusedConfig{Revision: "x", Error: "destination \"b\": no"}
 	silent := Pod{Name: "p3"}
-	withoutNamespace := Pod{Name: "p4", Report: &liveconfig.Report{}}
+	withoutNamespace := Pod{Name: "p4", Report: &adminapi.Report{}}
 
 	for _, tc := range []struct {
 		name    string
@@ -230,7 +231,7 @@ func TestProgrammedMessages(t *testing.T) {
 	if got := message(runs("p1"), Pod{Name: "p2"}); got != "not every ready dispatcher pod has confirmed this revision: a pod does not answer; see the operator's log and the pods of the release's namespace" {
 		t.Error(got)
 	}
-	refusing := Pod{Name: "p2", Report: &liveconfig.Report{Namespaces: []liveconfig.NamespaceReport{{Namespace: namespace, Refused: &liveconfig.RefusedConfig{Error: "because"}}}}}
+	refusing := Pod{Name: "p2", Report: &adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: namespace, Refused: &adminapi.RefusedConfig{Error: "because"}}}}}
 	if got := message(runs("p1"), refusing); got != "a dispatcher pod rejected the config and keeps the previous one: because" {
 		t.Error(got)
 	}
@@ -242,13 +243,13 @@ func TestStatusIsIndependentOfPods(t *testing.T) {
 	fails := open("b", "TimedOut")
 	one := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a", "b"), accepted(), []Pod{runs("p1", healthy("a"), fails)}, t0)
 	idlePod := runs("p2", idle("a"), idle("b"))
-	idlePod.destination().Ledger, idlePod.destination().Retrying = liveconfig.Ledger{}, 0
+	idlePod.destination().Ledger, idlePod.destination().Retrying = adminapi.Ledger{}, 0
 	many := Destination(one, accepted(), namespace, []Pod{runs("q1", healthy("a"), fails), idlePod}, at(time.Minute), true)
 	if diff := cmp.Diff(one.Status, many); diff != "" {
 		t.Errorf("another pod changed the status: %s", diff)
 	}
-	sources := sourceStatus(t, source(), accepted(), []Pod{takes("p1", liveconfig.SourceReport{StoragePressure: true})}, t0)
-	if diff := cmp.Diff(sources.Status, Source(sources, accepted(), namespace, []Pod{takes("q1", liveconfig.SourceReport{StoragePressure: true}), takes("q2", liveconfig.SourceReport{})}, at(time.Minute), true)); diff != "" {
+	sources := sourceStatus(t, source(), accepted(), []Pod{takes("p1", adminapi.SourceReport{StoragePressure: true})}, t0)
+	if diff := cmp.Diff(sources.Status, Source(sources, accepted(), namespace, []Pod{takes("q1", adminapi.SourceReport{StoragePressure: true}), takes("q2", adminapi.SourceReport{})}, at(time.Minute), true)); diff != "" {
 		t.Errorf("another pod changed the status of a Source: %s", diff)
 	}
 }
@@ -276,8 +277,8 @@ func TestDefaultsAndForeignConditions(t *testing.T) {
 
 func TestDestinationNumbersAddUp(t *testing.T) {
 	p1, p2 := runs("p1", healthy("a")), runs("p2", failing("a", "TimedOut", 0))
-	*p1.destination() = liveconfig.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Ledger: liveconfig.Ledger{Delivered: 1, Filtered: 2, DeadLettered: 3, Discarded: 5, Pending: 4}, Retrying: 1, OldestPending: at(-time.Hour), NextAttempt: at(time.Minute), Endpoints: p1.destination().Endpoints}
-	*p2.destination() = liveconfig.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Ledger: liveconfig.Ledger{Delivered: 10, Filtered: 20, DeadLettered: 30, Discarded: 50, Pending: 40}, Retrying: 10, OldestPending: at(-2 * time.Hour), Endpoints: p2.destination().Endpoints}
+	*p1.destination() = adminapi.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Ledger: adminapi.Ledger{Delivered: 1, Filtered: 2, DeadLettered: 3, Discarded: 5, Pending: 4}, Retrying: 1, OldestPending: at(-time.Hour), NextAttempt: at(time.Minute), Endpoints: p1.destination().Endpoints}
+	*p2.destination() = adminapi.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Ledger: adminapi.Ledger{Delivered: 10, Filtered: 20, DeadLettered: 30, Discarded: 50, Pending: 40}, Retrying: 10, OldestPending: at(-2 * time.Hour), Endpoints: p2.destination().Endpoints}
 	p1.destination().Endpoints[0].FirstAttemptsPending, p1.destination().Endpoints[0].FirstAttemptsSkipped = 3, 5
 	p2.destination().Endpoints[0].FirstAttemptsPending, p2.destination().Endpoints[0].FirstAttemptsSkipped = 30, 50
 	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{p1, p2}, t0)
@@ -345,7 +346,7 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 
 func TestTransitionTimes(t *testing.T) {
 	d := destination(v1alpha1.AnyEndpoint, "a")
-	step := func(now time.Time, v compile.Verdict, e liveconfig.EndpointReport, want map[string]time.Duration) {
+	step := func(now time.Time, v compile.Verdict, e adminapi.EndpointReport, want map[string]time.Duration) {
 		t.Helper()
 		d = destinationStatus(t, d, v, []Pod{runs("p1", e)}, now)
 		for conditionType, after := range want {
@@ -376,19 +377,19 @@ func TestNumbersWaitTransitionsDoNot(t *testing.T) {
 	for _, tc := range []struct {
 		name      string
 		v         compile.Verdict
-		change    func(*liveconfig.DestinationReport)
+		change    func(*adminapi.DestinationReport)
 		immediate bool
 	}{
-		{"counts", accepted(), func(r *liveconfig.DestinationReport) { r.Delivered++; r.Pending++; r.OldestPending = t0 }, false},
-		{"last success", accepted(), func(r *liveconfig.DestinationReport) { r.Endpoints[0].LastSuccess = at(time.Minute) }, false},
-		{"an earlier failure", accepted(), func(r *liveconfig.DestinationReport) {
+		{"counts", accepted(), func(r *adminapi.DestinationReport) { r.Delivered++; r.Pending++; r.OldestPending = t0 }, false},
+		{"last success", accepted(), func(r *adminapi.DestinationReport) { r.Endpoints[0].LastSuccess = at(time.Minute) }, false},
+		{"an earlier failure", accepted(), func(r *adminapi.DestinationReport) {
 			r.Endpoints[0].LastFailure = failing("a", "TimedOut", 0).LastFailure
 		}, false},
-		{"degraded, but delivering", accepted(), func(r *liveconfig.DestinationReport) { r.Endpoints[0] = recovering("a") }, false},
-		{"failing", accepted(), func(r *liveconfig.DestinationReport) { r.Endpoints[0] = failing("a", "TimedOut", 0) }, true},
-		{"revision", compile.Verdict{Accepted: true, Reason: "Accepted", Message: "fine", State: liveconfig.Active, Revision: "r9"}, func(*liveconfig.DestinationReport) {}, true},
-		{"pod behind", accepted(), func(r *liveconfig.DestinationReport) { r.Revision = "r0" }, true},
-		{"disabled", disabled(), func(*liveconfig.DestinationReport) {}, true},
+		{"degraded, but delivering", accepted(), func(r *adminapi.DestinationReport) { r.Endpoints[0] = recovering("a") }, false},
+		{"failing", accepted(), func(r *adminapi.DestinationReport) { r.Endpoints[0] = failing("a", "TimedOut", 0) }, true},
+		{"revision", compile.Verdict{Accepted: true, Reason: "Accepted", Message: "fine", State: liveconfig.Active, Revision: "r9"}, func(*adminapi.DestinationReport) {}, true},
+		{"pod behind", accepted(), func(r *adminapi.DestinationReport) { r.Revision = "r0" }, true},
+		{"disabled", disabled(), func(*adminapi.DestinationReport) {}, true},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			pod := runs("p1", healthy("a"))
@@ -412,7 +413,7 @@ func TestNumbersWaitTransitionsDoNot(t *testing.T) {
 // opens, and the recovery after a delay, are written immediately.
 func TestPaceOfFailures(t *testing.T) {
 	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0))}, t0)
-	soon := func(e liveconfig.EndpointReport, after time.Duration) string {
+	soon := func(e adminapi.EndpointReport, after time.Duration) string {
 		d := d.DeepCopy()
 		d.Status = Destination(*d, accepted(), namespace, []Pod{runs("p1", e)}, at(after), false)
 		if err := CheckDestination(*d); err != nil {
@@ -449,7 +450,7 @@ func TestLongTextsAreCut(t *testing.T) {
 	destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), v, []Pod{runs("p1", e)}, t0)
 	pod := runs("p1")
 	pod.destination().Revision = "r0"
-	pod.Report.Namespaces[1].Refused = &liveconfig.RefusedConfig{Error: long + "\xff"}
+	pod.Report.Namespaces[1].Refused = &adminapi.RefusedConfig{Error: long + "\xff"}
 	destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{pod}, t0)
 }
 
@@ -457,9 +458,9 @@ func source() v1alpha1.Source {
 	return v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "web", Generation: 2}}
 }
 
-func takes(name string, r liveconfig.SourceReport) Pod {
+func takes(name string, r adminapi.SourceReport) Pod {
 	r.Name, r.Generation, r.Revision = "web", 2, "r1"
-	return Pod{Name: name, Report: &liveconfig.Report{Namespaces: []liveconfig.NamespaceReport{{Namespace: namespace, Sources: []liveconfig.SourceReport{{Name: "aaa"}, r}}}}}
+	return Pod{Name: name, Report: &adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: namespace, Sources: []adminapi.SourceReport{{Name: "aaa"}, r}}}}}
 }
 
 func sourceStatus(t *testing.T, s v1alpha1.Source, v compile.Verdict, pods []Pod, now time.Time) v1alpha1.Source {
@@ -479,7 +480,7 @@ func sourceStatus(t *testing.T, s v1alpha1.Source, v compile.Verdict, pods []Pod
 }
 
 func TestSourceConditions(t *testing.T) {
-	full := takes("p2", liveconfig.SourceReport{Accepted: 5})
+	full := takes("p2", adminapi.SourceReport{Accepted: 5})
 	full.Report.Storage.Pressure = true
 	for _, tc := range []struct {
 		name    string
@@ -488,18 +489,18 @@ func TestSourceConditions(t *testing.T) {
 		want    string
 		message string
 	}{
-		{"receiving", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5, LastAccepted: at(-time.Second)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
-		{"receiving, after a restart", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
-		{"no call yet", accepted(), []Pod{takes("p1", liveconfig.SourceReport{})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready Unknown/NoTrafficYet", ""},
+		{"receiving", accepted(), []Pod{takes("p1", adminapi.SourceReport{Accepted: 5, LastAccepted: at(-time.Second)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
+		{"receiving, after a restart", accepted(), []Pod{takes("p1", adminapi.SourceReport{Accepted: 5})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
+		{"no call yet", accepted(), []Pod{takes("p1", adminapi.SourceReport{})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready Unknown/NoTrafficYet", ""},
 		{"no pods", accepted(), nil, "True/Accepted True/ResolvedRefs False/NoDispatcher False/NoDispatcher Unknown/NoTrafficYet", ""},
-		{"only rejected calls", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Rejected: 3, LastRejected: at(-time.Second), LastRejection: "not JSON"})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/RejectingCalls", "all of the latest calls were rejected: not JSON"},
-		{"only rejected calls for an hour", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(-time.Hour), LastRejected: at(0)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/RejectingCalls", ""},
-		{"accepted and rejected calls", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(-time.Second), LastRejected: at(0)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
-		{"rejected calls on one pod, accepted calls on another", accepted(), []Pod{takes("p1", liveconfig.SourceReport{LastRejected: at(0)}), takes("p2", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(-time.Second)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
-		{"quota full", accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5, StoragePressure: true}), takes("p2", liveconfig.SourceReport{Accepted: 5})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/StoragePressure", "a dispatcher pod's storage, or this Source's quota, is full"},
-		{"disk full", accepted(), []Pod{takes("p1", liveconfig.SourceReport{}), full}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/StoragePressure", ""},
-		{"disabled", disabled(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5})}, "True/Disabled True/ResolvedRefs True/Programmed True/Ready False/Disabled", "403"},
-		{"not accepted", refused(v1alpha1.ReasonWriteKeyConflict), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5})}, "False/WriteKeyConflict True/ResolvedRefs False/NotAccepted False/WriteKeyConflict False/NotAccepted True/WriteKeyConflict", "spec.x: broken"},
+		{"only rejected calls", accepted(), []Pod{takes("p1", adminapi.SourceReport{Rejected: 3, LastRejected: at(-time.Second), LastRejection: "not JSON"})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/RejectingCalls", "all of the latest calls were rejected: not JSON"},
+		{"only rejected calls for an hour", accepted(), []Pod{takes("p1", adminapi.SourceReport{Accepted: 1, LastAccepted: at(-time.Hour), LastRejected: at(0)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/RejectingCalls", ""},
+		{"accepted and rejected calls", accepted(), []Pod{takes("p1", adminapi.SourceReport{Accepted: 1, LastAccepted: at(-time.Second), LastRejected: at(0)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
+		{"rejected calls on one pod, accepted calls on another", accepted(), []Pod{takes("p1", adminapi.SourceReport{LastRejected: at(0)}), takes("p2", adminapi.SourceReport{Accepted: 1, LastAccepted: at(-time.Second)})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Receiving", ""},
+		{"quota full", accepted(), []Pod{takes("p1", adminapi.SourceReport{Accepted: 5, StoragePressure: true}), takes("p2", adminapi.SourceReport{Accepted: 5})}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/StoragePressure", "a dispatcher pod's storage, or this Source's quota, is full"},
+		{"disk full", accepted(), []Pod{takes("p1", adminapi.SourceReport{}), full}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/StoragePressure", ""},
+		{"disabled", disabled(), []Pod{takes("p1", adminapi.SourceReport{Accepted: 5})}, "True/Disabled True/ResolvedRefs True/Programmed True/Ready False/Disabled", "403"},
+		{"not accepted", refused(v1alpha1.ReasonWriteKeyConflict), []Pod{takes("p1", adminapi.SourceReport{Accepted: 5})}, "False/WriteKeyConflict True/ResolvedRefs False/NotAccepted False/WriteKeyConflict False/NotAccepted True/WriteKeyConflict", "spec.x: broken"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			s := sourceStatus(t, source(), tc.v, tc.pods, t0)
@@ -518,8 +519,8 @@ func TestSourceNumbers(t *testing.T) {
 	for i := range 150 {
 		v.Destinations = append(v.Destinations, fmt.Sprintf("d%03d", i))
 	}
-	p1 := takes("p1", liveconfig.SourceReport{Accepted: 1, Rejected: 2, Duplicates: 3, LastAccepted: at(-time.Minute), Messages: liveconfig.Ledger{Accepted: 15, Delivered: 1, Filtered: 2, DeadLettered: 3, Discarded: 4, Pending: 5}})
-	p2 := takes("p2", liveconfig.SourceReport{Accepted: 10, Rejected: 20, Duplicates: 30, LastAccepted: at(-time.Second), Messages: liveconfig.Ledger{Accepted: 150, Delivered: 10, Filtered: 20, DeadLettered: 30, Discarded: 40, Pending: 50}})
+	p1 := takes("p1", adminapi.SourceReport{Accepted: 1, Rejected: 2, Duplicates: 3, LastAccepted: at(-time.Minute), Messages: adminapi.Ledger{Accepted: 15, Delivered: 1, Filtered: 2, DeadLettered: 3, Discarded: 4, Pending: 5}})
+	p2 := takes("p2", adminapi.SourceReport{Accepted: 10, Rejected: 20, Duplicates: 30, LastAccepted: at(-time.Second), Messages: adminapi.Ledger{Accepted: 150, Delivered: 10, Filtered: 20, DeadLettered: 30, Discarded: 40, Pending: 50}})
 	s := sourceStatus(t, source(), v, []Pod{p1, p2}, t0)
 	want := &v1alpha1.CallCounts{Accepted: 11, Rejected: 22, Duplicates: 33}
 	if diff := cmp.Diff(want, s.Status.Calls); diff != "" {
@@ -541,7 +542,7 @@ func TestSourceNumbers(t *testing.T) {
 		t.Errorf("without pods: %s", got)
 	}
 
-	more := takes("p2", liveconfig.SourceReport{Accepted: 11, LastAccepted: at(0)})
+	more := takes("p2", adminapi.SourceReport{Accepted: 11, LastAccepted: at(0)})
 	s = sourceStatus(t, s, v, []Pod{p1, p2}, at(time.Minute))
 	if next := Source(s, v, namespace, []Pod{p1, more}, at(time.Minute), false); !equality.Semantic.DeepEqual(next, s.Status) {
 		t.Errorf("numbers moved before they were due: %s", cmp.Diff(s.Status, next))
@@ -554,9 +555,9 @@ func TestSourceNumbers(t *testing.T) {
 // The first rejected call after a restart of the pods does not change Receiving, if a
 // call was accepted shortly before.
 func TestRejectedCallAfterRestart(t *testing.T) {
-	s := sourceStatus(t, source(), accepted(), []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5, LastAccepted: at(0)})}, at(0))
+	s := sourceStatus(t, source(), accepted(), []Pod{takes("p1", adminapi.SourceReport{Accepted: 5, LastAccepted: at(0)})}, at(0))
 	restarted := func(rejected time.Duration) []Pod {
-		return []Pod{takes("p1", liveconfig.SourceReport{Accepted: 5, Rejected: 1, LastRejected: at(rejected)})}
+		return []Pod{takes("p1", adminapi.SourceReport{Accepted: 5, Rejected: 1, LastRejected: at(rejected)})}
 	}
 	s = sourceStatus(t, s, accepted(), restarted(20*time.Second), at(20*time.Second))
 	if got := summary(s.Status.Conditions); !strings.HasSuffix(got, "True/Receiving") {
@@ -584,7 +585,7 @@ func TestClockAhead(t *testing.T) {
 		}
 	}
 	took := func(when time.Duration) []Pod {
-		return []Pod{takes("p1", liveconfig.SourceReport{Accepted: 1, LastAccepted: at(when)})}
+		return []Pod{takes("p1", adminapi.SourceReport{Accepted: 1, LastAccepted: at(when)})}
 	}
 	s := sourceStatus(t, source(), accepted(), took(24*time.Hour), at(24*time.Hour))
 	s = sourceStatus(t, s, accepted(), took(time.Minute), at(time.Minute))
@@ -631,7 +632,7 @@ func TestTransitions(t *testing.T) {
 		}
 	}
 	var none v1alpha1.SourceStatus
-	s := sourceStatus(t, source(), accepted(), []Pod{takes("p1", liveconfig.SourceReport{StoragePressure: true})}, t0)
+	s := sourceStatus(t, source(), accepted(), []Pod{takes("p1", adminapi.SourceReport{StoragePressure: true})}, t0)
 	if got := Transitions(none.Conditions, s.Status.Conditions); len(got) != 1 || got[0].Reason != v1alpha1.ReasonStoragePressure || got[0].Type != EventWarning {
 		t.Errorf("got %+v", got)
 	}

@@ -8,6 +8,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -35,7 +36,7 @@ func Source(old v1alpha1.Source, v compile.Verdict, namespace string, pods []Pod
 		Destinations:       slices.Clone(v.Destinations[:min(len(v.Destinations), maxDestinations)]),
 	}
 	var t traffic
-	complete := sourceReports.each(pods, namespace, old.Name, func(pod Pod, r *liveconfig.SourceReport) {
+	complete := sourceReports.each(pods, namespace, old.Name, func(pod Pod, r *adminapi.SourceReport) {
 		t.add(*r, pod.Report.Storage.Pressure)
 	})
 	s.LastReceivedTime = latest(old.Status.LastReceivedTime, t.lastAccepted, now)
@@ -54,9 +55,9 @@ func Source(old v1alpha1.Source, v compile.Verdict, namespace string, pods []Pod
 	return s
 }
 
-var sourceReports = reports[liveconfig.SourceReport]{
-	list:    func(n *liveconfig.NamespaceReport) []liveconfig.SourceReport { return n.Sources },
-	running: func(r *liveconfig.SourceReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
+var sourceReports = reports[adminapi.SourceReport]{
+	list:    func(n *adminapi.NamespaceReport) []adminapi.SourceReport { return n.Sources },
+	running: func(r *adminapi.SourceReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
 }
 
 // traffic is a Source's traffic over all pods.
@@ -69,7 +70,7 @@ type traffic struct {
 	pressure                   bool
 }
 
-func (t *traffic) add(r liveconfig.SourceReport, diskFull bool) {
+func (t *traffic) add(r adminapi.SourceReport, diskFull bool) {
 	t.pods++
 	t.calls.Accepted += r.Accepted
 	t.calls.Rejected += r.Rejected

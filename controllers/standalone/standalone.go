@@ -25,6 +25,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -63,7 +64,7 @@ type Options struct {
 	CheckHost func(host string) error
 	Sink      Sink
 	// Report returns the dispatcher's report; it is called every second.
-	Report func() liveconfig.Report
+	Report func() adminapi.Report
 	// Logger; default slog.Default().
 	Logger *slog.Logger
 }

@@ -24,6 +24,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/health"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/wait"
 )
@@ -84,17 +85,17 @@ func (r *runner) destinations() []string {
 	return out
 }
 
-func (r *runner) report() liveconfig.Report {
+func (r *runner) report() adminapi.Report {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	report := liveconfig.Report{Pod: "here", Ready: true}
+	report := adminapi.Report{Pod: "here", Ready: true}
 	for namespace, c := range r.configs {
-		t := liveconfig.NamespaceReport{Namespace: namespace, Revision: c.Revision}
+		t := adminapi.NamespaceReport{Namespace: namespace, Revision: c.Revision}
 		for _, s := range c.Sources {
-			t.Sources = append(t.Sources, liveconfig.SourceReport{Name: s.Name, Generation: s.Generation, Revision: s.Revision, Accepted: 7, LastAccepted: time.Now()})
+			t.Sources = append(t.Sources, adminapi.SourceReport{Name: s.Name, Generation: s.Generation, Revision: s.Revision, Accepted: 7, LastAccepted: time.Now()})
 		}
 		for _, d := range c.Destinations {
-			t.Destinations = append(t.Destinations, liveconfig.DestinationReport{Name: d.Name, Generation: d.Generation, Revision: d.Revision, Ledger: liveconfig.Ledger{Delivered: 5, Pending: 2}})
+			t.Destinations = append(t.Destinations, adminapi.DestinationReport{Name: d.Name, Generation: d.Generation, Revision: d.Revision, Ledger: adminapi.Ledger{Delivered: 5, Pending: 2}})
 		}
 		report.Namespaces = append(report.Namespaces, t)
 	}

@@ -15,7 +15,7 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // Level is the severity of a finding.
@@ -50,7 +50,7 @@ type Facts struct {
 	Destinations []v1alpha1.WebhookDestination
 	Sources      []v1alpha1.Source
 	// Reports of the dispatchers, if available. They take precedence over the status.
-	Reports []liveconfig.Report
+	Reports []adminapi.Report
 	Now     time.Time
 }
 
@@ -242,8 +242,8 @@ func (e *explainer) sources() {
 	}
 }
 
-func (e *explainer) sourceReports(name string) *liveconfig.SourceReport {
-	var sum *liveconfig.SourceReport
+func (e *explainer) sourceReports(name string) *adminapi.SourceReport {
+	var sum *adminapi.SourceReport
 	for _, r := range e.Reports {
 		for _, n := range r.Namespaces {
 			for _, s := range n.Sources {
@@ -251,7 +251,7 @@ func (e *explainer) sourceReports(name string) *liveconfig.SourceReport {
 					continue
 				}
 				if sum == nil {
-					sum = &liveconfig.SourceReport{}
+					sum = &adminapi.SourceReport{}
 				}
 				sum.Accepted += s.Accepted
 				sum.Rejected += s.Rejected

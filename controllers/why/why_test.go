@@ -8,7 +8,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 var now = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
@@ -68,13 +68,13 @@ func TestExplain(t *testing.T) {
 			d.Status.Endpoints[0].LastFailure = &v1alpha1.DeliveryFailure{Time: *at(2 * time.Second), Reason: reason, Message: message}
 		})
 	}
-	report := func(change func(t *liveconfig.NamespaceReport, r *liveconfig.Report)) func(*Facts) {
+	report := func(change func(t *adminapi.NamespaceReport, r *adminapi.Report)) func(*Facts) {
 		return func(f *Facts) {
 			for _, pod := range []string{"a", "b"} {
-				r := liveconfig.Report{Pod: pod, Namespaces: []liveconfig.NamespaceReport{{
-					Namespace: "shop", Sources: []liveconfig.SourceReport{{Name: "web", Accepted: 70, LastAccepted: now}},
-					Destinations: []liveconfig.DestinationReport{{Name: "crm", Ledger: liveconfig.Ledger{Delivered: 65, Pending: 5}, Retrying: 5, OldestPending: now.Add(-time.Minute), NextAttempt: now.Add(20 * time.Second)}},
-				}, {Namespace: "other", Refused: &liveconfig.RefusedConfig{Error: "not ours"}}}}
+				r := adminapi.Report{Pod: pod, Namespaces: []adminapi.NamespaceReport{{
+					Namespace: "shop", Sources: []adminapi.SourceReport{{Name: "web", Accepted: 70, LastAccepted: now}},
+					Destinations: []adminapi.DestinationReport{{Name: "crm", Ledger: adminapi.Ledger{Delivered: 65, Pending: 5}, Retrying: 5, OldestPending: now.Add(-time.Minute), NextAttempt: now.Add(20 * time.Second)}},
+				}, {Namespace: "other", Refused: &adminapi.RefusedConfig{Error: "not ours"}}}}
 				if change != nil {
 					change(&r.Namespaces[0], &r)
 				}
@@ -107,10 +107,10 @@ func TestExplain(t *testing.T) {
 		{"not everywhere yet", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Conditions[1] = condition("Programmed", "Pending", "1 of 2")
 		}), "Config", "1 of 2 (Pending)", "wait", ""},
-		{"refused by a dispatcher", report(func(t *liveconfig.NamespaceReport, _ *liveconfig.Report) {
-			t.Refused = &liveconfig.RefusedConfig{Error: "unknown field"}
+		{"refused by a dispatcher", report(func(t *adminapi.NamespaceReport, _ *adminapi.Report) {
+			t.Refused = &adminapi.RefusedConfig{Error: "unknown field"}
 		}), "Config", "dispatcher a rejects the config and keeps the previous one: unknown field", "update", ""},
-		{"a full disk", report(func(_ *liveconfig.NamespaceReport, r *liveconfig.Report) { r.Storage.Pressure = true }), "Config", "disk is full", "", ""},
+		{"a full disk", report(func(_ *adminapi.NamespaceReport, r *adminapi.Report) { r.Storage.Pressure = true }), "Config", "disk is full", "", ""},
 		{"its Source is disabled", s(func(s *v1alpha1.Source) { s.Spec.Enabled = &no }), "Source", `Source "web" is disabled`, "spec.enabled", ""},
 		{"two Sources with one key", s(func(s *v1alpha1.Source) {
 			s.Status.Conditions[0] = condition("Accepted", "WriteKeyConflict", "ios has it")
@@ -158,7 +158,7 @@ func TestExplain(t *testing.T) {
 		{"pending and skipped first attempts in a report", func(f *Facts) {
 			report(nil)(f)
 			f.Destinations[0].Status.Endpoints = append(f.Destinations[0].Status.Endpoints, v1alpha1.EndpointStatus{Name: "b", State: v1alpha1.EndpointHealthy})
-			f.Reports[0].Namespaces[0].Destinations[0].Endpoints = []liveconfig.EndpointReport{{Name: "b", FirstAttemptsPending: 1}}
+			f.Reports[0].Namespaces[0].Destinations[0].Endpoints = []adminapi.EndpointReport{{Name: "b", FirstAttemptsPending: 1}}
 		}, "", "", "", `NOTICE Endpoint 1 message has not been sent to "b" yet`},
 		{"a backlog", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Delivery.Pending, d.Status.Delivery.OldestPendingTime = 1, at(100*time.Hour)

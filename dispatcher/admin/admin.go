@@ -15,6 +15,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -23,7 +24,7 @@ import (
 
 // Options are the parts of the dispatcher that the admin server shows.
 type Options struct {
-	Report   func() liveconfig.Report
+	Report   func() adminapi.Report
 	Gatherer prometheus.Gatherer
 	Engine   *delivery.Engine
 	Store    queue.Store
@@ -93,7 +94,7 @@ func namesAddress(host string) bool {
 
 // writeReport answers 304 if the client already has this report, which is the usual case of an idle
 // pod.
-func writeReport(w http.ResponseWriter, r *http.Request, report liveconfig.Report) {
+func writeReport(w http.ResponseWriter, r *http.Request, report adminapi.Report) {
 	// The free space of a shared disk changes all the time; it must not change the report of an
 	// idle pod.
 	const grain = 64 << 20

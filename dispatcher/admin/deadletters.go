@@ -11,36 +11,15 @@ import (
 	"strings"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
 	"github.com/posthorn/posthorn/dispatcher/termsafe"
 )
 
-// DeadLetter is a dead letter as the admin API shows it.
-type DeadLetter struct {
-	Key         string    `json:"key"`
-	Source      string    `json:"source"`
-	Destination string    `json:"destination"`
-	Endpoint    string    `json:"endpoint,omitempty"`
-	MessageID   string    `json:"messageId"`
-	Type        string    `json:"type"`
-	Event       string    `json:"event,omitempty"`
-	AcceptedAt  time.Time `json:"acceptedAt"`
-	FailedAt    time.Time `json:"failedAt"`
-	Attempts    int       `json:"attempts"`
-	Reason      string    `json:"reason"`
-	StatusCode  int       `json:"statusCode,omitempty"`
-	Message     string    `json:"message,omitempty"`
-	// Response holds the first bytes of the receiver's last response.
-	Response string `json:"response,omitempty"`
-	// Body is the message; set only when a single dead letter is requested.
-	Body json.RawMessage `json:"body,omitempty"`
-}
-
-func show(d queue.DeadLetter, body bool) DeadLetter {
-	out := DeadLetter{
+func show(d queue.DeadLetter, body bool) adminapi.DeadLetter {
+	out := adminapi.DeadLetter{
 		Key: d.Key, Source: strings.Clone(d.Lane.Source), Destination: d.Lane.Destination, Endpoint: d.Lane.Endpoint,
 		MessageID: d.ID, Type: d.Type, Event: d.Event, AcceptedAt: d.AcceptedAt, FailedAt: d.Failure.Time, Attempts: d.Attempts,
 		Reason: d.Failure.Reason, StatusCode: d.Failure.StatusCode, Message: d.Failure.Message, Response: strings.ToValidUTF8(string(d.Failure.Response), "\uFFFD"),
@@ -66,7 +45,7 @@ func newEncoder(w io.Writer) *json.Encoder { return json.NewEncoder(termsafe.New
 //
 //	GET  /deadletters?destination=ns/name[&limit=N][&after=KEY]   one line of JSON each, oldest first
 //	GET  /deadletters/{key}?destination=ns/name                   one, with its body
-//	POST /deadletters/redeliver, /deadletters/purge               a liveconfig.DeadLetterAction
+//	POST /deadletters/redeliver, /deadletters/purge               an adminapi.DeadLetterAction
 //	GET  /attempts?destination=ns/name[&endpoint=E]               the last attempts
 //	GET  /tail[?destination=ns/name][&endpoint=E]                 attempts as they end
 func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.Engine, jobs *redelivery.Jobs) {
@@ -98,7 +77,7 @@ func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.En
 		if !named(w, destination) {
 			return
 		}
-		var found *DeadLetter
+		var found *adminapi.DeadLetter
 		err := store.DeadLetters(r.Context(), destination, "", func(d queue.DeadLetter) bool {
 			if d.Key == key {
 				letter := show(d, true)
@@ -116,10 +95,10 @@ func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.En
 			_ = newEncoder(w).Encode(found)
 		}
 	})
-	type action = func(context.Context, liveconfig.DeadLetterAction, redelivery.Options) (redelivery.Progress, error)
+	type action = func(context.Context, adminapi.DeadLetterAction, redelivery.Options) (adminapi.DeadLetterProgress, error)
 	act := func(run action) http.HandlerFunc {
 		return func(w http.ResponseWriter, r *http.Request) {
-			var a liveconfig.DeadLetterAction
+			var a adminapi.DeadLetterAction
 			dec := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxAction))
 			dec.DisallowUnknownFields()
 			if err := dec.Decode(&a); err != nil {
@@ -136,7 +115,7 @@ func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.En
 			_ = control.Flush()
 			p, err := run(r.Context(), a, redelivery.Options{
 				Rate: a.Rate, DryRun: a.DryRun, Takes: engine.Takes,
-				OnProgress: func(p redelivery.Progress) {
+				OnProgress: func(p adminapi.DeadLetterProgress) {
 					_ = out.Encode(p)
 					_ = control.Flush()
 				},
@@ -149,13 +128,13 @@ func mountDeadLetters(mux *http.ServeMux, store queue.Store, engine *delivery.En
 			_ = out.Encode(last)
 		}
 	}
-	mux.HandleFunc("POST /deadletters/redeliver", act(func(ctx context.Context, a liveconfig.DeadLetterAction, o redelivery.Options) (redelivery.Progress, error) {
+	mux.HandleFunc("POST /deadletters/redeliver", act(func(ctx context.Context, a adminapi.DeadLetterAction, o redelivery.Options) (adminapi.DeadLetterProgress, error) {
 		if a.Job != nil {
 			return jobs.Do(ctx, a, o)
 		}
 		return redelivery.Run(ctx, store, a.Destination, a.Selector, o)
 	}))
-	mux.HandleFunc("POST /deadletters/purge", act(func(ctx context.Context, a liveconfig.DeadLetterAction, o redelivery.Options) (redelivery.Progress, error) {
+	mux.HandleFunc("POST /deadletters/purge", act(func(ctx context.Context, a adminapi.DeadLetterAction, o redelivery.Options) (adminapi.DeadLetterProgress, error) {
 		return redelivery.Purge(ctx, store, a.Destination, a.Selector, o)
 	}))
 	mux.HandleFunc("GET /attempts", func(w http.ResponseWriter, r *http.Request) {

@@ -32,6 +32,7 @@ import (
 	"github.com/google/uuid"
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/event"
@@ -881,12 +882,12 @@ func (a *audience) progress(c liveconfig.Audience) (p Progress) {
 }
 
 // Report returns the state of a namespace's audiences.
-func (s *Service) Report(config liveconfig.Config) []liveconfig.AudienceReport {
-	list := make([]liveconfig.AudienceReport, 0, len(config.Audiences))
+func (s *Service) Report(config liveconfig.Config) []adminapi.AudienceReport {
+	list := make([]adminapi.AudienceReport, 0, len(config.Audiences))
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, c := range config.Audiences {
-		r := liveconfig.AudienceReport{Name: c.Name, Generation: c.Generation, Revision: c.Revision, Owner: s.Owner == ""}
+		r := adminapi.AudienceReport{Name: c.Name, Generation: c.Generation, Revision: c.Revision, Owner: s.Owner == ""}
 		if a := s.audiences[name{config.Namespace, c.Name}]; a != nil {
 			r.LastRefused, r.Refusal = a.refused, a.lastRefusal
 			p := a.progress(c)

@@ -24,6 +24,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/jobs"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -187,7 +188,7 @@ func (s *Service) trackOutcomes() {
 	for _, r := range s.records {
 		for _, from := range r.Sources {
 			for _, n := range from.Notifications {
-				if n.State == liveconfig.NotificationPending || n.Cancelled {
+				if n.State == adminapi.NotificationPending || n.Cancelled {
 					wanted[from.MessageID] = true
 				}
 				if n.Cancelled {
@@ -263,12 +264,12 @@ func (r *record) exceed(now time.Time) {
 	for i := range r.Sources {
 		for j := range r.Sources[i].Notifications {
 			n := &r.Sources[i].Notifications[j]
-			if n.State != liveconfig.NotificationPending {
+			if n.State != adminapi.NotificationPending {
 				continue
 			}
-			n.State, n.Reason, n.Time = liveconfig.NotificationDiscarded, liveconfig.ReasonDeadlineExceeded, now
+			n.State, n.Reason, n.Time = adminapi.NotificationDiscarded, adminapi.ReasonDeadlineExceeded, now
 			if !r.Sources[i].Accepted.IsZero() {
-				n.State, n.Cancelled = liveconfig.NotificationDeadLettered, true
+				n.State, n.Cancelled = adminapi.NotificationDeadLettered, true
 			}
 		}
 	}
@@ -289,9 +290,9 @@ func (s *Service) plan(config liveconfig.Config, d liveconfig.Deletion) *record 
 			if to.State == liveconfig.Disabled || !slices.Contains(to.Sources, c.Name) {
 				continue
 			}
-			state := liveconfig.NotificationPending
+			state := adminapi.NotificationPending
 			if slices.Contains(skip, config.Namespace+"/"+to.Name) {
-				state = liveconfig.NotificationFiltered
+				state = adminapi.NotificationFiltered
 			}
 			planned.Notifications = append(planned.Notifications, notification{Destination: to.Name, State: state, Time: now})
 		}
@@ -321,7 +322,7 @@ func (s *Service) append(ctx context.Context, config liveconfig.Config, r *recor
 		var skip []string
 		for _, d := range config.Destinations {
 			if slices.Contains(d.Sources, to.Name) && !slices.ContainsFunc(to.Notifications, func(n notification) bool {
-				return n.Destination == d.Name && n.State == liveconfig.NotificationPending
+				return n.Destination == d.Name && n.State == adminapi.NotificationPending
 			}) {
 				skip = append(skip, r.Namespace+"/"+d.Name)
 			}
@@ -348,7 +349,7 @@ func (s *Service) updateOutcomes(ctx context.Context, r *record) error {
 		from := &r.Sources[i]
 		for j := range from.Notifications {
 			n := &from.Notifications[j]
-			if n.State != liveconfig.NotificationPending && !n.Cancelled || from.Accepted.IsZero() {
+			if n.State != adminapi.NotificationPending && !n.Cancelled || from.Accepted.IsZero() {
 				continue
 			}
 			if lanes == nil {
@@ -362,7 +363,7 @@ func (s *Service) updateOutcomes(ctx context.Context, r *record) error {
 				return err
 			}
 			switch {
-			case state == liveconfig.NotificationPending:
+			case state == adminapi.NotificationPending:
 			case n.Cancelled: // It was already reported as a dead letter.
 				n.Cancelled = false
 			default:
@@ -396,20 +397,20 @@ func (s *Service) outcome(ctx context.Context, lanes []queue.LaneID, source, des
 			continue
 		}
 		if stats := s.Store.LaneStats(lane); from.End == 0 || stats.Stale || stats.Pending > 0 && stats.First <= from.End {
-			return liveconfig.NotificationPending, "", nil
+			return adminapi.NotificationPending, "", nil
 		}
 	}
-	state = liveconfig.NotificationDelivered
+	state = adminapi.NotificationDelivered
 	if !found {
-		state = liveconfig.NotificationDiscarded
+		state = adminapi.NotificationDiscarded
 	}
 	err = s.Store.DeadLetters(ctx, destination, "", func(d queue.DeadLetter) bool {
 		// A damaged message has no id. A false alarm is better than a missing one.
 		lost := !known && d.Failure.Reason == queue.ReasonDamaged && d.Failure.Time.After(from.Accepted)
 		if d.Lane.Source == source && (d.ID == from.MessageID || lost) {
-			state, reason = liveconfig.NotificationDeadLettered, strings.Clone(d.Failure.Reason)
+			state, reason = adminapi.NotificationDeadLettered, strings.Clone(d.Failure.Reason)
 		}
-		return state != liveconfig.NotificationDeadLettered
+		return state != adminapi.NotificationDeadLettered
 	})
 	return state, reason, err
 }
@@ -469,12 +470,12 @@ func (s *Service) removeOrphans(view *liveconfig.View, known map[string]bool) {
 }
 
 // Report returns the state of a namespace's requests.
-func (s *Service) Report(config liveconfig.Config) []liveconfig.DeletionReport {
+func (s *Service) Report(config liveconfig.Config) []adminapi.DeletionReport {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	var list []liveconfig.DeletionReport
+	var list []adminapi.DeletionReport
 	for _, d := range config.Deletions {
-		out := liveconfig.DeletionReport{Name: d.Name, Generation: d.Generation, Revision: d.Revision, Owner: !s.Passive}
+		out := adminapi.DeletionReport{Name: d.Name, Generation: d.Generation, Revision: d.Revision, Owner: !s.Passive}
 		r := s.records[d.ID]
 		switch {
 		case s.Passive || d.ID == "" || d.Ended:
@@ -482,7 +483,7 @@ func (s *Service) Report(config liveconfig.Config) []liveconfig.DeletionReport {
 			out.Started, out.Completed, out.DeadlineExceeded = r.Time, r.Completed, r.Exceeded
 			for _, from := range r.Sources {
 				for _, n := range from.Notifications {
-					out.Notifications = append(out.Notifications, liveconfig.NotificationReport{
+					out.Notifications = append(out.Notifications, adminapi.NotificationReport{
 						Source: from.Name, Destination: n.Destination, State: n.State, Reason: n.Reason, Time: n.Time,
 					})
 				}
@@ -498,7 +499,7 @@ func (s *Service) Report(config liveconfig.Config) []liveconfig.DeletionReport {
 func (s source) any(is func(notification) bool) bool { return slices.ContainsFunc(s.Notifications, is) }
 
 func (s source) pending() bool {
-	return s.any(func(n notification) bool { return n.State == liveconfig.NotificationPending })
+	return s.any(func(n notification) bool { return n.State == adminapi.NotificationPending })
 }
 
 // ended reports whether every notification has its final state.
@@ -508,7 +509,7 @@ func (r record) ended() bool { return !slices.ContainsFunc(r.Sources, source.pen
 func (r record) failed() bool {
 	return r.Exceeded || slices.ContainsFunc(r.Sources, func(s source) bool {
 		return s.any(func(n notification) bool {
-			return n.State == liveconfig.NotificationDeadLettered || n.State == liveconfig.NotificationDiscarded
+			return n.State == adminapi.NotificationDeadLettered || n.State == adminapi.NotificationDiscarded
 		})
 	})
 }

@@ -4,6 +4,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/jobs"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -21,7 +22,7 @@ func (r *rig) request(change func(*liveconfig.Deletion)) {
 	r.set(c)
 }
 
-func (r *rig) report() liveconfig.DeletionReport {
+func (r *rig) report() adminapi.DeletionReport {
 	r.t.Helper()
 	c, _ := r.view.Namespace("shop")
 	return r.Report(c.Config)[0]

@@ -6,7 +6,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/event"
 )
@@ -94,7 +94,7 @@ func (s *OutcomeTracker) isCancelled(d queue.Delivery) bool {
 // bury makes a dead letter of a cancelled message.
 func (s *OutcomeTracker) bury(d queue.Delivery) error {
 	_, err := s.Bury(d, queue.Failure{
-		Time: time.Now(), Reason: liveconfig.ReasonDeadlineExceeded, Message: "the deadline of the DeletionRequest ended before the message was delivered",
+		Time: time.Now(), Reason: adminapi.ReasonDeadlineExceeded, Message: "the deadline of the DeletionRequest ended before the message was delivered",
 	})
 	return err
 }

@@ -4,37 +4,9 @@ import (
 	"context"
 	"slices"
 	"sync/atomic"
-	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
-
-// Attempt is one request to an endpoint and its result. It holds no secrets, and of the message
-// only the id.
-type Attempt struct {
-	// Time is the end of the attempt, Duration its length; durations are in nanoseconds.
-	Time     time.Time     `json:"time"`
-	Duration time.Duration `json:"durationNanos"`
-	// Timing splits the duration.
-	Timing egress.Timing `json:"timing"`
-	// Source and Destination are "namespace/name".
-	Source      string `json:"source"`
-	Destination string `json:"destination"`
-	Endpoint    string `json:"endpoint"`
-	// Seq and MessageID name the message.
-	Seq       uint64 `json:"seq"`
-	MessageID string `json:"messageId"`
-	// Number is 1 for a message's first attempt.
-	Number int `json:"number"`
-	// StatusCode is 0 if there was no response. Reason is empty for a success; Message explains it.
-	StatusCode int           `json:"statusCode,omitempty"`
-	Reason     egress.Reason `json:"reason,omitempty"`
-	Message    string        `json:"message,omitempty"`
-	// RemoteAddr is the dialled address.
-	RemoteAddr string `json:"remoteAddr,omitempty"`
-	// Probe is true for a circuit breaker's probe.
-	Probe bool `json:"probe,omitempty"`
-}
 
 // attempts is a ring buffer of the last attempts; the engine's lock guards it. It grows to its size
 // and then allocates nothing: message ids are copied into place, because a string from the queue
@@ -45,12 +17,12 @@ type attempts struct {
 }
 
 type record struct {
-	Attempt
+	adminapi.Attempt
 	id    [100]byte
 	idLen int
 }
 
-func (a *attempts) add(size int, t *Attempt) {
+func (a *attempts) add(size int, t *adminapi.Attempt) {
 	if len(a.ring) < size {
 		a.ring = append(a.ring, record{})
 		a.next = len(a.ring) - 1
@@ -63,8 +35,8 @@ func (a *attempts) add(size int, t *Attempt) {
 }
 
 // list returns the attempts, oldest first.
-func (a *attempts) list() []Attempt {
-	out := make([]Attempt, 0, len(a.ring))
+func (a *attempts) list() []adminapi.Attempt {
+	out := make([]adminapi.Attempt, 0, len(a.ring))
 	for i := range a.ring {
 		r := &a.ring[(a.next+i)%len(a.ring)]
 		t := r.Attempt
@@ -77,7 +49,7 @@ func (a *attempts) list() []Attempt {
 // Attempts lists the last attempts at an endpoint, oldest first, or at all endpoints of the
 // destination if endpoint is empty; nil if the endpoint is unknown. destination is
 // "namespace/name".
-func (e *Engine) Attempts(destination, endpoint string) (list []Attempt) {
+func (e *Engine) Attempts(destination, endpoint string) (list []adminapi.Attempt) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	d := e.destinations[destination]
@@ -89,7 +61,7 @@ func (e *Engine) Attempts(destination, endpoint string) (list []Attempt) {
 			list = append(list, ep.attempts.list()...)
 		}
 	}
-	slices.SortStableFunc(list, func(a, b Attempt) int { return a.Time.Compare(b.Time) })
+	slices.SortStableFunc(list, func(a, b adminapi.Attempt) int { return a.Time.Compare(b.Time) })
 	return list
 }
 
@@ -98,15 +70,15 @@ const tailBuffer = 256
 
 type tail struct {
 	destination, endpoint string
-	out                   chan Attempt
+	out                   chan adminapi.Attempt
 	dropped               atomic.Int64
 }
 
 // Tail streams attempts as they end, until ctx is done; it then closes the channel. An empty
 // destination ("namespace/name") or endpoint matches all. A slow reader misses attempts; dropped
 // returns how many.
-func (e *Engine) Tail(ctx context.Context, destination, endpoint string) (stream <-chan Attempt, dropped func() int64) {
-	t := &tail{destination: destination, endpoint: endpoint, out: make(chan Attempt, tailBuffer)}
+func (e *Engine) Tail(ctx context.Context, destination, endpoint string) (stream <-chan adminapi.Attempt, dropped func() int64) {
+	t := &tail{destination: destination, endpoint: endpoint, out: make(chan adminapi.Attempt, tailBuffer)}
 	e.mu.Lock()
 	e.tails[t] = struct{}{}
 	e.mu.Unlock()
@@ -120,7 +92,7 @@ func (e *Engine) Tail(ctx context.Context, destination, endpoint string) (stream
 }
 
 // publish sends an attempt to all subscribers. The engine's lock is held.
-func (e *Engine) publish(a *Attempt) {
+func (e *Engine) publish(a *adminapi.Attempt) {
 	for t := range e.tails {
 		if t.destination != "" && t.destination != a.Destination || t.endpoint != "" && t.endpoint != a.Endpoint {
 			continue

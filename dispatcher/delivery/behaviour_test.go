@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -200,7 +201,7 @@ func TestRefusedIsBuriedAtOnce(t *testing.T) {
 				t.Errorf("%d: %d dead letters, %+v", status, len(dead), dead)
 			}
 			r := w.report("crm")
-			if r.DeadLettered != 30 || r.Endpoints[0].State != liveconfig.EndpointDegraded || r.Endpoints[0].LastFailure.Reason != string(reason) || r.Endpoints[0].ConsecutiveFailures != 30 {
+			if r.DeadLettered != 30 || r.Endpoints[0].State != adminapi.EndpointDegraded || r.Endpoints[0].LastFailure.Reason != string(reason) || r.Endpoints[0].ConsecutiveFailures != 30 {
 				t.Errorf("%d: %+v", status, r)
 			}
 			w.end()
@@ -221,11 +222,11 @@ func TestRetriesUntilDelivered(t *testing.T) {
 			w.apply(dest("crm", urlA))
 			w.send("web", 1)
 			w.sleep(min(failure.after, 5*time.Second) + time.Millisecond)
-			if r := w.report("crm"); r.Pending != 1 || r.Endpoints[0].State != liveconfig.EndpointDegraded || r.Endpoints[0].LastFailure == nil {
+			if r := w.report("crm"); r.Pending != 1 || r.Endpoints[0].State != adminapi.EndpointDegraded || r.Endpoints[0].LastFailure == nil {
 				t.Errorf("%+v: while it fails: %+v", failure, r)
 			}
 			w.sleep(5 * time.Minute)
-			if r := w.report("crm"); r.Delivered != 1 || r.Endpoints[0].State != liveconfig.EndpointHealthy {
+			if r := w.report("crm"); r.Delivered != 1 || r.Endpoints[0].State != adminapi.EndpointHealthy {
 				t.Errorf("%+v: in the end: %+v", failure, r)
 			}
 			attempts := w.engine.Attempts("ns/crm", "e0")
@@ -375,7 +376,7 @@ func TestAnyEndpoint(t *testing.T) {
 			w.Errorf("%s got %d messages in %d requests, want %d in %d", url, m, n, messages, requests)
 		}
 	}
-	ledger := func(w *world, want liveconfig.Ledger) {
+	ledger := func(w *world, want adminapi.Ledger) {
 		w.Helper()
 		if r := w.report("crm"); r.Ledger != want {
 			w.Errorf("ledger %+v, want %+v", r.Ledger, want)
@@ -398,7 +399,7 @@ func TestAnyEndpoint(t *testing.T) {
 		w.sleep(time.Minute)
 		got(w, urlA, 2000, 2000)
 		got(w, urlB, 2000, 2000)
-		ledger(w, liveconfig.Ledger{Accepted: 2000, Delivered: 2000})
+		ledger(w, adminapi.Ledger{Accepted: 2000, Delivered: 2000})
 		all := w.client.requests(urlA)
 		if took := all[len(all)-1].at.Sub(all[0].at); float64(took) > float64(alone)/0.9 {
 			t.Errorf("the fast URL needed %v, without the slow one %v", took, alone)
@@ -410,7 +411,7 @@ func TestAnyEndpoint(t *testing.T) {
 		w.sleep(time.Minute)
 		got(w, urlA, 2000, 2000)
 		got(w, urlB, 2000, 2000)
-		ledger(w, liveconfig.Ledger{Accepted: 2000, Delivered: 2000})
+		ledger(w, adminapi.Ledger{Accepted: 2000, Delivered: 2000})
 	})
 	run("fast and one that hangs", map[string]answer{urlA: fast, urlB: {after: time.Hour}}, func(t *testing.T, w *world) {
 		d := dest("crm", urlA, urlB)
@@ -419,7 +420,7 @@ func TestAnyEndpoint(t *testing.T) {
 		w.send("web", 2000)
 		w.sleep(10 * time.Second)
 		got(w, urlA, 2000, 2000)
-		ledger(w, liveconfig.Ledger{Accepted: 2000, Delivered: 2000})
+		ledger(w, adminapi.Ledger{Accepted: 2000, Delivered: 2000})
 		if r := w.report("crm"); r.Endpoints[1].FirstAttemptsPending < 1990 || !r.OldestPending.IsZero() {
 			t.Errorf("%d first attempts wait, and a message from %v", r.Endpoints[1].FirstAttemptsPending, r.OldestPending)
 		}
@@ -430,7 +431,7 @@ func TestAnyEndpoint(t *testing.T) {
 			t.Errorf("%d of 2000 were tried at the URL that hangs; its report says %+v", tried, r.Endpoints[1])
 		}
 		got(w, urlA, 2000, 2000)
-		ledger(w, liveconfig.Ledger{Accepted: 2000, Delivered: 2000})
+		ledger(w, adminapi.Ledger{Accepted: 2000, Delivered: 2000})
 		if dead := w.dead("crm"); len(dead) != 0 {
 			t.Errorf("%d dead letters of messages that a URL accepted", len(dead))
 		}
@@ -439,8 +440,8 @@ func TestAnyEndpoint(t *testing.T) {
 		w.apply(dest("crm", urlA, urlB))
 		w.send("web", 2000)
 		w.sleep(10 * time.Second)
-		ledger(w, liveconfig.Ledger{Accepted: 2000, Delivered: 2000})
-		if r := w.report("crm"); r.Endpoints[1].State != liveconfig.EndpointCircuitOpen {
+		ledger(w, adminapi.Ledger{Accepted: 2000, Delivered: 2000})
+		if r := w.report("crm"); r.Endpoints[1].State != adminapi.EndpointCircuitOpen {
 			t.Errorf("%+v", r.Endpoints)
 		}
 		before, requests := perURL(w, urlB)
@@ -448,7 +449,7 @@ func TestAnyEndpoint(t *testing.T) {
 		w.sleep(10 * time.Minute)
 		got(w, urlA, 2000, 2000)
 		got(w, urlB, 2000, requests+2000-before) // Its failed messages are not sent again.
-		ledger(w, liveconfig.Ledger{Accepted: 2000, Delivered: 2000})
+		ledger(w, adminapi.Ledger{Accepted: 2000, Delivered: 2000})
 	})
 	run("all fail: retried to all", map[string]answer{urlA: {status: 500}, urlB: {status: 500}}, func(t *testing.T, w *world) {
 		w.apply(dest("crm", urlA, urlB))
@@ -461,7 +462,7 @@ func TestAnyEndpoint(t *testing.T) {
 		}
 		w.client.set(byURL(map[string]answer{urlA: {status: 500}}))
 		w.sleep(10 * time.Minute)
-		ledger(w, liveconfig.Ledger{Accepted: 1, Delivered: 1})
+		ledger(w, adminapi.Ledger{Accepted: 1, Delivered: 1})
 		w.client.forget()
 		w.sleep(3 * time.Hour)
 		got(w, urlA, 0, 0) // The success ended the retries.
@@ -472,14 +473,14 @@ func TestAnyEndpoint(t *testing.T) {
 		w.sleep(time.Second)
 		w.client.set(always(answer{status: 200}))
 		w.sleep(10 * time.Second)
-		ledger(w, liveconfig.Ledger{Accepted: 1, Delivered: 1})
+		ledger(w, adminapi.Ledger{Accepted: 1, Delivered: 1})
 		got(w, urlA, 1, 1)
 	})
 	run("refused by one, failed by the other: retried", map[string]answer{urlA: {status: 400}, urlB: {status: 500}}, func(t *testing.T, w *world) {
 		w.apply(dest("crm", urlA, urlB))
 		w.send("web", 2)
 		w.sleep(time.Second)
-		ledger(w, liveconfig.Ledger{Accepted: 2, Pending: 2})
+		ledger(w, adminapi.Ledger{Accepted: 2, Pending: 2})
 		w.client.set(func(r request) answer {
 			if r.body == "m1" {
 				return answer{status: 200}
@@ -487,7 +488,7 @@ func TestAnyEndpoint(t *testing.T) {
 			return answer{status: 410}
 		})
 		w.sleep(10 * time.Minute)
-		ledger(w, liveconfig.Ledger{Accepted: 2, Delivered: 1, DeadLettered: 1})
+		ledger(w, adminapi.Ledger{Accepted: 2, Delivered: 1, DeadLettered: 1})
 		dead := w.dead("crm")
 		if len(dead) != 1 || dead[0].ID != "m2" || dead[0].Failure.Reason != "Rejected" || dead[0].Lane.Endpoint != "" || dead[0].Attempts < 3 {
 			t.Errorf("dead letters: %+v", dead)
@@ -498,7 +499,7 @@ func TestAnyEndpoint(t *testing.T) {
 		w.apply(dest("crm", urlA, urlB))
 		w.send("web", 500)
 		w.sleep(5 * time.Hour)
-		ledger(w, liveconfig.Ledger{Accepted: 500, DeadLettered: 500})
+		ledger(w, adminapi.Ledger{Accepted: 500, DeadLettered: 500})
 		if dead := w.dead("crm"); len(dead) != 500 || dead[0].Failure.Reason != "Expired" {
 			t.Errorf("%d dead letters", len(dead))
 		}
@@ -511,7 +512,7 @@ func TestAnyEndpoint(t *testing.T) {
 		w.send("web", 100)
 		w.sleep(time.Minute)
 		got(w, urlB, 100, 100) // The messages accepted since then.
-		ledger(w, liveconfig.Ledger{Accepted: 200, Delivered: 100, Pending: 100})
+		ledger(w, adminapi.Ledger{Accepted: 200, Delivered: 100, Pending: 100})
 		w.client.forget()
 		w.client.set(always(answer{status: 200}))
 		w.sleep(10 * time.Minute)
@@ -519,7 +520,7 @@ func TestAnyEndpoint(t *testing.T) {
 			t.Errorf("%d messages reached the first URL", m)
 		}
 		got(w, urlB, 0, 0)
-		ledger(w, liveconfig.Ledger{Accepted: 200, Delivered: 200})
+		ledger(w, adminapi.Ledger{Accepted: 200, Delivered: 200})
 	})
 	run("a URL is removed", map[string]answer{urlA: {reason: egress.ConnectionRefused}}, func(t *testing.T, w *world) {
 		d := dest("crm", urlA, urlB)
@@ -534,7 +535,7 @@ func TestAnyEndpoint(t *testing.T) {
 		w.send("web", 100)
 		w.sleep(10 * time.Minute)
 		got(w, urlB, 300, 300) // The messages that only the first URL had; the others are not sent again.
-		ledger(w, liveconfig.Ledger{Accepted: 300, Delivered: 300})
+		ledger(w, adminapi.Ledger{Accepted: 300, Delivered: 300})
 		if lanes := w.store.Lanes(); len(lanes) != 1 {
 			t.Errorf("remaining lanes: %v", lanes)
 		}
@@ -548,7 +549,7 @@ func TestAnyEndpoint(t *testing.T) {
 		w.apply(d)
 		w.sleep(time.Minute)
 		got(w, urlA, 2000, 2000) // The first URL does not get these messages again.
-		ledger(w, liveconfig.Ledger{Accepted: 2000, Delivered: 2000})
+		ledger(w, adminapi.Ledger{Accepted: 2000, Delivered: 2000})
 		if lanes := w.store.Lanes(); len(lanes) != 1 {
 			t.Errorf("remaining lanes: %v", lanes)
 		}
@@ -566,7 +567,7 @@ func TestAnyEndpoint(t *testing.T) {
 		if b+c != 100 {
 			t.Errorf("%d and %d messages, want 100 in all", b, c)
 		}
-		ledger(w, liveconfig.Ledger{Accepted: 100, Delivered: 100})
+		ledger(w, adminapi.Ledger{Accepted: 100, Delivered: 100})
 	})
 }
 
@@ -793,10 +794,10 @@ func TestCircuitSurvivesRestart(t *testing.T) {
 		w.send("web", 100)
 		w.sleep(10 * time.Minute)
 		before := w.report("a")
-		open := func() liveconfig.EndpointReport {
+		open := func() adminapi.EndpointReport {
 			t.Helper()
 			ep := w.report("a").Endpoints[0]
-			if ep.State != liveconfig.EndpointCircuitOpen {
+			if ep.State != adminapi.EndpointCircuitOpen {
 				t.Errorf("%+v", ep)
 			}
 			return ep
@@ -838,7 +839,7 @@ func TestCircuitSurvivesRestart(t *testing.T) {
 		w.end()
 		w.restart()
 		apply()
-		if ep := w.report("a").Endpoints[0]; ep.State != liveconfig.EndpointIdle || len(w.store.meta) != 0 {
+		if ep := w.report("a").Endpoints[0]; ep.State != adminapi.EndpointIdle || len(w.store.meta) != 0 {
 			t.Errorf("after it recovered: %+v, stored records: %d", ep, len(w.store.meta))
 		}
 		// No record is kept of objects that are missing in the config.
@@ -1132,7 +1133,7 @@ func TestRemovedEndpoint(t *testing.T) {
 		if len(dead) != 10 || dead[0].Failure.Reason != EndpointRemoved || dead[0].Lane.Source != "ns/web" {
 			t.Fatalf("%d dead letters, want the 10 of web: %+v", len(dead), dead)
 		}
-		if r := w.report("crm"); r.Ledger != (liveconfig.Ledger{Accepted: 55, Delivered: 20, DeadLettered: 10, Discarded: 25}) {
+		if r := w.report("crm"); r.Ledger != (adminapi.Ledger{Accepted: 55, Delivered: 20, DeadLettered: 10, Discarded: 25}) {
 			t.Errorf("%+v", r.Ledger)
 		}
 		w.end()
@@ -1189,7 +1190,7 @@ func TestPoisonMessage(t *testing.T) {
 		w.apply(dest("crm", "http://a.test"))
 		w.send("web", 1)
 		w.sleep(40 * time.Minute)
-		if state := w.report("crm").Endpoints[0].State; state != liveconfig.EndpointCircuitOpen {
+		if state := w.report("crm").Endpoints[0].State; state != adminapi.EndpointCircuitOpen {
 			t.Fatalf("the circuit is %s, want it open", state)
 		}
 		w.send("web", 100)
@@ -1231,7 +1232,7 @@ func TestPolicyThereAndBack(t *testing.T) {
 				t.Errorf("%s was sent %d times", id, n)
 			}
 		}
-		if r := w.report("crm"); r.Ledger != (liveconfig.Ledger{Accepted: 111, Delivered: 110, Pending: 1}) || len(sent) != 111 {
+		if r := w.report("crm"); r.Ledger != (adminapi.Ledger{Accepted: 111, Delivered: 110, Pending: 1}) || len(sent) != 111 {
 			t.Errorf("%d messages sent; %+v", len(sent), r.Ledger)
 		}
 		w.end()

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -184,7 +185,7 @@ func TestOutage(t *testing.T) {
 				w.client.set(always(down))
 				w.send("web", waiting)
 				w.sleep(time.Minute)
-				if r := w.report("crm"); r.Endpoints[0].State != liveconfig.EndpointCircuitOpen || r.NextAttempt.IsZero() {
+				if r := w.report("crm"); r.Endpoints[0].State != adminapi.EndpointCircuitOpen || r.NextAttempt.IsZero() {
 					t.Errorf("a minute into the outage: %+v", r)
 				}
 				w.client.forget()
@@ -227,7 +228,7 @@ func TestOutage(t *testing.T) {
 						t.Errorf("%d requests in round trip %d, want at most %d", n, i, limit)
 					}
 				}
-				if r := w.report("crm"); r.Delivered != int64(waiting+1000) || r.Endpoints[0].State != liveconfig.EndpointHealthy {
+				if r := w.report("crm"); r.Delivered != int64(waiting+1000) || r.Endpoints[0].State != adminapi.EndpointHealthy {
 					t.Errorf("%+v", r)
 				}
 				w.end()
@@ -245,7 +246,7 @@ func TestProbeOfEmptyLane(t *testing.T) {
 		w.apply(d)
 		w.send("web", 20)
 		w.sleep(10 * time.Minute)
-		if r := w.report("crm"); r.Pending != 0 || r.Endpoints[0].State != liveconfig.EndpointCircuitOpen {
+		if r := w.report("crm"); r.Pending != 0 || r.Endpoints[0].State != adminapi.EndpointCircuitOpen {
 			t.Errorf("%+v", r)
 		}
 		w.client.forget()

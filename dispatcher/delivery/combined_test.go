@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
@@ -158,7 +159,7 @@ func TestCircuitSurvivesHold(t *testing.T) {
 		d := dest("crm", "http://a.test")
 		w.apply(d)
 		w.send("web", 100)
-		for w.report("crm").Endpoints[0].State != liveconfig.EndpointCircuitOpen {
+		for w.report("crm").Endpoints[0].State != adminapi.EndpointCircuitOpen {
 			w.sleep(time.Second)
 		}
 		for range 100 {
@@ -167,7 +168,7 @@ func TestCircuitSurvivesHold(t *testing.T) {
 			paused.State, paused.Endpoints = liveconfig.Paused, nil
 			w.apply(paused)
 			w.apply(d)
-			if state := w.report("crm").Endpoints[0].State; state != liveconfig.EndpointCircuitOpen {
+			if state := w.report("crm").Endpoints[0].State; state != adminapi.EndpointCircuitOpen {
 				t.Fatalf("the circuit is %s", state)
 			}
 		}

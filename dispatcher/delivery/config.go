@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
 	"github.com/posthorn/posthorn/dispatcher/delivery/sign"
 	"github.com/posthorn/posthorn/dispatcher/egress"
@@ -277,7 +278,7 @@ func (e *Engine) activate(p *change, now time.Time) (forget []target) {
 		ep := d.endpoints[name]
 		if ep == nil {
 			ep = &endpoint{destination: d, name: name, circuit: newCircuit(p.set.maxInFlight)}
-			ep.health.state = liveconfig.EndpointIdle
+			ep.health.state = adminapi.EndpointIdle
 			ep.health.since = now
 			if o, ok := e.outages[ep.outageName()]; ok {
 				ep.resume(o, p.set.revision, now)

@@ -18,6 +18,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"go.opentelemetry.io/otel/trace"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
 	"github.com/posthorn/posthorn/dispatcher/delivery/sign"
 	"github.com/posthorn/posthorn/dispatcher/egress"
@@ -163,7 +164,7 @@ type endpoint struct {
 	metrics  endpointMetrics
 	// loggedState is the last logged state, loggedAt the time of that log line, suppressed the number of changes
 	// since.
-	loggedState liveconfig.EndpointState
+	loggedState adminapi.EndpointState
 	loggedAt    time.Time
 	suppressed  int
 	// lanes that send to the endpoint, in turns; turn is the index of the next.

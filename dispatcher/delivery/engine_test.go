@@ -12,6 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -257,7 +258,7 @@ func (w *world) sleep(d time.Duration) {
 }
 
 // report returns the report of a destination.
-func (w *world) report(name string) liveconfig.DestinationReport {
+func (w *world) report(name string) adminapi.DestinationReport {
 	w.Helper()
 	for _, r := range w.engine.Report("ns") {
 		if r.Name == name {
@@ -265,7 +266,7 @@ func (w *world) report(name string) liveconfig.DestinationReport {
 		}
 	}
 	w.Fatalf("no report of %s", name)
-	return liveconfig.DestinationReport{}
+	return adminapi.DestinationReport{}
 }
 
 // dead returns the dead letters of a destination.
@@ -341,7 +342,7 @@ func TestDelivers(t *testing.T) {
 			t.Errorf("%d requests, want 1000", n)
 		}
 		r := w.report("crm")
-		if r.Delivered != 1000 || r.Pending != 0 || r.Endpoints[0].State != liveconfig.EndpointHealthy {
+		if r.Delivered != 1000 || r.Pending != 0 || r.Endpoints[0].State != adminapi.EndpointHealthy {
 			t.Errorf("report %+v", r)
 		}
 		if most := w.most(""); most != 64 {

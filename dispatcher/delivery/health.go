@@ -4,18 +4,18 @@ import (
 	"math/bits"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // health determines an endpoint's state in a report. It counts every failure, also those that are
 // not the endpoint's fault (a 4xx), because its owner must see them. It is pure; the engine's lock
 // guards it.
 type health struct {
-	state liveconfig.EndpointState
+	state adminapi.EndpointState
 	since time.Time
 
 	lastSuccess time.Time
-	lastFailure *liveconfig.Failure
+	lastFailure *adminapi.Failure
 	consecutive int
 	// streak counts consecutive successes; recent has one bit per recent attempt, 1 = failed.
 	streak int
@@ -24,7 +24,7 @@ type health struct {
 	latency time.Duration
 }
 
-func (h *health) record(now time.Time, took time.Duration, failure *liveconfig.Failure) {
+func (h *health) record(now time.Time, took time.Duration, failure *adminapi.Failure) {
 	h.recent <<= 1
 	h.latency += (took - h.latency) / 8
 	if failure == nil {
@@ -69,20 +69,20 @@ const (
 // next has some inertia: an endpoint that fails one request in a hundred does not change its state
 // all the time, but an endpoint with little traffic shows its first failure and its recovery
 // immediately.
-func (h *health) next(now time.Time, c *circuit) liveconfig.EndpointState {
+func (h *health) next(now time.Time, c *circuit) adminapi.EndpointState {
 	failures := bits.OnesCount32(h.recent & (1<<recentAttempts - 1))
 	switch {
 	case c.open:
-		return liveconfig.EndpointCircuitOpen
+		return adminapi.EndpointCircuitOpen
 	case h.consecutive == 0 && h.streak == 0:
-		return liveconfig.EndpointIdle
+		return adminapi.EndpointIdle
 	case h.consecutive >= 3, h.consecutive > 0 && now.Sub(h.lastSuccess) > lately,
 		c.recovering > 0 && now.Sub(c.closedAt) < recoveryShown:
-		return liveconfig.EndpointDegraded
+		return adminapi.EndpointDegraded
 	case failures <= 1, h.streak >= 5, h.consecutive == 0 && now.Sub(h.lastFailure.Time) > lately:
-		return liveconfig.EndpointHealthy
+		return adminapi.EndpointHealthy
 	case failures >= 4:
-		return liveconfig.EndpointDegraded
+		return adminapi.EndpointDegraded
 	}
 	return h.state
 }

@@ -13,6 +13,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -22,27 +23,27 @@ func TestEndpointStates(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200, after: time.Millisecond}))
 		w.apply(dest("crm", urlA))
-		state := func(want liveconfig.EndpointState) {
+		state := func(want adminapi.EndpointState) {
 			t.Helper()
 			if ep := w.report("crm").Endpoints[0]; ep.State != want {
 				t.Errorf("%s, want %s: %+v", ep.State, want, ep)
 			}
 		}
-		state(liveconfig.EndpointIdle)
+		state(adminapi.EndpointIdle)
 		w.send("web", 1)
 		w.sleep(time.Minute)
-		state(liveconfig.EndpointHealthy)
+		state(adminapi.EndpointHealthy)
 		w.client.set(always(answer{status: 500}))
 		w.send("web", 1)
 		w.sleep(time.Millisecond)
-		state(liveconfig.EndpointDegraded)
+		state(adminapi.EndpointDegraded)
 		ep := w.report("crm").Endpoints[0]
 		if ep.LastFailure == nil || ep.LastFailure.Reason != "ServerError" || ep.LastFailure.StatusCode != 500 || ep.LastFailure.Message == "" || ep.Since.Before(ep.LastSuccess) {
 			t.Errorf("%+v", ep)
 		}
 		w.send("web", 20)
 		w.sleep(30 * time.Second)
-		state(liveconfig.EndpointCircuitOpen)
+		state(adminapi.EndpointCircuitOpen)
 		since := w.report("crm").Endpoints[0].Since
 		w.sleep(10 * time.Minute)
 		if w.report("crm").Endpoints[0].Since != since {
@@ -50,7 +51,7 @@ func TestEndpointStates(t *testing.T) {
 		}
 		w.client.set(always(answer{status: 200}))
 		w.sleep(10 * time.Minute)
-		state(liveconfig.EndpointHealthy)
+		state(adminapi.EndpointHealthy)
 		if r := w.report("crm"); r.Delivered != 22 || r.Endpoints[0].LastFailure == nil || !r.Endpoints[0].LastSuccess.After(r.Endpoints[0].LastFailure.Time) || !r.NextAttempt.IsZero() {
 			t.Errorf("%+v", r)
 		}
@@ -76,7 +77,7 @@ func TestStateIsCalm(t *testing.T) {
 			w.send("web", 100)
 			w.sleep(100 * time.Millisecond)
 		}
-		if ep := w.report("crm").Endpoints[0]; ep.State != liveconfig.EndpointHealthy || ep.Since != since {
+		if ep := w.report("crm").Endpoints[0]; ep.State != adminapi.EndpointHealthy || ep.Since != since {
 			t.Errorf("%+v, want Healthy since %v", ep, since)
 		}
 		w.end()
@@ -172,17 +173,17 @@ func TestChangedEndpointIsIdle(t *testing.T) {
 		w.send("web", 2)
 		w.sleep(time.Second)
 		failed := w.report("crm").Endpoints[0]
-		if failed.State != liveconfig.EndpointDegraded {
+		if failed.State != adminapi.EndpointDegraded {
 			t.Fatalf("%+v", failed)
 		}
 		w.apply(dest("crm", urlA))
-		if e := w.report("crm").Endpoints[0]; e.State != liveconfig.EndpointIdle || e.ConsecutiveFailures != 0 || e.LastFailure != failed.LastFailure {
+		if e := w.report("crm").Endpoints[0]; e.State != adminapi.EndpointIdle || e.ConsecutiveFailures != 0 || e.LastFailure != failed.LastFailure {
 			t.Errorf("after the change: %+v", e)
 		}
 		w.send("web", 1)
 		w.sleep(time.Second)
 		w.apply(dest("crm", urlA)) // A working endpoint keeps its state.
-		if e := w.report("crm").Endpoints[0]; e.State != liveconfig.EndpointHealthy {
+		if e := w.report("crm").Endpoints[0]; e.State != adminapi.EndpointHealthy {
 			t.Errorf("after a delivery: %+v", e)
 		}
 		w.end()
@@ -262,7 +263,7 @@ func TestTail(t *testing.T) {
 		if len(all) != 20 || len(b) != 10 || len(none) != 0 {
 			t.Errorf("%d, %d and %d attempts", len(all), len(b), len(none))
 		}
-		if a := <-b; a.Destination != "ns/b" || a.StatusCode != 404 || a.Reason != egress.Rejected || a.MessageID != "m1" {
+		if a := <-b; a.Destination != "ns/b" || a.StatusCode != 404 || a.Reason != string(egress.Rejected) || a.MessageID != "m1" {
 			t.Errorf("%+v", a)
 		}
 		// Without a reader, excess attempts are dropped and counted, and deliveries continue.

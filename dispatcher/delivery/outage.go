@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
@@ -15,13 +16,13 @@ import (
 // requests to an endpoint that is known to be down.
 type outage struct {
 	// Revision of the destination's config: another one triggers a probe immediately.
-	Revision            string              `json:"revision"`
-	Since               time.Time           `json:"since"`
-	ProbeAt             time.Time           `json:"probeAt"`
-	IntervalMS          int64               `json:"intervalMs"`
-	LastSuccess         time.Time           `json:"lastSuccess,omitzero"`
-	LastFailure         *liveconfig.Failure `json:"lastFailure,omitempty"`
-	ConsecutiveFailures int                 `json:"consecutiveFailures"`
+	Revision            string            `json:"revision"`
+	Since               time.Time         `json:"since"`
+	ProbeAt             time.Time         `json:"probeAt"`
+	IntervalMS          int64             `json:"intervalMs"`
+	LastSuccess         time.Time         `json:"lastSuccess,omitzero"`
+	LastFailure         *adminapi.Failure `json:"lastFailure,omitempty"`
+	ConsecutiveFailures int               `json:"consecutiveFailures"`
 }
 
 // outagePrefix is the prefix of the names under which the store keeps outages.
@@ -129,7 +130,7 @@ func (ep *endpoint) resume(o outage, revision string, now time.Time) {
 	if o.Revision != revision {
 		ep.circuit.probeNow(now)
 	}
-	ep.health.state, ep.health.since = liveconfig.EndpointCircuitOpen, o.Since
+	ep.health.state, ep.health.since = adminapi.EndpointCircuitOpen, o.Since
 	ep.health.lastSuccess, ep.health.lastFailure, ep.health.consecutive = o.LastSuccess, o.LastFailure, o.ConsecutiveFailures
 	ep.health.recent = 1<<recentAttempts - 1
 }

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -65,8 +66,8 @@ func TestOnPebble(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	reports := func(e *Engine) map[string]liveconfig.DestinationReport {
-		out := map[string]liveconfig.DestinationReport{}
+	reports := func(e *Engine) map[string]adminapi.DestinationReport {
+		out := map[string]adminapi.DestinationReport{}
 		for _, r := range e.Report("ns") {
 			out[r.Name] = r
 			if r.Accepted != r.Delivered+r.Filtered+r.DeadLettered+r.Discarded+r.Pending {
@@ -83,7 +84,7 @@ func TestOnPebble(t *testing.T) {
 	send(store, 0, n)
 	eventually(t, "a, c and d are done and b's circuit is open", func() bool {
 		r := reports(e)
-		return r["a"].Delivered == n && r["c"].DeadLettered == n && r["d"].Delivered == n && r["b"].Pending == n && r["b"].Endpoints[0].State == liveconfig.EndpointCircuitOpen
+		return r["a"].Delivered == n && r["c"].DeadLettered == n && r["d"].Delivered == n && r["b"].Pending == n && r["b"].Endpoints[0].State == adminapi.EndpointCircuitOpen
 	})
 	end()
 

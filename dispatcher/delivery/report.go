@@ -3,30 +3,30 @@ package delivery
 import (
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
 // Report returns every destination of a namespace's config: its ledger, including lanes of an
 // earlier config and dropped ones, and the health of its endpoints. It is cheap enough to be called
 // every second.
-func (e *Engine) Report(namespace string) []liveconfig.DestinationReport {
+func (e *Engine) Report(namespace string) []adminapi.DestinationReport {
 	now := time.Now()
 	e.mu.Lock()
 	destinations := e.namespaces[namespace]
-	reports := make([]liveconfig.DestinationReport, 0, len(destinations))
+	reports := make([]adminapi.DestinationReport, 0, len(destinations))
 	lanes := make([][]queue.LaneID, 0, len(destinations))
 	active := make([]bool, 0, len(destinations))
 	for _, d := range destinations {
-		r := liveconfig.DestinationReport{
+		r := adminapi.DestinationReport{
 			Name: d.name, Generation: d.set.generation, Revision: d.set.revision,
-			Endpoints: make([]liveconfig.EndpointReport, 0, len(d.set.targets)),
+			Endpoints: make([]adminapi.EndpointReport, 0, len(d.set.targets)),
 		}
 		for _, t := range d.set.targets {
 			if t.health.settle(now, &t.circuit) { // Some states end by time alone.
 				e.logState(t.endpoint, now)
 			}
-			r.Endpoints = append(r.Endpoints, liveconfig.EndpointReport{
+			r.Endpoints = append(r.Endpoints, adminapi.EndpointReport{
 				Name: t.name, State: t.health.state, Since: t.health.since,
 				LastSuccess: t.health.lastSuccess, ConsecutiveFailures: t.health.consecutive, LastFailure: t.health.lastFailure,
 			})
@@ -44,7 +44,7 @@ func (e *Engine) Report(namespace string) []liveconfig.DestinationReport {
 	for i := range reports {
 		r := &reports[i]
 		var nextRetry time.Time
-		r.Ledger = liveconfig.Ledger(e.o.Store.DestinationStats(namespace + "/" + r.Name).Ledger)
+		r.Ledger = adminapi.Ledger(e.o.Store.DestinationStats(namespace + "/" + r.Name).Ledger)
 		groups := map[queue.LaneID]bool{}
 		for _, id := range lanes[i] {
 			s := e.o.Store.LaneStats(id)
@@ -86,9 +86,9 @@ func (e *Engine) Takes(id queue.LaneID) bool {
 }
 
 // allOpen reports whether only probes are sent.
-func allOpen(endpoints []liveconfig.EndpointReport) bool {
+func allOpen(endpoints []adminapi.EndpointReport) bool {
 	for _, ep := range endpoints {
-		if ep.State != liveconfig.EndpointCircuitOpen {
+		if ep.State != adminapi.EndpointCircuitOpen {
 			return false
 		}
 	}

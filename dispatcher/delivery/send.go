@@ -10,9 +10,9 @@ import (
 
 	"go.opentelemetry.io/otel/trace"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
 	"github.com/posthorn/posthorn/dispatcher/egress"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/event"
 )
@@ -45,8 +45,8 @@ func (r *ended) outcome() retry.Outcome {
 	return retry.Outcome{StatusCode: r.StatusCode, Reason: r.Reason, RetryAfter: r.RetryAfter}
 }
 
-func (r *ended) failure() *liveconfig.Failure {
-	return &liveconfig.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message}
+func (r *ended) failure() *adminapi.Failure {
+	return &adminapi.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message}
 }
 
 // start sends a message to the lane's endpoint. A draining lane may have several endpoints: it
@@ -183,7 +183,7 @@ func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
 // expiry is the failure of messages that were not delivered in time. It includes the last failure
 // of the lane's endpoints.
 func (l *lane) expiry(now time.Time) queue.Failure {
-	var last *liveconfig.Failure
+	var last *adminapi.Failure
 	for _, t := range l.targets {
 		if f := t.health.lastFailure; f != nil && (last == nil || f.Time.After(last.Time)) {
 			last = f
@@ -383,17 +383,17 @@ func (e *Engine) finish(p *post, r *ended, s outcome, started time.Time) (back [
 // record keeps the attempt and updates the endpoint's health.
 func (e *Engine) record(p *post, r *ended) {
 	ep := p.target.endpoint
-	var failure *liveconfig.Failure
+	var failure *adminapi.Failure
 	if r.outcome().Failed() {
 		failure = r.failure()
 	}
 	ep.health.record(r.at, r.duration, failure)
 	ep.metrics.attempt(r)
-	a := Attempt{
-		Time: r.at, Duration: r.duration, Timing: r.Timing,
+	a := adminapi.Attempt{
+		Time: r.at, Duration: r.duration, Timing: adminapi.Timing(r.Timing),
 		Source: p.message.Lane.Source, Destination: ep.destination.key, Endpoint: ep.name,
 		Seq: p.message.Seq, MessageID: p.message.ID, Number: p.message.Attempt + 1,
-		StatusCode: r.StatusCode, Reason: r.Reason, Message: r.Message, RemoteAddr: r.RemoteAddr, Probe: p.probe,
+		StatusCode: r.StatusCode, Reason: string(r.Reason), Message: r.Message, RemoteAddr: r.RemoteAddr, Probe: p.probe,
 	}
 	ep.attempts.add(e.o.Attempts, &a)
 	if len(e.tails) > 0 {
@@ -411,7 +411,7 @@ const stateLogEvery = 10 * time.Second
 // after the last log line.
 func (e *Engine) logState(ep *endpoint, now time.Time) {
 	ep.suppressed++
-	if ep.health.state == liveconfig.EndpointCircuitOpen || ep.loggedState == liveconfig.EndpointCircuitOpen {
+	if ep.health.state == adminapi.EndpointCircuitOpen || ep.loggedState == adminapi.EndpointCircuitOpen {
 		ep.loggedAt = time.Time{}
 	}
 	if e.logSuppressed(ep, now) > 0 && ep.suppressed == 1 {
@@ -446,7 +446,7 @@ func (ep *endpoint) logArgs() []any {
 }
 
 // failureArgs has no status code if there was no response.
-func failureArgs(f *liveconfig.Failure) []any {
+func failureArgs(f *adminapi.Failure) []any {
 	args := []any{"reason", f.Reason}
 	if f.StatusCode != 0 {
 		args = append(args, "statusCode", f.StatusCode)

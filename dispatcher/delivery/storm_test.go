@@ -16,6 +16,7 @@ import (
 
 	"github.com/cockroachdb/pebble/v2/vfs"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -410,7 +411,7 @@ func (s *storm) letters(name string) (all []queue.DeadLetter) {
 // redeliver redelivers or purges some dead letters, while everything else continues.
 func (s *storm) redeliver() {
 	name := stormNames[s.rnd.IntN(len(stormNames))]
-	var selector redelivery.Selector
+	var selector adminapi.DeadLetterSelector
 	letters := s.letters(name)
 	for _, d := range letters {
 		if s.rnd.IntN(2) == 0 {

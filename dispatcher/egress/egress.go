@@ -88,13 +88,13 @@ type Result struct {
 // Timing splits the duration of an attempt. DNS, Connect and TLS are zero if an open connection was
 // reused.
 type Timing struct {
-	DNS     time.Duration `json:"dnsNanos"`
-	Connect time.Duration `json:"connectNanos"`
-	TLS     time.Duration `json:"tlsNanos"`
+	DNS     time.Duration
+	Connect time.Duration
+	TLS     time.Duration
 	// FirstByte is the time from the request to the first byte of the response.
-	FirstByte time.Duration `json:"firstByteNanos"`
+	FirstByte time.Duration
 	// Total is the duration of the whole attempt.
-	Total time.Duration `json:"totalNanos"`
+	Total time.Duration
 }
 
 // Options of a Client.

@@ -1,9 +1,8 @@
-// Package liveconfig is the contract between the two halves of Posthorn: the config that the
-// controllers compile for the dispatcher (Config), the dispatcher's report about its config and its
-// traffic (Report), and the requests to redeliver or purge dead letters (DeadLetterAction).
+// Package liveconfig is the config that the controllers compile for the dispatchers: its types
+// (Config), its encoding in a Secret (Encode, Decode), and its index for ingest and delivery (View).
 //
 // The dispatcher owns the format. It does not know custom resources; the controllers do not know
-// queues.
+// queues. The opposite direction, the dispatcher's reports, is package adminapi.
 package liveconfig
 
 import (

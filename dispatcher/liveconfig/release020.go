@@ -3,8 +3,8 @@ package liveconfig
 import "encoding/json"
 
 // During an upgrade from release 0.2.0, a new dispatcher starts with live configs of the old
-// operator, and the new operator reads reports of old dispatchers. That release has other names for
-// some fields. This file and its test can be removed with the support of such upgrades.
+// operator. That release has other names for some fields. This file and its test can be removed with
+// the support of such upgrades.
 
 // withCurrentNames returns a live config with the present names. It returns a text that it cannot
 // parse as it is: the strict decoder then reports the error.
@@ -44,29 +44,4 @@ func rename(object map[string]json.RawMessage, from, to string) {
 		delete(object, from)
 		object[to] = value
 	}
-}
-
-// DecodeReport reads a Report, including one of release 0.2.0.
-func DecodeReport(text []byte) (Report, error) {
-	var r Report
-	if err := json.Unmarshal(text, &r); err != nil {
-		return Report{}, err
-	}
-	if r.Namespaces != nil {
-		return r, nil
-	}
-	var old struct {
-		Namespaces []struct {
-			Namespace string `json:"tenant"`
-			NamespaceReport
-		} `json:"tenants"`
-	}
-	if err := json.Unmarshal(text, &old); err != nil {
-		return Report{}, err
-	}
-	for _, n := range old.Namespaces {
-		n.NamespaceReport.Namespace = n.Namespace
-		r.Namespaces = append(r.Namespaces, n.NamespaceReport)
-	}
-	return r, nil
 }

@@ -13,8 +13,8 @@ import (
 
 	"golang.org/x/time/rate"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/jobs"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
@@ -63,30 +63,30 @@ func NewJobs(store queue.Store, records *jobs.Records) *Jobs {
 	return &Jobs{store: store, records: records, open: map[string]*part{}}
 }
 
-// Do runs a step of a job. The Progress has the counts of the whole part, and its Job
+// Do runs a step of a job. The progress has the counts of the whole part, and its Job
 // is set. A failed step can be repeated.
-func (j *Jobs) Do(ctx context.Context, a liveconfig.DeadLetterAction, o Options) (Progress, error) {
+func (j *Jobs) Do(ctx context.Context, a adminapi.DeadLetterAction, o Options) (adminapi.DeadLetterProgress, error) {
 	p, err := j.enter(a.Job.ID)
 	if err != nil {
-		return Progress{}, err
+		return adminapi.DeadLetterProgress{}, err
 	}
 	ended := false
 	defer func() { j.leave(a.Job.ID, p, ended) }()
 
 	record, progress, err := j.load(a)
 	if err != nil {
-		return Progress{}, err
+		return adminapi.DeadLetterProgress{}, err
 	}
 	if !record.Completed.IsZero() { // The same object may repeat a step if its status was not written.
 		ended = true
 		return progress.report(record.UID != a.Job.UID), nil
 	}
 	switch a.Job.Step {
-	case liveconfig.JobBegin:
+	case adminapi.JobBegin:
 		err = j.begin(ctx, p, a, &record, &progress, o)
-	case liveconfig.JobRun:
+	case adminapi.JobRun:
 		err = j.run(ctx, p, a, &record, &progress, o)
-	case liveconfig.JobComplete:
+	case adminapi.JobComplete:
 		record.Completed = now(o).UTC()
 		err = j.put(a.Job.ID, record, progress)
 		ended = err == nil
@@ -125,7 +125,7 @@ func (j *Jobs) leave(id string, p *part, ended bool) {
 
 // load returns the record of a part. If another object's run did not complete, it returns
 // a new record, so that the run starts again.
-func (j *Jobs) load(a liveconfig.DeadLetterAction) (jobs.Record, jobProgress, error) {
+func (j *Jobs) load(a adminapi.DeadLetterAction) (jobs.Record, jobProgress, error) {
 	var progress jobProgress
 	record, ok := j.records.Get(a.Job.ID)
 	if ok {
@@ -141,7 +141,7 @@ func (j *Jobs) load(a liveconfig.DeadLetterAction) (jobs.Record, jobProgress, er
 }
 
 // begin counts the matching dead letters and records the part, unless it is already recorded.
-func (j *Jobs) begin(ctx context.Context, p *part, a liveconfig.DeadLetterAction, record *jobs.Record, progress *jobProgress, o Options) error {
+func (j *Jobs) begin(ctx context.Context, p *part, a adminapi.DeadLetterAction, record *jobs.Record, progress *jobProgress, o Options) error {
 	known := slices.Clone(progress.Pods)
 	for _, name := range a.Job.Pods {
 		if !slices.Contains(progress.Pods, name) {
@@ -163,7 +163,7 @@ func (j *Jobs) begin(ctx context.Context, p *part, a liveconfig.DeadLetterAction
 }
 
 // run redelivers until no matching dead letter remains or the time slice ends.
-func (j *Jobs) run(ctx context.Context, p *part, a liveconfig.DeadLetterAction, record *jobs.Record, progress *jobProgress, o Options) error {
+func (j *Jobs) run(ctx context.Context, p *part, a adminapi.DeadLetterAction, record *jobs.Record, progress *jobProgress, o Options) error {
 	switch {
 	case len(record.Progress) == 0:
 		return errors.New("this Redelivery has not begun on this dispatcher; send the step begin first")
@@ -187,7 +187,7 @@ func (j *Jobs) run(ctx context.Context, p *part, a liveconfig.DeadLetterAction, 
 	onProgress := o.OnProgress
 	o.OnProgress = nil
 	ended := true
-	o.onPage = func(done Progress, after string) (bool, error) {
+	o.onPage = func(done adminapi.DeadLetterProgress, after string) (bool, error) {
 		progress.Redelivered = base.Redelivered + done.Redelivered
 		progress.Left = base.Left + done.Matched - done.Redelivered
 		progress.After = after
@@ -217,9 +217,9 @@ func (j *Jobs) put(id string, record jobs.Record, progress jobProgress) error {
 	return j.records.Put(id, record)
 }
 
-func (p jobProgress) report(alreadyDone bool) Progress {
-	return Progress{
+func (p jobProgress) report(alreadyDone bool) adminapi.DeadLetterProgress {
+	return adminapi.DeadLetterProgress{
 		Matched: p.Matched, Redelivered: p.Redelivered, Bytes: p.Bytes,
-		Job: &liveconfig.DeadLetterJobState{AlreadyDone: alreadyDone, PartDone: p.Done, Left: p.Left, Pods: p.Pods},
+		Job: &adminapi.DeadLetterJobState{AlreadyDone: alreadyDone, PartDone: p.Done, Left: p.Left, Pods: p.Pods},
 	}
 }

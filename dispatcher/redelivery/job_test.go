@@ -11,8 +11,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/jobs"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
@@ -42,14 +42,14 @@ func (r *jobRig) restart() {
 	r.jobs = redelivery.NewJobs(r.store, records)
 }
 
-func action(uid, step string) liveconfig.DeadLetterAction {
-	return liveconfig.DeadLetterAction{
-		Destination: dest, Rate: 1e6, Selector: redelivery.Selector{Until: time.Now().Add(time.Second)},
-		Job: &liveconfig.DeadLetterJob{ID: "id", UID: uid, Step: step, Pods: []string{"pod-0"}},
+func action(uid, step string) adminapi.DeadLetterAction {
+	return adminapi.DeadLetterAction{
+		Destination: dest, Rate: 1e6, Selector: adminapi.DeadLetterSelector{Until: time.Now().Add(time.Second)},
+		Job: &adminapi.DeadLetterJob{ID: "id", UID: uid, Step: step, Pods: []string{"pod-0"}},
 	}
 }
 
-func (r *jobRig) do(a liveconfig.DeadLetterAction, want string) redelivery.Progress {
+func (r *jobRig) do(a adminapi.DeadLetterAction, want string) adminapi.DeadLetterProgress {
 	r.Helper()
 	p, err := r.jobs.Do(r.Context(), a, redelivery.Options{Rate: a.Rate, DryRun: a.DryRun})
 	if err != nil {
@@ -71,16 +71,16 @@ func (r *jobRig) do(a liveconfig.DeadLetterAction, want string) redelivery.Progr
 func TestJobRunsOnce(t *testing.T) {
 	s := open(t, 10, lane)
 	r := newJobRig(t, s)
-	r.do(action("1", liveconfig.JobBegin), "0/10 left 0")
-	r.do(action("1", liveconfig.JobBegin), "0/10 left 0")
-	r.do(action("1", liveconfig.JobRun), "10/10 left 0 part done")
-	r.do(action("1", liveconfig.JobRun), "10/10 left 0 part done")
-	r.do(action("1", liveconfig.JobComplete), "10/10 left 0 part done")
+	r.do(action("1", adminapi.JobBegin), "0/10 left 0")
+	r.do(action("1", adminapi.JobBegin), "0/10 left 0")
+	r.do(action("1", adminapi.JobRun), "10/10 left 0 part done")
+	r.do(action("1", adminapi.JobRun), "10/10 left 0 part done")
+	r.do(action("1", adminapi.JobComplete), "10/10 left 0 part done")
 	r.restart()
 	// The same object, whose status was not written, and then another object.
-	r.do(action("1", liveconfig.JobBegin), "10/10 left 0 part done")
-	r.do(action("2", liveconfig.JobBegin), "10/10 left 0 already done part done")
-	r.do(action("2", liveconfig.JobRun), "10/10 left 0 already done part done")
+	r.do(action("1", adminapi.JobBegin), "10/10 left 0 part done")
+	r.do(action("2", adminapi.JobBegin), "10/10 left 0 already done part done")
+	r.do(action("2", adminapi.JobRun), "10/10 left 0 already done part done")
 	check.Equal(t, "pending messages", len(lease(t, s, lane)), 10)
 }
 
@@ -88,24 +88,24 @@ func TestJobRunsOnce(t *testing.T) {
 func TestJobOfAFailedRun(t *testing.T) {
 	s := open(t, 10, lane)
 	r := newJobRig(t, s)
-	r.do(action("1", liveconfig.JobBegin), "0/10 left 0")
-	r.do(action("1", liveconfig.JobRun), "10/10 left 0 part done")
+	r.do(action("1", adminapi.JobBegin), "0/10 left 0")
+	r.do(action("1", adminapi.JobRun), "10/10 left 0 part done")
 	for _, d := range lease(t, s, lane) {
 		if _, err := s.Bury(d, queue.Failure{Time: time.Now(), Reason: "Rejected"}); err != nil {
 			t.Fatal(err)
 		}
 	}
-	r.do(action("2", liveconfig.JobBegin), "0/10 left 0")
-	r.do(action("2", liveconfig.JobRun), "10/10 left 0 part done")
+	r.do(action("2", adminapi.JobBegin), "0/10 left 0")
+	r.do(action("2", adminapi.JobRun), "10/10 left 0 part done")
 }
 
 func TestJobDryRun(t *testing.T) {
 	s := open(t, 7, lane)
 	r := newJobRig(t, s)
-	a := action("1", liveconfig.JobBegin)
+	a := action("1", adminapi.JobBegin)
 	a.DryRun = true
 	r.do(a, "0/7 left 0 part done")
-	a.Job.Step = liveconfig.JobRun
+	a.Job.Step = adminapi.JobRun
 	r.do(a, "0/7 left 0 part done")
 	check.Equal(t, "remaining dead letters", count(t, s), 7)
 }
@@ -118,17 +118,17 @@ func TestJobKilled(t *testing.T) {
 		t.Run(when, func(t *testing.T) {
 			s := open(t, letters, lane)
 			r := newJobRig(t, s)
-			r.do(action("1", liveconfig.JobBegin), fmt.Sprintf("0/%d left 0", letters))
+			r.do(action("1", adminapi.JobBegin), fmt.Sprintf("0/%d left 0", letters))
 			killed := &killedStore{Store: s, when: when}
 			records, err := jobs.Open(killed, time.Now)
 			if err != nil {
 				t.Fatal(err)
 			}
-			if _, err := redelivery.NewJobs(killed, records).Do(t.Context(), action("1", liveconfig.JobRun), redelivery.Options{Rate: 1e6}); !errors.Is(err, errKilled) {
+			if _, err := redelivery.NewJobs(killed, records).Do(t.Context(), action("1", adminapi.JobRun), redelivery.Options{Rate: 1e6}); !errors.Is(err, errKilled) {
 				t.Fatalf("run on the killed store: got error %v, want %v", err, errKilled)
 			}
 			r.restart()
-			r.do(action("1", liveconfig.JobRun), fmt.Sprintf("%d/%d left 0 part done", letters, letters))
+			r.do(action("1", adminapi.JobRun), fmt.Sprintf("%d/%d left 0 part done", letters, letters))
 			check.Equal(t, "remaining dead letters", count(t, s), 0)
 			seen := map[string]int{}
 			for _, d := range lease(t, s, lane) {
@@ -182,8 +182,8 @@ func TestJobKeepsDeadLettersWithoutReceiver(t *testing.T) {
 	s := open(t, 6, lane, removed)
 	r := newJobRig(t, s)
 	takes := func(l queue.LaneID) bool { return l != removed && l != lane }
-	r.do(action("1", liveconfig.JobBegin), "0/12 left 0")
-	p, err := r.jobs.Do(t.Context(), action("1", liveconfig.JobRun), redelivery.Options{Rate: 1e6, Takes: takes})
+	r.do(action("1", adminapi.JobBegin), "0/12 left 0")
+	p, err := r.jobs.Do(t.Context(), action("1", adminapi.JobRun), redelivery.Options{Rate: 1e6, Takes: takes})
 	check.NoError(t, "run", err)
 	check.Equal(t, "Redelivered", p.Redelivered, 0)
 	check.Equal(t, "Left", p.Job.Left, 12)
@@ -195,9 +195,9 @@ func TestJobSlices(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := open(t, 500, lane)
 		r := newJobRig(t, s)
-		r.do(action("1", liveconfig.JobBegin), "0/500 left 0")
+		r.do(action("1", adminapi.JobBegin), "0/500 left 0")
 		start := time.Now()
-		a := action("1", liveconfig.JobRun)
+		a := action("1", adminapi.JobRun)
 		a.Rate, a.Job.SliceMS = 10, 2000
 		calls := 0
 		for {
@@ -228,8 +228,8 @@ func TestJobBusy(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := open(t, 50, lane)
 		r := newJobRig(t, s)
-		r.do(action("1", liveconfig.JobBegin), "0/50 left 0")
-		a := action("1", liveconfig.JobRun)
+		r.do(action("1", adminapi.JobBegin), "0/50 left 0")
+		a := action("1", adminapi.JobRun)
 		a.Rate = 1
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error)
@@ -243,7 +243,7 @@ func TestJobBusy(t *testing.T) {
 		cancel()
 		check.ErrorIs(t, "cancelled call", <-done, context.Canceled)
 		a.Rate = 1e6
-		p := r.do(action("1", liveconfig.JobRun), "50/50 left 0 part done")
+		p := r.do(action("1", adminapi.JobRun), "50/50 left 0 part done")
 		if diff := cmp.Diff([]string{"pod-0"}, slices.Sorted(slices.Values(p.Job.Pods))); diff != "" {
 			t.Errorf("pods (-want +got):\n%s", diff)
 		}

@@ -10,28 +10,17 @@ import (
 
 	"golang.org/x/time/rate"
 
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/event"
 )
 
-const (
-	// DefaultRate is the default of Options.Rate, in dead letters a second.
-	DefaultRate = 100
-	// pageSize is the number of dead letters in memory at once. At a lower rate it is the
-	// number of one second.
-	pageSize = 100
-)
-
-type (
-	// Selector selects dead letters.
-	Selector = liveconfig.DeadLetterSelector
-	// Progress counts processed dead letters.
-	Progress = liveconfig.DeadLetterProgress
-)
+// pageSize is the number of dead letters in memory at once. At a lower rate it is the
+// number of one second.
+const pageSize = 100
 
 // matches reports whether a selector selects a dead letter.
-func matches(s Selector, d queue.DeadLetter) bool {
+func matches(s adminapi.DeadLetterSelector, d queue.DeadLetter) bool {
 	in := func(list []string, v string) bool { return len(list) == 0 || slices.Contains(list, v) }
 	return in(s.Keys, d.Key) && in(s.Reasons, d.Failure.Reason) && in(s.Types, d.Type) && in(s.Events, d.Event) &&
 		(s.Since.IsZero() || !d.Failure.Time.Before(s.Since)) && (s.Until.IsZero() || d.Failure.Time.Before(s.Until))
@@ -39,17 +28,17 @@ func matches(s Selector, d queue.DeadLetter) bool {
 
 // Options configure Run and Purge.
 type Options struct {
-	// Rate is in dead letters a second; 0 is DefaultRate.
+	// Rate is in dead letters a second; 0 is adminapi.DefaultRate.
 	Rate float64
 	// DryRun only counts the selected dead letters.
 	DryRun bool
 	// OnProgress, when set, is called after each page.
-	OnProgress func(Progress)
+	OnProgress func(adminapi.DeadLetterProgress)
 	// from is the key behind which the scan starts. onPage, when set, is called after
 	// each page with the key of the last dead letter that was scanned; false ends the
 	// scan, as does an error.
 	from   string
-	onPage func(p Progress, after string) (bool, error)
+	onPage func(p adminapi.DeadLetterProgress, after string) (bool, error)
 	// limiter, when set, replaces Rate.
 	limiter *rate.Limiter
 	// Takes reports whether a lane accepts messages by the current config; nil for all lanes
@@ -67,7 +56,7 @@ type Options struct {
 // destination's success policy has changed, the messages are appended to the lanes of the
 // new policy. After a crash some may be delivered twice; none is lost. With an error, Run
 // returns the progress up to it.
-func Run(ctx context.Context, store queue.Store, destination string, s Selector, o Options) (Progress, error) {
+func Run(ctx context.Context, store queue.Store, destination string, s adminapi.DeadLetterSelector, o Options) (adminapi.DeadLetterProgress, error) {
 	limiter := o.limiter
 	if limiter == nil {
 		limiter = newLimiter(o.Rate)
@@ -107,7 +96,7 @@ func Run(ctx context.Context, store queue.Store, destination string, s Selector,
 // newLimiter returns a limiter for a rate; its burst is the size of a page.
 func newLimiter(perSecond float64) *rate.Limiter {
 	if perSecond <= 0 {
-		perSecond = DefaultRate
+		perSecond = adminapi.DefaultRate
 	}
 	return rate.NewLimiter(rate.Limit(perSecond), int(min(max(1, perSecond), pageSize)))
 }
@@ -138,7 +127,7 @@ func receiver(from queue.LaneID, lanes []queue.LaneID) string {
 }
 
 // Purge removes the selected dead letters permanently.
-func Purge(ctx context.Context, store queue.Store, destination string, s Selector, o Options) (Progress, error) {
+func Purge(ctx context.Context, store queue.Store, destination string, s adminapi.DeadLetterSelector, o Options) (adminapi.DeadLetterProgress, error) {
 	return each(ctx, store, destination, s, o, pageSize, func(page []queue.DeadLetter) (int, error) {
 		keys := make([]string, len(page))
 		for i, d := range page {
@@ -150,7 +139,7 @@ func Purge(ctx context.Context, store queue.Store, destination string, s Selecto
 
 // each calls act with pages of selected dead letters, up to a size. act returns the number
 // that it processed, and may change the page.
-func each(ctx context.Context, store queue.Store, destination string, s Selector, o Options, size int, act func([]queue.DeadLetter) (int, error)) (p Progress, err error) {
+func each(ctx context.Context, store queue.Store, destination string, s adminapi.DeadLetterSelector, o Options, size int, act func([]queue.DeadLetter) (int, error)) (p adminapi.DeadLetterProgress, err error) {
 	started := now(o)
 	for after, more := o.from, true; more; {
 		var page []queue.DeadLetter

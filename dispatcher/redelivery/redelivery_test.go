@@ -11,6 +11,7 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
@@ -86,13 +87,13 @@ func count(t *testing.T, s queue.Store) (n int) {
 
 func TestRunAppendsSelectedDeadLettersToTheirLane(t *testing.T) {
 	s := open(t, 250, lane)
-	dry, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{Reasons: []string{"Expired"}}, redelivery.Options{DryRun: true})
+	dry, err := redelivery.Run(t.Context(), s, dest, adminapi.DeadLetterSelector{Reasons: []string{"Expired"}}, redelivery.Options{DryRun: true})
 	check.NoError(t, "dry run", err)
 	check.Equal(t, "dry run: Matched", dry.Matched, 84)
 	check.Equal(t, "dry run: Redelivered", dry.Redelivered, 0)
 	check.Equal(t, "dead letters after a dry run", count(t, s), 250)
 	calls := 0
-	p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{Reasons: []string{"Expired"}}, redelivery.Options{Rate: 1e6, OnProgress: func(redelivery.Progress) { calls++ }})
+	p, err := redelivery.Run(t.Context(), s, dest, adminapi.DeadLetterSelector{Reasons: []string{"Expired"}}, redelivery.Options{Rate: 1e6, OnProgress: func(adminapi.DeadLetterProgress) { calls++ }})
 	check.NoError(t, "run", err)
 	check.Equal(t, "Matched", p.Matched, 84)
 	check.Equal(t, "Redelivered", p.Redelivered, 84)
@@ -121,7 +122,7 @@ func TestMessagesOfOneEndpointAreRedeliveredToIt(t *testing.T) {
 	if err := s.OpenLane(b); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{Rate: 1e6}); err != nil {
+	if _, err := redelivery.Run(t.Context(), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{Rate: 1e6}); err != nil {
 		t.Fatal(err)
 	}
 	check.Equal(t, "messages for endpoint a", len(lease(t, s, a)), 3)
@@ -132,11 +133,11 @@ func TestPurge(t *testing.T) {
 	s := open(t, 10, lane)
 	var first string
 	_ = s.DeadLetters(t.Context(), dest, "", func(d queue.DeadLetter) bool { first = d.Key; return false })
-	p, err := redelivery.Purge(t.Context(), s, dest, redelivery.Selector{Keys: []string{first}}, redelivery.Options{})
+	p, err := redelivery.Purge(t.Context(), s, dest, adminapi.DeadLetterSelector{Keys: []string{first}}, redelivery.Options{})
 	check.NoError(t, "purge by key", err)
 	check.Equal(t, "purge by key: Matched", p.Matched, 1)
 	check.Equal(t, "dead letters after a purge by key", count(t, s), 9)
-	p, err = redelivery.Purge(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{})
+	p, err = redelivery.Purge(t.Context(), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{})
 	check.NoError(t, "purge of all", err)
 	check.Equal(t, "purge of all: Matched", p.Matched, 9)
 	check.Equal(t, "dead letters after a purge of all", count(t, s), 0)
@@ -147,7 +148,7 @@ func TestPurge(t *testing.T) {
 func TestRunStopsWithItsContext(t *testing.T) {
 	s := open(t, 250, lane)
 	ctx, cancel := context.WithCancel(t.Context())
-	p, err := redelivery.Run(ctx, s, dest, redelivery.Selector{}, redelivery.Options{Rate: 0.001, OnProgress: func(redelivery.Progress) { cancel() }})
+	p, err := redelivery.Run(ctx, s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{Rate: 0.001, OnProgress: func(adminapi.DeadLetterProgress) { cancel() }})
 	check.Equal(t, "run returned an error", err != nil, true)
 	check.Equal(t, "Redelivered", p.Redelivered, 1)
 	check.Equal(t, "remaining dead letters", count(t, s), 249)
@@ -157,7 +158,7 @@ func TestRunStopsWithItsContext(t *testing.T) {
 func TestDeadLettersOfAnEndingLaneAreKept(t *testing.T) {
 	s := open(t, 3, lane)
 	orphan := redelivery.Options{Takes: func(l queue.LaneID) bool { return l != lane }}
-	p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, orphan)
+	p, err := redelivery.Run(t.Context(), s, dest, adminapi.DeadLetterSelector{}, orphan)
 	check.NoError(t, "run for a lane outside of the config", err)
 	check.Equal(t, "Matched of a lane outside of the config", p.Matched, 3)
 	check.Equal(t, "Redelivered of a lane outside of the config", p.Redelivered, 0)
@@ -165,7 +166,7 @@ func TestDeadLettersOfAnEndingLaneAreKept(t *testing.T) {
 	if err := s.EndLane(lane, queue.Ended); err != nil {
 		t.Fatal(err)
 	}
-	p, err = redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{})
+	p, err = redelivery.Run(t.Context(), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{})
 	check.NoError(t, "run for an ended lane", err)
 	check.Equal(t, "Redelivered of an ended lane", p.Redelivered, 0)
 	check.Equal(t, "dead letters of an ended lane", count(t, s), 3)
@@ -186,7 +187,7 @@ func TestLongNumbersAreMarkedAgain(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{}); err != nil || p.Redelivered != int64(len(bodies)) {
+	if p, err := redelivery.Run(t.Context(), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{}); err != nil || p.Redelivered != int64(len(bodies)) {
 		t.Fatalf("run: got %d redelivered and error %v, want %d redelivered", p.Redelivered, err, len(bodies))
 	}
 	got := map[string]bool{}
@@ -210,7 +211,7 @@ func TestDamagedDeadLettersAreKept(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{})
+	p, err := redelivery.Run(t.Context(), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{})
 	check.NoError(t, "run", err)
 	check.Equal(t, "Matched", p.Matched, 3)
 	check.Equal(t, "Redelivered", p.Redelivered, 2)
@@ -223,7 +224,7 @@ func TestDeadLettersOfARemovedLaneAreKept(t *testing.T) {
 	if err := s.DropLane(t.Context(), removed); err != nil {
 		t.Fatal(err)
 	}
-	p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{})
+	p, err := redelivery.Run(t.Context(), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{})
 	check.NoError(t, "run", err)
 	check.Equal(t, "Matched", p.Matched, 8)
 	check.Equal(t, "Redelivered", p.Redelivered, 4)
@@ -254,7 +255,7 @@ func TestDeadLettersAfterAChangeOfThePolicy(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			p, err := redelivery.Run(t.Context(), s, dest, redelivery.Selector{}, redelivery.Options{})
+			p, err := redelivery.Run(t.Context(), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{})
 			check.NoError(t, "run", err)
 			check.Equal(t, "Redelivered", int(p.Redelivered), test.want)
 			check.Equal(t, "remaining dead letters", count(t, s), 0)
@@ -276,7 +277,7 @@ func TestRateIsBounded(t *testing.T) {
 				ended := make(chan struct{})
 				go func() {
 					defer close(ended)
-					_, _ = redelivery.Run(ctx, s, dest, redelivery.Selector{}, redelivery.Options{Rate: rate})
+					_, _ = redelivery.Run(ctx, s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{Rate: rate})
 				}()
 				for i, after := range []time.Duration{0, 2 * time.Second, 8 * time.Second} {
 					time.Sleep(after)

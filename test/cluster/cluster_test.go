@@ -36,9 +36,9 @@ import (
 	"github.com/posthorn/posthorn/controllers"
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/admin/kubeauth"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/configsource"
 	"github.com/posthorn/posthorn/dispatcher/egress"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/docs"
 	"github.com/posthorn/posthorn/test/env"
@@ -159,7 +159,7 @@ func TestFromApplyToStatus(t *testing.T) {
 
 	// The token that the kubelet would project into the operator's pod.
 	token := filepath.Join(t.TempDir(), "token")
-	made := kubectl("", "create", "token", "posthorn-operator", "--namespace", release, "--audience", liveconfig.AdminAudience)
+	made := kubectl("", "create", "token", "posthorn-operator", "--namespace", release, "--audience", adminapi.TokenAudience)
 	if err := os.WriteFile(token, []byte(made), 0o600); err != nil {
 		t.Fatal(err)
 	}

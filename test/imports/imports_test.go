@@ -24,7 +24,8 @@ var rules = []struct {
 	{"api/migrate", nil, []string{"go.yaml.in/yaml/v3"}},
 	{"event", nil, []string{}},
 	{"analytics", []string{"analytics", "event"}, []string{}},
-	{"controllers", []string{"api/", "config/crd", "controllers", "dispatcher/liveconfig"}, nil},
+	{"controllers", []string{"api/", "config/crd", "controllers", "dispatcher/adminapi", "dispatcher/liveconfig"}, nil},
+	{"dispatcher/adminapi", nil, []string{}},
 	{"dispatcher", []string{"dispatcher", "event"}, nil},
 }
 

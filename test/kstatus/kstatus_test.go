@@ -20,6 +20,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -103,26 +104,26 @@ func TestVerdicts(t *testing.T) {
 
 // Tests every kind in every state that does not depend on the verdict.
 func TestStates(t *testing.T) {
-	traffic := map[string]map[string]func(*liveconfig.NamespaceReport, *liveconfig.Report){
+	traffic := map[string]map[string]func(*adminapi.NamespaceReport, *adminapi.Report){
 		"Source": {
-			"receiving": func(t *liveconfig.NamespaceReport, _ *liveconfig.Report) {
+			"receiving": func(t *adminapi.NamespaceReport, _ *adminapi.Report) {
 				t.Sources[0].Accepted, t.Sources[0].LastAccepted = 1, now
 			},
-			"rejecting calls": func(t *liveconfig.NamespaceReport, _ *liveconfig.Report) {
+			"rejecting calls": func(t *adminapi.NamespaceReport, _ *adminapi.Report) {
 				t.Sources[0].Rejected, t.Sources[0].LastRejected = 1, now
 			},
-			"storage full": func(_ *liveconfig.NamespaceReport, r *liveconfig.Report) { r.Storage.Pressure = true },
+			"storage full": func(_ *adminapi.NamespaceReport, r *adminapi.Report) { r.Storage.Pressure = true },
 		},
 		"WebhookDestination": {
-			"delivering":   endpoint(liveconfig.EndpointHealthy, 0),
-			"failing":      endpoint(liveconfig.EndpointDegraded, 3),
-			"circuit open": endpoint(liveconfig.EndpointCircuitOpen, 10),
+			"delivering":   endpoint(adminapi.EndpointHealthy, 0),
+			"failing":      endpoint(adminapi.EndpointDegraded, 3),
+			"circuit open": endpoint(adminapi.EndpointCircuitOpen, 10),
 		},
 		"Audience": {
-			"synced": func(t *liveconfig.NamespaceReport, _ *liveconfig.Report) {
+			"synced": func(t *adminapi.NamespaceReport, _ *adminapi.Report) {
 				t.Audiences[0].Owner, t.Audiences[0].LastSync = true, now
 			},
-			"sync rejected": func(t *liveconfig.NamespaceReport, _ *liveconfig.Report) {
+			"sync rejected": func(t *adminapi.NamespaceReport, _ *adminapi.Report) {
 				t.Audiences[0].Owner, t.Audiences[0].LastRefused = true, now
 			},
 		},
@@ -143,8 +144,8 @@ func TestStates(t *testing.T) {
 		run("no dispatcher", compute(kind, accepted, nil), status.InProgressStatus)
 		run("a dispatcher does not answer", compute(kind, accepted, append(running(kind, accepted, nil), health.Pod{Name: "b"})), status.InProgressStatus)
 		run("not confirmed", compute(kind, newer, running(kind, accepted, nil)), status.InProgressStatus)
-		run("config rejected", compute(kind, newer, running(kind, accepted, func(t *liveconfig.NamespaceReport, _ *liveconfig.Report) {
-			t.Refused = &liveconfig.RefusedConfig{Error: "unknown field"}
+		run("config rejected", compute(kind, newer, running(kind, accepted, func(t *adminapi.NamespaceReport, _ *adminapi.Report) {
+			t.Refused = &adminapi.RefusedConfig{Error: "unknown field"}
 		})), status.InProgressStatus)
 		run("idle", compute(kind, accepted, running(kind, accepted, nil)), status.CurrentStatus)
 		for name, change := range states {
@@ -198,31 +199,31 @@ func TestJobs(t *testing.T) {
 }
 
 // endpoint returns a change that adds an endpoint in a state to a report.
-func endpoint(state liveconfig.EndpointState, failures int) func(*liveconfig.NamespaceReport, *liveconfig.Report) {
-	return func(t *liveconfig.NamespaceReport, _ *liveconfig.Report) {
-		t.Destinations[0].Endpoints = []liveconfig.EndpointReport{{
+func endpoint(state adminapi.EndpointState, failures int) func(*adminapi.NamespaceReport, *adminapi.Report) {
+	return func(t *adminapi.NamespaceReport, _ *adminapi.Report) {
+		t.Destinations[0].Endpoints = []adminapi.EndpointReport{{
 			Name: "primary", State: state, Since: now, ConsecutiveFailures: failures,
-			LastFailure: &liveconfig.Failure{Time: now, Reason: v1alpha1.ReasonTimedOut, Message: "m"},
+			LastFailure: &adminapi.Failure{Time: now, Reason: v1alpha1.ReasonTimedOut, Message: "m"},
 		}}
 	}
 }
 
 // running returns a pod that runs the object; change may change its report.
-func running(kind string, v compile.Verdict, change func(*liveconfig.NamespaceReport, *liveconfig.Report)) []health.Pod {
-	t := liveconfig.NamespaceReport{Namespace: namespace}
+func running(kind string, v compile.Verdict, change func(*adminapi.NamespaceReport, *adminapi.Report)) []health.Pod {
+	t := adminapi.NamespaceReport{Namespace: namespace}
 	switch kind {
 	case "Source":
-		t.Sources = []liveconfig.SourceReport{{Name: "o", Generation: generation, Revision: v.Revision}}
+		t.Sources = []adminapi.SourceReport{{Name: "o", Generation: generation, Revision: v.Revision}}
 	case "WebhookDestination":
-		t.Destinations = []liveconfig.DestinationReport{{Name: "o", Generation: generation, Revision: v.Revision}}
+		t.Destinations = []adminapi.DestinationReport{{Name: "o", Generation: generation, Revision: v.Revision}}
 	case "Audience":
-		t.Audiences = []liveconfig.AudienceReport{{Name: "o", Generation: generation, Revision: v.Revision}}
+		t.Audiences = []adminapi.AudienceReport{{Name: "o", Generation: generation, Revision: v.Revision}}
 	}
-	report := &liveconfig.Report{Pod: "a", Ready: true}
+	report := &adminapi.Report{Pod: "a", Ready: true}
 	if change != nil {
 		change(&t, report)
 	}
-	report.Namespaces = []liveconfig.NamespaceReport{t}
+	report.Namespaces = []adminapi.NamespaceReport{t}
 	return []health.Pod{{Name: "a", Report: report}}
 }
 

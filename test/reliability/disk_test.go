@@ -25,6 +25,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/test/check"
@@ -510,7 +511,7 @@ func (c *child) Addr() net.Addr {
 }
 
 // Report implements target.
-func (c *child) Report() (report liveconfig.Report) {
+func (c *child) Report() (report adminapi.Report) {
 	c.mu.Lock()
 	admin := c.addrs.Admin
 	c.mu.Unlock()

@@ -20,6 +20,7 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -144,11 +145,11 @@ func (r *running) stop() error {
 // target is a dispatcher in this or in another process.
 type target interface {
 	Addr() net.Addr
-	Report() liveconfig.Report
+	Report() adminapi.Report
 }
 
 // ledger returns a destination's part of the report.
-func ledger(t testing.TB, r target, name string) liveconfig.DestinationReport {
+func ledger(t testing.TB, r target, name string) adminapi.DestinationReport {
 	t.Helper()
 	for _, tr := range r.Report().Namespaces {
 		for _, d := range tr.Destinations {
@@ -158,7 +159,7 @@ func ledger(t testing.TB, r target, name string) liveconfig.DestinationReport {
 		}
 	}
 	t.Fatalf("the report has no destination %s", name)
-	return liveconfig.DestinationReport{}
+	return adminapi.DestinationReport{}
 }
 
 // balanced checks the ledgers of all Sources and destinations, at the end of every test.
@@ -179,7 +180,7 @@ func balanced(t testing.TB, r target) {
 }
 
 // balance returns an error if a destination's ledger does not balance.
-func balance(d liveconfig.DestinationReport) error {
+func balance(d adminapi.DestinationReport) error {
 	if err := queue.Ledger(d.Ledger).Balance(); err != nil {
 		return fmt.Errorf("%s: %w", d.Name, err)
 	}

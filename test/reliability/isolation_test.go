@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/test/check"
@@ -286,7 +287,7 @@ func TestRecoveryIsARamp(t *testing.T) {
 	r := start(t, options(t, t.TempDir(), pebblestore.Options{}), config([]liveconfig.Source{source("web")}, d))
 	sendAll(t, r, "web", "first", 100)
 	eventually(t, "an open circuit", func() error {
-		if s := ledger(t, r, "crm").Endpoints[0].State; s != liveconfig.EndpointCircuitOpen {
+		if s := ledger(t, r, "crm").Endpoints[0].State; s != adminapi.EndpointCircuitOpen {
 			return fmt.Errorf("state %s", s)
 		}
 		return nil

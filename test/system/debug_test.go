@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/delivery"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // /debug shows lanes, the config and profiles, without secrets.
@@ -41,9 +41,9 @@ spec: {userId: hush-user, suppress: true}
 		return out
 	}
 	p.eventually("an open circuit, and no pending messages in the other lane", func() error {
-		lanes := map[string]delivery.LaneState{}
+		lanes := map[string]adminapi.LaneState{}
 		for line := range strings.Lines(debug("lanes")) {
-			var l delivery.LaneState
+			var l adminapi.LaneState
 			if err := json.Unmarshal([]byte(line), &l); err != nil {
 				t.Fatal(err)
 			}

@@ -25,7 +25,7 @@ import (
 	"testing"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/test/process"
 	"github.com/posthorn/posthorn/test/wait"
@@ -183,7 +183,7 @@ func (p *posthorn) condition(name, typ, status, reason string) (message string) 
 }
 
 // report reads the dispatcher's report, and checks every ledger in it.
-func (p *posthorn) report() (r liveconfig.Report, err error) {
+func (p *posthorn) report() (r adminapi.Report, err error) {
 	p.t.Helper()
 	resp, err := http.Get("http://" + p.Admin + "/report") //nolint:noctx // a local poll
 	if err != nil {
@@ -263,7 +263,7 @@ func (p *posthorn) checkLedgers() {
 		return
 	}
 	p.checkMetrics()
-	accepted := func(r liveconfig.Report) map[string]int64 {
+	accepted := func(r adminapi.Report) map[string]int64 {
 		n := map[string]int64{}
 		for _, t := range r.Namespaces {
 			for _, s := range t.Sources {

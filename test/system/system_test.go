@@ -15,8 +15,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/posthorn/posthorn/dispatcher/delivery"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/process"
@@ -319,7 +318,7 @@ func TestOpenCircuitSurvivesAKill(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		check.Equal(t, "state in the first report", report.Namespaces[0].Destinations[0].Endpoints[0].State, liveconfig.EndpointCircuitOpen)
+		check.Equal(t, "state in the first report", report.Namespaces[0].Destinations[0].Endpoints[0].State, adminapi.EndpointCircuitOpen)
 		p.condition("crm", "Delivering", "False", "CircuitOpen")
 		p.eventually("a probe", func() error {
 			mu.Lock()
@@ -612,7 +611,7 @@ func TestDeadLettersFromTheCommandLine(t *testing.T) {
 	// Each attempt has its remote address and the durations of its parts.
 	address, dialled := strings.TrimPrefix(r.URL, "http://"), 0
 	for line := range strings.Lines(run(0, "attempts", "crm", "-o", "json")) {
-		var a delivery.Attempt
+		var a adminapi.Attempt
 		if err := json.Unmarshal([]byte(line), &a); err != nil {
 			t.Fatalf("attempt %s: got error %v, want JSON", line, err)
 		}

@@ -15,7 +15,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
 
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // Certificate is the admin listener's certificate, as in the Secret.
@@ -32,7 +32,7 @@ func (c *Certificate) Config() *tls.Config {
 			if now := c.current.Load(); now != nil {
 				return now, nil
 			}
-			return nil, errors.New("the operator has not made the Secret " + liveconfig.AdminCertificateSecret + " yet")
+			return nil, errors.New("the operator has not made the Secret " + adminapi.CertificateSecret + " yet")
 		},
 	}
 }
@@ -44,11 +44,11 @@ func (c *Certificate) Watch(ctx context.Context, client kubernetes.Interface, na
 	factory := informers.NewSharedInformerFactoryWithOptions(client, 0,
 		informers.WithNamespace(namespace),
 		informers.WithTweakListOptions(func(o *metav1.ListOptions) {
-			o.FieldSelector = fields.OneTermEqualSelector(metav1.ObjectNameField, liveconfig.AdminCertificateSecret).String()
+			o.FieldSelector = fields.OneTermEqualSelector(metav1.ObjectNameField, adminapi.CertificateSecret).String()
 		}))
 	informer := factory.Core().V1().Secrets().Informer()
 	if err := informer.SetWatchErrorHandler(func(_ *cache.Reflector, err error) {
-		log.Warn("watching the admin listener's certificate failed; keeping the last one", "secret", liveconfig.AdminCertificateSecret, "error", err)
+		log.Warn("watching the admin listener's certificate failed; keeping the last one", "secret", adminapi.CertificateSecret, "error", err)
 	}); err != nil {
 		return fmt.Errorf("watch the admin listener's certificate: %w", err)
 	}

@@ -25,7 +25,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/cache"
 	"k8s.io/client-go/kubernetes"
 
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 const (
@@ -175,7 +175,7 @@ func (g *Guard) ask(ctx context.Context, q question, token string) (answer, erro
 		return answer{}, fmt.Errorf("review a token: %w", err)
 	}
 	// An authenticator without support for audiences would accept any token.
-	if !review.Status.Authenticated || (wanted != nil && !slices.Contains(review.Status.Audiences, liveconfig.AdminAudience)) {
+	if !review.Status.Authenticated || (wanted != nil && !slices.Contains(review.Status.Audiences, adminapi.TokenAudience)) {
 		return answer{status: http.StatusUnauthorized}, nil
 	}
 	user := review.Status.User
@@ -223,8 +223,8 @@ func audiences(token string) []string {
 	} else if json.Unmarshal(claims.Audience, &many) != nil {
 		return nil
 	}
-	if slices.Contains(many, liveconfig.AdminAudience) {
-		return []string{liveconfig.AdminAudience}
+	if slices.Contains(many, adminapi.TokenAudience) {
+		return []string{adminapi.TokenAudience}
 	}
 	return nil
 }

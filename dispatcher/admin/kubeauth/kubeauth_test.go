@@ -25,7 +25,7 @@ import (
 	"k8s.io/client-go/rest"
 	clienttesting "k8s.io/client-go/testing"
 
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/wait"
 )
@@ -86,20 +86,20 @@ func TestOnARealAPIServer(t *testing.T) {
 		{"an empty token", "Bearer ", "GET", "/report", 401},
 		{"no token at all", "Bearer nonsense", "GET", "/report", 401},
 		{"a token too long", "Bearer " + strings.Repeat("a", maxTokenBytes+1), "GET", "/report", 401},
-		{"the operator", "Bearer " + token(namespace, "posthorn-operator", liveconfig.AdminAudience), "GET", "/report", 200},
-		{"the operator, scheme in lower case", "bearer " + token(namespace, "posthorn-operator", liveconfig.AdminAudience), "GET", "/report", 200},
-		{"the operator, tampered", "Bearer " + tampered(token(namespace, "posthorn-operator", liveconfig.AdminAudience)), "GET", "/report", 401},
+		{"the operator", "Bearer " + token(namespace, "posthorn-operator", adminapi.TokenAudience), "GET", "/report", 200},
+		{"the operator, scheme in lower case", "bearer " + token(namespace, "posthorn-operator", adminapi.TokenAudience), "GET", "/report", 200},
+		{"the operator, tampered", "Bearer " + tampered(token(namespace, "posthorn-operator", adminapi.TokenAudience)), "GET", "/report", 401},
 		{"a token for somebody else", "Bearer " + token(namespace, "posthorn-operator", "vault"), "GET", "/report", 401},
-		{"the operator needs no purge", "Bearer " + token(namespace, "posthorn-operator", liveconfig.AdminAudience), "POST", "/deadletters/purge", 403},
+		{"the operator needs no purge", "Bearer " + token(namespace, "posthorn-operator", adminapi.TokenAudience), "POST", "/deadletters/purge", 403},
 		{"monitoring with its own token", "Bearer " + token("default", "prometheus"), "GET", "/metrics", 200},
 		{"monitoring reads nothing else", "Bearer " + token("default", "prometheus"), "GET", "/deadletters", 403},
 		{"a stranger", "Bearer " + token("default", "stranger"), "GET", "/metrics", 403},
-		{"support lists", "Bearer " + token(namespace, "posthorn-support", liveconfig.AdminAudience), "GET", "/deadletters", 200},
-		{"support shows", "Bearer " + token(namespace, "posthorn-support", liveconfig.AdminAudience), "GET", "/deadletters/018c", 200},
-		{"support purges", "Bearer " + token(namespace, "posthorn-support", liveconfig.AdminAudience), "POST", "/deadletters/purge", 200},
-		{"support follows", "Bearer " + token(namespace, "posthorn-support", liveconfig.AdminAudience), "GET", "/tail", 200},
-		{"support looks inside", "Bearer " + token(namespace, "posthorn-support", liveconfig.AdminAudience), "GET", "/debug/pprof/heap", 200},
-		{"support and no more", "Bearer " + token(namespace, "posthorn-support", liveconfig.AdminAudience), "GET", "/other", 403},
+		{"support lists", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET", "/deadletters", 200},
+		{"support shows", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET", "/deadletters/018c", 200},
+		{"support purges", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "POST", "/deadletters/purge", 200},
+		{"support follows", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET", "/tail", 200},
+		{"support looks inside", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET", "/debug/pprof/heap", 200},
+		{"support and no more", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET", "/other", 403},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			for range 2 { // the second time from memory
@@ -142,12 +142,12 @@ func TestOnARealAPIServer(t *testing.T) {
 				t.Error(err)
 			}
 		})
-		if _, err := certificate.Config().GetCertificate(nil); err == nil || !strings.Contains(err.Error(), liveconfig.AdminCertificateSecret) {
+		if _, err := certificate.Config().GetCertificate(nil); err == nil || !strings.Contains(err.Error(), adminapi.CertificateSecret) {
 			t.Errorf("without a Secret: %v; want an error that names it", err)
 		}
 		put := func(cert, key string) {
 			t.Helper()
-			kubectl(fmt.Sprintf("apiVersion: v1\nkind: Secret\nmetadata: {name: %s, namespace: %s}\nstringData: {tls.crt: %q, tls.key: %q}\n", liveconfig.AdminCertificateSecret, namespace, cert, key), "apply", "--server-side", "-f", "-")
+			kubectl(fmt.Sprintf("apiVersion: v1\nkind: Secret\nmetadata: {name: %s, namespace: %s}\nstringData: {tls.crt: %q, tls.key: %q}\n", adminapi.CertificateSecret, namespace, cert, key), "apply", "--server-side", "-f", "-")
 		}
 		cert1, key1 := selfSigned(t)
 		put(cert1, key1)
@@ -173,7 +173,7 @@ func TestOnARealAPIServer(t *testing.T) {
 		presents(cert1, key1)
 		put(cert2, key2)
 		presents(cert2, key2)
-		if err := boss.CoreV1().Secrets(namespace).Delete(ctx, liveconfig.AdminCertificateSecret, metav1.DeleteOptions{}); err != nil {
+		if err := boss.CoreV1().Secrets(namespace).Delete(ctx, adminapi.CertificateSecret, metav1.DeleteOptions{}); err != nil {
 			t.Fatal(err)
 		}
 		presents(cert2, key2)

@@ -31,7 +31,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/envtest"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/process"
 )
@@ -155,7 +155,7 @@ func (w *world) startProcesses(ctx context.Context) error {
 	_, calls, _ := net.SplitHostPort(process.FreeAddr())
 	_, admin, _ := net.SplitHostPort(process.FreeAddr())
 	token := filepath.Join(w.dir, "token")
-	made, err := w.server.Kubectl("", "create", "token", "posthorn-operator", "--namespace", release, "--audience", liveconfig.AdminAudience, "--duration", "12h")
+	made, err := w.server.Kubectl("", "create", "token", "posthorn-operator", "--namespace", release, "--audience", adminapi.TokenAudience, "--duration", "12h")
 	if err != nil {
 		return err
 	}

@@ -1,4 +1,4 @@
-package liveconfig
+package adminapi
 
 import (
 	"bufio"
@@ -9,6 +9,30 @@ import (
 	"time"
 )
 
+// DeadLetter is a dead letter as the admin API shows it.
+type DeadLetter struct {
+	Key         string    `json:"key"`
+	Source      string    `json:"source"`
+	Destination string    `json:"destination"`
+	Endpoint    string    `json:"endpoint,omitempty"`
+	MessageID   string    `json:"messageId"`
+	Type        string    `json:"type"`
+	Event       string    `json:"event,omitempty"`
+	AcceptedAt  time.Time `json:"acceptedAt"`
+	FailedAt    time.Time `json:"failedAt"`
+	Attempts    int       `json:"attempts"`
+	Reason      string    `json:"reason"`
+	StatusCode  int       `json:"statusCode,omitempty"`
+	Message     string    `json:"message,omitempty"`
+	// Response holds the first bytes of the receiver's last response.
+	Response string `json:"response,omitempty"`
+	// Body is the message; set only when a single dead letter is requested.
+	Body json.RawMessage `json:"body,omitempty"`
+}
+
+// DefaultRate is the default rate of a redelivery, in dead letters a second and dispatcher.
+const DefaultRate = 100
+
 // DeadLetterAction requests an action on a pod's dead letters: POST /deadletters/redeliver or
 // /deadletters/purge. The response is a stream of JSON lines, each a DeadLetterProgress.
 type DeadLetterAction struct {
@@ -17,7 +41,7 @@ type DeadLetterAction struct {
 	Selector    DeadLetterSelector `json:"selector"`
 	// DryRun only counts the selected dead letters.
 	DryRun bool `json:"dryRun,omitempty"`
-	// Rate is in dead letters a second, for redelivery.
+	// Rate is in dead letters a second, for redelivery; 0 is DefaultRate.
 	Rate float64 `json:"rate,omitempty"`
 	// Job, when set, makes a redelivery a pod's part of a Redelivery object: the pod records
 	// its progress in its store, and runs it once.

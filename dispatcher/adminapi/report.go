@@ -1,4 +1,4 @@
-package liveconfig
+package adminapi
 
 import "time"
 

@@ -1,0 +1,43 @@
+package adminapi
+
+import "time"
+
+// Attempt is one request to an endpoint and its result. It holds no secrets, and of the message
+// only the id.
+type Attempt struct {
+	// Time is the end of the attempt, Duration its length; durations are in nanoseconds.
+	Time     time.Time     `json:"time"`
+	Duration time.Duration `json:"durationNanos"`
+	// Timing splits the duration.
+	Timing Timing `json:"timing"`
+	// Source and Destination are "namespace/name".
+	Source      string `json:"source"`
+	Destination string `json:"destination"`
+	Endpoint    string `json:"endpoint"`
+	// Seq and MessageID name the message.
+	Seq       uint64 `json:"seq"`
+	MessageID string `json:"messageId"`
+	// Number is 1 for a message's first attempt.
+	Number int `json:"number"`
+	// StatusCode is 0 if there was no response. Reason is empty for a success, or one of
+	// the delivery reasons (egress.Reason); Message explains it.
+	StatusCode int    `json:"statusCode,omitempty"`
+	Reason     string `json:"reason,omitempty"`
+	Message    string `json:"message,omitempty"`
+	// RemoteAddr is the dialled address.
+	RemoteAddr string `json:"remoteAddr,omitempty"`
+	// Probe is true for a circuit breaker's probe.
+	Probe bool `json:"probe,omitempty"`
+}
+
+// Timing splits the duration of an attempt. DNS, Connect and TLS are zero if an open connection was
+// reused.
+type Timing struct {
+	DNS     time.Duration `json:"dnsNanos"`
+	Connect time.Duration `json:"connectNanos"`
+	TLS     time.Duration `json:"tlsNanos"`
+	// FirstByte is the time from the request to the first byte of the response.
+	FirstByte time.Duration `json:"firstByteNanos"`
+	// Total is the duration of the whole attempt.
+	Total time.Duration `json:"totalNanos"`
+}
