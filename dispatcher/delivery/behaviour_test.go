@@ -859,7 +859,7 @@ func TestCircuitSurvivesRestart(t *testing.T) {
 		open()
 		w.apply()
 		for name := range w.store.meta {
-			if strings.HasPrefix(name, outagePrefix) {
+			if strings.HasPrefix(name, circuitPrefix) {
 				t.Errorf("%s is still stored for a removed destination", name)
 			}
 		}

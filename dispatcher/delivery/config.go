@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/delivery/endpoint"
 	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
 	"github.com/posthorn/posthorn/dispatcher/delivery/sign"
 	"github.com/posthorn/posthorn/dispatcher/egress"
@@ -94,7 +94,7 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 		e.storeBounds(d.key, d.trim)
 	}
 	e.endLanes()
-	e.deleteOutages(v)
+	e.deleteCircuits(v)
 
 	for namespace, revision := range e.revisions {
 		if v.Unusable(namespace) && revisions[namespace] == "" {
@@ -109,7 +109,7 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 // recover restores the lanes and the destinations of an earlier run. Lanes are parked until the
 // config contains them.
 func (e *Engine) recover() {
-	outages, bounds := e.loadRecords()
+	circuits, bounds := e.loadRecords()
 	lanes, destinations := e.o.Store.Lanes(), e.o.Store.Destinations()
 	ends := map[queue.LaneID]queue.End{}
 	for _, id := range lanes {
@@ -132,7 +132,7 @@ func (e *Engine) recover() {
 			e.destination(key)
 		}
 	}
-	e.outages = outages
+	e.circuits = circuits
 	e.recovered = true
 }
 
@@ -272,27 +272,23 @@ func (e *Engine) activate(p *change, now time.Time) (forget []target) {
 	old := d.set
 	d.set = p.set
 	d.trim = &p.set.deadLetters
-	endpoints := map[string]*endpoint{}
+	endpoints := map[string]*liveEndpoint{}
 	for i := range p.set.targets {
 		name := p.set.configs[i].Name
 		ep := d.endpoints[name]
 		if ep == nil {
-			ep = &endpoint{destination: d, name: name, circuit: newCircuit(p.set.maxInFlight)}
-			ep.health.state = adminapi.EndpointIdle
-			ep.health.since = now
-			if o, ok := e.outages[ep.outageName()]; ok {
-				ep.resume(o, p.set.revision, now)
+			ep = &liveEndpoint{destination: d, name: name, machine: endpoint.New(p.set.maxInFlight, now)}
+			if r, ok := e.circuits[ep.recordName()]; ok {
+				ep.machine.Restore(r, p.set.revision, now)
 			}
-			ep.loggedState = ep.health.state
+			ep.loggedState = ep.machine.Status().State
 		} else if old == nil || old.revision != p.set.revision {
-			ep.circuit.setLimit(p.set.maxInFlight)
-			ep.circuit.probeNow(now) // The change may have fixed the endpoint.
-			ep.health.changed(now, &ep.circuit)
+			ep.machine.Reconfigure(p.set.maxInFlight, now)
 		}
 		endpoints[name] = ep
-		p.set.targets[i].endpoint = ep
+		p.set.targets[i].liveEndpoint = ep
 		ep.to = p.set.targets[i].to
-		ep.bucket.setRate(p.set.perSecond)
+		ep.setRate(p.set.perSecond)
 	}
 	if len(endpoints) > 0 { // Unknown endpoints may be the same ones when they are known again.
 		d.endpoints = endpoints
@@ -310,7 +306,7 @@ func (e *Engine) destination(key string) *destination {
 	d := e.destinations[key]
 	if d == nil {
 		namespace, name := split(key)
-		d = &destination{key: key, namespace: namespace, name: name, endpoints: map[string]*endpoint{}}
+		d = &destination{key: key, namespace: namespace, name: name, endpoints: map[string]*liveEndpoint{}}
 		e.destinations[key] = d
 	}
 	return d
@@ -364,7 +360,7 @@ func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Des
 			l.follow(d.set)
 		}
 		for _, t := range l.targets {
-			t.endpoint.lanes = append(t.endpoint.lanes, l)
+			t.liveEndpoint.lanes = append(t.liveEndpoint.lanes, l)
 		}
 		if l.parked() || !l.anyClosed() {
 			back = append(back, e.takeBuffer(l)...)
@@ -438,7 +434,7 @@ func (e *Engine) endLanes() {
 		if set := l.destination.set; l.endpointRemoved && set != nil && l.dropAt.IsZero() {
 			l.follow(set)
 			for _, t := range l.targets {
-				t.endpoint.lanes = append(t.endpoint.lanes, l)
+				t.liveEndpoint.lanes = append(t.liveEndpoint.lanes, l)
 			}
 		}
 		e.enqueue(l)

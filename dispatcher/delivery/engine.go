@@ -5,8 +5,8 @@
 // A lane holds the undelivered messages of one Source for one destination or endpoint. A lane
 // leases messages from the store only while an endpoint can accept more requests, so a backlog
 // costs no memory here. All lanes share the workers that send requests. schedule.go chooses the
-// next lane of a worker, send.go sends a message and records its outcome, circuit.go decides when
-// an endpoint gets no requests. The main types are Engine and Options.
+// next lane of a worker, send.go sends a message and records its outcome. Package delivery/endpoint
+// decides how many requests an endpoint may get. The main types are Engine and Options.
 package delivery
 
 import (
@@ -17,8 +17,9 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"go.opentelemetry.io/otel/trace"
+	"golang.org/x/time/rate"
 
-	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/delivery/endpoint"
 	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
 	"github.com/posthorn/posthorn/dispatcher/delivery/sign"
 	"github.com/posthorn/posthorn/dispatcher/egress"
@@ -84,8 +85,8 @@ type Engine struct {
 	destinations map[string]*destination
 	namespaces   map[string][]*destination // sorted by name
 	lanes        map[queue.LaneID]*lane
-	// outages are the circuits that the store has, by name.
-	outages map[string]outage
+	// circuits are the open circuits that the store has, by name.
+	circuits map[string]endpoint.Record
 
 	// ready lanes have messages and an endpoint that can accept them; blocked lanes wait for their
 	// share of MaxInFlight.
@@ -118,7 +119,7 @@ type destination struct {
 	key, namespace, name string
 	// set is nil after the destination is removed from the config.
 	set       *destinationConfig
-	endpoints map[string]*endpoint
+	endpoints map[string]*liveEndpoint
 	lanes     []*lane
 	// trim limits the dead letters, also after the removal; nil if the removal was before this run.
 	trim    *liveconfig.DeadLetters
@@ -146,25 +147,25 @@ type destinationConfig struct {
 
 // target is an endpoint with its prepared request.
 type target struct {
-	*endpoint
+	*liveEndpoint
 	to *egress.Endpoint
 }
 
-// endpoint is the state of one URL of one destination, shared by its lanes.
-type endpoint struct {
+// liveEndpoint is one URL of one destination with its traffic, shared by its lanes.
+type liveEndpoint struct {
 	destination *destination
 	name        string
 	// to is the endpoint's present config; nil while the endpoint is not usable.
-	to       *egress.Endpoint
-	circuit  circuit
-	bucket   bucket
-	health   health
+	to      *egress.Endpoint
+	machine endpoint.Machine
+	// rate is nil without a rate limit.
+	rate     *rate.Limiter
 	inFlight int
 	attempts attempts
 	metrics  endpointMetrics
 	// loggedState is the last logged state, loggedAt the time of that log line, suppressed the number of changes
 	// since.
-	loggedState adminapi.EndpointState
+	loggedState endpoint.State
 	loggedAt    time.Time
 	suppressed  int
 	// lanes that send to the endpoint, in turns; turn is the index of the next.

@@ -46,12 +46,13 @@ func (l *lane) snapshot() adminapi.LaneState {
 		s.State = "ready"
 	}
 	for _, t := range l.targets {
+		status := t.machine.Status()
 		b := adminapi.BreakerState{
-			Endpoint: t.name, State: t.health.state, Open: t.circuit.open, Probing: t.circuit.probing,
-			InFlight: t.inFlight, Window: int(t.circuit.window), ConsecutiveFailures: t.health.consecutive,
+			Endpoint: t.name, State: adminapi.EndpointState(status.State), Open: t.machine.Open(), Probing: t.machine.Probing(),
+			InFlight: t.inFlight, Window: t.machine.Window(), ConsecutiveFailures: status.Failures,
 		}
 		if b.Open {
-			b.NextAttempt, b.Window = t.circuit.probeAt, 1
+			b.NextAttempt = t.machine.ProbeAt()
 		}
 		s.Breakers = append(s.Breakers, b)
 	}

@@ -227,8 +227,8 @@ func (e *Engine) forgetLane(l *lane) {
 	defer e.mu.Unlock()
 	delete(e.lanes, l.id)
 	for _, t := range l.targets {
-		t.endpoint.lanes = slices.DeleteFunc(slices.Clone(t.endpoint.lanes), func(other *lane) bool { return other == l })
-		t.endpoint.turn = 0
+		t.liveEndpoint.lanes = slices.DeleteFunc(slices.Clone(t.liveEndpoint.lanes), func(other *lane) bool { return other == l })
+		t.liveEndpoint.turn = 0
 	}
 	l.targets = nil
 	d := l.destination

@@ -251,10 +251,7 @@ func (e *Engine) snapshot(d *destination) (destinationMetrics, []endpointSnapsho
 	var endpoints []endpointSnapshot
 	if d.set != nil {
 		for _, t := range d.set.targets {
-			s := endpointSnapshot{t.name, t.metrics, t.circuit.open, int(t.circuit.window), t.inFlight}
-			if s.open {
-				s.window = 1 // for the probe
-			}
+			s := endpointSnapshot{t.name, t.metrics, t.machine.Open(), t.machine.Window(), t.inFlight}
 			s.metrics.failed, s.metrics.duration = maps.Clone(t.metrics.failed), t.metrics.duration.clone()
 			endpoints = append(endpoints, s)
 		}

@@ -177,7 +177,7 @@ func TestChangedEndpointIsIdle(t *testing.T) {
 			t.Fatalf("%+v", failed)
 		}
 		w.apply(dest("crm", urlA))
-		if e := w.report("crm").Endpoints[0]; e.State != adminapi.EndpointIdle || e.ConsecutiveFailures != 0 || e.LastFailure != failed.LastFailure {
+		if e := w.report("crm").Endpoints[0]; e.State != adminapi.EndpointIdle || e.ConsecutiveFailures != 0 || *e.LastFailure != *failed.LastFailure {
 			t.Errorf("after the change: %+v", e)
 		}
 		w.send("web", 1)

@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/delivery/endpoint"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
@@ -23,15 +24,12 @@ func (e *Engine) Report(namespace string) []adminapi.DestinationReport {
 			Endpoints: make([]adminapi.EndpointReport, 0, len(d.set.targets)),
 		}
 		for _, t := range d.set.targets {
-			if t.health.settle(now, &t.circuit) { // Some states end by time alone.
-				e.logState(t.endpoint, now)
+			if t.machine.Refresh(now) {
+				e.logState(t.liveEndpoint, now)
 			}
-			r.Endpoints = append(r.Endpoints, adminapi.EndpointReport{
-				Name: t.name, State: t.health.state, Since: t.health.since,
-				LastSuccess: t.health.lastSuccess, ConsecutiveFailures: t.health.consecutive, LastFailure: t.health.lastFailure,
-			})
-			if t.circuit.open && d.set.active {
-				r.NextAttempt = earlier(r.NextAttempt, t.circuit.probeAt)
+			r.Endpoints = append(r.Endpoints, endpointReport(t.name, t.machine.Status()))
+			if t.machine.Open() && d.set.active {
+				r.NextAttempt = earlier(r.NextAttempt, t.machine.ProbeAt())
 			}
 		}
 		ids := make([]queue.LaneID, 0, len(d.lanes))
@@ -74,6 +72,16 @@ func (e *Engine) Report(namespace string) []adminapi.DestinationReport {
 		}
 	}
 	return reports
+}
+
+func endpointReport(name string, s endpoint.Status) adminapi.EndpointReport {
+	r := adminapi.EndpointReport{
+		Name: name, State: adminapi.EndpointState(s.State), Since: s.Since, LastSuccess: s.LastSuccess, ConsecutiveFailures: s.Failures,
+	}
+	if failure := adminapi.Failure(s.LastFailure); !failure.Time.IsZero() {
+		r.LastFailure = &failure
+	}
+	return r
 }
 
 // Takes reports whether a lane is part of the present config, so that a message appended to it is

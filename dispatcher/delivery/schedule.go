@@ -4,6 +4,8 @@ import (
 	"errors"
 	"time"
 
+	"golang.org/x/time/rate"
+
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
@@ -196,7 +198,7 @@ func (e *Engine) share(proven bool) int {
 
 func (l *lane) proven() bool {
 	for _, t := range l.targets {
-		if t.health.proven() {
+		if t.machine.Proven() {
 			return true
 		}
 	}
@@ -258,7 +260,7 @@ func (e *Engine) unblock() {
 func (e *Engine) quantum(l *lane) int {
 	window := minLease
 	for _, t := range l.targets {
-		window = max(window, int(t.circuit.window))
+		window = max(window, t.machine.Window())
 	}
 	return max(1, min(window, maxLease, (4*e.o.MaxInFlight-e.leased)/(e.ready.len+1)))
 }
@@ -270,11 +272,11 @@ func (l *lane) sendable(now time.Time) (closed, probe bool) {
 	open, proven := true, false
 	for _, t := range l.targets {
 		switch {
-		case t.circuit.mayProbe(now):
+		case t.machine.ProbeDue(now):
 			probe = true
-		case !t.circuit.open:
+		case !t.machine.Open():
 			open = false
-			if p := t.health.proven(); p && !proven {
+			if p := t.machine.Proven(); p && !proven {
 				closed, proven = t.takes(now), true
 			} else if p == proven {
 				closed = closed || t.takes(now)
@@ -285,8 +287,32 @@ func (l *lane) sendable(now time.Time) (closed, probe bool) {
 }
 
 // takes reports whether the endpoint can accept an ordinary request.
-func (ep *endpoint) takes(now time.Time) bool {
-	return ep.room() > 0 && ep.bucket.wait(now) == 0
+func (ep *liveEndpoint) takes(now time.Time) bool {
+	return ep.room() > 0 && ep.rateWait(now) == 0
+}
+
+// setRate sets the largest number of requests per second; 0 is no limit. A tenth of a second's
+// requests may be sent at once.
+func (ep *liveEndpoint) setRate(perSecond int) {
+	switch {
+	case perSecond == 0:
+		ep.rate = nil
+	case ep.rate == nil || ep.rate.Limit() != rate.Limit(perSecond):
+		ep.rate = rate.NewLimiter(rate.Limit(perSecond), max(1, perSecond/10))
+	}
+}
+
+// rateWait returns the time until the rate limit permits a request.
+func (ep *liveEndpoint) rateWait(now time.Time) time.Duration {
+	if ep.rate == nil {
+		return 0
+	}
+	// The tolerance covers rounding; without it a timer could always fire just too early.
+	missing := 1 - ep.rate.TokensAt(now)
+	if missing <= 1e-6 {
+		return 0
+	}
+	return time.Duration(missing/float64(ep.rate.Limit())*float64(time.Second)) + 1
 }
 
 // servedPerSecond is the request rate that an endpoint should reach even when other endpoints use
@@ -296,10 +322,10 @@ const servedPerSecond = 100
 // room is the number of further requests that the endpoint may have in flight. While connections
 // are scarce, it waits for one of its own connections instead of dialling, as long as they are fast
 // enough: for a burst to a fast endpoint, dialling does not pay.
-func (ep *endpoint) room() int {
-	room := ep.circuit.room(ep.inFlight)
+func (ep *liveEndpoint) room() int {
+	room := ep.machine.Room(ep.inFlight)
 	if room > 0 && ep.to != nil {
-		needed := 1 + int(ep.health.latency*servedPerSecond/time.Second)
+		needed := 1 + int(ep.machine.Latency()*servedPerSecond/time.Second)
 		room = min(room, ep.to.Share(needed)-ep.inFlight)
 	}
 	return room
@@ -307,15 +333,15 @@ func (ep *endpoint) room() int {
 
 // wakeNextLane gives an endpoint's free capacity to the next lane that has work for it, or sets a timer if
 // capacity becomes free by time alone.
-func (e *Engine) wakeNextLane(ep *endpoint, now time.Time) {
+func (e *Engine) wakeNextLane(ep *liveEndpoint, now time.Time) {
 	var at time.Time
-	switch c := &ep.circuit; {
-	case c.probing || !c.open && ep.room() <= 0:
+	switch m := &ep.machine; {
+	case m.Probing() || !m.Open() && ep.room() <= 0:
 		return // The end of a request in flight calls wakeNextLane again.
-	case c.open:
-		at = c.probeAt
+	case m.Open():
+		at = m.ProbeAt()
 	default:
-		at = now.Add(ep.bucket.wait(now))
+		at = now.Add(ep.rateWait(now))
 	}
 	for range ep.lanes {
 		ep.turn = (ep.turn + 1) % len(ep.lanes)
@@ -335,7 +361,7 @@ func (e *Engine) wakeNextLane(ep *endpoint, now time.Time) {
 }
 
 // arm sets the endpoint's timer, unless it already fires earlier.
-func (e *Engine) arm(ep *endpoint, at, now time.Time) {
+func (e *Engine) arm(ep *liveEndpoint, at, now time.Time) {
 	if e.stopped || !ep.timerAt.IsZero() && !at.Before(ep.timerAt) {
 		return
 	}
@@ -356,7 +382,7 @@ func (e *Engine) arm(ep *endpoint, at, now time.Time) {
 // yield is called for a lane that cannot use its turn; it offers the turn to other lanes.
 func (e *Engine) yield(l *lane, now time.Time) {
 	for _, t := range l.targets {
-		e.wakeNextLane(t.endpoint, now)
+		e.wakeNextLane(t.liveEndpoint, now)
 	}
 	e.unblock()
 }
@@ -433,7 +459,7 @@ func (e *Engine) leasedFor(l *lane, set *destinationConfig, got []queue.Delivery
 
 func (l *lane) anyClosed() bool {
 	for _, t := range l.targets {
-		if !t.circuit.open {
+		if !t.machine.Open() {
 			return true
 		}
 	}

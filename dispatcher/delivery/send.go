@@ -11,6 +11,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/delivery/endpoint"
 	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -45,8 +46,21 @@ func (r *ended) outcome() retry.Outcome {
 	return retry.Outcome{StatusCode: r.StatusCode, Reason: r.Reason, RetryAfter: r.RetryAfter}
 }
 
-func (r *ended) failure() *adminapi.Failure {
-	return &adminapi.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message}
+func (r *ended) failure() endpoint.Failure {
+	return endpoint.Failure{Time: r.at, Reason: string(r.Reason), StatusCode: r.StatusCode, Message: r.Message}
+}
+
+// result classifies the attempt for the endpoint's state machine.
+func (r *ended) result() endpoint.Result {
+	switch o := r.outcome(); {
+	case r.cut:
+		return endpoint.Canceled
+	case !o.Failed():
+		return endpoint.Succeeded
+	case o.Permanent() != "":
+		return endpoint.Rejected
+	}
+	return endpoint.Failed
 }
 
 // start sends a message to the lane's endpoint. A draining lane may have several endpoints: it
@@ -63,7 +77,7 @@ func (l *lane) choose(turn int, will func(target) bool) (to target) {
 	proven := false
 	for i := range l.targets {
 		t := l.targets[(turn+i)%len(l.targets)]
-		if p := t.health.proven(); will(t) && (to.endpoint == nil || p && !proven) {
+		if p := t.machine.Proven(); will(t) && (to.liveEndpoint == nil || p && !proven) {
 			to, proven = t, p
 		}
 	}
@@ -72,7 +86,7 @@ func (l *lane) choose(turn int, will func(target) bool) (to target) {
 
 // post makes the request for a message.
 func (e *Engine) post(l *lane, d queue.Delivery, to target, p *post, now time.Time) {
-	*p = post{lane: l, set: l.set, target: to, message: d, probe: to.circuit.open, others: len(l.targets) > 1}
+	*p = post{lane: l, set: l.set, target: to, message: d, probe: to.machine.Open(), others: len(l.targets) > 1}
 	e.account(p, now)
 }
 
@@ -83,8 +97,10 @@ func (e *Engine) account(p *post, now time.Time) {
 	p.target.inFlight++
 	p.unproven = !p.lane.proven()
 	e.addInFlight(1, p.unproven)
-	p.target.bucket.take()
-	e.wakeNextLane(p.target.endpoint, now)
+	if p.target.rate != nil {
+		p.target.rate.ReserveN(now, 1)
+	}
+	e.wakeNextLane(p.target.liveEndpoint, now)
 }
 
 // addInFlight adds n to the requests in flight; a negative n subtracts.
@@ -101,8 +117,8 @@ func (e *Engine) addInFlight(n int, unproven bool) {
 // released while the store is called.
 func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 	set := l.set
-	to := l.choose(l.probes, func(t target) bool { return t.circuit.mayProbe(now) })
-	to.circuit.probing = true // Set before the lock is released, so that there is only one probe.
+	to := l.choose(l.probes, func(t target) bool { return t.machine.ProbeDue(now) })
+	to.machine.StartProbe() // Set before the lock is released, so that there is only one probe.
 	l.probes++
 	next := l.probes%2 == 0
 	for {
@@ -133,7 +149,7 @@ func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 			e.o.Store.Release(d)
 			e.mu.Lock()
 		}
-		to.circuit.probing = false
+		to.machine.CancelProbe()
 		l.more = ok || l.notified
 		e.enqueue(l)
 		e.yield(l, now)
@@ -183,16 +199,13 @@ func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
 // expiry is the failure of messages that were not delivered in time. It includes the last failure
 // of the lane's endpoints.
 func (l *lane) expiry(now time.Time) queue.Failure {
-	var last *adminapi.Failure
+	var last endpoint.Failure
 	for _, t := range l.targets {
-		if f := t.health.lastFailure; f != nil && (last == nil || f.Time.After(last.Time)) {
+		if f := t.machine.Status().LastFailure; f.Time.After(last.Time) {
 			last = f
 		}
 	}
-	f := queue.Failure{Time: now}
-	if last != nil {
-		f.Reason, f.StatusCode, f.Message = last.Reason, last.StatusCode, last.Message
-	}
+	f := queue.Failure{Time: now, Reason: last.Reason, StatusCode: last.StatusCode, Message: last.Message}
 	return expired(f, l.set.policy.Window)
 }
 
@@ -238,13 +251,12 @@ func (e *Engine) send(w *worker) {
 	if p.message.LongNumbers {
 		p.target.destination.metrics.longNumbers++
 	}
-	ep, before := p.target.endpoint, p.target.circuit.probeAt
-	back := e.finish(p, &r, s, started)
-	changed := before != ep.circuit.probeAt
+	ep := p.target.liveEndpoint
+	back, changed := e.finish(p, &r, s, started)
 	*p = post{}
 	e.mu.Unlock()
 	e.release(back)
-	if changed {
+	if changed.Record {
 		e.storeCircuit(ep)
 	}
 }
@@ -332,25 +344,23 @@ func (e *Engine) bury(d queue.Delivery, f queue.Failure, now time.Time) (buried 
 
 // finish accounts for a request's end. It returns messages to release: leased messages that cannot
 // be sent because the circuit opened. The lock is held.
-func (e *Engine) finish(p *post, r *ended, s outcome, started time.Time) (back []queue.Delivery) {
-	l, ep := p.lane, p.target.endpoint
-	o := r.outcome()
-	failed := o.Failed()
+func (e *Engine) finish(p *post, r *ended, s outcome, started time.Time) (back []queue.Delivery, changed endpoint.Change) {
+	l, ep := p.lane, p.target.liveEndpoint
 	now := r.at
-	if r.cut {
-		ep.circuit.abandoned(p.probe)
-	} else if failed && o.Permanent() == "" {
-		if ep.circuit.failed(now, started, p.probe, r.RetryAfter, rand.Float64()) {
-			for _, other := range ep.lanes {
-				other.more = true // A probe may use any message, also retries that are not due.
-				if !other.anyClosed() {
-					back = append(back, e.takeBuffer(other)...)
-				}
-			}
-		}
-	} else if ep.circuit.succeeded(now, ep.inFlight, p.probe) {
+	a := endpoint.Attempt{
+		Started: started, Ended: now, Result: r.result(), RetryAfter: r.RetryAfter,
+		InFlight: ep.inFlight, Probe: p.probe,
+	}
+	if a.Result != endpoint.Succeeded {
+		a.Failure, a.Jitter = r.failure(), rand.Float64()
+	}
+	changed = ep.machine.Observe(a)
+	if changed.Opened || changed.Closed {
 		for _, other := range ep.lanes {
-			other.more = true
+			other.more = true // A probe may use any message, also retries that are not due.
+			if !other.anyClosed() {
+				back = append(back, e.takeBuffer(other)...)
+			}
 		}
 	}
 	e.addInFlight(-1, p.unproven)
@@ -367,27 +377,25 @@ func (e *Engine) finish(p *post, r *ended, s outcome, started time.Time) (back [
 	if !r.cut {
 		e.record(p, r)
 	}
+	if changed.State {
+		e.logState(ep, now)
+	}
 	e.wakeNextLane(ep, now)
 	for _, t := range l.targets {
-		if t.endpoint != ep {
-			e.wakeNextLane(t.endpoint, now) // This endpoint may be next, because the other one fails.
+		if t.liveEndpoint != ep {
+			e.wakeNextLane(t.liveEndpoint, now) // This endpoint may be next, because the other one fails.
 		}
 	}
 	e.unblock()
 	if l.draining && l.leased == 0 {
 		e.wakeMaintenance()
 	}
-	return back
+	return back, changed
 }
 
-// record keeps the attempt and updates the endpoint's health.
+// record keeps and publishes the attempt.
 func (e *Engine) record(p *post, r *ended) {
-	ep := p.target.endpoint
-	var failure *adminapi.Failure
-	if r.outcome().Failed() {
-		failure = r.failure()
-	}
-	ep.health.record(r.at, r.duration, failure)
+	ep := p.target.liveEndpoint
 	ep.metrics.attempt(r)
 	a := adminapi.Attempt{
 		Time: r.at, Duration: r.duration, Timing: adminapi.Timing(r.Timing),
@@ -399,9 +407,6 @@ func (e *Engine) record(p *post, r *ended) {
 	if len(e.tails) > 0 {
 		e.publish(&a)
 	}
-	if ep.health.settle(r.at, &ep.circuit) {
-		e.logState(ep, r.at)
-	}
 }
 
 const stateLogEvery = 10 * time.Second
@@ -409,9 +414,9 @@ const stateLogEvery = 10 * time.Second
 // logState logs an endpoint's new state. A flapping endpoint changes it all the time, so changes
 // other than an opened or closed circuit are logged by the maintenance, at least stateLogEvery
 // after the last log line.
-func (e *Engine) logState(ep *endpoint, now time.Time) {
+func (e *Engine) logState(ep *liveEndpoint, now time.Time) {
 	ep.suppressed++
-	if ep.health.state == adminapi.EndpointCircuitOpen || ep.loggedState == adminapi.EndpointCircuitOpen {
+	if ep.machine.Open() || ep.loggedState == endpoint.CircuitOpen {
 		ep.loggedAt = time.Time{}
 	}
 	if e.logSuppressed(ep, now) > 0 && ep.suppressed == 1 {
@@ -420,7 +425,7 @@ func (e *Engine) logState(ep *endpoint, now time.Time) {
 }
 
 // logSuppressed logs suppressed state changes, or returns how long to wait.
-func (e *Engine) logSuppressed(ep *endpoint, now time.Time) (wait time.Duration) {
+func (e *Engine) logSuppressed(ep *liveEndpoint, now time.Time) (wait time.Duration) {
 	if ep.suppressed == 0 {
 		return 0
 	}
@@ -429,24 +434,25 @@ func (e *Engine) logSuppressed(ep *endpoint, now time.Time) (wait time.Duration)
 	}
 	suppressed := ep.suppressed - 1
 	ep.suppressed = 0
-	if ep.health.state == ep.loggedState {
+	status := ep.machine.Status()
+	if status.State == ep.loggedState {
 		return 0
 	}
-	ep.loggedState, ep.loggedAt = ep.health.state, now
+	ep.loggedState, ep.loggedAt = status.State, now
 	level, args := slog.LevelInfo, append(ep.logArgs(), "state", string(ep.loggedState))
-	if ep.health.consecutive > 0 {
-		level, args = slog.LevelWarn, append(args, failureArgs(ep.health.lastFailure)...)
+	if status.Failures > 0 {
+		level, args = slog.LevelWarn, append(args, failureArgs(status.LastFailure)...)
 	}
 	e.log.Log(context.Background(), level, "endpoint state changed", append(args, "suppressed", suppressed)...)
 	return 0
 }
 
-func (ep *endpoint) logArgs() []any {
+func (ep *liveEndpoint) logArgs() []any {
 	return []any{"namespace", ep.destination.namespace, "destination", ep.destination.name, "endpoint", ep.name}
 }
 
 // failureArgs has no status code if there was no response.
-func failureArgs(f *adminapi.Failure) []any {
+func failureArgs(f endpoint.Failure) []any {
 	args := []any{"reason", f.Reason}
 	if f.StatusCode != 0 {
 		args = append(args, "statusCode", f.StatusCode)

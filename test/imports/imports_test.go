@@ -5,7 +5,11 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"os"
 	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -27,14 +31,18 @@ var rules = []struct {
 	{"controllers", []string{"api/", "config/crd", "controllers", "dispatcher/adminapi", "dispatcher/liveconfig"}, nil},
 	{"dispatcher/adminapi", nil, []string{}},
 	{"dispatcher", []string{"dispatcher", "event"}, nil},
+	{"dispatcher/delivery/endpoint", []string{}, []string{}},
 }
+
+// pure has the packages without I/O, goroutines, locks and clocks, and all that they import.
+var pure = map[string][]string{"dispatcher/delivery/endpoint": {"math/bits", "time"}}
 
 // forbidden has the packages of other modules that must not be imported.
 var forbidden = map[string][]string{"dispatcher": {"sigs.k8s.io/controller-runtime"}}
 
 type pkg struct {
-	ImportPath string
-	Imports    []string
+	ImportPath, Dir  string
+	GoFiles, Imports []string
 }
 
 func TestImportDirection(t *testing.T) {
@@ -67,6 +75,38 @@ func TestImportDirection(t *testing.T) {
 	}
 }
 
+// clock matches what reads a clock or waits, and goroutines.
+var clock = regexp.MustCompile(`\btime\.(Now|Since|Until|Sleep|After|AfterFunc|Tick|NewTimer|NewTicker)\b|\bgo func\b|\bchan\b`)
+
+func TestPure(t *testing.T) {
+	checked := 0
+	for _, p := range list(t) {
+		path := strings.TrimPrefix(p.ImportPath, module)
+		allowed, ok := pure[path]
+		if !ok {
+			continue
+		}
+		checked++
+		for _, imported := range p.Imports {
+			if !slices.Contains(allowed, imported) {
+				t.Errorf("import of %s in %s: not allowed in a pure package", imported, path)
+			}
+		}
+		for _, name := range p.GoFiles {
+			source, err := os.ReadFile(filepath.Join(p.Dir, name))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if found := clock.Find(source); found != nil {
+				t.Errorf("%s in %s/%s: not allowed in a pure package", found, path, name)
+			}
+		}
+	}
+	if checked != len(pure) {
+		t.Fatalf("checked packages: got %d, want %d", checked, len(pure))
+	}
+}
+
 func hasPrefix(s string, prefixes []string) bool {
 	for _, p := range prefixes {
 		if strings.HasPrefix(s, p) {
@@ -77,7 +117,7 @@ func hasPrefix(s string, prefixes []string) bool {
 }
 
 func list(t *testing.T) (pkgs []pkg) {
-	out, err := exec.Command("go", "list", "-json=ImportPath,Imports", module+"...").Output()
+	out, err := exec.Command("go", "list", "-json=ImportPath,Dir,GoFiles,Imports", module+"...").Output()
 	if err != nil {
 		t.Fatalf("go list: got error %v, want none", err)
 	}

@@ -1,0 +1,307 @@
+// Package endpoint decides how many requests an endpoint may get: its Machine is the circuit
+// breaker, the in-flight window, the health and the history of one endpoint. It must not know
+// messages, lanes or how requests travel.
+//
+// The package is pure: it has no I/O, goroutines or locks, and it reads no clock. The caller passes
+// times and random numbers, and serializes the calls of a Machine.
+//
+// The circuit is closed, open (only probes are sent) or half-open (closed a moment ago; a few
+// failures open it again). The window limits the requests in flight while the circuit is not open.
+// It starts at 1, also after a restart, doubles per round trip during slow start, and then grows by
+// one per round trip (AIMD, as in TCP). So the load on a recovered endpoint rises gradually.
+package endpoint
+
+import (
+	"math/bits"
+	"time"
+)
+
+const (
+	// The circuit opens after openAfter failures in a row, or when openShare of the last
+	// recentAttempts attempts failed.
+	openAfter      = 10
+	recentAttempts = 20
+	openShare      = recentAttempts / 2
+	// The circuit is half-open until halfOpenFor successes in a row. Until then, reopenAfter
+	// failures in a row open it again.
+	halfOpenFor = 10
+	reopenAfter = 3
+
+	minProbeInterval = time.Second
+	maxProbeInterval = time.Minute
+	// maxProbeDelay bounds how far a receiver can postpone the next probe with Retry-After.
+	maxProbeDelay = time.Hour
+)
+
+// Result is the result of an attempt.
+type Result int
+
+// The results.
+const (
+	// Succeeded: the endpoint accepted the message.
+	Succeeded Result = iota
+	// Failed: the endpoint did not answer, or answered that it cannot accept messages now.
+	Failed
+	// Rejected: the endpoint works and rejected the message.
+	Rejected
+	// Canceled: the request was canceled, so it has no result.
+	Canceled
+)
+
+// Attempt is one finished request.
+type Attempt struct {
+	Started, Ended time.Time
+	Result         Result
+	// Failure describes a failed or rejected attempt.
+	Failure Failure
+	// RetryAfter is the wait that the endpoint requested; 0 if it requested none.
+	RetryAfter time.Duration
+	// InFlight counts the requests in flight to the endpoint, including this one.
+	InFlight int
+	// Probe is true for the probe of an open circuit.
+	Probe bool
+	// Jitter in [0, 1) spreads the probes of many endpoints.
+	Jitter float64
+}
+
+// Failure describes a failed attempt. It contains no secrets. A stored Record contains it, so its
+// JSON is a file format.
+type Failure struct {
+	Time time.Time `json:"time"`
+	// Reason is one of the delivery reasons, such as TimedOut.
+	Reason string `json:"reason"`
+	// StatusCode is 0 without a response.
+	StatusCode int    `json:"statusCode,omitempty"`
+	Message    string `json:"message,omitempty"`
+}
+
+// Change is what an attempt changed.
+type Change struct {
+	// Opened and Closed: the circuit opened, or closed.
+	Opened, Closed bool
+	// State: Status has another state.
+	State bool
+	// Record: the stored form of the circuit is outdated.
+	Record bool
+}
+
+// Machine is the state machine of one endpoint. Make it with New.
+type Machine struct {
+	limit          int
+	window         float64
+	slowStartUntil float64
+	// cutAt is the time of the last window reduction. Failures of requests that started before it
+	// have the same cause and do not reduce the window again.
+	cutAt time.Time
+
+	// failed and down have one bit per recent attempt, the latest in bit 0. failed includes
+	// rejected messages, down does not. sinceClosed counts the attempts since the circuit closed, up
+	// to recentAttempts.
+	failed, down uint32
+	sinceClosed  int
+	// failures and downInARow count since the last success, and since the last attempt that was
+	// not down; successes counts since the last failure.
+	failures, downInARow, successes int
+	lastSuccess                     time.Time
+	lastFailure                     Failure
+	// latency is a moving average of the duration of attempts.
+	latency time.Duration
+
+	open bool
+	// probing is true while the probe is in flight.
+	probing  bool
+	probeAt  time.Time
+	interval time.Duration
+	// halfOpen is the number of successes until the circuit, which closed at closedAt, counts as
+	// recovered.
+	halfOpen int
+	closedAt time.Time
+
+	state State
+	since time.Time
+}
+
+// New returns the Machine of an endpoint without traffic. limit is the largest window, at least 1.
+func New(limit int, now time.Time) Machine {
+	return Machine{limit: limit, window: 1, slowStartUntil: float64(limit), state: Idle, since: now}
+}
+
+// Reconfigure applies a change of the endpoint. The change may have fixed the endpoint: the next
+// probe is due, and earlier failures count no longer unless the circuit is open.
+func (m *Machine) Reconfigure(limit int, now time.Time) {
+	m.limit = limit
+	m.window = min(m.window, float64(limit))
+	m.slowStartUntil = float64(limit)
+	m.interval, m.probeAt = 0, now
+	if m.failures > 0 && !m.open {
+		m.failures, m.failed = 0, 0
+		m.Refresh(now)
+	}
+}
+
+// Room returns how many more requests the endpoint may get, with inFlight in flight: none while the
+// circuit is open. It may be negative.
+func (m *Machine) Room(inFlight int) int {
+	if m.open {
+		return 0
+	}
+	return int(m.window) - inFlight
+}
+
+// Window returns the limit of requests in flight; 1 while the circuit is open, for the probe.
+func (m *Machine) Window() int {
+	if m.open {
+		return 1
+	}
+	return int(m.window)
+}
+
+// Open reports whether only probes may be sent.
+func (m *Machine) Open() bool { return m.open }
+
+// ProbeAt returns when the next probe of an open circuit is due.
+func (m *Machine) ProbeAt() time.Time { return m.probeAt }
+
+// Probing reports whether the probe is in flight. An open circuit has at most one.
+func (m *Machine) Probing() bool { return m.probing }
+
+// ProbeDue reports whether the probe of an open circuit may start.
+func (m *Machine) ProbeDue(now time.Time) bool {
+	return m.open && !m.probing && !now.Before(m.probeAt)
+}
+
+// StartProbe marks the probe as in flight, until its attempt is observed or CancelProbe is called.
+func (m *Machine) StartProbe() { m.probing = true }
+
+// CancelProbe ends a probe that was not sent; the next one is due at once.
+func (m *Machine) CancelProbe() { m.probing = false }
+
+// Proven reports whether the endpoint works and responds fast, so that it may use more than half of
+// the requests in flight that all endpoints share.
+func (m *Machine) Proven() bool { return m.successes > 0 && m.latency < time.Second }
+
+// Latency returns a moving average of the duration of attempts.
+func (m *Machine) Latency() time.Duration { return m.latency }
+
+// Observe records a finished attempt and reports what it changed.
+func (m *Machine) Observe(a Attempt) Change {
+	if a.Result == Canceled {
+		m.probing = m.probing && !a.Probe
+		return Change{}
+	}
+	wasOpen, wasProbeAt := m.open, m.probeAt
+	m.remember(&a)
+	switch {
+	case m.open && a.Result == Failed:
+		m.failedWhileOpen(&a)
+	case m.open && a.Probe:
+		m.close(a.Ended)
+	case m.open: // The request started before the circuit opened; only the probe decides.
+	case a.Result == Failed:
+		m.shrink(&a)
+		m.openIfDown(&a)
+	default:
+		m.recover()
+		m.grow(a.InFlight)
+	}
+	return Change{
+		Opened: !wasOpen && m.open, Closed: wasOpen && !m.open,
+		State: m.Refresh(a.Ended), Record: !wasProbeAt.Equal(m.probeAt),
+	}
+}
+
+// remember adds an attempt to the history.
+func (m *Machine) remember(a *Attempt) {
+	m.failed, m.down = m.failed<<1, m.down<<1
+	m.sinceClosed = min(m.sinceClosed+1, recentAttempts)
+	m.latency += (a.Ended.Sub(a.Started) - m.latency) / 8
+	if a.Result == Failed {
+		m.down |= 1
+		m.downInARow++
+	} else {
+		m.downInARow = 0
+	}
+	if a.Result == Succeeded {
+		m.failures = 0
+		m.successes++
+		m.lastSuccess = a.Ended
+		return
+	}
+	m.failed |= 1
+	m.successes = 0
+	m.failures++
+	m.lastFailure = a.Failure
+}
+
+// recent returns the number of set bits of the last n attempts, at most recentAttempts.
+func recent(history uint32, n int) int { return bits.OnesCount32(history & (1<<n - 1)) }
+
+// grow enlarges the window after a success.
+func (m *Machine) grow(inFlight int) {
+	// A half-empty window is no evidence that a larger one works.
+	if 2*inFlight < int(m.window) {
+		return
+	}
+	if m.window < m.slowStartUntil {
+		m.window++
+	} else {
+		m.window += 1 / m.window
+	}
+	m.window = min(m.window, float64(m.limit))
+}
+
+// shrink halves the window, at most once per round trip.
+func (m *Machine) shrink(a *Attempt) {
+	if a.Started.Before(m.cutAt) {
+		return
+	}
+	m.window = max(1, m.window/2)
+	m.slowStartUntil = m.window
+	m.cutAt = a.Ended
+}
+
+// openIfDown opens the circuit if too many attempts failed.
+func (m *Machine) openIfDown(a *Attempt) {
+	limit := openAfter
+	if m.halfOpen > 0 {
+		limit, m.halfOpen = reopenAfter, halfOpenFor
+	}
+	if m.downInARow >= limit || m.sinceClosed == recentAttempts && recent(m.down, recentAttempts) >= openShare {
+		m.open = true
+		m.scheduleProbe(a)
+	}
+}
+
+// failedWhileOpen postpones the next probe.
+func (m *Machine) failedWhileOpen(a *Attempt) {
+	if a.Probe {
+		m.scheduleProbe(a)
+	} else if at := a.Ended.Add(min(a.RetryAfter, maxProbeDelay)); a.RetryAfter > 0 && at.After(m.probeAt) {
+		m.probeAt = at
+	}
+}
+
+// scheduleProbe doubles the interval and spreads it by a fifth to either side.
+func (m *Machine) scheduleProbe(a *Attempt) {
+	m.probing = false
+	m.interval = min(max(2*m.interval, minProbeInterval), maxProbeInterval)
+	wait := time.Duration(float64(m.interval) * (0.8 + 0.4*a.Jitter))
+	m.probeAt = a.Ended.Add(max(wait, min(a.RetryAfter, maxProbeDelay)))
+}
+
+// close closes the circuit, with the smallest window.
+func (m *Machine) close(now time.Time) {
+	m.open, m.probing, m.probeAt = false, false, time.Time{}
+	m.window, m.slowStartUntil = 1, max(2, float64(m.limit)/4)
+	m.sinceClosed, m.halfOpen, m.closedAt = 0, halfOpenFor, now
+}
+
+// recover counts a success of a half-open circuit.
+func (m *Machine) recover() {
+	if m.halfOpen == 0 {
+		return
+	}
+	if m.halfOpen--; m.halfOpen == 0 {
+		m.interval = 0
+	}
+}

@@ -1,0 +1,217 @@
+package endpoint
+
+import (
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/test/check"
+)
+
+var start = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
+
+// driver drives a Machine through attempts at a time.
+type driver struct {
+	Machine
+	now time.Time
+	// jitter of every attempt; 0.5 is no deviation from the interval.
+	jitter float64
+}
+
+func drive(limit int) *driver {
+	return &driver{Machine: New(limit, start), now: start, jitter: 0.5}
+}
+
+// attempt observes an attempt that began and ended now.
+func (d *driver) attempt(a Attempt) Change {
+	if a.Started.IsZero() {
+		a.Started = d.now
+	}
+	a.Ended, a.Jitter, a.InFlight = d.now, d.jitter, max(1, a.InFlight)
+	a.Failure.Time = d.now
+	return d.Observe(a)
+}
+
+func (d *driver) fail(n int) {
+	for range n {
+		d.attempt(Attempt{Result: Failed})
+	}
+}
+
+func (d *driver) succeed(n int) {
+	for range n {
+		d.attempt(Attempt{})
+	}
+}
+
+// probe observes the probe of an open circuit.
+func (d *driver) probe(r Result) Change {
+	d.StartProbe()
+	return d.attempt(Attempt{Result: r, Probe: true})
+}
+
+// run observes a sequence of attempts: '.' succeeded, 'x' failed, 'r' rejected.
+func (d *driver) run(attempts string) {
+	for _, c := range attempts {
+		d.attempt(Attempt{Result: map[rune]Result{'.': Succeeded, 'x': Failed, 'r': Rejected}[c]})
+	}
+}
+
+func TestCircuitOpens(t *testing.T) {
+	for _, test := range []struct {
+		name, attempts string
+		want           bool
+	}{
+		{"no attempt", "", false},
+		{"nine in a row", "xxxxxxxxx", false},
+		{"ten in a row", "xxxxxxxxxx", true},
+		{"a success in between", "xxxxxxxxx.xxxxxxxxx", false},
+		{"half of the last 20", "..........xx.xx.xx.x.x.x.", false},
+		{"half of 20", ".x.x.x.x.x.x.x.x.x.x", true},
+		{"half of fewer than 20", ".x.x.x.x.x", false},
+		{"a tenth", ".........x.........x.........x.........x", false},
+		{"rejected messages", "rrrrrrrrrrrrrrrrrrrrrrrr", false},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			d := drive(64)
+			d.run(test.attempts)
+			check.Equal(t, "Open", d.Open(), test.want)
+		})
+	}
+}
+
+func TestChange(t *testing.T) {
+	d := drive(64)
+	d.fail(openAfter - 1)
+	check.Equal(t, "change of the tenth failure", d.attempt(Attempt{Result: Failed}), Change{Opened: true, State: true, Record: true})
+	check.Equal(t, "change of a late failure", d.attempt(Attempt{Result: Failed}), Change{})
+	check.Equal(t, "change of a late success", d.attempt(Attempt{}), Change{})
+	d.now = d.ProbeAt()
+	check.Equal(t, "change of a failed probe", d.probe(Failed), Change{Record: true})
+	check.Equal(t, "change of a canceled probe", d.probe(Canceled), Change{})
+	check.Equal(t, "Probing after a canceled probe", d.Probing(), false)
+	check.Equal(t, "change of a successful probe", d.probe(Succeeded), Change{Closed: true, State: true, Record: true})
+}
+
+func TestProbeIntervals(t *testing.T) {
+	d := drive(64)
+	d.fail(openAfter)
+	var waits []time.Duration
+	for range 9 {
+		waits = append(waits, d.ProbeAt().Sub(d.now)/time.Second)
+		check.Equal(t, "ProbeDue a moment early", d.ProbeDue(d.ProbeAt().Add(-1)), false)
+		d.now = d.ProbeAt()
+		check.Equal(t, "ProbeDue", d.ProbeDue(d.now), true)
+		d.StartProbe()
+		check.Equal(t, "ProbeDue beside a probe", d.ProbeDue(d.now.Add(time.Hour)), false)
+		d.probe(Failed)
+	}
+	check.Same(t, "seconds between probes", waits, []time.Duration{1, 2, 4, 8, 16, 32, 60, 60, 60})
+}
+
+func TestProbeJitter(t *testing.T) {
+	for jitter, want := range map[float64]time.Duration{0: 800 * time.Millisecond, 0.5: time.Second, 0.999999999: 1200 * time.Millisecond} {
+		d := drive(64)
+		d.jitter = jitter
+		d.fail(openAfter)
+		check.Equal(t, "wait for the probe", d.ProbeAt().Sub(d.now).Round(time.Millisecond), want)
+	}
+}
+
+func TestRetryAfterPostponesTheProbe(t *testing.T) {
+	d := drive(64)
+	d.fail(openAfter)
+	late := func(retryAfter time.Duration) time.Duration {
+		d.attempt(Attempt{Result: Failed, RetryAfter: retryAfter})
+		return d.ProbeAt().Sub(d.now)
+	}
+	check.Equal(t, "wait after a late failure", late(0), time.Second)
+	check.Equal(t, "wait after a late Retry-After", late(10*time.Minute), 10*time.Minute)
+	check.Equal(t, "wait after a shorter Retry-After", late(time.Minute), 10*time.Minute)
+	d.StartProbe()
+	d.attempt(Attempt{Result: Failed, Probe: true, RetryAfter: 100 * time.Hour})
+	check.Equal(t, "wait after a Retry-After of 100 h", d.ProbeAt().Sub(d.now), time.Hour)
+}
+
+func TestHalfOpen(t *testing.T) {
+	opened := func() *driver {
+		d := drive(64)
+		d.fail(openAfter)
+		d.probe(Failed)
+		d.probe(Succeeded)
+		return d
+	}
+	d := opened()
+	check.Equal(t, "Room after the probe", d.Room(0), 1)
+	d.fail(reopenAfter - 1)
+	check.Equal(t, "Open after two failures", d.Open(), false)
+	d.fail(1)
+	check.Equal(t, "Open after three failures", d.Open(), true)
+	check.Equal(t, "interval after a relapse", d.ProbeAt().Sub(d.now), 4*time.Second)
+
+	d = opened()
+	d.succeed(halfOpenFor)
+	d.fail(openAfter - 1)
+	check.Equal(t, "Open after nine failures of a recovered endpoint", d.Open(), false)
+	d.fail(1)
+	check.Equal(t, "interval after a recovery", d.ProbeAt().Sub(d.now), time.Second)
+}
+
+// fill succeeds with a full window for a number of round trips and returns the windows.
+func (d *driver) fill(rounds int) (windows []int) {
+	for range rounds {
+		n := d.Room(0)
+		windows = append(windows, n)
+		for range n {
+			d.attempt(Attempt{InFlight: n})
+		}
+	}
+	return windows
+}
+
+func TestWindow(t *testing.T) {
+	d := drive(64)
+	check.Same(t, "windows of slow start", d.fill(8), []int{1, 2, 4, 8, 16, 32, 64, 64})
+
+	before := d.now
+	d.now = d.now.Add(time.Second)
+	for range 5 {
+		d.attempt(Attempt{Result: Failed, Started: before})
+	}
+	check.Equal(t, "window after failures of one round trip", d.Window(), 32)
+	check.Same(t, "windows of the next round trips", d.fill(3), []int{32, 32, 33})
+	d.succeed(1000)
+	if w := d.Window(); w > 34 {
+		t.Errorf("unused window: got %d, want at most 34", w)
+	}
+	d.Reconfigure(5, d.now)
+	check.Equal(t, "window with a lower limit", d.Window(), 5)
+}
+
+func TestRecord(t *testing.T) {
+	d := drive(64)
+	d.succeed(1)
+	d.fail(openAfter)
+	r := d.Record("r1")
+
+	same := New(64, start.Add(time.Hour))
+	same.Restore(r, "r1", d.now)
+	check.Equal(t, "Open", same.Open(), true)
+	check.Equal(t, "ProbeAt", same.ProbeAt(), d.ProbeAt())
+	check.Equal(t, "Status", same.Status(), d.Status())
+
+	changed := New(64, start)
+	changed.Restore(r, "r2", d.now)
+	check.Equal(t, "ProbeDue with another revision", changed.ProbeDue(d.now), true)
+
+	back := New(64, start)
+	back.Restore(r, "r1", d.now.Add(-100*time.Hour))
+	check.Equal(t, "wait after the clock was set back", back.ProbeAt().Sub(d.now.Add(-100*time.Hour)), time.Hour)
+}
+
+// A scheduler must not pay for the state machine with garbage.
+func TestObserveDoesNotAllocate(t *testing.T) {
+	d := drive(64)
+	for _, r := range []Result{Succeeded, Failed, Rejected, Canceled} {
+		check.Equal(t, "allocations", testing.AllocsPerRun(1000, func() { d.attempt(Attempt{Result: r, Failure: Failure{Reason: "x"}}) }), 0)
+	}
+}
