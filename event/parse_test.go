@@ -335,33 +335,57 @@ func TestTooManyCalls(t *testing.T) {
 	}
 }
 
+// Calls that replace the batch's context, or are rejected, do not count towards the limit.
+func TestGrowthCountsMessagesOnly(t *testing.T) {
+	for name, call := range map[string]string{
+		"the calls replace the context": `{"type":"page","userId":"u","context":{"x":1}}`,
+		"the calls are rejected":        `{"type":"page"}`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			body := `{"context":{"x":"` + strings.Repeat("x", 30_000) + `"},"batch":[` + strings.TrimSuffix(strings.Repeat(call+",", 60), ",") + `]}`
+			if _, err := request("").Parse([]byte(body)); err != nil {
+				t.Errorf("got %v, want no error", err)
+			}
+		})
+	}
+}
+
 // The messages of a batch have at most MaxMergedBytes. A batch with larger messages is
 // rejected as a whole, before its messages exceed this size.
 func TestGrowthIsBounded(t *testing.T) {
-	batch := func(context, calls, size int) []byte {
-		call := `{"type":"page","userId":"u","p":"` + strings.Repeat("p", size) + `"}`
+	batch := func(context, calls, size int, own string) []byte {
+		call := `{"type":"page","userId":"u","p":"` + strings.Repeat("p", size) + `"` + own + `}`
 		return []byte(`{"writeKey":"k","context":{"x":"` + strings.Repeat("x", context) + `"},"batch":[` + strings.TrimSuffix(strings.Repeat(call+",", calls), ",") + `]}`)
 	}
 	for _, tc := range []struct {
 		name                 string
 		context, calls, size int
-		accepted             bool
+		own                  string // further members of each call
+		rejectedBy           string // Read, Messages, or empty
 	}{
-		{"1 MiB is always allowed", 30_000, 34, 0, true},
-		{"more than 1 MiB, more than 16 times the body", 30_000, 36, 0, false},
-		{"16 times a large body", 28_000, 260, 1_750, true},
-		{"more than 16 times a large body", 31_000, 272, 1_600, false},
-		{"as many calls as possible, small context", 200, MaxBatchCalls, 0, true},
-		{"as many calls as possible, large context", 3_400, MaxBatchCalls, 0, false},
-		{"no context", 0, MaxBatchCalls, 100, true},
+		{"1 MiB is always allowed", 30_000, 34, 0, "", ""},
+		{"more than 1 MiB, more than 16 times the body", 30_000, 36, 0, "", "Read"},
+		{"16 times a large body", 28_000, 260, 1_750, "", ""},
+		{"more than 16 times a large body", 31_000, 272, 1_600, "", "Read"},
+		{"as many calls as possible, small context", 200, MaxBatchCalls, 0, "", ""},
+		{"as many calls as possible, large context", 3_400, MaxBatchCalls, 0, "", "Read"},
+		{"no context", 0, MaxBatchCalls, 100, "", ""},
+		{"calls with an empty context of their own", 30_000, 36, 0, `,"context":{}`, "Read"},
+		{"calls that add to the context", 30_000, 36, 0, `,"context":{"y":1}`, "Messages"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			body := batch(tc.context, tc.calls, tc.size)
+			body := batch(tc.context, tc.calls, tc.size, tc.own)
 			most := MaxMergedBytes(len(body))
 			if want := max(1<<20, 16*len(body)); most != want {
 				t.Fatalf("MaxMergedBytes: got %d, want %d", most, want)
 			}
 			reading, err := request("").Read(body)
+			if tc.rejectedBy == "Read" {
+				if code(err) != CodeBatchTooLarge || !strings.Contains(err.Error(), "context") || reading.WriteKey != "k" {
+					t.Errorf("Read: got error %v and write key %q, want %s and k", err, reading.WriteKey, CodeBatchTooLarge)
+				}
+				return
+			}
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -370,7 +394,7 @@ func TestGrowthIsBounded(t *testing.T) {
 				t.Errorf("reading: got %d calls, %d bytes and write key %q, want %d calls, at most %d bytes and write key k", reading.Calls, reading.Bytes, reading.WriteKey, tc.calls, most)
 			}
 			b, err := reading.Messages()
-			if !tc.accepted {
+			if tc.rejectedBy == "Messages" {
 				if code(err) != CodeBatchTooLarge || !strings.Contains(err.Error(), "context") || len(b.Calls) != 0 || b.WriteKey != "k" {
 					t.Errorf("messages: got error %v with %d calls, want %s and none", err, len(b.Calls), CodeBatchTooLarge)
 				}

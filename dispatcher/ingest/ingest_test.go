@@ -861,6 +861,65 @@ func TestBulkLeavesTheDiskToOthers(t *testing.T) {
 	}
 }
 
+// While several Sources send, one whose requests are refused in bulk pauses after each of them,
+// three times as long as the request computed, until its rate is low; alone it does not pause.
+func TestRefusedBulkLeavesTheCPUToOthers(t *testing.T) {
+	const requests, calls, work = 200, 10, 10 * time.Millisecond
+	for name, tc := range map[string]struct {
+		beside      bool
+		least, most time.Duration
+	}{
+		"alone":          {false, requests * work, requests * work},
+		"beside another": {true, 2 * requests * work, 4 * requests * work},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				f := newFixture(t)
+				f.Skip = func(ref liveconfig.SourceRef, _ *event.Call) []string {
+					if ref.Source.Name == "web" {
+						time.Sleep(work / calls)
+					}
+					return nil
+				}
+				f.Append = func(_ context.Context, messages []queue.Message) ([]bool, error) {
+					if strings.HasSuffix(messages[0].Source, "/web") {
+						return nil, queue.ErrFull
+					}
+					return nil, nil
+				}
+				ended := make(chan struct{})
+				var other sync.WaitGroup
+				if tc.beside {
+					other.Go(func() {
+						for tick := time.NewTicker(500 * time.Millisecond); ; {
+							select {
+							case <-ended:
+								return
+							case <-tick.C:
+							}
+							if w := f.serve(post("/v1/track", "slow-key", track)); w.Code != http.StatusOK {
+								t.Errorf("the other Source was answered %d", w.Code)
+							}
+						}
+					})
+					time.Sleep(time.Second)
+				}
+				begin := time.Now()
+				for range requests {
+					if w := f.serve(post("/v1/batch", "web-key", batchOf(calls, 0, 20_000))); w.Code != http.StatusServiceUnavailable {
+						t.Fatalf("%d %s", w.Code, w.Body)
+					}
+				}
+				if took := time.Since(begin); took < tc.least || took > tc.most {
+					t.Errorf("%d refused requests took %v, want %v to %v", requests, took, tc.least, tc.most)
+				}
+				close(ended)
+				other.Wait()
+			})
+		})
+	}
+}
+
 // Sources that wait for the CPU alternate by the bytes of their requests, however many requests one
 // of them has.
 func TestTurnsAreFairByBytes(t *testing.T) {
