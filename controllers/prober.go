@@ -2,8 +2,7 @@ package controllers
 
 import (
 	"context"
-	"fmt"
-	"io"
+	"errors"
 	"net"
 	"net/http"
 	"reflect"
@@ -19,8 +18,7 @@ import (
 )
 
 const (
-	reportTimeout  = 2 * time.Second
-	maxReportBytes = 64 << 20
+	reportTimeout = 2 * time.Second
 	// maxReportsAtOnce bounds the number of encoded reports in memory.
 	maxReportsAtOnce = 16
 	// answerGrace is how long a pod's last report remains valid while requests to the
@@ -174,44 +172,16 @@ func (p *prober) poll(ctx context.Context, pod Pod, probe *probe) {
 func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (*adminapi.Report, error) {
 	ctx, cancel := context.WithTimeout(ctx, reportTimeout)
 	defer cancel()
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, pod.URL+"/report", nil)
-	if err != nil {
-		return nil, err
-	}
-	if probe.etag != "" {
-		request.Header.Set("If-None-Match", probe.etag)
-	}
-	response, err := p.client.Do(request)
-	if err != nil {
-		return nil, err
-	}
-	defer response.Body.Close()
-	switch response.StatusCode {
-	case http.StatusNotModified:
+	client := adminapi.Client{URL: pod.URL, HTTP: p.client, ReportSlots: p.slots}
+	report, etag, err := client.Report(ctx, probe.etag)
+	if errors.Is(err, adminapi.ErrNotModified) {
 		return nil, nil
-	case http.StatusOK:
-	default:
-		return nil, fmt.Errorf("GET %s: %s", request.URL, response.Status)
 	}
-	select {
-	case p.slots <- struct{}{}:
-		defer func() { <-p.slots }()
-	case <-ctx.Done():
-		return nil, ctx.Err()
-	}
-	body, err := io.ReadAll(io.LimitReader(response.Body, maxReportBytes+1))
 	if err != nil {
-		return nil, fmt.Errorf("read report: %w", err)
+		return nil, err
 	}
-	if len(body) > maxReportBytes {
-		return nil, fmt.Errorf("report is larger than %d bytes", maxReportBytes)
-	}
-	report, err := adminapi.DecodeReport(body)
-	if err != nil {
-		return nil, fmt.Errorf("decode report: %w", err)
-	}
-	probe.etag = response.Header.Get("ETag")
-	return &report, nil
+	probe.etag = etag
+	return report, nil
 }
 
 // record stores the result of a request to a pod and calls changed.

@@ -194,7 +194,7 @@ func readSyncAnswer(resp *http.Response) (a syncAnswer, err error) {
 		return a, err
 	}
 	if err := json.Unmarshal(text, &a); err != nil {
-		return a, answerError(resp.Status, text)
+		return a, fmt.Errorf("%s: %s", resp.Status, strings.TrimSpace(string(text)))
 	}
 	return a, nil
 }

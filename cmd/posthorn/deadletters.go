@@ -1,15 +1,13 @@
 package main
 
 import (
-	"bufio"
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"net/http"
-	"net/url"
 	"strings"
 	"sync/atomic"
 	"text/tabwriter"
@@ -19,6 +17,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/termsafe"
 )
 
 func newDeadLetters(way reaching) *cobra.Command {
@@ -31,15 +30,15 @@ or rejected for good. spec.deadLetters sets how long they are kept.`,
 		RunE: showHelp,
 	}
 	cmd.AddCommand(newDeadLettersList(way), newDeadLettersShow(way),
-		newDeadLettersAction(way, "redeliver", "Send dead letters again", "redelivered"),
-		newDeadLettersAction(way, "purge", "Remove dead letters permanently", "removed"))
+		newDeadLettersAction(way, "redeliver", "Send dead letters again", "redelivered", (*adminapi.Client).Redeliver),
+		newDeadLettersAction(way, "purge", "Remove dead letters permanently", "removed", (*adminapi.Client).Purge))
 	return cmd
 }
 
-// destination returns the admin API's query for a destination.
-func destination(r reach, name string) (url.Values, error) {
+// destination returns the name of a destination in the admin API.
+func destination(r reach, name string) (string, error) {
 	ns, err := r.namespace()
-	return url.Values{"destination": {ns + "/" + name}}, err
+	return ns + "/" + name, err
 }
 
 func newDeadLettersList(way reaching) *cobra.Command {
@@ -52,12 +51,12 @@ func newDeadLettersList(way reaching) *cobra.Command {
 		Example: "  posthorn deadletters list crm",
 		Args:    exactArgs("DESTINATION"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			query, err := destination(r, args[0])
+			name, err := destination(r, args[0])
 			if err != nil {
 				return err
 			}
-			query.Set("limit", fmt.Sprint(limit))
-			return list(cmd, r, "/deadletters", query, output, "No dead letters of %s.", "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", func(l adminapi.DeadLetter) string {
+			request := func(t target) iter.Seq2[adminapi.DeadLetter, error] { return t.DeadLetters(cmd.Context(), name, limit) }
+			return list(cmd, r, output, "No dead letters of "+name+".", "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", request, func(l adminapi.DeadLetter) string {
 				return fmt.Sprintf("%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s", l.Key, ago(l.FailedAt), l.Type, quoted(l.Event), quoted(l.MessageID), l.Attempts, l.Reason, status(l.StatusCode))
 			})
 		},
@@ -76,7 +75,7 @@ func newDeadLettersShow(way reaching) *cobra.Command {
 		Example: "  posthorn deadletters show crm 018c2f…",
 		Args:    exactArgs("DESTINATION", "KEY"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			query, err := destination(r, args[0])
+			name, err := destination(r, args[0])
 			if err != nil {
 				return err
 			}
@@ -85,27 +84,15 @@ func newDeadLettersShow(way reaching) *cobra.Command {
 				return err
 			}
 			defer closeAll()
-			var body []byte
-			for _, t := range targets { // only one pod has it
-				found, failed := t.get(cmd.Context(), "/deadletters/"+url.PathEscape(args[1])+"?"+query.Encode(), "application/json")
-				if failed == nil {
-					body, err = found, nil
-					break
-				}
-				if a := (*answer)(nil); !errors.As(failed, &a) || a.code != http.StatusNotFound {
-					err = named(t, failed)
-				} else if err == nil {
-					err = failed
-				}
-			}
+			letter, err := findDeadLetter(cmd.Context(), targets, name, args[1])
 			if err != nil {
 				return err
 			}
-			var out bytes.Buffer
-			if err := json.Indent(&out, body, "", "  "); err != nil {
+			text, err := json.MarshalIndent(letter, "", "  ")
+			if err != nil {
 				return err
 			}
-			fmt.Fprint(cmd.OutOrStdout(), out.String())
+			fmt.Fprintf(cmd.OutOrStdout(), "%s\n", termsafe.Escape(text))
 			return nil
 		},
 	}
@@ -113,7 +100,27 @@ func newDeadLettersShow(way reaching) *cobra.Command {
 	return cmd
 }
 
-func newDeadLettersAction(way reaching, verb, short, done string) *cobra.Command {
+// findDeadLetter returns a dead letter, which only one of the dispatchers has. It returns the error
+// of a dispatcher that did not answer rather than the others' 404.
+func findDeadLetter(ctx context.Context, targets []target, destination, key string) (d adminapi.DeadLetter, err error) {
+	for _, t := range targets {
+		found, failed := t.DeadLetter(ctx, destination, key)
+		if failed == nil {
+			return found, nil
+		}
+		if status, ok := errors.AsType[*adminapi.StatusError](failed); !ok || status.StatusCode != http.StatusNotFound {
+			err = t.explain(failed)
+		} else if err == nil {
+			err = failed
+		}
+	}
+	return d, err
+}
+
+// action requests an action on the dead letters of one dispatcher: a method of adminapi.Client.
+type action = func(*adminapi.Client, context.Context, adminapi.DeadLetterAction, func(adminapi.DeadLetterProgress)) (adminapi.DeadLetterProgress, error)
+
+func newDeadLettersAction(way reaching, verb, short, done string, request action) *cobra.Command {
 	var r reach
 	var a adminapi.DeadLetterAction
 	var chosen selection
@@ -130,15 +137,15 @@ With --dry-run they are only counted.`,
 			return nil
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
-			query, err := destination(r, args[0])
+			name, err := destination(r, args[0])
 			if err != nil {
 				return err
 			}
 			if err := chosen.parse("by key or with", args[1:]...); err != nil {
 				return err
 			}
-			a.Destination, a.Selector = query.Get("destination"), chosen.DeadLetterSelector
-			return act(cmd, r, verb, done, a)
+			a.Destination, a.Selector = name, chosen.DeadLetterSelector
+			return act(cmd, r, request, done, a)
 		},
 	}
 	r = way(cmd)
@@ -184,16 +191,12 @@ func (c *selection) parse(how string, keys ...string) (err error) {
 }
 
 // act sends an action to every dispatcher and shows the progress.
-func act(cmd *cobra.Command, r reach, verb, done string, a adminapi.DeadLetterAction) error {
+func act(cmd *cobra.Command, r reach, request action, done string, a adminapi.DeadLetterAction) error {
 	targets, closeAll, err := r.open(cmd.Context())
 	if err != nil {
 		return err
 	}
 	defer closeAll()
-	body, err := json.Marshal(a)
-	if err != nil {
-		return err
-	}
 	var progress atomic.Pointer[adminapi.DeadLetterProgress]
 	progress.Store(&adminapi.DeadLetterProgress{})
 	hide := showProgress(cmd.ErrOrStderr(), func() string {
@@ -206,13 +209,16 @@ func act(cmd *cobra.Command, r reach, verb, done string, a adminapi.DeadLetterAc
 	}
 	for _, t := range targets {
 		var last adminapi.DeadLetterProgress
-		last, err = actOn(cmd.Context(), t, verb, body, func(p adminapi.DeadLetterProgress) {
+		last, err = request(t.Client, cmd.Context(), a, func(p adminapi.DeadLetterProgress) {
 			now := plus(p)
 			progress.Store(&now)
 		})
 		sum = plus(last)
+		if errors.Is(err, io.ErrUnexpectedEOF) {
+			err = errors.New("the dispatcher stopped before it was done; the remaining messages are still dead letters")
+		}
 		if err != nil {
-			err = named(t, err)
+			err = t.explain(err)
 			break
 		}
 	}
@@ -228,19 +234,6 @@ func act(cmd *cobra.Command, r reach, verb, done string, a adminapi.DeadLetterAc
 	return err
 }
 
-// actOn sends the action to one dispatcher and returns its last progress.
-func actOn(ctx context.Context, t target, verb string, body []byte, onProgress func(adminapi.DeadLetterProgress)) (p adminapi.DeadLetterProgress, err error) {
-	resp, err := t.do(ctx, http.MethodPost, "/deadletters/"+verb, "application/x-ndjson", bytes.NewReader(body))
-	if err != nil {
-		return p, err
-	}
-	defer resp.Body.Close()
-	if p, err = adminapi.FollowDeadLetters(resp.Body, onProgress); errors.Is(err, io.ErrUnexpectedEOF) {
-		err = errors.New("the dispatcher stopped before it was done; the remaining messages are still dead letters")
-	}
-	return p, err
-}
-
 func newAttempts(way reaching) *cobra.Command {
 	var r reach
 	var endpoint, output string
@@ -250,12 +243,12 @@ func newAttempts(way reaching) *cobra.Command {
 		Example: "  posthorn attempts crm\n  posthorn attempts crm --endpoint primary -o json",
 		Args:    exactArgs("DESTINATION"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			query, err := destination(r, args[0])
+			name, err := destination(r, args[0])
 			if err != nil {
 				return err
 			}
-			query.Set("endpoint", endpoint)
-			return list(cmd, r, "/attempts", query, output, "No attempts to %s since the dispatchers started.", attemptHeader, attemptLine)
+			request := func(t target) iter.Seq2[adminapi.Attempt, error] { return t.Attempts(cmd.Context(), name, endpoint) }
+			return list(cmd, r, output, "No attempts to "+name+" since the dispatchers started.", attemptHeader, request, attemptLine)
 		},
 	}
 	r = way(cmd)
@@ -273,35 +266,31 @@ func newTail(way reaching) *cobra.Command {
 		Example: "  posthorn tail\n  posthorn tail crm -o json",
 		Args:    atMostArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			query := url.Values{}
+			name := ""
 			if len(args) == 1 {
 				var err error
-				if query, err = destination(r, args[0]); err != nil {
+				if name, err = destination(r, args[0]); err != nil {
 					return err
 				}
 			}
-			query.Set("endpoint", endpoint)
 			targets, closeAll, err := r.open(cmd.Context())
 			if err != nil {
 				return err
 			}
 			defer closeAll()
-			lines := make(chan []byte)
+			attempts := make(chan adminapi.Attempt)
 			group, ctx := errgroup.WithContext(cmd.Context())
 			for _, t := range targets {
-				group.Go(func() error { return follow(ctx, t, query, lines) })
+				group.Go(func() error { return follow(ctx, t, name, endpoint, attempts) })
 			}
-			go func() { _ = group.Wait(); close(lines) }()
-			for line := range lines {
-				if output == "json" {
-					fmt.Fprintf(cmd.OutOrStdout(), "%s\n", line)
-					continue
-				}
-				var a adminapi.Attempt
-				if err := json.Unmarshal(line, &a); err != nil {
+			go func() { _ = group.Wait(); close(attempts) }()
+			out := json.NewEncoder(termsafe.NewWriter(cmd.OutOrStdout()))
+			for a := range attempts {
+				if output != "json" {
+					fmt.Fprintln(cmd.OutOrStdout(), strings.ReplaceAll(attemptLine(a), "\t", "  "))
+				} else if err := out.Encode(a); err != nil {
 					return err
 				}
-				fmt.Fprintln(cmd.OutOrStdout(), strings.ReplaceAll(attemptLine(a), "\t", "  "))
 			}
 			if cmd.Context().Err() != nil {
 				return nil // Ctrl-C is the usual end.
@@ -317,25 +306,21 @@ func newTail(way reaching) *cobra.Command {
 }
 
 // follow forwards the attempts of one dispatcher as they end.
-func follow(ctx context.Context, t target, query url.Values, lines chan<- []byte) error {
-	resp, err := t.do(ctx, http.MethodGet, "/tail?"+query.Encode(), "application/x-ndjson", nil)
-	if err != nil {
-		return named(t, err)
-	}
-	defer resp.Body.Close()
-	in := bufio.NewScanner(resp.Body)
-	for in.Scan() {
+func follow(ctx context.Context, t target, destination, endpoint string, attempts chan<- adminapi.Attempt) error {
+	for a, err := range t.Tail(ctx, destination, endpoint) {
+		if errors.Is(err, io.ErrUnexpectedEOF) {
+			err = errors.New("the dispatcher stopped; run the command again to follow its successor")
+		}
+		if err != nil {
+			return t.explain(err)
+		}
 		select {
-		case lines <- bytes.Clone(in.Bytes()):
+		case attempts <- a:
 		case <-ctx.Done():
 			return ctx.Err()
 		}
 	}
-	err = in.Err()
-	if errors.Is(err, io.ErrUnexpectedEOF) {
-		err = errors.New("the dispatcher stopped; run the command again to follow its successor")
-	}
-	return named(t, err)
+	return nil
 }
 
 const attemptHeader = "TIME\tDESTINATION\tENDPOINT\tMESSAGE ID\tATTEMPT\tRESULT\tTOOK\tCONNECT\tTLS\tFIRST BYTE\tADDRESS\tMESSAGE"
@@ -343,7 +328,7 @@ const attemptHeader = "TIME\tDESTINATION\tENDPOINT\tMESSAGE ID\tATTEMPT\tRESULT\
 func attemptLine(a adminapi.Attempt) string {
 	result := status(a.StatusCode)
 	if a.Reason != "" {
-		result = strings.TrimSuffix(string(a.Reason)+" "+result, " -")
+		result = strings.TrimSuffix(a.Reason+" "+result, " -")
 	}
 	if a.Probe {
 		result += " (probe)"
@@ -352,36 +337,40 @@ func attemptLine(a adminapi.Attempt) string {
 		result, short(a.Duration), short(a.Timing.Connect), short(a.Timing.TLS), short(a.Timing.FirstByte), a.RemoteAddr, a.Message)
 }
 
-// list prints the JSON lines of every dispatcher, as a table or unchanged. If some dispatchers
-// fail, it still prints the answers of the others.
-func list[T any](cmd *cobra.Command, r reach, path string, query url.Values, output, none, header string, line func(T) string) error {
+// list prints the items that request returns of every dispatcher, as a table or as lines of JSON. If
+// some dispatchers fail, it still prints the items of the others.
+func list[T any](cmd *cobra.Command, r reach, output, none, header string, request func(target) iter.Seq2[T, error], line func(T) string) error {
 	targets, closeAll, err := r.open(cmd.Context())
 	if err != nil {
 		return err
 	}
 	defer closeAll()
-	var body []byte
+	var items []T
 	for _, t := range targets {
-		lines, failed := t.get(cmd.Context(), path+"?"+query.Encode(), "application/x-ndjson")
-		body, err = append(body, lines...), errors.Join(err, named(t, failed))
+		for item, failed := range request(t) {
+			if failed != nil {
+				err = errors.Join(err, t.explain(failed))
+				break
+			}
+			items = append(items, item)
+		}
 	}
 	if output == "json" {
-		_, _ = cmd.OutOrStdout().Write(body)
+		out := json.NewEncoder(termsafe.NewWriter(cmd.OutOrStdout()))
+		for _, item := range items {
+			err = errors.Join(err, out.Encode(item))
+		}
 		return err
 	}
-	if len(body) == 0 {
+	if len(items) == 0 {
 		if err == nil {
-			fmt.Fprintf(cmd.ErrOrStderr(), none+"\n", query.Get("destination"))
+			fmt.Fprintln(cmd.ErrOrStderr(), none)
 		}
 		return err
 	}
 	w := tabwriter.NewWriter(cmd.OutOrStdout(), 0, 0, 3, ' ', 0)
 	fmt.Fprintln(w, header)
-	for text := range bytes.Lines(body) {
-		var item T
-		if err := json.Unmarshal(text, &item); err != nil {
-			return err
-		}
+	for _, item := range items {
 		fmt.Fprintln(w, line(item))
 	}
 	return errors.Join(w.Flush(), err)

@@ -38,16 +38,16 @@ runtime for 'go tool pprof'. Lanes and config are printed as lines of JSON.`,
 			}
 			found := false
 			for _, t := range targets {
-				if pod != "" && t.name != pod {
+				if pod != "" && t.pod != pod {
 					continue
 				}
 				found = true
-				resp, err := t.do(cmd.Context(), "GET", "/debug/"+args[0], "*/*", nil)
+				data, err := t.Debug(cmd.Context(), args[0])
 				if err != nil {
-					return named(t, err)
+					return t.explain(err)
 				}
-				_, err = io.Copy(cmd.OutOrStdout(), resp.Body)
-				resp.Body.Close()
+				_, err = io.Copy(cmd.OutOrStdout(), data)
+				data.Close()
 				if err != nil {
 					return err
 				}

@@ -23,7 +23,8 @@ import (
 )
 
 func newDeleteUser() *cobra.Command {
-	var manifests, namespace, name, admin, requestID string
+	var d direct
+	var manifests, namespace, name, requestID string
 	var sources []string
 	var suppress, wait bool
 	var timeout, ttl, deadline time.Duration
@@ -93,7 +94,7 @@ remove the file of the earlier request. With --ttl the file is removed automatic
 			if !wait {
 				return nil
 			}
-			return awaitDeletion(cmd, admin, namespace, name, timeout)
+			return d.awaitDeletion(cmd, namespace, name, timeout)
 		},
 	}
 	f := cmd.Flags()
@@ -107,7 +108,7 @@ remove the file of the earlier request. With --ttl the file is removed automatic
 	f.DurationVar(&ttl, "ttl", 0, "remove the request this long after it finished (default: keep it)")
 	f.BoolVar(&wait, "wait", false, "wait until every notification has its final state")
 	f.DurationVar(&timeout, "timeout", 5*time.Minute, "maximum wait")
-	adminFlag(cmd, &admin)
+	d.adminFlag(cmd)
 	return cmd
 }
 
@@ -126,28 +127,28 @@ func writeNew(path string, text []byte) error {
 }
 
 // awaitDeletion waits for the end of a request and prints it.
-func awaitDeletion(cmd *cobra.Command, admin, namespace, name string, timeout time.Duration) error {
+func (d *direct) awaitDeletion(cmd *cobra.Command, namespace, name string, timeout time.Duration) error {
 	deadline := time.Now().Add(timeout)
 	path := standalone.Prefix + "/namespaces/" + url.PathEscape(namespace) + "/deletionrequests/" + url.PathEscape(name)
 	for {
 		var last error
-		body, err := ask(cmd, admin, path, "application/json")
+		body, err := d.resource(cmd, path, "application/json")
 		if err == nil {
-			var d v1alpha1.DeletionRequest
-			if err := json.Unmarshal(body, &d); err != nil {
+			var o v1alpha1.DeletionRequest
+			if err := json.Unmarshal(body, &o); err != nil {
 				return err
 			}
-			accepted := meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionAccepted)
+			accepted := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionAccepted)
 			if accepted != nil && accepted.Status == metav1.ConditionFalse {
 				return fmt.Errorf("not accepted: %s", accepted.Message)
 			}
-			ready := meta.FindStatusCondition(d.Status.Conditions, v1alpha1.ConditionReady)
-			if v1alpha1.JobEnded(d.Status.JobStatus) {
-				for _, n := range d.Status.Notifications {
+			ready := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionReady)
+			if v1alpha1.JobEnded(o.Status.JobStatus) {
+				for _, n := range o.Status.Notifications {
 					fmt.Fprintln(cmd.OutOrStdout(), strings.TrimSpace(fmt.Sprintf("%s to %s: %s %s", n.Source, n.Destination, n.State, n.Reason)))
 				}
 				fmt.Fprintln(cmd.OutOrStdout(), ready.Message)
-				if meta.IsStatusConditionTrue(d.Status.Conditions, v1alpha1.ConditionFailed) {
+				if meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.ConditionFailed) {
 					return errSilent
 				}
 				return nil

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"net/http"
 	"net/url"
 	"strings"
 	"time"
@@ -29,7 +28,8 @@ var resources = map[string]string{
 }
 
 func newGet() *cobra.Command {
-	var admin, output, namespace string
+	var d direct
+	var output, namespace string
 	cmd := &cobra.Command{
 		Use:   "get sources|destinations|audiences|deletions [NAME]",
 		Short: "Show Sources, WebhookDestinations, Audiences or DeletionRequests with their status (standalone)",
@@ -62,7 +62,7 @@ kubectl get. With -o yaml or -o json it prints whole objects with their status.`
 			}
 			out := cmd.OutOrStdout()
 			if output == "json" || output == "yaml" {
-				body, err := ask(cmd, admin, path, "application/json")
+				body, err := d.resource(cmd, path, "application/json")
 				if err != nil {
 					return err
 				}
@@ -74,7 +74,7 @@ kubectl get. With -o yaml or -o json it prints whole objects with their status.`
 				_, err = out.Write(body)
 				return err
 			}
-			body, err := ask(cmd, admin, path+"?includeObject=Metadata", "application/json;as=Table;v=v1;g=meta.k8s.io")
+			body, err := d.resource(cmd, path+"?includeObject=Metadata", "application/json;as=Table;v=v1;g=meta.k8s.io")
 			if err != nil {
 				return err
 			}
@@ -90,7 +90,7 @@ kubectl get. With -o yaml or -o json it prints whole objects with their status.`
 		},
 	}
 	f := cmd.Flags()
-	adminFlag(cmd, &admin)
+	d.adminFlag(cmd)
 	outputFlag(cmd, &output, "", "wide, yaml or json", "wide", "yaml", "json")
 	f.StringVarP(&namespace, "namespace", "n", "", "only this namespace")
 	return cmd
@@ -121,39 +121,26 @@ func severalNamespaces(t *metav1.Table) bool {
 	return false
 }
 
-func adminFlag(cmd *cobra.Command, admin *string) {
-	cmd.Flags().StringVar(admin, "admin", "127.0.0.1:8081", "admin address of a running Posthorn")
-}
-
-// adminURL builds a URL of an admin address.
-func adminURL(admin, path string) string {
-	if !strings.Contains(admin, "://") {
-		admin = "http://" + admin
-	}
-	return strings.TrimSuffix(admin, "/") + path
-}
-
-// ask requests a path of the admin listener and prints the response's warnings.
-func ask(cmd *cobra.Command, admin, path, accept string) ([]byte, error) {
+// resource requests a path of the resources that posthorn run serves, and prints the warnings of
+// the response.
+func (d *direct) resource(cmd *cobra.Command, path, accept string) ([]byte, error) {
 	ctx, cancel := context.WithTimeout(cmd.Context(), 30*time.Second)
 	defer cancel()
-	resp, err := target{client: http.DefaultClient, url: admin}.do(ctx, http.MethodGet, path, accept, nil)
+	t, err := d.target()
 	if err != nil {
 		return nil, err
+	}
+	resp, err := t.Get(ctx, path, accept)
+	if err != nil {
+		return nil, t.explain(err)
 	}
 	defer resp.Body.Close()
 	warnings, _ := utilnet.ParseWarningHeaders(resp.Header.Values("Warning"))
 	for _, w := range warnings {
 		fmt.Fprintln(cmd.ErrOrStderr(), "Warning:", w.Text)
 	}
-	return io.ReadAll(io.LimitReader(resp.Body, maxAnswerBytes))
+	return io.ReadAll(io.LimitReader(resp.Body, maxResourceBytes))
 }
 
-// answerError makes an error from a response: the message of a Kubernetes Status, or the text.
-func answerError(status string, body []byte) error {
-	var s metav1.Status
-	if json.Unmarshal(body, &s) == nil && s.Message != "" {
-		return fmt.Errorf("%s", s.Message)
-	}
-	return fmt.Errorf("%s: %s", status, strings.TrimSpace(string(body)))
-}
+// maxResourceBytes bounds the bytes read of a response.
+const maxResourceBytes = 64 << 20

@@ -88,10 +88,9 @@ func newWhy() *cobra.Command {
 			facts := why.Facts{Namespace: d.ns, Name: args[0], Now: time.Now()}
 			var sources v1alpha1.SourceList
 			var destinations v1alpha1.WebhookDestinationList
-			var report adminapi.Report
 			prefix := standalone.Prefix + "/namespaces/" + url.PathEscape(d.ns)
-			for path, into := range map[string]any{prefix + "/sources": &sources, prefix + "/webhookdestinations": &destinations, "/report": &report} {
-				body, err := ask(cmd, d.admin, path, "application/json")
+			for path, into := range map[string]any{prefix + "/sources": &sources, prefix + "/webhookdestinations": &destinations} {
+				body, err := d.resource(cmd, path, "application/json")
 				if err != nil {
 					return err
 				}
@@ -99,11 +98,19 @@ func newWhy() *cobra.Command {
 					return fmt.Errorf("%s: %w", path, err)
 				}
 			}
-			facts.Sources, facts.Destinations, facts.Reports = sources.Items, destinations.Items, []adminapi.Report{report}
+			t, err := d.target()
+			if err != nil {
+				return err
+			}
+			report, _, err := t.Report(cmd.Context(), "")
+			if err != nil {
+				return t.explain(err)
+			}
+			facts.Sources, facts.Destinations, facts.Reports = sources.Items, destinations.Items, []adminapi.Report{*report}
 			return printFindings(cmd.OutOrStdout(), output, facts)
 		},
 	}
-	adminFlag(cmd, &d.admin)
+	d.adminFlag(cmd)
 	cmd.Flags().StringVarP(&d.ns, "namespace", "n", "default", "the destination's namespace")
 	outputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd

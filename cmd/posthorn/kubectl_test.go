@@ -68,7 +68,7 @@ func pod(t *testing.T, name string, letters int) target {
 	}
 	server := httptest.NewServer(mux)
 	t.Cleanup(server.Close)
-	return target{name: name, client: server.Client(), url: server.URL}
+	return target{name, &adminapi.Client{URL: server.URL}}
 }
 
 // run runs one command with its own flags.
@@ -85,7 +85,7 @@ func run(cmd *cobra.Command, args ...string) (string, error) {
 func TestCommandsAskEveryPod(t *testing.T) {
 	way := func(targets ...target) reaching { return func(*cobra.Command) reach { return pods{targets} } }
 	a, b := pod(t, "a", 3), pod(t, "b", 4)
-	gone := target{name: "gone", client: http.DefaultClient, url: "http://127.0.0.1:1"}
+	gone := target{"gone", &adminapi.Client{URL: "http://127.0.0.1:1"}}
 	for _, c := range []struct {
 		name    string
 		command *cobra.Command

@@ -9,6 +9,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/url"
 	"os"
 	"slices"
 	"strings"
@@ -33,54 +34,23 @@ import (
 
 // A target is the admin API of one dispatcher.
 type target struct {
-	// name of the pod; empty in standalone mode.
-	name   string
-	client *http.Client
-	url    string
+	// pod is the pod's name; empty without a cluster.
+	pod string
+	*adminapi.Client
 }
 
-// get returns the target's response to a path.
-func (t target) get(ctx context.Context, path, accept string) ([]byte, error) {
-	resp, err := t.do(ctx, http.MethodGet, path, accept, nil)
-	if err != nil {
-		return nil, err
+// explain adds the pod's name or a hint to an error of the target.
+func (t target) explain(err error) error {
+	switch unreachable := (*url.Error)(nil); {
+	case err == nil:
+		return nil
+	case t.pod != "":
+		return fmt.Errorf("pod %s: %w", t.pod, err)
+	case errors.As(err, &unreachable):
+		return fmt.Errorf("%w\nIs Posthorn running there? Start it with 'posthorn run', or set --admin", err)
 	}
-	defer resp.Body.Close()
-	return io.ReadAll(io.LimitReader(resp.Body, maxAnswerBytes))
+	return err
 }
-
-// maxAnswerBytes bounds the bytes read of a response.
-const maxAnswerBytes = 64 << 20
-
-// do sends a request; a response other than 200 becomes an *answer.
-func (t target) do(ctx context.Context, method, path, accept string, body io.Reader) (*http.Response, error) {
-	req, err := http.NewRequestWithContext(ctx, method, adminURL(t.url, path), body)
-	if err != nil {
-		return nil, usagef("--admin %q: %v", t.url, err)
-	}
-	req.Header.Set("Accept", accept)
-	resp, err := t.client.Do(req)
-	if err != nil {
-		if t.name == "" {
-			err = fmt.Errorf("%w\nIs Posthorn running there? Start it with 'posthorn run', or set --admin", err)
-		}
-		return nil, err
-	}
-	if resp.StatusCode != http.StatusOK {
-		defer resp.Body.Close()
-		text, _ := io.ReadAll(io.LimitReader(resp.Body, 64<<10))
-		return nil, &answer{resp.StatusCode, answerError(resp.Status, text)}
-	}
-	return resp, nil
-}
-
-// answer is an error response of a dispatcher.
-type answer struct {
-	code int
-	error
-}
-
-func (a *answer) Unwrap() error { return a.error }
 
 // reach connects to dispatchers and knows their namespace.
 type reach interface {
@@ -159,15 +129,32 @@ type direct struct{ admin, ns string }
 
 func reachDirect(cmd *cobra.Command) reach {
 	d := &direct{}
-	adminFlag(cmd, &d.admin)
+	d.adminFlag(cmd)
 	cmd.Flags().StringVarP(&d.ns, "namespace", "n", "default", "the destination's namespace")
 	return d
+}
+
+func (d *direct) adminFlag(cmd *cobra.Command) {
+	cmd.Flags().StringVar(&d.admin, "admin", "127.0.0.1:8081", "admin address of a running Posthorn")
 }
 
 func (d *direct) namespace() (string, error) { return d.ns, nil }
 
 func (d *direct) open(context.Context) ([]target, func(), error) {
-	return []target{{client: http.DefaultClient, url: d.admin}}, func() {}, nil
+	t, err := d.target()
+	return []target{t}, func() {}, err
+}
+
+// target returns the admin API at the address, which may lack a scheme.
+func (d *direct) target() (target, error) {
+	root := d.admin
+	if !strings.Contains(root, "://") {
+		root = "http://" + root
+	}
+	if _, err := url.Parse(root); err != nil {
+		return target{}, usagef("--admin %q: %v", d.admin, err)
+	}
+	return target{Client: &adminapi.Client{URL: root}}, nil
 }
 
 // throughCluster connects to the dispatchers of a cluster with the user's permissions: a token of
@@ -271,7 +258,7 @@ func (c *throughCluster) open(ctx context.Context) ([]target, func(), error) {
 			stop()
 			return nil, nil, err
 		}
-		targets = append(targets, target{name: pod.Name, client: &http.Client{Transport: base}, url: fmt.Sprintf("%s://127.0.0.1:%d", scheme, port)})
+		targets = append(targets, target{pod.Name, &adminapi.Client{URL: fmt.Sprintf("%s://127.0.0.1:%d", scheme, port), HTTP: &http.Client{Transport: base}}})
 	}
 	return targets, stop, nil
 }
@@ -438,12 +425,4 @@ func (c *clusterCaller) readKey(ctx context.Context) (string, error) {
 		return "", fmt.Errorf("spec.writeKeys of Source %q is empty; add a write key, or set --write-key", source.Name)
 	}
 	return "", errors.Join(errs...)
-}
-
-// named adds the pod's name to an error.
-func named(t target, err error) error {
-	if t.name == "" || err == nil {
-		return err
-	}
-	return fmt.Errorf("pod %s: %w", t.name, err)
 }

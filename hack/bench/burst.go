@@ -4,9 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
-	"net/http"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -197,7 +195,7 @@ func (d *deviation) watch(ctx context.Context, p *process.Posthorn, data string)
 
 func (d *deviation) sample(p *process.Posthorn, data string) {
 	before, err1 := directoryBytes(data)
-	metric, err2 := diskMetric(p.Admin)
+	metric, err2 := diskMetric(p)
 	after, err3 := directoryBytes(data)
 	if errors.Join(err1, err2, err3) != nil {
 		return
@@ -208,17 +206,12 @@ func (d *deviation) sample(p *process.Posthorn, data string) {
 	d.samples, d.largest = d.samples+1, max(d.largest, off)
 }
 
-func diskMetric(admin string) (float64, error) {
-	resp, err := http.Get("http://" + admin + "/metrics") //nolint:noctx // a local control request
+func diskMetric(p *process.Posthorn) (float64, error) {
+	text, err := p.AdminAPI().Metrics(context.Background())
 	if err != nil {
 		return 0, err
 	}
-	defer resp.Body.Close()
-	text, err := io.ReadAll(resp.Body)
-	if err != nil {
-		return 0, err
-	}
-	_, rest, ok := strings.Cut(string(text), "\nposthorn_queue_disk_bytes ")
+	_, rest, ok := strings.Cut(text, "\nposthorn_queue_disk_bytes ")
 	if !ok {
 		return 0, errors.New("the metric posthorn_queue_disk_bytes is missing")
 	}

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"net/http"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -16,6 +15,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // Values of orderId in a call: a string, and a number that JavaScript would change.
@@ -65,12 +66,9 @@ func (p *dispatcherProcess) counters() (c counters, err error) {
 			c.waits += number(string(text), "voluntary_ctxt_switches")
 		}
 	}
-	resp, err := http.Get("http://" + p.Admin + "/metrics") //nolint:noctx // a local control request
+	api := adminapi.Client{URL: "http://" + p.Admin}
+	metrics, err := api.Metrics(context.Background())
 	if err != nil {
-		return c, err
-	}
-	defer resp.Body.Close()
-	if text, err = io.ReadAll(resp.Body); err != nil {
 		return c, err
 	}
 	for name, value := range map[string]*float64{
@@ -78,7 +76,7 @@ func (p *dispatcherProcess) counters() (c counters, err error) {
 		"posthorn_queue_commit_seconds_count": &c.commits, "posthorn_queue_commit_seconds_sum": &c.commitSeconds, "posthorn_queue_commit_messages_sum": &c.commitMessages,
 		"posthorn_queue_sync_seconds_count": &c.syncs, "posthorn_queue_sync_seconds_sum": &c.syncSecond,
 	} {
-		*value = number(string(text), name)
+		*value = number(metrics, name)
 	}
 	return c, nil
 }

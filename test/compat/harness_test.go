@@ -7,6 +7,7 @@ package compat
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -20,6 +21,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/test/process"
 	"github.com/posthorn/posthorn/test/wait"
 )
@@ -185,25 +187,17 @@ func get(url string, into any) error {
 	return json.Unmarshal(body, into)
 }
 
-// ledger has the dispatcher's counts of the destination.
-type ledger struct {
-	Name                                                            string
-	Accepted, Delivered, Filtered, DeadLettered, Discarded, Pending int64
-}
-
 // settled waits until n messages are accepted and none is pending, and returns the counts.
-func (p *posthorn) settled(n int) (l ledger) {
+func (p *posthorn) settled(n int) (l adminapi.Ledger) {
 	p.t.Helper()
 	if err := wait.Until(func() error {
-		var report struct {
-			Namespaces []struct{ Destinations []ledger }
-		}
-		if err := get("http://"+p.Admin+"/report", &report); err != nil {
+		report, _, err := p.AdminAPI().Report(context.Background(), "")
+		if err != nil {
 			return err
 		}
 		for _, namespace := range report.Namespaces {
-			for _, l = range namespace.Destinations {
-				if l.Name == "crm" && l.Accepted >= int64(n) && l.Pending == 0 {
+			for _, d := range namespace.Destinations {
+				if l = d.Ledger; d.Name == "crm" && l.Accepted >= int64(n) && l.Pending == 0 {
 					return nil
 				}
 			}
@@ -218,15 +212,14 @@ func (p *posthorn) settled(n int) (l ledger) {
 // metric returns the sum of a metric's series that contain a text.
 func (p *posthorn) metric(series string) (sum float64) {
 	p.t.Helper()
-	resp, err := http.Get("http://" + p.Admin + "/metrics") //nolint:noctx // local
+	text, err := p.AdminAPI().Metrics(context.Background())
 	if err != nil {
 		p.t.Fatal(err)
 	}
-	defer resp.Body.Close()
-	for lines := bufio.NewScanner(resp.Body); lines.Scan(); {
-		if strings.HasPrefix(lines.Text(), series) {
+	for line := range strings.Lines(text) {
+		if strings.HasPrefix(line, series) {
 			var v float64
-			_, value, _ := strings.Cut(lines.Text(), "} ")
+			_, value, _ := strings.Cut(line, "} ")
 			if _, err := fmt.Sscan(value, &v); err != nil {
 				p.t.Fatal(err)
 			}

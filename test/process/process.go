@@ -17,6 +17,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
@@ -101,6 +102,9 @@ type Posthorn struct {
 	cmd    *exec.Cmd
 	exited chan struct{}
 }
+
+// AdminAPI returns a client of the process's admin API.
+func (p *Posthorn) AdminAPI() *adminapi.Client { return &adminapi.Client{URL: "http://" + p.Admin} }
 
 // Run returns a process for `posthorn run` with a manifest directory and a data directory, at
 // free addresses of the loopback interface, to which it may also send. It is not started.

@@ -515,13 +515,12 @@ func (c *child) Report() (report adminapi.Report) {
 	c.mu.Lock()
 	admin := c.addrs.Admin
 	c.mu.Unlock()
-	resp, err := http.Get("http://" + admin + "/report") //nolint:noctx // a local poll
+	client := adminapi.Client{URL: "http://" + admin}
+	r, _, err := client.Report(context.Background(), "")
 	if err != nil {
 		return report
 	}
-	defer resp.Body.Close()
-	_ = json.NewDecoder(resp.Body).Decode(&report)
-	return report
+	return *r
 }
 
 type childAddr string

@@ -185,14 +185,11 @@ func (p *posthorn) condition(name, typ, status, reason string) (message string) 
 // report reads the dispatcher's report, and checks every ledger in it.
 func (p *posthorn) report() (r adminapi.Report, err error) {
 	p.t.Helper()
-	resp, err := http.Get("http://" + p.Admin + "/report") //nolint:noctx // a local poll
+	fresh, _, err := p.AdminAPI().Report(context.Background(), "")
 	if err != nil {
 		return r, err
 	}
-	defer resp.Body.Close()
-	if err := json.NewDecoder(resp.Body).Decode(&r); err != nil {
-		return r, err
-	}
+	r = *fresh
 	for _, t := range r.Namespaces {
 		var sources, destinations queue.Ledger
 		for _, s := range t.Sources {
@@ -282,20 +279,14 @@ func (p *posthorn) checkLedgers() {
 
 // checkMetrics checks that the ledgers in the metrics balance.
 func (p *posthorn) checkMetrics() {
-	resp, err := http.Get("http://" + p.Admin + "/metrics") //nolint:noctx // a local poll
-	if err != nil {
-		p.t.Error(err)
-		return
-	}
-	defer resp.Body.Close()
-	text, err := io.ReadAll(resp.Body)
+	text, err := p.AdminAPI().Metrics(context.Background())
 	if err != nil {
 		p.t.Error(err)
 		return
 	}
 	// For each series without its state: accepted minus all other states.
 	open, seen := map[string]float64{}, 0
-	for _, m := range ledgerSeries.FindAllStringSubmatch(string(text), -1) {
+	for _, m := range ledgerSeries.FindAllStringSubmatch(text, -1) {
 		n, err := strconv.ParseFloat(m[3], 64)
 		if err != nil {
 			p.t.Error(err)

@@ -1,0 +1,238 @@
+package adminapi
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"iter"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+)
+
+const (
+	maxReportBytes = 64 << 20
+	maxErrorBytes  = 64 << 10
+)
+
+// ErrNotModified means that the dispatcher's report is the one with the given ETag.
+var ErrNotModified = errors.New("report not modified")
+
+// StatusError is a response with another status than the expected one.
+type StatusError struct {
+	StatusCode int
+	// Message is the response's text, or the message of a Kubernetes Status.
+	Message string
+}
+
+func (e *StatusError) Error() string { return e.Message }
+
+// Client requests the admin API of one dispatcher. Its zero value with a URL is ready to use.
+// Several goroutines can use it.
+type Client struct {
+	// URL is the root of the admin API, for example "https://10.0.0.7:8081".
+	URL string
+	// HTTP sends the requests; nil is http.DefaultClient.
+	HTTP *http.Client
+	// ReportSlots, when set, bounds the reports that clients with the same channel read at once,
+	// by its capacity.
+	ReportSlots chan struct{}
+}
+
+// Report returns the dispatcher's report and its ETag. It returns ErrNotModified if the report
+// still has the given ETag; "" always requests the report.
+func (c *Client) Report(ctx context.Context, etag string) (r *Report, newETag string, err error) {
+	req, err := c.request(ctx, http.MethodGet, "/report", nil)
+	if err != nil {
+		return nil, "", err
+	}
+	if etag != "" {
+		req.Header.Set("If-None-Match", etag)
+	}
+	resp, err := c.send(req)
+	if status, ok := errors.AsType[*StatusError](err); ok && status.StatusCode == http.StatusNotModified {
+		return nil, etag, ErrNotModified
+	}
+	if err != nil {
+		return nil, "", err
+	}
+	defer resp.Body.Close()
+	if c.ReportSlots != nil {
+		select {
+		case c.ReportSlots <- struct{}{}:
+			defer func() { <-c.ReportSlots }()
+		case <-ctx.Done():
+			return nil, "", ctx.Err()
+		}
+	}
+	text, err := io.ReadAll(io.LimitReader(resp.Body, maxReportBytes+1))
+	if err != nil {
+		return nil, "", fmt.Errorf("read report: %w", err)
+	}
+	if len(text) > maxReportBytes {
+		return nil, "", fmt.Errorf("report is larger than %d bytes", maxReportBytes)
+	}
+	report, err := DecodeReport(text)
+	if err != nil {
+		return nil, "", fmt.Errorf("decode report: %w", err)
+	}
+	return &report, resp.Header.Get("ETag"), nil
+}
+
+// DeadLetters returns up to limit dead letters of a destination ("namespace/name"), without their
+// bodies, oldest first. The limit is 1 to 10,000.
+func (c *Client) DeadLetters(ctx context.Context, destination string, limit int) iter.Seq2[DeadLetter, error] {
+	// An error of the store is the last line of the response.
+	type line struct {
+		DeadLetter
+		Error string `json:"error"`
+	}
+	query := url.Values{"destination": {destination}, "limit": {strconv.Itoa(limit)}}
+	return func(yield func(DeadLetter, error) bool) {
+		for l, err := range lines[line](ctx, c, "/deadletters?"+query.Encode()) {
+			if err == nil && l.Error != "" {
+				err = errors.New(l.Error)
+			}
+			if !yield(l.DeadLetter, err) || err != nil {
+				return
+			}
+		}
+	}
+}
+
+// DeadLetter returns one dead letter of a destination ("namespace/name") with its body. The error
+// is a *StatusError with the status 404 if there is none with this key.
+func (c *Client) DeadLetter(ctx context.Context, destination, key string) (d DeadLetter, err error) {
+	query := url.Values{"destination": {destination}}
+	resp, err := c.Get(ctx, "/deadletters/"+url.PathEscape(key)+"?"+query.Encode(), "application/json")
+	if err != nil {
+		return d, err
+	}
+	defer resp.Body.Close()
+	return d, json.NewDecoder(resp.Body).Decode(&d)
+}
+
+// Redeliver makes the selected dead letters pending again. It returns the last progress, and calls
+// onProgress, unless nil, with every one. The error io.ErrUnexpectedEOF means that the dispatcher
+// stopped before the end.
+func (c *Client) Redeliver(ctx context.Context, a DeadLetterAction, onProgress func(DeadLetterProgress)) (DeadLetterProgress, error) {
+	return c.act(ctx, "redeliver", a, onProgress)
+}
+
+// Purge removes the selected dead letters. Its results are those of Redeliver.
+func (c *Client) Purge(ctx context.Context, a DeadLetterAction, onProgress func(DeadLetterProgress)) (DeadLetterProgress, error) {
+	return c.act(ctx, "purge", a, onProgress)
+}
+
+func (c *Client) act(ctx context.Context, verb string, a DeadLetterAction, onProgress func(DeadLetterProgress)) (p DeadLetterProgress, err error) {
+	body, err := json.Marshal(a)
+	if err != nil {
+		return p, err
+	}
+	req, err := c.request(ctx, http.MethodPost, "/deadletters/"+verb, bytes.NewReader(body))
+	if err != nil {
+		return p, err
+	}
+	resp, err := c.send(req)
+	if err != nil {
+		return p, err
+	}
+	defer resp.Body.Close()
+	return FollowDeadLetters(resp.Body, onProgress)
+}
+
+// Attempts returns the last attempts at an endpoint of a destination ("namespace/name"), oldest
+// first, or at all its endpoints if endpoint is empty.
+func (c *Client) Attempts(ctx context.Context, destination, endpoint string) iter.Seq2[Attempt, error] {
+	return lines[Attempt](ctx, c, "/attempts?"+url.Values{"destination": {destination}, "endpoint": {endpoint}}.Encode())
+}
+
+// Tail returns attempts as they end, until ctx is done or the dispatcher stops
+// (io.ErrUnexpectedEOF). An empty destination ("namespace/name") or endpoint matches all.
+func (c *Client) Tail(ctx context.Context, destination, endpoint string) iter.Seq2[Attempt, error] {
+	return lines[Attempt](ctx, c, "/tail?"+url.Values{"destination": {destination}, "endpoint": {endpoint}}.Encode())
+}
+
+// Debug opens data of a dispatcher that runs with --debug: "lanes" (lines of LaneState), "config"
+// or "pprof/NAME". The caller closes it.
+func (c *Client) Debug(ctx context.Context, name string) (io.ReadCloser, error) {
+	resp, err := c.Get(ctx, "/debug/"+name, "*/*")
+	if err != nil {
+		return nil, err
+	}
+	return resp.Body, nil
+}
+
+// Metrics returns the metrics in Prometheus' text format.
+func (c *Client) Metrics(ctx context.Context) (string, error) {
+	resp, err := c.Get(ctx, "/metrics", "text/plain")
+	if err != nil {
+		return "", err
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	return string(text), err
+}
+
+// Get requests a path, with its query, that has no method here, such as the resources of posthorn run. A response with
+// another status than 200 is a *StatusError. The caller closes the body.
+func (c *Client) Get(ctx context.Context, path, accept string) (*http.Response, error) {
+	req, err := c.request(ctx, http.MethodGet, path, nil)
+	if err != nil {
+		return nil, err
+	}
+	req.Header.Set("Accept", accept)
+	return c.send(req)
+}
+
+func (c *Client) request(ctx context.Context, method, path string, body io.Reader) (*http.Request, error) {
+	return http.NewRequestWithContext(ctx, method, strings.TrimSuffix(c.URL, "/")+path, body)
+}
+
+// send returns a response with the status 200; any other becomes a *StatusError.
+func (c *Client) send(req *http.Request) (*http.Response, error) {
+	client := c.HTTP
+	if client == nil {
+		client = http.DefaultClient
+	}
+	resp, err := client.Do(req)
+	if err != nil || resp.StatusCode == http.StatusOK {
+		return resp, err
+	}
+	defer resp.Body.Close()
+	text, _ := io.ReadAll(io.LimitReader(resp.Body, maxErrorBytes))
+	return nil, &StatusError{StatusCode: resp.StatusCode, Message: errorMessage(resp.Status, text)}
+}
+
+// errorMessage returns the message of a Kubernetes Status, or the status line and the text.
+func errorMessage(status string, text []byte) string {
+	var s struct{ Kind, Message string }
+	if json.Unmarshal(text, &s) == nil && s.Kind == "Status" && s.Message != "" {
+		return s.Message
+	}
+	return strings.TrimSuffix(status+": "+strings.TrimSpace(string(text)), ": ")
+}
+
+// lines requests a path and returns the values of the response, one for each line of JSON.
+func lines[T any](ctx context.Context, c *Client, path string) iter.Seq2[T, error] {
+	return func(yield func(T, error) bool) {
+		var none T
+		resp, err := c.Get(ctx, path, "application/x-ndjson")
+		if err != nil {
+			yield(none, err)
+			return
+		}
+		defer resp.Body.Close()
+		for in := json.NewDecoder(resp.Body); ; {
+			var value T
+			err := in.Decode(&value)
+			if errors.Is(err, io.EOF) || !yield(value, err) || err != nil {
+				return
+			}
+		}
+	}
+}
