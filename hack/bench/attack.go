@@ -27,9 +27,10 @@ import (
 // attack is the load of a Source with a public write key, beside a well-behaved Source.
 type attack struct {
 	name string
-	// body is the batch. It is compressed if gzip is true.
-	body []byte
-	gzip bool
+	// contextBytes, calls and size are the arguments of batchWithContext. The body is compressed if
+	// gzip is true.
+	contextBytes, calls, size int
+	gzip                      bool
 	// clients send requests one after the other, as many as they can.
 	clients int
 }
@@ -54,10 +55,10 @@ func batchWithContext(contextBytes, calls, size int) []byte {
 
 // attacks has the attacks of the security review, and the largest accepted batches.
 var attacks = []attack{
-	{name: "batches of 269 calls, 31 KB context, gzip", body: batchWithContext(31_000, 269, 0), gzip: true, clients: 1},
-	{name: "batches of 2,500 calls, 31 KB context", body: batchWithContext(31_000, 2500, 0), clients: 16},
-	{name: "largest batches (8 MB of messages), gzip", body: batchWithContext(28_000, 264, 1800), gzip: true, clients: 16},
-	{name: "1 MiB of messages from 150 bytes, gzip", body: batchWithContext(31_000, 33, 0), gzip: true, clients: 16},
+	{name: "batches of 269 calls, 31 KB context, gzip", contextBytes: 31_000, calls: 269, size: 0, gzip: true, clients: 1},
+	{name: "batches of 2,500 calls, 31 KB context", contextBytes: 31_000, calls: 2500, size: 0, clients: 16},
+	{name: "largest batches (8 MB of messages), gzip", contextBytes: 28_000, calls: 264, size: 1800, gzip: true, clients: 16},
+	{name: "1 MiB of messages from 150 bytes, gzip", contextBytes: 31_000, calls: 33, size: 0, gzip: true, clients: 16},
 }
 
 // attackStats is the output of an attack's process.
@@ -79,11 +80,11 @@ func attackRole(args []string) error {
 		return err
 	}
 	a := attacks[index]
-	body, encoding := a.body, ""
+	body, encoding := batchWithContext(a.contextBytes, a.calls, a.size), ""
 	if a.gzip {
 		var packed bytes.Buffer
 		z, _ := gzip.NewWriterLevel(&packed, gzip.BestCompression)
-		_, _ = z.Write(a.body)
+		_, _ = z.Write(body)
 		_ = z.Close()
 		body, encoding = packed.Bytes(), "Content-Encoding: gzip\r\n"
 	}
