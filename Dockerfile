@@ -3,6 +3,7 @@
 FROM --platform=$BUILDPLATFORM golang:1.26 AS build
 WORKDIR /src
 COPY go.mod go.sum ./
+COPY analytics/go.mod analytics/
 RUN go mod download
 COPY . .
 ARG TARGETOS TARGETARCH VERSION=dev

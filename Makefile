@@ -3,14 +3,18 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
+# go.work joins the product and the Go client. The other modules, whose dependencies the
+# product must not get, are used alone.
+ALONE := GOWORK=off
+MODULES := analytics hack/bench/client hack/bench/http hack/bench/json hack/licenses test/compat/goclient test/kstatus test/monitoring
 # Tools are pinned in a module of their own and built into bin/ once per version.
 TOOLS := hack/tools
 BIN := $(CURDIR)/bin
-tool = go build -C $(TOOLS) -o $(BIN)/$(1) $(2)
+tool = $(ALONE) go build -C $(TOOLS) -o $(BIN)/$(1) $(2)
 
 # Where envtest finds kube-apiserver and etcd; found, downloaded or built by the script.
 ASSETS = $${KUBEBUILDER_ASSETS:-$$(hack/envtest-assets)}
-# Packages to test and a pattern, for a quick look: make test PKG=./event RUN=TestFixedPoint
+# Packages to test and a pattern, for a quick look: make test PKG=./analytics/event RUN=TestFixedPoint
 PKG ?= ./...
 RUN ?=
 # One set of flags for every build, here and in the tests' own builds, so that the Go
@@ -54,9 +58,9 @@ test: ## Run all tests against a real kube-apiserver and etcd.
 	@export KUBEBUILDER_ASSETS=$(ASSETS); \
 	hack/test $(if $(RUN),-run '$(RUN)') $(PKG)
 	@# Alerts and dashboard, by Prometheus' own engine, in a module of its own.
-	@if [[ '$(PKG)$(RUN)' == ./... ]]; then cd test/monitoring && go test -count=1 ./...; fi
+	@if [[ '$(PKG)$(RUN)' == ./... ]]; then cd test/monitoring && $(ALONE) go test -count=1 ./...; fi
 	@# How Flux, Helm and Argo CD read the conditions, by their own code, in a module of its own.
-	@if [[ '$(PKG)$(RUN)' == ./... ]]; then cd test/kstatus && go test -count=1 ./...; fi
+	@if [[ '$(PKG)$(RUN)' == ./... ]]; then cd test/kstatus && $(ALONE) go test -count=1 ./...; fi
 
 .PHONY: e2e
 e2e: ## Run the suite on a real cluster of its own (root, Debian); CLUSTER=kind for kind.
@@ -67,9 +71,9 @@ bench: ## Print speed: delivery, syncs of audiences, a cluster, HTTP clients, re
 	go run ./hack/bench
 	go run ./hack/bench/audience
 	KUBEBUILDER_ASSETS=$(ASSETS) go run ./hack/bench/cluster
-	cd hack/bench/http && go run .
-	cd hack/bench/json && go run .
-	cd hack/bench/client && go run .
+	cd hack/bench/http && $(ALONE) go run .
+	cd hack/bench/json && $(ALONE) go run .
+	cd hack/bench/client && $(ALONE) go run .
 
 ##@ Check
 
@@ -87,22 +91,22 @@ generate: ## Generate deep copies, CRDs, RBAC, the chart's copies of them, docs/
 	go run ./hack/chart
 	@$(call tool,crd-ref-docs,github.com/elastic/crd-ref-docs)
 	$(BIN)/crd-ref-docs --source-path api/v1alpha1 --config hack/apidocs/config.yaml --renderer markdown --output-path docs/api.md --log-level ERROR
-	cd hack/licenses && go run . ../..
+	cd hack/licenses && $(ALONE) go run . ../..
 
 .PHONY: lint
 lint: words ## Check style, imports, common mistakes and language.
 	@# golangci-lint with the linter of Kubernetes APIs built in.
 	@$(call tool,golangci-lint,sigs.k8s.io/kube-api-linter/cmd/golangci-lint-kube-api-linter)
-	go mod tidy -diff
-	$(BIN)/golangci-lint run
-	for module in hack/bench/client hack/bench/http hack/bench/json hack/licenses test/compat/goclient test/kstatus test/monitoring; do (cd $$module && go mod tidy -diff && go vet ./...) || exit 1; done
+	$(ALONE) go mod tidy -diff
+	$(BIN)/golangci-lint run ./... ./analytics/...
+	export $(ALONE); for module in $(MODULES); do (cd $$module && go mod tidy -diff && go vet ./...) || exit 1; done
 
 # Vale checks the language of everything but these paths, which are not revised yet.
 UNREVISED := bin
 .PHONY: words
 words: ## Check the language of docs, comments and messages.
 	@# Vale reads Go by a C library; its module stands apart, because its dependencies are old.
-	@CGO_ENABLED=1 go build -C hack/tools/vale -o $(BIN)/vale github.com/vale-cli/vale/v3/cmd/vale
+	@CGO_ENABLED=1 $(ALONE) go build -C hack/tools/vale -o $(BIN)/vale github.com/vale-cli/vale/v3/cmd/vale
 	$(BIN)/vale --glob='!{{$(UNREVISED)}/**,docs/api.md,THIRD_PARTY_LICENSES.md}' .
 
 .PHONY: clean

@@ -13,7 +13,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/posthorn/posthorn/event"
+	"github.com/posthorn/posthorn/analytics/event"
 )
 
 // Version of the client. It is part of the User-Agent and of [DefaultContext].
@@ -38,7 +38,7 @@ var DefaultContext = map[string]interface{}{
 // The exported fields are settings. They are read at the first call and must not be changed after
 // it. The options of New include them all.
 type Client struct {
-	// Endpoint is the server's address; see [WithEndpoint].
+	// Endpoint is the server's base address or its URL for batches; see [WithEndpoint].
 	Endpoint string
 	// Interval is the longest wait of a call for others; see [FlushAfter].
 	Interval time.Duration
@@ -266,17 +266,29 @@ func (c *Client) prepare() {
 	c.queue.init(c)
 }
 
+// batchPath is the server's path for batches.
+const batchPath = "/v1/batch"
+
+// batchURL returns the URL for batches at an endpoint, which is a base address or that URL itself.
+// The error is a [*ConfigError].
+func batchURL(endpoint string) (string, error) {
+	u, err := url.Parse(endpoint)
+	// The error does not repeat the address, which may contain a password.
+	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.RawQuery != "" || u.Fragment != "" {
+		return "", &ConfigError{"Endpoint", "is not a server address; set it to scheme://host[:port][/path] with http or https"}
+	}
+	u.User = nil // the write key replaces it
+	return strings.TrimSuffix(strings.TrimRight(u.String(), "/"), batchPath) + batchPath, nil
+}
+
 func (c *Client) prepareRequests() error {
 	if c.writeKey == "" {
 		return &ConfigError{"writeKey", "is empty; pass the write key of a Source to New"}
 	}
-	u, err := url.Parse(c.Endpoint)
-	// The error does not repeat the address, which may contain a password.
-	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.RawQuery != "" || u.Fragment != "" {
-		return &ConfigError{"Endpoint", "is not a server address; set it to scheme://host[:port][/path] with http or https"}
+	var err error
+	if c.url, err = batchURL(c.Endpoint); err != nil {
+		return err
 	}
-	u.User = nil // the write key replaces it
-	c.url = strings.TrimRight(u.String(), "/") + "/v1/batch"
 	c.authorization = "Basic " + base64.StdEncoding.EncodeToString([]byte(c.writeKey+":"))
 	c.maxCall = event.MaxCallBytes
 	if len(DefaultContext) > 0 {

@@ -1,3 +1,5 @@
+//go:build go1.25
+
 package analytics_test
 
 import (
@@ -23,21 +25,12 @@ import (
 
 	"github.com/posthorn/posthorn/analytics"
 	"github.com/posthorn/posthorn/analytics/analyticstest"
-	"github.com/posthorn/posthorn/event"
-	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/analytics/internal/check"
 )
-
-type object = map[string]interface{}
 
 func track(i int) *analytics.Track {
 	return &analytics.Track{UserId: "u", Event: fmt.Sprint(i)}
-}
-
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Error(err)
-	}
 }
 
 func events(calls []analyticstest.Call) []string {
@@ -159,6 +152,25 @@ func TestDefaultEndpoint(t *testing.T) {
 	r := <-requests
 	check.Equal(t, "method", r.Method, http.MethodPost)
 	check.Equal(t, "URL", r.URL.String(), "http://posthorn-dispatcher.posthorn-system/v1/batch")
+}
+
+func TestEndpoint(t *testing.T) {
+	for endpoint, want := range map[string]string{
+		"https://a.test":                        "https://a.test/v1/batch",
+		"https://a.test/":                       "https://a.test/v1/batch",
+		"https://a.test:8443/proxy":             "https://a.test:8443/proxy/v1/batch",
+		"https://user:password@a.test":          "https://a.test/v1/batch",
+		"https://a.test/v1/batch":               "https://a.test/v1/batch",
+		"https://a.test/v1/batch/":              "https://a.test/v1/batch",
+		"https://a.test/proxy/v1/batch":         "https://a.test/proxy/v1/batch",
+		"http://a.test/v1/batch/of/a/base/path": "http://a.test/v1/batch/of/a/base/path/v1/batch",
+	} {
+		requests := make(recordingTransport, 1)
+		client := analytics.New("key", analytics.WithEndpoint(endpoint), analytics.WithHTTPClient(&http.Client{Transport: requests}))
+		must(t, client.Track(track(1)))
+		must(t, client.Close())
+		check.Equal(t, "URL of "+endpoint, (<-requests).URL.String(), want)
+	}
 }
 
 func TestInvalidCalls(t *testing.T) {
@@ -695,10 +707,6 @@ func TestRequestsInFlightAreBounded(t *testing.T) {
 		check.Equal(t, "concurrent requests", most.Load(), 3)
 	})
 }
-
-type roundTripper func(*http.Request) (*http.Response, error)
-
-func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
 
 func TestQueueFull(t *testing.T) {
 	big := &analytics.Track{UserId: "u", Event: "e", Properties: object{"p": strings.Repeat("x", 20<<10)}}

@@ -9,7 +9,7 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"github.com/posthorn/posthorn/event"
+	"github.com/posthorn/posthorn/analytics/event"
 )
 
 // item is a queued call: its position in its batch's body.

@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/posthorn/posthorn/event"
+	"github.com/posthorn/posthorn/analytics/event"
 )
 
 type named map[string]interface{}

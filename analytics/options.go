@@ -21,8 +21,8 @@ func FlushAt(calls int) Option { return func(c *Client) { c.Size = calls } }
 // [Client.Interval].
 func FlushAfter(d time.Duration) Option { return func(c *Client) { c.Interval = d } }
 
-// WithEndpoint sets the server's address, scheme://host[:port][/path]; the
-// client adds /v1/batch. The same as [Client.Endpoint].
+// WithEndpoint sets the server: its base address, scheme://host[:port][/path], to which the client
+// adds /v1/batch, or the full URL, which ends with /v1/batch. The same as [Client.Endpoint].
 func WithEndpoint(url string) Option { return func(c *Client) { c.Endpoint = url } }
 
 // WithHTTPClient sets the HTTP client for the requests. The same as [Client.Client]. The client

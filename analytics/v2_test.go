@@ -10,7 +10,7 @@ import (
 	"testing"
 
 	"github.com/posthorn/posthorn/analytics/analyticstest"
-	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/analytics/internal/check"
 )
 
 // A program for the vendor's v2 library works after a change of only the import path.

@@ -10,12 +10,12 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/route"
 	"github.com/posthorn/posthorn/dispatcher/writekey"
-	"github.com/posthorn/posthorn/event"
 )
 
 // running is the config in effect; it is replaced as a whole.

@@ -4,8 +4,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
-	"github.com/posthorn/posthorn/event"
 )
 
 func TestMemoryPlan(t *testing.T) {

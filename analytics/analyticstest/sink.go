@@ -25,7 +25,7 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/analytics"
-	"github.com/posthorn/posthorn/event"
+	"github.com/posthorn/posthorn/analytics/event"
 )
 
 // Call is a call that the sink has accepted.

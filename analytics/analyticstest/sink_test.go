@@ -11,7 +11,7 @@ import (
 
 	"github.com/posthorn/posthorn/analytics"
 	"github.com/posthorn/posthorn/analytics/analyticstest"
-	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/analytics/internal/check"
 )
 
 func post(t *testing.T, url, key, body string) (int, map[string]any) {

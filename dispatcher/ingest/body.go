@@ -9,7 +9,7 @@ import (
 	"strings"
 	"sync"
 
-	"github.com/posthorn/posthorn/event"
+	"github.com/posthorn/posthorn/analytics/event"
 )
 
 // sizes are the capacities of the body buffers. A buffer grows to the next size only when it is

@@ -6,7 +6,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/posthorn/posthorn/event"
+	"github.com/posthorn/posthorn/analytics/event"
 )
 
 // FuzzRequest sends arbitrary bodies and headers: each response is a documented one, refused calls

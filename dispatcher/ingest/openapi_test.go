@@ -16,9 +16,9 @@ import (
 
 	"sigs.k8s.io/yaml"
 
+	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
-	"github.com/posthorn/posthorn/event"
 )
 
 type document struct {

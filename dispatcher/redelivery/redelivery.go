@@ -10,9 +10,9 @@ import (
 
 	"golang.org/x/time/rate"
 
+	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/queue"
-	"github.com/posthorn/posthorn/event"
 )
 
 // pageSize is the number of dead letters in memory at once. At a lower rate it is the

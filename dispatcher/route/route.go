@@ -9,9 +9,9 @@ import (
 	"strings"
 	"time"
 
+	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig/expression"
-	"github.com/posthorn/posthorn/event"
 )
 
 // IntegrationName is the name of webhook destinations in the integrations object of calls (from the

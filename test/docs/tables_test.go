@@ -14,8 +14,8 @@ import (
 	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	"sigs.k8s.io/yaml"
 
+	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/audience"
-	"github.com/posthorn/posthorn/event"
 )
 
 func read(t *testing.T, path ...string) string {

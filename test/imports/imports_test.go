@@ -1,4 +1,5 @@
-// Package imports tests the import rules of docs/architecture.md.
+// Package imports tests the import rules of docs/architecture.md and the modules of the
+// repository.
 package imports
 
 import (
@@ -6,7 +7,6 @@ import (
 	"errors"
 	"io"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -14,7 +14,8 @@ import (
 	"testing"
 )
 
-const module = "github.com/posthorn/posthorn/"
+// root is the prefix of the import paths of the repository.
+const root = "github.com/posthorn/posthorn/"
 
 // rules has the allowed imports of packages whose path starts with pkg: packages of this
 // module that start with one of own, and packages of other modules that start with one of
@@ -26,11 +27,11 @@ var rules = []struct {
 }{
 	{"api/v1alpha1", nil, []string{"k8s.io/apimachinery"}},
 	{"api/migrate", nil, []string{"go.yaml.in/yaml/v3"}},
-	{"event", nil, []string{}},
-	{"analytics", []string{"analytics", "event"}, []string{}},
+	{"analytics/event", nil, []string{}},
+	{"analytics", []string{"analytics"}, []string{}},
 	{"controllers", []string{"api/", "config/crd", "controllers", "dispatcher/adminapi", "dispatcher/liveconfig"}, nil},
 	{"dispatcher/adminapi", nil, []string{}},
-	{"dispatcher", []string{"dispatcher", "event"}, nil},
+	{"dispatcher", []string{"dispatcher", "analytics/event"}, nil},
 	{"dispatcher/delivery/endpoint", []string{}, []string{}},
 }
 
@@ -48,14 +49,14 @@ type pkg struct {
 func TestImportDirection(t *testing.T) {
 	checked := 0
 	for _, p := range list(t) {
-		path := strings.TrimPrefix(p.ImportPath, module)
+		path := strings.TrimPrefix(p.ImportPath, root)
 		for _, rule := range rules {
 			if !strings.HasPrefix(path+"/", rule.pkg) {
 				continue
 			}
 			checked++
 			for _, imported := range p.Imports {
-				if own, ok := strings.CutPrefix(imported, module); ok {
+				if own, ok := strings.CutPrefix(imported, root); ok {
 					if !hasPrefix(own, rule.own) {
 						t.Errorf("import of %s in %s: not allowed by the rule for %s", own, path, rule.pkg)
 					}
@@ -81,7 +82,7 @@ var clock = regexp.MustCompile(`\btime\.(Now|Since|Until|Sleep|After|AfterFunc|T
 func TestPure(t *testing.T) {
 	checked := 0
 	for _, p := range list(t) {
-		path := strings.TrimPrefix(p.ImportPath, module)
+		path := strings.TrimPrefix(p.ImportPath, root)
 		allowed, ok := pure[path]
 		if !ok {
 			continue
@@ -117,11 +118,8 @@ func hasPrefix(s string, prefixes []string) bool {
 }
 
 func list(t *testing.T) (pkgs []pkg) {
-	out, err := exec.Command("go", "list", "-json=ImportPath,Dir,GoFiles,Imports", module+"...").Output()
-	if err != nil {
-		t.Fatalf("go list: got error %v, want none", err)
-	}
-	for dec := json.NewDecoder(strings.NewReader(string(out))); ; {
+	out := run(t, ".", nil, "list", "-json=ImportPath,Dir,GoFiles,Imports", root+"...")
+	for dec := json.NewDecoder(strings.NewReader(out)); ; {
 		var p pkg
 		if err := dec.Decode(&p); errors.Is(err, io.EOF) {
 			return pkgs

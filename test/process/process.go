@@ -42,7 +42,15 @@ func Compile(dir, pkg, binary string) error {
 		return err
 	}
 	cmd := exec.Command("go", "build", "-C", dir, "-trimpath", "-ldflags", "-s -w", "-o", binary, pkg)
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	// The flags are those of the module, not those of the caller, which can be in another one.
+	workspace, err := filepath.Abs(filepath.Join(dir, "go.work"))
+	if err != nil {
+		return err
+	}
+	if _, err := os.Stat(workspace); err != nil {
+		workspace = "off"
+	}
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOWORK="+workspace)
 	_, err = run(cmd)
 	return err
 }

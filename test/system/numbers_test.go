@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/posthorn/posthorn/event"
+	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/test/check"
 )
 

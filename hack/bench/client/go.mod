@@ -6,6 +6,7 @@ go 1.26.0
 
 require (
 	github.com/posthorn/posthorn v0.0.0
+	github.com/posthorn/posthorn/analytics v0.0.0
 	gopkg.in/segmentio/analytics-go.v3 v3.1.0
 )
 
@@ -15,3 +16,5 @@ require (
 )
 
 replace github.com/posthorn/posthorn => ../../..
+
+replace github.com/posthorn/posthorn/analytics => ../../../analytics

@@ -2,7 +2,7 @@
 // in one run: the cost of a call for its caller, and the calls per second at a
 // server.
 //
-//	go run . [-endpoint http://127.0.0.1:8080 -write-key demo-write-key]
+//	GOWORK=off go run . [-endpoint http://127.0.0.1:8080 -write-key demo-write-key]
 //
 // Without -endpoint there are two servers: one in this process that reads and accepts each
 // request, and Posthorn in a separate process, which stores the calls. Figures are

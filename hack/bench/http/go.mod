@@ -18,3 +18,5 @@ require (
 )
 
 replace github.com/posthorn/posthorn => ../../..
+
+replace github.com/posthorn/posthorn/analytics => ../../../analytics

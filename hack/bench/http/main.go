@@ -2,7 +2,7 @@
 // and HTTP/2, and with fasthttp: the cost of a POST of 1 KB for its sender, and the results
 // with faulty receivers.
 //
-//	go run . [-time 2s -rounds 3]
+//	GOWORK=off go run . [-time 2s -rounds 3]
 //
 // The clients run in turn, and the figures are medians over the rounds. Ratios are
 // comparable within one run; times are not comparable between machines.

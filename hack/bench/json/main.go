@@ -1,7 +1,7 @@
 // Command json compares package event, which decodes, validates, normalises and canonicalises
 // a call's bytes, with JSON libraries that only decode the same bytes, in one run.
 //
-//	go run . [-time 50ms -rounds 5]
+//	GOWORK=off go run . [-time 50ms -rounds 5]
 //
 // The decoders run in turn, and the figures are medians over the rounds, so
 // that other load affects all of them. Ratios are comparable within one run; times are not
@@ -29,7 +29,7 @@ import (
 	"github.com/goccy/go-json"
 	"github.com/valyala/fastjson"
 
-	"github.com/posthorn/posthorn/event"
+	"github.com/posthorn/posthorn/analytics/event"
 )
 
 var (

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
+	"github.com/posthorn/posthorn/analytics/internal/check"
 )
 
 var received = time.Date(2026, 5, 4, 12, 0, 0, 123_999_999, time.UTC)
@@ -74,9 +74,7 @@ func TestGolden(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if diff := cmp.Diff(string(want), got.String()); diff != "" {
-				t.Errorf("messages (-want +got):\n%s", diff)
-			}
+			check.SameText(t, "messages", got.String(), string(want))
 		})
 	}
 }
@@ -189,9 +187,7 @@ func TestCall(t *testing.T) {
 		t.Error("Allows(Webhooks): got true, want false as in the call's integrations")
 	}
 	batch.Calls[0] = c
-	if diff := cmp.Diff(want, batch, cmp.AllowUnexported(Integrations{})); diff != "" {
-		t.Errorf("batch (-want +got):\n%s", diff)
-	}
+	check.Same(t, "batch", batch, want)
 
 	batch, err = Request{Type: Page}.Parse([]byte(`{"userId":"u"}`))
 	if err != nil {
@@ -656,8 +652,6 @@ func TestLongNumbersAreMarked(t *testing.T) {
 		for _, c := range b.Calls {
 			got = append(got, c.LongNumbers)
 		}
-		if diff := cmp.Diff(want, got); diff != "" {
-			t.Errorf("LongNumbers of the calls of %s (-want +got):\n%s", body, diff)
-		}
+		check.Same(t, "LongNumbers of the calls of "+body, got, want)
 	}
 }

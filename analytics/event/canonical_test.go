@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
+	"github.com/posthorn/posthorn/analytics/internal/check"
 )
 
 func TestCanonical(t *testing.T) {
@@ -149,8 +149,8 @@ func TestCanonicalErrors(t *testing.T) {
 	}
 	for _, tt := range tests {
 		got, err := Canonical([]byte(tt.in))
-		e, ok := errors.AsType[*Error](err)
-		if !ok || e.Code != CodeInvalidJSON || !strings.Contains(e.Message, fmt.Sprintf("at byte %d ", tt.offset)) {
+		e := new(Error)
+		if !errors.As(err, &e) || e.Code != CodeInvalidJSON || !strings.Contains(e.Message, fmt.Sprintf("at byte %d ", tt.offset)) {
 			t.Errorf("Canonical(%q) = %s, %v, want %s at byte %d", tt.in, got, err, CodeInvalidJSON, tt.offset)
 		}
 		if json.Valid([]byte(tt.in)) {
@@ -238,9 +238,9 @@ func TestDuplicatesOfAnyNumber(t *testing.T) {
 			}
 			in += fmt.Sprintf(`"key%d":"x"}`, dup)
 			want = want[:len(want)-1] + "}"
-			if got, err := Canonical([]byte(in)); err != nil || string(got) != want {
-				t.Fatalf("%d keys, duplicate %d: got error %v (-want +got):\n%s", n, dup, err, cmp.Diff(want, string(got)))
-			}
+			got, err := Canonical([]byte(in))
+			check.NoError(t, "Canonical("+in+")", err)
+			check.Equal(t, "canonical form of "+in, string(got), want)
 		}
 	}
 }
@@ -263,7 +263,7 @@ func code(err error) string {
 	if err == nil {
 		return ""
 	}
-	if e, ok := errors.AsType[*Error](err); ok {
+	if e := new(Error); errors.As(err, &e) {
 		return e.Code
 	}
 	return fmt.Sprintf("%T: %v", err, err)

@@ -3,7 +3,7 @@ package event
 import (
 	"testing"
 
-	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/analytics/internal/check"
 )
 
 func TestIntegrationsAllows(t *testing.T) {
