@@ -49,6 +49,7 @@ var (
 )
 
 func TestControllers(t *testing.T) {
+	env.Need(t)
 	RegisterFailHandler(Fail)
 	SetDefaultEventuallyTimeout(wait.Limit)
 	SetDefaultEventuallyPollingInterval(50 * time.Millisecond)

@@ -26,11 +26,15 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/posthorn/posthorn/test/env"
+	"github.com/posthorn/posthorn/test/need"
 )
 
 var cluster client.Client
 
 func TestMain(m *testing.M) {
+	if err := env.Missing(); err != nil {
+		os.Exit(need.SkipAll(err))
+	}
 	os.Exit(func() int {
 		server, err := env.Start()
 		if err == nil {

@@ -42,6 +42,7 @@ import (
 	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/docs"
 	"github.com/posthorn/posthorn/test/env"
+	"github.com/posthorn/posthorn/test/need"
 	"github.com/posthorn/posthorn/test/process"
 	"github.com/posthorn/posthorn/test/wait"
 )
@@ -245,7 +246,7 @@ func TestFromApplyToStatus(t *testing.T) {
 		t.Errorf("kubectl get whd: got\n%s\nwant a line with crm True Ready True 0 0", table)
 	}
 
-	vendorToJavaScript(t, kubectl, d.Addr().String())
+	t.Run("vendor's client", func(t *testing.T) { vendorToJavaScript(t, kubectl, d.Addr().String()) })
 
 	// The commands in docs/source.md rotate the write key without a rejected call.
 	steps := rotation(t, server)
@@ -320,11 +321,7 @@ kubectl wait --for=condition=Ready psrc/web --timeout=60s`)
 // type of call, a receiver in JavaScript verifies each by the specification, and the status
 // shows the deliveries. Then the receiver answers 500 for a minute, and no call is lost.
 func vendorToJavaScript(t *testing.T, kubectl func(stdin string, args ...string) string, addr string) {
-	node, err := exec.LookPath("node")
-	if err != nil {
-		t.Log("node is not on PATH; skipping the vendor's client and the receiver in JavaScript")
-		return
-	}
+	node := need.Program(t, "node")
 	outage := time.Minute
 	if testing.Short() {
 		outage = 5 * time.Second

@@ -14,6 +14,7 @@ import (
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/envtest"
 
+	"github.com/posthorn/posthorn/test/need"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
@@ -67,10 +68,29 @@ func Start(configure ...func(*envtest.Environment)) (*Env, error) {
 	return e, nil
 }
 
+// Missing returns an error if Start cannot find the programs of an API server.
+func Missing() error {
+	_, err := findAssets()
+	return err
+}
+
+// Need skips a test that starts an API server, with -short and without its programs (see package
+// need).
+func Need(t testing.TB) {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("-short is set, and the test starts an API server")
+	}
+	if err := Missing(); err != nil {
+		need.Skip(t, err)
+	}
+}
+
 // For starts an API server and stops it at the end of the test. kubectl calls Kubectl and
 // ends the test after an error.
 func For(t testing.TB) (e *Env, kubectl func(stdin string, args ...string) string) {
 	t.Helper()
+	Need(t)
 	e, err := Start()
 	if err != nil {
 		t.Fatal(err)

@@ -27,6 +27,7 @@ import (
 
 	"github.com/posthorn/posthorn/test/docs"
 	"github.com/posthorn/posthorn/test/env"
+	"github.com/posthorn/posthorn/test/need"
 	"github.com/posthorn/posthorn/test/process"
 )
 
@@ -41,8 +42,7 @@ func TestMain(m *testing.M) {
 		helm, err = Binary()
 	}
 	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
+		os.Exit(need.SkipAll(err))
 	}
 	code := m.Run()
 	if err := started.Stop(); err != nil {
@@ -256,6 +256,7 @@ func TestAsADependency(t *testing.T) {
 
 // The notes have the URL for calls and the next commands, with the names of the release.
 func TestNotes(t *testing.T) {
+	env.Need(t)
 	server, err := server()
 	if err != nil {
 		t.Fatal(err)
@@ -396,6 +397,7 @@ func TestSelectors(t *testing.T) {
 // An API server accepts all objects and fields, in a namespace that enforces the
 // restricted Pod Security Standard.
 func TestAPIServerAccepts(t *testing.T) {
+	env.Need(t)
 	server, err := server()
 	if err != nil {
 		t.Fatal(err)

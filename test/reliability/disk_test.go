@@ -29,6 +29,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/need"
 )
 
 // smallDisk mounts a file system of 100 MB: ext4 if the machine has
@@ -55,7 +56,7 @@ func smallDisk(t *testing.T) string {
 	}
 	if err != nil {
 		if tmpfs := mount("mount", "-t", "tmpfs", "-o", "size=100m", "posthorn-test", dir); tmpfs != nil {
-			t.Skipf("cannot mount a small file system; run the test as root: %v; %v", err, tmpfs)
+			need.Skip(t, fmt.Errorf("cannot mount a small file system; run the test as root: %w; %w", err, tmpfs))
 		}
 		t.Logf("using tmpfs instead of ext4: %v", err)
 	}

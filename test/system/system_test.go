@@ -18,6 +18,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/test/check"
+	"github.com/posthorn/posthorn/test/need"
 	"github.com/posthorn/posthorn/test/process"
 )
 
@@ -71,10 +72,7 @@ func TestEveryTypeIsSignedAndVerifiesInJavaScript(t *testing.T) {
 
 func verifyInNode(t *testing.T, requests []request) {
 	t.Helper()
-	node, err := exec.LookPath("node")
-	if err != nil {
-		t.Skip("node is not on PATH; the signature check in JavaScript needs it")
-	}
+	node := need.Program(t, "node")
 	var input []map[string]string
 	for _, q := range requests {
 		input = append(input, map[string]string{"body": q.body, "signature": q.header.Get("X-Signature")})

@@ -38,6 +38,7 @@ const (
 )
 
 func TestUpgrade(t *testing.T) {
+	env.Need(t)
 	server, err := env.Start(func(e *envtest.Environment) { e.CRDDirectoryPaths = []string{oldCRDs} })
 	if err != nil {
 		t.Fatal(err)

@@ -16,6 +16,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/test/need"
 )
 
 func secret(s string) liveconfig.Secret { return liveconfig.NewSecret(s) }
@@ -177,10 +178,7 @@ func TestRedact(t *testing.T) {
 
 // The signature as a receiver in JavaScript computes it from the specification.
 func TestNode(t *testing.T) {
-	node, err := exec.LookPath("node")
-	if err != nil {
-		t.Skip("node is not installed")
-	}
+	node := need.Program(t, "node")
 	run := func(script string) string {
 		cmd := exec.Command(node, "-e", script)
 		cmd.Stdin = strings.NewReader(body)
