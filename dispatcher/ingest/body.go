@@ -67,7 +67,7 @@ func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *refusal) {
 	if zipped {
 		need += inflaterBytes
 	}
-	if !q.memory.grow(need, h.MaxBuffered) {
+	if !q.memory.Grow(need) {
 		return nil, busy
 	}
 	var body io.Reader = q.Body
@@ -86,7 +86,7 @@ func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *refusal) {
 	for {
 		if len(b.bytes) == cap(b.bytes) {
 			larger := b.class + 1
-			if !q.memory.grow(int64(sizes[larger]-sizes[b.class]), h.MaxBuffered) {
+			if !q.memory.Grow(int64(sizes[larger] - sizes[b.class])) {
 				b.release()
 				return nil, busy
 			}

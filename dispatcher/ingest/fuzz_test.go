@@ -47,7 +47,7 @@ func FuzzRequest(f *testing.F) {
 		if stored := len(fixture.stored); !taken && stored > 0 || taken && typ != "" && stored != 1 {
 			t.Errorf("%d stored after %d %s", stored, w.Code, w.Body)
 		}
-		if held := fixture.memory.held(); held != 0 {
+		if held := fixture.memory.Used(); held != 0 {
 			t.Errorf("%d bytes are still held", held)
 		}
 	})

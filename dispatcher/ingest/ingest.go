@@ -28,9 +28,9 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"go.opentelemetry.io/otel/trace"
-	"golang.org/x/time/rate"
 
 	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/dispatcher/limits"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
@@ -118,10 +118,6 @@ func Takes(path string) bool {
 	return known
 }
 
-// storeTimeout bounds the wait for the store, to within a second. The calls may be stored
-// nevertheless; if the client sends them again with the same messageId, they are duplicates.
-const storeTimeout = 30 * time.Second
-
 // maxTurn is how long a request may run filters before it yields to the next request. turnBytes is
 // the charge for that time: about the number of bytes that are parsed in it.
 const (
@@ -136,14 +132,10 @@ var openAPI []byte
 type Handler struct {
 	Options
 	metrics   metrics
-	memory    memoryLimiter
-	scheduler fairScheduler
-	// deadlines bounds the wait for the store.
-	deadlines deadlineCache
-	// lastWorked is the last Source that stored messages or had a request refused. Until sharedUntil
-	// (nanoseconds since 1970) at least two Sources count as doing so at the same time.
-	lastWorked  atomic.Pointer[source]
-	sharedUntil atomic.Int64
+	memory    limits.Memory
+	scheduler *limits.Scheduler
+	deadlines limits.Deadlines
+	pace      limits.Pace
 
 	sources      sync.Map // key -> *source
 	unidentified *source  // the requests without a known write key
@@ -179,9 +171,10 @@ func New(o Options) *Handler {
 	if o.Logger == nil {
 		o.Logger = slog.Default()
 	}
-	h := &Handler{Options: o, unidentified: &source{bulk: rate.NewLimiter(bulkRate, bulkBurst)}}
-	h.metrics = newMetrics(o.Registerer, h.memory.held)
-	h.scheduler.slots = 2 * runtime.GOMAXPROCS(0) // one request computes, the next one is ready
+	h := &Handler{Options: o, unidentified: &source{limits: limits.NewSource()}}
+	h.memory.Max = o.MaxBuffered
+	h.metrics = newMetrics(o.Registerer, h.memory.Used)
+	h.scheduler = limits.NewScheduler(2 * runtime.GOMAXPROCS(0)) // one request computes, the next one is ready
 	return h
 }
 
@@ -228,13 +221,12 @@ type request struct {
 	// source is the account of unidentified requests until the write key is known.
 	source *source
 	origin string
-	memory reservation
-	turn   turn
+	memory limits.Reservation
+	turn   limits.Turn
 	// bodyBytes is the size of the body; reading holds the parsed body.
 	bodyBytes int
 	reading   event.Reading
-	// storing is the request's share of the Source's semaphore of the same name.
-	storing int64
+	storing   limits.Storing
 	// calls is the number of calls that became messages.
 	calls int
 	// span and the trace context for deliveries are zero while tracing is off.
@@ -262,8 +254,8 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	q := request{Request: r, view: h.View(), source: h.unidentified, origin: r.Header.Get("Origin")}
-	q.memory = reservation{limiter: &h.memory, account: &h.unidentified.account}
-	defer q.memory.release() // A slow client can delay this until after the answer is written.
+	q.memory = h.memory.For(&h.unidentified.limits.Memory)
+	defer q.memory.Release() // A slow client can delay this until after the answer is written.
 	if q.origin != "" {
 		header.Add("Vary", "Origin")
 		// Until the Source is known, the answer is readable for each origin that some Source
@@ -350,11 +342,11 @@ func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now 
 		return nil, bad
 	}
 	defer func() {
-		q.turn.leave(0)
+		q.turn.Leave(0)
 		if bad != nil {
-			h.pace(q.source, requestBytes+q.bodyBytes, q.turn.used)
+			h.pace.Worked(q.source.limits, requestBytes+q.bodyBytes, q.turn.Used)
 		}
-		q.releaseStoring()
+		q.storing.Leave()
 	}()
 	if bad := h.parse(w, q, typ, now, body); bad != nil {
 		return nil, bad
@@ -376,14 +368,8 @@ func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now 
 	return rejected, nil
 }
 
-// maxStoring bounds the bytes of one Source's messages that are built and stored at the same time.
-// It is enough to keep the disk busy. Excess requests wait here, with only their bodies in memory,
-// and not inside the store, where they would delay other Sources. A request larger than maxStoring
-// runs while its Source has no other.
-const maxStoring = 512 << 10
-
-// parse reads the calls of a body and reserves memory and a share of the Source's semaphore for
-// their messages. On success it returns within the request's turn, and the caller must release
+// parse reads the calls of a body and reserves memory and a share of the Source's limits.MaxStoring
+// for their messages. On success it returns within the request's turn, and the caller must release
 // q.reading.
 //
 // The size of the messages is known only after the body is parsed. If they do not fit beside the
@@ -399,26 +385,26 @@ func (h *Handler) parse(w http.ResponseWriter, q *request, typ event.Type, now t
 	q.bodyBytes = len(body.bytes)
 	want := 2*q.bodyBytes + event.MessageOverhead
 	for {
-		if q.source != h.unidentified && !q.reserveStoring(h.deadlines.context(), want) {
+		if q.source != h.unidentified && !q.storing.Enter(h.deadlines.Context(), q.source.limits, want) {
 			return busy
 		}
-		q.turn.enter(&h.scheduler, &q.source.queue)
+		q.turn.Enter(h.scheduler, &q.source.limits.Queue)
 		if bad := h.readCalls(w, q, parser, body.bytes); bad != nil {
-			q.turn.leave(requestBytes + q.bodyBytes)
+			q.turn.Leave(requestBytes + q.bodyBytes)
 			return bad
 		}
 		want = q.reading.Bytes
-		if q.extendStoring(want) {
-			if q.memory.replace(&q.source.account, h.memoryFor(q), h.MaxBuffered) {
+		if q.storing.Extend(q.source.limits, want) {
+			if q.memory.Replace(&q.source.limits.Memory, h.memoryFor(q)) {
 				return nil
 			}
 			q.reading.Release()
-			q.turn.leave(requestBytes + q.bodyBytes)
+			q.turn.Leave(requestBytes + q.bodyBytes)
 			return busy
 		}
 		q.reading.Release()
-		q.turn.leave(requestBytes + q.bodyBytes)
-		q.releaseStoring()
+		q.turn.Leave(requestBytes + q.bodyBytes)
+		q.storing.Leave()
 	}
 }
 
@@ -457,13 +443,13 @@ const (
 // limit is admitted when its Source has no other request.
 func (h *Handler) memoryFor(q *request) int64 {
 	total := headerBytes(q.Header) + (1+storeCopies)*q.reading.Bytes + callBytes*q.reading.Calls
-	return min(int64(total), h.MaxBuffered/2)
+	return min(int64(total), h.memory.Max/2)
 }
 
 // buildMessages makes the messages of a request, within the turn that parse started.
 func (h *Handler) buildMessages(q *request, typ event.Type, now time.Time) (messages []queue.Message, rejected []event.Rejection, bad *refusal) {
 	unpaid := requestBytes + q.bodyBytes // cost of this turn that is not charged yet
-	defer func() { q.turn.leave(unpaid) }()
+	defer func() { q.turn.Leave(unpaid) }()
 	defer q.reading.Release()
 	batch, err := q.reading.Messages()
 	made := 0
@@ -476,7 +462,7 @@ func (h *Handler) buildMessages(q *request, typ event.Type, now time.Time) (mess
 		return nil, nil, ofEvent(fault)
 	}
 	// Rejected calls take memory in the answer.
-	if n := rejectionBytes*min(len(batch.Rejected), event.MaxBatchCalls) + 32*len(batch.Rejected); n > 0 && !q.memory.grow(int64(n), h.MaxBuffered) {
+	if n := rejectionBytes*min(len(batch.Rejected), event.MaxBatchCalls) + 32*len(batch.Rejected); n > 0 && !q.memory.Grow(int64(n)) {
 		return nil, nil, busy
 	}
 	if bad := suppress(q, typ, &batch); bad != nil {
@@ -498,9 +484,9 @@ func (h *Handler) buildMessages(q *request, typ event.Type, now time.Time) (mess
 			messages[i].Event = c.Event
 		}
 		if i%16 == 15 && time.Since(begin) > maxTurn {
-			q.turn.leave(unpaid + turnBytes)
+			q.turn.Leave(unpaid + turnBytes)
 			unpaid = 0
-			q.turn.enter(&h.scheduler, &q.source.queue)
+			q.turn.Enter(h.scheduler, &q.source.limits.Queue)
 			begin = time.Now()
 		}
 	}
@@ -538,7 +524,7 @@ const bytesPerCall = 4 << 10
 // messages if that is more. With calls = 0 it charges nothing, and refuses only if a single call
 // would have to wait more than a second.
 func (h *Handler) limit(q *request, calls, bytes int) *refusal {
-	wait := q.source.limit(q.ref.Source, h.Now, max(calls, (bytes+bytesPerCall-1)/bytesPerCall))
+	wait := q.source.limits.Calls.Take(q.ref.Source.CallsPerSecond, q.ref.Source.Burst, h.Now, max(calls, (bytes+bytesPerCall-1)/bytesPerCall))
 	if wait <= 0 || calls == 0 && wait <= time.Second {
 		return nil
 	}
@@ -600,9 +586,7 @@ func (h *Handler) authenticate(w http.ResponseWriter, q *request, key string) *r
 	}
 	h.follow(q.view)
 	q.ref, q.source = ref, h.sourceOf(ref)
-	if q.memory.bytes == 0 { // Otherwise the memory moves to the Source's account after the body is read.
-		q.memory.account = &q.source.account
-	}
+	q.memory.Move(&q.source.limits.Memory) // If the body is read, its memory moves after the parse.
 	if q.origin != "" {
 		if !allowsOrigin(ref.Source, q.origin) && !sameOrigin(q.Request, q.origin) {
 			w.Header().Del(headerAllowedOrigin)
@@ -689,7 +673,7 @@ func (h *Handler) persist(q *request, messages []queue.Message, now time.Time) *
 	if len(messages) == 0 {
 		return nil
 	}
-	begin, ctx := h.Now(), h.deadlines.context()
+	begin, ctx := h.Now(), h.deadlines.Context()
 	var duplicates []bool
 	for part := messages; len(part) > 0; {
 		n, bytes := commitPart(part)
@@ -706,7 +690,7 @@ func (h *Handler) persist(q *request, messages []queue.Message, now time.Time) *
 		}
 		duplicates = append(duplicates, repeated...)
 		part = part[n:]
-		h.pace(q.source, bytes, time.Since(started))
+		h.pace.Worked(q.source.limits, bytes, time.Since(started))
 	}
 	h.metrics.durable.Observe(h.Now().Sub(begin).Seconds())
 	q.source.accepted(now, len(messages), duplicates)
@@ -727,64 +711,6 @@ func commitPart(messages []queue.Message) (n, bytes int) {
 		n++
 	}
 	return n, bytes
-}
-
-// A Source that stores more than bulkRate bytes a second, after a burst of bulkBurst, is slowed
-// down while other Sources store as well: after each commit it pauses bulkPause times the duration
-// of the commit, and at most maxPause. So other Sources get most of the disk's time, however fast
-// the disk is, and a single Source uses all of it. The same holds for the bodies of refused requests
-// and the processor's time.
-const (
-	bulkRate  = 4 << 20
-	bulkBurst = 1 << 20
-	bulkPause = 3
-	maxPause  = 100 * time.Millisecond
-	// sharedFor is how long two Sources count as simultaneous after they stored in turn.
-	sharedFor = time.Second
-)
-
-// pace pauses a Source after a bulk commit, or a refused request, while other Sources store as well.
-func (h *Handler) pace(s *source, bytes int, took time.Duration) {
-	now := time.Now()
-	if before := h.lastWorked.Load(); before != s {
-		h.lastWorked.Store(s)
-		if before != nil {
-			h.sharedUntil.Store(now.Add(sharedFor).UnixNano())
-		}
-	}
-	if !s.bulk.AllowN(now, bytes) && now.UnixNano() < h.sharedUntil.Load() {
-		time.Sleep(min(bulkPause*took, maxPause))
-	}
-}
-
-// reserveStoring waits until the Source may store that many more bytes, at most maxStoring.
-func (q *request) reserveStoring(ctx context.Context, bytes int) bool {
-	n := int64(min(bytes, maxStoring))
-	if q.source.storing.Acquire(ctx, n) != nil {
-		return false
-	}
-	q.storing = n
-	return true
-}
-
-// extendStoring raises the reservation to that many bytes, if this is possible without a wait.
-func (q *request) extendStoring(bytes int) bool {
-	more := int64(min(bytes, maxStoring)) - q.storing
-	if more <= 0 {
-		return true
-	}
-	if !q.source.storing.TryAcquire(more) {
-		return false
-	}
-	q.storing += more
-	return true
-}
-
-func (q *request) releaseStoring() {
-	if q.storing > 0 {
-		q.source.storing.Release(q.storing)
-		q.storing = 0
-	}
 }
 
 func (h *Handler) notStored(q *request, err error, now time.Time) *refusal {

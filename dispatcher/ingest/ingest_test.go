@@ -15,7 +15,6 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -26,6 +25,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/dispatcher/limits"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/test/wait"
@@ -203,7 +203,7 @@ func TestAnswers(t *testing.T) {
 			if w.Code == 405 && w.Header().Get("Allow") == "" {
 				t.Error("405 without Allow")
 			}
-			if n := f.memory.held(); n != 0 {
+			if n := f.memory.Used(); n != 0 {
 				t.Errorf("%d bytes are still held", n)
 			}
 		})
@@ -483,17 +483,17 @@ func TestMemoryIsBoundedAndShared(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := newFixture(t)
-			f.MaxBuffered = 8 << 20
+			f.memory.Max = 8 << 20
 			f.block = make(chan struct{})
 			const n = 1000
 			waiting, refused := f.flood("web-key", body, n)
 			other := make(chan int, 1)
 			deadline := time.Now().Add(wait.Limit)
 			// Every request that does not fit is refused while the others wait for storage.
-			for held := int64(0); refused.Load() == 0 || held != f.memory.held(); {
-				held = f.memory.held()
-				if held > f.MaxBuffered/2 {
-					t.Fatalf("one Source holds %d of %d bytes", held, f.MaxBuffered)
+			for held := int64(0); refused.Load() == 0 || held != f.memory.Used(); {
+				held = f.memory.Used()
+				if held > f.memory.Max/2 {
+					t.Fatalf("one Source holds %d of %d bytes", held, f.memory.Max)
 				}
 				if time.Now().After(deadline) {
 					t.Fatal("nothing was refused")
@@ -513,7 +513,7 @@ func TestMemoryIsBoundedAndShared(t *testing.T) {
 			if taken := waiting(); taken == 0 || taken+int(refused.Load()) != n {
 				t.Errorf("%d taken, %d refused", taken, refused.Load())
 			}
-			if held := f.memory.held(); held != 0 {
+			if held := f.memory.Used(); held != 0 {
 				t.Errorf("%d bytes are still held", held)
 			}
 		})
@@ -563,7 +563,7 @@ func TestAmplificationIsRefusedBeforeStoring(t *testing.T) {
 				if len(f.stored) != tc.accepted {
 					t.Errorf("gzip %v: %d messages stored, want %d", zipped, len(f.stored), tc.accepted)
 				}
-				if held := f.memory.held(); held != 0 {
+				if held := f.memory.Used(); held != 0 {
 					t.Errorf("gzip %v: %d bytes are still reserved", zipped, held)
 				}
 			}
@@ -586,7 +586,7 @@ func TestMemoryIsReservedForWhatARequestMakes(t *testing.T) {
 				for _, m := range messages {
 					made += len(m.Body)
 				}
-				least = min(least, f.memory.held())
+				least = min(least, f.memory.Used())
 				return nil, nil
 			}
 			if w := f.serve(post("/v1/batch", "web-key", body)); w.Code != http.StatusOK {
@@ -602,7 +602,7 @@ func TestMemoryIsReservedForWhatARequestMakes(t *testing.T) {
 // A request that needs more memory than one Source may have is accepted alone.
 func TestALargeRequestFitsIntoASmallBudget(t *testing.T) {
 	f := newFixture(t)
-	f.MaxBuffered = 4 << 20
+	f.memory.Max = 4 << 20
 	if w := f.serve(post("/v1/batch", "web-key", batchOf(260, 28_000, 1_750))); w.Code != http.StatusOK || len(f.stored) != 260 {
 		t.Errorf("answer %d %s, %d messages stored", w.Code, w.Body, len(f.stored))
 	}
@@ -659,8 +659,8 @@ func TestAFloodWaitsForItself(t *testing.T) {
 				if s.source == "shop/slow" {
 					break
 				}
-				if stored += s.bytes; stored > maxStoring {
-					t.Errorf("the flood has %d bytes in the store, want at most %d", stored, maxStoring)
+				if stored += s.bytes; stored > limits.MaxStoring {
+					t.Errorf("the flood has %d bytes in the store, want at most %d", stored, limits.MaxStoring)
 				}
 			}
 			close(out)
@@ -675,7 +675,7 @@ func TestAFloodWaitsForItself(t *testing.T) {
 				t.Errorf("%d of %d requests of the flood were accepted, %d refused", taken, n, refused.Load())
 			}
 			close(in)
-			if held := f.memory.held(); held != 0 {
+			if held := f.memory.Used(); held != 0 {
 				t.Errorf("%d bytes are still reserved", held)
 			}
 		})
@@ -735,7 +735,7 @@ func TestWhoSendsNothingHoldsLittle(t *testing.T) {
 	if _, err := w.Write([]byte(`{"batch":[`)); err != nil { // it is being read
 		t.Fatal(err)
 	}
-	if held := f.memory.held(); held > 65<<10 { // the headers among them
+	if held := f.memory.Used(); held > 65<<10 { // the headers among them
 		t.Errorf("%d bytes held for 10 that were sent", held)
 	}
 	_ = w.CloseWithError(io.ErrUnexpectedEOF)
@@ -760,46 +760,6 @@ func TestSlowBodiesEnd(t *testing.T) {
 	if !strings.HasPrefix(string(answer), "HTTP/1.1 408 ") || !strings.Contains(string(answer), codeTooSlow) || !strings.Contains(string(answer), "Connection: close") {
 		t.Errorf("%s", answer)
 	}
-}
-
-// schedule queues requests of some Sources while all slots are taken, frees the slots one by one,
-// and returns the order in which the requests ran. Each request makes the given number of bytes.
-func schedule(s *fairScheduler, bytes map[string]int, requests ...string) (order []string) {
-	queues := map[string]*waitQueue{}
-	var blockers [2]turn
-	for i := range blockers {
-		blockers[i].enter(s, &waitQueue{})
-	}
-	ran := make(chan string)
-	waits := 0
-	for _, name := range requests {
-		q := queues[name]
-		if q == nil {
-			q = new(waitQueue)
-			queues[name] = q
-		}
-		go func() {
-			var t turn
-			t.enter(s, q)
-			ran <- name
-			t.leave(bytes[name])
-		}()
-		waits++
-		for waiting := 0; waiting < waits; time.Sleep(100 * time.Microsecond) {
-			s.mu.Lock()
-			waiting = 0
-			for _, q := range s.queues {
-				waiting += len(q.waiting)
-			}
-			s.mu.Unlock()
-		}
-	}
-	blockers[0].leave(0) // One slot, so that the order is that of the turns.
-	for range requests {
-		order = append(order, <-ran)
-	}
-	blockers[1].leave(0)
-	return order
 }
 
 // While several Sources store, one that stores more than bulkRate pauses after
@@ -920,64 +880,6 @@ func TestRefusedBulkLeavesTheCPUToOthers(t *testing.T) {
 	}
 }
 
-// Sources that wait for the CPU alternate by the bytes of their requests, however many requests one
-// of them has.
-func TestTurnsAreFairByBytes(t *testing.T) {
-	t.Run("a flood and one call", func(t *testing.T) {
-		order := schedule(&fairScheduler{slots: 2}, map[string]int{"flood": 1, "call": 1}, "flood", "flood", "flood", "flood", "call")
-		if i := slices.Index(order, "call"); i > 1 {
-			t.Errorf("the other Source's call was stored as number %d: %v", i+1, order)
-		}
-	})
-	t.Run("small requests beside large ones", func(t *testing.T) {
-		bytes := map[string]int{"large": 1 << 20, "small": 64 << 10}
-		order := schedule(&fairScheduler{slots: 2}, bytes, "large", "large", "large", "small", "small", "small", "small", "small", "small", "small", "small")
-		// 1 MiB is worth 16 of them: all eight run behind at most one large request.
-		large := 0
-		for i, name := range order {
-			if name == "large" {
-				large++
-			}
-			if i < 9 && large > 1 {
-				t.Fatalf("a second large request runs before all small ones: %v", order)
-			}
-		}
-	})
-	t.Run("one Source does not take all slots", func(t *testing.T) {
-		s := &fairScheduler{slots: 4}
-		var flood waitQueue
-		var a, b turn
-		a.enter(s, &flood)
-		b.enter(s, &flood)
-		entered := make(chan struct{})
-		go func() {
-			var third turn
-			third.enter(s, &flood)
-			close(entered)
-			third.leave(0)
-		}()
-		for waiting := 0; waiting == 0; time.Sleep(100 * time.Microsecond) {
-			s.mu.Lock()
-			waiting = len(flood.waiting)
-			s.mu.Unlock()
-		}
-		var other turn
-		other.enter(s, &waitQueue{}) // does not wait
-		other.leave(0)
-		select {
-		case <-entered:
-			t.Error("three of four slots belong to one Source")
-		default:
-		}
-		a.leave(0)
-		<-entered
-		b.leave(0)
-		if s.busy != 0 || len(s.queues) != 0 {
-			t.Errorf("%d slots are taken and %d queues wait at the end", s.busy, len(s.queues))
-		}
-	})
-}
-
 func TestAPanicEndsOneRequest(t *testing.T) {
 	f := newFixture(t)
 	skip := f.Skip
@@ -989,8 +891,8 @@ func TestAPanicEndsOneRequest(t *testing.T) {
 		}
 	}
 	f.Skip = skip
-	if w := f.do(post("/v1/track", "web-key", track)); w.Code != 200 || f.memory.held() != 0 {
-		t.Errorf("%d %s, %d held", w.Code, w.Body, f.memory.held())
+	if w := f.do(post("/v1/track", "web-key", track)); w.Code != 200 || f.memory.Used() != 0 {
+		t.Errorf("%d %s, %d held", w.Code, w.Body, f.memory.Used())
 	}
 }
 
@@ -1096,7 +998,7 @@ func TestGracefulStop(t *testing.T) {
 		resp.Body.Close()
 		status <- resp.StatusCode
 	}()
-	for f.memory.held() == 0 {
+	for f.memory.Used() == 0 {
 		time.Sleep(time.Millisecond)
 	}
 	stopped := make(chan error, 1)

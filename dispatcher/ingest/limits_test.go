@@ -95,12 +95,12 @@ func TestHeadersAndAnswersAreInTheBudget(t *testing.T) {
 				defer close(done)
 				f.ServeHTTP(w, post("/v1/batch", "web-key", body, "X-Large", c.header))
 			}()
-			if least := int64(len(c.header) + <-w.length); f.memory.held() < least {
-				t.Errorf("%d bytes counted for headers and an answer of %d", f.memory.held(), least)
+			if least := int64(len(c.header) + <-w.length); f.memory.Used() < least {
+				t.Errorf("%d bytes counted for headers and an answer of %d", f.memory.Used(), least)
 			}
 			close(w.taken)
 			<-done
-			if held := f.memory.held(); held != 0 {
+			if held := f.memory.Used(); held != 0 {
 				t.Errorf("%d bytes are still held", held)
 			}
 		})

@@ -106,7 +106,7 @@ func TestOpenAPIIsTrue(t *testing.T) {
 			return post("/v1/track", "slow-key", track)
 		},
 		"not_ready":    func(f *fixture) *http.Request { f.view = nil; return post("/v1/track", "web-key", track) },
-		"busy":         func(f *fixture) *http.Request { f.MaxBuffered = 1; return post("/v1/track", "web-key", track) },
+		"busy":         func(f *fixture) *http.Request { f.memory.Max = 1; return post("/v1/track", "web-key", track) },
 		"storage_full": func(f *fixture) *http.Request { f.err = queue.ErrFull; return post("/v1/track", "web-key", track) },
 		"write_key_removed": func(f *fixture) *http.Request {
 			f.remove("old-key", "web")

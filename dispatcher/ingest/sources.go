@@ -2,15 +2,13 @@ package ingest
 
 import (
 	"strings"
-	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"golang.org/x/sync/semaphore"
-	"golang.org/x/time/rate"
 
 	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/dispatcher/limits"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -58,12 +56,8 @@ func unixNano(n int64) time.Time {
 
 // source is the runtime state of one Source, or of all requests without a known write key.
 type source struct {
-	key, namespace, name string
-	// account, queue and storing are its shares of memory, CPU and disk.
-	account                       account
-	queue                         waitQueue
-	storing                       *semaphore.Weighted // bytes of messages in progress
-	bulk                          *rate.Limiter       // bytes that it stores without pauses
+	key, namespace, name          string
+	limits                        *limits.Source
 	rejectedCalls, duplicateCalls atomic.Int64
 	lastAccepted, lastRejected    atomic.Int64
 	lastRejection                 atomic.Pointer[string]
@@ -72,11 +66,6 @@ type source struct {
 	log      sampler
 
 	acceptedCount, duplicateCount prometheus.Counter
-
-	mu      sync.Mutex
-	limiter *rate.Limiter
-	// perSecond and burst are the settings of limiter.
-	perSecond, burst int
 }
 
 // sourceOf returns the runtime state of a Source.
@@ -86,7 +75,7 @@ func (h *Handler) sourceOf(ref liveconfig.SourceRef) *source {
 		return s.(*source)
 	}
 	namespace, name := ref.Namespace, ref.Source.Name
-	s := &source{key: key, namespace: namespace, name: name, storing: semaphore.NewWeighted(maxStoring), bulk: rate.NewLimiter(bulkRate, bulkBurst)}
+	s := &source{key: key, namespace: namespace, name: name, limits: limits.NewSource()}
 	s.acceptedCount = h.metrics.calls.WithLabelValues(namespace, name, "accepted")
 	s.duplicateCount = h.metrics.calls.WithLabelValues(namespace, name, "duplicate")
 	actual, _ := h.sources.LoadOrStore(key, s)
@@ -129,36 +118,6 @@ func (h *Handler) follow(view *liveconfig.View) *origins {
 }
 
 func (o *origins) allow(origin string) bool { return o.set["*"] || o.set[strings.ToLower(origin)] }
-
-// limit takes n calls from the Source's rate and returns 0, or takes none and returns the time to
-// wait. With n = 0 it reports whether one call would be accepted. A batch larger than the burst is
-// accepted when the full burst is available; the excess is a debt that delays later calls, so the
-// rate holds.
-func (s *source) limit(c liveconfig.Source, clock func() time.Time, n int) time.Duration {
-	if c.CallsPerSecond == 0 {
-		return 0
-	}
-	burst := c.Burst
-	if burst == 0 {
-		burst = 2 * c.CallsPerSecond
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.limiter == nil || s.perSecond != c.CallsPerSecond || s.burst != burst {
-		s.limiter, s.perSecond, s.burst = rate.NewLimiter(rate.Limit(c.CallsPerSecond), burst), c.CallsPerSecond, burst
-	}
-	now := clock()
-	missing := float64(min(max(n, 1), burst)) - s.limiter.TokensAt(now)
-	if missing > 0 {
-		return time.Duration(missing / float64(c.CallsPerSecond) * float64(time.Second))
-	}
-	for n > 0 {
-		part := min(n, burst)
-		s.limiter.ReserveN(now, part)
-		n -= part
-	}
-	return 0
-}
 
 // accepted counts stored calls.
 func (s *source) accepted(now time.Time, n int, duplicates []bool) {

@@ -5,7 +5,7 @@
 // to handlers: Content-Length beside Transfer-Encoding, folded header lines, lines that end with a
 // bare line feed. Therefore each connection parses the framing of its requests ([framing]) and ends
 // before net/http reads such a form; net/http then answers 400 and closes the connection. The same
-// code counts the reset streams of HTTP/2 and a request's progress, by which [connLimiter] chooses
+// code counts the reset streams of HTTP/2 and a request's progress, by which [limits.Conns] chooses
 // the connection to close when there are too many. The main type is Server.
 package listen
 
@@ -18,14 +18,15 @@ import (
 	"net"
 	"net/http"
 	"strconv"
-	"sync/atomic"
 	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/limits"
 )
 
 // Server is an http.Server with bounded, strict connections.
 type Server struct {
 	*http.Server
-	conns connLimiter
+	conns *limits.Conns
 	log   *slog.Logger
 }
 
@@ -33,8 +34,8 @@ type Server struct {
 // answers 431 to requests whose head is larger than MaxHeaderBytes: net/http alone accepts 4 to 8
 // KB more.
 func New(s *http.Server, maxConns int, log *slog.Logger) *Server {
-	limited := &Server{Server: s, conns: connLimiter{most: maxConns}, log: log}
-	s.ConnState = func(c net.Conn, state http.ConnState) { limited.conns.follow(c.(*conn), state) }
+	limited := &Server{Server: s, conns: limits.NewConns(maxConns), log: log}
+	s.ConnState = func(c net.Conn, state http.ConnState) { limited.conns.Follow(c.(*conn).limit, state) }
 	if most, next := s.MaxHeaderBytes, s.Handler; most > 0 {
 		s.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			if headBytes(r) > most {
@@ -88,7 +89,8 @@ func (l *listener) Accept() (net.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &conn{Conn: raw, server: l.server, index: -1}
+	c := &conn{Conn: raw, server: l.server}
+	c.limit = limits.NewConn(c.Close)
 	c.framing.http2 = l.server.http2()
 	if l.tls != nil {
 		c.tls = tls.Server(raw, l.tls)
@@ -104,22 +106,8 @@ type conn struct {
 	tls     *tls.Conn // nil: clear text, or after the handshake
 	framing framing
 	fault   error // ends all further reads
-
-	// since is the start of the present wait for the client, in nanoseconds: for a request, or for
-	// the rest of one. received counts the bytes since then.
-	since, received atomic.Int64
-	// complete is true while a completely read request is not answered.
-	complete atomic.Bool
-
-	// State of the connLimiter, guarded by its lock.
-	rank  int64
-	index int // in the heap; -1 when the connection is not counted
-}
-
-// begin starts a wait for the client.
-func (c *conn) begin(now int64) {
-	c.since.Store(now)
-	c.received.Store(0)
+	// limit is the progress by which the limiter selects the connection to close.
+	limit *limits.Conn
 }
 
 // Read reads and checks data. A fault ends the connection after the last valid line.
@@ -134,14 +122,13 @@ func (c *conn) Read(p []byte) (int, error) {
 	if n == 0 {
 		return n, err
 	}
-	c.received.Add(int64(n))
+	c.limit.Received(n)
 	sound, events, fault := c.framing.scan(p[:n])
 	if events&requestEnded != 0 {
-		c.begin(time.Now().UnixNano())
-		c.complete.Store(true)
+		c.limit.RequestEnded()
 	}
 	if events&streamEnded != 0 {
-		c.begin(time.Now().UnixNano())
+		c.limit.StreamEnded()
 	}
 	if fault == nil {
 		return n, err

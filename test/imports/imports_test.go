@@ -33,6 +33,7 @@ var rules = []struct {
 	{"dispatcher/adminapi", nil, []string{}},
 	{"dispatcher", []string{"dispatcher", "analytics/event"}, nil},
 	{"dispatcher/delivery/endpoint", []string{}, []string{}},
+	{"dispatcher/limits", []string{}, []string{"golang.org/x/sync", "golang.org/x/time"}},
 }
 
 // pure has the packages without I/O, goroutines, locks and clocks, and all that they import.

@@ -1,9 +1,10 @@
-package listen
+package limits
 
 import (
 	"container/heap"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -16,20 +17,68 @@ const (
 	answerTime = 30 * time.Second
 )
 
-// connLimiter bounds the open connections of a server. When there is one too many, it closes the
+// Conns bounds the open connections of a server. When there is one too many, it closes the
 // connection that is furthest behind: its client has kept Posthorn waiting longest for a request or
 // for the rest of one, less the credit for every byte received meanwhile. A connection with a
 // complete request is closed only after it has waited for its response for answerTime; if all
 // others are busy, the new connection is closed instead.
-type connLimiter struct {
+type Conns struct {
 	most int
 
 	mu    sync.Mutex
 	conns connHeap
 }
 
-// follow handles a server's ConnState events.
-func (l *connLimiter) follow(c *conn, state http.ConnState) {
+// NewConns returns a limiter of at most that many open connections.
+func NewConns(most int) *Conns { return &Conns{most: most} }
+
+// Conn is the progress of one connection. One goroutine at a time reports what was received.
+type Conn struct {
+	// close ends the connection. It may block.
+	close func() error
+
+	// since is the start of the present wait for the client, in nanoseconds: for a request, or for
+	// the rest of one. received counts the bytes since then.
+	since, received atomic.Int64
+	// complete is true while a completely read request is not answered.
+	complete atomic.Bool
+
+	// State of Conns, guarded by its lock.
+	rank  int64
+	index int // in the heap; -1 when the connection is not counted
+}
+
+// NewConn returns the progress of a connection that closeConn closes. It is counted from its state
+// http.StateNew on.
+func NewConn(closeConn func() error) *Conn { return &Conn{close: closeConn, index: -1} }
+
+// Received adds bytes that were received.
+func (c *Conn) Received(bytes int) { c.received.Add(int64(bytes)) }
+
+// RequestEnded marks the end of a request that was read completely.
+func (c *Conn) RequestEnded() {
+	c.StreamEnded()
+	c.complete.Store(true)
+}
+
+// StreamEnded marks the end of one of several concurrent requests: a new wait for the client starts.
+func (c *Conn) StreamEnded() { c.begin(time.Now().UnixNano()) }
+
+// begin starts a wait for the client.
+func (c *Conn) begin(now int64) {
+	c.since.Store(now)
+	c.received.Store(0)
+}
+
+// Len returns the number of counted connections.
+func (l *Conns) Len() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.conns)
+}
+
+// Follow handles a server's ConnState events.
+func (l *Conns) Follow(c *Conn, state http.ConnState) {
 	now := time.Now().UnixNano()
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -60,7 +109,7 @@ func (l *connLimiter) follow(c *conn, state http.ConnState) {
 }
 
 // closeOne closes the connection with the lowest rank. The lock is held.
-func (l *connLimiter) closeOne(now int64) {
+func (l *Conns) closeOne(now int64) {
 	for {
 		c := l.conns[0]
 		if rank := c.rankAt(now); rank > c.rank {
@@ -69,14 +118,14 @@ func (l *connLimiter) closeOne(now int64) {
 			continue
 		}
 		heap.Remove(&l.conns, 0)
-		go c.Close() // Closing TLS sends an alert, which may block.
+		go func() { _ = c.close() }() // Closing TLS sends an alert, which may block.
 		return
 	}
 }
 
 // rankAt is the time up to which the connection's client has not kept Posthorn waiting. The lowest
 // rank is furthest behind.
-func (c *conn) rankAt(now int64) int64 {
+func (c *Conn) rankAt(now int64) int64 {
 	since := c.since.Load()
 	if c.complete.Load() {
 		return since + int64(answerTime)
@@ -86,7 +135,7 @@ func (c *conn) rankAt(now int64) int64 {
 
 // connHeap orders connections by their known rank, the lowest first. A known rank is a lower bound
 // of rankAt and is updated only when the connection is first, so a read costs one addition.
-type connHeap []*conn
+type connHeap []*Conn
 
 func (h connHeap) Len() int           { return len(h) }
 func (h connHeap) Less(i, j int) bool { return h[i].rank < h[j].rank }
@@ -97,7 +146,7 @@ func (h connHeap) Swap(i, j int) {
 
 // Push implements heap.Interface.
 func (h *connHeap) Push(x any) {
-	c := x.(*conn)
+	c := x.(*Conn)
 	c.index = len(*h)
 	*h = append(*h, c)
 }

@@ -1,43 +1,43 @@
-package ingest
+package limits
 
 import (
 	"sync"
 	"time"
 )
 
-// fairScheduler limits how many requests use the CPU at the same time, and gives one Source at most
+// Scheduler limits how many requests use the CPU at the same time, and gives one Source at most
 // half of the slots. The next waiting request is that of the Source with the lowest usage, counted
 // in bytes of its requests and messages (start-time fair queueing). So a Source that floods, or
 // whose small bodies become large messages, delays itself and not the others.
-type fairScheduler struct {
+type Scheduler struct {
 	mu    sync.Mutex
 	slots int // number of requests that compute at the same time
 	busy  int
 	// clock is the virtual time: that of the last admitted request.
 	clock int64
 	// queues are the queues with waiting requests.
-	queues []*waitQueue
+	queues []*WaitQueue
 }
 
-// waitQueue is the queue of one Source's requests; the scheduler's lock guards it.
-type waitQueue struct {
+// WaitQueue is the queue of one Source's requests; the scheduler's lock guards it.
+type WaitQueue struct {
 	running int
 	// next is the virtual time of the next request; each request advances it by its bytes.
 	next    int64
 	waiting []chan struct{}
 }
 
-// turn is one request's use of the scheduler.
-type turn struct {
-	scheduler *fairScheduler
-	queue     *waitQueue
+// Turn is one request's use of the scheduler.
+type Turn struct {
+	scheduler *Scheduler
+	queue     *WaitQueue
 	began     time.Time
-	// used is how long the request was in a slot, in all its turns that ended.
-	used time.Duration
+	// Used is how long the request was in a slot, in all its turns that ended.
+	Used time.Duration
 }
 
-// enter waits for a slot. Requests in a slot only compute and never block, so the wait ends.
-func (t *turn) enter(s *fairScheduler, q *waitQueue) {
+// Enter waits for a slot. Requests in a slot only compute and never block, so the wait ends.
+func (t *Turn) Enter(s *Scheduler, q *WaitQueue) {
 	s.mu.Lock()
 	if s.busy < s.slots && s.admits(q) {
 		s.start(q)
@@ -54,14 +54,14 @@ func (t *turn) enter(s *fairScheduler, q *waitQueue) {
 	t.scheduler, t.queue, t.began = s, q, time.Now()
 }
 
-// leave ends the turn, if there is one, and charges the request's bytes.
-func (t *turn) leave(bytes int) {
+// Leave ends the turn, if there is one, and charges the request's bytes.
+func (t *Turn) Leave(bytes int) {
 	s, q := t.scheduler, t.queue
 	if s == nil {
 		return
 	}
 	t.scheduler, t.queue = nil, nil
-	t.used += time.Since(t.began)
+	t.Used += time.Since(t.began)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	q.next += int64(bytes)
@@ -71,10 +71,13 @@ func (t *turn) leave(bytes int) {
 	}
 }
 
-// admits reports whether a Source may run one more request.
-func (s *fairScheduler) admits(q *waitQueue) bool { return q.running < max(1, s.slots/2) }
+// NewScheduler returns a Scheduler for a number of requests that compute at the same time.
+func NewScheduler(slots int) *Scheduler { return &Scheduler{slots: slots} }
 
-func (s *fairScheduler) start(q *waitQueue) {
+// admits reports whether a Source may run one more request.
+func (s *Scheduler) admits(q *WaitQueue) bool { return q.running < max(1, s.slots/2) }
+
+func (s *Scheduler) start(q *WaitQueue) {
 	q.next = max(q.next, s.clock)
 	s.clock = q.next
 	q.running++
@@ -82,7 +85,7 @@ func (s *fairScheduler) start(q *waitQueue) {
 }
 
 // startNext admits the first request of the Source with the lowest usage.
-func (s *fairScheduler) startNext() bool {
+func (s *Scheduler) startNext() bool {
 	least := -1
 	for i, q := range s.queues {
 		if s.admits(q) && (least < 0 || q.next < s.queues[least].next) {

@@ -1,0 +1,105 @@
+package limits
+
+import (
+	"slices"
+	"testing"
+	"time"
+)
+
+// schedule queues requests of some Sources while all slots are taken, frees the slots one by one,
+// and returns the order in which the requests ran. Each request makes the given number of bytes.
+func schedule(s *Scheduler, bytes map[string]int, requests ...string) (order []string) {
+	queues := map[string]*WaitQueue{}
+	var blockers [2]Turn
+	for i := range blockers {
+		blockers[i].Enter(s, &WaitQueue{})
+	}
+	ran := make(chan string)
+	waits := 0
+	for _, name := range requests {
+		q := queues[name]
+		if q == nil {
+			q = new(WaitQueue)
+			queues[name] = q
+		}
+		go func() {
+			var t Turn
+			t.Enter(s, q)
+			ran <- name
+			t.Leave(bytes[name])
+		}()
+		waits++
+		for waiting := 0; waiting < waits; time.Sleep(100 * time.Microsecond) {
+			s.mu.Lock()
+			waiting = 0
+			for _, q := range s.queues {
+				waiting += len(q.waiting)
+			}
+			s.mu.Unlock()
+		}
+	}
+	blockers[0].Leave(0) // One slot, so that the order is that of the turns.
+	for range requests {
+		order = append(order, <-ran)
+	}
+	blockers[1].Leave(0)
+	return order
+}
+
+// Sources that wait for the CPU alternate by the bytes of their requests, however many requests one
+// of them has.
+func TestTurnsAreFairByBytes(t *testing.T) {
+	t.Run("a flood and one call", func(t *testing.T) {
+		order := schedule(&Scheduler{slots: 2}, map[string]int{"flood": 1, "call": 1}, "flood", "flood", "flood", "flood", "call")
+		if i := slices.Index(order, "call"); i > 1 {
+			t.Errorf("the other Source's call was stored as number %d: %v", i+1, order)
+		}
+	})
+	t.Run("small requests beside large ones", func(t *testing.T) {
+		bytes := map[string]int{"large": 1 << 20, "small": 64 << 10}
+		order := schedule(&Scheduler{slots: 2}, bytes, "large", "large", "large", "small", "small", "small", "small", "small", "small", "small", "small")
+		// 1 MiB is worth 16 of them: all eight run behind at most one large request.
+		large := 0
+		for i, name := range order {
+			if name == "large" {
+				large++
+			}
+			if i < 9 && large > 1 {
+				t.Fatalf("a second large request runs before all small ones: %v", order)
+			}
+		}
+	})
+	t.Run("one Source does not take all slots", func(t *testing.T) {
+		s := &Scheduler{slots: 4}
+		var flood WaitQueue
+		var a, b Turn
+		a.Enter(s, &flood)
+		b.Enter(s, &flood)
+		entered := make(chan struct{})
+		go func() {
+			var third Turn
+			third.Enter(s, &flood)
+			close(entered)
+			third.Leave(0)
+		}()
+		for waiting := 0; waiting == 0; time.Sleep(100 * time.Microsecond) {
+			s.mu.Lock()
+			waiting = len(flood.waiting)
+			s.mu.Unlock()
+		}
+		var other Turn
+		other.Enter(s, &WaitQueue{}) // does not wait
+		other.Leave(0)
+		select {
+		case <-entered:
+			t.Error("three of four slots belong to one Source")
+		default:
+		}
+		a.Leave(0)
+		<-entered
+		b.Leave(0)
+		if s.busy != 0 || len(s.queues) != 0 {
+			t.Errorf("%d slots are taken and %d queues wait at the end", s.busy, len(s.queues))
+		}
+	})
+}
