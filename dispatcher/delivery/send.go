@@ -59,6 +59,8 @@ func (r *ended) result() endpoint.Result {
 		return endpoint.Succeeded
 	case o.Permanent() != "":
 		return endpoint.Rejected
+	case r.Reason == egress.Throttled, r.Reason == egress.TimedOut && r.Sent:
+		return endpoint.Overloaded
 	}
 	return endpoint.Failed
 }

@@ -9,6 +9,10 @@
 // failures open it again). The window limits the requests in flight while the circuit is not open.
 // It starts at 1, also after a restart, doubles per round trip during slow start, and then grows by
 // one per round trip (AIMD, as in TCP). So the load on a recovered endpoint rises gradually.
+//
+// An endpoint that fails now and then is neither down nor overloaded: fewer requests would not make
+// it fail less often. So a failed attempt reduces the window only if the endpoint is overloaded
+// (Overloaded), or if half of a round of attempts failed.
 package endpoint
 
 import (
@@ -18,14 +22,21 @@ import (
 
 const (
 	// The circuit opens after openAfter failures in a row, or when openShare of the last
-	// recentAttempts attempts failed.
+	// recentAttempts attempts failed. The share is so large that an endpoint with random failures
+	// does not reach it: with one failure in four, openAfter failures in a row happen once in a
+	// million attempts, and the share never.
 	openAfter      = 10
-	recentAttempts = 20
-	openShare      = recentAttempts / 2
-	// The circuit is half-open until halfOpenFor successes in a row. Until then, reopenAfter
-	// failures in a row open it again.
+	recentAttempts = 64
+	openShare      = recentAttempts * 3 / 4
+	// The circuit is half-open until halfOpenFor successes. Until then, reopenAfter failures in a
+	// row open it again.
 	halfOpenFor = 10
 	reopenAfter = 3
+	// minRound is the smallest number of attempts that are judged together for the window.
+	minRound = 64
+	// provenAttempts is the number of recent attempts of which half must have succeeded for the
+	// endpoint to be proven.
+	provenAttempts = 8
 
 	minProbeInterval = time.Second
 	maxProbeInterval = time.Minute
@@ -40,8 +51,11 @@ type Result int
 const (
 	// Succeeded: the endpoint accepted the message.
 	Succeeded Result = iota
-	// Failed: the endpoint did not answer, or answered that it cannot accept messages now.
+	// Failed: the endpoint cannot be reached, or answered that it cannot accept messages now.
 	Failed
+	// Overloaded: the endpoint failed because it gets too many requests: it answered so, or it
+	// did not answer in time.
+	Overloaded
 	// Rejected: the endpoint works and rejected the message.
 	Rejected
 	// Canceled: the request was canceled, so it has no result.
@@ -93,12 +107,15 @@ type Machine struct {
 	// cutAt is the time of the last window reduction. Failures of requests that started before it
 	// have the same cause and do not reduce the window again.
 	cutAt time.Time
+	// round counts attempts, and roundDown the failed ones among them, since the last reduction or
+	// full round.
+	round, roundDown int
 
 	// failed and down have one bit per recent attempt, the latest in bit 0. failed includes
-	// rejected messages, down does not. sinceClosed counts the attempts since the circuit closed, up
-	// to recentAttempts.
-	failed, down uint32
-	sinceClosed  int
+	// rejected messages, down does not. attempts counts them, and sinceClosed those since the circuit
+	// closed; both up to recentAttempts.
+	failed, down          uint64
+	attempts, sinceClosed int
 	// failures and downInARow count since the last success, and since the last attempt that was
 	// not down; successes counts since the last failure.
 	failures, downInARow, successes int
@@ -176,9 +193,12 @@ func (m *Machine) StartProbe() { m.probing = true }
 // CancelProbe ends a probe that was not sent; the next one is due at once.
 func (m *Machine) CancelProbe() { m.probing = false }
 
-// Proven reports whether the endpoint works and responds fast, so that it may use more than half of
-// the requests in flight that all endpoints share.
-func (m *Machine) Proven() bool { return m.successes > 0 && m.latency < time.Second }
+// Proven reports whether the endpoint works most of the time and responds fast, so that it may use
+// more than half of the requests in flight that all endpoints share.
+func (m *Machine) Proven() bool {
+	n := min(m.attempts, provenAttempts)
+	return !m.lastSuccess.IsZero() && 2*recent(m.failed, n) <= n && m.latency < time.Second
+}
 
 // Latency returns a moving average of the duration of attempts.
 func (m *Machine) Latency() time.Duration { return m.latency }
@@ -192,12 +212,12 @@ func (m *Machine) Observe(a Attempt) Change {
 	wasOpen, wasProbeAt := m.open, m.probeAt
 	m.remember(&a)
 	switch {
-	case m.open && a.Result == Failed:
+	case m.open && a.down():
 		m.failedWhileOpen(&a)
 	case m.open && a.Probe:
 		m.close(a.Ended)
 	case m.open: // The request started before the circuit opened; only the probe decides.
-	case a.Result == Failed:
+	case a.down():
 		m.shrink(&a)
 		m.openIfDown(&a)
 	default:
@@ -210,12 +230,17 @@ func (m *Machine) Observe(a Attempt) Change {
 	}
 }
 
+// down reports whether the endpoint failed, and not only for this message.
+func (a *Attempt) down() bool { return a.Result == Failed || a.Result == Overloaded }
+
 // remember adds an attempt to the history.
 func (m *Machine) remember(a *Attempt) {
 	m.failed, m.down = m.failed<<1, m.down<<1
+	m.attempts = min(m.attempts+1, recentAttempts)
 	m.sinceClosed = min(m.sinceClosed+1, recentAttempts)
 	m.latency += (a.Ended.Sub(a.Started) - m.latency) / 8
-	if a.Result == Failed {
+	m.countRound(a)
+	if a.down() {
 		m.down |= 1
 		m.downInARow++
 	} else {
@@ -233,8 +258,24 @@ func (m *Machine) remember(a *Attempt) {
 	m.lastFailure = a.Failure
 }
 
+// countRound counts an attempt of the current round; a new round begins after a full one.
+func (m *Machine) countRound(a *Attempt) {
+	if a.Started.Before(m.cutAt) {
+		return
+	}
+	if m.round >= m.roundSize() {
+		m.round, m.roundDown = 0, 0
+	}
+	m.round++
+	if a.down() {
+		m.roundDown++
+	}
+}
+
+func (m *Machine) roundSize() int { return max(minRound, int(m.window)) }
+
 // recent returns the number of set bits of the last n attempts, at most recentAttempts.
-func recent(history uint32, n int) int { return bits.OnesCount32(history & (1<<n - 1)) }
+func recent(history uint64, n int) int { return bits.OnesCount64(history & (1<<n - 1)) }
 
 // grow enlarges the window after a success.
 func (m *Machine) grow(inFlight int) {
@@ -250,21 +291,22 @@ func (m *Machine) grow(inFlight int) {
 	m.window = min(m.window, float64(m.limit))
 }
 
-// shrink halves the window, at most once per round trip.
+// shrink halves the window of an overloaded endpoint, and of one that failed in half of a round, at
+// most once per round trip.
 func (m *Machine) shrink(a *Attempt) {
-	if a.Started.Before(m.cutAt) {
+	if a.Started.Before(m.cutAt) || a.Result != Overloaded && 2*m.roundDown < m.roundSize() {
 		return
 	}
 	m.window = max(1, m.window/2)
 	m.slowStartUntil = m.window
-	m.cutAt = a.Ended
+	m.cutAt, m.round, m.roundDown = a.Ended, 0, 0
 }
 
 // openIfDown opens the circuit if too many attempts failed.
 func (m *Machine) openIfDown(a *Attempt) {
 	limit := openAfter
 	if m.halfOpen > 0 {
-		limit, m.halfOpen = reopenAfter, halfOpenFor
+		limit = reopenAfter
 	}
 	if m.downInARow >= limit || m.sinceClosed == recentAttempts && recent(m.down, recentAttempts) >= openShare {
 		m.open = true
@@ -289,10 +331,12 @@ func (m *Machine) scheduleProbe(a *Attempt) {
 	m.probeAt = a.Ended.Add(max(wait, min(a.RetryAfter, maxProbeDelay)))
 }
 
-// close closes the circuit, with the smallest window.
+// close closes the circuit, with the smallest window. Slow start continues up to the window that the
+// endpoint is known to carry, so that a recovered endpoint is at full speed after a few round trips.
 func (m *Machine) close(now time.Time) {
 	m.open, m.probing, m.probeAt = false, false, time.Time{}
-	m.window, m.slowStartUntil = 1, max(2, float64(m.limit)/4)
+	m.window, m.slowStartUntil = 1, max(2, m.slowStartUntil)
+	m.round, m.roundDown = 0, 0
 	m.sinceClosed, m.halfOpen, m.closedAt = 0, halfOpenFor, now
 }
 

@@ -1,6 +1,7 @@
 package endpoint
 
 import (
+	"strings"
 	"testing"
 	"time"
 
@@ -49,10 +50,10 @@ func (d *driver) probe(r Result) Change {
 	return d.attempt(Attempt{Result: r, Probe: true})
 }
 
-// run observes a sequence of attempts: '.' succeeded, 'x' failed, 'r' rejected.
+// run observes a sequence of attempts: '.' succeeded, 'x' failed, 'o' overloaded, 'r' rejected.
 func (d *driver) run(attempts string) {
 	for _, c := range attempts {
-		d.attempt(Attempt{Result: map[rune]Result{'.': Succeeded, 'x': Failed, 'r': Rejected}[c]})
+		d.attempt(Attempt{Result: map[rune]Result{'.': Succeeded, 'x': Failed, 'o': Overloaded, 'r': Rejected}[c]})
 	}
 }
 
@@ -65,10 +66,11 @@ func TestCircuitOpens(t *testing.T) {
 		{"nine in a row", "xxxxxxxxx", false},
 		{"ten in a row", "xxxxxxxxxx", true},
 		{"a success in between", "xxxxxxxxx.xxxxxxxxx", false},
-		{"half of the last 20", "..........xx.xx.xx.x.x.x.", false},
-		{"half of 20", ".x.x.x.x.x.x.x.x.x.x", true},
-		{"half of fewer than 20", ".x.x.x.x.x", false},
-		{"a tenth", ".........x.........x.........x.........x", false},
+		{"ten in a row, overloaded", "oxoxoxoxox", true},
+		{"three in four of 64", strings.Repeat("xxx.", 17), true},
+		{"three in four of fewer than 64", strings.Repeat("xxx.", 15), false},
+		{"two in three", strings.Repeat("xx.", 100), false},
+		{"a tenth", strings.Repeat(".........x", 10), false},
 		{"rejected messages", "rrrrrrrrrrrrrrrrrrrrrrrr", false},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -175,7 +177,7 @@ func TestWindow(t *testing.T) {
 	before := d.now
 	d.now = d.now.Add(time.Second)
 	for range 5 {
-		d.attempt(Attempt{Result: Failed, Started: before})
+		d.attempt(Attempt{Result: Overloaded, Started: before})
 	}
 	check.Equal(t, "window after failures of one round trip", d.Window(), 32)
 	check.Same(t, "windows of the next round trips", d.fill(3), []int{32, 32, 33})
@@ -185,6 +187,76 @@ func TestWindow(t *testing.T) {
 	}
 	d.Reconfigure(5, d.now)
 	check.Equal(t, "window with a lower limit", d.Window(), 5)
+}
+
+// Failures that are not caused by load do not shrink the window, unless half of the attempts fail.
+func TestWindowOfAFailingEndpoint(t *testing.T) {
+	for _, test := range []struct {
+		name, attempts string
+		want           int
+	}{
+		{"one", "x", 64},
+		{"one of four", strings.Repeat("x...", 100), 64},
+		{"less than half", strings.Repeat("xx...", 100), 64},
+		{"more than half", strings.Repeat("xx.", 16), 32},
+		{"one overloaded", "o", 32},
+		{"nine in a row", "xxxxxxxxx", 64},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			d := drive(64)
+			d.fill(8)
+			d.run(".") // It is the last one of a round.
+			d.run(test.attempts)
+			check.Equal(t, "Window", d.Window(), test.want)
+		})
+	}
+}
+
+// A recovered endpoint gets its former window by slow start, but an overloaded one only half of it.
+func TestWindowAfterAnOutage(t *testing.T) {
+	for name, test := range map[string]struct {
+		attempts string
+		want     []int
+	}{
+		"failed":     {"xxxxxxxxxx", []int{1, 2, 4, 8, 16, 32, 64, 64}},
+		"overloaded": {"oooooooooo", []int{1, 2, 4, 8, 16, 32, 32, 33}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := drive(64)
+			d.fill(8)
+			started := d.now
+			d.now = d.now.Add(time.Second)
+			for _, c := range test.attempts {
+				d.attempt(Attempt{Started: started, Result: map[rune]Result{'x': Failed, 'o': Overloaded}[c]})
+			}
+			d.probe(Succeeded)
+			check.Same(t, "windows", d.fill(8), test.want)
+		})
+	}
+}
+
+func TestProven(t *testing.T) {
+	for _, test := range []struct {
+		name, attempts string
+		want           bool
+	}{
+		{"no attempt", "", false},
+		{"a success", ".", true},
+		{"a failure", "x", false},
+		{"a failure after successes", "........x", true},
+		{"half of the last eight", ".........xxxx", true},
+		{"more than half of the last eight", ".........xxxxx", false},
+		{"a success after failures", "xxxxxxxx.", false},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			d := drive(64)
+			d.run(test.attempts)
+			check.Equal(t, "Proven", d.Proven(), test.want)
+		})
+	}
+	d := drive(64)
+	d.attempt(Attempt{Started: start.Add(-time.Minute)})
+	check.Equal(t, "Proven of a slow endpoint", d.Proven(), false)
 }
 
 func TestRecord(t *testing.T) {

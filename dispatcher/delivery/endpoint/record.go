@@ -42,5 +42,5 @@ func (m *Machine) Restore(r Record, revision string, now time.Time) {
 	if r.LastFailure != nil {
 		m.lastFailure = *r.LastFailure
 	}
-	m.failed = 1<<stateAttempts - 1
+	m.failed, m.attempts = 1<<stateAttempts-1, stateAttempts
 }
