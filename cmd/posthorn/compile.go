@@ -6,6 +6,7 @@ import (
 	"github.com/spf13/cobra"
 	"sigs.k8s.io/yaml"
 
+	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/controllers/standalone"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 )
@@ -24,14 +25,14 @@ Exits 0 if every object is accepted and its references resolve, 1 otherwise or i
 has errors.`,
 		Example: `  posthorn compile -f ./webhooks
   posthorn compile -f ./webhooks -o json | jq .problems`,
-		Args: exactArgs(),
+		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if dir == "" {
-				return usagef("the folder of manifests is missing; set -f DIR")
+				return command.Usagef("the folder of manifests is missing; set -f DIR")
 			}
 			policy, err := egress.ParsePolicy(allow)
 			if err != nil {
-				return usagef("--egress-allow: %v", err)
+				return command.Usagef("--egress-allow: %v", err)
 			}
 			compiled, err := standalone.Compile(dir, policy.CheckHost)
 			if err != nil {
@@ -49,14 +50,14 @@ has errors.`,
 			}
 			fmt.Fprintf(cmd.OutOrStdout(), "%s", text)
 			if !compiled.OK() {
-				return errSilent
+				return command.ErrFailed
 			}
 			return nil
 		},
 	}
 	f := cmd.Flags()
 	f.StringVarP(&dir, "file", "f", "", "folder or file of manifests")
-	outputFlag(cmd, &output, "yaml", "yaml or json", "yaml", "json")
+	command.OutputFlag(cmd, &output, "yaml", "yaml or json", "yaml", "json")
 	f.StringSliceVar(&allow, "egress-allow", nil, "non-public addresses that deliveries may use, as for posthorn run")
 	return cmd
 }

@@ -6,6 +6,8 @@ import (
 	"testing"
 
 	"github.com/spf13/cobra"
+
+	"github.com/posthorn/posthorn/cmd/internal/cli"
 )
 
 var exampleFlag = regexp.MustCompile(` (--?[a-zA-Z][a-z-]*)`)
@@ -48,7 +50,7 @@ func TestHelp(t *testing.T) {
 			}
 		}
 	}
-	root, plugin := newRoot(), newPlugin()
+	root, plugin := newRoot(), cli.NewPlugin()
 	walk(root, root, "posthorn")
 	walk(plugin, plugin, "kubectl posthorn")
 	if seen < 25 {

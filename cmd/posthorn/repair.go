@@ -6,6 +6,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
@@ -24,10 +25,10 @@ of its destinations with the reason Damaged. Readable messages may be delivered
 twice. The repair needs as much free disk space as the store uses.`,
 		Example: `  posthorn repair --data /data
   posthorn repair --data /data --apply`,
-		Args: exactArgs(),
+		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if data == "" {
-				return usagef("the data directory is missing; set --data to the dispatcher's data directory")
+				return command.Usagef("the data directory is missing; set --data to the dispatcher's data directory")
 			}
 			r, err := pebblestore.Repair(filepath.Join(data, "queue"), apply)
 			if err != nil {
@@ -48,7 +49,7 @@ twice. The repair needs as much free disk space as the store uses.`,
 				fmt.Fprintf(out, "Repaired. The damaged store is kept in %s; remove it when it is no longer needed.\n", r.Aside)
 			default:
 				fmt.Fprintln(out, "Nothing was changed. Restore a snapshot of the volume if there is one; otherwise run the repair with --apply.")
-				return errSilent
+				return command.ErrFailed
 			}
 			return nil
 		},

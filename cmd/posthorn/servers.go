@@ -30,6 +30,9 @@ import (
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/certwatcher"
 
+	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/cmd/internal/logs"
+	"github.com/posthorn/posthorn/cmd/internal/otlp"
 	"github.com/posthorn/posthorn/controllers"
 	"github.com/posthorn/posthorn/controllers/standalone"
 	"github.com/posthorn/posthorn/dispatcher"
@@ -72,14 +75,14 @@ func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 // parse validates the flags and converts them to options.
 func (d *dataFlags) parse() (err error) {
 	if d.options.Egress, err = egress.ParsePolicy(d.egress); err != nil {
-		return usagef("--egress-allow: %v", err)
+		return command.Usagef("--egress-allow: %v", err)
 	}
 	if d.options.TrustedProxies, err = ingest.ParseProxies(d.proxies); err != nil {
-		return usagef("--trusted-proxies: %v", err)
+		return command.Usagef("--trusted-proxies: %v", err)
 	}
 	for _, l := range []struct{ flag, address string }{{"--listen", d.options.Listen}, {"--tls-listen", d.options.TLSListen}, {"--admin-listen", d.options.AdminListen}} {
 		if err := checkListen(l.address); err != nil {
-			return usagef("%s %q: %v", l.flag, l.address, err)
+			return command.Usagef("%s %q: %v", l.flag, l.address, err)
 		}
 	}
 	for _, t := range []struct {
@@ -93,7 +96,7 @@ func (d *dataFlags) parse() (err error) {
 		{"--duplicate-window", d.options.Queue.DuplicateWindow, pebblestore.MaxDuplicateWindow},
 	} {
 		if t.value < 0 || t.value > t.most {
-			return usagef("%s %v: use 0 to %v", t.flag, t.value, t.most)
+			return command.Usagef("%s %v: use 0 to %v", t.flag, t.value, t.most)
 		}
 	}
 	switch d.sourceQuota {
@@ -103,7 +106,7 @@ func (d *dataFlags) parse() (err error) {
 	default:
 		bytes, err := strconv.ParseInt(d.sourceQuota, 10, 64)
 		if err != nil || bytes < 0 {
-			return usagef("--source-quota %q: use a whole number of bytes, auto for half of the disk space, or none", d.sourceQuota)
+			return command.Usagef("--source-quota %q: use a whole number of bytes, auto for half of the disk space, or none", d.sourceQuota)
 		}
 		d.options.Queue.MaxBytesPerSource = bytes
 	}
@@ -118,11 +121,11 @@ func (d *dataFlags) parse() (err error) {
 func memoryBound(flag string, containerLimit func() (uint64, error)) (int64, error) {
 	quantity, err := resource.ParseQuantity(flag)
 	if err != nil {
-		return 0, usagef("--memory %q: use a size such as 400M or 1Gi", flag)
+		return 0, command.Usagef("--memory %q: use a size such as 400M or 1Gi", flag)
 	}
 	bound := quantity.Value()
 	if bound < dispatcher.MinMemory {
-		return 0, usagef("--memory %s: too small; use %dM or more", flag, dispatcher.MinMemory/1_000_000)
+		return 0, command.Usagef("--memory %s: too small; use %dM or more", flag, dispatcher.MinMemory/1_000_000)
 	}
 	// An unreadable limit counts as no limit.
 	if limit, err := containerLimit(); err == nil && limit/10*9 < uint64(bound) {
@@ -151,7 +154,7 @@ func (d *dataFlags) tls() (run func(context.Context) error, err error) {
 		return func(context.Context) error { return nil }, nil
 	}
 	if d.options.TLSListen == "" || d.certFile == "" || d.keyFile == "" {
-		return nil, usagef("set --tls-listen, --tls-cert and --tls-key together")
+		return nil, command.Usagef("set --tls-listen, --tls-cert and --tls-key together")
 	}
 	certificate, err := certwatcher.New(d.certFile, d.keyFile)
 	if err != nil {
@@ -162,7 +165,7 @@ func (d *dataFlags) tls() (run func(context.Context) error, err error) {
 }
 
 func newRun() *cobra.Command {
-	var logs logFlags
+	var logging logs.Flags
 	var data dataFlags
 	var manifests string
 	cmd := &cobra.Command{
@@ -177,17 +180,17 @@ Deliveries to loopback and private addresses are denied unless --egress-allow
 names them. 'posthorn get' shows the status.`,
 		Example: `  posthorn run --manifests ./webhooks
   posthorn run --manifests ./webhooks --data /var/lib/posthorn --listen :8080 --egress-allow 10.0.0.0/8`,
-		Args: exactArgs(),
+		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			log, err := logs.logger(cmd.ErrOrStderr())
+			log, err := logging.Logger(cmd.ErrOrStderr())
 			if err != nil {
-				return err
+				return command.UsageError(err)
 			}
 			if manifests == "" {
-				return usagef("the folder of manifests is missing; set --manifests DIR")
+				return command.Usagef("the folder of manifests is missing; set --manifests DIR")
 			}
 			if info, err := os.Stat(manifests); err != nil || !info.IsDir() {
-				return usagef("--manifests %q is not a folder", manifests)
+				return command.Usagef("--manifests %q is not a folder", manifests)
 			}
 			if err := data.parse(); err != nil {
 				return err
@@ -201,9 +204,9 @@ names them. 'posthorn get' shows the status.`,
 			// reports, and the dispatcher's admin listener serves that API.
 			resources := &lateHandler{}
 			data.options.Extra = resources
-			tracer, stopTracer, err := newTracer(cmd.Context(), data.options.Pod, log)
+			tracer, stopTracer, err := otlp.NewTracer(cmd.Context(), command.BuildVersion(), data.options.Pod, log)
 			if err != nil {
-				return err
+				return command.UsageError(err)
 			}
 			defer stopTracer()
 			data.options.Tracer = tracer
@@ -223,7 +226,7 @@ names them. 'posthorn get' shows the status.`,
 	}
 	cmd.Flags().StringVar(&manifests, "manifests", "", "folder of the manifests; required")
 	data.register(cmd, defaultDataDir(), "127.0.0.1:8080", "127.0.0.1:8081")
-	logs.register(cmd)
+	logging.Register(cmd)
 	return cmd
 }
 
@@ -239,7 +242,7 @@ func defaultDataDir() string {
 }
 
 func newDispatcher() *cobra.Command {
-	var logs logFlags
+	var logging logs.Flags
 	var data dataFlags
 	var namespace, kubeconfig, adminAuth, peers string
 	cmd := &cobra.Command{
@@ -250,15 +253,15 @@ namespace. It reads nothing else of the cluster and works without the operator.
 The chart runs it; see docs/install.md.`,
 		Example: `  posthorn dispatcher --namespace posthorn-system --egress-allow 10.20.0.0/16
   posthorn dispatcher --namespace posthorn-system --kubeconfig ~/.kube/config --data ./data`,
-		Args: exactArgs(),
+		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			log, err := logs.logger(cmd.ErrOrStderr())
+			log, err := logging.Logger(cmd.ErrOrStderr())
 			if err != nil {
-				return err
+				return command.UsageError(err)
 			}
 			bridgeLogs(log.Handler())
 			if namespace == "" {
-				return usagef("the release's namespace is missing; set --namespace or POD_NAMESPACE")
+				return command.Usagef("the release's namespace is missing; set --namespace or POD_NAMESPACE")
 			}
 			if err := data.parse(); err != nil {
 				return err
@@ -278,7 +281,7 @@ The chart runs it; see docs/install.md.`,
 				data.options.AdminTLS, data.options.AdminGuard = certificate.Config(), kubeauth.New(client, log).Wrap
 			case "none": // The dispatcher warns if the address is reachable from the network.
 			default:
-				return usagef("--admin-auth %q: use kubernetes or none", adminAuth)
+				return command.Usagef("--admin-auth %q: use kubernetes or none", adminAuth)
 			}
 			logStart(log, data.options.Memory)
 			if data.options.Pod == "" {
@@ -291,9 +294,9 @@ The chart runs it; see docs/install.md.`,
 			if data.options.AudienceOwner == "" {
 				data.options.AudienceOwner = audienceOwner(data.options.Pod, namespace, peers, data.options.Listen)
 			}
-			tracer, stopTracer, err := newTracer(cmd.Context(), data.options.Pod, log)
+			tracer, stopTracer, err := otlp.NewTracer(cmd.Context(), command.BuildVersion(), data.options.Pod, log)
 			if err != nil {
-				return err
+				return command.UsageError(err)
 			}
 			defer stopTracer()
 			data.options.Tracer = tracer
@@ -320,12 +323,12 @@ The chart runs it; see docs/install.md.`,
 	f.StringVar(&data.options.AudienceOwner, "audience-owner", "", "URL of the pod that stores the audiences' members (default: pod 0 of this StatefulSet)")
 	f.DurationVar(&data.options.ShutdownDelay, "shutdown-delay", 0, "how long calls are accepted after the stop signal, until the Service has removed the pod")
 	data.register(cmd, "/var/lib/posthorn", ":8080", ":8081")
-	logs.register(cmd)
+	logging.Register(cmd)
 	return cmd
 }
 
 func newOperator() *cobra.Command {
-	var logs logFlags
+	var logging logs.Flags
 	var o controllers.Options
 	var kubeconfig string
 	var allow []string
@@ -337,25 +340,25 @@ all namespaces, compiles them into the live-config Secrets of the dispatchers, a
 writes the dispatchers' reports into status. The chart runs it; see
 docs/install.md.`,
 		Example: `  posthorn operator --namespace posthorn-system --leader-elect --egress-allow 10.20.0.0/16`,
-		Args:    exactArgs(),
+		Args:    command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			log, err := logs.logger(cmd.ErrOrStderr())
+			log, err := logging.Logger(cmd.ErrOrStderr())
 			if err != nil {
-				return err
+				return command.UsageError(err)
 			}
 			bridgeLogs(log.Handler())
 			if o.Namespace == "" {
-				return usagef("the release's namespace is missing; set --namespace or POD_NAMESPACE")
+				return command.Usagef("the release's namespace is missing; set --namespace or POD_NAMESPACE")
 			}
 			policy, err := egress.ParsePolicy(allow)
 			if err != nil {
-				return usagef("--egress-allow: %v", err)
+				return command.Usagef("--egress-allow: %v", err)
 			}
 			if _, err := labels.Parse(o.DispatcherSelector); err != nil {
-				return usagef("--dispatcher-selector %q: %v", o.DispatcherSelector, err)
+				return command.Usagef("--dispatcher-selector %q: %v", o.DispatcherSelector, err)
 			}
 			if o.DispatcherAdminPort < 1 || o.DispatcherAdminPort > 65535 {
-				return usagef("--dispatcher-admin-port %d: use 1 to 65535", o.DispatcherAdminPort)
+				return command.Usagef("--dispatcher-admin-port %d: use 1 to 65535", o.DispatcherAdminPort)
 			}
 			o.CheckHost = policy.CheckHost
 			config, err := restConfig(kubeconfig)
@@ -388,13 +391,13 @@ docs/install.md.`,
 	f.BoolVar(&o.LeaderElection, "leader-elect", false, "elect a leader, so that one of several replicas is active")
 	f.StringVar(&o.MetricsBindAddress, "metrics-bind-address", ":8080", "address of the metrics, protected like the dispatchers' metrics; 0 disables them")
 	f.StringVar(&o.HealthProbeBindAddress, "health-probe-bind-address", ":8081", "address of /healthz and /readyz")
-	logs.register(cmd)
+	logging.Register(cmd)
 	return cmd
 }
 
 // logStart logs the start of a server and its memory limit in bytes.
 func logStart(log *slog.Logger, memoryLimit int64) {
-	log.Info("starting posthorn", "version", version, "memoryLimit", memoryLimit)
+	log.Info("starting posthorn", "version", command.Version, "memoryLimit", memoryLimit)
 }
 
 // bridgeLogs sends the logs of the Kubernetes libraries to the handler. Only the first call has an
@@ -429,7 +432,7 @@ func restConfig(kubeconfig string) (*rest.Config, error) {
 	if err != nil {
 		return nil, fmt.Errorf("cannot connect to a cluster: %w; run in a pod, or set --kubeconfig or KUBECONFIG", err)
 	}
-	config.UserAgent = "posthorn/" + strings.ReplaceAll(buildVersion(), " ", "-")
+	config.UserAgent = "posthorn/" + strings.ReplaceAll(command.BuildVersion(), " ", "-")
 	return config, nil
 }
 

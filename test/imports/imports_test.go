@@ -42,9 +42,21 @@ var pure = map[string][]string{"dispatcher/delivery/endpoint": {"math/bits", "ti
 // forbidden has the packages of other modules that must not be imported.
 var forbidden = map[string][]string{"dispatcher": {"sigs.k8s.io/controller-runtime"}}
 
+// linked has packages with the packages of this module that they may link, directly or not, and
+// with those of other modules that they must not link.
+var linked = []struct {
+	pkg      string
+	own      []string
+	external []string
+}{
+	// The client commands are small, and build for every platform of kubectl.
+	{"cmd/kubectl-posthorn", []string{"api/", "cmd/internal/cli", "cmd/internal/command", "controllers/why", "dispatcher/adminapi", "dispatcher/termsafe"},
+		[]string{"k8s.io/apiextensions-apiserver", "k8s.io/apiserver", "sigs.k8s.io/controller-runtime", "github.com/cockroachdb/pebble"}},
+}
+
 type pkg struct {
-	ImportPath, Dir  string
-	GoFiles, Imports []string
+	ImportPath, Dir        string
+	GoFiles, Imports, Deps []string
 }
 
 func TestImportDirection(t *testing.T) {
@@ -109,6 +121,24 @@ func TestPure(t *testing.T) {
 	}
 }
 
+func TestLinkedPackages(t *testing.T) {
+	pkgs := map[string]pkg{}
+	for _, p := range list(t) {
+		pkgs[strings.TrimPrefix(p.ImportPath, root)] = p
+	}
+	for _, rule := range linked {
+		p, ok := pkgs[rule.pkg]
+		if !ok {
+			t.Errorf("package %s: got none, want one", rule.pkg)
+		}
+		for _, dep := range p.Deps {
+			if own, ok := strings.CutPrefix(dep, root); ok && !hasPrefix(own, rule.own) || hasPrefix(dep, rule.external) {
+				t.Errorf("%s links %s: not allowed", rule.pkg, dep)
+			}
+		}
+	}
+}
+
 func hasPrefix(s string, prefixes []string) bool {
 	for _, p := range prefixes {
 		if strings.HasPrefix(s, p) {
@@ -119,7 +149,7 @@ func hasPrefix(s string, prefixes []string) bool {
 }
 
 func list(t *testing.T) (pkgs []pkg) {
-	out := run(t, ".", nil, "list", "-json=ImportPath,Dir,GoFiles,Imports", root+"...")
+	out := run(t, ".", nil, "list", "-json=ImportPath,Dir,GoFiles,Imports,Deps", root+"...")
 	for dec := json.NewDecoder(strings.NewReader(out)); ; {
 		var p pkg
 		if err := dec.Decode(&p); errors.Is(err, io.EOF) {

@@ -1,4 +1,4 @@
-package main
+package cli
 
 import (
 	"bytes"
@@ -17,6 +17,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/spf13/cobra"
 
+	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/test/env"
 	"github.com/posthorn/posthorn/test/wait"
@@ -69,6 +70,13 @@ func pod(t *testing.T, name string, letters int) target {
 	server := httptest.NewServer(mux)
 	t.Cleanup(server.Close)
 	return target{name, &adminapi.Client{URL: server.URL}}
+}
+
+// execute runs one command line of the client commands.
+func execute(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
+	root := &cobra.Command{Use: "posthorn", Args: command.OnlyCommands, RunE: command.ShowHelp}
+	AddTo(root)
+	return command.Run(root, args, stdin, stdout, stderr)
 }
 
 // run runs one command with its own flags.
@@ -162,12 +170,12 @@ func TestSendExplains(t *testing.T) {
 		want string
 		code int
 	}{
-		{[]string{"--endpoint", "http://127.0.0.1:1"}, "Is Posthorn running there?", exitFailure},
-		{[]string{"--endpoint", server.URL}, "use --insecure to skip verification", exitFailure},
-		{[]string{"--endpoint", server.URL, "--insecure"}, "200 OK", exitOK},
+		{[]string{"--endpoint", "http://127.0.0.1:1"}, "Is Posthorn running there?", command.ExitFailure},
+		{[]string{"--endpoint", server.URL}, "use --insecure to skip verification", command.ExitFailure},
+		{[]string{"--endpoint", server.URL, "--insecure"}, "200 OK", command.ExitOK},
 	} {
 		var out bytes.Buffer
-		if code := Main(append([]string{"send", "track", "--write-key", "k"}, c.args...), nil, &out, &out); code != c.code || !strings.Contains(out.String(), c.want) {
+		if code := execute(append([]string{"send", "track", "--write-key", "k"}, c.args...), nil, &out, &out); code != c.code || !strings.Contains(out.String(), c.want) {
 			t.Errorf("%v: exit %d: %s", c.args, code, out.String())
 		}
 	}
@@ -175,29 +183,10 @@ func TestSendExplains(t *testing.T) {
 
 // Mistakes on the command line are refused before any connection is opened, and the error names the fix.
 func TestRefusedFlags(t *testing.T) {
-	t.Setenv("POD_NAMESPACE", "")
 	t.Setenv("POSTHORN_WRITE_KEY", "")
 	for _, c := range []struct{ line, want string }{
-		{"runn", `unknown command "runn"; did you mean run?`},
 		{"kubectl atempts", `unknown command "atempts"; did you mean attempts?`},
-		{"dispatcher", "set --namespace or POD_NAMESPACE"},
-		{"operator", "set --namespace or POD_NAMESPACE"},
-		{"dispatcher --namespace x --trusted-proxies 10.0.0.0/8,nonsense", `--trusted-proxies: "nonsense" is neither a network (10.0.0.0/8, fd00::/8) nor an address`},
-		{"run --manifests . --egress-allow https://hooks.example", "--egress-allow: egress entry"},
-		{"run --manifests . --drain-timeout 10", `--drain-timeout "10": use a duration like 90s, 10m or 2h`},
-		{"run --manifests . --drain-timeout -1s", "--drain-timeout -1s: use 0 to 1h0m0s"},
-		{"run --manifests . --duplicate-window 48h", "--duplicate-window 48h0m0s: use 0 to 24h0m0s"},
-		{"run --manifests . --source-quota -1", "auto for half of the disk space, or none"},
-		{"run --manifests . --source-quota 5Gi", `--source-quota "5Gi": use a whole number of bytes`},
-		{"run --manifests . --debug=maybe", `--debug "maybe": use true or false`},
 		{"deadletters redeliver crm --rate x", `--rate "x": use a number`},
-		{"run --manifests . --listen 8080", `--listen "8080": use HOST:PORT or :PORT`},
-		{"run --manifests . --log-level loud", "use debug, info, warn or error"},
-		{"run", "set --manifests DIR"},
-		{"run --manifests nowhere", `--manifests "nowhere" is not a folder`},
-		{"dispatcher --namespace x --admin-auth basic --kubeconfig KUBECONFIG", "use kubernetes or none"},
-		{"operator --namespace x --dispatcher-selector a=b=c", `--dispatcher-selector "a=b=c"`},
-		{"operator --namespace x --dispatcher-admin-port 0", "use 1 to 65535"},
 		{"send track", "set --write-key or POSTHORN_WRITE_KEY"},
 		{"tail a b", `unexpected argument "b"`},
 		{"verify a b", `unexpected argument "b"`},
@@ -208,14 +197,9 @@ func TestRefusedFlags(t *testing.T) {
 		{"send trak", `"trak" is not one of identify, track`},
 	} {
 		t.Run(c.line, func(t *testing.T) {
-			kubeconfig := filepath.Join(t.TempDir(), "config")
-			text := "{apiVersion: v1, kind: Config, current-context: c, contexts: [{name: c, context: {cluster: c}}], clusters: [{name: c, cluster: {server: 'http://127.0.0.1:1'}}]}"
-			if err := os.WriteFile(kubeconfig, []byte(text), 0o600); err != nil {
-				t.Fatal(err)
-			}
 			var out bytes.Buffer
-			code := Main(strings.Fields(strings.ReplaceAll(c.line, "KUBECONFIG", kubeconfig)), nil, &out, &out)
-			if code != exitUsage || !strings.Contains(out.String(), c.want) || !strings.Contains(out.String(), "--help'") {
+			code := execute(strings.Fields(c.line), nil, &out, &out)
+			if code != command.ExitUsage || !strings.Contains(out.String(), c.want) || !strings.Contains(out.String(), "--help'") {
 				t.Errorf("exit %d, want %q in:\n%s", code, c.want, out.String())
 			}
 		})
@@ -235,7 +219,7 @@ func TestKubectlWithoutCRDs(t *testing.T) {
 	t.Cleanup(server.Close)
 	t.Setenv("KUBECONFIG", filepath.Join(t.TempDir(), "none"))
 	var out bytes.Buffer
-	if code := Main([]string{"kubectl", "--server", server.URL, "why", "crm"}, nil, &out, &out); code != exitFailure || !strings.Contains(out.String(), "is Posthorn installed in this cluster?") {
+	if code := execute([]string{"kubectl", "--server", server.URL, "why", "crm"}, nil, &out, &out); code != command.ExitFailure || !strings.Contains(out.String(), "is Posthorn installed in this cluster?") {
 		t.Errorf("exit %d: %s", code, out.String())
 	}
 }
@@ -272,7 +256,7 @@ spec:
 		t.Helper()
 		var out bytes.Buffer
 		args = append([]string{"kubectl", "--kubeconfig", server.Kubeconfig(), "--as", "system:serviceaccount:shop:ann", "-n", "shop"}, args...)
-		if code := Main(args, nil, &out, &out); code != want {
+		if code := execute(args, nil, &out, &out); code != want {
 			t.Errorf("%v: exit %d, want %d:\n%s", args, code, want, out.String())
 		}
 		return out.String()
@@ -283,21 +267,21 @@ spec:
 			t.Errorf("no %q in:\n%s", want, out)
 		}
 	}
-	has(call(exitFailure, "why", "cmr"), `there is no WebhookDestination "cmr" in namespace "shop"`)
-	has(call(exitFailure, "why", "crm"), "shop/crm: the operator has not processed this version of the destination yet.\nTo do: check the operator's pod")
-	has(call(exitFailure, "why", "crm", "-o", "json"), `{"level":"PROBLEM","about":"Destination"`)
-	has(call(exitFailure, "why", "crm", "-n", "default"), "forbidden")
-	has(call(exitUsage, "why"), "DESTINATION is missing")
+	has(call(command.ExitFailure, "why", "cmr"), `there is no WebhookDestination "cmr" in namespace "shop"`)
+	has(call(command.ExitFailure, "why", "crm"), "shop/crm: the operator has not processed this version of the destination yet.\nTo do: check the operator's pod")
+	has(call(command.ExitFailure, "why", "crm", "-o", "json"), `{"level":"PROBLEM","about":"Destination"`)
+	has(call(command.ExitFailure, "why", "crm", "-n", "default"), "forbidden")
+	has(call(command.ExitUsage, "why"), "DESTINATION is missing")
 
-	has(call(exitUsage, "redeliver", "crm"), "--all")
-	has(call(exitOK, "redeliver", "crm", "--reason", "Rejected", "--since", "2h", "--rate", "7", "--wait=false"), "created")
+	has(call(command.ExitUsage, "redeliver", "crm"), "--all")
+	has(call(command.ExitOK, "redeliver", "crm", "--reason", "Rejected", "--since", "2h", "--rate", "7", "--wait=false"), "created")
 	if got := kubectl("", "get", "redeliveries", "-n", "shop", "-o", "jsonpath={.items[*].spec.destinationRef.name} {.items[*].spec.rate} {.items[*].spec.selector.reasons}"); got != `crm 7 ["Rejected"]` {
 		t.Errorf("the Redelivery: %s", got)
 	}
 	// The command prints the progress and the result.
 	said, ended := make(prints, 10), make(chan int)
 	go func() {
-		ended <- Main([]string{"kubectl", "--kubeconfig", server.Kubeconfig(), "-n", "shop", "redeliver", "crm", "--all"}, nil, said, said)
+		ended <- execute([]string{"kubectl", "--kubeconfig", server.Kubeconfig(), "-n", "shop", "redeliver", "crm", "--all"}, nil, said, said)
 	}()
 	has(<-said, "created")
 	var name string
@@ -313,12 +297,12 @@ spec:
 			{"type": "Ready", "status": "False", "reason": "NotRedelivered", "message": %q, "lastTransitionTime": "2026-01-02T03:04:05Z"}]}}`, c[1], c[0], c[0]))
 		has(<-said, c[0])
 	}
-	if code := <-ended; code != exitFailure {
+	if code := <-ended; code != command.ExitFailure {
 		t.Errorf("exit %d of a Redelivery that failed", code)
 	}
 
 	// A call is sent as the namespace's Source, if there is one to choose, with its key.
-	has(call(exitFailure, "send", "track"), `there is no Source in namespace "shop"`)
+	has(call(command.ExitFailure, "send", "track"), `there is no Source in namespace "shop"`)
 	kubectl(`
 apiVersion: v1
 kind: Secret
@@ -330,24 +314,24 @@ kind: Source
 metadata: {name: web, namespace: shop}
 spec: {writeKeys: [{secretKeyRef: {name: web, key: key}}]}
 `, "apply", "-f", "-")
-	has(call(exitFailure, "send", "track"), "posthorn-support-user")
+	has(call(command.ExitFailure, "send", "track"), "posthorn-support-user")
 	kubectl(`{apiVersion: posthorn.dev/v1alpha1, kind: Source, metadata: {name: ios, namespace: shop}, spec: {writeKeys: [{secretKeyRef: {name: web, key: other}}]}}`, "apply", "-f", "-")
-	has(call(exitUsage, "send", "track"), "choose one of the Sources ios, web with --source")
-	has(call(exitFailure, "send", "track", "--source", "ios"), `Secret "web" has no key "other"`)
-	has(call(exitFailure, "send", "track", "--source", "mac"), `there is no Source "mac"`)
-	has(call(exitFailure, "audience", "sync", "vip", "-", "--source", "web"), "posthorn-support-user")
+	has(call(command.ExitUsage, "send", "track"), "choose one of the Sources ios, web with --source")
+	has(call(command.ExitFailure, "send", "track", "--source", "ios"), `Secret "web" has no key "other"`)
+	has(call(command.ExitFailure, "send", "track", "--source", "mac"), `there is no Source "mac"`)
+	has(call(command.ExitFailure, "audience", "sync", "vip", "-", "--source", "web"), "posthorn-support-user")
 	// A user with view permission cannot read the namespace's Secrets, but can set the key.
 	kubectl("", "create", "serviceaccount", "bob", "-n", "shop")
 	kubectl("", "create", "rolebinding", "bob", "--clusterrole=posthorn-view", "--serviceaccount=shop:bob", "-n", "shop")
-	has(call(exitFailure, "send", "track", "--source", "web", "--as", "system:serviceaccount:shop:bob"), "or set --write-key")
-	has(call(exitFailure, "send", "track", "--write-key", "k", "--as", "system:serviceaccount:shop:bob"), "posthorn-support-user")
+	has(call(command.ExitFailure, "send", "track", "--source", "web", "--as", "system:serviceaccount:shop:bob"), "or set --write-key")
+	has(call(command.ExitFailure, "send", "track", "--write-key", "k", "--as", "system:serviceaccount:shop:bob"), "posthorn-support-user")
 
-	has(call(exitFailure, "attempts", "crm"), "posthorn-support-user")
+	has(call(command.ExitFailure, "attempts", "crm"), "posthorn-support-user")
 	// With the Role, and no pods: the next thing that is missing.
 	kubectl("", "create", "rolebinding", "ann", "--role=posthorn-support-user", "--serviceaccount=shop:ann", "-n", "posthorn-system")
 	for deadline := time.Now().Add(wait.Limit); ; time.Sleep(100 * time.Millisecond) {
 		var out bytes.Buffer
-		Main([]string{"kubectl", "--kubeconfig", server.Kubeconfig(), "--as", "system:serviceaccount:shop:ann", "-n", "shop", "attempts", "crm"}, nil, &out, &out)
+		execute([]string{"kubectl", "--kubeconfig", server.Kubeconfig(), "--as", "system:serviceaccount:shop:ann", "-n", "shop", "attempts", "crm"}, nil, &out, &out)
 		if strings.Contains(out.String(), "no dispatcher pod runs in namespace posthorn-system") {
 			break
 		}
@@ -355,14 +339,4 @@ spec: {writeKeys: [{secretKeyRef: {name: web, key: key}}]}
 			t.Fatalf("attempts: %s", out.String())
 		}
 	}
-	// kubectl finds plugins by the name of the program.
-	args := os.Args
-	t.Cleanup(func() { os.Args = args })
-	os.Args = []string{"/usr/local/bin/kubectl-posthorn"}
-	var out bytes.Buffer
-	if code := Main([]string{"why", "--help"}, nil, &out, &out); code != exitOK {
-		t.Errorf("exit %d: %s", code, out.String())
-	}
-	has(out.String(), "kubectl posthorn why DESTINATION [flags]")
-	has(out.String(), "kubectl posthorn why crm -n shop")
 }

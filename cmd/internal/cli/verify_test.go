@@ -1,4 +1,4 @@
-package main
+package cli
 
 import (
 	"bytes"
@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher/delivery/sign"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
@@ -29,20 +30,20 @@ func TestVerifyNamesTheCause(t *testing.T) {
 		code                    int
 		want                    string
 	}{
-		"authentic":                  {"s", body, signed("s", body), exitOK, "authentic: 30 bytes"},
-		"another secret":             {"s", body, signed("x", body), exitFailure, "does not match this body"},
-		"another body":               {"s", "{}", signed("s", body), exitFailure, "does not match this body"},
-		"line break in the Secret":   {"s", body, signed("s\n", body), exitFailure, "the signing secret ends in a line break"},
-		"CRLF in the Secret":         {"s", body, signed("s\r\n", body), exitFailure, "the signing secret ends in a line break"},
-		"line break in the file":     {"s\n", body, signed("s", body), exitFailure, "the secret given here ends in a line break"},
-		"line break behind the body": {"s", body + "\n", signed("s", body), exitFailure, "the body has one line break"},
-		"formatted":                  {"s", "{\n  \"type\": \"track\",\n  \"userId\": \"u1\"\n}\n", signed("s", body), exitFailure, "the body was reformatted"},
-		"upper case":                 {"s", body, strings.ToUpper(signed("s", body)), exitFailure, "40 lowercase hex digits"},
-		"none":                       {"s", body, "", exitUsage, "set --signature"},
+		"authentic":                  {"s", body, signed("s", body), command.ExitOK, "authentic: 30 bytes"},
+		"another secret":             {"s", body, signed("x", body), command.ExitFailure, "does not match this body"},
+		"another body":               {"s", "{}", signed("s", body), command.ExitFailure, "does not match this body"},
+		"line break in the Secret":   {"s", body, signed("s\n", body), command.ExitFailure, "the signing secret ends in a line break"},
+		"CRLF in the Secret":         {"s", body, signed("s\r\n", body), command.ExitFailure, "the signing secret ends in a line break"},
+		"line break in the file":     {"s\n", body, signed("s", body), command.ExitFailure, "the secret given here ends in a line break"},
+		"line break behind the body": {"s", body + "\n", signed("s", body), command.ExitFailure, "the body has one line break"},
+		"formatted":                  {"s", "{\n  \"type\": \"track\",\n  \"userId\": \"u1\"\n}\n", signed("s", body), command.ExitFailure, "the body was reformatted"},
+		"upper case":                 {"s", body, strings.ToUpper(signed("s", body)), command.ExitFailure, "40 lowercase hex digits"},
+		"none":                       {"s", body, "", command.ExitUsage, "set --signature"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var out bytes.Buffer
-			code := Main([]string{"verify", "--secret", c.secret, "--signature", c.signature}, strings.NewReader(c.body), &out, &out)
+			code := execute([]string{"verify", "--secret", c.secret, "--signature", c.signature}, strings.NewReader(c.body), &out, &out)
 			if code != c.code || !strings.Contains(out.String(), c.want) {
 				t.Errorf("exit code %d, want %d and %q:\n%s", code, c.code, c.want, out.String())
 			}
@@ -92,12 +93,12 @@ func TestSinkVerifies(t *testing.T) {
 			if standard := r.Header.Get("webhook-signature"); standard != "" {
 				var out bytes.Buffer
 				args := []string{"verify", "--secret", c.secret, "--signature", standard}
-				if code := Main(args, strings.NewReader(body), &out, &out); code != exitUsage || !strings.Contains(out.String(), "set --webhook-id") {
+				if code := execute(args, strings.NewReader(body), &out, &out); code != command.ExitUsage || !strings.Contains(out.String(), "set --webhook-id") {
 					t.Errorf("verify without the id: exit code %d:\n%s", code, out.String())
 				}
 				args = append(args, "--webhook-id", "id-1", "--webhook-timestamp", r.Header.Get("webhook-timestamp"))
 				want := c.status == http.StatusOK && c.secret != "sha1"
-				if code := Main(args, strings.NewReader(body), &out, &out); (code == exitOK) != want {
+				if code := execute(args, strings.NewReader(body), &out, &out); (code == command.ExitOK) != want {
 					t.Errorf("verify: exit code %d:\n%s", code, out.String())
 				}
 			}

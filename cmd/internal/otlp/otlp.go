@@ -1,4 +1,6 @@
-package main
+// Package otlp exports spans by OpenTelemetry's protocol over HTTP, as its environment variables
+// configure it.
+package otlp
 
 import (
 	"bytes"
@@ -30,32 +32,33 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// newTracer makes a Tracer that exports spans as configured by OpenTelemetry's environment
+// NewTracer makes a Tracer that exports spans as configured by OpenTelemetry's environment
 // variables. It is nil, which disables tracing, unless they name an endpoint; everything else has
-// the SDK's defaults. stop exports the remaining spans.
-func newTracer(ctx context.Context, pod string, log *slog.Logger) (tracer trace.Tracer, stop func(), err error) {
+// the SDK's defaults. stop exports the remaining spans. An error names a variable. version is
+// Posthorn's, pod the name of the process.
+func NewTracer(ctx context.Context, version, pod string, log *slog.Logger) (tracer trace.Tracer, stop func(), err error) {
 	exporter := cmp.Or(os.Getenv("OTEL_TRACES_EXPORTER"), "otlp")
-	_, endpoint := otlpEnv("ENDPOINT")
+	_, endpoint := env("ENDPOINT")
 	switch {
 	case strings.EqualFold(os.Getenv("OTEL_SDK_DISABLED"), "true") || exporter == "none" || endpoint == "":
 		return nil, func() {}, nil
 	case exporter != "otlp":
-		return nil, nil, usagef("OTEL_TRACES_EXPORTER %q: use otlp or none", exporter)
+		return nil, nil, fmt.Errorf("OTEL_TRACES_EXPORTER %q: use otlp or none", exporter)
 	}
-	client, err := newOTLPClient()
+	uploads, err := newClient(version)
 	if err != nil {
-		return nil, nil, usageError{err}
+		return nil, nil, err
 	}
 	about, err := resource.New(ctx,
 		resource.WithTelemetrySDK(),
-		resource.WithAttributes(attribute.String("service.name", "posthorn"), attribute.String("service.version", buildVersion()), attribute.String("service.instance.id", pod)),
+		resource.WithAttributes(attribute.String("service.name", "posthorn"), attribute.String("service.version", version), attribute.String("service.instance.id", pod)),
 		resource.WithFromEnv())
 	if err != nil {
-		return nil, nil, usagef("OTEL_RESOURCE_ATTRIBUTES: %v", err)
+		return nil, nil, fmt.Errorf("OTEL_RESOURCE_ATTRIBUTES: %w", err)
 	}
 	otel.SetLogger(logr.FromSlogHandler(log.Handler()))
 	otel.SetErrorHandler(otel.ErrorHandlerFunc(func(err error) { log.Warn("span export failed", "error", err) }))
-	provider := sdktrace.NewTracerProvider(sdktrace.WithBatcher(otlptrace.NewUnstarted(client)), sdktrace.WithResource(about))
+	provider := sdktrace.NewTracerProvider(sdktrace.WithBatcher(otlptrace.NewUnstarted(uploads)), sdktrace.WithResource(about))
 	return provider.Tracer("github.com/posthorn/posthorn"), func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopTracing)
 		defer cancel()
@@ -68,9 +71,9 @@ func newTracer(ctx context.Context, pod string, log *slog.Logger) (tracer trace.
 // stopTracing bounds the export of the last spans at shutdown.
 const stopTracing = 3 * time.Second
 
-// otlpEnv reads a variable of the exporter: the variable for traces takes precedence over the one
+// env reads a variable of the exporter: the variable for traces takes precedence over the one
 // for all signals.
-func otlpEnv(name string) (variable, value string) {
+func env(name string) (variable, value string) {
 	for _, prefix := range []string{"OTEL_EXPORTER_OTLP_TRACES_", "OTEL_EXPORTER_OTLP_"} {
 		if variable = prefix + name; os.Getenv(variable) != "" {
 			return variable, strings.TrimSpace(os.Getenv(variable))
@@ -79,9 +82,9 @@ func otlpEnv(name string) (variable, value string) {
 	return variable, ""
 }
 
-// otlpClient posts spans to a collector as OTLP over HTTP. The SDK's own client would link gRPC,
+// client posts spans to a collector as OTLP over HTTP. The SDK's own client would link gRPC,
 // which adds 32 MB to the binary and 20 MB to the resident memory.
-type otlpClient struct {
+type client struct {
 	url     string
 	header  http.Header
 	gzip    bool
@@ -89,12 +92,12 @@ type otlpClient struct {
 	http    *http.Client
 }
 
-func newOTLPClient() (*otlpClient, error) {
-	if name, v := otlpEnv("PROTOCOL"); v != "" && v != "http/protobuf" {
+func newClient(version string) (*client, error) {
+	if name, v := env("PROTOCOL"); v != "" && v != "http/protobuf" {
 		return nil, fmt.Errorf("%s %q: use http/protobuf, and the collector's port for it (4318)", name, v)
 	}
-	c := &otlpClient{timeout: 10 * time.Second, header: http.Header{"Content-Type": {"application/x-protobuf"}, "User-Agent": {"posthorn/" + buildVersion()}}}
-	name, v := otlpEnv("ENDPOINT")
+	c := &client{timeout: 10 * time.Second, header: http.Header{"Content-Type": {"application/x-protobuf"}, "User-Agent": {"posthorn/" + version}}}
+	name, v := env("ENDPOINT")
 	u, err := url.Parse(v)
 	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" {
 		return nil, fmt.Errorf("%s: use a full URL, for example http://collector.monitoring:4318", name)
@@ -103,7 +106,7 @@ func newOTLPClient() (*otlpClient, error) {
 		u = u.JoinPath("v1", "traces")
 	}
 	c.url = u.String()
-	name, v = otlpEnv("HEADERS")
+	name, v = env("HEADERS")
 	for pair := range strings.SplitSeq(v, ",") {
 		key, value, ok := strings.Cut(pair, "=")
 		key = strings.TrimSpace(key)
@@ -116,14 +119,14 @@ func newOTLPClient() (*otlpClient, error) {
 		}
 		c.header.Set(key, value)
 	}
-	if name, v = otlpEnv("TIMEOUT"); v != "" {
+	if name, v = env("TIMEOUT"); v != "" {
 		ms, err := strconv.Atoi(v)
 		if err != nil || ms <= 0 {
 			return nil, fmt.Errorf("%s %q: use milliseconds, for example 10000", name, v)
 		}
 		c.timeout = time.Duration(ms) * time.Millisecond
 	}
-	switch name, v = otlpEnv("COMPRESSION"); v {
+	switch name, v = env("COMPRESSION"); v {
 	case "", "none":
 	case "gzip":
 		c.gzip = true
@@ -133,7 +136,7 @@ func newOTLPClient() (*otlpClient, error) {
 	}
 	transport := http.DefaultTransport.(*http.Transport).Clone()
 	transport.TLSClientConfig = &tls.Config{MinVersion: tls.VersionTLS12}
-	if name, v = otlpEnv("CERTIFICATE"); v != "" {
+	if name, v = env("CERTIFICATE"); v != "" {
 		pem, err := os.ReadFile(v)
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", name, err)
@@ -143,8 +146,8 @@ func newOTLPClient() (*otlpClient, error) {
 			return nil, fmt.Errorf("%s: %s holds no certificate in PEM form", name, v)
 		}
 	}
-	if name, v = otlpEnv("CLIENT_CERTIFICATE"); v != "" {
-		_, key := otlpEnv("CLIENT_KEY")
+	if name, v = env("CLIENT_CERTIFICATE"); v != "" {
+		_, key := env("CLIENT_KEY")
 		pair, err := tls.LoadX509KeyPair(v, key)
 		if err != nil {
 			return nil, fmt.Errorf("%s and its CLIENT_KEY: %w", name, err)
@@ -156,17 +159,17 @@ func newOTLPClient() (*otlpClient, error) {
 }
 
 // Start implements otlptrace.Client.
-func (c *otlpClient) Start(context.Context) error { return nil }
+func (c *client) Start(context.Context) error { return nil }
 
 // Stop implements otlptrace.Client.
-func (c *otlpClient) Stop(context.Context) error {
+func (c *client) Stop(context.Context) error {
 	c.http.CloseIdleConnections()
 	return nil
 }
 
 // UploadTraces implements otlptrace.Client. It retries temporary errors of the collector until the
 // timeout.
-func (c *otlpClient) UploadTraces(ctx context.Context, spans []*tracev1.ResourceSpans) error {
+func (c *client) UploadTraces(ctx context.Context, spans []*tracev1.ResourceSpans) error {
 	// TracesData has the same encoding as an ExportTraceServiceRequest.
 	body, err := proto.Marshal(&tracev1.TracesData{ResourceSpans: spans})
 	if err != nil {
@@ -196,7 +199,7 @@ func (c *otlpClient) UploadTraces(ctx context.Context, spans []*tracev1.Resource
 	}
 }
 
-func (c *otlpClient) post(ctx context.Context, body []byte) (again bool, err error) {
+func (c *client) post(ctx context.Context, body []byte) (again bool, err error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, c.url, bytes.NewReader(body))
 	if err != nil {
 		return false, err

@@ -1,4 +1,4 @@
-package main
+package cli
 
 import (
 	"crypto/sha256"
@@ -19,7 +19,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
-	"github.com/posthorn/posthorn/controllers/standalone"
+	"github.com/posthorn/posthorn/cmd/internal/command"
 )
 
 func newDeleteUser() *cobra.Command {
@@ -41,25 +41,25 @@ within 30 days under the same name; to send it again, set another --request-id a
 remove the file of the earlier request. With --ttl the file is removed automatically.`,
 		Example: `  posthorn delete-user u1 --manifests ./webhooks --wait
   posthorn delete-user u1 --manifests ./webhooks --source web --suppress`,
-		Args: exactArgs("USERID"),
+		Args: command.ExactArgs("USERID"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if manifests == "" {
-				return usagef("--manifests is missing: the folder of manifests of the running Posthorn")
+				return command.Usagef("--manifests is missing: the folder of manifests of the running Posthorn")
 			}
 			if info, err := os.Stat(manifests); err != nil || !info.IsDir() {
-				return usagef("--manifests %q is not a folder", manifests)
+				return command.Usagef("--manifests %q is not a folder", manifests)
 			}
 			if args[0] == "" {
-				return usagef("USERID is empty")
+				return command.Usagef("USERID is empty")
 			}
 			if cmd.Flags().Changed("ttl") && (ttl%time.Second != 0 || ttl < 10*time.Second || ttl > 365*24*time.Hour) {
-				return usagef("--ttl must be whole seconds, from 10s to a year")
+				return command.Usagef("--ttl must be whole seconds, from 10s to a year")
 			}
 			if deadline%time.Second != 0 || deadline < 0 || deadline > 365*24*time.Hour {
-				return usagef("--deadline must be whole seconds, at most a year")
+				return command.Usagef("--deadline must be whole seconds, at most a year")
 			}
 			if suppress && ttl > 0 {
-				return usagef("--ttl has no effect with --suppress: suppression lasts until the file is removed")
+				return command.Usagef("--ttl has no effect with --suppress: suppression lasts until the file is removed")
 			}
 			spec := v1alpha1.DeletionRequestSpec{UserID: args[0], Suppress: suppress}
 			spec.RequestID = requestID
@@ -129,7 +129,7 @@ func writeNew(path string, text []byte) error {
 // awaitDeletion waits for the end of a request and prints it.
 func (d *direct) awaitDeletion(cmd *cobra.Command, namespace, name string, timeout time.Duration) error {
 	deadline := time.Now().Add(timeout)
-	path := standalone.Prefix + "/namespaces/" + url.PathEscape(namespace) + "/deletionrequests/" + url.PathEscape(name)
+	path := apiPrefix + "/namespaces/" + url.PathEscape(namespace) + "/deletionrequests/" + url.PathEscape(name)
 	for {
 		var last error
 		body, err := d.resource(cmd, path, "application/json")
@@ -149,7 +149,7 @@ func (d *direct) awaitDeletion(cmd *cobra.Command, namespace, name string, timeo
 				}
 				fmt.Fprintln(cmd.OutOrStdout(), ready.Message)
 				if meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.ConditionFailed) {
-					return errSilent
+					return command.ErrFailed
 				}
 				return nil
 			}

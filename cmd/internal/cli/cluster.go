@@ -1,4 +1,4 @@
-package main
+package cli
 
 import (
 	"cmp"
@@ -7,9 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
-	"net/url"
 	"os"
 	"slices"
 	"strings"
@@ -26,136 +24,11 @@ import (
 	"k8s.io/client-go/tools/portforward"
 	"k8s.io/client-go/transport/spdy"
 	"k8s.io/streaming/pkg/httpstream"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
-
-// A target is the admin API of one dispatcher.
-type target struct {
-	// pod is the pod's name; empty without a cluster.
-	pod string
-	*adminapi.Client
-}
-
-// explain adds the pod's name or a hint to an error of the target.
-func (t target) explain(err error) error {
-	switch unreachable := (*url.Error)(nil); {
-	case err == nil:
-		return nil
-	case t.pod != "":
-		return fmt.Errorf("pod %s: %w", t.pod, err)
-	case errors.As(err, &unreachable):
-		return fmt.Errorf("%w\nIs Posthorn running there? Start it with 'posthorn run', or set --admin", err)
-	}
-	return err
-}
-
-// reach connects to dispatchers and knows their namespace.
-type reach interface {
-	// open finds the dispatchers; the caller runs closeAll.
-	open(ctx context.Context) (targets []target, closeAll func(), err error)
-	// namespace returns the namespace that the user selected.
-	namespace() (string, error)
-}
-
-// intake is the address that accepts calls, with the write key of a Source.
-type intake struct {
-	url, writeKey string
-	tls           *tls.Config
-}
-
-// request builds a request to the tracking API.
-func (i intake) request(ctx context.Context, method, path string, body io.Reader) (*http.Request, error) {
-	req, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(i.url, "/")+path, body)
-	if err != nil || req.URL.Host == "" {
-		return nil, usagef("--endpoint %q is not a URL like http://localhost:8080", i.url)
-	}
-	req.SetBasicAuth(i.writeKey, "")
-	return req, nil
-}
-
-// explain adds a hint to a request error.
-func (i intake) explain(err error) error {
-	var dial *net.OpError
-	var certificate *tls.CertificateVerificationError
-	switch {
-	case errors.As(err, &certificate):
-		return fmt.Errorf("%w\nIf this is expected, use --insecure to skip verification", err)
-	case errors.As(err, &dial) && dial.Op == "dial":
-		return fmt.Errorf("%w\nIs Posthorn running there? Start it with 'posthorn run', or set --endpoint", err)
-	}
-	return err
-}
-
-// caller opens a connection for calls; the caller of open runs stop.
-type caller interface {
-	ingest(ctx context.Context) (to intake, stop func(), err error)
-}
-
-// A calling registers a command's flags for a caller and returns the caller.
-type calling func(cmd *cobra.Command) caller
-
-// directCaller sends to a given address.
-type directCaller struct {
-	endpoint, writeKey string
-	insecure           bool
-}
-
-func callDirect(cmd *cobra.Command) caller {
-	d := &directCaller{}
-	f := cmd.Flags()
-	f.StringVar(&d.endpoint, "endpoint", "http://127.0.0.1:8080", "address of Posthorn's tracking API")
-	f.StringVar(&d.writeKey, "write-key", "", "the Source's write key (default: the environment variable POSTHORN_WRITE_KEY)")
-	f.BoolVar(&d.insecure, "insecure", false, "do not verify the certificate of an https endpoint")
-	return d
-}
-
-func (d *directCaller) ingest(context.Context) (intake, func(), error) {
-	to := intake{url: d.endpoint, writeKey: cmp.Or(d.writeKey, os.Getenv("POSTHORN_WRITE_KEY"))}
-	if to.writeKey == "" {
-		return to, nil, usagef("the write key is missing; set --write-key or POSTHORN_WRITE_KEY")
-	}
-	to.tls = &tls.Config{MinVersion: tls.VersionTLS12, InsecureSkipVerify: d.insecure}
-	return to, func() {}, nil
-}
-
-// A reaching registers a command's flags for a reach and returns the reach.
-type reaching func(cmd *cobra.Command) reach
-
-// direct connects to one dispatcher by its address.
-type direct struct{ admin, ns string }
-
-func reachDirect(cmd *cobra.Command) reach {
-	d := &direct{}
-	d.adminFlag(cmd)
-	cmd.Flags().StringVarP(&d.ns, "namespace", "n", "default", "the destination's namespace")
-	return d
-}
-
-func (d *direct) adminFlag(cmd *cobra.Command) {
-	cmd.Flags().StringVar(&d.admin, "admin", "127.0.0.1:8081", "admin address of a running Posthorn")
-}
-
-func (d *direct) namespace() (string, error) { return d.ns, nil }
-
-func (d *direct) open(context.Context) ([]target, func(), error) {
-	t, err := d.target()
-	return []target{t}, func() {}, err
-}
-
-// target returns the admin API at the address, which may lack a scheme.
-func (d *direct) target() (target, error) {
-	root := d.admin
-	if !strings.Contains(root, "://") {
-		root = "http://" + root
-	}
-	if _, err := url.Parse(root); err != nil {
-		return target{}, usagef("--admin %q: %v", d.admin, err)
-	}
-	return target{Client: &adminapi.Client{URL: root}}, nil
-}
 
 // throughCluster connects to the dispatchers of a cluster with the user's permissions: a token of
 // the support account, and a forwarded port to each pod.
@@ -198,8 +71,21 @@ func (c *throughCluster) rest() (*rest.Config, error) {
 	if err != nil {
 		return nil, fmt.Errorf("cannot connect to a cluster: %w", err)
 	}
-	config.UserAgent = "kubectl-posthorn/" + strings.ReplaceAll(buildVersion(), " ", "-")
+	config.UserAgent = "kubectl-posthorn/" + strings.ReplaceAll(command.BuildVersion(), " ", "-")
 	return config, nil
+}
+
+// resources returns a client of Posthorn's kinds in the namespace that the user selected.
+func (c *throughCluster) resources() (*resources, error) {
+	config, err := c.rest()
+	if err != nil {
+		return nil, err
+	}
+	namespace, err := c.namespace()
+	if err != nil {
+		return nil, err
+	}
+	return newResources(config, namespace)
 }
 
 func (c *throughCluster) namespace() (string, error) {
@@ -377,43 +263,27 @@ func (c *clusterCaller) ingest(ctx context.Context) (to intake, stop func(), err
 
 // readKey reads the Source's write key with the user's permissions.
 func (c *clusterCaller) readKey(ctx context.Context) (string, error) {
-	cl, err := c.client()
+	posthorn, err := c.resources()
 	if err != nil {
 		return "", err
 	}
-	ns, err := c.namespace()
+	config, err := c.rest()
 	if err != nil {
 		return "", err
 	}
-	source := &v1alpha1.Source{}
-	if c.source != "" {
-		if err := cl.Get(ctx, client.ObjectKey{Namespace: ns, Name: c.source}, source); apierrors.IsNotFound(err) {
-			return "", fmt.Errorf("there is no Source %q in namespace %q", c.source, ns)
-		} else if err != nil {
-			return "", err
-		}
-	} else {
-		var all v1alpha1.SourceList
-		if err := cl.List(ctx, &all, client.InNamespace(ns)); err != nil {
-			return "", err
-		}
-		var names []string
-		for _, s := range all.Items {
-			names = append(names, s.Name)
-		}
-		switch len(all.Items) {
-		case 0:
-			return "", fmt.Errorf("there is no Source in namespace %q", ns)
-		case 1:
-			source = &all.Items[0]
-		default:
-			return "", usagef("choose one of the Sources %s with --source", strings.Join(names, ", "))
-		}
+	core, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return "", err
+	}
+	source, err := c.chosenSource(ctx, posthorn)
+	if err != nil {
+		return "", err
 	}
 	var errs []error
 	for _, entry := range source.Spec.WriteKeys {
-		ref, secret := entry.SecretKeyRef, &corev1.Secret{}
-		if err := cl.Get(ctx, client.ObjectKey{Namespace: ns, Name: ref.Name}, secret); err != nil {
+		ref := entry.SecretKeyRef
+		secret, err := core.CoreV1().Secrets(posthorn.namespace).Get(ctx, ref.Name, metav1.GetOptions{})
+		if err != nil {
 			errs = append(errs, fmt.Errorf("the write key of Source %q: %w; or set --write-key", source.Name, err))
 		} else if key := strings.TrimSpace(string(secret.Data[ref.Key])); key != "" {
 			return key, nil
@@ -425,4 +295,31 @@ func (c *clusterCaller) readKey(ctx context.Context) (string, error) {
 		return "", fmt.Errorf("spec.writeKeys of Source %q is empty; add a write key, or set --write-key", source.Name)
 	}
 	return "", errors.Join(errs...)
+}
+
+// chosenSource returns the Source of the flag --source, or the only Source of the namespace.
+func (c *clusterCaller) chosenSource(ctx context.Context, posthorn *resources) (*v1alpha1.Source, error) {
+	if c.source != "" {
+		var source v1alpha1.Source
+		err := posthorn.get(ctx, "sources", c.source, &source)
+		if apierrors.IsNotFound(err) {
+			err = fmt.Errorf("there is no Source %q in namespace %q", c.source, posthorn.namespace)
+		}
+		return &source, err
+	}
+	var all v1alpha1.SourceList
+	if err := posthorn.list(ctx, "sources", &all); err != nil {
+		return nil, err
+	}
+	var names []string
+	for _, s := range all.Items {
+		names = append(names, s.Name)
+	}
+	switch len(names) {
+	case 0:
+		return nil, fmt.Errorf("there is no Source in namespace %q", posthorn.namespace)
+	case 1:
+		return &all.Items[0], nil
+	}
+	return nil, command.Usagef("choose one of the Sources %s with --source", strings.Join(names, ", "))
 }

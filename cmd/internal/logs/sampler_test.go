@@ -1,4 +1,4 @@
-package main
+package logs
 
 import (
 	"bytes"
@@ -43,7 +43,7 @@ func (o *lockedOutput) reset() {
 func TestStormsAreSampled(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var out lockedOutput
-		log, err := (&logFlags{level: "info", format: "json"}).logger(&out)
+		log, err := (&Flags{level: "info", format: "json"}).Logger(&out)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -86,7 +86,7 @@ func TestStormsAreSampled(t *testing.T) {
 // Log lines of the Kubernetes libraries have the same keys as those of Posthorn.
 func TestBridgedErrorsHaveOurKey(t *testing.T) {
 	var out bytes.Buffer
-	log, err := (&logFlags{level: "info", format: "json"}).logger(&out)
+	log, err := (&Flags{level: "info", format: "json"}).Logger(&out)
 	if err != nil {
 		t.Fatal(err)
 	}

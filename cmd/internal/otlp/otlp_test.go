@@ -1,4 +1,4 @@
-package main
+package otlp
 
 import (
 	"bytes"
@@ -50,7 +50,7 @@ func TestSpansReachTheCollector(t *testing.T) {
 	t.Setenv("OTEL_EXPORTER_OTLP_HEADERS", "Authorization=Bearer%20a%2Cb, X-Scope=shop")
 	t.Setenv("OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "gzip")
 	var log bytes.Buffer
-	tracer, stop, err := newTracer(t.Context(), "p0", slog.New(slog.NewTextHandler(&log, nil)))
+	tracer, stop, err := NewTracer(t.Context(), "dev", "p0", slog.New(slog.NewTextHandler(&log, nil)))
 	if err != nil || tracer == nil {
 		t.Fatal(tracer, err)
 	}

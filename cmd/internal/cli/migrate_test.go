@@ -1,4 +1,4 @@
-package main
+package cli
 
 import (
 	"bytes"
@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+
+	"github.com/posthorn/posthorn/cmd/internal/command"
 )
 
 const (
@@ -52,19 +54,19 @@ func TestMigrate(t *testing.T) {
 		{name: "the present form", args: []string{"-f", "-"}, stdin: newSource, stdout: newSource},
 		{name: "without a line break at its end", args: []string{"-f", "-", "-f", one}, stdin: "kind: X", stdout: "kind: X\n---\n" + newSource},
 		{name: "a folder", args: []string{"-f", folder}, stdout: newSource + "---\n" + configMap + "---\n" + newAgain, stderr: []string{"warning: ", "c.json, document 1, Redelivery r: its spec cannot be changed"}},
-		{name: "a problem", args: []string{"-f", gone}, code: exitFailure, stdout: pruned, stderr: []string{"problem: ", "Source gone: spec has neither"}},
-		{name: "not YAML", args: []string{"-f", one, "-f", broken}, code: exitFailure, stderr: []string{"broken.yaml, document 1: not YAML"}},
-		{name: "no such file", args: []string{"-f", filepath.Join(dir, "missing")}, code: exitFailure, stderr: []string{"missing: no such file"}},
-		{name: "a folder without manifests", args: []string{"-f", filepath.Join(dir, "empty")}, code: exitFailure, stderr: []string{"the folder has no .yaml"}},
-		{name: "no file", code: exitUsage, stderr: []string{"the manifests are missing"}},
-		{name: "standard input in place", args: []string{"-f", "-", "--write"}, code: exitUsage, stderr: []string{"--write cannot change standard input"}},
-		{name: "in place, one broken", args: []string{"-f", one, "-f", broken, "--write"}, code: exitFailure, stderr: []string{"not YAML"}},
+		{name: "a problem", args: []string{"-f", gone}, code: command.ExitFailure, stdout: pruned, stderr: []string{"problem: ", "Source gone: spec has neither"}},
+		{name: "not YAML", args: []string{"-f", one, "-f", broken}, code: command.ExitFailure, stderr: []string{"broken.yaml, document 1: not YAML"}},
+		{name: "no such file", args: []string{"-f", filepath.Join(dir, "missing")}, code: command.ExitFailure, stderr: []string{"missing: no such file"}},
+		{name: "a folder without manifests", args: []string{"-f", filepath.Join(dir, "empty")}, code: command.ExitFailure, stderr: []string{"the folder has no .yaml"}},
+		{name: "no file", code: command.ExitUsage, stderr: []string{"the manifests are missing"}},
+		{name: "standard input in place", args: []string{"-f", "-", "--write"}, code: command.ExitUsage, stderr: []string{"--write cannot change standard input"}},
+		{name: "in place, one broken", args: []string{"-f", one, "-f", broken, "--write"}, code: command.ExitFailure, stderr: []string{"not YAML"}},
 	} {
 		// The plugin has the same command; it needs no cluster.
-		for _, command := range [][]string{{"migrate"}, {"kubectl", "migrate"}} {
-			t.Run(strings.Join(command, " ")+", "+c.name, func(t *testing.T) {
+		for _, called := range [][]string{{"migrate"}, {"kubectl", "migrate"}} {
+			t.Run(strings.Join(called, " ")+", "+c.name, func(t *testing.T) {
 				var stdout, stderr bytes.Buffer
-				if code := Main(append(command, c.args...), strings.NewReader(c.stdin), &stdout, &stderr); code != c.code {
+				if code := execute(append(called, c.args...), strings.NewReader(c.stdin), &stdout, &stderr); code != c.code {
 					t.Errorf("exit code %d, want %d:\n%s", code, c.code, stderr.String())
 				}
 				if diff := cmp.Diff(c.stdout, stdout.String()); diff != "" {
@@ -86,7 +88,7 @@ func TestMigrate(t *testing.T) {
 	}
 
 	var stdout, stderr bytes.Buffer
-	if code := Main([]string{"migrate", "-f", folder, "-f", one, "--write"}, nil, &stdout, &stderr); code != exitOK {
+	if code := execute([]string{"migrate", "-f", folder, "-f", one, "--write"}, nil, &stdout, &stderr); code != command.ExitOK {
 		t.Fatalf("exit code %d:\n%s", code, stderr.String())
 	}
 	changed := filepath.Join(folder, "a.yaml") + "\n" + filepath.Join(folder, "c.json") + "\n" + one + "\n"

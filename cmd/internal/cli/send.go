@@ -1,4 +1,4 @@
-package main
+package cli
 
 import (
 	"bytes"
@@ -6,16 +6,14 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"os"
 	"strings"
 	"time"
 
 	"github.com/google/uuid"
 	"github.com/spf13/cobra"
-	"golang.org/x/term"
-)
 
-func isTerminal(f *os.File) bool { return term.IsTerminal(int(f.Fd())) }
+	"github.com/posthorn/posthorn/cmd/internal/command"
+)
 
 func newSend(way calling) *cobra.Command {
 	var c caller
@@ -36,13 +34,13 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
   posthorn send alias --write-key demo --user u1 --previous anon-7
   posthorn send track --write-key demo --json '{"userId":"u1","event":"Signed Up"}'`,
 		ValidArgs: []string{"identify", "track", "page", "screen", "group", "alias", "batch"},
-		Args:      exactArgs("TYPE"),
+		Args:      command.ExactArgs("TYPE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			typ := args[0]
 			bag := map[string]string{"identify": "traits", "group": "traits", "track": "properties", "page": "properties", "screen": "properties", "alias": "", "batch": ""}
 			key, ok := bag[typ]
 			if !ok {
-				return usagef("type %q is not one of identify, track, page, screen, group, alias, batch", typ)
+				return command.Usagef("type %q is not one of identify, track, page, screen, group, alias, batch", typ)
 			}
 			body := []byte(raw)
 			if raw == "" {
@@ -56,7 +54,7 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 				for _, p := range props {
 					name, value, ok := strings.Cut(p, "=")
 					if !ok || key == "" {
-						return usagef("-p %q: use NAME=VALUE, for identify, group, track, page and screen", p)
+						return command.Usagef("-p %q: use NAME=VALUE, for identify, group, track, page and screen", p)
 					}
 					var decoded any
 					if json.Unmarshal([]byte(value), &decoded) != nil {
@@ -94,7 +92,7 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 			}
 			fmt.Fprintf(cmd.OutOrStdout(), "%s %s\n", resp.Status, bytes.TrimSpace(answer))
 			if resp.StatusCode != http.StatusOK || bytes.Contains(answer, []byte(`"rejected"`)) {
-				return errSilent
+				return command.ErrFailed
 			}
 			return nil
 		},

@@ -1,4 +1,4 @@
-package main
+package cli
 
 import (
 	"bytes"
@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/posthorn/posthorn/api/migrate"
+	"github.com/posthorn/posthorn/cmd/internal/command"
 )
 
 func newMigrate() *cobra.Command {
@@ -33,13 +34,13 @@ upgrade: docs/upgrading.md.`,
 		Example: `  posthorn migrate -f old.yaml > new.yaml
   posthorn migrate -f ./webhooks --write
   kubectl get psrc,whd,paud,rdl,pdel -A -o yaml | posthorn migrate -f - > new.yaml`,
-		Args: exactArgs(),
+		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if len(files) == 0 {
-				return usagef("the manifests are missing; set -f FILE, -f DIR or -f - for standard input")
+				return command.Usagef("the manifests are missing; set -f FILE, -f DIR or -f - for standard input")
 			}
 			if write && slices.Contains(files, "-") {
-				return usagef("--write cannot change standard input; remove --write or -f -")
+				return command.Usagef("--write cannot change standard input; remove --write or -f -")
 			}
 			paths, err := manifestFiles(files)
 			if err != nil {
@@ -120,7 +121,7 @@ func migrateFiles(cmd *cobra.Command, paths []string, write bool) error {
 		}
 	}
 	if problem {
-		return errSilent
+		return command.ErrFailed
 	}
 	return nil
 }

@@ -1,4 +1,4 @@
-package main
+package cli
 
 import (
 	"context"
@@ -15,11 +15,11 @@ import (
 	"k8s.io/cli-runtime/pkg/printers"
 	"sigs.k8s.io/yaml"
 
-	"github.com/posthorn/posthorn/controllers/standalone"
+	"github.com/posthorn/posthorn/cmd/internal/command"
 )
 
-// resources maps the names of kinds that users may type to resources.
-var resources = map[string]string{
+// resourceNames maps the names of kinds that users may type to resources.
+var resourceNames = map[string]string{
 	"source": "sources", "sources": "sources", "psrc": "sources",
 	"destination": "webhookdestinations", "destinations": "webhookdestinations", "whd": "webhookdestinations",
 	"webhookdestination": "webhookdestinations", "webhookdestinations": "webhookdestinations",
@@ -41,22 +41,22 @@ kubectl get. With -o yaml or -o json it prints whole objects with their status.`
 		ValidArgs: []string{"sources", "destinations", "audiences", "deletions"},
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) == 0 {
-				return usagef("the kind is missing: sources, destinations, audiences or deletions")
+				return command.Usagef("the kind is missing: sources, destinations, audiences or deletions")
 			}
-			if resources[strings.ToLower(args[0])] == "" {
-				return usagef("%q is not one of sources, destinations, audiences, deletions", args[0])
+			if resourceNames[strings.ToLower(args[0])] == "" {
+				return command.Usagef("%q is not one of sources, destinations, audiences, deletions", args[0])
 			}
 			if len(args) > 2 {
-				return usagef("unexpected argument %q", args[2])
+				return command.Usagef("unexpected argument %q", args[2])
 			}
 			return nil
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
-			path := standalone.Prefix
+			path := apiPrefix
 			if namespace != "" {
 				path += "/namespaces/" + url.PathEscape(namespace)
 			}
-			path += "/" + resources[strings.ToLower(args[0])]
+			path += "/" + resourceNames[strings.ToLower(args[0])]
 			if len(args) == 2 {
 				path += "/" + url.PathEscape(args[1])
 			}
@@ -91,7 +91,7 @@ kubectl get. With -o yaml or -o json it prints whole objects with their status.`
 	}
 	f := cmd.Flags()
 	d.adminFlag(cmd)
-	outputFlag(cmd, &output, "", "wide, yaml or json", "wide", "yaml", "json")
+	command.OutputFlag(cmd, &output, "", "wide, yaml or json", "wide", "yaml", "json")
 	f.StringVarP(&namespace, "namespace", "n", "", "only this namespace")
 	return cmd
 }

@@ -1,10 +1,12 @@
-package main
+package cli
 
 import (
 	"io"
 	"strings"
 
 	"github.com/spf13/cobra"
+
+	"github.com/posthorn/posthorn/cmd/internal/command"
 )
 
 // newDebug makes the command that shows the /debug paths of a dispatcher that runs with --debug.
@@ -23,7 +25,7 @@ runtime for 'go tool pprof'. Lanes and config are printed as lines of JSON.`,
   posthorn debug 'pprof/profile?seconds=10' > cpu.pb.gz`,
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) != 1 || args[0] != "lanes" && args[0] != "config" && !strings.HasPrefix(args[0], "pprof/") {
-				return usagef("an argument is missing: lanes, config or pprof/NAME")
+				return command.Usagef("an argument is missing: lanes, config or pprof/NAME")
 			}
 			return nil
 		},
@@ -34,7 +36,7 @@ runtime for 'go tool pprof'. Lanes and config are printed as lines of JSON.`,
 			}
 			defer closeAll()
 			if strings.HasPrefix(args[0], "pprof") && pod == "" && len(targets) > 1 {
-				return usagef("there are %d pods, but a profile needs exactly one; set --pod", len(targets))
+				return command.Usagef("there are %d pods, but a profile needs exactly one; set --pod", len(targets))
 			}
 			found := false
 			for _, t := range targets {
@@ -53,7 +55,7 @@ runtime for 'go tool pprof'. Lanes and config are printed as lines of JSON.`,
 				}
 			}
 			if !found {
-				return usagef("--pod %q: no ready dispatcher has this name", pod)
+				return command.Usagef("--pod %q: no ready dispatcher has this name", pod)
 			}
 			return nil
 		},

@@ -1,4 +1,4 @@
-package main
+package cli
 
 import (
 	"bytes"
@@ -7,12 +7,15 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
-	"github.com/posthorn/posthorn/controllers/standalone"
+	"github.com/posthorn/posthorn/cmd/internal/command"
 )
 
 // openTerminal returns both ends of a pseudo terminal.
@@ -53,7 +56,7 @@ func TestTerminalGetsNoControlCharacters(t *testing.T) {
 			fmt.Fprintln(w, attempt)
 		case "/debug/pprof/heap":
 			fmt.Fprint(w, hostile)
-		case standalone.Prefix + "/webhookdestinations":
+		case apiPrefix + "/webhookdestinations":
 			w.Header().Set("Warning", "299 - \"il\u2066\u200f\u061c\u202e\"")
 			fmt.Fprint(w, `{"kind": "Table", "apiVersion": "meta.k8s.io/v1", "rows": []}`)
 		default:
@@ -71,7 +74,7 @@ func TestTerminalGetsNoControlCharacters(t *testing.T) {
 			all, _ := io.ReadAll(screen) // Ends with EIO when the terminal is closed.
 			shown <- all
 		}()
-		code := Main(append(args, "--admin", server.URL), strings.NewReader(""), terminal, terminal)
+		code := execute(append(args, "--admin", server.URL), strings.NewReader(""), terminal, terminal)
 		_ = terminal.Close()
 		text := string(<-shown)
 		if len(text) == 0 {
@@ -83,7 +86,43 @@ func TestTerminalGetsNoControlCharacters(t *testing.T) {
 	}
 	// A file gets a profile as it is.
 	var out, errs bytes.Buffer
-	if code := Main([]string{"debug", "pprof/heap", "--admin", server.URL}, strings.NewReader(""), &out, &errs); code != exitOK || out.String() != hostile {
+	if code := execute([]string{"debug", "pprof/heap", "--admin", server.URL}, strings.NewReader(""), &out, &errs); code != command.ExitOK || out.String() != hostile {
 		t.Errorf("exit code %d, a profile is written as %q; %s", code, &out, &errs)
+	}
+}
+
+// The bar is drawn on a terminal, taken away at its end, and never written to a file.
+func TestProgressOnATerminal(t *testing.T) {
+	screen, terminal := openTerminal(t)
+	file, err := os.Create(filepath.Join(t.TempDir(), "log"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	var drawn atomic.Int64
+	line := func() string { return queuedLine(&syncAnswer{Added: 10, Unsent: 10 - drawn.Add(1)}) }
+	stopFile := showProgress(command.SafeOnTerminal(file), func() string { t.Error("it is drawn into a file"); return "" })
+	stop := showProgress(command.SafeOnTerminal(terminal), line)
+	for drawn.Load() < 3 {
+		time.Sleep(10 * time.Millisecond)
+	}
+	stop()
+	stopFile()
+	var text string
+	const erased = "\r\033[K"
+	for chunk := make([]byte, 4096); strings.Count(text, erased) < int(drawn.Load())+1; {
+		n, err := screen.Read(chunk)
+		if err != nil {
+			t.Fatal(err)
+		}
+		text += string(chunk[:n])
+	}
+	_ = terminal.Close()
+	frames := strings.Split(text, erased)
+	if frames[0] != "" || frames[1] != "[###...........................]  10 %  1 of 10 queued" || !strings.Contains(frames[2], "20 %") || frames[len(frames)-1] != "" {
+		t.Errorf("drawn %q", frames)
+	}
+	if info, err := file.Stat(); err != nil || info.Size() != 0 {
+		t.Errorf("%d bytes in the file (%v)", info.Size(), err)
 	}
 }

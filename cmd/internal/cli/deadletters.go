@@ -1,4 +1,4 @@
-package main
+package cli
 
 import (
 	"context"
@@ -16,6 +16,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/termsafe"
 )
@@ -26,8 +27,8 @@ func newDeadLetters(way reaching) *cobra.Command {
 		Short: "List, show, redeliver or purge undelivered messages",
 		Long: `Dead letters are messages that a destination did not accept within its retry window,
 or rejected for good. spec.deadLetters sets how long they are kept.`,
-		Args: onlyCommands,
-		RunE: showHelp,
+		Args: command.OnlyCommands,
+		RunE: command.ShowHelp,
 	}
 	cmd.AddCommand(newDeadLettersList(way), newDeadLettersShow(way),
 		newDeadLettersAction(way, "redeliver", "Send dead letters again", "redelivered", (*adminapi.Client).Redeliver),
@@ -49,7 +50,7 @@ func newDeadLettersList(way reaching) *cobra.Command {
 		Use:     "list DESTINATION",
 		Short:   "List a destination's dead letters, oldest first",
 		Example: "  posthorn deadletters list crm",
-		Args:    exactArgs("DESTINATION"),
+		Args:    command.ExactArgs("DESTINATION"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			name, err := destination(r, args[0])
 			if err != nil {
@@ -62,7 +63,7 @@ func newDeadLettersList(way reaching) *cobra.Command {
 		},
 	}
 	r = way(cmd)
-	outputFlag(cmd, &output, "", "json: one object per line", "json")
+	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	cmd.Flags().IntVar(&limit, "limit", 100, "maximum number per dispatcher, up to 10,000")
 	return cmd
 }
@@ -73,7 +74,7 @@ func newDeadLettersShow(way reaching) *cobra.Command {
 		Use:     "show DESTINATION KEY",
 		Short:   "Show one dead letter with its body and the receiver's last response",
 		Example: "  posthorn deadletters show crm 018c2f…",
-		Args:    exactArgs("DESTINATION", "KEY"),
+		Args:    command.ExactArgs("DESTINATION", "KEY"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			name, err := destination(r, args[0])
 			if err != nil {
@@ -132,7 +133,7 @@ With --dry-run they are only counted.`,
 		Example: fmt.Sprintf("  posthorn deadletters %s crm --reason Rejected --since 2h --dry-run\n  posthorn deadletters %s crm --all", verb, verb),
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) == 0 {
-				return usagef("DESTINATION is missing")
+				return command.Usagef("DESTINATION is missing")
 			}
 			return nil
 		},
@@ -185,7 +186,7 @@ func (c *selection) parse(how string, keys ...string) (err error) {
 	}
 	c.Keys = keys
 	if some := len(keys)+len(c.Reasons)+len(c.Types)+len(c.Events) > 0 || !c.Since.IsZero() || !c.Until.IsZero(); some == c.all {
-		return usagef("select dead letters %s --reason, --type, --event, --since or --until; or set --all", how)
+		return command.Usagef("select dead letters %s --reason, --type, --event, --since or --until; or set --all", how)
 	}
 	return nil
 }
@@ -241,7 +242,7 @@ func newAttempts(way reaching) *cobra.Command {
 		Use:     "attempts DESTINATION",
 		Short:   "Show the last delivery attempts to a destination",
 		Example: "  posthorn attempts crm\n  posthorn attempts crm --endpoint primary -o json",
-		Args:    exactArgs("DESTINATION"),
+		Args:    command.ExactArgs("DESTINATION"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			name, err := destination(r, args[0])
 			if err != nil {
@@ -253,7 +254,7 @@ func newAttempts(way reaching) *cobra.Command {
 	}
 	r = way(cmd)
 	cmd.Flags().StringVar(&endpoint, "endpoint", "", "only this endpoint")
-	outputFlag(cmd, &output, "", "json: one object per line", "json")
+	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd
 }
 
@@ -264,7 +265,7 @@ func newTail(way reaching) *cobra.Command {
 		Use:     "tail [DESTINATION]",
 		Short:   "Follow delivery attempts",
 		Example: "  posthorn tail\n  posthorn tail crm -o json",
-		Args:    atMostArgs(1),
+		Args:    command.AtMostArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			name := ""
 			if len(args) == 1 {
@@ -301,7 +302,7 @@ func newTail(way reaching) *cobra.Command {
 	r = way(cmd)
 	f := cmd.Flags()
 	f.StringVar(&endpoint, "endpoint", "", "only this endpoint")
-	outputFlag(cmd, &output, "", "json: one object per line", "json")
+	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd
 }
 
@@ -386,7 +387,7 @@ func moment(flag, text string) (time.Time, error) {
 	}
 	t, err := time.Parse(time.RFC3339, text)
 	if err != nil {
-		return t, usagef("%s %q: use a duration like 2h or a time like 2026-01-02T03:04:05Z", flag, text)
+		return t, command.Usagef("%s %q: use a duration like 2h or a time like 2026-01-02T03:04:05Z", flag, text)
 	}
 	return t, nil
 }

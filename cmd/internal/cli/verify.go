@@ -1,4 +1,4 @@
-package main
+package cli
 
 import (
 	"bytes"
@@ -16,6 +16,8 @@ import (
 	"strings"
 
 	"github.com/spf13/cobra"
+
+	"github.com/posthorn/posthorn/cmd/internal/command"
 )
 
 func newVerify() *cobra.Command {
@@ -33,21 +35,21 @@ the headers webhook-id and webhook-timestamp.`,
 		Example: `  posthorn verify --secret "$SECRET" --signature 9c1f… body.json
   curl -s … | posthorn verify --secret-file secret.txt --signature 9c1f…
   posthorn verify --secret "$SECRET" --signature v1,… --webhook-id msg_… --webhook-timestamp 1766000000 body.json`,
-		Args: atMostArgs(1),
+		Args: command.AtMostArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			key, err := secretFrom(secret, secretFile)
 			if err != nil {
 				return err
 			}
 			if key == "" {
-				return usagef("the shared secret is missing; set --secret or --secret-file")
+				return command.Usagef("the shared secret is missing; set --secret or --secret-file")
 			}
 			if signature == "" {
-				return usagef("the signature is missing; set --signature to the value of X-Signature")
+				return command.Usagef("the signature is missing; set --signature to the value of X-Signature")
 			}
 			standard := strings.Contains(signature, "v1,")
 			if standard && (id == "" || timestamp == "") {
-				return usagef("the signature has the scheme StandardWebhooks; set --webhook-id and --webhook-timestamp to the values of these headers")
+				return command.Usagef("the signature has the scheme StandardWebhooks; set --webhook-id and --webhook-timestamp to the values of these headers")
 			}
 			in := cmd.InOrStdin()
 			if len(args) == 1 && args[0] != "-" {
@@ -70,7 +72,7 @@ the headers webhook-id and webhook-timestamp.`,
 			}
 			if problem != "" {
 				fmt.Fprintf(cmd.OutOrStdout(), "NOT AUTHENTIC: %s\n", problem)
-				return errSilent
+				return command.ErrFailed
 			}
 			fmt.Fprintf(cmd.OutOrStdout(), "authentic: %d bytes signed with this secret\n", len(body))
 			return nil
@@ -87,7 +89,7 @@ the headers webhook-id and webhook-timestamp.`,
 
 func secretFrom(secret, file string) (string, error) {
 	if secret != "" && file != "" {
-		return "", usagef("set exactly one of --secret and --secret-file")
+		return "", command.Usagef("set exactly one of --secret and --secret-file")
 	}
 	if file == "" {
 		return secret, nil

@@ -1,7 +1,6 @@
-package main
+package cli
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -17,47 +16,16 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+
+	"github.com/posthorn/posthorn/cmd/internal/command"
 )
-
-// audienceOwner returns the URL of the pod that stores the audiences' members, or "" if it is this
-// pod. The owner is pod 0 of the StatefulSet, which exists as long as any pod does. A pod whose
-// name does not end in a number runs alone.
-func audienceOwner(pod, namespace, service, listen string) string {
-	set, number, ok := cutLast(pod, "-")
-	if n, err := strconv.Atoi(number); !ok || err != nil || n < 1 {
-		return ""
-	}
-	_, port, _ := net.SplitHostPort(listen)
-	return "http://" + net.JoinHostPort(fmt.Sprintf("%s-0.%s.%s", set, cmp.Or(service, set), namespace), cmp.Or(port, "8080"))
-}
-
-func cutLast(s, sep string) (before, after string, ok bool) {
-	i := strings.LastIndex(s, sep)
-	if i < 0 {
-		return s, "", false
-	}
-	return s[:i], s[i+len(sep):], true
-}
-
-// peerService finds the headless Service of a StatefulSet's pod in the line that the kubelet writes
-// to /etc/hosts: ADDRESS POD.SERVICE.NAMESPACE.svc.DOMAIN POD.
-func peerService(hosts, pod, namespace string) string {
-	for word := range strings.FieldsSeq(hosts) {
-		if rest, ok := strings.CutPrefix(word, pod+"."); ok {
-			if service, rest, ok := strings.Cut(rest, "."); ok && strings.HasPrefix(rest, namespace+".") {
-				return service
-			}
-		}
-	}
-	return ""
-}
 
 func newAudience(way calling) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "audience",
 		Short: "Sync the members of an audience",
-		Args:  onlyCommands,
-		RunE:  showHelp,
+		Args:  command.OnlyCommands,
+		RunE:  command.ShowHelp,
 	}
 	cmd.AddCommand(newAudienceSync(way))
 	return cmd
@@ -86,17 +54,17 @@ waits until all are queued. KEY is the audience's key; see 'posthorn get audienc
 		Example: `  posthorn audience sync first_time_shoppers members.ndjson --write-key demo
   psql -Atc "select json_build_object('userId', id) from shoppers" >members.ndjson &&
     posthorn audience sync first_time_shoppers members.ndjson --write-key demo`,
-		Args: exactArgs("KEY", "FILE"),
+		Args: command.ExactArgs("KEY", "FILE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			body, size := cmd.InOrStdin(), int64(-1)
 			if args[1] != "-" {
 				file, err := os.Open(args[1])
 				if err != nil {
-					return usagef("%v", err)
+					return command.Usagef("%v", err)
 				}
 				defer file.Close()
 				if info, err := file.Stat(); err == nil && info.IsDir() {
-					return usagef("%s is a folder; name a file", args[1])
+					return command.Usagef("%s is a folder; name a file", args[1])
 				} else if err == nil && info.Mode().IsRegular() {
 					size = info.Size()
 				}
@@ -289,7 +257,7 @@ func (c *countingReader) Read(p []byte) (int, error) {
 
 // showProgress redraws a progress line, on a terminal only, until stop is called.
 func showProgress(w io.Writer, line func() string) (stop func()) {
-	if _, ok := w.(terminal); !ok {
+	if !command.IsTerminal(w) {
 		return func() {}
 	}
 	done, ended := make(chan struct{}), make(chan struct{})

@@ -1,4 +1,4 @@
-package main
+package cli
 
 import (
 	"context"
@@ -14,6 +14,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher/termsafe"
 )
 
@@ -31,13 +32,13 @@ is authentic. A missing or wrong signature is answered 401.
 		Example: `  posthorn sink --listen 127.0.0.1:9000 --secret "$SECRET"
   posthorn sink --status 503              a receiver that is down
   posthorn sink --fail-first 20           one that recovers`,
-		Args: exactArgs(),
+		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
 			if s.secret, err = secretFrom(s.secret, secretFile); err != nil {
 				return err
 			}
 			if s.status < 100 || s.status > 599 {
-				return usagef("--status %d: use an HTTP status between 100 and 599", s.status)
+				return command.Usagef("--status %d: use an HTTP status between 100 and 599", s.status)
 			}
 			listener, err := net.Listen("tcp", listen)
 			if err != nil {
@@ -52,7 +53,7 @@ is authentic. A missing or wrong signature is answered 401.
 				fmt.Fprintf(cmd.ErrOrStderr(), "%d received, %d authentic, %d refused\n", s.received, s.authentic, s.refused)
 			}
 			if s.bad > 0 {
-				return errSilent
+				return command.ErrFailed
 			}
 			return nil
 		},
@@ -64,7 +65,7 @@ is authentic. A missing or wrong signature is answered 401.
 	f.IntVar(&s.status, "status", http.StatusOK, "status to answer with")
 	f.DurationVar(&s.delay, "delay", 0, "time to wait before the answer")
 	f.IntVar(&s.failFirst, "fail-first", 0, "answer this many requests with 503 before the first success")
-	outputFlag(cmd, &s.output, "text", "text, json (one object per line, with the body) or none", "text", "json", "none")
+	command.OutputFlag(cmd, &s.output, "text", "text, json (one object per line, with the body) or none", "text", "json", "none")
 	return cmd
 }
 
@@ -197,7 +198,7 @@ func (s *sink) print(m message) {
 
 // paint colours an outcome; on a terminal only.
 func paint(w io.Writer, text string) string {
-	if _, ok := w.(terminal); !ok || os.Getenv("NO_COLOR") != "" {
+	if !command.IsTerminal(w) || os.Getenv("NO_COLOR") != "" {
 		return text
 	}
 	switch {

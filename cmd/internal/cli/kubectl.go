@@ -1,8 +1,7 @@
-package main
+package cli
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"net/url"
@@ -12,15 +11,12 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
-	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/utils/ptr"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
-	"github.com/posthorn/posthorn/controllers/standalone"
+	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/controllers/why"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
@@ -39,8 +35,8 @@ why and redeliver need permissions in your own namespace only (those of the
 ClusterRoles view and edit). The others connect to the dispatcher pods and need
 the Role posthorn-support-user in the namespace of Posthorn's release. migrate
 rewrites manifests and connects to no cluster.`,
-		Args: onlyCommands,
-		RunE: showHelp,
+		Args: command.OnlyCommands,
+		RunE: command.ShowHelp,
 	}
 	cluster.register(cmd)
 	way := func(*cobra.Command) reach { return cluster }
@@ -58,19 +54,6 @@ func ofPlugin(cmd *cobra.Command) {
 	}
 }
 
-// client makes an API client with Posthorn's types in its scheme.
-func (c *throughCluster) client() (client.Client, error) {
-	config, err := c.rest()
-	if err != nil {
-		return nil, err
-	}
-	scheme := runtime.NewScheme()
-	if err := errors.Join(v1alpha1.AddToScheme(scheme), corev1.AddToScheme(scheme)); err != nil {
-		return nil, err
-	}
-	return client.New(config, client.Options{Scheme: scheme})
-}
-
 const whyLong = `Explains why messages do not arrive at a destination: problems of its spec, its
 Secrets, its Sources, its filter or its endpoints, and the backlog. Exits 1 if
 there is a problem.`
@@ -83,12 +66,12 @@ func newWhy() *cobra.Command {
 		Short:   "Diagnose a destination (standalone)",
 		Long:    whyLong,
 		Example: "  posthorn why crm",
-		Args:    exactArgs("DESTINATION"),
+		Args:    command.ExactArgs("DESTINATION"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			facts := why.Facts{Namespace: d.ns, Name: args[0], Now: time.Now()}
 			var sources v1alpha1.SourceList
 			var destinations v1alpha1.WebhookDestinationList
-			prefix := standalone.Prefix + "/namespaces/" + url.PathEscape(d.ns)
+			prefix := apiPrefix + "/namespaces/" + url.PathEscape(d.ns)
 			for path, into := range map[string]any{prefix + "/sources": &sources, prefix + "/webhookdestinations": &destinations} {
 				body, err := d.resource(cmd, path, "application/json")
 				if err != nil {
@@ -112,7 +95,7 @@ func newWhy() *cobra.Command {
 	}
 	d.adminFlag(cmd)
 	cmd.Flags().StringVarP(&d.ns, "namespace", "n", "default", "the destination's namespace")
-	outputFlag(cmd, &output, "", "json: one object per line", "json")
+	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd
 }
 
@@ -123,27 +106,24 @@ func newKubectlWhy(cluster *throughCluster) *cobra.Command {
 		Short:   "Diagnose a destination",
 		Long:    whyLong,
 		Example: "  kubectl posthorn why crm -n shop",
-		Args:    exactArgs("DESTINATION"),
+		Args:    command.ExactArgs("DESTINATION"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			c, err := cluster.client()
-			if err != nil {
-				return err
-			}
-			ns, err := cluster.namespace()
+			posthorn, err := cluster.resources()
 			if err != nil {
 				return err
 			}
 			var sources v1alpha1.SourceList
 			var destinations v1alpha1.WebhookDestinationList
-			for _, list := range []client.ObjectList{&destinations, &sources} {
-				if err := c.List(cmd.Context(), list, client.InNamespace(ns)); err != nil {
-					return err
-				}
+			if err := posthorn.list(cmd.Context(), "webhookdestinations", &destinations); err != nil {
+				return err
 			}
-			return printFindings(cmd.OutOrStdout(), output, why.Facts{Namespace: ns, Name: args[0], Sources: sources.Items, Destinations: destinations.Items, Now: time.Now()})
+			if err := posthorn.list(cmd.Context(), "sources", &sources); err != nil {
+				return err
+			}
+			return printFindings(cmd.OutOrStdout(), output, why.Facts{Namespace: posthorn.namespace, Name: args[0], Sources: sources.Items, Destinations: destinations.Items, Now: time.Now()})
 		},
 	}
-	outputFlag(cmd, &output, "", "json: one object per line", "json")
+	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd
 }
 
@@ -180,7 +160,7 @@ func printFindings(w io.Writer, output string, facts why.Facts) error {
 		}
 	}
 	if cause != nil {
-		return errSilent
+		return command.ErrFailed
 	}
 	return nil
 }
@@ -204,13 +184,13 @@ func newKubectlRedeliver(cluster *throughCluster) *cobra.Command {
 		Long: `Creates a Redelivery, which runs in all dispatcher pods, and waits for its end.
 Ctrl-C ends the wait, not the Redelivery; delete the object to stop it.`,
 		Example: "  kubectl posthorn redeliver crm --reason Rejected --since 2h --dry-run\n  kubectl posthorn redeliver crm --all",
-		Args:    exactArgs("DESTINATION"),
+		Args:    command.ExactArgs("DESTINATION"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if err := chosen.parse("with"); err != nil {
 				return err
 			}
 			if ttl < 0 || ttl%time.Second != 0 || ttl > 365*24*time.Hour {
-				return usagef("--ttl must be whole seconds, from 0s to a year")
+				return command.Usagef("--ttl must be whole seconds, from 0s to a year")
 			}
 			if !chosen.all {
 				s := &v1alpha1.DeadLetterSelector{Reasons: chosen.Reasons, Events: chosen.Events, Since: optional(chosen.Since), Until: optional(chosen.Until)}
@@ -219,18 +199,16 @@ Ctrl-C ends the wait, not the Redelivery; delete the object to stop it.`,
 				}
 				o.Spec.Selector = s
 			}
-			c, err := cluster.client()
+			posthorn, err := cluster.resources()
 			if err != nil {
 				return err
 			}
-			if o.Namespace, err = cluster.namespace(); err != nil {
-				return err
-			}
+			o.Namespace = posthorn.namespace
 			o.GenerateName, o.Spec.DestinationRef.Name = args[0]+"-", args[0]
 			if ttl > 0 {
 				o.Spec.TTLSecondsAfterFinished = ptr.To(int32(ttl / time.Second))
 			}
-			if err := c.Create(cmd.Context(), o); err != nil {
+			if err := posthorn.create(cmd.Context(), "redeliveries", o); err != nil {
 				return err
 			}
 			fmt.Fprintf(cmd.ErrOrStderr(), "redelivery.posthorn.dev/%s created\n", o.Name)
@@ -247,7 +225,7 @@ Ctrl-C ends the wait, not the Redelivery; delete the object to stop it.`,
 					return fmt.Errorf("the Redelivery continues; see kubectl -n %s get redelivery %s", o.Namespace, o.Name)
 				case <-time.After(500 * time.Millisecond):
 				}
-				if err := c.Get(cmd.Context(), client.ObjectKeyFromObject(o), o); err != nil && cmd.Context().Err() == nil {
+				if err := posthorn.get(cmd.Context(), "redeliveries", o.Name, o); err != nil && cmd.Context().Err() == nil {
 					return err
 				}
 				if now := said(); now != before && !v1alpha1.JobEnded(o.Status.JobStatus) {
@@ -258,7 +236,7 @@ Ctrl-C ends the wait, not the Redelivery; delete the object to stop it.`,
 				fmt.Fprintln(cmd.OutOrStdout(), said())
 			}
 			if meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.ConditionFailed) {
-				return errSilent
+				return command.ErrFailed
 			}
 			return nil
 		},

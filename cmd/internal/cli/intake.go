@@ -1,0 +1,79 @@
+package cli
+
+import (
+	"cmp"
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/posthorn/posthorn/cmd/internal/command"
+)
+
+// intake is the address that accepts calls, with the write key of a Source.
+type intake struct {
+	url, writeKey string
+	tls           *tls.Config
+}
+
+// request builds a request to the tracking API.
+func (i intake) request(ctx context.Context, method, path string, body io.Reader) (*http.Request, error) {
+	req, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(i.url, "/")+path, body)
+	if err != nil || req.URL.Host == "" {
+		return nil, command.Usagef("--endpoint %q is not a URL like http://localhost:8080", i.url)
+	}
+	req.SetBasicAuth(i.writeKey, "")
+	return req, nil
+}
+
+// explain adds a hint to a request error.
+func (i intake) explain(err error) error {
+	var dial *net.OpError
+	var certificate *tls.CertificateVerificationError
+	switch {
+	case errors.As(err, &certificate):
+		return fmt.Errorf("%w\nIf this is expected, use --insecure to skip verification", err)
+	case errors.As(err, &dial) && dial.Op == "dial":
+		return fmt.Errorf("%w\nIs Posthorn running there? Start it with 'posthorn run', or set --endpoint", err)
+	}
+	return err
+}
+
+// caller opens a connection for calls; the caller of open runs stop.
+type caller interface {
+	ingest(ctx context.Context) (to intake, stop func(), err error)
+}
+
+// A calling registers a command's flags for a caller and returns the caller.
+type calling func(cmd *cobra.Command) caller
+
+// directCaller sends to a given address.
+type directCaller struct {
+	endpoint, writeKey string
+	insecure           bool
+}
+
+func callDirect(cmd *cobra.Command) caller {
+	d := &directCaller{}
+	f := cmd.Flags()
+	f.StringVar(&d.endpoint, "endpoint", "http://127.0.0.1:8080", "address of Posthorn's tracking API")
+	f.StringVar(&d.writeKey, "write-key", "", "the Source's write key (default: the environment variable POSTHORN_WRITE_KEY)")
+	f.BoolVar(&d.insecure, "insecure", false, "do not verify the certificate of an https endpoint")
+	return d
+}
+
+func (d *directCaller) ingest(context.Context) (intake, func(), error) {
+	to := intake{url: d.endpoint, writeKey: cmp.Or(d.writeKey, os.Getenv("POSTHORN_WRITE_KEY"))}
+	if to.writeKey == "" {
+		return to, nil, command.Usagef("the write key is missing; set --write-key or POSTHORN_WRITE_KEY")
+	}
+	to.tls = &tls.Config{MinVersion: tls.VersionTLS12, InsecureSkipVerify: d.insecure}
+	return to, func() {}, nil
+}

@@ -1,0 +1,78 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/url"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+)
+
+// A target is the admin API of one dispatcher.
+type target struct {
+	// pod is the pod's name; empty without a cluster.
+	pod string
+	*adminapi.Client
+}
+
+// explain adds the pod's name or a hint to an error of the target.
+func (t target) explain(err error) error {
+	switch unreachable := (*url.Error)(nil); {
+	case err == nil:
+		return nil
+	case t.pod != "":
+		return fmt.Errorf("pod %s: %w", t.pod, err)
+	case errors.As(err, &unreachable):
+		return fmt.Errorf("%w\nIs Posthorn running there? Start it with 'posthorn run', or set --admin", err)
+	}
+	return err
+}
+
+// reach connects to dispatchers and knows their namespace.
+type reach interface {
+	// open finds the dispatchers; the caller runs closeAll.
+	open(ctx context.Context) (targets []target, closeAll func(), err error)
+	// namespace returns the namespace that the user selected.
+	namespace() (string, error)
+}
+
+// A reaching registers a command's flags for a reach and returns the reach.
+type reaching func(cmd *cobra.Command) reach
+
+// direct connects to one dispatcher by its address.
+type direct struct{ admin, ns string }
+
+func reachDirect(cmd *cobra.Command) reach {
+	d := &direct{}
+	d.adminFlag(cmd)
+	cmd.Flags().StringVarP(&d.ns, "namespace", "n", "default", "the destination's namespace")
+	return d
+}
+
+func (d *direct) adminFlag(cmd *cobra.Command) {
+	cmd.Flags().StringVar(&d.admin, "admin", "127.0.0.1:8081", "admin address of a running Posthorn")
+}
+
+func (d *direct) namespace() (string, error) { return d.ns, nil }
+
+func (d *direct) open(context.Context) ([]target, func(), error) {
+	t, err := d.target()
+	return []target{t}, func() {}, err
+}
+
+// target returns the admin API at the address, which may lack a scheme.
+func (d *direct) target() (target, error) {
+	root := d.admin
+	if !strings.Contains(root, "://") {
+		root = "http://" + root
+	}
+	if _, err := url.Parse(root); err != nil {
+		return target{}, command.Usagef("--admin %q: %v", d.admin, err)
+	}
+	return target{Client: &adminapi.Client{URL: root}}, nil
+}

@@ -1,0 +1,59 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
+	"k8s.io/client-go/rest"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+)
+
+// apiPrefix is the path of Posthorn's kinds, at an API server and at posthorn run.
+var apiPrefix = "/apis/" + v1alpha1.GroupVersion.String()
+
+// resources is a client of Posthorn's kinds in one namespace. Kinds are given by the plural names
+// of their resources.
+type resources struct {
+	client    rest.Interface
+	namespace string
+}
+
+func newResources(config *rest.Config, namespace string) (*resources, error) {
+	scheme := runtime.NewScheme()
+	if err := v1alpha1.AddToScheme(scheme); err != nil {
+		return nil, err
+	}
+	metav1.AddToGroupVersion(scheme, schema.GroupVersion{Version: "v1"}) // Status, of errors
+	config = rest.CopyConfig(config)
+	config.APIPath, config.GroupVersion = "/apis", &v1alpha1.GroupVersion
+	config.NegotiatedSerializer = serializer.NewCodecFactory(scheme).WithoutConversion()
+	client, err := rest.RESTClientFor(config)
+	return &resources{client, namespace}, err
+}
+
+func (r *resources) list(ctx context.Context, kind string, into runtime.Object) error {
+	return r.do(ctx, r.client.Get().Resource(kind), into)
+}
+
+func (r *resources) get(ctx context.Context, kind, name string, into runtime.Object) error {
+	return r.do(ctx, r.client.Get().Resource(kind).Name(name), into)
+}
+
+func (r *resources) create(ctx context.Context, kind string, o runtime.Object) error {
+	return r.do(ctx, r.client.Post().Resource(kind).Body(o), o)
+}
+
+func (r *resources) do(ctx context.Context, request *rest.Request, into runtime.Object) error {
+	err := request.Namespace(r.namespace).Do(ctx).Into(into)
+	if apierrors.IsNotFound(err) && apierrors.HasStatusCause(err, metav1.CauseTypeUnexpectedServerResponse) {
+		// The path itself does not exist.
+		return fmt.Errorf("%w: is Posthorn installed in this cluster? Its CustomResourceDefinitions are not", err)
+	}
+	return err
+}

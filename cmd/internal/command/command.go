@@ -1,0 +1,191 @@
+// Package command has what all commands of Posthorn's programs share: how a command line is run
+// (Run), its errors and exit codes, its arguments and flags, and output that is safe on terminals.
+// It knows no command.
+package command
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"syscall"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+	"golang.org/x/term"
+
+	"github.com/posthorn/posthorn/dispatcher/termsafe"
+)
+
+// Exit codes, for scripts.
+const (
+	ExitOK      = 0
+	ExitFailure = 1 // the request failed, or its result is negative
+	ExitUsage   = 2 // the command line is invalid
+)
+
+// Version is the version of the program; main sets it before Run.
+var Version = "dev"
+
+// ErrFailed fails a command that has already printed its error.
+var ErrFailed = errors.New("failed")
+
+type usageError struct{ error }
+
+// UsageError marks an error as a mistake on the command line.
+func UsageError(err error) error { return usageError{err} }
+
+// Usagef makes an error for a mistake on the command line.
+func Usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
+
+// Run runs one command line of a program's root command and returns its exit code. An interrupt or
+// SIGTERM ends the command's context, a second one the process.
+func Run(root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.Writer) int {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	// A second signal ends the process immediately.
+	context.AfterFunc(ctx, stop)
+
+	root.Version = BuildVersion()
+	root.SilenceErrors, root.SilenceUsage = true, true
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return UsageError(explainFlag(err)) })
+	root.SetArgs(args)
+	root.SetIn(stdin)
+	root.SetOut(SafeOnTerminal(stdout))
+	stderr = SafeOnTerminal(stderr) // Errors and warnings may quote external text.
+	root.SetErr(stderr)
+	cmd, err := root.ExecuteContextC(ctx)
+	var usage usageError
+	switch {
+	case err == nil:
+		return ExitOK
+	case errors.Is(err, ErrFailed):
+		return ExitFailure
+	case errors.As(err, &usage):
+		fmt.Fprintf(stderr, "posthorn: %v\nSee '%s --help'.\n", err, cmd.CommandPath())
+		return ExitUsage
+	}
+	fmt.Fprintf(stderr, "posthorn: %v\n", err)
+	if errors.Is(err, syscall.EADDRINUSE) {
+		fmt.Fprintf(stderr, "Another process listens there. Stop it, or set another address: '%s --help'.\n", cmd.CommandPath())
+	}
+	return ExitFailure
+}
+
+// explainFlag adds the accepted format to a flag's parse error.
+func explainFlag(err error) error {
+	invalid, ok := errors.AsType[*pflag.InvalidValueError](err)
+	if !ok {
+		return err
+	}
+	flag, rule := invalid.GetFlag(), errors.Unwrap(invalid).Error()
+	switch flag.Value.Type() {
+	case "int", "int32", "int64":
+		rule = "use a whole number"
+	case "float64":
+		rule = "use a number"
+	case "duration":
+		rule = "use a duration like 90s, 10m or 2h"
+	case "bool":
+		rule = "use true or false"
+	}
+	return fmt.Errorf("--%s %q: %s", flag.Name, invalid.GetValue(), rule)
+}
+
+// terminal is a standard stream that is connected to a terminal.
+type terminal struct{ *termsafe.Writer }
+
+// SafeOnTerminal escapes control sequences on terminals, because much of the output of commands
+// is written by senders and receivers. Files and pipes get the text unchanged.
+func SafeOnTerminal(w io.Writer) io.Writer {
+	if f, ok := w.(*os.File); ok && term.IsTerminal(int(f.Fd())) {
+		return terminal{termsafe.NewWriter(f)}
+	}
+	return w
+}
+
+// IsTerminal reports whether a command's output or error stream is a terminal.
+func IsTerminal(w io.Writer) bool {
+	_, ok := w.(terminal)
+	return ok
+}
+
+// BuildVersion returns Version, or the commit of a development build.
+func BuildVersion() string {
+	if info, ok := debug.ReadBuildInfo(); ok && Version == "dev" {
+		for _, s := range info.Settings {
+			if s.Key == "vcs.revision" {
+				return "dev-" + s.Value[:min(12, len(s.Value))]
+			}
+		}
+	}
+	return Version
+}
+
+// OnlyCommands rejects arguments of a command that only has subcommands.
+func OnlyCommands(cmd *cobra.Command, args []string) error {
+	if len(args) == 0 {
+		return nil
+	}
+	if cmd.SuggestionsMinimumDistance == 0 {
+		cmd.SuggestionsMinimumDistance = 2
+	}
+	if near := cmd.SuggestionsFor(args[0]); len(near) > 0 {
+		return Usagef("unknown command %q; did you mean %s?", args[0], strings.Join(near, " or "))
+	}
+	return Usagef("unknown command %q", args[0])
+}
+
+// ShowHelp runs a command that only has subcommands.
+func ShowHelp(cmd *cobra.Command, _ []string) error { return cmd.Help() }
+
+// ExactArgs is cobra.ExactArgs with the usage exit code and the names of missing arguments.
+func ExactArgs(names ...string) cobra.PositionalArgs {
+	return func(_ *cobra.Command, args []string) error {
+		if len(args) < len(names) {
+			return Usagef("%s is missing", names[len(args)])
+		}
+		if len(args) > len(names) {
+			return Usagef("unexpected argument %q", args[len(names)])
+		}
+		return nil
+	}
+}
+
+// AtMostArgs is cobra.MaximumNArgs with the usage exit code.
+func AtMostArgs(n int) cobra.PositionalArgs {
+	return func(_ *cobra.Command, args []string) error {
+		if len(args) > n {
+			return Usagef("unexpected argument %q", args[n])
+		}
+		return nil
+	}
+}
+
+// OutputFlag registers -o with a fixed set of choices.
+func OutputFlag(cmd *cobra.Command, value *string, unset, usage string, choices ...string) {
+	*value = unset
+	cmd.Flags().VarP(&choice{value, choices}, "output", "o", usage)
+}
+
+// choice is a flag value from a fixed set of words. It implements pflag.Value.
+type choice struct {
+	value   *string
+	choices []string
+}
+
+func (c *choice) String() string { return *c.value }
+func (c *choice) Type() string   { return "string" }
+
+func (c *choice) Set(text string) error {
+	if !slices.Contains(c.choices, text) {
+		return fmt.Errorf("use %s", strings.Join(c.choices, ", "))
+	}
+	*c.value = text
+	return nil
+}
