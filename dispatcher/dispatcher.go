@@ -41,6 +41,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/jobs"
 	"github.com/posthorn/posthorn/dispatcher/listen"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
 )
 
@@ -220,18 +221,18 @@ func (d *Dispatcher) warnOfOpenAccess() {
 	}
 }
 
-// openStore opens the store and repairs a damaged one if repair is set.
-func openStore(dir string, o pebblestore.Options, repair bool) (*pebblestore.Store, error) {
-	if !repair || !pebblestore.Damaged(dir) {
+// openStore opens the store and repairs a damaged one if repairDamage is set.
+func openStore(dir string, o pebblestore.Options, repairDamage bool) (*pebblestore.Store, error) {
+	if !repairDamage || !pebblestore.Damaged(dir) {
 		s, err := pebblestore.Open(dir, o)
 		var corrupt *pebblestore.CorruptError
-		if !repair || !errors.As(err, &corrupt) {
+		if !repairDamage || !errors.As(err, &corrupt) {
 			return s, err
 		}
 		o.Logger.Error("the store is damaged", "error", err)
 	}
 	o.Logger.Warn("repairing the store", "path", dir)
-	r, err := pebblestore.Repair(dir, true)
+	r, err := repair.Run(dir, true, pebblestore.Verify)
 	for _, d := range r.Damaged {
 		o.Logger.Error("a file of the store is damaged", "path", d.Path, "error", d.What)
 	}

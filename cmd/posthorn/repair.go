@@ -8,6 +8,7 @@ import (
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
 )
 
 func newRepair() *cobra.Command {
@@ -30,7 +31,7 @@ twice. The repair needs as much free disk space as the store uses.`,
 			if data == "" {
 				return command.Usagef("the data directory is missing; set --data to the dispatcher's data directory")
 			}
-			r, err := pebblestore.Repair(filepath.Join(data, "queue"), apply)
+			r, err := repair.Run(filepath.Join(data, "queue"), apply, pebblestore.Verify)
 			if err != nil {
 				return err
 			}

@@ -14,6 +14,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
 	"github.com/posthorn/posthorn/test/process"
 )
 
@@ -55,7 +56,7 @@ func TestDamagedFiles(t *testing.T) {
 			continue
 		}
 		var logs process.Log
-		var repaired pebblestore.Repaired
+		var repaired repair.Result
 		o := options(t, dir, pebblestore.Options{Fatal: func(error) { select {} }})
 		o.Logger = slog.New(slog.NewTextHandler(&logs, nil))
 		d, err := dispatcher.New(o)
@@ -64,7 +65,7 @@ func TestDamagedFiles(t *testing.T) {
 			if !strings.Contains(err.Error(), filepath.Join(dir, "queue")) || !strings.Contains(err.Error(), "posthorn repair") {
 				t.Errorf("seed %d, %s: start: got error %v, want one with the file and `posthorn repair`", seed, damaged, err)
 			}
-			if repaired, err = pebblestore.Repair(filepath.Join(dir, "queue"), true); err != nil || repaired.Aside == "" {
+			if repaired, err = repair.Run(filepath.Join(dir, "queue"), true, pebblestore.Verify); err != nil || repaired.Aside == "" {
 				t.Fatalf("seed %d, %s: repair: got %+v and error %v, want the path of the damaged store", seed, damaged, repaired, err)
 			}
 			if d, err = dispatcher.New(o); err != nil {

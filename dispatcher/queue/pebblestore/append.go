@@ -12,6 +12,7 @@ import (
 	"github.com/cockroachdb/pebble/v2"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
 )
 
 // Bounds of one commit. A request is never split, so a commit may exceed them by one request.
@@ -51,7 +52,7 @@ type hash [16]byte
 // hashOf identifies a message among all messages of its Source. Collisions are infeasible, also
 // for IDs chosen by an adversary.
 func hashOf(buf []byte, m *queue.Message) (hash, []byte) {
-	buf = appendString(buf[:0], m.Source)
+	buf = codec.AppendString(buf[:0], m.Source)
 	buf = append(buf, m.ID...)
 	sum := sha256.Sum256(buf)
 	return hash(sum[:16]), buf
@@ -74,7 +75,7 @@ func (s *Store) Append(ctx context.Context, msgs []queue.Message) ([]bool, error
 		if err := check(m); err != nil {
 			return nil, fmt.Errorf("message %d: %w", i, err)
 		}
-		r.bytes += recordSize(m)
+		r.bytes += codec.RecordSize(m)
 		if s.o.DuplicateWindow > 0 {
 			var h hash
 			h, scratch = hashOf(scratch, m)
@@ -253,7 +254,7 @@ func (c *committer) write() {
 	cm.started = time.Now()
 	now := s.o.Now().UnixMilli()
 	cm.batch = s.db.NewBatchWithSize(cm.bytes + 128*cm.count + 64)
-	_ = cm.batch.LogData(s.fs.positions.mark(), nil)
+	_ = cm.batch.LogData(s.positions.Mark(), nil)
 	s.duplicates.begin(cm.batch, now)
 	for _, r := range cm.requests {
 		r.err = c.add(cm.batch, r)
@@ -263,7 +264,7 @@ func (c *committer) write() {
 		for i := range cm.touched {
 			t := &cm.touched[i]
 			t.after = position{t.log.head, t.log.bytes}
-			c.key = appendKey(c.key[:0], prefixHead, t.log.number)
+			c.key = codec.AppendKey(c.key[:0], codec.PrefixHead, t.log.number)
 			op := cm.batch.SetDeferred(len(c.key), 16)
 			copy(op.Key, c.key)
 			binary.BigEndian.PutUint64(op.Value, t.after.head)
@@ -307,9 +308,9 @@ func (c *committer) finish(cm *commit) {
 	for _, t := range cm.touched {
 		t.log.durableBytes.Store(t.after.bytes)
 		t.log.durable.Store(t.after.head)
-		s.accepted.put(t.log, t.after)
+		s.putAccepted(t.log, t.after)
 	}
-	s.accepted.write()
+	s.accepted.Write()
 	for _, r := range cm.requests {
 		r.answer <- struct{}{}
 	}
@@ -366,14 +367,14 @@ func (c *committer) add(b *pebble.Batch, r *request) error {
 			c.current.touched = append(c.current.touched, touched{log: l, before: position{l.head, l.bytes}})
 		}
 		l.head++
-		size := recordSize(m)
-		op := b.SetDeferred(messageKeyLen, size)
-		appendKey(op.Key[:0], prefixMessage, l.number, l.head)
-		appendRecord(op.Value[:0], m, l.bytes)
+		size := codec.RecordSize(m)
+		op := b.SetDeferred(codec.MessageKeyLen, size)
+		codec.AppendKey(op.Key[:0], codec.PrefixMessage, l.number, l.head)
+		codec.AppendRecord(op.Value[:0], m, l.bytes)
 		if err := op.Finish(); err != nil {
 			return err
 		}
-		l.bytes += uint64(size + messageKeyLen)
+		l.bytes += uint64(size + codec.MessageKeyLen)
 	}
 	return nil
 }
@@ -395,7 +396,7 @@ func (c *committer) makeSpace(r *request, quota uint64) bool {
 	done := map[*sourceLog]bool{}
 	for i := range r.messages {
 		l, err := c.logFor(r.messages[i].Source)
-		if err != nil || done[l] || len(c.s.grouped(l)) < 2 || l.bytes-l.trimmedBytes.Load()+uint64(r.bytes+len(r.messages)*messageKeyLen) <= quota {
+		if err != nil || done[l] || len(c.s.grouped(l)) < 2 || l.bytes-l.trimmedBytes.Load()+uint64(r.bytes+len(r.messages)*codec.MessageKeyLen) <= quota {
 			continue
 		}
 		done[l] = true
@@ -411,7 +412,7 @@ func (c *committer) fits(r *request, quota uint64) bool {
 	fits := true
 	for i := range r.messages {
 		l, _ := c.logFor(r.messages[i].Source)
-		l.asked += uint64(recordSize(&r.messages[i]) + messageKeyLen)
+		l.asked += uint64(codec.RecordSize(&r.messages[i]) + codec.MessageKeyLen)
 		if l.bytes-l.trimmedBytes.Load()+l.asked > quota {
 			fits = false
 			break

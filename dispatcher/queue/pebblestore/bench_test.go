@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/integrity"
 )
 
 // benchBody is a call of 1 KB.
@@ -288,9 +289,9 @@ func BenchmarkPositions(b *testing.B) {
 	appendAll(b, s, 1)
 	l := s.sourceLog(web)
 	for i := range b.N {
-		s.fs.positions.synced("999999.log", int64(i))
-		s.accepted.put(l, position{uint64(i), uint64(i)})
-		s.accepted.write()
-		_ = s.fs.positions.mark()
+		s.positions.Synced("999999.log", int64(i))
+		s.accepted.Put(l.entry, integrity.AcceptedEntry{Source: web, Number: l.number, Head: uint64(i), Bytes: uint64(i)})
+		s.accepted.Write()
+		_ = s.positions.Mark()
 	}
 }

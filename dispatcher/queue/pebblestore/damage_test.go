@@ -22,6 +22,8 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/integrity"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
 )
 
 // flushHoldFS blocks the flushes of memtables, so that older logs are still needed.
@@ -49,7 +51,7 @@ func save(t *testing.T, fs vfs.FS, from, to string) {
 		t.Fatal(err)
 	}
 	for _, name := range names {
-		data, err := readAll(fs, fs.PathJoin(from, name))
+		data, err := integrity.ReadFile(fs, fs.PathJoin(from, name))
 		if err == nil {
 			err = os.WriteFile(filepath.Join(to, name), data, 0o600)
 		}
@@ -99,7 +101,7 @@ func TestFlippedBitInNewestLog(t *testing.T) {
 		if !strings.Contains(err.Error(), filepath.Base(logs[len(logs)-1])) {
 			t.Errorf("flip at byte %d: the error does not name the log: %v", at, err)
 		}
-		r, err := Repair(dir, true)
+		r, err := repair.Run(dir, true, Verify)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -152,7 +154,7 @@ func TestRepairOfFirstMessages(t *testing.T) {
 		b[bytes.Index(b, []byte("marker0"))] ^= 1
 		return b
 	})
-	if _, err := Repair(dir, true); err != nil {
+	if _, err := repair.Run(dir, true, Verify); err != nil {
 		t.Fatal(err)
 	}
 	s2 := open(t, dir, Options{})
@@ -186,7 +188,7 @@ func TestRepairOfFirstMessages(t *testing.T) {
 var lostMessages = regexp.MustCompile(`^messages (\d+) to (\d+) of (\S+) \((\d+)\)$`)
 
 // countLost sums up the messages that a repair names as lost, by Source.
-func countLost(t *testing.T, r Repaired) map[string]int {
+func countLost(t *testing.T, r repair.Result) map[string]int {
 	t.Helper()
 	all := map[string]int{}
 	for _, line := range r.Lost {
@@ -343,7 +345,7 @@ func (v *endedStore) settle(t *testing.T, s *Store, rnd *rand.Rand) {
 }
 
 // suiteFiles are the kinds of files that the suite damages.
-var suiteFiles = []string{"newest log", "newest log", "older log", "table", "MANIFEST-*", "marker.*", "OPTIONS-*", syncedName, acceptedName, cleanName, damagedName}
+var suiteFiles = []string{"newest log", "newest log", "older log", "table", "MANIFEST-*", "marker.*", "OPTIONS-*", integrity.SyncedName, integrity.AcceptedName, integrity.CleanName, integrity.DamagedName}
 
 // damageFile damages a file of some kind and describes the damage. at is the first damaged byte, to
 // the end of the damage.
@@ -355,8 +357,8 @@ func (v endedStore) damageFile(t *testing.T, rnd *rand.Rand, kind string) (name,
 		pattern = "*.log"
 	case "table":
 		pattern = "*.sst"
-	case damagedName:
-		if err := os.WriteFile(filepath.Join(v.dir, damagedName), []byte(filepath.Join(v.dir, "000001.sst")), 0o600); err != nil {
+	case integrity.DamagedName:
+		if err := os.WriteFile(filepath.Join(v.dir, integrity.DamagedName), []byte(filepath.Join(v.dir, "000001.sst")), 0o600); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -416,19 +418,19 @@ func (v endedStore) provable(t *testing.T, kind, name string, at, to int64) bool
 	if kind != "newest log" || v.end != "power" {
 		return true
 	}
-	positions, _, err := readSynced(vfs.Default, v.dir)
+	positions, _, err := integrity.ReadPositions(vfs.Default, v.dir)
 	if err != nil {
 		t.Fatal(err)
 	}
 	proved := int64(0)
-	number, _ := logNumber(name)
+	number, _ := integrity.LogNumber(name)
 	for _, p := range positions {
-		if p.name == name {
-			proved = p.offset
+		if p.Name == name {
+			proved = p.Offset
 		}
 	}
-	_, err = scanLogFile(vfs.Default, filepath.Join(v.dir, name), number, batchHead, nil, func(r logRecord) error {
-		if log, offset, ok := markOf(r.data); ok && log == number && r.at >= to {
+	_, err = integrity.ScanLogFile(vfs.Default, filepath.Join(v.dir, name), number, integrity.BatchHead, nil, func(r integrity.LogRecord) error {
+		if log, offset, ok := integrity.MarkOf(r.Data); ok && log == number && r.At >= to {
 			proved = max(proved, offset)
 		}
 		return nil
@@ -455,7 +457,7 @@ func TestDamageSuite(t *testing.T) {
 			rnd := rand.New(rand.NewPCG(uint64(trial), 7))
 			end := []string{"killed", "killed", "power", "power", "closed"}[rnd.IntN(5)]
 			kind := suiteFiles[trial%len(suiteFiles)]
-			if kind == cleanName {
+			if kind == integrity.CleanName {
 				end = "closed"
 			}
 			v := makeEndedStore(t, rnd, []int{1, 20, 200}[trial%3], end)
@@ -474,21 +476,21 @@ func TestDamageSuite(t *testing.T) {
 				t.Fatal(err)
 			}
 			got, err := v.drain(t, v.dir, what)
-			var r Repaired
+			var r repair.Result
 			if err != nil {
 				sum.refused++
 				if !strings.Contains(err.Error(), v.dir) || !strings.Contains(err.Error(), "posthorn repair") {
 					t.Errorf("%s: the error does not name the file or the repair: %v", what, err)
 				}
 				before := fingerprints(t, damaged)
-				dry, err := Repair(damaged, false)
+				dry, err := repair.Run(damaged, false, Verify)
 				if err != nil {
 					t.Fatalf("%s: %v", what, err)
 				}
 				if after := fingerprints(t, damaged); !maps.Equal(before, after) {
 					t.Errorf("%s: a dry run changed the store", what)
 				}
-				if r, err = Repair(damaged, true); err != nil {
+				if r, err = repair.Run(damaged, true, Verify); err != nil {
 					t.Fatalf("%s: %v", what, err)
 				}
 				if !slices.Equal(slices.Sorted(slices.Values(dry.Lost)), slices.Sorted(slices.Values(r.Lost))) || len(r.Damaged)+len(r.Lost) == 0 || r.Aside == "" {
@@ -536,11 +538,11 @@ func TestDamageSuite(t *testing.T) {
 // messages.
 func atLeast(t *testing.T, dir string, accepted map[string]int64) bool {
 	t.Helper()
-	entries, _, err := readAccepted(vfs.Default, dir)
+	entries, _, err := integrity.ReadAccepted(vfs.Default, dir)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return !slices.ContainsFunc(entries, func(e acceptedEntry) bool { return int64(e.head) > accepted[e.source] })
+	return !slices.ContainsFunc(entries, func(e integrity.AcceptedEntry) bool { return int64(e.Head) > accepted[e.Source] })
 }
 
 // drained are the contents of a store.
@@ -618,7 +620,7 @@ var lostDestinations = regexp.MustCompile(`^the destinations of (\S+): its (\d+)
 
 // check compares the drained contents with the appended messages. lost are the acknowledged
 // messages that are dead letters because of damage; missing are those that are not found.
-func (v endedStore) check(t *testing.T, what string, got drained, r Repaired) (lost, missing int) {
+func (v endedStore) check(t *testing.T, what string, got drained, r repair.Result) (lost, missing int) {
 	t.Helper()
 	named := func(parts ...string) bool {
 		return slices.ContainsFunc(r.Lost, func(line string) bool {

@@ -2,7 +2,6 @@ package pebblestore
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"runtime"
@@ -13,6 +12,7 @@ import (
 	"github.com/cockroachdb/pebble/v2"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
 )
 
 // destination counts the dead letters of one destination and holds the ledger of its dropped
@@ -49,33 +49,32 @@ func (d *destination) put(b *pebble.Batch) { d.putWith(b, d.dropped) }
 
 func (d *destination) putWith(b *pebble.Batch, dropped queue.Ledger) {
 	if d.count.Load() == 0 && dropped == (queue.Ledger{}) {
-		_ = b.Delete(destinationKey(d.name), nil)
+		_ = b.Delete(codec.DestinationKey(d.name), nil)
 		return
 	}
-	v := binary.AppendUvarint(binary.AppendUvarint(nil, uint64(d.count.Load())), uint64(max(d.bytes.Load(), 0)))
-	_ = b.Set(destinationKey(d.name), appendDropped(v, dropped), nil)
+	_ = b.Set(codec.DestinationKey(d.name), codec.AppendDestination(nil, d.count.Load(), d.bytes.Load(), dropped), nil)
 }
 
 // bury adds a dead letter to a batch. The caller holds the destination's lock and adds the
 // destination's counts to the same batch.
 func (s *Store) bury(b *pebble.Batch, l *lane, letter *queue.DeadLetter) {
-	at := millis(letter.Failure.Time)
+	at := codec.Millis(letter.Failure.Time)
 	if at <= 0 {
 		at = s.o.Now().UnixMilli()
 	}
-	k := deadLetterKey(l.id.Destination, at, l.number, letter.Seq)
-	v := appendDeadLetter(make([]byte, 0, len(letter.Body)+512), letter)
+	k := codec.DeadLetterKey(l.id.Destination, at, l.number, letter.Seq)
+	v := codec.AppendDeadLetter(make([]byte, 0, len(letter.Body)+512), letter)
 	_ = b.Set(k, v, nil)
 	l.dest.count.Add(1)
 	l.dest.bytes.Add(int64(len(k) + len(v)))
-	l.buried++
+	l.Buried++
 }
 
 // Bury implements queue.Store. The dead letter and the lane's state are one write.
 func (s *Store) Bury(d queue.Delivery, f queue.Failure) (buried bool, err error) {
 	err = s.leased(&d, func(l *lane, t openMessage) error {
 		if t.revoked {
-			l.skipped--
+			l.Skipped--
 			s.changed(l)
 			return nil
 		}
@@ -183,23 +182,23 @@ func (g *buryBatch) full() bool {
 	return g.n >= buryMessages || g.scanned >= maxScan || g.b.Len() >= buryBytes
 }
 
-// letter returns the dead letter of a message.
-func (r *record) letter(lane queue.LaneID, seq uint64) queue.DeadLetter {
+// letterOf returns the dead letter of a message.
+func letterOf(r *codec.Record, lane queue.LaneID, seq uint64) queue.DeadLetter {
 	letter := queue.DeadLetter{
-		Lane: lane, Seq: seq, ID: string(r.id), Type: types[r.code], Event: string(r.event), Body: r.body,
-		AcceptedAt: fromMillis(r.acceptedAt),
+		Lane: lane, Seq: seq, ID: string(r.ID), Type: codec.Types[r.Code], Event: string(r.Event), Body: r.Body,
+		AcceptedAt: codec.FromMillis(r.AcceptedAt),
 	}
-	if r.code == 0 {
-		letter.Type = string(r.typ)
+	if r.Code == 0 {
+		letter.Type = string(r.Type)
 	}
 	return letter
 }
 
-func (g *buryBatch) bury(seq uint64, rec *record, attempts int, last *queue.Failure) error {
-	letter := rec.letter(g.l.id, seq)
+func (g *buryBatch) bury(seq uint64, rec *codec.Record, attempts int, last *queue.Failure) error {
+	letter := letterOf(rec, g.l.id, seq)
 	letter.Attempts, letter.Failure = attempts, *g.f
-	if rec.lost {
-		letter.Body, letter.AcceptedAt, letter.Failure = nil, g.s.o.Now(), g.s.recordDamaged(g.l, seq, string(rec.body))
+	if rec.Lost {
+		letter.Body, letter.AcceptedAt, letter.Failure = nil, g.s.o.Now(), g.s.recordDamaged(g.l, seq, string(rec.Body))
 	}
 	// The receiver's response to this message is more specific.
 	if last != nil && letter.Failure.StatusCode == 0 && len(letter.Failure.Response) == 0 {
@@ -224,7 +223,7 @@ func (g *buryBatch) released() error {
 			continue
 		}
 		rec, err := g.r.read(seq)
-		if err != nil || rec.acceptedAt >= g.cut {
+		if err != nil || rec.AcceptedAt >= g.cut {
 			failed = err
 			keep = append(keep, seq)
 			continue
@@ -248,19 +247,19 @@ func (g *buryBatch) released() error {
 // retries buries entries of the retry index, oldest first.
 func (g *buryBatch) retries() error {
 	l := g.l
-	if int(l.retries) == l.openRetries {
+	if int(l.Retries) == l.openRetries {
 		return nil
 	}
 	if _, _, err := g.s.firstRetry(l); err != nil {
 		return err
 	}
-	it, err := g.s.db.NewIter(&pebble.IterOptions{LowerBound: key(prefixRetry, l.number, l.lowSeq), UpperBound: after(prefixRetry, l.number)})
+	it, err := g.s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixRetry, l.number, l.lowSeq), UpperBound: codec.After(codec.PrefixRetry, l.number)})
 	if err != nil {
 		return err
 	}
 	defer func() { _ = it.Close() }()
 	for ok := it.First(); ok && !g.full(); ok = it.Next() {
-		seq := number(it.Key(), 1)
+		seq := codec.Number(it.Key(), 1)
 		if _, isOpen := l.open[seq]; isOpen {
 			continue
 		}
@@ -268,18 +267,18 @@ func (g *buryBatch) retries() error {
 		if err != nil {
 			return err
 		}
-		if rec.acceptedAt >= g.cut {
+		if rec.AcceptedAt >= g.cut {
 			return nil
 		}
 		v, err := it.ValueAndErr()
 		if err != nil {
 			return err
 		}
-		d := decoder{b: v}
-		due, attempts := d.retry()
-		last := d.failure()
-		if d.bad {
-			return g.s.corruptf("a retry of lane %v: %w", l.id, errMalformed)
+		d := codec.Decoder{Rest: v}
+		due, attempts := d.Retry()
+		last := d.Failure()
+		if d.Bad {
+			return g.s.corruptf("a retry of lane %v: %w", l.id, codec.ErrMalformed)
 		}
 		l.forgetRetry(g.b, seq, due)
 		g.dueChanged = true
@@ -294,27 +293,27 @@ func (g *buryBatch) retries() error {
 func (g *buryBatch) unread() error {
 	l := g.l
 	for !g.full() && l.skipGaps() <= l.limit() {
-		rec, err := g.r.read(l.next)
+		rec, err := g.r.read(l.Next)
 		if err != nil {
 			return err
 		}
-		v := rec.verdict(l.id)
-		if v == wanted && rec.acceptedAt >= g.cut {
+		v := rec.Verdict(l.id)
+		if v == codec.Wanted && rec.AcceptedAt >= g.cut {
 			return nil
 		}
-		seq := l.next
-		l.next++
+		seq := l.Next
+		l.Next++
 		g.changed = true
 		g.scanned++
 		switch v {
-		case wanted, damaged:
-			if err = g.s.countRead(l, types[rec.code], seq); err == nil {
+		case codec.Wanted, codec.Damaged:
+			if err = g.s.countRead(l, codec.Types[rec.Code], seq); err == nil {
 				err = g.bury(seq, &rec, 0, nil)
 			}
-		case filtered:
+		case codec.Filtered:
 			err = g.s.countFiltered(l, seq)
-		case passed:
-			_, err = g.s.countPassed(g.b, l, g.r, seq, rec.forSibling(l.id))
+		case codec.Passed:
+			_, err = g.s.countPassed(g.b, l, g.r, seq, rec.ForSibling(l.id))
 		}
 		if err != nil {
 			return err
@@ -331,10 +330,10 @@ const (
 
 // DeadLetters implements queue.Store. It has no lock or iterator open while fn runs.
 func (s *Store) DeadLetters(ctx context.Context, destination, from string, fn func(queue.DeadLetter) bool) error {
-	prefix := deadLetterPrefix(destination)
+	prefix := codec.DeadLetterPrefix(destination)
 	start := prefix
 	if from != "" {
-		k, ok := parseDeadLetterID(destination, from)
+		k, ok := codec.ParseDeadLetterID(destination, from)
 		if !ok {
 			return fmt.Errorf("dead letters: %q is not a key of a dead letter", from)
 		}
@@ -344,7 +343,7 @@ func (s *Store) DeadLetters(ctx context.Context, destination, from string, fn fu
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		letters, next, err := s.someLetters(start, endOf(prefix))
+		letters, next, err := s.someLetters(start, codec.EndOf(prefix))
 		if err != nil {
 			return err
 		}
@@ -378,9 +377,9 @@ func (s *Store) someLetters(start, end []byte) (letters []queue.DeadLetter, next
 		if err != nil {
 			return nil, nil, s.explain(err)
 		}
-		l, err := decodeDeadLetter(it.Key(), append([]byte(nil), v...))
+		l, err := codec.DecodeDeadLetter(it.Key(), append([]byte(nil), v...))
 		if err != nil {
-			return nil, nil, s.corruptf("dead letter %s: %w", deadLetterID(it.Key()), err)
+			return nil, nil, s.corruptf("dead letter %s: %w", codec.DeadLetterID(it.Key()), err)
 		}
 		letters = append(letters, l)
 		if bytes += len(v); bytes >= letterBytes || len(letters) >= letterMessages {
@@ -417,7 +416,7 @@ func (s *Store) deleteSome(d *destination, ids []string) error {
 	count, bytes := d.count.Load(), d.bytes.Load()
 	seen := make(map[string]bool, len(ids))
 	for _, id := range ids {
-		k, ok := parseDeadLetterID(d.name, id)
+		k, ok := codec.ParseDeadLetterID(d.name, id)
 		if !ok || seen[string(k)] {
 			continue
 		}
@@ -481,8 +480,8 @@ func (s *Store) trimSome(d *destination, before, young, maxBytes int64) (int, er
 	if d.count.Load() == 0 {
 		return 0, nil
 	}
-	prefix := deadLetterPrefix(d.name)
-	it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: prefix, UpperBound: endOf(prefix)})
+	prefix := codec.DeadLetterPrefix(d.name)
+	it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: prefix, UpperBound: codec.EndOf(prefix)})
 	if err != nil {
 		return 0, err
 	}
@@ -490,7 +489,7 @@ func (s *Store) trimSome(d *destination, before, young, maxBytes int64) (int, er
 	count, bytes, n := d.count.Load(), d.bytes.Load(), 0
 	ok := it.First()
 	for ; ok && n < trimLetters; ok = it.Next() {
-		if at := deadLetterMillis(it.Key()); at >= before && (at >= young || bytes <= maxBytes) {
+		if at := codec.DeadLetterMillis(it.Key()); at >= before && (at >= young || bytes <= maxBytes) {
 			break
 		}
 		v, err := it.ValueAndErr()
@@ -507,7 +506,7 @@ func (s *Store) trimSome(d *destination, before, young, maxBytes int64) (int, er
 	if n == 0 {
 		return 0, nil
 	}
-	end := endOf(prefix)
+	end := codec.EndOf(prefix)
 	if ok {
 		end = append([]byte(nil), it.Key()...)
 	}

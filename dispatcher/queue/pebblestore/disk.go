@@ -4,16 +4,14 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	iofs "io/fs"
-	"os"
-	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
 
 	"github.com/cockroachdb/pebble/v2"
 	"github.com/cockroachdb/pebble/v2/vfs"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
 )
 
 // disk monitors the free space of the file system. Above the high-water mark Append returns
@@ -95,7 +93,7 @@ func (d *disk) addFreed(bytes int64) {
 
 // activity is the number of bytes that were written to the engine's logs or freed since the
 // start.
-func (d *disk) activity() int64 { return d.s.fs.logged.Load() + d.freedAll.Load() }
+func (d *disk) activity() int64 { return d.s.fs.Logged() + d.freedAll.Load() }
 
 // checkSpace compares the file system with the marks. A file system that does not report its
 // usage has no marks.
@@ -104,7 +102,7 @@ func (d *disk) checkSpace() {
 	usage, err := d.s.o.FS.GetDiskUsage(d.s.dir)
 	if err != nil {
 		// Without marks, a full disk is detected by the writes that wait for space.
-		if d.s.fs.waiting.Load() == 0 {
+		if d.s.fs.Waiting() == 0 {
 			d.full.Store(false)
 			d.exhausted.Store(false)
 		}
@@ -117,7 +115,7 @@ func (d *disk) checkSpace() {
 	// root.
 	share := float64(usage.UsedBytes) / float64(max(usage.UsedBytes+usage.AvailBytes, 1))
 	free := int64(usage.AvailBytes)
-	d.exhausted.Store(free < o.MinFreeBytes/2 || d.s.fs.waiting.Load() > 0)
+	d.exhausted.Store(free < o.MinFreeBytes/2 || d.s.fs.Waiting() > 0)
 	// The flushes to come write the memtables to tables, while their logs are kept for reuse.
 	unflushed := int64(d.s.db.Metrics().MemTable.Size)
 	// The level is below the marks by a part of the usable space, so that skipping starts
@@ -131,7 +129,7 @@ func (d *disk) checkSpace() {
 	if d.full.Load() {
 		mark, least = mark-0.01, least+least/10
 	}
-	full := share > mark || free-unflushed < least || d.s.fs.waiting.Load() > 0
+	full := share > mark || free-unflushed < least || d.s.fs.Waiting() > 0
 	if d.full.Swap(full) == full {
 		return
 	}
@@ -307,11 +305,11 @@ func (s *Store) planTrim(l *sourceLog, all bool) (trimPlan, error) {
 // free deletes a log's messages before a plan's need.
 func (s *Store) free(c trimPlan) error {
 	l, trimmed := c.log, c.log.trimmed.Load()
-	var r record
-	v, closer, err := s.db.Get(key(prefixMessage, l.number, c.need))
+	var r codec.Record
+	v, closer, err := s.db.Get(codec.Key(codec.PrefixMessage, l.number, c.need))
 	switch {
 	case err == nil:
-		err = r.decode(v)
+		err = r.Decode(v)
 		_ = closer.Close()
 		if err != nil {
 			return s.corruptf("message %d of %s: %w", c.need, l.source, err)
@@ -319,19 +317,19 @@ func (s *Store) free(c trimPlan) error {
 	case errors.Is(err, pebble.ErrNotFound) && c.need > c.durable:
 		// The log has no further message. Bytes appended since the plan are counted by the next
 		// trim.
-		r.bytesBefore = c.bytesAtLeast
+		r.BytesBefore = c.bytesAtLeast
 	default:
 		return fmt.Errorf("message %d of %s: %w", c.need, l.source, err)
 	}
 	b := s.db.NewBatch()
-	_ = b.DeleteRange(key(prefixMessage, l.number, trimmed+1), key(prefixMessage, l.number, c.need), nil)
-	_ = b.Set(key(prefixFreed, l.number), binary.BigEndian.AppendUint64(nil, c.need-1), nil)
+	_ = b.DeleteRange(codec.Key(codec.PrefixMessage, l.number, trimmed+1), codec.Key(codec.PrefixMessage, l.number, c.need), nil)
+	_ = b.Set(codec.Key(codec.PrefixFreed, l.number), binary.BigEndian.AppendUint64(nil, c.need-1), nil)
 	if err := s.apply(b); err != nil {
 		return err
 	}
-	s.disk.addFreed(int64(r.bytesBefore - l.trimmedBytes.Load()))
+	s.disk.addFreed(int64(r.BytesBefore - l.trimmedBytes.Load()))
 	l.trimmed.Store(c.need - 1)
-	l.trimmedBytes.Store(r.bytesBefore)
+	l.trimmedBytes.Store(r.BytesBefore)
 	l.trimTime = s.o.Now()
 	return nil
 }
@@ -341,273 +339,4 @@ func (s *Store) free(c trimPlan) error {
 func (d *disk) spaceToCompact() bool {
 	usage, err := d.s.o.FS.GetDiskUsage(d.s.dir)
 	return err != nil || int64(usage.AvailBytes) >= d.s.o.MinFreeBytes/2
-}
-
-// waitForSpaceFS is a file system whose writes wait for space while the disk is full. The
-// engine would stop the process on such an error.
-//
-// Compactions do not wait, because two compactions could wait for each other's space without
-// end. They fail, which frees their space, and the engine retries them.
-type waitForSpaceFS struct {
-	vfs.FS
-	full     func()
-	hasSpace func() bool
-	// stop is closed, once, when the store is closed.
-	stop     chan struct{}
-	stopOnce sync.Once
-	// waiting counts the writes that wait for space.
-	waiting atomic.Int64
-	// nextCompaction is the earliest start of the next compaction, in nanoseconds since 1970.
-	nextCompaction atomic.Int64
-	// synced is called with the duration of each sync of the engine's log.
-	synced func(time.Duration)
-	// positions are the synced positions of the logs and the manifest.
-	positions syncedFiles
-	// logged counts the bytes written to the engine's logs.
-	logged atomic.Int64
-	// recycling is held while a log is renamed for reuse, and while logs are removed.
-	recycling sync.Mutex
-}
-
-// spaceInterval is the time between two tries of a write that waits for space; closingTries
-// bounds the tries while the store is closed. The engine retries a compaction that failed for
-// lack of space after compactPause.
-const (
-	spaceInterval = 100 * time.Millisecond
-	closingTries  = 50
-	compactPause  = time.Second
-)
-
-// compaction is the engine's category of the files that compactions write. Such a file checks
-// the free space every compactStep bytes.
-const (
-	compaction  vfs.DiskWriteCategory = "pebble-compaction"
-	compactStep                       = 256 << 10
-	// writeAhead is the category of the engine's log, whose syncs make messages durable.
-	writeAhead vfs.DiskWriteCategory = "pebble-wal"
-	manifests  vfs.DiskWriteCategory = "pebble-manifest"
-)
-
-// stopWaiting bounds the present and future waits for space to closingTries tries each.
-func (fs *waitForSpaceFS) stopWaiting() { fs.stopOnce.Do(func() { close(fs.stop) }) }
-
-func (fs *waitForSpaceFS) try(write func() error) error {
-	err := write()
-	if !isFull(err) {
-		return err
-	}
-	fs.waiting.Add(1)
-	defer fs.waiting.Add(-1)
-	for grace := closingTries; isFull(err) && grace > 0; err = write() {
-		fs.full()
-		select {
-		case <-fs.stop:
-			grace--
-		default:
-		}
-		time.Sleep(spaceInterval)
-	}
-	return err
-}
-
-func isFull(err error) bool {
-	return err != nil && (errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT))
-}
-
-func (fs *waitForSpaceFS) file(name string, c vfs.DiskWriteCategory, open func() (vfs.File, error)) (f vfs.File, err error) {
-	err = fs.try(func() error {
-		f, err = open()
-		return err
-	})
-	if err != nil {
-		return nil, err
-	}
-	p := &waitForSpaceFile{File: f, fs: fs}
-	journal := &journalFile{waitForSpaceFile: p, name: fs.PathBase(name)}
-	switch c {
-	case writeAhead:
-		return &logFile{journalFile: journal}, nil
-	case manifests:
-		return journal, nil
-	}
-	return p, nil
-}
-
-// createCompactionFile creates an output file of a compaction.
-func (fs *waitForSpaceFS) createCompactionFile(name string) (vfs.File, error) {
-	if pause := time.Until(time.Unix(0, fs.nextCompaction.Load())); pause > 0 {
-		select {
-		case <-time.After(pause):
-		case <-fs.stop:
-		}
-	}
-	f, err := fs.FS.Create(name, compaction)
-	if err != nil {
-		return nil, fs.noteCompactionError(err)
-	}
-	return &compactionFile{File: f, fs: fs}, nil
-}
-
-// noteCompactionError delays the next compaction after an error for lack of space.
-func (fs *waitForSpaceFS) noteCompactionError(err error) error {
-	if isFull(err) {
-		fs.nextCompaction.Store(time.Now().Add(compactPause).UnixNano())
-	}
-	return err
-}
-
-// Create syncs the directory before it creates one of the engine's markers, which name the
-// valid files: not every file system keeps the order of directory entries.
-func (fs *waitForSpaceFS) Create(name string, c vfs.DiskWriteCategory) (vfs.File, error) {
-	if err := fs.syncDir(name); err != nil {
-		return nil, err
-	}
-	if c == compaction {
-		return fs.createCompactionFile(name)
-	}
-	return fs.file(name, c, func() (vfs.File, error) { return fs.FS.Create(name, c) })
-}
-
-func (fs *waitForSpaceFS) OpenReadWrite(name string, c vfs.DiskWriteCategory, opts ...vfs.OpenOption) (vfs.File, error) {
-	return fs.file(name, c, func() (vfs.File, error) { return fs.FS.OpenReadWrite(name, c, opts...) })
-}
-
-// ReuseForWrite creates a new file when a reclaim removed the old one.
-func (fs *waitForSpaceFS) ReuseForWrite(oldname, newname string, c vfs.DiskWriteCategory) (vfs.File, error) {
-	return fs.file(newname, c, func() (vfs.File, error) {
-		fs.recycling.Lock()
-		defer fs.recycling.Unlock()
-		fs.positions.removed(fs.PathBase(oldname))
-		f, err := fs.FS.ReuseForWrite(oldname, newname, c)
-		if errors.Is(err, iofs.ErrNotExist) {
-			return fs.FS.Create(newname, c)
-		}
-		return f, err
-	})
-}
-
-func (fs *waitForSpaceFS) Link(oldname, newname string) error {
-	return fs.try(func() error { return fs.FS.Link(oldname, newname) })
-}
-
-func (fs *waitForSpaceFS) Rename(oldname, newname string) error {
-	return fs.try(func() error { return fs.FS.Rename(oldname, newname) })
-}
-
-// MkdirAll creates directories that only their owner can access; the engine would make them
-// readable for all users.
-func (fs *waitForSpaceFS) MkdirAll(dir string, _ os.FileMode) error {
-	return fs.try(func() error { return fs.FS.MkdirAll(dir, 0o700) })
-}
-
-// Remove removes an old marker only after the new one is durable.
-func (fs *waitForSpaceFS) Remove(name string) error {
-	if err := fs.syncDir(name); err != nil {
-		return err
-	}
-	fs.positions.removed(fs.PathBase(name))
-	return fs.FS.Remove(name)
-}
-
-// syncDir syncs the directory of a marker; the engine syncs the directory for other files.
-func (fs *waitForSpaceFS) syncDir(name string) error {
-	if !strings.HasPrefix(fs.PathBase(name), "marker.") {
-		return nil
-	}
-	dir, err := fs.OpenDir(fs.PathDir(name))
-	if err != nil {
-		return err
-	}
-	return errors.Join(dir.Sync(), dir.Close())
-}
-
-// Unwrap implements vfs.FS.
-func (fs *waitForSpaceFS) Unwrap() vfs.FS { return fs.FS }
-
-type waitForSpaceFile struct {
-	vfs.File
-	fs *waitForSpaceFS
-}
-
-func (f *waitForSpaceFile) Write(p []byte) (n int, err error) {
-	err = f.fs.try(func() error {
-		m, err := f.File.Write(p[n:])
-		n += m
-		return err
-	})
-	return n, err
-}
-
-func (f *waitForSpaceFile) WriteAt(p []byte, off int64) (n int, err error) {
-	err = f.fs.try(func() error {
-		m, err := f.File.WriteAt(p[n:], off+int64(n))
-		n += m
-		return err
-	})
-	return n, err
-}
-
-// Preallocate ignores a full disk, because preallocation is an optimization.
-func (f *waitForSpaceFile) Preallocate(off, n int64) error {
-	if err := f.File.Preallocate(off, n); !isFull(err) {
-		return err
-	}
-	return nil
-}
-
-// logFile is a write-ahead log of the engine. It reports the durations of its syncs.
-type logFile struct {
-	*journalFile
-	allocated int64
-}
-
-// logStep is the number of bytes by which a log is preallocated.
-const logStep = 4 << 20
-
-// Preallocate does nothing: the engine requests the size of a whole write buffer, even for an
-// idle store.
-func (*logFile) Preallocate(int64, int64) error { return nil }
-
-func (f *logFile) Write(p []byte) (int, error) {
-	for f.written+int64(len(p)) > f.allocated {
-		_ = f.waitForSpaceFile.Preallocate(f.allocated, logStep) // An optimization; a write reports errors.
-		f.allocated += logStep
-	}
-	n, err := f.journalFile.Write(p)
-	f.fs.logged.Add(int64(n))
-	return n, err
-}
-
-func (f *logFile) SyncData() error {
-	started := time.Now()
-	err := f.journalFile.SyncData()
-	f.fs.synced(time.Since(started))
-	return err
-}
-
-// compactionFile is an output file of a compaction; its writes fail on a full disk.
-type compactionFile struct {
-	vfs.File
-	fs *waitForSpaceFS
-	// unchecked is the number of bytes written since the last check of the free space.
-	unchecked int
-}
-
-func (f *compactionFile) Write(p []byte) (int, error) {
-	if f.unchecked += len(p); f.unchecked >= compactStep {
-		f.unchecked = 0
-		if !f.fs.hasSpace() {
-			return 0, f.fs.noteCompactionError(syscall.ENOSPC)
-		}
-	}
-	n, err := f.File.Write(p)
-	return n, f.fs.noteCompactionError(err)
-}
-
-// Preallocate ignores a full disk, because preallocation is an optimization.
-func (f *compactionFile) Preallocate(off, n int64) error {
-	if err := f.File.Preallocate(off, n); !isFull(err) {
-		return err
-	}
-	return nil
 }

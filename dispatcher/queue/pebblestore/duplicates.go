@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"github.com/cockroachdb/pebble/v2"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
 )
 
 // duplicates stores the messageIds of the duplicate window. They are written in the same batch
@@ -48,9 +50,9 @@ func newDuplicates(s *Store) *duplicates {
 // load finds the buckets on disk.
 func (d *duplicates) load() error {
 	if d.s.o.DuplicateWindow <= 0 {
-		return d.s.db.DeleteRange([]byte{prefixDuplicate}, []byte{prefixDuplicate + 1}, pebble.NoSync)
+		return d.s.db.DeleteRange([]byte{codec.PrefixDuplicate}, []byte{codec.PrefixDuplicate + 1}, pebble.NoSync)
 	}
-	it, err := d.s.db.NewIter(&pebble.IterOptions{LowerBound: []byte{prefixDuplicate}, UpperBound: []byte{prefixDuplicate + 1}})
+	it, err := d.s.db.NewIter(&pebble.IterOptions{LowerBound: []byte{codec.PrefixDuplicate}, UpperBound: []byte{codec.PrefixDuplicate + 1}})
 	if err != nil {
 		return err
 	}
@@ -59,9 +61,9 @@ func (d *duplicates) load() error {
 		if len(it.Key()) != 25 {
 			return d.s.corruptf("the key of a messageId is malformed")
 		}
-		start := number(it.Key(), 0)
+		start := codec.Number(it.Key(), 0)
 		d.buckets = append(d.buckets, &bucket{start: int64(start)})
-		ok = it.SeekGE(after(prefixDuplicate, start))
+		ok = it.SeekGE(codec.After(codec.PrefixDuplicate, start))
 	}
 	return it.Error()
 }
@@ -92,7 +94,7 @@ func (d *duplicates) begin(b *pebble.Batch, now int64) {
 		over++
 	}
 	if over > 0 {
-		_ = b.DeleteRange([]byte{prefixDuplicate}, key(prefixDuplicate, uint64(d.buckets[over].start)), nil)
+		_ = b.DeleteRange([]byte{codec.PrefixDuplicate}, codec.Key(codec.PrefixDuplicate, uint64(d.buckets[over].start)), nil)
 		for _, old := range d.buckets[:over] {
 			d.memory -= old.size()
 		}
@@ -113,7 +115,7 @@ func (d *duplicates) contains(h *hash) (bool, error) {
 		if !b.mayHave(h) {
 			continue
 		}
-		d.key = append(appendKey(d.key[:0], prefixDuplicate, uint64(b.start)), h[:]...)
+		d.key = append(codec.AppendKey(d.key[:0], codec.PrefixDuplicate, uint64(b.start)), h[:]...)
 		v, closer, err := d.s.db.Get(d.key)
 		if errors.Is(err, pebble.ErrNotFound) {
 			continue
@@ -123,7 +125,7 @@ func (d *duplicates) contains(h *hash) (bool, error) {
 		}
 		if len(v) != 4 {
 			_ = closer.Close()
-			return false, fmt.Errorf("a messageId: %w", errMalformed)
+			return false, fmt.Errorf("a messageId: %w", codec.ErrMalformed)
 		}
 		at := b.start + int64(binary.BigEndian.Uint32(v))
 		_ = closer.Close()
@@ -141,7 +143,7 @@ func (d *duplicates) add(b *pebble.Batch, h *hash) {
 	defer d.mu.Unlock()
 	last := d.buckets[len(d.buckets)-1]
 	op := b.SetDeferred(25, 4)
-	copy(appendKey(op.Key[:0], prefixDuplicate, uint64(last.start))[9:25], h[:])
+	copy(codec.AppendKey(op.Key[:0], codec.PrefixDuplicate, uint64(last.start))[9:25], h[:])
 	binary.BigEndian.PutUint32(op.Value, uint32(d.now-last.start))
 	_ = op.Finish()
 	d.addToFilters(last, h)
@@ -204,7 +206,7 @@ func (d *duplicates) rebuildBucket(b *bucket) error {
 	if b.complete {
 		return nil
 	}
-	it, err := d.s.db.NewIter(&pebble.IterOptions{LowerBound: key(prefixDuplicate, uint64(b.start)), UpperBound: after(prefixDuplicate, uint64(b.start))})
+	it, err := d.s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixDuplicate, uint64(b.start)), UpperBound: codec.After(codec.PrefixDuplicate, uint64(b.start))})
 	if err != nil {
 		return err
 	}

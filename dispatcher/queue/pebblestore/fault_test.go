@@ -21,6 +21,8 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
@@ -368,7 +370,7 @@ func TestDamage(t *testing.T) {
 				if err := s.Close(); err != nil {
 					t.Fatal(err)
 				}
-				if r, err := Repair(dir, true); err != nil || r.Aside == "" || Damaged(dir) {
+				if r, err := repair.Run(dir, true, Verify); err != nil || r.Aside == "" || Damaged(dir) {
 					t.Errorf("repair: %+v %v", r, err)
 				}
 				return
@@ -432,7 +434,7 @@ func TestLockAndFormat(t *testing.T) {
 	if _, err := Open(dir, Options{Logger: discard}); err == nil || !strings.Contains(err.Error(), "another process has it open") {
 		t.Errorf("opened twice: %v", err)
 	}
-	if err := s.db.Set(keyFormat, []byte{format + 1}, pebble.Sync); err != nil {
+	if err := s.db.Set(codec.KeyFormat, []byte{codec.Format + 1}, pebble.Sync); err != nil {
 		t.Fatal(err)
 	}
 	if err := s.Close(); err != nil {

@@ -17,6 +17,9 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/integrity"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
 )
 
 // tablePlaces lists the bytes of a table where a flipped bit has a distinct effect: one byte of
@@ -87,11 +90,11 @@ func TestFlippedBitInTable(t *testing.T) {
 						return b
 					})
 				}
-				var r Repaired
+				var r repair.Result
 				got, err := v.drain(t, used, what)
 				if err != nil {
 					refused++
-					if r, err = Repair(damaged, true); err != nil {
+					if r, err = repair.Run(damaged, true, Verify); err != nil {
 						t.Fatalf("%s: %v", what, err)
 					}
 					if got, err = v.drain(t, damaged, what); err != nil {
@@ -189,19 +192,19 @@ func TestRepairOfRetries(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer func() { _ = r.Close() }()
-		blocks, err := index(t.Context(), r)
+		blocks, err := integrity.TableBlocks(t.Context(), r)
 		if err != nil {
 			t.Fatal(err)
 		}
 		for _, at := range blocks {
-			if at.Offset > 0 && at.last[0] >= prefixRetry { // The first block also has messages.
+			if at.Offset > 0 && at.Last[0] >= codec.PrefixRetry { // The first block also has messages.
 				b[at.Offset+at.Length/2] ^= 1
 				hit++
 			}
 		}
 		return b
 	})
-	r, err := Repair(dir, true)
+	r, err := repair.Run(dir, true, Verify)
 	if err != nil || r.Aside == "" || hit == 0 {
 		t.Fatalf("repair: %v, %d blocks were damaged: %+v", err, hit, r)
 	}

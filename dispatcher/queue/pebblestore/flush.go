@@ -105,7 +105,7 @@ func (s *Store) flushLanes(write *pebble.WriteOptions) error {
 		return nil
 	}
 	s.flusher.markSynced()
-	return s.db.LogData(s.fs.positions.mark(), pebble.Sync)
+	return s.db.LogData(s.positions.Mark(), pebble.Sync)
 }
 
 // flushSome writes a few lanes as one batch. It holds all their locks until the batch is

@@ -13,6 +13,7 @@ import (
 	"github.com/cockroachdb/pebble/v2"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
 )
 
 // group is the shared state of the lanes with LaneID.Any of one Source and destination: a lock,
@@ -35,7 +36,7 @@ type group struct {
 
 	// mu is also the mu of all lanes of the group.
 	mu sync.Mutex
-	groupState
+	codec.GroupState
 	lanes []*lane
 	// blocks are the bits in memory: all changed ones, and some that were read.
 	blocks map[uint64]*bitBlock
@@ -45,67 +46,17 @@ type group struct {
 	oldest      acceptance
 }
 
-// groupState is the durable state of a group without its bits: one value.
-type groupState struct {
-	start     uint64 // The group has the messages after this one.
-	delivered uint64
-	filtered  uint64
-	buried    uint64
-	discarded uint64
-	passed    uint64 // Messages in the group's part of the log that are for other destinations.
-	// extra counts the messages accepted beyond the group's part of the log: "delete" messages,
-	// which count once per lane, and messages of dropped lanes.
-	extra     uint64
-	handovers uint64 // Number of handover records.
-	shared    bool   // The group had two lanes at some time; a group that is not shared has no bits.
-	gaps      []gap
-}
-
-// gap is a part of the log, both ends included, that was appended after all lanes had ended and
-// before a lane continued or was opened. Its messages are not for the group.
-type gap struct{ from, to uint64 }
-
 // bitBlock holds the bits of blockBits messages.
 type bitBlock struct {
-	bits  [blockBits / 64]uint64
+	bits  [codec.BlockBits / 64]uint64
 	dirty bool
 }
 
-const (
-	blockBits = 4096
-	// maxBlocks bounds the unchanged blocks of a group in memory.
-	maxBlocks = 64
-)
+// maxBlocks bounds the unchanged blocks of a group in memory.
+const maxBlocks = 64
 
 func newGroup(id queue.LaneID, number uint64, log *sourceLog, dest *destination) *group {
 	return &group{id: id.Group(), number: number, log: log, dest: dest, blocks: map[uint64]*bitBlock{}}
-}
-
-func (g *groupState) encode() []byte {
-	var v []byte
-	shared := uint64(0)
-	if g.shared {
-		shared = 1
-	}
-	for _, n := range [...]uint64{g.start, g.delivered, g.filtered, g.buried, g.discarded, g.passed, g.extra, g.handovers, shared} {
-		v = binary.AppendUvarint(v, n)
-	}
-	for _, p := range g.gaps {
-		v = binary.AppendUvarint(binary.AppendUvarint(v, p.from), p.to)
-	}
-	return v
-}
-
-func (g *groupState) decode(v []byte) error {
-	d := decoder{b: v}
-	for _, n := range [...]*uint64{&g.start, &g.delivered, &g.filtered, &g.buried, &g.discarded, &g.passed, &g.extra, &g.handovers} {
-		*n = d.uvarint()
-	}
-	g.shared = d.uvarint() != 0
-	for len(d.b) > 0 {
-		g.gaps = append(g.gaps, gap{d.uvarint(), d.uvarint()})
-	}
-	return d.err()
 }
 
 // put adds the group's state and the changed bits to a batch. The caller holds mu until the
@@ -116,16 +67,16 @@ func (g *group) put(b *pebble.Batch) {
 			l.putState(b)
 		}
 	}
-	_ = b.Set(key(prefixGroup, g.number), g.encode(), nil)
+	_ = b.Set(codec.Key(codec.PrefixGroup, g.number), g.Encode(), nil)
 	for n, k := range g.blocks {
 		if !k.dirty {
 			continue
 		}
-		v := make([]byte, 0, blockBits/8)
+		v := make([]byte, 0, codec.BlockBits/8)
 		for _, w := range k.bits {
 			v = binary.BigEndian.AppendUint64(v, w)
 		}
-		_ = b.Set(key(prefixBits, g.number, n), v, nil)
+		_ = b.Set(codec.Key(codec.PrefixBits, g.number, n), v, nil)
 		k.dirty = false
 	}
 }
@@ -154,13 +105,13 @@ func (s *Store) block(g *group, n uint64) (*bitBlock, error) {
 		}
 	}
 	k := new(bitBlock)
-	v, err := s.get(key(prefixBits, g.number, n))
+	v, err := s.get(codec.Key(codec.PrefixBits, g.number, n))
 	switch {
 	case errors.Is(err, pebble.ErrNotFound):
 	case err != nil:
 		return nil, s.explain(err)
-	case len(v) != blockBits/8:
-		return nil, s.corruptf("the bits of group %v: %w", g.id, errMalformed)
+	case len(v) != codec.BlockBits/8:
+		return nil, s.corruptf("the bits of group %v: %w", g.id, codec.ErrMalformed)
 	default:
 		for i := range k.bits {
 			k.bits[i] = binary.BigEndian.Uint64(v[8*i:])
@@ -172,26 +123,26 @@ func (s *Store) block(g *group, n uint64) (*bitBlock, error) {
 
 // isFinal reports whether a message is final.
 func (s *Store) isFinal(g *group, seq uint64) (bool, error) {
-	if !g.shared {
+	if !g.Shared {
 		return false, nil
 	}
-	k, err := s.block(g, seq/blockBits)
+	k, err := s.block(g, seq/codec.BlockBits)
 	if err != nil {
 		return false, err
 	}
-	return k.bits[seq%blockBits/64]&(1<<(seq%64)) != 0, nil
+	return k.bits[seq%codec.BlockBits/64]&(1<<(seq%64)) != 0, nil
 }
 
 // markFinal marks a message as final; first is false when it was final before.
 func (s *Store) markFinal(g *group, seq uint64) (first bool, err error) {
-	if !g.shared {
+	if !g.Shared {
 		return true, nil
 	}
-	k, err := s.block(g, seq/blockBits)
+	k, err := s.block(g, seq/codec.BlockBits)
 	if err != nil {
 		return false, err
 	}
-	w, bit := &k.bits[seq%blockBits/64], uint64(1)<<(seq%64)
+	w, bit := &k.bits[seq%codec.BlockBits/64], uint64(1)<<(seq%64)
 	if *w&bit != 0 {
 		return false, nil
 	}
@@ -204,20 +155,20 @@ func (s *Store) markFinal(g *group, seq uint64) (first bool, err error) {
 // or a position after limit.
 func (s *Store) nextNotFinal(g *group, seq, limit uint64) (uint64, error) {
 	for seq <= limit {
-		if to := g.afterGap(seq); to != seq {
+		if to := g.Gaps.After(seq); to != seq {
 			seq = to
 			continue
 		}
-		if !g.shared {
+		if !g.Shared {
 			return seq, nil
 		}
-		k, err := s.block(g, seq/blockBits)
+		k, err := s.block(g, seq/codec.BlockBits)
 		if err != nil {
 			return 0, err
 		}
-		if w := ^k.bits[seq%blockBits/64] >> (seq % 64); w != 0 {
+		if w := ^k.bits[seq%codec.BlockBits/64] >> (seq % 64); w != 0 {
 			n := uint64(bits.TrailingZeros64(w))
-			if to := g.afterGap(seq + n); to == seq+n {
+			if to := g.Gaps.After(seq + n); to == seq+n {
 				return to, nil
 			}
 			seq += n
@@ -228,25 +179,13 @@ func (s *Store) nextNotFinal(g *group, seq, limit uint64) (uint64, error) {
 	return seq, nil
 }
 
-// afterGap returns seq, or the first message after the gap that contains seq.
-func (g *group) afterGap(seq uint64) uint64 { return afterGap(g.gaps, seq) }
-
-func afterGap(gaps []gap, seq uint64) uint64 {
-	for _, p := range gaps {
-		if seq >= p.from && seq <= p.to {
-			seq = p.to + 1
-		}
-	}
-	return seq
-}
-
 // end is the first message that is not the group's; 0 while a lane has no end.
 func (g *group) end() (end uint64) {
 	for _, l := range g.lanes {
-		if l.end == 0 {
+		if l.End == 0 {
 			return 0
 		}
-		end = max(end, l.end)
+		end = max(end, l.End)
 	}
 	return end
 }
@@ -255,8 +194,8 @@ func (g *group) end() (end uint64) {
 // appended since all lanes ended as a gap.
 func (g *group) resume(behind uint64) {
 	if end := g.end(); end != 0 && end < behind {
-		g.gaps = append(g.gaps, gap{end, behind - 1})
-		g.passed += behind - end
+		g.Gaps = append(g.Gaps, codec.Gap{From: end, To: behind - 1})
+		g.Passed += behind - end
 	}
 }
 
@@ -270,25 +209,23 @@ func (g *group) limit() uint64 {
 }
 
 func (g *group) ledger() queue.Ledger {
-	accepted := g.limit() - g.start - g.passed + g.extra
+	accepted := g.limit() - g.Start - g.Passed + g.Extra
 	return queue.Ledger{
-		Accepted: int64(accepted), Delivered: int64(g.delivered), Filtered: int64(g.filtered), DeadLettered: int64(g.buried),
-		Discarded: int64(g.discarded), Pending: int64(accepted - g.settled()),
+		Accepted: int64(accepted), Delivered: int64(g.Delivered), Filtered: int64(g.Filtered), DeadLettered: int64(g.Buried),
+		Discarded: int64(g.Discarded), Pending: int64(accepted - g.Settled()),
 	}
 }
-
-func (g *groupState) settled() uint64 { return g.delivered + g.filtered + g.buried + g.discarded }
 
 // isPendingIn reports whether a message is pending in a lane: unread, leased, released or in
 // the retry index.
 func (s *Store) isPendingIn(l *lane, seq uint64) (bool, error) {
-	if seq <= l.start || l.end != 0 && seq >= l.end {
+	if seq <= l.Start || l.End != 0 && seq >= l.End {
 		return false, nil
 	}
-	if seq >= l.next {
+	if seq >= l.Next {
 		return true, nil
 	}
-	if _, ok := l.open[seq]; ok || l.retries == 0 || seq < l.lowSeq {
+	if _, ok := l.open[seq]; ok || l.Retries == 0 || seq < l.lowSeq {
 		return ok, nil
 	}
 	_, _, ok, err := s.retryOf(l, seq)
@@ -297,13 +234,13 @@ func (s *Store) isPendingIn(l *lane, seq uint64) (bool, error) {
 
 // retryOf returns a message's entry in the retry index of a lane.
 func (s *Store) retryOf(l *lane, seq uint64) (due int64, attempt int, ok bool, err error) {
-	v, err := s.get(key(prefixRetry, l.number, seq))
+	v, err := s.get(codec.Key(codec.PrefixRetry, l.number, seq))
 	if errors.Is(err, pebble.ErrNotFound) {
 		return 0, 0, false, nil
 	}
-	d := decoder{b: v}
-	if due, attempt = d.retry(); err == nil && d.bad {
-		err = s.corruptf("a retry of lane %v: %w", l.id, errMalformed)
+	d := codec.Decoder{Rest: v}
+	if due, attempt = d.Retry(); err == nil && d.Bad {
+		err = s.corruptf("a retry of lane %v: %w", l.id, codec.ErrMalformed)
 	}
 	return due, attempt, true, s.explain(err)
 }
@@ -313,7 +250,7 @@ func (s *Store) retryOf(l *lane, seq uint64) (due int64, attempt int, ok bool, e
 // order of their numbers.
 func (s *Store) pendingElsewhere(l *lane, seq uint64) (bool, error) {
 	return s.pendingInAny(l.group.lanes, seq, func(o *lane) bool {
-		return o != l && (!o.endpointRemoved || l.endpointRemoved && o.number < l.number)
+		return o != l && (!o.EndpointRemoved || l.EndpointRemoved && o.number < l.number)
 	})
 }
 
@@ -332,7 +269,7 @@ func (s *Store) pendingInAny(lanes []*lane, seq uint64, counts func(*lane) bool)
 			continue
 		}
 		ok, err := s.isPendingIn(o, seq)
-		if ok && seq >= o.next {
+		if ok && seq >= o.Next {
 			ok, err = s.isAddressedTo(o, seq)
 		}
 		if ok || err != nil {
@@ -345,12 +282,12 @@ func (s *Store) pendingInAny(lanes []*lane, seq uint64, counts func(*lane) bool)
 // isAddressedTo reports whether an unread message is for a lane. A damaged message is for every
 // lane.
 func (s *Store) isAddressedTo(l *lane, seq uint64) (bool, error) {
-	v, closer, err := s.db.Get(key(prefixMessage, l.log.number, seq))
+	v, closer, err := s.db.Get(codec.Key(codec.PrefixMessage, l.log.number, seq))
 	if err == nil {
 		defer func() { _ = closer.Close() }()
-		var rec record
-		if err = rec.decode(v); err == nil {
-			return rec.verdict(l.id) != passed, nil
+		var rec codec.Record
+		if err = rec.Decode(v); err == nil {
+			return rec.Verdict(l.id) != codec.Passed, nil
 		}
 	}
 	if pebble.IsCorruptionError(err) || errors.Is(err, pebble.ErrNotFound) {
@@ -368,26 +305,26 @@ func (s *Store) isUnneeded(l *lane, seq uint64) (bool, error) {
 }
 
 // exempt reports whether each lane of a group delivers messages of a type by itself.
-func exempt(typ string) bool { return typ == types[codeDelete] }
+func exempt(typ string) bool { return typ == codec.Types[codec.CodeDelete] }
 
 // countDelivered counts a message that a lane's endpoint accepted. The first delivery in the
 // group removes the message from the retry indexes of the other lanes. The changes are added to
 // b; when b is nil and a batch is needed, countDelivered creates and returns one.
 func (s *Store) countDelivered(b *pebble.Batch, l *lane, d *queue.Delivery) (_ *pebble.Batch, first bool, err error) {
-	l.delivered++
+	l.Delivered++
 	g := l.group
 	if g == nil {
 		return b, true, nil
 	}
 	if exempt(d.Type) {
-		g.delivered++
+		g.Delivered++
 		l.aheadOfDisk = true
 		return b, true, nil
 	}
 	if first, err = s.markFinal(g, d.Seq); !first || err != nil {
 		return b, first, err
 	}
-	g.delivered++
+	g.Delivered++
 	if len(g.lanes) == 1 {
 		return b, true, nil
 	}
@@ -403,7 +340,7 @@ func (s *Store) countDelivered(b *pebble.Batch, l *lane, d *queue.Delivery) (_ *
 			delete(o.open, d.Seq)
 			o.openRetries--
 			o.dropReleased(d.Seq)
-		case o.retries == 0 || d.Seq < o.lowSeq || d.Seq >= o.next:
+		case o.Retries == 0 || d.Seq < o.lowSeq || d.Seq >= o.Next:
 			continue
 		default:
 			var ok bool
@@ -417,13 +354,13 @@ func (s *Store) countDelivered(b *pebble.Batch, l *lane, d *queue.Delivery) (_ *
 			b = s.db.NewBatch()
 		}
 		o.forgetRetry(b, d.Seq, t.due)
-		if o.retries == uint64(o.openRetries) {
-			o.nextDue = never
+		if o.Retries == uint64(o.openRetries) {
+			o.nextDue = codec.Never
 		}
-		o.handedOver++
+		o.HandedOver++
 		o.put(b)
 	}
-	if g.handovers > 0 {
+	if g.Handovers > 0 {
 		var ok bool
 		if _, ok, err = s.handoverOf(g, d.Seq); !ok || err != nil {
 			return b, first, err
@@ -445,28 +382,28 @@ type handover struct {
 
 // handoverOf returns the handover record of a message.
 func (s *Store) handoverOf(g *group, seq uint64) (was handover, ok bool, err error) {
-	if g.handovers == 0 {
+	if g.Handovers == 0 {
 		return was, false, nil
 	}
-	v, err := s.get(key(prefixHandover, g.number, seq))
+	v, err := s.get(codec.Key(codec.PrefixHandover, g.number, seq))
 	if errors.Is(err, pebble.ErrNotFound) {
 		return was, false, nil
 	}
 	if err != nil {
 		return was, false, s.explain(err)
 	}
-	d := decoder{b: v}
-	was.attempts, was.failure = int(d.uvarint()), d.failure()
-	if d.bad {
-		return was, false, s.corruptf("a handover record of group %v: %w", g.id, errMalformed)
+	d := codec.Decoder{Rest: v}
+	was.attempts, was.failure = int(d.Uvarint()), d.Failure()
+	if d.Bad {
+		return was, false, s.corruptf("a handover record of group %v: %w", g.id, codec.ErrMalformed)
 	}
 	return was, true, nil
 }
 
 // deleteHandover deletes the handover record of a message.
 func (g *group) deleteHandover(b *pebble.Batch, seq uint64) {
-	_ = b.Delete(key(prefixHandover, g.number, seq), nil)
-	g.handovers--
+	_ = b.Delete(codec.Key(codec.PrefixHandover, g.number, seq), nil)
+	g.Handovers--
 }
 
 // buryOrHandOver ends a message for a lane that has already removed it from its index and its
@@ -481,7 +418,7 @@ func (s *Store) buryOrHandOver(b *pebble.Batch, l *lane, letter *queue.DeadLette
 	}
 	letter.Lane.Any = false
 	if exempt(letter.Type) {
-		g.buried++
+		g.Buried++
 		s.bury(b, l, letter)
 		return true, nil
 	}
@@ -496,8 +433,8 @@ func (s *Store) buryOrHandOver(b *pebble.Batch, l *lane, letter *queue.DeadLette
 	if err != nil {
 		return false, err
 	}
-	if done || had && l.endpointRemoved {
-		l.handedOver++
+	if done || had && l.EndpointRemoved {
+		l.HandedOver++
 		return false, nil
 	}
 	was, known, err := s.handoverOf(g, letter.Seq)
@@ -507,10 +444,10 @@ func (s *Store) buryOrHandOver(b *pebble.Batch, l *lane, letter *queue.DeadLette
 	letter.Attempts += was.attempts
 	if had {
 		if !known {
-			g.handovers++
+			g.Handovers++
 		}
-		_ = b.Set(key(prefixHandover, g.number, letter.Seq), appendFailure(binary.AppendUvarint(nil, uint64(letter.Attempts)), &letter.Failure), nil)
-		l.handedOver++
+		_ = b.Set(codec.Key(codec.PrefixHandover, g.number, letter.Seq), codec.AppendFailure(binary.AppendUvarint(nil, uint64(letter.Attempts)), &letter.Failure), nil)
+		l.HandedOver++
 		return false, nil
 	}
 	if known {
@@ -520,7 +457,7 @@ func (s *Store) buryOrHandOver(b *pebble.Batch, l *lane, letter *queue.DeadLette
 		return false, err
 	}
 	letter.Lane.Endpoint = ""
-	g.buried++
+	g.Buried++
 	s.bury(b, l, letter)
 	return true, nil
 }
@@ -528,8 +465,8 @@ func (s *Store) buryOrHandOver(b *pebble.Batch, l *lane, letter *queue.DeadLette
 // countSkipped counts a first attempt that is never made. A lane that is alone in its group
 // counts none: its messages become dead letters instead.
 func (l *lane) countSkipped() {
-	if len(l.group.lanes) > 1 && !l.endpointRemoved {
-		l.skipped++
+	if len(l.group.lanes) > 1 && !l.EndpointRemoved {
+		l.Skipped++
 	}
 }
 
@@ -541,20 +478,20 @@ func (s *Store) countRead(l *lane, typ string, seq uint64) error {
 	l.aheadOfDisk = true
 	first, err := s.markFinal(l.group, seq)
 	if !first && err == nil {
-		l.group.extra++
+		l.group.Extra++
 	}
 	return err
 }
 
 // countFiltered counts a message that is filtered out.
 func (s *Store) countFiltered(l *lane, seq uint64) error {
-	l.filtered++
+	l.Filtered++
 	if l.group == nil {
 		return nil
 	}
 	first, err := s.markFinal(l.group, seq)
 	if first && err == nil {
-		l.group.filtered++
+		l.group.Filtered++
 	}
 	return err
 }
@@ -563,7 +500,7 @@ func (s *Store) countFiltered(l *lane, seq uint64) error {
 // the message, the group counts it, too: as a dead letter when it has a handover record, as
 // discarded when it is for a removed endpoint (sibling), and as passed otherwise.
 func (s *Store) countPassed(b *pebble.Batch, l *lane, r *reader, seq uint64, sibling bool) (buried bool, err error) {
-	l.passed++
+	l.Passed++
 	if l.group == nil {
 		return false, nil
 	}
@@ -580,13 +517,13 @@ func (s *Store) countPassed(b *pebble.Batch, l *lane, r *reader, seq uint64, sib
 	}
 	switch {
 	case !known && sibling:
-		g.discarded++
-		l.passed--
-		l.handedOver++
+		g.Discarded++
+		l.Passed--
+		l.HandedOver++
 		s.metrics.discard(1)
 		return false, nil
 	case !known:
-		g.passed++
+		g.Passed++
 		return false, nil
 	}
 	rec, err := r.read(seq)
@@ -594,22 +531,22 @@ func (s *Store) countPassed(b *pebble.Batch, l *lane, r *reader, seq uint64, sib
 		return false, err
 	}
 	g.deleteHandover(b, seq)
-	letter := rec.letter(queue.LaneID{Source: g.id.Source, Destination: g.id.Destination}, seq)
+	letter := letterOf(&rec, queue.LaneID{Source: g.id.Source, Destination: g.id.Destination}, seq)
 	letter.Attempts, letter.Failure = was.attempts, was.failure
-	g.buried++
-	l.passed-- // bury counts the message.
+	g.Buried++
+	l.Passed-- // bury counts the message.
 	s.bury(b, l, &letter)
 	return true, nil
 }
 
 // firstNotFinal returns the first pending message of a lane that is not final.
 func (s *Store) firstNotFinal(l *lane) (uint64, error) {
-	seq, err := s.nextNotFinal(l.group, max(l.next, l.pendingFrom), l.limit())
+	seq, err := s.nextNotFinal(l.group, max(l.Next, l.pendingFrom), l.limit())
 	if err != nil {
 		return 0, err
 	}
 	if l.pendingFrom = seq; seq > l.limit() {
-		seq = never
+		seq = codec.Never
 	}
 	for o := range l.open {
 		if o < seq {
@@ -634,7 +571,7 @@ func (s *Store) groupStats(g *group) queue.LaneStats {
 	}
 	defer g.mu.Unlock()
 	st := queue.LaneStats{Ledger: g.ledger(), Ended: g.end() != 0}
-	due, first := int64(never), uint64(never)
+	due, first := int64(codec.Never), uint64(codec.Never)
 	leased := map[uint64]bool{}
 	for _, l := range g.lanes {
 		st.Retrying = max(st.Retrying, l.retrying())
@@ -654,10 +591,10 @@ func (s *Store) groupStats(g *group) queue.LaneStats {
 		}
 	}
 	st.InFlight = int64(len(leased))
-	if due != never {
-		st.NextRetry = fromMillis(due)
+	if due != codec.Never {
+		st.NextRetry = codec.FromMillis(due)
 	}
-	if first != never {
+	if first != codec.Never {
 		var err error
 		if st.First, st.OldestPending, err = s.acceptedAt(g.log, first, &g.oldest); err != nil {
 			s.log.With(g.id.LogArgs()...).Error("read of a group's oldest message failed", "error", s.explain(err))
@@ -676,25 +613,25 @@ type acceptance struct {
 // acceptedAt returns when a message was accepted.
 func (s *Store) acceptedAt(log *sourceLog, seq uint64, cache *acceptance) (uint64, time.Time, error) {
 	if seq != cache.seq {
-		var r record
-		v, closer, err := s.db.Get(key(prefixMessage, log.number, seq))
+		var r codec.Record
+		v, closer, err := s.db.Get(codec.Key(codec.PrefixMessage, log.number, seq))
 		if err != nil {
 			return 0, time.Time{}, fmt.Errorf("message %d of %s: %w", seq, log.source, err)
 		}
 		defer func() { _ = closer.Close() }()
-		if err := r.decode(v); err != nil {
+		if err := r.Decode(v); err != nil {
 			return seq, time.Time{}, err
 		}
-		*cache = acceptance{seq, r.acceptedAt}
+		*cache = acceptance{seq, r.AcceptedAt}
 	}
-	return seq, fromMillis(cache.at), nil
+	return seq, codec.FromMillis(cache.at), nil
 }
 
 // loadGroup reads a group's state at the start.
 func (s *Store) loadGroup(g *group) error {
-	v, err := s.get(key(prefixGroup, g.number))
+	v, err := s.get(codec.Key(codec.PrefixGroup, g.number))
 	if err == nil {
-		err = g.decode(v)
+		err = g.Decode(v)
 	}
 	if err != nil {
 		return s.corruptf("the state of group %v: %w", g.id, err)
@@ -713,9 +650,9 @@ func (s *Store) alignGroups() error {
 				*all = slices.DeleteFunc(slices.Clone(*all), func(o ledgerHolder) bool { return o == ledgerHolder(g) })
 			}
 			s.deleteGroup(b, g)
-		} else if !g.shared {
+		} else if !g.Shared {
 			l := g.lanes[0]
-			g.start, g.delivered, g.filtered, g.buried, g.passed = l.start, l.delivered, l.filtered, l.buried, l.passed
+			g.Start, g.Delivered, g.Filtered, g.Buried, g.Passed = l.Start, l.Delivered, l.Filtered, l.Buried, l.Passed
 		}
 	}
 	if b.Count() == 0 {
@@ -726,10 +663,10 @@ func (s *Store) alignGroups() error {
 
 // deleteGroup deletes all keys of a group.
 func (s *Store) deleteGroup(b *pebble.Batch, g *group) {
-	_ = b.Delete(key(prefixGroup, g.number), nil)
-	_ = b.Delete(binary.BigEndian.AppendUint64(append([]byte(nil), keyGroups...), g.number), nil)
-	for _, prefix := range []byte{prefixBits, prefixHandover} {
-		_ = b.DeleteRange(key(prefix, g.number), after(prefix, g.number), nil)
+	_ = b.Delete(codec.Key(codec.PrefixGroup, g.number), nil)
+	_ = b.Delete(binary.BigEndian.AppendUint64(append([]byte(nil), codec.KeyGroups...), g.number), nil)
+	for _, prefix := range []byte{codec.PrefixBits, codec.PrefixHandover} {
+		_ = b.DeleteRange(codec.Key(prefix, g.number), codec.After(prefix, g.number), nil)
 	}
 }
 
@@ -743,7 +680,7 @@ func (s *Store) groupFor(b *pebble.Batch, id queue.LaneID, log *sourceLog, dest 
 		return g, false
 	}
 	g = newGroup(id, s.nextNumber(b), log, dest)
-	_ = b.Set(binary.BigEndian.AppendUint64(append([]byte(nil), keyGroups...), g.number), appendLaneName(nil, g.id), nil)
+	_ = b.Set(binary.BigEndian.AppendUint64(append([]byte(nil), codec.KeyGroups...), g.number), codec.AppendLaneName(nil, g.id), nil)
 	return g, true
 }
 
@@ -752,7 +689,7 @@ func (s *Store) groupFor(b *pebble.Batch, id queue.LaneID, log *sourceLog, dest 
 func (s *Store) dropFrom(b *pebble.Batch, l *lane) (dropped queue.Ledger, discarded int64, err error) {
 	g := l.group
 	if len(g.lanes) > 1 {
-		before := g.discarded
+		before := g.Discarded
 		if err := s.discardOrphans(b, l); err != nil {
 			return dropped, 0, err
 		}
@@ -760,10 +697,10 @@ func (s *Store) dropFrom(b *pebble.Batch, l *lane) (dropped queue.Ledger, discar
 		// accepted.
 		limit, lanes := g.limit(), g.lanes
 		g.lanes = slices.DeleteFunc(slices.Clone(lanes), func(o *lane) bool { return o == l })
-		g.extra += limit - g.limit()
+		g.Extra += limit - g.limit()
 		g.lanes = lanes
 		g.put(b)
-		return queue.Ledger{}, int64(g.discarded - before), nil
+		return queue.Ledger{}, int64(g.Discarded - before), nil
 	}
 	dropped = g.ledger()
 	discarded = dropped.Pending
@@ -777,16 +714,16 @@ func (s *Store) dropFrom(b *pebble.Batch, l *lane) (dropped queue.Ledger, discar
 func (s *Store) discardOrphans(b *pebble.Batch, l *lane) error {
 	g := l.group
 	orphan := func(seq uint64) error {
-		var rec record
-		v, err := s.get(key(prefixMessage, l.log.number, seq))
+		var rec codec.Record
+		v, err := s.get(codec.Key(codec.PrefixMessage, l.log.number, seq))
 		if err == nil {
-			err = rec.decode(v)
+			err = rec.Decode(v)
 		}
 		if err != nil && !pebble.IsCorruptionError(err) {
 			return fmt.Errorf("message %d of %s: %w", seq, l.log.source, err)
 		}
-		if seq < l.next && rec.code == codeDelete {
-			g.discarded++ // "delete" messages count once per lane.
+		if seq < l.Next && rec.Code == codec.CodeDelete {
+			g.Discarded++ // "delete" messages count once per lane.
 			return nil
 		}
 		if done, err := s.finalOrElsewhere(l, seq); done || err != nil {
@@ -800,10 +737,10 @@ func (s *Store) discardOrphans(b *pebble.Batch, l *lane) error {
 		if _, err := s.markFinal(g, seq); err != nil {
 			return err
 		}
-		if rec.verdict(l.id) == passed && !rec.forSibling(l.id) {
-			g.passed++
+		if rec.Verdict(l.id) == codec.Passed && !rec.ForSibling(l.id) {
+			g.Passed++
 		} else {
-			g.discarded++
+			g.Discarded++
 		}
 		return nil
 	}
@@ -812,14 +749,14 @@ func (s *Store) discardOrphans(b *pebble.Batch, l *lane) error {
 			return err
 		}
 	}
-	if l.retries > 0 {
-		it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: key(prefixRetry, l.number), UpperBound: after(prefixRetry, l.number)})
+	if l.Retries > 0 {
+		it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixRetry, l.number), UpperBound: codec.After(codec.PrefixRetry, l.number)})
 		if err != nil {
 			return err
 		}
 		defer func() { _ = it.Close() }()
 		for ok := it.First(); ok; ok = it.Next() {
-			seq := number(it.Key(), 1)
+			seq := codec.Number(it.Key(), 1)
 			if _, open := l.open[seq]; open {
 				continue
 			}
@@ -834,11 +771,11 @@ func (s *Store) discardOrphans(b *pebble.Batch, l *lane) error {
 	// All messages that a lane without an end has not read are pending there.
 	limit := l.limit()
 	for _, o := range g.lanes {
-		if o != l && o.end == 0 {
-			limit = min(limit, o.next-1)
+		if o != l && o.End == 0 {
+			limit = min(limit, o.Next-1)
 		}
 	}
-	for seq := l.next; ; seq++ {
+	for seq := l.Next; ; seq++ {
 		var err error
 		if seq, err = s.nextNotFinal(g, seq, limit); err != nil || seq > limit {
 			return err
@@ -853,10 +790,10 @@ func (s *Store) discardOrphans(b *pebble.Batch, l *lane) error {
 func (s *Store) eraseBits(g *group) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if !g.shared || len(g.lanes) == 0 {
+	if !g.Shared || len(g.lanes) == 0 {
 		return nil
 	}
-	need := uint64(never)
+	need := uint64(codec.Never)
 	for _, l := range g.lanes {
 		first, err := s.first(l)
 		if err != nil {
@@ -864,18 +801,18 @@ func (s *Store) eraseBits(g *group) error {
 		}
 		need = min(need, first)
 	}
-	if need == never || need/blockBits <= g.erased {
+	if need == codec.Never || need/codec.BlockBits <= g.erased {
 		return nil
 	}
 	b := s.db.NewBatch()
-	_ = b.DeleteRange(key(prefixBits, g.number), key(prefixBits, g.number, need/blockBits), nil)
+	_ = b.DeleteRange(codec.Key(codec.PrefixBits, g.number), codec.Key(codec.PrefixBits, g.number, need/codec.BlockBits), nil)
 	for n := range g.blocks {
-		if n < need/blockBits {
+		if n < need/codec.BlockBits {
 			delete(g.blocks, n)
 		}
 	}
-	g.gaps = slices.DeleteFunc(slices.Clone(g.gaps), func(p gap) bool { return p.to < need })
-	g.erased = need / blockBits
+	g.Gaps = slices.DeleteFunc(slices.Clone(g.Gaps), func(p codec.Gap) bool { return p.To < need })
+	g.erased = need / codec.BlockBits
 	for _, l := range g.lanes {
 		l.put(b) // After a crash no lane may be at a position that needs the deleted bits.
 	}

@@ -13,6 +13,7 @@ import (
 	"github.com/cockroachdb/pebble/v2"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
 )
 
 // lane is a lane: its durable state, and its open messages in memory.
@@ -29,7 +30,7 @@ type lane struct {
 	// mu is the lane's own lock, or that of its group.
 	mu    *sync.Mutex
 	group *group // nil for a lane without LaneID.Any.
-	laneState
+	codec.LaneState
 	opened, dropped bool
 	// dirty: the lane is in the flusher's list.
 	dirty bool
@@ -92,7 +93,7 @@ type openMessage struct {
 }
 
 func newLane(id queue.LaneID, number uint64, log *sourceLog, dest *destination, g *group) *lane {
-	l := &lane{id: id, number: number, log: log, dest: dest, group: g, open: map[uint64]openMessage{}, nextDue: never, heapIndex: -1}
+	l := &lane{id: id, number: number, log: log, dest: dest, group: g, open: map[uint64]openMessage{}, nextDue: codec.Never, heapIndex: -1}
 	if l.mu = new(sync.Mutex); g != nil {
 		l.mu = &g.mu
 	}
@@ -101,25 +102,25 @@ func newLane(id queue.LaneID, number uint64, log *sourceLog, dest *destination, 
 
 // loadLane reads a lane's state at the start.
 func (s *Store) loadLane(l *lane) error {
-	v, err := s.get(key(prefixLane, l.number))
+	v, err := s.get(codec.Key(codec.PrefixLane, l.number))
 	if err != nil {
 		return s.corruptf("the state of lane %v: %w", l.id, err)
 	}
-	open, err := l.decode(v)
+	open, err := l.Decode(v)
 	if err != nil {
 		return s.corruptf("the state of lane %v: %w", l.id, err)
 	}
-	if head := l.log.durable.Load(); l.next > head+1 || l.end > head+1 {
-		return s.corruptf("the log of %s ends at message %d, but lane %v has read up to %d: a file was cut off", l.log.source, head, l.id, l.next-1)
+	if head := l.log.durable.Load(); l.Next > head+1 || l.End > head+1 {
+		return s.corruptf("the log of %s ends at message %d, but lane %v has read up to %d: a file was cut off", l.log.source, head, l.id, l.Next-1)
 	}
-	if first := l.log.trimmed.Load() + 1; l.next < first && !l.readAll() || len(open) > 0 && open[0] < first {
+	if first := l.log.trimmed.Load() + 1; l.Next < first && !l.ReadAll() || len(open) > 0 && open[0] < first {
 		return s.corruptf("the log of %s begins at message %d, but lane %v needs an earlier one", l.log.source, first, l.id)
 	}
 	for _, seq := range open {
 		l.open[seq] = openMessage{}
 	}
 	l.released = open
-	if l.retries > 0 {
+	if l.Retries > 0 {
 		if _, err := s.scanDue(l, 0, 0, nil); err != nil {
 			return err
 		}
@@ -146,7 +147,7 @@ func (l *lane) putState(b *pebble.Batch) {
 			open = append(open, seq)
 		}
 	}
-	_ = b.Set(key(prefixLane, l.number), l.encode(make([]byte, 0, 64+2*len(open)), open), nil)
+	_ = b.Set(codec.Key(codec.PrefixLane, l.number), l.Encode(make([]byte, 0, 64+2*len(open)), open), nil)
 }
 
 // changed schedules a write of the state by the flusher. The caller holds mu.
@@ -204,27 +205,27 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 	// The log gets the lane before the lane's start is chosen, so that no trim deletes messages
 	// behind the start.
 	log.addLane(l)
-	l.start = log.durable.Load()
-	l.next = l.start + 1
-	var was groupState
+	l.Start = log.durable.Load()
+	l.Next = l.Start + 1
+	var was codec.GroupState
 	if g != nil {
-		if was = g.groupState; newGroup {
-			g.start = l.start
+		if was = g.GroupState; newGroup {
+			g.Start = l.Start
 		}
-		g.resume(l.next)
+		g.resume(l.Next)
 		g.lanes = append(slices.Clone(g.lanes), l)
-		if g.shared = g.shared || len(g.lanes) > 1; g.shared {
-			_ = b.Set(keyFormat, binary.AppendUvarint(nil, formatGroups), nil)
+		if g.Shared = g.Shared || len(g.lanes) > 1; g.Shared {
+			_ = b.Set(codec.KeyFormat, binary.AppendUvarint(nil, codec.FormatGroups), nil)
 		}
 	}
-	_ = b.Set(binary.BigEndian.AppendUint64(append([]byte(nil), keyLanes...), l.number), appendLaneName(nil, id), nil)
+	_ = b.Set(binary.BigEndian.AppendUint64(append([]byte(nil), codec.KeyLanes...), l.number), codec.AppendLaneName(nil, id), nil)
 	l.put(b)
 	s.flusher.markSynced()
 	if err := s.db.ApplyNoSyncWait(b, pebble.Sync); err != nil {
 		l.dropped = true
 		log.removeLane(l)
 		if g != nil {
-			g.groupState, g.lanes = was, g.lanes[:len(g.lanes)-1]
+			g.GroupState, g.lanes = was, g.lanes[:len(g.lanes)-1]
 			g.putFailed()
 		}
 		s.registry.Unlock()
@@ -263,36 +264,36 @@ func (s *Store) EndLane(id queue.LaneID, end queue.End) error {
 		return queue.ErrNoLane
 	}
 	removed := end == queue.EndpointRemoved && l.group != nil
-	if (end == queue.Active) == (l.end == 0) && removed == l.endpointRemoved {
+	if (end == queue.Active) == (l.End == 0) && removed == l.EndpointRemoved {
 		return nil
 	}
-	was, groupWas := l.laneState, groupState{}
+	was, groupWas := l.LaneState, codec.GroupState{}
 	if l.group != nil {
-		groupWas = l.group.groupState
+		groupWas = l.group.GroupState
 	}
 	behind := l.log.durable.Load() + 1
-	l.endpointRemoved = removed
+	l.EndpointRemoved = removed
 	switch {
 	case end != queue.Active:
-		if l.end == 0 {
-			l.end = behind
+		if l.End == 0 {
+			l.End = behind
 		}
 	default:
 		if l.group != nil {
 			l.group.resume(behind)
 		}
-		if l.readAll() {
-			l.passed += behind - l.next
-			l.next = behind
+		if l.ReadAll() {
+			l.Passed += behind - l.Next
+			l.Next = behind
 		}
-		l.end = 0
+		l.End = 0
 	}
 	b := s.db.NewBatch()
 	l.put(b)
 	if err := s.applySync(b); err != nil {
-		l.laneState = was
+		l.LaneState = was
 		if l.group != nil {
-			l.group.groupState = groupWas
+			l.group.GroupState = groupWas
 			l.group.putFailed()
 		}
 		return fmt.Errorf("end a lane: %w", err)
@@ -322,28 +323,28 @@ func (s *Store) DropLane(_ context.Context, id queue.LaneID) error {
 	discarded := dropped.Pending
 	dropped.Discarded, dropped.Pending = dropped.Pending, 0
 	b := s.db.NewBatch()
-	var groupWas groupState
+	var groupWas codec.GroupState
 	if l.group != nil {
 		var err error
-		groupWas = l.group.groupState
+		groupWas = l.group.GroupState
 		if dropped, discarded, err = s.dropFrom(b, l); err != nil {
-			l.group.groupState = groupWas
+			l.group.GroupState = groupWas
 			_ = b.Close()
 			return fmt.Errorf("drop a lane: %w", err)
 		}
 	}
 	ofSource, ofDestination := l.log.dropped.Plus(dropped), l.dest.dropped.Plus(dropped)
-	_ = b.Set(key(prefixDropped, l.log.number), appendDropped(nil, ofSource), nil)
+	_ = b.Set(codec.Key(codec.PrefixDropped, l.log.number), codec.AppendDropped(nil, ofSource), nil)
 	l.dest.putWith(b, ofDestination)
-	_ = b.Delete(binary.BigEndian.AppendUint64(append([]byte(nil), keyLanes...), l.number), nil)
-	_ = b.Delete(key(prefixLane, l.number), nil)
-	if l.retries > 0 {
-		_ = b.DeleteRange(key(prefixRetry, l.number), after(prefixRetry, l.number), nil)
-		_ = b.DeleteRange(key(prefixDue, l.number), after(prefixDue, l.number), nil)
+	_ = b.Delete(binary.BigEndian.AppendUint64(append([]byte(nil), codec.KeyLanes...), l.number), nil)
+	_ = b.Delete(codec.Key(codec.PrefixLane, l.number), nil)
+	if l.Retries > 0 {
+		_ = b.DeleteRange(codec.Key(codec.PrefixRetry, l.number), codec.After(codec.PrefixRetry, l.number), nil)
+		_ = b.DeleteRange(codec.Key(codec.PrefixDue, l.number), codec.After(codec.PrefixDue, l.number), nil)
 	}
 	if err := s.applySync(b); err != nil {
 		if l.group != nil {
-			l.group.groupState = groupWas
+			l.group.GroupState = groupWas
 			l.group.putFailed()
 		}
 		return fmt.Errorf("drop a lane: %w", err)
@@ -371,37 +372,33 @@ func (s *Store) DropLane(_ context.Context, id queue.LaneID) error {
 	return nil
 }
 
-// readAll reports whether the lane has an end and has read all messages before it. The caller
-// holds mu.
-func (l *lane) readAll() bool { return l.end != 0 && l.next >= l.end }
-
 // skipGaps advances the lane over messages that are not for its group, and returns the first
 // unread message. The caller holds mu.
 func (l *lane) skipGaps() uint64 {
-	if l.group != nil && !l.readAll() {
-		if to := l.group.afterGap(l.next); to != l.next {
-			l.passed += to - l.next
-			l.next = to
+	if l.group != nil && !l.ReadAll() {
+		if to := l.group.Gaps.After(l.Next); to != l.Next {
+			l.Passed += to - l.Next
+			l.Next = to
 		}
 	}
-	return l.next
+	return l.Next
 }
 
 // limit is the last message that the lane may read. The caller holds leasing or mu.
 func (l *lane) limit() uint64 {
 	durable := l.log.durable.Load()
-	if l.end != 0 {
-		return min(durable, l.end-1)
+	if l.End != 0 {
+		return min(durable, l.End-1)
 	}
 	return durable
 }
 
 // ledger returns the lane's ledger. The caller holds mu.
 func (l *lane) ledger() queue.Ledger {
-	accepted := l.limit() - l.start - l.passed
+	accepted := l.limit() - l.Start - l.Passed
 	return queue.Ledger{
-		Accepted: int64(accepted), Delivered: int64(l.delivered), Filtered: int64(l.filtered),
-		DeadLettered: int64(l.buried), Discarded: int64(l.handedOver), Pending: int64(accepted - l.settled()),
+		Accepted: int64(accepted), Delivered: int64(l.Delivered), Filtered: int64(l.Filtered),
+		DeadLettered: int64(l.Buried), Discarded: int64(l.HandedOver), Pending: int64(accepted - l.Settled()),
 	}
 }
 
@@ -515,7 +512,7 @@ func (s *Store) lease(l *lane, r *reader, want int) (again bool, err error) {
 	case r.scanned >= maxScan:
 		// Other lanes can lease now; this lane is notified again at once.
 		s.retryTimer.schedule(l, now)
-	case l.limit() >= l.next:
+	case l.limit() >= l.Next:
 		// A message was appended after the read and before wantsNotify was set.
 		return l.wantsNotify.CompareAndSwap(true, false), nil
 	default:
@@ -527,7 +524,7 @@ func (s *Store) lease(l *lane, r *reader, want int) (again bool, err error) {
 // scheduleRetries schedules a notification of a lane that wants one for the due time of its
 // next retry. The caller holds mu.
 func (s *Store) scheduleRetries(l *lane) {
-	if l.nextDue != never && l.wantsNotify.Load() {
+	if l.nextDue != codec.Never && l.wantsNotify.Load() {
 		s.retryTimer.schedule(l, l.nextDue)
 	}
 }
@@ -591,9 +588,9 @@ func (l *lane) settle(seq uint64) (t openMessage, ok bool) {
 
 // forgetRetry deletes a message's entry in the retry index. The caller holds mu.
 func (l *lane) forgetRetry(b *pebble.Batch, seq uint64, due int64) {
-	_ = b.Delete(key(prefixDue, l.number, uint64(due), seq), nil)
-	_ = b.Delete(key(prefixRetry, l.number, seq), nil)
-	l.retries--
+	_ = b.Delete(codec.Key(codec.PrefixDue, l.number, uint64(due), seq), nil)
+	_ = b.Delete(codec.Key(codec.PrefixRetry, l.number, seq), nil)
+	l.Retries--
 	if seq == l.lowSeq {
 		l.lowStale = true
 	}
@@ -623,7 +620,7 @@ func (s *Store) Ack(d queue.Delivery) (first bool) {
 	s.logWriteError(d.Lane, s.leased(&d, func(l *lane, t openMessage) error {
 		var b *pebble.Batch
 		if t.revoked {
-			l.skipped, l.handedOver, l.delivered = l.skipped-1, l.handedOver-1, l.delivered+1
+			l.Skipped, l.HandedOver, l.Delivered = l.Skipped-1, l.HandedOver-1, l.Delivered+1
 			s.changed(l)
 			return nil
 		}
@@ -681,7 +678,7 @@ func (l *lane) dropReleased(seq uint64) {
 func (s *Store) Retry(d queue.Delivery, at time.Time, f queue.Failure) {
 	s.logWriteError(d.Lane, s.leased(&d, func(l *lane, t openMessage) error {
 		if t.revoked {
-			l.skipped--
+			l.Skipped--
 			s.changed(l)
 			return nil
 		}
@@ -695,15 +692,15 @@ func (s *Store) Retry(d queue.Delivery, at time.Time, f queue.Failure) {
 		if t.due != 0 {
 			l.forgetRetry(b, d.Seq, t.due)
 		}
-		l.retries++
+		l.Retries++
 		attempt := d.Attempt + 1
-		_ = b.Set(key(prefixDue, l.number, uint64(due), d.Seq), binary.AppendUvarint(nil, uint64(attempt)), nil)
-		_ = b.Set(key(prefixRetry, l.number, d.Seq), appendRetry(nil, due, attempt, &f), nil)
+		_ = b.Set(codec.Key(codec.PrefixDue, l.number, uint64(due), d.Seq), binary.AppendUvarint(nil, uint64(attempt)), nil)
+		_ = b.Set(codec.Key(codec.PrefixRetry, l.number, d.Seq), codec.AppendRetry(nil, due, attempt, &f), nil)
 		l.put(b)
 		if k := (retryKey{due, d.Seq}); k.less(l.lowDue) {
 			l.lowDue = k
 		}
-		if d.Seq <= l.lowSeq || l.retries == 1 {
+		if d.Seq <= l.lowSeq || l.Retries == 1 {
 			l.lowSeq, l.lowStale = d.Seq, false
 		}
 		err := s.applyFor(b, l.group)
@@ -718,7 +715,7 @@ func (s *Store) Retry(d queue.Delivery, at time.Time, f queue.Failure) {
 // needNoRetry ends a message for a lane that need not attempt it again, because another lane
 // delivers or delivered it.
 func (s *Store) needNoRetry(l *lane, seq uint64, t openMessage) error {
-	l.handedOver++
+	l.HandedOver++
 	if t.due == 0 {
 		s.changed(l)
 		return nil
@@ -737,13 +734,13 @@ func (s *Store) scanDue(l *lane, now int64, max int, take func(seq uint64, t ope
 			l.nextDue = before
 		}
 	}(l.nextDue)
-	l.nextDue = never
-	if l.retries == 0 {
+	l.nextDue = codec.Never
+	if l.Retries == 0 {
 		return 0, nil
 	}
 	it, err := s.db.NewIter(&pebble.IterOptions{
-		LowerBound: key(prefixDue, l.number, uint64(l.lowDue.due), l.lowDue.seq),
-		UpperBound: after(prefixDue, l.number),
+		LowerBound: codec.Key(codec.PrefixDue, l.number, uint64(l.lowDue.due), l.lowDue.seq),
+		UpperBound: codec.After(codec.PrefixDue, l.number),
 	})
 	if err != nil {
 		return 0, err
@@ -751,10 +748,10 @@ func (s *Store) scanDue(l *lane, now int64, max int, take func(seq uint64, t ope
 	defer func() { _ = it.Close() }()
 	ok := it.First()
 	if ok {
-		l.lowDue = retryKey{int64(number(it.Key(), 1)), number(it.Key(), 2)}
+		l.lowDue = retryKey{int64(codec.Number(it.Key(), 1)), codec.Number(it.Key(), 2)}
 	}
 	for ; ok; ok = it.Next() {
-		due, seq := int64(number(it.Key(), 1)), number(it.Key(), 2)
+		due, seq := int64(codec.Number(it.Key(), 1)), codec.Number(it.Key(), 2)
 		if _, isOpen := l.open[seq]; isOpen {
 			continue
 		}
@@ -766,10 +763,10 @@ func (s *Store) scanDue(l *lane, now int64, max int, take func(seq uint64, t ope
 		if err != nil {
 			return n, err
 		}
-		d := decoder{b: v}
-		t := openMessage{due: due, attempt: int(d.uvarint()), leased: true}
-		if d.bad {
-			return n, s.corruptf("a retry of lane %v: %w", l.id, errMalformed)
+		d := codec.Decoder{Rest: v}
+		t := openMessage{due: due, attempt: int(d.Uvarint()), leased: true}
+		if d.Bad {
+			return n, s.corruptf("a retry of lane %v: %w", l.id, codec.ErrMalformed)
 		}
 		take(seq, t)
 		n++
@@ -780,28 +777,28 @@ func (s *Store) scanDue(l *lane, now int64, max int, take func(seq uint64, t ope
 // firstRetry returns the lowest position in the retry index; ok is false when the index is
 // empty. The caller holds mu.
 func (s *Store) firstRetry(l *lane) (seq uint64, ok bool, err error) {
-	if l.retries == 0 {
+	if l.Retries == 0 {
 		return 0, false, nil
 	}
 	if l.lowStale {
-		it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: key(prefixRetry, l.number, l.lowSeq), UpperBound: after(prefixRetry, l.number)})
+		it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixRetry, l.number, l.lowSeq), UpperBound: codec.After(codec.PrefixRetry, l.number)})
 		if err != nil {
 			return 0, false, err
 		}
 		defer func() { _ = it.Close() }()
 		if !it.First() {
-			return 0, false, errors.Join(it.Error(), s.corruptf("lane %v has %d retries, but its index is empty", l.id, l.retries))
+			return 0, false, errors.Join(it.Error(), s.corruptf("lane %v has %d retries, but its index is empty", l.id, l.Retries))
 		}
-		l.lowSeq, l.lowStale = number(it.Key(), 1), false
+		l.lowSeq, l.lowStale = codec.Number(it.Key(), 1), false
 	}
 	return l.lowSeq, true, nil
 }
 
 // first returns the lowest position that the lane needs. The caller holds mu.
 func (s *Store) first(l *lane) (uint64, error) {
-	seq := l.next
-	if l.readAll() {
-		seq = never
+	seq := l.Next
+	if l.ReadAll() {
+		seq = codec.Never
 	}
 	for o := range l.open {
 		seq = min(seq, o)
@@ -820,7 +817,7 @@ func (s *Store) Position(id queue.LaneID) (read, end uint64) {
 		return 0, 0
 	}
 	defer l.mu.Unlock()
-	return l.next - 1, l.log.durable.Load()
+	return l.Next - 1, l.log.durable.Load()
 }
 
 // LaneStats implements queue.Store.
@@ -850,13 +847,13 @@ func (s *Store) LaneStats(id queue.LaneID) queue.LaneStats {
 		Ledger:          l.ledger(),
 		Retrying:        l.retrying(),
 		InFlight:        int64(len(l.open) - len(l.released)),
-		Skipped:         int64(l.skipped),
-		Ended:           l.end != 0,
-		EndpointRemoved: l.endpointRemoved,
+		Skipped:         int64(l.Skipped),
+		Ended:           l.End != 0,
+		EndpointRemoved: l.EndpointRemoved,
 	}
-	st.FirstAttempts = st.Pending - int64(l.retries)
-	if l.nextDue != never {
-		st.NextRetry = fromMillis(l.nextDue)
+	st.FirstAttempts = st.Pending - int64(l.Retries)
+	if l.nextDue != codec.Never {
+		st.NextRetry = codec.FromMillis(l.nextDue)
 	}
 	if st.Pending > 0 {
 		var err error
@@ -870,7 +867,7 @@ func (s *Store) LaneStats(id queue.LaneID) queue.LaneStats {
 
 // retrying is the number of messages that failed before and are not leased.
 func (l *lane) retrying() int64 {
-	n := int64(l.retries) - int64(l.openRetries)
+	n := int64(l.Retries) - int64(l.openRetries)
 	for _, seq := range l.released { // Released retries wait again.
 		if l.open[seq].due != 0 {
 			n++

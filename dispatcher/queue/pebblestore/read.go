@@ -10,6 +10,7 @@ import (
 	"github.com/cockroachdb/pebble/v2"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
 )
 
 // reader leases messages for a lane. It reads consecutive messages of the log with one
@@ -78,8 +79,8 @@ func (r *reader) open() error {
 		r.it = nil
 	}
 	r.at, r.end = 0, end
-	r.key = appendKey(r.key[:0], prefixMessage, l.number, 0)
-	r.upper = appendKey(r.upper[:0], prefixMessage, l.number, r.end+1)
+	r.key = codec.AppendKey(r.key[:0], codec.PrefixMessage, l.number, 0)
+	r.upper = codec.AppendKey(r.upper[:0], codec.PrefixMessage, l.number, r.end+1)
 	var err error
 	r.it, err = r.s.db.NewIter(&pebble.IterOptions{LowerBound: r.key, UpperBound: r.upper})
 	return err
@@ -92,7 +93,7 @@ const maxDamagedRun = 256
 
 // read returns a message, which is valid until the next read. A message with a wrong checksum
 // is returned as lost.
-func (r *reader) read(seq uint64) (rec record, err error) {
+func (r *reader) read(seq uint64) (rec codec.Record, err error) {
 	if rec, err = r.readOnce(seq); err == nil || !pebble.IsCorruptionError(err) {
 		return rec, err
 	}
@@ -115,7 +116,7 @@ func (r *reader) read(seq uint64) (rec record, err error) {
 	if l.damagedRun > maxDamagedRun {
 		return rec, err
 	}
-	return record{lost: true, body: []byte(err.Error())}, nil
+	return codec.Record{Lost: true, Body: []byte(err.Error())}, nil
 }
 
 // buryDamaged makes dead letters of messages that cannot be read. The caller holds mu.
@@ -148,7 +149,7 @@ func (s *Store) recordDamaged(l *lane, seq uint64, why string) queue.Failure {
 	return queue.Failure{Time: s.o.Now(), Reason: queue.ReasonDamaged, Message: fmt.Sprintf("message %d of %s cannot be read: %s", seq, l.id.Source, why)}
 }
 
-func (r *reader) readOnce(seq uint64) (rec record, err error) {
+func (r *reader) readOnce(seq uint64) (rec codec.Record, err error) {
 	if r.it == nil || seq > r.end {
 		if err := r.open(); err != nil {
 			return rec, err
@@ -158,11 +159,11 @@ func (r *reader) readOnce(seq uint64) (rec record, err error) {
 	if r.at != 0 && seq == r.at+1 {
 		ok = r.it.Next()
 	} else {
-		r.key = appendKey(r.key[:0], prefixMessage, r.l.log.number, seq)
+		r.key = codec.AppendKey(r.key[:0], codec.PrefixMessage, r.l.log.number, seq)
 		ok = r.it.SeekGE(r.key)
 	}
 	r.at = 0
-	if !ok || number(r.it.Key(), 1) != seq {
+	if !ok || codec.Number(r.it.Key(), 1) != seq {
 		if err := r.it.Error(); err != nil {
 			return rec, r.s.explain(err)
 		}
@@ -171,7 +172,7 @@ func (r *reader) readOnce(seq uint64) (rec record, err error) {
 	r.at = seq
 	v, err := r.it.ValueAndErr()
 	if err == nil {
-		err = rec.decode(v)
+		err = rec.Decode(v)
 	}
 	if err != nil {
 		return rec, r.s.explain(err)
@@ -179,14 +180,14 @@ func (r *reader) readOnce(seq uint64) (rec record, err error) {
 	return rec, nil
 }
 
-func (r *reader) keep(seq uint64, rec *record, attempt int) {
-	p := piece{seq: seq, acceptedAt: rec.acceptedAt, code: rec.code, long: rec.long, start: len(r.bytes), attempt: attempt,
-		id: len(rec.id), typ: len(rec.typ), event: len(rec.event), trace: len(rec.trace), body: len(rec.body)}
-	r.bytes = append(r.bytes, rec.id...)
-	r.bytes = append(r.bytes, rec.typ...)
-	r.bytes = append(r.bytes, rec.event...)
-	r.bytes = append(r.bytes, rec.trace...)
-	r.bytes = append(r.bytes, rec.body...)
+func (r *reader) keep(seq uint64, rec *codec.Record, attempt int) {
+	p := piece{seq: seq, acceptedAt: rec.AcceptedAt, code: rec.Code, long: rec.Long, start: len(r.bytes), attempt: attempt,
+		id: len(rec.ID), typ: len(rec.Type), event: len(rec.Event), trace: len(rec.Trace), body: len(rec.Body)}
+	r.bytes = append(r.bytes, rec.ID...)
+	r.bytes = append(r.bytes, rec.Type...)
+	r.bytes = append(r.bytes, rec.Event...)
+	r.bytes = append(r.bytes, rec.Trace...)
+	r.bytes = append(r.bytes, rec.Body...)
 	r.got = append(r.got, p)
 }
 
@@ -208,8 +209,8 @@ func (r *reader) deliveries(buf []queue.Delivery) []queue.Delivery {
 			b = b[n:]
 			return s
 		}
-		d := queue.Delivery{Lane: r.l.id, Seq: p.seq, ID: str(p.id), LongNumbers: p.long, AcceptedAt: fromMillis(p.acceptedAt), Attempt: p.attempt}
-		if d.Type = types[p.code]; p.code == 0 {
+		d := queue.Delivery{Lane: r.l.id, Seq: p.seq, ID: str(p.id), LongNumbers: p.long, AcceptedAt: codec.FromMillis(p.acceptedAt), Attempt: p.attempt}
+		if d.Type = codec.Types[p.code]; p.code == 0 {
 			d.Type = str(p.typ)
 		}
 		d.Event, d.TraceParent = str(p.event), str(p.trace)
@@ -253,17 +254,17 @@ func (r *reader) takeOldest() error {
 	if len(l.released) > 0 {
 		oldest = l.released[0]
 	}
-	if int(l.retries) > l.openRetries {
+	if int(l.Retries) > l.openRetries {
 		if _, _, err := r.s.firstRetry(l); err != nil {
 			return err
 		}
-		it, err := r.s.db.NewIter(&pebble.IterOptions{LowerBound: key(prefixRetry, l.number, l.lowSeq), UpperBound: after(prefixRetry, l.number)})
+		it, err := r.s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixRetry, l.number, l.lowSeq), UpperBound: codec.After(codec.PrefixRetry, l.number)})
 		if err != nil {
 			return err
 		}
 		defer func() { _ = it.Close() }()
 		for ok := it.First(); ok; ok = it.Next() {
-			seq := number(it.Key(), 1)
+			seq := codec.Number(it.Key(), 1)
 			if oldest != 0 && seq > oldest {
 				break
 			}
@@ -274,10 +275,10 @@ func (r *reader) takeOldest() error {
 			if err != nil {
 				return err
 			}
-			d := decoder{b: v}
-			due, attempt := d.retry()
-			if d.bad {
-				return r.s.corruptf("a retry of lane %v: %w", l.id, errMalformed)
+			d := codec.Decoder{Rest: v}
+			due, attempt := d.Retry()
+			if d.Bad {
+				return r.s.corruptf("a retry of lane %v: %w", l.id, codec.ErrMalformed)
 			}
 			r.takeRetry(seq, openMessage{due: due, attempt: attempt, leased: true})
 			if due <= l.nextDue {
@@ -299,15 +300,15 @@ func (r *reader) takeOldest() error {
 func (r *reader) readTaken() error {
 	for i, seq := range r.taken {
 		rec, err := r.read(seq)
-		if err == nil && rec.lost {
+		if err == nil && rec.Lost {
 			r.l.mu.Lock()
-			err = r.buryDamaged([]uint64{seq}, []string{string(rec.body)})
+			err = r.buryDamaged([]uint64{seq}, []string{string(rec.Body)})
 			r.l.mu.Unlock()
 			if err == nil {
 				continue
 			}
 		}
-		if err == nil && r.l.endpointRemoved && rec.code != codeDelete {
+		if err == nil && r.l.EndpointRemoved && rec.Code != codec.CodeDelete {
 			var no bool
 			if no, err = r.dropUnneeded(seq); no {
 				continue
@@ -356,7 +357,7 @@ func (r *reader) dropUnneeded(seq uint64) (bool, error) {
 func (r *reader) more() bool {
 	r.l.mu.Lock()
 	defer r.l.mu.Unlock()
-	return r.l.next <= r.l.limit()
+	return r.l.Next <= r.l.limit()
 }
 
 // readFirstAttempts reads messages from the log until the reader has max. It returns the number of
@@ -364,10 +365,10 @@ func (r *reader) more() bool {
 func (r *reader) readFirstAttempts(max int) (int, error) {
 	l := r.l
 	l.mu.Lock()
-	next := l.next
-	var gaps []gap
+	next := l.Next
+	var gaps codec.GapList
 	if l.group != nil {
-		gaps = slices.Clone(l.group.gaps)
+		gaps = slices.Clone(l.group.Gaps)
 	}
 	l.mu.Unlock()
 	var before, passedOver, filteredOut, handedOver = len(r.got), uint64(0), uint64(0), uint64(0)
@@ -376,30 +377,30 @@ func (r *reader) readFirstAttempts(max int) (int, error) {
 	var grouped []excluded // Messages that the group counts, too.
 	var err error
 	for len(r.got) < max && r.scanned < maxScan && next <= l.limit() {
-		if to := afterGap(gaps, next); to != next {
+		if to := gaps.After(next); to != next {
 			passedOver += to - next
 			next = to
 			continue
 		}
-		var rec record
+		var rec codec.Record
 		if rec, err = r.read(next); err != nil {
 			break
 		}
-		v := rec.verdict(l.id)
+		v := rec.Verdict(l.id)
 		switch {
-		case v == damaged:
-			lost, why = append(lost, next), append(why, string(rec.body))
+		case v == codec.Damaged:
+			lost, why = append(lost, next), append(why, string(rec.Body))
 			r.scanned++
-		case v != wanted && l.group != nil:
-			grouped = append(grouped, excluded{next, v, rec.forSibling(l.id)})
+		case v != codec.Wanted && l.group != nil:
+			grouped = append(grouped, excluded{next, v, rec.ForSibling(l.id)})
 			r.scanned++
-		case v == filtered:
+		case v == codec.Filtered:
 			filteredOut++
 			r.scanned++
-		case v == passed:
+		case v == codec.Passed:
 			passedOver++
 			r.scanned++
-		case l.endpointRemoved && rec.code != codeDelete:
+		case l.EndpointRemoved && rec.Code != codec.CodeDelete:
 			var no bool
 			l.mu.Lock()
 			no, err = r.s.isUnneeded(l, next)
@@ -420,16 +421,16 @@ func (r *reader) readFirstAttempts(max int) (int, error) {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if next == l.next {
+	if next == l.Next {
 		return 0, err
 	}
-	l.next = next
-	l.filtered += filteredOut
-	l.passed += passedOver
-	l.handedOver += handedOver
+	l.Next = next
+	l.Filtered += filteredOut
+	l.Passed += passedOver
+	l.HandedOver += handedOver
 	for _, p := range r.got[before:] {
 		l.open[p.seq] = openMessage{leased: true}
-		err = errors.Join(err, r.s.countRead(l, types[p.code], p.seq))
+		err = errors.Join(err, r.s.countRead(l, codec.Types[p.code], p.seq))
 	}
 	r.s.changed(l)
 	return len(r.got) - before, errors.Join(err, r.countExcluded(grouped), r.buryDamaged(lost, why))
@@ -438,7 +439,7 @@ func (r *reader) readFirstAttempts(max int) (int, error) {
 // excluded is a message that its lane does not deliver.
 type excluded struct {
 	seq     uint64
-	verdict verdict
+	verdict codec.Verdict
 	sibling bool // The message is for another endpoint of the destination.
 }
 
@@ -454,7 +455,7 @@ func (r *reader) countExcluded(grouped []excluded) error {
 	changed := false
 	var failed error
 	for _, m := range grouped {
-		if m.verdict == filtered {
+		if m.verdict == codec.Filtered {
 			failed = errors.Join(failed, s.countFiltered(l, m.seq))
 			continue
 		}

@@ -2,12 +2,13 @@ package pebblestore
 
 import (
 	"context"
-	"errors"
-	iofs "io/fs"
 	"sync/atomic"
 	"syscall"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/fulldisk"
 )
 
 // The engine keeps the resources of a burst: its recycled logs, tables of deleted messages that
@@ -77,7 +78,7 @@ func (s *Store) startReclaim() {
 		}()
 		err := s.reclaim(ctx)
 		switch {
-		case ctx.Err() != nil || isFull(err):
+		case ctx.Err() != nil || fulldisk.IsFull(err):
 			return // The store tries again when it is quiet again.
 		case err != nil:
 			s.log.Error("reclaim of disk space failed; retrying", "error", s.explain(err))
@@ -103,14 +104,14 @@ func (s *Store) reclaim(ctx context.Context) error {
 	}
 	// The contents of all logs up to newest are in tables. The remaining files wait to be
 	// recycled.
-	if err := s.fs.removeLogs(s.dir, newest); err != nil {
+	if err := s.fs.RemoveLogs(s.dir, newest); err != nil {
 		return err
 	}
 	for _, l := range s.allLogs() {
 		if s.corrupt.Load() != nil {
 			break // A compaction that reads a damaged block cannot finish.
 		}
-		first, end := key(prefixMessage, l.number, 0), key(prefixMessage, l.number, l.trimmed.Load()+1)
+		first, end := codec.Key(codec.PrefixMessage, l.number, 0), codec.Key(codec.PrefixMessage, l.number, l.trimmed.Load()+1)
 		dead, err := s.db.EstimateDiskUsage(first, end)
 		if err == nil && dead >= deadBytes && s.disk.spaceToCompact() {
 			err = s.db.Compact(ctx, first, end, false)
@@ -121,25 +122,6 @@ func (s *Store) reclaim(ctx context.Context) error {
 	}
 	// A reservation of the whole cache evicts all of it.
 	s.cache.Reserve(int(s.o.CacheBytes))()
-	return nil
-}
-
-// removeLogs removes the engine's logs up to a number. The engine keeps such logs for reuse,
-// and ReuseForWrite creates a new file for a removed one.
-func (fs *waitForSpaceFS) removeLogs(dir string, newest uint64) error {
-	fs.recycling.Lock()
-	defer fs.recycling.Unlock()
-	names, err := fs.FS.List(dir)
-	if err != nil {
-		return err
-	}
-	for _, name := range names {
-		if n, ok := logNumber(name); ok && n <= newest {
-			if err := fs.Remove(fs.PathJoin(dir, name)); err != nil && !errors.Is(err, iofs.ErrNotExist) {
-				return err
-			}
-		}
-	}
 	return nil
 }
 

@@ -16,6 +16,8 @@ import (
 	"github.com/cockroachdb/pebble/v2"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/integrity"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
 )
 
 var lane2 = queue.LaneID{Source: web, Destination: "shop/mail", Endpoint: "primary"}
@@ -106,7 +108,7 @@ func copyKilled(from, to string) error {
 	if err := os.MkdirAll(to, 0o700); err != nil {
 		return err
 	}
-	names := []string{syncedName, acceptedName}
+	names := []string{integrity.SyncedName, integrity.AcceptedName}
 	entries, err := os.ReadDir(from)
 	if err != nil {
 		return err
@@ -135,7 +137,7 @@ func damageRandomFile(t *testing.T, rnd *rand.Rand, dir string) string {
 		info, err := os.Stat(name)
 		base := filepath.Base(name)
 		return err != nil || info.Size() == 0 || strings.HasPrefix(base, "OPTIONS") || base == "LOCK" ||
-			base == syncedName || base == acceptedName // Without them, damage at the end of a log may be a torn end.
+			base == integrity.SyncedName || base == integrity.AcceptedName // Without them, damage at the end of a log may be a torn end.
 	})
 	name := names[rnd.IntN(len(names))]
 	how := "removed"
@@ -182,14 +184,14 @@ func TestRepair(t *testing.T) {
 				what += ", " + damageRandomFile(t, rnd, x.dir)
 			}
 			before := fingerprints(t, x.dir)
-			dry, err := Repair(x.dir, false)
+			dry, err := repair.Run(x.dir, false, Verify)
 			if err != nil {
 				t.Fatalf("%s: %v", what, err)
 			}
 			if after := fingerprints(t, x.dir); !maps.Equal(before, after) {
 				t.Errorf("%s: a dry run changed the store", what)
 			}
-			r, err := Repair(x.dir, true)
+			r, err := repair.Run(x.dir, true, Verify)
 			if err != nil {
 				t.Fatalf("%s: %v", what, err)
 			}
@@ -215,7 +217,7 @@ func TestRepair(t *testing.T) {
 			all.messages += int(x.head)
 			all.lost += lost
 			all.again += again
-			if again, err := Repair(x.dir, true); err != nil || len(again.Damaged)+len(again.Lost) > 0 || again.Aside != "" {
+			if again, err := repair.Run(x.dir, true, Verify); err != nil || len(again.Damaged)+len(again.Lost) > 0 || again.Aside != "" {
 				t.Errorf("%s: a repaired store is not sound: %+v %v", what, again, err)
 			}
 		})
@@ -229,7 +231,7 @@ func fingerprints(t *testing.T, dir string) map[string]string {
 	all := map[string]string{}
 	for _, name := range files(t, dir, "*") {
 		if b, err := os.ReadFile(name); err == nil {
-			all[filepath.Base(name)] = fingerprint("", b)
+			all[filepath.Base(name)] = integrity.Fingerprint("", b)
 		}
 	}
 	return all
@@ -237,7 +239,7 @@ func fingerprints(t *testing.T, dir string) map[string]string {
 
 // compare reads all messages of the repaired store. It counts the pending messages that are
 // lost, and the settled ones that are delivered again.
-func (x filledStore) compare(t *testing.T, what string, r Repaired) (lost, again int) {
+func (x filledStore) compare(t *testing.T, what string, r repair.Result) (lost, again int) {
 	t.Helper()
 	s, err := Open(x.dir, Options{Logger: discard, DuplicateWindow: time.Hour, Now: func() time.Time { return time.Now().Add(2 * time.Hour) }})
 	if err != nil {
@@ -318,17 +320,17 @@ func (x filledStore) compare(t *testing.T, what string, r Repaired) (lost, again
 
 func TestRepairRefuses(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "queue")
-	if _, err := Repair(dir, false); err == nil {
+	if _, err := repair.Run(dir, false, Verify); err == nil {
 		t.Error("a missing store was repaired")
 	}
 	s := open(t, dir, Options{})
-	if _, err := Repair(dir, true); err == nil || !strings.Contains(err.Error(), "stop it first") {
+	if _, err := repair.Run(dir, true, Verify); err == nil || !strings.Contains(err.Error(), "stop it first") {
 		t.Errorf("a store in use: %v", err)
 	}
 	if err := s.Close(); err != nil {
 		t.Fatal(err)
 	}
-	r, err := Repair(dir, true)
+	r, err := repair.Run(dir, true, Verify)
 	if err != nil || len(r.Damaged)+len(r.Lost) > 0 || r.Aside != "" {
 		t.Errorf("a sound store: %+v %v", r, err)
 	}

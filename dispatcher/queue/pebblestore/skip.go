@@ -2,6 +2,8 @@ package pebblestore
 
 import (
 	"github.com/cockroachdb/pebble/v2"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
 )
 
 // Pending first attempts at one URL, of messages that another URL accepted, must not block
@@ -29,7 +31,7 @@ func (s *Store) skipAndFree(l *sourceLog, bytes uint64) error {
 	skipped := false
 	for {
 		need, err := s.needed(l)
-		if err != nil || need == never || need > l.durable.Load() {
+		if err != nil || need == codec.Never || need > l.durable.Load() {
 			break
 		}
 		if at, err := s.bytesBefore(l, need); err != nil {
@@ -66,7 +68,7 @@ func (s *Store) skipAndFree(l *sourceLog, bytes uint64) error {
 
 // needed returns the first message of a log that a lane needs.
 func (s *Store) needed(l *sourceLog) (need uint64, err error) {
-	need = never
+	need = codec.Never
 	l.eachLane(func(lane *lane) {
 		if err != nil {
 			return
@@ -81,14 +83,14 @@ func (s *Store) needed(l *sourceLog) (need uint64, err error) {
 }
 
 func (s *Store) bytesBefore(l *sourceLog, seq uint64) (uint64, error) {
-	var r record
-	v, closer, err := s.db.Get(key(prefixMessage, l.number, seq))
+	var r codec.Record
+	v, closer, err := s.db.Get(codec.Key(codec.PrefixMessage, l.number, seq))
 	if err != nil {
 		return 0, err
 	}
 	defer func() { _ = closer.Close() }()
-	err = r.decodeHead(v)
-	return r.bytesBefore, err
+	err = r.DecodeHead(v)
+	return r.BytesBefore, err
 }
 
 // grouped lists the lanes of a log that are in a group.
@@ -140,30 +142,30 @@ func (s *Store) skipTo(l *lane, to uint64) (moved bool, err error) {
 		} else {
 			l.dropReleased(seq)
 		}
-		l.handedOver++
+		l.HandedOver++
 		l.countSkipped()
 		moved = true
 	}
-	for l.skipGaps() < to && l.next <= l.limit() {
-		if done, err := s.isFinal(l.group, l.next); err != nil || !done {
+	for l.skipGaps() < to && l.Next <= l.limit() {
+		if done, err := s.isFinal(l.group, l.Next); err != nil || !done {
 			return moved, err
 		}
-		rec, err := r.read(l.next)
+		rec, err := r.read(l.Next)
 		if err != nil {
 			return moved, err
 		}
-		switch v := rec.verdict(l.id); {
-		case v == filtered:
-			l.filtered++
-		case v == passed:
-			l.passed++
-		case rec.code == codeDelete:
+		switch v := rec.Verdict(l.id); {
+		case v == codec.Filtered:
+			l.Filtered++
+		case v == codec.Passed:
+			l.Passed++
+		case rec.Code == codec.CodeDelete:
 			return moved, nil
 		default:
-			l.handedOver++
+			l.HandedOver++
 			l.countSkipped()
 		}
-		l.next++
+		l.Next++
 		moved = true
 	}
 	return moved, nil
@@ -175,7 +177,7 @@ func (s *Store) skippable(l *lane, r *reader, seq uint64) (bool, error) {
 		return false, err
 	}
 	rec, err := r.read(seq)
-	return err == nil && rec.code != codeDelete, err
+	return err == nil && rec.Code != codec.CodeDelete, err
 }
 
 // makeSpace skips first attempts when the disk is near its high-water mark. The caller holds

@@ -9,10 +9,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/cockroachdb/pebble/v2"
 	"github.com/cockroachdb/pebble/v2/vfs"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
 )
 
 var (
@@ -193,17 +193,9 @@ func TestRepairKeepsGroups(t *testing.T) {
 	if err := s.Close(); err != nil {
 		t.Fatal(err)
 	}
-	lock, err := pebble.LockDirectory(dir, vfs.Default)
-	if err != nil {
-		t.Fatal(err)
-	}
-	salvager, err := newSalvager(dir, lock)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var r Repaired
 	fresh := t.TempDir()
-	if err := errors.Join(rebuild(salvager, fresh, &r), lock.Close()); err != nil {
+	r, err := repair.Rebuild(dir, fresh, Verify)
+	if err != nil {
 		t.Fatal(err)
 	}
 	if len(r.Lost) > 0 {

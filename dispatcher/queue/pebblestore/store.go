@@ -30,18 +30,9 @@ import (
 	"github.com/cockroachdb/pebble/v2"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
-)
-
-// format is the highest supported version of the key space and the values. Open rejects a store
-// with a higher version.
-//
-// A store has version 1 until a group has two lanes, and version 2 from then on: a release that
-// does not support groups treats a lane that is alone in its group as an ordinary lane, and
-// must reject other groups.
-const (
-	format       = 2
-	formatAlone  = 1
-	formatGroups = 2
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/fulldisk"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/integrity"
 )
 
 var _ queue.Store = (*Store)(nil)
@@ -51,14 +42,16 @@ type Store struct {
 	o   Options
 	log *slog.Logger
 	dir string
-	fs  *waitForSpaceFS
+	fs  *fulldisk.FS
 	db  *pebble.DB
 	// cache is the block cache of db and has the same lifetime.
 	cache *pebble.Cache
 	// lock excludes other processes from before the files are checked until after they are
 	// closed.
 	lock     *pebble.Lock
-	accepted acceptedFile
+	accepted integrity.AcceptedFile
+	// positions are the synced lengths of the engine's logs and manifests.
+	positions integrity.Positions
 	// positionsSynced is the time of the last sync of the position files; only maintenance uses
 	// it.
 	positionsSynced time.Time
@@ -160,7 +153,7 @@ func Open(dir string, o Options) (*Store, error) {
 	}
 	set(&s.o.DataDir, dir)
 	s.metrics = newMetrics(s)
-	s.fs = &waitForSpaceFS{FS: o.FS, full: s.diskFull, hasSpace: s.disk.spaceToCompact, stop: make(chan struct{}), synced: s.metrics.synced}
+	s.fs = fulldisk.New(o.FS, fulldisk.Options{Full: s.diskFull, HasSpace: s.disk.spaceToCompact, LogSynced: s.metrics.synced, Journal: &s.positions})
 	s.disk.init(s)
 	s.disk.quota.Store(max(o.MaxBytesPerSource, 0))
 	s.flusher.init()
@@ -196,7 +189,7 @@ func (s *Store) lockDir() error {
 		return err
 	}
 	for dir := s.dir; dir != present; dir = s.fs.PathDir(dir) {
-		if err := syncFolder(s.fs, s.fs.PathDir(dir)); err != nil {
+		if err := integrity.SyncFolder(s.fs, s.fs.PathDir(dir)); err != nil {
 			return err
 		}
 	}
@@ -207,26 +200,34 @@ func (s *Store) lockDir() error {
 
 // openPositions continues the file of synced positions of the last run.
 func (s *Store) openPositions() error {
-	positions, damaged, err := readSynced(s.o.FS, s.dir)
+	positions, damaged, err := integrity.ReadPositions(s.o.FS, s.dir)
 	if err != nil {
 		return err
 	}
 	if damaged {
-		s.log.Warn("file of synced positions damaged; rewriting it", "path", s.path(syncedName))
+		s.log.Warn("file of synced positions damaged; rewriting it", "path", s.path(integrity.SyncedName))
 	}
 	names, err := s.fs.List(s.dir)
 	if err != nil {
 		return err
 	}
-	positions = slices.DeleteFunc(positions, func(p filePosition) bool { return !slices.Contains(names, p.name) })
-	return s.fs.positions.open(s.o.FS, s.dir, positions, s.logPositionError(syncedName))
+	positions = slices.DeleteFunc(positions, func(p integrity.FilePosition) bool { return !slices.Contains(names, p.Name) })
+	return s.positions.Open(s.o.FS, s.dir, positions, s.logPositionError(integrity.SyncedName))
 }
 
 func (s *Store) openAccepted() error {
 	if err := s.checkAccepted(); err != nil {
 		return err
 	}
-	return s.accepted.open(s.o.FS, s.dir, s.logs, s.logPositionError(acceptedName))
+	for _, l := range s.logs {
+		s.putAccepted(l, position{l.head, l.bytes})
+	}
+	return s.accepted.Open(s.o.FS, s.dir, s.logPositionError(integrity.AcceptedName))
+}
+
+// putAccepted sets the entry of a log for the next write of the file of accepted messages.
+func (s *Store) putAccepted(l *sourceLog, end position) {
+	l.entry = s.accepted.Put(l.entry, integrity.AcceptedEntry{Source: l.source, Number: l.number, Head: end.head, Bytes: end.bytes})
 }
 
 // logPositionError returns a function that logs the first failed write of a file of positions.
@@ -249,7 +250,7 @@ func (s *Store) closeFailedOpen() {
 
 // closeFiles closes the files that the engine does not own.
 func (s *Store) closeFiles() error {
-	err := errors.Join(s.fs.positions.close(), s.accepted.close())
+	err := errors.Join(s.positions.Close(), s.accepted.Close())
 	if s.lock != nil {
 		err = errors.Join(err, s.lock.Close())
 	}
@@ -329,7 +330,7 @@ func (s *Store) load() error {
 		return err
 	}
 	byNumber := map[uint64]*sourceLog{}
-	err := s.scan(keySources, func(k, v []byte) error {
+	err := s.scan(codec.KeySources, func(k, v []byte) error {
 		if len(v) != 8 {
 			return s.corruptf("the number of log %q is malformed", k[2:])
 		}
@@ -346,10 +347,10 @@ func (s *Store) load() error {
 			return err
 		}
 	}
-	err = s.scan(keyGroups, func(k, v []byte) error {
-		d := decoder{b: v}
-		id := d.laneName()
-		if d.bad || len(k) != 10 {
+	err = s.scan(codec.KeyGroups, func(k, v []byte) error {
+		d := codec.Decoder{Rest: v}
+		id := d.LaneName()
+		if d.Bad || len(k) != 10 {
 			return s.corruptf("the name of a group is malformed")
 		}
 		log := s.logs[id.Source]
@@ -363,10 +364,10 @@ func (s *Store) load() error {
 	if err != nil {
 		return err
 	}
-	err = s.scan(keyLanes, func(k, v []byte) error {
-		d := decoder{b: v}
-		id := d.laneName()
-		if d.bad || len(k) != 10 {
+	err = s.scan(codec.KeyLanes, func(k, v []byte) error {
+		d := codec.Decoder{Rest: v}
+		id := d.LaneName()
+		if d.Bad || len(k) != 10 {
 			return s.corruptf("the name of a lane is malformed")
 		}
 		log := s.logs[id.Source]
@@ -394,15 +395,13 @@ func (s *Store) load() error {
 	if err := s.alignGroups(); err != nil {
 		return err
 	}
-	err = s.scan([]byte{prefixDest}, func(k, v []byte) error {
-		d := decoder{b: v}
-		x := s.destination(string(k[1:]))
-		x.count.Store(int64(d.uvarint()))
-		x.bytes.Store(int64(d.uvarint()))
-		if len(d.b) > 0 {
-			x.dropped = d.dropped()
-		}
-		return d.err()
+	err = s.scan([]byte{codec.PrefixDest}, func(k, v []byte) error {
+		d, x := codec.Decoder{Rest: v}, s.destination(string(k[1:]))
+		letters, bytes, dropped := d.Destination()
+		x.count.Store(letters)
+		x.bytes.Store(bytes)
+		x.dropped = dropped
+		return d.Err()
 	})
 	if err != nil {
 		return err
@@ -412,26 +411,26 @@ func (s *Store) load() error {
 }
 
 func (s *Store) loadFormat() error {
-	v, err := s.get(keyFormat)
+	v, err := s.get(codec.KeyFormat)
 	if errors.Is(err, pebble.ErrNotFound) {
 		b := s.db.NewBatch()
-		_ = b.Set(keyFormat, binary.AppendUvarint(nil, formatAlone), nil)
+		_ = b.Set(codec.KeyFormat, binary.AppendUvarint(nil, codec.FormatAlone), nil)
 		return s.db.Apply(b, pebble.Sync)
 	}
 	if err != nil {
 		return err
 	}
-	d := decoder{b: v}
-	if f := d.uvarint(); d.bad || f == 0 {
+	d := codec.Decoder{Rest: v}
+	if f := d.Uvarint(); d.Bad || f == 0 {
 		return s.corruptf("its format version is malformed")
-	} else if f > format {
-		return fmt.Errorf("a newer release wrote it: its format is version %d, this release knows up to %d; use the newer release", f, format)
+	} else if f > codec.Format {
+		return fmt.Errorf("a newer release wrote it: its format is version %d, this release knows up to %d; use the newer release", f, codec.Format)
 	}
-	v, err = s.get(keyLastNumber)
+	v, err = s.get(codec.KeyLastNumber)
 	if err == nil {
-		d = decoder{b: v}
-		s.lastNumber = d.uvarint()
-		return d.err()
+		d = codec.Decoder{Rest: v}
+		s.lastNumber = d.Uvarint()
+		return d.Err()
 	}
 	if errors.Is(err, pebble.ErrNotFound) {
 		return nil
@@ -440,45 +439,45 @@ func (s *Store) loadFormat() error {
 }
 
 func (s *Store) loadLog(l *sourceLog) error {
-	v, err := s.get(key(prefixHead, l.number))
+	v, err := s.get(codec.Key(codec.PrefixHead, l.number))
 	if err != nil && !errors.Is(err, pebble.ErrNotFound) {
 		return err
 	}
 	if err == nil {
-		d := decoder{b: v}
-		l.head, l.bytes = d.fixed64(), d.fixed64()
-		if d.bad {
+		d := codec.Decoder{Rest: v}
+		l.head, l.bytes = d.Fixed64(), d.Fixed64()
+		if d.Bad {
 			return s.corruptf("the head of the log of %s is malformed", l.source)
 		}
 	}
-	v, err = s.get(key(prefixDropped, l.number))
+	v, err = s.get(codec.Key(codec.PrefixDropped, l.number))
 	if err != nil && !errors.Is(err, pebble.ErrNotFound) {
 		return err
 	}
 	if err == nil {
-		d := decoder{b: v}
-		if l.dropped = d.dropped(); d.bad {
+		d := codec.Decoder{Rest: v}
+		if l.dropped = d.Dropped(); d.Bad {
 			return s.corruptf("the ledger of the log of %s is malformed", l.source)
 		}
 	}
-	it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: key(prefixMessage, l.number), UpperBound: after(prefixMessage, l.number)})
+	it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: codec.Key(codec.PrefixMessage, l.number), UpperBound: codec.After(codec.PrefixMessage, l.number)})
 	if err != nil {
 		return err
 	}
 	defer func() { _ = it.Close() }()
 	trimmed, trimmedBytes := l.head, l.bytes
 	if it.Last() {
-		if last := number(it.Key(), 1); last != l.head {
+		if last := codec.Number(it.Key(), 1); last != l.head {
 			return s.corruptf("the log of %s ends at message %d, but %d were appended", l.source, last, l.head)
 		}
 		it.First()
-		var r record
+		var r codec.Record
 		if v, err := it.ValueAndErr(); err != nil {
 			return err
-		} else if err := r.decode(v); err != nil {
-			return s.corruptf("message %d of %s: %w", number(it.Key(), 1), l.source, err)
+		} else if err := r.Decode(v); err != nil {
+			return s.corruptf("message %d of %s: %w", codec.Number(it.Key(), 1), l.source, err)
 		}
-		trimmed, trimmedBytes = number(it.Key(), 1)-1, r.bytesBefore
+		trimmed, trimmedBytes = codec.Number(it.Key(), 1)-1, r.BytesBefore
 	}
 	l.durable.Store(l.head)
 	l.durableBytes.Store(l.bytes)
@@ -499,25 +498,7 @@ func (s *Store) get(k []byte) ([]byte, error) {
 
 // scan calls fn for every key that begins with prefix.
 func (s *Store) scan(prefix []byte, fn func(k, v []byte) error) error {
-	return scan(s.db, prefix, fn)
-}
-
-func scan(db *pebble.DB, prefix []byte, fn func(k, v []byte) error) error {
-	it, err := db.NewIter(&pebble.IterOptions{LowerBound: prefix, UpperBound: endOf(prefix)})
-	if err != nil {
-		return err
-	}
-	defer func() { _ = it.Close() }()
-	for ok := it.First(); ok; ok = it.Next() {
-		v, err := it.ValueAndErr()
-		if err == nil {
-			err = fn(it.Key(), v)
-		}
-		if err != nil {
-			return err
-		}
-	}
-	return it.Error()
+	return codec.Scan(s.db, prefix, fn)
 }
 
 // enter keeps the database open until leave is called.
@@ -583,8 +564,8 @@ func (s *Store) logFor(source string) (*sourceLog, error) {
 	l := &sourceLog{source: source, trimTime: s.o.Now()}
 	b := s.db.NewBatch()
 	l.number = s.nextNumber(b)
-	_ = b.Set(append(append([]byte(nil), keySources...), source...), binary.BigEndian.AppendUint64(nil, l.number), nil)
-	_ = b.Set(key(prefixFreed, l.number), binary.BigEndian.AppendUint64(nil, 0), nil)
+	_ = b.Set(append(append([]byte(nil), codec.KeySources...), source...), binary.BigEndian.AppendUint64(nil, l.number), nil)
+	_ = b.Set(codec.Key(codec.PrefixFreed, l.number), binary.BigEndian.AppendUint64(nil, 0), nil)
 	if err := s.apply(b); err != nil {
 		return nil, err
 	}
@@ -597,7 +578,7 @@ func (s *Store) logFor(source string) (*sourceLog, error) {
 // nextNumber returns a number that was never used. The caller holds registry.
 func (s *Store) nextNumber(b *pebble.Batch) uint64 {
 	s.lastNumber++
-	_ = b.Set(keyLastNumber, binary.AppendUvarint(nil, s.lastNumber), nil)
+	_ = b.Set(codec.KeyLastNumber, binary.AppendUvarint(nil, s.lastNumber), nil)
 	return s.lastNumber
 }
 
@@ -636,7 +617,7 @@ func (s *Store) putMeta(name string, value []byte, apply func(*pebble.Batch) err
 	}
 	defer s.leave()
 	b := s.db.NewBatch()
-	if k := append([]byte{prefixCallerMeta}, name...); value == nil {
+	if k := append([]byte{codec.PrefixCallerMeta}, name...); value == nil {
 		_ = b.Delete(k, nil)
 	} else {
 		_ = b.Set(k, value, nil)
@@ -651,7 +632,7 @@ func (s *Store) AllMeta() (map[string][]byte, error) {
 	}
 	defer s.leave()
 	all := map[string][]byte{}
-	err := s.scan([]byte{prefixCallerMeta}, func(k, v []byte) error {
+	err := s.scan([]byte{codec.PrefixCallerMeta}, func(k, v []byte) error {
 		all[string(k[1:])] = append([]byte{}, v...)
 		return nil
 	})
@@ -713,7 +694,7 @@ func (s *Store) sum(ledger queue.Ledger, all []ledgerHolder) queue.Ledger {
 func (s *Store) Close() error {
 	// Writes that wait for space on a full disk hold the gate; from now on their wait is
 	// bounded.
-	s.fs.stopWaiting()
+	s.fs.StopWaiting()
 	s.gate.Lock()
 	if s.closed {
 		s.gate.Unlock()
@@ -767,4 +748,16 @@ func (l engineLogger) Fatalf(format string, args ...any) {
 	l.s.log.Error("write of the queue's log failed; stopping the process, acknowledged messages are safe", "error", err)
 	l.s.o.Fatal(err)
 	select {} // The engine expects Fatalf not to return.
+}
+
+// positionSyncInterval bounds the age of the positions after a power loss.
+const positionSyncInterval = 10 * time.Second
+
+// syncPositions makes changed positions durable: after a flush, which makes logs obsolete, and
+// otherwise once per interval.
+func (s *Store) syncPositions() {
+	if now := s.o.Now(); s.flushed.Swap(false) || now.Sub(s.positionsSynced) >= positionSyncInterval {
+		s.positionsSynced = now
+		s.positions.Sync(&s.accepted)
+	}
 }

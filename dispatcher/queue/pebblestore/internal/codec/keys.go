@@ -1,4 +1,4 @@
-package pebblestore
+package codec
 
 import (
 	"encoding/binary"
@@ -28,34 +28,34 @@ import (
 //	x len(2) destination time(8) lane(8) seq(8)   a dead letter
 //	y destination                         its number of dead letters, their bytes, and the ledger of its dropped lanes
 const (
-	prefixBits       = 'b'
-	prefixCallerMeta = 'c'
-	prefixDuplicate  = 'd'
-	prefixMessage    = 'e'
-	prefixDropped    = 'g'
-	prefixHead       = 'h'
-	prefixGroup      = 'k'
-	prefixLane       = 'l'
+	PrefixBits       = 'b'
+	PrefixCallerMeta = 'c'
+	PrefixDuplicate  = 'd'
+	PrefixMessage    = 'e'
+	PrefixDropped    = 'g'
+	PrefixHead       = 'h'
+	PrefixGroup      = 'k'
+	PrefixLane       = 'l'
 	prefixMeta       = 'm'
-	prefixRetry      = 'q'
-	prefixDue        = 'r'
-	prefixFreed      = 't'
-	prefixHandover   = 'w'
-	prefixDeadLetter = 'x'
-	prefixDest       = 'y'
+	PrefixRetry      = 'q'
+	PrefixDue        = 'r'
+	PrefixFreed      = 't'
+	PrefixHandover   = 'w'
+	PrefixDeadLetter = 'x'
+	PrefixDest       = 'y'
 )
 
 var (
-	keyFormat     = []byte("mf")
-	keyLastNumber = []byte("mn")
-	keyGroups     = []byte("mg")
-	keyLanes      = []byte("ml")
-	keySources    = []byte("ms")
+	KeyFormat     = []byte("mf")
+	KeyLastNumber = []byte("mn")
+	KeyGroups     = []byte("mg")
+	KeyLanes      = []byte("ml")
+	KeySources    = []byte("ms")
 )
 
-const messageKeyLen = 17
+const MessageKeyLen = 17
 
-func appendKey(dst []byte, prefix byte, numbers ...uint64) []byte {
+func AppendKey(dst []byte, prefix byte, numbers ...uint64) []byte {
 	dst = append(dst, prefix)
 	for _, n := range numbers {
 		dst = binary.BigEndian.AppendUint64(dst, n)
@@ -63,56 +63,56 @@ func appendKey(dst []byte, prefix byte, numbers ...uint64) []byte {
 	return dst
 }
 
-func key(prefix byte, numbers ...uint64) []byte {
-	return appendKey(make([]byte, 0, 25), prefix, numbers...)
+func Key(prefix byte, numbers ...uint64) []byte {
+	return AppendKey(make([]byte, 0, 25), prefix, numbers...)
 }
 
-// after returns the first key behind all keys that begin with prefix and n. n is less than the
+// After returns the first key behind all keys that begin with prefix and n. n is less than the
 // maximum.
-func after(prefix byte, n uint64) []byte { return key(prefix, n+1) }
+func After(prefix byte, n uint64) []byte { return Key(prefix, n+1) }
 
-// number returns the i-th number of a key with a one-byte prefix.
-func number(key []byte, i int) uint64 { return binary.BigEndian.Uint64(key[1+8*i:]) }
+// Number returns the i-th number of a key with a one-byte prefix.
+func Number(key []byte, i int) uint64 { return binary.BigEndian.Uint64(key[1+8*i:]) }
 
-// never is the due time of a lane without retries.
-const never = math.MaxInt64
+// Never is the due time of a lane without retries.
+const Never = math.MaxInt64
 
-func deadLetterPrefix(destination string) []byte {
+func DeadLetterPrefix(destination string) []byte {
 	b := make([]byte, 0, 3+len(destination)+24)
-	b = append(b, prefixDeadLetter)
+	b = append(b, PrefixDeadLetter)
 	b = binary.BigEndian.AppendUint16(b, uint16(len(destination)))
 	return append(b, destination...)
 }
 
-func deadLetterKey(destination string, millis int64, lane, seq uint64) []byte {
-	b := deadLetterPrefix(destination)
+func DeadLetterKey(destination string, millis int64, lane, seq uint64) []byte {
+	b := DeadLetterPrefix(destination)
 	b = binary.BigEndian.AppendUint64(b, uint64(max(millis, 0)))
 	b = binary.BigEndian.AppendUint64(b, lane)
 	return binary.BigEndian.AppendUint64(b, seq)
 }
 
-// deadLetterID returns the part of a dead letter's key that callers see.
-func deadLetterID(key []byte) string { return hex.EncodeToString(key[len(key)-24:]) }
+// DeadLetterID returns the part of a dead letter's key that callers see.
+func DeadLetterID(key []byte) string { return hex.EncodeToString(key[len(key)-24:]) }
 
-// parseDeadLetterID is the inverse of deadLetterID.
-func parseDeadLetterID(destination, id string) ([]byte, bool) {
+// ParseDeadLetterID is the inverse of deadLetterID.
+func ParseDeadLetterID(destination, id string) ([]byte, bool) {
 	suffix, err := hex.DecodeString(id)
 	if err != nil || len(suffix) != 24 {
 		return nil, false
 	}
-	return append(deadLetterPrefix(destination), suffix...), true
+	return append(DeadLetterPrefix(destination), suffix...), true
 }
 
-func deadLetterMillis(key []byte) int64 {
+func DeadLetterMillis(key []byte) int64 {
 	return int64(binary.BigEndian.Uint64(key[len(key)-24:]))
 }
 
-func destinationKey(destination string) []byte {
-	return append([]byte{prefixDest}, destination...)
+func DestinationKey(destination string) []byte {
+	return append([]byte{PrefixDest}, destination...)
 }
 
-// endOf returns the first key behind all keys that begin with prefix.
-func endOf(prefix []byte) []byte {
+// EndOf returns the first key behind all keys that begin with prefix.
+func EndOf(prefix []byte) []byte {
 	end := append([]byte(nil), prefix...)
 	for i := len(end) - 1; i >= 0; i-- {
 		if end[i]++; end[i] != 0 {
@@ -121,3 +121,15 @@ func endOf(prefix []byte) []byte {
 	}
 	return nil
 }
+
+// format is the highest supported version of the key space and the values. Open rejects a store
+// with a higher version.
+//
+// A store has version 1 until a group has two lanes, and version 2 from then on: a release that
+// does not support groups treats a lane that is alone in its group as an ordinary lane, and
+// must reject other groups.
+const (
+	Format       = 2
+	FormatAlone  = 1
+	FormatGroups = 2
+)

@@ -1,21 +1,47 @@
-package pebblestore
+package fulldisk
 
 import (
 	"errors"
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
+
+	"github.com/posthorn/posthorn/test/wait"
 )
+
+// diskFS is a file system without space while full is set.
+type diskFS struct {
+	vfs.FS
+	full atomic.Bool
+}
+
+func (f *diskFS) Create(name string, c vfs.DiskWriteCategory) (vfs.File, error) {
+	file, err := f.FS.Create(name, c)
+	return &diskFile{file, f}, err
+}
+
+type diskFile struct {
+	vfs.File
+	fs *diskFS
+}
+
+func (f *diskFile) Write(b []byte) (int, error) {
+	if f.fs.full.Load() {
+		return 0, syscall.ENOSPC
+	}
+	return f.File.Write(b)
+}
 
 // TestCompactionFailsOnFullDisk: on a full disk a compaction fails at once and frees its space,
 // while a flush waits for that space.
 func TestCompactionFailsOnFullDisk(t *testing.T) {
-	disk := &fullFS{FS: vfs.NewMem()}
+	disk := &diskFS{FS: vfs.NewMem()}
 	var space atomic.Bool
 	space.Store(true)
-	fs := &waitForSpaceFS{FS: disk, full: func() {}, hasSpace: space.Load, stop: make(chan struct{})}
+	fs := New(disk, Options{Full: func() {}, HasSpace: space.Load})
 	output, err := fs.Create("1.sst", compaction)
 	if err != nil {
 		t.Fatal(err)
@@ -42,7 +68,11 @@ func TestCompactionFailsOnFullDisk(t *testing.T) {
 		_, err := flush.Write(block)
 		flushed <- err
 	}()
-	eventually(t, "the flush waits", func() bool { return fs.waiting.Load() == 1 })
+	for limit := time.Now().Add(wait.Limit); fs.Waiting() != 1; time.Sleep(time.Millisecond) {
+		if time.Now().After(limit) {
+			t.Fatal("timeout: the flush does not wait")
+		}
+	}
 	disk.full.Store(false) // The end of the compaction frees space.
 	if err := <-flushed; err != nil {
 		t.Errorf("the flush: %v", err)

@@ -1,11 +1,15 @@
-package pebblestore
+// Package repair makes a sound store from the readable data of a damaged one.
+//
+// It reads the files without the storage engine: every sound block of each table, and every
+// sound record of each log. Then it makes the parts of the store consistent with each other. The
+// store must be closed. The main functions are Run and Rebuild.
+package repair
 
 import (
 	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"log/slog"
 	"maps"
 	"os"
 	"slices"
@@ -16,12 +20,14 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/integrity"
 )
 
-// Repaired is the result of a repair.
-type Repaired struct {
+// Result is the result of a repair.
+type Result struct {
 	// Damaged are the files, or parts of files, that cannot be read.
-	Damaged []DamagedFile
+	Damaged []integrity.DamagedFile
 	// Lost names the lost messages and other lost data, one sentence each.
 	Lost []string
 	// Messages, DeadLetters and Lanes are the numbers of entries that were found.
@@ -31,55 +37,95 @@ type Repaired struct {
 	Aside string
 }
 
-// Repair reads the closed store in dir, regardless of damage, and makes a sound store from the
+// Verifier opens the closed store in dir as a dispatcher would and checks it, as
+// pebblestore.Verify does.
+type Verifier func(dir string) (lanes, deadLetters int, err error)
+
+// Run reads the closed store in dir, regardless of damage, and makes a sound store from the
 // readable data. With apply, the new store replaces the old one, which is kept beside it;
 // without apply, nothing is changed. A store without damage is not changed.
 //
 // Unreadable messages become dead letters (queue.ReasonDamaged) of the lanes that still needed
 // them. A lane without a readable position restarts at the oldest message of the log. So
-// messages may be delivered again, and lost data is listed in Repaired.Lost. A repair needs as
+// messages may be delivered again, and lost data is listed in Result.Lost. A repair needs as
 // much free disk space as the store uses.
-func Repair(dir string, apply bool) (r Repaired, err error) {
-	if _, err := os.Stat(dir); err != nil {
-		return r, fmt.Errorf("repair: %w", err)
-	}
-	lock, err := pebble.LockDirectory(dir, vfs.Default)
+func Run(dir string, apply bool, verify Verifier) (r Result, err error) {
+	lock, err := lockStore(dir)
 	if err != nil {
-		return r, fmt.Errorf("repair the queue in %s: a dispatcher has it open; stop it first: %w", dir, err)
+		return r, err
 	}
 	defer func() { _ = lock.Close() }()
 	fresh := dir + ".repaired"
+	defer func() { _ = os.RemoveAll(fresh) }()
+	if r, err = rebuild(dir, lock, fresh, verify); err != nil {
+		return r, err
+	}
+	if !apply || len(r.Damaged)+len(r.Lost) == 0 {
+		return r, nil
+	}
+	r.Aside, err = replace(dir, fresh)
+	return r, err
+}
+
+// Rebuild is a Run that writes the sound store into fresh, also without damage, and does not
+// change the store in dir. It removes fresh first.
+func Rebuild(dir, fresh string, verify Verifier) (r Result, err error) {
+	lock, err := lockStore(dir)
+	if err != nil {
+		return r, err
+	}
+	defer func() { _ = lock.Close() }()
+	return rebuild(dir, lock, fresh, verify)
+}
+
+func lockStore(dir string) (*pebble.Lock, error) {
+	if _, err := os.Stat(dir); err != nil {
+		return nil, fmt.Errorf("repair: %w", err)
+	}
+	lock, err := pebble.LockDirectory(dir, vfs.Default)
+	if err != nil {
+		return nil, fmt.Errorf("repair the queue in %s: a dispatcher has it open; stop it first: %w", dir, err)
+	}
+	return lock, nil
+}
+
+// rebuild writes a sound store into fresh from the files in dir.
+func rebuild(dir string, lock *pebble.Lock, fresh string, verify Verifier) (r Result, err error) {
 	if err := errors.Join(os.RemoveAll(fresh), os.Mkdir(fresh, 0o700)); err != nil {
 		return r, fmt.Errorf("repair: %w", err)
 	}
-	defer func() { _ = os.RemoveAll(fresh) }()
 	s, err := newSalvager(dir, lock)
 	if err != nil {
 		return r, fmt.Errorf("repair: %w", err)
 	}
-	if err := rebuild(s, fresh, &r); err != nil {
+	if err := writeStore(s, fresh, &r); err != nil {
 		return r, fmt.Errorf("repair the queue in %s: %w", dir, err)
 	}
 	r.Damaged = s.damages()
-	if !apply || len(r.Damaged)+len(r.Lost) == 0 {
-		return r, nil
+	if r.Lanes, r.DeadLetters, err = verify(fresh); err != nil {
+		return r, fmt.Errorf("repair the queue in %s: the rebuilt store is not sound: %w", dir, err)
 	}
-	// The exchange is one step, so that no start can find an empty directory and create a new
-	// store. The new store is first renamed to the final name of the damaged one, a name that
-	// no later repair removes.
-	aside := dir + ".damaged-" + time.Now().UTC().Format("20060102T150405.000Z")
-	if err := os.Rename(fresh, aside); err != nil {
-		return r, fmt.Errorf("repair: %w", err)
-	}
-	if err := unix.Renameat2(unix.AT_FDCWD, aside, unix.AT_FDCWD, dir, unix.RENAME_EXCHANGE); err != nil {
-		return r, errors.Join(fmt.Errorf("repair: replace %s by %s: %w", aside, dir, err), os.RemoveAll(aside))
-	}
-	r.Aside = aside
-	return r, syncFolder(vfs.Default, vfs.Default.PathDir(dir))
+	return r, nil
 }
 
-// rebuild makes a store from the salvager's entries.
-func rebuild(s *salvager, dir string, r *Repaired) error {
+// replace exchanges the store in dir and the one in fresh, and returns where the old one is now.
+//
+// The exchange is one step, so that no start can find an empty directory and create a new store.
+// The new store is first renamed to the final name of the damaged one, a name that no later
+// repair removes.
+func replace(dir, fresh string) (aside string, err error) {
+	aside = dir + ".damaged-" + time.Now().UTC().Format("20060102T150405.000Z")
+	if err := os.Rename(fresh, aside); err != nil {
+		return "", fmt.Errorf("repair: %w", err)
+	}
+	if err := unix.Renameat2(unix.AT_FDCWD, aside, unix.AT_FDCWD, dir, unix.RENAME_EXCHANGE); err != nil {
+		return "", errors.Join(fmt.Errorf("repair: replace %s by %s: %w", aside, dir, err), os.RemoveAll(aside))
+	}
+	return aside, integrity.SyncFolder(vfs.Default, vfs.Default.PathDir(dir))
+}
+
+// writeStore makes a store from the salvager's entries.
+func writeStore(s *salvager, dir string, r *Result) error {
 	v := &survey{latest: map[string]uint64{}, deleted: map[string]uint64{}, ranges: map[string][]deletedRange{}}
 	if err := s.each(v.add); err != nil {
 		return err
@@ -91,13 +137,13 @@ func rebuild(s *salvager, dir string, r *Repaired) error {
 	for _, name := range s.unreadable {
 		r.Lost = append(r.Lost, "data that only "+name+" contained")
 	}
-	accepted, _, err := readAccepted(s.fs, s.dir)
+	accepted, _, err := integrity.ReadAccepted(s.fs, s.dir)
 	if err != nil {
 		return errors.Join(err, db.Close())
 	}
-	w := &rebuilder{s: s, db: db, b: db.NewBatch(), r: r, accepted: map[uint64]acceptedEntry{}, sources: map[uint64]string{}, heads: map[uint64]head{}, freed: map[uint64]uint64{}, lanes: map[uint64]*lane{}, dropped: map[string]queue.Ledger{}, names: map[string]uint64{}}
+	w := &rebuilder{s: s, db: db, b: db.NewBatch(), r: r, accepted: map[uint64]integrity.AcceptedEntry{}, sources: map[uint64]string{}, heads: map[uint64]head{}, freed: map[uint64]uint64{}, lanes: map[uint64]*lane{}, dropped: map[string]queue.Ledger{}, names: map[string]uint64{}}
 	for _, e := range accepted {
-		w.accepted[e.number] = e
+		w.accepted[e.Number] = e
 	}
 	err = s.each(func(e entry) error {
 		if !v.isCurrent(e) {
@@ -108,28 +154,7 @@ func rebuild(s *salvager, dir string, r *Repaired) error {
 	if err == nil {
 		err = w.repair()
 	}
-	if err = errors.Join(err, w.flush(), db.Flush(), db.Close()); err != nil {
-		return err
-	}
-	return verify(dir, r)
-}
-
-// verify opens the new store, as a dispatcher would.
-func verify(dir string, r *Repaired) error {
-	s, err := Open(dir, Options{DuplicateWindow: MaxDuplicateWindow, Logger: slog.New(slog.DiscardHandler)})
-	if err != nil {
-		return fmt.Errorf("the rebuilt store is not sound: %w", err)
-	}
-	for _, id := range s.Lanes() {
-		if e := s.LaneStats(id).Balance(); e != nil {
-			err = errors.Join(err, fmt.Errorf("lane %v: %w", id, e))
-		}
-	}
-	for _, name := range s.Destinations() {
-		r.DeadLetters += int(s.DestinationStats(name).DeadLetters)
-	}
-	r.Lanes = len(s.Lanes())
-	return errors.Join(err, s.Close())
+	return errors.Join(err, w.flush(), db.Flush(), db.Close())
 }
 
 // rebuilder writes a store and makes its parts consistent.
@@ -137,9 +162,9 @@ type rebuilder struct {
 	s  *salvager
 	db *pebble.DB
 	b  *pebble.Batch
-	r  *Repaired
+	r  *Result
 
-	accepted map[uint64]acceptedEntry // Acknowledged messages, by log number.
+	accepted map[uint64]integrity.AcceptedEntry // Acknowledged messages, by log number.
 
 	sources map[uint64]string // By log number.
 	names   map[string]uint64 // The inverse of sources.
@@ -151,6 +176,32 @@ type rebuilder struct {
 }
 
 type head struct{ seq, bytes uint64 }
+
+// lane is a lane of the damaged store.
+type lane struct {
+	id     queue.LaneID
+	number uint64
+	log    uint64 // The number of its Source's log.
+	// known: the state was readable.
+	known bool
+	codec.LaneState
+	open map[uint64]bool
+}
+
+// group is a group of the damaged store.
+type group struct {
+	id     queue.LaneID
+	number uint64
+	log    uint64
+	codec.GroupState
+	lanes []*lane
+}
+
+// destination counts the dead letters that were found.
+type destination struct {
+	letters, bytes int64
+	dropped        queue.Ledger
+}
 
 func (w *rebuilder) reportLoss(format string, args ...any) {
 	w.r.Lost = append(w.r.Lost, fmt.Sprintf(format, args...))
@@ -178,7 +229,7 @@ func (w *rebuilder) scan(prefix []byte, fn func(k, v []byte) error) error {
 	if err := w.flush(); err != nil {
 		return err
 	}
-	return scan(w.db, prefix, fn)
+	return codec.Scan(w.db, prefix, fn)
 }
 
 // repair makes the parts of the store consistent with each other.
@@ -194,7 +245,7 @@ func (w *rebuilder) repair() error {
 func (w *rebuilder) noteNumber(number uint64) { w.highest = max(w.highest, number) }
 
 func (w *rebuilder) readSources() error {
-	err := w.scan(keySources, func(k, v []byte) error {
+	err := w.scan(codec.KeySources, func(k, v []byte) error {
 		if len(v) == 8 {
 			n := binary.BigEndian.Uint64(v)
 			w.sources[n], w.names[string(k[2:])] = string(k[2:]), n
@@ -207,27 +258,27 @@ func (w *rebuilder) readSources() error {
 	}
 	for n, e := range w.accepted {
 		w.noteNumber(n)
-		if _, known := w.names[e.source]; known || e.source == "" || w.sources[n] != "" {
+		if _, known := w.names[e.Source]; known || e.Source == "" || w.sources[n] != "" {
 			continue
 		}
-		w.sources[n], w.names[e.source] = e.source, n
-		if err := w.set(append(append([]byte(nil), keySources...), e.source...), binary.BigEndian.AppendUint64(nil, n)); err != nil {
+		w.sources[n], w.names[e.Source] = e.Source, n
+		if err := w.set(append(append([]byte(nil), codec.KeySources...), e.Source...), binary.BigEndian.AppendUint64(nil, n)); err != nil {
 			return err
 		}
 	}
-	err = w.scan([]byte{prefixFreed}, func(k, v []byte) error {
+	err = w.scan([]byte{codec.PrefixFreed}, func(k, v []byte) error {
 		if len(k) == 9 && len(v) == 8 {
-			w.freed[number(k, 0)] = binary.BigEndian.Uint64(v)
+			w.freed[codec.Number(k, 0)] = binary.BigEndian.Uint64(v)
 		}
 		return nil
 	})
 	if err != nil {
 		return err
 	}
-	return w.scan([]byte{prefixHead}, func(k, v []byte) error {
-		if d := (decoder{b: v}); len(k) == 9 {
-			w.heads[number(k, 0)] = head{d.fixed64(), d.fixed64()}
-			w.noteNumber(number(k, 0))
+	return w.scan([]byte{codec.PrefixHead}, func(k, v []byte) error {
+		if d := (codec.Decoder{Rest: v}); len(k) == 9 {
+			w.heads[codec.Number(k, 0)] = head{d.Fixed64(), d.Fixed64()}
+			w.noteNumber(codec.Number(k, 0))
 		}
 		return nil
 	})
@@ -236,17 +287,17 @@ func (w *rebuilder) readSources() error {
 // readLanes reads the names and states of the lanes.
 func (w *rebuilder) readLanes() error {
 	orphans := map[string][]*lane{} // By the name of a Source without a log number.
-	err := w.scan(keyLanes, func(k, v []byte) error {
-		d := decoder{b: v}
-		id := d.laneName()
-		if d.bad || len(k) != 10 {
+	err := w.scan(codec.KeyLanes, func(k, v []byte) error {
+		d := codec.Decoder{Rest: v}
+		id := d.LaneName()
+		if d.Bad || len(k) != 10 {
 			return nil
 		}
-		l := newLane(id, binary.BigEndian.Uint64(k[2:]), nil, nil, nil)
+		l := &lane{id: id, number: binary.BigEndian.Uint64(k[2:]), open: map[uint64]bool{}}
 		w.noteNumber(l.number)
 		w.lanes[l.number] = l
 		if n, ok := w.names[id.Source]; ok {
-			l.log = &sourceLog{number: n, source: id.Source}
+			l.log = n
 		} else {
 			orphans[id.Source] = append(orphans[id.Source], l)
 		}
@@ -255,22 +306,22 @@ func (w *rebuilder) readLanes() error {
 	if err != nil {
 		return err
 	}
-	if w.s.inBlock(keyLanes) && w.s.inBlock([]byte{prefixLane}) {
+	if w.s.inBlock(codec.KeyLanes) && w.s.inBlock([]byte{codec.PrefixLane}) {
 		w.reportLoss("possibly names of lanes: a lane without a name starts after the last message")
 	}
 	if err := w.adopt(orphans); err != nil {
 		return err
 	}
-	err = w.scan([]byte{prefixLane}, func(k, v []byte) error {
-		l := w.lanes[number(k, 0)]
-		if w.noteNumber(number(k, 0)); l == nil {
-			w.reportLoss("the name of a lane at message %d of an unknown Source: a new lane starts after the last message", stateOf(v).next)
+	err = w.scan([]byte{codec.PrefixLane}, func(k, v []byte) error {
+		l := w.lanes[codec.Number(k, 0)]
+		if w.noteNumber(codec.Number(k, 0)); l == nil {
+			w.reportLoss("the name of a lane at message %d of an unknown Source: a new lane starts after the last message", stateOf(v).Next)
 			return nil
 		}
-		open, err := l.decode(v)
-		if l.opened = err == nil; l.opened { // During a repair, opened means that the state is known.
+		open, err := l.Decode(v)
+		if l.known = err == nil; l.known {
 			for _, seq := range open {
-				l.open[seq] = openMessage{}
+				l.open[seq] = true
 			}
 		}
 		return nil
@@ -278,8 +329,8 @@ func (w *rebuilder) readLanes() error {
 	return err
 }
 
-func stateOf(v []byte) (s laneState) {
-	_, _ = s.decode(v)
+func stateOf(v []byte) (s codec.LaneState) {
+	_, _ = s.Decode(v)
 	return s
 }
 
@@ -296,16 +347,16 @@ func (w *rebuilder) adopt(orphans map[string][]*lane) error {
 			for n := range nameless {
 				w.sources[n], w.names[source] = source, n
 				for _, l := range lanes {
-					l.log = &sourceLog{number: n, source: source}
+					l.log = n
 				}
-				return w.set(append(append([]byte(nil), keySources...), source...), binary.BigEndian.AppendUint64(nil, n))
+				return w.set(append(append([]byte(nil), codec.KeySources...), source...), binary.BigEndian.AppendUint64(nil, n))
 			}
 		}
 	}
 	for n := range nameless {
 		w.reportLoss("the name of a log with %d messages: none of them can be delivered", w.heads[n].seq)
-		for _, prefix := range []byte{prefixMessage, prefixHead, prefixDropped, prefixFreed} {
-			if err := w.b.DeleteRange(key(prefix, n), after(prefix, n), nil); err != nil {
+		for _, prefix := range []byte{codec.PrefixMessage, codec.PrefixHead, codec.PrefixDropped, codec.PrefixFreed} {
+			if err := w.b.DeleteRange(codec.Key(prefix, n), codec.After(prefix, n), nil); err != nil {
 				return err
 			}
 		}
@@ -323,9 +374,9 @@ func (w *rebuilder) adopt(orphans map[string][]*lane) error {
 
 func (w *rebuilder) forgetLane(l *lane) error {
 	delete(w.lanes, l.number)
-	err := w.b.Delete(binary.BigEndian.AppendUint64(append([]byte(nil), keyLanes...), l.number), nil)
-	for _, prefix := range []byte{prefixLane, prefixRetry, prefixDue} {
-		err = errors.Join(err, w.b.DeleteRange(key(prefix, l.number), after(prefix, l.number), nil))
+	err := w.b.Delete(binary.BigEndian.AppendUint64(append([]byte(nil), codec.KeyLanes...), l.number), nil)
+	for _, prefix := range []byte{codec.PrefixLane, codec.PrefixRetry, codec.PrefixDue} {
+		err = errors.Join(err, w.b.DeleteRange(codec.Key(prefix, l.number), codec.After(prefix, l.number), nil))
 	}
 	return err
 }
@@ -341,11 +392,11 @@ type salvagedRetry struct {
 // retriesOf merges a lane's retries from both of their indexes.
 func (w *rebuilder) retriesOf(l *lane) (map[uint64]*salvagedRetry, error) {
 	found := map[uint64]*salvagedRetry{}
-	err := w.scan(key(prefixRetry, l.number), func(k, v []byte) error {
-		d := decoder{b: v}
-		due, attempt := d.retry()
-		if f := d.failure(); !d.bad && len(k) == 17 {
-			found[number(k, 1)] = &salvagedRetry{due: due, attempt: attempt, failure: f}
+	err := w.scan(codec.Key(codec.PrefixRetry, l.number), func(k, v []byte) error {
+		d := codec.Decoder{Rest: v}
+		due, attempt := d.Retry()
+		if f := d.Failure(); !d.Bad && len(k) == 17 {
+			found[codec.Number(k, 1)] = &salvagedRetry{due: due, attempt: attempt, failure: f}
 		}
 		return nil
 	})
@@ -353,13 +404,13 @@ func (w *rebuilder) retriesOf(l *lane) (map[uint64]*salvagedRetry, error) {
 		return nil, err
 	}
 	inFull := maps.Clone(found)
-	return found, w.scan(key(prefixDue, l.number), func(k, v []byte) error {
-		d := decoder{b: v}
-		attempt := int(d.uvarint())
-		if d.bad || len(k) != 25 {
+	return found, w.scan(codec.Key(codec.PrefixDue, l.number), func(k, v []byte) error {
+		d := codec.Decoder{Rest: v}
+		attempt := int(d.Uvarint())
+		if d.Bad || len(k) != 25 {
 			return nil
 		}
-		due, seq := int64(number(k, 1)), number(k, 2)
+		due, seq := int64(codec.Number(k, 1)), codec.Number(k, 2)
 		if old := found[seq]; inFull[seq] == nil && (old == nil || due > old.due) {
 			found[seq] = &salvagedRetry{due: due, attempt: attempt}
 		}
@@ -381,15 +432,15 @@ func (w *rebuilder) repairLogs() error {
 func (w *rebuilder) repairLog(n uint64) error {
 	source, h := w.sources[n], w.heads[n]
 	var first, last, lastEnd uint64
-	err := w.scan(key(prefixMessage, n), func(k, v []byte) error {
-		if len(k) != messageKeyLen {
+	err := w.scan(codec.Key(codec.PrefixMessage, n), func(k, v []byte) error {
+		if len(k) != codec.MessageKeyLen {
 			return nil
 		}
-		if last = number(k, 1); first == 0 {
+		if last = codec.Number(k, 1); first == 0 {
 			first = last
 		}
 		if len(v) >= 16 {
-			lastEnd = binary.BigEndian.Uint64(v[8:]) + uint64(len(v)+messageKeyLen)
+			lastEnd = binary.BigEndian.Uint64(v[8:]) + uint64(len(v)+codec.MessageKeyLen)
 		}
 		return nil
 	})
@@ -398,15 +449,15 @@ func (w *rebuilder) repairLog(n uint64) error {
 	}
 	_, known := w.heads[n]
 	accepted, counted := w.accepted[n]
-	h.seq, h.bytes = max(h.seq, last, accepted.head), max(h.bytes, lastEnd, accepted.bytes)
+	h.seq, h.bytes = max(h.seq, last, accepted.Head), max(h.bytes, lastEnd, accepted.Bytes)
 	var lanes []*lane
 	for _, number := range slices.Sorted(maps.Keys(w.lanes)) {
-		if l := w.lanes[number]; l.log.number == n {
+		if l := w.lanes[number]; l.log == n {
 			lanes = append(lanes, l)
-			h.seq = max(h.seq, l.next-min(l.next, 1), l.end-min(l.end, 1))
+			h.seq = max(h.seq, l.Next-min(l.Next, 1), l.End-min(l.End, 1))
 		}
 	}
-	if len(lanes) == 0 && first > 0 && w.s.maybeMissing(keyLanes) {
+	if len(lanes) == 0 && first > 0 && w.s.maybeMissing(codec.KeyLanes) {
 		w.reportLoss("the destinations of %s: its %d messages from %d to %d cannot be delivered", source, last-first+1, first, last)
 	}
 	if !known && !counted && h.seq > 0 {
@@ -425,7 +476,7 @@ func (w *rebuilder) repairLog(n uint64) error {
 		}
 		need = min(need, from)
 	}
-	if err := w.b.DeleteRange(key(prefixMessage, n), key(prefixMessage, n, need), nil); err != nil {
+	if err := w.b.DeleteRange(codec.Key(codec.PrefixMessage, n), codec.Key(codec.PrefixMessage, n, need), nil); err != nil {
 		return err
 	}
 	// Every position from need on gets a record.
@@ -436,24 +487,24 @@ func (w *rebuilder) repairLog(n uint64) error {
 		}
 		w.reportLoss("messages %d to %d of %s (%d)", next, to, source, to-next+1)
 		for ; next <= to; next++ {
-			if err := w.set(key(prefixMessage, n, next), appendLost(nil, at, bytes, "the file that it was in is damaged")); err != nil {
+			if err := w.set(codec.Key(codec.PrefixMessage, n, next), codec.AppendLost(nil, at, bytes, "the file that it was in is damaged")); err != nil {
 				return err
 			}
 		}
 		return nil
 	}
-	err = w.scan(key(prefixMessage, n), func(k, v []byte) error {
-		var rec record
-		seq := number(k, 1)
-		if rec.decode(v) != nil {
+	err = w.scan(codec.Key(codec.PrefixMessage, n), func(k, v []byte) error {
+		var rec codec.Record
+		seq := codec.Number(k, 1)
+		if rec.Decode(v) != nil {
 			return nil // A lost record replaces it.
 		}
-		if err := lost(seq-1, rec.bytesBefore); err != nil {
+		if err := lost(seq-1, rec.BytesBefore); err != nil {
 			return err
 		}
-		bytes, at = rec.bytesBefore+uint64(len(v)+messageKeyLen), rec.acceptedAt
+		bytes, at = rec.BytesBefore+uint64(len(v)+codec.MessageKeyLen), rec.AcceptedAt
 		next = seq + 1
-		if !rec.lost {
+		if !rec.Lost {
 			w.r.Messages++
 		}
 		return nil
@@ -466,7 +517,7 @@ func (w *rebuilder) repairLog(n uint64) error {
 	}
 	w.heads[n] = h
 	value := binary.BigEndian.AppendUint64(nil, h.seq)
-	return w.set(key(prefixHead, n), binary.BigEndian.AppendUint64(value, max(h.bytes, bytes)))
+	return w.set(codec.Key(codec.PrefixHead, n), binary.BigEndian.AppendUint64(value, max(h.bytes, bytes)))
 }
 
 // repairLane makes a lane's state consistent with its retries, and returns the first message
@@ -477,49 +528,49 @@ func (w *rebuilder) repairLane(l *lane, first, head uint64) (need uint64, err er
 	if err != nil {
 		return 0, err
 	}
-	if !l.opened {
+	if !l.known {
 		w.reportLoss("the position of lane %s: it restarts at message %d of %s, and its counters at zero", laneName(l.id), first, l.id.Source)
-		l.laneState, l.open = laneState{start: first - 1, next: first}, map[uint64]openMessage{}
+		l.LaneState, l.open = codec.LaneState{Start: first - 1, Next: first}, map[uint64]bool{}
 		clear(retries)
 	}
 	for seq, r := range retries {
-		if _, open := l.open[seq]; open || seq >= l.next || seq <= l.start {
+		if l.open[seq] || seq >= l.Next || seq <= l.Start {
 			delete(retries, seq) // It waits for its first attempt, or the entry is older than the state.
 			continue
 		}
-		if r.present, err = w.exists(key(prefixMessage, l.log.number, seq)); err != nil {
+		if r.present, err = w.exists(codec.Key(codec.PrefixMessage, l.log, seq)); err != nil {
 			return 0, err
 		}
 	}
-	if from := max(first, l.start+1); from < l.next && w.retriesUncertain(l, retries) {
+	if from := max(first, l.Start+1); from < l.Next && w.retriesUncertain(l, retries) {
 		w.reportLoss("which messages of %s waited to be sent to %s again: all from %d on are sent again", l.id.Source, laneName(l.id), from)
-		l.next = from
-		maps.DeleteFunc(l.open, func(seq uint64, _ openMessage) bool { return seq >= from })
+		l.Next = from
+		maps.DeleteFunc(l.open, func(seq uint64, _ bool) bool { return seq >= from })
 		clear(retries)
 	}
-	if uint64(len(retries)) > l.retries {
+	if uint64(len(retries)) > l.Retries {
 		// The index has entries of settled messages. The messages that are missing are among
 		// them.
 		maps.DeleteFunc(retries, func(_ uint64, r *salvagedRetry) bool { return !r.present })
 	}
 	// A message before next that is neither settled, nor open, nor in the retry index was lost
 	// from the retry index. A message that is counted twice is delivered again.
-	l.retries = uint64(len(retries))
-	settled := int64(l.settled())
-	missing := int64(l.next-1-l.start-l.passed) - settled - int64(len(l.open)) - int64(l.retries)
+	l.Retries = uint64(len(retries))
+	settled := int64(l.Settled())
+	missing := int64(l.Next-1-l.Start-l.Passed) - settled - int64(len(l.open)) - int64(l.Retries)
 	switch {
 	case missing > 0:
 		w.reportLoss("%d messages of %s that waited to be sent to %s again", missing, l.id.Source, laneName(l.id))
 		if l.id.Any { // The group counts the messages as discarded.
-			l.handedOver += uint64(missing)
+			l.HandedOver += uint64(missing)
 			break
 		}
-		l.passed += uint64(missing)
+		l.Passed += uint64(missing)
 		lost := queue.Ledger{Accepted: missing, Discarded: missing}
 		w.dropped[l.id.Source], w.dropped[l.id.Destination] = w.dropped[l.id.Source].Plus(lost), w.dropped[l.id.Destination].Plus(lost)
 	case missing < 0:
 		again := -missing
-		for _, count := range []*uint64{&l.delivered, &l.buried, &l.handedOver, &l.filtered, &l.passed} {
+		for _, count := range []*uint64{&l.Delivered, &l.Buried, &l.HandedOver, &l.Filtered, &l.Passed} {
 			part := min(int64(*count), again)
 			*count -= uint64(part)
 			again -= part
@@ -528,7 +579,7 @@ func (w *rebuilder) repairLane(l *lane, first, head uint64) (need uint64, err er
 	if err := w.writeLane(l, retries); err != nil {
 		return 0, err
 	}
-	if need = l.next; l.readAll() {
+	if need = l.Next; l.ReadAll() {
 		need = head + 1
 	}
 	for seq := range l.open {
@@ -544,26 +595,26 @@ func (w *rebuilder) repairLane(l *lane, first, head uint64) (need uint64, err er
 // their indexes. The number of entries is no proof: a damaged part can contain new entries and
 // the deletions of as many old ones.
 func (w *rebuilder) retriesUncertain(l *lane, retries map[uint64]*salvagedRetry) bool {
-	return l.retries > 0 && (uint64(len(retries)) < l.retries ||
-		w.s.maybeMissing(key(prefixRetry, l.number)) && w.s.maybeMissing(key(prefixDue, l.number)))
+	return l.Retries > 0 && (uint64(len(retries)) < l.Retries ||
+		w.s.maybeMissing(codec.Key(codec.PrefixRetry, l.number)) && w.s.maybeMissing(codec.Key(codec.PrefixDue, l.number)))
 }
 
 func (w *rebuilder) writeLane(l *lane, retries map[uint64]*salvagedRetry) error {
-	for _, prefix := range []byte{prefixRetry, prefixDue} {
-		if err := w.b.DeleteRange(key(prefix, l.number), after(prefix, l.number), nil); err != nil {
+	for _, prefix := range []byte{codec.PrefixRetry, codec.PrefixDue} {
+		if err := w.b.DeleteRange(codec.Key(prefix, l.number), codec.After(prefix, l.number), nil); err != nil {
 			return err
 		}
 	}
 	for seq, r := range retries {
 		err := errors.Join(
-			w.set(key(prefixRetry, l.number, seq), appendRetry(nil, r.due, r.attempt, &r.failure)),
-			w.set(key(prefixDue, l.number, uint64(r.due), seq), binary.AppendUvarint(nil, uint64(r.attempt))),
+			w.set(codec.Key(codec.PrefixRetry, l.number, seq), codec.AppendRetry(nil, r.due, r.attempt, &r.failure)),
+			w.set(codec.Key(codec.PrefixDue, l.number, uint64(r.due), seq), binary.AppendUvarint(nil, uint64(r.attempt))),
 		)
 		if err != nil {
 			return err
 		}
 	}
-	return w.set(key(prefixLane, l.number), l.encode(nil, slices.Collect(maps.Keys(l.open))))
+	return w.set(codec.Key(codec.PrefixLane, l.number), l.Encode(nil, slices.Collect(maps.Keys(l.open))))
 }
 
 func (w *rebuilder) exists(k []byte) (bool, error) {
@@ -580,34 +631,34 @@ func (w *rebuilder) exists(k []byte) (bool, error) {
 // repairLanes removes entries without a lane, and counts lost messages in the ledgers of
 // dropped lanes.
 func (w *rebuilder) repairLanes() error {
-	for _, prefix := range []byte{prefixLane, prefixRetry, prefixDue} {
+	for _, prefix := range []byte{codec.PrefixLane, codec.PrefixRetry, codec.PrefixDue} {
 		var stray []uint64
 		err := w.scan([]byte{prefix}, func(k, _ []byte) error {
-			if n := number(k, 0); w.lanes[n] == nil && !slices.Contains(stray, n) {
+			if n := codec.Number(k, 0); w.lanes[n] == nil && !slices.Contains(stray, n) {
 				stray = append(stray, n)
 			}
 			return nil
 		})
 		for _, n := range stray {
-			err = errors.Join(err, w.b.DeleteRange(key(prefix, n), after(prefix, n), nil))
+			err = errors.Join(err, w.b.DeleteRange(codec.Key(prefix, n), codec.After(prefix, n), nil))
 		}
 		if err != nil {
 			return err
 		}
 	}
 	for _, n := range slices.Sorted(maps.Keys(w.sources)) {
-		k := key(prefixDropped, n)
+		k := codec.Key(codec.PrefixDropped, n)
 		ledger := w.dropped[w.sources[n]]
 		if err := w.scan(k, func(_, v []byte) error {
-			if d := (decoder{b: v}); !d.bad {
-				ledger = ledger.Plus(d.dropped())
+			if d := (codec.Decoder{Rest: v}); !d.Bad {
+				ledger = ledger.Plus(d.Dropped())
 			}
 			return nil
 		}); err != nil {
 			return err
 		}
 		if ledger != (queue.Ledger{}) {
-			if err := w.set(k, appendDropped(nil, ledger)); err != nil {
+			if err := w.set(k, codec.AppendDropped(nil, ledger)); err != nil {
 				return err
 			}
 		}
@@ -620,38 +671,37 @@ func (w *rebuilder) repairDestinations() error {
 	all, had := map[string]*destination{}, map[string]int64{}
 	get := func(name string) *destination {
 		if all[name] == nil {
-			all[name] = &destination{name: name}
+			all[name] = &destination{}
 		}
 		return all[name]
 	}
 	for _, l := range w.lanes {
 		get(l.id.Destination).dropped = w.dropped[l.id.Destination]
 	}
-	err := w.scan([]byte{prefixDest}, func(k, v []byte) error {
-		d, x := (decoder{b: v}), get(string(k[1:]))
-		had[x.name] = int64(d.uvarint())
-		d.uvarint()
-		if len(d.b) > 0 {
-			x.dropped = x.dropped.Plus(d.dropped())
-		}
+	err := w.scan([]byte{codec.PrefixDest}, func(k, v []byte) error {
+		d, name := (codec.Decoder{Rest: v}), string(k[1:])
+		letters, _, dropped := d.Destination()
+		had[name] = letters
+		x := get(name)
+		x.dropped = x.dropped.Plus(dropped)
 		return nil
 	})
 	if err != nil {
 		return err
 	}
-	if err := w.b.DeleteRange([]byte{prefixDest}, []byte{prefixDest + 1}, nil); err != nil {
+	if err := w.b.DeleteRange([]byte{codec.PrefixDest}, []byte{codec.PrefixDest + 1}, nil); err != nil {
 		return err
 	}
-	err = w.scan([]byte{prefixDeadLetter}, func(k, v []byte) error {
+	err = w.scan([]byte{codec.PrefixDeadLetter}, func(k, v []byte) error {
 		if len(k) < 3+24 {
 			return nil
 		}
-		if _, err := decodeDeadLetter(k, v); err != nil {
+		if _, err := codec.DecodeDeadLetter(k, v); err != nil {
 			return w.b.Delete(k, nil)
 		}
 		d := get(string(k[3 : len(k)-24]))
-		d.count.Add(1)
-		d.bytes.Add(int64(len(k) + len(v)))
+		d.letters++
+		d.bytes += int64(len(k) + len(v))
 		w.noteNumber(binary.BigEndian.Uint64(k[len(k)-16:]))
 		return nil
 	})
@@ -660,32 +710,37 @@ func (w *rebuilder) repairDestinations() error {
 	}
 	for _, name := range slices.Sorted(maps.Keys(all)) {
 		d := all[name]
-		if lost := had[name] - d.count.Load(); lost > 0 {
+		if lost := had[name] - d.letters; lost > 0 {
 			w.reportLoss("%d dead letters of %s", lost, name)
-		} else if w.s.maybeMissing(destinationKey(name)) && w.s.maybeMissing(deadLetterPrefix(name)) {
+		} else if w.s.maybeMissing(codec.DestinationKey(name)) && w.s.maybeMissing(codec.DeadLetterPrefix(name)) {
 			w.reportLoss("possibly dead letters of %s: their count may be outdated", name)
 		}
-		d.put(w.b)
+		if d.letters == 0 && d.dropped == (queue.Ledger{}) {
+			continue
+		}
+		if err := w.set(codec.DestinationKey(name), codec.AppendDestination(nil, d.letters, d.bytes, d.dropped)); err != nil {
+			return err
+		}
 	}
 	return nil
 }
 
 func (w *rebuilder) repairMeta() error {
 	return errors.Join(
-		w.set(keyFormat, binary.AppendUvarint(nil, format)),
-		w.set(keyLastNumber, binary.AppendUvarint(nil, max(w.highest, w.last()))),
+		w.set(codec.KeyFormat, binary.AppendUvarint(nil, codec.Format)),
+		w.set(codec.KeyLastNumber, binary.AppendUvarint(nil, max(w.highest, w.last()))),
 	)
 }
 
 // last is the last assigned number, 0 when it is unknown.
 func (w *rebuilder) last() uint64 {
-	v, closer, err := w.db.Get(keyLastNumber)
+	v, closer, err := w.db.Get(codec.KeyLastNumber)
 	if err != nil {
 		return 0
 	}
 	defer func() { _ = closer.Close() }()
-	d := decoder{b: v}
-	return d.uvarint()
+	d := codec.Decoder{Rest: v}
+	return d.Uvarint()
 }
 
 func laneName(id queue.LaneID) string {

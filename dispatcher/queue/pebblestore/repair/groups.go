@@ -1,4 +1,4 @@
-package pebblestore
+package repair
 
 import (
 	"encoding/binary"
@@ -8,6 +8,7 @@ import (
 	"github.com/cockroachdb/pebble/v2"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
 )
 
 // repairGroups makes the ledger of each group agree with the pending messages of its lanes.
@@ -15,11 +16,11 @@ import (
 // message is in some lane.
 func (w *rebuilder) repairGroups() error {
 	groups := map[queue.LaneID]*group{}
-	err := w.scan(keyGroups, func(k, v []byte) error {
-		d := decoder{b: v}
-		if id := d.laneName(); !d.bad && len(k) == 10 {
+	err := w.scan(codec.KeyGroups, func(k, v []byte) error {
+		d := codec.Decoder{Rest: v}
+		if id := d.LaneName(); !d.Bad && len(k) == 10 {
 			w.noteNumber(binary.BigEndian.Uint64(k[2:]))
-			groups[id] = newGroup(id, binary.BigEndian.Uint64(k[2:]), nil, nil)
+			groups[id] = &group{id: id, number: binary.BigEndian.Uint64(k[2:])}
 		}
 		return nil
 	})
@@ -33,10 +34,10 @@ func (w *rebuilder) repairGroups() error {
 		g := groups[l.id.Group()]
 		if g == nil {
 			w.noteNumber(w.highest + 1)
-			g = newGroup(l.id, w.highest, nil, nil)
+			g = &group{id: l.id.Group(), number: w.highest}
 			groups[g.id] = g
-			name := binary.BigEndian.AppendUint64(append([]byte(nil), keyGroups...), g.number)
-			if err := w.set(name, appendLaneName(nil, g.id)); err != nil {
+			name := binary.BigEndian.AppendUint64(append([]byte(nil), codec.KeyGroups...), g.number)
+			if err := w.set(name, codec.AppendLaneName(nil, g.id)); err != nil {
 				return err
 			}
 		}
@@ -54,72 +55,72 @@ func (w *rebuilder) repairGroups() error {
 }
 
 func (w *rebuilder) repairGroup(g *group) error {
-	v, err := w.value(key(prefixGroup, g.number))
+	v, err := w.value(codec.Key(codec.PrefixGroup, g.number))
 	if err == nil && v != nil {
-		err = g.decode(v)
+		err = g.Decode(v)
 	}
 	if err != nil || v == nil {
-		if err != nil && !errors.Is(err, errMalformed) {
+		if err != nil && !errors.Is(err, codec.ErrMalformed) {
 			return err
 		}
 		w.reportLoss("the ledger of %s: its counters restart at zero", laneName(g.id))
-		g.groupState = groupState{start: never}
+		g.GroupState = codec.GroupState{Start: codec.Never}
 		for _, l := range g.lanes {
-			g.start = min(g.start, l.start)
+			g.Start = min(g.Start, l.Start)
 		}
 	}
-	g.shared = g.shared || len(g.lanes) > 1
-	head := w.heads[g.log.number].seq
+	g.Shared = g.Shared || len(g.lanes) > 1
+	head := w.heads[g.log].seq
 	retries := map[*lane]map[uint64]bool{}
-	low, end := uint64(never), uint64(0)
+	low, end := uint64(codec.Never), uint64(0)
 	for _, l := range g.lanes {
 		retries[l] = map[uint64]bool{}
-		err := w.scan(key(prefixRetry, l.number), func(k, _ []byte) error {
-			retries[l][number(k, 1)] = true
+		err := w.scan(codec.Key(codec.PrefixRetry, l.number), func(k, _ []byte) error {
+			retries[l][codec.Number(k, 1)] = true
 			return nil
 		})
 		if err != nil {
 			return err
 		}
-		low = min(low, l.next)
+		low = min(low, l.Next)
 		for seq := range l.open {
 			low = min(low, seq)
 		}
 		for seq := range retries[l] {
 			low = min(low, seq)
 		}
-		if end = max(end, l.end-min(l.end, 1)); l.end == 0 {
-			end = never
+		if end = max(end, l.End-min(l.End, 1)); l.End == 0 {
+			end = codec.Never
 		}
 	}
 	limit := min(head, end)
-	g.start = min(g.start, limit)
+	g.Start = min(g.Start, limit)
 	var bits []byte
-	block := uint64(never)
+	block := uint64(codec.Never)
 	pending := uint64(0)
-	for seq := max(low, g.start+1); seq <= limit; seq++ {
-		if seq/blockBits != block {
-			block = seq / blockBits
-			if bits, err = w.value(key(prefixBits, g.number, block)); err != nil {
+	for seq := max(low, g.Start+1); seq <= limit; seq++ {
+		if seq/codec.BlockBits != block {
+			block = seq / codec.BlockBits
+			if bits, err = w.value(codec.Key(codec.PrefixBits, g.number, block)); err != nil {
 				return err
 			}
 		}
-		in, word := seq%blockBits, 8*(seq%blockBits/64)
-		final := g.shared && len(bits) == blockBits/8 && binary.BigEndian.Uint64(bits[word:])&(1<<(in%64)) != 0
-		if g.afterGap(seq) != seq {
+		in, word := seq%codec.BlockBits, 8*(seq%codec.BlockBits/64)
+		final := g.Shared && len(bits) == codec.BlockBits/8 && binary.BigEndian.Uint64(bits[word:])&(1<<(in%64)) != 0
+		if g.Gaps.After(seq) != seq {
 			continue
 		}
 		for _, l := range g.lanes {
-			_, open := l.open[seq]
-			unread := seq >= l.next && seq > l.start && (l.end == 0 || seq < l.end)
+			open := l.open[seq]
+			unread := seq >= l.Next && seq > l.Start && (l.End == 0 || seq < l.End)
 			switch {
 			case !final && (open || unread || retries[l][seq]):
 				pending++
 			case final && (open || retries[l][seq]):
-				var rec record
-				if v, err := w.value(key(prefixMessage, g.log.number, seq)); err != nil {
+				var rec codec.Record
+				if v, err := w.value(codec.Key(codec.PrefixMessage, g.log, seq)); err != nil {
 					return err
-				} else if rec.decode(v) == nil && rec.code == codeDelete {
+				} else if rec.Decode(v) == nil && rec.Code == codec.CodeDelete {
 					pending++ // "delete" messages are pending per lane.
 				}
 				continue
@@ -129,29 +130,29 @@ func (w *rebuilder) repairGroup(g *group) error {
 			break
 		}
 	}
-	g.passed = min(g.passed, limit-g.start)
-	settled := int64(limit-g.start-g.passed+g.extra) - int64(pending)
+	g.Passed = min(g.Passed, limit-g.Start)
+	settled := int64(limit-g.Start-g.Passed+g.Extra) - int64(pending)
 	if settled < 0 {
-		g.extra += uint64(-settled)
+		g.Extra += uint64(-settled)
 		settled = 0
 	}
-	if diff := settled - int64(g.settled()); diff > 0 {
-		g.discarded += uint64(diff)
+	if diff := settled - int64(g.Settled()); diff > 0 {
+		g.Discarded += uint64(diff)
 		w.reportLoss("the outcome of %d messages of %s", diff, laneName(g.id))
 	} else {
 		again := uint64(-diff)
-		for _, count := range []*uint64{&g.delivered, &g.buried, &g.filtered, &g.discarded} {
+		for _, count := range []*uint64{&g.Delivered, &g.Buried, &g.Filtered, &g.Discarded} {
 			part := min(*count, again)
 			*count -= part
 			again -= part
 		}
 	}
-	g.handovers = 0
-	err = w.scan(key(prefixHandover, g.number), func([]byte, []byte) error {
-		g.handovers++
+	g.Handovers = 0
+	err = w.scan(codec.Key(codec.PrefixHandover, g.number), func([]byte, []byte) error {
+		g.Handovers++
 		return nil
 	})
-	return errors.Join(err, w.set(key(prefixGroup, g.number), g.encode()))
+	return errors.Join(err, w.set(codec.Key(codec.PrefixGroup, g.number), g.Encode()))
 }
 
 // value returns a copy of the current value of a key, nil when there is none.

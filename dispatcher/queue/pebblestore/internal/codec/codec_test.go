@@ -1,4 +1,4 @@
-package pebblestore
+package codec
 
 import (
 	"encoding/hex"
@@ -15,15 +15,15 @@ import (
 func TestRecordIsThatOfTheFirstRelease(t *testing.T) {
 	const first = "0000018bcfe5687b" + "0000000000000007" + "02" + "026d31" + "0145" + "01" + "0873686f702f63726d" + "00" + "7b7d"
 	m := queue.Message{Source: "shop/web", ID: "m1", Type: "track", Event: "E", AcceptedAt: time.UnixMilli(1_700_000_000_123), Skip: []string{"shop/crm"}, Body: []byte("{}")}
-	if got := hex.EncodeToString(appendRecord(nil, &m, 7)); got != first {
+	if got := hex.EncodeToString(AppendRecord(nil, &m, 7)); got != first {
 		t.Errorf("stored as %s, by the first release as %s", got, first)
 	}
 	v, err := hex.DecodeString(first)
 	if err != nil {
 		t.Fatal(err)
 	}
-	var r record
-	if err := r.decode(v); err != nil || string(r.id) != "m1" || types[r.code] != "track" || string(r.event) != "E" || len(r.trace) != 0 || string(r.body) != "{}" {
+	var r Record
+	if err := r.Decode(v); err != nil || string(r.ID) != "m1" || Types[r.Code] != "track" || string(r.Event) != "E" || len(r.Trace) != 0 || string(r.Body) != "{}" {
 		t.Errorf("%+v, %v", r, err)
 	}
 }
@@ -35,22 +35,22 @@ func TestLongNumbersAreAnEntryOfSkip(t *testing.T) {
 	plain := m
 	plain.Skip = []string{"#", "shop/crm"}
 	m.LongNumbers = true
-	stored := appendRecord(nil, &m, 7)
-	if diff := cmp.Diff(hex.EncodeToString(appendRecord(nil, &plain, 7)), hex.EncodeToString(stored)); diff != "" {
+	stored := AppendRecord(nil, &m, 7)
+	if diff := cmp.Diff(hex.EncodeToString(AppendRecord(nil, &plain, 7)), hex.EncodeToString(stored)); diff != "" {
 		t.Errorf("stored record (-want +got):\n%s", diff)
 	}
-	var r record
-	if err := r.decode(stored); err != nil || !r.long {
-		t.Errorf("long = %t, %v, want true", r.long, err)
+	var r Record
+	if err := r.Decode(stored); err != nil || !r.Long {
+		t.Errorf("long = %t, %v, want true", r.Long, err)
 	}
-	for destination, want := range map[string]verdict{"shop/crm": filtered, "shop/mail": wanted} {
-		if got := r.verdict(queue.LaneID{Source: "shop/web", Destination: destination}); got != want {
+	for destination, want := range map[string]Verdict{"shop/crm": Filtered, "shop/mail": Wanted} {
+		if got := r.Verdict(queue.LaneID{Source: "shop/web", Destination: destination}); got != want {
 			t.Errorf("verdict for %s = %d, want %d", destination, got, want)
 		}
 	}
 	m.LongNumbers = false
-	if err := r.decode(appendRecord(nil, &m, 7)); err != nil || r.long {
-		t.Errorf("long = %t of an unmarked record, %v, want false", r.long, err)
+	if err := r.Decode(AppendRecord(nil, &m, 7)); err != nil || r.Long {
+		t.Errorf("long = %t of an unmarked record, %v, want false", r.Long, err)
 	}
 }
 
@@ -62,7 +62,7 @@ func TestRecordSizeIsExact(t *testing.T) {
 		{ID: "m1", Type: "track", LongNumbers: true, Skip: make([]string, 127)},
 		{ID: "m1", Type: "a new type", TraceParent: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", Skip: []string{"a", "b"}, Only: "c", Body: make([]byte, 300)},
 	} {
-		if size, got := recordSize(&m), len(appendRecord(nil, &m, 1<<40)); size != got {
+		if size, got := RecordSize(&m), len(AppendRecord(nil, &m, 1<<40)); size != got {
 			t.Errorf("a record of %d bytes has the size %d", got, size)
 		}
 	}

@@ -1,10 +1,9 @@
-package pebblestore
+package repair
 
 import (
 	"bytes"
 	"context"
 	"fmt"
-	"io"
 	"math"
 	"path/filepath"
 	"slices"
@@ -14,11 +13,11 @@ import (
 	"github.com/cockroachdb/pebble/v2"
 	"github.com/cockroachdb/pebble/v2/batchrepr"
 	"github.com/cockroachdb/pebble/v2/sstable"
-	blocks "github.com/cockroachdb/pebble/v2/sstable/block"
-	"github.com/cockroachdb/pebble/v2/sstable/block/blockkind"
-	"github.com/cockroachdb/pebble/v2/sstable/colblk"
 	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/cockroachdb/pebble/v2/vfs/atomicfs"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/integrity"
 )
 
 // entry is an entry of an engine's file: the value of a key, or the deletion of a key or of all
@@ -30,20 +29,13 @@ type entry struct {
 	kind       pebble.InternalKeyKind
 }
 
-// DamagedFile is a file, or a part of one, that cannot be read.
-type DamagedFile struct {
-	Path string
-	// The description of the damage, and its place in the file.
-	What string
-}
-
 // salvager reads the files of a store without the engine: all sound parts of them, regardless
 // of damaged ones.
 type salvager struct {
 	fs           vfs.FS
 	dir          string
 	tables, logs []string
-	damaged      []DamagedFile
+	damaged      []integrity.DamagedFile
 	unreadable   []string // Tables that cannot be read at all.
 	// missing are the ranges of keys whose newest entries may be in a damaged part.
 	missing       []keyRange
@@ -68,7 +60,7 @@ func (s *salvager) inBlock(prefix []byte) bool {
 }
 
 func (r keyRange) holds(prefix []byte) bool {
-	return bytes.Compare(r.first, endOf(prefix)) < 0 && bytes.Compare(r.last, prefix) >= 0
+	return bytes.Compare(r.first, codec.EndOf(prefix)) < 0 && bytes.Compare(r.last, prefix) >= 0
 }
 
 // addMissing records that entries with keys from first to last cannot be read, or entries with any
@@ -112,7 +104,7 @@ func newSalvager(dir string, lock *pebble.Lock) (*salvager, error) {
 func (s *salvager) path(name string) string { return s.fs.PathJoin(s.dir, name) }
 
 func (s *salvager) addDamage(name, format string, args ...any) {
-	d := DamagedFile{s.path(name), fmt.Sprintf(format, args...)}
+	d := integrity.DamagedFile{Path: s.path(name), What: fmt.Sprintf(format, args...)}
 	if !slices.Contains(s.damaged, d) {
 		s.damaged = append(s.damaged, d)
 	}
@@ -135,26 +127,26 @@ func (s *salvager) readManifest() (oldest uint64) {
 		s.addDamage("marker.manifest.*", "the file is missing or damaged")
 		return 0
 	}
-	data, err := readAll(s.fs, s.path(name))
+	data, err := integrity.ReadFile(s.fs, s.path(name))
 	if err != nil {
 		s.addDamage(name, "%v", err)
 		return 0
 	}
 	s.manifestSound = true
-	if was, err := readAll(s.fs, s.path(cleanName)); err == nil && string(was) != fingerprint(name, data) {
+	if was, err := integrity.ReadFile(s.fs, s.path(integrity.CleanName)); err == nil && string(was) != integrity.Fingerprint(name, data) {
 		s.addDamage(name, "it changed since the store was closed")
 		s.manifestSound = false
 	}
-	if at, torn := soundManifest(data); !torn {
+	if at, torn := integrity.SoundManifest(data); !torn {
 		s.addDamage(name, "an entry after byte %d is damaged", at)
 		s.manifestSound = false
 	}
-	oldest = oldestLog(data)
-	check, err := checkJournals(s.fs, s.dir, name, oldest)
+	oldest = integrity.OldestLog(data)
+	check, err := integrity.CheckJournals(s.fs, s.dir, name, oldest)
 	if err != nil {
 		s.addDamage(name, "%v", err)
 	}
-	for _, d := range append(check.damaged, check.torn...) {
+	for _, d := range append(check.Damaged, check.Torn...) {
 		s.damaged = append(s.damaged, d)
 		if d.Path == s.path(name) {
 			s.manifestSound = false // The manifest holds no entries: without it, every table is read.
@@ -191,9 +183,9 @@ func (s *salvager) liveTables(lock *pebble.Lock) map[uint64]bool {
 }
 
 // damages lists the damaged files. When the salvager finds none, it returns the engine's error.
-func (s *salvager) damages() []DamagedFile {
+func (s *salvager) damages() []integrity.DamagedFile {
 	if len(s.damaged) == 0 && s.unopened != nil {
-		return []DamagedFile{{s.dir, firstLine(s.unopened)}}
+		return []integrity.DamagedFile{{Path: s.dir, What: firstLine(s.unopened)}}
 	}
 	return s.damaged
 }
@@ -249,7 +241,7 @@ func (s *salvager) table(name string, fn func(entry) error) error {
 		s.addDamage(name, "its deleted ranges: %s", firstLine(err))
 		s.addMissing(nil, nil)
 	}
-	parts, err := index(ctx, r)
+	parts, err := integrity.TableBlocks(ctx, r)
 	if err != nil {
 		s.addUnreadable(name, "its index: %s", firstLine(err))
 		return nil
@@ -259,57 +251,22 @@ func (s *salvager) table(name string, fn func(entry) error) error {
 		if err := s.block(name, r, from, b, fn); err != nil {
 			return err
 		}
-		from = append(slices.Clone(b.last), 0)
+		from = append(slices.Clone(b.Last), 0)
 	}
 	return nil
 }
 
-// tableBlock is a block of a table, and an upper bound of its keys.
-type tableBlock struct {
-	blocks.Handle
-	last []byte
-}
-
-// index lists the blocks of a table.
-func index(ctx context.Context, r *sstable.Reader) (all []tableBlock, err error) {
-	layout, err := r.Layout()
-	if err != nil {
-		return nil, err
-	}
-	for _, at := range layout.Index {
-		h, err := r.BlockReader().Read(ctx, blocks.NoReadEnv, nil, at, blockkind.Index, colblk.InitIndexBlockMetadata)
-		if err != nil {
-			return nil, err
-		}
-		var it colblk.IndexIter
-		if err := it.Init(pebble.DefaultComparer, h.BlockData(), blocks.NoTransforms); err != nil {
-			h.Release()
-			return nil, err
-		}
-		for ok := it.First(); ok; ok = it.Next() {
-			data, err := it.BlockHandleWithProperties()
-			if err != nil {
-				h.Release()
-				return nil, err
-			}
-			all = append(all, tableBlock{data.Handle, slices.Clone(it.Separator())})
-		}
-		h.Release()
-	}
-	return all, nil
-}
-
 // block reads the entries of one block, whose keys begin at from.
-func (s *salvager) block(name string, r *sstable.Reader, from []byte, b tableBlock, fn func(entry) error) error {
+func (s *salvager) block(name string, r *sstable.Reader, from []byte, b integrity.TableBlock, fn func(entry) error) error {
 	reportError := func(err error) {
 		text := firstLine(err)
 		if strings.Contains(text, ": block ") && !strings.Contains(text, fmt.Sprintf(": block %d/", b.Offset)) {
 			return // The iterator read ahead; the other block is reported in its turn.
 		}
 		s.addDamage(name, "bytes %d to %d: %s", b.Offset, b.Offset+b.Length, text)
-		s.addMissing(from, b.last)
+		s.addMissing(from, b.Last)
 	}
-	it, err := r.NewIter(sstable.NoTransforms, from, append(slices.Clone(b.last), 0), sstable.AssertNoBlobHandles)
+	it, err := r.NewIter(sstable.NoTransforms, from, append(slices.Clone(b.Last), 0), sstable.AssertNoBlobHandles)
 	if err != nil {
 		reportError(err)
 		return nil
@@ -333,16 +290,16 @@ func (s *salvager) block(name string, r *sstable.Reader, from []byte, b tableBlo
 
 // log reads the sound batches of a write-ahead log, also those after damage.
 func (s *salvager) log(name string, fn func(entry) error) error {
-	number, _ := logNumber(name)
-	named := false // checkJournals reports the first damaged part.
+	number, _ := integrity.LogNumber(name)
+	named := false // integrity.CheckJournals reports the first damaged part.
 	var failed error
-	_, err := scanLogFile(s.fs, s.path(name), number, math.MaxInt, nil, func(rec logRecord) error {
-		if rec.gap >= 0 && named {
-			s.addDamage(name, "bytes %d to %d", rec.gap, rec.at)
+	_, err := integrity.ScanLogFile(s.fs, s.path(name), number, math.MaxInt, nil, func(rec integrity.LogRecord) error {
+		if rec.Gap >= 0 && named {
+			s.addDamage(name, "bytes %d to %d", rec.Gap, rec.At)
 			s.addMissing(nil, nil)
 		}
-		named = named || rec.gap >= 0
-		failed = s.batch(name, int(rec.at), rec.data, fn)
+		named = named || rec.Gap >= 0
+		failed = s.batch(name, int(rec.At), rec.Data, fn)
 		return failed
 	})
 	if err != nil && failed == nil {
@@ -378,15 +335,6 @@ func (s *salvager) batch(name string, at int, batch []byte, fn func(entry) error
 	}
 }
 
-func readAll(fs vfs.FS, path string) ([]byte, error) {
-	f, err := fs.Open(path)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { _ = f.Close() }()
-	return io.ReadAll(f)
-}
-
 func firstLine(err error) string {
 	text, _, _ := strings.Cut(err.Error(), "\n") // The engine adds stacks.
 	return text
@@ -394,7 +342,8 @@ func firstLine(err error) string {
 
 type discardLogger struct{}
 
-func (discardLogger) Infof(string, ...any)  {}
+func (discardLogger) Infof(string, ...any) {}
+
 func (discardLogger) Errorf(string, ...any) {}
 
 // Fatalf is never called by a read-only store.
@@ -415,7 +364,7 @@ type deletedRange struct {
 // rangeGroup is the common prefix of the keys of a deleted range, so that each key is compared
 // with few ranges.
 func rangeGroup(key []byte) string {
-	if len(key) > 9 && (key[0] == prefixMessage || key[0] == prefixRetry || key[0] == prefixDue) {
+	if len(key) > 9 && (key[0] == codec.PrefixMessage || key[0] == codec.PrefixRetry || key[0] == codec.PrefixDue) {
 		return string(key[:9])
 	}
 	return ""
@@ -423,7 +372,7 @@ func rangeGroup(key []byte) string {
 
 // onceOnly reports whether a key never gets another value.
 func onceOnly(key []byte) bool {
-	return key[0] == prefixMessage || key[0] == prefixDuplicate || key[0] == prefixDeadLetter
+	return key[0] == codec.PrefixMessage || key[0] == codec.PrefixDuplicate || key[0] == codec.PrefixDeadLetter
 }
 
 func (v *survey) add(e entry) error {

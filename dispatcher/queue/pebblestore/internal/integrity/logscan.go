@@ -1,4 +1,4 @@
-package pebblestore
+package integrity
 
 import (
 	"bytes"
@@ -26,14 +26,14 @@ const (
 	walSyncHeader = 19
 )
 
-// logRecord is a sound record of a log.
-type logRecord struct {
-	at, end int64 // Its bytes in the file.
-	// gap is the start of the damage directly before the record; -1 without damage.
-	gap int64
-	// data are the first bytes of the record, bounded by the scan. They are valid only during
+// LogRecord is a sound record of a log.
+type LogRecord struct {
+	At, end int64 // Its bytes in the file.
+	// Gap is the start of the damage directly before the record; -1 without damage.
+	Gap int64
+	// Data are the first bytes of the record, bounded by the scan. They are valid only during
 	// the call.
-	data []byte
+	Data []byte
 }
 
 // logEnd describes the end of a log.
@@ -49,9 +49,9 @@ type logEnd struct {
 // continues with the next chunk by the length in the damaged chunk's header, or with the next
 // block. It never searches for a chunk within a payload, because payloads contain data of
 // clients.
-func scanLog(r io.Reader, number uint64, keep int, first func(payload []byte), record func(logRecord) error) (end logEnd, err error) {
+func scanLog(r io.Reader, number uint64, keep int, first func(payload []byte), record func(LogRecord) error) (end logEnd, err error) {
 	block := make([]byte, walBlock)
-	rec := logRecord{at: -1, gap: -1} // The record being read, if at >= 0.
+	rec := LogRecord{At: -1, Gap: -1} // The record being read, if at >= 0.
 	gap, damaged := int64(-1), false
 	for base := int64(0); ; base += walBlock {
 		n, err := io.ReadFull(r, block)
@@ -74,11 +74,11 @@ func scanLog(r io.Reader, number uint64, keep int, first func(payload []byte), r
 			begins := c.position == fullChunk || c.position == firstChunk
 			switch {
 			case c.endMark:
-				if end.closed = !damaged && rec.at < 0; end.closed {
+				if end.closed = !damaged && rec.At < 0; end.closed {
 					end.sound = base + int64(p) + walHeader
 				}
 				return end, nil
-			case c.sound && begins == (rec.at < 0):
+			case c.sound && begins == (rec.At < 0):
 			case c.sound && gap >= 0: // The rest of a record with a damaged beginning.
 				p += c.size
 				continue
@@ -86,10 +86,10 @@ func scanLog(r io.Reader, number uint64, keep int, first func(payload []byte), r
 				if gap < 0 {
 					gap = base + int64(p)
 				}
-				if rec.at >= 0 {
-					gap = rec.at
+				if rec.At >= 0 {
+					gap = rec.At
 				}
-				damaged, rec.at = true, -1
+				damaged, rec.At = true, -1
 				switch {
 				case c.sound && begins: // The next record; the rest of this one is missing.
 				case c.size > 0:
@@ -101,13 +101,13 @@ func scanLog(r io.Reader, number uint64, keep int, first func(payload []byte), r
 			}
 			payload := rest[c.header:c.size]
 			if begins {
-				rec = logRecord{at: base + int64(p), gap: gap, data: rec.data[:0]}
+				rec = LogRecord{At: base + int64(p), Gap: gap, Data: rec.Data[:0]}
 				gap = -1
 				if first != nil {
 					first(payload)
 				}
 			}
-			rec.data = append(rec.data, payload[:min(len(payload), max(keep-len(rec.data), 0))]...)
+			rec.Data = append(rec.Data, payload[:min(len(payload), max(keep-len(rec.Data), 0))]...)
 			p += c.size
 			if !damaged {
 				end.sound = base + int64(p)
@@ -117,7 +117,7 @@ func scanLog(r io.Reader, number uint64, keep int, first func(payload []byte), r
 				if err := record(rec); err != nil {
 					return end, err
 				}
-				rec.at = -1
+				rec.At = -1
 			}
 		}
 	}

@@ -1,0 +1,70 @@
+package codec
+
+import (
+	"encoding/binary"
+)
+
+// GroupState is the durable state of a group without its bits: one value.
+type GroupState struct {
+	Start     uint64 // The group has the messages after this one.
+	Delivered uint64
+	Filtered  uint64
+	Buried    uint64
+	Discarded uint64
+	Passed    uint64 // Messages in the group's part of the log that are for other destinations.
+	// Extra counts the messages accepted beyond the group's part of the log: "delete" messages,
+	// which count once per lane, and messages of dropped lanes.
+	Extra     uint64
+	Handovers uint64 // Number of handover records.
+	Shared    bool   // The group had two lanes at some time; a group that is not shared has no bits.
+	Gaps      GapList
+}
+
+// Gap is a part of the log, both ends included, that was appended after all lanes had ended and
+// before a lane continued or was opened. Its messages are not for the group.
+type Gap struct{ From, To uint64 }
+
+func (g *GroupState) Encode() []byte {
+	var v []byte
+	shared := uint64(0)
+	if g.Shared {
+		shared = 1
+	}
+	for _, n := range [...]uint64{g.Start, g.Delivered, g.Filtered, g.Buried, g.Discarded, g.Passed, g.Extra, g.Handovers, shared} {
+		v = binary.AppendUvarint(v, n)
+	}
+	for _, p := range g.Gaps {
+		v = binary.AppendUvarint(binary.AppendUvarint(v, p.From), p.To)
+	}
+	return v
+}
+
+func (g *GroupState) Decode(v []byte) error {
+	d := Decoder{Rest: v}
+	for _, n := range [...]*uint64{&g.Start, &g.Delivered, &g.Filtered, &g.Buried, &g.Discarded, &g.Passed, &g.Extra, &g.Handovers} {
+		*n = d.Uvarint()
+	}
+	g.Shared = d.Uvarint() != 0
+	for len(d.Rest) > 0 {
+		g.Gaps = append(g.Gaps, Gap{d.Uvarint(), d.Uvarint()})
+	}
+	return d.Err()
+}
+
+// BlockBits is the number of messages of one block of bits.
+const BlockBits = 4096
+
+// GapList are the gaps of a group, ascending.
+type GapList []Gap
+
+// After returns seq, or the first message after the gap that contains seq.
+func (g GapList) After(seq uint64) uint64 {
+	for _, p := range g {
+		if seq >= p.From && seq <= p.To {
+			seq = p.To + 1
+		}
+	}
+	return seq
+}
+
+func (g *GroupState) Settled() uint64 { return g.Delivered + g.Filtered + g.Buried + g.Discarded }
