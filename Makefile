@@ -15,8 +15,11 @@ tool = $(ALONE) go build -C $(TOOLS) -o $(BIN)/$(1) $(2)
 # Where envtest finds kube-apiserver and etcd; found, downloaded or built by the script.
 ASSETS = $${KUBEBUILDER_ASSETS:-$$(hack/envtest-assets)}
 # Packages to test and a pattern, for a quick look: make test PKG=./analytics/event RUN=TestFixedPoint
-PKG ?= ./...
+# work is every package of the modules in go.work.
+PKG ?= work
 RUN ?=
+# With it, a test that cannot run on this machine fails instead of being skipped (test/need).
+POSTHORN_TEST_ALL ?= 1
 # One set of flags for every build, here and in the tests' own builds, so that the Go
 # build cache serves them all. Only the race detector compiles everything again.
 export CGO_ENABLED := 0
@@ -54,13 +57,20 @@ run: ## Show the main job on this machine: no cluster needed, nothing left behin
 test: ## Run all tests against a real kube-apiserver and etcd.
 	@$(call tool,gotestsum,gotest.tools/gotestsum)
 	@# Compiled once: packages that run in parallel and miss it would compile it once each.
-	@if [[ '$(PKG)$(RUN)' == ./... ]]; then go build -o /dev/null ./cmd/posthorn; fi
-	@export KUBEBUILDER_ASSETS=$(ASSETS); \
+	@if [[ '$(PKG)$(RUN)' == work ]]; then go build -o /dev/null ./cmd/posthorn; fi
+	@export KUBEBUILDER_ASSETS=$(ASSETS) POSTHORN_TEST_ALL=$(POSTHORN_TEST_ALL); \
 	hack/test $(if $(RUN),-run '$(RUN)') $(PKG)
 	@# Alerts and dashboard, by Prometheus' own engine, in a module of its own.
-	@if [[ '$(PKG)$(RUN)' == ./... ]]; then cd test/monitoring && $(ALONE) go test -count=1 ./...; fi
+	@if [[ '$(PKG)$(RUN)' == work ]]; then cd test/monitoring && $(ALONE) go test -count=1 ./...; fi
 	@# How Flux, Helm and Argo CD read the conditions, by their own code, in a module of its own.
-	@if [[ '$(PKG)$(RUN)' == ./... ]]; then cd test/kstatus && $(ALONE) go test -count=1 ./...; fi
+	@if [[ '$(PKG)$(RUN)' == work ]]; then cd test/kstatus && $(ALONE) go test -count=1 ./...; fi
+
+# Packages whose tests start no built program; with -short they start no API server either.
+UNIT := ./analytics/... ./api/... ./cmd/... ./controllers/... ./dispatcher/... ./test/crds ./test/imports
+.PHONY: test-unit
+test-unit: ## Run the tests that need only Go, in a minute: no API server, no race detector, few random trials.
+	@# Some packages wait for timeouts, so more run at once than there are CPUs.
+	go test -short -count=1 -vet=off -p 6 $(UNIT)
 
 .PHONY: e2e
 e2e: ## Run the suite on a real cluster of its own (root, Debian); CLUSTER=kind for kind.
@@ -77,10 +87,12 @@ bench: ## Print speed: delivery, syncs of audiences, a cluster, HTTP clients, re
 
 ##@ Check
 
+# Prints the tree of all files that git does not ignore, committed or not, by an index of its own.
+SNAPSHOT := index=$$(mktemp) && cp "$$(git rev-parse --git-path index)" "$$index" && export GIT_INDEX_FILE=$$index && git add --all && git write-tree && rm "$$index"
 .PHONY: verify
-verify: generate lint ## Generate everything, lint, and fail on any difference.
-	@changed=$$(git status --porcelain --untracked-files=all); \
-	if [[ -n "$$changed" ]]; then echo "verify: generated files differ from what is committed, or files are not committed; run 'make generate' and commit:"; echo "$$changed"; git --no-pager diff | head -50; exit 1; fi
+verify: lint ## Lint, generate everything, and fail if a generated file was out of date.
+	@before=$$($(SNAPSHOT)); $(MAKE) --no-print-directory generate; after=$$($(SNAPSHOT)); \
+	if [[ $$before != $$after ]]; then echo "verify: these files were out of date and have been generated again:"; git --no-pager diff --stat --patch $$before $$after | head -60; exit 1; fi
 	@echo "verify: clean"
 
 .PHONY: generate

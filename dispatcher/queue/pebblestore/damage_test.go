@@ -452,7 +452,7 @@ func TestDamageSuite(t *testing.T) {
 	first := env("POSTHORN_DAMAGE_TRIAL", 1)
 	var sum struct{ trials, unharmed, refused, repaired, deadLetters, named, torn, tornMessages, acked, silent int }
 	byFile := map[string]int{}
-	for trial := first; trial < first+env("POSTHORN_DAMAGE_TRIALS", 66); trial++ {
+	for trial := first; trial < first+trials("POSTHORN_DAMAGE_TRIALS", 66); trial++ {
 		t.Run(fmt.Sprint("trial ", trial), func(t *testing.T) {
 			rnd := rand.New(rand.NewPCG(uint64(trial), 7))
 			end := []string{"killed", "killed", "power", "power", "closed"}[rnd.IntN(5)]

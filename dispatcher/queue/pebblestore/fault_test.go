@@ -72,7 +72,7 @@ func TestKill(t *testing.T) {
 	known := map[string]bool{}   // Acknowledged by Append.
 	settled := map[string]bool{} // Acknowledged by a worker.
 	durable := map[string]bool{} // A worker acknowledged these messages long enough before the kill.
-	for round := range env("POSTHORN_KILL_ROUNDS", 5) {
+	for round := range trials("POSTHORN_KILL_ROUNDS", 5) {
 		cmd := exec.Command(os.Args[0], "-test.run=^TestKill$")
 		cmd.Env = append(os.Environ(), "POSTHORN_KILL_DIR="+dir, fmt.Sprint("POSTHORN_KILL_ROUND=", round))
 		out, err := cmd.StdoutPipe()

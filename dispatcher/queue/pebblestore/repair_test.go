@@ -8,7 +8,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -167,15 +166,9 @@ func damageRandomFile(t *testing.T, rnd *rand.Rand, dir string) string {
 // reports lost data. POSTHORN_DAMAGE_SEEDS sets the number of seeds, POSTHORN_DAMAGE_SEED the
 // first one.
 func TestRepair(t *testing.T) {
-	number := func(name string, normal int) int {
-		if n, err := strconv.Atoi(os.Getenv(name)); err == nil {
-			return n
-		}
-		return normal
-	}
-	first := number("POSTHORN_DAMAGE_SEED", 1)
+	first := env("POSTHORN_DAMAGE_SEED", 1)
 	all := struct{ found, lossless, messages, lost, again int }{}
-	for seed := first; seed < first+number("POSTHORN_DAMAGE_SEEDS", 20); seed++ {
+	for seed := first; seed < first+trials("POSTHORN_DAMAGE_SEEDS", 20); seed++ {
 		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 			rnd := rand.New(rand.NewPCG(uint64(seed), 0))
 			x := makeFilledStore(t, rnd)

@@ -107,11 +107,19 @@ func env(name string, otherwise int) int {
 	return otherwise
 }
 
+// trials is env for a number of random trials, of which -short runs a tenth.
+func trials(name string, otherwise int) int {
+	if testing.Short() {
+		otherwise = (otherwise + 9) / 10
+	}
+	return env(name, otherwise)
+}
+
 // TestCrashes simulates power losses at random moments of random operations.
 // POSTHORN_CRASH_SEEDS sets the number of seeds, POSTHORN_CRASH_SEED the first one.
 func TestCrashes(t *testing.T) {
 	first := env("POSTHORN_CRASH_SEED", 1)
-	for seed := first; seed < first+env("POSTHORN_CRASH_SEEDS", 20); seed++ {
+	for seed := first; seed < first+trials("POSTHORN_CRASH_SEEDS", 20); seed++ {
 		t.Run(strconv.Itoa(seed), func(t *testing.T) {
 			storetest.Model(t, uint64(seed), 400, crashing)
 		})
@@ -122,7 +130,7 @@ func TestCrashes(t *testing.T) {
 // on a group. The variables of TestCrashes set the seeds.
 func TestGroupCrashes(t *testing.T) {
 	first := env("POSTHORN_CRASH_SEED", 1)
-	for seed := first; seed < first+env("POSTHORN_CRASH_SEEDS", 20); seed++ {
+	for seed := first; seed < first+trials("POSTHORN_CRASH_SEEDS", 20); seed++ {
 		t.Run(strconv.Itoa(seed), func(t *testing.T) {
 			storetest.GroupsCrash(t, uint64(seed), 400, crashing)
 		})

@@ -121,7 +121,11 @@ func Run(t *testing.T, start func(t *testing.T) Engine) {
 	}
 	t.Run("Model", func(t *testing.T) { Model(t, 1, 600, start) })
 	t.Run("Groups", func(t *testing.T) {
-		for seed := range uint64(20) {
+		seeds := uint64(20)
+		if testing.Short() {
+			seeds = 2
+		}
+		for seed := range seeds {
 			t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) { Groups(t, seed, 400, start) })
 		}
 	})
