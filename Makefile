@@ -37,6 +37,11 @@ help: ## List the targets.
 build: ## Build bin/posthorn.
 	go build -ldflags '$(LDFLAGS)' -o $(BIN)/posthorn ./cmd/posthorn
 
+.PHONY: cross
+cross: ## Check that everything builds for macOS, and the kubectl plugin for Windows.
+	GOOS=darwin GOARCH=arm64 go build ./cmd/...
+	GOOS=windows GOARCH=amd64 go build -o /dev/null ./cmd/kubectl-posthorn
+
 # The image, also without docker: ARCH is amd64, arm64, ppc64le or riscv64.
 IMAGE ?= ghcr.io/posthorn/posthorn
 ARCH ?= $(shell go env GOARCH)

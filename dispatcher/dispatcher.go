@@ -25,11 +25,11 @@ import (
 	"strings"
 	"time"
 
+	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"go.opentelemetry.io/otel/trace"
 	"golang.org/x/sync/errgroup"
-	"golang.org/x/sys/unix"
 
 	"github.com/posthorn/posthorn/dispatcher/admin"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
@@ -455,14 +455,13 @@ const syncReserve = 1 << 30
 
 // diskForSync reports whether a sync may write to the disk now.
 func (d *Dispatcher) diskForSync() bool {
-	var fs unix.Statfs_t
-	if err := unix.Statfs(d.options.DataDir, &fs); err != nil {
+	disk, err := vfs.Default.GetDiskUsage(d.options.DataDir)
+	if err != nil {
 		return !d.store.Full() // The store checks the disk itself.
 	}
-	used, total := float64(fs.Blocks-fs.Bfree), float64(fs.Blocks-fs.Bfree+fs.Bavail)
-	mark := cmp.Or(d.options.Queue.HighWater, pebblestore.DefaultHighWater)
-	left := (mark*total - used) * float64(fs.Bsize)
-	return left > min(syncReserve, 0.05*total*float64(fs.Bsize)) && !d.store.Full()
+	used, total := float64(disk.UsedBytes), float64(disk.UsedBytes+disk.AvailBytes)
+	left := cmp.Or(d.options.Queue.HighWater, pebblestore.DefaultHighWater)*total - used
+	return left > min(syncReserve, 0.05*total) && !d.store.Full()
 }
 
 // roomForSync reports whether the log of a Source has space for calls of an audience sync: they may
@@ -482,9 +481,8 @@ func (d *Dispatcher) roomForDeadLetters() int64 {
 
 func (d *Dispatcher) storage() adminapi.StorageReport {
 	s := adminapi.StorageReport{UsedBytes: d.store.DiskBytes()}
-	var fs unix.Statfs_t
-	if err := unix.Statfs(d.options.DataDir, &fs); err == nil {
-		s.FreeBytes, s.TotalBytes = int64(fs.Bavail)*fs.Bsize, int64(fs.Blocks)*fs.Bsize
+	if disk, err := vfs.Default.GetDiskUsage(d.options.DataDir); err == nil {
+		s.FreeBytes, s.TotalBytes = int64(disk.AvailBytes), int64(disk.TotalBytes)
 	}
 	s.Pressure = d.store.Full()
 	return s

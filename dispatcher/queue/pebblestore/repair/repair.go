@@ -17,7 +17,6 @@ import (
 
 	"github.com/cockroachdb/pebble/v2"
 	"github.com/cockroachdb/pebble/v2/vfs"
-	"golang.org/x/sys/unix"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
@@ -118,7 +117,7 @@ func replace(dir, fresh string) (aside string, err error) {
 	if err := os.Rename(fresh, aside); err != nil {
 		return "", fmt.Errorf("repair: %w", err)
 	}
-	if err := unix.Renameat2(unix.AT_FDCWD, aside, unix.AT_FDCWD, dir, unix.RENAME_EXCHANGE); err != nil {
+	if err := exchange(aside, dir); err != nil {
 		return "", errors.Join(fmt.Errorf("repair: replace %s by %s: %w", aside, dir, err), os.RemoveAll(aside))
 	}
 	return aside, integrity.SyncFolder(vfs.Default, vfs.Default.PathDir(dir))
