@@ -5,7 +5,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
-	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -226,10 +226,9 @@ func TestReportIsTrueAndCheapWhenIdle(t *testing.T) {
 	send(t, d, "m0") // a duplicate
 	eventually(t, "10 deliveries in the report", func() bool { return destinationReport(d).Delivered == 10 })
 
-	url := "http://" + d.AdminAddr().String() + "/report"
-	resp := get(t, url)
-	var report adminapi.Report
-	if err := json.NewDecoder(resp.Body).Decode(&report); err != nil {
+	client := adminapi.Client{URL: "http://" + d.AdminAddr().String()}
+	report, _, err := client.Report(t.Context(), "")
+	if err != nil {
 		t.Fatal(err)
 	}
 	crm, web := report.Namespaces[0].Destinations[0], report.Namespaces[0].Sources[0]
@@ -244,11 +243,18 @@ func TestReportIsTrueAndCheapWhenIdle(t *testing.T) {
 	}
 	// Without further changes the report is the same, and the response is 304.
 	eventually(t, "304 for an idle pod", func() bool {
-		etag := get(t, url).Header.Get("ETag")
-		return etag != "" && get(t, url, "If-None-Match", etag).StatusCode == http.StatusNotModified
+		_, etag, err := client.Report(t.Context(), "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, _, err = client.Report(t.Context(), etag)
+		return errors.Is(err, adminapi.ErrNotModified)
 	})
-	metrics, _ := io.ReadAll(get(t, "http://"+d.AdminAddr().String()+"/metrics").Body)
-	if !strings.Contains(string(metrics), "posthorn_") || strings.Contains(string(metrics), sink.URL) {
+	metrics, err := client.Metrics(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !strings.Contains(metrics, "posthorn_") || strings.Contains(metrics, sink.URL) {
 		t.Errorf("metrics:\n%s", metrics)
 	}
 }

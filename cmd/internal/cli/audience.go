@@ -20,19 +20,19 @@ import (
 	"github.com/posthorn/posthorn/cmd/internal/command"
 )
 
-func newAudience(way calling) *cobra.Command {
+func newAudience(flags senderFlags) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "audience",
 		Short: "Sync the members of an audience",
 		Args:  command.OnlyCommands,
 		RunE:  command.ShowHelp,
 	}
-	cmd.AddCommand(newAudienceSync(way))
+	cmd.AddCommand(newAudienceSync(flags))
 	return cmd
 }
 
-func newAudienceSync(way calling) *cobra.Command {
-	var c caller
+func newAudienceSync(flags senderFlags) *cobra.Command {
+	var c sender
 	var increment, allowEmpty, resend, dryRun, wait bool
 	var allowRemoval float64
 	cmd := &cobra.Command{
@@ -83,7 +83,7 @@ waits until all are queued. KEY is the audience's key; see 'posthorn get audienc
 			if increment {
 				method = http.MethodPost
 			}
-			to, stop, err := c.ingest(cmd.Context())
+			to, stop, err := c.connect(cmd.Context())
 			if err != nil {
 				return err
 			}
@@ -131,7 +131,7 @@ waits until all are queued. KEY is the audience's key; see 'posthorn get audienc
 			return nil
 		},
 	}
-	c = way(cmd)
+	c = flags(cmd)
 	f := cmd.Flags()
 	f.BoolVar(&increment, "increment", false, "the lines add and remove members; all other members are kept")
 	f.Float64Var(&allowRemoval, "allow-removal", 0, "percentage of members that this sync may remove (default: the Audience's maxRemovalPercent)")
@@ -193,7 +193,7 @@ func printSyncResult(out io.Writer, resp *http.Response) (sync string, sent bool
 }
 
 // awaitSent waits until every identify call of a sync is in the queue.
-func awaitSent(cmd *cobra.Command, client *http.Client, to intake, members, sync string) error {
+func awaitSent(cmd *cobra.Command, client *http.Client, to trackingAPI, members, sync string) error {
 	var last atomic.Pointer[syncAnswer]
 	stop := func() {}
 	defer func() { stop() }()
@@ -223,7 +223,7 @@ func awaitSent(cmd *cobra.Command, client *http.Client, to intake, members, sync
 	}
 }
 
-func askProgress(ctx context.Context, client *http.Client, to intake, members string) (a syncAnswer, err error) {
+func askProgress(ctx context.Context, client *http.Client, to trackingAPI, members string) (a syncAnswer, err error) {
 	req, err := to.request(ctx, http.MethodGet, members, nil)
 	if err != nil {
 		return a, err

@@ -17,8 +17,8 @@ func AddTo(root *cobra.Command) {
 		id, title string
 		commands  []*cobra.Command
 	}{
-		{"look", "Looking:", []*cobra.Command{newWhy(), newGet(), newAttempts(reachDirect), newTail(reachDirect), newDeadLetters(reachDirect), newDebug(reachDirect), newKubectl("kubectl")}},
-		{"send", "Sending:", []*cobra.Command{newSend(callDirect), newAudience(callDirect), newDeleteUser()}},
+		{"look", "Looking:", []*cobra.Command{newWhy(), newGet(), newAttempts(connectDirect), newTail(connectDirect), newDeadLetters(connectDirect), newDebug(connectDirect), newKubectl("kubectl")}},
+		{"send", "Sending:", []*cobra.Command{newSend(sendDirect), newAudience(sendDirect), newDeleteUser()}},
 		{GroupTry, "Trying out:", []*cobra.Command{newMigrate(), newSink(), newVerify()}},
 	} {
 		root.AddGroup(&cobra.Group{ID: group.id, Title: group.title})

@@ -30,9 +30,9 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
-// throughCluster connects to the dispatchers of a cluster with the user's permissions: a token of
+// clusterConnector connects to the dispatchers of a cluster with the user's permissions: a token of
 // the support account, and a forwarded port to each pod.
-type throughCluster struct {
+type clusterConnector struct {
 	kubeconfig      string
 	overrides       clientcmd.ConfigOverrides
 	system, account string
@@ -44,7 +44,7 @@ type throughCluster struct {
 
 const supportTokenSeconds = 600
 
-func (c *throughCluster) register(cmd *cobra.Command) {
+func (c *clusterConnector) register(cmd *cobra.Command) {
 	f := cmd.PersistentFlags()
 	f.StringVar(&c.kubeconfig, "kubeconfig", "", "kubeconfig file; default: KUBECONFIG, or ~/.kube/config")
 	names := clientcmd.RecommendedConfigOverrideFlags("")
@@ -60,13 +60,13 @@ func (c *throughCluster) register(cmd *cobra.Command) {
 	}
 }
 
-func (c *throughCluster) config() clientcmd.ClientConfig {
+func (c *clusterConnector) config() clientcmd.ClientConfig {
 	rules := clientcmd.NewDefaultClientConfigLoadingRules()
 	rules.ExplicitPath = c.kubeconfig
 	return clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, &c.overrides)
 }
 
-func (c *throughCluster) rest() (*rest.Config, error) {
+func (c *clusterConnector) rest() (*rest.Config, error) {
 	config, err := c.config().ClientConfig()
 	if err != nil {
 		return nil, fmt.Errorf("cannot connect to a cluster: %w", err)
@@ -76,7 +76,7 @@ func (c *throughCluster) rest() (*rest.Config, error) {
 }
 
 // resources returns a client of Posthorn's kinds in the namespace that the user selected.
-func (c *throughCluster) resources() (*resources, error) {
+func (c *clusterConnector) resources() (*resources, error) {
 	config, err := c.rest()
 	if err != nil {
 		return nil, err
@@ -88,13 +88,13 @@ func (c *throughCluster) resources() (*resources, error) {
 	return newResources(config, namespace)
 }
 
-func (c *throughCluster) namespace() (string, error) {
+func (c *clusterConnector) namespace() (string, error) {
 	ns, _, err := c.config().Namespace()
 	return ns, err
 }
 
 // pods lists the running dispatcher pods.
-func (c *throughCluster) pods(ctx context.Context) (*rest.Config, kubernetes.Interface, []corev1.Pod, error) {
+func (c *clusterConnector) pods(ctx context.Context) (*rest.Config, kubernetes.Interface, []corev1.Pod, error) {
 	config, err := c.rest()
 	if err != nil {
 		return nil, nil, nil, err
@@ -114,7 +114,7 @@ func (c *throughCluster) pods(ctx context.Context) (*rest.Config, kubernetes.Int
 	return config, client, running, nil
 }
 
-func (c *throughCluster) open(ctx context.Context) ([]target, func(), error) {
+func (c *clusterConnector) connect(ctx context.Context) ([]target, func(), error) {
 	config, client, pods, err := c.pods(ctx)
 	if err != nil {
 		return nil, nil, err
@@ -151,7 +151,7 @@ func (c *throughCluster) open(ctx context.Context) ([]target, func(), error) {
 
 // explain names the missing permission of a forbidden error, and the flags to check after a
 // not-found error.
-func (c *throughCluster) explain(err error) error {
+func (c *clusterConnector) explain(err error) error {
 	switch {
 	case apierrors.IsNotFound(err):
 		return fmt.Errorf("%w in namespace %s; if Posthorn is installed in another namespace, set --system-namespace and --support-account", err, c.system)
@@ -162,7 +162,7 @@ func (c *throughCluster) explain(err error) error {
 }
 
 // forward forwards a free local port to a pod's port until ctx is done.
-func (c *throughCluster) forward(ctx context.Context, config *rest.Config, client kubernetes.Interface, pod string, port int) (local uint16, err error) {
+func (c *clusterConnector) forward(ctx context.Context, config *rest.Config, client kubernetes.Interface, pod string, port int) (local uint16, err error) {
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("forward a port of pod %s: %w", pod, c.explain(err))
@@ -214,22 +214,22 @@ func (b bearer) RoundTrip(r *http.Request) (*http.Response, error) {
 	return b.next.RoundTrip(r)
 }
 
-// clusterCaller sends to a ready dispatcher pod, with the write key of a Source of the user's
+// clusterSender sends to a ready dispatcher pod, with the write key of a Source of the user's
 // namespace.
-type clusterCaller struct {
-	*throughCluster
+type clusterSender struct {
+	*clusterConnector
 	source, writeKey string
 }
 
-func (c *throughCluster) call(cmd *cobra.Command) caller {
-	s := &clusterCaller{throughCluster: c}
+func (c *clusterConnector) call(cmd *cobra.Command) sender {
+	s := &clusterSender{clusterConnector: c}
 	f := cmd.Flags()
 	f.StringVar(&s.source, "source", "", "the Source to send as; its write key is read from its Secret (default: the only Source of the namespace)")
 	f.StringVar(&s.writeKey, "write-key", "", "send with this write key instead (default: the environment variable POSTHORN_WRITE_KEY)")
 	return s
 }
 
-func (c *clusterCaller) ingest(ctx context.Context) (to intake, stop func(), err error) {
+func (c *clusterSender) connect(ctx context.Context) (to trackingAPI, stop func(), err error) {
 	to.writeKey = c.writeKey
 	if to.writeKey == "" && c.source == "" {
 		to.writeKey = os.Getenv("POSTHORN_WRITE_KEY")
@@ -262,7 +262,7 @@ func (c *clusterCaller) ingest(ctx context.Context) (to intake, stop func(), err
 }
 
 // readKey reads the Source's write key with the user's permissions.
-func (c *clusterCaller) readKey(ctx context.Context) (string, error) {
+func (c *clusterSender) readKey(ctx context.Context) (string, error) {
 	posthorn, err := c.resources()
 	if err != nil {
 		return "", err
@@ -298,7 +298,7 @@ func (c *clusterCaller) readKey(ctx context.Context) (string, error) {
 }
 
 // chosenSource returns the Source of the flag --source, or the only Source of the namespace.
-func (c *clusterCaller) chosenSource(ctx context.Context, posthorn *resources) (*v1alpha1.Source, error) {
+func (c *clusterSender) chosenSource(ctx context.Context, posthorn *resources) (*v1alpha1.Source, error) {
 	if c.source != "" {
 		var source v1alpha1.Source
 		err := posthorn.get(ctx, "sources", c.source, &source)

@@ -21,7 +21,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/termsafe"
 )
 
-func newDeadLetters(way reaching) *cobra.Command {
+func newDeadLetters(flags connectorFlags) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "deadletters",
 		Short: "List, show, redeliver or purge undelivered messages",
@@ -30,20 +30,20 @@ or rejected for good. spec.deadLetters sets how long they are kept.`,
 		Args: command.OnlyCommands,
 		RunE: command.ShowHelp,
 	}
-	cmd.AddCommand(newDeadLettersList(way), newDeadLettersShow(way),
-		newDeadLettersAction(way, "redeliver", "Send dead letters again", "redelivered", (*adminapi.Client).Redeliver),
-		newDeadLettersAction(way, "purge", "Remove dead letters permanently", "removed", (*adminapi.Client).Purge))
+	cmd.AddCommand(newDeadLettersList(flags), newDeadLettersShow(flags),
+		newDeadLettersAction(flags, "redeliver", "Send dead letters again", "redelivered", (*adminapi.Client).Redeliver),
+		newDeadLettersAction(flags, "purge", "Remove dead letters permanently", "removed", (*adminapi.Client).Purge))
 	return cmd
 }
 
 // destination returns the name of a destination in the admin API.
-func destination(r reach, name string) (string, error) {
+func destination(r connector, name string) (string, error) {
 	ns, err := r.namespace()
 	return ns + "/" + name, err
 }
 
-func newDeadLettersList(way reaching) *cobra.Command {
-	var r reach
+func newDeadLettersList(flags connectorFlags) *cobra.Command {
+	var r connector
 	var output string
 	var limit int
 	cmd := &cobra.Command{
@@ -62,14 +62,14 @@ func newDeadLettersList(way reaching) *cobra.Command {
 			})
 		},
 	}
-	r = way(cmd)
+	r = flags(cmd)
 	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	cmd.Flags().IntVar(&limit, "limit", 100, "maximum number per dispatcher, up to 10,000")
 	return cmd
 }
 
-func newDeadLettersShow(way reaching) *cobra.Command {
-	var r reach
+func newDeadLettersShow(flags connectorFlags) *cobra.Command {
+	var r connector
 	cmd := &cobra.Command{
 		Use:     "show DESTINATION KEY",
 		Short:   "Show one dead letter with its body and the receiver's last response",
@@ -80,7 +80,7 @@ func newDeadLettersShow(way reaching) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			targets, closeAll, err := r.open(cmd.Context())
+			targets, closeAll, err := r.connect(cmd.Context())
 			if err != nil {
 				return err
 			}
@@ -97,7 +97,7 @@ func newDeadLettersShow(way reaching) *cobra.Command {
 			return nil
 		},
 	}
-	r = way(cmd)
+	r = flags(cmd)
 	return cmd
 }
 
@@ -121,8 +121,8 @@ func findDeadLetter(ctx context.Context, targets []target, destination, key stri
 // action requests an action on the dead letters of one dispatcher: a method of adminapi.Client.
 type action = func(*adminapi.Client, context.Context, adminapi.DeadLetterAction, func(adminapi.DeadLetterProgress)) (adminapi.DeadLetterProgress, error)
 
-func newDeadLettersAction(way reaching, verb, short, done string, request action) *cobra.Command {
-	var r reach
+func newDeadLettersAction(flags connectorFlags, verb, short, done string, request action) *cobra.Command {
+	var r connector
 	var a adminapi.DeadLetterAction
 	var chosen selection
 	cmd := &cobra.Command{
@@ -149,7 +149,7 @@ With --dry-run they are only counted.`,
 			return act(cmd, r, request, done, a)
 		},
 	}
-	r = way(cmd)
+	r = flags(cmd)
 	chosen.register(cmd)
 	cmd.Flags().BoolVar(&a.DryRun, "dry-run", false, "only count")
 	if verb == "redeliver" {
@@ -192,8 +192,8 @@ func (c *selection) parse(how string, keys ...string) (err error) {
 }
 
 // act sends an action to every dispatcher and shows the progress.
-func act(cmd *cobra.Command, r reach, request action, done string, a adminapi.DeadLetterAction) error {
-	targets, closeAll, err := r.open(cmd.Context())
+func act(cmd *cobra.Command, r connector, request action, done string, a adminapi.DeadLetterAction) error {
+	targets, closeAll, err := r.connect(cmd.Context())
 	if err != nil {
 		return err
 	}
@@ -235,8 +235,8 @@ func act(cmd *cobra.Command, r reach, request action, done string, a adminapi.De
 	return err
 }
 
-func newAttempts(way reaching) *cobra.Command {
-	var r reach
+func newAttempts(flags connectorFlags) *cobra.Command {
+	var r connector
 	var endpoint, output string
 	cmd := &cobra.Command{
 		Use:     "attempts DESTINATION",
@@ -252,14 +252,14 @@ func newAttempts(way reaching) *cobra.Command {
 			return list(cmd, r, output, "No attempts to "+name+" since the dispatchers started.", attemptHeader, request, attemptLine)
 		},
 	}
-	r = way(cmd)
+	r = flags(cmd)
 	cmd.Flags().StringVar(&endpoint, "endpoint", "", "only this endpoint")
 	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd
 }
 
-func newTail(way reaching) *cobra.Command {
-	var r reach
+func newTail(flags connectorFlags) *cobra.Command {
+	var r connector
 	var endpoint, output string
 	cmd := &cobra.Command{
 		Use:     "tail [DESTINATION]",
@@ -274,7 +274,7 @@ func newTail(way reaching) *cobra.Command {
 					return err
 				}
 			}
-			targets, closeAll, err := r.open(cmd.Context())
+			targets, closeAll, err := r.connect(cmd.Context())
 			if err != nil {
 				return err
 			}
@@ -299,7 +299,7 @@ func newTail(way reaching) *cobra.Command {
 			return group.Wait()
 		},
 	}
-	r = way(cmd)
+	r = flags(cmd)
 	f := cmd.Flags()
 	f.StringVar(&endpoint, "endpoint", "", "only this endpoint")
 	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
@@ -340,8 +340,8 @@ func attemptLine(a adminapi.Attempt) string {
 
 // list prints the items that request returns of every dispatcher, as a table or as lines of JSON. If
 // some dispatchers fail, it still prints the items of the others.
-func list[T any](cmd *cobra.Command, r reach, output, none, header string, request func(target) iter.Seq2[T, error], line func(T) string) error {
-	targets, closeAll, err := r.open(cmd.Context())
+func list[T any](cmd *cobra.Command, r connector, output, none, header string, request func(target) iter.Seq2[T, error], line func(T) string) error {
+	targets, closeAll, err := r.connect(cmd.Context())
 	if err != nil {
 		return err
 	}

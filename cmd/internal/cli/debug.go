@@ -10,8 +10,8 @@ import (
 )
 
 // newDebug makes the command that shows the /debug paths of a dispatcher that runs with --debug.
-func newDebug(way reaching) *cobra.Command {
-	var r reach
+func newDebug(flags connectorFlags) *cobra.Command {
+	var r connector
 	var pod string
 	cmd := &cobra.Command{
 		Use:   "debug lanes|config|pprof/NAME",
@@ -30,7 +30,7 @@ runtime for 'go tool pprof'. Lanes and config are printed as lines of JSON.`,
 			return nil
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
-			targets, closeAll, err := r.open(cmd.Context())
+			targets, closeAll, err := r.connect(cmd.Context())
 			if err != nil {
 				return err
 			}
@@ -60,7 +60,7 @@ runtime for 'go tool pprof'. Lanes and config are printed as lines of JSON.`,
 			return nil
 		},
 	}
-	r = way(cmd)
+	r = flags(cmd)
 	cmd.Flags().StringVar(&pod, "pod", "", "only this pod")
 	return cmd
 }

@@ -23,7 +23,7 @@ import (
 
 // newKubectl makes the commands of `kubectl posthorn`.
 func newKubectl(use string) *cobra.Command {
-	cluster := &throughCluster{}
+	cluster := &clusterConnector{}
 	cmd := &cobra.Command{
 		Use:   use,
 		Short: "Inspect Posthorn in a cluster, also as 'kubectl posthorn'",
@@ -39,8 +39,8 @@ rewrites manifests and connects to no cluster.`,
 		RunE: command.ShowHelp,
 	}
 	cluster.register(cmd)
-	way := func(*cobra.Command) reach { return cluster }
-	cmd.AddCommand(newKubectlWhy(cluster), newAttempts(way), newTail(way), newDeadLetters(way), newDebug(way), newKubectlRedeliver(cluster), newSend(cluster.call), newAudience(cluster.call), newMigrate())
+	flags := func(*cobra.Command) connector { return cluster }
+	cmd.AddCommand(newKubectlWhy(cluster), newAttempts(flags), newTail(flags), newDeadLetters(flags), newDebug(flags), newKubectlRedeliver(cluster), newSend(cluster.call), newAudience(cluster.call), newMigrate())
 	ofPlugin(cmd)
 	return cmd
 }
@@ -99,7 +99,7 @@ func newWhy() *cobra.Command {
 	return cmd
 }
 
-func newKubectlWhy(cluster *throughCluster) *cobra.Command {
+func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 	var output string
 	cmd := &cobra.Command{
 		Use:     "why DESTINATION",
@@ -173,7 +173,7 @@ func sentence(text string) string {
 	return text + "."
 }
 
-func newKubectlRedeliver(cluster *throughCluster) *cobra.Command {
+func newKubectlRedeliver(cluster *clusterConnector) *cobra.Command {
 	var chosen selection
 	var wait bool
 	var ttl time.Duration

@@ -23,11 +23,11 @@ import (
 	"github.com/posthorn/posthorn/test/wait"
 )
 
-// pods is a reach of dispatchers in this process.
+// pods is a connector of dispatchers in this process.
 type pods struct{ targets []target }
 
 func (p pods) namespace() (string, error) { return "shop", nil }
-func (p pods) open(context.Context) ([]target, func(), error) {
+func (p pods) connect(context.Context) ([]target, func(), error) {
 	return p.targets, func() {}, nil
 }
 
@@ -91,9 +91,9 @@ func run(cmd *cobra.Command, args ...string) (string, error) {
 }
 
 func TestCommandsAskEveryPod(t *testing.T) {
-	way := func(targets ...target) reaching { return func(*cobra.Command) reach { return pods{targets} } }
+	flags := func(targets ...target) connectorFlags { return func(*cobra.Command) connector { return pods{targets} } }
 	a, b := pod(t, "a", 3), pod(t, "b", 4)
-	gone := target{"gone", &adminapi.Client{URL: "http://127.0.0.1:1"}}
+	down := target{"down", &adminapi.Client{URL: "http://127.0.0.1:1"}}
 	for _, c := range []struct {
 		name    string
 		command *cobra.Command
@@ -101,19 +101,19 @@ func TestCommandsAskEveryPod(t *testing.T) {
 		want    []string
 		fails   string
 	}{
-		{"list", newDeadLetters(way(a, b)), []string{"list", "crm"}, []string{"key-a", "key-b"}, ""},
-		{"show, of the second", newDeadLetters(way(a, b)), []string{"show", "crm", "key-b"}, []string{`"key-b"`, `"userId": "u"`}, ""},
-		{"list, one of them gone", newDeadLetters(way(gone, b)), []string{"list", "crm"}, []string{"key-b"}, "pod gone: "},
-		{"list, all of them gone", newDeadLetters(way(gone)), []string{"list", "crm"}, nil, "pod gone: "},
-		{"show, one of them gone", newDeadLetters(way(gone, b)), []string{"show", "crm", "key-b"}, []string{`"key-b"`}, ""},
-		{"show, one pod does not answer", newDeadLetters(way(gone, b)), []string{"show", "crm", "key-c"}, nil, "pod gone: "},
-		{"show, no pod has it", newDeadLetters(way(a, b)), []string{"show", "crm", "key-c"}, nil, "no dead letter key-c"},
-		{"purge", newDeadLetters(way(a, b)), []string{"purge", "crm", "--all"}, []string{"7 removed (20 bytes)"}, ""},
-		{"purge, dry", newDeadLetters(way(a, b)), []string{"purge", "crm", "--all", "--dry-run"}, []string{"7 would be removed"}, ""},
-		{"purge, refused by the second", newDeadLetters(way(a, pod(t, "c", -1))), []string{"purge", "crm", "--all"}, []string{"3 removed"}, `pod c: 403 Forbidden: user "ann" may not`},
-		{"attempts", newAttempts(way(a, b)), []string{"crm"}, []string{"of-a", "of-b"}, ""},
-		{"tail", newTail(way(a, b)), []string{"crm"}, []string{"of-a", "of-b"}, ""},
-		{"a pod that does not answer", newTail(way(a, gone)), nil, nil, "pod gone: "},
+		{"list", newDeadLetters(flags(a, b)), []string{"list", "crm"}, []string{"key-a", "key-b"}, ""},
+		{"show, of the second", newDeadLetters(flags(a, b)), []string{"show", "crm", "key-b"}, []string{`"key-b"`, `"userId": "u"`}, ""},
+		{"list, one pod is down", newDeadLetters(flags(down, b)), []string{"list", "crm"}, []string{"key-b"}, "pod down: "},
+		{"list, all pods are down", newDeadLetters(flags(down)), []string{"list", "crm"}, nil, "pod down: "},
+		{"show, one pod is down", newDeadLetters(flags(down, b)), []string{"show", "crm", "key-b"}, []string{`"key-b"`}, ""},
+		{"show, one pod does not answer", newDeadLetters(flags(down, b)), []string{"show", "crm", "key-c"}, nil, "pod down: "},
+		{"show, no pod has it", newDeadLetters(flags(a, b)), []string{"show", "crm", "key-c"}, nil, "no dead letter key-c"},
+		{"purge", newDeadLetters(flags(a, b)), []string{"purge", "crm", "--all"}, []string{"7 removed (20 bytes)"}, ""},
+		{"purge, dry", newDeadLetters(flags(a, b)), []string{"purge", "crm", "--all", "--dry-run"}, []string{"7 would be removed"}, ""},
+		{"purge, refused by the second", newDeadLetters(flags(a, pod(t, "c", -1))), []string{"purge", "crm", "--all"}, []string{"3 removed"}, `pod c: 403 Forbidden: user "ann" may not`},
+		{"attempts", newAttempts(flags(a, b)), []string{"crm"}, []string{"of-a", "of-b"}, ""},
+		{"tail", newTail(flags(a, b)), []string{"crm"}, []string{"of-a", "of-b"}, ""},
+		{"a pod that does not answer", newTail(flags(a, down)), nil, nil, "pod down: "},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			out, err := run(c.command, c.args...)
@@ -129,10 +129,12 @@ func TestCommandsAskEveryPod(t *testing.T) {
 	}
 }
 
-// intakeAt is a caller of one address.
-type intakeAt intake
+// senderTo is a sender of one address.
+type senderTo trackingAPI
 
-func (i intakeAt) ingest(context.Context) (intake, func(), error) { return intake(i), func() {}, nil }
+func (s senderTo) connect(context.Context) (trackingAPI, func(), error) {
+	return trackingAPI(s), func() {}, nil
+}
 
 // The same commands send directly and through a cluster.
 func TestSendingCommands(t *testing.T) {
@@ -144,15 +146,15 @@ func TestSendingCommands(t *testing.T) {
 		_, _ = w.Write([]byte(`{"success":true}`))
 	}))
 	t.Cleanup(server.Close)
-	way := func(*cobra.Command) caller { return intakeAt{url: server.URL + "/", writeKey: "k"} }
-	if out, err := run(newSend(way), "track", "--json", `{"event":"e"}`); err != nil || out != "200 OK {\"success\":true}\n" {
+	flags := func(*cobra.Command) sender { return senderTo{url: server.URL + "/", writeKey: "k"} }
+	if out, err := run(newSend(flags), "track", "--json", `{"event":"e"}`); err != nil || out != "200 OK {\"success\":true}\n" {
 		t.Errorf("%v: %s", err, out)
 	}
 	members := filepath.Join(t.TempDir(), "members.ndjson")
 	if err := os.WriteFile(members, []byte("{}\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if out, err := run(newAudience(way), "sync", "vip", members, "--increment"); err != nil || !strings.Contains(out, "members 0") {
+	if out, err := run(newAudience(flags), "sync", "vip", members, "--increment"); err != nil || !strings.Contains(out, "members 0") {
 		t.Errorf("%v: %s", err, out)
 	}
 	want := []string{"k", "POST /v1/track", `{"event":"e"}`, "k", "POST /v1/audiences/vip/members", "{}\n"}

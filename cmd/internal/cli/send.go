@@ -15,8 +15,8 @@ import (
 	"github.com/posthorn/posthorn/cmd/internal/command"
 )
 
-func newSend(way calling) *cobra.Command {
-	var c caller
+func newSend(flags senderFlags) *cobra.Command {
+	var c sender
 	var raw string
 	var fields = map[string]*string{}
 	var props []string
@@ -70,7 +70,7 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 					return err
 				}
 			}
-			to, stop, err := c.ingest(cmd.Context())
+			to, stop, err := c.connect(cmd.Context())
 			if err != nil {
 				return err
 			}
@@ -97,7 +97,7 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 			return nil
 		},
 	}
-	c = way(cmd)
+	c = flags(cmd)
 	f := cmd.Flags()
 	f.StringVar(&raw, "json", "", "the call as JSON, sent unchanged")
 	f.StringArrayVarP(&props, "prop", "p", nil, "NAME=VALUE, a trait or property; may be repeated")

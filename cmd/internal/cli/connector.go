@@ -22,32 +22,33 @@ type target struct {
 
 // explain adds the pod's name or a hint to an error of the target.
 func (t target) explain(err error) error {
-	switch unreachable := (*url.Error)(nil); {
-	case err == nil:
+	if err == nil {
 		return nil
-	case t.pod != "":
+	}
+	if t.pod != "" {
 		return fmt.Errorf("pod %s: %w", t.pod, err)
-	case errors.As(err, &unreachable):
+	}
+	if _, ok := errors.AsType[*url.Error](err); ok {
 		return fmt.Errorf("%w\nIs Posthorn running there? Start it with 'posthorn run', or set --admin", err)
 	}
 	return err
 }
 
-// reach connects to dispatchers and knows their namespace.
-type reach interface {
-	// open finds the dispatchers; the caller runs closeAll.
-	open(ctx context.Context) (targets []target, closeAll func(), err error)
+// connector connects to dispatchers and knows their namespace.
+type connector interface {
+	// connect finds the dispatchers; the caller runs closeAll.
+	connect(ctx context.Context) (targets []target, closeAll func(), err error)
 	// namespace returns the namespace that the user selected.
 	namespace() (string, error)
 }
 
-// A reaching registers a command's flags for a reach and returns the reach.
-type reaching func(cmd *cobra.Command) reach
+// connectorFlags registers a command's flags for a connector and returns the connector.
+type connectorFlags func(cmd *cobra.Command) connector
 
 // direct connects to one dispatcher by its address.
 type direct struct{ admin, ns string }
 
-func reachDirect(cmd *cobra.Command) reach {
+func connectDirect(cmd *cobra.Command) connector {
 	d := &direct{}
 	d.adminFlag(cmd)
 	cmd.Flags().StringVarP(&d.ns, "namespace", "n", "default", "the destination's namespace")
@@ -60,7 +61,7 @@ func (d *direct) adminFlag(cmd *cobra.Command) {
 
 func (d *direct) namespace() (string, error) { return d.ns, nil }
 
-func (d *direct) open(context.Context) ([]target, func(), error) {
+func (d *direct) connect(context.Context) ([]target, func(), error) {
 	t, err := d.target()
 	return []target{t}, func() {}, err
 }

@@ -17,24 +17,24 @@ import (
 	"github.com/posthorn/posthorn/cmd/internal/command"
 )
 
-// intake is the address that accepts calls, with the write key of a Source.
-type intake struct {
+// trackingAPI is the address that accepts calls, with the write key of a Source.
+type trackingAPI struct {
 	url, writeKey string
 	tls           *tls.Config
 }
 
 // request builds a request to the tracking API.
-func (i intake) request(ctx context.Context, method, path string, body io.Reader) (*http.Request, error) {
-	req, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(i.url, "/")+path, body)
+func (a trackingAPI) request(ctx context.Context, method, path string, body io.Reader) (*http.Request, error) {
+	req, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(a.url, "/")+path, body)
 	if err != nil || req.URL.Host == "" {
-		return nil, command.Usagef("--endpoint %q is not a URL like http://localhost:8080", i.url)
+		return nil, command.Usagef("--endpoint %q is not a URL like http://localhost:8080", a.url)
 	}
-	req.SetBasicAuth(i.writeKey, "")
+	req.SetBasicAuth(a.writeKey, "")
 	return req, nil
 }
 
 // explain adds a hint to a request error.
-func (i intake) explain(err error) error {
+func (a trackingAPI) explain(err error) error {
 	var dial *net.OpError
 	var certificate *tls.CertificateVerificationError
 	switch {
@@ -46,22 +46,22 @@ func (i intake) explain(err error) error {
 	return err
 }
 
-// caller opens a connection for calls; the caller of open runs stop.
-type caller interface {
-	ingest(ctx context.Context) (to intake, stop func(), err error)
+// sender connects to a dispatcher for calls; the caller of connect runs stop.
+type sender interface {
+	connect(ctx context.Context) (to trackingAPI, stop func(), err error)
 }
 
-// A calling registers a command's flags for a caller and returns the caller.
-type calling func(cmd *cobra.Command) caller
+// senderFlags registers a command's flags for a sender and returns the sender.
+type senderFlags func(cmd *cobra.Command) sender
 
-// directCaller sends to a given address.
-type directCaller struct {
+// directSender sends to a given address.
+type directSender struct {
 	endpoint, writeKey string
 	insecure           bool
 }
 
-func callDirect(cmd *cobra.Command) caller {
-	d := &directCaller{}
+func sendDirect(cmd *cobra.Command) sender {
+	d := &directSender{}
 	f := cmd.Flags()
 	f.StringVar(&d.endpoint, "endpoint", "http://127.0.0.1:8080", "address of Posthorn's tracking API")
 	f.StringVar(&d.writeKey, "write-key", "", "the Source's write key (default: the environment variable POSTHORN_WRITE_KEY)")
@@ -69,8 +69,8 @@ func callDirect(cmd *cobra.Command) caller {
 	return d
 }
 
-func (d *directCaller) ingest(context.Context) (intake, func(), error) {
-	to := intake{url: d.endpoint, writeKey: cmp.Or(d.writeKey, os.Getenv("POSTHORN_WRITE_KEY"))}
+func (d *directSender) connect(context.Context) (trackingAPI, func(), error) {
+	to := trackingAPI{url: d.endpoint, writeKey: cmp.Or(d.writeKey, os.Getenv("POSTHORN_WRITE_KEY"))}
 	if to.writeKey == "" {
 		return to, nil, command.Usagef("the write key is missing; set --write-key or POSTHORN_WRITE_KEY")
 	}
