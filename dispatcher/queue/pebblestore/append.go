@@ -182,7 +182,8 @@ type commit struct {
 	count    int
 	bytes    int
 	batch    *pebble.Batch
-	applied  bool // The batch is in the log, and may not be synced yet.
+	// submitted: the batch is in the commit log, and may not be durable yet.
+	submitted bool
 }
 
 // touched is the change of a log by a commit.
@@ -203,7 +204,7 @@ const aheadMessages = 16
 
 func (c *committer) begin() {
 	c.current = commits.Get().(*commit)
-	c.current.count, c.current.bytes, c.current.applied = 0, 0, false
+	c.current.count, c.current.bytes, c.current.submitted = 0, 0, false
 	c.number++
 }
 
@@ -248,56 +249,64 @@ func (c *committer) wait() *request {
 	return nil
 }
 
-// write writes the commit to the engine's log and queues it for finish.
+// write assigns the positions of the commit's messages, submits the commit to the log and queues
+// it for finish.
 func (c *committer) write() {
-	s, cm := c.s, c.current
+	cm := c.current
 	cm.started = time.Now()
-	now := s.o.Now().UnixMilli()
-	cm.batch = s.db.NewBatchWithSize(cm.bytes + 128*cm.count + 64)
-	_ = cm.batch.LogData(s.positions.Mark(), nil)
-	s.duplicates.begin(cm.batch, now)
-	for _, r := range cm.requests {
-		r.err = c.add(cm.batch, r)
-	}
-	c.last = nil
-	if cm.batch.Count() > 0 {
-		for i := range cm.touched {
-			t := &cm.touched[i]
-			t.after = position{t.log.head, t.log.bytes}
-			c.key = codec.AppendKey(c.key[:0], codec.PrefixHead, t.log.number)
-			op := cm.batch.SetDeferred(len(c.key), 16)
-			copy(op.Key, c.key)
-			binary.BigEndian.PutUint64(op.Value, t.after.head)
-			binary.BigEndian.PutUint64(op.Value[8:], t.after.bytes)
-			_ = op.Finish()
-		}
-		s.flusher.markSynced()
-		err := s.db.ApplyNoSyncWait(cm.batch, pebble.Sync)
-		cm.applied = err == nil
-		if err != nil {
-			for _, t := range cm.touched {
-				t.log.head, t.log.bytes = t.before.head, t.before.bytes
-			}
-			cm.touched = cm.touched[:0]
-			for _, r := range cm.requests {
-				r.err = fmt.Errorf("append to the queue: %w", err)
-			}
-		}
-		s.disk.addWritten(cm.bytes)
-	}
+	c.assign(cm)
+	c.submit(cm)
 	c.syncing.Add(1)
 	c.written <- cm
 }
 
-// finish waits until a commit is durable, makes it visible to readers and answers the requests.
-// Commits finish in order, so a request whose messages are duplicates of the previous commit is
-// answered after that commit is durable.
-func (c *committer) finish(cm *commit) {
+// assign builds the batch of a commit: its messages at the next positions of their logs, and the
+// new ends of the logs.
+func (c *committer) assign(cm *commit) {
 	s := c.s
-	if cm.applied {
-		if err := cm.batch.SyncWait(); err != nil {
-			engineLogger{s}.Fatalf("sync the log: %w", err)
-		}
+	cm.batch = s.commitLog.newCommit(cm.bytes + 128*cm.count + 64)
+	s.duplicates.begin(cm.batch, s.o.Now().UnixMilli())
+	for _, r := range cm.requests {
+		r.err = c.add(cm.batch, r)
+	}
+	c.last = nil
+	for i := range cm.touched {
+		t := &cm.touched[i]
+		t.after = position{t.log.head, t.log.bytes}
+		c.key = codec.AppendKey(c.key[:0], codec.PrefixHead, t.log.number)
+		op := cm.batch.SetDeferred(len(c.key), 16)
+		copy(op.Key, c.key)
+		binary.BigEndian.PutUint64(op.Value, t.after.head)
+		binary.BigEndian.PutUint64(op.Value[8:], t.after.bytes)
+		_ = op.Finish()
+	}
+}
+
+// submit submits the batch of a commit. On an error it takes the positions back, so that the
+// next commit assigns them again.
+func (c *committer) submit(cm *commit) {
+	if cm.batch.Count() == 0 {
+		return
+	}
+	err := c.s.commitLog.submit(cm.batch)
+	c.s.disk.addWritten(cm.bytes)
+	if cm.submitted = err == nil; cm.submitted {
+		return
+	}
+	for _, t := range cm.touched {
+		t.log.head, t.log.bytes = t.before.head, t.before.bytes
+	}
+	cm.touched = cm.touched[:0]
+	for _, r := range cm.requests {
+		r.err = fmt.Errorf("append to the queue: %w", err)
+	}
+}
+
+// finish waits until a commit is durable and publishes it. Commits finish in order, so a request
+// whose messages are duplicates of the previous commit is answered after that commit is durable.
+func (c *committer) finish(cm *commit) {
+	if cm.submitted {
+		c.s.waitDurable(cm.batch)
 	}
 	_ = cm.batch.Close()
 	c.syncing.Add(-1)
@@ -305,6 +314,15 @@ func (c *committer) finish(cm *commit) {
 	case c.synced <- struct{}{}:
 	default:
 	}
+	c.s.publish(cm)
+	clear(cm.requests)
+	clear(cm.touched)
+	cm.requests, cm.touched, cm.batch = cm.requests[:0], cm.touched[:0], nil
+	commits.Put(cm)
+}
+
+// publish makes a durable commit visible to readers, answers its requests and wakes the lanes.
+func (s *Store) publish(cm *commit) {
 	for _, t := range cm.touched {
 		t.log.durableBytes.Store(t.after.bytes)
 		t.log.durable.Store(t.after.head)
@@ -322,10 +340,6 @@ func (c *committer) finish(cm *commit) {
 			}
 		})
 	}
-	clear(cm.requests)
-	clear(cm.touched)
-	cm.requests, cm.touched, cm.batch = cm.requests[:0], cm.touched[:0], nil
-	commits.Put(cm)
 }
 
 // add adds a request's messages to the batch, all or none.

@@ -18,7 +18,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/cockroachdb/pebble/v2"
 	"github.com/cockroachdb/pebble/v2/vfs"
 
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -144,7 +143,7 @@ func TestRepairOfFirstMessages(t *testing.T) {
 			s.Ack(d)
 		}
 	}
-	if err := s.flushLanes(pebble.Sync); err != nil {
+	if err := s.flushLanes(true); err != nil {
 		t.Fatal(err)
 	}
 	dir := filepath.Join(t.TempDir(), "queue")

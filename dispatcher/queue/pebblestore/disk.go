@@ -254,7 +254,7 @@ func (s *Store) trim(all bool) error {
 	// Invariant: a lane's position is written before the messages that it allows to delete are
 	// deleted. Otherwise a crash in between would leave the lane without messages that it still
 	// needs.
-	if err := s.flushLanes(pebble.NoSync); err != nil {
+	if err := s.flushLanes(false); err != nil {
 		return err
 	}
 	for _, c := range plans {

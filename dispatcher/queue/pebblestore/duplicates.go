@@ -50,7 +50,9 @@ func newDuplicates(s *Store) *duplicates {
 // load finds the buckets on disk.
 func (d *duplicates) load() error {
 	if d.s.o.DuplicateWindow <= 0 {
-		return d.s.db.DeleteRange([]byte{codec.PrefixDuplicate}, []byte{codec.PrefixDuplicate + 1}, pebble.NoSync)
+		b := d.s.db.NewBatch()
+		_ = b.DeleteRange([]byte{codec.PrefixDuplicate}, []byte{codec.PrefixDuplicate + 1}, nil)
+		return d.s.apply(b)
 	}
 	it, err := d.s.db.NewIter(&pebble.IterOptions{LowerBound: []byte{codec.PrefixDuplicate}, UpperBound: []byte{codec.PrefixDuplicate + 1}})
 	if err != nil {

@@ -206,7 +206,7 @@ func killed(dir string) {
 			s.Ack(d)
 		}
 		if n%50 == 0 {
-			if err := s.flushLanes(pebble.Sync); err != nil {
+			if err := s.flushLanes(true); err != nil {
 				fmt.Fprintln(os.Stderr, err)
 				os.Exit(1)
 			}
@@ -410,7 +410,7 @@ func TestTruncatedLog(t *testing.T) {
 			s.Ack(d)
 		}
 	}
-	if err := s.flushLanes(pebble.Sync); err != nil {
+	if err := s.flushLanes(true); err != nil {
 		t.Fatal(err)
 	}
 	copied := t.TempDir()

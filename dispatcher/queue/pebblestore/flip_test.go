@@ -12,7 +12,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/cockroachdb/pebble/v2"
 	"github.com/cockroachdb/pebble/v2/sstable"
 	"github.com/cockroachdb/pebble/v2/vfs"
 
@@ -153,7 +152,7 @@ func TestRepairOfRetries(t *testing.T) {
 			}
 			s.Retry(d, now().Add(time.Minute), queue.Failure{Time: now(), Reason: "TimedOut", Message: text})
 		}
-		if err := errors.Join(s.flushLanes(pebble.Sync), s.db.Flush()); err != nil {
+		if err := errors.Join(s.flushLanes(true), s.db.Flush()); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -5,8 +5,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
-
-	"github.com/cockroachdb/pebble/v2"
 )
 
 // flusher writes the states of lanes that changed in memory only, by acknowledgements or by
@@ -63,14 +61,14 @@ func (s *Store) runFlusher() {
 		case <-s.stop:
 			return
 		}
-		write := pebble.NoSync
+		durable := false
 		switch now := time.Now(); {
 		case !s.flusher.unsynced.Load():
 			unsyncedSince = now
 		case now.Sub(unsyncedSince) >= s.o.SyncInterval:
-			write, unsyncedSince = pebble.Sync, now
+			durable, unsyncedSince = true, now
 		}
-		if err := s.flushLanes(write); err != nil {
+		if err := s.flushLanes(durable); err != nil {
 			s.log.Error("write of lane positions failed; retrying", "error", err)
 		}
 		if s.flusher.unsynced.Load() {
@@ -81,9 +79,9 @@ func (s *Store) runFlusher() {
 
 const lanesPerFlush = 64
 
-// flushLanes writes all changed lanes. With pebble.Sync, all previous writes become durable,
-// too.
-func (s *Store) flushLanes(write *pebble.WriteOptions) error {
+// flushLanes writes all changed lanes. With durable it returns when all previous writes are
+// durable, too.
+func (s *Store) flushLanes(durable bool) error {
 	s.flusher.writing.Lock()
 	defer s.flusher.writing.Unlock()
 	s.flusher.mu.Lock()
@@ -101,11 +99,10 @@ func (s *Store) flushLanes(write *pebble.WriteOptions) error {
 		}
 		dirty = dirty[n:]
 	}
-	if !write.Sync {
+	if !durable {
 		return nil
 	}
-	s.flusher.markSynced()
-	return s.db.LogData(s.positions.Mark(), pebble.Sync)
+	return s.commitLog.sync()
 }
 
 // flushSome writes a few lanes as one batch. It holds all their locks until the batch is

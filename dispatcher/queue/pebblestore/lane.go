@@ -220,8 +220,7 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 	}
 	_ = b.Set(binary.BigEndian.AppendUint64(append([]byte(nil), codec.KeyLanes...), l.number), codec.AppendLaneName(nil, id), nil)
 	l.put(b)
-	s.flusher.markSynced()
-	if err := s.db.ApplyNoSyncWait(b, pebble.Sync); err != nil {
+	if err := s.commitLog.submit(b); err != nil {
 		l.dropped = true
 		log.removeLane(l)
 		if g != nil {
@@ -238,9 +237,7 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 	s.addLane(l)
 	s.mu.Unlock()
 	s.registry.Unlock() // Other lanes can share the sync.
-	if err := b.SyncWait(); err != nil {
-		engineLogger{s}.Fatalf("sync the log: %w", err)
-	}
+	s.waitDurable(b)
 	_ = b.Close()
 	l.wantsNotify.Store(true)
 	return nil

@@ -16,8 +16,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/cockroachdb/pebble/v2"
-
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
@@ -49,7 +47,7 @@ func TestEmptyStoreIsSmall(t *testing.T) {
 	if err := s.OpenLane(lane1); err != nil {
 		t.Fatal(err)
 	}
-	if err := s.flushLanes(pebble.Sync); err != nil {
+	if err := s.flushLanes(true); err != nil {
 		t.Fatal(err)
 	}
 	if got := onDisk(t, dir); got > 16<<20 {
@@ -172,13 +170,13 @@ func TestReclaimIsNotActivity(t *testing.T) {
 	}
 	appendRandom(t, s, "b-", 30)
 	acknowledgeAll(t, s, lane1)
-	if err := s.flushLanes(pebble.Sync); err != nil {
+	if err := s.flushLanes(true); err != nil {
 		t.Fatal(err)
 	}
 	s.maintain(true)
 	appendRandom(t, s, "c-", 5) // Fewer bytes than an early trim requires.
 	acknowledgeAll(t, s, lane1)
-	if err := s.flushLanes(pebble.Sync); err != nil {
+	if err := s.flushLanes(true); err != nil {
 		t.Fatal(err)
 	}
 	for range quietPasses + 1 {

@@ -12,8 +12,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/cockroachdb/pebble/v2"
-
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/integrity"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
@@ -87,7 +85,7 @@ func makeFilledStore(t *testing.T, rnd *rand.Rand) filledStore {
 		return x
 	}
 	// A killed process leaves these files. The store may be changing them.
-	if err := s.flushLanes(pebble.Sync); err != nil {
+	if err := s.flushLanes(true); err != nil {
 		t.Fatal(err)
 	}
 	copied := filepath.Join(t.TempDir(), "queue")

@@ -1,8 +1,6 @@
 package pebblestore
 
 import (
-	"github.com/cockroachdb/pebble/v2"
-
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/internal/codec"
 )
 
@@ -60,7 +58,7 @@ func (s *Store) skipAndFree(l *sourceLog, bytes uint64) error {
 		return err
 	}
 	// Positions are written first; see trim.
-	if err := s.flushLanes(pebble.NoSync); err != nil {
+	if err := s.flushLanes(false); err != nil {
 		return err
 	}
 	return s.free(c)

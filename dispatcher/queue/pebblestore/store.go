@@ -44,6 +44,8 @@ type Store struct {
 	dir string
 	fs  *fulldisk.FS
 	db  *pebble.DB
+	// commitLog applies all writes to db.
+	commitLog commitLog
 	// cache is the block cache of db and has the same lifetime.
 	cache *pebble.Cache
 	// lock excludes other processes from before the files are checked until after they are
@@ -278,8 +280,11 @@ func (s *Store) openDB() error {
 		CompactionConcurrencyRange:  func() (int, int) { return 1, 2 },
 	}
 	var err error
-	s.db, err = pebble.Open(s.dir, opts)
-	return err
+	if s.db, err = pebble.Open(s.dir, opts); err != nil {
+		return err
+	}
+	s.commitLog = &localLog{db: s.db, positions: &s.positions, flusher: &s.flusher}
+	return nil
 }
 
 // explain converts an error of the engine into one that names the cause.
@@ -415,7 +420,7 @@ func (s *Store) loadFormat() error {
 	if errors.Is(err, pebble.ErrNotFound) {
 		b := s.db.NewBatch()
 		_ = b.Set(codec.KeyFormat, binary.AppendUvarint(nil, codec.FormatAlone), nil)
-		return s.db.Apply(b, pebble.Sync)
+		return s.applySync(b)
 	}
 	if err != nil {
 		return err
@@ -582,22 +587,6 @@ func (s *Store) nextNumber(b *pebble.Batch) uint64 {
 	return s.lastNumber
 }
 
-// apply writes a batch without a sync; the flusher syncs it within SyncInterval.
-func (s *Store) apply(b *pebble.Batch) error {
-	err := s.db.Apply(b, pebble.NoSync)
-	_ = b.Close()
-	s.flusher.markUnsynced()
-	return err
-}
-
-// applySync writes a batch, and syncs it with everything written before.
-func (s *Store) applySync(b *pebble.Batch) error {
-	s.flusher.markSynced()
-	err := s.db.Apply(b, pebble.Sync)
-	_ = b.Close()
-	return err
-}
-
 // PutMeta implements queue.Store.
 func (s *Store) PutMeta(name string, value []byte) error {
 	return s.putMeta(name, value, s.apply)
@@ -705,7 +694,7 @@ func (s *Store) Close() error {
 	close(s.stop)
 	s.done.Wait()
 	s.metrics.unregister()
-	err := s.flushLanes(pebble.Sync)
+	err := s.flushLanes(true)
 	if s.disk.spaceToFlush() {
 		err = errors.Join(err, s.db.Flush())
 	}
