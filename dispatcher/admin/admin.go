@@ -18,7 +18,6 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
-	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
 )
 
@@ -27,7 +26,7 @@ type Options struct {
 	Report   func() adminapi.Report
 	Gatherer prometheus.Gatherer
 	Engine   *delivery.Engine
-	Store    queue.Store
+	Store    redelivery.Store
 	// Jobs does this dispatcher's parts of Redelivery objects.
 	Jobs *redelivery.Jobs
 	// Ready returns why the dispatcher is not ready, or nil.

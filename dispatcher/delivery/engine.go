@@ -35,12 +35,20 @@ type Poster interface {
 	Forget(e *egress.Endpoint)
 }
 
+// Store is the part of queue.Store that an Engine uses.
+type Store interface {
+	queue.Lanes
+	queue.Meta
+	queue.Stats
+	TrimDeadLetters(ctx context.Context, destination string, before, young time.Time, maxBytes int64) (int, error)
+}
+
 // Options configure an Engine. Store and Client are required; the zero value
 // of every other field is a working default.
 type Options struct {
 	// Store is used exclusively by the Engine: no other code may lease from it or set its notify
 	// function.
-	Store queue.Store
+	Store Store
 	// Client sends the requests.
 	Client Poster
 	// Logger; default slog.Default().

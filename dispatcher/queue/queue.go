@@ -5,9 +5,10 @@
 // is stored once for all lanes; a lane keeps only its in-flight window in memory, so a backlog
 // of any size uses disk, not memory.
 //
-// Store is the contract of every engine, and storetest is its conformance suite. The main types
-// are LaneID, Message, Delivery, DeadLetter and Ledger. Circuits, workers, retry policy and
-// dead-letter policy belong to the layers above; the queue does not know HTTP.
+// Store is the contract of every engine, and storetest is its conformance suite. A consumer
+// declares the part that it uses: Appender, Lanes, DeadLetters, Meta and Stats, or single methods
+// of them. The main types are LaneID, Message, Delivery, DeadLetter and Ledger. Circuits, workers,
+// retry policy and dead-letter policy belong to the layers above; the queue does not know HTTP.
 package queue
 
 import (
@@ -240,6 +241,17 @@ var (
 
 // Store is a durable queue. All methods may be called concurrently.
 type Store interface {
+	Appender
+	Lanes
+	DeadLetters
+	Meta
+	Stats
+	// Close persists every cursor and closes the store. Leased messages are released.
+	Close() error
+}
+
+// Appender accepts messages.
+type Appender interface {
 	// Append stores messages and returns when they are durable. duplicates[i] is true when a
 	// message with the same Source and ID was appended within the duplicate window; that
 	// message is dropped. duplicates may be nil when there are none. When err is not nil, no
@@ -248,7 +260,10 @@ type Store interface {
 	// Source's quota. If their space is needed for new messages, first attempts of messages
 	// that another lane of the group delivered are skipped, oldest first.
 	Append(ctx context.Context, msgs []Message) (duplicates []bool, err error)
+}
 
+// Lanes delivers messages: it opens and ends lanes, leases their messages and settles them.
+type Lanes interface {
 	// OpenLane opens a lane and returns when it is durable. A new lane starts after the last
 	// appended message; an existing one continues at its position.
 	OpenLane(lane LaneID) error
@@ -263,6 +278,8 @@ type Store interface {
 	// whose lanes have all ended gets no messages until a lane continues or another one is
 	// opened.
 	EndLane(lane LaneID, end End) error
+	// ForgetDestination deletes the ledger of a destination's dropped lanes.
+	ForgetDestination(destination string) error
 	// Lanes lists all lanes of the store, also those of an earlier run that are not open.
 	Lanes() []LaneID
 
@@ -302,7 +319,10 @@ type Store interface {
 	// order and stops at the first unread message that is not expired, so an expired message
 	// after that one is left to the next call.
 	BuryExpired(ctx context.Context, lane LaneID, cut time.Time, f Failure) (int, error)
+}
 
+// DeadLetters reads and removes dead letters.
+type DeadLetters interface {
 	// DeadLetters calls fn for each dead letter of a destination ("namespace/name"), oldest
 	// first, from the key after `after` ("" for all), until fn returns false. The DeadLetter is
 	// valid only during the call.
@@ -313,6 +333,10 @@ type Store interface {
 	// before, and until their bytes are at most maxBytes or none is older than young, which
 	// must not be before before. It returns the number of removed dead letters.
 	TrimDeadLetters(ctx context.Context, destination string, before, young time.Time, maxBytes int64) (int, error)
+}
+
+// Meta stores small values of the layers above, by name. Names begin with their owner's prefix.
+type Meta interface {
 	// PutMeta stores a few bytes under a name; nil deletes them. The value survives the end of
 	// the process at once, and a power loss a moment later.
 	PutMeta(name string, value []byte) error
@@ -320,7 +344,10 @@ type Store interface {
 	PutMetaDurable(name string, value []byte) error
 	// AllMeta returns all values stored by PutMeta.
 	AllMeta() (map[string][]byte, error)
+}
 
+// Stats describes Sources, lanes and destinations.
+type Stats interface {
 	// LaneStats returns the stats of a lane or a group; zero for an unknown one.
 	LaneStats(lane LaneID) LaneStats
 	// Position returns the last message of its Source's log that a lane has read, and the last
@@ -333,9 +360,4 @@ type Store interface {
 	// Destinations lists the destinations with lanes, dead letters or the ledger of dropped
 	// lanes.
 	Destinations() []string
-	// ForgetDestination deletes the ledger of a destination's dropped lanes.
-	ForgetDestination(destination string) error
-
-	// Close persists every cursor and closes the store. Leased messages are released.
-	Close() error
 }

@@ -48,6 +48,14 @@ type Options struct {
 	Now func() time.Time
 }
 
+// Store is the part of queue.Store that Run and Purge use.
+type Store interface {
+	queue.Appender
+	queue.DeadLetters
+	Lanes() []queue.LaneID
+	LaneStats(queue.LaneID) queue.LaneStats
+}
+
 // Run appends the selected dead letters of a destination ("namespace/name") to
 // its lanes, as new messages with the same id and body, and removes the dead letters.
 // It ignores dead letters that are added while it runs, so it ends. It keeps dead letters
@@ -56,7 +64,7 @@ type Options struct {
 // destination's success policy has changed, the messages are appended to the lanes of the
 // new policy. After a crash some may be delivered twice; none is lost. With an error, Run
 // returns the progress up to it.
-func Run(ctx context.Context, store queue.Store, destination string, s adminapi.DeadLetterSelector, o Options) (adminapi.DeadLetterProgress, error) {
+func Run(ctx context.Context, store Store, destination string, s adminapi.DeadLetterSelector, o Options) (adminapi.DeadLetterProgress, error) {
 	limiter := o.limiter
 	if limiter == nil {
 		limiter = newLimiter(o.Rate)
@@ -102,7 +110,7 @@ func newLimiter(perSecond float64) *rate.Limiter {
 }
 
 // lanes lists the lanes of a destination that accept messages.
-func (o Options) lanes(store queue.Store, destination string) []queue.LaneID {
+func (o Options) lanes(store Store, destination string) []queue.LaneID {
 	return slices.DeleteFunc(store.Lanes(), func(l queue.LaneID) bool {
 		return l.Destination != destination || store.LaneStats(l).Ended || o.Takes != nil && !o.Takes(l)
 	})
@@ -127,7 +135,7 @@ func receiver(from queue.LaneID, lanes []queue.LaneID) string {
 }
 
 // Purge removes the selected dead letters permanently.
-func Purge(ctx context.Context, store queue.Store, destination string, s adminapi.DeadLetterSelector, o Options) (adminapi.DeadLetterProgress, error) {
+func Purge(ctx context.Context, store Store, destination string, s adminapi.DeadLetterSelector, o Options) (adminapi.DeadLetterProgress, error) {
 	return each(ctx, store, destination, s, o, pageSize, func(page []queue.DeadLetter) (int, error) {
 		keys := make([]string, len(page))
 		for i, d := range page {
@@ -139,7 +147,7 @@ func Purge(ctx context.Context, store queue.Store, destination string, s adminap
 
 // each calls act with pages of selected dead letters, up to a size. act returns the number
 // that it processed, and may change the page.
-func each(ctx context.Context, store queue.Store, destination string, s adminapi.DeadLetterSelector, o Options, size int, act func([]queue.DeadLetter) (int, error)) (p adminapi.DeadLetterProgress, err error) {
+func each(ctx context.Context, store Store, destination string, s adminapi.DeadLetterSelector, o Options, size int, act func([]queue.DeadLetter) (int, error)) (p adminapi.DeadLetterProgress, err error) {
 	started := now(o)
 	for after, more := o.from, true; more; {
 		var page []queue.DeadLetter
