@@ -33,8 +33,8 @@ func newAudience(flags senderFlags) *cobra.Command {
 
 func newAudienceSync(flags senderFlags) *cobra.Command {
 	var c sender
-	var increment, allowEmpty, resend, dryRun, wait bool
-	var allowRemoval float64
+	var o syncOptions
+	var wait bool
 	cmd := &cobra.Command{
 		Use:   "sync KEY FILE|-",
 		Short: "Upload an audience; changes are sent to the destinations",
@@ -56,62 +56,24 @@ waits until all are queued. KEY is the audience's key; see 'posthorn get audienc
     posthorn audience sync first_time_shoppers members.ndjson --write-key demo`,
 		Args: command.ExactArgs("KEY", "FILE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			body, size := cmd.InOrStdin(), int64(-1)
-			if args[1] != "-" {
-				file, err := os.Open(args[1])
-				if err != nil {
-					return command.Usagef("%v", err)
-				}
-				defer file.Close()
-				if info, err := file.Stat(); err == nil && info.IsDir() {
-					return command.Usagef("%s is a folder; name a file", args[1])
-				} else if err == nil && info.Mode().IsRegular() {
-					size = info.Size()
-				}
-				body = file
+			members, err := openMembers(args[1], cmd.InOrStdin())
+			if err != nil {
+				return err
 			}
-			query := url.Values{}
-			if cmd.Flags().Changed("allow-removal") {
-				query.Set("allowRemoval", strconv.FormatFloat(allowRemoval, 'g', -1, 64))
-			}
-			for name, set := range map[string]bool{"allowEmpty": allowEmpty, "resend": resend, "dryRun": dryRun} {
-				if set {
-					query.Set(name, "true")
-				}
-			}
-			method := http.MethodPut
-			if increment {
-				method = http.MethodPost
-			}
+			defer members.close()
+			o.setRemoval = cmd.Flags().Changed("allow-removal")
 			to, stop, err := c.connect(cmd.Context())
 			if err != nil {
 				return err
 			}
 			defer stop()
-			members := "/v1/audiences/" + url.PathEscape(args[0]) + "/members"
-			path := members
-			if len(query) > 0 {
-				path += "?" + query.Encode()
-			}
-			counted := &countingReader{Reader: body}
-			req, err := to.request(cmd.Context(), method, path, counted)
+			path := "/v1/audiences/" + url.PathEscape(args[0]) + "/members"
+			req, err := o.request(cmd.Context(), to, path, members)
 			if err != nil {
 				return err
 			}
-			if size >= 0 {
-				req.ContentLength = size
-				if size == 0 {
-					req.Body = http.NoBody
-				}
-			}
-			req.Header.Set("Content-Type", "application/x-ndjson")
-			// The server can refuse the request before the body is sent.
-			req.Header.Set("Expect", "100-continue")
-			if strings.HasSuffix(args[1], ".gz") {
-				req.Header.Set("Content-Encoding", "gzip")
-			}
-			hide := showProgress(cmd.ErrOrStderr(), func() string { return sentLine(counted.n.Load(), size, counted.end.Load()) })
 			client := http.Client{Transport: &http.Transport{Proxy: http.ProxyFromEnvironment, TLSClientConfig: to.tls, ExpectContinueTimeout: 10 * time.Second, DisableCompression: true}}
+			hide := showProgress(cmd.ErrOrStderr(), members.progress)
 			resp, err := client.Do(req)
 			hide()
 			if dial, ok := errors.AsType[*net.OpError](err); ok && dial.Op == "dial" {
@@ -122,10 +84,10 @@ waits until all are queued. KEY is the audience's key; see 'posthorn get audienc
 			defer resp.Body.Close()
 			sync, sent, err := printSyncResult(cmd.OutOrStdout(), resp)
 			switch {
-			case err != nil || sent || dryRun:
+			case err != nil || sent || o.dryRun:
 				return err
 			case wait:
-				return awaitSent(cmd, &client, to, members, sync)
+				return awaitSent(cmd, &client, to, path, sync)
 			}
 			fmt.Fprintln(cmd.OutOrStdout(), "The sync is accepted; its identify calls follow as fast as the destinations accept them. See 'posthorn get audiences', or use --wait.")
 			return nil
@@ -133,14 +95,105 @@ waits until all are queued. KEY is the audience's key; see 'posthorn get audienc
 	}
 	c = flags(cmd)
 	f := cmd.Flags()
-	f.BoolVar(&increment, "increment", false, "the lines add and remove members; all other members are kept")
-	f.Float64Var(&allowRemoval, "allow-removal", 0, "percentage of members that this sync may remove (default: the Audience's maxRemovalPercent)")
-	f.BoolVar(&allowEmpty, "allow-empty", false, "allow an empty file, which removes every member")
-	f.BoolVar(&resend, "resend", false, "resend unchanged members, for example after adding a destination")
+	f.BoolVar(&o.increment, "increment", false, "the lines add and remove members; all other members are kept")
+	f.Float64Var(&o.allowRemoval, "allow-removal", 0, "percentage of members that this sync may remove (default: the Audience's maxRemovalPercent)")
+	f.BoolVar(&o.allowEmpty, "allow-empty", false, "allow an empty file, which removes every member")
+	f.BoolVar(&o.resend, "resend", false, "resend unchanged members, for example after adding a destination")
 	f.BoolVar(&wait, "wait", false, "wait until every identify call is in the queue")
-	f.BoolVar(&dryRun, "dry-run", false, "only print what would change")
+	f.BoolVar(&o.dryRun, "dry-run", false, "only print what would change")
 	return cmd
 }
+
+// syncOptions are the options of a sync.
+type syncOptions struct {
+	increment, allowEmpty, resend, dryRun bool
+	// allowRemoval is a percentage, if setRemoval is true.
+	allowRemoval float64
+	setRemoval   bool
+}
+
+// request makes the request of a sync at the path of an audience's members.
+func (o syncOptions) request(ctx context.Context, to trackingAPI, path string, m *memberFile) (*http.Request, error) {
+	query := url.Values{}
+	if o.setRemoval {
+		query.Set("allowRemoval", strconv.FormatFloat(o.allowRemoval, 'g', -1, 64))
+	}
+	for name, set := range map[string]bool{"allowEmpty": o.allowEmpty, "resend": o.resend, "dryRun": o.dryRun} {
+		if set {
+			query.Set(name, "true")
+		}
+	}
+	if len(query) > 0 {
+		path += "?" + query.Encode()
+	}
+	method := http.MethodPut
+	if o.increment {
+		method = http.MethodPost
+	}
+	req, err := to.request(ctx, method, path, m)
+	if err != nil {
+		return nil, err
+	}
+	if m.size >= 0 {
+		req.ContentLength = m.size
+		if m.size == 0 {
+			req.Body = http.NoBody
+		}
+	}
+	req.Header.Set("Content-Type", "application/x-ndjson")
+	// The server can refuse the request before the body is sent.
+	req.Header.Set("Expect", "100-continue")
+	if m.gzip {
+		req.Header.Set("Content-Encoding", "gzip")
+	}
+	return req, nil
+}
+
+// memberFile is a file of members, or standard input. Any goroutine may call progress.
+type memberFile struct {
+	in io.Reader
+	// size is -1 if it is unknown.
+	size  int64
+	gzip  bool
+	close func()
+	// sent counts the bytes read; end is true after the last one.
+	sent atomic.Int64
+	end  atomic.Bool
+}
+
+// openMembers opens a file, or stdin if the name is "-".
+func openMembers(name string, stdin io.Reader) (*memberFile, error) {
+	m := &memberFile{in: stdin, size: -1, gzip: strings.HasSuffix(name, ".gz"), close: func() {}}
+	if name == "-" {
+		return m, nil
+	}
+	file, err := os.Open(name)
+	if err != nil {
+		return nil, command.UsageError(err)
+	}
+	info, err := file.Stat()
+	if err == nil && info.IsDir() {
+		file.Close()
+		return nil, command.Usagef("%s is a folder; name a file", name)
+	}
+	if err == nil && info.Mode().IsRegular() {
+		m.size = info.Size()
+	}
+	m.in, m.close = file, func() { file.Close() }
+	return m, nil
+}
+
+// Read implements io.Reader.
+func (m *memberFile) Read(p []byte) (int, error) {
+	n, err := m.in.Read(p)
+	m.sent.Add(int64(n))
+	if errors.Is(err, io.EOF) {
+		m.end.Store(true)
+	}
+	return n, err
+}
+
+func (m *memberFile) progress() string { return sentLine(m.sent.Load(), m.size, m.end.Load()) }
 
 // syncAnswer is the answer to a sync, or to a request for its progress.
 type syncAnswer struct {
@@ -237,22 +290,6 @@ func askProgress(ctx context.Context, client *http.Client, to trackingAPI, membe
 		err = fmt.Errorf("%s: %s", a.Error.Code, a.Error.Message)
 	}
 	return a, err
-}
-
-// countingReader counts the bytes read; any goroutine may read the count.
-type countingReader struct {
-	io.Reader
-	n   atomic.Int64
-	end atomic.Bool
-}
-
-func (c *countingReader) Read(p []byte) (int, error) {
-	n, err := c.Reader.Read(p)
-	c.n.Add(int64(n))
-	if errors.Is(err, io.EOF) {
-		c.end.Store(true)
-	}
-	return n, err
 }
 
 // showProgress redraws a progress line, on a terminal only, until stop is called.

@@ -1,11 +1,13 @@
 package cli
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net/url"
 	"os"
 	"path/filepath"
@@ -24,10 +26,9 @@ import (
 
 func newDeleteUser() *cobra.Command {
 	var d direct
-	var manifests, namespace, name, requestID string
-	var sources []string
-	var suppress, wait bool
-	var timeout, ttl, deadline time.Duration
+	var o deletionOptions
+	var wait bool
+	var timeout time.Duration
 	cmd := &cobra.Command{
 		Use:   "delete-user USERID --manifests DIR",
 		Short: "Send a user-deletion notice to all destinations (standalone)",
@@ -43,73 +44,104 @@ remove the file of the earlier request. With --ttl the file is removed automatic
   posthorn delete-user u1 --manifests ./webhooks --source web --suppress`,
 		Args: command.ExactArgs("USERID"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if manifests == "" {
-				return command.Usagef("--manifests is missing: the folder of manifests of the running Posthorn")
-			}
-			if info, err := os.Stat(manifests); err != nil || !info.IsDir() {
-				return command.Usagef("--manifests %q is not a folder", manifests)
-			}
-			if args[0] == "" {
-				return command.Usagef("USERID is empty")
-			}
-			if cmd.Flags().Changed("ttl") && (ttl%time.Second != 0 || ttl < 10*time.Second || ttl > 365*24*time.Hour) {
-				return command.Usagef("--ttl must be whole seconds, from 10s to a year")
-			}
-			if deadline%time.Second != 0 || deadline < 0 || deadline > 365*24*time.Hour {
-				return command.Usagef("--deadline must be whole seconds, at most a year")
-			}
-			if suppress && ttl > 0 {
-				return command.Usagef("--ttl has no effect with --suppress: suppression lasts until the file is removed")
-			}
-			spec := v1alpha1.DeletionRequestSpec{UserID: args[0], Suppress: suppress}
-			spec.RequestID = requestID
-			for _, source := range sources {
-				spec.SourceRefs = append(spec.SourceRefs, v1alpha1.ObjectReference{Name: source})
-			}
-			if deadline > 0 {
-				spec.ActiveDeadlineSeconds = ptr.To(int64(deadline / time.Second))
-			}
-			if ttl > 0 {
-				spec.TTLSecondsAfterFinished = ptr.To(int32(ttl / time.Second))
-			}
-			if name == "" {
-				sum := sha256.Sum256([]byte(args[0]))
-				name = "delete-" + hex.EncodeToString(sum[:6])
-			}
-			text, err := yaml.Marshal(map[string]any{
-				"apiVersion": v1alpha1.GroupVersion.String(), "kind": "DeletionRequest",
-				"metadata": map[string]string{"name": name, "namespace": namespace},
-				"spec":     spec,
-			})
-			if err != nil {
+			o.userID = args[0]
+			if err := o.validate(cmd.Flags().Changed("ttl")); err != nil {
 				return err
 			}
-			path := filepath.Join(manifests, "deletionrequest-"+namespace+"-"+name+".yaml")
-			if err := writeNew(path, text); errors.Is(err, os.ErrExist) {
-				return fmt.Errorf("%s exists: this user's deletion is already requested; see 'posthorn get deletions %s', or remove the file to repeat the request", path, name)
-			} else if err != nil {
+			if o.name == "" {
+				sum := sha256.Sum256([]byte(o.userID))
+				o.name = "delete-" + hex.EncodeToString(sum[:6])
+			}
+			path, err := o.write()
+			if err != nil {
 				return err
 			}
 			fmt.Fprintf(cmd.OutOrStdout(), "requested: %s\n", path)
 			if !wait {
 				return nil
 			}
-			return d.awaitDeletion(cmd, namespace, name, timeout)
+			return d.awaitDeletion(cmd, o.namespace, o.name, timeout)
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&manifests, "manifests", "", "the folder of manifests of the running Posthorn")
-	f.StringVarP(&namespace, "namespace", "n", "default", "namespace of the request")
-	f.StringVar(&name, "name", "", "name of the request (default: made of the user's id)")
-	f.StringSliceVar(&sources, "source", nil, "an affected Source; may be repeated (default: all Sources of the namespace)")
-	f.StringVar(&requestID, "request-id", "", "name of this run; set another one to send a completed request again")
-	f.BoolVar(&suppress, "suppress", false, "reject later calls of this user as long as the request exists")
-	f.DurationVar(&deadline, "deadline", 0, "end the run as failed after this time (default: no deadline)")
-	f.DurationVar(&ttl, "ttl", 0, "remove the request this long after it finished (default: keep it)")
+	f.StringVar(&o.manifests, "manifests", "", "the folder of manifests of the running Posthorn")
+	f.StringVarP(&o.namespace, "namespace", "n", "default", "namespace of the request")
+	f.StringVar(&o.name, "name", "", "name of the request (default: made of the user's id)")
+	f.StringSliceVar(&o.sources, "source", nil, "an affected Source; may be repeated (default: all Sources of the namespace)")
+	f.StringVar(&o.requestID, "request-id", "", "name of this run; set another one to send a completed request again")
+	f.BoolVar(&o.suppress, "suppress", false, "reject later calls of this user as long as the request exists")
+	f.DurationVar(&o.deadline, "deadline", 0, "end the run as failed after this time (default: no deadline)")
+	f.DurationVar(&o.ttl, "ttl", 0, "remove the request this long after it finished (default: keep it)")
 	f.BoolVar(&wait, "wait", false, "wait until every notification has its final state")
 	f.DurationVar(&timeout, "timeout", 5*time.Minute, "maximum wait")
 	d.adminFlag(cmd)
 	return cmd
+}
+
+// deletionOptions describe a DeletionRequest in a folder of manifests.
+type deletionOptions struct {
+	manifests, namespace, name, userID, requestID string
+	// sources are the affected Sources; none means all.
+	sources  []string
+	suppress bool
+	// deadline and ttl are 0 if they are not set.
+	deadline, ttl time.Duration
+}
+
+func (o deletionOptions) validate(hasTTL bool) error {
+	const year = 365 * 24 * time.Hour
+	if o.manifests == "" {
+		return command.Usagef("--manifests is missing: the folder of manifests of the running Posthorn")
+	}
+	if info, err := os.Stat(o.manifests); err != nil || !info.IsDir() {
+		return command.Usagef("--manifests %q is not a folder", o.manifests)
+	}
+	if o.userID == "" {
+		return command.Usagef("USERID is empty")
+	}
+	if hasTTL && (o.ttl%time.Second != 0 || o.ttl < 10*time.Second || o.ttl > year) {
+		return command.Usagef("--ttl must be whole seconds, from 10s to a year")
+	}
+	if o.deadline%time.Second != 0 || o.deadline < 0 || o.deadline > year {
+		return command.Usagef("--deadline must be whole seconds, at most a year")
+	}
+	if o.suppress && o.ttl > 0 {
+		return command.Usagef("--ttl has no effect with --suppress: suppression lasts until the file is removed")
+	}
+	return nil
+}
+
+func (o deletionOptions) spec() v1alpha1.DeletionRequestSpec {
+	spec := v1alpha1.DeletionRequestSpec{UserID: o.userID, Suppress: o.suppress}
+	spec.RequestID = o.requestID
+	for _, source := range o.sources {
+		spec.SourceRefs = append(spec.SourceRefs, v1alpha1.ObjectReference{Name: source})
+	}
+	if o.deadline > 0 {
+		spec.ActiveDeadlineSeconds = ptr.To(int64(o.deadline / time.Second))
+	}
+	if o.ttl > 0 {
+		spec.TTLSecondsAfterFinished = ptr.To(int32(o.ttl / time.Second))
+	}
+	return spec
+}
+
+// write writes the manifest into the folder and returns its path.
+func (o deletionOptions) write() (path string, err error) {
+	text, err := yaml.Marshal(map[string]any{
+		"apiVersion": v1alpha1.GroupVersion.String(), "kind": "DeletionRequest",
+		"metadata": map[string]string{"name": o.name, "namespace": o.namespace},
+		"spec":     o.spec(),
+	})
+	if err != nil {
+		return "", err
+	}
+	path = filepath.Join(o.manifests, "deletionrequest-"+o.namespace+"-"+o.name+".yaml")
+	err = writeNew(path, text)
+	if errors.Is(err, os.ErrExist) {
+		err = fmt.Errorf("%s exists: this user's deletion is already requested; see 'posthorn get deletions %s', or remove the file to repeat the request", path, o.name)
+	}
+	return path, err
 }
 
 // writeNew writes a file atomically, unless a file of that name exists.
@@ -131,37 +163,20 @@ func (d *direct) awaitDeletion(cmd *cobra.Command, namespace, name string, timeo
 	deadline := time.Now().Add(timeout)
 	path := apiPrefix + "/namespaces/" + url.PathEscape(namespace) + "/deletionrequests/" + url.PathEscape(name)
 	for {
-		var last error
+		var o v1alpha1.DeletionRequest
 		body, err := d.resource(cmd, path, "application/json")
 		if err == nil {
-			var o v1alpha1.DeletionRequest
-			if err := json.Unmarshal(body, &o); err != nil {
-				return err
-			}
-			accepted := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionAccepted)
-			if accepted != nil && accepted.Status == metav1.ConditionFalse {
-				return fmt.Errorf("not accepted: %s", accepted.Message)
-			}
-			ready := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionReady)
-			if v1alpha1.JobEnded(o.Status.JobStatus) {
-				for _, n := range o.Status.Notifications {
-					fmt.Fprintln(cmd.OutOrStdout(), strings.TrimSpace(fmt.Sprintf("%s to %s: %s %s", n.Source, n.Destination, n.State, n.Reason)))
-				}
-				fmt.Fprintln(cmd.OutOrStdout(), ready.Message)
-				if meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.ConditionFailed) {
-					return command.ErrFailed
-				}
-				return nil
-			}
-			last = errors.New("no status yet")
-			if ready != nil {
-				last = errors.New(ready.Message)
-			}
-		} else {
-			last = err
+			err = json.Unmarshal(body, &o)
 		}
-		if time.Now().After(deadline) {
-			return fmt.Errorf("not finished after %s: %w", timeout, last)
+		if accepted := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionAccepted); accepted != nil && accepted.Status == metav1.ConditionFalse {
+			return fmt.Errorf("not accepted: %s", accepted.Message)
+		}
+		ready := cmp.Or(meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionReady), &metav1.Condition{Message: "no status yet"})
+		switch {
+		case v1alpha1.JobEnded(o.Status.JobStatus):
+			return printDeletion(cmd.OutOrStdout(), o.Status, ready.Message)
+		case time.Now().After(deadline):
+			return fmt.Errorf("not finished after %s: %w", timeout, cmp.Or(err, errors.New(ready.Message)))
 		}
 		select {
 		case <-cmd.Context().Done():
@@ -169,4 +184,17 @@ func (d *direct) awaitDeletion(cmd *cobra.Command, namespace, name string, timeo
 		case <-time.After(200 * time.Millisecond):
 		}
 	}
+}
+
+// printDeletion prints the outcome of each notification and of the request, and fails if the request
+// failed.
+func printDeletion(w io.Writer, s v1alpha1.DeletionRequestStatus, message string) error {
+	for _, n := range s.Notifications {
+		fmt.Fprintln(w, strings.TrimSpace(fmt.Sprintf("%s to %s: %s %s", n.Source, n.Destination, n.State, n.Reason)))
+	}
+	fmt.Fprintln(w, message)
+	if meta.IsStatusConditionTrue(s.Conditions, v1alpha1.ConditionFailed) {
+		return command.ErrFailed
+	}
+	return nil
 }

@@ -192,19 +192,12 @@ Ctrl-C ends the wait, not the Redelivery; delete the object to stop it.`,
 			if ttl < 0 || ttl%time.Second != 0 || ttl > 365*24*time.Hour {
 				return command.Usagef("--ttl must be whole seconds, from 0s to a year")
 			}
-			if !chosen.all {
-				s := &v1alpha1.DeadLetterSelector{Reasons: chosen.Reasons, Events: chosen.Events, Since: optional(chosen.Since), Until: optional(chosen.Until)}
-				for _, t := range chosen.Types {
-					s.Types = append(s.Types, v1alpha1.CallType(t))
-				}
-				o.Spec.Selector = s
-			}
 			posthorn, err := cluster.resources()
 			if err != nil {
 				return err
 			}
-			o.Namespace = posthorn.namespace
-			o.GenerateName, o.Spec.DestinationRef.Name = args[0]+"-", args[0]
+			o.Namespace, o.GenerateName = posthorn.namespace, args[0]+"-"
+			o.Spec.DestinationRef.Name, o.Spec.Selector = args[0], selectorOf(chosen)
 			if ttl > 0 {
 				o.Spec.TTLSecondsAfterFinished = ptr.To(int32(ttl / time.Second))
 			}
@@ -212,33 +205,10 @@ Ctrl-C ends the wait, not the Redelivery; delete the object to stop it.`,
 				return err
 			}
 			fmt.Fprintf(cmd.ErrOrStderr(), "redelivery.posthorn.dev/%s created\n", o.Name)
-			said := func() string {
-				if ready := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionReady); ready != nil {
-					return ready.Message
-				}
-				return ""
+			if !wait {
+				return nil
 			}
-			for wait && !v1alpha1.JobEnded(o.Status.JobStatus) {
-				before := said()
-				select {
-				case <-cmd.Context().Done():
-					return fmt.Errorf("the Redelivery continues; see kubectl -n %s get redelivery %s", o.Namespace, o.Name)
-				case <-time.After(500 * time.Millisecond):
-				}
-				if err := posthorn.get(cmd.Context(), "redeliveries", o.Name, o); err != nil && cmd.Context().Err() == nil {
-					return err
-				}
-				if now := said(); now != before && !v1alpha1.JobEnded(o.Status.JobStatus) {
-					fmt.Fprintln(cmd.ErrOrStderr(), now)
-				}
-			}
-			if wait {
-				fmt.Fprintln(cmd.OutOrStdout(), said())
-			}
-			if meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.ConditionFailed) {
-				return command.ErrFailed
-			}
-			return nil
+			return awaitRedelivery(cmd, posthorn, o)
 		},
 	}
 	chosen.register(cmd)
@@ -248,6 +218,48 @@ Ctrl-C ends the wait, not the Redelivery; delete the object to stop it.`,
 	f.DurationVar(&ttl, "ttl", time.Hour, "delete the Redelivery this long after its end (0: keep it)")
 	f.BoolVar(&wait, "wait", true, "wait for the end")
 	return cmd
+}
+
+// selectorOf returns the selector of a Redelivery; nil selects all dead letters.
+func selectorOf(chosen selection) *v1alpha1.DeadLetterSelector {
+	if chosen.all {
+		return nil
+	}
+	s := &v1alpha1.DeadLetterSelector{Reasons: chosen.Reasons, Events: chosen.Events, Since: optional(chosen.Since), Until: optional(chosen.Until)}
+	for _, t := range chosen.Types {
+		s.Types = append(s.Types, v1alpha1.CallType(t))
+	}
+	return s
+}
+
+// awaitRedelivery waits for the end of a Redelivery. It prints each new message of the condition
+// Ready, and fails if the Redelivery failed.
+func awaitRedelivery(cmd *cobra.Command, posthorn *resources, o *v1alpha1.Redelivery) error {
+	message := func() string {
+		if ready := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionReady); ready != nil {
+			return ready.Message
+		}
+		return ""
+	}
+	for before := ""; !v1alpha1.JobEnded(o.Status.JobStatus); {
+		select {
+		case <-cmd.Context().Done():
+			return fmt.Errorf("the Redelivery continues; see kubectl -n %s get redelivery %s", o.Namespace, o.Name)
+		case <-time.After(500 * time.Millisecond):
+		}
+		if err := posthorn.get(cmd.Context(), "redeliveries", o.Name, o); err != nil && cmd.Context().Err() == nil {
+			return err
+		}
+		if now := message(); now != before && !v1alpha1.JobEnded(o.Status.JobStatus) {
+			fmt.Fprintln(cmd.ErrOrStderr(), now)
+			before = now
+		}
+	}
+	fmt.Fprintln(cmd.OutOrStdout(), message())
+	if meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.ConditionFailed) {
+		return command.ErrFailed
+	}
+	return nil
 }
 
 // optional is nil for the zero time.

@@ -36,37 +36,14 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 		ValidArgs: []string{"identify", "track", "page", "screen", "group", "alias", "batch"},
 		Args:      command.ExactArgs("TYPE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			typ := args[0]
-			bag := map[string]string{"identify": "traits", "group": "traits", "track": "properties", "page": "properties", "screen": "properties", "alias": "", "batch": ""}
-			key, ok := bag[typ]
+			key, ok := propertiesOf[args[0]]
 			if !ok {
-				return command.Usagef("type %q is not one of identify, track, page, screen, group, alias, batch", typ)
+				return command.Usagef("type %q is not one of identify, track, page, screen, group, alias, batch", args[0])
 			}
 			body := []byte(raw)
 			if raw == "" {
-				call := map[string]any{"messageId": uuid.NewString(), "timestamp": time.Now().UTC().Format("2006-01-02T15:04:05.000Z")}
-				for name, value := range fields {
-					if *value != "" {
-						call[name] = *value
-					}
-				}
-				bagged := map[string]any{}
-				for _, p := range props {
-					name, value, ok := strings.Cut(p, "=")
-					if !ok || key == "" {
-						return command.Usagef("-p %q: use NAME=VALUE, for identify, group, track, page and screen", p)
-					}
-					var decoded any
-					if json.Unmarshal([]byte(value), &decoded) != nil {
-						decoded = value
-					}
-					bagged[name] = decoded
-				}
-				if len(bagged) > 0 {
-					call[key] = bagged
-				}
 				var err error
-				if body, err = json.Marshal(call); err != nil {
+				if body, err = newCall(fields, key, props); err != nil {
 					return err
 				}
 			}
@@ -75,7 +52,7 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 				return err
 			}
 			defer stop()
-			req, err := to.request(cmd.Context(), http.MethodPost, "/v1/"+typ, bytes.NewReader(body))
+			req, err := to.request(cmd.Context(), http.MethodPost, "/v1/"+args[0], bytes.NewReader(body))
 			if err != nil {
 				return err
 			}
@@ -108,4 +85,35 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 		fields[field[0]] = f.String(flag, "", field[1])
 	}
 	return cmd
+}
+
+// propertiesOf maps the types of calls to the field that -p sets; alias and batch have none.
+var propertiesOf = map[string]string{
+	"identify": "traits", "group": "traits", "track": "properties", "page": "properties", "screen": "properties", "alias": "", "batch": "",
+}
+
+// newCall makes a call of fields that are not empty, and of properties NAME=VALUE in the field key.
+func newCall(fields map[string]*string, key string, properties []string) ([]byte, error) {
+	call := map[string]any{"messageId": uuid.NewString(), "timestamp": time.Now().UTC().Format("2006-01-02T15:04:05.000Z")}
+	for name, value := range fields {
+		if *value != "" {
+			call[name] = *value
+		}
+	}
+	values := map[string]any{}
+	for _, p := range properties {
+		name, text, ok := strings.Cut(p, "=")
+		if !ok || key == "" {
+			return nil, command.Usagef("-p %q: use NAME=VALUE, for identify, group, track, page and screen", p)
+		}
+		var value any
+		if json.Unmarshal([]byte(text), &value) != nil {
+			value = text
+		}
+		values[name] = value
+	}
+	if len(values) > 0 {
+		call[key] = values
+	}
+	return json.Marshal(call)
 }
