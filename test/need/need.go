@@ -13,7 +13,7 @@ import (
 // all reports whether a skip is a failure.
 func all() bool { return os.Getenv("POSTHORN_TEST_ALL") != "" }
 
-// Skip ends a test because of what is missing.
+// Skip ends a test that lacks a requirement; missing names it.
 func Skip(t testing.TB, missing error) {
 	t.Helper()
 	if all() {
@@ -32,7 +32,7 @@ func Program(t testing.TB, name string) string {
 	return path
 }
 
-// SkipAll returns the exit code of a package whose tests all need what is missing, for TestMain.
+// SkipAll returns the exit code of a package whose tests all lack a requirement, for TestMain.
 func SkipAll(missing error) int {
 	if all() {
 		fmt.Fprintln(os.Stderr, "POSTHORN_TEST_ALL is set, and these tests cannot run:", missing)
