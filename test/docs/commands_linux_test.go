@@ -34,13 +34,16 @@ var printed = map[string][]string{
 // cluster. A skipped block has a reason.
 func TestCommands(t *testing.T) {
 	var skipped []string
-	out, local := map[string]string{}, map[string]bool{}
+	out, local, incomplete := map[string]string{}, map[string]bool{}, map[string]bool{}
 	for _, b := range blocks(t, "sh", "console") {
 		name := fmt.Sprintf("%s:%d", b.Page, b.Line)
 		switch where, err := b.Where(); where {
 		case "local":
 			local[b.Page] = true
-			t.Run(name, func(t *testing.T) { out[b.Page] += runBlock(t, b) })
+			t.Run(name, func(t *testing.T) {
+				defer func() { incomplete[b.Page] = incomplete[b.Page] || t.Skipped() }()
+				out[b.Page] += runBlock(t, b)
+			})
 		case "skip":
 			skipped = append(skipped, name)
 		case "":
@@ -53,7 +56,7 @@ func TestCommands(t *testing.T) {
 	for page, wants := range printed {
 		have := strings.Join(strings.Fields(out[page]), " ")
 		for _, want := range wants {
-			if have != "" && !strings.Contains(have, want) {
+			if have != "" && !incomplete[page] && !strings.Contains(have, want) {
 				t.Errorf("output of the commands of %s: got\n%s\nwant one with %q", page, out[page], want)
 			}
 		}
