@@ -8,6 +8,7 @@ import (
 // WebhookDestinationSpec names the Sources whose calls are delivered, the URLs
 // that receive them, and the rules of delivery.
 // +kubebuilder:validation:XValidation:rule="has(self.sourceRefs) != has(self.sourceSelector)",message="set exactly one of sourceRefs and sourceSelector"
+// +kubebuilder:validation:XValidation:rule="!has(self.signing) || self.signing.schemes.all(s, !has(s.hmac) || self.endpoints.all(e, !has(e.headers) || e.headers.all(h, h.name.lowerAscii() != s.hmac.header.lowerAscii())))",message="a header of an endpoint has the name of the signature's header (signing.schemes[].hmac.header); rename or remove one"
 type WebhookDestinationSpec struct {
 	// If false, messages are kept up to the retry window, and delivered when it is
 	// true again. Default true.
@@ -167,13 +168,13 @@ type EndpointTLS struct {
 
 // Signing configures the signatures of requests.
 type Signing struct {
-	// The signing schemes, at most one of each type. With two schemes, every
-	// request carries both signatures, each with its own secret, so that receivers
-	// can change from one scheme to the other. While a secret of any scheme is
-	// missing, nothing is sent, messages are kept, and ResolvedRefs is False. 1 or
-	// 2.
+	// The signing schemes, at most one of each type. With several schemes, every
+	// request carries all signatures, each with its own secret, so that receivers
+	// can change from one scheme to another. While a secret of any scheme is
+	// missing, nothing is sent, messages are kept, and ResolvedRefs is False. 1 to
+	// 3.
 	// +kubebuilder:validation:MinItems=1
-	// +kubebuilder:validation:MaxItems=2
+	// +kubebuilder:validation:MaxItems=3
 	// +listType=map
 	// +listMapKey=type
 	// +required
@@ -181,11 +182,13 @@ type Signing struct {
 }
 
 // SigningScheme is a signature format and its secret.
+// +kubebuilder:validation:XValidation:rule="(self.type == 'HMAC') == has(self.hmac)",message="set hmac with the type HMAC, and only with it"
 type SigningScheme struct {
 	// HMACSHA1: header X-Signature, the lowercase hex HMAC-SHA1 of the body.
 	// StandardWebhooks: headers webhook-id, webhook-timestamp and
-	// webhook-signature (v1, HMAC-SHA256).
-	// +kubebuilder:validation:Enum=HMACSHA1;StandardWebhooks
+	// webhook-signature (v1, HMAC-SHA256). HMAC: the header and the format of the
+	// field hmac.
+	// +kubebuilder:validation:Enum=HMACSHA1;StandardWebhooks;HMAC
 	// +required
 	Type SigningType `json:"type"`
 
@@ -195,11 +198,102 @@ type SigningScheme struct {
 	SecretKeyRef SecretKeyReference `json:"secretKeyRef"`
 
 	// The previous secret, during a rotation. While it is set, every request also
-	// carries a signature made with it: in X-Signature-Previous, or as a second
-	// entry of webhook-signature. Remove it when all receivers use the new secret.
+	// carries a signature made with it: in X-Signature-Previous, as a second
+	// entry of webhook-signature, or as hmac.previousValue describes. Remove it when
+	// all receivers use the new secret.
 	// +optional
 	PreviousSecretKeyRef *SecretKeyReference `json:"previousSecretKeyRef,omitempty"`
+
+	// The format of a scheme of the type HMAC.
+	// +optional
+	HMAC *HMACFormat `json:"hmac,omitempty"`
 }
+
+// HMACFormat is a signature format that receivers of other webhooks verify already,
+// such as GitHub's or Stripe's.
+type HMACFormat struct {
+	// Name of the header that carries the signature, such as X-Hub-Signature-256.
+	// Headers that Posthorn or HTTP itself sets are rejected, and those of the
+	// endpoints.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=128
+	// +kubebuilder:validation:XValidation:rule="self.matches(r'^[!#$%&\\x27*+\\-.^_\\x60|~0-9A-Za-z]+$')",message="must be letters, digits and '-', as header names are; no spaces and no colon"
+	// +kubebuilder:validation:XValidation:rule="!(self.lowerAscii() in ['host', 'connection', 'content-length', 'content-type', 'content-encoding', 'transfer-encoding', 'te', 'trailer', 'upgrade', 'keep-alive', 'proxy-connection', 'expect', 'user-agent', 'x-signature', 'x-signature-previous', 'idempotency-key', 'webhook-id', 'webhook-timestamp', 'webhook-signature', 'traceparent', 'tracestate'])",message="this header is set by Posthorn or by HTTP itself; choose another name"
+	// +required
+	Header string `json:"header"`
+
+	// The hash function of the HMAC. Default SHA256.
+	// +kubebuilder:validation:Enum=SHA1;SHA256;SHA512
+	// +kubebuilder:default=SHA256
+	// +optional
+	Algorithm HMACAlgorithm `json:"algorithm,omitempty"`
+
+	// The encoding of the signature: lowercase Hex, or Base64 with padding. Default
+	// Hex.
+	// +kubebuilder:validation:Enum=Hex;Base64
+	// +kubebuilder:default=Hex
+	// +optional
+	Encoding SignatureEncoding `json:"encoding,omitempty"`
+
+	// What is signed. Body: the body. TimestampBody: the time of the attempt in Unix
+	// seconds, a dot and the body. IDTimestampBody: the ID of the message, a dot, the
+	// time, a dot and the body. Requests carry the time and the ID in value, or
+	// otherwise in the headers webhook-timestamp and webhook-id. Default Body.
+	// +kubebuilder:validation:Enum=Body;TimestampBody;IDTimestampBody
+	// +kubebuilder:default=Body
+	// +optional
+	Content SignedContent `json:"content,omitempty"`
+
+	// The value of the header: printable ASCII with {signature} once, and {timestamp}
+	// and {id} where they are needed, such as "t={timestamp},v1={signature}". Default
+	// {signature}.
+	// +kubebuilder:validation:MinLength=11
+	// +kubebuilder:validation:MaxLength=256
+	// +kubebuilder:validation:XValidation:rule="self.matches(r'^[ -~]*$') && self.split('{signature}').size() == 2",message="must be printable ASCII and contain {signature} once"
+	// +kubebuilder:validation:XValidation:rule="!self.replace('{signature}', '').replace('{timestamp}', '').replace('{id}', '').matches('[{}]')",message="braces are for {signature}, {timestamp} and {id} only; correct or remove the others"
+	// +kubebuilder:default="{signature}"
+	// +optional
+	Value string `json:"value,omitempty"`
+
+	// What is appended to the value while previousSecretKeyRef is set, such as
+	// ",v1={signature}", with the signature of the previous secret. If it is unset,
+	// that signature is in a header of its own, whose name has the suffix -Previous.
+	// +kubebuilder:validation:MinLength=11
+	// +kubebuilder:validation:MaxLength=256
+	// +kubebuilder:validation:XValidation:rule="self.matches(r'^[ -~]*$') && self.split('{signature}').size() == 2",message="must be printable ASCII and contain {signature} once"
+	// +kubebuilder:validation:XValidation:rule="!self.replace('{signature}', '').replace('{timestamp}', '').replace('{id}', '').matches('[{}]')",message="braces are for {signature}, {timestamp} and {id} only; correct or remove the others"
+	// +optional
+	PreviousValue string `json:"previousValue,omitempty"`
+}
+
+// HMACAlgorithm is the hash function of an HMAC.
+type HMACAlgorithm string
+
+// The algorithms.
+const (
+	AlgorithmSHA1   HMACAlgorithm = "SHA1"
+	AlgorithmSHA256 HMACAlgorithm = "SHA256"
+	AlgorithmSHA512 HMACAlgorithm = "SHA512"
+)
+
+// SignatureEncoding is how a signature is written.
+type SignatureEncoding string
+
+// The encodings.
+const (
+	EncodingHex    SignatureEncoding = "Hex"
+	EncodingBase64 SignatureEncoding = "Base64"
+)
+
+// SignedContent is what a signature covers.
+type SignedContent string
+
+// The signed contents.
+const (
+	ContentBody            SignedContent = "Body"
+	ContentTimestampBody   SignedContent = "TimestampBody"
+	ContentIDTimestampBody SignedContent = "IDTimestampBody"
+)
 
 // SigningType is the type of a signing scheme.
 type SigningType string
@@ -208,6 +302,7 @@ type SigningType string
 const (
 	HMACSHA1         SigningType = "HMACSHA1"
 	StandardWebhooks SigningType = "StandardWebhooks"
+	HMAC             SigningType = "HMAC"
 )
 
 // Body configures the form of delivered bodies.

@@ -2,6 +2,7 @@ package compile
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/base64"
 	"fmt"
 	"slices"
@@ -34,6 +35,7 @@ func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha
 		DeadLetters:  b.deadLetters(o.Spec.DeadLetters),
 	}
 	c.SourcesUnknown = b.sourcesUnknown
+	b.checkHeaderCollisions(o.Spec.Endpoints, c.Signing)
 	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: strings.Join(append([]string{"the spec is valid"}, b.notes...), "; ")}
 	c.State = liveconfig.Active
 	if len(b.problems) > 0 {
@@ -257,7 +259,7 @@ func (b *builder) tls(field string, t *v1alpha1.EndpointTLS) *liveconfig.TLS {
 	return c
 }
 
-const maxSigningSchemes = 2
+const maxSigningSchemes = 3
 
 // signing returns the signing schemes; none means unsigned requests. An invalid scheme is
 // a problem, which pauses the destination, so that nothing is sent unsigned by mistake.
@@ -266,19 +268,19 @@ func (b *builder) signing(signing *v1alpha1.Signing) liveconfig.SigningSchemes {
 		return nil
 	}
 	if n := len(signing.Schemes); n < 1 || n > maxSigningSchemes {
-		b.add(v1alpha1.ReasonInvalidSpec, "spec.signing.schemes", "has %d entries; set 1 or %d, or remove spec.signing for unsigned requests", n, maxSigningSchemes)
+		b.add(v1alpha1.ReasonInvalidSpec, "spec.signing.schemes", "has %d entries; set 1 to %d, or remove spec.signing for unsigned requests", n, maxSigningSchemes)
 	}
 	var compiled liveconfig.SigningSchemes
 	for i := range signing.Schemes {
 		s := &signing.Schemes[i]
 		field := fmt.Sprintf("spec.signing.schemes[%s]", s.Type)
 		switch s.Type {
-		case v1alpha1.HMACSHA1, v1alpha1.StandardWebhooks:
+		case v1alpha1.HMACSHA1, v1alpha1.StandardWebhooks, v1alpha1.HMAC:
 		default:
-			b.add(v1alpha1.ReasonInvalidSpec, fmt.Sprintf("spec.signing.schemes[%d].type", i), "%q is unknown; use %s or %s", s.Type, v1alpha1.HMACSHA1, v1alpha1.StandardWebhooks)
+			b.add(v1alpha1.ReasonInvalidSpec, fmt.Sprintf("spec.signing.schemes[%d].type", i), "%q is unknown; use %s, %s or %s", s.Type, v1alpha1.HMACSHA1, v1alpha1.StandardWebhooks, v1alpha1.HMAC)
 			continue
 		}
-		c := liveconfig.SigningScheme{Type: string(s.Type)}
+		c := liveconfig.SigningScheme{Type: string(s.Type), Format: b.hmacFormat(field+".hmac", s)}
 		if slices.ContainsFunc(compiled, func(o liveconfig.SigningScheme) bool { return o.Type == c.Type }) {
 			b.add(v1alpha1.ReasonInvalidSpec, field, "there is more than one scheme of this type; remove one")
 			continue
@@ -291,6 +293,47 @@ func (b *builder) signing(signing *v1alpha1.Signing) liveconfig.SigningSchemes {
 	}
 	slices.SortFunc(compiled, func(a, b liveconfig.SigningScheme) int { return strings.Compare(a.Type, b.Type) })
 	return compiled
+}
+
+// hmacFormat returns the format of a scheme of the type HMAC, and nil for the other types.
+func (b *builder) hmacFormat(field string, s *v1alpha1.SigningScheme) *liveconfig.HMACFormat {
+	if (s.Type == v1alpha1.HMAC) != (s.HMAC != nil) {
+		b.add(v1alpha1.ReasonInvalidSpec, field, "belongs to the type %s, and is required with it", v1alpha1.HMAC)
+		return nil
+	}
+	if s.HMAC == nil {
+		return nil
+	}
+	f := &liveconfig.HMACFormat{
+		Header:        s.HMAC.Header,
+		Algorithm:     cmp.Or(string(s.HMAC.Algorithm), liveconfig.SHA256),
+		Encoding:      cmp.Or(string(s.HMAC.Encoding), liveconfig.Hex),
+		Content:       cmp.Or(string(s.HMAC.Content), liveconfig.SignBody),
+		Value:         cmp.Or(s.HMAC.Value, liveconfig.PlaceholderSignature),
+		PreviousValue: s.HMAC.PreviousValue,
+	}
+	if err := f.Validate(); err != nil {
+		b.add(v1alpha1.ReasonInvalidSpec, field, "%s", err)
+	} else if rule := checkHeaderName(f.Header); rule != "" {
+		b.add(v1alpha1.ReasonInvalidSpec, field+".header", "%s", rule)
+	}
+	return f
+}
+
+// checkHeaderCollisions reports the headers of endpoints that a signing scheme sets.
+func (b *builder) checkHeaderCollisions(endpoints []v1alpha1.Endpoint, schemes liveconfig.SigningSchemes) {
+	for _, s := range schemes {
+		if s.Format == nil {
+			continue
+		}
+		for _, e := range endpoints {
+			for _, h := range e.Headers {
+				if strings.EqualFold(h.Name, s.Format.Header) || strings.EqualFold(h.Name, s.Format.Header+"-Previous") {
+					b.add(v1alpha1.ReasonInvalidSpec, fmt.Sprintf("spec.endpoints[%s].headers[%s]", e.Name, h.Name), "the signing scheme %s sets this header; remove it here or choose another name there", s.Type)
+				}
+			}
+		}
+	}
 }
 
 const maxSharedSecretBytes = 4096

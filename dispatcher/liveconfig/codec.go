@@ -246,7 +246,14 @@ func (d Destination) validate(sources map[string]bool) error {
 func (s SigningSchemes) validate() error {
 	types := map[string]bool{}
 	for _, scheme := range s {
-		if scheme.Type != HMACSHA1 && scheme.Type != StandardWebhooks {
+		switch {
+		case scheme.Type == HMAC && scheme.Format == nil:
+			return fmt.Errorf("signing scheme %q has no format", scheme.Type)
+		case scheme.Type == HMAC:
+			if err := scheme.Format.Validate(); err != nil {
+				return fmt.Errorf("signing scheme %s: %w", scheme.Type, err)
+			}
+		case scheme.Type != HMACSHA1 && scheme.Type != StandardWebhooks:
 			return fmt.Errorf("signing scheme %q is unknown", scheme.Type)
 		}
 		if types[scheme.Type] {

@@ -140,6 +140,7 @@ const (
 	EveryEndpoint    = "EveryEndpoint"
 	HMACSHA1         = "HMACSHA1"
 	StandardWebhooks = "StandardWebhooks"
+	HMAC             = "HMAC"
 )
 
 // Destination is a receiver of messages. A destination that is not Active may lack URLs or secrets;
@@ -161,7 +162,7 @@ type Destination struct {
 	SourcesUnknown bool `json:"sourcesUnknown,omitempty"`
 	// Endpoints, 1 to 5 when Active, in the order of the spec.
 	Endpoints []Endpoint `json:"endpoints,omitempty"`
-	// Signing is empty if requests are unsigned. Sorted by Type.
+	// Signing is empty if requests are unsigned. Sorted by Type, one of each.
 	Signing SigningSchemes `json:"signing,omitempty"`
 	// Success is AnyEndpoint or EveryEndpoint.
 	Success string `json:"success"`
@@ -197,11 +198,13 @@ type TLS struct {
 
 // SigningScheme is one way to sign requests, with its secrets.
 type SigningScheme struct {
-	// Type is HMACSHA1 or StandardWebhooks.
+	// Type is HMACSHA1, StandardWebhooks or HMAC.
 	Type   string `json:"scheme"`
 	Secret Secret `json:"secret"`
 	// Previous is the secret before a rotation, or empty.
 	Previous Secret `json:"previous,omitzero"`
+	// Format is that of a scheme of the type HMAC, and nil for the other types.
+	Format *HMACFormat `json:"format,omitempty"`
 }
 
 // SigningSchemes are the schemes of a destination, one of each type. A single scheme is

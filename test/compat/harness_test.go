@@ -236,8 +236,14 @@ type arrival struct {
 // javascriptReceiver starts the receiver that verifies in JavaScript.
 func javascriptReceiver(t *testing.T) (url string) {
 	t.Helper()
-	cmd := exec.Command("node", "node/receiver.js")
-	cmd.Env = append(os.Environ(), "SECRET="+secret)
+	return nodeReceiver(t, "node/receiver.js", "SECRET="+secret)
+}
+
+// nodeReceiver starts a program that serves HTTP and prints its URL.
+func nodeReceiver(t *testing.T, program string, environment ...string) (url string) {
+	t.Helper()
+	cmd := exec.Command("node", program)
+	cmd.Env = append(os.Environ(), environment...)
 	cmd.Stderr = os.Stderr
 	stdin, err := cmd.StdinPipe()
 	if err != nil {

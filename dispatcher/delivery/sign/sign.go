@@ -3,19 +3,11 @@
 package sign
 
 import (
-	"crypto/hmac"
-	"crypto/sha1" // The specification requires HMAC-SHA1, which is not affected by collisions of SHA-1.
 	"crypto/sha256"
 	"encoding/base64"
-	"encoding/hex"
-	"errors"
 	"fmt"
-	"hash"
 	"log/slog"
-	"slices"
-	"strconv"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/egress"
@@ -34,19 +26,26 @@ const (
 // secretPrefix marks a Standard Webhooks secret whose rest is base64.
 const secretPrefix = "whsec_"
 
+// Formats of the schemes that have a fixed one.
+var (
+	specified = liveconfig.HMACFormat{
+		Header: HeaderSignature, Algorithm: liveconfig.SHA1, Encoding: liveconfig.Hex, Content: liveconfig.SignBody,
+		Value: liveconfig.PlaceholderSignature,
+	}
+	standard = liveconfig.HMACFormat{
+		Header: HeaderWebhookSignature, Algorithm: liveconfig.SHA256, Encoding: liveconfig.Base64, Content: liveconfig.IDTimestampBody,
+		Value: "v1," + liveconfig.PlaceholderSignature, PreviousValue: " v1," + liveconfig.PlaceholderSignature,
+	}
+)
+
 // Signer signs requests under the secrets of one destination, by each of its
 // schemes. The zero Signer signs nothing. A Signer does not print its keys.
 type Signer struct{ keys *keys }
 
 type keys struct {
 	schemes  []scheme
+	usesID   bool
 	redactor *egress.Redactor
-}
-
-// scheme is one signing scheme with its keys; previous is nil outside a rotation.
-type scheme struct {
-	standard          bool
-	current, previous *key
 }
 
 // New makes a Signer; without schemes it is the zero Signer. New fails when a
@@ -59,20 +58,12 @@ func New(schemes liveconfig.SigningSchemes) (Signer, error) {
 	k := &keys{}
 	var secrets []string
 	for _, s := range schemes {
-		c := scheme{standard: s.Type == liveconfig.StandardWebhooks}
-		if !c.standard && s.Type != liveconfig.HMACSHA1 {
-			return Signer{}, fmt.Errorf("signing scheme %q is unknown; use %s or %s", s.Type, liveconfig.HMACSHA1, liveconfig.StandardWebhooks)
-		}
-		var err error
-		if c.current, err = newKey(c.standard, s.Secret.Reveal()); err != nil {
-			return Signer{}, fmt.Errorf("signing scheme %s: secret: %w", s.Type, err)
-		}
-		if !s.Previous.IsZero() {
-			if c.previous, err = newKey(c.standard, s.Previous.Reveal()); err != nil {
-				return Signer{}, fmt.Errorf("signing scheme %s: previous secret: %w", s.Type, err)
-			}
+		c, err := newScheme(s)
+		if err != nil {
+			return Signer{}, fmt.Errorf("signing scheme %s: %w", s.Type, err)
 		}
 		k.schemes = append(k.schemes, c)
+		k.usesID = k.usesID || c.usesID()
 		secrets = append(append(secrets, secretsOf(s.Secret.Reveal())...), secretsOf(s.Previous.Reveal())...)
 	}
 	k.redactor = egress.NewRedactor(secrets...)
@@ -93,7 +84,7 @@ func secretsOf(secret string) []string {
 // redelivery, different for every messageId of every Source, and free of dots,
 // which separate the parts of the signed content. It is "" when no scheme needs it.
 func (s Signer) ID(source, messageID string) string {
-	if s.keys == nil || !slices.ContainsFunc(s.keys.schemes, func(c scheme) bool { return c.standard }) {
+	if s.keys == nil || !s.keys.usesID {
 		return ""
 	}
 	// The name of a Source contains no line feed.
@@ -102,24 +93,37 @@ func (s Signer) ID(source, messageID string) string {
 }
 
 // Redact returns at most the first KiB of a response, without the secrets and without the
-// signatures in headers. A signature of HMACSHA1 remains valid and would make a copy of the message
-// look genuine.
+// signatures in headers. A signature without a timestamp remains valid and would make a copy of the
+// message look genuine.
 func (s Signer) Redact(answer []byte, headers []egress.Header) []byte {
 	if s.keys == nil || len(answer) == 0 {
 		return answer
 	}
 	var signatures []string
 	for _, h := range headers {
-		switch h.Name {
-		case HeaderSignature, HeaderSignaturePrevious:
-			signatures = append(signatures, h.Value)
-		case HeaderWebhookSignature:
-			for signature := range strings.FieldsSeq(h.Value) {
-				signatures = append(signatures, strings.TrimPrefix(signature, "v1,"))
+		for i := range s.keys.schemes {
+			if c := &s.keys.schemes[i]; h.Name == c.header || h.Name == c.previousHeader {
+				signatures = appendSignatures(signatures, h.Value)
 			}
 		}
 	}
 	return s.keys.redactor.Redact(answer, signatures...)
+}
+
+// minSignature is shorter than every digest, and longer than a timestamp.
+const minSignature = 20
+
+// appendSignatures appends the parts of a header's value that can be signatures: what spaces, commas
+// and semicolons separate, also without a name and "=" in front.
+func appendSignatures(dst []string, value string) []string {
+	for part := range strings.FieldsFuncSeq(value, func(r rune) bool { return strings.ContainsRune(" ,;", r) }) {
+		for _, text := range []string{part, part[strings.IndexByte(part, '=')+1:]} {
+			if len(text) >= minSignature {
+				dst = append(dst, text)
+			}
+		}
+	}
+	return dst
 }
 
 // Headers appends the signature headers of a request to dst. id is the message's ID, now the time
@@ -128,30 +132,21 @@ func (s Signer) Headers(dst []egress.Header, id string, now time.Time, body []by
 	if s.keys == nil {
 		return dst
 	}
+	r := request{id: id, now: now, body: body}
 	for i := range s.keys.schemes {
-		dst = s.keys.schemes[i].headers(dst, id, now, body)
+		dst = s.keys.schemes[i].headers(dst, &r)
 	}
 	return dst
 }
 
-// headers appends the headers of one scheme to dst.
-func (c *scheme) headers(dst []egress.Header, id string, now time.Time, body []byte) []egress.Header {
-	if c.standard {
-		timestamp := strconv.FormatInt(now.Unix(), 10)
-		signature := "v1," + c.current.standard(id, timestamp, body)
-		if c.previous != nil {
-			signature += " v1," + c.previous.standard(id, timestamp, body)
-		}
-		return append(dst,
-			egress.Header{Name: HeaderID, Value: id},
-			egress.Header{Name: HeaderTimestamp, Value: timestamp},
-			egress.Header{Name: HeaderWebhookSignature, Value: signature})
-	}
-	dst = append(dst, egress.Header{Name: HeaderSignature, Value: c.current.hex(body)})
-	if c.previous != nil {
-		dst = append(dst, egress.Header{Name: HeaderSignaturePrevious, Value: c.previous.hex(body)})
-	}
-	return dst
+// request is a request to be signed.
+type request struct {
+	id        string
+	now       time.Time
+	timestamp string // Unix seconds, after the first scheme that needs it
+	body      []byte
+	// sentID and sentTimestamp are true after the headers webhook-id and webhook-timestamp.
+	sentID, sentTimestamp bool
 }
 
 // Format keeps keys out of all output.
@@ -159,55 +154,3 @@ func (s Signer) Format(f fmt.State, _ rune) { _, _ = f.Write([]byte("[signer]"))
 
 // LogValue keeps keys out of logs.
 func (s Signer) LogValue() slog.Value { return slog.StringValue("[signer]") }
-
-// key holds precomputed HMAC states: the two key blocks are hashed once, not per message.
-type key struct{ states sync.Pool }
-
-type state struct {
-	mac hash.Hash
-	// sum and text are buffers for the digest, raw and as text.
-	sum  [sha256.Size]byte
-	text [2 * sha256.Size]byte
-}
-
-func newKey(standard bool, secret string) (*key, error) {
-	raw, algorithm := []byte(secret), sha1.New
-	if standard {
-		algorithm = sha256.New
-		if encoded, ok := strings.CutPrefix(secret, secretPrefix); ok {
-			var err error
-			if raw, err = base64.StdEncoding.DecodeString(encoded); err != nil {
-				return nil, errors.New("the part after whsec_ is not base64; copy the whole secret, with its padding")
-			}
-		}
-	}
-	if len(raw) == 0 {
-		return nil, errors.New("the secret is empty; set a secret")
-	}
-	return &key{sync.Pool{New: func() any { return &state{mac: hmac.New(algorithm, raw)} }}}, nil
-}
-
-// hex returns the lowercase hex digest of the body.
-func (k *key) hex(body []byte) string {
-	s := k.states.Get().(*state)
-	s.mac.Reset()
-	s.mac.Write(body)
-	sum := s.mac.Sum(s.sum[:0])
-	text := string(s.text[:hex.Encode(s.text[:], sum)])
-	k.states.Put(s)
-	return text
-}
-
-// standard returns the base64 digest of "id.timestamp.body".
-func (k *key) standard(id, timestamp string, body []byte) string {
-	s := k.states.Get().(*state)
-	s.mac.Reset()
-	head := append(append(append(append(s.text[:0], id...), '.'), timestamp...), '.')
-	s.mac.Write(head)
-	s.mac.Write(body)
-	sum := s.mac.Sum(s.sum[:0])
-	base64.StdEncoding.Encode(s.text[:], sum)
-	text := string(s.text[:base64.StdEncoding.EncodedLen(len(sum))])
-	k.states.Put(s)
-	return text
-}

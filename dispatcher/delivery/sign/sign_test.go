@@ -2,6 +2,7 @@ package sign
 
 import (
 	"bytes"
+	"encoding/base64"
 	"fmt"
 	"log/slog"
 	"os/exec"
@@ -22,6 +23,12 @@ import (
 func secret(s string) liveconfig.Secret { return liveconfig.NewSecret(s) }
 
 const body = `{"version":1,"type":"track","userId":"u1","event":"Order Completed","properties":{"name":"Zoë \u2603 ☃"}}`
+
+// standardExampleKey is the key of the Standard Webhooks specification's example.
+var standardExampleKey = func() string {
+	raw, _ := base64.StdEncoding.DecodeString("MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
+	return string(raw)
+}()
 
 func TestHeaders(t *testing.T) {
 	for _, test := range []struct {
@@ -66,6 +73,53 @@ func TestHeaders(t *testing.T) {
 				{Name: "webhook-id", Value: "msg_p5jXN8AQM9LWM0D4loKWxJek"},
 				{Name: "webhook-timestamp", Value: "1614265330"},
 				{Name: "webhook-signature", Value: "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE= v1,tgOMx2V+ymftc5zrV4Kwy5UOWZAx1XMh0yu4Sm/6/r0="},
+			},
+		},
+		{
+			// The example of GitHub's documentation.
+			name: "HMAC in the format of GitHub",
+			signing: liveconfig.SigningSchemes{{Type: liveconfig.HMAC, Secret: secret("It's a Secret to Everybody"), Format: &liveconfig.HMACFormat{
+				Header: "X-Hub-Signature-256", Algorithm: liveconfig.SHA256, Encoding: liveconfig.Hex, Content: liveconfig.SignBody, Value: "sha256={signature}",
+			}}},
+			body: "Hello, World!",
+			want: []egress.Header{{Name: "X-Hub-Signature-256", Value: "sha256=757107ea0eb2509fc211221cce984b8a37570b6d7586c22c46f4379c8b043e17"}},
+		},
+		{
+			// The example of the Standard Webhooks specification, in other headers.
+			name: "HMAC with the ID and the time in the value",
+			signing: liveconfig.SigningSchemes{{Type: liveconfig.HMAC, Secret: secret(standardExampleKey), Format: &liveconfig.HMACFormat{
+				Header: "X-A", Algorithm: liveconfig.SHA256, Encoding: liveconfig.Base64, Content: liveconfig.IDTimestampBody, Value: "id={id}; t={timestamp}; s={signature}",
+			}}},
+			id: "msg_p5jXN8AQM9LWM0D4loKWxJek", now: 1614265330, body: `{"test": 2432232314}`,
+			want: []egress.Header{{Name: "X-A", Value: "id=msg_p5jXN8AQM9LWM0D4loKWxJek; t=1614265330; s=g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="}},
+		},
+		{
+			// RFC 2202 and RFC 4231, test cases 2.
+			name: "HMAC in rotation, with a header for the previous secret",
+			signing: liveconfig.SigningSchemes{{Type: liveconfig.HMAC, Secret: secret("Jefe"), Previous: secret("Jefe"), Format: &liveconfig.HMACFormat{
+				Header: "X-A", Algorithm: liveconfig.SHA512, Encoding: liveconfig.Hex, Content: liveconfig.SignBody, Value: "{signature}",
+			}}},
+			body: "what do ya want for nothing?",
+			want: []egress.Header{
+				{Name: "X-A", Value: "164b7a7bfcf819e2e395fbe73b56e0a387bd64222e831fd610270cd7ea2505549758bf75c05a994a6d034f65f8f0e6fdcaeab1a34d4a6b4b636e070a38bce737"},
+				{Name: "X-A-Previous", Value: "164b7a7bfcf819e2e395fbe73b56e0a387bd64222e831fd610270cd7ea2505549758bf75c05a994a6d034f65f8f0e6fdcaeab1a34d4a6b4b636e070a38bce737"},
+			},
+		},
+		{
+			// The headers that both schemes need are sent once.
+			name: "HMAC beside Standard Webhooks",
+			signing: liveconfig.SigningSchemes{
+				{Type: liveconfig.HMAC, Secret: secret(standardExampleKey), Previous: secret("plain"), Format: &liveconfig.HMACFormat{
+					Header: "X-A", Algorithm: liveconfig.SHA256, Encoding: liveconfig.Base64, Content: liveconfig.IDTimestampBody, Value: "{signature}", PreviousValue: " {signature}",
+				}},
+				{Type: liveconfig.StandardWebhooks, Secret: secret("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")},
+			},
+			id: "msg_p5jXN8AQM9LWM0D4loKWxJek", now: 1614265330, body: `{"test": 2432232314}`,
+			want: []egress.Header{
+				{Name: "webhook-id", Value: "msg_p5jXN8AQM9LWM0D4loKWxJek"},
+				{Name: "webhook-timestamp", Value: "1614265330"},
+				{Name: "X-A", Value: "g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE= tgOMx2V+ymftc5zrV4Kwy5UOWZAx1XMh0yu4Sm/6/r0="},
+				{Name: "webhook-signature", Value: "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="},
 			},
 		},
 		{
@@ -176,6 +230,30 @@ func TestRedact(t *testing.T) {
 	}
 }
 
+// The signatures of every format are redacted, a timestamp is not.
+func TestRedactFormats(t *testing.T) {
+	for _, before := range []string{"", "sha256=", "t={timestamp},v1=", "v1 ", "keyId=a;signature="} {
+		for _, encoding := range []string{liveconfig.Hex, liveconfig.Base64} {
+			t.Run(encoding+" "+before, func(t *testing.T) {
+				s, err := New(liveconfig.SigningSchemes{{Type: liveconfig.HMAC, Secret: secret("current-s3cr3t"), Previous: secret("previous-s3cr3t"), Format: &liveconfig.HMACFormat{
+					Header: "X-A", Algorithm: liveconfig.SHA1, Encoding: encoding, Content: liveconfig.SignBody, Value: before + "{signature}",
+				}}})
+				if err != nil {
+					t.Fatal(err)
+				}
+				headers := s.Headers(nil, "", time.Unix(1614265330, 0), []byte(body))
+				for _, h := range headers {
+					signature := strings.TrimPrefix(h.Value, strings.ReplaceAll(before, "{timestamp}", "1614265330"))
+					got := string(s.Redact([]byte("at 1614265330: "+signature), headers))
+					if want := "at 1614265330: [redacted]"; strings.TrimRight(got, "=") != want {
+						t.Errorf("%s: got %q, want %q", h.Name, got, want)
+					}
+				}
+			})
+		}
+	}
+}
+
 // The signature as a receiver in JavaScript computes it from the specification.
 func TestNode(t *testing.T) {
 	node := need.Program(t, "node")
@@ -214,6 +292,8 @@ func TestRefused(t *testing.T) {
 		"no secret, previous":  {{Type: liveconfig.HMACSHA1, Previous: secret("s3cr3t")}},
 		"unknown scheme":       {{Type: "HMACMD5", Secret: secret("s3cr3t")}},
 		"no scheme":            {{Secret: secret("s3cr3t")}},
+		"no format":            {{Type: liveconfig.HMAC, Secret: secret("s3cr3t")}},
+		"unknown algorithm":    {{Type: liveconfig.HMAC, Secret: secret("s3cr3t"), Format: &liveconfig.HMACFormat{Header: "X-A", Algorithm: "MD5", Encoding: "Hex", Content: "Body", Value: "{signature}"}}},
 		"nothing behind whsec": {{Type: liveconfig.StandardWebhooks, Secret: secret("whsec_")}},
 		"not base64":           {{Type: liveconfig.StandardWebhooks, Secret: secret("whsec_s3cr3t!")}},
 		"second of two":        {{Type: liveconfig.HMACSHA1, Secret: secret("s3cr3t")}, {Type: liveconfig.StandardWebhooks}},
@@ -284,6 +364,7 @@ func TestAllocations(t *testing.T) {
 	}{
 		{"unsigned", nil, 0},
 		{"HMACSHA1", one, 1},
+		{"HMAC", liveconfig.SigningSchemes{{Type: liveconfig.HMAC, Secret: secret("Jefe"), Format: &liveconfig.HMACFormat{Header: "Stripe-Signature", Algorithm: "SHA256", Encoding: "Hex", Content: "TimestampBody", Value: "t={timestamp},v1={signature}"}}}, 2},
 		{"both", append(one, liveconfig.SigningScheme{Type: liveconfig.StandardWebhooks, Secret: secret("b")}), 4},
 	} {
 		s, err := New(c.schemes)
@@ -297,14 +378,23 @@ func TestAllocations(t *testing.T) {
 }
 
 func BenchmarkHeaders(b *testing.B) {
-	s, err := New(liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: secret("Jefe")}})
-	if err != nil {
-		b.Fatal(err)
-	}
-	payload := bytes.Repeat([]byte("x"), 1024)
-	headers := make([]egress.Header, 0, 4)
-	b.ReportAllocs()
-	for b.Loop() {
-		headers = s.Headers(headers[:0], "id", time.Time{}, payload)
+	for name, scheme := range map[string]liveconfig.SigningScheme{
+		"HMACSHA1":         {Type: liveconfig.HMACSHA1},
+		"StandardWebhooks": {Type: liveconfig.StandardWebhooks},
+		"HMAC SHA256":      {Type: liveconfig.HMAC, Format: &liveconfig.HMACFormat{Header: "Stripe-Signature", Algorithm: liveconfig.SHA256, Encoding: liveconfig.Hex, Content: liveconfig.TimestampBody, Value: "t={timestamp},v1={signature}"}},
+	} {
+		b.Run(name, func(b *testing.B) {
+			scheme.Secret = secret("Jefe")
+			s, err := New(liveconfig.SigningSchemes{scheme})
+			if err != nil {
+				b.Fatal(err)
+			}
+			payload := bytes.Repeat([]byte("x"), 1024)
+			headers := make([]egress.Header, 0, 4)
+			b.ReportAllocs()
+			for b.Loop() {
+				headers = s.Headers(headers[:0], "id", time.Unix(1614265330, 0), payload)
+			}
+		})
 	}
 }
