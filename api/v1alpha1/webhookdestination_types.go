@@ -235,7 +235,7 @@ type HMACFormat struct {
 	// +optional
 	Encoding SignatureEncoding `json:"encoding,omitempty"`
 
-	// What is signed. Body: the body. TimestampBody: the time of the attempt in Unix
+	// The signed content. Body: the body. TimestampBody: the time of the attempt in Unix
 	// seconds, a dot and the body. IDTimestampBody: the ID of the message, a dot, the
 	// time, a dot and the body. Requests carry the time and the ID in value, or
 	// otherwise in the headers webhook-timestamp and webhook-id. Default Body.
@@ -255,7 +255,7 @@ type HMACFormat struct {
 	// +optional
 	Value string `json:"value,omitempty"`
 
-	// What is appended to the value while previousSecretKeyRef is set, such as
+	// Text that is appended to the value while previousSecretKeyRef is set, such as
 	// ",v1={signature}", with the signature of the previous secret. If it is unset,
 	// that signature is in a header of its own, whose name has the suffix -Previous.
 	// +kubebuilder:validation:MinLength=11

@@ -26,7 +26,8 @@ func newSink() *cobra.Command {
 		Short: "Receive webhooks, verify their signatures and print them",
 		Long: `A reference receiver. It answers every POST, checks the signature if --secret is
 set, and prints a line per message: its type, its user, and whether the signature
-is authentic. A missing or wrong signature is answered 401.
+is authentic. A missing or wrong signature is answered 401. With --header, the
+signature of the scheme HMAC in this header is checked.
 
 --status, --delay and --fail-first simulate a failing receiver.`,
 		Example: `  posthorn sink --listen 127.0.0.1:9000 --secret "$SECRET"
@@ -39,6 +40,9 @@ is authentic. A missing or wrong signature is answered 401.
 			}
 			if s.status < 100 || s.status > 599 {
 				return command.Usagef("--status %d: use an HTTP status between 100 and 599", s.status)
+			}
+			if err := s.format.validate(); err != nil {
+				return err
 			}
 			listener, err := net.Listen("tcp", listen)
 			if err != nil {
@@ -65,6 +69,7 @@ is authentic. A missing or wrong signature is answered 401.
 	f.IntVar(&s.status, "status", http.StatusOK, "status to answer with")
 	f.DurationVar(&s.delay, "delay", 0, "time to wait before the answer")
 	f.IntVar(&s.failFirst, "fail-first", 0, "answer this many requests with 503 before the first success")
+	s.format.addFlags(cmd)
 	command.OutputFlag(cmd, &s.output, "text", "text, json (one object per line, with the body) or none", "text", "json", "none")
 	return cmd
 }
@@ -72,6 +77,7 @@ is authentic. A missing or wrong signature is answered 401.
 // sink is a receiver of webhooks.
 type sink struct {
 	secret    string
+	format    hmacFormat
 	status    int
 	delay     time.Duration
 	failFirst int
@@ -144,8 +150,8 @@ func (s *sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if m.UserID == "" {
 		m.UserID = call.AnonymousID
 	}
-	switch problem := checkRequest(s.secret, r.Header, body); {
-	case s.secret == "" && r.Header.Get("X-Signature")+r.Header.Get("webhook-signature") == "":
+	switch problem := s.check(r.Header, body); {
+	case s.secret == "" && r.Header.Get("X-Signature")+r.Header.Get("webhook-signature")+r.Header.Get(s.format.header) == "":
 		m.Signature = "none"
 	case s.secret == "":
 		m.Signature = "not checked"
@@ -179,6 +185,19 @@ func (s *sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	s.print(m)
 	w.WriteHeader(m.Status)
+}
+
+// check returns the reason why a request is not authentic, or "".
+func (s *sink) check(h http.Header, body []byte) string {
+	if s.format.header == "" {
+		return checkRequest(s.secret, h, body)
+	}
+	id, timestamp := h.Get("webhook-id"), h.Get("webhook-timestamp")
+	problem := s.format.check(s.secret, h.Get(s.format.header), id, timestamp, body)
+	if previous := h.Get(s.format.header + "-Previous"); problem != "" && previous != "" && s.format.check(s.secret, previous, id, timestamp, body) == "" {
+		return ""
+	}
+	return problem
 }
 
 func (s *sink) print(m message) {

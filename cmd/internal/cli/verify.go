@@ -22,6 +22,7 @@ import (
 
 func newVerify() *cobra.Command {
 	var secret, secretFile, signature, id, timestamp string
+	var format hmacFormat
 	cmd := &cobra.Command{
 		Use:   "verify [BODY-FILE|-]",
 		Short: "Check the signature of a received body",
@@ -31,10 +32,12 @@ arrived. Exits 0 if the signature is authentic, 1 if it is not; it then names th
 cause if that is a line break or formatted JSON.
 
 A signature of the scheme StandardWebhooks ("v1,…") is checked with the values of
-the headers webhook-id and webhook-timestamp.`,
+the headers webhook-id and webhook-timestamp. With --header, the signature is one of
+the scheme HMAC: set the other flags as in the destination's spec.`,
 		Example: `  posthorn verify --secret "$SECRET" --signature 9c1f… body.json
   curl -s … | posthorn verify --secret-file secret.txt --signature 9c1f…
-  posthorn verify --secret "$SECRET" --signature v1,… --webhook-id msg_… --webhook-timestamp 1766000000 body.json`,
+  posthorn verify --secret "$SECRET" --signature v1,… --webhook-id msg_… --webhook-timestamp 1766000000 body.json
+  posthorn verify --secret "$SECRET" --header X-Hub-Signature-256 --value 'sha256={signature}' --signature sha256=9c1f… body.json`,
 		Args: command.AtMostArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			key, err := secretFrom(secret, secretFile)
@@ -47,7 +50,10 @@ the headers webhook-id and webhook-timestamp.`,
 			if signature == "" {
 				return command.Usagef("the signature is missing; set --signature to the value of X-Signature")
 			}
-			standard := strings.Contains(signature, "v1,")
+			if err := format.validate(); err != nil {
+				return err
+			}
+			standard := format.header == "" && strings.Contains(signature, "v1,")
 			if standard && (id == "" || timestamp == "") {
 				return command.Usagef("the signature has the scheme StandardWebhooks; set --webhook-id and --webhook-timestamp to the values of these headers")
 			}
@@ -65,9 +71,12 @@ the headers webhook-id and webhook-timestamp.`,
 				return fmt.Errorf("read the body: %w", err)
 			}
 			problem := ""
-			if standard {
+			switch {
+			case format.header != "":
+				problem = format.check(key, signature, id, timestamp, body)
+			case standard:
 				problem = checkStandard(key, id, timestamp, signature, body)
-			} else {
+			default:
 				problem = checkSignature(key, strings.TrimSpace(signature), body)
 			}
 			if problem != "" {
@@ -81,9 +90,10 @@ the headers webhook-id and webhook-timestamp.`,
 	f := cmd.Flags()
 	f.StringVar(&secret, "secret", "", "the shared secret")
 	f.StringVar(&secretFile, "secret-file", "", "a file that holds the shared secret, byte for byte")
-	f.StringVar(&signature, "signature", "", "the value of the header X-Signature or webhook-signature")
+	f.StringVar(&signature, "signature", "", "the value of the header X-Signature, webhook-signature or --header")
 	f.StringVar(&id, "webhook-id", "", "the value of the header webhook-id")
 	f.StringVar(&timestamp, "webhook-timestamp", "", "the value of the header webhook-timestamp")
+	format.addFlags(cmd)
 	return cmd
 }
 

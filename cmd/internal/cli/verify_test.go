@@ -105,3 +105,59 @@ func TestSinkVerifies(t *testing.T) {
 		})
 	}
 }
+
+// The sink and verify check every format of the scheme HMAC that Posthorn signs, under either
+// secret of a rotation.
+func TestHMACFormats(t *testing.T) {
+	const body = `{"type":"track","userId":"u1"}`
+	for _, format := range []liveconfig.HMACFormat{
+		{Header: "X-Hub-Signature-256", Algorithm: "SHA256", Encoding: "Hex", Content: "Body", Value: "sha256={signature}"},
+		{Header: "Stripe-Signature", Algorithm: "SHA256", Encoding: "Hex", Content: "TimestampBody", Value: "t={timestamp},v1={signature}", PreviousValue: ",v1={signature}"},
+		{Header: "X-A", Algorithm: "SHA512", Encoding: "Base64", Content: "IDTimestampBody", Value: "{signature}"},
+		{Header: "X-A", Algorithm: "SHA1", Encoding: "Base64", Content: "IDTimestampBody", Value: "id={id};t={timestamp};s={signature}", PreviousValue: ";s={signature}"},
+	} {
+		signer, err := sign.New(liveconfig.SigningSchemes{{Type: liveconfig.HMAC, Secret: liveconfig.NewSecret("new"), Previous: liveconfig.NewSecret("old"), Format: &format}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		header := http.Header{}
+		for _, h := range signer.Headers(nil, "id-1", time.Now(), []byte(body)) {
+			header.Set(h.Name, h.Value)
+		}
+		for secret, want := range map[string]int{"new": http.StatusOK, "old": http.StatusOK, "other": http.StatusUnauthorized} {
+			t.Run(format.Value+" "+secret, func(t *testing.T) {
+				r := httptest.NewRequest(http.MethodPost, "/", strings.NewReader(body))
+				r.Header = header
+				w := httptest.NewRecorder()
+				(&sink{secret: secret, format: hmacFormat{format.Header, format.Algorithm, format.Encoding, format.Content, format.Value}, status: http.StatusOK, output: "none"}).ServeHTTP(w, r)
+				if w.Code != want {
+					t.Errorf("status of the sink: got %d, want %d", w.Code, want)
+				}
+				if secret == "old" && format.PreviousValue == "" {
+					return // The signature is in a header of its own.
+				}
+				args := []string{
+					"verify", "--secret", secret, "--signature", header.Get(format.Header), "--webhook-id", "id-1", "--webhook-timestamp", header.Get("webhook-timestamp"),
+					"--header", format.Header, "--algorithm", format.Algorithm, "--encoding", format.Encoding, "--content", format.Content, "--value", format.Value,
+				}
+				var out bytes.Buffer
+				if code := execute(args, strings.NewReader(body), &out, &out); (code == command.ExitOK) != (want == http.StatusOK) {
+					t.Errorf("verify: exit code %d:\n%s", code, out.String())
+				}
+			})
+		}
+	}
+}
+
+func TestVerifyRejectsAnInvalidFormat(t *testing.T) {
+	for want, flags := range map[string][]string{
+		"--value: must contain {signature} once": {"--value", "v1=x"},
+		"SHA1":                                   {"--algorithm", "MD5"},
+	} {
+		var out bytes.Buffer
+		code := execute(append([]string{"verify", "--secret", "s", "--signature", "x", "--header", "X-A"}, flags...), strings.NewReader("{}"), &out, &out)
+		if code != command.ExitUsage || !strings.Contains(out.String(), want) {
+			t.Errorf("%v: got exit code %d and %q, want %d and %q", flags, code, out.String(), command.ExitUsage, want)
+		}
+	}
+}

@@ -169,8 +169,17 @@ func AtMostArgs(n int) cobra.PositionalArgs {
 
 // OutputFlag registers -o with a fixed set of choices.
 func OutputFlag(cmd *cobra.Command, value *string, unset, usage string, choices ...string) {
+	choiceFlag(cmd, value, "output", "o", unset, usage, choices)
+}
+
+// ChoiceFlag registers a flag with a fixed set of choices.
+func ChoiceFlag(cmd *cobra.Command, value *string, name, unset, usage string, choices ...string) {
+	choiceFlag(cmd, value, name, "", unset, usage+": "+strings.Join(choices, ", "), choices)
+}
+
+func choiceFlag(cmd *cobra.Command, value *string, name, shorthand, unset, usage string, choices []string) {
 	*value = unset
-	cmd.Flags().VarP(&choice{value, choices}, "output", "o", usage)
+	cmd.Flags().VarP(&choice{value, choices}, name, shorthand, usage)
 }
 
 // choice is a flag value from a fixed set of words. It implements pflag.Value.
