@@ -16,16 +16,15 @@ import (
 	"fmt"
 	"log"
 	"log/slog"
-	"math"
 	"net"
 	"net/http"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
-	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"go.opentelemetry.io/otel/trace"
@@ -33,6 +32,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/admin"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/audience"
 	"github.com/posthorn/posthorn/dispatcher/deletion"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
@@ -109,7 +109,8 @@ type Dispatcher struct {
 	forget  *deletion.Service
 	// redeliveries does this dispatcher's parts of Redelivery objects.
 	redeliveries *redelivery.Jobs
-	configs      *configs
+	gate         *admission.Gate
+	configs      *admission.Configs
 	metrics      *prometheus.Registry
 
 	listener, adminListener net.Listener
@@ -176,21 +177,23 @@ func New(o Options) (*Dispatcher, error) {
 		return nil, err
 	}
 	d.warnOfOpenAccess()
+	d.gate = admission.New(admission.Options{
+		Store: d.store, DataDir: o.DataDir, HighWater: cmp.Or(o.Queue.HighWater, pebblestore.DefaultHighWater), Logger: o.Logger, Registerer: d.metrics,
+	})
 	d.client = egress.New(egress.Options{Policy: o.Egress, Logger: o.Logger})
 	tracker := deletion.NewOutcomeTracker(d.store)
 	d.engine = delivery.New(delivery.Options{
 		Store: tracker, Client: d.client, Logger: o.Logger, Registerer: d.metrics, Tracer: o.Tracer,
-		OrphanGrace: o.OrphanGrace, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.roomForDeadLetters, MaxInFlight: plan.inFlight,
+		OrphanGrace: o.OrphanGrace, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.gate.RoomForDeadLetters, MaxInFlight: plan.inFlight,
 	})
-	d.configs = newConfigs(o.Logger, o.OrphanGrace, d.store, d.engine.Apply)
+	d.configs = admission.NewConfigs(d.gate, cmp.Or(o.OrphanGrace, delivery.DefaultOrphanGrace), d.store, d.engine.Apply)
 	d.metrics.MustRegister(reportCollector{d})
 	d.ingest = ingest.New(ingest.Options{
-		View: d.configs.view, Skip: d.configs.skip, BeginRouting: d.configs.beginRouting,
-		Append: d.store.Append, Logger: o.Logger, Registerer: d.metrics, TrustedProxies: o.TrustedProxies, Tracer: o.Tracer,
+		Gate: d.gate, Logger: o.Logger, Registerer: d.metrics, TrustedProxies: o.TrustedProxies, Tracer: o.Tracer,
 		MaxBuffered: plan.requests,
 	})
 	if d.members, err = audience.New(audience.Options{
-		Dir: filepath.Join(o.DataDir, "audiences"), View: d.configs.view, Skip: d.configs.skip, BeginRouting: d.configs.beginRouting, Queue: d.store, Full: func() bool { return !d.diskForSync() }, Room: d.roomForSync,
+		Dir: filepath.Join(o.DataDir, "audiences"), Gate: d.gate, Lanes: d.store,
 		Owner: o.AudienceOwner, OrphanGrace: o.OrphanGrace, Logger: o.Logger, Registerer: d.metrics,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
@@ -201,7 +204,7 @@ func New(o Options) (*Dispatcher, error) {
 	}
 	d.redeliveries = redelivery.NewJobs(d.store, records)
 	if d.forget, err = deletion.New(deletion.Options{
-		Dir: filepath.Join(o.DataDir, "deletions"), View: d.configs.view, Skip: d.configs.skip, Store: tracker, Records: records,
+		Dir: filepath.Join(o.DataDir, "deletions"), Gate: d.gate, Store: tracker, Records: records,
 		Passive: o.AudienceOwner != "", OrphanGrace: o.OrphanGrace, Logger: o.Logger,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
@@ -280,7 +283,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		Report: d.Report, Gatherer: d.metrics, Engine: d.engine, Store: d.store, Jobs: d.redeliveries, Ready: d.ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
 	}
 	if d.options.Debug {
-		adminOptions.View = d.configs.view
+		adminOptions.View = d.gate.View
 	}
 	adminServer := listen.New(admin.NewServer(adminOptions), maxAdminConns, d.log)
 	main.ErrorLog = log.New(serverLog{d.log}, "", 0)
@@ -392,13 +395,7 @@ func (d *Dispatcher) mux() http.Handler {
 	mux.Handle("/", d.ingest)
 	d.members.Mount(mux)
 	admin.MountHealth(mux, d.ready)
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if ingest.Takes(r.URL.Path) { // Most requests need no lookup in the mux.
-			d.ingest.ServeHTTP(w, r)
-			return
-		}
-		mux.ServeHTTP(w, r)
-	})
+	return mux
 }
 
 // ready returns the reason why this pod must not get calls, or nil.
@@ -408,7 +405,7 @@ func (d *Dispatcher) ready() error {
 		return errors.New("stopping")
 	default:
 	}
-	if d.configs.view() == nil {
+	if d.gate.View() == nil {
 		return errors.New("waiting for the first full config")
 	}
 	return nil
@@ -416,13 +413,13 @@ func (d *Dispatcher) ready() error {
 
 // Report returns the config in effect and the traffic of this dispatcher.
 func (d *Dispatcher) Report() adminapi.Report {
-	r := adminapi.Report{Pod: d.options.Pod, Storage: d.storage()}
-	view := d.configs.view()
+	r := adminapi.Report{Pod: d.options.Pod, Storage: d.gate.Storage()}
+	view := d.gate.View()
 	if view == nil {
 		return r
 	}
 	r.Ready = d.ready() == nil
-	refused := d.configs.refusals()
+	refused := d.configs.Rejected()
 	for _, name := range view.Namespaces() {
 		config, _ := view.Namespace(name)
 		t := adminapi.NamespaceReport{Namespace: name, Revision: config.Revision, Destinations: d.engine.Report(name), Audiences: d.members.Report(config.Config), Deletions: d.forget.Report(config.Config)}
@@ -432,7 +429,7 @@ func (d *Dispatcher) Report() adminapi.Report {
 		}
 		for _, s := range config.Sources {
 			key := name + "/" + s.Name
-			stats, counters := d.store.SourceStats(key), d.ingest.Counters(key)
+			stats, counters := d.store.SourceStats(key), d.gate.Counters(key)
 			t.Sources = append(t.Sources, adminapi.SourceReport{
 				Name: s.Name, Generation: s.Generation, Revision: s.Revision,
 				Accepted: stats.Accepted, Duplicates: stats.Duplicates, Rejected: counters.Rejected,
@@ -445,45 +442,6 @@ func (d *Dispatcher) Report() adminapi.Report {
 	for name, refusal := range refused {
 		r.Namespaces = append(r.Namespaces, adminapi.NamespaceReport{Namespace: name, Refused: &refusal})
 	}
-	sortNamespaces(r.Namespaces)
+	slices.SortFunc(r.Namespaces, func(a, b adminapi.NamespaceReport) int { return cmp.Compare(a.Namespace, b.Namespace) })
 	return r
-}
-
-// syncReserve is the disk space below the high-water mark that audience syncs leave to live calls;
-// on a small disk 5 %.
-const syncReserve = 1 << 30
-
-// diskForSync reports whether a sync may write to the disk now.
-func (d *Dispatcher) diskForSync() bool {
-	disk, err := vfs.Default.GetDiskUsage(d.options.DataDir)
-	if err != nil {
-		return !d.store.Full() // The store checks the disk itself.
-	}
-	used, total := float64(disk.UsedBytes), float64(disk.UsedBytes+disk.AvailBytes)
-	left := cmp.Or(d.options.Queue.HighWater, pebblestore.DefaultHighWater)*total - used
-	return left > min(syncReserve, 0.05*total) && !d.store.Full()
-}
-
-// roomForSync reports whether the log of a Source has space for calls of an audience sync: they may
-// fill half of its quota.
-func (d *Dispatcher) roomForSync(source string) bool {
-	quota := d.store.SourceQuota()
-	return d.diskForSync() && (quota == 0 || d.store.SourceStats(source).LogBytes <= quota/2)
-}
-
-// roomForDeadLetters is a quarter of the disk, so that dead letters alone never fill it.
-func (d *Dispatcher) roomForDeadLetters() int64 {
-	if total := d.storage().TotalBytes; total > 0 {
-		return total / 4
-	}
-	return math.MaxInt64 // The size of the disk is unknown.
-}
-
-func (d *Dispatcher) storage() adminapi.StorageReport {
-	s := adminapi.StorageReport{UsedBytes: d.store.DiskBytes()}
-	if disk, err := vfs.Default.GetDiskUsage(d.options.DataDir); err == nil {
-		s.FreeBytes, s.TotalBytes = int64(disk.AvailBytes), int64(disk.TotalBytes)
-	}
-	s.Pressure = d.store.Full()
-	return s
 }

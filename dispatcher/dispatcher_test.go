@@ -26,6 +26,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/dispatcher/writekey"
 	"github.com/posthorn/posthorn/test/wait"
 )
 
@@ -495,5 +496,42 @@ func TestDebugIsGuarded(t *testing.T) {
 		if s := get(t, "http://"+d.Addr().String()+"/debug/"+path).StatusCode; s != http.StatusNotFound {
 			t.Errorf("%s on the listener for calls: %d", path, s)
 		}
+	}
+}
+
+// keyConfig is the config of a namespace with a Source that has testKey, without destinations.
+func keyConfig() liveconfig.Config {
+	hash := writekey.HashOf(testKey)
+	return liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: "shop", Sources: []liveconfig.Source{
+		{Name: "web", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{hex.EncodeToString(hash[:])}},
+	}}
+}
+
+// The state is in the store: it survives a restart of the dispatcher.
+func TestRemovedWriteKeySurvivesARestart(t *testing.T) {
+	dir := t.TempDir()
+	config := keyConfig()
+	d, stop := started(t, dir)
+	d.Set("shop", encoded(t, config))
+	d.Synced()
+	if status, body := send(t, d, "1"); status != http.StatusOK {
+		t.Fatalf("%d %s", status, body)
+	}
+	config.Sources[0].WriteKeySHA256 = nil
+	d.Set("shop", encoded(t, config))
+	for _, when := range []string{"before", "after"} {
+		if status, body := send(t, d, "2"); status != http.StatusServiceUnavailable || !strings.Contains(body, `"write_key_removed"`) {
+			t.Errorf("%s the restart: %d %s, want 503 write_key_removed", when, status, body)
+		}
+		if when == "before" {
+			stop()
+			d, _ = started(t, dir)
+			d.Set("shop", encoded(t, config))
+			d.Synced()
+		}
+	}
+	d.Set("shop", encoded(t, keyConfig()))
+	if status, body := send(t, d, "2"); status != http.StatusOK {
+		t.Errorf("with the restored key: %d %s", status, body)
 	}
 }

@@ -49,7 +49,7 @@ func (c reportCollector) Collect(ch chan<- prometheus.Metric) {
 	now, r := time.Now(), c.d.Report()
 	gauge(descReady, number(r.Ready))
 	gauge(descFree, float64(r.Storage.FreeBytes))
-	applied := c.d.configs.appliedTimes()
+	applied := c.d.configs.AppliedTimes()
 	for _, t := range r.Namespaces {
 		gauge(descRefused, number(t.Refused != nil), t.Namespace)
 		if at, ok := applied[t.Namespace]; ok {

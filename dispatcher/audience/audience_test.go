@@ -15,6 +15,7 @@ import (
 
 	gocmp "github.com/google/go-cmp/cmp"
 
+	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/check"
 )
@@ -314,7 +315,7 @@ func TestLines(t *testing.T) {
 			if d := gocmp.Diff(c.want, got); d != "" {
 				t.Errorf("records (-want +got):\n%s", d)
 			}
-			refusal, _ := errors.AsType[*Refusal](err)
+			refusal, _ := errors.AsType[*admission.Refusal](err)
 			switch {
 			case c.code == "" && !errors.Is(err, io.EOF):
 				t.Errorf("last error: got %v, want EOF", err)
@@ -341,7 +342,7 @@ func (e *endless) Read(p []byte) (int, error) {
 func TestLineOfAnyLengthIsBounded(t *testing.T) {
 	in := &endless{}
 	_, err := newLines(in, liveconfig.KindAudience, true).next()
-	if refusal, _ := errors.AsType[*Refusal](err); refusal == nil || refusal.Code != "line_too_long" {
+	if refusal, _ := errors.AsType[*admission.Refusal](err); refusal == nil || refusal.Code != "line_too_long" {
 		t.Errorf("endless line: got error %v, want line_too_long", err)
 	}
 	if in.read > 4*MaxLineBytes {

@@ -17,6 +17,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -40,7 +41,7 @@ const (
 func (s *Service) Mount(mux *http.ServeMux) {
 	mux.Handle("/v1/audiences/{key}/members", s)
 	mux.HandleFunc("/v1/audiences/", func(w http.ResponseWriter, _ *http.Request) {
-		answerRefusal(w, refuse(http.StatusNotFound, "not_found", "unknown path; send members to /v1/audiences/KEY/members"))
+		admission.Refuse(http.StatusNotFound, admission.CodeNotFound, "unknown path; send members to /v1/audiences/KEY/members").Write(w)
 	})
 }
 
@@ -49,7 +50,7 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("X-Content-Type-Options", "nosniff")
 	if r.Method != http.MethodPut && r.Method != http.MethodPost && r.Method != http.MethodGet {
 		w.Header().Set("Allow", "GET, PUT, POST")
-		answerRefusal(w, refuse(http.StatusMethodNotAllowed, "method_not_allowed", "use PUT to send all members, POST to send an increment, GET to read the progress of the last sync"))
+		admission.Refuse(http.StatusMethodNotAllowed, admission.CodeMethod, "use PUT to send all members, POST to send an increment, GET to read the progress of the last sync").Write(w)
 		return
 	}
 	q, bad := s.request(r)
@@ -57,7 +58,7 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		if bad.Status == http.StatusUnauthorized {
 			w.Header().Set("Www-Authenticate", `Basic realm="posthorn"`)
 		}
-		answerRefusal(w, bad)
+		bad.Write(w)
 		return
 	}
 	control := http.NewResponseController(w)
@@ -68,7 +69,7 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	r.Body = &deadlineBody{ReadCloser: r.Body, control: control, idle: s.IdleTimeout}
 	if s.proxy != nil {
 		if r.Header.Get(hopHeader) != "" {
-			answerRefusal(w, refuse(http.StatusMisdirectedRequest, "not_the_owner", "another pod forwarded this sync to a pod that does not own it; check --audience-owner of the dispatchers"))
+			admission.Refuse(http.StatusMisdirectedRequest, "not_the_owner", "another pod forwarded this sync to a pod that does not own it; check --audience-owner of the dispatchers").Write(w)
 			return
 		}
 		// An interrupted body is reported as such; at about the same time the request's context is
@@ -87,13 +88,13 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	body, bad := decoded(r)
 	if bad != nil {
-		answerRefusal(w, bad)
+		bad.Write(w)
 		return
 	}
 	result, err := s.Sync(r.Context(), q, body)
 	_ = control.SetWriteDeadline(time.Now().Add(answerTimeout))
 	if err != nil {
-		answerRefusal(w, s.refusal(err))
+		s.refusal(err).Write(w)
 		return
 	}
 	status := http.StatusOK
@@ -106,29 +107,32 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}{true, result})
 }
 
-// request authenticates the sender and parses the audience and the parameters.
-func (s *Service) request(r *http.Request) (q Request, bad *Refusal) {
-	view := s.View()
-	if view == nil {
-		return q, &Refusal{Status: http.StatusServiceUnavailable, Code: "not_ready", Message: "Posthorn waits for its first config; send the request again", RetryAfter: 1}
-	}
-	key, _, ok := r.BasicAuth()
-	if !ok || key == "" {
-		return q, refuse(http.StatusUnauthorized, "no_write_key", "no write key; send it as HTTP Basic user name (curl -u KEY:)")
-	}
-	ref, ok := view.SourceByWriteKey(key)
-	if !ok {
-		if removed, ok := view.RemovedWriteKey(key, time.Now()); ok {
-			return q, &Refusal{Status: http.StatusServiceUnavailable, Code: "write_key_removed", Message: removed.Reason, RetryAfter: 10}
+// authenticate finds the Source of a request. A refusal counts for the Source, like that of a call.
+func (s *Service) authenticate(r *http.Request) (view *liveconfig.View, ref liveconfig.SourceRef, bad *admission.Refusal) {
+	source := s.Gate.Unidentified
+	defer func() {
+		if bad != nil {
+			s.Gate.Reject(source, s.Now(), 1, bad.Code, bad.Message)
 		}
+	}()
+	if view = s.Gate.View(); view == nil {
+		return nil, ref, admission.NotReady()
 	}
-	switch {
-	case !ok && !view.Complete():
-		return q, &Refusal{Status: http.StatusServiceUnavailable, Code: "not_ready", Message: "some Sources are not loaded yet; send the request again", RetryAfter: 1}
-	case !ok:
-		return q, refuse(http.StatusUnauthorized, "unknown_write_key", "no accepted Source has this write key; compare it with the Source's Secret")
-	case !ref.Source.Enabled:
-		return q, refuse(http.StatusForbidden, "source_disabled", "the Source is disabled; set spec.enabled to true")
+	key := admission.WriteKey(r.Header)
+	if key == "" {
+		return nil, ref, admission.Refuse(http.StatusUnauthorized, admission.CodeNoWriteKey, "no write key; send it as HTTP Basic user name (curl -u KEY:)")
+	}
+	if ref, source, bad = s.Gate.Authenticate(view, key); bad == nil {
+		bad = admission.CheckEnabled(ref.Source)
+	}
+	return view, ref, bad
+}
+
+// request authenticates the sender and parses the audience and the parameters.
+func (s *Service) request(r *http.Request) (q Request, bad *admission.Refusal) {
+	view, ref, bad := s.authenticate(r)
+	if bad != nil {
+		return q, bad
 	}
 	config, _ := view.Namespace(ref.Namespace)
 	wanted := r.PathValue("key")
@@ -142,29 +146,29 @@ func (s *Service) request(r *http.Request) (q Request, bad *Refusal) {
 				hint = fmt.Sprintf("the key of the Audience %s is %s", a.Name, a.Key)
 			}
 		}
-		return q, refuse(http.StatusNotFound, "unknown_audience", "the Source of this write key has no audience with this key; %s", hint)
+		return q, admission.Refusef(http.StatusNotFound, "unknown_audience", "the Source of this write key has no audience with this key; %s", hint)
 	}
 	q = Request{Namespace: ref.Namespace, Audience: config.Audiences[i], Full: r.Method == http.MethodPut, AllowRemoval: float64(config.Audiences[i].MaxRemovalPercent)}
 	// Unknown parameters are rejected: a misspelled dry run would take effect.
 	query, err := url.ParseQuery(r.URL.RawQuery)
 	if err != nil {
-		return q, refuse(http.StatusBadRequest, "invalid_parameter", "the query is malformed; write it like ?dryRun=true")
+		return q, admission.Refusef(http.StatusBadRequest, "invalid_parameter", "the query is malformed; write it like ?dryRun=true")
 	}
 	flags := map[string]*bool{"allowEmpty": &q.AllowEmpty, "resend": &q.Resend, "dryRun": &q.DryRun}
 	for name, values := range query {
 		flag := flags[name]
 		switch {
 		case flag == nil && name != "allowRemoval":
-			return q, refuse(http.StatusBadRequest, "unknown_parameter", "unknown parameter; use allowRemoval, allowEmpty, resend or dryRun")
+			return q, admission.Refusef(http.StatusBadRequest, "unknown_parameter", "unknown parameter; use allowRemoval, allowEmpty, resend or dryRun")
 		case len(values) > 1:
-			return q, refuse(http.StatusBadRequest, "invalid_parameter", "%s is set more than once; set it once", name)
+			return q, admission.Refusef(http.StatusBadRequest, "invalid_parameter", "%s is set more than once; set it once", name)
 		case flag != nil:
 			if *flag, err = strconv.ParseBool(values[0]); err != nil {
-				return q, refuse(http.StatusBadRequest, "invalid_parameter", "%s must be true or false, as in %[1]s=true", name)
+				return q, admission.Refusef(http.StatusBadRequest, "invalid_parameter", "%s must be true or false, as in %[1]s=true", name)
 			}
 		default:
 			if q.AllowRemoval, err = strconv.ParseFloat(values[0], 64); err != nil || math.IsNaN(q.AllowRemoval) || q.AllowRemoval < 0 || q.AllowRemoval > 100 {
-				return q, refuse(http.StatusBadRequest, "invalid_parameter", "allowRemoval must be a percentage from 0 to 100")
+				return q, admission.Refusef(http.StatusBadRequest, "invalid_parameter", "allowRemoval must be a percentage from 0 to 100")
 			}
 		}
 	}
@@ -172,14 +176,14 @@ func (s *Service) request(r *http.Request) (q Request, bad *Refusal) {
 }
 
 // decoded removes the body's content encoding.
-func decoded(r *http.Request) (io.Reader, *Refusal) {
+func decoded(r *http.Request) (io.Reader, *admission.Refusal) {
 	switch strings.ToLower(strings.TrimSpace(r.Header.Get("Content-Encoding"))) {
 	case "", "identity":
 		return r.Body, nil
 	case "gzip", "x-gzip":
 		return &inflated{in: counted{Reader: r.Body}}, nil
 	}
-	return nil, refuse(http.StatusUnsupportedMediaType, "unsupported_encoding", "Content-Encoding must be gzip or absent; remove the header or compress the body with gzip")
+	return nil, admission.Refusef(http.StatusUnsupportedMediaType, admission.CodeEncoding, "Content-Encoding must be gzip or absent; remove the header or compress the body with gzip")
 }
 
 const (
@@ -200,7 +204,7 @@ func (r *inflated) Read(p []byte) (int, error) {
 	if r.Reader == nil {
 		z, err := gzip.NewReader(&r.in)
 		if errors.Is(err, gzip.ErrHeader) || errors.Is(err, io.EOF) {
-			err = refuse(http.StatusBadRequest, "unreadable_body", "the body is not valid gzip, although Content-Encoding is gzip; compress the body or remove the header")
+			err = admission.Refusef(http.StatusBadRequest, admission.CodeUnreadable, "the body is not valid gzip, although Content-Encoding is gzip; compress the body or remove the header")
 		}
 		if err != nil {
 			return 0, err
@@ -208,7 +212,7 @@ func (r *inflated) Read(p []byte) (int, error) {
 		r.Reader = z
 	}
 	if r.n > ratioFrom && r.n > maxRatio*r.in.n {
-		return 0, refuse(http.StatusRequestEntityTooLarge, "too_compressed", "the body inflates to more than %d times its size, which is not a list of members", maxRatio)
+		return 0, admission.Refusef(http.StatusRequestEntityTooLarge, "too_compressed", "the body inflates to more than %d times its size, which is not a list of members", maxRatio)
 	}
 	return r.counted.Read(p)
 }
@@ -224,28 +228,28 @@ func (r *counted) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// refusal converts an error to a Refusal.
-func (s *Service) refusal(err error) *Refusal {
-	if r, ok := errors.AsType[*Refusal](err); ok {
+// refusal converts an error to a refusal.
+func (s *Service) refusal(err error) *admission.Refusal {
+	if r, ok := errors.AsType[*admission.Refusal](err); ok {
 		return r
 	}
 	if errors.Is(err, errTooMuch) {
-		return refuse(http.StatusRequestEntityTooLarge, "too_many_members", "the members need more than %d bytes on disk; split the audience", s.MaxBytes)
+		return admission.Refusef(http.StatusRequestEntityTooLarge, "too_many_members", "the members need more than %d bytes on disk; split the audience", s.MaxBytes)
 	}
 	if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
-		return refuse(http.StatusRequestTimeout, "body_too_slow", "no data arrived for %s; nothing was changed, send the sync again", s.IdleTimeout)
+		return admission.Refusef(http.StatusRequestTimeout, admission.CodeTooSlow, "no data arrived for %s; nothing was changed, send the sync again", s.IdleTimeout)
 	}
 	if broken, ok := errors.AsType[*bodyError](err); ok {
-		return refuse(http.StatusBadRequest, "unreadable_body", "the body ended early (%v); nothing was changed, send the sync again", broken.Unwrap())
+		return admission.Refusef(http.StatusBadRequest, admission.CodeUnreadable, "the body ended early (%v); nothing was changed, send the sync again", broken.Unwrap())
 	}
 	if errors.Is(err, gzip.ErrChecksum) || errors.Is(err, gzip.ErrHeader) || errors.Is(err, io.ErrUnexpectedEOF) {
-		return refuse(http.StatusBadRequest, "unreadable_body", "the gzip data is damaged or truncated; nothing was changed, send the sync again")
+		return admission.Refusef(http.StatusBadRequest, admission.CodeUnreadable, "the gzip data is damaged or truncated; nothing was changed, send the sync again")
 	}
 	if strings.HasPrefix(err.Error(), "flate: ") {
-		return refuse(http.StatusBadRequest, "unreadable_body", "the gzip data is damaged; nothing was changed")
+		return admission.Refusef(http.StatusBadRequest, admission.CodeUnreadable, "the gzip data is damaged; nothing was changed")
 	}
 	s.Logger.Error("sync failed", "error", err)
-	return &Refusal{Status: http.StatusServiceUnavailable, Code: "storage_failed", Message: "the sync could not be stored; nothing was changed, send it again", RetryAfter: 10}
+	return admission.Retry(10, admission.CodeStorageFailed, "the sync could not be stored; nothing was changed, send it again")
 }
 
 // deadlineBody extends the read deadline with every byte that arrives.
@@ -275,16 +279,6 @@ func (b *deadlineBody) Read(p []byte) (int, error) {
 		err = &bodyError{err}
 	}
 	return n, err
-}
-
-func answerRefusal(w http.ResponseWriter, r *Refusal) {
-	if r.RetryAfter > 0 {
-		w.Header().Set("Retry-After", strconv.Itoa(r.RetryAfter))
-	}
-	writeJSON(w, r.Status, struct {
-		Success bool     `json:"success"`
-		Error   *Refusal `json:"error"`
-	}{Error: r})
 }
 
 func writeJSON(w http.ResponseWriter, status int, v any) {
@@ -320,13 +314,11 @@ func (s *Service) newProxy() (http.Handler, error) {
 		},
 		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, err error) {
 			if _, ok := errors.AsType[*bodyError](err); ok { // the sender's fault, not the owner's
-				answerRefusal(w, s.refusal(err))
+				s.refusal(err).Write(w)
 				return
 			}
 			s.Logger.Warn("forwarding a sync to the pod that stores the audiences failed", "owner", target.Host, "error", err)
-			bad := refuse(http.StatusServiceUnavailable, "owner_unreachable", "the dispatcher pod that stores the audiences did not answer; send the sync again")
-			bad.RetryAfter = 5
-			answerRefusal(w, bad)
+			admission.Retry(5, "owner_unreachable", "the dispatcher pod that stores the audiences did not answer; send the sync again").Write(w)
 		},
 	}, nil
 }

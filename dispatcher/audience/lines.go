@@ -5,13 +5,13 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"io"
 	"net/http"
 	"strings"
 	"unicode/utf8"
 
 	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -22,30 +22,6 @@ const (
 	// identify call well below the size limit of a call.
 	MaxUserIDBytes = 1024
 )
-
-// Refusal is a response after which nothing has changed.
-type Refusal struct {
-	// Status is the HTTP status.
-	Status int `json:"-"`
-	// Code is for programs, Message for people.
-	Code    string `json:"code"`
-	Message string `json:"message"`
-	// Line of the input, from 1; 0 if the error is not in a line.
-	Line int64 `json:"line,omitempty"`
-	// RetryAfter in seconds; 0 if a retry alone does not help.
-	RetryAfter int `json:"-"`
-}
-
-func (r *Refusal) Error() string {
-	if r.Line > 0 {
-		return fmt.Sprintf("%s: line %d: %s", r.Code, r.Line, r.Message)
-	}
-	return r.Code + ": " + r.Message
-}
-
-func refuse(status int, code, format string, args ...any) *Refusal {
-	return &Refusal{Status: status, Code: code, Message: fmt.Sprintf(format, args...)}
-}
 
 // lines reads members, one JSON object per line. It skips blank lines.
 type lines struct {
@@ -63,7 +39,7 @@ func newLines(in io.Reader, kind string, full bool) *lines {
 	return &lines{in: bufio.NewReaderSize(in, MaxLineBytes+2), kind: kind, full: full, fields: map[string]json.RawMessage{}}
 }
 
-// next implements stream, but in the order of the input. An input error is a *Refusal, which
+// next implements stream, but in the order of the input. An input error is a *admission.Refusal, which
 // contains no input data.
 func (l *lines) next() (record, error) {
 	for {
@@ -87,8 +63,8 @@ func (l *lines) next() (record, error) {
 	}
 }
 
-func (l *lines) bad(code, format string, args ...any) *Refusal {
-	r := refuse(http.StatusBadRequest, code, format, args...)
+func (l *lines) bad(code, format string, args ...any) *admission.Refusal {
+	r := admission.Refusef(http.StatusBadRequest, code, format, args...)
 	r.Line = l.line
 	return r
 }

@@ -1,7 +1,6 @@
 package audience
 
 import (
-	"context"
 	"slices"
 	"time"
 
@@ -28,9 +27,8 @@ const (
 	pauseMin, pauseMax, checkShare = 2 * time.Millisecond, 200 * time.Millisecond, 20
 )
 
-// Queue is the part of queue.Store that a sync needs.
-type Queue interface {
-	Append(ctx context.Context, msgs []queue.Message) ([]bool, error)
+// Lanes is the part of queue.Store that sets the pace of a sync.
+type Lanes interface {
 	Lanes() []queue.LaneID
 	LaneStats(lane queue.LaneID) queue.LaneStats
 }

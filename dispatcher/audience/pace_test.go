@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/dispatcher/admission"
+	"github.com/posthorn/posthorn/dispatcher/admission/admissiontest"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
@@ -125,10 +127,9 @@ type storeRig struct {
 	lane  queue.LaneID
 }
 
-func withStore(t *testing.T, dir string, o pebblestore.Options, change func(*Options)) *storeRig {
+func withStore(t *testing.T, dir string, room func(source string) bool, change func(*Options)) *storeRig {
 	t.Helper()
-	o.Logger, o.DuplicateWindow = slog.New(slog.DiscardHandler), 10*time.Minute
-	store, err := pebblestore.Open(dir+"/queue", o)
+	store, err := pebblestore.Open(dir+"/queue", pebblestore.Options{Logger: slog.New(slog.DiscardHandler), DuplicateWindow: 10 * time.Minute})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -137,17 +138,18 @@ func withStore(t *testing.T, dir string, o pebblestore.Options, change func(*Opt
 		t.Fatal(err)
 	}
 	s.rig = newRig(t, dir+"/audiences", newLog(), func(o *Options) {
-		o.Queue = store
-		o.Skip = func(ref liveconfig.SourceRef, _ *event.Call) []string {
-			if ref.Source.Name != "web" {
-				t.Errorf("Skip: got Source %s, want web", ref.Source.Name)
-			}
-			return []string{"shop/track-only"}
-		}
+		o.Gate = admission.New(admission.Options{Store: &admissiontest.Store{OnAppend: store.Append, OnRoom: room}, Logger: o.Logger})
+		o.Lanes = store
 		if change != nil {
 			change(o)
 		}
 	})
+	s.router = admissiontest.Router{OnSkip: func(source string, _ *event.Call) []string {
+		if source != "web" {
+			t.Errorf("Skip: got Source %s, want web", source)
+		}
+		return []string{"shop/track-only"}
+	}}
 	c := config()
 	c.Destinations = []liveconfig.Destination{{Name: "crm", State: liveconfig.Active, Sources: []string{"web"}}}
 	s.set(c)
@@ -184,7 +186,7 @@ func many(prefix string, n int) []string {
 func TestSlowReceiver(t *testing.T) {
 	const users = 2000
 	dir := t.TempDir()
-	s := withStore(t, dir, pebblestore.Options{}, nil)
+	s := withStore(t, dir, nil, nil)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel() // Sync returns as soon as the sync is accepted.
 	result, err := s.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids(many("u", users)...))
@@ -240,7 +242,7 @@ func TestSlowReceiver(t *testing.T) {
 	if err := os.CopyFS(killed+"/queue", os.DirFS(dir+"/queue")); err != nil {
 		t.Fatal(err)
 	}
-	s = withStore(t, killed, pebblestore.Options{}, nil)
+	s = withStore(t, killed, nil, nil)
 	receive(900)
 	s.eventually(func() bool { got = append(got, s.take(50)...); return s.busy() == "" })
 	for more := s.take(1000); len(more) > 0; more = s.take(1000) {
@@ -260,14 +262,12 @@ func TestSlowReceiver(t *testing.T) {
 // While the queue has no space for a sync, the sync waits; then it continues.
 func TestSyncWaitsForSpaceInTheQueue(t *testing.T) {
 	var room atomic.Bool
-	s := withStore(t, t.TempDir(), pebblestore.Options{}, func(o *Options) {
-		o.Room = func(source string) bool {
-			if source != "shop/web" {
-				t.Errorf("Room: got Source %q, want shop/web", source)
-			}
-			return room.Load()
+	s := withStore(t, t.TempDir(), func(source string) bool {
+		if source != "shop/web" {
+			t.Errorf("Room: got Source %q, want shop/web", source)
 		}
-	})
+		return room.Load()
+	}, nil)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if _, err := s.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids("a", "b")); err != nil {
@@ -291,7 +291,7 @@ func TestSyncWaitsForSpaceInTheQueue(t *testing.T) {
 
 // A sync does not wait for a destination that filters identify calls out.
 func TestFilteringDestinationDoesNotDelaySyncs(t *testing.T) {
-	s := withStore(t, t.TempDir(), pebblestore.Options{}, nil)
+	s := withStore(t, t.TempDir(), nil, nil)
 	c := config()
 	c.Destinations = []liveconfig.Destination{{Name: "track-only", State: liveconfig.Active, Sources: []string{"web"}}}
 	s.set(c)
@@ -307,7 +307,7 @@ func TestDestinationsChangeDuringASync(t *testing.T) {
 	const users = 500
 	for _, to := range []liveconfig.State{liveconfig.Disabled, liveconfig.Paused, "deleted"} {
 		t.Run(string(to), func(t *testing.T) {
-			s := withStore(t, t.TempDir(), pebblestore.Options{}, nil)
+			s := withStore(t, t.TempDir(), nil, nil)
 			ctx, cancel := context.WithCancel(t.Context())
 			cancel()
 			if _, err := s.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids(many("u", users)...)); err != nil {
@@ -337,10 +337,7 @@ func TestDestinationsChangeDuringASync(t *testing.T) {
 
 // The sync of an audience that is deleted while it waits is removed.
 func TestAudienceDeletedDuringItsSync(t *testing.T) {
-	s := withStore(t, t.TempDir(), pebblestore.Options{}, func(o *Options) {
-		o.OrphanGrace = time.Millisecond
-		o.Room = func(string) bool { return false }
-	})
+	s := withStore(t, t.TempDir(), func(string) bool { return false }, func(o *Options) { o.OrphanGrace = time.Millisecond })
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if _, err := s.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids("a")); err != nil {

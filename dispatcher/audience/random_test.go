@@ -16,6 +16,7 @@ import (
 
 	gocmp "github.com/google/go-cmp/cmp"
 
+	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
@@ -114,7 +115,7 @@ func (x *random) sync() {
 	x.note(fmt.Sprintf("full %t, resend %t, to %d members", q.Full, q.Resend, len(next)))
 	x.rig.eventually(func() bool {
 		result, err := x.rig.Sync(x.t.Context(), q, strings.NewReader(lines.String()))
-		if refusal, ok := errors.AsType[*Refusal](err); ok && refusal.Code == "sync_in_progress" {
+		if refusal, ok := errors.AsType[*admission.Refusal](err); ok && refusal.Code == "sync_in_progress" {
 			return false
 		}
 		if err != nil || !result.Sent || result.Members != int64(len(next)) {

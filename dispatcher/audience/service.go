@@ -34,6 +34,7 @@ import (
 
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
@@ -57,20 +58,14 @@ const (
 	checkEvery = 4096
 )
 
-// Options configure a Service. Dir, View, Skip and Queue are required.
+// Options configure a Service. Dir, Gate and Lanes are required.
 type Options struct {
 	// Dir holds the members; it is created if missing.
 	Dir string
-	// View, Skip and BeginRouting are the same as for ingest; BeginRouting may be nil.
-	View         func() *liveconfig.View
-	Skip         func(ref liveconfig.SourceRef, call *event.Call) []string
-	BeginRouting func() (end func())
-	Queue        Queue
-	// Full reports that the disk is too full to accept a sync; nil means never.
-	Full func() bool
-	// Room reports that a Source ("namespace/name") has space for a sync's calls beside live ones;
-	// otherwise they wait. nil means always.
-	Room func(source string) bool
+	// Gate is the way into the queue.
+	Gate *admission.Gate
+	// Lanes are the lanes whose progress sets the pace of a sync.
+	Lanes Lanes
 	// Owner is the root URL of the pod that stores the members; empty if it is this pod. Other pods
 	// forward syncs to the owner.
 	Owner string
@@ -249,7 +244,7 @@ func (s *Service) Stop() { s.stop.Do(func() { close(s.stopping) }) }
 
 // due returns the audiences with a decided sync that no goroutine completes.
 func (s *Service) due() (list []*audience) {
-	if s.View() == nil {
+	if s.Gate.View() == nil {
 		return nil
 	}
 	s.mu.Lock()
@@ -375,14 +370,14 @@ func (s *Service) await(ctx context.Context, a *audience, p state, lanes *pace, 
 		}
 		now := s.Now()
 		if now.Sub(lanes.listed) >= tick {
-			config, _ := s.View().Namespace(p.Namespace)
-			lanes.list(config.Config, s.Queue.Lanes(), now)
+			config, _ := s.Gate.View().Namespace(p.Namespace)
+			lanes.list(config.Config, s.Lanes.Lanes(), now)
 		}
-		lanes.update(s.Queue.LaneStats, last, now)
+		lanes.update(s.Lanes.LaneStats, last, now)
 		last = batch{}
 		room := lanes.room(now)
 		switch {
-		case s.Room != nil && !s.Room(lanes.source):
+		case !s.Gate.RoomForSync(lanes.source):
 			a.wait("storage is filling up; the remaining space is for live calls")
 			pause = pauseMax
 		case room > 0:
@@ -430,10 +425,9 @@ func (s *Service) deliver(ctx context.Context, a *audience, p state, calls []eve
 }
 
 func (s *Service) tryDeliver(ctx context.Context, p state, calls []event.Call) (batch, error) {
-	if s.BeginRouting != nil {
-		defer s.BeginRouting()()
-	}
-	view := s.View()
+	routing := s.Gate.Begin()
+	defer routing.End()
+	view := routing.View()
 	config, ok := view.Namespace(p.Namespace)
 	i := slices.IndexFunc(config.Sources, func(c liveconfig.Source) bool { return c.Name == p.Source })
 	if !ok || i < 0 {
@@ -445,16 +439,16 @@ func (s *Service) tryDeliver(ctx context.Context, p state, calls []event.Call) (
 	now := s.Now()
 	for i := range calls {
 		c := &calls[i]
-		if view.Suppressed(ref, c.UserID) {
+		if routing.Suppressed(ref, c) {
 			continue
 		}
-		skip := s.Skip(ref, c)
-		for _, destination := range skip {
+		message := routing.Message(ref, ref.Key(), c, now)
+		for _, destination := range message.Skip {
 			skipped[destination]++
 		}
-		messages = append(messages, queue.Message{Source: ref.Key(), ID: c.MessageID, Type: string(c.Type), AcceptedAt: now, Skip: skip, LongNumbers: c.LongNumbers, Body: c.Body})
+		messages = append(messages, message)
 	}
-	_, err := s.Queue.Append(ctx, messages)
+	_, err := routing.Append(ctx, messages)
 	return batch{len(messages), skipped}, err
 }
 
@@ -494,7 +488,7 @@ func identify(p state, r record) (event.Call, error) {
 // that moved to another Source while a sync still sent to the former Source, which is deleted: the
 // sync would never end.
 func (s *Service) forget() {
-	view := s.View()
+	view := s.Gate.View()
 	if view == nil {
 		return
 	}
@@ -560,7 +554,7 @@ type Result struct {
 	DryRun bool `json:"dryRun,omitempty"`
 }
 
-// Sync runs a sync. Its error is a *Refusal; then nothing was changed. It returns when the identify
+// Sync runs a sync. Its error is a *admission.Refusal; then nothing was changed. It returns when the identify
 // calls are in the queue, or earlier if that takes longer than 10 s, ctx is done or the Service
 // stops.
 func (s *Service) Sync(ctx context.Context, q Request, body io.Reader) (Result, error) {
@@ -615,7 +609,7 @@ func (s *Service) Sync(ctx context.Context, q Request, body io.Reader) (Result, 
 
 // begin makes the audience busy, or returns why it cannot.
 func (s *Service) begin(q Request) (*audience, error) {
-	if s.Full != nil && s.Full() {
+	if !s.Gate.DiskForSync() {
 		return nil, errFull
 	}
 	s.mu.Lock()
@@ -649,13 +643,11 @@ func (s *Service) begin(q Request) (*audience, error) {
 				doing += " " + *reason + ","
 			}
 		}
-		r := refuse(http.StatusConflict, "sync_in_progress", "a sync of this audience is in progress (%s since %s); wait for its end and send the sync again", doing, a.since.UTC().Format(time.RFC3339))
+		r := admission.Refusef(http.StatusConflict, "sync_in_progress", "a sync of this audience is in progress (%s since %s); wait for its end and send the sync again", doing, a.since.UTC().Format(time.RFC3339))
 		r.RetryAfter = 5
 		return nil, r
 	case s.syncs[q.Namespace] >= maxSyncsPerNamespace || s.syncs[""] >= maxSyncs:
-		r := refuse(http.StatusServiceUnavailable, "busy", "too many syncs are in progress; send the sync again")
-		r.RetryAfter = 5
-		return nil, r
+		return nil, admission.Retry(5, admission.CodeBusy, "too many syncs are in progress; send the sync again")
 	}
 	s.syncs[q.Namespace]++
 	s.syncs[""]++
@@ -686,9 +678,9 @@ func (a *audience) after(now time.Time) time.Time {
 }
 
 var (
-	errFull     = &Refusal{Status: http.StatusServiceUnavailable, Code: "storage_full", Message: "storage is full; nothing was changed, send again later", RetryAfter: 60}
-	errStopping = &Refusal{Status: http.StatusServiceUnavailable, Code: "not_ready", Message: "Posthorn is shutting down; nothing was changed, send the sync again", RetryAfter: 1}
-	errBroken   = &Refusal{Status: http.StatusInternalServerError, Code: "state_damaged", Message: "the stored members of this audience are damaged, so the difference cannot be computed; see the dispatcher's log. To start over, delete the Audience, wait for the grace period, and create it again"}
+	errFull     = admission.Retry(60, admission.CodeStorageFull, "storage is full; nothing was changed, send again later")
+	errStopping = admission.Retry(1, admission.CodeNotReady, "Posthorn is shutting down; nothing was changed, send the sync again")
+	errBroken   = admission.Refuse(http.StatusInternalServerError, "state_damaged", "the stored members of this audience are damaged, so the difference cannot be computed; see the dispatcher's log. To start over, delete the Audience, wait for the grace period, and create it again")
 )
 
 // receive reads, sorts, compares, and decides. over is closed when the decided sync is complete.
@@ -750,7 +742,7 @@ func (s *Service) watched(next stream) stream {
 				return record{}, errStopping
 			default:
 			}
-			if s.Full != nil && s.Full() {
+			if !s.Gate.DiskForSync() {
 				return record{}, errFull
 			}
 		}
@@ -832,13 +824,13 @@ func guard(q Request, c Counts) error {
 	case !q.Full:
 		return nil
 	case c.Members == 0 && c.Before == 0 && !q.AllowEmpty:
-		return refuse(http.StatusUnprocessableEntity, "empty_snapshot", "the snapshot lists no members; if this is intended, set allowEmpty=true")
+		return admission.Refusef(http.StatusUnprocessableEntity, "empty_snapshot", "the snapshot lists no members; if this is intended, set allowEmpty=true")
 	case c.Members == 0 && !q.AllowEmpty:
-		return refuse(http.StatusUnprocessableEntity, "empty_snapshot", "the snapshot lists no members, which would remove all %d; if this is intended, set allowEmpty=true", c.Before)
+		return admission.Refusef(http.StatusUnprocessableEntity, "empty_snapshot", "the snapshot lists no members, which would remove all %d; if this is intended, set allowEmpty=true", c.Before)
 	case c.Members == 0:
 		return nil
 	case float64(c.Removed)*100 > q.AllowRemoval*float64(c.Before):
-		return refuse(http.StatusUnprocessableEntity, "too_many_removals", "the snapshot would remove %d of %d members; a sync may remove %g percent. If this is intended, set allowRemoval to a higher percentage, up to 100", c.Removed, c.Before, q.AllowRemoval)
+		return admission.Refusef(http.StatusUnprocessableEntity, "too_many_removals", "the snapshot would remove %d of %d members; a sync may remove %g percent. If this is intended, set allowRemoval to a higher percentage, up to 100", c.Removed, c.Before, q.AllowRemoval)
 	}
 	return nil
 }

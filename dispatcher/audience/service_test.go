@@ -32,7 +32,8 @@ import (
 	gocmp "github.com/google/go-cmp/cmp"
 	"github.com/prometheus/client_golang/prometheus"
 
-	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/dispatcher/admission"
+	"github.com/posthorn/posthorn/dispatcher/admission/admissiontest"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/test/check"
@@ -44,6 +45,9 @@ type log struct {
 	mu       sync.Mutex
 	messages []queue.Message
 	ids      map[string]bool
+	// full and room, when set, are those of the disk.
+	full func() bool
+	room func(source string) bool
 	// before, when set, may reject an append.
 	before func(n int) error
 	calls  int
@@ -129,7 +133,7 @@ type rig struct {
 	*Service
 	t      *testing.T
 	log    *log
-	view   atomic.Pointer[liveconfig.View]
+	router admission.Router
 	server *httptest.Server
 	end    func()
 }
@@ -137,15 +141,16 @@ type rig struct {
 // newRig runs a Service on a directory.
 func newRig(t *testing.T, dir string, l *log, change func(*Options)) *rig {
 	t.Helper()
-	r := &rig{t: t, log: l}
-	r.set(config())
+	r := &rig{t: t, log: l, router: admissiontest.Router{}}
+	store := &admissiontest.Store{OnAppend: l.Append, OnFull: l.full, OnRoom: l.room}
 	o := Options{
-		Dir: dir, View: r.view.Load, Queue: l, Logger: slog.New(slog.DiscardHandler),
-		Skip: func(liveconfig.SourceRef, *event.Call) []string { return nil },
+		Dir: dir, Gate: admission.New(admission.Options{Store: store, Logger: slog.New(slog.DiscardHandler)}), Lanes: l, Logger: slog.New(slog.DiscardHandler),
 	}
 	if change != nil {
 		change(&o)
 	}
+	r.Service = &Service{Options: o}
+	r.set(config())
 	var err error
 	if r.Service, err = New(o); err != nil {
 		t.Fatal(err)
@@ -162,7 +167,7 @@ func newRig(t *testing.T, dir string, l *log, change func(*Options)) *rig {
 }
 
 func (r *rig) set(c liveconfig.Config) {
-	r.view.Store(liveconfig.NewView([]liveconfig.Revisioned{{Config: c}}))
+	admissiontest.Set(r.Gate, liveconfig.NewView([]liveconfig.Revisioned{{Config: c}}), r.router)
 }
 
 func newLog() *log { return &log{ids: map[string]bool{}} }
@@ -172,7 +177,7 @@ type answer struct {
 	body    string // the raw body
 	Success bool
 	Result
-	Error Refusal
+	Error admission.Refusal
 }
 
 // want checks the status and the error code of an answer.
@@ -463,14 +468,14 @@ func TestMemoryIsConstant(t *testing.T) {
 		return m.HeapAlloc
 	}
 	var samples, peak atomic.Uint64
-	r := newRig(t, t.TempDir(), newLog(), func(o *Options) {
-		o.Full = func() bool {
-			if samples.Add(1)%8 == 0 { // about every 32,000 members
-				peak.Store(max(peak.Load(), live()))
-			}
-			return false
+	l := newLog()
+	l.full = func() bool {
+		if samples.Add(1)%8 == 0 { // about every 32,000 members
+			peak.Store(max(peak.Load(), live()))
 		}
-	})
+		return false
+	}
+	r := newRig(t, t.TempDir(), l, nil)
 	all, feed := io.Pipe()
 	go func() {
 		w := bufio.NewWriter(feed)
@@ -644,7 +649,7 @@ func TestConcurrentSyncsOfNamespaces(t *testing.T) {
 	}{{"shop", maxSyncsPerNamespace}, {"bank", maxSyncs - maxSyncsPerNamespace}, {"farm", 0}} {
 		for n := range maxSyncsPerNamespace + 1 {
 			_, err := r.begin(sync(c.namespace, n))
-			if refusal, _ := errors.AsType[*Refusal](err); n < c.room && err != nil || n >= c.room && (refusal == nil || refusal.Code != "busy" || refusal.RetryAfter == 0) {
+			if refusal, _ := errors.AsType[*admission.Refusal](err); n < c.room && err != nil || n >= c.room && (refusal == nil || refusal.Code != "busy" || refusal.RetryAfter == 0) {
 				t.Errorf("sync %d of namespace %s: got error %v, want busy after %d syncs", n, c.namespace, err, c.room)
 			}
 		}
@@ -714,9 +719,9 @@ func TestSyncWaitsForAFullQueue(t *testing.T) {
 // Every part of a sync leaves the reserved disk space to live calls.
 func TestDiskIsFullDuringASync(t *testing.T) {
 	dir, fills := t.TempDir(), ""
-	r := newRig(t, dir, newLog(), func(o *Options) {
-		o.Full = func() bool { return fills != "" && len(glob(t, dir, fills)) > 0 }
-	})
+	l := newLog()
+	l.full = func() bool { return fills != "" && len(glob(t, dir, fills)) > 0 }
+	r := newRig(t, dir, l, nil)
 	r.sync(shoppers, "a", "b")
 	r.log.drain(t)
 	for _, name := range []string{"run-000001", membersFile, changesFile} {
@@ -1096,12 +1101,23 @@ func TestStateOfADeletedAudienceIsRemoved(t *testing.T) {
 	r.wantCalls("a shoppers=true")
 }
 
+// A sync that is refused before its audience is known counts like a call: for its Source, or as
+// unidentified.
+func TestRefusedSyncsCountForTheSource(t *testing.T) {
+	r := newRig(t, t.TempDir(), newLog(), nil)
+	for _, key := range []string{"off-key", "unknown-key", ""} {
+		r.do(http.MethodPut, shoppers, key, ids("a"))
+	}
+	check.Equal(t, "refused requests of the disabled Source", r.Gate.Counters("shop/off").Rejected, 1)
+	check.Equal(t, "refused requests of another Source", r.Gate.Counters("shop/web").Rejected, 0)
+}
+
 func TestNotReady(t *testing.T) {
 	r := newRig(t, t.TempDir(), newLog(), nil)
-	r.view.Store(nil)
+	admissiontest.Set(r.Gate, nil, r.router)
 	status := func() int { return r.do(http.MethodPut, shoppers, "web-key", ids("a")).status }
 	check.Equal(t, "status without a config", status(), http.StatusServiceUnavailable)
-	r.view.Store(liveconfig.NewView(nil, "shop"))
+	admissiontest.Set(r.Gate, liveconfig.NewView(nil, "shop"), r.router)
 	check.Equal(t, "status with an unusable namespace", status(), http.StatusServiceUnavailable)
 	r.set(config())
 	r.Stop()

@@ -26,6 +26,7 @@ import (
 
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/jobs"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -36,13 +37,13 @@ const (
 	recordVersion = 1
 )
 
-// Options configure a Service. Dir, View, Skip and Store are required.
+// Options configure a Service. Dir, Gate and Store are required.
 type Options struct {
 	// Dir has the records of requests. New creates it if it does not exist.
-	Dir  string
-	View func() *liveconfig.View
-	Skip func(ref liveconfig.SourceRef, call *event.Call) []string
-	// Store stores the messages and records their outcomes; the delivery engine must use it.
+	Dir string
+	// Gate is the way into the queue.
+	Gate *admission.Gate
+	// Store records the outcomes of the messages; the delivery engine must use it.
 	Store *OutcomeTracker
 	// Records has the completed requests.
 	Records *jobs.Records
@@ -144,7 +145,7 @@ func (s *Service) Run(ctx context.Context) error {
 	timer := time.NewTicker(tick)
 	defer timer.Stop()
 	for {
-		if view := s.View(); view != nil {
+		if view := s.Gate.View(); view != nil {
 			s.work(ctx, view)
 		}
 		select {
@@ -231,7 +232,7 @@ func (s *Service) advance(ctx context.Context, config liveconfig.Config, d livec
 		overdue := deadline > 0 && s.Now().Sub(next.Time) >= deadline
 		var err error
 		if !next.ended() && !overdue {
-			err = s.append(ctx, config, next, d.UserID)
+			err = s.append(ctx, next, d.UserID)
 		}
 		err = errors.Join(err, s.updateOutcomes(ctx, next))
 		if err == nil && overdue && !next.ended() {
@@ -279,13 +280,15 @@ func (r *record) exceed(now time.Time) {
 func (s *Service) plan(config liveconfig.Config, d liveconfig.Deletion) *record {
 	now := s.Now().UTC().Truncate(time.Millisecond)
 	r := &record{Version: recordVersion, ID: d.ID, UID: d.UID, Namespace: config.Namespace, Time: now}
+	routing := s.Gate.Begin()
+	defer routing.End()
 	call := event.Call{Type: event.Delete, UserID: d.UserID, Timestamp: now, Body: event.DeleteMessage(d.UserID, now)}
 	for _, c := range config.Sources {
 		if len(d.Sources) > 0 && !slices.Contains(d.Sources, c.Name) {
 			continue
 		}
 		planned := source{Name: c.Name, MessageID: messageID(d.ID, d.UID, c.Name)}
-		skip := s.Skip(liveconfig.SourceRef{Namespace: config.Namespace, Source: c}, &call)
+		skip := routing.Skip(liveconfig.SourceRef{Namespace: config.Namespace, Source: c}, &call)
 		for _, to := range config.Destinations {
 			if to.State == liveconfig.Disabled || !slices.Contains(to.Sources, c.Name) {
 				continue
@@ -311,33 +314,36 @@ func messageID(request, uid, source string) string {
 	return fmt.Sprintf("delete-%s-%x", request, sum[:6])
 }
 
-// append appends the messages that are not in the queue yet. Each is only for the
-// destinations of the plan, even if the config has changed since.
-func (s *Service) append(ctx context.Context, config liveconfig.Config, r *record, userID string) error {
+// append appends the messages that are not in the queue yet.
+func (s *Service) append(ctx context.Context, r *record, userID string) error {
 	for i := range r.Sources {
 		to := &r.Sources[i]
 		if !to.Accepted.IsZero() || !to.pending() {
 			continue
 		}
-		var skip []string
-		for _, d := range config.Destinations {
-			if slices.Contains(d.Sources, to.Name) && !slices.ContainsFunc(to.Notifications, func(n notification) bool {
-				return n.Destination == d.Name && n.State == adminapi.NotificationPending
-			}) {
-				skip = append(skip, r.Namespace+"/"+d.Name)
-			}
-		}
 		now := s.Now().UTC().Truncate(time.Millisecond)
-		message := queue.Message{
-			Source: r.Namespace + "/" + to.Name, ID: to.MessageID, Type: string(event.Delete), AcceptedAt: now,
-			Skip: skip, Body: event.DeleteMessage(userID, r.Time),
-		}
-		if _, err := s.Store.Append(ctx, []queue.Message{message}); err != nil {
+		if err := s.appendOne(ctx, r, to, queue.Message{
+			Source: r.Namespace + "/" + to.Name, ID: to.MessageID, Type: string(event.Delete), AcceptedAt: now, Body: event.DeleteMessage(userID, r.Time),
+		}); err != nil {
 			return err
 		}
 		to.Accepted = now
 	}
 	return nil
+}
+
+// appendOne appends the message of a Source, only for the destinations of the plan, even if the
+// config has changed since.
+func (s *Service) appendOne(ctx context.Context, r *record, to *source, message queue.Message) error {
+	routing := s.Gate.Begin()
+	defer routing.End()
+	message.Skip = routing.SkipAllBut(r.Namespace, to.Name, func(key string) bool {
+		return to.any(func(n notification) bool {
+			return r.Namespace+"/"+n.Destination == key && n.State == adminapi.NotificationPending
+		})
+	})
+	_, err := routing.Append(ctx, []queue.Message{message})
+	return err
 }
 
 // updateOutcomes updates the states of pending notifications. A message has an outcome if

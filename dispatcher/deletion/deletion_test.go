@@ -13,6 +13,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/dispatcher/admission"
+	"github.com/posthorn/posthorn/dispatcher/admission/admissiontest"
 	"github.com/posthorn/posthorn/dispatcher/jobs"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -28,7 +30,7 @@ type rig struct {
 	// tracked is the store as the delivery engine uses it.
 	tracked *OutcomeTracker
 	now     time.Time
-	view    *liveconfig.View
+	gate    *admission.Gate
 	// appendError, when set, is the result of Append.
 	appendError error
 }
@@ -40,19 +42,9 @@ func (r *rig) Append(ctx context.Context, m []queue.Message) ([]bool, error) {
 	return r.store.Append(ctx, m)
 }
 
-// appender is the store with the rig's Append.
-type appender struct {
-	queue.Store
-	rig *rig
-}
-
-func (a appender) Append(ctx context.Context, m []queue.Message) ([]bool, error) {
-	return a.rig.Append(ctx, m)
-}
-
 // newTracker replaces the tracker: after a restart it has no outcomes.
 func (r *rig) newTracker() *OutcomeTracker {
-	r.tracked = NewOutcomeTracker(appender{r.store, r})
+	r.tracked = NewOutcomeTracker(r.store)
 	return r.tracked
 }
 
@@ -79,6 +71,7 @@ func newRig(t *testing.T) *rig {
 	}
 	t.Cleanup(func() { _ = store.Close() })
 	r := &rig{t: t, dir: t.TempDir(), store: store, now: time.Unix(1_800_000_000, 0)}
+	r.gate = admission.New(admission.Options{Store: &admissiontest.Store{OnAppend: r.Append}, Logger: slog.New(slog.DiscardHandler)})
 	r.set(config())
 	for _, lane := range []queue.LaneID{{Source: "shop/ios", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/crm"}, {Source: "shop/web", Destination: "shop/paused"}, {Source: "shop/web", Destination: "shop/off"}, {Source: "shop/web", Destination: "shop/picky"}} {
 		if err := store.OpenLane(lane); err != nil {
@@ -90,7 +83,21 @@ func newRig(t *testing.T) *rig {
 }
 
 func (r *rig) set(c liveconfig.Config) {
-	r.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: c}})
+	router := admissiontest.Router{All: map[string][]string{}, OnSkip: func(source string, call *event.Call) []string {
+		if call.Type != event.Delete || call.UserID == "" || len(call.Body) == 0 {
+			r.t.Errorf("filter input: got %+v, want a delete call with a user and a body", call)
+		}
+		if source == "web" {
+			return []string{"shop/picky"}
+		}
+		return nil
+	}}
+	for _, d := range c.Destinations {
+		for _, source := range d.Sources {
+			router.All[source] = append(router.All[source], c.Namespace+"/"+d.Name)
+		}
+	}
+	admissiontest.Set(r.gate, liveconfig.NewView([]liveconfig.Revisioned{{Config: c}}), router)
 }
 
 // start simulates a restart.
@@ -101,16 +108,7 @@ func (r *rig) start() {
 		r.t.Fatal(err)
 	}
 	r.Service, err = New(Options{
-		Dir: r.dir, Store: r.newTracker(), Records: records, View: func() *liveconfig.View { return r.view },
-		Skip: func(ref liveconfig.SourceRef, call *event.Call) []string {
-			if call.Type != event.Delete || call.UserID == "" || len(call.Body) == 0 {
-				r.t.Errorf("filter input: got %+v, want a delete call with a user and a body", call)
-			}
-			if ref.Source.Name == "web" {
-				return []string{"shop/picky"}
-			}
-			return nil
-		},
+		Dir: r.dir, Store: r.newTracker(), Records: records, Gate: r.gate,
 		Now: func() time.Time { return r.now }, Logger: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
@@ -118,11 +116,11 @@ func (r *rig) start() {
 	}
 }
 
-func (r *rig) step() { r.work(r.t.Context(), r.view); r.now = r.now.Add(time.Second) }
+func (r *rig) step() { r.work(r.t.Context(), r.gate.View()); r.now = r.now.Add(time.Second) }
 
 func (r *rig) states() (out []string) {
 	r.t.Helper()
-	c, _ := r.view.Namespace("shop")
+	c, _ := r.gate.View().Namespace("shop")
 	for _, n := range r.Report(c.Config)[0].Notifications {
 		out = append(out, n.Source+" "+n.Destination+" "+n.State+n.Reason)
 	}

@@ -24,7 +24,7 @@ func (r *rig) request(change func(*liveconfig.Deletion)) {
 
 func (r *rig) report() adminapi.DeletionReport {
 	r.t.Helper()
-	c, _ := r.view.Namespace("shop")
+	c, _ := r.gate.View().Namespace("shop")
 	return r.Report(c.Config)[0]
 }
 

@@ -10,6 +10,7 @@ import (
 	"sync"
 
 	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/dispatcher/admission"
 )
 
 // sizes are the capacities of the body buffers. A buffer grows to the next size only when it is
@@ -42,11 +43,11 @@ func (b *buffer) release() { buffers[b.class].Put(b) }
 
 var (
 	bodyTooLarge = ofEvent(&event.Error{Code: event.CodeBodyTooLarge, Message: "the body is larger than the 512000 bytes allowed, after inflation; split the batch"})
-	busy         = refuse(http.StatusServiceUnavailable, codeBusy, "too many requests are in progress; send the request again").again(retryAfterBusy)
+	busy         = admission.Retry(1, admission.CodeBusy, "too many requests are in progress; send the request again")
 )
 
 // read reads a body within the size limit and the memory limit. The caller releases the buffer.
-func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *refusal) {
+func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *admission.Refusal) {
 	var zipped bool
 	switch strings.ToLower(strings.TrimSpace(q.Header.Get("Content-Encoding"))) {
 	case "", "identity":
@@ -54,7 +55,7 @@ func (h *Handler) read(w http.ResponseWriter, q *request) (*buffer, *refusal) {
 		zipped = true
 	default:
 		w.Header().Set("Accept-Encoding", "gzip")
-		return nil, refuse(http.StatusUnsupportedMediaType, codeEncoding, "Content-Encoding must be gzip or absent; remove the header or compress the body with gzip")
+		return nil, admission.Refuse(http.StatusUnsupportedMediaType, admission.CodeEncoding, "Content-Encoding must be gzip or absent; remove the header or compress the body with gzip")
 	}
 	if q.ContentLength > event.MaxBodyBytes {
 		return nil, bodyTooLarge
@@ -121,12 +122,12 @@ func headerBytes(header http.Header) (n int) {
 	return n
 }
 
-func unreadable(err error, message string) *refusal {
+func unreadable(err error, message string) *admission.Refusal {
 	if _, ok := errors.AsType[*http.MaxBytesError](err); ok {
 		return bodyTooLarge
 	}
 	if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
-		return refuse(http.StatusRequestTimeout, codeTooSlow, "the body did not arrive within the read timeout; send the request again")
+		return admission.Refuse(http.StatusRequestTimeout, admission.CodeTooSlow, "the body did not arrive within the read timeout; send the request again")
 	}
-	return refuse(http.StatusBadRequest, codeUnreadable, message)
+	return admission.Refuse(http.StatusBadRequest, admission.CodeUnreadable, message)
 }

@@ -1,14 +1,10 @@
-// Package ingest accepts calls over HTTP in Segment's wire format. It finds the Source by the write
-// key, enforces the limits, and answers 200 only after every call of the request is durable.
-//
-// Client libraries of this format retry after 429 and 503 and stop after any other 4xx. Temporary
-// faults therefore get 429 or 503, permanent ones another 4xx.
+// Package ingest accepts calls over HTTP in Segment's wire format. It has the Source authenticated,
+// enforces the limits of package limits, and answers 200 only after every call of the request is
+// durable. Package admission decides who may append, and appends. The main type is Handler.
 package ingest
 
 import (
-	"context"
 	_ "embed"
-	"encoding/base64"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -22,7 +18,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -30,23 +25,16 @@ import (
 	"go.opentelemetry.io/otel/trace"
 
 	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/limits"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// Options configure a Handler. View, Skip and Append are required.
+// Options configure a Handler. Gate is required.
 type Options struct {
-	// View returns the view in effect, or nil before the first full config; calls are then answered
-	// 503.
-	View func() *liveconfig.View
-	// Skip returns the keys of the destinations that must not receive a call.
-	Skip func(ref liveconfig.SourceRef, call *event.Call) []string
-	// BeginRouting, when set, is called before the first Skip of a request. The function that it
-	// returns is called when the request's calls are stored or have failed.
-	BeginRouting func() (end func())
-	// Append makes messages durable; see queue.Store.
-	Append func(ctx context.Context, msgs []queue.Message) ([]bool, error)
+	// Gate is the way into the queue; its clock is that of the Handler.
+	Gate *admission.Gate
 	// MaxBuffered bounds the memory of all requests in progress: their bodies, their messages, and
 	// the copies that the store makes. Default 256 MiB. One Source gets at most half of it, and
 	// less while other Sources need memory. A request beyond the limit is answered 503.
@@ -54,46 +42,24 @@ type Options struct {
 	// TrustedProxies are the networks of trusted proxies, whose X-Forwarded-For is used; see
 	// ParseProxies.
 	TrustedProxies []netip.Prefix
-	// Now is the clock; default time.Now.
-	Now        func() time.Time
-	Logger     *slog.Logger
-	Registerer prometheus.Registerer
+	Logger         *slog.Logger
+	Registerer     prometheus.Registerer
 	// Tracer makes a span per request; nil disables tracing.
 	Tracer trace.Tracer
 }
 
-// Error codes in addition to those of package event.
+// Error codes in addition to those of packages event and admission.
 const (
-	codeNotReady        = "not_ready"
-	codeTooSlow         = "body_too_slow"
-	codeNoWriteKey      = "no_write_key"
-	codeUnknownKey      = "unknown_write_key"
-	codeKeyRemoved      = "write_key_removed"
-	codeSourceDisabled  = "source_disabled"
 	codeOriginDenied    = "origin_not_allowed"
-	codeSuppressed      = "user_suppressed"
 	codeRateLimited     = "rate_limited"
-	codeStorageFull     = "storage_full"
-	codeStorageFailed   = "storage_failed"
-	codeBusy            = "busy"
-	codeNotFound        = "not_found"
-	codeMethod          = "method_not_allowed"
-	codeEncoding        = "unsupported_encoding"
 	codeMediaType       = "unsupported_media_type"
-	codeUnreadable      = "unreadable_body"
 	codeInternal        = "internal"
-	retryAfterNotReady  = 1
-	retryAfterBusy      = 1
-	retryAfterFull      = 10
-	retryAfterRemoved   = 10
 	maxRetryAfter       = 300
 	defaultMaxBuffered  = 256 << 20
 	corsMaxAge          = "7200"
 	allowedHeaders      = "Authorization, Content-Encoding, Content-Type"
 	allowedMethods      = "POST, OPTIONS"
-	exposedHeaders      = headerRetryAfter + ", " + headerReset
-	headerRetryAfter    = "Retry-After"
-	headerReset         = "X-Ratelimit-Reset" // in seconds; read by browser libraries
+	exposedHeaders      = admission.HeaderRetryAfter + ", " + admission.HeaderReset
 	headerContentType   = "Content-Type"
 	contentTypeJSON     = "application/json"
 	headerAllowedOrigin = "Access-Control-Allow-Origin"
@@ -110,12 +76,6 @@ var paths = map[string]event.Type{
 var short = map[string]event.Type{
 	"/v1/i": event.Identify, "/v1/t": event.Track, "/v1/p": event.Page,
 	"/v1/s": event.Screen, "/v1/g": event.Group, "/v1/a": event.Alias, "/v1/b": "",
-}
-
-// Takes reports whether a path is part of the tracking API.
-func Takes(path string) bool {
-	_, known := paths[path]
-	return known
 }
 
 // maxTurn is how long a request may run filters before it yields to the next request. turnBytes is
@@ -137,10 +97,8 @@ type Handler struct {
 	deadlines limits.Deadlines
 	pace      limits.Pace
 
-	sources      sync.Map // key -> *source
-	unidentified *source  // the requests without a known write key
-	origins      atomic.Pointer[origins]
-	faults       sampler // for the log of internal errors
+	origins atomic.Pointer[origins]
+	faults  admission.Sampler // for the log of internal errors
 }
 
 // ParseProxies parses networks (CIDRs) and addresses of proxies.
@@ -165,13 +123,10 @@ func New(o Options) *Handler {
 	if o.MaxBuffered <= 0 {
 		o.MaxBuffered = defaultMaxBuffered
 	}
-	if o.Now == nil {
-		o.Now = time.Now
-	}
 	if o.Logger == nil {
 		o.Logger = slog.Default()
 	}
-	h := &Handler{Options: o, unidentified: &source{limits: limits.NewSource()}}
+	h := &Handler{Options: o}
 	h.memory.Max = o.MaxBuffered
 	h.metrics = newMetrics(o.Registerer, h.memory.Used)
 	h.scheduler = limits.NewScheduler(2 * runtime.GOMAXPROCS(0)) // one request computes, the next one is ready
@@ -197,29 +152,13 @@ func NewServer(h http.Handler) *http.Server {
 	}
 }
 
-// refusal is any answer but 200.
-type refusal struct {
-	status     int
-	code       string
-	message    string
-	retryAfter int // seconds; 0 for none
-	calls      int // number of rejected calls, if known
-}
-
-func refuse(status int, code, message string) *refusal {
-	return &refusal{status: status, code: code, message: message}
-}
-
-// again marks a refusal as temporary.
-func (r *refusal) again(seconds int) *refusal { r.retryAfter = seconds; return r }
-
 // request is the state of one HTTP request.
 type request struct {
 	*http.Request
 	view *liveconfig.View
 	ref  liveconfig.SourceRef
-	// source is the account of unidentified requests until the write key is known.
-	source *source
+	// source is that of unidentified requests until the write key is known.
+	source *admission.Source
 	origin string
 	memory limits.Reservation
 	turn   limits.Turn
@@ -236,7 +175,7 @@ type request struct {
 
 // ServeHTTP answers one request.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	begin := h.Now()
+	begin := h.Gate.Now()
 	header := w.Header()
 	header["X-Content-Type-Options"] = nosniffHeader
 	if r.URL.Path == "/openapi.yaml" && (r.Method == http.MethodGet || r.Method == http.MethodHead) {
@@ -250,17 +189,17 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		typ, known = short[path]
 	}
 	if !known {
-		h.answer(w, refuse(http.StatusNotFound, codeNotFound, "unknown path; send calls to /v1/identify, /v1/track, /v1/page, /v1/screen, /v1/group, /v1/alias, /v1/batch or /v1/import"))
+		h.answer(w, admission.Refuse(http.StatusNotFound, admission.CodeNotFound, "unknown path; send calls to /v1/identify, /v1/track, /v1/page, /v1/screen, /v1/group, /v1/alias, /v1/batch or /v1/import"))
 		return
 	}
-	q := request{Request: r, view: h.View(), source: h.unidentified, origin: r.Header.Get("Origin")}
-	q.memory = h.memory.For(&h.unidentified.limits.Memory)
+	q := request{Request: r, view: h.Gate.View(), source: h.Gate.Unidentified, origin: r.Header.Get("Origin")}
+	q.memory = h.memory.For(&q.source.Limits.Memory)
 	defer q.memory.Release() // A slow client can delay this until after the answer is written.
 	if q.origin != "" {
 		header.Add("Vary", "Origin")
 		// Until the Source is known, the answer is readable for each origin that some Source
 		// allows.
-		if q.view != nil && h.follow(q.view).allow(q.origin) {
+		if q.view != nil && h.originsOf(q.view).allow(q.origin) {
 			exposeTo(header, q.origin)
 		}
 	}
@@ -271,7 +210,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case http.MethodPost:
 	default:
 		header.Set("Allow", allowedMethods)
-		h.answer(w, refuse(http.StatusMethodNotAllowed, codeMethod, "use POST to send calls"))
+		h.answer(w, admission.Refuse(http.StatusMethodNotAllowed, admission.CodeMethod, "use POST to send calls"))
 		return
 	}
 	if h.Tracer != nil {
@@ -279,11 +218,11 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	rejected, bad := h.recoverPanics(w, &q, typ, begin)
 	if bad != nil {
-		if bad.status == http.StatusUnauthorized && q.origin == "" {
+		if bad.Status == http.StatusUnauthorized && q.origin == "" {
 			// Browsers would ask their user for a password, so pages do not get this header.
 			header.Set("Www-Authenticate", `Basic realm="posthorn"`)
 		}
-		h.reject(q.source, begin, max(1, bad.calls), bad.code, bad.message)
+		h.Gate.Reject(q.source, begin, max(1, bad.Calls), bad.Code, bad.Message)
 		h.answer(w, bad)
 	} else {
 		header[headerContentType] = jsonHeader
@@ -291,9 +230,9 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	duration := h.metrics.succeeded
 	if bad != nil {
-		duration = h.metrics.duration.WithLabelValues(strconv.Itoa(bad.status/100) + "xx")
+		duration = h.metrics.duration.WithLabelValues(strconv.Itoa(bad.Status/100) + "xx")
 	}
-	duration.Observe(h.Now().Sub(begin).Seconds())
+	duration.Observe(h.Gate.Now().Sub(begin).Seconds())
 	if q.span != nil {
 		q.endTrace(bad)
 	}
@@ -306,33 +245,33 @@ var (
 )
 
 // recoverPanics limits a panic to the request that caused it.
-func (h *Handler) recoverPanics(w http.ResponseWriter, q *request, typ event.Type, now time.Time) (rejected []event.Rejection, bad *refusal) {
+func (h *Handler) recoverPanics(w http.ResponseWriter, q *request, typ event.Type, now time.Time) (rejected []event.Rejection, bad *admission.Refusal) {
 	defer func() {
 		if fault := recover(); fault != nil {
-			if missed, ok := h.faults.due(now); ok { // The panic's text may contain request data, so it is not logged.
-				h.Logger.Error("request handler panicked", "namespace", q.source.namespace, "source", q.source.name, "type", fmt.Sprintf("%T", fault), "stack", string(debug.Stack()), "suppressed", missed)
+			if missed, ok := h.faults.Due(now); ok { // The panic's text may contain request data, so it is not logged.
+				h.Logger.Error("request handler panicked", "namespace", q.source.Namespace, "source", q.source.Name, "type", fmt.Sprintf("%T", fault), "stack", string(debug.Stack()), "suppressed", missed)
 			}
-			bad = refuse(http.StatusInternalServerError, codeInternal, "internal error, see the log of Posthorn; send the request again")
+			bad = admission.Refuse(http.StatusInternalServerError, codeInternal, "internal error, see the log of Posthorn; send the request again")
 		}
 	}()
 	return h.handle(w, q, typ, now)
 }
 
 // handle authenticates a request, then reads, parses, rate-limits and stores it.
-func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now time.Time) (rejected []event.Rejection, bad *refusal) {
+func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now time.Time) (rejected []event.Rejection, bad *admission.Refusal) {
 	if q.view == nil {
-		return nil, refuse(http.StatusServiceUnavailable, codeNotReady, "Posthorn waits for its first config; send the request again").again(retryAfterNotReady)
+		return nil, admission.NotReady()
 	}
 	// A key in the header is looked up before the body is read, so an unknown key costs little.
-	if key, ok := basicUser(q.Header.Get("Authorization")); ok && key != "" {
+	if key := admission.WriteKey(q.Header); key != "" {
 		if bad := h.authenticate(w, q, key); bad != nil {
 			return nil, bad
 		}
 	}
 	if t, _, _ := strings.Cut(q.Header.Get(headerContentType), ";"); t != "" && !takesMediaType(strings.ToLower(strings.TrimSpace(t))) {
-		return nil, refuse(http.StatusUnsupportedMediaType, codeMediaType, "Content-Type must be application/json (text/plain is read as JSON, too)")
+		return nil, admission.Refuse(http.StatusUnsupportedMediaType, codeMediaType, "Content-Type must be application/json (text/plain is read as JSON, too)")
 	}
-	if q.source != h.unidentified { // Skip the body if the Source is far over its rate.
+	if q.source != h.Gate.Unidentified { // Skip the body if the Source is far over its rate.
 		if bad := h.limit(q, 0, 0); bad != nil {
 			return nil, bad
 		}
@@ -344,22 +283,21 @@ func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now 
 	defer func() {
 		q.turn.Leave(0)
 		if bad != nil {
-			h.pace.Worked(q.source.limits, requestBytes+q.bodyBytes, q.turn.Used)
+			h.pace.Worked(q.source.Limits, requestBytes+q.bodyBytes, q.turn.Used)
 		}
 		q.storing.Leave()
 	}()
 	if bad := h.parse(w, q, typ, now, body); bad != nil {
 		return nil, bad
 	}
-	if h.BeginRouting != nil {
-		defer h.BeginRouting()()
-	}
+	routing := h.Gate.Begin()
+	defer routing.End()
 	var messages []queue.Message
-	messages, rejected, bad = h.buildMessages(q, typ, now)
+	messages, rejected, bad = h.buildMessages(q, routing, typ, now)
 	if bad != nil {
 		return nil, bad
 	}
-	if bad := h.persist(q, messages, now); bad != nil {
+	if bad := h.persist(q, routing, messages, now); bad != nil {
 		return nil, bad
 	}
 	if len(rejected) > 0 {
@@ -376,7 +314,7 @@ func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now 
 // Source's other requests, the request releases everything but the body, waits for its full share
 // and parses the body again. So no request waits for another while it holds a part, and a waiting
 // request is small.
-func (h *Handler) parse(w http.ResponseWriter, q *request, typ event.Type, now time.Time, body *buffer) *refusal {
+func (h *Handler) parse(w http.ResponseWriter, q *request, typ event.Type, now time.Time, body *buffer) *admission.Refusal {
 	defer body.release()
 	parser := event.Request{Type: typ, ReceivedAt: now}
 	if q.origin != "" {
@@ -385,17 +323,17 @@ func (h *Handler) parse(w http.ResponseWriter, q *request, typ event.Type, now t
 	q.bodyBytes = len(body.bytes)
 	want := 2*q.bodyBytes + event.MessageOverhead
 	for {
-		if q.source != h.unidentified && !q.storing.Enter(h.deadlines.Context(), q.source.limits, want) {
+		if q.source != h.Gate.Unidentified && !q.storing.Enter(h.deadlines.Context(), q.source.Limits, want) {
 			return busy
 		}
-		q.turn.Enter(h.scheduler, &q.source.limits.Queue)
+		q.turn.Enter(h.scheduler, &q.source.Limits.Queue)
 		if bad := h.readCalls(w, q, parser, body.bytes); bad != nil {
 			q.turn.Leave(requestBytes + q.bodyBytes)
 			return bad
 		}
 		want = q.reading.Bytes
-		if q.storing.Extend(q.source.limits, want) {
-			if q.memory.Replace(&q.source.limits.Memory, h.memoryFor(q)) {
+		if q.storing.Extend(q.source.Limits, want) {
+			if q.memory.Replace(&q.source.Limits.Memory, h.memoryFor(q)) {
 				return nil
 			}
 			q.reading.Release()
@@ -410,11 +348,11 @@ func (h *Handler) parse(w http.ResponseWriter, q *request, typ event.Type, now t
 
 // readCalls reads the calls into q.reading. If the header has no write key, it identifies the
 // Source by the write key of the body.
-func (h *Handler) readCalls(w http.ResponseWriter, q *request, parser event.Request, body []byte) *refusal {
+func (h *Handler) readCalls(w http.ResponseWriter, q *request, parser event.Request, body []byte) *admission.Refusal {
 	var err error
 	q.reading, err = parser.Read(body)
 	fault, _ := errors.AsType[*event.Error](err)
-	if q.source == h.unidentified && (fault == nil || q.reading.WriteKey != "") { // The key may be in the part that could not be read.
+	if q.source == h.Gate.Unidentified && (fault == nil || q.reading.WriteKey != "") { // The key may be in the part that could not be read.
 		if bad := h.authenticate(w, q, q.reading.WriteKey); bad != nil {
 			if fault == nil {
 				q.reading.Release()
@@ -447,7 +385,7 @@ func (h *Handler) memoryFor(q *request) int64 {
 }
 
 // buildMessages makes the messages of a request, within the turn that parse started.
-func (h *Handler) buildMessages(q *request, typ event.Type, now time.Time) (messages []queue.Message, rejected []event.Rejection, bad *refusal) {
+func (h *Handler) buildMessages(q *request, routing admission.Routing, typ event.Type, now time.Time) (messages []queue.Message, rejected []event.Rejection, bad *admission.Refusal) {
 	unpaid := requestBytes + q.bodyBytes // cost of this turn that is not charged yet
 	defer func() { q.turn.Leave(unpaid) }()
 	defer q.reading.Release()
@@ -465,7 +403,7 @@ func (h *Handler) buildMessages(q *request, typ event.Type, now time.Time) (mess
 	if n := rejectionBytes*min(len(batch.Rejected), event.MaxBatchCalls) + 32*len(batch.Rejected); n > 0 && !q.memory.Grow(int64(n)) {
 		return nil, nil, busy
 	}
-	if bad := suppress(q, typ, &batch); bad != nil {
+	if bad := suppress(q, routing, typ, &batch); bad != nil {
 		return nil, nil, bad
 	}
 	if bad := h.limit(q, len(batch.Calls), made); bad != nil {
@@ -475,18 +413,12 @@ func (h *Handler) buildMessages(q *request, typ event.Type, now time.Time) (mess
 	messages = make([]queue.Message, len(batch.Calls))
 	begin := time.Now()
 	for i := range batch.Calls {
-		c := &batch.Calls[i]
-		messages[i] = queue.Message{
-			Source: q.source.key, ID: c.MessageID, Type: string(c.Type), AcceptedAt: now,
-			Skip: h.Skip(q.ref, c), TraceParent: q.traceParent, LongNumbers: c.LongNumbers, Body: c.Body,
-		}
-		if c.Type == event.Track {
-			messages[i].Event = c.Event
-		}
+		messages[i] = routing.Message(q.ref, q.source.Key(), &batch.Calls[i], now)
+		messages[i].TraceParent = q.traceParent
 		if i%16 == 15 && time.Since(begin) > maxTurn {
 			q.turn.Leave(unpaid + turnBytes)
 			unpaid = 0
-			q.turn.Enter(h.scheduler, &q.source.limits.Queue)
+			q.turn.Enter(h.scheduler, &q.source.Limits.Queue)
 			begin = time.Now()
 		}
 	}
@@ -494,20 +426,20 @@ func (h *Handler) buildMessages(q *request, typ event.Type, now time.Time) (mess
 }
 
 // suppress removes the calls of users whose deletion request suppresses them.
-func suppress(q *request, typ event.Type, batch *event.Batch) *refusal {
+func suppress(q *request, routing admission.Routing, typ event.Type, batch *event.Batch) *admission.Refusal {
 	const message = "a deletion request suppresses this user; calls are accepted again after it is removed"
-	if !slices.ContainsFunc(batch.Calls, func(c event.Call) bool { return q.view.Suppressed(q.ref, c.UserID) }) {
+	if !slices.ContainsFunc(batch.Calls, func(c event.Call) bool { return routing.Suppressed(q.ref, &c) }) {
 		return nil
 	}
 	if typ != "" {
-		bad := refuse(http.StatusForbidden, codeSuppressed, message)
-		bad.calls = 1
+		bad := admission.Refuse(http.StatusForbidden, admission.CodeSuppressed, message)
+		bad.Calls = 1
 		return bad
 	}
 	calls, indexes := batch.Calls[:0], batch.Indexes[:0]
 	for i, c := range batch.Calls {
-		if q.view.Suppressed(q.ref, c.UserID) {
-			batch.Rejected = append(batch.Rejected, event.Rejection{Index: batch.Indexes[i], Err: &event.Error{Code: codeSuppressed, Message: message}})
+		if routing.Suppressed(q.ref, &c) {
+			batch.Rejected = append(batch.Rejected, event.Rejection{Index: batch.Indexes[i], Err: &event.Error{Code: admission.CodeSuppressed, Message: message}})
 			continue
 		}
 		calls, indexes = append(calls, c), append(indexes, batch.Indexes[i])
@@ -523,25 +455,25 @@ const bytesPerCall = 4 << 10
 // limit charges a request to its Source's rate: its calls, or one call per bytesPerCall of its
 // messages if that is more. With calls = 0 it charges nothing, and refuses only if a single call
 // would have to wait more than a second.
-func (h *Handler) limit(q *request, calls, bytes int) *refusal {
-	wait := q.source.limits.Calls.Take(q.ref.Source.CallsPerSecond, q.ref.Source.Burst, h.Now, max(calls, (bytes+bytesPerCall-1)/bytesPerCall))
+func (h *Handler) limit(q *request, calls, bytes int) *admission.Refusal {
+	wait := q.source.Limits.Calls.Take(q.ref.Source.CallsPerSecond, q.ref.Source.Burst, h.Gate.Now, max(calls, (bytes+bytesPerCall-1)/bytesPerCall))
 	if wait <= 0 || calls == 0 && wait <= time.Second {
 		return nil
 	}
 	seconds := int(math.Ceil(min(wait.Seconds(), maxRetryAfter)))
-	bad := refuse(http.StatusTooManyRequests, codeRateLimited, fmt.Sprintf("the Source is over its limit of %d calls a second (spec.rateLimit; every %d bytes of messages count as at least one call); send the request again later", q.ref.Source.CallsPerSecond, bytesPerCall)).again(max(1, seconds))
-	bad.calls = calls
+	bad := admission.Refusef(http.StatusTooManyRequests, codeRateLimited, "the Source is over its limit of %d calls a second (spec.rateLimit; every %d bytes of messages count as at least one call); send the request again later", q.ref.Source.CallsPerSecond, bytesPerCall)
+	bad.RetryAfter, bad.Calls = max(1, seconds), calls
 	return bad
 }
 
 // ofEvent makes a refusal from a parse error.
-func ofEvent(fault *event.Error) *refusal {
+func ofEvent(fault *event.Error) *admission.Refusal {
 	status := http.StatusBadRequest
 	switch fault.Code {
 	case event.CodeBodyTooLarge, event.CodeCallTooLarge, event.CodeBatchTooLarge:
 		status = http.StatusRequestEntityTooLarge
 	}
-	return refuse(status, fault.Code, fault.Message)
+	return admission.Refuse(status, fault.Code, fault.Message)
 }
 
 // takesMediaType also accepts the types that sendBeacon and simple fetch requests send without a
@@ -550,54 +482,26 @@ func takesMediaType(t string) bool {
 	return t == contentTypeJSON || t == "text/plain" || t == "application/x-www-form-urlencoded" || strings.HasSuffix(t, "+json")
 }
 
-// basicUser returns the user name of HTTP Basic authentication. It tolerates a missing colon and
-// missing padding, because old clients omit them.
-func basicUser(authorization string) (user string, ok bool) {
-	scheme, encoded, _ := strings.Cut(authorization, " ")
-	if !strings.EqualFold(scheme, "Basic") {
-		return "", false
-	}
-	decoded, err := base64.RawStdEncoding.DecodeString(strings.TrimRight(strings.TrimSpace(encoded), "="))
-	if err != nil {
-		return "", false
-	}
-	user, _, _ = strings.Cut(string(decoded), ":")
-	return strings.TrimSpace(user), true
-}
-
 // authenticate finds the Source of a write key and checks that the Source accepts calls from the
 // request's origin.
-func (h *Handler) authenticate(w http.ResponseWriter, q *request, key string) *refusal {
+func (h *Handler) authenticate(w http.ResponseWriter, q *request, key string) *admission.Refusal {
 	if key == "" {
-		return refuse(http.StatusUnauthorized, codeNoWriteKey, `no write key; send it as HTTP Basic user name or as "writeKey" in the body`)
+		return admission.Refuse(http.StatusUnauthorized, admission.CodeNoWriteKey, `no write key; send it as HTTP Basic user name or as "writeKey" in the body`)
 	}
-	ref, ok := q.view.SourceByWriteKey(key)
-	if !ok {
-		if removed, ok := q.view.RemovedWriteKey(key, h.Now()); ok {
-			if removed.Exists { // The Source's status shows that senders still use the key.
-				q.source = h.sourceOf(removed.Source)
-			}
-			return refuse(http.StatusServiceUnavailable, codeKeyRemoved, removed.Reason).again(retryAfterRemoved)
-		}
-		if !q.view.Complete() {
-			return refuse(http.StatusServiceUnavailable, codeNotReady, "some Sources are not loaded yet; send the request again").again(retryAfterBusy)
-		}
-		return refuse(http.StatusUnauthorized, codeUnknownKey, "no accepted Source has this write key; compare it with the Source's Secret")
+	ref, source, bad := h.Gate.Authenticate(q.view, key)
+	if q.source = source; bad != nil {
+		return bad
 	}
-	h.follow(q.view)
-	q.ref, q.source = ref, h.sourceOf(ref)
-	q.memory.Move(&q.source.limits.Memory) // If the body is read, its memory moves after the parse.
+	q.ref = ref
+	q.memory.Move(&q.source.Limits.Memory) // If the body is read, its memory moves after the parse.
 	if q.origin != "" {
 		if !allowsOrigin(ref.Source, q.origin) && !sameOrigin(q.Request, q.origin) {
 			w.Header().Del(headerAllowedOrigin)
-			return refuse(http.StatusForbidden, codeOriginDenied, "the Source does not accept calls from this page's origin; add the origin to spec.allowedOrigins")
+			return admission.Refuse(http.StatusForbidden, codeOriginDenied, "the Source does not accept calls from this page's origin; add the origin to spec.allowedOrigins")
 		}
 		exposeTo(w.Header(), q.origin)
 	}
-	if !ref.Source.Enabled {
-		return refuse(http.StatusForbidden, codeSourceDisabled, "the Source is disabled; set spec.enabled to true")
-	}
-	return nil
+	return admission.CheckEnabled(ref.Source)
 }
 
 func allowsOrigin(s liveconfig.Source, origin string) bool {
@@ -669,31 +573,31 @@ func (h *Handler) trusts(ip netip.Addr) bool {
 
 // persist makes messages durable. If the client disconnects meanwhile, the calls are stored anyway,
 // and its retry is a duplicate.
-func (h *Handler) persist(q *request, messages []queue.Message, now time.Time) *refusal {
+func (h *Handler) persist(q *request, routing admission.Routing, messages []queue.Message, now time.Time) *admission.Refusal {
 	if len(messages) == 0 {
 		return nil
 	}
-	begin, ctx := h.Now(), h.deadlines.Context()
+	begin, ctx := h.Gate.Now(), h.deadlines.Context()
 	var duplicates []bool
 	for part := messages; len(part) > 0; {
 		n, bytes := commitPart(part)
 		started := time.Now()
-		repeated, err := h.Append(ctx, part[:n])
+		repeated, err := routing.Append(ctx, part[:n])
 		if err != nil {
 			if len(part) < len(messages) && errors.Is(err, queue.ErrFull) {
-				q.source.lastFull.Store(now.UnixNano())
+				q.source.StorageFull(now)
 				err = errPartlyStored
 			}
 			bad := h.notStored(q, err, now)
-			bad.calls = len(messages)
+			bad.Calls = len(messages)
 			return bad
 		}
 		duplicates = append(duplicates, repeated...)
 		part = part[n:]
-		h.pace.Worked(q.source.limits, bytes, time.Since(started))
+		h.pace.Worked(q.source.Limits, bytes, time.Since(started))
 	}
-	h.metrics.durable.Observe(h.Now().Sub(begin).Seconds())
-	q.source.accepted(now, len(messages), duplicates)
+	h.metrics.durable.Observe(h.Gate.Now().Sub(begin).Seconds())
+	q.source.Accepted(now, len(messages), duplicates)
 	return nil
 }
 
@@ -713,42 +617,26 @@ func commitPart(messages []queue.Message) (n, bytes int) {
 	return n, bytes
 }
 
-func (h *Handler) notStored(q *request, err error, now time.Time) *refusal {
-	switch {
-	case errors.Is(err, queue.ErrOverQuota):
-		q.source.lastFull.Store(now.UnixNano())
-		return refuse(http.StatusServiceUnavailable, codeStorageFull, "this Source's undelivered calls fill its part of the storage (--source-quota); nothing of this request was stored, send it again later").again(retryAfterFull)
-	case errors.Is(err, queue.ErrFull):
-		q.source.lastFull.Store(now.UnixNano())
-		return refuse(http.StatusServiceUnavailable, codeStorageFull, "storage is full; nothing of this request was stored, send it again later").again(retryAfterFull)
-	case errors.Is(err, queue.ErrClosed):
-		return refuse(http.StatusServiceUnavailable, codeNotReady, "Posthorn is shutting down; send the request again").again(retryAfterNotReady)
+// notStored returns the refusal for an error of the store.
+func (h *Handler) notStored(q *request, err error, now time.Time) *admission.Refusal {
+	bad, full, expected := admission.NotStored(err)
+	if full {
+		q.source.StorageFull(now)
 	}
-	if missed, ok := h.faults.due(now); ok {
-		h.Logger.Error("storing calls failed", "namespace", q.source.namespace, "source", q.source.name, "error", err, "suppressed", missed)
+	if !expected {
+		if missed, ok := h.faults.Due(now); ok {
+			h.Logger.Error("storing calls failed", "namespace", q.source.Namespace, "source", q.source.Name, "error", err, "suppressed", missed)
+		}
 	}
-	return refuse(http.StatusServiceUnavailable, codeStorageFailed, "the calls could not be stored; send the request again").again(retryAfterFull)
+	return bad
 }
 
 // answer writes a refusal.
-func (h *Handler) answer(w http.ResponseWriter, r *refusal) {
-	header := w.Header()
-	header.Set(headerContentType, contentTypeJSON)
-	if r.retryAfter > 0 {
-		header.Set(headerRetryAfter, strconv.Itoa(r.retryAfter))
+func (h *Handler) answer(w http.ResponseWriter, r *admission.Refusal) {
+	if r.Status == http.StatusRequestEntityTooLarge || r.Status == http.StatusRequestTimeout {
+		w.Header().Set("Connection", "close") // Closing is cheaper than reading the rest of the body.
 	}
-	switch r.status {
-	case http.StatusTooManyRequests:
-		header.Set(headerReset, strconv.Itoa(r.retryAfter))
-	case http.StatusRequestEntityTooLarge, http.StatusRequestTimeout:
-		header.Set("Connection", "close") // Closing is cheaper than reading the rest of the body.
-	}
-	body, _ := json.Marshal(struct {
-		Success bool        `json:"success"`
-		Error   answerError `json:"error"`
-	}{Error: answerError{Code: r.code, Message: r.message}})
-	w.WriteHeader(r.status)
-	_, _ = w.Write(append(body, '\n'))
+	r.Write(w)
 }
 
 type answerError struct {

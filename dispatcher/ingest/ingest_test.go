@@ -25,6 +25,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/dispatcher/admission"
+	"github.com/posthorn/posthorn/dispatcher/admission/admissiontest"
 	"github.com/posthorn/posthorn/dispatcher/limits"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -34,13 +36,15 @@ import (
 // fixture is a handler with three Sources and a store that records messages.
 type fixture struct {
 	*Handler
-	t        testing.TB
-	mu       sync.Mutex
-	stored   []queue.Message
-	err      error
-	block    chan struct{}
-	now      time.Time
-	view     *liveconfig.View
+	t      testing.TB
+	mu     sync.Mutex
+	stored []queue.Message
+	err    error
+	block  chan struct{}
+	now    time.Time
+	// Skip and Append are the filters of the destinations and the store.
+	Skip     func(source string, c *event.Call) []string
+	Append   func(context.Context, []queue.Message) ([]bool, error)
 	registry *prometheus.Registry
 }
 
@@ -56,37 +60,43 @@ func source_(name, key string, change func(*liveconfig.Source)) liveconfig.Sourc
 func newFixture(t testing.TB) *fixture {
 	t.Helper()
 	f := &fixture{t: t, now: time.UnixMilli(1_700_000_000_000), registry: prometheus.NewRegistry()}
-	f.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{
+	f.Skip = func(_ string, c *event.Call) []string {
+		if c.Type == event.Page {
+			return []string{"shop/crm"}
+		}
+		return nil
+	}
+	f.Append = func(_ context.Context, msgs []queue.Message) ([]bool, error) {
+		if f.block != nil {
+			<-f.block
+		}
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		if f.err != nil {
+			return nil, f.err
+		}
+		for _, m := range msgs {
+			m.Body = bytes.Clone(m.Body)
+			f.stored = append(f.stored, m)
+		}
+		return nil, nil
+	}
+	gate := admission.New(admission.Options{
+		Store: &admissiontest.Store{OnAppend: func(ctx context.Context, msgs []queue.Message) ([]bool, error) { return f.Append(ctx, msgs) }},
+		Now:   func() time.Time { return f.now }, Registerer: f.registry, Logger: slog.New(slog.DiscardHandler),
+	})
+	f.Handler = New(Options{Gate: gate, Registerer: f.registry, Logger: slog.New(slog.DiscardHandler)})
+	f.set(liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{
 		source_("web", "web-key", func(s *liveconfig.Source) { s.AllowedOrigins = []string{"https://shop.example"} }),
 		source_("off", "off-key", func(s *liveconfig.Source) { s.Enabled = false }),
 		source_("slow", "slow-key", func(s *liveconfig.Source) { s.CallsPerSecond, s.Burst = 10, 20 }),
-	}}}})
-	f.Handler = New(Options{
-		View: func() *liveconfig.View { return f.view },
-		Skip: func(_ liveconfig.SourceRef, c *event.Call) []string {
-			if c.Type == event.Page {
-				return []string{"shop/crm"}
-			}
-			return nil
-		},
-		Append: func(_ context.Context, msgs []queue.Message) ([]bool, error) {
-			if f.block != nil {
-				<-f.block
-			}
-			f.mu.Lock()
-			defer f.mu.Unlock()
-			if f.err != nil {
-				return nil, f.err
-			}
-			for _, m := range msgs {
-				m.Body = bytes.Clone(m.Body)
-				f.stored = append(f.stored, m)
-			}
-			return nil, nil
-		},
-		Now: func() time.Time { return f.now }, Registerer: f.registry, Logger: slog.New(slog.DiscardHandler),
-	})
+	}}}}))
 	return f
+}
+
+// set puts a view into effect; nil for no config yet.
+func (f *fixture) set(view *liveconfig.View) {
+	admissiontest.Set(f.Gate, view, admissiontest.Router{OnSkip: func(source string, c *event.Call) []string { return f.Skip(source, c) }})
 }
 
 // do serves a request, and checks request and response against the served document.
@@ -219,39 +229,39 @@ func TestWhatPassesByItselfSaysWhenToComeBack(t *testing.T) {
 	}
 	t.Run("no config yet", func(t *testing.T) {
 		f := newFixture(t)
-		f.view = nil
-		retry(t, f.do(post("/v1/track", "web-key", track)), 503, codeNotReady)
+		f.set(nil)
+		retry(t, f.do(post("/v1/track", "web-key", track)), 503, admission.CodeNotReady)
 	})
 	t.Run("a namespace's config is not loaded", func(t *testing.T) {
 		f := newFixture(t)
-		f.view = liveconfig.NewView(nil, "shop")
-		retry(t, f.do(post("/v1/track", "web-key", track)), 503, codeNotReady)
+		f.set(liveconfig.NewView(nil, "shop"))
+		retry(t, f.do(post("/v1/track", "web-key", track)), 503, admission.CodeNotReady)
 	})
 	t.Run("storage full, and then not", func(t *testing.T) {
 		f := newFixture(t)
 		f.err = fmt.Errorf("append: %w", queue.ErrFull)
-		retry(t, f.do(post("/v1/track", "web-key", track)), 503, codeStorageFull)
-		if c := f.Counters("shop/web"); !c.StoragePressure || c.Rejected != 1 || !strings.Contains(c.LastRejection, codeStorageFull) {
+		retry(t, f.do(post("/v1/track", "web-key", track)), 503, admission.CodeStorageFull)
+		if c := f.Gate.Counters("shop/web"); !c.StoragePressure || c.Rejected != 1 || !strings.Contains(c.LastRejection, admission.CodeStorageFull) {
 			t.Errorf("%+v", c)
 		}
 		f.err = nil
 		if w := f.do(post("/v1/track", "web-key", track)); w.Code != 200 {
 			t.Error(w.Code)
 		}
-		if c := f.Counters("shop/web"); c.StoragePressure || c.LastAccepted.IsZero() {
+		if c := f.Gate.Counters("shop/web"); c.StoragePressure || c.LastAccepted.IsZero() {
 			t.Errorf("%+v", c)
 		}
 	})
 	t.Run("closing", func(t *testing.T) {
 		f := newFixture(t)
 		f.err = queue.ErrClosed
-		retry(t, f.do(post("/v1/track", "web-key", track)), 503, codeNotReady)
+		retry(t, f.do(post("/v1/track", "web-key", track)), 503, admission.CodeNotReady)
 	})
 	t.Run("unknown fault", func(t *testing.T) {
 		f := newFixture(t)
 		f.err = errors.New("disk on fire at /secret/path")
 		w := f.do(post("/v1/track", "web-key", track))
-		retry(t, w, 503, codeStorageFailed)
+		retry(t, w, 503, admission.CodeStorageFailed)
 		if strings.Contains(w.Body.String(), "fire") {
 			t.Error("the answer shows internals")
 		}
@@ -286,7 +296,7 @@ func TestWhatPassesByItselfSaysWhenToComeBack(t *testing.T) {
 		if w := f.do(post("/v1/track", "slow-key", track)); w.Code != http.StatusTooManyRequests {
 			t.Errorf("the batch's 50 calls take 5 s at 10/s with a burst of 20: %d after 3 s", w.Code)
 		}
-		if c := f.Counters("shop/slow"); c.Rejected != 20+1+1 {
+		if c := f.Gate.Counters("shop/slow"); c.Rejected != 20+1+1 {
 			t.Errorf("%d calls counted as rejected", c.Rejected)
 		}
 	})
@@ -426,11 +436,11 @@ func TestCountersAndMetrics(t *testing.T) {
 	f := newFixture(t)
 	f.do(post("/v1/batch", "web-key", `{"batch":[{"type":"track","userId":"u"},{"type":"track","userId":"u","event":"E"},{"type":"frob","userId":"u"}]}`))
 	f.do(post("/v1/track", "nobody", track))
-	if c := f.Counters("shop/web"); c.Rejected != 2 || c.LastRejected.IsZero() || c.LastRejection == "" {
+	if c := f.Gate.Counters("shop/web"); c.Rejected != 2 || c.LastRejected.IsZero() || c.LastRejection == "" {
 		t.Errorf("%+v", c)
 	}
 	f.do(post("/v1/track", "off-key", track))
-	if c := f.Counters("shop/off"); c.Rejected != 1 || !c.LastRejected.IsZero() || c.LastRejection != "" {
+	if c := f.Gate.Counters("shop/off"); c.Rejected != 1 || !c.LastRejected.IsZero() || c.LastRejection != "" {
 		t.Errorf("the status of an enabled Source reports the refusals from when it was disabled: %+v", c)
 	}
 	families, err := f.registry.Gather()
@@ -447,10 +457,10 @@ func TestCountersAndMetrics(t *testing.T) {
 		t.Error("a write key is in the metrics")
 	}
 	// The series of a removed Source are removed, too.
-	f.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{source_("new", "new-key", nil)}}}})
+	f.set(liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{source_("new", "new-key", nil)}}}}))
 	f.do(post("/v1/track", "new-key", track))
 	families, _ = f.registry.Gather()
-	if strings.Contains(fmt.Sprint(families), `"web"`) || f.Counters("shop/web").Rejected != 0 {
+	if strings.Contains(fmt.Sprint(families), `"web"`) || f.Gate.Counters("shop/web").Rejected != 0 {
 		t.Error("the series or counters of a deleted Source still exist")
 	}
 }
@@ -717,10 +727,10 @@ func TestLargeRequestsAreStoredInParts(t *testing.T) {
 		}
 		return nil, nil
 	}
-	if w := f.serve(post("/v1/batch", "web-key", batchOf(260, 28_000, 1_750))); w.Code != http.StatusServiceUnavailable || !strings.Contains(w.Body.String(), codeStorageFailed) || w.Header().Get("Retry-After") == "" {
+	if w := f.serve(post("/v1/batch", "web-key", batchOf(260, 28_000, 1_750))); w.Code != http.StatusServiceUnavailable || !strings.Contains(w.Body.String(), admission.CodeStorageFailed) || w.Header().Get("Retry-After") == "" {
 		t.Errorf("storage became full in the middle: %d %s, Retry-After %q; want 503 storage_failed", w.Code, w.Body, w.Header().Get("Retry-After"))
 	}
-	if !f.Counters("shop/web").StoragePressure {
+	if !f.Gate.Counters("shop/web").StoragePressure {
 		t.Error("the Source shows no storage pressure")
 	}
 }
@@ -757,7 +767,7 @@ func TestSlowBodiesEnd(t *testing.T) {
 	}
 	_ = c.SetReadDeadline(time.Now().Add(wait.Limit))
 	answer, _ := io.ReadAll(c)
-	if !strings.HasPrefix(string(answer), "HTTP/1.1 408 ") || !strings.Contains(string(answer), codeTooSlow) || !strings.Contains(string(answer), "Connection: close") {
+	if !strings.HasPrefix(string(answer), "HTTP/1.1 408 ") || !strings.Contains(string(answer), admission.CodeTooSlow) || !strings.Contains(string(answer), "Connection: close") {
 		t.Errorf("%s", answer)
 	}
 }
@@ -835,8 +845,8 @@ func TestRefusedBulkLeavesTheCPUToOthers(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				f := newFixture(t)
-				f.Skip = func(ref liveconfig.SourceRef, _ *event.Call) []string {
-					if ref.Source.Name == "web" {
+				f.Skip = func(source string, _ *event.Call) []string {
+					if source == "web" {
 						time.Sleep(work / calls)
 					}
 					return nil
@@ -883,7 +893,7 @@ func TestRefusedBulkLeavesTheCPUToOthers(t *testing.T) {
 func TestAPanicEndsOneRequest(t *testing.T) {
 	f := newFixture(t)
 	skip := f.Skip
-	f.Skip = func(liveconfig.SourceRef, *event.Call) []string { panic("secret") }
+	f.Skip = func(string, *event.Call) []string { panic("secret") }
 	for range 100 { // more than there are turns
 		w := f.do(post("/v1/track", "web-key", track))
 		if w.Code != http.StatusInternalServerError || !strings.Contains(w.Body.String(), codeInternal) || strings.Contains(w.Body.String(), "secret") {
@@ -922,11 +932,11 @@ func TestPressureEnds(t *testing.T) {
 	f := newFixture(t)
 	f.err = queue.ErrFull
 	f.do(post("/v1/track", "web-key", track))
-	if !f.Counters("shop/web").StoragePressure {
+	if !f.Gate.Counters("shop/web").StoragePressure {
 		t.Error("no pressure")
 	}
-	f.now = f.now.Add(pressureMemory)
-	if f.Counters("shop/web").StoragePressure {
+	f.now = f.now.Add(5 * time.Minute)
+	if f.Gate.Counters("shop/web").StoragePressure {
 		t.Error("pressure, long after the last call")
 	}
 }

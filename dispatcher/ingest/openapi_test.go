@@ -17,7 +17,6 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/posthorn/posthorn/analytics/event"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
@@ -105,7 +104,7 @@ func TestOpenAPIIsTrue(t *testing.T) {
 			}
 			return post("/v1/track", "slow-key", track)
 		},
-		"not_ready":    func(f *fixture) *http.Request { f.view = nil; return post("/v1/track", "web-key", track) },
+		"not_ready":    func(f *fixture) *http.Request { f.set(nil); return post("/v1/track", "web-key", track) },
 		"busy":         func(f *fixture) *http.Request { f.memory.Max = 1; return post("/v1/track", "web-key", track) },
 		"storage_full": func(f *fixture) *http.Request { f.err = queue.ErrFull; return post("/v1/track", "web-key", track) },
 		"write_key_removed": func(f *fixture) *http.Request {
@@ -117,7 +116,7 @@ func TestOpenAPIIsTrue(t *testing.T) {
 			return post("/v1/track", "web-key", track)
 		},
 		"internal": func(f *fixture) *http.Request {
-			f.Skip = func(liveconfig.SourceRef, *event.Call) []string { panic("test") }
+			f.Skip = func(string, *event.Call) []string { panic("test") }
 			return post("/v1/track", "web-key", track)
 		},
 		"body_too_slow": func(*fixture) *http.Request {

@@ -12,9 +12,9 @@ import (
 
 // remove makes a key one that a Source of namespace shop lost just now.
 func (f *fixture) remove(key, source string) {
-	f.view = f.view.WithKeys(writekey.NewBook(10*time.Minute, map[writekey.Hash]writekey.Entry{
+	f.set(f.Gate.View().WithKeys(writekey.NewBook(10*time.Minute, map[writekey.Hash]writekey.Entry{
 		writekey.HashOf(key): {Owner: writekey.Owner{Namespace: "shop", Source: source}, RemovedAt: f.now},
-	}))
+	})))
 }
 
 // A removed key is answered 503 with Retry-After, wherever the key is sent, then
@@ -61,7 +61,7 @@ func TestRemovedWriteKey(t *testing.T) {
 			if diff := cmp.Diff(map[string]float64{"write_key_removed " + c.namespace + " " + c.label: float64(requests)}, counted); diff != "" {
 				t.Errorf("refusals by code and Source (-want +got):\n%s", diff)
 			}
-			counters := f.Counters("shop/web")
+			counters := f.Gate.Counters("shop/web")
 			if want := c.label == "web"; (counters.Rejected == int64(requests)) != want || strings.Contains(counters.LastRejection, "use the current write key") != want {
 				t.Errorf("the counters of the Source are %+v", counters)
 			}

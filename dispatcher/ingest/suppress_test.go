@@ -16,11 +16,11 @@ func (f *fixture) suppress(user string) {
 		h := sha256.Sum256([]byte(key))
 		return hex.EncodeToString(h[:])
 	}
-	f.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{
+	f.set(liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{
 		Namespace: "shop",
 		Sources:   []liveconfig.Source{{Name: "ios", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{sum("ios-key")}}, {Name: "web", Enabled: true, WriteKeySHA256: liveconfig.KeyHashes{sum("web-key")}}},
 		Deletions: []liveconfig.Deletion{{Name: "d", ID: "ab", UserID: user, Sources: []string{"web"}, Suppress: true}},
-	}}})
+	}}}))
 }
 
 func TestSuppressedUser(t *testing.T) {
@@ -32,7 +32,7 @@ func TestSuppressedUser(t *testing.T) {
 			t.Errorf("%s: %d %s", path, w.Code, w.Body)
 		}
 	}
-	if n := f.Counters("shop/web").Rejected; n != 2 || len(f.stored) != 0 {
+	if n := f.Gate.Counters("shop/web").Rejected; n != 2 || len(f.stored) != 0 {
 		t.Errorf("%d rejected, %d stored", n, len(f.stored))
 	}
 	// Other users, other Sources and the rest of a batch are accepted.
@@ -46,7 +46,7 @@ func TestSuppressedUser(t *testing.T) {
 	if len(f.stored) != 3 {
 		t.Errorf("%d stored", len(f.stored))
 	}
-	if n := f.Counters("shop/web").Rejected; n != 5 {
+	if n := f.Gate.Counters("shop/web").Rejected; n != 5 {
 		t.Errorf("%d rejected", n)
 	}
 }

@@ -7,6 +7,7 @@ import (
 	otelcodes "go.opentelemetry.io/otel/codes"
 	"go.opentelemetry.io/otel/trace"
 
+	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/tracing"
 )
 
@@ -20,17 +21,17 @@ func (h *Handler) trace(q *request, path string, begin time.Time) {
 }
 
 // endTrace ends the span. The span holds no request data.
-func (q *request) endTrace(bad *refusal) {
+func (q *request) endTrace(bad *admission.Refusal) {
 	status := 200
 	if bad != nil {
-		status = bad.status
-		q.span.SetAttributes(attribute.String("error.type", bad.code))
+		status = bad.Status
+		q.span.SetAttributes(attribute.String("error.type", bad.Code))
 		if status >= 500 { // An invalid call is not a server error.
-			q.span.SetStatus(otelcodes.Error, bad.message)
+			q.span.SetStatus(otelcodes.Error, bad.Message)
 		}
 	}
 	q.span.SetAttributes(
 		attribute.Int("http.response.status_code", status), attribute.Int("posthorn.calls", q.calls),
-		attribute.String("posthorn.namespace", q.source.namespace), attribute.String("posthorn.source", q.source.name))
+		attribute.String("posthorn.namespace", q.source.Namespace), attribute.String("posthorn.source", q.source.Name))
 	q.span.End()
 }

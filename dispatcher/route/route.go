@@ -91,6 +91,14 @@ func (r *Router) Skip(source string, call *event.Call) (skip []string) {
 	return skip
 }
 
+// Destinations returns the keys of all destinations that are connected to a Source.
+func (r *Router) Destinations(source string) (keys []string) {
+	for _, d := range r.bySource[source] {
+		keys = append(keys, d.key)
+	}
+	return keys
+}
+
 // reader parses a call for expressions, once for all of them: with all digits of long numbers, and
 // with strings in their place.
 type reader struct{ exact, fixed form }

@@ -33,6 +33,7 @@ var rules = []struct {
 	{"dispatcher/adminapi", nil, []string{}},
 	{"dispatcher", []string{"dispatcher", "analytics/event"}, nil},
 	{"dispatcher/delivery/endpoint", []string{}, []string{}},
+	{"dispatcher/admission", []string{"analytics/event", "dispatcher/adminapi", "dispatcher/admission", "dispatcher/limits", "dispatcher/liveconfig", "dispatcher/queue", "dispatcher/route", "dispatcher/writekey"}, nil},
 	{"dispatcher/limits", []string{}, []string{"golang.org/x/sync", "golang.org/x/time"}},
 }
 

@@ -1,4 +1,4 @@
-package dispatcher
+package admission
 
 import (
 	"bytes"
@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
-	"net/http"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -52,29 +51,34 @@ func keysConfig(namespace string, keys ...string) liveconfig.Config {
 
 // control applies the configs of one run of a dispatcher.
 type control struct {
-	*configs
+	*Configs
 	t   *testing.T
 	log bytes.Buffer
 }
 
-func newControl(t *testing.T, m metaStore) *control {
+func newControl(t *testing.T, m MetaStore) *control {
 	c := &control{t: t}
-	c.configs = newConfigs(slog.New(slog.NewTextHandler(&c.log, nil)), 10*time.Minute, m, func(*liveconfig.View) error { return nil })
+	gate := New(Options{Logger: slog.New(slog.NewTextHandler(&c.log, nil))})
+	c.Configs = NewConfigs(gate, 10*time.Minute, m, func(*liveconfig.View) error { return nil })
 	return c
 }
 
 func (c *control) set(config liveconfig.Config) {
 	c.t.Helper()
-	c.Set(config.Namespace, encoded(c.t, config))
+	data, _, err := liveconfig.Encode(config)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	c.Set(config.Namespace, data)
 }
 
 // is compares the state of a key with "known", "removed" or "unknown".
 func (c *control) is(key, want string) {
 	c.t.Helper()
 	got := "unknown"
-	if _, ok := c.view().SourceByWriteKey(key); ok {
+	if _, ok := c.gate.View().SourceByWriteKey(key); ok {
 		got = "known"
-	} else if _, ok := c.view().RemovedWriteKey(key, time.Now()); ok {
+	} else if _, ok := c.gate.View().RemovedWriteKey(key, time.Now()); ok {
 		got = "removed"
 	}
 	if got != want {
@@ -117,7 +121,7 @@ func TestRemovedWriteKeys(t *testing.T) {
 					return
 				}
 				control.is("old", "removed")
-				removed, _ := control.view().RemovedWriteKey("old", time.Now())
+				removed, _ := control.gate.View().RemovedWriteKey("old", time.Now())
 				if want := c.reason + ". Calls with it are answered 503 until 2000-01-01T01:10:00Z, so that clients send them again, and 401 after that"; removed.Reason != want {
 					t.Errorf("the reason is %q, want %q", removed.Reason, want)
 				}
@@ -168,7 +172,7 @@ func TestWriteKeysRemovedWhileDown(t *testing.T) {
 		c.is("old", "removed")
 		c.is("stays", "known")
 		c.is("broken", "unknown")
-		if c.view().Complete() {
+		if c.gate.View().Complete() {
 			t.Error("the view is complete although a namespace is not loaded, so its callers are answered 401")
 		}
 		time.Sleep(9 * time.Minute)
@@ -236,33 +240,4 @@ func TestWriteKeysAreKeptSparingly(t *testing.T) {
 			t.Error("the failure of the store is not logged")
 		}
 	})
-}
-
-// The state is in the store: it survives a restart of the dispatcher.
-func TestRemovedWriteKeySurvivesARestart(t *testing.T) {
-	dir := t.TempDir()
-	config := keysConfig("shop", testKey)
-	d, stop := started(t, dir)
-	d.Set("shop", encoded(t, config))
-	d.Synced()
-	if status, body := send(t, d, "1"); status != http.StatusOK {
-		t.Fatalf("%d %s", status, body)
-	}
-	config.Sources[0].WriteKeySHA256 = nil
-	d.Set("shop", encoded(t, config))
-	for _, when := range []string{"before", "after"} {
-		if status, body := send(t, d, "2"); status != http.StatusServiceUnavailable || !strings.Contains(body, `"write_key_removed"`) {
-			t.Errorf("%s the restart: %d %s, want 503 write_key_removed", when, status, body)
-		}
-		if when == "before" {
-			stop()
-			d, _ = started(t, dir)
-			d.Set("shop", encoded(t, config))
-			d.Synced()
-		}
-	}
-	d.Set("shop", encoded(t, keysConfig("shop", testKey)))
-	if status, body := send(t, d, "2"); status != http.StatusOK {
-		t.Errorf("with the restored key: %d %s", status, body)
-	}
 }

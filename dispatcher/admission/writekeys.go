@@ -1,4 +1,4 @@
-package dispatcher
+package admission
 
 import (
 	"cmp"
@@ -14,8 +14,8 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/writekey"
 )
 
-// metaStore is the part of queue.Store that stores the entries of write keys.
-type metaStore interface {
+// MetaStore is the part of queue.Store that keeps the entries of write keys.
+type MetaStore interface {
 	PutMeta(name string, value []byte) error
 	AllMeta() (map[string][]byte, error)
 }
@@ -26,7 +26,7 @@ type metaStore interface {
 const keyPrefix = "writekey/"
 
 // recoverKeys reads the entries of an earlier run.
-func recoverKeys(log *slog.Logger, grace time.Duration, meta metaStore) writekey.Book {
+func recoverKeys(log *slog.Logger, grace time.Duration, meta MetaStore) writekey.Book {
 	entries := map[writekey.Hash]writekey.Entry{}
 	all, err := meta.AllMeta()
 	if err != nil {
@@ -50,7 +50,7 @@ func recoverKeys(log *slog.Logger, grace time.Duration, meta metaStore) writekey
 const maxLoggedKeys = 20
 
 // followKeys stores changed entries and logs removed and restored keys.
-func (c *configs) followKeys(changes []writekey.Change) {
+func (c *Configs) followKeys(changes []writekey.Change) {
 	slices.SortFunc(changes, func(a, b writekey.Change) int {
 		return cmp.Or(strings.Compare(owner(a).Namespace, owner(b).Namespace), strings.Compare(owner(a).Source, owner(b).Source))
 	})

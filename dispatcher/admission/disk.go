@@ -1,0 +1,48 @@
+package admission
+
+import (
+	"math"
+
+	"github.com/cockroachdb/pebble/v2/vfs"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+)
+
+// syncReserve is the disk space below the high-water mark that audience syncs leave to live calls;
+// on a small disk 5 %.
+const syncReserve = 1 << 30
+
+// DiskForSync reports whether an audience sync may write to the disk now.
+func (g *Gate) DiskForSync() bool {
+	disk, err := vfs.Default.GetDiskUsage(g.DataDir)
+	if err != nil {
+		return !g.Store.Full() // The store checks the disk itself.
+	}
+	used, total := float64(disk.UsedBytes), float64(disk.UsedBytes+disk.AvailBytes)
+	left := g.HighWater*total - used
+	return left > min(syncReserve, 0.05*total) && !g.Store.Full()
+}
+
+// RoomForSync reports whether the log of a Source ("namespace/name") has space for calls of an
+// audience sync: they may fill half of its quota.
+func (g *Gate) RoomForSync(source string) bool {
+	quota := g.Store.SourceQuota()
+	return g.DiskForSync() && (quota == 0 || g.Store.SourceStats(source).LogBytes <= quota/2)
+}
+
+// RoomForDeadLetters is a quarter of the disk in bytes, so that dead letters alone never fill it.
+func (g *Gate) RoomForDeadLetters() int64 {
+	if total := g.Storage().TotalBytes; total > 0 {
+		return total / 4
+	}
+	return math.MaxInt64 // The size of the disk is unknown.
+}
+
+// Storage returns the state of the disk for reports.
+func (g *Gate) Storage() adminapi.StorageReport {
+	s := adminapi.StorageReport{UsedBytes: g.Store.DiskBytes(), Pressure: g.Store.Full()}
+	if disk, err := vfs.Default.GetDiskUsage(g.DataDir); err == nil {
+		s.FreeBytes, s.TotalBytes = int64(disk.AvailBytes), int64(disk.TotalBytes)
+	}
+	return s
+}

@@ -1,0 +1,178 @@
+package admission
+
+import (
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/posthorn/posthorn/dispatcher/limits"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+// Source is the runtime state of one Source, or of all requests without a known write key.
+type Source struct {
+	Namespace, Name string
+	// Limits are its shares of memory, CPU and disk.
+	Limits *limits.Source
+
+	key                           string
+	rejectedCalls, duplicateCalls atomic.Int64
+	lastAccepted, lastRejected    atomic.Int64
+	lastRejection                 atomic.Pointer[string]
+	// lastFull is the time of the last refusal because of full storage; 0 after a call was stored.
+	lastFull atomic.Int64
+	log      Sampler
+
+	acceptedCount, duplicateCount prometheus.Counter
+}
+
+// Key is the Source's name in the queue: "namespace/name".
+func (s *Source) Key() string { return s.key }
+
+// sourceOf returns the runtime state of a Source.
+func (g *Gate) sourceOf(ref liveconfig.SourceRef) *Source {
+	key := ref.Key()
+	if s, ok := g.sources.Load(key); ok {
+		return s.(*Source)
+	}
+	namespace, name := ref.Namespace, ref.Source.Name
+	s := &Source{key: key, Namespace: namespace, Name: name, Limits: limits.NewSource()}
+	s.acceptedCount = g.metrics.calls.WithLabelValues(namespace, name, "accepted")
+	s.duplicateCount = g.metrics.calls.WithLabelValues(namespace, name, "duplicate")
+	actual, _ := g.sources.LoadOrStore(key, s)
+	return actual.(*Source)
+}
+
+// forgetSources removes the state and the series of Sources that a view lacks.
+func (g *Gate) forgetSources(view *liveconfig.View) {
+	exists := map[string]bool{}
+	for _, namespace := range view.Namespaces() {
+		c, _ := view.Namespace(namespace)
+		for _, s := range c.Sources {
+			exists[namespace+"/"+s.Name] = true
+		}
+	}
+	g.sources.Range(func(key, v any) bool {
+		if !exists[key.(string)] {
+			s := v.(*Source)
+			g.sources.Delete(key)
+			g.metrics.forget(s.Namespace, s.Name)
+		}
+		return true
+	})
+}
+
+// Accepted counts stored calls; duplicates says which of them are repetitions.
+func (s *Source) Accepted(now time.Time, n int, duplicates []bool) {
+	repeated := 0
+	for _, d := range duplicates {
+		if d {
+			repeated++
+		}
+	}
+	s.lastFull.Store(0)
+	s.duplicateCalls.Add(int64(repeated))
+	s.duplicateCount.Add(float64(repeated))
+	s.acceptedCount.Add(float64(n - repeated))
+	s.lastAccepted.Store(now.UnixNano())
+}
+
+// StorageFull records a refusal because of full storage.
+func (s *Source) StorageFull(now time.Time) { s.lastFull.Store(now.UnixNano()) }
+
+// Reject counts n refused calls of a Source and logs a sample of the refusals. message must not
+// contain request data.
+func (g *Gate) Reject(s *Source, now time.Time, n int, code, message string) {
+	s.rejectedCalls.Add(int64(n))
+	if code != CodeSourceDisabled { // This code describes neither the calls nor the Source after it is enabled again.
+		text := code + ": " + message
+		s.lastRejection.Store(&text)
+		s.lastRejected.Store(now.UnixNano())
+	}
+	g.metrics.rejected.WithLabelValues(s.Namespace, s.Name, code).Add(float64(n))
+	if missed, ok := s.log.Due(now); ok {
+		g.Logger.Warn("calls refused", "namespace", s.Namespace, "source", s.Name, "code", code, "message", message, "calls", n, "suppressed", missed)
+	}
+}
+
+// SourceCounters are a Source's counters since the start of the Gate.
+type SourceCounters struct {
+	Rejected, Duplicates       int64
+	LastAccepted, LastRejected time.Time
+	// LastRejection is the reason in words, without request data. Calls refused because the Source
+	// is disabled are only counted.
+	LastRejection string
+	// StoragePressure is true while calls are refused because storage is full: from the first
+	// refusal until a call is stored, or until pressureMemory has passed without a call.
+	StoragePressure bool
+}
+
+// Counters returns a Source's counters; its key is "namespace/name".
+func (g *Gate) Counters(key string) (c SourceCounters) {
+	v, ok := g.sources.Load(key)
+	if !ok {
+		return c
+	}
+	s := v.(*Source)
+	c = SourceCounters{
+		Rejected: s.rejectedCalls.Load(), Duplicates: s.duplicateCalls.Load(),
+		LastAccepted: unixNano(s.lastAccepted.Load()), LastRejected: unixNano(s.lastRejected.Load()),
+	}
+	if text := s.lastRejection.Load(); text != nil {
+		c.LastRejection = *text
+	}
+	full := s.lastFull.Load()
+	c.StoragePressure = full != 0 && g.Now().Sub(time.Unix(0, full)) < pressureMemory
+	return c
+}
+
+// pressureMemory is how long a refusal because of full storage is reported when no further call
+// arrives.
+const pressureMemory = 5 * time.Minute
+
+func unixNano(n int64) time.Time {
+	if n == 0 {
+		return time.Time{}
+	}
+	return time.Unix(0, n)
+}
+
+const logEvery = 10 * time.Second
+
+// Sampler limits how often a message is logged.
+type Sampler struct{ next, missed atomic.Int64 }
+
+// Due reports whether to log now, and how many messages were suppressed since the last one.
+func (s *Sampler) Due(now time.Time) (missed int64, ok bool) {
+	next := s.next.Load()
+	if now.UnixNano() < next || !s.next.CompareAndSwap(next, now.Add(logEvery).UnixNano()) {
+		s.missed.Add(1)
+		return 0, false
+	}
+	return s.missed.Swap(0), true
+}
+
+type metrics struct{ calls, rejected *prometheus.CounterVec }
+
+func newMetrics(r prometheus.Registerer) metrics {
+	m := metrics{
+		calls: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "posthorn_ingest_calls_total", Help: "Calls that were answered with success, by result: accepted or duplicate.",
+		}, []string{"namespace", "source", "result"}),
+		rejected: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "posthorn_ingest_rejected_total", Help: "Calls that were refused, by code. A request that was refused as a whole counts as one call. The source label is empty when the write key is unknown.",
+		}, []string{"namespace", "source", "code"}),
+	}
+	if r != nil {
+		r.MustRegister(m.calls, m.rejected)
+	}
+	return m
+}
+
+// forget deletes the series of a removed Source.
+func (m *metrics) forget(namespace, name string) {
+	labels := prometheus.Labels{"namespace": namespace, "source": name}
+	m.calls.DeletePartialMatch(labels)
+	m.rejected.DeletePartialMatch(labels)
+}
