@@ -1,0 +1,142 @@
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"net"
+	"strconv"
+	"time"
+
+	"github.com/KimMachineGun/automemlimit/memlimit"
+	"github.com/spf13/cobra"
+	"k8s.io/apimachinery/pkg/api/resource"
+	"sigs.k8s.io/controller-runtime/pkg/certwatcher"
+
+	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/ingest"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+)
+
+// dataFlags are the flags of every process that contains a dispatcher.
+type dataFlags struct {
+	options           dispatcher.Options
+	egress, proxies   []string
+	certFile, keyFile string
+	sourceQuota       string
+	memory            string
+}
+
+func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
+	f := cmd.Flags()
+	f.StringVar(&d.options.DataDir, "data", data, "data directory; it holds all accepted messages")
+	f.StringVar(&d.options.Listen, "listen", listen, "address of the tracking API")
+	f.StringVar(&d.options.TLSListen, "tls-listen", "", "address of the tracking API over TLS, in addition to --listen")
+	f.StringVar(&d.certFile, "tls-cert", "", "PEM file of the certificate (and its chain) for --tls-listen; reloaded when it changes")
+	f.StringVar(&d.keyFile, "tls-key", "", "PEM file of the certificate's key")
+	f.StringVar(&d.options.AdminListen, "admin-listen", admin, "address of the admin API, reports and metrics")
+	f.StringSliceVar(&d.egress, "egress-allow", nil, "non-public addresses that deliveries may use: CIDRs, addresses or host names (also *.example); !CIDR denies. Metadata addresses must be named exactly")
+	f.StringSliceVar(&d.proxies, "trusted-proxies", nil, "trusted proxies, whose X-Forwarded-For is used: CIDRs or addresses")
+	f.DurationVar(&d.options.DrainTimeout, "drain-timeout", 10*time.Second, "how long shutdown waits for calls and deliveries in progress")
+	f.DurationVar(&d.options.OrphanGrace, "orphan-grace", 10*time.Minute, "how long messages of a deleted destination are kept, and calls with a removed write key are answered 503 instead of 401")
+	f.DurationVar(&d.options.Queue.DuplicateWindow, "duplicate-window", 10*time.Minute, "how long messageIds are stored to drop duplicate calls, up to 24h")
+	f.StringVar(&d.memory, "memory", strconv.Itoa(dispatcher.DefaultMemory/1_000_000)+"M", "limit of the resident memory, for example 400M or 1Gi; all buffer sizes derive from it. A lower memory limit of the container takes precedence")
+	f.BoolVar(&d.options.Repair, "repair", false, "repair a damaged store at the start, like posthorn repair --apply; without it a dispatcher with a damaged store does not start")
+	f.BoolVar(&d.options.Debug, "debug", false, "add /debug to the admin listener: lanes, live config without secrets, profiles")
+	f.StringVar(&d.sourceQuota, "source-quota", "auto", "bytes of undelivered calls that one Source may keep on disk; above it the Source's calls are answered 503. auto: half of the disk space below the high-water mark of 85 %; none or 0: only the high-water mark")
+}
+
+// parse validates the flags and converts them to options.
+func (d *dataFlags) parse() (err error) {
+	if d.options.Egress, err = egress.ParsePolicy(d.egress); err != nil {
+		return command.Usagef("--egress-allow: %v", err)
+	}
+	if d.options.TrustedProxies, err = ingest.ParseProxies(d.proxies); err != nil {
+		return command.Usagef("--trusted-proxies: %v", err)
+	}
+	for _, l := range []struct{ flag, address string }{{"--listen", d.options.Listen}, {"--tls-listen", d.options.TLSListen}, {"--admin-listen", d.options.AdminListen}} {
+		if err := checkListen(l.address); err != nil {
+			return command.Usagef("%s %q: %v", l.flag, l.address, err)
+		}
+	}
+	for _, t := range []struct {
+		flag  string
+		value time.Duration
+		most  time.Duration
+	}{
+		{"--drain-timeout", d.options.DrainTimeout, time.Hour},
+		{"--shutdown-delay", d.options.ShutdownDelay, time.Hour},
+		{"--orphan-grace", d.options.OrphanGrace, 30 * 24 * time.Hour},
+		{"--duplicate-window", d.options.Queue.DuplicateWindow, pebblestore.MaxDuplicateWindow},
+	} {
+		if t.value < 0 || t.value > t.most {
+			return command.Usagef("%s %v: use 0 to %v", t.flag, t.value, t.most)
+		}
+	}
+	switch d.sourceQuota {
+	case "auto":
+	case "none", "0":
+		d.options.Queue.MaxBytesPerSource = pebblestore.NoQuota
+	default:
+		bytes, err := strconv.ParseInt(d.sourceQuota, 10, 64)
+		if err != nil || bytes < 0 {
+			return command.Usagef("--source-quota %q: use a whole number of bytes, auto for half of the disk space, or none", d.sourceQuota)
+		}
+		d.options.Queue.MaxBytesPerSource = bytes
+	}
+	if d.options.Memory, err = memoryBound(d.memory, memlimit.FromCgroup); err != nil {
+		return err
+	}
+	return nil
+}
+
+// memoryBound returns the limit that --memory sets, and at most nine tenths of the container's
+// limit: the rest is for the kernel's socket and file buffers.
+func memoryBound(flag string, containerLimit func() (uint64, error)) (int64, error) {
+	quantity, err := resource.ParseQuantity(flag)
+	if err != nil {
+		return 0, command.Usagef("--memory %q: use a size such as 400M or 1Gi", flag)
+	}
+	bound := quantity.Value()
+	if bound < dispatcher.MinMemory {
+		return 0, command.Usagef("--memory %s: too small; use %dM or more", flag, dispatcher.MinMemory/1_000_000)
+	}
+	// An unreadable limit counts as no limit.
+	if limit, err := containerLimit(); err == nil && limit/10*9 < uint64(bound) {
+		if bound = int64(limit / 10 * 9); bound < dispatcher.MinMemory {
+			return 0, fmt.Errorf("the container's memory limit of %d bytes is too small; set it to %dMi or more", limit, (dispatcher.MinMemory*10/9)>>20+1)
+		}
+	}
+	return bound, nil
+}
+
+// checkListen checks that an address is [HOST]:PORT or empty.
+func checkListen(address string) error {
+	if address == "" {
+		return nil
+	}
+	_, port, err := net.SplitHostPort(address)
+	if n, bad := strconv.Atoi(port); err != nil || bad != nil || n < 0 || n > 65535 {
+		return errors.New("use HOST:PORT or :PORT, for example :8080")
+	}
+	return nil
+}
+
+// tls reads the certificate of the tracking API; run reloads it when its files change.
+func (d *dataFlags) tls() (run func(context.Context) error, err error) {
+	if d.options.TLSListen == "" && d.certFile == "" && d.keyFile == "" {
+		return func(context.Context) error { return nil }, nil
+	}
+	if d.options.TLSListen == "" || d.certFile == "" || d.keyFile == "" {
+		return nil, command.Usagef("set --tls-listen, --tls-cert and --tls-key together")
+	}
+	certificate, err := certwatcher.New(d.certFile, d.keyFile)
+	if err != nil {
+		return nil, fmt.Errorf("--tls-cert, --tls-key: %w", err)
+	}
+	d.options.TLS = &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: certificate.GetCertificate}
+	return certificate.Start, nil
+}

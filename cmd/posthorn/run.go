@@ -1,0 +1,107 @@
+package main
+
+import (
+	"net/http"
+	"os"
+	"path/filepath"
+	"sync/atomic"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/cmd/internal/logs"
+	"github.com/posthorn/posthorn/cmd/internal/otlp"
+	"github.com/posthorn/posthorn/controllers/standalone"
+	"github.com/posthorn/posthorn/dispatcher"
+)
+
+func newRun() *cobra.Command {
+	var logging logs.Flags
+	var data dataFlags
+	var manifests string
+	cmd := &cobra.Command{
+		Use:   "run --manifests DIR",
+		Short: "Run Posthorn from a folder of manifests, without a cluster",
+		Long: `Runs operator and dispatcher in one process from a folder of manifests: Source,
+WebhookDestination, Audience, DeletionRequest and Secret, in YAML or JSON, several
+documents per file. They are validated and compiled as in a cluster, and reloaded
+when a file changes.
+
+Deliveries to loopback and private addresses are denied unless --egress-allow
+names them. 'posthorn get' shows the status.`,
+		Example: `  posthorn run --manifests ./webhooks
+  posthorn run --manifests ./webhooks --data /var/lib/posthorn --listen :8080 --egress-allow 10.0.0.0/8`,
+		Args: command.ExactArgs(),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			log, err := logging.Logger(cmd.ErrOrStderr())
+			if err != nil {
+				return command.UsageError(err)
+			}
+			if manifests == "" {
+				return command.Usagef("the folder of manifests is missing; set --manifests DIR")
+			}
+			if info, err := os.Stat(manifests); err != nil || !info.IsDir() {
+				return command.Usagef("--manifests %q is not a folder", manifests)
+			}
+			if err := data.parse(); err != nil {
+				return err
+			}
+			watchCertificate, err := data.tls()
+			if err != nil {
+				return err
+			}
+			data.options.Logger, data.options.Pod = log, "standalone"
+			// The two depend on each other: the API of the resources shows the dispatcher's
+			// reports, and the dispatcher's admin listener serves that API.
+			resources := &lateHandler{}
+			data.options.Extra = resources
+			tracer, stopTracer, err := otlp.NewTracer(cmd.Context(), command.BuildVersion(), data.options.Pod, log)
+			if err != nil {
+				return command.UsageError(err)
+			}
+			defer stopTracer()
+			data.options.Tracer = tracer
+			d, err := dispatcher.New(data.options)
+			if err != nil {
+				return err
+			}
+			control := standalone.New(standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), CheckHost: data.options.Egress.CheckHost, Logger: log, Sink: d, Report: d.Report})
+			resources.set(control.Handler())
+			log.Info("accepting calls", "listen", d.Addr().String(), "admin", d.AdminAddr().String(), "manifests", manifests, "data", data.options.DataDir, "memoryLimit", data.options.Memory)
+			group, ctx := errgroup.WithContext(cmd.Context())
+			group.Go(func() error { return d.Run(ctx) })
+			group.Go(func() error { return control.Run(ctx) })
+			group.Go(func() error { return watchCertificate(ctx) })
+			return group.Wait()
+		},
+	}
+	cmd.Flags().StringVar(&manifests, "manifests", "", "folder of the manifests; required")
+	data.register(cmd, defaultDataDir(), "127.0.0.1:8080", "127.0.0.1:8081")
+	logging.Register(cmd)
+	return cmd
+}
+
+// defaultDataDir is the data directory of the current user.
+func defaultDataDir() string {
+	if dir := os.Getenv("XDG_DATA_HOME"); dir != "" {
+		return filepath.Join(dir, "posthorn")
+	}
+	if home, err := os.UserHomeDir(); err == nil {
+		return filepath.Join(home, ".local", "share", "posthorn")
+	}
+	return "posthorn-data"
+}
+
+// lateHandler answers 503 until its handler is set.
+type lateHandler struct{ handler atomic.Pointer[http.Handler] }
+
+func (l *lateHandler) set(h http.Handler) { l.handler.Store(&h) }
+
+func (l *lateHandler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	if h := l.handler.Load(); h != nil {
+		(*h).ServeHTTP(w, r)
+		return
+	}
+	http.Error(w, "starting", http.StatusServiceUnavailable)
+}
