@@ -5,7 +5,6 @@ import (
 	"context"
 	"fmt"
 	"maps"
-	"slices"
 	"sync"
 	"time"
 
@@ -13,7 +12,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 	"k8s.io/client-go/util/workqueue"
@@ -28,6 +26,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/controllers/kinds"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -51,6 +50,7 @@ var markerRequest = reconcile.Request{}
 type configReconciler struct {
 	client.Client               // reads from the cache; of Secrets, only metadata
 	direct        client.Reader // reads from the API server
+	kinds         kinds.Table
 	release       string
 	checkHost     func(host string) error
 	// maxConfigBytes bounds an encoded live config.
@@ -74,19 +74,17 @@ type liveSecret struct{ revision, resourceVersion string }
 
 func setupConfig(mgr manager.Manager, o Options, verdicts *verdictCache, statuses *trigger) error {
 	r := &configReconciler{
-		Client: mgr.GetClient(), direct: mgr.GetAPIReader(), release: o.Namespace, checkHost: o.CheckHost, maxConfigBytes: o.maxConfigBytes,
+		Client: mgr.GetClient(), direct: mgr.GetAPIReader(), kinds: o.kinds, release: o.Namespace, checkHost: o.CheckHost, maxConfigBytes: o.maxConfigBytes,
 		secrets: newSecretReader(mgr.GetClient(), mgr.GetAPIReader()),
 		keys:    newWriteKeys(), verdicts: verdicts, own: &trigger{}, statuses: statuses,
 		written: map[string]liveSecret{},
 	}
 	r.own.fire(markerRequest.Name)
-	changed := builder.WithPredicates(specChanged)
-	return builder.ControllerManagedBy(mgr).
-		Named("config").
-		Watches(&v1alpha1.Source{}, enqueue(namespaceOf), changed).
-		Watches(&v1alpha1.WebhookDestination{}, enqueue(namespaceOf), changed).
-		Watches(&v1alpha1.Audience{}, enqueue(namespaceOf), changed).
-		Watches(&v1alpha1.DeletionRequest{}, enqueue(namespaceOf), changed).
+	controller := builder.ControllerManagedBy(mgr).Named("config")
+	for _, k := range o.kinds {
+		controller.Watches(k.New(), enqueue(namespaceOf), builder.WithPredicates(inputChanged(k)))
+	}
+	return controller.
 		WatchesMetadata(&corev1.Secret{}, enqueue(r.namespacesOfSecret), builder.WithPredicates(r.notOwnWrite())).
 		WatchesRawSource(r.own).
 		WithOptions(controllerOptions(mgr, "config")).
@@ -129,17 +127,16 @@ func (r *configReconciler) namespacesOfSecret(_ context.Context, secret client.O
 	return nil
 }
 
-// specChanged accepts the updates that may change a config or a verdict: a new spec,
-// new labels, the end of a run, and another object with the same name, whose
-// generation may be equal.
-var specChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
-	ended := func(o client.Object) bool {
-		d, ok := o.(*v1alpha1.DeletionRequest)
-		return ok && v1alpha1.JobEnded(d.Status.JobStatus)
-	}
-	return ended(e.ObjectOld) != ended(e.ObjectNew) || e.ObjectOld.GetUID() != e.ObjectNew.GetUID() || e.ObjectOld.GetGeneration() != e.ObjectNew.GetGeneration() ||
-		!maps.Equal(e.ObjectOld.GetLabels(), e.ObjectNew.GetLabels())
-}}
+// inputChanged accepts the updates that may change a config or a verdict: a new spec, new
+// labels, a change of the status that the compiler reads, and another object with the same
+// name, whose generation may be equal.
+func inputChanged(k kinds.Kind) predicate.Predicate {
+	return predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
+		return k.Input != nil && k.Input(e.ObjectOld) != k.Input(e.ObjectNew) ||
+			e.ObjectOld.GetUID() != e.ObjectNew.GetUID() || e.ObjectOld.GetGeneration() != e.ObjectNew.GetGeneration() ||
+			!maps.Equal(e.ObjectOld.GetLabels(), e.ObjectNew.GetLabels())
+	}}
+}
 
 // notOwnWrite accepts every change of a Secret, except for the reconciler's own writes
 // of a live config. It accepts every deletion, because the resource version of a
@@ -164,7 +161,7 @@ func (r *configReconciler) wrote(namespace, resourceVersion string) bool {
 	return r.written[namespace].resourceVersion == resourceVersion
 }
 
-// +kubebuilder:rbac:groups=posthorn.dev,resources=sources;webhookdestinations;audiences;deletionrequests,verbs=list;watch
+// +kubebuilder:rbac:groups=posthorn.dev,resources=sources;webhookdestinations;audiences;deletionrequests;redeliveries,verbs=list;watch
 // +kubebuilder:rbac:groups="",resources=secrets,verbs=get;list;watch
 // +kubebuilder:rbac:groups="",resources=secrets,namespace=posthorn-system,verbs=create;patch;delete
 // +kubebuilder:rbac:groups=coordination.k8s.io,resources=leases,namespace=posthorn-system,verbs=get;create;update
@@ -190,19 +187,20 @@ func (r *configReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 
 // compile updates the live-config Secret and the verdicts of a namespace.
 func (r *configReconciler) compile(ctx context.Context, namespace string) (result string, err error) {
-	snapshot, err := r.gather(ctx, namespace)
+	objects, snapshot, err := r.gather(ctx, namespace)
 	if err != nil {
 		return "", err
 	}
-	if len(snapshot.Sources)+len(snapshot.Destinations)+len(snapshot.Audiences)+len(snapshot.Deletions) == 0 {
+	if len(snapshot.Objects) == 0 {
 		return r.remove(ctx, namespace)
 	}
 	for _, other := range r.keys.set(namespace, holders(snapshot)) {
 		r.own.fire(other)
 	}
 	snapshot.ForeignWriteKeys = r.keys.older(namespace)
-	config, verdicts := compile.Compile(snapshot)
-	encoded, err := compile.Encode(config, verdicts, r.maxConfigBytes, func() (liveconfig.Config, bool, error) { return r.last(ctx, namespace) })
+	compilers := r.kinds.Compilers()
+	config, verdicts := compilers.Compile(snapshot)
+	encoded, err := compilers.Encode(config, verdicts, r.maxConfigBytes, func() (liveconfig.Config, bool, error) { return r.last(ctx, namespace) })
 	if err != nil {
 		return "", err
 	}
@@ -215,25 +213,21 @@ func (r *configReconciler) compile(ctx context.Context, namespace string) (resul
 		result = "too_large"
 		log.FromContext(ctx).Info("live config too large for a Secret; objects that are not in effect have the reason ConfigTooLarge")
 	}
-	byUID := verdictsByUID{}
-	addVerdicts(byUID, snapshot.Sources, encoded.Verdicts.Sources)
-	addVerdicts(byUID, snapshot.Destinations, encoded.Verdicts.Destinations)
-	addVerdicts(byUID, snapshot.Audiences, encoded.Verdicts.Audiences)
-	addVerdicts(byUID, snapshot.Deletions, encoded.Verdicts.Deletions)
-	r.verdicts.set(namespace, byUID)
+	r.verdicts.set(namespace, objects.verdicts(r.kinds, encoded.Verdicts))
 	r.statuses.fire(namespace)
 	return result, nil
 }
 
 // gather reads a namespace's objects and the Secrets that they refer to.
-func (r *configReconciler) gather(ctx context.Context, namespace string) (compile.Snapshot, error) {
-	s, err := listNamespace(ctx, r, namespace)
+func (r *configReconciler) gather(ctx context.Context, namespace string) (objects, compile.Snapshot, error) {
+	all, err := listNamespace(ctx, r, r.kinds, namespace)
 	if err != nil {
-		return s, err
+		return nil, compile.Snapshot{}, err
 	}
+	s := all.snapshot(namespace)
 	s.CheckHost = r.checkHost
-	s.Secrets, err = r.secrets.read(ctx, namespace, secretNames(s))
-	return s, err
+	s.Secrets, err = r.secrets.read(ctx, namespace, r.kinds.Compilers().SecretRefs(s.Objects...))
+	return all, s, err
 }
 
 // remove deletes the live config of a namespace without objects.
@@ -249,7 +243,8 @@ func (r *configReconciler) remove(ctx context.Context, namespace string) (string
 	}
 	// The dispatchers discard the messages of a removed namespace. The cache may lag, so
 	// only the API server can confirm that the namespace has no objects.
-	for _, list := range namespaceLists() {
+	for _, k := range r.kinds {
+		list := k.NewList()
 		if err := r.direct.List(ctx, list, client.InNamespace(namespace), client.Limit(1)); err != nil {
 			return "", fmt.Errorf("confirm that namespace %s has no objects: %w", namespace, err)
 		}
@@ -352,20 +347,20 @@ func (r *configReconciler) prime(ctx context.Context) error {
 		return nil
 	}
 	pending := map[string]bool{}
-	for _, list := range namespaceLists() {
+	for _, k := range r.kinds {
+		list := k.NewList()
 		if err := r.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
 			return fmt.Errorf("list all objects: %w", err)
 		}
-		_ = meta.EachListItem(list, func(o runtime.Object) error {
-			pending[o.(client.Object).GetNamespace()] = true
-			return nil
-		})
+		for _, o := range kinds.Objects(list) {
+			pending[o.GetNamespace()] = true
+		}
 	}
 	var group errgroup.Group
 	group.SetLimit(maxReadsAtOnce)
 	for name := range pending {
 		group.Go(func() error {
-			s, err := r.gather(ctx, name)
+			_, s, err := r.gather(ctx, name)
 			if err != nil {
 				// The compilation of this namespace retries. The others do not wait for it.
 				log.FromContext(ctx).Error(err, "loading the write keys of a namespace failed", "namespace", name)
@@ -413,24 +408,15 @@ func (r *configReconciler) mark(ctx context.Context, namespace string) error {
 	return nil
 }
 
-func secretNames(s compile.Snapshot) []string {
-	var names []string
-	for i := range s.Sources {
-		names = append(names, compile.SecretRefs(&s.Sources[i])...)
-	}
-	for i := range s.Destinations {
-		names = append(names, compile.SecretRefs(&s.Destinations[i])...)
-	}
-	slices.Sort(names)
-	return slices.Compact(names)
-}
-
 // holders returns the hashes of a namespace's write keys, each with the oldest
 // Source that uses the key.
 func holders(s compile.Snapshot) map[string]keyHolder {
 	found := map[string]keyHolder{}
-	for i := range s.Sources {
-		source := &s.Sources[i]
+	for _, o := range s.Objects {
+		source, ok := o.(*v1alpha1.Source)
+		if !ok {
+			continue
+		}
 		holder := keyHolder{namespace: s.Namespace, name: source.Name, created: source.CreationTimestamp.Time}
 		for _, hash := range compile.WriteKeySHA256(source, s.Secrets) {
 			if other, taken := found[hash]; !taken || holder.compare(other) < 0 {

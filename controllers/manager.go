@@ -3,7 +3,6 @@
 // to the status of the resources.
 //
 //	config: one namespace's objects and Secrets -> compile -> one live-config Secret
-//	redelivery: runs each Redelivery on the dispatcher pods
 //	prober: GET /report of every ready dispatcher pod, every second
 //	status: verdicts and reports -> health -> status, written only when it differs
 //
@@ -36,6 +35,7 @@ import (
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/kinds"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -81,6 +81,8 @@ type Options struct {
 	// maxConfigBytes bounds an encoded live config. Default liveconfig.MaxEncodedBytes,
 	// the size limit of a Secret.
 	maxConfigBytes int
+	// kinds are the processed kinds. Default kinds.All.
+	kinds kinds.Table
 }
 
 // Run runs the control plane until ctx is done. It waits for missing CRDs, missing
@@ -136,9 +138,15 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 	if o.Now == nil {
 		o.Now = time.Now
 	}
+	if o.kinds == nil {
+		o.kinds = kinds.All
+	}
 	scheme := runtime.NewScheme()
 	if err := errors.Join(corev1.AddToScheme(scheme), v1alpha1.AddToScheme(scheme)); err != nil {
 		return nil, err
+	}
+	for _, k := range o.kinds {
+		scheme.AddKnownTypes(v1alpha1.GroupVersion, k.New(), k.NewList())
 	}
 	cfg = rest.CopyConfig(cfg)
 	if cfg.QPS == 0 {
@@ -244,9 +252,6 @@ func setup(mgr manager.Manager, o Options) error {
 	if err := setupStatus(mgr, o, verdicts, reports, statuses); err != nil {
 		return fmt.Errorf("set up the status controller: %w", err)
 	}
-	if err := setupRedelivery(mgr, o, transport); err != nil {
-		return fmt.Errorf("set up the redelivery controller: %w", err)
-	}
 	if err := mgr.Add(reports); err != nil {
 		return fmt.Errorf("set up the prober: %w", err)
 	}
@@ -255,8 +260,8 @@ func setup(mgr manager.Manager, o Options) error {
 		mgr.AddReadyzCheck("caches", func(r *http.Request) error {
 			ctx, cancel := context.WithTimeout(r.Context(), time.Second)
 			defer cancel()
-			for _, list := range append(namespaceLists(), &v1alpha1.RedeliveryList{}) {
-				if err := mgr.GetCache().List(ctx, list, client.Limit(1), client.UnsafeDisableDeepCopy); meta.IsNoMatchError(err) {
+			for _, k := range o.kinds {
+				if err := mgr.GetCache().List(ctx, k.NewList(), client.Limit(1), client.UnsafeDisableDeepCopy); meta.IsNoMatchError(err) {
 					return fmt.Errorf("%w: install the CustomResourceDefinitions", err)
 				} else if err != nil {
 					return fmt.Errorf("the caches are not filled yet: %w", err)

@@ -18,8 +18,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/controllers/kinds"
 )
 
 // namespaceRequest returns the queue key of a namespace. The controllers reconcile
@@ -52,11 +52,8 @@ func controllerOptions(mgr manager.Manager, name string) controller.Options {
 func logConstructor(mgr manager.Manager, controller string) func(*reconcile.Request) logr.Logger {
 	base := mgr.GetLogger().WithValues("controller", controller)
 	return func(request *reconcile.Request) logr.Logger {
-		switch {
-		case request == nil || request.Name == "":
+		if request == nil || request.Name == "" {
 			return base
-		case request.Namespace != "": // The request is for one object.
-			return base.WithValues("namespace", request.Namespace, "name", request.Name)
 		}
 		return base.WithValues("namespace", request.Name)
 	}
@@ -109,37 +106,40 @@ type generationVerdict struct {
 	compile.Verdict
 }
 
-// addVerdicts adds the verdicts on one kind's objects, given by name.
-func addVerdicts[T any, O object[T]](all verdictsByUID, objects []T, verdicts map[string]compile.Verdict) {
-	for i := range objects {
-		o := O(&objects[i])
-		all[o.GetUID()] = generationVerdict{o.GetGeneration(), verdicts[o.GetName()]}
-	}
-}
+// objects are the objects of a namespace, by the index of their kind in the table.
+type objects [][]compile.Object
 
-// object is a pointer to a type of package v1alpha1.
-type object[T any] interface {
-	*T
-	client.Object
-}
-
-// namespaceLists returns an empty list for each kind that a live config contains.
-func namespaceLists() []client.ObjectList {
-	return []client.ObjectList{&v1alpha1.SourceList{}, &v1alpha1.WebhookDestinationList{}, &v1alpha1.AudienceList{}, &v1alpha1.DeletionRequestList{}}
-}
-
-// listNamespace lists a namespace's objects of the kinds that a live config contains.
-func listNamespace(ctx context.Context, r client.Reader, namespace string) (compile.Snapshot, error) {
-	var sources v1alpha1.SourceList
-	var destinations v1alpha1.WebhookDestinationList
-	var audiences v1alpha1.AudienceList
-	var deletions v1alpha1.DeletionRequestList
-	for _, list := range []client.ObjectList{&sources, &destinations, &audiences, &deletions} {
+// listNamespace lists a namespace's objects of all kinds.
+func listNamespace(ctx context.Context, r client.Reader, table kinds.Table, namespace string) (objects, error) {
+	all := make(objects, len(table))
+	for i, k := range table {
+		list := k.NewList()
 		if err := r.List(ctx, list, client.InNamespace(namespace)); err != nil {
-			return compile.Snapshot{}, fmt.Errorf("list the objects of namespace %s: %w", namespace, err)
+			return nil, fmt.Errorf("list the objects of namespace %s: %w", namespace, err)
+		}
+		all[i] = kinds.Objects(list)
+	}
+	return all, nil
+}
+
+// snapshot returns the objects as the input of the compiler.
+func (o objects) snapshot(namespace string) compile.Snapshot {
+	s := compile.Snapshot{Namespace: namespace}
+	for _, ofKind := range o {
+		s.Objects = append(s.Objects, ofKind...)
+	}
+	return s
+}
+
+// verdicts returns the verdicts on the objects by UID.
+func (o objects) verdicts(table kinds.Table, v compile.Verdicts) verdictsByUID {
+	all := verdictsByUID{}
+	for i, k := range table {
+		for _, object := range o[i] {
+			all[object.GetUID()] = generationVerdict{object.GetGeneration(), v[k.Compile.Section][object.GetName()]}
 		}
 	}
-	return compile.Snapshot{Namespace: namespace, Sources: sources.Items, Destinations: destinations.Items, Audiences: audiences.Items, Deletions: deletions.Items}, nil
+	return all
 }
 
 func newVerdictCache() *verdictCache {

@@ -8,9 +8,11 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/event"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/kinds"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
@@ -77,6 +79,35 @@ func TestSecretsAreCachedWithoutContents(t *testing.T) {
 	}
 }
 
+func kindOf(name string) kinds.Kind {
+	k, _ := kinds.All.ByName(name)
+	return k
+}
+
+// The status of a kind that runs once causes a compilation when the phase of the run changes.
+func TestInputOfJobs(t *testing.T) {
+	running := &v1alpha1.Redelivery{}
+	running.Status.StartTime = &metav1.Time{Time: time.Unix(1, 0)}
+	progress := running.DeepCopy()
+	progress.Status.Redelivered = 5
+	ended := &v1alpha1.DeletionRequest{}
+	ended.Status.Conditions = []metav1.Condition{{Type: v1alpha1.ConditionFailed, Status: metav1.ConditionTrue}}
+	for name, c := range map[string]struct {
+		kind          string
+		before, after client.Object
+		want          bool
+	}{
+		"start of a Redelivery":      {"Redelivery", &v1alpha1.Redelivery{}, running, true},
+		"progress of a Redelivery":   {"Redelivery", running, progress, false},
+		"end of a DeletionRequest":   {"DeletionRequest", &v1alpha1.DeletionRequest{}, ended, true},
+		"start of a DeletionRequest": {"DeletionRequest", &v1alpha1.DeletionRequest{}, &v1alpha1.DeletionRequest{Status: v1alpha1.DeletionRequestStatus{JobStatus: running.Status.JobStatus}}, false},
+	} {
+		if got := inputChanged(kindOf(c.kind)).Update(event.UpdateEvent{ObjectOld: c.before, ObjectNew: c.after}); got != c.want {
+			t.Errorf("%s: got %v, want %v", name, got, c.want)
+		}
+	}
+}
+
 // After an interruption, a watch delivers one update even if the object was deleted and
 // created again, and a deletion may have the last known version.
 func TestPredicates(t *testing.T) {
@@ -93,7 +124,7 @@ func TestPredicates(t *testing.T) {
 		"labels":        {source("1", 1, nil), true},
 		"created again": {source("2", 1, map[string]string{"team": "shop"}), true},
 	} {
-		if got := specChanged.Update(event.UpdateEvent{ObjectOld: before, ObjectNew: test.after}); got != test.want {
+		if got := inputChanged(kindOf("Source")).Update(event.UpdateEvent{ObjectOld: before, ObjectNew: test.after}); got != test.want {
 			t.Errorf("%s: %v, want %v", name, got, test.want)
 		}
 	}

@@ -23,6 +23,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
+	"github.com/posthorn/posthorn/controllers/kinds"
 )
 
 const (
@@ -42,6 +43,7 @@ const (
 // that differ.
 type statusReconciler struct {
 	client.Client
+	kinds    kinds.Table
 	verdicts *verdictCache
 	reports  *prober
 	events   events.EventRecorder
@@ -70,7 +72,7 @@ type memo struct {
 
 func setupStatus(mgr manager.Manager, o Options, verdicts *verdictCache, reports *prober, own *trigger) error {
 	r := &statusReconciler{
-		Client: mgr.GetClient(), verdicts: verdicts, reports: reports, now: o.Now, numbersInterval: o.numbersInterval, confirmGrace: o.confirmGrace,
+		Client: mgr.GetClient(), kinds: o.kinds, verdicts: verdicts, reports: reports, now: o.Now, numbersInterval: o.numbersInterval, confirmGrace: o.confirmGrace,
 		events: mgr.GetEventRecorder("posthorn.dev/operator"),
 		memos:  map[string]map[types.UID]*memo{},
 	}
@@ -81,8 +83,8 @@ func setupStatus(mgr manager.Manager, o Options, verdicts *verdictCache, reports
 		Complete(r)
 }
 
-// +kubebuilder:rbac:groups=posthorn.dev,resources=sources/status;webhookdestinations/status;audiences/status;deletionrequests/status,verbs=patch;update
-// +kubebuilder:rbac:groups=posthorn.dev,resources=deletionrequests,verbs=delete
+// +kubebuilder:rbac:groups=posthorn.dev,resources=sources/status;webhookdestinations/status;audiences/status;deletionrequests/status;redeliveries/status,verbs=patch;update
+// +kubebuilder:rbac:groups=posthorn.dev,resources=deletionrequests;redeliveries,verbs=delete
 // +kubebuilder:rbac:groups=events.k8s.io,resources=events,verbs=create;patch
 
 // Reconcile updates the status of one namespace's objects.
@@ -99,16 +101,15 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 	if !complete {
 		return reconcile.Result{}, nil // The prober triggers a reconciliation when they are complete.
 	}
-	objects, err := listNamespace(ctx, r, namespace)
+	objects, err := listNamespace(ctx, r, r.kinds, namespace)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
 	p := statusPass{statusReconciler: r, namespace: namespace, verdicts: verdicts, pods: pods, now: r.now(), memos: r.memosOf(namespace)}
 	p.group.SetLimit(maxWritesAtOnce)
-	updateAll(ctx, &p, objects.Sources, health.Sources)
-	updateAll(ctx, &p, objects.Destinations, health.Destinations)
-	updateAll(ctx, &p, objects.Audiences, health.Audiences)
-	updateAll(ctx, &p, objects.Deletions, health.DeletionRequests)
+	for i, k := range r.kinds {
+		p.updateAll(ctx, objects[i], k.Health)
+	}
 	err = p.group.Wait()
 	for uid, m := range p.memos {
 		if !m.seen {
@@ -157,16 +158,15 @@ type statusPass struct {
 
 // updateAll updates the objects of one kind. It skips objects without a verdict on
 // their present generation: the config controller triggers another pass for them.
-func updateAll[T, S any, O object[T]](ctx context.Context, p *statusPass, objects []T, k health.Kind[T, S]) {
-	for i := range objects {
-		o := O(&objects[i])
+func (p *statusPass) updateAll(ctx context.Context, objects []compile.Object, k health.Kind) {
+	for _, o := range objects {
 		v, ok := p.verdicts[o.GetUID()]
 		if m := memoOf(p.memos, o); ok && v.generation == o.GetGeneration() {
 			p.group.Go(func() error {
-				if deleted, err := expire(ctx, p, o, k); deleted || err != nil {
+				if deleted, err := p.expire(ctx, o, k); deleted || err != nil {
 					return err
 				}
-				return update(ctx, p, m, o, v.Verdict, k)
+				return p.update(ctx, m, o, v.Verdict, k)
 			})
 		}
 	}
@@ -174,11 +174,8 @@ func updateAll[T, S any, O object[T]](ctx context.Context, p *statusPass, object
 
 // expire deletes an object whose TTL has ended, or requeues the namespace for the
 // end of the TTL.
-func expire[T, S any, O object[T]](ctx context.Context, p *statusPass, o O, k health.Kind[T, S]) (deleted bool, err error) {
-	if k.Expires == nil {
-		return false, nil
-	}
-	at, ok := k.Expires(*o)
+func (p *statusPass) expire(ctx context.Context, o client.Object, k health.Kind) (deleted bool, err error) {
+	at, ok := k.Expires(o)
 	if !ok {
 		return false, nil
 	}
@@ -201,29 +198,36 @@ func expire[T, S any, O object[T]](ctx context.Context, p *statusPass, o O, k he
 
 // update writes one object's status if it differs, and requeues the namespace if
 // another pass is necessary.
-func update[T, S any, O object[T]](ctx context.Context, p *statusPass, m *memo, o O, verdict compile.Verdict, k health.Kind[T, S]) error {
-	if written, ok := m.written.(O); ok && slices.Contains(m.stale, o.GetResourceVersion()) {
-		o = written.DeepCopyObject().(O)
+func (p *statusPass) update(ctx context.Context, m *memo, o client.Object, verdict compile.Verdict, k health.Kind) error {
+	if m.written != nil && slices.Contains(m.stale, o.GetResourceVersion()) {
+		o = m.written.DeepCopyObject().(client.Object)
 	} else {
 		m.stale, m.written = nil, nil
 	}
-	status, conditions := k.Status(o)
+	before, conditions := k.Status(o)
 	*conditions = health.Own(*conditions, k.Conditions)
-	before, conditionsBefore := *status, *conditions
-	wait := remaining(p.numbersInterval, m.numbersTime, p.now)
+	interval := p.numbersInterval
+	if k.NumbersInterval > 0 {
+		interval = min(interval, k.NumbersInterval)
+	}
+	wait := remaining(interval, m.numbersTime, p.now)
 	due := wait <= 0
-	next := k.Compute(*o, verdict, p.namespace, p.pods, p.now, due)
-	version := o.GetResourceVersion()
-	*status = next
-	pending := health.Pending(*conditions)
+	next := k.Next(o, verdict, p.namespace, p.pods, p.now, due).(client.Object)
+	after, conditionsAfter := k.Status(next)
+	if at, ok := k.ChangesAt(next); ok {
+		p.requeue.add(max(at.Sub(p.now), recheckInterval))
+	}
+	pending := health.Pending(*conditionsAfter)
 	if !pending {
 		m.unconfirmedSince = time.Time{}
 	} else if m.unconfirmedSince.IsZero() {
 		m.unconfirmedSince = p.now
 	}
-	if equality.Semantic.DeepEqual(before, next) {
-		if !due && !equality.Semantic.DeepEqual(next, k.Compute(*o, verdict, p.namespace, p.pods, p.now, true)) {
-			p.requeue.add(min(wait, recheckInterval))
+	if equality.Semantic.DeepEqual(before, after) {
+		if !due {
+			if numbers, _ := k.Status(k.Next(o, verdict, p.namespace, p.pods, p.now, true)); !equality.Semantic.DeepEqual(after, numbers) {
+				p.requeue.add(min(wait, recheckInterval))
+			}
 		}
 		return nil
 	}
@@ -232,8 +236,8 @@ func update[T, S any, O object[T]](ctx context.Context, p *statusPass, m *memo, 
 		p.requeue.add(min(grace, confirmInterval))
 		return nil
 	}
-	events := health.Transitions(conditionsBefore, *conditions)
-	switch err := apply(ctx, p.Client, o, k); {
+	events := health.Transitions(*conditions, *conditionsAfter)
+	switch err := apply(ctx, p.Client, next, k); {
 	case apierrors.IsConflict(err):
 		p.requeue.add(conflictWait)
 		return nil
@@ -243,14 +247,14 @@ func update[T, S any, O object[T]](ctx context.Context, p *statusPass, m *memo, 
 		return fmt.Errorf("write the status of %s %s/%s: %w", k.Name, o.GetNamespace(), o.GetName(), err)
 	}
 	statusWrites.WithLabelValues(k.Name).Inc()
-	m.stale, m.written = append(m.stale, version), o
+	m.stale, m.written = append(m.stale, o.GetResourceVersion()), next
 	if due {
 		m.numbersTime = p.now
 	} else {
 		p.requeue.add(min(wait, recheckInterval))
 	}
 	for _, e := range events {
-		p.events.Eventf(o, nil, e.Type, e.Reason, e.Action, "%s", e.Message)
+		p.events.Eventf(next, nil, e.Type, e.Reason, e.Action, "%s", e.Message)
 	}
 	return nil
 }
@@ -260,9 +264,9 @@ func update[T, S any, O object[T]](ctx context.Context, p *statusPass, m *memo, 
 // other field managers are kept. The apply removes the fields that the operator owns
 // and does not apply any more. A field that an earlier release wrote by update has two
 // field managers, so an update removes it.
-func apply[T, S any, O object[T]](ctx context.Context, c client.Client, o O, k health.Kind[T, S]) error {
-	status, _ := k.Status(o)
-	want := *status
+func apply(ctx context.Context, c client.Client, o client.Object, k health.Kind) error {
+	want := o.DeepCopyObject().(client.Object)
+	status, _ := k.Status(want)
 	fields, err := runtime.DefaultUnstructuredConverter.ToUnstructured(status)
 	if err != nil {
 		return err
@@ -279,13 +283,13 @@ func apply[T, S any, O object[T]](ctx context.Context, c client.Client, o O, k h
 	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(u.Object, o); err != nil {
 		return err
 	}
-	status, conditions := k.Status(o)
+	stored, conditions := k.Status(o)
 	foreign := slices.DeleteFunc(slices.Clone(*conditions), func(c metav1.Condition) bool { return slices.Contains(k.Conditions, c.Type) })
 	*conditions = health.Own(*conditions, k.Conditions)
-	if equality.Semantic.DeepEqual(*status, want) {
+	if equality.Semantic.DeepEqual(stored, status) {
 		return nil
 	}
-	*status = want
+	k.CopyStatus(o, want)
 	*conditions = slices.Concat(*conditions, foreign)
 	return c.Status().Update(ctx, o, fieldOwner)
 }

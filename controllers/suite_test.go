@@ -333,6 +333,8 @@ type fakeDispatcher struct {
 	// syncs changes an audience's report, and deletions a deletion request's.
 	syncs     map[string]func(*adminapi.AudienceReport)
 	deletions map[string]func(*adminapi.DeletionReport)
+	// box runs Redeliveries.
+	box *letterBox
 }
 
 type decodedConfig struct {
@@ -346,6 +348,7 @@ func newDispatcher(name string) *fakeDispatcher {
 		name: name, running: map[string]liveconfig.Config{}, revisions: map[string]string{},
 		traffic: map[string]func(*adminapi.DestinationReport){}, calls: map[string]func(*adminapi.SourceReport){},
 		syncs: map[string]func(*adminapi.AudienceReport){}, deletions: map[string]func(*adminapi.DeletionReport){},
+		box: &letterBox{runs: map[string]*boxRun{}},
 	}
 	d.server = httptest.NewServer(d)
 	return d
@@ -448,6 +451,9 @@ func (d *fakeDispatcher) report(ctx context.Context) adminapi.Report {
 				f(&r)
 			}
 			t.Deletions = append(t.Deletions, r)
+		}
+		for _, o := range config.Redeliveries {
+			t.Redeliveries = append(t.Redeliveries, d.box.report(o))
 		}
 		report.Namespaces = append(report.Namespaces, t)
 	}

@@ -107,8 +107,8 @@ type Dispatcher struct {
 	ingest  *ingest.Handler
 	members *audience.Service
 	forget  *deletion.Service
-	// redeliveries does this dispatcher's parts of Redelivery objects.
-	redeliveries *redelivery.Jobs
+	// redeliveries runs this dispatcher's parts of Redelivery objects.
+	redeliveries *redelivery.Service
 	gate         *admission.Gate
 	configs      *admission.Configs
 	metrics      *prometheus.Registry
@@ -202,7 +202,7 @@ func New(o Options) (*Dispatcher, error) {
 	if err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
-	d.redeliveries = redelivery.NewJobs(d.store, records)
+	d.redeliveries = redelivery.New(redelivery.ServiceOptions{Store: d.store, Records: records, View: d.gate.View, Takes: d.engine.Takes, Logger: o.Logger})
 	if d.forget, err = deletion.New(deletion.Options{
 		Dir: filepath.Join(o.DataDir, "deletions"), Gate: d.gate, Store: tracker, Records: records,
 		Passive: o.AudienceOwner != "", OrphanGrace: o.OrphanGrace, Logger: o.Logger,
@@ -280,7 +280,7 @@ func (d *Dispatcher) Synced() { d.configs.Synced() }
 func (d *Dispatcher) Run(ctx context.Context) error {
 	main := listen.New(ingest.NewServer(d.mux()), maxConns, d.log)
 	adminOptions := admin.Options{
-		Report: d.Report, Gatherer: d.metrics, Engine: d.engine, Store: d.store, Jobs: d.redeliveries, Ready: d.ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
+		Report: d.Report, Gatherer: d.metrics, Engine: d.engine, Store: d.store, Ready: d.ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
 	}
 	if d.options.Debug {
 		adminOptions.View = d.gate.View
@@ -314,6 +314,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	writers.Go(func() error { return d.engine.Run(engineCtx) })
 	writers.Go(func() error { return d.members.Run(engineCtx) })
 	writers.Go(func() error { return d.forget.Run(engineCtx) })
+	writers.Go(func() error { return d.redeliveries.Run(engineCtx) })
 	written := make(chan error, 1)
 	go func() { written <- writers.Wait() }()
 	group.Go(func() error {
@@ -422,7 +423,10 @@ func (d *Dispatcher) Report() adminapi.Report {
 	refused := d.configs.Rejected()
 	for _, name := range view.Namespaces() {
 		config, _ := view.Namespace(name)
-		t := adminapi.NamespaceReport{Namespace: name, Revision: config.Revision, Destinations: d.engine.Report(name), Audiences: d.members.Report(config.Config), Deletions: d.forget.Report(config.Config)}
+		t := adminapi.NamespaceReport{
+			Namespace: name, Revision: config.Revision, Destinations: d.engine.Report(name), Audiences: d.members.Report(config.Config),
+			Deletions: d.forget.Report(config.Config), Redeliveries: d.redeliveries.Report(config.Config),
+		}
 		if refusal, ok := refused[name]; ok {
 			t.Refused = &refusal
 			delete(refused, name)

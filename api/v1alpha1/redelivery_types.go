@@ -90,6 +90,28 @@ type RedeliveryStatus struct {
 	// of the run. They are still dead letters, unless their retention has ended.
 	// +optional
 	NotRedelivered int64 `json:"notRedelivered,omitempty"`
+
+	// The parts of the run, one for each dispatcher pod that takes part; set at its start.
+	// +optional
+	Parts *RedeliveryParts `json:"parts,omitempty"`
+}
+
+// RedeliveryParts counts the parts of a run. Each dispatcher pod that takes part
+// redelivers its own dead letters.
+type RedeliveryParts struct {
+	// The number of parts: the pods that were ready at the start.
+	// +required
+	Total int32 `json:"total"`
+
+	// The number of parts that are done: the pod has processed all of its dead letters
+	// that match.
+	// +required
+	Done int32 `json:"done"`
+
+	// The time since which a participating pod is not ready or does not answer; not set
+	// while all of them answer.
+	// +optional
+	UnavailableSince *metav1.Time `json:"unavailableSince,omitempty"`
 }
 
 // Redelivery sends the dead letters of a WebhookDestination that match a selector

@@ -2,7 +2,6 @@ package compile
 
 import (
 	"cmp"
-	"slices"
 	"strings"
 	"unicode"
 
@@ -15,6 +14,21 @@ import (
 // maxKeyBytes bounds a key that is derived from a display name; the API allows 200 in
 // status.key.
 const maxKeyBytes = 200
+
+// Audiences are the kind Audience.
+var Audiences = NewKind(Definition[*v1alpha1.Audience, liveconfig.Audience]{
+	Section: "audiences",
+	Entries: func(c *liveconfig.Config) *[]liveconfig.Audience { return &c.Audiences },
+	ID:      func(e liveconfig.Audience) (string, string) { return e.Name, e.Revision },
+	Compiler: func(s Snapshot, _ liveconfig.Config, _ Verdicts, objects []*v1alpha1.Audience) func(*v1alpha1.Audience) (liveconfig.Audience, bool, Verdict) {
+		sources, owners := objectsOf[*v1alpha1.Source](s), keyOwners(objects)
+		return func(o *v1alpha1.Audience) (liveconfig.Audience, bool, Verdict) {
+			entry, verdict := s.audience(o, sources, owners)
+			return entry, true, verdict
+		}
+	},
+	Weight: func(a liveconfig.Audience) int { return len(a.Name) + len(a.Key) },
+})
 
 // audience compiles one Audience. owners maps each key to the name of the Audience that
 // it belongs to.
@@ -32,7 +46,7 @@ func (s Snapshot) audience(o *v1alpha1.Audience, sources []*v1alpha1.Source, own
 		r.add(v1alpha1.ReasonInvalidSpec, "spec.maxRemovalPercent", "must be 0 to 100")
 		c.MaxRemovalPercent = 50
 	}
-	if !slices.ContainsFunc(sources, func(source *v1alpha1.Source) bool { return source.Name == c.Source }) {
+	if !contains(sources, c.Source) {
 		r.add(v1alpha1.ReasonNoSource, "spec.sourceRef.name", "Source %q does not exist in this namespace; create it or change the name", c.Source)
 	}
 	switch owner := owners[audienceKey{c.Source, c.Key}]; {

@@ -42,8 +42,7 @@ func TestAudiences(t *testing.T) {
 	sticky := audience("sticky", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "web"}, DisplayName: "Renamed Since"})
 	sticky.Status.Key = "first_name"
 	s := Snapshot{
-		Namespace: "shop", Sources: []v1alpha1.Source{source("web"), source("ios")},
-		Audiences: []v1alpha1.Audience{
+		Namespace: "shop", Objects: slices.Concat(pointers(source("web"), source("ios")), pointers(
 			audience("young", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "web"}, DisplayName: "Big Spenders"}),
 			audience("old", time.Hour, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "web"}, DisplayName: "Big spenders!", MaxRemovalPercent: &percent}),
 			audience("other-source", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "ios"}, DisplayName: "Big Spenders", Type: "ComputedTrait"}),
@@ -52,9 +51,9 @@ func TestAudiences(t *testing.T) {
 			audience("nowhere", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "tv"}, DisplayName: "Viewers"}),
 			audience("nameless", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "web"}, DisplayName: "!!"}),
 			audience("odd", 0, v1alpha1.AudienceSpec{SourceRef: v1alpha1.ObjectReference{Name: "web"}, DisplayName: "odd", Type: "Odd", MaxRemovalPercent: &bad}),
-		},
+		)),
 	}
-	c, verdicts := Compile(s)
+	c, verdicts := table.Compile(s)
 	data, _, err := liveconfig.Encode(c)
 	if err != nil {
 		t.Fatal(err)
@@ -62,11 +61,11 @@ func TestAudiences(t *testing.T) {
 	if _, _, err := liveconfig.Decode(data); err != nil {
 		t.Fatalf("the dispatcher rejects the config: %v", err)
 	}
-	if len(c.Audiences) != len(s.Audiences) || !slices.IsSortedFunc(c.Audiences, func(a, b liveconfig.Audience) int { return slices.Compare([]byte(a.Name), []byte(b.Name)) }) {
+	if len(c.Audiences) != 8 || !slices.IsSortedFunc(c.Audiences, func(a, b liveconfig.Audience) int { return slices.Compare([]byte(a.Name), []byte(b.Name)) }) {
 		t.Fatalf("audiences %+v", c.Audiences)
 	}
 	for _, a := range c.Audiences {
-		v := verdicts.Audiences[a.Name]
+		v := verdicts["audiences"][a.Name]
 		want := map[string]struct{ reason, key string }{
 			"young": {v1alpha1.ReasonKeyConflict, ""}, "old": {v1alpha1.ReasonAccepted, "big_spenders"},
 			"other-source": {v1alpha1.ReasonAccepted, "big_spenders"}, "own-key": {v1alpha1.ReasonAccepted, "spenders"},
@@ -80,13 +79,13 @@ func TestAudiences(t *testing.T) {
 	if c.Audiences[slices.IndexFunc(c.Audiences, func(a liveconfig.Audience) bool { return a.Name == "old" })].MaxRemovalPercent != 5 {
 		t.Error("maxRemovalPercent is not in the config")
 	}
-	large := verdicts.tooLarge(1, liveconfig.MaxEncodedBytes, liveconfig.Config{})
-	if v := large.Audiences["old"]; v.Accepted || v.Reason != v1alpha1.ReasonConfigTooLarge {
+	large := table.tooLarge(verdicts, 1, liveconfig.MaxEncodedBytes, liveconfig.Config{})
+	if v := large["audiences"]["old"]; v.Accepted || v.Reason != v1alpha1.ReasonConfigTooLarge {
 		t.Errorf("too large: %+v", v)
 	}
 	// The order of the objects has no effect.
-	slices.Reverse(s.Audiences)
-	again, _ := Compile(s)
+	slices.Reverse(s.Objects)
+	again, _ := table.Compile(s)
 	if _, one, _ := liveconfig.Encode(c); true {
 		if _, two, _ := liveconfig.Encode(again); one != two {
 			t.Error("the config depends on the order of the objects")

@@ -16,9 +16,7 @@ import (
 	"strings"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/runtime"
 
-	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -33,13 +31,10 @@ type Secret struct {
 // Snapshot is the complete input of one namespace's config.
 type Snapshot struct {
 	Namespace string
-	// Sources, Destinations, Audiences and Deletions of the namespace, in any order. They
-	// may lack the API server's defaults.
-	Sources      []v1alpha1.Source
-	Destinations []v1alpha1.WebhookDestination
-	Audiences    []v1alpha1.Audience
-	Deletions    []v1alpha1.DeletionRequest
-	// Secrets, by name, are the existing ones of those that SecretRefs returns.
+	// Objects of the namespace, of any kind and in any order. They may lack the API
+	// server's defaults.
+	Objects []Object
+	// Secrets, by name, are the existing ones of those that Table.SecretRefs returns.
 	Secrets map[string]Secret
 	// CheckHost returns the reason why deliveries to a URL's host are denied; nil allows
 	// every host.
@@ -67,6 +62,8 @@ type Verdict struct {
 	Destinations []string `json:"destinations,omitempty"`
 	// Key of an Audience is the key in effect; empty if the Audience is not accepted.
 	Key string `json:"key,omitempty"`
+	// Waits is the reason why an accepted Redelivery does not start; empty if it may run.
+	Waits string `json:"waits,omitempty"`
 }
 
 // Unresolved describes the references of an object that do not resolve.
@@ -87,121 +84,15 @@ func (v Verdict) Cause() (reason, message string) {
 	return v.Reason, v.Message
 }
 
-// Verdicts holds one Verdict per object, by name.
-type Verdicts struct {
-	Sources      map[string]Verdict `json:"sources"`
-	Destinations map[string]Verdict `json:"destinations"`
-	Audiences    map[string]Verdict `json:"audiences,omitempty"`
-	Deletions    map[string]Verdict `json:"deletions,omitempty"`
-}
+// Verdicts holds one Verdict per object, by the section of the kind and the object's name.
+type Verdicts map[string]map[string]Verdict
 
-// Compile returns a namespace's live config and the verdicts. The config contains every
-// object. An invalid destination is paused, so that its messages are kept. An invalid
-// Source has no write key, and a Source with one unusable write key has the other one.
-//
-// A destination whose Sources exist only in part is active for the existing ones,
-// although it has an unresolved reference (NoSource): a pause would delay their calls.
-func Compile(s Snapshot) (liveconfig.Config, Verdicts) {
-	sources := inOrder(s.Sources)
-	destinations := inOrder(s.Destinations)
-
-	config := liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: s.Namespace}
-	verdicts := Verdicts{Sources: make(map[string]Verdict, len(sources)), Destinations: make(map[string]Verdict, len(destinations))}
-	receivers := map[string][]string{} // Source -> destinations
-	for _, d := range destinations {
-		compiled, verdict := s.destination(d, sources)
-		config.Destinations = append(config.Destinations, compiled)
-		verdicts.Destinations[d.Name] = verdict
-		if verdict.OK() || verdict.State == liveconfig.Active {
-			for _, source := range compiled.Sources {
-				receivers[source] = append(receivers[source], d.Name)
-			}
-		}
-	}
-	owners := s.writeKeyOwners(sources)
-	for _, source := range sources {
-		compiled, verdict := s.source(source, owners)
-		verdict.Destinations = receivers[source.Name]
-		config.Sources = append(config.Sources, compiled)
-		verdicts.Sources[source.Name] = verdict
-	}
-	audiences := inOrder(s.Audiences)
-	if len(audiences) > 0 {
-		verdicts.Audiences = make(map[string]Verdict, len(audiences))
-	}
-	keys := keyOwners(audiences)
-	for _, audience := range audiences {
-		compiled, verdict := s.audience(audience, sources, keys)
-		config.Audiences = append(config.Audiences, compiled)
-		verdicts.Audiences[audience.Name] = verdict
-	}
-	deletions := inOrder(s.Deletions)
-	if len(deletions) > 0 {
-		verdicts.Deletions = make(map[string]Verdict, len(deletions))
-	}
-	for _, deletion := range deletions {
-		compiled, verdict := s.deletion(deletion, sources)
-		if !compiled.Ended || compiled.Suppress {
-			config.Deletions = append(config.Deletions, compiled)
-		}
-		verdicts.Deletions[deletion.Name] = verdict
-	}
-	return config, verdicts
-}
-
-// SecretRefs returns the names of the Secrets that objects refer to, sorted and unique.
-// Only *Source and *WebhookDestination have such references.
-func SecretRefs(objects ...runtime.Object) []string {
-	var names []string
-	for _, object := range objects {
-		switch o := object.(type) {
-		case *v1alpha1.Source:
-			for _, key := range o.Spec.WriteKeys {
-				names = append(names, key.SecretKeyRef.Name)
-			}
-		case *v1alpha1.WebhookDestination:
-			for i := range o.Spec.Endpoints {
-				e := &o.Spec.Endpoints[i]
-				if e.URLFrom != nil {
-					names = append(names, e.URLFrom.SecretKeyRef.Name)
-				}
-				for _, h := range e.Headers {
-					if h.ValueFrom != nil {
-						names = append(names, h.ValueFrom.SecretKeyRef.Name)
-					}
-				}
-				if e.TLS != nil && e.TLS.CASecretKeyRef != nil {
-					names = append(names, e.TLS.CASecretKeyRef.Name)
-				}
-				if e.TLS != nil && e.TLS.ClientCertSecretRef != nil {
-					names = append(names, e.TLS.ClientCertSecretRef.Name)
-				}
-			}
-			if signing := o.Spec.Signing; signing != nil {
-				for i := range signing.Schemes {
-					scheme := &signing.Schemes[i]
-					names = append(names, scheme.SecretKeyRef.Name)
-					if scheme.PreviousSecretKeyRef != nil {
-						names = append(names, scheme.PreviousSecretKeyRef.Name)
-					}
-				}
-			}
-		}
-	}
-	names = slices.DeleteFunc(names, func(name string) bool { return name == "" })
-	slices.Sort(names)
-	return slices.Compact(names)
-}
-
-// inOrder returns pointers to the objects, sorted by name. Of several objects with one
-// name it returns the oldest.
-func inOrder[T any, O interface {
-	*T
-	metav1.Object
-}](objects []T) []O {
-	sorted := make([]O, 0, len(objects))
-	for i := range objects {
-		if o := O(&objects[i]); o.GetName() != "" {
+// objectsOf returns the objects of a type, sorted by name. Of several objects with one name
+// it returns the oldest.
+func objectsOf[O Object](s Snapshot) []O {
+	var sorted []O
+	for _, object := range s.Objects {
+		if o, ok := object.(O); ok && o.GetName() != "" {
 			sorted = append(sorted, o)
 		}
 	}
@@ -209,6 +100,11 @@ func inOrder[T any, O interface {
 		return cmp.Or(strings.Compare(a.GetName(), b.GetName()), a.GetCreationTimestamp().Compare(b.GetCreationTimestamp().Time), strings.Compare(string(a.GetUID()), string(b.GetUID())))
 	})
 	return slices.CompactFunc(sorted, func(a, b O) bool { return a.GetName() == b.GetName() })
+}
+
+// contains reports whether there is an object with a name.
+func contains[O Object](objects []O, name string) bool {
+	return slices.ContainsFunc(objects, func(o O) bool { return o.GetName() == name })
 }
 
 // byAge returns the objects sorted by age, the oldest first, and then by name.

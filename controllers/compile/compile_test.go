@@ -49,9 +49,9 @@ func load(t *testing.T, path string) Snapshot {
 		parse(t, doc, &kind, false)
 		switch kind.Kind {
 		case "Source":
-			s.Sources = append(s.Sources, parse(t, doc, &v1alpha1.Source{}, true))
+			s.Objects = append(s.Objects, pointers(parse(t, doc, &v1alpha1.Source{}, true))...)
 		case "WebhookDestination":
-			s.Destinations = append(s.Destinations, parse(t, doc, &v1alpha1.WebhookDestination{}, true))
+			s.Objects = append(s.Objects, pointers(parse(t, doc, &v1alpha1.WebhookDestination{}, true))...)
 		case "Secret":
 			secret := parse(t, doc, &corev1.Secret{}, true)
 			data := map[string][]byte{}
@@ -118,7 +118,7 @@ func cases(t *testing.T) map[string]Snapshot {
 func TestGolden(t *testing.T) {
 	for name, snapshot := range cases(t) {
 		t.Run(name, func(t *testing.T) {
-			config, verdicts := Compile(snapshot)
+			config, verdicts := table.Compile(snapshot)
 			got, err := yaml.Marshal(struct {
 				Config   liveconfig.Config `json:"config"`
 				Verdicts Verdicts          `json:"verdicts"`
@@ -155,7 +155,7 @@ func TestGolden(t *testing.T) {
 			if diff := cmp.Diff(config, decoded); diff != "" {
 				t.Errorf("decoded config differs:\n%s", diff)
 			}
-			if len(config.Sources) != len(snapshot.Sources) || len(config.Destinations) != len(snapshot.Destinations) {
+			if len(config.Sources) != len(sourcesOf(&snapshot)) || len(config.Destinations) != len(destinationsOf(&snapshot)) {
 				t.Error("an object is missing in the config")
 			}
 		})
@@ -163,7 +163,7 @@ func TestGolden(t *testing.T) {
 }
 
 func TestSecretsAreResolved(t *testing.T) {
-	config, _ := Compile(load(t, "testdata/full.in.yaml"))
+	config, _ := table.Compile(load(t, "testdata/full.in.yaml"))
 	d := config.Destinations[0]
 	sum := sha256.Sum256([]byte("canary-write-key"))
 	for what, pair := range map[string][2]string{
@@ -186,9 +186,9 @@ func TestSecretsAreResolved(t *testing.T) {
 func TestSharedSecretIsTakenByteForByte(t *testing.T) {
 	for _, secret := range []string{" spaces and a line break \n", "\xff\x00\xfe", "ü"} {
 		s := load(t, "testdata/full.in.yaml")
-		s.Destinations[0].Spec.Signing.Schemes[0].Type = v1alpha1.HMACSHA1
+		destinationsOf(&s)[0].Spec.Signing.Schemes[0].Type = v1alpha1.HMACSHA1
 		s.Secrets["crm"].Data["sharedSecret"] = []byte(secret)
-		config, _ := Compile(s)
+		config, _ := table.Compile(s)
 		data, _, err := liveconfig.Encode(config)
 		if err != nil {
 			t.Fatal(err)
@@ -205,22 +205,19 @@ func TestSharedSecretIsTakenByteForByte(t *testing.T) {
 
 func TestOrderDoesNotMatterAndInputIsNotChanged(t *testing.T) {
 	for name, snapshot := range cases(t) {
-		wantConfig, wantVerdicts := Compile(snapshot)
+		wantConfig, wantVerdicts := table.Compile(snapshot)
 		before := clone(snapshot)
 		for range 20 {
 			shuffled := clone(snapshot)
-			rand.Shuffle(len(shuffled.Sources), func(i, j int) {
-				shuffled.Sources[i], shuffled.Sources[j] = shuffled.Sources[j], shuffled.Sources[i]
+			rand.Shuffle(len(shuffled.Objects), func(i, j int) {
+				shuffled.Objects[i], shuffled.Objects[j] = shuffled.Objects[j], shuffled.Objects[i]
 			})
-			rand.Shuffle(len(shuffled.Destinations), func(i, j int) {
-				shuffled.Destinations[i], shuffled.Destinations[j] = shuffled.Destinations[j], shuffled.Destinations[i]
-			})
-			config, verdicts := Compile(shuffled)
+			config, verdicts := table.Compile(shuffled)
 			if diff := cmp.Diff(wantConfig, config) + cmp.Diff(wantVerdicts, verdicts); diff != "" {
 				t.Fatalf("%s: another order returns another result:\n%s", name, diff)
 			}
 		}
-		if diff := cmp.Diff(before.Sources, snapshot.Sources) + cmp.Diff(before.Destinations, snapshot.Destinations) + cmp.Diff(before.Secrets, snapshot.Secrets); diff != "" {
+		if diff := cmp.Diff(before.Objects, snapshot.Objects) + cmp.Diff(before.Secrets, snapshot.Secrets); diff != "" {
 			t.Errorf("%s: Compile changed its input:\n%s", name, diff)
 		}
 	}
@@ -230,24 +227,24 @@ func TestOrderDoesNotMatterAndInputIsNotChanged(t *testing.T) {
 // namespace, and the config decodes.
 func TestOneBadObjectHarmsNoOther(t *testing.T) {
 	healthy := load(t, "testdata/simple.in.yaml")
-	want, wantVerdicts := Compile(healthy)
+	want, wantVerdicts := table.Compile(healthy)
 	tried := 0
 	for name, other := range cases(t) {
-		for i, bad := range other.Destinations {
+		for i, bad := range destinationsOf(&other) {
 			tried++
 			s := clone(healthy)
 			bad.Name = fmt.Sprintf("bad-%d", i)
-			s.Destinations = append(s.Destinations, bad)
+			s.Objects = append(s.Objects, bad)
 			for key, secret := range other.Secrets {
 				if _, ok := s.Secrets[key]; !ok {
 					s.Secrets[key] = secret
 				}
 			}
-			config, verdicts := Compile(s)
+			config, verdicts := table.Compile(s)
 			if diff := cmp.Diff(want.Destinations[0], config.Destinations[slices.IndexFunc(config.Destinations, func(d liveconfig.Destination) bool { return d.Name == "crm" })]); diff != "" {
 				t.Errorf("%s: the healthy destination's config changed:\n%s", name, diff)
 			}
-			if diff := cmp.Diff(wantVerdicts.Destinations["crm"], verdicts.Destinations["crm"]); diff != "" {
+			if diff := cmp.Diff(wantVerdicts["destinations"]["crm"], verdicts["destinations"]["crm"]); diff != "" {
 				t.Errorf("%s: the healthy destination's verdict changed:\n%s", name, diff)
 			}
 			if diff := cmp.Diff(want.Sources, config.Sources); diff != "" {
@@ -269,8 +266,8 @@ func TestRevision(t *testing.T) {
 	revisions := func(change func(*Snapshot)) (source, destination string) {
 		s := load(t, "testdata/full.in.yaml")
 		change(&s)
-		config, verdicts := Compile(s)
-		if config.Destinations[0].Revision != verdicts.Destinations["crm"].Revision || config.Sources[0].Revision != verdicts.Sources["web"].Revision {
+		config, verdicts := table.Compile(s)
+		if config.Destinations[0].Revision != verdicts["destinations"]["crm"].Revision || config.Sources[0].Revision != verdicts["sources"]["web"].Revision {
 			t.Error("verdict and config have different revisions")
 		}
 		return config.Sources[0].Revision, config.Destinations[0].Revision
@@ -281,22 +278,22 @@ func TestRevision(t *testing.T) {
 		change              func(*Snapshot)
 		source, destination bool // whether the revision must change
 	}{
-		{"generation alone", func(s *Snapshot) { s.Sources[0].Generation++; s.Destinations[0].Generation++ }, false, false},
-		{"a default spelled out", func(s *Snapshot) { yes := true; s.Sources[0].Spec.Enabled = &yes }, false, false},
+		{"generation alone", func(s *Snapshot) { sourcesOf(s)[0].Generation++; destinationsOf(s)[0].Generation++ }, false, false},
+		{"a default spelled out", func(s *Snapshot) { yes := true; sourcesOf(s)[0].Spec.Enabled = &yes }, false, false},
 		{"content without version", func(s *Snapshot) { s.Secrets["crm"].Data["sharedSecret"] = []byte("other") }, false, false},
 		{"version of a used Secret", func(s *Snapshot) { s.Secrets["crm"] = Secret{Version: "x", Data: s.Secrets["crm"].Data} }, false, true},
 		{"version of the write key's Secret", func(s *Snapshot) { s.Secrets["web-key"] = Secret{Version: "x", Data: s.Secrets["web-key"].Data} }, true, false},
 		{"an unused Secret", func(s *Snapshot) { s.Secrets["unused"] = Secret{Version: "1"} }, false, false},
-		{"a literal URL", func(s *Snapshot) { s.Destinations[0].Spec.Endpoints[0].URL += "x" }, false, true},
-		{"a literal header", func(s *Snapshot) { v := "test"; s.Destinations[0].Spec.Endpoints[0].Headers[0].Value = &v }, false, true},
-		{"a timeout", func(s *Snapshot) { s.Destinations[0].Spec.Delivery.Timeout = nil }, false, true},
-		{"disabled", func(s *Snapshot) { no := false; s.Destinations[0].Spec.Enabled = &no }, false, true},
+		{"a literal URL", func(s *Snapshot) { destinationsOf(s)[0].Spec.Endpoints[0].URL += "x" }, false, true},
+		{"a literal header", func(s *Snapshot) { v := "test"; destinationsOf(s)[0].Spec.Endpoints[0].Headers[0].Value = &v }, false, true},
+		{"a timeout", func(s *Snapshot) { destinationsOf(s)[0].Spec.Delivery.Timeout = nil }, false, true},
+		{"disabled", func(s *Snapshot) { no := false; destinationsOf(s)[0].Spec.Enabled = &no }, false, true},
 		{"a Source more", func(s *Snapshot) {
-			more := s.Sources[0].DeepCopy()
+			more := sourcesOf(s)[0].DeepCopy()
 			more.Name = "zzz"
-			s.Sources = append(s.Sources, *more)
+			s.Objects = append(s.Objects, more)
 		}, false, true},
-		{"origins", func(s *Snapshot) { s.Sources[0].Spec.AllowedOrigins = []string{"*"} }, true, false},
+		{"origins", func(s *Snapshot) { sourcesOf(s)[0].Spec.AllowedOrigins = []string{"*"} }, true, false},
 	} {
 		source, destination := revisions(tc.change)
 		if (source != wantSource) != tc.source || (destination != wantDestination) != tc.destination {
@@ -307,23 +304,17 @@ func TestRevision(t *testing.T) {
 
 func TestSecretRefs(t *testing.T) {
 	s := load(t, "testdata/full.in.yaml")
-	got := SecretRefs(&s.Sources[0], &s.Destinations[0])
+	got := table.SecretRefs(s.Objects...)
 	if diff := cmp.Diff(slices.Sorted(maps.Keys(s.Secrets)), got); diff != "" {
 		t.Error(diff)
 	}
 	// Compile uses no Secrets other than those that SecretRefs returns.
 	for name, s := range cases(t) {
-		var refs []string
-		for i := range s.Sources {
-			refs = append(refs, SecretRefs(&s.Sources[i])...)
-		}
-		for i := range s.Destinations {
-			refs = append(refs, SecretRefs(&s.Destinations[i])...)
-		}
-		want, _ := Compile(s)
+		refs := table.SecretRefs(s.Objects...)
+		want, _ := table.Compile(s)
 		s.Secrets = maps.Clone(s.Secrets)
 		maps.DeleteFunc(s.Secrets, func(name string, _ Secret) bool { return !slices.Contains(refs, name) })
-		if got, _ := Compile(s); cmp.Diff(want, got) != "" {
+		if got, _ := table.Compile(s); cmp.Diff(want, got) != "" {
 			t.Errorf("%s: SecretRefs does not return every used Secret", name)
 		}
 	}
@@ -331,27 +322,27 @@ func TestSecretRefs(t *testing.T) {
 
 func TestWriteKeySHA256(t *testing.T) {
 	s := load(t, "testdata/simple.in.yaml")
-	config, _ := Compile(s)
-	if hashes := WriteKeySHA256(&s.Sources[0], s.Secrets); len(hashes) != 1 || !slices.Equal(hashes, config.Sources[0].WriteKeySHA256) {
+	config, _ := table.Compile(s)
+	if hashes := WriteKeySHA256(sourcesOf(&s)[0], s.Secrets); len(hashes) != 1 || !slices.Equal(hashes, config.Sources[0].WriteKeySHA256) {
 		t.Errorf("got %q, want %q", hashes, config.Sources[0].WriteKeySHA256)
 	}
-	if hashes := WriteKeySHA256(&s.Sources[0], nil); len(hashes) > 0 {
+	if hashes := WriteKeySHA256(sourcesOf(&s)[0], nil); len(hashes) > 0 {
 		t.Errorf("a missing Secret has the hashes %q", hashes)
 	}
 }
 
 func TestTooLarge(t *testing.T) {
-	last, _ := Compile(load(t, "testdata/one-bad-of-many.in.yaml"))
+	last, _ := table.Compile(load(t, "testdata/one-bad-of-many.in.yaml"))
 	s := load(t, "testdata/one-bad-of-many.in.yaml")
-	for i := range s.Destinations {
-		if s.Destinations[i].Name != "any" {
-			s.Destinations[i].Spec.Endpoints[0].URL += "/changed"
+	for _, d := range destinationsOf(&s) {
+		if d.Name != "any" {
+			d.Spec.Endpoints[0].URL += "/changed"
 		}
 	}
-	_, verdicts := Compile(s)
-	got := verdicts.tooLarge(2<<20, liveconfig.MaxEncodedBytes, last)
+	_, verdicts := table.Compile(s)
+	got := table.tooLarge(verdicts, 2<<20, liveconfig.MaxEncodedBytes, last)
 	for name, want := range map[string]string{"any": v1alpha1.ReasonAccepted, "every": v1alpha1.ReasonConfigTooLarge, "bad": v1alpha1.ReasonInvalidURL} {
-		v := got.Destinations[name]
+		v := got["destinations"][name]
 		if v.Reason != want || v.Accepted != (want == v1alpha1.ReasonAccepted) {
 			t.Errorf("%s: %+v, want reason %s", name, v, want)
 		}
@@ -359,10 +350,10 @@ func TestTooLarge(t *testing.T) {
 			t.Errorf("%s: message %q", name, v.Message)
 		}
 	}
-	if !got.Sources["web"].Accepted {
-		t.Errorf("an unchanged Source was refused: %+v", got.Sources["web"])
+	if !got["sources"]["web"].Accepted {
+		t.Errorf("an unchanged Source was refused: %+v", got["sources"]["web"])
 	}
-	if !verdicts.Destinations["every"].Accepted {
+	if !verdicts["destinations"]["every"].Accepted {
 		t.Error("TooLarge changed its receiver")
 	}
 }
@@ -386,8 +377,7 @@ func FuzzCompileIsTotal(f *testing.F) {
 		s := Snapshot{
 			Namespace: "shop", CheckHost: func(string) error { return errors.New("denied") },
 			Secrets: map[string]Secret{"s": {Version: "1", Data: map[string][]byte{"k": secret, corev1.TLSCertKey: secret, corev1.TLSPrivateKeyKey: secret}}},
-			Sources: []v1alpha1.Source{{ObjectMeta: metav1.ObjectMeta{Name: "a"}, Spec: v1alpha1.SourceSpec{WriteKeys: []v1alpha1.WriteKey{{SecretKeyRef: ref}, {SecretKeyRef: ref}}, AllowedOrigins: []string{name}}}},
-			Destinations: []v1alpha1.WebhookDestination{{ObjectMeta: metav1.ObjectMeta{Name: "d"}, Spec: v1alpha1.WebhookDestinationSpec{
+			Objects: []Object{&v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Name: "a"}, Spec: v1alpha1.SourceSpec{WriteKeys: []v1alpha1.WriteKey{{SecretKeyRef: ref}, {SecretKeyRef: ref}}, AllowedOrigins: []string{name}}}, &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: "d"}, Spec: v1alpha1.WebhookDestinationSpec{
 				SourceRefs: []v1alpha1.ObjectReference{{Name: name}, {Name: "a"}},
 				Endpoints: []v1alpha1.Endpoint{
 					{Name: name, URL: string(secret)},
@@ -399,7 +389,7 @@ func FuzzCompileIsTotal(f *testing.F) {
 				Filter:   &v1alpha1.Filter{Expression: expression, Events: []string{header}},
 			}}},
 		}
-		config, verdicts := Compile(s)
+		config, verdicts := table.Compile(s)
 		data, _, err := liveconfig.Encode(config)
 		if err != nil {
 			t.Fatal(err)
@@ -407,10 +397,10 @@ func FuzzCompileIsTotal(f *testing.F) {
 		if _, _, err := liveconfig.Decode(data); err != nil {
 			t.Fatal(err)
 		}
-		if len(verdicts.Sources) != 1 || len(verdicts.Destinations) != 1 {
+		if len(verdicts["sources"]) != 1 || len(verdicts["destinations"]) != 1 {
 			t.Fatal("an object has no verdict")
 		}
-		if text := verdicts.Destinations["d"].Message + verdicts.Sources["a"].Message; len(secret) > 8 && !bytes.Contains([]byte(name+header+expression), secret) && strings.Contains(text, string(secret)) {
+		if text := verdicts["destinations"]["d"].Message + verdicts["sources"]["a"].Message; len(secret) > 8 && !bytes.Contains([]byte(name+header+expression), secret) && strings.Contains(text, string(secret)) {
 			t.Fatalf("a message contains the secret: %s", text)
 		}
 	})
@@ -418,13 +408,9 @@ func FuzzCompileIsTotal(f *testing.F) {
 
 func clone(s Snapshot) Snapshot {
 	out := s
-	out.Sources = nil
-	for i := range s.Sources {
-		out.Sources = append(out.Sources, *s.Sources[i].DeepCopy())
-	}
-	out.Destinations = nil
-	for i := range s.Destinations {
-		out.Destinations = append(out.Destinations, *s.Destinations[i].DeepCopy())
+	out.Objects = nil
+	for _, o := range s.Objects {
+		out.Objects = append(out.Objects, o.DeepCopyObject().(Object))
 	}
 	out.Secrets = map[string]Secret{}
 	for name, secret := range s.Secrets {

@@ -7,6 +7,21 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
+// Deletions are the kind DeletionRequest.
+var Deletions = NewKind(Definition[*v1alpha1.DeletionRequest, liveconfig.Deletion]{
+	Section: "deletions",
+	Entries: func(c *liveconfig.Config) *[]liveconfig.Deletion { return &c.Deletions },
+	ID:      func(e liveconfig.Deletion) (string, string) { return e.Name, e.Revision },
+	Compiler: func(s Snapshot, _ liveconfig.Config, _ Verdicts, _ []*v1alpha1.DeletionRequest) func(*v1alpha1.DeletionRequest) (liveconfig.Deletion, bool, Verdict) {
+		sources := objectsOf[*v1alpha1.Source](s)
+		return func(o *v1alpha1.DeletionRequest) (liveconfig.Deletion, bool, Verdict) {
+			entry, verdict := s.deletion(o, sources)
+			return entry, !entry.Ended || entry.Suppress, verdict
+		}
+	},
+	Weight: func(d liveconfig.Deletion) int { return len(d.Name) + len(d.UserID) },
+})
+
 // deletion compiles one DeletionRequest. While one of its Sources does not exist, no
 // notification is sent, because the run determines its destinations once, at the start.
 // After the start a missing Source has no effect. A request whose run has ended is in the
@@ -23,8 +38,7 @@ func (s Snapshot) deletion(o *v1alpha1.DeletionRequest, sources []*v1alpha1.Sour
 		r.add(v1alpha1.ReasonInvalidSpec, "spec.userId", "must be set")
 	}
 	for _, name := range c.Sources {
-		exists := slices.ContainsFunc(sources, func(source *v1alpha1.Source) bool { return source.Name == name })
-		if !exists && o.Status.StartTime == nil && !ended {
+		if !contains(sources, name) && o.Status.StartTime == nil && !ended {
 			r.add(v1alpha1.ReasonNoSource, "spec.sourceRefs", "Source %q does not exist in this namespace; create it", name)
 		}
 	}

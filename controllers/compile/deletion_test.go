@@ -26,22 +26,25 @@ func TestDeletions(t *testing.T) {
 	}
 	started := metav1.Now()
 	ended := v1alpha1.JobStatus{StartTime: &started, Conditions: []metav1.Condition{{Type: v1alpha1.ConditionFailed, Status: metav1.ConditionTrue}}}
-	s := Snapshot{
-		Namespace: "shop", Sources: []v1alpha1.Source{{ObjectMeta: metav1.ObjectMeta{Name: "web"}}, {ObjectMeta: metav1.ObjectMeta{Name: "ios"}}},
-		Deletions: []v1alpha1.DeletionRequest{
-			request("all", "1", v1alpha1.DeletionRequestSpec{UserID: "u1", Suppress: true}),
-			request("all-again", "2", v1alpha1.DeletionRequestSpec{UserID: "u1", JobSpec: v1alpha1.JobSpec{ActiveDeadlineSeconds: ptr.To(int64(60))}}),
-			request("ended", "6", v1alpha1.DeletionRequestSpec{UserID: "u1"}),
-			request("ended-suppresses", "7", v1alpha1.DeletionRequestSpec{UserID: "u1", Suppress: true, SourceRefs: refs("tv")}),
-			request("no-user", "5", v1alpha1.DeletionRequestSpec{}),
-			request("some", "3", v1alpha1.DeletionRequestSpec{UserID: "u1", SourceRefs: refs("web", "ios")}),
-			request("some-missing", "4", v1alpha1.DeletionRequestSpec{UserID: "u1", SourceRefs: refs("web", "tv")}),
-			request("started", "8", v1alpha1.DeletionRequestSpec{UserID: "u1", SourceRefs: refs("tv")}),
-		},
+	requests := []v1alpha1.DeletionRequest{
+		request("all", "1", v1alpha1.DeletionRequestSpec{UserID: "u1", Suppress: true}),
+		request("all-again", "2", v1alpha1.DeletionRequestSpec{UserID: "u1", JobSpec: v1alpha1.JobSpec{ActiveDeadlineSeconds: ptr.To(int64(60))}}),
+		request("ended", "6", v1alpha1.DeletionRequestSpec{UserID: "u1"}),
+		request("ended-suppresses", "7", v1alpha1.DeletionRequestSpec{UserID: "u1", Suppress: true, SourceRefs: refs("tv")}),
+		request("no-user", "5", v1alpha1.DeletionRequestSpec{}),
+		request("some", "3", v1alpha1.DeletionRequestSpec{UserID: "u1", SourceRefs: refs("web", "ios")}),
+		request("some-missing", "4", v1alpha1.DeletionRequestSpec{UserID: "u1", SourceRefs: refs("web", "tv")}),
+		request("started", "8", v1alpha1.DeletionRequestSpec{UserID: "u1", SourceRefs: refs("tv")}),
 	}
-	s.Deletions[2].Status.JobStatus, s.Deletions[3].Status.JobStatus = ended, ended
-	s.Deletions[7].Status.StartTime = &started
-	c, verdicts := Compile(s)
+	requests[2].Status.JobStatus, requests[3].Status.JobStatus = ended, ended
+	requests[7].Status.StartTime = &started
+	s := Snapshot{
+		Namespace: "shop",
+		Objects: slices.Concat(pointers(requests...), []Object{
+			&v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Name: "web"}}, &v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Name: "ios"}},
+		}),
+	}
+	c, verdicts := table.Compile(s)
 	data, _, err := liveconfig.Encode(c)
 	if err != nil {
 		t.Fatal(err)
@@ -52,7 +55,7 @@ func TestDeletions(t *testing.T) {
 	var got []string
 	ids := map[string]string{}
 	for _, d := range c.Deletions {
-		v := verdicts.Deletions[d.Name]
+		v := verdicts["deletions"][d.Name]
 		reason, _ := v.Cause()
 		got = append(got, fmt.Sprintf("%s: %s, runs %t, ends after %d s", d.Name, reason, d.ID != "" && !d.Ended, d.DeadlineSeconds))
 		if v.OK() != (d.ID != "") || v.Revision != d.Revision || d.Generation != 3 || d.ID != "" && d.UID == "" {
@@ -71,10 +74,10 @@ func TestDeletions(t *testing.T) {
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)
 	}
-	if v, ok := verdicts.Deletions["ended"]; !ok || !v.Accepted {
+	if v, ok := verdicts["deletions"]["ended"]; !ok || !v.Accepted {
 		t.Errorf("an ended request without suppression has the verdict %+v", v)
 	}
-	if v := verdicts.tooLarge(1, liveconfig.MaxEncodedBytes, liveconfig.Config{}).Deletions["all"]; v.Accepted {
+	if v := table.tooLarge(verdicts, 1, liveconfig.MaxEncodedBytes, liveconfig.Config{})["deletions"]["all"]; v.Accepted {
 		t.Errorf("too large: %+v", v)
 	}
 }
@@ -91,7 +94,7 @@ func TestJobIDs(t *testing.T) {
 		}
 	}
 	// Dispatchers store IDs, so later releases must compute the same ones.
-	if got, want := RedeliveryID(base()), "3476b1279ebae0304edb8c71b432b841"; got != want {
+	if got, want := RedeliveryID("shop", base()), "3476b1279ebae0304edb8c71b432b841"; got != want {
 		t.Errorf("the ID of a Redelivery is %s, want %s", got, want)
 	}
 	for name, c := range map[string]struct {
@@ -115,7 +118,7 @@ func TestJobIDs(t *testing.T) {
 		"deadline":     {func(o *v1alpha1.Redelivery) { o.Spec.ActiveDeadlineSeconds = ptr.To(int64(5)) }, false},
 	} {
 		changed := base()
-		if c.change(changed); (RedeliveryID(changed) == RedeliveryID(base())) != c.same {
+		if c.change(changed); (RedeliveryID(changed.Namespace, changed) == RedeliveryID("shop", base())) != c.same {
 			t.Errorf("Redelivery with another %s: the same ID is %t, want %t", name, !c.same, c.same)
 		}
 	}

@@ -20,6 +20,61 @@ import (
 
 const maxEndpoints = 5
 
+// Destinations are the kind WebhookDestination.
+var Destinations = NewKind(Definition[*v1alpha1.WebhookDestination, liveconfig.Destination]{
+	Section: sectionDestinations,
+	Entries: func(c *liveconfig.Config) *[]liveconfig.Destination { return &c.Destinations },
+	ID:      func(e liveconfig.Destination) (string, string) { return e.Name, e.Revision },
+	Compiler: func(s Snapshot, _ liveconfig.Config, _ Verdicts, _ []*v1alpha1.WebhookDestination) func(*v1alpha1.WebhookDestination) (liveconfig.Destination, bool, Verdict) {
+		sources := objectsOf[*v1alpha1.Source](s)
+		return func(o *v1alpha1.WebhookDestination) (liveconfig.Destination, bool, Verdict) {
+			entry, verdict := s.destination(o, sources)
+			return entry, true, verdict
+		}
+	},
+	SecretRefs: secretsOfDestination,
+	Weight:     weight,
+	Pause: func(d liveconfig.Destination) liveconfig.Destination {
+		generation := d.Generation
+		d.Endpoints, d.Signing, d.Revision, d.Generation = nil, nil, "", 0
+		if d.State == liveconfig.Active {
+			d.State, d.PausedReason = liveconfig.Paused, v1alpha1.ReasonConfigTooLarge
+		}
+		d.Revision, d.Generation = revision(d, nil, nil), generation
+		return d
+	},
+})
+
+func secretsOfDestination(o *v1alpha1.WebhookDestination) (names []string) {
+	for i := range o.Spec.Endpoints {
+		e := &o.Spec.Endpoints[i]
+		if e.URLFrom != nil {
+			names = append(names, e.URLFrom.SecretKeyRef.Name)
+		}
+		for _, h := range e.Headers {
+			if h.ValueFrom != nil {
+				names = append(names, h.ValueFrom.SecretKeyRef.Name)
+			}
+		}
+		if e.TLS != nil && e.TLS.CASecretKeyRef != nil {
+			names = append(names, e.TLS.CASecretKeyRef.Name)
+		}
+		if e.TLS != nil && e.TLS.ClientCertSecretRef != nil {
+			names = append(names, e.TLS.ClientCertSecretRef.Name)
+		}
+	}
+	if signing := o.Spec.Signing; signing != nil {
+		for i := range signing.Schemes {
+			scheme := &signing.Schemes[i]
+			names = append(names, scheme.SecretKeyRef.Name)
+			if scheme.PreviousSecretKeyRef != nil {
+				names = append(names, scheme.PreviousSecretKeyRef.Name)
+			}
+		}
+	}
+	return names
+}
+
 // destination compiles one WebhookDestination. Sources are sorted by name.
 func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha1.Source) (liveconfig.Destination, Verdict) {
 	b := builder{resolver: newResolver(s.Secrets), checkHost: s.CheckHost}

@@ -13,7 +13,7 @@ import (
 )
 
 // RedeliveryID returns the ID of a Redelivery's run; see jobID.
-func RedeliveryID(o *v1alpha1.Redelivery) string {
+func RedeliveryID(namespace string, o *v1alpha1.Redelivery) string {
 	spec := o.Spec.DeepCopy()
 	if spec.Rate == 0 {
 		spec.Rate = v1alpha1.DefaultRedeliveryRate
@@ -24,7 +24,7 @@ func RedeliveryID(o *v1alpha1.Redelivery) string {
 		slices.Sort(s.Events)
 	}
 	spec.TTLSecondsAfterFinished = nil
-	return jobID("Redelivery", o.Namespace, o.Name, spec)
+	return jobID("Redelivery", namespace, o.Name, spec)
 }
 
 // DeletionRequestID returns the ID of a DeletionRequest's run; see jobID.

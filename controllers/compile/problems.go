@@ -24,6 +24,7 @@ var reasonOrder = []string{
 	v1alpha1.ReasonInvalidSecret,
 	v1alpha1.ReasonSecretNotFound,
 	v1alpha1.ReasonSecretKeyMissing,
+	v1alpha1.ReasonDestinationNotFound,
 	// The last one, because a destination is active for its existing Sources.
 	v1alpha1.ReasonNoSource,
 }
@@ -55,7 +56,7 @@ func (p problems) verdict() (reason, message string) {
 	for i := range sorted {
 		texts[i] = sorted[i].text
 	}
-	return sorted[0].reason, truncate(strings.Join(texts, "; "))
+	return sorted[0].reason, Truncate(strings.Join(texts, "; "), maxMessageBytes)
 }
 
 // apply sets the conditions of a verdict that are False because of the problems. suffix is
@@ -72,21 +73,23 @@ func (p problems) apply(v *Verdict, suffix string) {
 	if len(spec) > 0 {
 		v.Accepted = false
 		v.Reason, v.Message = spec.verdict()
-		v.Message = truncate(v.Message + suffix)
+		v.Message = Truncate(v.Message+suffix, maxMessageBytes)
 	}
 	if len(references) > 0 {
 		reason, message := references.verdict()
-		v.Unresolved = &Unresolved{reason, truncate(message + suffix)}
+		v.Unresolved = &Unresolved{reason, Truncate(message+suffix, maxMessageBytes)}
 	}
 }
 
-func truncate(s string) string {
-	if len(s) <= maxMessageBytes {
+// Truncate returns at most maxBytes bytes of a text, and no part of a rune.
+func Truncate(s string, maxBytes int) string {
+	s = strings.ToValidUTF8(s, "\uFFFD")
+	if len(s) <= maxBytes {
 		return s
 	}
-	cut := maxMessageBytes - len(" …")
+	cut := maxBytes - len("…")
 	for !utf8.RuneStart(s[cut]) {
 		cut--
 	}
-	return s[:cut] + " …"
+	return s[:cut] + "…"
 }

@@ -47,7 +47,7 @@ func namespaceOf(destinations ...v1alpha1.WebhookDestination) Snapshot {
 	web := v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Name: "web", Generation: 1}}
 	web.Spec.WriteKeys = []v1alpha1.WriteKey{{SecretKeyRef: v1alpha1.SecretKeyReference{Name: "web", Key: "k"}}}
 	return Snapshot{
-		Namespace: "shop", Sources: []v1alpha1.Source{web}, Destinations: destinations,
+		Namespace: "shop", Objects: append(pointers(destinations...), &web),
 		Secrets: map[string]Secret{"web": {Version: "1", Data: map[string][]byte{"k": []byte("key")}}},
 	}
 }
@@ -55,9 +55,9 @@ func namespaceOf(destinations ...v1alpha1.WebhookDestination) Snapshot {
 // encode compiles and encodes, and checks the invariants of every result.
 func encode(t *testing.T, s Snapshot, last *liveconfig.Config) Encoded {
 	t.Helper()
-	config, verdicts := Compile(s)
+	config, verdicts := table.Compile(s)
 	before, _, _ := liveconfig.Encode(config)
-	e, err := Encode(config, verdicts, testLimit, func() (liveconfig.Config, bool, error) {
+	e, err := table.Encode(config, verdicts, testLimit, func() (liveconfig.Config, bool, error) {
 		if last == nil {
 			return liveconfig.Config{}, false, nil
 		}
@@ -83,7 +83,7 @@ func encode(t *testing.T, s Snapshot, last *liveconfig.Config) Encoded {
 		t.Errorf("Config differs from the decoded Data (-want +got):\n%s", diff)
 	}
 	for _, d := range decoded.Destinations {
-		if v := e.Verdicts.Destinations[d.Name]; v.Revision != d.Revision || v.State != d.State {
+		if v := e.Verdicts["destinations"][d.Name]; v.Revision != d.Revision || v.State != d.State {
 			t.Errorf("%s: the verdict %+v does not match state %s and revision %s in the config", d.Name, v, d.State, d.Revision)
 		}
 	}
@@ -92,7 +92,7 @@ func encode(t *testing.T, s Snapshot, last *liveconfig.Config) Encoded {
 
 func states(e Encoded) map[string]string {
 	out := map[string]string{}
-	for name, v := range e.Verdicts.Destinations {
+	for name, v := range e.Verdicts["destinations"] {
 		out[name] = string(v.State) + " " + v.Reason
 	}
 	return out
@@ -100,14 +100,14 @@ func states(e Encoded) map[string]string {
 
 // The limit is exact: a config of limit bytes fits, and a larger one does not.
 func TestEncodeLimit(t *testing.T) {
-	config, verdicts := Compile(namespaceOf(heavy("a", 1, 1)))
+	config, verdicts := table.Compile(namespaceOf(heavy("a", 1, 1)))
 	data, _, err := liveconfig.Encode(config)
 	if err != nil {
 		t.Fatal(err)
 	}
 	none := func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil }
 	for limit, want := range map[int]bool{len(data): false, len(data) - 1: true} {
-		e, err := Encode(config, verdicts, limit, none)
+		e, err := table.Encode(config, verdicts, limit, none)
 		if err != nil || e.TooLarge != want {
 			t.Errorf("config of %d bytes, limit %d: too large is %v (%v), want %v", len(data), limit, e.TooLarge, err, want)
 		}
@@ -124,14 +124,14 @@ func TestTooLargeFromTheFirstVersion(t *testing.T) {
 	if diff := cmp.Diff(map[string]string{"a": active, "b": active, "c": paused, "small": active}, states(e)); diff != "" {
 		t.Fatalf("the states, with the largest destination paused (-want +got):\n%s", diff)
 	}
-	web := e.Verdicts.Sources["web"]
+	web := e.Verdicts["sources"]["web"]
 	if !web.Accepted || len(e.Config.Sources[0].WriteKeySHA256) == 0 {
 		t.Errorf("the Source is not in effect: %+v", web)
 	}
 	if diff := cmp.Diff([]string{"a", "b", "small"}, web.Destinations); diff != "" {
 		t.Errorf("destinations of the Source (-want +got):\n%s", diff)
 	}
-	if v := e.Verdicts.Destinations["c"]; v.Accepted || !strings.Contains(v.Message, "is paused") || !strings.Contains(v.Message, "remove") {
+	if v := e.Verdicts["destinations"]["c"]; v.Accepted || !strings.Contains(v.Message, "is paused") || !strings.Contains(v.Message, "remove") {
 		t.Errorf("%+v", v)
 	}
 	again := encode(t, s, nil)
@@ -178,21 +178,22 @@ func TestTooManyDeletionRequests(t *testing.T) {
 		return out
 	}
 	s := namespaceOf(heavy("small", 1, 1))
-	s.Deletions = requests("old", 200)
+	without := s.Objects
+	s.Objects = append(slices.Clone(without), pointers(requests("old", 200)...)...)
 	first := encode(t, s, nil)
 	if first.TooLarge {
 		t.Fatal("the fixture does not fit")
 	}
-	s.Deletions = append(s.Deletions, requests("new", 700)...)
+	s.Objects = append(s.Objects, pointers(requests("new", 700)...)...)
 	e := encode(t, s, &first.Config)
-	if !e.TooLarge || e.Verdicts.Destinations["small"].State != liveconfig.Active {
-		t.Errorf("too large %v, small %+v", e.TooLarge, e.Verdicts.Destinations["small"])
+	if !e.TooLarge || e.Verdicts["destinations"]["small"].State != liveconfig.Active {
+		t.Errorf("too large %v, small %+v", e.TooLarge, e.Verdicts["destinations"]["small"])
 	}
 	in, left := map[string]bool{}, 0
 	for _, d := range e.Config.Deletions {
 		in[d.Name] = true
 	}
-	for name, v := range e.Verdicts.Deletions {
+	for name, v := range e.Verdicts["deletions"] {
 		switch {
 		case strings.HasPrefix(name, "old") && !in[name]:
 			t.Fatalf("%s is not in the config, so it counts as deleted", name)
@@ -207,24 +208,25 @@ func TestTooManyDeletionRequests(t *testing.T) {
 	}
 
 	// If no eviction is sufficient, the last config remains; without one, calls are answered 503.
-	s.Deletions = nil
+	s.Objects = slices.Clone(without)
+	web := sourcesOf(&s)[0]
 	for i := range 1000 {
-		source := s.Sources[0]
+		source := *web
 		source.Name = fmt.Sprintf("source-%05d", i)
 		source.CreationTimestamp = metav1.NewTime(time.Unix(int64(i), 0))
 		source.Spec.WriteKeys = []v1alpha1.WriteKey{{SecretKeyRef: v1alpha1.SecretKeyReference{Name: "web", Key: source.Name}}}
 		s.Secrets["web"].Data[source.Name] = []byte(source.Name)
-		s.Sources = append(s.Sources, source)
+		s.Objects = append(s.Objects, &source)
 	}
 	e = encode(t, s, nil)
-	if e.Data == nil || len(e.Data) > 0 || e.Verdicts.Sources["web"].Reason != v1alpha1.ReasonConfigTooLarge {
-		t.Errorf("without a last config: %d bytes, %+v", len(e.Data), e.Verdicts.Sources["web"])
+	if e.Data == nil || len(e.Data) > 0 || e.Verdicts["sources"]["web"].Reason != v1alpha1.ReasonConfigTooLarge {
+		t.Errorf("without a last config: %d bytes, %+v", len(e.Data), e.Verdicts["sources"]["web"])
 	}
 	if _, _, err := liveconfig.Decode(e.Data); err == nil {
 		t.Error("a dispatcher accepts the data as a config")
 	}
 	e = encode(t, s, &first.Config)
-	if e.Data != nil || !e.Verdicts.Sources["web"].Accepted || e.Verdicts.Sources["source-00001"].Accepted {
-		t.Errorf("with a last config: %d bytes, %+v", len(e.Data), e.Verdicts.Sources["web"])
+	if e.Data != nil || !e.Verdicts["sources"]["web"].Accepted || e.Verdicts["sources"]["source-00001"].Accepted {
+		t.Errorf("with a last config: %d bytes, %+v", len(e.Data), e.Verdicts["sources"]["web"])
 	}
 }

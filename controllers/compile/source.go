@@ -20,6 +20,40 @@ const (
 	maxWriteKeys = 2
 )
 
+// Sources are the kind Source.
+var Sources = NewKind(Definition[*v1alpha1.Source, liveconfig.Source]{
+	Section: sectionSources,
+	Entries: func(c *liveconfig.Config) *[]liveconfig.Source { return &c.Sources },
+	ID:      func(e liveconfig.Source) (string, string) { return e.Name, e.Revision },
+	Compiler: func(s Snapshot, c liveconfig.Config, v Verdicts, objects []*v1alpha1.Source) func(*v1alpha1.Source) (liveconfig.Source, bool, Verdict) {
+		owners, receivers := s.writeKeyOwners(objects), receiversOf(c, v)
+		return func(o *v1alpha1.Source) (liveconfig.Source, bool, Verdict) {
+			entry, verdict := s.source(o, owners)
+			verdict.Destinations = receivers[o.Name]
+			return entry, true, verdict
+		}
+	},
+	SecretRefs: func(o *v1alpha1.Source) (names []string) {
+		for _, key := range o.Spec.WriteKeys {
+			names = append(names, key.SecretKeyRef.Name)
+		}
+		return names
+	},
+})
+
+// receiversOf returns the names of the destinations that get the calls of each Source.
+func receiversOf(c liveconfig.Config, v Verdicts) map[string][]string {
+	receivers := map[string][]string{}
+	for _, d := range c.Destinations {
+		if verdict := v[sectionDestinations][d.Name]; verdict.OK() || verdict.State == liveconfig.Active {
+			for _, source := range d.Sources {
+				receivers[source] = append(receivers[source], d.Name)
+			}
+		}
+	}
+	return receivers
+}
+
 // source compiles one Source. owners maps the hash of a write key to the name of the
 // Source that it belongs to.
 //

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"time"
 
-	"k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
@@ -14,13 +13,23 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
+// Audiences are the kind Audience.
+var Audiences = NewKind(Definition[v1alpha1.Audience, v1alpha1.AudienceStatus, *v1alpha1.Audience]{
+	Name: "Audience", Conditions: audienceConditions, Compute: Audience,
+	Status: func(o *v1alpha1.Audience) (*v1alpha1.AudienceStatus, *[]metav1.Condition) {
+		return &o.Status, &o.Status.Conditions
+	},
+	ClearNumbers: func(s *v1alpha1.AudienceStatus) { s.Members, s.LastSync = nil, nil },
+})
+
+var audienceConditions = conditionTypes(v1alpha1.ConditionSynced)
+
 // Audience returns the status of an Audience, from the compiler's verdict v and the
 // reports of the ready dispatcher pods. One pod, the owner, stores the members.
 //
 // An Audience that is not accepted, or whose Source does not exist, has no key, so it
-// is not programmed (reason NotAccepted or UnresolvedRefs). For numbersDue, see
-// Destination.
-func Audience(old v1alpha1.Audience, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.AudienceStatus {
+// is not programmed (reason NotAccepted or UnresolvedRefs).
+func Audience(old v1alpha1.Audience, v compile.Verdict, namespace string, pods []Pod, now time.Time) v1alpha1.AudienceStatus {
 	old.Status.Conditions = Own(old.Status.Conditions, audienceConditions)
 	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, audienceReports)
 	s := v1alpha1.AudienceStatus{ObservedGeneration: old.Generation, Key: cmp.Or(v.Key, old.Status.Key)}
@@ -40,17 +49,6 @@ func Audience(old v1alpha1.Audience, v compile.Verdict, namespace string, pods [
 		}
 	}
 	s.Conditions = f.conditions(f.state() != liveconfig.Paused, f.synced(owner))
-	if numbersDue {
-		return s
-	}
-	transitions := func(s v1alpha1.AudienceStatus) v1alpha1.AudienceStatus {
-		s.Conditions = withoutNumbers(s.Conditions)
-		s.Members, s.LastSync = nil, nil
-		return s
-	}
-	if equality.Semantic.DeepEqual(transitions(old.Status), transitions(s)) {
-		return *old.Status.DeepCopy()
-	}
 	return s
 }
 
@@ -72,11 +70,11 @@ func (f facts) synced(owner *adminapi.AudienceReport) metav1.Condition {
 			return set(before.Status, before.Reason, before.Message)
 		}
 	case owner.LastRefused.After(owner.LastSync):
-		return set(metav1.ConditionFalse, v1alpha1.ReasonSyncRefused, "the latest sync was rejected and changed nothing: "+truncate(owner.Refusal, maxQuotedBytes))
+		return set(metav1.ConditionFalse, v1alpha1.ReasonSyncRefused, "the latest sync was rejected and changed nothing: "+compile.Truncate(owner.Refusal, maxQuotedBytes))
 	case owner.Unsent > 0: // This includes calls of a sync with another key, kind or Source, which has no numbers.
 		message := fmt.Sprintf("the last sync was accepted; %d of its identify calls are not in the queue yet", owner.Unsent)
 		if owner.Waits != "" {
-			message += ": " + truncate(owner.Waits, maxQuotedBytes)
+			message += ": " + compile.Truncate(owner.Waits, maxQuotedBytes)
 		}
 		return set(metav1.ConditionTrue, v1alpha1.ReasonSending, message)
 	case owner.LastSync.IsZero():

@@ -48,7 +48,7 @@ func TestAudience(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			a := audience
-			a.Status = Audience(a, c.verdict, "shop", c.pods, now, true)
+			a.Status = Audience(a, c.verdict, "shop", c.pods, now)
 			if errs := CheckAudience(a); len(errs) > 0 {
 				t.Error(errs)
 			}
@@ -68,23 +68,23 @@ func TestAudience(t *testing.T) {
 			if members := a.Status.Members; c.members < 0 != (members == nil) || members != nil && *members != c.members {
 				t.Errorf("members %v", members)
 			}
-			if again := Audience(a, c.verdict, "shop", c.pods, now.Add(time.Hour), true); !equality.Semantic.DeepEqual(again, a.Status) {
+			if again := Audience(a, c.verdict, "shop", c.pods, now.Add(time.Hour)); !equality.Semantic.DeepEqual(again, a.Status) {
 				t.Error("equal inputs return another status")
 			}
 		})
 	}
 	// While the owner restarts, the numbers are kept. They change only when they are due.
 	a := audience
-	a.Status = Audience(a, accepted, "shop", pods(adminapi.AudienceReport{Members: 7, LastSync: now}), now, true)
-	gone := Audience(a, accepted, "shop", nil, now, true)
+	a.Status = Audience(a, accepted, "shop", pods(adminapi.AudienceReport{Members: 7, LastSync: now}), now)
+	gone := Audience(a, accepted, "shop", nil, now)
 	if gone.Members == nil || *gone.Members != 7 || meta.FindStatusCondition(gone.Conditions, v1alpha1.ConditionSynced).Reason != v1alpha1.ReasonSynced {
 		t.Errorf("without pods: %+v", gone)
 	}
 	more := pods(adminapi.AudienceReport{Members: 8, LastSync: now.Add(time.Second)})
-	if early := Audience(a, accepted, "shop", more, now, false); *early.Members != 7 {
+	if early := pacedAudience(a, accepted, "shop", more, now, false); *early.Members != 7 {
 		t.Error("a number was written before it was due")
 	}
-	if due := Audience(a, accepted, "shop", more, now, true); *due.Members != 8 {
+	if due := Audience(a, accepted, "shop", more, now); *due.Members != 8 {
 		t.Error("a number that was due was not written")
 	}
 }

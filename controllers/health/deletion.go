@@ -14,12 +14,20 @@ import (
 // maxNotifications is the API's bound of status.notifications.
 const maxNotifications = 200
 
+// DeletionRequests are the kind DeletionRequest.
+var DeletionRequests = NewKind(Definition[v1alpha1.DeletionRequest, v1alpha1.DeletionRequestStatus, *v1alpha1.DeletionRequest]{
+	Name: "DeletionRequest", Conditions: jobConditions, Compute: DeletionRequest,
+	Status: func(o *v1alpha1.DeletionRequest) (*v1alpha1.DeletionRequestStatus, *[]metav1.Condition) {
+		return &o.Status, &o.Status.Conditions
+	},
+	Job:     func(o *v1alpha1.DeletionRequest) *v1alpha1.JobStatus { return &o.Status.JobStatus },
+	Expires: deletionRequestExpires,
+})
+
 // DeletionRequest returns the status of a DeletionRequest, from the compiler's verdict
 // v and the reports of the ready dispatcher pods. One pod, the owner, sends the
-// notifications.
-//
-// It ignores numbersDue, because every change of a notification is a transition.
-func DeletionRequest(old v1alpha1.DeletionRequest, v compile.Verdict, namespace string, pods []Pod, now time.Time, _ bool) v1alpha1.DeletionRequestStatus {
+// notifications. Every change of a notification is a transition.
+func DeletionRequest(old v1alpha1.DeletionRequest, v compile.Verdict, namespace string, pods []Pod, now time.Time) v1alpha1.DeletionRequestStatus {
 	s := *old.Status.DeepCopy()
 	if v1alpha1.JobEnded(s.JobStatus) {
 		s.JobStatus = ObserveEnded(s.JobStatus, old.Generation)
@@ -78,7 +86,7 @@ func outcome(s *v1alpha1.DeletionRequestStatus, owner *adminapi.DeletionReport) 
 		if i < maxNotifications {
 			s.Notifications = append(s.Notifications, v1alpha1.Notification{
 				Source: n.Source, Destination: n.Destination, State: v1alpha1.NotificationState(n.State),
-				Reason: truncate(n.Reason, maxFailureReasonBytes), Time: optional(n.Time),
+				Reason: compile.Truncate(n.Reason, maxFailureReasonBytes), Time: optional(n.Time),
 			})
 		}
 	}
@@ -104,11 +112,10 @@ var deletionReports = reports[adminapi.DeletionReport]{
 	running: func(r *adminapi.DeletionReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
 }
 
-// DeletionRequestExpires returns when a request is to be deleted. It returns false for
-// a request that is kept.
-func DeletionRequestExpires(d v1alpha1.DeletionRequest) (time.Time, bool) {
-	if d.Spec.Suppress {
+// deletionRequestExpires keeps a request that suppresses calls.
+func deletionRequestExpires(o *v1alpha1.DeletionRequest) (time.Time, bool) {
+	if o.Spec.Suppress {
 		return time.Time{}, false
 	}
-	return v1alpha1.JobExpires(d.Spec.TTLSecondsAfterFinished, d.Status.JobStatus)
+	return v1alpha1.JobExpires(o.Spec.TTLSecondsAfterFinished, o.Status.JobStatus)
 }

@@ -68,7 +68,7 @@ func TestDeletionRequest(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			d := request
 			d.Status.Conditions = []metav1.Condition{{Type: "Foreign", Status: metav1.ConditionTrue, Reason: "Kept", LastTransitionTime: metav1.NewTime(now)}}
-			d.Status = DeletionRequest(d, c.verdict, "shop", c.pods, now, true)
+			d.Status = DeletionRequest(d, c.verdict, "shop", c.pods, now)
 			if got := jobSummary(t, d.Status.JobStatus, d.Generation); got != c.want {
 				t.Errorf("conditions %q, want %q", got, c.want)
 			}
@@ -82,11 +82,11 @@ func TestDeletionRequest(t *testing.T) {
 			if s := d.Status; complete != (s.CompletionTime != nil) || v1alpha1.JobEnded(s.JobStatus) && s.StartTime == nil {
 				t.Errorf("started %v, completed %v", s.StartTime, s.CompletionTime)
 			}
-			if again := DeletionRequest(d, c.verdict, "shop", c.pods, now.Add(time.Hour), true); !equality.Semantic.DeepEqual(again, d.Status) {
+			if again := DeletionRequest(d, c.verdict, "shop", c.pods, now.Add(time.Hour)); !equality.Semantic.DeepEqual(again, d.Status) {
 				t.Error("equal inputs return another status")
 			}
 			// While the pods restart, the notifications are kept.
-			gone := DeletionRequest(d, c.verdict, "shop", nil, now, true)
+			gone := DeletionRequest(d, c.verdict, "shop", nil, now)
 			if !equality.Semantic.DeepEqual(gone.Notifications, d.Status.Notifications) {
 				t.Errorf("without pods: %+v", gone)
 			}
@@ -95,7 +95,7 @@ func TestDeletionRequest(t *testing.T) {
 			}
 			// The end is final: other reports, another verdict or a new TTL do not change it.
 			d.Generation++
-			final := DeletionRequest(d, paused, "shop", pods(now, pending), now.Add(time.Hour), true)
+			final := DeletionRequest(d, paused, "shop", pods(now, pending), now.Add(time.Hour))
 			if got := jobSummary(t, final.JobStatus, d.Generation); got != c.want {
 				t.Errorf("after the end: conditions %q, want %q", got, c.want)
 			}
@@ -140,7 +140,7 @@ func TestDeletionRequestSuppresses(t *testing.T) {
 	}
 	d := v1alpha1.DeletionRequest{ObjectMeta: metav1.ObjectMeta{Name: "u1", Generation: 1}, Spec: v1alpha1.DeletionRequestSpec{Suppress: true}}
 	for revision, want := range map[string]string{"old": "Accepted: Running", "r": "Accepted Complete Ready: NoDestinations"} {
-		s := DeletionRequest(d, v, "shop", []Pod{pod("a", "r", true), pod("b", revision, false)}, now, true)
+		s := DeletionRequest(d, v, "shop", []Pod{pod("a", "r", true), pod("b", revision, false)}, now)
 		if got := jobSummary(t, s.JobStatus, 1); got != want {
 			t.Errorf("with a dispatcher that runs revision %s: %q, want %q", revision, got, want)
 		}
@@ -156,7 +156,8 @@ func TestDeletionRequestExpires(t *testing.T) {
 		return d
 	}
 	for _, conditionType := range []string{v1alpha1.ConditionComplete, v1alpha1.ConditionFailed} {
-		if at, ok := DeletionRequestExpires(ended(conditionType)); !ok || !at.Equal(end.Add(time.Minute)) {
+		o := ended(conditionType)
+		if at, ok := DeletionRequests.Expires(&o); !ok || !at.Equal(end.Add(time.Minute)) {
 			t.Errorf("%s: %v %v", conditionType, at, ok)
 		}
 	}
@@ -167,7 +168,7 @@ func TestDeletionRequestExpires(t *testing.T) {
 	} {
 		changed := ended(v1alpha1.ConditionComplete)
 		change(&changed)
-		if at, ok := DeletionRequestExpires(changed); ok {
+		if at, ok := DeletionRequests.Expires(&changed); ok {
 			t.Errorf("%s: it expires at %v", name, at)
 		}
 	}

@@ -23,16 +23,33 @@ const (
 	maxQuotedBytes = 256
 )
 
+// Destinations are the kind WebhookDestination.
+var Destinations = NewKind(Definition[v1alpha1.WebhookDestination, v1alpha1.WebhookDestinationStatus, *v1alpha1.WebhookDestination]{
+	Name: "WebhookDestination", Conditions: destinationConditions, Compute: Destination,
+	Status: func(o *v1alpha1.WebhookDestination) (*v1alpha1.WebhookDestinationStatus, *[]metav1.Condition) {
+		return &o.Status, &o.Status.Conditions
+	},
+	DelayedRecovery: v1alpha1.ConditionDelivering,
+	ClearNumbers: func(s *v1alpha1.WebhookDestinationStatus) {
+		s.Delivery, s.LastSuccessTime = present(s.Delivery), nil
+		for i, e := range s.Endpoints {
+			s.Endpoints[i] = v1alpha1.EndpointStatus{Name: e.Name}
+			if e.State == v1alpha1.EndpointCircuitOpen {
+				s.Endpoints[i].State = e.State
+			}
+		}
+	},
+})
+
+var destinationConditions = conditionTypes(v1alpha1.ConditionDelivering)
+
 // Destination returns the status of a WebhookDestination, from the compiler's verdict v
 // and the reports of the ready dispatcher pods.
 //
 // A paused destination is in the config, so Programmed can be True; Ready is False
 // with the reason of Accepted or ResolvedRefs. Under AnyEndpoint, Delivering is True
 // while one endpoint accepts messages; its message names those that fail.
-//
-// If numbersDue is false, Destination returns the old status unless there is a
-// transition: see the package comment.
-func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.WebhookDestinationStatus {
+func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace string, pods []Pod, now time.Time) v1alpha1.WebhookDestinationStatus {
 	old.Status.Conditions = Own(old.Status.Conditions, destinationConditions)
 	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, destinationReports)
 	s := v1alpha1.WebhookDestinationStatus{
@@ -87,9 +104,6 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace s
 		s.Delivery = old.Status.Delivery.DeepCopy()
 	}
 	s.Conditions = f.conditions(true, f.delivering(old.Spec.SuccessPolicy, endpoints))
-	if !numbersDue {
-		return paceDestination(old.Status, s, now)
-	}
 	return s
 }
 
@@ -204,7 +218,7 @@ func (e endpoint) reason() string {
 	case e.lastFailure == nil || e.lastFailure.Reason == "":
 		return v1alpha1.ReasonEndpointFailing
 	}
-	return truncate(e.lastFailure.Reason, maxFailureReasonBytes)
+	return compile.Truncate(e.lastFailure.Reason, maxFailureReasonBytes)
 }
 
 // describe returns a description of a failing endpoint: its name, the failure, and the
@@ -224,7 +238,7 @@ func (e endpoint) describe() string {
 			fmt.Fprintf(&b, ", status %d", f.StatusCode)
 		}
 		if f.Message != "" {
-			fmt.Fprintf(&b, ": %s", truncate(f.Message, maxQuotedBytes))
+			fmt.Fprintf(&b, ": %s", compile.Truncate(f.Message, maxQuotedBytes))
 		}
 	}
 	return b.String()
@@ -246,8 +260,8 @@ func (e endpoint) status(before v1alpha1.EndpointStatus, now time.Time, complete
 	}
 	if f := e.lastFailure; f != nil && (s.LastFailure == nil || ahead(&s.LastFailure.Time, now) || !timestamp(f.Time).Time.Before(s.LastFailure.Time.Time)) {
 		s.LastFailure = &v1alpha1.DeliveryFailure{
-			Time: timestamp(f.Time), Reason: truncate(f.Reason, maxFailureReasonBytes),
-			StatusCode: int32(f.StatusCode), Message: truncate(f.Message, maxFailureMessageBytes),
+			Time: timestamp(f.Time), Reason: compile.Truncate(f.Reason, maxFailureReasonBytes),
+			StatusCode: int32(f.StatusCode), Message: compile.Truncate(f.Message, maxFailureMessageBytes),
 		}
 	}
 	return s

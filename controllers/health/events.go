@@ -5,6 +5,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
 )
 
 // Event reports a transition. Type is one of core/v1; Action is the attempted action, as
@@ -57,7 +58,7 @@ func transition(was, is metav1.Condition) (Event, bool) {
 	quiet := func(c metav1.Condition) bool {
 		return c.Reason == v1alpha1.ReasonPending || c.Type != v1alpha1.ConditionAccepted && aboutSpec(c.Reason)
 	}
-	event := Event{EventNormal, is.Reason, actions[is.Type], truncate(is.Message, maxNoteBytes)}
+	event := Event{EventNormal, is.Reason, actions[is.Type], compile.Truncate(is.Message, maxNoteBytes)}
 	switch {
 	case is.Type == v1alpha1.ConditionReady || is.Type == v1alpha1.ConditionStalled || is.Status == metav1.ConditionUnknown || quiet(is):
 		return Event{}, false

@@ -7,16 +7,15 @@
 // change of a condition (of the traffic condition, only of its status), of the revision,
 // of the generation, of a Source's destinations, or of a circuit. Numbers (counts, times,
 // failure messages) are written with a transition, or when the caller requests them. A
-// status contains no names and counts of pods, because every rollout would change it.
+// status contains no names and counts of pods, because every rollout would change it. The
+// parts of a run are counted once, at its start.
 package health
 
 import (
 	"cmp"
 	"slices"
 	"sort"
-	"strings"
 	"time"
-	"unicode/utf8"
 
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -159,7 +158,7 @@ func (f facts) conditions(programmable bool, traffic metav1.Condition) []metav1.
 	}
 	var out []metav1.Condition
 	for _, c := range all {
-		c.ObservedGeneration, c.LastTransitionTime, c.Message = f.generation, f.now, truncate(c.Message, maxMessageBytes)
+		c.ObservedGeneration, c.LastTransitionTime, c.Message = f.generation, f.now, compile.Truncate(c.Message, maxMessageBytes)
 		if before := meta.FindStatusCondition(f.old, c.Type); before != nil && before.Status == c.Status && !before.LastTransitionTime.IsZero() {
 			c.LastTransitionTime = before.LastTransitionTime
 		}
@@ -300,17 +299,4 @@ func later(a, b time.Time) time.Time {
 		return b
 	}
 	return a
-}
-
-// truncate returns at most maxBytes bytes of a text, and no part of a rune.
-func truncate(s string, maxBytes int) string {
-	s = strings.ToValidUTF8(s, "\uFFFD")
-	if len(s) <= maxBytes {
-		return s
-	}
-	cut := maxBytes - len("…")
-	for !utf8.RuneStart(s[cut]) {
-		cut--
-	}
-	return s[:cut] + "…"
 }

@@ -101,7 +101,7 @@ func recovering(name string) adminapi.EndpointReport {
 func destinationStatus(t *testing.T, d v1alpha1.WebhookDestination, v compile.Verdict, pods []Pod, now time.Time) v1alpha1.WebhookDestination {
 	t.Helper()
 	before := *d.DeepCopy()
-	d.Status = Destination(d, v, namespace, pods, now, true)
+	d.Status = Destination(d, v, namespace, pods, now)
 	if err := CheckDestination(d); err != nil {
 		t.Errorf("invariants: %v", err)
 	}
@@ -110,7 +110,7 @@ func destinationStatus(t *testing.T, d v1alpha1.WebhookDestination, v compile.Ve
 	}
 	for _, due := range []bool{true, false} {
 		slices.Reverse(pods)
-		again := Destination(overAPI(t, d), v, namespace, pods, now.Add(time.Hour), due)
+		again := pacedDestination(overAPI(t, d), v, namespace, pods, now.Add(time.Hour), due)
 		if !equality.Semantic.DeepEqual(d.Status, again) {
 			t.Errorf("equal inputs return another status (numbersDue %v):\n%s", due, cmp.Diff(d.Status, again))
 		}
@@ -244,12 +244,12 @@ func TestStatusIsIndependentOfPods(t *testing.T) {
 	one := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a", "b"), accepted(), []Pod{runs("p1", healthy("a"), fails)}, t0)
 	idlePod := runs("p2", idle("a"), idle("b"))
 	idlePod.destination().Ledger, idlePod.destination().Retrying = adminapi.Ledger{}, 0
-	many := Destination(one, accepted(), namespace, []Pod{runs("q1", healthy("a"), fails), idlePod}, at(time.Minute), true)
+	many := Destination(one, accepted(), namespace, []Pod{runs("q1", healthy("a"), fails), idlePod}, at(time.Minute))
 	if diff := cmp.Diff(one.Status, many); diff != "" {
 		t.Errorf("another pod changed the status: %s", diff)
 	}
 	sources := sourceStatus(t, source(), accepted(), []Pod{takes("p1", adminapi.SourceReport{StoragePressure: true})}, t0)
-	if diff := cmp.Diff(sources.Status, Source(sources, accepted(), namespace, []Pod{takes("q1", adminapi.SourceReport{StoragePressure: true}), takes("q2", adminapi.SourceReport{})}, at(time.Minute), true)); diff != "" {
+	if diff := cmp.Diff(sources.Status, Source(sources, accepted(), namespace, []Pod{takes("q1", adminapi.SourceReport{StoragePressure: true}), takes("q2", adminapi.SourceReport{})}, at(time.Minute))); diff != "" {
 		t.Errorf("another pod changed the status of a Source: %s", diff)
 	}
 }
@@ -394,11 +394,11 @@ func TestNumbersWaitTransitionsDoNot(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			pod := runs("p1", healthy("a"))
 			tc.change(pod.destination())
-			due := Destination(d, tc.v, namespace, []Pod{pod}, at(time.Second), true)
+			due := Destination(d, tc.v, namespace, []Pod{pod}, at(time.Second))
 			if equality.Semantic.DeepEqual(d.Status, due) {
 				t.Error("no change, although the numbers are due")
 			}
-			soon := Destination(d, tc.v, namespace, []Pod{pod}, at(time.Second), false)
+			soon := pacedDestination(d, tc.v, namespace, []Pod{pod}, at(time.Second), false)
 			if moved := !equality.Semantic.DeepEqual(d.Status, soon); moved != tc.immediate {
 				t.Errorf("moved at once: %v\n%s", moved, cmp.Diff(d.Status, soon))
 			}
@@ -415,7 +415,7 @@ func TestPaceOfFailures(t *testing.T) {
 	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", failing("a", "TimedOut", 0))}, t0)
 	soon := func(e adminapi.EndpointReport, after time.Duration) string {
 		d := d.DeepCopy()
-		d.Status = Destination(*d, accepted(), namespace, []Pod{runs("p1", e)}, at(after), false)
+		d.Status = pacedDestination(*d, accepted(), namespace, []Pod{runs("p1", e)}, at(after), false)
 		if err := CheckDestination(*d); err != nil {
 			t.Error(err)
 		}
@@ -436,7 +436,7 @@ func TestPaceOfFailures(t *testing.T) {
 	if got := soon(healthy("a"), -time.Hour); got != "True/Delivering" {
 		t.Errorf("with a clock that was set back: %s", got)
 	}
-	if got := summary(Destination(d, accepted(), namespace, []Pod{runs("p1", healthy("a"))}, at(time.Second), true).Conditions[4:]); got != "True/Delivering" {
+	if got := summary(Destination(d, accepted(), namespace, []Pod{runs("p1", healthy("a"))}, at(time.Second)).Conditions[4:]); got != "True/Delivering" {
 		t.Errorf("when numbers are due: %s", got)
 	}
 }
@@ -465,13 +465,13 @@ func takes(name string, r adminapi.SourceReport) Pod {
 
 func sourceStatus(t *testing.T, s v1alpha1.Source, v compile.Verdict, pods []Pod, now time.Time) v1alpha1.Source {
 	t.Helper()
-	s.Status = Source(s, v, namespace, pods, now, true)
+	s.Status = Source(s, v, namespace, pods, now)
 	if err := CheckSource(s); err != nil {
 		t.Errorf("invariants: %v", err)
 	}
 	for _, due := range []bool{true, false} {
 		slices.Reverse(pods)
-		again := Source(overAPI(t, s), v, namespace, pods, now.Add(time.Hour), due)
+		again := pacedSource(overAPI(t, s), v, namespace, pods, now.Add(time.Hour), due)
 		if !equality.Semantic.DeepEqual(s.Status, again) {
 			t.Errorf("equal inputs return another status (numbersDue %v):\n%s", due, cmp.Diff(s.Status, again))
 		}
@@ -544,10 +544,10 @@ func TestSourceNumbers(t *testing.T) {
 
 	more := takes("p2", adminapi.SourceReport{Accepted: 11, LastAccepted: at(0)})
 	s = sourceStatus(t, s, v, []Pod{p1, p2}, at(time.Minute))
-	if next := Source(s, v, namespace, []Pod{p1, more}, at(time.Minute), false); !equality.Semantic.DeepEqual(next, s.Status) {
+	if next := pacedSource(s, v, namespace, []Pod{p1, more}, at(time.Minute), false); !equality.Semantic.DeepEqual(next, s.Status) {
 		t.Errorf("numbers moved before they were due: %s", cmp.Diff(s.Status, next))
 	}
-	if next := Source(s, disabled(), namespace, []Pod{p1, more}, at(time.Minute), false); next.Calls.Accepted != 12 {
+	if next := pacedSource(s, disabled(), namespace, []Pod{p1, more}, at(time.Minute), false); next.Calls.Accepted != 12 {
 		t.Errorf("the transition does not include the numbers: %+v", next.Calls)
 	}
 }

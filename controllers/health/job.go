@@ -7,6 +7,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
 )
 
 // Outcome is the state of a run. At its end one of Complete and Failed is true.
@@ -24,7 +25,7 @@ func SetJobConditions(s *v1alpha1.JobStatus, generation int64, now metav1.Time, 
 	s.Conditions = slices.Clone(s.Conditions)
 	set := func(conditionType string, is bool, reason, message string) {
 		meta.SetStatusCondition(&s.Conditions, metav1.Condition{
-			Type: conditionType, Status: status(is), Reason: reason, Message: truncate(message, maxMessageBytes),
+			Type: conditionType, Status: status(is), Reason: reason, Message: compile.Truncate(message, maxMessageBytes),
 			ObservedGeneration: generation, LastTransitionTime: now,
 		})
 	}

@@ -1,8 +1,10 @@
 package health
 
 import (
+	"slices"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -10,28 +12,128 @@ import (
 	"github.com/posthorn/posthorn/controllers/compile"
 )
 
-// Kind describes the status of one kind of object.
-type Kind[T, S any] struct {
+// Kind computes the status of the objects of one kind. NewKind returns one.
+type Kind struct {
 	Name string
-	// Conditions are the types of the conditions that Compute returns, in order.
+	// Conditions are the types of the conditions that the operator writes, in order.
 	Conditions []string
-	// Compute returns the status; see Destination for its parameters.
-	Compute func(old T, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) S
-	// Status returns an object's status, and the conditions in it.
-	Status func(*T) (*S, *[]metav1.Condition)
+	// NumbersInterval is the shortest time between two writes of an object's numbers; 0 is
+	// the default of the caller.
+	NumbersInterval time.Duration
+
+	// Next returns a copy of an object with its present status, from the compiler's verdict
+	// and the reports of the ready dispatcher pods. If numbersDue is false, the status
+	// changes only with a transition: see the package comment.
+	Next func(o compile.Object, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) compile.Object
+	// Status returns a pointer to an object's status, and to the conditions in it.
+	Status func(compile.Object) (any, *[]metav1.Condition)
+	// CopyStatus sets the status of an object to that of another one.
+	CopyStatus func(to, from compile.Object)
 	// Expires returns when an object is to be deleted; false for an object that is kept.
-	// It is nil for kinds without a TTL.
-	Expires func(T) (time.Time, bool)
+	Expires func(compile.Object) (time.Time, bool)
+	// ChangesAt returns when the status of an object changes even if no report does; false
+	// if it does not.
+	ChangesAt func(compile.Object) (time.Time, bool)
+	// Job returns the common status of a kind that runs once; nil for other kinds.
+	Job func(compile.Object) *v1alpha1.JobStatus
 }
 
-// The condition types of each kind, in their order in a status.
-var (
-	sourceConditions      = conditionTypes(v1alpha1.ConditionReceiving)
-	destinationConditions = conditionTypes(v1alpha1.ConditionDelivering)
-	audienceConditions    = conditionTypes(v1alpha1.ConditionSynced)
-	jobConditions         = []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionComplete, v1alpha1.ConditionFailed, v1alpha1.ConditionReady, v1alpha1.ConditionStalled}
-)
+// Definition defines a Kind: O is a pointer to T, the type of its objects, and S the type
+// of their status.
+type Definition[T, S any, O pointer[T]] struct {
+	Name       string
+	Conditions []string
+	// Compute returns the status. It must not change old.
+	Compute func(old T, v compile.Verdict, namespace string, pods []Pod, now time.Time) S
+	// Status returns an object's status, and the conditions in it.
+	Status func(O) (*S, *[]metav1.Condition)
+	// ClearNumbers removes the numbers from a status, so that the rest has only
+	// transitions; nil if every change is one.
+	ClearNumbers    func(*S)
+	NumbersInterval time.Duration
+	// DelayedRecovery is the condition to which recoveryDelay applies; empty for none.
+	DelayedRecovery string
+	// Job returns the common part of the status of a kind that runs once.
+	Job func(O) *v1alpha1.JobStatus
+	// Expires returns when an object is to be deleted; nil for kinds without a TTL.
+	Expires func(O) (time.Time, bool)
+	// ChangesAt returns when the status changes even if no report does; nil for kinds whose
+	// status depends on nothing else.
+	ChangesAt func(O) (time.Time, bool)
+}
 
+// pointer is a pointer to a type of package v1alpha1.
+type pointer[T any] interface {
+	*T
+	compile.Object
+}
+
+// NewKind returns the Kind of a definition.
+func NewKind[T, S any, O pointer[T]](d Definition[T, S, O]) Kind {
+	return Kind{
+		Name: d.Name, Conditions: d.Conditions, NumbersInterval: d.NumbersInterval,
+		Next: func(o compile.Object, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) compile.Object {
+			old := o.DeepCopyObject().(O)
+			_, conditions := d.Status(old)
+			*conditions = Own(*conditions, d.Conditions)
+			next := old.DeepCopyObject().(O)
+			status, _ := d.Status(next)
+			*status = d.Compute(*old, v, namespace, pods, now)
+			if !numbersDue && !d.hasTransition(old, next, now) {
+				return old
+			}
+			return next
+		},
+		Status: func(o compile.Object) (any, *[]metav1.Condition) { return d.Status(o.(O)) },
+		CopyStatus: func(to, from compile.Object) {
+			status, _ := d.Status(to.(O))
+			other, _ := d.Status(from.(O))
+			*status = *other
+		},
+		Expires:   timeOf(d.Expires),
+		ChangesAt: timeOf(d.ChangesAt),
+		Job: func(o compile.Object) *v1alpha1.JobStatus {
+			if d.Job == nil {
+				return nil
+			}
+			return d.Job(o.(O))
+		},
+	}
+}
+
+func timeOf[O compile.Object](f func(O) (time.Time, bool)) func(compile.Object) (time.Time, bool) {
+	return func(o compile.Object) (time.Time, bool) {
+		if f == nil {
+			return time.Time{}, false
+		}
+		return f(o.(O))
+	}
+}
+
+// hasTransition reports whether the statuses of two versions of an object differ by more
+// than numbers. It applies recoveryDelay to next.
+func (d Definition[T, S, O]) hasTransition(old, next O, now time.Time) bool {
+	if d.ClearNumbers == nil {
+		return true
+	}
+	_, before := d.Status(old)
+	_, after := d.Status(next)
+	if d.DelayedRecovery != "" {
+		*after = delayRecovery(*before, *after, d.DelayedRecovery, now)
+	}
+	transitions := func(o O) S {
+		status, conditions := d.Status(o.DeepCopyObject().(O))
+		*conditions = withoutNumbers(*conditions)
+		d.ClearNumbers(status)
+		return *status
+	}
+	return !equality.Semantic.DeepEqual(transitions(old), transitions(next))
+}
+
+// The condition types of the kinds that run once, in their order in a status.
+var jobConditions = []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionComplete, v1alpha1.ConditionFailed, v1alpha1.ConditionReady, v1alpha1.ConditionStalled}
+
+// conditionTypes returns the condition types of another kind, with its traffic condition.
 func conditionTypes(traffic string) []string {
 	return []string{v1alpha1.ConditionAccepted, v1alpha1.ConditionResolvedRefs, v1alpha1.ConditionProgrammed, v1alpha1.ConditionReady, traffic, v1alpha1.ConditionStalled}
 }
@@ -45,45 +147,10 @@ func Own(conditions []metav1.Condition, types []string) (own []metav1.Condition)
 			own = append(own, *c)
 		}
 	}
-	return own
+	return slices.Clip(own)
 }
 
 // isDefault reports whether a condition is the default of the CRD.
 func isDefault(c metav1.Condition) bool {
 	return c.Status == metav1.ConditionUnknown && c.Reason == v1alpha1.ReasonPending
 }
-
-// The kinds with conditions.
-var (
-	Sources = Kind[v1alpha1.Source, v1alpha1.SourceStatus]{
-		Name: "Source", Compute: Source, Conditions: sourceConditions,
-		Status: func(o *v1alpha1.Source) (*v1alpha1.SourceStatus, *[]metav1.Condition) {
-			return &o.Status, &o.Status.Conditions
-		},
-	}
-	Destinations = Kind[v1alpha1.WebhookDestination, v1alpha1.WebhookDestinationStatus]{
-		Name: "WebhookDestination", Compute: Destination, Conditions: destinationConditions,
-		Status: func(o *v1alpha1.WebhookDestination) (*v1alpha1.WebhookDestinationStatus, *[]metav1.Condition) {
-			return &o.Status, &o.Status.Conditions
-		},
-	}
-	Audiences = Kind[v1alpha1.Audience, v1alpha1.AudienceStatus]{
-		Name: "Audience", Compute: Audience, Conditions: audienceConditions,
-		Status: func(o *v1alpha1.Audience) (*v1alpha1.AudienceStatus, *[]metav1.Condition) {
-			return &o.Status, &o.Status.Conditions
-		},
-	}
-	// Redeliveries are not compiled, so they have no Compute.
-	Redeliveries = Kind[v1alpha1.Redelivery, v1alpha1.RedeliveryStatus]{
-		Name: "Redelivery", Conditions: jobConditions,
-		Status: func(o *v1alpha1.Redelivery) (*v1alpha1.RedeliveryStatus, *[]metav1.Condition) {
-			return &o.Status, &o.Status.Conditions
-		},
-	}
-	DeletionRequests = Kind[v1alpha1.DeletionRequest, v1alpha1.DeletionRequestStatus]{
-		Name: "DeletionRequest", Compute: DeletionRequest, Conditions: jobConditions, Expires: DeletionRequestExpires,
-		Status: func(o *v1alpha1.DeletionRequest) (*v1alpha1.DeletionRequestStatus, *[]metav1.Condition) {
-			return &o.Status, &o.Status.Conditions
-		},
-	}
-)

@@ -4,7 +4,6 @@ import (
 	"slices"
 	"time"
 
-	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -16,27 +15,6 @@ import (
 // cause a write and an Event every second.
 const recoveryDelay = 5 * time.Second
 
-// paceDestination returns fresh if it has a transition, and otherwise old.
-func paceDestination(old, fresh v1alpha1.WebhookDestinationStatus, now time.Time) v1alpha1.WebhookDestinationStatus {
-	fresh.Conditions = delayRecovery(old.Conditions, fresh.Conditions, v1alpha1.ConditionDelivering, now)
-	transitions := func(s v1alpha1.WebhookDestinationStatus) v1alpha1.WebhookDestinationStatus {
-		s.Conditions = withoutNumbers(s.Conditions)
-		s.Delivery, s.LastSuccessTime = present(s.Delivery), nil
-		s.Endpoints = slices.Clone(s.Endpoints)
-		for i, e := range s.Endpoints {
-			s.Endpoints[i] = v1alpha1.EndpointStatus{Name: e.Name}
-			if e.State == v1alpha1.EndpointCircuitOpen {
-				s.Endpoints[i].State = e.State
-			}
-		}
-		return s
-	}
-	if equality.Semantic.DeepEqual(transitions(old), transitions(fresh)) {
-		return *old.DeepCopy()
-	}
-	return fresh
-}
-
 // present returns zero numbers if there are numbers, and otherwise nil: the first
 // numbers are a transition.
 func present[T any](numbers *T) *T {
@@ -44,20 +22,6 @@ func present[T any](numbers *T) *T {
 		return nil
 	}
 	return new(T)
-}
-
-// paceSource returns fresh if it has a transition, and otherwise old.
-func paceSource(old, fresh v1alpha1.SourceStatus, now time.Time) v1alpha1.SourceStatus {
-	fresh.Conditions = delayRecovery(old.Conditions, fresh.Conditions, v1alpha1.ConditionReceiving, now)
-	transitions := func(s v1alpha1.SourceStatus) v1alpha1.SourceStatus {
-		s.Conditions = withoutNumbers(s.Conditions)
-		s.Calls, s.Messages, s.LastReceivedTime = present(s.Calls), present(s.Messages), nil
-		return s
-	}
-	if equality.Semantic.DeepEqual(transitions(old), transitions(fresh)) {
-		return *old.DeepCopy()
-	}
-	return fresh
 }
 
 // delayRecovery returns the fresh conditions, with the old traffic condition if that

@@ -20,15 +20,27 @@ const (
 	rejectingFor = 30 * time.Second
 )
 
+// Sources are the kind Source.
+var Sources = NewKind(Definition[v1alpha1.Source, v1alpha1.SourceStatus, *v1alpha1.Source]{
+	Name: "Source", Conditions: sourceConditions, Compute: Source,
+	Status: func(o *v1alpha1.Source) (*v1alpha1.SourceStatus, *[]metav1.Condition) {
+		return &o.Status, &o.Status.Conditions
+	},
+	DelayedRecovery: v1alpha1.ConditionReceiving,
+	ClearNumbers: func(s *v1alpha1.SourceStatus) {
+		s.Calls, s.Messages, s.LastReceivedTime = present(s.Calls), present(s.Messages), nil
+	},
+})
+
+var sourceConditions = conditionTypes(v1alpha1.ConditionReceiving)
+
 // Source returns the status of a Source, from the compiler's verdict v and the reports
 // of the ready dispatcher pods.
 //
 // A Source without a usable write key has no effect, so it is not programmed (reason
 // NotAccepted or UnresolvedRefs). A disabled Source is programmed: its calls are
 // answered 403.
-//
-// For numbersDue, see Destination.
-func Source(old v1alpha1.Source, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.SourceStatus {
+func Source(old v1alpha1.Source, v compile.Verdict, namespace string, pods []Pod, now time.Time) v1alpha1.SourceStatus {
 	old.Status.Conditions = Own(old.Status.Conditions, sourceConditions)
 	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, sourceReports)
 	s := v1alpha1.SourceStatus{
@@ -49,9 +61,6 @@ func Source(old v1alpha1.Source, v compile.Verdict, namespace string, pods []Pod
 		s.Calls, s.Messages = old.Status.Calls.DeepCopy(), old.Status.Messages.DeepCopy()
 	}
 	s.Conditions = f.conditions(f.state() != liveconfig.Paused, f.receiving(t))
-	if !numbersDue {
-		return paceSource(old.Status, s, now)
-	}
 	return s
 }
 
@@ -103,7 +112,7 @@ func (f facts) receiving(t traffic) metav1.Condition {
 	case !t.lastRejected.IsZero() && t.lastRejected.Sub(t.lastAccepted) > rejectingFor:
 		message := "all of the latest calls were rejected"
 		if t.lastRejection != "" {
-			message += ": " + truncate(t.lastRejection, maxQuotedBytes)
+			message += ": " + compile.Truncate(t.lastRejection, maxQuotedBytes)
 		}
 		return set(metav1.ConditionFalse, v1alpha1.ReasonRejectingCalls, message)
 	case t.calls.Accepted > 0:

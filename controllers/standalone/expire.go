@@ -5,29 +5,25 @@ import (
 	"fmt"
 	"os"
 	"time"
-
-	"github.com/posthorn/posthorn/api/v1alpha1"
-	"github.com/posthorn/posthorn/controllers/health"
 )
 
-// expire removes the manifests of deletion requests whose TTL has ended, as the operator
+// expire removes the manifests of objects whose TTL has ended, as the operator
 // deletes the objects. It keeps a file that contains other objects. The mutex is held.
 func (c *Control) expire(now time.Time) {
 	for _, o := range c.store.objects {
-		request, ok := o.resource.(*v1alpha1.DeletionRequest)
-		if !ok {
+		if o.resource == nil {
 			continue
 		}
-		if at, ok := health.DeletionRequestExpires(*request); !ok || now.Before(at) {
+		if at, ok := o.of.Health.Expires(o.resource); !ok || now.Before(at) {
 			continue
 		}
 		err := removeManifest(o.file, c.store.files[o.file])
 		switch {
 		case err == nil:
-			c.log.Info("deletion request removed; its TTL has ended", "namespace", o.namespace, "name", o.name, "file", o.file)
+			c.log.Info("object removed; its TTL has ended", "kind", o.kind, "namespace", o.namespace, "name", o.name, "file", o.file)
 		case !c.kept[o.id]:
 			c.kept[o.id] = true
-			c.log.Warn("deletion request not removed, although its TTL has ended", "namespace", o.namespace, "name", o.name, "error", err)
+			c.log.Warn("object not removed, although its TTL has ended", "kind", o.kind, "namespace", o.namespace, "name", o.name, "error", err)
 		}
 	}
 }
@@ -42,7 +38,7 @@ func removeManifest(path string, f *file) error {
 	case !info.Mode().IsRegular():
 		return fmt.Errorf("%s is a link; remove its target", path)
 	case f == nil || len(f.objects) != 1 || len(f.broken)+len(f.problems)+len(f.ignored) > 0:
-		return fmt.Errorf("%s contains other objects; remove the request from it", path)
+		return fmt.Errorf("%s contains other objects; remove the object from it", path)
 	}
 	text, err := readFile(path)
 	if err != nil {

@@ -18,6 +18,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/kinds"
 )
 
 // Prefix is the path of the kinds of posthorn.dev in Handler.
@@ -51,18 +52,15 @@ func (c *Control) Handler() http.Handler {
 	return mux
 }
 
-// servedKinds are the kinds that a Control has objects of.
-var servedKinds = []string{kindSource, kindDestination, kindAudience, kindDeletion}
-
 func discover(w http.ResponseWriter) {
-	kinds, err := definitions()
+	crds, err := definitions()
 	if err != nil {
 		fail(w, apierrors.NewInternalError(err))
 		return
 	}
 	list := metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}, GroupVersion: v1alpha1.GroupVersion.String()}
-	for _, kind := range servedKinds {
-		n := kinds[kind].names
+	for _, k := range kinds.All {
+		n := crds[k.Name()].names
 		list.APIResources = append(list.APIResources, metav1.APIResource{
 			Name: n.Plural, SingularName: n.Singular, Namespaced: true, Kind: n.Kind,
 			Verbs: metav1.Verbs{"get", "list"}, ShortNames: n.ShortNames, Categories: n.Categories,
@@ -73,7 +71,7 @@ func discover(w http.ResponseWriter) {
 
 // serve writes a list or an object.
 func (c *Control) serve(w http.ResponseWriter, r *http.Request) {
-	kinds, err := definitions()
+	crds, err := definitions()
 	if err != nil {
 		fail(w, apierrors.NewInternalError(err))
 		return
@@ -92,15 +90,16 @@ func (c *Control) serve(w http.ResponseWriter, r *http.Request) {
 		fail(w, apierrors.NewBadRequest("labelSelector: "+err.Error()))
 		return
 	}
-	i := slices.IndexFunc(servedKinds, func(kind string) bool { return kinds[kind].names.Plural == resource })
+	i := slices.IndexFunc(kinds.All, func(k kinds.Kind) bool { return crds[k.Name()].names.Plural == resource })
 	notFound := apierrors.NewNotFound(schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: resource}, name)
 	if i < 0 {
 		fail(w, notFound)
 		return
 	}
-	definition := kinds[servedKinds[i]]
+	kind := kinds.All[i]
+	definition := crds[kind.Name()]
 	c.warn(w)
-	var list runtime.Object = c.list(servedKinds[i], namespace, func(o client.Object) bool {
+	var list runtime.Object = c.list(kind, namespace, func(o client.Object) bool {
 		return (name == "" || o.GetName() == name) && selector.Matches(labels.Set(o.GetLabels()))
 	})
 	if name != "" {

@@ -24,21 +24,13 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/kinds"
 )
 
 const (
-	kindSource      = "Source"
-	kindDestination = "WebhookDestination"
-	kindAudience    = "Audience"
-	kindDeletion    = "DeletionRequest"
-	kindRedelivery  = "Redelivery"
-	kindSecret      = "Secret"
-
+	kindSecret       = "Secret"
 	defaultNamespace = "default"
 )
-
-// posthornKinds are the kinds with an embedded CRD.
-var posthornKinds = []string{kindSource, kindDestination, kindAudience, kindDeletion, kindRedelivery}
 
 // Problem is a problem of a manifest. It contains no values of the manifest.
 type Problem struct {
@@ -71,7 +63,8 @@ func (i id) String() string { return i.kind + " " + i.namespace + "/" + i.name }
 // object is a valid manifest.
 type object struct {
 	id
-	// resource is nil for a Secret.
+	// of is the kind in the table, and resource the object; zero for a Secret.
+	of       kinds.Kind
 	resource client.Object
 	secret   map[string][]byte
 	// content is the JSON of the spec, or of the Secret's data. Its changes count as
@@ -80,23 +73,6 @@ type object struct {
 	// manifest is the JSON of the object with its defaults; see state.
 	manifest []byte
 }
-
-// newOf returns an empty object, or list, of a kind of posthorn.dev.
-func newOf(kind string) runtime.Object {
-	o, err := kindScheme.New(v1alpha1.GroupVersion.WithKind(kind))
-	if err != nil {
-		panic(fmt.Sprintf("standalone: %v", err))
-	}
-	return o
-}
-
-var kindScheme = func() *runtime.Scheme {
-	s := runtime.NewScheme()
-	if err := v1alpha1.AddToScheme(s); err != nil {
-		panic(fmt.Sprintf("standalone: %v", err))
-	}
-	return s
-}()
 
 // parsed is the content of a file.
 type parsed struct {
@@ -194,7 +170,8 @@ func (p *parsed) content(file string, number int, content map[string]any, proble
 		}
 		return
 	}
-	want, known := v1alpha1.GroupVersion.String(), slices.Contains(posthornKinds, kind)
+	want := v1alpha1.GroupVersion.String()
+	of, known := kinds.All.ByName(kind)
 	if kind == kindSecret {
 		want, known = "v1", true
 	}
@@ -205,13 +182,13 @@ func (p *parsed) content(file string, number int, content map[string]any, proble
 		problem("", errors.New("apiVersion and kind must be set"))
 		return
 	case !known && inGroup:
-		problem(kind, fmt.Errorf("kind: %q is unknown in %s; use Source, WebhookDestination, Audience or DeletionRequest", kind, apiVersion))
+		problem(kind, fmt.Errorf("kind: %q is unknown in %s; use one of %s", kind, apiVersion, kinds.All))
 		return
 	case !known || kind != kindSecret && !inGroup:
 		p.ignored = append(p.ignored, Problem{File: file, Document: number, Object: apiVersion + " " + kind, Message: "ignored: this is not a kind of posthorn.dev"})
 		return
 	}
-	object := &object{id: id{kind: kind}}
+	object := &object{id: id{kind: kind}, of: of}
 	var metadata metav1.ObjectMeta
 	errs := readMetadata(content, &metadata)
 	object.namespace, object.name = metadata.Namespace, metadata.Name
@@ -224,11 +201,6 @@ func (p *parsed) content(file string, number int, content map[string]any, proble
 		} else {
 			errs = object.readResource(content, &metadata)
 		}
-	}
-	if len(errs) == 0 && kind == kindRedelivery {
-		// A Redelivery runs once; without a cluster, a command does the same.
-		p.ignored = append(p.ignored, Problem{File: file, Document: number, Object: object.String(), Message: "a Redelivery runs only in a cluster; use 'posthorn deadletters redeliver'"})
-		return
 	}
 	if len(errs) == 0 {
 		var err error
@@ -279,14 +251,14 @@ func readMetadata(content map[string]any, metadata *metav1.ObjectMeta) []error {
 
 // readResource reads an object of a kind of posthorn.dev.
 func (o *object) readResource(content map[string]any, metadata *metav1.ObjectMeta) []error {
-	kinds, err := definitions()
+	crds, err := definitions()
 	if err != nil {
 		return []error{err}
 	}
-	if errs := kinds[o.kind].admit(content, metadata); len(errs) > 0 {
+	if errs := crds[o.kind].admit(content, metadata); len(errs) > 0 {
 		return errs
 	}
-	o.resource = newOf(o.kind).(client.Object)
+	o.resource = o.of.New()
 	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(content, o.resource); err != nil {
 		return []error{err}
 	}

@@ -102,7 +102,7 @@ func TestBadManifests(t *testing.T) {
 		{"bad name", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: Web_Key}", "Secret default/Web_Key: metadata.name: a lowercase RFC 1123 subdomain", 0, false},
 		{"bad metadata", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a, lables: {}}", `unknown field "lables"`, 0, false},
 		{"old version", "a.yaml", "apiVersion: posthorn.dev/v1\nkind: Source\nmetadata: {name: a}", `apiVersion: "posthorn.dev/v1" is unknown for this kind; use posthorn.dev/v1alpha1`, 0, false},
-		{"an unknown kind of posthorn.dev", "a.yaml", "apiVersion: posthorn.dev/v1alpha1\nkind: Destination\nmetadata: {name: a}", `kind: "Destination" is unknown in posthorn.dev/v1alpha1; use Source, WebhookDestination, Audience or DeletionRequest`, 0, false},
+		{"an unknown kind of posthorn.dev", "a.yaml", "apiVersion: posthorn.dev/v1alpha1\nkind: Destination\nmetadata: {name: a}", `kind: "Destination" is unknown in posthorn.dev/v1alpha1; use one of WebhookDestination, Source, Audience, DeletionRequest, Redelivery`, 0, false},
 		{"another group", "a.yaml", "apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: a}", "", 0, false},
 		{"a list", "a.yaml", "apiVersion: v1\nkind: List\nitems: [{apiVersion: v1, kind: Secret, metadata: {name: a}}]", "", 1, false},
 		{"secret: not base64", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\ndata: {k: canary!}", "Secret default/a: data[k]: must be base64; use stringData for plain text", 0, false},

@@ -27,6 +27,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/config/crd"
+	"github.com/posthorn/posthorn/controllers/kinds"
 )
 
 // definition is a CRD, prepared for validation and printing.
@@ -45,7 +46,7 @@ var definitions = sync.OnceValues(func() (map[string]*definition, error) {
 	if err != nil {
 		return nil, err
 	}
-	kinds := map[string]*definition{}
+	crds := map[string]*definition{}
 	for _, file := range files {
 		text, err := crd.Files.ReadFile(file)
 		if err != nil {
@@ -62,14 +63,14 @@ var definitions = sync.OnceValues(func() (map[string]*definition, error) {
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", file, err)
 		}
-		kinds[resource.Spec.Names.Kind] = d
+		crds[resource.Spec.Names.Kind] = d
 	}
-	for _, kind := range posthornKinds {
-		if kinds[kind] == nil {
-			return nil, fmt.Errorf("no CustomResourceDefinition of kind %s", kind)
+	for _, k := range kinds.All {
+		if crds[k.Name()] == nil {
+			return nil, fmt.Errorf("no CustomResourceDefinition of kind %s", k.Name())
 		}
 	}
-	return kinds, nil
+	return crds, nil
 })
 
 func newDefinition(resource apiextensionsv1.CustomResourceDefinition) (*definition, error) {

@@ -25,6 +25,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
+	"github.com/posthorn/posthorn/controllers/kinds"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
@@ -86,6 +87,9 @@ type Control struct {
 	// kept are the expired requests that are kept, which the log already has.
 	kept map[id]bool
 }
+
+// compilers is the compiler's table of the kinds.
+var compilers = kinds.All.Compilers()
 
 // New returns a Control; call its Run.
 func New(o Options) *Control {
@@ -229,9 +233,9 @@ func (c *Control) apply() {
 	snapshots := c.store.snapshots(c.options.CheckHost)
 	c.mu.Unlock()
 	for _, namespace := range slices.Sorted(maps.Keys(snapshots)) {
-		config, verdicts := compile.Compile(*snapshots[namespace])
+		config, verdicts := compilers.Compile(*snapshots[namespace])
 		sent, exists := c.sent[namespace]
-		encoded, err := compile.Encode(config, verdicts, liveconfig.MaxEncodedBytes, func() (liveconfig.Config, bool, error) { return sent.Config, exists, nil })
+		encoded, err := compilers.Encode(config, verdicts, liveconfig.MaxEncodedBytes, func() (liveconfig.Config, bool, error) { return sent.Config, exists, nil })
 		switch {
 		case err != nil:
 			c.log.Error("encoding the live config failed; the last one remains in effect", "namespace", namespace, "error", err)
@@ -242,20 +246,26 @@ func (c *Control) apply() {
 		}
 		c.verdicts[namespace] = encoded.Verdicts
 		c.mu.Lock()
-		c.store.keepAudienceKeys(namespace, encoded.Verdicts.Audiences)
+		c.store.keepAudienceKeys(namespace, encoded.Verdicts[compile.Audiences.Section])
 		c.mu.Unlock()
 	}
-	if c.options.StateFile != "" {
-		if err := c.store.save(c.options.StateFile); err != nil {
-			c.log.Error("saving the state of the manifests failed; after a restart, objects with an invalid manifest are missing", "error", err)
-		}
-	}
+	c.save()
 	for namespace := range c.verdicts {
 		if snapshots[namespace] == nil {
 			delete(c.verdicts, namespace)
 			delete(c.sent, namespace)
 			c.options.Sink.Delete(namespace)
 		}
+	}
+}
+
+// save saves the state.
+func (c *Control) save() {
+	if c.options.StateFile == "" {
+		return
+	}
+	if err := c.store.save(c.options.StateFile); err != nil {
+		c.log.Error("saving the state of the manifests failed; after a restart, objects with an invalid manifest are missing", "error", err)
 	}
 }
 
@@ -278,81 +288,70 @@ func (c *Control) logProblems(problems, ignored []Problem) {
 // observe updates the status of every object with the dispatcher's report.
 func (c *Control) observe() {
 	if c.updateStatus() {
-		c.apply() // Remove an ended run from the config, and save its end.
+		c.save() // Before the dispatcher acts on it, so that a run continues after a restart.
+		c.apply()
 	}
 }
 
-// updateStatus updates the status of every object. It reports whether the run of a
-// DeletionRequest ended.
-func (c *Control) updateStatus() (ended bool) {
+// updateStatus updates the status of every object. It reports whether a part of a status
+// changed that the compiler reads.
+func (c *Control) updateStatus() (compile bool) {
 	report := c.options.Report()
 	pods := []health.Pod{{Name: report.Pod, Report: &report}}
 	now := time.Now()
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, o := range c.store.sorted() {
-		var events []health.Event
-		switch r := o.resource.(type) {
-		case *v1alpha1.Source:
-			events = update(c, o, r, c.verdicts[o.namespace].Sources, health.Sources, pods, now)
-		case *v1alpha1.WebhookDestination:
-			events = update(c, o, r, c.verdicts[o.namespace].Destinations, health.Destinations, pods, now)
-		case *v1alpha1.Audience:
-			events = update(c, o, r, c.verdicts[o.namespace].Audiences, health.Audiences, pods, now)
-		case *v1alpha1.DeletionRequest:
-			events = update(c, o, r, c.verdicts[o.namespace].Deletions, health.DeletionRequests, pods, now)
-			ended = ended || !v1alpha1.JobEnded(r.Status.JobStatus) && v1alpha1.JobEnded(o.resource.(*v1alpha1.DeletionRequest).Status.JobStatus)
+		if o.resource == nil {
+			continue
 		}
-		for _, e := range events {
+		before := o.resource
+		for _, e := range c.update(o, pods, now) {
 			log := c.log.Info
 			if e.Type == health.EventWarning {
 				log = c.log.Warn
 			}
 			log("status changed", "kind", o.kind, "namespace", o.namespace, "name", o.name, "reason", e.Reason, "message", e.Message)
 		}
+		compile = compile || o.of.Input != nil && o.of.Input(before) != o.of.Input(o.resource)
 	}
 	c.expire(now)
-	return ended
+	return compile
 }
 
 // update replaces an object by a copy with the present status, and returns the Events of
 // the change.
-func update[T, S any, O interface {
-	*T
-	client.Object
-}](c *Control, o *stored, r O, verdicts map[string]compile.Verdict, k health.Kind[T, S], pods []health.Pod, now time.Time) []health.Event {
-	verdict, ok := verdicts[o.name]
+func (c *Control) update(o *stored, pods []health.Pod, now time.Time) []health.Event {
+	verdict, ok := c.verdicts[o.namespace][o.of.Compile.Section][o.name]
 	if !ok {
 		return nil
 	}
-	next := *r
-	status, conditions := k.Status(&next)
-	before := *conditions
-	fresh := k.Compute(*r, verdict, o.namespace, pods, now, true)
-	if equality.Semantic.DeepEqual(fresh, *status) {
+	next := o.of.Health.Next(o.resource, verdict, o.namespace, pods, now, true).(client.Object)
+	before, conditions := o.of.Health.Status(o.resource)
+	after, conditionsAfter := o.of.Health.Status(next)
+	if equality.Semantic.DeepEqual(before, after) {
 		return nil
 	}
-	*status = fresh
-	O(&next).SetResourceVersion(c.store.version())
-	o.resource = O(&next)
-	return health.Transitions(before, *conditions)
+	next.SetResourceVersion(c.store.version())
+	o.resource = next
+	return health.Transitions(*conditions, *conditionsAfter)
 }
 
 // list returns copies of the selected objects of a kind, sorted by namespace and name. An
 // empty namespace means all namespaces.
-func (c *Control) list(kind, namespace string, selected func(client.Object) bool) client.ObjectList {
+func (c *Control) list(kind kinds.Kind, namespace string, selected func(client.Object) bool) client.ObjectList {
 	c.mu.RLock()
 	defer c.mu.RUnlock()
 	items := []runtime.Object{}
 	for _, o := range c.store.sorted() {
-		if o.resource != nil && o.kind == kind && (namespace == "" || namespace == o.namespace) && selected(o.resource) {
+		if o.resource != nil && o.kind == kind.Name() && (namespace == "" || namespace == o.namespace) && selected(o.resource) {
 			item := o.resource.DeepCopyObject()
-			item.GetObjectKind().SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind))
+			item.GetObjectKind().SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind.Name()))
 			items = append(items, item)
 		}
 	}
-	list := newOf(kind + "List").(client.ObjectList)
-	list.GetObjectKind().SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind + "List"))
+	list := kind.NewList()
+	list.GetObjectKind().SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind.Name() + "List"))
 	list.SetResourceVersion(strconv.FormatInt(c.store.writes, 10))
 	if err := meta.SetList(list, items); err != nil {
 		panic(fmt.Sprintf("standalone: %v", err)) // Impossible: the items are of the list's kind.
@@ -393,7 +392,7 @@ func (c Compiled) OK() bool {
 		return false
 	}
 	for _, n := range c.Namespaces {
-		for _, verdicts := range []map[string]compile.Verdict{n.Verdicts.Sources, n.Verdicts.Destinations, n.Verdicts.Audiences, n.Verdicts.Deletions} {
+		for _, verdicts := range n.Verdicts {
 			for _, v := range verdicts {
 				if !v.OK() {
 					return false
@@ -423,8 +422,8 @@ func Compile(path string, checkHost func(host string) error) (Compiled, error) {
 	out := Compiled{Namespaces: []CompiledNamespace{}, Problems: s.problems, Ignored: s.ignored}
 	snapshots := s.snapshots(checkHost)
 	for _, namespace := range slices.Sorted(maps.Keys(snapshots)) {
-		config, verdicts := compile.Compile(*snapshots[namespace])
-		encoded, err := compile.Encode(config, verdicts, liveconfig.MaxEncodedBytes, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
+		config, verdicts := compilers.Compile(*snapshots[namespace])
+		encoded, err := compilers.Encode(config, verdicts, liveconfig.MaxEncodedBytes, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
 		if err != nil {
 			return Compiled{}, fmt.Errorf("namespace %s: %w", namespace, err)
 		}

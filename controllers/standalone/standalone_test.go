@@ -24,6 +24,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/health"
+	"github.com/posthorn/posthorn/controllers/kinds"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/wait"
@@ -103,12 +104,21 @@ func (r *runner) report() adminapi.Report {
 }
 
 // sources returns the Sources of a namespace, or of all namespaces for "".
+// kindOf returns a kind of the API.
+func kindOf(name string) kinds.Kind {
+	k, ok := kinds.All.ByName(name)
+	if !ok {
+		panic(name)
+	}
+	return k
+}
+
 func (f *folder) sources(namespace string) *v1alpha1.SourceList {
-	return f.control.list(kindSource, namespace, func(client.Object) bool { return true }).(*v1alpha1.SourceList)
+	return f.control.list(kindOf("Source"), namespace, func(client.Object) bool { return true }).(*v1alpha1.SourceList)
 }
 
 func (f *folder) destinations(namespace string) *v1alpha1.WebhookDestinationList {
-	return f.control.list(kindDestination, namespace, func(client.Object) bool { return true }).(*v1alpha1.WebhookDestinationList)
+	return f.control.list(kindOf("WebhookDestination"), namespace, func(client.Object) bool { return true }).(*v1alpha1.WebhookDestinationList)
 }
 
 // folder is a folder of manifests with a running Control.
@@ -464,11 +474,11 @@ func TestCompile(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if diff := cmp.Diff(c.Namespaces[0].Verdicts.Destinations, one.Namespaces[0].Verdicts.Destinations); diff != "" {
+	if diff := cmp.Diff(c.Namespaces[0].Verdicts["destinations"], one.Namespaces[0].Verdicts["destinations"]); diff != "" {
 		t.Error(diff)
 	}
 	denied, err := Compile(dir, func(string) error { return fmt.Errorf("denied") })
-	if err != nil || denied.OK() || denied.Namespaces[0].Verdicts.Destinations["crm"].Reason != v1alpha1.ReasonEgressDenied {
+	if err != nil || denied.OK() || denied.Namespaces[0].Verdicts["destinations"]["crm"].Reason != v1alpha1.ReasonEgressDenied {
 		t.Errorf("%+v %v", denied, err)
 	}
 	put(t, dir, "b.yaml", "kind: [")
@@ -569,7 +579,7 @@ func TestHandler(t *testing.T) {
 	}
 
 	var resources metav1.APIResourceList
-	if get(Prefix, "", &resources); len(resources.APIResources) != 4 || !slices.Equal(resources.APIResources[1].ShortNames, []string{"whd"}) {
+	if get(Prefix, "", &resources); len(resources.APIResources) != len(kinds.All) || !slices.Equal(resources.APIResources[0].ShortNames, []string{"whd"}) {
 		t.Errorf("%+v", resources)
 	}
 	var groups metav1.APIGroupList

@@ -200,7 +200,7 @@ func (o *object) admitUpdate(old *stored) []error {
 	if old == nil || o.resource == nil || bytes.Equal(old.content, o.content) {
 		return nil
 	}
-	kinds, err := definitions()
+	crds, err := definitions()
 	if err != nil {
 		return []error{err}
 	}
@@ -215,7 +215,7 @@ func (o *object) admitUpdate(old *stored) []error {
 	if status, ok := before["status"]; ok { // As in the API server, an update of the spec does not change the status.
 		now["status"] = status
 	}
-	return kinds[o.kind].admitUpdate(now, before)
+	return crds[o.kind].admitUpdate(now, before)
 }
 
 // keepAudienceKeys sets status.key of the Audiences. The key in effect does not change when
@@ -248,16 +248,7 @@ func (o *stored) setServerFields(old *stored, version string) {
 	if old == nil {
 		return
 	}
-	switch r := o.resource.(type) {
-	case *v1alpha1.Source:
-		r.Status = old.resource.(*v1alpha1.Source).Status
-	case *v1alpha1.WebhookDestination:
-		r.Status = old.resource.(*v1alpha1.WebhookDestination).Status
-	case *v1alpha1.Audience:
-		r.Status = old.resource.(*v1alpha1.Audience).Status
-	case *v1alpha1.DeletionRequest:
-		r.Status = old.resource.(*v1alpha1.DeletionRequest).Status
-	}
+	o.of.Health.CopyStatus(o.resource, old.resource)
 }
 
 // sorted returns the objects by kind, namespace and name.
@@ -279,15 +270,8 @@ func (s *store) snapshots(checkHost func(string) error) map[string]*compile.Snap
 	}
 	objects := s.sorted()
 	for _, o := range objects {
-		switch r := o.resource.(type) {
-		case *v1alpha1.Source:
-			of(o.namespace).Sources = append(of(o.namespace).Sources, *r)
-		case *v1alpha1.WebhookDestination:
-			of(o.namespace).Destinations = append(of(o.namespace).Destinations, *r)
-		case *v1alpha1.Audience:
-			of(o.namespace).Audiences = append(of(o.namespace).Audiences, *r)
-		case *v1alpha1.DeletionRequest:
-			of(o.namespace).Deletions = append(of(o.namespace).Deletions, *r)
+		if o.resource != nil {
+			of(o.namespace).Objects = append(of(o.namespace).Objects, o.resource)
 		}
 	}
 	for _, o := range objects {
@@ -298,8 +282,11 @@ func (s *store) snapshots(checkHost func(string) error) map[string]*compile.Snap
 	// A write key belongs to the oldest Source that has it.
 	owners := map[string]*v1alpha1.Source{}
 	for _, snapshot := range out {
-		for i := range snapshot.Sources {
-			source := &snapshot.Sources[i]
+		for _, o := range snapshot.Objects {
+			source, ok := o.(*v1alpha1.Source)
+			if !ok {
+				continue
+			}
 			for _, hash := range compile.WriteKeySHA256(source, snapshot.Secrets) {
 				if owners[hash] == nil || older(source, owners[hash]) {
 					owners[hash] = source
@@ -335,9 +322,12 @@ type stateObject struct {
 	Created    metav1.Time `json:"created"`
 	// AudienceKey is the key in effect of an Audience.
 	AudienceKey string `json:"audienceKey,omitempty"`
-	// Ended is the status of a DeletionRequest whose run has ended.
-	Ended    *v1alpha1.DeletionRequestStatus `json:"ended,omitempty"`
-	Manifest json.RawMessage                 `json:"manifest"`
+	// Status is the status of an object whose run has started or ended.
+	Status json.RawMessage `json:"status,omitempty"`
+	// Ended is the status of a DeletionRequest whose run has ended. Earlier versions wrote it
+	// in place of Status.
+	Ended    json.RawMessage `json:"ended,omitempty"`
+	Manifest json.RawMessage `json:"manifest"`
 }
 
 const stateVersion = 1
@@ -351,8 +341,15 @@ func (s *store) save(path string) error {
 		if a, ok := o.resource.(*v1alpha1.Audience); ok {
 			saved.AudienceKey = a.Status.Key
 		}
-		if d, ok := o.resource.(*v1alpha1.DeletionRequest); ok && v1alpha1.JobEnded(d.Status.JobStatus) {
-			saved.Ended = &d.Status
+		if o.resource != nil {
+			if job := o.of.Health.Job(o.resource); job != nil && job.StartTime != nil {
+				status, _ := o.of.Health.Status(o.resource)
+				text, err := json.Marshal(status)
+				if err != nil {
+					return fmt.Errorf("save manifests: %w", err)
+				}
+				saved.Status = text
+			}
 		}
 		out.Objects = append(out.Objects, saved)
 	}
@@ -405,8 +402,11 @@ func (s *store) restore(path string) error {
 		if a, ok := object.resource.(*v1alpha1.Audience); ok {
 			a.Status.Key = o.AudienceKey
 		}
-		if d, ok := object.resource.(*v1alpha1.DeletionRequest); ok && o.Ended != nil {
-			d.Status = *o.Ended
+		if text := slices.Concat(o.Status, o.Ended); object.resource != nil && len(text) > 0 { // At most one is set.
+			status, _ := object.of.Health.Status(object.resource)
+			if err := json.Unmarshal(text, status); err != nil {
+				return fmt.Errorf("restore manifests: the status of %s in %s is not valid; correct or remove it: %w", object.id, path, err)
+			}
 		}
 		s.objects[object.id] = object
 	}

@@ -73,14 +73,14 @@ func TestIncompleteFiles(t *testing.T) {
 			}
 			s := newStore()
 			load(s, good, all, "")
-			revisions := s.objects[id{kindSource, "default", "web"}].generation
+			revisions := s.objects[id{"Source", "default", "web"}].generation
 			if err := s.save(state); err != nil {
 				t.Fatal(err)
 			}
 			for range 2 { // Loading the same text again has the same result.
 				load(s, c.text, c.objects, c.problem)
 			}
-			if web := s.objects[id{kindSource, "default", "web"}]; web != nil && web.generation != revisions {
+			if web := s.objects[id{"Source", "default", "web"}]; web != nil && web.generation != revisions {
 				t.Errorf("the Source has generation %d, want its last valid form, %d", web.generation, revisions)
 			}
 			load(s, good, all, "")

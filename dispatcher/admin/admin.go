@@ -27,8 +27,6 @@ type Options struct {
 	Gatherer prometheus.Gatherer
 	Engine   *delivery.Engine
 	Store    redelivery.Store
-	// Jobs does this dispatcher's parts of Redelivery objects.
-	Jobs *redelivery.Jobs
 	// Ready returns why the dispatcher is not ready, or nil.
 	Ready func() error
 	// View, when not nil, enables /debug; it returns the view in effect, or nil before the first
@@ -47,7 +45,7 @@ func NewServer(o Options) *http.Server {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(o.Gatherer, promhttp.HandlerOpts{}))
 	mux.HandleFunc("GET /report", func(w http.ResponseWriter, r *http.Request) { writeReport(w, r, o.Report()) })
-	mountDeadLetters(mux, o.Store, o.Engine, o.Jobs)
+	mountDeadLetters(mux, o.Store, o.Engine)
 	if o.View != nil {
 		mountDebug(mux, o.Engine, o.View)
 	} else {

@@ -48,7 +48,7 @@ func newEncoder(w io.Writer) *json.Encoder { return json.NewEncoder(termsafe.New
 //	POST /deadletters/redeliver, /deadletters/purge               an adminapi.DeadLetterAction
 //	GET  /attempts?destination=ns/name[&endpoint=E]               the last attempts
 //	GET  /tail[?destination=ns/name][&endpoint=E]                 attempts as they end
-func mountDeadLetters(mux *http.ServeMux, store redelivery.Store, engine *delivery.Engine, jobs *redelivery.Jobs) {
+func mountDeadLetters(mux *http.ServeMux, store redelivery.Store, engine *delivery.Engine) {
 	mux.HandleFunc("GET /deadletters", func(w http.ResponseWriter, r *http.Request) {
 		destination, limit := r.URL.Query().Get("destination"), maxListed
 		if text := r.URL.Query().Get("limit"); text != "" {
@@ -129,9 +129,6 @@ func mountDeadLetters(mux *http.ServeMux, store redelivery.Store, engine *delive
 		}
 	}
 	mux.HandleFunc("POST /deadletters/redeliver", act(func(ctx context.Context, a adminapi.DeadLetterAction, o redelivery.Options) (adminapi.DeadLetterProgress, error) {
-		if a.Job != nil {
-			return jobs.Do(ctx, a, o)
-		}
 		return redelivery.Run(ctx, store, a.Destination, a.Selector, o)
 	}))
 	mux.HandleFunc("POST /deadletters/purge", act(func(ctx context.Context, a adminapi.DeadLetterAction, o redelivery.Options) (adminapi.DeadLetterProgress, error) {

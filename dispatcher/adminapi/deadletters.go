@@ -43,47 +43,6 @@ type DeadLetterAction struct {
 	DryRun bool `json:"dryRun,omitempty"`
 	// Rate is in dead letters a second, for redelivery; 0 is DefaultRate.
 	Rate float64 `json:"rate,omitempty"`
-	// Job, when set, makes a redelivery a pod's part of a Redelivery object: the pod records
-	// its progress in its store, and runs it once.
-	Job *DeadLetterJob `json:"job,omitempty"`
-}
-
-// DeadLetterJob is a pod's part of a Redelivery object.
-type DeadLetterJob struct {
-	// ID identifies the run by the object's namespace, name and spec, and UID is the object's.
-	ID  string `json:"id"`
-	UID string `json:"uid"`
-	// Step is one of the constants below.
-	Step string `json:"step"`
-	// Pods are the names of the participating pods, for an operator that takes over.
-	Pods []string `json:"pods,omitempty"`
-	// SliceMS is the maximum duration of a call of JobRun, in milliseconds. The next
-	// call continues from its end.
-	SliceMS int64 `json:"sliceMS,omitempty"`
-}
-
-// Steps of a DeadLetterJob.
-const (
-	// JobBegin records the part and counts the matching dead letters. It changes nothing
-	// when the part is already recorded, or when a run with this ID completed.
-	JobBegin = "begin"
-	// JobRun redelivers.
-	JobRun = "run"
-	// JobComplete records that all pods' parts are done.
-	JobComplete = "complete"
-)
-
-// DeadLetterJobState is a pod's record of a run.
-type DeadLetterJobState struct {
-	// AlreadyDone is true if another object with the same ID completed.
-	AlreadyDone bool `json:"alreadyDone,omitempty"`
-	// PartDone is true if this pod's part is complete.
-	PartDone bool `json:"partDone,omitempty"`
-	// Left counts the matching dead letters that cannot be redelivered, because the
-	// destination no longer has their Source or endpoint.
-	Left int64 `json:"left,omitempty"`
-	// Pods are the names of the participating pods.
-	Pods []string `json:"pods,omitempty"`
 }
 
 // DeadLetterSelector selects dead letters. Its zero value selects all; every part that is set must
@@ -110,8 +69,6 @@ type DeadLetterProgress struct {
 	Bytes int64  `json:"bytes"`
 	Done  bool   `json:"done,omitempty"`
 	Error string `json:"error,omitempty"`
-	// Job is the pod's record, for an action with a Job.
-	Job *DeadLetterJobState `json:"job,omitempty"`
 }
 
 // FollowDeadLetters reads the response to a DeadLetterAction to its end. It returns the last

@@ -29,6 +29,36 @@ type NamespaceReport struct {
 	Audiences []AudienceReport `json:"audiences,omitempty"`
 	// Deletions, sorted by name.
 	Deletions []DeletionReport `json:"deletions,omitempty"`
+	// Redeliveries, sorted by name.
+	Redeliveries []RedeliveryReport `json:"redeliveries,omitempty"`
+}
+
+// RedeliveryReport is the state of the pod's part of a Redelivery.
+type RedeliveryReport struct {
+	Name       string `json:"name"`
+	Generation int64  `json:"generation"`
+	Revision   string `json:"revision"`
+	// UID of the object that the pod has in its config.
+	UID string `json:"uid"`
+	// Begun is true when the pod has recorded its part of this object's run. The fields
+	// below are zero before.
+	Begun bool `json:"begun,omitempty"`
+	// Matched counts the selected dead letters, Redelivered those that are pending again,
+	// and Left those that cannot be redelivered, because the destination no longer has
+	// their Source or endpoint.
+	Matched     int64 `json:"matched,omitempty"`
+	Redelivered int64 `json:"redelivered,omitempty"`
+	Left        int64 `json:"left,omitempty"`
+	// Done is true when the part has ended: no selected dead letter is left to process, or
+	// the pod stopped after repeated errors (Failed).
+	Done   bool `json:"done,omitempty"`
+	Failed bool `json:"failed,omitempty"`
+	// Error is the last error, which is retried unless Failed.
+	Error string `json:"error,omitempty"`
+	// Completed is true when the end of the whole run is recorded, and AlreadyDone when it
+	// was recorded for another object with the same ID.
+	Completed   bool `json:"completed,omitempty"`
+	AlreadyDone bool `json:"alreadyDone,omitempty"`
 }
 
 // DeletionReport is the state of a deletion request in the pod.

@@ -159,16 +159,28 @@ func (c Config) Validate() error {
 			fail("destination %q: %w", d.Name, err)
 		}
 	}
-	deletions, ids := map[string]bool{}, map[string]bool{}
+	ids := map[string]bool{}
+	identified := func(kind, name, id string) {
+		if b, err := hex.DecodeString(id); err != nil || len(b) == 0 || len(id) > 64 || ids[id] {
+			fail("%s %q: id must be up to 64 hex digits and unique", kind, name)
+		}
+		ids[id] = true
+	}
+	redeliveries := map[string]bool{}
+	for _, r := range c.Redeliveries {
+		named(redeliveries, "redelivery", r.Name)
+		identified("redelivery", r.Name, r.ID)
+		if err := r.validate(); err != nil {
+			fail("redelivery %q: %w", r.Name, err)
+		}
+	}
+	deletions := map[string]bool{}
 	for _, d := range c.Deletions {
 		named(deletions, "deletion", d.Name)
 		if d.ID == "" {
 			continue
 		}
-		if b, err := hex.DecodeString(d.ID); err != nil || len(b) == 0 || len(d.ID) > 64 || ids[d.ID] {
-			fail("deletion %q: id must be up to 64 hex digits and unique", d.Name)
-		}
-		ids[d.ID] = true
+		identified("deletion", d.Name, d.ID)
 		if d.UserID == "" {
 			fail("deletion %q: userId is empty", d.Name)
 		}
@@ -192,6 +204,23 @@ func (c Config) Validate() error {
 		}
 	}
 	return errors.Join(errs...)
+}
+
+func (r Redelivery) validate() error {
+	switch r.Phase {
+	case RedeliveryBegin, RedeliveryRun, RedeliveryRecord:
+	default:
+		return fmt.Errorf("phase %q is unknown", r.Phase)
+	}
+	switch {
+	case r.Destination == "":
+		return errors.New("destination is empty")
+	case r.Rate <= 0:
+		return errors.New("rate must be positive")
+	case r.Phase != RedeliveryBegin && r.Until.IsZero():
+		return errors.New("until is zero in a run that has started")
+	}
+	return nil
 }
 
 func (d Destination) validate(sources map[string]bool) error {

@@ -30,6 +30,8 @@ type Config struct {
 	Audiences []Audience `json:"audiences,omitempty"`
 	// Deletions, sorted by name.
 	Deletions []Deletion `json:"deletions,omitempty"`
+	// Redeliveries that may run, sorted by name.
+	Redeliveries []Redelivery `json:"redeliveries,omitempty"`
 }
 
 // Source is a sender of calls.
@@ -94,6 +96,48 @@ type Deletion struct {
 	Suppress bool `json:"suppress,omitempty"`
 	// DeadlineSeconds, counted from the start of the run, end it; 0 is no deadline.
 	DeadlineSeconds int64 `json:"deadlineSeconds,omitempty"`
+}
+
+// RedeliveryPhase is what the dispatchers do for a Redelivery. A phase begins when every
+// participating pod has reported the end of the previous one.
+type RedeliveryPhase string
+
+// The phases, in their order.
+const (
+	// RedeliveryBegin: each pod records that it takes part, or reports that the run
+	// completed before. Nothing is redelivered yet.
+	RedeliveryBegin RedeliveryPhase = "Begin"
+	// RedeliveryRun: each pod that has recorded its part redelivers its dead letters.
+	RedeliveryRun RedeliveryPhase = "Run"
+	// RedeliveryRecord: each pod records that the whole run is complete.
+	RedeliveryRecord RedeliveryPhase = "Record"
+)
+
+// Redelivery sends dead letters of a destination again, once.
+type Redelivery struct {
+	Name string `json:"name"`
+	// Generation and Revision have the same meaning as in Source.
+	Generation int64  `json:"generation"`
+	Revision   string `json:"revision"`
+	// ID identifies the run by the object's namespace, name and spec, and UID is the
+	// object's.
+	ID  string `json:"id"`
+	UID string `json:"uid"`
+	// Destination is the name of the destination, in the same namespace.
+	Destination string          `json:"destination"`
+	Phase       RedeliveryPhase `json:"phase"`
+	// DryRun only counts the selected dead letters.
+	DryRun bool `json:"dryRun,omitempty"`
+	// Rate is in dead letters per second and pod.
+	Rate float64 `json:"rate"`
+	// Reasons, Types and Events select dead letters; an empty list selects all.
+	Reasons []string `json:"reasons,omitempty"`
+	Types   []string `json:"types,omitempty"`
+	Events  []string `json:"events,omitempty"`
+	// Since and Until bound the time of the last failure; Until is exclusive, and not after
+	// the start of the run. It is zero in the phase RedeliveryBegin.
+	Since time.Time `json:"since,omitzero"`
+	Until time.Time `json:"until,omitzero"`
 }
 
 // Kinds of an Audience, as in the API.

@@ -1,5 +1,5 @@
 // Package redelivery sends selected dead letters of a destination again, at a bounded
-// rate. Run and Purge process them in one call; Jobs runs the parts of Redelivery objects.
+// rate. Run and Purge process them in one call; Service runs the Redelivery objects.
 package redelivery
 
 import (

@@ -208,8 +208,8 @@ func writeManifests(top, page, dir string) error {
 				return fmt.Errorf("%s: %w", page, err)
 			}
 			name := strings.ToLower(o.Kind + "-" + o.Metadata.Name)
-			if o.APIVersion != "posthorn.dev/v1alpha1" && (o.APIVersion != "v1" || o.Kind != "Secret") || o.Kind == "Redelivery" || seen[name] {
-				continue // Only a cluster supports it.
+			if o.APIVersion != "posthorn.dev/v1alpha1" && (o.APIVersion != "v1" || o.Kind != "Secret") || seen[name] {
+				continue
 			}
 			seen[name] = true
 			if err := os.WriteFile(filepath.Join(dir, fmt.Sprintf("%s-%d.yaml", name, i)), []byte(document), 0o600); err != nil {

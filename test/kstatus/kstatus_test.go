@@ -20,6 +20,7 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
+	"github.com/posthorn/posthorn/controllers/kinds"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
@@ -52,6 +53,8 @@ var byReason = map[string]status.Status{
 	v1alpha1.ReasonSecretNotFound:   status.InProgressStatus,
 	v1alpha1.ReasonSecretKeyMissing: status.InProgressStatus,
 	v1alpha1.ReasonNoSource:         status.InProgressStatus,
+
+	v1alpha1.ReasonDestinationNotFound: status.InProgressStatus,
 }
 
 // Tests every object of the compiler's golden files, with its status when every pod runs it,
@@ -77,21 +80,25 @@ func TestVerdicts(t *testing.T) {
 			Verdicts compile.Verdicts `json:"verdicts"`
 		}
 		read(t, file, &golden)
-		for kind, verdicts := range map[string]map[string]compile.Verdict{"Source": golden.Verdicts.Sources, "WebhookDestination": golden.Verdicts.Destinations} {
+		for kind, verdicts := range map[string]map[string]compile.Verdict{"Source": golden.Verdicts["sources"], "WebhookDestination": golden.Verdicts["destinations"]} {
 			for name, v := range verdicts {
 				check(strings.TrimSuffix(filepath.Base(file), ".out.yaml")+"/"+kind+"/"+name, kind, v)
 			}
 		}
 	}
-	source := []v1alpha1.Source{{ObjectMeta: metav1.ObjectMeta{Name: "web"}}}
-	audience := func(name, source, display string) (a v1alpha1.Audience) {
-		a.Name, a.Spec.SourceRef.Name, a.Spec.DisplayName = name, source, display
+	audience := func(name, source, display string) *v1alpha1.Audience {
+		a := &v1alpha1.Audience{ObjectMeta: metav1.ObjectMeta{Name: name}}
+		a.Spec.SourceRef.Name, a.Spec.DisplayName = source, display
 		return a
 	}
-	_, verdicts := compile.Compile(compile.Snapshot{Namespace: namespace, Sources: source, Audiences: []v1alpha1.Audience{
+	redelivery := &v1alpha1.Redelivery{ObjectMeta: metav1.ObjectMeta{Name: "r"}}
+	redelivery.Spec.DestinationRef.Name = "none"
+	_, verdicts := kinds.All.Compilers().Compile(compile.Snapshot{Namespace: namespace, Objects: []compile.Object{
+		&v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Name: "web"}}, redelivery,
 		audience("a", "web", "VIP"), audience("b", "web", "VIP"), audience("c", "none", "Others"), audience("d", "web", "!"),
 	}})
-	for name, v := range verdicts.Audiences {
+	check("Redelivery", "Redelivery", verdicts["redeliveries"]["r"])
+	for name, v := range verdicts["audiences"] {
 		check("Audience/"+name, "Audience", v)
 	}
 	check("too large", "WebhookDestination", compile.Verdict{Reason: v1alpha1.ReasonConfigTooLarge, Message: "m", State: liveconfig.Paused, Revision: "r"})
@@ -234,17 +241,21 @@ func compute(kind string, v compile.Verdict, pods []health.Pod) *unstructured.Un
 	switch kind {
 	case "Source":
 		s := v1alpha1.Source{ObjectMeta: meta}
-		s.Status = health.Source(s, v, namespace, pods, now, true)
+		s.Status = health.Source(s, v, namespace, pods, now)
 		o = &s
 	case "WebhookDestination":
 		d := v1alpha1.WebhookDestination{ObjectMeta: meta}
 		d.Spec.Endpoints = []v1alpha1.Endpoint{{Name: "primary"}}
-		d.Status = health.Destination(d, v, namespace, pods, now, true)
+		d.Status = health.Destination(d, v, namespace, pods, now)
 		o = &d
 	case "Audience":
 		a := v1alpha1.Audience{ObjectMeta: meta}
-		a.Status = health.Audience(a, v, namespace, pods, now, true)
+		a.Status = health.Audience(a, v, namespace, pods, now)
 		o = &a
+	case "Redelivery":
+		r := v1alpha1.Redelivery{ObjectMeta: meta}
+		r.Status = health.Redelivery(r, v, namespace, pods, now)
+		o = &r
 	}
 	return object(kind, o)
 }

@@ -25,26 +25,27 @@ var resourceNames = map[string]string{
 	"webhookdestination": "webhookdestinations", "webhookdestinations": "webhookdestinations",
 	"audience": "audiences", "audiences": "audiences", "paud": "audiences",
 	"deletionrequest": "deletionrequests", "deletionrequests": "deletionrequests", "deletions": "deletionrequests", "pdel": "deletionrequests",
+	"redelivery": "redeliveries", "redeliveries": "redeliveries", "rdl": "redeliveries",
 }
 
 func newGet() *cobra.Command {
 	var d direct
 	var output, namespace string
 	cmd := &cobra.Command{
-		Use:   "get sources|destinations|audiences|deletions [NAME]",
-		Short: "Show Sources, WebhookDestinations, Audiences or DeletionRequests with their status (standalone)",
+		Use:   "get sources|destinations|audiences|deletions|redeliveries [NAME]",
+		Short: "Show Sources, WebhookDestinations and objects of the other kinds with their status (standalone)",
 		Long: `Prints the objects of a Posthorn that runs without a cluster, in the format of
 kubectl get. With -o yaml or -o json it prints whole objects with their status.`,
 		Example: `  posthorn get destinations
   posthorn get destinations -o wide
   posthorn get destination crm -o yaml`,
-		ValidArgs: []string{"sources", "destinations", "audiences", "deletions"},
+		ValidArgs: []string{"sources", "destinations", "audiences", "deletions", "redeliveries"},
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) == 0 {
-				return command.Usagef("the kind is missing: sources, destinations, audiences or deletions")
+				return command.Usagef("the kind is missing: sources, destinations, audiences, deletions or redeliveries")
 			}
 			if resourceNames[strings.ToLower(args[0])] == "" {
-				return command.Usagef("%q is not one of sources, destinations, audiences, deletions", args[0])
+				return command.Usagef("%q is not one of sources, destinations, audiences, deletions, redeliveries", args[0])
 			}
 			if len(args) > 2 {
 				return command.Usagef("unexpected argument %q", args[2])

@@ -1,0 +1,197 @@
+package health
+
+import (
+	"cmp"
+	"fmt"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+)
+
+const (
+	// redeliveryInterval is the shortest time between two writes of the numbers of a run.
+	redeliveryInterval = 2 * time.Second
+	// maxUnavailable is the time for which a run waits for a participating pod that is not
+	// ready or does not answer.
+	maxUnavailable = 5 * time.Minute
+)
+
+// Redeliveries are the kind Redelivery.
+var Redeliveries = NewKind(Definition[v1alpha1.Redelivery, v1alpha1.RedeliveryStatus, *v1alpha1.Redelivery]{
+	Name: "Redelivery", Conditions: jobConditions, Compute: Redelivery,
+	Status: func(o *v1alpha1.Redelivery) (*v1alpha1.RedeliveryStatus, *[]metav1.Condition) {
+		return &o.Status, &o.Status.Conditions
+	},
+	NumbersInterval: redeliveryInterval,
+	ClearNumbers: func(s *v1alpha1.RedeliveryStatus) {
+		s.Matched, s.Redelivered = 0, 0
+		for i := range s.Conditions {
+			if c := &s.Conditions[i]; c.Reason == v1alpha1.ReasonRunning {
+				c.Message = ""
+			}
+		}
+	},
+	Job: func(o *v1alpha1.Redelivery) *v1alpha1.JobStatus { return &o.Status.JobStatus },
+	Expires: func(o *v1alpha1.Redelivery) (time.Time, bool) {
+		return v1alpha1.JobExpires(o.Spec.TTLSecondsAfterFinished, o.Status.JobStatus)
+	},
+	ChangesAt: redeliveryChangesAt,
+})
+
+// redeliveryChangesAt returns the end of the deadline, or of the wait for an unavailable pod.
+func redeliveryChangesAt(o *v1alpha1.Redelivery) (at time.Time, ok bool) {
+	if v1alpha1.JobEnded(o.Status.JobStatus) || o.Status.StartTime == nil {
+		return time.Time{}, false
+	}
+	if limit := o.Spec.ActiveDeadlineSeconds; limit != nil {
+		at = o.Status.StartTime.Add(time.Duration(*limit) * time.Second)
+	}
+	if d := o.Status.Parts; d != nil && d.UnavailableSince != nil {
+		at = earlier(at, d.UnavailableSince.Add(maxUnavailable))
+	}
+	return at, !at.IsZero()
+}
+
+// Redelivery returns the status of a Redelivery, from the compiler's verdict v and the
+// reports of the ready dispatcher pods. Each pod redelivers its own dead letters.
+//
+// The status determines the phase of the run (compile.RedeliveryPhase): startTime is set
+// when every ready pod has recorded its part, and the run is complete when the
+// participating pods have recorded that all parts are done.
+func Redelivery(old v1alpha1.Redelivery, v compile.Verdict, namespace string, pods []Pod, now time.Time) v1alpha1.RedeliveryStatus {
+	s := *old.Status.DeepCopy()
+	if v1alpha1.JobEnded(s.JobStatus) {
+		s.JobStatus = ObserveEnded(s.JobStatus, old.Generation)
+		s.Conditions = Own(s.Conditions, jobConditions)
+		return s
+	}
+	f := gather(v, old.ObjectMeta, old.Status.Conditions, namespace, pods, now, redeliveryReports)
+	p := partsOf(old, namespace, pods)
+	reason, message := v.Cause()
+	accepted := metav1.Condition{Status: status(v.OK()), Reason: reason, Message: message}
+	var o Outcome
+	switch {
+	case s.StartTime != nil:
+		o = p.run(&s, old.Spec, now)
+	case !v.OK():
+		o = Outcome{Reason: reason, Message: "nothing is redelivered: " + message}
+	case v.Waits != "":
+		o = Outcome{Reason: v1alpha1.ReasonWaiting, Message: v.Waits}
+	case p.alreadyDone:
+		s.StartTime = &f.now
+		o = Outcome{Complete: true, Reason: v1alpha1.ReasonAlreadyDone, Message: "a Redelivery with the same name and spec completed within the last 30 days, so nothing was redelivered; set spec.requestId to run it again"}
+	case len(pods) == 0:
+		o = Outcome{Reason: v1alpha1.ReasonWaiting, Message: "no dispatcher pod is ready"}
+	case p.begun < len(pods):
+		o = Outcome{Reason: v1alpha1.ReasonWaiting, Message: "waiting for every dispatcher pod to record the run"}
+		if c := f.programmed(true); c.Reason == v1alpha1.ReasonConfigRefused || f.silent {
+			o.Message = c.Message
+		}
+	default:
+		// Rounded up to the precision of the API, so that no dead letter is excluded.
+		start := timestamp(now.Add(time.Second - 1))
+		s.StartTime = &start
+		s.Parts = &v1alpha1.RedeliveryParts{Total: int32(len(pods))}
+		o = Outcome{Reason: v1alpha1.ReasonRunning, Message: "the dispatchers count the dead letters"}
+	}
+	if o.Failed && !old.Spec.DryRun {
+		s.NotRedelivered = max(0, s.Matched-s.Redelivered)
+	}
+	if o.Complete {
+		s.CompletionTime = &f.now
+	}
+	SetJobConditions(&s.JobStatus, old.Generation, f.now, accepted, o)
+	s.Conditions = Own(s.Conditions, jobConditions)
+	return s
+}
+
+// parts is the state of a run over all pods.
+type parts struct {
+	begun, done, completed     int
+	matched, redelivered, left int64
+	alreadyDone, failed        bool
+	// problem is the first error of a pod.
+	problem string
+}
+
+func partsOf(o v1alpha1.Redelivery, namespace string, pods []Pod) (p parts) {
+	redeliveryReports.each(pods, namespace, o.Name, func(_ Pod, r *adminapi.RedeliveryReport) {
+		if r.UID != string(o.UID) { // The report is about a deleted object with the same name.
+			return
+		}
+		p.alreadyDone = p.alreadyDone || r.AlreadyDone
+		p.problem = cmp.Or(p.problem, r.Error)
+		if !r.Begun {
+			return
+		}
+		p.begun++
+		p.matched += r.Matched
+		p.redelivered += r.Redelivered
+		p.left += r.Left
+		p.failed = p.failed || r.Failed
+		if r.Done {
+			p.done++
+		}
+		if r.Completed {
+			p.completed++
+		}
+	})
+	return p
+}
+
+// run updates the status of a run that has started.
+func (p parts) run(s *v1alpha1.RedeliveryStatus, spec v1alpha1.RedeliverySpec, now time.Time) Outcome {
+	// The status may include the numbers of pods that do not answer now.
+	s.Matched, s.Redelivered = max(s.Matched, p.matched), max(s.Redelivered, p.redelivered)
+	if s.Parts == nil { // The status was changed by another client.
+		s.Parts = &v1alpha1.RedeliveryParts{Total: int32(max(1, p.begun))}
+	}
+	d := s.Parts
+	d.Total = max(d.Total, int32(p.begun)) // A pod that was not ready at the start may have recorded its part.
+	d.Done = max(d.Done, int32(p.done))
+	missing := max(0, int(d.Total)-p.begun)
+	if missing == 0 {
+		d.UnavailableSince = nil
+	} else if d.UnavailableSince == nil || ahead(d.UnavailableSince, now) {
+		since := timestamp(now)
+		d.UnavailableSince = &since
+	}
+	if p.left > 0 {
+		p.problem = fmt.Sprintf("%d dead letters belong to a Source or an endpoint that was removed from the destination", p.left)
+	}
+	if missing > 0 {
+		p.problem = cmp.Or(p.problem, "a dispatcher is not ready or does not answer")
+	}
+	counts := fmt.Sprintf("%d of %d dead letters redelivered", s.Redelivered, s.Matched)
+	problem := ""
+	if p.problem != "" {
+		problem = "; " + compile.Truncate(p.problem, maxQuotedBytes)
+	}
+	running := Outcome{Reason: v1alpha1.ReasonRunning, Message: counts + " so far" + problem}
+	if p.completed > 0 { // Then all parts were done, so other pods are not waited for.
+		if spec.DryRun {
+			return Outcome{Complete: true, Reason: v1alpha1.ReasonCounted, Message: fmt.Sprintf("%d dead letters would be redelivered", s.Matched)}
+		}
+		return Outcome{Complete: true, Reason: v1alpha1.ReasonRedelivered, Message: fmt.Sprintf("%d dead letters redelivered", s.Redelivered)}
+	}
+	if limit := spec.ActiveDeadlineSeconds; limit != nil && now.Sub(s.StartTime.Time) >= time.Duration(*limit)*time.Second {
+		return Outcome{Failed: true, Reason: v1alpha1.ReasonDeadlineExceeded, Message: "the run did not end within spec.activeDeadlineSeconds; " + counts}
+	}
+	switch {
+	case p.done < p.begun || missing > 0 && now.Sub(d.UnavailableSince.Time) < maxUnavailable:
+		return running
+	case missing > 0 && d.Done < d.Total || p.failed || p.left > 0:
+		return Outcome{Failed: true, Reason: v1alpha1.ReasonNotRedelivered, Message: counts + problem}
+	}
+	running.Message = counts + "; waiting for the dispatchers to record the end"
+	return running
+}
+
+var redeliveryReports = reports[adminapi.RedeliveryReport]{
+	list:    func(n *adminapi.NamespaceReport) []adminapi.RedeliveryReport { return n.Redeliveries },
+	running: func(r *adminapi.RedeliveryReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
+}
