@@ -131,6 +131,10 @@ const (
 	// ReasonEndpointFailing: deliveries to an endpoint fail, for more than one reason.
 	// Action: see status.endpoints, or run posthorn why.
 	ReasonEndpointFailing = "EndpointFailing"
+	// ReasonEndpointGone: an endpoint answered 410 (Gone), so it gets one probe an hour.
+	// Action: correct the URL, or remove the endpoint; a change of the destination triggers a
+	// probe.
+	ReasonEndpointGone = "EndpointGone"
 	// ReasonCircuitOpen: an endpoint failed so often that only probes are sent to it.
 	// Action: repair the receiver; the next probe that succeeds closes the circuit.
 	ReasonCircuitOpen = "CircuitOpen"
@@ -164,8 +168,8 @@ const (
 	// to what the receiver accepts.
 	ReasonThrottled = "Throttled"
 	// ReasonRejected: the endpoint answered with a 4xx status that is not retried. Action:
-	// correct the receiver, or the headers and secrets that it requires; then redeliver the
-	// dead letters.
+	// correct the receiver, the URL, or the headers and secrets that it requires; then
+	// redeliver the dead letters. See spec.delivery.retry.statusCodes.
 	ReasonRejected = "Rejected"
 	// ReasonRedirected: the endpoint answered with a redirect; redirects are not followed.
 	// Action: set the final URL.

@@ -384,6 +384,16 @@ type Retry struct {
 	// +kubebuilder:default="5m"
 	// +optional
 	MaxBackoff *metav1.Duration `json:"maxBackoff,omitempty"`
+
+	// Response codes that are retried, in addition to 408, 429 and 5xx. Without them, a response
+	// from 300 to 499 makes the message a dead letter. 1 to 16 codes from 300 to 499.
+	// +kubebuilder:validation:MinItems=1
+	// +kubebuilder:validation:MaxItems=16
+	// +kubebuilder:validation:items:Minimum=300
+	// +kubebuilder:validation:items:Maximum=499
+	// +listType=set
+	// +optional
+	StatusCodes []int32 `json:"statusCodes,omitempty"`
 }
 
 // RequestRateLimit bounds the requests that one dispatcher pod sends to an endpoint.
@@ -491,7 +501,7 @@ type WebhookDestinationStatus struct {
 }
 
 // EndpointState is the health of an endpoint.
-// +kubebuilder:validation:Enum=Healthy;Degraded;CircuitOpen;Idle
+// +kubebuilder:validation:Enum=Healthy;Degraded;CircuitOpen;Gone;Idle
 type EndpointState string
 
 // The endpoint states.
@@ -502,6 +512,8 @@ const (
 	EndpointDegraded EndpointState = "Degraded"
 	// EndpointCircuitOpen: the endpoint failed so often that only probes are sent.
 	EndpointCircuitOpen EndpointState = "CircuitOpen"
+	// EndpointGone: the endpoint answered 410 (Gone), and one probe an hour is sent.
+	EndpointGone EndpointState = "Gone"
 	// EndpointIdle: nothing has been sent yet, or nothing since a change after failures.
 	EndpointIdle EndpointState = "Idle"
 )
@@ -512,7 +524,7 @@ type EndpointStatus struct {
 	// +kubebuilder:validation:MaxLength=63
 	// +required
 	Name string `json:"name"`
-	// Healthy, Degraded, CircuitOpen or Idle; the worst over all dispatcher pods.
+	// Healthy, Degraded, CircuitOpen, Gone or Idle; the worst over all dispatcher pods.
 	// +required
 	State EndpointState `json:"state"`
 	// The time at which the endpoint last accepted a message.

@@ -444,6 +444,8 @@ func (b *builder) delivery(d v1alpha1.Delivery) liveconfig.Delivery {
 		MinBackoffMS:  b.milliseconds("spec.delivery.retry.minBackoff", d.Retry.MinBackoff, time.Second, 10*time.Millisecond, time.Hour),
 		MaxBackoffMS:  b.milliseconds("spec.delivery.retry.maxBackoff", d.Retry.MaxBackoff, 5*time.Minute, 10*time.Millisecond, time.Hour),
 		MaxInFlight:   64,
+
+		RetryStatusCodes: b.statusCodes(d.Retry.StatusCodes),
 	}
 	if c.MinBackoffMS > c.MaxBackoffMS {
 		b.add(v1alpha1.ReasonInvalidSpec, "spec.delivery.retry", "minBackoff must not be larger than maxBackoff; lower it or raise maxBackoff")
@@ -463,6 +465,28 @@ func (b *builder) delivery(d v1alpha1.Delivery) liveconfig.Delivery {
 		}
 	}
 	return c
+}
+
+// maxStatusCodes is the largest number of codes in spec.delivery.retry.statusCodes.
+const maxStatusCodes = 16
+
+// statusCodes returns the response codes that are retried in addition to the default ones, sorted.
+func (b *builder) statusCodes(codes []int32) []int {
+	const field = "spec.delivery.retry.statusCodes"
+	if len(codes) > maxStatusCodes {
+		b.add(v1alpha1.ReasonInvalidSpec, field, "must have at most %d codes", maxStatusCodes)
+		return nil
+	}
+	var out []int
+	for _, code := range codes {
+		if code < 300 || code > 499 {
+			b.add(v1alpha1.ReasonInvalidSpec, field, "%d is not from 300 to 499; 5xx is always retried", code)
+			continue
+		}
+		out = append(out, int(code))
+	}
+	slices.Sort(out)
+	return slices.Compact(out)
 }
 
 // milliseconds returns a duration, or its default if it is unset or out of bounds. It does

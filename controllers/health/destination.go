@@ -34,7 +34,7 @@ var Destinations = NewKind(Definition[v1alpha1.WebhookDestination, v1alpha1.Webh
 		s.Delivery, s.LastSuccessTime = present(s.Delivery), nil
 		for i, e := range s.Endpoints {
 			s.Endpoints[i] = v1alpha1.EndpointStatus{Name: e.Name}
-			if e.State == v1alpha1.EndpointCircuitOpen {
+			if e.State == v1alpha1.EndpointCircuitOpen || e.State == v1alpha1.EndpointGone {
 				s.Endpoints[i].State = e.State
 			}
 		}
@@ -196,23 +196,24 @@ func (e *endpoint) add(r adminapi.EndpointReport) {
 		e.lastFailure = r.LastFailure
 	}
 	// An endpoint that recovers is Degraded for a while, although its deliveries succeed.
-	open := r.State == adminapi.EndpointCircuitOpen
-	if open || r.State == adminapi.EndpointDegraded && r.ConsecutiveFailures > 0 {
+	if r.State.Open() || r.State == adminapi.EndpointDegraded && r.ConsecutiveFailures > 0 {
 		e.failing++
 		e.failingSince = earlier(e.failingSince, r.Since)
 	}
-	if open {
+	if r.State.Open() {
 		e.open++
 	}
 }
 
 func severity(s adminapi.EndpointState) int {
-	return slices.Index([]adminapi.EndpointState{adminapi.EndpointIdle, adminapi.EndpointHealthy, adminapi.EndpointDegraded, adminapi.EndpointCircuitOpen}, s)
+	return slices.Index([]adminapi.EndpointState{adminapi.EndpointIdle, adminapi.EndpointHealthy, adminapi.EndpointDegraded, adminapi.EndpointCircuitOpen, adminapi.EndpointGone}, s)
 }
 
 // reason returns the reason of a failing endpoint.
 func (e endpoint) reason() string {
 	switch {
+	case e.state == adminapi.EndpointGone:
+		return v1alpha1.ReasonEndpointGone
 	case e.open > 0:
 		return v1alpha1.ReasonCircuitOpen
 	case e.lastFailure == nil || e.lastFailure.Reason == "":
@@ -226,7 +227,10 @@ func (e endpoint) reason() string {
 func (e endpoint) describe() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "endpoint %s fails", e.name)
-	if e.open > 0 {
+	switch {
+	case e.state == adminapi.EndpointGone:
+		fmt.Fprintf(&b, ", it is gone and gets hourly probes")
+	case e.open > 0:
 		fmt.Fprintf(&b, ", its circuit is open")
 	}
 	if !e.failingSince.IsZero() {

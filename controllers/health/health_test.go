@@ -90,6 +90,12 @@ func open(name, reason string) adminapi.EndpointReport {
 	return e
 }
 
+func gone(name string) adminapi.EndpointReport {
+	e := failing(name, "Rejected", 410)
+	e.State = adminapi.EndpointGone
+	return e
+}
+
 func recovering(name string) adminapi.EndpointReport {
 	e := failing(name, "TimedOut", 0)
 	e.ConsecutiveFailures, e.LastSuccess = 0, at(0)
@@ -188,6 +194,9 @@ func TestDestinationConditions(t *testing.T) {
 		{"certificate", any1, accepted(), []Pod{runs("p1", failing("a", "CertificateRejected", 0))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/CertificateRejected", ""},
 		{"no reason given", any1, accepted(), []Pod{runs("p1", failing("a", "", 0))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/EndpointFailing", ""},
 		{"circuit open", any1, accepted(), []Pod{runs("p1", open("a", "ConnectionRefused"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/CircuitOpen", "endpoint a fails, its circuit is open since 2026-03-01T11:59:00Z: ConnectionRefused: the words"},
+		{"gone", any1, accepted(), []Pod{runs("p1", gone("a"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/EndpointGone", "endpoint a fails, it is gone and gets hourly probes since 2026-03-01T11:59:00Z: Rejected, status 410: the words"},
+		{"gone at one pod of two", any1, accepted(), []Pod{runs("p1", open("a", "TimedOut")), runs("p2", gone("a"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/EndpointGone", "endpoint a fails, it is gone"},
+		{"any: one of two is gone", any2, accepted(), []Pod{runs("p1", healthy("a"), gone("b"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", "delivered to another endpoint, but endpoint b fails, it is gone"},
 		{"open at one pod of two", any1, accepted(), []Pod{runs("p1", healthy("a")), runs("p2", open("a", "TimedOut"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready False/CircuitOpen", "endpoint a fails, its circuit is open since 2026-03-01T11:59:00Z: TimedOut"},
 		{"recovering", any1, accepted(), []Pod{runs("p1", recovering("a"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", ""},
 		{"any: one of two fails", any2, accepted(), []Pod{runs("p1", healthy("a"), open("b", "TimedOut"))}, "True/Accepted True/ResolvedRefs True/Programmed True/Ready True/Delivering", "delivered to another endpoint, but endpoint b fails, its circuit is open"},
@@ -425,6 +434,9 @@ func TestPaceOfFailures(t *testing.T) {
 		t.Error(got)
 	}
 	if got := soon(open("a", "ServerError"), time.Second); got != "False/CircuitOpen" {
+		t.Error(got)
+	}
+	if got := soon(gone("a"), time.Second); got != "False/EndpointGone" {
 		t.Error(got)
 	}
 	if got := soon(healthy("a"), time.Second); got != "False/TimedOut" {

@@ -323,7 +323,7 @@ var hints = map[string]string{
 	v1alpha1.ReasonAddressDenied:       "the name resolves to a private address: ask an administrator to allow it (--egress-allow)",
 	v1alpha1.ReasonServerError:         "check the receiver's log",
 	v1alpha1.ReasonThrottled:           "the receiver limits the rate: set spec.delivery.rateLimit",
-	v1alpha1.ReasonRejected:            "the receiver rejects the message: check its credentials and headers; rejected messages are dead letters; redeliver them after the fix",
+	v1alpha1.ReasonRejected:            "the receiver rejects the message: check the URL, its credentials and headers; rejected messages are dead letters until the circuit opens; redeliver them after the fix",
 	v1alpha1.ReasonRedirected:          "redirects are not followed: set the final URL in the spec",
 	v1alpha1.ReasonInvalidResponse:     "the response is not HTTP; check the port",
 }
@@ -346,6 +346,8 @@ func (e *explainer) endpoints() {
 			success = "last success " + ago(e.Now, p.LastSuccessTime.Time)
 		}
 		switch {
+		case p.State == v1alpha1.EndpointGone:
+			e.add(level, "Endpoint", "correct the URL, or remove the endpoint; a change of the destination triggers a probe", "%q answered 410 (Gone), one probe an hour is sent; %s%s%s", p.Name, success, failure, elsewhere)
 		case p.State == v1alpha1.EndpointCircuitOpen:
 			e.add(level, "Endpoint", fix, "circuit breaker of %q is open, only probes are sent; %s%s%s", p.Name, success, failure, elsewhere)
 		case p.State == v1alpha1.EndpointDegraded && p.LastSuccessTime != nil && p.LastFailure != nil && !p.LastSuccessTime.Before(&p.LastFailure.Time):

@@ -135,6 +135,7 @@ func TestExplain(t *testing.T) {
 		}), "Filter", "the filter excluded every call so far (1 message)", "integrations", ""},
 		{"some are filtered", d(func(d *v1alpha1.WebhookDestination) { d.Status.Delivery.Filtered = 3 }), "", "", "", "NOTICE Filter 3 messages"},
 		{"circuit open", failing(v1alpha1.EndpointCircuitOpen, "ConnectionRefused", "nothing listens at 10.0.0.9:80"), "Endpoint", `circuit breaker of "primary" is open, only probes are sent; last success 3s ago; the last failure was 2s ago: nothing listens at 10.0.0.9:80 (ConnectionRefused)`, "receiver runs", ""},
+		{"gone", failing(v1alpha1.EndpointGone, "Rejected", "answered 410 Gone"), "Endpoint", `"primary" answered 410 (Gone), one probe an hour is sent; last success 3s ago; the last failure was 2s ago: answered 410 Gone (Rejected)`, "correct the URL", ""},
 		{"one endpoint of two", func(f *Facts) {
 			failing(v1alpha1.EndpointCircuitOpen, "ServerError", "answered 500")(f)
 			s := &f.Destinations[0].Status

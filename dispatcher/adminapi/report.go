@@ -195,7 +195,11 @@ const (
 	EndpointHealthy     EndpointState = "Healthy"
 	EndpointDegraded    EndpointState = "Degraded"
 	EndpointCircuitOpen EndpointState = "CircuitOpen"
+	EndpointGone        EndpointState = "Gone"
 )
+
+// Open reports whether only probes are sent.
+func (s EndpointState) Open() bool { return s == EndpointCircuitOpen || s == EndpointGone }
 
 // EndpointReport is one endpoint's traffic in the pod.
 type EndpointReport struct {

@@ -218,7 +218,7 @@ func (e *Engine) compile(p *change) *destinationConfig {
 	s := &destinationConfig{
 		generation: c.Generation, revision: c.Revision, configs: c.Endpoints,
 		active:      c.State == liveconfig.Active,
-		policy:      retry.Policy{Window: c.Delivery.RetryWindow(), MinBackoff: c.Delivery.MinBackoff(), MaxBackoff: c.Delivery.MaxBackoff(), Timeout: c.Delivery.Timeout()},
+		policy:      retry.Policy{Window: c.Delivery.RetryWindow(), MinBackoff: c.Delivery.MinBackoff(), MaxBackoff: c.Delivery.MaxBackoff(), Timeout: c.Delivery.Timeout(), StatusCodes: c.Delivery.RetryStatusCodes},
 		maxInFlight: max(1, c.Delivery.MaxInFlight), perSecond: c.Delivery.RequestsPerSecond,
 		deadLetters: c.DeadLetters, exactNumbers: c.ExactNumbers,
 	}

@@ -252,7 +252,7 @@ func TestAttemptsAreBounded(t *testing.T) {
 
 func TestTail(t *testing.T) {
 	bubble(t, func(t *testing.T) {
-		w := newWorld(t, byURL(map[string]answer{urlB: {status: 404}}))
+		w := newWorld(t, byURL(map[string]answer{urlB: {status: 409}}))
 		w.apply(dest("a", urlA), dest("b", urlB))
 		ctx, cancel := context.WithCancel(context.Background())
 		all, lost := w.engine.Tail(ctx, "", "")
@@ -263,7 +263,7 @@ func TestTail(t *testing.T) {
 		if len(all) != 20 || len(b) != 10 || len(none) != 0 {
 			t.Errorf("%d, %d and %d attempts", len(all), len(b), len(none))
 		}
-		if a := <-b; a.Destination != "ns/b" || a.StatusCode != 404 || a.Reason != string(egress.Rejected) || a.MessageID != "m1" {
+		if a := <-b; a.Destination != "ns/b" || a.StatusCode != 409 || a.Reason != string(egress.Rejected) || a.MessageID != "m1" {
 			t.Errorf("%+v", a)
 		}
 		// Without a reader, excess attempts are dropped and counted, and deliveries continue.

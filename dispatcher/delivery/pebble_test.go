@@ -26,7 +26,7 @@ func TestOnPebble(t *testing.T) {
 		case r.url == urlB && !mended.Load():
 			return answer{reason: egress.ConnectionRefused}
 		case r.url == urlC:
-			return answer{status: 404}
+			return answer{status: 409}
 		}
 		return answer{status: 200}
 	})

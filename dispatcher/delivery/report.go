@@ -96,7 +96,7 @@ func (e *Engine) Takes(id queue.LaneID) bool {
 // allOpen reports whether only probes are sent.
 func allOpen(endpoints []adminapi.EndpointReport) bool {
 	for _, ep := range endpoints {
-		if ep.State != adminapi.EndpointCircuitOpen {
+		if !ep.State.Open() {
 			return false
 		}
 	}

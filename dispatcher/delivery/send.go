@@ -51,13 +51,13 @@ func (r *ended) failure() endpoint.Failure {
 }
 
 // result classifies the attempt for the endpoint's state machine.
-func (r *ended) result() endpoint.Result {
+func (r *ended) result(policy *retry.Policy) endpoint.Result {
 	switch o := r.outcome(); {
 	case r.cut:
 		return endpoint.Canceled
 	case !o.Failed():
 		return endpoint.Succeeded
-	case o.Permanent() != "":
+	case policy.Permanent(o) != "":
 		return endpoint.Rejected
 	case r.Reason == egress.Throttled, r.Reason == egress.TimedOut && r.Sent:
 		return endpoint.Overloaded
@@ -68,18 +68,19 @@ func (r *ended) result() endpoint.Result {
 // start sends a message to the lane's endpoint. A draining lane may have several endpoints: it
 // alternates between those with capacity. The lock is held.
 func (e *Engine) start(l *lane, d queue.Delivery, p *post, now time.Time) {
-	e.post(l, d, l.choose(d.Attempt, func(t target) bool { return t.takes(now) }), p, now)
+	e.post(l, d, l.choose(d.Attempt, now, func(t target) bool { return t.takes(now) }), p, now)
 }
 
 // choose returns one of the lane's endpoints that satisfy will, a proven one if possible.
-func (l *lane) choose(turn int, will func(target) bool) (to target) {
+func (l *lane) choose(turn int, now time.Time, will func(target) bool) (to target) {
 	if len(l.targets) == 1 {
 		return l.targets[0]
 	}
 	proven := false
 	for i := range l.targets {
 		t := l.targets[(turn+i)%len(l.targets)]
-		if p := t.machine.Proven(); will(t) && (to.liveEndpoint == nil || p && !proven) {
+		// An endpoint that requested a wait is the last choice.
+		if p := t.machine.Proven() && t.machine.Wait(now) == 0; will(t) && (to.liveEndpoint == nil || p && !proven) {
 			to, proven = t, p
 		}
 	}
@@ -119,7 +120,7 @@ func (e *Engine) addInFlight(n int, unproven bool) {
 // released while the store is called.
 func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 	set := l.set
-	to := l.choose(l.probes, func(t target) bool { return t.machine.ProbeDue(now) })
+	to := l.choose(l.probes, now, func(t target) bool { return t.machine.ProbeDue(now) })
 	to.machine.StartProbe() // Set before the lock is released, so that there is only one probe.
 	l.probes++
 	next := l.probes%2 == 0
@@ -254,13 +255,37 @@ func (e *Engine) send(w *worker) {
 		p.target.destination.metrics.longNumbers++
 	}
 	ep := p.target.liveEndpoint
-	back, changed := e.finish(p, &r, s, started)
+	back, changed := e.observe(p, &r, started)
+	e.finish(p, &r, s)
 	*p = post{}
 	e.mu.Unlock()
 	e.release(back)
 	if changed.Record {
 		e.storeCircuit(ep)
 	}
+}
+
+// messageOutcome returns the outcome of an attempt for its message. It differs from that for the
+// endpoint: a permanent answer is final only if no other endpoint may get the message and the
+// circuit is closed, and a message that other endpoints may get waits only as long as all of them
+// require.
+func (e *Engine) messageOutcome(p *post, r *ended) retry.Outcome {
+	o := r.outcome()
+	permanent := p.set.policy.Permanent(o) != ""
+	if !permanent && !p.others {
+		return o
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if permanent && (p.others || p.target.machine.Holds(o.StatusCode)) {
+		o.StatusCode = 0
+	}
+	for _, t := range p.lane.targets {
+		if p.others && t.liveEndpoint != p.target.liveEndpoint {
+			o.RetryAfter = min(o.RetryAfter, t.machine.Wait(r.at))
+		}
+	}
+	return o
 }
 
 // body returns the bytes to sign and to send. Only messages that are marked for long numbers need a
@@ -300,15 +325,11 @@ func (e *Engine) settle(p *post, r *ended) outcome {
 		args := append(p.target.logArgs(), failureArgs(r.failure())...)
 		e.log.Warn("delivery attempt failed", append(args, "messageId", p.message.ID, "attempt", p.message.Attempt+1)...)
 	}
-	o := r.outcome()
 	if r.cut {
 		e.o.Store.Release(p.message)
 		return released
 	}
-	if p.others && o.Permanent() != "" {
-		o = retry.Outcome{Reason: r.Reason} // Another endpoint may accept it.
-	}
-	decision := retry.Decide(o, p.set.policy, p.message.Attempt, p.message.AcceptedAt, r.at, rand.Float64)
+	decision := retry.Decide(e.messageOutcome(p, r), p.set.policy, p.message.Attempt, p.message.AcceptedAt, r.at, rand.Float64)
 	if decision.Action == retry.Ack {
 		if !e.o.Store.Ack(p.message) {
 			return deliveredAgain
@@ -344,13 +365,12 @@ func (e *Engine) bury(d queue.Delivery, f queue.Failure, now time.Time) (buried 
 	return buried
 }
 
-// finish accounts for a request's end. It returns messages to release: leased messages that cannot
-// be sent because the circuit opened. The lock is held.
-func (e *Engine) finish(p *post, r *ended, s outcome, started time.Time) (back []queue.Delivery, changed endpoint.Change) {
-	l, ep := p.lane, p.target.liveEndpoint
-	now := r.at
+// observe updates the endpoint with the result of a request. It returns messages to release: leased
+// messages that cannot be sent because the circuit opened. The lock is held.
+func (e *Engine) observe(p *post, r *ended, started time.Time) (back []queue.Delivery, changed endpoint.Change) {
+	ep := p.target.liveEndpoint
 	a := endpoint.Attempt{
-		Started: started, Ended: now, Result: r.result(), RetryAfter: r.RetryAfter,
+		Started: started, Ended: r.at, Result: r.result(&p.set.policy), RetryAfter: r.RetryAfter,
 		InFlight: ep.inFlight, Probe: p.probe,
 	}
 	if a.Result != endpoint.Succeeded {
@@ -365,6 +385,18 @@ func (e *Engine) finish(p *post, r *ended, s outcome, started time.Time) (back [
 			}
 		}
 	}
+	if !r.cut {
+		e.record(p, r)
+	}
+	if changed.State {
+		e.logState(ep, r.at)
+	}
+	return back, changed
+}
+
+// finish accounts for a request's end and offers the free capacity to other lanes. The lock is held.
+func (e *Engine) finish(p *post, r *ended, s outcome) {
+	l, ep, now := p.lane, p.target.liveEndpoint, r.at
 	e.addInFlight(-1, p.unproven)
 	l.inFlight--
 	ep.inFlight--
@@ -376,12 +408,6 @@ func (e *Engine) finish(p *post, r *ended, s outcome, started time.Time) (back [
 		// outdated.
 		l.more = true
 	}
-	if !r.cut {
-		e.record(p, r)
-	}
-	if changed.State {
-		e.logState(ep, now)
-	}
 	e.wakeNextLane(ep, now)
 	for _, t := range l.targets {
 		if t.liveEndpoint != ep {
@@ -392,7 +418,6 @@ func (e *Engine) finish(p *post, r *ended, s outcome, started time.Time) (back [
 	if l.draining && l.leased == 0 {
 		e.wakeMaintenance()
 	}
-	return back, changed
 }
 
 // record keeps and publishes the attempt.
@@ -418,7 +443,7 @@ const stateLogEvery = 10 * time.Second
 // after the last log line.
 func (e *Engine) logState(ep *liveEndpoint, now time.Time) {
 	ep.suppressed++
-	if ep.machine.Open() || ep.loggedState == endpoint.CircuitOpen {
+	if ep.machine.Open() || ep.loggedState == endpoint.CircuitOpen || ep.loggedState == endpoint.Gone {
 		ep.loggedAt = time.Time{}
 	}
 	if e.logSuppressed(ep, now) > 0 && ep.suppressed == 1 {

@@ -260,6 +260,9 @@ func (d Destination) validate(sources map[string]bool) error {
 	if p.MinBackoffMS < 1 || p.MaxBackoffMS < p.MinBackoffMS {
 		return errors.New("delivery backoff must be positive, minBackoffMS not above maxBackoffMS")
 	}
+	if slices.ContainsFunc(p.RetryStatusCodes, func(code int) bool { return code < 300 || code > 499 }) {
+		return errors.New("delivery.retryStatusCodes must be from 300 to 499")
+	}
 	if p.MaxInFlight < 1 || p.MaxInFlight > 1024 {
 		return errors.New("delivery.maxInFlight must be between 1 and 1024")
 	}

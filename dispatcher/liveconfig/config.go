@@ -285,6 +285,8 @@ type Delivery struct {
 	MaxInFlight   int   `json:"maxInFlight"`
 	// RequestsPerSecond per endpoint and pod; 0 is no limit.
 	RequestsPerSecond int `json:"requestsPerSecond,omitempty"`
+	// RetryStatusCodes from 300 to 499 are retried, in addition to 408, 429 and 5xx.
+	RetryStatusCodes []int `json:"retryStatusCodes,omitempty"`
 }
 
 // Timeout returns TimeoutMS as a duration.

@@ -33,7 +33,7 @@ func full() Config {
 			}},
 			Signing:      SigningSchemes{{Type: HMAC, Secret: NewSecret(canary), Previous: NewSecret(canary), Format: &HMACFormat{"X-A", SHA256, Hex, SignBody, "{signature}", ",{signature}"}}, {Type: StandardWebhooks, Secret: NewSecret(canary)}},
 			Success:      AnyEndpoint,
-			Delivery:     Delivery{TimeoutMS: 5000, RetryWindowMS: 1000, MinBackoffMS: 1, MaxBackoffMS: 2, MaxInFlight: 3, RequestsPerSecond: 4},
+			Delivery:     Delivery{TimeoutMS: 5000, RetryWindowMS: 1000, MinBackoffMS: 1, MaxBackoffMS: 2, MaxInFlight: 3, RequestsPerSecond: 4, RetryStatusCodes: []int{409}},
 			ExactNumbers: true,
 			Filter:       &Filter{Types: []string{"track"}, Events: []string{"*"}, Expression: "true"}, DeadLetters: DeadLetters{RetentionMS: 1, MaxBytes: 2},
 		}},
@@ -169,6 +169,7 @@ func TestDecodeIsStrict(t *testing.T) {
 		"timeout":       {func(c *Config) { c.Destinations[0].Delivery.TimeoutMS = 5001 }, "timeoutMS"},
 		"window":        {func(c *Config) { c.Destinations[0].Delivery.RetryWindowMS = 4*3600*1000 + 1 }, "retryWindowMS"},
 		"in flight":     {func(c *Config) { c.Destinations[0].Delivery.MaxInFlight = 0 }, "maxInFlight"},
+		"status code":   {func(c *Config) { c.Destinations[0].Delivery.RetryStatusCodes = []int{500} }, "retryStatusCodes"},
 		"backoff":       {func(c *Config) { c.Destinations[0].Delivery.MinBackoffMS = 3 }, "backoff"},
 	} {
 		t.Run(name, func(t *testing.T) {

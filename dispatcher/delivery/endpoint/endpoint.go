@@ -21,17 +21,16 @@ import (
 )
 
 const (
-	// The circuit opens after openAfter failures in a row, or when openShare of the last
-	// recentAttempts attempts failed. The share is so large that an endpoint with random failures
-	// does not reach it: with one failure in four, openAfter failures in a row happen once in a
-	// million attempts, and the share never.
-	openAfter      = 10
+	// The circuit opens when the strain of failures without a success in between reaches openStrain,
+	// or when openShare of the last recentAttempts attempts failed. The share is so large that an
+	// endpoint with random failures does not reach it: with one failure in four, ten failures in a
+	// row happen once in a million attempts, and the share never.
+	openStrain     = 100
 	recentAttempts = 64
 	openShare      = recentAttempts * 3 / 4
-	// The circuit is half-open until halfOpenFor successes. Until then, reopenAfter failures in a
-	// row open it again.
-	halfOpenFor = 10
-	reopenAfter = 3
+	// The circuit is half-open until halfOpenFor successes. Until then, reopenStrain opens it again.
+	halfOpenFor  = 10
+	reopenStrain = 30
 	// minRound is the smallest number of attempts that are judged together for the window.
 	minRound = 64
 	// provenAttempts is the number of recent attempts of which half must have succeeded for the
@@ -40,6 +39,8 @@ const (
 
 	minProbeInterval = time.Second
 	maxProbeInterval = time.Minute
+	// goneInterval is the probe interval of an endpoint that answers 410.
+	goneInterval = time.Hour
 	// maxProbeDelay bounds how far a receiver can postpone the next probe with Retry-After.
 	maxProbeDelay = time.Hour
 )
@@ -56,7 +57,8 @@ const (
 	// Overloaded: the endpoint failed because it gets too many requests: it answered so, or it
 	// did not answer in time.
 	Overloaded
-	// Rejected: the endpoint works and rejected the message.
+	// Rejected: the endpoint gave a permanent answer. It rejected the message, or every message: that
+	// depends on the status code.
 	Rejected
 	// Canceled: the request was canceled, so it has no result.
 	Canceled
@@ -116,15 +118,19 @@ type Machine struct {
 	// closed; both up to recentAttempts.
 	failed, down          uint64
 	attempts, sinceClosed int
-	// failures and downInARow count since the last success, and since the last attempt that was
-	// not down; successes counts since the last failure.
-	failures, downInARow, successes int
-	lastSuccess                     time.Time
-	lastFailure                     Failure
+	// failures counts since the last success, successes since the last failure.
+	failures, successes int
+	// strain is the sum of the strains of the failures since the last success.
+	strain      int
+	lastSuccess time.Time
+	lastFailure Failure
+	// waitUntil is the end of the latest wait that the endpoint requested.
+	waitUntil time.Time
 	// latency is a moving average of the duration of attempts.
 	latency time.Duration
 
-	open bool
+	// gone is true while the circuit is open because the endpoint answered 410.
+	open, gone bool
 	// probing is true while the probe is in flight.
 	probing  bool
 	probeAt  time.Time
@@ -151,7 +157,7 @@ func (m *Machine) Reconfigure(limit int, now time.Time) {
 	m.slowStartUntil = float64(limit)
 	m.interval, m.probeAt = 0, now
 	if m.failures > 0 && !m.open {
-		m.failures, m.failed = 0, 0
+		m.failures, m.failed, m.strain = 0, 0, 0
 		m.Refresh(now)
 	}
 }
@@ -203,6 +209,14 @@ func (m *Machine) Proven() bool {
 // Latency returns a moving average of the duration of attempts.
 func (m *Machine) Latency() time.Duration { return m.latency }
 
+// Wait returns the rest of the latest wait that the endpoint requested with Retry-After, at most an
+// hour. It holds for the messages that the endpoint answered so, not for others.
+func (m *Machine) Wait(now time.Time) time.Duration { return max(0, m.waitUntil.Sub(now)) }
+
+// Holds reports whether a message with this permanent answer must be kept: the circuit is open, and
+// the answer may be the same for every message.
+func (m *Machine) Holds(statusCode int) bool { return m.open && rejectionStrain(statusCode) > 0 }
+
 // Observe records a finished attempt and reports what it changed.
 func (m *Machine) Observe(a Attempt) Change {
 	if a.Result == Canceled {
@@ -212,23 +226,48 @@ func (m *Machine) Observe(a Attempt) Change {
 	wasOpen, wasProbeAt := m.open, m.probeAt
 	m.remember(&a)
 	switch {
-	case m.open && a.down():
+	case m.open && a.strain() > 0:
 		m.failedWhileOpen(&a)
 	case m.open && a.Probe:
 		m.close(a.Ended)
 	case m.open: // The request started before the circuit opened; only the probe decides.
-	case a.down():
-		m.shrink(&a)
-		m.openIfDown(&a)
 	default:
-		m.recover()
-		m.grow(a.InFlight)
+		m.resize(&a)
+		m.openIfStrained(&a)
 	}
 	return Change{
 		Opened: !wasOpen && m.open, Closed: wasOpen && !m.open,
 		State: m.Refresh(a.Ended), Record: !wasProbeAt.Equal(m.probeAt),
 	}
 }
+
+// strain returns how much an attempt is evidence that the endpoint accepts no message at all: the
+// circuit opens after 10 failures in a row, or 10 answers that are about the endpoint or its
+// credentials, or 100 answers that are about the message. Other permanent answers are no evidence.
+func (a *Attempt) strain() int {
+	switch {
+	case a.Result == Succeeded:
+		return 0
+	case a.down():
+		return openStrain / 10
+	}
+	return rejectionStrain(a.Failure.StatusCode)
+}
+
+func rejectionStrain(statusCode int) int {
+	switch statusCode {
+	case statusGone:
+		return openStrain
+	case 401, 403, 404, 405, 407:
+		return openStrain / 10
+	case 400, 413, 415, 422:
+		return openStrain / 100
+	}
+	return 0
+}
+
+// statusGone is the answer of an endpoint that was removed.
+const statusGone = 410
 
 // down reports whether the endpoint failed, and not only for this message.
 func (a *Attempt) down() bool { return a.Result == Failed || a.Result == Overloaded }
@@ -242,12 +281,10 @@ func (m *Machine) remember(a *Attempt) {
 	m.countRound(a)
 	if a.down() {
 		m.down |= 1
-		m.downInARow++
-	} else {
-		m.downInARow = 0
 	}
+	m.strain += a.strain()
 	if a.Result == Succeeded {
-		m.failures = 0
+		m.failures, m.strain = 0, 0
 		m.successes++
 		m.lastSuccess = a.Ended
 		return
@@ -256,6 +293,9 @@ func (m *Machine) remember(a *Attempt) {
 	m.successes = 0
 	m.failures++
 	m.lastFailure = a.Failure
+	if until := a.Ended.Add(min(a.RetryAfter, maxProbeDelay)); a.RetryAfter > 0 && until.After(m.waitUntil) {
+		m.waitUntil = until
+	}
 }
 
 // countRound counts an attempt of the current round; a new round begins after a full one.
@@ -277,7 +317,16 @@ func (m *Machine) roundSize() int { return max(minRound, int(m.window)) }
 // recent returns the number of set bits of the last n attempts, at most recentAttempts.
 func recent(history uint64, n int) int { return bits.OnesCount64(history & (1<<n - 1)) }
 
-// grow enlarges the window after a success.
+// resize adapts the window to an attempt.
+func (m *Machine) resize(a *Attempt) {
+	if a.down() {
+		m.shrink(a)
+	} else {
+		m.grow(a.InFlight)
+	}
+}
+
+// grow enlarges the window after an answer that needs no slower pace.
 func (m *Machine) grow(inFlight int) {
 	// A half-empty window is no evidence that a larger one works.
 	if 2*inFlight < int(m.window) {
@@ -302,15 +351,21 @@ func (m *Machine) shrink(a *Attempt) {
 	m.cutAt, m.round, m.roundDown = a.Ended, 0, 0
 }
 
-// openIfDown opens the circuit if too many attempts failed.
-func (m *Machine) openIfDown(a *Attempt) {
-	limit := openAfter
+// openIfStrained opens the circuit if too many attempts failed. Otherwise a success brings a
+// half-open circuit nearer to its recovery.
+func (m *Machine) openIfStrained(a *Attempt) {
+	limit := openStrain
 	if m.halfOpen > 0 {
-		limit = reopenAfter
+		limit = reopenStrain
 	}
-	if m.downInARow >= limit || m.sinceClosed == recentAttempts && recent(m.down, recentAttempts) >= openShare {
+	switch {
+	case m.strain >= limit, a.down() && m.sinceClosed == recentAttempts && recent(m.down, recentAttempts) >= openShare:
 		m.open = true
 		m.scheduleProbe(a)
+	case a.strain() == 0 && m.halfOpen > 0:
+		if m.halfOpen--; m.halfOpen == 0 {
+			m.interval = 0
+		}
 	}
 }
 
@@ -323,29 +378,27 @@ func (m *Machine) failedWhileOpen(a *Attempt) {
 	}
 }
 
-// scheduleProbe doubles the interval and spreads it by a fifth to either side.
+// scheduleProbe doubles the interval and spreads it by a fifth to either side. The first answer 410
+// is confirmed soon, because it may be about one message only; then the probes are rare.
 func (m *Machine) scheduleProbe(a *Attempt) {
 	m.probing = false
 	m.interval = min(max(2*m.interval, minProbeInterval), maxProbeInterval)
-	wait := time.Duration(float64(m.interval) * (0.8 + 0.4*a.Jitter))
+	interval, wasGone := m.interval, m.gone
+	if m.gone = a.Failure.StatusCode == statusGone && a.Result == Rejected; m.gone {
+		m.interval, interval = 0, minProbeInterval
+		if wasGone {
+			interval = goneInterval
+		}
+	}
+	wait := time.Duration(float64(interval) * (0.8 + 0.4*a.Jitter))
 	m.probeAt = a.Ended.Add(max(wait, min(a.RetryAfter, maxProbeDelay)))
 }
 
 // close closes the circuit, with the smallest window. Slow start continues up to the window that the
 // endpoint is known to carry, so that a recovered endpoint is at full speed after a few round trips.
 func (m *Machine) close(now time.Time) {
-	m.open, m.probing, m.probeAt = false, false, time.Time{}
+	m.open, m.gone, m.probing, m.probeAt = false, false, false, time.Time{}
 	m.window, m.slowStartUntil = 1, max(2, m.slowStartUntil)
-	m.round, m.roundDown = 0, 0
+	m.round, m.roundDown, m.strain = 0, 0, 0
 	m.sinceClosed, m.halfOpen, m.closedAt = 0, halfOpenFor, now
-}
-
-// recover counts a success of a half-open circuit.
-func (m *Machine) recover() {
-	if m.halfOpen == 0 {
-		return
-	}
-	if m.halfOpen--; m.halfOpen == 0 {
-		m.interval = 0
-	}
 }

@@ -1,11 +1,18 @@
 package endpoint
 
 import (
+	"fmt"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/posthorn/posthorn/test/check"
+)
+
+// Failures in a row that open a closed and a half-open circuit.
+const (
+	openAfter   = 10
+	reopenAfter = 3
 )
 
 var start = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
@@ -79,6 +86,105 @@ func TestCircuitOpens(t *testing.T) {
 			check.Equal(t, "Open", d.Open(), test.want)
 		})
 	}
+}
+
+// reject observes a permanent answer.
+func (d *driver) reject(status int) Change {
+	return d.attempt(Attempt{Result: Rejected, Failure: Failure{StatusCode: status}})
+}
+
+func TestPermanentAnswersOpenTheCircuit(t *testing.T) {
+	limits := map[int]int{410: 1, 401: 10, 403: 10, 404: 10, 405: 10, 407: 10, 400: 100, 413: 100, 415: 100, 422: 100}
+	for status := 300; status < 500; status++ {
+		d := drive(64)
+		opened := 0
+		for n := 1; n <= 200 && opened == 0; n++ {
+			if d.reject(status).Opened {
+				opened = n
+			}
+		}
+		check.Equal(t, fmt.Sprintf("answers %d until the circuit opens", status), opened, limits[status])
+	}
+}
+
+func TestSuccessBetweenPermanentAnswers(t *testing.T) {
+	for status, n := range map[int]int{404: 9, 400: 99} {
+		d := drive(64)
+		for range 3 {
+			for range n {
+				d.reject(status)
+			}
+			d.succeed(1)
+		}
+		check.Equal(t, fmt.Sprintf("Open after answers %d", status), d.Open(), false)
+	}
+}
+
+// Different failures in a row open the circuit together.
+func TestMixedFailures(t *testing.T) {
+	d := drive(64)
+	d.fail(5)
+	for range 4 {
+		d.reject(404)
+	}
+	for range 9 {
+		d.reject(400)
+	}
+	d.reject(409)
+	check.Equal(t, "Open a moment before", d.Open(), false)
+	check.Equal(t, "Opened", d.reject(400).Opened, true)
+}
+
+// A message is held only while the circuit is open, and only for an answer of the kind that opens it.
+func TestHolds(t *testing.T) {
+	d := drive(64)
+	check.Equal(t, "Holds while the circuit is closed", d.Holds(404), false)
+	d.fail(openAfter)
+	for status, want := range map[int]bool{400: true, 404: true, 410: true, 409: false, 301: false} {
+		check.Equal(t, fmt.Sprintf("Holds %d", status), d.Holds(status), want)
+	}
+	probe := func(status int) Change {
+		d.StartProbe()
+		return d.attempt(Attempt{Result: Rejected, Probe: true, Failure: Failure{StatusCode: status}})
+	}
+	check.Equal(t, "change of a probe's 400", probe(400), Change{Record: true})
+	check.Equal(t, "change of a probe's 409", probe(409), Change{Closed: true, Record: true, State: true})
+}
+
+func TestGone(t *testing.T) {
+	d := drive(64)
+	gone := func() time.Duration {
+		d.StartProbe()
+		d.attempt(Attempt{Result: Rejected, Probe: true, Failure: Failure{StatusCode: 410}})
+		return d.ProbeAt().Sub(d.now)
+	}
+	d.reject(410)
+	check.Equal(t, "state", d.Status().State, Gone)
+	check.Equal(t, "wait for the confirmation", d.ProbeAt().Sub(d.now), time.Second)
+	check.Equal(t, "wait after the confirmation", gone(), time.Hour)
+	check.Equal(t, "wait after another probe", gone(), time.Hour)
+
+	restored := New(64, start)
+	restored.Restore(d.Record("r"), "r", d.now)
+	check.Equal(t, "Status after a restart", restored.Status(), d.Status())
+
+	d.probe(Failed)
+	check.Equal(t, "state after a failed probe", d.Status().State, CircuitOpen)
+	check.Equal(t, "wait after a failed probe", d.ProbeAt().Sub(d.now), time.Second)
+	gone()
+	d.probe(Succeeded)
+	check.Equal(t, "Open after a success", d.Open(), false)
+}
+
+func TestWait(t *testing.T) {
+	d := drive(64)
+	check.Equal(t, "Wait without a request", d.Wait(d.now), 0)
+	d.attempt(Attempt{Result: Failed, RetryAfter: time.Minute})
+	d.attempt(Attempt{Result: Failed, RetryAfter: time.Second})
+	check.Equal(t, "Wait", d.Wait(d.now), time.Minute)
+	check.Equal(t, "Wait a minute later", d.Wait(d.now.Add(time.Minute)), 0)
+	d.attempt(Attempt{Result: Failed, RetryAfter: 100 * time.Hour})
+	check.Equal(t, "Wait after a Retry-After of 100 h", d.Wait(d.now), time.Hour)
 }
 
 func TestChange(t *testing.T) {
@@ -277,7 +383,7 @@ func TestRecord(t *testing.T) {
 
 	back := New(64, start)
 	back.Restore(r, "r1", d.now.Add(-100*time.Hour))
-	check.Equal(t, "wait after the clock was set back", back.ProbeAt().Sub(d.now.Add(-100*time.Hour)), time.Hour)
+	check.Equal(t, "wait after the clock was set back", back.ProbeAt().Sub(d.now.Add(-100*time.Hour)), 2*time.Hour)
 }
 
 // A scheduler must not pay for the state machine with garbage.

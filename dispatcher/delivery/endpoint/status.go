@@ -15,6 +15,8 @@ const (
 	Degraded State = "Degraded"
 	// CircuitOpen: only probes are sent.
 	CircuitOpen State = "CircuitOpen"
+	// Gone: the endpoint answered 410, and only rare probes are sent.
+	Gone State = "Gone"
 )
 
 const (
@@ -62,6 +64,8 @@ func (m *Machine) Refresh(now time.Time) bool {
 func (m *Machine) next(now time.Time) State {
 	failures := recent(m.failed, stateAttempts)
 	switch {
+	case m.gone:
+		return Gone
 	case m.open:
 		return CircuitOpen
 	case m.failures == 0 && m.successes == 0:

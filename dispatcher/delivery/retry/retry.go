@@ -4,6 +4,7 @@ package retry
 
 import (
 	"math"
+	"slices"
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/egress"
@@ -43,6 +44,8 @@ type Policy struct {
 	MinBackoff, MaxBackoff time.Duration
 	// Timeout of one attempt.
 	Timeout time.Duration
+	// StatusCodes are retried in addition to 408, 429 and 5xx.
+	StatusCodes []int
 }
 
 // Decision is the next action for a message.
@@ -63,10 +66,10 @@ func (o Outcome) Failed() bool {
 // Permanent returns the reason why a retry is pointless: the endpoint works and rejects this
 // request. It is "" for a success and for all temporary failures: 5xx, 429, 408, timeouts, broken
 // connections, DNS and TLS errors, responses that are not HTTP, and addresses that the egress guard
-// denies (its list may change).
-func (o Outcome) Permanent() egress.Reason {
+// denies (its list may change), and for the policy's StatusCodes.
+func (p *Policy) Permanent(o Outcome) egress.Reason {
 	switch s := o.StatusCode; {
-	case s == 408 || s == 429:
+	case s == 408 || s == 429 || slices.Contains(p.StatusCodes, s):
 	case s >= 300 && s <= 399:
 		return egress.Redirected
 	case s >= 400 && s <= 499:
@@ -85,7 +88,7 @@ func Decide(o Outcome, p Policy, attempt int, accepted, now time.Time, rnd func(
 	if !o.Failed() {
 		return Decision{Action: Ack}
 	}
-	if reason := o.Permanent(); reason != "" {
+	if reason := p.Permanent(o); reason != "" {
 		return Decision{Action: Bury, Reason: reason}
 	}
 	// The last attempt needs time for its own timeout, but a short window must still have a retry.

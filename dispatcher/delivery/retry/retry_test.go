@@ -33,6 +33,17 @@ func TestStatusCodes(t *testing.T) {
 	}
 }
 
+// Further status codes of the policy are retried; the others are not affected.
+func TestPolicyStatusCodes(t *testing.T) {
+	p := policy
+	p.StatusCodes = []int{302, 409}
+	for status, want := range map[int]Action{302: Retry, 409: Retry, 301: Bury, 404: Bury, 503: Retry, 200: Ack} {
+		if got := Decide(Outcome{StatusCode: status}, p, 0, accepted, accepted, half); got.Action != want {
+			t.Errorf("action after %d: got %v, want %v", status, got.Action, want)
+		}
+	}
+}
+
 func TestReasons(t *testing.T) {
 	for _, reason := range []egress.Reason{
 		egress.TimedOut, egress.ConnectionRefused, egress.ConnectionFailed, egress.DNSFailed, egress.CertificateRejected,
