@@ -1,0 +1,99 @@
+package system
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"strings"
+	"syscall"
+	"testing"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/test/check"
+)
+
+// redelivery reads a Redelivery with `posthorn get`.
+func (p *posthorn) redelivery(name string) (o v1alpha1.Redelivery, err error) {
+	p.t.Helper()
+	out, errs, code := cli(p.t, "", "get", "redeliveries", name, "-o", "json", "--admin", p.Admin)
+	if code != 0 {
+		return o, fmt.Errorf("get redeliveries: exit %d: %s", code, errs)
+	}
+	return o, json.Unmarshal([]byte(out), &o)
+}
+
+// A Redelivery runs without a cluster. After a kill -9 it continues where it was, and after
+// its end another process does not run it again.
+func TestRedeliveryWithoutACluster(t *testing.T) {
+	const letters = 8
+	r := newReceiver(t)
+	r.set(func(int) int { return http.StatusUnprocessableEntity })
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", r.URL, "")})
+	for i := range letters {
+		p.mustPost("/v1/track", fmt.Sprintf(`{"userId":"u","event":"E","messageId":"m%d"}`, i))
+	}
+	if _, _, dead, _ := p.ledger("crm"); dead != letters {
+		t.Fatalf("dead letters: got %d, want %d", dead, letters)
+	}
+	r.set(nil)
+	object := func(name, spec string) string {
+		return "apiVersion: posthorn.dev/v1alpha1\nkind: Redelivery\nmetadata: {name: " + name + "}\nspec: {destinationRef: {name: crm}, " + spec + "}\n"
+	}
+	p.write("again.yaml", object("again", "rate: 1, selector: {reasons: [Rejected]}"))
+	p.arrive(r, 3)
+	p.kill(syscall.SIGKILL)
+	before := len(r.got())
+	p.run()
+	ends := func(name, reason string) (o v1alpha1.Redelivery) {
+		t.Helper()
+		p.eventually(name+" "+reason, func() (err error) {
+			if o, err = p.redelivery(name); err != nil {
+				return err
+			}
+			c := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.ConditionReady)
+			if c == nil || string(c.Status)+" "+c.Reason != "True "+reason {
+				return fmt.Errorf("Ready: %+v", c)
+			}
+			return nil
+		})
+		return o
+	}
+	o := ends("again", v1alpha1.ReasonRedelivered)
+	check.Equal(t, "the kill interrupted the run", before < letters, true)
+	check.Equal(t, "matched", o.Status.Matched, letters)
+	check.Equal(t, "redelivered", o.Status.Redelivered, letters)
+	check.Equal(t, "received ids", len(r.count()), letters)
+	report, err := p.report()
+	check.NoError(t, "report", err)
+	// The kill may have interrupted a page, which is one message at this rate.
+	if accepted := report.Namespaces[0].Sources[0].Accepted; accepted < 2*letters || accepted > 2*letters+1 {
+		t.Errorf("messages in the queue, with the redelivered ones: got %d, want %d, or one more", accepted, 2*letters)
+	}
+	out, errs, code := cli(t, "", "get", "rdl", "--admin", p.Admin)
+	if code != 0 || !strings.Contains(out, "Redelivered") {
+		t.Errorf("get rdl: got exit code %d: %s%s, want 0 and Redelivered", code, out, errs)
+	}
+
+	// An object that is deleted and created again redelivers nothing; one that has expired is removed.
+	p.write("count.yaml", object("count", "dryRun: true, ttlSecondsAfterFinished: 0"))
+	p.eventually("the expired object is removed", func() error {
+		if o, err := p.redelivery("count"); err == nil {
+			return fmt.Errorf("it exists: %+v", o.Status)
+		}
+		if !strings.Contains(p.log.Tail(), "object removed; its TTL has ended") {
+			return fmt.Errorf("the log does not mention it")
+		}
+		return nil
+	})
+	p.remove("again.yaml")
+	p.eventually("the object is deleted", func() error {
+		if _, err := p.redelivery("again"); err == nil {
+			return fmt.Errorf("it exists")
+		}
+		return nil
+	})
+	p.write("again.yaml", object("again", "rate: 1, selector: {reasons: [Rejected]}"))
+	ends("again", v1alpha1.ReasonAlreadyDone)
+}
