@@ -180,21 +180,29 @@ func TestReasonsAreDocumented(t *testing.T) {
 	differ(t, "the documentation", named, reasons)
 }
 
-// audienceCodes returns the error codes of syncs.
+// audienceCodes returns the error codes of syncs: those that the package writes itself, and those of
+// package admission that it, or the authentication, uses by name.
 func audienceCodes(t *testing.T) map[string]bool {
 	t.Helper()
+	values := map[string]string{}
+	for _, m := range regexp.MustCompile(`(Code\w+)\s*= "(\w+)"`).FindAllStringSubmatch(read(t, "dispatcher", "admission", "refusal.go"), -1) {
+		values[m[1]] = m[2]
+	}
 	codes := map[string]bool{}
 	files, err := filepath.Glob(filepath.Join(root, "dispatcher", "audience", "*.go"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, file := range files {
+	for _, file := range append(files, filepath.Join(root, "dispatcher", "admission", "authenticate.go")) {
 		text, err := os.ReadFile(file)
 		if err != nil {
 			t.Fatal(err)
 		}
-		for _, m := range regexp.MustCompile(`"([a-z]+(?:_[a-z]+)+|busy)", (?:"|`+"`"+`|Message: )`).FindAllStringSubmatch(string(text), -1) {
+		for _, m := range regexp.MustCompile(`"([a-z]+(?:_[a-z]+)+|busy)", (?:"|`+"`"+`)`).FindAllStringSubmatch(string(text), -1) {
 			codes[m[1]] = true
+		}
+		for _, m := range regexp.MustCompile(`\bCode[A-Z]\w+`).FindAllString(string(text), -1) {
+			codes[values[m]] = true
 		}
 	}
 	return codes
