@@ -40,6 +40,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/ingest"
 	"github.com/posthorn/posthorn/dispatcher/jobs"
 	"github.com/posthorn/posthorn/dispatcher/listen"
+	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
@@ -202,7 +203,7 @@ func New(o Options) (*Dispatcher, error) {
 	if err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
-	d.redeliveries = redelivery.New(redelivery.ServiceOptions{Store: d.store, Records: records, View: d.gate.View, Takes: d.engine.Takes, Logger: o.Logger})
+	d.redeliveries = redelivery.New(redelivery.ServiceOptions{Store: redeliveryStore{d.store, d.gate}, Records: records, View: d.gate.View, Takes: d.engine.Takes, Logger: o.Logger})
 	if d.forget, err = deletion.New(deletion.Options{
 		Dir: filepath.Join(o.DataDir, "deletions"), Gate: d.gate, Store: tracker, Records: records,
 		Passive: o.AudienceOwner != "", OrphanGrace: o.OrphanGrace, Logger: o.Logger,
@@ -266,6 +267,17 @@ func (d *Dispatcher) AdminAddr() net.Addr { return d.adminListener.Addr() }
 // Store gives access to the queue and its dead letters.
 func (d *Dispatcher) Store() *pebblestore.Store { return d.store }
 
+// redeliveryStore is the store for redeliveries: their messages go through the gate.
+type redeliveryStore struct {
+	*pebblestore.Store
+	gate *admission.Gate
+}
+
+// Append implements redelivery.Store.
+func (s redeliveryStore) Append(ctx context.Context, msgs []queue.Message) ([]bool, error) {
+	return s.gate.Append(ctx, msgs)
+}
+
 // Set provides the newest encoded live config of a namespace.
 func (d *Dispatcher) Set(namespace string, data []byte) { d.configs.Set(namespace, data) }
 
@@ -280,7 +292,7 @@ func (d *Dispatcher) Synced() { d.configs.Synced() }
 func (d *Dispatcher) Run(ctx context.Context) error {
 	main := listen.New(ingest.NewServer(d.mux()), maxConns, d.log)
 	adminOptions := admin.Options{
-		Report: d.Report, Gatherer: d.metrics, Engine: d.engine, Store: d.store, Ready: d.ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
+		Report: d.Report, Gatherer: d.metrics, Engine: d.engine, Store: redeliveryStore{d.store, d.gate}, Ready: d.ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
 	}
 	if d.options.Debug {
 		adminOptions.View = d.gate.View
