@@ -1,7 +1,9 @@
 package adminapi
 
 import (
+	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -142,7 +144,30 @@ func (c *Client) act(ctx context.Context, verb string, a DeadLetterAction, onPro
 		return p, err
 	}
 	defer resp.Body.Close()
-	return FollowDeadLetters(resp.Body, onProgress)
+	return follow(resp.Body, onProgress)
+}
+
+// follow reads the response to a DeadLetterAction to its end. It returns the last
+// progress and calls each, unless nil, with every one. io.ErrUnexpectedEOF means that the pod
+// stopped before the end.
+func follow(answer io.Reader, each func(DeadLetterProgress)) (p DeadLetterProgress, err error) {
+	lines := bufio.NewScanner(answer)
+	for lines.Scan() {
+		p = DeadLetterProgress{}
+		if err := json.Unmarshal(lines.Bytes(), &p); err != nil {
+			return p, err
+		}
+		if each != nil {
+			each(p)
+		}
+		if p.Error != "" {
+			return p, errors.New(p.Error)
+		}
+		if p.Done {
+			return p, nil
+		}
+	}
+	return p, cmp.Or(lines.Err(), io.ErrUnexpectedEOF)
 }
 
 // Attempts returns the last attempts at an endpoint of a destination ("namespace/name"), oldest

@@ -1,11 +1,7 @@
 package adminapi
 
 import (
-	"bufio"
-	"cmp"
 	"encoding/json"
-	"errors"
-	"io"
 	"time"
 )
 
@@ -69,27 +65,4 @@ type DeadLetterProgress struct {
 	Bytes int64  `json:"bytes"`
 	Done  bool   `json:"done,omitempty"`
 	Error string `json:"error,omitempty"`
-}
-
-// FollowDeadLetters reads the response to a DeadLetterAction to its end. It returns the last
-// progress and calls each, unless nil, with every one. io.ErrUnexpectedEOF means that the pod
-// stopped before it was done.
-func FollowDeadLetters(answer io.Reader, each func(DeadLetterProgress)) (p DeadLetterProgress, err error) {
-	lines := bufio.NewScanner(answer)
-	for lines.Scan() {
-		p = DeadLetterProgress{}
-		if err := json.Unmarshal(lines.Bytes(), &p); err != nil {
-			return p, err
-		}
-		if each != nil {
-			each(p)
-		}
-		if p.Error != "" {
-			return p, errors.New(p.Error)
-		}
-		if p.Done {
-			return p, nil
-		}
-	}
-	return p, cmp.Or(lines.Err(), io.ErrUnexpectedEOF)
 }
