@@ -79,7 +79,9 @@ func TestInvalidMessageAmongValidOnes(t *testing.T) {
 			}
 			return answer{status: 404}
 		})
-		w.apply(dest("crm", urlA))
+		d := dest("crm", urlA)
+		d.Delivery.MaxInFlight = 1 // The answers have an order.
+		w.apply(d)
 		w.send("web", 900)
 		w.sleep(10 * time.Second)
 		check.Equal(t, "dead letters", len(w.dead("crm")), 800)

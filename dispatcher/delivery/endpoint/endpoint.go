@@ -25,12 +25,12 @@ const (
 	// or when openShare of the last recentAttempts attempts failed. The share is so large that an
 	// endpoint with random failures does not reach it: with one failure in four, ten failures in a
 	// row happen once in a million attempts, and the share never.
-	openStrain     = 100
+	openStrain     = 10_000
 	recentAttempts = 64
 	openShare      = recentAttempts * 3 / 4
 	// The circuit is half-open until halfOpenFor successes. Until then, reopenStrain opens it again.
 	halfOpenFor  = 10
-	reopenStrain = 30
+	reopenStrain = openStrain * 3 / 10
 	// minRound is the smallest number of attempts that are judged together for the window.
 	minRound = 64
 	// provenAttempts is the number of recent attempts of which half must have succeeded for the
@@ -244,12 +244,14 @@ func (m *Machine) Observe(a Attempt) Change {
 // strain returns how much an attempt is evidence that the endpoint accepts no message at all: the
 // circuit opens after 10 failures in a row, or 10 answers that are about the endpoint or its
 // credentials, or 100 answers that are about the message. Other permanent answers are no evidence.
+// With many requests in flight, half as many failures in a row are needed, because requests that end
+// at the same time are in no order.
 func (a *Attempt) strain() int {
 	switch {
 	case a.Result == Succeeded:
 		return 0
 	case a.down():
-		return openStrain / 10
+		return openStrain / max(10, a.InFlight/2)
 	}
 	return rejectionStrain(a.Failure.StatusCode)
 }

@@ -120,6 +120,18 @@ func TestSuccessBetweenPermanentAnswers(t *testing.T) {
 	}
 }
 
+// With many requests in flight, more failures in a row open the circuit.
+func TestFailuresOfAFullWindow(t *testing.T) {
+	for inFlight, want := range map[int]int{1: 10, 20: 10, 64: 33, 1024: 64} {
+		d := drive(1024)
+		n := 0
+		for ; !d.Open(); n++ {
+			d.attempt(Attempt{Result: Failed, InFlight: inFlight})
+		}
+		check.Equal(t, fmt.Sprintf("failures in a row until the circuit opens, with %d in flight", inFlight), n, want)
+	}
+}
+
 // Different failures in a row open the circuit together.
 func TestMixedFailures(t *testing.T) {
 	d := drive(64)
