@@ -8,6 +8,7 @@ import (
 	"math"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -842,16 +843,16 @@ func TestCircuitSurvivesRestart(t *testing.T) {
 		w.end()
 		w.restart()
 		apply()
-		if ep := w.report("a").Endpoints[0]; ep.State != adminapi.EndpointIdle || len(w.store.meta) != 0 {
-			t.Errorf("after it recovered: %+v, stored records: %d", ep, len(w.store.meta))
+		if ep := w.report("a").Endpoints[0]; ep.State != adminapi.EndpointIdle || len(w.store.meta(t)) != 0 {
+			t.Errorf("after it recovered: %+v, stored records: %d", ep, len(w.store.meta(t)))
 		}
 		// No record is kept of objects that are missing in the config.
 		w.client.set(always(answer{status: 500}))
 		w.send("web", 100)
 		w.sleep(time.Minute)
 		open()
-		if len(w.store.meta) != 1 {
-			t.Errorf("%d stored records", len(w.store.meta))
+		if len(w.store.meta(t)) != 1 {
+			t.Errorf("%d stored records", len(w.store.meta(t)))
 		}
 		w.end()
 		w.restart()
@@ -861,7 +862,7 @@ func TestCircuitSurvivesRestart(t *testing.T) {
 		apply()
 		open()
 		w.apply()
-		for name := range w.store.meta {
+		for name := range w.store.meta(t) {
 			if strings.HasPrefix(name, circuitPrefix) {
 				t.Errorf("%s is still stored for a removed destination", name)
 			}
@@ -1166,14 +1167,17 @@ func TestFairShare(t *testing.T) {
 // removed first.
 func TestDeadLettersOfAllAreBounded(t *testing.T) {
 	bubble(t, func(t *testing.T) {
-		w := newWorld(t, always(answer{status: 409}), func(o *Options) { o.DeadLetterBytes = func() int64 { return 30 } })
+		var quota atomic.Int64
+		quota.Store(math.MaxInt64)
+		w := newWorld(t, always(answer{status: 409}), func(o *Options) { o.DeadLetterBytes = quota.Load })
 		big, small := dest("big", "http://a.test"), dest("small", "http://b.test")
 		small.Sources = []string{"ios"}
 		w.apply(big, small)
 		w.send("web", 50)
 		w.send("ios", 10)
 		w.sleep(5 * time.Minute)
-		// A dead letter has one byte in this store.
+		quota.Store(w.deadLetterBytes(30, "big", "small"))
+		w.sleep(5 * time.Minute)
 		if b, s := len(w.dead("big")), len(w.dead("small")); b != 20 || s != 10 {
 			t.Errorf("%d and %d are kept, want 20 and 10", b, s)
 		}

@@ -12,7 +12,7 @@ import (
 
 // slowStats is a store whose stats of one destination's lanes can be delayed.
 type slowStats struct {
-	*memStore
+	*testStore
 	of   string // The destination.
 	look func()
 }
@@ -21,7 +21,7 @@ func (s *slowStats) LaneStats(id queue.LaneID) queue.LaneStats {
 	if id.Destination == s.of {
 		s.look()
 	}
-	return s.memStore.LaneStats(id)
+	return s.testStore.LaneStats(id)
 }
 
 // A destination is deleted while the maintenance reads the stats of its lanes with expired
@@ -29,7 +29,7 @@ func (s *slowStats) LaneStats(id queue.LaneID) queue.LaneStats {
 func TestDeletedWhileItsMessagesExpire(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 503}))
-		s := &slowStats{memStore: w.store, of: "ns/crm"}
+		s := &slowStats{testStore: w.store, of: "ns/crm"}
 		deleted := false
 		s.look = func() {
 			if oldest := w.store.LaneStats(queue.LaneID{Source: "ns/web", Destination: "ns/crm", Any: true}).OldestPending; !deleted && !oldest.IsZero() && time.Since(oldest) >= time.Hour {
@@ -113,13 +113,13 @@ func TestOtherURLTakesOver(t *testing.T) {
 
 // fullStore blocks OpenLane until room is closed, as on a full disk.
 type fullStore struct {
-	*memStore
+	*testStore
 	room chan struct{}
 }
 
 func (s *fullStore) OpenLane(id queue.LaneID) error {
 	<-s.room
-	return s.memStore.OpenLane(id)
+	return s.testStore.OpenLane(id)
 }
 
 // A config that waits for the disk does not delay a shutdown.

@@ -159,11 +159,11 @@ func byURL(m map[string]answer) func(request) answer {
 	}
 }
 
-// world is an engine with a fake store and a fake client. It must be used inside a synctest
+// world is an engine with a store in memory and a fake client. It must be used inside a synctest
 // bubble.
 type world struct {
 	*testing.T
-	store  *memStore
+	store  *testStore
 	client *fakeClient
 	engine *Engine
 	stop   func() // Returns when Run has returned.
@@ -172,13 +172,21 @@ type world struct {
 }
 
 func newWorld(t *testing.T, f func(request) answer, tune ...func(*Options)) *world {
-	w := &world{T: t, store: newMemStore(), client: newFakeClient(f)}
-	w.restart(tune...)
+	w := &world{T: t, store: newTestStore(t), client: newFakeClient(f)}
+	w.start(tune...)
 	return w
 }
 
-// restart creates a new engine on the same store.
+// restart opens the store again, and creates a new engine on it.
 func (w *world) restart(tune ...func(*Options)) {
+	w.Helper()
+	w.stop()
+	w.store.reopen(w)
+	w.start(tune...)
+}
+
+// start creates an engine on the store; the cleanup stops it.
+func (w *world) start(tune ...func(*Options)) {
 	o := Options{Store: w.store, Client: w.client, Logger: slog.New(slog.DiscardHandler)}
 	for _, f := range tune {
 		f(&o)
@@ -196,6 +204,7 @@ func (w *world) restart(tune ...func(*Options)) {
 		cancel()
 		<-done
 	})
+	w.Cleanup(w.stop)
 }
 
 // dest returns an active destination of the Source "web" with one endpoint per URL, named e0,
@@ -276,6 +285,18 @@ func (w *world) dead(name string) (out []queue.DeadLetter) {
 		return true
 	})
 	return out
+}
+
+// deadLetterBytes returns a size with space for n, but not n+1, of the dead letters of
+// destinations.
+func (w *world) deadLetterBytes(n int64, destinations ...string) int64 {
+	var letters, bytes int64
+	for _, name := range destinations {
+		stats := w.store.DestinationStats("ns/" + name)
+		letters += stats.DeadLetters
+		bytes += stats.DeadLetterBytes
+	}
+	return (2*n + 1) * bytes / letters / 2
 }
 
 // leases returns the number of Lease and LeaseOldest calls.

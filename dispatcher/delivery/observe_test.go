@@ -211,7 +211,7 @@ func TestReport(t *testing.T) {
 		if r := reports[0]; r.Accepted != 6 || r.Delivered != 5 || r.Filtered != 1 || r.Pending != 0 || !r.OldestPending.IsZero() {
 			t.Errorf("%+v", r)
 		}
-		if r := reports[1]; r.Accepted != 9 || r.Pending != 9 || r.Retrying == 0 || r.OldestPending != begin || !r.NextAttempt.After(time.Now()) {
+		if r := reports[1]; r.Accepted != 9 || r.Pending != 9 || r.Retrying == 0 || !r.OldestPending.Equal(begin) || !r.NextAttempt.After(time.Now()) {
 			t.Errorf("%+v", r)
 		}
 		for _, r := range reports {
@@ -320,8 +320,10 @@ func TestDeadLettersOfTheDeletedAreTrimmed(t *testing.T) {
 		count(3)
 		w.apply(d)
 		w.end()
-		for name := range w.store.meta {
-			delete(w.store.meta, name)
+		for name := range w.store.meta(t) {
+			if err := w.store.PutMeta(name, nil); err != nil {
+				t.Fatal(err)
+			}
 		}
 		w.restart()
 		w.apply()
@@ -330,7 +332,7 @@ func TestDeadLettersOfTheDeletedAreTrimmed(t *testing.T) {
 			t.Error("its lane was dropped before the end of the grace period")
 		}
 		w.sleep(10 * time.Minute)
-		if look(w, func(e *Engine) int { return len(e.destinations) }) != 0 || len(w.store.Destinations()) != 0 || len(w.store.meta) != 0 {
+		if look(w, func(e *Engine) int { return len(e.destinations) }) != 0 || len(w.store.Destinations()) != 0 || len(w.store.meta(t)) != 0 {
 			t.Error("the destination is still known")
 		}
 		w.end()
@@ -341,10 +343,13 @@ func TestDeadLettersAreTrimmed(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 400}))
 		d := dest("crm", urlA)
-		d.DeadLetters = liveconfig.DeadLetters{RetentionMS: 3600_000, MaxBytes: 50}
+		d.DeadLetters = liveconfig.DeadLetters{RetentionMS: 3600_000, MaxBytes: 1 << 20}
 		w.apply(d)
 		w.send("web", 80)
-		w.sleep(2 * time.Minute)
+		w.sleep(time.Minute)
+		d.DeadLetters.MaxBytes = w.deadLetterBytes(50, "crm")
+		w.apply(d)
+		w.sleep(time.Minute)
 		if n := w.store.DestinationStats("ns/crm").DeadLetters; n != 50 {
 			t.Errorf("%d dead letters, want as many as fit", n)
 		}

@@ -26,7 +26,7 @@ import (
 )
 
 // run starts an engine with the real client on a store; the cleanup stops it.
-func run(t testing.TB, store queue.Store) *Engine {
+func run(t testing.TB, store Store) *Engine {
 	policy, err := egress.ParsePolicy([]string{"127.0.0.1"})
 	if err != nil {
 		t.Fatal(err)
@@ -80,7 +80,7 @@ func TestRealClient(t *testing.T) {
 	selfSigned.StartTLS()
 	defer selfSigned.Close()
 
-	store := newMemStore()
+	store := newTestStore(t)
 	e := run(t, store)
 	w := &world{T: t, store: store, engine: e}
 	good, bad := dest("good", receiver.URL+"/hook?token=s3cr3t"), dest("bad", selfSigned.URL)
@@ -123,7 +123,7 @@ func TestAnEchoingReceiver(t *testing.T) {
 		_, _ = fmt.Fprintf(w, "echo of %s: %s %s %s %x", r.Header.Get("Idempotency-Key"), secret, previous, signature, secret)
 	}))
 	defer receiver.Close()
-	store := newMemStore()
+	store := newTestStore(t)
 	w := &world{T: t, store: store, engine: run(t, store)}
 	simple, standard, both := dest("simple", receiver.URL), dest("standard", receiver.URL), dest("both", receiver.URL)
 	simple.Signing = liveconfig.SigningSchemes{{Type: liveconfig.HMACSHA1, Secret: liveconfig.NewSecret(secret), Previous: liveconfig.NewSecret(previous)}}

@@ -246,7 +246,15 @@ func (e *Engine) send(w *worker) {
 	r.Response = p.set.signer.Redact(r.Response, w.headers)
 	r.cut = r.outcome().Failed() && e.hard.Err() != nil
 
-	s := e.settle(p, &r)
+	// The endpoint observes the result before the store does: the store needs longer for a failure
+	// than for a success, so the failures of concurrent requests would follow each other and open
+	// the circuit.
+	o := e.messageOutcome(p, &r)
+	e.mu.Lock()
+	ep := p.target.liveEndpoint
+	back, changed := e.observe(p, &r, started)
+	e.mu.Unlock()
+	s := e.settle(p, &r, o)
 	if span != nil {
 		endTrace(span, p, &r, s)
 	}
@@ -254,8 +262,6 @@ func (e *Engine) send(w *worker) {
 	if p.message.LongNumbers {
 		p.target.destination.metrics.longNumbers++
 	}
-	ep := p.target.liveEndpoint
-	back, changed := e.observe(p, &r, started)
 	e.finish(p, &r, s)
 	*p = post{}
 	e.mu.Unlock()
@@ -319,8 +325,8 @@ func (s outcome) String() string {
 	return [...]string{"delivered", "delivered", "retried", "released", "rejected", "redirected", "expired", "failed"}[s]
 }
 
-// settle stores the outcome of the message, and logs a failed attempt.
-func (e *Engine) settle(p *post, r *ended) outcome {
+// settle stores the outcome o of the message, and logs a failed attempt.
+func (e *Engine) settle(p *post, r *ended, o retry.Outcome) outcome {
 	if !r.cut && r.outcome().Failed() {
 		args := append(p.target.logArgs(), failureArgs(r.failure())...)
 		e.log.Warn("delivery attempt failed", append(args, "messageId", p.message.ID, "attempt", p.message.Attempt+1)...)
@@ -329,7 +335,7 @@ func (e *Engine) settle(p *post, r *ended) outcome {
 		e.o.Store.Release(p.message)
 		return released
 	}
-	decision := retry.Decide(e.messageOutcome(p, r), p.set.policy, p.message.Attempt, p.message.AcceptedAt, r.at, rand.Float64)
+	decision := retry.Decide(o, p.set.policy, p.message.Attempt, p.message.AcceptedAt, r.at, rand.Float64)
 	if decision.Action == retry.Ack {
 		if !e.o.Store.Ack(p.message) {
 			return deliveredAgain
