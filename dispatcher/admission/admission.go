@@ -2,7 +2,7 @@
 // notifications and redeliveries alike. It decides who may append, for which destinations, and
 // whether there is space:
 //
-//   - [Gate.Authenticate] finds the Source of a write key and counts what is refused;
+//   - [Gate.Authenticate] finds the Source of a write key, and [Gate.Reject] counts refusals for it;
 //   - [Gate.Begin] starts the [Routing] of one request: which destinations a call is not for, which
 //     users are suppressed, and the append itself. A config takes effect after the messages that
 //     were routed by the previous one are stored, so no lane gets a call that its filter excludes;

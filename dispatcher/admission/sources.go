@@ -63,7 +63,7 @@ func (g *Gate) forgetSources(view *liveconfig.View) {
 	})
 }
 
-// Accepted counts stored calls; duplicates says which of them are repetitions.
+// Accepted counts stored calls; duplicates is true for each repetition.
 func (s *Source) Accepted(now time.Time, n int, duplicates []bool) {
 	repeated := 0
 	for _, d := range duplicates {

@@ -13,7 +13,7 @@
 //	after the parse    [Memory]     memory of messages       small bodies, large messages     503
 //	build messages     [CallRate]   the Source's owner       more calls than spec.rateLimit   429 with the time to wait
 //	append             [Deadlines]  goroutines and memory    a disk that does not answer      503 after 30 s
-//	after the commit   [Pace]       disk time of others      one Source's bulk                pauses the Source, only while
+//	commit, refusal    [Pace]       disk time of others      one Source's bulk                pauses the Source, only while
 //	                                                                                          others store, too
 //
 // # Which Source is charged
@@ -31,7 +31,7 @@
 // Storing, Memory or the store. Memory and CallRate refuse instead of waiting. The wait for Storing
 // ends with Deadlines at the latest.
 //
-// # What is not here
+// # Limits elsewhere
 //
 // The size of a call and of a batch is a limit of package event, the disk's high-water mark and a
 // Source's quota are limits of the store; package admission asks for them. The rate of deliveries
