@@ -405,7 +405,7 @@ func (d *Dispatcher) closeListeners() {
 
 func (d *Dispatcher) mux() http.Handler {
 	mux := http.NewServeMux()
-	mux.Handle("/", d.ingest)
+	d.ingest.Mount(mux)
 	d.members.Mount(mux)
 	admin.MountHealth(mux, d.ready)
 	return mux

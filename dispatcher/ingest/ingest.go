@@ -173,6 +173,15 @@ type request struct {
 	traceParent string
 }
 
+// Mount adds the Handler. It serves every path that has no other handler; the paths of most calls are
+// patterns of their own, because the mux finds these without an allocation.
+func (h *Handler) Mount(mux *http.ServeMux) {
+	mux.Handle("/", h)
+	for path := range paths {
+		mux.Handle(path, h)
+	}
+}
+
 // ServeHTTP answers one request.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	begin := h.Gate.Now()
