@@ -229,7 +229,7 @@ func (e endpoint) describe() string {
 	fmt.Fprintf(&b, "endpoint %s fails", e.name)
 	switch {
 	case e.state == adminapi.EndpointGone:
-		fmt.Fprintf(&b, ", it is gone and gets hourly probes")
+		fmt.Fprintf(&b, ", it answered 410 Gone and gets hourly probes")
 	case e.open > 0:
 		fmt.Fprintf(&b, ", its circuit is open")
 	}

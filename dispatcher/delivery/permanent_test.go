@@ -90,7 +90,7 @@ func TestInvalidMessageAmongValidOnes(t *testing.T) {
 	})
 }
 
-// An endpoint that answers 410 is gone: after a confirmation it gets one probe an hour.
+// An endpoint that answers 410 gets one probe an hour after a confirmation.
 func TestGone(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 410}))

@@ -22,7 +22,7 @@ import (
 
 const (
 	// The circuit opens when the strain of failures without a success in between reaches openStrain,
-	// or when openShare of the last recentAttempts attempts failed. The share is so large that an
+	// or when openShare of the last recentAttempts attempts failed. The share is large, so an
 	// endpoint with random failures does not reach it: with one failure in four, ten failures in a
 	// row happen once in a million attempts, and the share never.
 	openStrain     = 10_000
