@@ -18,9 +18,10 @@ import (
 // ErrMalformed reports a value with a valid checksum that does not have this format.
 var ErrMalformed = errors.New("malformed value")
 
-// A type in this table takes one byte in a record, and no memory when it is read.
+// Types are the types of messages that take one byte in a record, and no memory when it is read.
 var Types = [...]string{1: "identify", 2: "track", 3: "page", 4: "screen", 5: "group", 6: "alias", CodeDelete: "delete"}
 
+// CodeDelete is the code of deletion notifications in Types.
 const CodeDelete = 7
 
 func typeCode(t string) byte {
@@ -39,6 +40,7 @@ type Decoder struct {
 	Bad  bool
 }
 
+// Uvarint reads an unsigned integer of variable length.
 func (d *Decoder) Uvarint() uint64 {
 	v, n := binary.Uvarint(d.Rest)
 	if n <= 0 {
@@ -49,6 +51,7 @@ func (d *Decoder) Uvarint() uint64 {
 	return v
 }
 
+// Bytes reads a length and as many bytes, which remain part of the value.
 func (d *Decoder) Bytes() []byte {
 	n := d.Uvarint()
 	if n > uint64(len(d.Rest)) {
@@ -62,6 +65,7 @@ func (d *Decoder) Bytes() []byte {
 
 func (d *Decoder) string() string { return string(d.Bytes()) }
 
+// Fixed64 reads an unsigned integer of eight bytes.
 func (d *Decoder) Fixed64() uint64 {
 	if len(d.Rest) < 8 {
 		d.Rest, d.Bad = nil, true
@@ -82,6 +86,7 @@ func (d *Decoder) byte() byte {
 	return v
 }
 
+// Err returns ErrMalformed after a malformed field.
 func (d *Decoder) Err() error {
 	if d.Bad {
 		return ErrMalformed
@@ -89,6 +94,7 @@ func (d *Decoder) Err() error {
 	return nil
 }
 
+// AppendString appends a length and the bytes of s.
 func AppendString[T string | []byte](dst []byte, s T) []byte {
 	return append(binary.AppendUvarint(dst, uint64(len(s))), s...)
 }
@@ -109,6 +115,7 @@ const (
 	longNumbers = "#"
 )
 
+// RecordSize returns the number of bytes that AppendRecord appends.
 func RecordSize(m *queue.Message) int {
 	n := recordHead + uvarintLen(len(m.ID)) + len(m.ID) + uvarintLen(len(m.Event)) + len(m.Event) +
 		uvarintLen(skips(m)) + uvarintLen(len(m.Only)) + len(m.Only) + len(m.Body)
@@ -143,6 +150,7 @@ func uvarintLen(n int) int {
 	return l
 }
 
+// AppendRecord appends the record of a message.
 func AppendRecord(dst []byte, m *queue.Message, bytesBefore uint64) []byte {
 	dst = binary.BigEndian.AppendUint64(dst, uint64(m.AcceptedAt.UnixMilli()))
 	dst = binary.BigEndian.AppendUint64(dst, bytesBefore)
@@ -189,6 +197,7 @@ type Record struct {
 // codeLost is the type of a record that a repair wrote in the place of a missing message.
 const codeLost = 0xff
 
+// AppendLost appends the record of a message that a repair could not read. why is the reason.
 func AppendLost(dst []byte, acceptedAt int64, bytesBefore uint64, why string) []byte {
 	dst = binary.BigEndian.AppendUint64(dst, uint64(acceptedAt))
 	dst = binary.BigEndian.AppendUint64(dst, bytesBefore)
@@ -202,6 +211,7 @@ func (r *Record) DecodeHead(v []byte) error {
 	return d.Err()
 }
 
+// Decode decodes the whole record. The Record refers to v.
 func (r *Record) Decode(v []byte) error {
 	d := Decoder{Rest: v}
 	r.AcceptedAt = int64(d.Fixed64())
@@ -240,6 +250,7 @@ func (r *Record) Decode(v []byte) error {
 // Verdict is what a lane does with a message.
 type Verdict int
 
+// The verdicts. Wanted: the lane delivers the message.
 const (
 	Wanted   Verdict = iota
 	Filtered         // The lane counts the message and does not deliver it.
@@ -247,6 +258,7 @@ const (
 	Damaged          // The destinations are unknown.
 )
 
+// Verdict returns what a lane does with the message.
 func (r *Record) Verdict(lane queue.LaneID) Verdict {
 	if r.Lost {
 		return Damaged
@@ -324,6 +336,7 @@ func (s *LaneState) Encode(dst []byte, open []uint64) []byte {
 	return dst
 }
 
+// Decode decodes a state, and the positions that Encode appended.
 func (s *LaneState) Decode(v []byte) (open []uint64, err error) {
 	d := Decoder{Rest: v}
 	for _, n := range [...]*uint64{&s.Start, &s.Next, &s.Delivered, &s.Filtered, &s.Buried, &s.Passed, &s.Retries} {
@@ -365,6 +378,7 @@ func AppendDestination(dst []byte, letters, bytes int64, dropped queue.Ledger) [
 	return AppendDropped(dst, dropped)
 }
 
+// Destination reads what AppendDestination appended.
 func (d *Decoder) Destination() (letters, bytes int64, dropped queue.Ledger) {
 	letters, bytes = int64(d.Uvarint()), int64(d.Uvarint())
 	if len(d.Rest) > 0 {
@@ -373,6 +387,7 @@ func (d *Decoder) Destination() (letters, bytes int64, dropped queue.Ledger) {
 	return letters, bytes, dropped
 }
 
+// Dropped reads what AppendDropped appended.
 func (d *Decoder) Dropped() (l queue.Ledger) {
 	for _, n := range [...]*int64{&l.Delivered, &l.Filtered, &l.DeadLettered, &l.Discarded} {
 		*n = int64(d.Uvarint())
@@ -381,6 +396,7 @@ func (d *Decoder) Dropped() (l queue.Ledger) {
 	return l
 }
 
+// AppendFailure appends a failure, with at most 1 KiB of the response.
 func AppendFailure(dst []byte, f *queue.Failure) []byte {
 	dst = binary.AppendUvarint(dst, uint64(max(Millis(f.Time), 0)))
 	dst = AppendString(dst, f.Reason)
@@ -389,6 +405,7 @@ func AppendFailure(dst []byte, f *queue.Failure) []byte {
 	return AppendString(dst, f.Response[:min(len(f.Response), maxResponse)])
 }
 
+// Failure reads what AppendFailure appended.
 func (d *Decoder) Failure() queue.Failure {
 	var f queue.Failure
 	if ms := d.Uvarint(); ms != 0 {
@@ -405,12 +422,15 @@ func (d *Decoder) Failure() queue.Failure {
 
 const maxResponse = 1 << 10
 
+// AppendRetry appends a retry: when it is due in Unix milliseconds, how many attempts there were, and
+// the last failure.
 func AppendRetry(dst []byte, due int64, attempt int, f *queue.Failure) []byte {
 	dst = binary.AppendUvarint(dst, uint64(due))
 	dst = binary.AppendUvarint(dst, uint64(attempt))
 	return AppendFailure(dst, f)
 }
 
+// Retry reads what AppendRetry appended, without the failure, which follows.
 func (d *Decoder) Retry() (due int64, attempt int) {
 	return int64(d.Uvarint()), int(d.Uvarint())
 }
@@ -427,6 +447,7 @@ func AppendLaneName(dst []byte, id queue.LaneID) []byte {
 	return dst
 }
 
+// LaneName reads what AppendLaneName appended.
 func (d *Decoder) LaneName() queue.LaneID {
 	id := d.laneID()
 	id.Any = len(d.Rest) > 0 && d.byte() != 0
@@ -437,6 +458,7 @@ func (d *Decoder) laneID() queue.LaneID {
 	return queue.LaneID{Source: d.string(), Destination: d.string(), Endpoint: d.string()}
 }
 
+// AppendDeadLetter appends the value of a dead letter.
 func AppendDeadLetter(dst []byte, l *queue.DeadLetter) []byte {
 	dst = appendLaneID(dst, l.Lane)
 	dst = binary.AppendUvarint(dst, l.Seq)
@@ -449,6 +471,7 @@ func AppendDeadLetter(dst []byte, l *queue.DeadLetter) []byte {
 	return append(dst, l.Body...)
 }
 
+// DecodeDeadLetter decodes a dead letter. Its body refers to v.
 func DecodeDeadLetter(key, v []byte) (queue.DeadLetter, error) {
 	d := Decoder{Rest: v}
 	l := queue.DeadLetter{Key: DeadLetterID(key), Lane: d.laneID(), Seq: d.Uvarint(), AcceptedAt: FromMillis(int64(d.Uvarint())), Attempts: int(d.Uvarint()), Failure: d.Failure()}
@@ -464,4 +487,5 @@ func Millis(t time.Time) int64 {
 	return t.UnixMilli()
 }
 
+// FromMillis returns the time of Unix milliseconds.
 func FromMillis(ms int64) time.Time { return time.UnixMilli(ms).UTC() }

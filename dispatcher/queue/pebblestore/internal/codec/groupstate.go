@@ -24,6 +24,7 @@ type GroupState struct {
 // before a lane continued or was opened. Its messages are not for the group.
 type Gap struct{ From, To uint64 }
 
+// Encode returns the state and its gaps.
 func (g *GroupState) Encode() []byte {
 	var v []byte
 	shared := uint64(0)
@@ -39,6 +40,7 @@ func (g *GroupState) Encode() []byte {
 	return v
 }
 
+// Decode decodes what Encode returned.
 func (g *GroupState) Decode(v []byte) error {
 	d := Decoder{Rest: v}
 	for _, n := range [...]*uint64{&g.Start, &g.Delivered, &g.Filtered, &g.Buried, &g.Discarded, &g.Passed, &g.Extra, &g.Handovers} {
@@ -67,4 +69,5 @@ func (g GapList) After(seq uint64) uint64 {
 	return seq
 }
 
+// Settled is the number of messages that the group has ended.
 func (g *GroupState) Settled() uint64 { return g.Delivered + g.Filtered + g.Buried + g.Discarded }

@@ -45,6 +45,8 @@ const (
 	PrefixDest       = 'y'
 )
 
+// Keys of single values: the version of the format, the last number that was assigned, and the lists
+// of groups, lanes and Sources.
 var (
 	KeyFormat     = []byte("mf")
 	KeyLastNumber = []byte("mn")
@@ -53,8 +55,10 @@ var (
 	KeySources    = []byte("ms")
 )
 
+// MessageKeyLen is the length of the key of a message.
 const MessageKeyLen = 17
 
+// AppendKey appends a prefix and numbers of eight bytes, which sort as the numbers do.
 func AppendKey(dst []byte, prefix byte, numbers ...uint64) []byte {
 	dst = append(dst, prefix)
 	for _, n := range numbers {
@@ -63,6 +67,7 @@ func AppendKey(dst []byte, prefix byte, numbers ...uint64) []byte {
 	return dst
 }
 
+// Key returns the key of a prefix and numbers.
 func Key(prefix byte, numbers ...uint64) []byte {
 	return AppendKey(make([]byte, 0, 25), prefix, numbers...)
 }
@@ -77,6 +82,7 @@ func Number(key []byte, i int) uint64 { return binary.BigEndian.Uint64(key[1+8*i
 // Never is the due time of a lane without retries.
 const Never = math.MaxInt64
 
+// DeadLetterPrefix returns the prefix of the keys of a destination's dead letters.
 func DeadLetterPrefix(destination string) []byte {
 	b := make([]byte, 0, 3+len(destination)+24)
 	b = append(b, PrefixDeadLetter)
@@ -84,6 +90,7 @@ func DeadLetterPrefix(destination string) []byte {
 	return append(b, destination...)
 }
 
+// DeadLetterKey returns the key of a dead letter; keys sort by time.
 func DeadLetterKey(destination string, millis int64, lane, seq uint64) []byte {
 	b := DeadLetterPrefix(destination)
 	b = binary.BigEndian.AppendUint64(b, uint64(max(millis, 0)))
@@ -103,10 +110,12 @@ func ParseDeadLetterID(destination, id string) ([]byte, bool) {
 	return append(DeadLetterPrefix(destination), suffix...), true
 }
 
+// DeadLetterMillis returns the time of a dead letter's key in Unix milliseconds.
 func DeadLetterMillis(key []byte) int64 {
 	return int64(binary.BigEndian.Uint64(key[len(key)-24:]))
 }
 
+// DestinationKey returns the key of a destination's counts.
 func DestinationKey(destination string) []byte {
 	return append([]byte{PrefixDest}, destination...)
 }

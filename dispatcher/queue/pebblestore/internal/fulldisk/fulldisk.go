@@ -110,6 +110,7 @@ func (fs *FS) try(write func() error) error {
 	return err
 }
 
+// IsFull reports whether an error means that the disk, or the quota of its user, is full.
 func IsFull(err error) bool {
 	return err != nil && (errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT))
 }
@@ -168,6 +169,7 @@ func (fs *FS) Create(name string, c vfs.DiskWriteCategory) (vfs.File, error) {
 	return fs.file(name, c, func() (vfs.File, error) { return fs.FS.Create(name, c) })
 }
 
+// OpenReadWrite waits for space as Create does.
 func (fs *FS) OpenReadWrite(name string, c vfs.DiskWriteCategory, opts ...vfs.OpenOption) (vfs.File, error) {
 	return fs.file(name, c, func() (vfs.File, error) { return fs.FS.OpenReadWrite(name, c, opts...) })
 }
@@ -186,10 +188,12 @@ func (fs *FS) ReuseForWrite(oldname, newname string, c vfs.DiskWriteCategory) (v
 	})
 }
 
+// Link waits for space.
 func (fs *FS) Link(oldname, newname string) error {
 	return fs.try(func() error { return fs.FS.Link(oldname, newname) })
 }
 
+// Rename waits for space.
 func (fs *FS) Rename(oldname, newname string) error {
 	return fs.try(func() error { return fs.FS.Rename(oldname, newname) })
 }

@@ -32,6 +32,7 @@ const (
 	acceptedEntryHead  = 32
 )
 
+// AcceptedEntry is the number of acknowledged messages of a Source.
 type AcceptedEntry struct {
 	Source string // "" when the name did not fit.
 	Number uint64
@@ -109,6 +110,7 @@ func (f *AcceptedFile) Write() {
 	}
 }
 
+// Close closes the file, if there is one.
 func (f *AcceptedFile) Close() error {
 	if f.file == nil {
 		return nil

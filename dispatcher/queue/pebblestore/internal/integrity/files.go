@@ -26,6 +26,7 @@ const DamagedName = "damaged"
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
+// SyncFolder makes the names of a folder durable.
 func SyncFolder(fs vfs.FS, name string) error {
 	dir, err := fs.OpenDir(name)
 	if err != nil {
@@ -41,6 +42,7 @@ type DamagedFile struct {
 	What string
 }
 
+// ReadFile returns the contents of a file.
 func ReadFile(fs vfs.FS, path string) ([]byte, error) {
 	f, err := fs.Open(path)
 	if err != nil {
@@ -50,6 +52,7 @@ func ReadFile(fs vfs.FS, path string) ([]byte, error) {
 	return io.ReadAll(f)
 }
 
+// LogNumber returns the number of a write-ahead log from the name of its file.
 func LogNumber(name string) (uint64, bool) {
 	number, _, ok := wal.ParseLogFilename(name)
 	return uint64(number), ok

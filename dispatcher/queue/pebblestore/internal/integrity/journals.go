@@ -111,6 +111,8 @@ func gapEnd(gaps [][2]int64, synced int64) int64 {
 	return synced
 }
 
+// ScanLogFile reads a write-ahead log and calls record for each sound record. first, when set, gets the
+// first keep bytes of the file.
 func ScanLogFile(fsys vfs.FS, path string, number uint64, keep int, first func([]byte), record func(LogRecord) error) (logEnd, error) {
 	f, err := fsys.Open(path)
 	if err != nil {

@@ -44,6 +44,7 @@ func OldestLog(manifest []byte) (oldest uint64) {
 	}
 }
 
+// Fingerprint returns the name, size and checksum of a file.
 func Fingerprint(name string, data []byte) string {
 	return fmt.Sprintf("%s %d %08x", name, len(data), crc32.Checksum(data, castagnoli))
 }

@@ -67,6 +67,7 @@ func (f *Positions) Open(fsys vfs.FS, dir string, positions []FilePosition, fail
 	return nil
 }
 
+// Close closes the file, if there is one.
 func (f *Positions) Close() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -184,6 +185,7 @@ const (
 	markLen  = 17
 )
 
+// Mark returns the last durable position, as a record for the next commit.
 func (f *Positions) Mark() []byte {
 	f.mu.Lock()
 	defer f.mu.Unlock()
