@@ -331,7 +331,7 @@ func (w *world) deliver(i int, rw http.ResponseWriter, r *http.Request) {
 	case i == flaky && !w.calm && w.dice.IntN(3) == 0:
 		rw.WriteHeader(http.StatusBadGateway)
 	case i == picky && rejected(id):
-		rw.WriteHeader(http.StatusGone)
+		rw.WriteHeader(http.StatusConflict) // It never opens the circuit.
 	default:
 		if i == partial && filtered(id) {
 			w.t.Errorf("delivery at partial: got %s, which its filter excludes", id)

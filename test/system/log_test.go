@@ -13,7 +13,7 @@ import (
 // a client that keeps sending invalid calls.
 func TestLogOfAStorm(t *testing.T) {
 	rejecting := newReceiver(t)
-	rejecting.set(func(int) int { return http.StatusBadRequest })
+	rejecting.set(func(int) int { return http.StatusConflict }) // It never opens the circuit.
 	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", rejecting.URL+"/hush-path", "")})
 	const messages = 10_000
 	var batch strings.Builder
