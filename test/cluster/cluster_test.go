@@ -212,7 +212,7 @@ func TestFromApplyToStatus(t *testing.T) {
 	wait("Ready", "True")
 
 	// Dead letters of rejected messages can be redelivered.
-	hook.set(func() { hook.status = http.StatusUnprocessableEntity })
+	hook.set(func() { hook.status = http.StatusConflict })
 	before := hook.count()
 	for i := range 150 {
 		send(fmt.Sprintf("rejected-%d", i))
