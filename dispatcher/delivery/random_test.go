@@ -15,7 +15,7 @@ func TestRandomFailures(t *testing.T) {
 		latency = 10 * time.Millisecond
 		window  = 64
 		share   = 0.25
-		lasts   = 10 * time.Second
+		lasts   = 10 * time.Second / scale
 	)
 	for name, failure := range map[string]answer{
 		"503": {status: 503, after: latency}, "500": {status: 500, after: latency}, "refused": {reason: egress.ConnectionRefused, after: latency},
@@ -30,7 +30,7 @@ func TestRandomFailures(t *testing.T) {
 					return answer{status: 200, after: latency}
 				})
 				w.apply(dest("crm", urlA))
-				w.send("web", 100_000)
+				w.send("web", 100_000/scale)
 				w.sleep(lasts)
 				possible := window * (1 - share) * lasts.Seconds() / latency.Seconds()
 				got := float64(w.report("crm").Delivered) / possible
