@@ -268,7 +268,7 @@ func TestThousandLanes(t *testing.T) {
 		}
 		w.apply(all...)
 		w.send("web", 10)
-		w.sleep(20 * time.Second) // 900 dead lanes on 256 slots, 5~s each.
+		w.sleep(25 * time.Second) // 900 dead lanes on 256 slots, 5 s each: four rounds, and one for the order.
 		if n := len(w.client.requests(urlA)); n != 1000 {
 			t.Errorf("%d of 1000 messages reached the live endpoints in the end", n)
 		}
