@@ -42,6 +42,17 @@ cross: ## Check that everything builds for macOS, and the kubectl plugin for Win
 	GOOS=darwin GOARCH=arm64 go build ./cmd/...
 	GOOS=windows GOARCH=amd64 go build -o /dev/null ./cmd/kubectl-posthorn
 
+# Platforms of the program (the servers), and of the kubectl plugin.
+PLATFORMS := linux/amd64 linux/arm64 darwin/amd64 darwin/arm64
+PLUGIN_PLATFORMS := $(PLATFORMS) windows/amd64 windows/arm64
+
+.PHONY: cross-all
+cross-all: ## Build for every platform: the program, and the kubectl plugin.
+	@for platform in $(PLATFORMS); do \
+	  echo "./cmd/... for $$platform"; GOOS=$${platform%/*} GOARCH=$${platform#*/} go build ./cmd/... || exit 1; done
+	@for platform in $(PLUGIN_PLATFORMS); do \
+	  echo "./cmd/kubectl-posthorn for $$platform"; GOOS=$${platform%/*} GOARCH=$${platform#*/} go build -o /dev/null ./cmd/kubectl-posthorn || exit 1; done
+
 # The image, also without docker: ARCH is amd64, arm64, ppc64le or riscv64.
 IMAGE ?= ghcr.io/posthorn/posthorn
 ARCH ?= $(shell go env GOARCH)
@@ -70,12 +81,26 @@ test: ## Run all tests against a real kube-apiserver and etcd.
 	@# How Flux, Helm and Argo CD read the conditions, by their own code, in a module of its own.
 	@if [[ '$(PKG)$(RUN)' == work ]]; then cd test/kstatus && $(ALONE) go test -count=1 ./...; fi
 
+# Packages that test what depends on the version of Kubernetes: CEL rules, schemas, manifests,
+# what the operator reads and writes.
+VERSIONED := ./test/cel ./test/crds ./test/manifests ./test/helm ./controllers
+.PHONY: test-oldest
+test-oldest: ## Run the tests of CEL rules, manifests and controllers on the oldest supported Kubernetes.
+	@assets=$$(hack/envtest-assets oldest) && export KUBEBUILDER_ASSETS=$$assets POSTHORN_TEST_ALL=$(POSTHORN_TEST_ALL) && \
+	go test -count=1 $(VERSIONED)
+
 # Packages whose tests start no built program; with -short they start no API server either.
 UNIT := ./analytics/... ./api/... ./cmd/... ./controllers/... ./dispatcher/... ./test/crds ./test/imports
 .PHONY: test-unit
 test-unit: ## Run the tests that need only Go, in a minute: no API server, no race detector, few random trials.
 	@# Some packages wait for timeouts, so more run at once than there are CPUs.
 	go test -short -count=1 -vet=off -p 6 $(UNIT)
+
+PERCENT ?= 100
+.PHONY: test-long
+test-long: ## Run the long forms of all tests, for about a day, and print a table; PERCENT=1 for fewer trials.
+	hack/test-long -n $(PERCENT) '$(or $(RUN),.)'
+	@if [[ -z '$(RUN)' ]]; then $(MAKE) --no-print-directory test-oldest; fi
 
 .PHONY: e2e
 e2e: ## Run the suite on a real cluster of its own (root, Debian); CLUSTER=kind for kind.

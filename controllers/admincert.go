@@ -44,9 +44,8 @@ const (
 // it accepts the current certificate and the previous one, and no other.
 type adminCertificate struct {
 	client.Client
-	direct  client.Reader
-	release string
-	now     func() time.Time
+	owner secretOwner // has the release's namespace and reads from the API server
+	now   func() time.Time
 
 	mu     sync.Mutex
 	pinned [][]byte // DER; the newest is first
@@ -56,8 +55,8 @@ type adminCertificate struct {
 
 // +kubebuilder:rbac:groups="",resources=secrets,namespace=posthorn-system,verbs=create;patch
 
-func newAdminCertificate(c client.Client, direct client.Reader, release string, now func() time.Time) *adminCertificate {
-	return &adminCertificate{Client: c, direct: direct, release: release, now: now, ready: make(chan struct{})}
+func newAdminCertificate(c client.Client, owner secretOwner, now func() time.Time) *adminCertificate {
+	return &adminCertificate{Client: c, owner: owner, now: now, ready: make(chan struct{})}
 }
 
 // Start maintains the Secret until ctx is done. It implements manager.Runnable and
@@ -78,11 +77,12 @@ func (a *adminCertificate) Start(ctx context.Context) error {
 }
 
 // ensure pins the certificate in the Secret. It writes a new one if the Secret is
-// missing or invalid, or if the certificate expires soon.
+// missing or invalid, or if the certificate expires soon, and adds the owner to a Secret
+// that an earlier release wrote.
 func (a *adminCertificate) ensure(ctx context.Context) error {
-	key := types.NamespacedName{Namespace: a.release, Name: adminapi.CertificateSecret}
+	key := types.NamespacedName{Namespace: a.owner.namespace, Name: adminapi.CertificateSecret}
 	var secret corev1.Secret
-	err := a.direct.Get(ctx, key, &secret)
+	err := a.owner.direct.Get(ctx, key, &secret)
 	if err != nil && !apierrors.IsNotFound(err) {
 		return fmt.Errorf("read Secret %s: %w", key, err)
 	}
@@ -90,7 +90,10 @@ func (a *adminCertificate) ensure(ctx context.Context) error {
 		if pair, err := tls.X509KeyPair(secret.Data[corev1.TLSCertKey], secret.Data[corev1.TLSPrivateKeyKey]); err == nil {
 			a.pin(pair.Certificate[0])
 			if a.now().Before(pair.Leaf.NotAfter.Add(-certificateRenewal)) {
-				return nil
+				if a.owner.owns(&secret) || secret.Labels[labelManagedBy] != managedBy {
+					return nil
+				}
+				return a.write(ctx, key, secret.Data[corev1.TLSCertKey], secret.Data[corev1.TLSPrivateKeyKey])
 			}
 		}
 	}
@@ -98,14 +101,27 @@ func (a *adminCertificate) ensure(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	if err := a.write(ctx, key, certificate, privateKey); err != nil {
+		return err
+	}
+	a.pin(der)
+	return nil
+}
+
+// write applies the Secret with a certificate and key in PEM.
+func (a *adminCertificate) write(ctx context.Context, key types.NamespacedName, certificate, privateKey []byte) error {
+	owners, err := a.owner.references(ctx)
+	if err != nil {
+		return err
+	}
 	wanted := corev1ac.Secret(key.Name, key.Namespace).
 		WithType(corev1.SecretTypeTLS).
-		WithLabels(map[string]string{"app.kubernetes.io/name": "posthorn", "app.kubernetes.io/managed-by": "posthorn-operator"}).
+		WithOwnerReferences(owners...).
+		WithLabels(map[string]string{labelName: "posthorn", labelManagedBy: managedBy}).
 		WithData(map[string][]byte{corev1.TLSCertKey: certificate, corev1.TLSPrivateKeyKey: privateKey})
 	if err := a.Apply(ctx, wanted, fieldOwner, client.ForceOwnership); err != nil {
 		return fmt.Errorf("apply Secret %s: %w", key, err)
 	}
-	a.pin(der)
 	log.FromContext(ctx).Info("admin certificate written", "secret", key.Name)
 	return nil
 }

@@ -29,8 +29,9 @@ var _ = Describe("The transport to the dispatchers", func() {
 			secret.Namespace, secret.Name = key.Namespace, key.Name
 			Expect(client.IgnoreNotFound(cluster.Delete(ctx, secret))).To(Succeed())
 		})
+		owner := secretOwner{direct: own, namespace: release}
 		now := time.Now()
-		a := newAdminCertificate(own, own, release, func() time.Time { return now })
+		a := newAdminCertificate(own, owner, func() time.Time { return now })
 		read := func() tls.Certificate {
 			GinkgoHelper()
 			var secret corev1.Secret
@@ -83,7 +84,7 @@ var _ = Describe("The transport to the dispatchers", func() {
 		Expect(authorization).To(BeEmpty())
 
 		By("another operator uses the existing certificate")
-		other := newAdminCertificate(own, own, release, func() time.Time { return now })
+		other := newAdminCertificate(own, owner, func() time.Time { return now })
 		Expect(other.ensure(ctx)).To(Succeed())
 		Expect(read().Certificate).To(Equal(first.Certificate))
 

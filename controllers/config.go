@@ -3,8 +3,11 @@ package controllers
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"maps"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -14,6 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/types"
 	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
+	"k8s.io/client-go/tools/events"
 	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -26,7 +30,9 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/controllers/kinds"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -42,7 +48,8 @@ const (
 var markerRequest = reconcile.Request{}
 
 // configReconciler maintains one live-config Secret for each namespace that has
-// objects.
+// objects. The Secret of a namespace whose objects were deleted has only tombstones; it is deleted
+// when every dispatcher pod has removed the namespace's data.
 //
 // Its permissions to create, patch and delete Secrets are limited to the release's
 // namespace. It lists and watches only the metadata of Secrets, which RBAC cannot
@@ -52,32 +59,51 @@ type configReconciler struct {
 	direct        client.Reader // reads from the API server
 	kinds         kinds.Table
 	release       string
-	checkHost     func(host string) error
-	// maxConfigBytes bounds an encoded live config.
+	owner         secretOwner
+	policy        compile.Policy
+	// maxConfigBytes bounds an encoded live config with its head.
 	maxConfigBytes int
 	secrets        *secretReader
 	keys           *writeKeys
 	verdicts       *verdictCache
 	own, statuses  *trigger
+	// reports returns the newest reports of the dispatcher pods; complete is false until every pod
+	// had a request.
+	reports        func() (pods []health.Pod, complete bool)
+	events         events.EventRecorder
+	now            func() time.Time
+	tombstoneGrace time.Duration
 
 	mu sync.Mutex
+	// started is the time of the first reconciliation.
+	started time.Time
 	// primed is true when the write keys of every namespace are loaded.
 	primed bool
 	// pending are the namespaces that have not been compiled since the start.
 	pending map[string]bool
+	// failed are the namespaces that could not be compiled since the start.
+	failed map[string]bool
+	// marked is the content of the marker Secret that this process has written; nil before.
+	marked *string
 	// written are the live-config Secrets that this process has written or verified.
 	written map[string]liveSecret
 }
 
 // liveSecret identifies the content of a live-config Secret.
-type liveSecret struct{ revision, resourceVersion string }
+type liveSecret struct {
+	revision, resourceVersion string
+	history                   compile.History
+}
 
-func setupConfig(mgr manager.Manager, o Options, verdicts *verdictCache, statuses *trigger) error {
+func setupConfig(mgr manager.Manager, o Options, verdicts *verdictCache, statuses *trigger, reports func() ([]health.Pod, bool)) error {
 	r := &configReconciler{
-		Client: mgr.GetClient(), direct: mgr.GetAPIReader(), kinds: o.kinds, release: o.Namespace, checkHost: o.CheckHost, maxConfigBytes: o.maxConfigBytes,
+		Client: mgr.GetClient(), direct: mgr.GetAPIReader(), kinds: o.kinds, release: o.Namespace, owner: o.secretOwner(mgr), policy: o.Policy, maxConfigBytes: o.maxConfigBytes,
 		secrets: newSecretReader(mgr.GetClient(), mgr.GetAPIReader()),
 		keys:    newWriteKeys(), verdicts: verdicts, own: &trigger{}, statuses: statuses,
-		written: map[string]liveSecret{},
+		written: map[string]liveSecret{}, failed: map[string]bool{}, reports: reports, events: mgr.GetEventRecorder(eventSource), now: o.Now, tombstoneGrace: o.tombstoneGrace,
+	}
+	if err := mgr.Add(manager.RunnableFunc(func(ctx context.Context) error { r.followReports(ctx, o.followInterval); return nil })); err != nil {
+		return err
 	}
 	r.own.fire(markerRequest.Name)
 	controller := builder.ControllerManagedBy(mgr).Named("config")
@@ -169,6 +195,9 @@ func (r *configReconciler) wrote(namespace, resourceVersion string) bool {
 
 // Reconcile compiles one namespace, or creates the marker Secret.
 func (r *configReconciler) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
+	if r.awaitsReports() {
+		return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
+	}
 	if err := r.prime(ctx); err != nil {
 		return reconcile.Result{}, err
 	}
@@ -179,10 +208,10 @@ func (r *configReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 		}
 		compiles.WithLabelValues(result).Inc()
 		if err != nil {
-			return reconcile.Result{}, err
+			return reconcile.Result{}, errors.Join(err, r.mark(ctx, request.Name, true))
 		}
 	}
-	return reconcile.Result{}, r.mark(ctx, request.Name)
+	return reconcile.Result{}, r.mark(ctx, request.Name, false)
 }
 
 // compile updates the live-config Secret and the verdicts of a namespace.
@@ -191,8 +220,12 @@ func (r *configReconciler) compile(ctx context.Context, namespace string) (resul
 	if err != nil {
 		return "", err
 	}
+	last, err := r.history(ctx, namespace)
+	if err != nil {
+		return "", err
+	}
 	if len(snapshot.Objects) == 0 {
-		return r.remove(ctx, namespace)
+		return r.remove(ctx, namespace, last)
 	}
 	for _, other := range r.keys.set(namespace, holders(snapshot)) {
 		r.own.fire(other)
@@ -200,12 +233,15 @@ func (r *configReconciler) compile(ctx context.Context, namespace string) (resul
 	snapshot.ForeignWriteKeys = r.keys.older(namespace)
 	compilers := r.kinds.Compilers()
 	config, verdicts := compilers.Compile(snapshot)
-	encoded, err := compilers.Encode(config, verdicts, r.maxConfigBytes, func() (liveconfig.Config, bool, error) { return r.last(ctx, namespace) })
+	existing := compilers.Existing(snapshot.Objects)
+	var encoded compile.Encoded
+	encoded, last.history, err = compilers.EncodeWithHead(config, verdicts, r.maxConfigBytes, last.history, r.headBytes(namespace, existing),
+		func() (liveconfig.Config, bool, error) { return r.last(ctx, namespace) })
 	if err != nil {
 		return "", err
 	}
 	if encoded.Data != nil {
-		if result, err = r.write(ctx, namespace, encoded.Data, encoded.Revision); err != nil {
+		if result, err = r.write(ctx, namespace, encoded, existing, last); err != nil {
 			return "", err
 		}
 	}
@@ -218,6 +254,12 @@ func (r *configReconciler) compile(ctx context.Context, namespace string) (resul
 	return result, nil
 }
 
+// headBytes returns a function that returns the size of a namespace's next head.
+func (r *configReconciler) headBytes(namespace string, existing map[liveconfig.Ref]string) func(compile.History) (int, error) {
+	d, now := r.dispatchers(namespace), r.now()
+	return func(h compile.History) (int, error) { return h.HeadBytes(existing, d, now, r.tombstoneGrace) }
+}
+
 // gather reads a namespace's objects and the Secrets that they refer to.
 func (r *configReconciler) gather(ctx context.Context, namespace string) (objects, compile.Snapshot, error) {
 	all, err := listNamespace(ctx, r, r.kinds, namespace)
@@ -225,19 +267,15 @@ func (r *configReconciler) gather(ctx context.Context, namespace string) (object
 		return nil, compile.Snapshot{}, err
 	}
 	s := all.snapshot(namespace)
-	s.CheckHost = r.checkHost
+	s.Policy = r.policy
 	s.Secrets, err = r.secrets.read(ctx, namespace, r.kinds.Compilers().SecretRefs(s.Objects...))
 	return all, s, err
 }
 
-// remove deletes the live config of a namespace without objects.
-func (r *configReconciler) remove(ctx context.Context, namespace string) (string, error) {
-	key := types.NamespacedName{Namespace: r.release, Name: liveconfig.SecretName(namespace)}
-	m := secretMetadata()
-	r.mu.Lock()
-	_, written := r.written[namespace]
-	r.mu.Unlock()
-	if err := r.Get(ctx, key, m); apierrors.IsNotFound(err) && !written {
+// remove replaces the live config of a namespace without objects by tombstones, and deletes it when
+// they are no longer needed.
+func (r *configReconciler) remove(ctx context.Context, namespace string, last liveSecret) (string, error) {
+	if last.resourceVersion == "" && !last.history.Known && !r.dispatchers(namespace).Parks() {
 		r.forget(namespace)
 		return "unchanged", nil
 	}
@@ -252,9 +290,31 @@ func (r *configReconciler) remove(ctx context.Context, namespace string) (string
 			return "", fmt.Errorf("the cache of namespace %s lags behind the API server", namespace)
 		}
 	}
+	config, verdicts := r.kinds.Compilers().Compile(compile.Snapshot{Namespace: namespace})
+	none := func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil }
+	encoded, history, err := r.kinds.Compilers().EncodeWithHead(config, verdicts, r.maxConfigBytes, last.history, r.headBytes(namespace, nil), none)
+	if err != nil {
+		return "", err
+	}
+	if encoded.TooLarge {
+		return "", fmt.Errorf("the tombstones of namespace %s do not fit into a Secret", namespace)
+	}
+	last.history = history
+	head, _ := last.history.Next(encoded.Revision, nil, r.dispatchers(namespace), r.now(), r.tombstoneGrace)
+	if len(head.Tombstones) > 0 {
+		result, err := r.write(ctx, namespace, encoded, nil, last)
+		if err == nil {
+			r.forgetObjects(namespace)
+		}
+		return result, err
+	}
+	if last.resourceVersion == "" {
+		r.forget(namespace)
+		return "unchanged", nil
+	}
 	secret := &corev1.Secret{}
-	secret.Namespace, secret.Name = key.Namespace, key.Name
-	if err := r.Delete(ctx, secret); client.IgnoreNotFound(err) != nil {
+	secret.Namespace, secret.Name = r.release, liveconfig.SecretName(namespace)
+	if err := r.Delete(ctx, secret, client.Preconditions{ResourceVersion: &last.resourceVersion}); client.IgnoreNotFound(err) != nil {
 		return "", fmt.Errorf("delete the live config of namespace %s: %w", namespace, err)
 	}
 	log.FromContext(ctx).Info("live config deleted; the namespace has no objects")
@@ -262,65 +322,213 @@ func (r *configReconciler) remove(ctx context.Context, namespace string) (string
 	return "removed", nil
 }
 
-// forget removes the data about a namespace without objects.
+// forget removes the data about a namespace without a live config.
 func (r *configReconciler) forget(namespace string) {
+	r.forgetObjects(namespace)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.written, namespace)
+}
+
+// forgetObjects removes the data about a namespace without objects.
+func (r *configReconciler) forgetObjects(namespace string) {
 	r.secrets.forget(namespace)
 	r.verdicts.remove(namespace)
 	for _, other := range r.keys.set(namespace, nil) {
 		r.own.fire(other)
 	}
-	r.mu.Lock()
-	delete(r.written, namespace)
-	r.mu.Unlock()
 	r.statuses.fire(namespace) // The status controller removes its data, too.
 }
 
-// write applies a namespace's live-config Secret if its content differs.
-func (r *configReconciler) write(ctx context.Context, namespace string, data []byte, revision string) (string, error) {
+// awaitsReports reports whether the first reports of the pods are missing. With them the operator
+// detects that the live configs are from a backup; a pod that does not answer delays the start by
+// maxReportWait.
+func (r *configReconciler) awaitsReports() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.primed {
+		return false
+	}
+	if r.started.IsZero() {
+		r.started = time.Now()
+	}
+	_, complete := r.reports()
+	return !complete && time.Since(r.started) < maxReportWait
+}
+
+// maxReportWait bounds the wait for the first reports.
+const maxReportWait = 5 * time.Second
+
+// dispatchers returns what the pods report about the live config of a namespace.
+func (r *configReconciler) dispatchers(namespace string) compile.Dispatchers {
+	pods, complete := r.reports()
+	reports := compile.Reports{Silent: !complete}
+	for _, pod := range pods {
+		reports.Unknown = reports.Unknown || !hasConfigs(pod.Report) && !hasConfigs(pod.Configs)
+		config := pod.Report.Config(namespace)
+		switch {
+		case !pod.Absent:
+			reports.Silent = reports.Silent || pod.Silent || pod.Report == nil
+			reports.Ready = append(reports.Ready, config)
+		case hasConfigs(pod.Configs):
+			reports.Unready = append(reports.Unready, pod.Configs.Config(namespace))
+		case pod.Report != nil: // An old report. Only the number cannot be outdated.
+			reports.Unready = append(reports.Unready, adminapi.ConfigReport{Namespace: namespace, Number: config.Number})
+		}
+	}
+	return compile.DispatchersOf(reports)
+}
+
+// hasConfigs reports whether a report has the numbers of the live configs. A pod that starts does not
+// report them.
+func hasConfigs(report *adminapi.Index) bool {
+	return report != nil && (report.Ready || len(report.Configs) > 0)
+}
+
+// followReports compiles the namespaces whose live config depends on the pods' reports, until ctx is
+// done: they have tombstones or parked objects, a pod has applied a newer config than the last, or the
+// last one can be compared with all pods now. It also announces the discards ahead.
+func (r *configReconciler) followReports(ctx context.Context, interval time.Duration) {
+	tick := time.NewTicker(interval)
+	defer tick.Stop()
+	announcer := discardAnnouncer{reader: r, events: r.events, announced: map[discardKey]bool{}}
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		pods, _ := r.reports()
+		announcer.announce(ctx, pods)
+		for _, namespace := range r.unsettled(pods) {
+			r.own.fire(namespace)
+		}
+	}
+}
+
+// unsettled returns the namespaces whose live config may change because of the pods' reports. Of a
+// namespace without a Secret it needs parked objects: the pods report the number of a removed
+// namespace for a long time.
+func (r *configReconciler) unsettled(pods []health.Pod) (list []string) {
+	r.mu.Lock()
+	histories := make(map[string]compile.History, len(r.written))
+	for namespace, secret := range r.written {
+		histories[namespace] = secret.history
+	}
+	r.mu.Unlock()
+	for namespace, history := range histories {
+		if !history.Settled(r.dispatchers(namespace)) {
+			list = append(list, namespace)
+		}
+	}
+	for _, pod := range pods {
+		report := pod.Report
+		if pod.Absent {
+			report = pod.Configs
+		}
+		if report == nil {
+			continue
+		}
+		for _, n := range report.Configs {
+			if _, known := histories[n.Namespace]; !known && len(n.Parked) > 0 && !slices.Contains(list, n.Namespace) {
+				list = append(list, n.Namespace)
+			}
+		}
+	}
+	return list
+}
+
+// history returns the namespace's last live config. Its resource version is empty if there is no
+// Secret. The newer one of the Secret's config and the last one of this process counts: another
+// client may have replaced the Secret by one from a backup, or deleted it.
+func (r *configReconciler) history(ctx context.Context, namespace string) (liveSecret, error) {
 	key := types.NamespacedName{Namespace: r.release, Name: liveconfig.SecretName(namespace)}
 	m := secretMetadata()
 	if err := r.Get(ctx, key, m); client.IgnoreNotFound(err) != nil {
-		return "", fmt.Errorf("look up Secret %s: %w", key, err)
+		return liveSecret{}, fmt.Errorf("look up Secret %s: %w", key, err)
 	}
 	r.mu.Lock()
 	last := r.written[namespace]
 	r.mu.Unlock()
-	if last == (liveSecret{revision, m.ResourceVersion}) {
+	if last.resourceVersion != "" && last.resourceVersion == m.ResourceVersion {
+		return last, nil
+	}
+	var current corev1.Secret
+	err := r.direct.Get(ctx, key, &current)
+	switch {
+	case apierrors.IsNotFound(err):
+		return liveSecret{history: last.history}, nil
+	case err != nil:
+		return liveSecret{}, fmt.Errorf("read Secret %s: %w", key, err)
+	}
+	found := liveSecret{resourceVersion: current.ResourceVersion, history: last.history}
+	live, err := liveconfig.StoredIn(current.Data).Decode()
+	if err == nil && live.Namespace == namespace && (!last.history.Known || live.Head.Number >= last.history.Head.Number) {
+		found.history = compile.HistoryOf(live)
+		found.history.Verified = last.history.Verified && live.Head.Number == last.history.Head.Number
+	}
+	return found, nil
+}
+
+// write applies a namespace's live-config Secret if its content differs.
+func (r *configReconciler) write(ctx context.Context, namespace string, encoded compile.Encoded, existing map[liveconfig.Ref]string, last liveSecret) (string, error) {
+	d := r.dispatchers(namespace)
+	head, changed := last.history.Next(encoded.Revision, existing, d, r.now(), r.tombstoneGrace)
+	text, err := liveconfig.EncodeHead(head)
+	if err != nil {
+		return "", err
+	}
+	data := liveconfig.Stored{Config: encoded.Data, Head: text}.Data()
+	key := types.NamespacedName{Namespace: r.release, Name: liveconfig.SecretName(namespace)}
+	next := liveSecret{encoded.Revision, last.resourceVersion, compile.HistoryOf(liveconfig.Revisioned{Config: encoded.Config, Revision: encoded.Revision, Head: head})}
+	next.history.Verified = changed || last.history.Unbroken(d)
+	if !changed && last.resourceVersion != "" && last.revision == encoded.Revision {
+		r.record(namespace, next)
 		return "unchanged", nil
 	}
 	// Another client has written the Secret, or the cache lags. Compare the content.
 	var current corev1.Secret
-	err := r.direct.Get(ctx, key, &current)
-	if client.IgnoreNotFound(err) != nil {
+	if err := r.direct.Get(ctx, key, &current); client.IgnoreNotFound(err) != nil {
 		return "", fmt.Errorf("read Secret %s: %w", key, err)
 	}
 	result := "unchanged"
-	if !isLive(&current, namespace, data, revision) {
+	next.resourceVersion = current.ResourceVersion
+	if changed || !isLive(&current, namespace, data, encoded.Revision) || !r.owner.owns(&current) {
+		owners, err := r.owner.references(ctx)
+		if err != nil {
+			return "", err
+		}
 		result = "written"
 		wanted := corev1ac.Secret(key.Name, key.Namespace).
 			WithLabels(map[string]string{
 				liveconfig.LabelLive: "true", liveconfig.LabelNamespace: namespace,
-				"app.kubernetes.io/name": "posthorn", "app.kubernetes.io/managed-by": "posthorn-operator",
+				labelName: "posthorn", labelManagedBy: managedBy,
 			}).
-			WithAnnotations(map[string]string{liveconfig.AnnotationRevision: revision}).
-			WithData(map[string][]byte{liveconfig.DataKey: data})
+			WithAnnotations(map[string]string{liveconfig.AnnotationRevision: encoded.Revision}).
+			WithOwnerReferences(owners...).
+			WithData(data)
 		if err := r.Apply(ctx, wanted, fieldOwner, client.ForceOwnership); err != nil {
 			return "", fmt.Errorf("apply the live config of namespace %s: %w", namespace, err)
 		}
-		current.ResourceVersion = *wanted.ResourceVersion
-		log.FromContext(ctx).Info("live config written", "revision", revision, "bytes", len(data))
+		next.resourceVersion = *wanted.ResourceVersion
+		log.FromContext(ctx).Info("live config written", "revision", encoded.Revision, "number", head.Number, "bytes", len(encoded.Data))
 	}
-	r.mu.Lock()
-	r.written[namespace] = liveSecret{revision, current.ResourceVersion}
-	r.mu.Unlock()
+	r.record(namespace, next)
 	return result, nil
 }
 
+// record records the content of a live-config Secret.
+func (r *configReconciler) record(namespace string, secret liveSecret) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.written[namespace] = secret
+}
+
 // isLive reports whether a Secret is the namespace's live config with this content.
-func isLive(s *corev1.Secret, namespace string, data []byte, revision string) bool {
+func isLive(s *corev1.Secret, namespace string, data map[string][]byte, revision string) bool {
 	_, labelled := s.Labels[liveconfig.LabelLive]
 	return labelled && s.Labels[liveconfig.LabelNamespace] == namespace && s.Annotations[liveconfig.AnnotationRevision] == revision &&
-		bytes.Equal(s.Data[liveconfig.DataKey], data)
+		maps.EqualFunc(s.Data, data, bytes.Equal)
 }
 
 // last returns the namespace's present live config; false if there is none. For a
@@ -334,8 +542,8 @@ func (r *configReconciler) last(ctx context.Context, namespace string) (liveconf
 	} else if err != nil {
 		return liveconfig.Config{}, false, fmt.Errorf("read Secret %s: %w", key, err)
 	}
-	config, _, _ := liveconfig.Decode(current.Data[liveconfig.DataKey])
-	return config, true, nil
+	live, _ := liveconfig.StoredIn(current.Data).Decode()
+	return live.Config, true, nil
 }
 
 // prime loads the write keys of all namespaces. It runs before the first compilation:
@@ -363,7 +571,10 @@ func (r *configReconciler) prime(ctx context.Context) error {
 			_, s, err := r.gather(ctx, name)
 			if err != nil {
 				// The compilation of this namespace retries. The others do not wait for it.
-				log.FromContext(ctx).Error(err, "loading the write keys of a namespace failed", "namespace", name)
+				log.FromContext(ctx).Error(err, "loading the write keys of a namespace failed; using those of its live config", "namespace", name)
+				if live, _, err := r.last(ctx, name); err == nil {
+					r.keys.set(name, liveHolders(live, s.Objects))
+				}
 				return nil
 			}
 			r.keys.set(name, holders(s))
@@ -378,33 +589,47 @@ func (r *configReconciler) prime(ctx context.Context) error {
 	return nil
 }
 
-// mark records that a namespace is compiled. When all namespaces are, it creates the
-// marker Secret. A dispatcher that starts waits for the marker before it treats its
-// set of live configs as complete.
-func (r *configReconciler) mark(ctx context.Context, namespace string) error {
+// mark records that a namespace is compiled, or failed. When all namespaces are, it writes the
+// marker Secret, which names the failed ones. A dispatcher that starts waits for the marker before
+// it treats its set of live configs as complete.
+func (r *configReconciler) mark(ctx context.Context, namespace string, failed bool) error {
 	r.mu.Lock()
 	delete(r.pending, namespace)
+	if _, compiled := r.verdicts.get(namespace); failed && !compiled {
+		r.failed[namespace] = true
+	} else {
+		delete(r.failed, namespace)
+	}
 	waiting := len(r.pending)
+	names, marked := slices.Sorted(maps.Keys(r.failed)), r.marked
 	r.mu.Unlock()
 	if waiting > 0 {
 		return nil
 	}
+	content := strings.Join(names, " ")
 	key := types.NamespacedName{Namespace: r.release, Name: liveconfig.MarkerName}
 	m := secretMetadata()
 	if err := r.Get(ctx, key, m); err == nil {
-		if _, ok := m.Labels[liveconfig.LabelLive]; ok {
+		if _, ok := m.Labels[liveconfig.LabelLive]; ok && r.owner.owns(m) && marked != nil && *marked == content {
 			return nil
 		}
 	} else if !apierrors.IsNotFound(err) {
 		return fmt.Errorf("look up Secret %s: %w", key, err)
 	}
-	marker := corev1ac.Secret(key.Name, key.Namespace).WithLabels(map[string]string{
-		liveconfig.LabelLive: "true", "app.kubernetes.io/name": "posthorn", "app.kubernetes.io/managed-by": "posthorn-operator",
+	owners, err := r.owner.references(ctx)
+	if err != nil {
+		return err
+	}
+	marker := corev1ac.Secret(key.Name, key.Namespace).WithOwnerReferences(owners...).WithData(liveconfig.MarkerData(names)).WithLabels(map[string]string{
+		liveconfig.LabelLive: "true", labelName: "posthorn", labelManagedBy: managedBy,
 	})
 	if err := r.Apply(ctx, marker, fieldOwner, client.ForceOwnership); err != nil {
 		return fmt.Errorf("apply Secret %s: %w", key, err)
 	}
-	log.FromContext(ctx).Info("marker Secret written; every namespace is compiled", "secret", key.Name)
+	r.mu.Lock()
+	r.marked = &content
+	r.mu.Unlock()
+	log.FromContext(ctx).Info("marker Secret written", "secret", key.Name, "failedNamespaces", content)
 	return nil
 }
 
@@ -422,6 +647,22 @@ func holders(s compile.Snapshot) map[string]keyHolder {
 			if other, taken := found[hash]; !taken || holder.compare(other) < 0 {
 				found[hash] = holder
 			}
+		}
+	}
+	return found
+}
+
+// liveHolders is holders for a namespace whose Secrets cannot be read: the write keys are those of its
+// live config.
+func liveHolders(live liveconfig.Config, objects []compile.Object) map[string]keyHolder {
+	found := map[string]keyHolder{}
+	for _, o := range objects {
+		i := slices.IndexFunc(live.Sources, func(s liveconfig.Source) bool { return s.Name == o.GetName() })
+		if _, ok := o.(*v1alpha1.Source); !ok || i < 0 {
+			continue
+		}
+		for _, hash := range live.Sources[i].WriteKeySHA256 {
+			found[hash] = keyHolder{namespace: o.GetNamespace(), name: o.GetName(), created: o.GetCreationTimestamp().Time}
 		}
 	}
 	return found

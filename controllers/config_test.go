@@ -43,7 +43,7 @@ var _ = Describe("The live config", func() {
 			g.Expect(d.Signing[0].Secret.Reveal()).To(Equal("hush-crm"))
 			g.Expect(d.Endpoints[0].URL.Reveal()).To(Equal("https://hooks.example/in"))
 			g.Expect(d.Sources).To(Equal([]string{"web"}))
-			g.Expect(secret.Data).To(HaveLen(1))
+			g.Expect(secret.Data).To(HaveLen(2))
 		}).Should(Succeed())
 		for _, c := range []string{"Accepted", "ResolvedRefs", "Programmed", "Ready"} {
 			w.expectCondition(namespace, "whd/crm", c, isTrue, c)

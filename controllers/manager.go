@@ -20,6 +20,7 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
+	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/labels"
@@ -35,6 +36,7 @@ import (
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/kinds"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
@@ -51,10 +53,14 @@ type Options struct {
 	// audience adminapi.TokenAudience; the requests then use TLS. If it is empty, they
 	// use plain HTTP, to dispatchers that run with --admin-auth=none.
 	DispatcherTokenFile string
+	// DispatcherStatefulSet is the name of the dispatchers' StatefulSet in Namespace, which owns
+	// the Secrets that the operator writes. If it is empty, they have no owner and remain when
+	// the release is deleted.
+	DispatcherStatefulSet string
 	// Pods lists the dispatchers. Default: the pods that DispatcherSelector selects.
 	Pods Pods
-	// CheckHost returns the reason why deliveries to a URL's host are denied; nil allows every host.
-	CheckHost func(host string) error
+	// Policy applies to every destination.
+	Policy compile.Policy
 	// LeaderElection makes one of several replicas active, by a Lease in Namespace.
 	LeaderElection bool
 	// MetricsBindAddress and HealthProbeBindAddress are host:port; "0" disables them.
@@ -74,11 +80,14 @@ type Options struct {
 	// numbersInterval is the shortest time between two writes of an object's numbers;
 	// transitions do not wait for it. Default 30 s.
 	numbersInterval time.Duration
+	// tombstoneGrace is how long a tombstone is kept at least, and followInterval how often a live
+	// config is compared with the pods' reports.
+	tombstoneGrace, followInterval time.Duration
 	// confirmGrace is the time that the pods have to confirm a change before the status
 	// shows it as pending, so that a change causes one write instead of one for each pod.
 	// During this time the pods are polled more often. Default 2 s.
 	confirmGrace time.Duration
-	// maxConfigBytes bounds an encoded live config. Default liveconfig.MaxEncodedBytes,
+	// maxConfigBytes bounds an encoded live config with its head. Default liveconfig.MaxEncodedBytes,
 	// the size limit of a Secret.
 	maxConfigBytes int
 	// kinds are the processed kinds. Default kinds.All.
@@ -131,6 +140,8 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 	o.PollInterval = cmp.Or(o.PollInterval, time.Second)
 	o.leaseDuration = cmp.Or(o.leaseDuration, 30*time.Second)
 	o.numbersInterval = cmp.Or(o.numbersInterval, 30*time.Second)
+	o.tombstoneGrace = cmp.Or(o.tombstoneGrace, compile.TombstoneGrace)
+	o.followInterval = cmp.Or(o.followInterval, 10*time.Second)
 	o.confirmGrace = cmp.Or(o.confirmGrace, 2*time.Second)
 	o.maxConfigBytes = cmp.Or(o.maxConfigBytes, liveconfig.MaxEncodedBytes)
 	renewDeadline, retryPeriod := o.leaseDuration*2/3, o.leaseDuration/6
@@ -185,7 +196,12 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 	return mgr, setup(mgr, o)
 }
 
-// mapper contains the core kinds of the manager's cache, so that a manager can be
+// secretOwner returns the owner of the operator's Secrets.
+func (o Options) secretOwner(mgr manager.Manager) secretOwner {
+	return secretOwner{direct: mgr.GetAPIReader(), namespace: o.Namespace, statefulSet: o.DispatcherStatefulSet}
+}
+
+// mapper contains the built-in kinds that the operator reads, so that a manager can be
 // created while the API server is unreachable.
 type mapper struct {
 	meta.RESTMapper
@@ -195,8 +211,10 @@ type mapper struct {
 func newMapper(cfg *rest.Config, client *http.Client) (meta.RESTMapper, error) {
 	discovered, err := apiutil.NewDynamicRESTMapper(cfg, client)
 	core := meta.NewDefaultRESTMapper(nil)
-	for _, kind := range []string{"Secret", "Pod"} {
-		core.Add(corev1.SchemeGroupVersion.WithKind(kind), meta.RESTScopeNamespace)
+	for _, kind := range []schema.GroupVersionKind{
+		corev1.SchemeGroupVersion.WithKind("Secret"), corev1.SchemeGroupVersion.WithKind("Pod"), appsv1.SchemeGroupVersion.WithKind("StatefulSet"),
+	} {
+		core.Add(kind, meta.RESTScopeNamespace)
 	}
 	return mapper{discovered, core}, err
 }
@@ -227,7 +245,7 @@ func metricsOptions(o Options) metricsserver.Options {
 func setup(mgr manager.Manager, o Options) error {
 	scheme, transport := "http", plainTransport()
 	if o.DispatcherTokenFile != "" {
-		certificate := newAdminCertificate(mgr.GetClient(), mgr.GetAPIReader(), o.Namespace, o.Now)
+		certificate := newAdminCertificate(mgr.GetClient(), o.secretOwner(mgr), o.Now)
 		if err := mgr.Add(certificate); err != nil {
 			return fmt.Errorf("set up the admin certificate: %w", err)
 		}
@@ -238,18 +256,20 @@ func setup(mgr manager.Manager, o Options) error {
 	}
 	verdicts := newVerdictCache()
 	statuses := &trigger{}
+	changes := &reportChanges{byNamespace: map[string]uint64{}}
 	reports := newProber(o.Pods, o.PollInterval, transport, func(namespaces []string) {
+		changes.add(namespaces)
 		if namespaces == nil {
 			namespaces = verdicts.namespaces()
 		}
 		for _, namespace := range namespaces {
-			statuses.fire(namespace)
+			statuses.fireAfter(namespace, reportsWait)
 		}
-	})
-	if err := setupConfig(mgr, o, verdicts, statuses); err != nil {
+	}, silentPodEvents(mgr.GetEventRecorder(eventSource)))
+	if err := setupConfig(mgr, o, verdicts, statuses, reports.reports); err != nil {
 		return fmt.Errorf("set up the config controller: %w", err)
 	}
-	if err := setupStatus(mgr, o, verdicts, reports, statuses); err != nil {
+	if err := setupStatus(mgr, o, verdicts, reports, changes, statuses); err != nil {
 		return fmt.Errorf("set up the status controller: %w", err)
 	}
 	if err := mgr.Add(reports); err != nil {

@@ -3,9 +3,9 @@ package controllers
 import (
 	"context"
 	"errors"
+	"maps"
 	"net"
 	"net/http"
-	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -21,12 +21,17 @@ const (
 	reportTimeout = 2 * time.Second
 	// maxReportsAtOnce bounds the number of encoded reports in memory.
 	maxReportsAtOnce = 16
-	// answerGrace is how long a pod's last report remains valid while requests to the
-	// pod fail, so that one lost packet does not change conditions.
+	// answerGrace is the time without an answer after which a ready pod counts as silent.
 	answerGrace = 10 * time.Second
+	// startGrace is the time that a pod has, after it became ready, to load the newest
+	// configs.
+	startGrace = 30 * time.Second
+	// outdatedAfter is the time for which the last report of a pod that is not ready or does
+	// not answer determines conditions; afterwards only its counters are used.
+	outdatedAfter = 5 * time.Minute
 )
 
-// prober keeps the newest report of every ready dispatcher pod. Each pod has its own
+// prober keeps the last state of every dispatcher pod. Each pod with a URL has its own
 // goroutine, so a pod that hangs does not delay the others.
 type prober struct {
 	pods     Pods
@@ -34,33 +39,51 @@ type prober struct {
 	client   *http.Client
 	// changed is called with the namespaces whose reports have changed; nil means all.
 	changed func(namespaces []string)
-	slots   chan struct{}
+	// silenced is called when a ready pod becomes silent, and when it answers again.
+	silenced func(pod Pod, silent bool)
+	slots    chan struct{}
 
 	mu     sync.Mutex
 	probes map[Pod]*probe
-	// listed is true after the first list of pods.
-	listed bool
+	// last has the last report by the name of the pod, also of pods that are not ready.
+	last map[string]lastReport
+	// listed is true after the first list of pods, and notReady are the names of the pods in
+	// the last list that are not ready.
+	listed   bool
+	notReady []string
+}
+
+// lastReport is the last report of a pod, and the time of the last answer.
+type lastReport struct {
+	report   *adminapi.Index
+	answered time.Time
+	// outdated is true after outdatedAfter without an answer.
+	outdated bool
 }
 
 // probe is the state of one pod. The prober's mutex guards its fields, except for
-// refresh and etag.
+// refresh. Only the pod's goroutine changes them.
 type probe struct {
 	stop    context.CancelFunc
 	refresh chan struct{}
-	etag    string
 	// requested is true after the first request.
 	requested bool
-	// report is nil while the pod does not answer.
-	report *adminapi.Report
-	// answered is the time of the last answer.
-	answered time.Time
-	failing  bool
+	// state is the merge of the pod's reports; nil until the first answer.
+	state *adminapi.Index
+	// started is the start of the probe, and answered the time of the last answer; at first,
+	// of the start.
+	started, answered time.Time
+	// failing is true if the last request failed, silent if all have for answerGrace.
+	failing, silent bool
+	// starting is true until startGrace after the pod became ready. It is false for the pods
+	// that were ready when the operator started.
+	starting bool
 }
 
-func newProber(pods Pods, interval time.Duration, transport http.RoundTripper, changed func(namespaces []string)) *prober {
+func newProber(pods Pods, interval time.Duration, transport http.RoundTripper, changed func(namespaces []string), silenced func(pod Pod, silent bool)) *prober {
 	return &prober{
-		pods: pods, interval: interval, changed: changed,
-		slots: make(chan struct{}, maxReportsAtOnce), probes: map[Pod]*probe{},
+		pods: pods, interval: interval, changed: changed, silenced: silenced,
+		slots: make(chan struct{}, maxReportsAtOnce), probes: map[Pod]*probe{}, last: map[string]lastReport{},
 		client: &http.Client{
 			Timeout:       reportTimeout,
 			Transport:     transport,
@@ -85,7 +108,7 @@ func (p *prober) Start(ctx context.Context) error {
 	tick := time.NewTicker(p.interval)
 	defer tick.Stop()
 	for {
-		pods, err := p.pods.Ready(ctx)
+		pods, err := p.pods.List(ctx)
 		if err == nil {
 			p.follow(ctx, pods, &running)
 		} else if ctx.Err() == nil {
@@ -99,16 +122,27 @@ func (p *prober) Start(ctx context.Context) error {
 	}
 }
 
-// follow starts and stops probes so that each of the pods has one.
+// follow starts and stops probes so that each pod with a URL has one.
 func (p *prober) follow(ctx context.Context, pods []Pod, running *sync.WaitGroup) {
 	p.mu.Lock()
-	changed := !p.listed
+	now, first := time.Now(), !p.listed
+	changed := first
 	p.listed = true
+	notReady := p.notReady
+	p.notReady = nil
+	pods = slices.DeleteFunc(slices.Clone(pods), func(pod Pod) bool {
+		if pod.URL == "" || pod.Unready {
+			p.notReady = append(p.notReady, pod.Name)
+		}
+		return pod.URL == ""
+	})
+	slices.Sort(p.notReady)
+	changed = changed || !slices.Equal(notReady, p.notReady) // The last reports of more or fewer pods count.
 	for pod, probe := range p.probes {
 		if !slices.Contains(pods, pod) {
 			probe.stop()
 			delete(p.probes, pod)
-			changed = true
+			changed = true // A running Redelivery waits for the pod.
 		}
 	}
 	for _, pod := range pods {
@@ -116,15 +150,33 @@ func (p *prober) follow(ctx context.Context, pods []Pod, running *sync.WaitGroup
 			continue
 		}
 		probeCtx, stop := context.WithCancel(ctx)
-		probe := &probe{stop: stop, refresh: make(chan struct{}, 1)}
+		probe := &probe{stop: stop, refresh: make(chan struct{}, 1), started: now, answered: now, starting: !first}
 		p.probes[pod] = probe
 		running.Go(func() { p.poll(probeCtx, pod, probe) })
 	}
+	changed = p.expire(now) || changed
 	p.updateMetrics()
 	p.mu.Unlock()
 	if changed {
 		p.changed(nil)
 	}
+}
+
+// expire marks old reports as outdated and ends the grace of pods that started. It reports
+// whether there is such a report or pod. The mutex is held.
+func (p *prober) expire(now time.Time) (changed bool) {
+	for name, last := range p.last {
+		if !last.outdated && now.Sub(last.answered) > outdatedAfter {
+			last.outdated, changed = true, true
+			p.last[name] = last
+		}
+	}
+	for _, probe := range p.probes {
+		if probe.starting && now.Sub(probe.started) > startGrace {
+			probe.starting, changed = false, true
+		}
+	}
+	return changed
 }
 
 // refreshNow polls every pod immediately. It is called when a change is expected. A
@@ -168,52 +220,60 @@ func (p *prober) poll(ctx context.Context, pod Pod, probe *probe) {
 
 // +kubebuilder:rbac:urls=/report,verbs=get
 
-// fetch returns a pod's report, or nil if it has not changed.
+// fetch returns the changes since a pod's last report, or nil if there are none.
 func (p *prober) fetch(ctx context.Context, pod Pod, probe *probe) (*adminapi.Report, error) {
 	ctx, cancel := context.WithTimeout(ctx, reportTimeout)
 	defer cancel()
 	client := adminapi.Client{URL: pod.URL, HTTP: p.client, ReportSlots: p.slots}
-	report, etag, err := client.Report(ctx, probe.etag)
+	cursor := ""
+	if probe.state != nil {
+		cursor = probe.state.Cursor
+	}
+	report, err := client.Report(ctx, cursor)
 	if errors.Is(err, adminapi.ErrNotModified) {
 		return nil, nil
 	}
-	if err != nil {
-		return nil, err
-	}
-	probe.etag = etag
-	return report, nil
+	return report, err
 }
 
-// record stores the result of a request to a pod and calls changed.
+// record stores the result of a request to a pod and calls changed and silenced.
 func (p *prober) record(ctx context.Context, pod Pod, probe *probe, report *adminapi.Report, err error) {
 	now := time.Now()
+	if pod.Unready {
+		p.recordUnready(probe, report, err)
+		return
+	}
 	p.mu.Lock()
-	first := !probe.requested
+	all, namespaces := !probe.requested, []string(nil)
+	wasSilent := probe.silent
 	probe.requested = true
-	all, namespaces := first, []string(nil)
-	switch {
-	case err != nil:
+	if err != nil {
 		reportFailures.Inc()
 		if !probe.failing {
 			log.FromContext(ctx).Info("dispatcher pod does not report", "pod", pod.Name, "error", err.Error())
 		}
 		probe.failing = true
-		if probe.report != nil && now.Sub(probe.answered) > answerGrace {
-			probe.report, probe.etag, all = nil, "", true
-		}
-	default:
+		probe.silent = now.Sub(probe.answered) > answerGrace
+	} else {
 		if probe.failing {
 			log.FromContext(ctx).Info("dispatcher pod reports again", "pod", pod.Name)
 		}
-		probe.failing, probe.answered = false, now
+		probe.failing, probe.silent, probe.answered = false, false, now
 		if report != nil {
-			changed, everything := differences(probe.report, report)
-			all, namespaces = all || everything, changed
-			probe.report = report
+			before := probe.state
+			probe.state, namespaces = before.Merge(*report)
+			all = all || concernsAll(before, probe.state)
 		}
+		all = all || p.last[pod.Name].outdated
+		p.last[pod.Name] = lastReport{report: probe.state, answered: now}
 	}
+	silent := probe.silent
 	p.updateMetrics()
 	p.mu.Unlock()
+	if silent != wasSilent {
+		all = true
+		p.silenced(pod, silent)
+	}
 	switch {
 	case all:
 		p.changed(nil)
@@ -222,53 +282,71 @@ func (p *prober) record(ctx context.Context, pod Pod, probe *probe, report *admi
 	}
 }
 
+// recordUnready stores the result of a request to a pod that is not ready. The last report remains
+// that of the time when the pod was ready: a pod that starts has not loaded its objects yet.
+func (p *prober) recordUnready(probe *probe, report *adminapi.Report, err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	probe.requested, probe.failing = true, err != nil
+	if report != nil {
+		probe.state, _ = probe.state.Merge(*report)
+	}
+}
+
 // updateMetrics sets the gauge of dispatcher pods. The mutex is held.
 func (p *prober) updateMetrics() {
-	answering := 0
-	for _, probe := range p.probes {
-		if probe.report != nil {
+	ready, answering := 0, 0
+	for pod, probe := range p.probes {
+		if pod.Unready {
+			continue
+		}
+		ready++
+		if probe.state != nil && !probe.silent {
 			answering++
 		}
 	}
 	dispatchers.WithLabelValues("true").Set(float64(answering))
-	dispatchers.WithLabelValues("false").Set(float64(len(p.probes) - answering))
+	dispatchers.WithLabelValues("false").Set(float64(ready - answering))
 }
 
-// reports returns the pods with their newest reports, sorted by name. complete is
-// false until every pod has had a request, because a report that is not requested yet
-// would look like a change.
+// reports returns the pods with their last reports, sorted by name. complete is false
+// until every ready pod without a report has had a request, because a report that is not
+// requested yet would look like a change.
 func (p *prober) reports() (pods []health.Pod, complete bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	pods = make([]health.Pod, 0, len(p.probes))
+	pods = make([]health.Pod, 0, len(p.last))
 	complete = p.listed
+	ready, unready := map[string]bool{}, map[string]*adminapi.Index{}
 	for pod, probe := range p.probes {
-		complete = complete && probe.requested
-		pods = append(pods, health.Pod{Name: pod.Name, Report: probe.report})
+		if pod.Unready {
+			if !probe.failing {
+				unready[pod.Name] = probe.state
+			}
+			continue
+		}
+		ready[pod.Name] = true
+		last := p.last[pod.Name]
+		complete = complete && (probe.requested || last.report != nil)
+		pods = append(pods, health.Pod{Name: pod.Name, Report: last.report, Silent: probe.silent || probe.state == nil, Outdated: last.outdated, Starting: probe.starting})
+	}
+	absent := slices.Collect(maps.Keys(p.last))
+	for _, name := range p.notReady {
+		if p.last[name].report == nil {
+			absent = append(absent, name)
+		}
+	}
+	for _, name := range absent {
+		if last := p.last[name]; !ready[name] {
+			pods = append(pods, health.Pod{Name: name, Report: last.report, Configs: unready[name], Absent: true, Outdated: last.outdated})
+		}
 	}
 	slices.SortFunc(pods, func(a, b health.Pod) int { return strings.Compare(a.Name, b.Name) })
 	return pods, complete
 }
 
-// differences returns the namespaces in which two reports differ. all is true if the
-// reports differ in a part that concerns every namespace.
-func differences(before, after *adminapi.Report) (namespaces []string, all bool) {
-	if before == nil || before.Ready != after.Ready || before.Storage.Pressure != after.Storage.Pressure {
-		return nil, true
-	}
-	old := make(map[string]*adminapi.NamespaceReport, len(before.Namespaces))
-	for i := range before.Namespaces {
-		old[before.Namespaces[i].Namespace] = &before.Namespaces[i]
-	}
-	for i := range after.Namespaces {
-		n := &after.Namespaces[i]
-		if o := old[n.Namespace]; o == nil || !reflect.DeepEqual(o, n) {
-			namespaces = append(namespaces, n.Namespace)
-		}
-		delete(old, n.Namespace)
-	}
-	for removed := range old {
-		namespaces = append(namespaces, removed)
-	}
-	return namespaces, false
+// concernsAll reports whether the states of a pod differ in a part that concerns every
+// namespace.
+func concernsAll(before, after *adminapi.Index) bool {
+	return before == nil || before.Ready != after.Ready || before.Storage.Pressure != after.Storage.Pressure
 }

@@ -43,7 +43,7 @@ func stripSecret(release string) toolscache.TransformFunc {
 		}
 		kept := metav1.ObjectMeta{Namespace: m.Namespace, Name: m.Name, UID: m.UID, ResourceVersion: m.ResourceVersion, Generation: m.Generation}
 		if _, live := liveconfig.NamespaceOf(m.Name); m.Namespace == release && (live || m.Name == liveconfig.MarkerName) {
-			kept.Labels = m.Labels
+			kept.Labels, kept.OwnerReferences = m.Labels, m.OwnerReferences
 		}
 		m.ObjectMeta = kept
 		return m, nil

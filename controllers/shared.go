@@ -79,14 +79,17 @@ func (t *trigger) Start(_ context.Context, queue workqueue.TypedRateLimitingInte
 	return nil
 }
 
-func (t *trigger) fire(namespace string) {
+func (t *trigger) fire(namespace string) { t.fireAfter(namespace, 0) }
+
+// fireAfter requests a namespace after a wait, or earlier.
+func (t *trigger) fireAfter(namespace string, wait time.Duration) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.queue == nil {
 		t.waiting = append(t.waiting, namespaceRequest(namespace))
 		return
 	}
-	t.queue.Add(namespaceRequest(namespace))
+	t.queue.AddAfter(namespaceRequest(namespace), wait)
 }
 
 // verdictCache holds the newest verdicts of each namespace. The config controller
@@ -110,11 +113,12 @@ type generationVerdict struct {
 type objects [][]compile.Object
 
 // listNamespace lists a namespace's objects of all kinds.
-func listNamespace(ctx context.Context, r client.Reader, table kinds.Table, namespace string) (objects, error) {
+func listNamespace(ctx context.Context, r client.Reader, table kinds.Table, namespace string, options ...client.ListOption) (objects, error) {
 	all := make(objects, len(table))
+	options = append(options, client.InNamespace(namespace))
 	for i, k := range table {
 		list := k.NewList()
-		if err := r.List(ctx, list, client.InNamespace(namespace)); err != nil {
+		if err := r.List(ctx, list, options...); err != nil {
 			return nil, fmt.Errorf("list the objects of namespace %s: %w", namespace, err)
 		}
 		all[i] = kinds.Objects(list)

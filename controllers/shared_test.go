@@ -12,6 +12,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/event"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/kinds"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -148,34 +149,42 @@ func TestPredicates(t *testing.T) {
 	}
 }
 
-func TestDifferences(t *testing.T) {
-	report := func(change func(*adminapi.Report)) *adminapi.Report {
-		r := &adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{Namespace: "a", Revision: "1"}, {Namespace: "b", Revision: "1"}}}
-		if change != nil {
-			change(r)
-		}
-		return r
-	}
+func TestConcernsAll(t *testing.T) {
+	index := func(r adminapi.Report) *adminapi.Index { return adminapi.NewIndex(r) }
 	tests := []struct {
 		name          string
-		before, after *adminapi.Report
-		namespaces    []string
-		all           bool
+		before, after *adminapi.Index
+		want          bool
 	}{
-		{"the first", nil, report(nil), nil, true},
-		{"equal", report(nil), report(nil), nil, false},
-		{"one changed", report(nil), report(func(r *adminapi.Report) { r.Namespaces[1].Revision = "2" }), []string{"b"}, false},
-		{"one removed", report(nil), report(func(r *adminapi.Report) { r.Namespaces = r.Namespaces[:1] }), []string{"b"}, false},
-		{"one added", report(func(r *adminapi.Report) { r.Namespaces = r.Namespaces[1:] }), report(nil), []string{"a"}, false},
-		{"disk full", report(nil), report(func(r *adminapi.Report) { r.Storage.Pressure = true }), nil, true},
-		{"disk used", report(nil), report(func(r *adminapi.Report) { r.Storage.UsedBytes = 1 }), nil, false},
+		{"the first report", nil, index(adminapi.Report{}), true},
+		{"equal", index(adminapi.Report{Ready: true}), index(adminapi.Report{Ready: true}), false},
+		{"ready", index(adminapi.Report{}), index(adminapi.Report{Ready: true}), true},
+		{"disk full", index(adminapi.Report{}), index(adminapi.Report{Storage: adminapi.StorageReport{Pressure: true}}), true},
+		{"disk used", index(adminapi.Report{}), index(adminapi.Report{Storage: adminapi.StorageReport{UsedBytes: 1}}), false},
+		{"a namespace", index(adminapi.Report{}), index(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "a"}}}), false},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
-			namespaces, all := differences(test.before, test.after)
-			if diff := cmp.Diff(test.namespaces, namespaces); diff != "" || all != test.all {
-				t.Errorf("all %v, want %v; namespaces (-want +got):\n%s", all, test.all, diff)
+			if got := concernsAll(test.before, test.after); got != test.want {
+				t.Errorf("concerns all namespaces: got %v, want %v", got, test.want)
 			}
 		})
+	}
+}
+
+func TestLiveHolders(t *testing.T) {
+	created := time.Date(2026, 1, 2, 0, 0, 0, 0, time.UTC)
+	source := &v1alpha1.Source{}
+	source.Namespace, source.Name, source.CreationTimestamp = "shop", "web", metav1.NewTime(created)
+	destination := &v1alpha1.WebhookDestination{}
+	destination.Namespace, destination.Name = "shop", "deleted"
+	live := liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{
+		{Name: "deleted", WriteKeySHA256: liveconfig.KeyHashes{"cc"}},
+		{Name: "web", WriteKeySHA256: liveconfig.KeyHashes{"aa", "bb"}},
+	}}
+	holder := keyHolder{namespace: "shop", name: "web", created: created}
+	want := map[string]keyHolder{"aa": holder, "bb": holder}
+	if diff := cmp.Diff(want, liveHolders(live, []compile.Object{destination, source}), cmp.AllowUnexported(keyHolder{})); diff != "" {
+		t.Errorf("holders (-want +got):\n%s", diff)
 	}
 }

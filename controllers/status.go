@@ -3,6 +3,7 @@ package controllers
 import (
 	"context"
 	"fmt"
+	"reflect"
 	"slices"
 	"sync"
 	"time"
@@ -17,6 +18,7 @@ import (
 	"k8s.io/client-go/tools/events"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
@@ -28,25 +30,38 @@ import (
 
 const (
 	// recheckInterval is the wait before the next status pass over an object whose
-	// changed numbers are not due yet.
+	// recovery, or whose confirmation by a pod that starts, is delayed.
 	recheckInterval = 2 * time.Second
 	// confirmInterval is the longest time between two requests for a pod's report
 	// while a change waits for the pods to confirm it.
 	confirmInterval = 200 * time.Millisecond
+	// errorWait is the wait after a failed write, doubled with every further one up to
+	// maxErrorWait.
+	errorWait    = time.Second
+	maxErrorWait = 30 * time.Second
 	// conflictWait is the wait for the cache after a conflict.
 	conflictWait = 200 * time.Millisecond
+	// reportsWait delays the pass over a namespace whose reports changed, so that the
+	// reports of many pods cause one pass.
+	reportsWait = 500 * time.Millisecond
+	// numbersPause is the shortest time between two passes over a namespace in which only
+	// numbers are due.
+	numbersPause = time.Second
 	// maxWritesAtOnce bounds the concurrent status writes of a namespace.
 	maxWritesAtOnce = 8
 )
 
 // statusReconciler computes the status of a namespace's objects and writes those
-// that differ.
+// that differ. A pass skips the objects whose inputs are those of the previous pass and
+// for which nothing is due.
 type statusReconciler struct {
 	client.Client
 	kinds    kinds.Table
 	verdicts *verdictCache
 	reports  *prober
+	changes  *reportChanges
 	events   events.EventRecorder
+	budget   writeBudget
 	now      func() time.Time
 
 	numbersInterval, confirmGrace time.Duration // see Options
@@ -57,6 +72,16 @@ type statusReconciler struct {
 
 // memo is the data about one object that status passes share.
 type memo struct {
+	// resourceVersion, verdict and reports are the inputs of the last pass at checked; a
+	// zero time means that the next pass must not skip the object.
+	resourceVersion string
+	verdict         generationVerdict
+	reports         uint64
+	checked         time.Time
+	// recheck is the time from checked until the object must be processed although its
+	// inputs did not change; zero if there is no such time.
+	recheck time.Duration
+
 	// stale are the resource versions that the last writes replaced, and written is
 	// the result of the last write. While the cache returns a stale version, written is
 	// the current object.
@@ -64,17 +89,60 @@ type memo struct {
 	written client.Object
 	// numbersTime is when the numbers were last written.
 	numbersTime time.Time
+	// transition and numbers are the permits of a status that waits to be written.
+	transition, numbers permit
 	// unconfirmedSince is when a pod first had not confirmed the object; zero when
 	// every pod has.
 	unconfirmedSince time.Time
-	seen             bool
+	// failures counts the failed passes in a row.
+	failures int
+	seen     bool
 }
 
-func setupStatus(mgr manager.Manager, o Options, verdicts *verdictCache, reports *prober, own *trigger) error {
+// after makes a pass process the object after a wait, or earlier.
+func (m *memo) after(wait time.Duration) {
+	if wait = max(wait, 1); m.recheck == 0 || wait < m.recheck {
+		m.recheck = wait
+	}
+}
+
+// unchanged reports whether a pass can skip the object.
+func (m *memo) unchanged(o client.Object, v generationVerdict, reports uint64, now time.Time) bool {
+	return !m.checked.IsZero() && m.resourceVersion == o.GetResourceVersion() && m.reports == reports &&
+		(m.recheck == 0 || remaining(m.recheck, m.checked, now) > 0) && reflect.DeepEqual(m.verdict, v)
+}
+
+// reportChanges counts the changes of the reports about each namespace.
+type reportChanges struct {
+	mu          sync.Mutex
+	all         uint64
+	byNamespace map[string]uint64
+}
+
+// add counts a change of the reports about namespaces; nil means all.
+func (c *reportChanges) add(namespaces []string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if namespaces == nil {
+		c.all++
+	}
+	for _, namespace := range namespaces {
+		c.byNamespace[namespace]++
+	}
+}
+
+// of returns a number that is larger after each change of the reports about a namespace.
+func (c *reportChanges) of(namespace string) uint64 {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.all + c.byNamespace[namespace]
+}
+
+func setupStatus(mgr manager.Manager, o Options, verdicts *verdictCache, reports *prober, changes *reportChanges, own *trigger) error {
 	r := &statusReconciler{
-		Client: mgr.GetClient(), kinds: o.kinds, verdicts: verdicts, reports: reports, now: o.Now, numbersInterval: o.numbersInterval, confirmGrace: o.confirmGrace,
-		events: mgr.GetEventRecorder("posthorn.dev/operator"),
-		memos:  map[string]map[types.UID]*memo{},
+		Client: mgr.GetClient(), kinds: o.kinds, verdicts: verdicts, reports: reports, changes: changes, now: o.Now, numbersInterval: o.numbersInterval, confirmGrace: o.confirmGrace,
+		events: mgr.GetEventRecorder(eventSource), budget: newWriteBudget(),
+		memos: map[string]map[types.UID]*memo{},
 	}
 	return builder.ControllerManagedBy(mgr).
 		Named("status").
@@ -97,30 +165,22 @@ func (r *statusReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 		r.mu.Unlock()
 		return reconcile.Result{}, nil
 	}
+	version := r.changes.of(namespace) // Before the reports, so that no change is missed.
 	pods, complete := r.reports.reports()
 	if !complete {
 		return reconcile.Result{}, nil // The prober triggers a reconciliation when they are complete.
 	}
-	objects, err := listNamespace(ctx, r, r.kinds, namespace)
+	objects, err := listNamespace(ctx, r, r.kinds, namespace, client.UnsafeDisableDeepCopy)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	p := statusPass{statusReconciler: r, namespace: namespace, verdicts: verdicts, pods: pods, now: r.now(), memos: r.memosOf(namespace)}
+	p := statusPass{statusReconciler: r, namespace: namespace, verdicts: verdicts, pods: pods, version: version, now: r.now(), memos: r.memosOf(namespace)}
 	p.group.SetLimit(maxWritesAtOnce)
 	for i, k := range r.kinds {
 		p.updateAll(ctx, objects[i], k.Health)
 	}
-	err = p.group.Wait()
-	for uid, m := range p.memos {
-		if !m.seen {
-			delete(p.memos, uid)
-		}
-		m.seen = false
-	}
-	if err != nil {
-		return reconcile.Result{}, err
-	}
-	return reconcile.Result{RequeueAfter: p.requeue.d}, nil
+	_ = p.group.Wait() // updateAll logs the errors.
+	return reconcile.Result{RequeueAfter: p.end()}, nil
 }
 
 // memosOf returns a namespace's memos. Only the reconciliation of the namespace uses
@@ -150,44 +210,75 @@ type statusPass struct {
 	namespace string
 	verdicts  verdictsByUID
 	pods      []health.Pod
-	now       time.Time
-	memos     map[types.UID]*memo
-	group     errgroup.Group
-	requeue   shortestWait
+	// version is the version of the reports in pods.
+	version uint64
+	now     time.Time
+	memos   map[types.UID]*memo
+	group   errgroup.Group
 }
 
-// updateAll updates the objects of one kind. It skips objects without a verdict on
-// their present generation: the config controller triggers another pass for them.
+// end removes the memos of deleted objects, and returns the wait until the next pass; zero
+// if none is necessary.
+func (p *statusPass) end() (wait time.Duration) {
+	for uid, m := range p.memos {
+		if !m.seen {
+			delete(p.memos, uid)
+			continue
+		}
+		m.seen = false
+		if m.recheck > 0 && !m.checked.IsZero() {
+			if w := max(1, remaining(m.recheck, m.checked, p.now)); wait == 0 || w < wait {
+				wait = w
+			}
+		}
+	}
+	return wait
+}
+
+// updateAll updates the objects of one kind, which it must not change. It skips objects
+// without a verdict on their present generation: the config controller triggers another
+// pass for them.
 func (p *statusPass) updateAll(ctx context.Context, objects []compile.Object, k health.Kind) {
 	for _, o := range objects {
 		v, ok := p.verdicts[o.GetUID()]
-		if m := memoOf(p.memos, o); ok && v.generation == o.GetGeneration() {
-			p.group.Go(func() error {
-				if deleted, err := p.expire(ctx, o, k); deleted || err != nil {
-					return err
-				}
-				return p.update(ctx, m, o, v.Verdict, k)
-			})
+		m := memoOf(p.memos, o)
+		if !ok || v.generation != o.GetGeneration() || m.unchanged(o, v, p.version, p.now) {
+			continue
 		}
+		m.resourceVersion, m.verdict, m.reports, m.checked, m.recheck = o.GetResourceVersion(), v, p.version, p.now, 0
+		p.group.Go(func() error {
+			deleted, err := p.expire(ctx, m, o, k)
+			if !deleted && err == nil {
+				err = p.update(ctx, m, o, v.Verdict, k)
+			}
+			// One object that cannot be written must not delay the others of its namespace.
+			if err == nil {
+				m.failures = 0
+				return nil
+			}
+			log.FromContext(ctx).Error(err, "updating a status failed; retrying")
+			m.after(min(errorWait<<min(m.failures, 10), maxErrorWait))
+			m.failures++
+			return nil
+		})
 	}
 }
 
-// expire deletes an object whose TTL has ended, or requeues the namespace for the
-// end of the TTL.
-func (p *statusPass) expire(ctx context.Context, o client.Object, k health.Kind) (deleted bool, err error) {
+// expire deletes an object whose TTL has ended, or rechecks it at the end of the TTL.
+func (p *statusPass) expire(ctx context.Context, m *memo, o client.Object, k health.Kind) (deleted bool, err error) {
 	at, ok := k.Expires(o)
 	if !ok {
 		return false, nil
 	}
 	if wait := at.Sub(p.now); wait > 0 {
-		p.requeue.add(wait)
+		m.after(wait)
 		return false, nil
 	}
 	// Delete this version only: a later version may have another TTL.
 	uid, version := o.GetUID(), o.GetResourceVersion()
 	err = p.Delete(ctx, o, client.Preconditions{UID: &uid, ResourceVersion: &version})
 	if apierrors.IsConflict(err) {
-		p.requeue.add(conflictWait)
+		m.after(conflictWait)
 		return false, nil
 	}
 	if client.IgnoreNotFound(err) != nil {
@@ -196,8 +287,8 @@ func (p *statusPass) expire(ctx context.Context, o client.Object, k health.Kind)
 	return true, nil
 }
 
-// update writes one object's status if it differs, and requeues the namespace if
-// another pass is necessary.
+// update writes one object's status if it differs and the budget permits it, or rechecks
+// the object later. It replaces fields of o, which is a shallow copy of the cached object.
 func (p *statusPass) update(ctx context.Context, m *memo, o client.Object, verdict compile.Verdict, k health.Kind) error {
 	if m.written != nil && slices.Contains(m.stale, o.GetResourceVersion()) {
 		o = m.written.DeepCopyObject().(client.Object)
@@ -206,16 +297,10 @@ func (p *statusPass) update(ctx context.Context, m *memo, o client.Object, verdi
 	}
 	before, conditions := k.Status(o)
 	*conditions = health.Own(*conditions, k.Conditions)
-	interval := p.numbersInterval
-	if k.NumbersInterval > 0 {
-		interval = min(interval, k.NumbersInterval)
-	}
-	wait := remaining(interval, m.numbersTime, p.now)
-	due := wait <= 0
-	next := k.Next(o, verdict, p.namespace, p.pods, p.now, due).(client.Object)
+	next := k.Next(o, verdict, p.namespace, p.pods, p.now, false).(client.Object)
 	after, conditionsAfter := k.Status(next)
 	if at, ok := k.ChangesAt(next); ok {
-		p.requeue.add(max(at.Sub(p.now), recheckInterval))
+		m.after(max(at.Sub(p.now), recheckInterval))
 	}
 	pending := health.Pending(*conditionsAfter)
 	if !pending {
@@ -224,22 +309,54 @@ func (p *statusPass) update(ctx context.Context, m *memo, o client.Object, verdi
 		m.unconfirmedSince = p.now
 	}
 	if equality.Semantic.DeepEqual(before, after) {
-		if !due {
-			if numbers, _ := k.Status(k.Next(o, verdict, p.namespace, p.pods, p.now, true)); !equality.Semantic.DeepEqual(after, numbers) {
-				p.requeue.add(min(wait, recheckInterval))
-			}
-		}
+		m.transition = permit{}
+		return p.updateNumbers(ctx, m, o, verdict, k)
+	}
+	if pending && p.awaitConfirmation(m) {
 		return nil
 	}
-	if grace := remaining(p.confirmGrace, m.unconfirmedSince, p.now); pending && grace > 0 {
-		p.reports.refreshNow()
-		p.requeue.add(min(grace, confirmInterval))
+	if wait := m.transition.wait(p.budget.transitions, p.now); wait > 0 {
+		m.after(wait)
 		return nil
 	}
-	events := health.Transitions(*conditions, *conditionsAfter)
+	return p.write(ctx, m, o, next, k)
+}
+
+// updateNumbers writes the numbers of an object without a transition when they are due.
+func (p *statusPass) updateNumbers(ctx context.Context, m *memo, o client.Object, verdict compile.Verdict, k health.Kind) error {
+	before, conditions := k.Status(o)
+	next := k.Next(o, verdict, p.namespace, p.pods, p.now, true).(client.Object)
+	after, conditionsAfter := k.Status(next)
+	if equality.Semantic.DeepEqual(before, after) {
+		m.numbers = permit{}
+		return nil
+	}
+	interval := p.numbersInterval
+	if k.NumbersInterval > 0 {
+		interval = min(interval, k.NumbersInterval)
+	}
+	wait := remaining(interval+jitter(o.GetUID(), interval), m.numbersTime, p.now)
+	if wait <= 0 {
+		wait = m.numbers.wait(p.budget.numbers, p.now)
+	}
+	if wait <= 0 {
+		return p.write(ctx, m, o, next, k)
+	}
+	m.after(max(wait, numbersPause))
+	if !health.SameStatuses(*conditions, *conditionsAfter) {
+		m.after(recheckInterval) // A delayed recovery.
+	}
+	return nil
+}
+
+// write writes an object's status, with an Event for each transition.
+func (p *statusPass) write(ctx context.Context, m *memo, o, next client.Object, k health.Kind) error {
+	_, before := k.Status(o)
+	_, after := k.Status(next)
+	events := health.Transitions(*before, *after)
 	switch err := apply(ctx, p.Client, next, k); {
 	case apierrors.IsConflict(err):
-		p.requeue.add(conflictWait)
+		m.after(conflictWait)
 		return nil
 	case apierrors.IsNotFound(err):
 		return nil
@@ -248,15 +365,26 @@ func (p *statusPass) update(ctx context.Context, m *memo, o client.Object, verdi
 	}
 	statusWrites.WithLabelValues(k.Name).Inc()
 	m.stale, m.written = append(m.stale, o.GetResourceVersion()), next
-	if due {
-		m.numbersTime = p.now
-	} else {
-		p.requeue.add(min(wait, recheckInterval))
-	}
+	m.numbersTime, m.transition, m.numbers = p.now, permit{}, permit{}
 	for _, e := range events {
 		p.events.Eventf(next, nil, e.Type, e.Reason, e.Action, "%s", e.Message)
 	}
 	return nil
+}
+
+// awaitConfirmation reports whether the pods have more time to confirm an object. It then
+// requests their reports, and rechecks the object. A pod that starts has startGrace.
+func (p *statusPass) awaitConfirmation(m *memo) bool {
+	if grace := remaining(p.confirmGrace, m.unconfirmedSince, p.now); grace > 0 {
+		p.reports.refreshNow()
+		m.after(min(grace, confirmInterval))
+		return true
+	}
+	if slices.ContainsFunc(p.pods, func(pod health.Pod) bool { return pod.Starting }) && remaining(startGrace, m.unconfirmedSince, p.now) > 0 {
+		m.after(recheckInterval)
+		return true
+	}
+	return false
 }
 
 // apply writes an object's status by server-side apply and reads the result into o.
@@ -301,18 +429,4 @@ func remaining(d time.Duration, start, now time.Time) time.Duration {
 		return 0
 	}
 	return d - now.Sub(start)
-}
-
-// shortestWait is the minimum of the added waits; zero means none.
-type shortestWait struct {
-	mu sync.Mutex
-	d  time.Duration
-}
-
-func (s *shortestWait) add(d time.Duration) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.d == 0 || d < s.d {
-		s.d = d
-	}
 }

@@ -93,16 +93,73 @@ var _ = Describe("status", func() {
 		second.set(func(d *fakeDispatcher) { d.refuse = false })
 		w.expectCondition(namespace, "whd/crm", "Programmed", isTrue, "Programmed")
 
-		By("one pod does not answer for longer than the grace period")
+		By("one pod does not answer, and the destination is edited")
 		second.set(func(d *fakeDispatcher) { d.down = true })
+		w.apply(namespace, crmDestination)
 		w.expectCondition(namespace, "whd/crm", "Programmed", isFalse, "Pending")
 		w.pods.set(w.dispatcher.pod())
 		w.expectCondition(namespace, "whd/crm", "Programmed", isTrue, "Programmed")
 
-		By("no pod is ready")
+		By("no pod is ready, and the destination is edited")
 		w.pods.set()
+		w.apply(namespace, named("crm", "https://hooks.example/in", "https://hooks.example/out"))
 		w.expectCondition(namespace, "whd/crm", "Ready", isFalse, "NoDispatcher")
-		w.expectCondition(namespace, "source/web", "Ready", isFalse, "NoDispatcher")
+		w.expectCondition(namespace, "source/web", "Ready", isTrue, "Ready") // It was not changed.
+	})
+
+	It("does not change when pods are replaced one by one, or all at once", func() {
+		// Numbers are written without a delay, so that lower sums would be found.
+		w := newWorld(func(w *world) { w.options.numbersInterval = time.Millisecond })
+		namespace := w.newNamespace()
+		start := func(i int) *fakeDispatcher {
+			d := newDispatcher(fmt.Sprintf("dispatcher-%d", i))
+			DeferCleanup(d.server.Close)
+			d.set(func(d *fakeDispatcher) {
+				d.traffic[namespace+"/crm"] = healthy(10)
+				d.calls[namespace+"/web"] = func(r *adminapi.SourceReport) { r.Accepted, r.LastAccepted = 10, began }
+			})
+			return d
+		}
+		dispatchers := []*fakeDispatcher{start(0), start(1), start(2)}
+		ready := func() (pods []Pod) {
+			for _, d := range dispatchers {
+				if d != nil {
+					pods = append(pods, d.pod())
+				}
+			}
+			return pods
+		}
+		w.pods.set(ready()...)
+		w.apply(namespace, webSource+crmSecret+crmDestination)
+		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")
+		Eventually(func(g Gomega) {
+			g.Expect(w.destination(g, namespace, "crm").Status.Delivery.Delivered).To(BeEquivalentTo(30))
+			g.Expect(w.source(g, namespace, "web").Status.Calls.Accepted).To(BeEquivalentTo(30))
+		}).Should(Succeed())
+		w.dispatcher = dispatchers[2]
+		before := w.waitIdle()
+		writes := counterSum("posthorn_operator_status_writes_total")
+		polled := func(d *fakeDispatcher) {
+			start := d.requestCount()
+			Eventually(d.requestCount).Should(BeNumerically(">=", start+5))
+		}
+		for i := range dispatchers {
+			dispatchers[i] = nil
+			w.pods.set(ready()...)
+			polled(dispatchers[(i+1)%3])
+			dispatchers[i] = start(i)
+			w.pods.set(ready()...)
+			polled(dispatchers[i])
+		}
+		By("all at once")
+		w.pods.set()
+		Eventually(func() float64 { return counterValue("posthorn_operator_dispatchers", "true") }).Should(BeZero())
+		dispatchers = []*fakeDispatcher{start(0), start(1), start(2)}
+		w.pods.set(ready()...)
+		polled(dispatchers[0])
+		polled(dispatchers[2])
+		Expect(w.versions()).To(Equal(before))
+		Expect(counterSum("posthorn_operator_status_writes_total")).To(Equal(writes))
 	})
 
 	It("does not change when one request for a report fails", func() {

@@ -31,6 +31,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/metrics"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -96,13 +97,13 @@ func newWorld(change ...func(*world)) *world {
 	w.pods = pods(w.dispatcher.pod())
 	w.options = Options{
 		Namespace: release, Pods: w.pods, MetricsBindAddress: "0", HealthProbeBindAddress: "0",
-		PollInterval: 100 * time.Millisecond, LeaderElection: true,
-		CheckHost: func(host string) error {
+		PollInterval: 100 * time.Millisecond, followInterval: 100 * time.Millisecond, tombstoneGrace: time.Millisecond, LeaderElection: true,
+		Policy: compile.Policy{CheckHost: func(host string) error {
 			if host == "169.254.169.254" {
 				return fmt.Errorf("%s is denied", host)
 			}
 			return nil
-		},
+		}},
 	}
 	for _, c := range change {
 		c(w)
@@ -166,12 +167,20 @@ func (w *world) newNamespace() string {
 func (w *world) live(g Gomega, namespace string) (liveconfig.Config, *corev1.Secret) {
 	var secret corev1.Secret
 	g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: release, Name: liveconfig.SecretName(namespace)}, &secret)).To(Succeed())
-	config, revision, err := liveconfig.Decode(secret.Data[liveconfig.DataKey])
+	live, err := liveconfig.StoredIn(secret.Data).Decode()
 	g.Expect(err).NotTo(HaveOccurred())
-	g.Expect(secret.Annotations[liveconfig.AnnotationRevision]).To(Equal(revision))
+	g.Expect(secret.Annotations[liveconfig.AnnotationRevision]).To(Equal(live.Revision))
 	g.Expect(secret.Labels).To(HaveKeyWithValue(liveconfig.LabelNamespace, namespace))
 	g.Expect(secret.Labels).To(HaveKey(liveconfig.LabelLive))
-	return config, &secret
+	return live.Config, &secret
+}
+
+// head returns the head of a namespace's live config.
+func (w *world) head(g Gomega, namespace string) liveconfig.Head {
+	_, secret := w.live(g, namespace)
+	head, err := liveconfig.DecodeHead(secret.Data[liveconfig.HeadKey])
+	g.Expect(err).NotTo(HaveOccurred())
+	return head
 }
 
 func (w *world) destination(g Gomega, namespace, name string) v1alpha1.WebhookDestination {
@@ -269,6 +278,21 @@ func counterValue(name, label string) float64 {
 	return 0
 }
 
+// counterSum returns the sum of an operator's counter over all labels.
+func counterSum(name string) (sum float64) {
+	GinkgoHelper()
+	families, err := metrics.Registry.Gather()
+	Expect(err).NotTo(HaveOccurred())
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			if f.GetName() == name {
+				sum += m.GetCounter().GetValue()
+			}
+		}
+	}
+	return sum
+}
+
 // waitIdle waits until the operator writes no more objects, and returns versions.
 func (w *world) waitIdle() map[string]string {
 	GinkgoHelper()
@@ -303,8 +327,8 @@ func (l *podList) set(p ...Pod) {
 	l.pods = p
 }
 
-// Ready implements Pods.
-func (l *podList) Ready(context.Context) ([]Pod, error) {
+// List implements Pods.
+func (l *podList) List(context.Context) ([]Pod, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return slices.Clone(l.pods), nil
@@ -327,6 +351,11 @@ type fakeDispatcher struct {
 	decoded   map[string]decodedConfig
 	running   map[string]liveconfig.Config
 	revisions map[string]string
+	// numbers are the highest numbers of the loaded configs, and parked the parked objects.
+	numbers map[string]int64
+	parked  map[string][]adminapi.ParkedObject
+	// discards are the discards ahead, by namespace.
+	discards map[string][]adminapi.Discard
 	// traffic changes a destination's report, by "namespace/name"; calls a Source's.
 	traffic map[string]func(*adminapi.DestinationReport)
 	calls   map[string]func(*adminapi.SourceReport)
@@ -340,12 +369,13 @@ type fakeDispatcher struct {
 type decodedConfig struct {
 	config   liveconfig.Config
 	revision string
+	number   int64
 	err      error
 }
 
 func newDispatcher(name string) *fakeDispatcher {
 	d := &fakeDispatcher{
-		name: name, running: map[string]liveconfig.Config{}, revisions: map[string]string{},
+		name: name, running: map[string]liveconfig.Config{}, revisions: map[string]string{}, numbers: map[string]int64{},
 		traffic: map[string]func(*adminapi.DestinationReport){}, calls: map[string]func(*adminapi.SourceReport){},
 		syncs: map[string]func(*adminapi.AudienceReport){}, deletions: map[string]func(*adminapi.DeletionReport){},
 		box: &letterBox{runs: map[string]*boxRun{}},
@@ -409,18 +439,24 @@ func (d *fakeDispatcher) report(ctx context.Context) adminapi.Report {
 			version := string(s.UID) + "/" + s.ResourceVersion
 			c, known := d.decoded[version]
 			if !known {
-				c.config, c.revision, c.err = liveconfig.Decode(s.Data[liveconfig.DataKey])
+				live, err := liveconfig.StoredIn(s.Data).Decode()
+				c.config, c.revision, c.number, c.err = live.Config, live.Revision, live.Head.Number, err
 			}
 			decoded[version] = c
-			if c.err == nil {
-				d.running[c.config.Namespace], d.revisions[c.config.Namespace] = c.config, c.revision
+			if namespace := c.config.Namespace; c.err == nil && c.number >= d.numbers[namespace] {
+				d.running[namespace], d.revisions[namespace], d.numbers[namespace] = c.config, c.revision, c.number
 			}
 		}
 		d.decoded = decoded
 	}
-	for _, namespace := range slices.Sorted(maps.Keys(d.running)) {
+	namespaces := maps.Clone(d.running)
+	for namespace := range d.parked {
+		namespaces[namespace] = d.running[namespace]
+	}
+	for _, namespace := range slices.Sorted(maps.Keys(namespaces)) {
 		config := d.running[namespace]
 		t := adminapi.NamespaceReport{Namespace: namespace, Revision: d.revisions[namespace], Refused: refused[namespace]}
+		report.Configs = append(report.Configs, adminapi.ConfigReport{Namespace: namespace, Number: d.numbers[namespace], Parked: d.parked[namespace], Discards: d.discards[namespace]})
 		for _, s := range config.Sources {
 			r := adminapi.SourceReport{Name: s.Name, Generation: s.Generation, Revision: s.Revision}
 			if f := d.calls[namespace+"/"+s.Name]; f != nil {

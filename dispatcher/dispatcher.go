@@ -21,7 +21,6 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"time"
 
@@ -34,12 +33,15 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/audience"
+	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/deletion"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/ingest"
 	"github.com/posthorn/posthorn/dispatcher/jobs"
 	"github.com/posthorn/posthorn/dispatcher/listen"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/promtext"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
@@ -58,6 +60,9 @@ type Options struct {
 	// TLS; host:port like Listen.
 	TLSListen string
 	TLS       *tls.Config
+	// ProbeListen, when set, is the address of a listener that serves only /healthz and /readyz,
+	// without TLS, so that probes never wait for calls.
+	ProbeListen string
 	// Pod is the name of this dispatcher in reports.
 	Pod string
 	// Egress lists the non-public addresses that deliveries may use.
@@ -92,6 +97,8 @@ type Options struct {
 	AdminGuard func(http.Handler) http.Handler
 	// Debug adds /debug to the admin listener: lanes, live config, profiles.
 	Debug bool
+	// DetailedMetrics adds histograms, failure reasons and lanes to the metrics of each destination.
+	DetailedMetrics bool
 	// Tracer continues the callers' traces to the receivers; nil disables tracing.
 	Tracer trace.Tracer
 	// Logger; default slog.Default().
@@ -111,11 +118,16 @@ type Dispatcher struct {
 	// redeliveries runs this dispatcher's parts of Redelivery objects.
 	redeliveries *redelivery.Service
 	gate         *admission.Gate
+	changes      *changes.Log
+	storage      storage
 	configs      *admission.Configs
 	metrics      *prometheus.Registry
+	// sourcesAtStart are the ledgers of the Sources at the start, for counters that begin at 0.
+	sourcesAtStart map[string]queue.Ledger
 
 	listener, adminListener net.Listener
 	tlsListener             net.Listener // nil: no TLS listener
+	probeListener           net.Listener // nil: no listener for probes
 	stopping                chan struct{}
 }
 
@@ -162,6 +174,12 @@ func New(o Options) (*Dispatcher, error) {
 			return nil, fmt.Errorf("listen for calls over TLS: %w", err)
 		}
 	}
+	if o.ProbeListen != "" {
+		if d.probeListener, err = net.Listen("tcp", o.ProbeListen); err != nil {
+			d.closeListeners()
+			return nil, fmt.Errorf("listen for probes: %w", err)
+		}
+	}
 	q := o.Queue
 	q.Logger, q.Registerer = o.Logger, d.metrics
 	q.DataDir = o.DataDir
@@ -177,25 +195,31 @@ func New(o Options) (*Dispatcher, error) {
 		d.closeListeners()
 		return nil, err
 	}
+	d.sourcesAtStart = ledgersOfSources(d.store)
 	d.warnOfOpenAccess()
+	d.changes = changes.New(func() changes.Lanes { return d.engine })
 	d.gate = admission.New(admission.Options{
-		Store: d.store, DataDir: o.DataDir, HighWater: cmp.Or(o.Queue.HighWater, pebblestore.DefaultHighWater), Logger: o.Logger, Registerer: d.metrics,
+		Changes: d.changes,
+		Store:   d.store, DataDir: o.DataDir, HighWater: cmp.Or(o.Queue.HighWater, pebblestore.DefaultHighWater), Logger: o.Logger, Registerer: d.metrics,
 	})
 	d.client = egress.New(egress.Options{Policy: o.Egress, Logger: o.Logger})
 	tracker := deletion.NewOutcomeTracker(d.store)
 	d.engine = delivery.New(delivery.Options{
 		Store: tracker, Client: d.client, Logger: o.Logger, Registerer: d.metrics, Tracer: o.Tracer,
 		OrphanGrace: o.OrphanGrace, DrainTimeout: o.DrainTimeout, DeadLetterBytes: d.gate.RoomForDeadLetters, MaxInFlight: plan.inFlight,
+		DetailedMetrics: o.DetailedMetrics,
+		Changes:         d.changes,
 	})
-	d.configs = admission.NewConfigs(d.gate, cmp.Or(o.OrphanGrace, delivery.DefaultOrphanGrace), d.store, d.engine.Apply)
-	d.metrics.MustRegister(reportCollector{d})
+	if d.configs, err = admission.NewConfigs(d.gate, cmp.Or(o.OrphanGrace, delivery.DefaultOrphanGrace), d.store, d.engine.Apply); err != nil {
+		return nil, errors.Join(err, d.Close())
+	}
 	d.ingest = ingest.New(ingest.Options{
 		Gate: d.gate, Logger: o.Logger, Registerer: d.metrics, TrustedProxies: o.TrustedProxies, Tracer: o.Tracer,
 		MaxBuffered: plan.requests,
 	})
 	if d.members, err = audience.New(audience.Options{
-		Dir: filepath.Join(o.DataDir, "audiences"), Gate: d.gate, Lanes: d.store,
-		Owner: o.AudienceOwner, OrphanGrace: o.OrphanGrace, Logger: o.Logger, Registerer: d.metrics,
+		Dir: filepath.Join(o.DataDir, "audience-members"), OldDir: filepath.Join(o.DataDir, "audiences"), Store: d.store, Gate: d.gate, Lanes: d.store,
+		Owner: o.AudienceOwner, OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger, Registerer: d.metrics,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
@@ -203,10 +227,10 @@ func New(o Options) (*Dispatcher, error) {
 	if err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
-	d.redeliveries = redelivery.New(redelivery.ServiceOptions{Store: redeliveryStore{d.store, d.gate}, Records: records, View: d.gate.View, Takes: d.engine.Takes, Logger: o.Logger})
+	d.redeliveries = redelivery.New(redelivery.ServiceOptions{Gate: d.gate, Store: d.letters(), Records: records, Takes: d.engine.Takes, Changes: d.changes, Logger: o.Logger})
 	if d.forget, err = deletion.New(deletion.Options{
-		Dir: filepath.Join(o.DataDir, "deletions"), Gate: d.gate, Store: tracker, Records: records,
-		Passive: o.AudienceOwner != "", OrphanGrace: o.OrphanGrace, Logger: o.Logger,
+		OldDir: filepath.Join(o.DataDir, "deletions"), Gate: d.gate, Store: tracker, Records: records,
+		Passive: o.AudienceOwner != "", OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
@@ -261,38 +285,39 @@ func (d *Dispatcher) TLSAddr() net.Addr {
 	return d.tlsListener.Addr()
 }
 
+// ProbeAddr returns the address of the listener for probes, or nil.
+func (d *Dispatcher) ProbeAddr() net.Addr {
+	if d.probeListener == nil {
+		return nil
+	}
+	return d.probeListener.Addr()
+}
+
 // AdminAddr returns the address of the admin listener.
 func (d *Dispatcher) AdminAddr() net.Addr { return d.adminListener.Addr() }
 
 // Store gives access to the queue and its dead letters.
 func (d *Dispatcher) Store() *pebblestore.Store { return d.store }
 
-// redeliveryStore is the store for redeliveries: their messages go through the gate.
-type redeliveryStore struct {
-	*pebblestore.Store
-	gate *admission.Gate
-}
-
-// Append implements redelivery.Store.
-func (s redeliveryStore) Append(ctx context.Context, msgs []queue.Message) ([]bool, error) {
-	return s.gate.Append(ctx, msgs)
-}
-
 // Set provides the newest encoded live config of a namespace.
-func (d *Dispatcher) Set(namespace string, data []byte) { d.configs.Set(namespace, data) }
+func (d *Dispatcher) Set(namespace string, stored liveconfig.Stored) {
+	d.configs.Set(namespace, stored)
+}
 
-// Delete reports that a namespace has no live config any more.
+// Delete reports that a namespace has no live config.
 func (d *Dispatcher) Delete(namespace string) { d.configs.Delete(namespace) }
 
-// Synced reports that every namespace's config is set; from now on calls are accepted.
-func (d *Dispatcher) Synced() { d.configs.Synced() }
+// Synced reports that the config of every namespace is set, except for those of the failed
+// namespaces; from now on calls are accepted.
+func (d *Dispatcher) Synced(failed ...string) { d.configs.Synced(failed...) }
 
 // Run serves until ctx is done, then stops in order: it refuses new calls, answers calls in
 // progress, finishes deliveries in flight, and persists the positions.
 func (d *Dispatcher) Run(ctx context.Context) error {
 	main := listen.New(ingest.NewServer(d.mux()), maxConns, d.log)
 	adminOptions := admin.Options{
-		Report: d.Report, Gatherer: d.metrics, Engine: d.engine, Store: redeliveryStore{d.store, d.gate}, Ready: d.ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
+		Report: d.Report, Changes: d.Changes, Metrics: promtext.Handler(d.metrics, d.writeMetrics, d.engine.WriteMetrics),
+		Engine: d.engine, Gate: d.gate, Store: d.letters(), Ready: d.ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
 	}
 	if d.options.Debug {
 		adminOptions.View = d.gate.View
@@ -320,6 +345,11 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		serveAdmin = func(l net.Listener) error { return adminServer.ServeTLS(l, d.options.AdminTLS) }
 	}
 	group.Go(serve(serveAdmin, d.adminListener))
+	probeServer := listen.New(admin.NewProbeServer(d.ready), maxAdminConns, d.log)
+	probeServer.ErrorLog = main.ErrorLog
+	if d.probeListener != nil {
+		group.Go(serve(probeServer.Serve, d.probeListener))
+	}
 	// The goroutines that write to the store. The wait for them is bounded: on a full disk a write
 	// waits until there is space, or until the store is closed.
 	var writers errgroup.Group
@@ -354,7 +384,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 			_ = main.Close()
 		}
 		stopEngine()
-		return adminServer.Close()
+		return errors.Join(adminServer.Close(), probeServer.Close())
 	})
 	err := group.Wait()
 	select {
@@ -396,7 +426,7 @@ func (d *Dispatcher) Close() error {
 }
 
 func (d *Dispatcher) closeListeners() {
-	for _, l := range []net.Listener{d.listener, d.adminListener, d.tlsListener} {
+	for _, l := range []net.Listener{d.listener, d.adminListener, d.tlsListener, d.probeListener} {
 		if l != nil {
 			_ = l.Close()
 		}
@@ -421,43 +451,15 @@ func (d *Dispatcher) ready() error {
 	if d.gate.View() == nil {
 		return errors.New("waiting for the first full config")
 	}
+	// The answer is public, so it names no namespace.
+	if !d.configs.Usable() {
+		return errors.New("no live config is usable; the log has the errors")
+	}
 	return nil
 }
 
-// Report returns the config in effect and the traffic of this dispatcher.
-func (d *Dispatcher) Report() adminapi.Report {
-	r := adminapi.Report{Pod: d.options.Pod, Storage: d.gate.Storage()}
-	view := d.gate.View()
-	if view == nil {
-		return r
-	}
-	r.Ready = d.ready() == nil
-	refused := d.configs.Rejected()
-	for _, name := range view.Namespaces() {
-		config, _ := view.Namespace(name)
-		t := adminapi.NamespaceReport{
-			Namespace: name, Revision: config.Revision, Destinations: d.engine.Report(name), Audiences: d.members.Report(config.Config),
-			Deletions: d.forget.Report(config.Config), Redeliveries: d.redeliveries.Report(config.Config),
-		}
-		if refusal, ok := refused[name]; ok {
-			t.Refused = &refusal
-			delete(refused, name)
-		}
-		for _, s := range config.Sources {
-			key := name + "/" + s.Name
-			stats, counters := d.store.SourceStats(key), d.gate.Counters(key)
-			t.Sources = append(t.Sources, adminapi.SourceReport{
-				Name: s.Name, Generation: s.Generation, Revision: s.Revision,
-				Accepted: stats.Accepted, Duplicates: stats.Duplicates, Rejected: counters.Rejected,
-				LastAccepted: counters.LastAccepted, LastRejected: counters.LastRejected, LastRejection: counters.LastRejection,
-				StoragePressure: counters.StoragePressure, Messages: adminapi.Ledger(stats.Ledger),
-			})
-		}
-		r.Namespaces = append(r.Namespaces, t)
-	}
-	for name, refusal := range refused {
-		r.Namespaces = append(r.Namespaces, adminapi.NamespaceReport{Namespace: name, Refused: &refusal})
-	}
-	slices.SortFunc(r.Namespaces, func(a, b adminapi.NamespaceReport) int { return cmp.Compare(a.Namespace, b.Namespace) })
-	return r
+// UnknownKeys returns the recent requests with an unknown write key, those with the most requests
+// first.
+func (d *Dispatcher) UnknownKeys() []adminapi.UnknownKey {
+	return d.gate.UnknownKeys.List(d.gate.Now())
 }

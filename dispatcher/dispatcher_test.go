@@ -48,13 +48,13 @@ func testConfig(url string) liveconfig.Config {
 	}
 }
 
-func encoded(t testing.TB, c liveconfig.Config) []byte {
+func encoded(t testing.TB, c liveconfig.Config) liveconfig.Stored {
 	t.Helper()
 	data, _, err := liveconfig.Encode(c)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return data
+	return liveconfig.Stored{Config: data}
 }
 
 // running starts a dispatcher on a directory and stops it with the test, or when stop is
@@ -164,13 +164,52 @@ func TestTakesNoCallsBeforeTheFirstFullConfig(t *testing.T) {
 	eventually(t, "delivery", func() bool { return got.Load() == 1 })
 }
 
+// A pod whose configs are all rejected, for example because another release wrote them, would
+// answer every call with 503. So it must not be ready.
+func TestNotReadyWithoutUsableConfig(t *testing.T) {
+	d, _ := started(t, t.TempDir(), func(o *Options) { o.ProbeListen = "127.0.0.1:0" })
+	ready := func(step string, wantStatus int, wantBody string) {
+		t.Helper()
+		resp := get(t, "http://"+d.ProbeAddr().String()+"/readyz")
+		body, err := io.ReadAll(resp.Body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if resp.StatusCode != wantStatus {
+			t.Errorf("status of /readyz %s: got %d, want %d", step, resp.StatusCode, wantStatus)
+		}
+		if got := strings.TrimSpace(string(body)); got != wantBody {
+			t.Errorf("body of /readyz %s: got %q, want %q", step, got, wantBody)
+		}
+	}
+	d.Set("shop", liveconfig.Stored{Config: []byte("not a config")})
+	d.Synced()
+	ready("with only a rejected config", http.StatusServiceUnavailable, "no live config is usable; the log has the errors")
+	d.Set("shop", encoded(t, testConfig("https://hooks.example")))
+	ready("with a valid config", http.StatusOK, "ok")
+	d.Set("shop", liveconfig.Stored{Config: []byte("not a config")})
+	ready("with the previous config in effect", http.StatusOK, "ok")
+	d.Delete("shop")
+	ready("without namespaces", http.StatusOK, "ok")
+}
+
+// The listener for probes serves nothing else.
+func TestProbeListener(t *testing.T) {
+	d, _ := started(t, t.TempDir(), func(o *Options) { o.ProbeListen = "127.0.0.1:0" })
+	for path, want := range map[string]int{"/healthz": http.StatusOK, "/readyz": http.StatusServiceUnavailable, "/metrics": http.StatusNotFound, "/v1/track": http.StatusNotFound} {
+		if got := get(t, "http://"+d.ProbeAddr().String()+path).StatusCode; got != want {
+			t.Errorf("status of GET %s: got %d, want %d", path, got, want)
+		}
+	}
+}
+
 func TestBadConfigIsRefusedReportedAndHarmsNothing(t *testing.T) {
 	var got atomic.Int64
 	sink := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { got.Add(1) }))
 	t.Cleanup(sink.Close)
 	d, _ := started(t, t.TempDir())
 	d.Set("shop", encoded(t, testConfig(sink.URL)))
-	d.Set("broken", []byte("not a config")) // A namespace without a valid config.
+	d.Set("broken", liveconfig.Stored{Config: []byte("not a config")}) // A namespace without a valid config.
 	stolen := testConfig(sink.URL)
 	stolen.Sources[0].Enabled = false
 	d.Set("other", encoded(t, stolen)) // Must not replace the config of shop.
@@ -228,7 +267,7 @@ func TestReportIsTrueAndCheapWhenIdle(t *testing.T) {
 	eventually(t, "10 deliveries in the report", func() bool { return destinationReport(d).Delivered == 10 })
 
 	client := adminapi.Client{URL: "http://" + d.AdminAddr().String()}
-	report, _, err := client.Report(t.Context(), "")
+	report, err := client.Report(t.Context(), "")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -243,12 +282,12 @@ func TestReportIsTrueAndCheapWhenIdle(t *testing.T) {
 		t.Errorf("source: %+v", web)
 	}
 	// Without further changes the report is the same, and the response is 304.
+	cursor := report.Cursor
 	eventually(t, "304 for an idle pod", func() bool {
-		_, etag, err := client.Report(t.Context(), "")
-		if err != nil {
-			t.Fatal(err)
+		changes, err := client.Report(t.Context(), cursor)
+		if err == nil {
+			cursor = changes.Cursor
 		}
-		_, _, err = client.Report(t.Context(), etag)
 		return errors.Is(err, adminapi.ErrNotModified)
 	})
 	metrics, err := client.Metrics(t.Context())

@@ -6,8 +6,10 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/test/check"
 	"github.com/posthorn/posthorn/test/metrics"
 )
 
@@ -20,7 +22,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 		t.Cleanup(sink.Close)
 		endpoints[name] = sink.URL + "/hook-path"
 	}
-	d, _ := started(t, t.TempDir())
+	d, _ := started(t, t.TempDir(), func(o *Options) { o.DetailedMetrics = true })
 	config := testConfig("")
 	plain := config.Destinations[0]
 	config.Destinations = nil
@@ -31,7 +33,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 	}
 	config.Audiences = []liveconfig.Audience{{Name: "shoppers", Generation: 1, Revision: "a1", Source: "web", Key: "shoppers", Kind: liveconfig.KindAudience, MaxRemovalPercent: 50}}
 	d.Set("shop", encoded(t, config))
-	d.Set("broken", []byte("not a config"))
+	d.Set("broken", liveconfig.Stored{Config: []byte("not a config")})
 	d.Synced()
 
 	for _, id := range []string{"m1", "m1", "m2"} {
@@ -67,17 +69,19 @@ func TestMetricsAreDocumented(t *testing.T) {
 		return string(body)
 	}
 	for _, series := range []string{
-		`posthorn_delivery_attempts_total{code="none",destination="down",endpoint="primary",namespace="shop",result="ConnectionRefused"}`,
-		`posthorn_delivery_attempts_total{code="5xx",destination="fails",endpoint="primary",namespace="shop",result="ServerError"}`,
-		`posthorn_delivery_attempts_total{code="2xx",destination="fine",endpoint="primary",namespace="shop",result="Delivered"} 4`,
-		`posthorn_delivery_attempts_total{code="4xx",destination="rejects",endpoint="primary",namespace="shop",result="Rejected"} 4`,
-		`posthorn_delivery_attempts_total{code="3xx",destination="moved",endpoint="primary",namespace="shop",result="Redirected"} 4`,
-		`posthorn_delivery_long_numbers_total{destination="fine",namespace="shop"} 1`,
-		`posthorn_messages_dead_lettered_total{destination="rejects",namespace="shop",reason="Rejected"} 4`,
+		`posthorn_endpoint_failures_total{namespace="shop",destination="down",endpoint="primary",result="ConnectionRefused",code="none"}`,
+		`posthorn_endpoint_failures_total{namespace="shop",destination="fails",endpoint="primary",result="ServerError",code="5xx"}`,
+		`posthorn_endpoint_attempts_total{namespace="shop",destination="fine",endpoint="primary",result="delivered"} 4`,
+		`posthorn_delivery_attempts_total{code="4xx",namespace="shop",result="Rejected"} 4`,
+		`posthorn_endpoint_failures_total{namespace="shop",destination="moved",endpoint="primary",result="Redirected",code="3xx"} 4`,
+		`posthorn_destination_long_numbers_total{namespace="shop",destination="fine"} 1`,
+		`posthorn_destination_dead_lettered_total{namespace="shop",destination="rejects",reason="Rejected"} 4`,
+		`posthorn_source_messages_total{namespace="shop",source="web",outcome="delivered"} 4`,
+		`posthorn_destination_messages_total{namespace="shop",destination="rejects",outcome="dead_lettered"} 4`,
 		`posthorn_ingest_calls_total{namespace="shop",result="duplicate",source="web"} 1`,
 		`posthorn_audience_syncs_total{audience="shoppers",namespace="shop",result="done"} 1`,
 		`posthorn_config_refused{namespace="broken"} 1`,
-		`posthorn_lane_messages{destination="fails",endpoint="",namespace="shop",source="web",state="pending"} 4`,
+		`posthorn_lane_pending_messages{namespace="shop",destination="fails",source="web",endpoint=""} 4`,
 	} {
 		eventually(t, series, func() bool { return strings.Contains(scrape(), series) })
 	}
@@ -117,4 +121,29 @@ func TestMetricsAreDocumented(t *testing.T) {
 		}
 		return true
 	})
+}
+
+// The counters of a Source without lanes begin at 0 in each process.
+func TestCountersOfASourceWithoutLanesBeginAtZero(t *testing.T) {
+	sink := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
+	t.Cleanup(sink.Close)
+	dir := t.TempDir()
+	d, stop := started(t, dir, func(o *Options) { o.OrphanGrace = time.Millisecond })
+	config := testConfig(sink.URL)
+	d.Set("shop", numbered(t, 1, config))
+	d.Synced()
+	if status, body := send(t, d, "m1"); status != http.StatusOK {
+		t.Fatalf("%d %s", status, body)
+	}
+	eventually(t, "the delivery", func() bool { return destinationReport(d).Delivered == 1 })
+	config.Destinations = nil
+	d.Set("shop", numbered(t, 2, config, liveconfig.Tombstone{
+		Object: liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: "crm"}, DeletedAt: time.Now(), Sources: []string{"web"},
+	}))
+	eventually(t, "the lane to be removed", func() bool { return len(d.store.Lanes()) == 0 })
+	stop()
+	d, _ = started(t, dir)
+	series := d.seriesOf("shop", &config)
+	check.Equal(t, "delivered in the ledger", series.sources[0].stats.Ledger.Delivered, 1)
+	check.Equal(t, "delivered since the start", series.sources[0].ended.Delivered, 0)
 }

@@ -85,7 +85,13 @@ type AudienceStatus struct {
 	// +optional
 	Key string `json:"key,omitempty"`
 
-	// Number of members after the last sync. Written at most every 30 s.
+	// The time of the numbers in this status. They are written with every transition,
+	// and otherwise at most every 30 s for an object and 20 times a second for all
+	// objects.
+	// +optional
+	ObservedTime *metav1.Time `json:"observedTime,omitempty"`
+
+	// Number of members after the last sync, as of observedTime.
 	// +optional
 	Members *int64 `json:"members,omitempty"`
 

@@ -12,7 +12,8 @@ const (
 	// spec refers to exists and has a usable value.
 	ConditionResolvedRefs = "ResolvedRefs"
 	// ConditionProgrammed reports whether every ready dispatcher pod has confirmed
-	// that it runs this revision of the object.
+	// that it runs this revision of the object. A pod that starts, stops or does not
+	// answer the operator does not change it.
 	ConditionProgrammed = "Programmed"
 	// ConditionReady is True when Accepted, ResolvedRefs and Programmed are True;
 	// otherwise it has the reason and message of the first of them that is not. It is
@@ -52,6 +53,9 @@ const (
 	// ReasonInvalidFilter: spec.filter does not compile, or its evaluation may be too
 	// expensive. Action: correct the filter; the message has the position.
 	ReasonInvalidFilter = "InvalidFilter"
+	// ReasonCeilingExceeded: the timeout or the retry window is above the installation's
+	// ceiling. Action: lower it, or ask the administrator to raise the ceiling.
+	ReasonCeilingExceeded = "CeilingExceeded"
 	// ReasonEgressDenied: an endpoint's URL names an address that the administrator of
 	// Posthorn does not allow. Action: use another URL, or ask the administrator to add the
 	// address to egressAllow.
@@ -95,8 +99,8 @@ const (
 	// the status Unknown, the operator has not processed the object yet. Action: wait some
 	// seconds; then check the dispatcher pods, or the operator.
 	ReasonPending = "Pending"
-	// ReasonNoDispatcher: no dispatcher pod is ready. Action: check the pods of the
-	// release's namespace.
+	// ReasonNoDispatcher: the object was changed, and no dispatcher pod is ready. Action:
+	// check the pods of the release's namespace.
 	ReasonNoDispatcher = "NoDispatcher"
 	// ReasonConfigRefused: a dispatcher pod rejected the config and keeps the previous one.
 	// Action: update operator and dispatchers to one version; the message has the cause.
@@ -113,6 +117,10 @@ const (
 const (
 	// ReasonReady: Accepted, ResolvedRefs and Programmed are True.
 	ReasonReady = "Ready"
+	// ReasonManifestRejected: posthorn run rejected the manifest of the object, and an earlier
+	// version of it remains in effect. The message has the file, the line and the rule. Action:
+	// correct the manifest; posthorn problems lists all problems.
+	ReasonManifestRejected = "ManifestRejected"
 )
 
 // Reasons of Delivering. The reasons after CircuitOpen classify a failed attempt;
@@ -161,6 +169,10 @@ const (
 	// denies. Action: ask the administrator to add the address to egressAllow, or use
 	// another URL.
 	ReasonAddressDenied = "AddressDenied"
+	// ReasonTokenFailed: no OAuth 2.0 access token for the endpoint could be obtained; nothing
+	// was sent. Action: see the message; check endpoints[].authentication.oauth2 and the token
+	// endpoint.
+	ReasonTokenFailed = "TokenFailed"
 	// ReasonServerError: the endpoint answered with a 5xx status. Action: see the receiver's
 	// log.
 	ReasonServerError = "ServerError"

@@ -92,16 +92,22 @@ type SourceStatus struct {
 	// +optional
 	Destinations []string `json:"destinations,omitempty"`
 
-	// The time at which the last call was accepted. Written at most every 30 s.
+	// The time of the numbers in this status. They are written with every transition,
+	// and otherwise at most every 30 s for an object and 20 times a second for all
+	// objects.
+	// +optional
+	ObservedTime *metav1.Time `json:"observedTime,omitempty"`
+
+	// The time at which the last call was accepted, as of observedTime.
 	// +optional
 	LastReceivedTime *metav1.Time `json:"lastReceivedTime,omitempty"`
 
 	// The number of calls since the dispatchers' stores were created, over all
-	// pods. Written at most every 30 s.
+	// pods, as of observedTime.
 	// +optional
 	Calls *CallCounts `json:"calls,omitempty"`
 
-	// The outcomes of the accepted calls, over all pods. Written at most every 30 s.
+	// The outcomes of the accepted calls, over all pods, as of observedTime.
 	// +optional
 	Messages *MessageCounts `json:"messages,omitempty"`
 }

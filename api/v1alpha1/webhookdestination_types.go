@@ -8,6 +8,7 @@ import (
 // WebhookDestinationSpec names the Sources whose calls are delivered, the URLs
 // that receive them, and the rules of delivery.
 // +kubebuilder:validation:XValidation:rule="has(self.sourceRefs) != has(self.sourceSelector)",message="set exactly one of sourceRefs and sourceSelector"
+// +kubebuilder:validation:XValidation:rule="!has(self.signing) || self.signing.schemes.all(s, !has(s.hmac) || s.hmac.header.lowerAscii() != 'authorization' || self.endpoints.all(e, !has(e.authentication)))",message="authentication of an endpoint and signing.schemes[].hmac.header set the header Authorization; remove one or choose another header"
 // +kubebuilder:validation:XValidation:rule="!has(self.signing) || self.signing.schemes.all(s, !has(s.hmac) || self.endpoints.all(e, !has(e.headers) || e.headers.all(h, h.name.lowerAscii() != s.hmac.header.lowerAscii())))",message="a header of an endpoint has the name of the signature's header (signing.schemes[].hmac.header); rename or remove one"
 type WebhookDestinationSpec struct {
 	// If false, messages are kept up to the retry window, and delivered when it is
@@ -89,6 +90,7 @@ const (
 )
 
 // Endpoint is one webhook URL.
+// +kubebuilder:validation:XValidation:rule="!has(self.authentication) || !has(self.headers) || self.headers.all(h, h.name.lowerAscii() != 'authorization')",message="authentication sets the header Authorization; remove it from headers, or remove authentication"
 // +kubebuilder:validation:XValidation:rule="has(self.url) != has(self.urlFrom)",message="set exactly one of url and urlFrom"
 // +kubebuilder:validation:XValidation:rule="!has(self.tls) || !has(self.url) || self.url.lowerAscii().startsWith('https://')",message="tls requires an https:// URL; change the URL or remove tls"
 type Endpoint struct {
@@ -126,6 +128,10 @@ type Endpoint struct {
 	// TLS settings of an https URL. Default: the system's certificate authorities are trusted.
 	// +optional
 	TLS *EndpointTLS `json:"tls,omitempty"`
+
+	// How requests authenticate. Default: not at all, apart from the headers.
+	// +optional
+	Authentication *Authentication `json:"authentication,omitempty"`
 }
 
 // Header is a static request header.
@@ -329,10 +335,11 @@ const (
 
 // Delivery configures the timeout, the retries and the limits.
 type Delivery struct {
-	// The maximum time for an endpoint's response. 100ms to 5s, default 5s.
+	// The maximum time for an endpoint's response. 100ms to the installation's ceiling
+	// (--max-delivery-timeout, 5s unless it was raised, at most 60s), default 5s.
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:MaxLength=32
-	// +kubebuilder:validation:XValidation:rule=`self.matches(r'^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$') && duration(self) >= duration('100ms') && duration(self) <= duration('5s')`,message="timeout must be between 100ms and 5s; write it like 500ms, 90s or 1h30m"
+	// +kubebuilder:validation:XValidation:rule=`self.matches(r'^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$') && duration(self) >= duration('100ms') && duration(self) <= duration('60s')`,message="timeout must be between 100ms and 60s; write it like 500ms, 90s or 1h30m"
 	// +kubebuilder:default="5s"
 	// +optional
 	Timeout *metav1.Duration `json:"timeout,omitempty"`
@@ -360,10 +367,11 @@ type Delivery struct {
 // +kubebuilder:validation:XValidation:rule="!has(self.minBackoff) || !has(self.maxBackoff) || duration(self.minBackoff) <= duration(self.maxBackoff)",message="minBackoff must not be larger than maxBackoff (default 5m); lower it or raise maxBackoff"
 type Retry struct {
 	// The retry window: the time after its acceptance during which a message is retried.
-	// After that it becomes a dead letter. 1s to 4h, default 4h.
+	// After that it becomes a dead letter. 1s to the installation's ceiling
+	// (--max-retry-window, 4h unless it was raised, at most 720h), default 4h.
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:MaxLength=32
-	// +kubebuilder:validation:XValidation:rule=`self.matches(r'^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$') && duration(self) >= duration('1s') && duration(self) <= duration('4h')`,message="window must be between 1s and 4h; write it like 500ms, 90s or 1h30m"
+	// +kubebuilder:validation:XValidation:rule=`self.matches(r'^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$') && duration(self) >= duration('1s') && duration(self) <= duration('720h')`,message="window must be between 1s and 720h; write it like 500ms, 90s or 1h30m"
 	// +kubebuilder:default="4h"
 	// +optional
 	Window *metav1.Duration `json:"window,omitempty"`
@@ -491,11 +499,17 @@ type WebhookDestinationStatus struct {
 	// +optional
 	Endpoints []EndpointStatus `json:"endpoints,omitempty"`
 
-	// The ledger of the destination. Written at most every 30 s.
+	// The time of the numbers in this status. They are written with every transition,
+	// and otherwise at most every 30 s for an object and 20 times a second for all
+	// objects.
+	// +optional
+	ObservedTime *metav1.Time `json:"observedTime,omitempty"`
+
+	// The ledger of the destination, as of observedTime.
 	// +optional
 	Delivery *DeliveryStatus `json:"delivery,omitempty"`
 
-	// The time of the last successful delivery. Written at most every 30 s.
+	// The time of the last successful delivery, as of observedTime.
 	// +optional
 	LastSuccessTime *metav1.Time `json:"lastSuccessTime,omitempty"`
 }
@@ -534,13 +548,13 @@ type EndpointStatus struct {
 	// +optional
 	LastFailure *DeliveryFailure `json:"lastFailure,omitempty"`
 	// Messages that have not been sent to this endpoint yet. Under AnyEndpoint
-	// another endpoint may have accepted them. Written at most every 30 s.
+	// another endpoint may have accepted them.
 	// +optional
 	FirstAttemptsPending int64 `json:"firstAttemptsPending,omitempty"`
 	// Under AnyEndpoint with several endpoints: messages that were never sent to
 	// this one, because the retry window ended before, or because the disk was full
 	// and another endpoint had accepted them. Messages that no endpoint accepted are
-	// dead letters. Written at most every 30 s.
+	// dead letters.
 	// +optional
 	FirstAttemptsSkipped int64 `json:"firstAttemptsSkipped,omitempty"`
 }
@@ -572,9 +586,13 @@ type DeliveryStatus struct {
 	// Messages that the filter or the call's integrations excluded.
 	// +required
 	Filtered int64 `json:"filtered"`
-	// Messages that became dead letters.
+	// Messages that became dead letters, including those that were redelivered, removed
+	// or expired since.
 	// +required
 	DeadLettered int64 `json:"deadLettered"`
+	// Dead letters that are stored now.
+	// +optional
+	DeadLettersStored int64 `json:"deadLettersStored"`
 	// Messages that were discarded because their Source was removed from the destination.
 	// +optional
 	Discarded int64 `json:"discarded"`
@@ -608,7 +626,7 @@ type DeliveryStatus struct {
 // +kubebuilder:printcolumn:name="Last Success",type=date,JSONPath=`.status.lastSuccessTime`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Delivered",type=integer,JSONPath=`.status.delivery.delivered`,priority=1
-// +kubebuilder:printcolumn:name="Dead",type=integer,JSONPath=`.status.delivery.deadLettered`,priority=1
+// +kubebuilder:printcolumn:name="Dead",type=integer,JSONPath=`.status.delivery.deadLettersStored`,priority=1
 // +kubebuilder:printcolumn:name="Delivering Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Delivering")].reason`,priority=1
 // +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.conditions[?(@.type=="Delivering")].message`,priority=1
 type WebhookDestination struct {

@@ -2,11 +2,14 @@ package main
 
 import (
 	"fmt"
+	"io"
+	"strings"
 
 	"github.com/spf13/cobra"
 	"sigs.k8s.io/yaml"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/controllers/standalone"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 )
@@ -14,16 +17,19 @@ import (
 func newCompile() *cobra.Command {
 	var dir, output string
 	var allow []string
+	var ceilings ceilingFlags
 	cmd := &cobra.Command{
 		Use:   "compile -f DIR",
-		Short: "Check manifests offline: print their compiled config and their conditions",
+		Short: "Check manifests offline, and print their compiled config",
 		Long: `Validates and compiles a folder (or file) of manifests exactly as the API server and
-the operator would, and prints per namespace the live config (secrets redacted)
-and the condition of each object. It starts nothing and sends nothing.
+the operator would, and prints each problem with file and line, and a summary, to
+stderr. With -o it prints to stdout, per namespace, the live config (secrets
+redacted) and the conditions of each object. It starts nothing and sends nothing.
 
 Exits 0 if every object is accepted and its references resolve, 1 otherwise or if a file
 has errors.`,
 		Example: `  posthorn compile -f ./webhooks
+  posthorn compile -f ./webhooks -o yaml
   posthorn compile -f ./webhooks -o json | jq .problems`,
 		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -34,21 +40,18 @@ has errors.`,
 			if err != nil {
 				return command.Usagef("--egress-allow: %v", err)
 			}
-			compiled, err := standalone.Compile(dir, policy.CheckHost)
+			rules, err := ceilings.policy(policy)
 			if err != nil {
 				return err
 			}
-			text, err := yaml.Marshal(compiled)
+			compiled, err := standalone.Compile(dir, rules)
 			if err != nil {
 				return err
 			}
-			if output == "json" {
-				if text, err = yaml.YAMLToJSON(text); err != nil {
-					return err
-				}
-				text = append(text, '\n')
+			if err := printCompiled(cmd.OutOrStdout(), output, compiled); err != nil {
+				return err
 			}
-			fmt.Fprintf(cmd.OutOrStdout(), "%s", text)
+			printVerdict(cmd.ErrOrStderr(), compiled)
 			if !compiled.OK() {
 				return command.ErrFailed
 			}
@@ -57,7 +60,46 @@ has errors.`,
 	}
 	f := cmd.Flags()
 	f.StringVarP(&dir, "file", "f", "", "folder or file of manifests")
-	command.OutputFlag(cmd, &output, "yaml", "yaml or json", "yaml", "json")
+	command.OutputFlag(cmd, &output, "", "print the compiled config: yaml or json", "yaml", "json")
 	f.StringSliceVar(&allow, "egress-allow", nil, "non-public addresses that deliveries may use, as for posthorn run")
+	ceilings.register(cmd)
 	return cmd
+}
+
+// printCompiled prints the compiled config in a format; nothing if the format is empty.
+func printCompiled(w io.Writer, format string, compiled standalone.Compiled) error {
+	if format == "" {
+		return nil
+	}
+	text, err := yaml.Marshal(compiled)
+	if err != nil {
+		return err
+	}
+	if format == "json" {
+		if text, err = yaml.YAMLToJSON(text); err != nil {
+			return err
+		}
+		text = append(text, '\n')
+	}
+	_, err = w.Write(text)
+	return err
+}
+
+// printVerdict prints the problems of the manifests and a summary.
+func printVerdict(w io.Writer, compiled standalone.Compiled) {
+	for _, problems := range [][]manifest.Problem{compiled.Problems, compiled.NotAccepted, compiled.Ignored} {
+		for _, p := range problems {
+			fmt.Fprintln(w, p)
+		}
+	}
+	counts := []string{fmt.Sprintf("%d valid objects", compiled.Objects)}
+	for _, part := range []struct {
+		n    int
+		what string
+	}{{len(compiled.Problems), "problems"}, {len(compiled.NotAccepted), "not accepted"}, {len(compiled.Ignored), "ignored"}} {
+		if part.n > 0 {
+			counts = append(counts, fmt.Sprintf("%d %s", part.n, part.what))
+		}
+	}
+	fmt.Fprintln(w, strings.Join(counts, ", "))
 }

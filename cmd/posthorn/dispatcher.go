@@ -94,6 +94,7 @@ The chart runs it; see docs/install.md.`,
 	f.StringVar(&adminAuth, "admin-auth", "kubernetes", "access to the admin listener: kubernetes (TLS, authorized by the API server) or none (no authentication)")
 	f.StringVar(&peers, "peer-service", "", "headless Service of the pods (default: the one in /etc/hosts)")
 	f.StringVar(&data.options.AudienceOwner, "audience-owner", "", "URL of the pod that stores the audiences' members (default: pod 0 of this StatefulSet)")
+	f.StringVar(&data.options.ProbeListen, "probe-listen", "", "address of /healthz and /readyz alone, for the kubelet's probes; they are also at --listen")
 	f.DurationVar(&data.options.ShutdownDelay, "shutdown-delay", 0, "how long calls are accepted after the stop signal, until the Service has removed the pod")
 	data.register(cmd, "/var/lib/posthorn", ":8080", ":8081")
 	logging.Register(cmd)

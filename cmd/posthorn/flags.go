@@ -15,9 +15,11 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/certwatcher"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/ingest"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
@@ -46,6 +48,7 @@ func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 	f.StringVar(&d.memory, "memory", strconv.Itoa(dispatcher.DefaultMemory/1_000_000)+"M", "limit of the resident memory, for example 400M or 1Gi; all buffer sizes derive from it. A lower memory limit of the container takes precedence")
 	f.BoolVar(&d.options.Repair, "repair", false, "repair a damaged store at the start, like posthorn repair --apply; without it a dispatcher with a damaged store does not start")
 	f.BoolVar(&d.options.Debug, "debug", false, "add /debug to the admin listener: lanes, live config without secrets, profiles")
+	f.BoolVar(&d.options.DetailedMetrics, "detailed-metrics", false, "add histograms, failure reasons and lanes to the metrics of each destination, about 50 series per destination instead of 12")
 	f.StringVar(&d.sourceQuota, "source-quota", "auto", "bytes of undelivered calls that one Source may keep on disk; above it the Source's calls are answered 503. auto: half of the disk space below the high-water mark of 85 %; none or 0: only the high-water mark")
 }
 
@@ -57,7 +60,7 @@ func (d *dataFlags) parse() (err error) {
 	if d.options.TrustedProxies, err = ingest.ParseProxies(d.proxies); err != nil {
 		return command.Usagef("--trusted-proxies: %v", err)
 	}
-	for _, l := range []struct{ flag, address string }{{"--listen", d.options.Listen}, {"--tls-listen", d.options.TLSListen}, {"--admin-listen", d.options.AdminListen}} {
+	for _, l := range []struct{ flag, address string }{{"--listen", d.options.Listen}, {"--tls-listen", d.options.TLSListen}, {"--admin-listen", d.options.AdminListen}, {"--probe-listen", d.options.ProbeListen}} {
 		if err := checkListen(l.address); err != nil {
 			return command.Usagef("%s %q: %v", l.flag, l.address, err)
 		}
@@ -139,4 +142,29 @@ func (d *dataFlags) tls() (run func(context.Context) error, err error) {
 	}
 	d.options.TLS = &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: certificate.GetCertificate}
 	return certificate.Start, nil
+}
+
+// ceilingFlags are the administrator's ceilings of what destinations may request.
+type ceilingFlags struct{ timeout, retryWindow time.Duration }
+
+func (c *ceilingFlags) register(cmd *cobra.Command) {
+	f := cmd.Flags()
+	f.DurationVar(&c.timeout, "max-delivery-timeout", compile.DefaultMaxTimeout, "ceiling of spec.delivery.timeout, from 5s to 60s")
+	f.DurationVar(&c.retryWindow, "max-retry-window", compile.DefaultMaxRetryWindow, "ceiling of spec.delivery.retry.window, from 4h to 720h")
+}
+
+// policy returns the rules for destinations: the ceilings, and the hosts that egress permits.
+func (c *ceilingFlags) policy(egress egress.Policy) (compile.Policy, error) {
+	for _, ceiling := range []struct {
+		flag             string
+		value, low, high time.Duration
+	}{
+		{"--max-delivery-timeout", c.timeout, compile.DefaultMaxTimeout, liveconfig.MaxTimeout},
+		{"--max-retry-window", c.retryWindow, compile.DefaultMaxRetryWindow, liveconfig.MaxRetryWindow},
+	} {
+		if ceiling.value < ceiling.low || ceiling.value > ceiling.high {
+			return compile.Policy{}, command.Usagef("%s %v: use %v to %v", ceiling.flag, ceiling.value, ceiling.low, ceiling.high)
+		}
+	}
+	return compile.Policy{CheckHost: egress.CheckHost, MaxTimeout: c.timeout, MaxRetryWindow: c.retryWindow}, nil
 }

@@ -22,6 +22,7 @@ func newOperator() *cobra.Command {
 	var o controllers.Options
 	var kubeconfig string
 	var allow []string
+	var ceilings ceilingFlags
 	cmd := &cobra.Command{
 		Use:   "operator",
 		Short: "Run the operator (control plane): compile custom resources into live config and write their status",
@@ -50,7 +51,9 @@ docs/install.md.`,
 			if o.DispatcherAdminPort < 1 || o.DispatcherAdminPort > 65535 {
 				return command.Usagef("--dispatcher-admin-port %d: use 1 to 65535", o.DispatcherAdminPort)
 			}
-			o.CheckHost = policy.CheckHost
+			if o.Policy, err = ceilings.policy(policy); err != nil {
+				return err
+			}
 			config, err := restConfig(kubeconfig)
 			if err != nil {
 				return err
@@ -75,9 +78,11 @@ docs/install.md.`,
 	f.StringVar(&o.Namespace, "namespace", os.Getenv("POD_NAMESPACE"), "namespace of the release, with its dispatchers and live-config Secrets (default: the environment variable POD_NAMESPACE)")
 	f.StringVar(&kubeconfig, "kubeconfig", "", "kubeconfig file; default: the pod's service account, or KUBECONFIG")
 	f.StringVar(&o.DispatcherSelector, "dispatcher-selector", "app.kubernetes.io/name=posthorn,app.kubernetes.io/component=dispatcher", "label selector of the dispatcher pods")
+	f.StringVar(&o.DispatcherStatefulSet, "dispatcher-statefulset", "", "StatefulSet of the dispatchers, which owns the Secrets that the operator writes: Kubernetes deletes them with it; empty: they remain")
 	f.IntVar(&o.DispatcherAdminPort, "dispatcher-admin-port", 8081, "port of the dispatchers' reports")
 	f.StringVar(&o.DispatcherTokenFile, "dispatcher-token-file", "/var/run/secrets/posthorn.dev/dispatcher/token", "file with a token of the audience "+adminapi.TokenAudience+"; empty: the dispatchers run with --admin-auth=none, and the operator's metrics need no authentication")
 	f.StringSliceVar(&allow, "egress-allow", nil, "non-public addresses that deliveries may use; must equal the dispatchers' flag")
+	ceilings.register(cmd)
 	f.BoolVar(&o.LeaderElection, "leader-elect", false, "elect a leader, so that one of several replicas is active")
 	f.StringVar(&o.MetricsBindAddress, "metrics-bind-address", ":8080", "address of the metrics, protected like the dispatchers' metrics; 0 disables them")
 	f.StringVar(&o.HealthProbeBindAddress, "health-probe-bind-address", ":8081", "address of /healthz and /readyz")

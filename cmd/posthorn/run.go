@@ -19,6 +19,7 @@ import (
 func newRun() *cobra.Command {
 	var logging logs.Flags
 	var data dataFlags
+	var ceilings ceilingFlags
 	var manifests string
 	cmd := &cobra.Command{
 		Use:   "run --manifests DIR",
@@ -47,6 +48,10 @@ names them. 'posthorn get' shows the status.`,
 			if err := data.parse(); err != nil {
 				return err
 			}
+			policy, err := ceilings.policy(data.options.Egress)
+			if err != nil {
+				return err
+			}
 			watchCertificate, err := data.tls()
 			if err != nil {
 				return err
@@ -66,7 +71,7 @@ names them. 'posthorn get' shows the status.`,
 			if err != nil {
 				return err
 			}
-			control := standalone.New(standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), CheckHost: data.options.Egress.CheckHost, Logger: log, Sink: d, Report: d.Report})
+			control := standalone.New(standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), Policy: policy, Logger: log, Sink: d, Changes: d.Changes, UnknownKeys: d.UnknownKeys})
 			resources.set(control.Handler())
 			log.Info("accepting calls", "listen", d.Addr().String(), "admin", d.AdminAddr().String(), "manifests", manifests, "data", data.options.DataDir, "memoryLimit", data.options.Memory)
 			group, ctx := errgroup.WithContext(cmd.Context())
@@ -77,6 +82,7 @@ names them. 'posthorn get' shows the status.`,
 		},
 	}
 	cmd.Flags().StringVar(&manifests, "manifests", "", "folder of the manifests; required")
+	ceilings.register(cmd)
 	data.register(cmd, defaultDataDir(), "127.0.0.1:8080", "127.0.0.1:8081")
 	logging.Register(cmd)
 	return cmd

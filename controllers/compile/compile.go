@@ -36,9 +36,7 @@ type Snapshot struct {
 	Objects []Object
 	// Secrets, by name, are the existing ones of those that Table.SecretRefs returns.
 	Secrets map[string]Secret
-	// CheckHost returns the reason why deliveries to a URL's host are denied; nil allows
-	// every host.
-	CheckHost func(host string) error
+	Policy
 	// ForeignWriteKeys are the write keys, as hex SHA-256, that an older Source in another
 	// namespace uses; the value is that Source's "namespace/name".
 	ForeignWriteKeys map[string]string

@@ -33,6 +33,9 @@ const canary = "canary"
 type options struct {
 	// DenyHosts are the hosts that CheckHost denies.
 	DenyHosts []string `json:"denyHosts"`
+	// MaxTimeout and MaxRetryWindow are the ceilings.
+	MaxTimeout     metav1.Duration `json:"maxTimeout"`
+	MaxRetryWindow metav1.Duration `json:"maxRetryWindow"`
 	// ForeignWriteKeys maps keys, not their hashes, to Sources.
 	ForeignWriteKeys map[string]string `json:"foreignWriteKeys"`
 }
@@ -71,6 +74,7 @@ func load(t *testing.T, path string) Snapshot {
 				Kind string `json:"kind"`
 				options
 			}{}, true)
+			s.MaxTimeout, s.MaxRetryWindow = o.MaxTimeout.Duration, o.MaxRetryWindow.Duration
 			s.CheckHost = func(host string) error {
 				if slices.Contains(o.DenyHosts, host) {
 					return fmt.Errorf("%s is not a public address", host)
@@ -375,7 +379,7 @@ func FuzzCompileIsTotal(f *testing.F) {
 		ref := v1alpha1.SecretKeyReference{Name: "s", Key: "k"}
 		from := &v1alpha1.ValueFromSecret{SecretKeyRef: ref}
 		s := Snapshot{
-			Namespace: "shop", CheckHost: func(string) error { return errors.New("denied") },
+			Namespace: "shop", Policy: Policy{CheckHost: func(string) error { return errors.New("denied") }},
 			Secrets: map[string]Secret{"s": {Version: "1", Data: map[string][]byte{"k": secret, corev1.TLSCertKey: secret, corev1.TLSPrivateKeyKey: secret}}},
 			Objects: []Object{&v1alpha1.Source{ObjectMeta: metav1.ObjectMeta{Name: "a"}, Spec: v1alpha1.SourceSpec{WriteKeys: []v1alpha1.WriteKey{{SecretKeyRef: ref}, {SecretKeyRef: ref}}, AllowedOrigins: []string{name}}}, &v1alpha1.WebhookDestination{ObjectMeta: metav1.ObjectMeta{Name: "d"}, Spec: v1alpha1.WebhookDestinationSpec{
 				SourceRefs: []v1alpha1.ObjectReference{{Name: name}, {Name: "a"}},

@@ -56,12 +56,8 @@ func secretsOfDestination(o *v1alpha1.WebhookDestination) (names []string) {
 				names = append(names, h.ValueFrom.SecretKeyRef.Name)
 			}
 		}
-		if e.TLS != nil && e.TLS.CASecretKeyRef != nil {
-			names = append(names, e.TLS.CASecretKeyRef.Name)
-		}
-		if e.TLS != nil && e.TLS.ClientCertSecretRef != nil {
-			names = append(names, e.TLS.ClientCertSecretRef.Name)
-		}
+		names = append(names, secretsOfTLS(e.TLS)...)
+		names = append(names, secretsOfAuthentication(e.Authentication)...)
 	}
 	if signing := o.Spec.Signing; signing != nil {
 		for i := range signing.Schemes {
@@ -75,9 +71,19 @@ func secretsOfDestination(o *v1alpha1.WebhookDestination) (names []string) {
 	return names
 }
 
+func secretsOfTLS(t *v1alpha1.EndpointTLS) (names []string) {
+	if t != nil && t.CASecretKeyRef != nil {
+		names = append(names, t.CASecretKeyRef.Name)
+	}
+	if t != nil && t.ClientCertSecretRef != nil {
+		names = append(names, t.ClientCertSecretRef.Name)
+	}
+	return names
+}
+
 // destination compiles one WebhookDestination. Sources are sorted by name.
 func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha1.Source) (liveconfig.Destination, Verdict) {
-	b := builder{resolver: newResolver(s.Secrets), checkHost: s.CheckHost}
+	b := builder{resolver: newResolver(s.Secrets), policy: s.Policy}
 	c := liveconfig.Destination{
 		Name:         o.Name,
 		Sources:      b.sources(o.Spec.SourceRefs, o.Spec.SourceSelector, sources),
@@ -115,7 +121,7 @@ func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha
 // builder compiles the parts of a destination's spec.
 type builder struct {
 	*resolver
-	checkHost func(string) error
+	policy Policy
 	// literals are the URLs and header values that the spec contains as plain text.
 	literals []string
 	// notes are warnings about valid but unusual values.
@@ -197,6 +203,7 @@ func (b *builder) endpoint(field string, e *v1alpha1.Endpoint) liveconfig.Endpoi
 		}
 		c.TLS = b.tls(field+".tls", e.TLS)
 	}
+	b.authentication(field+".authentication", e.Authentication, &c)
 	return c
 }
 
@@ -226,8 +233,8 @@ func (b *builder) url(field string, e *v1alpha1.Endpoint) (out liveconfig.Secret
 		b.add(v1alpha1.ReasonInvalidURL, field, "%s", broken)
 		return out, false
 	}
-	if b.checkHost != nil {
-		if err := b.checkHost(u.Hostname()); err != nil {
+	if b.policy.CheckHost != nil {
+		if err := b.policy.CheckHost(u.Hostname()); err != nil {
 			reason := err.Error()
 			if fromSecret {
 				// The error contains the host, which is part of the secret.
@@ -382,6 +389,9 @@ func (b *builder) checkHeaderCollisions(endpoints []v1alpha1.Endpoint, schemes l
 			continue
 		}
 		for _, e := range endpoints {
+			if e.Authentication != nil && strings.EqualFold(s.Format.Header, headerAuthorization) {
+				b.add(v1alpha1.ReasonInvalidSpec, fmt.Sprintf("spec.endpoints[%s].authentication", e.Name), "the signing scheme %s sets the header %s, too; remove one or choose another name there", s.Type, headerAuthorization)
+			}
 			for _, h := range e.Headers {
 				if strings.EqualFold(h.Name, s.Format.Header) || strings.EqualFold(h.Name, s.Format.Header+"-Previous") {
 					b.add(v1alpha1.ReasonInvalidSpec, fmt.Sprintf("spec.endpoints[%s].headers[%s]", e.Name, h.Name), "the signing scheme %s sets this header; remove it here or choose another name there", s.Type)
@@ -409,10 +419,15 @@ func (b *builder) sharedSecret(field, scheme string, ref v1alpha1.SecretKeyRefer
 			return liveconfig.Secret{}
 		}
 	}
+	b.noteLineBreak(field, ref, value)
+	return liveconfig.NewSecret(string(value))
+}
+
+// noteLineBreak adds a note if a secret that is used unchanged ends with a line break.
+func (b *builder) noteLineBreak(field string, ref v1alpha1.SecretKeyReference, value []byte) {
 	if bytes.HasSuffix(value, []byte("\n")) {
 		b.notes = append(b.notes, fmt.Sprintf("%s: key %q of Secret %q ends with a line break, which is part of the secret; if that is not intended, store the secret without it (--from-literal, or a file written by echo -n)", field, ref.Key, ref.Name))
 	}
-	return liveconfig.NewSecret(string(value))
 }
 
 func (b *builder) successPolicy(policy v1alpha1.SuccessPolicy) string {
@@ -439,8 +454,8 @@ func (b *builder) exactNumbers(format v1alpha1.NumberFormat) bool {
 
 func (b *builder) delivery(d v1alpha1.Delivery) liveconfig.Delivery {
 	c := liveconfig.Delivery{
-		TimeoutMS:     b.milliseconds("spec.delivery.timeout", d.Timeout, 5*time.Second, 100*time.Millisecond, 5*time.Second),
-		RetryWindowMS: b.milliseconds("spec.delivery.retry.window", d.Retry.Window, 4*time.Hour, time.Second, 4*time.Hour),
+		TimeoutMS:     b.upTo(b.policy.maxTimeout(), "--max-delivery-timeout", "spec.delivery.timeout", d.Timeout, DefaultMaxTimeout, 100*time.Millisecond, liveconfig.MaxTimeout),
+		RetryWindowMS: b.upTo(b.policy.maxRetryWindow(), "--max-retry-window", "spec.delivery.retry.window", d.Retry.Window, DefaultMaxRetryWindow, time.Second, liveconfig.MaxRetryWindow),
 		MinBackoffMS:  b.milliseconds("spec.delivery.retry.minBackoff", d.Retry.MinBackoff, time.Second, 10*time.Millisecond, time.Hour),
 		MaxBackoffMS:  b.milliseconds("spec.delivery.retry.maxBackoff", d.Retry.MaxBackoff, 5*time.Minute, 10*time.Millisecond, time.Hour),
 		MaxInFlight:   64,
@@ -465,6 +480,19 @@ func (b *builder) delivery(d v1alpha1.Delivery) liveconfig.Delivery {
 		}
 	}
 	return c
+}
+
+// upTo returns a duration as milliseconds does, and at most the administrator's ceiling, which a
+// flag sets. A set duration above it is a problem.
+func (b *builder) upTo(ceiling time.Duration, flag, field string, d *metav1.Duration, unset, low, high time.Duration) int64 {
+	ms := b.milliseconds(field, d, unset, low, high)
+	if ms <= ceiling.Milliseconds() {
+		return ms
+	}
+	if d != nil {
+		b.add(v1alpha1.ReasonCeilingExceeded, field, "%v is above this installation's ceiling of %v; lower it, or ask an administrator to raise the ceiling (%s)", d.Duration, ceiling, flag)
+	}
+	return ceiling.Milliseconds()
 }
 
 // maxStatusCodes is the largest number of codes in spec.delivery.retry.statusCodes.

@@ -30,6 +30,8 @@ type Kind struct {
 	// Section is the name of the kind's part of Verdicts.
 	Section string
 
+	// is reports whether an object is of the kind.
+	is         func(Object) bool
 	compile    func(Snapshot, *liveconfig.Config, Verdicts)
 	secretRefs func(Object) []string
 	revisions  func(liveconfig.Config) map[string]string
@@ -85,6 +87,7 @@ func NewKind[O Object, E any](d Definition[O, E]) Kind {
 		}
 		v[d.Section] = verdicts
 	}
+	k.is = func(o Object) bool { _, own := o.(O); return own }
 	k.secretRefs = func(o Object) []string {
 		if own, ok := o.(O); ok && d.SecretRefs != nil {
 			return d.SecretRefs(own)

@@ -17,6 +17,7 @@ var reasonOrder = []string{
 	v1alpha1.ReasonInvalidSpec,
 	v1alpha1.ReasonInvalidURL,
 	v1alpha1.ReasonEgressDenied,
+	v1alpha1.ReasonCeilingExceeded,
 	v1alpha1.ReasonInvalidFilter,
 	v1alpha1.ReasonWriteKeyConflict,
 	v1alpha1.ReasonKeyConflict,

@@ -52,6 +52,26 @@ func (t Table) Encode(c liveconfig.Config, v Verdicts, limit int, last func() (l
 	return Encoded{liveconfig.Config{}, t.tooLarge(v, len(data), limit, before), []byte{}, "none", true}, nil
 }
 
+// EncodeWithHead is Encode for a config whose head is in the same Secret: both have at most limit
+// bytes. headBytes returns the size of the head after a history. To avoid evictions, EncodeWithHead
+// omits the routes of deleted destinations; it returns the history that the head must be made from.
+func (t Table) EncodeWithHead(c liveconfig.Config, v Verdicts, limit int, h History, headBytes func(History) (int, error), last func() (liveconfig.Config, bool, error)) (Encoded, History, error) {
+	full, err := headBytes(h)
+	if err != nil {
+		return Encoded{}, h, err
+	}
+	encoded, err := t.Encode(c, v, limit-full, last)
+	if err != nil || !encoded.TooLarge {
+		return encoded, h, err
+	}
+	brief, err := headBytes(h.WithoutRoutes())
+	if err != nil || brief == full {
+		return encoded, h, err
+	}
+	encoded, err = t.Encode(c, v, limit-brief, last)
+	return encoded, h.WithoutRoutes(), err
+}
+
 // fit evicts as many objects as necessary from a config of encodedBytes. It returns false
 // if all evictions are not sufficient. It changes neither v nor c.
 func (t Table) fit(c liveconfig.Config, v Verdicts, encodedBytes, limit int, last liveconfig.Config) (Encoded, bool) {
@@ -154,14 +174,22 @@ func weight(d liveconfig.Destination) (n int) {
 		for _, h := range e.Headers {
 			n += len(h.Name) + len(h.Value.Reveal())
 		}
-		if e.TLS != nil {
-			n += len(e.TLS.CA) + len(e.TLS.ClientCert) + len(e.TLS.ClientKey.Reveal())
+		n += weightOfTLS(e.TLS)
+		if o := e.OAuth2; o != nil {
+			n += len(o.TokenURL) + len(o.ClientID) + len(o.ClientSecret.Reveal()) + weightOfTLS(o.TLS)
 		}
 	}
 	for _, s := range d.Signing {
 		n += len(s.Secret.Reveal()) + len(s.Previous.Reveal())
 	}
 	return n
+}
+
+func weightOfTLS(t *liveconfig.TLS) int {
+	if t == nil {
+		return 0
+	}
+	return len(t.CA) + len(t.ClientCert) + len(t.ClientKey.Reveal())
 }
 
 // evict returns a copy of a config after evictions, with the new revisions of the paused

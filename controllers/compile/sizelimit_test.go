@@ -230,3 +230,61 @@ func TestTooManyDeletionRequests(t *testing.T) {
 		t.Errorf("with a last config: %d bytes, %+v", len(e.Data), e.Verdicts["sources"]["web"])
 	}
 }
+
+// The config and its head fit into the limit together, if necessary without the routes of deleted
+// destinations.
+func TestEncodeWithHead(t *testing.T) {
+	random := rand.New(rand.NewPCG(1, 2))
+	text := func() string { return fmt.Sprintf("%016x%016x", random.Uint64(), random.Uint64()) }
+	var deleted liveconfig.Config
+	uids := map[liveconfig.Ref]string{}
+	for i := range 300 {
+		name := fmt.Sprint("d", i)
+		deleted.Destinations = append(deleted.Destinations, liveconfig.Destination{Name: name, Filter: &liveconfig.Filter{Events: []string{text()}}})
+		uids[liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: name}] = text()
+	}
+	withHeadOf := func(r liveconfig.Revisioned) (h History, size func(History) (int, error)) {
+		h, now := HistoryOf(r), time.Now()
+		return h, func(h History) (int, error) { return h.HeadBytes(r.Head.UIDs, Dispatchers{}, now, TombstoneGrace) }
+	}
+	none, noneSize := withHeadOf(liveconfig.Revisioned{})
+	dead, deadSize := withHeadOf(liveconfig.Revisioned{Config: deleted})
+	large, largeSize := withHeadOf(liveconfig.Revisioned{Head: liveconfig.Head{Number: 1, UIDs: uids}})
+	config, verdicts := table.Compile(namespaceOf(heavy("a", 10, 1), heavy("b", 250, 2)))
+	data, _, err := liveconfig.Encode(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, c := range map[string]struct {
+		history  History
+		size     func(History) (int, error)
+		spare    int // bytes beside the config
+		tooLarge bool
+		routes   bool
+	}{
+		"small head":                         {none, noneSize, 2 << 10, false, false},
+		"tombstones that fit":                {dead, deadSize, 30 << 10, false, true},
+		"tombstones that fit without routes": {dead, deadSize, 5 << 10, false, false},
+		"UIDs that do not fit":               {large, largeSize, 3 << 10, true, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			limit := len(data) + c.spare
+			encoded, history, err := table.EncodeWithHead(config, verdicts, limit, c.history, c.size, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
+			if err != nil || encoded.Data == nil || encoded.TooLarge != c.tooLarge {
+				t.Fatalf("error %v, %d bytes, too large: got %t, want %t", err, len(encoded.Data), encoded.TooLarge, c.tooLarge)
+			}
+			existing := map[liveconfig.Ref]string(nil)
+			if c.tooLarge {
+				existing = uids
+			}
+			head, _ := history.Next(encoded.Revision, existing, Dispatchers{}, time.Now(), TombstoneGrace)
+			text, err := liveconfig.EncodeHead(head)
+			if err != nil || len(encoded.Data)+len(text) > limit {
+				t.Errorf("error %v, %d and %d bytes do not fit into %d", err, len(encoded.Data), len(text), limit)
+			}
+			if got := len(head.Tombstones) > 0 && head.Tombstones[0].Filter != nil; got != c.routes {
+				t.Errorf("tombstones with routes: got %t, want %t", got, c.routes)
+			}
+		})
+	}
+}

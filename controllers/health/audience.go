@@ -19,7 +19,8 @@ var Audiences = NewKind(Definition[v1alpha1.Audience, v1alpha1.AudienceStatus, *
 	Status: func(o *v1alpha1.Audience) (*v1alpha1.AudienceStatus, *[]metav1.Condition) {
 		return &o.Status, &o.Status.Conditions
 	},
-	ClearNumbers: func(s *v1alpha1.AudienceStatus) { s.Members, s.LastSync = nil, nil },
+	ObservedTime: func(s *v1alpha1.AudienceStatus) **metav1.Time { return &s.ObservedTime },
+	ClearNumbers: func(s *v1alpha1.AudienceStatus) { s.ObservedTime, s.Members, s.LastSync = nil, nil, nil },
 })
 
 var audienceConditions = conditionTypes(v1alpha1.ConditionSynced)
@@ -48,13 +49,14 @@ func Audience(old v1alpha1.Audience, v compile.Verdict, namespace string, pods [
 			s.Members = &owner.Members
 		}
 	}
+	s.ObservedTime = f.observed(old.Status.ObservedTime, owner != nil)
 	s.Conditions = f.conditions(f.state() != liveconfig.Paused, f.synced(owner))
 	return s
 }
 
 var audienceReports = reports[adminapi.AudienceReport]{
-	list:    func(n *adminapi.NamespaceReport) []adminapi.AudienceReport { return n.Audiences },
-	running: func(r *adminapi.AudienceReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
+	byName:  func(n *adminapi.NamespaceIndex) map[string]*adminapi.AudienceReport { return n.Audiences },
+	running: func(r *adminapi.AudienceReport) (string, int64) { return r.Revision, r.Generation },
 }
 
 // synced returns the condition Synced. owner is nil if the pod that stores the members

@@ -22,8 +22,8 @@ func TestAudience(t *testing.T) {
 	pods := func(owner adminapi.AudienceReport) []Pod {
 		owner.Name, owner.Generation, owner.Revision, owner.Owner = "vip", 2, "r", true
 		other := adminapi.AudienceReport{Name: "vip", Generation: 2, Revision: "r"}
-		report := func(a adminapi.AudienceReport) *adminapi.Report {
-			return &adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Audiences: []adminapi.AudienceReport{a}}}}
+		report := func(a adminapi.AudienceReport) *adminapi.Index {
+			return adminapi.NewIndex(adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Audiences: []adminapi.AudienceReport{a}}}})
 		}
 		return []Pod{{Name: "a", Report: report(other)}, {Name: "b", Report: report(owner)}}
 	}
@@ -68,7 +68,7 @@ func TestAudience(t *testing.T) {
 			if members := a.Status.Members; c.members < 0 != (members == nil) || members != nil && *members != c.members {
 				t.Errorf("members %v", members)
 			}
-			if again := Audience(a, c.verdict, "shop", c.pods, now.Add(time.Hour)); !equality.Semantic.DeepEqual(again, a.Status) {
+			if again := pacedAudience(a, c.verdict, "shop", c.pods, now.Add(time.Hour), true); !equality.Semantic.DeepEqual(again, a.Status) {
 				t.Error("equal inputs return another status")
 			}
 		})

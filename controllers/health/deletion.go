@@ -108,8 +108,8 @@ func outcome(s *v1alpha1.DeletionRequestStatus, owner *adminapi.DeletionReport) 
 }
 
 var deletionReports = reports[adminapi.DeletionReport]{
-	list:    func(n *adminapi.NamespaceReport) []adminapi.DeletionReport { return n.Deletions },
-	running: func(r *adminapi.DeletionReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
+	byName:  func(n *adminapi.NamespaceIndex) map[string]*adminapi.DeletionReport { return n.Deletions },
+	running: func(r *adminapi.DeletionReport) (string, int64) { return r.Revision, r.Generation },
 }
 
 // deletionRequestExpires keeps a request that suppresses calls.

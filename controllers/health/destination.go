@@ -30,8 +30,9 @@ var Destinations = NewKind(Definition[v1alpha1.WebhookDestination, v1alpha1.Webh
 		return &o.Status, &o.Status.Conditions
 	},
 	DelayedRecovery: v1alpha1.ConditionDelivering,
+	ObservedTime:    func(s *v1alpha1.WebhookDestinationStatus) **metav1.Time { return &s.ObservedTime },
 	ClearNumbers: func(s *v1alpha1.WebhookDestinationStatus) {
-		s.Delivery, s.LastSuccessTime = present(s.Delivery), nil
+		s.ObservedTime, s.Delivery, s.LastSuccessTime = nil, present(s.Delivery), nil
 		for i, e := range s.Endpoints {
 			s.Endpoints[i] = v1alpha1.EndpointStatus{Name: e.Name}
 			if e.State == v1alpha1.EndpointCircuitOpen || e.State == v1alpha1.EndpointGone {
@@ -57,7 +58,7 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace s
 		Revision:           v.Revision,
 		RevisionTime:       old.Status.RevisionTime.DeepCopy(),
 	}
-	if s.Revision != old.Status.Revision || s.RevisionTime == nil {
+	if f.recompiled = s.Revision != old.Status.Revision; f.recompiled || s.RevisionTime == nil {
 		s.RevisionTime = f.now.DeepCopy()
 	}
 
@@ -67,10 +68,11 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace s
 	for i := range endpoints {
 		endpoints[i] = endpoint{name: old.Spec.Endpoints[i].Name, state: adminapi.EndpointIdle}
 	}
-	complete := destinationReports.each(pods, namespace, old.Name, func(_ Pod, d *adminapi.DestinationReport) {
+	coverage := destinationReports.each(pods, namespace, old.Name, func(pod Pod, d *adminapi.DestinationReport) {
 		total.Delivered += d.Delivered
 		total.Filtered += d.Filtered
 		total.DeadLettered += d.DeadLettered
+		total.DeadLettersStored += d.DeadLettersStored
 		total.Discarded += d.Discarded
 		total.Pending += d.Pending
 		total.Retrying += d.Retrying
@@ -79,7 +81,7 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace s
 		for i := range endpoints {
 			for _, e := range d.Endpoints {
 				if e.Name == endpoints[i].name {
-					endpoints[i].add(e)
+					endpoints[i].add(e, pod.Outdated)
 					lastSuccess = later(lastSuccess, e.LastSuccess)
 				}
 			}
@@ -87,29 +89,44 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace s
 	})
 
 	s.LastSuccessTime = latest(old.Status.LastSuccessTime, lastSuccess, now)
+	delivery := v1alpha1.DeliveryStatus{
+		Delivered: total.Delivered, Filtered: total.Filtered, DeadLettered: total.DeadLettered, DeadLettersStored: total.DeadLettersStored,
+		Discarded: total.Discarded, Pending: total.Pending, Retrying: total.Retrying,
+		OldestPendingTime: optional(total.OldestPending), NextAttemptTime: optional(total.NextAttempt),
+	}
+	counted := coverage.counts(counters(old.Status.Delivery, delivery)...)
 	for _, e := range endpoints {
 		var before v1alpha1.EndpointStatus
 		if i := slices.IndexFunc(old.Status.Endpoints, func(o v1alpha1.EndpointStatus) bool { return o.Name == e.name }); i >= 0 {
 			before = old.Status.Endpoints[i]
 		}
-		s.Endpoints = append(s.Endpoints, e.status(before, now, complete))
+		s.Endpoints = append(s.Endpoints, e.status(before, now, counted))
 	}
-	if complete {
-		s.Delivery = &v1alpha1.DeliveryStatus{
-			Delivered: total.Delivered, Filtered: total.Filtered, DeadLettered: total.DeadLettered,
-			Discarded: total.Discarded, Pending: total.Pending, Retrying: total.Retrying,
-			OldestPendingTime: optional(total.OldestPending), NextAttemptTime: optional(total.NextAttempt),
-		}
-	} else {
-		s.Delivery = old.Status.Delivery.DeepCopy()
+	s.ObservedTime = f.observed(old.Status.ObservedTime, counted)
+	if s.Delivery = old.Status.Delivery.DeepCopy(); counted {
+		s.Delivery = &delivery
 	}
 	s.Conditions = f.conditions(true, f.delivering(old.Spec.SuccessPolicy, endpoints))
 	return s
 }
 
+// counters returns the counters of a ledger that never decrease, before and now.
+func counters(before *v1alpha1.DeliveryStatus, now v1alpha1.DeliveryStatus) [][2]int64 {
+	if before == nil {
+		return nil
+	}
+	accepted := func(d *v1alpha1.DeliveryStatus) int64 {
+		return d.Delivered + d.Filtered + d.DeadLettered + d.Discarded + d.Pending
+	}
+	return [][2]int64{
+		{accepted(before), accepted(&now)}, {before.Delivered, now.Delivered}, {before.Filtered, now.Filtered},
+		{before.DeadLettered, now.DeadLettered}, {before.Discarded, now.Discarded},
+	}
+}
+
 var destinationReports = reports[adminapi.DestinationReport]{
-	list:    func(n *adminapi.NamespaceReport) []adminapi.DestinationReport { return n.Destinations },
-	running: func(r *adminapi.DestinationReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
+	byName:  func(n *adminapi.NamespaceIndex) map[string]*adminapi.DestinationReport { return n.Destinations },
+	running: func(r *adminapi.DestinationReport) (string, int64) { return r.Revision, r.Generation },
 }
 
 // delivering returns the condition Delivering.
@@ -171,6 +188,8 @@ func commonReason(failing []endpoint) string {
 // endpoint is one endpoint's traffic over all pods.
 type endpoint struct {
 	name string
+	// reported is true if a report that is not outdated contains the endpoint.
+	reported bool
 	// state is the worst over all pods.
 	state adminapi.EndpointState
 	// failing is the number of pods whose latest deliveries failed, and open is the number
@@ -184,14 +203,18 @@ type endpoint struct {
 	firstPending, firstSkipped int64
 }
 
-// add adds a pod's report.
-func (e *endpoint) add(r adminapi.EndpointReport) {
-	if severity(r.State) > severity(e.state) {
-		e.state = r.State
-	}
+// add adds a pod's report; of an outdated one, only the counters and times.
+func (e *endpoint) add(r adminapi.EndpointReport, outdated bool) {
 	e.lastSuccess = later(e.lastSuccess, r.LastSuccess)
 	e.firstPending += r.FirstAttemptsPending
 	e.firstSkipped += r.FirstAttemptsSkipped
+	if outdated {
+		return
+	}
+	e.reported = true
+	if severity(r.State) > severity(e.state) {
+		e.state = r.State
+	}
 	if r.LastFailure != nil && (e.lastFailure == nil || r.LastFailure.Time.After(e.lastFailure.Time)) {
 		e.lastFailure = r.LastFailure
 	}
@@ -248,7 +271,7 @@ func (e endpoint) describe() string {
 	return b.String()
 }
 
-func (e endpoint) status(before v1alpha1.EndpointStatus, now time.Time, complete bool) v1alpha1.EndpointStatus {
+func (e endpoint) status(before v1alpha1.EndpointStatus, now time.Time, counted bool) v1alpha1.EndpointStatus {
 	s := v1alpha1.EndpointStatus{
 		Name: e.name, State: v1alpha1.EndpointState(e.state),
 		LastSuccessTime: latest(before.LastSuccessTime, e.lastSuccess, now),
@@ -256,10 +279,13 @@ func (e endpoint) status(before v1alpha1.EndpointStatus, now time.Time, complete
 
 		FirstAttemptsPending: before.FirstAttemptsPending, FirstAttemptsSkipped: before.FirstAttemptsSkipped,
 	}
-	if complete {
+	if counted {
 		s.FirstAttemptsPending, s.FirstAttemptsSkipped = e.firstPending, e.firstSkipped
 	}
-	if severity(e.state) < 0 {
+	if !e.reported && before.State != "" {
+		s.State = before.State
+	}
+	if severity(adminapi.EndpointState(s.State)) < 0 {
 		s.State = v1alpha1.EndpointIdle
 	}
 	if f := e.lastFailure; f != nil && (s.LastFailure == nil || ahead(&s.LastFailure.Time, now) || !timestamp(f.Time).Time.Before(s.LastFailure.Time.Time)) {

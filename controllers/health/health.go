@@ -9,12 +9,15 @@
 // failure messages) are written with a transition, or when the caller requests them. A
 // status contains no names and counts of pods, because every rollout would change it. The
 // parts of a run are counted once, at its start.
+//
+// A pod that starts, stops or does not answer changes no status: its last report is used
+// until there is another one, and Programmed keeps its value while nothing is known about a
+// pod.
 package health
 
 import (
 	"cmp"
 	"slices"
-	"sort"
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -26,68 +29,82 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// Pod is a dispatcher pod that is ready.
+// Pod is a dispatcher pod that is ready, or that was.
 type Pod struct {
 	Name string
-	// Report is the pod's newest report; nil if the pod does not answer.
-	Report *adminapi.Report
+	// Report is the last state of the pod, or of its predecessor with the same name and
+	// store; nil if there is none since the start of the operator.
+	Report *adminapi.Index
+	// Configs is the state of an absent pod that answers; nil otherwise. Of it, only the states of the
+	// live configs are used.
+	Configs *adminapi.Index
+	// Absent is true while the pod is not ready. It need not confirm anything.
+	Absent bool
+	// Silent is true while a ready pod does not answer, or has not answered yet.
+	Silent bool
+	// Outdated is true if an absent or silent pod sent Report so long ago that only its
+	// counters are used.
+	Outdated bool
+	// Starting is true for some time after a pod became ready. Meanwhile it can load the
+	// newest configs.
+	Starting bool
 }
+
+// answers reports whether the pod's report is the present one.
+func (p Pod) answers() bool { return !p.Absent && !p.Silent && p.Report != nil }
 
 // maxMessageBytes bounds the message of a condition.
 const maxMessageBytes = 2048
 
-// namespaceReport returns a pod's report about one namespace, or nil.
-func (p Pod) namespaceReport(namespace string) *adminapi.NamespaceReport {
-	if p.Report == nil {
-		return nil
-	}
-	i := slices.IndexFunc(p.Report.Namespaces, func(n adminapi.NamespaceReport) bool { return n.Namespace == namespace })
-	if i < 0 {
-		return nil
-	}
-	return &p.Report.Namespaces[i]
-}
-
 // reports reads the reports about one kind of object.
 type reports[R any] struct {
-	list func(*adminapi.NamespaceReport) []R
-	// running returns the name of the reported object, and the revision and generation
-	// that the pod runs.
-	running func(*R) (name, revision string, generation int64)
+	byName func(*adminapi.NamespaceIndex) map[string]*R
+	// running returns the revision and generation that the pod runs.
+	running func(*R) (revision string, generation int64)
 }
 
 // find returns a pod's report about one object, or nil.
 func (p reports[R]) find(pod Pod, namespace, name string) *R {
-	n := pod.namespaceReport(namespace)
+	n := pod.Report.Namespace(namespace)
 	if n == nil {
 		return nil
 	}
-	list := p.list(n)
-	nameAt := func(i int) string { name, _, _ := p.running(&list[i]); return name }
-	// Reports are usually sorted, and a namespace may have thousands of objects.
-	if i := sort.Search(len(list), func(i int) bool { return nameAt(i) >= name }); i < len(list) && nameAt(i) == name {
-		return &list[i]
-	}
-	for i := range list {
-		if nameAt(i) == name {
-			return &list[i]
-		}
-	}
-	return nil
+	return p.byName(n)[name]
 }
 
-// each calls f with each pod's report about one object. It returns false if a pod does
-// not answer, or if no pod reports the object, because incomplete sums would jump.
-func (p reports[R]) each(pods []Pod, namespace, name string, f func(Pod, *R)) (complete bool) {
-	reported, answered := 0, true
+// coverage is how many of the pods have a report about an object.
+type coverage int
+
+const (
+	// none: no pod reports the object.
+	none coverage = iota
+	// partial: a pod has no report about the object, for example because it was not ready since
+	// the start of the operator, or because it rejected the config.
+	partial
+	// full: every pod has a report about the object.
+	full
+)
+
+// counts reports whether sums replace those of a status. While a pod has no report, they do
+// so only if none of the counters that never decrease would: the share of that pod is
+// missing. Each pair has the old and the new value of such a counter.
+func (c coverage) counts(counters ...[2]int64) bool {
+	return c == full || c == partial && !slices.ContainsFunc(counters, func(c [2]int64) bool { return c[1] < c[0] })
+}
+
+// each calls f with each pod's last report about one object.
+func (p reports[R]) each(pods []Pod, namespace, name string, f func(Pod, *R)) coverage {
+	reported, known := none, full
 	for _, pod := range inOrder(pods) {
-		answered = answered && pod.Report != nil
-		if r := p.find(pod, namespace, name); r != nil {
-			reported++
-			f(pod, r)
+		r := p.find(pod, namespace, name)
+		if r == nil {
+			known = partial
+			continue
 		}
+		reported = full
+		f(pod, r)
 	}
-	return answered && reported > 0
+	return min(reported, known)
 }
 
 // facts are the inputs of the conditions of every kind.
@@ -97,29 +114,49 @@ type facts struct {
 	old        []metav1.Condition
 	now        metav1.Time
 
-	ready, confirmed int
-	// silent is true if one of the pods that have not confirmed does not answer.
+	// ready counts the ready pods, confirmed those that run the object's revision, and
+	// unknown those without a report.
+	ready, confirmed, unknown int
+	// silent is true if a ready pod does not answer.
 	silent bool
 	// refused is the message about the first of these pods that rejects the config.
 	refused string
+	// recompiled is true if the status describes another revision of the object.
+	recompiled bool
 }
 
 // gather counts the pods that confirm an object's revision.
 func gather[R any](verdict compile.Verdict, object metav1.ObjectMeta, old []metav1.Condition, namespace string, pods []Pod, now time.Time, p reports[R]) facts {
-	f := facts{verdict: verdict, generation: object.Generation, old: old, now: timestamp(now), ready: len(pods)}
+	f := facts{verdict: verdict, generation: object.Generation, old: old, now: timestamp(now)}
 	for _, pod := range inOrder(pods) {
+		if pod.Absent {
+			continue
+		}
+		f.ready++
+		f.silent = f.silent || !pod.answers()
 		if r := p.find(pod, namespace, object.Name); r != nil {
-			if _, revision, generation := p.running(r); revision == verdict.Revision && generation >= object.Generation {
+			if revision, generation := p.running(r); revision == verdict.Revision && generation >= object.Generation {
 				f.confirmed++
 				continue
 			}
 		}
-		f.silent = f.silent || pod.Report == nil
-		if n := pod.namespaceReport(namespace); n != nil && n.Refused != nil && f.refused == "" {
+		if pod.Report == nil {
+			f.unknown++
+		}
+		if n := pod.Report.Namespace(namespace); n != nil && n.Refused != nil && f.refused == "" {
 			f.refused = "a dispatcher pod rejected the config and keeps the previous one: " + n.Refused.Error
 		}
 	}
 	return f
+}
+
+// observed returns the time of the numbers in a status: now if they were reported, and
+// otherwise that of the previous status.
+func (f facts) observed(before *metav1.Time, reported bool) *metav1.Time {
+	if reported {
+		return f.now.DeepCopy()
+	}
+	return before.DeepCopy()
 }
 
 // state returns the state of the object in the config.
@@ -201,19 +238,27 @@ func (f facts) programmed(programmable bool) metav1.Condition {
 	// An object that is too large and not paused is not in the config.
 	case !programmable, f.verdict.Reason == v1alpha1.ReasonConfigTooLarge && f.state() != liveconfig.Paused && f.confirmed < f.ready:
 		c.Reason, c.Message = f.noEffect(), "the object has no effect; see the conditions Accepted and ResolvedRefs"
+	case f.ready > 0 && f.confirmed == f.ready:
+		c.Status, c.Reason, c.Message = metav1.ConditionTrue, v1alpha1.ReasonProgrammed, "every ready dispatcher pod runs this revision"
+	case f.keepsProgrammed():
+		before := f.before(v1alpha1.ConditionProgrammed)
+		c.Status, c.Reason, c.Message = before.Status, before.Reason, before.Message
 	case f.ready == 0:
 		c.Reason, c.Message = v1alpha1.ReasonNoDispatcher, "no dispatcher pod is ready; see the pods of the release's namespace"
-	case f.confirmed == f.ready:
-		c.Status, c.Reason, c.Message = metav1.ConditionTrue, v1alpha1.ReasonProgrammed, "every ready dispatcher pod runs this revision"
 	case f.refused != "":
 		c.Reason, c.Message = v1alpha1.ReasonConfigRefused, f.refused
 	default:
-		c.Reason, c.Message = v1alpha1.ReasonPending, "not every ready dispatcher pod runs this revision yet"
-		if f.silent {
-			c.Message = "not every ready dispatcher pod has confirmed this revision: a pod does not answer; see the operator's log and the pods of the release's namespace"
-		}
+		c.Reason, c.Message = v1alpha1.ReasonPending, "not every ready dispatcher pod has confirmed this revision yet; if this persists, see the pods of the release's namespace"
 	}
 	return c
+}
+
+// keepsProgrammed reports whether Programmed keeps its value for an object that did not
+// change: nothing is known about any pod that has not confirmed the object, or no pod is
+// ready.
+func (f facts) keepsProgrammed() bool {
+	before := f.before(v1alpha1.ConditionProgrammed)
+	return before != nil && before.ObservedGeneration == f.generation && !f.recompiled && f.confirmed+f.unknown == f.ready
 }
 
 // conditionOf returns a function that creates conditions of a type.
@@ -230,9 +275,8 @@ func Pending(conditions []metav1.Condition) bool {
 	return c != nil && c.Reason == v1alpha1.ReasonPending
 }
 
-// before returns the traffic condition of the previous status. It is used when the pods
-// report no traffic, for example after a restart. It is nil if the previous condition
-// describes the spec.
+// before returns a condition of the previous status, for the time in which the pods report
+// nothing about it. It is nil if the previous condition describes the spec.
 func (f facts) before(conditionType string) *metav1.Condition {
 	c := meta.FindStatusCondition(f.old, conditionType)
 	if c == nil || aboutSpec(c.Reason) {

@@ -56,17 +56,17 @@ func destination(success v1alpha1.SuccessPolicy, endpoints ...string) v1alpha1.W
 
 // runs returns a pod that runs the destination with these endpoints.
 func runs(name string, endpoints ...adminapi.EndpointReport) Pod {
-	return Pod{Name: name, Report: &adminapi.Report{Pod: name, Ready: true, Namespaces: []adminapi.NamespaceReport{
+	return Pod{Name: name, Report: adminapi.NewIndex(adminapi.Report{Pod: name, Ready: true, Namespaces: []adminapi.NamespaceReport{
 		{Namespace: "other"},
 		{Namespace: namespace, Destinations: []adminapi.DestinationReport{
 			{Name: "aaa"},
 			{Name: "crm", Generation: 4, Revision: "r1", Ledger: adminapi.Ledger{Delivered: 5, Pending: 2}, Retrying: 1, Endpoints: endpoints},
 		}},
-	}}}
+	}})}
 }
 
 func (p Pod) destination() *adminapi.DestinationReport {
-	return &p.Report.Namespaces[1].Destinations[1]
+	return p.Report.Namespace(namespace).Destinations["crm"]
 }
 
 func idle(name string) adminapi.EndpointReport {
@@ -107,7 +107,7 @@ func recovering(name string) adminapi.EndpointReport {
 func destinationStatus(t *testing.T, d v1alpha1.WebhookDestination, v compile.Verdict, pods []Pod, now time.Time) v1alpha1.WebhookDestination {
 	t.Helper()
 	before := *d.DeepCopy()
-	d.Status = Destination(d, v, namespace, pods, now)
+	d.Status = pacedDestination(d, v, namespace, pods, now, true)
 	if err := CheckDestination(d); err != nil {
 		t.Errorf("invariants: %v", err)
 	}
@@ -154,11 +154,11 @@ func TestDestinationConditions(t *testing.T) {
 	newer.destination().Generation = 5
 	refusing := runs("p2", healthy("a"))
 	refusing.destination().Revision = "r0"
-	refusing.Report.Namespaces[1].Refused = &adminapi.RefusedConfig{Revision: "x", Error: "destination \"b\": no"}
+	refusing.Report.Namespace(namespace).Refused = &adminapi.RefusedConfig{Revision: "x", Error: "destination \"b\": no"}
 	refusingOther := runs("p2", healthy("a"))
-	refusingOther.Report.Namespaces[1].Refused = &adminapi.RefusedConfig{Revision: "x", Error: "destination \"b\": no"}
+	refusingOther.Report.Namespace(namespace).Refused = &adminapi.RefusedConfig{Revision: "x", Error: "destination \"b\": no"}
 	silent := Pod{Name: "p3"}
-	withoutNamespace := Pod{Name: "p4", Report: &adminapi.Report{}}
+	withoutNamespace := Pod{Name: "p4", Report: adminapi.NewIndex(adminapi.Report{})}
 
 	for _, tc := range []struct {
 		name    string
@@ -234,13 +234,14 @@ func TestProgrammedMessages(t *testing.T) {
 	}
 	behind := runs("p2")
 	behind.destination().Revision = "r0"
-	if got := message(runs("p1"), behind); got != "not every ready dispatcher pod runs this revision yet" {
-		t.Error(got)
+	pending := "not every ready dispatcher pod has confirmed this revision yet; if this persists, see the pods of the release's namespace"
+	if got := message(runs("p1"), behind); got != pending {
+		t.Errorf("a pod is behind: got %q, want %q", got, pending)
 	}
-	if got := message(runs("p1"), Pod{Name: "p2"}); got != "not every ready dispatcher pod has confirmed this revision: a pod does not answer; see the operator's log and the pods of the release's namespace" {
-		t.Error(got)
+	if got := message(runs("p1"), Pod{Name: "p2"}); got != pending {
+		t.Errorf("a pod has no report: got %q, want %q", got, pending)
 	}
-	refusing := Pod{Name: "p2", Report: &adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: namespace, Refused: &adminapi.RefusedConfig{Error: "because"}}}}}
+	refusing := Pod{Name: "p2", Report: adminapi.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: namespace, Refused: &adminapi.RefusedConfig{Error: "because"}}}})}
 	if got := message(runs("p1"), refusing); got != "a dispatcher pod rejected the config and keeps the previous one: because" {
 		t.Error(got)
 	}
@@ -253,13 +254,71 @@ func TestStatusIsIndependentOfPods(t *testing.T) {
 	one := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a", "b"), accepted(), []Pod{runs("p1", healthy("a"), fails)}, t0)
 	idlePod := runs("p2", idle("a"), idle("b"))
 	idlePod.destination().Ledger, idlePod.destination().Retrying = adminapi.Ledger{}, 0
-	many := Destination(one, accepted(), namespace, []Pod{runs("q1", healthy("a"), fails), idlePod}, at(time.Minute))
+	many := pacedDestination(one, accepted(), namespace, []Pod{runs("q1", healthy("a"), fails), idlePod}, at(time.Minute), true)
 	if diff := cmp.Diff(one.Status, many); diff != "" {
 		t.Errorf("another pod changed the status: %s", diff)
 	}
 	sources := sourceStatus(t, source(), accepted(), []Pod{takes("p1", adminapi.SourceReport{StoragePressure: true})}, t0)
-	if diff := cmp.Diff(sources.Status, Source(sources, accepted(), namespace, []Pod{takes("q1", adminapi.SourceReport{StoragePressure: true}), takes("q2", adminapi.SourceReport{})}, at(time.Minute))); diff != "" {
+	if diff := cmp.Diff(sources.Status, pacedSource(sources, accepted(), namespace, []Pod{takes("q1", adminapi.SourceReport{StoragePressure: true}), takes("q2", adminapi.SourceReport{})}, at(time.Minute), true)); diff != "" {
 		t.Errorf("another pod changed the status of a Source: %s", diff)
+	}
+}
+
+// A pod that starts, stops or does not answer changes no status; an edit that it has not
+// confirmed does.
+func TestPodsComeAndGo(t *testing.T) {
+	fails := failing("a", "TimedOut", 0)
+	behind := runs("p2", fails)
+	behind.destination().Revision = "r0"
+	with := func(p Pod, change func(*Pod)) Pod { change(&p); return p }
+	silent := func(p *Pod) { p.Silent = true }
+	absent := func(p *Pod) { p.Absent = true }
+	outdated := func(p *Pod) { p.Absent, p.Outdated = true, true }
+	before := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{runs("p1", fails), runs("p2", fails)}, t0)
+	for _, c := range []struct {
+		name string
+		pods []Pod
+	}{
+		{"one is silent", []Pod{runs("p1", fails), with(runs("p2", fails), silent)}},
+		{"one is absent", []Pod{runs("p1", fails), with(runs("p2", fails), absent)}},
+		{"one is absent, with a config that it did not load", []Pod{runs("p1", fails), with(behind, absent)}},
+		{"one is absent for a long time", []Pod{runs("p1", fails), with(runs("p2", open("a", "TimedOut")), outdated)}},
+		{"all are absent", []Pod{with(runs("p1", fails), absent), with(runs("p2", fails), absent)}},
+		{"all are absent for a long time", []Pod{with(runs("p1", fails), outdated), with(runs("p2", fails), outdated)}},
+		{"no pod, after a restart of the operator", nil},
+		{"one has no report, after a restart of the operator", []Pod{runs("p1", fails), {Name: "p2"}}},
+		{"no pod has a report", []Pod{{Name: "p1"}, {Name: "p2"}}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			after := destinationStatus(t, before, accepted(), c.pods, at(time.Minute))
+			if diff := cmp.Diff(before.Status, after.Status); diff != "" {
+				t.Errorf("the status changed: %s", diff)
+			}
+		})
+	}
+	edited := *before.DeepCopy()
+	edited.Generation++
+	recompiled := accepted()
+	recompiled.Revision = "r2"
+	for _, c := range []struct {
+		name string
+		d    v1alpha1.WebhookDestination
+		v    compile.Verdict
+		pods []Pod
+		want string
+	}{
+		{"an edit that a silent pod has not confirmed", edited, accepted(), []Pod{with(runs("p1", fails), silent)}, "False/Pending"},
+		{"an edit without a ready pod", edited, accepted(), []Pod{with(runs("p1", fails), absent)}, "False/NoDispatcher"},
+		{"an edit and a pod without a report", edited, accepted(), []Pod{{Name: "p1"}}, "False/Pending"},
+		{"a rotated Secret and a pod without a report", before, recompiled, []Pod{{Name: "p1"}}, "False/Pending"},
+		{"an answering pod that runs another revision", before, accepted(), []Pod{runs("p1", fails), behind}, "False/Pending"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			d := destinationStatus(t, c.d, c.v, c.pods, at(time.Minute))
+			if got := summary(d.Status.Conditions[2:3]); got != c.want {
+				t.Errorf("Programmed: got %s, want %s", got, c.want)
+			}
+		})
 	}
 }
 
@@ -286,13 +345,13 @@ func TestDefaultsAndForeignConditions(t *testing.T) {
 
 func TestDestinationNumbersAddUp(t *testing.T) {
 	p1, p2 := runs("p1", healthy("a")), runs("p2", failing("a", "TimedOut", 0))
-	*p1.destination() = adminapi.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Ledger: adminapi.Ledger{Delivered: 1, Filtered: 2, DeadLettered: 3, Discarded: 5, Pending: 4}, Retrying: 1, OldestPending: at(-time.Hour), NextAttempt: at(time.Minute), Endpoints: p1.destination().Endpoints}
-	*p2.destination() = adminapi.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Ledger: adminapi.Ledger{Delivered: 10, Filtered: 20, DeadLettered: 30, Discarded: 50, Pending: 40}, Retrying: 10, OldestPending: at(-2 * time.Hour), Endpoints: p2.destination().Endpoints}
+	*p1.destination() = adminapi.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Ledger: adminapi.Ledger{Delivered: 1, Filtered: 2, DeadLettered: 3, Discarded: 5, Pending: 4}, DeadLettersStored: 2, Retrying: 1, OldestPending: at(-time.Hour), NextAttempt: at(time.Minute), Endpoints: p1.destination().Endpoints}
+	*p2.destination() = adminapi.DestinationReport{Name: "crm", Generation: 4, Revision: "r1", Ledger: adminapi.Ledger{Delivered: 10, Filtered: 20, DeadLettered: 30, Discarded: 50, Pending: 40}, DeadLettersStored: 20, Retrying: 10, OldestPending: at(-2 * time.Hour), Endpoints: p2.destination().Endpoints}
 	p1.destination().Endpoints[0].FirstAttemptsPending, p1.destination().Endpoints[0].FirstAttemptsSkipped = 3, 5
 	p2.destination().Endpoints[0].FirstAttemptsPending, p2.destination().Endpoints[0].FirstAttemptsSkipped = 30, 50
 	d := destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{p1, p2}, t0)
 	sec := func(d time.Duration) *metav1.Time { x := timestamp(at(d)); return &x }
-	want := &v1alpha1.DeliveryStatus{Delivered: 11, Filtered: 22, DeadLettered: 33, Discarded: 55, Pending: 44, Retrying: 11, OldestPendingTime: sec(-2 * time.Hour), NextAttemptTime: sec(time.Minute)}
+	want := &v1alpha1.DeliveryStatus{Delivered: 11, Filtered: 22, DeadLettered: 33, DeadLettersStored: 22, Discarded: 55, Pending: 44, Retrying: 11, OldestPendingTime: sec(-2 * time.Hour), NextAttemptTime: sec(time.Minute)}
 	if diff := cmp.Diff(want, d.Status.Delivery); diff != "" {
 		t.Error(diff)
 	}
@@ -315,6 +374,29 @@ func TestDestinationNumbersAddUp(t *testing.T) {
 		}
 		if e := d.Status.Endpoints[0]; e.FirstAttemptsPending != 33 || e.FirstAttemptsSkipped != 55 {
 			t.Errorf("%d first attempts pending and %d skipped", e.FirstAttemptsPending, e.FirstAttemptsSkipped)
+		}
+	})
+	t.Run("after a restart of the operator, a pod is not ready", func(t *testing.T) {
+		more := runs("p1", healthy("a"))
+		more.destination().Ledger = adminapi.Ledger{Delivered: 12, Filtered: 22, DeadLettered: 33, Discarded: 55, Pending: 43}
+		fewer := runs("p1", healthy("a"))
+		fewer.destination().Ledger = adminapi.Ledger{Delivered: 12, Filtered: 22, DeadLettered: 33, Discarded: 55, Pending: 1}
+		for name, c := range map[string]struct {
+			pod  Pod
+			want int64
+		}{"lower counters are not written": {p1, 11}, "higher counters are written": {more, 12}, "pending messages of the other pod are missing": {fewer, 11}} {
+			d := destinationStatus(t, d, accepted(), []Pod{c.pod, {Name: "p2", Absent: true}}, at(time.Minute))
+			if got := d.Status.Delivery.Delivered; got != c.want {
+				t.Errorf("%s: delivered: got %d, want %d", name, got, c.want)
+			}
+		}
+	})
+	t.Run("a pod has rejected the config", func(t *testing.T) {
+		refused := runs("p2", healthy("a"))
+		refused.Report = adminapi.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: namespace, Refused: &adminapi.RefusedConfig{Error: "no"}}}})
+		d := destinationStatus(t, d, accepted(), []Pod{p1, refused}, at(time.Minute))
+		if diff := cmp.Diff(want, d.Status.Delivery); diff != "" {
+			t.Error(diff)
 		}
 	})
 	t.Run("a restart leaves history and condition", func(t *testing.T) {
@@ -462,7 +544,7 @@ func TestLongTextsAreCut(t *testing.T) {
 	destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), v, []Pod{runs("p1", e)}, t0)
 	pod := runs("p1")
 	pod.destination().Revision = "r0"
-	pod.Report.Namespaces[1].Refused = &adminapi.RefusedConfig{Error: long + "\xff"}
+	pod.Report.Namespace(namespace).Refused = &adminapi.RefusedConfig{Error: long + "\xff"}
 	destinationStatus(t, destination(v1alpha1.AnyEndpoint, "a"), accepted(), []Pod{pod}, t0)
 }
 
@@ -472,12 +554,12 @@ func source() v1alpha1.Source {
 
 func takes(name string, r adminapi.SourceReport) Pod {
 	r.Name, r.Generation, r.Revision = "web", 2, "r1"
-	return Pod{Name: name, Report: &adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: namespace, Sources: []adminapi.SourceReport{{Name: "aaa"}, r}}}}}
+	return Pod{Name: name, Report: adminapi.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: namespace, Sources: []adminapi.SourceReport{{Name: "aaa"}, r}}}})}
 }
 
 func sourceStatus(t *testing.T, s v1alpha1.Source, v compile.Verdict, pods []Pod, now time.Time) v1alpha1.Source {
 	t.Helper()
-	s.Status = Source(s, v, namespace, pods, now)
+	s.Status = pacedSource(s, v, namespace, pods, now, true)
 	if err := CheckSource(s); err != nil {
 		t.Errorf("invariants: %v", err)
 	}
@@ -609,6 +691,9 @@ func TestClockAhead(t *testing.T) {
 func TestTransitions(t *testing.T) {
 	d := destination(v1alpha1.AnyEndpoint, "a")
 	noPods := []Pod{}
+	refusingPod := runs("p1", healthy("a"))
+	refusingPod.destination().Revision = "r0"
+	refusingPod.Report.Namespace(namespace).Refused = &adminapi.RefusedConfig{Error: "no"}
 	for i, step := range []struct {
 		v    compile.Verdict
 		pods []Pod
@@ -625,7 +710,8 @@ func TestTransitions(t *testing.T) {
 		{accepted(), []Pod{runs("p1", healthy("a"))}, "Normal Delivering"},
 		{disabled(), []Pod{runs("p1", healthy("a"))}, "Normal Disabled"},
 		{accepted(), []Pod{runs("p1", healthy("a"))}, "Normal Accepted"},
-		{accepted(), noPods, "Warning NoDispatcher"},
+		{accepted(), noPods, ""},
+		{accepted(), []Pod{refusingPod}, "Warning ConfigRefused"},
 		{accepted(), []Pod{runs("p1", healthy("a"))}, "Normal Programmed"},
 		{accepted(), []Pod{runs("p1", healthy("a")), {Name: "p2"}}, ""},
 		{accepted(), []Pod{runs("p1", healthy("a")), runs("p2", healthy("a"))}, ""},

@@ -51,6 +51,8 @@ type Definition[T, S any, O pointer[T]] struct {
 	// transitions; nil if every change is one.
 	ClearNumbers    func(*S)
 	NumbersInterval time.Duration
+	// ObservedTime returns the time of the numbers in a status; nil for kinds without.
+	ObservedTime func(*S) **metav1.Time
 	// DelayedRecovery is the condition to which recoveryDelay applies; empty for none.
 	DelayedRecovery string
 	// Job returns the common part of the status of a kind that runs once.
@@ -79,7 +81,7 @@ func NewKind[T, S any, O pointer[T]](d Definition[T, S, O]) Kind {
 			next := old.DeepCopyObject().(O)
 			status, _ := d.Status(next)
 			*status = d.Compute(*old, v, namespace, pods, now)
-			if !numbersDue && !d.hasTransition(old, next, now) {
+			if d.onlyObserved(old, next) || !numbersDue && !d.hasTransition(old, next, now) {
 				return old
 			}
 			return next
@@ -108,6 +110,21 @@ func timeOf[O compile.Object](f func(O) (time.Time, bool)) func(compile.Object) 
 		}
 		return f(o.(O))
 	}
+}
+
+// onlyObserved reports whether the statuses of two versions of an object differ at most by
+// the time of their numbers.
+func (d Definition[T, S, O]) onlyObserved(old, next O) bool {
+	if d.ObservedTime == nil {
+		return false
+	}
+	before, _ := d.Status(old)
+	after, _ := d.Status(next)
+	observed := *d.ObservedTime(after)
+	*d.ObservedTime(after) = *d.ObservedTime(before)
+	same := equality.Semantic.DeepEqual(before, after)
+	*d.ObservedTime(after) = observed
+	return same
 }
 
 // hasTransition reports whether the statuses of two versions of an object differ by more

@@ -1,6 +1,7 @@
 package health
 
 import (
+	"testing"
 	"time"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
@@ -18,4 +19,36 @@ func pacedSource(o v1alpha1.Source, v compile.Verdict, namespace string, pods []
 
 func pacedAudience(o v1alpha1.Audience, v compile.Verdict, namespace string, pods []Pod, now time.Time, numbersDue bool) v1alpha1.AudienceStatus {
 	return Audiences.Next(&o, v, namespace, pods, now, numbersDue).(*v1alpha1.Audience).Status
+}
+
+// observedTime is the time of the numbers: it changes only with a status, and remains while
+// nothing is reported.
+func TestObservedTime(t *testing.T) {
+	observed := func(d v1alpha1.WebhookDestination, pods []Pod, after time.Duration, due bool) (v1alpha1.WebhookDestination, time.Duration) {
+		t.Helper()
+		d.Status = pacedDestination(d, accepted(), namespace, pods, at(after), due)
+		return d, d.Status.ObservedTime.Sub(timestamp(t0).Time)
+	}
+	more := runs("p1", healthy("a"))
+	more.destination().Delivered++
+	d, _ := observed(destination(v1alpha1.AnyEndpoint, "a"), []Pod{runs("p1", healthy("a"))}, 0, false)
+	var got time.Duration
+	for _, step := range []struct {
+		name  string
+		pods  []Pod
+		after time.Duration
+		due   bool
+		want  time.Duration
+	}{
+		{"the first status", []Pod{runs("p1", healthy("a"))}, 0, true, 0},
+		{"equal numbers", []Pod{runs("p1", healthy("a"))}, time.Minute, true, 0},
+		{"other numbers that are not due", []Pod{more}, 2 * time.Minute, false, 0},
+		{"other numbers that are due", []Pod{more}, 3 * time.Minute, true, 3 * time.Minute},
+		{"no report", nil, 4 * time.Minute, true, 3 * time.Minute},
+		{"a transition", []Pod{runs("p1", open("a", "TimedOut"))}, 5 * time.Minute, false, 5 * time.Minute},
+	} {
+		if d, got = observed(d, step.pods, step.after, step.due); got != step.want {
+			t.Errorf("%s: observedTime: got %v, want %v", step.name, got, step.want)
+		}
+	}
 }

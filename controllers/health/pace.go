@@ -40,6 +40,11 @@ func delayRecovery(old, fresh []metav1.Condition, conditionType string, now time
 	return fresh
 }
 
+// SameStatuses reports whether two lists of conditions have the same statuses.
+func SameStatuses(a, b []metav1.Condition) bool {
+	return slices.EqualFunc(a, b, func(a, b metav1.Condition) bool { return a.Type == b.Type && a.Status == b.Status })
+}
+
 // withoutNumbers removes the reason and message of the traffic condition, unless its
 // reason describes the spec.
 func withoutNumbers(conditions []metav1.Condition) []metav1.Condition {

@@ -3,6 +3,7 @@ package health
 import (
 	"cmp"
 	"fmt"
+	"slices"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -84,18 +85,21 @@ func Redelivery(old v1alpha1.Redelivery, v compile.Verdict, namespace string, po
 	case p.alreadyDone:
 		s.StartTime = &f.now
 		o = Outcome{Complete: true, Reason: v1alpha1.ReasonAlreadyDone, Message: "a Redelivery with the same name and spec completed within the last 30 days, so nothing was redelivered; set spec.requestId to run it again"}
-	case len(pods) == 0:
+	case f.ready == 0:
 		o = Outcome{Reason: v1alpha1.ReasonWaiting, Message: "no dispatcher pod is ready"}
-	case p.begun < len(pods):
+	case p.begun < f.ready:
 		o = Outcome{Reason: v1alpha1.ReasonWaiting, Message: "waiting for every dispatcher pod to record the run"}
-		if c := f.programmed(true); c.Reason == v1alpha1.ReasonConfigRefused || f.silent {
-			o.Message = c.Message
+		switch {
+		case f.refused != "":
+			o.Message = f.refused
+		case f.silent:
+			o.Message += "; a pod does not answer, see the pods of the release's namespace"
 		}
 	default:
 		// Rounded up to the precision of the API, so that no dead letter is excluded.
 		start := timestamp(now.Add(time.Second - 1))
 		s.StartTime = &start
-		s.Parts = &v1alpha1.RedeliveryParts{Total: int32(len(pods))}
+		s.Parts = &v1alpha1.RedeliveryParts{Total: int32(f.ready)}
 		o = Outcome{Reason: v1alpha1.ReasonRunning, Message: "the dispatchers count the dead letters"}
 	}
 	if o.Failed && !old.Spec.DryRun {
@@ -118,7 +122,9 @@ type parts struct {
 	problem string
 }
 
+// partsOf uses only the reports of pods that answer, because a run waits for the others.
 func partsOf(o v1alpha1.Redelivery, namespace string, pods []Pod) (p parts) {
+	pods = slices.DeleteFunc(slices.Clone(pods), func(p Pod) bool { return !p.answers() })
 	redeliveryReports.each(pods, namespace, o.Name, func(_ Pod, r *adminapi.RedeliveryReport) {
 		if r.UID != string(o.UID) { // The report is about a deleted object with the same name.
 			return
@@ -192,6 +198,6 @@ func (p parts) run(s *v1alpha1.RedeliveryStatus, spec v1alpha1.RedeliverySpec, n
 }
 
 var redeliveryReports = reports[adminapi.RedeliveryReport]{
-	list:    func(n *adminapi.NamespaceReport) []adminapi.RedeliveryReport { return n.Redeliveries },
-	running: func(r *adminapi.RedeliveryReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
+	byName:  func(n *adminapi.NamespaceIndex) map[string]*adminapi.RedeliveryReport { return n.Redeliveries },
+	running: func(r *adminapi.RedeliveryReport) (string, int64) { return r.Revision, r.Generation },
 }

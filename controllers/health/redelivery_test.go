@@ -32,7 +32,7 @@ func redeliveryPods(reports ...*adminapi.RedeliveryReport) (pods []Pod) {
 			if report.Revision == "" {
 				report.Revision = "r"
 			}
-			pod.Report = &adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Redeliveries: []adminapi.RedeliveryReport{report}}}}
+			pod.Report = adminapi.NewIndex(adminapi.Report{Ready: true, Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Redeliveries: []adminapi.RedeliveryReport{report}}}})
 		}
 		pods = append(pods, pod)
 	}
@@ -88,7 +88,7 @@ func TestRedelivery(t *testing.T) {
 		{"waits for another one", waits, 0, nil, redeliveryPods(begun), "Accepted: Waiting", "another one runs", [3]int64{}, liveconfig.RedeliveryBegin},
 		{"no pod", accepted, 0, nil, nil, "Accepted: Waiting", "no dispatcher pod is ready", [3]int64{}, liveconfig.RedeliveryBegin},
 		{"one of two pods has begun", accepted, 0, nil, redeliveryPods(begun, &report{}), "Accepted: Waiting", "waiting for every dispatcher pod to record the run", [3]int64{}, liveconfig.RedeliveryBegin},
-		{"a pod does not answer", accepted, 0, nil, redeliveryPods(begun, nil), "Accepted: Waiting", "not every ready dispatcher pod has confirmed this revision: a pod does not answer; see the operator's log and the pods of the release's namespace", [3]int64{}, liveconfig.RedeliveryBegin},
+		{"a pod does not answer", accepted, 0, nil, redeliveryPods(begun, nil), "Accepted: Waiting", "waiting for every dispatcher pod to record the run; a pod does not answer, see the pods of the release's namespace", [3]int64{}, liveconfig.RedeliveryBegin},
 		{"begun for a deleted object", accepted, 0, nil, redeliveryPods(&report{Begun: true, UID: "0"}), "Accepted: Waiting", "waiting for every dispatcher pod to record the run", [3]int64{}, liveconfig.RedeliveryBegin},
 		{"all pods have begun", accepted, 0, nil, redeliveryPods(begun, begun), "Accepted: Running", "the dispatchers count the dead letters", [3]int64{}, liveconfig.RedeliveryRun},
 		{"one pod has the record of a completed run", accepted, 0, nil, redeliveryPods(begun, &report{AlreadyDone: true}), "Accepted Complete Ready: AlreadyDone", "a Redelivery with the same name and spec completed within the last 30 days, so nothing was redelivered; set spec.requestId to run it again", [3]int64{}, ""},

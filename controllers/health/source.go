@@ -27,8 +27,9 @@ var Sources = NewKind(Definition[v1alpha1.Source, v1alpha1.SourceStatus, *v1alph
 		return &o.Status, &o.Status.Conditions
 	},
 	DelayedRecovery: v1alpha1.ConditionReceiving,
+	ObservedTime:    func(s *v1alpha1.SourceStatus) **metav1.Time { return &s.ObservedTime },
 	ClearNumbers: func(s *v1alpha1.SourceStatus) {
-		s.Calls, s.Messages, s.LastReceivedTime = present(s.Calls), present(s.Messages), nil
+		s.ObservedTime, s.Calls, s.Messages, s.LastReceivedTime = nil, present(s.Calls), present(s.Messages), nil
 	},
 })
 
@@ -48,14 +49,23 @@ func Source(old v1alpha1.Source, v compile.Verdict, namespace string, pods []Pod
 		Destinations:       slices.Clone(v.Destinations[:min(len(v.Destinations), maxDestinations)]),
 	}
 	var t traffic
-	complete := sourceReports.each(pods, namespace, old.Name, func(pod Pod, r *adminapi.SourceReport) {
-		t.add(*r, pod.Report.Storage.Pressure)
+	coverage := sourceReports.each(pods, namespace, old.Name, func(pod Pod, r *adminapi.SourceReport) {
+		t.add(*r, pod)
 	})
 	s.LastReceivedTime = latest(old.Status.LastReceivedTime, t.lastAccepted, now)
 	if s.LastReceivedTime != nil { // The time is unknown to a pod that restarted.
 		t.lastAccepted = later(t.lastAccepted, s.LastReceivedTime.Time)
 	}
-	if complete {
+	counters := [][2]int64{}
+	if c, m := old.Status.Calls, old.Status.Messages; c != nil && m != nil {
+		counters = [][2]int64{
+			{c.Accepted, t.calls.Accepted}, {m.Accepted, t.messages.Accepted}, {m.Delivered, t.messages.Delivered},
+			{m.Filtered, t.messages.Filtered}, {m.DeadLettered, t.messages.DeadLettered}, {m.Discarded, t.messages.Discarded},
+		}
+	}
+	counted := coverage.counts(counters...)
+	s.ObservedTime = f.observed(old.Status.ObservedTime, counted)
+	if counted {
 		s.Calls, s.Messages = &t.calls, &t.messages
 	} else {
 		s.Calls, s.Messages = old.Status.Calls.DeepCopy(), old.Status.Messages.DeepCopy()
@@ -65,12 +75,13 @@ func Source(old v1alpha1.Source, v compile.Verdict, namespace string, pods []Pod
 }
 
 var sourceReports = reports[adminapi.SourceReport]{
-	list:    func(n *adminapi.NamespaceReport) []adminapi.SourceReport { return n.Sources },
-	running: func(r *adminapi.SourceReport) (string, string, int64) { return r.Name, r.Revision, r.Generation },
+	byName:  func(n *adminapi.NamespaceIndex) map[string]*adminapi.SourceReport { return n.Sources },
+	running: func(r *adminapi.SourceReport) (string, int64) { return r.Revision, r.Generation },
 }
 
 // traffic is a Source's traffic over all pods.
 type traffic struct {
+	// pods counts the reports that are not outdated.
 	pods                       int
 	calls                      v1alpha1.CallCounts
 	messages                   v1alpha1.MessageCounts
@@ -79,8 +90,8 @@ type traffic struct {
 	pressure                   bool
 }
 
-func (t *traffic) add(r adminapi.SourceReport, diskFull bool) {
-	t.pods++
+// add adds a pod's report; of an outdated one, only the counters and times.
+func (t *traffic) add(r adminapi.SourceReport, pod Pod) {
 	t.calls.Accepted += r.Accepted
 	t.calls.Rejected += r.Rejected
 	t.calls.Duplicates += r.Duplicates
@@ -91,10 +102,14 @@ func (t *traffic) add(r adminapi.SourceReport, diskFull bool) {
 	t.messages.Discarded += r.Messages.Discarded
 	t.messages.Pending += r.Messages.Pending
 	t.lastAccepted = later(t.lastAccepted, r.LastAccepted)
+	if pod.Outdated {
+		return
+	}
+	t.pods++
 	if r.LastRejected.After(t.lastRejected) {
 		t.lastRejected, t.lastRejection = r.LastRejected, r.LastRejection
 	}
-	t.pressure = t.pressure || r.StoragePressure || diskFull
+	t.pressure = t.pressure || r.StoragePressure || pod.Report.Storage.Pressure
 }
 
 // receiving returns the condition Receiving.

@@ -8,10 +8,11 @@ import (
 )
 
 // expire removes the manifests of objects whose TTL has ended, as the operator
-// deletes the objects. It keeps a file that contains other objects. The mutex is held.
-func (c *Control) expire(now time.Time) {
+// deletes the objects, in some namespaces. It keeps a file that contains other objects.
+// The mutex is held.
+func (c *Control) expire(namespaces map[string]bool, now time.Time) {
 	for _, o := range c.store.objects {
-		if o.resource == nil {
+		if o.resource == nil || !namespaces[o.namespace] {
 			continue
 		}
 		if at, ok := o.of.Health.Expires(o.resource); !ok || now.Before(at) {

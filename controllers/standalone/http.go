@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"slices"
 	"strings"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -19,6 +20,8 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/kinds"
+	"github.com/posthorn/posthorn/controllers/manifest"
+	"github.com/posthorn/posthorn/controllers/why"
 )
 
 // Prefix is the path of the kinds of posthorn.dev in Handler.
@@ -47,7 +50,7 @@ func (c *Control) Handler() http.Handler {
 	})
 	mux.HandleFunc("GET /problems", func(w http.ResponseWriter, _ *http.Request) {
 		problems, ignored := c.Problems()
-		write(w, http.StatusOK, map[string][]Problem{"problems": append([]Problem{}, problems...), "ignored": append([]Problem{}, ignored...)})
+		write(w, http.StatusOK, manifest.Problems{Problems: problems, Ignored: ignored})
 	})
 	return mux
 }
@@ -91,21 +94,22 @@ func (c *Control) serve(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	i := slices.IndexFunc(kinds.All, func(k kinds.Kind) bool { return crds[k.Name()].names.Plural == resource })
-	notFound := apierrors.NewNotFound(schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: resource}, name)
+	group := schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: resource}
 	if i < 0 {
-		fail(w, notFound)
+		fail(w, apierrors.NewNotFound(group, name))
 		return
 	}
 	kind := kinds.All[i]
 	definition := crds[kind.Name()]
-	c.warn(w)
+	c.refresh(r.Context())
+	c.warn(w, kind)
 	var list runtime.Object = c.list(kind, namespace, func(o client.Object) bool {
 		return (name == "" || o.GetName() == name) && selector.Matches(labels.Set(o.GetLabels()))
 	})
 	if name != "" {
 		items, err := meta.ExtractList(list)
 		if err != nil || len(items) == 0 {
-			fail(w, notFound)
+			fail(w, c.notFound(group, id{kind.Name(), namespace, name}))
 			return
 		}
 		list = items[0]
@@ -122,25 +126,42 @@ func (c *Control) serve(w http.ResponseWriter, r *http.Request) {
 	write(w, http.StatusOK, table)
 }
 
+// notFound returns the error of an object that does not exist. If its manifest was rejected, the
+// error has the reason.
+func (c *Control) notFound(group schema.GroupResource, missing id) *apierrors.StatusError {
+	err := apierrors.NewNotFound(group, missing.name)
+	problems, _ := c.Problems()
+	if i := slices.IndexFunc(problems, func(p manifest.Problem) bool { return p.About(missing.String()) }); i >= 0 {
+		err.ErrStatus.Message += ": its manifest was rejected: " + problems[i].String()
+	}
+	return err
+}
+
 // maxWarnings bounds the number of problems in the headers of a response.
 const maxWarnings = 10
 
 // warn adds the problems of the manifests to a response as Warning headers, which kubectl
-// and posthorn get print.
-func (c *Control) warn(w http.ResponseWriter) {
+// and posthorn get print. A response with Sources also has the requests that reach no Source.
+func (c *Control) warn(w http.ResponseWriter, kind kinds.Kind) {
 	problems, _ := c.Problems()
 	for i, p := range problems {
-		text := p.String()
 		if i == maxWarnings {
-			text = fmt.Sprintf("%d more problems; GET /problems lists all", len(problems)-i)
+			addWarning(w, fmt.Sprintf("%d more problems; posthorn problems lists all", len(problems)-i))
+			break
 		}
-		// The errors of the YAML parser can have several lines.
-		if header, err := utilnet.NewWarningHeader(299, "posthorn", strings.Join(strings.Fields(text), " ")); err == nil {
-			w.Header().Add("Warning", header)
+		addWarning(w, p.Detail())
+	}
+	if kind.Name() == kindSource && c.options.UnknownKeys != nil {
+		if text := why.UnknownKeys(c.options.UnknownKeys(), time.Now()); text != "" {
+			addWarning(w, text)
 		}
-		if i == maxWarnings {
-			return
-		}
+	}
+}
+
+// addWarning adds a Warning header. The text can have several lines, as errors of the YAML parser do.
+func addWarning(w http.ResponseWriter, text string) {
+	if header, err := utilnet.NewWarningHeader(299, "posthorn", strings.Join(strings.Fields(text), " ")); err == nil {
+		w.Header().Add("Warning", header)
 	}
 }
 

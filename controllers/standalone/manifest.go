@@ -25,35 +25,14 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/kinds"
+	"github.com/posthorn/posthorn/controllers/manifest"
 )
 
 const (
 	kindSecret       = "Secret"
+	kindSource       = "Source"
 	defaultNamespace = "default"
 )
-
-// Problem is a problem of a manifest. It contains no values of the manifest.
-type Problem struct {
-	File string `json:"file"`
-	// Document is the position of the document, from 1; 0 means the whole file.
-	Document int `json:"document,omitempty"`
-	// Object is "Kind namespace/name"; it may be incomplete.
-	Object string `json:"object,omitempty"`
-	// Message names the field, the rule and the fix.
-	Message string `json:"message"`
-}
-
-func (p Problem) String() string {
-	var b strings.Builder
-	b.WriteString(p.File)
-	if p.Document > 0 {
-		fmt.Fprintf(&b, ", document %d", p.Document)
-	}
-	if p.Object != "" {
-		b.WriteString(", " + p.Object)
-	}
-	return b.String() + ": " + p.Message
-}
 
 // id identifies an object.
 type id struct{ kind, namespace, name string }
@@ -72,6 +51,8 @@ type object struct {
 	content []byte
 	// manifest is the JSON of the object with its defaults; see state.
 	manifest []byte
+	// line is where the object's document begins in its file, from 1.
+	line int
 }
 
 // parsed is the content of a file.
@@ -84,9 +65,9 @@ type parsed struct {
 	unreadable bool
 	// blank is true if the file contains only white space, comments and separators.
 	blank    bool
-	problems []Problem
+	problems []manifest.Problem
 	// ignored are the objects of other kinds.
-	ignored []Problem
+	ignored []manifest.Problem
 }
 
 // parse reads the documents of a file. An invalid document does not affect the others.
@@ -96,13 +77,14 @@ func parse(file string, text []byte) parsed {
 	if filepath.Ext(file) == ".json" {
 		split = splitJSON
 	}
-	documents, err := split(text)
-	for i, document := range documents {
-		p.document(file, i+1, document)
+	texts, err := split(text)
+	documents := place(file, text, texts)
+	for _, d := range documents {
+		p.document(d)
 	}
 	if err != nil {
 		p.unreadable = true
-		p.problems = append(p.problems, Problem{File: file, Document: len(documents) + 1, Message: err.Error()})
+		p.problems = append(p.problems, manifest.Problem{File: file, Document: len(documents) + 1, Message: err.Error()})
 	}
 	p.blank = p.blank && err == nil
 	return p
@@ -135,14 +117,11 @@ func splitJSON(text []byte) (documents [][]byte, err error) {
 	}
 }
 
-func (p *parsed) document(file string, number int, text []byte) {
-	problem := func(object string, err error) {
-		p.problems = append(p.problems, Problem{File: file, Document: number, Object: object, Message: err.Error()})
-	}
-	plain, err := yaml.YAMLToJSONStrict(text)
+func (p *parsed) document(d *document) {
+	plain, err := yaml.YAMLToJSONStrict(d.text)
 	if err != nil {
 		p.unreadable, p.blank = true, false
-		problem("", fmt.Errorf("not YAML: %s", strings.TrimPrefix(err.Error(), "yaml: ")))
+		p.problems = append(p.problems, d.syntaxProblem(err))
 		return
 	}
 	if string(plain) == "null" {
@@ -152,23 +131,27 @@ func (p *parsed) document(file string, number int, text []byte) {
 	var content map[string]any
 	if err := utiljson.Unmarshal(plain, &content); err != nil {
 		p.unreadable = true
-		problem("", errors.New("a manifest must be an object with apiVersion, kind and metadata"))
+		p.problems = append(p.problems, d.problem("", "", errors.New("a manifest must be an object with apiVersion, kind and metadata")))
 		return
 	}
-	p.content(file, number, content, problem)
+	p.content(d, "", content)
 }
 
-func (p *parsed) content(file string, number int, content map[string]any, problem func(string, error)) {
+// content reads the object at a path of a document, or the items of a List.
+func (p *parsed) content(d *document, path string, content map[string]any) {
 	apiVersion, _ := content["apiVersion"].(string)
 	kind, _ := content["kind"].(string)
 	if apiVersion == "v1" && kind == "List" {
 		items, _ := content["items"].([]any)
-		for _, item := range items {
+		for i, item := range items {
 			if content, ok := item.(map[string]any); ok {
-				p.content(file, number, content, problem)
+				p.content(d, fmt.Sprintf("items[%d].", i), content)
 			}
 		}
 		return
+	}
+	problem := func(object string, err error) {
+		p.problems = append(p.problems, d.problem(path, object, err))
 	}
 	want := v1alpha1.GroupVersion.String()
 	of, known := kinds.All.ByName(kind)
@@ -182,10 +165,10 @@ func (p *parsed) content(file string, number int, content map[string]any, proble
 		problem("", errors.New("apiVersion and kind must be set"))
 		return
 	case !known && inGroup:
-		problem(kind, fmt.Errorf("kind: %q is unknown in %s; use one of %s", kind, apiVersion, kinds.All))
+		problem(kind, fieldErrorf("kind", "%q is unknown in %s; use one of %s", kind, apiVersion, kinds.All))
 		return
 	case !known || kind != kindSecret && !inGroup:
-		p.ignored = append(p.ignored, Problem{File: file, Document: number, Object: apiVersion + " " + kind, Message: "ignored: this is not a kind of posthorn.dev"})
+		p.ignored = append(p.ignored, d.problem(path, apiVersion+" "+kind, errors.New("ignored: this is not a kind of posthorn.dev")))
 		return
 	}
 	object := &object{id: id{kind: kind}, of: of}
@@ -193,7 +176,7 @@ func (p *parsed) content(file string, number int, content map[string]any, proble
 	errs := readMetadata(content, &metadata)
 	object.namespace, object.name = metadata.Namespace, metadata.Name
 	if apiVersion != want {
-		errs = append(errs, fmt.Errorf("apiVersion: %q is unknown for this kind; use %s", apiVersion, want))
+		errs = append(errs, fieldErrorf("apiVersion", "%q is unknown for this kind; use %s", apiVersion, want))
 	}
 	if len(errs) == 0 {
 		if kind == kindSecret {
@@ -205,6 +188,7 @@ func (p *parsed) content(file string, number int, content map[string]any, proble
 	if len(errs) == 0 {
 		var err error
 		if object.manifest, err = json.Marshal(content); err == nil {
+			object.line = d.begin()
 			p.objects = append(p.objects, object)
 			return
 		}
@@ -224,14 +208,14 @@ func (p *parsed) content(file string, number int, content map[string]any, proble
 func readMetadata(content map[string]any, metadata *metav1.ObjectMeta) []error {
 	raw, ok := content["metadata"].(map[string]any)
 	if !ok {
-		return []error{errors.New("metadata: must be set, with a name")}
+		return []error{fieldErrorf("metadata", "must be set, with a name")}
 	}
 	if raw["namespace"] == nil || raw["namespace"] == "" {
 		raw["namespace"] = defaultNamespace
 	}
 	for _, name := range []string{"name", "namespace"} {
 		if _, ok := raw[name].(string); !ok && raw[name] != nil { // YAML parses y, no and 5 as other types.
-			return []error{fmt.Errorf("metadata.%s: must be a string; put it in quotes", name)}
+			return []error{fieldErrorf("metadata."+name, "must be a string; put it in quotes")}
 		}
 	}
 	// Remove the fields that the API server sets and `kubectl get -o yaml` prints.
@@ -241,10 +225,10 @@ func readMetadata(content map[string]any, metadata *metav1.ObjectMeta) []error {
 	if err := runtime.DefaultUnstructuredConverter.FromUnstructuredWithValidation(raw, metadata, true); err != nil {
 		metadata.Name, _ = raw["name"].(string)
 		metadata.Namespace, _ = raw["namespace"].(string)
-		return []error{fmt.Errorf("metadata: %w", err)}
+		return []error{fieldErrorf("metadata", "%w", err)}
 	}
 	if metadata.Name == "" {
-		return []error{errors.New("metadata.name: must be set")}
+		return []error{fieldErrorf("metadata.name", "must be set")}
 	}
 	return nil
 }
@@ -268,6 +252,9 @@ func (o *object) readResource(content map[string]any, metadata *metav1.ObjectMet
 	return nil
 }
 
+// secretFields are the fields of a Secret.
+var secretFields = []string{"apiVersion", "kind", "metadata", "data", "stringData", "type", "immutable"}
+
 // readSecret reads a Secret. It does not use the generic decoder, whose errors can contain
 // values.
 func (o *object) readSecret(content map[string]any, metadata *metav1.ObjectMeta) (errs []error) {
@@ -275,8 +262,8 @@ func (o *object) readSecret(content map[string]any, metadata *metav1.ObjectMeta)
 		errs = append(errs, withoutValue(err))
 	}
 	for name := range content {
-		if !slices.Contains([]string{"apiVersion", "kind", "metadata", "data", "stringData", "type", "immutable"}, name) {
-			errs = append(errs, fmt.Errorf("unknown field %q; remove it or correct its name", name))
+		if !slices.Contains(secretFields, name) {
+			errs = append(errs, unknownField(name, secretFields))
 		}
 	}
 	o.secret = map[string][]byte{}
@@ -284,20 +271,20 @@ func (o *object) readSecret(content map[string]any, metadata *metav1.ObjectMeta)
 	read := func(name string, decode func(string) ([]byte, error)) {
 		values, ok := content[name].(map[string]any)
 		if !ok && content[name] != nil {
-			errs = append(errs, fmt.Errorf("%s: must be a map of strings", name))
+			errs = append(errs, fieldErrorf(name, "must be a map of strings"))
 		}
 		for key, value := range values {
 			text, ok := value.(string)
 			if !ok && value != nil {
-				errs = append(errs, fmt.Errorf("%s[%s]: must be a string; put it in quotes", name, key))
+				errs = append(errs, fieldErrorf(fmt.Sprintf("%s[%s]", name, key), "must be a string; put it in quotes"))
 				continue
 			}
 			decoded, err := decode(text)
 			if err != nil {
-				errs = append(errs, fmt.Errorf("%s[%s]: must be base64; use stringData for plain text", name, key))
+				errs = append(errs, fieldErrorf(fmt.Sprintf("%s[%s]", name, key), "must be base64; use stringData for plain text"))
 			}
 			for _, message := range utilvalidation.IsConfigMapKey(key) {
-				errs = append(errs, fmt.Errorf("%s[%s]: %s", name, key, message))
+				errs = append(errs, fieldErrorf(fmt.Sprintf("%s[%s]", name, key), "%s", message))
 			}
 			size += len(decoded)
 			o.secret[key] = decoded
@@ -306,12 +293,12 @@ func (o *object) readSecret(content map[string]any, metadata *metav1.ObjectMeta)
 	read("data", base64.StdEncoding.DecodeString)
 	read("stringData", func(text string) ([]byte, error) { return []byte(text), nil })
 	if size > corev1.MaxSecretSize {
-		errs = append(errs, fmt.Errorf("data: must have at most %d bytes in total", corev1.MaxSecretSize))
+		errs = append(errs, fieldErrorf("data", "must have at most %d bytes in total", corev1.MaxSecretSize))
 	}
 	if content["type"] == string(corev1.SecretTypeTLS) {
 		for _, key := range []string{corev1.TLSCertKey, corev1.TLSPrivateKeyKey} {
 			if _, ok := o.secret[key]; !ok {
-				errs = append(errs, fmt.Errorf("data[%s]: must be set in a Secret of type %s", key, corev1.SecretTypeTLS))
+				errs = append(errs, fieldErrorf(fmt.Sprintf("data[%s]", key), "must be set in a Secret of type %s", corev1.SecretTypeTLS))
 			}
 		}
 	}

@@ -88,14 +88,14 @@ func TestBadManifests(t *testing.T) {
 		objects          int
 		unreadable       bool
 	}{
-		{"not YAML", "a.yaml", "a: b: canary", "document 1: not YAML: ", 0, true},
-		{"half a document", "a.yaml", secret + "---\nkind: [", "document 2: not YAML: ", 1, true},
+		{"not YAML", "a.yaml", "a: b: canary", "a.yaml:1: not YAML: ", 0, true},
+		{"half a document", "a.yaml", secret + "---\nkind: [", "a.yaml:6: not YAML: ", 1, true},
 		{"a key twice", "a.yaml", strings.Replace(secret, "stringData:", "stringData: {b: canary}\nstringData:", 1), "already set in map", 0, true},
-		{"not JSON", "a.json", `{"apiVersion": `, "document 1: not JSON", 0, true},
+		{"not JSON", "a.json", `{"apiVersion": `, "a.json: not JSON", 0, true},
 		{"JSON documents", "a.json", `{"apiVersion":"v1","kind":"Secret","metadata":{"name":"a"}} {"apiVersion":"v1","kind":"Secret","metadata":{"name":"b"}}`, "", 2, false},
-		{"a text", "a.yaml", "canary", "document 1: a manifest must be an object", 0, true},
+		{"a text", "a.yaml", "canary", "a.yaml:1: a manifest must be an object", 0, true},
 		{"comments alone", "a.yaml", "# nothing\n---\n# nothing\n", "", 0, false},
-		{"no kind", "a.yaml", "apiVersion: v1\nmetadata: {name: a}", "document 1: apiVersion and kind must be set", 0, true},
+		{"no kind", "a.yaml", "apiVersion: v1\nmetadata: {name: a}", "a.yaml:2: apiVersion and kind must be set", 0, true},
 		{"no name", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {}", "metadata.name: must be set", 0, true},
 		{"a name that is not a string", "a.yaml", "apiVersion: v1\nkind: Secret\nmetadata: {name: y}", "metadata.name: must be a string; put it in quotes", 0, true},
 		{"no metadata", "a.yaml", "apiVersion: v1\nkind: Secret", "metadata: must be set, with a name", 0, true},
@@ -135,6 +135,84 @@ func TestBadManifests(t *testing.T) {
 	}
 	if p := parse("a.yaml", []byte("apiVersion: apps/v1\nkind: Deployment")); len(p.ignored) != 1 || p.ignored[0].Object != "apps/v1 Deployment" {
 		t.Errorf("ignored: %v", p.ignored)
+	}
+}
+
+// A problem has the line of its field, or of the nearest parent that exists.
+func TestProblemLines(t *testing.T) {
+	const text = `# a comment
+apiVersion: v1
+kind: Secret
+metadata: {name: keys}
+stringData:
+  good: text
+  "bad key": canary
+---
+
+# the second document
+apiVersion: posthorn.dev/v1alpha1
+kind: WebhookDestination
+metadata:
+  name: crm
+spec:
+  sourceRefs: [{name: web}]
+  endpionts:
+  - name: primary
+    ulr: https://hooks.example/in
+--- # the third
+apiVersion: v1
+kind: List
+items:
+- apiVersion: posthorn.dev/v1alpha1
+  kind: Source
+  metadata: {name: web}
+  spec:
+    writeKeys:
+    - secretKeyRef: {namee: keys, key: good}
+`
+	var got []string
+	for _, p := range parse("a.yaml", []byte(text)).problems {
+		got = append(got, p.String())
+	}
+	want := []string{
+		`a.yaml:7: Secret default/keys: stringData[bad key]: a valid config key must consist of alphanumeric characters, '-', '_' or '.' (e.g. 'key.name',  or 'KEY_NAME',  or 'key-name', regex used for validation is '[-._a-zA-Z0-9]+')`,
+		`a.yaml:17: WebhookDestination default/crm: unknown field "spec.endpionts"; did you mean "endpoints"?`,
+		`a.yaml:15: WebhookDestination default/crm: spec.endpoints: Required value`,
+		`a.yaml:29: Source default/web: unknown field "spec.writeKeys[0].secretKeyRef.namee"; did you mean "name"?`,
+		`a.yaml:29: Source default/web: spec.writeKeys[0].secretKeyRef.name: Required value`,
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("problems (-want +got):\n%s", diff)
+	}
+}
+
+func TestSyntaxErrorLines(t *testing.T) {
+	for _, tc := range []struct{ name, text, want string }{
+		{"tab", "a: b\n---\na:\n\tb: c\n", "a.yaml:4: not YAML: found character that cannot start any token"},
+		{"key twice", "a: b\n---\na: b\na: c\n", `a.yaml:4: not YAML: key "a" already set in map`},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			problems := parse("a.yaml", []byte(tc.text)).problems
+			if got := problems[len(problems)-1].String(); got != tc.want {
+				t.Errorf("problem:\ngot  %s\nwant %s", got, tc.want)
+			}
+		})
+	}
+}
+
+func TestNearest(t *testing.T) {
+	known := []string{"endpoints", "sourceRefs", "signing", "enabled"}
+	for _, tc := range []struct{ typed, want string }{
+		{"endpionts", "endpoints"},
+		{"endpoint", "endpoints"},
+		{"sourcerefs", "sourceRefs"},
+		{"enable", "enabled"},
+		{"filter", ""},
+		{"x", ""},
+	} {
+		if got := nearest([]string{tc.typed}, known); got != tc.want {
+			t.Errorf("nearest to %q: got %q, want %q", tc.typed, got, tc.want)
+		}
 	}
 }
 

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
+	"slices"
 	"strings"
 	"sync"
 
@@ -119,7 +121,7 @@ func (d *definition) admit(object map[string]any, metadata *metav1.ObjectMeta) [
 	}
 	var out []error
 	for _, path := range unknown {
-		out = append(out, fmt.Errorf("unknown field %q; remove it or correct its name", path))
+		out = append(out, unknownField(path, d.fieldsBeside(path)))
 	}
 	for _, err := range errs {
 		out = append(out, withoutValue(err))
@@ -157,12 +159,32 @@ func withoutValue(err *field.Error) error {
 	detail := strings.TrimPrefix(err.Detail, err.Field+" in body ")
 	switch err.Type {
 	case field.ErrorTypeNotSupported, field.ErrorTypeTooMany, field.ErrorTypeTooLong, field.ErrorTypeRequired:
-		return err
+		return fieldError{err.Field, err}
 	case field.ErrorTypeInvalid, field.ErrorTypeTypeInvalid:
-		return fmt.Errorf("%s: %s", err.Field, detail)
+		return fieldErrorf(err.Field, "%s", detail)
 	}
 	if detail == "" {
-		return fmt.Errorf("%s: %s", err.Field, err.Type)
+		return fieldErrorf(err.Field, "%s", err.Type)
 	}
-	return fmt.Errorf("%s: %s: %s", err.Field, err.Type, detail)
+	return fieldErrorf(err.Field, "%s: %s", err.Type, detail)
+}
+
+// fieldsBeside returns the names of the fields that the schema has beside a field.
+func (d *definition) fieldsBeside(path string) []string {
+	steps := pathSteps(path)
+	schema := d.structural
+	for _, step := range steps[:max(0, len(steps)-1)] {
+		next, known := schema.Properties[step]
+		switch {
+		case known:
+			schema = &next
+		case schema.Items != nil:
+			schema = schema.Items
+		case schema.AdditionalProperties != nil && schema.AdditionalProperties.Structural != nil:
+			schema = schema.AdditionalProperties.Structural
+		default:
+			return nil
+		}
+	}
+	return slices.Sorted(maps.Keys(schema.Properties))
 }

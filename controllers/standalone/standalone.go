@@ -19,6 +19,7 @@ import (
 	"github.com/fsnotify/fsnotify"
 	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -26,6 +27,7 @@ import (
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/controllers/kinds"
+	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
@@ -45,11 +47,11 @@ const (
 // Sink receives encoded live configs; the dispatcher implements it.
 type Sink interface {
 	// Set provides the newest config of a namespace.
-	Set(namespace string, data []byte)
-	// Delete reports that a namespace has no config any more.
+	Set(namespace string, stored liveconfig.Stored)
+	// Delete reports that a namespace has no config.
 	Delete(namespace string)
-	// Synced reports that Set was called for every namespace.
-	Synced()
+	// Synced reports that Set was called for every namespace, except for the failed ones.
+	Synced(failed ...string)
 }
 
 // Options configure a Control.
@@ -60,12 +62,14 @@ type Options struct {
 	// after a restart does not count as deleted. If it is empty, the objects are in memory
 	// only.
 	StateFile string
-	// CheckHost returns the reason why deliveries to a URL's host are denied; nil allows
-	// every host.
-	CheckHost func(host string) error
-	Sink      Sink
-	// Report returns the dispatcher's report; it is called every second.
-	Report func() adminapi.Report
+	// Policy applies to every destination.
+	Policy compile.Policy
+	Sink   Sink
+	// Changes returns what changed in the dispatcher since the cursor of the last report, or nil; it
+	// is called every second.
+	Changes func(cursor string) *adminapi.Report
+	// UnknownKeys returns the dispatcher's recent requests with an unknown write key; optional.
+	UnknownKeys func() []adminapi.UnknownKey
 	// Logger; default slog.Default().
 	Logger *slog.Logger
 }
@@ -79,13 +83,31 @@ type Control struct {
 	mu    sync.RWMutex
 	store *store
 
+	// started and ended are closed when Run begins to answer refreshes, and when it ends.
+	started, ended chan struct{}
+	// refreshes are the requests to update the status now; Run closes each when it is done.
+	refreshes chan chan struct{}
+
 	// Only Run uses the following fields.
 	verdicts map[string]compile.Verdicts
-	sent     map[string]liveconfig.Revisioned
+	sent     map[string]sentConfig
 	// logged are the problems that the log already has.
 	logged map[string]bool
+	// hadSources is true if the objects of the last load had a Source, and before the first load.
+	hadSources bool
+	// dispatcher is the dispatcher's state. due has the times at which the status of a namespace's
+	// objects changes without a change of it.
+	dispatcher *adminapi.Index
+	due        map[string]time.Time
 	// kept are the expired requests that are kept, which the log already has.
 	kept map[id]bool
+}
+
+// sentConfig is the live config of a namespace that the sink has.
+type sentConfig struct {
+	compile.Encoded
+	existing map[liveconfig.Ref]string
+	history  compile.History
 }
 
 // compilers is the compiler's table of the kinds.
@@ -95,14 +117,17 @@ var compilers = kinds.All.Compilers()
 func New(o Options) *Control {
 	return &Control{
 		options: o, log: cmp.Or(o.Logger, slog.Default()), store: newStore(),
-		verdicts: map[string]compile.Verdicts{}, sent: map[string]liveconfig.Revisioned{}, logged: map[string]bool{}, kept: map[id]bool{},
+		started: make(chan struct{}), ended: make(chan struct{}), refreshes: make(chan chan struct{}),
+		verdicts: map[string]compile.Verdicts{}, sent: map[string]sentConfig{}, logged: map[string]bool{}, kept: map[id]bool{}, hadSources: true,
+		due: map[string]time.Time{},
 	}
 }
 
 // Run loads the folder, passes its configs to the sink, and processes changes and reports
-// until ctx is done. It returns an error if it cannot read the folder at the start. After
-// the start it logs such an error and keeps the last valid objects.
+// until ctx is done; call it once. It returns an error if it cannot read the folder at the
+// start. After the start it logs such an error and keeps the last valid objects.
 func (c *Control) Run(ctx context.Context) error {
+	defer close(c.ended)
 	if _, err := definitions(); err != nil {
 		return err
 	}
@@ -110,6 +135,7 @@ func (c *Control) Run(ctx context.Context) error {
 		if err := c.store.restore(c.options.StateFile); err != nil {
 			return err
 		}
+		c.restoreHistories(time.Now())
 	}
 	marks, err := manifests(c.options.Dir)
 	if err != nil {
@@ -117,7 +143,7 @@ func (c *Control) Run(ctx context.Context) error {
 	}
 	loaded := c.load(marks)
 	c.options.Sink.Synced()
-	c.observe()
+	c.observe(c.cursor())
 
 	events, stop := c.watch()
 	defer stop()
@@ -148,16 +174,20 @@ func (c *Control) Run(ctx context.Context) error {
 			timer.Reset(settleTime)
 		case slices.Equal(marks, last) || time.Since(changing) > maxSettleTime:
 			changing, loaded = time.Time{}, c.load(marks)
-			c.observe()
+			c.observe(c.cursor())
 		default:
 			last = marks
 			timer.Reset(settleTime)
 		}
 	}
+	close(c.started)
 	for {
 		select {
 		case <-ctx.Done():
 			return nil
+		case done := <-c.refreshes:
+			c.observe("") // A full report has the present numbers; changes of numbers may be 2 s old.
+			close(done)
 		case <-events:
 			if changing.IsZero() {
 				check()
@@ -169,7 +199,7 @@ func (c *Control) Run(ctx context.Context) error {
 		case <-timer.C:
 			check()
 		case <-status.C:
-			c.observe()
+			c.observe(c.cursor())
 		}
 	}
 }
@@ -211,15 +241,22 @@ func (c *Control) watch() (<-chan fsnotify.Event, func()) {
 // returns marks, or nil if the manifests must be loaded again.
 func (c *Control) load(marks []mark) []mark {
 	c.mu.Lock()
+	before := c.store.problems
 	if len(marks) == 0 && len(c.store.objects) > 0 {
 		// The volume may not be mounted. Without the objects, their messages would be discarded.
 		c.log.Error("folder of manifests is empty; keeping the last valid objects; to remove all objects, write an empty List to a file (apiVersion: v1, kind: List, items: [])", "dir", c.options.Dir)
 	} else {
 		c.store.load(marks, time.Now())
+		c.store.explainProblems(before, time.Now())
 	}
 	problems, ignored := c.store.problems, c.store.ignored
+	sources := slices.ContainsFunc(slices.Collect(maps.Values(c.store.objects)), func(o *stored) bool { return o.kind == kindSource })
 	c.mu.Unlock()
 	c.logProblems(problems, ignored)
+	if !sources && c.hadSources {
+		c.log.Warn("the manifests have no valid Source; every call is answered 401", "dir", c.options.Dir)
+	}
+	c.hadSources = sources
 	c.apply()
 	if c.store.unread {
 		return nil
@@ -230,19 +267,28 @@ func (c *Control) load(marks []mark) []mark {
 // apply compiles the objects, passes changed configs to the sink, and saves the state.
 func (c *Control) apply() {
 	c.mu.Lock()
-	snapshots := c.store.snapshots(c.options.CheckHost)
+	snapshots := c.store.snapshots(c.options.Policy)
 	c.mu.Unlock()
+	for namespace := range c.sent {
+		if snapshots[namespace] == nil {
+			snapshots[namespace] = &compile.Snapshot{Namespace: namespace}
+		}
+	}
 	for _, namespace := range slices.Sorted(maps.Keys(snapshots)) {
-		config, verdicts := compilers.Compile(*snapshots[namespace])
+		snapshot := *snapshots[namespace]
+		config, verdicts := compilers.Compile(snapshot)
 		sent, exists := c.sent[namespace]
 		encoded, err := compilers.Encode(config, verdicts, liveconfig.MaxEncodedBytes, func() (liveconfig.Config, bool, error) { return sent.Config, exists, nil })
-		switch {
-		case err != nil:
+		if err != nil {
 			c.log.Error("encoding the live config failed; the last one remains in effect", "namespace", namespace, "error", err)
 			continue
-		case encoded.Data != nil && sent.Revision != encoded.Revision:
-			c.sent[namespace] = liveconfig.Revisioned{Config: encoded.Config, Revision: encoded.Revision}
-			c.options.Sink.Set(namespace, encoded.Data)
+		}
+		if encoded.Data != nil {
+			c.send(namespace, sentConfig{encoded, compilers.Existing(snapshot.Objects), sent.history})
+		}
+		if len(snapshot.Objects) == 0 {
+			delete(c.verdicts, namespace)
+			continue
 		}
 		c.verdicts[namespace] = encoded.Verdicts
 		c.mu.Lock()
@@ -250,13 +296,83 @@ func (c *Control) apply() {
 		c.mu.Unlock()
 	}
 	c.save()
-	for namespace := range c.verdicts {
-		if snapshots[namespace] == nil {
-			delete(c.verdicts, namespace)
+	c.dueNow()
+}
+
+// restoreHistories makes the restored objects the last live configs, so that the objects whose
+// manifests were removed in the meantime are deleted.
+func (c *Control) restoreHistories(now time.Time) {
+	for namespace, snapshot := range c.store.snapshots(c.options.Policy) {
+		config, _ := compilers.Compile(*snapshot)
+		history := compile.HistoryOf(liveconfig.Revisioned{Config: config, Head: liveconfig.Head{Number: now.UnixMilli()}})
+		history.Verified = true // The state file is on the volume of the messages.
+		c.sent[namespace] = sentConfig{Encoded: compile.Encoded{Config: config}, history: history}
+	}
+}
+
+// send passes a live config to the sink if it or its head has changed. It removes the config of a
+// namespace without objects when the dispatcher has removed their data.
+func (c *Control) send(namespace string, next sentConfig) {
+	head, changed := next.history.Next(next.Revision, next.existing, c.dispatchers(namespace), time.Now(), compile.TombstoneGrace)
+	switch {
+	case len(next.existing) == 0 && len(head.Tombstones) == 0 && len(next.Config.Deletions)+len(next.Config.Redeliveries) == 0:
+		if _, sent := c.sent[namespace]; sent {
 			delete(c.sent, namespace)
 			c.options.Sink.Delete(namespace)
 		}
+		return
+	case !changed:
+		return
 	}
+	text, err := liveconfig.EncodeHead(head)
+	if err != nil {
+		c.log.Error("encoding the live config failed; the last one remains in effect", "namespace", namespace, "error", err)
+		return
+	}
+	next.history = compile.HistoryOf(liveconfig.Revisioned{Config: next.Config, Revision: next.Revision, Head: head})
+	next.history.Verified = true
+	c.sent[namespace] = next
+	c.options.Sink.Set(namespace, liveconfig.Stored{Config: next.Data, Head: text})
+}
+
+// followReport sends the configs again whose heads depend on the dispatcher's report, and those of
+// the namespaces that only the dispatcher knows.
+func (c *Control) followReport() {
+	if c.adoptNamespaces() {
+		c.apply()
+	}
+	for _, namespace := range slices.Sorted(maps.Keys(c.sent)) {
+		if sent := c.sent[namespace]; sent.Data != nil && !sent.history.Settled(c.dispatchers(namespace)) {
+			c.send(namespace, sent)
+		}
+	}
+}
+
+// adoptNamespaces makes the last config of a namespace that only the dispatcher knows the last one of
+// this process, for example after the state was lost, or a crash between the state and the
+// dispatcher's store. The folder is complete, so the objects are deleted: they get tombstones. It
+// waits while a manifest cannot be read, because that may contain them.
+func (c *Control) adoptNamespaces() (adopted bool) {
+	if c.dispatcher == nil || c.store.unread || len(c.store.problems) > 0 {
+		return false
+	}
+	for _, reported := range c.dispatcher.Configs {
+		if _, known := c.sent[reported.Namespace]; known || reported.Number == 0 || len(reported.Parked) == 0 {
+			continue
+		}
+		history := compile.HistoryOf(liveconfig.Revisioned{
+			Config: liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: reported.Namespace}, Head: liveconfig.Head{Number: reported.Number},
+		})
+		history.Verified = true
+		c.sent[reported.Namespace] = sentConfig{history: history}
+		adopted = true
+	}
+	return adopted
+}
+
+// dispatchers returns the dispatcher's report about the live config of a namespace.
+func (c *Control) dispatchers(namespace string) compile.Dispatchers {
+	return compile.DispatchersOf(compile.Reports{Ready: []adminapi.ConfigReport{c.dispatcher.Config(namespace)}, Silent: c.dispatcher == nil})
 }
 
 // save saves the state.
@@ -270,41 +386,65 @@ func (c *Control) save() {
 }
 
 // logProblems logs each problem once.
-func (c *Control) logProblems(problems, ignored []Problem) {
+func (c *Control) logProblems(problems, ignored []manifest.Problem) {
 	logged := map[string]bool{}
-	once := func(log func(string, ...any), message string, list []Problem) {
+	once := func(log func(string, ...any), message string, list []manifest.Problem) {
 		for _, p := range list {
 			logged[p.String()] = true
 			if !c.logged[p.String()] {
-				log(message, "file", filepath.Base(p.File), "document", p.Document, "object", p.Object, "problem", p.Message)
+				log(message, "file", filepath.Base(p.File), "line", p.Line, "object", p.Object, "problem", p.Message, "effect", p.Effect)
 			}
 		}
 	}
 	once(c.log.Warn, "manifest ignored", ignored)
-	once(c.log.Error, "manifest rejected; keeping its last valid form", problems)
+	once(c.log.Error, "manifest rejected", problems)
 	c.logged = logged
 }
 
-// observe updates the status of every object with the dispatcher's report.
-func (c *Control) observe() {
-	if c.updateStatus() {
-		c.save() // Before the dispatcher acts on it, so that a run continues after a restart.
-		c.apply()
+// refresh updates the status of every object now, so that an answer has no numbers of up to a
+// second ago. It does nothing while Run does not run.
+func (c *Control) refresh(ctx context.Context) {
+	select {
+	case <-c.started:
+	default:
+		return
+	}
+	done := make(chan struct{})
+	select {
+	case c.refreshes <- done:
+	case <-c.ended:
+		return
+	case <-ctx.Done():
+		return
+	}
+	select {
+	case <-done:
+	case <-ctx.Done():
 	}
 }
 
-// updateStatus updates the status of every object. It reports whether a part of a status
-// changed that the compiler reads.
-func (c *Control) updateStatus() (compile bool) {
-	report := c.options.Report()
-	pods := []health.Pod{{Name: report.Pod, Report: &report}}
+// observe updates the status of every object with the changes in the dispatcher since a cursor;
+// "" means a full report.
+func (c *Control) observe(cursor string) {
+	if c.updateStatus(cursor) {
+		c.save() // Before the dispatcher acts on it, so that a run continues after a restart.
+		c.apply()
+	}
+	c.followReport()
+}
+
+// updateStatus updates the status of the objects that it may concern. It reports whether
+// a part of a status changed that the compiler reads.
+func (c *Control) updateStatus(cursor string) (recompile bool) {
 	now := time.Now()
+	namespaces := c.dueNamespaces(now, cursor)
+	if len(namespaces) == 0 {
+		return false
+	}
+	pods := []health.Pod{{Name: c.dispatcher.Pod, Report: c.dispatcher}}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for _, o := range c.store.sorted() {
-		if o.resource == nil {
-			continue
-		}
+	for _, o := range c.store.sortedIf(func(o *stored) bool { return o.resource != nil && namespaces[o.namespace] }) {
 		before := o.resource
 		for _, e := range c.update(o, pods, now) {
 			log := c.log.Info
@@ -313,10 +453,55 @@ func (c *Control) updateStatus() (compile bool) {
 			}
 			log("status changed", "kind", o.kind, "namespace", o.namespace, "name", o.name, "reason", e.Reason, "message", e.Message)
 		}
-		compile = compile || o.of.Input != nil && o.of.Input(before) != o.of.Input(o.resource)
+		recompile = recompile || o.of.Input != nil && o.of.Input(before) != o.of.Input(o.resource)
+		for _, next := range []func(compile.Object) (time.Time, bool){o.of.Health.ChangesAt, o.of.Health.Expires} {
+			if at, ok := next(o.resource); ok && (c.due[o.namespace].IsZero() || at.Before(c.due[o.namespace])) {
+				c.due[o.namespace] = at
+			}
+		}
 	}
-	c.expire(now)
-	return compile
+	c.expire(namespaces, now)
+	return recompile
+}
+
+// dueNamespaces returns the namespaces whose objects' status may change now: those whose
+// reports changed, and those that are due.
+func (c *Control) dueNamespaces(now time.Time, cursor string) map[string]bool {
+	namespaces := map[string]bool{}
+	if report := c.options.Changes(cursor); report != nil {
+		next, changed := c.dispatcher.Merge(*report)
+		if c.dispatcher == nil || c.dispatcher.Storage.Pressure != next.Storage.Pressure {
+			c.dueNow()
+		}
+		c.dispatcher = next
+		for _, namespace := range changed {
+			namespaces[namespace] = true
+		}
+	}
+	for namespace, at := range c.due {
+		if !now.Before(at) {
+			namespaces[namespace] = true
+		}
+	}
+	for namespace := range namespaces {
+		delete(c.due, namespace) // updateStatus sets the next time.
+	}
+	return namespaces
+}
+
+// cursor returns the cursor of the last report; "" before the first.
+func (c *Control) cursor() string {
+	if c.dispatcher == nil {
+		return ""
+	}
+	return c.dispatcher.Cursor
+}
+
+// dueNow makes the status of all objects due.
+func (c *Control) dueNow() {
+	for id := range c.store.objects {
+		c.due[id.namespace] = time.Time{}
+	}
 }
 
 // update replaces an object by a copy with the present status, and returns the Events of
@@ -338,17 +523,26 @@ func (c *Control) update(o *stored, pods []health.Pod, now time.Time) []health.E
 }
 
 // list returns copies of the selected objects of a kind, sorted by namespace and name. An
-// empty namespace means all namespaces.
+// empty namespace means all namespaces. An object whose manifest was rejected is not Ready: an
+// earlier version of it is in effect.
 func (c *Control) list(kind kinds.Kind, namespace string, selected func(client.Object) bool) client.ObjectList {
 	c.mu.RLock()
 	defer c.mu.RUnlock()
+	rejected := c.store.rejected()
 	items := []runtime.Object{}
-	for _, o := range c.store.sorted() {
-		if o.resource != nil && o.kind == kind.Name() && (namespace == "" || namespace == o.namespace) && selected(o.resource) {
-			item := o.resource.DeepCopyObject()
-			item.GetObjectKind().SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind.Name()))
-			items = append(items, item)
+	for _, o := range c.store.sortedIf(func(o *stored) bool {
+		return o.resource != nil && o.kind == kind.Name() && (namespace == "" || namespace == o.namespace) && selected(o.resource)
+	}) {
+		item := o.resource.DeepCopyObject().(compile.Object)
+		item.GetObjectKind().SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind.Name()))
+		if p, ok := rejected[o.String()]; ok {
+			_, conditions := o.of.Health.Status(item)
+			meta.SetStatusCondition(conditions, metav1.Condition{
+				Type: v1alpha1.ConditionReady, Status: metav1.ConditionFalse, Reason: v1alpha1.ReasonManifestRejected, Message: p.Detail(),
+				LastTransitionTime: metav1.NewTime(p.Since), ObservedGeneration: item.GetGeneration(),
+			})
 		}
+		items = append(items, item)
 	}
 	list := kind.NewList()
 	list.GetObjectKind().SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind.Name() + "List"))
@@ -361,73 +555,8 @@ func (c *Control) list(kind kinds.Kind, namespace string, selected func(client.O
 
 // Problems returns the present problems of the manifests, and the ignored objects of
 // other kinds.
-func (c *Control) Problems() (problems, ignored []Problem) {
+func (c *Control) Problems() (problems, ignored []manifest.Problem) {
 	c.mu.RLock()
 	defer c.mu.RUnlock()
-	return slices.Clone(c.store.problems), slices.Clone(c.store.ignored)
-}
-
-// Compiled is the result of Compile.
-type Compiled struct {
-	Namespaces []CompiledNamespace `json:"namespaces"`
-	Problems   []Problem           `json:"problems,omitempty"`
-	Ignored    []Problem           `json:"ignored,omitempty"`
-}
-
-// CompiledNamespace is one namespace's part.
-type CompiledNamespace struct {
-	Namespace string `json:"namespace"`
-	// Revision and EncodedBytes are those of the live config.
-	Revision     string            `json:"revision"`
-	EncodedBytes int               `json:"encodedBytes"`
-	Config       liveconfig.Config `json:"config"`
-	// Verdicts are the conditions Accepted and ResolvedRefs of each object.
-	Verdicts compile.Verdicts `json:"verdicts"`
-}
-
-// OK reports whether every manifest is valid, and every object is accepted and
-// has its references resolved.
-func (c Compiled) OK() bool {
-	if len(c.Problems) > 0 {
-		return false
-	}
-	for _, n := range c.Namespaces {
-		for _, verdicts := range n.Verdicts {
-			for _, v := range verdicts {
-				if !v.OK() {
-					return false
-				}
-			}
-		}
-	}
-	return true
-}
-
-// Compile compiles a folder of manifests, or one file, without running a Control. The
-// result prints and marshals without secrets. Compile returns an error only if the folder
-// cannot be read or has no manifest.
-func Compile(path string, checkHost func(host string) error) (Compiled, error) {
-	if _, err := definitions(); err != nil {
-		return Compiled{}, err
-	}
-	marks, err := manifests(path)
-	if err != nil {
-		return Compiled{}, err
-	}
-	if len(marks) == 0 {
-		return Compiled{}, fmt.Errorf("%s has no manifest (*.yaml, *.yml, *.json)", path)
-	}
-	s := newStore()
-	s.load(marks, time.Now())
-	out := Compiled{Namespaces: []CompiledNamespace{}, Problems: s.problems, Ignored: s.ignored}
-	snapshots := s.snapshots(checkHost)
-	for _, namespace := range slices.Sorted(maps.Keys(snapshots)) {
-		config, verdicts := compilers.Compile(*snapshots[namespace])
-		encoded, err := compilers.Encode(config, verdicts, liveconfig.MaxEncodedBytes, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
-		if err != nil {
-			return Compiled{}, fmt.Errorf("namespace %s: %w", namespace, err)
-		}
-		out.Namespaces = append(out.Namespaces, CompiledNamespace{Namespace: namespace, Revision: encoded.Revision, EncodedBytes: len(encoded.Data), Config: encoded.Config, Verdicts: encoded.Verdicts})
-	}
-	return out, nil
+	return append([]manifest.Problem{}, c.store.problems...), append([]manifest.Problem{}, c.store.ignored...)
 }

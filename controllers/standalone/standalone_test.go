@@ -23,8 +23,10 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/health"
 	"github.com/posthorn/posthorn/controllers/kinds"
+	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/wait"
@@ -45,8 +47,8 @@ type runner struct {
 	synced  bool
 }
 
-func (r *runner) Set(namespace string, data []byte) {
-	c, revision, err := liveconfig.Decode(data)
+func (r *runner) Set(namespace string, stored liveconfig.Stored) {
+	live, err := stored.Decode()
 	if err != nil {
 		panic(err)
 	}
@@ -55,7 +57,7 @@ func (r *runner) Set(namespace string, data []byte) {
 	if r.configs == nil {
 		r.configs = map[string]liveconfig.Revisioned{}
 	}
-	r.configs[namespace] = liveconfig.Revisioned{Config: c, Revision: revision}
+	r.configs[namespace] = live
 	r.sets++
 }
 
@@ -66,7 +68,7 @@ func (r *runner) Delete(namespace string) {
 	r.deleted = append(r.deleted, namespace)
 }
 
-func (r *runner) Synced() {
+func (r *runner) Synced(...string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.synced = true
@@ -86,10 +88,10 @@ func (r *runner) destinations() []string {
 	return out
 }
 
-func (r *runner) report() adminapi.Report {
+func (r *runner) changes(string) *adminapi.Report {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	report := adminapi.Report{Pod: "here", Ready: true}
+	report := &adminapi.Report{Pod: "here", Ready: true}
 	for namespace, c := range r.configs {
 		t := adminapi.NamespaceReport{Namespace: namespace, Revision: c.Revision}
 		for _, s := range c.Sources {
@@ -134,7 +136,7 @@ type folder struct {
 func start(t *testing.T, dir, stateFile string) *folder {
 	t.Helper()
 	f := &folder{T: t, dir: dir, runner: &runner{}, log: &bytes.Buffer{}}
-	f.control = New(Options{Dir: dir, StateFile: stateFile, Sink: f.runner, Report: f.runner.report, Logger: slog.New(slog.NewTextHandler(f.log, nil))})
+	f.control = New(Options{Dir: dir, StateFile: stateFile, Sink: f.runner, Changes: f.runner.changes, Logger: slog.New(slog.NewTextHandler(f.log, nil))})
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- f.control.Run(ctx) }()
@@ -187,7 +189,7 @@ func (f *folder) problem(text string) {
 	f.Helper()
 	f.until("problem "+text, func() bool {
 		problems, _ := f.control.Problems()
-		return slices.ContainsFunc(problems, func(p Problem) bool { return strings.Contains(p.String(), text) }) == (text != "") &&
+		return slices.ContainsFunc(problems, func(p manifest.Problem) bool { return strings.Contains(p.String(), text) }) == (text != "") &&
 			(text != "" || len(problems) == 0)
 	})
 }
@@ -259,10 +261,11 @@ func TestRunAppliesChanges(t *testing.T) {
 	}
 	f.runs("default/crm Disabled")
 	f.runner.mu.Lock()
-	if !slices.Equal(f.runner.deleted, []string{"other"}) {
-		t.Errorf("deleted %v", f.runner.deleted)
+	defer f.runner.mu.Unlock()
+	x := liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: "x"}
+	if other := f.runner.configs["other"]; !other.Head.Buried(x) {
+		t.Errorf("head of the removed namespace: got %+v, want a tombstone of %s", other.Head, x)
 	}
-	f.runner.mu.Unlock()
 }
 
 func TestInvalidManifestsKeepTheLastValidForm(t *testing.T) {
@@ -279,7 +282,7 @@ func TestInvalidManifestsKeepTheLastValidForm(t *testing.T) {
 
 	// The objects of an unreadable file are kept.
 	put(t, dir, "a.yaml", "apiVersion: [")
-	f.problem("a.yaml, document 1: not YAML")
+	f.problem("a.yaml:1: not YAML")
 	put(t, dir, "b.yaml", strings.ReplaceAll(webDestination, "crm", "lake"))
 	f.runs("default/crm Active", "default/lake Active")
 
@@ -291,7 +294,7 @@ func TestInvalidManifestsKeepTheLastValidForm(t *testing.T) {
 	created := f.destinations("").Items[0].CreationTimestamp
 	f = start(t, dir, state)
 	f.runs("default/crm Active", "default/lake Active")
-	f.problem("a.yaml, document 1: not YAML")
+	f.problem("a.yaml:1: not YAML")
 	if d := f.destinations("").Items[0]; !d.CreationTimestamp.Equal(&created) {
 		t.Errorf("created %v, before %v", d.CreationTimestamp, created)
 	}
@@ -299,7 +302,7 @@ func TestInvalidManifestsKeepTheLastValidForm(t *testing.T) {
 	// Of an object in two files, one form is in effect.
 	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+webDestination)
 	put(t, dir, "c.yaml", strings.Replace(webDestination, "https://", "http://", 1))
-	f.problem("c.yaml, WebhookDestination default/crm: the object is also in " + filepath.Join(dir, "a.yaml") + ", which takes precedence")
+	f.problem("c.yaml:1: WebhookDestination default/crm: the object is also in " + filepath.Join(dir, "a.yaml") + ", which takes precedence")
 	if err := os.Remove(filepath.Join(dir, "c.yaml")); err != nil {
 		t.Fatal(err)
 	}
@@ -443,7 +446,7 @@ func TestWriteKeysOfTwoNamespaces(t *testing.T) {
 }
 
 func TestRunFailsWithoutAFolder(t *testing.T) {
-	err := New(Options{Dir: filepath.Join(t.TempDir(), "nowhere"), Sink: &runner{}, Report: (&runner{}).report}).Run(context.Background())
+	err := New(Options{Dir: filepath.Join(t.TempDir(), "nowhere"), Sink: &runner{}, Changes: (&runner{}).changes}).Run(context.Background())
 	if err == nil || !strings.Contains(err.Error(), "no such file") {
 		t.Error(err)
 	}
@@ -451,7 +454,7 @@ func TestRunFailsWithoutAFolder(t *testing.T) {
 	if err := os.WriteFile(state, []byte("{"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	err = New(Options{Dir: t.TempDir(), StateFile: state, Sink: &runner{}, Report: (&runner{}).report}).Run(context.Background())
+	err = New(Options{Dir: t.TempDir(), StateFile: state, Sink: &runner{}, Changes: (&runner{}).changes}).Run(context.Background())
 	if err == nil || !strings.Contains(err.Error(), state) {
 		t.Error(err)
 	}
@@ -459,30 +462,30 @@ func TestRunFailsWithoutAFolder(t *testing.T) {
 
 func TestCompile(t *testing.T) {
 	dir := t.TempDir()
-	if _, err := Compile(dir, nil); err == nil {
+	if _, err := Compile(dir, compile.Policy{}); err == nil {
 		t.Error("Compile returns no error for an empty folder")
 	}
 	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+webDestination)
-	c, err := Compile(dir, nil)
+	c, err := Compile(dir, compile.Policy{})
 	if err != nil || !c.OK() || len(c.Namespaces) != 1 || c.Namespaces[0].Config.Destinations[0].State != liveconfig.Active {
 		t.Fatalf("%+v %v", c, err)
 	}
 	if text, err := json.Marshal(c); err != nil || strings.Contains(string(text), "canary") || strings.Contains(string(text), "hooks.example") {
 		t.Errorf("%s %v", text, err)
 	}
-	one, err := Compile(filepath.Join(dir, "a.yaml"), nil)
+	one, err := Compile(filepath.Join(dir, "a.yaml"), compile.Policy{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if diff := cmp.Diff(c.Namespaces[0].Verdicts["destinations"], one.Namespaces[0].Verdicts["destinations"]); diff != "" {
 		t.Error(diff)
 	}
-	denied, err := Compile(dir, func(string) error { return fmt.Errorf("denied") })
+	denied, err := Compile(dir, compile.Policy{CheckHost: func(string) error { return fmt.Errorf("denied") }})
 	if err != nil || denied.OK() || denied.Namespaces[0].Verdicts["destinations"]["crm"].Reason != v1alpha1.ReasonEgressDenied {
 		t.Errorf("%+v %v", denied, err)
 	}
 	put(t, dir, "b.yaml", "kind: [")
-	if c, err := Compile(dir, nil); err != nil || c.OK() || len(c.Problems) != 1 {
+	if c, err := Compile(dir, compile.Policy{}); err != nil || c.OK() || len(c.Problems) != 1 {
 		t.Errorf("%+v %v", c, err)
 	}
 }
@@ -586,7 +589,7 @@ func TestHandler(t *testing.T) {
 	if get("/apis", "", &groups); len(groups.Groups) != 1 || groups.Groups[0].Name != "posthorn.dev" {
 		t.Errorf("%+v", groups)
 	}
-	problems := map[string][]Problem{}
+	problems := map[string][]manifest.Problem{}
 	if get("/problems", "", &problems); problems["problems"] == nil || len(problems["problems"]) != 0 {
 		t.Errorf("%+v", problems)
 	}

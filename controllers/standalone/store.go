@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -21,6 +20,8 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/controllers/manifest"
+	"github.com/posthorn/posthorn/dispatcher/durable"
 )
 
 // store is the replacement of an API server: it keeps the last valid form of each
@@ -30,8 +31,8 @@ type store struct {
 	objects map[id]*stored
 	// writes counts changes. Resource versions are values of it.
 	writes   int64
-	problems []Problem
-	ignored  []Problem
+	problems []manifest.Problem
+	ignored  []manifest.Problem
 	// unread is true if a file could not be read and must be read again.
 	unread bool
 }
@@ -51,6 +52,9 @@ type stored struct {
 	// generation counts the changes of the spec, or of the Secret's data.
 	generation int64
 	created    metav1.Time
+	// changed is when this generation was loaded; zero after an upgrade from a version that did
+	// not store it.
+	changed metav1.Time
 }
 
 func newStore() *store {
@@ -78,7 +82,7 @@ func (s *store) load(marks []mark, now time.Time) {
 	for _, mark := range marks {
 		f := files[mark.path]
 		if problem := s.incomplete(mark.path, f, present); problem != "" {
-			f = &file{parsed: parsed{unreadable: true, problems: []Problem{{File: mark.path, Message: problem}}}}
+			f = &file{parsed: parsed{unreadable: true, problems: []manifest.Problem{{File: mark.path, Message: problem}}}}
 		} else if !f.unreadable {
 			f.good = f.text
 		}
@@ -86,12 +90,12 @@ func (s *store) load(marks []mark, now time.Time) {
 		s.ignored = append(s.ignored, f.ignored...)
 		add := func(o *object) {
 			if other := next[o.id]; other != nil {
-				s.problems = append(s.problems, Problem{File: mark.path, Object: o.String(), Message: "the object is also in " + other.file + ", which takes precedence; remove one of them"})
+				s.problems = append(s.problems, manifest.Problem{File: mark.path, Line: o.line, Object: o.String(), Message: "the object is also in " + other.file + ", which takes precedence; remove one of them"})
 				return
 			}
 			if errs := o.admitUpdate(s.objects[o.id]); len(errs) > 0 {
 				for _, err := range errs {
-					s.problems = append(s.problems, Problem{File: mark.path, Object: o.String(), Message: err.Error()})
+					s.problems = append(s.problems, manifest.Problem{File: mark.path, Line: o.line, Object: o.String(), Message: err.Error()})
 				}
 				o = s.objects[o.id].object
 			}
@@ -110,11 +114,11 @@ func (s *store) load(marks []mark, now time.Time) {
 		old := s.objects[id]
 		switch {
 		case old == nil:
-			o.generation, o.created = 1, metav1.NewTime(now.UTC().Truncate(time.Second))
+			o.generation, o.created, o.changed = 1, seconds(now), seconds(now)
 		case bytes.Equal(old.content, o.content):
-			o.generation, o.created = old.generation, old.created
+			o.generation, o.created, o.changed = old.generation, old.created, old.changed
 		default:
-			o.generation, o.created = old.generation+1, old.created
+			o.generation, o.created, o.changed = old.generation+1, old.created, seconds(now)
 		}
 		if old != nil && old.object == o.object {
 			next[id] = old
@@ -126,6 +130,63 @@ func (s *store) load(marks []mark, now time.Time) {
 	s.files, s.objects = files, next
 }
 
+// seconds returns a time as an API server stores it.
+func seconds(t time.Time) metav1.Time { return metav1.NewTime(t.UTC().Truncate(time.Second)) }
+
+// explainProblems sets, in the problems of the last load, the time since when each exists and its
+// effect. before are the problems of the load before.
+func (s *store) explainProblems(before []manifest.Problem, now time.Time) {
+	since := map[string]time.Time{}
+	for _, p := range before {
+		since[p.String()] = p.Since
+	}
+	for i := range s.problems {
+		p := &s.problems[i]
+		p.Since = seconds(now).Time
+		if found, ok := since[p.String()]; ok {
+			p.Since = found
+		}
+		p.Outdated, p.Effect = s.effect(*p)
+	}
+}
+
+// effect returns the objects that remain in effect in an earlier version because of a problem, and
+// describes them.
+func (s *store) effect(p manifest.Problem) (outdated []string, text string) {
+	var kept []*stored
+	for _, o := range s.sorted() {
+		if o.String() == p.Object || p.Object == "" && o.file == p.File {
+			kept = append(kept, o)
+			outdated = append(outdated, o.String())
+		}
+	}
+	switch {
+	case len(kept) == 0 && p.Object == "":
+		return nil, "no object of this file exists"
+	case len(kept) == 0:
+		return nil, "there is no earlier valid version, so the object does not exist"
+	case len(kept) > 1:
+		return outdated, fmt.Sprintf("the last valid versions of its %d objects remain in effect", len(kept))
+	case kept[0].changed.IsZero():
+		return outdated, "the last valid version remains in effect"
+	}
+	return outdated, "the version of " + kept[0].changed.UTC().Format(time.RFC3339) + " remains in effect"
+}
+
+// rejected returns the first problem of each object of which an earlier version remains in effect,
+// by "Kind namespace/name".
+func (s *store) rejected() map[string]manifest.Problem {
+	first := map[string]manifest.Problem{}
+	for _, p := range s.problems {
+		for _, object := range p.Outdated {
+			if _, ok := first[object]; !ok {
+				first[object] = p
+			}
+		}
+	}
+	return first
+}
+
 // read parses a file, unless it has not changed.
 func (s *store) read(path string) *file {
 	text, err := readFile(path)
@@ -135,7 +196,7 @@ func (s *store) read(path string) *file {
 			err = pathErr.Err
 		}
 		s.unread = true
-		f := &file{parsed: parsed{unreadable: true, problems: []Problem{{File: path, Message: err.Error()}}}}
+		f := &file{parsed: parsed{unreadable: true, problems: []manifest.Problem{{File: path, Message: err.Error()}}}}
 		if old != nil {
 			f.good = old.good
 		}
@@ -252,19 +313,29 @@ func (o *stored) setServerFields(old *stored, version string) {
 }
 
 // sorted returns the objects by kind, namespace and name.
-func (s *store) sorted() []*stored {
-	return slices.SortedFunc(maps.Values(s.objects), func(a, b *stored) int {
+func (s *store) sorted() []*stored { return s.sortedIf(func(*stored) bool { return true }) }
+
+// sortedIf returns the selected objects, sorted.
+func (s *store) sortedIf(selected func(*stored) bool) []*stored {
+	var list []*stored
+	for _, o := range s.objects {
+		if selected(o) {
+			list = append(list, o)
+		}
+	}
+	slices.SortFunc(list, func(a, b *stored) int {
 		return cmp.Or(strings.Compare(a.kind, b.kind), strings.Compare(a.namespace, b.namespace), strings.Compare(a.name, b.name))
 	})
+	return list
 }
 
 // snapshots returns the snapshots to compile, by namespace. A namespace that has only
 // Secrets has no snapshot.
-func (s *store) snapshots(checkHost func(string) error) map[string]*compile.Snapshot {
+func (s *store) snapshots(policy compile.Policy) map[string]*compile.Snapshot {
 	out := map[string]*compile.Snapshot{}
 	of := func(namespace string) *compile.Snapshot {
 		if out[namespace] == nil {
-			out[namespace] = &compile.Snapshot{Namespace: namespace, CheckHost: checkHost, Secrets: map[string]compile.Secret{}, ForeignWriteKeys: map[string]string{}}
+			out[namespace] = &compile.Snapshot{Namespace: namespace, Policy: policy, Secrets: map[string]compile.Secret{}, ForeignWriteKeys: map[string]string{}}
 		}
 		return out[namespace]
 	}
@@ -320,6 +391,8 @@ type stateObject struct {
 	File       string      `json:"file"`
 	Generation int64       `json:"generation"`
 	Created    metav1.Time `json:"created"`
+	// Changed is when this generation was loaded.
+	Changed metav1.Time `json:"changed,omitzero"`
 	// AudienceKey is the key in effect of an Audience.
 	AudienceKey string `json:"audienceKey,omitempty"`
 	// Status is the status of an object whose run has started or ended.
@@ -337,7 +410,7 @@ const stateVersion = 1
 func (s *store) save(path string) error {
 	out := state{Version: stateVersion}
 	for _, o := range s.sorted() {
-		saved := stateObject{File: o.file, Generation: o.generation, Created: o.created, Manifest: o.manifest}
+		saved := stateObject{File: o.file, Generation: o.generation, Created: o.created, Changed: o.changed, Manifest: o.manifest}
 		if a, ok := o.resource.(*v1alpha1.Audience); ok {
 			saved.AudienceKey = a.Status.Key
 		}
@@ -363,17 +436,7 @@ func (s *store) save(path string) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 		return fmt.Errorf("save manifests: %w", err)
 	}
-	f, err := os.CreateTemp(filepath.Dir(path), filepath.Base(path)+".*") // mode 0600
-	if err != nil {
-		return fmt.Errorf("save manifests: %w", err)
-	}
-	_, err = f.Write(text)
-	err = errors.Join(err, f.Sync(), f.Close())
-	if err == nil {
-		err = os.Rename(f.Name(), path)
-	}
-	if err != nil {
-		_ = os.Remove(f.Name())
+	if err := durable.Replace(path, text, 0o600); err != nil {
 		return fmt.Errorf("save manifests: %w", err)
 	}
 	return nil
@@ -397,7 +460,7 @@ func (s *store) restore(path string) error {
 		if len(p.objects) != 1 {
 			continue // It is not valid in this version; the manifest has the same problem.
 		}
-		object := &stored{object: p.objects[0], file: o.File, generation: o.Generation, created: o.Created}
+		object := &stored{object: p.objects[0], file: o.File, generation: o.Generation, created: o.Created, changed: o.Changed}
 		object.setServerFields(nil, s.version())
 		if a, ok := object.resource.(*v1alpha1.Audience); ok {
 			a.Status.Key = o.AudienceKey

@@ -1,6 +1,7 @@
 package standalone
 
 import (
+	"fmt"
 	"net/http/httptest"
 	"path/filepath"
 	"slices"
@@ -10,6 +11,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
+
+	"github.com/posthorn/posthorn/controllers/manifest"
 )
 
 // Each case replaces a file of three objects, in a store that has read the file before, and
@@ -169,6 +172,48 @@ func TestEmptyFilesWithoutObjects(t *testing.T) {
 	load(s, "Secret default/web-key")
 }
 
+// The effect of a problem names what is in effect instead of the manifest.
+func TestProblemEffect(t *testing.T) {
+	dir := t.TempDir()
+	begin := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+	s := newStore()
+	load := func(at time.Time, texts ...string) []manifest.Problem {
+		t.Helper()
+		for i, text := range texts {
+			put(t, dir, fmt.Sprintf("%d.yaml", i), text)
+		}
+		marks, err := manifests(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		before := s.problems
+		s.load(marks, at)
+		s.explainProblems(before, at)
+		return s.problems
+	}
+	misspelt := strings.Replace(webDestination, "endpoints", "endpionts", 1)
+
+	if p := load(begin, misspelt)[0]; p.Effect != "there is no earlier valid version, so the object does not exist" {
+		t.Errorf("effect at the first load: got %q, want that the object does not exist", p.Effect)
+	}
+	load(begin.Add(time.Minute), webDestination)
+	first := load(begin.Add(2*time.Minute), misspelt)[0]
+	if want := "the version of 2026-01-02T03:05:05Z remains in effect"; first.Effect != want {
+		t.Errorf("effect of an edit: got %q, want %q", first.Effect, want)
+	}
+	if diff := cmp.Diff([]string{"WebhookDestination default/crm"}, first.Outdated); diff != "" {
+		t.Errorf("outdated objects (-want +got):\n%s", diff)
+	}
+	if again := load(begin.Add(3 * time.Minute))[0]; !again.Since.Equal(begin.Add(2 * time.Minute)) {
+		t.Errorf("since: got %v, want the time of the first load with the problem", again.Since)
+	}
+	load(begin.Add(4*time.Minute), webSource+"---\n"+webDestination)
+	p := load(begin.Add(5*time.Minute), "a: [\n")
+	if want := "the last valid versions of its 2 objects remain in effect"; p[0].Effect != want {
+		t.Errorf("effect of an unreadable file: got %q, want %q", p[0].Effect, want)
+	}
+}
+
 // A response reports the problems of the manifests as warnings, which kubectl prints.
 func TestProblemsAreWarnings(t *testing.T) {
 	dir := t.TempDir()
@@ -197,7 +242,7 @@ func TestProblemsAreWarnings(t *testing.T) {
 	if first := warnings[0].Text; !strings.Contains(first, "a.yaml: the file is empty") {
 		t.Errorf("the first warning is %q, want that of a.yaml", first)
 	}
-	if last := warnings[maxWarnings].Text; last != "3 more problems; GET /problems lists all" {
+	if last := warnings[maxWarnings].Text; last != "3 more problems; posthorn problems lists all" {
 		t.Errorf("the last warning is %q", last)
 	}
 }

@@ -6,6 +6,8 @@ package why
 import (
 	"cmp"
 	"fmt"
+	"maps"
+	"net/http"
 	"slices"
 	"strings"
 	"time"
@@ -15,6 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
@@ -34,8 +37,8 @@ const (
 // Finding is the result of one check along the delivery path.
 type Finding struct {
 	Level Level `json:"level"`
-	// About is the checked part: Destination, Secret, Config, Source, Filter, Endpoint,
-	// Backlog or DeadLetters.
+	// About is the checked part: Manifest, Destination, Secret, Config, Source, Filter,
+	// Endpoint, Backlog or DeadLetters.
 	About string `json:"about"`
 	// Text is the result.
 	Text string `json:"text"`
@@ -51,23 +54,41 @@ type Facts struct {
 	Sources      []v1alpha1.Source
 	// Reports of the dispatchers, if available. They take precedence over the status.
 	Reports []adminapi.Report
-	Now     time.Time
+	// Manifests are the problems of the manifests of posthorn run; empty in a cluster.
+	Manifests []manifest.Problem
+	// UnknownKeys are the recent requests with an unknown write key, of all dispatchers; empty if
+	// they are not available.
+	UnknownKeys []adminapi.UnknownKey
+	// Attempts are the last attempts at the destination, oldest first, for the receiver's answer;
+	// empty if they are not available.
+	Attempts []adminapi.Attempt
+	Now      time.Time
 }
 
 // Explain returns the findings along the delivery path; the first Problem is the first cause to fix.
 func Explain(f Facts) []Finding {
 	i := slices.IndexFunc(f.Destinations, func(d v1alpha1.WebhookDestination) bool { return d.Name == f.Name })
 	if i < 0 {
-		fix := "create it"
+		e := explainer{Facts: f}
+		e.manifests()
+		if len(e.found) > 0 && e.found[0].Level == Problem {
+			return e.found
+		}
+		fix := "create it; if it was removed less than 10 minutes ago, its messages are kept and sent when it is restored"
 		if names := destinationNames(f.Destinations); len(names) > 0 {
 			fix = "did you mean one of these: " + list(names) + "?"
 		}
-		return []Finding{{Problem, "Destination", fmt.Sprintf("there is no WebhookDestination %q in namespace %q", f.Name, f.Namespace), fix}}
+		e.add(Problem, "Destination", fix, "there is no WebhookDestination %q in namespace %q", f.Name, f.Namespace)
+		e.kept()
+		return e.found
 	}
 	e := explainer{Facts: f, d: &f.Destinations[i]}
+	e.manifests()
 	e.spec()
+	e.kept()
 	e.config()
 	e.sources()
+	e.unknownKeys()
 	e.filter()
 	e.endpoints()
 	e.backlog()
@@ -88,10 +109,25 @@ type explainer struct {
 	found []Finding
 	// paused is true if nothing is sent because of the spec.
 	paused bool
+	// lineBreak is true if a signing secret ends with a line break.
+	lineBreak bool
 }
 
 func (e *explainer) add(level Level, about, fix, format string, args ...any) {
 	e.found = append(e.found, Finding{level, about, fmt.Sprintf(format, args...), fix})
+}
+
+// manifests explains the rejected manifests: first those of the destination, then the others of its
+// namespace, whose objects may have an effect on it.
+func (e *explainer) manifests() {
+	own := "WebhookDestination " + e.Namespace + "/" + e.Name
+	for _, level := range []Level{Problem, Notice} {
+		for _, p := range e.Manifests {
+			if p.Within(e.Namespace) && p.About(own) == (level == Problem) {
+				e.add(level, "Manifest", "correct the manifest", "rejected %s: %s", ago(e.Now, p.Since), p.Detail())
+			}
+		}
+	}
 }
 
 // fixes maps a reason of Accepted or ResolvedRefs to the action for the user.
@@ -102,6 +138,7 @@ var fixes = map[string]struct{ about, fix string }{
 	v1alpha1.ReasonInvalidURL:       {"Destination", "correct the URL: http:// or https:// and a host"},
 	v1alpha1.ReasonInvalidFilter:    {"Filter", "correct spec.filter.expression"},
 	v1alpha1.ReasonNoSource:         {"Source", "create the Source, or correct spec.sourceRefs or spec.sourceSelector"},
+	v1alpha1.ReasonCeilingExceeded:  {"Destination", "lower the timeout or the retry window, or ask an administrator to raise the ceiling"},
 	v1alpha1.ReasonEgressDenied:     {"Destination", "ask an administrator to allow the address (--egress-allow), or use another"},
 	v1alpha1.ReasonConfigTooLarge:   {"Config", "remove headers or large certificates, or destinations, or use another namespace"},
 	v1alpha1.ReasonInvalidSpec:      {"Destination", "correct the spec; it was stored under older rules"},
@@ -117,6 +154,10 @@ func refusals(conditions []metav1.Condition) (list []metav1.Condition) {
 	}
 	return list
 }
+
+// lineBreakNote is a part of the message of Accepted when the value of a signing secret ends with a
+// line break, which is a usual cause of wrong signatures. Package compile writes it.
+const lineBreakNote = "ends with a line break"
 
 func (e *explainer) spec() {
 	accepted, refused := meta.FindStatusCondition(e.d.Status.Conditions, v1alpha1.ConditionAccepted), refusals(e.d.Status.Conditions)
@@ -138,8 +179,47 @@ func (e *explainer) spec() {
 	case e.d.Spec.Enabled != nil && !*e.d.Spec.Enabled:
 		e.paused = true
 		e.add(Problem, "Destination", "set spec.enabled to true", "the destination is disabled; messages are kept up to the retry window and sent when it is enabled again")
+	case strings.Contains(accepted.Message, lineBreakNote):
+		e.lineBreak = true
+		e.add(Notice, "Destination", "", "%s", accepted.Message)
 	default:
 		e.add(Fine, "Destination", "", "%s", cmp.Or(accepted.Message, "the spec is valid"))
+	}
+}
+
+// kept explains the messages that the dispatchers keep for a part of the destination that is missing:
+// it was deleted, and they are discarded soon, or its config is lost.
+func (e *explainer) kept() {
+	discards := map[string]adminapi.Discard{}
+	for _, r := range e.Reports {
+		for _, n := range r.Configs {
+			if n.Namespace != e.Namespace {
+				continue
+			}
+			for _, d := range n.Discards {
+				if d.Destination != e.Name || d.Messages == 0 {
+					continue
+				}
+				sum, known := discards[d.Source]
+				if !known || d.At.Before(sum.At) {
+					sum.At = d.At
+				}
+				sum.Messages += d.Messages
+				discards[d.Source] = sum
+			}
+			if !n.Missing.IsZero() {
+				e.add(Problem, "Config", "contact an administrator: the operator must write the config again; messages are kept, and calls are answered 503 until then",
+					"dispatcher %s has no config of this namespace since %s", r.Pod, n.Missing.UTC().Format(time.RFC3339))
+			} else if slices.ContainsFunc(n.Parked, func(p adminapi.ParkedObject) bool { return p.Object == "destinations/"+e.Name }) {
+				e.add(Notice, "Config", "create the destination again to deliver them; create and delete it to discard them",
+					"dispatcher %s keeps messages of this destination, which is missing although it was not deleted", r.Pod)
+			}
+		}
+	}
+	for _, source := range slices.Sorted(maps.Keys(discards)) {
+		d := discards[source]
+		e.add(Notice, "Backlog", "to keep them, create what was deleted again before that time",
+			"%s of Source %q will be discarded at %s, because the Source, the destination or its endpoint was deleted or disconnected", count(d.Messages, "pending message"), source, d.At.UTC().Format(time.RFC3339))
 	}
 }
 
@@ -242,6 +322,44 @@ func (e *explainer) sources() {
 	}
 }
 
+// UnknownKeys describes the recent requests with an unknown write key, which belong to no Source
+// and no namespace; "" if there are none.
+func UnknownKeys(keys []adminapi.UnknownKey, now time.Time) string {
+	const most = 3
+	var total int64
+	var first, last time.Time
+	var senders []string
+	for i, k := range keys {
+		total += k.Requests
+		if first.IsZero() || k.First.Before(first) {
+			first = k.First
+		}
+		if k.Last.After(last) {
+			last = k.Last
+		}
+		if i < most {
+			sender := fmt.Sprintf("%d from %s", k.Requests, cmp.Or(k.Address, "an unknown address"))
+			if k.Prefix != "" {
+				sender += fmt.Sprintf(" with %q", k.Prefix+"…")
+			}
+			senders = append(senders, sender)
+		}
+	}
+	if total == 0 {
+		return ""
+	}
+	if len(keys) > most {
+		senders = append(senders, "…")
+	}
+	return fmt.Sprintf("%s with an unknown write key since %s, the last one %s: %s", count(total, "request"), first.UTC().Format(time.TimeOnly+"Z"), ago(now, last), strings.Join(senders, ", "))
+}
+
+func (e *explainer) unknownKeys() {
+	if text := UnknownKeys(e.UnknownKeys, e.Now); text != "" {
+		e.add(Notice, "Source", "if the sender is yours, compare its write key with the Secret of the Source", "%s", text)
+	}
+}
+
 func (e *explainer) sourceReports(name string) *adminapi.SourceReport {
 	var sum *adminapi.SourceReport
 	for _, r := range e.Reports {
@@ -277,6 +395,7 @@ func (e *explainer) counts() (c v1alpha1.DeliveryStatus, known bool) {
 				c.Delivered += d.Delivered
 				c.Filtered += d.Filtered
 				c.DeadLettered += d.DeadLettered
+				c.DeadLettersStored += d.DeadLettersStored
 				c.Pending += d.Pending
 				c.Retrying += d.Retrying
 				if !d.OldestPending.IsZero() && (c.OldestPendingTime == nil || d.OldestPending.Before(c.OldestPendingTime.Time)) {
@@ -312,6 +431,53 @@ func (e *explainer) filter() {
 	}
 }
 
+// hint returns the action for a failed attempt at an endpoint.
+func (e *explainer) hint(endpoint string, f *v1alpha1.DeliveryFailure) string {
+	fix := hints[f.Reason]
+	if f.Reason == v1alpha1.ReasonRejected {
+		fix = cmp.Or(statusHints[f.StatusCode], fix) + "; rejected messages are dead letters until the circuit opens; redeliver them after the fix"
+		if e.lineBreak && (f.StatusCode == http.StatusUnauthorized || f.StatusCode == http.StatusForbidden) {
+			fix = "remove the line break at the end of the secret (see Destination), or " + fix
+		}
+	}
+	plain := slices.ContainsFunc(e.d.Spec.Endpoints, func(p v1alpha1.Endpoint) bool {
+		return p.Name == endpoint && strings.HasPrefix(strings.ToLower(p.URL), "http://")
+	})
+	if plain && (f.Reason == v1alpha1.ReasonConnectionFailed || f.Reason == v1alpha1.ReasonInvalidResponse || f.StatusCode == http.StatusBadRequest) {
+		fix += "; if the port uses TLS, set a URL with https://"
+	}
+	return fix
+}
+
+// answer returns the receiver's last answer with a status code to an endpoint, as a part of a
+// sentence; "" if it is not known.
+func (e *explainer) answer(endpoint string, statusCode int32) string {
+	const most = 200
+	for _, a := range slices.Backward(e.Attempts) {
+		if text := strings.Join(strings.Fields(a.Response), " "); text != "" && a.Endpoint == endpoint && a.StatusCode == int(statusCode) {
+			if runes := []rune(text); len(runes) > most {
+				text = string(runes[:most]) + "…"
+			}
+			return fmt.Sprintf("; it answered %q", text)
+		}
+	}
+	return ""
+}
+
+// statusHints maps the status code of a rejected message to the action for the user.
+var statusHints = map[int32]string{
+	400: "compare the message with what the receiver expects; posthorn deadletters show has the message and the answer",
+	401: "check the signing secret and the headers with credentials; posthorn verify checks a signature",
+	403: "check the signing secret and the headers with credentials, and what they permit at the receiver",
+	404: "check the path of the URL",
+	405: "check the path of the URL: the receiver does not accept POST there",
+	407: "the answer is from a proxy that requires credentials: use a URL without that proxy",
+	410: "the receiver reports that the URL was removed: correct the URL, or remove the endpoint",
+	413: "the receiver limits the size of a body: raise its limit, or make the calls smaller",
+	415: "check the receiver: it must accept the Content-Type application/json",
+	422: "compare the message with what the receiver expects; posthorn deadletters show has the message and the answer",
+}
+
 // hints maps the reason of a failed attempt to the action for the user.
 var hints = map[string]string{
 	v1alpha1.ReasonTimedOut:            "the receiver must answer within spec.delivery.timeout; acknowledge first and process asynchronously",
@@ -321,9 +487,10 @@ var hints = map[string]string{
 	v1alpha1.ReasonCertificateRejected: "use a certificate of a known authority, or set the private authority in endpoints[].tls.caSecretKeyRef; self-signed certificates are never accepted",
 	v1alpha1.ReasonTLSFailed:           "check that the port uses TLS, and whether the receiver requires a client certificate (endpoints[].tls.clientCertSecretRef)",
 	v1alpha1.ReasonAddressDenied:       "the name resolves to a private address: ask an administrator to allow it (--egress-allow)",
+	v1alpha1.ReasonTokenFailed:         "check endpoints[].authentication.oauth2: the token URL, the client ID, the secret and the scopes; messages wait until a token can be obtained",
 	v1alpha1.ReasonServerError:         "check the receiver's log",
 	v1alpha1.ReasonThrottled:           "the receiver limits the rate: set spec.delivery.rateLimit",
-	v1alpha1.ReasonRejected:            "the receiver rejects the message: check the URL, its credentials and headers; rejected messages are dead letters until the circuit opens; redeliver them after the fix",
+	v1alpha1.ReasonRejected:            "the receiver rejects the message: check the URL, its credentials and headers",
 	v1alpha1.ReasonRedirected:          "redirects are not followed: set the final URL in the spec",
 	v1alpha1.ReasonInvalidResponse:     "the response is not HTTP; check the port",
 }
@@ -338,8 +505,8 @@ func (e *explainer) endpoints() {
 		failure := ""
 		fix := ""
 		if f := p.LastFailure; f != nil {
-			failure = fmt.Sprintf("; the last failure was %s: %s (%s)", ago(e.Now, f.Time.Time), cmp.Or(f.Message, f.Reason), f.Reason)
-			fix = hints[f.Reason]
+			failure = fmt.Sprintf("; the last failure was %s: %s (%s)%s", ago(e.Now, f.Time.Time), cmp.Or(f.Message, f.Reason), f.Reason, e.answer(p.Name, f.StatusCode))
+			fix = e.hint(p.Name, f)
 		}
 		success := "no successful delivery yet"
 		if p.LastSuccessTime != nil {
@@ -355,7 +522,7 @@ func (e *explainer) endpoints() {
 		case p.State == v1alpha1.EndpointDegraded:
 			e.add(level, "Endpoint", fix, "deliveries to %q fail; %s%s%s", p.Name, success, failure, elsewhere)
 		case p.State == v1alpha1.EndpointIdle:
-			e.add(Notice, "Endpoint", "", "no deliveries to %q since the dispatchers started, or since the last change", p.Name)
+			e.add(Notice, "Endpoint", "", "no deliveries to %q since the dispatchers started, or since the last change; %s", p.Name, success)
 		default:
 			e.add(Fine, "Endpoint", "", "%q works; %s", p.Name, success)
 		}
@@ -418,8 +585,11 @@ func (e *explainer) backlog() {
 		}
 		e.add(Notice, "Backlog", "", "%s; %s delivered so far", text, count(c.Delivered, "message"))
 	}
-	if c.DeadLettered > 0 {
-		e.add(Notice, "DeadLetters", "fix the cause, then redeliver them", "%s became dead letters so far", count(c.DeadLettered, "message"))
+	switch {
+	case c.DeadLettersStored > 0:
+		e.add(Notice, "DeadLetters", "fix the cause, then redeliver them", "%s stored; %s became dead letters so far", count(c.DeadLettersStored, "dead letter"), count(c.DeadLettered, "message"))
+	case c.DeadLettered > 0:
+		e.add(Fine, "DeadLetters", "", "none stored; %s became dead letters so far", count(c.DeadLettered, "message"))
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
@@ -92,6 +93,27 @@ func TestExplain(t *testing.T) {
 		{"no backlog", nil, "", "", "", "OK Backlog no backlog; 120 messages delivered so far"},
 		{"no such destination", func(f *Facts) { f.Name = "cmr" }, "Destination", `no WebhookDestination "cmr" in namespace "shop"`, "crm", ""},
 		{"no destination at all", func(f *Facts) { f.Destinations = nil }, "Destination", "no WebhookDestination", "create it", ""},
+		{"a rejected manifest", func(f *Facts) {
+			f.Manifests = []manifest.Problem{
+				{File: "m/b.yaml", Line: 3, Object: "Source shop/web", Message: "spec: bad", Since: now.Add(-time.Hour)},
+				{File: "m/crm.yaml", Line: 6, Object: "WebhookDestination shop/crm", Message: "unknown field", Since: now.Add(-time.Minute), Effect: "an old version remains in effect"},
+			}
+		}, "Manifest", "rejected 1m0s ago: m/crm.yaml:6: WebhookDestination shop/crm: unknown field (an old version remains in effect)", "correct the manifest", "NOTICE Manifest rejected 1h0m0s ago: m/b.yaml:3: Source shop/web: spec: bad"},
+		{"an unreadable file with the destination", func(f *Facts) {
+			f.Manifests = []manifest.Problem{{File: "m/a.yaml", Message: "not YAML", Outdated: []string{"Source shop/web", "WebhookDestination shop/crm"}}}
+		}, "Manifest", "m/a.yaml: not YAML", "", ""},
+		{"an unreadable file", func(f *Facts) { f.Manifests = []manifest.Problem{{File: "m/a.yaml", Message: "not YAML"}} }, "", "", "", "NOTICE Manifest"},
+		{"a manifest that was never valid", func(f *Facts) {
+			f.Destinations = nil
+			f.Manifests = []manifest.Problem{{File: "m/a.yaml", Line: 1, Object: "WebhookDestination shop/crm", Message: "unknown field"}}
+		}, "Manifest", "m/a.yaml:1: WebhookDestination shop/crm: unknown field", "correct the manifest", ""},
+		{"a missing destination and an unreadable file", func(f *Facts) {
+			f.Destinations = nil
+			f.Manifests = []manifest.Problem{{File: "m/a.yaml", Line: 1, Message: "not YAML"}}
+		}, "Destination", "no WebhookDestination", "", "NOTICE Manifest"},
+		{"a rejected manifest in another namespace", func(f *Facts) {
+			f.Manifests = []manifest.Problem{{File: "m/a.yaml", Object: "WebhookDestination other/crm", Message: "unknown field"}}
+		}, "", "", "", "OK Destination"},
 		{"disabled", d(func(d *v1alpha1.WebhookDestination) { d.Spec.Enabled = &no }), "Destination", "disabled; messages are kept", "spec.enabled", ""},
 		{"no Secret", refused("SecretNotFound", `Secret "crm" does not exist`), "Secret", `Secret "crm" does not exist (SecretNotFound); messages are kept, not sent`, "create the Secret", ""},
 		{"no key", refused("SecretKeyMissing", "no key"), "Secret", "SecretKeyMissing", "add the key", ""},
@@ -120,6 +142,12 @@ func TestExplain(t *testing.T) {
 		}), "Source", "no userId", "fix the sender", ""},
 		{"no call yet", s(func(s *v1alpha1.Source) { s.Status = v1alpha1.SourceStatus{} }), "Source", "no call has ever been accepted", "write key", ""},
 		{"no call since the start", s(func(s *v1alpha1.Source) { s.Status.LastReceivedTime = nil }), "", "", "", "none since the dispatchers started"},
+		{"unknown write keys", func(f *Facts) {
+			f.UnknownKeys = []adminapi.UnknownKey{
+				{Prefix: "demo", Address: "10.1.2.3", Requests: 9, First: now.Add(-5 * time.Minute), Last: now.Add(-time.Minute)},
+				{Address: "10.1.2.4", Requests: 3, First: now.Add(-4 * time.Minute), Last: now.Add(-3 * time.Second)},
+			}
+		}, "", "", "", `NOTICE Source 12 requests with an unknown write key since 02:59:05Z, the last one 3s ago: 9 from 10.1.2.3 with "demo…", 3 from 10.1.2.4` + "\n"},
 		{"a selector that matches", d(func(d *v1alpha1.WebhookDestination) {
 			d.Spec.SourceRefs, d.Spec.SourceSelector = nil, &metav1.LabelSelector{MatchLabels: map[string]string{"team": "shop"}}
 		}), "", "", "", `Source "web"`},
@@ -153,6 +181,9 @@ func TestExplain(t *testing.T) {
 		{"nothing sent yet", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Endpoints[0] = v1alpha1.EndpointStatus{Name: "primary", State: v1alpha1.EndpointIdle}
 		}), "", "", "", `NOTICE Endpoint no deliveries to "primary"`},
+		{"nothing sent since a restart", d(func(d *v1alpha1.WebhookDestination) {
+			d.Status.Endpoints[0].State = v1alpha1.EndpointIdle
+		}), "", "", "", `since the last change; last success 3s ago`},
 		{"skipped first attempts", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Endpoints[0].FirstAttemptsSkipped = 7
 		}), "", "", "", `NOTICE Endpoint 7 messages were never sent to "primary": the retry window ended before their turn`},
@@ -164,7 +195,15 @@ func TestExplain(t *testing.T) {
 		{"a backlog", d(func(d *v1alpha1.WebhookDestination) {
 			d.Status.Delivery.Pending, d.Status.Delivery.OldestPendingTime = 1, at(100*time.Hour)
 		}), "", "", "", "NOTICE Backlog 1 message pending, the oldest was accepted 4 days ago; 120 messages delivered"},
-		{"dead letters", d(func(d *v1alpha1.WebhookDestination) { d.Status.Delivery.DeadLettered = 2 }), "", "", "", "NOTICE DeadLetters 2 messages became dead letters"},
+		{"dead letters", d(func(d *v1alpha1.WebhookDestination) {
+			d.Status.Delivery.DeadLettered, d.Status.Delivery.DeadLettersStored = 5, 2
+		}), "", "", "", "NOTICE DeadLetters 2 dead letters stored; 5 messages became dead letters so far\n"},
+		{"redelivered dead letters", d(func(d *v1alpha1.WebhookDestination) { d.Status.Delivery.DeadLettered = 5 }), "", "", "", "OK DeadLetters none stored; 5 messages became dead letters so far\n"},
+		{"dead letters in reports", func(f *Facts) {
+			report(func(t *adminapi.NamespaceReport, _ *adminapi.Report) {
+				t.Destinations[0].DeadLettered, t.Destinations[0].DeadLettersStored = 4, 1
+			})(f)
+		}, "", "", "", "NOTICE DeadLetters 2 dead letters stored; 8 messages became dead letters so far\n"},
 		{"reports are newer than status", report(nil), "", "", "", "NOTICE Backlog 10 messages pending, 10 of them are retries, the oldest was accepted 1m0s ago, the next attempt is in 20s; 130 messages delivered so far"},
 		{"reports of calls, too", report(nil), "", "", "", `Source "web" has accepted 140 calls, the last one just now`},
 	} {
@@ -187,6 +226,58 @@ func TestExplain(t *testing.T) {
 			}
 			if !strings.Contains(text.String(), c.also) {
 				t.Errorf("no finding contains %q:\n%s", c.also, text.String())
+			}
+		})
+	}
+}
+
+// The hint depends on the status code, the URL and the secret; the finding has the receiver's answer.
+func TestHintOfAFailure(t *testing.T) {
+	const again = "; rejected messages are dead letters until the circuit opens; redeliver them after the fix"
+	lineBreak := "the spec is valid; spec.signing: key \"k\" of Secret \"s\" ends with a line break, which is part of the secret"
+	for _, c := range []struct {
+		name, reason   string
+		status         int32
+		url, accepted  string
+		answer         string
+		text, fix, not string
+	}{
+		{name: "unauthorized", reason: "Rejected", status: 401, fix: "check the signing secret"},
+		{name: "unauthorized, secret with a line break", reason: "Rejected", status: 401, accepted: lineBreak, fix: "remove the line break at the end of the secret"},
+		{name: "not found, secret with a line break", reason: "Rejected", status: 404, accepted: lineBreak, fix: "check the path of the URL" + again},
+		{name: "gone", reason: "Rejected", status: 410, fix: "the URL was removed"},
+		{name: "unprocessable", reason: "Rejected", status: 422, fix: "posthorn deadletters show"},
+		{name: "another status", reason: "Rejected", status: 418, fix: "check the URL, its credentials and headers" + again},
+		{name: "the answer", reason: "Rejected", status: 422, answer: "no field\n email", text: `; it answered "no field email"`},
+		{name: "a long answer", reason: "Rejected", status: 422, answer: strings.Repeat("ä", 300), text: `; it answered "` + strings.Repeat("ä", 200) + `…"`},
+		{name: "http to a port with TLS", reason: "ConnectionFailed", url: "http://a.example", fix: "set a URL with https://"},
+		{name: "http to a port with TLS that answers 400", reason: "Rejected", status: 400, url: "http://a.example", fix: "set a URL with https://"},
+		{name: "https", reason: "ConnectionFailed", url: "https://a.example", fix: "check the network", not: "https"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			f := healthy()
+			d := &f.Destinations[0]
+			d.Spec.Endpoints = []v1alpha1.Endpoint{{Name: "primary", URL: c.url}}
+			d.Status.Conditions[0].Message = c.accepted
+			d.Status.Endpoints[0].State = v1alpha1.EndpointCircuitOpen
+			d.Status.Endpoints[0].LastFailure = &v1alpha1.DeliveryFailure{Time: *at(time.Second), Reason: c.reason, StatusCode: c.status}
+			f.Attempts = []adminapi.Attempt{
+				{Endpoint: "primary", StatusCode: int(c.status), Response: c.answer},
+				{Endpoint: "primary", StatusCode: 500, Response: "another status"},
+				{Endpoint: "b", StatusCode: int(c.status), Response: "another endpoint"},
+			}
+			cause := Cause(Explain(f))
+			if cause == nil {
+				t.Fatal("no problem found, want the failure")
+			}
+			if !strings.Contains(cause.Fix, c.fix) {
+				t.Errorf("fix: got %q, want %q", cause.Fix, c.fix)
+			}
+			if c.not != "" && strings.Contains(cause.Fix, c.not) {
+				t.Errorf("fix: got %q, want it without %q", cause.Fix, c.not)
+			}
+			if !strings.Contains(cause.Text, c.text) || c.answer == "" && strings.Contains(cause.Text, "it answered") {
+				t.Errorf("text: got %q, want %q", cause.Text, c.text)
 			}
 		})
 	}

@@ -12,10 +12,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/promhttp"
-
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
@@ -23,10 +21,15 @@ import (
 
 // Options are the parts of the dispatcher that the admin server shows.
 type Options struct {
-	Report   func() adminapi.Report
-	Gatherer prometheus.Gatherer
-	Engine   *delivery.Engine
-	Store    redelivery.Store
+	Report func() adminapi.Report
+	// Changes returns what changed since the cursor of a report, or nil.
+	Changes func(cursor string) *adminapi.Report
+	// Metrics serves /metrics.
+	Metrics http.Handler
+	Engine  *delivery.Engine
+	// Gate is the way into the queue of Store.
+	Gate  *admission.Gate
+	Store redelivery.Store
 	// Ready returns why the dispatcher is not ready, or nil.
 	Ready func() error
 	// View, when not nil, enables /debug; it returns the view in effect, or nil before the first
@@ -43,9 +46,22 @@ type Options struct {
 // NewServer makes the admin server.
 func NewServer(o Options) *http.Server {
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", promhttp.HandlerFor(o.Gatherer, promhttp.HandlerOpts{}))
-	mux.HandleFunc("GET /report", func(w http.ResponseWriter, r *http.Request) { writeReport(w, r, o.Report()) })
-	mountDeadLetters(mux, o.Store, o.Engine)
+	mux.Handle("GET /metrics", o.Metrics)
+	mux.HandleFunc("GET /report", func(w http.ResponseWriter, r *http.Request) {
+		if cursor := r.FormValue(adminapi.ReportCursor); cursor != "" {
+			writeChanges(w, o.Changes(cursor))
+		} else {
+			writeReport(w, r, o.Report())
+		}
+	})
+	mux.HandleFunc("GET /unknownkeys", func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set(contentType, ndjson)
+		out := newEncoder(w)
+		for _, k := range o.Gate.UnknownKeys.List(o.Gate.Now()) {
+			_ = out.Encode(k)
+		}
+	})
+	mountDeadLetters(mux, o.Gate, o.Store, o.Engine)
 	if o.View != nil {
 		mountDebug(mux, o.Engine, o.View)
 	} else {
@@ -63,7 +79,18 @@ func NewServer(o Options) *http.Server {
 	root := http.NewServeMux()
 	MountHealth(root, o.Ready)
 	root.Handle("/", notFromPages(guarded, o.Guard != nil))
-	return &http.Server{Handler: root, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10}
+	return newServer(root)
+}
+
+// NewProbeServer makes a server of only the answers of MountHealth.
+func NewProbeServer(ready func() error) *http.Server {
+	mux := http.NewServeMux()
+	MountHealth(mux, ready)
+	return newServer(mux)
+}
+
+func newServer(h http.Handler) *http.Server {
+	return &http.Server{Handler: h, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10}
 }
 
 // notFromPages refuses the requests of web pages. A page could otherwise make a browser act
@@ -89,14 +116,24 @@ func namesAddress(host string) bool {
 	return strings.EqualFold(strings.TrimSuffix(host, "."), "localhost") || net.ParseIP(strings.Trim(host, "[]")) != nil
 }
 
-// writeReport answers 304 if the client already has this report, which is the usual case of an idle
-// pod.
+// writeChanges answers 304 if there are none, which is the usual case of an idle pod.
+func writeChanges(w http.ResponseWriter, report *adminapi.Report) {
+	if report == nil {
+		w.WriteHeader(http.StatusNotModified)
+		return
+	}
+	body, err := json.Marshal(report)
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+		return
+	}
+	w.Header().Set("Content-Type", "application/json")
+	_, _ = w.Write(body)
+}
+
+// writeReport answers a request without a cursor, as those of an operator of release 0.2.0: with 304
+// if the client has this report.
 func writeReport(w http.ResponseWriter, r *http.Request, report adminapi.Report) {
-	// The free space of a shared disk changes all the time; it must not change the report of an
-	// idle pod.
-	const grain = 64 << 20
-	report.Storage.FreeBytes -= report.Storage.FreeBytes % grain
-	report.Storage.UsedBytes -= report.Storage.UsedBytes % (1 << 20)
 	body, err := json.Marshal(report)
 	if err != nil {
 		http.Error(w, err.Error(), http.StatusInternalServerError)

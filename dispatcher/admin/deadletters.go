@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
@@ -44,11 +45,12 @@ func newEncoder(w io.Writer) *json.Encoder { return json.NewEncoder(termsafe.New
 // mountDeadLetters adds the paths of dead letters and attempts:
 //
 //	GET  /deadletters?destination=ns/name[&limit=N][&after=KEY]   one line of JSON each, oldest first
+//	GET  /deadletters/count?destination=ns/name                   the number of all
 //	GET  /deadletters/{key}?destination=ns/name                   one, with its body
 //	POST /deadletters/redeliver, /deadletters/purge               an adminapi.DeadLetterAction
 //	GET  /attempts?destination=ns/name[&endpoint=E]               the last attempts
 //	GET  /tail[?destination=ns/name][&endpoint=E]                 attempts as they end
-func mountDeadLetters(mux *http.ServeMux, store redelivery.Store, engine *delivery.Engine) {
+func mountDeadLetters(mux *http.ServeMux, gate *admission.Gate, store redelivery.Store, engine *delivery.Engine) {
 	mux.HandleFunc("GET /deadletters", func(w http.ResponseWriter, r *http.Request) {
 		destination, limit := r.URL.Query().Get("destination"), maxListed
 		if text := r.URL.Query().Get("limit"); text != "" {
@@ -70,6 +72,12 @@ func mountDeadLetters(mux *http.ServeMux, store redelivery.Store, engine *delive
 		})
 		if err != nil {
 			_ = out.Encode(map[string]string{"error": err.Error()})
+		}
+	})
+	mux.HandleFunc("GET /deadletters/count", func(w http.ResponseWriter, r *http.Request) {
+		if destination := r.URL.Query().Get("destination"); named(w, destination) {
+			w.Header().Set(contentType, "application/json")
+			_ = newEncoder(w).Encode(adminapi.DeadLetterCount{Stored: engine.DeadLettersStored(destination)})
 		}
 	})
 	mux.HandleFunc("GET /deadletters/{key}", func(w http.ResponseWriter, r *http.Request) {
@@ -129,7 +137,7 @@ func mountDeadLetters(mux *http.ServeMux, store redelivery.Store, engine *delive
 		}
 	}
 	mux.HandleFunc("POST /deadletters/redeliver", act(func(ctx context.Context, a adminapi.DeadLetterAction, o redelivery.Options) (adminapi.DeadLetterProgress, error) {
-		return redelivery.Run(ctx, store, a.Destination, a.Selector, o)
+		return redelivery.Run(ctx, gate, store, a.Destination, a.Selector, o)
 	}))
 	mux.HandleFunc("POST /deadletters/purge", act(func(ctx context.Context, a adminapi.DeadLetterAction, o redelivery.Options) (adminapi.DeadLetterProgress, error) {
 		return redelivery.Purge(ctx, store, a.Destination, a.Selector, o)

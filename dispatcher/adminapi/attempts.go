@@ -2,8 +2,8 @@ package adminapi
 
 import "time"
 
-// Attempt is one request to an endpoint and its result. It holds no secrets, and of the message
-// only the id.
+// Attempt is one request to an endpoint and its result. It holds no secrets, of the message only
+// the id, and of the response at most the first bytes.
 type Attempt struct {
 	// Time is the end of the attempt, Duration its length; durations are in nanoseconds.
 	Time     time.Time     `json:"time"`
@@ -24,6 +24,9 @@ type Attempt struct {
 	StatusCode int    `json:"statusCode,omitempty"`
 	Reason     string `json:"reason,omitempty"`
 	Message    string `json:"message,omitempty"`
+	// Response holds the first bytes of the response, with secrets redacted. Only the last failed
+	// attempt of an endpoint that got a response with a body has it.
+	Response string `json:"response,omitempty"`
 	// RemoteAddr is the dialled address.
 	RemoteAddr string `json:"remoteAddr,omitempty"`
 	// Probe is true for a circuit breaker's probe.

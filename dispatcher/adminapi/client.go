@@ -21,8 +21,11 @@ const (
 	maxErrorBytes  = 64 << 10
 )
 
-// ErrNotModified means that the dispatcher's report is the one with the given ETag.
+// ErrNotModified means that nothing changed since the given cursor.
 var ErrNotModified = errors.New("report not modified")
+
+// ReportCursor is the parameter of GET /report with the cursor of the last report.
+const ReportCursor = "since"
 
 // StatusError is a response with another status than the expected one.
 type StatusError struct {
@@ -45,22 +48,25 @@ type Client struct {
 	ReportSlots chan struct{}
 }
 
-// Report returns the dispatcher's report and its ETag. It returns ErrNotModified if the report
-// still has the given ETag; "" always requests the report.
-func (c *Client) Report(ctx context.Context, etag string) (r *Report, newETag string, err error) {
-	req, err := c.request(ctx, http.MethodGet, "/report", nil)
+// Report returns what changed in the dispatcher since the cursor of an earlier report: a delta, or
+// a full report if the dispatcher does not know the cursor, for example because it was restarted.
+// Without a cursor the report is full. Report returns ErrNotModified if nothing changed.
+func (c *Client) Report(ctx context.Context, cursor string) (*Report, error) {
+	path := "/report"
+	if cursor != "" {
+		path += "?" + url.Values{ReportCursor: {cursor}}.Encode()
+	}
+	req, err := c.request(ctx, http.MethodGet, path, nil)
 	if err != nil {
-		return nil, "", err
+		return nil, err
 	}
-	if etag != "" {
-		req.Header.Set("If-None-Match", etag)
-	}
+	setETag020(req.Header, cursor)
 	resp, err := c.send(req)
 	if status, ok := errors.AsType[*StatusError](err); ok && status.StatusCode == http.StatusNotModified {
-		return nil, etag, ErrNotModified
+		return nil, ErrNotModified
 	}
 	if err != nil {
-		return nil, "", err
+		return nil, err
 	}
 	defer resp.Body.Close()
 	if c.ReportSlots != nil {
@@ -68,21 +74,22 @@ func (c *Client) Report(ctx context.Context, etag string) (r *Report, newETag st
 		case c.ReportSlots <- struct{}{}:
 			defer func() { <-c.ReportSlots }()
 		case <-ctx.Done():
-			return nil, "", ctx.Err()
+			return nil, ctx.Err()
 		}
 	}
 	text, err := io.ReadAll(io.LimitReader(resp.Body, maxReportBytes+1))
 	if err != nil {
-		return nil, "", fmt.Errorf("read report: %w", err)
+		return nil, fmt.Errorf("read report: %w", err)
 	}
 	if len(text) > maxReportBytes {
-		return nil, "", fmt.Errorf("report is larger than %d bytes", maxReportBytes)
+		return nil, fmt.Errorf("report is larger than %d bytes", maxReportBytes)
 	}
 	report, err := DecodeReport(text)
 	if err != nil {
-		return nil, "", fmt.Errorf("decode report: %w", err)
+		return nil, fmt.Errorf("decode report: %w", err)
 	}
-	return &report, resp.Header.Get("ETag"), nil
+	report.Cursor = cmp.Or(report.Cursor, resp.Header.Get("ETag"))
+	return &report, nil
 }
 
 // DeadLetters returns up to limit dead letters of a destination ("namespace/name"), without their
@@ -104,6 +111,18 @@ func (c *Client) DeadLetters(ctx context.Context, destination string, limit int)
 			}
 		}
 	}
+}
+
+// DeadLettersStored returns the number of a destination's stored dead letters.
+func (c *Client) DeadLettersStored(ctx context.Context, destination string) (int64, error) {
+	resp, err := c.Get(ctx, "/deadletters/count?"+url.Values{"destination": {destination}}.Encode(), "application/json")
+	if err != nil {
+		return 0, err
+	}
+	defer resp.Body.Close()
+	var n DeadLetterCount
+	err = json.NewDecoder(resp.Body).Decode(&n)
+	return n.Stored, err
 }
 
 // DeadLetter returns one dead letter of a destination ("namespace/name") with its body. The error

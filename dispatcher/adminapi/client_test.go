@@ -42,7 +42,8 @@ func collect[T any](values iter.Seq2[T, error]) (all []T, err error) {
 	return all, nil
 }
 
-func TestReportIsRequestedOnce(t *testing.T) {
+// A dispatcher of release 0.2.0 has no cursors; its ETag is used as one.
+func TestETagOfRelease020(t *testing.T) {
 	c := serve(t, func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("ETag", `"a"`)
 		if r.Header.Get("If-None-Match") == `"a"` {
@@ -52,18 +53,45 @@ func TestReportIsRequestedOnce(t *testing.T) {
 		_, _ = io.WriteString(w, `{"pod":"p0","ready":true}`)
 	})
 	for _, c.ReportSlots = range []chan struct{}{nil, make(chan struct{}, 1)} {
-		report, etag, err := c.Report(t.Context(), "")
+		report, err := c.Report(t.Context(), "")
 		if err != nil {
 			t.Fatal(err)
 		}
-		if diff := cmp.Diff(&Report{Pod: "p0", Ready: true}, report); diff != "" {
+		if diff := cmp.Diff(&Report{Pod: "p0", Ready: true, Cursor: `"a"`}, report); diff != "" {
 			t.Errorf("report (-want +got):\n%s", diff)
 		}
-		if etag != `"a"` {
-			t.Errorf("ETag: got %s, want %q", etag, `"a"`)
-		}
-		if _, _, err := c.Report(t.Context(), etag); !errors.Is(err, ErrNotModified) {
+		if _, err := c.Report(t.Context(), report.Cursor); !errors.Is(err, ErrNotModified) {
 			t.Errorf("second request: got error %v, want ErrNotModified", err)
+		}
+	}
+}
+
+func TestReportSinceCursor(t *testing.T) {
+	c := serve(t, func(w http.ResponseWriter, r *http.Request) {
+		switch r.FormValue(ReportCursor) {
+		case "":
+			_, _ = io.WriteString(w, `{"cursor":"e.1","pod":"p0"}`)
+		case "e.1":
+			_, _ = io.WriteString(w, `{"cursor":"e.2","delta":true,"pod":"p0"}`)
+		default:
+			w.WriteHeader(http.StatusNotModified)
+		}
+	})
+	for _, step := range []struct {
+		cursor string
+		want   *Report
+		err    error
+	}{
+		{"", &Report{Cursor: "e.1", Pod: "p0"}, nil},
+		{"e.1", &Report{Cursor: "e.2", Delta: true, Pod: "p0"}, nil},
+		{"e.2", nil, ErrNotModified},
+	} {
+		report, err := c.Report(t.Context(), step.cursor)
+		if !errors.Is(err, step.err) {
+			t.Errorf("error with the cursor %q: got %v, want %v", step.cursor, err, step.err)
+		}
+		if diff := cmp.Diff(step.want, report); diff != "" {
+			t.Errorf("report with the cursor %q (-want +got):\n%s", step.cursor, diff)
 		}
 	}
 }
@@ -75,11 +103,11 @@ func TestReportSlots(t *testing.T) {
 	c.ReportSlots <- struct{}{}
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
-	if _, _, err := c.Report(ctx, ""); !errors.Is(err, context.DeadlineExceeded) {
+	if _, err := c.Report(ctx, ""); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("without a slot: got error %v, want DeadlineExceeded", err)
 	}
 	<-c.ReportSlots
-	if _, _, err := c.Report(t.Context(), ""); err != nil {
+	if _, err := c.Report(t.Context(), ""); err != nil {
 		t.Errorf("with a slot: got error %v, want none", err)
 	}
 }
@@ -96,7 +124,7 @@ func TestStatusErrors(t *testing.T) {
 				w.WriteHeader(http.StatusServiceUnavailable)
 				_, _ = io.WriteString(w, c.body)
 			})
-			_, _, err := client.Report(t.Context(), "")
+			_, err := client.Report(t.Context(), "")
 			status, ok := errors.AsType[*StatusError](err)
 			if !ok {
 				t.Fatalf("got error %v, want a StatusError", err)

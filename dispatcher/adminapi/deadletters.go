@@ -26,6 +26,11 @@ type DeadLetter struct {
 	Body json.RawMessage `json:"body,omitempty"`
 }
 
+// DeadLetterCount is the answer to GET /deadletters/count.
+type DeadLetterCount struct {
+	Stored int64 `json:"stored"`
+}
+
 // DefaultRate is the default rate of a redelivery, in dead letters a second and dispatcher.
 const DefaultRate = 100
 

@@ -1,9 +1,13 @@
 package adminapi
 
-import "encoding/json"
+import (
+	"encoding/json"
+	"net/http"
+	"strings"
+)
 
 // During an upgrade from release 0.2.0, the new operator reads reports of old dispatchers. That
-// release has other names for some fields. This file and its test can be removed with the support
+// release has other names for some fields, and an ETag instead of a cursor. This file and its test can be removed with the support
 // of such upgrades.
 
 // DecodeReport reads a Report, including one of release 0.2.0.
@@ -29,4 +33,11 @@ func DecodeReport(text []byte) (Report, error) {
 		r.Namespaces = append(r.Namespaces, n.NamespaceReport)
 	}
 	return r, nil
+}
+
+// setETag020 requests a report only if it changed since the ETag that is used as a cursor.
+func setETag020(header http.Header, cursor string) {
+	if strings.HasPrefix(cursor, `"`) {
+		header.Set("If-None-Match", cursor)
+	}
 }

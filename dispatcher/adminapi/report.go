@@ -7,17 +7,48 @@ import "time"
 type Report struct {
 	// Pod is the pod's name.
 	Pod string `json:"pod"`
+	// Cursor identifies the state that the report describes; see Client.Report. The dispatchers of
+	// release 0.2.0 have none.
+	Cursor string `json:"cursor,omitempty"`
+	// Delta is true if the report has only what changed since the cursor of the request; see
+	// Index.Merge.
+	Delta bool `json:"delta,omitempty"`
 	// Ready is true once the pod has loaded its first full config.
 	Ready bool `json:"ready"`
-	// Namespaces are the namespaces, sorted by name.
+	// Namespaces are the namespaces, sorted by name. A delta has the namespaces with a change.
 	Namespaces []NamespaceReport `json:"namespaces,omitempty"`
+	// RemovedNamespaces are the namespaces that were removed since the cursor, sorted, in a delta.
+	RemovedNamespaces []string `json:"removedNamespaces,omitempty"`
+	// Configs are the states of the live configs, sorted by namespace. They are complete in a
+	// delta, too.
+	Configs []ConfigReport `json:"configs,omitempty"`
 	// Storage of the pod.
 	Storage StorageReport `json:"storage"`
 }
 
-// NamespaceReport is one namespace's part of a Report.
+// ConfigReport is the state of a namespace's live config. A namespace without a number, and a removed
+// one, have none unless there is something else to report.
+type ConfigReport struct {
+	Namespace string `json:"namespace"`
+	// Number is the highest number of a live config that was in effect, also before a restart; 0
+	// if no config had a number.
+	Number int64 `json:"number,omitempty"`
+	// Missing is when the namespace's live config was lost although it was not deleted; zero if
+	// there is one. The namespace's messages are then parked: neither sent nor discarded.
+	Missing time.Time `json:"missing,omitzero"`
+	// Parked are the objects without a config that were not deleted, sorted by Object.
+	Parked []ParkedObject `json:"parked,omitempty"`
+	// Discards are the discards ahead, sorted by destination and Source.
+	Discards []Discard `json:"discards,omitempty"`
+}
+
+// NamespaceReport is one namespace's part of a Report. In a delta it has the changed objects.
 type NamespaceReport struct {
 	Namespace string `json:"namespace"`
+	// Complete is true if the namespace of a delta has all its objects.
+	Complete bool `json:"complete,omitempty"`
+	// Removed names the objects that were removed since the cursor, in a delta.
+	Removed RemovedObjects `json:"removed,omitzero"`
 	// Revision of the Config that is in effect.
 	Revision string `json:"revision"`
 	// Refused is set while the newest config of the namespace is rejected.
@@ -31,6 +62,36 @@ type NamespaceReport struct {
 	Deletions []DeletionReport `json:"deletions,omitempty"`
 	// Redeliveries, sorted by name.
 	Redeliveries []RedeliveryReport `json:"redeliveries,omitempty"`
+}
+
+// RemovedObjects are names, sorted.
+type RemovedObjects struct {
+	Sources      []string `json:"sources,omitempty"`
+	Destinations []string `json:"destinations,omitempty"`
+	Audiences    []string `json:"audiences,omitempty"`
+	Deletions    []string `json:"deletions,omitempty"`
+	Redeliveries []string `json:"redeliveries,omitempty"`
+}
+
+// ParkedObject is an object whose data the pod keeps and does not use: it is missing in the live
+// config, and was not deleted.
+type ParkedObject struct {
+	// Object is "section/name"; see liveconfig.Ref.
+	Object string `json:"object"`
+	// Number of the last live config that contained the object.
+	Number int64     `json:"number"`
+	Since  time.Time `json:"since"`
+}
+
+// Discard is the removal of pending messages at the end of the grace period, because their owner has
+// deleted their destination, endpoint or Source. It does not take place if the owner restores the
+// object before.
+type Discard struct {
+	Source      string `json:"source"`
+	Destination string `json:"destination"`
+	// Messages that are pending now.
+	Messages int64     `json:"messages"`
+	At       time.Time `json:"at"`
 }
 
 // RedeliveryReport is the state of the pod's part of a Redelivery.
@@ -177,6 +238,9 @@ type DestinationReport struct {
 	Revision   string `json:"revision"`
 
 	Ledger
+	// DeadLettersStored is the number of dead letters that are stored now; DeadLettered also
+	// counts those that were redelivered, removed or expired since.
+	DeadLettersStored int64 `json:"deadLettersStored,omitempty"`
 	// Retrying is the part of Pending that failed at least once.
 	Retrying int64 `json:"retrying"`
 	// OldestPending is when the oldest pending message was accepted; zero if none is pending.

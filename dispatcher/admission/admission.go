@@ -1,8 +1,9 @@
 // Package admission is the only way into the queue, for tracking calls, audience syncs, deletion
-// notifications and redeliveries alike. It decides who may append, for which destinations, and
+// notifications and redeliveries alike. It decides which requests may append, for which destinations, and
 // whether there is space:
 //
 //   - [Gate.Authenticate] finds the Source of a write key, and [Gate.Reject] counts refusals for it;
+//     [UnknownKeys] has the senders of unknown keys;
 //   - [Gate.Begin] starts the [Routing] of one request: which destinations a call is not for, which
 //     users are suppressed, and the append itself. A config takes effect after the messages that
 //     were routed by the previous one are stored, so no lane gets a call that its filter excludes;
@@ -24,6 +25,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/limits"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -53,6 +55,8 @@ type Options struct {
 	Now        func() time.Time
 	Logger     *slog.Logger
 	Registerer prometheus.Registerer
+	// Changes is marked when the report of a Source changes; nil marks nothing.
+	Changes *changes.Log
 }
 
 // Gate is the way into one queue. Make it with New. It is safe for concurrent use.
@@ -60,6 +64,9 @@ type Gate struct {
 	Options
 	// Unidentified counts and limits the requests without a known write key.
 	Unidentified *Source
+	// UnknownKeys counts the requests that were refused with CodeUnknownKey; the caller of
+	// Authenticate adds them, because it knows the sender's address.
+	UnknownKeys UnknownKeys
 
 	metrics metrics
 	sources sync.Map // key -> *Source

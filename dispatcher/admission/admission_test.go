@@ -17,6 +17,7 @@ import (
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/admission/admissiontest"
+	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/writekey"
@@ -31,6 +32,38 @@ func view(unusable ...string) *liveconfig.View {
 	return liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{
 		Namespace: "shop", Sources: []liveconfig.Source{source("web", true), source("off", false)},
 	}}}, unusable...)
+}
+
+// Each period of storage pressure is reported at once, also if no call was stored in between.
+func TestStoragePressureIsATransition(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		log := changes.New(func() changes.Lanes { return nil })
+		log.Update(liveconfig.NewView([]liveconfig.Revisioned{{
+			Config: liveconfig.Config{Namespace: "shop", Sources: []liveconfig.Source{source("web", true)}}, Revision: "1",
+		}}), nil)
+		gate := admission.New(admission.Options{Store: &admissiontest.Store{}, Changes: log, Logger: slog.New(slog.DiscardHandler)})
+		_, web, _ := gate.Authenticate(view(), "web-key")
+		for _, c := range []struct {
+			fact string
+			full bool
+			want bool
+		}{
+			{"a call is refused", true, true},
+			{"another call is refused", true, false},
+			{"the pressure has ended", false, false},
+			{"a call is refused again", true, true},
+		} {
+			if !c.full {
+				time.Sleep(5 * time.Minute)
+				continue
+			}
+			cursor := log.Cursor()
+			web.StorageFull(time.Now())
+			if _, changed := log.Since(cursor, changes.Pod{}); changed != c.want {
+				t.Errorf("change when %s: got %t, want %t", c.fact, changed, c.want)
+			}
+		}
+	})
 }
 
 func newGate(store *admissiontest.Store) *admission.Gate {

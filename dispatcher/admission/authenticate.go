@@ -43,6 +43,9 @@ func (g *Gate) Authenticate(view *liveconfig.View, key string) (ref liveconfig.S
 		}
 		return ref, source, Retry(retryAfterRemove, CodeKeyRemoved, removed.Reason)
 	}
+	if view.ParkedKey(key) {
+		return ref, g.Unidentified, Retry(retrySoon, CodeNotReady, "the config of this Source is missing; send the request again")
+	}
 	if !view.Complete() {
 		return ref, g.Unidentified, Retry(retrySoon, CodeNotReady, "some Sources are not loaded yet; send the request again")
 	}

@@ -28,11 +28,13 @@ const (
 	CodeUnreadable     = "unreadable_body"
 )
 
-// Seconds after which a client may send a refused request again.
+// Seconds after which a client may send a refused request again. A replicated log elects a leader
+// in about retryAfterUnavailable.
 const (
-	retrySoon        = 1
-	retryAfterFull   = 10
-	retryAfterRemove = 10
+	retrySoon             = 1
+	retryAfterUnavailable = 5
+	retryAfterFull        = 10
+	retryAfterRemove      = 10
 )
 
 // Headers of refusals that browser libraries read.
@@ -110,6 +112,8 @@ func NotStored(err error) (r *Refusal, full, expected bool) {
 		return Retry(retryAfterFull, CodeStorageFull, "this Source's undelivered calls fill its part of the storage (--source-quota); nothing of this request was stored, send it again later"), true, true
 	case errors.Is(err, queue.ErrFull):
 		return Retry(retryAfterFull, CodeStorageFull, "storage is full; nothing of this request was stored, send it again later"), true, true
+	case errors.Is(err, queue.ErrUnavailable):
+		return Retry(retryAfterUnavailable, CodeNotReady, "the log that makes calls durable does not answer; send the request again"), false, true
 	case errors.Is(err, queue.ErrClosed):
 		return Retry(retrySoon, CodeNotReady, "Posthorn is shutting down; send the request again"), false, true
 	}

@@ -2,10 +2,12 @@ package admission
 
 import (
 	"context"
+	"strings"
 	"sync/atomic"
 	"time"
 
 	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
@@ -144,5 +146,22 @@ func (g *Gate) Append(ctx context.Context, msgs []queue.Message) (duplicates []b
 // Append makes messages durable and reports which are duplicates. Its errors are those of the
 // queue: queue.ErrFull, queue.ErrOverQuota, queue.ErrClosed, or an error of the disk.
 func (r Routing) Append(ctx context.Context, msgs []queue.Message) (duplicates []bool, err error) {
-	return r.gate.Store.Append(ctx, msgs)
+	duplicates, err = r.gate.Store.Append(ctx, msgs)
+	for i := range msgs {
+		if i == 0 || msgs[i].Source != msgs[i-1].Source {
+			r.gate.appended(msgs[i].Source)
+		}
+	}
+	return duplicates, err
+}
+
+// appended marks the report of a Source ("namespace/name"), also after an error: the store may have
+// skipped messages to make space.
+func (g *Gate) appended(source string) {
+	if s, ok := g.sources.Load(source); ok {
+		s.(*Source).changed.Appended()
+		return
+	}
+	namespace, name, _ := strings.Cut(source, "/")
+	g.Changes.Object(changes.Sources, namespace, name).Appended()
 }

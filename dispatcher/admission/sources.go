@@ -6,6 +6,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/limits"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
@@ -22,6 +23,7 @@ type Source struct {
 	lastRejection                 atomic.Pointer[string]
 	// lastFull is the time of the last refusal because of full storage; 0 after a call was stored.
 	lastFull atomic.Int64
+	changed  *changes.Object
 	log      Sampler
 
 	acceptedCount, duplicateCount prometheus.Counter
@@ -37,7 +39,7 @@ func (g *Gate) sourceOf(ref liveconfig.SourceRef) *Source {
 		return s.(*Source)
 	}
 	namespace, name := ref.Namespace, ref.Source.Name
-	s := &Source{key: key, Namespace: namespace, Name: name, Limits: limits.NewSource()}
+	s := &Source{key: key, Namespace: namespace, Name: name, Limits: limits.NewSource(), changed: g.Changes.Object(changes.Sources, namespace, name)}
 	s.acceptedCount = g.metrics.calls.WithLabelValues(namespace, name, "accepted")
 	s.duplicateCount = g.metrics.calls.WithLabelValues(namespace, name, "duplicate")
 	actual, _ := g.sources.LoadOrStore(key, s)
@@ -71,15 +73,23 @@ func (s *Source) Accepted(now time.Time, n int, duplicates []bool) {
 			repeated++
 		}
 	}
-	s.lastFull.Store(0)
+	if s.lastFull.Swap(0) != 0 {
+		s.changed.Transition()
+	}
 	s.duplicateCalls.Add(int64(repeated))
 	s.duplicateCount.Add(float64(repeated))
 	s.acceptedCount.Add(float64(n - repeated))
 	s.lastAccepted.Store(now.UnixNano())
+	s.changed.Numbers()
 }
 
 // StorageFull records a refusal because of full storage.
-func (s *Source) StorageFull(now time.Time) { s.lastFull.Store(now.UnixNano()) }
+func (s *Source) StorageFull(now time.Time) {
+	before := s.lastFull.Swap(now.UnixNano())
+	if before == 0 || now.Sub(time.Unix(0, before)) >= pressureMemory { // The report had no pressure.
+		s.changed.Transition()
+	}
+}
 
 // Reject counts n refused calls of a Source and logs a sample of the refusals. message must not
 // contain request data.
@@ -90,6 +100,7 @@ func (g *Gate) Reject(s *Source, now time.Time, n int, code, message string) {
 		s.lastRejection.Store(&text)
 		s.lastRejected.Store(now.UnixNano())
 	}
+	s.changed.Numbers()
 	g.metrics.rejected.WithLabelValues(s.Namespace, s.Name, code).Add(float64(n))
 	if missed, ok := s.log.Due(now); ok {
 		g.Logger.Warn("calls refused", "namespace", s.Namespace, "source", s.Name, "code", code, "message", message, "calls", n, "suppressed", missed)
@@ -104,8 +115,9 @@ type SourceCounters struct {
 	// is disabled are only counted.
 	LastRejection string
 	// StoragePressure is true while calls are refused because storage is full: from the first
-	// refusal until a call is stored, or until pressureMemory has passed without a call.
+	// refusal until a call is stored, or until PressureEnds if no further call arrives.
 	StoragePressure bool
+	PressureEnds    time.Time
 }
 
 // Counters returns a Source's counters; its key is "namespace/name".
@@ -122,8 +134,10 @@ func (g *Gate) Counters(key string) (c SourceCounters) {
 	if text := s.lastRejection.Load(); text != nil {
 		c.LastRejection = *text
 	}
-	full := s.lastFull.Load()
-	c.StoragePressure = full != 0 && g.Now().Sub(time.Unix(0, full)) < pressureMemory
+	if full := s.lastFull.Load(); full != 0 {
+		c.PressureEnds = time.Unix(0, full).Add(pressureMemory)
+		c.StoragePressure = g.Now().Before(c.PressureEnds)
+	}
 	return c
 }
 

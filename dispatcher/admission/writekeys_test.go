@@ -59,7 +59,10 @@ type control struct {
 func newControl(t *testing.T, m MetaStore) *control {
 	c := &control{t: t}
 	gate := New(Options{Logger: slog.New(slog.NewTextHandler(&c.log, nil))})
-	c.Configs = NewConfigs(gate, 10*time.Minute, m, func(*liveconfig.View) error { return nil })
+	var err error
+	if c.Configs, err = NewConfigs(gate, 10*time.Minute, m, func(*liveconfig.View) error { return nil }); err != nil {
+		t.Fatal(err)
+	}
 	return c
 }
 
@@ -69,10 +72,10 @@ func (c *control) set(config liveconfig.Config) {
 	if err != nil {
 		c.t.Fatal(err)
 	}
-	c.Set(config.Namespace, data)
+	c.Set(config.Namespace, liveconfig.Stored{Config: data})
 }
 
-// is compares the state of a key with "known", "removed" or "unknown".
+// is compares the state of a key with "known", "parked", "removed" or "unknown".
 func (c *control) is(key, want string) {
 	c.t.Helper()
 	got := "unknown"
@@ -80,6 +83,8 @@ func (c *control) is(key, want string) {
 		got = "known"
 	} else if _, ok := c.gate.View().RemovedWriteKey(key, time.Now()); ok {
 		got = "removed"
+	} else if c.gate.View().ParkedKey(key) {
+		got = "parked"
 	}
 	if got != want {
 		c.t.Errorf("key %q is %s, want %s", key, got, want)
@@ -101,7 +106,7 @@ func TestRemovedWriteKeys(t *testing.T) {
 		"namespace without objects":  {func(c *control) { c.Delete("shop") }, "the Source of this write key was removed at 2000-01-01T01:00:00Z; add it again, or stop the sender"},
 		"a second key":               {func(c *control) { c.set(keysConfig("shop", "new", "old")) }, ""},
 		"Source disabled":            {func(c *control) { c.set(disabled) }, ""},
-		"config refused":             {func(c *control) { c.Set("shop", []byte("damaged")) }, ""},
+		"config refused":             {func(c *control) { c.Set("shop", liveconfig.Stored{Config: []byte("damaged")}) }, ""},
 		"moved to another namespace": {func(c *control) { c.set(none); c.set(keysConfig("bank", "old")) }, ""},
 		"removed and restored":       {func(c *control) { c.set(none); time.Sleep(9 * time.Minute); c.set(keysConfig("shop", "old")) }, ""},
 	} {
@@ -155,7 +160,7 @@ func TestRemovedWriteKeys(t *testing.T) {
 }
 
 // A key that is removed while the dispatcher is stopped counts as removed from the next start
-// on; a namespace whose config cannot be loaded removes no key.
+// on; a namespace whose config cannot be loaded removes no key, and its callers are answered 503.
 func TestWriteKeysRemovedWhileDown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := &mapMeta{values: map[string][]byte{}}
@@ -167,13 +172,13 @@ func TestWriteKeysRemovedWhileDown(t *testing.T) {
 
 		c = newControl(t, m)
 		c.set(keysConfig("shop", "stays"))
-		c.Set("bank", []byte("damaged"))
+		c.Set("bank", liveconfig.Stored{Config: []byte("damaged")})
 		c.Synced()
 		c.is("old", "removed")
 		c.is("stays", "known")
-		c.is("broken", "unknown")
-		if c.gate.View().Complete() {
-			t.Error("the view is complete although a namespace is not loaded, so its callers are answered 401")
+		c.is("broken", "parked")
+		if _, _, bad := c.gate.Authenticate(c.gate.View(), "broken"); bad == nil || bad.Code != CodeNotReady {
+			t.Errorf("refusal: got %+v, want the code %s", bad, CodeNotReady)
 		}
 		time.Sleep(9 * time.Minute)
 		c.Delete("bank")

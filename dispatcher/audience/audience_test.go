@@ -13,8 +13,10 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/cockroachdb/pebble/v2/vfs"
 	gocmp "github.com/google/go-cmp/cmp"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/test/check"
@@ -61,17 +63,17 @@ func TestDiff(t *testing.T) {
 		before, now      stream
 		full, resend     bool
 		members, changes []string
-		counts           Counts
+		counts           adminapi.SyncCounts
 	}{
-		{"first", of(), of("a", "b"), true, false, []string{"m:a", "m:b"}, []string{"j:a", "j:b"}, Counts{Members: 2, Added: 2}},
-		{"same", of("a", "b"), of("a", "b"), true, false, []string{"m:a", "m:b"}, nil, Counts{Before: 2, Members: 2}},
-		{"all kinds", of("a=1", "b=2", "c=3"), of("b=2", "c=4", "d=5"), true, false, []string{"m:b=2", "m:c=4", "m:d=5"}, []string{"l:a=1", "c:c=4", "j:d=5"}, Counts{Before: 3, Members: 3, Added: 1, Removed: 1, Changed: 1}},
-		{"all removed", of("a", "b"), of(), true, false, nil, []string{"l:a", "l:b"}, Counts{Before: 2, Removed: 2}},
-		{"increment", of("a", "b"), of("-a", "-x", "c", "b"), false, false, []string{"m:b", "m:c"}, []string{"l:a", "j:c"}, Counts{Before: 2, Members: 2, Added: 1, Removed: 1}},
-		{"empty increment", of("a"), of(), false, false, []string{"m:a"}, nil, Counts{Before: 1, Members: 1}},
-		{"prefixes", of("a", "aa"), of("aa", "aaa"), true, false, []string{"m:aa", "m:aaa"}, []string{"l:a", "j:aaa"}, Counts{Before: 2, Members: 2, Added: 1, Removed: 1}},
-		{"resent", of("a", "b", "c=1"), of("b", "c=2", "d"), true, true, []string{"m:b", "m:c=2", "m:d"}, []string{"l:a", "s:b", "c:c=2", "j:d"}, Counts{Before: 3, Members: 3, Added: 1, Removed: 1, Changed: 1, Resent: 1}},
-		{"increment resent", of("a", "b"), of("b", "-x"), false, true, []string{"m:a", "m:b"}, []string{"s:b"}, Counts{Before: 2, Members: 2, Resent: 1}},
+		{"first", of(), of("a", "b"), true, false, []string{"m:a", "m:b"}, []string{"j:a", "j:b"}, adminapi.SyncCounts{Members: 2, Added: 2}},
+		{"same", of("a", "b"), of("a", "b"), true, false, []string{"m:a", "m:b"}, nil, adminapi.SyncCounts{Before: 2, Members: 2}},
+		{"all kinds", of("a=1", "b=2", "c=3"), of("b=2", "c=4", "d=5"), true, false, []string{"m:b=2", "m:c=4", "m:d=5"}, []string{"l:a=1", "c:c=4", "j:d=5"}, adminapi.SyncCounts{Before: 3, Members: 3, Added: 1, Removed: 1, Changed: 1}},
+		{"all removed", of("a", "b"), of(), true, false, nil, []string{"l:a", "l:b"}, adminapi.SyncCounts{Before: 2, Removed: 2}},
+		{"increment", of("a", "b"), of("-a", "-x", "c", "b"), false, false, []string{"m:b", "m:c"}, []string{"l:a", "j:c"}, adminapi.SyncCounts{Before: 2, Members: 2, Added: 1, Removed: 1}},
+		{"empty increment", of("a"), of(), false, false, []string{"m:a"}, nil, adminapi.SyncCounts{Before: 1, Members: 1}},
+		{"prefixes", of("a", "aa"), of("aa", "aaa"), true, false, []string{"m:aa", "m:aaa"}, []string{"l:a", "j:aaa"}, adminapi.SyncCounts{Before: 2, Members: 2, Added: 1, Removed: 1}},
+		{"resent", of("a", "b", "c=1"), of("b", "c=2", "d"), true, true, []string{"m:b", "m:c=2", "m:d"}, []string{"l:a", "s:b", "c:c=2", "j:d"}, adminapi.SyncCounts{Before: 3, Members: 3, Added: 1, Removed: 1, Changed: 1, Resent: 1}},
+		{"increment resent", of("a", "b"), of("b", "-x"), false, true, []string{"m:a", "m:b"}, []string{"s:b"}, adminapi.SyncCounts{Before: 2, Members: 2, Resent: 1}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var members, changes []string
@@ -118,7 +120,7 @@ func TestAgainstModel(t *testing.T) {
 		rnd := rand.New(rand.NewPCG(seed, 1))
 		before, now := map[string]string{}, map[string]string{}
 		sorted := func(m map[string]string, repeat bool) stream {
-			s := newSorter(t.TempDir(), 1<<30, unwatched)
+			s := newSorter(vfs.Default, t.TempDir(), 1<<30, unwatched)
 			s.maxArena, s.maxSpans, s.maxRuns = 64+rnd.IntN(200), 1+rnd.IntN(9), 2+rnd.IntN(3)
 			n := rnd.IntN(120)
 			for range n {
@@ -172,7 +174,7 @@ func TestAgainstModel(t *testing.T) {
 // Reading a file with any flipped bit, or truncated anywhere, fails without a panic.
 func TestDamagedFilesAreRejected(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "f")
-	w, err := create(path)
+	w, err := create(vfs.Default, path)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -185,7 +187,7 @@ func TestDamagedFilesAreRejected(t *testing.T) {
 		t.Fatal(err)
 	}
 	read := func() (n int, err error) {
-		r, err := open(path)
+		r, err := open(vfs.Default, path)
 		if err != nil {
 			return 0, err
 		}
@@ -225,7 +227,7 @@ func TestDamagedFilesAreRejected(t *testing.T) {
 func unwatched(s stream) stream { return s }
 
 func TestSorterIsBounded(t *testing.T) {
-	s := newSorter(t.TempDir(), 1000, unwatched)
+	s := newSorter(vfs.Default, t.TempDir(), 1000, unwatched)
 	s.maxArena = 100
 	var err error
 	for i := 0; err == nil && i < 10_000; i++ {
@@ -237,7 +239,7 @@ func TestSorterIsBounded(t *testing.T) {
 // The merge of runs into longer runs also reads through the given wrapper.
 func TestMergeOfRunsCanBeStopped(t *testing.T) {
 	full := errors.New("full")
-	s := newSorter(t.TempDir(), 1<<30, func(stream) stream {
+	s := newSorter(vfs.Default, t.TempDir(), 1<<30, func(stream) stream {
 		return func() (record, error) { return record{}, full }
 	})
 	s.maxSpans, s.maxRuns = 1, 2

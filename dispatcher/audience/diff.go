@@ -4,23 +4,9 @@ import (
 	"bytes"
 	"errors"
 	"io"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
-
-// Counts are the results of a sync.
-type Counts struct {
-	// Before and Members are the numbers of members before and after the sync.
-	Before  int64 `json:"before"`
-	Members int64 `json:"members"`
-	// Added users joined, Removed users left, Changed users have another value.
-	Added   int64 `json:"added"`
-	Removed int64 `json:"removed"`
-	Changed int64 `json:"changed"`
-	// Resent users are unchanged; they are sent because the sync requested it.
-	Resent int64 `json:"resent,omitempty"`
-}
-
-// Changes returns the number of users with an identify call.
-func (c Counts) Changes() int64 { return c.Added + c.Removed + c.Changed + c.Resent }
 
 // diff merges the previous members with the users of a sync. Both streams are sorted by id without
 // repetitions. member gets the new members, sorted; change gets the added, removed and changed
@@ -29,7 +15,7 @@ func (c Counts) Changes() int64 { return c.Added + c.Removed + c.Changed + c.Res
 // In a snapshot (full) a missing user is removed; in an increment, a user with opRemove. resend
 // also includes the unchanged members of the sync. diff only calls its arguments, and its memory is
 // constant.
-func diff(before, now stream, full, resend bool, member, change func(record) error) (c Counts, err error) {
+func diff(before, now stream, full, resend bool, member, change func(record) error) (c adminapi.SyncCounts, err error) {
 	old, oldErr := before()
 	in, inErr := now()
 	emit := func(op op, r record) error {

@@ -17,6 +17,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
@@ -82,7 +83,7 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if r.Method == http.MethodGet {
 		writeJSON(w, http.StatusOK, struct {
 			Success bool `json:"success"`
-			Progress
+			adminapi.SyncProgress
 		}{true, s.Progress(q.Namespace, q.Audience)})
 		return
 	}
@@ -103,7 +104,7 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	writeJSON(w, status, struct {
 		Success bool `json:"success"`
-		Result
+		adminapi.SyncResult
 	}{true, result})
 }
 
@@ -124,6 +125,9 @@ func (s *Service) authenticate(r *http.Request) (view *liveconfig.View, ref live
 	}
 	if ref, source, bad = s.Gate.Authenticate(view, key); bad == nil {
 		bad = admission.CheckEnabled(ref.Source)
+	} else if bad.Code == admission.CodeUnknownKey {
+		address, _, _ := net.SplitHostPort(r.RemoteAddr) // "" without a port, which no server sets.
+		s.Gate.UnknownKeys.Add(key, address, s.Now())
 	}
 	return view, ref, bad
 }

@@ -3,10 +3,8 @@ package audience
 import (
 	"context"
 	"fmt"
-	"log/slog"
 	"maps"
 	"net/http"
-	"os"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -14,6 +12,7 @@ import (
 	"time"
 
 	"github.com/posthorn/posthorn/analytics/event"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/admission/admissiontest"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -127,17 +126,15 @@ type storeRig struct {
 	lane  queue.LaneID
 }
 
-func withStore(t *testing.T, dir string, room func(source string) bool, change func(*Options)) *storeRig {
+func withStore(t *testing.T, d *disk, room func(source string) bool, change func(*Options)) *storeRig {
 	t.Helper()
-	store, err := pebblestore.Open(dir+"/queue", pebblestore.Options{Logger: slog.New(slog.DiscardHandler), DuplicateWindow: 10 * time.Minute})
-	if err != nil {
-		t.Fatal(err)
-	}
+	store := d.open(t)
 	s := &storeRig{store: store, lane: queue.LaneID{Source: "shop/web", Destination: "shop/crm"}}
 	if err := store.OpenLane(s.lane); err != nil {
 		t.Fatal(err)
 	}
-	s.rig = newRig(t, dir+"/audiences", newLog(), func(o *Options) {
+	s.rig = newRig(t, d, newLog(), func(o *Options) {
+		o.Store = store
 		o.Gate = admission.New(admission.Options{Store: &admissiontest.Store{OnAppend: store.Append, OnRoom: room}, Logger: o.Logger})
 		o.Lanes = store
 		if change != nil {
@@ -181,12 +178,12 @@ func many(prefix string, n int) []string {
 }
 
 // A first sync of many members with a slow receiver: live calls are delivered between the
-// calls of the sync, its progress is reported, and a kill -9 neither repeats nor loses a
+// calls of the sync, its progress is reported, and a restart neither repeats nor loses a
 // call.
 func TestSlowReceiver(t *testing.T) {
 	const users = 2000
-	dir := t.TempDir()
-	s := withStore(t, dir, nil, nil)
+	d := memory()
+	s := withStore(t, d, nil, nil)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel() // Sync returns as soon as the sync is accepted.
 	result, err := s.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids(many("u", users)...))
@@ -229,20 +226,9 @@ func TestSlowReceiver(t *testing.T) {
 		t.Errorf("message for another sync: got %q, want one with %q", a.Error.Message, want)
 	}
 
-	// The copy has the files as kill -9 leaves them. The queue is closed first; it has its own
-	// crash tests.
-	killed := t.TempDir()
-	if err := os.CopyFS(killed+"/audiences", os.DirFS(dir+"/audiences")); err != nil {
-		t.Fatal(err)
-	}
 	s.end()
-	if err := s.store.Close(); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.CopyFS(killed+"/queue", os.DirFS(dir+"/queue")); err != nil {
-		t.Fatal(err)
-	}
-	s = withStore(t, killed, nil, nil)
+	check.NoError(t, "close the store", s.store.Close())
+	s = withStore(t, d, nil, nil)
 	receive(900)
 	s.eventually(func() bool { got = append(got, s.take(50)...); return s.busy() == "" })
 	for more := s.take(1000); len(more) > 0; more = s.take(1000) {
@@ -262,7 +248,7 @@ func TestSlowReceiver(t *testing.T) {
 // While the queue has no space for a sync, the sync waits; then it continues.
 func TestSyncWaitsForSpaceInTheQueue(t *testing.T) {
 	var room atomic.Bool
-	s := withStore(t, t.TempDir(), func(source string) bool {
+	s := withStore(t, memory(), func(source string) bool {
 		if source != "shop/web" {
 			t.Errorf("Room: got Source %q, want shop/web", source)
 		}
@@ -291,7 +277,7 @@ func TestSyncWaitsForSpaceInTheQueue(t *testing.T) {
 
 // A sync does not wait for a destination that filters identify calls out.
 func TestFilteringDestinationDoesNotDelaySyncs(t *testing.T) {
-	s := withStore(t, t.TempDir(), nil, nil)
+	s := withStore(t, memory(), nil, nil)
 	c := config()
 	c.Destinations = []liveconfig.Destination{{Name: "track-only", State: liveconfig.Active, Sources: []string{"web"}}}
 	s.set(c)
@@ -307,7 +293,7 @@ func TestDestinationsChangeDuringASync(t *testing.T) {
 	const users = 500
 	for _, to := range []liveconfig.State{liveconfig.Disabled, liveconfig.Paused, "deleted"} {
 		t.Run(string(to), func(t *testing.T) {
-			s := withStore(t, t.TempDir(), nil, nil)
+			s := withStore(t, memory(), nil, nil)
 			ctx, cancel := context.WithCancel(t.Context())
 			cancel()
 			if _, err := s.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids(many("u", users)...)); err != nil {
@@ -337,7 +323,7 @@ func TestDestinationsChangeDuringASync(t *testing.T) {
 
 // The sync of an audience that is deleted while it waits is removed.
 func TestAudienceDeletedDuringItsSync(t *testing.T) {
-	s := withStore(t, t.TempDir(), func(string) bool { return false }, func(o *Options) { o.OrphanGrace = time.Millisecond })
+	s := withStore(t, memory(), func(string) bool { return false }, func(o *Options) { o.OrphanGrace = time.Millisecond })
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if _, err := s.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids("a")); err != nil {
@@ -346,21 +332,21 @@ func TestAudienceDeletedDuringItsSync(t *testing.T) {
 	c := config()
 	c.Audiences = c.Audiences[1:]
 	s.set(c)
-	s.eventually(func() bool { return s.Progress("shop", config().Audiences[0]) == Progress{} })
+	s.eventually(func() bool { return s.Progress("shop", config().Audiences[0]) == adminapi.SyncProgress{} })
 	check.Same(t, "messages", s.take(10), nil)
 }
 
 // With resend all members are sent again, for example for a new destination.
 func TestResend(t *testing.T) {
-	r := newRig(t, t.TempDir(), newLog(), nil)
+	r := newRig(t, memory(), newLog(), nil)
 	r.sync(shoppers, "a", "b", "c")
 	r.sync(spent, "a=1", "b=2")
 	r.log.drain(t)
 	a := r.sync(shoppers+"?resend=true", "b", "c", "d")
-	check.Equal(t, "counts of the audience", a.Counts, Counts{Before: 3, Members: 3, Added: 1, Removed: 1, Resent: 2})
+	check.Equal(t, "counts of the audience", a.SyncCounts, adminapi.SyncCounts{Before: 3, Members: 3, Added: 1, Removed: 1, Resent: 2})
 	r.wantCalls("a shoppers=false", "b shoppers=true", "c shoppers=true", "d shoppers=true")
 	a = r.sync(spent+"?resend=true", "a=1", "b=3")
-	check.Equal(t, "counts of the computed trait", a.Counts, Counts{Before: 2, Members: 2, Changed: 1, Resent: 1})
+	check.Equal(t, "counts of the computed trait", a.SyncCounts, adminapi.SyncCounts{Before: 2, Members: 2, Changed: 1, Resent: 1})
 	r.wantCalls("a spent=1", "b spent=3")
 	r.sync(shoppers, "b", "c", "d")
 	r.wantCalls()

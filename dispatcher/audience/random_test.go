@@ -7,11 +7,7 @@ import (
 	"fmt"
 	"maps"
 	"math/rand/v2"
-	"os"
-	"path/filepath"
-	"slices"
 	"strings"
-	"sync/atomic"
 	"testing"
 
 	gocmp "github.com/google/go-cmp/cmp"
@@ -27,7 +23,7 @@ type random struct {
 	*rand.Rand
 	t        *testing.T
 	audience liveconfig.Audience
-	dir      string
+	disk     *disk
 	log      *log
 	rig      *rig
 	history  []string
@@ -36,18 +32,9 @@ type random struct {
 	received map[string]string // the receiver's members after all calls so far
 }
 
-// atStep, when set, is called at each step.
-var atStep atomic.Pointer[func()]
-
 // After any snapshots, increments, faults and crashes, the receiver has the same members
 // when a sync is sent, and it received neither repeated nor outdated calls.
 func TestRandomSyncs(t *testing.T) {
-	step = func() {
-		if f := atStep.Load(); f != nil {
-			(*f)()
-		}
-	}
-	defer func() { step = func() {} }()
 	seeds := uint64(8)
 	if testing.Short() {
 		seeds = 4
@@ -55,9 +42,9 @@ func TestRandomSyncs(t *testing.T) {
 	for seed := range seeds {
 		x := &random{
 			Rand: rand.New(rand.NewPCG(seed, 2)), t: t, audience: config().Audiences[seed%2],
-			dir: t.TempDir(), log: newLog(), members: map[string]string{}, received: map[string]string{},
+			disk: memory(), log: newLog(), members: map[string]string{}, received: map[string]string{},
 		}
-		x.rig = newRig(t, x.dir, x.log, nil)
+		x.rig = newRig(t, x.disk, x.log, nil)
 		for range 12 {
 			x.sync()
 		}
@@ -129,38 +116,27 @@ func (x *random) sync() {
 
 func (x *random) note(event string) { x.history = append(x.history, event) }
 
-// crash sends a sync, and continues with the files and the queue of one of its steps.
+// crash sends a sync, and continues with the disk and the queue of one of its steps.
 func (x *random) crash(q Request, lines string) {
-	at, steps := x.IntN(18), 0 // A sync has about 18 steps.
-	killed, before := filepath.Join(x.t.TempDir(), "killed"), newLog()
+	at, steps, power := x.IntN(30), 0, x.IntN(2) == 0 // A sync has about 30 steps.
+	var killed *disk
+	var before *log
 	snapshot := func() {
-		if steps++; steps-1 != at {
-			return
+		if steps++; steps-1 == at {
+			killed, before = x.disk.crash(power), x.log.clone()
 		}
-		if err := os.CopyFS(killed, os.DirFS(x.dir)); err != nil {
-			x.t.Error(err)
-		}
-		x.log.mu.Lock()
-		before.messages, before.ids = slices.Clone(x.log.messages), maps.Clone(x.log.ids)
-		x.log.mu.Unlock()
 	}
-	atStep.Store(&snapshot)
+	x.disk.step.Store(&snapshot)
 	if _, err := x.rig.Sync(x.t.Context(), q, strings.NewReader(lines)); err != nil {
 		x.t.Error(err)
 	}
 	x.rig.end()
-	atStep.Store(nil)
-	if _, err := os.Stat(killed); err == nil {
-		x.dir, x.log = killed, before
-		x.note(fmt.Sprintf("killed at step %d", at))
-		if progress := glob(x.t, x.dir, progressFile); len(progress) > 0 && x.IntN(2) == 0 {
-			x.note("power lost")
-			if err := os.Truncate(progress[0], 0); err != nil {
-				x.t.Error(err)
-			}
-		}
+	x.disk.step.Store(nil)
+	if killed != nil {
+		x.disk, x.log = killed, before
+		x.note(fmt.Sprintf("crash at step %d, with power loss: %t", at, power))
 	}
-	x.rig = newRig(x.t, x.dir, x.log, nil)
+	x.rig = newRig(x.t, x.disk, x.log, nil)
 }
 
 // stop sends a sync, rejects its calls in the queue, and restarts the Service.
@@ -174,7 +150,7 @@ func (x *random) stop(q Request, lines string) {
 	}
 	x.rig.end()
 	x.log.onAppend(nil)
-	x.rig = newRig(x.t, x.dir, x.log, nil)
+	x.rig = newRig(x.t, x.disk, x.log, nil)
 }
 
 // check reads the new calls. They contain no current value again, except with resend.

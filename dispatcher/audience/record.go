@@ -9,7 +9,8 @@ import (
 	"hash"
 	"hash/crc32"
 	"io"
-	"os"
+
+	"github.com/cockroachdb/pebble/v2/vfs"
 )
 
 // op is the meaning of a record in its stream.
@@ -56,7 +57,7 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 // truncated or damaged file is never mistaken for a shorter one: a missing member would be sent as
 // removed.
 type writer struct {
-	file  *os.File
+	file  vfs.File
 	buf   *bufio.Writer
 	sum   hash.Hash32
 	count uint64
@@ -64,14 +65,14 @@ type writer struct {
 	head  []byte
 }
 
-func create(path string) (*writer, error) {
-	f, err := os.OpenFile(path, os.O_CREATE|os.O_TRUNC|os.O_WRONLY, 0o600)
+func create(fs vfs.FS, path string) (*writer, error) {
+	f, err := fs.Create(path, vfs.WriteCategoryUnspecified)
 	if err != nil {
 		return nil, err
 	}
-	step()
 	w := &writer{file: f, sum: crc32.New(castagnoli)}
-	w.buf = bufio.NewWriterSize(io.MultiWriter(f, w.sum), bufferBytes)
+	// The sum is first, because a vfs.File may change the bytes that it has written.
+	w.buf = bufio.NewWriterSize(io.MultiWriter(w.sum, f), bufferBytes)
 	if _, err := w.buf.WriteString(fileMagic); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
@@ -102,7 +103,6 @@ func (w *writer) finish(sync bool) error {
 	if _, err := w.file.Write(binary.LittleEndian.AppendUint32(nil, w.sum.Sum32())); err != nil {
 		return errors.Join(err, w.file.Close())
 	}
-	step()
 	if sync {
 		if err := w.file.Sync(); err != nil {
 			return errors.Join(err, w.file.Close())
@@ -117,7 +117,8 @@ func (w *writer) abandon() { _ = w.file.Close() }
 // reader reads a file of writer. It verifies the checksum at the end, so its records must not be
 // used before next has returned io.EOF.
 type reader struct {
-	file  *os.File
+	file  vfs.File
+	path  string
 	buf   *bufio.Reader
 	sum   uint32
 	count uint64
@@ -126,12 +127,12 @@ type reader struct {
 	some  bool
 }
 
-func open(path string) (*reader, error) {
-	f, err := os.Open(path)
+func open(fs vfs.FS, path string) (*reader, error) {
+	f, err := fs.Open(path, vfs.SequentialReadsOption)
 	if err != nil {
 		return nil, err
 	}
-	r := &reader{file: f, buf: bufio.NewReaderSize(f, bufferBytes)}
+	r := &reader{file: f, path: path, buf: bufio.NewReaderSize(f, bufferBytes)}
 	magic := make([]byte, len(fileMagic))
 	if _, err := io.ReadFull(r.buf, magic); err != nil || string(magic) != fileMagic {
 		return nil, errors.Join(fmt.Errorf("%s: %w: it has no header of a membership file", path, errDamaged), f.Close())
@@ -143,7 +144,7 @@ func open(path string) (*reader, error) {
 func (r *reader) close() { _ = r.file.Close() }
 
 func (r *reader) damaged(what string) error {
-	return fmt.Errorf("%s: %w: %s", r.file.Name(), errDamaged, what)
+	return fmt.Errorf("%s: %w: %s", r.path, errDamaged, what)
 }
 
 // next implements stream.

@@ -5,8 +5,9 @@
 // and merged with the members of the last sync, and the difference becomes identify calls. Memory
 // is constant for any number of members.
 //
-// A sync is decided at one moment, when a file gets its name. Before it, nothing has changed; after
-// it, a restart completes the sync with the same result. The ids of its calls derive from the sync
+// A sync is decided at one moment, when the store has its state; the files that it names are durable
+// before. Before that moment nothing has changed; after it, a restart completes the sync with the
+// same result. The ids of its calls derive from the sync
 // and the user, so that a call that is appended again is recognized as a duplicate. The main type
 // is Service.
 package audience
@@ -22,19 +23,20 @@ import (
 	"log/slog"
 	"net/http"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/google/uuid"
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/admission"
+	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
@@ -58,10 +60,16 @@ const (
 	checkEvery = 4096
 )
 
-// Options configure a Service. Dir, Gate and Lanes are required.
+// Options configure a Service. Dir, Store, Gate and Lanes are required.
 type Options struct {
 	// Dir holds the members; it is created if missing.
 	Dir string
+	// OldDir is the folder that release 0.2.0 used; its contents move to Dir and Store.
+	OldDir string
+	// FS is the file system of Dir and OldDir. Default vfs.Default.
+	FS vfs.FS
+	// Store keeps the states of the audiences.
+	Store Store
 	// Gate is the way into the queue.
 	Gate *admission.Gate
 	// Lanes are the lanes whose progress sets the pace of a sync.
@@ -75,9 +83,11 @@ type Options struct {
 	OrphanGrace time.Duration
 	// IdleTimeout is the longest pause of a sync's sender. Default DefaultIdleTimeout.
 	IdleTimeout time.Duration
-	Now         func() time.Time
-	Logger      *slog.Logger
-	Registerer  prometheus.Registerer
+	// Changes is marked when the report of an audience changes; nil marks nothing.
+	Changes    *changes.Log
+	Now        func() time.Time
+	Logger     *slog.Logger
+	Registerer prometheus.Registerer
 }
 
 // Service stores the audiences of all namespaces. Make it with New, and call Run.
@@ -92,7 +102,10 @@ type Service struct {
 
 	mu        sync.Mutex
 	audiences map[name]*audience
-	syncs     map[string]int // by namespace; "" is the total
+	// failedUpgrades has the folders of release 0.2.0 that cannot be read. Their audiences are
+	// broken.
+	failedUpgrades map[string]error
+	syncs          map[string]int // by namespace; "" is the total
 }
 
 // name identifies an audience.
@@ -104,6 +117,9 @@ type audience struct {
 	dir string
 	// done is the last completed sync, pending one that is decided.
 	done, pending *state
+	// undecided is true while the store may have a sync as pending whose decision failed. The sync's
+	// files are kept. Only the operation in progress uses it.
+	undecided bool
 	// sent is how many changes of pending are in the queue; waits is the reason why the rest waits,
 	// if it does.
 	sent  atomic.Int64
@@ -123,6 +139,8 @@ type audience struct {
 
 	refused     time.Time
 	lastRefusal string
+	// changed is marked when the report changes.
+	changed *changes.Object
 }
 
 // New opens the stored audiences. A sync that was decided before continues when the Service runs.
@@ -131,6 +149,7 @@ func New(o Options) (*Service, error) {
 	o.OrphanGrace = cmp.Or(o.OrphanGrace, 10*time.Minute)
 	o.IdleTimeout = cmp.Or(o.IdleTimeout, DefaultIdleTimeout)
 	o.Logger = cmp.Or(o.Logger, slog.Default())
+	o.FS = cmp.Or(o.FS, vfs.Default)
 	if o.Now == nil {
 		o.Now = time.Now
 	}
@@ -146,74 +165,98 @@ func New(o Options) (*Service, error) {
 		}
 		return s, nil
 	}
-	if err := os.MkdirAll(o.Dir, 0o700); err != nil {
+	if err := s.load(); err != nil {
 		return nil, fmt.Errorf("audiences: %w", err)
-	}
-	entries, err := os.ReadDir(o.Dir)
-	if err != nil {
-		return nil, fmt.Errorf("audiences: %w", err)
-	}
-	for _, e := range entries {
-		if e.IsDir() {
-			s.recover(filepath.Join(o.Dir, e.Name()))
-		}
 	}
 	return s, nil
 }
 
-// recover opens one audience's folder. If that fails, only this audience is broken.
-func (s *Service) recover(dir string) {
-	done, doneErr := readState(filepath.Join(dir, stateFile))
-	pending, pendingErr := readState(filepath.Join(dir, pendingFile))
-	broken := errors.Join(doneErr, pendingErr)
-	if pending != nil {
-		_, work := os.Stat(filepath.Join(dir, syncPrefix+pending.Sync))
-		_, members := os.Stat(filepath.Join(dir, storePrefix+pending.Sync))
-		if errors.Is(work, os.ErrNotExist) && errors.Is(members, os.ErrNotExist) {
-			// It was cancelled, because its name could not be made durable.
-			s.Logger.Warn("removing a sync without data", "namespace", pending.Namespace, "audience", pending.Name, "sync", pending.Sync)
-			broken = errors.Join(broken, os.Remove(filepath.Join(dir, pendingFile)))
-			pending = nil
+// load opens the stored audiences and removes files that no audience names.
+func (s *Service) load() error {
+	if err := makeFolder(s.FS, s.Dir); err != nil {
+		return err
+	}
+	if err := s.upgrade(); err != nil {
+		return err
+	}
+	values, err := s.Store.AllMeta()
+	if err != nil {
+		return err
+	}
+	known := map[string]bool{}
+	for folder := range s.failedUpgrades {
+		known[folder] = true // It may have files that were moved before the error.
+	}
+	for key, value := range values {
+		if id, ok := nameOfKey(key); ok {
+			s.audiences[id] = s.restore(id, value)
+			known[id.folder()] = true
 		}
 	}
-	a := &audience{dir: dir, done: done, pending: pending, broken: broken}
-	switch {
-	case pending != nil:
-		a.name = name{pending.Namespace, pending.Name}
-	case done != nil:
-		a.name = name{done.Namespace, done.Name}
-	case a.broken != nil:
-		// The folder's owner is unknown; a sync of that audience finds the folder again.
-		s.Logger.Error("reading the state of an audience failed; its syncs are refused", "dir", dir, "error", a.broken)
-		return
-	default:
-		if err := os.RemoveAll(dir); err != nil {
-			s.Logger.Error("removing the files of an audience failed", "dir", dir, "error", err)
-		}
-		return
+	folders, err := s.FS.List(s.Dir)
+	if err != nil {
+		return err
 	}
-	if a.broken != nil {
-		s.Logger.Error("reading the state of an audience failed; its syncs are refused", "namespace", a.namespace, "audience", a.name.name, "error", a.broken)
-	} else {
-		var keep, next string
-		if done != nil {
-			keep = done.Sync
-		}
-		if pending != nil {
-			next = pending.Sync
-		}
-		tidy(dir, keep, next, s.Logger.With("namespace", a.namespace, "audience", a.name.name))
-		if pending != nil { // its progress until the sync continues
-			if at, sent, err := openProgress(filepath.Join(dir, syncPrefix+next)); err == nil {
-				a.sent.Store(sent)
-				at.close()
-			} else {
-				a.sent.Store(pending.Changes()) // all calls are sent, only the conclusion is missing
+	for _, folder := range folders {
+		if !known[folder] {
+			if err := s.FS.RemoveAll(s.FS.PathJoin(s.Dir, folder)); err != nil {
+				s.Logger.Error("removing the files of an unknown audience failed", "dir", folder, "error", err)
 			}
 		}
 	}
-	s.audiences[a.name] = a
+	return nil
+}
+
+// upgrade upgrades the files of release 0.2.0. It fails if they cannot be listed: without them, a
+// sync would start from an older state.
+func (s *Service) upgrade() error {
+	if s.OldDir == "" {
+		return nil
+	}
+	failed, cleanUp, err := upgrade(s.FS, s.OldDir, s.Dir, s.Store)
+	if err != nil {
+		return err
+	}
+	if cleanUp != nil {
+		s.Logger.Error("removing the upgraded files of audiences failed", "error", cleanUp)
+	}
+	for folder, err := range failed {
+		s.Logger.Error("upgrading the files of an audience failed; its syncs are refused", "dir", s.FS.PathJoin(s.OldDir, folder), "error", err)
+	}
+	s.failedUpgrades = failed
+	return nil
+}
+
+// newAudience makes an audience without a state.
+func (s *Service) newAudience(id name) *audience {
+	return &audience{
+		name: id, dir: s.FS.PathJoin(s.Dir, id.folder()), broken: s.failedUpgrades[id.folder()],
+		changed: s.Changes.Object(changes.Audiences, id.namespace, id.name),
+	}
+}
+
+// restore makes an audience from its stored state. If that fails, only this audience is broken.
+func (s *Service) restore(id name, value []byte) *audience {
+	a := s.newAudience(id)
+	log := s.Logger.With("namespace", id.namespace, "audience", id.name)
+	r, err := decode(value)
+	if a.broken = errors.Join(a.broken, err); a.broken != nil {
+		log.Error("reading the state of an audience failed; its syncs are refused", "error", a.broken)
+		return a
+	}
+	a.done, a.pending = r.Done, r.Pending
+	a.sent.Store(r.Sent)
+	s.tidy(a, r, log)
 	s.metrics.known(a)
+	return a
+}
+
+// tidy removes the files that a state does not name. Files that cannot be removed only cost disk
+// space.
+func (s *Service) tidy(a *audience, r stored, log *slog.Logger) {
+	if err := tidy(s.FS, a.dir, r); err != nil {
+		log.Error("removing old files of an audience's syncs failed", "error", err)
+	}
 }
 
 // Run completes decided syncs and removes deleted audiences until ctx is done. Appends in progress
@@ -266,13 +309,19 @@ func (s *Service) carry(ctx context.Context, a *audience) {
 	log := s.Logger.With("namespace", a.namespace, "audience", a.name.name, "sync", a.pending.Sync)
 	err := s.send(ctx, a, *a.pending, log)
 	if err == nil {
-		if err = conclude(a.dir, *a.pending); err == nil {
-			tidy(a.dir, a.pending.Sync, "", log)
+		concluded := stored{Done: a.pending}
+		if err = put(s.Store.PutMetaDurable, a.name, concluded); err == nil {
+			s.tidy(a, concluded, log)
 		}
+	}
+	if errors.Is(err, errGone) {
+		log.Info("sync cancelled: the audience, or the Source of its sync, was deleted")
+		s.remove(a)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	a.sending = false
+	a.changed.Transition()
 	switch {
 	case err == nil:
 		log.Info("audience synced", "members", a.pending.Members, "added", a.pending.Added, "removed", a.pending.Removed, "changed", a.pending.Changed)
@@ -283,9 +332,8 @@ func (s *Service) carry(ctx context.Context, a *audience) {
 	case ctx.Err() != nil || errors.Is(err, queue.ErrClosed):
 		log.Info("stopping: the sync continues after the restart", "sent", a.sent.Load(), "of", a.pending.Changes())
 	case errors.Is(err, errGone):
-		log.Info("sync cancelled: the audience, or the Source of its sync, was deleted")
-		s.remove(a)
 		close(a.over)
+		a.over = nil
 	case errors.Is(err, errDamaged) || errors.Is(err, os.ErrNotExist):
 		a.broken = err
 		log.Error("completing a sync failed; syncs of this audience are refused", "error", err)
@@ -299,21 +347,12 @@ var errGone = errors.New("the audience was removed")
 // send appends the identify calls of a sync in small batches, each durable before the next, at the
 // pace of the lanes. While calls cannot be appended (a full disk, no Source) it waits.
 func (s *Service) send(ctx context.Context, a *audience, p state, log *slog.Logger) error {
-	work := filepath.Join(a.dir, syncPrefix+p.Sync)
-	if _, err := os.Stat(filepath.Join(a.dir, storePrefix+p.Sync)); err == nil {
-		return nil // everything is sent, and the members are in place
-	}
-	changes, err := open(filepath.Join(work, changesFile))
+	changes, err := open(s.FS, s.FS.PathJoin(a.dir, changesPrefix+p.Sync))
 	if err != nil {
 		return err
 	}
 	defer changes.close()
-	at, sent, err := openProgress(work)
-	if err != nil {
-		return err
-	}
-	defer at.close()
-	a.sent.Store(sent)
+	sent := a.sent.Load()
 	for range sent {
 		if _, err := changes.next(); err != nil {
 			return err
@@ -352,8 +391,9 @@ func (s *Service) send(ctx context.Context, a *audience, p state, log *slog.Logg
 		}
 		sent += read
 		a.sent.Store(sent)
+		a.changed.Numbers()
 		s.metrics.sending(a.name, p.Changes()-sent)
-		if err := at.set(sent); err != nil {
+		if err := put(s.Store.PutMeta, a.name, stored{Done: a.done, Pending: &p, Sent: sent}); err != nil {
 			return err
 		}
 	}
@@ -363,7 +403,7 @@ func (s *Service) send(ctx context.Context, a *audience, p state, log *slog.Logg
 // await waits until the lanes have room for more calls, and returns their number. last is the batch
 // appended since the last call.
 func (s *Service) await(ctx context.Context, a *audience, p state, lanes *pace, last batch) (int, error) {
-	defer a.waits.Store(nil)
+	defer a.endWait()
 	for pause := pauseMin; ; pause = min(2*pause, pauseMax) {
 		if a.abandoned.Load() {
 			return 0, errGone
@@ -393,14 +433,24 @@ func (s *Service) await(ctx context.Context, a *audience, p state, lanes *pace, 
 	}
 }
 
-func (a *audience) wait(reason string) { a.waits.Store(&reason) }
+// wait sets the reason why the rest of a sync waits.
+func (a *audience) wait(reason string) {
+	a.waits.Store(&reason)
+	a.changed.Numbers()
+}
+
+func (a *audience) endWait() {
+	if a.waits.Swap(nil) != nil {
+		a.changed.Numbers()
+	}
+}
 
 // deliver appends a batch of calls and retries until it succeeds.
 func (s *Service) deliver(ctx context.Context, a *audience, p state, calls []event.Call, log *slog.Logger) (batch, error) {
 	if len(calls) == 0 {
 		return batch{}, nil
 	}
-	defer a.waits.Store(nil)
+	defer a.endWait()
 	wait, told := retryMin, false
 	for {
 		appended, problem := s.tryDeliver(ctx, p, calls)
@@ -492,7 +542,13 @@ func (s *Service) forget() {
 	if view == nil {
 		return
 	}
-	now := s.Now()
+	for _, a := range s.gone(view, s.Now()) {
+		s.remove(a)
+	}
+}
+
+// gone returns the audiences to remove, and makes them busy.
+func (s *Service) gone(view *liveconfig.View, now time.Time) (list []*audience) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for id, a := range s.audiences {
@@ -502,7 +558,7 @@ func (s *Service) forget() {
 				slices.ContainsFunc(config.Sources, func(s liveconfig.Source) bool { return s.Name == a.pending.Source }))
 		})
 		switch {
-		case known || view.Unusable(id.namespace):
+		case known || view.Parked(id.namespace, liveconfig.Ref{Section: liveconfig.SectionAudiences, Name: id.name}):
 			a.gone = time.Time{}
 			a.abandoned.Store(false)
 		case a.gone.IsZero():
@@ -511,20 +567,40 @@ func (s *Service) forget() {
 		case a.sending:
 			a.abandoned.Store(true) // removed when the goroutine has ended
 		default:
-			s.remove(a)
+			a.busy, a.since = "removing", now
+			list = append(list, a)
 		}
+	}
+	return list
+}
+
+// remove deletes all data of an audience that is busy.
+func (s *Service) remove(a *audience) {
+	log := s.Logger.With("namespace", a.namespace, "audience", a.name.name)
+	err := put(s.Store.PutMetaDurable, a.name, stored{})
+	s.mu.Lock()
+	a.busy = ""
+	if err == nil {
+		delete(s.audiences, a.name)
+		a.changed.Transition()
+		s.metrics.forget(a.name)
+		if err = errors.Join(s.FS.RemoveAll(a.dir), s.removeOld(a.folder())); err == nil {
+			log.Info("removed the members of a deleted audience")
+		}
+	}
+	s.mu.Unlock()
+	if err != nil {
+		log.Error("removing the members of a deleted audience failed", "error", err)
 	}
 }
 
-// remove deletes all data of an audience. The mutex is held.
-func (s *Service) remove(a *audience) {
-	delete(s.audiences, a.name)
-	s.metrics.forget(a.name)
-	if err := os.RemoveAll(a.dir); err != nil {
-		s.Logger.Error("removing the members of a deleted audience failed", "namespace", a.namespace, "audience", a.name.name, "error", err)
-		return
+// removeOld removes a folder that could not be upgraded. The mutex is held.
+func (s *Service) removeOld(folder string) error {
+	if s.failedUpgrades[folder] == nil {
+		return nil
 	}
-	s.Logger.Info("removed the members of a deleted audience", "namespace", a.namespace, "audience", a.name.name)
+	delete(s.failedUpgrades, folder)
+	return s.FS.RemoveAll(s.FS.PathJoin(s.OldDir, folder))
 }
 
 // Request is one sync.
@@ -544,24 +620,14 @@ type Request struct {
 	DryRun bool
 }
 
-// Result is the result of a sync.
-type Result struct {
-	Sync string `json:"sync"`
-	Counts
-	// Sent is true if every identify call is in the queue. Otherwise the sync is decided and will
-	// be completed.
-	Sent   bool `json:"sent"`
-	DryRun bool `json:"dryRun,omitempty"`
-}
-
 // Sync runs a sync. Its error is a *admission.Refusal; then nothing was changed. It returns when the identify
 // calls are in the queue, or earlier if that takes longer than 10 s, ctx is done or the Service
 // stops.
-func (s *Service) Sync(ctx context.Context, q Request, body io.Reader) (Result, error) {
+func (s *Service) Sync(ctx context.Context, q Request, body io.Reader) (adminapi.SyncResult, error) {
 	begin := s.Now()
 	a, err := s.begin(q)
 	if err != nil {
-		return Result{}, err
+		return adminapi.SyncResult{}, err
 	}
 	result, over, err := s.receive(a, q, body)
 	if err != nil {
@@ -574,20 +640,18 @@ func (s *Service) Sync(ctx context.Context, q Request, body io.Reader) (Result, 
 	if err != nil {
 		if !q.DryRun {
 			a.refused, a.lastRefusal = a.after(s.Now()), err.Error()
-		}
-		if a.done == nil && a.broken == nil { // the audience has no data
-			_ = os.RemoveAll(a.dir)
+			a.changed.Transition()
 		}
 	}
 	s.leave(q)
 	s.mu.Unlock()
 	if err != nil && q.DryRun {
-		return Result{}, err
+		return adminapi.SyncResult{}, err
 	}
 	if err != nil {
 		s.metrics.refused(a.name)
 		s.Logger.Warn("sync refused", "namespace", q.Namespace, "audience", q.Audience.Name, "error", err)
-		return Result{}, err
+		return adminapi.SyncResult{}, err
 	}
 	if q.DryRun {
 		return result, nil
@@ -622,13 +686,7 @@ func (s *Service) begin(q Request) (*audience, error) {
 	id := name{q.Namespace, q.Audience.Name}
 	a := s.audiences[id]
 	if a == nil {
-		sum := sha256.Sum256([]byte(id.namespace + "/" + id.name))
-		a = &audience{name: id, dir: filepath.Join(s.Dir, hex.EncodeToString(sum[:16]))}
-		if _, err := readState(filepath.Join(a.dir, stateFile)); err != nil {
-			a.broken = err
-		} else if _, err := readState(filepath.Join(a.dir, pendingFile)); err != nil {
-			a.broken = err
-		}
+		a = s.newAudience(id)
 		s.audiences[id] = a
 	}
 	switch {
@@ -684,52 +742,75 @@ var (
 )
 
 // receive reads, sorts, compares, and decides. over is closed when the decided sync is complete.
-func (s *Service) receive(a *audience, q Request, body io.Reader) (result Result, over chan struct{}, err error) {
+func (s *Service) receive(a *audience, q Request, body io.Reader) (result adminapi.SyncResult, over chan struct{}, err error) {
 	next := state{
-		Version: stateVersion, Namespace: q.Namespace, Name: q.Audience.Name,
+		Namespace: q.Namespace, Name: q.Audience.Name,
 		Source: q.Audience.Source, Key: q.Audience.Key, Kind: q.Audience.Kind,
 		Sync: uuid.NewString(), Time: a.after(s.Now()),
 	}
-	work := filepath.Join(a.dir, syncPrefix+next.Sync)
-	if err := os.MkdirAll(work, 0o700); err != nil {
+	if err := s.undo(a); err != nil {
+		return result, nil, err
+	}
+	if err := makeFolder(s.FS, a.dir); err != nil {
 		return result, nil, err
 	}
 	decided := false
 	defer func() {
 		if !decided {
-			_ = os.RemoveAll(work)
+			s.tidy(a, stored{Done: a.done}, s.Logger)
 		}
 	}()
-	sorter := newSorter(work, s.MaxBytes, s.watched)
+	work := s.FS.PathJoin(a.dir, workPrefix+next.Sync)
+	if err := s.FS.MkdirAll(work, 0o700); err != nil {
+		return result, nil, err
+	}
+	sorter := newSorter(s.FS, work, s.MaxBytes, s.watched)
 	if err := read(s.watched(newLines(body, next.Kind, q.Full).next), sorter); err != nil {
 		return result, nil, err
 	}
-	if next.Counts, err = s.compare(a, q, next, sorter, work); err != nil {
+	if next.SyncCounts, err = s.compare(a, q, next, sorter); err != nil {
 		return result, nil, err
 	}
-	result = Result{Sync: next.Sync, Counts: next.Counts, DryRun: q.DryRun}
-	if err := guard(q, next.Counts); err != nil || q.DryRun {
+	result = adminapi.SyncResult{Sync: next.Sync, SyncCounts: next.SyncCounts, DryRun: q.DryRun}
+	if err := guard(q, next.SyncCounts); err != nil || q.DryRun {
 		return result, nil, err
 	}
-	// The names in the folders must be durable before the file that decides the sync.
-	if err := errors.Join(syncDir(work), syncDir(a.dir), syncDir(s.Dir)); err != nil {
+	if decided, err = s.decide(a, &next); err != nil {
 		return result, nil, err
 	}
-	step()
-	decided = true // or unknown: the next start removes files that pending.json does not name
-	if err := writeState(a.dir, pendingFile, next); err != nil {
-		// The file may have its name although that is not durable. Remove it.
-		if gone := os.Remove(filepath.Join(a.dir, pendingFile)); gone == nil || errors.Is(gone, os.ErrNotExist) {
-			decided = false
-		}
-		return result, nil, err
+	if err := s.FS.RemoveAll(work); err != nil {
+		s.Logger.Error("removing the runs of a sync failed", "error", err)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	over = make(chan struct{})
 	a.pending, a.over, a.busy, a.since = &next, over, "sending", s.Now()
 	a.sent.Store(0)
+	a.changed.Transition()
 	return result, over, nil
+}
+
+// decide stores that a sync will be completed. After an error decided is true if that is unknown.
+func (s *Service) decide(a *audience, next *state) (decided bool, err error) {
+	// The names of the files must be durable before the state that has them.
+	if err := syncFolder(s.FS, a.dir); err != nil {
+		return false, err
+	}
+	if err = put(s.Store.PutMetaDurable, a.name, stored{Done: a.done, Pending: next}); err == nil {
+		return true, nil
+	}
+	a.undecided = true
+	return s.undo(a) != nil, err
+}
+
+// undo removes a sync from the store whose decision failed.
+func (s *Service) undo(a *audience) error {
+	if !a.undecided {
+		return nil
+	}
+	err := put(s.Store.PutMetaDurable, a.name, stored{Done: a.done})
+	a.undecided = err != nil
+	return err
 }
 
 // watched is a stream that fails when the service stops, or the disk has no more space for syncs.
@@ -767,12 +848,12 @@ func read(next stream, sorter *sorter) error {
 }
 
 // compare writes the new members and the changes.
-func (s *Service) compare(a *audience, q Request, next state, sorter *sorter, work string) (Counts, error) {
+func (s *Service) compare(a *audience, q Request, next state, sorter *sorter) (adminapi.SyncCounts, error) {
 	before := stream(empty)
 	if a.done.of(next.Source, next.Key, next.Kind) {
-		last, err := open(filepath.Join(a.dir, storePrefix+a.done.Sync))
+		last, err := open(s.FS, s.FS.PathJoin(a.dir, membersPrefix+a.done.Sync))
 		if err != nil {
-			return Counts{}, s.damaged(a, err)
+			return adminapi.SyncCounts{}, s.damaged(a, err)
 		}
 		defer last.close()
 		before = func() (record, error) {
@@ -785,17 +866,17 @@ func (s *Service) compare(a *audience, q Request, next state, sorter *sorter, wo
 	}
 	now, release, err := sorter.sorted()
 	if err != nil {
-		return Counts{}, err
+		return adminapi.SyncCounts{}, err
 	}
 	defer release()
-	members, err := create(filepath.Join(work, membersFile))
+	members, err := create(s.FS, s.FS.PathJoin(a.dir, membersPrefix+next.Sync))
 	if err != nil {
-		return Counts{}, err
+		return adminapi.SyncCounts{}, err
 	}
-	changes, err := create(filepath.Join(work, changesFile))
+	changes, err := create(s.FS, s.FS.PathJoin(a.dir, changesPrefix+next.Sync))
 	if err != nil {
 		members.abandon()
-		return Counts{}, err
+		return adminapi.SyncCounts{}, err
 	}
 	counts, err := diff(s.watched(before), s.watched(now), q.Full, q.Resend, members.add, changes.add)
 	if err != nil {
@@ -805,9 +886,6 @@ func (s *Service) compare(a *audience, q Request, next state, sorter *sorter, wo
 	}
 	if err := errors.Join(members.finish(true), changes.finish(true)); err != nil {
 		return counts, err
-	}
-	for _, run := range sorter.runs {
-		_ = os.Remove(run)
 	}
 	return counts, nil
 }
@@ -819,7 +897,7 @@ func (s *Service) damaged(a *audience, err error) error {
 
 // guard refuses probable mistakes of the sender: a snapshot with no members, or far fewer than
 // before.
-func guard(q Request, c Counts) error {
+func guard(q Request, c adminapi.SyncCounts) error {
 	switch {
 	case !q.Full:
 		return nil
@@ -835,30 +913,18 @@ func guard(q Request, c Counts) error {
 	return nil
 }
 
-// Progress is the progress of an audience's last sync.
-type Progress struct {
-	Sync string    `json:"sync,omitempty"`
-	Time time.Time `json:"time,omitzero"`
-	Counts
-	// Sent is true if every identify call is in the queue, so that another sync is possible. Unsent
-	// is the number of the other calls, and Waits the reason of the wait.
-	Sent   bool   `json:"sent"`
-	Unsent int64  `json:"unsent"`
-	Waits  string `json:"waits,omitempty"`
-}
-
 // Progress returns the progress of an audience's last sync; it is zero before the first.
-func (s *Service) Progress(namespace string, c liveconfig.Audience) Progress {
+func (s *Service) Progress(namespace string, c liveconfig.Audience) adminapi.SyncProgress {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if a := s.audiences[name{namespace, c.Name}]; a != nil {
 		return a.progress(c)
 	}
-	return Progress{}
+	return adminapi.SyncProgress{}
 }
 
 // progress needs the mutex. An audience that is not accepted now has no key, and keeps its data.
-func (a *audience) progress(c liveconfig.Audience) (p Progress) {
+func (a *audience) progress(c liveconfig.Audience) (p adminapi.SyncProgress) {
 	last := a.done
 	p.Sent = a.done != nil && a.pending == nil
 	if a.pending != nil {
@@ -868,7 +934,7 @@ func (a *audience) progress(c liveconfig.Audience) (p Progress) {
 		}
 	}
 	if c.Key == "" && last != nil || last.of(c.Source, c.Key, c.Kind) {
-		p.Sync, p.Time, p.Counts = last.Sync, last.Time, last.Counts
+		p.Sync, p.Time, p.SyncCounts = last.Sync, last.Time, last.SyncCounts
 	}
 	return p
 }

@@ -19,8 +19,6 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
-	"os/exec"
-	"path/filepath"
 	"runtime"
 	"slices"
 	"strings"
@@ -29,9 +27,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/cockroachdb/pebble/v2/vfs"
 	gocmp "github.com/google/go-cmp/cmp"
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/admission/admissiontest"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -73,6 +73,13 @@ func (l *log) Append(_ context.Context, messages []queue.Message) ([]bool, error
 		}
 	}
 	return nil, nil
+}
+
+// clone returns a copy of the queue.
+func (l *log) clone() *log {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return &log{messages: slices.Clone(l.messages), ids: maps.Clone(l.ids)}
 }
 
 func (l *log) onAppend(before func(n int) error) {
@@ -138,17 +145,23 @@ type rig struct {
 	end    func()
 }
 
-// newRig runs a Service on a directory.
-func newRig(t *testing.T, dir string, l *log, change func(*Options)) *rig {
+// newRig runs a Service on a disk.
+func newRig(t *testing.T, d *disk, l *log, change func(*Options)) *rig {
 	t.Helper()
 	r := &rig{t: t, log: l, router: admissiontest.Router{}}
 	store := &admissiontest.Store{OnAppend: l.Append, OnFull: l.full, OnRoom: l.room}
 	o := Options{
-		Dir: dir, Gate: admission.New(admission.Options{Store: store, Logger: slog.New(slog.DiscardHandler)}), Lanes: l, Logger: slog.New(slog.DiscardHandler),
+		Gate: admission.New(admission.Options{Store: store, Logger: slog.New(slog.DiscardHandler)}), Lanes: l, Logger: slog.New(slog.DiscardHandler),
 	}
 	if change != nil {
 		change(&o)
 	}
+	closeStore := func() {}
+	if o.Store == nil {
+		store := d.open(t)
+		o.Store, closeStore = store, func() { _ = store.Close() }
+	}
+	d.options(&o)
 	r.Service = &Service{Options: o}
 	r.set(config())
 	var err error
@@ -161,7 +174,7 @@ func newRig(t *testing.T, dir string, l *log, change func(*Options)) *rig {
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan struct{})
 	go func() { defer close(done); _ = r.Run(ctx) }()
-	r.end = sync.OnceFunc(func() { cancel(); <-done; r.server.Close() })
+	r.end = sync.OnceFunc(func() { cancel(); <-done; r.server.Close(); closeStore() })
 	t.Cleanup(r.end)
 	return r
 }
@@ -176,7 +189,7 @@ type answer struct {
 	status  int
 	body    string // the raw body
 	Success bool
-	Result
+	adminapi.SyncResult
 	Error admission.Refusal
 }
 
@@ -248,10 +261,10 @@ func (r *rig) wantCalls(want ...string) {
 }
 
 func TestSyncSendsOnlyChanges(t *testing.T) {
-	dir := t.TempDir()
-	r := newRig(t, dir, newLog(), nil)
+	d := memory()
+	r := newRig(t, d, newLog(), nil)
 	a := r.sync(shoppers, "c", "a", "b", "a")
-	check.Equal(t, "counts", a.Counts, Counts{Members: 3, Added: 3})
+	check.Equal(t, "counts", a.SyncCounts, adminapi.SyncCounts{Members: 3, Added: 3})
 	r.wantCalls("a shoppers=true", "b shoppers=true", "c shoppers=true")
 	r.sync(shoppers, "b", "c", "a")
 	r.wantCalls()
@@ -267,7 +280,7 @@ func TestSyncSendsOnlyChanges(t *testing.T) {
 	// The state survives a restart.
 	r.end()
 	registry := prometheus.NewRegistry()
-	r = newRig(t, dir, newLog(), func(o *Options) { o.Registerer = registry })
+	r = newRig(t, d, newLog(), func(o *Options) { o.Registerer = registry })
 	families, err := registry.Gather()
 	if err != nil {
 		t.Fatal(err)
@@ -297,7 +310,7 @@ func TestSyncSendsOnlyChanges(t *testing.T) {
 
 // Every accepted line results in a valid call, whatever its size.
 func TestLargestMembersAreSent(t *testing.T) {
-	r := newRig(t, t.TempDir(), newLog(), nil)
+	r := newRig(t, memory(), newLog(), nil)
 	long := strings.Repeat("\x01", MaxUserIDBytes) // six bytes each in JSON
 	deep := strings.Repeat("[", 254) + strings.Repeat("]", 254)
 	a := r.do(http.MethodPut, spent, "web-key", strings.NewReader(strings.Join([]string{
@@ -319,7 +332,7 @@ func TestLargestMembersAreSent(t *testing.T) {
 }
 
 func TestIncrement(t *testing.T) {
-	r := newRig(t, t.TempDir(), newLog(), nil)
+	r := newRig(t, memory(), newLog(), nil)
 	r.sync(shoppers, "a", "b", "c", "d")
 	r.log.drain(t)
 	a := r.do(http.MethodPost, shoppers, "web-key", strings.NewReader(`{"userId":"a","member":false}
@@ -329,14 +342,14 @@ func TestIncrement(t *testing.T) {
 {"userId":"d"}
 {"userId":"unknown","member":false}`))
 	a.want(t, "increment", http.StatusOK, "")
-	check.Equal(t, "counts", a.Counts, Counts{Before: 4, Members: 2, Added: 1, Removed: 3})
+	check.Equal(t, "counts", a.SyncCounts, adminapi.SyncCounts{Before: 4, Members: 2, Added: 1, Removed: 3})
 	r.wantCalls("a shoppers=false", "b shoppers=false", "c shoppers=false", "x shoppers=true")
 	r.sync(shoppers, "d", "x")
 	r.wantCalls()
 }
 
 func TestGzip(t *testing.T) {
-	r := newRig(t, t.TempDir(), newLog(), nil)
+	r := newRig(t, memory(), newLog(), nil)
 	var b bytes.Buffer
 	z := gzip.NewWriter(&b)
 	_, _ = io.Copy(z, ids("a", "b"))
@@ -360,8 +373,8 @@ func TestGzip(t *testing.T) {
 
 // A rejected sync gets exactly these answers and changes nothing.
 func TestRejectedSyncsChangeNothing(t *testing.T) {
-	dir := t.TempDir()
-	r := newRig(t, dir, newLog(), func(o *Options) { o.MaxBytes = 1 << 20 })
+	d := memory()
+	r := newRig(t, d, newLog(), func(o *Options) { o.MaxBytes = 1 << 20 })
 	r.sync(shoppers, "a", "b", "c", "d")
 	r.sync(spent, "a=1")
 	r.log.drain(t)
@@ -443,11 +456,10 @@ func TestRejectedSyncsChangeNothing(t *testing.T) {
 	a.want(t, "dry run", http.StatusOK, "")
 	check.Equal(t, "Sent of a dry run", a.Sent, false)
 	check.Equal(t, "DryRun of a dry run", a.DryRun, true)
-	check.Equal(t, "counts of a dry run", a.Counts, Counts{Before: 4, Members: 3, Added: 1, Removed: 2})
+	check.Equal(t, "counts of a dry run", a.SyncCounts, adminapi.SyncCounts{Before: 4, Members: 3, Added: 1, Removed: 2})
 	r.wantCalls()
-	if found, _ := filepath.Glob(filepath.Join(dir, "*", "sync-*")); len(found) > 0 {
-		t.Errorf("remaining files: got %v, want none", found)
-	}
+	check.Equal(t, "files of the members", d.count(membersPrefix), 2)
+	check.Equal(t, "files", len(d.files()), 2)
 	r.sync(shoppers, "a", "b", "c", "d")
 	r.sync(spent, "a=1")
 	r.wantCalls()
@@ -475,7 +487,7 @@ func TestMemoryIsConstant(t *testing.T) {
 		}
 		return false
 	}
-	r := newRig(t, t.TempDir(), l, nil)
+	r := newRig(t, realDisk(t), l, nil)
 	all, feed := io.Pipe()
 	go func() {
 		w := bufio.NewWriter(feed)
@@ -499,7 +511,7 @@ func TestMemoryIsConstant(t *testing.T) {
 
 // The error is the same if only the last members are too many.
 func TestSlightlyTooManyMembers(t *testing.T) {
-	r := newRig(t, t.TempDir(), newLog(), func(o *Options) { o.MaxBytes = 100 })
+	r := newRig(t, memory(), newLog(), func(o *Options) { o.MaxBytes = 100 })
 	r.do(http.MethodPut, shoppers, "web-key", ids(many("u", 100)...)).want(t, "sync", http.StatusRequestEntityTooLarge, "too_many_members")
 }
 
@@ -544,8 +556,8 @@ func (f readerFunc) Read(p []byte) (int, error) { return f(p) }
 
 // A body that ends early, at the owner or at another pod, changes nothing.
 func TestInterruptedBody(t *testing.T) {
-	r := newRig(t, t.TempDir(), newLog(), nil)
-	other := newRig(t, t.TempDir(), newLog(), func(o *Options) { o.Owner = r.server.URL })
+	r := newRig(t, memory(), newLog(), nil)
+	other := newRig(t, memory(), newLog(), func(o *Options) { o.Owner = r.server.URL })
 	r.sync(shoppers, "a", "b")
 	r.log.drain(t)
 	last := time.Time{}
@@ -579,8 +591,8 @@ func TestInterruptedBody(t *testing.T) {
 // A body without new data, at the owner or at another pod, is answered 408 and changes nothing.
 func TestStalledBody(t *testing.T) {
 	shortTimeout := func(o *Options) { o.IdleTimeout = 200 * time.Millisecond }
-	owner := newRig(t, t.TempDir(), newLog(), nil)
-	for _, r := range []*rig{newRig(t, t.TempDir(), newLog(), shortTimeout), newRig(t, t.TempDir(), owner.log, func(o *Options) { shortTimeout(o); o.Owner = owner.server.URL })} {
+	owner := newRig(t, memory(), newLog(), nil)
+	for _, r := range []*rig{newRig(t, memory(), newLog(), shortTimeout), newRig(t, memory(), owner.log, func(o *Options) { shortTimeout(o); o.Owner = owner.server.URL })} {
 		r.sync(shoppers, "a", "b")
 		r.log.drain(t)
 		for _, encoding := range []string{"identity", "gzip"} {
@@ -622,7 +634,7 @@ func (r *rig) eventually(ok func() bool) {
 }
 
 func TestConcurrentSyncsOfOneAudience(t *testing.T) {
-	r := newRig(t, t.TempDir(), newLog(), nil)
+	r := newRig(t, memory(), newLog(), nil)
 	body, feed := io.Pipe()
 	first := make(chan answer, 1)
 	go func() { first <- r.do(http.MethodPut, shoppers, "web-key", body) }()
@@ -639,7 +651,7 @@ func TestConcurrentSyncsOfOneAudience(t *testing.T) {
 
 // One namespace cannot use the capacity of all.
 func TestConcurrentSyncsOfNamespaces(t *testing.T) {
-	r := newRig(t, t.TempDir(), newLog(), nil)
+	r := newRig(t, memory(), newLog(), nil)
 	sync := func(namespace string, n int) Request {
 		return Request{Namespace: namespace, Audience: liveconfig.Audience{Name: fmt.Sprint(n), Source: fmt.Sprint(n)}}
 	}
@@ -663,8 +675,8 @@ func TestConcurrentSyncsOfNamespaces(t *testing.T) {
 
 // A request with Expect: 100-continue is rejected before its body is sent, by any pod.
 func TestRejectedBeforeTheBody(t *testing.T) {
-	r := newRig(t, t.TempDir(), newLog(), nil)
-	other := newRig(t, t.TempDir(), newLog(), func(o *Options) { o.Owner = r.server.URL })
+	r := newRig(t, memory(), newLog(), nil)
+	other := newRig(t, memory(), newLog(), func(o *Options) { o.Owner = r.server.URL })
 	body, feed := io.Pipe()
 	first := make(chan answer, 1)
 	go func() { first <- r.do(http.MethodPut, shoppers, "web-key", body) }()
@@ -703,7 +715,7 @@ func TestRejectedBeforeTheBody(t *testing.T) {
 func TestSyncWaitsForAFullQueue(t *testing.T) {
 	l := newLog()
 	l.onAppend(func(int) error { return queue.ErrFull })
-	r := newRig(t, t.TempDir(), l, nil)
+	r := newRig(t, memory(), l, nil)
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
 	result, err := r.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true}, ids("a", "b"))
@@ -718,15 +730,18 @@ func TestSyncWaitsForAFullQueue(t *testing.T) {
 
 // Every part of a sync leaves the reserved disk space to live calls.
 func TestDiskIsFullDuringASync(t *testing.T) {
-	dir, fills := t.TempDir(), ""
+	d, fills, before := memory(), "", 0
 	l := newLog()
-	l.full = func() bool { return fills != "" && len(glob(t, dir, fills)) > 0 }
-	r := newRig(t, dir, l, nil)
+	l.full = func() bool { return fills != "" && d.count(fills) > before }
+	r := newRig(t, d, l, nil)
 	r.sync(shoppers, "a", "b")
+	r.eventually(func() bool { return r.busy() == "" })
 	r.log.drain(t)
-	for _, name := range []string{"run-000001", membersFile, changesFile} {
-		fills = name
-		r.do(http.MethodPut, shoppers, "web-key", ids("b", "c")).want(t, "disk full after "+name, http.StatusServiceUnavailable, "storage_full")
+	for _, prefix := range []string{"run-000001", membersPrefix, changesPrefix} {
+		fills, before = "", d.count(prefix)
+		fills = prefix
+		r.do(http.MethodPut, shoppers, "web-key", ids("b", "c")).want(t, "disk full after "+prefix, http.StatusServiceUnavailable, "storage_full")
+		check.Equal(t, "files after "+prefix, len(d.files()), 1)
 	}
 	fills = ""
 	r.sync(shoppers, "a", "b")
@@ -742,9 +757,9 @@ func TestKilledAtEveryAppend(t *testing.T) {
 	}
 	after := before[300:]
 	for kill := 1; kill <= 4; kill++ { // The kill is before this append of the second sync.
-		for _, loseProgress := range []bool{false, true} {
-			dir, l := t.TempDir(), newLog()
-			r := newRig(t, dir, l, nil)
+		for _, power := range []bool{false, true} {
+			d, l := memory(), newLog()
+			r := newRig(t, d, l, nil)
 			r.sync(shoppers, before...)
 			l.drain(t)
 			appended := l.calls
@@ -760,19 +775,8 @@ func TestKilledAtEveryAppend(t *testing.T) {
 			if err != nil || kill <= 2 && result.Sent {
 				t.Fatalf("sync killed at append %d: got Sent %t and error %v, want no error, and not Sent before append 3", kill, result.Sent, err)
 			}
-			// The copy has the files as kill -9 leaves them.
-			killed := t.TempDir()
-			if err := os.CopyFS(killed, os.DirFS(dir)); err != nil {
-				t.Fatal(err)
-			}
+			killed := d.crash(power)
 			r.end()
-			if loseProgress { // A power loss may truncate the file.
-				for _, f := range glob(t, killed, progressFile) {
-					if err := os.Truncate(f, 0); err != nil {
-						t.Fatal(err)
-					}
-				}
-			}
 			l.onAppend(nil)
 			r = newRig(t, killed, l, nil)
 			r.eventually(func() bool {
@@ -791,10 +795,9 @@ func TestKilledAtEveryAppend(t *testing.T) {
 	}
 }
 
-// After a kill between any two changes of the files, the sync has the same result, and the
+// After a kill or a power loss between any two changes of the files and the state, the sync has the same result, and the
 // receiver gets no outdated calls.
 func TestKilledAtEveryStep(t *testing.T) {
-	defer func() { step = func() {} }()
 	syncs := []func(*rig) answer{
 		func(r *rig) answer { return r.do("PUT", shoppers, "web-key", ids(many("u", 600)...)) },
 		func(r *rig) answer { return r.do("PUT", shoppers, "web-key", ids(many("u", 400)...)) },
@@ -814,40 +817,36 @@ func TestKilledAtEveryStep(t *testing.T) {
 	members := []int64{600, 400, 400}
 
 	for n := range syncs {
-		dir, l := t.TempDir(), newLog()
-		r := newRig(t, dir, l, nil)
+		d, l := memory(), newLog()
+		r := newRig(t, d, l, nil)
 		for _, before := range syncs[:n] {
 			before(r)
 		}
+		r.eventually(func() bool { return r.busy() == "" })
 		l.drain(t)
 		type crash struct {
-			dir string
-			log *log
+			disk *disk
+			log  *log
 		}
 		var crashes []crash
-		copies := t.TempDir()
-		step = func() {
-			c := crash{dir: filepath.Join(copies, fmt.Sprint(len(crashes))), log: newLog()}
-			if err := os.CopyFS(c.dir, os.DirFS(dir)); err != nil {
-				t.Error(err)
+		step := func() {
+			for _, power := range []bool{false, true} {
+				crashes = append(crashes, crash{d.crash(power), l.clone()})
 			}
-			l.mu.Lock()
-			c.log.messages, c.log.ids = slices.Clone(l.messages), maps.Clone(l.ids)
-			l.mu.Unlock()
-			crashes = append(crashes, c)
 		}
+		d.step.Store(&step)
 		if a := syncs[n](r); a.status != http.StatusOK {
 			t.Fatalf("sync %d: got status %d, want 200; body: %s", n, a.status, a.body)
 		}
 		r.eventually(func() bool { return r.busy() == "" })
 		r.end()
-		step = func() {}
+		d.step.Store(nil)
 		r.wantCalls(calls[n]...)
-		if len(crashes) < 15 {
-			t.Errorf("steps of sync %d: got %d, want at least 15", n, len(crashes))
+		if len(crashes) < 30 {
+			t.Errorf("crashes of sync %d: got %d, want at least 30", n, len(crashes))
 		}
 		for i, c := range crashes {
-			r := newRig(t, c.dir, c.log, nil)
+			r := newRig(t, c.disk, c.log, nil)
 			// An accepted sync is completed after the restart; another one is sent again.
 			done := r.Progress("shop", config().Audiences[0])
 			var a answer
@@ -856,75 +855,23 @@ func TestKilledAtEveryStep(t *testing.T) {
 				t.Errorf("sync %d after crash %d: got status %d, %d members and %d changes, want 200, %d members, and no changes or %d; progress after the restart: %+v", n, i, a.status, a.Members, a.Changes(), members[n], len(calls[n]), done)
 			}
 			r.wantCalls(calls[n]...)
+			r.eventually(func() bool { return r.busy() == "" })
+			check.Equal(t, fmt.Sprintf("files after crash %d of sync %d", i, n), len(c.disk.files()), 1)
 			r.end()
 		}
 	}
 }
 
-func glob(t *testing.T, dir, name string) (found []string) {
-	t.Helper()
-	_ = filepath.WalkDir(dir, func(path string, d os.DirEntry, err error) error {
-		if err == nil && d.Name() == name {
-			found = append(found, path)
-		}
-		return nil
-	})
-	return found
-}
-
-// The result is the same for every state of the files that a crash leaves during the end of
-// a sync.
-func TestCrashAtTheEndOfASync(t *testing.T) {
-	dir := t.TempDir()
-	r := newRig(t, dir, newLog(), nil)
-	r.sync(shoppers, "a", "b")
-	r.end()
-	s := r.audiences[name{"shop", "shoppers"}].done
-	audienceDir := filepath.Dir(glob(t, dir, stateFile)[0])
-	// The state after the rename of the members file.
-	if err := os.Remove(filepath.Join(audienceDir, stateFile)); err != nil {
-		t.Fatal(err)
-	}
-	if err := writeState(audienceDir, pendingFile, *s); err != nil {
-		t.Fatal(err)
-	}
-	for _, step := range []string{"before state.json", "before the removal of pending.json"} {
-		l := newLog()
-		r = newRig(t, dir, l, nil)
-		r.eventually(func() bool { return r.busy() == "" && len(glob(t, dir, pendingFile)) == 0 })
-		r.sync(shoppers, "a", "b", "c")
-		r.wantCalls("c shoppers=true")
-		r.sync(shoppers, "a", "b")
-		r.end()
-		s = r.audiences[name{"shop", "shoppers"}].done
-		if err := writeState(audienceDir, pendingFile, *s); err != nil {
-			t.Fatalf("writeState in case %s: got error %v, want none", step, err)
-		}
-	}
-	// A pending state of a cancelled sync, whose file a power loss has restored.
-	s.Sync = "never"
-	if err := writeState(audienceDir, pendingFile, *s); err != nil {
-		t.Fatal(err)
-	}
-	r = newRig(t, dir, newLog(), nil)
-	r.sync(shoppers, "a", "b")
-	r.wantCalls()
-}
-
 func TestDamagedMembersFile(t *testing.T) {
-	dir := t.TempDir()
-	r := newRig(t, dir, newLog(), nil)
+	d := memory()
+	r := newRig(t, d, newLog(), nil)
 	r.sync(shoppers, "a", "b", "c")
 	r.log.drain(t)
-	files, _ := filepath.Glob(filepath.Join(dir, "*", "members-*"))
-	content, err := os.ReadFile(files[0])
-	if err != nil {
-		t.Fatal(err)
-	}
+	path := d.path("members", d.files()[0])
+	content, err := readFile(d.fs, path)
+	check.NoError(t, "read the members", err)
 	content[len(content)/2] ^= 1
-	if err := os.WriteFile(files[0], content, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	d.write(t, path, content)
 	r.do(http.MethodPut, shoppers, "web-key", ids("a", "b", "c", "d")).want(t, "sync", http.StatusInternalServerError, "state_damaged")
 	r.wantCalls()
 }
@@ -932,56 +879,179 @@ func TestDamagedMembersFile(t *testing.T) {
 // The action in the answer for a damaged state works: after the Audience is deleted and
 // created again, a sync succeeds without removals.
 func TestRecoveryFromADamagedState(t *testing.T) {
-	for _, file := range []string{stateFile, pendingFile} {
-		dir := t.TempDir()
-		r := newRig(t, dir, newLog(), nil)
+	old := "audiences/" + name{"shop", "shoppers"}.folder() + "/"
+	for _, damaged := range []string{"state in the store", old + oldStateFile, old + oldPendingFile} {
+		d := memory()
+		r := newRig(t, d, newLog(), nil)
 		r.sync(shoppers, "a", "b")
-		r.end()
-		audienceDir := filepath.Dir(glob(t, dir, stateFile)[0])
-		if err := os.WriteFile(filepath.Join(audienceDir, file), []byte("{"), 0o600); err != nil {
-			t.Fatal(err)
+		if strings.HasPrefix(damaged, old) {
+			d.write(t, d.path(damaged), []byte("{"))
+		} else {
+			check.NoError(t, "damage the state", r.Store.PutMetaDurable(name{"shop", "shoppers"}.key(), []byte("{")))
 		}
-		r = newRig(t, dir, newLog(), func(o *Options) { o.OrphanGrace = time.Millisecond })
+		r.end()
+		r = newRig(t, d, newLog(), func(o *Options) { o.OrphanGrace = time.Millisecond })
 		a := r.do(http.MethodPut, shoppers, "web-key", ids("b", "c"))
-		a.want(t, "sync with a damaged "+file, http.StatusInternalServerError, "state_damaged")
+		a.want(t, "sync with a damaged "+damaged, http.StatusInternalServerError, "state_damaged")
 		if want := "delete the Audience"; !strings.Contains(a.Error.Message, want) {
-			t.Errorf("message for a damaged %s: got %q, want one with %q", file, a.Error.Message, want)
+			t.Errorf("message for a damaged %s: got %q, want one with %q", damaged, a.Error.Message, want)
 		}
 		c := config()
 		c.Audiences = c.Audiences[1:]
 		r.set(c)
-		r.eventually(func() bool { _, err := os.Stat(audienceDir); return errors.Is(err, os.ErrNotExist) })
+		r.eventually(func() bool { return len(d.files()) == 0 })
 		r.set(config())
 		r.sync(shoppers, "b", "c")
 		r.wantCalls("b shoppers=true", "c shoppers=true")
+		r.end()
+		r = newRig(t, d, newLog(), nil)
+		r.sync(shoppers, "b", "c")
+		r.wantCalls()
 	}
+}
+
+// stuckFS cannot remove a file.
+type stuckFS struct {
+	vfs.FS
+	path string
+}
+
+func (f stuckFS) RemoveAll(path string) error {
+	if path == f.path {
+		return os.ErrPermission
+	}
+	return f.FS.RemoveAll(path)
 }
 
 // A file that cannot be removed does not prevent a start.
 func TestFileThatCannotBeRemoved(t *testing.T) {
-	dir := t.TempDir()
-	r := newRig(t, dir, newLog(), nil)
+	for _, stuck := range []string{members("shoppers") + "/sync-old", "members/unknown"} {
+		d := memory()
+		r := newRig(t, d, newLog(), nil)
+		r.sync(shoppers, "a")
+		r.end()
+		d.write(t, d.path(stuck), nil)
+		d.fs = stuckFS{d.fs, d.path(stuck)}
+		r = newRig(t, d, newLog(), nil)
+		_, err := d.fs.Stat(d.path(stuck))
+		check.NoError(t, "stat the file after the start", err)
+		r.sync(shoppers, "a", "b")
+		r.wantCalls("b shoppers=true")
+	}
+}
+
+// Files that no state names are removed at the start.
+func TestUnknownFilesAreRemoved(t *testing.T) {
+	d := memory()
+	r := newRig(t, d, newLog(), nil)
 	r.sync(shoppers, "a")
 	r.end()
-	path := filepath.Join(filepath.Dir(glob(t, dir, stateFile)[0]), syncPrefix+"old")
-	if err := os.WriteFile(path, nil, 0o600); err != nil {
-		t.Fatal(err)
+	kept := d.files()
+	for _, path := range []string{members("shoppers") + "/members-old", members("shoppers") + "/sync-old/run-000001", "members/unknown/members-old"} {
+		d.write(t, d.path(path), nil)
 	}
-	if out, err := exec.Command("chattr", "+i", path).CombinedOutput(); err != nil {
-		t.Skipf("the file system has no immutable files: %v %s", err, out)
-	}
-	t.Cleanup(func() { _ = exec.Command("chattr", "-i", path).Run() })
-	r = newRig(t, dir, newLog(), nil)
-	if _, err := os.Stat(path); err != nil {
-		t.Fatalf("immutable file after the start: got error %v, want the file", err)
-	}
+	newRig(t, d, newLog(), nil)
+	check.Same(t, "files after the start", d.files(), kept)
+}
+
+// A sync whose state cannot be stored changes nothing, and can be sent again.
+func TestStateIsNotStored(t *testing.T) {
+	d := memory()
+	r := newRig(t, d, newLog(), nil)
 	r.sync(shoppers, "a", "b")
-	r.wantCalls("b shoppers=true")
+	r.eventually(func() bool { return r.busy() == "" })
+	r.log.drain(t)
+	refused := errors.New("refused")
+	d.refuse.Store(&refused)
+	r.do(http.MethodPut, shoppers, "web-key", ids("b", "c")).want(t, "sync without its state", http.StatusServiceUnavailable, "storage_failed")
+	r.wantCalls()
+	d.refuse.Store(nil)
+	r.sync(shoppers, "b", "c")
+	r.wantCalls("a shoppers=false", "c shoppers=true")
+	r.eventually(func() bool { return r.busy() == "" })
+	check.Equal(t, "files", len(d.files()), 1)
+}
+
+// The files of a sync are kept while it is unknown whether its state is stored.
+func TestStateMayBeStored(t *testing.T) {
+	unclear := errors.New("unclear")
+	for _, c := range []struct {
+		name string
+		// before are calls before the sync; next is done after it.
+		before []string
+		next   func(*rig)
+		calls  []string
+	}{
+		{"first sync", nil, func(*rig) {}, []string{"b shoppers=true", "c shoppers=true"}},
+		{"later sync", []string{"a", "b"}, func(*rig) {}, []string{"a shoppers=false", "c shoppers=true"}},
+		{"while the store refuses changes", nil, func(r *rig) {
+			r.do(http.MethodPut, shoppers, "web-key", ids("x")).want(r.t, "another sync", http.StatusServiceUnavailable, "storage_failed")
+		}, []string{"b shoppers=true", "c shoppers=true"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			d := memory()
+			r := newRig(t, d, newLog(), nil)
+			if c.before != nil {
+				r.sync(shoppers, c.before...)
+				r.eventually(func() bool { return r.busy() == "" })
+			}
+			d.unclear.Store(&unclear)
+			r.do(http.MethodPut, shoppers, "web-key", ids("b", "c")).want(t, "sync", http.StatusServiceUnavailable, "storage_failed")
+			c.next(r)
+			r.end()
+			d.refuse.Store(nil)
+			r = newRig(t, d, newLog(), nil)
+			r.eventually(func() bool { return r.Progress("shop", config().Audiences[0]).Sent })
+			r.wantCalls(c.calls...)
+			r.sync(shoppers, "b", "c")
+			r.wantCalls()
+		})
+	}
+}
+
+// A rejected sync after one whose state may be stored removes that state before its files.
+func TestRejectedSyncAfterAnUnclearOne(t *testing.T) {
+	d := memory()
+	r := newRig(t, d, newLog(), nil)
+	unclear := errors.New("unclear")
+	d.unclear.Store(&unclear)
+	r.do(http.MethodPut, shoppers, "web-key", ids("b", "c")).want(t, "sync", http.StatusServiceUnavailable, "storage_failed")
+	d.refuse.Store(nil)
+	r.do(http.MethodPut, shoppers, "web-key", ids()).want(t, "sync without members", http.StatusUnprocessableEntity, "empty_snapshot")
+	check.Equal(t, "files", len(d.files()), 0)
+	r.end()
+	r = newRig(t, d, newLog(), nil)
+	r.sync(shoppers, "b", "c")
+	r.wantCalls("b shoppers=true", "c shoppers=true")
+}
+
+// An accepted sync completes when the store accepts its state again.
+func TestStateIsNotStoredAfterTheDecision(t *testing.T) {
+	d := memory()
+	r := newRig(t, d, newLog(), nil)
+	r.sync(shoppers, "a", "b")
+	r.eventually(func() bool { return r.busy() == "" })
+	r.log.drain(t)
+	refused := errors.New("refused")
+	r.log.onAppend(func(int) error { d.refuse.Store(&refused); return nil })
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	result, err := r.Sync(ctx, Request{Namespace: "shop", Audience: config().Audiences[0], Full: true, AllowRemoval: 50}, ids("b", "c"))
+	check.NoError(t, "sync", err)
+	check.Equal(t, "Sent", result.Sent, false)
+	r.eventually(func() bool { return d.refuse.Load() != nil })
+	check.Equal(t, "Sent without the state", r.Progress("shop", config().Audiences[0]).Sent, false)
+	r.log.onAppend(nil)
+	d.refuse.Store(nil)
+	r.eventually(func() bool { return r.busy() == "" })
+	r.wantCalls("a shoppers=false", "c shoppers=true")
+	r.sync(shoppers, "b", "c")
+	r.wantCalls()
 }
 
 // No calls are sent for a user that a deletion request suppresses.
 func TestSuppressedMember(t *testing.T) {
-	r := newRig(t, t.TempDir(), newLog(), nil)
+	r := newRig(t, memory(), newLog(), nil)
 	c := config()
 	c.Deletions = []liveconfig.Deletion{{Name: "d", ID: "ab", UserID: "b", Suppress: true}}
 	r.set(c)
@@ -997,9 +1067,9 @@ func TestSuppressedMember(t *testing.T) {
 func TestClockSetBack(t *testing.T) {
 	var clock atomic.Int64
 	clock.Store(time.Now().UnixNano())
-	dir := t.TempDir()
+	d := memory()
 	set := func(o *Options) { o.Now = func() time.Time { return time.Unix(0, clock.Load()) } }
-	r := newRig(t, dir, newLog(), set)
+	r := newRig(t, d, newLog(), set)
 	last := ""
 	later := func() {
 		t.Helper()
@@ -1029,14 +1099,14 @@ func TestClockSetBack(t *testing.T) {
 	later()
 	rejected(false)
 	r.end()
-	r = newRig(t, dir, newLog(), set)
+	r = newRig(t, d, newLog(), set)
 	r.sync(shoppers, "a", "b")
 	later()
 }
 
 // An audience with another key, kind or Source starts without members.
 func TestChangedKeyHasNoMembers(t *testing.T) {
-	r := newRig(t, t.TempDir(), newLog(), nil)
+	r := newRig(t, memory(), newLog(), nil)
 	r.sync(shoppers, "a")
 	r.wantCalls("a shoppers=true")
 	c := config()
@@ -1052,7 +1122,7 @@ func TestChangedKeyHasNoMembers(t *testing.T) {
 func TestSourceDeletedDuringASync(t *testing.T) {
 	l := newLog()
 	l.onAppend(func(int) error { return queue.ErrFull })
-	r := newRig(t, t.TempDir(), l, func(o *Options) { o.OrphanGrace = 2 * time.Second })
+	r := newRig(t, memory(), l, func(o *Options) { o.OrphanGrace = 2 * time.Second })
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	for i, q := range []Request{{Namespace: "shop", Audience: config().Audiences[0]}, {Namespace: "shop", Audience: config().Audiences[2]}} {
@@ -1087,15 +1157,15 @@ func TestSourceDeletedDuringASync(t *testing.T) {
 }
 
 func TestStateOfADeletedAudienceIsRemoved(t *testing.T) {
-	dir := t.TempDir()
-	r := newRig(t, dir, newLog(), func(o *Options) { o.OrphanGrace = time.Millisecond })
+	d := memory()
+	r := newRig(t, d, newLog(), func(o *Options) { o.OrphanGrace = time.Millisecond })
 	r.sync(shoppers, "a")
 	r.sync(spent, "a=1")
 	r.log.drain(t)
 	c := config()
 	c.Audiences = c.Audiences[1:]
 	r.set(c)
-	r.eventually(func() bool { return len(glob(t, dir, stateFile)) == 1 })
+	r.eventually(func() bool { return d.count(membersPrefix) == 1 })
 	r.set(config())
 	r.sync(shoppers, "a")
 	r.wantCalls("a shoppers=true")
@@ -1104,7 +1174,7 @@ func TestStateOfADeletedAudienceIsRemoved(t *testing.T) {
 // A sync that is refused before its audience is known counts like a call: for its Source, or as
 // unidentified.
 func TestRefusedSyncsCountForTheSource(t *testing.T) {
-	r := newRig(t, t.TempDir(), newLog(), nil)
+	r := newRig(t, memory(), newLog(), nil)
 	for _, key := range []string{"off-key", "unknown-key", ""} {
 		r.do(http.MethodPut, shoppers, key, ids("a"))
 	}
@@ -1113,7 +1183,7 @@ func TestRefusedSyncsCountForTheSource(t *testing.T) {
 }
 
 func TestNotReady(t *testing.T) {
-	r := newRig(t, t.TempDir(), newLog(), nil)
+	r := newRig(t, memory(), newLog(), nil)
 	admissiontest.Set(r.Gate, nil, r.router)
 	status := func() int { return r.do(http.MethodPut, shoppers, "web-key", ids("a")).status }
 	check.Equal(t, "status without a config", status(), http.StatusServiceUnavailable)
@@ -1127,8 +1197,8 @@ func TestNotReady(t *testing.T) {
 // A pod that is not the owner forwards a sync to the owner, and a forwarded sync is not
 // forwarded again.
 func TestForwardToTheOwner(t *testing.T) {
-	owner := newRig(t, t.TempDir(), newLog(), nil)
-	other := newRig(t, t.TempDir(), newLog(), func(o *Options) { o.Owner = owner.server.URL })
+	owner := newRig(t, memory(), newLog(), nil)
+	other := newRig(t, memory(), newLog(), func(o *Options) { o.Owner = owner.server.URL })
 	members := make([]string, 5000)
 	for i := range members {
 		members[i] = fmt.Sprintf("u%d", i)
@@ -1138,7 +1208,7 @@ func TestForwardToTheOwner(t *testing.T) {
 	other.wantCalls()
 	other.do(http.MethodPut, shoppers, "web-key", ids("a")).want(t, "sync that the owner rejects", http.StatusUnprocessableEntity, "too_many_removals")
 	other.do(http.MethodPut, shoppers, "unknown-key", ids("a")).want(t, "unknown write key", http.StatusUnauthorized, "unknown_write_key")
-	third := newRig(t, t.TempDir(), newLog(), func(o *Options) { o.Owner = other.server.URL })
+	third := newRig(t, memory(), newLog(), func(o *Options) { o.Owner = other.server.URL })
 	check.Equal(t, "status of a sync that was forwarded twice", third.do(http.MethodPut, shoppers, "web-key", ids("a")).status, http.StatusMisdirectedRequest)
 	owner.end()
 	other.do(http.MethodPut, shoppers, "web-key", ids("a")).want(t, "sync without the owner", http.StatusServiceUnavailable, "owner_unreachable")
@@ -1146,7 +1216,7 @@ func TestForwardToTheOwner(t *testing.T) {
 
 // The rules for numbers in values are the same as for other calls.
 func TestLongNumbersAreMarked(t *testing.T) {
-	r := newRig(t, t.TempDir(), newLog(), nil)
+	r := newRig(t, memory(), newLog(), nil)
 	r.sync(spent, "a=12345678901234567890", "b=1.0", "c=[1e400]", `d="12345678901234567890"`, "e=0.10000000000000000001")
 	got := map[string]bool{}
 	r.log.mu.Lock()

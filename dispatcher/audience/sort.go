@@ -7,9 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
-	"path/filepath"
 	"slices"
+
+	"github.com/cockroachdb/pebble/v2/vfs"
 )
 
 const (
@@ -24,6 +24,7 @@ const (
 // to files (runs) and merges the runs at the end. Of records with the same id it keeps the last
 // one.
 type sorter struct {
+	fs    vfs.FS
 	dir   string
 	arena []byte
 	spans []span
@@ -47,8 +48,8 @@ type span struct {
 
 var errTooMuch = errors.New("the members need more disk space than a sync may use")
 
-func newSorter(dir string, maxBytes int64, watched func(stream) stream) *sorter {
-	return &sorter{dir: dir, maxBytes: maxBytes, watched: watched, maxArena: arenaBytes, maxSpans: arenaRecords, maxRuns: fanIn}
+func newSorter(fs vfs.FS, dir string, maxBytes int64, watched func(stream) stream) *sorter {
+	return &sorter{fs: fs, dir: dir, maxBytes: maxBytes, watched: watched, maxArena: arenaBytes, maxSpans: arenaRecords, maxRuns: fanIn}
 }
 
 func (s *sorter) add(r record) error {
@@ -83,7 +84,7 @@ func (s *sorter) order() {
 
 func (s *sorter) path() string {
 	s.next++
-	return filepath.Join(s.dir, fmt.Sprintf("run-%06d", s.next))
+	return s.fs.PathJoin(s.dir, fmt.Sprintf("run-%06d", s.next))
 }
 
 // spill writes the arena to a run.
@@ -113,7 +114,7 @@ func (s *sorter) spill() error {
 
 func (s *sorter) write(records stream) (path string, written int64, err error) {
 	path = s.path()
-	w, err := create(path)
+	w, err := create(s.fs, path)
 	if err != nil {
 		return "", 0, err
 	}
@@ -142,7 +143,7 @@ func (s *sorter) sorted() (records stream, done func(), err error) {
 	for len(s.runs) > s.maxRuns {
 		var merged []string
 		for group := range slices.Chunk(s.runs, s.maxRuns) {
-			records, done, err := merge(group)
+			records, done, err := merge(s.fs, group)
 			if err != nil {
 				return nil, nil, err
 			}
@@ -152,17 +153,17 @@ func (s *sorter) sorted() (records stream, done func(), err error) {
 				return nil, nil, err
 			}
 			for _, run := range group {
-				_ = os.Remove(run)
+				_ = s.fs.Remove(run)
 			}
 			merged = append(merged, path)
 		}
 		s.runs = merged
 	}
-	return merge(s.runs)
+	return merge(s.fs, s.runs)
 }
 
 // merge merges sorted runs; of equal ids it keeps that of the last run.
-func merge(runs []string) (stream, func(), error) {
+func merge(fs vfs.FS, runs []string) (stream, func(), error) {
 	m := &merger{}
 	done := func() {
 		for _, r := range m.open {
@@ -170,7 +171,7 @@ func merge(runs []string) (stream, func(), error) {
 		}
 	}
 	for i, path := range runs {
-		r, err := open(path)
+		r, err := open(fs, path)
 		if err != nil {
 			done()
 			return nil, nil, err

@@ -1,50 +1,67 @@
 package audience
 
 import (
-	"encoding/binary"
+	"cmp"
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"log/slog"
 	"os"
-	"path/filepath"
 	"strings"
 	"time"
+
+	"github.com/cockroachdb/pebble/v2/vfs"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
-// The files of an audience, in a folder of its own:
+// The state of an audience is one value of the Store, so that each change of it takes effect as a
+// whole. It names the files, in a folder of the audience:
 //
-//	state.json        the last completed sync, and the name of its members' file
-//	members-SYNC      members, sorted
-//	pending.json      a sync that is decided and not complete: from the moment that
-//	                  this file has its name, the sync will be completed
-//	sync-SYNC/        the work files of a sync: runs, and then
-//	  members         the new members
-//	  changes         the users with an identify call
-//	  progress        how many of the calls are in the queue
+//	members-SYNC    the members after a sync, sorted
+//	changes-SYNC    the users with an identify call
+//	sync-SYNC/      the sorted runs of a sync that is being received
 //
-// Files that no other file names are left over from an interrupted sync; they are
-// removed at the start.
+// A file is written once, and is durable before a state names it. Files that no state names are
+// left over from an interrupted sync; they are removed at the start.
 const (
-	stateFile    = "state.json"
-	pendingFile  = "pending.json"
-	membersFile  = "members"
-	changesFile  = "changes"
-	progressFile = "progress"
-	syncPrefix   = "sync-"
-	storePrefix  = "members-"
+	membersPrefix = "members-"
+	changesPrefix = "changes-"
+	workPrefix    = "sync-"
+
+	keyPrefix    = "audience/"
 	stateVersion = 1
 )
 
-// step is called between any two changes of the files and does nothing: tests simulate crashes
-// there.
-var step = func() {}
+// Store keeps the states. queue.Store implements it.
+type Store interface {
+	// PutMeta stores a value under a name; nil deletes it. A power loss may undo it.
+	PutMeta(name string, value []byte) error
+	// PutMetaDurable does the same and returns when the value survives a power loss.
+	PutMetaDurable(name string, value []byte) error
+	// AllMeta returns all values.
+	AllMeta() (map[string][]byte, error)
+}
+
+// stored is the state of one audience in the Store.
+type stored struct {
+	Version int `json:"version"`
+	// Done is the last completed sync; nil before the first one. Pending is a sync that is decided
+	// and not complete: from the moment that the record has it, the sync will be completed.
+	Done    *state `json:"done,omitempty"`
+	Pending *state `json:"pending,omitempty"`
+	// Sent is how many changes of Pending are in the queue. After a power loss it may be too low;
+	// then some identify calls are appended again.
+	Sent int64 `json:"sent,omitempty"`
+}
+
+// last is the newest sync; nil before the first one.
+func (r stored) last() *state { return cmp.Or(r.Pending, r.Done) }
 
 // state is a completed or decided sync.
 type state struct {
-	Version int `json:"version"`
-	// Namespace has the key of release 0.2.0, which reads the file after a rollback.
-	Namespace string `json:"tenant"`
+	Namespace string `json:"namespace"`
 	Name      string `json:"name"`
 	// Source, Key and Kind are those of the sync; members with other values do not belong to the
 	// audience.
@@ -54,7 +71,7 @@ type state struct {
 	// Sync identifies the sync, and its files.
 	Sync string    `json:"sync"`
 	Time time.Time `json:"time"`
-	Counts
+	adminapi.SyncCounts
 }
 
 // of reports whether the members belong to the audience as it is configured now.
@@ -62,121 +79,82 @@ func (s *state) of(source, key, kind string) bool {
 	return s != nil && s.Source == source && s.Key == key && s.Kind == kind
 }
 
-func readState(path string) (*state, error) {
-	text, err := os.ReadFile(path)
+// key is the name of the state in the Store.
+func (n name) key() string { return keyPrefix + n.namespace + "/" + n.name }
+
+// folder is the name of the folder with the audience's files.
+func (n name) folder() string {
+	sum := sha256.Sum256([]byte(n.namespace + "/" + n.name))
+	return hex.EncodeToString(sum[:16])
+}
+
+// nameOfKey is the inverse of name.key; ok is false for the keys of other packages.
+func nameOfKey(key string) (n name, ok bool) {
+	rest, ours := strings.CutPrefix(key, keyPrefix)
+	n.namespace, n.name, ok = strings.Cut(rest, "/")
+	return n, ours && ok
+}
+
+func decode(value []byte) (r stored, err error) {
+	if err := json.Unmarshal(value, &r); err != nil {
+		return stored{}, fmt.Errorf("%w: its state is not JSON: %w", errDamaged, err)
+	}
+	if r.Version != stateVersion {
+		return stored{}, fmt.Errorf("its state has version %d; this program knows version %d", r.Version, stateVersion)
+	}
+	return r, nil
+}
+
+// put stores a state by one of the Store's methods, or removes an empty one.
+func put(to func(string, []byte) error, n name, r stored) error {
+	if r == (stored{}) {
+		return to(n.key(), nil)
+	}
+	r.Version = stateVersion
+	value, err := json.Marshal(r)
+	if err != nil {
+		return err
+	}
+	return to(n.key(), value)
+}
+
+// tidy removes the files in an audience's folder that its state does not name.
+func tidy(fs vfs.FS, dir string, r stored) error {
+	named := map[string]bool{}
+	if r.Done != nil {
+		named[membersPrefix+r.Done.Sync] = true
+	}
+	if r.Pending != nil {
+		named[membersPrefix+r.Pending.Sync], named[changesPrefix+r.Pending.Sync] = true, true
+	}
+	entries, err := fs.List(dir)
 	if errors.Is(err, os.ErrNotExist) {
-		return nil, nil
+		return nil
 	}
-	if err != nil {
-		return nil, err
+	for _, entry := range entries {
+		if !named[entry] {
+			err = errors.Join(err, fs.RemoveAll(fs.PathJoin(dir, entry)))
+		}
 	}
-	var s state
-	if err := json.Unmarshal(text, &s); err != nil {
-		return nil, fmt.Errorf("%s: %w: not JSON", path, errDamaged)
-	}
-	if s.Version != stateVersion {
-		return nil, fmt.Errorf("%s has version %d; this program knows version %d", path, s.Version, stateVersion)
-	}
-	return &s, nil
+	return err
 }
 
-// writeState makes a state durable under a name, atomically.
-func writeState(dir, name string, s state) error {
-	text, err := json.Marshal(s)
-	if err != nil {
+// makeFolder creates a folder durably; its parent exists.
+func makeFolder(fs vfs.FS, dir string) error {
+	if _, err := fs.Stat(dir); err == nil {
+		return nil
+	}
+	if err := fs.MkdirAll(dir, 0o700); err != nil {
 		return err
 	}
-	tmp := filepath.Join(dir, name+".tmp")
-	f, err := os.OpenFile(tmp, os.O_CREATE|os.O_TRUNC|os.O_WRONLY, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(text)
-	if err := errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return err
-	}
-	step()
-	if err := os.Rename(tmp, filepath.Join(dir, name)); err != nil {
-		return err
-	}
-	step()
-	return syncDir(dir)
+	return syncFolder(fs, fs.PathDir(dir))
 }
 
-// syncDir makes the names in a folder durable.
-func syncDir(dir string) error {
-	f, err := os.Open(dir)
+// syncFolder makes the names in a folder durable.
+func syncFolder(fs vfs.FS, dir string) error {
+	f, err := fs.OpenDir(dir)
 	if err != nil {
 		return err
 	}
 	return errors.Join(f.Sync(), f.Close())
 }
-
-// conclude makes a decided sync the last completed one. After an interruption at any point it can
-// be repeated.
-func conclude(dir string, s state) error {
-	work, members := filepath.Join(dir, syncPrefix+s.Sync), filepath.Join(dir, storePrefix+s.Sync)
-	if err := os.Rename(filepath.Join(work, membersFile), members); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return err
-	}
-	step()
-	if _, err := os.Stat(members); err != nil {
-		return err
-	}
-	if err := syncDir(dir); err != nil {
-		return err
-	}
-	if err := writeState(dir, stateFile, s); err != nil {
-		return err
-	}
-	if err := os.Remove(filepath.Join(dir, pendingFile)); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return err
-	}
-	step()
-	return syncDir(dir)
-}
-
-// tidy removes files that belong to no sync: keep is the completed one, pending the decided one.
-// Files that cannot be removed only cost disk space.
-func tidy(dir, keep, pending string, log *slog.Logger) {
-	entries, err := os.ReadDir(dir)
-	for _, e := range entries {
-		name := e.Name()
-		work, isWork := strings.CutPrefix(name, syncPrefix)
-		members, isMembers := strings.CutPrefix(name, storePrefix)
-		switch {
-		case isWork && work != pending,
-			isMembers && members != keep && members != pending,
-			strings.HasSuffix(name, ".tmp"):
-			step()
-			err = errors.Join(err, os.RemoveAll(filepath.Join(dir, name)))
-		}
-	}
-	if err != nil {
-		log.Error("removing old files of an audience's syncs failed", "error", err)
-	}
-}
-
-// progress stores how many changes are in the queue. It is not durable: after a power loss some
-// identify calls are appended again.
-type progress struct{ file *os.File }
-
-func openProgress(work string) (progress, int64, error) {
-	f, err := os.OpenFile(filepath.Join(work, progressFile), os.O_CREATE|os.O_RDWR, 0o600)
-	if err != nil {
-		return progress{}, 0, err
-	}
-	var b [8]byte
-	if n, _ := f.ReadAt(b[:], 0); n < len(b) {
-		return progress{f}, 0, nil
-	}
-	return progress{f}, int64(binary.LittleEndian.Uint64(b[:])), nil
-}
-
-func (p progress) set(n int64) error {
-	step()
-	_, err := p.file.WriteAt(binary.LittleEndian.AppendUint64(nil, uint64(n)), 0)
-	return err
-}
-
-func (p progress) close() { _ = p.file.Close() }

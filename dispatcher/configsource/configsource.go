@@ -21,11 +21,12 @@ import (
 // Sink receives the encoded live configs of namespaces.
 type Sink interface {
 	// Set provides the newest config of a namespace.
-	Set(namespace string, data []byte)
-	// Delete reports that a namespace has no config any more.
+	Set(namespace string, stored liveconfig.Stored)
+	// Delete reports that a namespace has no config.
 	Delete(namespace string)
-	// Synced reports that Set was called at least once for every namespace.
-	Synced()
+	// Synced reports that Set was called at least once for every namespace, except for the failed
+	// ones. A later call replaces the failed namespaces.
+	Synced(failed ...string)
 }
 
 // Watch sends the live-config Secrets of a namespace to sink until ctx is done. It needs permission
@@ -46,7 +47,7 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 	}); err != nil {
 		return fmt.Errorf("watch live-config Secrets: %w", err)
 	}
-	marked := make(chan struct{}, 1)
+	marked := make(chan []string, 1) // The failed namespaces of the newest marker.
 	set := func(obj any) {
 		secret, ok := obj.(*corev1.Secret)
 		if !ok {
@@ -54,12 +55,13 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 		}
 		// The name is decisive, because a copy of a Secret has the same labels.
 		if owner, ok := liveconfig.NamespaceOf(secret.Name); ok {
-			sink.Set(owner, secret.Data[liveconfig.DataKey])
+			sink.Set(owner, liveconfig.StoredIn(secret.Data))
 		} else if secret.Name == liveconfig.MarkerName {
 			select {
-			case marked <- struct{}{}:
+			case <-marked:
 			default:
 			}
+			marked <- liveconfig.FailedNamespaces(secret.Data) // The only sender has emptied it.
 		}
 	}
 	registration, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
@@ -95,10 +97,11 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 	}
 	remind := time.NewTicker(time.Minute)
 	defer remind.Stop()
-	for waiting := true; waiting; {
+	for {
 		select {
-		case <-marked:
-			waiting = false
+		case failed := <-marked:
+			remind.Stop()
+			sink.Synced(failed...)
 		case <-remind.C:
 			log.Warn("waiting for the operator's first full config; calls are answered 503 until then",
 				"namespace", namespace, "secret", liveconfig.MarkerName, "selector", labels.Set{liveconfig.LabelLive: ""}.String())
@@ -106,7 +109,4 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 			return nil
 		}
 	}
-	sink.Synced()
-	<-ctx.Done()
-	return nil
 }

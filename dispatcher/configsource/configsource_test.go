@@ -18,9 +18,13 @@ import (
 // recorder is a Sink that records its calls.
 type recorder chan string
 
-func (s recorder) Set(namespace string, data []byte) { s <- "set " + namespace + " " + string(data) }
-func (s recorder) Delete(namespace string)           { s <- "delete " + namespace }
-func (s recorder) Synced()                           { s <- "synced" }
+func (s recorder) Set(namespace string, stored liveconfig.Stored) {
+	s <- "set " + namespace + " " + string(stored.Config) + string(stored.Head)
+}
+func (s recorder) Delete(namespace string) { s <- "delete " + namespace }
+func (s recorder) Synced(failed ...string) {
+	s <- strings.Join(append([]string{"synced"}, failed...), " ")
+}
 
 func (s recorder) expect(t *testing.T, want ...string) {
 	t.Helper()

@@ -27,6 +27,7 @@ import (
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/admission"
+	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/jobs"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -34,16 +35,18 @@ import (
 
 const (
 	tick          = time.Second
+	keyPrefix     = "deletion/"
 	recordVersion = 1
 )
 
-// Options configure a Service. Dir, Gate and Store are required.
+// Options configure a Service. Gate, Store and Records are required.
 type Options struct {
-	// Dir has the records of requests. New creates it if it does not exist.
-	Dir string
+	// OldDir is the folder in which release 0.2.0 kept the records of requests; they move to Store.
+	OldDir string
 	// Gate is the way into the queue.
 	Gate *admission.Gate
-	// Store records the outcomes of the messages; the delivery engine must use it.
+	// Store records the outcomes of the messages, and keeps the records of requests; the delivery
+	// engine must use it.
 	Store *OutcomeTracker
 	// Records has the completed requests.
 	Records *jobs.Records
@@ -51,8 +54,10 @@ type Options struct {
 	Passive bool
 	// OrphanGrace is the time for which the record of a deleted request is kept. Default 10 min.
 	OrphanGrace time.Duration
-	Now         func() time.Time
-	Logger      *slog.Logger
+	// Changes is marked when the report of a request changes; nil marks nothing.
+	Changes *changes.Log
+	Now     func() time.Time
+	Logger  *slog.Logger
 }
 
 // Service sends the notifications of all namespaces and records their outcomes.
@@ -69,7 +74,7 @@ type record struct {
 	Version int    `json:"version"`
 	ID      string `json:"id"`
 	UID     string `json:"uid,omitempty"`
-	// Namespace has the key of release 0.2.0, which reads the file after a rollback.
+	// Namespace has the key of release 0.2.0, whose records are read.
 	Namespace string    `json:"tenant"`
 	Time      time.Time `json:"time"`
 	Sources   []source  `json:"sources,omitempty"`
@@ -112,28 +117,59 @@ func New(o Options) (*Service, error) {
 	if o.Passive {
 		return s, nil
 	}
-	if err := os.MkdirAll(o.Dir, 0o700); err != nil {
+	if err := s.load(); err != nil {
 		return nil, fmt.Errorf("deletion requests: %w", err)
 	}
-	files, err := filepath.Glob(filepath.Join(o.Dir, "*.json"))
+	s.trackOutcomes()
+	return s, nil
+}
+
+// load reads the records.
+func (s *Service) load() error {
+	values, err := s.Store.AllMeta()
 	if err != nil {
-		return nil, fmt.Errorf("deletion requests: %w", err)
+		return err
+	}
+	if err := s.upgrade(values); err != nil {
+		return err
+	}
+	for key, value := range values {
+		id, ours := strings.CutPrefix(key, keyPrefix)
+		if !ours {
+			continue
+		}
+		var r record
+		if err := json.Unmarshal(value, &r); err != nil || r.Version != recordVersion {
+			// A repeated notification is better than a missing one or a failing start.
+			s.Logger.Error("deletion request record unreadable; its notifications are sent again", "record", id)
+			continue
+		}
+		s.records[id] = &r
+	}
+	return nil
+}
+
+// upgrade moves the files of release 0.2.0 to the store and to values, its contents. A record that
+// the store has is newer than its file.
+func (s *Service) upgrade(values map[string][]byte) error {
+	files, err := filepath.Glob(filepath.Join(s.OldDir, "*.json"))
+	if err != nil || s.OldDir == "" {
+		return err
 	}
 	for _, file := range files {
 		text, err := os.ReadFile(file)
 		if err != nil {
-			return nil, fmt.Errorf("deletion requests: %w", err)
+			return err
 		}
-		var r record
-		if err := json.Unmarshal(text, &r); err != nil || r.Version != recordVersion {
-			// A repeated notification is better than a missing one or a failing start.
-			o.Logger.Error("deletion request record unreadable; its notifications are sent again", "file", file)
-			continue
+		key := keyPrefix + strings.TrimSuffix(filepath.Base(file), ".json")
+		if values[key] == nil {
+			if err := s.Store.PutMetaDurable(key, text); err != nil {
+				return err
+			}
+			values[key] = text
 		}
-		s.records[r.ID] = &r
 	}
-	s.trackOutcomes()
-	return s, nil
+	return os.RemoveAll(s.OldDir)
 }
 
 // Run sends notifications and records outcomes until ctx is done.
@@ -173,7 +209,7 @@ func (s *Service) work(ctx context.Context, view *liveconfig.View) {
 	}
 	for id, r := range s.records {
 		if !known[id] && r.cancelled() {
-			if err := s.change(*r, func(next *record) error { return s.updateOutcomes(ctx, next) }); err != nil && ctx.Err() == nil {
+			if err := s.change(*r, "", func(next *record) error { return s.updateOutcomes(ctx, next) }); err != nil && ctx.Err() == nil {
 				s.Logger.Error("reading the outcome of a deletion request failed; it is retried", "namespace", r.Namespace, "error", err)
 			}
 		}
@@ -216,17 +252,17 @@ func (s *Service) advance(ctx context.Context, config liveconfig.Config, d livec
 		// The run of another object failed. This object's run is a new one; it starts
 		// when the messages of the other one have their outcomes.
 		if r.cancelled() {
-			return s.change(*r, func(next *record) error { return s.updateOutcomes(ctx, next) })
+			return s.change(*r, d.Name, func(next *record) error { return s.updateOutcomes(ctx, next) })
 		}
 		r = nil
 	}
 	if r == nil {
 		r = s.plan(config, d)
-		if err := s.persist(*r); err != nil {
+		if err := s.persist(*r, d.Name); err != nil {
 			return err
 		}
 	}
-	return s.change(*r, func(next *record) error {
+	return s.change(*r, d.Name, func(next *record) error {
 		next.UID = d.UID // It differs if the object was deleted and created again during the run.
 		deadline := time.Duration(d.DeadlineSeconds) * time.Second
 		overdue := deadline > 0 && s.Now().Sub(next.Time) >= deadline
@@ -249,12 +285,13 @@ func (s *Service) advance(ctx context.Context, config liveconfig.Config, d livec
 	})
 }
 
-// change applies f to a copy of a record, and stores the copy if it differs.
-func (s *Service) change(r record, f func(*record) error) error {
+// change applies f to a copy of the record of a request, and stores the copy if it differs. name is
+// empty if the live config lacks the request.
+func (s *Service) change(r record, name string, f func(*record) error) error {
 	next := r.clone()
 	err := f(&next)
 	if !next.equal(r) {
-		err = errors.Join(err, s.persist(next))
+		err = errors.Join(err, s.persist(next, name))
 	}
 	return err
 }
@@ -421,34 +458,21 @@ func (s *Service) outcome(ctx context.Context, lanes []queue.LaneID, source, des
 	return state, reason, err
 }
 
-// persist writes a record durably and replaces the one in memory.
-func (s *Service) persist(r record) error {
+// persist writes the record of a request durably and replaces the one in memory.
+func (s *Service) persist(r record, name string) error {
 	text, err := json.Marshal(r)
 	if err != nil {
 		return err
 	}
-	path := filepath.Join(s.Dir, r.ID+".json")
-	f, err := os.OpenFile(path+".tmp", os.O_CREATE|os.O_TRUNC|os.O_WRONLY, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(text)
-	if err := errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return err
-	}
-	if err := os.Rename(path+".tmp", path); err != nil {
-		return err
-	}
-	dir, err := os.Open(s.Dir)
-	if err != nil {
-		return err
-	}
-	if err := errors.Join(dir.Sync(), dir.Close()); err != nil {
+	if err := s.Store.PutMetaDurable(keyPrefix+r.ID, text); err != nil {
 		return err
 	}
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	s.records[r.ID] = &r
+	s.mu.Unlock()
+	if name != "" {
+		s.Changes.Object(changes.Deletions, r.Namespace, name).Transition()
+	}
 	return nil
 }
 
@@ -465,7 +489,7 @@ func (s *Service) removeOrphans(view *liveconfig.View, known map[string]bool) {
 		case !missing:
 			s.deletedAt[id] = now
 		case now.Sub(since) >= s.OrphanGrace:
-			if err := os.Remove(filepath.Join(s.Dir, id+".json")); err != nil && !errors.Is(err, os.ErrNotExist) {
+			if err := s.Store.PutMeta(keyPrefix+id, nil); err != nil {
 				s.Logger.Error("removing the record of a deleted deletion request failed", "error", err)
 				continue
 			}

@@ -1,12 +1,14 @@
 package deletion
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -108,7 +110,7 @@ func (r *rig) start() {
 		r.t.Fatal(err)
 	}
 	r.Service, err = New(Options{
-		Dir: r.dir, Store: r.newTracker(), Records: records, Gate: r.gate,
+		OldDir: r.dir, Store: r.newTracker(), Records: records, Gate: r.gate,
 		Now: func() time.Time { return r.now }, Logger: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
@@ -128,12 +130,17 @@ func (r *rig) states() (out []string) {
 	return out
 }
 
-// files lists the records on disk.
-func (r *rig) files() []string {
+// stored returns the IDs of the records in the store.
+func (r *rig) stored() (ids []string) {
 	r.t.Helper()
-	files, err := filepath.Glob(filepath.Join(r.dir, "*"))
-	check.NoError(r.t, "list records", err)
-	return files
+	values, err := r.store.AllMeta()
+	check.NoError(r.t, "read the records", err)
+	for key := range values {
+		if id, ok := strings.CutPrefix(key, keyPrefix); ok {
+			ids = append(ids, id)
+		}
+	}
+	return ids
 }
 
 func (r *rig) want(want ...string) {
@@ -312,16 +319,40 @@ func TestKilledAfterTheAppend(t *testing.T) {
 	r.now = time.Now() // The store detects duplicates by its own clock.
 	r.appendError = errors.New("not now")
 	r.step()
-	planned, err := os.ReadFile(filepath.Join(r.dir, "ab.json"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	all, err := r.store.AllMeta()
+	check.NoError(t, "read the records", err)
 	r.appendError = nil
 	r.step()
-	if err := os.WriteFile(filepath.Join(r.dir, "ab.json"), planned, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	check.NoError(t, "restore the planned record", r.store.PutMeta(keyPrefix+"ab", all[keyPrefix+"ab"]))
 	r.start()
+	r.step()
+	check.Equal(t, "messages of ios", len(r.lease("ios", "crm")), 1)
+}
+
+// The records of release 0.2.0, in files, move to the store; a record there is newer than a file.
+func TestUpgrade(t *testing.T) {
+	r := newRig(t)
+	r.step()
+	all, err := r.store.AllMeta()
+	check.NoError(t, "read the records", err)
+	planned := all[keyPrefix+"ab"]
+	if !bytes.Contains(planned, []byte(`"tenant":"shop"`)) {
+		t.Fatalf("record: got %s, want the form of release 0.2.0", planned)
+	}
+	check.NoError(t, "remove the record", r.store.PutMeta(keyPrefix+"ab", nil))
+	for _, c := range []struct {
+		name string
+		file []byte
+	}{{"with a file", planned}, {"with a file and a record", []byte("{}")}} {
+		check.NoError(t, "make the folder", os.MkdirAll(r.dir, 0o700))
+		check.NoError(t, "write the file", os.WriteFile(filepath.Join(r.dir, "ab.json"), c.file, 0o600))
+		r.start()
+		all, err := r.store.AllMeta()
+		check.NoError(t, "read the records", err)
+		check.Equal(t, "record "+c.name, string(all[keyPrefix+"ab"]), string(planned))
+		_, err = os.Stat(r.dir)
+		check.ErrorIs(t, "stat of the folder "+c.name, err, os.ErrNotExist)
+	}
 	r.step()
 	check.Equal(t, "messages of ios", len(r.lease("ios", "crm")), 1)
 }
@@ -333,10 +364,10 @@ func TestRecordOfADeletedRequestIsRemoved(t *testing.T) {
 	c.Deletions = nil
 	r.set(c)
 	r.step()
-	check.Equal(t, "records within the grace period", len(r.files()), 1)
+	check.Equal(t, "records within the grace period", len(r.stored()), 1)
 	r.now = r.now.Add(time.Hour)
 	r.step()
-	check.Same(t, "records after the grace period", r.files(), nil)
+	check.Same(t, "records after the grace period", r.stored(), nil)
 }
 
 func TestPassivePodSendsNothing(t *testing.T) {

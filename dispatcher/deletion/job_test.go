@@ -72,7 +72,7 @@ func TestAlreadyDone(t *testing.T) {
 	r.step()
 	r.now = r.now.Add(time.Hour)
 	r.step()
-	check.Same(t, "records after the grace period", r.files(), nil)
+	check.Same(t, "records after the grace period", r.stored(), nil)
 	r.request(other)
 	alreadyDone("after the record was removed")
 	r.start()
@@ -243,6 +243,6 @@ func TestDeadlineOfADeletedObject(t *testing.T) {
 	r.step()
 	r.now = r.now.Add(time.Hour)
 	r.step()
-	check.Same(t, "records after the grace period", r.files(), nil)
+	check.Same(t, "records after the grace period", r.stored(), nil)
 	check.Equal(t, "cancelled messages remain", r.tracked.cancelled.Load() != nil, false)
 }

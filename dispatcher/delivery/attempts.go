@@ -14,7 +14,13 @@ import (
 type attempts struct {
 	ring []record
 	next int
+	// answered is 1 more than the index of the only attempt with a Response, so that an endpoint
+	// keeps at most one; 0 if there is none.
+	answered int
 }
+
+// maxKeptResponse bounds the bytes of a response that are kept in memory.
+const maxKeptResponse = 512
 
 type record struct {
 	adminapi.Attempt
@@ -26,6 +32,12 @@ func (a *attempts) add(size int, t *adminapi.Attempt) {
 	if len(a.ring) < size {
 		a.ring = append(a.ring, record{})
 		a.next = len(a.ring) - 1
+	}
+	if t.Response != "" {
+		if a.answered > 0 {
+			a.ring[a.answered-1].Response = ""
+		}
+		a.answered = a.next + 1
 	}
 	r := &a.ring[a.next]
 	a.next = (a.next + 1) % size

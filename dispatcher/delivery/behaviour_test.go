@@ -4,6 +4,7 @@ import (
 	"crypto/hmac"
 	"crypto/sha1"
 	"encoding/hex"
+	"encoding/json"
 	"fmt"
 	"math"
 	"slices"
@@ -12,10 +13,14 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp/cmpopts"
+
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/delivery/endpoint"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/test/check"
 )
 
 const (
@@ -188,7 +193,7 @@ func TestHeaderSafe(t *testing.T) {
 }
 
 func TestRefusedIsBuriedAtOnce(t *testing.T) {
-	for status, reason := range map[int]egress.Reason{400: egress.Rejected, 409: egress.Rejected, 451: egress.Rejected, 301: egress.Redirected, 307: egress.Redirected} {
+	for status, reason := range map[int]egress.Reason{400: egress.Rejected, 409: egress.Rejected, 451: egress.Rejected, 300: egress.Redirected, 304: egress.Redirected} {
 		bubble(t, func(t *testing.T) {
 			w := newWorld(t, always(answer{status: status}))
 			w.apply(dest("crm", urlA))
@@ -840,12 +845,12 @@ func TestCircuitSurvivesRestart(t *testing.T) {
 		if r := w.report("a"); r.Delivered != 100 {
 			t.Errorf("%+v", r)
 		}
+		recovered := w.report("a").Endpoints
 		w.end()
 		w.restart()
 		apply()
-		if ep := w.report("a").Endpoints[0]; ep.State != adminapi.EndpointIdle || len(w.store.meta(t)) != 0 {
-			t.Errorf("after it recovered: %+v, stored records: %d", ep, len(w.store.meta(t)))
-		}
+		check.Same(t, "endpoints after the recovery and a restart", w.report("a").Endpoints, recovered)
+		check.Equal(t, "stored records", len(w.store.meta(t)), 1)
 		// No record is kept of objects that are missing in the config.
 		w.client.set(always(answer{status: 500}))
 		w.send("web", 100)
@@ -871,6 +876,60 @@ func TestCircuitSurvivesRestart(t *testing.T) {
 	})
 }
 
+// The state, the last success and the last failure of an endpoint survive a restart. After a crash
+// they are at most historyInterval old.
+func TestHistorySurvivesRestart(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		answers []answer
+		want    adminapi.EndpointState
+	}{
+		{"healthy", []answer{{status: 200}}, adminapi.EndpointHealthy},
+		{"failing", []answer{{status: 200}, {status: 500}}, adminapi.EndpointDegraded},
+		{"recovered", []answer{{status: 500}, {status: 200}}, adminapi.EndpointHealthy},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			bubble(t, func(t *testing.T) {
+				w := newWorld(t, always(answer{status: 200}))
+				w.apply(dest("a", urlA))
+				for _, a := range c.answers {
+					w.client.set(always(a))
+					w.send("web", 1)
+					w.sleep(10 * time.Second)
+				}
+				before := w.report("a").Endpoints
+				check.Equal(t, "state", before[0].State, c.want)
+				w.end()
+				w.client.set(always(answer{status: 200, after: time.Hour}))
+				w.restart()
+				w.rev = 0
+				w.apply(dest("a", urlA))
+				after := w.report("a").Endpoints
+				check.Same(t, "endpoints after a restart", after, before, cmpopts.IgnoreFields(adminapi.EndpointReport{}, "FirstAttemptsPending"))
+				w.end()
+			})
+		})
+	}
+	t.Run("stored in time", func(t *testing.T) {
+		bubble(t, func(t *testing.T) {
+			w := newWorld(t, always(answer{status: 200}))
+			w.apply(dest("a", urlA))
+			for range 100 {
+				w.send("web", 1)
+				w.sleep(time.Second)
+			}
+			var r endpoint.Record
+			for _, value := range w.store.meta(t) {
+				check.NoError(t, "decode the record", json.Unmarshal(value, &r))
+			}
+			if age := time.Since(r.LastSuccess); age > historyInterval+maintenanceInterval {
+				t.Errorf("age of the stored last success: got %s, want at most %s", age, historyInterval+maintenanceInterval)
+			}
+			w.end()
+		})
+	})
+}
+
 // A namespace whose config cannot be loaded keeps all its messages.
 func TestUnusableNamespace(t *testing.T) {
 	bubble(t, func(t *testing.T) {
@@ -887,6 +946,104 @@ func TestUnusableNamespace(t *testing.T) {
 		if len(w.store.Lanes()) != 1 || len(w.dead("a")) != 0 {
 			t.Error("messages were discarded")
 		}
+		w.end()
+	})
+}
+
+// While a namespace's config is missing, nothing is sent, expired or discarded. Delivery continues
+// when the config is there again, even if it is unchanged.
+func TestParkedNamespace(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 500}))
+		v, parked := w.view(dest("a", urlA)), liveconfig.NewView(nil, "ns")
+		set := func(v *liveconfig.View) {
+			t.Helper()
+			if err := w.engine.Apply(v); err != nil {
+				t.Fatal(err)
+			}
+		}
+		counts := func(when string, pending, delivered int64) {
+			t.Helper()
+			s := w.store.DestinationStats("ns/a").Ledger
+			if s.Pending != pending || s.Delivered != delivered {
+				t.Errorf("%s: got %+v, want %d pending and %d delivered", when, s, pending, delivered)
+			}
+		}
+		set(v)
+		w.send("web", 10)
+		w.sleep(time.Minute)
+		set(parked)
+		w.client.set(always(answer{status: 200}))
+		w.sleep(time.Hour)
+		counts("while parked", 10, 0)
+		set(v)
+		w.sleep(time.Minute)
+		counts("with the config", 0, 10)
+
+		w.client.set(always(answer{status: 500}))
+		w.send("web", 10)
+		w.sleep(time.Minute)
+		set(parked)
+		w.sleep(24 * time.Hour)
+		counts("parked for longer than the retry window", 10, 10)
+		w.end()
+	})
+}
+
+// A parked destination keeps its dead letters beyond their retention, and its ledger, also after a
+// restart and without lanes.
+func TestParkedDestinationKeepsItsRecords(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200}))
+		parkAll := func() {
+			t.Helper()
+			check.NoError(t, "park the destinations", w.engine.Apply(w.view().WithParked(map[string]map[liveconfig.Ref]bool{
+				"ns": {{Section: liveconfig.SectionDestinations, Name: "dead"}: true, {Section: liveconfig.SectionDestinations, Name: "done"}: true},
+			})))
+		}
+		done, dead := dest("done", urlA), dest("dead", urlB)
+		w.apply(done)
+		w.send("web", 10)
+		w.sleep(time.Minute)
+		w.client.set(always(answer{status: 400}))
+		done.Sources = nil
+		w.apply(done, dead)
+		w.sleep(time.Hour)
+		w.send("web", 10)
+		w.sleep(time.Hour)
+		parkAll()
+		w.sleep(8 * 24 * time.Hour)
+		check.Equal(t, "dead letters", len(w.dead("dead")), 10)
+		check.Equal(t, "delivered messages of the destination without lanes", w.store.DestinationStats("ns/done").Ledger.Delivered, int64(10))
+		w.end()
+		w.restart()
+		w.rev = 0
+		parkAll()
+		w.sleep(8 * 24 * time.Hour)
+		check.Equal(t, "dead letters after a restart", len(w.dead("dead")), 10)
+		check.Equal(t, "delivered messages after a restart", w.store.DestinationStats("ns/done").Ledger.Delivered, int64(10))
+		w.end()
+	})
+}
+
+// The lane of an endpoint that a restored config lacks is parked for a limited time. After that its
+// messages are dead letters, as those of a removed endpoint.
+func TestLostEndpoint(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, byURL(map[string]answer{urlA: {status: 200}, urlB: {status: 500}}))
+		d := dest("a", urlA, urlB)
+		d.Success = liveconfig.EveryEndpoint
+		w.apply(d)
+		w.send("web", 10)
+		w.sleep(time.Minute)
+		d.Endpoints = d.Endpoints[:1]
+		lost := map[string]liveconfig.Lost{"ns/a": {Endpoints: []string{"e1"}, Since: time.Now()}}
+		check.NoError(t, "apply the restored config", w.engine.Apply(w.view(d).WithLost(lost)))
+		w.sleep(liveconfig.ParkingTime - time.Minute)
+		check.Equal(t, "pending messages while parked", w.report("a").Pending, int64(10))
+		w.sleep(10 * time.Minute)
+		check.Equal(t, "pending messages after the time", w.report("a").Pending, int64(0))
+		check.Equal(t, "dead letters after the time", len(w.dead("a")), 10)
 		w.end()
 	})
 }
@@ -1080,7 +1237,7 @@ func TestParkedLanesGiveWay(t *testing.T) {
 		w.apply(all...)
 		w.send("web", 1)
 		w.sleep(time.Second)
-		last := look(w, func(e *Engine) string { return e.blockedUnproven.tail.destination.name })
+		last := look(w, func(e *Engine) string { return e.blockedUnproven.tail.lanes.tail.destination.name })
 		for i := range all {
 			if all[i].Name != last {
 				all[i].State = liveconfig.Disabled

@@ -3,7 +3,6 @@ package delivery
 import (
 	"errors"
 	"fmt"
-	"maps"
 	"reflect"
 	"slices"
 	"strings"
@@ -11,6 +10,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/delivery/endpoint"
 	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
 	"github.com/posthorn/posthorn/dispatcher/delivery/sign"
@@ -29,12 +29,13 @@ type change struct {
 	config    liveconfig.Destination
 	lanes     []queue.LaneID
 	set       *destinationConfig
+	object    *changes.Object
 }
 
 func (p *change) key() string { return p.namespace + "/" + p.config.Name }
 
-// Apply updates the lanes to a full config: a destination that is missing in the view counts as
-// deleted by its owner. New lanes are durable when Apply returns, so calls may then be accepted
+// Apply updates the lanes to a full config: a destination that is missing in the view, and not parked
+// there, counts as deleted by its owner. New lanes are durable when Apply returns, so calls may then be accepted
 // with the view. Requests in flight end with their old settings.
 //
 // An error means that the store failed. Then nothing has changed.
@@ -44,7 +45,7 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	if !e.recovered {
 		e.recover()
 	}
-	var changes []*change
+	var changed []*change
 	configs := map[string]liveconfig.Destination{}
 	revisions := map[string]string{}
 	for _, namespace := range v.Namespaces() {
@@ -54,26 +55,27 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 		for _, d := range c.Destinations {
 			configs[namespace+"/"+d.Name] = d
 			if !known || old != c.Revision {
-				changes = append(changes, &change{namespace: namespace, config: d, lanes: e.lanesOf(namespace, d)})
+				changed = append(changed, &change{namespace: namespace, config: d, lanes: e.lanesOf(namespace, d)})
 			}
 		}
 	}
 	// The store operation can fail, so it runs first; the rest cannot fail.
-	if err := e.openLanes(changes, configs); err != nil {
+	if err := e.openLanes(changed, configs); err != nil {
 		return err
 	}
-	for _, p := range changes {
+	for _, p := range changed {
 		p.set = e.compile(p)
+		p.object = e.o.Changes.Object(changes.Destinations, p.namespace, p.config.Name)
 	}
 	var forget []target
 	var deleted []*destination
 	e.mu.Lock()
 	now := time.Now()
-	for _, p := range changes {
+	for _, p := range changed {
 		forget = append(forget, e.activate(p, now)...)
 	}
 	for key, d := range e.destinations {
-		if _, kept := configs[key]; !kept && d.set != nil && !v.Unusable(d.namespace) {
+		if _, kept := configs[key]; !kept && d.set != nil {
 			forget = append(forget, d.set.targets...)
 			d.set = nil
 			deleted = append(deleted, d)
@@ -81,7 +83,6 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	}
 	back := e.sortLanes(v, configs, now)
 	e.limitDeadLetters(v)
-	e.index()
 	e.wakeWorker()
 	e.mu.Unlock()
 	e.release(back)
@@ -94,13 +95,8 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 		e.storeBounds(d.key, d.trim)
 	}
 	e.endLanes()
-	e.deleteCircuits(v)
+	e.deleteRecords(v)
 
-	for namespace, revision := range e.revisions {
-		if v.Unusable(namespace) && revisions[namespace] == "" {
-			revisions[namespace] = revision
-		}
-	}
 	e.revisions = revisions
 	e.wakeMaintenance()
 	return nil
@@ -109,9 +105,12 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 // recover restores the lanes and the destinations of an earlier run. Lanes are parked until the
 // config contains them.
 func (e *Engine) recover() {
-	circuits, bounds := e.loadRecords()
+	health, bounds := e.loadRecords()
 	lanes, destinations := e.o.Store.Lanes(), e.o.Store.Destinations()
-	ends := map[queue.LaneID]queue.End{}
+	ends, ledgers := map[queue.LaneID]queue.End{}, map[string]queue.Ledger{}
+	for _, key := range destinations {
+		ledgers[key] = e.o.Store.DestinationStats(key).Ledger
+	}
 	for _, id := range lanes {
 		switch s := e.o.Store.LaneStats(id); {
 		case s.EndpointRemoved:
@@ -126,13 +125,13 @@ func (e *Engine) recover() {
 		e.lane(id).end = ends[id]
 	}
 	for _, key := range destinations {
+		d := e.destination(key)
+		d.atStart = ledgers[key]
 		if b, ok := bounds[key]; ok {
-			e.destination(key).trim = &b
-		} else {
-			e.destination(key)
+			d.trim = &b
 		}
 	}
-	e.circuits = circuits
+	e.records = health
 	e.recovered = true
 }
 
@@ -140,11 +139,12 @@ func (e *Engine) recover() {
 // was stopped, so that their own bounds are unknown: the API's defaults.
 var retainedAsDefault = liveconfig.DeadLetters{RetentionMS: (7 * 24 * time.Hour).Milliseconds(), MaxBytes: 1 << 30}
 
-// limitDeadLetters bounds the dead letters of destinations that are missing in the config. The lock
-// is held.
+// limitDeadLetters bounds the dead letters of destinations that are missing in the config, except for
+// those that are parked. The lock is held.
 func (e *Engine) limitDeadLetters(v *liveconfig.View) {
 	for _, d := range e.destinations {
-		if d.trim == nil && !v.Unusable(d.namespace) {
+		d.parked = parkedDestination(v, d.key)
+		if d.trim == nil && !d.parked {
 			d.trim = &retainedAsDefault
 		}
 	}
@@ -178,10 +178,10 @@ func anyEndpoint(d liveconfig.Destination) bool { return d.Success != liveconfig
 
 // openLanes opens the missing lanes of the changes, and the lanes of an earlier run that the config
 // still contains.
-func (e *Engine) openLanes(changes []*change, configs map[string]liveconfig.Destination) error {
+func (e *Engine) openLanes(changed []*change, configs map[string]liveconfig.Destination) error {
 	wanted := map[queue.LaneID]bool{}
 	e.mu.Lock()
-	for _, p := range changes {
+	for _, p := range changed {
 		for _, id := range p.lanes {
 			if l := e.lanes[id]; l == nil || !l.opened {
 				wanted[id] = true
@@ -251,8 +251,7 @@ func (e *Engine) compile(p *change) *destinationConfig {
 	return s
 }
 
-// prepared returns the prepared request of an endpoint with unchanged config, or nil. It keeps the
-// open connections.
+// prepared returns the prepared request of an endpoint with unchanged config, or nil.
 func (s *destinationConfig) prepared(config liveconfig.Endpoint) *egress.Endpoint {
 	if s == nil {
 		return nil
@@ -270,7 +269,7 @@ func (s *destinationConfig) prepared(config liveconfig.Endpoint) *egress.Endpoin
 func (e *Engine) activate(p *change, now time.Time) (forget []target) {
 	d := e.destination(p.key())
 	old := d.set
-	d.set = p.set
+	d.set, d.changed = p.set, p.object
 	d.trim = &p.set.deadLetters
 	endpoints := map[string]*liveEndpoint{}
 	for i := range p.set.targets {
@@ -278,9 +277,7 @@ func (e *Engine) activate(p *change, now time.Time) (forget []target) {
 		ep := d.endpoints[name]
 		if ep == nil {
 			ep = &liveEndpoint{destination: d, name: name, machine: endpoint.New(p.set.maxInFlight, now)}
-			if r, ok := e.circuits[ep.recordName()]; ok {
-				ep.machine.Restore(r, p.set.revision, now)
-			}
+			e.restoreHealth(ep, p.set.revision, now)
 			ep.loggedState = ep.machine.Status().State
 		} else if old == nil || old.revision != p.set.revision {
 			ep.machine.Reconfigure(p.set.maxInFlight, now)
@@ -305,20 +302,36 @@ func (e *Engine) activate(p *change, now time.Time) (forget []target) {
 func (e *Engine) destination(key string) *destination {
 	d := e.destinations[key]
 	if d == nil {
-		namespace, name := split(key)
-		d = &destination{key: key, namespace: namespace, name: name, endpoints: map[string]*liveEndpoint{}}
+		in, name := split(key)
+		owner := e.perNamespace[in]
+		if owner == nil {
+			owner = &namespace{}
+			e.perNamespace[in] = owner
+		}
+		owner.destinations++
+		d = &destination{key: key, namespace: in, name: name, owner: owner, endpoints: map[string]*liveEndpoint{}}
 		e.destinations[key] = d
 	}
 	return d
+}
+
+// deleteDestination removes a destination without lanes. The lock is held.
+func (e *Engine) deleteDestination(d *destination) {
+	delete(e.destinations, d.key)
+	if d.owner.destinations--; d.owner.destinations == 0 {
+		delete(e.perNamespace, d.namespace)
+	}
 }
 
 // lane returns a lane and creates it if necessary. The lock is held.
 func (e *Engine) lane(id queue.LaneID) *lane {
 	l := e.lanes[id]
 	if l == nil {
-		l = &lane{id: id, destination: e.destination(id.Destination)}
+		d := e.destination(id.Destination)
+		l = &lane{id: id, destination: d, owner: d.owner}
 		l.destination.lanes = append(l.destination.lanes, l)
 		e.lanes[id] = l
+		e.bySource[id.Source] = append(e.bySource[id.Source], l)
 	}
 	return l
 }
@@ -332,6 +345,7 @@ func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Des
 			ep.lanes, ep.turn = nil, 0
 		}
 	}
+	clear(e.orphans)
 	for id, l := range e.lanes {
 		d, before := l.destination, l.set
 		config, ok := configs[id.Destination]
@@ -339,7 +353,8 @@ func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Des
 		known := ok && len(config.Endpoints) > 0
 		former := known && (id.Endpoint == "" || id.Any != anyEndpoint(config))
 		switch {
-		case v.Unusable(d.namespace):
+		case parkedLane(v, id):
+			l.park(nil)
 			l.draining, l.endpointRemoved = l.end != queue.Active, l.end == queue.EndpointRemoved
 			l.dropAt = time.Time{} // Its config is unknown and may contain the lane.
 		case !ok || !hasPlace(config, id):
@@ -347,10 +362,7 @@ func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Des
 			// destination may be restored.
 			l.park(d.set)
 			l.draining = l.end != queue.Active || former
-			if l.dropAt.IsZero() {
-				l.dropAt = now.Add(e.o.OrphanGrace)
-				e.log.With(id.LogArgs()...).Info("destination, endpoint or Source removed; its pending messages are discarded after the grace period", "dropAt", l.dropAt)
-			}
+			e.orphan(l, v, now)
 		default:
 			l.dropAt = time.Time{}
 			if l.draining, l.endpointRemoved = l.end != queue.Active, l.end == queue.EndpointRemoved; known {
@@ -371,6 +383,31 @@ func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Des
 		}
 	}
 	return back
+}
+
+// orphan sets the time at which a lane without a place in the config is dropped. The lock is held.
+func (e *Engine) orphan(l *lane, v *liveconfig.View, now time.Time) {
+	e.orphans[l] = true
+	_, source := split(l.id.Source)
+	lostAt := v.LostSince(l.id.Destination, source, l.id.Endpoint)
+	if lost := !lostAt.IsZero(); l.dropAt.IsZero() || l.lost && !lost {
+		l.lost, l.removedAt, l.dropAt = lost, now, now.Add(e.o.OrphanGrace)
+		if lost {
+			l.removedAt, l.dropAt = lostAt, lostAt.Add(liveconfig.ParkingTime)
+		}
+		e.log.With(l.id.LogArgs()...).Warn("destination, endpoint or Source removed; its pending messages are discarded after the grace period", "dropAt", l.dropAt, "certain", !lost)
+	}
+}
+
+// parkedLane reports whether a lane's destination or Source is parked.
+func parkedLane(v *liveconfig.View, id queue.LaneID) bool {
+	namespace, source := split(id.Source)
+	return parkedDestination(v, id.Destination) || v.Parked(namespace, liveconfig.Ref{Section: liveconfig.SectionSources, Name: source})
+}
+
+func parkedDestination(v *liveconfig.View, key string) bool {
+	namespace, name := split(key)
+	return v.Parked(namespace, liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: name})
 }
 
 // hasPlace reports whether a destination's config has a place for a lane: its Source is connected,
@@ -431,6 +468,7 @@ func (e *Engine) endLanes() {
 		}
 		e.mu.Lock()
 		l.end, l.more = wanted, true
+		l.destination.changed.Numbers()
 		if set := l.destination.set; l.endpointRemoved && set != nil && l.dropAt.IsZero() {
 			l.follow(set)
 			for _, t := range l.targets {
@@ -452,16 +490,6 @@ func (l *lane) wantedEnd() queue.End {
 		return queue.Ended
 	}
 	return queue.Active
-}
-
-// index lists the destinations of each namespace by name, for reports. The lock is held.
-func (e *Engine) index() {
-	e.namespaces = map[string][]*destination{}
-	for _, key := range slices.Sorted(maps.Keys(e.destinations)) {
-		if d := e.destinations[key]; d.set != nil {
-			e.namespaces[d.namespace] = append(e.namespaces[d.namespace], d)
-		}
-	}
 }
 
 // split splits "namespace/name".

@@ -19,6 +19,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 	"golang.org/x/time/rate"
 
+	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/delivery/endpoint"
 	"github.com/posthorn/posthorn/dispatcher/delivery/retry"
 	"github.com/posthorn/posthorn/dispatcher/delivery/sign"
@@ -53,8 +54,11 @@ type Options struct {
 	Client Poster
 	// Logger; default slog.Default().
 	Logger *slog.Logger
-	// Registerer registers the metrics; nil leaves them unregistered.
+	// Registerer registers the totals; nil leaves them unregistered. WriteMetrics writes the series
+	// of the destinations.
 	Registerer prometheus.Registerer
+	// DetailedMetrics adds histograms, failure reasons and lanes to the series of each destination.
+	DetailedMetrics bool
 	// Tracer makes a span per attempt; nil makes none and sends no traceparent.
 	Tracer trace.Tracer
 	// MaxInFlight bounds the requests in flight of all lanes. Default 1024.
@@ -69,6 +73,8 @@ type Options struct {
 	DrainTimeout time.Duration
 	// Attempts is the number of attempts that are kept per endpoint. Default 100.
 	Attempts int
+	// Changes is marked when the report of a destination changes; nil marks nothing.
+	Changes *changes.Log
 }
 
 // Engine delivers messages. Make it with New, set configs with Apply, and call Run once. All
@@ -84,25 +90,34 @@ type Engine struct {
 	// the lanes of an earlier run are listed. Guarded by applying.
 	revisions map[string]string
 	recovered bool
-	// recordsMu serializes the writes of open circuits to the store. It is acquired before mu.
+	// recordsMu serializes the writes of the endpoints' health to the store. It is acquired before mu.
 	recordsMu sync.Mutex
 
 	// mu guards all following fields, and every lane, destination and endpoint. It is held briefly,
 	// and never during a call of the store, because the store calls back.
 	mu           sync.Mutex
 	destinations map[string]*destination
-	namespaces   map[string][]*destination // sorted by name
-	lanes        map[queue.LaneID]*lane
-	// circuits are the open circuits that the store has, by name.
-	circuits map[string]endpoint.Record
+	// perNamespace has an entry for each namespace with a destination.
+	perNamespace map[string]*namespace
+	// duration of all requests, latency of all deliveries.
+	duration, latency histogram
+	lanes             map[queue.LaneID]*lane
+	bySource          map[string][]*lane
+	// records are the endpoints' health that the store has, by name.
+	records map[string]endpoint.Record
+	// orphans are the lanes with a dropAt.
+	orphans map[*lane]bool
 
 	// ready lanes have messages and an endpoint that can accept them; blocked lanes wait for their
 	// share of MaxInFlight.
-	ready, blocked, blockedUnproven fifo
+	ready                    readyQueue
+	blocked, blockedUnproven blockedQueue
+	// active counts the namespaces with waiting lanes or requests in flight.
+	active int
 	// inFlight counts requests, unproven the requests of lanes that were not proven at their start,
-	// leased the messages that are leased and not settled.
-	inFlight, unproven, leased int
-	running, stopped           bool
+	// granted the lanes with a grant, leased the messages that are leased and not settled.
+	inFlight, unproven, granted, leased int
+	running, stopped                    bool
 	// workers counts goroutines, idle holds the waiting ones, and spare is the smallest number of
 	// idle workers since tidyWorkers ran. waking counts workers that were woken and have not looked
 	// for work yet.
@@ -121,6 +136,25 @@ type Engine struct {
 	tidy chan struct{}
 }
 
+// namespace has what the destinations of a namespace share: the turns of their lanes, and counters
+// that include deleted destinations.
+type namespace struct {
+	// destinations is the number of the engine's destinations in the namespace.
+	destinations int
+	// inFlight counts requests; load counts these and the lanes in queues.
+	inFlight, load int
+	// ready are the lanes in the ready queue; readyIndex is the place of the namespace in it,
+	// readyTurn orders namespaces with equally many requests in flight.
+	ready      fifo
+	readyIndex int
+	readyTurn  uint64
+	// blocked and blockedUnproven are the lanes in the queues of the same names.
+	blocked, blockedUnproven waitingLanes
+
+	attempts attemptCounts
+	dead     deadCounts
+}
+
 // destination is a destination of the config, or a removed one whose lanes are kept during the
 // grace period.
 type destination struct {
@@ -129,9 +163,20 @@ type destination struct {
 	set       *destinationConfig
 	endpoints map[string]*liveEndpoint
 	lanes     []*lane
+	// parked is true while the destination is missing in the config although it was not deleted. Its
+	// dead letters and its ledger are kept.
+	parked bool
 	// trim limits the dead letters, also after the removal; nil if the removal was before this run.
 	trim    *liveconfig.DeadLetters
 	metrics destinationMetrics
+	// owner is shared by the destinations of the namespace.
+	owner *namespace
+	// atStart is the ledger at the start of the process. Counters begin at 0: after a crash the
+	// ledger may be a few messages lower than the last scrape, which Prometheus would read as a
+	// reset.
+	atStart queue.Ledger
+	// changed is marked when the report changes; nil before the destination was in a config.
+	changed *changes.Object
 }
 
 // destinationConfig is the compiled config of a destination. It is replaced, never changed, so requests in
@@ -166,6 +211,9 @@ type liveEndpoint struct {
 	// to is the endpoint's present config; nil while the endpoint is not usable.
 	to      *egress.Endpoint
 	machine endpoint.Machine
+	// stored is the health that the store has, since storedAt.
+	stored   endpoint.Status
+	storedAt time.Time
 	// rate is nil without a rate limit.
 	rate     *rate.Limiter
 	inFlight int
@@ -188,6 +236,7 @@ type liveEndpoint struct {
 type lane struct {
 	id          queue.LaneID
 	destination *destination
+	owner       *namespace
 	// set and targets are the lane's current settings. A lane without targets is parked: it leases
 	// and sends nothing.
 	set     *destinationConfig
@@ -196,8 +245,12 @@ type lane struct {
 	opened bool
 	// broken is true while the store fails for the lane.
 	broken bool
-	// dropAt is set for a lane that is missing in the config.
+	// dropAt is set for an orphan: a lane that is missing in the config and not parked there.
 	dropAt time.Time
+	// removedAt is when an orphan was removed from the config; lost is true if this may not be its
+	// owner's decision (liveconfig.Lost).
+	removedAt time.Time
+	lost      bool
 	// A lane of the success policy that the destination had before is draining: it delivers the
 	// messages accepted before the replacing lanes were open. A lane of a group whose endpoint is
 	// removed (endpointRemoved) drains, too: it sends to the remaining endpoints the messages that no other
@@ -210,6 +263,9 @@ type lane struct {
 	queued bool
 	// waited is true from the time when the lane was blocked until its next request.
 	waited bool
+	// granted is true if a request of the unproven half is reserved for the lane (see Engine.grant).
+	// Such a lane is in the ready queue, or a worker has it.
+	granted bool
 	// probes counts the requested probes of the lane.
 	probes int
 	// buffer[head:] holds leased messages that are not started. Another lease may be in progress.
@@ -247,7 +303,7 @@ func New(o Options) *Engine {
 	e := &Engine{
 		o: o, log: o.Logger,
 		revisions:    map[string]string{},
-		destinations: map[string]*destination{}, namespaces: map[string][]*destination{}, lanes: map[queue.LaneID]*lane{},
+		destinations: map[string]*destination{}, perNamespace: map[string]*namespace{}, lanes: map[queue.LaneID]*lane{}, bySource: map[string][]*lane{}, orphans: map[*lane]bool{},
 		tails: map[*tail]struct{}{}, tidy: make(chan struct{}, 1), applying: make(chan struct{}, 1), createdAt: time.Now(),
 	}
 	e.hard, e.cancel = context.WithCancel(context.Background())
@@ -316,4 +372,5 @@ func (e *Engine) stop() {
 		<-drained
 	}
 	e.cancel()
+	e.storeHistory(0)
 }

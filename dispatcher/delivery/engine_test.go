@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net/http"
 	"slices"
 	"strconv"
@@ -178,10 +179,14 @@ func newWorld(t *testing.T, f func(request) answer, tune ...func(*Options)) *wor
 }
 
 // restart opens the store again, and creates a new engine on it.
-func (w *world) restart(tune ...func(*Options)) {
+func (w *world) restart(tune ...func(*Options)) { w.restartAfter(0, tune...) }
+
+// restartAfter starts the next process after a time without one. Days of it cost nothing; with an
+// open store, each virtual second costs ten timers of Pebble.
+func (w *world) restartAfter(d time.Duration, tune ...func(*Options)) {
 	w.Helper()
 	w.stop()
-	w.store.reopen(w)
+	w.store.reopen(w, d)
 	w.start(tune...)
 }
 
@@ -246,14 +251,20 @@ func (w *world) view(destinations ...liveconfig.Destination) *liveconfig.View {
 	return liveconfig.NewView([]liveconfig.Revisioned{{Config: c, Revision: strconv.Itoa(w.rev)}})
 }
 
-// send appends n messages of a Source; their bodies are m1, m2 …
+// send appends n messages of a Source of the namespace "ns"; their bodies are m1, m2 …
 func (w *world) send(source string, n int) {
+	w.Helper()
+	w.sendTo("ns/"+source, n)
+}
+
+// sendTo is send for a Source of any namespace.
+func (w *world) sendTo(source string, n int) {
 	w.Helper()
 	var msgs []queue.Message
 	for range n {
 		w.next++
 		id := "m" + strconv.Itoa(w.next)
-		msgs = append(msgs, queue.Message{Source: "ns/" + source, ID: id, Type: "track", AcceptedAt: time.Now(), Body: []byte(id)})
+		msgs = append(msgs, queue.Message{Source: source, ID: id, Type: "track", AcceptedAt: time.Now(), Body: []byte(id)})
 	}
 	if _, err := w.store.Append(context.Background(), msgs); err != nil {
 		w.Fatal(err)
@@ -266,10 +277,21 @@ func (w *world) sleep(d time.Duration) {
 	synctest.Wait()
 }
 
+// reports returns the reports of all destinations, sorted by name.
+func reports(e *Engine) []adminapi.DestinationReport {
+	c := liveconfig.Config{Namespace: "ns"}
+	e.mu.Lock()
+	for _, key := range slices.Sorted(maps.Keys(e.destinations)) {
+		c.Destinations = append(c.Destinations, liveconfig.Destination{Name: e.destinations[key].name})
+	}
+	e.mu.Unlock()
+	return e.Report(c)
+}
+
 // report returns the report of a destination.
 func (w *world) report(name string) adminapi.DestinationReport {
 	w.Helper()
-	for _, r := range w.engine.Report("ns") {
+	for _, r := range reports(w.engine) {
 		if r.Name == name {
 			return r
 		}

@@ -6,8 +6,10 @@ import (
 	"maps"
 	"math"
 	"slices"
+	"strings"
 	"time"
 
+	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
@@ -56,6 +58,7 @@ func (e *Engine) wakeMaintenance() {
 // maintainOnce returns the time until the next work is due.
 func (e *Engine) maintainOnce(ctx context.Context) time.Duration {
 	e.tidyWorkers()
+	e.storeHistory(historyInterval)
 	wait := e.buryExpired(ctx)
 	wait = min(wait, e.dropLanes(ctx), e.logStates())
 	e.trimDeadLetters(ctx)
@@ -126,7 +129,8 @@ func (e *Engine) buryExpired(ctx context.Context) time.Duration {
 			}
 			if n > 0 {
 				e.mu.Lock()
-				c.lane.destination.metrics.buried(f.Reason, int64(n))
+				c.lane.destination.changed.Numbers()
+				c.lane.destination.countDead(f.Reason, int64(n))
 				e.mu.Unlock()
 				e.log.With(c.lane.id.LogArgs()...).Warn("retry window over; messages are now dead letters", "count", n)
 			}
@@ -180,6 +184,9 @@ func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 		}
 		e.log.With(l.id.LogArgs()...).Info("lane dropped")
 		e.forgetLane(l)
+		// The ledger of the Source counts the messages as discarded now.
+		namespace, source, _ := strings.Cut(l.id.Source, "/")
+		e.o.Changes.Object(changes.Sources, namespace, source).Numbers()
 	}
 	return next
 }
@@ -198,7 +205,7 @@ func (e *Engine) buryRemoved(ctx context.Context, l *lane, now time.Time) error 
 	removed := l.id.Endpoint != "" && !l.dropAt.IsZero() && d.set != nil && slices.ContainsFunc(d.lanes, func(o *lane) bool {
 		return o.id.Source == l.id.Source && o.dropAt.IsZero()
 	})
-	removedAt := l.dropAt.Add(-e.o.OrphanGrace)
+	removedAt := l.removedAt
 	e.mu.Unlock()
 	if !removed {
 		return nil
@@ -211,7 +218,8 @@ func (e *Engine) buryRemoved(ctx context.Context, l *lane, now time.Time) error 
 	})
 	if n > 0 {
 		e.mu.Lock()
-		d.metrics.buried(EndpointRemoved, int64(n))
+		d.changed.Numbers()
+		d.countDead(EndpointRemoved, int64(n))
 		e.mu.Unlock()
 		e.log.With(l.id.LogArgs()...).Warn("endpoint removed; its messages are now dead letters", "count", n)
 	}
@@ -226,13 +234,21 @@ func (e *Engine) forgetLane(l *lane) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	delete(e.lanes, l.id)
+	delete(e.orphans, l)
+	same := func(other *lane) bool { return other == l }
 	for _, t := range l.targets {
-		t.liveEndpoint.lanes = slices.DeleteFunc(slices.Clone(t.liveEndpoint.lanes), func(other *lane) bool { return other == l })
+		t.liveEndpoint.lanes = slices.DeleteFunc(slices.Clone(t.liveEndpoint.lanes), same)
 		t.liveEndpoint.turn = 0
 	}
 	l.targets = nil
+	if rest := slices.DeleteFunc(slices.Clone(e.bySource[l.id.Source]), same); len(rest) > 0 {
+		e.bySource[l.id.Source] = rest
+	} else {
+		delete(e.bySource, l.id.Source)
+	}
 	d := l.destination
-	d.lanes = slices.DeleteFunc(slices.Clone(d.lanes), func(other *lane) bool { return other == l })
+	d.changed.Numbers()
+	d.lanes = slices.DeleteFunc(slices.Clone(d.lanes), same)
 }
 
 // fairShare returns the largest limit with which all of the sizes (ascending) fit into total:
@@ -249,7 +265,8 @@ func fairShare(sizes []int64, total int64) int64 {
 }
 
 // trimDeadLetters limits the age and size of every destination's dead letters. A removed
-// destination is deleted with its last dead letter.
+// destination is deleted with its last dead letter. A parked destination keeps all of its dead
+// letters: it gets no new ones.
 func (e *Engine) trimDeadLetters(ctx context.Context) {
 	now := time.Now()
 	if now.Sub(e.createdAt) < deadLetterGrace {
@@ -258,7 +275,7 @@ func (e *Engine) trimDeadLetters(ctx context.Context) {
 	limits := map[string]liveconfig.DeadLetters{}
 	e.mu.Lock()
 	for key, d := range e.destinations {
-		if d.trim != nil {
+		if d.trim != nil && !d.parked {
 			limits[key] = *d.trim
 		}
 	}
@@ -279,7 +296,11 @@ func (e *Engine) trimDeadLetters(ctx context.Context) {
 			e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Warn("dead-letter quota reached; removing this destination's oldest dead letters", "bytes", size, "allowed", share)
 		}
 		before := now.Add(-max(time.Duration(limit.RetentionMS)*time.Millisecond, deadLetterGrace))
-		if _, err := e.o.Store.TrimDeadLetters(ctx, key, before, now.Add(-deadLetterGrace), min(limit.MaxBytes, share)); err != nil && ctx.Err() == nil {
+		n, err := e.o.Store.TrimDeadLetters(ctx, key, before, now.Add(-deadLetterGrace), min(limit.MaxBytes, share))
+		if n > 0 {
+			e.markChanged(key)
+		}
+		if err != nil && ctx.Err() == nil {
 			e.log.With(queue.LaneID{Destination: key}.LogArgs()...).Error("removing old dead letters failed; retrying", "error", err)
 		}
 	}
@@ -292,7 +313,7 @@ func (e *Engine) trimDeadLetters(ctx context.Context) {
 	var removed []string
 	e.mu.Lock()
 	for key, d := range e.destinations {
-		if _, limited := limits[key]; limited && d.set == nil && len(d.lanes) == 0 {
+		if _, limited := limits[key]; limited && !d.parked && d.set == nil && len(d.lanes) == 0 {
 			removed = append(removed, key)
 		}
 	}
@@ -307,7 +328,7 @@ func (e *Engine) trimDeadLetters(ctx context.Context) {
 		}
 		e.storeBounds(key, nil)
 		e.mu.Lock()
-		delete(e.destinations, key)
+		e.deleteDestination(e.destinations[key])
 		e.mu.Unlock()
 	}
 }

@@ -4,18 +4,25 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"io"
 	"log/slog"
+	"net/http"
+	"net/http/httptest"
 	"regexp"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/promtext"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
@@ -204,7 +211,7 @@ func TestReport(t *testing.T) {
 			t.Fatal(err)
 		}
 		w.sleep(10 * time.Second)
-		reports := w.engine.Report("ns")
+		reports := reports(w.engine)
 		if len(reports) != 2 || reports[0].Name != "a" || reports[1].Name != "b" || reports[0].Generation != 3 || reports[1].Revision != "1" {
 			t.Fatalf("%+v", reports)
 		}
@@ -219,7 +226,7 @@ func TestReport(t *testing.T) {
 				t.Errorf("the ledger does not balance: %+v", r)
 			}
 		}
-		if r := w.engine.Report("other"); len(r) != 0 {
+		if r := w.engine.Report(liveconfig.Config{Namespace: "other", Destinations: []liveconfig.Destination{a}}); len(r) != 0 {
 			t.Errorf("another namespace: %+v", r)
 		}
 		w.end()
@@ -305,8 +312,7 @@ func TestDeadLettersOfTheDeletedAreTrimmed(t *testing.T) {
 				t.Errorf("%d dead letters, want %d", n, want)
 			}
 		}
-		w.restart()
-		w.sleep(8 * 24 * time.Hour)
+		w.restartAfter(8 * 24 * time.Hour)
 		if err := w.engine.Apply(liveconfig.NewView(nil, "ns")); err != nil {
 			t.Fatal(err)
 		}
@@ -373,38 +379,50 @@ func TestDeadLettersAreTrimmed(t *testing.T) {
 func TestMetrics(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		registry := prometheus.NewPedanticRegistry()
-		w := newWorld(t, byURL(map[string]answer{urlB: {status: 404}, urlC: {reason: egress.ConnectionRefused}}), func(o *Options) { o.Registerer = registry })
+		w := newWorld(t, byURL(map[string]answer{urlB: {status: 404}, urlC: {reason: egress.ConnectionRefused}}), func(o *Options) {
+			o.Registerer, o.DetailedMetrics = registry, true
+		})
 		a, b, c := dest("a", urlA), dest("b", urlB), dest("c", urlC)
 		w.apply(a, b, c)
 		w.send("web", 5)
 		w.sleep(time.Minute)
-		got := gather(t, registry)
+		got := scrape(t, registry, w.engine)
 		for series, want := range map[string]float64{
-			"posthorn_messages_delivered_total a":                 5,
-			"posthorn_messages_delivered_total b":                 0,
-			"posthorn_messages_dead_lettered_total b Rejected":    5,
-			"posthorn_delivery_attempts_total 2xx a e0 Delivered": 5,
-			"posthorn_delivery_attempts_total 4xx b e0 Rejected":  5,
-			"posthorn_delivery_attempt_duration_seconds a e0":     5,
-			"posthorn_message_delivery_latency_seconds a":         5,
-			"posthorn_message_delivery_latency_seconds b":         0,
-			"posthorn_endpoint_circuit_open a e0":                 0,
-			"posthorn_endpoint_circuit_open c e0":                 1,
+			"posthorn_messages_dead_lettered_total Rejected":      5,
+			"posthorn_delivery_attempts_total 2xx Delivered":      5,
+			"posthorn_delivery_attempts_total 4xx Rejected":       5,
+			"posthorn_message_delivery_latency_seconds":           5,
 			"posthorn_delivery_in_flight":                         0,
 			"posthorn_delivery_in_flight_limit":                   1024,
-			"posthorn_lane_messages a  web accepted":              5,
-			"posthorn_lane_messages a  web delivered":             5,
+			"posthorn_destination_messages_total a delivered":     5,
+			"posthorn_destination_messages_total a dead_lettered": 0,
+			"posthorn_destination_messages_total b delivered":     0,
+			"posthorn_destination_messages_total b dead_lettered": 5,
+			"posthorn_destination_pending_messages a":             0,
+			"posthorn_destination_pending_messages c":             5,
+			"posthorn_destination_oldest_pending_seconds a":       0,
+			"posthorn_destination_oldest_pending_seconds c":       60,
+			"posthorn_endpoint_attempts_total a e0 delivered":     5,
+			"posthorn_endpoint_attempts_total a e0 failed":        0,
+			"posthorn_endpoint_attempts_total b e0 failed":        5,
+			"posthorn_endpoint_circuit_open a e0":                 0,
+			"posthorn_endpoint_circuit_open c e0":                 1,
+			"posthorn_endpoint_in_flight a e0":                    0,
+			"posthorn_destination_dead_lettered_total b Rejected": 5,
+			"posthorn_endpoint_failures_total b e0 Rejected 4xx":  5,
+			"posthorn_endpoint_attempt_duration_seconds a e0":     5,
+			"posthorn_destination_delivery_latency_seconds a":     5,
+			"posthorn_destination_delivery_latency_seconds b":     0,
 			"posthorn_endpoint_first_attempts_pending a e0":       0,
-			"posthorn_endpoint_first_attempts_skipped_total a e0": 0,
-			"posthorn_lane_messages b  web dead_lettered":         5,
-			"posthorn_lane_messages c  web pending":               5,
+			"posthorn_endpoint_first_attempts_skipped a e0":       0,
+			"posthorn_lane_pending_messages c web ":               5,
 		} {
 			if n, ok := got[series]; !ok || n != want {
-				t.Errorf("%s = %v, %v; want %v", series, n, ok, want)
+				t.Errorf("%s: got %v (present: %v), want %v", series, n, ok, want)
 			}
 		}
 		w.apply(a)
-		for series := range gather(t, registry) {
+		for series := range scrape(t, registry, w.engine) {
 			if labels := strings.Fields(series); slices.Contains(labels, "b") || slices.Contains(labels, "c") {
 				t.Errorf("series of a removed destination: %s", series)
 			}
@@ -418,18 +436,116 @@ func TestMetrics(t *testing.T) {
 	})
 }
 
-// gather returns all series: name and label values (without the namespace) to
-// value, or to the number of observations.
-func gather(t *testing.T, g prometheus.Gatherer) map[string]float64 {
+// Counters begin at 0 in each process; the ledger is durable.
+func TestCountersBeginAtZero(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, byURL(nil))
+		w.apply(dest("a", urlA))
+		w.send("web", 5)
+		w.sleep(time.Second)
+		w.restart()
+		w.apply(dest("a", urlA))
+		w.send("web", 2)
+		w.sleep(time.Second)
+		if got := w.store.DestinationStats("ns/a").Ledger.Delivered; got != 7 {
+			t.Errorf("delivered in the ledger: got %d, want 7", got)
+		}
+		if got := scrape(t, prometheus.NewRegistry(), w.engine)["posthorn_destination_messages_total a delivered"]; got != 2 {
+			t.Errorf("delivered since the start: got %v, want 2", got)
+		}
+		w.end()
+	})
+}
+
+// A destination with one endpoint has 12 series by default, whatever happens to it, and each
+// further endpoint has 4.
+func TestSeriesPerDestination(t *testing.T) {
+	for _, test := range []struct {
+		name     string
+		urls     []string
+		detailed bool
+		most     int
+	}{
+		{"one endpoint", []string{urlA}, false, 12},
+		{"two endpoints", []string{urlA, urlB}, false, 16},
+		{"detailed", []string{urlA}, true, 70},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			bubble(t, func(t *testing.T) {
+				answers := []answer{{status: 200}, {status: 404}, {status: 503}, {status: 429}, {status: 302}, {reason: egress.ConnectionRefused}}
+				var n atomic.Int64
+				w := newWorld(t, func(request) answer { return answers[int(n.Add(1))%len(answers)] }, func(o *Options) { o.DetailedMetrics = test.detailed })
+				d := dest("a", test.urls...)
+				d.Sources = []string{"web", "ios"}
+				w.apply(d)
+				w.send("web", 20)
+				w.send("ios", 20)
+				w.sleep(time.Minute)
+				if got := len(scrape(t, prometheus.NewRegistry(), w.engine)); got == 0 {
+					t.Error("no metric was written")
+				}
+				if got := seriesOf(t, w.engine); got > test.most || !test.detailed && got != test.most {
+					t.Errorf("series: got %d, want %d", got, test.most)
+				}
+			})
+		})
+	}
+}
+
+// seriesOf counts the series of all destinations, each bucket of a histogram as one.
+func seriesOf(t *testing.T, e *Engine) (n int) {
 	t.Helper()
-	families, err := g.Gather()
+	var out strings.Builder
+	w := promtext.NewWriter(&out)
+	e.WriteMetrics(w)
+	if err := w.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(out.String()) {
+		if !strings.HasPrefix(line, "#") {
+			n++
+		}
+	}
+	return n
+}
+
+// A scrape of ten thousand idle destinations.
+func BenchmarkWriteMetrics(b *testing.B) {
+	e := New(Options{Store: emptyStore{}, Client: newFakeClient(nil), Logger: slog.New(slog.DiscardHandler)})
+	for i := range 10_000 {
+		in := fmt.Sprintf("namespace-%d", i%50)
+		d := e.destination(fmt.Sprintf("%s/destination-%d", in, i))
+		d.set = &destinationConfig{targets: []target{{liveEndpoint: &liveEndpoint{destination: d, name: "primary"}}}}
+		d.lanes = []*lane{{id: queue.LaneID{Source: in + "/web", Destination: d.key, Any: true, Endpoint: "primary"}}}
+	}
+	b.ReportAllocs()
+	for b.Loop() {
+		e.WriteMetrics(promtext.NewWriter(io.Discard))
+	}
+}
+
+// emptyStore has no messages.
+type emptyStore struct{ Store }
+
+func (emptyStore) SetNotify(func(queue.LaneID))                       {}
+func (emptyStore) DestinationStats(string) (s queue.DestinationStats) { return s }
+func (emptyStore) LaneStats(queue.LaneID) (s queue.LaneStats)         { return s }
+
+// scrape returns all series: name and label values (without the namespace) to value, or to the
+// number of observations.
+func scrape(t *testing.T, registry prometheus.Gatherer, e *Engine) map[string]float64 {
+	t.Helper()
+	answer := httptest.NewRecorder()
+	promtext.Handler(registry, e.WriteMetrics).ServeHTTP(answer, httptest.NewRequest(http.MethodGet, "/metrics", nil))
+	parser := expfmt.NewTextParser(model.LegacyValidation)
+	families, err := parser.TextToMetricFamilies(answer.Body)
 	if err != nil {
 		t.Fatal(err)
 	}
 	out := map[string]float64{}
-	for _, f := range families {
+	for name, f := range families {
 		for _, m := range f.GetMetric() {
-			series := f.GetName()
+			series := name
 			for _, l := range m.GetLabel() {
 				if l.GetName() != "namespace" {
 					series += " " + l.GetValue()

@@ -66,9 +66,9 @@ func TestOnPebble(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	reports := func(e *Engine) map[string]adminapi.DestinationReport {
+	byName := func(e *Engine) map[string]adminapi.DestinationReport {
 		out := map[string]adminapi.DestinationReport{}
-		for _, r := range e.Report("ns") {
+		for _, r := range reports(e) {
 			out[r.Name] = r
 			if r.Accepted != r.Delivered+r.Filtered+r.DeadLettered+r.Discarded+r.Pending {
 				t.Errorf("the ledger does not balance: %+v", r)
@@ -83,7 +83,7 @@ func TestOnPebble(t *testing.T) {
 	}
 	send(store, 0, n)
 	eventually(t, "a, c and d are done and b's circuit is open", func() bool {
-		r := reports(e)
+		r := byName(e)
 		return r["a"].Delivered == n && r["c"].DeadLettered == n && r["d"].Delivered == n && r["b"].Pending == n && r["b"].Endpoints[0].State == adminapi.EndpointCircuitOpen
 	})
 	end()
@@ -93,10 +93,10 @@ func TestOnPebble(t *testing.T) {
 		t.Fatal(err)
 	}
 	send(store, n, 2*n)
-	eventually(t, "a is done again", func() bool { return reports(e)["a"].Delivered == 2*n })
+	eventually(t, "a is done again", func() bool { return byName(e)["a"].Delivered == 2*n })
 	mended.Store(true)
 	eventually(t, "all is done", func() bool {
-		r := reports(e)
+		r := byName(e)
 		return r["b"].Delivered == 2*n && r["c"].DeadLettered == 2*n && r["d"].Pending == 0
 	})
 	eventually(t, "d's old lane is dropped", func() bool { return len(store.Lanes()) == 5 })

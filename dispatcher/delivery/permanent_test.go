@@ -12,7 +12,11 @@ import (
 
 // Permanent answers make dead letters until the circuit opens. Then the messages wait and are probed.
 func TestPermanentAnswersOpenTheCircuit(t *testing.T) {
-	for status, dead := range map[int]int{401: 10, 403: 10, 404: 10, 405: 10, 407: 10, 400: 100, 413: 100, 415: 100, 422: 100} {
+	for status, dead := range map[int]int{301: 10, 302: 10, 303: 10, 307: 10, 308: 10, 401: 10, 403: 10, 404: 10, 405: 10, 407: 10, 400: 100, 413: 100, 415: 100, 422: 100} {
+		reason := egress.Rejected
+		if status < 400 {
+			reason = egress.Redirected
+		}
 		t.Run(fmt.Sprint(status), func(t *testing.T) {
 			bubble(t, func(t *testing.T) {
 				up := answer{status: 200, after: 10 * time.Millisecond}
@@ -32,7 +36,7 @@ func TestPermanentAnswersOpenTheCircuit(t *testing.T) {
 				}
 				check.Equal(t, "pending messages", r.Pending, int64(1000-lost))
 				check.Equal(t, "status code of a dead letter", w.dead("crm")[0].Failure.StatusCode, status)
-				check.Equal(t, "reason of a dead letter", w.dead("crm")[0].Failure.Reason, string(egress.Rejected))
+				check.Equal(t, "reason of a dead letter", w.dead("crm")[0].Failure.Reason, string(reason))
 
 				w.client.forget()
 				w.sleep(time.Hour)

@@ -5,61 +5,111 @@ import (
 	"errors"
 	"maps"
 	"strings"
+	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/delivery/endpoint"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// circuitPrefix is the prefix of the names under which the store keeps open circuits.
-const circuitPrefix = "circuit/"
+// The store keeps the health of an endpoint under a name with circuitPrefix while its circuit is
+// open, and otherwise with historyPrefix, which release 0.2.0 ignores.
+const (
+	circuitPrefix = "circuit/"
+	historyPrefix = "history/"
+)
 
-func (ep *liveEndpoint) recordName() string {
-	return circuitPrefix + ep.destination.key + "/" + ep.name
+// historyInterval is the shortest time between two writes of an endpoint's health without a change
+// of its state. It bounds the age of the last success and failure after a crash.
+const historyInterval = time.Minute
+
+// recordName returns the name of the endpoint's record.
+func (ep *liveEndpoint) recordName(prefix string) string {
+	return prefix + ep.destination.key + "/" + ep.name
 }
 
-// storeCircuit stores the endpoint's circuit while it is open. The lock is not held.
-func (e *Engine) storeCircuit(ep *liveEndpoint) {
+// storeHealth stores the endpoint's health. The lock is not held.
+func (e *Engine) storeHealth(ep *liveEndpoint) {
 	e.recordsMu.Lock()
 	defer e.recordsMu.Unlock()
 	e.mu.Lock()
-	name, known := ep.recordName(), ep.destination.set != nil && ep.destination.endpoints[ep.name] == ep
+	kept, removed := ep.recordName(historyPrefix), ep.recordName(circuitPrefix)
+	if ep.machine.Open() {
+		kept, removed = removed, kept
+	}
+	_, remove := e.records[removed]
+	delete(e.records, removed)
+	known := ep.destination.set != nil && ep.destination.endpoints[ep.name] == ep
 	var value []byte
-	if ep.machine.Open() && known {
+	if known {
 		r := ep.machine.Record(ep.destination.set.revision)
 		value, _ = json.Marshal(r) // No field can fail to marshal.
-		e.circuits[name] = r
+		e.records[kept] = r
+		ep.stored, ep.storedAt = ep.machine.Status(), time.Now()
 	} else {
-		delete(e.circuits, name)
+		delete(e.records, kept)
 	}
 	e.mu.Unlock()
-	e.putCircuit(name, value)
-}
-
-func (e *Engine) putCircuit(name string, value []byte) {
-	if err := e.o.Store.PutMeta(name, value); err != nil && !errors.Is(err, queue.ErrClosed) {
-		e.log.Warn("storing an endpoint's circuit state failed; it resets on restart", "circuit", name, "error", err)
+	e.putRecord(kept, value)
+	if remove {
+		e.putRecord(removed, nil)
 	}
 }
 
-// loadRecords reads the records of the earlier run: the open circuits, and the bounds of the dead
-// letters of deleted destinations.
+// storeHistory stores the health of the endpoints that has changed and was not stored for a time.
+func (e *Engine) storeHistory(age time.Duration) {
+	var changed []*liveEndpoint
+	now := time.Now()
+	e.mu.Lock()
+	for _, d := range e.destinations {
+		for _, ep := range d.endpoints {
+			if ep.machine.Status() != ep.stored && now.Sub(ep.storedAt) >= age {
+				changed = append(changed, ep)
+			}
+		}
+	}
+	e.mu.Unlock()
+	for _, ep := range changed {
+		e.storeHealth(ep)
+	}
+}
+
+func (e *Engine) putRecord(name string, value []byte) {
+	if err := e.o.Store.PutMeta(name, value); err != nil && !errors.Is(err, queue.ErrClosed) {
+		e.log.Warn("storing an endpoint's health failed; it is lost on restart", "record", name, "error", err)
+	}
+}
+
+// restoreHealth gives a new endpoint its health of the earlier run. The lock is held.
+func (e *Engine) restoreHealth(ep *liveEndpoint, revision string, now time.Time) {
+	r, ok := e.records[ep.recordName(circuitPrefix)]
+	if !ok {
+		r, ok = e.records[ep.recordName(historyPrefix)]
+	}
+	if ok {
+		ep.machine.Restore(r, revision, now)
+	}
+	ep.stored, ep.storedAt = ep.machine.Status(), now
+}
+
+// loadRecords reads the records of the earlier run: the health of the endpoints, and the bounds of
+// the dead letters of deleted destinations.
 func (e *Engine) loadRecords() (map[string]endpoint.Record, map[string]liveconfig.DeadLetters) {
-	circuits, bounds := map[string]endpoint.Record{}, map[string]liveconfig.DeadLetters{}
+	health, bounds := map[string]endpoint.Record{}, map[string]liveconfig.DeadLetters{}
 	all, err := e.o.Store.AllMeta()
 	if err != nil {
-		e.log.Warn("reading the records of the earlier run failed: circuits start closed, dead letters of deleted destinations have the default retention", "error", err)
+		e.log.Warn("reading the records of the earlier run failed: circuits start closed, endpoints without history, dead letters of deleted destinations have the default retention", "error", err)
 	}
 	for name, value := range all {
 		var r endpoint.Record
 		var b liveconfig.DeadLetters
-		if strings.HasPrefix(name, circuitPrefix) && json.Unmarshal(value, &r) == nil {
-			circuits[name] = r
+		if (strings.HasPrefix(name, circuitPrefix) || strings.HasPrefix(name, historyPrefix)) && json.Unmarshal(value, &r) == nil {
+			health[name] = r
 		} else if key, ok := strings.CutPrefix(name, boundsPrefix); ok && json.Unmarshal(value, &b) == nil {
 			bounds[key] = b
 		}
 	}
-	return circuits, bounds
+	return health, bounds
 }
 
 // boundsPrefix is the prefix of the names under which the store keeps the bounds of the dead
@@ -77,28 +127,30 @@ func (e *Engine) storeBounds(key string, bounds *liveconfig.DeadLetters) {
 	}
 }
 
-// deleteCircuits deletes the stored circuits of endpoints that are missing in the config.
-func (e *Engine) deleteCircuits(v *liveconfig.View) {
+// deleteRecords deletes the stored health of endpoints that are missing in the config.
+func (e *Engine) deleteRecords(v *liveconfig.View) {
 	e.recordsMu.Lock()
 	defer e.recordsMu.Unlock()
 	e.mu.Lock()
-	missing := maps.Clone(e.circuits)
+	missing := maps.Clone(e.records)
 	for _, d := range e.destinations {
 		for _, ep := range d.endpoints {
-			if d.set != nil || v.Unusable(d.namespace) {
-				delete(missing, ep.recordName())
+			if d.set != nil || parkedDestination(v, d.key) {
+				delete(missing, ep.recordName(circuitPrefix))
+				delete(missing, ep.recordName(historyPrefix))
 			}
 		}
 	}
 	for name := range missing {
-		if namespace, _ := split(name[len(circuitPrefix):]); v.Unusable(namespace) {
+		_, endpoint, _ := strings.Cut(name, "/")
+		if parkedDestination(v, endpoint[:strings.LastIndexByte(endpoint, '/')]) {
 			delete(missing, name)
 			continue
 		}
-		delete(e.circuits, name)
+		delete(e.records, name)
 	}
 	e.mu.Unlock()
 	for name := range missing {
-		e.putCircuit(name, nil)
+		e.putRecord(name, nil)
 	}
 }

@@ -1,24 +1,31 @@
 package delivery
 
 import (
+	"cmp"
+	"maps"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/delivery/endpoint"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
-// Report returns every destination of a namespace's config: its ledger, including lanes of an
-// earlier config and dropped ones, and the health of its endpoints. It is cheap enough to be called
-// every second.
-func (e *Engine) Report(namespace string) []adminapi.DestinationReport {
+// Report returns the destinations of a config that are in effect: their ledgers, including lanes of
+// an earlier config and dropped ones, and the health of their endpoints.
+func (e *Engine) Report(config liveconfig.Config) []adminapi.DestinationReport {
 	now := time.Now()
+	reports := make([]adminapi.DestinationReport, 0, len(config.Destinations))
+	lanes := make([][]queue.LaneID, 0, len(config.Destinations))
+	active := make([]bool, 0, len(config.Destinations))
 	e.mu.Lock()
-	destinations := e.namespaces[namespace]
-	reports := make([]adminapi.DestinationReport, 0, len(destinations))
-	lanes := make([][]queue.LaneID, 0, len(destinations))
-	active := make([]bool, 0, len(destinations))
-	for _, d := range destinations {
+	for i := range config.Destinations {
+		d := e.destinations[config.Namespace+"/"+config.Destinations[i].Name]
+		if d == nil || d.set == nil {
+			continue
+		}
 		r := adminapi.DestinationReport{
 			Name: d.name, Generation: d.set.generation, Revision: d.set.revision,
 			Endpoints: make([]adminapi.EndpointReport, 0, len(d.set.targets)),
@@ -26,6 +33,9 @@ func (e *Engine) Report(namespace string) []adminapi.DestinationReport {
 		for _, t := range d.set.targets {
 			if t.machine.Refresh(now) {
 				e.logState(t.liveEndpoint, now)
+			}
+			if at := t.machine.RefreshAt(now); !at.IsZero() {
+				d.changed.TransitionAt(at)
 			}
 			r.Endpoints = append(r.Endpoints, endpointReport(t.name, t.machine.Status()))
 			if t.machine.Open() && d.set.active {
@@ -42,7 +52,8 @@ func (e *Engine) Report(namespace string) []adminapi.DestinationReport {
 	for i := range reports {
 		r := &reports[i]
 		var nextRetry time.Time
-		r.Ledger = adminapi.Ledger(e.o.Store.DestinationStats(namespace + "/" + r.Name).Ledger)
+		stats := e.o.Store.DestinationStats(config.Namespace + "/" + r.Name)
+		r.Ledger, r.DeadLettersStored = adminapi.Ledger(stats.Ledger), stats.DeadLetters
 		groups := map[queue.LaneID]bool{}
 		for _, id := range lanes[i] {
 			s := e.o.Store.LaneStats(id)
@@ -74,6 +85,32 @@ func (e *Engine) Report(namespace string) []adminapi.DestinationReport {
 	return reports
 }
 
+// Discards returns the discards ahead, by namespace: the pending messages of lanes whose destination,
+// endpoint or Source was removed, sorted by destination and Source.
+func (e *Engine) Discards() map[string][]adminapi.Discard {
+	e.mu.Lock()
+	orphans := make(map[queue.LaneID]time.Time, len(e.orphans))
+	for l := range e.orphans {
+		orphans[l.id] = l.dropAt
+	}
+	e.mu.Unlock()
+	all := map[string][]adminapi.Discard{}
+	for _, id := range slices.SortedFunc(maps.Keys(orphans), func(a, b queue.LaneID) int {
+		return cmp.Or(strings.Compare(a.Destination, b.Destination), strings.Compare(a.Source, b.Source), strings.Compare(a.Endpoint, b.Endpoint))
+	}) {
+		namespace, destination := split(id.Destination)
+		_, source := split(id.Source)
+		list, pending := all[namespace], e.o.Store.LaneStats(id).Pending
+		if n := len(list); n > 0 && list[n-1].Destination == destination && list[n-1].Source == source {
+			list[n-1].Messages += pending
+			list[n-1].At = earlier(list[n-1].At, orphans[id])
+			continue
+		}
+		all[namespace] = append(list, adminapi.Discard{Source: source, Destination: destination, Messages: pending, At: orphans[id]})
+	}
+	return all
+}
+
 func endpointReport(name string, s endpoint.Status) adminapi.EndpointReport {
 	r := adminapi.EndpointReport{
 		Name: name, State: adminapi.EndpointState(s.State), Since: s.Since, LastSuccess: s.LastSuccess, ConsecutiveFailures: s.Failures,
@@ -82,6 +119,47 @@ func endpointReport(name string, s endpoint.Status) adminapi.EndpointReport {
 		r.LastFailure = &failure
 	}
 	return r
+}
+
+// DeadLettersStored returns the number of stored dead letters of a destination ("namespace/name").
+func (e *Engine) DeadLettersStored(destination string) int64 {
+	return e.o.Store.DestinationStats(destination).DeadLetters
+}
+
+// markChanged marks the numbers of a destination.
+func (e *Engine) markChanged(destination string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if d := e.destinations[destination]; d != nil {
+		d.changed.Numbers()
+	}
+}
+
+// DestinationsOf implements changes.Lanes.
+func (e *Engine) DestinationsOf(source string) []string {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	lanes := e.bySource[source]
+	keys := make([]string, 0, len(lanes))
+	for _, l := range lanes {
+		keys = append(keys, l.id.Destination)
+	}
+	return keys
+}
+
+// SourcesOf implements changes.Lanes.
+func (e *Engine) SourcesOf(destination string) []string {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	d := e.destinations[destination]
+	if d == nil {
+		return nil
+	}
+	keys := make([]string, 0, len(d.lanes))
+	for _, l := range d.lanes {
+		keys = append(keys, l.id.Source)
+	}
+	return keys
 }
 
 // Takes reports whether a lane is part of the present config, so that a message appended to it is

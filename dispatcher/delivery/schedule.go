@@ -26,45 +26,6 @@ type worker struct {
 	headers []egress.Header
 }
 
-// fifo is a queue of lanes, linked through the lanes themselves.
-type fifo struct {
-	head, tail *lane
-	len        int
-}
-
-func (q *fifo) push(l *lane) {
-	l.queued, l.next = true, nil
-	if q.tail == nil {
-		q.head = l
-	} else {
-		q.tail.next = l
-	}
-	q.tail = l
-	q.len++
-}
-
-func (q *fifo) pushFront(l *lane) {
-	l.queued, l.next = true, q.head
-	q.head = l
-	if q.tail == nil {
-		q.tail = l
-	}
-	q.len++
-}
-
-func (q *fifo) pop() *lane {
-	l := q.head
-	if l == nil {
-		return nil
-	}
-	if q.head = l.next; q.head == nil {
-		q.tail = nil
-	}
-	l.queued, l.next = false, nil
-	q.len--
-	return l
-}
-
 // notify is called by the store when a lane has messages to lease again.
 func (e *Engine) notify(id queue.LaneID) {
 	e.mu.Lock()
@@ -85,7 +46,7 @@ func (e *Engine) enqueue(l *lane) bool {
 	if l.queued || l.parked() || !l.hasWork() || l.leasing && l.buffered() == 0 {
 		return false
 	}
-	e.ready.push(l)
+	e.pushReady(l)
 	return true
 }
 
@@ -154,7 +115,7 @@ func (e *Engine) next(p *post) bool {
 		if e.stopped {
 			return false
 		}
-		l := e.ready.pop()
+		l := e.popReady()
 		if l == nil {
 			return false
 		}
@@ -175,7 +136,9 @@ func (e *Engine) next(p *post) bool {
 		case l.buffered() > 0:
 			d := l.take()
 			if e.unsendable(l, &d, now) {
-				e.enqueue(l)
+				if !e.enqueue(l) {
+					e.yield(l, now)
+				}
 				continue
 			}
 			e.start(l, d, p, now)
@@ -184,16 +147,41 @@ func (e *Engine) next(p *post) bool {
 	}
 }
 
-// share is the present limit of a lane's requests in flight: no more than are still free for all.
-// So a few lanes may use most of the total, many lanes get equal shares, and some capacity is
-// always free for the next lane. Lanes whose endpoints fail, are slow, or are not proven yet share
-// one half at most, so that failing endpoints cannot use up the capacity.
-func (e *Engine) share(proven bool) int {
-	free := e.o.MaxInFlight - e.inFlight
+// share is the present limit of the requests in flight of a lane: no more than are still free, for
+// all or of its namespace's part. So a few lanes may use most of the total, many lanes get equal
+// shares, some capacity is always free for the next lane, and a namespace gets its part however many
+// lanes another one has. Lanes whose endpoints fail, are slow, or are not proven yet share one half
+// at most, so that failing endpoints cannot use up the capacity.
+func (e *Engine) share(l *lane, proven bool) int {
+	free := max(e.o.MaxInFlight-e.inFlight, e.o.MaxInFlight/max(1, e.active)-l.owner.inFlight)
 	if proven {
 		return free
 	}
-	return min(free, e.o.MaxInFlight/2-e.unproven)
+	half := e.freeForUnproven()
+	if l.granted {
+		half++
+	}
+	return min(free, half)
+}
+
+// freeForUnproven is the number of requests that lanes without a grant may start in the half of the
+// unproven ones.
+func (e *Engine) freeForUnproven() int { return e.o.MaxInFlight/2 - e.unproven - e.granted }
+
+// grant reserves one request in the half of the unproven lanes for a lane that waited. Without it
+// the lanes of namespaces with fewer requests in flight, which are earlier in the ready queue, could
+// take every free request before the lane has its turn.
+func (e *Engine) grant(l *lane) {
+	l.granted = true
+	e.granted++
+}
+
+// endGrant ends the grant of a lane, if it has one: the lane starts its request, or cannot.
+func (e *Engine) endGrant(l *lane) {
+	if l.granted {
+		l.granted = false
+		e.granted--
+	}
 }
 
 func (l *lane) proven() bool {
@@ -205,52 +193,102 @@ func (l *lane) proven() bool {
 	return false
 }
 
-// blockedLike returns the queue in which a lane waits for its share.
-func (e *Engine) blockedLike(l *lane) *fifo {
+// blockedLike returns the queue in which a lane waits for its share, and the place of its namespace.
+func (e *Engine) blockedLike(l *lane) (*blockedQueue, *waitingLanes) {
 	if l.proven() {
-		return &e.blocked
+		return &e.blocked, &l.owner.blocked
 	}
-	return &e.blockedUnproven
+	return &e.blockedUnproven, &l.owner.blockedUnproven
 }
 
-// mustWait reports whether a lane has used its share, or another lane is already waiting that has
-// no more requests in flight than this one.
+// mustWait reports whether a lane has used its share, or another lane of its namespace is already
+// waiting that has no more requests in flight than this one.
 func (e *Engine) mustWait(l *lane) bool {
-	if l.inFlight >= e.share(l.proven()) {
+	if l.inFlight >= e.share(l, l.proven()) {
 		return true
 	}
-	first := e.blockedLike(l).head
+	_, waiting := e.blockedLike(l)
+	first := waiting.lanes.head
 	return first != nil && !l.waited && first.inFlight <= l.inFlight
 }
 
 // block makes a lane wait for its share. A lane that had its turn and found the share used up again
 // keeps its place.
 func (e *Engine) block(l *lane) {
+	e.endGrant(l)
+	q, waiting := e.blockedLike(l)
 	if l.waited {
-		e.blockedLike(l).pushFront(l)
+		q.pushFront(waiting, l)
 	} else {
-		e.blockedLike(l).push(l)
+		q.push(waiting, l)
 	}
 	l.waited = true
+	e.load(l.owner, 1)
 }
 
 // unblock gives the turn to a waiting lane whose share is free now. It is called whenever a request
 // ends, and when a lane did not use its turn.
 func (e *Engine) unblock() {
-	for _, q := range []*fifo{&e.blocked, &e.blockedUnproven} {
-		share := e.share(q == &e.blocked)
-		for tries := 8; tries > 0 && q.head != nil && share > 0; {
+	for _, q := range []*blockedQueue{&e.blocked, &e.blockedUnproven} {
+		proven := q == &e.blocked
+		for tries := 8; tries > 0 && q.len > 0; {
+			if !proven && e.freeForUnproven() <= 0 {
+				break // The limit is the same for all namespaces, so none loses its turn.
+			}
+			share := e.share(q.head.lanes.head, proven)
+			if share <= 0 {
+				q.skip()
+				tries--
+				continue
+			}
 			l := q.pop()
+			e.load(l.owner, -1)
 			if l.parked() || !l.hasWork() {
 				continue // This lane does not use up a try, because the lanes behind it may get no other turn.
 			}
 			tries--
 			if l.inFlight < share {
-				e.ready.push(l)
+				if !proven {
+					e.grant(l)
+				}
+				e.pushReady(l)
 				break
 			}
-			q.push(l)
+			e.load(l.owner, 1)
+			if proven {
+				q.push(&l.owner.blocked, l)
+			} else {
+				q.push(&l.owner.blockedUnproven, l)
+			}
 		}
+	}
+}
+
+// pushReady appends a lane to the ready queue.
+func (e *Engine) pushReady(l *lane) {
+	e.ready.push(l)
+	e.load(l.owner, 1)
+}
+
+// popReady removes the next lane of the ready queue; nil if there is none.
+func (e *Engine) popReady() *lane {
+	l := e.ready.pop()
+	if l != nil {
+		e.load(l.owner, -1)
+	}
+	return l
+}
+
+// load adds n to the waiting lanes and requests in flight of a namespace. A namespace is active while
+// it has any.
+func (e *Engine) load(owner *namespace, n int) {
+	before := owner.load
+	owner.load += n
+	switch {
+	case before == 0:
+		e.active++
+	case owner.load == 0:
+		e.active--
 	}
 }
 
@@ -326,7 +364,7 @@ func (ep *liveEndpoint) room() int {
 	room := ep.machine.Room(ep.inFlight)
 	if room > 0 && ep.to != nil {
 		needed := 1 + int(ep.machine.Latency()*servedPerSecond/time.Second)
-		room = min(room, ep.to.Share(needed)-ep.inFlight)
+		room = min(room, ep.to.Room(needed, ep.inFlight))
 	}
 	return room
 }
@@ -381,6 +419,7 @@ func (e *Engine) arm(ep *liveEndpoint, at, now time.Time) {
 
 // yield is called for a lane that cannot use its turn; it offers the turn to other lanes.
 func (e *Engine) yield(l *lane, now time.Time) {
+	e.endGrant(l)
 	for _, t := range l.targets {
 		e.wakeNextLane(t.liveEndpoint, now)
 	}
@@ -412,6 +451,9 @@ func (e *Engine) takeBuffer(l *lane) []queue.Delivery {
 func (e *Engine) release(back []queue.Delivery) {
 	for i := len(back) - 1; i >= 0; i-- {
 		e.o.Store.Release(back[i])
+		if i == 0 || back[i].Lane != back[i-1].Lane {
+			e.markChanged(back[i].Lane.Destination)
+		}
 	}
 }
 
@@ -426,12 +468,14 @@ func (e *Engine) lease(l *lane) {
 	got, err := e.o.Store.Lease(l.id, n, l.scratch[:0])
 	e.mu.Lock()
 	l.leasing = false
+	l.destination.changed.Numbers() // The store may have counted messages that the lane does not get.
 	l.scratch = got
 	l.more = len(got) >= n || l.notified
 	e.leasedFor(l, set, got, err)
 	if !l.queued && !l.parked() && l.hasWork() {
 		e.ready.pushFront(l)
-	} else if !l.hasWork() {
+		e.load(l.owner, 1)
+	} else if l.parked() || !l.hasWork() {
 		e.yield(l, time.Now())
 	}
 }

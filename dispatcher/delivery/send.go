@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"net/url"
+	"strings"
 	"time"
 
 	"go.opentelemetry.io/otel/trace"
@@ -99,15 +100,19 @@ func (e *Engine) account(p *post, now time.Time) {
 	p.lane.inFlight++
 	p.target.inFlight++
 	p.unproven = !p.lane.proven()
-	e.addInFlight(1, p.unproven)
+	e.endGrant(p.lane)
+	e.addInFlight(p.lane.owner, 1, p.unproven)
 	if p.target.rate != nil {
 		p.target.rate.ReserveN(now, 1)
 	}
 	e.wakeNextLane(p.target.liveEndpoint, now)
 }
 
-// addInFlight adds n to the requests in flight; a negative n subtracts.
-func (e *Engine) addInFlight(n int, unproven bool) {
+// addInFlight adds n to the requests in flight of a namespace; a negative n subtracts.
+func (e *Engine) addInFlight(owner *namespace, n int, unproven bool) {
+	owner.inFlight += n
+	e.load(owner, n)
+	e.ready.changed(owner)
 	e.inFlight += n
 	if unproven {
 		e.unproven += n
@@ -127,11 +132,13 @@ func (e *Engine) startProbe(l *lane, p *post, now time.Time) bool {
 	for {
 		l.notified = false
 		unproven := !l.proven()
-		e.addInFlight(1, unproven) // Reserve, so that no other request takes the place meanwhile.
+		e.endGrant(l)
+		e.addInFlight(l.owner, 1, unproven) // Reserve, so that no other request takes the place meanwhile.
 		e.mu.Unlock()
 		d, ok, err := e.leaseProbe(l.id, next)
 		e.mu.Lock()
-		e.addInFlight(-1, unproven)
+		e.addInFlight(l.owner, -1, unproven)
+		l.destination.changed.Numbers()
 		if err != nil {
 			e.breakLane(l, err)
 		}
@@ -193,8 +200,9 @@ func (e *Engine) unsendable(l *lane, d *queue.Delivery, now time.Time) bool {
 	d.Attempt-- // Bury counts the lease as an attempt, but this attempt was not made.
 	buried := e.bury(*d, f, now)
 	e.mu.Lock()
+	l.destination.changed.Numbers()
 	if buried {
-		l.destination.metrics.buried(f.Reason, 1)
+		l.destination.countDead(f.Reason, 1)
 	}
 	return true
 }
@@ -262,12 +270,13 @@ func (e *Engine) send(w *worker) {
 	if p.message.LongNumbers {
 		p.target.destination.metrics.longNumbers++
 	}
+	p.target.destination.changed.Numbers()
 	e.finish(p, &r, s)
 	*p = post{}
 	e.mu.Unlock()
 	e.release(back)
-	if changed.Record {
-		e.storeCircuit(ep)
+	if changed.Record || changed.State {
+		e.storeHealth(ep)
 	}
 }
 
@@ -395,6 +404,7 @@ func (e *Engine) observe(p *post, r *ended, started time.Time) (back []queue.Del
 		e.record(p, r)
 	}
 	if changed.State {
+		ep.destination.changed.Transition()
 		e.logState(ep, r.at)
 	}
 	return back, changed
@@ -403,12 +413,12 @@ func (e *Engine) observe(p *post, r *ended, started time.Time) (back []queue.Del
 // finish accounts for a request's end and offers the free capacity to other lanes. The lock is held.
 func (e *Engine) finish(p *post, r *ended, s outcome) {
 	l, ep, now := p.lane, p.target.liveEndpoint, r.at
-	e.addInFlight(-1, p.unproven)
+	e.addInFlight(l.owner, -1, p.unproven)
 	l.inFlight--
 	ep.inFlight--
 	e.leased--
 	l.leased--
-	l.destination.metrics.settled(s, now.Sub(p.message.AcceptedAt))
+	e.countOutcome(l.destination, s, now.Sub(p.message.AcceptedAt))
 	if p.probe {
 		// A probe leases the oldest message, so the store's last answer about the lane may be
 		// outdated.
@@ -429,12 +439,15 @@ func (e *Engine) finish(p *post, r *ended, s outcome) {
 // record keeps and publishes the attempt.
 func (e *Engine) record(p *post, r *ended) {
 	ep := p.target.liveEndpoint
-	ep.metrics.attempt(r)
+	e.countAttempt(ep, r)
 	a := adminapi.Attempt{
 		Time: r.at, Duration: r.duration, Timing: adminapi.Timing(r.Timing),
 		Source: p.message.Lane.Source, Destination: ep.destination.key, Endpoint: ep.name,
 		Seq: p.message.Seq, MessageID: p.message.ID, Number: p.message.Attempt + 1,
 		StatusCode: r.StatusCode, Reason: string(r.Reason), Message: r.Message, RemoteAddr: r.RemoteAddr, Probe: p.probe,
+	}
+	if r.Reason != "" {
+		a.Response = strings.ToValidUTF8(string(r.Response[:min(len(r.Response), maxKeptResponse)]), "\uFFFD")
 	}
 	ep.attempts.add(e.o.Attempts, &a)
 	if len(e.tails) > 0 {

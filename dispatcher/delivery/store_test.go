@@ -59,13 +59,14 @@ func (s *testStore) open(t testing.TB) {
 	}
 }
 
-// reopen closes the store and opens it again, as a restart does.
-func (s *testStore) reopen(t testing.TB) {
+// reopen closes the store and opens it again after a time, as a restart does.
+func (s *testStore) reopen(t testing.TB, after time.Duration) {
 	t.Helper()
 	if err := s.Close(); err != nil {
 		t.Fatalf("close the store: %v", err)
 	}
 	clear(s.leased)
+	time.Sleep(after)
 	s.open(t)
 }
 

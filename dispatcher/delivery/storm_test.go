@@ -17,6 +17,8 @@ import (
 	"github.com/cockroachdb/pebble/v2/vfs"
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/admission"
+	"github.com/posthorn/posthorn/dispatcher/admission/admissiontest"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -441,13 +443,14 @@ func (s *storm) redeliver() {
 	} else {
 		s.uncertain += int64(len(selector.Keys)) // Some may be appended after their lanes were removed.
 	}
+	gate := admission.New(admission.Options{Store: &admissiontest.Store{OnAppend: l.store.Append}, Logger: slog.New(slog.DiscardHandler)})
 	l.redelivering.Go(func() {
 		ctx, cancel := context.WithTimeout(l.redeliverCtx, timeout)
 		defer cancel()
 		if purge {
 			_, _ = redelivery.Purge(ctx, l.store, "ns/"+name, selector, redelivery.Options{})
 		} else {
-			_, _ = redelivery.Run(ctx, l.store, "ns/"+name, selector, redelivery.Options{Rate: 20, Takes: l.engine.Takes})
+			_, _ = redelivery.Run(ctx, gate, l.store, "ns/"+name, selector, redelivery.Options{Rate: 20, Takes: l.engine.Takes})
 		}
 	})
 }

@@ -101,18 +101,11 @@ func (cn *conn) close() {
 	})
 }
 
-// dial opens a connection to the endpoint, with the TLS handshake, and begins the exchange on it.
-func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t *Timing) (_ *conn, err error) {
-	e.idle.count(1)
-	defer func() {
-		if err != nil {
-			e.idle.count(-1)
-		}
-	}()
-	// The dialer resolves the name, tries the addresses one after the other (two families in
-	// parallel), and checks each address right before it dials it. So a name that resolves
-	// differently the next time (DNS rebinding) bypasses nothing.
-	dialer := net.Dialer{
+// dialer resolves the endpoint's name, tries the addresses one after the other (two families in
+// parallel), and checks each address right before it dials it. So a name that resolves differently
+// the next time (DNS rebinding) bypasses nothing.
+func (c *Client) dialer(e *Endpoint) *net.Dialer {
+	return &net.Dialer{
 		Resolver: c.resolver,
 		ControlContext: func(_ context.Context, _, address string, _ syscall.RawConn) error {
 			addr, err := netip.ParseAddrPort(address)
@@ -122,6 +115,17 @@ func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t 
 			return c.policy.check(e.host, addr.Addr())
 		},
 	}
+}
+
+// dial opens a connection to the endpoint, with the TLS handshake, and begins the exchange on it.
+func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t *Timing) (_ *conn, err error) {
+	e.pool.count(1)
+	defer func() {
+		if err != nil {
+			e.pool.count(-1)
+		}
+	}()
+	dialer := c.dialer(e)
 	ctx, cancel := context.WithDeadline(outer, deadline)
 	defer cancel()
 	start := time.Now()
@@ -138,7 +142,7 @@ func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t 
 		}
 		return nil, err
 	}
-	cn := &conn{Conn: raw, pool: e.idle, born: time.Now(), remote: raw.RemoteAddr().String()}
+	cn := &conn{Conn: raw, pool: e.pool, born: time.Now(), remote: raw.RemoteAddr().String()}
 	if e.tls != nil {
 		start = time.Now()
 		cn.tls = tls.Client(raw, e.tls)

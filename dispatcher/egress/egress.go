@@ -1,10 +1,10 @@
 // Package egress sends every request to a webhook: its Client is the only code that does. It does
 // not know messages, retries or queues.
 //
-// It uses HTTP/1.1 only, on keep-alive connections that belong to one Endpoint each, so that
-// endpoints cannot affect each other. HTTP/2 would send all requests of an endpoint over one
-// connection, where one lost packet or one GOAWAY affects all of them, and has no advantage between
-// two servers. Redirects are not followed, proxies from the environment are not used, and each
+// It uses HTTP/1.1 only, on keep-alive connections that carry one request at a time, so that
+// requests cannot affect each other. Endpoints with the same host, port and TLS settings share the
+// unused connections. HTTP/2 would send all requests to a host over one connection, where one lost
+// packet or one GOAWAY affects all of them, and has no advantage between two servers. Redirects are not followed, proxies from the environment are not used, and each
 // address is checked after DNS, when it is dialled.
 //
 // A webhook URL is a credential: messages, logs and printed values of this package never contain a
@@ -15,7 +15,9 @@ import (
 	"bufio"
 	"context"
 	"log/slog"
+	"maps"
 	"net"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -44,6 +46,8 @@ const (
 	TLSFailed Reason = "TLSFailed"
 	// AddressDenied: the Policy denies the address. Nothing was sent.
 	AddressDenied Reason = "AddressDenied"
+	// TokenFailed: no OAuth 2.0 access token could be obtained. Nothing was sent.
+	TokenFailed Reason = "TokenFailed"
 	// ServerError: 5xx.
 	ServerError Reason = "ServerError"
 	// Throttled: 429 or 408.
@@ -110,7 +114,7 @@ type Options struct {
 	// MaxAge is how long a connection is reused; default 5 min. After that the name is resolved
 	// again, so that traffic follows a moved endpoint even if its old address still answers.
 	MaxAge time.Duration
-	// MaxIdle bounds the unused open connections of all endpoints; default 4,096. Endpoint.Share
+	// MaxIdle bounds the unused open connections of all endpoints; default 4,096. Endpoint.Room
 	// limits endpoints to it.
 	MaxIdle int
 	// Logger; default slog.Default().
@@ -131,13 +135,13 @@ type Client struct {
 	used atomic.Int64 // pools with connections
 
 	mu     sync.Mutex
-	pools  map[*pool]struct{} // pools that may hold connections
+	pools  map[poolKey]*pool // pools with endpoints
 	closed bool
 }
 
 // New makes a Client. Close releases it.
 func New(o Options) *Client {
-	c := &Client{policy: o.Policy, resolver: o.Resolver, idleTimeout: o.IdleTimeout, maxAge: o.MaxAge, maxIdle: int64(o.MaxIdle), log: o.Logger, pools: map[*pool]struct{}{}}
+	c := &Client{policy: o.Policy, resolver: o.Resolver, idleTimeout: o.IdleTimeout, maxAge: o.MaxAge, maxIdle: int64(o.MaxIdle), log: o.Logger, pools: map[poolKey]*pool{}}
 	if c.resolver == nil {
 		c.resolver = net.DefaultResolver
 	}
@@ -157,29 +161,42 @@ func New(o Options) *Client {
 }
 
 // Prepare makes an Endpoint from its config. Errors name the endpoint and the field, never a value
-// that could be a secret. Use the same Endpoint while its configuration is unchanged, because its
-// connections belong to it; then call Forget.
+// that could be a secret. Endpoints with the same host, port and TLS settings share connections.
+// Call Forget when the Endpoint is not used any more.
 func (c *Client) Prepare(e liveconfig.Endpoint) (*Endpoint, error) {
 	p, err := prepare(e)
 	if err != nil {
 		return nil, err
 	}
-	p.idle = &pool{client: c}
+	if e.OAuth2 != nil {
+		if p.tokens, err = c.newTokens(e.Name, e.OAuth2); err != nil {
+			return nil, err
+		}
+	}
+	p.pool = c.acquire(p.key(e.TLS), p.tls)
+	p.tls = p.pool.tls
 	return p, nil
 }
 
-// Forget closes an endpoint's unused connections; connections in use are closed after their
-// request. The Endpoint remains usable.
-func (c *Client) Forget(e *Endpoint) { e.idle.close() }
+// Forget ends the use of an endpoint. The last endpoint of a pool closes the unused connections;
+// connections in use are closed after their request. The Endpoint remains usable.
+func (c *Client) Forget(e *Endpoint) {
+	c.mu.Lock()
+	released := e.released
+	e.released = true
+	c.mu.Unlock()
+	if !released {
+		c.release(e.pool)
+	}
+}
 
 // Close closes all unused connections; connections in use are closed after their request.
 func (c *Client) Close() {
 	c.mu.Lock()
 	c.closed = true
-	pools := c.pools
-	c.pools = nil
+	pools := slices.Collect(maps.Values(c.pools))
 	c.mu.Unlock()
-	for p := range pools {
+	for _, p := range pools {
 		p.close()
 	}
 }
@@ -213,8 +230,16 @@ func (c *Client) Post(ctx context.Context, e *Endpoint, headers []Header, body [
 		deadline = start.Add(defaultTimeout)
 	}
 
+	if e.tokens != nil {
+		return c.postWithToken(ctx, e, deadline, headers, body)
+	}
+	return c.post(ctx, e, deadline, "", headers, body)
+}
+
+// post makes one attempt; authorization is the value of the header Authorization, or empty.
+func (c *Client) post(ctx context.Context, e *Endpoint, deadline time.Time, authorization string, headers []Header, body []byte) (r Result) {
 	s := scratches.Get().(*scratch)
-	s.request = e.appendRequest(s.request[:0], headers, body)
+	s.request = e.appendRequest(s.request[:0], authorization, headers, body)
 	defer func() {
 		s.reader.Reset(nil)
 		if cap(s.request) <= 64<<10 {
@@ -222,7 +247,7 @@ func (c *Client) Post(ctx context.Context, e *Endpoint, headers []Header, body [
 		}
 	}()
 
-	cn := e.idle.get(ctx, start, deadline)
+	cn := e.pool.get(ctx, time.Now(), deadline)
 	if cn != nil {
 		if retry := c.exchange(ctx, e, cn, s, &r); !retry {
 			return r
@@ -253,7 +278,7 @@ func (c *Client) exchange(ctx context.Context, e *Endpoint, cn *conn, s *scratch
 	keep := false
 	defer func() {
 		if keep {
-			e.idle.put(cn)
+			e.pool.put(cn)
 		} else {
 			cn.close()
 		}

@@ -32,7 +32,9 @@ type Endpoint struct {
 	head     []byte      // the constant part of the request, before the headers of an attempt
 	tls      *tls.Config // nil for http
 	redactor *Redactor   // removes the endpoint's secrets from a shown response
-	idle     *pool
+	pool     *pool       // nil before Client.Prepare
+	released bool        // guarded by the client
+	tokens   *tokens     // nil without OAuth 2.0
 }
 
 // String returns the endpoint's name, scheme and host.
@@ -50,14 +52,15 @@ func (e Endpoint) Format(f fmt.State, _ rune) { _, _ = io.WriteString(f, e.Strin
 // LogValue implements slog.LogValuer.
 func (e Endpoint) LogValue() slog.Value { return slog.StringValue(e.String()) }
 
-// Share is how many requests to the endpoint should be in flight so that each has a connection that
-// is kept: as many as it needs while few endpoints have connections, then `needed`, and finally its
-// existing connections or its equal share. A new connection costs as much as several requests.
-func (e *Endpoint) Share(needed int) int {
-	if e.idle == nil {
+// Room is how many more requests should be started beside those in flight to the endpoint, so that
+// each has a connection that is kept: as many as it needs while few connections exist, then until
+// `needed` are in flight, and finally on the existing connections of its pool or its equal share. A
+// new connection costs as much as several requests.
+func (e *Endpoint) Room(needed, inFlight int) int {
+	if e.pool == nil {
 		return math.MaxInt
 	}
-	return e.idle.share(needed)
+	return e.pool.room(needed, inFlight)
 }
 
 // reserved are the headers that the client or HTTP itself sets.
@@ -131,6 +134,15 @@ func prepare(c liveconfig.Endpoint) (*Endpoint, error) {
 	return e, nil
 }
 
+// key returns the key of the endpoint's pool.
+func (e *Endpoint) key(c *liveconfig.TLS) poolKey {
+	key := poolKey{host: e.host, address: e.address}
+	if e.tls != nil {
+		key.tls = tlsIdentity(c)
+	}
+	return key
+}
+
 func tlsConfig(host string, c *liveconfig.TLS) (*tls.Config, error) {
 	config := &tls.Config{
 		ServerName:         host,
@@ -160,8 +172,13 @@ func tlsConfig(host string, c *liveconfig.TLS) (*tls.Config, error) {
 }
 
 // appendRequest appends the whole request to dst.
-func (e *Endpoint) appendRequest(dst []byte, headers []Header, body []byte) []byte {
+func (e *Endpoint) appendRequest(dst []byte, authorization string, headers []Header, body []byte) []byte {
 	dst = append(dst, e.head...)
+	if authorization != "" {
+		dst = append(dst, "Authorization: "...)
+		dst = append(dst, authorization...)
+		dst = append(dst, "\r\n"...)
+	}
 	for _, h := range headers {
 		dst = appendEscaped(dst, h.Name, validNameByte)
 		dst = append(dst, ": "...)

@@ -258,6 +258,17 @@ var (
 	nat64    = netip.MustParsePrefix("64:ff9b::/96")
 )
 
+// DeniedRanges returns the ranges that the zero Policy denies because they are not public, for
+// firewall rules. The zero Policy also denies all IPv6 addresses outside 2000::/3 and 64:ff9b::/96,
+// and single addresses of metadata services.
+func DeniedRanges() []netip.Prefix {
+	ranges := make([]netip.Prefix, len(specials))
+	for i, s := range specials {
+		ranges[i] = s.prefix
+	}
+	return ranges
+}
+
 // special returns the kind of an address that is not public, or "".
 func special(a netip.Addr) string {
 	for _, s := range specials {

@@ -2,21 +2,79 @@ package egress
 
 import (
 	"context"
+	"crypto/sha256"
+	"crypto/tls"
+	"fmt"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
-// pool holds an endpoint's unused open connections, the longest unused first.
+// poolKey identifies connections that are interchangeable. Endpoints with the same key share a pool,
+// whatever their paths, headers and namespaces are.
+type poolKey struct {
+	// host is the name that the policy checks and that the certificate must have; address is the
+	// host and port to dial.
+	host, address string
+	// tls is the hash of the TLS settings; zero for http.
+	tls [sha256.Size]byte
+}
+
+// tlsIdentity hashes the settings that distinguish TLS connections to a host.
+func tlsIdentity(c *liveconfig.TLS) [sha256.Size]byte {
+	h := sha256.New()
+	add := func(part string) { _, _ = fmt.Fprintf(h, "%d:%s", len(part), part) }
+	if c != nil {
+		add(c.CA)
+		add(c.ClientCert)
+		add(c.ClientKey.Reveal())
+	}
+	return [sha256.Size]byte(h.Sum(nil))
+}
+
+// pool holds unused open connections, the longest unused first. Connections in use are not in it,
+// so an endpoint whose requests hang takes no connection away that another endpoint could use.
 type pool struct {
 	client *Client
-	// open counts the connections, including those in use and those being opened.
-	open atomic.Int64
+	key    poolKey
+	tls    *tls.Config // nil for http
+	// users is the number of endpoints. The client's mutex guards its changes.
+	users atomic.Int64
+	// open counts the connections, including those in use and those being opened; idle counts conns.
+	open, idle atomic.Int64
 
 	mu     sync.Mutex
 	conns  []*conn
-	timer  *time.Timer // runs while the client has the pool in its list
+	timer  *time.Timer // runs while there are connections
 	closed bool
+}
+
+// acquire returns the pool of a key for one more endpoint; config is the TLS config of a new pool.
+func (c *Client) acquire(key poolKey, config *tls.Config) *pool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	p := c.pools[key]
+	if p == nil {
+		p = &pool{client: c, key: key, tls: config, closed: c.closed}
+		c.pools[key] = p
+	}
+	p.users.Add(1)
+	return p
+}
+
+// release ends the use of a pool by an endpoint. A pool without endpoints is closed.
+func (c *Client) release(p *pool) {
+	c.mu.Lock()
+	unused := p.users.Add(-1) == 0
+	if unused {
+		delete(c.pools, p.key)
+	}
+	c.mu.Unlock()
+	if unused {
+		p.close()
+	}
 }
 
 // get begins an exchange on the most recently used connection, or returns nil.
@@ -32,7 +90,7 @@ func (p *pool) get(ctx context.Context, now, deadline time.Time) *conn {
 		p.conns[n-1] = nil
 		p.conns = p.conns[:n-1]
 		p.mu.Unlock()
-		p.client.idle.Add(-1)
+		p.addIdle(-1)
 		if now.Sub(cn.idleSince) < cn.maxIdle {
 			cn.begin(ctx, now, deadline)
 			if cn.alive() {
@@ -54,16 +112,26 @@ func (p *pool) count(n int64) {
 	p.client.open.Add(n)
 }
 
-// share is how many connections the pool should use: its present ones; more while it has fewer than
-// are free of the common half, or than its equal share of it; and the needed ones while any are
-// free.
-func (p *pool) share(needed int) int {
+// addIdle adds n to the unused connections, and returns those of the client.
+func (p *pool) addIdle(n int64) int64 {
+	p.idle.Add(n)
+	return p.client.idle.Add(n)
+}
+
+// room is how many more requests an endpoint should start. The pool should use its present
+// connections; more while it has fewer than are free of the common half, or than its equal share of
+// it. Each endpoint of the pool has an equal part of that, at least one request, and may use what
+// the others leave; it gets the needed ones while any are free.
+func (p *pool) room(needed, inFlight int) int {
 	all, half := p.client.open.Load(), p.client.maxIdle/2
-	share := max(p.open.Load(), half-all, half/max(1, p.client.used.Load()), 1)
+	open, started := p.open.Load(), int64(inFlight)
+	share := max(open, half-all, half/max(1, p.client.used.Load()), 1)
+	part := max(1, share/max(1, p.users.Load()))
+	room := max(share-max(open-p.idle.Load(), started), part-started)
 	if all < p.client.maxIdle {
-		share = max(share, int64(needed))
+		room = max(room, int64(needed)-started)
 	}
-	return int(share)
+	return int(room)
 }
 
 // put keeps a connection for later use, or closes it.
@@ -73,39 +141,29 @@ func (p *pool) put(cn *conn) {
 		cn.close()
 		return
 	}
-	if p.client.idle.Add(1) > p.client.maxIdle {
-		p.client.idle.Add(-1)
+	if p.addIdle(1) > p.client.maxIdle {
+		p.addIdle(-1)
 		cn.close()
 		return
 	}
 	cn.idleSince, cn.ctx = now, nil
 	p.mu.Lock()
-	ok := !p.closed && (p.timer != nil || p.start())
-	if ok {
+	kept := !p.closed
+	if kept {
 		p.conns = append(p.conns, cn)
+		if p.timer == nil {
+			p.timer = time.AfterFunc(p.client.idleTimeout, p.sweep)
+		}
 	}
 	p.mu.Unlock()
-	if !ok {
-		p.client.idle.Add(-1)
+	if !kept {
+		p.addIdle(-1)
 		cn.close()
 	}
 }
 
-// start adds the pool to the client's list, for Close, and sets the timer that closes unused
-// connections. It returns false after the client was closed.
-func (p *pool) start() bool {
-	p.client.mu.Lock()
-	defer p.client.mu.Unlock()
-	if p.client.closed {
-		return false
-	}
-	p.client.pools[p] = struct{}{}
-	p.timer = time.AfterFunc(p.client.idleTimeout, p.sweep)
-	return true
-}
-
-// sweep closes connections that were unused for too long. An empty pool is removed from the
-// client's list until its next put.
+// sweep closes connections that were unused for too long. It ends when none is left, until the next
+// put.
 func (p *pool) sweep() {
 	now := time.Now()
 	p.mu.Lock()
@@ -125,7 +183,7 @@ func (p *pool) sweep() {
 	clear(p.conns[len(kept):])
 	p.conns = kept
 	if len(kept) == 0 {
-		p.forget()
+		p.timer = nil
 	} else {
 		p.timer.Reset(max(time.Second, kept[0].maxIdle-now.Sub(kept[0].idleSince)))
 	}
@@ -138,23 +196,15 @@ func (p *pool) close() {
 	conns := p.conns
 	p.conns, p.closed = nil, true
 	if p.timer != nil {
-		p.forget()
+		p.timer.Stop()
+		p.timer = nil
 	}
 	p.mu.Unlock()
 	p.discard(conns)
 }
 
-// forget reverses start. Callers hold p.mu.
-func (p *pool) forget() {
-	p.timer.Stop()
-	p.timer = nil
-	p.client.mu.Lock()
-	delete(p.client.pools, p)
-	p.client.mu.Unlock()
-}
-
 func (p *pool) discard(conns []*conn) {
-	p.client.idle.Add(-int64(len(conns)))
+	p.addIdle(-int64(len(conns)))
 	for _, cn := range conns {
 		cn.close()
 	}

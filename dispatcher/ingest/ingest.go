@@ -1,6 +1,6 @@
 // Package ingest accepts calls over HTTP in Segment's wire format. It has the Source authenticated,
 // enforces the limits of package limits, and answers 200 only after every call of the request is
-// durable. Package admission decides who may append, and appends. The main type is Handler.
+// durable. Package admission decides which requests may append, and appends. The main type is Handler.
 package ingest
 
 import (
@@ -499,6 +499,9 @@ func (h *Handler) authenticate(w http.ResponseWriter, q *request, key string) *a
 	}
 	ref, source, bad := h.Gate.Authenticate(q.view, key)
 	if q.source = source; bad != nil {
+		if bad.Code == admission.CodeUnknownKey {
+			h.Gate.UnknownKeys.Add(key, h.clientIP(q.Request), h.Gate.Now())
+		}
 		return bad
 	}
 	q.ref = ref

@@ -788,29 +788,13 @@ func TestBulkLeavesTheDiskToOthers(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				f := newFixture(t)
-				var slowest time.Duration
 				f.Append = func(context.Context, []queue.Message) ([]bool, error) {
 					time.Sleep(syncTime)
 					return nil, nil
 				}
-				ended := make(chan struct{})
-				var other sync.WaitGroup
+				stop := func() time.Duration { return 0 }
 				if tc.beside {
-					other.Go(func() {
-						for tick := time.NewTicker(500 * time.Millisecond); ; {
-							select {
-							case <-ended:
-								return
-							case <-tick.C:
-							}
-							begin := time.Now()
-							if w := f.serve(post("/v1/track", "slow-key", track)); w.Code != http.StatusOK {
-								t.Errorf("the other Source was answered %d", w.Code)
-							}
-							slowest = max(slowest, time.Since(begin))
-						}
-					})
-					time.Sleep(time.Second)
+					stop = f.sendBeside(t)
 				}
 				begin := time.Now()
 				for range 200 {
@@ -821,9 +805,7 @@ func TestBulkLeavesTheDiskToOthers(t *testing.T) {
 				if took := time.Since(begin); took < tc.least || took > tc.most {
 					t.Errorf("200 batches took %v, want %v to %v", took, tc.least, tc.most)
 				}
-				close(ended)
-				other.Wait()
-				if slowest > syncTime {
+				if slowest := stop(); slowest > syncTime {
 					t.Errorf("a call of the other Source took %v, want %v", slowest, syncTime)
 				}
 			})
@@ -857,22 +839,9 @@ func TestRefusedBulkLeavesTheCPUToOthers(t *testing.T) {
 					}
 					return nil, nil
 				}
-				ended := make(chan struct{})
-				var other sync.WaitGroup
+				stop := func() time.Duration { return 0 }
 				if tc.beside {
-					other.Go(func() {
-						for tick := time.NewTicker(500 * time.Millisecond); ; {
-							select {
-							case <-ended:
-								return
-							case <-tick.C:
-							}
-							if w := f.serve(post("/v1/track", "slow-key", track)); w.Code != http.StatusOK {
-								t.Errorf("the other Source was answered %d", w.Code)
-							}
-						}
-					})
-					time.Sleep(time.Second)
+					stop = f.sendBeside(t)
 				}
 				begin := time.Now()
 				for range requests {
@@ -883,10 +852,37 @@ func TestRefusedBulkLeavesTheCPUToOthers(t *testing.T) {
 				if took := time.Since(begin); took < tc.least || took > tc.most {
 					t.Errorf("%d refused requests took %v, want %v to %v", requests, took, tc.least, tc.most)
 				}
-				close(ended)
-				other.Wait()
+				stop()
 			})
 		})
+	}
+}
+
+// sendBeside sends a call of another Source every 500 ms, in a bubble of synctest. The result stops
+// that, and returns the longest time of a call.
+func (f *fixture) sendBeside(t *testing.T) (stop func() time.Duration) {
+	var slowest time.Duration
+	ended := make(chan struct{})
+	var sender sync.WaitGroup
+	sender.Go(func() {
+		for tick := time.NewTicker(500 * time.Millisecond); ; {
+			select {
+			case <-ended:
+				return
+			case <-tick.C:
+			}
+			begin := time.Now()
+			if w := f.serve(post("/v1/track", "slow-key", track)); w.Code != http.StatusOK {
+				t.Errorf("the other Source was answered %d", w.Code)
+			}
+			slowest = max(slowest, time.Since(begin))
+		}
+	})
+	time.Sleep(time.Second)
+	return func() time.Duration {
+		close(ended)
+		sender.Wait()
+		return slowest
 	}
 }
 

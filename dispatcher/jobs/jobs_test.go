@@ -4,44 +4,31 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
-	"sync"
 	"testing"
 	"time"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
 
+	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/test/check"
 )
 
-// memStore is a Store in memory.
-type memStore struct {
-	mu     sync.Mutex
-	values map[string][]byte
-	// refuse, when set, is the error of durable writes.
-	refuse error
+// newStore opens a store in fs.
+func newStore(t *testing.T, fs vfs.FS) *pebblestore.Store {
+	t.Helper()
+	s, err := pebblestore.Open("queue", pebblestore.Options{FS: fs, Logger: slog.New(slog.DiscardHandler)})
+	check.NoError(t, "open the store", err)
+	t.Cleanup(func() { _ = s.Close() })
+	return s
 }
 
-func (s *memStore) PutMeta(name string, value []byte) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.values[name] = value; value == nil {
-		delete(s.values, name)
-	}
-	return nil
-}
-
-func (s *memStore) PutMetaDurable(name string, value []byte) error {
-	if s.refuse != nil {
-		return s.refuse
-	}
-	return s.PutMeta(name, value)
-}
-
-func (s *memStore) AllMeta() (map[string][]byte, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return maps.Clone(s.values), nil
+// stored returns the number of values in a store.
+func stored(t *testing.T, s Store) int {
+	t.Helper()
+	all, err := s.AllMeta()
+	check.NoError(t, "AllMeta", err)
+	return len(all)
 }
 
 type clock struct{ t time.Time }
@@ -66,7 +53,7 @@ func put(t *testing.T, r *Records, id string, record Record) {
 
 // A completed run is known for 30 days, to other objects only, also after a restart.
 func TestRetention(t *testing.T) {
-	s, c := &memStore{values: map[string][]byte{}}, &clock{time.Unix(1_800_000_000, 0)}
+	s, c := newStore(t, vfs.NewMem()), &clock{time.Unix(1_800_000_000, 0)}
 	r := open(t, s, c)
 	put(t, r, "done", Record{Namespace: "shop", UID: "1", Completed: c.t})
 	put(t, r, "failed", Record{Namespace: "shop", UID: "1"})
@@ -92,15 +79,14 @@ func TestRetention(t *testing.T) {
 		t.Error("the record did not expire after 30 days")
 	}
 	put(t, r, "new", Record{Namespace: "shop"})
-	if len(s.values) != 1 || len(r.byID) != 1 || r.namespaces["shop"] != 1 {
-		t.Errorf("after the sweep: %d values, %d records, %d of the namespace; want 1 of each", len(s.values), len(r.byID), r.namespaces["shop"])
-	}
+	check.Equal(t, "values after the sweep", stored(t, s), 1)
+	check.Same(t, "records after the sweep", r.namespaces, map[string]int{"shop": 1})
 }
 
 // The oldest record of a namespace is removed for a new one, and in total the oldest record of
 // the namespace with the most records.
 func TestBounds(t *testing.T) {
-	s, c := &memStore{values: map[string][]byte{}}, &clock{time.Unix(1_800_000_000, 0)}
+	s, c := newStore(t, vfs.NewMem()), &clock{time.Unix(1_800_000_000, 0)}
 	r := open(t, s, c)
 	r.namespaceMax, r.totalMax = 5, 8
 	add := func(namespace string, n int) {
@@ -111,25 +97,21 @@ func TestBounds(t *testing.T) {
 	}
 	add("quiet", 2)
 	add("flood", 50)
-	if r.namespaces["flood"] != 5 || r.namespaces["quiet"] != 2 {
-		t.Errorf("records %v, want 5 of flood and 2 of quiet", r.namespaces)
-	}
+	check.Same(t, "records at the bound of a namespace", r.namespaces, map[string]int{"quiet": 2, "flood": 5})
 	add("other", 4)
-	if want := map[string]int{"quiet": 2, "flood": 3, "other": 3}; len(s.values) != 8 || !maps.Equal(r.namespaces, want) {
-		t.Errorf("%d values, records %v, want 8 and %v: the namespace with the most gives way", len(s.values), r.namespaces, want)
-	}
-	if again := open(t, s, c); !maps.Equal(again.namespaces, r.namespaces) {
-		t.Errorf("after a restart %v, before %v", again.namespaces, r.namespaces)
-	}
+	want := map[string]int{"quiet": 2, "flood": 3, "other": 3}
+	check.Same(t, "records at the total bound", r.namespaces, want)
+	check.Equal(t, "values at the total bound", stored(t, s), 8)
+	check.Same(t, "records after a restart", open(t, s, c).namespaces, want)
 }
 
 // A record whose write failed is not known.
 func TestRefusedWrite(t *testing.T) {
-	s, c := &memStore{values: map[string][]byte{}}, &clock{time.Unix(1_800_000_000, 0)}
+	s, c := newStore(t, vfs.NewMem()), &clock{time.Unix(1_800_000_000, 0)}
 	r := open(t, s, c)
-	s.refuse = errors.New("the disk was removed")
-	if err := r.Put("id", Record{Completed: c.t}); !errors.Is(err, s.refuse) {
-		t.Errorf("error %v", err)
+	check.NoError(t, "close the store", s.Close())
+	if err := r.Put("id", Record{Completed: c.t}); !errors.Is(err, queue.ErrClosed) {
+		t.Errorf("error of Put: got %v, want %v", err, queue.ErrClosed)
 	}
 	if r.Completed("id", "2") {
 		t.Error("the record is known although it is not stored")
@@ -139,21 +121,7 @@ func TestRefusedWrite(t *testing.T) {
 // A record survives a power loss after Put has returned.
 func TestPowerLoss(t *testing.T) {
 	fs, c := vfs.NewCrashableMem(), &clock{time.Unix(1_800_000_000, 0)}
-	options := func(fs vfs.FS) pebblestore.Options {
-		return pebblestore.Options{FS: fs, Logger: slog.New(slog.DiscardHandler)}
-	}
-	store, err := pebblestore.Open("queue", options(fs))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = store.Close() }()
-	put(t, open(t, store, c), "id", Record{Namespace: "shop", UID: "1", Completed: c.t})
-	after, err := pebblestore.Open("queue", options(fs.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: 0})))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = after.Close() }()
-	if !open(t, after, c).Completed("id", "2") {
-		t.Error("the record was lost")
-	}
+	put(t, open(t, newStore(t, fs), c), "id", Record{Namespace: "shop", UID: "1", Completed: c.t})
+	after := newStore(t, fs.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: 0}))
+	check.Equal(t, "Completed after the power loss", open(t, after, c).Completed("id", "2"), true)
 }

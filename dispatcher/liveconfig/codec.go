@@ -20,19 +20,26 @@ const (
 	DataKey = "config.json.gz"
 	// LabelLive is on every Secret that a dispatcher watches: live configs and the marker.
 	LabelLive = "posthorn.dev/live-config"
-	// MarkerName is the Secret (labelled LabelLive, without data) that the operator creates after
-	// it has compiled every namespace. Until it exists a dispatcher's config is incomplete.
+	// MarkerName is the Secret (labelled LabelLive) that the operator creates after it has compiled
+	// every namespace, or failed to; see FailedNamespaces. Until it exists a dispatcher's config is
+	// incomplete.
 	MarkerName = "posthorn-live-complete"
 	// LabelNamespace is on a live-config Secret and contains its namespace, for selectors. The
 	// Secret's name is decisive: see SecretName.
 	LabelNamespace = "posthorn.dev/live-config-namespace"
 	// AnnotationRevision carries the revision of the Config in the Secret.
 	AnnotationRevision = "posthorn.dev/revision"
-	// MaxEncodedBytes is the largest encoded Config: what fits into a Kubernetes
+	// MaxEncodedBytes is the largest encoded Config with its Head: what fits into a Kubernetes
 	// Secret (1 MiB) with room for its metadata.
 	MaxEncodedBytes = 1000 << 10
 
 	maxDecodedBytes = 64 << 20
+
+	// MaxTimeout bounds the timeout of a destination. An installation's ceiling is lower unless its
+	// administrator raises it.
+	MaxTimeout = time.Minute
+	// MaxRetryWindow bounds the retry window of a destination in the same way.
+	MaxRetryWindow = 30 * 24 * time.Hour
 )
 
 const secretPrefix = "posthorn-live-"
@@ -61,31 +68,46 @@ func Encode(c Config) (data []byte, revision string, err error) {
 		return nil, "", fmt.Errorf("encode live config: %w", err)
 	}
 	sum := sha256.Sum256(plain)
+	data, err = compress(plain)
+	return data, hex.EncodeToString(sum[:]), err
+}
+
+// compress returns the gzip form of data. Equal data gives equal bytes.
+func compress(plain []byte) ([]byte, error) {
 	var buf bytes.Buffer
 	// The writer's zero header has no time and no name, so the bytes depend on the content only.
 	zip, _ := gzip.NewWriterLevel(&buf, gzip.BestCompression)
 	if _, err := zip.Write(plain); err != nil {
-		return nil, "", fmt.Errorf("compress live config: %w", err)
+		return nil, fmt.Errorf("compress live config: %w", err)
 	}
 	if err := zip.Close(); err != nil {
-		return nil, "", fmt.Errorf("compress live config: %w", err)
+		return nil, fmt.Errorf("compress live config: %w", err)
 	}
-	return buf.Bytes(), hex.EncodeToString(sum[:]), nil
+	return buf.Bytes(), nil
+}
+
+// decompress reads the output of compress, of at most maxDecodedBytes.
+func decompress(data []byte) ([]byte, error) {
+	zip, err := gzip.NewReader(bytes.NewReader(data))
+	if err != nil {
+		return nil, fmt.Errorf("live config is not gzip: %w", err)
+	}
+	plain, err := io.ReadAll(io.LimitReader(zip, maxDecodedBytes+1))
+	if err != nil {
+		return nil, fmt.Errorf("live config is damaged: %w", err)
+	}
+	if len(plain) > maxDecodedBytes {
+		return nil, fmt.Errorf("live config is larger than %d bytes", maxDecodedBytes)
+	}
+	return plain, nil
 }
 
 // Decode reads the output of Encode. It is strict: an unknown field, an unknown version, trailing
 // data or an invalid value is an error, so a config is accepted as a whole or not at all.
 func Decode(data []byte) (c Config, revision string, err error) {
-	zip, err := gzip.NewReader(bytes.NewReader(data))
+	plain, err := decompress(data)
 	if err != nil {
-		return Config{}, "", fmt.Errorf("live config is not gzip: %w", err)
-	}
-	plain, err := io.ReadAll(io.LimitReader(zip, maxDecodedBytes+1))
-	if err != nil {
-		return Config{}, "", fmt.Errorf("live config is damaged: %w", err)
-	}
-	if len(plain) > maxDecodedBytes {
-		return Config{}, "", fmt.Errorf("live config is larger than %d bytes", maxDecodedBytes)
+		return Config{}, "", err
 	}
 	sum := sha256.Sum256(plain)
 	revision = hex.EncodeToString(sum[:])
@@ -238,8 +260,8 @@ func (d Destination) validate(sources map[string]bool) error {
 		}
 	}
 	p := d.Delivery
-	if p.RetryWindowMS < 1 || p.RetryWindow() > 4*time.Hour {
-		return errors.New("delivery.retryWindowMS must be between 1 ms and 4 h")
+	if p.RetryWindowMS < 1 || p.RetryWindow() > MaxRetryWindow {
+		return fmt.Errorf("delivery.retryWindowMS must be between 1 ms and %v", MaxRetryWindow)
 	}
 	endpoints := map[string]bool{}
 	for _, e := range d.Endpoints {
@@ -254,8 +276,8 @@ func (d Destination) validate(sources map[string]bool) error {
 	if n := len(d.Endpoints); n < 1 || n > 5 {
 		return fmt.Errorf("%d endpoints; 1 to 5 are allowed", n)
 	}
-	if p.TimeoutMS < 1 || p.Timeout() > 5*time.Second {
-		return errors.New("delivery.timeoutMS must be between 1 ms and 5 s")
+	if p.TimeoutMS < 1 || p.Timeout() > MaxTimeout {
+		return fmt.Errorf("delivery.timeoutMS must be between 1 ms and %v", MaxTimeout)
 	}
 	if p.MinBackoffMS < 1 || p.MaxBackoffMS < p.MinBackoffMS {
 		return errors.New("delivery backoff must be positive, minBackoffMS not above maxBackoffMS")
@@ -271,8 +293,27 @@ func (d Destination) validate(sources map[string]bool) error {
 		if err != nil || !slices.Contains([]string{"http", "https"}, u.Scheme) || u.Hostname() == "" {
 			return fmt.Errorf("endpoint %q: url is not a full http or https URL", e.Name)
 		}
+		if err := e.OAuth2.validate(); err != nil {
+			return fmt.Errorf("endpoint %q: oauth2: %w", e.Name, err)
+		}
 	}
 	return d.Signing.validate()
+}
+
+func (o *OAuth2) validate() error {
+	if o == nil {
+		return nil
+	}
+	u, err := url.Parse(o.TokenURL)
+	switch {
+	case err != nil || !slices.Contains([]string{"http", "https"}, u.Scheme) || u.Hostname() == "":
+		return errors.New("tokenURL is not a full http or https URL")
+	case o.ClientID == "":
+		return errors.New("clientID is empty")
+	case o.ClientSecret.IsZero():
+		return errors.New("clientSecret is empty")
+	}
+	return nil
 }
 
 func (s SigningSchemes) validate() error {

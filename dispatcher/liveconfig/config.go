@@ -224,6 +224,22 @@ type Endpoint struct {
 	URL     Secret   `json:"url,omitzero"`
 	Headers []Header `json:"headers,omitempty"`
 	TLS     *TLS     `json:"tls,omitempty"`
+	// OAuth2 is set if requests carry access tokens.
+	OAuth2 *OAuth2 `json:"oauth2,omitempty"`
+}
+
+// OAuth2 is a client of a token endpoint, for the client credentials grant of OAuth 2.0.
+type OAuth2 struct {
+	TokenURL     string `json:"tokenURL"`
+	ClientID     string `json:"clientID"`
+	ClientSecret Secret `json:"clientSecret"`
+	// SecretInBody is true if the client authenticates by parameters of the request, and
+	// false if it does by HTTP Basic authentication.
+	SecretInBody bool     `json:"secretInBody,omitempty"`
+	Scopes       []string `json:"scopes,omitempty"`
+	// Parameters are additional parameters of the token request.
+	Parameters map[string]string `json:"parameters,omitempty"`
+	TLS        *TLS              `json:"tls,omitempty"`
 }
 
 // Header is a static request header. Every value is treated as a secret.

@@ -30,6 +30,10 @@ func full() Config {
 			Endpoints: []Endpoint{{
 				Name: "primary", URL: s, Headers: []Header{{Name: "Authorization", Value: NewSecret(canary)}},
 				TLS: &TLS{CA: "ca", ClientCert: "cert", ClientKey: NewSecret(canary)},
+				OAuth2: &OAuth2{
+					TokenURL: "https://login.example", ClientID: "posthorn", ClientSecret: NewSecret(canary), SecretInBody: true, Scopes: []string{"a"},
+					Parameters: map[string]string{"audience": "b"}, TLS: &TLS{CA: "ca", ClientCert: "cert", ClientKey: NewSecret(canary)},
+				},
 			}},
 			Signing:      SigningSchemes{{Type: HMAC, Secret: NewSecret(canary), Previous: NewSecret(canary), Format: &HMACFormat{"X-A", SHA256, Hex, SignBody, "{signature}", ",{signature}"}}, {Type: StandardWebhooks, Secret: NewSecret(canary)}},
 			Success:      AnyEndpoint,
@@ -166,8 +170,8 @@ func TestDecodeIsStrict(t *testing.T) {
 		"format":        {func(c *Config) { c.Destinations[0].Signing[0].Format.Algorithm = "MD5" }, "algorithm"},
 		"scheme twice":  {func(c *Config) { c.Destinations[0].Signing[0].Type = StandardWebhooks }, "StandardWebhooks\" is not unique"},
 		"second secret": {func(c *Config) { c.Destinations[0].Signing[1].Secret = Secret{} }, "StandardWebhooks: secret is empty"},
-		"timeout":       {func(c *Config) { c.Destinations[0].Delivery.TimeoutMS = 5001 }, "timeoutMS"},
-		"window":        {func(c *Config) { c.Destinations[0].Delivery.RetryWindowMS = 4*3600*1000 + 1 }, "retryWindowMS"},
+		"timeout":       {func(c *Config) { c.Destinations[0].Delivery.TimeoutMS = 60_001 }, "timeoutMS"},
+		"window":        {func(c *Config) { c.Destinations[0].Delivery.RetryWindowMS = 30*24*3600*1000 + 1 }, "retryWindowMS"},
 		"in flight":     {func(c *Config) { c.Destinations[0].Delivery.MaxInFlight = 0 }, "maxInFlight"},
 		"status code":   {func(c *Config) { c.Destinations[0].Delivery.RetryStatusCodes = []int{500} }, "retryStatusCodes"},
 		"backoff":       {func(c *Config) { c.Destinations[0].Delivery.MinBackoffMS = 3 }, "backoff"},

@@ -107,10 +107,11 @@ func revealed(c Config) Config {
 				headers[k] = Header{Name: h.Name, Value: show(h.Value)}
 			}
 			e.Headers = headers
-			if e.TLS != nil {
-				tls := *e.TLS
-				tls.ClientKey = show(tls.ClientKey)
-				e.TLS = &tls
+			e.TLS = revealedTLS(e.TLS)
+			if e.OAuth2 != nil {
+				client := *e.OAuth2
+				client.ClientSecret, client.TLS = show(client.ClientSecret), revealedTLS(client.TLS)
+				e.OAuth2 = &client
 			}
 			endpoints[j] = e
 		}
@@ -124,4 +125,13 @@ func revealed(c Config) Config {
 	}
 	c.Destinations = destinations
 	return c
+}
+
+func revealedTLS(t *TLS) *TLS {
+	if t == nil {
+		return nil
+	}
+	shown := *t
+	shown.ClientKey.reveal = true
+	return &shown
 }

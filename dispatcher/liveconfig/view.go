@@ -17,6 +17,9 @@ type View struct {
 	byKey      map[writekey.Hash]SourceRef
 	keys       writekey.Book // Set by WithKeys; its known keys are those of byKey.
 	unusable   map[string]bool
+	parked     map[string]map[Ref]bool // Set by WithParked.
+	lost       map[string]Lost         // Set by WithLost.
+	complete   bool
 	// suppressed maps the users whose calls are rejected to the Sources' names; no name means every
 	// Source.
 	suppressed map[namespaceUser][]string
@@ -24,10 +27,11 @@ type View struct {
 
 type namespaceUser struct{ namespace, user string }
 
-// Revisioned is a decoded Config with the revision of its bytes.
+// Revisioned is a decoded Config with the revision of its bytes and its head.
 type Revisioned struct {
 	Config
 	Revision string
+	Head     Head
 }
 
 // SourceRef is a Source with its namespace.
@@ -42,10 +46,10 @@ func (r SourceRef) Key() string { return r.Namespace + "/" + r.Source.Name }
 // NewView indexes configs. A write key that two namespaces share belongs to the namespace whose
 // name sorts first; the controllers reject the other one.
 //
-// unusable lists namespaces whose config could not be loaded and that have no earlier one: they
-// exist, so none of their messages may be discarded.
+// unusable lists namespaces that exist although they have no config here: it is missing or could not
+// be loaded. Their messages are parked: neither sent nor discarded.
 func NewView(configs []Revisioned, unusable ...string) *View {
-	v := &View{namespaces: make(map[string]Revisioned, len(configs)), byKey: map[writekey.Hash]SourceRef{}, unusable: map[string]bool{}, suppressed: map[namespaceUser][]string{}}
+	v := &View{namespaces: make(map[string]Revisioned, len(configs)), byKey: map[writekey.Hash]SourceRef{}, unusable: map[string]bool{}, complete: len(unusable) == 0, suppressed: map[namespaceUser][]string{}}
 	for _, namespace := range unusable {
 		v.unusable[namespace] = true
 	}
@@ -90,12 +94,50 @@ func (v *View) Namespace(name string) (Revisioned, bool) {
 	return c, ok
 }
 
-// Unusable reports whether a namespace exists whose config could not be loaded.
+// Unusable reports whether a namespace exists whose config is missing or could not be loaded.
 func (v *View) Unusable(namespace string) bool { return v.unusable[namespace] }
 
-// Complete reports whether every namespace's config is loaded. While it is false an unknown write
-// key may belong to a namespace that is missing in the view.
-func (v *View) Complete() bool { return len(v.unusable) == 0 }
+// WithParked returns the view with the parked objects of namespaces: they are neither in the
+// namespace's config nor deleted.
+func (v *View) WithParked(parked map[string]map[Ref]bool) *View {
+	with := *v
+	with.parked = parked
+	return &with
+}
+
+// Parked reports whether an object's data must be kept and not be used, because its config is
+// missing although it was not deleted.
+func (v *View) Parked(namespace string, r Ref) bool {
+	return v.unusable[namespace] || v.parked[namespace][r]
+}
+
+// WithLost returns the view with the lost connections of destinations ("namespace/name").
+func (v *View) WithLost(lost map[string]Lost) *View {
+	with := *v
+	with.lost = lost
+	return &with
+}
+
+// LostSince returns when a connection of a destination ("namespace/name") to a Source or an endpoint
+// was lost; zero if it was not.
+func (v *View) LostSince(destination, source, endpoint string) time.Time {
+	if l := v.lost[destination]; slices.Contains(l.Sources, source) || slices.Contains(l.Endpoints, endpoint) {
+		return l.Since
+	}
+	return time.Time{}
+}
+
+// Complete reports whether the write keys of every namespace are known. While it is false an unknown
+// write key may belong to a namespace without a config.
+func (v *View) Complete() bool { return v.complete }
+
+// ParkedKey reports whether a write key belongs to a Source whose config is missing.
+func (v *View) ParkedKey(key string) bool {
+	hash := writekey.HashOf(key)
+	entry, known := v.keys.Known(hash)
+	_, active := v.byKey[hash]
+	return known && !active && v.Parked(entry.Namespace, Ref{SectionSources, entry.Source})
+}
 
 // Suppressed reports whether a user's calls to a Source are rejected.
 func (v *View) Suppressed(ref SourceRef, userID string) bool {
@@ -115,10 +157,13 @@ func (v *View) KeyOwners() map[writekey.Hash]writekey.Owner {
 	return owners
 }
 
-// WithKeys returns the view with the removed keys of book.
+// WithKeys returns the view with the removed and the parked keys of book.
 func (v *View) WithKeys(keys writekey.Book) *View {
 	with := *v
-	with.keys = keys
+	with.keys, with.complete = keys, true
+	for namespace := range v.unusable {
+		with.complete = with.complete && keys.Knows(namespace)
+	}
 	return &with
 }
 

@@ -151,6 +151,14 @@ func (l Ledger) Plus(o Ledger) Ledger {
 	}
 }
 
+// Minus returns the difference of two ledgers.
+func (l Ledger) Minus(o Ledger) Ledger {
+	return Ledger{
+		l.Accepted - o.Accepted, l.Delivered - o.Delivered, l.Filtered - o.Filtered,
+		l.DeadLettered - o.DeadLettered, l.Discarded - o.Discarded, l.Pending - o.Pending,
+	}
+}
+
 // Balance returns an error when the counters of a ledger do not add up.
 func (l Ledger) Balance() error {
 	if sum := l.Delivered + l.Filtered + l.DeadLettered + l.Discarded + l.Pending; sum != l.Accepted || min(l.Delivered, l.Filtered, l.DeadLettered, l.Discarded, l.Pending) < 0 {
@@ -233,6 +241,9 @@ var (
 	ErrFull = errors.New("storage is full")
 	// ErrOverQuota is the ErrFull of one Source whose undelivered messages reach its quota.
 	ErrOverQuota = fmt.Errorf("the Source's quota is used up: %w", ErrFull)
+	// ErrUnavailable: the log that makes messages durable does not answer. The caller should retry
+	// in a few seconds.
+	ErrUnavailable = errors.New("the log of the queue is unavailable")
 	// ErrClosed: the store is closed.
 	ErrClosed = errors.New("queue is closed")
 	// ErrNoLane: the lane was not opened, or was dropped.
@@ -257,7 +268,7 @@ type Appender interface {
 	// message is dropped. duplicates may be nil when there are none. When err is not nil, no
 	// message was accepted. ctx bounds the wait until the messages are written; then Append
 	// waits for the disk. It returns ErrFull above the storage's high-water mark or the
-	// Source's quota. If their space is needed for new messages, first attempts of messages
+	// Source's quota, and ErrUnavailable while the messages would not become durable soon. If their space is needed for new messages, first attempts of messages
 	// that another lane of the group delivered are skipped, oldest first.
 	Append(ctx context.Context, msgs []Message) (duplicates []bool, err error)
 }
@@ -355,6 +366,8 @@ type Stats interface {
 	Position(lane LaneID) (read, end uint64)
 	// SourceStats returns the stats of a Source; zero for one that never had a message.
 	SourceStats(source string) SourceStats
+	// Sources lists the Sources with a log, also those without lanes.
+	Sources() []string
 	// DestinationStats returns the stats of a destination; zero for an unknown one.
 	DestinationStats(destination string) DestinationStats
 	// Destinations lists the destinations with lanes, dead letters or the ledger of dropped

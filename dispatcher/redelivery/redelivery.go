@@ -12,6 +12,7 @@ import (
 
 	"github.com/posthorn/posthorn/analytics/event"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 )
 
@@ -48,15 +49,15 @@ type Options struct {
 	Now func() time.Time
 }
 
-// Store is the part of queue.Store that Run and Purge use.
+// Store is the part of queue.Store that Run and Purge read and remove dead letters from. The
+// messages of a redelivery are appended through admission.Gate.
 type Store interface {
-	queue.Appender
 	queue.DeadLetters
 	Lanes() []queue.LaneID
 	LaneStats(queue.LaneID) queue.LaneStats
 }
 
-// Run appends the selected dead letters of a destination ("namespace/name") to
+// Run appends the selected dead letters of a destination ("namespace/name") through gate to
 // its lanes, as new messages with the same id and body, and removes the dead letters.
 // It ignores dead letters that are added while it runs, so it ends. It keeps dead letters
 // of a Source or an endpoint that the destination no longer has, and dead letters without
@@ -64,7 +65,7 @@ type Store interface {
 // destination's success policy has changed, the messages are appended to the lanes of the
 // new policy. After a crash some may be delivered twice; none is lost. With an error, Run
 // returns the progress up to it.
-func Run(ctx context.Context, store Store, destination string, s adminapi.DeadLetterSelector, o Options) (adminapi.DeadLetterProgress, error) {
+func Run(ctx context.Context, gate *admission.Gate, store Store, destination string, s adminapi.DeadLetterSelector, o Options) (adminapi.DeadLetterProgress, error) {
 	limiter := o.limiter
 	if limiter == nil {
 		limiter = newLimiter(o.Rate)
@@ -85,7 +86,7 @@ func Run(ctx context.Context, store Store, destination string, s adminapi.DeadLe
 		for i, d := range page {
 			messages[i] = queue.Message{Source: d.Lane.Source, ID: d.ID, Type: d.Type, Event: d.Event, AcceptedAt: now(o), Only: receiver(d.Lane, lanes), LongNumbers: !event.IsFixedPoint(d.Body), Body: d.Body}
 		}
-		if _, err := store.Append(ctx, messages); err != nil {
+		if _, err := gate.Append(ctx, messages); err != nil {
 			return 0, fmt.Errorf("redeliver: %w", err)
 		}
 		// If a lane ended before the append, no lane has the message, so its dead letter is kept.

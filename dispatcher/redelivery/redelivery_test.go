@@ -12,6 +12,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/admission"
+	"github.com/posthorn/posthorn/dispatcher/admission/admissiontest"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/redelivery"
@@ -68,6 +70,11 @@ func open(t *testing.T, n int, lanes ...queue.LaneID) *pebblestore.Store {
 	return s
 }
 
+// gate returns the way into a store, without a live config.
+func gate(s queue.Appender) *admission.Gate {
+	return admission.New(admission.Options{Store: &admissiontest.Store{OnAppend: s.Append}, Logger: slog.New(slog.DiscardHandler)})
+}
+
 func lease(t *testing.T, s queue.Store, l queue.LaneID) []queue.Delivery {
 	t.Helper()
 	got, err := s.Lease(l, 1000, nil)
@@ -87,13 +94,13 @@ func count(t *testing.T, s queue.Store) (n int) {
 
 func TestRunAppendsSelectedDeadLettersToTheirLane(t *testing.T) {
 	s := open(t, 250, lane)
-	dry, err := redelivery.Run(t.Context(), s, dest, adminapi.DeadLetterSelector{Reasons: []string{"Expired"}}, redelivery.Options{DryRun: true})
+	dry, err := redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{Reasons: []string{"Expired"}}, redelivery.Options{DryRun: true})
 	check.NoError(t, "dry run", err)
 	check.Equal(t, "dry run: Matched", dry.Matched, 84)
 	check.Equal(t, "dry run: Redelivered", dry.Redelivered, 0)
 	check.Equal(t, "dead letters after a dry run", count(t, s), 250)
 	calls := 0
-	p, err := redelivery.Run(t.Context(), s, dest, adminapi.DeadLetterSelector{Reasons: []string{"Expired"}}, redelivery.Options{Rate: 1e6, OnProgress: func(adminapi.DeadLetterProgress) { calls++ }})
+	p, err := redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{Reasons: []string{"Expired"}}, redelivery.Options{Rate: 1e6, OnProgress: func(adminapi.DeadLetterProgress) { calls++ }})
 	check.NoError(t, "run", err)
 	check.Equal(t, "Matched", p.Matched, 84)
 	check.Equal(t, "Redelivered", p.Redelivered, 84)
@@ -122,7 +129,7 @@ func TestMessagesOfOneEndpointAreRedeliveredToIt(t *testing.T) {
 	if err := s.OpenLane(b); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := redelivery.Run(t.Context(), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{Rate: 1e6}); err != nil {
+	if _, err := redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{Rate: 1e6}); err != nil {
 		t.Fatal(err)
 	}
 	check.Equal(t, "messages for endpoint a", len(lease(t, s, a)), 3)
@@ -148,7 +155,7 @@ func TestPurge(t *testing.T) {
 func TestRunStopsWithItsContext(t *testing.T) {
 	s := open(t, 250, lane)
 	ctx, cancel := context.WithCancel(t.Context())
-	p, err := redelivery.Run(ctx, s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{Rate: 0.001, OnProgress: func(adminapi.DeadLetterProgress) { cancel() }})
+	p, err := redelivery.Run(ctx, gate(s), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{Rate: 0.001, OnProgress: func(adminapi.DeadLetterProgress) { cancel() }})
 	check.Equal(t, "run returned an error", err != nil, true)
 	check.Equal(t, "Redelivered", p.Redelivered, 1)
 	check.Equal(t, "remaining dead letters", count(t, s), 249)
@@ -158,7 +165,7 @@ func TestRunStopsWithItsContext(t *testing.T) {
 func TestDeadLettersOfAnEndingLaneAreKept(t *testing.T) {
 	s := open(t, 3, lane)
 	orphan := redelivery.Options{Takes: func(l queue.LaneID) bool { return l != lane }}
-	p, err := redelivery.Run(t.Context(), s, dest, adminapi.DeadLetterSelector{}, orphan)
+	p, err := redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{}, orphan)
 	check.NoError(t, "run for a lane outside of the config", err)
 	check.Equal(t, "Matched of a lane outside of the config", p.Matched, 3)
 	check.Equal(t, "Redelivered of a lane outside of the config", p.Redelivered, 0)
@@ -166,7 +173,7 @@ func TestDeadLettersOfAnEndingLaneAreKept(t *testing.T) {
 	if err := s.EndLane(lane, queue.Ended); err != nil {
 		t.Fatal(err)
 	}
-	p, err = redelivery.Run(t.Context(), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{})
+	p, err = redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{})
 	check.NoError(t, "run for an ended lane", err)
 	check.Equal(t, "Redelivered of an ended lane", p.Redelivered, 0)
 	check.Equal(t, "dead letters of an ended lane", count(t, s), 3)
@@ -187,7 +194,7 @@ func TestLongNumbersAreMarkedAgain(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if p, err := redelivery.Run(t.Context(), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{}); err != nil || p.Redelivered != int64(len(bodies)) {
+	if p, err := redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{}); err != nil || p.Redelivered != int64(len(bodies)) {
 		t.Fatalf("run: got %d redelivered and error %v, want %d redelivered", p.Redelivered, err, len(bodies))
 	}
 	got := map[string]bool{}
@@ -211,7 +218,7 @@ func TestDamagedDeadLettersAreKept(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	p, err := redelivery.Run(t.Context(), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{})
+	p, err := redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{})
 	check.NoError(t, "run", err)
 	check.Equal(t, "Matched", p.Matched, 3)
 	check.Equal(t, "Redelivered", p.Redelivered, 2)
@@ -224,7 +231,7 @@ func TestDeadLettersOfARemovedLaneAreKept(t *testing.T) {
 	if err := s.DropLane(t.Context(), removed); err != nil {
 		t.Fatal(err)
 	}
-	p, err := redelivery.Run(t.Context(), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{})
+	p, err := redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{})
 	check.NoError(t, "run", err)
 	check.Equal(t, "Matched", p.Matched, 8)
 	check.Equal(t, "Redelivered", p.Redelivered, 4)
@@ -255,7 +262,7 @@ func TestDeadLettersAfterAChangeOfThePolicy(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			p, err := redelivery.Run(t.Context(), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{})
+			p, err := redelivery.Run(t.Context(), gate(s), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{})
 			check.NoError(t, "run", err)
 			check.Equal(t, "Redelivered", int(p.Redelivered), test.want)
 			check.Equal(t, "remaining dead letters", count(t, s), 0)
@@ -277,7 +284,7 @@ func TestRateIsBounded(t *testing.T) {
 				ended := make(chan struct{})
 				go func() {
 					defer close(ended)
-					_, _ = redelivery.Run(ctx, s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{Rate: rate})
+					_, _ = redelivery.Run(ctx, gate(s), s, dest, adminapi.DeadLetterSelector{}, redelivery.Options{Rate: rate})
 				}()
 				for i, after := range []time.Duration{0, 2 * time.Second, 8 * time.Second} {
 					time.Sleep(after)

@@ -12,6 +12,8 @@ import (
 	"golang.org/x/time/rate"
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/admission"
+	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/jobs"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -31,15 +33,17 @@ const (
 // backoff returns the wait after the n-th consecutive error; n starts at 1.
 func backoff(n int) time.Duration { return min(time.Second<<(n-1), time.Minute) }
 
-// ServiceOptions configure a Service. All fields but Takes and Logger are required.
+// ServiceOptions configure a Service. All fields but Takes, Changes and Logger are required.
 type ServiceOptions struct {
+	// Gate is the way into the queue of Store.
+	Gate    *admission.Gate
 	Store   Store
 	Records *jobs.Records
-	// View returns the config in effect; nil before the first one.
-	View func() *liveconfig.View
 	// Takes has the meaning of Options.Takes.
-	Takes  func(queue.LaneID) bool
-	Logger *slog.Logger
+	Takes func(queue.LaneID) bool
+	// Changes is marked when the report of a Redelivery changes; nil marks nothing.
+	Changes *changes.Log
+	Logger  *slog.Logger
 }
 
 // Service runs this dispatcher's parts of the Redelivery objects in the live config. A
@@ -92,7 +96,7 @@ func (s *Service) Run(ctx context.Context) error {
 	timer := time.NewTicker(tick)
 	defer timer.Stop()
 	for {
-		if view := s.View(); view != nil {
+		if view := s.Gate.View(); view != nil {
 			s.advance(ctx, view)
 		}
 		select {
@@ -111,7 +115,7 @@ func (s *Service) advance(ctx context.Context, view *liveconfig.View) {
 		for _, r := range config.Redeliveries {
 			wanted[r.ID] = true
 			if err := s.enter(ctx, namespace, r); err != nil && ctx.Err() == nil {
-				s.setError(r.ID, err)
+				s.setError(namespace, r, err)
 				s.Logger.Error("redelivery failed; it is retried", "namespace", namespace, "redelivery", r.Name, "phase", r.Phase, "error", err)
 			}
 		}
@@ -142,12 +146,12 @@ func (s *Service) enter(ctx context.Context, namespace string, r liveconfig.Rede
 		return nil
 	case r.Phase == liveconfig.RedeliveryBegin && !mine:
 		// The run of another object did not complete, so this one starts with the rest.
-		return s.put(r.ID, jobs.Record{Namespace: namespace, UID: r.UID}, progress{})
+		return s.put(namespace, r, jobs.Record{Namespace: namespace, UID: r.UID}, progress{})
 	case r.Phase == liveconfig.RedeliveryRun && mine && !p.Done:
 		s.start(ctx, namespace, r)
 	case r.Phase == liveconfig.RedeliveryRecord && mine && p.Done:
 		record.Completed = time.Now().UTC()
-		return s.put(r.ID, record, p)
+		return s.put(namespace, r, record, p)
 	}
 	return nil
 }
@@ -164,13 +168,18 @@ func (s *Service) load(id string) (jobs.Record, progress, error) {
 	return record, p, nil
 }
 
-func (s *Service) put(id string, record jobs.Record, p progress) error {
+// put stores the record of a Redelivery.
+func (s *Service) put(namespace string, r liveconfig.Redelivery, record jobs.Record, p progress) error {
 	text, err := json.Marshal(p)
 	if err != nil {
 		return err
 	}
 	record.Progress = text
-	return s.Records.Put(id, record)
+	if err := s.Records.Put(r.ID, record); err != nil {
+		return err
+	}
+	s.Changes.Object(changes.Redeliveries, namespace, r.Name).Transition()
+	return nil
 }
 
 // start processes a part in a goroutine, unless one processes the destination.
@@ -193,14 +202,19 @@ func (s *Service) start(ctx context.Context, namespace string, r liveconfig.Rede
 	})
 }
 
-func (s *Service) setError(id string, err error) {
+// setError sets the last error of a Redelivery; nil removes it.
+func (s *Service) setError(namespace string, r liveconfig.Redelivery, err error) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	if err == nil {
-		delete(s.errors, id)
-		return
+	before := s.errors[r.ID]
+	delete(s.errors, r.ID)
+	if err != nil {
+		s.errors[r.ID] = err.Error()
 	}
-	s.errors[id] = err.Error()
+	changed := s.errors[r.ID] != before
+	s.mu.Unlock()
+	if changed {
+		s.Changes.Object(changes.Redeliveries, namespace, r.Name).Transition()
+	}
 }
 
 // Report returns the state of this dispatcher's parts of a namespace's Redeliveries.
@@ -249,14 +263,14 @@ func (w *worker) run(ctx context.Context) {
 		}
 		if err == nil {
 			failures = 0
-			w.setError(w.config.ID, nil)
+			w.setError(w.namespace, w.config, nil)
 			if done {
 				return
 			}
 			continue
 		}
 		failures++
-		w.setError(w.config.ID, err)
+		w.setError(w.namespace, w.config, err)
 		if failures >= maxFailures {
 			log.Error("redelivery failed on this dispatcher", "error", err)
 			if err := w.fail(err); err != nil {
@@ -299,7 +313,7 @@ func (w *worker) page(ctx context.Context) (done bool, err error) {
 // count sets the number of matching dead letters. After a restart it adds those that the
 // earlier process redelivered after its last record.
 func (w *worker) count(ctx context.Context, record jobs.Record, p *progress) error {
-	rest, err := Run(ctx, w.Store, w.destination, w.selector(), Options{DryRun: true, from: p.After})
+	rest, err := Run(ctx, w.Gate, w.Store, w.destination, w.selector(), Options{DryRun: true, from: p.After})
 	if err != nil {
 		return err
 	}
@@ -311,7 +325,7 @@ func (w *worker) count(ctx context.Context, record jobs.Record, p *progress) err
 	if w.config.DryRun || rest.Matched == 0 {
 		return w.end(record, p)
 	}
-	if err := w.put(w.config.ID, record, *p); err != nil {
+	if err := w.put(w.namespace, w.config, record, *p); err != nil {
 		return err
 	}
 	w.recounted = true
@@ -321,14 +335,14 @@ func (w *worker) count(ctx context.Context, record jobs.Record, p *progress) err
 // redeliver redelivers one page. If there is none, the part has ended.
 func (w *worker) redeliver(ctx context.Context, record jobs.Record, p *progress) error {
 	ended := true
-	_, err := Run(ctx, w.Store, w.destination, w.selector(), Options{
+	_, err := Run(ctx, w.Gate, w.Store, w.destination, w.selector(), Options{
 		Takes: w.Takes, limiter: w.limiter, from: p.After,
 		onPage: func(page adminapi.DeadLetterProgress, after string) (bool, error) {
 			ended = false
 			p.Redelivered += page.Redelivered
 			p.Left += page.Matched - page.Redelivered
 			p.After = after
-			return false, w.put(w.config.ID, record, *p)
+			return false, w.put(w.namespace, w.config, record, *p)
 		},
 	})
 	if err != nil {
@@ -346,7 +360,7 @@ func (w *worker) redeliver(ctx context.Context, record jobs.Record, p *progress)
 func (w *worker) end(record jobs.Record, p *progress) error {
 	ended := *p
 	ended.Done = true
-	if err := w.put(w.config.ID, record, ended); err != nil {
+	if err := w.put(w.namespace, w.config, record, ended); err != nil {
 		return err
 	}
 	*p = ended

@@ -6,13 +6,14 @@ import (
 	"fmt"
 	"log/slog"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/posthorn/posthorn/dispatcher/admission"
+	"github.com/posthorn/posthorn/dispatcher/admission/admissiontest"
 	"github.com/posthorn/posthorn/dispatcher/jobs"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -26,8 +27,10 @@ type rig struct {
 	store   queue.Store
 	service *redelivery.Service
 	takes   func(queue.LaneID) bool
-	view    atomic.Pointer[liveconfig.View]
-	stop    func()
+	// view is the live config in effect, also for the next process.
+	view *liveconfig.View
+	gate *admission.Gate
+	stop func()
 }
 
 func newRig(t *testing.T, s queue.Store) *rig {
@@ -41,7 +44,9 @@ func (r *rig) start(s queue.Store) {
 	r.Helper()
 	records, err := jobs.Open(s, time.Now)
 	check.NoError(r.T, "open the records", err)
-	r.service = redelivery.New(redelivery.ServiceOptions{Store: s, Records: records, View: r.view.Load, Takes: r.takes, Logger: slog.New(slog.DiscardHandler)})
+	r.gate = gate(s)
+	admissiontest.Set(r.gate, r.view, nil)
+	r.service = redelivery.New(redelivery.ServiceOptions{Gate: r.gate, Store: s, Records: records, Takes: r.takes, Logger: slog.New(slog.DiscardHandler)})
 	ctx, cancel := context.WithCancel(r.Context())
 	done := make(chan error, 1)
 	go func() { done <- r.service.Run(ctx) }()
@@ -61,7 +66,8 @@ func object(uid string, phase liveconfig.RedeliveryPhase) liveconfig.Redelivery 
 // set makes the live config have these Redeliveries, and waits until the Service has
 // processed it.
 func (r *rig) set(objects ...liveconfig.Redelivery) {
-	r.view.Store(liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Namespace: "shop", Redeliveries: objects}}}))
+	r.view = liveconfig.NewView([]liveconfig.Revisioned{{Config: liveconfig.Config{Namespace: "shop", Redeliveries: objects}}})
+	admissiontest.Set(r.gate, r.view, nil)
 	time.Sleep(3 * time.Second)
 	synctest.Wait()
 }
@@ -69,7 +75,7 @@ func (r *rig) set(objects ...liveconfig.Redelivery) {
 // report returns the report about the first Redelivery of the live config as text.
 func (r *rig) report() string {
 	r.Helper()
-	config, _ := r.view.Load().Namespace("shop")
+	config, _ := r.view.Namespace("shop")
 	reports := r.service.Report(config.Config)
 	if len(reports) == 0 {
 		return ""
@@ -296,7 +302,7 @@ func TestServiceFails(t *testing.T) {
 		r.expect("0/10 left 0, begun")
 		time.Sleep(6 * time.Minute)
 		r.expect("0/10 left 0, begun, done, failed")
-		config, _ := r.view.Load().Namespace("shop")
+		config, _ := r.view.Namespace("shop")
 		check.Equal(t, "error", r.service.Report(config.Config)[0].Error, "redeliver: storage is full")
 		check.Equal(t, "dead letters", count(t, s), 10)
 		r.stop()
@@ -357,7 +363,7 @@ func TestServiceStopsADeletedRun(t *testing.T) {
 		r.set(slow, fast)
 		slow.Phase, fast.Phase = liveconfig.RedeliveryRun, liveconfig.RedeliveryRun
 		r.set(slow, fast)
-		config, _ := r.view.Load().Namespace("shop")
+		config, _ := r.view.Namespace("shop")
 		var got []bool
 		for _, p := range r.service.Report(config.Config) {
 			got = append(got, p.Redelivered > 0)

@@ -42,15 +42,8 @@ func New(c liveconfig.Config) (*Router, error) {
 	r := &Router{bySource: map[string][]*destination{}}
 	for _, d := range c.Destinations {
 		to := &destination{key: c.Namespace + "/" + d.Name, name: d.Name, exact: d.ExactNumbers}
-		if f := d.Filter; f != nil {
-			to.types, to.events = f.Types, f.Events
-			if f.Expression != "" {
-				program, err := expression.Compile(f.Expression)
-				if err != nil && d.State == liveconfig.Active {
-					return nil, fmt.Errorf("destination %q: filter.expression: %w", d.Name, err)
-				}
-				to.expression = program
-			}
+		if err := to.filter(d.Filter); err != nil && d.State == liveconfig.Active {
+			return nil, fmt.Errorf("destination %q: filter.expression: %w", d.Name, err)
 		}
 		for _, s := range d.Sources {
 			r.bySource[s] = append(r.bySource[s], to)
@@ -77,6 +70,58 @@ func (r *Router) Keep(before *Router, now time.Time, grace time.Duration) {
 			}
 		}
 	}
+}
+
+// KeepDeleted adds the deleted destinations of a namespace whose lanes may still exist, for example
+// after a restart. It must be called after Keep and before the first Skip.
+func (r *Router) KeepDeleted(namespace string, tombstones []liveconfig.Tombstone) {
+	routes := map[string]Route{}
+	for _, t := range tombstones {
+		if t.Object.Section == liveconfig.SectionDestinations {
+			routes[t.Object.Name] = Route{Sources: t.Sources, Filter: t.Filter}
+		}
+	}
+	r.KeepRoutes(namespace, routes)
+}
+
+// Route is the routing of a destination, for the time when its config is missing.
+type Route struct {
+	Sources      []string           `json:"sources,omitempty"`
+	Filter       *liveconfig.Filter `json:"filter,omitempty"`
+	ExactNumbers bool               `json:"exactNumbers,omitempty"`
+}
+
+// RouteOf returns the routing of a destination.
+func RouteOf(d liveconfig.Destination) Route {
+	return Route{Sources: d.Sources, Filter: d.Filter, ExactNumbers: d.ExactNumbers}
+}
+
+// KeepRoutes adds destinations of a namespace, by name, without an expiry: their lanes exist and
+// receive the same calls as before. Connections that the Router has remain as they are. It must be
+// called after Keep and before the first Skip.
+func (r *Router) KeepRoutes(namespace string, routes map[string]Route) {
+	for name, route := range routes {
+		to := &destination{key: namespace + "/" + name, name: name, exact: route.ExactNumbers}
+		_ = to.filter(route.Filter) // It was valid while the destination was in a config.
+		for _, source := range route.Sources {
+			if !slices.ContainsFunc(r.bySource[source], func(d *destination) bool { return d.key == to.key }) {
+				r.bySource[source] = append(r.bySource[source], to)
+			}
+		}
+	}
+}
+
+// filter sets the destination's filter; nil matches everything. With an error the expression matches
+// everything.
+func (d *destination) filter(f *liveconfig.Filter) (err error) {
+	if f == nil {
+		return nil
+	}
+	d.types, d.events = f.Types, f.Events
+	if f.Expression != "" {
+		d.expression, err = expression.Compile(f.Expression)
+	}
+	return err
 }
 
 // Skip returns the keys ("namespace/name") of the destinations that are connected to a Source but

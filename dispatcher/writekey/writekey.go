@@ -64,10 +64,10 @@ type Change struct {
 }
 
 // Next returns the Book at a time when the keys of known belong to Sources, and the changes. The
-// known keys of a namespace that is not loaded remain known.
+// known keys of a Source that is parked, because its config is missing, remain known.
 //
 // Beyond MaxRemoved and MaxRemovedPerNamespace the oldest removed keys become unknown.
-func (b Book) Next(now time.Time, known map[Hash]Owner, notLoaded func(namespace string) bool) (Book, []Change) {
+func (b Book) Next(now time.Time, known map[Hash]Owner, parked func(Owner) bool) (Book, []Change) {
 	next := Book{b.grace, make(map[Hash]Entry, len(known))}
 	for hash, owner := range known {
 		next.entries[hash] = Entry{Owner: owner}
@@ -78,7 +78,7 @@ func (b Book) Next(now time.Time, known map[Hash]Owner, notLoaded func(namespace
 			continue
 		}
 		if entry.Known() {
-			if notLoaded(entry.Namespace) {
+			if parked(entry.Owner) {
 				next.entries[hash] = entry
 				continue
 			}
@@ -132,6 +132,22 @@ func (b Book) changes(next Book) (changes []Change) {
 func (b Book) Removed(hash Hash, now time.Time) (Entry, bool) {
 	entry := b.entries[hash]
 	return entry, entry.Removed() && now.Sub(entry.RemovedAt) < b.grace
+}
+
+// Known returns the entry of a key that belongs to a Source.
+func (b Book) Known(hash Hash) (Entry, bool) {
+	entry := b.entries[hash]
+	return entry, entry.Known()
+}
+
+// Knows reports whether keys of a namespace's Sources are known.
+func (b Book) Knows(namespace string) bool {
+	for _, entry := range b.entries {
+		if entry.Namespace == namespace && entry.Known() {
+			return true
+		}
+	}
+	return false
 }
 
 // Until returns when a removed key becomes unknown.

@@ -19,7 +19,7 @@ var (
 	keyB  = HashOf("b")
 )
 
-func allLoaded(string) bool { return false }
+func allLoaded(Owner) bool { return false }
 
 // state names the state of a key at a time.
 func state(b Book, h Hash, now time.Time) string {
@@ -63,7 +63,7 @@ func TestStates(t *testing.T) {
 			for _, s := range steps {
 				now := start.Add(time.Duration(s.minute * float64(time.Minute)))
 				if s.known != nil {
-					next, changes := book.Next(now, s.known, func(namespace string) bool { return namespace == s.notLoaded })
+					next, changes := book.Next(now, s.known, func(o Owner) bool { return o.Namespace == s.notLoaded })
 					// The stored changes alone restore the same Book after a restart.
 					kept := maps.Clone(book.entries)
 					if kept == nil {

@@ -3,6 +3,7 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/base64"
 	"fmt"
@@ -101,6 +102,7 @@ type load struct {
 	batch, clients int
 	perSecond      float64 // 0: as fast as they are accepted
 	longNumbers    bool    // true if each message has a long number
+	ahead          int64   // calls of each Source that may be pending; default 8,000
 }
 
 // throughput runs a dispatcher under a load. Senders pause while too many messages are
@@ -146,7 +148,7 @@ func (b *bench) throughput(ctx context.Context, l load, list []destination) (sam
 						return
 					}
 				}
-				for sent.Load()*int64(perSource)-delivered.Load() > 8000*int64(perSource) && ctx.Err() == nil {
+				for sent.Load()*int64(perSource)-delivered.Load() > cmp.Or(l.ahead, 8000)*int64(perSource) && ctx.Err() == nil {
 					time.Sleep(time.Millisecond)
 				}
 				if err := s.send(i%p.sources, l.batch, orderID, &id); err != nil && ctx.Err() == nil {

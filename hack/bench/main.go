@@ -142,6 +142,7 @@ var measurements = []struct {
 	{"urls", measureURLs},
 	{"attack", measureAttack},
 	{"many", measureMany},
+	{"fanout", measureFanout},
 	{"parked", measureParked},
 	{"idle", measureIdle},
 	{"burst", measureBurst},
@@ -390,6 +391,31 @@ func measureMany(ctx context.Context, b *bench) ([]row, error) {
 		split(one), split(many), cost(many),
 		{Name: "  direct to 1,000 destinations, of direct to 1", Value: fmt.Sprintf("%.2f (%.0f/s, %.1f us CPU)", directRatio, directMany.rate, directMany.cpu), Met: true, Number: directRatio},
 	}, nil
+}
+
+// measureFanout sends calls that have 200 destinations each, all at one host: with one Source, and
+// with 50 Sources and 10,000 destinations.
+func measureFanout(ctx context.Context, b *bench) ([]row, error) {
+	const width = 200
+	one, err := b.throughput(ctx, load{batch: 20, clients: 8}, destinations(1, b.sink.Addr))
+	if err != nil {
+		return nil, err
+	}
+	var rows []row
+	for _, sources := range []int{1, 50} {
+		d := destinations(sources*width, b.sink.Addr)
+		for i := range d {
+			d[i].source = i / width
+		}
+		got, err := b.throughput(ctx, load{batch: 20, clients: 8, ahead: 8000 / width}, d)
+		if err != nil {
+			return nil, err
+		}
+		ratio := got.rate / one.rate
+		name := fmt.Sprintf("delivered/s to %d destinations at a host, %d per call, of 1", len(d), width)
+		rows = append(rows, atLeast(name, ratio, 0.7, fmt.Sprintf("%.2f (%.0f/s, %d MB)", ratio, got.rate, got.rss>>20)), split(got), cost(got))
+	}
+	return rows, nil
 }
 
 // measureParked measures memory and restart with a backlog for a disabled destination.

@@ -357,7 +357,7 @@ func dispatcherRole(args []string) error {
 	if err != nil {
 		return err
 	}
-	d.Set("bench", data)
+	d.Set("bench", liveconfig.Stored{Config: data})
 	d.Synced()
 	if args[2] != "" {
 		stop, err := startProfiles(args[2])

@@ -71,7 +71,7 @@ func (p *pods) stop(number int, signal os.Signal) {
 }
 
 // Ready returns the running pods, for the operator.
-func (p *pods) Ready(context.Context) (list []controllers.Pod, err error) {
+func (p *pods) List(context.Context) (list []controllers.Pod, err error) {
 	for _, one := range p.list {
 		if one.up.Load() {
 			list = append(list, controllers.Pod{Name: one.name, URL: "http://" + one.Admin})

@@ -34,6 +34,7 @@ import (
 	ctrl "sigs.k8s.io/controller-runtime"
 
 	"github.com/posthorn/posthorn/controllers"
+	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/dispatcher"
 	"github.com/posthorn/posthorn/dispatcher/admin/kubeauth"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
@@ -93,7 +94,7 @@ func (r *receiver) count() int {
 // onePod is the dispatcher of this process.
 type onePod struct{ url string }
 
-func (p onePod) Ready(context.Context) ([]controllers.Pod, error) {
+func (p onePod) List(context.Context) ([]controllers.Pod, error) {
 	return []controllers.Pod{{Name: "posthorn-dispatcher-0", URL: p.url}}, nil
 }
 
@@ -166,7 +167,7 @@ func TestFromApplyToStatus(t *testing.T) {
 	}
 	startOperator := func() (stop func()) {
 		return operator(t, server.As("posthorn-operator"), controllers.Options{
-			Pods: onePod{"https://" + d.AdminAddr().String()}, DispatcherTokenFile: token, CheckHost: policy.CheckHost,
+			Pods: onePod{"https://" + d.AdminAddr().String()}, DispatcherTokenFile: token, Policy: compile.Policy{CheckHost: policy.CheckHost},
 		})
 	}
 	stopOperator := startOperator()

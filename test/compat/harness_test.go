@@ -189,7 +189,7 @@ func get(url string, into any) error {
 func (p *posthorn) settled(n int) (l adminapi.Ledger) {
 	p.t.Helper()
 	if err := wait.Until(func() error {
-		report, _, err := p.AdminAPI().Report(context.Background(), "")
+		report, err := p.AdminAPI().Report(context.Background(), "")
 		if err != nil {
 			return err
 		}

@@ -22,8 +22,8 @@ func TestSignaturesByLibraries(t *testing.T) {
 		sha1     = `, {type: HMACSHA1, secretKeyRef: {name: signing, key: previous}}`
 	)
 	for _, test := range []struct {
-		name, library, scheme, secret string
-		authentic                     bool
+		name, verifier, scheme, secret string
+		authentic                      bool
 	}{
 		{"GitHub", "github", github, current, true},
 		{"GitHub, another secret", "github", github, unknown, false},
@@ -38,7 +38,7 @@ func TestSignaturesByLibraries(t *testing.T) {
 		{"three schemes, Standard Webhooks", "standardwebhooks", github + sha1 + ", " + fmt.Sprintf(standard, ""), current, true},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			url := nodeReceiver(t, "node/signatures.js", "LIBRARY="+test.library, "SECRET="+test.secret)
+			url := nodeReceiver(t, "node/signatures.js", "VERIFIER="+test.verifier, "SECRET="+test.secret)
 			p := start(t, url, false, "")
 			p.write("crm.yaml", fmt.Sprintf(`
 apiVersion: v1

@@ -23,9 +23,11 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 		s.stop()
 		t.send("Before the uninstall")
 		Eventually(func() string { return t.field("whd/crm", "{.status.delivery.pending}") }).Should(Equal("1"))
+		Expect(operatorSecrets()).To(And(ContainSubstring("secret/posthorn-live-"), ContainSubstring("secret/posthorn-dispatcher-admin")), "Secrets of the operator before the uninstall")
 		uninstall()
 		Expect(t.kubectl("get", "psrc,whd", "-o", "name")).To(And(ContainSubstring("source.posthorn.dev/web"), ContainSubstring("webhookdestination.posthorn.dev/crm")), "resources after the uninstall")
 		Expect(kubectl("-n", system, "get", "pvc", "-o", "name")).To(ContainSubstring("data-posthorn-dispatcher-0"), "volumes after the uninstall")
+		Eventually(operatorSecrets).Should(BeEmpty(), "Secrets of the operator after the uninstall")
 		install()
 		s.start("s3cret")
 		s.eventually("Before the uninstall")
@@ -158,14 +160,22 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 			}
 		}
 		Expect(printed).To(And(ContainSubstring("Phase:          Succeeded"), ContainSubstring(`"success":true`), MatchRegexp(`crm\s+True`)))
-		Expect(last).To(HaveLen(2))
+		Expect(last).To(HaveLen(3))
 		for _, b := range last {
 			run(b)
 		}
 		Expect(kubectl("get", "crd", "-o", "name")).NotTo(ContainSubstring("posthorn.dev"))
 		Expect(kubectl("-n", system, "get", "pvc", "-o", "name")).To(BeEmpty())
+		Expect(operatorSecrets()).To(BeEmpty())
 	})
 })
+
+// operatorSecrets returns the names of the Secrets that the operator wrote: live configs with
+// resolved credentials, the marker and the admin certificate.
+func operatorSecrets() string {
+	GinkgoHelper()
+	return kubectl("-n", system, "get", "secret", "-l", "app.kubernetes.io/managed-by=posthorn-operator", "-o", "name")
+}
 
 func removeCRDs() {
 	GinkgoHelper()

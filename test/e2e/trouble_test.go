@@ -3,6 +3,7 @@
 package e2e
 
 import (
+	"encoding/base64"
 	"fmt"
 	"os"
 	"os/exec"
@@ -16,6 +17,8 @@ import (
 
 	. "github.com/onsi/ginkgo/v2"
 	. "github.com/onsi/gomega"
+
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
 var _ = Describe("No message is lost", Serial, func() {
@@ -89,16 +92,22 @@ var _ = Describe("No message is lost", Serial, func() {
 })
 
 var _ = Describe("A namespace", Serial, func() {
-	It("has no live config after its deletion, and works when it is created again", func() {
+	It("has no objects and no credentials in its live config after its deletion, and works when it is created again", func() {
 		t, s := running("phoenix")
 		t.send("First life")
 		s.eventually("First life")
-		configs := func() string {
-			return kubectl("-n", system, "get", "secrets", "-l", "posthorn.dev/live-config-namespace="+t.name, "-o", "name")
+		// The Secret remains for the grace period, with tombstones only.
+		objects := func(g Gomega) int {
+			encoded := kubectl("-n", system, "get", "secrets", "-l", "posthorn.dev/live-config-namespace="+t.name, "-o", `jsonpath={.items[*].data.config\.json\.gz}`)
+			data, err := base64.StdEncoding.DecodeString(encoded)
+			g.Expect(err).NotTo(HaveOccurred())
+			config, _, err := liveconfig.Decode(data)
+			g.Expect(err).NotTo(HaveOccurred())
+			return len(config.Sources) + len(config.Destinations)
 		}
-		Expect(configs()).NotTo(BeEmpty())
+		Eventually(objects).Should(Equal(2), "objects in the live config")
 		kubectl("delete", "namespace", t.name, "--timeout=2m")
-		Eventually(configs).Should(BeEmpty(), "live config of the deleted namespace")
+		Eventually(objects).Should(BeZero(), "objects in the live config of the deleted namespace")
 
 		t.create()
 		t.secret("crm", "secret", "another")

@@ -235,6 +235,17 @@ func TestInvalidValues(t *testing.T) {
 		"switch as text":        {"dispatcher.persistence.enabled=off", "at '/dispatcher/persistence/enabled': got string, want boolean"},
 		"switch for an object":  {"tls=true", "at '/tls': got boolean, want object"},
 		"values of old chart":   {"tls=null", "the value tls is missing: it is null, or the release's values are those of an older chart; use helm upgrade --reset-then-reuse-values"},
+		"traffic policy":        {"service.externalTrafficPolicy=Node", "at '/service/externalTrafficPolicy': value must be one of '', 'Cluster', 'Local'"},
+		"local traffic, inside": {"service.externalTrafficPolicy=Local", "at '/service/externalTrafficPolicy': value must be one of '', 'Cluster'"},
+		"class, not balanced":   {"service.loadBalancerClass=internal", "at '/service/loadBalancerClass': maxLength: got 8, want 0"},
+		"check, not local":      {"service.type=LoadBalancer,service.healthCheckNodePort=30081", "at '/service/healthCheckNodePort': got number, want null"},
+		"distribution":          {"service.trafficDistribution=Nearest", "at '/service/trafficDistribution': value must be one of '', 'PreferClose', 'PreferSameZone', 'PreferSameNode'"},
+		"certificate, issuer":   {"tls.certManager.enabled=true", "at '/tls/certManager/issuerRef': missing property 'name'"},
+		"certificate, lifetime": {"tls.certManager.duration=90d", "at '/tls/certManager/duration': '90d' does not match pattern '^(?<duration_such_as_10s_or_1h30m_or_empty>"},
+		"egress, API server":    {"networkPolicy.egress.enabled=true", "at '/networkPolicy/egress/apiServer': minItems: got 0, want 1"},
+		"egress, an address":    {"networkPolicy.egress.apiServer={10.0.0.10}", "at '/networkPolicy/egress/apiServer/0': '10.0.0.10' does not match pattern '^(?<network_such_as_10_0_0_0_slash_8>"},
+		"probe, another field":  {"dispatcher.readinessProbe.httpGet.path=/", "at '/dispatcher/readinessProbe': additional properties 'httpGet' not allowed"},
+		"extra object, number":  {"extraObjects={5}", "at '/extraObjects/0': got number, want string or object"},
 		"reader, no namespace":  {"monitoring.readers[0].name=prometheus", "at '/monitoring/readers/0': missing property 'namespace'"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -254,6 +265,19 @@ func TestAsADependency(t *testing.T) {
 	}
 }
 
+// Helm refuses clusters that are older than the oldest version that the tests use.
+func TestKubernetesVersion(t *testing.T) {
+	for version, want := range map[string]string{
+		"1.34.0": "", "1.34.4-eks-1": "", "1.40.0": "",
+		"1.33.9": "chart requires kubeVersion: >= 1.34.0-0 which is incompatible with Kubernetes v1.33.9",
+	} {
+		_, err := render("--kube-version", version)
+		if got := fmt.Sprint(err); err == nil && want != "" || err != nil && (want == "" || !strings.Contains(got, want)) {
+			t.Errorf("Kubernetes %s: got error %v, want %q", version, err, want)
+		}
+	}
+}
+
 // The notes have the URL for calls and the next commands, with the names of the release.
 func TestNotes(t *testing.T) {
 	env.Need(t)
@@ -269,7 +293,7 @@ func TestNotes(t *testing.T) {
 		"default": {"posthorn", "posthorn-system", nil,
 			[]string{"http://posthorn-dispatcher.posthorn-system.svc:80/v1/", "helm test posthorn --namespace posthorn-system", "\n  kubectl posthorn why crm", "private addresses are denied"},
 			[]string{"https://posthorn", "WARNING"}},
-		"TLS alone, elsewhere": {"calls", "events", []string{"--values", "testdata/tls.values.yaml", "--set", "httpRoute.enabled=false"},
+		"TLS alone, elsewhere": {"calls", "events", []string{"--values", "testdata/tls.values.yaml", "--set", "httpRoute.enabled=false,tls.certManager.enabled=false,tls.secretName=posthorn-calls"},
 			[]string{"https://calls-posthorn-dispatcher.events.svc:443/v1/", "Secret posthorn-calls", "https://calls.example.com/v1/", "kubectl posthorn --system-namespace events --support-account calls-posthorn-support why crm"},
 			[]string{"http://"}},
 		"warnings": {"posthorn", "posthorn-system", []string{"--set", "adminAuth=none,dispatcher.persistence.enabled=false,egressAllow={10.0.0.0/8},monitoring.readers[0].name=a,monitoring.readers[0].namespace=b"},
@@ -435,9 +459,8 @@ func TestAPIServerAccepts(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, o := range objects(t, text) {
-			switch group := o.GroupVersionKind().Group; group {
-			case "monitoring.coreos.com", "gateway.networking.k8s.io":
-				continue // The API server does not have these kinds.
+			if _, ok := foreign[o.GroupVersionKind().Group]; ok {
+				continue // The API server does not have these kinds; see TestForeignKindsAccept.
 			}
 			seen++
 			create := []client.CreateOption{client.DryRunAll}

@@ -29,11 +29,13 @@ var rules = []struct {
 	{"api/migrate", nil, []string{"go.yaml.in/yaml/v3"}},
 	{"analytics/event", nil, []string{}},
 	{"analytics", []string{"analytics"}, []string{}},
-	{"controllers", []string{"api/", "config/crd", "controllers", "dispatcher/adminapi", "dispatcher/liveconfig"}, nil},
+	{"controllers", []string{"api/", "config/crd", "controllers", "dispatcher/adminapi", "dispatcher/durable", "dispatcher/liveconfig"}, nil},
 	{"dispatcher/adminapi", nil, []string{}},
+	{"dispatcher/durable", []string{}, []string{}},
 	{"dispatcher", []string{"dispatcher", "analytics/event"}, nil},
 	{"dispatcher/delivery/endpoint", []string{}, []string{}},
-	{"dispatcher/admission", []string{"analytics/event", "dispatcher/adminapi", "dispatcher/admission", "dispatcher/limits", "dispatcher/liveconfig", "dispatcher/queue", "dispatcher/route", "dispatcher/writekey"}, nil},
+	{"dispatcher/admission", []string{"analytics/event", "dispatcher/adminapi", "dispatcher/admission", "dispatcher/changes", "dispatcher/limits", "dispatcher/liveconfig", "dispatcher/queue", "dispatcher/route", "dispatcher/writekey"}, nil},
+	{"dispatcher/changes", []string{"dispatcher/adminapi", "dispatcher/liveconfig"}, []string{"golang.org/x/time"}},
 	{"dispatcher/limits", []string{}, []string{"golang.org/x/sync", "golang.org/x/time"}},
 }
 
@@ -43,6 +45,9 @@ var pure = map[string][]string{"dispatcher/delivery/endpoint": {"math/bits", "ti
 // forbidden has the packages of other modules that must not be imported.
 var forbidden = map[string][]string{"dispatcher": {"sigs.k8s.io/controller-runtime"}}
 
+// only has the packages of other modules that one package alone may import.
+var only = map[string]string{"github.com/nats-io/": "dispatcher/queue/slots/jetstream"}
+
 // linked has packages with the packages of this module that they may link, directly or not, and
 // with those of other modules that they must not link.
 var linked = []struct {
@@ -51,7 +56,7 @@ var linked = []struct {
 	external []string
 }{
 	// The client commands are small, and build for every platform of kubectl.
-	{"cmd/kubectl-posthorn", []string{"api/", "cmd/internal/cli", "cmd/internal/command", "controllers/why", "dispatcher/adminapi", "dispatcher/termsafe"},
+	{"cmd/kubectl-posthorn", []string{"api/", "cmd/internal/cli", "cmd/internal/command", "controllers/manifest", "controllers/why", "dispatcher/adminapi", "dispatcher/durable", "dispatcher/termsafe"},
 		[]string{"k8s.io/apiextensions-apiserver", "k8s.io/apiserver", "sigs.k8s.io/controller-runtime", "github.com/cockroachdb/pebble"}},
 }
 
@@ -87,6 +92,24 @@ func TestImportDirection(t *testing.T) {
 	}
 	if checked < len(rules) {
 		t.Fatalf("checked packages: got %d, want at least %d", checked, len(rules))
+	}
+}
+
+func TestOnlyImporter(t *testing.T) {
+	importers := map[string][]string{}
+	for _, p := range list(t) {
+		for _, imported := range p.Imports {
+			for prefix := range only {
+				if strings.HasPrefix(imported, prefix) {
+					importers[prefix] = append(importers[prefix], strings.TrimPrefix(p.ImportPath, root))
+				}
+			}
+		}
+	}
+	for prefix, allowed := range only {
+		if got := slices.Compact(importers[prefix]); !slices.Equal(got, []string{allowed}) {
+			t.Errorf("importers of %s: got %v, want %s alone", prefix, got, allowed)
+		}
 	}
 }
 

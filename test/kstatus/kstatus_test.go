@@ -45,6 +45,7 @@ var byReason = map[string]status.Status{
 	v1alpha1.ReasonInvalidSpec:      status.FailedStatus,
 	v1alpha1.ReasonInvalidURL:       status.FailedStatus,
 	v1alpha1.ReasonInvalidFilter:    status.FailedStatus,
+	v1alpha1.ReasonCeilingExceeded:  status.FailedStatus,
 	v1alpha1.ReasonEgressDenied:     status.FailedStatus,
 	v1alpha1.ReasonWriteKeyConflict: status.FailedStatus,
 	v1alpha1.ReasonKeyConflict:      status.FailedStatus,
@@ -231,7 +232,7 @@ func running(kind string, v compile.Verdict, change func(*adminapi.NamespaceRepo
 		change(&t, report)
 	}
 	report.Namespaces = []adminapi.NamespaceReport{t}
-	return []health.Pod{{Name: "a", Report: report}}
+	return []health.Pod{{Name: "a", Report: adminapi.NewIndex(*report)}}
 }
 
 // compute returns an object with the status that the operator writes.

@@ -199,6 +199,10 @@ var situations = []situation{
 	{"PosthornPodNotReady", `posthorn_ready{pod="d-0"} 0x57 1x3`, false},
 	{"PosthornConfigRefused", `posthorn_config_refused{namespace="shop"} 0x10 1x50`, true},
 	{"PosthornConfigRefused", `posthorn_config_refused{namespace="shop"} 0x60`, false},
+	{"PosthornConfigMissing", `posthorn_config_missing{namespace="shop"} 0x50 1x10`, true},
+	{"PosthornConfigMissing", `posthorn_config_parked_objects{namespace="shop"} 0x50 2x10`, true},
+	{"PosthornConfigMissing", `posthorn_config_missing{namespace="shop"} 0x60
+		posthorn_config_parked_objects{namespace="shop"} 0x60`, false},
 	{"PosthornStorageFull", `posthorn_queue_full{pod="d-0"} 0x50 1x10`, true},
 	{"PosthornStorageFull", `posthorn_queue_full{pod="d-0"} 0x60`, false},
 	{"PosthornStorageDamaged", `posthorn_queue_corrupt{pod="d-0"} 0x50 1x10`, true},
@@ -209,18 +213,18 @@ var situations = []situation{
 	{"PosthornStorageSlow", `posthorn_queue_commit_seconds_bucket{pod="d-0",le="0.5"} 0+60x60
 		posthorn_queue_commit_seconds_bucket{pod="d-0",le="1"} 0+60x60
 		posthorn_queue_commit_seconds_bucket{pod="d-0",le="+Inf"} 0+60x60`, false},
-	{"PosthornNotDelivering", `posthorn_lane_messages{namespace="shop",destination="crm",source="web",state="pending"} 0+10x60
-		posthorn_messages_delivered_total{namespace="shop",destination="crm"} 5x60`, true},
-	{"PosthornNotDelivering", `posthorn_lane_messages{namespace="shop",destination="crm",source="web",state="pending"} 0+10x60
-		posthorn_messages_delivered_total{namespace="shop",destination="crm"} 0+1x60`, false}, // Deliveries are slow, but not stopped.
-	{"PosthornNotDelivering", `posthorn_lane_messages{namespace="shop",destination="crm",source="web",state="pending"} 0x60
-		posthorn_messages_delivered_total{namespace="shop",destination="crm"} 5x60`, false}, // No message is pending.
+	{"PosthornNotDelivering", `posthorn_destination_pending_messages{namespace="shop",destination="crm"} 0+10x60
+		posthorn_destination_messages_total{namespace="shop",destination="crm",outcome="delivered"} 5x60`, true},
+	{"PosthornNotDelivering", `posthorn_destination_pending_messages{namespace="shop",destination="crm"} 0+10x60
+		posthorn_destination_messages_total{namespace="shop",destination="crm",outcome="delivered"} 0+1x60`, false}, // Deliveries are slow, but not stopped.
+	{"PosthornNotDelivering", `posthorn_destination_pending_messages{namespace="shop",destination="crm"} 0x60
+		posthorn_destination_messages_total{namespace="shop",destination="crm",outcome="delivered"} 5x60`, false}, // No message is pending.
 	{"PosthornMessagesOld", `posthorn_destination_oldest_pending_seconds{namespace="shop",destination="crm"} 7000+60x60`, true},
 	{"PosthornMessagesOld", `posthorn_destination_oldest_pending_seconds{namespace="shop",destination="crm"} 0+60x60`, false},
 	{"PosthornCircuitOpen", `posthorn_endpoint_circuit_open{namespace="shop",destination="crm",endpoint="a"} 0x30 1x30`, true},
 	{"PosthornCircuitOpen", `posthorn_endpoint_circuit_open{namespace="shop",destination="crm",endpoint="a"} 0x55 1x5`, false},
-	{"PosthornDeadLetters", `posthorn_messages_dead_lettered_total{namespace="shop",destination="crm",reason="Expired"} 0x55 1x5`, true},
-	{"PosthornDeadLetters", `posthorn_messages_dead_lettered_total{namespace="shop",destination="crm",reason="Expired"} 7x60`, false},
+	{"PosthornDeadLetters", `posthorn_destination_messages_total{namespace="shop",destination="crm",outcome="dead_lettered"} 0x55 1x5`, true},
+	{"PosthornDeadLetters", `posthorn_destination_messages_total{namespace="shop",destination="crm",outcome="dead_lettered"} 7x60`, false},
 	{"PosthornCallsRefused", `posthorn_ingest_rejected_total{namespace="shop",source="web",code="no_event"} 0+6x60
 		posthorn_ingest_calls_total{namespace="shop",source="web",result="accepted"} 0+10x60`, true},
 	{"PosthornCallsRefused", `posthorn_ingest_rejected_total{namespace="shop",source="web",code="no_event"} 0+4x60

@@ -410,7 +410,7 @@ func TestChild(t *testing.T) {
 		if err != nil {
 			panic(err)
 		}
-		d.Set(namespace, data)
+		d.Set(namespace, liveconfig.Stored{Config: data})
 	}
 	crm := destination("crm", "web", os.Getenv(childURL))
 	set(crm)
@@ -517,7 +517,7 @@ func (c *child) Report() (report adminapi.Report) {
 	admin := c.addrs.Admin
 	c.mu.Unlock()
 	client := adminapi.Client{URL: "http://" + admin}
-	r, _, err := client.Report(context.Background(), "")
+	r, err := client.Report(context.Background(), "")
 	if err != nil {
 		return report
 	}

@@ -125,7 +125,7 @@ func (r *running) set(t testing.TB, c liveconfig.Config) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r.Set(namespace, data)
+	r.Set(namespace, liveconfig.Stored{Config: data})
 	r.Synced()
 	for _, tr := range r.Report().Namespaces {
 		if tr.Refused != nil {

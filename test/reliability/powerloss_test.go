@@ -3,8 +3,10 @@ package reliability
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"net/http"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -16,6 +18,8 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots/slotstest"
 	"github.com/posthorn/posthorn/dispatcher/queue/storetest"
 	"github.com/posthorn/posthorn/test/check"
 )
@@ -27,7 +31,13 @@ import (
 // every start, and only deliveries in flight or not yet recorded are repeated.
 //
 // POSTHORN_CRASH_SEEDS sets the number of seeds, POSTHORN_CRASH_SEED the first one.
-func TestPowerLoss(t *testing.T) {
+func TestPowerLoss(t *testing.T) { testPowerLoss(t, false) }
+
+// TestPowerLossWithReplicatedLog is TestPowerLoss with a replicated log: at each power loss the
+// whole disk is lost, and the next dispatcher restores its store from the log.
+func TestPowerLossWithReplicatedLog(t *testing.T) { testPowerLoss(t, true) }
+
+func testPowerLoss(t *testing.T, replicated bool) {
 	first := number("POSTHORN_CRASH_SEED", 1)
 	var all tally
 	seeds := number("POSTHORN_CRASH_SEEDS", 20)
@@ -35,7 +45,7 @@ func TestPowerLoss(t *testing.T) {
 		if !t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 			t.Parallel()
 			w := &world{t: t, rnd: rand.New(rand.NewPCG(uint64(seed), 0)), acked: map[string]bool{}, sent: map[string]bool{}, total: &all}
-			w.run()
+			w.run(newMachine(replicated))
 		}) {
 			t.Logf("to reproduce: POSTHORN_CRASH_SEED=%d POSTHORN_CRASH_SEEDS=1", seed)
 		}
@@ -86,17 +96,60 @@ type world struct {
 	unrecorded, peak int
 }
 
+// machine is what a dispatcher stores its data on: a disk, and a replicated log or nil.
+type machine struct {
+	disk *vfs.MemFS
+	log  *slotstest.Stream
+}
+
+func newMachine(replicated bool) machine {
+	m := machine{disk: vfs.NewCrashableMem()}
+	if replicated {
+		m.log = slotstest.NewStream(0)
+	}
+	return m
+}
+
+// crash returns the machine after a power loss: its log and an empty disk, or its disk with a part
+// of the unsynced data.
+func (m machine) crash(percent int, rnd *rand.Rand) machine {
+	if m.log != nil {
+		return machine{vfs.NewCrashableMem(), m.log.Clone()}
+	}
+	return machine{disk: m.disk.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: percent, RNG: rnd})}
+}
+
+// queue returns the options of the queue in dir. changing is called before each change that can
+// survive. close ends the use of the log.
+func (m machine) queue(dir string, changing func()) (o pebblestore.Options, closeLog func(), err error) {
+	if m.log == nil {
+		return pebblestore.Options{FS: storetest.Watch(m.disk, changing, slowSync)}, func() {}, nil
+	}
+	log := slotstest.NewLog(m.log)
+	log.OnPublish = func() {
+		changing()
+		slowSync()
+	}
+	o = pebblestore.Options{FS: m.disk, Logger: slog.New(slog.DiscardHandler)}
+	writer, err := slots.TakeOver(context.Background(), log, dir, o)
+	if err != nil {
+		return o, nil, err
+	}
+	o.Log = writer
+	return o, writer.Close, nil
+}
+
 // life is the time of a dispatcher from a start to a power loss.
 type life struct {
-	disk *vfs.MemFS
+	machine machine
 	// path distinguishes its deliveries from late ones of the previous life.
 	path string
 	// The power loss happens when one of these reaches 0; a negative one is ignored.
 	operations, answers, deliveries int
 	percent                         int
 	rnd                             *rand.Rand
-	// after is the disk after the power loss.
-	after *vfs.MemFS
+	// after is the machine after the power loss.
+	after machine
 	cut   chan struct{}
 }
 
@@ -104,7 +157,7 @@ type life struct {
 // delivery is counted.
 func (w *world) die() {
 	l := w.life
-	l.after = l.disk.CrashClone(vfs.CrashCloneCfg{UnsyncedDataPercent: l.percent, RNG: l.rnd})
+	l.after = l.machine.crash(l.percent, l.rnd)
 	w.life = nil
 	close(l.cut)
 }
@@ -118,18 +171,17 @@ func (w *world) step(l *life, count *int) {
 	}
 }
 
-func (w *world) run() {
+func (w *world) run(m machine) {
 	t := w.t
 	w.dice = rand.New(rand.NewPCG(w.rnd.Uint64(), 0))
 	for i := range w.urls {
 		w.got[i] = map[string]int{}
 		w.urls[i] = receive(t, func(rw http.ResponseWriter, r *http.Request) { w.deliver(i, rw, r) }).url
 	}
-	disk := vfs.NewCrashableMem()
 	var pending [4][]string // the unanswered calls of each sender
 	cuts := 3 + w.rnd.IntN(3)
 	for n := range cuts {
-		l := &life{disk: disk, path: fmt.Sprint("/", n), operations: -1, answers: -1, deliveries: -1, percent: w.rnd.IntN(101), rnd: rand.New(rand.NewPCG(w.rnd.Uint64(), 0)), cut: make(chan struct{})}
+		l := &life{machine: m, path: fmt.Sprint("/", n), operations: -1, answers: -1, deliveries: -1, percent: w.rnd.IntN(101), rnd: rand.New(rand.NewPCG(w.rnd.Uint64(), 0)), cut: make(chan struct{})}
 		switch w.rnd.IntN(3) {
 		case 0:
 			l.operations = 1 + w.rnd.IntN(1<<w.rnd.IntN(10)) // The power loss is often during the start.
@@ -142,7 +194,7 @@ func (w *world) run() {
 		w.life = l
 		w.mu.Unlock()
 		w.live(l, n, &pending)
-		disk = l.after
+		m = l.after
 		w.total.Lock()
 		w.total.cuts++
 		w.total.Unlock()
@@ -151,19 +203,24 @@ func (w *world) run() {
 		}
 	}
 	// The last life has no power loss.
-	l := &life{disk: disk, path: fmt.Sprint("/", cuts), operations: -1, answers: -1, deliveries: -1, cut: make(chan struct{})}
+	l := &life{machine: m, path: fmt.Sprint("/", cuts), operations: -1, answers: -1, deliveries: -1, cut: make(chan struct{})}
 	w.mu.Lock()
 	w.life, w.calm = l, true
 	w.mu.Unlock()
 	w.live(l, cuts, &pending)
 }
 
-// live starts a dispatcher on the life's disk, checks its store, and sends calls until the
+// live starts a dispatcher on the life's machine, checks its store, and sends calls until the
 // power loss or, in the last life, until all calls are delivered.
 func (w *world) live(l *life, n int, pending *[4][]string) {
 	t := w.t
 	last := l.operations < 0 && l.answers < 0 && l.deliveries < 0
-	o := options(t, "data", pebblestore.Options{FS: storetest.Watch(l.disk, func() { w.changing(l) }, slowSync)})
+	queueOptions, closeLog, err := l.machine.queue(filepath.Join("data", "queue"), func() { w.changing(l) })
+	if err != nil {
+		t.Fatalf("take-over in life %d: got error %v, want none", n, err)
+	}
+	defer closeLog()
+	o := options(t, "data", queueOptions)
 	o.DrainTimeout = 20 * time.Millisecond
 	d, err := dispatcher.New(o)
 	if err != nil {
@@ -265,7 +322,7 @@ func (w *world) change(l *life, r *running, destinations []liveconfig.Destinatio
 	return false
 }
 
-// changing counts an operation of the file system.
+// changing counts an operation of the file system, or a record of the log.
 func (w *world) changing(l *life) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -2,6 +2,7 @@ package system
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
@@ -305,6 +306,21 @@ func TestOpenCircuitSurvivesAKill(t *testing.T) {
 	}
 	p.mustPost("/v1/batch", `{"batch":[`+strings.Join(calls, ",")+`]}`)
 	p.condition("crm", "Delivering", "False", "CircuitOpen")
+	probed := func() {
+		t.Helper()
+		mu.Lock()
+		before := requests
+		mu.Unlock()
+		p.eventually("a probe", func() error {
+			mu.Lock()
+			defer mu.Unlock()
+			if requests == before {
+				return errors.New("none yet")
+			}
+			return nil
+		})
+	}
+	probed() // The open circuit is stored long before.
 	for range 3 {
 		p.kill(syscall.SIGKILL)
 		mu.Lock()
@@ -318,14 +334,7 @@ func TestOpenCircuitSurvivesAKill(t *testing.T) {
 		}
 		check.Equal(t, "state in the first report", report.Namespaces[0].Destinations[0].Endpoints[0].State, adminapi.EndpointCircuitOpen)
 		p.condition("crm", "Delivering", "False", "CircuitOpen")
-		p.eventually("a probe", func() error {
-			mu.Lock()
-			defer mu.Unlock()
-			if requests == 0 {
-				return fmt.Errorf("none yet")
-			}
-			return nil
-		})
+		probed()
 		mu.Lock()
 		// Probes are at least 0.8 s apart, and each interval is twice the previous one.
 		if limit := 1 + int(time.Since(began)/(800*time.Millisecond)); requests > limit {
@@ -591,6 +600,8 @@ func TestDeadLettersFromTheCommandLine(t *testing.T) {
 			t.Errorf("output of %v: got %q, want one with %q", args, out, want)
 		}
 	}
+	prints("2 of 5 shown; set --limit to see more", 0, "deadletters", "list", "crm", "--limit", "2")
+	prints("5 dead letters stored; 5 messages became dead letters so far", 1, "why", "crm")
 	prints("--all", 2, "deadletters", "redeliver", "crm")
 	prints("3 would be redelivered", 0, "deadletters", "redeliver", "crm", "--event", "E0", "--dry-run")
 	r.set(nil)
@@ -599,6 +610,7 @@ func TestDeadLettersFromTheCommandLine(t *testing.T) {
 	check.Equal(t, "redelivered messages without a valid signature", r.unsigned, 0)
 	prints("2 removed", 0, "deadletters", "purge", "crm", "--all")
 	prints("No dead letters of default/crm.", 0, "deadletters", "list", "crm")
+	prints("none stored; 5 messages became dead letters so far", 0, "why", "crm")
 	delivered, _, dead, _ := p.ledger("crm")
 	check.Equal(t, "delivered", delivered, 3)
 	check.Equal(t, "dead letters", dead, 5)

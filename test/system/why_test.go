@@ -42,3 +42,89 @@ func TestWhy(t *testing.T) {
 		t.Errorf("why for a misspelled name: got exit code %d and %s, want 1 and a suggestion", code, stdout)
 	}
 }
+
+// The receiver's answer, and a line break at the end of the secret, explain a 401.
+func TestWhyUnauthorized(t *testing.T) {
+	r := newReceiver(t)
+	r.set(func(int) int { return http.StatusUnauthorized })
+	keys := strings.Replace(source(), "sharedSecret: "+secret, `sharedSecret: "`+secret+`\n"`, 1)
+	p := start(t, map[string]string{"source.yaml": keys, "crm.yaml": destination("crm", r.URL, "")})
+	p.mustPost("/v1/track", `{"userId":"u","event":"E","messageId":"m1"}`)
+	p.ledger("crm")
+	stdout, _, _ := cli(t, "", "why", "crm", "--admin", p.Admin)
+	for _, want := range []string{"To do: remove the line break at the end of the secret", "NOTICE    Destination", "answered 401"} {
+		if !strings.Contains(stdout, want) {
+			t.Errorf("why: got\n%s\nwant %q", stdout, want)
+		}
+	}
+}
+
+// A rejected manifest is visible in get, why, problems and compile, with its line and the version
+// in effect.
+func TestRejectedManifest(t *testing.T) {
+	valid := destination("crm", "https://hooks.example/in", "")
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": valid})
+	p.condition("crm", "Ready", "True", "")
+	if _, stderr, code := cli(t, "", "problems", "--admin", p.Admin); code != 0 || !strings.Contains(stderr, "No problems found") {
+		t.Errorf("problems without a problem: got exit code %d and %q, want 0", code, stderr)
+	}
+
+	p.write("crm.yaml", strings.Replace(valid, "endpoints:", "endpionts:", 1))
+	p.write("erp.yaml", strings.Replace(destination("erp", "https://hooks.example/in", ""), "endpoints:", "endpionts:", 1))
+	const problem = `crm.yaml:7: WebhookDestination default/crm: unknown field "spec.endpionts"; did you mean "endpoints"?`
+	if message := p.condition("crm", "Ready", "False", "ManifestRejected"); !strings.Contains(message, problem) || !strings.Contains(message, "Z remains in effect") {
+		t.Errorf("message of Ready: got %q, want %q and the version in effect", message, problem)
+	}
+	for _, c := range []struct {
+		args           []string
+		code           int
+		stdout, stderr string
+	}{
+		{[]string{"get", "destinations", "--admin", p.Admin}, 0, "ManifestRejected", problem},
+		{[]string{"get", "destination", "erp", "--admin", p.Admin}, 1, "", "its manifest was rejected"},
+		{[]string{"why", "crm", "--admin", p.Admin}, 1, problem, ""},
+		{[]string{"why", "erp", "--admin", p.Admin}, 1, "no earlier valid version, so the object does not exist", ""},
+		{[]string{"problems", "--admin", p.Admin}, 1, problem, ""},
+		{[]string{"problems", "--admin", p.Admin, "-o", "json"}, 1, `"line":7`, ""},
+		{[]string{"compile", "-f", p.manifests}, 1, "", problem},
+		{[]string{"compile", "-f", p.manifests}, 1, "", "2 valid objects, 4 problems"},
+	} {
+		stdout, stderr, code := cli(t, "", c.args...)
+		if code != c.code {
+			t.Errorf("%v: got exit code %d, want %d", c.args, code, c.code)
+		}
+		if !strings.Contains(stdout, c.stdout) {
+			t.Errorf("%v: got stdout\n%s\nwant %q", c.args, stdout, c.stdout)
+		}
+		if !strings.Contains(stderr, c.stderr) {
+			t.Errorf("%v: got stderr\n%s\nwant %q", c.args, stderr, c.stderr)
+		}
+	}
+	p.write("crm.yaml", valid)
+	p.condition("crm", "Ready", "True", "")
+}
+
+// Requests with an unknown write key are visible with their sender, without the key.
+func TestUnknownWriteKey(t *testing.T) {
+	const wrong = "qzxv-system-write-key"
+	p := start(t, map[string]string{"source.yaml": source(), "crm.yaml": destination("crm", newReceiver(t).URL, "")})
+	for range 3 {
+		if status, answer, err := p.post("/v1/track", wrong, `{"userId":"u","event":"E"}`); err != nil || status != http.StatusUnauthorized {
+			t.Fatalf("call with an unknown key: got status %d, body %s and error %v, want 401", status, answer, err)
+		}
+	}
+	const want = `3 from 127.0.0.1 with "qzxv…"`
+	why, _, _ := cli(t, "", "why", "crm", "--admin", p.Admin)
+	_, warnings, _ := cli(t, "", "get", "sources", "--admin", p.Admin)
+	for command, text := range map[string]string{"why": why, "get sources": warnings} {
+		if !strings.Contains(text, "3 requests with an unknown write key") || !strings.Contains(text, want) {
+			t.Errorf("%s: got\n%s\nwant %q", command, text, want)
+		}
+		if strings.Contains(text, wrong[:5]) {
+			t.Errorf("%s: got more than the prefix of the key:\n%s", command, text)
+		}
+	}
+	if log := p.log.Tail(); strings.Contains(log, wrong[:4]) {
+		t.Errorf("the log has a part of the key:\n%s", log)
+	}
+}

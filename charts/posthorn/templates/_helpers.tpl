@@ -3,7 +3,7 @@
 {{- end }}
 
 {{- define "posthorn.fullname" -}}
-{{- range list "image" "podSecurityContext" "crds" "rbac" "adminAuth" "operator" "dispatcher" "service" "tls" "ingress" "httpRoute" "networkPolicy" "tracing" "monitoring" }}
+{{- range list "image" "podSecurityContext" "crds" "rbac" "adminAuth" "operator" "dispatcher" "service" "tls" "ingress" "httpRoute" "networkPolicy" "tracing" "monitoring" "extraObjects" }}
 {{- if not (hasKey $.Values .) }}
 {{- fail (printf "the value %s is missing: it is null, or the release's values are those of an older chart; use helm upgrade --reset-then-reuse-values instead of --reuse-values" .) }}
 {{- end }}
@@ -59,6 +59,11 @@ annotations:
 {{- define "posthorn.serviceAccount" -}}
 {{- $own := printf "%s-%s" (include "posthorn.fullname" .root) .component -}}
 {{- default $own (index .root.Values .component).serviceAccount.name }}
+{{- end }}
+
+{{/* The Secret with the certificate for calls, or nothing without TLS. */}}
+{{- define "posthorn.tlsSecret" -}}
+{{- if .Values.tls.secretName }}{{ .Values.tls.secretName }}{{ else if .Values.tls.certManager.enabled }}{{ include "posthorn.fullname" . }}-calls-tls{{ end }}
 {{- end }}
 
 {{- define "posthorn.containerSecurity" -}}

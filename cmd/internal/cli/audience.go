@@ -18,6 +18,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 func newAudience(flags senderFlags) *cobra.Command {
@@ -82,12 +83,12 @@ waits until all are queued. KEY is the audience's key; see 'posthorn get audienc
 				return fmt.Errorf("%w\nThe result of the sync is unknown; it is safe to send it again", err)
 			}
 			defer resp.Body.Close()
-			sync, sent, err := printSyncResult(cmd.OutOrStdout(), resp)
+			result, err := printSyncResult(cmd.OutOrStdout(), resp)
 			switch {
-			case err != nil || sent || o.dryRun:
+			case err != nil || result.Sent || o.dryRun:
 				return err
 			case wait:
-				return awaitSent(cmd, &client, to, path, sync)
+				return awaitSent(cmd, &client, to, path, result.Sync)
 			}
 			fmt.Fprintln(cmd.OutOrStdout(), "The sync is accepted; its identify calls follow as fast as the destinations accept them. See 'posthorn get audiences', or use --wait.")
 			return nil
@@ -195,63 +196,66 @@ func (m *memberFile) Read(p []byte) (int, error) {
 
 func (m *memberFile) progress() string { return sentLine(m.sent.Load(), m.size, m.end.Load()) }
 
-// syncAnswer is the answer to a sync, or to a request for its progress.
-type syncAnswer struct {
-	Success                                  bool
-	Sync                                     string
-	Members, Added, Removed, Changed, Resent int64
-	Sent, DryRun                             bool
-	Unsent                                   int64
-	Waits                                    string
-	Error                                    struct {
-		Code, Message string
-		Line          int64
-	}
+// syncError is an answer that refuses a sync.
+type syncError struct {
+	Code, Message string
+	// Line of the input, from 1; 0 if the error is not in a line.
+	Line int64
 }
 
-func readSyncAnswer(resp *http.Response) (a syncAnswer, err error) {
+func (e *syncError) Error() string { return e.Code + ": " + e.Message }
+
+// readSyncAnswer decodes the answer to a sync, an adminapi.SyncResult, or to a request for its
+// progress, an adminapi.SyncProgress. A refusal is a *syncError.
+func readSyncAnswer[T adminapi.SyncResult | adminapi.SyncProgress](resp *http.Response) (answer T, err error) {
 	text, err := io.ReadAll(io.LimitReader(resp.Body, 1<<20))
 	if err != nil {
-		return a, err
+		return answer, err
 	}
-	if err := json.Unmarshal(text, &a); err != nil {
-		return a, fmt.Errorf("%s: %s", resp.Status, strings.TrimSpace(string(text)))
+	var outcome struct {
+		Success bool
+		Error   syncError
 	}
-	return a, nil
+	if err := errors.Join(json.Unmarshal(text, &outcome), json.Unmarshal(text, &answer)); err != nil {
+		return answer, fmt.Errorf("%s: %s", resp.Status, strings.TrimSpace(string(text)))
+	}
+	if !outcome.Success {
+		return answer, &outcome.Error
+	}
+	return answer, nil
 }
 
 // printSyncResult prints the answer to a sync.
-func printSyncResult(out io.Writer, resp *http.Response) (sync string, sent bool, err error) {
-	a, err := readSyncAnswer(resp)
-	if err != nil {
-		return "", false, err
-	}
-	if !a.Success {
+func printSyncResult(out io.Writer, resp *http.Response) (adminapi.SyncResult, error) {
+	r, err := readSyncAnswer[adminapi.SyncResult](resp)
+	if refused, ok := errors.AsType[*syncError](err); ok {
 		where := ""
-		if a.Error.Line > 0 {
-			where = fmt.Sprintf("line %d: ", a.Error.Line)
+		if refused.Line > 0 {
+			where = fmt.Sprintf("line %d: ", refused.Line)
 		}
-		flag := map[string]string{"empty_snapshot": " (--allow-empty)", "too_many_removals": " (--allow-removal)"}[a.Error.Code]
-		return "", false, fmt.Errorf("sync refused, nothing was changed (%s): %s%s%s", a.Error.Code, where, a.Error.Message, flag)
+		flag := map[string]string{"empty_snapshot": " (--allow-empty)", "too_many_removals": " (--allow-removal)"}[refused.Code]
+		return r, fmt.Errorf("sync refused, nothing was changed (%s): %s%s%s", refused.Code, where, refused.Message, flag)
+	} else if err != nil {
+		return r, err
 	}
 	verb, again := "", ""
-	if a.DryRun {
+	if r.DryRun {
 		verb = "would be: "
 	}
-	if a.Resent > 0 {
-		again = fmt.Sprintf(", resent %d", a.Resent)
+	if r.Resent > 0 {
+		again = fmt.Sprintf(", resent %d", r.Resent)
 	}
-	fmt.Fprintf(out, "%smembers %d, added %d, removed %d, changed %d%s\n", verb, a.Members, a.Added, a.Removed, a.Changed, again)
-	return a.Sync, a.Sent, nil
+	fmt.Fprintf(out, "%smembers %d, added %d, removed %d, changed %d%s\n", verb, r.Members, r.Added, r.Removed, r.Changed, again)
+	return r, nil
 }
 
 // awaitSent waits until every identify call of a sync is in the queue.
 func awaitSent(cmd *cobra.Command, client *http.Client, to trackingAPI, members, sync string) error {
-	var last atomic.Pointer[syncAnswer]
+	var last atomic.Pointer[adminapi.SyncProgress]
 	stop := func() {}
 	defer func() { stop() }()
 	for failures := 0; ; {
-		a, err := askProgress(cmd.Context(), client, to, members)
+		p, err := askProgress(cmd.Context(), client, to, members)
 		switch {
 		case err != nil && cmd.Context().Err() != nil:
 			return cmd.Context().Err()
@@ -260,11 +264,11 @@ func awaitSent(cmd *cobra.Command, client *http.Client, to trackingAPI, members,
 			if failures++; failures > 60 {
 				return fmt.Errorf("the sync is accepted, but its progress is unknown: %w", err)
 			}
-		case a.Sync != sync || a.Sent:
+		case p.Sync != sync || p.Sent:
 			return nil
 		default:
 			failures = 0
-			if last.Swap(&a) == nil {
+			if last.Swap(&p) == nil {
 				stop = showProgress(cmd.ErrOrStderr(), func() string { return queuedLine(last.Load()) })
 			}
 		}
@@ -276,20 +280,17 @@ func awaitSent(cmd *cobra.Command, client *http.Client, to trackingAPI, members,
 	}
 }
 
-func askProgress(ctx context.Context, client *http.Client, to trackingAPI, members string) (a syncAnswer, err error) {
+func askProgress(ctx context.Context, client *http.Client, to trackingAPI, members string) (p adminapi.SyncProgress, err error) {
 	req, err := to.request(ctx, http.MethodGet, members, nil)
 	if err != nil {
-		return a, err
+		return p, err
 	}
 	resp, err := client.Do(req)
 	if err != nil {
-		return a, err
+		return p, err
 	}
 	defer resp.Body.Close()
-	if a, err = readSyncAnswer(resp); err == nil && !a.Success {
-		err = fmt.Errorf("%s: %s", a.Error.Code, a.Error.Message)
-	}
-	return a, err
+	return readSyncAnswer[adminapi.SyncProgress](resp)
 }
 
 // showProgress redraws a progress line, on a terminal only, until stop is called.
@@ -328,11 +329,11 @@ func sentLine(sent, size int64, end bool) string {
 }
 
 // queuedLine describes how many identify calls are in the queue, and the reason for the wait.
-func queuedLine(a *syncAnswer) string {
-	all := a.Added + a.Removed + a.Changed + a.Resent
-	line := fmt.Sprintf("%s  %d of %d queued", bar(all-a.Unsent, all), all-a.Unsent, all)
-	if a.Waits != "" {
-		line += "; " + a.Waits
+func queuedLine(p *adminapi.SyncProgress) string {
+	all := p.Changes()
+	line := fmt.Sprintf("%s  %d of %d queued", bar(all-p.Unsent, all), all-p.Unsent, all)
+	if p.Waits != "" {
+		line += "; " + p.Waits
 	}
 	return line
 }

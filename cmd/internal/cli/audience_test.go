@@ -1,6 +1,10 @@
 package cli
 
-import "testing"
+import (
+	"testing"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+)
 
 func TestProgressLines(t *testing.T) {
 	for _, c := range []struct {
@@ -17,9 +21,9 @@ func TestProgressLines(t *testing.T) {
 			t.Errorf("%q, want %q", got, c.want)
 		}
 	}
-	for want, a := range map[string]syncAnswer{
-		"[####..........................]  15 %  150 of 1000 queued":                        {Added: 600, Removed: 400, Unsent: 850},
-		"[####..........................]  15 %  150 of 1000 queued; storage is filling up": {Added: 600, Removed: 400, Unsent: 850, Waits: "storage is filling up"},
+	for want, a := range map[string]adminapi.SyncProgress{
+		"[####..........................]  15 %  150 of 1000 queued":                        {SyncCounts: adminapi.SyncCounts{Added: 600, Removed: 400}, Unsent: 850},
+		"[####..........................]  15 %  150 of 1000 queued; storage is filling up": {SyncCounts: adminapi.SyncCounts{Added: 600, Removed: 400}, Unsent: 850, Waits: "storage is filling up"},
 		"[##############################] 100 %  0 of 0 queued":                             {},
 	} {
 		if got := queuedLine(&a); got != want {

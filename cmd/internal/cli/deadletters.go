@@ -57,7 +57,8 @@ func newDeadLettersList(flags connectorFlags) *cobra.Command {
 				return err
 			}
 			request := func(t target) iter.Seq2[adminapi.DeadLetter, error] { return t.DeadLetters(cmd.Context(), name, limit) }
-			return list(cmd, r, output, "No dead letters of "+name+".", "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", request, func(l adminapi.DeadLetter) string {
+			footer := func(targets []target, shown int) string { return omitted(cmd.Context(), targets, name, shown, limit) }
+			return list(cmd, r, output, "No dead letters of "+name+".", footer, "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", request, func(l adminapi.DeadLetter) string {
 				return fmt.Sprintf("%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s", l.Key, ago(l.FailedAt), l.Type, quoted(l.Event), quoted(l.MessageID), l.Attempts, l.Reason, status(l.StatusCode))
 			})
 		},
@@ -66,6 +67,26 @@ func newDeadLettersList(flags connectorFlags) *cobra.Command {
 	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	cmd.Flags().IntVar(&limit, "limit", 100, "maximum number per dispatcher, up to 10,000")
 	return cmd
+}
+
+// omitted returns the note below a list of dead letters that the limit has cut off; "" if it is
+// complete.
+func omitted(ctx context.Context, targets []target, destination string, shown, limit int) string {
+	if shown < limit {
+		return ""
+	}
+	var stored int64
+	for _, t := range targets {
+		n, err := t.DeadLettersStored(ctx, destination)
+		if err != nil { // An older dispatcher, or one that did not answer, which the list has reported.
+			return fmt.Sprintf("%d shown; there may be more, set --limit", shown)
+		}
+		stored += n
+	}
+	if int64(shown) >= stored {
+		return ""
+	}
+	return fmt.Sprintf("%d of %d shown; set --limit to see more", shown, stored)
 }
 
 func newDeadLettersShow(flags connectorFlags) *cobra.Command {
@@ -249,7 +270,7 @@ func newAttempts(flags connectorFlags) *cobra.Command {
 				return err
 			}
 			request := func(t target) iter.Seq2[adminapi.Attempt, error] { return t.Attempts(cmd.Context(), name, endpoint) }
-			return list(cmd, r, output, "No attempts to "+name+" since the dispatchers started.", attemptHeader, request, attemptLine)
+			return list(cmd, r, output, "No attempts to "+name+" since the dispatchers started.", nil, attemptHeader, request, attemptLine)
 		},
 	}
 	r = flags(cmd)
@@ -338,9 +359,10 @@ func attemptLine(a adminapi.Attempt) string {
 		result, short(a.Duration), short(a.Timing.Connect), short(a.Timing.TLS), short(a.Timing.FirstByte), a.RemoteAddr, a.Message)
 }
 
-// list prints the items that request returns of every dispatcher, as a table or as lines of JSON. If
-// some dispatchers fail, it still prints the items of the others.
-func list[T any](cmd *cobra.Command, r connector, output, none, header string, request func(target) iter.Seq2[T, error], line func(T) string) error {
+// list prints the items that request returns of every dispatcher, as a table or as lines of JSON, and
+// then the text of footer to stderr; footer may be nil. If some dispatchers fail, it still prints the
+// items of the others.
+func list[T any](cmd *cobra.Command, r connector, output, none string, footer func(targets []target, shown int) string, header string, request func(target) iter.Seq2[T, error], line func(T) string) error {
 	targets, closeAll, err := r.connect(cmd.Context())
 	if err != nil {
 		return err
@@ -355,6 +377,13 @@ func list[T any](cmd *cobra.Command, r connector, output, none, header string, r
 			}
 			items = append(items, item)
 		}
+	}
+	if footer != nil {
+		defer func() {
+			if text := footer(targets, len(items)); text != "" {
+				fmt.Fprintln(cmd.ErrOrStderr(), text)
+			}
+		}()
 	}
 	if output == "json" {
 		out := json.NewEncoder(termsafe.NewWriter(cmd.OutOrStdout()))

@@ -22,6 +22,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/dispatcher/durable"
 )
 
 func newDeleteUser() *cobra.Command {
@@ -137,25 +138,11 @@ func (o deletionOptions) write() (path string, err error) {
 		return "", err
 	}
 	path = filepath.Join(o.manifests, "deletionrequest-"+o.namespace+"-"+o.name+".yaml")
-	err = writeNew(path, text)
+	err = durable.Create(path, text, 0o600)
 	if errors.Is(err, os.ErrExist) {
 		err = fmt.Errorf("%s exists: this user's deletion is already requested; see 'posthorn get deletions %s', or remove the file to repeat the request", path, o.name)
 	}
 	return path, err
-}
-
-// writeNew writes a file atomically, unless a file of that name exists.
-func writeNew(path string, text []byte) error {
-	tmp, err := os.CreateTemp(filepath.Dir(path), ".deletionrequest-*")
-	if err != nil {
-		return err
-	}
-	defer os.Remove(tmp.Name())
-	_, err = tmp.Write(text)
-	if err := errors.Join(err, tmp.Sync(), tmp.Close()); err != nil {
-		return err
-	}
-	return os.Link(tmp.Name(), path)
 }
 
 // awaitDeletion waits for the end of a request and prints it.

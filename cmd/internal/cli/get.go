@@ -125,22 +125,40 @@ func severalNamespaces(t *metav1.Table) bool {
 // resource requests a path of the resources that posthorn run serves, and prints the warnings of
 // the response.
 func (d *direct) resource(cmd *cobra.Command, path, accept string) ([]byte, error) {
-	ctx, cancel := context.WithTimeout(cmd.Context(), 30*time.Second)
-	defer cancel()
-	t, err := d.target()
-	if err != nil {
-		return nil, err
-	}
-	resp, err := t.Get(ctx, path, accept)
-	if err != nil {
-		return nil, t.explain(err)
-	}
-	defer resp.Body.Close()
-	warnings, _ := utilnet.ParseWarningHeaders(resp.Header.Values("Warning"))
+	body, warnings, err := d.request(cmd.Context(), path, accept)
 	for _, w := range warnings {
 		fmt.Fprintln(cmd.ErrOrStderr(), "Warning:", w.Text)
 	}
-	return io.ReadAll(io.LimitReader(resp.Body, maxResourceBytes))
+	return body, err
+}
+
+// read requests a path of the resources that posthorn run serves, and decodes the response.
+func (d *direct) read(ctx context.Context, path string, into any) error {
+	body, _, err := d.request(ctx, path, "application/json")
+	if err != nil {
+		return err
+	}
+	if err := json.Unmarshal(body, into); err != nil {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	return nil
+}
+
+func (d *direct) request(ctx context.Context, path, accept string) ([]byte, []utilnet.WarningHeader, error) {
+	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	defer cancel()
+	t, err := d.target()
+	if err != nil {
+		return nil, nil, err
+	}
+	resp, err := t.Get(ctx, path, accept)
+	if err != nil {
+		return nil, nil, t.explain(err)
+	}
+	defer resp.Body.Close()
+	warnings, _ := utilnet.ParseWarningHeaders(resp.Header.Values("Warning"))
+	body, err := io.ReadAll(io.LimitReader(resp.Body, maxResourceBytes))
+	return body, warnings, err
 }
 
 // maxResourceBytes bounds the bytes read of a response.

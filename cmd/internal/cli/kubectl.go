@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -17,6 +18,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/controllers/manifest"
 	"github.com/posthorn/posthorn/controllers/why"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
@@ -68,28 +70,10 @@ func newWhy() *cobra.Command {
 		Example: "  posthorn why crm",
 		Args:    command.ExactArgs("DESTINATION"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			facts := why.Facts{Namespace: d.ns, Name: args[0], Now: time.Now()}
-			var sources v1alpha1.SourceList
-			var destinations v1alpha1.WebhookDestinationList
-			prefix := apiPrefix + "/namespaces/" + url.PathEscape(d.ns)
-			for path, into := range map[string]any{prefix + "/sources": &sources, prefix + "/webhookdestinations": &destinations} {
-				body, err := d.resource(cmd, path, "application/json")
-				if err != nil {
-					return err
-				}
-				if err := json.Unmarshal(body, into); err != nil {
-					return fmt.Errorf("%s: %w", path, err)
-				}
-			}
-			t, err := d.target()
+			facts, err := d.facts(cmd.Context(), args[0])
 			if err != nil {
 				return err
 			}
-			report, _, err := t.Report(cmd.Context(), "")
-			if err != nil {
-				return t.explain(err)
-			}
-			facts.Sources, facts.Destinations, facts.Reports = sources.Items, destinations.Items, []adminapi.Report{*report}
 			return printFindings(cmd.OutOrStdout(), output, facts)
 		},
 	}
@@ -99,8 +83,53 @@ func newWhy() *cobra.Command {
 	return cmd
 }
 
+// facts reads the input of why for a destination.
+func (d *direct) facts(ctx context.Context, destination string) (why.Facts, error) {
+	facts := why.Facts{Namespace: d.ns, Name: destination, Now: time.Now()}
+	var sources v1alpha1.SourceList
+	var destinations v1alpha1.WebhookDestinationList
+	var problems manifest.Problems
+	prefix := apiPrefix + "/namespaces/" + url.PathEscape(d.ns)
+	for path, into := range map[string]any{prefix + "/sources": &sources, prefix + "/webhookdestinations": &destinations, "/problems": &problems} {
+		if err := d.read(ctx, path, into); err != nil {
+			return facts, err
+		}
+	}
+	t, err := d.target()
+	if err != nil {
+		return facts, err
+	}
+	facts.Sources, facts.Destinations, facts.Manifests = sources.Items, destinations.Items, problems.Problems
+	return facts, addLive(ctx, &facts, []target{t})
+}
+
+// addLive adds the live numbers of dispatchers to the input of why.
+func addLive(ctx context.Context, facts *why.Facts, targets []target) error {
+	for _, t := range targets {
+		report, err := t.Report(ctx, "")
+		if err != nil {
+			return t.explain(err)
+		}
+		facts.Reports = append(facts.Reports, *report)
+		for k, err := range t.UnknownKeys(ctx) {
+			if err != nil {
+				return t.explain(err)
+			}
+			facts.UnknownKeys = append(facts.UnknownKeys, k)
+		}
+		for a, err := range t.Attempts(ctx, facts.Namespace+"/"+facts.Name, "") {
+			if err != nil {
+				return t.explain(err)
+			}
+			facts.Attempts = append(facts.Attempts, a)
+		}
+	}
+	return nil
+}
+
 func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 	var output string
+	var live bool
 	cmd := &cobra.Command{
 		Use:     "why DESTINATION",
 		Short:   "Diagnose a destination",
@@ -120,9 +149,21 @@ func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 			if err := posthorn.list(cmd.Context(), "sources", &sources); err != nil {
 				return err
 			}
-			return printFindings(cmd.OutOrStdout(), output, why.Facts{Namespace: posthorn.namespace, Name: args[0], Sources: sources.Items, Destinations: destinations.Items, Now: time.Now()})
+			facts := why.Facts{Namespace: posthorn.namespace, Name: args[0], Sources: sources.Items, Destinations: destinations.Items, Now: time.Now()}
+			if live {
+				targets, closeAll, err := cluster.connect(cmd.Context())
+				if err != nil {
+					return err
+				}
+				defer closeAll()
+				if err := addLive(cmd.Context(), &facts, targets); err != nil {
+					return err
+				}
+			}
+			return printFindings(cmd.OutOrStdout(), output, facts)
 		},
 	}
+	cmd.Flags().BoolVar(&live, "live", false, "ask the dispatcher pods for live numbers and unknown write keys; needs the Role posthorn-support-user")
 	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd
 }

@@ -41,6 +41,13 @@ func pod(t *testing.T, name string, letters int) target {
 		}
 		_ = json.NewEncoder(w).Encode(adminapi.DeadLetter{Key: "key-" + name, MessageID: "m", Reason: "Rejected"})
 	})
+	mux.HandleFunc("GET /deadletters/count", func(w http.ResponseWriter, _ *http.Request) {
+		if letters < 0 { // an older dispatcher
+			http.Error(w, "no dead letter count", http.StatusNotFound)
+			return
+		}
+		_ = json.NewEncoder(w).Encode(adminapi.DeadLetterCount{Stored: int64(letters)})
+	})
 	mux.HandleFunc("GET /deadletters/{key}", func(w http.ResponseWriter, r *http.Request) {
 		if r.PathValue("key") != "key-"+name {
 			http.Error(w, "no dead letter "+r.PathValue("key"), http.StatusNotFound)
@@ -102,6 +109,8 @@ func TestCommandsAskEveryPod(t *testing.T) {
 		fails   string
 	}{
 		{"list", newDeadLetters(flags(a, b)), []string{"list", "crm"}, []string{"key-a", "key-b"}, ""},
+		{"list, cut off", newDeadLetters(flags(a, b)), []string{"list", "crm", "--limit", "1"}, []string{"key-a", "key-b", "2 of 7 shown; set --limit to see more"}, ""},
+		{"list, cut off, an older dispatcher", newDeadLetters(flags(pod(t, "c", -1))), []string{"list", "crm", "--limit", "1"}, []string{"key-c", "1 shown; there may be more, set --limit"}, ""},
 		{"show, of the second", newDeadLetters(flags(a, b)), []string{"show", "crm", "key-b"}, []string{`"key-b"`, `"userId": "u"`}, ""},
 		{"list, one pod is down", newDeadLetters(flags(down, b)), []string{"list", "crm"}, []string{"key-b"}, "pod down: "},
 		{"list, all pods are down", newDeadLetters(flags(down)), []string{"list", "crm"}, nil, "pod down: "},

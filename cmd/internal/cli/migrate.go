@@ -13,6 +13,7 @@ import (
 
 	"github.com/posthorn/posthorn/api/migrate"
 	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/dispatcher/durable"
 )
 
 func newMigrate() *cobra.Command {
@@ -146,23 +147,8 @@ func replaceFile(path string, text []byte) error {
 	if path, err = filepath.EvalSymlinks(path); err != nil {
 		return err
 	}
-	f, err := os.CreateTemp(filepath.Dir(path), ".posthorn-migrate-*")
-	if err != nil {
-		return err
-	}
-	defer os.Remove(f.Name())
-	_, err = f.Write(text)
-	for _, step := range []func() error{
-		func() error { return f.Chmod(info.Mode().Perm()) },
-		f.Sync,
-		f.Close,
-	} {
-		if stepErr := step(); err == nil {
-			err = stepErr
-		}
-	}
-	if err != nil {
+	if err := durable.Replace(path, text, info.Mode().Perm()); err != nil {
 		return fmt.Errorf("write %s: %w", path, err)
 	}
-	return os.Rename(f.Name(), path)
+	return nil
 }

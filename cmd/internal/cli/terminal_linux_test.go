@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // openTerminal returns both ends of a pseudo terminal.
@@ -100,7 +101,9 @@ func TestProgressOnATerminal(t *testing.T) {
 	}
 	defer file.Close()
 	var drawn atomic.Int64
-	line := func() string { return queuedLine(&syncAnswer{Added: 10, Unsent: 10 - drawn.Add(1)}) }
+	line := func() string {
+		return queuedLine(&adminapi.SyncProgress{SyncCounts: adminapi.SyncCounts{Added: 10}, Unsent: 10 - drawn.Add(1)})
+	}
 	stopFile := showProgress(command.SafeOnTerminal(file), func() string { t.Error("it is drawn into a file"); return "" })
 	stop := showProgress(command.SafeOnTerminal(terminal), line)
 	for drawn.Load() < 3 {

@@ -203,7 +203,7 @@ func (m *Machine) CancelProbe() { m.probing = false }
 // more than half of the requests in flight that all endpoints share.
 func (m *Machine) Proven() bool {
 	n := min(m.attempts, provenAttempts)
-	return !m.lastSuccess.IsZero() && 2*recent(m.failed, n) <= n && m.latency < time.Second
+	return n > 0 && !m.lastSuccess.IsZero() && 2*recent(m.failed, n) <= n && m.latency < time.Second
 }
 
 // Latency returns a moving average of the duration of attempts.
@@ -242,7 +242,7 @@ func (m *Machine) Observe(a Attempt) Change {
 }
 
 // strain returns how much an attempt is evidence that the endpoint accepts no message at all: the
-// circuit opens after 10 failures in a row, or 10 answers that are about the endpoint or its
+// circuit opens after 10 failures in a row, or 10 answers that are about the URL or its
 // credentials, or 100 answers that are about the message. Other permanent answers are no evidence.
 // With many requests in flight, half as many failures in a row are needed, because requests that end
 // at the same time are in no order.
@@ -260,7 +260,7 @@ func rejectionStrain(statusCode int) int {
 	switch statusCode {
 	case statusGone:
 		return openStrain
-	case 401, 403, 404, 405, 407:
+	case 301, 302, 303, 307, 308, 401, 403, 404, 405, 407:
 		return openStrain / 10
 	case 400, 413, 415, 422:
 		return openStrain / 100

@@ -1,6 +1,7 @@
 package endpoint
 
 import (
+	"encoding/json"
 	"fmt"
 	"strings"
 	"testing"
@@ -94,7 +95,7 @@ func (d *driver) reject(status int) Change {
 }
 
 func TestPermanentAnswersOpenTheCircuit(t *testing.T) {
-	limits := map[int]int{410: 1, 401: 10, 403: 10, 404: 10, 405: 10, 407: 10, 400: 100, 413: 100, 415: 100, 422: 100}
+	limits := map[int]int{410: 1, 301: 10, 302: 10, 303: 10, 307: 10, 308: 10, 401: 10, 403: 10, 404: 10, 405: 10, 407: 10, 400: 100, 413: 100, 415: 100, 422: 100}
 	for status := 300; status < 500; status++ {
 		d := drive(64)
 		opened := 0
@@ -152,7 +153,7 @@ func TestHolds(t *testing.T) {
 	d := drive(64)
 	check.Equal(t, "Holds while the circuit is closed", d.Holds(404), false)
 	d.fail(openAfter)
-	for status, want := range map[int]bool{400: true, 404: true, 410: true, 409: false, 301: false} {
+	for status, want := range map[int]bool{400: true, 404: true, 410: true, 409: false, 301: true, 304: false} {
 		check.Equal(t, fmt.Sprintf("Holds %d", status), d.Holds(status), want)
 	}
 	probe := func(status int) Change {
@@ -404,4 +405,47 @@ func TestObserveDoesNotAllocate(t *testing.T) {
 	for _, r := range []Result{Succeeded, Failed, Rejected, Canceled} {
 		check.Equal(t, "allocations", testing.AllocsPerRun(1000, func() { d.attempt(Attempt{Result: r, Failure: Failure{Reason: "x"}}) }), 0)
 	}
+}
+
+// The stored health of an endpoint whose circuit is closed restores what reports show, and neither
+// the circuit nor the window.
+func TestRecordOfClosedCircuit(t *testing.T) {
+	for _, c := range []struct {
+		attempts, revision string
+		want               State
+	}{
+		{"", "r1", Idle},
+		{"...", "r1", Healthy},
+		{"...", "r2", Healthy},
+		{"..xxx", "r1", Degraded},
+		{"..xxx", "r2", Idle}, // The change may have fixed it.
+		{"xxx......", "r1", Healthy},
+	} {
+		t.Run(fmt.Sprintf("%q, then revision %s", c.attempts, c.revision), func(t *testing.T) {
+			d := drive(64)
+			d.run(c.attempts)
+			restored := drive(64)
+			restored.Restore(d.Record("r1"), c.revision, d.now)
+			got, was := restored.Status(), d.Status()
+			check.Equal(t, "State", got.State, c.want)
+			check.Equal(t, "LastSuccess", got.LastSuccess, was.LastSuccess)
+			check.Equal(t, "LastFailure", got.LastFailure, was.LastFailure)
+			check.Equal(t, "Open", restored.Open(), false)
+			check.Equal(t, "Proven", restored.Proven(), false)
+			check.Equal(t, "Window", restored.Window(), 1)
+			restored.fail(openAfter - 1)
+			check.Equal(t, "Open after fewer failures than open a circuit", restored.Open(), false)
+		})
+	}
+}
+
+// A record of release 0.2.0 has no state; its circuit is open.
+func TestRecordOfRelease020(t *testing.T) {
+	var r Record
+	stored := `{"revision":"r1","since":"2026-01-01T00:00:00Z","probeAt":"2026-01-01T00:01:00Z","intervalMs":60000,"lastFailure":{"time":"2026-01-01T00:00:00Z","reason":"TimedOut"},"consecutiveFailures":12}`
+	check.NoError(t, "decode the record", json.Unmarshal([]byte(stored), &r))
+	d := drive(64)
+	d.Restore(r, "r1", d.now)
+	check.Equal(t, "State", d.Status().State, CircuitOpen)
+	check.Equal(t, "ProbeAt", d.ProbeAt(), start.Add(time.Minute))
 }

@@ -2,10 +2,13 @@ package endpoint
 
 import "time"
 
-// Record is the stored form of an open circuit, so that a restart does not start with a burst of
-// requests to an endpoint that is known to be down. Its JSON is a file format: records of release
-// 0.2.0 must remain readable.
+// Record is the stored form of an endpoint's health, so that a restart does not start with a burst
+// of requests to an endpoint that is known to be down, and that reports keep the last success and
+// failure. Its JSON is a file format: records of release 0.2.0, which has only those of open
+// circuits, must remain readable.
 type Record struct {
+	// State of the endpoint. Empty in records of 0.2.0, whose circuits are open.
+	State State `json:"state,omitempty"`
 	// Revision of the destination's config. With another revision the probe is due at once.
 	Revision            string    `json:"revision"`
 	Since               time.Time `json:"since"`
@@ -18,17 +21,42 @@ type Record struct {
 	Gone bool `json:"gone,omitempty"`
 }
 
-// Record returns the stored form of an open circuit.
+// Record returns the stored form of the endpoint's health.
 func (m *Machine) Record(revision string) Record {
-	failure := m.lastFailure
-	return Record{
-		Revision: revision, Since: m.since, ProbeAt: m.probeAt, IntervalMS: m.interval.Milliseconds(),
-		LastSuccess: m.lastSuccess, LastFailure: &failure, ConsecutiveFailures: m.failures, Gone: m.gone,
+	r := Record{
+		State: m.state, Revision: revision, Since: m.since, ProbeAt: m.probeAt, IntervalMS: m.interval.Milliseconds(),
+		LastSuccess: m.lastSuccess, ConsecutiveFailures: m.failures, Gone: m.gone,
 	}
+	if !m.lastFailure.Time.IsZero() {
+		failure := m.lastFailure
+		r.LastFailure = &failure
+	}
+	return r
 }
 
-// Restore opens the circuit of a new Machine again.
+// Restore gives a new Machine the health of an earlier run. It opens an open circuit again. Other
+// restored attempts count neither for the circuit nor for the window.
 func (m *Machine) Restore(r Record, revision string, now time.Time) {
+	m.lastSuccess = r.LastSuccess
+	if r.LastFailure != nil {
+		m.lastFailure = *r.LastFailure
+	}
+	if open := r.State == "" || r.State == CircuitOpen || r.State == Gone; open {
+		m.restoreOpen(r, revision, now)
+		return
+	}
+	switch {
+	case r.State == Idle, r.ConsecutiveFailures > 0 && r.Revision != revision: // See Reconfigure.
+		return
+	case r.ConsecutiveFailures > 0:
+		m.failures = r.ConsecutiveFailures
+	default:
+		m.successes = 1
+	}
+	m.state, m.since = m.next(now), r.Since
+}
+
+func (m *Machine) restoreOpen(r Record, revision string, now time.Time) {
 	m.open, m.gone = true, r.Gone
 	m.interval = time.Duration(r.IntervalMS) * time.Millisecond
 	m.probeAt = r.ProbeAt
@@ -40,9 +68,6 @@ func (m *Machine) Restore(r Record, revision string, now time.Time) {
 		m.interval, m.probeAt = 0, now
 	}
 	m.state, m.since = m.next(now), r.Since
-	m.lastSuccess, m.failures = r.LastSuccess, r.ConsecutiveFailures
-	if r.LastFailure != nil {
-		m.lastFailure = *r.LastFailure
-	}
+	m.failures = r.ConsecutiveFailures
 	m.failed, m.attempts = 1<<stateAttempts-1, stateAttempts
 }

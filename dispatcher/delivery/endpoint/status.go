@@ -58,6 +58,18 @@ func (m *Machine) Refresh(now time.Time) bool {
 	return true
 }
 
+// RefreshAt returns the next time at which Refresh changes the state without a further attempt; zero
+// if there is none.
+func (m *Machine) RefreshAt(now time.Time) (at time.Time) {
+	for _, end := range [...]time.Time{m.lastSuccess.Add(lately), m.lastFailure.Time.Add(lately), m.closedAt.Add(halfOpenShown)} {
+		after := end.Add(1)
+		if after.After(now) && m.next(after) != m.state && (at.IsZero() || after.Before(at)) {
+			at = after
+		}
+	}
+	return at
+}
+
 // next returns the state that follows from the history. It has some inertia: an endpoint that fails
 // one request in a hundred does not change its state all the time, but an endpoint with little
 // traffic shows its first failure and its recovery immediately.

@@ -86,6 +86,10 @@ func (s *Store) Append(ctx context.Context, msgs []queue.Message) ([]bool, error
 		s.release(r)
 		return nil, queue.ErrFull
 	}
+	if err := s.commitLog.ready(); err != nil {
+		s.release(r)
+		return nil, err
+	}
 	select {
 	case s.requests <- r:
 	case <-ctx.Done():
@@ -182,8 +186,8 @@ type commit struct {
 	count    int
 	bytes    int
 	batch    *pebble.Batch
-	// submitted: the batch is in the commit log, and may not be durable yet.
-	submitted bool
+	// wait returns when the batch is durable; nil when it is not in the commit log.
+	wait func() error
 }
 
 // touched is the change of a log by a commit.
@@ -204,7 +208,7 @@ const aheadMessages = 16
 
 func (c *committer) begin() {
 	c.current = commits.Get().(*commit)
-	c.current.count, c.current.bytes, c.current.submitted = 0, 0, false
+	c.current.count, c.current.bytes, c.current.wait = 0, 0, nil
 	c.number++
 }
 
@@ -288,14 +292,20 @@ func (c *committer) submit(cm *commit) {
 	if cm.batch.Count() == 0 {
 		return
 	}
-	err := c.s.commitLog.submit(cm.batch)
+	wait, err := c.s.commitLog.submit(cm.batch)
 	c.s.disk.addWritten(cm.bytes)
-	if cm.submitted = err == nil; cm.submitted {
+	if err == nil {
+		cm.wait = wait
 		return
 	}
 	for _, t := range cm.touched {
 		t.log.head, t.log.bytes = t.before.head, t.before.bytes
 	}
+	cm.fail(err)
+}
+
+// fail answers the requests of a commit with an error.
+func (cm *commit) fail(err error) {
 	cm.touched = cm.touched[:0]
 	for _, r := range cm.requests {
 		r.err = fmt.Errorf("append to the queue: %w", err)
@@ -305,8 +315,10 @@ func (c *committer) submit(cm *commit) {
 // finish waits until a commit is durable and publishes it. Commits finish in order, so a request
 // whose messages are duplicates of the previous commit is answered after that commit is durable.
 func (c *committer) finish(cm *commit) {
-	if cm.submitted {
-		c.s.waitDurable(cm.batch)
+	if cm.wait != nil {
+		if err := cm.wait(); err != nil {
+			cm.fail(err) // The positions remain assigned: no later commit becomes durable.
+		}
 	}
 	_ = cm.batch.Close()
 	c.syncing.Add(-1)
@@ -317,7 +329,7 @@ func (c *committer) finish(cm *commit) {
 	c.s.publish(cm)
 	clear(cm.requests)
 	clear(cm.touched)
-	cm.requests, cm.touched, cm.batch = cm.requests[:0], cm.touched[:0], nil
+	cm.requests, cm.touched, cm.batch, cm.wait = cm.requests[:0], cm.touched[:0], nil, nil
 	commits.Put(cm)
 }
 
@@ -326,9 +338,13 @@ func (s *Store) publish(cm *commit) {
 	for _, t := range cm.touched {
 		t.log.durableBytes.Store(t.after.bytes)
 		t.log.durable.Store(t.after.head)
-		s.putAccepted(t.log, t.after)
+		if !s.withoutWAL {
+			s.putAccepted(t.log, t.after)
+		}
 	}
-	s.accepted.Write()
+	if !s.withoutWAL {
+		s.accepted.Write()
+	}
 	for _, r := range cm.requests {
 		r.answer <- struct{}{}
 	}

@@ -9,8 +9,8 @@ import (
 // commitLog applies the batches of a store in one order, and makes them durable in that order.
 //
 // Every write of the store goes through it. A caller that must know that its batch is durable
-// submits the batch and waits; everything applied before is durable then, too. So the store can
-// use a log outside the database, such as a replicated one, without other changes.
+// submits the batch and waits; everything applied before is durable then, too. localLog is the
+// engine's write-ahead log, replicatedLog a log outside of the store's files.
 type commitLog interface {
 	// newCommit returns a batch for the messages of a commit; size is its expected number of
 	// bytes.
@@ -19,20 +19,23 @@ type commitLog interface {
 	// sync.
 	apply(b *pebble.Batch) error
 	// submit applies a batch and starts to make it durable. After an error the batch is not
-	// applied; otherwise the caller calls wait once before it closes the batch.
-	submit(b *pebble.Batch) error
-	// wait returns when a submitted batch is durable. After an error, no later write can
-	// become durable.
-	wait(b *pebble.Batch) error
+	// durable; otherwise the caller calls wait once before it closes the batch. wait returns
+	// when the batch is durable; after its error no later write becomes durable.
+	submit(b *pebble.Batch) (wait func() error, err error)
 	// sync returns when all applied batches are durable.
 	sync() error
+	// ready returns an error that wraps queue.ErrUnavailable while a submitted batch would not
+	// become durable soon.
+	ready() error
 }
 
-// localLog is the commitLog of one disk: the engine's own write-ahead log.
+// localLog is the commitLog of one disk: the engine's own write-ahead log. The process ends when
+// a sync fails, because no later message can become durable.
 type localLog struct {
 	db        *pebble.DB
 	positions *integrity.Positions
 	flusher   *flusher
+	fatal     func(format string, args ...any)
 }
 
 func (l *localLog) newCommit(size int) *pebble.Batch {
@@ -47,17 +50,23 @@ func (l *localLog) apply(b *pebble.Batch) error {
 	return err
 }
 
-func (l *localLog) submit(b *pebble.Batch) error {
+func (l *localLog) submit(b *pebble.Batch) (wait func() error, err error) {
 	l.flusher.markSynced()
-	return l.db.ApplyNoSyncWait(b, pebble.Sync)
+	err = l.db.ApplyNoSyncWait(b, pebble.Sync)
+	return func() error {
+		if err := b.SyncWait(); err != nil {
+			l.fatal("sync the log: %w", err)
+		}
+		return nil
+	}, err
 }
-
-func (l *localLog) wait(b *pebble.Batch) error { return b.SyncWait() }
 
 func (l *localLog) sync() error {
 	l.flusher.markSynced()
 	return l.db.LogData(l.positions.Mark(), pebble.Sync)
 }
+
+func (l *localLog) ready() error { return nil }
 
 // apply applies and closes a batch; the flusher makes it durable within SyncInterval.
 func (s *Store) apply(b *pebble.Batch) error {
@@ -69,17 +78,9 @@ func (s *Store) apply(b *pebble.Batch) error {
 // before.
 func (s *Store) applySync(b *pebble.Batch) error {
 	defer func() { _ = b.Close() }()
-	if err := s.commitLog.submit(b); err != nil {
+	wait, err := s.commitLog.submit(b)
+	if err != nil {
 		return err
 	}
-	s.waitDurable(b)
-	return nil
-}
-
-// waitDurable returns when a submitted batch is durable. It stops the process when that fails,
-// because no later message can become durable.
-func (s *Store) waitDurable(b *pebble.Batch) {
-	if err := s.commitLog.wait(b); err != nil {
-		engineLogger{s}.Fatalf("sync the log: %w", err)
-	}
+	return wait()
 }

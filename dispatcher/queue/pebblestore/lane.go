@@ -220,7 +220,8 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 	}
 	_ = b.Set(binary.BigEndian.AppendUint64(append([]byte(nil), codec.KeyLanes...), l.number), codec.AppendLaneName(nil, id), nil)
 	l.put(b)
-	if err := s.commitLog.submit(b); err != nil {
+	wait, err := s.commitLog.submit(b)
+	if err != nil {
 		l.dropped = true
 		log.removeLane(l)
 		if g != nil {
@@ -237,8 +238,11 @@ func (s *Store) OpenLane(id queue.LaneID) error {
 	s.addLane(l)
 	s.mu.Unlock()
 	s.registry.Unlock() // Other lanes can share the sync.
-	s.waitDurable(b)
+	err = wait()
 	_ = b.Close()
+	if err != nil {
+		return fmt.Errorf("open a lane: %w", err)
+	}
 	l.wantsNotify.Store(true)
 	return nil
 }

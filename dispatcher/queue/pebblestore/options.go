@@ -78,6 +78,10 @@ type Options struct {
 	// is called with false when the next burst begins.
 	Quiet func(bool)
 
+	// Log, when not nil, makes all writes durable in place of the engine's write-ahead log. The
+	// files then lack the newest writes after a crash; OpenReplica restores them.
+	Log Log
+
 	// FS is the file system, replaced by tests; the operating system's when nil.
 	FS vfs.FS
 	// Now is the clock, replaced by tests. When nil, it is the system clock, except that it

@@ -102,10 +102,12 @@ func (s *Store) reclaim(ctx context.Context) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	// The contents of all logs up to newest are in tables. The remaining files wait to be
-	// recycled.
-	if err := s.fs.RemoveLogs(s.dir, newest); err != nil {
-		return err
+	if !s.withoutWAL {
+		// The contents of all logs up to newest are in tables. The remaining files wait to be
+		// recycled.
+		if err := s.fs.RemoveLogs(s.dir, newest); err != nil {
+			return err
+		}
 	}
 	for _, l := range s.allLogs() {
 		if s.corrupt.Load() != nil {

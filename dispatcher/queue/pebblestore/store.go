@@ -44,8 +44,9 @@ type Store struct {
 	dir string
 	fs  *fulldisk.FS
 	db  *pebble.DB
-	// commitLog applies all writes to db.
-	commitLog commitLog
+	// commitLog applies all writes to db. withoutWAL: the engine writes no log of its own.
+	commitLog  commitLog
+	withoutWAL bool
 	// cache is the block cache of db and has the same lifetime.
 	cache *pebble.Cache
 	// lock excludes other processes from before the files are checked until after they are
@@ -143,29 +144,12 @@ func (l *sourceLog) removeLane(n *lane) {
 // process has the store open, when a newer release wrote it, and when a file is missing or
 // corrupt; the error then names the file, and Open changes nothing.
 func Open(dir string, o Options) (*Store, error) {
-	if err := o.setDefaults(); err != nil {
+	s, err := newStore(dir, o)
+	if err != nil {
 		return nil, fmt.Errorf("open the queue: %w", err)
 	}
-	s := &Store{
-		o: o, log: o.Logger, dir: dir,
-		logs: map[string]*sourceLog{}, lanes: map[queue.LaneID]*lane{}, groups: map[queue.LaneID]*group{}, destinations: map[string]*destination{},
-		requests: make(chan *request, 1024), stop: make(chan struct{}),
-		requestPool: sync.Pool{New: func() any { return &request{answer: make(chan struct{}, 1)} }},
-		notify:      func(queue.LaneID) {},
-	}
-	set(&s.o.DataDir, dir)
-	s.metrics = newMetrics(s)
-	s.fs = fulldisk.New(o.FS, fulldisk.Options{Full: s.diskFull, HasSpace: s.disk.spaceToCompact, LogSynced: s.metrics.synced, Journal: &s.positions})
-	s.disk.init(s)
-	s.disk.quota.Store(max(o.MaxBytesPerSource, 0))
-	s.flusher.init()
-	s.retryTimer.init()
-	for _, step := range []func() error{s.lockDir, s.inspect, s.openPositions, s.openDB, s.load, s.openAccepted} {
-		if err := step(); err != nil {
-			err = s.explain(err)
-			s.closeFailedOpen()
-			return nil, fmt.Errorf("open the queue in %s: %w", dir, err)
-		}
+	if err := s.runSteps(s.lockDir, s.inspect, s.openPositions, s.openDB, s.openCommitLog, s.load, s.openAccepted); err != nil {
+		return nil, fmt.Errorf("open the queue in %s: %w", dir, err)
 	}
 	s.disk.used.Store(s.DiskBytes())
 	s.disk.checkSpace()
@@ -184,10 +168,48 @@ func Open(dir string, o Options) (*Store, error) {
 	return s, nil
 }
 
+// newStore returns a store without open files.
+func newStore(dir string, o Options) (*Store, error) {
+	if err := o.setDefaults(); err != nil {
+		return nil, err
+	}
+	s := &Store{
+		o: o, log: o.Logger, dir: dir, withoutWAL: o.Log != nil,
+		logs: map[string]*sourceLog{}, lanes: map[queue.LaneID]*lane{}, groups: map[queue.LaneID]*group{}, destinations: map[string]*destination{},
+		requests: make(chan *request, 1024), stop: make(chan struct{}),
+		requestPool: sync.Pool{New: func() any { return &request{answer: make(chan struct{}, 1)} }},
+		notify:      func(queue.LaneID) {},
+	}
+	set(&s.o.DataDir, dir)
+	s.metrics = newMetrics(s)
+	s.fs = fulldisk.New(o.FS, fulldisk.Options{Full: s.diskFull, HasSpace: s.disk.spaceToCompact, LogSynced: s.metrics.synced, Journal: &s.positions})
+	s.disk.init(s)
+	s.disk.quota.Store(max(o.MaxBytesPerSource, 0))
+	s.flusher.init()
+	s.retryTimer.init()
+	return s, nil
+}
+
+// runSteps opens the files step by step. After an error all files are closed.
+func (s *Store) runSteps(steps ...func() error) error {
+	for _, step := range steps {
+		if err := step(); err != nil {
+			err = s.explain(err)
+			s.closeFailedOpen()
+			return err
+		}
+	}
+	return nil
+}
+
 // lockDir creates the directory durably and locks it.
 func (s *Store) lockDir() error {
 	present := existing(s.fs, s.dir)
 	if err := s.fs.MkdirAll(s.dir, 0o700); err != nil {
+		if errors.Is(err, fs.ErrNotExist) {
+			// Only the text: explain would report a wrapped error as a missing file of the store.
+			return errors.New("the directory cannot be created; use one on a writable file system: " + err.Error())
+		}
 		return err
 	}
 	for dir := s.dir; dir != present; dir = s.fs.PathDir(dir) {
@@ -217,7 +239,12 @@ func (s *Store) openPositions() error {
 	return s.positions.Open(s.o.FS, s.dir, positions, s.logPositionError(integrity.SyncedName))
 }
 
+// openAccepted continues the file of accepted messages. A store with a replicated log has none:
+// after a crash its files lack acknowledged messages, which the log restores.
 func (s *Store) openAccepted() error {
+	if s.withoutWAL {
+		return nil
+	}
 	if err := s.checkAccepted(); err != nil {
 		return err
 	}
@@ -272,6 +299,7 @@ func (s *Store) openDB() error {
 		Logger:                      engineLogger{s},
 		EventListener:               s.events(),
 		FormatMajorVersion:          pebble.FormatNewest,
+		DisableWAL:                  s.withoutWAL,
 		MemTableSize:                uint64(memTable),
 		MemTableStopWritesThreshold: stopWrites,
 		L0CompactionThreshold:       8,
@@ -280,11 +308,8 @@ func (s *Store) openDB() error {
 		CompactionConcurrencyRange:  func() (int, int) { return 1, 2 },
 	}
 	var err error
-	if s.db, err = pebble.Open(s.dir, opts); err != nil {
-		return err
-	}
-	s.commitLog = &localLog{db: s.db, positions: &s.positions, flusher: &s.flusher}
-	return nil
+	s.db, err = pebble.Open(s.dir, opts)
+	return err
 }
 
 // explain converts an error of the engine into one that names the cause.
@@ -642,6 +667,13 @@ func (s *Store) Lanes() []queue.LaneID {
 	return ids
 }
 
+// Sources implements queue.Store.
+func (s *Store) Sources() []string {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	return slices.Collect(maps.Keys(s.logs))
+}
+
 // SourceStats implements queue.Store.
 func (s *Store) SourceStats(source string) queue.SourceStats {
 	s.mu.RLock()
@@ -679,7 +711,8 @@ func (s *Store) sum(ledger queue.Ledger, all []ledgerHolder) queue.Ledger {
 }
 
 // Close implements queue.Store. It flushes the whole log, so that the next start has nothing to
-// replay.
+// replay. It waits for a replicated log to acknowledge the last positions; the end of the log's
+// session ends the wait.
 func (s *Store) Close() error {
 	// Writes that wait for space on a full disk hold the gate; from now on their wait is
 	// bounded.
@@ -698,7 +731,13 @@ func (s *Store) Close() error {
 	if s.disk.spaceToFlush() {
 		err = errors.Join(err, s.db.Flush())
 	}
-	if err = errors.Join(err, s.db.Close()); err == nil {
+	return errors.Join(err, s.closeDB())
+}
+
+// closeDB closes the engine and all files, and marks the shutdown as clean.
+func (s *Store) closeDB() error {
+	err := s.db.Close()
+	if err == nil {
 		err = s.writeCleanMark()
 	}
 	return errors.Join(err, s.closeFiles())
@@ -743,8 +782,12 @@ func (l engineLogger) Fatalf(format string, args ...any) {
 const positionSyncInterval = 10 * time.Second
 
 // syncPositions makes changed positions durable: after a flush, which makes logs obsolete, and
-// otherwise once per interval.
+// otherwise once per interval. The files of a store with a replicated log need no positions: the
+// log replaces them when they are damaged.
 func (s *Store) syncPositions() {
+	if s.withoutWAL {
+		return
+	}
 	if now := s.o.Now(); s.flushed.Swap(false) || now.Sub(s.positionsSynced) >= positionSyncInterval {
 		s.positionsSynced = now
 		s.positions.Sync(&s.accepted)

@@ -994,6 +994,7 @@ func (x *suite) destinations() {
 		x.equal("ledger", x.store.DestinationStats(name).Ledger, queue.Ledger{})
 	}
 	x.equal("with dead letters", list(), []string{crm})
+	x.equal("sources without lanes", x.store.Sources(), []string{source})
 	x.equal("ledger of the source", x.store.SourceStats(source).Ledger, queue.Ledger{Accepted: 4, DeadLettered: 1, Discarded: 3})
 	n, err := x.store.TrimDeadLetters(context.Background(), crm, x.Clock.Now().Add(time.Hour), x.Clock.Now(), 0)
 	x.must(err)

@@ -4,6 +4,11 @@
 //
 //	go run ./hack/bench/cluster
 //
+// With simulated pods it measures the operator alone, which asks them for reports and writes
+// statuses:
+//
+//	go run ./hack/bench/cluster -simulated 50 -destinations 200
+//
 // It needs the binaries of hack/envtest-assets. It counts writes in the API server's audit
 // log, and changes by their effect: a delivery of every pod with the new header or the
 // signature of the new secret.
@@ -26,14 +31,15 @@ import (
 )
 
 var (
-	namespaces   = flag.Int("namespaces", 50, "namespaces; each has a Source")
-	perNamespace = flag.Int("destinations", 20, "destinations in each namespace; each has a Secret")
-	dispatchers  = flag.Int("dispatchers", 3, "dispatcher processes")
-	changes      = flag.Int("changes", 200, "changes whose time to effect is measured: headers and secrets in turn")
-	writes       = flag.Int("writes", 50, "changes whose API writes are counted, without traffic")
-	idle         = flag.Duration("idle", 3*time.Minute, "duration for which writes are counted without changes")
-	ballast      = flag.Int("ballast", 100, "unused Secrets of 1,000 KiB, added after the idle time")
-	keepLogs     = flag.String("logs", "", "directory for the processes' logs; default: none")
+	namespaces    = flag.Int("namespaces", 50, "namespaces; each has a Source")
+	perNamespace  = flag.Int("destinations", 20, "destinations in each namespace; each has a Secret")
+	dispatchers   = flag.Int("dispatchers", 3, "dispatcher processes")
+	simulatedPods = flag.Int("simulated", 0, "dispatcher pods that are simulated, without a store and deliveries; then there are no dispatcher processes")
+	changeCount   = flag.Int("changes", 200, "changes whose time to effect is measured: headers and secrets in turn")
+	writes        = flag.Int("writes", 50, "changes whose API writes are counted, without traffic")
+	idle          = flag.Duration("idle", 3*time.Minute, "duration for which writes are counted without changes")
+	ballast       = flag.Int("ballast", 100, "unused Secrets of 1,000 KiB, added after the idle time")
+	keepLogs      = flag.String("logs", "", "directory for the processes' logs; default: none")
 )
 
 func main() {
@@ -58,8 +64,11 @@ func run(ctx context.Context) (err error) {
 	}
 	defer w.close()
 	fmt.Printf("%d CPUs, %s, %s; %d destinations in %d namespaces, %d dispatchers\n",
-		runtime.NumCPU(), runtime.GOOS, runtime.Version(), *namespaces**perNamespace, *namespaces, *dispatchers)
+		runtime.NumCPU(), runtime.GOOS, runtime.Version(), *namespaces**perNamespace, *namespaces, max(*dispatchers, *simulatedPods))
 	fmt.Printf("%-58s %30s   %s\n", "figure", "measured", "goal")
+	if *simulatedPods > 0 {
+		return w.scale(ctx)
+	}
 
 	if err := w.apply(ctx); err != nil {
 		return err
@@ -126,7 +135,7 @@ func run(ctx context.Context) (err error) {
 	row("apply to Ready in status, p50 / p99", quantiles(shown), "", true)
 
 	var took1, took2 []time.Duration
-	for i := range *changes {
+	for i := range *changeCount {
 		d, err := w.change(ctx, i)
 		if err != nil {
 			return err

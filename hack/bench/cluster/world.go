@@ -171,7 +171,7 @@ func (w *world) startProcesses(ctx context.Context) error {
 		return err
 	}
 	for i := range *dispatchers {
-		name, ip := fmt.Sprintf("posthorn-dispatcher-%d", i), fmt.Sprintf("127.0.0.%d", i+2)
+		name, ip := dispatcherName(i), loopback(i)
 		w.listen = append(w.listen, net.JoinHostPort(ip, calls))
 		if err := w.start(name, "dispatcher", "--kubeconfig", asDispatcher, "--namespace", release, "--pod-name", name,
 			"--listen", net.JoinHostPort(ip, calls), "--admin-listen", net.JoinHostPort(ip, admin),
@@ -182,10 +182,20 @@ func (w *world) startProcesses(ctx context.Context) error {
 			return err
 		}
 	}
-	return w.start("operator", "operator", "--kubeconfig", asOperator, "--namespace", release, "--leader-elect",
-		"--dispatcher-admin-port", admin, "--dispatcher-token-file", token, "--egress-allow", "127.0.0.0/8",
+	return w.startOperator(asOperator, admin, token)
+}
+
+// startOperator starts the operator, which asks the pods over TLS if there is a token.
+func (w *world) startOperator(kubeconfig, adminPort, tokenFile string) error {
+	return w.start("operator", "operator", "--kubeconfig", kubeconfig, "--namespace", release, "--leader-elect",
+		"--dispatcher-admin-port", adminPort, "--dispatcher-token-file", tokenFile, "--egress-allow", "127.0.0.0/8",
 		"--metrics-bind-address", "0", "--health-probe-bind-address", "0")
 }
+
+func dispatcherName(i int) string { return fmt.Sprintf("posthorn-dispatcher-%d", i) }
+
+// loopback is the address of the i-th dispatcher.
+func loopback(i int) string { return fmt.Sprintf("127.0.0.%d", i+2) }
 
 func (w *world) start(name string, args ...string) error {
 	p := &process.Posthorn{Binary: w.binary, Args: args}

@@ -1,4 +1,4 @@
-// A receiver that verifies signatures with the library of LIBRARY under SECRET: 200 if a request is
+// A receiver that verifies signatures with the library that VERIFIER names, under SECRET: 200 if a request is
 // authentic, 401 with the library's error otherwise. It prints its URL and ends with its input.
 const { createServer } = require('node:http')
 
@@ -21,7 +21,7 @@ const libraries = {
   }
 }
 
-libraries[process.env.LIBRARY]().then(verify => {
+libraries[process.env.VERIFIER]().then(verify => {
   const server = createServer((request, response) => {
     const parts = []
     request.on('data', part => parts.push(part)).on('end', () => {

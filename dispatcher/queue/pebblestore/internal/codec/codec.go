@@ -363,6 +363,19 @@ func (s *LaneState) ReadAll() bool { return s.End != 0 && s.Next >= s.End }
 // Settled is the number of messages that the lane has ended.
 func (s *LaneState) Settled() uint64 { return s.Delivered + s.Filtered + s.Buried + s.HandedOver }
 
+// AppendLogPosition encodes the last batch of the replicated log: its number and its session.
+func AppendLogPosition(dst []byte, batch uint64, session [16]byte) []byte {
+	return append(binary.BigEndian.AppendUint64(dst, batch), session[:]...)
+}
+
+// DecodeLogPosition decodes what AppendLogPosition appended.
+func DecodeLogPosition(v []byte) (batch uint64, session [16]byte, err error) {
+	if len(v) != 8+len(session) {
+		return 0, session, ErrMalformed
+	}
+	return binary.BigEndian.Uint64(v), [16]byte(v[8:]), nil
+}
+
 // AppendDropped encodes the ledger of dropped lanes, in which nothing is pending.
 func AppendDropped(dst []byte, l queue.Ledger) []byte {
 	for _, n := range [...]int64{l.Delivered, l.Filtered, l.DeadLettered, l.Discarded} {

@@ -20,6 +20,7 @@ import (
 //	mg group(8)                           the group's names
 //	ml lane(8)                            the lane's names
 //	mn                                    the last number assigned to a log, a group or a lane
+//	mr                                    the last batch of the replicated log: number(8), session(16)
 //	ms source                             the number of a Source's log(8)
 //	q lane(8) seq(8)                      a retry -> due, attempt, failure
 //	r lane(8) due(8) seq(8)               the same retries by due time -> attempt
@@ -45,14 +46,15 @@ const (
 	PrefixDest       = 'y'
 )
 
-// Keys of single values: the version of the format, the last number that was assigned, and the lists
-// of groups, lanes and Sources.
+// Keys of single values: the version of the format, the last number that was assigned, the position
+// in the replicated log, and the lists of groups, lanes and Sources.
 var (
-	KeyFormat     = []byte("mf")
-	KeyLastNumber = []byte("mn")
-	KeyGroups     = []byte("mg")
-	KeyLanes      = []byte("ml")
-	KeySources    = []byte("ms")
+	KeyFormat      = []byte("mf")
+	KeyLastNumber  = []byte("mn")
+	KeyLogPosition = []byte("mr")
+	KeyGroups      = []byte("mg")
+	KeyLanes       = []byte("ml")
+	KeySources     = []byte("ms")
 )
 
 // MessageKeyLen is the length of the key of a message.

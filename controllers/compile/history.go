@@ -1,0 +1,232 @@
+package compile
+
+import (
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+// TombstoneGrace is how long a tombstone is kept at least: the dispatchers' default grace period.
+const TombstoneGrace = 10 * time.Minute
+
+// History is a namespace's last live config, as far as the next one depends on it. The zero History
+// means that the last config is lost, or that there was none.
+type History struct {
+	// Known is true if the last config is known.
+	Known bool
+	Head  liveconfig.Head
+	// Verified is true if the config is certainly not from a backup: this process has written it, or
+	// has compared its number with the report of every pod.
+	Verified bool
+	// objects are the objects of the config, with the tombstones that they would get.
+	objects map[liveconfig.Ref]liveconfig.Tombstone
+}
+
+// HistoryOf returns the History after a config.
+func HistoryOf(last liveconfig.Revisioned) History {
+	h := History{Known: true, Head: last.Head, objects: map[liveconfig.Ref]liveconfig.Tombstone{}}
+	for _, r := range last.Objects() {
+		h.objects[r] = liveconfig.Tombstone{Object: r, UID: last.Head.UIDs[r]}
+	}
+	for _, d := range last.Destinations {
+		r := liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: d.Name}
+		t := h.objects[r]
+		t.Sources, t.Filter = d.Sources, d.Filter
+		h.objects[r] = t
+	}
+	return h
+}
+
+// Dispatchers is what the dispatcher pods report about the live config of one namespace. Its zero
+// value means that there are no pods.
+type Dispatchers struct {
+	// applied is the highest number that a pod has applied, and confirmed the highest one that every
+	// pod has.
+	applied, confirmed int64
+	// compared is true if there are pods, and all have reported since the start of the operator.
+	compared bool
+	// parked are the objects that are parked in a pod, with the number of the last config that had
+	// them and the time since when.
+	parked map[liveconfig.Ref]parked
+	// draining are the deleted objects with data in a pod.
+	draining map[liveconfig.Ref]bool
+}
+
+type parked struct {
+	number int64
+	since  time.Time
+}
+
+// Reports are the reports of the dispatcher pods about one namespace.
+type Reports struct {
+	// Ready are those of the pods that are ready. Silent is true if one of these pods does not answer.
+	Ready  []adminapi.ConfigReport
+	Silent bool
+	// Unready are those of the pods that are not ready, as far as they are known.
+	Unready []adminapi.ConfigReport
+	// Unknown is true if a pod, ready or not, has not reported since the start of the operator.
+	Unknown bool
+}
+
+// DispatchersOf returns what the pods report about a namespace.
+func DispatchersOf(r Reports) Dispatchers {
+	d := Dispatchers{
+		compared: len(r.Ready)+len(r.Unready) > 0 && !r.Silent && !r.Unknown,
+		parked:   map[liveconfig.Ref]parked{}, draining: map[liveconfig.Ref]bool{},
+	}
+	for i, n := range r.Ready {
+		if i == 0 || n.Number < d.confirmed {
+			d.confirmed = n.Number
+		}
+		d.add(n)
+	}
+	for _, n := range r.Unready {
+		d.add(n)
+	}
+	if r.Silent {
+		d.confirmed = 0
+	}
+	return d
+}
+
+// add adds the report of one pod, except for its confirmation.
+func (d *Dispatchers) add(n adminapi.ConfigReport) {
+	d.applied = max(d.applied, n.Number)
+	for _, p := range n.Parked {
+		var r liveconfig.Ref
+		if r.UnmarshalText([]byte(p.Object)) != nil {
+			continue
+		}
+		next := parked{number: p.Number, since: p.Since}
+		if before, ok := d.parked[r]; ok {
+			next.number, next.since = max(before.number, p.Number), earlier(before.since, p.Since)
+		}
+		d.parked[r] = next
+	}
+	for _, discard := range n.Discards {
+		d.draining[liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: discard.Destination}] = true
+		d.draining[liveconfig.Ref{Section: liveconfig.SectionSources, Name: discard.Source}] = true
+	}
+}
+
+func earlier(a, b time.Time) time.Time {
+	if b.Before(a) {
+		return b
+	}
+	return a
+}
+
+// Parks reports whether a pod has parked objects.
+func (d Dispatchers) Parks() bool { return len(d.parked) > 0 }
+
+// Restored reports whether a pod has applied a newer config than the last one: the last one is from
+// a backup.
+func (h History) Restored(d Dispatchers) bool { return d.applied > h.Head.Number }
+
+// Unbroken reports whether the history has no gap: the last config is known, has a number, and is
+// certainly not from a backup.
+func (h History) Unbroken(d Dispatchers) bool {
+	return h.Known && h.Head.Number > 0 && !h.Restored(d) && (h.Verified || d.compared)
+}
+
+// WithoutRoutes returns the history without the Sources and filters of the deleted destinations. With
+// it, the lanes of these destinations receive no calls in case they are restored.
+func (h History) WithoutRoutes() History {
+	h.objects, h.Head.Tombstones = maps.Clone(h.objects), slices.Clone(h.Head.Tombstones)
+	for r, t := range h.objects {
+		t.Sources, t.Filter = nil, nil
+		h.objects[r] = t
+	}
+	for i := range h.Head.Tombstones {
+		h.Head.Tombstones[i].Sources, h.Head.Tombstones[i].Filter = nil, nil
+	}
+	return h
+}
+
+// HeadBytes returns the encoded size of the next head, rounded up to KiB so that it is the same for
+// similar heads. See Next for the parameters.
+func (h History) HeadBytes(existing map[liveconfig.Ref]string, d Dispatchers, now time.Time, grace time.Duration) (int, error) {
+	const revision = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855" // As long as any.
+	head, _ := h.Next(revision, existing, d, now, grace)
+	data, err := liveconfig.EncodeHead(head)
+	const varies = 64 // The compressed revision and number.
+	return ((len(data)+varies)>>10 + 1) << 10, err
+}
+
+// Settled reports whether nothing changes in the head or in Verified without a change of an object.
+func (h History) Settled(d Dispatchers) bool {
+	return len(h.Head.Tombstones) == 0 && !d.Parks() && !h.Restored(d) && (h.Verified || !d.compared)
+}
+
+// Next returns the head of the next config, of the revision, and whether it differs from the last
+// one. existing are the UIDs of the namespace's objects.
+//
+// A deleted object gets a tombstone, which is removed after the grace, when every pod has removed the
+// object's data. A parked object gets one if its deletion is certain, because the history since its
+// last config is unbroken, or after liveconfig.ParkingTime.
+func (h History) Next(revision string, existing map[liveconfig.Ref]string, d Dispatchers, now time.Time, grace time.Duration) (head liveconfig.Head, changed bool) {
+	head = liveconfig.Head{
+		Version: liveconfig.HeadVersion, Number: h.Head.Number, Since: h.Head.Since, Revision: revision,
+		UIDs: existing, Tombstones: h.tombstones(existing, d, now, grace),
+	}
+	if h.Known && h.Head.Number > 0 && !h.Restored(d) && head.SameAs(h.Head) {
+		return h.Head, false
+	}
+	head.Number = max(max(h.Head.Number, d.applied)+1, now.UnixMilli())
+	if !h.Unbroken(d) {
+		head.Since = head.Number
+	}
+	return head, true
+}
+
+// tombstones returns the tombstones of the next head, sorted. A config from a backup proves no
+// deletion: neither that of its objects that are missing, nor, because they may have been created
+// again, those of its tombstones.
+func (h History) tombstones(existing map[liveconfig.Ref]string, d Dispatchers, now time.Time, grace time.Duration) []liveconfig.Tombstone {
+	all := map[liveconfig.Ref]liveconfig.Tombstone{}
+	if h.Restored(d) {
+		h.objects, h.Head.Tombstones = nil, nil
+	}
+	for r, t := range h.objects {
+		t.DeletedAt = now.UTC().Truncate(time.Second)
+		all[r] = t
+	}
+	unbroken := h.Unbroken(d)
+	for r, p := range d.parked {
+		certain := unbroken && p.number >= h.Head.Since
+		if _, known := all[r]; !known && (certain || now.Sub(p.since) >= liveconfig.ParkingTime) {
+			all[r] = liveconfig.Tombstone{Object: r, DeletedAt: now.UTC().Truncate(time.Second)}
+		}
+	}
+	for _, t := range h.Head.Tombstones {
+		_, parked := d.parked[t.Object]
+		if now.Sub(t.DeletedAt) < grace || d.confirmed < h.Head.Number || parked || d.draining[t.Object] {
+			all[t.Object] = t
+		} else {
+			delete(all, t.Object)
+		}
+	}
+	for r := range existing {
+		delete(all, r)
+	}
+	return slices.SortedFunc(maps.Values(all), func(a, b liveconfig.Tombstone) int {
+		return strings.Compare(a.Object.String(), b.Object.String())
+	})
+}
+
+// Existing returns the UIDs of the objects that have data in the dispatchers' stores.
+func (t Table) Existing(objects []Object) map[liveconfig.Ref]string {
+	existing := map[liveconfig.Ref]string{}
+	for _, o := range objects {
+		for _, k := range t {
+			if k.is(o) && slices.Contains([]string{liveconfig.SectionSources, liveconfig.SectionDestinations, liveconfig.SectionAudiences}, k.Section) {
+				existing[liveconfig.Ref{Section: k.Section, Name: o.GetName()}] = string(o.GetUID())
+			}
+		}
+	}
+	return existing
+}

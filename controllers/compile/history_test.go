@@ -1,0 +1,153 @@
+package compile
+
+import (
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+var (
+	refWeb = liveconfig.Ref{Section: liveconfig.SectionSources, Name: "web"}
+	refCRM = liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: "crm"}
+	refERP = liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: "erp"}
+)
+
+// The last config has the Source web and the destination crm, and the number of start.
+func TestNextHead(t *testing.T) {
+	start := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
+	number := start.UnixMilli()
+	filter := &liveconfig.Filter{Types: []string{"track"}}
+	uids := map[liveconfig.Ref]string{refWeb: "1", refCRM: "2"}
+	config := liveconfig.Config{
+		Namespace: "shop", Sources: []liveconfig.Source{{Name: "web"}},
+		Destinations: []liveconfig.Destination{{Name: "crm", Sources: []string{"web"}, Filter: filter}},
+	}
+	last := liveconfig.Head{Version: liveconfig.HeadVersion, Number: number, Since: 100, Revision: "r1", UIDs: uids}
+	onlyWeb := map[liveconfig.Ref]string{refWeb: "1"}
+	deleted := liveconfig.Tombstone{Object: refCRM, UID: "2", DeletedAt: start.Add(time.Hour), Sources: []string{"web"}, Filter: filter}
+	tombstone := func(r liveconfig.Ref, age time.Duration) liveconfig.Tombstone {
+		return liveconfig.Tombstone{Object: r, DeletedAt: start.Add(time.Hour - age)}
+	}
+	pod := func(n int64, change ...func(*adminapi.ConfigReport)) adminapi.ConfigReport {
+		r := adminapi.ConfigReport{Number: n}
+		for _, f := range change {
+			f(&r)
+		}
+		return r
+	}
+	parks := func(r liveconfig.Ref, number int64, age time.Duration) func(*adminapi.ConfigReport) {
+		return func(n *adminapi.ConfigReport) {
+			n.Parked = append(n.Parked, adminapi.ParkedObject{Object: r.String(), Number: number, Since: start.Add(time.Hour - age)})
+		}
+	}
+	drains := func(n *adminapi.ConfigReport) {
+		n.Discards = []adminapi.Discard{{Source: "web", Destination: "erp", Messages: 1}}
+	}
+	for name, c := range map[string]struct {
+		head     liveconfig.Head // Default last.
+		unknown  bool
+		restart  bool   // The operator has started; it has not verified the last config.
+		revision string // Default r1.
+		existing map[liveconfig.Ref]string
+		pods     []adminapi.ConfigReport
+		silent   bool
+		unready  []adminapi.ConfigReport
+		unheard  bool          // A pod has not reported since the start of the operator.
+		later    time.Duration // Default an hour.
+		// Expected.
+		unchanged  bool
+		number     int64 // Default the time.
+		since      int64 // Default 100.
+		tombstones []liveconfig.Tombstone
+	}{
+		"nothing changed":                {existing: uids, pods: []adminapi.ConfigReport{pod(number)}, unchanged: true},
+		"another revision":               {revision: "r2", existing: uids},
+		"another UID":                    {existing: map[liveconfig.Ref]string{refWeb: "1", refCRM: "3"}},
+		"clock set back":                 {revision: "r2", existing: uids, later: -time.Hour, number: number + 1},
+		"object deleted":                 {revision: "r2", existing: onlyWeb, tombstones: []liveconfig.Tombstone{deleted}},
+		"a pod has a newer config":       {existing: uids, pods: []adminapi.ConfigReport{pod(number), pod(number + 5)}, since: -1},
+		"object missing after a restore": {existing: onlyWeb, pods: []adminapi.ConfigReport{pod(number + 5)}, since: -1},
+		"tombstone from a backup":        {head: buried(last, tombstone(refERP, 0)), existing: uids, pods: []adminapi.ConfigReport{pod(number + 5)}, since: -1},
+		"a pod is ahead of the clock":    {existing: uids, pods: []adminapi.ConfigReport{pod(number * 2)}, number: number*2 + 1, since: -1},
+		"last config unknown":            {unknown: true, existing: uids, pods: []adminapi.ConfigReport{pod(number)}, since: -1},
+		"of release 0.2.0":               {head: liveconfig.Head{Revision: "r1"}, revision: "r2", existing: onlyWeb, since: -1, tombstones: []liveconfig.Tombstone{{Object: refCRM, DeletedAt: start.Add(time.Hour), Sources: []string{"web"}, Filter: filter}}},
+
+		"parked, deletion certain":   {existing: uids, pods: []adminapi.ConfigReport{pod(number, parks(refERP, 100, 0))}, tombstones: []liveconfig.Tombstone{tombstone(refERP, 0)}},
+		"parked, history incomplete": {existing: uids, pods: []adminapi.ConfigReport{pod(number, parks(refERP, 99, 6*24*time.Hour))}, unchanged: true},
+		"parked for a week":          {existing: uids, pods: []adminapi.ConfigReport{pod(number, parks(refERP, 99, 7*24*time.Hour))}, tombstones: []liveconfig.Tombstone{tombstone(refERP, 0)}},
+		"parked by a restored Secret": {existing: uids, since: -1,
+			pods: []adminapi.ConfigReport{pod(number+5, parks(refERP, number+5, 0))}},
+		"parked and existing": {existing: uids, pods: []adminapi.ConfigReport{pod(number, parks(refCRM, 100, 0))}, unchanged: true},
+
+		"first change, all pods compared":     {restart: true, revision: "r2", existing: uids, pods: []adminapi.ConfigReport{pod(number)}},
+		"first change, no pods":               {restart: true, revision: "r2", existing: uids, since: -1},
+		"first change, a silent pod":          {restart: true, revision: "r2", existing: uids, pods: []adminapi.ConfigReport{pod(number)}, silent: true, since: -1},
+		"first change, an unready pod":        {restart: true, revision: "r2", existing: uids, pods: []adminapi.ConfigReport{pod(number)}, unready: []adminapi.ConfigReport{pod(number - 1)}},
+		"first change, an unheard pod":        {restart: true, revision: "r2", existing: uids, pods: []adminapi.ConfigReport{pod(number)}, unheard: true, since: -1},
+		"no change, no pods":                  {restart: true, existing: uids, unchanged: true},
+		"parked, not verified":                {restart: true, existing: uids, pods: []adminapi.ConfigReport{pod(number, parks(refERP, 100, 0))}, unheard: true, unchanged: true},
+		"an unready pod has a newer config":   {existing: uids, unready: []adminapi.ConfigReport{pod(number + 5)}, since: -1},
+		"parked in an unready pod":            {existing: uids, unready: []adminapi.ConfigReport{pod(number, parks(refERP, 100, 0))}, tombstones: []liveconfig.Tombstone{tombstone(refERP, 0)}},
+		"unready pods do not confirm":         {head: buried(last, tombstone(refERP, time.Hour)), existing: uids, unready: []adminapi.ConfigReport{pod(number)}, unchanged: true},
+		"unready pods do not prevent removal": {head: buried(last, tombstone(refERP, time.Hour)), existing: uids, pods: []adminapi.ConfigReport{pod(number)}, unready: []adminapi.ConfigReport{pod(number - 1)}},
+
+		"tombstone within the grace":     {head: buried(last, tombstone(refERP, 9*time.Minute)), existing: uids, pods: []adminapi.ConfigReport{pod(number)}, unchanged: true},
+		"tombstone confirmed":            {head: buried(last, tombstone(refERP, 10*time.Minute)), existing: uids, pods: []adminapi.ConfigReport{pod(number), pod(number)}},
+		"tombstone of a restored object": {head: buried(last, tombstone(refCRM, 0)), existing: uids, pods: []adminapi.ConfigReport{pod(number)}},
+		"a pod has not confirmed":        {head: buried(last, tombstone(refERP, time.Hour)), existing: uids, pods: []adminapi.ConfigReport{pod(number), pod(number - 1)}, unchanged: true},
+		"a pod has data":                 {head: buried(last, tombstone(refERP, time.Hour)), existing: uids, pods: []adminapi.ConfigReport{pod(number, drains)}, unchanged: true},
+		"a pod does not answer":          {head: buried(last, tombstone(refERP, time.Hour)), existing: uids, pods: []adminapi.ConfigReport{pod(number)}, silent: true, unchanged: true},
+		"no pods":                        {head: buried(last, tombstone(refERP, time.Hour)), existing: uids, unchanged: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if c.head.Revision == "" {
+				c.head = last
+			}
+			var h History
+			if !c.unknown {
+				h = HistoryOf(liveconfig.Revisioned{Config: config, Revision: "r1", Head: c.head})
+			}
+			if c.revision == "" {
+				c.revision = "r1"
+			}
+			now := start.Add(time.Hour + c.later)
+			if c.later < 0 {
+				now = start.Add(c.later)
+			}
+			h.Verified = !c.restart
+			reports := Reports{Ready: c.pods, Silent: c.silent, Unready: c.unready, Unknown: c.unheard}
+			head, changed := h.Next(c.revision, c.existing, DispatchersOf(reports), now, TombstoneGrace)
+			if changed == c.unchanged {
+				t.Errorf("changed: got %t, want %t", changed, !c.unchanged)
+			}
+			if c.unchanged {
+				if diff := cmp.Diff(c.head, head); diff != "" {
+					t.Errorf("head (-want +got):\n%s", diff)
+				}
+				return
+			}
+			want := liveconfig.Head{Version: liveconfig.HeadVersion, Number: c.number, Since: c.since, Revision: c.revision, UIDs: c.existing, Tombstones: c.tombstones}
+			if want.Number == 0 {
+				want.Number = now.UnixMilli()
+			}
+			switch {
+			case c.since < 0:
+				want.Since = want.Number
+			case c.head.Number > 0:
+				want.Since = 100
+			}
+			if diff := cmp.Diff(want, head); diff != "" {
+				t.Errorf("head (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func buried(h liveconfig.Head, t liveconfig.Tombstone) liveconfig.Head {
+	h.Tombstones = []liveconfig.Tombstone{t}
+	return h
+}

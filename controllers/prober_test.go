@@ -1,0 +1,179 @@
+package controllers
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/client-go/tools/events"
+
+	"github.com/posthorn/posthorn/controllers/health"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+)
+
+// newProbe adds a pod without a goroutine to a prober.
+func newProbe(p *prober, pod Pod, starting bool) *probe {
+	probe := &probe{stop: func() {}, started: time.Now(), answered: time.Now(), starting: starting}
+	p.probes[pod] = probe
+	return probe
+}
+
+func TestSilentPod(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx := context.Background()
+		recorder := events.NewFakeRecorder(10)
+		p := newProber(nil, time.Second, nil, func([]string) {}, silentPodEvents(recorder))
+		pod := Pod{Name: "dispatcher-0", Workload: corev1.ObjectReference{Kind: "StatefulSet", Name: "dispatcher"}}
+		probe := newProbe(p, pod, false)
+		p.listed = true
+		report := &adminapi.Report{Pod: "dispatcher-0"}
+		state := func() (health.Pod, string) {
+			t.Helper()
+			pods, complete := p.reports()
+			if !complete || len(pods) != 1 {
+				t.Fatalf("reports: got %d pods, complete %v; want 1, true", len(pods), complete)
+			}
+			select {
+			case event := <-recorder.Events:
+				return pods[0], event
+			default:
+				return pods[0], ""
+			}
+		}
+		for _, step := range []struct {
+			name  string
+			after time.Duration
+			err   error
+			want  health.Pod
+			event string
+		}{
+			{"answers", 0, nil, health.Pod{Report: adminapi.NewIndex(*report)}, ""},
+			{"a lost request", answerGrace, errors.New("timeout"), health.Pod{Report: adminapi.NewIndex(*report)}, ""},
+			{"silent", time.Second, errors.New("timeout"), health.Pod{Report: adminapi.NewIndex(*report), Silent: true},
+				"Warning DispatcherSilent dispatcher pod dispatcher-0 is ready, but has not answered the operator for 10s; the statuses of its objects show its last report"},
+			{"still silent", time.Second, errors.New("timeout"), health.Pod{Report: adminapi.NewIndex(*report), Silent: true}, ""},
+			{"silent for a long time", outdatedAfter, errors.New("timeout"), health.Pod{Report: adminapi.NewIndex(*report), Silent: true, Outdated: true}, ""},
+			{"answers again", time.Second, nil, health.Pod{Report: adminapi.NewIndex(*report)}, "Normal DispatcherAnswers dispatcher pod dispatcher-0 answers the operator again"},
+		} {
+			time.Sleep(step.after)
+			if step.err != nil {
+				p.record(ctx, pod, probe, nil, step.err)
+			} else {
+				p.record(ctx, pod, probe, report, nil)
+			}
+			p.expire(time.Now())
+			got, event := state()
+			step.want.Name = "dispatcher-0"
+			if diff := cmp.Diff(step.want, got, cmp.AllowUnexported(adminapi.Index{})); diff != "" {
+				t.Errorf("%s: pod (-want +got):\n%s", step.name, diff)
+			}
+			if event != step.event {
+				t.Errorf("%s: event: got %q, want %q", step.name, event, step.event)
+			}
+		}
+	})
+}
+
+// A pod that is not ready when the operator starts is known, so that sums without its share are
+// recognized as incomplete.
+func TestPodThatIsNotReady(t *testing.T) {
+	p := newProber(nil, time.Second, nil, func([]string) {}, func(Pod, bool) {})
+	p.follow(t.Context(), []Pod{{Name: "dispatcher-0"}}, nil)
+	got, complete := p.reports()
+	if diff := cmp.Diff([]health.Pod{{Name: "dispatcher-0", Absent: true}}, got); diff != "" || !complete {
+		t.Errorf("complete %v, pods (-want +got):\n%s", complete, diff)
+	}
+}
+
+// Of a pod that runs and is not ready, only the states of the live configs are used.
+func TestUnreadyPod(t *testing.T) {
+	ctx := t.Context()
+	p := newProber(nil, time.Second, nil, func([]string) { t.Error("changed was called") }, func(Pod, bool) { t.Error("silenced was called") })
+	ready, unready := adminapi.NewIndex(adminapi.Report{Pod: "before"}), &adminapi.Report{Configs: []adminapi.ConfigReport{{Namespace: "shop", Number: 7}}}
+	p.listed, p.notReady = true, []string{"dispatcher-0"}
+	p.last["dispatcher-0"] = lastReport{report: ready, answered: time.Now()}
+	pod := Pod{Name: "dispatcher-0", URL: "a", Unready: true}
+	probe := newProbe(p, pod, false)
+	for _, step := range []struct {
+		name   string
+		report *adminapi.Report
+		err    error
+		want   *adminapi.Index
+	}{
+		{"refused", nil, errors.New("connection refused"), nil},
+		{"answers", unready, nil, adminapi.NewIndex(*unready)},
+		{"unchanged", nil, nil, adminapi.NewIndex(*unready)},
+		{"refused again", nil, errors.New("connection refused"), nil},
+	} {
+		p.record(ctx, pod, probe, step.report, step.err)
+		got, complete := p.reports()
+		want := []health.Pod{{Name: "dispatcher-0", Report: ready, Configs: step.want, Absent: true}}
+		if diff := cmp.Diff(want, got, cmp.AllowUnexported(adminapi.Index{})); diff != "" || !complete {
+			t.Errorf("%s: complete %v, pods (-want +got):\n%s", step.name, complete, diff)
+		}
+	}
+}
+
+func TestPodURL(t *testing.T) {
+	running := corev1.ContainerStatus{State: corev1.ContainerState{Running: &corev1.ContainerStateRunning{}}}
+	waiting := corev1.ContainerStatus{State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{}}}
+	for name, c := range map[string]struct {
+		ip        string
+		ready     corev1.ConditionStatus
+		container corev1.ContainerStatus
+		want      Pod
+	}{
+		"ready":              {"10.0.0.7", corev1.ConditionTrue, running, Pod{URL: "https://10.0.0.7:8081"}},
+		"running, not ready": {"10.0.0.7", corev1.ConditionFalse, running, Pod{URL: "https://10.0.0.7:8081", Unready: true}},
+		"container waits":    {"10.0.0.7", corev1.ConditionFalse, waiting, Pod{Unready: true}},
+		"running without IP": {"", corev1.ConditionFalse, running, Pod{Unready: true}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			pod := &corev1.Pod{Status: corev1.PodStatus{
+				PodIP: c.ip, ContainerStatuses: []corev1.ContainerStatus{c.container},
+				Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: c.ready}},
+			}}
+			if diff := cmp.Diff(c.want, clusterPods{scheme: "https", port: 8081}.pod(pod)); diff != "" {
+				t.Errorf("pod (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestReplacedPod(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx := context.Background()
+		p := newProber(nil, time.Second, nil, func([]string) {}, func(Pod, bool) {})
+		p.listed = true
+		old, replacement := Pod{Name: "dispatcher-0", URL: "a"}, Pod{Name: "dispatcher-0", URL: "b"}
+		first, second := &adminapi.Report{Pod: "first"}, &adminapi.Report{Pod: "second"}
+		expect := func(step string, want health.Pod) {
+			t.Helper()
+			want.Name = "dispatcher-0"
+			got, complete := p.reports()
+			if diff := cmp.Diff([]health.Pod{want}, got, cmp.AllowUnexported(adminapi.Index{})); diff != "" || !complete {
+				t.Errorf("%s: complete %v, pods (-want +got):\n%s", step, complete, diff)
+			}
+		}
+		p.record(ctx, old, newProbe(p, old, false), first, nil)
+		expect("ready", health.Pod{Report: adminapi.NewIndex(*first)})
+		delete(p.probes, old)
+		expect("absent", health.Pod{Report: adminapi.NewIndex(*first), Absent: true})
+		time.Sleep(outdatedAfter + time.Second)
+		p.expire(time.Now())
+		expect("absent for a long time", health.Pod{Report: adminapi.NewIndex(*first), Absent: true, Outdated: true})
+		probe := newProbe(p, replacement, true)
+		expect("replaced", health.Pod{Report: adminapi.NewIndex(*first), Silent: true, Outdated: true, Starting: true})
+		p.record(ctx, replacement, probe, second, nil)
+		expect("the replacement answers", health.Pod{Report: adminapi.NewIndex(*second), Starting: true})
+		time.Sleep(startGrace + time.Second)
+		if !p.expire(time.Now()) {
+			t.Error("the end of the grace of a pod that started: got no change, want one")
+		}
+		expect("the replacement has started", health.Pod{Report: adminapi.NewIndex(*second)})
+	})
+}

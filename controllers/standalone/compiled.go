@@ -1,0 +1,91 @@
+package standalone
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/posthorn/posthorn/controllers/compile"
+	"github.com/posthorn/posthorn/controllers/manifest"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+// Compiled is the result of Compile.
+type Compiled struct {
+	Namespaces []CompiledNamespace `json:"namespaces"`
+	Problems   []manifest.Problem  `json:"problems,omitempty"`
+	Ignored    []manifest.Problem  `json:"ignored,omitempty"`
+	// NotAccepted has a problem for each condition Accepted or ResolvedRefs that is False in
+	// Namespaces, with the position of the object.
+	NotAccepted []manifest.Problem `json:"-"`
+	// Objects is the number of valid objects, Secrets included.
+	Objects int `json:"-"`
+}
+
+// CompiledNamespace is one namespace's part.
+type CompiledNamespace struct {
+	Namespace string `json:"namespace"`
+	// Revision and EncodedBytes are those of the live config.
+	Revision     string            `json:"revision"`
+	EncodedBytes int               `json:"encodedBytes"`
+	Config       liveconfig.Config `json:"config"`
+	// Verdicts are the conditions Accepted and ResolvedRefs of each object.
+	Verdicts compile.Verdicts `json:"verdicts"`
+}
+
+// OK reports whether every manifest is valid, and every object is accepted and
+// has its references resolved.
+func (c Compiled) OK() bool {
+	return len(c.Problems)+len(c.NotAccepted) == 0
+}
+
+// Compile compiles a folder of manifests, or one file, without running a Control. The
+// result prints and marshals without secrets. Compile returns an error only if the folder
+// cannot be read or has no manifest.
+func Compile(path string, policy compile.Policy) (Compiled, error) {
+	if _, err := definitions(); err != nil {
+		return Compiled{}, err
+	}
+	marks, err := manifests(path)
+	if err != nil {
+		return Compiled{}, err
+	}
+	if len(marks) == 0 {
+		return Compiled{}, fmt.Errorf("%s has no manifest (*.yaml, *.yml, *.json)", path)
+	}
+	s := newStore()
+	s.load(marks, time.Now())
+	out := Compiled{Namespaces: []CompiledNamespace{}, Problems: s.problems, Ignored: s.ignored, Objects: len(s.objects)}
+	snapshots := s.snapshots(policy)
+	for _, namespace := range slices.Sorted(maps.Keys(snapshots)) {
+		config, verdicts := compilers.Compile(*snapshots[namespace])
+		encoded, err := compilers.Encode(config, verdicts, liveconfig.MaxEncodedBytes, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
+		if err != nil {
+			return Compiled{}, fmt.Errorf("namespace %s: %w", namespace, err)
+		}
+		out.Namespaces = append(out.Namespaces, CompiledNamespace{Namespace: namespace, Revision: encoded.Revision, EncodedBytes: len(encoded.Data), Config: encoded.Config, Verdicts: encoded.Verdicts})
+		out.NotAccepted = append(out.NotAccepted, s.notAccepted(namespace, encoded.Verdicts)...)
+	}
+	return out, nil
+}
+
+// notAccepted returns the conditions of a namespace's verdicts that are False.
+func (s *store) notAccepted(namespace string, verdicts compile.Verdicts) (list []manifest.Problem) {
+	for _, o := range s.sorted() {
+		v, ok := verdicts[o.of.Compile.Section][o.name]
+		if o.resource == nil || o.namespace != namespace || !ok {
+			continue
+		}
+		add := func(message, reason string) {
+			list = append(list, manifest.Problem{File: o.file, Line: o.line, Object: o.String(), Message: fmt.Sprintf("%s (%s)", message, reason)})
+		}
+		if !v.Accepted {
+			add(v.Message, v.Reason)
+		}
+		if v.Unresolved != nil {
+			add(v.Unresolved.Message, v.Unresolved.Reason)
+		}
+	}
+	return list
+}

@@ -1,0 +1,129 @@
+package adminapi
+
+import (
+	"maps"
+	"reflect"
+	"slices"
+	"strings"
+)
+
+// Index is the state of one dispatcher as of its reports, by namespace and name. It is immutable:
+// Merge returns another Index, which shares the unchanged parts.
+type Index struct {
+	// Pod, Cursor, Ready, Storage and Configs are those of the last report.
+	Pod     string
+	Cursor  string
+	Ready   bool
+	Storage StorageReport
+	Configs []ConfigReport
+
+	namespaces map[string]*NamespaceIndex
+}
+
+// NamespaceIndex is the state of one namespace in one dispatcher.
+type NamespaceIndex struct {
+	Revision string
+	Refused  *RefusedConfig
+	// The reports of the objects, by name.
+	Sources      map[string]*SourceReport
+	Destinations map[string]*DestinationReport
+	Audiences    map[string]*AudienceReport
+	Deletions    map[string]*DeletionReport
+	Redeliveries map[string]*RedeliveryReport
+}
+
+// NewIndex returns the Index of a full report.
+func NewIndex(r Report) *Index {
+	x, _ := (*Index)(nil).Merge(r)
+	return x
+}
+
+// Namespace returns the state of a namespace, or nil.
+func (x *Index) Namespace(name string) *NamespaceIndex {
+	if x == nil {
+		return nil
+	}
+	return x.namespaces[name]
+}
+
+// Config returns the state of a namespace's live config; it is zero if the dispatcher has none.
+func (x *Index) Config(namespace string) ConfigReport {
+	if x == nil {
+		return ConfigReport{}
+	}
+	i, ok := slices.BinarySearchFunc(x.Configs, namespace, func(c ConfigReport, name string) int { return strings.Compare(c.Namespace, name) })
+	if !ok {
+		return ConfigReport{}
+	}
+	return x.Configs[i]
+}
+
+// Merge returns the Index after a report, and the names of the changed namespaces, sorted. A delta
+// changes x; a full report replaces it.
+func (x *Index) Merge(r Report) (next *Index, changed []string) {
+	next = &Index{Pod: r.Pod, Cursor: r.Cursor, Ready: r.Ready, Storage: r.Storage, Configs: r.Configs, namespaces: map[string]*NamespaceIndex{}}
+	before := map[string]*NamespaceIndex{}
+	if x != nil {
+		before = x.namespaces
+	}
+	if r.Delta {
+		next.namespaces = maps.Clone(before)
+	}
+	for i := range r.Namespaces {
+		n := &r.Namespaces[i]
+		old := before[n.Namespace]
+		var merged *NamespaceIndex
+		if r.Delta && !n.Complete {
+			merged = old.merge(n)
+		} else if merged = (*NamespaceIndex)(nil).merge(n); old != nil && reflect.DeepEqual(old, merged) {
+			next.namespaces[n.Namespace] = old
+			continue
+		}
+		next.namespaces[n.Namespace] = merged
+		changed = append(changed, n.Namespace)
+	}
+	for _, name := range r.RemovedNamespaces {
+		delete(next.namespaces, name)
+	}
+	for name := range before {
+		if next.namespaces[name] == nil {
+			changed = append(changed, name)
+		}
+	}
+	slices.Sort(changed)
+	return next, changed
+}
+
+// merge returns the state after the changes of a report; n may be nil.
+func (n *NamespaceIndex) merge(r *NamespaceReport) *NamespaceIndex {
+	if n == nil {
+		n = &NamespaceIndex{}
+	}
+	return &NamespaceIndex{
+		Revision: r.Revision, Refused: r.Refused,
+		Sources:      merge(n.Sources, r.Sources, r.Removed.Sources, func(o *SourceReport) string { return o.Name }),
+		Destinations: merge(n.Destinations, r.Destinations, r.Removed.Destinations, func(o *DestinationReport) string { return o.Name }),
+		Audiences:    merge(n.Audiences, r.Audiences, r.Removed.Audiences, func(o *AudienceReport) string { return o.Name }),
+		Deletions:    merge(n.Deletions, r.Deletions, r.Removed.Deletions, func(o *DeletionReport) string { return o.Name }),
+		Redeliveries: merge(n.Redeliveries, r.Redeliveries, r.Removed.Redeliveries, func(o *RedeliveryReport) string { return o.Name }),
+	}
+}
+
+// merge returns before itself if nothing changed, and a copy otherwise.
+func merge[R any](before map[string]*R, changed []R, removed []string, name func(*R) string) map[string]*R {
+	if len(changed) == 0 && len(removed) == 0 {
+		return before
+	}
+	next := maps.Clone(before)
+	if next == nil {
+		next = make(map[string]*R, len(changed))
+	}
+	for _, name := range removed {
+		delete(next, name)
+	}
+	for i := range changed {
+		one := changed[i] // A copy, so that no object keeps the memory of a whole report.
+		next[name(&one)] = &one
+	}
+	return next
+}

@@ -1,0 +1,211 @@
+package slots
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+)
+
+// Replica is a copy of a store that applies the batches of a stream; pebblestore.Replica.
+type Replica interface {
+	// Position is the last batch of the copy.
+	Position() pebblestore.Position
+	// Apply applies the batch at the next position. It may keep and change the batch.
+	Apply(at pebblestore.Position, batch []byte) error
+}
+
+// DamageError reports a record that cannot follow the records before it: it is malformed, it is of
+// a session without a claim, or batches are missing before it.
+type DamageError struct {
+	// Sequence is that of the record in the stream.
+	Sequence uint64
+	Err      error
+}
+
+func (e *DamageError) Error() string {
+	return fmt.Sprintf("the log is damaged at record %d: %v", e.Sequence, e.Err)
+}
+
+func (e *DamageError) Unwrap() error { return e.Err }
+
+// follower applies the records of a stream to a copy. It skips the batches that the copy has.
+type follower struct {
+	copy Replica
+	// next is the sequence of the next record.
+	next uint64
+	// session and epoch are those of the last claim; epoch is 0 until a record names them.
+	session pebblestore.Session
+	epoch   uint64
+	// last is the last batch of the records so far.
+	last uint64
+	// parts has the parts of the batch last + 1.
+	parts []byte
+}
+
+// apply applies the next record.
+func (f *follower) apply(e Entry) error {
+	h, payload, err := decodeRecord(e.Record)
+	if err == nil && e.Sequence != f.next {
+		err = fmt.Errorf("records %d to %d are missing", f.next, e.Sequence-1)
+	}
+	if err == nil {
+		err = f.applyRecord(h, payload)
+	}
+	if err != nil {
+		return &DamageError{e.Sequence, err}
+	}
+	f.next = e.Sequence + 1
+	return nil
+}
+
+func (f *follower) applyRecord(h header, payload []byte) error {
+	if h.kind == kindSuspect {
+		return nil
+	}
+	if h.kind == kindClaim {
+		return f.applyClaim(h)
+	}
+	if f.epoch == 0 { // The first record of a part of the stream.
+		f.session, f.epoch = h.session, h.epoch
+	}
+	if h.session != f.session || h.epoch != f.epoch {
+		return fmt.Errorf("the record is of session %x, but session %x claimed the slot", h.session, f.session)
+	}
+	if h.first != f.last+1 {
+		return fmt.Errorf("batch %d follows batch %d: batches are missing or repeated", h.first, f.last)
+	}
+	switch h.kind {
+	case kindBatches:
+		return f.applyBatches(h, payload)
+	case kindPart, kindLastPart:
+		return f.applyPart(h, payload)
+	case kindHeartbeat, kindReleased:
+		return nil
+	}
+	return fmt.Errorf("the record has the unknown %v", h.kind)
+}
+
+func (f *follower) applyClaim(h header) error {
+	if f.epoch != 0 && h.epoch != f.epoch+1 {
+		return fmt.Errorf("a claim of epoch %d follows epoch %d", h.epoch, f.epoch)
+	}
+	if h.last != f.last {
+		return fmt.Errorf("a claim continues behind batch %d, but the last one is %d", h.last, f.last)
+	}
+	f.session, f.epoch, f.parts = h.session, h.epoch, nil
+	return nil
+}
+
+func (f *follower) applyBatches(h header, payload []byte) error {
+	for number := h.first; number <= h.last; number++ {
+		var batch []byte
+		var err error
+		if batch, payload, err = cutBatch(payload); err != nil {
+			return err
+		}
+		if err := f.applyBatch(number, batch); err != nil {
+			return err
+		}
+	}
+	if len(payload) > 0 {
+		return fmt.Errorf("%d bytes follow the last batch", len(payload))
+	}
+	return nil
+}
+
+func (f *follower) applyPart(h header, payload []byte) error {
+	if h.kind == kindPart {
+		f.parts = append(f.parts, payload...)
+		return nil
+	}
+	batch := append(f.parts, payload...)
+	f.parts = nil
+	return f.applyBatch(h.last, batch)
+}
+
+func (f *follower) applyBatch(number uint64, batch []byte) error {
+	f.last = number
+	if number <= f.copy.Position().Batch {
+		return nil
+	}
+	return f.copy.Apply(pebblestore.Position{Batch: number, Session: f.session}, batch)
+}
+
+// follow applies the records up to a sequence.
+func (f *follower) follow(ctx context.Context, log Log, last uint64) error {
+	if f.next > last {
+		return nil
+	}
+	errReached := errors.New("reached the last record")
+	err := log.Tail(ctx, f.next, func(e Entry) error {
+		if err := f.apply(e); err != nil {
+			return err
+		}
+		if e.Sequence >= last {
+			return errReached
+		}
+		return nil
+	})
+	if errors.Is(err, errReached) {
+		return nil
+	}
+	return err
+}
+
+// ErrForeignCopy reports that a copy is not a part of the stream: it has batches that the stream
+// does not have, batches of another session, or it ends before the stream begins.
+var ErrForeignCopy = errors.New("the copy is not a part of the log")
+
+// newFollower finds the record with the last batch of a copy. The record must be in the stream and
+// of the copy's session. A copy without batches begins with the first batch.
+func newFollower(ctx context.Context, log Log, copied Replica) (*follower, error) {
+	s, err := log.State(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("read the state of the log: %w", err)
+	}
+	position := copied.Position()
+	e, h, err := findBatch(ctx, log, s, max(position.Batch, 1))
+	isNew := position.Batch == 0
+	switch {
+	case isNew && (errors.Is(err, ErrNoRecord) || err == nil && h.first <= 1):
+		return &follower{copy: copied, next: s.First}, nil
+	case errors.Is(err, ErrNoRecord):
+		return nil, fmt.Errorf("%w: it ends with batch %d, which the log does not have", ErrForeignCopy, position.Batch)
+	case err != nil:
+		return nil, err
+	case isNew || h.first > position.Batch:
+		return nil, fmt.Errorf("%w: it ends with batch %d, and the log begins with batch %d", ErrForeignCopy, position.Batch, h.first)
+	case h.session != position.Session:
+		return nil, fmt.Errorf("%w: its batch %d is of session %x, and that of the log is of session %x", ErrForeignCopy, position.Batch, position.Session, h.session)
+	}
+	return &follower{copy: copied, next: e.Sequence, last: h.first - 1}, nil
+}
+
+// findBatch returns the first record with which a batch is complete. The last batches of the
+// records ascend, so that a binary search finds it.
+func findBatch(ctx context.Context, log Log, s State, batch uint64) (found Entry, h header, err error) {
+	err = ErrNoRecord
+	for low, high := s.First, s.Last+1; low < high; {
+		middle := low + (high-low)/2
+		e, getErr := log.Get(ctx, middle)
+		if getErr != nil && !errors.Is(getErr, ErrNoRecord) {
+			return found, h, fmt.Errorf("read record %d of the log: %w", middle, getErr)
+		}
+		if getErr != nil || e.Sequence >= high {
+			high = middle // The records from here on were removed.
+			continue
+		}
+		head, _, decodeErr := decodeRecord(e.Record)
+		if decodeErr != nil {
+			return found, h, &DamageError{e.Sequence, decodeErr}
+		}
+		if head.last >= batch {
+			found, h, err, high = e, head, nil, middle
+		} else {
+			low = e.Sequence + 1
+		}
+	}
+	return found, h, err
+}

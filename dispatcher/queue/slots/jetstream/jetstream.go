@@ -1,0 +1,161 @@
+// Package jetstream keeps the streams of slots in NATS JetStream. It is the only package that uses
+// NATS.
+package jetstream
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+)
+
+var _ slots.Log = (*Log)(nil)
+
+// duplicateWindow is the time for which the server finds a repeated record by its id. Later it is
+// found by its expected sequence.
+const duplicateWindow = 2 * time.Minute
+
+// Error codes of the server that package jetstream of nats.go does not name.
+const (
+	codeStoreFailed       jetstream.ErrorCode = 10077
+	codeDuplicateConflict jetstream.ErrorCode = 10158
+)
+
+// StreamConfig describes the stream of a slot.
+type StreamConfig struct {
+	// Name is the name of the stream. Its records have the subject Subject.
+	Name, Subject string
+	// Replicas is the number of servers with a copy.
+	Replicas int
+	// MaxBytes is the size at which the stream accepts no more records.
+	MaxBytes int64
+}
+
+// Log is the stream of one slot in JetStream.
+type Log struct {
+	js      jetstream.JetStream
+	stream  jetstream.Stream
+	name    string
+	subject string
+}
+
+// Connect connects to servers with settings that find a lost server within seconds. The client
+// buffers nothing while it is not connected: a record must not be sent later than its caller knows.
+func Connect(url string, options ...nats.Option) (*nats.Conn, error) {
+	return nats.Connect(url, append([]nats.Option{
+		nats.Name("posthorn"), nats.ReconnectBufSize(-1), nats.MaxReconnects(-1),
+		nats.PingInterval(time.Second), nats.MaxPingsOutstanding(2),
+	}, options...)...)
+}
+
+// Open returns the stream of a slot, and creates it when it is missing. It fails when the stream
+// has other settings.
+func Open(ctx context.Context, nc *nats.Conn, c StreamConfig) (*Log, error) {
+	js, err := jetstream.New(nc)
+	if err != nil {
+		return nil, fmt.Errorf("open stream %s: %w", c.Name, err)
+	}
+	stream, err := js.CreateStream(ctx, jetstream.StreamConfig{
+		Name: c.Name, Subjects: []string{c.Subject}, Replicas: c.Replicas, MaxBytes: c.MaxBytes,
+		Storage: jetstream.FileStorage, Retention: jetstream.LimitsPolicy, Discard: jetstream.DiscardNew,
+		Duplicates: duplicateWindow, DenyDelete: true,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("open stream %s: %w", c.Name, err)
+	}
+	return &Log{js, stream, c.Name, c.Subject}, nil
+}
+
+// Publish implements slots.Log.
+func (l *Log) Publish(ctx context.Context, expected uint64, id string, record []byte) (uint64, error) {
+	ack, err := l.js.Publish(ctx, l.subject, record,
+		jetstream.WithExpectStream(l.name), jetstream.WithExpectLastSequence(expected), jetstream.WithMsgID(id),
+		jetstream.WithRetryAttempts(0)) // The caller repeats.
+	if err != nil {
+		return 0, publishError(err)
+	}
+	return ack.Sequence, nil
+}
+
+// publishError translates the answers by which the record was not appended.
+func publishError(err error) error {
+	var refusal *jetstream.APIError
+	if !errors.As(err, &refusal) {
+		return err
+	}
+	switch refusal.ErrorCode {
+	case jetstream.JSErrCodeStreamWrongLastSequence, jetstream.JSErrCodeStreamWrongLastSequenceConstant:
+		return fmt.Errorf("%w: %w", slots.ErrWrongSequence, err)
+	case codeDuplicateConflict:
+		return fmt.Errorf("%w: %w", slots.ErrInProcess, err)
+	case codeStoreFailed:
+		if strings.Contains(refusal.Description, "maximum bytes exceeded") {
+			return fmt.Errorf("%w: %w", slots.ErrNoSpace, err)
+		}
+	}
+	return err
+}
+
+// Get implements slots.Log. The stream's leader answers.
+func (l *Log) Get(ctx context.Context, from uint64) (slots.Entry, error) {
+	m, err := l.stream.GetMsg(ctx, max(from, 1), jetstream.WithGetMsgSubject(l.subject))
+	if errors.Is(err, jetstream.ErrMsgNotFound) {
+		return slots.Entry{}, slots.ErrNoRecord
+	}
+	if err != nil {
+		return slots.Entry{}, err
+	}
+	return slots.Entry{Sequence: m.Sequence, Record: m.Data}, nil
+}
+
+// Tail implements slots.Log.
+func (l *Log) Tail(ctx context.Context, from uint64, fn func(slots.Entry) error) error {
+	consumer, err := l.js.OrderedConsumer(ctx, l.name, jetstream.OrderedConsumerConfig{
+		DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: max(from, 1),
+	})
+	if err != nil {
+		return fmt.Errorf("read stream %s: %w", l.name, err)
+	}
+	messages, err := consumer.Messages()
+	if err != nil {
+		return fmt.Errorf("read stream %s: %w", l.name, err)
+	}
+	defer messages.Stop()
+	for {
+		m, err := messages.Next(jetstream.NextContext(ctx))
+		if err != nil {
+			return fmt.Errorf("read stream %s: %w", l.name, err)
+		}
+		meta, err := m.Metadata()
+		if err != nil {
+			return fmt.Errorf("read stream %s: %w", l.name, err)
+		}
+		if err := fn(slots.Entry{Sequence: meta.Sequence.Stream, Record: m.Data()}); err != nil {
+			return err
+		}
+	}
+}
+
+// State implements slots.Log.
+func (l *Log) State(ctx context.Context) (slots.State, error) {
+	info, err := l.stream.Info(ctx)
+	if err != nil {
+		return slots.State{}, err
+	}
+	s := slots.State{First: info.State.FirstSeq, Last: info.State.LastSeq, Bytes: int64(info.State.Bytes), MaxBytes: max(info.Config.MaxBytes, 0)}
+	if info.State.Msgs == 0 {
+		s.First = s.Last + 1
+	}
+	return s, nil
+}
+
+// Trim implements slots.Log.
+func (l *Log) Trim(ctx context.Context, before uint64) error {
+	return l.stream.Purge(ctx, jetstream.WithPurgeSequence(before))
+}

@@ -1,0 +1,286 @@
+package slots_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"strconv"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+	"github.com/posthorn/posthorn/dispatcher/queue/slots/slotstest"
+)
+
+// TestModel runs pods that claim a slot from each other at random times, on a stream with all faults
+// of slotstest, in virtual time. In place of a store they have a list of batches. Pods are paused,
+// closed, and killed between the apply and the publishing of a batch, with a random part of their
+// files. Afterwards:
+//
+//   - every acknowledged batch is in the log, at its number, and no batch is in it twice,
+//   - the log has no gap, and after a claim no record of an older session,
+//   - every surviving copy is a prefix of the log, or is recognised as a foreign one.
+//
+// POSTHORN_MODEL_SEEDS sets the number of seeds, POSTHORN_MODEL_SEED the first one.
+func TestModel(t *testing.T) {
+	first, seeds := env("POSTHORN_MODEL_SEED", 1), env("POSTHORN_MODEL_SEEDS", 100)
+	var all modelTally
+	for seed := first; seed < first+seeds; seed++ {
+		t.Run(strconv.Itoa(seed), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) { runModel(t, rand.New(rand.NewPCG(uint64(seed), 0)), &all) })
+		})
+	}
+	t.Logf("%d claims, %d sessions ended by another claim, %d kills, %d foreign copies, %d batches acknowledged, %d not", all.claims, all.fenced, all.kills, all.foreign, all.acknowledged, all.unacknowledged)
+	for name, n := range map[string]int{"sessions ended by another claim": all.fenced, "kills": all.kills, "foreign copies": all.foreign, "batches not acknowledged": all.unacknowledged} {
+		if n == 0 && seeds >= 100 {
+			t.Errorf("%s: got none, want some: the model does not reach this case", name)
+		}
+	}
+}
+
+func env(name string, otherwise int) int {
+	if n, err := strconv.Atoi(os.Getenv(name)); err == nil {
+		return n
+	}
+	return otherwise
+}
+
+// modelTally has the sums of all seeds.
+type modelTally struct {
+	claims, fenced, kills, foreign, acknowledged, unacknowledged int
+}
+
+type model struct {
+	stream *slotstest.Stream
+	faults slotstest.Faults
+	tally  *modelTally
+
+	mu  sync.Mutex
+	rng *rand.Rand
+	// acknowledged are the numbers of acknowledged batches by their content.
+	acknowledged map[string]uint64
+	batches      int
+	// survivors are the files that the pods have at the end.
+	survivors []*copied
+}
+
+// modelFor is the time for which pods come and go.
+const modelFor = 5 * time.Minute
+
+func runModel(t *testing.T, rng *rand.Rand, tally *modelTally) {
+	m := &model{stream: slotstest.NewStream(0), rng: rng, tally: tally, acknowledged: map[string]uint64{}}
+	if m.oneOf(3) {
+		m.stream = slotstest.NewStream(int64(20_000 + rng.IntN(100_000)))
+	}
+	m.faults = slotstest.Faults{
+		LostRequest: rng.Float64() / 5, LostAnswer: rng.Float64() / 5, LateRequest: rng.Float64() / 10,
+		StaleRead: rng.Float64() / 3, Pause: rng.Float64() / 20, ForgottenIDs: rng.Float64() / 20,
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), modelFor)
+	defer cancel()
+	var pods sync.WaitGroup
+	for pod := range 2 + rng.IntN(2) {
+		pods.Go(func() { m.runPod(ctx, t, pod) })
+	}
+	pods.Wait()
+	m.check(t)
+}
+
+func (m *model) oneOf(n int) bool { return m.upTo(n) == 1 }
+
+// upTo returns a random number from 1 to n.
+func (m *model) upTo(n int) int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return 1 + m.rng.IntN(n)
+}
+
+func (m *model) newLog() *slotstest.Log {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slotstest.NewFaultyLog(m.stream, m.faults, rand.New(rand.NewPCG(m.rng.Uint64(), 0)))
+}
+
+// runPod lets a pod claim the slot and lose it, until ctx ends. Its files survive, or a part of them.
+func (m *model) runPod(ctx context.Context, t *testing.T, pod int) {
+	files := &copied{}
+	defer func() {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		m.survivors = append(m.survivors, files)
+	}()
+	for ctx.Err() == nil {
+		time.Sleep(time.Duration(m.upTo(20)) * time.Second)
+		w, err := slots.Claim(ctx, m.newLog(), files, slog.New(slog.DiscardHandler))
+		switch {
+		case errors.Is(err, slots.ErrForeignCopy):
+			m.count(&m.tally.foreign)
+			files = &copied{}
+			continue
+		case err != nil && ctx.Err() == nil && !errors.Is(err, slotstest.ErrLost):
+			t.Errorf("pod %d: claim: got error %v, want none", pod, err)
+			return
+		case err != nil:
+			continue
+		}
+		m.count(&m.tally.claims)
+		m.own(ctx, w, files)
+		files.crash(m.upTo(len(files.batches)+1) - 1)
+	}
+}
+
+func (m *model) count(n *int) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	*n++
+}
+
+// own appends batches until the session ends, the pod is killed, or ctx ends.
+func (m *model) own(ctx context.Context, w *slots.Writer, files *copied) {
+	var writers sync.WaitGroup
+	var order sync.Mutex // Of the files and the log; a store's commitLog.
+	life := time.After(time.Duration(m.upTo(40)) * time.Second)
+	ctx, cancel := context.WithCancel(ctx)
+	for range m.upTo(4) {
+		writers.Go(func() {
+			for ctx.Err() == nil && w.Err() == nil {
+				m.appendBatch(w, files, &order)
+				time.Sleep(time.Duration(m.upTo(2000)) * time.Millisecond)
+			}
+		})
+	}
+	select {
+	case <-w.Done():
+		m.count(&m.tally.fenced)
+	case <-life:
+		m.count(&m.tally.kills)
+	case <-ctx.Done():
+	}
+	cancel()
+	w.Close() // The process ends: nothing is published any more.
+	writers.Wait()
+}
+
+// appendBatch applies a batch to the files, appends it to the log, and waits for it.
+func (m *model) appendBatch(w *slots.Writer, files *copied, order *sync.Mutex) {
+	if w.Ready() != nil {
+		return
+	}
+	m.mu.Lock()
+	m.batches++
+	batch := fmt.Appendf(nil, "%d", m.batches)
+	m.mu.Unlock()
+	if m.oneOf(100) {
+		batch = append(append(batch, ' '), make([]byte, 1<<20)...) // It goes in parts.
+	}
+	order.Lock()
+	number := files.append(w.Session(), batch)
+	err := w.Append(number, batch)
+	order.Unlock()
+	if err == nil && m.oneOf(2) {
+		err = w.Wait(number)
+	} else if err == nil {
+		return // A batch without a waiting caller.
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if err != nil {
+		m.tally.unacknowledged++
+		return
+	}
+	m.tally.acknowledged++
+	m.acknowledged[string(batch)] = number
+}
+
+// check restores the log into an empty copy, and compares it with the acknowledged batches and with
+// the surviving copies.
+func (m *model) check(t *testing.T) {
+	time.Sleep(time.Minute) // Late requests arrive.
+	m.stream.SetMaxBytes(0)
+	restored := &copied{}
+	if err := m.restore(t, restored); err != nil {
+		t.Fatalf("restore: got error %v, want none", err)
+	}
+	seen := map[string]uint64{}
+	for i, b := range restored.batches {
+		number := uint64(i + 1)
+		if first := seen[string(b.data)]; first != 0 {
+			t.Errorf("batch %.20q: got it at %d and %d, want it once", b.data, first, number)
+		}
+		seen[string(b.data)] = number
+	}
+	for batch, number := range m.acknowledged {
+		if seen[batch] != number {
+			t.Errorf("acknowledged batch %.20q: got it at %d (0: missing), want %d", batch, seen[batch], number)
+		}
+	}
+	for i, files := range m.survivors {
+		if err := m.restore(t, files); errors.Is(err, slots.ErrForeignCopy) {
+			m.tally.foreign++
+		} else if err != nil {
+			t.Errorf("restore of pod %d: got error %v, want none", i, err)
+		} else if !files.equal(restored) {
+			t.Errorf("restore of pod %d: got another copy than that of the whole log", i)
+		}
+	}
+}
+
+// restore brings a copy to the end of the log.
+func (m *model) restore(t *testing.T, files *copied) error {
+	w, err := slots.Claim(t.Context(), slotstest.NewLog(m.stream), files, slog.New(slog.DiscardHandler))
+	if err == nil {
+		w.Close()
+	}
+	return err
+}
+
+// copied is a copy of a store: a list of batches with their sessions.
+type copied struct {
+	mu      sync.Mutex
+	batches []copiedBatch
+}
+
+type copiedBatch struct {
+	session pebblestore.Session
+	data    []byte
+}
+
+// append applies a batch of the owner, and returns its number.
+func (c *copied) append(session pebblestore.Session, data []byte) uint64 {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.batches = append(c.batches, copiedBatch{session, data})
+	return uint64(len(c.batches))
+}
+
+func (c *copied) equal(other *copied) bool {
+	return slices.EqualFunc(c.batches, other.batches, func(a, b copiedBatch) bool {
+		return a.session == b.session && bytes.Equal(a.data, b.data)
+	})
+}
+
+// crash leaves the first n batches.
+func (c *copied) crash(n int) { c.batches = c.batches[:n] }
+
+func (c *copied) Position() (p pebblestore.Position) {
+	if n := len(c.batches); n > 0 {
+		p = pebblestore.Position{Batch: uint64(n), Session: c.batches[n-1].session}
+	}
+	return p
+}
+
+func (c *copied) Apply(at pebblestore.Position, batch []byte) error {
+	if at.Batch != uint64(len(c.batches))+1 {
+		return fmt.Errorf("batch %d follows batch %d", at.Batch, len(c.batches))
+	}
+	c.append(at.Session, bytes.Clone(batch))
+	return nil
+}

@@ -1,0 +1,285 @@
+package slots
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+)
+
+// publisher is the state machine that appends the batches of a session to a stream. It does no I/O:
+// next returns what to do, and answered, refused, lost and read take the result.
+//
+// Invariants:
+//
+//   - One record is in flight. It is published until it is known to be in the stream, always with
+//     the same id.
+//   - Every record expects the sequence of the last record that the session has read or written.
+//     All of those are records of this session, or suspects. So a record can only land while no
+//     other session has claimed the slot.
+//   - A batch counts as durable when its record is known to be at its place in the stream. Whether
+//     the session still has the slot is another question, which only the next record answers.
+type publisher struct {
+	session pebblestore.Session
+	epoch   uint64
+	// number counts the records, the claim included.
+	number uint64
+	// expected is the sequence of the last known record.
+	expected uint64
+	// appended is the last batch; acknowledged the last durable one; wanted the last one that a
+	// caller waits for.
+	appended, acknowledged, wanted uint64
+
+	// waiting are the records that were never published; batches are added to the last one.
+	waiting      []*outgoing
+	waitingBytes int
+	inFlight     *outgoing
+
+	// pauseUntil is the earliest time of the next request.
+	pauseUntil time.Time
+	// mustRead: the records behind expected must be read before the next request.
+	mustRead bool
+	// lastSent is the time of the last record that was sent first; leaseStart that of the first
+	// sending of the last acknowledged record.
+	lastSent, leaseStart time.Time
+
+	usage usage
+	// ended is set when the session must not publish any more.
+	ended error
+}
+
+// outgoing is a record that is not known to be in the stream.
+type outgoing struct {
+	header
+	data      []byte
+	firstSent time.Time
+}
+
+// newPublisher returns the publisher of a session whose claim is the last record of the stream, at
+// a sequence, and was sent at a time.
+func newPublisher(claim header, sequence uint64, sent time.Time, s State) *publisher {
+	p := &publisher{session: claim.session, epoch: claim.epoch, number: claim.number, expected: sequence,
+		appended: claim.last, acknowledged: claim.last, lastSent: sent, leaseStart: sent}
+	p.usage.set(s, sent)
+	return p
+}
+
+// hasRoom reports whether a batch may be appended.
+func (p *publisher) hasRoom() bool { return p.waitingBytes < maxUnpublished }
+
+// append adds the next batch. It copies the batch.
+func (p *publisher) append(batch []byte) {
+	p.appended++
+	if headerBytes+binary.MaxVarintLen32+len(batch) > maxRecord {
+		p.appendParts(batch)
+		return
+	}
+	r := p.open()
+	if r == nil || len(r.data)+binary.MaxVarintLen32+len(batch) > maxRecord {
+		r = p.add(kindBatches)
+	}
+	r.last = p.appended
+	p.waitingBytes -= len(r.data)
+	r.data = appendBatch(r.data, batch)
+	p.waitingBytes += len(r.data)
+}
+
+// appendParts adds a batch that is larger than a record.
+func (p *publisher) appendParts(batch []byte) {
+	for len(batch) > 0 {
+		n := min(len(batch), maxRecord-headerBytes)
+		r := p.add(kindPart)
+		r.last = p.appended - 1
+		r.data = append(r.data, batch[:n]...)
+		p.waitingBytes += n
+		if batch = batch[n:]; len(batch) == 0 {
+			r.kind, r.last = kindLastPart, p.appended
+		}
+	}
+}
+
+// open returns the record to which batches can be added, or nil.
+func (p *publisher) open() *outgoing {
+	if n := len(p.waiting); n > 0 && p.waiting[n-1].kind == kindBatches {
+		return p.waiting[n-1]
+	}
+	return nil
+}
+
+// add adds a record, whose first batch is the last appended one, to the waiting ones.
+func (p *publisher) add(k kind) *outgoing {
+	r := &outgoing{header: header{kind: k, first: p.appended}, data: make([]byte, headerBytes)}
+	p.waiting = append(p.waiting, r)
+	p.waitingBytes += headerBytes
+	return r
+}
+
+// want makes the batches up to a number leave with the next records. The others wait for
+// heartbeatInterval, or until their record is full.
+func (p *publisher) want(number uint64) { p.wanted = max(p.wanted, min(number, p.appended)) }
+
+// step is what the publisher's caller must do next.
+type step struct {
+	action action
+	// id, expected and data are the record to publish. Behind expected are the records to read.
+	id       string
+	expected uint64
+	data     []byte
+	// until is the time of the next step, unless something happens before; zero for none.
+	until time.Time
+}
+
+type action int
+
+const (
+	actWait action = iota
+	actPublish
+	actRead
+	actReadUsage
+	actEnd
+)
+
+// next returns the next step. A step to publish starts a record, or repeats it.
+func (p *publisher) next(now time.Time) step {
+	switch {
+	case p.ended != nil:
+		return step{action: actEnd}
+	case now.Before(p.pauseUntil):
+		return step{until: p.pauseUntil}
+	case p.mustRead:
+		return step{action: actRead, expected: p.expected}
+	case p.usage.due(now):
+		return step{action: actReadUsage}
+	case p.inFlight == nil && !p.start(now):
+		return step{until: p.lastSent.Add(heartbeatInterval)}
+	}
+	r := p.inFlight
+	return step{action: actPublish, id: r.id(), expected: p.expected, data: r.data}
+}
+
+// start puts the next record in flight, if one is due.
+func (p *publisher) start(now time.Time) bool {
+	idle := now.Sub(p.lastSent) >= heartbeatInterval
+	switch {
+	case len(p.waiting) > 0 && !p.usage.batchesWait() && (idle || p.wanted > p.acknowledged || len(p.waiting) > 1):
+		p.inFlight = p.waiting[0]
+		p.waiting[0] = nil
+		p.waiting = p.waiting[1:]
+		p.waitingBytes -= len(p.inFlight.data)
+	case idle:
+		// Records wait behind a heartbeat, so its last batch is the last published one.
+		p.inFlight = &outgoing{header: header{kind: kindHeartbeat, first: p.acknowledged + 1, last: p.acknowledged}, data: make([]byte, headerBytes)}
+	default:
+		return false
+	}
+	r := p.inFlight
+	p.number++
+	r.session, r.epoch, r.number, r.firstSent = p.session, p.epoch, p.number, now
+	r.seal(r.data)
+	p.lastSent = now
+	return true
+}
+
+// answered takes the sequence of the published record, also that of a duplicate. A duplicate is in
+// the stream, but says nothing about the records behind it.
+func (p *publisher) answered(sequence uint64) {
+	if sequence != p.expected+1 {
+		p.mustRead = true // The answer belongs to another stream or record.
+		return
+	}
+	p.landed(sequence)
+}
+
+// landed takes note that the record in flight is in the stream.
+func (p *publisher) landed(sequence uint64) {
+	r := p.inFlight
+	p.inFlight = nil
+	p.expected, p.acknowledged, p.leaseStart = sequence, r.last, r.firstSent
+	p.usage.add(len(r.data))
+}
+
+// refused takes an answer other than an acknowledgement, or the loss of the answer. Only
+// ErrWrongSequence can mean that the session has ended, and only the records prove it.
+func (p *publisher) refused(now time.Time, err error) {
+	if errors.Is(err, ErrWrongSequence) {
+		p.mustRead = true
+		return
+	}
+	p.pauseUntil = now.Add(repeatAfter)
+}
+
+// read takes a record behind expected.
+func (p *publisher) read(e Entry) {
+	h, _, err := decodeRecord(e.Record)
+	switch {
+	case p.ended != nil || e.Sequence <= p.expected:
+	case err != nil:
+		p.end(fmt.Errorf("record %d: %w", e.Sequence, err))
+	case e.Sequence != p.expected+1:
+		p.end(fmt.Errorf("another session has trimmed the stream up to record %d", e.Sequence))
+	case h.kind == kindSuspect:
+		p.expected = e.Sequence
+	case h.session == p.session && p.inFlight != nil && h.number == p.inFlight.number:
+		p.landed(e.Sequence)
+	default:
+		p.end(fmt.Errorf("record %d is a %v of session %x, epoch %d", e.Sequence, h.kind, h.session, h.epoch))
+	}
+}
+
+// readEnd takes note that there are no more records behind expected. When the read saw nothing
+// new, it was stale or the record in flight has landed meanwhile; the next request waits.
+func (p *publisher) readEnd(now time.Time, sawRecords bool) {
+	p.mustRead = false
+	if !sawRecords {
+		p.pauseUntil = now.Add(repeatAfter)
+	}
+}
+
+// end ends the session.
+func (p *publisher) end(cause error) {
+	if p.ended == nil {
+		p.ended = fmt.Errorf("%w: %w", ErrSessionEnded, cause)
+		p.waiting, p.waitingBytes, p.inFlight = nil, 0, nil
+	}
+}
+
+// ready returns why a new call would not become durable soon; nil if it would.
+func (p *publisher) ready(now time.Time) error {
+	switch {
+	case p.ended != nil:
+		return fmt.Errorf("%w: %w", queue.ErrUnavailable, p.ended)
+	case p.inFlight != nil && now.Sub(p.inFlight.firstSent) >= refuseAfter:
+		return fmt.Errorf("%w: no acknowledgement for %v", queue.ErrUnavailable, refuseAfter)
+	case p.usage.refuses():
+		return fmt.Errorf("%w: %w", queue.ErrFull, ErrNoSpace)
+	}
+	return nil
+}
+
+// usage estimates how full the stream is: its size at the last read, and what was published since.
+type usage struct {
+	bytes, since, max int64
+	readAt            time.Time
+}
+
+func (u *usage) set(s State, now time.Time) {
+	*u = usage{bytes: s.Bytes, max: s.MaxBytes, readAt: now}
+}
+
+func (u *usage) add(bytes int) { u.since += int64(bytes) }
+
+// due reports whether the size should be read again: at most every usageInterval, after 1 % of
+// the stream or while calls are refused.
+func (u *usage) due(now time.Time) bool {
+	return u.max > 0 && now.Sub(u.readAt) >= usageInterval && (u.since > u.max/100 || u.refuses())
+}
+
+func (u *usage) above(share float64) bool {
+	return u.max > 0 && float64(u.bytes+u.since) >= share*float64(u.max)
+}
+
+func (u *usage) refuses() bool     { return u.above(refuseShare) }
+func (u *usage) batchesWait() bool { return u.above(waitShare) }

@@ -1,0 +1,305 @@
+package slots
+
+import (
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+)
+
+var (
+	own     = pebblestore.Session{1}
+	foreign = pebblestore.Session{2}
+	start   = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
+)
+
+// owner returns the publisher of a session that has claimed with record 10 behind batch 5.
+func owner() *publisher {
+	return newPublisher(header{kind: kindClaim, session: own, epoch: 2, number: 1, first: 6, last: 5}, 10, start, State{})
+}
+
+// wantStep takes the next step and compares its action.
+func wantStep(t *testing.T, p *publisher, now time.Time, want action) step {
+	t.Helper()
+	s := p.next(now)
+	if s.action != want {
+		t.Fatalf("next step: got action %d, want %d; ended: %v", s.action, want, p.ended)
+	}
+	return s
+}
+
+// foreignEntry returns a record of another session.
+func foreignEntry(sequence uint64, k kind) Entry {
+	record := make([]byte, headerBytes)
+	header{kind: k, session: foreign, epoch: 3, number: 1, first: 6, last: 5}.seal(record)
+	return Entry{sequence, record}
+}
+
+func wantEnded(t *testing.T, p *publisher) {
+	t.Helper()
+	wantStep(t, p, start, actEnd)
+	if !errors.Is(p.ended, ErrSessionEnded) {
+		t.Errorf("end: got error %v, want %v", p.ended, ErrSessionEnded)
+	}
+}
+
+func TestPublishesWantedBatches(t *testing.T) {
+	p := owner()
+	p.append([]byte("a"))
+	if s := wantStep(t, p, start, actWait); s.until != start.Add(heartbeatInterval) {
+		t.Errorf("time of the next step: got %v, want %v", s.until, start.Add(heartbeatInterval))
+	}
+	p.append([]byte("b"))
+	p.want(7)
+	s := wantStep(t, p, start, actPublish)
+	h, _, err := decodeRecord(s.data)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := (header{kindBatches, own, 2, 2, 6, 7}); h != want {
+		t.Errorf("header: got %+v, want %+v", h, want)
+	}
+	if s.expected != 10 {
+		t.Errorf("expected sequence: got %d, want 10", s.expected)
+	}
+	p.answered(11)
+	if p.acknowledged != 7 {
+		t.Errorf("acknowledged batch: got %d, want 7", p.acknowledged)
+	}
+	wantStep(t, p, start, actWait)
+}
+
+func TestOneRecordInFlight(t *testing.T) {
+	p := owner()
+	p.append([]byte("a"))
+	p.want(6)
+	first := wantStep(t, p, start, actPublish)
+	p.append([]byte("b"))
+	p.want(7)
+	if s := wantStep(t, p, start, actPublish); s.id != first.id {
+		t.Errorf("record in flight: got %s, want %s", s.id, first.id)
+	}
+	p.answered(11)
+	if s := wantStep(t, p, start, actPublish); s.id == first.id || s.expected != 11 {
+		t.Errorf("second record: got %s with expected sequence %d, want another id and 11", s.id, s.expected)
+	}
+}
+
+// Only the records of the stream end a session; after every other answer the same record is sent again.
+func TestRepeatsUntilAcknowledged(t *testing.T) {
+	for _, err := range []error{ErrInProcess, ErrNoSpace, errors.New("timeout"), errors.New("no responders")} {
+		t.Run(err.Error(), func(t *testing.T) {
+			p := owner()
+			p.append([]byte("a"))
+			p.want(6)
+			first := wantStep(t, p, start, actPublish)
+			p.refused(start, err)
+			wantStep(t, p, start, actWait)
+			again := wantStep(t, p, start.Add(repeatAfter), actPublish)
+			if again.id != first.id || again.expected != first.expected {
+				t.Errorf("repeated record: got %s with expected sequence %d, want %s and %d", again.id, again.expected, first.id, first.expected)
+			}
+		})
+	}
+}
+
+func TestWrongSequence(t *testing.T) {
+	// inFlight publishes a batch, and has the stream refuse it.
+	inFlight := func(t *testing.T) (*publisher, step) {
+		p := owner()
+		p.append([]byte("a"))
+		p.want(6)
+		s := wantStep(t, p, start, actPublish)
+		p.refused(start, ErrWrongSequence)
+		if r := wantStep(t, p, start, actRead); r.expected != 10 {
+			t.Errorf("read: got the records behind %d, want 10", r.expected)
+		}
+		return p, s
+	}
+	t.Run("own record", func(t *testing.T) {
+		p, s := inFlight(t)
+		p.read(Entry{11, s.data})
+		p.readEnd(start, true)
+		if p.acknowledged != 6 || p.expected != 11 {
+			t.Errorf("got batch %d acknowledged and expected sequence %d, want 6 and 11", p.acknowledged, p.expected)
+		}
+		wantStep(t, p, start, actWait)
+	})
+	t.Run("suspect", func(t *testing.T) {
+		p, s := inFlight(t)
+		p.read(foreignEntry(11, kindSuspect))
+		p.readEnd(start, true)
+		if again := wantStep(t, p, start, actPublish); again.id != s.id || again.expected != 11 {
+			t.Errorf("repeated record: got %s with expected sequence %d, want %s and 11", again.id, again.expected, s.id)
+		}
+		if p.acknowledged != 5 {
+			t.Errorf("acknowledged batch: got %d, want 5", p.acknowledged)
+		}
+	})
+	t.Run("claim", func(t *testing.T) {
+		p, _ := inFlight(t)
+		p.read(foreignEntry(11, kindClaim))
+		wantEnded(t, p)
+		if p.acknowledged != 5 {
+			t.Errorf("acknowledged batch: got %d, want 5", p.acknowledged)
+		}
+	})
+	t.Run("own record and a claim behind it", func(t *testing.T) {
+		p, s := inFlight(t)
+		p.read(Entry{11, s.data})
+		p.read(foreignEntry(12, kindClaim))
+		wantEnded(t, p)
+		if p.acknowledged != 6 {
+			t.Errorf("acknowledged batch: got %d, want 6", p.acknowledged)
+		}
+	})
+	t.Run("stale read", func(t *testing.T) {
+		p, s := inFlight(t)
+		p.readEnd(start, false)
+		wantStep(t, p, start, actWait)
+		if again := wantStep(t, p, start.Add(repeatAfter), actPublish); again.id != s.id || again.expected != 10 {
+			t.Errorf("repeated record: got %s with expected sequence %d, want %s and 10", again.id, again.expected, s.id)
+		}
+	})
+	t.Run("trimmed by another session", func(t *testing.T) {
+		p, _ := inFlight(t)
+		p.read(foreignEntry(15, kindBatches))
+		wantEnded(t, p)
+	})
+	t.Run("damaged record", func(t *testing.T) {
+		p, s := inFlight(t)
+		s.data[headerBytes] ^= 1
+		p.read(Entry{11, s.data})
+		wantEnded(t, p)
+	})
+}
+
+// A duplicate is durable; the next record shows whether the session still has the slot.
+func TestDuplicateWithForeignClaimBehind(t *testing.T) {
+	p := owner()
+	p.append([]byte("a"))
+	p.want(6)
+	wantStep(t, p, start, actPublish)
+	p.refused(start, errors.New("timeout"))
+	wantStep(t, p, start.Add(repeatAfter), actPublish)
+	p.answered(11)
+	if p.acknowledged != 6 {
+		t.Errorf("acknowledged batch: got %d, want 6", p.acknowledged)
+	}
+	p.append([]byte("b"))
+	p.want(7)
+	wantStep(t, p, start.Add(repeatAfter), actPublish)
+	p.refused(start, ErrWrongSequence)
+	p.read(foreignEntry(12, kindClaim))
+	wantEnded(t, p)
+}
+
+func TestLeaseStartsAtTheFirstSending(t *testing.T) {
+	p := owner()
+	p.append([]byte("a"))
+	p.want(6)
+	wantStep(t, p, start, actPublish)
+	p.refused(start, errors.New("timeout"))
+	wantStep(t, p, start.Add(time.Second), actPublish)
+	p.answered(11)
+	if p.leaseStart != start {
+		t.Errorf("start of the lease: got %v, want %v", p.leaseStart, start)
+	}
+}
+
+func TestIdleOwnerWritesHeartbeats(t *testing.T) {
+	p := owner()
+	s := wantStep(t, p, start.Add(heartbeatInterval), actPublish)
+	h, _, err := decodeRecord(s.data)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := (header{kindHeartbeat, own, 2, 2, 6, 5}); h != want {
+		t.Errorf("header: got %+v, want %+v", h, want)
+	}
+	// Batches without a waiting caller leave in place of the next heartbeat.
+	p.answered(11)
+	p.append([]byte("a"))
+	s = wantStep(t, p, start.Add(2*heartbeatInterval), actPublish)
+	if h, _, _ := decodeRecord(s.data); h.kind != kindBatches {
+		t.Errorf("record: got %v, want %v", h.kind, kindBatches)
+	}
+}
+
+func TestRefusesCalls(t *testing.T) {
+	p := owner()
+	if err := p.ready(start); err != nil {
+		t.Errorf("ready at the start: got error %v, want none", err)
+	}
+	p.append([]byte("a"))
+	p.want(6)
+	wantStep(t, p, start, actPublish)
+	if err := p.ready(start.Add(refuseAfter - 1)); err != nil {
+		t.Errorf("ready before %v: got error %v, want none", refuseAfter, err)
+	}
+	if err := p.ready(start.Add(refuseAfter)); !errors.Is(err, queue.ErrUnavailable) {
+		t.Errorf("ready after %v: got error %v, want %v", refuseAfter, err, queue.ErrUnavailable)
+	}
+	p.answered(11)
+	if err := p.ready(start.Add(refuseAfter)); err != nil {
+		t.Errorf("ready after the acknowledgement: got error %v, want none", err)
+	}
+}
+
+// A nearly full stream refuses calls first, then batches, and never heartbeats.
+func TestReserve(t *testing.T) {
+	for _, test := range []struct {
+		bytes   int64
+		refuses bool
+		kind    kind
+	}{{69, false, kindBatches}, {70, true, kindBatches}, {89, true, kindBatches}, {90, true, kindHeartbeat}} {
+		p := owner()
+		p.usage.set(State{Bytes: test.bytes << 20, MaxBytes: 100 << 20}, start.Add(heartbeatInterval))
+		p.append([]byte("a"))
+		p.want(6)
+		if got := errors.Is(p.ready(start), queue.ErrFull); got != test.refuses {
+			t.Errorf("refusal at %d %%: got %t, want %t", test.bytes, got, test.refuses)
+		}
+		s := wantStep(t, p, start.Add(heartbeatInterval), actPublish)
+		if h, _, _ := decodeRecord(s.data); h.kind != test.kind {
+			t.Errorf("record at %d %%: got %v, want %v", test.bytes, h.kind, test.kind)
+		}
+	}
+}
+
+func TestLargeBatchGoesInParts(t *testing.T) {
+	p := owner()
+	p.append([]byte("a"))
+	p.append(make([]byte, 2*maxRecord))
+	p.append([]byte("c"))
+	p.want(8)
+	var kinds []kind
+	var last []uint64
+	for sequence := uint64(11); p.acknowledged < 8; sequence++ {
+		s := wantStep(t, p, start, actPublish)
+		if len(s.data) > maxRecord {
+			t.Errorf("size of record %d: got %d, want at most %d", sequence, len(s.data), maxRecord)
+		}
+		p.answered(sequence)
+		h, _, _ := decodeRecord(s.data)
+		kinds, last = append(kinds, h.kind), append(last, h.last)
+	}
+	wantEqual(t, "kinds", kinds, []kind{kindBatches, kindPart, kindPart, kindLastPart, kindBatches})
+	wantEqual(t, "last batches", last, []uint64{6, 6, 6, 7, 8})
+	if p.waitingBytes != 0 {
+		t.Errorf("unpublished bytes: got %d, want 0", p.waitingBytes)
+	}
+}
+
+func TestUnpublishedBatchesAreBounded(t *testing.T) {
+	p := owner()
+	n := 0
+	for ; p.hasRoom(); n++ {
+		p.append(make([]byte, 100<<10))
+	}
+	if size := n * 100 << 10; size < maxUnpublished-maxRecord || size > maxUnpublished+maxRecord {
+		t.Errorf("unpublished bytes: got %d, want about %d", size, maxUnpublished)
+	}
+}

@@ -1,0 +1,97 @@
+// Package slots keeps stores whose write-ahead log is a replicated stream outside of the process.
+//
+// A slot is a complete store of package pebblestore with one stream. Every batch of the store is
+// appended to the stream; a copy that applies the records in order is the same store. The stream is
+// lease and fence: each record names the sequence that it expects to follow, so that only the
+// session of the newest claim can append.
+//
+// The package does not know which system keeps the stream; Log is all that it needs. The main
+// types are Writer (appends the batches of a session), publisher (its state machine, without I/O)
+// and follower (applies records to a copy). Package slotstest simulates a Log with its faults.
+package slots
+
+import (
+	"context"
+	"errors"
+	"time"
+)
+
+// Log is the stream of one slot. All methods may be called concurrently. An error that is none of
+// the errors below says nothing about the effect of the call.
+type Log interface {
+	// Publish appends a record if expected is the sequence of the last one, and returns the
+	// sequence of the record. A record with an id that the stream has already is not appended
+	// again; Publish then returns the sequence of the first one, whatever follows it, or
+	// ErrWrongSequence. After ErrWrongSequence, ErrInProcess and ErrNoSpace this call does not
+	// append the record.
+	Publish(ctx context.Context, expected uint64, id string, record []byte) (sequence uint64, err error)
+	// Get returns the first record from a sequence on, or ErrNoRecord. It may not see the newest
+	// records.
+	Get(ctx context.Context, from uint64) (Entry, error)
+	// Tail calls fn for the records from a sequence on, in order, also for those appended later. It
+	// ends with the error of fn or of ctx, or when the stream cannot be read.
+	Tail(ctx context.Context, from uint64, fn func(Entry) error) error
+	// State describes the stream. It may not see the newest records.
+	State(ctx context.Context) (State, error)
+	// Trim removes the records before a sequence.
+	Trim(ctx context.Context, before uint64) error
+}
+
+// Entry is a record of a stream. Its sequence is one more than that of the record before it. The
+// record belongs to the receiver.
+type Entry struct {
+	Sequence uint64
+	Record   []byte
+}
+
+// State describes a stream.
+type State struct {
+	// First and Last are the sequences of the first and the last record. Without records First is
+	// Last + 1; Last is 0 for a stream that never had one.
+	First, Last uint64
+	// Bytes is the size of the records, MaxBytes the size at which the stream accepts no more; 0
+	// for no bound.
+	Bytes, MaxBytes int64
+}
+
+// Errors of a Log.
+var (
+	// ErrWrongSequence: the last record is not the expected one.
+	ErrWrongSequence = errors.New("another record was appended")
+	// ErrInProcess: an earlier Publish with this id has no result yet.
+	ErrInProcess = errors.New("the record is being appended")
+	// ErrNoSpace: the stream is full.
+	ErrNoSpace = errors.New("the stream is full")
+	// ErrNoRecord: there is no record from this sequence on.
+	ErrNoRecord = errors.New("no record")
+)
+
+// ErrSessionEnded reports that another session has claimed the slot, or that the stream is
+// damaged. The store of the session must be closed; its files may have batches that the stream
+// does not have.
+var ErrSessionEnded = errors.New("the session has ended")
+
+// Bounds of a Writer.
+const (
+	// maxRecord is the size of a record; NATS accepts 1 MiB with headers.
+	maxRecord = 900 << 10
+	// maxUnpublished bounds the batches that wait for the stream; then writers wait.
+	maxUnpublished = 64 << 20
+	// publishTimeout ends the wait for an answer; the record is then published again.
+	publishTimeout = time.Second
+	// repeatAfter is the time between an answer that is no acknowledgement and the next request.
+	repeatAfter = 100 * time.Millisecond
+	// heartbeatInterval is the longest time between two records of a session.
+	heartbeatInterval = time.Second
+	// refuseAfter is the time without an acknowledgement after which new calls are refused.
+	refuseAfter = 2 * time.Second
+	// usageInterval is the time between two reads of the size of a stream that is nearly full.
+	usageInterval = time.Second
+)
+
+// The shares of a stream's MaxBytes at which new calls are refused, and at which batches wait. The
+// rest is for the records with which an owner keeps its slot and frees space.
+const (
+	refuseShare = 0.70
+	waitShare   = 0.90
+)

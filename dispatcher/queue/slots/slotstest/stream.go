@@ -1,0 +1,246 @@
+// Package slotstest simulates the stream of a slot in memory, with the faults of a replicated log:
+// lost requests and answers, late requests, stale reads, pauses, a forgotten duplicate window and a
+// full stream. It is used by tests only.
+package slotstest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/slots"
+)
+
+// Stream is a stream in memory. The methods may be called concurrently.
+type Stream struct {
+	mu       sync.Mutex
+	records  [][]byte // Of the sequences from first on.
+	first    uint64
+	ids      map[string]uint64
+	bytes    int64
+	maxBytes int64
+	appended chan struct{} // Closed at the next record.
+}
+
+// NewStream returns an empty stream that accepts maxBytes; 0 for no bound.
+func NewStream(maxBytes int64) *Stream {
+	return &Stream{first: 1, ids: map[string]uint64{}, maxBytes: maxBytes, appended: make(chan struct{})}
+}
+
+// Clone returns an independent stream with the same records.
+func (s *Stream) Clone() *Stream {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return &Stream{records: slices.Clone(s.records), first: s.first, ids: maps.Clone(s.ids), bytes: s.bytes, maxBytes: s.maxBytes, appended: make(chan struct{})}
+}
+
+// SetMaxBytes changes the size at which the stream accepts no more records; 0 for no bound.
+func (s *Stream) SetMaxBytes(n int64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.maxBytes = n
+}
+
+// last is the sequence of the last record. The caller holds mu.
+func (s *Stream) last() uint64 { return s.first + uint64(len(s.records)) - 1 }
+
+func (s *Stream) publish(expected uint64, id string, record []byte) (uint64, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	// NATS compares the id first: a repeated record is a duplicate, whatever follows the first one.
+	if sequence, ok := s.ids[id]; ok {
+		return sequence, nil
+	}
+	if expected != s.last() {
+		return 0, slots.ErrWrongSequence
+	}
+	if s.maxBytes > 0 && s.bytes+int64(len(record)) > s.maxBytes {
+		return 0, slots.ErrNoSpace
+	}
+	s.records = append(s.records, slices.Clone(record))
+	s.bytes += int64(len(record))
+	s.ids[id] = s.last()
+	close(s.appended)
+	s.appended = make(chan struct{})
+	return s.last(), nil
+}
+
+// get returns the first record from a sequence on, as a reader sees it that does not know the
+// newest records. appended is closed at the next record.
+func (s *Stream) get(from, unseen uint64) (e slots.Entry, appended <-chan struct{}, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	from = max(from, s.first)
+	if from+unseen > s.last() {
+		return e, s.appended, slots.ErrNoRecord
+	}
+	return slots.Entry{Sequence: from, Record: slices.Clone(s.records[from-s.first])}, nil, nil
+}
+
+func (s *Stream) state(unseen uint64) slots.State {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slots.State{First: s.first, Last: max(s.last()-min(unseen, s.last()), s.first-1), Bytes: s.bytes, MaxBytes: s.maxBytes}
+}
+
+func (s *Stream) trim(before uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for s.first < before && len(s.records) > 0 {
+		s.bytes -= int64(len(s.records[0]))
+		s.records = s.records[1:]
+		s.first++
+	}
+}
+
+// forgetIDs simulates the end of the duplicate window.
+func (s *Stream) forgetIDs() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	clear(s.ids)
+}
+
+// Faults of a Log, as the probability of each at each call. The zero value has none.
+type Faults struct {
+	// LostRequest: a request has no effect, and no answer.
+	LostRequest float64
+	// LostAnswer: a request has its effect, and no answer.
+	LostAnswer float64
+	// LateRequest: a request has no answer, and has its effect up to ten seconds later.
+	LateRequest float64
+	// StaleRead: a read does not see up to three of the newest records.
+	StaleRead float64
+	// Pause: the caller is stopped for up to ten seconds before or after the effect.
+	Pause float64
+	// ForgottenIDs: the stream forgets the ids of its records.
+	ForgottenIDs float64
+}
+
+// ErrLost reports a request without an answer.
+var ErrLost = errors.New("no answer")
+
+// Log is the access of one client to a Stream.
+type Log struct {
+	stream *Stream
+	faults Faults
+	// OnPublish, when not nil, is called before each request to publish.
+	OnPublish func()
+
+	mu  sync.Mutex
+	rng *rand.Rand
+}
+
+var _ slots.Log = (*Log)(nil)
+
+// NewLog returns a Log without faults.
+func NewLog(s *Stream) *Log { return &Log{stream: s} }
+
+// NewFaultyLog returns a Log with faults at random.
+func NewFaultyLog(s *Stream, f Faults, rng *rand.Rand) *Log {
+	return &Log{stream: s, faults: f, rng: rng}
+}
+
+// happens reports whether a fault occurs.
+func (l *Log) happens(probability float64) bool {
+	if probability == 0 {
+		return false
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.rng.Float64() < probability
+}
+
+// upTo returns a random number from 1 to n.
+func (l *Log) upTo(n int64) int64 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return 1 + l.rng.Int64N(n)
+}
+
+func (l *Log) pause() {
+	if l.happens(l.faults.Pause) {
+		time.Sleep(time.Duration(l.upTo(int64(10 * time.Second))))
+	}
+}
+
+// unseen is the number of the newest records that a read does not see.
+func (l *Log) unseen() uint64 {
+	if l.happens(l.faults.StaleRead) {
+		return uint64(l.upTo(3))
+	}
+	return 0
+}
+
+// Publish implements slots.Log.
+func (l *Log) Publish(ctx context.Context, expected uint64, id string, record []byte) (uint64, error) {
+	if l.OnPublish != nil {
+		l.OnPublish()
+	}
+	l.pause()
+	if l.happens(l.faults.ForgottenIDs) {
+		l.stream.forgetIDs()
+	}
+	switch {
+	case ctx.Err() != nil:
+		return 0, ctx.Err()
+	case l.happens(l.faults.LostRequest):
+		return 0, ErrLost
+	case l.happens(l.faults.LateRequest):
+		late, record := time.Duration(l.upTo(int64(10*time.Second))), slices.Clone(record)
+		time.AfterFunc(late, func() { _, _ = l.stream.publish(expected, id, record) })
+		return 0, ErrLost
+	}
+	sequence, err := l.stream.publish(expected, id, record)
+	l.pause()
+	if l.happens(l.faults.LostAnswer) {
+		return 0, fmt.Errorf("%w to record %s", ErrLost, id)
+	}
+	return sequence, err
+}
+
+// Get implements slots.Log.
+func (l *Log) Get(ctx context.Context, from uint64) (slots.Entry, error) {
+	l.pause()
+	if l.happens(l.faults.LostAnswer) {
+		return slots.Entry{}, ErrLost
+	}
+	e, _, err := l.stream.get(from, l.unseen())
+	return e, errors.Join(err, ctx.Err())
+}
+
+// Tail implements slots.Log.
+func (l *Log) Tail(ctx context.Context, from uint64, fn func(slots.Entry) error) error {
+	for {
+		l.pause()
+		e, appended, err := l.stream.get(from, 0)
+		if err != nil {
+			select {
+			case <-appended:
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+			continue
+		}
+		if err := fn(e); err != nil {
+			return err
+		}
+		from = e.Sequence + 1
+	}
+}
+
+// State implements slots.Log.
+func (l *Log) State(ctx context.Context) (slots.State, error) {
+	l.pause()
+	return l.stream.state(l.unseen()), ctx.Err()
+}
+
+// Trim implements slots.Log.
+func (l *Log) Trim(ctx context.Context, before uint64) error {
+	l.stream.trim(before)
+	return ctx.Err()
+}

@@ -1,0 +1,170 @@
+package dispatcher
+
+import (
+	"context"
+	"encoding/json"
+	"hash/fnv"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/admission"
+	"github.com/posthorn/posthorn/dispatcher/changes"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+)
+
+// Report returns the config in effect and the traffic of this dispatcher. It builds the reports of
+// all objects; Changes is cheaper.
+func (d *Dispatcher) Report() adminapi.Report {
+	r := adminapi.Report{Cursor: d.changes.Cursor()} // Before the objects are read, so that no change is missed.
+	d.setPod(&r)
+	view := d.gate.View()
+	if view == nil {
+		return r
+	}
+	refused := d.configs.Rejected()
+	for _, name := range view.Namespaces() {
+		config, _ := view.Namespace(name)
+		n := d.namespaceReport(config)
+		if refusal, ok := refused[name]; ok {
+			n.Refused = &refusal
+			delete(refused, name)
+		}
+		r.Namespaces = append(r.Namespaces, n)
+	}
+	for name, refusal := range refused {
+		r.Namespaces = append(r.Namespaces, adminapi.NamespaceReport{Namespace: name, Refused: &refusal})
+	}
+	sortNamespaces(r.Namespaces)
+	return r
+}
+
+// Changes returns what changed since the cursor of an earlier report, or nil if nothing did. If it
+// does not know the cursor, the report is full.
+func (d *Dispatcher) Changes(cursor string) *adminapi.Report {
+	var r adminapi.Report
+	d.setPod(&r)
+	changed, ok := d.changes.Since(cursor, changes.Pod{Ready: r.Ready, Storage: r.Storage, Configs: hashOf(r.Configs)})
+	switch {
+	case !ok:
+		return nil
+	case changed.Full:
+		full := d.Report()
+		return &full
+	}
+	r.Cursor, r.Delta, r.RemovedNamespaces = changed.Cursor, true, changed.Removed
+	view, refused := d.gate.View(), d.configs.Rejected()
+	for name, n := range changed.Namespaces {
+		config, _ := view.Namespace(name)
+		config.Namespace, config.Config = name, n.Select(config.Config)
+		report := d.namespaceReport(config)
+		report.Complete, report.Removed = n.Complete, n.Removed
+		if refusal, ok := refused[name]; ok {
+			report.Refused = &refusal
+		}
+		r.Namespaces = append(r.Namespaces, report)
+	}
+	sortNamespaces(r.Namespaces)
+	return &r
+}
+
+// setPod sets the parts of a report that belong to no namespace.
+func (d *Dispatcher) setPod(r *adminapi.Report) {
+	r.Pod, r.Storage = d.options.Pod, d.storage.get(d.gate)
+	r.Ready = d.gate.View() != nil && d.ready() == nil
+	r.Configs = d.configReports()
+}
+
+// configReports returns the states of the live configs, sorted by namespace.
+func (d *Dispatcher) configReports() (list []adminapi.ConfigReport) {
+	states, discards := d.configs.States(), d.engine.Discards()
+	for namespace := range discards {
+		if _, known := states[namespace]; !known {
+			states[namespace] = admission.ConfigState{}
+		}
+	}
+	for namespace, s := range states {
+		c := adminapi.ConfigReport{Namespace: namespace, Number: s.Number, Missing: s.Missing, Parked: s.Parked, Discards: discards[namespace]}
+		if c.Number > 0 && !s.Removed || !c.Missing.IsZero() || len(c.Parked)+len(c.Discards) > 0 {
+			list = append(list, c)
+		}
+	}
+	slices.SortFunc(list, func(a, b adminapi.ConfigReport) int { return strings.Compare(a.Namespace, b.Namespace) })
+	return list
+}
+
+func hashOf(configs []adminapi.ConfigReport) uint64 {
+	h := fnv.New64a()
+	_ = json.NewEncoder(h).Encode(configs) // Neither the hash nor a field can fail.
+	return h.Sum64()
+}
+
+// namespaceReport returns the reports of a config's objects.
+func (d *Dispatcher) namespaceReport(config liveconfig.Revisioned) adminapi.NamespaceReport {
+	n := adminapi.NamespaceReport{
+		Namespace: config.Namespace, Revision: config.Revision, Destinations: d.engine.Report(config.Config), Audiences: d.members.Report(config.Config),
+		Deletions: d.forget.Report(config.Config), Redeliveries: d.redeliveries.Report(config.Config),
+	}
+	for _, s := range config.Sources {
+		key := config.Namespace + "/" + s.Name
+		stats, counters := d.store.SourceStats(key), d.gate.Counters(key)
+		if counters.StoragePressure {
+			d.changes.Object(changes.Sources, config.Namespace, s.Name).TransitionAt(counters.PressureEnds)
+		}
+		n.Sources = append(n.Sources, adminapi.SourceReport{
+			Name: s.Name, Generation: s.Generation, Revision: s.Revision,
+			Accepted: stats.Accepted, Duplicates: stats.Duplicates, Rejected: counters.Rejected,
+			LastAccepted: counters.LastAccepted, LastRejected: counters.LastRejected, LastRejection: counters.LastRejection,
+			StoragePressure: counters.StoragePressure, Messages: adminapi.Ledger(stats.Ledger),
+		})
+	}
+	return n
+}
+
+func sortNamespaces(list []adminapi.NamespaceReport) {
+	slices.SortFunc(list, func(a, b adminapi.NamespaceReport) int { return strings.Compare(a.Namespace, b.Namespace) })
+}
+
+// storageInterval is how long the report has the same disk usage, which is costly to measure.
+const storageInterval = 10 * time.Second
+
+// storage is the disk usage for reports.
+type storage struct {
+	mu     sync.Mutex
+	at     time.Time
+	report adminapi.StorageReport
+}
+
+// get returns the disk usage, rounded: the free space of a shared disk changes all the time, which
+// must not change the report of an idle pod. Pressure is always up to date.
+func (s *storage) get(gate *admission.Gate) adminapi.StorageReport {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if now := time.Now(); s.at.IsZero() || now.Sub(s.at) >= storageInterval {
+		s.at, s.report = now, gate.Storage()
+		s.report.FreeBytes -= s.report.FreeBytes % (64 << 20)
+		s.report.UsedBytes -= s.report.UsedBytes % (1 << 20)
+	}
+	s.report.Pressure = gate.Store.Full()
+	return s.report
+}
+
+// letters returns the store for the removal of dead letters, whose number is in the report.
+func (d *Dispatcher) letters() deadLetters { return deadLetters{d.store, d.changes} }
+
+// deadLetters marks the destinations whose dead letters are removed.
+type deadLetters struct {
+	*pebblestore.Store
+	changes *changes.Log
+}
+
+// DeleteDeadLetters implements queue.DeadLetters.
+func (s deadLetters) DeleteDeadLetters(ctx context.Context, destination string, keys ...string) error {
+	err := s.Store.DeleteDeadLetters(ctx, destination, keys...)
+	namespace, name, _ := strings.Cut(destination, "/")
+	s.changes.Object(changes.Destinations, namespace, name).Numbers()
+	return err
+}

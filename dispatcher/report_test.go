@@ -1,0 +1,95 @@
+package dispatcher
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net/http"
+	"net/http/httptest"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+)
+
+// merged is the merge of a dispatcher's reports.
+type merged struct{ *adminapi.Index }
+
+// poll merges what changed and reports whether anything did.
+func (m *merged) poll(d *Dispatcher) bool {
+	cursor := ""
+	if m.Index != nil {
+		cursor = m.Cursor
+	}
+	report := d.Changes(cursor)
+	if report != nil {
+		m.Index, _ = m.Merge(*report)
+	}
+	return report != nil
+}
+
+// The merged changes of a dispatcher with traffic equal its full report when the traffic has ended.
+func TestMergedChangesEqualTheReport(t *testing.T) {
+	receiver := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/rejects":
+			w.WriteHeader(http.StatusBadRequest)
+		case "/fails":
+			if rand.IntN(2) == 0 {
+				w.WriteHeader(http.StatusServiceUnavailable)
+			}
+		}
+	}))
+	t.Cleanup(receiver.Close)
+	dir := t.TempDir()
+	d, stop := started(t, dir)
+	config := testConfig(receiver.URL)
+	template := config.Destinations[0]
+	apply := func(revision int) {
+		config.Destinations = nil
+		for i, path := range []string{"/accepts", "/fails", "/rejects"} {
+			one := template
+			one.Name, one.Revision = fmt.Sprint("d", i), fmt.Sprint(revision)
+			one.Endpoints = []liveconfig.Endpoint{{Name: "a", URL: liveconfig.NewSecret(receiver.URL + path)}, {Name: "b", URL: liveconfig.NewSecret(receiver.URL)}}[:1+i%2]
+			config.Destinations = append(config.Destinations, one)
+		}
+		paused := template
+		paused.Name, paused.State = "paused", liveconfig.Paused
+		config.Destinations = append(config.Destinations, paused)
+		if revision%2 == 1 {
+			config.Destinations = config.Destinations[1:]
+		}
+		d.Set("shop", encoded(t, config))
+	}
+	apply(0)
+	d.Synced()
+	var reader merged
+	for i := range 60 {
+		send(t, d, fmt.Sprint("m", i))
+		if i%10 == 0 {
+			apply(i / 10)
+		}
+		if i%7 == 0 {
+			reader.poll(d)
+		}
+	}
+	options := []cmp.Option{cmp.AllowUnexported(adminapi.Index{}), cmpopts.EquateEmpty(), cmpopts.IgnoreFields(adminapi.Index{}, "Cursor", "Storage")}
+	var diff string
+	eventually(t, "the merged changes equal the report: "+diff, func() bool {
+		reader.poll(d)
+		diff = cmp.Diff(adminapi.NewIndex(d.Report()), reader.Index, options...)
+		return diff == ""
+	})
+	if r := reader.Namespace("shop").Destinations["d1"]; r == nil || r.Accepted == 0 {
+		t.Errorf("report of a destination with traffic: got %+v", r)
+	}
+	eventually(t, "no changes of an idle dispatcher", func() bool { return !reader.poll(d) })
+
+	stop()
+	d, _ = started(t, dir)
+	if report := d.Changes(reader.Cursor); report == nil || report.Delta {
+		t.Errorf("the report of a restarted dispatcher is not full: %+v", report)
+	}
+}
