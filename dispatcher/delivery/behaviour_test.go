@@ -993,6 +993,7 @@ func TestParkedNamespace(t *testing.T) {
 // A parked destination keeps its dead letters beyond their retention, and its ledger, also after a
 // restart and without lanes.
 func TestParkedDestinationKeepsItsRecords(t *testing.T) {
+	long(t)
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, always(answer{status: 200}))
 		parkAll := func() {
@@ -1029,6 +1030,7 @@ func TestParkedDestinationKeepsItsRecords(t *testing.T) {
 // The lane of an endpoint that a restored config lacks is parked for a limited time. After that its
 // messages are dead letters, as those of a removed endpoint.
 func TestLostEndpoint(t *testing.T) {
+	long(t)
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, byURL(map[string]answer{urlA: {status: 200}, urlB: {status: 500}}))
 		d := dest("a", urlA, urlB)

@@ -17,6 +17,7 @@ import (
 // While an endpoint is down it gets one probe at a time at growing intervals. After an outage
 // of an hour with 100,000 pending messages its load increases gradually.
 func TestOutage(t *testing.T) {
+	long(t)
 	for name, down := range map[string]answer{
 		"refused": {reason: egress.ConnectionRefused}, "black hole": {reason: egress.TimedOut, after: time.Hour},
 		"500": {status: 500, after: 10 * time.Millisecond}, "slow": {status: 200, after: 10 * time.Second},
@@ -136,6 +137,7 @@ func TestChangeProbesAtOnce(t *testing.T) {
 
 // One of twenty destinations fails in different ways, and the others are not affected.
 func TestIsolation(t *testing.T) {
+	long(t)
 	for name, bad := range map[string]answer{
 		"healthy": {status: 200, after: 5 * time.Millisecond}, "refused": {reason: egress.ConnectionRefused},
 		"black hole": {reason: egress.TimedOut, after: time.Hour}, "5 s slow": {status: 200, after: 4900 * time.Millisecond}, "500": {status: 500},
@@ -181,7 +183,8 @@ func TestIsolation(t *testing.T) {
 // At a steady rate below the receivers' capacity, one of twenty endpoints fails with many
 // requests in flight. The p99 of the others changes by less than a tenth.
 func TestIsolationOfLatency(t *testing.T) {
-	const total, messages, bad = 20, 4000 / scale, "http://0.test"
+	long(t)
+	const total, messages, bad = 20, 4000, "http://0.test"
 	p99 := func(t *testing.T, dead answer) (slow time.Duration) {
 		bubble(t, func(t *testing.T) {
 			rnd := rand.New(rand.NewPCG(1, 2))
@@ -249,6 +252,7 @@ func TestIsolationOfLatency(t *testing.T) {
 // A thousand lanes, of which 900 cannot deliver, share 256 slots: after the first turn of every
 // lane, the healthy lanes deliver at once. The number of goroutines is bounded.
 func TestThousandLanes(t *testing.T) {
+	long(t)
 	bubble(t, func(t *testing.T) {
 		before := runtime.NumGoroutine()
 		const slots = 512

@@ -370,6 +370,15 @@ func (w *world) end() {
 	}
 }
 
+// long skips a test of many events with -short, which the race detector's run sets: there an event
+// costs about 20 times as much, and the order of events is the same.
+func long(t *testing.T) {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("-short is set, and the test has many events")
+	}
+}
+
 func bubble(t *testing.T, f func(t *testing.T)) {
 	t.Helper()
 	synctest.Test(t, f)

@@ -137,6 +137,7 @@ func TestReadyQueueAtRandom(t *testing.T) {
 // A namespace with 500 slow destinations leaves half of the requests in flight to one with a single
 // fast destination, and uses all of them while the other has no messages.
 func TestNamespacesShareCapacity(t *testing.T) {
+	long(t)
 	const limit, crowd = 64, 500
 	bubble(t, func(t *testing.T) {
 		w := newWorld(t, func(r request) answer {

@@ -11,11 +11,12 @@ import (
 // An endpoint that fails at random gets nearly as many attempts as one that works: at least 0.6 of
 // what its window could carry.
 func TestRandomFailures(t *testing.T) {
+	long(t)
 	const (
 		latency = 10 * time.Millisecond
 		window  = 64
 		share   = 0.25
-		lasts   = 10 * time.Second / scale
+		lasts   = 10 * time.Second
 	)
 	for name, failure := range map[string]answer{
 		"503": {status: 503, after: latency}, "500": {status: 500, after: latency}, "refused": {reason: egress.ConnectionRefused, after: latency},
@@ -30,7 +31,7 @@ func TestRandomFailures(t *testing.T) {
 					return answer{status: 200, after: latency}
 				})
 				w.apply(dest("crm", urlA))
-				w.send("web", 100_000/scale)
+				w.send("web", 100_000)
 				w.sleep(lasts)
 				possible := window * (1 - share) * lasts.Seconds() / latency.Seconds()
 				got := float64(w.report("crm").Delivered) / possible
@@ -67,6 +68,7 @@ func TestRandomFailuresOfABurst(t *testing.T) {
 // An endpoint that recovers from an outage has its full speed within 10 s of the first successful
 // probe.
 func TestFullSpeedAfterOutage(t *testing.T) {
+	long(t)
 	for name, down := range map[string]answer{
 		"503": {status: 503}, "refused": {reason: egress.ConnectionRefused}, "black hole": {reason: egress.TimedOut, after: time.Hour},
 	} {

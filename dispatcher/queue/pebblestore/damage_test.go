@@ -63,7 +63,11 @@ func save(t *testing.T, fs vfs.FS, from, to string) {
 // TestFlippedBitInNewestLog: a flipped bit in the newest log of a killed store with batches of
 // 200 calls is detected at the start, and a repair reports the exact count.
 func TestFlippedBitInNewestLog(t *testing.T) {
-	const batches, calls, trials = 30, 200, 15
+	const batches, calls = 30, 200
+	trials := 15
+	if testing.Short() {
+		trials = 3
+	}
 	mem := vfs.NewCrashableMem()
 	s := open(t, "queue", Options{FS: mem})
 	defer func() { _ = s.Close() }()
