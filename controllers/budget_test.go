@@ -281,3 +281,42 @@ func TestJitter(t *testing.T) {
 	}
 	check.Equal(t, "distinct jitters of 1000 objects", len(distinct), 1000)
 }
+
+// A pod that starts extends the time to confirm a config only for itself.
+func TestConfirmationBesideAStartingPod(t *testing.T) {
+	const grace = 2 * time.Second
+	for _, c := range []struct {
+		name string
+		// running and starting are the revisions that the pods report.
+		running, starting string
+		want              time.Duration
+	}{
+		{"only the starting pod has not confirmed", "new", "old", startGrace},
+		{"another pod has not confirmed, either", "old", "old", grace},
+		{"only the other pod has not confirmed", "old", "new", grace},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			o := newVirtualOperator(t, 1)
+			o.confirmGrace = grace
+			o.pass(t)
+			o.start, o.writes = o.time, nil
+			uid := o.sources[0].UID
+			o.verdicts.set("shop", verdictsByUID{uid: generationVerdict{generation: 1, Verdict: compile.Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: "m", State: liveconfig.Active, Revision: "new"}}})
+			second := Pod{Name: "dispatcher-1"}
+			newProbe(o.reports, second, true)
+			for pod, revision := range map[Pod]string{o.pod: c.running, second: c.starting} {
+				o.reports.record(t.Context(), pod, o.reports.probes[pod], &adminapi.Report{Namespaces: []adminapi.NamespaceReport{{
+					Namespace: "shop", Sources: []adminapi.SourceReport{{Name: o.sources[0].Name, Generation: 1, Revision: revision}},
+				}}}, nil)
+			}
+			o.changes.add([]string{"shop"})
+			o.runFor(t, 2*startGrace)
+			if len(o.writes) != 1 {
+				t.Fatalf("writes: got %v, want one", o.writes)
+			}
+			if got := o.writes[0].at; got < c.want || got > c.want+recheckInterval {
+				t.Errorf("time until the status is Pending: got %v, want %v", got, c.want)
+			}
+		})
+	}
+}

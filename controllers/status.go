@@ -312,7 +312,7 @@ func (p *statusPass) update(ctx context.Context, m *memo, o client.Object, verdi
 		m.transition = permit{}
 		return p.updateNumbers(ctx, m, o, verdict, k)
 	}
-	if pending && p.awaitConfirmation(m) {
+	if pending && p.awaitConfirmation(m, o, verdict, k) {
 		return nil
 	}
 	if wait := m.transition.wait(p.budget.transitions, p.now); wait > 0 {
@@ -373,16 +373,24 @@ func (p *statusPass) write(ctx context.Context, m *memo, o, next client.Object, 
 }
 
 // awaitConfirmation reports whether the pods have more time to confirm an object. It then
-// requests their reports, and rechecks the object. A pod that starts has startGrace.
-func (p *statusPass) awaitConfirmation(m *memo) bool {
+// requests their reports, and rechecks the object. If only pods that start have not confirmed it, they
+// have startGrace.
+func (p *statusPass) awaitConfirmation(m *memo, o client.Object, verdict compile.Verdict, k health.Kind) bool {
 	if grace := remaining(p.confirmGrace, m.unconfirmedSince, p.now); grace > 0 {
 		p.reports.refreshNow()
 		m.after(min(grace, confirmInterval))
 		return true
 	}
-	if slices.ContainsFunc(p.pods, func(pod health.Pod) bool { return pod.Starting }) && remaining(startGrace, m.unconfirmedSince, p.now) > 0 {
-		m.after(recheckInterval)
-		return true
+	if remaining(startGrace, m.unconfirmedSince, p.now) <= 0 {
+		return false
+	}
+	started := slices.DeleteFunc(slices.Clone(p.pods), func(pod health.Pod) bool { return pod.Starting })
+	if len(started) < len(p.pods) {
+		_, conditions := k.Status(k.Next(o, verdict, p.namespace, started, p.now, false).(client.Object))
+		if !health.Pending(*conditions) {
+			m.after(recheckInterval)
+			return true
+		}
 	}
 	return false
 }
