@@ -10,11 +10,13 @@ import (
 	"strings"
 	"sync"
 	"time"
+	"unicode"
 
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 	"k8s.io/client-go/tools/events"
@@ -93,6 +95,15 @@ type configReconciler struct {
 type liveSecret struct {
 	revision, resourceVersion string
 	history                   compile.History
+	// release is the value of the annotation that ends reservations of write keys; empty if it is
+	// processed.
+	release string
+}
+
+// released reports whether an administrator has ended the reservation of a write key.
+func (s liveSecret) released(hash string) bool {
+	list := strings.FieldsFunc(s.release, func(r rune) bool { return r == ',' || unicode.IsSpace(r) })
+	return slices.Contains(list, hash) || slices.Contains(list, liveconfig.ReleaseAll)
 }
 
 func setupConfig(mgr manager.Manager, o Options, verdicts *verdictCache, statuses *trigger, reports func() ([]health.Pod, bool)) error {
@@ -230,18 +241,19 @@ func (r *configReconciler) compile(ctx context.Context, namespace string) (resul
 	for _, other := range r.keys.set(namespace, holders(snapshot)) {
 		r.own.fire(other)
 	}
-	snapshot.ForeignWriteKeys = r.keys.older(namespace)
+	snapshot.ForeignWriteKeys = r.keys.foreign(namespace)
 	compilers := r.kinds.Compilers()
 	config, verdicts := compilers.Compile(snapshot)
-	existing := compilers.Existing(snapshot.Objects)
+	r.logReserved(ctx, snapshot.ForeignWriteKeys)
+	present := r.present(namespace, config, compilers.Existing(snapshot.Objects), last)
 	var encoded compile.Encoded
-	encoded, last.history, err = compilers.EncodeWithHead(config, verdicts, r.maxConfigBytes, last.history, r.headBytes(namespace, existing),
+	encoded, last.history, err = compilers.EncodeWithHead(config, verdicts, r.maxConfigBytes, last.history, r.headBytes(namespace, present),
 		func() (liveconfig.Config, bool, error) { return r.last(ctx, namespace) })
 	if err != nil {
 		return "", err
 	}
 	if encoded.Data != nil {
-		if result, err = r.write(ctx, namespace, encoded, existing, last); err != nil {
+		if result, err = r.write(ctx, namespace, encoded, present, last); err != nil {
 			return "", err
 		}
 	}
@@ -254,10 +266,25 @@ func (r *configReconciler) compile(ctx context.Context, namespace string) (resul
 	return result, nil
 }
 
+// present returns the part of the next head that depends on the namespace's objects.
+func (r *configReconciler) present(namespace string, config liveconfig.Config, uids map[liveconfig.Ref]string, last liveSecret) compile.Present {
+	return compile.Present{UIDs: uids, Reserved: last.history.Reserve(config, r.dispatchers(namespace), last.released, r.now())}
+}
+
+// logReserved logs for which namespaces the foreign keys of a namespace are reserved. Conditions do
+// not name them, because names of other namespaces are confidential.
+func (r *configReconciler) logReserved(ctx context.Context, foreign map[string]compile.KeyUse) {
+	for hash, use := range foreign {
+		if use == compile.KeyReserved {
+			log.FromContext(ctx).Info("write key reserved for another namespace", "sha256", hash, "reservedFor", r.keys.ownerOf(hash))
+		}
+	}
+}
+
 // headBytes returns a function that returns the size of a namespace's next head.
-func (r *configReconciler) headBytes(namespace string, existing map[liveconfig.Ref]string) func(compile.History) (int, error) {
+func (r *configReconciler) headBytes(namespace string, present compile.Present) func(compile.History) (int, error) {
 	d, now := r.dispatchers(namespace), r.now()
-	return func(h compile.History) (int, error) { return h.HeadBytes(existing, d, now, r.tombstoneGrace) }
+	return func(h compile.History) (int, error) { return h.HeadBytes(present, d, now, r.tombstoneGrace) }
 }
 
 // gather reads a namespace's objects and the Secrets that they refer to.
@@ -272,10 +299,10 @@ func (r *configReconciler) gather(ctx context.Context, namespace string) (object
 	return all, s, err
 }
 
-// remove replaces the live config of a namespace without objects by tombstones, and deletes it when
-// they are no longer needed.
+// remove replaces the live config of a namespace without objects by tombstones and reserved write
+// keys, and deletes it when they are no longer needed.
 func (r *configReconciler) remove(ctx context.Context, namespace string, last liveSecret) (string, error) {
-	if last.resourceVersion == "" && !last.history.Known && !r.dispatchers(namespace).Parks() {
+	if d := r.dispatchers(namespace); last.resourceVersion == "" && !last.history.Known && !d.Parks() && !d.Reserves(r.now()) {
 		r.forget(namespace)
 		return "unchanged", nil
 	}
@@ -291,20 +318,27 @@ func (r *configReconciler) remove(ctx context.Context, namespace string, last li
 		}
 	}
 	config, verdicts := r.kinds.Compilers().Compile(compile.Snapshot{Namespace: namespace})
+	present := r.present(namespace, config, nil, last)
 	none := func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil }
-	encoded, history, err := r.kinds.Compilers().EncodeWithHead(config, verdicts, r.maxConfigBytes, last.history, r.headBytes(namespace, nil), none)
+	encoded, history, err := r.kinds.Compilers().EncodeWithHead(config, verdicts, r.maxConfigBytes, last.history, r.headBytes(namespace, present), none)
 	if err != nil {
 		return "", err
 	}
 	if encoded.TooLarge {
 		return "", fmt.Errorf("the tombstones of namespace %s do not fit into a Secret", namespace)
 	}
+	reserved := len(last.history.Head.Reserved) > 0
 	last.history = history
-	head, _ := last.history.Next(encoded.Revision, nil, r.dispatchers(namespace), r.now(), r.tombstoneGrace)
-	if len(head.Tombstones) > 0 {
-		result, err := r.write(ctx, namespace, encoded, nil, last)
+	head, _ := last.history.Next(encoded.Revision, present, r.dispatchers(namespace), r.now(), r.tombstoneGrace)
+	// The last reservations are removed by a config, too: a deletion would not end them in the
+	// dispatchers, which report them to the operator when a live config is lost.
+	if needed := len(head.Tombstones)+len(head.Reserved) > 0; needed || reserved {
+		result, err := r.write(ctx, namespace, encoded, present, last)
 		if err == nil {
 			r.forgetObjects(namespace)
+		}
+		if err == nil && !needed {
+			r.own.fire(namespace)
 		}
 		return result, err
 	}
@@ -325,6 +359,7 @@ func (r *configReconciler) remove(ctx context.Context, namespace string, last li
 // forget removes the data about a namespace without a live config.
 func (r *configReconciler) forget(namespace string) {
 	r.forgetObjects(namespace)
+	r.setLiveKeys(namespace, compile.History{})
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	delete(r.written, namespace)
@@ -407,7 +442,7 @@ func (r *configReconciler) followReports(ctx context.Context, interval time.Dura
 }
 
 // unsettled returns the namespaces whose live config may change because of the pods' reports. Of a
-// namespace without a Secret it needs parked objects: the pods report the number of a removed
+// namespace without a Secret it needs parked objects or reserved write keys: the pods report the number of a removed
 // namespace for a long time.
 func (r *configReconciler) unsettled(pods []health.Pod) (list []string) {
 	r.mu.Lock()
@@ -417,7 +452,7 @@ func (r *configReconciler) unsettled(pods []health.Pod) (list []string) {
 	}
 	r.mu.Unlock()
 	for namespace, history := range histories {
-		if !history.Settled(r.dispatchers(namespace)) {
+		if !history.Settled(r.dispatchers(namespace), r.now()) {
 			list = append(list, namespace)
 		}
 	}
@@ -430,7 +465,10 @@ func (r *configReconciler) unsettled(pods []health.Pod) (list []string) {
 			continue
 		}
 		for _, n := range report.Configs {
-			if _, known := histories[n.Namespace]; !known && len(n.Parked) > 0 && !slices.Contains(list, n.Namespace) {
+			reserves := func() bool {
+				return compile.DispatchersOf(compile.Reports{Unready: []adminapi.ConfigReport{n}}).Reserves(r.now())
+			}
+			if _, known := histories[n.Namespace]; !known && (len(n.Parked) > 0 || reserves()) && !slices.Contains(list, n.Namespace) {
 				list = append(list, n.Namespace)
 			}
 		}
@@ -461,28 +499,43 @@ func (r *configReconciler) history(ctx context.Context, namespace string) (liveS
 	case err != nil:
 		return liveSecret{}, fmt.Errorf("read Secret %s: %w", key, err)
 	}
-	found := liveSecret{resourceVersion: current.ResourceVersion, history: last.history}
-	live, err := liveconfig.StoredIn(current.Data).Decode()
-	if err == nil && live.Namespace == namespace && (!last.history.Known || live.Head.Number >= last.history.Head.Number) {
-		found.history = compile.HistoryOf(live)
-		found.history.Verified = last.history.Verified && live.Head.Number == last.history.Head.Number
+	found, _ := readLive(&current, namespace)
+	if last.history.Known && (!found.history.Known || found.history.Head.Number < last.history.Head.Number) {
+		found.history = last.history
+	} else {
+		found.history.Verified = last.history.Verified && found.history.Head.Number == last.history.Head.Number
 	}
 	return found, nil
 }
 
+// readLive returns the live config in a Secret. Its history is unknown if it does not decode, or
+// belongs to another namespace.
+func readLive(secret *corev1.Secret, namespace string) (liveSecret, liveconfig.Config) {
+	found := liveSecret{resourceVersion: secret.ResourceVersion, release: secret.Annotations[liveconfig.AnnotationRelease]}
+	live, err := liveconfig.StoredIn(secret.Data).Decode()
+	if err != nil || live.Namespace != namespace {
+		return found, liveconfig.Config{}
+	}
+	found.history = compile.HistoryOf(live)
+	return found, live.Config
+}
+
 // write applies a namespace's live-config Secret if its content differs.
-func (r *configReconciler) write(ctx context.Context, namespace string, encoded compile.Encoded, existing map[liveconfig.Ref]string, last liveSecret) (string, error) {
+func (r *configReconciler) write(ctx context.Context, namespace string, encoded compile.Encoded, present compile.Present, last liveSecret) (string, error) {
 	d := r.dispatchers(namespace)
-	head, changed := last.history.Next(encoded.Revision, existing, d, r.now(), r.tombstoneGrace)
+	head, changed := last.history.Next(encoded.Revision, present, d, r.now(), r.tombstoneGrace)
 	text, err := liveconfig.EncodeHead(head)
 	if err != nil {
 		return "", err
 	}
 	data := liveconfig.Stored{Config: encoded.Data, Head: text}.Data()
 	key := types.NamespacedName{Namespace: r.release, Name: liveconfig.SecretName(namespace)}
-	next := liveSecret{encoded.Revision, last.resourceVersion, compile.HistoryOf(liveconfig.Revisioned{Config: encoded.Config, Revision: encoded.Revision, Head: head})}
+	next := liveSecret{
+		revision: encoded.Revision, resourceVersion: last.resourceVersion,
+		history: compile.HistoryOf(liveconfig.Revisioned{Config: encoded.Config, Revision: encoded.Revision, Head: head}),
+	}
 	next.history.Verified = changed || last.history.Unbroken(d)
-	if !changed && last.resourceVersion != "" && last.revision == encoded.Revision {
+	if !changed && last.resourceVersion != "" && last.revision == encoded.Revision && last.release == "" {
 		r.record(namespace, next)
 		return "unchanged", nil
 	}
@@ -493,18 +546,25 @@ func (r *configReconciler) write(ctx context.Context, namespace string, encoded 
 	}
 	result := "unchanged"
 	next.resourceVersion = current.ResourceVersion
-	if changed || !isLive(&current, namespace, data, encoded.Revision) || !r.owner.owns(&current) {
+	if changed || last.release != "" || !isLive(&current, namespace, data, encoded.Revision) || !r.owner.owns(&current) {
 		owners, err := r.owner.references(ctx)
 		if err != nil {
 			return "", err
 		}
 		result = "written"
+		annotations := map[string]string{liveconfig.AnnotationRevision: encoded.Revision}
+		if last.release != "" {
+			// The write that ends the reservations also empties the annotation, so that it does
+			// not end later ones.
+			annotations[liveconfig.AnnotationRelease] = ""
+			log.FromContext(ctx).Info("reservations of write keys released by annotation", "annotation", liveconfig.AnnotationRelease, "value", last.release, "remaining", len(head.Reserved))
+		}
 		wanted := corev1ac.Secret(key.Name, key.Namespace).
 			WithLabels(map[string]string{
 				liveconfig.LabelLive: "true", liveconfig.LabelNamespace: namespace,
 				labelName: "posthorn", labelManagedBy: managedBy,
 			}).
-			WithAnnotations(map[string]string{liveconfig.AnnotationRevision: encoded.Revision}).
+			WithAnnotations(annotations).
 			WithOwnerReferences(owners...).
 			WithData(data)
 		if err := r.Apply(ctx, wanted, fieldOwner, client.ForceOwnership); err != nil {
@@ -519,9 +579,18 @@ func (r *configReconciler) write(ctx context.Context, namespace string, encoded 
 
 // record records the content of a live-config Secret.
 func (r *configReconciler) record(namespace string, secret liveSecret) {
+	r.setLiveKeys(namespace, secret.history)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.written[namespace] = secret
+}
+
+// setLiveKeys records the write keys of a live config, and compiles the namespaces that may use the
+// keys that it no longer has.
+func (r *configReconciler) setLiveKeys(namespace string, history compile.History) {
+	for _, other := range r.keys.setLive(namespace, history.WriteKeys(compile.Dispatchers{}, r.now())) {
+		r.own.fire(other)
+	}
 }
 
 // isLive reports whether a Secret is the namespace's live config with this content.
@@ -547,7 +616,7 @@ func (r *configReconciler) last(ctx context.Context, namespace string) (liveconf
 }
 
 // prime loads the write keys of all namespaces. It runs before the first compilation:
-// with an incomplete index, a younger Source could get the key of an older one.
+// with an incomplete index, a Source could get the key of another namespace.
 func (r *configReconciler) prime(ctx context.Context) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -564,6 +633,10 @@ func (r *configReconciler) prime(ctx context.Context) error {
 			pending[o.GetNamespace()] = true
 		}
 	}
+	live, err := r.primeLive(ctx)
+	if err != nil {
+		return err
+	}
 	var group errgroup.Group
 	group.SetLimit(maxReadsAtOnce)
 	for name := range pending {
@@ -572,9 +645,7 @@ func (r *configReconciler) prime(ctx context.Context) error {
 			if err != nil {
 				// The compilation of this namespace retries. The others do not wait for it.
 				log.FromContext(ctx).Error(err, "loading the write keys of a namespace failed; using those of its live config", "namespace", name)
-				if live, _, err := r.last(ctx, name); err == nil {
-					r.keys.set(name, liveHolders(live, s.Objects))
-				}
+				r.keys.set(name, liveHolders(live[name], s.Objects))
 				return nil
 			}
 			r.keys.set(name, holders(s))
@@ -587,6 +658,81 @@ func (r *configReconciler) prime(ctx context.Context) error {
 	}
 	r.pending, r.primed = pending, true
 	return nil
+}
+
+// primeLive loads the live configs of all namespaces, and the owners of the write keys. It fails if it
+// cannot read one: a namespace whose live config is not known releases no key. It returns the
+// configs. The mutex is held.
+func (r *configReconciler) primeLive(ctx context.Context) (map[string]liveconfig.Config, error) {
+	list := &metav1.PartialObjectMetadataList{}
+	list.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("SecretList"))
+	if err := r.List(ctx, list, client.InNamespace(r.release)); err != nil {
+		return nil, fmt.Errorf("list the live configs: %w", err)
+	}
+	var mu sync.Mutex
+	configs, secrets := map[string]liveconfig.Config{}, map[string]liveSecret{}
+	group, groupCtx := errgroup.WithContext(ctx)
+	group.SetLimit(maxReadsAtOnce)
+	for _, m := range list.Items {
+		namespace, ok := liveconfig.NamespaceOf(m.Name)
+		if !ok {
+			continue
+		}
+		group.Go(func() error {
+			var secret corev1.Secret
+			if err := r.direct.Get(groupCtx, client.ObjectKeyFromObject(&m), &secret); apierrors.IsNotFound(err) {
+				return nil
+			} else if err != nil {
+				return fmt.Errorf("read Secret %s: %w", m.Name, err)
+			}
+			found, live := readLive(&secret, namespace)
+			mu.Lock()
+			defer mu.Unlock()
+			configs[namespace], secrets[namespace] = live, found
+			return nil
+		})
+	}
+	if err := group.Wait(); err != nil {
+		return nil, err
+	}
+	pods, _ := r.reports()
+	for _, pod := range pods {
+		for _, report := range []*adminapi.Index{pod.Report, pod.Configs} {
+			if report == nil {
+				continue
+			}
+			for _, n := range report.Configs {
+				if _, known := secrets[n.Namespace]; !known {
+					secrets[n.Namespace] = liveSecret{}
+				}
+			}
+		}
+	}
+	live := map[string]map[string]compile.KeyUse{}
+	users := map[string]int{}
+	for namespace, secret := range secrets {
+		live[namespace] = secret.history.WriteKeys(r.dispatchers(namespace), r.now())
+		for hash, use := range live[namespace] {
+			if use == compile.KeyInUse {
+				users[hash]++
+			}
+		}
+	}
+	// A key that several live configs have in effect belongs to the oldest Source. One that is in
+	// effect in one of them belongs to this one, even if another one reserves it.
+	for namespace, keys := range live {
+		maps.DeleteFunc(keys, func(hash string, use compile.KeyUse) bool {
+			return users[hash] > 1 || use == compile.KeyReserved && users[hash] > 0
+		})
+		r.keys.setLive(namespace, keys)
+	}
+	for namespace, secret := range secrets {
+		if secret.resourceVersion != "" {
+			r.written[namespace] = secret
+		}
+		r.own.fire(namespace)
+	}
+	return configs, nil
 }
 
 // mark records that a namespace is compiled, or failed. When all namespaces are, it writes the

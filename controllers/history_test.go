@@ -53,12 +53,6 @@ var _ = Describe("The history of a live config", func() {
 		}
 		return list
 	}
-	secretOf := func(namespace string) client.ObjectKey {
-		return client.ObjectKey{Namespace: release, Name: liveconfig.SecretName(namespace)}
-	}
-	exists := func(w *world, namespace string) func() bool {
-		return func() bool { return cluster.Get(w.ctx, secretOf(namespace), &corev1.Secret{}) == nil }
-	}
 
 	It("has tombstones of deleted objects until they are restored, and growing numbers", func() {
 		w := newWorld(keep)
@@ -123,9 +117,11 @@ var _ = Describe("The history of a live config", func() {
 			g.Expect(refs(w.head(g, namespace))).To(Equal([]liveconfig.Ref{web}))
 		}).Should(Succeed())
 		w.waitPolls(5)
-		Expect(exists(w, namespace)()).To(BeTrue(), "the Secret while a pod has not confirmed")
+		w.releaseKeys(namespace, liveconfig.ReleaseAll)
+		w.waitPolls(5)
+		Expect(w.hasLive(namespace)()).To(BeTrue(), "the Secret while a pod has not confirmed")
 		w.dispatcher.set(func(d *fakeDispatcher) { d.stuck = false })
-		Eventually(exists(w, namespace)).Should(BeFalse())
+		Eventually(w.hasLive(namespace)).Should(BeFalse())
 	})
 
 	It("continues after the Secret was deleted, with the operator running or stopped", func() {
@@ -298,7 +294,7 @@ func TestUnsettled(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			pods := []health.Pod{c.pod}
-			r := &configReconciler{written: c.written, reports: func() ([]health.Pod, bool) { return pods, true }}
+			r := &configReconciler{written: c.written, reports: func() ([]health.Pod, bool) { return pods, true }, now: time.Now}
 			if diff := cmp.Diff(c.want, r.unsettled(pods)); diff != "" {
 				t.Errorf("namespaces (-want +got):\n%s", diff)
 			}

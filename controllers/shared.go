@@ -185,16 +185,28 @@ func (a keyHolder) compare(b keyHolder) int {
 	return cmp.Or(a.created.Compare(b.created), strings.Compare(a.namespace, b.namespace), strings.Compare(a.name, b.name))
 }
 
-// writeKeys indexes the write keys of all namespaces by their hash. It finds the
-// oldest Source that uses a write key.
+// writeKeys indexes the write keys of all namespaces by their hash. A key belongs to the namespace
+// whose live config has it in effect or reserved; other namespaces cannot take it over. A key
+// without such an owner belongs to the namespace with the oldest Source that uses it.
 type writeKeys struct {
 	mu          sync.Mutex
 	byHash      map[string]map[string]keyHolder // hash -> namespace -> the namespace's oldest holder
 	byNamespace map[string]map[string]keyHolder // namespace -> hash -> the same holder
+	owners      map[string]keyOwner             // hash -> owner
+	owned       map[string]map[string]bool      // namespace -> hashes that it owns
+}
+
+// keyOwner is the namespace whose live config has a write key.
+type keyOwner struct {
+	namespace string
+	use       compile.KeyUse
 }
 
 func newWriteKeys() *writeKeys {
-	return &writeKeys{byHash: map[string]map[string]keyHolder{}, byNamespace: map[string]map[string]keyHolder{}}
+	return &writeKeys{
+		byHash: map[string]map[string]keyHolder{}, byNamespace: map[string]map[string]keyHolder{},
+		owners: map[string]keyOwner{}, owned: map[string]map[string]bool{},
+	}
 }
 
 // set replaces the keys of a namespace. It returns the other namespaces whose
@@ -236,13 +248,19 @@ func (k *writeKeys) set(namespace string, holders map[string]keyHolder) (affecte
 	return slices.Sorted(maps.Keys(touched))
 }
 
-// older returns the keys of a namespace that belong to an older Source of another
-// namespace, each with that Source's "namespace/name".
-func (k *writeKeys) older(namespace string) map[string]string {
+// foreign returns the keys of a namespace that belong to other namespaces. The namespace becomes the
+// owner of its other keys, so that of two concurrent compilations only one gets a key.
+func (k *writeKeys) foreign(namespace string) map[string]compile.KeyUse {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	found := map[string]string{}
+	found := map[string]compile.KeyUse{}
 	for hash, own := range k.byNamespace[namespace] {
+		if owner, owned := k.owners[hash]; owned {
+			if owner.namespace != namespace {
+				found[hash] = owner.use
+			}
+			continue
+		}
 		oldest := own
 		for _, other := range k.byHash[hash] {
 			if other.compare(oldest) < 0 {
@@ -250,8 +268,61 @@ func (k *writeKeys) older(namespace string) map[string]string {
 			}
 		}
 		if oldest.namespace != namespace {
-			found[hash] = oldest.namespace + "/" + oldest.name
+			found[hash] = compile.KeyInUse
+			continue
 		}
+		k.own(hash, keyOwner{namespace, compile.KeyInUse})
 	}
 	return found
+}
+
+// ownerOf returns the namespace that owns a key; empty if none does.
+func (k *writeKeys) ownerOf(hash string) string {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.owners[hash].namespace
+}
+
+// own makes a namespace the owner of a key. The mutex is held.
+func (k *writeKeys) own(hash string, owner keyOwner) {
+	k.owners[hash] = owner
+	if k.owned[owner.namespace] == nil {
+		k.owned[owner.namespace] = map[string]bool{}
+	}
+	k.owned[owner.namespace][hash] = true
+}
+
+// setLive replaces the keys that a namespace's live config has in effect or reserved. It returns the
+// other namespaces whose verdicts may change as a result. Keys that another namespace owns remain
+// its own.
+func (k *writeKeys) setLive(namespace string, live map[string]compile.KeyUse) (affected []string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	touched := map[string]bool{}
+	touch := func(hash string) {
+		for other := range k.byHash[hash] {
+			if other != namespace {
+				touched[other] = true
+			}
+		}
+	}
+	for hash := range k.owned[namespace] {
+		if live[hash] == "" {
+			touch(hash)
+			delete(k.owners, hash)
+			delete(k.owned[namespace], hash)
+		}
+	}
+	for hash, use := range live {
+		owner, owned := k.owners[hash]
+		if owned && owner.namespace != namespace || owner.use == use {
+			continue
+		}
+		touch(hash)
+		k.own(hash, keyOwner{namespace, use})
+	}
+	if len(k.owned[namespace]) == 0 {
+		delete(k.owned, namespace)
+	}
+	return slices.Sorted(maps.Keys(touched))
 }

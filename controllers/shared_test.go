@@ -1,6 +1,8 @@
 package controllers
 
 import (
+	"maps"
+	"slices"
 	"testing"
 	"time"
 
@@ -24,35 +26,60 @@ func TestWriteKeys(t *testing.T) {
 		return keyHolder{namespace: namespace, name: "web", created: day(d)}
 	}
 	k := newWriteKeys()
+	type keys = map[string]compile.KeyUse
+	x, used, reserved := "x", keys{"x": compile.KeyInUse}, keys{"x": compile.KeyReserved}
+	held := func(namespace string, day int, hash string) func() []string {
+		return func() []string {
+			return k.set(namespace, map[string]keyHolder{hash: holder(namespace, day)})
+		}
+	}
+	live := func(namespace string, keys keys) func() []string {
+		return func() []string { return k.setLive(namespace, keys) }
+	}
+	// Each step asks for the foreign keys of the namespaces in the order of their names, and the
+	// first one without a foreign key owns it.
 	steps := []struct {
-		name      string
-		namespace string
-		holders   map[string]keyHolder
-		affected  []string
-		older     map[string]map[string]string // namespace -> hash -> older Source
+		name     string
+		do       func() []string
+		affected []string
+		foreign  map[string]keys // by namespace
 	}{
-		{"the first", "b", map[string]keyHolder{"x": holder("b", 2)}, nil, map[string]map[string]string{"b": {}}},
-		{"another key", "c", map[string]keyHolder{"y": holder("c", 1)}, nil, map[string]map[string]string{"b": {}, "c": {}}},
-		{"an older Source", "a", map[string]keyHolder{"x": holder("a", 1)}, []string{"b"}, map[string]map[string]string{"a": {}, "b": {"x": "a/web"}}},
-		{"the same again", "a", map[string]keyHolder{"x": holder("a", 1)}, nil, map[string]map[string]string{"a": {}, "b": {"x": "a/web"}}},
-		{"equally old", "c", map[string]keyHolder{"x": holder("c", 1)}, []string{"a", "b"}, map[string]map[string]string{"a": {}, "b": {"x": "a/web"}, "c": {"x": "a/web"}}},
-		{"the oldest takes another key", "a", map[string]keyHolder{"z": holder("a", 1)}, []string{"b", "c"}, map[string]map[string]string{"a": {}, "b": {"x": "c/web"}, "c": {}}},
-		{"a namespace is removed", "c", nil, []string{"b"}, map[string]map[string]string{"a": {}, "b": {}, "c": {}}},
+		{"the first", held("b", 2, x), nil, map[string]keys{"b": {}}},
+		{"another key", held("c", 1, "y"), nil, map[string]keys{"b": {}, "c": {}}},
+		{"an older Source", held("a", 1, x), []string{"b"}, map[string]keys{"a": used, "b": {}}},
+		{"the same again", held("a", 1, x), nil, map[string]keys{"a": used, "b": {}}},
+		{"the live config of the owner", live("b", used), nil, map[string]keys{"a": used, "b": {}}},
+		{"that of another namespace", live("a", used), nil, map[string]keys{"a": used, "b": {}}},
+		{"the owner removes the key", held("b", 2, "z"), []string{"a"}, map[string]keys{"a": used, "b": {}}},
+		{"the removed key is reserved", live("b", keys{x: compile.KeyReserved, "z": compile.KeyInUse}), []string{"a"}, map[string]keys{"a": reserved, "b": {}}},
+		{"the owner adds the key again", held("b", 2, x), []string{"a"}, map[string]keys{"a": reserved, "b": {}}},
+		{"the owner uses it again", live("b", used), []string{"a"}, map[string]keys{"a": used, "b": {}}},
+		{"the owner is removed", func() []string { k.set("b", nil); return k.setLive("b", reserved) }, []string{"a"}, map[string]keys{"a": reserved}},
+		{"a third namespace", held("c", 3, x), []string{"a"}, map[string]keys{"a": reserved, "c": reserved}},
+		{"the reservation ends", live("b", nil), []string{"a", "c"}, map[string]keys{"a": {}, "c": used}},
 	}
 	for _, step := range steps {
-		if diff := cmp.Diff(step.affected, k.set(step.namespace, step.holders)); diff != "" {
+		if diff := cmp.Diff(step.affected, step.do()); diff != "" {
 			t.Errorf("%s: affected (-want +got):\n%s", step.name, diff)
 		}
-		for namespace, want := range step.older {
-			if diff := cmp.Diff(want, k.older(namespace)); diff != "" {
-				t.Errorf("%s: older than %s (-want +got):\n%s", step.name, namespace, diff)
+		for _, namespace := range slices.Sorted(maps.Keys(step.foreign)) {
+			if diff := cmp.Diff(step.foreign[namespace], k.foreign(namespace)); diff != "" {
+				t.Errorf("%s: foreign keys of %s (-want +got):\n%s", step.name, namespace, diff)
 			}
 		}
 	}
-	k.set("a", nil)
-	k.set("b", nil)
-	if len(k.byHash)+len(k.byNamespace) != 0 {
-		t.Errorf("the index still has %v %v", k.byHash, k.byNamespace)
+	for _, namespace := range []string{"a", "b", "c"} {
+		k.set(namespace, nil)
+		k.setLive(namespace, nil)
+	}
+	if len(k.byHash)+len(k.byNamespace)+len(k.owners)+len(k.owned) != 0 {
+		t.Errorf("the index still has %v %v %v %v", k.byHash, k.byNamespace, k.owners, k.owned)
+	}
+
+	k.set("young", map[string]keyHolder{x: holder("young", 2)})
+	k.set("old", map[string]keyHolder{x: holder("old", 1)})
+	if diff := cmp.Diff(used, k.foreign("young")); diff != "" {
+		t.Errorf("foreign keys of the younger Source (-want +got):\n%s", diff)
 	}
 }
 

@@ -183,6 +183,29 @@ func (w *world) head(g Gomega, namespace string) liveconfig.Head {
 	return head
 }
 
+// hasLive reports whether a namespace has a live config.
+func (w *world) hasLive(namespace string) func() bool {
+	return func() bool {
+		return cluster.Get(w.ctx, client.ObjectKey{Namespace: release, Name: liveconfig.SecretName(namespace)}, &corev1.Secret{}) == nil
+	}
+}
+
+// reserved returns the reserved write keys of a namespace.
+func (w *world) reserved(g Gomega, namespace string) (hashes []string) {
+	for _, k := range w.head(g, namespace).Reserved {
+		hashes = append(hashes, k.SHA256)
+	}
+	return hashes
+}
+
+// releaseKeys ends reservations of write keys of a namespace: that of one hash, or all.
+func (w *world) releaseKeys(namespace, value string) {
+	GinkgoHelper()
+	Eventually(func(g Gomega) { g.Expect(w.reserved(g, namespace)).NotTo(BeEmpty()) }).Should(Succeed())
+	_, err := server.Kubectl("", "annotate", "secret", "--overwrite", "--namespace", release, "--selector", liveconfig.LabelNamespace+"="+namespace, liveconfig.AnnotationRelease+"="+value)
+	Expect(err).NotTo(HaveOccurred())
+}
+
 func (w *world) destination(g Gomega, namespace, name string) v1alpha1.WebhookDestination {
 	var d v1alpha1.WebhookDestination
 	g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: namespace, Name: name}, &d)).To(Succeed())
@@ -354,6 +377,8 @@ type fakeDispatcher struct {
 	// numbers are the highest numbers of the loaded configs, and parked the parked objects.
 	numbers map[string]int64
 	parked  map[string][]adminapi.ParkedObject
+	// reserved are the reserved write keys, by namespace.
+	reserved map[string][]adminapi.ReservedKey
 	// discards are the discards ahead, by namespace.
 	discards map[string][]adminapi.Discard
 	// traffic changes a destination's report, by "namespace/name"; calls a Source's.
@@ -456,7 +481,7 @@ func (d *fakeDispatcher) report(ctx context.Context) adminapi.Report {
 	for _, namespace := range slices.Sorted(maps.Keys(namespaces)) {
 		config := d.running[namespace]
 		t := adminapi.NamespaceReport{Namespace: namespace, Revision: d.revisions[namespace], Refused: refused[namespace]}
-		report.Configs = append(report.Configs, adminapi.ConfigReport{Namespace: namespace, Number: d.numbers[namespace], Parked: d.parked[namespace], Discards: d.discards[namespace]})
+		report.Configs = append(report.Configs, adminapi.ConfigReport{Namespace: namespace, Number: d.numbers[namespace], Parked: d.parked[namespace], Discards: d.discards[namespace], Reserved: d.reserved[namespace]})
 		for _, s := range config.Sources {
 			r := adminapi.SourceReport{Name: s.Name, Generation: s.Generation, Revision: s.Revision}
 			if f := d.calls[namespace+"/"+s.Name]; f != nil {

@@ -87,8 +87,8 @@ func (d *Dispatcher) configReports() (list []adminapi.ConfigReport) {
 		}
 	}
 	for namespace, s := range states {
-		c := adminapi.ConfigReport{Namespace: namespace, Number: s.Number, Missing: s.Missing, Parked: s.Parked, Discards: discards[namespace]}
-		if c.Number > 0 && !s.Removed || !c.Missing.IsZero() || len(c.Parked)+len(c.Discards) > 0 {
+		c := adminapi.ConfigReport{Namespace: namespace, Number: s.Number, Missing: s.Missing, Parked: s.Parked, Discards: discards[namespace], Reserved: s.Reserved}
+		if c.Number > 0 && !s.Removed || !c.Missing.IsZero() || len(c.Parked)+len(c.Discards)+len(c.Reserved) > 0 {
 			list = append(list, c)
 		}
 	}

@@ -60,9 +60,13 @@ const (
 	// Posthorn does not allow. Action: use another URL, or ask the administrator to add the
 	// address to egressAllow.
 	ReasonEgressDenied = "EgressDenied"
-	// ReasonWriteKeyConflict: another Source has the same write key. The older Source keeps
-	// it. Action: set another write key, or delete the other Source.
+	// ReasonWriteKeyConflict: another Source has the same write key and keeps it. Action: set
+	// another write key, or delete the other Source.
 	ReasonWriteKeyConflict = "WriteKeyConflict"
+	// ReasonWriteKeyReserved: the write key belonged to a Source of another namespace, for
+	// which it is reserved for 7 days after its removal. Action: set another write key, or ask
+	// the administrator to release it.
+	ReasonWriteKeyReserved = "WriteKeyReserved"
 	// ReasonKeyConflict: another Audience of the same Source has the same key. The older
 	// Audience keeps it. Action: set another spec.key.
 	ReasonKeyConflict = "KeyConflict"

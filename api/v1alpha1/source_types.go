@@ -15,7 +15,7 @@ type SourceSpec struct {
 	// The write keys of this Source, one or two. Each key identifies this Source.
 	// With two keys, clients can change from the old key to the new one without
 	// rejected calls. An unusable key makes ResolvedRefs (SecretNotFound,
-	// SecretKeyMissing, InvalidSecret) or Accepted (WriteKeyConflict) False; calls
+	// SecretKeyMissing, InvalidSecret) or Accepted (WriteKeyConflict, WriteKeyReserved) False; calls
 	// with the other key are accepted. Calls with a removed key are answered 503
 	// during the grace period (10 minutes), then 401.
 	// +kubebuilder:validation:MinItems=1
@@ -47,7 +47,8 @@ type WriteKey struct {
 	// Basic user name, or as "writeKey" in the body. 1 to 256 bytes; white space
 	// around it is ignored. The dispatchers get only its SHA-256. A change of
 	// the Secret takes effect within a second. Two Sources must not share a write
-	// key: the older Source keeps it, the younger one gets WriteKeyConflict.
+	// key: one keeps it, the other one gets WriteKeyConflict. A key that was removed in
+	// another namespace is reserved for it for 7 days (WriteKeyReserved).
 	// +required
 	SecretKeyRef SecretKeyReference `json:"secretKeyRef"`
 }

@@ -37,10 +37,19 @@ type Snapshot struct {
 	// Secrets, by name, are the existing ones of those that Table.SecretRefs returns.
 	Secrets map[string]Secret
 	Policy
-	// ForeignWriteKeys are the write keys, as hex SHA-256, that an older Source in another
-	// namespace uses; the value is that Source's "namespace/name".
-	ForeignWriteKeys map[string]string
+	// ForeignWriteKeys are the write keys, as hex SHA-256, that belong to another namespace.
+	ForeignWriteKeys map[string]KeyUse
 }
+
+// KeyUse is how a namespace uses a write key.
+type KeyUse string
+
+const (
+	// KeyInUse means that a Source of the namespace has the key.
+	KeyInUse KeyUse = "InUse"
+	// KeyReserved means that a Source of the namespace had the key until a while ago.
+	KeyReserved KeyUse = "Reserved"
+)
 
 // Verdict is the compiler's result for one object.
 type Verdict struct {

@@ -36,8 +36,8 @@ type options struct {
 	// MaxTimeout and MaxRetryWindow are the ceilings.
 	MaxTimeout     metav1.Duration `json:"maxTimeout"`
 	MaxRetryWindow metav1.Duration `json:"maxRetryWindow"`
-	// ForeignWriteKeys maps keys, not their hashes, to Sources.
-	ForeignWriteKeys map[string]string `json:"foreignWriteKeys"`
+	// ForeignWriteKeys has keys, not their hashes.
+	ForeignWriteKeys map[string]KeyUse `json:"foreignWriteKeys"`
 }
 
 func load(t *testing.T, path string) Snapshot {
@@ -81,10 +81,10 @@ func load(t *testing.T, path string) Snapshot {
 				}
 				return nil
 			}
-			s.ForeignWriteKeys = map[string]string{}
-			for key, owner := range o.ForeignWriteKeys {
+			s.ForeignWriteKeys = map[string]KeyUse{}
+			for key, use := range o.ForeignWriteKeys {
 				sum := sha256.Sum256([]byte(key))
-				s.ForeignWriteKeys[hex.EncodeToString(sum[:])] = owner
+				s.ForeignWriteKeys[hex.EncodeToString(sum[:])] = use
 			}
 		default:
 			t.Fatalf("%s: kind %q", path, kind.Kind)

@@ -1,6 +1,7 @@
 package compile
 
 import (
+	"cmp"
 	"maps"
 	"slices"
 	"strings"
@@ -24,11 +25,13 @@ type History struct {
 	Verified bool
 	// objects are the objects of the config, with the tombstones that they would get.
 	objects map[liveconfig.Ref]liveconfig.Tombstone
+	// keys are the hashes of the write keys of the config.
+	keys map[string]bool
 }
 
 // HistoryOf returns the History after a config.
 func HistoryOf(last liveconfig.Revisioned) History {
-	h := History{Known: true, Head: last.Head, objects: map[liveconfig.Ref]liveconfig.Tombstone{}}
+	h := History{Known: true, Head: last.Head, objects: map[liveconfig.Ref]liveconfig.Tombstone{}, keys: last.WriteKeys()}
 	for _, r := range last.Objects() {
 		h.objects[r] = liveconfig.Tombstone{Object: r, UID: last.Head.UIDs[r]}
 	}
@@ -54,6 +57,8 @@ type Dispatchers struct {
 	parked map[liveconfig.Ref]parked
 	// draining are the deleted objects with data in a pod.
 	draining map[liveconfig.Ref]bool
+	// reserved are the write keys that a pod knows as those of the namespace.
+	reserved []liveconfig.ReservedKey
 }
 
 type parked struct {
@@ -107,6 +112,9 @@ func (d *Dispatchers) add(n adminapi.ConfigReport) {
 		}
 		d.parked[r] = next
 	}
+	for _, k := range n.Reserved {
+		d.reserved = append(d.reserved, liveconfig.ReservedKey{SHA256: k.SHA256, RemovedAt: k.RemovedAt})
+	}
 	for _, discard := range n.Discards {
 		d.draining[liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: discard.Destination}] = true
 		d.draining[liveconfig.Ref{Section: liveconfig.SectionSources, Name: discard.Source}] = true
@@ -118,6 +126,11 @@ func earlier(a, b time.Time) time.Time {
 		return b
 	}
 	return a
+}
+
+// Reserves reports whether a pod knows reserved write keys.
+func (d Dispatchers) Reserves(now time.Time) bool {
+	return slices.ContainsFunc(d.reserved, func(k liveconfig.ReservedKey) bool { return !expired(k, now) })
 }
 
 // Parks reports whether a pod has parked objects.
@@ -149,29 +162,86 @@ func (h History) WithoutRoutes() History {
 
 // HeadBytes returns the encoded size of the next head, rounded up to KiB so that it is the same for
 // similar heads. See Next for the parameters.
-func (h History) HeadBytes(existing map[liveconfig.Ref]string, d Dispatchers, now time.Time, grace time.Duration) (int, error) {
+func (h History) HeadBytes(present Present, d Dispatchers, now time.Time, grace time.Duration) (int, error) {
 	const revision = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855" // As long as any.
-	head, _ := h.Next(revision, existing, d, now, grace)
+	head, _ := h.Next(revision, present, d, now, grace)
 	data, err := liveconfig.EncodeHead(head)
 	const varies = 64 // The compressed revision and number.
 	return ((len(data)+varies)>>10 + 1) << 10, err
 }
 
 // Settled reports whether nothing changes in the head or in Verified without a change of an object.
-func (h History) Settled(d Dispatchers) bool {
-	return len(h.Head.Tombstones) == 0 && !d.Parks() && !h.Restored(d) && (h.Verified || !d.compared)
+func (h History) Settled(d Dispatchers, now time.Time) bool {
+	expires := slices.ContainsFunc(h.Head.Reserved, func(k liveconfig.ReservedKey) bool { return expired(k, now) })
+	return !expires && len(h.Head.Tombstones) == 0 && !d.Parks() && !h.Restored(d) && (h.Verified || !d.compared)
+}
+
+// Present is the part of a head that depends on the namespace's objects.
+type Present struct {
+	// UIDs are those of the objects that have data in the dispatchers' stores.
+	UIDs map[liveconfig.Ref]string
+	// Reserved is the result of Reserve; nil if no other namespace can take over a write key.
+	Reserved []liveconfig.ReservedKey
+}
+
+// Reserve returns the reserved write keys beside a config, sorted: the keys that the last config had and
+// that this one lacks, and those that were reserved before, for liveconfig.ReservationTime. If the
+// last config may be lost, those that the pods know are reserved, too. released returns true for a
+// key whose reservation an administrator has ended. Beyond liveconfig.MaxReservedKeys the oldest
+// reservations end.
+func (h History) Reserve(c liveconfig.Config, d Dispatchers, released func(hash string) bool, now time.Time) []liveconfig.ReservedKey {
+	all := map[string]liveconfig.ReservedKey{}
+	for hash := range h.keys {
+		all[hash] = liveconfig.ReservedKey{SHA256: hash, RemovedAt: now.UTC().Truncate(time.Second)}
+	}
+	if !h.Unbroken(d) {
+		for _, k := range d.reserved {
+			all[k.SHA256] = k
+		}
+	}
+	for _, k := range h.Head.Reserved {
+		all[k.SHA256] = k
+	}
+	inEffect := c.WriteKeys()
+	list := slices.DeleteFunc(slices.Collect(maps.Values(all)), func(k liveconfig.ReservedKey) bool {
+		return inEffect[k.SHA256] || released(k.SHA256) || expired(k, now)
+	})
+	slices.SortFunc(list, func(a, b liveconfig.ReservedKey) int {
+		return cmp.Or(b.RemovedAt.Compare(a.RemovedAt), strings.Compare(a.SHA256, b.SHA256))
+	})
+	list = list[:min(len(list), liveconfig.MaxReservedKeys)]
+	slices.SortFunc(list, func(a, b liveconfig.ReservedKey) int { return strings.Compare(a.SHA256, b.SHA256) })
+	return list
+}
+
+// WriteKeys returns the hashes of the write keys of the last config that are in effect or reserved. See
+// Reserve.
+func (h History) WriteKeys(d Dispatchers, now time.Time) map[string]KeyUse {
+	keys := map[string]KeyUse{}
+	for _, k := range h.Reserve(liveconfig.Config{}, d, func(string) bool { return false }, now) {
+		keys[k.SHA256] = KeyReserved
+	}
+	for hash := range h.keys {
+		keys[hash] = KeyInUse
+	}
+	return keys
+}
+
+// expired reports whether a reservation has ended.
+func expired(k liveconfig.ReservedKey, now time.Time) bool {
+	return now.Sub(k.RemovedAt) >= liveconfig.ReservationTime
 }
 
 // Next returns the head of the next config, of the revision, and whether it differs from the last
-// one. existing are the UIDs of the namespace's objects.
+// one.
 //
 // A deleted object gets a tombstone, which is removed after the grace, when every pod has removed the
 // object's data. A parked object gets one if its deletion is certain, because the history since its
 // last config is unbroken, or after liveconfig.ParkingTime.
-func (h History) Next(revision string, existing map[liveconfig.Ref]string, d Dispatchers, now time.Time, grace time.Duration) (head liveconfig.Head, changed bool) {
+func (h History) Next(revision string, present Present, d Dispatchers, now time.Time, grace time.Duration) (head liveconfig.Head, changed bool) {
 	head = liveconfig.Head{
 		Version: liveconfig.HeadVersion, Number: h.Head.Number, Since: h.Head.Since, Revision: revision,
-		UIDs: existing, Tombstones: h.tombstones(existing, d, now, grace),
+		UIDs: present.UIDs, Tombstones: h.tombstones(present.UIDs, d, now, grace), Reserved: present.Reserved,
 	}
 	if h.Known && h.Head.Number > 0 && !h.Restored(d) && head.SameAs(h.Head) {
 		return h.Head, false

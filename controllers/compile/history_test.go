@@ -1,10 +1,13 @@
 package compile
 
 import (
+	"fmt"
+	"slices"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
@@ -120,7 +123,7 @@ func TestNextHead(t *testing.T) {
 			}
 			h.Verified = !c.restart
 			reports := Reports{Ready: c.pods, Silent: c.silent, Unready: c.unready, Unknown: c.unheard}
-			head, changed := h.Next(c.revision, c.existing, DispatchersOf(reports), now, TombstoneGrace)
+			head, changed := h.Next(c.revision, Present{UIDs: c.existing}, DispatchersOf(reports), now, TombstoneGrace)
 			if changed == c.unchanged {
 				t.Errorf("changed: got %t, want %t", changed, !c.unchanged)
 			}
@@ -150,4 +153,54 @@ func TestNextHead(t *testing.T) {
 func buried(h liveconfig.Head, t liveconfig.Tombstone) liveconfig.Head {
 	h.Tombstones = []liveconfig.Tombstone{t}
 	return h
+}
+
+func TestReservedWriteKeys(t *testing.T) {
+	now := time.Date(2026, 1, 8, 0, 0, 0, 0, time.UTC)
+	key := func(hash string, age time.Duration) liveconfig.ReservedKey {
+		return liveconfig.ReservedKey{SHA256: hash, RemovedAt: now.Add(-age)}
+	}
+	config := func(hashes ...string) liveconfig.Config {
+		return liveconfig.Config{Sources: []liveconfig.Source{{Name: "web", WriteKeySHA256: hashes}}}
+	}
+	head := func(number int64, keys ...liveconfig.ReservedKey) liveconfig.Head {
+		return liveconfig.Head{Number: number, Reserved: keys}
+	}
+	const day = 24 * time.Hour
+	pod := DispatchersOf(Reports{Ready: []adminapi.ConfigReport{{Number: 5, Reserved: []adminapi.ReservedKey{{SHA256: "pod", RemovedAt: now.Add(-day)}, {SHA256: "old", RemovedAt: now.Add(-8 * day)}}}}})
+	known := func(c liveconfig.Config, h liveconfig.Head) History {
+		history := HistoryOf(liveconfig.Revisioned{Config: c, Head: h})
+		history.Verified = true
+		return history
+	}
+	var many []liveconfig.ReservedKey
+	for i := range liveconfig.MaxReservedKeys {
+		many = append(many, key(fmt.Sprintf("%04d", i), time.Hour))
+	}
+	for name, c := range map[string]struct {
+		history  History
+		next     liveconfig.Config
+		pods     Dispatchers
+		released string
+		want     []liveconfig.ReservedKey
+	}{
+		"in effect":                {history: known(config("a"), head(5)), next: config("a")},
+		"removed":                  {history: known(config("b", "a"), head(5)), next: config("b"), want: []liveconfig.ReservedKey{key("a", 0)}},
+		"removed with its Source":  {history: known(config("a"), head(5)), want: []liveconfig.ReservedKey{key("a", 0)}},
+		"reserved before":          {history: known(config(), head(5, key("a", 6*day), key("b", 7*day))), want: []liveconfig.ReservedKey{key("a", 6*day)}},
+		"removed again":            {history: known(config("a"), head(5)), pods: pod, want: []liveconfig.ReservedKey{key("a", 0)}},
+		"in effect again":          {history: known(config(), head(5, key("a", day))), next: config("a")},
+		"released":                 {history: known(config("b"), head(5, key("a", day))), released: "a", want: []liveconfig.ReservedKey{key("b", 0)}},
+		"the config is lost":       {pods: pod, want: []liveconfig.ReservedKey{key("pod", day)}},
+		"the config is a backup":   {history: known(config("a"), head(4)), next: config("a"), pods: pod, want: []liveconfig.ReservedKey{key("pod", day)}},
+		"a pod knows a key in use": {next: config("pod"), pods: pod},
+		"more than the bound":      {history: known(config("new"), head(5, append(many, key("oldest", day))...)), want: append(slices.Clone(many[:liveconfig.MaxReservedKeys-1]), key("new", 0))},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got := c.history.Reserve(c.next, c.pods, func(hash string) bool { return hash == c.released }, now)
+			if diff := cmp.Diff(c.want, got, cmpopts.EquateEmpty()); diff != "" {
+				t.Errorf("reserved keys (-want +got):\n%s", diff)
+			}
+		})
+	}
 }

@@ -20,6 +20,7 @@ var reasonOrder = []string{
 	v1alpha1.ReasonCeilingExceeded,
 	v1alpha1.ReasonInvalidFilter,
 	v1alpha1.ReasonWriteKeyConflict,
+	v1alpha1.ReasonWriteKeyReserved,
 	v1alpha1.ReasonKeyConflict,
 	// The following ones are reasons of ResolvedRefs. Only InvalidSecret requires a person.
 	v1alpha1.ReasonInvalidSecret,

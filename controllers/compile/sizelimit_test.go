@@ -245,7 +245,9 @@ func TestEncodeWithHead(t *testing.T) {
 	}
 	withHeadOf := func(r liveconfig.Revisioned) (h History, size func(History) (int, error)) {
 		h, now := HistoryOf(r), time.Now()
-		return h, func(h History) (int, error) { return h.HeadBytes(r.Head.UIDs, Dispatchers{}, now, TombstoneGrace) }
+		return h, func(h History) (int, error) {
+			return h.HeadBytes(Present{UIDs: r.Head.UIDs}, Dispatchers{}, now, TombstoneGrace)
+		}
 	}
 	none, noneSize := withHeadOf(liveconfig.Revisioned{})
 	dead, deadSize := withHeadOf(liveconfig.Revisioned{Config: deleted})
@@ -277,7 +279,7 @@ func TestEncodeWithHead(t *testing.T) {
 			if c.tooLarge {
 				existing = uids
 			}
-			head, _ := history.Next(encoded.Revision, existing, Dispatchers{}, time.Now(), TombstoneGrace)
+			head, _ := history.Next(encoded.Revision, Present{UIDs: existing}, Dispatchers{}, time.Now(), TombstoneGrace)
 			text, err := liveconfig.EncodeHead(head)
 			if err != nil || len(encoded.Data)+len(text) > limit {
 				t.Errorf("error %v, %d and %d bytes do not fit into %d", err, len(encoded.Data), len(text), limit)

@@ -85,12 +85,14 @@ func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconf
 	var refs, notes []string
 	for i, key := range o.Spec.WriteKeys {
 		hash := writeKey(r, i, key)
-		_, foreign := s.ForeignWriteKeys[hash]
+		foreign := s.ForeignWriteKeys[hash]
 		switch owner := owners[hash]; {
 		case hash == "":
-		case foreign:
-			// The message must not name the other Source: names of other namespaces are confidential.
-			r.add(v1alpha1.ReasonWriteKeyConflict, writeKeyField(i), "an older Source of another namespace has the same write key and keeps it; use another write key")
+		// The messages must not name the other Source: names of other namespaces are confidential.
+		case foreign == KeyReserved:
+			r.add(v1alpha1.ReasonWriteKeyReserved, writeKeyField(i), "this write key belonged to another namespace and is reserved for it, for 7 days after its removal; use another write key, or ask an administrator to release it")
+		case foreign != "":
+			r.add(v1alpha1.ReasonWriteKeyConflict, writeKeyField(i), "a Source of another namespace has the same write key and keeps it; use another write key")
 		case owner != o.Name:
 			r.add(v1alpha1.ReasonWriteKeyConflict, writeKeyField(i), "Source %q has the same write key and keeps it, because it is older or, of equal age, first by name; use another write key", owner)
 		case slices.Contains(c.WriteKeySHA256, hash):

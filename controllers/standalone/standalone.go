@@ -313,7 +313,7 @@ func (c *Control) restoreHistories(now time.Time) {
 // send passes a live config to the sink if it or its head has changed. It removes the config of a
 // namespace without objects when the dispatcher has removed their data.
 func (c *Control) send(namespace string, next sentConfig) {
-	head, changed := next.history.Next(next.Revision, next.existing, c.dispatchers(namespace), time.Now(), compile.TombstoneGrace)
+	head, changed := next.history.Next(next.Revision, compile.Present{UIDs: next.existing}, c.dispatchers(namespace), time.Now(), compile.TombstoneGrace)
 	switch {
 	case len(next.existing) == 0 && len(head.Tombstones) == 0 && len(next.Config.Deletions)+len(next.Config.Redeliveries) == 0:
 		if _, sent := c.sent[namespace]; sent {
@@ -342,7 +342,7 @@ func (c *Control) followReport() {
 		c.apply()
 	}
 	for _, namespace := range slices.Sorted(maps.Keys(c.sent)) {
-		if sent := c.sent[namespace]; sent.Data != nil && !sent.history.Settled(c.dispatchers(namespace)) {
+		if sent := c.sent[namespace]; sent.Data != nil && !sent.history.Settled(c.dispatchers(namespace), time.Now()) {
 			c.send(namespace, sent)
 		}
 	}

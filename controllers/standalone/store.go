@@ -335,7 +335,7 @@ func (s *store) snapshots(policy compile.Policy) map[string]*compile.Snapshot {
 	out := map[string]*compile.Snapshot{}
 	of := func(namespace string) *compile.Snapshot {
 		if out[namespace] == nil {
-			out[namespace] = &compile.Snapshot{Namespace: namespace, Policy: policy, Secrets: map[string]compile.Secret{}, ForeignWriteKeys: map[string]string{}}
+			out[namespace] = &compile.Snapshot{Namespace: namespace, Policy: policy, Secrets: map[string]compile.Secret{}, ForeignWriteKeys: map[string]compile.KeyUse{}}
 		}
 		return out[namespace]
 	}
@@ -368,7 +368,7 @@ func (s *store) snapshots(policy compile.Policy) map[string]*compile.Snapshot {
 	for namespace, snapshot := range out {
 		for hash, owner := range owners {
 			if owner.Namespace != namespace {
-				snapshot.ForeignWriteKeys[hash] = owner.Namespace + "/" + owner.Name
+				snapshot.ForeignWriteKeys[hash] = compile.KeyInUse
 			}
 		}
 	}

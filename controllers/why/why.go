@@ -143,6 +143,7 @@ var fixes = map[string]struct{ about, fix string }{
 	v1alpha1.ReasonConfigTooLarge:   {"Config", "remove headers or large certificates, or destinations, or use another namespace"},
 	v1alpha1.ReasonInvalidSpec:      {"Destination", "correct the spec; it was stored under older rules"},
 	v1alpha1.ReasonWriteKeyConflict: {"Source", "set another write key"},
+	v1alpha1.ReasonWriteKeyReserved: {"Source", "set another write key, or ask an administrator to release it"},
 }
 
 // refusals returns the conditions Accepted and ResolvedRefs that are False.

@@ -40,6 +40,16 @@ type ConfigReport struct {
 	Parked []ParkedObject `json:"parked,omitempty"`
 	// Discards are the discards ahead, sorted by destination and Source.
 	Discards []Discard `json:"discards,omitempty"`
+	// Reserved are the write keys that only a Source of the namespace may have although its live
+	// config has none with them, sorted by SHA256: those that the last config reserved, and those of
+	// parked Sources.
+	Reserved []ReservedKey `json:"reserved,omitempty"`
+}
+
+// ReservedKey is a write key that was removed, or whose Source is parked since then.
+type ReservedKey struct {
+	SHA256    string    `json:"sha256"`
+	RemovedAt time.Time `json:"removedAt"`
 }
 
 // NamespaceReport is one namespace's part of a Report. In a delta it has the changed objects.

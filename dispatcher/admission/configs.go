@@ -213,10 +213,21 @@ func (c *Configs) followMissing(unusable []string) {
 }
 
 // updateStates updates the states for reports.
-func (c *Configs) updateStates() {
+func (c *Configs) updateStates(keys writekey.Book, parked func(writekey.Owner) bool) {
+	parkedKeys := map[string]map[string][]writekey.Hash{} // namespace -> Source
+	for hash, owner := range keys.OwnedBy(parked) {
+		if parkedKeys[owner.Namespace] == nil {
+			parkedKeys[owner.Namespace] = map[string][]writekey.Hash{}
+		}
+		parkedKeys[owner.Namespace][owner.Source] = append(parkedKeys[owner.Namespace][owner.Source], hash)
+	}
 	states := map[string]ConfigState{}
 	for namespace, h := range c.histories {
-		states[namespace] = ConfigState{Removed: c.removed(namespace), Number: h.Number, Missing: c.missing[namespace], Parked: h.parked(c.missing[namespace])}
+		missing := c.missing[namespace]
+		states[namespace] = ConfigState{
+			Removed: c.removed(namespace), Number: h.Number, Missing: missing,
+			Parked: h.parked(missing), Reserved: h.reserved(parkedKeys[namespace], missing),
+		}
 	}
 	for namespace, since := range c.missing {
 		if _, known := states[namespace]; !known {
@@ -239,11 +250,12 @@ func (c *Configs) swap(namespace string) {
 	unusable := c.unusable()
 	c.followMissing(unusable)
 	c.pruneHistories(time.Now())
-	c.updateStates()
 	view := liveconfig.NewView(slices.Collect(maps.Values(c.good)), unusable...).WithParked(parkedObjects(c.histories)).WithLost(lostConnections(c.histories))
-	keys, changes := c.keys.Next(time.Now(), view.KeyOwners(), func(o writekey.Owner) bool {
+	parked := func(o writekey.Owner) bool {
 		return view.Parked(o.Namespace, liveconfig.Ref{Section: liveconfig.SectionSources, Name: o.Source})
-	})
+	}
+	keys, changes := c.keys.Next(time.Now(), view.KeyOwners(), parked)
+	c.updateStates(keys, parked)
 	routers := make(map[string]Router, len(c.routers))
 	for name, router := range c.routers {
 		routers[name] = router

@@ -1,6 +1,7 @@
 package admission
 
 import (
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -13,6 +14,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/route"
+	"github.com/posthorn/posthorn/dispatcher/writekey"
 )
 
 // history is what a dispatcher remembers of the live configs of one namespace, also after a restart
@@ -29,6 +31,9 @@ type history struct {
 	// Parked are the objects that were in an earlier config, are missing in that one, and have no
 	// tombstone.
 	Parked map[liveconfig.Ref]parking `json:"parked,omitempty"`
+	// Reserved are the write keys that the config reserved. The operator asks for them when the live
+	// config is lost.
+	Reserved []liveconfig.ReservedKey `json:"reserved,omitempty"`
 	// Destinations are those of the config, and the missing ones whose lanes may exist, by name.
 	Destinations map[string]destination `json:"destinations,omitempty"`
 }
@@ -61,7 +66,7 @@ func (h history) next(live liveconfig.Revisioned, now time.Time) history {
 	if next.Number == 0 {
 		return next
 	}
-	next.Objects = live.Objects()
+	next.Objects, next.Reserved = live.Objects(), live.Head.Reserved
 	park := func(r liveconfig.Ref, p parking) {
 		if _, present := slices.BinarySearchFunc(next.Objects, r, liveconfig.Ref.Compare); present || live.Head.Buried(r) {
 			return
@@ -166,6 +171,25 @@ func (h history) parked(missing time.Time) (list []adminapi.ParkedObject) {
 		add(r, p)
 	}
 	slices.SortFunc(list, func(a, b adminapi.ParkedObject) int { return strings.Compare(a.Object, b.Object) })
+	return list
+}
+
+// reserved returns the write keys of a report: the reserved ones, and those of the parked Sources,
+// which parked lists by Source.
+func (h history) reserved(parked map[string][]writekey.Hash, missing time.Time) (list []adminapi.ReservedKey) {
+	for _, k := range h.Reserved {
+		list = append(list, adminapi.ReservedKey{SHA256: k.SHA256, RemovedAt: k.RemovedAt})
+	}
+	for source, hashes := range parked {
+		since := missing
+		if p, ok := h.Parked[liveconfig.Ref{Section: liveconfig.SectionSources, Name: source}]; ok {
+			since = p.Since
+		}
+		for _, hash := range hashes {
+			list = append(list, adminapi.ReservedKey{SHA256: hex.EncodeToString(hash[:]), RemovedAt: since})
+		}
+	}
+	slices.SortFunc(list, func(a, b adminapi.ReservedKey) int { return strings.Compare(a.SHA256, b.SHA256) })
 	return list
 }
 
@@ -279,6 +303,8 @@ type ConfigState struct {
 	// one.
 	Missing time.Time
 	Parked  []adminapi.ParkedObject
+	// Reserved are the reserved write keys, and those of parked Sources.
+	Reserved []adminapi.ReservedKey
 }
 
 // States returns the state of the live config of each namespace that has a number, or whose config

@@ -16,14 +16,21 @@ import (
 // numbered applies a config with a head.
 func (c *control) numbered(number int64, config liveconfig.Config, deleted ...liveconfig.Ref) {
 	c.t.Helper()
+	head := liveconfig.Head{Number: number}
+	for _, r := range deleted {
+		head.Tombstones = append(head.Tombstones, liveconfig.Tombstone{Object: r, DeletedAt: time.Now()})
+	}
+	c.head(head, config)
+}
+
+// head applies a config with a head, which gets the revision of the config.
+func (c *control) head(head liveconfig.Head, config liveconfig.Config) {
+	c.t.Helper()
 	data, revision, err := liveconfig.Encode(config)
 	if err != nil {
 		c.t.Fatal(err)
 	}
-	head := liveconfig.Head{Number: number, Revision: revision}
-	for _, r := range deleted {
-		head.Tombstones = append(head.Tombstones, liveconfig.Tombstone{Object: r, DeletedAt: time.Now()})
-	}
+	head.Revision = revision
 	text, err := liveconfig.EncodeHead(head)
 	if err != nil {
 		c.t.Fatal(err)
@@ -65,13 +72,45 @@ func TestMissingObjects(t *testing.T) {
 				control.Synced()
 				time.Sleep(time.Minute)
 				c.change(control)
-				if diff := cmp.Diff(c.want, control.States()["shop"]); diff != "" {
+				if diff := cmp.Diff(withParkedKey(c.want, c.key), control.States()["shop"]); diff != "" {
 					t.Errorf("state (-want +got):\n%s", diff)
 				}
 				control.is("old", c.key)
 			})
 		})
 	}
+}
+
+// withParkedKey adds the key of the parked Source to an expected state.
+func withParkedKey(want ConfigState, key string) ConfigState {
+	if key == "parked" {
+		want.Reserved = []adminapi.ReservedKey{{SHA256: hashOfOld, RemovedAt: want.Parked[0].Since}}
+	}
+	return want
+}
+
+// hashOfOld is the SHA-256 of the write key "old".
+const hashOfOld = "cba06b5736faf67e54b07b561eae94395e774c517a7d910a54369e1263ccfbd4"
+
+// The keys that a config reserves are known after a restart, also without a live config.
+func TestReservedKeysSurviveRestarts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := &mapMeta{values: map[string][]byte{}}
+		reserved := []liveconfig.ReservedKey{{SHA256: hashOfOld, RemovedAt: time.Now().UTC()}}
+		first := newControl(t, m)
+		first.head(liveconfig.Head{Number: 6, Reserved: reserved}, none)
+		first.Synced()
+		second := newControl(t, m)
+		second.Synced()
+		want := ConfigState{Number: 6, Removed: true, Reserved: []adminapi.ReservedKey{{SHA256: hashOfOld, RemovedAt: reserved[0].RemovedAt}}}
+		if diff := cmp.Diff(want, second.States()["shop"]); diff != "" {
+			t.Errorf("state after a restart (-want +got):\n%s", diff)
+		}
+		second.head(liveconfig.Head{Number: 7}, none)
+		if got := second.States()["shop"].Reserved; got != nil {
+			t.Errorf("reserved keys after a config without any: got %v, want none", got)
+		}
+	})
 }
 
 // A dispatcher that restarts without an operator knows the applied configs.
@@ -121,7 +160,7 @@ func TestHistorySurvivesRestarts(t *testing.T) {
 				second := newControl(t, m)
 				c.after(second)
 				second.Synced()
-				if diff := cmp.Diff(c.want, second.States()["shop"]); diff != "" {
+				if diff := cmp.Diff(withParkedKey(c.want, c.key), second.States()["shop"]); diff != "" {
 					t.Errorf("state (-want +got):\n%s", diff)
 				}
 				if got := second.Rejected()["shop"].Error; !strings.HasPrefix(got, c.refused) {

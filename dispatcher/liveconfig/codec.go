@@ -29,6 +29,12 @@ const (
 	LabelNamespace = "posthorn.dev/live-config-namespace"
 	// AnnotationRevision carries the revision of the Config in the Secret.
 	AnnotationRevision = "posthorn.dev/revision"
+	// AnnotationRelease is set on a live-config Secret by an administrator to end reservations of
+	// write keys: the hex SHA-256 of keys, separated by commas, or ReleaseAll. The operator empties
+	// it.
+	AnnotationRelease = "posthorn.dev/release-write-keys"
+	// ReleaseAll is the value of AnnotationRelease that ends all reservations.
+	ReleaseAll = "all"
 	// MaxEncodedBytes is the largest encoded Config with its Head: what fits into a Kubernetes
 	// Secret (1 MiB) with room for its metadata.
 	MaxEncodedBytes = 1000 << 10

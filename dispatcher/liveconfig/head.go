@@ -75,7 +75,23 @@ type Head struct {
 	UIDs map[Ref]string `json:"uids,omitempty"`
 	// Tombstones of the deleted objects, sorted by Object.
 	Tombstones []Tombstone `json:"tombstones,omitempty"`
+	// Reserved are the write keys that no Source of the namespace has any more, sorted by SHA256.
+	Reserved []ReservedKey `json:"reserved,omitempty"`
 }
+
+// ReservedKey is a removed write key that no other namespace gets for ReservationTime.
+type ReservedKey struct {
+	// SHA256 is the key's lowercase hex SHA-256. The key itself is not kept.
+	SHA256    string    `json:"sha256"`
+	RemovedAt time.Time `json:"removedAt"`
+}
+
+const (
+	// ReservationTime is how long a removed write key is reserved for its namespace.
+	ReservationTime = 7 * 24 * time.Hour
+	// MaxReservedKeys bounds the reserved write keys of a namespace, and thus its head.
+	MaxReservedKeys = 1000
+)
 
 // Tombstone states that the owner of an object has deleted it.
 type Tombstone struct {
@@ -200,6 +216,17 @@ func FailedNamespaces(marker map[string][]byte) []string {
 
 // failedKey is the key of the marker Secret that lists the failed namespaces, one in each line.
 const failedKey = "failed"
+
+// WriteKeys returns the hashes of the write keys in effect.
+func (c Config) WriteKeys() map[string]bool {
+	keys := map[string]bool{}
+	for _, s := range c.Sources {
+		for _, hash := range s.WriteKeySHA256 {
+			keys[hash] = true
+		}
+	}
+	return keys
+}
 
 // Objects returns the objects of a config that have data in the dispatchers' stores, sorted.
 func (c Config) Objects() (refs []Ref) {

@@ -140,6 +140,17 @@ func (b Book) Known(hash Hash) (Entry, bool) {
 	return entry, entry.Known()
 }
 
+// OwnedBy returns the known keys whose owner is selected.
+func (b Book) OwnedBy(selected func(Owner) bool) map[Hash]Owner {
+	found := map[Hash]Owner{}
+	for hash, entry := range b.entries {
+		if entry.Known() && selected(entry.Owner) {
+			found[hash] = entry.Owner
+		}
+	}
+	return found
+}
+
 // Knows reports whether keys of a namespace's Sources are known.
 func (b Book) Knows(namespace string) bool {
 	for _, entry := range b.entries {
