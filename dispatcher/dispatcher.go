@@ -120,6 +120,7 @@ type Dispatcher struct {
 	gate         *admission.Gate
 	changes      *changes.Log
 	storage      storage
+	configStates configStates
 	configs      *admission.Configs
 	metrics      *prometheus.Registry
 	// sourcesAtStart are the ledgers of the Sources at the start, for counters that begin at 0.

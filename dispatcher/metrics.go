@@ -103,7 +103,8 @@ func (d *Dispatcher) namespaceSeries(now time.Time) (all []namespaceSeries) {
 	if view == nil {
 		return nil
 	}
-	refused, applied, states := d.configs.Rejected(), d.configs.AppliedTimes(), d.configs.States()
+	refused, applied := d.configs.Rejected(), d.configs.AppliedTimes()
+	states, _ := d.configs.States()
 	for _, name := range reportedNamespaces(view, refused, states) {
 		n := namespaceSeries{labels: promtext.NewLabels("namespace", name)}
 		if config, ok := view.Namespace(name); ok {

@@ -46,8 +46,8 @@ func (d *Dispatcher) Report() adminapi.Report {
 // does not know the cursor, the report is full.
 func (d *Dispatcher) Changes(cursor string) *adminapi.Report {
 	var r adminapi.Report
-	d.setPod(&r)
-	changed, ok := d.changes.Since(cursor, changes.Pod{Ready: r.Ready, Storage: r.Storage, Configs: hashOf(r.Configs)})
+	version := d.setPod(&r)
+	changed, ok := d.changes.Since(cursor, changes.Pod{Ready: r.Ready, Storage: r.Storage, Configs: version})
 	switch {
 	case !ok:
 		return nil
@@ -71,35 +71,56 @@ func (d *Dispatcher) Changes(cursor string) *adminapi.Report {
 	return &r
 }
 
-// setPod sets the parts of a report that belong to no namespace.
-func (d *Dispatcher) setPod(r *adminapi.Report) {
+// setPod sets the parts of a report that belong to no namespace. configs is another number after
+// each change of the states of the live configs.
+func (d *Dispatcher) setPod(r *adminapi.Report) (configs uint64) {
 	r.Pod, r.Storage = d.options.Pod, d.storage.get(d.gate)
 	r.Ready = d.gate.View() != nil && d.ready() == nil
-	r.Configs = d.configReports()
+	r.Configs, configs = d.configStates.get(d.configs, d.engine.Discards())
+	return configs
 }
 
-// configReports returns the states of the live configs, sorted by namespace.
-func (d *Dispatcher) configReports() (list []adminapi.ConfigReport) {
-	states, discards := d.configs.States(), d.engine.Discards()
-	for namespace := range discards {
-		if _, known := states[namespace]; !known {
-			states[namespace] = admission.ConfigState{}
-		}
+// configStates has the states of the live configs for reports, while there are no discards ahead.
+type configStates struct {
+	mu      sync.Mutex
+	version uint64
+	reports []adminapi.ConfigReport
+}
+
+// get returns the states of the live configs, sorted by namespace, and another version after each
+// change. Only discards ahead, whose messages can expire meanwhile, must be compared each time.
+func (s *configStates) get(configs *admission.Configs, discards map[string][]adminapi.Discard) ([]adminapi.ConfigReport, uint64) {
+	states, version := configs.States()
+	if len(discards) > 0 {
+		h := fnv.New64a()
+		_ = json.NewEncoder(h).Encode(discards) // Neither the hash nor a field can fail.
+		return configReports(states, discards), h.Sum64() + version
 	}
-	for namespace, s := range states {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.version != version {
+		s.version, s.reports = version, configReports(states, nil)
+	}
+	return s.reports, version
+}
+
+func configReports(states map[string]admission.ConfigState, discards map[string][]adminapi.Discard) (list []adminapi.ConfigReport) {
+	add := func(namespace string, s admission.ConfigState) {
 		c := adminapi.ConfigReport{Namespace: namespace, Number: s.Number, Missing: s.Missing, Parked: s.Parked, Discards: discards[namespace], Reserved: s.Reserved}
 		if c.Number > 0 && !s.Removed || !c.Missing.IsZero() || len(c.Parked)+len(c.Discards)+len(c.Reserved) > 0 {
 			list = append(list, c)
 		}
 	}
+	for namespace, s := range states {
+		add(namespace, s)
+	}
+	for namespace := range discards {
+		if _, known := states[namespace]; !known {
+			add(namespace, admission.ConfigState{})
+		}
+	}
 	slices.SortFunc(list, func(a, b adminapi.ConfigReport) int { return strings.Compare(a.Namespace, b.Namespace) })
 	return list
-}
-
-func hashOf(configs []adminapi.ConfigReport) uint64 {
-	h := fnv.New64a()
-	_ = json.NewEncoder(h).Encode(configs) // Neither the hash nor a field can fail.
-	return h.Sum64()
 }
 
 // namespaceReport returns the reports of a config's objects.

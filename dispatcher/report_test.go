@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
@@ -91,5 +92,38 @@ func TestMergedChangesEqualTheReport(t *testing.T) {
 	d, _ = started(t, dir)
 	if report := d.Changes(reader.Cursor); report == nil || report.Delta {
 		t.Errorf("the report of a restarted dispatcher is not full: %+v", report)
+	}
+}
+
+// The states of the live configs are in the changes when they change, and only then.
+func TestConfigStatesInChanges(t *testing.T) {
+	d, stop := started(t, t.TempDir(), func(o *Options) { o.OrphanGrace = time.Hour })
+	defer stop()
+	config := testConfig("http://127.0.0.1:1/")
+	none := config
+	none.Destinations = nil
+	tombstone := liveconfig.Tombstone{Object: liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: "crm"}, DeletedAt: time.Now(), Sources: []string{"web"}}
+	d.Set("shop", numbered(t, 7, config))
+	d.Synced()
+	var reader merged
+	settle := func() { eventually(t, "an idle dispatcher reports no changes", func() bool { return !reader.poll(d) }) }
+	for _, step := range []struct {
+		name string
+		do   func()
+		want adminapi.ConfigReport
+	}{
+		{"the first config", func() {}, adminapi.ConfigReport{Number: 7}},
+		{"a higher number of the same config", func() { d.Set("shop", numbered(t, 8, config)) }, adminapi.ConfigReport{Number: 8}},
+		{"a destination is lost", func() { d.Set("shop", numbered(t, 9, none)) }, adminapi.ConfigReport{Number: 9, Parked: []adminapi.ParkedObject{{Object: "destinations/crm", Number: 8}}}},
+		{"it is deleted", func() { d.Set("shop", numbered(t, 10, none, tombstone)) }, adminapi.ConfigReport{Number: 10, Discards: []adminapi.Discard{{Source: "web", Destination: "crm"}}}},
+		{"its lane gets a message", func() { send(t, d, "m1") }, adminapi.ConfigReport{Number: 10, Discards: []adminapi.Discard{{Source: "web", Destination: "crm", Messages: 1}}}},
+	} {
+		step.do()
+		settle()
+		step.want.Namespace = "shop"
+		times := cmp.Options{cmpopts.IgnoreFields(adminapi.ParkedObject{}, "Since"), cmpopts.IgnoreFields(adminapi.Discard{}, "At")}
+		if diff := cmp.Diff(step.want, reader.Config("shop"), times); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", step.name, diff)
+		}
 	}
 }

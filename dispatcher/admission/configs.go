@@ -36,6 +36,8 @@ type Configs struct {
 	keys    writekey.Book
 	// histories are those of all namespaces that have or had a config with a number.
 	histories map[string]history
+	// lost are the lost connections of the destinations in histories.
+	lost map[string]map[string]liveconfig.Lost
 	// unstored are the namespaces whose history changed since it was stored.
 	unstored map[string]bool
 	// failed are the namespaces that the operator could not compile when it wrote the marker.
@@ -51,7 +53,9 @@ type Configs struct {
 	invalid map[string]bool
 	// applied is the time of each namespace's valid config.
 	applied map[string]time.Time
-	states  map[string]ConfigState
+	// states is replaced as a whole, and statesVersion incremented.
+	states        map[string]ConfigState
+	statesVersion uint64
 }
 
 // NewConfigs makes the Configs of a Gate. grace is how long lanes are kept, and removed write keys
@@ -65,7 +69,12 @@ func NewConfigs(gate *Gate, grace time.Duration, meta MetaStore, apply func(*liv
 	c := &Configs{
 		gate: gate, log: gate.Logger, apply: apply, grace: grace, meta: meta,
 		good: map[string]liveconfig.Revisioned{}, routers: map[string]*route.Router{}, refused: map[string]adminapi.RefusedConfig{}, invalid: map[string]bool{},
-		applied: map[string]time.Time{}, missing: map[string]time.Time{}, unstored: map[string]bool{}, histories: histories,
+		applied: map[string]time.Time{}, missing: map[string]time.Time{}, unstored: map[string]bool{}, histories: histories, lost: map[string]map[string]liveconfig.Lost{},
+	}
+	for namespace, h := range histories {
+		if lost := h.lostConnections(); lost != nil {
+			c.lost[namespace] = lost
+		}
 	}
 	c.keys = recoverKeys(c.log, grace, meta)
 	return c, nil
@@ -234,7 +243,10 @@ func (c *Configs) updateStates(keys writekey.Book, parked func(writekey.Owner) b
 			states[namespace] = ConfigState{Missing: since}
 		}
 	}
-	c.updateReport(func() { c.states = states })
+	c.updateReport(func() {
+		c.states = states
+		c.statesVersion++
+	})
 }
 
 // publish marks the reports of what differs in the view in effect and the rejected configs. The
@@ -250,7 +262,7 @@ func (c *Configs) swap(namespace string) {
 	unusable := c.unusable()
 	c.followMissing(unusable)
 	c.pruneHistories(time.Now())
-	view := liveconfig.NewView(slices.Collect(maps.Values(c.good)), unusable...).WithParked(parkedObjects(c.histories)).WithLost(lostConnections(c.histories))
+	view := liveconfig.NewView(slices.Collect(maps.Values(c.good)), unusable...).WithParked(parkedObjects(c.histories)).WithLost(maps.Clone(c.lost))
 	parked := func(o writekey.Owner) bool {
 		return view.Parked(o.Namespace, liveconfig.Ref{Section: liveconfig.SectionSources, Name: o.Source})
 	}

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -225,6 +224,11 @@ func recoverHistories(meta MetaStore) (map[string]history, error) {
 // setHistory replaces the history of a namespace; storeHistories stores it if it has a number.
 func (c *Configs) setHistory(namespace string, h history) {
 	c.histories[namespace] = h
+	if lost := h.lostConnections(); lost != nil {
+		c.lost[namespace] = lost
+	} else {
+		delete(c.lost, namespace)
+	}
 	if h.Number > 0 {
 		c.unstored[namespace] = true
 	}
@@ -235,6 +239,7 @@ func (c *Configs) pruneHistories(now time.Time) {
 	for namespace, h := range c.histories {
 		if c.removed(namespace) && now.Sub(h.AppliedAt) > historyRetention {
 			delete(c.histories, namespace)
+			delete(c.lost, namespace)
 			c.unstored[namespace] = true
 		}
 	}
@@ -280,17 +285,18 @@ func parkedObjects(histories map[string]history) map[string]map[liveconfig.Ref]b
 	return all
 }
 
-// lostConnections returns the lost connections of all destinations, for a view.
-func lostConnections(histories map[string]history) map[string]liveconfig.Lost {
-	all := map[string]liveconfig.Lost{}
-	for namespace, h := range histories {
-		for name, d := range h.Destinations {
-			if !d.Lost.Since.IsZero() {
-				all[namespace+"/"+name] = d.Lost
+// lostConnections returns the lost connections of the namespace's destinations, for a view; nil if
+// there are none.
+func (h history) lostConnections() (lost map[string]liveconfig.Lost) {
+	for name, d := range h.Destinations {
+		if !d.Lost.Since.IsZero() {
+			if lost == nil {
+				lost = map[string]liveconfig.Lost{}
 			}
+			lost[name] = d.Lost
 		}
 	}
-	return all
+	return lost
 }
 
 // ConfigState is what a report states about a namespace's live config.
@@ -308,9 +314,9 @@ type ConfigState struct {
 }
 
 // States returns the state of the live config of each namespace that has a number, or whose config
-// is missing.
-func (c *Configs) States() map[string]ConfigState {
+// is missing. The caller must not change them. The version is another one after each change.
+func (c *Configs) States() (states map[string]ConfigState, version uint64) {
 	c.reportMu.Lock()
 	defer c.reportMu.Unlock()
-	return maps.Clone(c.states)
+	return c.states, c.statesVersion
 }

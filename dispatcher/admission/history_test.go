@@ -72,7 +72,7 @@ func TestMissingObjects(t *testing.T) {
 				control.Synced()
 				time.Sleep(time.Minute)
 				c.change(control)
-				if diff := cmp.Diff(withParkedKey(c.want, c.key), control.States()["shop"]); diff != "" {
+				if diff := cmp.Diff(withParkedKey(c.want, c.key), statesOf(control)["shop"]); diff != "" {
 					t.Errorf("state (-want +got):\n%s", diff)
 				}
 				control.is("old", c.key)
@@ -103,11 +103,11 @@ func TestReservedKeysSurviveRestarts(t *testing.T) {
 		second := newControl(t, m)
 		second.Synced()
 		want := ConfigState{Number: 6, Removed: true, Reserved: []adminapi.ReservedKey{{SHA256: hashOfOld, RemovedAt: reserved[0].RemovedAt}}}
-		if diff := cmp.Diff(want, second.States()["shop"]); diff != "" {
+		if diff := cmp.Diff(want, statesOf(second)["shop"]); diff != "" {
 			t.Errorf("state after a restart (-want +got):\n%s", diff)
 		}
 		second.head(liveconfig.Head{Number: 7}, none)
-		if got := second.States()["shop"].Reserved; got != nil {
+		if got := statesOf(second)["shop"].Reserved; got != nil {
 			t.Errorf("reserved keys after a config without any: got %v, want none", got)
 		}
 	})
@@ -160,7 +160,7 @@ func TestHistorySurvivesRestarts(t *testing.T) {
 				second := newControl(t, m)
 				c.after(second)
 				second.Synced()
-				if diff := cmp.Diff(withParkedKey(c.want, c.key), second.States()["shop"]); diff != "" {
+				if diff := cmp.Diff(withParkedKey(c.want, c.key), statesOf(second)["shop"]); diff != "" {
 					t.Errorf("state (-want +got):\n%s", diff)
 				}
 				if got := second.Rejected()["shop"].Error; !strings.HasPrefix(got, c.refused) {
@@ -183,7 +183,7 @@ func TestHistoryIsStoredAgain(t *testing.T) {
 	first.numbered(6, keysConfig("bank", "vault"))
 	second := newControl(t, m)
 	second.Synced()
-	if got := second.States()["shop"].Number; got != 5 {
+	if got := statesOf(second)["shop"].Number; got != 5 {
 		t.Errorf("number after a restart: got %d, want 5", got)
 	}
 }
@@ -218,7 +218,7 @@ func TestHistoryIsPruned(t *testing.T) {
 			time.Sleep(c.after)
 			control.numbered(time.Now().UnixMilli(), keysConfig("bank", "vault"))
 			_, stored := m.values[historyPrefix+"shop"]
-			_, reported := control.States()["shop"]
+			_, reported := statesOf(control)["shop"]
 			if stored != c.want || reported != c.want {
 				t.Errorf("at %v: got stored %t, known %t; want %t", time.Now(), stored, reported, c.want)
 			}
@@ -241,4 +241,9 @@ func TestFailedNamespaces(t *testing.T) {
 	if view := control.gate.View(); !view.Complete() {
 		t.Error("after its config: got an incomplete view")
 	}
+}
+
+func statesOf(c *control) map[string]ConfigState {
+	states, _ := c.States()
+	return states
 }

@@ -62,7 +62,7 @@ type Lanes interface {
 type Pod struct {
 	Ready   bool
 	Storage adminapi.StorageReport
-	// Configs is a hash of the states of the live configs.
+	// Configs is another number after each change of the states of the live configs.
 	Configs uint64
 }
 

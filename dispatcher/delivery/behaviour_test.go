@@ -1039,7 +1039,7 @@ func TestLostEndpoint(t *testing.T) {
 		w.send("web", 10)
 		w.sleep(time.Minute)
 		d.Endpoints = d.Endpoints[:1]
-		lost := map[string]liveconfig.Lost{"ns/a": {Endpoints: []string{"e1"}, Since: time.Now()}}
+		lost := map[string]map[string]liveconfig.Lost{"ns": {"a": {Endpoints: []string{"e1"}, Since: time.Now()}}}
 		check.NoError(t, "apply the restored config", w.engine.Apply(w.view(d).WithLost(lost)))
 		w.sleep(liveconfig.ParkingTime - time.Minute)
 		check.Equal(t, "pending messages while parked", w.report("a").Pending, int64(10))

@@ -3,6 +3,8 @@ package delivery
 import (
 	"errors"
 	"fmt"
+	"iter"
+	"maps"
 	"reflect"
 	"slices"
 	"strings"
@@ -45,22 +47,21 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	if !e.recovered {
 		e.recover()
 	}
+	namespaces := e.changedNamespaces(v)
 	var changed []*change
 	configs := map[string]liveconfig.Destination{}
-	revisions := map[string]string{}
-	for _, namespace := range v.Namespaces() {
+	for _, namespace := range namespaces {
 		c, _ := v.Namespace(namespace)
-		revisions[namespace] = c.Revision
-		old, known := e.revisions[namespace]
+		same := e.applied != nil && e.applied.HasRevision(namespace, c.Revision)
 		for _, d := range c.Destinations {
 			configs[namespace+"/"+d.Name] = d
-			if !known || old != c.Revision {
+			if !same {
 				changed = append(changed, &change{namespace: namespace, config: d, lanes: e.lanesOf(namespace, d)})
 			}
 		}
 	}
 	// The store operation can fail, so it runs first; the rest cannot fail.
-	if err := e.openLanes(changed, configs); err != nil {
+	if err := e.openLanes(namespaces, changed, configs); err != nil {
 		return err
 	}
 	for _, p := range changed {
@@ -74,15 +75,15 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	for _, p := range changed {
 		forget = append(forget, e.activate(p, now)...)
 	}
-	for key, d := range e.destinations {
-		if _, kept := configs[key]; !kept && d.set != nil {
+	for d := range e.destinationsIn(namespaces) {
+		if _, kept := configs[d.key]; !kept && d.set != nil {
 			forget = append(forget, d.set.targets...)
 			d.set = nil
 			deleted = append(deleted, d)
 		}
 	}
-	back := e.sortLanes(v, configs, now)
-	e.limitDeadLetters(v)
+	back := e.sortLanes(v, namespaces, configs, now)
+	e.limitDeadLetters(v, namespaces)
 	e.wakeWorker()
 	e.mu.Unlock()
 	e.release(back)
@@ -94,12 +95,50 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	for _, d := range deleted {
 		e.storeBounds(d.key, d.trim)
 	}
-	e.endLanes()
-	e.deleteRecords(v)
+	e.endLanes(namespaces)
+	e.deleteRecords(v, namespaces)
 
-	e.revisions = revisions
+	e.applied = v
 	e.wakeMaintenance()
 	return nil
+}
+
+// changedNamespaces returns the namespaces to which the view in effect and the next one do not give the
+// same lanes. After a start it returns all, with those of the earlier run.
+func (e *Engine) changedNamespaces(next *liveconfig.View) []string {
+	if e.applied != nil {
+		return next.Differing(e.applied)
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	all := map[string]bool{}
+	for _, namespace := range next.Namespaces() {
+		all[namespace] = true
+	}
+	for namespace := range e.perNamespace {
+		all[namespace] = true
+	}
+	for namespace := range e.records {
+		all[namespace] = true
+	}
+	return slices.Collect(maps.Keys(all))
+}
+
+// destinationsIn iterates over the destinations of namespaces. The lock is held.
+func (e *Engine) destinationsIn(namespaces []string) iter.Seq[*destination] {
+	return func(yield func(*destination) bool) {
+		for _, name := range namespaces {
+			n := e.perNamespace[name]
+			if n == nil {
+				continue
+			}
+			for d := range n.destinations {
+				if !yield(d) {
+					return
+				}
+			}
+		}
+	}
 }
 
 // recover restores the lanes and the destinations of an earlier run. Lanes are parked until the
@@ -131,7 +170,10 @@ func (e *Engine) recover() {
 			d.trim = &b
 		}
 	}
-	e.records = health
+	e.records = map[string]map[string]endpoint.Record{}
+	for name, r := range health {
+		e.setRecord(name, r)
+	}
 	e.recovered = true
 }
 
@@ -139,10 +181,10 @@ func (e *Engine) recover() {
 // was stopped, so that their own bounds are unknown: the API's defaults.
 var retainedAsDefault = liveconfig.DeadLetters{RetentionMS: (7 * 24 * time.Hour).Milliseconds(), MaxBytes: 1 << 30}
 
-// limitDeadLetters bounds the dead letters of destinations that are missing in the config, except for
+// limitDeadLetters bounds the dead letters of namespaces' destinations that are missing in the config, except for
 // those that are parked. The lock is held.
-func (e *Engine) limitDeadLetters(v *liveconfig.View) {
-	for _, d := range e.destinations {
+func (e *Engine) limitDeadLetters(v *liveconfig.View, namespaces []string) {
+	for d := range e.destinationsIn(namespaces) {
 		d.parked = parkedDestination(v, d.key)
 		if d.trim == nil && !d.parked {
 			d.trim = &retainedAsDefault
@@ -176,9 +218,9 @@ func (e *Engine) lanesOf(namespace string, d liveconfig.Destination) []queue.Lan
 // anyEndpoint reports whether the lanes of a destination form groups.
 func anyEndpoint(d liveconfig.Destination) bool { return d.Success != liveconfig.EveryEndpoint }
 
-// openLanes opens the missing lanes of the changes, and the lanes of an earlier run that the config
-// still contains.
-func (e *Engine) openLanes(changed []*change, configs map[string]liveconfig.Destination) error {
+// openLanes opens the missing lanes of the changes, and the namespaces' lanes of an earlier run that
+// the config still contains.
+func (e *Engine) openLanes(namespaces []string, changed []*change, configs map[string]liveconfig.Destination) error {
 	wanted := map[queue.LaneID]bool{}
 	e.mu.Lock()
 	for _, p := range changed {
@@ -188,9 +230,12 @@ func (e *Engine) openLanes(changed []*change, configs map[string]liveconfig.Dest
 			}
 		}
 	}
-	for id, l := range e.lanes {
-		if d, ok := configs[id.Destination]; ok && !l.opened && hasPlace(d, id) {
-			wanted[id] = true
+	for d := range e.destinationsIn(namespaces) {
+		config, ok := configs[d.key]
+		for _, l := range d.lanes {
+			if ok && !l.opened && hasPlace(config, l.id) {
+				wanted[l.id] = true
+			}
 		}
 	}
 	e.mu.Unlock()
@@ -305,11 +350,11 @@ func (e *Engine) destination(key string) *destination {
 		in, name := split(key)
 		owner := e.perNamespace[in]
 		if owner == nil {
-			owner = &namespace{}
+			owner = &namespace{destinations: map[*destination]struct{}{}}
 			e.perNamespace[in] = owner
 		}
-		owner.destinations++
 		d = &destination{key: key, namespace: in, name: name, owner: owner, endpoints: map[string]*liveEndpoint{}}
+		owner.destinations[d] = struct{}{}
 		e.destinations[key] = d
 	}
 	return d
@@ -318,7 +363,7 @@ func (e *Engine) destination(key string) *destination {
 // deleteDestination removes a destination without lanes. The lock is held.
 func (e *Engine) deleteDestination(d *destination) {
 	delete(e.destinations, d.key)
-	if d.owner.destinations--; d.owner.destinations == 0 {
+	if delete(d.owner.destinations, d); len(d.owner.destinations) == 0 {
 		delete(e.perNamespace, d.namespace)
 	}
 }
@@ -336,53 +381,60 @@ func (e *Engine) lane(id queue.LaneID) *lane {
 	return l
 }
 
-// sortLanes assigns the role of each lane under the present settings: a lane of the config; a
-// draining lane, because it belongs to the destination's former success policy or its endpoint was
-// removed from a group; or an orphan. It returns messages to release. The lock is held.
-func (e *Engine) sortLanes(v *liveconfig.View, configs map[string]liveconfig.Destination, now time.Time) (back []queue.Delivery) {
-	for _, d := range e.destinations {
+// sortLanes assigns the roles of the lanes of namespaces. It returns messages to release. The lock is
+// held.
+func (e *Engine) sortLanes(v *liveconfig.View, namespaces []string, configs map[string]liveconfig.Destination, now time.Time) (back []queue.Delivery) {
+	for d := range e.destinationsIn(namespaces) {
 		for _, ep := range d.endpoints {
 			ep.lanes, ep.turn = nil, 0
 		}
-	}
-	clear(e.orphans)
-	for id, l := range e.lanes {
-		d, before := l.destination, l.set
-		config, ok := configs[id.Destination]
-		// A lane of the former success policy drains: other lanes have taken over.
-		known := ok && len(config.Endpoints) > 0
-		former := known && (id.Endpoint == "" || id.Any != anyEndpoint(config))
-		switch {
-		case parkedLane(v, id):
-			l.park(nil)
-			l.draining, l.endpointRemoved = l.end != queue.Active, l.end == queue.EndpointRemoved
-			l.dropAt = time.Time{} // Its config is unknown and may contain the lane.
-		case !ok || !hasPlace(config, id):
-			// Unless others have taken over, the lane still receives its Source's messages: the
-			// destination may be restored.
-			l.park(d.set)
-			l.draining = l.end != queue.Active || former
-			e.orphan(l, v, now)
-		default:
-			l.dropAt = time.Time{}
-			if l.draining, l.endpointRemoved = l.end != queue.Active, l.end == queue.EndpointRemoved; known {
-				l.endpointRemoved = id.Any && !hasEndpoint(config, id.Endpoint)
-				l.draining = former || l.endpointRemoved
+		config, ok := configs[d.key]
+		for _, l := range d.lanes {
+			before := l.set
+			delete(e.orphans, l)
+			e.sortLane(v, l, config, ok, now)
+			for _, t := range l.targets {
+				t.liveEndpoint.lanes = append(t.liveEndpoint.lanes, l)
 			}
-			l.follow(d.set)
-		}
-		for _, t := range l.targets {
-			t.liveEndpoint.lanes = append(t.liveEndpoint.lanes, l)
-		}
-		if l.parked() || !l.anyClosed() {
-			back = append(back, e.takeBuffer(l)...)
-		}
-		if l.set != before {
-			l.broken, l.more = false, true
-			e.enqueue(l)
+			if l.parked() || !l.anyClosed() {
+				back = append(back, e.takeBuffer(l)...)
+			}
+			if l.set != before {
+				l.broken, l.more = false, true
+				e.enqueue(l)
+			}
 		}
 	}
 	return back
+}
+
+// sortLane assigns the role of a lane under the present settings of its destination, if it has any
+// (configured): a lane of the config; a draining lane, because it belongs to the destination's former
+// success policy or its endpoint was removed from a group; or an orphan. The lock is held.
+func (e *Engine) sortLane(v *liveconfig.View, l *lane, config liveconfig.Destination, configured bool, now time.Time) {
+	id, set := l.id, l.destination.set
+	// A lane of the former success policy drains: other lanes have taken over.
+	known := configured && len(config.Endpoints) > 0
+	former := known && (id.Endpoint == "" || id.Any != anyEndpoint(config))
+	switch {
+	case parkedLane(v, id):
+		l.park(nil)
+		l.draining, l.endpointRemoved = l.end != queue.Active, l.end == queue.EndpointRemoved
+		l.dropAt = time.Time{} // Its config is unknown and may contain the lane.
+	case !configured || !hasPlace(config, id):
+		// Unless others have taken over, the lane still receives its Source's messages: the
+		// destination may be restored.
+		l.park(set)
+		l.draining = l.end != queue.Active || former
+		e.orphan(l, v, now)
+	default:
+		l.dropAt = time.Time{}
+		if l.draining, l.endpointRemoved = l.end != queue.Active, l.end == queue.EndpointRemoved; known {
+			l.endpointRemoved = id.Any && !hasEndpoint(config, id.Endpoint)
+			l.draining = former || l.endpointRemoved
+		}
+		l.follow(set)
+	}
 }
 
 // orphan sets the time at which a lane without a place in the config is dropped. The lock is held.
@@ -440,19 +492,21 @@ func (l *lane) follow(set *destinationConfig) {
 	}
 }
 
-// endLanes makes the store end the draining lanes, after all messages that were accepted before the
+// endLanes makes the store end the draining lanes of namespaces, after all messages that were accepted before the
 // replacing lanes were open, and continue the lanes that are in use again. A message in both lanes
 // is delivered twice rather than not at all.
-func (e *Engine) endLanes() {
+func (e *Engine) endLanes(namespaces []string) {
 	var goOn, end []*lane
 	e.mu.Lock()
-	for _, l := range e.lanes {
-		switch wanted := l.wantedEnd(); wanted {
-		case l.end:
-		case queue.Active:
-			goOn = append(goOn, l)
-		default:
-			end = append(end, l)
+	for d := range e.destinationsIn(namespaces) {
+		for _, l := range d.lanes {
+			switch wanted := l.wantedEnd(); wanted {
+			case l.end:
+			case queue.Active:
+				goOn = append(goOn, l)
+			default:
+				end = append(end, l)
+			}
 		}
 	}
 	e.mu.Unlock()

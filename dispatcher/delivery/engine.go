@@ -86,9 +86,9 @@ type Engine struct {
 	// applying is full while lanes are opened or dropped, which may wait for the disk. It is
 	// acquired before mu.
 	applying chan struct{}
-	// revisions are the revisions of the configs in effect, by namespace; recovered is true after
-	// the lanes of an earlier run are listed. Guarded by applying.
-	revisions map[string]string
+	// applied is the view in effect; nil before the first one. recovered is true after the lanes of an
+	// earlier run are listed. Guarded by applying.
+	applied   *liveconfig.View
 	recovered bool
 	// recordsMu serializes the writes of the endpoints' health to the store. It is acquired before mu.
 	recordsMu sync.Mutex
@@ -103,8 +103,8 @@ type Engine struct {
 	duration, latency histogram
 	lanes             map[queue.LaneID]*lane
 	bySource          map[string][]*lane
-	// records are the endpoints' health that the store has, by name.
-	records map[string]endpoint.Record
+	// records are the endpoints' health that the store has, by namespace and name.
+	records map[string]map[string]endpoint.Record
 	// orphans are the lanes with a dropAt.
 	orphans map[*lane]bool
 
@@ -139,8 +139,8 @@ type Engine struct {
 // namespace has what the destinations of a namespace share: the turns of their lanes, and counters
 // that include deleted destinations.
 type namespace struct {
-	// destinations is the number of the engine's destinations in the namespace.
-	destinations int
+	// destinations are those of the engine in the namespace.
+	destinations map[*destination]struct{}
 	// inFlight counts requests; load counts these and the lanes in queues.
 	inFlight, load int
 	// ready are the lanes in the ready queue; readyIndex is the place of the namespace in it,
@@ -302,7 +302,6 @@ func New(o Options) *Engine {
 	}
 	e := &Engine{
 		o: o, log: o.Logger,
-		revisions:    map[string]string{},
 		destinations: map[string]*destination{}, perNamespace: map[string]*namespace{}, lanes: map[queue.LaneID]*lane{}, bySource: map[string][]*lane{}, orphans: map[*lane]bool{},
 		tails: map[*tail]struct{}{}, tidy: make(chan struct{}, 1), applying: make(chan struct{}, 1), createdAt: time.Now(),
 	}

@@ -13,10 +13,13 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/egress"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
+	"github.com/posthorn/posthorn/test/check"
 )
 
 // request is a request that a fake endpoint received.
@@ -401,5 +404,54 @@ func TestDelivers(t *testing.T) {
 			t.Errorf("%d requests at once, want the window of 64", most)
 		}
 		w.end()
+	})
+}
+
+// A view changes only the lanes of the namespaces in which it differs from the view in effect.
+func TestOtherNamespacesAreUnchanged(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		w := newWorld(t, always(answer{status: 200}))
+		config := func(namespace, revision string, destinations ...liveconfig.Destination) liveconfig.Revisioned {
+			return liveconfig.Revisioned{Config: liveconfig.Config{Version: 1, Namespace: namespace, Sources: []liveconfig.Source{{Name: "web"}}, Destinations: destinations}, Revision: revision}
+		}
+		a := config("a", "1", dest("crm", urlA), dest("gone", urlB))
+		apply := func(configs ...liveconfig.Revisioned) {
+			t.Helper()
+			check.NoError(t, "apply", w.engine.Apply(liveconfig.NewView(configs)))
+		}
+		apply(a, config("b", "1", dest("crm", urlC)))
+		orphaned := config("a", "2", dest("crm", urlA))
+		apply(orphaned, config("b", "1", dest("crm", urlC)))
+		dropAt := func() map[string]time.Time {
+			return look(w, func(e *Engine) map[string]time.Time {
+				all := map[string]time.Time{}
+				for l := range e.orphans {
+					all[l.id.Destination] = l.dropAt
+				}
+				return all
+			})
+		}
+		before := dropAt()
+		check.Equal(t, "orphans of namespace a", len(before), 1)
+		settings := look(w, func(e *Engine) *destinationConfig { return e.destinations["a/crm"].set })
+
+		w.sleep(time.Second)
+		apply(orphaned, config("b", "2", dest("crm", urlB)))
+		if diff := cmp.Diff(before, dropAt()); diff != "" {
+			t.Errorf("orphans after the edit of namespace b (-want +got):\n%s", diff)
+		}
+		if look(w, func(e *Engine) *destinationConfig { return e.destinations["a/crm"].set }) != settings {
+			t.Error("settings in namespace a: got new ones, want the same ones after the edit of namespace b")
+		}
+		for _, source := range []string{"a/web", "b/web"} {
+			w.sendTo(source, 5)
+		}
+		w.sleep(time.Second)
+		for url, want := range map[string]int{urlA: 5, urlB: 5, urlC: 0} {
+			check.Equal(t, "requests to "+url, len(w.client.requests(url)), want)
+		}
+
+		apply(config("b", "2", dest("crm", urlB)))
+		check.Equal(t, "orphans after the removal of namespace a", len(dropAt()), 2)
 	})
 }

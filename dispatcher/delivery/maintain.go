@@ -150,7 +150,10 @@ func (e *Engine) dropLanes(ctx context.Context) time.Duration {
 		return next
 	}
 	defer func() { <-e.applying }()
-	e.endLanes()
+	e.mu.Lock()
+	namespaces := slices.Collect(maps.Keys(e.perNamespace))
+	e.mu.Unlock()
+	e.endLanes(namespaces)
 	now := time.Now()
 	var drop, draining []*lane
 	e.mu.Lock()

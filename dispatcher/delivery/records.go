@@ -3,7 +3,6 @@ package delivery
 import (
 	"encoding/json"
 	"errors"
-	"maps"
 	"strings"
 	"time"
 
@@ -37,17 +36,17 @@ func (e *Engine) storeHealth(ep *liveEndpoint) {
 	if ep.machine.Open() {
 		kept, removed = removed, kept
 	}
-	_, remove := e.records[removed]
-	delete(e.records, removed)
+	_, remove := e.records[ep.destination.namespace][removed]
+	e.deleteRecord(removed)
 	known := ep.destination.set != nil && ep.destination.endpoints[ep.name] == ep
 	var value []byte
 	if known {
 		r := ep.machine.Record(ep.destination.set.revision)
 		value, _ = json.Marshal(r) // No field can fail to marshal.
-		e.records[kept] = r
+		e.setRecord(kept, r)
 		ep.stored, ep.storedAt = ep.machine.Status(), time.Now()
 	} else {
-		delete(e.records, kept)
+		e.deleteRecord(kept)
 	}
 	e.mu.Unlock()
 	e.putRecord(kept, value)
@@ -82,9 +81,10 @@ func (e *Engine) putRecord(name string, value []byte) {
 
 // restoreHealth gives a new endpoint its health of the earlier run. The lock is held.
 func (e *Engine) restoreHealth(ep *liveEndpoint, revision string, now time.Time) {
-	r, ok := e.records[ep.recordName(circuitPrefix)]
+	records := e.records[ep.destination.namespace]
+	r, ok := records[ep.recordName(circuitPrefix)]
 	if !ok {
-		r, ok = e.records[ep.recordName(historyPrefix)]
+		r, ok = records[ep.recordName(historyPrefix)]
 	}
 	if ok {
 		ep.machine.Restore(r, revision, now)
@@ -127,30 +127,59 @@ func (e *Engine) storeBounds(key string, bounds *liveconfig.DeadLetters) {
 	}
 }
 
-// deleteRecords deletes the stored health of endpoints that are missing in the config.
-func (e *Engine) deleteRecords(v *liveconfig.View) {
+// deleteRecords deletes the stored health of endpoints that are missing in the config of their
+// namespace, which is one of namespaces.
+func (e *Engine) deleteRecords(v *liveconfig.View, namespaces []string) {
 	e.recordsMu.Lock()
 	defer e.recordsMu.Unlock()
+	var missing []string
 	e.mu.Lock()
-	missing := maps.Clone(e.records)
-	for _, d := range e.destinations {
-		for _, ep := range d.endpoints {
-			if d.set != nil || parkedDestination(v, d.key) {
-				delete(missing, ep.recordName(circuitPrefix))
-				delete(missing, ep.recordName(historyPrefix))
+	for _, namespace := range namespaces {
+		for name := range e.records[namespace] {
+			if !e.usesRecord(v, name) {
+				missing = append(missing, name)
+				e.deleteRecord(name)
 			}
 		}
 	}
-	for name := range missing {
-		_, endpoint, _ := strings.Cut(name, "/")
-		if parkedDestination(v, endpoint[:strings.LastIndexByte(endpoint, '/')]) {
-			delete(missing, name)
-			continue
-		}
-		delete(e.records, name)
-	}
 	e.mu.Unlock()
-	for name := range missing {
+	for _, name := range missing {
 		e.putRecord(name, nil)
 	}
+}
+
+// usesRecord reports whether an endpoint with this record exists or is parked. The lock is held.
+func (e *Engine) usesRecord(v *liveconfig.View, name string) bool {
+	_, rest, _ := strings.Cut(name, "/")
+	end := strings.LastIndexByte(rest, '/')
+	key, endpoint := rest[:end], rest[end+1:]
+	if parkedDestination(v, key) {
+		return true
+	}
+	d := e.destinations[key]
+	return d != nil && d.set != nil && d.endpoints[endpoint] != nil
+}
+
+// setRecord notes a stored record. The lock is held.
+func (e *Engine) setRecord(name string, r endpoint.Record) {
+	namespace := namespaceOfRecord(name)
+	if e.records[namespace] == nil {
+		e.records[namespace] = map[string]endpoint.Record{}
+	}
+	e.records[namespace][name] = r
+}
+
+// deleteRecord notes the deletion of a record. The lock is held.
+func (e *Engine) deleteRecord(name string) {
+	namespace := namespaceOfRecord(name)
+	if delete(e.records[namespace], name); len(e.records[namespace]) == 0 {
+		delete(e.records, namespace)
+	}
+}
+
+// namespaceOfRecord returns the namespace of the endpoint to which a record belongs.
+func namespaceOfRecord(name string) string {
+	_, rest, _ := strings.Cut(name, "/")
+	namespace, _ := split(rest)
+	return namespace
 }

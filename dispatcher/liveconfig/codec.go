@@ -118,20 +118,20 @@ func Decode(data []byte) (c Config, revision string, err error) {
 	sum := sha256.Sum256(plain)
 	revision = hex.EncodeToString(sum[:])
 
-	// The version is checked first: the error for a newer format should name the version and not an
-	// unknown field.
-	var head struct {
-		Version int `json:"version"`
-	}
-	if err := json.Unmarshal(plain, &head); err != nil {
-		return Config{}, revision, fmt.Errorf("live config is not JSON: %w", redactJSONError(err))
-	}
-	if head.Version != FormatVersion {
-		return Config{}, revision, fmt.Errorf("live config has format version %d; this dispatcher knows version %d: run the operator and the dispatcher from the same image", head.Version, FormatVersion)
-	}
 	dec := json.NewDecoder(bytes.NewReader(withCurrentNames(plain)))
 	dec.DisallowUnknownFields()
-	if err := dec.Decode(&c); err != nil {
+	err = dec.Decode(&c)
+	if err != nil || c.Version != FormatVersion {
+		// The error for another format should name the version and not an unknown field.
+		var head struct {
+			Version int `json:"version"`
+		}
+		if err := json.Unmarshal(plain, &head); err != nil {
+			return Config{}, revision, fmt.Errorf("live config is not JSON: %w", redactJSONError(err))
+		}
+		if head.Version != FormatVersion {
+			return Config{}, revision, fmt.Errorf("live config has format version %d; this dispatcher knows version %d: run the operator and the dispatcher from the same image", head.Version, FormatVersion)
+		}
 		return Config{}, revision, fmt.Errorf("live config does not match the format: %w", redactJSONError(err))
 	}
 	if _, err := dec.Token(); !errors.Is(err, io.EOF) {

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"log/slog"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -368,4 +369,44 @@ func FuzzDecode(f *testing.F) {
 			t.Fatalf("decode of the encoded config: got error %v and revision %s, want revision %s (-want +got):\n%s", err, same, revision, cmp.Diff(config, again))
 		}
 	})
+}
+
+func TestDiffering(t *testing.T) {
+	configs := []Revisioned{{Config: Config{Namespace: "a"}, Revision: "a1"}, {Config: Config{Namespace: "b"}, Revision: "b1"}}
+	since := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
+	parked := func(namespace string) map[string]map[Ref]bool {
+		return map[string]map[Ref]bool{namespace: {{SectionSources, "web"}: true}}
+	}
+	lost := func(source string) map[string]map[string]Lost {
+		return map[string]map[string]Lost{"a": {"crm": {Sources: []string{source}, Since: since}}}
+	}
+	base := NewView(configs)
+	for _, c := range []struct {
+		name         string
+		before, next *View
+		want         []string
+	}{
+		{"the same", base, NewView(configs), nil},
+		{"a higher number of the same config", base, NewView([]Revisioned{configs[0], {Config: configs[1].Config, Revision: "b1", Head: Head{Number: 7}}}), nil},
+		{"another revision", base, NewView([]Revisioned{configs[0], {Config: configs[1].Config, Revision: "b2"}}), []string{"b"}},
+		{"a new namespace", base, NewView(append(slices.Clone(configs), Revisioned{Config: Config{Namespace: "c"}})), []string{"c"}},
+		{"a removed namespace", base, NewView(configs[:1]), []string{"b"}},
+		{"a lost namespace", base, NewView(configs[:1], "b"), []string{"b"}},
+		{"a namespace without a config fails", base, NewView(configs, "c"), []string{"c"}},
+		{"a parked object", base, base.WithParked(parked("b")), []string{"b"}},
+		{"the same parked object", base.WithParked(parked("b")), base.WithParked(parked("b")), nil},
+		{"a restored object of a removed namespace", base.WithParked(parked("c")), base, []string{"c"}},
+		{"a lost connection", base, base.WithLost(lost("web")), []string{"a"}},
+		{"another lost connection", base.WithLost(lost("ios")), base.WithLost(lost("web")), []string{"a"}},
+		{"the same lost connection", base.WithLost(lost("web")), base.WithLost(lost("web")), nil},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			if diff := cmp.Diff(c.want, slices.Sorted(slices.Values(c.next.Differing(c.before)))); diff != "" {
+				t.Errorf("namespaces (-want +got):\n%s", diff)
+			}
+			if diff := cmp.Diff(c.want, slices.Sorted(slices.Values(c.before.Differing(c.next)))); diff != "" {
+				t.Errorf("in the other direction (-want +got):\n%s", diff)
+			}
+		})
+	}
 }

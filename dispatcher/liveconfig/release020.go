@@ -1,6 +1,9 @@
 package liveconfig
 
-import "encoding/json"
+import (
+	"bytes"
+	"encoding/json"
+)
 
 // During an upgrade from release 0.2.0, a new dispatcher starts with live configs of the old
 // operator. That release has other names for some fields. This file and its test can be removed with
@@ -9,6 +12,9 @@ import "encoding/json"
 // withCurrentNames returns a live config with the present names. It returns a text that it cannot
 // parse as it is: the strict decoder then reports the error.
 func withCurrentNames(plain []byte) []byte {
+	if !bytes.Contains(plain, []byte(`"tenant":`)) {
+		return plain
+	}
 	var config map[string]json.RawMessage
 	if json.Unmarshal(plain, &config) != nil || config["tenant"] == nil {
 		return plain

@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"maps"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/writekey"
@@ -17,8 +18,8 @@ type View struct {
 	byKey      map[writekey.Hash]SourceRef
 	keys       writekey.Book // Set by WithKeys; its known keys are those of byKey.
 	unusable   map[string]bool
-	parked     map[string]map[Ref]bool // Set by WithParked.
-	lost       map[string]Lost         // Set by WithLost.
+	parked     map[string]map[Ref]bool    // Set by WithParked.
+	lost       map[string]map[string]Lost // Set by WithLost.
 	complete   bool
 	// suppressed maps the users whose calls are rejected to the Sources' names; no name means every
 	// Source.
@@ -94,6 +95,12 @@ func (v *View) Namespace(name string) (Revisioned, bool) {
 	return c, ok
 }
 
+// HasRevision reports whether a namespace has a config with a revision.
+func (v *View) HasRevision(namespace, revision string) bool {
+	c, ok := v.namespaces[namespace]
+	return ok && c.Revision == revision
+}
+
 // Unusable reports whether a namespace exists whose config is missing or could not be loaded.
 func (v *View) Unusable(namespace string) bool { return v.unusable[namespace] }
 
@@ -111,8 +118,8 @@ func (v *View) Parked(namespace string, r Ref) bool {
 	return v.unusable[namespace] || v.parked[namespace][r]
 }
 
-// WithLost returns the view with the lost connections of destinations ("namespace/name").
-func (v *View) WithLost(lost map[string]Lost) *View {
+// WithLost returns the view with the lost connections of destinations, by namespace and name.
+func (v *View) WithLost(lost map[string]map[string]Lost) *View {
 	with := *v
 	with.lost = lost
 	return &with
@@ -121,10 +128,48 @@ func (v *View) WithLost(lost map[string]Lost) *View {
 // LostSince returns when a connection of a destination ("namespace/name") to a Source or an endpoint
 // was lost; zero if it was not.
 func (v *View) LostSince(destination, source, endpoint string) time.Time {
-	if l := v.lost[destination]; slices.Contains(l.Sources, source) || slices.Contains(l.Endpoints, endpoint) {
+	namespace, name, _ := strings.Cut(destination, "/")
+	if l := v.lost[namespace][name]; slices.Contains(l.Sources, source) || slices.Contains(l.Endpoints, endpoint) {
 		return l.Since
 	}
 	return time.Time{}
+}
+
+// Differing returns the namespaces whose config, or whose parked or lost objects, differ between two
+// views.
+func (v *View) Differing(other *View) (namespaces []string) {
+	all := map[string]bool{}
+	for _, view := range []*View{v, other} {
+		for namespace := range view.namespaces {
+			all[namespace] = true
+		}
+		for namespace := range view.unusable {
+			all[namespace] = true
+		}
+		for namespace := range view.parked {
+			all[namespace] = true
+		}
+		for namespace := range view.lost {
+			all[namespace] = true
+		}
+	}
+	for namespace := range all {
+		if !v.sameIn(namespace, other) {
+			namespaces = append(namespaces, namespace)
+		}
+	}
+	return namespaces
+}
+
+func (v *View) sameIn(namespace string, other *View) bool {
+	config, exists := v.namespaces[namespace]
+	otherConfig, otherExists := other.namespaces[namespace]
+	return exists == otherExists && config.Revision == otherConfig.Revision && v.unusable[namespace] == other.unusable[namespace] &&
+		maps.Equal(v.parked[namespace], other.parked[namespace]) && maps.EqualFunc(v.lost[namespace], other.lost[namespace], Lost.equal)
+}
+
+func (l Lost) equal(other Lost) bool {
+	return l.Since.Equal(other.Since) && slices.Equal(l.Sources, other.Sources) && slices.Equal(l.Endpoints, other.Endpoints)
 }
 
 // Complete reports whether the write keys of every namespace are known. While it is false an unknown
