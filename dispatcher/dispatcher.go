@@ -78,6 +78,9 @@ type Options struct {
 	OrphanGrace time.Duration
 	// TrustedProxies are the proxies whose X-Forwarded-For is used.
 	TrustedProxies []netip.Prefix
+	// PublicHost is the host of the tracking API, with an optional port, in the settings documents of
+	// client libraries. Empty: the Host header of the request.
+	PublicHost string
 	// AudienceOwner is the URL of the pod that stores the audiences' members and sends deletion
 	// notifications; empty if it is this pod.
 	AudienceOwner string
@@ -215,7 +218,7 @@ func New(o Options) (*Dispatcher, error) {
 		return nil, errors.Join(err, d.Close())
 	}
 	d.ingest = ingest.New(ingest.Options{
-		Gate: d.gate, Logger: o.Logger, Registerer: d.metrics, TrustedProxies: o.TrustedProxies, Tracer: o.Tracer,
+		Gate: d.gate, Logger: o.Logger, Registerer: d.metrics, TrustedProxies: o.TrustedProxies, PublicHost: o.PublicHost, Tracer: o.Tracer,
 		MaxBuffered: plan.requests,
 	})
 	if d.members, err = audience.New(audience.Options{

@@ -3,6 +3,7 @@ package event
 import (
 	"encoding/json"
 	"fmt"
+	"net/netip"
 	"os"
 	"strings"
 	"testing"
@@ -74,7 +75,7 @@ func BenchmarkParseBatch(b *testing.B) {
 	}
 	body = append(body[:len(body)-1], `],"sentAt":"2026-05-04T11:59:59.900Z",`+benchContext+`}`...)
 	b.Run("event", func(b *testing.B) {
-		r := Request{ReceivedAt: time.Now(), ClientIP: "192.0.2.1"}
+		r := Request{ReceivedAt: time.Now(), ClientIP: netip.MustParseAddr("192.0.2.1"), FromBrowser: true}
 		b.SetBytes(int64(len(body)))
 		b.ReportAllocs()
 		for b.Loop() {

@@ -19,6 +19,7 @@ package event
 import (
 	"crypto/rand"
 	"encoding/hex"
+	"net/netip"
 	"time"
 )
 
@@ -107,8 +108,11 @@ type Request struct {
 	Type Type
 	// ReceivedAt is the time of receipt; zero means now.
 	ReceivedAt time.Time
-	// ClientIP, when not empty, becomes context.ip of calls without one.
-	ClientIP string
+	// ClientIP, when valid, is the sender's address. It becomes context.ip of a call without one that
+	// an end user's device sent: FromBrowser is true, or the call's context has direct: true, or it
+	// has a device and not direct: false.
+	ClientIP    netip.Addr
+	FromBrowser bool
 	// NewID returns the messageId of a call without one; nil generates random UUIDs.
 	NewID func() string
 }

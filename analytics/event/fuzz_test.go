@@ -8,6 +8,7 @@ import (
 	"io"
 	"math"
 	"math/big"
+	"net/netip"
 	"regexp"
 	"slices"
 	"strconv"
@@ -61,7 +62,8 @@ func FuzzParse(f *testing.F) {
 	f.Add([]byte(`{"batch":[{"type":"track","userId":1,"event":"e","context":{"1":[]},"timestamp":"2009-11-10T23:00:00+0000"},{}],"context":{"a":1,"0":2},"sentAt":"2009-11-10","writeKey":"k"}`), true, "192.0.2.1")
 	f.Add([]byte(`{"userId":"u","event":"e","integrations":{"All":false,"x":{}},"timestamp":1257894000,"sentAt":"","messageId":null}`), false, "")
 	f.Fuzz(func(t *testing.T, in []byte, batch bool, ip string) {
-		r := Request{Type: Track, ReceivedAt: received, ClientIP: ip}
+		addr, _ := netip.ParseAddr(ip)
+		r := Request{Type: Track, ReceivedAt: received, ClientIP: addr, FromBrowser: batch}
 		if batch {
 			r.Type = ""
 		}

@@ -11,6 +11,7 @@ import (
 	"math"
 	"math/big"
 	"math/rand/v2"
+	"net/netip"
 	"os"
 	"os/exec"
 	"strconv"
@@ -143,7 +144,7 @@ func (g *generator) send(w io.Writer, i int, accepted *int) bool {
 		types := []Type{Identify, Track, Page, Screen, Group, Alias}
 		r := Request{Type: types[g.r.IntN(len(types))], ReceivedAt: time.UnixMilli(1700000000000)}
 		if g.r.IntN(2) == 0 {
-			r.ClientIP = "192.0.2.1"
+			r.ClientIP, r.FromBrowser = netip.MustParseAddr("192.0.2.1"), g.r.IntN(2) == 0
 		}
 		var batch Batch
 		batch, err = r.Parse(g.b)

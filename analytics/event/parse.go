@@ -3,6 +3,7 @@ package event
 import (
 	"bytes"
 	"fmt"
+	"net/netip"
 	"slices"
 	"time"
 )
@@ -204,7 +205,7 @@ func (r Request) Read(body []byte) (Reading, error) {
 	}
 	reading.Calls = len(s.calls)
 	common := &reading.p.common
-	each := MessageOverhead + len(r.ClientIP) + len(common[fieldContext]) + len(common[fieldIntegrations]) + len(common[fieldSentAt])
+	each := MessageOverhead + len(common[fieldContext]) + len(common[fieldIntegrations]) + len(common[fieldSentAt])
 	reading.Bytes = len(s.out) + each*len(s.calls)
 	if reading.Bytes > reading.p.most {
 		if reading.p.mergesTooMuch() {
@@ -519,8 +520,8 @@ func (p *parser) accept(index int, c rawCall) *Error {
 	if missing(v[fieldContext]) {
 		v[fieldContext] = emptyObject
 	}
-	if p.ClientIP != "" {
-		v[fieldContext] = s.addIP(v[fieldContext], p.ClientIP)
+	if p.ClientIP.IsValid() {
+		v[fieldContext] = s.addIP(v[fieldContext], p.ClientIP, p.FromBrowser)
 	}
 
 	v[fieldReceivedAt] = s.receivedAt
@@ -726,19 +727,34 @@ func (s *scanner) merge(common, own []byte) []byte {
 	return s.out[start:]
 }
 
-// addIP returns a context with a member ip.
-func (s *scanner) addIP(context []byte, ip string) []byte {
-	for key := range membersOf(context) {
-		if string(context[key.from:key.to]) == `"ip"` {
+// Members of a context that the libraries of mobile apps send.
+var directKey, deviceKey = []byte(`"direct":`), []byte(`"device":`)
+
+// addIP returns a context with a member ip, if the call was sent by an end user's device.
+func (s *scanner) addIP(context []byte, ip netip.Addr, fromBrowser bool) []byte {
+	if !fromBrowser && !bytes.Contains(context, directKey) && !bytes.Contains(context, deviceKey) {
+		return context // The usual context of a server is not scanned.
+	}
+	var direct, device []byte
+	for key, value := range membersOf(context) {
+		switch string(context[key.from:key.to]) {
+		case `"ip"`:
 			return context
+		case `"direct"`:
+			direct = context[value.from:value.to]
+		case `"device"`:
+			device = context[value.from:value.to]
 		}
+	}
+	if !fromBrowser && string(direct) != "true" && (missing(device) || string(direct) == "false") {
+		return context
 	}
 	b := append(s.out, context[:len(context)-1]...)
 	if len(context) > len("{}") {
 		b = append(b, ',')
 	}
-	b = appendString(append(b, `"ip":`...), ip)
-	return s.made(append(b, '}'))
+	b = ip.WithZone("").AppendTo(append(b, `"ip":"`...))
+	return s.made(append(b, `"}`...))
 }
 
 // made replaces s.out by an extended slice and returns the extension.

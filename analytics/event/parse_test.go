@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -51,7 +52,7 @@ func TestGolden(t *testing.T) {
 			if strings.HasPrefix(name, "batch") {
 				r.Type = ""
 			}
-			r.ClientIP = "192.0.2.7"
+			r.ClientIP, r.FromBrowser = netip.MustParseAddr("192.0.2.7"), true
 			batch, err := r.Parse(in)
 			if err != nil {
 				t.Fatal(err)
@@ -123,7 +124,7 @@ func TestMessage(t *testing.T) {
 		{"escapes in ids", request(Page), `{"userId":"\u003c\u2028\"\ud800"}`, want{"userId": "\"<\u2028\\\"\\ud800\""}},
 	}
 	ip := request(Page)
-	ip.ClientIP = "2001:db8::1"
+	ip.ClientIP, ip.FromBrowser = netip.MustParseAddr("2001:db8::1"), true
 	const ipText = `"ip":"2001:db8::1"`
 	for name, c := range map[string][2]string{
 		"no context":        {`{"userId":"u"}`, `{` + ipText + `}`},
@@ -140,6 +141,34 @@ func TestMessage(t *testing.T) {
 			in   string
 			want want
 		}{"context.ip: " + name, ip, c[0], want{"context": c[1]}})
+	}
+	app := ip
+	app.FromBrowser = false
+	appBatch := app
+	appBatch.Type = ""
+	for name, c := range map[string]struct {
+		r        Request
+		in, want string
+	}{
+		"server":                {app, `{"userId":"u","context":{"library":{"name":"x"}}}`, `{"library":{"name":"x"}}`},
+		"no context":            {app, `{"userId":"u"}`, `{}`},
+		"direct":                {app, `{"userId":"u","context":{"direct":true}}`, `{"direct":true,` + ipText + `}`},
+		"direct as a text":      {app, `{"userId":"u","context":{"direct":"true"}}`, `{"direct":"true"}`},
+		"device":                {app, `{"userId":"u","context":{"device":{"id":"d"}}}`, `{"device":{"id":"d"},` + ipText + `}`},
+		"null device":           {app, `{"userId":"u","context":{"device":null}}`, `{"device":null}`},
+		"device, not direct":    {app, `{"userId":"u","context":{"device":{},"direct":false}}`, `{"device":{},"direct":false}`},
+		"device with own ip":    {app, `{"userId":"u","context":{"device":{},"ip":"192.0.2.1"}}`, `{"device":{},"ip":"192.0.2.1"}`},
+		"nested device":         {app, `{"userId":"u","context":{"a":{"device":{},"direct":true}}}`, `{"a":{"device":{},"direct":true}}`},
+		"device of the batch":   {appBatch, `{"batch":[{"type":"page","userId":"u","context":{"a":1}}],"context":{"device":{}}}`, `{"device":{},"a":1,` + ipText + `}`},
+		"browser, not direct":   {ip, `{"userId":"u","context":{"direct":false}}`, `{"direct":false,` + ipText + `}`},
+		"unknown peer, browser": {Request{Type: Page, ReceivedAt: received, FromBrowser: true}, `{"userId":"u","context":{"device":{}}}`, `{"device":{}}`},
+	} {
+		tests = append(tests, struct {
+			name string
+			r    Request
+			in   string
+			want want
+		}{"context.ip of an app: " + name, c.r, c.in, want{"context": c.want}})
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {

@@ -42,6 +42,7 @@ func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 	f.StringVar(&d.options.AdminListen, "admin-listen", admin, "address of the admin API, reports and metrics")
 	f.StringSliceVar(&d.egress, "egress-allow", nil, "non-public addresses that deliveries may use: CIDRs, addresses or host names (also *.example); !CIDR denies. Metadata addresses must be named exactly")
 	f.StringSliceVar(&d.proxies, "trusted-proxies", nil, "trusted proxies, whose X-Forwarded-For is used: CIDRs or addresses")
+	f.StringVar(&d.options.PublicHost, "public-host", "", "host of the tracking API, with an optional port, in the settings that browser and mobile libraries load; empty: the Host header of their request")
 	f.DurationVar(&d.options.DrainTimeout, "drain-timeout", 10*time.Second, "how long shutdown waits for calls and deliveries in progress")
 	f.DurationVar(&d.options.OrphanGrace, "orphan-grace", 10*time.Minute, "how long messages of a deleted destination are kept, and calls with a removed write key are answered 503 instead of 401")
 	f.DurationVar(&d.options.Queue.DuplicateWindow, "duplicate-window", 10*time.Minute, "how long messageIds are stored to drop duplicate calls, up to 24h")
@@ -59,6 +60,11 @@ func (d *dataFlags) parse() (err error) {
 	}
 	if d.options.TrustedProxies, err = ingest.ParseProxies(d.proxies); err != nil {
 		return command.Usagef("--trusted-proxies: %v", err)
+	}
+	if d.options.PublicHost != "" {
+		if err := ingest.CheckPublicHost(d.options.PublicHost); err != nil {
+			return command.Usagef("--public-host: %v", err)
+		}
 	}
 	for _, l := range []struct{ flag, address string }{{"--listen", d.options.Listen}, {"--tls-listen", d.options.TLSListen}, {"--admin-listen", d.options.AdminListen}, {"--probe-listen", d.options.ProbeListen}} {
 		if err := checkListen(l.address); err != nil {

@@ -42,8 +42,11 @@ type Options struct {
 	// TrustedProxies are the networks of trusted proxies, whose X-Forwarded-For is used; see
 	// ParseProxies.
 	TrustedProxies []netip.Prefix
-	Logger         *slog.Logger
-	Registerer     prometheus.Registerer
+	// PublicHost is the host of the tracking API, with an optional port, in the settings documents;
+	// see CheckPublicHost. Empty: the Host header of the request.
+	PublicHost string
+	Logger     *slog.Logger
+	Registerer prometheus.Registerer
 	// Tracer makes a span per request; nil disables tracing.
 	Tracer trace.Tracer
 }
@@ -53,6 +56,7 @@ const (
 	codeOriginDenied    = "origin_not_allowed"
 	codeRateLimited     = "rate_limited"
 	codeMediaType       = "unsupported_media_type"
+	codeInvalidHost     = "invalid_host"
 	codeInternal        = "internal"
 	maxRetryAfter       = 300
 	defaultMaxBuffered  = 256 << 20
@@ -198,7 +202,11 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		typ, known = short[path]
 	}
 	if !known {
-		h.answer(w, admission.Refuse(http.StatusNotFound, admission.CodeNotFound, "unknown path; send calls to /v1/identify, /v1/track, /v1/page, /v1/screen, /v1/group, /v1/alias, /v1/batch or /v1/import"))
+		if key, ok := settingsKey(path); ok {
+			h.settings(w, r, key)
+			return
+		}
+		h.answer(w, admission.Refuse(http.StatusNotFound, admission.CodeNotFound, "unknown path; send calls to /v1/identify, /v1/track, /v1/page, /v1/screen, /v1/group, /v1/alias, /v1/batch or /v1/import, and load settings from /v1/projects/WRITE_KEY/settings"))
 		return
 	}
 	q := request{Request: r, view: h.Gate.View(), source: h.Gate.Unidentified, origin: r.Header.Get("Origin")}
@@ -206,15 +214,11 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	defer q.memory.Release() // A slow client can delay this until after the answer is written.
 	if q.origin != "" {
 		header.Add("Vary", "Origin")
-		// Until the Source is known, the answer is readable for each origin that some Source
-		// allows.
-		if q.view != nil && h.originsOf(q.view).allow(q.origin) {
-			exposeTo(header, q.origin)
-		}
+		h.exposeToKnownOrigin(header, &q)
 	}
 	switch r.Method {
 	case http.MethodOptions:
-		h.preflight(w, &q)
+		h.preflight(w, &q, allowedMethods)
 		return
 	case http.MethodPost:
 	default:
@@ -325,10 +329,7 @@ func (h *Handler) handle(w http.ResponseWriter, q *request, typ event.Type, now 
 // request is small.
 func (h *Handler) parse(w http.ResponseWriter, q *request, typ event.Type, now time.Time, body *buffer) *admission.Refusal {
 	defer body.release()
-	parser := event.Request{Type: typ, ReceivedAt: now}
-	if q.origin != "" {
-		parser.ClientIP = h.clientIP(q.Request)
-	}
+	parser := event.Request{Type: typ, ReceivedAt: now, ClientIP: h.clientIP(q.Request), FromBrowser: q.origin != ""}
 	q.bodyBytes = len(body.bytes)
 	want := 2*q.bodyBytes + event.MessageOverhead
 	for {
@@ -500,18 +501,14 @@ func (h *Handler) authenticate(w http.ResponseWriter, q *request, key string) *a
 	ref, source, bad := h.Gate.Authenticate(q.view, key)
 	if q.source = source; bad != nil {
 		if bad.Code == admission.CodeUnknownKey {
-			h.Gate.UnknownKeys.Add(key, h.clientIP(q.Request), h.Gate.Now())
+			h.Gate.UnknownKeys.Add(key, clientText(h.clientIP(q.Request)), h.Gate.Now())
 		}
 		return bad
 	}
 	q.ref = ref
 	q.memory.Move(&q.source.Limits.Memory) // If the body is read, its memory moves after the parse.
-	if q.origin != "" {
-		if !allowsOrigin(ref.Source, q.origin) && !sameOrigin(q.Request, q.origin) {
-			w.Header().Del(headerAllowedOrigin)
-			return admission.Refuse(http.StatusForbidden, codeOriginDenied, "the Source does not accept calls from this page's origin; add the origin to spec.allowedOrigins")
-		}
-		exposeTo(w.Header(), q.origin)
+	if bad := allowPage(w, q); bad != nil {
+		return bad
 	}
 	return admission.CheckEnabled(ref.Source)
 }
@@ -537,32 +534,35 @@ func exposeTo(header http.Header, origin string) {
 
 // preflight answers a browser's preflight request. It carries no write key, so an origin is allowed
 // if some Source allows it; the Source of the call itself is checked later.
-func (h *Handler) preflight(w http.ResponseWriter, q *request) {
+func (h *Handler) preflight(w http.ResponseWriter, q *request, methods string) {
 	header := w.Header()
 	header.Add("Vary", "Access-Control-Request-Method")
 	header.Add("Vary", "Access-Control-Request-Headers")
-	header.Set("Allow", allowedMethods)
+	header.Set("Allow", methods)
 	if header.Get(headerAllowedOrigin) != "" {
 		headers := allowedHeaders
 		// Allow all headers that libraries add; Posthorn ignores them.
 		if asked := q.Header.Get("Access-Control-Request-Headers"); asked != "" && len(asked) <= 1024 {
 			headers = asked
 		}
-		header.Set("Access-Control-Allow-Methods", allowedMethods)
+		header.Set("Access-Control-Allow-Methods", methods)
 		header.Set("Access-Control-Allow-Headers", headers)
 		header.Set("Access-Control-Max-Age", corsMaxAge)
 	}
 	w.WriteHeader(http.StatusNoContent)
 }
 
-// clientIP is the browser's address: the last one in X-Forwarded-For that was not added by a
-// trusted proxy, or the peer's address.
-func (h *Handler) clientIP(r *http.Request) string {
+// clientIP is the client's address: the last one in X-Forwarded-For that was not added by a trusted
+// proxy, or the peer's address. It is invalid if the peer's address is unknown.
+func (h *Handler) clientIP(r *http.Request) netip.Addr {
 	peer, err := netip.ParseAddrPort(r.RemoteAddr)
 	if err != nil {
-		return ""
+		return netip.Addr{}
 	}
 	ip := peer.Addr().Unmap().WithZone("")
+	if !h.trusts(ip) {
+		return ip
+	}
 	hops := strings.Split(strings.Join(r.Header.Values("X-Forwarded-For"), ","), ",")
 	for i := len(hops) - 1; i >= 0 && h.trusts(ip); i-- {
 		text := strings.TrimSpace(hops[i])
@@ -575,6 +575,14 @@ func (h *Handler) clientIP(r *http.Request) string {
 			hop = withPort.Addr()
 		}
 		ip = hop.Unmap().WithZone("")
+	}
+	return ip
+}
+
+// clientText returns an address as text, or "" if it is invalid.
+func clientText(ip netip.Addr) string {
+	if !ip.IsValid() {
+		return ""
 	}
 	return ip.String()
 }

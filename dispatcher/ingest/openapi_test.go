@@ -43,10 +43,15 @@ func TestOpenAPIIsTrue(t *testing.T) {
 	if err := yaml.Unmarshal(w.Body.Bytes(), &d); w.Code != 200 || err != nil {
 		t.Fatalf("%d %v", w.Code, err)
 	}
-	if len(d.Paths) != len(paths) {
-		t.Errorf("%d paths are documented, %d are served", len(d.Paths), len(paths))
+	const settings = "/v1/projects/{writeKey}/settings"
+	if len(d.Paths) != len(paths)+1 || d.Paths[settings] == nil {
+		t.Errorf("%d paths are documented, %d and that of the settings are served", len(d.Paths), len(paths))
 	}
 	statuses := map[string]string{} // component -> status
+	for status, r := range d.Paths[settings]["get"].Responses {
+		statuses[r.Ref[strings.LastIndex(r.Ref, "/")+1:]] = status
+	}
+	delete(d.Paths, settings)
 	for path, methods := range d.Paths {
 		op, ok := methods["post"]
 		if _, served := paths[path]; !ok || !served {
@@ -118,6 +123,11 @@ func TestOpenAPIIsTrue(t *testing.T) {
 		"internal": func(f *fixture) *http.Request {
 			f.Skip = func(string, *event.Call) []string { panic("test") }
 			return post("/v1/track", "web-key", track)
+		},
+		"invalid_host": func(*fixture) *http.Request {
+			r := httptest.NewRequest(http.MethodGet, "/v1/projects/web-key/settings", nil)
+			r.Host = "a/b"
+			return r
 		},
 		"body_too_slow": func(*fixture) *http.Request {
 			r := post("/v1/track", "web-key", "")

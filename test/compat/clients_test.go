@@ -17,6 +17,10 @@ import (
 // client is a program that sends calls and prints their results.
 type client struct {
 	name string
+	// tls is true for a client that sends over https only.
+	tls bool
+	// firstAlone is true for a client whose first request has one call.
+	firstAlone bool
 	// need prepares the program, or skips the test.
 	need     func(t *testing.T)
 	showcase func(url string) []string
@@ -57,6 +61,24 @@ var clients = []client{
 		},
 	},
 	{
+		name:     "reactnative", // @segment/analytics-react-native
+		tls:      true,
+		need:     needNode,
+		showcase: func(url string) []string { return []string{"node", "node/reactnative.js", url, key, "showcase"} },
+		many: func(url string, n, batch int) []string {
+			return []string{"node", "node/reactnative.js", url, key, "many", strconv.Itoa(n), strconv.Itoa(batch)}
+		},
+	},
+	{
+		name:       "rudder", // @rudderstack/rudder-sdk-node
+		firstAlone: true,
+		need:       needNode,
+		showcase:   func(url string) []string { return []string{"node", "node/rudder.js", url, key, "showcase"} },
+		many: func(url string, n, batch int) []string {
+			return []string{"node", "node/rudder.js", url, key, "many", strconv.Itoa(n), strconv.Itoa(batch)}
+		},
+	},
+	{
 		name:     "page", // the requests of browsers: preflight, fetch and sendBeacon
 		need:     needNode,
 		showcase: func(url string) []string { return []string{"node", "node/page.js", url, key, origin} },
@@ -65,12 +87,12 @@ var clients = []client{
 
 // calls runs a client and returns the messageIds of its calls. The client must report each
 // call as successful.
-func calls(t *testing.T, program []string) (ids []string) {
+func calls(t *testing.T, w *wire, program []string) (ids []string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), wait.Limit)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, program[0], program[1:]...)
-	cmd.Env = append(os.Environ(), "TZ=UTC") // Clients send their time zone.
+	cmd.Env = append(os.Environ(), "TZ=UTC", "NODE_EXTRA_CA_CERTS="+w.certificate(t)) // Clients send their time zone.
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	cmd.WaitDelay = time.Second

@@ -2,12 +2,15 @@ package compat
 
 import (
 	"bytes"
+	"encoding/pem"
 	"fmt"
 	"io"
 	"maps"
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -56,14 +59,32 @@ type recorded struct {
 	Body    string            `json:"body,omitempty"`
 }
 
-func newWire(t *testing.T, p *posthorn, plan func(seen []exchange) fate) *wire {
+func newWire(t *testing.T, p *posthorn, tls bool, plan func(seen []exchange) fate) *wire {
 	w := &wire{p: p, plan: plan}
-	w.Server = httptest.NewServer(http.HandlerFunc(w.serve))
+	if w.Server = httptest.NewUnstartedServer(http.HandlerFunc(w.serve)); tls {
+		w.StartTLS()
+	} else {
+		w.Start()
+	}
 	t.Cleanup(func() {
 		w.Close()
 		w.settle()
 	})
 	return w
+}
+
+// certificate returns a file with the server's certificate; "" without TLS.
+func (w *wire) certificate(t *testing.T) string {
+	t.Helper()
+	if w.Certificate() == nil {
+		return ""
+	}
+	file := filepath.Join(t.TempDir(), "ca.pem")
+	text := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: w.Certificate().Raw})
+	if err := os.WriteFile(file, text, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return file
 }
 
 // settle waits until no request is forwarded under a plan.
@@ -94,7 +115,7 @@ func (w *wire) serve(rw http.ResponseWriter, r *http.Request) {
 	if action == cutRequest {
 		err = w.half(e.recorded)
 	} else {
-		resp, err = send(w.p.Addr, e.recorded)
+		resp, err = sendTo(w.p.Addr, r.Host, e.recorded)
 	}
 	if err != nil {
 		w.p.t.Errorf("forward a request: got error %v, want none", err)
@@ -123,11 +144,15 @@ func (w *wire) serve(rw http.ResponseWriter, r *http.Request) {
 }
 
 // send sends a recorded request unchanged.
-func send(addr string, r recorded) (*http.Response, error) {
+func send(addr string, r recorded) (*http.Response, error) { return sendTo(addr, addr, r) }
+
+// sendTo sends a recorded request to an address, with a Host header.
+func sendTo(addr, host string, r recorded) (*http.Response, error) {
 	req, err := http.NewRequest(r.Method, "http://"+addr+r.Path, strings.NewReader(r.Body)) //nolint:noctx // It ends with the process.
 	if err != nil {
 		return nil, err
 	}
+	req.Host = host
 	for name, value := range r.Headers {
 		if name != "Connection" && name != "Content-Length" { // The transport sets them.
 			req.Header.Set(name, value)
