@@ -37,6 +37,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/deletion"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
 	"github.com/posthorn/posthorn/dispatcher/egress"
+	"github.com/posthorn/posthorn/dispatcher/forward"
 	"github.com/posthorn/posthorn/dispatcher/ingest"
 	"github.com/posthorn/posthorn/dispatcher/jobs"
 	"github.com/posthorn/posthorn/dispatcher/listen"
@@ -120,6 +121,8 @@ type Dispatcher struct {
 	forget  *deletion.Service
 	// redeliveries runs this dispatcher's parts of Redelivery objects.
 	redeliveries *redelivery.Service
+	// forwards sends dead letters to other destinations.
+	forwards     *forward.Service
 	gate         *admission.Gate
 	changes      *changes.Log
 	storage      storage
@@ -214,7 +217,10 @@ func New(o Options) (*Dispatcher, error) {
 		DetailedMetrics: o.DetailedMetrics,
 		Changes:         d.changes,
 	})
-	if d.configs, err = admission.NewConfigs(d.gate, cmp.Or(o.OrphanGrace, delivery.DefaultOrphanGrace), d.store, d.engine.Apply); err != nil {
+	if d.forwards, err = forward.New(forward.Options{Gate: d.gate, Store: d.store, Changes: d.changes, Logger: o.Logger}); err != nil {
+		return nil, errors.Join(err, d.Close())
+	}
+	if d.configs, err = admission.NewConfigs(d.gate, cmp.Or(o.OrphanGrace, delivery.DefaultOrphanGrace), d.store, d.apply); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
 	d.ingest = ingest.New(ingest.Options{
@@ -239,6 +245,14 @@ func New(o Options) (*Dispatcher, error) {
 		return nil, errors.Join(err, d.Close())
 	}
 	return d, nil
+}
+
+// apply puts a view into effect for deliveries.
+func (d *Dispatcher) apply(view *liveconfig.View) error {
+	if err := d.forwards.Apply(view); err != nil {
+		return err
+	}
+	return d.engine.Apply(view)
 }
 
 // warnOfOpenAccess logs settings that let other users read or change stored data, and how to
@@ -361,6 +375,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	writers.Go(func() error { return d.members.Run(engineCtx) })
 	writers.Go(func() error { return d.forget.Run(engineCtx) })
 	writers.Go(func() error { return d.redeliveries.Run(engineCtx) })
+	writers.Go(func() error { return d.forwards.Run(engineCtx) })
 	written := make(chan error, 1)
 	go func() { written <- writers.Wait() }()
 	group.Go(func() error {

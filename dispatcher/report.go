@@ -129,6 +129,10 @@ func (d *Dispatcher) namespaceReport(config liveconfig.Revisioned) adminapi.Name
 		Namespace: config.Namespace, Revision: config.Revision, Destinations: d.engine.Report(config.Config), Audiences: d.members.Report(config.Config),
 		Deletions: d.forget.Report(config.Config), Redeliveries: d.redeliveries.Report(config.Config),
 	}
+	for i := range n.Destinations {
+		to := &n.Destinations[i]
+		to.DeadLettersForwarded = d.forwards.Forwarded(config.Namespace, to.Name)
+	}
 	for _, s := range config.Sources {
 		key := config.Namespace + "/" + s.Name
 		stats, counters := d.store.SourceStats(key), d.gate.Counters(key)

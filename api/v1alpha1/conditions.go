@@ -93,7 +93,15 @@ const (
 	// ReasonNoSource: a referenced Source does not exist in the namespace, or the selector
 	// matches none. Action: create the Source, or correct the reference or the labels.
 	ReasonNoSource = "NoSource"
+	// ReasonInvalidForwardTarget: the destination in spec.deadLetters.forwardTo does not list the
+	// Source posthorn-dead-letters, or forwards dead letters itself. Messages are delivered;
+	// dead letters wait. Action: change that destination, or name another one.
+	ReasonInvalidForwardTarget = "InvalidForwardTarget"
 )
+
+// ReasonsWithDelivery are the reasons of ResolvedRefs with which a WebhookDestination delivers
+// messages, if one of its Sources exists.
+var ReasonsWithDelivery = []string{ReasonInvalidForwardTarget, ReasonDestinationNotFound, ReasonNoSource}
 
 // Reasons of Programmed.
 const (
@@ -250,7 +258,8 @@ const (
 // the end of a run it can also be one of Accepted.
 const (
 	// ReasonDestinationNotFound: the WebhookDestination does not exist in the
-	// namespace. The Redelivery waits for it. Also a reason of Accepted. Action: create it.
+	// namespace. The Redelivery, or the dead letters to forward, wait for it. Also a reason of
+	// Accepted and ResolvedRefs. Action: create it.
 	ReasonDestinationNotFound = "DestinationNotFound"
 	// ReasonWaiting: the run waits for other Redeliveries of the namespace, or for a dispatcher pod.
 	ReasonWaiting = "Waiting"

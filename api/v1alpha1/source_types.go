@@ -41,6 +41,10 @@ type SourceSpec struct {
 	RateLimit *CallRateLimit `json:"rateLimit,omitempty"`
 }
 
+// BuiltInSources are the names of the Sources that exist in every namespace without an object.
+// WebhookDestinations get their messages by spec.sourceRefs.
+var BuiltInSources = []string{"posthorn-dead-letters"}
+
 // WriteKey is a secret that identifies a Source.
 type WriteKey struct {
 	// The Secret key that contains the write key. A client sends it as its HTTP
@@ -158,6 +162,7 @@ type CallCounts struct {
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
+// +kubebuilder:validation:XValidation:rule="!(self.metadata.name in ['posthorn-dead-letters'])",message="metadata.name is the name of a built-in Source; choose another name"
 // +kubebuilder:resource:shortName=psrc,categories=posthorn
 // +kubebuilder:printcolumn:name="Ready",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].status`
 // +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].reason`

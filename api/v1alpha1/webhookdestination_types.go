@@ -18,7 +18,9 @@ type WebhookDestinationSpec struct {
 	Enabled *bool `json:"enabled,omitempty"`
 
 	// The Sources in this namespace whose calls are delivered, by name. If one does not
-	// exist, ResolvedRefs is False (NoSource). Set this or sourceSelector. 1 to 64.
+	// exist, ResolvedRefs is False (NoSource). The built-in Source posthorn-dead-letters, which
+	// has the dead letters that other destinations forward to this one, always exists. Set this
+	// or sourceSelector. 1 to 64.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=64
 	// +listType=map
@@ -27,7 +29,7 @@ type WebhookDestinationSpec struct {
 	SourceRefs []ObjectReference `json:"sourceRefs,omitempty"`
 
 	// The Sources in this namespace whose calls are delivered, by label. An empty
-	// selector ({}) selects all of them. Set this or sourceRefs. At most 16 labels
+	// selector ({}) selects all of them, except for built-in ones. Set this or sourceRefs. At most 16 labels
 	// and 16 expressions.
 	// +kubebuilder:validation:XValidation:rule="!has(self.matchLabels) || self.matchLabels.size() <= 16",message="matchLabels must have at most 16 entries"
 	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.size() <= 16",message="matchExpressions must have at most 16 entries"
@@ -72,7 +74,7 @@ type WebhookDestinationSpec struct {
 	// +optional
 	Filter *Filter `json:"filter,omitempty"`
 
-	// Retention and size limit of dead letters.
+	// Retention, size limit and forwarding of dead letters.
 	// +kubebuilder:default={}
 	// +optional
 	DeadLetters DeadLetters `json:"deadLetters,omitempty"`
@@ -448,7 +450,7 @@ type Filter struct {
 // +kubebuilder:validation:Enum=identify;track;page;screen;group;alias;delete
 type CallType string
 
-// DeadLetters bounds the dead letters of a destination.
+// DeadLetters bounds and forwards the dead letters of a destination.
 type DeadLetters struct {
 	// The time after which dead letters are deleted. 0s to 8760h, default 168h (a week).
 	// +kubebuilder:validation:Type=string
@@ -464,6 +466,20 @@ type DeadLetters struct {
 	// +kubebuilder:default="1Gi"
 	// +optional
 	MaxBytes *resource.Quantity `json:"maxBytes,omitempty"`
+
+	// Another destination that also gets each new dead letter. Default: none.
+	// +optional
+	ForwardTo *ForwardTo `json:"forwardTo,omitempty"`
+}
+
+// ForwardTo names the destination that also gets the dead letters of a destination.
+type ForwardTo struct {
+	// A WebhookDestination in this namespace that lists the built-in Source
+	// posthorn-dead-letters in sourceRefs and forwards no dead letters itself. Until there is one,
+	// ResolvedRefs is False (DestinationNotFound, InvalidForwardTarget), messages are delivered,
+	// and dead letters wait for it up to their retention.
+	// +required
+	DestinationRef ObjectReference `json:"destinationRef"`
 }
 
 // WebhookDestinationStatus is the observed state of a destination, from the spec and from real
@@ -593,6 +609,10 @@ type DeliveryStatus struct {
 	// Dead letters that are stored now.
 	// +optional
 	DeadLettersStored int64 `json:"deadLettersStored"`
+	// Dead letters that were forwarded to the destination in spec.deadLetters.forwardTo, since
+	// it was set.
+	// +optional
+	DeadLettersForwarded int64 `json:"deadLettersForwarded,omitempty"`
 	// Messages that were discarded because their Source was removed from the destination.
 	// +optional
 	Discarded int64 `json:"discarded"`
@@ -617,6 +637,7 @@ type DeliveryStatus struct {
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
+// +kubebuilder:validation:XValidation:rule="!has(self.spec.deadLetters) || !has(self.spec.deadLetters.forwardTo) || self.spec.deadLetters.forwardTo.destinationRef.name != self.metadata.name",message="spec.deadLetters.forwardTo must not name this destination; name another one"
 // +kubebuilder:resource:shortName=whd,categories=posthorn
 // +kubebuilder:printcolumn:name="Ready",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].status`
 // +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].reason`

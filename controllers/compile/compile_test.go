@@ -426,3 +426,12 @@ func clone(s Snapshot) Snapshot {
 	}
 	return out
 }
+
+// The API and the dispatchers have the same built-in Sources.
+func TestBuiltInSources(t *testing.T) {
+	for _, name := range append(slices.Clone(v1alpha1.BuiltInSources), "web") {
+		if got, want := liveconfig.BuiltIn(name), name != "web"; got != want {
+			t.Errorf("Source %q is built in: got %t, want %t", name, got, want)
+		}
+	}
+}

@@ -25,10 +25,10 @@ var Destinations = NewKind(Definition[*v1alpha1.WebhookDestination, liveconfig.D
 	Section: sectionDestinations,
 	Entries: func(c *liveconfig.Config) *[]liveconfig.Destination { return &c.Destinations },
 	ID:      func(e liveconfig.Destination) (string, string) { return e.Name, e.Revision },
-	Compiler: func(s Snapshot, _ liveconfig.Config, _ Verdicts, _ []*v1alpha1.WebhookDestination) func(*v1alpha1.WebhookDestination) (liveconfig.Destination, bool, Verdict) {
+	Compiler: func(s Snapshot, _ liveconfig.Config, _ Verdicts, objects []*v1alpha1.WebhookDestination) func(*v1alpha1.WebhookDestination) (liveconfig.Destination, bool, Verdict) {
 		sources := objectsOf[*v1alpha1.Source](s)
 		return func(o *v1alpha1.WebhookDestination) (liveconfig.Destination, bool, Verdict) {
-			entry, verdict := s.destination(o, sources)
+			entry, verdict := s.destination(o, sources, objects)
 			return entry, true, verdict
 		}
 	},
@@ -81,8 +81,9 @@ func secretsOfTLS(t *v1alpha1.EndpointTLS) (names []string) {
 	return names
 }
 
-// destination compiles one WebhookDestination. Sources are sorted by name.
-func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha1.Source) (liveconfig.Destination, Verdict) {
+// destination compiles one WebhookDestination. Sources are sorted by name, and all are the
+// destinations of the namespace.
+func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha1.Source, all []*v1alpha1.WebhookDestination) (liveconfig.Destination, Verdict) {
 	b := builder{resolver: newResolver(s.Secrets), policy: s.Policy}
 	c := liveconfig.Destination{
 		Name:         o.Name,
@@ -97,11 +98,12 @@ func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha
 	}
 	c.SourcesUnknown = b.sourcesUnknown
 	b.checkHeaderCollisions(o.Spec.Endpoints, c.Signing)
+	c.DeadLetters.ForwardTo = b.forwardTo(o, all)
 	v := Verdict{Accepted: true, Reason: v1alpha1.ReasonAccepted, Message: strings.Join(append([]string{"the spec is valid"}, b.notes...), "; ")}
 	c.State = liveconfig.Active
 	if len(b.problems) > 0 {
 		b.apply(&v, "")
-		if reason, _ := v.Cause(); reason != v1alpha1.ReasonNoSource || len(c.Sources) == 0 {
+		if reason, _ := v.Cause(); !slices.Contains(v1alpha1.ReasonsWithDelivery, reason) || len(c.Sources) == 0 {
 			c.State, c.PausedReason = liveconfig.Paused, reason
 		}
 	}
@@ -156,7 +158,7 @@ func (b *builder) sources(refs []v1alpha1.ObjectReference, labelSelector *metav1
 		var missing []string
 		for _, ref := range refs {
 			name := ref.Name
-			if slices.ContainsFunc(sources, func(s *v1alpha1.Source) bool { return s.Name == name }) {
+			if liveconfig.BuiltIn(name) || slices.ContainsFunc(sources, func(s *v1alpha1.Source) bool { return s.Name == name }) {
 				names = append(names, name)
 			} else {
 				missing = append(missing, fmt.Sprintf("%q", name))
@@ -570,4 +572,29 @@ func (b *builder) deadLetters(d v1alpha1.DeadLetters) liveconfig.DeadLetters {
 		}
 	}
 	return c
+}
+
+// forwardTo returns the name of the destination that gets the dead letters, also if it cannot take
+// them yet: the dead letters then wait. A target does not forward itself, so that there is no cycle
+// and every dead letter is forwarded at most once.
+func (b *builder) forwardTo(o *v1alpha1.WebhookDestination, all []*v1alpha1.WebhookDestination) string {
+	const field = "spec.deadLetters.forwardTo.destinationRef.name"
+	if o.Spec.DeadLetters.ForwardTo == nil {
+		return ""
+	}
+	name := o.Spec.DeadLetters.ForwardTo.DestinationRef.Name
+	i := slices.IndexFunc(all, func(d *v1alpha1.WebhookDestination) bool { return d.Name == name })
+	switch {
+	case name == "":
+		b.add(v1alpha1.ReasonInvalidSpec, field, "must be set")
+	case name == o.Name:
+		b.add(v1alpha1.ReasonInvalidSpec, field, "must not name this destination; name another one")
+	case i < 0:
+		b.add(v1alpha1.ReasonDestinationNotFound, field, "WebhookDestination %q does not exist in this namespace; create it or change the reference (dead letters wait for it)", name)
+	case all[i].Spec.DeadLetters.ForwardTo != nil:
+		b.add(v1alpha1.ReasonInvalidForwardTarget, field, "WebhookDestination %q forwards its own dead letters; dead letters are forwarded once, so name a destination without deadLetters.forwardTo (dead letters wait for it)", name)
+	case !slices.Contains(all[i].Spec.SourceRefs, v1alpha1.ObjectReference{Name: liveconfig.SourceDeadLetters}):
+		b.add(v1alpha1.ReasonInvalidForwardTarget, field, "WebhookDestination %q does not get forwarded dead letters; add the Source %s to its sourceRefs (dead letters wait for it)", name, liveconfig.SourceDeadLetters)
+	}
+	return name
 }

@@ -142,8 +142,8 @@ func NewKind[O Object, E any](d Definition[O, E]) Kind {
 // An invalid Source has no write key, and a Source with one unusable write key has the
 // other one.
 //
-// A destination whose Sources exist only in part is active for the existing ones,
-// although it has an unresolved reference (NoSource): a pause would delay their calls.
+// A destination whose Sources exist only in part, or whose dead letters cannot be forwarded, is
+// active although it has an unresolved reference: a pause would delay the other calls.
 func (t Table) Compile(s Snapshot) (liveconfig.Config, Verdicts) {
 	config := liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: s.Namespace}
 	verdicts := Verdicts{}

@@ -22,12 +22,13 @@ var reasonOrder = []string{
 	v1alpha1.ReasonWriteKeyConflict,
 	v1alpha1.ReasonWriteKeyReserved,
 	v1alpha1.ReasonKeyConflict,
-	// The following ones are reasons of ResolvedRefs. Only InvalidSecret requires a person.
+	// The following ones are reasons of ResolvedRefs. Only those that start with Invalid require a person.
 	v1alpha1.ReasonInvalidSecret,
 	v1alpha1.ReasonSecretNotFound,
 	v1alpha1.ReasonSecretKeyMissing,
+	// The last ones, because a destination with them is active (v1alpha1.ReasonsWithDelivery).
+	v1alpha1.ReasonInvalidForwardTarget,
 	v1alpha1.ReasonDestinationNotFound,
-	// The last one, because a destination is active for its existing Sources.
 	v1alpha1.ReasonNoSource,
 }
 

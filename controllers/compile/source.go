@@ -66,6 +66,9 @@ func (s Snapshot) source(o *v1alpha1.Source, owners map[string]string) (liveconf
 		Enabled:        o.Spec.Enabled == nil || *o.Spec.Enabled,
 		AllowedOrigins: slices.Clone(o.Spec.AllowedOrigins),
 	}
+	if liveconfig.BuiltIn(o.Name) { // The object was stored under the CRDs of an older release.
+		r.add(v1alpha1.ReasonInvalidSpec, "metadata.name", "is the name of a built-in Source; choose another name")
+	}
 	if limit := o.Spec.RateLimit; limit != nil {
 		c.CallsPerSecond = int(limit.CallsPerSecond)
 		c.Burst = 2 * c.CallsPerSecond

@@ -73,6 +73,7 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace s
 		total.Filtered += d.Filtered
 		total.DeadLettered += d.DeadLettered
 		total.DeadLettersStored += d.DeadLettersStored
+		total.DeadLettersForwarded += d.DeadLettersForwarded
 		total.Discarded += d.Discarded
 		total.Pending += d.Pending
 		total.Retrying += d.Retrying
@@ -91,7 +92,8 @@ func Destination(old v1alpha1.WebhookDestination, v compile.Verdict, namespace s
 	s.LastSuccessTime = latest(old.Status.LastSuccessTime, lastSuccess, now)
 	delivery := v1alpha1.DeliveryStatus{
 		Delivered: total.Delivered, Filtered: total.Filtered, DeadLettered: total.DeadLettered, DeadLettersStored: total.DeadLettersStored,
-		Discarded: total.Discarded, Pending: total.Pending, Retrying: total.Retrying,
+		DeadLettersForwarded: total.DeadLettersForwarded,
+		Discarded:            total.Discarded, Pending: total.Pending, Retrying: total.Retrying,
 		OldestPendingTime: optional(total.OldestPending), NextAttemptTime: optional(total.NextAttempt),
 	}
 	counted := coverage.counts(counters(old.Status.Delivery, delivery)...)

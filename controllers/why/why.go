@@ -132,18 +132,20 @@ func (e *explainer) manifests() {
 
 // fixes maps a reason of Accepted or ResolvedRefs to the action for the user.
 var fixes = map[string]struct{ about, fix string }{
-	v1alpha1.ReasonSecretNotFound:   {"Secret", "create the Secret in this namespace; no restart is necessary"},
-	v1alpha1.ReasonSecretKeyMissing: {"Secret", "add the key to the Secret, or correct the reference"},
-	v1alpha1.ReasonInvalidSecret:    {"Secret", "correct the value in the Secret"},
-	v1alpha1.ReasonInvalidURL:       {"Destination", "correct the URL: http:// or https:// and a host"},
-	v1alpha1.ReasonInvalidFilter:    {"Filter", "correct spec.filter.expression"},
-	v1alpha1.ReasonNoSource:         {"Source", "create the Source, or correct spec.sourceRefs or spec.sourceSelector"},
-	v1alpha1.ReasonCeilingExceeded:  {"Destination", "lower the timeout or the retry window, or ask an administrator to raise the ceiling"},
-	v1alpha1.ReasonEgressDenied:     {"Destination", "ask an administrator to allow the address (--egress-allow), or use another"},
-	v1alpha1.ReasonConfigTooLarge:   {"Config", "remove headers or large certificates, or destinations, or use another namespace"},
-	v1alpha1.ReasonInvalidSpec:      {"Destination", "correct the spec; it was stored under older rules"},
-	v1alpha1.ReasonWriteKeyConflict: {"Source", "set another write key"},
-	v1alpha1.ReasonWriteKeyReserved: {"Source", "set another write key, or ask an administrator to release it"},
+	v1alpha1.ReasonSecretNotFound:       {"Secret", "create the Secret in this namespace; no restart is necessary"},
+	v1alpha1.ReasonSecretKeyMissing:     {"Secret", "add the key to the Secret, or correct the reference"},
+	v1alpha1.ReasonInvalidSecret:        {"Secret", "correct the value in the Secret"},
+	v1alpha1.ReasonInvalidURL:           {"Destination", "correct the URL: http:// or https:// and a host"},
+	v1alpha1.ReasonInvalidFilter:        {"Filter", "correct spec.filter.expression"},
+	v1alpha1.ReasonNoSource:             {"Source", "create the Source, or correct spec.sourceRefs or spec.sourceSelector"},
+	v1alpha1.ReasonDestinationNotFound:  {"Dead letters", "create the destination, or correct spec.deadLetters.forwardTo"},
+	v1alpha1.ReasonInvalidForwardTarget: {"Dead letters", "change the destination that the message names, or name another one"},
+	v1alpha1.ReasonCeilingExceeded:      {"Destination", "lower the timeout or the retry window, or ask an administrator to raise the ceiling"},
+	v1alpha1.ReasonEgressDenied:         {"Destination", "ask an administrator to allow the address (--egress-allow), or use another"},
+	v1alpha1.ReasonConfigTooLarge:       {"Config", "remove headers or large certificates, or destinations, or use another namespace"},
+	v1alpha1.ReasonInvalidSpec:          {"Destination", "correct the spec; it was stored under older rules"},
+	v1alpha1.ReasonWriteKeyConflict:     {"Source", "set another write key"},
+	v1alpha1.ReasonWriteKeyReserved:     {"Source", "set another write key, or ask an administrator to release it"},
 }
 
 // refusals returns the conditions Accepted and ResolvedRefs that are False.
@@ -172,7 +174,7 @@ func (e *explainer) spec() {
 				fix.about = "Destination"
 			}
 			then := ""
-			if c.Reason != v1alpha1.ReasonNoSource { // The calls of the other Sources are delivered.
+			if !slices.Contains(v1alpha1.ReasonsWithDelivery, c.Reason) {
 				e.paused, then = true, "; messages are kept, not sent"
 			}
 			e.add(Problem, fix.about, fix.fix, "%s (%s)%s", c.Message, c.Reason, then)
@@ -279,8 +281,14 @@ func (e *explainer) chosen() []v1alpha1.Source {
 }
 
 func (e *explainer) sources() {
-	chosen := e.chosen()
-	if len(chosen) == 0 {
+	chosen, builtIn := e.chosen(), ""
+	for _, name := range v1alpha1.BuiltInSources {
+		if slices.Contains(e.d.Spec.SourceRefs, v1alpha1.ObjectReference{Name: name}) {
+			builtIn = name
+			e.add(Fine, "Source", "", "Source %q is built in", name)
+		}
+	}
+	if len(chosen) == 0 && builtIn == "" {
 		if !slices.ContainsFunc(e.found, func(f Finding) bool { return f.About == "Source" }) {
 			e.add(Problem, "Source", "create the Source, or correct spec.sourceRefs or spec.sourceSelector", "spec.sourceRefs or spec.sourceSelector matches no Source in this namespace")
 		}

@@ -56,7 +56,7 @@ func TestExplain(t *testing.T) {
 		return d(func(d *v1alpha1.WebhookDestination) {
 			accepted, resolved := condition("Accepted", reason, message), condition("ResolvedRefs", "ResolvedRefs", "")
 			switch reason {
-			case "SecretNotFound", "SecretKeyMissing", "InvalidSecret", "NoSource":
+			case "SecretNotFound", "SecretKeyMissing", "InvalidSecret", "NoSource", "InvalidForwardTarget":
 				accepted, resolved = condition("Accepted", "Accepted", ""), condition("ResolvedRefs", reason, message)
 			}
 			d.Status.Conditions = []metav1.Condition{accepted, condition("Programmed", "Programmed", ""), resolved}
@@ -118,6 +118,10 @@ func TestExplain(t *testing.T) {
 		{"no Secret", refused("SecretNotFound", `Secret "crm" does not exist`), "Secret", `Secret "crm" does not exist (SecretNotFound); messages are kept, not sent`, "create the Secret", ""},
 		{"no key", refused("SecretKeyMissing", "no key"), "Secret", "SecretKeyMissing", "add the key", ""},
 		{"no Source", refused("NoSource", `no Source "ios"`), "Source", `no Source "ios" (NoSource)`, "spec.sourceRefs", `PROBLEM Source no Source "ios" (NoSource)` + "\n"},
+		{"a built-in Source only", d(func(d *v1alpha1.WebhookDestination) {
+			d.Spec.SourceRefs = []v1alpha1.ObjectReference{{Name: "posthorn-dead-letters"}}
+		}), "", "", "", `OK Source Source "posthorn-dead-letters" is built in`},
+		{"dead letters that cannot be forwarded", refused("InvalidForwardTarget", `"ops" forwards its own dead letters`), "Dead letters", "(InvalidForwardTarget)", "name another", `PROBLEM Dead letters "ops" forwards its own dead letters (InvalidForwardTarget)` + "\n"},
 		{"a bad filter", refused("InvalidFilter", "syntax"), "Filter", "syntax", "spec.filter", ""},
 		{"an address denied", refused("EgressDenied", "10.0.0.1"), "Destination", "10.0.0.1", "--egress-allow", ""},
 		{"an unknown reason", refused("Novelty", "some text"), "Destination", "some text (Novelty)", "", ""},

@@ -251,6 +251,9 @@ type DestinationReport struct {
 	// DeadLettersStored is the number of dead letters that are stored now; DeadLettered also
 	// counts those that were redelivered, removed or expired since.
 	DeadLettersStored int64 `json:"deadLettersStored,omitempty"`
+	// DeadLettersForwarded is the number of dead letters that were forwarded to another
+	// destination. It is durable.
+	DeadLettersForwarded int64 `json:"deadLettersForwarded,omitempty"`
 	// Retrying is the part of Pending that failed at least once.
 	Retrying int64 `json:"retrying"`
 	// OldestPending is when the oldest pending message was accepted; zero if none is pending.

@@ -261,7 +261,7 @@ func (d Destination) validate(sources map[string]bool) error {
 		return fmt.Errorf("success %q is unknown", d.Success)
 	}
 	for _, s := range d.Sources {
-		if !sources[s] {
+		if !sources[s] && !BuiltIn(s) {
 			return fmt.Errorf("source %q does not exist", s)
 		}
 	}

@@ -54,6 +54,13 @@ type Source struct {
 	Burst          int `json:"burst,omitempty"`
 }
 
+// SourceDeadLetters is the built-in Source of forwarded dead letters. It exists in every
+// namespace without an entry in Config.Sources, and has no write key.
+const SourceDeadLetters = "posthorn-dead-letters"
+
+// BuiltIn reports whether a Source is built in. No object of the kind Source has its name.
+func BuiltIn(source string) bool { return source == SourceDeadLetters }
+
 // KeyHashes are lowercase hex SHA-256 sums of write keys. A single one is encoded as a string,
 // which is the format of release 0.2.0.
 type KeyHashes []string
@@ -330,4 +337,8 @@ type Filter struct {
 type DeadLetters struct {
 	RetentionMS int64 `json:"retentionMS"`
 	MaxBytes    int64 `json:"maxBytes"`
+	// ForwardTo is the name of the destination, in the same namespace, that also gets the dead
+	// letters; empty if there is none. It may name a destination that does not exist, does not
+	// get the messages of SourceDeadLetters, or forwards itself; dead letters then wait.
+	ForwardTo string `json:"forwardTo,omitempty"`
 }

@@ -40,7 +40,7 @@ func full() Config {
 			Success:      AnyEndpoint,
 			Delivery:     Delivery{TimeoutMS: 5000, RetryWindowMS: 1000, MinBackoffMS: 1, MaxBackoffMS: 2, MaxInFlight: 3, RequestsPerSecond: 4, RetryStatusCodes: []int{409}},
 			ExactNumbers: true,
-			Filter:       &Filter{Types: []string{"track"}, Events: []string{"*"}, Expression: "true"}, DeadLetters: DeadLetters{RetentionMS: 1, MaxBytes: 2},
+			Filter:       &Filter{Types: []string{"track"}, Events: []string{"*"}, Expression: "true"}, DeadLetters: DeadLetters{RetentionMS: 1, MaxBytes: 2, ForwardTo: "ops"},
 		}},
 		Audiences: []Audience{{Name: "shoppers", Generation: 1, Revision: "r3", Source: "web", Key: "shoppers", Kind: KindAudience, MaxRemovalPercent: 50}},
 		Deletions: []Deletion{{Name: "u1", Generation: 1, Revision: "r4", ID: "ab12", UserID: "u1", UID: "1", Ended: true, DeadlineSeconds: 60, Sources: []string{"web"}, Suppress: true}},

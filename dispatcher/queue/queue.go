@@ -124,7 +124,8 @@ const ReasonDamaged = "Damaged"
 
 // DeadLetter is a copy of a message that was not delivered and will not be retried.
 type DeadLetter struct {
-	// Key identifies the dead letter within its destination; keys are ordered by Failure.Time.
+	// Key identifies the dead letter within its destination; keys are ordered by Failure.Time,
+	// except as DeadLetterMark requires.
 	Key  string
 	Lane LaneID
 	Seq  uint64
@@ -338,6 +339,11 @@ type DeadLetters interface {
 	// first, from the key after `after` ("" for all), until fn returns false. The DeadLetter is
 	// valid only during the call.
 	DeadLetters(ctx context.Context, destination, after string, fn func(DeadLetter) bool) error
+	// DeadLetterMark returns a key that is greater than those of all stored dead letters of a
+	// destination, and smaller than those of all later ones, whatever their Failure.Time. It is
+	// equal to the previous mark if there was no dead letter in between; after a restart it may
+	// be smaller.
+	DeadLetterMark(destination string) (key string, err error)
 	// DeleteDeadLetters removes dead letters by key.
 	DeleteDeadLetters(ctx context.Context, destination string, keys ...string) error
 	// TrimDeadLetters removes the oldest dead letters of a destination until none is older than

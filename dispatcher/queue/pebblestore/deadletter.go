@@ -25,6 +25,10 @@ type destination struct {
 	count, bytes atomic.Int64
 	// holders is replaced or appended to; guarded by the store's mu.
 	holders []ledgerHolder
+	// last is the largest time in the keys of dead letters, once lastKnown is true; the keys of
+	// later ones have a time of at least floor. Both are in Unix milliseconds.
+	last, floor int64
+	lastKnown   bool
 	// dropped is the ledger of dropped lanes. It changes under this lock and the store's.
 	dropped queue.Ledger
 }
@@ -62,6 +66,8 @@ func (s *Store) bury(b *pebble.Batch, l *lane, letter *queue.DeadLetter) {
 	if at <= 0 {
 		at = s.o.Now().UnixMilli()
 	}
+	at = max(at, l.dest.floor)
+	l.dest.last = max(l.dest.last, at)
 	k := codec.DeadLetterKey(l.id.Destination, at, l.number, letter.Seq)
 	v := codec.AppendDeadLetter(make([]byte, 0, len(letter.Body)+512), letter)
 	_ = b.Set(k, v, nil)
@@ -387,6 +393,35 @@ func (s *Store) someLetters(start, end []byte) (letters []queue.DeadLetter, next
 		}
 	}
 	return letters, nil, s.explain(it.Error())
+}
+
+// DeadLetterMark implements queue.Store. A dead letter gets its key under the destination's lock,
+// which is held until the dead letter is readable.
+func (s *Store) DeadLetterMark(destination string) (string, error) {
+	if err := s.enter(); err != nil {
+		return "", err
+	}
+	defer s.leave()
+	d := s.destination(destination)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if !d.lastKnown {
+		prefix := codec.DeadLetterPrefix(destination)
+		it, err := s.db.NewIter(&pebble.IterOptions{LowerBound: prefix, UpperBound: codec.EndOf(prefix)})
+		if err != nil {
+			return "", err
+		}
+		if it.Last() {
+			d.last = max(d.last, codec.DeadLetterMillis(it.Key()))
+		}
+		if err := it.Close(); err != nil {
+			return "", s.explain(err)
+		}
+		d.lastKnown = true
+	}
+	d.floor = max(d.floor, d.last+1)
+	// No lane and no message has the number 0.
+	return codec.DeadLetterID(codec.DeadLetterKey(destination, d.floor, 0, 0)), nil
 }
 
 // DeleteDeadLetters implements queue.Store. It ignores unknown keys. The deletion is durable.

@@ -85,6 +85,7 @@ func Run(t *testing.T, start func(t *testing.T) Engine) {
 		{"LeaseOldest", (*suite).leaseOldest},
 		{"Bury", (*suite).bury},
 		{"DeadLetterPaging", (*suite).deadLetterPaging},
+		{"DeadLetterMark", (*suite).deadLetterMark},
 		{"TrimDeadLetters", (*suite).trimDeadLetters},
 		{"BuryExpired", (*suite).buryExpired},
 		{"BuryExpiredMany", (*suite).buryExpiredMany},
@@ -735,6 +736,45 @@ func (x *suite) deadLetterPaging() {
 	if err := x.store.DeadLetters(ctx, crm, "", func(queue.DeadLetter) bool { return true }); !errors.Is(err, context.Canceled) {
 		x.Errorf("cancelled listing: %v", err)
 	}
+}
+
+// Every dead letter has a key behind the marks that were taken before it, also if its failure has the
+// same time or an earlier one.
+func (x *suite) deadLetterMark() {
+	x.open(lane)
+	mark := func() string {
+		key, err := x.store.DeadLetterMark(crm)
+		x.must(err)
+		return key
+	}
+	empty := mark()
+	x.equal("second mark without a dead letter", mark(), empty)
+	first := x.failure("Rejected")
+	earlier := first
+	earlier.Time = first.Time.Add(-time.Hour)
+	marks := []string{empty}
+	for _, f := range []queue.Failure{first, first, earlier, first} {
+		x.add(1)
+		x.buried(x.store.Bury(x.lease(lane, 1)[0], f))
+		marks = append(marks, mark())
+		x.equal("second mark after a dead letter", mark(), marks[len(marks)-1])
+		if len(marks) == 4 {
+			x.reopenStore()
+			x.equal("mark after a restart", mark(), marks[3])
+			x.open(lane)
+		}
+	}
+	for i, letter := range x.letters(crm, "") {
+		x.equal("position", letter.Seq, uint64(i+1))
+		if letter.Key <= marks[i] || letter.Key >= marks[i+1] {
+			x.Errorf("dead letter %d has the key %s; want one between the marks %s and %s", i+1, letter.Key, marks[i], marks[i+1])
+		}
+		x.equal("dead letters behind a mark", len(x.letters(crm, marks[i])), 4-i)
+	}
+	letters := x.letters(crm, "")
+	x.equal("time of a failure", letters[2].Failure.Time, earlier.Time)
+	x.must(x.store.DeleteDeadLetters(context.Background(), crm, letters[3].Key))
+	x.equal("mark after a deletion", mark(), marks[4])
 }
 
 func (x *suite) trimDeadLetters() {
