@@ -68,6 +68,8 @@ type Options struct {
 	Pod string
 	// Egress lists the non-public addresses that deliveries may use.
 	Egress egress.Policy
+	// Proxy for deliveries and token requests; nil for none.
+	Proxy *egress.Proxy
 	// DrainTimeout bounds how long shutdown waits for requests in flight, for ingest and delivery
 	// each. Default 10 s.
 	DrainTimeout time.Duration
@@ -209,7 +211,7 @@ func New(o Options) (*Dispatcher, error) {
 		Changes: d.changes,
 		Store:   d.store, DataDir: o.DataDir, HighWater: cmp.Or(o.Queue.HighWater, pebblestore.DefaultHighWater), Logger: o.Logger, Registerer: d.metrics,
 	})
-	d.client = egress.New(egress.Options{Policy: o.Egress, Logger: o.Logger})
+	d.client = egress.New(egress.Options{Policy: o.Egress, Proxy: o.Proxy, Logger: o.Logger})
 	tracker := deletion.NewOutcomeTracker(d.store)
 	d.engine = delivery.New(delivery.Options{
 		Store: tracker, Client: d.client, Logger: o.Logger, Registerer: d.metrics, Tracer: o.Tracer,

@@ -185,6 +185,10 @@ const (
 	// was sent. Action: see the message; check endpoints[].authentication.oauth2 and the token
 	// endpoint.
 	ReasonTokenFailed = "TokenFailed"
+	// ReasonProxyFailed: the release's egress proxy failed, or has no connection to the endpoint; the
+	// message has the proxy's answer. Messages are retried. Action: an administrator checks the proxy,
+	// its rules and its credentials; if it has no connection to one host only, check the receiver.
+	ReasonProxyFailed = "ProxyFailed"
 	// ReasonServerError: the endpoint answered with a 5xx status. Action: see the receiver's
 	// log.
 	ReasonServerError = "ServerError"

@@ -28,6 +28,9 @@ type dataFlags struct {
 	options           dispatcher.Options
 	egress, proxies   []string
 	certFile, keyFile string
+	proxyURL          string
+	noProxy           []string
+	proxyCredentials  string
 	sourceQuota       string
 	memory            string
 }
@@ -41,6 +44,9 @@ func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 	f.StringVar(&d.keyFile, "tls-key", "", "PEM file of the certificate's key")
 	f.StringVar(&d.options.AdminListen, "admin-listen", admin, "address of the admin API, reports and metrics")
 	f.StringSliceVar(&d.egress, "egress-allow", nil, "non-public addresses that deliveries may use: CIDRs, addresses or host names (also *.example); !CIDR denies. Metadata addresses must be named exactly")
+	f.StringVar(&d.proxyURL, "egress-proxy", "", "HTTP proxy of deliveries and token requests, http://HOST:PORT. The proxy resolves host names, so its rules must deny private addresses")
+	f.StringSliceVar(&d.noProxy, "egress-no-proxy", nil, "hosts that are reached without --egress-proxy, as in NO_PROXY: names (with the names below them), .DOMAIN, addresses, CIDRs, each with an optional :PORT. Loopback addresses never use the proxy")
+	f.StringVar(&d.proxyCredentials, "egress-proxy-credentials", "", "folder with the files username and password for --egress-proxy, read again when they change")
 	f.StringSliceVar(&d.proxies, "trusted-proxies", nil, "trusted proxies, whose X-Forwarded-For is used: CIDRs or addresses")
 	f.StringVar(&d.options.PublicHost, "public-host", "", "host of the tracking API, with an optional port, in the settings that browser and mobile libraries load; empty: the Host header of their request")
 	f.DurationVar(&d.options.DrainTimeout, "drain-timeout", 10*time.Second, "how long shutdown waits for calls and deliveries in progress")
@@ -57,6 +63,9 @@ func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 func (d *dataFlags) parse() (err error) {
 	if d.options.Egress, err = egress.ParsePolicy(d.egress); err != nil {
 		return command.Usagef("--egress-allow: %v", err)
+	}
+	if d.options.Proxy, err = d.proxy(); err != nil {
+		return err
 	}
 	if d.options.TrustedProxies, err = ingest.ParseProxies(d.proxies); err != nil {
 		return command.Usagef("--trusted-proxies: %v", err)
@@ -100,6 +109,21 @@ func (d *dataFlags) parse() (err error) {
 		return err
 	}
 	return nil
+}
+
+// proxy returns the egress proxy, or nil.
+func (d *dataFlags) proxy() (*egress.Proxy, error) {
+	if d.proxyURL == "" {
+		if len(d.noProxy) > 0 || d.proxyCredentials != "" {
+			return nil, command.Usagef("--egress-no-proxy and --egress-proxy-credentials need --egress-proxy")
+		}
+		return nil, nil
+	}
+	proxy, err := egress.NewProxy(d.proxyURL, d.noProxy, d.proxyCredentials)
+	if err != nil {
+		return nil, command.Usagef("--egress-proxy, --egress-no-proxy, --egress-proxy-credentials: %v", err)
+	}
+	return proxy, nil
 }
 
 // memoryBound returns the limit that --memory sets, and at most nine tenths of the container's

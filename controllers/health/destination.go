@@ -239,6 +239,8 @@ func (e endpoint) reason() string {
 	switch {
 	case e.state == adminapi.EndpointGone:
 		return v1alpha1.ReasonEndpointGone
+	case e.behindFailedProxy():
+		return v1alpha1.ReasonProxyFailed
 	case e.open > 0:
 		return v1alpha1.ReasonCircuitOpen
 	case e.lastFailure == nil || e.lastFailure.Reason == "":
@@ -247,11 +249,21 @@ func (e endpoint) reason() string {
 	return compile.Truncate(e.lastFailure.Reason, maxFailureReasonBytes)
 }
 
+// behindFailedProxy reports whether the latest failure is the egress proxy's. The circuit is open
+// then, so that few requests reach the proxy, but that is no evidence against the endpoint.
+func (e endpoint) behindFailedProxy() bool {
+	return e.state != adminapi.EndpointGone && e.lastFailure != nil && e.lastFailure.Reason == v1alpha1.ReasonProxyFailed
+}
+
 // describe returns a description of a failing endpoint: its name, the failure, and the
 // start of the failure. The text is constant while the failure is the same.
 func (e endpoint) describe() string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "endpoint %s fails", e.name)
+	if e.behindFailedProxy() {
+		fmt.Fprintf(&b, "the egress proxy has no connection to endpoint %s", e.name)
+	} else {
+		fmt.Fprintf(&b, "endpoint %s fails", e.name)
+	}
 	switch {
 	case e.state == adminapi.EndpointGone:
 		fmt.Fprintf(&b, ", it answered 410 Gone and gets hourly probes")

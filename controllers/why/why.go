@@ -496,6 +496,7 @@ var hints = map[string]string{
 	v1alpha1.ReasonCertificateRejected: "use a certificate of a known authority, or set the private authority in endpoints[].tls.caSecretKeyRef; self-signed certificates are never accepted",
 	v1alpha1.ReasonTLSFailed:           "check that the port uses TLS, and whether the receiver requires a client certificate (endpoints[].tls.clientCertSecretRef)",
 	v1alpha1.ReasonAddressDenied:       "the name resolves to a private address: ask an administrator to allow it (--egress-allow)",
+	v1alpha1.ReasonProxyFailed:         "this is the release's egress proxy, not the receiver: ask an administrator to check the proxy, its rules and its credentials; messages wait meanwhile",
 	v1alpha1.ReasonTokenFailed:         "check endpoints[].authentication.oauth2: the token URL, the client ID, the secret and the scopes; messages wait until a token can be obtained",
 	v1alpha1.ReasonServerError:         "check the receiver's log",
 	v1alpha1.ReasonThrottled:           "the receiver limits the rate: set spec.delivery.rateLimit",

@@ -33,6 +33,11 @@ const (
 
 // answered classifies a final response.
 func (r *Result) answered(e *Endpoint, a answer, body []byte, now time.Time) {
+	if e.proxied() && (a.status == http.StatusProxyAuthRequired || a.status >= 400 && a.byProxy) {
+		r.Reason, r.Message = ProxyFailed, e.proxy.answered(e, a.status).Error()
+		r.RetryAfter = parseRetryAfter(a.retryAfter, now)
+		return
+	}
 	r.StatusCode = a.status
 	switch {
 	case a.status/100 == 2:
@@ -63,6 +68,14 @@ func (r *Result) fail(ctx context.Context, e *Endpoint, at stage, err error) {
 		say(AddressDenied, "%s", denied)
 		return
 	}
+	if denied, ok := errors.AsType[*deniedNameError](err); ok {
+		say(AddressDenied, "%s", denied)
+		return
+	}
+	if proxy, ok := errors.AsType[*proxyError](err); ok {
+		say(ProxyFailed, "%s", proxy)
+		return
+	}
 	if errors.Is(ctx.Err(), context.Canceled) {
 		say(ConnectionFailed, "canceled before %s answered", e.host)
 		return
@@ -87,6 +100,9 @@ func (r *Result) fail(ctx context.Context, e *Endpoint, at stage, err error) {
 	address := r.RemoteAddr
 	if address == "" {
 		address = e.address
+	}
+	if e.proxy != nil {
+		address = "through egress proxy " + e.proxy.address
 	}
 	if handshaking {
 		if reason, message := handshakeFailure(e, handshake.err); reason != "" {
@@ -118,6 +134,8 @@ func (r *Result) fail(ctx context.Context, e *Endpoint, at stage, err error) {
 		say(TLSFailed, "%s", alertMessage(e, alertOf(err)))
 	case errors.As(err, &record):
 		say(TLSFailed, "%s (%s) sent data that is not TLS", e.host, address)
+	case isDisconnect(err) && e.proxied():
+		say(ProxyFailed, "egress proxy %s closed the connection before the end of the response of %s", e.proxy, e.host)
 	case isDisconnect(err) && at == stageBody:
 		say(ConnectionFailed, "%s (%s) closed the connection in the middle of its response", e.host, address)
 	case isDisconnect(err):

@@ -125,14 +125,13 @@ func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t 
 			e.pool.count(-1)
 		}
 	}()
-	dialer := c.dialer(e)
 	ctx, cancel := context.WithDeadline(outer, deadline)
 	defer cancel()
 	start := time.Now()
 	var dns atomic.Int64
-	raw, err := dialer.DialContext(httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{
+	raw, err := c.connect(httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{
 		DNSDone: func(httptrace.DNSDoneInfo) { dns.Store(int64(time.Since(start))) },
-	}), "tcp", e.address)
+	}), e)
 	t.DNS = time.Duration(dns.Load())
 	t.Connect = time.Since(start) - t.DNS
 	if err != nil {
@@ -142,7 +141,7 @@ func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t 
 		}
 		return nil, err
 	}
-	cn := &conn{Conn: raw, pool: e.pool, born: time.Now(), remote: raw.RemoteAddr().String()}
+	cn := &conn{Conn: raw, pool: e.pool, born: time.Now(), remote: e.remote(raw)}
 	if e.tls != nil {
 		start = time.Now()
 		cn.tls = tls.Client(raw, e.tls)

@@ -4,8 +4,10 @@
 // It uses HTTP/1.1 only, on keep-alive connections that carry one request at a time, so that
 // requests cannot affect each other. Endpoints with the same host, port and TLS settings share the
 // unused connections. HTTP/2 would send all requests to a host over one connection, where one lost
-// packet or one GOAWAY affects all of them, and has no advantage between two servers. Redirects are not followed, proxies from the environment are not used, and each
-// address is checked after DNS, when it is dialled.
+// packet or one GOAWAY affects all of them, and has no advantage between two servers. Redirects are
+// not followed, proxies from the environment are not used, and each address is checked after DNS,
+// when it is dialled. Behind the release's proxy, which resolves names itself, only addresses in URLs
+// and special names are checked.
 //
 // A webhook URL is a credential: messages, logs and printed values of this package never contain a
 // path, a query or a header's value. The main types are Client, Endpoint, Policy and Result.
@@ -48,6 +50,9 @@ const (
 	AddressDenied Reason = "AddressDenied"
 	// TokenFailed: no OAuth 2.0 access token could be obtained. Nothing was sent.
 	TokenFailed Reason = "TokenFailed"
+	// ProxyFailed: the release's egress proxy failed, or did not open a connection to the endpoint.
+	// StatusCode is 0, so that the proxy's status never counts as the endpoint's.
+	ProxyFailed Reason = "ProxyFailed"
 	// ServerError: 5xx.
 	ServerError Reason = "ServerError"
 	// Throttled: 429 or 408.
@@ -83,7 +88,7 @@ type Result struct {
 	Response []byte
 	// Sent is false if it is certain that no byte of the request was sent.
 	Sent bool
-	// RemoteAddr is the dialled address; "" if there was none.
+	// RemoteAddr is the dialled address, or the name of the proxy; "" if there was none.
 	RemoteAddr string
 	// Timing of the attempt.
 	Timing Timing
@@ -105,6 +110,8 @@ type Timing struct {
 type Options struct {
 	// Policy lists the addresses that may be dialled. Zero: public ones only.
 	Policy Policy
+	// Proxy for all requests except its exceptions; nil for none.
+	Proxy *Proxy
 	// Resolver; default net.DefaultResolver.
 	Resolver *net.Resolver
 	// IdleTimeout is how long an unused connection is kept open; default 55 s, which is less than
@@ -124,6 +131,7 @@ type Options struct {
 // Client posts to endpoints. It is safe for concurrent use.
 type Client struct {
 	policy      Policy
+	proxy       *Proxy
 	resolver    *net.Resolver
 	idleTimeout time.Duration
 	maxAge      time.Duration
@@ -141,7 +149,7 @@ type Client struct {
 
 // New makes a Client. Close releases it.
 func New(o Options) *Client {
-	c := &Client{policy: o.Policy, resolver: o.Resolver, idleTimeout: o.IdleTimeout, maxAge: o.MaxAge, maxIdle: int64(o.MaxIdle), log: o.Logger, pools: map[poolKey]*pool{}}
+	c := &Client{policy: o.Policy, proxy: o.Proxy, resolver: o.Resolver, idleTimeout: o.IdleTimeout, maxAge: o.MaxAge, maxIdle: int64(o.MaxIdle), log: o.Logger, pools: map[poolKey]*pool{}}
 	if c.resolver == nil {
 		c.resolver = net.DefaultResolver
 	}
@@ -164,7 +172,7 @@ func New(o Options) *Client {
 // that could be a secret. Endpoints with the same host, port and TLS settings share connections.
 // Call Forget when the Endpoint is not used any more.
 func (c *Client) Prepare(e liveconfig.Endpoint) (*Endpoint, error) {
-	p, err := prepare(e)
+	p, err := prepare(e, c.proxy)
 	if err != nil {
 		return nil, err
 	}
@@ -239,7 +247,7 @@ func (c *Client) Post(ctx context.Context, e *Endpoint, headers []Header, body [
 // post makes one attempt; authorization is the value of the header Authorization, or empty.
 func (c *Client) post(ctx context.Context, e *Endpoint, deadline time.Time, authorization string, headers []Header, body []byte) (r Result) {
 	s := scratches.Get().(*scratch)
-	s.request = e.appendRequest(s.request[:0], authorization, headers, body)
+	s.request = e.appendRequest(s.request[:0], authorization, c.proxyAuthorization(e), headers, body)
 	defer func() {
 		s.reader.Reset(nil)
 		if cap(s.request) <= 64<<10 {
@@ -332,6 +340,9 @@ func (c *Client) exchange(ctx context.Context, e *Endpoint, cn *conn, s *scratch
 		return false
 	}
 	r.answered(e, a, s.body.kept, time.Now())
+	if e.proxied() {
+		r.Response = e.proxy.redact(c.log, r.Response)
+	}
 	keep = a.keep && writeErr == nil
 	cn.used = true
 	cn.maxIdle = c.idleTimeout

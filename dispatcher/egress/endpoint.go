@@ -35,6 +35,7 @@ type Endpoint struct {
 	pool     *pool       // nil before Client.Prepare
 	released bool        // guarded by the client
 	tokens   *tokens     // nil without OAuth 2.0
+	proxy    *Proxy      // nil if requests do not use a proxy
 }
 
 // String returns the endpoint's name, scheme and host.
@@ -66,10 +67,22 @@ func (e *Endpoint) Room(needed, inFlight int) int {
 // reserved are the headers that the client or HTTP itself sets.
 var reserved = []string{
 	"host", "connection", "content-length", "content-type", "content-encoding", "transfer-encoding", "te",
-	"trailer", "upgrade", "keep-alive", "proxy-connection", "expect", "user-agent",
+	"trailer", "upgrade", "keep-alive", "proxy-connection", "proxy-authorization", "expect", "user-agent",
 }
 
-func prepare(c liveconfig.Endpoint) (*Endpoint, error) {
+// proxied reports whether the proxy reads the requests and may answer them. Through a tunnel it does
+// neither.
+func (e *Endpoint) proxied() bool { return e.proxy != nil && e.tls == nil }
+
+// remote is the shown address of a connection. Owners of destinations do not see the proxy's address.
+func (e *Endpoint) remote(c net.Conn) string {
+	if e.proxy != nil {
+		return e.proxy.address
+	}
+	return c.RemoteAddr().String()
+}
+
+func prepare(c liveconfig.Endpoint, proxy *Proxy) (*Endpoint, error) {
 	fail := func(field, format string, args ...any) (*Endpoint, error) {
 		return nil, fmt.Errorf("endpoint %q: %s: "+format, append([]any{c.Name, field}, args...)...)
 	}
@@ -105,8 +118,15 @@ func prepare(c liveconfig.Endpoint) (*Endpoint, error) {
 	if u.Port() != "" {
 		host += ":" + port
 	}
+	if proxy.serves(u) {
+		e.proxy = proxy
+	}
 	target := escape(u.RequestURI(), func(b byte) bool { return b > ' ' && b < 0x7f })
-	head := "POST " + target + " HTTP/1.1\r\nHost: " + host + "\r\nUser-Agent: " + userAgent + "\r\nContent-Type: application/json\r\n"
+	absolute := target
+	if e.proxy != nil && u.Scheme == "http" {
+		absolute = "http://" + host + target
+	}
+	head := "POST " + absolute + " HTTP/1.1\r\nHost: " + host + "\r\nUser-Agent: " + userAgent + "\r\nContent-Type: application/json\r\n"
 	for _, h := range c.Headers {
 		switch value := h.Value.Reveal(); {
 		case !httpguts.ValidHeaderFieldName(h.Name):
@@ -172,11 +192,16 @@ func tlsConfig(host string, c *liveconfig.TLS) (*tls.Config, error) {
 }
 
 // appendRequest appends the whole request to dst.
-func (e *Endpoint) appendRequest(dst []byte, authorization string, headers []Header, body []byte) []byte {
+func (e *Endpoint) appendRequest(dst []byte, authorization, proxyAuthorization string, headers []Header, body []byte) []byte {
 	dst = append(dst, e.head...)
 	if authorization != "" {
 		dst = append(dst, "Authorization: "...)
 		dst = append(dst, authorization...)
+		dst = append(dst, "\r\n"...)
+	}
+	if proxyAuthorization != "" {
+		dst = append(dst, "Proxy-Authorization: "...)
+		dst = append(dst, proxyAuthorization...)
 		dst = append(dst, "\r\n"...)
 	}
 	for _, h := range headers {

@@ -75,7 +75,7 @@ type fetch struct {
 }
 
 func (c *Client) newTokens(name string, o *liveconfig.OAuth2) (*tokens, error) {
-	server, err := prepare(liveconfig.Endpoint{Name: name, URL: liveconfig.NewSecret(o.TokenURL), TLS: o.TLS})
+	server, err := prepare(liveconfig.Endpoint{Name: name, URL: liveconfig.NewSecret(o.TokenURL), TLS: o.TLS}, c.proxy)
 	if err != nil {
 		return nil, fmt.Errorf("oauth2: token endpoint: %w", err)
 	}
@@ -94,7 +94,7 @@ func (c *Client) newTokens(name string, o *liveconfig.OAuth2) (*tokens, error) {
 		t.config.EndpointParams.Set(name, value)
 	}
 	t.client = &http.Client{
-		Transport:     &tokenTransport{c.newTokenTransport(server)},
+		Transport:     &tokenTransport{c.newTokenTransport(server), c, server},
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
 	return t, nil
@@ -104,9 +104,19 @@ func (c *Client) newTokens(name string, o *liveconfig.OAuth2) (*tokens, error) {
 // is checked for each address after DNS, and certificates are verified strictly.
 func (c *Client) newTokenTransport(server *Endpoint) *http.Transport {
 	dial := func(ctx context.Context) (net.Conn, error) {
-		return c.dialer(server).DialContext(ctx, "tcp", server.address)
+		// The transport's dials have no deadline.
+		ctx, cancel := context.WithTimeout(ctx, tokenTimeout)
+		defer cancel()
+		return c.connect(ctx, server)
+	}
+	var proxy func(*http.Request) (*url.URL, error)
+	if server.proxied() {
+		proxy = func(*http.Request) (*url.URL, error) {
+			return &url.URL{Scheme: "http", Host: server.proxy.address}, nil
+		}
 	}
 	return &http.Transport{
+		Proxy:                  proxy,
 		DisableKeepAlives:      true, // Tokens are requested rarely.
 		MaxResponseHeaderBytes: 64 << 10,
 		DialContext:            func(ctx context.Context, _, _ string) (net.Conn, error) { return dial(ctx) },
@@ -118,20 +128,40 @@ func (c *Client) newTokenTransport(server *Endpoint) *http.Transport {
 			conn := tls.Client(raw, server.tls)
 			if err := conn.HandshakeContext(ctx); err != nil {
 				_ = raw.Close()
-				return nil, &handshakeError{err: err, remote: raw.RemoteAddr().String()}
+				return nil, &handshakeError{err: err, remote: server.remote(raw)}
 			}
 			return conn, nil
 		},
 	}
 }
 
-// tokenTransport sets the header User-Agent.
-type tokenTransport struct{ http.RoundTripper }
+// tokenTransport sets the headers User-Agent and Proxy-Authorization, and turns the proxy's own
+// answers into errors.
+type tokenTransport struct {
+	http.RoundTripper
+	client *Client
+	server *Endpoint
+}
 
 func (t *tokenTransport) RoundTrip(r *http.Request) (*http.Response, error) {
 	r = r.Clone(r.Context())
 	r.Header.Set("User-Agent", userAgent)
-	return t.RoundTripper.RoundTrip(r)
+	if authorization := t.client.proxyAuthorization(t.server); authorization != "" {
+		r.Header.Set("Proxy-Authorization", authorization)
+	}
+	response, err := t.RoundTripper.RoundTrip(r)
+	if err != nil || !t.server.proxied() || response.StatusCode < 400 {
+		return response, err
+	}
+	a := answer{byProxy: response.StatusCode == http.StatusProxyAuthRequired}
+	for name, values := range response.Header {
+		_ = a.header([]byte(name+": "+strings.Join(values, ",")), false)
+	}
+	if a.byProxy {
+		_ = response.Body.Close()
+		return nil, t.server.proxy.answered(t.server, response.StatusCode)
+	}
+	return response, nil
 }
 
 // get returns a token. It waits for a token request until the deadline or until ctx is done.
@@ -270,6 +300,9 @@ func (t *tokens) explain(ctx context.Context, err error) error {
 			at = stageConnect
 		}
 		r.fail(ctx, t.server, at, err)
+		if r.Reason == ProxyFailed {
+			return &proxyError{r.Message}
+		}
 		return errors.New(r.Message)
 	}
 	return fmt.Errorf("the answer of %s is not a token in JSON; check the token URL", t.server.host)
@@ -327,6 +360,9 @@ func (c *Client) postWithToken(ctx context.Context, e *Endpoint, deadline time.T
 // tokenFailed classifies an attempt for which no access token could be obtained.
 func (r *Result) tokenFailed(ctx context.Context, err error) {
 	r.Reason, r.Message = TokenFailed, "no access token: "+err.Error()
+	if _, ok := errors.AsType[*proxyError](err); ok {
+		r.Reason = ProxyFailed
+	}
 	if errors.Is(ctx.Err(), context.Canceled) {
 		r.Reason, r.Message = ConnectionFailed, "canceled before an access token was obtained"
 	}

@@ -130,7 +130,7 @@ func TestSecretsOfAnEndpoint(t *testing.T) {
 			{Name: "Authorization", Value: liveconfig.NewSecret("Basic " + base64.StdEncoding.EncodeToString([]byte("service:BASICPASSWORD")))},
 			{Name: "X-Api-Key", Value: liveconfig.NewSecret("HEADERSECRET")},
 		},
-	})
+	}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -36,6 +36,9 @@ type answer struct {
 	keep       bool
 	maxIdle    time.Duration // from Keep-Alive: timeout; 0 unknown
 
+	// byProxy is true if the head has a mark of a proxy's own error page.
+	byProxy bool
+
 	http10, close, chunked bool
 	length                 int64 // -1: not given
 }
@@ -167,6 +170,13 @@ func (a *answer) header(line []byte, long bool) error {
 		field = is(name, "retry-after")
 	case len("Content-Length"):
 		field = is(name, "content-length")
+	// The marks of a proxy's own error page: tinyproxy's, that of RFC 9209, and squid's.
+	case len("Server"):
+		a.byProxy = a.byProxy || is(name, "server") != "" && bytes.HasPrefix(value, []byte("tinyproxy/"))
+	case len("Proxy-Status"):
+		a.byProxy = a.byProxy || is(name, "proxy-status") != "" && bytes.Contains(value, []byte("error="))
+	case len("X-Squid-Error"):
+		a.byProxy = a.byProxy || is(name, "x-squid-error") != ""
 	case len("Transfer-Encoding"):
 		field = is(name, "transfer-encoding")
 	}
