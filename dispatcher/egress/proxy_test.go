@@ -286,7 +286,7 @@ func startProxy(t *testing.T, config string, command func(file string) *exec.Cmd
 	address = l.Addr().String()
 	_, port, _ := net.SplitHostPort(address)
 	_ = l.Close()
-	// Squid gives up root, and must be able to read its files.
+	// Squid changes to another user, which must be able to read its files.
 	folder, err := os.MkdirTemp("", "proxy")
 	if err != nil {
 		t.Fatal(err)
@@ -311,7 +311,10 @@ func startProxy(t *testing.T, config string, command func(file string) *exec.Cmd
 	}
 	exited := make(chan error, 1)
 	go func() { exited <- cmd.Wait() }()
-	t.Cleanup(func() { _ = cmd.Process.Kill(); <-exited })
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		<-exited //nolint:errcheck // killed
+	})
 	err = wait.Until(func() error {
 		select {
 		case err := <-exited:
