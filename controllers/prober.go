@@ -163,7 +163,8 @@ func (p *prober) follow(ctx context.Context, pods []Pod, running *sync.WaitGroup
 }
 
 // expire marks old reports as outdated and ends the grace of pods that started. It reports
-// whether there is such a report or pod. The mutex is held.
+// whether a report is outdated now: the objects that wait for a pod that starts are rechecked
+// anyway, and for the others its grace changes nothing. The mutex is held.
 func (p *prober) expire(now time.Time) (changed bool) {
 	for name, last := range p.last {
 		if !last.outdated && now.Sub(last.answered) > outdatedAfter {
@@ -173,7 +174,7 @@ func (p *prober) expire(now time.Time) (changed bool) {
 	}
 	for _, probe := range p.probes {
 		if probe.starting && now.Sub(probe.started) > startGrace {
-			probe.starting, changed = false, true
+			probe.starting = false
 		}
 	}
 	return changed

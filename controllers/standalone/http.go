@@ -102,7 +102,7 @@ func (c *Control) serve(w http.ResponseWriter, r *http.Request) {
 	kind := kinds.All[i]
 	definition := crds[kind.Name()]
 	c.refresh(r.Context())
-	c.warn(w, kind)
+	c.warn(w, kind, namespace)
 	var list runtime.Object = c.list(kind, namespace, func(o client.Object) bool {
 		return (name == "" || o.GetName() == name) && selector.Matches(labels.Set(o.GetLabels()))
 	})
@@ -141,8 +141,9 @@ func (c *Control) notFound(group schema.GroupResource, missing id) *apierrors.St
 const maxWarnings = 10
 
 // warn adds the problems of the manifests to a response as Warning headers, which kubectl
-// and posthorn get print. A response with Sources also has the requests that reach no Source.
-func (c *Control) warn(w http.ResponseWriter, kind kinds.Kind) {
+// and posthorn get print. A response with Sources also has the requests that reach no Source, and one
+// with Sources or destinations the messages of the namespace ("" for all) that will be discarded.
+func (c *Control) warn(w http.ResponseWriter, kind kinds.Kind, namespace string) {
 	problems, _ := c.Problems()
 	for i, p := range problems {
 		if i == maxWarnings {
@@ -150,6 +151,14 @@ func (c *Control) warn(w http.ResponseWriter, kind kinds.Kind) {
 			break
 		}
 		addWarning(w, p.Detail())
+	}
+	if kind.Name() == kindSource || kind.Name() == kindDestination {
+		c.mu.RLock()
+		ahead := why.DiscardsAhead(c.configs, namespace, time.Now())
+		c.mu.RUnlock()
+		for _, text := range ahead[:min(len(ahead), maxWarnings)] {
+			addWarning(w, text)
+		}
 	}
 	if kind.Name() == kindSource && c.options.UnknownKeys != nil {
 		if text := why.UnknownKeys(c.options.UnknownKeys(), time.Now()); text != "" {

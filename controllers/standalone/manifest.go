@@ -31,6 +31,7 @@ import (
 const (
 	kindSecret       = "Secret"
 	kindSource       = "Source"
+	kindDestination  = "WebhookDestination"
 	defaultNamespace = "default"
 )
 

@@ -79,9 +79,10 @@ type Control struct {
 	options Options
 	log     *slog.Logger
 
-	// mu guards store, which Run changes and other goroutines read.
-	mu    sync.RWMutex
-	store *store
+	// mu guards store, and the states of the live configs, which Run changes and other goroutines read.
+	mu      sync.RWMutex
+	store   *store
+	configs []adminapi.ConfigReport
 
 	// started and ended are closed when Run begins to answer refreshes, and when it ends.
 	started, ended chan struct{}
@@ -474,6 +475,9 @@ func (c *Control) dueNamespaces(now time.Time, cursor string) map[string]bool {
 			c.dueNow()
 		}
 		c.dispatcher = next
+		c.mu.Lock()
+		c.configs = next.Configs
+		c.mu.Unlock()
 		for _, namespace := range changed {
 			namespaces[namespace] = true
 		}

@@ -13,6 +13,7 @@ import (
 	utilnet "k8s.io/apimachinery/pkg/util/net"
 
 	"github.com/posthorn/posthorn/controllers/manifest"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 // Each case replaces a file of three objects, in a store that has read the file before, and
@@ -244,5 +245,24 @@ func TestProblemsAreWarnings(t *testing.T) {
 	}
 	if last := warnings[maxWarnings].Text; last != "3 more problems; posthorn problems lists all" {
 		t.Errorf("the last warning is %q", last)
+	}
+}
+
+// A response with Sources or destinations names the messages that will be discarded.
+func TestDiscardsAreWarnings(t *testing.T) {
+	discards := []adminapi.Discard{{Source: "web", Destination: "crm", Messages: 3, At: time.Now().Add(time.Hour)}}
+	report := &adminapi.Report{Pod: "here", Ready: true, Configs: []adminapi.ConfigReport{{Namespace: "shop", Discards: discards}}}
+	c := New(Options{Dir: t.TempDir(), Changes: func(string) *adminapi.Report { return report }})
+	c.dueNamespaces(time.Now(), "")
+	for path, want := range map[string]int{"/sources": 1, "/webhookdestinations": 1, "/namespaces/shop/webhookdestinations": 1, "/namespaces/other/webhookdestinations": 0, "/audiences": 0} {
+		w := httptest.NewRecorder()
+		c.Handler().ServeHTTP(w, httptest.NewRequest("GET", Prefix+path, nil))
+		warnings, _ := utilnet.ParseWarningHeaders(w.Header().Values("Warning"))
+		if len(warnings) != want {
+			t.Fatalf("warnings of %s: got %+v, want %d", path, warnings, want)
+		}
+		if want > 0 && !strings.Contains(warnings[0].Text, `3 pending messages of Source "web" for WebhookDestination "crm" in namespace shop will be discarded in `) {
+			t.Errorf("warning of %s: got %q", path, warnings[0].Text)
+		}
 	}
 }

@@ -226,6 +226,21 @@ func (e *explainer) kept() {
 	}
 }
 
+// DiscardsAhead describes the pending messages of a namespace ("" for all) that will be discarded, a
+// text for each Source and destination.
+func DiscardsAhead(configs []adminapi.ConfigReport, namespace string, now time.Time) (texts []string) {
+	for _, c := range configs {
+		for _, d := range c.Discards {
+			if d.Messages == 0 || namespace != "" && c.Namespace != namespace {
+				continue
+			}
+			texts = append(texts, fmt.Sprintf("%s of Source %q for WebhookDestination %q in namespace %s will be discarded in %s, at %s; to keep them, create what was deleted again before that time",
+				count(d.Messages, "pending message"), d.Source, d.Destination, c.Namespace, max(0, d.At.Sub(now)).Round(time.Second), d.At.UTC().Format(time.RFC3339)))
+		}
+	}
+	return texts
+}
+
 func (e *explainer) config() {
 	for _, r := range e.Reports {
 		for _, n := range r.Namespaces {

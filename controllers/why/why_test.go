@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
@@ -295,6 +296,24 @@ func TestHints(t *testing.T) {
 	} {
 		if hints[reason] == "" {
 			t.Errorf("no hint for %s", reason)
+		}
+	}
+}
+
+func TestDiscardsAhead(t *testing.T) {
+	now := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
+	configs := []adminapi.ConfigReport{
+		{Namespace: "bank", Discards: []adminapi.Discard{{Source: "ios", Destination: "crm", Messages: 1, At: now.Add(-time.Second)}}},
+		{Namespace: "shop", Discards: []adminapi.Discard{
+			{Source: "empty", Destination: "crm", At: now.Add(time.Minute)},
+			{Source: "web", Destination: "crm", Messages: 12, At: now.Add(9*time.Minute + 58*time.Second)},
+		}},
+	}
+	bank := `1 pending message of Source "ios" for WebhookDestination "crm" in namespace bank will be discarded in 0s, at 2026-03-01T11:59:59Z; to keep them, create what was deleted again before that time`
+	shop := `12 pending messages of Source "web" for WebhookDestination "crm" in namespace shop will be discarded in 9m58s, at 2026-03-01T12:09:58Z; to keep them, create what was deleted again before that time`
+	for namespace, want := range map[string][]string{"": {bank, shop}, "shop": {shop}, "other": nil} {
+		if diff := cmp.Diff(want, DiscardsAhead(configs, namespace, now)); diff != "" {
+			t.Errorf("namespace %q (-want +got):\n%s", namespace, diff)
 		}
 	}
 }
