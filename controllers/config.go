@@ -89,6 +89,9 @@ type configReconciler struct {
 	marked *string
 	// written are the live-config Secrets that this process has written or verified.
 	written map[string]liveSecret
+	// memos are the results of the last compilations. Only the reconciliation of a namespace uses
+	// its memo, and there is one at a time.
+	memos map[string]*compile.Memo
 }
 
 // liveSecret identifies the content of a live-config Secret.
@@ -111,7 +114,7 @@ func setupConfig(mgr manager.Manager, o Options, verdicts *verdictCache, statuse
 		Client: mgr.GetClient(), direct: mgr.GetAPIReader(), kinds: o.kinds, release: o.Namespace, owner: o.secretOwner(mgr), policy: o.Policy, maxConfigBytes: o.maxConfigBytes,
 		secrets: newSecretReader(mgr.GetClient(), mgr.GetAPIReader()),
 		keys:    newWriteKeys(), verdicts: verdicts, own: &trigger{}, statuses: statuses,
-		written: map[string]liveSecret{}, failed: map[string]bool{}, reports: reports, events: mgr.GetEventRecorder(eventSource), now: o.Now, tombstoneGrace: o.tombstoneGrace,
+		written: map[string]liveSecret{}, memos: map[string]*compile.Memo{}, failed: map[string]bool{}, reports: reports, events: mgr.GetEventRecorder(eventSource), now: o.Now, tombstoneGrace: o.tombstoneGrace,
 	}
 	if err := mgr.Add(manager.RunnableFunc(func(ctx context.Context) error { r.followReports(ctx, o.followInterval); return nil })); err != nil {
 		return err
@@ -241,13 +244,13 @@ func (r *configReconciler) compile(ctx context.Context, namespace string) (resul
 	for _, other := range r.keys.set(namespace, holders(snapshot)) {
 		r.own.fire(other)
 	}
-	snapshot.ForeignWriteKeys = r.keys.foreign(namespace)
+	snapshot.ForeignWriteKeys, snapshot.Memo = r.keys.foreign(namespace), r.memoOf(namespace)
 	compilers := r.kinds.Compilers()
 	config, verdicts := compilers.Compile(snapshot)
 	r.logReserved(ctx, snapshot.ForeignWriteKeys)
 	present := r.present(namespace, config, compilers.Existing(snapshot.Objects), last)
 	var encoded compile.Encoded
-	encoded, last.history, err = compilers.EncodeWithHead(config, verdicts, r.maxConfigBytes, last.history, r.headBytes(namespace, present),
+	encoded, last.history, err = compilers.EncodeWithHead(snapshot.Memo, config, verdicts, r.maxConfigBytes, last.history, r.headBytes(namespace, present),
 		func() (liveconfig.Config, bool, error) { return r.last(ctx, namespace) })
 	if err != nil {
 		return "", err
@@ -282,14 +285,27 @@ func (r *configReconciler) logReserved(ctx context.Context, foreign map[string]c
 }
 
 // headBytes returns a function that returns the size of a namespace's next head.
-func (r *configReconciler) headBytes(namespace string, present compile.Present) func(compile.History) (int, error) {
+func (r *configReconciler) headBytes(namespace string, present compile.Present) func(compile.History, bool) (int, error) {
 	d, now := r.dispatchers(namespace), r.now()
-	return func(h compile.History) (int, error) { return h.HeadBytes(present, d, now, r.tombstoneGrace) }
+	return func(h compile.History, exact bool) (int, error) {
+		return h.HeadBytes(exact, present, d, now, r.tombstoneGrace)
+	}
+}
+
+// memoOf returns the memo of a namespace.
+func (r *configReconciler) memoOf(namespace string) *compile.Memo {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.memos[namespace] == nil {
+		r.memos[namespace] = &compile.Memo{}
+	}
+	return r.memos[namespace]
 }
 
 // gather reads a namespace's objects and the Secrets that they refer to.
 func (r *configReconciler) gather(ctx context.Context, namespace string) (objects, compile.Snapshot, error) {
-	all, err := listNamespace(ctx, r, r.kinds, namespace)
+	// The compiler does not change its input, so the objects of the cache need no copies.
+	all, err := listNamespace(ctx, r, r.kinds, namespace, client.UnsafeDisableDeepCopy)
 	if err != nil {
 		return nil, compile.Snapshot{}, err
 	}
@@ -320,7 +336,7 @@ func (r *configReconciler) remove(ctx context.Context, namespace string, last li
 	config, verdicts := r.kinds.Compilers().Compile(compile.Snapshot{Namespace: namespace})
 	present := r.present(namespace, config, nil, last)
 	none := func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil }
-	encoded, history, err := r.kinds.Compilers().EncodeWithHead(config, verdicts, r.maxConfigBytes, last.history, r.headBytes(namespace, present), none)
+	encoded, history, err := r.kinds.Compilers().EncodeWithHead(nil, config, verdicts, r.maxConfigBytes, last.history, r.headBytes(namespace, present), none)
 	if err != nil {
 		return "", err
 	}
@@ -369,6 +385,9 @@ func (r *configReconciler) forget(namespace string) {
 func (r *configReconciler) forgetObjects(namespace string) {
 	r.secrets.forget(namespace)
 	r.verdicts.remove(namespace)
+	r.mu.Lock()
+	delete(r.memos, namespace)
+	r.mu.Unlock()
 	for _, other := range r.keys.set(namespace, nil) {
 		r.own.fire(other)
 	}

@@ -39,6 +39,8 @@ type Snapshot struct {
 	Policy
 	// ForeignWriteKeys are the write keys, as hex SHA-256, that belong to another namespace.
 	ForeignWriteKeys map[string]KeyUse
+	// Memo of the namespace's last compilation; nil compiles and encodes everything.
+	Memo *Memo
 }
 
 // KeyUse is how a namespace uses a write key.

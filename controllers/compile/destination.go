@@ -27,8 +27,11 @@ var Destinations = NewKind(Definition[*v1alpha1.WebhookDestination, liveconfig.D
 	ID:      func(e liveconfig.Destination) (string, string) { return e.Name, e.Revision },
 	Compiler: func(s Snapshot, _ liveconfig.Config, _ Verdicts, objects []*v1alpha1.WebhookDestination) func(*v1alpha1.WebhookDestination) (liveconfig.Destination, bool, Verdict) {
 		sources := objectsOf[*v1alpha1.Source](s)
+		if s.Memo != nil {
+			s.Memo.begin(sources)
+		}
 		return func(o *v1alpha1.WebhookDestination) (liveconfig.Destination, bool, Verdict) {
-			entry, verdict := s.destination(o, sources, objects)
+			entry, verdict := s.Memo.destination(s, o, sources, objects)
 			return entry, true, verdict
 		}
 	},
@@ -82,8 +85,8 @@ func secretsOfTLS(t *v1alpha1.EndpointTLS) (names []string) {
 }
 
 // destination compiles one WebhookDestination. Sources are sorted by name, and all are the
-// destinations of the namespace.
-func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha1.Source, all []*v1alpha1.WebhookDestination) (liveconfig.Destination, Verdict) {
+// destinations of the namespace. It also returns the versions of the Secrets that it has used.
+func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha1.Source, all []*v1alpha1.WebhookDestination) (liveconfig.Destination, Verdict, map[string]string) {
 	b := builder{resolver: newResolver(s.Secrets), policy: s.Policy}
 	c := liveconfig.Destination{
 		Name:         o.Name,
@@ -117,7 +120,7 @@ func (s Snapshot) destination(o *v1alpha1.WebhookDestination, sources []*v1alpha
 	c.Revision = revision(c, b.used, b.literals)
 	c.Generation = o.Generation
 	v.Revision = c.Revision
-	return c, v
+	return c, v, b.used
 }
 
 // builder compiles the parts of a destination's spec.

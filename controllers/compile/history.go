@@ -161,10 +161,13 @@ func (h History) WithoutRoutes() History {
 }
 
 // HeadBytes returns the encoded size of the next head, rounded up to KiB so that it is the same for
-// similar heads. See Next for the parameters.
-func (h History) HeadBytes(present Present, d Dispatchers, now time.Time, grace time.Duration) (int, error) {
+// similar heads; if exact is false, an upper bound that costs less. See Next for the other parameters.
+func (h History) HeadBytes(exact bool, present Present, d Dispatchers, now time.Time, grace time.Duration) (int, error) {
 	const revision = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855" // As long as any.
 	head, _ := h.Next(revision, present, d, now, grace)
+	if !exact {
+		return head.MaxBytes()
+	}
 	data, err := liveconfig.EncodeHead(head)
 	const varies = 64 // The compressed revision and number.
 	return ((len(data)+varies)>>10 + 1) << 10, err

@@ -33,8 +33,8 @@ type Encoded struct {
 // If that is not sufficient, the last config remains in effect. If there is none, Data is
 // an invalid config, so that the dispatchers answer 503 to calls. Encode calls last only if
 // necessary; last returns false if there is no last config.
-func (t Table) Encode(c liveconfig.Config, v Verdicts, limit int, last func() (liveconfig.Config, bool, error)) (Encoded, error) {
-	data, revision, err := liveconfig.Encode(c)
+func (t Table) Encode(m *Memo, c liveconfig.Config, v Verdicts, limit int, last func() (liveconfig.Config, bool, error)) (Encoded, error) {
+	data, revision, err := m.encode(c)
 	if err != nil || len(data) <= limit {
 		return Encoded{c, v, data, revision, false}, err
 	}
@@ -42,7 +42,7 @@ func (t Table) Encode(c liveconfig.Config, v Verdicts, limit int, last func() (l
 	if err != nil {
 		return Encoded{}, err
 	}
-	fitting, ok := t.fit(c, v, len(data), limit, before)
+	fitting, ok := t.fit(m, c, v, len(data), limit, before)
 	switch {
 	case ok:
 		return fitting, nil
@@ -53,28 +53,36 @@ func (t Table) Encode(c liveconfig.Config, v Verdicts, limit int, last func() (l
 }
 
 // EncodeWithHead is Encode for a config whose head is in the same Secret: both have at most limit
-// bytes. headBytes returns the size of the head after a history. To avoid evictions, EncodeWithHead
+// bytes. headBytes returns the size of the head after a history, see History.HeadBytes. To avoid evictions, EncodeWithHead
 // omits the routes of deleted destinations; it returns the history that the head must be made from.
-func (t Table) EncodeWithHead(c liveconfig.Config, v Verdicts, limit int, h History, headBytes func(History) (int, error), last func() (liveconfig.Config, bool, error)) (Encoded, History, error) {
-	full, err := headBytes(h)
+func (t Table) EncodeWithHead(m *Memo, c liveconfig.Config, v Verdicts, limit int, h History, headBytes func(h History, exact bool) (int, error), last func() (liveconfig.Config, bool, error)) (Encoded, History, error) {
+	data, revision, err := m.encode(c)
 	if err != nil {
 		return Encoded{}, h, err
 	}
-	encoded, err := t.Encode(c, v, limit-full, last)
+	most, err := headBytes(h, false)
+	if err != nil || len(data)+most <= limit {
+		return Encoded{c, v, data, revision, false}, h, err
+	}
+	full, err := headBytes(h, true)
+	if err != nil {
+		return Encoded{}, h, err
+	}
+	encoded, err := t.Encode(m, c, v, limit-full, last)
 	if err != nil || !encoded.TooLarge {
 		return encoded, h, err
 	}
-	brief, err := headBytes(h.WithoutRoutes())
+	brief, err := headBytes(h.WithoutRoutes(), true)
 	if err != nil || brief == full {
 		return encoded, h, err
 	}
-	encoded, err = t.Encode(c, v, limit-brief, last)
+	encoded, err = t.Encode(m, c, v, limit-brief, last)
 	return encoded, h.WithoutRoutes(), err
 }
 
 // fit evicts as many objects as necessary from a config of encodedBytes. It returns false
 // if all evictions are not sufficient. It changes neither v nor c.
-func (t Table) fit(c liveconfig.Config, v Verdicts, encodedBytes, limit int, last liveconfig.Config) (Encoded, bool) {
+func (t Table) fit(m *Memo, c liveconfig.Config, v Verdicts, encodedBytes, limit int, last liveconfig.Config) (Encoded, bool) {
 	evictions := t.evictionOrder(c, last)
 	var fitting Encoded
 	var paused []map[string]string
@@ -84,7 +92,7 @@ func (t Table) fit(c liveconfig.Config, v Verdicts, encodedBytes, limit int, las
 			return true
 		}
 		rest, revisions := t.evict(c, evictions[:n])
-		data, revision, err := liveconfig.Encode(rest)
+		data, revision, err := m.encode(rest)
 		if err != nil || len(data) > limit {
 			return false
 		}

@@ -57,7 +57,7 @@ func encode(t *testing.T, s Snapshot, last *liveconfig.Config) Encoded {
 	t.Helper()
 	config, verdicts := table.Compile(s)
 	before, _, _ := liveconfig.Encode(config)
-	e, err := table.Encode(config, verdicts, testLimit, func() (liveconfig.Config, bool, error) {
+	e, err := table.Encode(nil, config, verdicts, testLimit, func() (liveconfig.Config, bool, error) {
 		if last == nil {
 			return liveconfig.Config{}, false, nil
 		}
@@ -107,7 +107,7 @@ func TestEncodeLimit(t *testing.T) {
 	}
 	none := func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil }
 	for limit, want := range map[int]bool{len(data): false, len(data) - 1: true} {
-		e, err := table.Encode(config, verdicts, limit, none)
+		e, err := table.Encode(nil, config, verdicts, limit, none)
 		if err != nil || e.TooLarge != want {
 			t.Errorf("config of %d bytes, limit %d: too large is %v (%v), want %v", len(data), limit, e.TooLarge, err, want)
 		}
@@ -243,10 +243,10 @@ func TestEncodeWithHead(t *testing.T) {
 		deleted.Destinations = append(deleted.Destinations, liveconfig.Destination{Name: name, Filter: &liveconfig.Filter{Events: []string{text()}}})
 		uids[liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: name}] = text()
 	}
-	withHeadOf := func(r liveconfig.Revisioned) (h History, size func(History) (int, error)) {
+	withHeadOf := func(r liveconfig.Revisioned) (h History, size func(History, bool) (int, error)) {
 		h, now := HistoryOf(r), time.Now()
-		return h, func(h History) (int, error) {
-			return h.HeadBytes(Present{UIDs: r.Head.UIDs}, Dispatchers{}, now, TombstoneGrace)
+		return h, func(h History, exact bool) (int, error) {
+			return h.HeadBytes(exact, Present{UIDs: r.Head.UIDs}, Dispatchers{}, now, TombstoneGrace)
 		}
 	}
 	none, noneSize := withHeadOf(liveconfig.Revisioned{})
@@ -259,7 +259,7 @@ func TestEncodeWithHead(t *testing.T) {
 	}
 	for name, c := range map[string]struct {
 		history  History
-		size     func(History) (int, error)
+		size     func(History, bool) (int, error)
 		spare    int // bytes beside the config
 		tooLarge bool
 		routes   bool
@@ -271,7 +271,7 @@ func TestEncodeWithHead(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			limit := len(data) + c.spare
-			encoded, history, err := table.EncodeWithHead(config, verdicts, limit, c.history, c.size, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
+			encoded, history, err := table.EncodeWithHead(nil, config, verdicts, limit, c.history, c.size, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
 			if err != nil || encoded.Data == nil || encoded.TooLarge != c.tooLarge {
 				t.Fatalf("error %v, %d bytes, too large: got %t, want %t", err, len(encoded.Data), encoded.TooLarge, c.tooLarge)
 			}

@@ -32,13 +32,30 @@ func newResolver(secrets map[string]Secret) *resolver {
 // secret returns a Secret, or adds a problem if it does not exist.
 func (r *resolver) secret(field, name string) (Secret, bool) {
 	s, ok := r.secrets[name]
+	r.used[name] = versionOf(s, ok)
 	if !ok {
-		r.used[name] = "" // No existing Secret has an empty version.
 		r.add(v1alpha1.ReasonSecretNotFound, field, "Secret %q does not exist in this namespace; create it or change the reference", name)
 		return s, false
 	}
-	r.used[name] = "v" + s.Version
 	return s, true
+}
+
+// has reports whether the Secrets have the versions that another resolver has recorded.
+func (r *resolver) has(used map[string]string) bool {
+	for name, version := range used {
+		if s, ok := r.secrets[name]; version != versionOf(s, ok) {
+			return false
+		}
+	}
+	return true
+}
+
+// versionOf returns the recorded version of a Secret. No existing Secret has an empty one.
+func versionOf(s Secret, exists bool) string {
+	if !exists {
+		return ""
+	}
+	return "v" + s.Version
 }
 
 // value returns the non-empty value of a Secret's key, or adds a problem.

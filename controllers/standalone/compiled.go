@@ -60,7 +60,7 @@ func Compile(path string, policy compile.Policy) (Compiled, error) {
 	snapshots := s.snapshots(policy)
 	for _, namespace := range slices.Sorted(maps.Keys(snapshots)) {
 		config, verdicts := compilers.Compile(*snapshots[namespace])
-		encoded, err := compilers.Encode(config, verdicts, liveconfig.MaxEncodedBytes, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
+		encoded, err := compilers.Encode(nil, config, verdicts, liveconfig.MaxEncodedBytes, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
 		if err != nil {
 			return Compiled{}, fmt.Errorf("namespace %s: %w", namespace, err)
 		}

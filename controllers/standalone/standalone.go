@@ -279,7 +279,7 @@ func (c *Control) apply() {
 		snapshot := *snapshots[namespace]
 		config, verdicts := compilers.Compile(snapshot)
 		sent, exists := c.sent[namespace]
-		encoded, err := compilers.Encode(config, verdicts, liveconfig.MaxEncodedBytes, func() (liveconfig.Config, bool, error) { return sent.Config, exists, nil })
+		encoded, err := compilers.Encode(nil, config, verdicts, liveconfig.MaxEncodedBytes, func() (liveconfig.Config, bool, error) { return sent.Config, exists, nil })
 		if err != nil {
 			c.log.Error("encoding the live config failed; the last one remains in effect", "namespace", namespace, "error", err)
 			continue

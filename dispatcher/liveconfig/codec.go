@@ -12,6 +12,7 @@ import (
 	"net/url"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 )
 
@@ -69,20 +70,16 @@ func NamespaceOf(name string) (namespace string, ok bool) {
 // revealed, and its revision: the hex SHA-256 of the canonical JSON. Equal
 // configs give equal bytes.
 func Encode(c Config) (data []byte, revision string, err error) {
-	plain, err := json.Marshal(revealed(c))
-	if err != nil {
-		return nil, "", fmt.Errorf("encode live config: %w", err)
-	}
-	sum := sha256.Sum256(plain)
-	data, err = compress(plain)
-	return data, hex.EncodeToString(sum[:]), err
+	return new(Encoder).Encode(c)
 }
 
 // compress returns the gzip form of data. Equal data gives equal bytes.
 func compress(plain []byte) ([]byte, error) {
 	var buf bytes.Buffer
 	// The writer's zero header has no time and no name, so the bytes depend on the content only.
-	zip, _ := gzip.NewWriterLevel(&buf, gzip.BestCompression)
+	zip, _ := gzipWriters.Get().(*gzip.Writer)
+	defer gzipWriters.Put(zip)
+	zip.Reset(&buf)
 	if _, err := zip.Write(plain); err != nil {
 		return nil, fmt.Errorf("compress live config: %w", err)
 	}
@@ -91,6 +88,12 @@ func compress(plain []byte) ([]byte, error) {
 	}
 	return buf.Bytes(), nil
 }
+
+// gzipWriters are reused because each has a megabyte of tables.
+var gzipWriters = sync.Pool{New: func() any {
+	zip, _ := gzip.NewWriterLevel(io.Discard, gzip.BestCompression) // The level is valid.
+	return zip
+}}
 
 // decompress reads the output of compress, of at most maxDecodedBytes.
 func decompress(data []byte) ([]byte, error) {

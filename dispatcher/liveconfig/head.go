@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -170,9 +171,24 @@ func EncodeHead(h Head) ([]byte, error) {
 	return compress(text)
 }
 
+// MaxBytes returns an upper bound of the encoded size. It costs less than EncodeHead.
+func (h Head) MaxBytes() (int, error) {
+	const perUID, overhead = 16, 1 << 10 // Quotes and separators; the rest of the format and of gzip.
+	n := overhead
+	for r, uid := range h.UIDs {
+		n += len(r.Section) + len(r.Name) + len(uid) + perUID
+	}
+	h.UIDs = nil
+	text, err := json.Marshal(h)
+	return n + len(text), err
+}
+
 // SameAs reports whether the encoded forms are equal.
 func (h Head) SameAs(other Head) bool {
-	h.Version, other.Version = HeadVersion, HeadVersion
+	if !maps.Equal(h.UIDs, other.UIDs) {
+		return false
+	}
+	h.Version, other.Version, h.UIDs, other.UIDs = HeadVersion, HeadVersion, nil, nil
 	a, errA := json.Marshal(h)
 	b, errB := json.Marshal(other)
 	return errA == nil && errB == nil && bytes.Equal(a, b)
