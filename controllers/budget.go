@@ -16,6 +16,10 @@ const (
 	transitionsPerSecond = 100
 	// numbersPerSecond is the rate of the writes of numbers without a transition.
 	numbersPerSecond = 20
+	// configBurst is the number of changes of one namespace's live config that are written
+	// immediately, and configsPerSecond the rate of further ones.
+	configBurst      = 20
+	configsPerSecond = 2
 )
 
 // writeBudget bounds the status writes of the operator over all namespaces. Transitions
@@ -74,4 +78,53 @@ func jitter(uid types.UID, interval time.Duration) time.Duration {
 	h := fnv.New64a()
 	_, _ = h.Write([]byte(uid))
 	return time.Duration(float64(interval/4) * float64(h.Sum64()>>11) / (1 << 53))
+}
+
+// configBudget bounds the writes of each namespace's live config, so that many edits in one namespace
+// do not use up the capacity of the API server. While a namespace has no token, it is not compiled,
+// so its edits need one write together.
+type configBudget struct {
+	rate  rate.Limit
+	burst int
+
+	mu          sync.Mutex
+	byNamespace map[string]*rate.Limiter
+}
+
+func newConfigBudget(limit rate.Limit, burst int) *configBudget {
+	return &configBudget{rate: limit, burst: burst, byNamespace: map[string]*rate.Limiter{}}
+}
+
+// wait returns the time until a namespace has a token; 0 if it has one.
+func (b *configBudget) wait(namespace string) time.Duration {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	l := b.byNamespace[namespace]
+	if l == nil {
+		return 0
+	}
+	missing := 1 - l.Tokens()
+	if missing <= 0 {
+		return 0
+	}
+	return max(time.Duration(missing/float64(b.rate)*float64(time.Second)), time.Millisecond)
+}
+
+// take takes a token of a namespace. It must have one.
+func (b *configBudget) take(namespace string) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	l := b.byNamespace[namespace]
+	if l == nil {
+		l = rate.NewLimiter(b.rate, b.burst)
+		b.byNamespace[namespace] = l
+	}
+	l.Allow()
+}
+
+// forget removes the data about a namespace without a live config.
+func (b *configBudget) forget(namespace string) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	delete(b.byNamespace, namespace)
 }

@@ -92,6 +92,8 @@ type configReconciler struct {
 	// memos are the results of the last compilations. Only the reconciliation of a namespace uses
 	// its memo, and there is one at a time.
 	memos map[string]*compile.Memo
+
+	budget *configBudget
 }
 
 // liveSecret identifies the content of a live-config Secret.
@@ -114,7 +116,7 @@ func setupConfig(mgr manager.Manager, o Options, verdicts *verdictCache, statuse
 		Client: mgr.GetClient(), direct: mgr.GetAPIReader(), kinds: o.kinds, release: o.Namespace, owner: o.secretOwner(mgr), policy: o.Policy, maxConfigBytes: o.maxConfigBytes,
 		secrets: newSecretReader(mgr.GetClient(), mgr.GetAPIReader()),
 		keys:    newWriteKeys(), verdicts: verdicts, own: &trigger{}, statuses: statuses,
-		written: map[string]liveSecret{}, memos: map[string]*compile.Memo{}, failed: map[string]bool{}, reports: reports, events: mgr.GetEventRecorder(eventSource), now: o.Now, tombstoneGrace: o.tombstoneGrace,
+		written: map[string]liveSecret{}, memos: map[string]*compile.Memo{}, budget: newConfigBudget(o.configRate, o.configBurst), failed: map[string]bool{}, reports: reports, events: mgr.GetEventRecorder(eventSource), now: o.Now, tombstoneGrace: o.tombstoneGrace,
 	}
 	if err := mgr.Add(manager.RunnableFunc(func(ctx context.Context) error { r.followReports(ctx, o.followInterval); return nil })); err != nil {
 		return err
@@ -216,6 +218,10 @@ func (r *configReconciler) Reconcile(ctx context.Context, request reconcile.Requ
 		return reconcile.Result{}, err
 	}
 	if request != markerRequest {
+		if wait := r.budget.wait(request.Name); wait > 0 {
+			compiles.WithLabelValues("delayed").Inc()
+			return reconcile.Result{RequeueAfter: wait}, nil
+		}
 		result, err := r.compile(ctx, request.Name)
 		if err != nil {
 			result = "error"
@@ -376,6 +382,7 @@ func (r *configReconciler) remove(ctx context.Context, namespace string, last li
 func (r *configReconciler) forget(namespace string) {
 	r.forgetObjects(namespace)
 	r.setLiveKeys(namespace, compile.History{})
+	r.budget.forget(namespace)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	delete(r.written, namespace)
@@ -571,6 +578,7 @@ func (r *configReconciler) write(ctx context.Context, namespace string, encoded 
 			return "", err
 		}
 		result = "written"
+		r.budget.take(namespace)
 		annotations := map[string]string{liveconfig.AnnotationRevision: encoded.Revision}
 		if last.release != "" {
 			// The write that ends the reservations also empties the annotation, so that it does

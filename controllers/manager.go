@@ -20,6 +20,7 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
+	"golang.org/x/time/rate"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -90,6 +91,9 @@ type Options struct {
 	// maxConfigBytes bounds an encoded live config with its head. Default liveconfig.MaxEncodedBytes,
 	// the size limit of a Secret.
 	maxConfigBytes int
+	// configBurst and configRate bound the writes of a namespace's live config.
+	configBurst int
+	configRate  rate.Limit
 	// kinds are the processed kinds. Default kinds.All.
 	kinds kinds.Table
 }
@@ -144,6 +148,7 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 	o.followInterval = cmp.Or(o.followInterval, 10*time.Second)
 	o.confirmGrace = cmp.Or(o.confirmGrace, 2*time.Second)
 	o.maxConfigBytes = cmp.Or(o.maxConfigBytes, liveconfig.MaxEncodedBytes)
+	o.configBurst, o.configRate = cmp.Or(o.configBurst, configBurst), cmp.Or(o.configRate, configsPerSecond)
 	renewDeadline, retryPeriod := o.leaseDuration*2/3, o.leaseDuration/6
 	gracefulShutdown := 10 * time.Second // Every reconciliation can be interrupted without loss.
 	if o.Now == nil {

@@ -8,7 +8,7 @@ import (
 var (
 	compiles = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "posthorn_operator_compiles_total",
-		Help: "Compilations of namespaces by result: written, unchanged, too_large, removed or error.",
+		Help: "Compilations of namespaces by result: written, unchanged, too_large, removed, delayed or error.",
 	}, []string{"result"})
 	statusWrites = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "posthorn_operator_status_writes_total",
