@@ -48,11 +48,12 @@ var _ = Describe("A removed write key", func() {
 		w.expectCondition(second, "source/web", "Accepted", isFalse, "WriteKeyReserved")
 
 		By("restarting the operator")
-		before := w.waitIdle()
+		before := w.head(Default, first)
 		w.stop()
 		w.start()
 		w.waitPolls(5)
-		Expect(w.waitIdle()).To(Equal(before))
+		Expect(w.head(Default, first)).To(Equal(before))
+		w.expectCondition(second, "source/web", "Accepted", isFalse, "WriteKeyReserved")
 
 		By("using it in its own namespace")
 		w.apply(first, webSource)
