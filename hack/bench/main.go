@@ -141,6 +141,7 @@ var measurements = []struct {
 	{"calm", measureCalm},
 	{"urls", measureURLs},
 	{"attack", measureAttack},
+	{"reach", measureReach},
 	{"many", measureMany},
 	{"fanout", measureFanout},
 	{"parked", measureParked},

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"crypto/hmac"
 	"crypto/sha1" //nolint:gosec // the specified signature
@@ -42,7 +43,7 @@ const (
 )
 
 // roles are the processes of a benchmark; each prints one line of JSON when it is up.
-var roles = map[string]func([]string) error{"sink": sinkRole, "direct": directRole, "queue": queueRole, "dispatcher": dispatcherRole, "attack": attackRole}
+var roles = map[string]func([]string) error{"sink": sinkRole, "direct": directRole, "queue": queueRole, "dispatcher": dispatcherRole, "attack": attackRole, "gateway": gatewayRole}
 
 type bench struct {
 	root string
@@ -272,6 +273,10 @@ type destination struct {
 	second   string // the address of another URL under AnyEndpoint, or empty
 	source   int
 	disabled bool
+	// proxy is the address of the egress proxy of the dispatcher, or empty; one for
+	// all destinations.
+	proxy  string
+	change func(*liveconfig.Destination) // or nil
 }
 
 func destinations(n int, addr string) []destination {
@@ -311,6 +316,9 @@ func config(list []destination) liveconfig.Config {
 			Delivery:    liveconfig.Delivery{TimeoutMS: 5000, RetryWindowMS: (4 * time.Hour).Milliseconds(), MinBackoffMS: 1000, MaxBackoffMS: 300_000, MaxInFlight: 64},
 			DeadLetters: liveconfig.DeadLetters{RetentionMS: time.Hour.Milliseconds(), MaxBytes: 1 << 30},
 		})
+		if d.change != nil {
+			d.change(&c.Destinations[i])
+		}
 	}
 	return c
 }
@@ -332,7 +340,11 @@ func (b *bench) start(ctx context.Context, list []destination, dir string) (*dis
 	if err := os.WriteFile(file, data, 0o600); err != nil {
 		return nil, err
 	}
-	p, err := spawn(ctx, "dispatcher", dir, file, *profile)
+	proxy := ""
+	for _, d := range list {
+		proxy = cmp.Or(proxy, d.proxy)
+	}
+	p, err := spawn(ctx, "dispatcher", dir, file, *profile, proxy)
 	if err != nil {
 		return nil, err
 	}
@@ -349,7 +361,14 @@ func dispatcherRole(args []string) error {
 	if err != nil {
 		return err
 	}
+	var proxy *egress.Proxy
+	if args[3] != "" {
+		if proxy, err = egress.NewProxy("http://"+args[3], nil, ""); err != nil {
+			return err
+		}
+	}
 	d, err := dispatcher.New(dispatcher.Options{
+		Proxy:   proxy,
 		DataDir: args[0], Listen: "127.0.0.1:0", AdminListen: "127.0.0.1:0", Pod: "bench", Egress: policy,
 		Queue:  pebblestore.Options{DuplicateWindow: 10 * time.Minute},
 		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelError})),
