@@ -1,6 +1,7 @@
 package main
 
 import (
+	"net"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -12,8 +13,10 @@ import (
 	"github.com/posthorn/posthorn/cmd/internal/command"
 	"github.com/posthorn/posthorn/cmd/internal/logs"
 	"github.com/posthorn/posthorn/cmd/internal/otlp"
+	"github.com/posthorn/posthorn/controllers/page"
 	"github.com/posthorn/posthorn/controllers/standalone"
 	"github.com/posthorn/posthorn/dispatcher"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
 )
 
 func newRun() *cobra.Command {
@@ -30,7 +33,8 @@ documents per file. They are validated and compiled as in a cluster, and reloade
 when a file changes.
 
 Deliveries to loopback and private addresses are denied unless --egress-allow
-names them. 'posthorn get' shows the status.`,
+names them. The status page is at the root of the admin address, for browsers on
+this machine; 'posthorn get' shows the status, too.`,
 		Example: `  posthorn run --manifests ./webhooks
   posthorn run --manifests ./webhooks --data /var/lib/posthorn --listen :8080 --egress-allow 10.0.0.0/8`,
 		Args: command.ExactArgs(),
@@ -72,12 +76,21 @@ names them. 'posthorn get' shows the status.`,
 				return err
 			}
 			control := standalone.New(standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), Policy: policy, Logger: log, Sink: d, Changes: d.Changes, UnknownKeys: d.UnknownKeys})
-			resources.set(control.Handler())
+			status, err := newStatusPage(d.AdminAddr())
+			if err != nil {
+				return err
+			}
+			served := http.NewServeMux()
+			served.Handle("/", control.Handler())
+			served.Handle("/{$}", status)
+			served.Handle(page.Prefix, status)
+			resources.set(served)
 			log.Info("accepting calls", "listen", d.Addr().String(), "admin", d.AdminAddr().String(), "manifests", manifests, "data", data.options.DataDir, "memoryLimit", data.options.Memory)
 			group, ctx := errgroup.WithContext(cmd.Context())
 			group.Go(func() error { return d.Run(ctx) })
 			group.Go(func() error { return control.Run(ctx) })
 			group.Go(func() error { return watchCertificate(ctx) })
+			group.Go(func() error { return status.Run(ctx) })
 			return group.Wait()
 		},
 	}
@@ -97,6 +110,22 @@ func defaultDataDir() string {
 		return filepath.Join(home, ".local", "share", "posthorn")
 	}
 	return "posthorn-data"
+}
+
+// newStatusPage makes the status page, which reads everything by the admin listener at an address.
+func newStatusPage(admin net.Addr) (*page.Page, error) {
+	host, port, err := net.SplitHostPort(admin.String())
+	if err != nil {
+		return nil, err
+	}
+	if ip := net.ParseIP(host); ip == nil || ip.IsUnspecified() {
+		host = "127.0.0.1"
+	}
+	client := &adminapi.Client{URL: "http://" + net.JoinHostPort(host, port)}
+	return page.New(page.Options{
+		Objects: client, Dispatchers: map[string]*adminapi.Client{"standalone": client},
+		Standalone: true, Command: "posthorn", Version: command.BuildVersion(),
+	}), nil
 }
 
 // lateHandler answers 503 until its handler is set.

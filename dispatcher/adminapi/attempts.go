@@ -29,6 +29,8 @@ type Attempt struct {
 	Response string `json:"response,omitempty"`
 	// RemoteAddr is the dialled address.
 	RemoteAddr string `json:"remoteAddr,omitempty"`
+	// CertificateExpires is when the endpoint's certificate expires; zero without TLS.
+	CertificateExpires time.Time `json:"certificateExpires,omitzero"`
 	// Probe is true for a circuit breaker's probe.
 	Probe bool `json:"probe,omitempty"`
 }

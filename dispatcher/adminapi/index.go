@@ -1,6 +1,7 @@
 package adminapi
 
 import (
+	"iter"
 	"maps"
 	"reflect"
 	"slices"
@@ -44,6 +45,14 @@ func (x *Index) Namespace(name string) *NamespaceIndex {
 		return nil
 	}
 	return x.namespaces[name]
+}
+
+// Namespaces returns the states of all namespaces, in no order.
+func (x *Index) Namespaces() iter.Seq2[string, *NamespaceIndex] {
+	if x == nil {
+		return func(func(string, *NamespaceIndex) bool) {}
+	}
+	return maps.All(x.namespaces)
 }
 
 // Config returns the state of a namespace's live config; it is zero if the dispatcher has none.

@@ -20,6 +20,7 @@ type conn struct {
 	tls      *tls.Conn // nil for plain HTTP
 	pool     *pool
 	remote   string
+	expires  time.Time   // the certificate; zero for plain HTTP
 	alive    func() bool // reports whether the connection is open and has nothing to read
 
 	// State of the exchange in progress.
@@ -152,6 +153,7 @@ func (c *Client) dial(outer context.Context, e *Endpoint, deadline time.Time, t 
 			_ = raw.Close()
 			return nil, &handshakeError{err: err, remote: cn.remote}
 		}
+		cn.expires = cn.tls.ConnectionState().PeerCertificates[0].NotAfter
 	}
 	probe, err := newProbe(raw)
 	if err != nil {

@@ -90,6 +90,9 @@ type Result struct {
 	Sent bool
 	// RemoteAddr is the dialled address, or the name of the proxy; "" if there was none.
 	RemoteAddr string
+	// CertificateExpires is when the endpoint's certificate expires; zero without TLS, and if the
+	// handshake failed.
+	CertificateExpires time.Time
 	// Timing of the attempt.
 	Timing Timing
 }
@@ -291,7 +294,7 @@ func (c *Client) exchange(ctx context.Context, e *Endpoint, cn *conn, s *scratch
 			cn.close()
 		}
 	}()
-	r.RemoteAddr = cn.remote
+	r.RemoteAddr, r.CertificateExpires = cn.remote, cn.expires
 	start := time.Now()
 
 	var writing chan error

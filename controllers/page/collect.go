@@ -1,0 +1,240 @@
+package page
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"net/url"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/manifest"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+)
+
+// key names an object.
+type key struct{ Namespace, Name string }
+
+func (k key) String() string { return k.Namespace + "/" + k.Name }
+
+// state is what the page read last.
+type state struct {
+	view
+	// objectsAt is when the objects were read. They are read only for a view.
+	objectsAt time.Time
+}
+
+// view is the data of one moment; it is immutable.
+type view struct {
+	now     time.Time
+	indices map[string]*adminapi.Index // by pod
+	silent  map[string]error           // pods that did not answer
+
+	sources      map[string][]v1alpha1.Source
+	destinations map[key]*v1alpha1.WebhookDestination
+	audiences    []v1alpha1.Audience
+	deletions    []v1alpha1.DeletionRequest
+	problems     []manifest.Problem
+	unknownKeys  []adminapi.UnknownKey
+}
+
+// freshness is how old data may be, so that many readers cost no more than one.
+const freshness = time.Second
+
+// collect returns data that are at most freshness old.
+func (p *Page) collect(ctx context.Context) (view, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if time.Since(p.live.now) >= freshness {
+		p.readReports(ctx)
+	}
+	if time.Since(p.live.objectsAt) >= freshness {
+		if err := p.readObjects(ctx); err != nil {
+			return view{}, err
+		}
+	}
+	if len(p.live.indices) == 0 {
+		return view{}, fmt.Errorf("no dispatcher answers: %w", errors.Join(slices.Collect(maps.Values(p.live.silent))...))
+	}
+	return p.live.view, nil
+}
+
+// podTimeout bounds the wait for one dispatcher.
+const podTimeout = 5 * time.Second
+
+// readReports merges what changed in every dispatcher; a silent one keeps its last state.
+func (p *Page) readReports(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, podTimeout)
+	defer cancel()
+	type answer struct {
+		index *adminapi.Index
+		err   error
+	}
+	answers := map[string]*answer{}
+	var group sync.WaitGroup
+	for pod, client := range p.options.Dispatchers {
+		a := &answer{index: p.live.indices[pod]}
+		answers[pod] = a
+		group.Go(func() {
+			cursor := ""
+			if a.index != nil {
+				cursor = a.index.Cursor
+			}
+			report, err := client.Report(ctx, cursor)
+			switch {
+			case errors.Is(err, adminapi.ErrNotModified):
+			case err != nil:
+				a.err = err
+			default:
+				a.index, _ = a.index.Merge(*report)
+			}
+		})
+	}
+	group.Wait()
+	indices, silent := map[string]*adminapi.Index{}, map[string]error{}
+	for pod, a := range answers {
+		if a.index != nil {
+			indices[pod] = a.index
+		}
+		if a.err != nil {
+			silent[pod] = a.err
+		}
+	}
+	p.live.indices, p.live.silent, p.live.now = indices, silent, time.Now()
+}
+
+func (p *Page) readObjects(ctx context.Context) error {
+	prefix := "/apis/" + v1alpha1.GroupVersion.String()
+	if p.options.Namespace != "" {
+		prefix += "/namespaces/" + url.PathEscape(p.options.Namespace)
+	}
+	var sources v1alpha1.SourceList
+	var destinations v1alpha1.WebhookDestinationList
+	var audiences v1alpha1.AudienceList
+	var deletions v1alpha1.DeletionRequestList
+	var problems manifest.Problems
+	paths := map[string]any{prefix + "/sources": &sources, prefix + "/webhookdestinations": &destinations, prefix + "/audiences": &audiences, prefix + "/deletionrequests": &deletions}
+	if p.options.Standalone {
+		paths["/problems"] = &problems
+	}
+	for path, into := range paths {
+		if err := read(ctx, p.options.Objects, path, into); err != nil {
+			return fmt.Errorf("read %s: %w", path, err)
+		}
+	}
+	l := &p.live
+	l.sources, l.destinations = map[string][]v1alpha1.Source{}, map[key]*v1alpha1.WebhookDestination{}
+	for _, s := range sources.Items {
+		l.sources[s.Namespace] = append(l.sources[s.Namespace], s)
+	}
+	for i := range destinations.Items {
+		d := &destinations.Items[i]
+		l.destinations[key{d.Namespace, d.Name}] = d
+	}
+	l.audiences, l.deletions, l.problems, l.unknownKeys = audiences.Items, deletions.Items, problems.Problems, nil
+	for _, client := range p.options.Dispatchers {
+		for k, err := range client.UnknownKeys(ctx) {
+			if err != nil {
+				break
+			}
+			l.unknownKeys = append(l.unknownKeys, k)
+		}
+	}
+	l.objectsAt = time.Now()
+	return nil
+}
+
+func read(ctx context.Context, client *adminapi.Client, path string, into any) error {
+	resp, err := client.Get(ctx, path, "application/json")
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	return json.NewDecoder(resp.Body).Decode(into)
+}
+
+// slice returns the part of a pod's report about one destination and the Sources of its namespace.
+func slice(x *adminapi.Index, k key) adminapi.Report {
+	r := adminapi.Report{Pod: x.Pod, Ready: x.Ready, Storage: x.Storage, Configs: []adminapi.ConfigReport{x.Config(k.Namespace)}}
+	n := x.Namespace(k.Namespace)
+	if n == nil {
+		return r
+	}
+	part := adminapi.NamespaceReport{Namespace: k.Namespace, Revision: n.Revision, Refused: n.Refused}
+	for _, s := range n.Sources {
+		part.Sources = append(part.Sources, *s)
+	}
+	if d := n.Destinations[k.Name]; d != nil {
+		part.Destinations = append(part.Destinations, *d)
+	}
+	r.Namespaces = append(r.Namespaces, part)
+	return r
+}
+
+// numbers are the sums of a destination's reports.
+type numbers struct {
+	adminapi.Ledger
+	Stored, Retrying          int64
+	Oldest, Next, LastSuccess time.Time
+	Open                      bool
+}
+
+func (v *view) numbers(k key) (sum numbers) {
+	for _, x := range v.indices {
+		n := x.Namespace(k.Namespace)
+		if n == nil || n.Destinations[k.Name] == nil {
+			continue
+		}
+		sum.add(n.Destinations[k.Name])
+	}
+	return sum
+}
+
+func (sum *numbers) add(d *adminapi.DestinationReport) {
+	sum.Ledger = plus(sum.Ledger, d.Ledger)
+	sum.Stored += d.DeadLettersStored
+	sum.Retrying += d.Retrying
+	sum.Oldest, sum.Next = earlier(sum.Oldest, d.OldestPending), earlier(sum.Next, d.NextAttempt)
+	for _, e := range d.Endpoints {
+		sum.Open = sum.Open || e.State.Open()
+		if e.LastSuccess.After(sum.LastSuccess) {
+			sum.LastSuccess = e.LastSuccess
+		}
+	}
+}
+
+func plus(a, b adminapi.Ledger) adminapi.Ledger {
+	return adminapi.Ledger{
+		Accepted: a.Accepted + b.Accepted, Delivered: a.Delivered + b.Delivered, Filtered: a.Filtered + b.Filtered,
+		DeadLettered: a.DeadLettered + b.DeadLettered, Discarded: a.Discarded + b.Discarded, Pending: a.Pending + b.Pending,
+	}
+}
+
+// earlier returns the earlier of two times; zero is no time.
+func earlier(a, b time.Time) time.Time {
+	if a.IsZero() || !b.IsZero() && b.Before(a) {
+		return b
+	}
+	return a
+}
+
+// attempts returns the last attempts of all dispatchers at a destination, newest first.
+func (p *Page) attempts(ctx context.Context, k key) (list []adminapi.Attempt, err error) {
+	for pod, client := range p.options.Dispatchers {
+		for a, err := range client.Attempts(ctx, k.String(), "") {
+			if err != nil {
+				return nil, fmt.Errorf("attempts of dispatcher %s: %w", pod, err)
+			}
+			list = append(list, a)
+		}
+	}
+	slices.SortStableFunc(list, func(a, b adminapi.Attempt) int { return b.Time.Compare(a.Time) })
+	return list, nil
+}
+
+func compareKeys(a, b key) int { return strings.Compare(a.String(), b.String()) }

@@ -1,0 +1,178 @@
+package page
+
+import (
+	"context"
+	"fmt"
+	"html/template"
+	"maps"
+	"net/url"
+	"slices"
+	"time"
+
+	"sigs.k8s.io/yaml"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/why"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+)
+
+const maxAttempts = 60
+
+type detail struct {
+	row
+	Exists    bool
+	Findings  []why.Finding
+	Endpoints []endpoint
+	Attempts  []adminapi.Attempt
+	// Succeeded of the attempts, their percentiles, and the chart of their time.
+	Succeeded int
+	P50, P99  time.Duration
+	Chart     template.HTML
+	Codes     []code
+	Config    string
+	Revision  string
+
+	DeliveredSpark, PendingSpark, FailedSpark template.HTML
+	History                                   bool
+}
+
+type endpoint struct {
+	Pod, Host, Class string
+	adminapi.EndpointReport
+	// CertificateExpires is when the receiver's certificate expires; zero if it is not known.
+	CertificateExpires time.Time
+}
+
+// code is a result of attempts: a status code or a reason.
+type code struct {
+	Text string
+	OK   bool
+	N    int
+}
+
+func (p *Page) newDetail(ctx context.Context, v view, namespace, name string) (detail, error) {
+	k := key{namespace, name}
+	attempts, err := p.attempts(ctx, k)
+	if err != nil {
+		return detail{}, err
+	}
+	d := detail{row: p.newRow(v, k)}
+	oldestFirst := slices.Clone(attempts)
+	slices.Reverse(oldestFirst)
+	d.Findings = v.explain(k, oldestFirst)
+	d.Cause = why.Cause(d.Findings)
+	object := v.destinations[k]
+	d.Exists = object != nil
+	hosts := map[string]string{}
+	if object != nil {
+		d.Revision = object.Status.Revision
+		for _, e := range object.Spec.Endpoints {
+			hosts[e.Name] = shownURL(e.URL)
+		}
+		if d.Config, err = shownConfig(object.Spec); err != nil {
+			return detail{}, err
+		}
+	}
+	expires := map[string]time.Time{}
+	for _, a := range oldestFirst {
+		if !a.CertificateExpires.IsZero() {
+			expires[a.Endpoint] = a.CertificateExpires
+		}
+	}
+	for _, pod := range slices.Sorted(maps.Keys(v.indices)) {
+		n := v.indices[pod].Namespace(namespace)
+		if n == nil || n.Destinations[name] == nil {
+			continue
+		}
+		for _, e := range n.Destinations[name].Endpoints {
+			class := map[adminapi.EndpointState]string{adminapi.EndpointHealthy: "ok", adminapi.EndpointIdle: "idle", adminapi.EndpointDegraded: "notice"}[e.State]
+			if e.State.Open() {
+				class = "problem"
+			}
+			d.Endpoints = append(d.Endpoints, endpoint{pod, hosts[e.Name], class, e, expires[e.Name]})
+		}
+	}
+	d.Attempts = attempts[:min(len(attempts), maxAttempts)]
+	d.Succeeded, d.Codes = results(d.Attempts)
+	d.P50, d.P99 = percentile(d.Attempts, 50), percentile(d.Attempts, 99)
+	d.Chart = attemptChart(d.Attempts)
+	p.mu.Lock()
+	past := p.past.series[k].list()
+	p.mu.Unlock()
+	d.History, d.Rate = len(past) > 1, rate(past, delivered)
+	d.DeliveredSpark, d.PendingSpark, d.FailedSpark = spark("messages delivered", past, delivered), spark("messages pending", past, pending), spark("dead letters", past, failed)
+	return d, nil
+}
+
+// results counts the attempts by result, the most frequent first.
+func results(attempts []adminapi.Attempt) (succeeded int, codes []code) {
+	counts := map[string]*code{}
+	for _, a := range attempts {
+		text := a.Reason
+		if a.StatusCode != 0 {
+			text = fmt.Sprint(a.StatusCode)
+		}
+		if a.Reason == "" {
+			succeeded++
+		}
+		if counts[text] == nil {
+			counts[text] = &code{Text: text, OK: a.Reason == ""}
+		}
+		counts[text].N++
+	}
+	for _, c := range counts {
+		codes = append(codes, *c)
+	}
+	slices.SortFunc(codes, func(a, b code) int {
+		if a.N != b.N {
+			return b.N - a.N
+		}
+		return compareKeys(key{Name: a.Text}, key{Name: b.Text})
+	})
+	return succeeded, codes
+}
+
+// percentile is the duration within which this part of the attempts ended; 0 without attempts.
+func percentile(attempts []adminapi.Attempt, percent int) time.Duration {
+	if len(attempts) == 0 {
+		return 0
+	}
+	var all []time.Duration
+	for _, a := range attempts {
+		all = append(all, a.Duration)
+	}
+	slices.Sort(all)
+	return all[(len(all)-1)*percent/100]
+}
+
+const hidden = "(hidden)"
+
+// shownConfig is a spec as YAML. Values of headers and user data of URLs can be secrets, although
+// they should be in Secrets.
+func shownConfig(spec v1alpha1.WebhookDestinationSpec) (string, error) {
+	s := spec.DeepCopy()
+	for i := range s.Endpoints {
+		e := &s.Endpoints[i]
+		e.URL = shownURL(e.URL)
+		for j := range e.Headers {
+			if value := hidden; e.Headers[j].Value != nil {
+				e.Headers[j].Value = &value
+			}
+		}
+	}
+	text, err := yaml.Marshal(s)
+	return string(text), err
+}
+
+// shownURL is a URL without its user data, query and fragment.
+func shownURL(text string) string {
+	u, err := url.Parse(text)
+	if err != nil {
+		return hidden
+	}
+	u.User, u.Fragment = nil, ""
+	if u.RawQuery != "" {
+		u.RawQuery = "hidden"
+	}
+	return u.String()
+}

@@ -1,0 +1,417 @@
+package page
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"html/template"
+	"maps"
+	"net/url"
+	"slices"
+	"strings"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/why"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+)
+
+const (
+	maxProblems = 20
+	maxRows     = 200
+)
+
+// row is a destination in the overview.
+type row struct {
+	key
+	numbers
+	Link  string
+	Cause *why.Finding
+	// State is "problem", "notice" or "ok"; Words is the state in words.
+	State, Words string
+	Rate         string
+	Spark        template.HTML
+}
+
+// problem is what an operator should look at.
+type problem struct {
+	// Object is the name of the object, and Link its page, if it has one.
+	Object, Link string
+	Text, Fix    string
+}
+
+type overview struct {
+	Problems     []problem
+	MoreProblems int
+	Notices      []problem
+
+	Pods, Silent                   int
+	Accepting                      bool
+	Used, Total                    int64
+	Sources, Destinations          int
+	Calls                          adminapi.SourceReport
+	All                            numbers
+	CallRate, SentRate, FailedRate string
+	CallSpark, PendingSpark        template.HTML
+	SentSpark, FailedSpark         template.HTML
+	History                        bool
+
+	Query    string
+	Rows     []row
+	MoreRows int
+
+	Audiences []audience
+	Deletions []deletion
+}
+
+type audience struct {
+	key
+	Members, Unsent int64
+	LastSync        time.Time
+	Refusal         string
+}
+
+type deletion struct {
+	key
+	State, Words              string
+	Total, Delivered, Pending int32
+	Deadline                  time.Time
+}
+
+func (p *Page) newOverview(v view, query string) overview {
+	o := overview{Query: query, Pods: len(p.options.Dispatchers), Silent: len(v.silent), Accepting: len(v.indices) > 0, Calls: v.calls(), Destinations: len(v.destinations)}
+	for _, list := range v.sources {
+		o.Sources += len(list)
+	}
+	for _, m := range v.problems {
+		o.Problems = append(o.Problems, problem{Object: cmp.Or(m.Object, m.Position()), Text: "manifest rejected: " + m.Detail(), Fix: "correct the manifest"})
+	}
+	for _, pod := range slices.Sorted(maps.Keys(v.silent)) {
+		o.Problems = append(o.Problems, problem{Object: "dispatcher " + pod, Text: "does not answer: " + v.silent[pod].Error(), Fix: "check the pod and its log; its last numbers are shown"})
+	}
+	for _, pod := range slices.Sorted(maps.Keys(v.indices)) {
+		x := v.indices[pod]
+		o.Used, o.Total = o.Used+x.Storage.UsedBytes, o.Total+x.Storage.TotalBytes
+		if !x.Ready {
+			o.Accepting = false
+			o.Problems = append(o.Problems, problem{Object: "dispatcher " + pod, Text: "is not ready: it has not loaded a config yet", Fix: "check its log"})
+		}
+		if x.Storage.Pressure {
+			o.Accepting = false
+			o.Problems = append(o.Problems, problem{Object: "dispatcher " + pod, Text: "rejects calls with 503: its disk is full", Fix: "free disk space, or fix the destinations with the largest backlog"})
+		}
+		for _, c := range x.Configs {
+			for _, d := range c.Discards {
+				if d.Messages > 0 && p.shows(c.Namespace) {
+					o.Notices = append(o.Notices, problem{Object: c.Namespace + "/" + d.Destination, Text: fmt.Sprintf("%s of Source %q will be discarded at %s", count(d.Messages, "pending message"), d.Source, clock(d.At)), Fix: "to keep them, create what was deleted again before that time"})
+				}
+			}
+		}
+	}
+	p.mu.Lock()
+	total, series := p.past.total.list(), map[key][]point{}
+	for k, s := range p.past.series {
+		series[k] = s.list()
+	}
+	p.mu.Unlock()
+	o.History = len(total) > 1
+	o.CallRate, o.SentRate, o.FailedRate = rate(total, accepted), rate(total, delivered), rate(total, failed)
+	o.CallSpark, o.PendingSpark = spark("calls accepted", total, accepted), spark("messages pending", total, pending)
+	o.SentSpark, o.FailedSpark = spark("messages delivered", total, delivered), spark("dead letters", total, failed)
+
+	bySource := map[string]bool{}
+	for k := range v.destinations {
+		r := p.newRow(v, k)
+		o.All.Ledger, o.All.Stored, o.All.Retrying = plus(o.All.Ledger, r.Ledger), o.All.Stored+r.Stored, o.All.Retrying+r.Retrying
+		o.All.Oldest = earlier(o.All.Oldest, r.Oldest)
+		r.Rate, r.Spark = rate(series[k], delivered), spark("messages delivered to "+k.Name, series[k], delivered)
+		if query == "" || strings.Contains(k.String(), query) {
+			o.Rows = append(o.Rows, r)
+		}
+		if r.Cause != nil && r.Cause.About != "Manifest" {
+			// One cause of several destinations, such as a Source without calls, is one problem.
+			if r.Cause.About == "Source" {
+				if bySource[k.Namespace+r.Cause.Text] {
+					continue
+				}
+				bySource[k.Namespace+r.Cause.Text] = true
+			}
+			o.Problems = append(o.Problems, problem{k.String(), r.Link, r.Cause.Text, r.Cause.Fix})
+		}
+	}
+	if text := why.UnknownKeys(v.unknownKeys, v.now); text != "" {
+		o.Notices = append(o.Notices, problem{Object: "write keys", Text: text, Fix: "if the sender is yours, compare its write key with the Secret of the Source"})
+	}
+	slices.SortStableFunc(o.Problems, func(a, b problem) int { return cmp.Compare(a.Link, b.Link) })
+	slices.SortFunc(o.Rows, worseFirst)
+	if o.MoreProblems = max(0, len(o.Problems)-maxProblems); o.MoreProblems > 0 {
+		o.Problems = o.Problems[:maxProblems]
+	}
+	if o.MoreRows = max(0, len(o.Rows)-maxRows); o.MoreRows > 0 {
+		o.Rows = o.Rows[:maxRows]
+	}
+	o.Audiences, o.Deletions = newAudiences(v), newDeletions(v)
+	return o
+}
+
+func (p *Page) shows(namespace string) bool {
+	return p.options.Namespace == "" || p.options.Namespace == namespace
+}
+
+func link(k key) string {
+	return Prefix + "destination/" + url.PathEscape(k.Namespace) + "/" + url.PathEscape(k.Name)
+}
+
+func (p *Page) newRow(v view, k key) row {
+	r := row{key: k, numbers: v.numbers(k), Link: link(k), State: "ok"}
+	r.Cause = why.Cause(v.explain(k, nil))
+	switch {
+	case r.Cause != nil:
+		r.State, r.Words = "problem", r.Cause.Text
+	case r.Retrying > 0:
+		r.State, r.Words = "notice", count(r.Retrying, "message")+" in retry"
+	case r.Stored > 0:
+		r.State, r.Words = "notice", count(r.Stored, "dead letter")+" stored"
+	case r.Pending > 0:
+		r.Words = "delivering"
+	case r.LastSuccess.IsZero():
+		r.Words = "no delivery yet"
+	default:
+		r.Words = "no backlog"
+	}
+	return r
+}
+
+func worseFirst(a, b row) int {
+	severity := map[string]int{"problem": 0, "notice": 1, "ok": 2}
+	return cmp.Or(
+		cmp.Compare(severity[a.State], severity[b.State]), compareBools(b.Open, a.Open),
+		cmp.Compare(b.Retrying, a.Retrying), cmp.Compare(b.Pending, a.Pending), cmp.Compare(b.Stored, a.Stored), compareKeys(a.key, b.key))
+}
+
+func newAudiences(v view) (list []audience) {
+	for _, o := range v.audiences {
+		a := audience{key: key{o.Namespace, o.Name}}
+		for _, x := range v.indices {
+			n := x.Namespace(o.Namespace)
+			if n == nil || n.Audiences[o.Name] == nil || !n.Audiences[o.Name].Owner {
+				continue
+			}
+			r := n.Audiences[o.Name]
+			a.Members, a.Unsent, a.LastSync = r.Members, r.Unsent, r.LastSync
+			if r.LastRefused.After(r.LastSync) {
+				a.Refusal = r.Refusal
+			}
+		}
+		list = append(list, a)
+	}
+	slices.SortFunc(list, func(a, b audience) int {
+		return cmp.Or(compareBools(b.Refusal != "", a.Refusal != ""), cmp.Compare(b.Unsent, a.Unsent), compareKeys(a.key, b.key))
+	})
+	return list[:min(len(list), maxRows)]
+}
+
+func newDeletions(v view) (list []deletion) {
+	for _, o := range v.deletions {
+		d := deletion{key: key{o.Namespace, o.Name}, State: "notice", Words: "in progress"}
+		d.Total, d.Delivered, d.Pending = number(o.Status.Total), number(o.Status.Delivered), number(o.Status.Pending)
+		switch {
+		case meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.ConditionComplete):
+			d.State, d.Words = "ok", "complete"
+		case meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.ConditionFailed):
+			d.State, d.Words = "problem", message(o.Status.Conditions)
+		default:
+			d.Words = cmp.Or(message(o.Status.Conditions), d.Words)
+			if o.Spec.ActiveDeadlineSeconds != nil && o.Status.StartTime != nil {
+				d.Deadline = o.Status.StartTime.Add(time.Duration(*o.Spec.ActiveDeadlineSeconds) * time.Second)
+			}
+		}
+		list = append(list, d)
+	}
+	severity := map[string]int{"problem": 0, "notice": 1, "ok": 2}
+	slices.SortFunc(list, func(a, b deletion) int {
+		return cmp.Or(cmp.Compare(severity[a.State], severity[b.State]), compareBools(a.Deadline.IsZero(), b.Deadline.IsZero()), a.Deadline.Compare(b.Deadline), compareKeys(a.key, b.key))
+	})
+	return list[:min(len(list), maxRows)]
+}
+
+func message(conditions []metav1.Condition) string {
+	if c := meta.FindStatusCondition(conditions, v1alpha1.ConditionReady); c != nil {
+		return c.Message
+	}
+	return ""
+}
+
+func number(n *int32) int32 {
+	if n == nil {
+		return 0
+	}
+	return *n
+}
+
+const (
+	// maxSearched bounds the destinations whose attempts and dead letters a search reads, and
+	// maxLetters the dead letters that are read of each.
+	maxSearched, maxLetters = 200, 10_000
+	maxHits                 = 50
+)
+
+// ranked returns the destinations, the worst first.
+func (p *Page) ranked(v view) (rows []row) {
+	for k := range v.destinations {
+		rows = append(rows, row{key: k, numbers: v.numbers(k), Link: link(k)})
+	}
+	slices.SortFunc(rows, worseFirst)
+	return rows
+}
+
+// letters returns the dead letters of a destination, of all dispatchers, and whether all were read.
+func (p *Page) letters(ctx context.Context, k key) (list []adminapi.DeadLetter, complete bool, err error) {
+	complete = true
+	for _, client := range p.options.Dispatchers {
+		n := 0
+		for d, err := range client.DeadLetters(ctx, k.String(), maxLetters) {
+			if err != nil {
+				return list, false, err
+			}
+			list = append(list, d)
+			n++
+		}
+		complete = complete && n < maxLetters
+	}
+	return list, complete, nil
+}
+
+// group are the dead letters of one destination with the same reason, status code and hour.
+type group struct {
+	key
+	Link            string
+	Reason          string
+	StatusCode      int
+	Hour            time.Time
+	N               int
+	Message, Answer string
+	// Redeliver is the command that redelivers them.
+	Redeliver string
+}
+
+type groups struct {
+	Groups []group
+	Total  int64
+	// Incomplete names the destinations of which not all dead letters were read.
+	Incomplete []string
+	Errors     []string
+}
+
+func (p *Page) groups(ctx context.Context, v view) (g groups) {
+	type id struct {
+		key
+		reason string
+		code   int
+		hour   time.Time
+	}
+	found := map[id]*group{}
+	read := 0
+	for _, r := range p.ranked(v) {
+		if r.Stored == 0 {
+			continue
+		}
+		g.Total += r.Stored
+		if read++; read > maxSearched {
+			g.Incomplete = append(g.Incomplete, r.key.String())
+			continue
+		}
+		list, complete, err := p.letters(ctx, r.key)
+		if err != nil {
+			g.Errors = append(g.Errors, r.key.String()+": "+err.Error())
+		} else if !complete {
+			g.Incomplete = append(g.Incomplete, r.key.String())
+		}
+		for _, d := range list {
+			i := id{r.key, d.Reason, d.StatusCode, d.FailedAt.UTC().Truncate(time.Hour)}
+			one := found[i]
+			if one == nil {
+				one = &group{key: r.key, Link: r.Link, Reason: d.Reason, StatusCode: d.StatusCode, Hour: i.hour, Redeliver: p.redeliver(r.key, d.Reason, i.hour)}
+				found[i] = one
+			}
+			one.N++
+			one.Message, one.Answer = d.Message, cmp.Or(d.Response, one.Answer)
+		}
+	}
+	for _, one := range found {
+		g.Groups = append(g.Groups, *one)
+	}
+	slices.SortFunc(g.Groups, func(a, b group) int {
+		return cmp.Or(b.Hour.Compare(a.Hour), cmp.Compare(b.N, a.N), compareKeys(a.key, b.key), cmp.Compare(a.Reason, b.Reason), cmp.Compare(a.StatusCode, b.StatusCode))
+	})
+	g.Groups = g.Groups[:min(len(g.Groups), maxRows)]
+	return g
+}
+
+// redeliver is the command that redelivers the dead letters of one reason and hour. All its words are
+// names of the API, so that a shell needs no quotes.
+func (p *Page) redeliver(k key, reason string, hour time.Time) string {
+	verb := "deadletters redeliver"
+	if !p.options.Standalone {
+		verb = "redeliver"
+	}
+	return fmt.Sprintf("%s %s %s -n %s --reason %s --since %s --until %s", p.options.Command, verb, k.Name, k.Namespace, reason, hour.Format(time.RFC3339), hour.Add(time.Hour).Format(time.RFC3339))
+}
+
+// hit is where a message was found.
+type hit struct {
+	key
+	Link    string
+	Attempt *adminapi.Attempt
+	Letter  *adminapi.DeadLetter
+	Show    string
+}
+
+type found struct {
+	ID       string
+	Hits     []hit
+	Searched int
+	// Bounded is true if destinations or dead letters were not searched.
+	Bounded bool
+	Errors  []string
+}
+
+// find looks for a message among the last attempts and the dead letters.
+func (p *Page) find(ctx context.Context, v view, id string) (f found) {
+	if f.ID = id; id == "" {
+		return f
+	}
+	for _, r := range p.ranked(v) {
+		if f.Searched == maxSearched || len(f.Hits) >= maxHits {
+			f.Bounded = true
+			break
+		}
+		f.Searched++
+		attempts, err := p.attempts(ctx, r.key)
+		if err != nil {
+			f.Errors = append(f.Errors, err.Error())
+		}
+		for _, a := range attempts {
+			if a.MessageID == id {
+				f.Hits = append(f.Hits, hit{key: r.key, Link: r.Link, Attempt: &a})
+			}
+		}
+		if r.Stored == 0 {
+			continue
+		}
+		letters, complete, err := p.letters(ctx, r.key)
+		if err != nil {
+			f.Errors = append(f.Errors, err.Error())
+		}
+		f.Bounded = f.Bounded || !complete
+		for _, d := range letters {
+			if d.MessageID == id {
+				f.Hits = append(f.Hits, hit{key: r.key, Link: r.Link, Letter: &d, Show: fmt.Sprintf("%s deadletters show %s %s -n %s", p.options.Command, r.Name, d.Key, r.Namespace)})
+			}
+		}
+	}
+	return f
+}

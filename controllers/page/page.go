@@ -1,0 +1,221 @@
+// Package page serves the status page: read-only HTML about the objects of posthorn.dev and the
+// messages in the dispatchers. It reads the objects by the paths of a Kubernetes API server, which
+// posthorn run serves, too, and everything else by dispatcher/adminapi. It contains no message body
+// and no secret. The main type is Page.
+package page
+
+import (
+	"cmp"
+	"context"
+	"embed"
+	"fmt"
+	"html/template"
+	"net"
+	"net/http"
+	"net/netip"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/posthorn/posthorn/controllers/why"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+)
+
+// Options are the sources of the data.
+type Options struct {
+	// Objects serves the objects: posthorn run, or an API server.
+	Objects *adminapi.Client
+	// Namespace limits the page to one namespace; "" shows all.
+	Namespace string
+	// Dispatchers are the admin APIs of all dispatchers, by pod name.
+	Dispatchers map[string]*adminapi.Client
+	// Standalone is true for posthorn run, which also serves the problems of its manifests.
+	Standalone bool
+	// Command is the prefix of the commands that the page shows, for example "posthorn".
+	Command string
+	// Version of the program.
+	Version string
+}
+
+// Page is the handler of "/" and of the paths below Prefix.
+type Page struct {
+	options Options
+	mux     *http.ServeMux
+	started time.Time
+
+	mu   sync.Mutex // guards what is below
+	live state
+	past history
+}
+
+// Prefix of all paths of the page but "/".
+const Prefix = "/page/"
+
+//go:embed assets
+var assets embed.FS
+
+var templates = template.Must(template.New("").Funcs(functions).ParseFS(assets, "assets/*.html"))
+
+// New makes a page. Without Run it has no past.
+func New(o Options) *Page {
+	p := &Page{options: o, mux: http.NewServeMux(), started: time.Now(), past: newHistory()}
+	p.mux.HandleFunc("GET /{$}", p.overview)
+	p.mux.HandleFunc("GET "+Prefix+"destination/{namespace}/{name}", p.destination)
+	p.mux.HandleFunc("GET "+Prefix+"deadletters", p.deadLetters)
+	p.mux.HandleFunc("GET "+Prefix+"search", p.search)
+	p.mux.HandleFunc("GET "+Prefix+"tail", p.tail)
+	for _, name := range []string{"style.css", "refresh.js"} {
+		p.mux.HandleFunc("GET "+Prefix+name, func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("Cache-Control", "no-cache")
+			http.ServeFileFS(w, r, assets, "assets/"+name)
+		})
+	}
+	return p
+}
+
+// policy admits the page's own files only: no inline script, no inline style, no frame, no other
+// host.
+const policy = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
+
+// ServeHTTP answers callers of this machine only, because the page needs no token.
+func (p *Page) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	h := w.Header()
+	h.Set("Content-Security-Policy", policy)
+	h.Set("X-Content-Type-Options", "nosniff")
+	h.Set("Referrer-Policy", "no-referrer")
+	h.Set("Cross-Origin-Resource-Policy", "same-origin")
+	h.Set("Cross-Origin-Opener-Policy", "same-origin")
+	h.Set("Cache-Control", "no-store")
+	if reason := denied(r); reason != "" {
+		http.Error(w, reason, http.StatusForbidden)
+		return
+	}
+	p.mux.ServeHTTP(w, r)
+}
+
+// denied returns why a request is rejected, or "". The Host header must name this machine, so that
+// no name that an attacker's DNS resolves to it reaches the page.
+func denied(r *http.Request) string {
+	host := r.Host
+	if h, _, err := net.SplitHostPort(host); err == nil {
+		host = h
+	}
+	if !strings.EqualFold(host, "localhost") && !loopback(strings.Trim(host, "[]")) {
+		return fmt.Sprintf("the Host header is %q; open the status page as localhost or 127.0.0.1", r.Host)
+	}
+	remote, _, err := net.SplitHostPort(r.RemoteAddr)
+	if err != nil || !loopback(remote) {
+		return "the status page is served to this machine only; forward a port, for example with ssh -L 8081:127.0.0.1:8081"
+	}
+	if site := r.Header.Get("Sec-Fetch-Site"); site == "cross-site" && r.Header.Get("Sec-Fetch-Mode") != "navigate" {
+		return "requests of other sites are rejected"
+	}
+	return ""
+}
+
+func loopback(address string) bool {
+	a, err := netip.ParseAddr(address)
+	return err == nil && a.Unmap().IsLoopback()
+}
+
+// frame is what each template gets.
+type frame struct {
+	Title, Version, Command, Active string
+	// Refresh is the number of seconds after which the page is loaded again; 0 is never.
+	Refresh int
+	Now     time.Time
+	Problem int
+	Data    any
+}
+
+func (p *Page) render(w http.ResponseWriter, name string, f frame) {
+	f.Version, f.Command = p.options.Version, p.options.Command
+	f.Now = cmp.Or(f.Now, time.Now())
+	w.Header().Set("Content-Type", "text/html; charset=utf-8")
+	var text strings.Builder
+	if err := templates.ExecuteTemplate(&text, name, f); err != nil {
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+		return
+	}
+	_, _ = w.Write([]byte(text.String()))
+}
+
+// fail answers with the reason why the data are missing.
+func (p *Page) fail(w http.ResponseWriter, err error) {
+	w.WriteHeader(http.StatusBadGateway)
+	p.render(w, "error.html", frame{Title: "No data", Data: err.Error(), Refresh: 5})
+}
+
+// viewTimeout bounds the time to collect the data of one view.
+const viewTimeout = 15 * time.Second
+
+func (p *Page) view(r *http.Request) (view, context.Context, context.CancelFunc, error) {
+	ctx, cancel := context.WithTimeout(r.Context(), viewTimeout)
+	v, err := p.collect(ctx)
+	return v, ctx, cancel, err
+}
+
+func (p *Page) overview(w http.ResponseWriter, r *http.Request) {
+	v, _, cancel, err := p.view(r)
+	defer cancel()
+	if err != nil {
+		p.fail(w, err)
+		return
+	}
+	o := p.newOverview(v, r.FormValue("q"))
+	title := "Posthorn: no problem found"
+	if n := len(o.Problems) + o.MoreProblems; n > 0 {
+		title = "Posthorn: " + count(int64(n), "problem")
+	}
+	p.render(w, "overview.html", frame{Title: title, Active: "overview", Refresh: 5, Now: v.now, Problem: len(o.Problems), Data: o})
+}
+
+func (p *Page) destination(w http.ResponseWriter, r *http.Request) {
+	v, ctx, cancel, err := p.view(r)
+	defer cancel()
+	if err != nil {
+		p.fail(w, err)
+		return
+	}
+	d, err := p.newDetail(ctx, v, r.PathValue("namespace"), r.PathValue("name"))
+	if err != nil {
+		p.fail(w, err)
+		return
+	}
+	if !d.Exists {
+		w.WriteHeader(http.StatusNotFound)
+	}
+	p.render(w, "destination.html", frame{Title: d.Namespace + "/" + d.Name + " - Posthorn", Active: "overview", Refresh: 5, Now: v.now, Data: d})
+}
+
+func (p *Page) deadLetters(w http.ResponseWriter, r *http.Request) {
+	v, ctx, cancel, err := p.view(r)
+	defer cancel()
+	if err != nil {
+		p.fail(w, err)
+		return
+	}
+	p.render(w, "deadletters.html", frame{Title: "Dead letters - Posthorn", Active: "deadletters", Refresh: 30, Now: v.now, Data: p.groups(ctx, v)})
+}
+
+func (p *Page) search(w http.ResponseWriter, r *http.Request) {
+	v, ctx, cancel, err := p.view(r)
+	defer cancel()
+	if err != nil {
+		p.fail(w, err)
+		return
+	}
+	p.render(w, "search.html", frame{Title: "Message - Posthorn", Active: "search", Now: v.now, Data: p.find(ctx, v, strings.TrimSpace(r.FormValue("id")))})
+}
+
+// explain is why.Explain for one destination, with as little input as it needs.
+func (v *view) explain(k key, attempts []adminapi.Attempt) []why.Finding {
+	f := why.Facts{Namespace: k.Namespace, Name: k.Name, Sources: v.sources[k.Namespace], Manifests: v.problems, UnknownKeys: v.unknownKeys, Attempts: attempts, Now: v.now}
+	if d := v.destinations[k]; d != nil {
+		f.Destinations = append(f.Destinations, *d)
+	}
+	for _, x := range v.indices {
+		f.Reports = append(f.Reports, slice(x, k))
+	}
+	return why.Explain(f)
+}
