@@ -39,7 +39,7 @@ func rate(past []point, of func(point) int64) string {
 
 const sparkWidth, sparkHeight = 240, 40
 
-// spark draws the last 60 minutes, with the newest at the right, as SVG that contains numbers and an
+// spark draws the past, at most 60 minutes, with the newest at the right, as SVG that contains numbers and an
 // escaped label only.
 func spark(label string, past []point, of func(point) int64) template.HTML {
 	if len(past) < 2 {
@@ -50,13 +50,12 @@ func spark(label string, past []point, of func(point) int64) template.HTML {
 		most = max(most, of(p))
 	}
 	var line strings.Builder
-	first := points - len(past)
 	for i, p := range past {
-		fmt.Fprintf(&line, "%c%.1f %.1f", "ML"[min(i, 1)], float64(first+i)*sparkWidth/(points-1), sparkHeight-2-float64(of(p))*(sparkHeight-4)/float64(most))
+		fmt.Fprintf(&line, "%c%.1f %.1f", "ML"[min(i, 1)], float64(i)*sparkWidth/float64(len(past)-1), sparkHeight-2-float64(of(p))*(sparkHeight-4)/float64(most))
 	}
-	area := fmt.Sprintf("%sL%d %dL%.1f %dZ", line.String(), sparkWidth, sparkHeight, float64(first)*sparkWidth/(points-1), sparkHeight)
-	return template.HTML(fmt.Sprintf(`<svg class="spark" viewBox="0 0 %d %d" preserveAspectRatio="none" role="img" aria-label="%s, last 60 minutes, at most %d in %d s"><path class="area" d="%s"/><path class="line" d="%s"/></svg>`, //nolint:gosec // numbers and an escaped label
-		sparkWidth, sparkHeight, template.HTMLEscapeString(label), most, int(interval.Seconds()), area, line.String()))
+	area := fmt.Sprintf("%sL%d %dL0 %dZ", line.String(), sparkWidth, sparkHeight, sparkHeight)
+	return template.HTML(fmt.Sprintf(`<svg class="spark" viewBox="0 0 %d %d" preserveAspectRatio="none" role="img" aria-label="%s, last %d minutes, at most %d in %d s"><path class="area" d="%s"/><path class="line" d="%s"/></svg>`, //nolint:gosec // numbers and an escaped label
+		sparkWidth, sparkHeight, template.HTMLEscapeString(label), len(past)*int(interval.Seconds())/60, most, int(interval.Seconds()), area, line.String()))
 }
 
 // part is a phase of an attempt.

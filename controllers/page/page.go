@@ -213,6 +213,12 @@ func (v *view) explain(k key, attempts []adminapi.Attempt) []why.Finding {
 	f := why.Facts{Namespace: k.Namespace, Name: k.Name, Sources: v.sources[k.Namespace], Manifests: v.problems, UnknownKeys: v.unknownKeys, Attempts: attempts, Now: v.now}
 	if d := v.destinations[k]; d != nil {
 		f.Destinations = append(f.Destinations, *d)
+	} else { // for the suggestions
+		for other, d := range v.destinations {
+			if other.Namespace == k.Namespace {
+				f.Destinations = append(f.Destinations, *d)
+			}
+		}
 	}
 	for _, x := range v.indices {
 		f.Reports = append(f.Reports, slice(x, k))

@@ -30,6 +30,7 @@ var rules = []struct {
 	{"analytics/event", nil, []string{}},
 	{"analytics", []string{"analytics"}, []string{}},
 	{"controllers", []string{"api/", "config/crd", "controllers", "dispatcher/adminapi", "dispatcher/durable", "dispatcher/liveconfig"}, nil},
+	{"controllers/page", []string{"api/v1alpha1", "controllers/manifest", "controllers/why", "dispatcher/adminapi"}, []string{"k8s.io/apimachinery", "sigs.k8s.io/yaml"}},
 	{"dispatcher/adminapi", nil, []string{}},
 	{"dispatcher/durable", []string{}, []string{}},
 	{"dispatcher", []string{"dispatcher", "analytics/event"}, nil},

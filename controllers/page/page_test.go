@@ -1,0 +1,97 @@
+package page
+
+import (
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"k8s.io/utils/ptr"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+)
+
+func TestDenied(t *testing.T) {
+	for _, c := range []struct {
+		host, remote, site string
+		want               int
+	}{
+		{"127.0.0.1:8081", "127.0.0.1:5", "", http.StatusOK},
+		{"localhost", "[::1]:5", "same-origin", http.StatusOK},
+		{"[::1]:8081", "[::ffff:127.0.0.1]:5", "none", http.StatusOK},
+		{"posthorn.example", "127.0.0.1:5", "", http.StatusForbidden},
+		{"localhost.attacker.example", "127.0.0.1:5", "", http.StatusForbidden},
+		{"10.0.0.7:8081", "127.0.0.1:5", "", http.StatusForbidden},
+		{"127.0.0.1:8081", "10.0.0.8:5", "", http.StatusForbidden},
+		{"127.0.0.1:8081", "127.0.0.1:5", "cross-site", http.StatusForbidden},
+	} {
+		r := httptest.NewRequest(http.MethodGet, "/page/style.css", nil)
+		r.Host, r.RemoteAddr = c.host, c.remote
+		r.Header.Set("Sec-Fetch-Site", c.site)
+		w := httptest.NewRecorder()
+		New(Options{}).ServeHTTP(w, r)
+		if w.Code != c.want {
+			t.Errorf("Host %q from %s, site %q: got %d, want %d", c.host, c.remote, c.site, w.Code, c.want)
+		}
+	}
+}
+
+func TestShownConfig(t *testing.T) {
+	spec := v1alpha1.WebhookDestinationSpec{Endpoints: []v1alpha1.Endpoint{{
+		Name: "a", URL: "https://user:password@hooks.example/in?token=query#part",
+		Headers: []v1alpha1.Header{{Name: "X-Token", Value: ptr.To("value")}},
+	}}}
+	text, err := shownConfig(spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, secret := range []string{"user", "password", "query", "part", "value: value"} {
+		if strings.Contains(text, secret) {
+			t.Errorf("the config shows %q:\n%s", secret, text)
+		}
+	}
+	if want := "https://hooks.example/in?hidden"; !strings.Contains(text, want) {
+		t.Errorf("the config lacks %q:\n%s", want, text)
+	}
+	if got := *spec.Endpoints[0].Headers[0].Value; got != "value" {
+		t.Errorf("header of the input: got %q, want it unchanged", got)
+	}
+}
+
+// The past has at most maxSeries destinations, those with trouble first, and 60 minutes of each.
+func TestHistoryIsBounded(t *testing.T) {
+	h := newHistory()
+	at := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
+	const destinations = maxSeries + 50
+	for i := range points + 10 {
+		r := adminapi.NamespaceReport{Namespace: "shop"}
+		for d := range destinations {
+			report := adminapi.DestinationReport{Name: "d" + num(d), Ledger: adminapi.Ledger{Delivered: int64(i * d)}}
+			if d == 0 {
+				report.Ledger, report.Retrying = adminapi.Ledger{}, 1
+			}
+			r.Destinations = append(r.Destinations, report)
+		}
+		x := adminapi.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{r}})
+		h.sample(view{now: at.Add(time.Duration(i) * interval), indices: map[string]*adminapi.Index{"a": x}})
+	}
+	if got := len(h.series); got != maxSeries {
+		t.Errorf("destinations with a past: got %d, want %d", got, maxSeries)
+	}
+	for name, want := range map[string]bool{"d0": true, "d1": false, "d249": true} {
+		if got := h.series[key{"shop", name}] != nil; got != want {
+			t.Errorf("%s has a past: got %v, want %v", name, got, want)
+		}
+	}
+	if got := len(h.total.list()); got != points {
+		t.Errorf("points: got %d, want %d", got, points)
+	}
+	if got := h.series[key{"shop", "d249"}].list()[points-1].delivered; got != 249 {
+		t.Errorf("delivered in the last interval: got %d, want 249", got)
+	}
+	if got, want := rate(h.series[key{"shop", "d249"}].list(), delivered), "16/s"; got != want {
+		t.Errorf("rate: got %s, want %s", got, want)
+	}
+}
