@@ -89,6 +89,12 @@ func (d *Dispatcher) writeMetrics(w *promtext.Writer) {
 	w.Sample(number(d.ready() == nil), "")
 	w.Family("posthorn_storage_free_bytes", promtext.Gauge, "Free space on the disk of the data directory.")
 	w.Sample(float64(d.gate.Storage().FreeBytes), "")
+	w.Family("posthorn_storage_days_left", promtext.Gauge, "Days until the disk reaches the high-water mark at the present rate, rounded up; 31 means more than 30.")
+	days := d.storage.get(d.gate).DaysLeft
+	if days == 0 {
+		days = maxForecastDays + 1
+	}
+	w.Sample(float64(days), "")
 	all := d.namespaceSeries(time.Now())
 	for _, f := range namespaceFamilies {
 		w.Family(f.name, f.kind, f.help)

@@ -158,9 +158,10 @@ const storageInterval = 10 * time.Second
 
 // storage is the disk usage for reports.
 type storage struct {
-	mu     sync.Mutex
-	at     time.Time
-	report adminapi.StorageReport
+	mu       sync.Mutex
+	at       time.Time
+	report   adminapi.StorageReport
+	forecast forecast
 }
 
 // get returns the disk usage, rounded: the free space of a shared disk changes all the time, which
@@ -170,6 +171,10 @@ func (s *storage) get(gate *admission.Gate) adminapi.StorageReport {
 	defer s.mu.Unlock()
 	if now := time.Now(); s.at.IsZero() || now.Sub(s.at) >= storageInterval {
 		s.at, s.report = now, gate.Storage()
+		if total := s.report.TotalBytes; total > 0 {
+			left := s.report.FreeBytes - int64((1-gate.HighWater)*float64(total))
+			s.report.DaysLeft = s.forecast.days(now, left, total)
+		}
 		s.report.FreeBytes -= s.report.FreeBytes % (64 << 20)
 		s.report.UsedBytes -= s.report.UsedBytes % (1 << 20)
 	}

@@ -49,7 +49,7 @@ func (d *dataFlags) register(cmd *cobra.Command, data, listen, admin string) {
 	f.StringVar(&d.proxyCredentials, "egress-proxy-credentials", "", "folder with the files username and password for --egress-proxy, read again when they change")
 	f.StringSliceVar(&d.proxies, "trusted-proxies", nil, "trusted proxies, whose X-Forwarded-For is used: CIDRs or addresses")
 	f.StringVar(&d.options.PublicHost, "public-host", "", "host of the tracking API, with an optional port, in the settings that browser and mobile libraries load; empty: the Host header of their request")
-	f.DurationVar(&d.options.DrainTimeout, "drain-timeout", 10*time.Second, "how long shutdown waits for calls and deliveries in progress")
+	f.DurationVar(&d.options.DrainTimeout, "drain-timeout", 10*time.Second, "how long shutdown waits for calls and deliveries in progress; posthorn run raises it to the longest delivery timeout and 5s")
 	f.DurationVar(&d.options.OrphanGrace, "orphan-grace", 10*time.Minute, "how long messages of a deleted destination are kept, and calls with a removed write key are answered 503 instead of 401")
 	f.DurationVar(&d.options.Queue.DuplicateWindow, "duplicate-window", 10*time.Minute, "how long messageIds are stored to drop duplicate calls, up to 24h")
 	f.StringVar(&d.memory, "memory", strconv.Itoa(dispatcher.DefaultMemory/1_000_000)+"M", "limit of the resident memory, for example 400M or 1Gi; all buffer sizes derive from it. A lower memory limit of the container takes precedence")
@@ -181,6 +181,12 @@ func (c *ceilingFlags) register(cmd *cobra.Command) {
 	f := cmd.Flags()
 	f.DurationVar(&c.timeout, "max-delivery-timeout", compile.DefaultMaxTimeout, "ceiling of spec.delivery.timeout, from 5s to 60s")
 	f.DurationVar(&c.retryWindow, "max-retry-window", compile.DefaultMaxRetryWindow, "ceiling of spec.delivery.retry.window, from 4h to 720h")
+}
+
+// drain returns the drain timeout of a process with these ceilings: longer than the longest timeout,
+// like the chart's, so that a stop cuts no request off.
+func (c *ceilingFlags) drain(timeout time.Duration) time.Duration {
+	return max(timeout, c.timeout+5*time.Second)
 }
 
 // policy returns the rules for destinations: the ceilings, and the hosts that egress permits.

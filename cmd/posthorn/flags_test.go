@@ -167,3 +167,17 @@ func TestMemoryBound(t *testing.T) {
 		}
 	}
 }
+
+// A raised ceiling of the timeout raises the drain timeout, so that a stop cuts no request off.
+func TestDrainFollowsCeiling(t *testing.T) {
+	for _, tc := range []struct{ ceiling, drain, want time.Duration }{
+		{5 * time.Second, 10 * time.Second, 10 * time.Second},
+		{time.Minute, 10 * time.Second, 65 * time.Second},
+		{time.Minute, 2 * time.Minute, 2 * time.Minute},
+	} {
+		c := ceilingFlags{timeout: tc.ceiling}
+		if got := c.drain(tc.drain); got != tc.want {
+			t.Errorf("drain timeout for a ceiling of %v and a setting of %v: got %v, want %v", tc.ceiling, tc.drain, got, tc.want)
+		}
+	}
+}

@@ -56,6 +56,7 @@ this machine; 'posthorn get' shows the status, too.`,
 			if err != nil {
 				return err
 			}
+			data.options.DrainTimeout = ceilings.drain(data.options.DrainTimeout)
 			watchCertificate, err := data.tls()
 			if err != nil {
 				return err

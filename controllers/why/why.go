@@ -251,6 +251,8 @@ func (e *explainer) config() {
 		}
 		if r.Storage.Pressure {
 			e.add(Problem, "Config", "contact an administrator: the disk is full", "dispatcher %s does not accept calls: its disk is full", r.Pod)
+		} else if days := r.Storage.DaysLeft; days > 0 {
+			e.add(Notice, "Config", "", "the disk of dispatcher %s is full in at most %s at the present rate; then calls are answered 503", r.Pod, count(int64(days), "day"))
 		}
 	}
 	programmed := meta.FindStatusCondition(e.d.Status.Conditions, v1alpha1.ConditionProgrammed)

@@ -138,6 +138,7 @@ func TestExplain(t *testing.T) {
 			t.Refused = &adminapi.RefusedConfig{Error: "unknown field"}
 		}), "Config", "dispatcher a rejects the config and keeps the previous one: unknown field", "update", ""},
 		{"a full disk", report(func(_ *adminapi.NamespaceReport, r *adminapi.Report) { r.Storage.Pressure = true }), "Config", "disk is full", "", ""},
+		{"a disk that fills", report(func(_ *adminapi.NamespaceReport, r *adminapi.Report) { r.Storage.DaysLeft = 3 }), "", "", "", "NOTICE Config the disk of dispatcher a is full in at most 3 days at the present rate"},
 		{"its Source is disabled", s(func(s *v1alpha1.Source) { s.Spec.Enabled = &no }), "Source", `Source "web" is disabled`, "spec.enabled", ""},
 		{"two Sources with one key", s(func(s *v1alpha1.Source) {
 			s.Status.Conditions[0] = condition("Accepted", "WriteKeyConflict", "ios has it")

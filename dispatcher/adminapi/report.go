@@ -315,4 +315,7 @@ type StorageReport struct {
 	TotalBytes int64 `json:"totalBytes"`
 	// Pressure is true above the high-water mark: ingest answers 503.
 	Pressure bool `json:"pressure,omitempty"`
+	// DaysLeft is for how many days, rounded up, the disk lasts at the present rate until it reaches
+	// the high-water mark; 0 if it lasts more than 30 days or the rate is not known yet.
+	DaysLeft int `json:"daysLeft,omitempty"`
 }

@@ -17,8 +17,12 @@ import (
 )
 
 const (
-	// Retention is how long a record is kept after its last change.
+	// Retention is how long the record of a completed run is kept after its last change.
 	Retention = 30 * 24 * time.Hour
+	// unfinishedRetention is that of a run that did not complete. A record outlives the messages of
+	// its run, which are pending up to the longest retry window; without its record the run would
+	// start again.
+	unfinishedRetention = 2 * Retention
 
 	prefix        = "job/"
 	maxNamespace  = 10_000
@@ -167,4 +171,10 @@ func (r *Records) remove(id string) error {
 	return nil
 }
 
-func (r *Records) expired(record Record) bool { return r.now().Sub(record.Updated) >= Retention }
+func (r *Records) expired(record Record) bool {
+	retention := Retention
+	if record.Completed.IsZero() {
+		retention = unfinishedRetention
+	}
+	return r.now().Sub(record.Updated) >= retention
+}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/cockroachdb/pebble/v2/vfs"
 
+	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/test/check"
@@ -79,8 +80,24 @@ func TestRetention(t *testing.T) {
 		t.Error("the record did not expire after 30 days")
 	}
 	put(t, r, "new", Record{Namespace: "shop"})
-	check.Equal(t, "values after the sweep", stored(t, s), 1)
-	check.Same(t, "records after the sweep", r.namespaces, map[string]int{"shop": 1})
+	check.Equal(t, "values after the sweep", stored(t, s), 2)
+	check.Same(t, "records after the sweep", r.namespaces, map[string]int{"shop": 2})
+}
+
+// The record of a run whose messages are pending for the longest retry window outlives them.
+func TestRetentionOfUnfinishedRuns(t *testing.T) {
+	s, c := newStore(t, vfs.NewMem()), &clock{time.Unix(1_800_000_000, 0)}
+	r := open(t, s, c)
+	put(t, r, "pending", Record{Namespace: "shop", UID: "1"})
+	c.t = c.t.Add(liveconfig.MaxRetryWindow + 24*time.Hour)
+	put(t, r, "new", Record{Namespace: "shop"})
+	if _, ok := r.Get("pending"); !ok {
+		t.Errorf("record a day after the longest retry window: got none, want it")
+	}
+	c.t = c.t.Add(unfinishedRetention)
+	if _, ok := r.Get("pending"); ok {
+		t.Error("record after its retention: got it, want none")
+	}
 }
 
 // The oldest record of a namespace is removed for a new one, and in total the oldest record of

@@ -205,6 +205,8 @@ var situations = []situation{
 		posthorn_config_parked_objects{namespace="shop"} 0x60`, false},
 	{"PosthornStorageFull", `posthorn_queue_full{pod="d-0"} 0x50 1x10`, true},
 	{"PosthornStorageFull", `posthorn_queue_full{pod="d-0"} 0x60`, false},
+	{"PosthornStorageFilling", `posthorn_storage_days_left{pod="d-0"} 31x10 3x50`, true},
+	{"PosthornStorageFilling", `posthorn_storage_days_left{pod="d-0"} 4x60`, false},
 	{"PosthornStorageDamaged", `posthorn_queue_corrupt{pod="d-0"} 0x50 1x10`, true},
 	{"PosthornStorageDamaged", `posthorn_queue_corrupt{pod="d-0"} 0x60`, false},
 	{"PosthornStorageSlow", `posthorn_queue_commit_seconds_bucket{pod="d-0",le="0.5"} 0x60
