@@ -268,6 +268,8 @@ func TestCertificateChanges(t *testing.T) {
 		for range 2 {
 			if r := post(t, withTimeout(t, generousTimeout), c, e); r.Reason != "" {
 				t.Fatalf("unexpected result %+v", r)
+			} else if r.CertificateExpires.Before(time.Now()) {
+				t.Errorf("certificate expires: got %v, want a time in the future", r.CertificateExpires)
 			}
 		}
 		before := received.Load()
