@@ -176,7 +176,7 @@ func TestReplacedPod(t *testing.T) {
 	})
 }
 
-// A rolling update of many pods must not compute the statuses of all objects once more for the end of
+// A rolling update of many pods must not compute the statuses of all objects again for the end of
 // each pod's grace. An outdated report changes statuses.
 func TestEndOfTheGraceChangesNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
