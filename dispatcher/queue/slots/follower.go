@@ -42,6 +42,9 @@ type follower struct {
 	last uint64
 	// parts has the parts of the batch last + 1.
 	parts []byte
+	// lastKind and lastSession are those of the last record, also of a suspect; 0 before the first.
+	lastKind    kind
+	lastSession pebblestore.Session
 }
 
 // apply applies the next record.
@@ -56,7 +59,7 @@ func (f *follower) apply(e Entry) error {
 	if err != nil {
 		return &DamageError{e.Sequence, err}
 	}
-	f.next = e.Sequence + 1
+	f.next, f.lastKind, f.lastSession = e.Sequence+1, h.kind, h.session
 	return nil
 }
 
@@ -133,39 +136,21 @@ func (f *follower) applyBatch(number uint64, batch []byte) error {
 	return f.copy.Apply(pebblestore.Position{Batch: number, Session: f.session}, batch)
 }
 
-// follow applies the records up to a sequence.
-func (f *follower) follow(ctx context.Context, log Log, last uint64) error {
-	if f.next > last {
-		return nil
-	}
-	errReached := errors.New("reached the last record")
-	err := log.Tail(ctx, f.next, func(e Entry) error {
-		if err := f.apply(e); err != nil {
-			return err
-		}
-		if e.Sequence >= last {
-			return errReached
-		}
-		return nil
-	})
-	if errors.Is(err, errReached) {
-		return nil
-	}
-	return err
-}
-
 // ErrForeignCopy reports that a copy is not a part of the stream: it has batches that the stream
 // does not have, batches of another session, or it ends before the stream begins.
 var ErrForeignCopy = errors.New("the copy is not a part of the log")
 
+// ErrEmptied reports that a stream has no records, but had some before: it was emptied, or deleted
+// and created again. The pod must not remove its copy, which may be the last one.
+var ErrEmptied = errors.New("the records of the stream were removed by another program; restore the stream")
+
 // newFollower finds the record with the last batch of a copy. The record must be in the stream and
 // of the copy's session. A copy without batches begins with the first batch.
-func newFollower(ctx context.Context, log Log, copied Replica) (*follower, error) {
-	s, err := log.State(ctx)
-	if err != nil {
-		return nil, fmt.Errorf("read the state of the log: %w", err)
-	}
+func newFollower(ctx context.Context, log Log, s State, copied Replica) (*follower, error) {
 	position := copied.Position()
+	if s.First > s.Last && (s.Last > 0 || position.Batch > 0) {
+		return nil, ErrEmptied
+	}
 	e, h, err := findBatch(ctx, log, s, max(position.Batch, 1))
 	isNew := position.Batch == 0
 	switch {

@@ -20,14 +20,17 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/queue/slots/slotstest"
 )
 
-// TestModel runs pods that claim a slot from each other at random times, on a stream with all faults
-// of slotstest, in virtual time. In place of a store they have a list of batches. Pods are paused,
-// closed, and killed between the apply and the publishing of a batch, with a random part of their
-// files. Afterwards:
+// TestModel runs pods that own a slot in turn, on a stream with all faults of slotstest, in virtual
+// time. In place of a store they have a list of batches. Pods are paused, release the slot, and are
+// killed between the apply and the publishing of a batch, with a random part of their files. The
+// rates of their clocks differ by up to 10 %. In the seeds without leases, pods claim the slot from
+// each other at random times, so that only the stream is the fence. Afterwards:
 //
 //   - every acknowledged batch is in the log, at its number, and no batch is in it twice,
 //   - the log has no gap, and after a claim no record of an older session,
-//   - every surviving copy is a prefix of the log, or is recognised as a foreign one.
+//   - every surviving copy is a prefix of the log, or is recognised as a foreign one,
+//   - with leases, at no time two sessions were allowed to send, and after a claim an older session
+//     sent at most the requests that were in flight.
 //
 // POSTHORN_MODEL_SEEDS sets the number of seeds, POSTHORN_MODEL_SEED the first one.
 func TestModel(t *testing.T) {
@@ -35,11 +38,14 @@ func TestModel(t *testing.T) {
 	var all modelTally
 	for seed := first; seed < first+seeds; seed++ {
 		t.Run(strconv.Itoa(seed), func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) { runModel(t, rand.New(rand.NewPCG(uint64(seed), 0)), &all) })
+			synctest.Test(t, func(t *testing.T) { runModel(t, seed%2 == 0, rand.New(rand.NewPCG(uint64(seed), 0)), &all) })
 		})
 	}
-	t.Logf("%d claims, %d sessions ended by another claim, %d kills, %d foreign copies, %d batches acknowledged, %d not", all.claims, all.fenced, all.kills, all.foreign, all.acknowledged, all.unacknowledged)
-	for name, n := range map[string]int{"sessions ended by another claim": all.fenced, "kills": all.kills, "foreign copies": all.foreign, "batches not acknowledged": all.unacknowledged} {
+	t.Logf("%d claims, %d sessions ended by another claim, %d released, %d kills, %d foreign copies, %d batches acknowledged, %d not, %d requests, %d of them after a claim", all.claims, all.fenced, all.released, all.kills, all.foreign, all.acknowledged, all.unacknowledged, all.sent, all.late)
+	for name, n := range map[string]int{
+		"sessions ended by another claim": all.fenced, "released sessions": all.released, "kills": all.kills, "foreign copies": all.foreign,
+		"batches not acknowledged": all.unacknowledged, "requests": all.sent, "requests after a claim": all.late,
+	} {
 		if n == 0 && seeds >= 100 {
 			t.Errorf("%s: got none, want some: the model does not reach this case", name)
 		}
@@ -55,19 +61,24 @@ func env(name string, otherwise int) int {
 
 // modelTally has the sums of all seeds.
 type modelTally struct {
-	claims, fenced, kills, foreign, acknowledged, unacknowledged int
+	claims, fenced, released, kills, foreign, acknowledged, unacknowledged, sent, late int
 }
 
 type model struct {
 	stream *slotstest.Stream
 	faults slotstest.Faults
 	tally  *modelTally
+	// leases: a pod claims the slot when it has no owner, and not at any time.
+	leases bool
 
 	mu  sync.Mutex
 	rng *rand.Rand
 	// acknowledged are the numbers of acknowledged batches by their content.
 	acknowledged map[string]uint64
 	batches      int
+	// sessions are all writers. owner is that of the last claim.
+	sessions []*slots.Writer
+	owner    *slots.Writer
 	// survivors are the files that the pods have at the end.
 	survivors []*copied
 }
@@ -75,8 +86,8 @@ type model struct {
 // modelFor is the time for which pods come and go.
 const modelFor = 5 * time.Minute
 
-func runModel(t *testing.T, rng *rand.Rand, tally *modelTally) {
-	m := &model{stream: slotstest.NewStream(0), rng: rng, tally: tally, acknowledged: map[string]uint64{}}
+func runModel(t *testing.T, leases bool, rng *rand.Rand, tally *modelTally) {
+	m := &model{stream: slotstest.NewStream(0), leases: leases, rng: rng, tally: tally, acknowledged: map[string]uint64{}}
 	if m.oneOf(3) {
 		m.stream = slotstest.NewStream(int64(20_000 + rng.IntN(100_000)))
 	}
@@ -90,8 +101,30 @@ func runModel(t *testing.T, rng *rand.Rand, tally *modelTally) {
 	for pod := range 2 + rng.IntN(2) {
 		pods.Go(func() { m.runPod(ctx, t, pod) })
 	}
+	if leases {
+		pods.Go(func() { m.elect(ctx) })
+	}
 	pods.Wait()
+	m.stream.SetLeader(true)
 	m.check(t)
+}
+
+// elect lets the stream have no leader for up to nine seconds, again and again.
+func (m *model) elect(ctx context.Context) {
+	for ctx.Err() == nil {
+		sleep(ctx, m.upTo(90_000))
+		m.stream.SetLeader(false)
+		sleep(ctx, m.upTo(9_000))
+		m.stream.SetLeader(true)
+	}
+}
+
+// sleep waits for a number of milliseconds, or until ctx ends.
+func sleep(ctx context.Context, milliseconds int) {
+	select {
+	case <-time.After(time.Duration(milliseconds) * time.Millisecond):
+	case <-ctx.Done():
+	}
 }
 
 func (m *model) oneOf(n int) bool { return m.upTo(n) == 1 }
@@ -112,29 +145,50 @@ func (m *model) newLog() *slotstest.Log {
 // runPod lets a pod claim the slot and lose it, until ctx ends. Its files survive, or a part of them.
 func (m *model) runPod(ctx context.Context, t *testing.T, pod int) {
 	files := &copied{}
+	o := slots.Options{Logger: slog.New(slog.DiscardHandler), Now: m.newClock()}
+	newSession := slots.Claim
+	if m.leases {
+		newSession = slots.Follow
+	}
 	defer func() {
 		m.mu.Lock()
 		defer m.mu.Unlock()
 		m.survivors = append(m.survivors, files)
 	}()
 	for ctx.Err() == nil {
-		time.Sleep(time.Duration(m.upTo(20)) * time.Second)
-		w, err := slots.Claim(ctx, m.newLog(), files, slog.New(slog.DiscardHandler))
+		sleep(ctx, m.upTo(20_000))
+		w, err := newSession(ctx, m.newLog(), files, o)
 		switch {
 		case errors.Is(err, slots.ErrForeignCopy):
 			m.count(&m.tally.foreign)
 			files = &copied{}
 			continue
-		case err != nil && ctx.Err() == nil && !errors.Is(err, slotstest.ErrLost):
+		case err != nil && ctx.Err() == nil && !isTransient(err):
 			t.Errorf("pod %d: claim: got error %v, want none", pod, err)
 			return
 		case err != nil:
 			continue
 		}
 		m.count(&m.tally.claims)
-		m.own(ctx, w, files)
+		o.Exited = pebblestore.Session{}
+		m.own(ctx, t, w, files)
 		files.crash(m.upTo(len(files.batches)+1) - 1)
+		if m.oneOf(3) {
+			o.Exited = w.Session() // The pod knows its former session by its files.
+		}
 	}
+}
+
+// newClock returns the clock of a pod, whose rate is up to 5 % wrong.
+func (m *model) newClock() func() time.Time {
+	began, rate := time.Now(), 0.95+float64(m.upTo(1000))/10_000
+	return func() time.Time { return began.Add(time.Duration(float64(time.Since(began)) * rate)) }
+}
+
+// isTransient reports whether an error ends with the faults of the stream. A stale read may not see
+// the first records.
+func isTransient(err error) bool {
+	return errors.Is(err, slotstest.ErrLost) || errors.Is(err, slotstest.ErrNoLeader) || errors.Is(err, slots.ErrEmptied)
 }
 
 func (m *model) count(n *int) {
@@ -143,30 +197,91 @@ func (m *model) count(n *int) {
 	*n++
 }
 
-// own appends batches until the session ends, the pod is killed, or ctx ends.
-func (m *model) own(ctx context.Context, w *slots.Writer, files *copied) {
-	var writers sync.WaitGroup
+// senders is the number of requests that a session has in flight.
+const senders = 3
+
+// own appends batches and sends requests until the session ends, the pod is killed, or ctx ends.
+func (m *model) own(ctx context.Context, t *testing.T, w *slots.Writer, files *copied) {
+	m.mu.Lock()
+	m.sessions, m.owner = append(m.sessions, w), w
+	m.mu.Unlock()
+	var workers sync.WaitGroup
 	var order sync.Mutex // Of the files and the log; a store's commitLog.
 	life := time.After(time.Duration(m.upTo(40)) * time.Second)
-	ctx, cancel := context.WithCancel(ctx)
+	living, cancel := context.WithCancel(ctx)
 	for range m.upTo(4) {
-		writers.Go(func() {
-			for ctx.Err() == nil && w.Err() == nil {
+		workers.Go(func() {
+			for living.Err() == nil && w.Err() == nil {
 				m.appendBatch(w, files, &order)
-				time.Sleep(time.Duration(m.upTo(2000)) * time.Millisecond)
+				sleep(living, m.upTo(2000))
 			}
 		})
 	}
+	late := 0
+	if m.leases {
+		for range senders {
+			workers.Go(func() { m.send(living, t, w, &late) })
+		}
+	}
+	release := false
 	select {
 	case <-w.Done():
 		m.count(&m.tally.fenced)
 	case <-life:
-		m.count(&m.tally.kills)
+		if release = m.leases && m.oneOf(3); !release {
+			m.count(&m.tally.kills)
+		}
 	case <-ctx.Done():
 	}
 	cancel()
+	if release { // Batches of a full stream do not become durable, so the release has a bound.
+		releasing, cancel := context.WithTimeout(ctx, 5*time.Second)
+		defer cancel()
+		if w.Release(releasing) == nil {
+			m.count(&m.tally.released)
+		}
+	}
 	w.Close() // The process ends: nothing is published any more.
-	writers.Wait()
+	workers.Wait()
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.tally.late += late
+	if late > senders {
+		t.Errorf("requests of a session after the claim of another one: got %d, want at most the %d in flight", late, senders)
+	}
+}
+
+// send sends requests. The process may be stopped between the check of the lease and a request.
+func (m *model) send(ctx context.Context, t *testing.T, w *slots.Writer, late *int) {
+	for ctx.Err() == nil && w.Err() == nil {
+		if m.checkLease(t, w) {
+			if m.oneOf(50) {
+				sleep(ctx, m.upTo(30_000))
+			}
+			m.mu.Lock()
+			m.tally.sent++
+			if m.owner != w {
+				*late++
+			}
+			m.mu.Unlock()
+		}
+		sleep(ctx, m.upTo(500))
+	}
+}
+
+// checkLease reports whether a session may send. No other session may do so at the same time.
+func (m *model) checkLease(t *testing.T, w *slots.Writer) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if !w.MaySend() {
+		return false
+	}
+	for _, other := range m.sessions {
+		if other != w && other.MaySend() {
+			t.Errorf("sessions %x and %x may send at the same time, want one", w.Session(), other.Session())
+		}
+	}
+	return true
 }
 
 // appendBatch applies a batch to the files, appends it to the log, and waits for it.
@@ -235,7 +350,7 @@ func (m *model) check(t *testing.T) {
 
 // restore brings a copy to the end of the log.
 func (m *model) restore(t *testing.T, files *copied) error {
-	w, err := slots.Claim(t.Context(), slotstest.NewLog(m.stream), files, slog.New(slog.DiscardHandler))
+	w, err := slots.Claim(t.Context(), slotstest.NewLog(m.stream), files, slots.Options{Logger: slog.New(slog.DiscardHandler), Now: time.Now})
 	if err == nil {
 		w.Close()
 	}

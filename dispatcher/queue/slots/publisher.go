@@ -45,6 +45,8 @@ type publisher struct {
 	// lastSent is the time of the last record that was sent first; leaseStart that of the first
 	// sending of the last acknowledged record.
 	lastSent, leaseStart time.Time
+	// releasing: no batch follows, and a released record ends the session.
+	releasing bool
 
 	usage usage
 	// ended is set when the session must not publish any more.
@@ -56,6 +58,8 @@ type outgoing struct {
 	header
 	data      []byte
 	firstSent time.Time
+	// since is the time of its first batch; for records without one, of the first sending.
+	since time.Time
 }
 
 // newPublisher returns the publisher of a session whose claim is the last record of the stream, at
@@ -63,7 +67,7 @@ type outgoing struct {
 func newPublisher(claim header, sequence uint64, sent time.Time, s State) *publisher {
 	p := &publisher{session: claim.session, epoch: claim.epoch, number: claim.number, expected: sequence,
 		appended: claim.last, acknowledged: claim.last, lastSent: sent, leaseStart: sent}
-	p.usage.set(s, sent)
+	p.usage.bytes, p.usage.max = s.Bytes, s.MaxBytes // It may be hours old; next reads it again.
 	return p
 }
 
@@ -71,15 +75,15 @@ func newPublisher(claim header, sequence uint64, sent time.Time, s State) *publi
 func (p *publisher) hasRoom() bool { return p.waitingBytes < maxUnpublished }
 
 // append adds the next batch. It copies the batch.
-func (p *publisher) append(batch []byte) {
+func (p *publisher) append(now time.Time, batch []byte) {
 	p.appended++
 	if headerBytes+binary.MaxVarintLen32+len(batch) > maxRecord {
-		p.appendParts(batch)
+		p.appendParts(now, batch)
 		return
 	}
 	r := p.open()
 	if r == nil || len(r.data)+binary.MaxVarintLen32+len(batch) > maxRecord {
-		r = p.add(kindBatches)
+		r = p.add(now, kindBatches)
 	}
 	r.last = p.appended
 	p.waitingBytes -= len(r.data)
@@ -88,10 +92,10 @@ func (p *publisher) append(batch []byte) {
 }
 
 // appendParts adds a batch that is larger than a record.
-func (p *publisher) appendParts(batch []byte) {
+func (p *publisher) appendParts(now time.Time, batch []byte) {
 	for len(batch) > 0 {
 		n := min(len(batch), maxRecord-headerBytes)
-		r := p.add(kindPart)
+		r := p.add(now, kindPart)
 		r.last = p.appended - 1
 		r.data = append(r.data, batch[:n]...)
 		p.waitingBytes += n
@@ -110,8 +114,8 @@ func (p *publisher) open() *outgoing {
 }
 
 // add adds a record, whose first batch is the last appended one, to the waiting ones.
-func (p *publisher) add(k kind) *outgoing {
-	r := &outgoing{header: header{kind: k, first: p.appended}, data: make([]byte, headerBytes)}
+func (p *publisher) add(now time.Time, k kind) *outgoing {
+	r := &outgoing{header: header{kind: k, first: p.appended}, since: now, data: make([]byte, headerBytes)}
 	p.waiting = append(p.waiting, r)
 	p.waitingBytes += headerBytes
 	return r
@@ -139,6 +143,7 @@ const (
 	actPublish
 	actRead
 	actReadUsage
+	actOwn
 	actEnd
 )
 
@@ -164,14 +169,15 @@ func (p *publisher) next(now time.Time) step {
 func (p *publisher) start(now time.Time) bool {
 	idle := now.Sub(p.lastSent) >= heartbeatInterval
 	switch {
-	case len(p.waiting) > 0 && !p.usage.batchesWait() && (idle || p.wanted > p.acknowledged || len(p.waiting) > 1):
+	case len(p.waiting) > 0 && !p.usage.batchesWait() && (idle || p.releasing || p.wanted > p.acknowledged || len(p.waiting) > 1):
 		p.inFlight = p.waiting[0]
 		p.waiting[0] = nil
 		p.waiting = p.waiting[1:]
 		p.waitingBytes -= len(p.inFlight.data)
+	case p.releasing && len(p.waiting) == 0:
+		p.inFlight = p.withoutBatches(kindReleased, now)
 	case idle:
-		// Records wait behind a heartbeat, so its last batch is the last published one.
-		p.inFlight = &outgoing{header: header{kind: kindHeartbeat, first: p.acknowledged + 1, last: p.acknowledged}, data: make([]byte, headerBytes)}
+		p.inFlight = p.withoutBatches(kindHeartbeat, now)
 	default:
 		return false
 	}
@@ -182,6 +188,16 @@ func (p *publisher) start(now time.Time) bool {
 	p.lastSent = now
 	return true
 }
+
+// withoutBatches returns a record without batches. Records may wait behind it, so its last batch is
+// the last published one.
+func (p *publisher) withoutBatches(k kind, now time.Time) *outgoing {
+	return &outgoing{header: header{kind: k, first: p.acknowledged + 1, last: p.acknowledged}, data: make([]byte, headerBytes), since: now}
+}
+
+// release makes the publisher end the session with a released record, behind all waiting ones. No
+// batch may be appended any more.
+func (p *publisher) release() { p.releasing = true }
 
 // answered takes the sequence of the published record, also that of a duplicate. A duplicate is in
 // the stream, but says nothing about the records behind it.
@@ -199,6 +215,27 @@ func (p *publisher) landed(sequence uint64) {
 	p.inFlight = nil
 	p.expected, p.acknowledged, p.leaseStart = sequence, r.last, r.firstSent
 	p.usage.add(len(r.data))
+	if r.kind == kindReleased {
+		p.end(errReleased)
+	}
+}
+
+// maySend reports whether the session may send requests of the slot: no other session can have
+// claimed the slot, and the outcomes of recent requests are durable. It is false from the call of
+// release on, whatever the answer to the released record is.
+func (p *publisher) maySend(now time.Time) bool {
+	return p.ended == nil && !p.releasing && now.Sub(p.leaseStart) < leaseTime && now.Sub(p.oldest(now)) < refuseAfter
+}
+
+// oldest returns the time of the oldest batch or record that is not acknowledged; now for none.
+func (p *publisher) oldest(now time.Time) time.Time {
+	switch {
+	case p.inFlight != nil:
+		return p.inFlight.since
+	case len(p.waiting) > 0:
+		return p.waiting[0].since
+	}
+	return now
 }
 
 // refused takes an answer other than an acknowledgement, or the loss of the answer. Only
@@ -251,6 +288,8 @@ func (p *publisher) ready(now time.Time) error {
 	switch {
 	case p.ended != nil:
 		return fmt.Errorf("%w: %w", queue.ErrUnavailable, p.ended)
+	case p.releasing:
+		return fmt.Errorf("%w: %w", queue.ErrUnavailable, errReleased)
 	case p.inFlight != nil && now.Sub(p.inFlight.firstSent) >= refuseAfter:
 		return fmt.Errorf("%w: no acknowledgement for %v", queue.ErrUnavailable, refuseAfter)
 	case p.usage.refuses():
@@ -271,10 +310,10 @@ func (u *usage) set(s State, now time.Time) {
 
 func (u *usage) add(bytes int) { u.since += int64(bytes) }
 
-// due reports whether the size should be read again: at most every usageInterval, after 1 % of
-// the stream or while calls are refused.
+// due reports whether the size should be read again: at most every usageInterval, at the start,
+// after 1 % of the stream or while calls are refused.
 func (u *usage) due(now time.Time) bool {
-	return u.max > 0 && now.Sub(u.readAt) >= usageInterval && (u.since > u.max/100 || u.refuses())
+	return u.max > 0 && now.Sub(u.readAt) >= usageInterval && (u.readAt.IsZero() || u.since > u.max/100 || u.refuses())
 }
 
 func (u *usage) above(share float64) bool {

@@ -47,11 +47,11 @@ func wantEnded(t *testing.T, p *publisher) {
 
 func TestPublishesWantedBatches(t *testing.T) {
 	p := owner()
-	p.append([]byte("a"))
+	p.append(start, []byte("a"))
 	if s := wantStep(t, p, start, actWait); s.until != start.Add(heartbeatInterval) {
 		t.Errorf("time of the next step: got %v, want %v", s.until, start.Add(heartbeatInterval))
 	}
-	p.append([]byte("b"))
+	p.append(start, []byte("b"))
 	p.want(7)
 	s := wantStep(t, p, start, actPublish)
 	h, _, err := decodeRecord(s.data)
@@ -73,10 +73,10 @@ func TestPublishesWantedBatches(t *testing.T) {
 
 func TestOneRecordInFlight(t *testing.T) {
 	p := owner()
-	p.append([]byte("a"))
+	p.append(start, []byte("a"))
 	p.want(6)
 	first := wantStep(t, p, start, actPublish)
-	p.append([]byte("b"))
+	p.append(start, []byte("b"))
 	p.want(7)
 	if s := wantStep(t, p, start, actPublish); s.id != first.id {
 		t.Errorf("record in flight: got %s, want %s", s.id, first.id)
@@ -92,7 +92,7 @@ func TestRepeatsUntilAcknowledged(t *testing.T) {
 	for _, err := range []error{ErrInProcess, ErrNoSpace, errors.New("timeout"), errors.New("no responders")} {
 		t.Run(err.Error(), func(t *testing.T) {
 			p := owner()
-			p.append([]byte("a"))
+			p.append(start, []byte("a"))
 			p.want(6)
 			first := wantStep(t, p, start, actPublish)
 			p.refused(start, err)
@@ -109,7 +109,7 @@ func TestWrongSequence(t *testing.T) {
 	// inFlight publishes a batch, and has the stream refuse it.
 	inFlight := func(t *testing.T) (*publisher, step) {
 		p := owner()
-		p.append([]byte("a"))
+		p.append(start, []byte("a"))
 		p.want(6)
 		s := wantStep(t, p, start, actPublish)
 		p.refused(start, ErrWrongSequence)
@@ -179,7 +179,7 @@ func TestWrongSequence(t *testing.T) {
 // A duplicate is durable; the next record shows whether the session still has the slot.
 func TestDuplicateWithForeignClaimBehind(t *testing.T) {
 	p := owner()
-	p.append([]byte("a"))
+	p.append(start, []byte("a"))
 	p.want(6)
 	wantStep(t, p, start, actPublish)
 	p.refused(start, errors.New("timeout"))
@@ -188,7 +188,7 @@ func TestDuplicateWithForeignClaimBehind(t *testing.T) {
 	if p.acknowledged != 6 {
 		t.Errorf("acknowledged batch: got %d, want 6", p.acknowledged)
 	}
-	p.append([]byte("b"))
+	p.append(start, []byte("b"))
 	p.want(7)
 	wantStep(t, p, start.Add(repeatAfter), actPublish)
 	p.refused(start, ErrWrongSequence)
@@ -198,7 +198,7 @@ func TestDuplicateWithForeignClaimBehind(t *testing.T) {
 
 func TestLeaseStartsAtTheFirstSending(t *testing.T) {
 	p := owner()
-	p.append([]byte("a"))
+	p.append(start, []byte("a"))
 	p.want(6)
 	wantStep(t, p, start, actPublish)
 	p.refused(start, errors.New("timeout"))
@@ -221,7 +221,7 @@ func TestIdleOwnerWritesHeartbeats(t *testing.T) {
 	}
 	// Batches without a waiting caller leave in place of the next heartbeat.
 	p.answered(11)
-	p.append([]byte("a"))
+	p.append(start, []byte("a"))
 	s = wantStep(t, p, start.Add(2*heartbeatInterval), actPublish)
 	if h, _, _ := decodeRecord(s.data); h.kind != kindBatches {
 		t.Errorf("record: got %v, want %v", h.kind, kindBatches)
@@ -233,7 +233,7 @@ func TestRefusesCalls(t *testing.T) {
 	if err := p.ready(start); err != nil {
 		t.Errorf("ready at the start: got error %v, want none", err)
 	}
-	p.append([]byte("a"))
+	p.append(start, []byte("a"))
 	p.want(6)
 	wantStep(t, p, start, actPublish)
 	if err := p.ready(start.Add(refuseAfter - 1)); err != nil {
@@ -257,7 +257,7 @@ func TestReserve(t *testing.T) {
 	}{{69, false, kindBatches}, {70, true, kindBatches}, {89, true, kindBatches}, {90, true, kindHeartbeat}} {
 		p := owner()
 		p.usage.set(State{Bytes: test.bytes << 20, MaxBytes: 100 << 20}, start.Add(heartbeatInterval))
-		p.append([]byte("a"))
+		p.append(start, []byte("a"))
 		p.want(6)
 		if got := errors.Is(p.ready(start), queue.ErrFull); got != test.refuses {
 			t.Errorf("refusal at %d %%: got %t, want %t", test.bytes, got, test.refuses)
@@ -271,9 +271,9 @@ func TestReserve(t *testing.T) {
 
 func TestLargeBatchGoesInParts(t *testing.T) {
 	p := owner()
-	p.append([]byte("a"))
-	p.append(make([]byte, 2*maxRecord))
-	p.append([]byte("c"))
+	p.append(start, []byte("a"))
+	p.append(start, make([]byte, 2*maxRecord))
+	p.append(start, []byte("c"))
 	p.want(8)
 	var kinds []kind
 	var last []uint64
@@ -297,9 +297,75 @@ func TestUnpublishedBatchesAreBounded(t *testing.T) {
 	p := owner()
 	n := 0
 	for ; p.hasRoom(); n++ {
-		p.append(make([]byte, 100<<10))
+		p.append(start, make([]byte, 100<<10))
 	}
 	if size := n * 100 << 10; size < maxUnpublished-maxRecord || size > maxUnpublished+maxRecord {
 		t.Errorf("unpublished bytes: got %d, want about %d", size, maxUnpublished)
+	}
+}
+
+// A session may send for leaseTime after the first sending of its last acknowledged record.
+func TestLease(t *testing.T) {
+	p := owner()
+	if !p.maySend(start.Add(leaseTime - 1)) {
+		t.Error("before the end of the lease: may not send, want that it may")
+	}
+	if p.maySend(start.Add(leaseTime)) {
+		t.Error("at the end of the lease: may send, want that it may not")
+	}
+	// A record extends the lease, and an older claim does not.
+	wantStep(t, p, start.Add(time.Second), actPublish)
+	p.answered(11)
+	if !p.maySend(start.Add(leaseTime)) {
+		t.Error("after a heartbeat: may not send, want that it may")
+	}
+	p.end(errors.New("claimed"))
+	if p.maySend(start.Add(time.Second)) {
+		t.Error("after the session: may send, want that it may not")
+	}
+}
+
+// Requests wait while the outcomes of earlier ones are not durable.
+func TestSendingWaitsForTheLog(t *testing.T) {
+	p := owner()
+	p.append(start, []byte("a"))
+	p.append(start.Add(time.Second), []byte("b"))
+	if !p.maySend(start.Add(refuseAfter - 1)) {
+		t.Errorf("before %v: may not send, want that it may", refuseAfter)
+	}
+	if p.maySend(start.Add(refuseAfter)) {
+		t.Errorf("after %v without an acknowledgement: may send, want that it may not", refuseAfter)
+	}
+	wantStep(t, p, start.Add(refuseAfter), actPublish)
+	if p.maySend(start.Add(refuseAfter)) {
+		t.Error("while the batch is in flight: may send, want that it may not")
+	}
+	p.answered(11)
+	if !p.maySend(start.Add(refuseAfter)) {
+		t.Error("after the acknowledgement: may not send, want that it may")
+	}
+}
+
+// release publishes all batches and a last record. It ends sending at once.
+func TestRelease(t *testing.T) {
+	p := owner()
+	p.append(start, []byte("a"))
+	p.release()
+	if p.maySend(start) {
+		t.Error("after release: may send, want that it may not")
+	}
+	if err := p.ready(start); !errors.Is(err, queue.ErrUnavailable) {
+		t.Errorf("ready after release: got error %v, want %v", err, queue.ErrUnavailable)
+	}
+	for i, want := range []kind{kindBatches, kindReleased} {
+		s := wantStep(t, p, start, actPublish)
+		if h, _, _ := decodeRecord(s.data); h.kind != want || h.last != 6 {
+			t.Errorf("record %d: got %v up to batch %d, want %v up to batch 6", i, h.kind, h.last, want)
+		}
+		p.answered(uint64(11 + i))
+	}
+	wantEnded(t, p)
+	if !errors.Is(p.ended, errReleased) {
+		t.Errorf("end: got error %v, want %v", p.ended, errReleased)
 	}
 }

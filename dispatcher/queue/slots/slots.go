@@ -13,7 +13,10 @@ package slots
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 )
 
 // Log is the stream of one slot. All methods may be called concurrently. An error that is none of
@@ -71,6 +74,30 @@ var (
 // does not have.
 var ErrSessionEnded = errors.New("the session has ended")
 
+// errReleased reports that a session has ended in order.
+var errReleased = errors.New("the session has released the slot")
+
+// Options configure the access of a pod to a slot. The zero value works.
+type Options struct {
+	// Logger is the destination of log messages; slog.Default when nil.
+	Logger *slog.Logger
+	// Now is the clock of leases, replaced by tests. When nil, it is a clock that also advances
+	// while the machine is suspended.
+	Now func() time.Time
+	// Exited is a session whose process has ended, as the caller knows: the slot of that session is
+	// claimed immediately.
+	Exited pebblestore.Session
+}
+
+func (o *Options) setDefaults() {
+	if o.Logger == nil {
+		o.Logger = slog.Default()
+	}
+	if o.Now == nil {
+		o.Now = bootClock
+	}
+}
+
 // Bounds of a Writer.
 const (
 	// maxRecord is the size of a record; NATS accepts 1 MiB with headers.
@@ -83,10 +110,24 @@ const (
 	repeatAfter = 100 * time.Millisecond
 	// heartbeatInterval is the longest time between two records of a session.
 	heartbeatInterval = time.Second
+	// behindPause is the time after which a candidate whose copy is behind tries again.
+	behindPause = time.Second
 	// refuseAfter is the time without an acknowledgement after which new calls are refused.
 	refuseAfter = 2 * time.Second
 	// usageInterval is the time between two reads of the size of a stream that is nearly full.
 	usageInterval = time.Second
+)
+
+// The times of ownership. The clocks of two pods may differ by 10 % in their rate: claimAfter is
+// longer than leaseTime by more than that.
+const (
+	// leaseTime is the time after the first sending of the last acknowledged record for which a
+	// session may send requests.
+	leaseTime = 7 * time.Second
+	// suspectAfter is the time without a record after which another pod questions the owner.
+	suspectAfter = 3 * time.Second
+	// claimAfter is the time for which a suspect must be the last record before a claim.
+	claimAfter = 8 * time.Second
 )
 
 // The shares of a stream's MaxBytes at which new calls are refused, and at which batches wait. The

@@ -2,7 +2,6 @@ package slots
 
 import (
 	"context"
-	"crypto/rand"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -42,7 +41,7 @@ func takeOver(ctx context.Context, log Log, dir string, o pebblestore.Options) (
 	if err != nil {
 		return nil, err
 	}
-	w, err := Claim(ctx, log, r, o.Logger)
+	w, err := Claim(ctx, log, r, Options{Logger: o.Logger})
 	if err = errors.Join(err, r.Close()); err != nil && w != nil {
 		w.Close()
 	}
@@ -65,78 +64,116 @@ func removeStore(fs vfs.FS, dir string) error {
 // Claim brings a copy to the end of the stream, claims the slot for a new session, and returns the
 // session's Writer. The claim is the last step: it names the last batch, and it lands only if the
 // copy has applied every record. Claim repeats a claim that does not land until ctx ends.
-func Claim(ctx context.Context, log Log, copied Replica, logger *slog.Logger) (*Writer, error) {
-	p, err := claim(ctx, log, copied)
-	if err != nil {
-		return nil, err
-	}
-	return newWriter(log, p, logger), nil
+func Claim(ctx context.Context, log Log, copied Replica, o Options) (*Writer, error) {
+	return newSession(ctx, log, copied, o, true)
 }
 
-func claim(ctx context.Context, log Log, copied Replica) (*publisher, error) {
-	f, err := newFollower(ctx, log, copied)
-	if err != nil {
-		return nil, err
-	}
-	s, err := f.followToEnd(ctx, log)
-	if err != nil {
-		return nil, err
-	}
-	c, sent := newClaim(f), time.Now()
-	for {
-		sequence, err := publishOnce(ctx, log, f.next-1, c)
-		switch {
-		case err == nil:
-			return newPublisher(c, sequence, sent, s), nil
-		case ctx.Err() != nil:
-			return nil, fmt.Errorf("claim the slot: %w", err)
-		case !errors.Is(err, ErrWrongSequence):
-			if err := pause(ctx, repeatAfter); err != nil {
-				return nil, fmt.Errorf("claim the slot: %w", err)
-			}
-			continue
-		}
-		before := f.next
-		if s, err = f.followToEnd(ctx, log); err != nil {
-			return nil, err
-		}
-		switch {
-		case f.session == c.session: // An earlier request has landed, and its answer was lost.
-			return newPublisher(c, f.next-1, sent, s), nil
-		case f.next == before: // The read was stale.
-			err = pause(ctx, repeatAfter)
-		default:
-			c, sent = newClaim(f), time.Now()
-		}
-		if err != nil {
-			return nil, fmt.Errorf("claim the slot: %w", err)
-		}
-	}
+// Follow applies the records of the stream to a copy until the slot has no owner, claims it for a
+// new session as Claim does, and returns the session's Writer. A slot has no owner when its stream
+// is empty, its session has ended (Options.Exited, or by Writer.Release), or its session wrote
+// nothing for suspectAfter and then ignored a suspect record for claimAfter.
+func Follow(ctx context.Context, log Log, copied Replica, o Options) (*Writer, error) {
+	return newSession(ctx, log, copied, o, false)
 }
 
-// followToEnd applies all records that the stream has now.
-func (f *follower) followToEnd(ctx context.Context, log Log) (State, error) {
+func newSession(ctx context.Context, log Log, copied Replica, o Options, force bool) (*Writer, error) {
+	o.setDefaults()
 	s, err := log.State(ctx)
 	if err != nil {
-		return s, fmt.Errorf("read the state of the log: %w", err)
+		return nil, fmt.Errorf("read the state of the log: %w", err)
 	}
-	return s, f.follow(ctx, log, s.Last)
+	f, err := newFollower(ctx, log, s, copied)
+	if err != nil {
+		return nil, err
+	}
+	c := newCandidate(f, s.Last, o.Now())
+	c.force, c.exited = force, o.Exited
+	if err := c.run(ctx, log, o); err != nil {
+		return nil, fmt.Errorf("claim the slot: %w", err)
+	}
+	return newWriter(log, newPublisher(c.won.header, c.follower.next-1, c.won.firstSent, s), o), nil
 }
 
-// newClaim returns the claim of a new session behind the last record of a follower.
-func newClaim(f *follower) header {
-	h := header{kind: kindClaim, epoch: f.epoch + 1, number: 1, first: f.last + 1, last: f.last}
-	_, _ = rand.Read(h.session[:]) // It never fails.
-	return h
+// run takes the steps of the candidate until it owns the slot.
+func (c *candidate) run(ctx context.Context, log Log, o Options) error {
+	entries, stop := tail(ctx, log, c.follower.next, o.Logger)
+	defer stop()
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		var wake <-chan time.Time
+		switch s := c.next(o.Now()); s.action {
+		case actOwn:
+			return nil
+		case actPublish:
+			if err := c.publish(ctx, log, s, o); err != nil {
+				return err
+			}
+			continue
+		default:
+			if !s.until.IsZero() {
+				timer.Reset(s.until.Sub(o.Now()))
+				wake = timer.C
+			}
+		}
+		select {
+		case e := <-entries:
+			if err := c.apply(o.Now(), e); err != nil {
+				return err
+			}
+		case <-wake:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
 }
 
-// publishOnce publishes a record without a payload, and does not repeat it.
-func publishOnce(ctx context.Context, log Log, expected uint64, h header) (uint64, error) {
-	ctx, cancel := context.WithTimeout(ctx, publishTimeout)
+// publish publishes a proposal once.
+func (c *candidate) publish(ctx context.Context, log Log, s step, o Options) error {
+	publishing, cancel := context.WithTimeout(ctx, publishTimeout)
 	defer cancel()
-	record := make([]byte, headerBytes)
-	h.seal(record)
-	return log.Publish(ctx, expected, h.id(), record)
+	sequence, err := log.Publish(publishing, s.expected, s.id, s.data)
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	if err != nil {
+		o.Logger.Debug("publishing to the log failed; retrying", "error", err)
+		c.refused(o.Now(), err)
+		return nil
+	}
+	return c.answered(o.Now(), sequence)
+}
+
+// tailBuffer is the number of records that are read ahead of a copy.
+const tailBuffer = 16
+
+// tail reads the records from a sequence on, until stop. It starts again when the stream cannot be
+// read.
+func tail(ctx context.Context, log Log, from uint64, logger *slog.Logger) (entries <-chan Entry, stop func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	buffer, done := make(chan Entry, tailBuffer), make(chan struct{})
+	go func() {
+		defer close(done)
+		for ctx.Err() == nil {
+			err := log.Tail(ctx, from, func(e Entry) error {
+				select {
+				case buffer <- e:
+					from = e.Sequence + 1
+					return nil
+				case <-ctx.Done():
+					return ctx.Err()
+				}
+			})
+			if ctx.Err() == nil {
+				logger.Warn("reading the log failed; retrying", "error", err)
+				_ = pause(ctx, repeatAfter)
+			}
+		}
+	}()
+	return buffer, func() {
+		cancel()
+		<-done
+	}
 }
 
 func pause(ctx context.Context, d time.Duration) error {

@@ -3,6 +3,7 @@ package slots
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"sync"
 	"time"
@@ -18,6 +19,7 @@ var _ pebblestore.Log = (*Writer)(nil)
 type Writer struct {
 	log    Log
 	logger *slog.Logger
+	now    func() time.Time
 
 	mu sync.Mutex
 	p  *publisher
@@ -31,9 +33,9 @@ type Writer struct {
 }
 
 // newWriter starts the writer of a session.
-func newWriter(log Log, p *publisher, logger *slog.Logger) *Writer {
+func newWriter(log Log, p *publisher, o Options) *Writer {
 	ctx, cancel := context.WithCancel(context.Background())
-	w := &Writer{log: log, logger: logger, p: p, wake: make(chan struct{}, 1), cancel: cancel, done: make(chan struct{})}
+	w := &Writer{log: log, logger: o.Logger, now: o.Now, p: p, wake: make(chan struct{}, 1), cancel: cancel, done: make(chan struct{})}
 	w.changed.L = &w.mu
 	go w.run(ctx)
 	return w
@@ -53,14 +55,17 @@ func (w *Writer) Append(number uint64, batch []byte) error {
 	for w.p.ended == nil && !w.p.hasRoom() {
 		w.changed.Wait()
 	}
-	if w.p.ended != nil {
+	switch {
+	case w.p.ended != nil:
 		return w.p.ended
+	case w.p.releasing:
+		return fmt.Errorf("%w: %w", ErrSessionEnded, errReleased)
 	}
 	if number != w.p.appended+1 {
 		w.end(errors.New("the numbers of the store's batches have a gap"))
 		return w.p.ended
 	}
-	w.p.append(batch)
+	w.p.append(w.now(), batch)
 	if len(w.p.waiting) > 1 {
 		w.signal() // The first record is full.
 	}
@@ -88,15 +93,42 @@ func (w *Writer) Wait(number uint64) error {
 func (w *Writer) Ready() error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.p.ready(time.Now())
+	return w.p.ready(w.now())
 }
 
-// Acknowledged returns the number of the last durable batch, and the time of the first sending of
-// the last acknowledged record: no other session had claimed the slot before that time.
-func (w *Writer) Acknowledged() (number uint64, sent time.Time) {
+// Acknowledged returns the number of the last durable batch.
+func (w *Writer) Acknowledged() uint64 {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.p.acknowledged, w.p.leaseStart
+	return w.p.acknowledged
+}
+
+// MaySend reports whether the session may send a request of the slot now. It is called before every
+// request: no other session has claimed the slot as long as it is true, and outcomes of requests
+// become durable within refuseAfter.
+func (w *Writer) MaySend() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.p.maySend(w.now())
+}
+
+// Release makes all batches durable, and ends the session with a record that lets another pod claim
+// the slot immediately. MaySend is false from the call on. The slot remains claimed when ctx ends
+// before; then another pod claims it as after a crash.
+func (w *Writer) Release(ctx context.Context) error {
+	w.mu.Lock()
+	w.p.release()
+	w.signal()
+	w.mu.Unlock()
+	select {
+	case <-w.done:
+	case <-ctx.Done():
+	}
+	w.Close()
+	if err := w.Err(); !errors.Is(err, errReleased) {
+		return fmt.Errorf("release the slot: %w", err)
+	}
+	return nil
 }
 
 // Done is closed when the session has ended; Err then returns the cause.
@@ -141,7 +173,7 @@ func (w *Writer) run(ctx context.Context) {
 	defer timer.Stop()
 	for {
 		w.mu.Lock()
-		s := w.p.next(time.Now())
+		s := w.p.next(w.now())
 		if s.action == actPublish {
 			w.changed.Broadcast() // The record has left the waiting ones.
 		}
@@ -156,7 +188,7 @@ func (w *Writer) run(ctx context.Context) {
 		case actEnd:
 			return
 		case actWait:
-			timer.Reset(time.Until(s.until))
+			timer.Reset(s.until.Sub(w.now()))
 			select {
 			case <-w.wake:
 			case <-timer.C:
@@ -179,7 +211,7 @@ func (w *Writer) publish(ctx context.Context, s step) {
 		w.p.answered(sequence)
 		w.changed.Broadcast()
 	default:
-		w.p.refused(time.Now(), err)
+		w.p.refused(w.now(), err)
 		w.logger.Debug("publishing to the log failed; retrying", "error", err)
 	}
 }
@@ -191,9 +223,9 @@ func (w *Writer) read(ctx context.Context, expected uint64) {
 		w.mu.Lock()
 		switch {
 		case errors.Is(err, ErrNoRecord):
-			w.p.readEnd(time.Now(), next > expected+1)
+			w.p.readEnd(w.now(), next > expected+1)
 		case err != nil:
-			w.p.refused(time.Now(), err)
+			w.p.refused(w.now(), err)
 		default:
 			w.p.read(e)
 			w.changed.Broadcast()
@@ -201,7 +233,7 @@ func (w *Writer) read(ctx context.Context, expected uint64) {
 		ended := w.p.ended
 		w.mu.Unlock()
 		if err != nil || ended != nil {
-			if errors.Is(ended, ErrSessionEnded) && !errors.Is(ended, queue.ErrClosed) {
+			if ended != nil && !errors.Is(ended, queue.ErrClosed) && !errors.Is(ended, errReleased) {
 				w.logger.Warn("session of a slot ended", "error", ended)
 			}
 			return
@@ -222,8 +254,8 @@ func (w *Writer) readUsage(ctx context.Context) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if err != nil {
-		w.p.usage.readAt = time.Now() // The estimate is unchanged.
+		w.p.usage.readAt = w.now() // The estimate is unchanged.
 		return
 	}
-	w.p.usage.set(s, time.Now())
+	w.p.usage.set(s, w.now())
 }

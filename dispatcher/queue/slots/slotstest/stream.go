@@ -1,9 +1,10 @@
 // Package slotstest simulates the stream of a slot in memory, with the faults of a replicated log:
-// lost requests and answers, late requests, stale reads, pauses, a forgotten duplicate window and a
-// full stream. It is used by tests only.
+// lost requests and answers, late requests, stale reads, pauses, elections, a forgotten duplicate
+// window and a full stream. It is used by tests only.
 package slotstest
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -24,6 +25,7 @@ type Stream struct {
 	ids      map[string]uint64
 	bytes    int64
 	maxBytes int64
+	noLeader bool
 	appended chan struct{} // Closed at the next record.
 }
 
@@ -44,6 +46,23 @@ func (s *Stream) SetMaxBytes(n int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.maxBytes = n
+}
+
+// SetLeader simulates an election: without a leader the stream accepts and returns no records.
+func (s *Stream) SetLeader(exists bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.noLeader = !exists
+}
+
+// errNoLeader returns ErrNoLeader during an election.
+func (s *Stream) errNoLeader() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.noLeader {
+		return ErrNoLeader
+	}
+	return nil
 }
 
 // last is the sequence of the last record. The caller holds mu.
@@ -121,8 +140,11 @@ type Faults struct {
 	ForgottenIDs float64
 }
 
-// ErrLost reports a request without an answer.
-var ErrLost = errors.New("no answer")
+// ErrLost reports a request without an answer; ErrNoLeader an election.
+var (
+	ErrLost     = errors.New("no answer")
+	ErrNoLeader = errors.New("no responders")
+)
 
 // Log is the access of one client to a Stream.
 type Log struct {
@@ -185,9 +207,10 @@ func (l *Log) Publish(ctx context.Context, expected uint64, id string, record []
 	if l.happens(l.faults.ForgottenIDs) {
 		l.stream.forgetIDs()
 	}
+	if err := cmp.Or(ctx.Err(), l.stream.errNoLeader()); err != nil {
+		return 0, err
+	}
 	switch {
-	case ctx.Err() != nil:
-		return 0, ctx.Err()
 	case l.happens(l.faults.LostRequest):
 		return 0, ErrLost
 	case l.happens(l.faults.LateRequest):
@@ -209,8 +232,11 @@ func (l *Log) Get(ctx context.Context, from uint64) (slots.Entry, error) {
 	if l.happens(l.faults.LostAnswer) {
 		return slots.Entry{}, ErrLost
 	}
+	if err := cmp.Or(ctx.Err(), l.stream.errNoLeader()); err != nil {
+		return slots.Entry{}, err
+	}
 	e, _, err := l.stream.get(from, l.unseen())
-	return e, errors.Join(err, ctx.Err())
+	return e, err
 }
 
 // Tail implements slots.Log.
@@ -236,11 +262,14 @@ func (l *Log) Tail(ctx context.Context, from uint64, fn func(slots.Entry) error)
 // State implements slots.Log.
 func (l *Log) State(ctx context.Context) (slots.State, error) {
 	l.pause()
-	return l.stream.state(l.unseen()), ctx.Err()
+	return l.stream.state(l.unseen()), cmp.Or(ctx.Err(), l.stream.errNoLeader())
 }
 
 // Trim implements slots.Log.
 func (l *Log) Trim(ctx context.Context, before uint64) error {
+	if err := cmp.Or(ctx.Err(), l.stream.errNoLeader()); err != nil {
+		return err
+	}
 	l.stream.trim(before)
-	return ctx.Err()
+	return nil
 }

@@ -1,0 +1,128 @@
+package slots
+
+import (
+	"crypto/rand"
+	"errors"
+	"time"
+
+	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
+)
+
+// candidate is the state machine of a pod that follows a slot which it does not own: it decides
+// when to question the owner, and when to claim the slot. It does no I/O: next returns what to do,
+// and apply, listed, answered and refused take the result.
+//
+// Invariants:
+//
+//   - A proposal (a suspect or a claim) expects the last record that the copy has applied. So a
+//     claim lands only if the copy has all batches.
+//   - A claim follows a stream without records, the end of a session (a released record, or
+//     exited), or a suspect that has been the last record for claimAfter. When the suspect was
+//     committed, the lease of the owner had at most leaseTime left: all acknowledged records of the
+//     owner were sent before.
+type candidate struct {
+	*follower
+	// force claims the slot at the end of the stream, whatever its last record is.
+	force bool
+	// exited is a session whose process has ended, as the caller knows.
+	exited pebblestore.Session
+	// end is the last record that the stream had at the start; nothing is proposed before it.
+	end uint64
+
+	// readAt is the time at which the last record was read. listedAt is the time at which the owner
+	// last announced the slot.
+	readAt, listedAt time.Time
+	// proposal is the record that is being published, or nil.
+	proposal   *outgoing
+	pauseUntil time.Time
+	// won is the claim that is in the stream, at the sequence next - 1.
+	won *outgoing
+}
+
+func newCandidate(f *follower, end uint64, now time.Time) *candidate {
+	return &candidate{follower: f, end: end, readAt: now, listedAt: now}
+}
+
+// next returns the next step. After actOwn, the slot belongs to the session of won.
+func (c *candidate) next(now time.Time) step {
+	switch {
+	case c.won != nil:
+		return step{action: actOwn}
+	case now.Before(c.pauseUntil):
+		return step{until: c.pauseUntil}
+	case c.follower.next <= c.end:
+		return step{} // The copy is behind.
+	}
+	k, due := c.due()
+	if now.Before(due) {
+		return step{until: due}
+	}
+	if c.proposal == nil {
+		c.propose(k, now)
+	}
+	r := c.proposal
+	return step{action: actPublish, id: r.id(), expected: c.follower.next - 1, data: r.data}
+}
+
+// due returns the next proposal and its time.
+func (c *candidate) due() (kind, time.Time) {
+	switch {
+	case c.force, c.lastKind == 0, c.lastKind == kindReleased, c.session == c.exited:
+		return kindClaim, time.Time{}
+	case c.lastKind == kindSuspect:
+		return kindClaim, c.readAt.Add(claimAfter)
+	case c.listedAt.After(c.readAt):
+		return kindSuspect, c.listedAt.Add(suspectAfter)
+	}
+	return kindSuspect, c.readAt.Add(suspectAfter)
+}
+
+// propose starts a proposal for a new session.
+func (c *candidate) propose(k kind, now time.Time) {
+	h := header{kind: k, epoch: c.epoch + 1, number: 1, first: c.last + 1, last: c.last}
+	_, _ = rand.Read(h.session[:]) // It never fails.
+	c.proposal = &outgoing{header: h, data: make([]byte, headerBytes), firstSent: now}
+	h.seal(c.proposal.data)
+}
+
+// apply applies the next record to the copy. A record that was applied already is skipped.
+func (c *candidate) apply(now time.Time, e Entry) error {
+	if e.Sequence < c.follower.next {
+		return nil
+	}
+	if err := c.follower.apply(e); err != nil {
+		return err
+	}
+	c.landed(now, c.proposal != nil && c.lastSession == c.proposal.session)
+	return nil
+}
+
+// landed takes note of a new last record, which is the proposal or ends it.
+func (c *candidate) landed(now time.Time, isProposal bool) {
+	c.readAt = now
+	if isProposal && c.proposal.kind == kindClaim {
+		c.won = c.proposal
+	}
+	c.proposal, c.pauseUntil = nil, time.Time{}
+}
+
+// listed takes note that a pod announced itself as the owner of the slot.
+func (c *candidate) listed(now time.Time) { c.listedAt = now }
+
+// answered takes the sequence of the published proposal.
+func (c *candidate) answered(now time.Time, sequence uint64) error {
+	if sequence != c.follower.next {
+		c.pauseUntil = now.Add(repeatAfter) // The copy is behind, or the answer of another stream.
+		return nil
+	}
+	return c.apply(now, Entry{sequence, c.proposal.data})
+}
+
+// refused takes an answer other than an acknowledgement, or the loss of the answer. After
+// ErrWrongSequence the copy is behind, and the next record ends the proposal.
+func (c *candidate) refused(now time.Time, err error) {
+	c.pauseUntil = now.Add(repeatAfter)
+	if errors.Is(err, ErrWrongSequence) {
+		c.pauseUntil = now.Add(behindPause)
+	}
+}
