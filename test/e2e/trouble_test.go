@@ -195,7 +195,11 @@ var _ = Describe("Posthorn recovers without a restart", Serial, func() {
 		By("changing the destination")
 		other := t.newSink("other", "s3cret")
 		t.inEffect("whd/crm", func() { t.destination("crm", other.url(), "") })
-		t.send("Changed")
+		// On a busy machine the node misses its heartbeats, and the pods are unready for a while.
+		Eventually(func() error {
+			_, err := t.call("u1", "Changed")
+			return err
+		}).Should(Succeed())
 		other.eventually("Changed")
 		Expect(kubectl("-n", system, "logs", operator, "--since-time="+began)).To(ContainSubstring("starting them again"), "the operator's log reports a lost Lease")
 		Expect(pods("dispatcher")+pods("operator")).To(Equal(before), "pods and restarts")
