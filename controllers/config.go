@@ -571,7 +571,7 @@ func (r *configReconciler) write(ctx context.Context, namespace string, encoded 
 		return "", fmt.Errorf("read Secret %s: %w", key, err)
 	}
 	result := "unchanged"
-	next.resourceVersion = current.ResourceVersion
+	next.resourceVersion, next.release = current.ResourceVersion, current.Annotations[liveconfig.AnnotationRelease]
 	if changed || last.release != "" || !isLive(&current, namespace, data, encoded.Revision) || !r.owner.owns(&current) {
 		owners, err := r.owner.references(ctx)
 		if err != nil {
@@ -597,10 +597,13 @@ func (r *configReconciler) write(ctx context.Context, namespace string, encoded 
 		if err := r.Apply(ctx, wanted, fieldOwner, client.ForceOwnership); err != nil {
 			return "", fmt.Errorf("apply the live config of namespace %s: %w", namespace, err)
 		}
-		next.resourceVersion = *wanted.ResourceVersion
+		next.resourceVersion, next.release = *wanted.ResourceVersion, wanted.Annotations[liveconfig.AnnotationRelease]
 		log.FromContext(ctx).Info("live config written", "revision", encoded.Revision, "number", head.Number, "bytes", len(encoded.Data))
 	}
 	r.record(namespace, next)
+	if next.release != "" { // It was set after this compilation read the Secret.
+		r.own.fire(namespace)
+	}
 	return result, nil
 }
 

@@ -220,11 +220,12 @@ func (h History) Reserve(c liveconfig.Config, d Dispatchers, released func(hash 
 // WriteKeys returns the hashes of the write keys of the last config that are in effect or reserved. See
 // Reserve.
 func (h History) WriteKeys(d Dispatchers, now time.Time) map[string]KeyUse {
-	keys := map[string]KeyUse{}
+	keys, inEffect := map[string]KeyUse{}, h.keys
+	h.keys = nil // They must not count against MaxReservedKeys.
 	for _, k := range h.Reserve(liveconfig.Config{}, d, func(string) bool { return false }, now) {
 		keys[k.SHA256] = KeyReserved
 	}
-	for hash := range h.keys {
+	for hash := range inEffect {
 		keys[hash] = KeyInUse
 	}
 	return keys

@@ -11,6 +11,7 @@ import (
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/test/check"
 )
 
 var (
@@ -153,6 +154,23 @@ func TestNextHead(t *testing.T) {
 func buried(h liveconfig.Head, t liveconfig.Tombstone) liveconfig.Head {
 	h.Tombstones = []liveconfig.Tombstone{t}
 	return h
+}
+
+// Keys in effect do not count against the maximum of reserved keys.
+func TestReservedBesideManyKeysInEffect(t *testing.T) {
+	now := time.Date(2026, 1, 8, 0, 0, 0, 0, time.UTC)
+	source := liveconfig.Source{Name: "web"}
+	for i := range liveconfig.MaxReservedKeys {
+		source.WriteKeySHA256 = append(source.WriteKeySHA256, fmt.Sprintf("%04d", i))
+	}
+	h := HistoryOf(liveconfig.Revisioned{
+		Config: liveconfig.Config{Sources: []liveconfig.Source{source}},
+		Head:   liveconfig.Head{Number: 5, Reserved: []liveconfig.ReservedKey{{SHA256: "gone", RemovedAt: now.Add(-time.Hour)}}},
+	})
+	h.Verified = true
+	keys := h.WriteKeys(Dispatchers{}, now)
+	check.Equal(t, "use of the removed key", keys["gone"], KeyReserved)
+	check.Equal(t, "keys", len(keys), liveconfig.MaxReservedKeys+1)
 }
 
 func TestReservedWriteKeys(t *testing.T) {

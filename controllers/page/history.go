@@ -68,7 +68,7 @@ func (p *Page) Run(ctx context.Context) error {
 // sets the start.
 func (h *history) sample(v view) {
 	before := view{indices: h.before}
-	h.before = v.indices
+	defer func() { h.before = v.indices }()
 	if h.at.IsZero() {
 		h.at = v.now
 		return
@@ -91,6 +91,9 @@ func (h *history) sample(v view) {
 				}
 				seen[k] = true
 				now, then := v.numbers(k), before.numbers(k)
+				if !before.has(k) { // Its ledger is older than its first sample.
+					then = now
+				}
 				o := one{k, point{
 					accepted: grown(now.Accepted, then.Accepted), delivered: grown(now.Delivered, then.Delivered),
 					failed: grown(now.DeadLettered, then.DeadLettered), pending: now.Pending,
@@ -100,7 +103,16 @@ func (h *history) sample(v view) {
 			}
 		}
 	}
-	total.accepted = grown(v.calls().Accepted, before.calls().Accepted)
+	for pod, x := range v.indices {
+		for namespace, n := range x.Namespaces() {
+			old := h.before[pod].Namespace(namespace)
+			for name, s := range n.Sources {
+				if old != nil && old.Sources[name] != nil {
+					total.accepted += grown(s.Accepted, old.Sources[name].Accepted)
+				}
+			}
+		}
+	}
 	h.total.add(total)
 	slices.SortFunc(all, func(a, b one) int {
 		return cmp.Or(compareBools(b.trouble, a.trouble), cmp.Compare(b.delivered+b.pending, a.delivered+a.pending),
@@ -116,6 +128,16 @@ func (h *history) sample(v view) {
 		next[o.key] = s
 	}
 	h.series = next
+}
+
+// has reports whether a dispatcher reports the destination.
+func (v *view) has(k key) bool {
+	for _, x := range v.indices {
+		if n := x.Namespace(k.Namespace); n != nil && n.Destinations[k.Name] != nil {
+			return true
+		}
+	}
+	return false
 }
 
 // grown is the growth of a counter; 0 if a pod that had counted is missing now.

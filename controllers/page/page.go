@@ -150,8 +150,11 @@ func (p *Page) fail(w http.ResponseWriter, err error) {
 const viewTimeout = 15 * time.Second
 
 func (p *Page) view(r *http.Request) (view, context.Context, context.CancelFunc, error) {
+	// All viewers share what is collected, so it does not end with the request of one of them.
+	shared, done := context.WithTimeout(context.WithoutCancel(r.Context()), viewTimeout)
+	defer done()
+	v, err := p.collect(shared)
 	ctx, cancel := context.WithTimeout(r.Context(), viewTimeout)
-	v, err := p.collect(ctx)
 	return v, ctx, cancel, err
 }
 

@@ -260,6 +260,7 @@ func TestTrouble(t *testing.T) {
 			}
 		}
 	}()
+	defer func() { close(stop); <-done }()
 	got := open(t,
 		view{Name: "overview", URL: root + "/", Shot: shot("trouble")},
 		view{Name: "phone", URL: root + "/", Width: 390, Dark: true, Shot: shot("phone")},
@@ -270,8 +271,6 @@ func TestTrouble(t *testing.T) {
 		view{Name: "search", URL: root + "/page/search?id=order-0001"},
 		view{Name: "tail", URL: root + "/page/tail?destination=shop/crm", Stream: ".tail .row.ok"},
 	)
-	close(stop)
-	<-done
 	overview := got["overview"].Text
 	contains(t, "overview", overview, "shop/billing", "shop/mailer", "To do:")
 	table := overview[strings.LastIndex(overview, "LAST SUCCESS")+1:]

@@ -229,13 +229,15 @@ func (p *publisher) maySend(now time.Time) bool {
 
 // oldest returns the time of the oldest batch or record that is not acknowledged; now for none.
 func (p *publisher) oldest(now time.Time) time.Time {
-	switch {
-	case p.inFlight != nil:
-		return p.inFlight.since
-	case len(p.waiting) > 0:
-		return p.waiting[0].since
+	oldest := now
+	if p.inFlight != nil {
+		oldest = p.inFlight.since
 	}
-	return now
+	// A heartbeat can be in flight while older batches wait for space.
+	if len(p.waiting) > 0 && p.waiting[0].since.Before(oldest) {
+		oldest = p.waiting[0].since
+	}
+	return oldest
 }
 
 // refused takes an answer other than an acknowledgement, or the loss of the answer. Only

@@ -905,7 +905,7 @@ func (x *suite) buryExpiredReleasedRetry() {
 	n, err := x.store.BuryExpired(context.Background(), lane, second, x.failure("Expired"))
 	x.must(err)
 	x.equal("buried", n, 1)
-	x.equal("oldest", x.store.LaneStats(lane).OldestPending.UnixMilli(), second.UnixMilli())
+	x.equal("oldest", x.store.LaneStats(lane).OldestPending.UnixMilli(), got[1].AcceptedAt.UnixMilli())
 	d, ok := x.oldest(lane)
 	x.equal("oldest leased", []any{d.Seq, ok}, []any{uint64(2), true})
 }
