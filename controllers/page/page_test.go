@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
 	"k8s.io/utils/ptr"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
@@ -57,6 +58,29 @@ func TestShownConfig(t *testing.T) {
 	}
 	if got := *spec.Endpoints[0].Headers[0].Value; got != "value" {
 		t.Errorf("header of the input: got %q, want it unchanged", got)
+	}
+}
+
+// What a Source and a destination had counted before their first sample is not growth.
+func TestHistoryOfANewcomer(t *testing.T) {
+	h := newHistory()
+	at := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
+	reports := []adminapi.Report{{}}
+	for _, n := range []int64{1_000_000, 1_000_003} {
+		reports = append(reports, adminapi.Report{Namespaces: []adminapi.NamespaceReport{{
+			Namespace: "shop", Sources: []adminapi.SourceReport{{Name: "web", Accepted: n}},
+			Destinations: []adminapi.DestinationReport{{Name: "crm", Ledger: adminapi.Ledger{Accepted: n, Delivered: n}}},
+		}}})
+	}
+	for i, r := range reports {
+		h.sample(view{now: at.Add(time.Duration(i) * interval), indices: map[string]*adminapi.Index{"a": adminapi.NewIndex(r)}})
+	}
+	want := []point{{}, {accepted: 3, delivered: 3}}
+	if d := cmp.Diff(want, h.total.list(), cmp.AllowUnexported(point{})); d != "" {
+		t.Errorf("past of all (-want +got):\n%s", d)
+	}
+	if d := cmp.Diff(want, h.series[key{"shop", "crm"}].list(), cmp.AllowUnexported(point{})); d != "" {
+		t.Errorf("past of the destination (-want +got):\n%s", d)
 	}
 }
 
