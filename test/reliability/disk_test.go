@@ -498,9 +498,12 @@ func (c *child) stop() error {
 		c.exited <- err
 		return err
 	case <-time.After(waitLimit):
-		_ = c.cmd.Process.Kill()
-		c.t.Errorf("the dispatcher did not stop within %s", waitLimit)
-		return <-c.exited
+		c.t.Errorf("the dispatcher did not stop within %s; its goroutines are in the next error", waitLimit)
+		_ = c.cmd.Process.Signal(syscall.SIGQUIT)
+		defer time.AfterFunc(10*time.Second, func() { _ = c.cmd.Process.Kill() }).Stop()
+		err := <-c.exited
+		c.exited <- err
+		return err
 	}
 }
 
