@@ -93,7 +93,7 @@ func TestSettingsRefused(t *testing.T) {
 		status  int
 		code    string
 	}{
-		{"unknown key", getSettings("/v1/projects/nobody/settings"), 401, admission.CodeUnknownKey},
+		{"unknown key", getSettings("/v1/projects/unknown-key/settings"), 401, admission.CodeUnknownKey},
 		{"markup as a key", getSettings("/v1/projects/%3Cscript%3E/settings"), 401, admission.CodeUnknownKey},
 		{"no key", getSettings("/v1/projects//settings"), 404, admission.CodeNotFound},
 		{"two keys", getSettings("/v1/projects/a/b/settings"), 404, admission.CodeNotFound},
@@ -134,10 +134,10 @@ func TestSettingsRefused(t *testing.T) {
 func TestSettingsCountUnknownKeys(t *testing.T) {
 	f := newFixture(t)
 	for range 3 {
-		f.do(getSettings("/v1/projects/nobody-knows-me/settings"))
+		f.do(getSettings("/v1/projects/unknown-key/settings"))
 	}
 	list := f.Gate.UnknownKeys.List(f.now)
-	if len(list) != 1 || list[0].Requests != 3 || list[0].Prefix != "nob" {
+	if len(list) != 1 || list[0].Requests != 3 || list[0].Prefix != "un" {
 		t.Errorf("unknown keys: got %+v, want one with 3 requests", list)
 	}
 	if c := f.Gate.Counters(""); c.Rejected != 0 {
@@ -156,7 +156,7 @@ func TestSettingsOrigins(t *testing.T) {
 		{"not allowed", settings, "https://evil.example", 403, false},
 		{"of another Source", "/v1/projects/off-key/settings", "https://shop.example", 403, false},
 		{"same host", settings, "https://track.example", 200, true},
-		{"unknown key", "/v1/projects/nobody/settings", "https://shop.example", 401, true},
+		{"unknown key", "/v1/projects/unknown-key/settings", "https://shop.example", 401, true},
 		{"app", settings, "", 200, false},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
