@@ -44,6 +44,10 @@ func newWriter(log Log, p *publisher, o Options) *Writer {
 // Session implements pebblestore.Log.
 func (w *Writer) Session() pebblestore.Session { return w.p.session }
 
+// Epoch returns the number of the session's claim in the stream, from 1. A higher one is of a later
+// session.
+func (w *Writer) Epoch() uint64 { return w.p.epoch }
+
 // Append implements pebblestore.Log. It waits while 64 MB are unpublished.
 func (w *Writer) Append(number uint64, batch []byte) error {
 	w.mu.Lock()
