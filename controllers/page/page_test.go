@@ -61,7 +61,7 @@ func TestShownConfig(t *testing.T) {
 	}
 }
 
-// What a Source and a destination had counted before their first sample is not growth.
+// The counts of a Source and a destination before their first sample are not growth.
 func TestHistoryOfANewcomer(t *testing.T) {
 	h := newHistory()
 	at := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
