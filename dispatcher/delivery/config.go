@@ -62,6 +62,7 @@ func (e *Engine) Apply(v *liveconfig.View) error {
 	}
 	// The store operation can fail, so it runs first; the rest cannot fail.
 	if err := e.openLanes(namespaces, changed, configs); err != nil {
+		e.applied = nil // Some lanes may be open: the next view sorts the lanes of all namespaces.
 		return err
 	}
 	for _, p := range changed {

@@ -144,6 +144,9 @@ func (s *Service) Run(ctx context.Context) error {
 // Apply stores the positions of the destinations that forward their dead letters from this view on.
 // It must be called before dead letters are made by the view, so that none is missed.
 func (s *Service) Apply(view *liveconfig.View) error {
+	s.mu.Lock()
+	s.applied = nil // follow removes no position of the last view while this one is applied.
+	s.mu.Unlock()
 	for _, l := range wantedBy(view) {
 		s.mu.Lock()
 		_, known := s.positions[l.key()]
