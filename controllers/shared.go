@@ -214,17 +214,10 @@ func newWriteKeys() *writeKeys {
 func (k *writeKeys) set(namespace string, holders map[string]keyHolder) (affected []string) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	touched := map[string]bool{}
-	touch := func(hash string) {
-		for other := range k.byHash[hash] {
-			if other != namespace {
-				touched[other] = true
-			}
-		}
-	}
+	var touched []string
 	for hash := range k.byNamespace[namespace] {
 		if _, still := holders[hash]; !still {
-			touch(hash)
+			touched = append(touched, hash)
 			delete(k.byHash[hash], namespace)
 			if len(k.byHash[hash]) == 0 {
 				delete(k.byHash, hash)
@@ -235,7 +228,7 @@ func (k *writeKeys) set(namespace string, holders map[string]keyHolder) (affecte
 		if k.byNamespace[namespace][hash] == holder {
 			continue
 		}
-		touch(hash)
+		touched = append(touched, hash)
 		if k.byHash[hash] == nil {
 			k.byHash[hash] = map[string]keyHolder{}
 		}
@@ -245,7 +238,20 @@ func (k *writeKeys) set(namespace string, holders map[string]keyHolder) (affecte
 	if len(holders) == 0 {
 		delete(k.byNamespace, namespace)
 	}
-	return slices.Sorted(maps.Keys(touched))
+	return k.others(namespace, touched)
+}
+
+// others returns the other namespaces with a Source that has one of the keys, sorted.
+func (k *writeKeys) others(namespace string, hashes []string) []string {
+	all := map[string]bool{}
+	for _, hash := range hashes {
+		for other := range k.byHash[hash] {
+			if other != namespace {
+				all[other] = true
+			}
+		}
+	}
+	return slices.Sorted(maps.Keys(all))
 }
 
 // foreign returns the keys of a namespace that belong to other namespaces. The namespace becomes the
@@ -298,17 +304,10 @@ func (k *writeKeys) own(hash string, owner keyOwner) {
 func (k *writeKeys) setLive(namespace string, live map[string]compile.KeyUse) (affected []string) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	touched := map[string]bool{}
-	touch := func(hash string) {
-		for other := range k.byHash[hash] {
-			if other != namespace {
-				touched[other] = true
-			}
-		}
-	}
+	var touched []string
 	for hash := range k.owned[namespace] {
 		if live[hash] == "" {
-			touch(hash)
+			touched = append(touched, hash)
 			delete(k.owners, hash)
 			delete(k.owned[namespace], hash)
 		}
@@ -318,11 +317,11 @@ func (k *writeKeys) setLive(namespace string, live map[string]compile.KeyUse) (a
 		if owned && owner.namespace != namespace || owner.use == use {
 			continue
 		}
-		touch(hash)
+		touched = append(touched, hash)
 		k.own(hash, keyOwner{namespace, use})
 	}
 	if len(k.owned[namespace]) == 0 {
 		delete(k.owned, namespace)
 	}
-	return slices.Sorted(maps.Keys(touched))
+	return k.others(namespace, touched)
 }
