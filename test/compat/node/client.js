@@ -6,6 +6,7 @@
 //   node client.js <endpoint> <writeKey> many <calls> <batch>
 
 const { Analytics } = require('@segment/analytics-node')
+const { many } = require('./calls')
 
 const [host, writeKey, what, calls, batch] = process.argv.slice(2)
 
@@ -38,24 +39,8 @@ function showcase () {
   ]
 }
 
-// Returns calls of all types in turn, with messageIds node-0, node-1, ….
-function many () {
-  const kinds = [
-    (n) => ['identify', { userId: 'u1', traits: { n } }],
-    (n) => ['track', { userId: 'u1', event: 'E', properties: { n } }],
-    () => ['page', { userId: 'u1', name: 'Home' }],
-    () => ['screen', { userId: 'u1', name: 'Cart' }],
-    () => ['group', { userId: 'u1', groupId: 'acme' }],
-    () => ['alias', { userId: 'u1', previousId: 'a1' }]
-  ]
-  return Array.from({ length: Number(calls) }, (_, n) => {
-    const [kind, call] = kinds[n % kinds.length](n)
-    return [kind, { ...call, messageId: `node-${n}` }]
-  })
-}
-
 async function main () {
-  const list = what === 'showcase' ? showcase() : many()
+  const list = what === 'showcase' ? showcase() : many('node', Number(calls))
   const analytics = new Analytics({
     host, writeKey,
     flushAt: what === 'showcase' ? list.length : Number(batch),

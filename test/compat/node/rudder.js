@@ -6,6 +6,7 @@
 //   node rudder.js <endpoint> <writeKey> many <calls> <batch>
 
 const Analytics = require('@rudderstack/rudder-sdk-node')
+const { many } = require('./calls')
 
 const [host, writeKey, what, calls, batch] = process.argv.slice(2)
 
@@ -27,24 +28,8 @@ function showcase () {
   ]
 }
 
-// Returns calls of all types in turn, with messageIds rudder-0, rudder-1, ….
-function many () {
-  const kinds = [
-    (n) => ['identify', { userId: 'u1', traits: { n } }],
-    (n) => ['track', { userId: 'u1', event: 'E', properties: { n } }],
-    () => ['page', { userId: 'u1', name: 'Home' }],
-    () => ['screen', { userId: 'u1', name: 'Cart' }],
-    () => ['group', { userId: 'u1', groupId: 'acme' }],
-    () => ['alias', { userId: 'u1', previousId: 'a1' }]
-  ]
-  return Array.from({ length: Number(calls) }, (_, n) => {
-    const [kind, call] = kinds[n % kinds.length](n)
-    return [kind, { ...call, messageId: `rudder-${n}` }]
-  })
-}
-
 async function main () {
-  const list = what === 'showcase' ? showcase() : many()
+  const list = what === 'showcase' ? showcase() : many('rudder', Number(calls))
   const client = new Analytics(writeKey, {
     dataPlaneUrl: host, logLevel: 'error', flushInterval: 500, retryCount: 10,
     flushAt: what === 'showcase' ? list.length : Number(batch),
