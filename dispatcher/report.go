@@ -171,9 +171,8 @@ func (s *storage) get(gate *admission.Gate) adminapi.StorageReport {
 	defer s.mu.Unlock()
 	if now := time.Now(); s.at.IsZero() || now.Sub(s.at) >= storageInterval {
 		s.at, s.report = now, gate.Storage()
-		if total := s.report.TotalBytes; total > 0 {
-			left := s.report.FreeBytes - int64((1-gate.HighWater)*float64(total))
-			s.report.DaysLeft = s.forecast.days(now, left, total)
+		if left, total, ok := gate.DiskLeft(); ok {
+			s.report.DaysLeft = s.forecast.days(now, int64(left), int64(total))
 		}
 		s.report.FreeBytes -= s.report.FreeBytes % (64 << 20)
 		s.report.UsedBytes -= s.report.UsedBytes % (1 << 20)

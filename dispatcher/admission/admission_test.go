@@ -6,12 +6,14 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"net/http"
 	"net/http/httptest"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/posthorn/posthorn/analytics/event"
@@ -243,6 +245,29 @@ func TestSkipAllBut(t *testing.T) {
 		if diff := cmp.Diff(want, got); diff != "" {
 			t.Errorf("destinations of Source %s (-want +got):\n%s", source, diff)
 		}
+	}
+}
+
+// Blocks that the file system reserves are neither used nor free, as for the high-water mark of the
+// store.
+func TestDiskLeft(t *testing.T) {
+	g := newGate(&admissiontest.Store{})
+	g.DataDir, g.HighWater = t.TempDir(), 0.8
+	disk, err := vfs.Default.GetDiskUsage(g.DataDir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	left, total, ok := g.DiskLeft()
+	usable := float64(disk.UsedBytes + disk.AvailBytes)
+	if want := 0.8*usable - float64(disk.UsedBytes); !ok || math.Abs(left-want) > 0.01*usable {
+		t.Errorf("left: got %.0f and %v, want about %.0f", left, ok, want)
+	}
+	if math.Abs(total-usable) > 0.01*usable {
+		t.Errorf("total: got %.0f, want about %.0f", total, usable)
+	}
+	g.DataDir += "/missing"
+	if _, _, ok := g.DiskLeft(); ok {
+		t.Error("usage of a missing directory: got known, want unknown")
 	}
 }
 

@@ -14,13 +14,23 @@ const syncReserve = 1 << 30
 
 // DiskForSync reports whether an audience sync may write to the disk now.
 func (g *Gate) DiskForSync() bool {
-	disk, err := vfs.Default.GetDiskUsage(g.DataDir)
-	if err != nil {
+	left, total, ok := g.DiskLeft()
+	if !ok {
 		return !g.Store.Full() // The store checks the disk itself.
 	}
-	used, total := float64(disk.UsedBytes), float64(disk.UsedBytes+disk.AvailBytes)
-	left := g.HighWater*total - used
 	return left > min(syncReserve, 0.05*total) && !g.Store.Full()
+}
+
+// DiskLeft returns the bytes that can be written until the disk reaches the high-water mark, and the
+// disk's size without the blocks that the file system reserves. ok is false if they are unknown.
+func (g *Gate) DiskLeft() (left, total float64, ok bool) {
+	disk, err := vfs.Default.GetDiskUsage(g.DataDir)
+	if err != nil {
+		return 0, 0, false
+	}
+	used := float64(disk.UsedBytes)
+	total = used + float64(disk.AvailBytes)
+	return g.HighWater*total - used, total, true
 }
 
 // RoomForSync reports whether the log of a Source ("namespace/name") has space for calls of an
