@@ -374,6 +374,7 @@ func (l *limited) RoundTrip(r *http.Request) (*http.Response, error) {
 	l.mu.Lock()
 	l.sent = append(l.sent, calls)
 	l.mu.Unlock()
+	time.Sleep(time.Millisecond) // In virtual time: the test calls Close before the first response.
 	if calls > l.most {
 		return &http.Response{StatusCode: http.StatusRequestEntityTooLarge, Body: http.NoBody, Request: r}, nil
 	}
