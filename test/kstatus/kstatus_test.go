@@ -56,7 +56,8 @@ var byReason = map[string]status.Status{
 	v1alpha1.ReasonSecretKeyMissing: status.InProgressStatus,
 	v1alpha1.ReasonNoSource:         status.InProgressStatus,
 
-	v1alpha1.ReasonDestinationNotFound: status.InProgressStatus,
+	v1alpha1.ReasonDestinationNotFound:  status.InProgressStatus,
+	v1alpha1.ReasonInvalidForwardTarget: status.FailedStatus,
 }
 
 // Tests every object of the compiler's golden files, with its status when every pod runs it,
