@@ -603,11 +603,12 @@ func TestHighWater(t *testing.T) {
 	appendAll(t, s, 1)
 }
 
-// fullFS is a file system without space while full is set.
+// fullFS is a file system without space while full is set, or without space for tables while
+// tables is set.
 type fullFS struct {
 	vfs.FS
-	full atomic.Bool
-	met  atomic.Int64
+	full, tables atomic.Bool
+	met          atomic.Int64
 }
 
 func (f *fullFS) check() error {
@@ -628,6 +629,10 @@ func (f *fullFS) wrap(file vfs.File, err error) (vfs.File, error) {
 func (f *fullFS) Create(name string, c vfs.DiskWriteCategory) (vfs.File, error) {
 	if err := f.check(); err != nil {
 		return nil, err
+	}
+	if strings.HasSuffix(name, ".sst") && f.tables.Load() {
+		f.met.Add(1)
+		return nil, &fs.PathError{Op: "create", Path: name, Err: syscall.ENOSPC}
 	}
 	return f.wrap(f.FS.Create(name, c))
 }
@@ -701,6 +706,56 @@ func TestDiskFull(t *testing.T) {
 	defer func() { _ = after.Close() }()
 	if got := after.SourceStats(web).Accepted; got != accepted.Load() {
 		t.Errorf("after a power cut %d messages are stored, %d were accepted", got, accepted.Load())
+	}
+}
+
+// TestCloseOnFullDisk: Close ends in bounded time while the disk has no space for a table. When
+// writes wait for a flush, it reports a fatal error, and the next start finds all messages.
+func TestCloseOnFullDisk(t *testing.T) {
+	if testing.Short() {
+		t.Skip("takes 10 s")
+	}
+	for _, stalled := range []bool{false, true} {
+		t.Run(fmt.Sprintf("stalled=%t", stalled), func(t *testing.T) {
+			t.Parallel()
+			mem := vfs.NewCrashableMem()
+			disk := &fullFS{FS: mem}
+			fatal := make(chan error, 1)
+			s := open(t, "data", Options{FS: disk, MemTableBytes: 256 << 10, MaintainInterval: time.Hour, Fatal: func(err error) {
+				fatal <- err
+				select {} // The process would end.
+			}})
+			appendAll(t, s, 10)
+			disk.tables.Store(true)
+			if stalled {
+				go func() {
+					for s.PutMetaDurable("filler", make([]byte, 8<<10)) == nil {
+					}
+				}()
+				eventually(t, "writes wait for a flush", s.stalled.Load)
+			}
+			closed := make(chan error, 1)
+			go func() { closed <- s.Close() }()
+			select {
+			case err := <-closed:
+				if err != nil || stalled {
+					t.Errorf("Close: %v, stalled %t", err, stalled)
+				}
+			case err := <-fatal:
+				if !stalled || !errors.Is(err, syscall.ENOSPC) {
+					t.Errorf("fatal error: %v, stalled %t", err, stalled)
+				}
+			case <-time.After(time.Minute):
+				t.Fatal("Close did not end")
+			}
+			after := open(t, "data", Options{FS: mem.CrashClone(vfs.CrashCloneCfg{})})
+			if got := after.SourceStats(web).Accepted; got != 10 {
+				t.Errorf("after a restart: got %d messages, want 10", got)
+			}
+			if err := after.Close(); err != nil {
+				t.Error(err)
+			}
+		})
 	}
 }
 

@@ -86,6 +86,10 @@ type Store struct {
 
 	stop chan struct{}
 	done sync.WaitGroup
+	// stalled: writes wait in the engine for a flush or a compaction.
+	stalled atomic.Bool
+	// noFlush receives a value when a flush fails for lack of space while the store is closed.
+	noFlush chan struct{}
 }
 
 // sourceLog is the log of one Source: the messages at positions trimmed+1 to head.
@@ -176,7 +180,7 @@ func newStore(dir string, o Options) (*Store, error) {
 	s := &Store{
 		o: o, log: o.Logger, dir: dir, withoutWAL: o.Log != nil,
 		logs: map[string]*sourceLog{}, lanes: map[queue.LaneID]*lane{}, groups: map[queue.LaneID]*group{}, destinations: map[string]*destination{},
-		requests: make(chan *request, 1024), stop: make(chan struct{}),
+		requests: make(chan *request, 1024), stop: make(chan struct{}), noFlush: make(chan struct{}, 1),
 		requestPool: sync.Pool{New: func() any { return &request{answer: make(chan struct{}, 1)} }},
 		notify:      func(queue.LaneID) {},
 	}
@@ -729,9 +733,22 @@ func (s *Store) Close() error {
 	s.metrics.unregister()
 	err := s.flushLanes(true)
 	if s.disk.spaceToFlush() {
-		err = errors.Join(err, s.db.Flush())
+		err = errors.Join(err, s.flushAll())
 	}
 	return errors.Join(err, s.closeDB())
+}
+
+// flushAll flushes the log, unless the disk gets full meanwhile.
+func (s *Store) flushAll() error {
+	flushed, err := s.db.AsyncFlush()
+	if err != nil {
+		return err
+	}
+	select {
+	case <-flushed:
+	case <-s.noFlush:
+	}
+	return nil
 }
 
 // closeDB closes the engine and all files, and marks the shutdown as clean.
@@ -745,9 +762,7 @@ func (s *Store) closeDB() error {
 
 func (s *Store) events() *pebble.EventListener {
 	return &pebble.EventListener{
-		BackgroundError: func(err error) {
-			s.log.Error("storage engine background task failed; retrying", "error", err)
-		},
+		BackgroundError: s.backgroundError,
 		DataCorruption: func(info pebble.DataCorruptionInfo) {
 			s.log.Error("queue file corrupt", "path", info.Path, "error", info.Details)
 			s.recordDamage(info.Path)
@@ -755,8 +770,27 @@ func (s *Store) events() *pebble.EventListener {
 		FlushEnd:   func(pebble.FlushInfo) { s.flushed.Store(true) },
 		WALCreated: func(info pebble.WALCreateInfo) { s.reclaimer.newestLog.Store(uint64(info.FileNum)) },
 		WriteStallBegin: func(info pebble.WriteStallBeginInfo) {
+			s.stalled.Store(true)
 			s.log.Warn("disk too slow; writes wait", "reason", info.Reason)
 		},
+		WriteStallEnd: func() { s.stalled.Store(false) },
+	}
+}
+
+// backgroundError is called when a flush or a compaction failed. The engine retries it. While
+// the store is closed on a full disk, that has no end: Close gives up its flush, and writes that
+// the engine stalls until a flush succeeds end the process like a failed write of the log.
+func (s *Store) backgroundError(err error) {
+	if !fulldisk.IsFull(err) || !s.fs.WaitedEnough() {
+		s.log.Error("storage engine background task failed; retrying", "error", err)
+		return
+	}
+	if s.stalled.Load() {
+		engineLogger{s}.Fatalf("writes wait for a flush, and the disk is full: %w", err)
+	}
+	select {
+	case s.noFlush <- struct{}{}:
+	default:
 	}
 }
 

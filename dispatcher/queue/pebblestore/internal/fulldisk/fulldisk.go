@@ -27,9 +27,11 @@ import (
 type FS struct {
 	vfs.FS
 	o Options
-	// stop is closed, once, when the store is closed.
+	// stop is closed, once, when the store is closed; stopped is the time, in nanoseconds since
+	// 1970.
 	stop     chan struct{}
 	stopOnce sync.Once
+	stopped  atomic.Int64
 	// waiting counts the writes that wait for space.
 	waiting atomic.Int64
 	// nextCompaction is the earliest start of the next compaction, in nanoseconds since 1970.
@@ -89,7 +91,18 @@ const (
 )
 
 // StopWaiting bounds the present and future waits for space to closingTries tries each.
-func (fs *FS) StopWaiting() { fs.stopOnce.Do(func() { close(fs.stop) }) }
+func (fs *FS) StopWaiting() {
+	fs.stopOnce.Do(func() {
+		fs.stopped.Store(time.Now().UnixNano())
+		close(fs.stop)
+	})
+}
+
+// WaitedEnough reports whether the waits since StopWaiting have taken as long as they may.
+func (fs *FS) WaitedEnough() bool {
+	stopped := fs.stopped.Load()
+	return stopped != 0 && time.Since(time.Unix(0, stopped)) >= closingTries*spaceInterval
+}
 
 func (fs *FS) try(write func() error) error {
 	err := write()
