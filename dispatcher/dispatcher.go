@@ -42,6 +42,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/jobs"
 	"github.com/posthorn/posthorn/dispatcher/listen"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
+	"github.com/posthorn/posthorn/dispatcher/notices"
 	"github.com/posthorn/posthorn/dispatcher/promtext"
 	"github.com/posthorn/posthorn/dispatcher/queue"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
@@ -66,6 +67,8 @@ type Options struct {
 	ProbeListen string
 	// Pod is the name of this dispatcher in reports.
 	Pod string
+	// Namespace gets the notices about this dispatcher's disk; empty for none.
+	Namespace string
 	// Egress lists the non-public addresses that deliveries may use.
 	Egress egress.Policy
 	// Proxy for deliveries and token requests; nil for none.
@@ -125,6 +128,7 @@ type Dispatcher struct {
 	redeliveries *redelivery.Service
 	// forwards sends dead letters to other destinations.
 	forwards     *forward.Service
+	notices      *notices.Service
 	gate         *admission.Gate
 	changes      *changes.Log
 	storage      storage
@@ -240,6 +244,12 @@ func New(o Options) (*Dispatcher, error) {
 		return nil, errors.Join(err, d.Close())
 	}
 	d.redeliveries = redelivery.New(redelivery.ServiceOptions{Gate: d.gate, Store: d.letters(), Records: records, Takes: d.engine.Takes, Changes: d.changes, Logger: o.Logger})
+	if d.notices, err = notices.New(notices.Options{
+		Gate: d.gate, Store: d.store, Changes: d.Changes, Pod: o.Pod, Namespace: o.Namespace,
+		DiskLeft: d.gate.DiskLeft, Logger: o.Logger,
+	}); err != nil {
+		return nil, errors.Join(err, d.Close())
+	}
 	if d.forget, err = deletion.New(deletion.Options{
 		OldDir: filepath.Join(o.DataDir, "deletions"), Gate: d.gate, Store: tracker, Records: records,
 		Passive: o.AudienceOwner != "", OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger,
@@ -378,6 +388,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	writers.Go(func() error { return d.forget.Run(engineCtx) })
 	writers.Go(func() error { return d.redeliveries.Run(engineCtx) })
 	writers.Go(func() error { return d.forwards.Run(engineCtx) })
+	writers.Go(func() error { return d.notices.Run(engineCtx) })
 	written := make(chan error, 1)
 	go func() { written <- writers.Wait() }()
 	group.Go(func() error {

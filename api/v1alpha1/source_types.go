@@ -43,7 +43,7 @@ type SourceSpec struct {
 
 // BuiltInSources are the names of the Sources that exist in every namespace without an object.
 // WebhookDestinations get their messages by spec.sourceRefs.
-var BuiltInSources = []string{"posthorn-dead-letters"}
+var BuiltInSources = []string{"posthorn-dead-letters", "posthorn-notices"}
 
 // WriteKey is a secret that identifies a Source.
 type WriteKey struct {
@@ -162,7 +162,7 @@ type CallCounts struct {
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
-// +kubebuilder:validation:XValidation:rule="!(self.metadata.name in ['posthorn-dead-letters'])",message="metadata.name is the name of a built-in Source; choose another name"
+// +kubebuilder:validation:XValidation:rule="!(self.metadata.name in ['posthorn-dead-letters', 'posthorn-notices'])",message="metadata.name is the name of a built-in Source; choose another name"
 // +kubebuilder:resource:shortName=psrc,categories=posthorn
 // +kubebuilder:printcolumn:name="Ready",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].status`
 // +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].reason`

@@ -18,9 +18,9 @@ type WebhookDestinationSpec struct {
 	Enabled *bool `json:"enabled,omitempty"`
 
 	// The Sources in this namespace whose calls are delivered, by name. If one does not
-	// exist, ResolvedRefs is False (NoSource). The built-in Source posthorn-dead-letters, which
-	// has the dead letters that other destinations forward to this one, always exists. Set this
-	// or sourceSelector. 1 to 64.
+	// exist, ResolvedRefs is False (NoSource). Two built-in Sources always exist:
+	// posthorn-dead-letters has the dead letters that other destinations forward to this one,
+	// posthorn-notices has notices about this namespace. Set this or sourceSelector. 1 to 64.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=64
 	// +listType=map

@@ -47,7 +47,7 @@ The chart runs it; see docs/install.md.`,
 			if err != nil {
 				return err
 			}
-			data.options.Logger = log
+			data.options.Logger, data.options.Namespace = log, namespace
 			var certificate kubeauth.Certificate
 			switch adminAuth {
 			case "kubernetes":

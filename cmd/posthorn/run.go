@@ -61,7 +61,7 @@ this machine; 'posthorn get' shows the status, too.`,
 			if err != nil {
 				return err
 			}
-			data.options.Logger, data.options.Pod = log, "standalone"
+			data.options.Logger, data.options.Pod, data.options.Namespace = log, "standalone", standalone.DefaultNamespace
 			// The two depend on each other: the API of the resources shows the dispatcher's
 			// reports, and the dispatcher's admin listener serves that API.
 			resources := &lateHandler{}

@@ -81,7 +81,7 @@ func (c *Control) serve(w http.ResponseWriter, r *http.Request) {
 	}
 	namespace, resource, name := r.PathValue("namespace"), r.PathValue("resource"), r.PathValue("name")
 	if name != "" && namespace == "" {
-		namespace = defaultNamespace
+		namespace = DefaultNamespace
 	}
 	query := r.URL.Query()
 	if watch := query.Get("watch"); watch != "" && watch != "0" && watch != "false" {

@@ -29,11 +29,13 @@ import (
 )
 
 const (
-	kindSecret       = "Secret"
-	kindSource       = "Source"
-	kindDestination  = "WebhookDestination"
-	defaultNamespace = "default"
+	kindSecret      = "Secret"
+	kindSource      = "Source"
+	kindDestination = "WebhookDestination"
 )
+
+// DefaultNamespace is the namespace of objects whose metadata has none.
+const DefaultNamespace = "default"
 
 // id identifies an object.
 type id struct{ kind, namespace, name string }
@@ -212,7 +214,7 @@ func readMetadata(content map[string]any, metadata *metav1.ObjectMeta) []error {
 		return []error{fieldErrorf("metadata", "must be set, with a name")}
 	}
 	if raw["namespace"] == nil || raw["namespace"] == "" {
-		raw["namespace"] = defaultNamespace
+		raw["namespace"] = DefaultNamespace
 	}
 	for _, name := range []string{"name", "namespace"} {
 		if _, ok := raw[name].(string); !ok && raw[name] != nil { // YAML parses y, no and 5 as other types.

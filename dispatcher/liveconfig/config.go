@@ -54,12 +54,15 @@ type Source struct {
 	Burst          int `json:"burst,omitempty"`
 }
 
-// SourceDeadLetters is the built-in Source of forwarded dead letters. It exists in every
-// namespace without an entry in Config.Sources, and has no write key.
-const SourceDeadLetters = "posthorn-dead-letters"
+// The built-in Sources of forwarded dead letters and of notices. They exist in every namespace without
+// an entry in Config.Sources, and have no write key.
+const (
+	SourceDeadLetters = "posthorn-dead-letters"
+	SourceNotices     = "posthorn-notices"
+)
 
 // BuiltIn reports whether a Source is built in. No object of the kind Source has its name.
-func BuiltIn(source string) bool { return source == SourceDeadLetters }
+func BuiltIn(source string) bool { return source == SourceDeadLetters || source == SourceNotices }
 
 // KeyHashes are lowercase hex SHA-256 sums of write keys. A single one is encoded as a string,
 // which is the format of release 0.2.0.
