@@ -778,7 +778,7 @@ func (s *Store) events() *pebble.EventListener {
 }
 
 // backgroundError is called when a flush or a compaction failed. The engine retries it. While
-// the store is closed on a full disk, that has no end: Close gives up its flush, and writes that
+// the store is closed on a full disk, that has no end: Close cancels its flush, and writes that
 // the engine stalls until a flush succeeds end the process like a failed write of the log.
 func (s *Store) backgroundError(err error) {
 	if !fulldisk.IsFull(err) || !s.fs.WaitedEnough() {
