@@ -348,7 +348,9 @@ type DeadLetters interface {
 	DeleteDeadLetters(ctx context.Context, destination string, keys ...string) error
 	// TrimDeadLetters removes the oldest dead letters of a destination until none is older than
 	// before, and until their bytes are at most maxBytes or none is older than young, which
-	// must not be before before. It returns the number of removed dead letters.
+	// must not be before before. The time of a dead letter is that of its failure, or of its
+	// acceptance when the former is ahead of the clock; when both are, only the size counts. It
+	// returns the number of removed dead letters.
 	TrimDeadLetters(ctx context.Context, destination string, before, young time.Time, maxBytes int64) (int, error)
 }
 

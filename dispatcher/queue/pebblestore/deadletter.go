@@ -487,7 +487,11 @@ func (s *Store) applyCounts(d *destination, b *pebble.Batch, count, bytes int64)
 	return nil
 }
 
-const trimLetters = 1000
+const (
+	trimLetters = 1000
+	// maxAhead is how far the time of a dead letter may be ahead of the clock.
+	maxAhead = 10 * time.Minute
+)
 
 // TrimDeadLetters implements queue.Store.
 func (s *Store) TrimDeadLetters(ctx context.Context, destination string, before, young time.Time, maxBytes int64) (int, error) {
@@ -521,15 +525,16 @@ func (s *Store) trimSome(d *destination, before, young, maxBytes int64) (int, er
 		return 0, err
 	}
 	defer func() { _ = it.Close() }()
+	soon := s.o.Now().Add(maxAhead).UnixMilli()
 	count, bytes, n := d.count.Load(), d.bytes.Load(), 0
 	ok := it.First()
 	for ; ok && n < trimLetters; ok = it.Next() {
-		if at := codec.DeadLetterMillis(it.Key()); at >= before && (at >= young || bytes <= maxBytes) {
-			break
-		}
 		v, err := it.ValueAndErr()
 		if err != nil {
 			return 0, s.explain(err)
+		}
+		if at := letterMillis(it.Key(), v, soon); at >= before && (at >= young && at <= soon || bytes <= maxBytes) {
+			break
 		}
 		bytes -= int64(len(it.Key()) + len(v))
 		count--
@@ -549,6 +554,21 @@ func (s *Store) trimSome(d *destination, before, young, maxBytes int64) (int, er
 	_ = b.DeleteRange(prefix, end, nil)
 	s.disk.addFreed(d.bytes.Load() - bytes)
 	return n, s.applyCounts(d, b, count, bytes)
+}
+
+// letterMillis is the time of a dead letter for a trim. A key is ahead of the clock after the clock
+// was set back, and because keys never decrease behind a mark: then the earlier time of the message
+// counts. When that is ahead, too, the age is unknown, and only the size removes the dead letter.
+func letterMillis(key, value []byte, soon int64) int64 {
+	at := codec.DeadLetterMillis(key)
+	if at <= soon {
+		return at
+	}
+	l, err := codec.DecodeDeadLetter(key, value)
+	if err != nil {
+		return at
+	}
+	return min(codec.Millis(l.AcceptedAt), codec.Millis(l.Failure.Time))
 }
 
 // DestinationStats implements queue.Store.

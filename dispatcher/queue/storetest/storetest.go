@@ -809,6 +809,24 @@ func (x *suite) trimDeadLetters() {
 	x.equal("all", trim(x.Clock.Now(), 0), 5)
 	count, left = x.stored(crm)
 	x.equal("stats", []int64{count, left}, []int64{0, 0})
+
+	// The clock was a year ahead for a while.
+	x.open(lane)
+	bury := func(ahead time.Duration) {
+		x.add(1)
+		f := x.failure("Rejected")
+		f.Time = f.Time.Add(ahead)
+		x.buried(x.store.Bury(x.lease(lane, 1)[0], f))
+	}
+	bury(365 * 24 * time.Hour)
+	_, err := x.store.DeadLetterMark(crm)
+	x.must(err)
+	bury(0) // Its key is behind the mark.
+	x.Clock.Advance(time.Hour)
+	young = x.Clock.Now().Add(-2 * time.Hour)
+	x.equal("young ones after a wrong clock", trim(young.Add(-time.Minute), 0), 0)
+	young = x.Clock.Now()
+	x.equal("by age after a wrong clock", trim(x.Clock.Now().Add(-time.Minute), 1<<30), 2)
 }
 
 func (x *suite) buryExpired() {
