@@ -1,8 +1,10 @@
 package notices
 
 import (
+	"fmt"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
@@ -17,6 +19,7 @@ const (
 	RetryWindowEnding = "Retry Window Ending"
 	DiskNearlyFull    = "Disk Nearly Full"
 	DiscardAhead      = "Discard Ahead"
+	NoTraffic         = "No Traffic"
 )
 
 const (
@@ -28,6 +31,10 @@ const (
 	// share of the space up to the high-water mark. The disk is not nearly full again below the
 	// third share.
 	windowPercent, diskPercent, diskEndPercent = 75, 90, 85
+	// silence is how long there are no calls before a notice: longer than a night. trafficPause bounds
+	// the writes of the records while there are calls, and is the time after the start in which a pod
+	// waits for the calls that others got while it was down.
+	silence, trafficPause = 24 * time.Hour, time.Hour
 )
 
 // Properties are the properties of a notice. Those that do not belong to its event are empty.
@@ -43,7 +50,7 @@ type Properties struct {
 	// Reason and Message describe the last failure.
 	Reason  string `json:"reason,omitempty"`
 	Message string `json:"message,omitempty"`
-	// Messages counts messages or dead letters.
+	// Messages counts messages, dead letters or excluded calls.
 	Messages int64 `json:"messages,omitempty"`
 	// UsedPercent is the used share of the disk.
 	UsedPercent int64 `json:"usedPercent,omitempty"`
@@ -70,6 +77,16 @@ func facts(config liveconfig.Config, n *adminapi.NamespaceIndex, c adminapi.Conf
 	}
 	add := func(key, value, event string, pause time.Duration, p Properties) {
 		list = append(list, fact{config.Namespace, key, value, event, p, pause})
+	}
+	for i := range config.Sources {
+		if r := n.Sources[config.Sources[i].Name]; r != nil {
+			key := "calls/" + r.Name
+			last := before[key]
+			if !config.Sources[i].Enabled {
+				last = record{} // The observation begins again when it is enabled.
+			}
+			list = append(list, traffic(config.Namespace, key, r.Accepted, 0, last, now, Properties{Source: r.Name}))
+		}
 	}
 	gets := map[string]bool{}
 	for i := range config.Destinations {
@@ -105,6 +122,8 @@ func facts(config liveconfig.Config, n *adminapi.NamespaceIndex, c adminapi.Conf
 		} else {
 			add(key, none, "", 0, Properties{})
 		}
+		key = "messages/" + d.Name
+		list = append(list, traffic(config.Namespace, key, r.Accepted-r.Filtered, r.Filtered, before[key], now, Properties{Destination: d.Name}))
 	}
 	for _, d := range c.Discards {
 		if d.Messages > 0 && !gets[d.Destination] && d.Source != liveconfig.SourceNotices {
@@ -112,6 +131,28 @@ func facts(config liveconfig.Config, n *adminapi.NamespaceIndex, c adminapi.Conf
 		}
 	}
 	return list
+}
+
+// traffic returns the fact about the calls that a Source accepts, or that a destination gets and its
+// filter excludes. The value has both numbers, and ends with a mark after a notice and before the first
+// call that the pod observes. A destination without calls to exclude has a silent Source, which has
+// a notice of its own.
+func traffic(namespace, key string, calls, excluded int64, before record, now time.Time, p Properties) fact {
+	const silent = " silent"
+	value, wasSilent := strings.CutSuffix(before.Value, silent)
+	lastCalls, lastExcluded, observed := strings.Cut(value, " ")
+	f := fact{namespace: namespace, key: key, value: before.Value}
+	switch {
+	case !observed:
+		f.value = fmt.Sprint(calls, excluded) + silent
+	case lastCalls != fmt.Sprint(calls):
+		f.value, f.pause = fmt.Sprint(calls, excluded), trafficPause
+	case !wasSilent && now.Sub(before.Time) >= silence && (p.Source != "" || lastExcluded != fmt.Sprint(excluded)):
+		last, _ := strconv.ParseInt(lastExcluded, 10, 64)
+		p.Since, p.Messages = at(before.Time), excluded-last
+		f.value, f.event, f.properties = before.Value+silent, NoTraffic, p
+	}
+	return f
 }
 
 // disk returns the fact about the pod's disk, for the namespace of the release. left are the bytes

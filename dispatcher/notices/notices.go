@@ -60,6 +60,8 @@ type Service struct {
 	// records are the reported values, by namespace and the key of the fact.
 	records map[string]map[string]record
 	failing bool
+	// started is when Run began.
+	started time.Time
 }
 
 // record is the last notice about a fact.
@@ -97,6 +99,7 @@ func (s *Service) remember(namespace, key string, r record) {
 
 // Run sends notices until ctx is done.
 func (s *Service) Run(ctx context.Context) error {
+	s.started = time.Now()
 	timer := time.NewTicker(tick)
 	defer timer.Stop()
 	for {
@@ -145,6 +148,9 @@ func (s *Service) pass(ctx context.Context, view *liveconfig.View) error {
 				list = append(list, disk(namespace, left, total, s.Gate.HighWater, s.records[namespace]))
 			}
 		}
+		if now.Sub(s.started) < trafficPause {
+			list = slices.DeleteFunc(list, func(f fact) bool { return f.event == NoTraffic })
+		}
 		if err := s.send(ctx, namespace, list, now); err != nil {
 			errs = append(errs, fmt.Errorf("namespace %s: %w", namespace, err))
 		}
@@ -175,7 +181,10 @@ func (s *Service) follow(view *liveconfig.View, now time.Time) {
 	}
 	for namespace, records := range s.records {
 		config, _ := view.Namespace(namespace)
-		destinations := map[string]*liveconfig.Destination{}
+		sources, destinations := map[string]bool{}, map[string]*liveconfig.Destination{}
+		for i := range config.Sources {
+			sources[config.Sources[i].Name] = true
+		}
 		for i := range config.Destinations {
 			destinations[config.Destinations[i].Name] = &config.Destinations[i]
 		}
@@ -188,6 +197,8 @@ func (s *Service) follow(view *liveconfig.View, now time.Time) {
 				kept = true
 			case kind == "discard": // Of a deleted object.
 				kept = now.Sub(r.Time) < 2*liveconfig.ParkingTime
+			case kind == "calls":
+				kept = sources[name] || view.Parked(namespace, liveconfig.Ref{Section: liveconfig.SectionSources, Name: name})
 			case d == nil:
 				kept = view.Parked(namespace, liveconfig.Ref{Section: liveconfig.SectionDestinations, Name: name})
 			default: // A paused destination may have no endpoints in its config.

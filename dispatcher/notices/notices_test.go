@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -32,7 +33,7 @@ type rig struct {
 	report  adminapi.Report
 	version int
 	reports int
-	meta    meta
+	meta    *meta
 	gate    *admission.Gate
 	got     []queue.Message
 	// fail are the errors of Append, by Source.
@@ -43,23 +44,43 @@ type rig struct {
 }
 
 // meta is a queue.Meta in memory, which outlives a process.
-type meta map[string][]byte
+type meta struct {
+	mu     sync.Mutex
+	values map[string][]byte
+	writes int
+}
 
-func (m meta) PutMetaDurable(name string, value []byte) error { return m.PutMeta(name, value) }
-func (m meta) AllMeta() (map[string][]byte, error)            { return m, nil }
-func (m meta) PutMeta(name string, value []byte) error {
+func (m *meta) PutMetaDurable(name string, value []byte) error { return m.PutMeta(name, value) }
+
+func (m *meta) AllMeta() (map[string][]byte, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return maps.Clone(m.values), nil
+}
+
+func (m *meta) PutMeta(name string, value []byte) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.writes++
 	if value == nil {
-		delete(m, name)
+		delete(m.values, name)
 		return nil
 	}
-	m[name] = value
+	m.values[name] = value
 	return nil
+}
+
+// written returns the number of writes.
+func (m *meta) written() int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.writes
 }
 
 func run(t *testing.T, test func(r *rig)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		r := &rig{T: t, meta: meta{}, fail: map[string]error{}}
+		r := &rig{T: t, meta: &meta{values: map[string][]byte{}}, fail: map[string]error{}}
 		r.config = liveconfig.Config{Version: liveconfig.FormatVersion, Namespace: "shop", Sources: []liveconfig.Source{{Name: "web", Enabled: true}}, Destinations: []liveconfig.Destination{
 			destination("crm", "web"), destination("ops", liveconfig.SourceNotices),
 		}}
@@ -176,6 +197,14 @@ func (r *rig) after(d time.Duration, change func(), want ...string) []queue.Mess
 	return got
 }
 
+// records returns the names of the stored records.
+func (r *rig) records() string {
+	values, _ := r.meta.AllMeta()
+	return strings.ReplaceAll(strings.Join(slices.Sorted(maps.Keys(values)), ", "), "notices/shop/", "")
+}
+
+func (r *rig) web() *adminapi.SourceReport { return &r.report.Namespaces[0].Sources[0] }
+
 func (r *rig) crm() *adminapi.DestinationReport { return &r.report.Namespaces[0].Destinations[0] }
 
 func (r *rig) circuit(state adminapi.EndpointState) func() {
@@ -288,6 +317,101 @@ func TestDiscard(t *testing.T) {
 	})
 }
 
+// A Source without calls for a day has a notice, if the pod observed a call before. Its destinations
+// have none.
+func TestNoTraffic(t *testing.T) {
+	run(t, func(r *rig) {
+		calls := func(n int64) func() {
+			return func() {
+				r.web().Accepted += n
+				r.crm().Accepted, r.crm().Delivered = r.web().Accepted, r.web().Accepted
+			}
+		}
+		r.after(48*time.Hour, calls(100)) // All calls are of the time before the subscription.
+		// A call each day, at any time of it, is traffic.
+		for range 3 {
+			r.after(23*time.Hour, calls(1))
+		}
+		last := time.Now().Add(-23 * time.Hour)
+		r.after(59*time.Minute, nil)
+		p := r.properties(r.after(2*time.Hour, nil, notices.NoTraffic)[0])
+		check.Equal(r.T, "properties", fmt.Sprint(p.Source, " ", p.Destination, p.Messages), "web 0")
+		if late := p.Since.Sub(last); late < 0 || late > time.Hour+time.Minute {
+			r.Errorf("since: got %v after the last call, want at most an hour", late)
+		}
+		r.after(30*time.Hour, nil)
+		// A new call makes it observed again, and a burst of calls makes few records.
+		writes := r.meta.written()
+		for range 600 {
+			r.change(calls(1))
+			time.Sleep(time.Minute)
+		}
+		if n := r.meta.written() - writes; n < 10 || n > 40 {
+			r.Errorf("writes in 10 hours: got %d, want 10 to 40", n)
+		}
+		r.after(26*time.Hour, nil, notices.NoTraffic)
+	})
+}
+
+// A destination whose filter excludes all calls for a day has a notice with their number.
+func TestNoTrafficOfADestination(t *testing.T) {
+	run(t, func(r *rig) {
+		deliver := func() { r.web().Accepted++; r.crm().Accepted++; r.crm().Delivered++ }
+		exclude := func() { r.web().Accepted++; r.crm().Accepted++; r.crm().Filtered++ }
+		r.after(2*time.Hour, exclude) // Nothing was delivered yet.
+		r.after(2*time.Hour, deliver)
+		for range 21 {
+			r.after(time.Hour, exclude)
+		}
+		p := r.properties(r.after(2*time.Hour, exclude, notices.NoTraffic)[0])
+		check.Equal(r.T, "properties", fmt.Sprint(p.Source, p.Destination, " ", p.Messages), "crm 22")
+		for range 48 {
+			r.after(time.Hour, exclude)
+		}
+	})
+}
+
+// A pod that was down waits for calls before it reports that there are none, and a disabled Source is
+// silent.
+func TestNoTrafficWhileNoCallsCanArrive(t *testing.T) {
+	run(t, func(r *rig) {
+		call := func() { r.web().Accepted++ }
+		observe := func() {
+			r.Helper()
+			r.after(time.Minute, nil)
+			r.after(2*time.Hour, call)
+		}
+		observe()
+		r.stop()
+		time.Sleep(30 * time.Hour)
+		r.start()
+		r.after(50*time.Minute, nil)
+		r.after(30*time.Hour, call, notices.NoTraffic)
+		r.after(2*time.Hour, call)
+		r.stop()
+		time.Sleep(30 * time.Hour)
+		r.start()
+		r.after(2*time.Hour, nil, notices.NoTraffic)
+
+		enable := func(enabled bool) {
+			r.config.Sources = []liveconfig.Source{{Name: "web", Enabled: enabled}}
+			r.apply()
+		}
+		observe()
+		enable(false)
+		r.after(30*time.Hour, nil)
+		enable(true)
+		r.after(30*time.Hour, nil)
+		observe()
+		r.after(24*time.Hour, nil, notices.NoTraffic)
+		observe()
+		r.config.Sources = nil
+		r.apply()
+		r.after(30*time.Hour, nil)
+		check.Equal(r.T, "records after the deletion of the Source", r.records(), "messages/crm")
+	})
+}
+
 // Only subscribed namespaces cost anything, and a filter selects notices.
 func TestSubscription(t *testing.T) {
 	run(t, func(r *rig) {
@@ -333,7 +457,7 @@ func TestRestartAndFailure(t *testing.T) {
 		r.config.Destinations = r.config.Destinations[1:]
 		r.apply()
 		r.after(time.Minute, nil)
-		check.Equal(r.T, "records of a deleted destination", len(r.meta), 0)
+		check.Equal(r.T, "records after a deletion", r.records(), "calls/web")
 	})
 }
 
@@ -341,18 +465,17 @@ func TestRestartAndFailure(t *testing.T) {
 // the fact has changed meanwhile.
 func TestCrashBeforeTheRecord(t *testing.T) {
 	run(t, func(r *rig) {
-		r.after(time.Minute, nil)
-		crash := func(change func()) string {
+		crash := func(deadLettered int64) string {
 			r.Helper()
-			got := r.after(time.Minute, change, notices.DeadLetters)
 			r.stop()
-			clear(r.meta)
+			clear(r.meta.values)
+			r.change(func() { r.crm().DeadLettered = deadLettered })
 			r.start()
-			return got[0].ID
+			return r.after(time.Minute, nil, notices.DeadLetters)[0].ID
 		}
-		first := crash(func() { r.crm().DeadLettered = 2 })
-		check.Equal(r.T, "ID of the repeated notice", crash(nil), first)
-		check.Equal(r.T, "ID of the changed notice differs", crash(func() { r.crm().DeadLettered = 5 }) != first, true)
+		first := crash(2)
+		check.Equal(r.T, "ID of the repeated notice", crash(2), first)
+		check.Equal(r.T, "ID of the changed notice differs", crash(5) != first, true)
 	})
 }
 
@@ -467,12 +590,12 @@ func TestRemovedEndpoint(t *testing.T) {
 		}
 		become(func(crm *liveconfig.Destination) { crm.State, crm.Endpoints = liveconfig.Paused, nil })
 		r.after(time.Minute, nil)
-		check.Equal(r.T, "records of a paused destination", len(r.meta), 1)
+		check.Equal(r.T, "records of a paused destination", r.records(), "calls/web, circuit/crm/primary, messages/crm")
 		r.change(func() { r.crm().Endpoints = endpoints("secondary") })
 		become(func(crm *liveconfig.Destination) {
 			crm.State, crm.Endpoints = liveconfig.Active, []liveconfig.Endpoint{{Name: "secondary"}}
 		})
 		r.after(time.Minute, nil)
-		check.Equal(r.T, "records of a removed endpoint", len(r.meta), 0)
+		check.Equal(r.T, "records without the endpoint", r.records(), "calls/web, messages/crm")
 	})
 }
