@@ -266,7 +266,7 @@ func (p *Proxy) failed(ctx context.Context, e *Endpoint, what string, err error)
 func (p *Proxy) answered(e *Endpoint, status int) error {
 	hint := ""
 	switch status {
-	case http.StatusProxyAuthRequired:
+	case http.StatusProxyAuthRequired, http.StatusUnauthorized: // tinyproxy sends the second.
 		hint = "; it requires other credentials: an administrator must correct them"
 	case http.StatusForbidden, http.StatusMethodNotAllowed:
 		hint = "; its rules deny this host or port"
