@@ -207,7 +207,8 @@ func (t namespace) call(user, event string) (out string, err error) {
 
 func posthornImage() string { return os.Getenv("E2E_REPOSITORY") + ":" + os.Getenv("E2E_TAG") }
 
-// pod starts a pod with the write key of the namespace.
+// pod starts a pod with the write key of the namespace, and in /config the files of the ConfigMap with
+// the pod's name, if there is one.
 func (t namespace) pod(name, image string, args ...string) {
 	GinkgoHelper()
 	more, err := json.Marshal(args)
@@ -221,10 +222,12 @@ spec:
   securityContext: {runAsNonRoot: true, runAsUser: 65532, seccompProfile: {type: RuntimeDefault}}
   terminationGracePeriodSeconds: 1
   restartPolicy: Never
+  volumes: [{name: config, configMap: {name: %[1]s, optional: true}}]
   containers:
   - name: main
     image: %[2]s
     args: %[3]s
+    volumeMounts: [{name: config, mountPath: /config}]
     env: [{name: POSTHORN_WRITE_KEY, valueFrom: {secretKeyRef: {name: web-key, key: writeKey}}}]
     securityContext: {allowPrivilegeEscalation: false, readOnlyRootFilesystem: true, capabilities: {drop: [ALL]}}
 `, name, image, more))

@@ -100,7 +100,7 @@ var _ = Describe("A release", Serial, Ordered, ContinueOnFailure, func() {
 			migrated, err := command(old, "posthorn", "migrate", "-f", "-")
 			Expect(err).NotTo(HaveOccurred())
 			t.apply(migrated)
-		}, install)
+		}, func() { install() })
 		works("upgraded", env("E2E_TAG"))
 		late.start("s3cret")
 		late.eventually("From the previous release")

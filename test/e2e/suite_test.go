@@ -99,10 +99,10 @@ func deploy(chart, tag string, more ...string) {
 	helm(append(append([]string{"upgrade", "--install", release, chart, "--namespace", system, "--wait", "--timeout", "3m"}, values(tag)...), more...)...)
 }
 
-// install installs the release with the settings for all specs.
-func install() {
+// install installs the release with the settings for all specs, and more.
+func install(more ...string) {
 	GinkgoHelper()
-	deploy(file("charts/posthorn"), env("E2E_TAG"), "--set", "tls.secretName="+callsSecret)
+	deploy(file("charts/posthorn"), env("E2E_TAG"), append([]string{"--set", "tls.secretName=" + callsSecret}, more...)...)
 	installed = true
 }
 

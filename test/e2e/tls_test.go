@@ -20,15 +20,22 @@ const callsSecret = "posthorn-calls"
 // that it signed.
 func newCertificate() (authority, manifest string) {
 	GinkgoHelper()
-	host := "posthorn-dispatcher." + system + ".svc"
-	chain, key, err := cert.GenerateSelfSignedCertKey(host, nil, []string{host + ".cluster.local"})
-	Expect(err).NotTo(HaveOccurred())
+	chain, key := certificate("posthorn-dispatcher", system)
 	text, err := json.Marshal(map[string]any{
 		"apiVersion": "v1", "kind": "Secret", "type": "kubernetes.io/tls", "metadata": map[string]string{"name": callsSecret},
-		"stringData": map[string]string{"tls.crt": string(chain), "tls.key": string(key)},
+		"stringData": map[string]string{"tls.crt": chain, "tls.key": key},
 	})
 	Expect(err).NotTo(HaveOccurred())
-	return last(string(chain)), string(text)
+	return last(chain), string(text)
+}
+
+// certificate returns a certificate of a Service, with its authority, and its key.
+func certificate(service, namespace string) (chain, key string) {
+	GinkgoHelper()
+	host := service + "." + namespace + ".svc"
+	c, k, err := cert.GenerateSelfSignedCertKey(host, nil, []string{host + ".cluster.local"})
+	Expect(err).NotTo(HaveOccurred())
+	return string(c), string(k)
 }
 
 // last returns the last certificate of a chain: its authority.

@@ -1,7 +1,7 @@
 // Command tool is the suite's sender and receiver in pods.
 //
-// With -listen it receives requests and prints their headers and exact bodies.
-// With -stop it stops the sender in the same pod. Otherwise it sends track calls at a
+// With -listen it receives requests and prints their headers and exact bodies; with -client, only those
+// with an access token and valid signatures. With -stop it stops the sender in the same pod. Otherwise it sends track calls at a
 // constant rate until it is stopped. It retries each call until it is acknowledged, and
 // exits with 1 if one was not. The messageIds are PREFIX-0 to PREFIX-(N-1), where N is the
 // first number that it prints at its end.
@@ -28,11 +28,21 @@ func main() {
 	rate := flag.Int("rate", 100, "calls per second")
 	retryWindow := flag.Duration("retry-window", 3*time.Minute, "time for which a call is retried")
 	listen := flag.String("listen", "", "address for requests; with it, no calls are sent")
+	pair := flag.String("pair", "", "file with the certificate and the key for requests over TLS")
+	client := flag.String("client", "", "ID:SECRET of the client that gets access tokens at /token; with it, requests need a token and signatures")
+	secret := flag.String("secret", "", "secret of the signatures")
 	stop := flag.Bool("stop", false, "stop the sender of this pod")
 	flag.Parse()
 	switch {
 	case *listen != "":
-		fail(receive(*listen))
+		receiver := record()
+		if *client != "" {
+			receiver = protect(*client, *secret, receiver)
+		}
+		if *pair != "" {
+			fail(http.ListenAndServeTLS(*listen, *pair, *pair, receiver))
+		}
+		fail(http.ListenAndServe(*listen, receiver))
 	case *stop:
 		if err := syscall.Kill(1, syscall.SIGINT); err != nil {
 			fail(err)
@@ -69,10 +79,10 @@ func fail(err error) {
 	os.Exit(1)
 }
 
-// receive prints requests until the process is killed.
-func receive(address string) error {
+// record returns a handler that prints requests.
+func record() http.Handler {
 	var mu sync.Mutex
-	return http.ListenAndServe(address, http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+	return http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
 		body, err := io.ReadAll(r.Body)
 		if err != nil {
 			return
@@ -80,7 +90,7 @@ func receive(address string) error {
 		mu.Lock()
 		defer mu.Unlock()
 		_ = json.NewEncoder(os.Stdout).Encode(map[string]any{"headers": r.Header, "body": string(body)})
-	}))
+	})
 }
 
 type sender struct {
