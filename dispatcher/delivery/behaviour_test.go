@@ -216,7 +216,7 @@ func TestRefusedIsBuriedAtOnce(t *testing.T) {
 }
 
 func TestRetriesUntilDelivered(t *testing.T) {
-	for _, failure := range []answer{{status: 500}, {status: 503}, {status: 429}, {status: 408}, {reason: egress.ConnectionRefused}, {reason: egress.DNSFailed}, {reason: egress.CertificateRejected}, {reason: egress.AddressDenied}, {reason: egress.ProxyFailed}, {status: 200, after: time.Hour}} {
+	for _, failure := range []answer{{status: 500}, {status: 503}, {status: 429}, {status: 408}, {reason: egress.ConnectionRefused}, {reason: egress.DNSFailed}, {reason: egress.CertificateRejected}, {reason: egress.AddressDenied}, {reason: egress.ProxyFailed}, {reason: egress.TokenFailed}, {status: 200, after: time.Hour}} {
 		bubble(t, func(t *testing.T) {
 			n := 0
 			w := newWorld(t, func(request) answer {

@@ -367,6 +367,27 @@ func TestSlowTokenEndpoint(t *testing.T) {
 	}
 }
 
+// A token endpoint that is down has the reason of the token, with its host, and the receiver gets
+// nothing.
+func TestTokenEndpointIsDown(t *testing.T) {
+	i := newIdentity(t)
+	i.tokens.Close()
+	c := newClient(t, "127.0.0.0/8")
+	c.resolver = resolver(func(string) []string { return nil })
+	for tokenURL, want := range map[string]string{
+		i.tokens.URL:                   "refused",
+		"https://login.example/tokens": "login.example",
+	} {
+		r := c.Post(withTimeout(t, wait.Limit), i.endpoint(t, c, func(o *liveconfig.OAuth2) { o.TokenURL = tokenURL }), nil, nil)
+		if r.Reason != TokenFailed || r.StatusCode != 0 || r.Sent || !strings.HasPrefix(r.Message, "no access token: ") || !strings.Contains(r.Message, want) {
+			t.Errorf("%s: %+v, want %s, nothing sent and %q", tokenURL, r, TokenFailed, want)
+		}
+	}
+	if got := i.received(); len(got) > 0 {
+		t.Errorf("the receiver got %q", got)
+	}
+}
+
 // Some servers answer with a form, and without a lifetime.
 func TestTokenInAForm(t *testing.T) {
 	i := newIdentity(t)

@@ -161,6 +161,16 @@ func TestPolicyBeforeTheProxy(t *testing.T) {
 			t.Errorf("%s: %+v, want AddressDenied", url, r)
 		}
 	}
+	for _, url := range []string{"https://10.0.0.1/token", "http://169.254.169.254/token", "http://localhost/token"} {
+		o := &liveconfig.OAuth2{TokenURL: url, ClientID: "posthorn", ClientSecret: liveconfig.NewSecret(clientSecret)}
+		e, err := client.Prepare(liveconfig.Endpoint{Name: "primary", URL: liveconfig.NewSecret("https://hooks.example"), OAuth2: o})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if r := post(t, withTimeout(t, wait.Limit), client, e); r.Reason != TokenFailed || r.Sent {
+			t.Errorf("token URL %s: %+v, want TokenFailed and nothing sent", url, r)
+		}
+	}
 	if n := proxy.connections.Load(); n != 0 {
 		t.Errorf("the proxy got %d connections, want 0", n)
 	}

@@ -1,6 +1,7 @@
 package forward_test
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -44,8 +45,10 @@ type rig struct {
 	mu sync.Mutex
 	// status is the answer of each host; 200 without an entry.
 	status map[string]int
-	got    map[string][]received
-	hosts  map[*egress.Endpoint]string
+	// rejected are the messageIds that a host answers by 422.
+	rejected map[string][]string
+	got      map[string][]received
+	hosts    map[*egress.Endpoint]string
 }
 
 type received struct {
@@ -158,6 +161,12 @@ func (r *rig) answer(host string, status int) {
 	r.status[host] = status
 }
 
+func (r *rig) reject(host string, ids ...string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.rejected = map[string][]string{host: ids}
+}
+
 // ledger checks that a destination's ledger balances, and returns it.
 func (r *rig) ledger(name string) queue.Ledger {
 	r.Helper()
@@ -184,7 +193,11 @@ func (p *poster) Post(_ context.Context, e *egress.Endpoint, headers []egress.He
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	host := p.hosts[e]
-	if status := p.status[host]; status != 0 {
+	status := p.status[host]
+	if slices.ContainsFunc(p.rejected[host], func(id string) bool { return bytes.Contains(body, fmt.Appendf(nil, "%q", id)) }) {
+		status = 422
+	}
+	if status != 0 {
 		return egress.Result{StatusCode: status, Reason: reasons[status], Message: "status", Sent: true}
 	}
 	p.got[host] = append(p.got[host], received{headers[0].Value, string(body), time.Now()})
@@ -310,6 +323,29 @@ func TestOneHop(t *testing.T) {
 	})
 }
 
+// A target that rejects some messages of a page delays none of the others, and a target that cannot
+// get any delays no other destination.
+func TestPartialFailure(t *testing.T) {
+	run(t, append([]liveconfig.Destination{to("erp", "missing", "web")}, pair...), func(r *rig) {
+		r.wait(2 * time.Second)
+		r.answer("crm", 422)
+		r.answer("erp", 422)
+		r.reject("ops", "m2", "m5")
+		r.send(1, 6)
+		r.wait(10 * time.Second)
+		check.Equal(r.T, "ledger of ops", r.ledger("ops"), queue.Ledger{Accepted: 6, Delivered: 4, DeadLettered: 2})
+		check.Equal(r.T, "forwarded from crm", r.service.Forwarded("shop", "crm"), 6)
+		check.Equal(r.T, "forwarded from erp", r.service.Forwarded("shop", "erp"), 0)
+		// The dead letters of erp are sent when its target exists, those of ops never.
+		r.config.Destinations = append(r.config.Destinations, to("missing", "", liveconfig.SourceDeadLetters))
+		r.apply()
+		r.wait(2 * time.Minute)
+		check.Equal(r.T, "forwarded from erp", r.service.Forwarded("shop", "erp"), 6)
+		check.Equal(r.T, "ledger of missing", r.ledger("missing"), queue.Ledger{Accepted: 6, Delivered: 6})
+		check.Equal(r.T, "ledger of ops", r.ledger("ops"), queue.Ledger{Accepted: 6, Delivered: 4, DeadLettered: 2})
+	})
+}
+
 // Destinations that forward to each other forward nothing: their dead letters wait.
 func TestCycle(t *testing.T) {
 	run(t, []liveconfig.Destination{to("crm", "ops", "web", liveconfig.SourceDeadLetters), to("ops", "crm", "web", liveconfig.SourceDeadLetters)}, func(r *rig) {
@@ -406,7 +442,7 @@ func TestKilled(t *testing.T) {
 	}
 }
 
-// Dead letters that cannot be appended wait and do not delay those of other destinations.
+// Dead letters that cannot be appended wait, and are retried with backoff.
 func TestFullQueue(t *testing.T) {
 	run(t, pair, func(r *rig) {
 		r.wait(2 * time.Second)

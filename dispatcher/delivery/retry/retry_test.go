@@ -47,7 +47,7 @@ func TestPolicyStatusCodes(t *testing.T) {
 func TestReasons(t *testing.T) {
 	for _, reason := range []egress.Reason{
 		egress.TimedOut, egress.ConnectionRefused, egress.ConnectionFailed, egress.DNSFailed, egress.CertificateRejected,
-		egress.TLSFailed, egress.AddressDenied, egress.InvalidResponse, "SomethingNew",
+		egress.TLSFailed, egress.AddressDenied, egress.InvalidResponse, egress.ProxyFailed, egress.TokenFailed, "SomethingNew",
 	} {
 		if got := Decide(Outcome{Reason: reason}, policy, 0, accepted, accepted, half); got.Action != Retry {
 			t.Errorf("%s: %+v, want a retry", reason, got)
