@@ -22,8 +22,10 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"time"
 
+	"github.com/cockroachdb/pebble/v2/vfs"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"go.opentelemetry.io/otel/trace"
@@ -33,6 +35,7 @@ import (
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/admission"
 	"github.com/posthorn/posthorn/dispatcher/audience"
+	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/changes"
 	"github.com/posthorn/posthorn/dispatcher/deletion"
 	"github.com/posthorn/posthorn/dispatcher/delivery"
@@ -98,6 +101,8 @@ type Options struct {
 	Queue pebblestore.Options
 	// Repair repairs a damaged store at the start instead of refusing to start.
 	Repair bool
+	// Version is the release, for backups.
+	Version string
 	// Extra serves the other paths of the admin listener.
 	Extra http.Handler
 	// AdminTLS, when set, makes the admin listener use TLS, and AdminGuard admits only authorized
@@ -129,6 +134,8 @@ type Dispatcher struct {
 	// forwards sends dead letters to other destinations.
 	forwards     *forward.Service
 	notices      *notices.Service
+	memberFiles  *holdFS
+	backingUp    sync.Mutex
 	gate         *admission.Gate
 	changes      *changes.Log
 	storage      storage
@@ -204,9 +211,13 @@ func New(o Options) (*Dispatcher, error) {
 		plan.bound()
 		q.Quiet = onQuiet()
 	}
-	if d.store, err = openStore(filepath.Join(o.DataDir, "queue"), q, o.Repair); err != nil {
+	if d.store, err = openStore(filepath.Join(o.DataDir, backup.QueueFolder), q, o.Repair); err != nil {
 		d.closeListeners()
 		return nil, err
+	}
+	// The lock of the store excludes other processes.
+	if err := backup.RemoveRest(o.DataDir); err != nil {
+		d.log.Warn("remove the rest of an interrupted backup", "error", err)
 	}
 	d.sourcesAtStart = ledgersOfSources(d.store)
 	d.warnOfOpenAccess()
@@ -215,6 +226,7 @@ func New(o Options) (*Dispatcher, error) {
 		Changes: d.changes,
 		Store:   d.store, DataDir: o.DataDir, HighWater: cmp.Or(o.Queue.HighWater, pebblestore.DefaultHighWater), Logger: o.Logger, Registerer: d.metrics,
 	})
+	d.memberFiles = &holdFS{FS: vfs.Default}
 	d.client = egress.New(egress.Options{Policy: o.Egress, Proxy: o.Proxy, Logger: o.Logger})
 	tracker := deletion.NewOutcomeTracker(d.store)
 	d.engine = delivery.New(delivery.Options{
@@ -234,8 +246,8 @@ func New(o Options) (*Dispatcher, error) {
 		MaxBuffered: plan.requests,
 	})
 	if d.members, err = audience.New(audience.Options{
-		Dir: filepath.Join(o.DataDir, "audience-members"), OldDir: filepath.Join(o.DataDir, "audiences"), Store: d.store, Gate: d.gate, Lanes: d.store,
-		Owner: o.AudienceOwner, OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger, Registerer: d.metrics,
+		Dir: filepath.Join(o.DataDir, backup.MembersFolder), OldDir: filepath.Join(o.DataDir, "audiences"), Store: d.store, Gate: d.gate, Lanes: d.store,
+		Owner: o.AudienceOwner, OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger, Registerer: d.metrics, FS: d.memberFiles,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
@@ -348,6 +360,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	adminOptions := admin.Options{
 		Report: d.Report, Changes: d.Changes, Metrics: promtext.Handler(d.metrics, d.writeMetrics, d.engine.WriteMetrics),
 		Engine: d.engine, Gate: d.gate, Store: d.letters(), Ready: d.ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
+		Backup: d.Backup,
 	}
 	if d.options.Debug {
 		adminOptions.View = d.gate.View

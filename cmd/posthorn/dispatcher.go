@@ -72,7 +72,7 @@ The chart runs it; see docs/install.md.`,
 				return command.UsageError(err)
 			}
 			defer stopTracer()
-			data.options.Tracer = tracer
+			data.options.Tracer, data.options.Version = tracer, command.BuildVersion()
 			d, err := dispatcher.New(data.options)
 			if err != nil {
 				return err

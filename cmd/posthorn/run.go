@@ -71,7 +71,7 @@ this machine; 'posthorn get' shows the status, too.`,
 				return command.UsageError(err)
 			}
 			defer stopTracer()
-			data.options.Tracer = tracer
+			data.options.Tracer, data.options.Version = tracer, command.BuildVersion()
 			d, err := dispatcher.New(data.options)
 			if err != nil {
 				return err

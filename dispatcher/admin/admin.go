@@ -7,6 +7,7 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"strings"
@@ -35,6 +36,8 @@ type Options struct {
 	// View, when not nil, enables /debug; it returns the view in effect, or nil before the first
 	// config.
 	View func() *liveconfig.View
+	// Backup writes a backup of the data directory.
+	Backup func(io.Writer) error
 	// Extra serves every other path; may be nil.
 	Extra http.Handler
 	// Guard admits only authorized callers; it protects all paths but /healthz and /readyz. Without
@@ -62,6 +65,7 @@ func NewServer(o Options) *http.Server {
 		}
 	})
 	mountDeadLetters(mux, o.Gate, o.Store, o.Engine)
+	mountBackup(mux, o.Backup)
 	if o.View != nil {
 		mountDebug(mux, o.Engine, o.View)
 	} else {

@@ -33,6 +33,7 @@ var rules = []struct {
 	{"controllers/page", []string{"api/v1alpha1", "controllers/manifest", "controllers/why", "dispatcher/adminapi"}, []string{"k8s.io/apimachinery", "sigs.k8s.io/yaml"}},
 	{"dispatcher/adminapi", nil, []string{}},
 	{"dispatcher/durable", []string{}, []string{}},
+	{"dispatcher/backup", []string{"dispatcher/durable"}, []string{}},
 	{"dispatcher", []string{"dispatcher", "analytics/event"}, nil},
 	{"dispatcher/delivery/endpoint", []string{}, []string{}},
 	{"dispatcher/admission", []string{"analytics/event", "dispatcher/adminapi", "dispatcher/admission", "dispatcher/changes", "dispatcher/limits", "dispatcher/liveconfig", "dispatcher/queue", "dispatcher/route", "dispatcher/writekey"}, nil},

@@ -155,10 +155,11 @@ func folderBytes(fs vfs.FS, dir string) (total int64) {
 }
 
 // fileBytes is the disk space of a file: its blocks, which can exceed its size because of
-// preallocation.
+// preallocation. A file of a backup in progress is a second name of a file of the store; each
+// counts half.
 func fileBytes(info vfs.FileInfo) int64 {
 	if stat, ok := info.Sys().(*syscall.Stat_t); ok {
-		return stat.Blocks * 512
+		return stat.Blocks * 512 / max(int64(stat.Nlink), 1)
 	}
 	return info.Size()
 }

@@ -170,17 +170,3 @@ func (s *Store) LogPosition() Position {
 	}
 	return Position{}
 }
-
-// Checkpoint copies the tables of a store with a replicated log into dir, which must not exist.
-// The returned position is that of the copy: batches applied meanwhile are in it only if they are
-// before the position.
-func (s *Store) Checkpoint(dir string) (Position, error) {
-	if err := s.enter(); err != nil {
-		return Position{}, err
-	}
-	defer s.leave()
-	if err := errors.Join(s.db.Flush(), s.db.Checkpoint(dir)); err != nil {
-		return Position{}, fmt.Errorf("checkpoint: %w", s.explain(err))
-	}
-	return ReadPosition(s.o.FS, dir)
-}

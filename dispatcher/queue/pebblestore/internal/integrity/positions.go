@@ -115,6 +115,13 @@ func (f *Positions) Sync(accepted *AcceptedFile) {
 	}
 }
 
+// NewestLog returns the number of the newest log and its synced length.
+func (f *Positions) NewestLog() (number uint64, offset int64) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.log, f.offset
+}
+
 // Removed deletes the position of a file. The next position writes the change.
 func (f *Positions) Removed(name string) {
 	f.mu.Lock()

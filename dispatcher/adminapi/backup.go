@@ -1,0 +1,28 @@
+package adminapi
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+)
+
+// BackupPath is the path of POST requests for a backup of the dispatcher's data directory. The
+// response is an archive of package backup; a response that ends early is not whole.
+const BackupPath = "/backup"
+
+// ErrBackupRunning means that another backup of the same dispatcher is in progress.
+var ErrBackupRunning = errors.New("another backup of this dispatcher is in progress; wait for its end")
+
+// Backup opens a backup of the dispatcher's data directory. The caller closes it.
+func (c *Client) Backup(ctx context.Context) (io.ReadCloser, error) {
+	req, err := c.request(ctx, http.MethodPost, BackupPath, nil)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := c.send(req)
+	if err != nil {
+		return nil, err
+	}
+	return resp.Body, nil
+}

@@ -1,0 +1,215 @@
+package backup
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"math"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+func unlimited(string) (int64, error) { return math.MaxInt64, nil }
+
+func write(t *testing.T, path, text string) {
+	t.Helper()
+	if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, []byte(text), 0o600)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// contents returns the files below a folder, without index and checksums.
+func contents(t *testing.T, dir string) map[string]string {
+	t.Helper()
+	names, _, err := list(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	all := map[string]string{}
+	for _, name := range names {
+		text, err := os.ReadFile(filepath.Join(dir, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if name != IndexName && name != SumsName {
+			all[name] = string(text)
+		}
+	}
+	return all
+}
+
+// newData makes a data directory and the options that back it up.
+func newData(t *testing.T) Options {
+	t.Helper()
+	dir := t.TempDir()
+	write(t, filepath.Join(dir, QueueFolder, "000001.log"), "live")
+	write(t, filepath.Join(dir, "manifests.json"), "{}")
+	write(t, filepath.Join(dir, MembersFolder, "a", "members-1"), "ann")
+	write(t, filepath.Join(dir, MembersFolder, "a", "sync-2", "run"), "in progress")
+	return Options{
+		DataDir: dir, Version: "v1", Now: func() time.Time { return time.Unix(1, 0) },
+		HoldRemovals: func() func() { return func() {} }, Check: func() error { return nil },
+		Checkpoint: func(to string) error {
+			write(t, filepath.Join(to, "000001.log"), strings.Repeat("checkpoint", 200_000))
+			return nil
+		},
+	}
+}
+
+var wholeBackup = map[string]string{
+	"queue/000001.log": strings.Repeat("checkpoint", 200_000), "manifests.json": "{}", "audience-members/a/members-1": "ann",
+}
+
+func take(t *testing.T, o Options) []byte {
+	t.Helper()
+	var archive bytes.Buffer
+	if _, err := Take(o, &archive); err != nil {
+		t.Fatal(err)
+	}
+	return archive.Bytes()
+}
+
+func TestRoundTrip(t *testing.T) {
+	o := newData(t)
+	archive := take(t, o)
+	if _, err := os.Stat(filepath.Join(o.DataDir, workFolder)); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the work folder after the backup: got %v, want %v", err, os.ErrNotExist)
+	}
+	for _, target := range []string{"b.tar", "folder"} {
+		path := filepath.Join(t.TempDir(), target)
+		index, err := Save(bytes.NewReader(archive), path, unlimited)
+		if err != nil {
+			t.Fatalf("%s: %v", target, err)
+		}
+		if want := (Index{Format: 1, Version: "v1", Time: time.Unix(1, 0).UTC(), Bytes: 2_000_005}); index != want {
+			t.Errorf("%s: index: got %+v, want %+v", target, index, want)
+		}
+		r, err := Open(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		restored := t.TempDir()
+		if _, err := Extract(r, restored, unlimited); err != nil {
+			t.Errorf("%s: extract: %v", target, err)
+		}
+		_ = r.Close()
+		if diff := cmp.Diff(wholeBackup, contents(t, restored)); diff != "" {
+			t.Errorf("%s: restored files (-want +got):\n%s", target, diff)
+		}
+		if _, err := Save(bytes.NewReader(archive), path, unlimited); err == nil {
+			t.Errorf("%s: save over an existing target: got no error, want one", target)
+		}
+		if left, _ := filepath.Glob(filepath.Join(filepath.Dir(path), ".*")); len(left) > 0 {
+			t.Errorf("%s: rest: got %v, want none", target, left)
+		}
+	}
+}
+
+// Every prefix of an archive that lacks its checksums is incomplete, and a changed byte is found.
+func TestDamagedArchives(t *testing.T) {
+	archive := take(t, newData(t))
+	sums := bytes.LastIndex(archive, []byte(SumsName))
+	for _, size := range []int{0, 1, 511, 512, 1024, 4000, 1 << 20, sums, sums + 512, sums + 600} {
+		target := filepath.Join(t.TempDir(), "b.tar")
+		if _, err := Save(bytes.NewReader(archive[:size]), target, unlimited); !errors.Is(err, ErrIncomplete) {
+			t.Errorf("first %d bytes: got %v, want %v", size, err, ErrIncomplete)
+		}
+		if _, err := os.Stat(target); err == nil {
+			t.Errorf("first %d bytes: the target exists", size)
+		}
+	}
+	for _, text := range []string{"checkpointcheckpoint", "ann"} {
+		changed := bytes.Clone(archive)
+		changed[bytes.LastIndex(changed, []byte(text))] ^= 1
+		_, err := Save(bytes.NewReader(changed), filepath.Join(t.TempDir(), "folder"), unlimited)
+		if err == nil || !strings.Contains(err.Error(), "differs from its checksum") {
+			t.Errorf("a changed byte in %q: got %v, want an error about its checksum", text, err)
+		}
+	}
+	escaping := bytes.Replace(archive, []byte("manifests.json\x00"), []byte("../manifests.j\x00"), 1)
+	if _, err := Save(bytes.NewReader(escaping), filepath.Join(t.TempDir(), "folder"), unlimited); err == nil {
+		t.Error("a file outside of the folder: got no error, want one")
+	}
+}
+
+func TestTooLittleSpace(t *testing.T) {
+	archive := take(t, newData(t))
+	for _, target := range []string{"b.tar", "folder"} {
+		path := filepath.Join(t.TempDir(), target)
+		read := &countingReader{Reader: bytes.NewReader(archive)}
+		_, err := Save(read, path, func(string) (int64, error) { return 17 << 20, nil })
+		if err == nil || !strings.Contains(err.Error(), "free space") {
+			t.Errorf("%s: got %v, want an error about the free space", target, err)
+		}
+		if read.n > 64<<10 {
+			t.Errorf("%s: %d bytes were read before the check", target, read.n)
+		}
+	}
+}
+
+type countingReader struct {
+	io.Reader
+	n int
+}
+
+func (r *countingReader) Read(p []byte) (int, error) {
+	n, err := r.Reader.Read(p)
+	r.n += n
+	return n, err
+}
+
+// A full disk ends a backup within a MiB, and removes its work folder.
+func TestEndsEarly(t *testing.T) {
+	o := newData(t)
+	full := errors.New("full")
+	calls := 0
+	o.Check = func() error {
+		if calls++; calls > 1 {
+			return full
+		}
+		return nil
+	}
+	var archive bytes.Buffer
+	if _, err := Take(o, &archive); !errors.Is(err, full) {
+		t.Errorf("got %v, want %v", err, full)
+	}
+	if archive.Len() > 2*chunkBytes {
+		t.Errorf("archive: got %d bytes, want at most %d", archive.Len(), 2*chunkBytes)
+	}
+	if _, err := os.Stat(filepath.Join(o.DataDir, workFolder)); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the work folder: got %v, want %v", err, os.ErrNotExist)
+	}
+}
+
+// The state of the manifests is that of the time of the checkpoint.
+func TestStateChangesMeanwhile(t *testing.T) {
+	o := newData(t)
+	checkpoint, tries := o.Checkpoint, 0
+	state := filepath.Join(o.DataDir, "manifests.json")
+	o.Checkpoint = func(to string) error {
+		if tries++; tries == 1 {
+			write(t, state, `{"changed":1}`)
+		}
+		return checkpoint(to)
+	}
+	dir := t.TempDir()
+	if _, err := Extract(bytes.NewReader(take(t, o)), dir, unlimited); err != nil {
+		t.Fatal(err)
+	}
+	if got := contents(t, dir)["manifests.json"]; got != `{"changed":1}` || tries != 2 {
+		t.Errorf("state: got %s after %d checkpoints, want the changed one after 2", got, tries)
+	}
+	o.Checkpoint = func(to string) error {
+		tries++
+		write(t, state, strings.Repeat("x", tries))
+		return checkpoint(to)
+	}
+	if _, err := Take(o, io.Discard); err == nil {
+		t.Error("a state that changes with every checkpoint: got no error, want one")
+	}
+}

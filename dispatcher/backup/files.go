@@ -1,0 +1,139 @@
+package backup
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/posthorn/posthorn/dispatcher/durable"
+)
+
+// FreeBytes returns the free bytes of the file system of a folder.
+type FreeBytes func(dir string) (int64, error)
+
+// Save writes an archive to a target that must not exist: a tar file if its name ends in .tar,
+// otherwise a folder. The target appears only when it is whole and durable; until then its
+// contents have another name, with ".partial-".
+func Save(r io.Reader, target string, free FreeBytes) (index Index, err error) {
+	target = filepath.Clean(target)
+	if err := CheckTarget(target); err != nil {
+		return index, err
+	}
+	parent := filepath.Dir(target)
+	partial, err := os.MkdirTemp(parent, "."+filepath.Base(target)+".partial-")
+	if err != nil {
+		return index, err
+	}
+	defer os.RemoveAll(partial)
+	if strings.HasSuffix(target, ".tar") {
+		return index, saveFile(r, target, filepath.Join(partial, "tar"), &index, free)
+	}
+	if index, err = Extract(r, partial, free); err != nil {
+		return index, err
+	}
+	// Rename replaces an empty folder, but no other.
+	if err := os.Rename(partial, target); err != nil {
+		return index, err
+	}
+	return index, durable.SyncFolder(parent)
+}
+
+// CheckTarget returns an error if a target exists.
+func CheckTarget(target string) error {
+	if _, err := os.Lstat(target); err == nil {
+		return fmt.Errorf("%s exists; use another name", target)
+	}
+	return nil
+}
+
+func saveFile(r io.Reader, target, partial string, index *Index, free FreeBytes) error {
+	f, err := os.OpenFile(partial, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
+	if err != nil {
+		return err
+	}
+	*index, err = Read(io.TeeReader(r, f), spaceCheck{filepath.Dir(target), free})
+	if err := errors.Join(err, f.Sync(), f.Close()); err != nil {
+		return err
+	}
+	// Unlike a rename, a link does not replace a file.
+	if err := os.Link(partial, target); err != nil {
+		return err
+	}
+	return durable.SyncFolder(filepath.Dir(target))
+}
+
+// Extract writes the files of an archive to an existing folder, durably.
+func Extract(r io.Reader, dir string, free FreeBytes) (Index, error) {
+	index, err := Read(r, folder{spaceCheck{dir, free}})
+	if err != nil {
+		return index, err
+	}
+	err = filepath.WalkDir(dir, func(p string, entry fs.DirEntry, err error) error {
+		if err != nil || !entry.IsDir() {
+			return err
+		}
+		return durable.SyncFolder(p)
+	})
+	return index, err
+}
+
+// Open returns the archive in a tar file or a folder.
+func Open(from string) (io.ReadCloser, error) {
+	info, err := os.Stat(from)
+	if err != nil {
+		return nil, err
+	}
+	if !info.IsDir() {
+		return os.Open(from)
+	}
+	r, w := io.Pipe()
+	go func() { w.CloseWithError(Pack(from, w)) }()
+	return r, nil
+}
+
+// spaceCheck is a Sink that discards the files.
+type spaceCheck struct {
+	dir  string
+	free FreeBytes
+}
+
+// spareBytes and a twentieth of the archive remain free: the headers of the archive, and the other
+// programs.
+const spareBytes = 16 << 20
+
+func (s spaceCheck) Start(index Index) error {
+	free, err := s.free(s.dir)
+	if err != nil {
+		return err
+	}
+	if need := index.Bytes + index.Bytes/20 + spareBytes; free < need {
+		return fmt.Errorf("%s has %d bytes of free space, but the backup needs %d; free space or use another file system", s.dir, free, need)
+	}
+	return nil
+}
+
+func (spaceCheck) Create(string) (io.WriteCloser, error) { return discard{io.Discard}, nil }
+
+type discard struct{ io.Writer }
+
+func (discard) Close() error { return nil }
+
+// folder is a Sink that writes the files to a folder.
+type folder struct{ spaceCheck }
+
+func (s folder) Create(name string) (io.WriteCloser, error) {
+	file := filepath.Join(s.dir, filepath.FromSlash(name))
+	if err := os.MkdirAll(filepath.Dir(file), 0o700); err != nil {
+		return nil, err
+	}
+	f, err := os.OpenFile(file, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
+	return syncedFile{f}, err
+}
+
+type syncedFile struct{ *os.File }
+
+func (f syncedFile) Close() error { return errors.Join(f.Sync(), f.File.Close()) }
