@@ -59,7 +59,7 @@ type Properties struct {
 // fact is an observation. Its key identifies it in its namespace; its value changes with each change
 // that a notice reports.
 type fact struct {
-	namespace, key, value string
+	key, value string
 	// event is empty for a change that ends a fact without a notice.
 	event      string
 	properties Properties
@@ -69,14 +69,24 @@ type fact struct {
 // none is the value of a fact before its first notice and after its end.
 const none = ""
 
-// facts returns the facts of a namespace. Destinations that get notices have none, so that no notice
-// causes another one.
+// due reports whether a fact differs from its record, after its pause.
+func (f fact) due(before record, now time.Time) bool {
+	return f.value != before.Value && now.Sub(before.Time).Abs() >= f.pause
+}
+
+// facts returns the facts of a namespace that are due. Destinations that get notices have none, so that
+// no notice causes another one.
 func facts(config liveconfig.Config, n *adminapi.NamespaceIndex, c adminapi.ConfigReport, before map[string]record, now time.Time) (list []fact) {
 	if n == nil {
 		n = &adminapi.NamespaceIndex{}
 	}
+	addFact := func(f fact) {
+		if f.due(before[f.key], now) {
+			list = append(list, f)
+		}
+	}
 	add := func(key, value, event string, pause time.Duration, p Properties) {
-		list = append(list, fact{config.Namespace, key, value, event, p, pause})
+		addFact(fact{key, value, event, p, pause})
 	}
 	for i := range config.Sources {
 		if r := n.Sources[config.Sources[i].Name]; r != nil {
@@ -85,7 +95,7 @@ func facts(config liveconfig.Config, n *adminapi.NamespaceIndex, c adminapi.Conf
 			if !config.Sources[i].Enabled {
 				last = record{} // The observation begins again when it is enabled.
 			}
-			list = append(list, traffic(config.Namespace, key, r.Accepted, 0, last, now, Properties{Source: r.Name}))
+			addFact(traffic(key, r.Accepted, 0, last, now, Properties{Source: r.Name}))
 		}
 	}
 	gets := map[string]bool{}
@@ -111,8 +121,6 @@ func facts(config liveconfig.Config, n *adminapi.NamespaceIndex, c adminapi.Conf
 		reported, _ := strconv.ParseInt(before[key].Value, 10, 64) // 0 before the first notice.
 		if r.DeadLettered > reported {
 			add(key, strconv.FormatInt(r.DeadLettered, 10), DeadLetters, repeatPause, Properties{Destination: d.Name, Messages: r.DeadLettered - reported})
-		} else {
-			add(key, before[key].Value, "", 0, Properties{})
 		}
 		window := d.Delivery.RetryWindow()
 		key = "window/" + d.Name
@@ -123,7 +131,7 @@ func facts(config liveconfig.Config, n *adminapi.NamespaceIndex, c adminapi.Conf
 			add(key, none, "", 0, Properties{})
 		}
 		key = "messages/" + d.Name
-		list = append(list, traffic(config.Namespace, key, r.Accepted-r.Filtered, r.Filtered, before[key], now, Properties{Destination: d.Name}))
+		addFact(traffic(key, r.Accepted-r.Filtered, r.Filtered, before[key], now, Properties{Destination: d.Name}))
 	}
 	for _, d := range c.Discards {
 		if d.Messages > 0 && !gets[d.Destination] && d.Source != liveconfig.SourceNotices {
@@ -137,28 +145,27 @@ func facts(config liveconfig.Config, n *adminapi.NamespaceIndex, c adminapi.Conf
 // filter excludes. The value has both numbers, and ends with a mark after a notice and before the first
 // call that the pod observes. A destination without calls to exclude has a silent Source, which has
 // a notice of its own.
-func traffic(namespace, key string, calls, excluded int64, before record, now time.Time, p Properties) fact {
+func traffic(key string, calls, excluded int64, before record, now time.Time, p Properties) fact {
 	const silent = " silent"
-	value, wasSilent := strings.CutSuffix(before.Value, silent)
-	lastCalls, lastExcluded, observed := strings.Cut(value, " ")
-	f := fact{namespace: namespace, key: key, value: before.Value}
+	last, wasSilent := strings.CutSuffix(before.Value, silent)
+	lastCalls, lastExcluded, observed := strings.Cut(last, " ")
 	switch {
 	case !observed:
-		f.value = fmt.Sprint(calls, excluded) + silent
-	case lastCalls != fmt.Sprint(calls):
-		f.value, f.pause = fmt.Sprint(calls, excluded), trafficPause
-	case !wasSilent && now.Sub(before.Time) >= silence && (p.Source != "" || lastExcluded != fmt.Sprint(excluded)):
-		last, _ := strconv.ParseInt(lastExcluded, 10, 64)
-		p.Since, p.Messages = at(before.Time), excluded-last
-		f.value, f.event, f.properties = before.Value+silent, NoTraffic, p
+		return fact{key: key, value: fmt.Sprint(calls, excluded) + silent}
+	case lastCalls != strconv.FormatInt(calls, 10):
+		return fact{key: key, value: fmt.Sprint(calls, excluded), pause: trafficPause}
+	case !wasSilent && now.Sub(before.Time) >= silence && (p.Source != "" || lastExcluded != strconv.FormatInt(excluded, 10)):
+		reported, _ := strconv.ParseInt(lastExcluded, 10, 64)
+		p.Since, p.Messages = at(before.Time), excluded-reported
+		return fact{key: key, value: before.Value + silent, event: NoTraffic, properties: p}
 	}
-	return f
+	return fact{key: key, value: before.Value}
 }
 
 // disk returns the fact about the pod's disk, for the namespace of the release. left are the bytes
 // until the high-water mark, which is a share of total.
-func disk(namespace string, left, total, highWater float64, before map[string]record) fact {
-	f := fact{namespace: namespace, key: "disk", value: before["disk"].Value}
+func disk(left, total, highWater float64, before map[string]record) fact {
+	f := fact{key: "disk", value: before["disk"].Value}
 	mark := highWater * total
 	switch level := 100 * (mark - left) / mark; {
 	case level >= diskPercent:

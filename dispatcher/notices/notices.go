@@ -145,7 +145,9 @@ func (s *Service) pass(ctx context.Context, view *liveconfig.View) error {
 		list := facts(config.Config, s.index.Namespace(namespace), s.index.Config(namespace), s.records[namespace], now)
 		if namespace == s.Namespace {
 			if left, total, ok := s.DiskLeft(); ok {
-				list = append(list, disk(namespace, left, total, s.Gate.HighWater, s.records[namespace]))
+				if f := disk(left, total, s.Gate.HighWater, s.records[namespace]); f.due(s.records[namespace]["disk"], now) {
+					list = append(list, f)
+				}
 			}
 		}
 		if now.Sub(s.started) < trafficPause {
@@ -215,14 +217,10 @@ func (s *Service) follow(view *liveconfig.View, now time.Time) {
 	}
 }
 
-// send appends the notices about the facts that differ from their records: those with the oldest
-// records first, so that no fact that changes all the time keeps the others waiting.
-func (s *Service) send(ctx context.Context, namespace string, list []fact, now time.Time) error {
+// send appends the notices about facts that are due: those with the oldest records first, so that no
+// fact that changes all the time keeps the others waiting.
+func (s *Service) send(ctx context.Context, namespace string, due []fact, now time.Time) error {
 	records := s.records[namespace]
-	due := slices.DeleteFunc(list, func(f fact) bool {
-		before := records[f.key]
-		return f.value == before.Value || now.Sub(before.Time).Abs() < f.pause
-	})
 	slices.SortStableFunc(due, func(a, b fact) int { return records[a.key].Time.Compare(records[b.key].Time) })
 	sent := 0
 	for _, f := range due {
@@ -230,32 +228,32 @@ func (s *Service) send(ctx context.Context, namespace string, list []fact, now t
 			if sent++; sent > maxNotices {
 				continue
 			}
-			if err := s.append(ctx, f, records[f.key], now); err != nil {
+			if err := s.append(ctx, namespace, f, records[f.key], now); err != nil {
 				return err
 			}
 		}
-		if err := s.store(f, now); err != nil {
+		if err := s.store(namespace, f, now); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func (s *Service) store(f fact, now time.Time) error {
+func (s *Service) store(namespace string, f fact, now time.Time) error {
 	r := record{f.value, now.UTC().Truncate(time.Millisecond)}
 	text, err := json.Marshal(r)
 	if err != nil {
 		return err
 	}
-	if err := s.Store.PutMeta(keyPrefix+f.namespace+"/"+f.key, text); err != nil {
+	if err := s.Store.PutMeta(keyPrefix+namespace+"/"+f.key, text); err != nil {
 		return err
 	}
-	s.remember(f.namespace, f.key, r)
+	s.remember(namespace, f.key, r)
 	return nil
 }
 
 // append appends a notice to the queue.
-func (s *Service) append(ctx context.Context, f fact, before record, now time.Time) error {
+func (s *Service) append(ctx context.Context, namespace string, f fact, before record, now time.Time) error {
 	f.properties.Pod = s.Pod
 	now = now.UTC().Truncate(time.Millisecond)
 	// It is equal if a crash repeats the same notice, which is then a duplicate, and differs if the
@@ -264,7 +262,7 @@ func (s *Service) append(ctx context.Context, f fact, before record, now time.Ti
 	if f.properties.Since != nil {
 		since = f.properties.Since.UnixMilli()
 	}
-	sum := sha256.Sum256(fmt.Appendf(nil, "%s %s %s %s %s %d %d", s.Pod, f.namespace, f.key, f.event, f.value, since, before.Time.UnixMilli()))
+	sum := sha256.Sum256(fmt.Appendf(nil, "%s %s %s %s %s %d %d", s.Pod, namespace, f.key, f.event, f.value, since, before.Time.UnixMilli()))
 	m := message{
 		Type: string(event.Track), Event: f.event, MessageID: fmt.Sprintf("notice-%x", sum[:16]), AnonymousID: "posthorn",
 		Context: struct{}{}, Properties: f.properties, Timestamp: now, ReceivedAt: now, Version: 1,
@@ -276,7 +274,7 @@ func (s *Service) append(ctx context.Context, f fact, before record, now time.Ti
 		return err
 	}
 	call := event.Call{Type: event.Track, MessageID: m.MessageID, Event: f.event, AnonymousID: m.AnonymousID, Timestamp: now, Body: bytes.TrimSpace(body.Bytes())}
-	ref := liveconfig.SourceRef{Namespace: f.namespace, Source: liveconfig.Source{Name: liveconfig.SourceNotices}}
+	ref := liveconfig.SourceRef{Namespace: namespace, Source: liveconfig.Source{Name: liveconfig.SourceNotices}}
 	routing := s.Gate.Begin()
 	defer routing.End()
 	_, err := routing.Append(ctx, []queue.Message{routing.Message(ref, ref.Key(), &call, now)})
