@@ -204,7 +204,7 @@ func TestRefusedFlags(t *testing.T) {
 		{"tail -o yaml", `--output "yaml": use json`},
 		{"kubectl attempts crm -o wide", `--output "wide": use json`},
 		{"debug lane", "lanes, config or pprof/NAME"},
-		{"get sources -o name", "use wide, yaml, json"},
+		{"get sources -o xml", "use wide, name, yaml, json or jsonpath=TEMPLATE"},
 		{"send trak", `"trak" is not one of identify, track`},
 	} {
 		t.Run(c.line, func(t *testing.T) {

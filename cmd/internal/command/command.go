@@ -132,13 +132,27 @@ func OnlyCommands(cmd *cobra.Command, args []string) error {
 	if len(args) == 0 {
 		return nil
 	}
-	if cmd.SuggestionsMinimumDistance == 0 {
-		cmd.SuggestionsMinimumDistance = 2
+	var names []string
+	for _, c := range cmd.Commands() {
+		if c.IsAvailableCommand() {
+			names = append(names, c.Name())
+		}
 	}
-	if near := cmd.SuggestionsFor(args[0]); len(near) > 0 {
-		return Usagef("unknown command %q; did you mean %s?", args[0], strings.Join(near, " or "))
+	return Usagef("unknown command %q%s", args[0], DidYouMean(args[0], names))
+}
+
+// DidYouMean returns "; did you mean NAME?" with the names that are similar to a typed one, or "".
+func DidYouMean(typed string, names []string) string {
+	// Cobra measures the similarity, of commands.
+	all := &cobra.Command{SuggestionsMinimumDistance: 2}
+	for _, name := range names {
+		all.AddCommand(&cobra.Command{Use: name, Run: func(*cobra.Command, []string) {}})
 	}
-	return Usagef("unknown command %q", args[0])
+	near := all.SuggestionsFor(typed)
+	if len(near) == 0 {
+		return ""
+	}
+	return fmt.Sprintf("; did you mean %s?", strings.Join(near[:min(len(near), 3)], " or "))
 }
 
 // ShowHelp runs a command that only has subcommands.
