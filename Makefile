@@ -6,7 +6,7 @@ SHELL := bash
 # go.work joins the product and the Go client. The other modules, whose dependencies the
 # product must not get, are used alone.
 ALONE := GOWORK=off
-MODULES := analytics hack/bench/client hack/bench/http hack/bench/json hack/licenses test/compat/goclient test/kstatus test/monitoring
+MODULES := analytics hack/bench/client hack/bench/http hack/bench/json hack/licenses hack/release test/compat/goclient test/kstatus test/monitoring
 # Tools are pinned in a module of their own and built into bin/ once per version.
 TOOLS := hack/tools
 BIN := $(CURDIR)/bin
@@ -62,6 +62,13 @@ image: ## Build the image from scratch, without a registry: bin/posthorn-linux-A
 	GOOS=linux GOARCH=$(ARCH) go build -ldflags '$(LDFLAGS)' -o $(BIN)/linux-$(ARCH)/posthorn ./cmd/posthorn
 	hack/cluster/make-image $(IMAGE):$(VERSION) $(BIN)/linux-$(ARCH)/posthorn $(BIN)/posthorn-linux-$(ARCH).tar LICENSE THIRD_PARTY_LICENSES.md
 	@echo "bin/posthorn-linux-$(ARCH).tar holds $(IMAGE):$(VERSION); docker load, podman load, ctr images import or kind load image-archive take it"
+
+# Two runs on one commit give equal files: hack/release. KEY signs the checksums.
+OUT ?= $(BIN)/release
+KEY ?=
+.PHONY: release
+release: ## Make all files of a release in OUT: make release VERSION=1.0.0 [OUT=DIR] [KEY=FILE]
+	cd hack/release && $(ALONE) go run . make -root ../.. -out '$(abspath $(OUT))' -version '$(VERSION:v%=%)' $(if $(KEY),-key '$(abspath $(KEY))')
 
 .PHONY: run
 run: ## Show the main job on this machine: no cluster needed, nothing left behind.

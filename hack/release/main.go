@@ -1,0 +1,282 @@
+// Command release makes the files of a release in an empty folder: archives of the binaries, an
+// image for several architectures, the chart, an SBOM, the licences, and their checksums. Two runs
+// on one commit give equal files. With a key it signs the checksums; the signature is the one of
+// `cosign sign-blob`. `make release` runs it:
+//
+//	cd hack/release && GOWORK=off go run . make -root ../.. -out DIR -version 1.0.0 [-key KEY]
+//	cd hack/release && GOWORK=off go run . keygen -key KEY
+//	cd hack/release && GOWORK=off go run . verify -out DIR -key KEY.pub
+package main
+
+import (
+	"bytes"
+	"crypto"
+	"crypto/elliptic"
+	"crypto/sha256"
+	"encoding/base64"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/sigstore/sigstore/pkg/cryptoutils"
+	"github.com/sigstore/sigstore/pkg/signature"
+)
+
+const (
+	sumsName      = "SHA256SUMS"
+	signatureName = sumsName + ".sig"
+	// passwordEnv has the password of the private key, as for cosign.
+	passwordEnv = "COSIGN_PASSWORD"
+)
+
+// platforms of the program and of the kubectl plugin, and the architectures of the image.
+var (
+	platforms       = []string{"linux/amd64", "linux/arm64", "darwin/amd64", "darwin/arm64"}
+	pluginPlatforms = append(slices.Clone(platforms), "windows/amd64", "windows/arm64")
+	architectures   = []string{"amd64", "arm64"}
+	licenceFiles    = []string{"LICENSE", "THIRD_PARTY_LICENSES.md"}
+)
+
+// release has the settings of a run.
+type release struct {
+	root, out, version string
+	// time is the time of the commit; all files have it.
+	time time.Time
+}
+
+func main() {
+	log.SetFlags(0)
+	log.SetPrefix("release: ")
+	if len(os.Args) < 2 {
+		log.Fatal("usage: release make|keygen|verify [flags]")
+	}
+	flags := flag.NewFlagSet(os.Args[1], flag.ExitOnError)
+	r := release{}
+	var key string
+	flags.StringVar(&r.root, "root", "../..", "folder of the repository")
+	flags.StringVar(&r.out, "out", "", "folder of the release")
+	flags.StringVar(&r.version, "version", "", "version without a v, for example 1.0.0")
+	flags.StringVar(&key, "key", "", "PEM file of a key; its password is in "+passwordEnv)
+	_ = flags.Parse(os.Args[2:])
+	var err error
+	switch os.Args[1] {
+	case "make":
+		err = r.make(key)
+	case "keygen":
+		err = keygen(key)
+	case "verify":
+		err = verify(r.out, key)
+	default:
+		err = fmt.Errorf("unknown command %q", os.Args[1])
+	}
+	if err != nil {
+		log.Fatal(err)
+	}
+}
+
+func (r *release) make(key string) error {
+	if r.version == "" || r.out == "" {
+		return errors.New("set -version and -out")
+	}
+	var err error
+	for _, path := range []*string{&r.root, &r.out} {
+		if *path, err = filepath.Abs(*path); err != nil {
+			return err
+		}
+	}
+	if files, err := os.ReadDir(r.out); err == nil && len(files) > 0 {
+		return fmt.Errorf("%s is not empty", r.out)
+	}
+	if err := os.MkdirAll(r.out, 0o755); err != nil {
+		return err
+	}
+	if r.time, err = commitTime(r.root); err != nil {
+		return err
+	}
+	work, err := os.MkdirTemp("", "release-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(work)
+	for _, platform := range platforms {
+		if err := r.program(work, "posthorn", platform); err != nil {
+			return err
+		}
+	}
+	for _, platform := range pluginPlatforms {
+		if err := r.program(work, "kubectl-posthorn", platform); err != nil {
+			return err
+		}
+	}
+	for _, step := range []func() error{func() error { return r.image(work) }, r.chart, r.sbom, r.licences, r.sums} {
+		if err := step(); err != nil {
+			return err
+		}
+	}
+	if key == "" {
+		return nil
+	}
+	return sign(r.out, key)
+}
+
+// commitTime is SOURCE_DATE_EPOCH, or the time of the last commit.
+func commitTime(root string) (time.Time, error) {
+	text := os.Getenv("SOURCE_DATE_EPOCH")
+	if text == "" {
+		out, err := exec.Command("git", "-C", root, "log", "-1", "--format=%ct").Output()
+		if err != nil {
+			return time.Time{}, fmt.Errorf("time of the commit: %w; set SOURCE_DATE_EPOCH", err)
+		}
+		text = strings.TrimSpace(string(out))
+	}
+	seconds, err := strconv.ParseInt(text, 10, 64)
+	return time.Unix(seconds, 0).UTC(), err
+}
+
+// program builds a program for a platform into the work folder, and archives it with the licences.
+func (r *release) program(work, name, platform string) error {
+	system, arch, _ := strings.Cut(platform, "/")
+	binary := name
+	if system == "windows" {
+		binary += ".exe"
+	}
+	path := filepath.Join(work, system+"-"+arch, binary)
+	build := exec.Command("go", "build", "-C", r.root, "-trimpath", "-buildvcs=false", "-ldflags", "-s -w -buildid= -X main.version="+r.version, "-o", path, "./cmd/"+name)
+	build.Env = append(os.Environ(), "CGO_ENABLED=0", "GOFLAGS=", "GOWORK="+filepath.Join(r.root, "go.work"), "GOOS="+system, "GOARCH="+arch)
+	build.Stderr = os.Stderr
+	if err := build.Run(); err != nil {
+		return fmt.Errorf("build %s for %s: %w", name, platform, err)
+	}
+	content, err := os.ReadFile(path)
+	if err != nil {
+		return err
+	}
+	files := []file{{binary, 0o755, content}}
+	for _, licence := range licenceFiles {
+		content, err := os.ReadFile(filepath.Join(r.root, licence))
+		if err != nil {
+			return err
+		}
+		files = append(files, file{licence, 0o644, content})
+	}
+	return r.archive(fmt.Sprintf("%s_%s_%s_%s.tar.gz", name, r.version, system, arch), files)
+}
+
+// licences copies the licences.
+func (r *release) licences() error {
+	for _, name := range licenceFiles {
+		content, err := os.ReadFile(filepath.Join(r.root, name))
+		if err != nil {
+			return err
+		}
+		if err := os.WriteFile(filepath.Join(r.out, name), content, 0o644); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// sums writes the checksums of all files.
+func (r *release) sums() error {
+	text, err := checksums(r.out)
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(filepath.Join(r.out, sumsName), text, 0o644)
+}
+
+func checksums(dir string) ([]byte, error) {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	var text bytes.Buffer
+	for _, entry := range entries {
+		if strings.HasPrefix(entry.Name(), sumsName) {
+			continue
+		}
+		f, err := os.Open(filepath.Join(dir, entry.Name()))
+		if err != nil {
+			return nil, err
+		}
+		sum := sha256.New()
+		_, err = io.Copy(sum, f)
+		if err := errors.Join(err, f.Close()); err != nil {
+			return nil, err
+		}
+		fmt.Fprintf(&text, "%x  %s\n", sum.Sum(nil), entry.Name())
+	}
+	return text.Bytes(), nil
+}
+
+func password(bool) ([]byte, error) { return []byte(os.Getenv(passwordEnv)), nil }
+
+// keygen writes a key pair: KEY, encrypted by the password, and KEY.pub.
+func keygen(key string) error {
+	if key == "" {
+		return errors.New("set -key")
+	}
+	private, public, err := cryptoutils.GeneratePEMEncodedECDSAKeyPair(elliptic.P256(), password)
+	if err != nil {
+		return err
+	}
+	return errors.Join(os.WriteFile(key, private, 0o600), os.WriteFile(key+".pub", public, 0o644))
+}
+
+// sign writes the signature of the checksums, in the format of cosign sign-blob.
+func sign(dir, key string) error {
+	signer, err := signature.LoadSignerVerifierFromPEMFile(key, crypto.SHA256, password)
+	if err != nil {
+		return fmt.Errorf("read the key: %w", err)
+	}
+	sums, err := os.ReadFile(filepath.Join(dir, sumsName))
+	if err != nil {
+		return err
+	}
+	signed, err := signer.SignMessage(bytes.NewReader(sums))
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(filepath.Join(dir, signatureName), []byte(base64.StdEncoding.EncodeToString(signed)+"\n"), 0o644)
+}
+
+// verify checks the signature of the checksums, and the checksums of all files.
+func verify(dir, key string) error {
+	verifier, err := signature.LoadVerifierFromPEMFile(key, crypto.SHA256)
+	if err != nil {
+		return fmt.Errorf("read the key: %w", err)
+	}
+	want, err := os.ReadFile(filepath.Join(dir, sumsName))
+	if err != nil {
+		return err
+	}
+	text, err := os.ReadFile(filepath.Join(dir, signatureName))
+	if err != nil {
+		return err
+	}
+	signed, err := base64.StdEncoding.DecodeString(strings.TrimSpace(string(text)))
+	if err != nil {
+		return err
+	}
+	if err := verifier.VerifySignature(bytes.NewReader(signed), bytes.NewReader(want)); err != nil {
+		return fmt.Errorf("signature of %s: %w", sumsName, err)
+	}
+	got, err := checksums(dir)
+	if err != nil {
+		return err
+	}
+	if !bytes.Equal(got, want) {
+		return fmt.Errorf("the files differ from %s; run sha256sum --check %s", sumsName, sumsName)
+	}
+	fmt.Printf("signature and %d checksums ok\n", bytes.Count(want, []byte("\n")))
+	return nil
+}
