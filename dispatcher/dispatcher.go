@@ -359,7 +359,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	main := listen.New(ingest.NewServer(d.mux()), maxConns, d.log)
 	adminOptions := admin.Options{
 		Report: d.Report, Changes: d.Changes, Metrics: promtext.Handler(d.metrics, d.writeMetrics, d.engine.WriteMetrics),
-		Engine: d.engine, Gate: d.gate, Store: d.letters(), Ready: d.ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
+		Engine: d.engine, Gate: d.gate, Store: d.letters(), Ready: d.Ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
 		Backup: d.Backup,
 	}
 	if d.options.Debug {
@@ -388,7 +388,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		serveAdmin = func(l net.Listener) error { return adminServer.ServeTLS(l, d.options.AdminTLS) }
 	}
 	group.Go(serve(serveAdmin, d.adminListener))
-	probeServer := listen.New(admin.NewProbeServer(d.ready), maxAdminConns, d.log)
+	probeServer := listen.New(admin.NewProbeServer(d.Ready), maxAdminConns, d.log)
 	probeServer.ErrorLog = main.ErrorLog
 	if d.probeListener != nil {
 		group.Go(serve(probeServer.Serve, d.probeListener))
@@ -482,12 +482,12 @@ func (d *Dispatcher) mux() http.Handler {
 	mux := http.NewServeMux()
 	d.ingest.Mount(mux)
 	d.members.Mount(mux)
-	admin.MountHealth(mux, d.ready)
+	admin.MountHealth(mux, d.Ready)
 	return mux
 }
 
-// ready returns the reason why this pod must not get calls, or nil.
-func (d *Dispatcher) ready() error {
+// Ready returns the reason why this pod must not get calls, or nil.
+func (d *Dispatcher) Ready() error {
 	select {
 	case <-d.stopping:
 		return errors.New("stopping")

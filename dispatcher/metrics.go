@@ -86,7 +86,7 @@ func eachSource(write func(*promtext.Writer, *sourceSeries)) func(*promtext.Writ
 // are collected by a scrape and cost nothing in between.
 func (d *Dispatcher) writeMetrics(w *promtext.Writer) {
 	w.Family("posthorn_ready", promtext.Gauge, "1 while calls are accepted.")
-	w.Sample(number(d.ready() == nil), "")
+	w.Sample(number(d.Ready() == nil), "")
 	w.Family("posthorn_storage_free_bytes", promtext.Gauge, "Free space on the disk of the data directory.")
 	w.Sample(float64(d.gate.Storage().FreeBytes), "")
 	w.Family("posthorn_storage_days_left", promtext.Gauge, "Days until the disk reaches the high-water mark at the present rate, rounded up; 31 means more than 30.")

@@ -33,8 +33,8 @@ deliver. The backup is consistent: it has every call that was answered before it
 began.
 
 TARGET is a tar file if its name ends in .tar, otherwise a folder. It must not
-exist, and appears only when it is whole. It contains personal data, readable only
-for its owner. The manifests and their Secrets are not part of it.
+exist, and appears only when it is whole. It contains personal data and Secrets,
+readable only for its owner. The files of the manifests are not part of it.
 
 A running Posthorn is asked at its admin address. With --data, it must be stopped.`,
 		Example: `  posthorn backup /backup/posthorn.tar

@@ -92,6 +92,7 @@ this machine; 'posthorn get' shows the status, too.`,
 			group.Go(func() error { return control.Run(ctx) })
 			group.Go(func() error { return watchCertificate(ctx) })
 			group.Go(func() error { return status.Run(ctx) })
+			group.Go(func() error { return newNotifier(d, log).run(ctx) })
 			return group.Wait()
 		},
 	}
