@@ -608,7 +608,7 @@ func TestDeadLettersFromTheCommandLine(t *testing.T) {
 	prints("3 redelivered", 0, "deadletters", "redeliver", "crm", "--event", "E0")
 	p.arrive(r, 3)
 	check.Equal(t, "redelivered messages without a valid signature", r.unsigned, 0)
-	prints("2 removed", 0, "deadletters", "purge", "crm", "--all")
+	prints("2 removed", 0, "deadletters", "purge", "crm", "--all", "--yes")
 	prints("No dead letters of default/crm.", 0, "deadletters", "list", "crm")
 	prints("none stored; 5 messages became dead letters so far", 0, "why", "crm")
 	delivered, _, dead, _ := p.ledger("crm")

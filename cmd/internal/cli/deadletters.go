@@ -8,6 +8,7 @@ import (
 	"io"
 	"iter"
 	"net/http"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"text/tabwriter"
@@ -42,6 +43,36 @@ func destination(r connector, name string) (string, error) {
 	return ns + "/" + name, err
 }
 
+// unknown fails with a similar name if no dispatcher has a destination ("namespace/name"). It is nil
+// for "", and if a dispatcher does not answer.
+func unknown(ctx context.Context, targets []target, destination string) error {
+	namespace, name, _ := strings.Cut(destination, "/")
+	if destination == "" {
+		return nil
+	}
+	var names []string
+	for _, t := range targets {
+		report, err := t.Report(ctx, "")
+		if err != nil {
+			return nil
+		}
+		for _, n := range report.Namespaces {
+			for _, d := range n.Destinations {
+				if n.Namespace != namespace {
+					continue
+				}
+				if d.Name == name {
+					return nil
+				}
+				if !slices.Contains(names, d.Name) {
+					names = append(names, d.Name)
+				}
+			}
+		}
+	}
+	return fmt.Errorf("no dispatcher has a destination %q in namespace %q%s", name, namespace, command.DidYouMean(name, names))
+}
+
 func newDeadLettersList(flags connectorFlags) *cobra.Command {
 	var r connector
 	var output string
@@ -58,7 +89,7 @@ func newDeadLettersList(flags connectorFlags) *cobra.Command {
 			}
 			request := func(t target) iter.Seq2[adminapi.DeadLetter, error] { return t.DeadLetters(cmd.Context(), name, limit) }
 			footer := func(targets []target, shown int) string { return omitted(cmd.Context(), targets, name, shown, limit) }
-			return list(cmd, r, output, "No dead letters of "+name+".", footer, "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", request, func(l adminapi.DeadLetter) string {
+			return list(cmd, r, name, output, "No dead letters of "+name+".", footer, "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", request, func(l adminapi.DeadLetter) string {
 				return fmt.Sprintf("%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s", l.Key, ago(l.FailedAt), l.Type, quoted(l.Event), quoted(l.MessageID), l.Attempts, l.Reason, status(l.StatusCode))
 			})
 		},
@@ -146,12 +177,21 @@ func newDeadLettersAction(flags connectorFlags, verb, short, done string, reques
 	var r connector
 	var a adminapi.DeadLetterAction
 	var chosen selection
+	var yes bool
+	purge := verb == "purge"
+	example := fmt.Sprintf("  posthorn deadletters %s crm --reason Rejected --since 2h --dry-run\n  posthorn deadletters %s crm --all", verb, verb)
+	long := short + `. Select them by key, by a filter flag, or with --all.
+With --dry-run they are only counted.`
+	if purge {
+		example += " --yes"
+		long += ` On a terminal the command shows their number and
+asks for confirmation; otherwise it requires --yes.`
+	}
 	cmd := &cobra.Command{
-		Use:   verb + " DESTINATION [KEY...]",
-		Short: short,
-		Long: short + `. Select them by key, by a filter flag, or with --all.
-With --dry-run they are only counted.`,
-		Example: fmt.Sprintf("  posthorn deadletters %s crm --reason Rejected --since 2h --dry-run\n  posthorn deadletters %s crm --all", verb, verb),
+		Use:     verb + " DESTINATION [KEY...]",
+		Short:   short,
+		Long:    long,
+		Example: example,
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) == 0 {
 				return command.Usagef("DESTINATION is missing")
@@ -167,13 +207,15 @@ With --dry-run they are only counted.`,
 				return err
 			}
 			a.Destination, a.Selector = name, chosen.DeadLetterSelector
-			return act(cmd, r, request, done, a)
+			return act(cmd, r, request, done, a, purge && !yes && !a.DryRun)
 		},
 	}
 	r = flags(cmd)
 	chosen.register(cmd)
 	cmd.Flags().BoolVar(&a.DryRun, "dry-run", false, "only count")
-	if verb == "redeliver" {
+	if purge {
+		cmd.Flags().BoolVar(&yes, "yes", false, "do not ask for confirmation")
+	} else {
 		cmd.Flags().Float64Var(&a.Rate, "rate", adminapi.DefaultRate, "dead letters per second")
 	}
 	return cmd
@@ -212,13 +254,31 @@ func (c *selection) parse(how string, keys ...string) (err error) {
 	return nil
 }
 
-// act sends an action to every dispatcher and shows the progress.
-func act(cmd *cobra.Command, r connector, request action, done string, a adminapi.DeadLetterAction) error {
+// act sends an action to every dispatcher and shows the progress. If ask is true, the user confirms
+// the number of selected dead letters before.
+func act(cmd *cobra.Command, r connector, request action, done string, a adminapi.DeadLetterAction, ask bool) error {
 	targets, closeAll, err := r.connect(cmd.Context())
 	if err != nil {
 		return err
 	}
 	defer closeAll()
+	if ask {
+		count, n := a, int64(0)
+		count.DryRun = true
+		for _, t := range targets {
+			p, err := request(t.Client, cmd.Context(), count, nil)
+			if err != nil {
+				return t.explain(err)
+			}
+			n += p.Matched
+		}
+		question := fmt.Sprintf("Remove %d dead letters of %s permanently?", n, a.Destination)
+		if n > 0 {
+			if err := command.Confirm(cmd, question, fmt.Sprintf("set --yes to remove %d dead letters of %s permanently", n, a.Destination)); err != nil {
+				return err
+			}
+		}
+	}
 	var progress atomic.Pointer[adminapi.DeadLetterProgress]
 	progress.Store(&adminapi.DeadLetterProgress{})
 	hide := showProgress(cmd.ErrOrStderr(), func() string {
@@ -245,6 +305,11 @@ func act(cmd *cobra.Command, r connector, request action, done string, a adminap
 		}
 	}
 	hide()
+	if err == nil && sum.Matched == 0 {
+		if err := unknown(cmd.Context(), targets, a.Destination); err != nil {
+			return err
+		}
+	}
 	what := fmt.Sprintf("%d %s", sum.Redelivered, done)
 	if a.DryRun {
 		what = fmt.Sprintf("%d would be %s", sum.Matched, done)
@@ -270,7 +335,7 @@ func newAttempts(flags connectorFlags) *cobra.Command {
 				return err
 			}
 			request := func(t target) iter.Seq2[adminapi.Attempt, error] { return t.Attempts(cmd.Context(), name, endpoint) }
-			return list(cmd, r, output, "No attempts to "+name+" since the dispatchers started.", nil, attemptHeader, request, attemptLine)
+			return list(cmd, r, name, output, "No attempts to "+name+" since the dispatchers started.", nil, attemptHeader, request, attemptLine)
 		},
 	}
 	r = flags(cmd)
@@ -300,6 +365,9 @@ func newTail(flags connectorFlags) *cobra.Command {
 				return err
 			}
 			defer closeAll()
+			if err := unknown(cmd.Context(), targets, name); err != nil {
+				return err
+			}
 			attempts := make(chan adminapi.Attempt)
 			group, ctx := errgroup.WithContext(cmd.Context())
 			for _, t := range targets {
@@ -361,8 +429,8 @@ func attemptLine(a adminapi.Attempt) string {
 
 // list prints the items that request returns of every dispatcher, as a table or as lines of JSON, and
 // then the text of footer to stderr; footer may be nil. If some dispatchers fail, it still prints the
-// items of the others.
-func list[T any](cmd *cobra.Command, r connector, output, none string, footer func(targets []target, shown int) string, header string, request func(target) iter.Seq2[T, error], line func(T) string) error {
+// items of the others. Without any item it fails if there is no such destination.
+func list[T any](cmd *cobra.Command, r connector, destination, output, none string, footer func(targets []target, shown int) string, header string, request func(target) iter.Seq2[T, error], line func(T) string) error {
 	targets, closeAll, err := r.connect(cmd.Context())
 	if err != nil {
 		return err
@@ -376,6 +444,11 @@ func list[T any](cmd *cobra.Command, r connector, output, none string, footer fu
 				break
 			}
 			items = append(items, item)
+		}
+	}
+	if len(items) == 0 && err == nil {
+		if err := unknown(cmd.Context(), targets, destination); err != nil {
+			return err
 		}
 	}
 	if footer != nil {

@@ -79,6 +79,23 @@ func pod(t *testing.T, name string, letters int) target {
 	return target{name, &adminapi.Client{URL: server.URL}}
 }
 
+// idle has the destination shop/crm, and neither dead letters nor attempts.
+func idle(t *testing.T) target {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /report", func(w http.ResponseWriter, _ *http.Request) {
+		_ = json.NewEncoder(w).Encode(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{Namespace: "shop", Destinations: []adminapi.DestinationReport{{Name: "crm"}}}}})
+	})
+	mux.HandleFunc("POST /deadletters/purge", func(w http.ResponseWriter, _ *http.Request) {
+		_ = json.NewEncoder(w).Encode(adminapi.DeadLetterProgress{Done: true})
+	})
+	for _, path := range []string{"GET /deadletters", "GET /attempts", "GET /tail"} {
+		mux.HandleFunc(path, func(http.ResponseWriter, *http.Request) {})
+	}
+	server := httptest.NewServer(mux)
+	t.Cleanup(server.Close)
+	return target{"idle", &adminapi.Client{URL: server.URL}}
+}
+
 // execute runs one command line of the client commands.
 func execute(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 	root := &cobra.Command{Use: "posthorn", Args: command.OnlyCommands, RunE: command.ShowHelp}
@@ -100,6 +117,7 @@ func run(cmd *cobra.Command, args ...string) (string, error) {
 func TestCommandsAskEveryPod(t *testing.T) {
 	flags := func(targets ...target) connectorFlags { return func(*cobra.Command) connector { return pods{targets} } }
 	a, b := pod(t, "a", 3), pod(t, "b", 4)
+	other := idle(t)
 	down := target{"down", &adminapi.Client{URL: "http://127.0.0.1:1"}}
 	for _, c := range []struct {
 		name    string
@@ -117,9 +135,15 @@ func TestCommandsAskEveryPod(t *testing.T) {
 		{"show, one pod is down", newDeadLetters(flags(down, b)), []string{"show", "crm", "key-b"}, []string{`"key-b"`}, ""},
 		{"show, one pod does not answer", newDeadLetters(flags(down, b)), []string{"show", "crm", "key-c"}, nil, "pod down: "},
 		{"show, no pod has it", newDeadLetters(flags(a, b)), []string{"show", "crm", "key-c"}, nil, "no dead letter key-c"},
-		{"purge", newDeadLetters(flags(a, b)), []string{"purge", "crm", "--all"}, []string{"7 removed (20 bytes)"}, ""},
+		{"purge", newDeadLetters(flags(a, b)), []string{"purge", "crm", "--all", "--yes"}, []string{"7 removed (20 bytes)"}, ""},
 		{"purge, dry", newDeadLetters(flags(a, b)), []string{"purge", "crm", "--all", "--dry-run"}, []string{"7 would be removed"}, ""},
-		{"purge, refused by the second", newDeadLetters(flags(a, pod(t, "c", -1))), []string{"purge", "crm", "--all"}, []string{"3 removed"}, `pod c: 403 Forbidden: user "ann" may not`},
+		{"purge, refused by the second", newDeadLetters(flags(a, pod(t, "c", -1))), []string{"purge", "crm", "--all", "--yes"}, []string{"3 removed"}, `pod c: 403 Forbidden: user "ann" may not`},
+		{"purge, not confirmed", newDeadLetters(flags(a, b)), []string{"purge", "crm", "--all"}, nil, "there is no terminal to confirm on; set --yes to remove 7 dead letters of shop/crm permanently"},
+		{"list, an unknown destination", newDeadLetters(flags(other, other)), []string{"list", "cr"}, nil, `no dispatcher has a destination "cr" in namespace "shop"; did you mean crm?`},
+		{"list, a destination without dead letters", newDeadLetters(flags(other)), []string{"list", "crm"}, []string{"No dead letters of shop/crm."}, ""},
+		{"purge, an unknown destination", newDeadLetters(flags(other)), []string{"purge", "cr", "--all", "--yes"}, nil, `no dispatcher has a destination "cr"`},
+		{"attempts, an unknown destination", newAttempts(flags(other)), []string{"nope"}, nil, `no dispatcher has a destination "nope" in namespace "shop"`},
+		{"tail, an unknown destination", newTail(flags(other)), []string{"nope"}, nil, `no dispatcher has a destination "nope" in namespace "shop"`},
 		{"attempts", newAttempts(flags(a, b)), []string{"crm"}, []string{"of-a", "of-b"}, ""},
 		{"tail", newTail(flags(a, b)), []string{"crm"}, []string{"of-a", "of-b"}, ""},
 		{"a pod that does not answer", newTail(flags(a, down)), nil, nil, "pod down: "},

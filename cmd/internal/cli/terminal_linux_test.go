@@ -2,6 +2,7 @@ package cli
 
 import (
 	"bytes"
+	"encoding/json"
 	"fmt"
 	"io"
 	"net/http"
@@ -127,5 +128,43 @@ func TestProgressOnATerminal(t *testing.T) {
 	}
 	if info, err := file.Stat(); err != nil || info.Size() != 0 {
 		t.Errorf("%d bytes in the file (%v)", info.Size(), err)
+	}
+}
+
+// On a terminal a purge shows the number of dead letters and asks; only yes removes them.
+func TestPurgeAsksOnTerminal(t *testing.T) {
+	for answer, want := range map[string]struct {
+		code, purged int
+	}{"y\n": {command.ExitOK, 1}, "yes\n": {command.ExitOK, 1}, "n\n": {command.ExitFailure, 0}, "\n": {command.ExitFailure, 0}} {
+		var purged atomic.Int64
+		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			var a adminapi.DeadLetterAction
+			if err := json.NewDecoder(r.Body).Decode(&a); err != nil {
+				t.Errorf("%s: %v", r.URL.Path, err)
+			}
+			if !a.DryRun {
+				purged.Add(1)
+			}
+			_ = json.NewEncoder(w).Encode(adminapi.DeadLetterProgress{Matched: 3, Redelivered: 3, Done: true})
+		}))
+		screen, terminal := openTerminal(t)
+		if _, err := screen.WriteString(answer); err != nil {
+			t.Fatal(err)
+		}
+		code := execute([]string{"deadletters", "purge", "crm", "--all", "--admin", server.URL}, terminal, io.Discard, terminal)
+		server.Close()
+		if code != want.code || purged.Load() != int64(want.purged) {
+			t.Errorf("answer %q: exit code %d and %d purges, want %+v", answer, code, purged.Load(), want)
+		}
+		seen := make([]byte, 4096)
+		n, err := screen.Read(seen)
+		for err == nil && !strings.Contains(string(seen[:n]), "[y/N]") && n < len(seen) {
+			var more int
+			more, err = screen.Read(seen[n:])
+			n += more
+		}
+		if question := "Remove 3 dead letters of default/crm permanently? [y/N]"; err != nil || !strings.Contains(string(seen[:n]), question) {
+			t.Errorf("answer %q: got %q (%v), want %q", answer, seen[:n], err, question)
+		}
 	}
 }

@@ -4,6 +4,7 @@
 package command
 
 import (
+	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -113,6 +114,30 @@ func SafeOnTerminal(w io.Writer) io.Writer {
 func IsTerminal(w io.Writer) bool {
 	_, ok := w.(terminal)
 	return ok
+}
+
+// Confirm asks a question on the terminal, and fails unless the answer is yes. Without a terminal it
+// fails with what to do in place of an answer.
+func Confirm(cmd *cobra.Command, question, instead string) error {
+	in, ok := cmd.InOrStdin().(*os.File)
+	if !ok || !term.IsTerminal(int(in.Fd())) || !IsTerminal(cmd.ErrOrStderr()) {
+		return Usagef("there is no terminal to confirm on; %s", instead)
+	}
+	fmt.Fprintf(cmd.ErrOrStderr(), "%s [y/N] ", question)
+	answer := make(chan string, 1)
+	go func() {
+		line, _ := bufio.NewReader(in).ReadString('\n')
+		answer <- strings.ToLower(strings.TrimSpace(line))
+	}()
+	select {
+	case <-cmd.Context().Done():
+		return cmd.Context().Err()
+	case text := <-answer:
+		if text != "y" && text != "yes" {
+			return errors.New("not confirmed; nothing was changed")
+		}
+		return nil
+	}
 }
 
 // BuildVersion returns Version, or the commit of a development build.
