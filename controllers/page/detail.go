@@ -7,6 +7,7 @@ import (
 	"maps"
 	"net/url"
 	"slices"
+	"strings"
 	"time"
 
 	"sigs.k8s.io/yaml"
@@ -147,8 +148,8 @@ func percentile(attempts []adminapi.Attempt, percent int) time.Duration {
 
 const hidden = "(hidden)"
 
-// shownConfig is a spec as YAML. Values of headers and user data of URLs can be secrets, although
-// they should be in Secrets.
+// shownConfig is a spec as YAML. Values of headers, and all parts of a URL but its host, can be
+// secrets, although they should be in Secrets.
 func shownConfig(spec v1alpha1.WebhookDestinationSpec) (string, error) {
 	s := spec.DeepCopy()
 	for i := range s.Endpoints {
@@ -164,15 +165,16 @@ func shownConfig(spec v1alpha1.WebhookDestinationSpec) (string, error) {
 	return string(text), err
 }
 
-// shownURL is a URL without its user data, query and fragment.
+// shownURL is the scheme and host of a URL. The path can contain a token, as in the URLs of chat
+// services.
 func shownURL(text string) string {
 	u, err := url.Parse(text)
-	if err != nil {
+	if err != nil || u.Host == "" {
 		return hidden
 	}
-	u.User, u.Fragment = nil, ""
-	if u.RawQuery != "" {
-		u.RawQuery = "hidden"
+	shown := u.Scheme + "://" + u.Host
+	if u.User != nil || strings.Trim(u.Path, "/") != "" || u.RawQuery != "" || u.Fragment != "" {
+		shown += "/" + hidden
 	}
-	return u.String()
+	return shown
 }

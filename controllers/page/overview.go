@@ -304,9 +304,42 @@ type groups struct {
 	// Incomplete names the destinations of which not all dead letters were read.
 	Incomplete []string
 	Errors     []string
+	at         time.Time
 }
 
-func (p *Page) groups(ctx context.Context, v view) (g groups) {
+// groupsAge is how old the groups of dead letters may be. It is less than the time after which the
+// page reloads, so that a person sees what changed, but tabs and reloads in between read nothing.
+const groupsAge = 20 * time.Second
+
+// readLetters waits until no other view reads dead letters. The caller runs done.
+func (p *Page) readLetters(ctx context.Context) (done func(), err error) {
+	select {
+	case p.letterReader <- struct{}{}:
+		return func() { <-p.letterReader }, nil
+	case <-ctx.Done():
+		return nil, fmt.Errorf("another view still reads the dead letters; try again: %w", ctx.Err())
+	}
+}
+
+// groups returns the groups of dead letters, at most groupsAge old.
+func (p *Page) groups(ctx context.Context, v view) (groups, error) {
+	done, err := p.readLetters(ctx)
+	if err != nil {
+		return groups{}, err
+	}
+	defer done()
+	if p.lastGroups.at.IsZero() || time.Since(p.lastGroups.at) >= groupsAge {
+		g := p.readGroups(ctx, v)
+		if ctx.Err() != nil { // The viewer left or the time ended, so the groups are not complete.
+			return g, nil
+		}
+		g.at = time.Now()
+		p.lastGroups = g
+	}
+	return p.lastGroups, nil
+}
+
+func (p *Page) readGroups(ctx context.Context, v view) (g groups) {
 	type id struct {
 		key
 		reason string
@@ -380,10 +413,15 @@ type found struct {
 }
 
 // find looks for a message among the last attempts and the dead letters.
-func (p *Page) find(ctx context.Context, v view, id string) (f found) {
+func (p *Page) find(ctx context.Context, v view, id string) (f found, err error) {
 	if f.ID = id; id == "" {
-		return f
+		return f, nil
 	}
+	done, err := p.readLetters(ctx)
+	if err != nil {
+		return f, err
+	}
+	defer done()
 	for _, r := range p.ranked(v) {
 		if f.Searched == maxSearched || len(f.Hits) >= maxHits {
 			f.Bounded = true
@@ -413,5 +451,5 @@ func (p *Page) find(ctx context.Context, v view, id string) (f found) {
 			}
 		}
 	}
-	return f
+	return f, nil
 }

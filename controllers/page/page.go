@@ -46,6 +46,11 @@ type Page struct {
 	mu   sync.Mutex // guards what is below
 	live state
 	past history
+
+	// letterReader admits one reader of dead letters at a time, because a read can return 10,000 of
+	// each of 200 destinations. Its holder guards the last groups.
+	letterReader chan struct{}
+	lastGroups   groups
 }
 
 // Prefix of all paths of the page but "/".
@@ -58,7 +63,7 @@ var templates = template.Must(template.New("").Funcs(functions).ParseFS(assets, 
 
 // New makes a page. Without Run it has no past.
 func New(o Options) *Page {
-	p := &Page{options: o, mux: http.NewServeMux(), started: time.Now(), past: newHistory()}
+	p := &Page{options: o, mux: http.NewServeMux(), started: time.Now(), past: newHistory(), letterReader: make(chan struct{}, 1)}
 	p.mux.HandleFunc("GET /{$}", p.overview)
 	p.mux.HandleFunc("GET "+Prefix+"destination/{namespace}/{name}", p.destination)
 	p.mux.HandleFunc("GET "+Prefix+"deadletters", p.deadLetters)
@@ -198,7 +203,12 @@ func (p *Page) deadLetters(w http.ResponseWriter, r *http.Request) {
 		p.fail(w, err)
 		return
 	}
-	p.render(w, "deadletters.html", frame{Title: "Dead letters - Posthorn", Active: "deadletters", Refresh: 30, Now: v.now, Data: p.groups(ctx, v)})
+	g, err := p.groups(ctx, v)
+	if err != nil {
+		p.fail(w, err)
+		return
+	}
+	p.render(w, "deadletters.html", frame{Title: "Dead letters - Posthorn", Active: "deadletters", Refresh: 30, Now: v.now, Data: g})
 }
 
 func (p *Page) search(w http.ResponseWriter, r *http.Request) {
@@ -208,7 +218,12 @@ func (p *Page) search(w http.ResponseWriter, r *http.Request) {
 		p.fail(w, err)
 		return
 	}
-	p.render(w, "search.html", frame{Title: "Message - Posthorn", Active: "search", Now: v.now, Data: p.find(ctx, v, strings.TrimSpace(r.FormValue("id")))})
+	f, err := p.find(ctx, v, strings.TrimSpace(r.FormValue("id")))
+	if err != nil {
+		p.fail(w, err)
+		return
+	}
+	p.render(w, "search.html", frame{Title: "Message - Posthorn", Active: "search", Now: v.now, Data: f})
 }
 
 // explain is why.Explain for one destination, with as little input as it needs.

@@ -1,9 +1,13 @@
 package page
 
 import (
+	"context"
+	"encoding/json"
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -41,19 +45,19 @@ func TestDenied(t *testing.T) {
 
 func TestShownConfig(t *testing.T) {
 	spec := v1alpha1.WebhookDestinationSpec{Endpoints: []v1alpha1.Endpoint{{
-		Name: "a", URL: "https://user:password@hooks.example/in?token=query#part",
+		Name: "a", URL: "https://user:password@hooks.example/path-token/in?token=query#part",
 		Headers: []v1alpha1.Header{{Name: "X-Token", Value: ptr.To("value")}},
 	}}}
 	text, err := shownConfig(spec)
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, secret := range []string{"user", "password", "query", "part", "value: value"} {
+	for _, secret := range []string{"user", "password", "path-token", "query", "part", "value: value"} {
 		if strings.Contains(text, secret) {
 			t.Errorf("the config shows %q:\n%s", secret, text)
 		}
 	}
-	if want := "https://hooks.example/in?hidden"; !strings.Contains(text, want) {
+	if want := "https://hooks.example/(hidden)"; !strings.Contains(text, want) {
 		t.Errorf("the config lacks %q:\n%s", want, text)
 	}
 	if got := *spec.Endpoints[0].Headers[0].Value; got != "value" {
@@ -117,5 +121,64 @@ func TestHistoryIsBounded(t *testing.T) {
 	}
 	if got, want := rate(h.series[key{"shop", "d249"}].list(), delivered), "16/s"; got != want {
 		t.Errorf("rate: got %s, want %s", got, want)
+	}
+}
+
+// Many tabs with dead letters cost one read, and an open read keeps a second one waiting.
+func TestDeadLettersAreReadOnce(t *testing.T) {
+	var reads, reading, most atomic.Int64
+	dispatcher := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		reads.Add(1)
+		if n := reading.Add(1); n > most.Load() {
+			most.Store(n)
+		}
+		defer reading.Add(-1)
+		_ = json.NewEncoder(w).Encode(adminapi.DeadLetter{Key: "k", MessageID: "m", Reason: "Rejected", FailedAt: time.Unix(0, 0)})
+	}))
+	t.Cleanup(dispatcher.Close)
+	p := New(Options{Dispatchers: map[string]*adminapi.Client{"a": {URL: dispatcher.URL}}})
+	crm := key{"shop", "crm"}
+	v := view{
+		destinations: map[key]*v1alpha1.WebhookDestination{crm: {}},
+		indices: map[string]*adminapi.Index{"a": adminapi.NewIndex(adminapi.Report{Namespaces: []adminapi.NamespaceReport{{
+			Namespace: "shop", Destinations: []adminapi.DestinationReport{{Name: "crm", DeadLettersStored: 1}},
+		}}})},
+	}
+	var tabs sync.WaitGroup
+	for range 20 {
+		tabs.Go(func() {
+			if g, err := p.groups(t.Context(), v); err != nil || len(g.Groups) != 1 || g.Total != 1 {
+				t.Errorf("groups: got %+v, %v, want one group of one dead letter", g, err)
+			}
+		})
+	}
+	tabs.Wait()
+	if got := reads.Load(); got != 1 {
+		t.Errorf("reads of 20 tabs: got %d, want 1", got)
+	}
+	p.lastGroups.at = p.lastGroups.at.Add(-groupsAge)
+	if _, err := p.groups(t.Context(), v); err != nil || reads.Load() != 2 {
+		t.Errorf("reads after %s: got %d, %v, want 2", groupsAge, reads.Load(), err)
+	}
+	done, err := p.readLetters(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := p.find(ctx, v, "m"); err == nil || !strings.Contains(err.Error(), "another view") {
+		t.Errorf("search during another read: got %v, want an error about the other view", err)
+	}
+	done()
+	for range 5 {
+		tabs.Go(func() {
+			if f, err := p.find(t.Context(), v, "m"); err != nil || f.Searched != 1 {
+				t.Errorf("search: got %+v, %v, want one searched destination", f, err)
+			}
+		})
+	}
+	tabs.Wait()
+	if got := most.Load(); got != 1 {
+		t.Errorf("reads at the same time: got %d, want 1", got)
 	}
 }
