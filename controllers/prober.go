@@ -262,7 +262,7 @@ func (p *prober) record(ctx context.Context, pod Pod, probe *probe, report *admi
 		probe.failing, probe.silent, probe.answered = false, false, now
 		if report != nil {
 			before := probe.state
-			probe.state, namespaces = before.Merge(*report)
+			probe.state, namespaces = before.Merge(*report, p.like(probe))
 			all = all || concernsAll(before, probe.state)
 		}
 		all = all || p.last[pod.Name].outdated
@@ -290,8 +290,18 @@ func (p *prober) recordUnready(probe *probe, report *adminapi.Report, err error)
 	defer p.mu.Unlock()
 	probe.requested, probe.failing = true, err != nil
 	if report != nil {
-		probe.state, _ = probe.state.Merge(*report)
+		probe.state, _ = probe.state.Merge(*report, p.like(probe))
 	}
+}
+
+// like returns the state of another pod, or nil. The mutex is held.
+func (p *prober) like(probe *probe) *adminapi.Index {
+	for _, other := range p.probes {
+		if other != probe && other.state != nil {
+			return other.state
+		}
+	}
+	return nil
 }
 
 // updateMetrics sets the gauge of dispatcher pods. The mutex is held.

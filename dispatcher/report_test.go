@@ -26,7 +26,7 @@ func (m *merged) poll(d *Dispatcher) bool {
 	}
 	report := d.Changes(cursor)
 	if report != nil {
-		m.Index, _ = m.Merge(*report)
+		m.Index, _ = m.Merge(*report, nil)
 	}
 	return report != nil
 }

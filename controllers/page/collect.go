@@ -91,7 +91,7 @@ func (p *Page) readReports(ctx context.Context) {
 			case err != nil:
 				a.err = err
 			default:
-				a.index, _ = a.index.Merge(*report)
+				a.index, _ = a.index.Merge(*report, nil)
 			}
 		})
 	}

@@ -470,7 +470,7 @@ func (c *Control) updateStatus(cursor string) (recompile bool) {
 func (c *Control) dueNamespaces(now time.Time, cursor string) map[string]bool {
 	namespaces := map[string]bool{}
 	if report := c.options.Changes(cursor); report != nil {
-		next, changed := c.dispatcher.Merge(*report)
+		next, changed := c.dispatcher.Merge(*report, nil)
 		if c.dispatcher == nil || c.dispatcher.Storage.Pressure != next.Storage.Pressure {
 			c.dueNow()
 		}

@@ -35,7 +35,7 @@ type NamespaceIndex struct {
 
 // NewIndex returns the Index of a full report.
 func NewIndex(r Report) *Index {
-	x, _ := (*Index)(nil).Merge(r)
+	x, _ := (*Index)(nil).Merge(r, nil)
 	return x
 }
 
@@ -68,8 +68,9 @@ func (x *Index) Config(namespace string) ConfigReport {
 }
 
 // Merge returns the Index after a report, and the names of the changed namespaces, sorted. A delta
-// changes x; a full report replaces it.
-func (x *Index) Merge(r Report) (next *Index, changed []string) {
+// changes x; a full report replaces it. The result shares its strings with x and with like, the Index
+// of another dispatcher, or nil.
+func (x *Index) Merge(r Report, like *Index) (next *Index, changed []string) {
 	next = &Index{Pod: r.Pod, Cursor: r.Cursor, Ready: r.Ready, Storage: r.Storage, Configs: r.Configs, namespaces: map[string]*NamespaceIndex{}}
 	before := map[string]*NamespaceIndex{}
 	if x != nil {
@@ -83,8 +84,8 @@ func (x *Index) Merge(r Report) (next *Index, changed []string) {
 		old := before[n.Namespace]
 		var merged *NamespaceIndex
 		if r.Delta && !n.Complete {
-			merged = old.merge(n)
-		} else if merged = (*NamespaceIndex)(nil).merge(n); old != nil && reflect.DeepEqual(old, merged) {
+			merged = old.merge(n, old, like.Namespace(n.Namespace))
+		} else if merged = (*NamespaceIndex)(nil).merge(n, old, like.Namespace(n.Namespace)); old != nil && reflect.DeepEqual(old, merged) {
 			next.namespaces[n.Namespace] = old
 			continue
 		}
@@ -103,10 +104,26 @@ func (x *Index) Merge(r Report) (next *Index, changed []string) {
 	return next, changed
 }
 
-// merge returns the state after the changes of a report; n may be nil.
-func (n *NamespaceIndex) merge(r *NamespaceReport) *NamespaceIndex {
+// merge returns the state after the changes of a report; n may be nil. Its strings are those of the
+// first one of likes that has equal ones.
+func (n *NamespaceIndex) merge(r *NamespaceReport, likes ...*NamespaceIndex) *NamespaceIndex {
 	if n == nil {
 		n = &NamespaceIndex{}
+	}
+	for _, like := range likes {
+		if like == nil {
+			continue
+		}
+		for i := range r.Sources {
+			if other := like.Sources[r.Sources[i].Name]; other != nil {
+				r.Sources[i].share(other)
+			}
+		}
+		for i := range r.Destinations {
+			if other := like.Destinations[r.Destinations[i].Name]; other != nil {
+				r.Destinations[i].share(other)
+			}
+		}
 	}
 	return &NamespaceIndex{
 		Revision: r.Revision, Refused: r.Refused,
@@ -135,4 +152,26 @@ func merge[R any](before map[string]*R, changed []R, removed []string, name func
 		next[name(&one)] = &one
 	}
 	return next
+}
+
+// share replaces the strings of a report by equal ones of another report. There is a report of each
+// object for each dispatcher, and the strings would need a third of the memory.
+func (r *SourceReport) share(other *SourceReport) {
+	share(&r.Name, other.Name)
+	share(&r.Revision, other.Revision)
+}
+
+func (r *DestinationReport) share(other *DestinationReport) {
+	share(&r.Name, other.Name)
+	share(&r.Revision, other.Revision)
+	for i := range r.Endpoints[:min(len(r.Endpoints), len(other.Endpoints))] {
+		share(&r.Endpoints[i].Name, other.Endpoints[i].Name)
+		share(&r.Endpoints[i].State, other.Endpoints[i].State)
+	}
+}
+
+func share[S ~string](s *S, other S) {
+	if *s == other {
+		*s = other
+	}
 }

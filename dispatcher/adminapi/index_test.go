@@ -1,7 +1,13 @@
 package adminapi
 
 import (
+	"encoding/json"
+	"fmt"
+	"runtime"
+	"strings"
 	"testing"
+	"time"
+	"unsafe"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
@@ -50,7 +56,7 @@ func TestMerge(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			before := NewIndex(full)
-			got, changed := before.Merge(test.report)
+			got, changed := before.Merge(test.report, nil)
 			if diff := cmp.Diff(NewIndex(test.want), got, cmp.AllowUnexported(Index{}), cmpopts.EquateEmpty()); diff != "" {
 				t.Errorf("merged (-want +got):\n%s", diff)
 			}
@@ -61,5 +67,73 @@ func TestMerge(t *testing.T) {
 				t.Errorf("the Index before the merge was changed (-want +got):\n%s", diff)
 			}
 		})
+	}
+}
+
+// reportOf is a full report about destinations in one namespace, as a pod sends it.
+func reportOf(tb testing.TB, destinations int, delivered int64) Report {
+	tb.Helper()
+	n := NamespaceReport{Namespace: "shop"}
+	for i := range destinations {
+		n.Destinations = append(n.Destinations, DestinationReport{
+			Name: fmt.Sprintf("destination-%d", i), Generation: 1, Revision: strings.Repeat("a", 56) + fmt.Sprintf("%08d", i),
+			Ledger:    Ledger{Accepted: delivered, Delivered: delivered},
+			Endpoints: []EndpointReport{{Name: "primary", State: EndpointHealthy, LastSuccess: time.Unix(delivered, 0)}},
+		})
+	}
+	text, err := json.Marshal(Report{Ready: true, Namespaces: []NamespaceReport{n}})
+	if err != nil {
+		tb.Fatal(err)
+	}
+	report, err := DecodeReport(text)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return report
+}
+
+// The states of several pods share the strings that are equal in them, also after deltas.
+func TestSharedStrings(t *testing.T) {
+	first := NewIndex(reportOf(t, 1, 1))
+	second, _ := (*Index)(nil).Merge(reportOf(t, 1, 2), first)
+	delta := reportOf(t, 1, 3)
+	delta.Delta = true
+	third, _ := second.Merge(delta, nil)
+	want := first.Namespace("shop").Destinations["destination-0"]
+	for name, index := range map[string]*Index{"full": second, "delta": third} {
+		got := index.Namespace("shop").Destinations["destination-0"]
+		if got == want || got.Delivered == want.Delivered {
+			t.Errorf("%s: the reports are the same", name)
+		}
+		for field, s := range map[string][2]string{
+			"name": {got.Name, want.Name}, "revision": {got.Revision, want.Revision},
+			"endpoint": {got.Endpoints[0].Name, want.Endpoints[0].Name}, "state": {string(got.Endpoints[0].State), string(want.Endpoints[0].State)},
+		} {
+			if unsafe.StringData(s[0]) != unsafe.StringData(s[1]) {
+				t.Errorf("%s: %s %q is a copy", name, field, s[0])
+			}
+		}
+	}
+}
+
+// BenchmarkIndexMemory prints the bytes for each object and pod.
+func BenchmarkIndexMemory(b *testing.B) {
+	const pods, destinations = 20, 10_000
+	heap := func() uint64 {
+		var m runtime.MemStats
+		runtime.GC()
+		runtime.ReadMemStats(&m)
+		return m.HeapAlloc
+	}
+	for b.Loop() {
+		before := heap()
+		var all []*Index
+		var like *Index
+		for range pods {
+			like, _ = (*Index)(nil).Merge(reportOf(b, destinations, 1), like)
+			all = append(all, like)
+		}
+		b.ReportMetric(float64(heap()-before)/pods/destinations, "bytes/object")
+		runtime.KeepAlive(all)
 	}
 }

@@ -121,7 +121,7 @@ func (r *reader) poll(w *world) (changed []string) {
 		cursor = r.index.Cursor
 	}
 	if report := w.since(cursor); report != nil {
-		r.index, changed = r.index.Merge(*report)
+		r.index, changed = r.index.Merge(*report, nil)
 	}
 	return changed
 }

@@ -134,7 +134,7 @@ func (s *Service) pass(ctx context.Context, view *liveconfig.View) error {
 	}
 	if r := s.Changes(cursor); r != nil {
 		r.Namespaces = slices.DeleteFunc(r.Namespaces, func(n adminapi.NamespaceReport) bool { return !s.subscribed(n.Namespace) })
-		s.index, _ = s.index.Merge(*r)
+		s.index, _ = s.index.Merge(*r, nil)
 	}
 	if s.index == nil {
 		return nil

@@ -117,6 +117,19 @@ func (w *world) underTraffic(ctx context.Context, group *errgroup.Group, fleet *
 		return err
 	}
 	row("first traffic of all: statuses written", strconv.Itoa(all["status"]), "", true)
+	// On a busy machine the transitions take longer than their budget permits.
+	for range 10 {
+		begin := time.Now()
+		if err := sleep(ctx, phase); err != nil {
+			return err
+		}
+		if all, err = w.written(begin); err != nil {
+			return err
+		}
+		if float64(all["status"]) <= 1.1*20*phase.Seconds() {
+			break
+		}
+	}
 	all, err = w.measured("traffic", func() error { return sleep(ctx, 2*phase) })
 	if err != nil {
 		return err
