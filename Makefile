@@ -63,7 +63,7 @@ image: ## Build the image from scratch, without a registry: bin/posthorn-linux-A
 	hack/cluster/make-image $(IMAGE):$(VERSION) $(BIN)/linux-$(ARCH)/posthorn $(BIN)/posthorn-linux-$(ARCH).tar LICENSE THIRD_PARTY_LICENSES.md
 	@echo "bin/posthorn-linux-$(ARCH).tar holds $(IMAGE):$(VERSION); docker load, podman load, ctr images import or kind load image-archive take it"
 
-# Two runs on one commit give equal files: hack/release. KEY signs the checksums.
+# hack/release makes the files. KEY signs the checksums.
 OUT ?= $(BIN)/release
 KEY ?=
 .PHONY: release
