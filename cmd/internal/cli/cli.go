@@ -17,9 +17,9 @@ func AddTo(root *cobra.Command) {
 		id, title string
 		commands  []*cobra.Command
 	}{
-		{"look", "Looking:", []*cobra.Command{newWhy(), newGet(), newProblems(), newAttempts(connectDirect), newTail(connectDirect), newDeadLetters(connectDirect), newDebug(connectDirect), newKubectl("kubectl")}},
+		{"look", "Looking:", []*cobra.Command{newStatus(), newWhy(), newGet(), newProblems(), newAttempts(connectDirect), newTail(connectDirect), newDeadLetters(connectDirect), newDebug(connectDirect), newKubectl("kubectl")}},
 		{"send", "Sending:", []*cobra.Command{newSend(sendDirect), newAudience(sendDirect), newDeleteUser()}},
-		{GroupTry, "Trying out:", []*cobra.Command{newMigrate(), newSink(), newVerify()}},
+		{GroupTry, "Trying out:", []*cobra.Command{newMigrate(), newSink(), newVerify(), newVersion()}},
 	} {
 		root.AddGroup(&cobra.Group{ID: group.id, Title: group.title})
 		for _, c := range group.commands {

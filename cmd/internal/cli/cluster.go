@@ -93,6 +93,20 @@ func (c *clusterConnector) namespace() (string, error) {
 	return ns, err
 }
 
+func (c *clusterConnector) destinations(ctx context.Context) ([]string, error) {
+	posthorn, err := c.resources()
+	if err != nil {
+		return nil, err
+	}
+	var list v1alpha1.WebhookDestinationList
+	err = posthorn.list(ctx, "webhookdestinations", &list)
+	var names []string
+	for _, d := range list.Items {
+		names = append(names, d.Name)
+	}
+	return names, err
+}
+
 // pods lists the running dispatcher pods.
 func (c *clusterConnector) pods(ctx context.Context) (*rest.Config, kubernetes.Interface, []corev1.Pod, error) {
 	config, err := c.rest()

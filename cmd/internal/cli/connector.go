@@ -40,6 +40,20 @@ type connector interface {
 	connect(ctx context.Context) (targets []target, closeAll func(), err error)
 	// namespace returns the namespace that the user selected.
 	namespace() (string, error)
+	// destinations returns the names of the destinations in that namespace.
+	destinations(ctx context.Context) ([]string, error)
+}
+
+// completeDestination completes the first argument with the names of the destinations. The connector
+// exists once the flags are registered.
+func completeDestination(of func() connector) cobra.CompletionFunc {
+	return func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
+		if len(args) > 0 {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		names, _ := of().destinations(cmd.Context()) // A completion has no place for an error.
+		return names, cobra.ShellCompDirectiveNoFileComp
+	}
 }
 
 // connectorFlags registers a command's flags for a connector and returns the connector.
@@ -60,6 +74,10 @@ func (d *direct) adminFlag(cmd *cobra.Command) {
 }
 
 func (d *direct) namespace() (string, error) { return d.ns, nil }
+
+func (d *direct) destinations(ctx context.Context) ([]string, error) {
+	return d.names(ctx, d.ns, "webhookdestinations")
+}
 
 func (d *direct) connect(context.Context) ([]target, func(), error) {
 	t, err := d.target()

@@ -95,6 +95,7 @@ func newDeadLettersList(flags connectorFlags) *cobra.Command {
 		},
 	}
 	r = flags(cmd)
+	cmd.ValidArgsFunction = completeDestination(func() connector { return r })
 	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	cmd.Flags().IntVar(&limit, "limit", 100, "maximum number per dispatcher, up to 10,000")
 	return cmd
@@ -150,6 +151,7 @@ func newDeadLettersShow(flags connectorFlags) *cobra.Command {
 		},
 	}
 	r = flags(cmd)
+	cmd.ValidArgsFunction = completeDestination(func() connector { return r })
 	return cmd
 }
 
@@ -211,6 +213,7 @@ asks for confirmation; otherwise it requires --yes.`
 		},
 	}
 	r = flags(cmd)
+	cmd.ValidArgsFunction = completeDestination(func() connector { return r })
 	chosen.register(cmd)
 	cmd.Flags().BoolVar(&a.DryRun, "dry-run", false, "only count")
 	if purge {
@@ -339,6 +342,7 @@ func newAttempts(flags connectorFlags) *cobra.Command {
 		},
 	}
 	r = flags(cmd)
+	cmd.ValidArgsFunction = completeDestination(func() connector { return r })
 	cmd.Flags().StringVar(&endpoint, "endpoint", "", "only this endpoint")
 	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd
@@ -389,6 +393,7 @@ func newTail(flags connectorFlags) *cobra.Command {
 		},
 	}
 	r = flags(cmd)
+	cmd.ValidArgsFunction = completeDestination(func() connector { return r })
 	f := cmd.Flags()
 	f.StringVar(&endpoint, "endpoint", "", "only this endpoint")
 	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")

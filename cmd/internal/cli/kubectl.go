@@ -42,7 +42,7 @@ rewrites manifests and connects to no cluster.`,
 	}
 	cluster.register(cmd)
 	flags := func(*cobra.Command) connector { return cluster }
-	cmd.AddCommand(newKubectlWhy(cluster), newAttempts(flags), newTail(flags), newDeadLetters(flags), newDebug(flags), newKubectlRedeliver(cluster), newSend(cluster.call), newAudience(cluster.call), newMigrate())
+	cmd.AddCommand(newKubectlWhy(cluster), newAttempts(flags), newTail(flags), newDeadLetters(flags), newDebug(flags), newKubectlRedeliver(cluster), newSend(cluster.call), newAudience(cluster.call), newMigrate(), newVersion())
 	ofPlugin(cmd)
 	return cmd
 }
@@ -57,27 +57,40 @@ func ofPlugin(cmd *cobra.Command) {
 }
 
 const whyLong = `Explains why messages do not arrive at a destination: problems of its spec, its
-Secrets, its Sources, its filter or its endpoints, and the backlog. Exits 1 if
+Secrets, its Sources, its filter or its endpoints, and the backlog. Without a name
+it prints the first problem of every object that has one, of all kinds. Exits 1 if
 there is a problem.`
 
 func newWhy() *cobra.Command {
 	var d direct
 	var output string
 	cmd := &cobra.Command{
-		Use:     "why DESTINATION",
+		Use:     "why [DESTINATION|KIND/NAME]",
 		Short:   "Diagnose a destination (standalone)",
 		Long:    whyLong,
-		Example: "  posthorn why crm",
-		Args:    command.ExactArgs("DESTINATION"),
+		Example: "  posthorn why\n  posthorn why crm\n  posthorn why source/web",
+		Args:    command.AtMostArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			facts, err := d.facts(cmd.Context(), args[0])
+			resource, name, err := objectOf(args)
 			if err != nil {
 				return err
 			}
-			return printFindings(cmd.OutOrStdout(), output, facts)
+			if resource != "webhookdestinations" {
+				v, err := d.inventory(cmd.Context(), d.ns)
+				if err != nil {
+					return err
+				}
+				return v.explain(cmd, output, d.ns, resource, name)
+			}
+			facts, err := d.facts(cmd.Context(), name)
+			if err != nil {
+				return err
+			}
+			return printFindings(cmd.OutOrStdout(), output, facts.Namespace+"/"+facts.Name, why.Explain(facts))
 		},
 	}
 	d.adminFlag(cmd)
+	cmd.ValidArgsFunction = completeDestination(func() connector { return &d })
 	cmd.Flags().StringVarP(&d.ns, "namespace", "n", "default", "the destination's namespace")
 	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd
@@ -131,12 +144,23 @@ func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 	var output string
 	var live bool
 	cmd := &cobra.Command{
-		Use:     "why DESTINATION",
+		Use:     "why [DESTINATION|KIND/NAME]",
 		Short:   "Diagnose a destination",
 		Long:    whyLong,
-		Example: "  kubectl posthorn why crm -n shop",
-		Args:    command.ExactArgs("DESTINATION"),
+		Example: "  kubectl posthorn why -n shop\n  kubectl posthorn why crm -n shop\n  kubectl posthorn why source/web -n shop",
+		Args:    command.AtMostArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			resource, name, err := objectOf(args)
+			if err != nil {
+				return err
+			}
+			if resource != "webhookdestinations" {
+				v, namespace, err := cluster.inventory(cmd.Context(), live)
+				if err != nil {
+					return err
+				}
+				return v.explain(cmd, output, namespace, resource, name)
+			}
 			posthorn, err := cluster.resources()
 			if err != nil {
 				return err
@@ -149,7 +173,7 @@ func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 			if err := posthorn.list(cmd.Context(), "sources", &sources); err != nil {
 				return err
 			}
-			facts := why.Facts{Namespace: posthorn.namespace, Name: args[0], Sources: sources.Items, Destinations: destinations.Items, Now: time.Now()}
+			facts := why.Facts{Namespace: posthorn.namespace, Name: name, Sources: sources.Items, Destinations: destinations.Items, Now: time.Now()}
 			if live {
 				targets, closeAll, err := cluster.connect(cmd.Context())
 				if err != nil {
@@ -160,17 +184,17 @@ func newKubectlWhy(cluster *clusterConnector) *cobra.Command {
 					return err
 				}
 			}
-			return printFindings(cmd.OutOrStdout(), output, facts)
+			return printFindings(cmd.OutOrStdout(), output, facts.Namespace+"/"+facts.Name, why.Explain(facts))
 		},
 	}
+	cmd.ValidArgsFunction = completeDestination(func() connector { return cluster })
 	cmd.Flags().BoolVar(&live, "live", false, "ask the dispatcher pods for live numbers and unknown write keys; needs the Role posthorn-support-user")
 	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd
 }
 
 // printFindings prints the findings, the cause first.
-func printFindings(w io.Writer, output string, facts why.Facts) error {
-	findings := why.Explain(facts)
+func printFindings(w io.Writer, output, object string, findings []why.Finding) error {
 	cause := why.Cause(findings)
 	if output == "json" {
 		out := json.NewEncoder(w)
@@ -181,9 +205,9 @@ func printFindings(w io.Writer, output string, facts why.Facts) error {
 		}
 	} else {
 		if cause == nil {
-			fmt.Fprintf(w, "%s/%s: no problem found.\n\n", facts.Namespace, facts.Name)
+			fmt.Fprintf(w, "%s: no problem found.\n\n", object)
 		} else {
-			fmt.Fprintf(w, "%s/%s: %s\n", facts.Namespace, facts.Name, sentence(cause.Text))
+			fmt.Fprintf(w, "%s: %s\n", object, sentence(cause.Text))
 			if cause.Fix != "" {
 				fmt.Fprintf(w, "To do: %s\n", sentence(cause.Fix))
 			}

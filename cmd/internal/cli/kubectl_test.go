@@ -26,7 +26,8 @@ import (
 // pods is a connector of dispatchers in this process.
 type pods struct{ targets []target }
 
-func (p pods) namespace() (string, error) { return "shop", nil }
+func (p pods) namespace() (string, error)                     { return "shop", nil }
+func (p pods) destinations(context.Context) ([]string, error) { return []string{"crm"}, nil }
 func (p pods) connect(context.Context) ([]target, func(), error) {
 	return p.targets, func() {}, nil
 }
@@ -306,7 +307,15 @@ spec:
 	has(call(command.ExitFailure, "why", "crm"), "shop/crm: the operator has not processed this version of the destination yet.\nTo do: check the operator's pod")
 	has(call(command.ExitFailure, "why", "crm", "-o", "json"), `{"level":"PROBLEM","about":"Destination"`)
 	has(call(command.ExitFailure, "why", "crm", "-n", "default"), "forbidden")
-	has(call(command.ExitUsage, "why"), "DESTINATION is missing")
+	has(call(command.ExitFailure, "why"), "WebhookDestination shop/crm: the operator has not processed this version of the destination yet.")
+	has(call(command.ExitFailure, "why"), "1 of 1 objects have a problem.")
+	has(call(command.ExitFailure, "why", "-n", "default"), "forbidden")
+	has(call(command.ExitFailure, "why", "source/web"), `there is no Source "web" in namespace "shop"`)
+	var completed bytes.Buffer
+	execute([]string{"__complete", "kubectl", "--kubeconfig", server.Kubeconfig(), "-n", "shop", "attempts", ""}, nil, &completed, io.Discard)
+	if got, want := completed.String(), "crm\n:4\n"; got != want {
+		t.Errorf("completion: got %q, want %q", got, want)
+	}
 
 	has(call(command.ExitUsage, "redeliver", "crm"), "--all")
 	has(call(command.ExitOK, "redeliver", "crm", "--reason", "Rejected", "--since", "2h", "--rate", "7", "--wait=false"), "created")

@@ -41,6 +41,16 @@ func (r *resources) list(ctx context.Context, kind string, into runtime.Object) 
 	return r.do(ctx, r.client.Get().Resource(kind), into)
 }
 
+// listJSON returns a list as JSON.
+func (r *resources) listJSON(ctx context.Context, kind string) ([]byte, error) {
+	result := r.client.Get().Resource(kind).Namespace(r.namespace).Do(ctx)
+	// Raw returns no error that is decoded from the body, such as why a request is forbidden.
+	if err := result.Error(); err != nil {
+		return nil, notInstalled(err)
+	}
+	return result.Raw()
+}
+
 func (r *resources) get(ctx context.Context, kind, name string, into runtime.Object) error {
 	return r.do(ctx, r.client.Get().Resource(kind).Name(name), into)
 }
@@ -50,7 +60,11 @@ func (r *resources) create(ctx context.Context, kind string, o runtime.Object) e
 }
 
 func (r *resources) do(ctx context.Context, request *rest.Request, into runtime.Object) error {
-	err := request.Namespace(r.namespace).Do(ctx).Into(into)
+	return notInstalled(request.Namespace(r.namespace).Do(ctx).Into(into))
+}
+
+// notInstalled explains the error of a cluster without Posthorn's kinds.
+func notInstalled(err error) error {
 	if apierrors.IsNotFound(err) && apierrors.HasStatusCause(err, metav1.CauseTypeUnexpectedServerResponse) {
 		// The path itself does not exist.
 		return fmt.Errorf("%w: is Posthorn installed in this cluster? Its CustomResourceDefinitions are not", err)

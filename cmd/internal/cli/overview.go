@@ -1,0 +1,435 @@
+package cli
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/url"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/controllers/manifest"
+	"github.com/posthorn/posthorn/controllers/why"
+	"github.com/posthorn/posthorn/dispatcher/adminapi"
+)
+
+// inventory is what why and status read: the objects of some namespaces, and the state of the
+// dispatchers if it is available.
+type inventory struct {
+	sources      []v1alpha1.Source
+	destinations []v1alpha1.WebhookDestination
+	// others are the objects of all kinds but WebhookDestination.
+	others      []conditioned
+	manifests   []manifest.Problem
+	reports     []adminapi.Report
+	unknownKeys []adminapi.UnknownKey
+	now         time.Time
+}
+
+// conditioned is an object of any kind.
+type conditioned struct {
+	kind     string
+	Metadata metav1.ObjectMeta `json:"metadata"`
+	Status   struct {
+		Conditions []metav1.Condition `json:"conditions"`
+	} `json:"status"`
+}
+
+// trouble is a problem of one object, with the fields of a finding. Name is empty for a manifest
+// that has no object.
+type trouble struct {
+	Kind      string `json:"kind"`
+	Namespace string `json:"namespace,omitempty"`
+	Name      string `json:"name,omitempty"`
+	why.Finding
+}
+
+// lister returns the JSON list of a resource.
+type lister func(ctx context.Context, resource string) ([]byte, error)
+
+// otherKinds maps resources to their kinds, without the destinations.
+var otherKinds = []struct{ resource, kind string }{
+	{"sources", "Source"}, {"audiences", "Audience"}, {"deletionrequests", "DeletionRequest"}, {"redeliveries", "Redelivery"},
+}
+
+// addObjects reads all objects.
+func (v *inventory) addObjects(ctx context.Context, list lister) error {
+	var destinations v1alpha1.WebhookDestinationList
+	body, err := list(ctx, "webhookdestinations")
+	if err != nil {
+		return err
+	}
+	if err := json.Unmarshal(body, &destinations); err != nil {
+		return fmt.Errorf("webhookdestinations: %w", err)
+	}
+	v.destinations = destinations.Items
+	for _, k := range otherKinds {
+		if body, err = list(ctx, k.resource); err != nil {
+			return err
+		}
+		var objects struct {
+			Items []conditioned `json:"items"`
+		}
+		if err := json.Unmarshal(body, &objects); err != nil {
+			return fmt.Errorf("%s: %w", k.resource, err)
+		}
+		for _, o := range objects.Items {
+			o.kind = k.kind
+			v.others = append(v.others, o)
+		}
+		if k.resource == "sources" {
+			var sources v1alpha1.SourceList
+			if err := json.Unmarshal(body, &sources); err != nil {
+				return fmt.Errorf("sources: %w", err)
+			}
+			v.sources = sources.Items
+		}
+	}
+	return nil
+}
+
+// addReports reads the state of dispatchers.
+func (v *inventory) addReports(ctx context.Context, targets []target) error {
+	for _, t := range targets {
+		report, err := t.Report(ctx, "")
+		if err != nil {
+			return t.explain(err)
+		}
+		v.reports = append(v.reports, *report)
+		for k, err := range t.UnknownKeys(ctx) {
+			if err != nil {
+				return t.explain(err)
+			}
+			v.unknownKeys = append(v.unknownKeys, k)
+		}
+	}
+	return nil
+}
+
+// troubles returns the first problem of every object that has one: rejected manifests, then
+// destinations, then the other kinds.
+func (v *inventory) troubles() []trouble {
+	found := []trouble{}
+	for _, p := range v.manifests {
+		found = append(found, trouble{Kind: "Manifest", Name: p.Position(), Finding: why.Finding{Level: why.Problem, About: "Manifest", Text: strings.TrimPrefix(p.Detail(), p.Position()+": "), Fix: "correct the manifest"}})
+	}
+	sources := map[string][]v1alpha1.Source{}
+	for _, s := range v.sources {
+		sources[s.Namespace] = append(sources[s.Namespace], s)
+	}
+	for i, d := range v.destinations {
+		facts := why.Facts{Namespace: d.Namespace, Name: d.Name, Sources: sources[d.Namespace], Destinations: v.destinations[i : i+1], Reports: v.reports, Now: v.now}
+		if cause := why.Cause(why.Explain(facts)); cause != nil {
+			found = append(found, trouble{"WebhookDestination", d.Namespace, d.Name, *cause})
+		}
+	}
+	for _, o := range v.others {
+		if c := o.problem(); c != nil {
+			found = append(found, trouble{o.kind, o.Metadata.Namespace, o.Metadata.Name, why.Finding{Level: why.Problem, About: c.Reason, Text: c.Message}})
+		}
+	}
+	return found
+}
+
+// problem returns the first condition that needs an action of the user, or nil.
+func (o *conditioned) problem() *metav1.Condition {
+	for _, bad := range []struct {
+		condition string
+		status    metav1.ConditionStatus
+	}{
+		{v1alpha1.ConditionAccepted, metav1.ConditionFalse}, {v1alpha1.ConditionResolvedRefs, metav1.ConditionFalse},
+		{v1alpha1.ConditionFailed, metav1.ConditionTrue}, {v1alpha1.ConditionStalled, metav1.ConditionTrue},
+	} {
+		if c := meta.FindStatusCondition(o.Status.Conditions, bad.condition); c != nil && c.Status == bad.status {
+			return c
+		}
+	}
+	return nil
+}
+
+// notices returns what may be intended: discards ahead, and unknown write keys.
+func (v *inventory) notices(namespace string) []string {
+	texts := []string{}
+	for _, r := range v.reports {
+		texts = append(texts, why.DiscardsAhead(r.Configs, namespace, v.now)...)
+	}
+	if text := why.UnknownKeys(v.unknownKeys, v.now); text != "" {
+		texts = append(texts, text)
+	}
+	return texts
+}
+
+// printTroubles prints a paragraph for each trouble.
+func printTroubles(w io.Writer, found []trouble) {
+	for _, t := range found {
+		name := t.Name
+		if t.Namespace != "" {
+			name = t.Namespace + "/" + name
+		}
+		fmt.Fprintf(w, "%s %s: %s\n", t.Kind, name, sentence(t.Text))
+		if t.Fix != "" {
+			fmt.Fprintf(w, "  To do: %s\n", sentence(t.Fix))
+		}
+	}
+}
+
+// explainAll is why without a name: it prints all troubles, and fails if there is one.
+func (v *inventory) explainAll(cmd *cobra.Command, output, namespace string) error {
+	found := v.troubles()
+	if output == "json" {
+		out := json.NewEncoder(cmd.OutOrStdout())
+		for _, t := range found {
+			if err := out.Encode(t); err != nil {
+				return err
+			}
+		}
+	} else {
+		printTroubles(cmd.OutOrStdout(), found)
+		for _, text := range v.notices(namespace) {
+			fmt.Fprintln(cmd.OutOrStdout(), "Notice:", sentence(text))
+		}
+		fmt.Fprintf(cmd.ErrOrStderr(), "%d of %d objects have a problem.\n", withObject(found), len(v.destinations)+len(v.others))
+	}
+	if len(found) > 0 {
+		return command.ErrFailed
+	}
+	return nil
+}
+
+// objectOf returns the resource and the name of an argument NAME, which is a destination, or
+// KIND/NAME; both are empty without an argument.
+func objectOf(args []string) (resource, name string, err error) {
+	if len(args) == 0 {
+		return "", "", nil
+	}
+	kind, name, ok := strings.Cut(args[0], "/")
+	if !ok {
+		return "webhookdestinations", args[0], nil
+	}
+	// A kind may have its group, as in the output of get -o name.
+	kind, _, _ = strings.Cut(kind, ".")
+	resources, err := resourcesOf(kind)
+	if err != nil {
+		return "", "", err
+	}
+	if len(resources) != 1 || name == "" {
+		return "", "", command.Usagef("%q: use KIND/NAME, with one kind", args[0])
+	}
+	return resources[0], name, nil
+}
+
+// explain explains an object that is no destination, or all objects without a name.
+func (v *inventory) explain(cmd *cobra.Command, output, namespace, resource, name string) error {
+	if name == "" {
+		return v.explainAll(cmd, output, namespace)
+	}
+	var names []string
+	for _, k := range otherKinds {
+		if k.resource != resource {
+			continue
+		}
+		for _, o := range v.others {
+			if o.kind != k.kind {
+				continue
+			}
+			if o.Metadata.Name == name {
+				return printFindings(cmd.OutOrStdout(), output, k.kind+" "+namespace+"/"+name, o.findings())
+			}
+			names = append(names, o.Metadata.Name)
+		}
+		return fmt.Errorf("there is no %s %q in namespace %q%s", k.kind, name, namespace, command.DidYouMean(name, names))
+	}
+	return fmt.Errorf("unknown resource %s", resource)
+}
+
+// findings returns a finding for each condition; the problem of the object is the only Problem.
+func (o *conditioned) findings() []why.Finding {
+	var found []why.Finding
+	problem := o.problem()
+	for i := range o.Status.Conditions {
+		c := &o.Status.Conditions[i]
+		level := why.Notice
+		switch {
+		case c == problem:
+			level = why.Problem
+		case c.Status == metav1.ConditionTrue:
+			level = why.Fine
+		}
+		found = append(found, why.Finding{Level: level, About: c.Type, Text: c.Message})
+	}
+	return found
+}
+
+// withObject counts the troubles that are not those of a manifest.
+func withObject(found []trouble) (n int) {
+	for _, t := range found {
+		if t.Kind != "Manifest" {
+			n++
+		}
+	}
+	return n
+}
+
+// inventory reads the objects of a namespace ("" for all) and the state of the dispatcher.
+func (d *direct) inventory(ctx context.Context, namespace string) (*inventory, error) {
+	v := &inventory{now: time.Now()}
+	prefix := apiPrefix
+	if namespace != "" {
+		prefix += "/namespaces/" + url.PathEscape(namespace)
+	}
+	err := v.addObjects(ctx, func(ctx context.Context, resource string) ([]byte, error) {
+		body, _, err := d.request(ctx, prefix+"/"+resource, "application/json")
+		return body, err
+	})
+	if err != nil {
+		return nil, err
+	}
+	var problems manifest.Problems
+	if err := d.read(ctx, "/problems", &problems); err != nil {
+		return nil, err
+	}
+	for _, p := range problems.Problems {
+		if namespace == "" || p.Within(namespace) {
+			v.manifests = append(v.manifests, p)
+		}
+	}
+	t, err := d.target()
+	if err != nil {
+		return nil, err
+	}
+	return v, v.addReports(ctx, []target{t})
+}
+
+// inventory reads the objects of the user's namespace with the user's permissions, and the state of
+// the dispatchers if live is true.
+func (c *clusterConnector) inventory(ctx context.Context, live bool) (*inventory, string, error) {
+	posthorn, err := c.resources()
+	if err != nil {
+		return nil, "", err
+	}
+	v := &inventory{now: time.Now()}
+	if err := v.addObjects(ctx, posthorn.listJSON); err != nil || !live {
+		return v, posthorn.namespace, err
+	}
+	targets, closeAll, err := c.connect(ctx)
+	if err != nil {
+		return nil, "", err
+	}
+	defer closeAll()
+	return v, posthorn.namespace, v.addReports(ctx, targets)
+}
+
+// state is the output of status.
+type state struct {
+	Ready        bool                   `json:"ready"`
+	Storage      adminapi.StorageReport `json:"storage"`
+	Sources      int                    `json:"sources"`
+	Accepted     int64                  `json:"accepted"`
+	Rejected     int64                  `json:"rejected"`
+	Destinations int                    `json:"destinations"`
+	Delivered    int64                  `json:"delivered"`
+	Pending      int64                  `json:"pending"`
+	Retrying     int64                  `json:"retrying"`
+	DeadLetters  int64                  `json:"deadLettersStored"`
+	Problems     []trouble              `json:"problems"`
+	Notices      []string               `json:"notices"`
+}
+
+// state sums up the reports.
+func (v *inventory) state(namespace string) state {
+	s := state{Ready: true, Sources: len(v.sources), Destinations: len(v.destinations), Problems: v.troubles(), Notices: v.notices(namespace)}
+	for _, r := range v.reports {
+		s.Ready = s.Ready && r.Ready
+		s.Storage.UsedBytes += r.Storage.UsedBytes
+		s.Storage.FreeBytes += r.Storage.FreeBytes
+		s.Storage.TotalBytes += r.Storage.TotalBytes
+		s.Storage.Pressure = s.Storage.Pressure || r.Storage.Pressure
+		if days := r.Storage.DaysLeft; days > 0 && (s.Storage.DaysLeft == 0 || days < s.Storage.DaysLeft) {
+			s.Storage.DaysLeft = days
+		}
+		for _, n := range r.Namespaces {
+			if namespace != "" && n.Namespace != namespace {
+				continue
+			}
+			for _, source := range n.Sources {
+				s.Accepted += source.Accepted
+				s.Rejected += source.Rejected
+			}
+			for _, d := range n.Destinations {
+				s.Delivered += d.Delivered
+				s.Pending += d.Pending
+				s.Retrying += d.Retrying
+				s.DeadLetters += d.DeadLettersStored
+			}
+		}
+	}
+	return s
+}
+
+func newStatus() *cobra.Command {
+	var d direct
+	var output, namespace string
+	cmd := &cobra.Command{
+		Use:   "status",
+		Short: "Show everything on one screen: traffic, storage and all problems (standalone)",
+		Long: `Shows whether Posthorn accepts calls, its storage, the number of calls and messages,
+and the first problem of every object that has one. Exits 1 if something is wrong.`,
+		Example: "  posthorn status\n  posthorn status -o json | jq '.problems[].name'",
+		Args:    command.ExactArgs(),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			v, err := d.inventory(cmd.Context(), namespace)
+			if err != nil {
+				return err
+			}
+			s := v.state(namespace)
+			if output == "json" {
+				if err := json.NewEncoder(cmd.OutOrStdout()).Encode(s); err != nil {
+					return err
+				}
+			} else {
+				s.print(cmd.OutOrStdout())
+			}
+			if !s.Ready || s.Storage.Pressure || len(s.Problems) > 0 {
+				return command.ErrFailed
+			}
+			return nil
+		},
+	}
+	d.adminFlag(cmd)
+	cmd.Flags().StringVarP(&namespace, "namespace", "n", "", "only this namespace (default: all)")
+	command.OutputFlag(cmd, &output, "", "json: one object", "json")
+	return cmd
+}
+
+func (s *state) print(w io.Writer) {
+	ready := "yes"
+	switch {
+	case !s.Ready:
+		ready = "no, the config is not loaded yet"
+	case s.Storage.Pressure:
+		ready = "no, the disk is full"
+	}
+	const mib = 1 << 20
+	fmt.Fprintf(w, "Accepts calls   %s\n", ready)
+	fmt.Fprintf(w, "Storage         %d MiB used, %d MiB free of %d MiB", s.Storage.UsedBytes/mib, s.Storage.FreeBytes/mib, s.Storage.TotalBytes/mib)
+	if s.Storage.DaysLeft > 0 {
+		fmt.Fprintf(w, ", full in %d days at the present rate", s.Storage.DaysLeft)
+	}
+	fmt.Fprintf(w, "\nSources         %d; %d calls accepted, %d rejected\n", s.Sources, s.Accepted, s.Rejected)
+	fmt.Fprintf(w, "Destinations    %d; %d messages delivered, %d pending (%d are retries), %d dead letters stored\n", s.Destinations, s.Delivered, s.Pending, s.Retrying, s.DeadLetters)
+	fmt.Fprintf(w, "Problems        %d\n", len(s.Problems))
+	if len(s.Problems)+len(s.Notices) > 0 {
+		fmt.Fprintln(w)
+	}
+	printTroubles(w, s.Problems)
+	for _, text := range s.Notices {
+		fmt.Fprintln(w, "Notice:", sentence(text))
+	}
+}
