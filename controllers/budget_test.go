@@ -256,8 +256,18 @@ func TestNumbersAtARate(t *testing.T) {
 // A pass computes only the objects whose inputs changed, or for which something is due.
 func TestPassesSkipUnchangedObjects(t *testing.T) {
 	o := newVirtualOperator(t, 100)
-	o.pass(t) // The transitions.
+	kept := func() (n int) {
+		for _, m := range o.memos["shop"] {
+			if m.written != nil {
+				n++
+			}
+		}
+		return n
+	}
+	check.Equal(t, "wait after the transitions", o.pass(t), writtenKept)
+	check.Equal(t, "written objects that are kept", kept(), 100)
 	o.pass(t) // The written objects have another resource version.
+	check.Equal(t, "written objects that are kept after the second pass", kept(), 0)
 	o.computed = 0
 	check.Equal(t, "wait until the next pass", o.pass(t), 0)
 	check.Equal(t, "computed statuses without a change", o.computed, 0)

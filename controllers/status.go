@@ -44,6 +44,8 @@ const (
 	// reportsWait delays the pass over a namespace whose reports changed, so that the
 	// reports of many pods cause one pass.
 	reportsWait = 500 * time.Millisecond
+	// writtenKept is the time for which a written object is kept; by then the cache has it.
+	writtenKept = time.Minute
 	// numbersPause is the shortest time between two passes over a namespace in which only
 	// numbers are due.
 	numbersPause = time.Second
@@ -366,6 +368,7 @@ func (p *statusPass) write(ctx context.Context, m *memo, o, next client.Object, 
 	statusWrites.WithLabelValues(k.Name).Inc()
 	m.stale, m.written = append(m.stale, o.GetResourceVersion()), next
 	m.numbersTime, m.transition, m.numbers = p.now, permit{}, permit{}
+	m.after(writtenKept)
 	for _, e := range events {
 		p.events.Eventf(next, nil, e.Type, e.Reason, e.Action, "%s", e.Message)
 	}
