@@ -89,7 +89,7 @@ func newDeadLettersList(flags connectorFlags) *cobra.Command {
 			}
 			request := func(t target) iter.Seq2[adminapi.DeadLetter, error] { return t.DeadLetters(cmd.Context(), name, limit) }
 			footer := func(targets []target, shown int) string { return omitted(cmd.Context(), targets, name, shown, limit) }
-			return list(cmd, r, name, output, "No dead letters of "+name+".", footer, "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", request, func(l adminapi.DeadLetter) string {
+			return list(cmd, r, name, output, "No dead letters of "+name+".", nil, footer, "KEY\tFAILED\tTYPE\tEVENT\tMESSAGE ID\tATTEMPTS\tREASON\tSTATUS", request, func(l adminapi.DeadLetter) string {
 				return fmt.Sprintf("%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s", l.Key, ago(l.FailedAt), l.Type, quoted(l.Event), quoted(l.MessageID), l.Attempts, l.Reason, status(l.StatusCode))
 			})
 		},
@@ -327,34 +327,77 @@ func act(cmd *cobra.Command, r connector, request action, done string, a adminap
 func newAttempts(flags connectorFlags) *cobra.Command {
 	var r connector
 	var endpoint, output string
+	var limit int
+	var failed bool
 	cmd := &cobra.Command{
 		Use:     "attempts DESTINATION",
 		Short:   "Show the last delivery attempts to a destination",
-		Example: "  posthorn attempts crm\n  posthorn attempts crm --endpoint primary -o json",
+		Example: "  posthorn attempts crm\n  posthorn attempts crm --failed --limit 10\n  posthorn attempts crm --endpoint primary -o json",
 		Args:    command.ExactArgs("DESTINATION"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			name, err := destination(r, args[0])
 			if err != nil {
 				return err
 			}
+			if limit < 0 {
+				return command.Usagef("--limit %d: use 1 or more, or 0 for all", limit)
+			}
 			request := func(t target) iter.Seq2[adminapi.Attempt, error] { return t.Attempts(cmd.Context(), name, endpoint) }
-			return list(cmd, r, name, output, "No attempts to "+name+" since the dispatchers started.", nil, attemptHeader, request, attemptLine)
+			var footer string
+			pick := func(all []adminapi.Attempt) (picked []adminapi.Attempt) {
+				picked, footer = pickAttempts(all, failed, limit)
+				return picked
+			}
+			none := "No attempts to " + name + " since the dispatchers started."
+			if failed {
+				none = "No failed attempts among the last ones to " + name + "."
+			}
+			return list(cmd, r, name, output, none, pick, func([]target, int) string {
+				if output == "json" {
+					return ""
+				}
+				return footer
+			}, attemptHeader, request, attemptLine)
 		},
 	}
 	r = flags(cmd)
 	cmd.ValidArgsFunction = completeDestination(func() connector { return r })
-	cmd.Flags().StringVar(&endpoint, "endpoint", "", "only this endpoint")
+	f := cmd.Flags()
+	f.StringVar(&endpoint, "endpoint", "", "only this endpoint")
+	f.IntVar(&limit, "limit", 0, "only the newest ones, this many (0: all)")
+	f.BoolVar(&failed, "failed", false, "only failed attempts")
 	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd
+}
+
+// pickAttempts returns the newest attempts of all dispatchers, oldest first, and their number as text.
+func pickAttempts(all []adminapi.Attempt, failedOnly bool, limit int) ([]adminapi.Attempt, string) {
+	failures := 0
+	for _, a := range all {
+		if a.Reason != "" {
+			failures++
+		}
+	}
+	text := fmt.Sprintf("%d attempts, %d failed", len(all), failures)
+	if failedOnly {
+		all = slices.DeleteFunc(all, func(a adminapi.Attempt) bool { return a.Reason == "" })
+	}
+	slices.SortStableFunc(all, func(a, b adminapi.Attempt) int { return a.Time.Compare(b.Time) })
+	if limit > 0 && len(all) > limit {
+		all = all[len(all)-limit:]
+		text += fmt.Sprintf("; %d shown", limit)
+	}
+	return all, text
 }
 
 func newTail(flags connectorFlags) *cobra.Command {
 	var r connector
 	var endpoint, output string
+	var failed bool
 	cmd := &cobra.Command{
 		Use:     "tail [DESTINATION]",
 		Short:   "Follow delivery attempts",
-		Example: "  posthorn tail\n  posthorn tail crm -o json",
+		Example: "  posthorn tail\n  posthorn tail crm --failed -o json",
 		Args:    command.AtMostArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			name := ""
@@ -380,6 +423,9 @@ func newTail(flags connectorFlags) *cobra.Command {
 			go func() { _ = group.Wait(); close(attempts) }()
 			out := json.NewEncoder(termsafe.NewWriter(cmd.OutOrStdout()))
 			for a := range attempts {
+				if failed && a.Reason == "" {
+					continue
+				}
 				if output != "json" {
 					fmt.Fprintln(cmd.OutOrStdout(), strings.ReplaceAll(attemptLine(a), "\t", "  "))
 				} else if err := out.Encode(a); err != nil {
@@ -396,6 +442,7 @@ func newTail(flags connectorFlags) *cobra.Command {
 	cmd.ValidArgsFunction = completeDestination(func() connector { return r })
 	f := cmd.Flags()
 	f.StringVar(&endpoint, "endpoint", "", "only this endpoint")
+	f.BoolVar(&failed, "failed", false, "only failed attempts")
 	command.OutputFlag(cmd, &output, "", "json: one object per line", "json")
 	return cmd
 }
@@ -432,10 +479,10 @@ func attemptLine(a adminapi.Attempt) string {
 		result, short(a.Duration), short(a.Timing.Connect), short(a.Timing.TLS), short(a.Timing.FirstByte), a.RemoteAddr, a.Message)
 }
 
-// list prints the items that request returns of every dispatcher, as a table or as lines of JSON, and
-// then the text of footer to stderr; footer may be nil. If some dispatchers fail, it still prints the
+// list prints the items that request returns of every dispatcher and pick, unless nil, chooses, as a
+// table or as lines of JSON, and then the text of footer to stderr; footer may be nil. If some dispatchers fail, it still prints the
 // items of the others. Without any item it fails if there is no such destination.
-func list[T any](cmd *cobra.Command, r connector, destination, output, none string, footer func(targets []target, shown int) string, header string, request func(target) iter.Seq2[T, error], line func(T) string) error {
+func list[T any](cmd *cobra.Command, r connector, destination, output, none string, pick func([]T) []T, footer func(targets []target, shown int) string, header string, request func(target) iter.Seq2[T, error], line func(T) string) error {
 	targets, closeAll, err := r.connect(cmd.Context())
 	if err != nil {
 		return err
@@ -455,6 +502,9 @@ func list[T any](cmd *cobra.Command, r connector, destination, output, none stri
 		if err := unknown(cmd.Context(), targets, destination); err != nil {
 			return err
 		}
+	}
+	if pick != nil && len(items) > 0 {
+		items = pick(items)
 	}
 	if footer != nil {
 		defer func() {

@@ -10,6 +10,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -160,6 +161,70 @@ func TestCommandsAskEveryPod(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// attempts merges the attempts of the pods by time, and counts them below the list.
+func TestAttemptsAreLimited(t *testing.T) {
+	start := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+	serves := func(name string, seconds ...int) target {
+		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			out := json.NewEncoder(w)
+			for _, s := range seconds {
+				a := adminapi.Attempt{Time: start.Add(time.Duration(s) * time.Second), MessageID: fmt.Sprintf("m%d", s)}
+				if s%2 == 1 {
+					a.Reason = "Rejected"
+				}
+				_ = out.Encode(a)
+			}
+		}))
+		t.Cleanup(server.Close)
+		return target{name, &adminapi.Client{URL: server.URL}}
+	}
+	flags := func(*cobra.Command) connector { return pods{[]target{serves("a", 1, 4, 5), serves("b", 2, 3)}} }
+	for _, c := range []struct{ args, ids, footer string }{
+		{"attempts crm", "m1 m2 m3 m4 m5", "5 attempts, 3 failed"},
+		{"attempts crm --failed", "m1 m3 m5", "5 attempts, 3 failed"},
+		{"attempts crm --limit 2", "m4 m5", "5 attempts, 3 failed; 2 shown"},
+		{"attempts crm --failed --limit 2", "m3 m5", "5 attempts, 3 failed; 2 shown"},
+		{"attempts crm --limit 9", "m1 m2 m3 m4 m5", "5 attempts, 3 failed"},
+		{"tail crm --failed", "m1 m3 m5", ""},
+	} {
+		cmd := newAttempts(flags)
+		if strings.HasPrefix(c.args, "tail") {
+			cmd = newTail(flags)
+		}
+		var out, errs bytes.Buffer
+		cmd.SetArgs(append(strings.Fields(c.args)[1:], "-o", "json"))
+		cmd.SetOut(&out)
+		cmd.SetErr(&errs)
+		if err := cmd.ExecuteContext(context.Background()); err != nil {
+			t.Errorf("%s: %v", c.args, err)
+		}
+		var ids []string
+		for in := json.NewDecoder(&out); in.More(); {
+			var a adminapi.Attempt
+			if err := in.Decode(&a); err != nil {
+				t.Fatal(err)
+			}
+			ids = append(ids, a.MessageID)
+		}
+		if strings.HasPrefix(c.args, "tail") {
+			slices.Sort(ids) // The pods answer in any order.
+		}
+		if got := strings.Join(ids, " "); got != c.ids {
+			t.Errorf("%s: got %q, want %q", c.args, got, c.ids)
+		}
+		if errs.Len() > 0 {
+			t.Errorf("%s -o json: got %q on stderr, want nothing", c.args, errs.String())
+		}
+		if c.footer == "" {
+			continue
+		}
+		text, err := run(newAttempts(flags), strings.Fields(c.args)[1:]...)
+		if err != nil || !strings.HasSuffix(text, "\n"+c.footer+"\n") {
+			t.Errorf("%s: got %v and\n%s\nwant the last line %q", c.args, err, text, c.footer)
+		}
 	}
 }
 
