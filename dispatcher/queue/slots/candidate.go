@@ -28,6 +28,8 @@ type candidate struct {
 	exited pebblestore.Session
 	// end is the last record that the stream had at the start; nothing is proposed before it.
 	end uint64
+	// claimAfter is the time for which a suspect must be the last record before a claim.
+	claimAfter time.Duration
 
 	// readAt is the time at which the last record was read. listedAt is the time at which the owner
 	// last announced the slot.
@@ -40,7 +42,7 @@ type candidate struct {
 }
 
 func newCandidate(f *follower, end uint64, now time.Time) *candidate {
-	return &candidate{follower: f, end: end, readAt: now, listedAt: now}
+	return &candidate{follower: f, end: end, claimAfter: claimAfter, readAt: now, listedAt: now}
 }
 
 // next returns the next step. After actOwn, the slot belongs to the session of won.
@@ -70,7 +72,7 @@ func (c *candidate) due() (kind, time.Time) {
 	case c.force, c.lastKind == 0, c.lastKind == kindReleased, c.session == c.exited:
 		return kindClaim, time.Time{}
 	case c.lastKind == kindSuspect:
-		return kindClaim, c.readAt.Add(claimAfter)
+		return kindClaim, c.readAt.Add(c.claimAfter)
 	case c.listedAt.After(c.readAt):
 		return kindSuspect, c.listedAt.Add(suspectAfter)
 	}

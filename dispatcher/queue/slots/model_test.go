@@ -2,6 +2,7 @@ package slots_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -11,6 +12,7 @@ import (
 	"slices"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -22,15 +24,15 @@ import (
 
 // TestModel runs pods that own a slot in turn, on a stream with all faults of slotstest, in virtual
 // time. In place of a store they have a list of batches. Pods are paused, release the slot, and are
-// killed between the apply and the publishing of a batch, with a random part of their files. The
-// rates of their clocks differ by up to 10 %. In the seeds without leases, pods claim the slot from
+// killed between the apply and the publishing of a batch, with a random part of their files. Owners
+// lose their connection to the stream for up to 20 s. The rates of the clocks differ by up to 10 %. In the seeds without leases, pods claim the slot from
 // each other at random times, so that only the stream is the fence. Afterwards:
 //
 //   - every acknowledged batch is in the log, at its number, and no batch is in it twice,
 //   - the log has no gap, and after a claim no record of an older session,
 //   - every surviving copy is a prefix of the log, or is recognised as a foreign one,
-//   - with leases, at no time two sessions were allowed to send, and after a claim an older session
-//     sent at most the requests that were in flight.
+//   - with leases, no session had a lease that had not ended while another one was allowed to send,
+//     and after a claim an older session sent at most the requests that were in flight.
 //
 // POSTHORN_MODEL_SEEDS sets the number of seeds, POSTHORN_MODEL_SEED the first one.
 func TestModel(t *testing.T) {
@@ -38,7 +40,9 @@ func TestModel(t *testing.T) {
 	var all modelTally
 	for seed := first; seed < first+seeds; seed++ {
 		t.Run(strconv.Itoa(seed), func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) { runModel(t, seed%2 == 0, rand.New(rand.NewPCG(uint64(seed), 0)), &all) })
+			for _, failure := range runModel(t, seed, modelVariant{leases: seed%2 == 0}, &all) {
+				t.Error(failure)
+			}
 		})
 	}
 	t.Logf("%d claims, %d sessions ended by another claim, %d released, %d kills, %d foreign copies, %d batches acknowledged, %d not, %d requests, %d of them after a claim", all.claims, all.fenced, all.released, all.kills, all.foreign, all.acknowledged, all.unacknowledged, all.sent, all.late)
@@ -49,6 +53,34 @@ func TestModel(t *testing.T) {
 		if n == 0 && seeds >= 100 {
 			t.Errorf("%s: got none, want some: the model does not reach this case", name)
 		}
+	}
+}
+
+// TestModelFindsFaults runs the model with known faults. Each fault must break the promises in most
+// seeds; otherwise the model proves nothing about them.
+func TestModelFindsFaults(t *testing.T) {
+	if testing.Short() {
+		t.Skip("the race detector finds nothing more here than in TestModel")
+	}
+	const seeds = 40
+	for name, v := range map[string]modelVariant{
+		"claim 4 s after the suspect": {leases: true, claimAfter: 4 * time.Second},
+		"a clock at 40 % of its rate": {leases: true, clockError: 0.6},
+		"records without the fence":   {unfenced: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			found := 0
+			v.lasts = 3 * modelFor
+			for seed := 1; seed <= seeds; seed++ {
+				if len(runModel(t, seed, v, &modelTally{})) > 0 {
+					found++
+				}
+			}
+			t.Logf("the model fails in %d of %d seeds", found, seeds)
+			if found <= seeds/2 {
+				t.Errorf("failing seeds: got %d of %d, want more than half", found, seeds)
+			}
+		})
 	}
 }
 
@@ -64,15 +96,30 @@ type modelTally struct {
 	claims, fenced, released, kills, foreign, acknowledged, unacknowledged, sent, late int
 }
 
+// modelVariant chooses the rules that the pods keep.
+type modelVariant struct {
+	// leases: a pod claims the slot when it has no owner, and not at any time.
+	leases bool
+	// claimAfter replaces the time between suspect and claim.
+	claimAfter time.Duration
+	// clockError replaces the largest difference between the rates of two clocks, 0.1.
+	clockError float64
+	// unfenced: a record that does not follow the expected one is appended nevertheless.
+	unfenced bool
+	// lasts replaces modelFor.
+	lasts time.Duration
+}
+
 type model struct {
+	modelVariant
 	stream *slotstest.Stream
 	faults slotstest.Faults
 	tally  *modelTally
-	// leases: a pod claims the slot when it has no owner, and not at any time.
-	leases bool
 
 	mu  sync.Mutex
 	rng *rand.Rand
+	// failures are the broken promises.
+	failures []string
 	// acknowledged are the numbers of acknowledged batches by their content.
 	acknowledged map[string]uint64
 	batches      int
@@ -86,8 +133,19 @@ type model struct {
 // modelFor is the time for which pods come and go.
 const modelFor = 5 * time.Minute
 
-func runModel(t *testing.T, leases bool, rng *rand.Rand, tally *modelTally) {
-	m := &model{stream: slotstest.NewStream(0), leases: leases, rng: rng, tally: tally, acknowledged: map[string]uint64{}}
+// runModel runs one seed in virtual time, and returns the broken promises.
+func runModel(t *testing.T, seed int, v modelVariant, tally *modelTally) (failures []string) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newModel(rand.New(rand.NewPCG(uint64(seed), 0)), v, tally)
+		m.run(t.Context())
+		m.check(t.Context())
+		failures = m.failures
+	})
+	return failures
+}
+
+func newModel(rng *rand.Rand, v modelVariant, tally *modelTally) *model {
+	m := &model{modelVariant: v, stream: slotstest.NewStream(0), rng: rng, tally: tally, acknowledged: map[string]uint64{}}
 	if m.oneOf(3) {
 		m.stream = slotstest.NewStream(int64(20_000 + rng.IntN(100_000)))
 	}
@@ -95,18 +153,29 @@ func runModel(t *testing.T, leases bool, rng *rand.Rand, tally *modelTally) {
 		LostRequest: rng.Float64() / 5, LostAnswer: rng.Float64() / 5, LateRequest: rng.Float64() / 10,
 		StaleRead: rng.Float64() / 3, Pause: rng.Float64() / 20, ForgottenIDs: rng.Float64() / 20,
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), modelFor)
+	return m
+}
+
+// run lets pods own the slot in turn.
+func (m *model) run(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, cmp.Or(m.lasts, modelFor))
 	defer cancel()
 	var pods sync.WaitGroup
-	for pod := range 2 + rng.IntN(2) {
-		pods.Go(func() { m.runPod(ctx, t, pod) })
+	for pod := range 1 + m.upTo(2) {
+		pods.Go(func() { m.runPod(ctx, pod) })
 	}
-	if leases {
+	if m.leases {
 		pods.Go(func() { m.elect(ctx) })
 	}
 	pods.Wait()
 	m.stream.SetLeader(true)
-	m.check(t)
+}
+
+// fail takes note of a broken promise. The caller does not hold mu.
+func (m *model) fail(format string, args ...any) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.failures = append(m.failures, fmt.Sprintf(format, args...))
 }
 
 // elect lets the stream have no leader for up to nine seconds, again and again.
@@ -136,19 +205,62 @@ func (m *model) upTo(n int) int {
 	return 1 + m.rng.IntN(n)
 }
 
-func (m *model) newLog() *slotstest.Log {
+// modelLog is the connection of a pod to the stream. While it is cut, no request has an effect or an
+// answer.
+type modelLog struct {
+	*slotstest.Log
+	unfenced bool
+	cut      atomic.Bool
+}
+
+func (m *model) newLog() *modelLog {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	return slotstest.NewFaultyLog(m.stream, m.faults, rand.New(rand.NewPCG(m.rng.Uint64(), 0)))
+	return &modelLog{Log: slotstest.NewFaultyLog(m.stream, m.faults, rand.New(rand.NewPCG(m.rng.Uint64(), 0))), unfenced: m.unfenced}
+}
+
+func (l *modelLog) Publish(ctx context.Context, expected uint64, id string, record []byte) (uint64, error) {
+	if l.cut.Load() {
+		sleep(ctx, 1000)
+		return 0, slotstest.ErrLost
+	}
+	sequence, err := l.Log.Publish(ctx, expected, id, record)
+	if l.unfenced && errors.Is(err, slots.ErrWrongSequence) {
+		if s, stateErr := l.State(ctx); stateErr == nil {
+			if _, err := l.Log.Publish(ctx, s.Last, id, record); err == nil {
+				return expected + 1, nil
+			}
+		}
+	}
+	return sequence, err
+}
+
+func (l *modelLog) Get(ctx context.Context, from uint64) (slots.Entry, error) {
+	if l.cut.Load() {
+		sleep(ctx, 1000)
+		return slots.Entry{}, slotstest.ErrLost
+	}
+	return l.Log.Get(ctx, from)
+}
+
+// cutSometimes cuts the connection of an owner for 10 to 20 s, again and again.
+func (m *model) cutSometimes(ctx context.Context, log *modelLog) {
+	for ctx.Err() == nil {
+		sleep(ctx, m.upTo(10_000))
+		log.cut.Store(true)
+		sleep(ctx, 10_000+m.upTo(10_000))
+		log.cut.Store(false)
+	}
 }
 
 // runPod lets a pod claim the slot and lose it, until ctx ends. Its files survive, or a part of them.
-func (m *model) runPod(ctx context.Context, t *testing.T, pod int) {
+func (m *model) runPod(ctx context.Context, pod int) {
 	files := &copied{}
-	o := slots.Options{Logger: slog.New(slog.DiscardHandler), Now: m.newClock()}
-	newSession := slots.Claim
-	if m.leases {
-		newSession = slots.Follow
+	o := slots.Options{Logger: slog.New(slog.DiscardHandler), Now: m.newClock(pod)}
+	o.SetClaimAfter(m.claimAfter)
+	newSession, absence := slots.Claim, 20_000
+	if m.leases { // Soon again, because a claim needs a pod that follows.
+		newSession, absence = slots.Follow, 5_000
 	}
 	defer func() {
 		m.mu.Lock()
@@ -156,22 +268,23 @@ func (m *model) runPod(ctx context.Context, t *testing.T, pod int) {
 		m.survivors = append(m.survivors, files)
 	}()
 	for ctx.Err() == nil {
-		sleep(ctx, m.upTo(20_000))
-		w, err := newSession(ctx, m.newLog(), files, o)
+		sleep(ctx, m.upTo(absence))
+		log := m.newLog()
+		w, err := newSession(ctx, log, files, o)
 		switch {
 		case errors.Is(err, slots.ErrForeignCopy):
 			m.count(&m.tally.foreign)
 			files = &copied{}
 			continue
 		case err != nil && ctx.Err() == nil && !isTransient(err):
-			t.Errorf("pod %d: claim: got error %v, want none", pod, err)
+			m.fail("pod %d: claim: got error %v, want none", pod, err)
 			return
 		case err != nil:
 			continue
 		}
 		m.count(&m.tally.claims)
 		o.Exited = pebblestore.Session{}
-		m.own(ctx, t, w, files)
+		m.own(ctx, log, w, files)
 		files.crash(m.upTo(len(files.batches)+1) - 1)
 		if m.oneOf(3) {
 			o.Exited = w.Session() // The pod knows its former session by its files.
@@ -179,9 +292,12 @@ func (m *model) runPod(ctx context.Context, t *testing.T, pod int) {
 	}
 }
 
-// newClock returns the clock of a pod, whose rate is up to 5 % wrong.
-func (m *model) newClock() func() time.Time {
-	began, rate := time.Now(), 0.95+float64(m.upTo(1000))/10_000
+// newClock returns the clock of a pod, which is up to 10 % slow: that of the first pod is the slowest
+// one, and that of the second pod is exact. No clock is fast, because timers run at the rate of the
+// virtual time: a timer that fires early for a slow clock is set again.
+func (m *model) newClock(pod int) func() time.Time {
+	delay := [...]float64{1, 0, float64(m.upTo(1000)) / 1000}[pod]
+	began, rate := time.Now(), 1-delay*cmp.Or(m.clockError, 0.1)
 	return func() time.Time { return began.Add(time.Duration(float64(time.Since(began)) * rate)) }
 }
 
@@ -201,7 +317,7 @@ func (m *model) count(n *int) {
 const senders = 3
 
 // own appends batches and sends requests until the session ends, the pod is killed, or ctx ends.
-func (m *model) own(ctx context.Context, t *testing.T, w *slots.Writer, files *copied) {
+func (m *model) own(ctx context.Context, log *modelLog, w *slots.Writer, files *copied) {
 	m.mu.Lock()
 	m.sessions = append(m.sessions, w)
 	if m.owner == nil || w.Epoch() > m.owner.Epoch() { // The pod of an older claim can be slower.
@@ -222,8 +338,12 @@ func (m *model) own(ctx context.Context, t *testing.T, w *slots.Writer, files *c
 	}
 	late := 0
 	if m.leases {
+		m.checkLease(w)
 		for range senders {
-			workers.Go(func() { m.send(living, t, w, &late) })
+			workers.Go(func() { m.send(living, w, &late) })
+		}
+		if m.oneOf(2) {
+			workers.Go(func() { m.cutSometimes(living, log) })
 		}
 	}
 	release := false
@@ -250,14 +370,14 @@ func (m *model) own(ctx context.Context, t *testing.T, w *slots.Writer, files *c
 	defer m.mu.Unlock()
 	m.tally.late += late
 	if late > senders {
-		t.Errorf("requests of a session after the claim of another one: got %d, want at most the %d in flight", late, senders)
+		m.failures = append(m.failures, fmt.Sprintf("requests of a session after the claim of another one: got %d, want at most the %d in flight", late, senders))
 	}
 }
 
 // send sends requests. The process may be stopped between the check of the lease and a request.
-func (m *model) send(ctx context.Context, t *testing.T, w *slots.Writer, late *int) {
+func (m *model) send(ctx context.Context, w *slots.Writer, late *int) {
 	for ctx.Err() == nil && w.Err() == nil {
-		if m.checkLease(t, w) {
+		if m.checkLease(w) {
 			if m.oneOf(50) {
 				sleep(ctx, m.upTo(30_000))
 			}
@@ -272,16 +392,17 @@ func (m *model) send(ctx context.Context, t *testing.T, w *slots.Writer, late *i
 	}
 }
 
-// checkLease reports whether a session may send. No other session may do so at the same time.
-func (m *model) checkLease(t *testing.T, w *slots.Writer) bool {
+// checkLease reports whether a session may send. No other session may have a lease at the same time,
+// also not one that may not send because a record waits: a process that is stopped has none.
+func (m *model) checkLease(w *slots.Writer) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if !w.MaySend() {
 		return false
 	}
 	for _, other := range m.sessions {
-		if other != w && other.MaySend() {
-			t.Errorf("sessions %x and %x may send at the same time, want one", w.Session(), other.Session())
+		if other != w && other.HasLease() {
+			m.failures = append(m.failures, fmt.Sprintf("session %x may send while session %x has a lease, want one of them", w.Session(), other.Session()))
 		}
 	}
 	return true
@@ -320,40 +441,41 @@ func (m *model) appendBatch(w *slots.Writer, files *copied, order *sync.Mutex) {
 
 // check restores the log into an empty copy, and compares it with the acknowledged batches and with
 // the surviving copies.
-func (m *model) check(t *testing.T) {
+func (m *model) check(ctx context.Context) {
 	time.Sleep(time.Minute) // Late requests arrive.
 	m.stream.SetMaxBytes(0)
 	restored := &copied{}
-	if err := m.restore(t, restored); err != nil {
-		t.Fatalf("restore: got error %v, want none", err)
+	if err := m.restore(ctx, restored); err != nil {
+		m.fail("restore: got error %v, want none", err)
+		return
 	}
 	seen := map[string]uint64{}
 	for i, b := range restored.batches {
 		number := uint64(i + 1)
 		if first := seen[string(b.data)]; first != 0 {
-			t.Errorf("batch %.20q: got it at %d and %d, want it once", b.data, first, number)
+			m.fail("batch %.20q: got it at %d and %d, want it once", b.data, first, number)
 		}
 		seen[string(b.data)] = number
 	}
 	for batch, number := range m.acknowledged {
 		if seen[batch] != number {
-			t.Errorf("acknowledged batch %.20q: got it at %d (0: missing), want %d", batch, seen[batch], number)
+			m.fail("acknowledged batch %.20q: got it at %d (0: missing), want %d", batch, seen[batch], number)
 		}
 	}
 	for i, files := range m.survivors {
-		if err := m.restore(t, files); errors.Is(err, slots.ErrForeignCopy) {
+		if err := m.restore(ctx, files); errors.Is(err, slots.ErrForeignCopy) {
 			m.tally.foreign++
 		} else if err != nil {
-			t.Errorf("restore of pod %d: got error %v, want none", i, err)
+			m.fail("restore of pod %d: got error %v, want none", i, err)
 		} else if !files.equal(restored) {
-			t.Errorf("restore of pod %d: got another copy than that of the whole log", i)
+			m.fail("restore of pod %d: got another copy than that of the whole log", i)
 		}
 	}
 }
 
 // restore brings a copy to the end of the log.
-func (m *model) restore(t *testing.T, files *copied) error {
-	w, err := slots.Claim(t.Context(), slotstest.NewLog(m.stream), files, slots.Options{Logger: slog.New(slog.DiscardHandler), Now: time.Now})
+func (m *model) restore(ctx context.Context, files *copied) error {
+	w, err := slots.Claim(ctx, slotstest.NewLog(m.stream), files, slots.Options{Logger: slog.New(slog.DiscardHandler), Now: time.Now})
 	if err == nil {
 		w.Close()
 	}

@@ -224,7 +224,13 @@ func (p *publisher) landed(sequence uint64) {
 // claimed the slot, and the outcomes of recent requests are durable. It is false from the call of
 // release on, whatever the answer to the released record is.
 func (p *publisher) maySend(now time.Time) bool {
-	return p.ended == nil && !p.releasing && now.Sub(p.leaseStart) < leaseTime && now.Sub(p.oldest(now)) < refuseAfter
+	return p.hasLease(now) && now.Sub(p.oldest(now)) < refuseAfter
+}
+
+// hasLease reports whether the lease of the session has not ended. A process that is stopped
+// with all records acknowledged has only this bound when it continues.
+func (p *publisher) hasLease(now time.Time) bool {
+	return p.ended == nil && !p.releasing && now.Sub(p.leaseStart) < leaseTime
 }
 
 // oldest returns the time of the oldest batch or record that is not acknowledged; now for none.

@@ -87,6 +87,9 @@ type Options struct {
 	// Exited is a session whose process has ended, as the caller knows: the slot of that session is
 	// claimed immediately.
 	Exited pebblestore.Session
+
+	// claimAfter replaces the constant in the tests of the model.
+	claimAfter time.Duration
 }
 
 func (o *Options) setDefaults() {
@@ -95,6 +98,9 @@ func (o *Options) setDefaults() {
 	}
 	if o.Now == nil {
 		o.Now = bootClock
+	}
+	if o.claimAfter == 0 {
+		o.claimAfter = claimAfter
 	}
 }
 

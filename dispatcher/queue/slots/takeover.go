@@ -87,7 +87,7 @@ func newSession(ctx context.Context, log Log, copied Replica, o Options, force b
 		return nil, err
 	}
 	c := newCandidate(f, s.Last, o.Now())
-	c.force, c.exited = force, o.Exited
+	c.force, c.exited, c.claimAfter = force, o.Exited, o.claimAfter
 	if err := c.run(ctx, log, o); err != nil {
 		return nil, fmt.Errorf("claim the slot: %w", err)
 	}
