@@ -461,8 +461,28 @@ func (r *configReconciler) followReports(ctx context.Context, interval time.Dura
 		}
 		pods, _ := r.reports()
 		announcer.announce(ctx, pods)
+		r.expireReservations()
 		for _, namespace := range r.unsettled(pods) {
 			r.own.fire(namespace)
+		}
+	}
+}
+
+// expireReservations compiles the namespaces that may use write keys whose reservation has ended. It
+// does not wait for a write of the live config that has the reservation: that write can fail.
+func (r *configReconciler) expireReservations() {
+	now := r.now()
+	ended := map[string][]string{}
+	r.mu.Lock()
+	for namespace, secret := range r.written {
+		if hashes := secret.history.Expired(now); len(hashes) > 0 {
+			ended[namespace] = hashes
+		}
+	}
+	r.mu.Unlock()
+	for namespace, hashes := range ended {
+		for _, other := range r.keys.expire(namespace, hashes) {
+			r.own.fire(other)
 		}
 	}
 }

@@ -96,6 +96,37 @@ var _ = Describe("A removed write key", func() {
 		w.expectCondition(first, "source/web", "Ready", isTrue, "Ready")
 	})
 
+	It("is reserved for 7 days also while the live config cannot be written", func() {
+		var ahead atomic.Int64
+		var failing atomic.Value
+		failing.Store("")
+		w, first, hash := started(func(w *world) {
+			w.options.Now = func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) }
+			w.configure = func(c *rest.Config) {
+				c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+					return roundTripper(func(r *http.Request) (*http.Response, error) {
+						if name := failing.Load().(string); name != "" && r.Method == http.MethodPatch && strings.HasSuffix(r.URL.Path, "/secrets/"+name) {
+							return nil, http.ErrHandlerTimeout
+						}
+						return next.RoundTrip(r)
+					})
+				})
+			}
+		})
+		second := w.newNamespace()
+		w.apply(first, strings.ReplaceAll(webSource, "hush-web", "hush-other"))
+		Eventually(func(g Gomega) { g.Expect(w.reserved(g, first)).To(Equal([]string{hash})) }).Should(Succeed())
+		w.apply(second, webSource)
+		w.expectCondition(second, "source/web", "Accepted", isFalse, "WriteKeyReserved")
+		failing.Store(liveconfig.SecretName(first))
+		ahead.Store(int64(liveconfig.ReservationTime + time.Minute))
+		w.expectCondition(second, "source/web", "Ready", isTrue, "Ready")
+		Expect(w.reserved(Default, first)).To(Equal([]string{hash}))
+		failing.Store("")
+		Eventually(func(g Gomega) { g.Expect(w.reserved(g, first)).To(BeEmpty()) }).Should(Succeed())
+		logs.take() // The errors of the namespace.
+	})
+
 	It("is kept by an older Source's namespace as little as by a younger one's", func() {
 		w, first, _ := started()
 		second := w.newNamespace()

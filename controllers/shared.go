@@ -241,6 +241,23 @@ func (k *writeKeys) set(namespace string, holders map[string]keyHolder) (affecte
 	return k.others(namespace, touched)
 }
 
+// expire ends the reservations of a namespace for keys that no Source of the namespace uses. It returns
+// the other namespaces whose verdicts may change as a result.
+func (k *writeKeys) expire(namespace string, hashes []string) (affected []string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	var touched []string
+	for _, hash := range hashes {
+		_, used := k.byNamespace[namespace][hash]
+		if !used && k.owners[hash] == (keyOwner{namespace, compile.KeyReserved}) {
+			touched = append(touched, hash)
+			delete(k.owners, hash)
+			delete(k.owned[namespace], hash)
+		}
+	}
+	return k.others(namespace, touched)
+}
+
 // others returns the other namespaces with a Source that has one of the keys, sorted.
 func (k *writeKeys) others(namespace string, hashes []string) []string {
 	all := map[string]bool{}

@@ -175,8 +175,7 @@ func (h History) HeadBytes(exact bool, present Present, d Dispatchers, now time.
 
 // Settled reports whether nothing changes in the head or in Verified without a change of an object.
 func (h History) Settled(d Dispatchers, now time.Time) bool {
-	expires := slices.ContainsFunc(h.Head.Reserved, func(k liveconfig.ReservedKey) bool { return expired(k, now) })
-	return !expires && len(h.Head.Tombstones) == 0 && !d.Parks() && !h.Restored(d) && (h.Verified || !d.compared)
+	return len(h.Expired(now)) == 0 && len(h.Head.Tombstones) == 0 && !d.Parks() && !h.Restored(d) && (h.Verified || !d.compared)
 }
 
 // Present is the part of a head that depends on the namespace's objects.
@@ -229,6 +228,16 @@ func (h History) WriteKeys(d Dispatchers, now time.Time) map[string]KeyUse {
 		keys[hash] = KeyInUse
 	}
 	return keys
+}
+
+// Expired returns the hashes of the write keys of the last config whose reservation has ended.
+func (h History) Expired(now time.Time) (hashes []string) {
+	for _, k := range h.Head.Reserved {
+		if expired(k, now) {
+			hashes = append(hashes, k.SHA256)
+		}
+	}
+	return hashes
 }
 
 // expired reports whether a reservation has ended.
