@@ -359,13 +359,15 @@ func (r *configReconciler) remove(ctx context.Context, namespace string, last li
 		if err == nil {
 			r.forgetObjects(namespace)
 		}
-		if err == nil && !needed {
-			r.own.fire(namespace)
-		}
 		return result, err
 	}
 	if last.resourceVersion == "" {
 		r.forget(namespace)
+		return "unchanged", nil
+	}
+	// A pod that has not applied the last config still knows the reservations before it, and would
+	// report them after the deletion.
+	if !last.history.Confirmed(r.dispatchers(namespace)) {
 		return "unchanged", nil
 	}
 	secret := &corev1.Secret{}

@@ -278,7 +278,10 @@ func TestUnsettled(t *testing.T) {
 		n.Namespace = "shop"
 		return adminapi.NewIndex(adminapi.Report{Ready: ready, Configs: []adminapi.ConfigReport{n}})
 	}
-	known := map[string]liveSecret{"shop": {history: compile.History{Known: true, Verified: true, Head: liveconfig.Head{Number: 5}}}}
+	known := map[string]liveSecret{"shop": {history: compile.History{Known: true, Verified: true, Head: liveconfig.Head{
+		Number: 5, UIDs: map[liveconfig.Ref]string{{Section: liveconfig.SectionSources, Name: "web"}: "u"},
+	}}}}
+	empty := map[string]liveSecret{"shop": {history: compile.History{Known: true, Verified: true, Head: liveconfig.Head{Number: 5}}}}
 	for name, c := range map[string]struct {
 		written map[string]liveSecret
 		pod     health.Pod
@@ -288,6 +291,8 @@ func TestUnsettled(t *testing.T) {
 		"removed, parked":             {nil, health.Pod{Report: report(true, adminapi.ConfigReport{Number: 5, Parked: parked})}, []string{"shop"}},
 		"removed, parked, not ready":  {nil, health.Pod{Absent: true, Configs: report(false, adminapi.ConfigReport{Number: 5, Parked: parked})}, []string{"shop"}},
 		"present, the number":         {known, health.Pod{Report: report(true, adminapi.ConfigReport{Number: 5})}, nil},
+		"empty, not applied":          {empty, health.Pod{Report: report(true, adminapi.ConfigReport{Number: 4})}, nil},
+		"empty, applied":              {empty, health.Pod{Report: report(true, adminapi.ConfigReport{Number: 5})}, []string{"shop"}},
 		"present, a higher number":    {known, health.Pod{Report: report(true, adminapi.ConfigReport{Number: 6})}, []string{"shop"}},
 		"present, higher, not ready":  {known, health.Pod{Absent: true, Configs: report(false, adminapi.ConfigReport{Number: 6})}, []string{"shop"}},
 		"present, higher, old report": {known, health.Pod{Absent: true, Report: report(true, adminapi.ConfigReport{Number: 6})}, []string{"shop"}},

@@ -71,7 +71,13 @@ var _ = Describe("A removed write key", func() {
 		w.releaseKeys(first, strings.Repeat("0", 64))
 		Eventually(annotation).Should(BeEmpty())
 		Expect(w.reserved(Default, first)).To(Equal([]string{hash}))
+		w.dispatcher.set(func(d *fakeDispatcher) { d.stuck = true })
 		w.releaseKeys(first, hash)
+		w.expectCondition(second, "source/web", "Accepted", isTrue, "Accepted")
+		By("applying the release in the pods, which know the reservation until then")
+		w.waitPolls(5)
+		Expect(w.hasLive(first)()).To(BeTrue())
+		w.dispatcher.set(func(d *fakeDispatcher) { d.stuck = false })
 		w.expectCondition(second, "source/web", "Ready", isTrue, "Ready")
 		Eventually(w.hasLive(first)).Should(BeFalse())
 		Expect(logs.String()).To(MatchRegexp("write key reserved for another namespace.* sha256=" + hash + " reservedFor=" + first))
@@ -147,7 +153,8 @@ var _ = Describe("A removed write key", func() {
 				c.Wrap(func(next http.RoundTripper) http.RoundTripper {
 					return roundTripper(func(r *http.Request) (*http.Response, error) {
 						if namespace := failing.Load().(string); namespace != "" && strings.HasSuffix(r.URL.Path, "/"+namespace+"/secrets/web-key") {
-							return nil, http.ErrHandlerTimeout
+							<-r.Context().Done()
+							return nil, r.Context().Err()
 						}
 						return next.RoundTrip(r)
 					})

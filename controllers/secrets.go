@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
@@ -24,6 +25,9 @@ const maxKeptBytes = 64 << 10
 
 // maxReadsAtOnce bounds the concurrent reads of a namespace's Secrets.
 const maxReadsAtOnce = 16
+
+// readTimeout bounds the read of a Secret, so that one that hangs does not delay the start.
+const readTimeout = 10 * time.Second
 
 // secretMetadata returns an empty Secret without data, the only form in which the
 // operator watches Secrets.
@@ -100,8 +104,10 @@ func (r *secretReader) read(ctx context.Context, namespace string, names []strin
 			if err != nil || !ok || secret.Version != m.ResourceVersion {
 				// The cache may lag behind the object that refers to the Secret, so only
 				// the API server can confirm that the Secret does not exist.
+				readCtx, cancel := context.WithTimeout(groupCtx, readTimeout)
+				defer cancel()
 				var full corev1.Secret
-				switch err := r.direct.Get(groupCtx, key, &full); {
+				switch err := r.direct.Get(readCtx, key, &full); {
 				case apierrors.IsNotFound(err):
 					return nil
 				case err != nil:

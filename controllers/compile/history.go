@@ -175,7 +175,15 @@ func (h History) HeadBytes(exact bool, present Present, d Dispatchers, now time.
 
 // Settled reports whether nothing changes in the head or in Verified without a change of an object.
 func (h History) Settled(d Dispatchers, now time.Time) bool {
-	return len(h.Expired(now)) == 0 && len(h.Head.Tombstones) == 0 && !d.Parks() && !h.Restored(d) && (h.Verified || !d.compared)
+	return len(h.Expired(now)) == 0 && len(h.Head.Tombstones) == 0 && !d.Parks() && !h.Restored(d) && (h.Verified || !d.compared) && !h.removable(d)
+}
+
+// Confirmed reports whether every pod has applied the last config.
+func (h History) Confirmed(d Dispatchers) bool { return d.confirmed >= h.Head.Number }
+
+// removable reports whether the Secret of a config without objects can be deleted.
+func (h History) removable(d Dispatchers) bool {
+	return h.Known && len(h.objects)+len(h.keys)+len(h.Head.UIDs)+len(h.Head.Reserved) == 0 && h.Confirmed(d)
 }
 
 // Present is the part of a head that depends on the namespace's objects.
