@@ -3,6 +3,7 @@ package pebblestore
 import (
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/cockroachdb/pebble/v2/vfs"
 
@@ -32,7 +33,7 @@ func (s *Store) checkpoint(dir string) (Position, error) {
 	if err := s.checkSpaceFor(dir); err != nil {
 		return Position{}, err
 	}
-	if err := s.db.Flush(); err != nil {
+	if err := s.flushForCheckpoint(); err != nil {
 		return Position{}, err
 	}
 	if s.withoutWAL {
@@ -49,6 +50,29 @@ func (s *Store) checkpoint(dir string) (Position, error) {
 		return Position{}, err
 	}
 	return Position{}, s.cutLogs(dir, log, end)
+}
+
+// flushForCheckpoint flushes the log. It returns queue.ErrFull when the disk gets full meanwhile: the
+// engine would retry the flush without end, and Close waits for the checkpoint.
+func (s *Store) flushForCheckpoint() error {
+	flushed, err := s.db.AsyncFlush()
+	if err != nil {
+		return err
+	}
+	check := time.NewTicker(100 * time.Millisecond)
+	defer check.Stop()
+	for {
+		select {
+		case <-flushed:
+			return nil
+		case <-s.noFlush:
+			return queue.ErrFull
+		case <-check.C:
+			if s.fs.Waiting() > 0 {
+				return queue.ErrFull
+			}
+		}
+	}
 }
 
 // checkSpaceFor returns queue.ErrFull when the copies of the logs and of the manifest, and of the

@@ -557,8 +557,9 @@ func (s *Store) trimSome(d *destination, before, young, maxBytes int64) (int, er
 }
 
 // letterMillis is the time of a dead letter for a trim. A key is ahead of the clock after the clock
-// was set back, and because keys never decrease behind a mark: then the earlier time of the message
-// counts. When that is ahead, too, the age is unknown, and only the size removes the dead letter.
+// was set back, and because keys never decrease behind a mark: then the time of the failure counts,
+// or that of the acceptance when the former is ahead, too. When both are, the age is unknown, and
+// only the size removes the dead letter.
 func letterMillis(key, value []byte, soon int64) int64 {
 	at := codec.DeadLetterMillis(key)
 	if at <= soon {
@@ -568,7 +569,12 @@ func letterMillis(key, value []byte, soon int64) int64 {
 	if err != nil {
 		return at
 	}
-	return min(codec.Millis(l.AcceptedAt), codec.Millis(l.Failure.Time))
+	for _, t := range []time.Time{l.Failure.Time, l.AcceptedAt} {
+		if m := codec.Millis(t); m <= soon {
+			return m
+		}
+	}
+	return at
 }
 
 // DestinationStats implements queue.Store.

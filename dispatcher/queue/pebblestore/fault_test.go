@@ -759,6 +759,36 @@ func TestCloseOnFullDisk(t *testing.T) {
 	}
 }
 
+// TestCheckpointOnFullDisk: a checkpoint whose flush finds no space ends with queue.ErrFull, so
+// that it does not hold up Close.
+func TestCheckpointOnFullDisk(t *testing.T) {
+	disk := &fullFS{FS: vfs.NewMem()}
+	s := open(t, "data", Options{FS: disk, MaintainInterval: 10 * time.Millisecond})
+	appendAll(t, s, 10)
+	disk.tables.Store(true)
+	copied := make(chan error, 1)
+	go func() {
+		_, err := s.Checkpoint("copy")
+		copied <- err
+	}()
+	select {
+	case err := <-copied:
+		if !errors.Is(err, queue.ErrFull) {
+			t.Errorf("Checkpoint: got %v, want queue.ErrFull", err)
+		}
+	case <-time.After(time.Minute):
+		t.Error("Checkpoint did not end")
+	}
+	disk.tables.Store(false)
+	eventually(t, "a checkpoint with free space", func() bool {
+		_, err := s.Checkpoint("copy")
+		return err == nil
+	})
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestSmallDisk fills a real file system: POSTHORN_SMALL_DISK names an empty directory on a
 // file system of about 200 MB, such as a tmpfs.
 func TestSmallDisk(t *testing.T) {

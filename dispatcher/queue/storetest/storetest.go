@@ -827,6 +827,15 @@ func (x *suite) trimDeadLetters() {
 	x.equal("young ones after a wrong clock", trim(young.Add(-time.Minute), 0), 0)
 	young = x.Clock.Now()
 	x.equal("by age after a wrong clock", trim(x.Clock.Now().Add(-time.Minute), 1<<30), 2)
+
+	// Behind the mark, the age of a message that waited for long counts from its failure.
+	x.add(1)
+	accepted := x.Clock.Now()
+	x.Clock.Advance(3 * time.Hour)
+	x.buried(x.store.Bury(x.lease(lane, 1)[0], x.failure("Expired")))
+	young = x.Clock.Now()
+	x.equal("accepted long ago, failed now", trim(accepted.Add(time.Hour), 1<<30), 0)
+	x.equal("accepted and failed long ago", trim(x.Clock.Now().Add(time.Minute), 1<<30), 1)
 }
 
 func (x *suite) buryExpired() {
