@@ -47,9 +47,9 @@ func HistoryOf(last liveconfig.Revisioned) History {
 // Dispatchers is what the dispatcher pods report about the live config of one namespace. Its zero
 // value means that there are no pods.
 type Dispatchers struct {
-	// applied is the highest number that a pod has applied, and confirmed the highest one that every
-	// pod has.
-	applied, confirmed int64
+	// applied is the highest number that a pod has applied, confirmed the highest one that every
+	// ready pod has, and unready the highest one that every other pod has, as far as it is known.
+	applied, confirmed, unready int64
 	// compared is true if there are pods, and all have reported since the start of the operator.
 	compared bool
 	// parked are the objects that are parked in a pod, with the number of the last config that had
@@ -89,8 +89,14 @@ func DispatchersOf(r Reports) Dispatchers {
 		}
 		d.add(n)
 	}
-	for _, n := range r.Unready {
+	for i, n := range r.Unready {
+		if i == 0 || n.Number < d.unready {
+			d.unready = n.Number
+		}
 		d.add(n)
+	}
+	if len(r.Unready) == 0 {
+		d.unready = d.confirmed
 	}
 	if r.Silent {
 		d.confirmed = 0
@@ -178,8 +184,10 @@ func (h History) Settled(d Dispatchers, now time.Time) bool {
 	return len(h.Expired(now)) == 0 && len(h.Head.Tombstones) == 0 && !d.Parks() && !h.Restored(d) && (h.Verified || !d.compared) && !h.removable(d)
 }
 
-// Confirmed reports whether every pod has applied the last config.
-func (h History) Confirmed(d Dispatchers) bool { return d.confirmed >= h.Head.Number }
+// Confirmed reports whether every pod, ready or not, has applied the last config.
+func (h History) Confirmed(d Dispatchers) bool {
+	return d.compared && min(d.confirmed, d.unready) >= h.Head.Number
+}
 
 // removable reports whether the Secret of a config without objects can be deleted.
 func (h History) removable(d Dispatchers) bool {

@@ -222,3 +222,31 @@ func TestReservedWriteKeys(t *testing.T) {
 		})
 	}
 }
+
+// A live config is deleted only after all pods have applied it: also those that are not ready, and
+// not before all of them have reported.
+func TestConfirmed(t *testing.T) {
+	const last = 5
+	h := History{Head: liveconfig.Head{Number: last}}
+	pods := func(numbers ...int64) (list []adminapi.ConfigReport) {
+		for _, n := range numbers {
+			list = append(list, adminapi.ConfigReport{Number: n})
+		}
+		return list
+	}
+	for name, c := range map[string]struct {
+		reports Reports
+		want    bool
+	}{
+		"all pods":            {Reports{Ready: pods(last, last+1), Unready: pods(last)}, true},
+		"no unready pod":      {Reports{Ready: pods(last)}, true},
+		"an outdated pod":     {Reports{Ready: pods(last, last-1)}, false},
+		"an outdated unready": {Reports{Ready: pods(last), Unready: pods(last, last-1)}, false},
+		"only unready pods":   {Reports{Unready: pods(last)}, false},
+		"an unknown pod":      {Reports{Ready: pods(last), Unknown: true}, false},
+		"a silent pod":        {Reports{Ready: pods(last), Silent: true}, false},
+		"no pods":             {Reports{}, false},
+	} {
+		check.Equal(t, name, h.Confirmed(DispatchersOf(c.reports)), c.want)
+	}
+}
