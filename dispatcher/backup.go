@@ -10,6 +10,7 @@ import (
 
 	"github.com/cockroachdb/pebble/v2/vfs"
 
+	"github.com/posthorn/posthorn/dispatcher/admin"
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
 	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/queue"
@@ -38,6 +39,17 @@ func (f *holdFS) RemoveAll(name string) error {
 func (f *holdFS) hold() (release func()) {
 	f.mu.Lock()
 	return f.mu.Unlock
+}
+
+// newBackupToken replaces the token for backups, so that one that was sent to another process, which
+// listened at the admin address before, is not valid.
+func newBackupToken(dataDir string) (admin.BackupToken, error) {
+	file, err := filepath.Abs(filepath.Join(dataDir, backup.TokenName))
+	if err != nil {
+		return admin.BackupToken{}, err
+	}
+	token, err := backup.NewToken(dataDir)
+	return admin.BackupToken{File: file, Value: token}, err
 }
 
 // Backup writes an archive of the data directory, one at a time. It ends early when the disk is

@@ -136,6 +136,7 @@ type Dispatcher struct {
 	notices      *notices.Service
 	memberFiles  *holdFS
 	backingUp    sync.Mutex
+	backupToken  admin.BackupToken
 	gate         *admission.Gate
 	changes      *changes.Log
 	storage      storage
@@ -218,6 +219,13 @@ func New(o Options) (*Dispatcher, error) {
 	// The lock of the store excludes other processes.
 	if err := backup.RemoveRest(o.DataDir); err != nil {
 		d.log.Warn("remove the rest of an interrupted backup", "error", err)
+	}
+	if o.AdminGuard == nil {
+		// On a full disk the file cannot be written, and a backup is not possible anyway.
+		d.backupToken, err = newBackupToken(o.DataDir)
+		if err != nil {
+			d.log.Warn("write of the token for backups failed; they are refused until a restart", "path", d.backupToken.File, "error", err)
+		}
 	}
 	d.sourcesAtStart = ledgersOfSources(d.store)
 	d.warnOfOpenAccess()
@@ -360,7 +368,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	adminOptions := admin.Options{
 		Report: d.Report, Changes: d.Changes, Metrics: promtext.Handler(d.metrics, d.writeMetrics, d.engine.WriteMetrics),
 		Engine: d.engine, Gate: d.gate, Store: d.letters(), Ready: d.Ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
-		Backup: d.Backup,
+		Backup: d.Backup, BackupToken: d.backupToken,
 	}
 	if d.options.Debug {
 		adminOptions.View = d.gate.View

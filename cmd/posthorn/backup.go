@@ -23,7 +23,7 @@ import (
 )
 
 func newBackup() *cobra.Command {
-	var admin, data string
+	var admin, data, tokenFile string
 	cmd := &cobra.Command{
 		Use:   "backup TARGET",
 		Short: "Back up the data directory of a running or stopped Posthorn",
@@ -36,15 +36,23 @@ TARGET is a tar file if its name ends in .tar, otherwise a folder. It must not
 exist, and appears only when it is whole. It contains personal data and Secrets,
 readable only for its owner. The files of the manifests are not part of it.
 
-A running Posthorn is asked at its admin address. With --data, it must be stopped.`,
+A running Posthorn is asked at its admin address, with the token in its data
+directory, which only its user can read. With --data, it must be stopped.`,
 		Example: `  posthorn backup /backup/posthorn.tar
+  posthorn backup --token-file /var/lib/posthorn/backup.token /backup/posthorn.tar
   posthorn backup --data /var/lib/posthorn /backup/posthorn`,
 		Args: command.ExactArgs("TARGET"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			open := func(ctx context.Context) (io.ReadCloser, error) { return openBackup(ctx, admin) }
+			open := func(ctx context.Context) (io.ReadCloser, error) {
+				token, err := backup.ReadToken(tokenFile)
+				if err != nil && (cmd.Flags().Changed("token-file") || !errors.Is(err, os.ErrNotExist)) {
+					return nil, command.Usagef("--token-file: %v", err)
+				}
+				return openBackup(ctx, admin, token)
+			}
 			if data != "" {
-				if cmd.Flags().Changed("admin") {
-					return command.Usagef("set either --admin or --data")
+				if cmd.Flags().Changed("admin") || cmd.Flags().Changed("token-file") {
+					return command.Usagef("set either --data or --admin and --token-file")
 				}
 				open = func(context.Context) (io.ReadCloser, error) { return openStopped(data) }
 			}
@@ -52,6 +60,7 @@ A running Posthorn is asked at its admin address. With --data, it must be stoppe
 		},
 	}
 	cmd.Flags().StringVar(&admin, "admin", "127.0.0.1:8081", "admin address of a running Posthorn")
+	cmd.Flags().StringVar(&tokenFile, "token-file", filepath.Join(defaultDataDir(), backup.TokenName), "token file in the data directory of a running Posthorn")
 	cmd.Flags().StringVar(&data, "data", "", "data directory of a stopped Posthorn")
 	return cmd
 }
@@ -74,12 +83,12 @@ func saveBackup(cmd *cobra.Command, open func(context.Context) (io.ReadCloser, e
 	return nil
 }
 
-func openBackup(ctx context.Context, admin string) (io.ReadCloser, error) {
+func openBackup(ctx context.Context, admin, token string) (io.ReadCloser, error) {
 	if !strings.Contains(admin, "://") {
 		admin = "http://" + admin
 	}
 	client := adminapi.Client{URL: admin}
-	r, err := client.Backup(ctx)
+	r, err := client.Backup(ctx, token)
 	if err == nil {
 		return r, nil
 	}

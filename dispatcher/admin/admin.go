@@ -38,6 +38,8 @@ type Options struct {
 	View func() *liveconfig.View
 	// Backup writes a backup of the data directory.
 	Backup func(io.Writer) error
+	// BackupToken authorizes the requests for backups if there is no Guard.
+	BackupToken BackupToken
 	// Extra serves every other path; may be nil.
 	Extra http.Handler
 	// Guard admits only authorized callers; it protects all paths but /healthz and /readyz. Without
@@ -65,7 +67,7 @@ func NewServer(o Options) *http.Server {
 		}
 	})
 	mountDeadLetters(mux, o.Gate, o.Store, o.Engine)
-	mountBackup(mux, o.Backup)
+	mountBackup(mux, o)
 	if o.View != nil {
 		mountDebug(mux, o.Engine, o.View)
 	} else {

@@ -1,9 +1,11 @@
 package admin
 
 import (
+	"crypto/subtle"
 	"errors"
-	"io"
+	"fmt"
 	"net/http"
+	"strings"
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
@@ -12,12 +14,29 @@ import (
 // backupWriteTimeout bounds a write to a client that does not read: a backup keeps disk space.
 const backupWriteTimeout = time.Minute
 
+// BackupToken authorizes the requests for backups of a server without a guard: a backup contains
+// Secrets, which other users of the machine must not read.
+type BackupToken struct {
+	// File is the file with the token. Value is the token; empty refuses all requests.
+	File, Value string
+}
+
+func (t BackupToken) authorizes(r *http.Request) bool {
+	scheme, token, _ := strings.Cut(r.Header.Get("Authorization"), " ")
+	return t.Value != "" && strings.EqualFold(scheme, "Bearer") && subtle.ConstantTimeCompare([]byte(token), []byte(t.Value)) == 1
+}
+
 // mountBackup adds the path of backups. An error before the first byte is the answer; a later one
 // ends the connection, so that the client does not take the archive for whole.
-func mountBackup(mux *http.ServeMux, write func(io.Writer) error) {
-	mux.HandleFunc("POST "+adminapi.BackupPath, func(w http.ResponseWriter, _ *http.Request) {
+func mountBackup(mux *http.ServeMux, o Options) {
+	mux.HandleFunc("POST "+adminapi.BackupPath, func(w http.ResponseWriter, r *http.Request) {
+		if o.Guard == nil && !o.BackupToken.authorizes(r) {
+			w.Header().Set("WWW-Authenticate", `Bearer realm="posthorn"`)
+			http.Error(w, fmt.Sprintf("a backup contains Secrets, so the request needs the token in %[1]s; as the user who runs Posthorn, set --token-file %[1]s", o.BackupToken.File), http.StatusUnauthorized)
+			return
+		}
 		out := &backupWriter{w: w, control: http.NewResponseController(w)}
-		err := write(out)
+		err := o.Backup(out)
 		switch {
 		case err == nil:
 		case out.started:

@@ -27,7 +27,7 @@ func stalledProxy(t *testing.T, p *posthorn) (address string, reached <-chan str
 	t.Helper()
 	at, released := make(chan struct{}), make(chan struct{})
 	proxy := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		backup, err := p.AdminAPI().Backup(r.Context())
+		backup, err := p.AdminAPI().Backup(r.Context(), strings.TrimPrefix(r.Header.Get("Authorization"), "Bearer "))
 		if err != nil {
 			t.Errorf("backup: got %v, want no error", err)
 			return
@@ -104,14 +104,28 @@ func TestBackupAndRestore(t *testing.T) {
 
 	dir := t.TempDir()
 	target := filepath.Join(dir, "b.tar")
+	token := filepath.Join(p.data, "backup.token")
 	before := ids()
 	loaded := make(chan struct{})
 	go func() { defer close(loaded); sendMany(800, 200) }()
-	if out, errs, code := cli(t, "", "backup", target, "--admin", p.Admin); code != 0 || !strings.Contains(out, "bytes of files") {
+	if out, errs, code := cli(t, "", "backup", target, "--admin", p.Admin, "--token-file", token); code != 0 || !strings.Contains(out, "bytes of files") {
 		t.Fatalf("backup: exit %d: %s%s", code, out, errs)
 	}
 	<-loaded
-	if _, errs, code := cli(t, "", "backup", target, "--admin", p.Admin); code != 1 || !strings.Contains(errs, "exists") {
+	wrong := filepath.Join(t.TempDir(), "token")
+	if err := os.WriteFile(wrong, []byte("WRONG\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if info, err := os.Stat(token); err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("token file: got %v, %v, want mode 0600", info, err)
+	}
+	for name, args := range map[string][]string{"without a token": nil, "with another token": {"--token-file", wrong}} {
+		_, errs, code := cli(t, "", append([]string{"backup", filepath.Join(dir, "refused"), "--admin", p.Admin}, args...)...)
+		if code != 1 || !strings.Contains(errs, "401") || !strings.Contains(errs, "--token-file "+token) {
+			t.Errorf("backup %s: got exit %d: %s, want exit 1, the status 401, and the name of the file", name, code, errs)
+		}
+	}
+	if _, errs, code := cli(t, "", "backup", target, "--admin", p.Admin, "--token-file", token); code != 1 || !strings.Contains(errs, "exists") {
 		t.Errorf("backup to an existing target: got exit %d: %s, want exit 1", code, errs)
 	}
 	if _, errs, code := cli(t, "", "backup", filepath.Join(dir, "other"), "--data", p.data); code != 1 || !strings.Contains(errs, "another process has it open") {
@@ -121,12 +135,12 @@ func TestBackupAndRestore(t *testing.T) {
 	// The command is killed.
 	proxy, reached, release := stalledProxy(t, p)
 	killed := filepath.Join(dir, "killed.tar")
-	cmd := exec.CommandContext(t.Context(), binary, "backup", killed, "--admin", proxy)
+	cmd := exec.CommandContext(t.Context(), binary, "backup", killed, "--admin", proxy, "--token-file", token)
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
 	<-reached
-	if _, errs, code := cli(t, "", "backup", filepath.Join(dir, "second"), "--admin", p.Admin); code != 1 || !strings.Contains(errs, "another backup") {
+	if _, errs, code := cli(t, "", "backup", filepath.Join(dir, "second"), "--admin", p.Admin, "--token-file", token); code != 1 || !strings.Contains(errs, "another backup") {
 		t.Errorf("second backup at once: got exit %d: %s, want exit 1", code, errs)
 	}
 	_ = cmd.Process.Signal(syscall.SIGKILL)
@@ -136,7 +150,7 @@ func TestBackupAndRestore(t *testing.T) {
 
 	// Posthorn is killed.
 	proxy, reached, release = stalledProxy(t, p)
-	cmd = exec.CommandContext(t.Context(), binary, "backup", filepath.Join(dir, "killed"), "--admin", proxy)
+	cmd = exec.CommandContext(t.Context(), binary, "backup", filepath.Join(dir, "killed"), "--admin", proxy, "--token-file", token)
 	var errs bytes.Buffer
 	cmd.Stderr = &errs
 	if err := cmd.Start(); err != nil {
