@@ -124,8 +124,9 @@ func newStatusPage(admin net.Addr) (*page.Page, error) {
 		host = "127.0.0.1"
 	}
 	client := &adminapi.Client{URL: "http://" + net.JoinHostPort(host, port)}
+	dispatchers := map[string]*adminapi.Client{"standalone": client}
 	return page.New(page.Options{
-		Objects: client, Dispatchers: map[string]*adminapi.Client{"standalone": client},
+		Objects: client, Dispatchers: func() (map[string]*adminapi.Client, error) { return dispatchers, nil },
 		Standalone: true, Command: "posthorn", Version: command.BuildVersion(),
 	}), nil
 }

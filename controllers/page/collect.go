@@ -1,10 +1,12 @@
 package page
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"iter"
 	"maps"
 	"net/url"
 	"slices"
@@ -34,6 +36,8 @@ type view struct {
 	now     time.Time
 	indices map[string]*adminapi.Index // by pod
 	silent  map[string]error           // pods that did not answer
+	missing error                      // why other pods are not connected
+	only    string                     // the namespace that is shown; "" is all
 
 	sources      map[string][]v1alpha1.Source
 	destinations map[key]*v1alpha1.WebhookDestination
@@ -53,13 +57,13 @@ func (p *Page) collect(ctx context.Context) (view, error) {
 	if time.Since(p.live.now) >= freshness {
 		p.readReports(ctx)
 	}
-	if time.Since(p.live.objectsAt) >= freshness {
+	if time.Since(p.live.objectsAt) >= p.options.ObjectsAge {
 		if err := p.readObjects(ctx); err != nil {
 			return view{}, err
 		}
 	}
 	if len(p.live.indices) == 0 {
-		return view{}, fmt.Errorf("no dispatcher answers: %w", errors.Join(slices.Collect(maps.Values(p.live.silent))...))
+		return view{}, fmt.Errorf("no dispatcher answers: %w", cmp.Or(errors.Join(append(slices.Collect(maps.Values(p.live.silent)), p.live.missing)...), errors.New("none is running")))
 	}
 	return p.live.view, nil
 }
@@ -77,7 +81,8 @@ func (p *Page) readReports(ctx context.Context) {
 	}
 	answers := map[string]*answer{}
 	var group sync.WaitGroup
-	for pod, client := range p.options.Dispatchers {
+	dispatchers, missing := p.options.Dispatchers()
+	for pod, client := range dispatchers {
 		a := &answer{index: p.live.indices[pod]}
 		answers[pod] = a
 		group.Go(func() {
@@ -105,7 +110,8 @@ func (p *Page) readReports(ctx context.Context) {
 			silent[pod] = a.err
 		}
 	}
-	p.live.indices, p.live.silent, p.live.now = indices, silent, time.Now()
+	p.live.indices, p.live.silent, p.live.missing, p.live.now = indices, silent, missing, time.Now()
+	p.live.only = p.options.Namespace
 }
 
 func (p *Page) readObjects(ctx context.Context) error {
@@ -137,7 +143,8 @@ func (p *Page) readObjects(ctx context.Context) error {
 		l.destinations[key{d.Namespace, d.Name}] = d
 	}
 	l.audiences, l.deletions, l.problems, l.unknownKeys = audiences.Items, deletions.Items, problems.Problems, nil
-	for _, client := range p.options.Dispatchers {
+	dispatchers, _ := p.options.Dispatchers()
+	for _, client := range dispatchers {
 		for k, err := range client.UnknownKeys(ctx) {
 			if err != nil {
 				break
@@ -223,18 +230,32 @@ func earlier(a, b time.Time) time.Time {
 	return a
 }
 
-// attempts returns the last attempts of all dispatchers at a destination, newest first.
+// attempts returns the last attempts of the dispatchers at a destination, newest first. The error
+// names the dispatchers whose attempts are missing.
 func (p *Page) attempts(ctx context.Context, k key) (list []adminapi.Attempt, err error) {
-	for pod, client := range p.options.Dispatchers {
-		for a, err := range client.Attempts(ctx, k.String(), "") {
-			if err != nil {
-				return nil, fmt.Errorf("attempts of dispatcher %s: %w", pod, err)
+	dispatchers, _ := p.options.Dispatchers()
+	for _, pod := range slices.Sorted(maps.Keys(dispatchers)) {
+		for a, e := range dispatchers[pod].Attempts(ctx, k.String(), "") {
+			if e != nil {
+				err = errors.Join(err, fmt.Errorf("attempts of dispatcher %s: %w", pod, e))
+				break
 			}
 			list = append(list, a)
 		}
 	}
 	slices.SortStableFunc(list, func(a, b adminapi.Attempt) int { return b.Time.Compare(a.Time) })
-	return list, nil
+	return list, err
+}
+
+// namespaces are the reports of a dispatcher about the namespaces that are shown.
+func (v *view) namespaces(x *adminapi.Index) iter.Seq2[string, *adminapi.NamespaceIndex] {
+	return func(yield func(string, *adminapi.NamespaceIndex) bool) {
+		for name, n := range x.Namespaces() {
+			if (v.only == "" || v.only == name) && !yield(name, n) {
+				return
+			}
+		}
+	}
 }
 
 func compareKeys(a, b key) int { return strings.Compare(a.String(), b.String()) }

@@ -29,9 +29,11 @@ type detail struct {
 	Succeeded int
 	P50, P99  time.Duration
 	Chart     template.HTML
-	Codes     []code
-	Config    string
-	Revision  string
+	// Missing names the dispatchers whose attempts could not be read.
+	Missing  string
+	Codes    []code
+	Config   string
+	Revision string
 
 	DeliveredSpark, PendingSpark, FailedSpark template.HTML
 	History                                   bool
@@ -53,11 +55,11 @@ type code struct {
 
 func (p *Page) newDetail(ctx context.Context, v view, namespace, name string) (detail, error) {
 	k := key{namespace, name}
-	attempts, err := p.attempts(ctx, k)
-	if err != nil {
-		return detail{}, err
-	}
+	attempts, missing := p.attempts(ctx, k)
 	d := detail{row: p.newRow(v, k)}
+	if missing != nil {
+		d.Missing = missing.Error()
+	}
 	oldestFirst := slices.Clone(attempts)
 	slices.Reverse(oldestFirst)
 	d.Findings = v.explain(k, oldestFirst)
@@ -66,6 +68,7 @@ func (p *Page) newDetail(ctx context.Context, v view, namespace, name string) (d
 	d.Exists = object != nil
 	hosts := map[string]string{}
 	if object != nil {
+		var err error
 		d.Revision = object.Status.Revision
 		for _, e := range object.Spec.Endpoints {
 			hosts[e.Name] = shownURL(e.URL)

@@ -83,7 +83,7 @@ func (h *history) sample(v view) {
 	var total point
 	seen := map[key]bool{}
 	for _, x := range v.indices {
-		for namespace, n := range x.Namespaces() {
+		for namespace, n := range v.namespaces(x) {
 			for name := range n.Destinations {
 				k := key{namespace, name}
 				if seen[k] {
@@ -104,7 +104,7 @@ func (h *history) sample(v view) {
 		}
 	}
 	for pod, x := range v.indices {
-		for namespace, n := range x.Namespaces() {
+		for namespace, n := range v.namespaces(x) {
 			old := h.before[pod].Namespace(namespace)
 			for name, s := range n.Sources {
 				if old != nil && old.Sources[name] != nil {
@@ -156,7 +156,7 @@ func compareBools(a, b bool) int {
 // calls are the sums of the Sources.
 func (v *view) calls() (sum adminapi.SourceReport) {
 	for _, x := range v.indices {
-		for _, n := range x.Namespaces() {
+		for _, n := range v.namespaces(x) {
 			for _, s := range n.Sources {
 				sum.Accepted += s.Accepted
 				sum.Rejected += s.Rejected

@@ -3,6 +3,7 @@ package page
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"html/template"
 	"maps"
@@ -82,12 +83,15 @@ type deletion struct {
 }
 
 func (p *Page) newOverview(v view, query string) overview {
-	o := overview{Query: query, Pods: len(p.options.Dispatchers), Silent: len(v.silent), Accepting: len(v.indices) > 0, Calls: v.calls(), Destinations: len(v.destinations)}
+	o := overview{Query: query, Pods: len(v.indices) + unreached(v), Silent: len(v.silent), Accepting: len(v.indices) > 0, Calls: v.calls(), Destinations: len(v.destinations)}
 	for _, list := range v.sources {
 		o.Sources += len(list)
 	}
 	for _, m := range v.problems {
 		o.Problems = append(o.Problems, problem{Object: cmp.Or(m.Object, m.Position()), Text: "manifest rejected: " + m.Detail(), Fix: "correct the manifest"})
+	}
+	if v.missing != nil {
+		o.Problems = append(o.Problems, problem{Object: "dispatchers", Text: "some are not connected: " + v.missing.Error(), Fix: "check the pods; their numbers are missing here"})
 	}
 	for _, pod := range slices.Sorted(maps.Keys(v.silent)) {
 		o.Problems = append(o.Problems, problem{Object: "dispatcher " + pod, Text: "does not answer: " + v.silent[pod].Error(), Fix: "check the pod and its log; its last numbers are shown"})
@@ -155,6 +159,16 @@ func (p *Page) newOverview(v view, query string) overview {
 	}
 	o.Audiences, o.Deletions = newAudiences(v), newDeletions(v)
 	return o
+}
+
+// unreached counts the dispatchers that have not answered yet.
+func unreached(v view) (n int) {
+	for pod := range v.silent {
+		if v.indices[pod] == nil {
+			n++
+		}
+	}
+	return n
 }
 
 func (p *Page) shows(namespace string) bool {
@@ -269,20 +283,23 @@ func (p *Page) ranked(v view) (rows []row) {
 }
 
 // letters returns the dead letters of a destination, of all dispatchers, and whether all were read.
+// The error names the dispatchers whose dead letters are missing.
 func (p *Page) letters(ctx context.Context, k key) (list []adminapi.DeadLetter, complete bool, err error) {
 	complete = true
-	for _, client := range p.options.Dispatchers {
+	dispatchers, _ := p.options.Dispatchers()
+	for _, pod := range slices.Sorted(maps.Keys(dispatchers)) {
 		n := 0
-		for d, err := range client.DeadLetters(ctx, k.String(), maxLetters) {
-			if err != nil {
-				return list, false, err
+		for d, e := range dispatchers[pod].DeadLetters(ctx, k.String(), maxLetters) {
+			if e != nil {
+				err = errors.Join(err, fmt.Errorf("dead letters of dispatcher %s: %w", pod, e))
+				break
 			}
 			list = append(list, d)
 			n++
 		}
 		complete = complete && n < maxLetters
 	}
-	return list, complete, nil
+	return list, complete && err == nil, err
 }
 
 // group are the dead letters of one destination with the same reason, status code and hour.
@@ -360,7 +377,8 @@ func (p *Page) readGroups(ctx context.Context, v view) (g groups) {
 		list, complete, err := p.letters(ctx, r.key)
 		if err != nil {
 			g.Errors = append(g.Errors, r.key.String()+": "+err.Error())
-		} else if !complete {
+		}
+		if !complete && err == nil {
 			g.Incomplete = append(g.Incomplete, r.key.String())
 		}
 		for _, d := range list {

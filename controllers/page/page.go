@@ -7,6 +7,7 @@ package page
 import (
 	"cmp"
 	"context"
+	"crypto/rand"
 	"embed"
 	"fmt"
 	"html/template"
@@ -27,8 +28,14 @@ type Options struct {
 	Objects *adminapi.Client
 	// Namespace limits the page to one namespace; "" shows all.
 	Namespace string
-	// Dispatchers are the admin APIs of all dispatchers, by pod name.
-	Dispatchers map[string]*adminapi.Client
+	// ObjectsAge is how old the objects on a page may be; 0 is one second.
+	ObjectsAge time.Duration
+	// Dispatchers returns the admin APIs of all reachable dispatchers, by pod name, and the reason
+	// why others are missing.
+	Dispatchers func() (map[string]*adminapi.Client, error)
+	// Key, if not "", is required from each browser: a link with the parameter "key" admits the
+	// first browser that opens it, which gets a cookie.
+	Key string
 	// Standalone is true for posthorn run, which also serves the problems of its manifests.
 	Standalone bool
 	// Command is the prefix of the commands that the page shows, for example "posthorn".
@@ -42,6 +49,7 @@ type Page struct {
 	options Options
 	mux     *http.ServeMux
 	started time.Time
+	access  *access // nil without a key
 
 	mu   sync.Mutex // guards what is below
 	live state
@@ -64,6 +72,10 @@ var templates = template.Must(template.New("").Funcs(functions).ParseFS(assets, 
 // New makes a page. Without Run it has no past.
 func New(o Options) *Page {
 	p := &Page{options: o, mux: http.NewServeMux(), started: time.Now(), past: newHistory(), letterReader: make(chan struct{}, 1)}
+	if o.Key != "" {
+		p.access = &access{key: o.Key, session: rand.Text()}
+	}
+	p.options.ObjectsAge = cmp.Or(o.ObjectsAge, freshness)
 	p.mux.HandleFunc("GET /{$}", p.overview)
 	p.mux.HandleFunc("GET "+Prefix+"destination/{namespace}/{name}", p.destination)
 	p.mux.HandleFunc("GET "+Prefix+"deadletters", p.deadLetters)
@@ -82,7 +94,8 @@ func New(o Options) *Page {
 // host.
 const policy = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
 
-// ServeHTTP answers callers of this machine only, because the page needs no token.
+// ServeHTTP answers callers of this machine only, because the page needs no token. With a key it
+// answers one browser.
 func (p *Page) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	h := w.Header()
 	h.Set("Content-Security-Policy", policy)
@@ -93,6 +106,9 @@ func (p *Page) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	h.Set("Cache-Control", "no-store")
 	if reason := denied(r); reason != "" {
 		http.Error(w, reason, http.StatusForbidden)
+		return
+	}
+	if p.access != nil && !p.access.admit(w, r) {
 		return
 	}
 	p.mux.ServeHTTP(w, r)
@@ -183,6 +199,10 @@ func (p *Page) destination(w http.ResponseWriter, r *http.Request) {
 	defer cancel()
 	if err != nil {
 		p.fail(w, err)
+		return
+	}
+	if !p.shows(r.PathValue("namespace")) {
+		http.Error(w, fmt.Sprintf("this page shows namespace %s only", p.options.Namespace), http.StatusNotFound)
 		return
 	}
 	d, err := p.newDetail(ctx, v, r.PathValue("namespace"), r.PathValue("name"))

@@ -136,7 +136,7 @@ func TestDeadLettersAreReadOnce(t *testing.T) {
 		_ = json.NewEncoder(w).Encode(adminapi.DeadLetter{Key: "k", MessageID: "m", Reason: "Rejected", FailedAt: time.Unix(0, 0)})
 	}))
 	t.Cleanup(dispatcher.Close)
-	p := New(Options{Dispatchers: map[string]*adminapi.Client{"a": {URL: dispatcher.URL}}})
+	p := New(Options{Dispatchers: dispatchers(dispatcher.URL)})
 	crm := key{"shop", "crm"}
 	v := view{
 		destinations: map[key]*v1alpha1.WebhookDestination{crm: {}},
@@ -181,4 +181,151 @@ func TestDeadLettersAreReadOnce(t *testing.T) {
 	if got := most.Load(); got != 1 {
 		t.Errorf("reads at the same time: got %d, want 1", got)
 	}
+}
+
+// dispatchers are the connected pods "a", "b" and so on.
+func dispatchers(urls ...string) func() (map[string]*adminapi.Client, error) {
+	clients := map[string]*adminapi.Client{}
+	for i, u := range urls {
+		clients[string(rune('a'+i))] = &adminapi.Client{URL: u}
+	}
+	return func() (map[string]*adminapi.Client, error) { return clients, nil }
+}
+
+// A key admits the first browser that opens the link, and only that one.
+func TestAccess(t *testing.T) {
+	p := New(Options{Key: "secret"})
+	get := func(path string, cookies ...*http.Cookie) *http.Response {
+		r := httptest.NewRequest(http.MethodGet, path, nil)
+		r.Host, r.RemoteAddr = "127.0.0.1:8090", "127.0.0.1:5"
+		for _, c := range cookies {
+			r.AddCookie(c)
+		}
+		w := httptest.NewRecorder()
+		p.ServeHTTP(w, r)
+		return w.Result()
+	}
+	for _, path := range []string{"/page/style.css", "/?key=", "/?key=wrong", "/page/style.css?key=secret"} {
+		if got := get(path); got.StatusCode != http.StatusForbidden || len(got.Cookies()) > 0 {
+			t.Errorf("%s without a cookie: got %d and %d cookies, want 403 and none", path, got.StatusCode, len(got.Cookies()))
+		}
+	}
+	first := get("/?key=secret")
+	if first.StatusCode != http.StatusSeeOther || first.Header.Get("Location") != "/" || len(first.Cookies()) != 1 {
+		t.Fatalf("first use of the link: got %d to %q with %d cookies, want 303 to / with 1", first.StatusCode, first.Header.Get("Location"), len(first.Cookies()))
+	}
+	cookie := first.Cookies()[0]
+	if !cookie.HttpOnly || cookie.SameSite != http.SameSiteStrictMode || cookie.Value == "secret" {
+		t.Errorf("cookie: got %v, want HttpOnly, SameSite=Strict, and another value than the key", cookie)
+	}
+	for path, want := range map[string]int{"/page/style.css": http.StatusOK, "/?key=secret": http.StatusSeeOther} {
+		if got := get(path, cookie); got.StatusCode != want {
+			t.Errorf("%s with the cookie: got %d, want %d", path, got.StatusCode, want)
+		}
+	}
+	if got := get("/?key=secret"); got.StatusCode != http.StatusForbidden || len(got.Cookies()) > 0 {
+		t.Errorf("second use of the link: got %d, want 403", got.StatusCode)
+	}
+	if got := get("/page/style.css", &http.Cookie{Name: cookie.Name, Value: "other"}); got.StatusCode != http.StatusForbidden {
+		t.Errorf("wrong cookie: got %d, want 403", got.StatusCode)
+	}
+}
+
+// A page of one namespace shows nothing of others, and what it can while a dispatcher fails.
+func TestOneNamespace(t *testing.T) {
+	dispatcher := func(failing bool) string {
+		mux := http.NewServeMux()
+		mux.HandleFunc("GET /report", func(w http.ResponseWriter, _ *http.Request) {
+			report := adminapi.Report{Ready: true}
+			for _, namespace := range []string{"shop", "bank"} {
+				report.Namespaces = append(report.Namespaces, adminapi.NamespaceReport{
+					Namespace: namespace, Sources: []adminapi.SourceReport{{Name: "web", Accepted: 7001}},
+					Destinations: []adminapi.DestinationReport{{Name: "crm-of-" + namespace, DeadLettersStored: 1}},
+				})
+			}
+			_ = json.NewEncoder(w).Encode(report)
+		})
+		mux.HandleFunc("GET /keys/unknown", func(http.ResponseWriter, *http.Request) {})
+		mux.HandleFunc("GET /attempts", func(w http.ResponseWriter, r *http.Request) {
+			if failing {
+				http.Error(w, "out of order", http.StatusInternalServerError)
+				return
+			}
+			_ = json.NewEncoder(w).Encode(adminapi.Attempt{Destination: r.FormValue("destination"), MessageID: "m-1", StatusCode: 200})
+		})
+		mux.HandleFunc("GET /deadletters", func(w http.ResponseWriter, _ *http.Request) {
+			if failing {
+				http.Error(w, "out of order", http.StatusInternalServerError)
+				return
+			}
+			_ = json.NewEncoder(w).Encode(adminapi.DeadLetter{Key: "k", MessageID: "m", Reason: "Rejected", FailedAt: time.Unix(0, 0)})
+		})
+		mux.HandleFunc("GET /tail", func(w http.ResponseWriter, _ *http.Request) {
+			for _, name := range []string{"bank/crm-of-bank", "shop/crm-of-shop"} {
+				_ = json.NewEncoder(w).Encode(adminapi.Attempt{Destination: name, MessageID: "m-1"})
+			}
+		})
+		server := httptest.NewServer(mux)
+		t.Cleanup(server.Close)
+		return server.URL
+	}
+	objects := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if !strings.Contains(r.URL.Path, "/namespaces/shop/") {
+			http.Error(w, "forbidden", http.StatusForbidden)
+			return
+		}
+		list := v1alpha1.WebhookDestinationList{}
+		if strings.HasSuffix(r.URL.Path, "/webhookdestinations") {
+			d := v1alpha1.WebhookDestination{}
+			d.Namespace, d.Name = "shop", "crm-of-shop"
+			list.Items = append(list.Items, d)
+		}
+		_ = json.NewEncoder(w).Encode(list)
+	}))
+	t.Cleanup(objects.Close)
+	p := New(Options{Objects: &adminapi.Client{URL: objects.URL}, Namespace: "shop", Dispatchers: dispatchers(dispatcher(false), dispatcher(true)), Command: "kubectl posthorn"})
+	for path, want := range map[string]struct {
+		code  int
+		texts []string
+	}{
+		"/":                                  {http.StatusOK, []string{"crm-of-shop", "14,002"}},
+		"/page/destination/shop/crm-of-shop": {http.StatusOK, []string{"m-1", "Not complete: attempts of dispatcher b"}},
+		"/page/destination/bank/crm-of-bank": {http.StatusNotFound, []string{"namespace shop only"}},
+		"/page/deadletters":                  {http.StatusOK, []string{"crm-of-shop", "dead letters of dispatcher b", "Rejected"}},
+		"/page/search?id=m-1":                {http.StatusOK, []string{"crm-of-shop", "attempts of dispatcher b"}},
+		"/page/tail":                         {http.StatusOK, []string{"crm-of-shop"}},
+	} {
+		ctx, cancel := context.WithCancel(t.Context())
+		r := httptest.NewRequest(http.MethodGet, path, nil).WithContext(ctx)
+		r.Host, r.RemoteAddr = "127.0.0.1:8090", "127.0.0.1:5"
+		w := &watched{ResponseRecorder: httptest.NewRecorder(), cancel: cancel, until: "m-1</a>"}
+		p.ServeHTTP(w, r)
+		cancel()
+		if w.Code != want.code {
+			t.Errorf("%s: got %d, want %d", path, w.Code, want.code)
+		}
+		for _, text := range want.texts {
+			if !strings.Contains(w.Body.String(), text) {
+				t.Errorf("%s lacks %q:\n%s", path, text, w.Body.String())
+			}
+		}
+		if w.Code == http.StatusOK && strings.Contains(w.Body.String(), "bank") {
+			t.Errorf("%s shows another namespace:\n%s", path, w.Body.String())
+		}
+	}
+}
+
+// watched ends its request after it has written a text.
+type watched struct {
+	*httptest.ResponseRecorder
+	cancel context.CancelFunc
+	until  string
+}
+
+func (w *watched) Write(b []byte) (int, error) {
+	n, err := w.ResponseRecorder.Write(b)
+	if strings.Contains(w.Body.String(), w.until) {
+		w.cancel()
+	}
+	return n, err
 }

@@ -3,6 +3,7 @@ package page
 import (
 	"context"
 	"net/http"
+	"strings"
 	"time"
 
 	"github.com/posthorn/posthorn/dispatcher/adminapi"
@@ -25,7 +26,8 @@ func (p *Page) tail(w http.ResponseWriter, r *http.Request) {
 	ctx, cancel := context.WithTimeout(r.Context(), maxTail)
 	defer cancel()
 	attempts := make(chan adminapi.Attempt)
-	for _, client := range p.options.Dispatchers {
+	dispatchers, _ := p.options.Dispatchers()
+	for _, client := range dispatchers {
 		go func() {
 			for a, err := range client.Tail(ctx, t.Destination, "") {
 				if err != nil {
@@ -49,7 +51,7 @@ func (p *Page) tail(w http.ResponseWriter, r *http.Request) {
 			_ = templates.ExecuteTemplate(w, "tail-end.html", maxTail.String())
 			return
 		case a := <-attempts:
-			if t.Failed && a.Reason == "" {
+			if namespace, _, _ := strings.Cut(a.Destination, "/"); t.Failed && a.Reason == "" || !p.shows(namespace) {
 				continue
 			}
 			rows++

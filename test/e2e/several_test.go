@@ -3,7 +3,13 @@
 package e2e
 
 import (
+	"bufio"
 	"fmt"
+	"io"
+	"net/http"
+	"net/http/cookiejar"
+	"os"
+	"os/exec"
 	"strings"
 	"time"
 
@@ -54,6 +60,53 @@ var _ = Describe("Several dispatchers", Serial, Ordered, func() {
 				return out
 			}).Should(And(HavePrefix("403"), ContainSubstring("user_suppressed")))
 		}
+	})
+
+	It("are on one status page, which follows a replaced pod", func() {
+		cmd := exec.Command("kubectl", "posthorn", "page", "-n", t.name)
+		out, err := cmd.StdoutPipe()
+		Expect(err).NotTo(HaveOccurred())
+		var stderr strings.Builder
+		cmd.Stderr = &stderr
+		Expect(cmd.Start()).To(Succeed())
+		DeferCleanup(func() {
+			Expect(cmd.Process.Signal(os.Interrupt)).To(Succeed())
+			_ = cmd.Wait()
+		})
+		lines := bufio.NewScanner(out)
+		for range 2 {
+			Expect(lines.Scan()).To(BeTrue(), stderr.String())
+		}
+		link := lines.Text()
+		jar, _ := cookiejar.New(nil)
+		browser := &http.Client{Jar: jar, Timeout: 20 * time.Second}
+		get := func(client *http.Client, address string) (int, string) {
+			resp, err := client.Get(address)
+			if err != nil {
+				return 0, err.Error()
+			}
+			defer resp.Body.Close()
+			body, _ := io.ReadAll(resp.Body)
+			return resp.StatusCode, string(body)
+		}
+		page := func() string {
+			_, body := get(browser, link)
+			return body
+		}
+		Eventually(page).Should(And(ContainSubstring("3 dispatchers"), ContainSubstring("no problem found"), ContainSubstring(">crm<")))
+		code, body := get(&http.Client{}, link)
+		Expect(code).To(Equal(http.StatusForbidden), body)
+		root, _, _ := strings.Cut(link, "?")
+		_, body = get(browser, root+"page/destination/"+t.name+"/crm")
+		Expect(body).To(And(ContainSubstring("posthorn-dispatcher-2"), ContainSubstring("delivered")))
+
+		By("replacing a pod")
+		pod := "pod/posthorn-dispatcher-2"
+		uid := kubectl("-n", system, "get", pod, "-o", "jsonpath={.metadata.uid}")
+		kubectl("-n", system, "delete", pod)
+		ready(dispatcher)
+		Expect(kubectl("-n", system, "get", pod, "-o", "jsonpath={.metadata.uid}")).NotTo(Equal(uid))
+		Eventually(page).Should(And(ContainSubstring("3 dispatchers"), ContainSubstring("no problem found")))
 	})
 
 	It("have one state of an audience, which survives the restart of its owner", func() {

@@ -11,6 +11,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -133,34 +134,37 @@ func (c *clusterConnector) connect(ctx context.Context) ([]target, func(), error
 	if err != nil {
 		return nil, nil, err
 	}
-	base, scheme := http.RoundTripper(&http.Transport{}), "http"
-	if !c.plain {
-		seconds := int64(supportTokenSeconds)
-		token, err := client.CoreV1().ServiceAccounts(c.system).CreateToken(ctx, c.account, &authenticationv1.TokenRequest{
-			Spec: authenticationv1.TokenRequestSpec{Audiences: []string{adminapi.TokenAudience}, ExpirationSeconds: &seconds},
-		}, metav1.CreateOptions{})
-		if err != nil {
-			return nil, nil, c.explain(err)
-		}
-		scheme = "https"
-		base = bearer{token.Status.Token, &http.Transport{TLSClientConfig: &tls.Config{
-			MinVersion: tls.VersionTLS13,
-			// The forwarded port ends at the pod's own loopback interface. Only the API server and
-			// the kubelet are in between, and both are authenticated.
-			InsecureSkipVerify: true,
-		}}}
+	auth := newPodAuth(c.plain)
+	if err := c.renew(ctx, client, auth); err != nil {
+		return nil, nil, err
 	}
 	ctx, stop := context.WithCancel(ctx)
 	var targets []target
 	for _, pod := range pods {
-		port, err := c.forward(ctx, config, client, pod.Name, c.adminPort)
+		port, _, err := c.forward(ctx, config, client, pod.Name, c.adminPort)
 		if err != nil {
 			stop()
 			return nil, nil, err
 		}
-		targets = append(targets, target{pod.Name, &adminapi.Client{URL: fmt.Sprintf("%s://127.0.0.1:%d", scheme, port), HTTP: &http.Client{Transport: base}}})
+		targets = append(targets, target{pod.Name, auth.client(port)})
 	}
 	return targets, stop, nil
+}
+
+// renew requests a new token of the support account.
+func (c *clusterConnector) renew(ctx context.Context, client kubernetes.Interface, auth *podAuth) error {
+	if auth.plain {
+		return nil
+	}
+	seconds := int64(supportTokenSeconds)
+	token, err := client.CoreV1().ServiceAccounts(c.system).CreateToken(ctx, c.account, &authenticationv1.TokenRequest{
+		Spec: authenticationv1.TokenRequestSpec{Audiences: []string{adminapi.TokenAudience}, ExpirationSeconds: &seconds},
+	}, metav1.CreateOptions{})
+	if err != nil {
+		return c.explain(err)
+	}
+	auth.token.Store(&token.Status.Token)
+	return nil
 }
 
 // explain names the missing permission of a forbidden error, and the flags to check after a
@@ -175,8 +179,9 @@ func (c *clusterConnector) explain(err error) error {
 	return err
 }
 
-// forward forwards a free local port to a pod's port until ctx is done.
-func (c *clusterConnector) forward(ctx context.Context, config *rest.Config, client kubernetes.Interface, pod string, port int) (local uint16, err error) {
+// forward forwards a free local port to a pod's port until ctx is done or the connection ends; then
+// ended gets a value.
+func (c *clusterConnector) forward(ctx context.Context, config *rest.Config, client kubernetes.Interface, pod string, port int) (local uint16, ended <-chan error, err error) {
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("forward a port of pod %s: %w", pod, c.explain(err))
@@ -185,12 +190,12 @@ func (c *clusterConnector) forward(ctx context.Context, config *rest.Config, cli
 	address := client.CoreV1().RESTClient().Post().Resource("pods").Namespace(c.system).Name(pod).SubResource("portforward").URL()
 	transport, upgrader, err := spdy.RoundTripperFor(config)
 	if err != nil {
-		return 0, err
+		return 0, nil, err
 	}
 	old := spdy.NewDialer(upgrader, &http.Client{Transport: transport}, http.MethodPost, address)
 	dialer, err := portforward.NewSPDYOverWebsocketDialer(address, config)
 	if err != nil {
-		return 0, err
+		return 0, nil, err
 	}
 	dialer = portforward.NewFallbackDialer(dialer, old, func(err error) bool {
 		return httpstream.IsUpgradeFailure(err) || httpstream.IsHTTPSProxyError(err)
@@ -198,34 +203,59 @@ func (c *clusterConnector) forward(ctx context.Context, config *rest.Config, cli
 	ready := make(chan struct{})
 	forwarder, err := portforward.NewOnAddressesWithContext(ctx, dialer, []string{"127.0.0.1"}, []string{fmt.Sprintf("0:%d", port)}, ready, io.Discard, io.Discard)
 	if err != nil {
-		return 0, err
+		return 0, nil, err
 	}
 	done := make(chan error, 1)
 	go func() { done <- forwarder.ForwardPorts() }()
 	select {
 	case <-ready:
 	case err := <-done:
-		return 0, cmp.Or(err, ctx.Err())
+		return 0, nil, cmp.Or(err, ctx.Err())
 	case <-time.After(30 * time.Second):
-		return 0, fmt.Errorf("no response within 30 s")
+		return 0, nil, fmt.Errorf("no response within 30 s")
 	}
 	ports, err := forwarder.GetPorts()
 	if err != nil {
-		return 0, err
+		return 0, nil, err
 	}
-	return ports[0].Local, nil
+	return ports[0].Local, done, nil
 }
 
-// bearer adds a token to each request.
-type bearer struct {
-	token string
+// podAuth authenticates requests to the dispatcher pods: it adds a token to each, unless plain.
+type podAuth struct {
+	plain bool
+	token atomic.Pointer[string]
 	next  http.RoundTripper
 }
 
-func (b bearer) RoundTrip(r *http.Request) (*http.Response, error) {
-	r = r.Clone(r.Context())
-	r.Header.Set("Authorization", "Bearer "+b.token)
-	return b.next.RoundTrip(r)
+func newPodAuth(plain bool) *podAuth {
+	t := &http.Transport{}
+	if !plain {
+		t.TLSClientConfig = &tls.Config{
+			MinVersion: tls.VersionTLS13,
+			// The forwarded port ends at the pod's own loopback interface. Only the API server and
+			// the kubelet are in between, and both are authenticated.
+			InsecureSkipVerify: true,
+		}
+	}
+	return &podAuth{plain: plain, next: t}
+}
+
+func (a *podAuth) RoundTrip(r *http.Request) (*http.Response, error) {
+	if token := a.token.Load(); token != nil {
+		r = r.Clone(r.Context())
+		r.Header.Set("Authorization", "Bearer "+*token)
+	}
+	return a.next.RoundTrip(r)
+}
+
+// client requests the admin API at a forwarded port.
+func (a *podAuth) client(port uint16) *adminapi.Client {
+	scheme := "https"
+	if a.plain {
+		scheme = "http"
+	}
+	return &adminapi.Client{URL: fmt.Sprintf("%s://127.0.0.1:%d", scheme, port), HTTP: &http.Client{Transport: a}}
 }
 
 // clusterSender sends to a ready dispatcher pod, with the write key of a Source of the user's
@@ -266,7 +296,7 @@ func (c *clusterSender) connect(ctx context.Context) (to trackingAPI, stop func(
 		return to, nil, fmt.Errorf("none of the %d dispatcher pods in namespace %s is ready: kubectl -n %[2]s get pods", len(pods), c.system)
 	}
 	ctx, stop = context.WithCancel(ctx)
-	port, err := c.forward(ctx, config, client, pods[ready].Name, c.callsPort)
+	port, _, err := c.forward(ctx, config, client, pods[ready].Name, c.callsPort)
 	if err != nil {
 		stop()
 		return to, nil, err
