@@ -45,6 +45,9 @@ type Clock struct{ ahead atomic.Int64 }
 // Now returns the time of the clock.
 func (c *Clock) Now() time.Time { return time.Now().Add(time.Duration(c.ahead.Load())) }
 
+// Ahead returns how far the clock was moved ahead.
+func (c *Clock) Ahead() time.Duration { return time.Duration(c.ahead.Load()) }
+
 // Advance moves the clock ahead.
 func (c *Clock) Advance(d time.Duration) { c.ahead.Add(int64(d)) }
 
