@@ -124,7 +124,7 @@ type podWatch struct {
 type connectedPod struct {
 	name   string
 	client *adminapi.Client
-	ended  <-chan error
+	ended  <-chan error // has a value when the connection ended
 	stop   context.CancelFunc
 }
 
@@ -178,7 +178,7 @@ func (w *podWatch) update(ctx context.Context, pods []corev1.Pod, failed error) 
 		if p := before[pod.UID]; p != nil {
 			delete(before, pod.UID)
 			select {
-			case <-p.ended:
+			case <-p.ended: //nolint:errcheck // the new connection reports its own
 				p.stop()
 			default:
 				next[i] = p
