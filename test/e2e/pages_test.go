@@ -38,6 +38,7 @@ var _ = Describe("The pages other than install.md and operations.md", Serial, fu
 		})
 		settings := " --set image.repository=" + env("E2E_REPOSITORY") + " --set image.tag=" + env("E2E_TAG")
 		run := func(commands string) (string, error) {
+			commands = strings.ReplaceAll(commands, "ghcr.io/posthorn/posthorn:0.2.0", posthornImage())
 			// The release is already installed.
 			commands = regexp.MustCompile(`(?m)^helm (?:install|upgrade) (.*)$`).ReplaceAllString(commands, "helm upgrade --install $1"+settings)
 			// The exit code is 1 if there is a problem.
@@ -83,6 +84,6 @@ var _ = Describe("The pages other than install.md and operations.md", Serial, fu
 				Expect(b.Missing(out)).To(BeEmpty(), "missing lines of %s:%d in the output:\n%s", page, b.Line, out)
 			}
 		}
-		Expect(ran).To(And(HaveKey("README.md"), HaveKey("docs/kubectl.md"), HaveKey("docs/troubleshooting.md"), HaveKey("docs/webhookdestination.md"), HaveKey("docs/redelivery.md"), HaveKey("docs/runbooks.md")))
+		Expect(ran).To(And(HaveKey("README.md"), HaveKey("docs/kubectl.md"), HaveKey("docs/troubleshooting.md"), HaveKey("docs/quickstart.md"), HaveKey("docs/webhookdestination.md"), HaveKey("docs/redelivery.md"), HaveKey("docs/runbooks.md")))
 	})
 })
