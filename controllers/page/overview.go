@@ -64,8 +64,17 @@ type overview struct {
 	Rows     []row
 	MoreRows int
 
-	Audiences []audience
-	Deletions []deletion
+	SourceRows  []sourceRow
+	MoreSources int
+	Audiences   []audience
+	Deletions   []deletion
+}
+
+// sourceRow is a Source in the overview, with the sums of its reports.
+type sourceRow struct {
+	key
+	Calls        adminapi.SourceReport
+	State, Words string
 }
 
 type audience struct {
@@ -157,8 +166,57 @@ func (p *Page) newOverview(v view, query string) overview {
 	if o.MoreRows = max(0, len(o.Rows)-maxRows); o.MoreRows > 0 {
 		o.Rows = o.Rows[:maxRows]
 	}
-	o.Audiences, o.Deletions = newAudiences(v), newDeletions(v)
+	o.SourceRows, o.Audiences, o.Deletions = newSources(v), newAudiences(v), newDeletions(v)
+	if o.MoreSources = max(0, len(o.SourceRows)-maxRows); o.MoreSources > 0 {
+		o.SourceRows = o.SourceRows[:maxRows]
+	}
 	return o
+}
+
+// newSources returns the Sources, the worst first.
+func newSources(v view) (list []sourceRow) {
+	for namespace, sources := range v.sources {
+		for _, s := range sources {
+			r := sourceRow{key: key{namespace, s.Name}, State: "ok"}
+			for _, x := range v.indices {
+				if n := x.Namespace(namespace); n != nil && n.Sources[s.Name] != nil {
+					r.add(n.Sources[s.Name])
+				}
+			}
+			ready := meta.FindStatusCondition(s.Status.Conditions, v1alpha1.ConditionReady)
+			switch {
+			case ready != nil && ready.Status == metav1.ConditionFalse:
+				r.State, r.Words = "problem", ready.Message
+			case r.Calls.StoragePressure:
+				r.State, r.Words = "problem", "rejects calls: the storage or the Source's quota is full"
+			case r.Calls.LastRejected.After(r.Calls.LastAccepted):
+				r.State, r.Words = "notice", "rejected the last call"
+			case r.Calls.LastAccepted.IsZero():
+				r.Words = "no call since the start"
+			default:
+				r.Words = "accepting calls"
+			}
+			list = append(list, r)
+		}
+	}
+	severity := map[string]int{"problem": 0, "notice": 1, "ok": 2}
+	slices.SortFunc(list, func(a, b sourceRow) int {
+		return cmp.Or(cmp.Compare(severity[a.State], severity[b.State]), cmp.Compare(b.Calls.Rejected, a.Calls.Rejected), cmp.Compare(b.Calls.Accepted, a.Calls.Accepted), compareKeys(a.key, b.key))
+	})
+	return list
+}
+
+// add adds the report of one dispatcher.
+func (r *sourceRow) add(s *adminapi.SourceReport) {
+	c := &r.Calls
+	c.Accepted, c.Rejected, c.Duplicates = c.Accepted+s.Accepted, c.Rejected+s.Rejected, c.Duplicates+s.Duplicates
+	c.StoragePressure = c.StoragePressure || s.StoragePressure
+	if s.LastAccepted.After(c.LastAccepted) {
+		c.LastAccepted = s.LastAccepted
+	}
+	if s.LastRejected.After(c.LastRejected) {
+		c.LastRejected, c.LastRejection = s.LastRejected, s.LastRejection
+	}
 }
 
 // unreached counts the dispatchers that have not answered yet.

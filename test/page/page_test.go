@@ -95,7 +95,7 @@ func open(t *testing.T, views ...view) map[string]seen {
 }
 
 // start runs posthorn with a destination for each URL, and returns its page's URL and a function
-// that sends calls.
+// that sends n calls, or -n invalid ones.
 func start(t *testing.T, destinations map[string]string) (root string, send func(n int) (last string)) {
 	t.Helper()
 	dir := t.TempDir()
@@ -128,17 +128,21 @@ spec:
 	t.Cleanup(func() { _ = p.Stop(os.Interrupt) })
 	sent := 0
 	return "http://" + p.Admin, func(n int) (last string) {
+		event, want := "Order Completed", http.StatusOK
+		if n < 0 { // invalid calls
+			n, event, want = -n, "", http.StatusBadRequest
+		}
 		for range n {
 			sent++
 			last = fmt.Sprintf("order-%04d", sent)
-			body := fmt.Sprintf(`{"messageId":%q,"userId":"u%d","event":"Order Completed","properties":{"total":%d,"note":"private-body"}}`, last, sent%40, sent)
+			body := fmt.Sprintf(`{"messageId":%q,"userId":"u%d","event":%q,"properties":{"total":%d,"note":"private-body"}}`, last, sent%40, event, sent)
 			req, err := http.NewRequest(http.MethodPost, "http://"+p.Addr+"/v1/track", strings.NewReader(body))
 			check.NoError(t, "make a request", err)
 			req.SetBasicAuth("page-write-key", "")
 			resp, err := http.DefaultClient.Do(req)
 			check.NoError(t, "send a call", err)
 			_ = resp.Body.Close()
-			check.Equal(t, "answer to a call", resp.StatusCode, http.StatusOK)
+			check.Equal(t, "answer to a call", resp.StatusCode, want)
 		}
 		return last
 	}
@@ -225,7 +229,7 @@ func TestHealth(t *testing.T) {
 		view{Name: "refreshed", URL: root + "/", Until: "updated "},
 		view{Name: "search", URL: root + "/page/search?id=" + id},
 	)
-	contains(t, "overview", got["overview"].Text, "No problem found", "shop/crm", "shop/warehouse", "Accepting calls, 1 dispatcher")
+	contains(t, "overview", got["overview"].Text, "No problem found", "shop/crm", "shop/warehouse", "Accepting calls, 1 dispatcher", "shop/web", "accepting calls")
 	check.Equal(t, "title", got["overview"].Title, "Posthorn: no problem found")
 	check.Equal(t, "focus after Tab and after /", strings.Join(got["overview"].Focus, ", "), "Skip to content, id")
 	contains(t, "without a script", got["without a script"].Text, "No problem found", "shop/crm")
@@ -245,6 +249,7 @@ func TestTrouble(t *testing.T) {
 	})
 	send(30)
 	past(t, send)
+	send(-1)
 	await(t, root+"/page/deadletters", "deadletters redeliver billing -n shop --reason Rejected")
 	await(t, root+"/page/destination/shop/mailer", "ConnectionRefused")
 	stop := make(chan struct{})
@@ -272,7 +277,7 @@ func TestTrouble(t *testing.T) {
 		view{Name: "tail", URL: root + "/page/tail?destination=shop/crm", Stream: ".tail .row.ok"},
 	)
 	overview := got["overview"].Text
-	contains(t, "overview", overview, "shop/billing", "shop/mailer", "To do:")
+	contains(t, "overview", overview, "shop/billing", "shop/mailer", "To do:", "shop/web", "event")
 	table := overview[strings.LastIndex(overview, "LAST SUCCESS")+1:]
 	if crm, billing := strings.LastIndex(table, "shop/crm"), strings.LastIndex(table, "shop/billing"); crm < billing {
 		t.Errorf("table of destinations: crm, which works, is above billing, which does not:\n%s", table)

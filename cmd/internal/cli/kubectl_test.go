@@ -404,7 +404,11 @@ spec:
 		kubectl("", "patch", "redelivery", name, "-n", "shop", "--subresource=status", "--type=merge", "--patch", fmt.Sprintf(`{"status": {"conditions": [
 			{"type": "Failed", "status": %q, "reason": "NotRedelivered", "message": %q, "lastTransitionTime": "2026-01-02T03:04:05Z"},
 			{"type": "Ready", "status": "False", "reason": "NotRedelivered", "message": %q, "lastTransitionTime": "2026-01-02T03:04:05Z"}]}}`, c[1], c[0], c[0]))
-		has(<-said, c[0])
+		line := <-said
+		for strings.Contains(line, "waiting for the operator") { // The command read the object before.
+			line = <-said
+		}
+		has(line, c[0])
 	}
 	if code := <-ended; code != command.ExitFailure {
 		t.Errorf("exit %d of a Redelivery that failed", code)
