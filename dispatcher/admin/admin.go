@@ -3,6 +3,7 @@
 package admin
 
 import (
+	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
@@ -36,8 +37,8 @@ type Options struct {
 	// View, when not nil, enables /debug; it returns the view in effect, or nil before the first
 	// config.
 	View func() *liveconfig.View
-	// Backup writes a backup of the data directory.
-	Backup func(io.Writer) error
+	// Backup writes a backup of the data directory until ctx is done.
+	Backup func(ctx context.Context, w io.Writer) error
 	// BackupToken authorizes the requests for backups if there is no Guard.
 	BackupToken BackupToken
 	// Extra serves every other path; may be nil.

@@ -36,7 +36,7 @@ func mountBackup(mux *http.ServeMux, o Options) {
 			return
 		}
 		out := &backupWriter{w: w, control: http.NewResponseController(w)}
-		err := o.Backup(out)
+		err := o.Backup(r.Context(), out)
 		switch {
 		case err == nil:
 		case out.started:

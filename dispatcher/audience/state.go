@@ -59,6 +59,18 @@ type stored struct {
 // last is the newest sync; nil before the first one.
 func (r stored) last() *state { return cmp.Or(r.Pending, r.Done) }
 
+// files are the names of the files that the state needs.
+func (r stored) files() map[string]bool {
+	named := map[string]bool{}
+	if r.Done != nil {
+		named[membersPrefix+r.Done.Sync] = true
+	}
+	if r.Pending != nil {
+		named[membersPrefix+r.Pending.Sync], named[changesPrefix+r.Pending.Sync] = true, true
+	}
+	return named
+}
+
 // state is a completed or decided sync.
 type state struct {
 	Namespace string `json:"namespace"`
@@ -120,13 +132,7 @@ func put(to func(string, []byte) error, n name, r stored) error {
 
 // tidy removes the files in an audience's folder that its state does not name.
 func tidy(fs vfs.FS, dir string, r stored) error {
-	named := map[string]bool{}
-	if r.Done != nil {
-		named[membersPrefix+r.Done.Sync] = true
-	}
-	if r.Pending != nil {
-		named[membersPrefix+r.Pending.Sync], named[changesPrefix+r.Pending.Sync] = true, true
-	}
+	named := r.files()
 	entries, err := fs.List(dir)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil

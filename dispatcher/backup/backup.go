@@ -9,6 +9,7 @@ package backup
 
 import (
 	"archive/tar"
+	"bufio"
 	"bytes"
 	"crypto/sha256"
 	"encoding/json"
@@ -17,22 +18,22 @@ import (
 	"hash"
 	"io"
 	"io/fs"
-	"maps"
 	"os"
 	"path"
 	"path/filepath"
-	"slices"
 	"strings"
+	"syscall"
 	"time"
 )
 
-// Names in an archive. QueueFolder is the store, MembersFolder the members of audiences. SumsName
-// has the format of sha256sum.
+// Names in an archive. QueueFolder is the store, MembersFolder the members of audiences, and
+// StateName the state of the manifests of posthorn run. SumsName has the format of sha256sum.
 const (
 	IndexName     = "backup.json"
 	SumsName      = "SHA256SUMS"
 	QueueFolder   = "queue"
 	MembersFolder = "audience-members"
+	StateName     = "manifests.json"
 )
 
 // workFolder is the folder, in a data directory, of the checkpoint that Take writes.
@@ -42,6 +43,8 @@ const (
 	formatVersion = 1
 	// maxTextBytes bounds the index and the checksums when they are read.
 	maxTextBytes = 64 << 20
+	// maxStateBytes bounds StateName.
+	maxStateBytes = 1 << 30
 	// chunkBytes is how much is written between two calls of Options.Check.
 	chunkBytes = 1 << 20
 	// maxTries bounds how often a checkpoint is repeated because a file beside it changed.
@@ -54,7 +57,8 @@ var ErrIncomplete = errors.New("the backup is incomplete: it ends before " + Sum
 // Index describes an archive.
 type Index struct {
 	Format int `json:"format"`
-	// Version is the release of Posthorn that wrote the archive, and Time when it did.
+	// Version is the release of Posthorn that wrote the archive. Every call that was answered before
+	// Time is part of it.
 	Version string    `json:"version"`
 	Time    time.Time `json:"time"`
 	// Bytes is the size of all files, without Index and checksums.
@@ -68,6 +72,9 @@ type Options struct {
 	// Checkpoint writes a consistent copy of the store to a folder that does not exist. It is
 	// called while the files of MembersFolder are not removed.
 	Checkpoint func(dir string) error
+	// Verify returns an error if a file of the copy in dir, which has the names of an archive, is
+	// damaged.
+	Verify func(dir string) error
 	// HoldRemovals delays the removal of files of MembersFolder until release is called.
 	HoldRemovals func() (release func())
 	// Check returns an error when the backup must end early. It is called for each MiB.
@@ -84,14 +91,18 @@ func RemoveRest(dataDir string) error { return os.RemoveAll(filepath.Join(dataDi
 func Take(o Options, w io.Writer) (Index, error) {
 	work := filepath.Join(o.DataDir, workFolder)
 	defer os.RemoveAll(work)
-	if err := o.fill(work); err != nil {
+	begun, err := o.fill(work)
+	if err != nil {
+		return Index{}, err
+	}
+	if err := o.Verify(work); err != nil {
 		return Index{}, err
 	}
 	names, size, err := list(work)
 	if err != nil {
 		return Index{}, err
 	}
-	index := Index{Format: formatVersion, Version: o.Version, Time: o.Now().UTC(), Bytes: size}
+	index := Index{Format: formatVersion, Version: o.Version, Time: begun.UTC(), Bytes: size}
 	text, err := json.Marshal(index)
 	if err != nil {
 		return index, err
@@ -108,34 +119,85 @@ func Take(o Options, w io.Writer) (Index, error) {
 }
 
 // fill makes the work folder: a checkpoint of the store, and the other files of the data directory
-// as they were at the time of the checkpoint.
-func (o Options) fill(work string) error {
+// as they were at the time of the checkpoint. It returns a time before the checkpoint.
+func (o Options) fill(work string) (begun time.Time, err error) {
 	for range maxTries {
-		if err := errors.Join(os.RemoveAll(work), os.Mkdir(work, 0o700)); err != nil {
-			return err
+		if err := errors.Join(os.RemoveAll(work), os.Mkdir(work, 0o700), o.Check()); err != nil {
+			return begun, err
 		}
-		before, err := stateFiles(o.DataDir)
+		begun = o.Now()
+		before, err := stateFile(o.DataDir)
 		if err != nil {
-			return err
+			return begun, err
 		}
-		if err := o.link(work); err != nil {
-			return err
-		}
-		after, err := stateFiles(o.DataDir)
-		if err != nil {
-			return err
-		}
-		if !maps.EqualFunc(before, after, bytes.Equal) {
-			continue
-		}
-		for name, content := range after {
-			if err := os.WriteFile(filepath.Join(work, name), content, 0o600); err != nil {
-				return err
+		if before != nil {
+			// A new state is another file, so the link keeps this one.
+			err := linkOrCopy(filepath.Join(o.DataDir, StateName), filepath.Join(work, StateName))
+			if errors.Is(err, fs.ErrNotExist) {
+				continue
+			}
+			if err != nil {
+				return begun, err
 			}
 		}
-		return nil
+		if err := o.link(work); err != nil {
+			return begun, err
+		}
+		after, err := stateFile(o.DataDir)
+		if err != nil {
+			return begun, err
+		}
+		if sameFile(before, after) {
+			return begun, nil
+		}
 	}
-	return errors.New("the files of the data directory change too often for a consistent backup; try again when no manifest changes")
+	return begun, errors.New("the files of the data directory change too often for a consistent backup; try again when no manifest changes")
+}
+
+// stateFile describes the state of the manifests; nil without one.
+func stateFile(dir string) (fs.FileInfo, error) {
+	info, err := os.Lstat(filepath.Join(dir, StateName))
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil, nil
+	case err != nil:
+		return nil, err
+	case !info.Mode().IsRegular() || info.Size() > maxStateBytes:
+		return nil, fmt.Errorf("%s is not a file that Posthorn writes: mode %v, %d bytes; move it away", filepath.Join(dir, StateName), info.Mode(), info.Size())
+	}
+	return info, nil
+}
+
+func sameFile(a, b fs.FileInfo) bool {
+	if a == nil || b == nil {
+		return a == nil && b == nil
+	}
+	return os.SameFile(a, b) && a.Size() == b.Size() && a.ModTime().Equal(b.ModTime())
+}
+
+// withoutLinks reports whether an error of os.Link means that the file system has no hard links, or
+// that it does not allow this one.
+func withoutLinks(err error) bool {
+	return errors.Is(err, errors.ErrUnsupported) || errors.Is(err, syscall.EPERM)
+}
+
+// linkOrCopy makes a hard link, or a copy on a file system without them.
+func linkOrCopy(from, to string) error {
+	err := os.Link(from, to)
+	if err == nil || !withoutLinks(err) {
+		return err
+	}
+	in, err := os.Open(from)
+	if err != nil {
+		return err
+	}
+	defer in.Close()
+	out, err := os.OpenFile(to, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = io.Copy(out, in)
+	return errors.Join(err, out.Close())
 }
 
 // link makes the checkpoint, and links the members. The state in the store names only files that
@@ -159,7 +221,7 @@ func (o Options) link(work string) error {
 		case entry.IsDir():
 			return os.Mkdir(to, 0o700)
 		default:
-			return os.Link(p, to)
+			return linkOrCopy(p, to)
 		}
 	})
 	if errors.Is(err, fs.ErrNotExist) {
@@ -168,25 +230,6 @@ func (o Options) link(work string) error {
 		}
 	}
 	return err
-}
-
-// stateFiles returns the files beside the folders of a data directory: the state of the manifests
-// of posthorn run.
-func stateFiles(dir string) (map[string][]byte, error) {
-	entries, err := os.ReadDir(dir)
-	if err != nil {
-		return nil, err
-	}
-	files := map[string][]byte{}
-	for _, entry := range entries {
-		if !entry.Type().IsRegular() || strings.HasPrefix(entry.Name(), ".") || entry.Name() == IndexName || entry.Name() == SumsName {
-			continue
-		}
-		if files[entry.Name()], err = os.ReadFile(filepath.Join(dir, entry.Name())); err != nil {
-			return nil, err
-		}
-	}
-	return files, nil
 }
 
 // list returns the names of all files below a folder, and the sum of their sizes.
@@ -206,8 +249,9 @@ func list(dir string) (names []string, size int64, err error) {
 	return names, size, err
 }
 
-// Pack writes the archive of a folder to which one was extracted. It does not check the files: a
-// changed file has another checksum, which Read reports.
+// Pack writes the archive of a folder to which one was extracted. It does not check the contents: a
+// changed file has another checksum, which Read reports. A file that SumsName does not list is an
+// error.
 func Pack(dir string, w io.Writer) error {
 	index, err := os.ReadFile(filepath.Join(dir, IndexName))
 	if err != nil {
@@ -217,16 +261,34 @@ func Pack(dir string, w io.Writer) error {
 	if err != nil {
 		return ErrIncomplete
 	}
-	out := newWriter(w, func() error { return nil })
-	out.addText(IndexName, index)
+	names, _, err := list(dir)
+	if err != nil {
+		return err
+	}
+	unlisted := map[string]bool{}
+	for _, name := range names {
+		unlisted[name] = name != SumsName
+	}
+	var listed []string
 	for line := range strings.Lines(string(sums)) {
 		_, name, ok := strings.Cut(strings.TrimSuffix(line, "\n"), "  ")
 		if !ok || !filepath.IsLocal(name) {
 			return fmt.Errorf("%s: a line is malformed", SumsName)
 		}
+		unlisted[name] = false
 		if name != IndexName {
-			out.addFile(name, filepath.Join(dir, filepath.FromSlash(name)))
+			listed = append(listed, name)
 		}
+	}
+	for _, name := range names {
+		if unlisted[name] {
+			return fmt.Errorf("%s is not part of the backup: %s does not list it; move it away", filepath.Join(dir, name), SumsName)
+		}
+	}
+	out := newWriter(w, func() error { return nil })
+	out.addText(IndexName, index)
+	for _, name := range listed {
+		out.addFile(name, filepath.Join(dir, filepath.FromSlash(name)))
 	}
 	out.addText(SumsName, sums)
 	return out.close()
@@ -306,6 +368,13 @@ type Sink interface {
 // Read reads an archive to its end and passes its files to a sink. After an error, what the sink
 // received is not a backup.
 func Read(r io.Reader, to Sink) (index Index, err error) {
+	buffered := bufio.NewReader(r)
+	r = buffered
+	if head, err := buffered.Peek(len(IndexName)); !strings.HasPrefix(IndexName, string(head)) {
+		return index, errors.New("this is not a backup of Posthorn: a backup is a tar file that begins with " + IndexName + ", without compression")
+	} else if err != nil && !errors.Is(err, io.EOF) {
+		return index, err
+	}
 	in := tar.NewReader(r)
 	sums := strings.Builder{}
 	seen := map[string]bool{}
@@ -319,10 +388,8 @@ func Read(r io.Reader, to Sink) (index Index, err error) {
 		}
 		name := header.Name
 		switch {
-		case header.Typeflag != tar.TypeReg || !filepath.IsLocal(name) || path.Clean(name) != name || strings.Contains(name, `\`) || seen[name]:
+		case header.Typeflag != tar.TypeReg || !isName(name) || seen[name] || len(seen) == 0 && name != IndexName:
 			return index, fmt.Errorf("read the backup: %q is not a file that Posthorn writes", name)
-		case len(seen) == 0 && name != IndexName:
-			return index, fmt.Errorf("this is not a backup: it begins with %q, not with %s", name, IndexName)
 		}
 		seen[name] = true
 		text, sum := bytes.Buffer{}, sha256.New()
@@ -367,6 +434,18 @@ func Read(r io.Reader, to Sink) (index Index, err error) {
 	}
 }
 
+// isName reports whether an archive can have a file with a name.
+func isName(name string) bool {
+	top, _, nested := strings.Cut(name, "/")
+	switch top {
+	case QueueFolder, MembersFolder:
+		return nested && filepath.IsLocal(name) && path.Clean(name) == name && !strings.Contains(name, `\`)
+	case IndexName, SumsName, StateName:
+		return !nested
+	}
+	return false
+}
+
 func incomplete(err error) error {
 	if errors.Is(err, io.ErrUnexpectedEOF) {
 		return ErrIncomplete
@@ -390,18 +469,5 @@ func firstDifference(want, got string) string {
 	return "a file is missing"
 }
 
-// Names returns the entries of the data directory that an extracted archive replaces, the store
-// last.
-func Names(dir string) ([]string, error) {
-	entries, err := os.ReadDir(dir)
-	if err != nil {
-		return nil, err
-	}
-	var names []string
-	for _, entry := range entries {
-		if name := entry.Name(); name != IndexName && name != SumsName && name != QueueFolder {
-			names = append(names, name)
-		}
-	}
-	return append(slices.Clip(names), QueueFolder), nil
-}
+// Entries are the entries of a data directory that an archive replaces, the store last.
+func Entries() []string { return []string{MembersFolder, StateName, QueueFolder} }

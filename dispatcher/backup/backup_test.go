@@ -7,7 +7,9 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -49,11 +51,14 @@ func newData(t *testing.T) Options {
 	dir := t.TempDir()
 	write(t, filepath.Join(dir, QueueFolder, "000001.log"), "live")
 	write(t, filepath.Join(dir, "manifests.json"), "{}")
+	write(t, filepath.Join(dir, TokenName), "not part of a backup")
+	write(t, filepath.Join(dir, "dump.sql"), "not part of a backup")
 	write(t, filepath.Join(dir, MembersFolder, "a", "members-1"), "ann")
 	write(t, filepath.Join(dir, MembersFolder, "a", "sync-2", "run"), "in progress")
 	return Options{
 		DataDir: dir, Version: "v1", Now: func() time.Time { return time.Unix(1, 0) },
 		HoldRemovals: func() func() { return func() {} }, Check: func() error { return nil },
+		Verify: func(string) error { return nil },
 		Checkpoint: func(to string) error {
 			write(t, filepath.Join(to, "000001.log"), strings.Repeat("checkpoint", 200_000))
 			return nil
@@ -132,8 +137,17 @@ func TestDamagedArchives(t *testing.T) {
 		}
 	}
 	escaping := bytes.Replace(archive, []byte("manifests.json\x00"), []byte("../manifests.j\x00"), 1)
-	if _, err := Save(bytes.NewReader(escaping), filepath.Join(t.TempDir(), "folder"), unlimited); err == nil {
-		t.Error("a file outside of the folder: got no error, want one")
+	foreign := bytes.Replace(archive, []byte("manifests.json\x00"), []byte("manifests.yaml\x00"), 1)
+	for name, archive := range map[string][]byte{"a file outside of the folder": escaping, "another file": foreign} {
+		if _, err := Save(bytes.NewReader(archive), filepath.Join(t.TempDir(), "folder"), unlimited); err == nil {
+			t.Errorf("%s: got no error, want one", name)
+		}
+	}
+	for _, text := range []string{"root:x:0:0:root:/root:/bin/bash\n", "\x1f\x8b\b", strings.Repeat("x", 2000)} {
+		_, err := Read(strings.NewReader(text), spaceCheck{t.TempDir(), unlimited})
+		if err == nil || !strings.Contains(err.Error(), "not a backup of Posthorn") {
+			t.Errorf("%.10q: got %v, want an error that it is not a backup", text, err)
+		}
 	}
 }
 
@@ -211,5 +225,138 @@ func TestStateChangesMeanwhile(t *testing.T) {
 	}
 	if _, err := Take(o, io.Discard); err == nil {
 		t.Error("a state that changes with every checkpoint: got no error, want one")
+	}
+}
+
+// A state of the manifests of any size is not read into memory, and one that is too large to be
+// Posthorn's is refused.
+func TestLargeState(t *testing.T) {
+	o := newData(t)
+	state := filepath.Join(o.DataDir, StateName)
+	for _, c := range []struct {
+		size   int64
+		accept bool
+	}{{maxStateBytes, true}, {maxStateBytes + 1, false}} {
+		if err := os.Truncate(state, c.size); err != nil { // The file is sparse.
+			t.Fatal(err)
+		}
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		_, err := Take(o, io.Discard)
+		runtime.ReadMemStats(&after)
+		if accepted := err == nil; accepted != c.accept {
+			t.Errorf("%d bytes: got %v, want accepted: %v", c.size, err, c.accept)
+		}
+		if allocated := after.TotalAlloc - before.TotalAlloc; allocated > 64<<20 {
+			t.Errorf("%d bytes: got %d bytes of allocations, want at most 64 MiB", c.size, allocated)
+		}
+	}
+}
+
+// The time of a backup is before the checkpoint: a call that is answered between both is part of it.
+func TestTimeIsBeforeTheCheckpoint(t *testing.T) {
+	o := newData(t)
+	now := time.Unix(1, 0)
+	o.Now = func() time.Time { return now }
+	checkpoint := o.Checkpoint
+	o.Checkpoint = func(to string) error {
+		now = now.Add(time.Second)
+		return checkpoint(to)
+	}
+	index, err := Take(o, io.Discard)
+	if want := time.Unix(1, 0).UTC(); err != nil || !index.Time.Equal(want) {
+		t.Errorf("time: got %v, %v, want %v", index.Time, err, want)
+	}
+}
+
+// A damaged copy is reported before the first byte of the archive.
+func TestDamagedCopy(t *testing.T) {
+	o := newData(t)
+	damaged := errors.New("damaged")
+	o.Verify = func(dir string) error {
+		if len(contents(t, dir)) != len(wholeBackup) {
+			t.Errorf("files to verify: got %d, want %d", len(contents(t, dir)), len(wholeBackup))
+		}
+		return damaged
+	}
+	var archive bytes.Buffer
+	if _, err := Take(o, &archive); !errors.Is(err, damaged) || archive.Len() > 0 {
+		t.Errorf("got %v and %d bytes, want %v and none", err, archive.Len(), damaged)
+	}
+}
+
+// A file that was added to the folder of a backup is not ignored.
+func TestUnlistedFile(t *testing.T) {
+	folder := filepath.Join(t.TempDir(), "folder")
+	if _, err := Save(bytes.NewReader(take(t, newData(t))), folder, unlimited); err != nil {
+		t.Fatal(err)
+	}
+	write(t, filepath.Join(folder, QueueFolder, "000002.log"), "added")
+	if err := Pack(folder, io.Discard); err == nil || !strings.Contains(err.Error(), "000002.log") {
+		t.Errorf("got %v, want an error that names 000002.log", err)
+	}
+}
+
+// Without hard links, a file gets its name, and never that of another file.
+func TestPublishWithoutLinks(t *testing.T) {
+	for _, unsupported := range []error{syscall.EPERM, syscall.ENOTSUP, syscall.EOPNOTSUPP, syscall.ENOSYS} {
+		dir := t.TempDir()
+		partial, target := filepath.Join(dir, "partial"), filepath.Join(dir, "target")
+		link := func(from, to string) error { return &os.LinkError{Op: "link", Old: from, New: to, Err: unsupported} }
+		write(t, partial, "new")
+		if err := publish(partial, target, link); err != nil {
+			t.Errorf("%v: got %v, want no error", unsupported, err)
+		}
+		write(t, partial, "newer")
+		if err := publish(partial, target, link); !errors.Is(err, os.ErrExist) {
+			t.Errorf("%v, existing target: got %v, want %v", unsupported, err, os.ErrExist)
+		}
+		if text, err := os.ReadFile(target); string(text) != "new" {
+			t.Errorf("%v: target: got %q, %v, want the first file", unsupported, text, err)
+		}
+	}
+	failed := errors.New("failed")
+	if err := publish("a", "b", func(string, string) error { return failed }); !errors.Is(err, failed) {
+		t.Errorf("another error: got %v, want %v", err, failed)
+	}
+}
+
+func TestIsInside(t *testing.T) {
+	dir := t.TempDir()
+	data := filepath.Join(dir, "data")
+	write(t, filepath.Join(data, "sub", "f"), "")
+	link := filepath.Join(dir, "link")
+	if err := os.Symlink(filepath.Join(data, "sub"), link); err != nil {
+		t.Fatal(err)
+	}
+	for file, want := range map[string]bool{
+		filepath.Join(data, "b.tar"): true, filepath.Join(data, "sub", "b.tar"): true, filepath.Join(link, "b.tar"): true,
+		filepath.Join(dir, "b.tar"): false, filepath.Join(dir, "data2"): false,
+	} {
+		if got, err := IsInside(file, data); got != want || err != nil {
+			t.Errorf("%s: got %v, %v, want %v", file, got, err, want)
+		}
+	}
+}
+
+func TestToken(t *testing.T) {
+	dir := t.TempDir()
+	first, err := NewToken(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	second, err := NewToken(dir)
+	if err != nil || first == second || len(second) < 20 {
+		t.Errorf("second token: got %q, %v after %q, want another one of 20 characters or more", second, err, first)
+	}
+	file := filepath.Join(dir, TokenName)
+	if got, err := ReadToken(file); got != second || err != nil {
+		t.Errorf("token: got %q, %v, want %q", got, err, second)
+	}
+	for _, text := range []string{"", "two words", "two\nlines", strings.Repeat("x", 2000)} {
+		write(t, file, text)
+		if _, err := ReadToken(file); err == nil {
+			t.Errorf("a file with %.20q: got no error, want one", text)
+		}
 	}
 }

@@ -50,6 +50,37 @@ func CheckTarget(target string) error {
 	return nil
 }
 
+// IsInside reports whether a file, which need not exist, is in a folder or below it.
+func IsInside(file, dir string) (bool, error) {
+	folder, err := os.Stat(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	at, err := filepath.Abs(filepath.Dir(file))
+	if err != nil {
+		return false, err
+	}
+	if at, err = filepath.EvalSymlinks(at); err != nil {
+		return false, err
+	}
+	for {
+		info, err := os.Stat(at)
+		if err != nil {
+			return false, err
+		}
+		if os.SameFile(info, folder) {
+			return true, nil
+		}
+		if at == filepath.Dir(at) {
+			return false, nil
+		}
+		at = filepath.Dir(at)
+	}
+}
+
 func saveFile(r io.Reader, target, partial string, index *Index, free FreeBytes) error {
 	f, err := os.OpenFile(partial, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
 	if err != nil {
@@ -59,11 +90,24 @@ func saveFile(r io.Reader, target, partial string, index *Index, free FreeBytes)
 	if err := errors.Join(err, f.Sync(), f.Close()); err != nil {
 		return err
 	}
-	// Unlike a rename, a link does not replace a file.
-	if err := os.Link(partial, target); err != nil {
+	if err := publish(partial, target, os.Link); err != nil {
 		return err
 	}
 	return durable.SyncFolder(filepath.Dir(target))
+}
+
+// publish gives a file its name unless that exists. Unlike a rename, a link does not replace a file.
+// On a file system without links an empty file reserves the name; a crash in between leaves it.
+func publish(partial, target string, link func(from, to string) error) error {
+	err := link(partial, target)
+	if err == nil || !withoutLinks(err) {
+		return err
+	}
+	f, err := os.OpenFile(target, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Close(), os.Rename(partial, target))
 }
 
 // Extract writes the files of an archive to an existing folder, durably.

@@ -100,11 +100,19 @@ func (g *Guard) Wrap(next http.Handler) http.Handler {
 		case a.status == http.StatusUnauthorized:
 			unauthorized(w)
 		case a.status == http.StatusForbidden:
-			http.Error(w, fmt.Sprintf("user %q may not %s %s: bind the ClusterRole posthorn-support, or posthorn-metrics-reader for metrics alone", a.user, strings.ToLower(r.Method), r.URL.Path), http.StatusForbidden)
+			http.Error(w, fmt.Sprintf("user %q may not %s %s: %s", a.user, strings.ToLower(r.Method), r.URL.Path, advice(r.URL.Path)), http.StatusForbidden)
 		default:
 			next.ServeHTTP(w, r)
 		}
 	})
+}
+
+// advice names a role with the permission for a path.
+func advice(path string) string {
+	if path == adminapi.BackupPath {
+		return "no ClusterRole of the chart includes it, because a backup contains all stored data; bind one with the verb post on the nonResourceURL " + path
+	}
+	return "bind the ClusterRole posthorn-support, or posthorn-metrics-reader for metrics alone"
 }
 
 func unauthorized(w http.ResponseWriter) {

@@ -99,6 +99,7 @@ func TestOnARealAPIServer(t *testing.T) {
 		{"support purges", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "POST", "/deadletters/purge", 200},
 		{"support follows", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET", "/tail", 200},
 		{"support looks inside", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET", "/debug/pprof/heap", 200},
+		{"support makes no backup", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "POST", adminapi.BackupPath, 403},
 		{"support and no more", "Bearer " + token(namespace, "posthorn-support", adminapi.TokenAudience), "GET", "/other", 403},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -111,6 +112,9 @@ func TestOnARealAPIServer(t *testing.T) {
 				handler.ServeHTTP(answer, request)
 				if answer.Code != c.want {
 					t.Errorf("answered %d, want %d: %s", answer.Code, c.want, answer.Body)
+				}
+				if advised := strings.Contains(answer.Body.String(), "bind the ClusterRole posthorn-support"); advised != (c.want == 403 && c.path != adminapi.BackupPath) {
+					t.Errorf("the answer advises the role posthorn-support: %v: %s", advised, answer.Body)
 				}
 				if leaked := strings.Contains(answer.Body.String(), "secret page"); leaked != (c.want == 200) {
 					t.Errorf("the page was served: %v", leaked)

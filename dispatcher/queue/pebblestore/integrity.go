@@ -81,6 +81,9 @@ func (s *Store) inspect() error {
 		return &CorruptError{Path: s.path("marker.format-version.*"), Err: errors.New("the file is missing")}
 	}
 	data, err := s.readFile(manifest)
+	if errors.Is(err, fs.ErrPermission) {
+		return err
+	}
 	if err != nil {
 		return &CorruptError{Path: s.path(manifest), Err: err}
 	}

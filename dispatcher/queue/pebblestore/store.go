@@ -325,7 +325,7 @@ func (s *Store) explain(err error) error {
 	case errors.Is(err, syscall.EAGAIN) || strings.Contains(err.Error(), "lock held by current process"):
 		return errors.New("another process has it open; stop that process, or use another directory")
 	case errors.Is(err, os.ErrPermission):
-		return fmt.Errorf("the directory must be writable: %w", err)
+		return fmt.Errorf("its files must belong to the user who runs Posthorn; run it as their owner, or change that with chown --recursive: %w", err)
 	case strings.Contains(err.Error(), "key=value syntax") || strings.Contains(err.Error(), "name from file"):
 		return &CorruptError{Path: s.path("OPTIONS-*"), Err: err}
 	case pebble.IsCorruptionError(err) || errors.Is(err, fs.ErrNotExist) || strings.Contains(err.Error(), "object size mismatch"):
@@ -786,7 +786,7 @@ func (s *Store) backgroundError(err error) {
 		return
 	}
 	if s.stalled.Load() {
-		engineLogger{s}.Fatalf("writes wait for a flush, and the disk is full: %w", err)
+		engineLogger{s}.Fatalf("writes wait for a flush or a compaction, and the disk is full: %w", err)
 	}
 	select {
 	case s.noFlush <- struct{}{}:
