@@ -18,7 +18,7 @@ func AddTo(root *cobra.Command) {
 		commands  []*cobra.Command
 	}{
 		{"look", "Looking:", []*cobra.Command{newStatus(), newWhy(), newGet(), newProblems(), newAttempts(connectDirect), newTail(connectDirect), newDeadLetters(connectDirect), newDebug(connectDirect), newKubectl("kubectl")}},
-		{"send", "Sending:", []*cobra.Command{newSend(sendDirect), newAudience(sendDirect), newDeleteUser()}},
+		{"send", "Sending:", []*cobra.Command{newSend(sendDirect), newImport(sendDirect), newAudience(sendDirect), newDeleteUser()}},
 		{GroupTry, "Trying out:", []*cobra.Command{newMigrate(), newSink(), newVerify(), newVersion()}},
 	} {
 		root.AddGroup(&cobra.Group{ID: group.id, Title: group.title})

@@ -32,7 +32,8 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 		Example: `  posthorn send track --write-key demo --user u1 --event "Order Completed" -p total=99.5
   posthorn send identify --write-key demo --user u1 -p email=a@example.com -p plan=pro
   posthorn send alias --write-key demo --user u1 --previous anon-7
-  posthorn send track --write-key demo --json '{"userId":"u1","event":"Signed Up"}'`,
+  posthorn send track --write-key demo --json '{"userId":"u1","event":"Signed Up"}'
+  posthorn send batch --write-key demo --json @batch.json`,
 		ValidArgs: []string{"identify", "track", "page", "screen", "group", "alias", "batch"},
 		Args:      command.ExactArgs("TYPE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -40,9 +41,11 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 			if !ok {
 				return command.Usagef("type %q is not one of identify, track, page, screen, group, alias, batch", args[0])
 			}
-			body := []byte(raw)
+			body, err := readJSON(raw, cmd.InOrStdin())
+			if err != nil {
+				return err
+			}
 			if raw == "" {
-				var err error
 				if body, err = newCall(fields, key, props); err != nil {
 					return err
 				}
@@ -76,7 +79,7 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 	}
 	c = flags(cmd)
 	f := cmd.Flags()
-	f.StringVar(&raw, "json", "", "the call as JSON, sent unchanged")
+	f.StringVar(&raw, "json", "", "the call as JSON, @FILE, or @- for standard input; sent unchanged")
 	f.StringArrayVarP(&props, "prop", "p", nil, "NAME=VALUE, a trait or property; may be repeated")
 	for flag, field := range map[string][2]string{
 		"user": {"userId", "the user's id"}, "anonymous": {"anonymousId", "the anonymous id"}, "event": {"event", "the event's name (track)"},

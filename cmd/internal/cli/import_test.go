@@ -1,0 +1,206 @@
+package cli
+
+import (
+	"bytes"
+	"compress/gzip"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/posthorn/posthorn/cmd/internal/command"
+)
+
+// history is a tracking API that records the messageIds of the calls that it accepts, in their order.
+type history struct {
+	accepted []string
+	requests int
+	// answer is called before a request is accepted; a status other than 0 is the answer.
+	answer func(request int, batch []map[string]any) int
+}
+
+func (h *history) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	var body struct{ Batch []map[string]any }
+	if err := json.NewDecoder(r.Body).Decode(&body); err != nil || r.URL.Path != "/v1/batch" {
+		w.WriteHeader(http.StatusTeapot)
+		return
+	}
+	h.requests++
+	if h.answer != nil {
+		if status := h.answer(h.requests, body.Batch); status != 0 {
+			w.WriteHeader(status)
+			fmt.Fprintf(w, `{"success": false, "error": {"code": "c%d", "message": "answer %[1]d"}}`, status)
+			return
+		}
+	}
+	var rejected []map[string]any
+	for n, call := range body.Batch {
+		if call["event"] == "Bad" {
+			rejected = append(rejected, map[string]any{"index": n, "code": "no_event", "message": "the event is bad"})
+			continue
+		}
+		h.accepted = append(h.accepted, call["messageId"].(string))
+	}
+	_ = json.NewEncoder(w).Encode(map[string]any{"success": true, "rejected": rejected})
+}
+
+func calls(from, to int) string {
+	var text strings.Builder
+	for n := from; n <= to; n++ {
+		fmt.Fprintf(&text, `{"type":"track","userId":"u","event":"E","messageId":"m%d","timestamp":"2020-01-02T03:04:05Z"}`+"\n", n)
+	}
+	return text.String()
+}
+
+func ids(from, to int) (list []string) {
+	for n := from; n <= to; n++ {
+		list = append(list, fmt.Sprintf("m%d", n))
+	}
+	return list
+}
+
+// runImport imports a text, as a file or from standard input if the name is "-".
+func runImport(t *testing.T, h *history, name, text string, flags ...string) (code int, out string) {
+	t.Helper()
+	server := httptest.NewServer(h)
+	defer server.Close()
+	stdin := io.Reader(strings.NewReader(text))
+	if name != "-" {
+		if err := os.WriteFile(name, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		stdin = nil
+	}
+	var output bytes.Buffer
+	code = execute(append([]string{"import", name, "--write-key", "k", "--endpoint", server.URL}, flags...), stdin, &output, &output)
+	return code, output.String()
+}
+
+func TestImport(t *testing.T) {
+	dir := t.TempDir()
+	file, rejected := filepath.Join(dir, "history.ndjson"), filepath.Join(dir, "rejected.ndjson")
+	text := calls(1, 600) + "\n" + `{"type":"track","userId":"u","event":"Bad","messageId":"b"}` + "\nno JSON\n[]\n" +
+		`{"type":"batch"}` + "\n" + strings.Repeat("x", maxImportLine+1) + "\n\xef\xbb\xbf" + calls(601, 601) + `{"userId":"u","messageId":null,"type":"page"}` + "\r\n" + `{"type":"page","userId":"u"}`
+	h := &history{}
+	code, out := runImport(t, h, file, text, "--rejected", rejected)
+	if code != command.ExitFailure {
+		t.Errorf("exit %d, want %d:\n%s", code, command.ExitFailure, out)
+	}
+	if n := len(h.accepted); n != 603 || !slices.Equal(h.accepted[:601], ids(1, 601)) {
+		t.Errorf("accepted: got %d calls, want m1 to m601 in their order and 2 without an id", n)
+	}
+	own := h.accepted[601:]
+	if len(own) == 2 && (!strings.HasPrefix(own[0], "import-") || !strings.HasPrefix(own[1], "import-") || own[0] == own[1]) {
+		t.Errorf("messageIds of lines without one: got %q, want two different ones", own)
+	}
+	for _, want := range []string{"line 602 rejected: the event is bad (no_event)", "line 603 rejected: the line is not a JSON object", "line 604 rejected", `line 605 rejected: "type" is not one of`, "line 606 rejected: the line is longer than 1048576 bytes", "603 calls accepted, 5 lines rejected", "2 calls had no timestamp"} {
+		if !strings.Contains(out, want) {
+			t.Errorf("output: got\n%s\nwant %q in it", out, want)
+		}
+	}
+	records, err := os.ReadFile(rejected)
+	if err != nil || strings.Count(string(records), "\n") != 5 || !strings.Contains(string(records), `{"line":603,"code":"invalid_line","message":"the line is not a JSON object","text":"no JSON"}`) {
+		t.Errorf("rejected lines: got %v,\n%.400s", err, records)
+	}
+	if _, err := os.Stat(file + ".posthorn-import"); !os.IsNotExist(err) {
+		t.Errorf("position after the end: got %v, want no file", err)
+	}
+	// The same file again has the same messageIds.
+	again := &history{}
+	_, _ = runImport(t, again, file, text)
+	if !slices.Equal(again.accepted, h.accepted) {
+		t.Error("messageIds of a second import differ")
+	}
+}
+
+// Temporary errors are repeated, and a batch that is rejected as a whole is divided.
+func TestImportRepeats(t *testing.T) {
+	h := &history{answer: func(request int, batch []map[string]any) int {
+		bad := slices.ContainsFunc(batch, func(c map[string]any) bool { return c["messageId"] == "m5" })
+		switch {
+		case request == 1:
+			return http.StatusServiceUnavailable
+		case bad && len(batch) > 1:
+			return http.StatusRequestEntityTooLarge
+		case bad:
+			return http.StatusBadRequest
+		}
+		return 0
+	}}
+	code, out := runImport(t, h, "-", calls(1, 9))
+	if want := slices.Concat(ids(1, 4), ids(6, 9)); code != command.ExitFailure || !slices.Equal(h.accepted, want) {
+		t.Errorf("exit %d, accepted %v, want %d and %v", code, h.accepted, command.ExitFailure, want)
+	}
+	for _, want := range []string{"the server answered 503; next request in 500ms", "line 5 rejected: answer 400 (c400)", "8 calls accepted, 1 lines rejected"} {
+		if !strings.Contains(out, want) {
+			t.Errorf("output: got\n%s\nwant %q in it", out, want)
+		}
+	}
+}
+
+// An interrupted import continues behind the last answered line.
+func TestImportContinues(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "history.ndjson")
+	h := &history{answer: func(request int, _ []map[string]any) int {
+		if request == 3 {
+			return http.StatusUnauthorized
+		}
+		return 0
+	}}
+	text := calls(1, 1800)
+	code, out := runImport(t, h, file, text)
+	if want := "line 1000 of " + file + " is the last one that was answered; the same command continues"; code != command.ExitFailure || !strings.Contains(out, want) || !strings.Contains(out, "the server answered 401: answer 401") {
+		t.Errorf("exit %d:\n%s\nwant 1 and %q", code, out, want)
+	}
+	if _, out := runImport(t, h, file, strings.Replace(text, "m1000", "n1000", 1)); !strings.Contains(out, "line 1000 is not the one that the interrupted import sent") {
+		t.Errorf("changed file: got\n%s\nwant an error", out)
+	}
+	code, out = runImport(t, h, file, text)
+	if !slices.Equal(h.accepted, ids(1, 1800)) || code != command.ExitOK || !strings.Contains(out, "continuing after line 1000") || !strings.Contains(out, "1800 calls accepted, 0 lines rejected") {
+		t.Errorf("exit %d, %d calls accepted, want 0 and each of 1,800 once:\n%s", code, len(h.accepted), out)
+	}
+	h = &history{}
+	if _, _ = runImport(t, h, "-", text, "--from-line", "1799"); !slices.Equal(h.accepted, ids(1799, 1800)) {
+		t.Errorf("--from-line 1799: got %v", h.accepted)
+	}
+	for _, flags := range [][]string{{"--from-line", "0"}, {"--rate", "-1"}} {
+		if code, out := runImport(t, h, "-", text, flags...); code != command.ExitUsage || !strings.Contains(out, flags[0]) {
+			t.Errorf("%v: got exit %d:\n%s", flags, code, out)
+		}
+	}
+}
+
+func TestImportOfGzip(t *testing.T) {
+	var packed bytes.Buffer
+	z := gzip.NewWriter(&packed)
+	_, _ = io.WriteString(z, calls(1, 3))
+	_ = z.Close()
+	h := &history{}
+	if code, out := runImport(t, h, filepath.Join(t.TempDir(), "history.gz"), packed.String()); code != command.ExitOK || !slices.Equal(h.accepted, ids(1, 3)) {
+		t.Errorf("exit %d, accepted %v:\n%s", code, h.accepted, out)
+	}
+}
+
+func TestJSONOfFiles(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "call.json")
+	if err := os.WriteFile(file, []byte(`{"a":1}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for value, want := range map[string]string{`{"b":2}`: `{"b":2}`, "@" + file: `{"a":1}`, "@-": `{"c":3}`} {
+		if got, err := readJSON(value, strings.NewReader(`{"c":3}`)); err != nil || string(got) != want {
+			t.Errorf("--json %s: got %s, %v, want %s", value, got, err, want)
+		}
+	}
+	if _, err := readJSON("@/does/not/exist", nil); err == nil {
+		t.Error("a missing file: got no error")
+	}
+	if _, err := readJSON("@-", strings.NewReader(strings.Repeat(" ", maxImportLine+1))); err == nil {
+		t.Error("a large file: got no error")
+	}
+}
