@@ -49,8 +49,8 @@ const (
 // markerRequest is the queue key of the marker Secret.
 var markerRequest = reconcile.Request{}
 
-// configReconciler maintains one live-config Secret for each namespace that has
-// objects. The Secret of a namespace whose objects were deleted has only tombstones; it is deleted
+// configReconciler maintains the live config of each namespace that has objects: one Secret, or a
+// root and its parts if it does not fit into one. The Secret of a namespace whose objects were deleted has only tombstones; it is deleted
 // when every dispatcher pod has removed the namespace's data.
 //
 // Its permissions to create, patch and delete Secrets are limited to the release's
@@ -63,12 +63,12 @@ type configReconciler struct {
 	release       string
 	owner         secretOwner
 	policy        compile.Policy
-	// maxConfigBytes bounds an encoded live config with its head.
-	maxConfigBytes int
-	secrets        *secretReader
-	keys           *writeKeys
-	verdicts       *verdictCache
-	own, statuses  *trigger
+	limit         compile.Limit
+	parts         *partSecrets
+	secrets       *secretReader
+	keys          *writeKeys
+	verdicts      *verdictCache
+	own, statuses *trigger
 	// reports returns the newest reports of the dispatcher pods; complete is false until every pod
 	// had a request.
 	reports        func() (pods []health.Pod, complete bool)
@@ -113,7 +113,8 @@ func (s liveSecret) released(hash string) bool {
 
 func setupConfig(mgr manager.Manager, o Options, verdicts *verdictCache, statuses *trigger, reports func() ([]health.Pod, bool)) error {
 	r := &configReconciler{
-		Client: mgr.GetClient(), direct: mgr.GetAPIReader(), kinds: o.kinds, release: o.Namespace, owner: o.secretOwner(mgr), policy: o.Policy, maxConfigBytes: o.maxConfigBytes,
+		Client: mgr.GetClient(), direct: mgr.GetAPIReader(), kinds: o.kinds, release: o.Namespace, owner: o.secretOwner(mgr), policy: o.Policy, limit: o.limit,
+		parts:   newPartSecrets(mgr.GetClient(), mgr.GetAPIReader(), o.Namespace, o.secretOwner(mgr)),
 		secrets: newSecretReader(mgr.GetClient(), mgr.GetAPIReader()),
 		keys:    newWriteKeys(), verdicts: verdicts, own: &trigger{}, statuses: statuses,
 		written: map[string]liveSecret{}, memos: map[string]*compile.Memo{}, budget: newConfigBudget(o.configRate, o.configBurst), failed: map[string]bool{}, reports: reports, events: mgr.GetEventRecorder(eventSource), now: o.Now, tombstoneGrace: o.tombstoneGrace,
@@ -159,7 +160,7 @@ func (r *configReconciler) namespacesOfSecret(_ context.Context, secret client.O
 		if secret.GetName() == liveconfig.MarkerName {
 			return []reconcile.Request{markerRequest}
 		}
-		if namespace, ok := liveconfig.NamespaceOf(secret.GetName()); ok {
+		if namespace, ok := liveNamespaceOf(secret.GetName()); ok {
 			return []reconcile.Request{namespaceRequest(namespace)}
 		}
 	}
@@ -167,6 +168,14 @@ func (r *configReconciler) namespacesOfSecret(_ context.Context, secret client.O
 		return []reconcile.Request{namespaceRequest(secret.GetNamespace())}
 	}
 	return nil
+}
+
+// liveNamespaceOf returns the namespace of the name of a live config's root or part.
+func liveNamespaceOf(name string) (namespace string, ok bool) {
+	if namespace, ok = liveconfig.NamespaceOf(name); !ok {
+		namespace, ok = liveconfig.PartNamespaceOf(name)
+	}
+	return namespace, ok
 }
 
 // inputChanged accepts the updates that may change a config or a verdict: a new spec, new
@@ -185,8 +194,11 @@ func inputChanged(k kinds.Kind) predicate.Predicate {
 // deleted Secret may be that of the last write.
 func (r *configReconciler) notOwnWrite() predicate.Predicate {
 	foreign := func(o client.Object) bool {
+		if o.GetNamespace() != r.release || r.parts.verified(o.GetName(), o.GetResourceVersion()) {
+			return o.GetNamespace() != r.release
+		}
 		namespace, ok := liveconfig.NamespaceOf(o.GetName())
-		return o.GetNamespace() != r.release || !ok || !r.wrote(namespace, o.GetResourceVersion())
+		return !ok || !r.wrote(namespace, o.GetResourceVersion())
 	}
 	return predicate.Funcs{
 		CreateFunc: func(e event.CreateEvent) bool { return foreign(e.Object) },
@@ -256,19 +268,19 @@ func (r *configReconciler) compile(ctx context.Context, namespace string) (resul
 	r.logReserved(ctx, snapshot.ForeignWriteKeys)
 	present := r.present(namespace, config, compilers.Existing(snapshot.Objects), last)
 	var encoded compile.Encoded
-	encoded, last.history, err = compilers.EncodeWithHead(snapshot.Memo, config, verdicts, r.maxConfigBytes, last.history, r.headBytes(namespace, present),
+	encoded, last.history, err = compilers.EncodeWithHead(snapshot.Memo, config, verdicts, r.limit, last.history, r.headBytes(namespace, present),
 		func() (liveconfig.Config, bool, error) { return r.last(ctx, namespace) })
 	if err != nil {
 		return "", err
 	}
-	if encoded.Data != nil {
+	if encoded.Chunks != nil {
 		if result, err = r.write(ctx, namespace, encoded, present, last); err != nil {
 			return "", err
 		}
 	}
 	if encoded.TooLarge {
 		result = "too_large"
-		log.FromContext(ctx).Info("live config too large for a Secret; objects that are not in effect have the reason ConfigTooLarge")
+		log.FromContext(ctx).Info("live config too large for its Secrets; objects that are not in effect have the reason ConfigTooLarge")
 	}
 	r.verdicts.set(namespace, objects.verdicts(r.kinds, encoded.Verdicts))
 	r.statuses.fire(namespace)
@@ -326,7 +338,7 @@ func (r *configReconciler) gather(ctx context.Context, namespace string) (object
 func (r *configReconciler) remove(ctx context.Context, namespace string, last liveSecret) (string, error) {
 	if d := r.dispatchers(namespace); last.resourceVersion == "" && !last.history.Known && !d.Parks() && !d.Reserves(r.now()) {
 		r.forget(namespace)
-		return "unchanged", nil
+		return "unchanged", r.pruneParts(ctx, namespace, nil, true)
 	}
 	// The dispatchers discard the messages of a removed namespace. The cache may lag, so
 	// only the API server can confirm that the namespace has no objects.
@@ -342,7 +354,7 @@ func (r *configReconciler) remove(ctx context.Context, namespace string, last li
 	config, verdicts := r.kinds.Compilers().Compile(compile.Snapshot{Namespace: namespace})
 	present := r.present(namespace, config, nil, last)
 	none := func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil }
-	encoded, history, err := r.kinds.Compilers().EncodeWithHead(nil, config, verdicts, r.maxConfigBytes, last.history, r.headBytes(namespace, present), none)
+	encoded, history, err := r.kinds.Compilers().EncodeWithHead(nil, config, verdicts, r.limit, last.history, r.headBytes(namespace, present), none)
 	if err != nil {
 		return "", err
 	}
@@ -363,7 +375,7 @@ func (r *configReconciler) remove(ctx context.Context, namespace string, last li
 	}
 	if last.resourceVersion == "" {
 		r.forget(namespace)
-		return "unchanged", nil
+		return "unchanged", r.pruneParts(ctx, namespace, nil, true)
 	}
 	// A pod that has not applied the last config still knows the reservations before it, and would
 	// report them after the deletion.
@@ -377,7 +389,16 @@ func (r *configReconciler) remove(ctx context.Context, namespace string, last li
 	}
 	log.FromContext(ctx).Info("live config deleted; the namespace has no objects")
 	r.forget(namespace)
-	return "removed", nil
+	return "removed", r.pruneParts(ctx, namespace, nil, true)
+}
+
+// pruneParts removes the parts of a live config that its root does not list.
+func (r *configReconciler) pruneParts(ctx context.Context, namespace string, listed []liveconfig.Part, confirmed bool) error {
+	existing, err := r.parts.list(ctx, namespace)
+	if err != nil {
+		return err
+	}
+	return r.parts.prune(ctx, namespace, existing, listed, confirmed)
 }
 
 // forget removes the data about a namespace without a live config.
@@ -500,7 +521,8 @@ func (r *configReconciler) unsettled(pods []health.Pod) (list []string) {
 	}
 	r.mu.Unlock()
 	for namespace, history := range histories {
-		if !history.Settled(r.dispatchers(namespace), r.now()) {
+		d := r.dispatchers(namespace)
+		if !history.Settled(d, r.now()) || history.Confirmed(d) && r.parts.supersededIn(namespace) {
 			list = append(list, namespace)
 		}
 	}
@@ -547,7 +569,10 @@ func (r *configReconciler) history(ctx context.Context, namespace string) (liveS
 	case err != nil:
 		return liveSecret{}, fmt.Errorf("read Secret %s: %w", key, err)
 	}
-	found, _ := readLive(&current, namespace)
+	found, _, err := r.readLive(ctx, &current, namespace)
+	if err != nil {
+		return liveSecret{}, err
+	}
 	if last.history.Known && (!found.history.Known || found.history.Head.Number < last.history.Head.Number) {
 		found.history = last.history
 	} else {
@@ -556,19 +581,24 @@ func (r *configReconciler) history(ctx context.Context, namespace string) (liveS
 	return found, nil
 }
 
-// readLive returns the live config in a Secret. Its history is unknown if it does not decode, or
+// readLive returns the live config in a root Secret. Its history is unknown if it does not decode, or
 // belongs to another namespace.
-func readLive(secret *corev1.Secret, namespace string) (liveSecret, liveconfig.Config) {
+func (r *configReconciler) readLive(ctx context.Context, secret *corev1.Secret, namespace string) (liveSecret, liveconfig.Config, error) {
 	found := liveSecret{resourceVersion: secret.ResourceVersion, release: secret.Annotations[liveconfig.AnnotationRelease]}
-	live, err := liveconfig.StoredIn(secret.Data).Decode()
+	stored, err := r.parts.assemble(ctx, namespace, secret)
+	if err != nil {
+		return found, liveconfig.Config{}, err
+	}
+	live, err := stored.Decode()
 	if err != nil || live.Namespace != namespace {
-		return found, liveconfig.Config{}
+		return found, liveconfig.Config{}, nil
 	}
 	found.history = compile.HistoryOf(live)
-	return found, live.Config
+	return found, live.Config, nil
 }
 
-// write applies a namespace's live-config Secret if its content differs.
+// write applies the Secrets of a namespace's live config if their content differs: the parts, and then
+// the root that lists them.
 func (r *configReconciler) write(ctx context.Context, namespace string, encoded compile.Encoded, present compile.Present, last liveSecret) (string, error) {
 	d := r.dispatchers(namespace)
 	head, changed := last.history.Next(encoded.Revision, present, d, r.now(), r.tombstoneGrace)
@@ -576,16 +606,21 @@ func (r *configReconciler) write(ctx context.Context, namespace string, encoded 
 	if err != nil {
 		return "", err
 	}
-	data := liveconfig.Stored{Config: encoded.Data, Head: text}.Data()
+	data, parts := liveconfig.RootData(encoded.Chunks, encoded.Parts, text), encoded.Parts.List
+	existing, err := r.parts.list(ctx, namespace)
+	if err != nil {
+		return "", err
+	}
+	missing := r.parts.missing(existing, parts)
 	key := types.NamespacedName{Namespace: r.release, Name: liveconfig.SecretName(namespace)}
 	next := liveSecret{
 		revision: encoded.Revision, resourceVersion: last.resourceVersion,
 		history: compile.HistoryOf(liveconfig.Revisioned{Config: encoded.Config, Revision: encoded.Revision, Head: head}),
 	}
 	next.history.Verified = changed || last.history.Unbroken(d)
-	if !changed && last.resourceVersion != "" && last.revision == encoded.Revision && last.release == "" {
+	if !changed && last.resourceVersion != "" && last.revision == encoded.Revision && last.release == "" && len(missing) == 0 {
 		r.record(namespace, next)
-		return "unchanged", nil
+		return "unchanged", r.parts.prune(ctx, namespace, existing, parts, next.history.Confirmed(d))
 	}
 	// Another client has written the Secret, or the cache lags. Compare the content.
 	var current corev1.Secret
@@ -593,14 +628,25 @@ func (r *configReconciler) write(ctx context.Context, namespace string, encoded 
 		return "", fmt.Errorf("read Secret %s: %w", key, err)
 	}
 	result := "unchanged"
+	written, err := r.parts.write(ctx, namespace, missing)
+	if err != nil {
+		return "", err
+	}
+	if written > 0 {
+		result = "written"
+		log.FromContext(ctx).Info("parts of the live config written", "count", written, "of", len(parts))
+	}
 	next.resourceVersion, next.release = current.ResourceVersion, current.Annotations[liveconfig.AnnotationRelease]
-	if changed || last.release != "" || !isLive(&current, namespace, data, encoded.Revision) || !r.owner.owns(&current) {
+	root := changed || last.release != "" || !isLive(&current, namespace, data, encoded.Revision) || !r.owner.owns(&current)
+	if root || written > 0 {
+		r.budget.take(namespace)
+	}
+	if root {
 		owners, err := r.owner.references(ctx)
 		if err != nil {
 			return "", err
 		}
 		result = "written"
-		r.budget.take(namespace)
 		annotations := map[string]string{liveconfig.AnnotationRevision: encoded.Revision}
 		if last.release != "" {
 			// The write that ends the reservations also empties the annotation, so that it does
@@ -620,13 +666,13 @@ func (r *configReconciler) write(ctx context.Context, namespace string, encoded 
 			return "", fmt.Errorf("apply the live config of namespace %s: %w", namespace, err)
 		}
 		next.resourceVersion, next.release = *wanted.ResourceVersion, wanted.Annotations[liveconfig.AnnotationRelease]
-		log.FromContext(ctx).Info("live config written", "revision", encoded.Revision, "number", head.Number, "bytes", len(encoded.Data))
+		log.FromContext(ctx).Info("live config written", "revision", encoded.Revision, "number", head.Number, "bytes", encoded.Chunks.Len(), "parts", len(parts))
 	}
 	r.record(namespace, next)
 	if next.release != "" { // It was set after this compilation read the Secret.
 		r.own.fire(namespace)
 	}
-	return result, nil
+	return result, r.parts.prune(ctx, namespace, existing, parts, next.history.Confirmed(d))
 }
 
 // record records the content of a live-config Secret.
@@ -663,7 +709,11 @@ func (r *configReconciler) last(ctx context.Context, namespace string) (liveconf
 	} else if err != nil {
 		return liveconfig.Config{}, false, fmt.Errorf("read Secret %s: %w", key, err)
 	}
-	live, _ := liveconfig.StoredIn(current.Data).Decode()
+	stored, err := r.parts.assemble(ctx, namespace, &current)
+	if err != nil {
+		return liveconfig.Config{}, false, err
+	}
+	live, _ := stored.Decode()
 	return live.Config, true, nil
 }
 
@@ -726,6 +776,9 @@ func (r *configReconciler) primeLive(ctx context.Context) (map[string]liveconfig
 	group, groupCtx := errgroup.WithContext(ctx)
 	group.SetLimit(maxReadsAtOnce)
 	for _, m := range list.Items {
+		if namespace, ok := liveconfig.PartNamespaceOf(m.Name); ok {
+			r.own.fire(namespace) // The part may belong to no root.
+		}
 		namespace, ok := liveconfig.NamespaceOf(m.Name)
 		if !ok {
 			continue
@@ -737,7 +790,10 @@ func (r *configReconciler) primeLive(ctx context.Context) (map[string]liveconfig
 			} else if err != nil {
 				return fmt.Errorf("read Secret %s: %w", m.Name, err)
 			}
-			found, live := readLive(&secret, namespace)
+			found, live, err := r.readLive(groupCtx, &secret, namespace)
+			if err != nil {
+				return err
+			}
 			mu.Lock()
 			defer mu.Unlock()
 			configs[namespace], secrets[namespace] = live, found

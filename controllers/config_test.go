@@ -18,6 +18,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/posthorn/posthorn/api/v1alpha1"
+	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
@@ -241,7 +242,7 @@ var _ = Describe("The live config", func() {
 	It("pauses the destinations that exceed the size limit, and includes every other change", func() {
 		// With the real limit, the repeated compression of megabytes takes minutes under the
 		// race detector. A smaller limit causes the same decisions.
-		w := newWorld(func(w *world) { w.options.maxConfigBytes = liveconfig.MaxEncodedBytes / 16 })
+		w := newWorld(func(w *world) { w.options.limit = compile.Limit{SecretBytes: liveconfig.MaxEncodedBytes / 16} })
 		namespace := w.newNamespace()
 		w.apply(namespace, webSource+crmSecret+crmDestination)
 		w.expectCondition(namespace, "whd/crm", "Ready", isTrue, "Ready")

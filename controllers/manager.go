@@ -2,7 +2,7 @@
 // namespace into a live config for the dispatchers, and writes the dispatchers' reports
 // to the status of the resources.
 //
-//	config: one namespace's objects and Secrets -> compile -> one live-config Secret
+//	config: one namespace's objects and Secrets -> compile -> the live-config Secret
 //	prober: GET /report of every ready dispatcher pod, every second
 //	status: verdicts and reports -> health -> status, written only when it differs
 //
@@ -39,7 +39,6 @@ import (
 	"github.com/posthorn/posthorn/api/v1alpha1"
 	"github.com/posthorn/posthorn/controllers/compile"
 	"github.com/posthorn/posthorn/controllers/kinds"
-	"github.com/posthorn/posthorn/dispatcher/liveconfig"
 )
 
 // Options configure the control plane.
@@ -88,9 +87,8 @@ type Options struct {
 	// shows it as pending, so that a change causes one write instead of one for each pod.
 	// During this time the pods are polled more often. Default 2 s.
 	confirmGrace time.Duration
-	// maxConfigBytes bounds an encoded live config with its head. Default liveconfig.MaxEncodedBytes,
-	// the size limit of a Secret.
-	maxConfigBytes int
+	// limit bounds an encoded live config. Default compile.DefaultLimit.
+	limit compile.Limit
 	// configBurst and configRate bound the writes of a namespace's live config.
 	configBurst int
 	configRate  rate.Limit
@@ -147,7 +145,7 @@ func NewManager(cfg *rest.Config, o Options) (manager.Manager, error) {
 	o.tombstoneGrace = cmp.Or(o.tombstoneGrace, compile.TombstoneGrace)
 	o.followInterval = cmp.Or(o.followInterval, 10*time.Second)
 	o.confirmGrace = cmp.Or(o.confirmGrace, 2*time.Second)
-	o.maxConfigBytes = cmp.Or(o.maxConfigBytes, liveconfig.MaxEncodedBytes)
+	o.limit = cmp.Or(o.limit, compile.DefaultLimit)
 	o.configBurst, o.configRate = cmp.Or(o.configBurst, configBurst), cmp.Or(o.configRate, configsPerSecond)
 	renewDeadline, retryPeriod := o.leaseDuration*2/3, o.leaseDuration/6
 	gracefulShutdown := 10 * time.Second // Every reconciliation can be interrupted without loss.

@@ -46,8 +46,10 @@ func stripSecret(release string) toolscache.TransformFunc {
 			return nil, fmt.Errorf("cannot cache a %T; only the metadata of Secrets is cached", object)
 		}
 		kept := metav1.ObjectMeta{Namespace: m.Namespace, Name: m.Name, UID: m.UID, ResourceVersion: m.ResourceVersion, Generation: m.Generation}
-		if _, live := liveconfig.NamespaceOf(m.Name); m.Namespace == release && (live || m.Name == liveconfig.MarkerName) {
-			kept.Labels, kept.OwnerReferences = m.Labels, m.OwnerReferences
+		_, root := liveconfig.NamespaceOf(m.Name)
+		_, part := liveconfig.PartNamespaceOf(m.Name)
+		if m.Namespace == release && (root || part || m.Name == liveconfig.MarkerName) {
+			kept.Labels, kept.OwnerReferences, kept.CreationTimestamp = m.Labels, m.OwnerReferences, m.CreationTimestamp
 		}
 		m.ObjectMeta = kept
 		return m, nil

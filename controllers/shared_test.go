@@ -3,6 +3,7 @@ package controllers
 import (
 	"maps"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -83,6 +84,9 @@ func TestWriteKeys(t *testing.T) {
 	}
 }
 
+// partOfA is the name of a part of the live config of namespace a.
+var partOfA = "posthorn-part-a-" + strings.Repeat("0", 64)
+
 func TestSecretsAreCachedWithoutContents(t *testing.T) {
 	strip := stripSecret("posthorn-system")
 	secret := func(namespace, name string) *metav1.PartialObjectMetadata {
@@ -92,7 +96,7 @@ func TestSecretsAreCachedWithoutContents(t *testing.T) {
 			ManagedFields: []metav1.ManagedFieldsEntry{{Manager: "kubectl"}},
 		}}
 	}
-	for name, want := range map[string]map[string]string{"other": nil, liveconfig.SecretName("a"): {liveconfig.LabelNamespace: "a"}} {
+	for name, want := range map[string]map[string]string{"other": nil, liveconfig.SecretName("a"): {liveconfig.LabelNamespace: "a"}, partOfA: {liveconfig.LabelNamespace: "a"}} {
 		got, err := strip(secret("posthorn-system", name))
 		if err != nil {
 			t.Fatal(err)
@@ -157,10 +161,14 @@ func TestPredicates(t *testing.T) {
 		}
 	}
 
-	r := &configReconciler{release: "posthorn-system", written: map[string]liveSecret{"a": {revision: "r", resourceVersion: "7"}}}
+	r := &configReconciler{release: "posthorn-system", parts: newPartSecrets(nil, nil, "posthorn-system", secretOwner{}), written: map[string]liveSecret{"a": {revision: "r", resourceVersion: "7"}}}
 	secret := func(namespace, version string) *metav1.PartialObjectMetadata {
 		return &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: liveconfig.SecretName("a"), ResourceVersion: version}}
 	}
+	part := func(version string) *metav1.PartialObjectMetadata {
+		return &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: "posthorn-system", Name: partOfA, ResourceVersion: version}}
+	}
+	r.parts.record("a", partOfA, "7")
 	own := r.notOwnWrite()
 	for name, test := range map[string]struct{ got, want bool }{
 		"own update":        {own.Update(event.UpdateEvent{ObjectOld: secret("posthorn-system", "6"), ObjectNew: secret("posthorn-system", "7")}), false},
@@ -168,6 +176,9 @@ func TestPredicates(t *testing.T) {
 		"relisted":          {own.Update(event.UpdateEvent{ObjectOld: secret("other", "8"), ObjectNew: secret("other", "8")}), false},
 		"another namespace": {own.Create(event.CreateEvent{Object: secret("other", "7")}), true},
 		"own creation":      {own.Create(event.CreateEvent{Object: secret("posthorn-system", "7")}), false},
+		"own part":          {own.Create(event.CreateEvent{Object: part("7")}), false},
+		"foreign part":      {own.Create(event.CreateEvent{Object: part("8")}), true},
+		"deleted part":      {own.Delete(event.DeleteEvent{Object: part("7")}), true},
 		"deletion":          {own.Delete(event.DeleteEvent{Object: secret("posthorn-system", "7")}), true},
 	} {
 		if test.got != test.want {

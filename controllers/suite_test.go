@@ -167,12 +167,23 @@ func (w *world) newNamespace() string {
 func (w *world) live(g Gomega, namespace string) (liveconfig.Config, *corev1.Secret) {
 	var secret corev1.Secret
 	g.Expect(cluster.Get(w.ctx, client.ObjectKey{Namespace: release, Name: liveconfig.SecretName(namespace)}, &secret)).To(Succeed())
-	live, err := liveconfig.StoredIn(secret.Data).Decode()
+	live, err := assembled(w.ctx, namespace, &secret).Decode()
 	g.Expect(err).NotTo(HaveOccurred())
 	g.Expect(secret.Annotations[liveconfig.AnnotationRevision]).To(Equal(live.Revision))
 	g.Expect(secret.Labels).To(HaveKeyWithValue(liveconfig.LabelNamespace, namespace))
 	g.Expect(secret.Labels).To(HaveKey(liveconfig.LabelLive))
 	return live.Config, &secret
+}
+
+// assembled returns the live config of a root Secret.
+func assembled(ctx context.Context, namespace string, root *corev1.Secret) liveconfig.Stored {
+	return liveconfig.Assemble(namespace, root.Data, func(name string) map[string][]byte {
+		var part corev1.Secret
+		if cluster.Get(ctx, client.ObjectKey{Namespace: release, Name: name}, &part) != nil {
+			return nil
+		}
+		return part.Data
+	})
 }
 
 // head returns the head of a namespace's live config.
@@ -464,7 +475,7 @@ func (d *fakeDispatcher) report(ctx context.Context) adminapi.Report {
 			version := string(s.UID) + "/" + s.ResourceVersion
 			c, known := d.decoded[version]
 			if !known {
-				live, err := liveconfig.StoredIn(s.Data).Decode()
+				live, err := assembled(ctx, s.Labels[liveconfig.LabelNamespace], &s).Decode()
 				c.config, c.revision, c.number, c.err = live.Config, live.Revision, live.Head.Number, err
 			}
 			decoded[version] = c

@@ -79,7 +79,7 @@ func TestAudiences(t *testing.T) {
 	if c.Audiences[slices.IndexFunc(c.Audiences, func(a liveconfig.Audience) bool { return a.Name == "old" })].MaxRemovalPercent != 5 {
 		t.Error("maxRemovalPercent is not in the config")
 	}
-	large := table.tooLarge(verdicts, 1, liveconfig.MaxEncodedBytes, liveconfig.Config{})
+	large := table.tooLarge(verdicts, 1, DefaultLimit, liveconfig.Config{})
 	if v := large["audiences"]["old"]; v.Accepted || v.Reason != v1alpha1.ReasonConfigTooLarge {
 		t.Errorf("too large: %+v", v)
 	}

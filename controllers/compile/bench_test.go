@@ -55,7 +55,7 @@ func BenchmarkEdit(b *testing.B) {
 				config, verdicts := table.Compile(s)
 				present := Present{UIDs: table.Existing(s.Objects), Reserved: h.Reserve(config, d, func(string) bool { return false }, now)}
 				size := func(h History, exact bool) (int, error) { return h.HeadBytes(exact, present, d, now, TombstoneGrace) }
-				encoded, history, err := table.EncodeWithHead(s.Memo, config, verdicts, 64<<20, h, size, nil)
+				encoded, history, err := table.EncodeWithHead(s.Memo, config, verdicts, DefaultLimit, h, size, nil)
 				if err != nil {
 					b.Fatal(err)
 				}
@@ -65,7 +65,7 @@ func BenchmarkEdit(b *testing.B) {
 				}
 				h = HistoryOf(liveconfig.Revisioned{Config: encoded.Config, Revision: encoded.Revision, Head: head})
 				h.Verified = true
-				b.ReportMetric(float64(len(encoded.Data)), "bytes")
+				b.ReportMetric(float64(encoded.Chunks.Len()), "bytes")
 			}
 		})
 	}

@@ -344,7 +344,7 @@ func TestTooLarge(t *testing.T) {
 		}
 	}
 	_, verdicts := table.Compile(s)
-	got := table.tooLarge(verdicts, 2<<20, liveconfig.MaxEncodedBytes, last)
+	got := table.tooLarge(verdicts, 2<<20, DefaultLimit, last)
 	for name, want := range map[string]string{"any": v1alpha1.ReasonAccepted, "every": v1alpha1.ReasonConfigTooLarge, "bad": v1alpha1.ReasonInvalidURL} {
 		v := got["destinations"][name]
 		if v.Reason != want || v.Accepted != (want == v1alpha1.ReasonAccepted) {

@@ -77,7 +77,7 @@ func TestDeletions(t *testing.T) {
 	if v, ok := verdicts["deletions"]["ended"]; !ok || !v.Accepted {
 		t.Errorf("an ended request without suppression has the verdict %+v", v)
 	}
-	if v := table.tooLarge(verdicts, 1, liveconfig.MaxEncodedBytes, liveconfig.Config{})["deletions"]["all"]; v.Accepted {
+	if v := table.tooLarge(verdicts, 1, DefaultLimit, liveconfig.Config{})["deletions"]["all"]; v.Accepted {
 		t.Errorf("too large: %+v", v)
 	}
 }

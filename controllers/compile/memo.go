@@ -80,10 +80,10 @@ func (m *Memo) destination(s Snapshot, o *v1alpha1.WebhookDestination, sources [
 	return last.entry, last.verdict
 }
 
-// encode is liveconfig.Encode.
-func (m *Memo) encode(c liveconfig.Config) (data []byte, revision string, err error) {
+// encode returns a config in chunks.
+func (m *Memo) encode(c liveconfig.Config) (liveconfig.Chunks, string, error) {
 	if m == nil {
-		return liveconfig.Encode(c)
+		m = &Memo{}
 	}
-	return m.encoder.Encode(c)
+	return m.encoder.EncodeChunks(c)
 }

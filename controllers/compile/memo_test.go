@@ -84,7 +84,7 @@ func TestMemo(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if !bytes.Equal(got, want) {
+			if !bytes.Equal(got.Bytes(), want.Bytes()) {
 				t.Error("the encoded config differs from that without a memo")
 			}
 			if len(memo.destinations) != len(config.Destinations) {

@@ -16,59 +16,106 @@ import (
 type Encoded struct {
 	Config   liveconfig.Config
 	Verdicts Verdicts
-	// Data is nil if the last config remains in effect.
-	Data     []byte
+	// Chunks is nil if the last config remains in effect.
+	Chunks liveconfig.Chunks
+	// Parts are empty if the config and its head are in one Secret.
+	Parts    liveconfig.Parts
 	Revision string
 	// TooLarge means that objects are not in effect because of the size limit.
 	TooLarge bool
 }
 
-// Encode encodes a config in at most limit bytes; the limit of a Secret is
-// liveconfig.MaxEncodedBytes. If the config is larger, Encode evicts as many objects as
+// Limit bounds an encoded live config.
+type Limit struct {
+	// SecretBytes bounds the content of a Secret.
+	SecretBytes int
+	// Parts is the largest number of parts of a config that does not fit into one Secret.
+	Parts int
+}
+
+// DefaultLimit is what Kubernetes can store.
+var DefaultLimit = Limit{SecretBytes: liveconfig.MaxEncodedBytes, Parts: liveconfig.MaxParts}
+
+// partBytes bounds a part of several chunks. It is smaller than a Secret may be, so that an edit writes less.
+func (l Limit) partBytes() int { return l.SecretBytes / 4 }
+
+// split divides a config with a head of headBytes. It returns no parts if one Secret is sufficient, and
+// false if the config does not fit.
+func (l Limit) split(namespace string, chunks liveconfig.Chunks, headBytes int) (liveconfig.Parts, bool, error) {
+	switch {
+	case !chunks.Decodable():
+		return liveconfig.Parts{}, false, nil
+	case chunks.Len()+headBytes <= l.SecretBytes:
+		return liveconfig.Parts{}, true, nil
+	}
+	parts, ok, err := chunks.Split(namespace, l.partBytes(), l.SecretBytes, l.Parts)
+	return parts, ok && len(parts.Index)+headBytes <= l.SecretBytes, err
+}
+
+// String describes the limit for messages.
+func (l Limit) String() string {
+	if l.Parts == 0 {
+		return fmt.Sprintf("one Secret of %d KiB", l.SecretBytes>>10)
+	}
+	return fmt.Sprintf("%d Secrets of %d KiB", l.Parts, l.partBytes()>>10)
+}
+
+// Encode encodes a config within a limit. If the config is larger, Encode evicts as many objects as
 // necessary: the largest ones first, and the objects that are unchanged in the last
 // config after all others. An evicted destination is paused; an evicted Audience,
 // DeletionRequest or Redelivery is not in the config. Their verdict is ConfigTooLarge. Sources are not
 // evicted, so that their calls are accepted and the messages kept.
 //
-// If that is not sufficient, the last config remains in effect. If there is none, Data is
-// an invalid config, so that the dispatchers answer 503 to calls. Encode calls last only if
+// If that is not sufficient, the last config remains in effect. If there is none, Chunks is empty and
+// not nil: an invalid config, so that the dispatchers answer 503 to calls. Encode calls last only if
 // necessary; last returns false if there is no last config.
-func (t Table) Encode(m *Memo, c liveconfig.Config, v Verdicts, limit int, last func() (liveconfig.Config, bool, error)) (Encoded, error) {
-	data, revision, err := m.encode(c)
-	if err != nil || len(data) <= limit {
-		return Encoded{c, v, data, revision, false}, err
+func (t Table) Encode(m *Memo, c liveconfig.Config, v Verdicts, limit Limit, last func() (liveconfig.Config, bool, error)) (Encoded, error) {
+	chunks, revision, err := m.encode(c)
+	if err != nil {
+		return Encoded{}, err
+	}
+	return t.encode(m, Encoded{Config: c, Verdicts: v, Chunks: chunks, Revision: revision}, limit, 0, last)
+}
+
+// encode is Encode for an encoded config with a head of headBytes.
+func (t Table) encode(m *Memo, e Encoded, limit Limit, headBytes int, last func() (liveconfig.Config, bool, error)) (Encoded, error) {
+	var ok bool
+	var err error
+	if e.Parts, ok, err = limit.split(e.Config.Namespace, e.Chunks, headBytes); ok || err != nil {
+		return e, err
 	}
 	before, exists, err := last()
 	if err != nil {
 		return Encoded{}, err
 	}
-	fitting, ok := t.fit(m, c, v, len(data), limit, before)
+	fitting, ok := t.fit(m, e, limit, headBytes, before)
 	switch {
 	case ok:
 		return fitting, nil
 	case exists:
-		return Encoded{before, t.tooLarge(v, len(data), limit, before), nil, "", true}, nil
+		return Encoded{Config: before, Verdicts: t.tooLarge(e.Verdicts, e.Chunks.Len(), limit, before), TooLarge: true}, nil
 	}
-	return Encoded{liveconfig.Config{}, t.tooLarge(v, len(data), limit, before), []byte{}, "none", true}, nil
+	return Encoded{Verdicts: t.tooLarge(e.Verdicts, e.Chunks.Len(), limit, before), Chunks: liveconfig.Chunks{}, Revision: "none", TooLarge: true}, nil
 }
 
-// EncodeWithHead is Encode for a config whose head is in the same Secret: both have at most limit
-// bytes. headBytes returns the size of the head after a history, see History.HeadBytes. To avoid evictions, EncodeWithHead
+// EncodeWithHead is Encode for a config whose head is in the same Secret, or in the root of the parts.
+// headBytes returns the size of the head after a history, see History.HeadBytes. To avoid evictions, EncodeWithHead
 // omits the routes of deleted destinations; it returns the history that the head must be made from.
-func (t Table) EncodeWithHead(m *Memo, c liveconfig.Config, v Verdicts, limit int, h History, headBytes func(h History, exact bool) (int, error), last func() (liveconfig.Config, bool, error)) (Encoded, History, error) {
-	data, revision, err := m.encode(c)
+func (t Table) EncodeWithHead(m *Memo, c liveconfig.Config, v Verdicts, limit Limit, h History, headBytes func(h History, exact bool) (int, error), last func() (liveconfig.Config, bool, error)) (Encoded, History, error) {
+	chunks, revision, err := m.encode(c)
 	if err != nil {
 		return Encoded{}, h, err
 	}
+	all := Encoded{Config: c, Verdicts: v, Chunks: chunks, Revision: revision}
 	most, err := headBytes(h, false)
-	if err != nil || len(data)+most <= limit {
-		return Encoded{c, v, data, revision, false}, h, err
+	if err != nil || chunks.Decodable() && chunks.Len()+most <= limit.SecretBytes {
+		return all, h, err
 	}
 	full, err := headBytes(h, true)
 	if err != nil {
 		return Encoded{}, h, err
 	}
-	encoded, err := t.Encode(m, c, v, limit-full, last)
+	encoded, err := t.encode(m, all, limit, full, last)
 	if err != nil || !encoded.TooLarge {
 		return encoded, h, err
 	}
@@ -76,13 +123,14 @@ func (t Table) EncodeWithHead(m *Memo, c liveconfig.Config, v Verdicts, limit in
 	if err != nil || brief == full {
 		return encoded, h, err
 	}
-	encoded, err = t.Encode(m, c, v, limit-brief, last)
+	encoded, err = t.encode(m, all, limit, brief, last)
 	return encoded, h.WithoutRoutes(), err
 }
 
-// fit evicts as many objects as necessary from a config of encodedBytes. It returns false
-// if all evictions are not sufficient. It changes neither v nor c.
-func (t Table) fit(m *Memo, c liveconfig.Config, v Verdicts, encodedBytes, limit int, last liveconfig.Config) (Encoded, bool) {
+// fit evicts as many objects as necessary from a config. It returns false if all evictions are not
+// sufficient. It does not change the config.
+func (t Table) fit(m *Memo, all Encoded, limit Limit, headBytes int, last liveconfig.Config) (Encoded, bool) {
+	c, v := all.Config, all.Verdicts
 	evictions := t.evictionOrder(c, last)
 	var fitting Encoded
 	var paused []map[string]string
@@ -92,20 +140,24 @@ func (t Table) fit(m *Memo, c liveconfig.Config, v Verdicts, encodedBytes, limit
 			return true
 		}
 		rest, revisions := t.evict(c, evictions[:n])
-		data, revision, err := m.encode(rest)
-		if err != nil || len(data) > limit {
+		chunks, revision, err := m.encode(rest)
+		if err != nil {
+			return false
+		}
+		parts, ok, err := limit.split(c.Namespace, chunks, headBytes)
+		if !ok || err != nil {
 			return false
 		}
 		paused = revisions
-		fitting = Encoded{Config: rest, Data: data, Revision: revision, TooLarge: true}
+		fitting = Encoded{Config: rest, Chunks: chunks, Parts: parts, Revision: revision, TooLarge: true}
 		return true
 	})
 	if n > len(evictions) {
 		return Encoded{}, false
 	}
 	message := func(effect string) string {
-		return fmt.Sprintf("the live config of this namespace would have %d bytes compressed, and at most %d fit into one Secret: %s; remove destinations, headers or large certificates, or use another namespace",
-			encodedBytes, limit, effect)
+		return fmt.Sprintf("the live config of this namespace would have %d bytes compressed and does not fit into %s: %s; remove destinations, headers or large certificates, or use another namespace",
+			all.Chunks.Len(), limit, effect)
 	}
 	fitting.Verdicts = make(Verdicts, len(v))
 	for section, verdicts := range v {
@@ -222,8 +274,8 @@ func (t Table) evict(c liveconfig.Config, evictions []eviction) (liveconfig.Conf
 // tooLarge returns the verdicts for the case that the last config remains in effect
 // because no eviction is sufficient. Objects that are unchanged in the last config keep
 // their verdicts, all others are not accepted (ConfigTooLarge). It does not change v.
-func (t Table) tooLarge(v Verdicts, encodedBytes, limit int, last liveconfig.Config) Verdicts {
-	message := fmt.Sprintf("the live config of this namespace would have %d bytes compressed; at most %d fit into one Secret: the last config remains in effect; remove destinations or large certificates, or use another namespace",
+func (t Table) tooLarge(v Verdicts, encodedBytes int, limit Limit, last liveconfig.Config) Verdicts {
+	message := fmt.Sprintf("the live config of this namespace would have %d bytes compressed and does not fit into %s: the last config remains in effect; remove destinations or large certificates, or use another namespace",
 		encodedBytes, limit)
 	refused := Verdicts{}
 	for _, k := range t {

@@ -17,7 +17,7 @@ import (
 
 // testLimit replaces liveconfig.MaxEncodedBytes: it causes the same decisions with a
 // sixteenth of the compression, which dominates the time under the race detector.
-const testLimit = liveconfig.MaxEncodedBytes / 16
+var testLimit = Limit{SecretBytes: liveconfig.MaxEncodedBytes / 16}
 
 // heavy returns a destination with the given number of headers of 256 bytes each,
 // which take 192 bytes when compressed.
@@ -69,18 +69,18 @@ func encode(t *testing.T, s Snapshot, last *liveconfig.Config) Encoded {
 	if after, _, _ := liveconfig.Encode(config); !slices.Equal(before, after) {
 		t.Error("Encode changed its input")
 	}
-	if len(e.Data) == 0 {
+	if len(e.Chunks) == 0 {
 		return e
 	}
-	if len(e.Data) > testLimit {
-		t.Errorf("%d bytes do not fit into %d", len(e.Data), testLimit)
+	if e.Chunks.Len() > testLimit.SecretBytes {
+		t.Errorf("%d bytes do not fit into %d", e.Chunks.Len(), testLimit.SecretBytes)
 	}
-	decoded, revision, err := liveconfig.Decode(e.Data)
+	decoded, revision, err := liveconfig.Decode(e.Chunks.Bytes())
 	if err != nil || revision != e.Revision {
 		t.Errorf("the dispatcher rejects the config: %v", err)
 	}
 	if diff := cmp.Diff(e.Config, decoded); diff != "" {
-		t.Errorf("Config differs from the decoded Data (-want +got):\n%s", diff)
+		t.Errorf("Config differs from the decoded Chunks (-want +got):\n%s", diff)
 	}
 	for _, d := range decoded.Destinations {
 		if v := e.Verdicts["destinations"][d.Name]; v.Revision != d.Revision || v.State != d.State {
@@ -107,7 +107,7 @@ func TestEncodeLimit(t *testing.T) {
 	}
 	none := func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil }
 	for limit, want := range map[int]bool{len(data): false, len(data) - 1: true} {
-		e, err := table.Encode(nil, config, verdicts, limit, none)
+		e, err := table.Encode(nil, config, verdicts, Limit{SecretBytes: limit}, none)
 		if err != nil || e.TooLarge != want {
 			t.Errorf("config of %d bytes, limit %d: too large is %v (%v), want %v", len(data), limit, e.TooLarge, err, want)
 		}
@@ -219,15 +219,15 @@ func TestTooManyDeletionRequests(t *testing.T) {
 		s.Objects = append(s.Objects, &source)
 	}
 	e = encode(t, s, nil)
-	if e.Data == nil || len(e.Data) > 0 || e.Verdicts["sources"]["web"].Reason != v1alpha1.ReasonConfigTooLarge {
-		t.Errorf("without a last config: %d bytes, %+v", len(e.Data), e.Verdicts["sources"]["web"])
+	if e.Chunks == nil || len(e.Chunks) > 0 || e.Verdicts["sources"]["web"].Reason != v1alpha1.ReasonConfigTooLarge {
+		t.Errorf("without a last config: %d bytes, %+v", e.Chunks.Len(), e.Verdicts["sources"]["web"])
 	}
-	if _, _, err := liveconfig.Decode(e.Data); err == nil {
+	if _, _, err := liveconfig.Decode(e.Chunks.Bytes()); err == nil {
 		t.Error("a dispatcher accepts the data as a config")
 	}
 	e = encode(t, s, &first.Config)
-	if e.Data != nil || !e.Verdicts["sources"]["web"].Accepted || e.Verdicts["sources"]["source-00001"].Accepted {
-		t.Errorf("with a last config: %d bytes, %+v", len(e.Data), e.Verdicts["sources"]["web"])
+	if e.Chunks != nil || !e.Verdicts["sources"]["web"].Accepted || e.Verdicts["sources"]["source-00001"].Accepted {
+		t.Errorf("with a last config: %d bytes, %+v", e.Chunks.Len(), e.Verdicts["sources"]["web"])
 	}
 }
 
@@ -271,9 +271,9 @@ func TestEncodeWithHead(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			limit := len(data) + c.spare
-			encoded, history, err := table.EncodeWithHead(nil, config, verdicts, limit, c.history, c.size, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
-			if err != nil || encoded.Data == nil || encoded.TooLarge != c.tooLarge {
-				t.Fatalf("error %v, %d bytes, too large: got %t, want %t", err, len(encoded.Data), encoded.TooLarge, c.tooLarge)
+			encoded, history, err := table.EncodeWithHead(nil, config, verdicts, Limit{SecretBytes: limit}, c.history, c.size, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
+			if err != nil || encoded.Chunks == nil || encoded.TooLarge != c.tooLarge {
+				t.Fatalf("error %v, %d bytes, too large: got %t, want %t", err, encoded.Chunks.Len(), encoded.TooLarge, c.tooLarge)
 			}
 			existing := map[liveconfig.Ref]string(nil)
 			if c.tooLarge {
@@ -281,8 +281,8 @@ func TestEncodeWithHead(t *testing.T) {
 			}
 			head, _ := history.Next(encoded.Revision, Present{UIDs: existing}, Dispatchers{}, time.Now(), TombstoneGrace)
 			text, err := liveconfig.EncodeHead(head)
-			if err != nil || len(encoded.Data)+len(text) > limit {
-				t.Errorf("error %v, %d and %d bytes do not fit into %d", err, len(encoded.Data), len(text), limit)
+			if err != nil || encoded.Chunks.Len()+len(text) > limit {
+				t.Errorf("error %v, %d and %d bytes do not fit into %d", err, encoded.Chunks.Len(), len(text), limit)
 			}
 			if got := len(head.Tombstones) > 0 && head.Tombstones[0].Filter != nil; got != c.routes {
 				t.Errorf("tombstones with routes: got %t, want %t", got, c.routes)

@@ -60,11 +60,11 @@ func Compile(path string, policy compile.Policy) (Compiled, error) {
 	snapshots := s.snapshots(policy)
 	for _, namespace := range slices.Sorted(maps.Keys(snapshots)) {
 		config, verdicts := compilers.Compile(*snapshots[namespace])
-		encoded, err := compilers.Encode(nil, config, verdicts, liveconfig.MaxEncodedBytes, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
+		encoded, err := compilers.Encode(nil, config, verdicts, compile.DefaultLimit, func() (liveconfig.Config, bool, error) { return liveconfig.Config{}, false, nil })
 		if err != nil {
 			return Compiled{}, fmt.Errorf("namespace %s: %w", namespace, err)
 		}
-		out.Namespaces = append(out.Namespaces, CompiledNamespace{Namespace: namespace, Revision: encoded.Revision, EncodedBytes: len(encoded.Data), Config: encoded.Config, Verdicts: encoded.Verdicts})
+		out.Namespaces = append(out.Namespaces, CompiledNamespace{Namespace: namespace, Revision: encoded.Revision, EncodedBytes: encoded.Chunks.Len(), Config: encoded.Config, Verdicts: encoded.Verdicts})
 		out.NotAccepted = append(out.NotAccepted, s.notAccepted(namespace, encoded.Verdicts)...)
 	}
 	return out, nil

@@ -279,12 +279,12 @@ func (c *Control) apply() {
 		snapshot := *snapshots[namespace]
 		config, verdicts := compilers.Compile(snapshot)
 		sent, exists := c.sent[namespace]
-		encoded, err := compilers.Encode(nil, config, verdicts, liveconfig.MaxEncodedBytes, func() (liveconfig.Config, bool, error) { return sent.Config, exists, nil })
+		encoded, err := compilers.Encode(nil, config, verdicts, compile.DefaultLimit, func() (liveconfig.Config, bool, error) { return sent.Config, exists, nil })
 		if err != nil {
 			c.log.Error("encoding the live config failed; the last one remains in effect", "namespace", namespace, "error", err)
 			continue
 		}
-		if encoded.Data != nil {
+		if encoded.Chunks != nil {
 			c.send(namespace, sentConfig{encoded, compilers.Existing(snapshot.Objects), sent.history})
 		}
 		if len(snapshot.Objects) == 0 {
@@ -333,7 +333,7 @@ func (c *Control) send(namespace string, next sentConfig) {
 	next.history = compile.HistoryOf(liveconfig.Revisioned{Config: next.Config, Revision: next.Revision, Head: head})
 	next.history.Verified = true
 	c.sent[namespace] = next
-	c.options.Sink.Set(namespace, liveconfig.Stored{Config: next.Data, Head: text})
+	c.options.Sink.Set(namespace, liveconfig.Stored{Config: next.Chunks.Bytes(), Head: text})
 }
 
 // followReport sends the configs again whose heads depend on the dispatcher's report, and those of
@@ -343,7 +343,7 @@ func (c *Control) followReport() {
 		c.apply()
 	}
 	for _, namespace := range slices.Sorted(maps.Keys(c.sent)) {
-		if sent := c.sent[namespace]; sent.Data != nil && !sent.history.Settled(c.dispatchers(namespace), time.Now()) {
+		if sent := c.sent[namespace]; sent.Chunks != nil && !sent.history.Settled(c.dispatchers(namespace), time.Now()) {
 			c.send(namespace, sent)
 		}
 	}

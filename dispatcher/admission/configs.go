@@ -49,7 +49,7 @@ type Configs struct {
 	reportMu sync.Mutex
 	refused  map[string]adminapi.RefusedConfig
 	// invalid are the refused namespaces whose config cannot be decoded or used, for example because
-	// another release wrote it; the others are refused for their number.
+	// another release wrote it; the others are refused for their number, or because a part is missing.
 	invalid map[string]bool
 	// applied is the time of each namespace's valid config.
 	applied map[string]time.Time
@@ -94,7 +94,7 @@ func (c *Configs) Set(namespace string, stored liveconfig.Stored) {
 	defer c.mu.Unlock()
 	defer c.publish()
 	before := c.histories[namespace]
-	invalid := err != nil
+	invalid := err != nil && !stored.Incomplete()
 	if number := live.Head.Number; err == nil && number > 0 && number < before.Number {
 		err = fmt.Errorf("live config has number %d, and number %d was in effect before; a running operator replaces a live config from a backup by a newer one", number, before.Number)
 	}
@@ -305,8 +305,8 @@ func (c *Configs) AppliedTimes() map[string]time.Time {
 }
 
 // Usable reports whether this dispatcher can use live configs. It is false if configs are invalid and
-// none is in effect: a dispatcher of another release may be able to use them. A missing config, and
-// one that is refused for its number, change nothing: another dispatcher would not use it either.
+// none is in effect: a dispatcher of another release may be able to use them. A missing config, one
+// with a missing part, and one that is refused for its number change nothing: another dispatcher would not use it either.
 func (c *Configs) Usable() bool {
 	c.reportMu.Lock()
 	defer c.reportMu.Unlock()

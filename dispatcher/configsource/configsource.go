@@ -6,6 +6,8 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"slices"
+	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -48,6 +50,7 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 		return fmt.Errorf("watch live-config Secrets: %w", err)
 	}
 	marked := make(chan []string, 1) // The failed namespaces of the newest marker.
+	configs := assembler{store: informer.GetStore(), release: namespace, sink: sink, incomplete: map[string]liveconfig.Stored{}}
 	set := func(obj any) {
 		secret, ok := obj.(*corev1.Secret)
 		if !ok {
@@ -55,7 +58,9 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 		}
 		// The name is decisive, because a copy of a Secret has the same labels.
 		if owner, ok := liveconfig.NamespaceOf(secret.Name); ok {
-			sink.Set(owner, liveconfig.StoredIn(secret.Data))
+			configs.set(owner, secret)
+		} else if owner, ok := liveconfig.PartNamespaceOf(secret.Name); ok {
+			configs.addPart(owner)
 		} else if secret.Name == liveconfig.MarkerName {
 			select {
 			case <-marked:
@@ -81,7 +86,9 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 			}
 			if secret, ok := obj.(*corev1.Secret); ok {
 				if owner, ok := liveconfig.NamespaceOf(secret.Name); ok {
-					sink.Delete(owner)
+					configs.delete(owner)
+				} else if owner, ok := liveconfig.PartNamespaceOf(secret.Name); ok {
+					configs.deletePart(owner, secret.Name)
 				}
 			}
 		},
@@ -95,6 +102,7 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 	if !cache.WaitForCacheSync(ctx.Done(), registration.HasSynced) {
 		return nil // ctx is done
 	}
+	configs.sync()
 	remind := time.NewTicker(time.Minute)
 	defer remind.Stop()
 	for {
@@ -109,4 +117,85 @@ func Watch(ctx context.Context, client kubernetes.Interface, namespace string, s
 			return nil
 		}
 	}
+}
+
+// assembler joins the parts of live configs that are in several Secrets. It reads the parts from the
+// informer's store, so it keeps no data. The operator writes the parts before the root, and the
+// informer has the Secrets in this order, except at its start.
+type assembler struct {
+	store   cache.Store
+	release string
+	sink    Sink
+
+	mu sync.Mutex
+	// incomplete are the namespaces of whose live config a part is missing.
+	incomplete map[string]liveconfig.Stored
+	synced     bool
+}
+
+// set sends the live config of a root Secret to the sink. Before sync it waits for missing parts.
+func (a *assembler) set(namespace string, root *corev1.Secret) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	stored := liveconfig.Assemble(namespace, root.Data, func(name string) map[string][]byte {
+		if part := a.secret(name); part != nil {
+			return part.Data
+		}
+		return nil
+	})
+	delete(a.incomplete, namespace)
+	if stored.Incomplete() {
+		if newest := a.secret(root.Name); newest == nil || newest.ResourceVersion != root.ResourceVersion {
+			return // The operator has removed the part after this root; the event of the newer root follows.
+		}
+		a.incomplete[namespace] = stored
+		if !a.synced {
+			return
+		}
+	}
+	a.sink.Set(namespace, stored)
+}
+
+// addPart sends the live config of a namespace if it was incomplete.
+func (a *assembler) addPart(namespace string) {
+	a.mu.Lock()
+	_, waiting := a.incomplete[namespace]
+	a.mu.Unlock()
+	if root := a.secret(liveconfig.SecretName(namespace)); waiting && root != nil {
+		a.set(namespace, root)
+	}
+}
+
+// deletePart sends the live config of a namespace without a part, if its root lists it.
+func (a *assembler) deletePart(namespace, name string) {
+	if root := a.secret(liveconfig.SecretName(namespace)); root != nil && slices.Contains(liveconfig.PartNames(namespace, root.Data), name) {
+		a.set(namespace, root)
+	}
+}
+
+func (a *assembler) delete(namespace string) {
+	a.mu.Lock()
+	delete(a.incomplete, namespace)
+	a.mu.Unlock()
+	a.sink.Delete(namespace)
+}
+
+// sync sends the live configs that are incomplete after the informer's start.
+func (a *assembler) sync() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.synced = true
+	for namespace, stored := range a.incomplete {
+		a.sink.Set(namespace, stored)
+	}
+}
+
+// secret returns a Secret of the informer's store; nil if there is none.
+func (a *assembler) secret(name string) *corev1.Secret {
+	object, _, err := a.store.GetByKey(a.release + "/" + name)
+	secret, ok := object.(*corev1.Secret)
+	if err != nil || !ok {
+		return nil
+	}
+	return secret
 }

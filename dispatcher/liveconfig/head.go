@@ -130,15 +130,29 @@ type Stored struct {
 	Config []byte
 	// Head is an encoded Head; empty in a live config of release 0.2.0.
 	Head []byte
+
+	// missing is the name of a part's Secret that does not exist, and invalid the error of an index.
+	missing string
+	invalid error
 }
 
-// StoredIn returns the live config in the data of a Secret.
+// Incomplete reports whether a Secret of the live config does not exist. The operator writes it again.
+func (s Stored) Incomplete() bool { return s.missing != "" }
+
+// StoredIn returns the live config in the data of a Secret that has no parts; see Assemble.
 func StoredIn(data map[string][]byte) Stored {
 	return Stored{Config: data[DataKey], Head: data[HeadKey]}
 }
 
-// Data returns the data of the live config's Secret.
-func (s Stored) Data() map[string][]byte {
+// RootData returns the data of the live config's Secret, or of the root if it has parts.
+func RootData(config Chunks, parts Parts, head []byte) map[string][]byte {
+	if len(parts.List) > 0 {
+		return map[string][]byte{IndexKey: parts.Index, HeadKey: head}
+	}
+	return Stored{Config: config.Bytes(), Head: head}.data()
+}
+
+func (s Stored) data() map[string][]byte {
 	data := map[string][]byte{DataKey: s.Config}
 	if len(s.Head) > 0 {
 		data[HeadKey] = s.Head
@@ -149,7 +163,14 @@ func (s Stored) Data() map[string][]byte {
 // Decode reads the config, which must be valid, and its head, which must belong to the config. With
 // an error it returns what it could read.
 func (s Stored) Decode() (r Revisioned, err error) {
-	r.Config, r.Revision, err = Decode(s.Config)
+	switch {
+	case s.missing != "":
+		err = fmt.Errorf("live config: its part, Secret %s, does not exist; a running operator writes it again", s.missing)
+	case s.invalid != nil:
+		err = s.invalid
+	default:
+		r.Config, r.Revision, err = Decode(s.Config)
+	}
 	head, headErr := DecodeHead(s.Head)
 	switch {
 	case headErr != nil:
