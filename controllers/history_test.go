@@ -291,6 +291,8 @@ func TestUnsettled(t *testing.T) {
 		"removed, parked":             {nil, health.Pod{Report: report(true, adminapi.ConfigReport{Number: 5, Parked: parked})}, []string{"shop"}},
 		"removed, parked, not ready":  {nil, health.Pod{Absent: true, Configs: report(false, adminapi.ConfigReport{Number: 5, Parked: parked})}, []string{"shop"}},
 		"present, the number":         {known, health.Pod{Report: report(true, adminapi.ConfigReport{Number: 5})}, nil},
+		"old parts, not applied":      {known, health.Pod{Report: report(true, adminapi.ConfigReport{Number: 4})}, nil},
+		"old parts, applied":          {known, health.Pod{Report: report(true, adminapi.ConfigReport{Number: 5})}, []string{"shop"}},
 		"empty, not applied":          {empty, health.Pod{Report: report(true, adminapi.ConfigReport{Number: 4})}, nil},
 		"empty, applied":              {empty, health.Pod{Report: report(true, adminapi.ConfigReport{Number: 5})}, []string{"shop"}},
 		"present, a higher number":    {known, health.Pod{Report: report(true, adminapi.ConfigReport{Number: 6})}, []string{"shop"}},
@@ -299,7 +301,11 @@ func TestUnsettled(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			pods := []health.Pod{c.pod}
-			r := &configReconciler{written: c.written, reports: func() ([]health.Pod, bool) { return pods, true }, now: time.Now}
+			secrets := newPartSecrets(nil, nil, "", secretOwner{})
+			if strings.Contains(name, "old parts") {
+				secrets.superseded["shop"] = true
+			}
+			r := &configReconciler{parts: secrets, written: c.written, reports: func() ([]health.Pod, bool) { return pods, true }, now: time.Now}
 			if diff := cmp.Diff(c.want, r.unsettled(pods)); diff != "" {
 				t.Errorf("namespaces (-want +got):\n%s", diff)
 			}
