@@ -70,7 +70,7 @@ const (
 	// ReasonKeyConflict: another Audience of the same Source has the same key. The older
 	// Audience keeps it. Action: set another spec.key.
 	ReasonKeyConflict = "KeyConflict"
-	// ReasonConfigTooLarge: the namespace's live config would not fit into one Secret with
+	// ReasonConfigTooLarge: the namespace's live config would not fit into its Secrets with
 	// this object. Messages of a destination are kept and not sent. Action: remove
 	// destinations, headers or large certificates, or use another namespace.
 	ReasonConfigTooLarge = "ConfigTooLarge"
