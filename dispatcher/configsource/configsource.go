@@ -128,7 +128,7 @@ type assembler struct {
 	sink    Sink
 
 	mu sync.Mutex
-	// incomplete are the namespaces of whose live config a part is missing.
+	// incomplete are the namespaces with a missing part.
 	incomplete map[string]liveconfig.Stored
 	synced     bool
 }
