@@ -88,13 +88,13 @@ func (s secrets) newIn(before secrets) (n int) {
 // A change of one object writes few parts, whatever it does to the sizes, and the parts depend on the
 // config only.
 func TestSplitIsStable(t *testing.T) {
-	const partBytes, steps = 128 << 10, 40
+	const partBytes, steps = 96 << 10, 40
 	random := rand.New(rand.NewPCG(1, 2))
-	c := incompressible(400, random)
+	c := incompressible(200, random)
 	var e Encoder
 	before := store(t, &e, c, partBytes)
-	if n := len(before.parts); n < 10 {
-		t.Fatalf("got %d parts, want at least 10", n)
+	if n := len(before.parts); n < 8 {
+		t.Fatalf("got %d parts, want at least 8", n)
 	}
 	written := 0
 	for i := range steps {
@@ -110,7 +110,7 @@ func TestSplitIsStable(t *testing.T) {
 			c.Destinations[at] = withNoise(c.Destinations[at], random)
 		}
 		after := store(t, &e, c, partBytes)
-		if i%10 == 0 {
+		if i%20 == 19 {
 			if diff := cmp.Diff(store(t, &Encoder{}, c, partBytes).root, after.root); diff != "" {
 				t.Fatalf("step %d: the root depends on earlier configs:\n%s", i, diff)
 			}
@@ -138,7 +138,7 @@ func TestSplitIsStable(t *testing.T) {
 func TestSplitWhileGrowing(t *testing.T) {
 	const partBytes = 96 << 10
 	random := rand.New(rand.NewPCG(3, 4))
-	all := incompressible(400, random)
+	all := incompressible(250, random)
 	c := all
 	var e Encoder
 	var before secrets
@@ -152,8 +152,8 @@ func TestSplitWhileGrowing(t *testing.T) {
 		}
 		before = after
 	}
-	if n := len(before.parts); n < 10 {
-		t.Errorf("got %d parts, want at least 10", n)
+	if n := len(before.parts); n < 8 {
+		t.Errorf("got %d parts, want at least 8", n)
 	}
 	if written > 2*objects {
 		t.Errorf("parts written for %d new objects: got %d, want at most two for each", objects, written)
