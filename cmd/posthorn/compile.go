@@ -16,7 +16,7 @@ import (
 
 func newCompile() *cobra.Command {
 	var dir, output string
-	var allow []string
+	var allow, secrets []string
 	var ceilings ceilingFlags
 	cmd := &cobra.Command{
 		Use:   "compile -f DIR",
@@ -44,7 +44,11 @@ has errors.`,
 			if err != nil {
 				return err
 			}
-			compiled, err := standalone.Compile(dir, rules)
+			values, err := standalone.ReadSecretValues(secrets)
+			if err != nil {
+				return command.Usagef("--secret: %v", err)
+			}
+			compiled, err := standalone.Compile(dir, values, rules)
 			if err != nil {
 				return err
 			}
@@ -61,6 +65,7 @@ has errors.`,
 	f := cmd.Flags()
 	f.StringVarP(&dir, "file", "f", "", "folder or file of manifests")
 	command.OutputFlag(cmd, &output, "", "print the compiled config: yaml or json", "yaml", "json")
+	registerSecrets(cmd, &secrets)
 	f.StringSliceVar(&allow, "egress-allow", nil, "non-public addresses that deliveries may use, as for posthorn run")
 	ceilings.register(cmd)
 	return cmd

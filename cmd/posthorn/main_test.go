@@ -50,6 +50,8 @@ func TestRefusedFlags(t *testing.T) {
 		{"run --manifests . --listen 8080", `--listen "8080": use HOST:PORT or :PORT`},
 		{"run --manifests . --log-level loud", "use debug, info, warn or error"},
 		{"run", "set --manifests DIR"},
+		{"run --manifests . --secret default/crm/secret=hunter2", "--secret: use NAMESPACE/NAME/KEY=file:PATH or NAMESPACE/NAME/KEY=env:NAME"},
+		{"compile -f . --secret default/crm/secret=env:POSTHORN_UNSET", "the environment variable POSTHORN_UNSET is not set"},
 		{"run --manifests nowhere", `--manifests "nowhere" is not a folder`},
 		{"dispatcher --namespace x --admin-auth basic --kubeconfig KUBECONFIG", "use kubernetes or none"},
 		{"operator --namespace x --dispatcher-selector a=b=c", `--dispatcher-selector "a=b=c"`},

@@ -24,18 +24,21 @@ func newRun() *cobra.Command {
 	var data dataFlags
 	var ceilings ceilingFlags
 	var manifests string
+	var secrets []string
 	cmd := &cobra.Command{
 		Use:   "run --manifests DIR",
 		Short: "Run Posthorn from a folder of manifests, without a cluster",
 		Long: `Runs operator and dispatcher in one process from a folder of manifests: Source,
 WebhookDestination, Audience, DeletionRequest and Secret, in YAML or JSON, several
 documents per file. They are validated and compiled as in a cluster, and reloaded
-when a file changes.
+when a file changes. --secret reads values of Secrets from files or environment
+variables instead.
 
 Deliveries to loopback and private addresses are denied unless --egress-allow
 names them. The status page is at the root of the admin address, for browsers on
 this machine; 'posthorn get' shows the status, too.`,
 		Example: `  posthorn run --manifests ./webhooks
+  posthorn run --manifests ./webhooks --secret default/crm/secret=file:/run/secrets/crm
   posthorn run --manifests ./webhooks --data /var/lib/posthorn --listen :8080 --egress-allow 10.0.0.0/8`,
 		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -51,6 +54,10 @@ this machine; 'posthorn get' shows the status, too.`,
 			}
 			if err := data.parse(); err != nil {
 				return err
+			}
+			values, err := standalone.ReadSecretValues(secrets)
+			if err != nil {
+				return command.Usagef("--secret: %v", err)
 			}
 			policy, err := ceilings.policy(data.options.Egress)
 			if err != nil {
@@ -76,7 +83,7 @@ this machine; 'posthorn get' shows the status, too.`,
 			if err != nil {
 				return err
 			}
-			control := standalone.New(standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), Policy: policy, Logger: log, Sink: d, Changes: d.Changes, UnknownKeys: d.UnknownKeys})
+			control := standalone.New(standalone.Options{Dir: manifests, StateFile: filepath.Join(data.options.DataDir, "manifests.json"), SecretValues: values, Policy: policy, Logger: log, Sink: d, Changes: d.Changes, UnknownKeys: d.UnknownKeys})
 			status, err := newStatusPage(d.AdminAddr())
 			if err != nil {
 				return err
@@ -97,10 +104,16 @@ this machine; 'posthorn get' shows the status, too.`,
 		},
 	}
 	cmd.Flags().StringVar(&manifests, "manifests", "", "folder of the manifests; required")
+	registerSecrets(cmd, &secrets)
 	ceilings.register(cmd)
 	data.register(cmd, defaultDataDir(), "127.0.0.1:8080", "127.0.0.1:8081")
 	logging.Register(cmd)
 	return cmd
+}
+
+// registerSecrets registers --secret.
+func registerSecrets(cmd *cobra.Command, secrets *[]string) {
+	cmd.Flags().StringArrayVar(secrets, "secret", nil, "value of a key of a Secret that no manifest has, NAMESPACE/NAME/KEY=file:PATH or NAMESPACE/NAME/KEY=env:NAME; repeat it for each key. A file is read again when it changes")
 }
 
 // defaultDataDir is the data directory of the current user.

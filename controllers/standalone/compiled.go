@@ -40,10 +40,10 @@ func (c Compiled) OK() bool {
 	return len(c.Problems)+len(c.NotAccepted) == 0
 }
 
-// Compile compiles a folder of manifests, or one file, without running a Control. The
-// result prints and marshals without secrets. Compile returns an error only if the folder
+// Compile compiles a folder of manifests, or one file, and the Secrets of values, without running a
+// Control. The result prints and marshals without secrets. Compile returns an error only if the folder
 // cannot be read or has no manifest.
-func Compile(path string, policy compile.Policy) (Compiled, error) {
+func Compile(path string, values []SecretValue, policy compile.Policy) (Compiled, error) {
 	if _, err := definitions(); err != nil {
 		return Compiled{}, err
 	}
@@ -55,6 +55,7 @@ func Compile(path string, policy compile.Policy) (Compiled, error) {
 		return Compiled{}, fmt.Errorf("%s has no manifest (*.yaml, *.yml, *.json)", path)
 	}
 	s := newStore()
+	s.secretValues = slices.Clone(values)
 	s.load(marks, time.Now())
 	out := Compiled{Namespaces: []CompiledNamespace{}, Problems: s.problems, Ignored: s.ignored, Objects: len(s.objects)}
 	snapshots := s.snapshots(policy)

@@ -18,6 +18,8 @@ type mark struct {
 	path  string
 	size  int64
 	mtime time.Time
+	// secret is true for the file of a SecretValue.
+	secret bool
 }
 
 // manifests lists the manifest files in a folder, sorted by name. If path is a file, it
@@ -29,7 +31,7 @@ func manifests(path string) ([]mark, error) {
 		return nil, fmt.Errorf("read manifests: %w", err)
 	}
 	if !info.IsDir() {
-		return []mark{{path, info.Size(), info.ModTime()}}, nil
+		return []mark{{path: path, size: info.Size(), mtime: info.ModTime()}}, nil
 	}
 	entries, err := os.ReadDir(path)
 	if err != nil {
@@ -49,7 +51,7 @@ func manifests(path string) ([]mark, error) {
 			return nil, fmt.Errorf("read manifests: %w", err)
 		}
 		if info.Mode().IsRegular() {
-			marks = append(marks, mark{file, info.Size(), info.ModTime()})
+			marks = append(marks, mark{path: file, size: info.Size(), mtime: info.ModTime()})
 		}
 	}
 	return marks, nil

@@ -62,6 +62,8 @@ type Options struct {
 	// after a restart does not count as deleted. If it is empty, the objects are in memory
 	// only.
 	StateFile string
+	// SecretValues are Secrets beside those in Dir.
+	SecretValues []SecretValue
 	// Policy applies to every destination.
 	Policy compile.Policy
 	Sink   Sink
@@ -116,12 +118,14 @@ var compilers = kinds.All.Compilers()
 
 // New returns a Control; call its Run.
 func New(o Options) *Control {
-	return &Control{
+	c := &Control{
 		options: o, log: cmp.Or(o.Logger, slog.Default()), store: newStore(),
 		started: make(chan struct{}), ended: make(chan struct{}), refreshes: make(chan chan struct{}),
 		verdicts: map[string]compile.Verdicts{}, sent: map[string]sentConfig{}, logged: map[string]bool{}, kept: map[id]bool{}, hadSources: true,
 		due: map[string]time.Time{},
 	}
+	c.store.secretValues = slices.Clone(o.SecretValues)
+	return c
 }
 
 // Run loads the folder, passes its configs to the sink, and processes changes and reports
@@ -136,9 +140,10 @@ func (c *Control) Run(ctx context.Context) error {
 		if err := c.store.restore(c.options.StateFile); err != nil {
 			return err
 		}
+		c.store.restoreSecretValues(time.Now())
 		c.restoreHistories(time.Now())
 	}
-	marks, err := manifests(c.options.Dir)
+	marks, err := c.marks()
 	if err != nil {
 		return err
 	}
@@ -159,7 +164,7 @@ func (c *Control) Run(ctx context.Context) error {
 	var changing time.Time
 	unreadable := false
 	check := func() {
-		marks, err := manifests(c.options.Dir)
+		marks, err := c.marks()
 		if (err != nil) != unreadable {
 			unreadable = err != nil
 			if unreadable {
@@ -205,6 +210,12 @@ func (c *Control) Run(ctx context.Context) error {
 	}
 }
 
+// marks lists the manifests and the files of Secrets' values.
+func (c *Control) marks() ([]mark, error) {
+	marks, err := manifests(c.options.Dir)
+	return append(marks, marksOfSecretValues(c.store.secretValues)...), err
+}
+
 // watch returns the events of the file system. They can be incomplete; polling finds the
 // remaining changes.
 func (c *Control) watch() (<-chan fsnotify.Event, func()) {
@@ -243,11 +254,12 @@ func (c *Control) watch() (<-chan fsnotify.Event, func()) {
 func (c *Control) load(marks []mark) []mark {
 	c.mu.Lock()
 	before := c.store.problems
-	if len(marks) == 0 && len(c.store.objects) > 0 {
+	files := slices.DeleteFunc(slices.Clone(marks), func(m mark) bool { return m.secret })
+	if len(files) == 0 && len(c.store.objects) > 0 {
 		// The volume may not be mounted. Without the objects, their messages would be discarded.
 		c.log.Error("folder of manifests is empty; keeping the last valid objects; to remove all objects, write an empty List to a file (apiVersion: v1, kind: List, items: [])", "dir", c.options.Dir)
 	} else {
-		c.store.load(marks, time.Now())
+		c.store.load(files, time.Now())
 		c.store.explainProblems(before, time.Now())
 	}
 	problems, ignored := c.store.problems, c.store.ignored

@@ -133,10 +133,10 @@ type folder struct {
 	stop    func()
 }
 
-func start(t *testing.T, dir, stateFile string) *folder {
+func start(t *testing.T, dir, stateFile string, values ...SecretValue) *folder {
 	t.Helper()
 	f := &folder{T: t, dir: dir, runner: &runner{}, log: &bytes.Buffer{}}
-	f.control = New(Options{Dir: dir, StateFile: stateFile, Sink: f.runner, Changes: f.runner.changes, Logger: slog.New(slog.NewTextHandler(f.log, nil))})
+	f.control = New(Options{Dir: dir, StateFile: stateFile, SecretValues: values, Sink: f.runner, Changes: f.runner.changes, Logger: slog.New(slog.NewTextHandler(f.log, nil))})
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- f.control.Run(ctx) }()
@@ -462,30 +462,30 @@ func TestRunFailsWithoutAFolder(t *testing.T) {
 
 func TestCompile(t *testing.T) {
 	dir := t.TempDir()
-	if _, err := Compile(dir, compile.Policy{}); err == nil {
+	if _, err := Compile(dir, nil, compile.Policy{}); err == nil {
 		t.Error("Compile returns no error for an empty folder")
 	}
 	put(t, dir, "a.yaml", secret+"---\n"+webSource+"---\n"+webDestination)
-	c, err := Compile(dir, compile.Policy{})
+	c, err := Compile(dir, nil, compile.Policy{})
 	if err != nil || !c.OK() || len(c.Namespaces) != 1 || c.Namespaces[0].Config.Destinations[0].State != liveconfig.Active {
 		t.Fatalf("%+v %v", c, err)
 	}
 	if text, err := json.Marshal(c); err != nil || strings.Contains(string(text), "canary") || strings.Contains(string(text), "hooks.example") {
 		t.Errorf("%s %v", text, err)
 	}
-	one, err := Compile(filepath.Join(dir, "a.yaml"), compile.Policy{})
+	one, err := Compile(filepath.Join(dir, "a.yaml"), nil, compile.Policy{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if diff := cmp.Diff(c.Namespaces[0].Verdicts["destinations"], one.Namespaces[0].Verdicts["destinations"]); diff != "" {
 		t.Error(diff)
 	}
-	denied, err := Compile(dir, compile.Policy{CheckHost: func(string) error { return fmt.Errorf("denied") }})
+	denied, err := Compile(dir, nil, compile.Policy{CheckHost: func(string) error { return fmt.Errorf("denied") }})
 	if err != nil || denied.OK() || denied.Namespaces[0].Verdicts["destinations"]["crm"].Reason != v1alpha1.ReasonEgressDenied {
 		t.Errorf("%+v %v", denied, err)
 	}
 	put(t, dir, "b.yaml", "kind: [")
-	if c, err := Compile(dir, compile.Policy{}); err != nil || c.OK() || len(c.Problems) != 1 {
+	if c, err := Compile(dir, nil, compile.Policy{}); err != nil || c.OK() || len(c.Problems) != 1 {
 		t.Errorf("%+v %v", c, err)
 	}
 }

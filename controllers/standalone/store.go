@@ -30,9 +30,10 @@ type store struct {
 	files   map[string]*file
 	objects map[id]*stored
 	// writes counts changes. Resource versions are values of it.
-	writes   int64
-	problems []manifest.Problem
-	ignored  []manifest.Problem
+	writes       int64
+	problems     []manifest.Problem
+	ignored      []manifest.Problem
+	secretValues []SecretValue
 	// unread is true if a file could not be read and must be read again.
 	unread bool
 }
@@ -69,6 +70,9 @@ func (s *store) load(marks []mark, now time.Time) {
 	next := map[id]*stored{}
 	before := s.sorted()
 	present := map[id]bool{}
+	if len(s.secretValues) > 0 {
+		marks = append([]mark{{path: secretValuesFile}}, marks...)
+	}
 	for _, mark := range marks {
 		f := s.read(mark.path)
 		files[mark.path] = f
@@ -189,6 +193,9 @@ func (s *store) rejected() map[string]manifest.Problem {
 
 // read parses a file, unless it has not changed.
 func (s *store) read(path string) *file {
+	if path == secretValuesFile {
+		return s.readSecretValues()
+	}
 	text, err := readFile(path)
 	old := s.files[path]
 	if err != nil {
@@ -410,6 +417,9 @@ const stateVersion = 1
 func (s *store) save(path string) error {
 	out := state{Version: stateVersion}
 	for _, o := range s.sorted() {
+		if o.file == secretValuesFile { // The value should have no other copy on the disk.
+			continue
+		}
 		saved := stateObject{File: o.file, Generation: o.generation, Created: o.created, Changed: o.changed, Manifest: o.manifest}
 		if a, ok := o.resource.(*v1alpha1.Audience); ok {
 			saved.AudienceKey = a.Status.Key
