@@ -133,8 +133,21 @@ func openClosed(dataDir string) (*pebblestore.Store, error) {
 	})
 }
 
+// oldAudiences and oldDeletions are the folders, in a data directory, of release 0.2.0. The start of a
+// later release moves their contents.
+const (
+	oldAudiences = "audiences"
+	oldDeletions = "deletions"
+)
+
 // BackupStopped writes an archive of the data directory of a stopped dispatcher.
 func BackupStopped(ctx context.Context, dataDir, version string, w io.Writer) error {
+	for _, folder := range []string{oldAudiences, oldDeletions} {
+		path := filepath.Join(dataDir, folder)
+		if _, err := os.Stat(path); err == nil {
+			return fmt.Errorf("%s has files of an older release, which this backup would lack; start this release once, then try again", path)
+		}
+	}
 	store, err := openClosed(dataDir)
 	if err != nil {
 		return err

@@ -254,7 +254,7 @@ func New(o Options) (*Dispatcher, error) {
 		MaxBuffered: plan.requests,
 	})
 	if d.members, err = audience.New(audience.Options{
-		Dir: filepath.Join(o.DataDir, backup.MembersFolder), OldDir: filepath.Join(o.DataDir, "audiences"), Store: d.store, Gate: d.gate, Lanes: d.store,
+		Dir: filepath.Join(o.DataDir, backup.MembersFolder), OldDir: filepath.Join(o.DataDir, oldAudiences), Store: d.store, Gate: d.gate, Lanes: d.store,
 		Owner: o.AudienceOwner, OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger, Registerer: d.metrics, FS: d.memberFiles,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())
@@ -271,7 +271,7 @@ func New(o Options) (*Dispatcher, error) {
 		return nil, errors.Join(err, d.Close())
 	}
 	if d.forget, err = deletion.New(deletion.Options{
-		OldDir: filepath.Join(o.DataDir, "deletions"), Gate: d.gate, Store: tracker, Records: records,
+		OldDir: filepath.Join(o.DataDir, oldDeletions), Gate: d.gate, Store: tracker, Records: records,
 		Passive: o.AudienceOwner != "", OrphanGrace: o.OrphanGrace, Changes: d.changes, Logger: o.Logger,
 	}); err != nil {
 		return nil, errors.Join(err, d.Close())

@@ -144,6 +144,9 @@ func (s *store) readSecretValues() *file {
 		}
 		value, err := readSecretFile(v.file)
 		if err != nil {
+			if pathErr, ok := errors.AsType[*os.PathError](err); ok {
+				err = pathErr.Err // The problem has the path.
+			}
 			s.unread = true
 			problems = append(problems, manifest.Problem{File: v.file, Object: id{kindSecret, v.namespace, v.name}.String(), Message: fmt.Sprintf("--secret %s: %v", v, err)})
 			continue
