@@ -68,7 +68,7 @@ func TestRefusedBackupTargets(t *testing.T) {
 }
 
 // The owner of the store could not open the files that root writes.
-func TestBackupAsAnotherUser(t *testing.T) {
+func TestWriteAsAnotherUser(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root can change the owner of a folder")
 	}
@@ -77,9 +77,11 @@ func TestBackupAsAnotherUser(t *testing.T) {
 		t.Fatal(err)
 	}
 	before := names(filepath.Join(data, "queue"))
-	out, code := runMain("backup", "--data", data, filepath.Join(t.TempDir(), "b.tar"))
-	if code != command.ExitUsage || !strings.Contains(out, "belongs to user 12345") || !strings.Contains(out, "sudo --user='#12345'") {
-		t.Errorf("backup: got exit code %d: %s, want %d and the user", code, out, command.ExitUsage)
+	for _, args := range [][]string{{"backup", filepath.Join(t.TempDir(), "b.tar")}, {"repair", "--apply"}} {
+		out, code := runMain(append(args, "--data", data)...)
+		if code != command.ExitUsage || !strings.Contains(out, "belongs to user 12345") || !strings.Contains(out, "sudo --user='#12345'") {
+			t.Errorf("%s: got exit code %d: %s, want %d and the user", args[0], code, out, command.ExitUsage)
+		}
 	}
 	if after := names(filepath.Join(data, "queue")); after != before {
 		t.Errorf("store: got %s, want %s", after, before)

@@ -24,7 +24,7 @@ func checkOwner(store string) error {
 	if u, err := user.LookupId(owner); err == nil {
 		owner = u.Username
 	}
-	return command.Usagef("%s belongs to user %s, who could not open the files that this command writes there; run it as that user: sudo --user=%s posthorn …", store, owner, sudoName(owner))
+	return command.Usagef("%s belongs to user %s, who could not open the files that this command writes there; run it as that user, for example with sudo --user=%s", store, owner, sudoName(owner))
 }
 
 // sudoName is a user as sudo expects it: a number begins with #.

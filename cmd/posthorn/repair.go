@@ -7,6 +7,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/posthorn/posthorn/cmd/internal/command"
+	"github.com/posthorn/posthorn/dispatcher/backup"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore"
 	"github.com/posthorn/posthorn/dispatcher/queue/pebblestore/repair"
 )
@@ -31,7 +32,13 @@ twice. The repair needs as much free disk space as the store uses.`,
 			if data == "" {
 				return command.Usagef("the data directory is missing; set --data to the dispatcher's data directory")
 			}
-			r, err := repair.Run(filepath.Join(data, "queue"), apply, pebblestore.Verify)
+			store := filepath.Join(data, backup.QueueFolder)
+			if apply {
+				if err := checkOwner(store); err != nil {
+					return err
+				}
+			}
+			r, err := repair.Run(store, apply, pebblestore.Verify)
 			if err != nil {
 				return err
 			}
