@@ -96,8 +96,12 @@ func takeBackup(ctx context.Context, dir string, store *pebblestore.Store, hold 
 		},
 		Verify: func(dir string) error {
 			store := filepath.Join(dir, backup.QueueFolder)
-			if err := repair.Check(store, check); err != nil {
+			err := repair.Check(store, check)
+			if errors.Is(err, repair.ErrDamaged) {
 				return fmt.Errorf("%w; stop Posthorn and run posthorn repair", err)
+			}
+			if err != nil {
+				return err
 			}
 			if err := os.Remove(filepath.Join(store, "LOCK")); err != nil {
 				return err

@@ -136,6 +136,19 @@ func TestBackupIsInterrupted(t *testing.T) {
 	if err := BackupStopped(ctx, dir, "v1", io.Discard); !errors.Is(err, interrupted) {
 		t.Errorf("backup: got %v, want %v", err, interrupted)
 	}
+	// During the check of the copy, which is not damage.
+	store, err := openClosed(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	late, cancelLate := context.WithCancelCause(t.Context())
+	_, err = takeBackup(late, dir, store, func() func() { return func() { cancelLate(interrupted) } }, "v1", io.Discard)
+	if !errors.Is(err, interrupted) || strings.Contains(err.Error(), "repair") {
+		t.Errorf("backup that is interrupted after the checkpoint: got %v, want %v only", err, interrupted)
+	}
+	if err := store.Close(); err != nil {
+		t.Error(err)
+	}
 	if _, err := os.Stat(filepath.Join(dir, "backup.tmp")); err == nil {
 		t.Error("the work folder exists after the backup")
 	}

@@ -114,6 +114,9 @@ func openBackup(ctx context.Context, admin, token string) (io.ReadCloser, error)
 	if err == nil {
 		return r, nil
 	}
+	if cause := context.Cause(ctx); cause != nil {
+		return nil, cause
+	}
 	if _, ok := errors.AsType[*adminapi.StatusError](err); ok {
 		return nil, err
 	}
@@ -231,11 +234,11 @@ func restore(ctx context.Context, out io.Writer, from, data string) (err error) 
 		return fmt.Errorf("%s: %w", from, err)
 	}
 	lanes, deadLetters, err := dispatcher.VerifyCopy(ctx, partial)
+	if cause := context.Cause(ctx); cause != nil {
+		return cause
+	}
 	if err != nil {
 		return fmt.Errorf("%s: %w; use another backup", from, err)
-	}
-	if err := context.Cause(ctx); err != nil {
-		return err
 	}
 	for _, name := range backup.Entries() {
 		if err := moveEntry(partial, data, name); err != nil {

@@ -1,10 +1,14 @@
 package repair
 
 import (
+	"errors"
 	"fmt"
 	"path/filepath"
 	"strings"
 )
+
+// ErrDamaged means that Check found damage.
+var ErrDamaged = errors.New("the store is damaged")
 
 // maxListed bounds the number of damaged parts in an error text.
 const maxListed = 5
@@ -12,9 +16,9 @@ const maxListed = 5
 // checkEvery is the number of entries between two calls of the callback of Check.
 const checkEvery = 1000
 
-// Check reads every file of the closed store in dir, as Run does, and returns an error that names
-// the damaged parts. It changes nothing but its lock file, and needs no disk space. It calls
-// proceed regularly, and ends with its error.
+// Check reads every file of the closed store in dir, as Run does, and returns an ErrDamaged that names
+// the damaged parts. It changes nothing but its lock file, and needs no disk space. It calls proceed
+// regularly, and ends with its error.
 func Check(dir string, proceed func() error) error {
 	lock, err := lockStore(dir)
 	if err != nil {
@@ -47,7 +51,7 @@ func Check(dir string, proceed func() error) error {
 		damages = append(damages, filepath.Base(d.Path)+": "+d.What)
 	}
 	if len(damages) > 0 {
-		return fmt.Errorf("the store is damaged: %s", strings.Join(damages, "; "))
+		return fmt.Errorf("%w: %s", ErrDamaged, strings.Join(damages, "; "))
 	}
 	return nil
 }
