@@ -367,7 +367,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	main := listen.New(ingest.NewServer(d.mux()), maxConns, d.log)
 	adminOptions := admin.Options{
 		Report: d.Report, Changes: d.Changes, Metrics: promtext.Handler(d.metrics, d.writeMetrics, d.engine.WriteMetrics),
-		Engine: d.engine, Gate: d.gate, Store: d.letters(), Ready: d.Ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
+		Engine: d.engine, Gate: d.gate, Store: d.letters(), Trace: d.store, Ready: d.Ready, Extra: d.options.Extra, Guard: d.options.AdminGuard,
 		Backup: d.Backup, BackupToken: d.backupToken,
 	}
 	if d.options.Debug {

@@ -325,10 +325,9 @@ func number(n *int32) int32 {
 }
 
 const (
-	// maxSearched bounds the destinations whose attempts and dead letters a search reads, and
-	// maxLetters the dead letters that are read of each.
-	maxSearched, maxLetters = 200, 10_000
-	maxHits                 = 50
+	// maxGrouped bounds the destinations whose dead letters are grouped, and maxLetters the dead letters
+	// that are read of each.
+	maxGrouped, maxLetters = 200, 10_000
 )
 
 // ranked returns the destinations, the worst first.
@@ -428,7 +427,7 @@ func (p *Page) readGroups(ctx context.Context, v view) (g groups) {
 			continue
 		}
 		g.Total += r.Stored
-		if read++; read > maxSearched {
+		if read++; read > maxGrouped {
 			g.Incomplete = append(g.Incomplete, r.key.String())
 			continue
 		}
@@ -470,7 +469,7 @@ func (p *Page) redeliver(k key, reason string, hour time.Time) string {
 	return fmt.Sprintf("%s %s %s -n %s --reason %s --since %s --until %s", p.options.Command, verb, k.Name, k.Namespace, reason, hour.Format(time.RFC3339), hour.Add(time.Hour).Format(time.RFC3339))
 }
 
-// hit is where a message was found.
+// hit is an attempt or a dead letter of a message.
 type hit struct {
 	key
 	Link    string
@@ -481,51 +480,52 @@ type hit struct {
 
 type found struct {
 	ID       string
+	Accepted []adminapi.AcceptedMessage
 	Hits     []hit
-	Searched int
-	// Bounded is true if destinations or dead letters were not searched.
-	Bounded bool
-	Errors  []string
+	// Errors name the dispatchers that did not answer, and what was not searched.
+	Errors []string
 }
 
-// find looks for a message among the last attempts and the dead letters.
-func (p *Page) find(ctx context.Context, v view, id string) (f found, err error) {
+// find asks all dispatchers for a message.
+func (p *Page) find(ctx context.Context, id string) (f found) {
 	if f.ID = id; id == "" {
-		return f, nil
+		return f
 	}
-	done, err := p.readLetters(ctx)
-	if err != nil {
-		return f, err
+	dispatchers, missing := p.options.Dispatchers()
+	if missing != nil {
+		f.Errors = append(f.Errors, missing.Error())
 	}
-	defer done()
-	for _, r := range p.ranked(v) {
-		if f.Searched == maxSearched || len(f.Hits) >= maxHits {
-			f.Bounded = true
-			break
-		}
-		f.Searched++
-		attempts, err := p.attempts(ctx, r.key)
+	of := func(object string) hit {
+		namespace, name, _ := strings.Cut(object, "/")
+		k := key{namespace, name}
+		return hit{key: k, Link: link(k)}
+	}
+	for _, pod := range slices.Sorted(maps.Keys(dispatchers)) {
+		t, err := dispatchers[pod].Trace(ctx, id, time.Time{})
 		if err != nil {
-			f.Errors = append(f.Errors, err.Error())
-		}
-		for _, a := range attempts {
-			if a.MessageID == id {
-				f.Hits = append(f.Hits, hit{key: r.key, Link: r.Link, Attempt: &a})
-			}
-		}
-		if r.Stored == 0 {
+			f.Errors = append(f.Errors, fmt.Sprintf("dispatcher %s: %v", pod, err))
 			continue
 		}
-		letters, complete, err := p.letters(ctx, r.key)
-		if err != nil {
-			f.Errors = append(f.Errors, err.Error())
+		if t.Incomplete != "" {
+			f.Errors = append(f.Errors, fmt.Sprintf("dispatcher %s: %s", pod, t.Incomplete))
 		}
-		f.Bounded = f.Bounded || !complete
-		for _, d := range letters {
-			if d.MessageID == id {
-				f.Hits = append(f.Hits, hit{key: r.key, Link: r.Link, Letter: &d, Show: fmt.Sprintf("%s deadletters show %s %s -n %s", p.options.Command, r.Name, d.Key, r.Namespace)})
+		for _, m := range t.Accepted {
+			if p.shows(of(m.Source).Namespace) {
+				f.Accepted = append(f.Accepted, m)
+			}
+		}
+		for _, a := range t.Attempts {
+			if h := of(a.Destination); p.shows(h.Namespace) {
+				h.Attempt = &a
+				f.Hits = append(f.Hits, h)
+			}
+		}
+		for _, d := range t.DeadLetters {
+			if h := of(d.Destination); p.shows(h.Namespace) {
+				h.Letter, h.Show = &d, fmt.Sprintf("%s deadletters show %s %s -n %s", p.options.Command, h.Name, d.Key, h.Namespace)
+				f.Hits = append(f.Hits, h)
 			}
 		}
 	}
-	return f, nil
+	return f
 }

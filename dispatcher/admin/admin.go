@@ -32,6 +32,8 @@ type Options struct {
 	// Gate is the way into the queue of Store.
 	Gate  *admission.Gate
 	Store redelivery.Store
+	// Trace finds messages.
+	Trace TraceStore
 	// Ready returns why the dispatcher is not ready, or nil.
 	Ready func() error
 	// View, when not nil, enables /debug; it returns the view in effect, or nil before the first
@@ -68,6 +70,7 @@ func NewServer(o Options) *http.Server {
 		}
 	})
 	mountDeadLetters(mux, o.Gate, o.Store, o.Engine)
+	mountTrace(mux, o.Trace, o.Engine)
 	mountBackup(mux, o)
 	if o.View != nil {
 		mountDebug(mux, o.Engine, o.View)

@@ -2,6 +2,7 @@ package delivery
 
 import (
 	"context"
+	"maps"
 	"slices"
 	"sync/atomic"
 
@@ -74,6 +75,38 @@ func (e *Engine) Attempts(destination, endpoint string) (list []adminapi.Attempt
 		}
 	}
 	slices.SortStableFunc(list, func(a, b adminapi.Attempt) int { return a.Time.Compare(b.Time) })
+	return list
+}
+
+// AttemptsOf lists the remembered attempts of a message, oldest first.
+func (e *Engine) AttemptsOf(messageID string) (list []adminapi.Attempt) {
+	e.mu.Lock()
+	names := slices.Collect(maps.Keys(e.destinations))
+	e.mu.Unlock()
+	for _, name := range names {
+		list = append(list, e.attemptsOf(name, messageID)...)
+	}
+	slices.SortStableFunc(list, func(a, b adminapi.Attempt) int { return a.Time.Compare(b.Time) })
+	return list
+}
+
+// attemptsOf locks the engine for one destination only, because there can be thousands.
+func (e *Engine) attemptsOf(destination, messageID string) (list []adminapi.Attempt) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	d := e.destinations[destination]
+	if d == nil {
+		return nil
+	}
+	for _, ep := range d.endpoints {
+		for i := range ep.attempts.ring {
+			if r := &ep.attempts.ring[i]; string(r.id[:r.idLen]) == messageID {
+				t := r.Attempt
+				t.MessageID = messageID
+				list = append(list, t)
+			}
+		}
+	}
 	return list
 }
 

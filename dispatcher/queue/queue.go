@@ -222,6 +222,50 @@ type DestinationStats struct {
 	DeadLetters, DeadLetterBytes int64
 }
 
+// TraceResult is the result of a search for a message.
+type TraceResult struct {
+	// Traces has an entry for each Source with the message.
+	Traces []Trace
+	// Scanned is the number of messages that were read in the logs, and Until the time when the last of
+	// them was accepted. Complete is false if a bound ended the search.
+	Scanned  int
+	Until    time.Time
+	Complete bool
+}
+
+// Trace is what the store has of a message.
+type Trace struct {
+	Source     string
+	AcceptedAt time.Time
+	// Seq is the message's position in the log; 0 if the message was removed, because all of its
+	// lanes have ended it. Type, Event and Lanes are then empty.
+	Seq         uint64
+	Type, Event string
+	Lanes       []LaneTrace
+}
+
+// LaneTrace is the state of a message in a lane.
+type LaneTrace struct {
+	Lane  LaneID
+	State TraceState
+	// Due is the time of the next attempt of a message in retry, and Attempts the number of its
+	// failed ones.
+	Due      time.Time
+	Attempts int
+}
+
+// TraceState is the state of a message in a lane.
+type TraceState string
+
+// Values of TraceState. An ended message was delivered, is a dead letter, or was discarded.
+const (
+	TraceWaiting  TraceState = "Waiting"
+	TraceInFlight TraceState = "InFlight"
+	TraceRetrying TraceState = "Retrying"
+	TraceFiltered TraceState = "Filtered"
+	TraceEnded    TraceState = "Ended"
+)
+
 // End selects whether a lane gets the messages that are appended from now on.
 type End int
 
@@ -374,6 +418,10 @@ type Stats interface {
 	Position(lane LaneID) (read, end uint64)
 	// SourceStats returns the stats of a Source; zero for one that never had a message.
 	SourceStats(source string) SourceStats
+	// Trace finds a message of any Source by its ID, with its state in each lane: by the index of
+	// the duplicate window, and of the messages accepted since a time also by reading the logs;
+	// a zero time reads none. The end of ctx ends the search, and the result is then incomplete.
+	Trace(ctx context.Context, id string, since time.Time) (TraceResult, error)
 	// Sources lists the Sources with a log, also those without lanes.
 	Sources() []string
 	// DestinationStats returns the stats of a destination; zero for an unknown one.

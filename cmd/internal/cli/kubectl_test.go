@@ -453,3 +453,39 @@ spec: {writeKeys: [{secretKeyRef: {name: web, key: key}}]}
 		}
 	}
 }
+
+// trace asks every pod, and shows the others while one fails.
+func TestTraceAsksEveryPod(t *testing.T) {
+	answers := func(name string, status int, trace adminapi.MessageTrace) target {
+		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if r.URL.Path != "/trace" || r.FormValue("id") != "m1" {
+				status = http.StatusBadRequest
+			}
+			w.WriteHeader(status)
+			_ = json.NewEncoder(w).Encode(trace)
+		}))
+		t.Cleanup(server.Close)
+		return target{name, &adminapi.Client{URL: server.URL}}
+	}
+	found := answers("a", http.StatusOK, adminapi.MessageTrace{MessageID: "m1", Incomplete: "the search ended", Accepted: []adminapi.AcceptedMessage{{Source: "shop/web"}, {Source: "shop/app", Stored: true, Type: "page"}}})
+	none, fails := answers("b", http.StatusOK, adminapi.MessageTrace{MessageID: "m1"}), answers("c", http.StatusInternalServerError, adminapi.MessageTrace{})
+	for name, c := range map[string]struct {
+		pods []target
+		ok   bool
+		want []string
+	}{
+		"found":       {[]target{none, found}, true, []string{"pod a: m1: accepted by Source shop/web", "All destinations are done with it", "m1: page, accepted by Source shop/app", "No destination gets it", "pod a: not complete: the search ended"}},
+		"a pod fails": {[]target{fails, found}, false, []string{"accepted by Source shop/web"}},
+		"not found":   {[]target{none}, false, nil},
+	} {
+		out, err := run(newTrace(func(*cobra.Command) connector { return pods{c.pods} }), "m1")
+		if (err == nil) != c.ok {
+			t.Errorf("%s: got error %v, want %t", name, err, !c.ok)
+		}
+		for _, want := range c.want {
+			if !strings.Contains(out, want) {
+				t.Errorf("%s: got\n%s\nwant %q", name, out, want)
+			}
+		}
+	}
+}

@@ -106,6 +106,7 @@ func Run(t *testing.T, start func(t *testing.T) Engine) {
 		{"Destinations", (*suite).destinations},
 		{"PutMeta", (*suite).putMeta},
 		{"SettledTwice", (*suite).settledTwice},
+		{"Trace", (*suite).trace},
 		{"NotifyOnAppend", (*suite).notifyOnAppend},
 		{"NotifyOnRetry", (*suite).notifyOnRetry},
 		{"SequenceSurvivesTrim", (*suite).sequenceSurvivesTrim},
@@ -1361,5 +1362,85 @@ func (x *suite) concurrent() {
 		if s.Accepted != producers*each || s.Delivered+s.DeadLettered != s.Accepted || s.Pending != 0 || s.DeadLettered != count {
 			x.Errorf("lane %v: ledger %+v with %d dead letters", l, s, count)
 		}
+	}
+}
+
+// trace finds messages in each state: by the index, and after the duplicate window by reading the log.
+func (x *suite) trace() {
+	other := queue.LaneID{Source: source, Destination: mail}
+	x.open(lane, other)
+	from := x.Clock.Now()
+	filtered := func(m *queue.Message) { m.Skip = []string{crm} }
+	only := func(m *queue.Message) { m.Only = mail }
+	x.append(x.message(), x.message(filtered), x.message(), x.message(), x.message(), x.message(only), x.message())
+	ds := x.lease(lane, 4)
+	x.equal("leased", seqs(ds), []uint64{1, 3, 4, 5})
+	x.store.Ack(ds[0])
+	due := x.Clock.Now().Add(time.Hour).Truncate(time.Millisecond).UTC()
+	x.store.Retry(ds[1], due, x.failure("Timeout"))
+	x.buried(x.store.Bury(ds[2], x.failure("Rejected")))
+	want := map[string][]queue.LaneTrace{
+		"m1": {{Lane: lane, State: queue.TraceEnded}, {Lane: other, State: queue.TraceWaiting}},
+		"m2": {{Lane: lane, State: queue.TraceFiltered}, {Lane: other, State: queue.TraceWaiting}},
+		"m3": {{Lane: lane, State: queue.TraceRetrying, Due: due, Attempts: 1}, {Lane: other, State: queue.TraceWaiting}},
+		"m4": {{Lane: lane, State: queue.TraceEnded}, {Lane: other, State: queue.TraceWaiting}},
+		"m5": {{Lane: lane, State: queue.TraceInFlight}, {Lane: other, State: queue.TraceWaiting}},
+		"m7": {{Lane: lane, State: queue.TraceWaiting}, {Lane: other, State: queue.TraceWaiting}},
+	}
+	trace := func(id string, since time.Time) queue.TraceResult {
+		x.Helper()
+		r, err := x.store.Trace(context.Background(), id, since)
+		x.must(err)
+		for i := range r.Traces {
+			slices.SortFunc(r.Traces[i].Lanes, func(a, b queue.LaneTrace) int { return strings.Compare(a.Lane.Destination, b.Lane.Destination) })
+		}
+		return r
+	}
+	check := func(what string, since time.Time) {
+		x.Helper()
+		for id, lanes := range want {
+			r := trace(id, since)
+			if len(r.Traces) != 1 || !r.Complete {
+				x.Fatalf("%s: trace of %s: got %+v, want one", what, id, r)
+			}
+			t := r.Traces[0]
+			x.equal(what+": lanes of "+id, t.Lanes, lanes)
+			x.equal(what+": message "+id, []any{t.Source, fmt.Sprint("m", t.Seq), t.Type, t.Event}, []any{source, id, "track", "Order Completed"})
+		}
+		x.equal(what+": unknown", len(trace("m99", since).Traces), 0)
+	}
+	check("by the index", time.Time{})
+	for range 2 { // The index loses the messages that are older than the window with a later one.
+		x.Clock.Advance(2 * x.DuplicateWindow)
+		x.add(1)
+	}
+	x.equal("old, without a time", len(trace("m3", time.Time{}).Traces), 0)
+	check("by reading", from)
+	x.equal("a redelivery", trace("m6", from).Traces[0].Lanes, []queue.LaneTrace{{Lane: other, State: queue.TraceWaiting}})
+	x.equal("accepted before", len(trace("m3", from.Add(x.DuplicateWindow)).Traces), 0)
+	ended, cancel := context.WithCancel(context.Background())
+	cancel()
+	if r, err := x.store.Trace(ended, "m99", from); err != nil || r.Complete {
+		x.Errorf("after the end of the context: got %+v, %v, want an incomplete result", r, err)
+	}
+
+	// A removed message is known by the index only.
+	x.add(1)
+	for _, l := range []queue.LaneID{lane, other} {
+		for ds := x.lease(l, 100); len(ds) > 0; ds = x.lease(l, 100) {
+			for _, d := range ds {
+				x.store.Ack(d)
+			}
+		}
+	}
+	x.store.Ack(ds[3])
+	x.Clock.Advance(time.Hour) // The retry is due.
+	for _, d := range x.lease(lane, 1) {
+		x.store.Ack(d)
+	}
+	x.Trim(x.store)
+	removed := trace("m10", time.Time{})
+	if len(removed.Traces) != 1 || removed.Traces[0].Seq != 0 || len(removed.Traces[0].Lanes) != 0 || removed.Traces[0].AcceptedAt.Before(from) {
+		x.Errorf("a removed message: got %+v, want its Source and time alone", removed)
 	}
 }
