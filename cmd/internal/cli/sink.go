@@ -1,13 +1,16 @@
 package cli
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"net/url"
 	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"time"
@@ -29,10 +32,13 @@ set, and prints a line per message: its type, its user, and whether the signatur
 is authentic. A missing or wrong signature is answered 401. With --header, the
 signature of the scheme HMAC in this header is checked.
 
---status, --delay and --fail-first simulate a failing receiver.`,
+--status, --delay and --fail-first simulate a failing receiver. --save keeps each
+authentic request in a file, and --forward-to sends it on to a receiver that you
+develop, whose status is then the answer.`,
 		Example: `  posthorn sink --listen 127.0.0.1:9000 --secret "$SECRET"
   posthorn sink --status 503              a receiver that is down
-  posthorn sink --fail-first 20           one that recovers`,
+  posthorn sink --fail-first 20           one that recovers
+  posthorn sink --secret "$SECRET" --save requests --forward-to http://localhost:3000/hook`,
 		Args: command.ExactArgs(),
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
 			if s.secret, err = secretFrom(s.secret, secretFile); err != nil {
@@ -43,6 +49,14 @@ signature of the scheme HMAC in this header is checked.
 			}
 			if err := s.format.validate(); err != nil {
 				return err
+			}
+			if u, err := url.Parse(s.forwardTo); s.forwardTo != "" && (err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https") {
+				return command.Usagef("--forward-to %q is not a URL like http://localhost:3000/hook", s.forwardTo)
+			}
+			if s.save != "" {
+				if err := os.MkdirAll(s.save, 0o700); err != nil {
+					return command.UsageError(err)
+				}
 			}
 			listener, err := net.Listen("tcp", listen)
 			if err != nil {
@@ -69,6 +83,8 @@ signature of the scheme HMAC in this header is checked.
 	f.IntVar(&s.status, "status", http.StatusOK, "status to answer with")
 	f.DurationVar(&s.delay, "delay", 0, "time to wait before the answer")
 	f.IntVar(&s.failFirst, "fail-first", 0, "answer this many requests with 503 before the first success")
+	f.StringVar(&s.save, "save", "", "a folder that gets a file for each authentic request: its headers and its body, as HTTP")
+	f.StringVar(&s.forwardTo, "forward-to", "", "send each authentic request on to this URL, and answer with its status")
 	s.format.addFlags(cmd)
 	command.OutputFlag(cmd, &s.output, "text", "text, json (one object per line, with the body) or none", "text", "json", "none")
 	return cmd
@@ -81,8 +97,10 @@ type sink struct {
 	status    int
 	delay     time.Duration
 	failFirst int
-	output    string
-	out       io.Writer
+	// save is a folder for the requests, forwardTo the URL of another receiver; "" is none.
+	save, forwardTo string
+	output          string
+	out             io.Writer
 	// onMessage, when set, is called for every accepted message.
 	onMessage func(message)
 
@@ -93,14 +111,16 @@ type sink struct {
 
 // message is the printed form of a request.
 type message struct {
-	Time      time.Time       `json:"time"`
-	Path      string          `json:"path"`
-	Type      string          `json:"type"`
-	Event     string          `json:"event,omitempty"`
-	UserID    string          `json:"userId,omitempty"`
-	Signature string          `json:"signature"`
-	Status    int             `json:"status"`
-	Body      json.RawMessage `json:"body"`
+	Time      time.Time `json:"time"`
+	Path      string    `json:"path"`
+	Type      string    `json:"type"`
+	Event     string    `json:"event,omitempty"`
+	UserID    string    `json:"userId,omitempty"`
+	Signature string    `json:"signature"`
+	Status    int       `json:"status"`
+	// Problem is why the request was not saved or sent on.
+	Problem string          `json:"problem,omitempty"`
+	Body    json.RawMessage `json:"body"`
 }
 
 func (s *sink) mode() string {
@@ -171,6 +191,19 @@ func (s *sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case s.failFirst > 0:
 		s.failFirst--
 		m.Status = http.StatusServiceUnavailable
+	default:
+		if s.save != "" {
+			if err := s.saveRequest(r.Header, body); err != nil {
+				m.Problem = "not saved: " + err.Error()
+			}
+		}
+		if s.forwardTo != "" && m.Status < 300 {
+			// Requests are sent on one after the other, in the order of the printed lines.
+			var err error
+			if m.Status, err = s.forward(r, body); err != nil {
+				m.Problem = "not sent on: " + err.Error()
+			}
+		}
 	}
 	if m.Signature == "ok" {
 		s.authentic++
@@ -185,6 +218,43 @@ func (s *sink) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	s.print(m)
 	w.WriteHeader(m.Status)
+}
+
+// saveRequest writes a request to a file whose name has its number.
+func (s *sink) saveRequest(h http.Header, body []byte) error {
+	var text bytes.Buffer
+	_ = h.Write(&text) // A buffer returns no error.
+	text.WriteString("\r\n")
+	text.Write(body)
+	return os.WriteFile(filepath.Join(s.save, fmt.Sprintf("%06d.http", s.received)), text.Bytes(), 0o600)
+}
+
+// forwardTimeout is the timeout of a delivery by default.
+const forwardTimeout = 5 * time.Second
+
+// forward sends a request to another receiver, with its headers, and returns the status of the answer.
+func (s *sink) forward(r *http.Request, body []byte) (status int, err error) {
+	ctx, cancel := context.WithTimeout(r.Context(), forwardTimeout)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, s.forwardTo, bytes.NewReader(body))
+	if err != nil {
+		return http.StatusBadGateway, err
+	}
+	for name, values := range r.Header {
+		switch name {
+		case "Connection", "Content-Length", "Transfer-Encoding":
+		default:
+			req.Header[name] = values
+		}
+	}
+	client := http.Client{CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
+	resp, err := client.Do(req)
+	if err != nil {
+		return http.StatusBadGateway, err
+	}
+	defer resp.Body.Close()
+	_, _ = io.Copy(io.Discard, io.LimitReader(resp.Body, 1<<20))
+	return resp.StatusCode, nil
 }
 
 // check returns the reason why a request is not authentic, or "".
@@ -210,8 +280,11 @@ func (s *sink) print(m message) {
 		if m.Event != "" {
 			what += fmt.Sprintf(" %q", m.Event)
 		}
-		fmt.Fprintf(s.out, "%s  %-32s user=%-16s signature %s  -> %s\n",
-			m.Time.Local().Format("15:04:05.000"), what, m.UserID, paint(s.out, m.Signature), paint(s.out, fmt.Sprint(m.Status)))
+		if m.Problem != "" {
+			m.Problem = "; " + m.Problem
+		}
+		fmt.Fprintf(s.out, "%s  %-32s user=%-16s signature %s  -> %s%s\n",
+			m.Time.Local().Format("15:04:05.000"), what, m.UserID, paint(s.out, m.Signature), paint(s.out, fmt.Sprint(m.Status)), m.Problem)
 	}
 }
 

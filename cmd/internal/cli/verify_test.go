@@ -5,8 +5,11 @@ import (
 	"crypto/hmac"
 	"crypto/sha1" //nolint:gosec // the specified algorithm of X-Signature
 	"encoding/hex"
+	"io"
 	"net/http"
 	"net/http/httptest"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -159,5 +162,49 @@ func TestVerifyRejectsAnInvalidFormat(t *testing.T) {
 		if code != command.ExitUsage || !strings.Contains(out.String(), want) {
 			t.Errorf("%v: got exit code %d and %q, want %d and %q", flags, code, out.String(), command.ExitUsage, want)
 		}
+	}
+}
+
+// A sink keeps and sends on authentic requests only, and answers with the other receiver's status.
+func TestSinkSendsOn(t *testing.T) {
+	var got []*http.Request
+	var bodies []string
+	status := http.StatusTeapot
+	next := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, _ := io.ReadAll(r.Body)
+		got, bodies = append(got, r), append(bodies, string(body))
+		w.WriteHeader(status)
+	}))
+	dir := t.TempDir()
+	var out bytes.Buffer
+	s := &sink{secret: "s3cret", status: http.StatusOK, output: "text", out: &out, save: dir, forwardTo: next.URL + "/hook"}
+	const body = `{"type":"track","event":"E","userId":"u"}`
+	post := func(signature string) int {
+		r := httptest.NewRequest(http.MethodPost, "/in", strings.NewReader(body))
+		r.Header.Set("X-Signature", signature)
+		w := httptest.NewRecorder()
+		s.ServeHTTP(w, r)
+		return w.Code
+	}
+	signature := signed("s3cret", body)
+	if code := post("00"); code != http.StatusUnauthorized || len(got) > 0 {
+		t.Errorf("a wrong signature: got %d and %d requests, want 401 and none", code, len(got))
+	}
+	if code := post(signature); code != status {
+		t.Errorf("an authentic request: got %d, want %d", code, status)
+	}
+	if len(got) != 1 || got[0].URL.Path != "/hook" || got[0].Header.Get("X-Signature") != signature || bodies[0] != body {
+		t.Fatalf("sent on: got %v with %q, want the request", got, bodies)
+	}
+	files, _ := os.ReadDir(dir)
+	if len(files) != 1 || files[0].Name() != "000002.http" {
+		t.Fatalf("saved: got %v, want 000002.http", files)
+	}
+	if text, _ := os.ReadFile(filepath.Join(dir, "000002.http")); !strings.HasSuffix(string(text), "\r\n\r\n"+body) || !strings.Contains(string(text), "X-Signature: "+signature) {
+		t.Errorf("saved: got %q", text)
+	}
+	next.Close()
+	if code := post(signature); code != http.StatusBadGateway || !strings.Contains(out.String(), "not sent on: ") {
+		t.Errorf("a receiver that is down: got %d, want 502, and\n%s", code, out.String())
 	}
 }
