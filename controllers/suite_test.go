@@ -373,6 +373,8 @@ func (l *podList) List(context.Context) ([]Pod, error) {
 type fakeDispatcher struct {
 	name   string
 	server *httptest.Server
+	// format is the newest format of live configs that it reads.
+	format int
 
 	mu sync.Mutex
 	// requests counts the requests for the report.
@@ -411,7 +413,7 @@ type decodedConfig struct {
 
 func newDispatcher(name string) *fakeDispatcher {
 	d := &fakeDispatcher{
-		name: name, running: map[string]liveconfig.Config{}, revisions: map[string]string{}, numbers: map[string]int64{},
+		name: name, format: adminapi.ConfigFormat, running: map[string]liveconfig.Config{}, revisions: map[string]string{}, numbers: map[string]int64{},
 		traffic: map[string]func(*adminapi.DestinationReport){}, calls: map[string]func(*adminapi.SourceReport){},
 		syncs: map[string]func(*adminapi.AudienceReport){}, deletions: map[string]func(*adminapi.DeletionReport){},
 		box: &letterBox{runs: map[string]*boxRun{}},
@@ -456,7 +458,7 @@ func (d *fakeDispatcher) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 }
 
 func (d *fakeDispatcher) report(ctx context.Context) adminapi.Report {
-	report := adminapi.Report{Pod: d.name, Ready: true}
+	report := adminapi.Report{Pod: d.name, Ready: true, ConfigFormat: d.format}
 	var secrets corev1.SecretList
 	if err := cluster.List(ctx, &secrets, client.InNamespace(release), client.HasLabels{liveconfig.LabelNamespace}); err != nil {
 		return report

@@ -13,6 +13,9 @@ type Report struct {
 	// Delta is true if the report has only what changed since the cursor of the request; see
 	// Index.Merge.
 	Delta bool `json:"delta,omitempty"`
+	// ConfigFormat is the newest format of live configs that the pod reads. Release 0.2.0 reports
+	// none.
+	ConfigFormat int `json:"configFormat,omitempty"`
 	// Ready is true once the pod has loaded its first full config.
 	Ready bool `json:"ready"`
 	// Namespaces are the namespaces, sorted by name. A delta has the namespaces with a change.
@@ -25,6 +28,10 @@ type Report struct {
 	// Storage of the pod.
 	Storage StorageReport `json:"storage"`
 }
+
+// ConfigFormat is the newest format of live configs that this release reads: the first one with other
+// names than those of release 0.2.0.
+const ConfigFormat = 2
 
 // ConfigReport is the state of a namespace's live config. A namespace without a number, and a removed
 // one, have none unless there is something else to report.

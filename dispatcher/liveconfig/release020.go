@@ -6,8 +6,33 @@ import (
 )
 
 // During an upgrade from release 0.2.0, a new dispatcher starts with live configs of the old
-// operator. That release has other names for some fields. This file and its test can be removed with
-// the support of such upgrades.
+// operator, and a new operator writes live configs for old dispatchers. That release has other names for
+// some fields. This file and its test can be removed with the support of such upgrades.
+
+// marshalBeginning returns the JSON of a config without objects.
+func marshalBeginning(c Config, names020 bool) ([]byte, error) {
+	if names020 {
+		return json.Marshal(struct {
+			Version int    `json:"version"`
+			Tenant  string `json:"tenant"`
+		}{c.Version, c.Namespace})
+	}
+	return json.Marshal(Config{Version: c.Version, Namespace: c.Namespace})
+}
+
+// marshalDestination returns the JSON of a destination.
+func marshalDestination(d Destination, names020 bool) ([]byte, error) {
+	if !names020 || d.State != Paused {
+		return json.Marshal(d)
+	}
+	old := struct {
+		Destination
+		State      string `json:"state"`
+		HeldReason string `json:"heldReason,omitempty"`
+	}{d, "Held", d.PausedReason}
+	old.PausedReason = ""
+	return json.Marshal(old)
+}
 
 // withCurrentNames returns a live config with the present names. It returns a text that it cannot
 // parse as it is: the strict decoder then reports the error.
