@@ -130,7 +130,7 @@ func (p *simulated) deliver() {
 }
 
 func (p *simulated) header() (r adminapi.Report) {
-	r.Pod, r.Ready = p.name, p.fleet.view.Load() != nil
+	r.Pod, r.ConfigFormat, r.Ready = p.name, adminapi.ConfigFormat, p.fleet.view.Load() != nil
 	p.fleet.mu.Lock()
 	defer p.fleet.mu.Unlock()
 	for namespace, config := range p.fleet.configs {
