@@ -62,6 +62,18 @@ var _ = Describe("Several dispatchers", Serial, Ordered, func() {
 		}
 	})
 
+	It("are all asked where a message is", func() {
+		out, err := t.posthorn("", "send", "track", "--endpoint="+podURL(1), `--json={"messageId":"traced-1","userId":"u1","event":"Traced"}`)
+		Expect(err).NotTo(HaveOccurred(), out)
+		s.eventually("Traced")
+		Eventually(func() string {
+			out, _ := command("", "kubectl", "posthorn", "trace", "traced-1")
+			return strings.Join(strings.Fields(out), " ")
+		}).Should(And(ContainSubstring(`pod posthorn-dispatcher-1: traced-1: track "Traced", accepted by Source `+t.name+"/web"), ContainSubstring(t.name+"/crm primary Delivered answered 200")))
+		_, err = command("", "kubectl", "posthorn", "trace", "traced-2")
+		Expect(err).To(MatchError(ContainSubstring("no message traced-2")))
+	})
+
 	It("are on one status page, which follows a replaced pod", func() {
 		cmd := exec.Command("kubectl", "posthorn", "page", "-n", t.name)
 		out, err := cmd.StdoutPipe()
