@@ -71,6 +71,12 @@ Exits 1 if the call, or a call of a batch, was rejected.`,
 				return err
 			}
 			fmt.Fprintf(cmd.OutOrStdout(), "%s %s\n", resp.Status, bytes.TrimSpace(answer))
+			var sent struct {
+				MessageID string `json:"messageId"`
+			}
+			if resp.StatusCode == http.StatusOK && json.Unmarshal(body, &sent) == nil && sent.MessageID != "" {
+				fmt.Fprintf(cmd.OutOrStdout(), "messageId %s; 'posthorn trace' shows where it is\n", sent.MessageID)
+			}
 			if resp.StatusCode != http.StatusOK || bytes.Contains(answer, []byte(`"rejected"`)) {
 				return command.ErrFailed
 			}

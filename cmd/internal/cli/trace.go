@@ -153,7 +153,7 @@ func printTrace(out io.Writer, prefix string, t *adminapi.MessageTrace, now time
 	for _, d := range t.DeadLetters {
 		_, name, _ := strings.Cut(d.Destination, "/")
 		namespace := strings.TrimSuffix(d.Destination, "/"+name)
-		fmt.Fprintf(out, "\nDead letter of %s since %s: %s after %d attempts. %s\nTo do: posthorn deadletters show %s %s -n %s\n", d.Destination, d.FailedAt.UTC().Format(time.RFC3339), strings.TrimSuffix(d.Reason+" "+status(d.StatusCode), " -"), d.Attempts, d.Message, name, d.Key, namespace)
+		fmt.Fprintf(out, "\nDead letter of %s since %s: %s after %s. %s\nTo do: posthorn deadletters show %s %s -n %s\n", d.Destination, d.FailedAt.UTC().Format(time.RFC3339), strings.TrimSuffix(d.Reason+" "+status(d.StatusCode), " -"), plural(d.Attempts, "attempt"), d.Message, name, d.Key, namespace)
 	}
 	return nil
 }
@@ -163,9 +163,9 @@ func stateDetail(d adminapi.MessageAtEndpoint, t *adminapi.MessageTrace, now tim
 	switch d.State {
 	case adminapi.MessageRetrying:
 		if wait := d.NextAttempt.Sub(now).Round(time.Second); wait > 0 {
-			return fmt.Sprintf("%d failed attempts, the next one in %s", d.FailedAttempts, wait)
+			return fmt.Sprintf("%s, the next one in %s", plural(d.FailedAttempts, "failed attempt"), wait)
 		}
-		return fmt.Sprintf("%d failed attempts, the next one is due", d.FailedAttempts)
+		return plural(d.FailedAttempts, "failed attempt") + ", the next one is due"
 	case adminapi.MessageWaiting:
 		return "waits for its first attempt; 'posthorn why' shows what is in front of it"
 	case adminapi.MessageInFlight:
@@ -184,4 +184,12 @@ func stateDetail(d adminapi.MessageAtEndpoint, t *adminapi.MessageTrace, now tim
 		return "delivered or discarded; its attempts are no longer in memory"
 	}
 	return ""
+}
+
+// plural returns a number with its noun.
+func plural(n int, noun string) string {
+	if n != 1 {
+		noun += "s"
+	}
+	return fmt.Sprintf("%d %s", n, noun)
 }
