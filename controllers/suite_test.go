@@ -333,7 +333,7 @@ func (w *world) waitIdle() map[string]string {
 	versions := w.versions()
 	Eventually(func(g Gomega) {
 		before := versions
-		w.waitPolls(5)
+		w.waitPolls(10) // Numbers are written a moment after the transitions.
 		versions = w.versions()
 		g.Expect(versions).To(Equal(before))
 	}).Should(Succeed())
