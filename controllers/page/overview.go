@@ -199,7 +199,6 @@ func newSources(v view) (list []sourceRow) {
 			list = append(list, r)
 		}
 	}
-	severity := map[string]int{"problem": 0, "notice": 1, "ok": 2}
 	slices.SortFunc(list, func(a, b sourceRow) int {
 		return cmp.Or(cmp.Compare(severity[a.State], severity[b.State]), cmp.Compare(b.Calls.Rejected, a.Calls.Rejected), cmp.Compare(b.Calls.Accepted, a.Calls.Accepted), compareKeys(a.key, b.key))
 	})
@@ -257,8 +256,10 @@ func (p *Page) newRow(v view, k key) row {
 	return r
 }
 
+// severity is the order of the states.
+var severity = map[string]int{"problem": 0, "notice": 1, "ok": 2}
+
 func worseFirst(a, b row) int {
-	severity := map[string]int{"problem": 0, "notice": 1, "ok": 2}
 	return cmp.Or(
 		cmp.Compare(severity[a.State], severity[b.State]), compareBools(b.Open, a.Open),
 		cmp.Compare(b.Retrying, a.Retrying), cmp.Compare(b.Pending, a.Pending), cmp.Compare(b.Stored, a.Stored), compareKeys(a.key, b.key))
@@ -303,7 +304,6 @@ func newDeletions(v view) (list []deletion) {
 		}
 		list = append(list, d)
 	}
-	severity := map[string]int{"problem": 0, "notice": 1, "ok": 2}
 	slices.SortFunc(list, func(a, b deletion) int {
 		return cmp.Or(cmp.Compare(severity[a.State], severity[b.State]), compareBools(a.Deadline.IsZero(), b.Deadline.IsZero()), a.Deadline.Compare(b.Deadline), compareKeys(a.key, b.key))
 	})
