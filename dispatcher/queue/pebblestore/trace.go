@@ -63,7 +63,8 @@ func (s *Store) traceIn(ctx context.Context, log *sourceLog, id string, since ti
 				return t, false, err
 			}
 			end := codec.Millis(t.AcceptedAt.Add(delay))
-			seq, rec, _, err = s.findIn(ctx, log, id, first, func(n uint64, r *codec.Record) bool {
+			var whole bool
+			seq, rec, whole, err = s.findIn(ctx, log, id, first, func(n uint64, r *codec.Record) bool {
 				return n <= head && r.AcceptedAt <= end
 			}, nil)
 			if err != nil {
@@ -71,6 +72,10 @@ func (s *Store) traceIn(ctx context.Context, log *sourceLog, id string, since ti
 			}
 			if seq > 0 {
 				break
+			}
+			if !whole { // Whether the message was removed is unknown.
+				result.Complete = false
+				return t, false, nil
 			}
 		}
 	case !since.IsZero():
@@ -141,7 +146,7 @@ func (s *Store) findIn(ctx context.Context, log *sourceLog, id string, from uint
 	defer func() { err = errors.Join(err, it.Close()) }()
 	read := 0
 	for ok := it.First(); ok; ok = it.Next() {
-		if read++; read > traceMessages || read%1024 == 0 && ctx.Err() != nil {
+		if read++; read > traceMessages || read%1024 == 1 && ctx.Err() != nil {
 			return 0, rec, false, nil
 		}
 		v, err := it.ValueAndErr()

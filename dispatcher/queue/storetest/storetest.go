@@ -1410,6 +1410,11 @@ func (x *suite) trace() {
 		x.equal(what+": unknown", len(trace("m99", since).Traces), 0)
 	}
 	check("by the index", time.Time{})
+	ended, cancel := context.WithCancel(context.Background())
+	cancel()
+	if r, err := x.store.Trace(ended, "m3", time.Time{}); err != nil || r.Complete || len(r.Traces) > 0 {
+		x.Errorf("by the index, after the end of the context: got %+v, %v, want an incomplete result", r, err)
+	}
 	for range 2 { // The index loses the messages that are older than the window with a later one.
 		x.Clock.Advance(2 * x.DuplicateWindow)
 		x.add(1)
@@ -1418,8 +1423,6 @@ func (x *suite) trace() {
 	check("by reading", from)
 	x.equal("a redelivery", trace("m6", from).Traces[0].Lanes, []queue.LaneTrace{{Lane: other, State: queue.TraceWaiting}})
 	x.equal("accepted before", len(trace("m3", from.Add(x.DuplicateWindow)).Traces), 0)
-	ended, cancel := context.WithCancel(context.Background())
-	cancel()
 	if r, err := x.store.Trace(ended, "m99", from); err != nil || r.Complete {
 		x.Errorf("after the end of the context: got %+v, %v, want an incomplete result", r, err)
 	}
